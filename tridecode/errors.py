@@ -1,0 +1,25 @@
+"""Every error that a user can cause: one clear line that names the thing, what was expected and the fix."""
+
+
+class TridecodeError(Exception):
+    """Base of all errors raised on purpose; the command line prints its message and exits non-zero, no traceback."""
+
+
+class CheckpointError(TridecodeError):
+    """A checkpoint, its configuration or its tokenizer cannot be used."""
+
+
+class DeviceError(TridecodeError):
+    """The device or backend asked for is absent or has too little memory."""
+
+
+class PromptError(TridecodeError, ValueError):
+    """A prompt, token id or chat message cannot be used."""
+
+
+class ParameterError(TridecodeError, ValueError):
+    """A sampling or engine parameter is out of its range."""
+
+
+class GenerationError(TridecodeError):
+    """A generation had to end: the logits of a step held NaN or Inf."""

@@ -1,0 +1,90 @@
+"""SamplingParams: how one generation draws its tokens and when it ends."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from .errors import ParameterError
+
+MAX_LOGPROBS = 20
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """Sampling and stopping of one generation; checked on construction (ParameterError).
+
+    temperature: 0 is greedy. top_k: 0 is off. top_p in (0, 1], min_p in [0, 1]: 1 and 0 are off.
+    repetition_penalty > 0 acts on tokens of prompt and output (as transformers), presence_penalty and
+    frequency_penalty in [-2, 2] on tokens of the output only (as OpenAI's API).
+    logit_bias: token id -> value added to that logit before everything else.
+    seed: None draws one. max_tokens: None is up to the context's end. stop: strings, never shown.
+    stop_token_ids: beside the model's own, at most 16 in all. ignore_eos: the model's own do not stop.
+    logprobs: number of most likely tokens to report a step, 0 to 20; None reports nothing.
+    Order: bias, repetition, presence and frequency penalty, temperature, top-k, top-p, min-p; ties at a threshold stay.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int | None = None
+    max_tokens: int | None = None
+    stop: Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+
+    def __post_init__(self):
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        for name in ("stop", "stop_token_ids"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        object.__setattr__(self, "logit_bias", dict(self.logit_bias))
+        self._number("temperature", 0.0, 100.0)
+        self._number("top_p", 0.0, 1.0, low_open=True)
+        self._number("min_p", 0.0, 1.0)
+        self._number("repetition_penalty", 0.0, 100.0, low_open=True)
+        self._number("presence_penalty", -2.0, 2.0)
+        self._number("frequency_penalty", -2.0, 2.0)
+        self._integer("top_k", 0, 2**31 - 1)
+        self._integer("seed", -(2**63), 2**64 - 1, optional=True)
+        self._integer("max_tokens", 1, 2**31 - 1, optional=True)
+        self._integer("logprobs", 0, MAX_LOGPROBS, optional=True)
+        for text in self.stop:
+            if not isinstance(text, str) or not text:
+                raise ParameterError(f"stop: every entry must be a non-empty string, got {text!r}")
+        for token in self.stop_token_ids:
+            if isinstance(token, bool) or not isinstance(token, int) or token < 0:
+                raise ParameterError(f"stop_token_ids: every entry must be a token id (an integer >= 0), got {token!r}")
+        for token, bias in self.logit_bias.items():
+            if isinstance(token, bool) or not isinstance(token, int) or token < 0:
+                raise ParameterError(f"logit_bias: every key must be a token id (an integer >= 0), got {token!r}")
+            if isinstance(bias, bool) or not isinstance(bias, (int, float)) or not math.isfinite(bias):
+                raise ParameterError(f"logit_bias: the value of token {token} must be a finite number, got {bias!r}")
+
+    def _number(self, name: str, low: float, high: float, low_open: bool = False):
+        value = getattr(self, name)
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not number or not low <= value <= high or (low_open and value == low):
+            bound = "above" if low_open else "from"
+            raise ParameterError(f"{name} must be a number {bound} {low:g} to {high:g}, got {value!r}")
+
+    def _integer(self, name: str, low: int, high: int, optional: bool = False):
+        value = getattr(self, name)
+        if optional and value is None:
+            return
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            raise ParameterError(f"{name} must be an integer from {low} to {high}, got {value!r}")
+
+    @property
+    def penalties(self) -> bool:
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
+
+    @property
+    def greedy(self) -> bool:
+        """The plain argmax of the raw logits: the one-launch greedy step serves it."""
+        return self.temperature == 0 and not self.penalties and not self.logit_bias
