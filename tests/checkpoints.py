@@ -1,0 +1,177 @@
+"""Tiny random checkpoints of each family, written by transformers, with a byte-level BPE tokenizer beside them.
+
+    path = write_tiny(tmp_path, "qwen3")                         # a directory that Engine.load takes
+    path = write_tiny(tmp_path, "llama", dtype=torch.bfloat16, shards=3, num_hidden_layers=1)
+
+Head dims and group sizes are real models'; widths are small and no power of two. Norm weights and biases are random
+too, so that a forgotten one shows. The model's vocabulary is larger than the tokenizer's, as Qwen's is.
+"""
+
+import json
+import math
+from pathlib import Path
+
+import torch
+
+VOCAB_SIZE = 389
+TOKENIZER_VOCAB_SIZE = 384
+SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")  # ids 0, 1, 2
+ADDED_TOKENS = ("<think>", "</think>")  # added, but not special: ids 382, 383
+EOS_ID = 2
+STOP_IDS = (0, 2)
+
+CHATML = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+
+TRAINING_TEXT = (
+    "The quick brown fox jumps over the lazy dog. Hello, world! How are you today? I am fine, thank you.\n"
+    "A graph is captured once and replayed for ever; the token goes back into memory, and the next step reads it.\n"
+    "user assistant system one two three four five six seven eight nine ten 0123456789\n"
+    "for i in range(10):\n    print(i)\n"
+)
+
+_COMMON = dict(
+    vocab_size=VOCAB_SIZE,
+    hidden_size=192,
+    num_hidden_layers=2,
+    max_position_embeddings=512,
+    rms_norm_eps=1e-6,
+    bos_token_id=0,
+    eos_token_id=EOS_ID,
+    pad_token_id=None,
+    tie_word_embeddings=False,
+)
+_THETA = {"rope_type": "default", "rope_theta": 10000.0}
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,  # short, so that the scaling shows within a test's positions
+}
+_MISTRAL = dict(
+    intermediate_size=304,
+    num_attention_heads=4,
+    num_key_value_heads=1,
+    head_dim=80,
+    rope_parameters=_THETA,
+)
+
+FAMILIES = {
+    "qwen3": dict(
+        architecture="Qwen3",
+        intermediate_size=352,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=128,
+        rope_parameters=_THETA | {"rope_theta": 1000000.0},
+    ),
+    "qwen3-tied": dict(
+        architecture="Qwen3",
+        intermediate_size=304,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=64,
+        tie_word_embeddings=True,
+        rope_parameters=_THETA | {"rope_theta": 1000000.0},
+    ),
+    "llama": dict(
+        architecture="Llama",
+        hidden_size=240,
+        intermediate_size=432,
+        num_attention_heads=5,
+        num_key_value_heads=1,
+        head_dim=64,
+        rms_norm_eps=1e-5,
+        rope_parameters=_LLAMA3,
+    ),
+    "qwen2": dict(
+        architecture="Qwen2",
+        hidden_size=448,
+        intermediate_size=608,
+        num_attention_heads=7,
+        num_key_value_heads=1,
+        rope_parameters=_THETA | {"rope_theta": 1000000.0},
+    ),
+    "mistral": dict(architecture="Mistral", sliding_window=16, **_MISTRAL),
+    "mistral-full": dict(architecture="Mistral", sliding_window=None, **_MISTRAL),
+}
+
+
+def write_tiny(path, family, dtype=torch.float32, shards=1, seed=0, **overrides) -> Path:
+    """Write a tiny checkpoint of `family` (a key of FAMILIES) into directory `path`; returns the directory.
+
+    `overrides` replace entries of config.json. With `shards` > 1 the tensors are split over at least that many files.
+    Skips the test where transformers is not installed.
+    """
+    import pytest
+
+    transformers = pytest.importorskip("transformers")
+    path = Path(path)
+    path.mkdir(parents=True, exist_ok=True)
+    settings = _COMMON | FAMILIES[family] | overrides
+    architecture = settings.pop("architecture")
+    config = getattr(transformers, f"{architecture}Config")(**settings)
+    model = getattr(transformers, f"{architecture}ForCausalLM")(config)
+    randomise(model, seed)
+    model = model.to(dtype)
+    model.generation_config = transformers.GenerationConfig(bos_token_id=0, eos_token_id=list(STOP_IDS))
+    total = sum(p.numel() * p.element_size() for p in model.parameters())
+    model.save_pretrained(path, max_shard_size=total + 1 if shards == 1 else math.ceil(total / shards))
+    write_tokenizer(path)
+    return path
+
+
+@torch.no_grad()
+def randomise(model, seed: int) -> None:
+    """Random parameters whose activations stay near 1 and whose logits have a clear maximum."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        if name.endswith("embed_tokens.weight"):
+            parameter.copy_(noise * 0.15)
+        elif parameter.ndim == 2:
+            gain = 2.0 if name.startswith("lm_head") else 1.0
+            parameter.copy_(noise * (gain / math.sqrt(parameter.shape[1])))
+        elif name.endswith("bias"):
+            parameter.copy_(noise * 0.5)
+        else:
+            parameter.copy_(1.0 + 0.2 * noise)
+
+
+def write_tokenizer(path, chat_template: str | None = CHATML, add_bos: bool = False) -> None:
+    """Write tokenizer.json and tokenizer_config.json: byte-level BPE, ChatML tokens, `chat_template` (None: none)."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=TOKENIZER_VOCAB_SIZE - len(ADDED_TOKENS),
+        min_frequency=1,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([TRAINING_TEXT], trainer)
+    tokenizer.add_tokens([AddedToken(token, normalized=False, special=False) for token in ADDED_TOKENS])
+    if add_bos:
+        bos = SPECIAL_TOKENS[0]
+        tokenizer.post_processor = processors.TemplateProcessing(single=f"{bos} $A", special_tokens=[(bos, 0)])
+    assert tokenizer.get_vocab_size() == TOKENIZER_VOCAB_SIZE
+    tokenizer.save(str(Path(path) / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": SPECIAL_TOKENS[0],
+        "eos_token": SPECIAL_TOKENS[EOS_ID],
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": 512,
+    }
+    if chat_template is not None:
+        settings["chat_template"] = chat_template
+    (Path(path) / "tokenizer_config.json").write_text(json.dumps(settings, indent=2))
