@@ -1,0 +1,429 @@
+"""Engine: load a checkpoint, stream answers, score tokens."""
+
+import logging
+import secrets
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+
+from . import decode, meta, reference
+from .checkpoint import load_config, load_weights, resolve_model
+from .config import ModelConfig
+from .errors import DeviceError, GenerationError, ParameterError, PromptError
+from .graph import StepGraphs
+from .memory import MemoryPlan, plan_memory
+from .model import DecodeModel, make_model
+from .prefill import prefill
+from .sampling import SamplingParams
+from .text import StopStrings
+from .tokenizer import Tokenizer
+from .weights import Weights
+
+BUNDLED = Path(__file__).parent / "bundled"
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+NO_TOKEN = 0xFFFFFFFF  # in the output ring: the step's logits were not finite
+log = logging.getLogger("tridecode")
+
+Prompt = str | Sequence[int] | Sequence[dict]
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Token counts. reused_tokens: prompt tokens whose K/V were still in the cache."""
+
+    prompt_tokens: int
+    reused_tokens: int
+    completion_tokens: int
+
+
+@dataclass(frozen=True)
+class Timings:
+    """Seconds. ttft: from the call to the first token; decode: from the first token to the last."""
+
+    ttft: float
+    decode: float
+    tokens_per_second: float
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """Natural-log probabilities under the raw logits: of the drawn token, and (token id, logprob) of the likeliest."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One token of a stream, and the text that became certain with it (may be empty).
+
+    The last piece has no token (token_id None) but any held-back text, finish_reason ("stop", "length" or "error"),
+    usage, timings, and with "error" a one-line `error`.
+    """
+
+    token_id: int | None
+    text: str
+    logprobs: TokenLogprobs | None = None
+    finish_reason: str | None = None
+    usage: Usage | None = None
+    timings: Timings | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class Result:
+    """A whole generation. token_ids holds everything drawn, a final stop token included; text does not."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str
+    usage: Usage
+    timings: Timings
+    seed: int
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    error: str | None = None
+
+
+@dataclass
+class Engine:
+    """A loaded model with its captured step. One conversation at a time: a new stream ends the one before."""
+
+    model: DecodeModel
+    tokenizer: Tokenizer | None
+    backend: str
+    graph: str
+    plan: MemoryPlan
+    name: str
+    notes: list[str] = field(default_factory=list)
+
+    def __post_init__(self):
+        self._cached: list[int] = []  # tokens whose K/V the cache holds
+        self._stream = 0
+        self._ring = self.model.workspace.out.numpy()
+        self._ahead = 1 if self.device.type == "cuda" and self.backend == "triton" else 0
+        self.graphs = StepGraphs(self.model) if self.graph == "full" else None
+
+    @classmethod
+    def load(
+        cls,
+        model: str | Path | None = None,
+        *,
+        device: str = "auto",
+        backend: str = "auto",
+        dtype: str = "auto",
+        max_seq_len: int | None = None,
+        graph: str = "full",
+        progress: Callable[[int, int], None] | None = None,
+    ) -> "Engine":
+        """Load a checkpoint directory or Hugging Face id; None is the bundled model.
+
+        device: auto, cpu, cuda or cuda:N. backend: auto, triton or torch. dtype: auto (the checkpoint's; fp32 ones run
+        in bf16 on a GPU; fp32 on a CPU), bfloat16, float16 or float32. max_seq_len: K/V positions, None is the model's
+        limit or what fits. graph: full (one captured CUDA graph) or none (the same launches, eagerly).
+        progress(done_bytes, total_bytes) is called while weights load.
+        Raises CheckpointError, DeviceError, ParameterError; each says what was expected.
+        """
+        place, backend = resolve_device(device, backend)
+        path = BUNDLED if model is None else resolve_model(model)
+        config = load_config(path)
+        tokenizer = Tokenizer.load(path)
+        torch_dtype = resolve_dtype(dtype, config, place)
+        plan, capacity, notes = plan_capacity(config, torch_dtype, place, max_seq_len)
+        weights = load_weights(path, config, place, torch_dtype, progress)
+        name = "bundled" if model is None else str(model)
+        return cls.build(config, weights, tokenizer, capacity, backend, graph, plan=plan, name=name, notes=notes)
+
+    @classmethod
+    def build(
+        cls,
+        config: ModelConfig,
+        weights: Weights,
+        tokenizer: Tokenizer | None,
+        capacity: int,
+        backend: str,
+        graph: str = "full",
+        plan: MemoryPlan | None = None,
+        name: str = "",
+        notes: Sequence[str] = (),
+    ) -> "Engine":
+        """An engine from weights that are on their device already (load and the benchmarks end here)."""
+        if graph not in ("full", "none"):
+            raise ParameterError(f"graph must be full or none, got {graph!r}")
+        if backend == "torch" or weights.device.type != "cuda":
+            graph = "none"
+        plan = plan or plan_memory(config, weights.dtype, weights.device)
+        return cls(make_model(config, weights, capacity), tokenizer, backend, graph, plan, name, list(notes))
+
+    @property
+    def config(self) -> ModelConfig:
+        return self.model.config
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+    @property
+    def capacity(self) -> int:
+        """Positions of the context: prompt and output together."""
+        return self.model.kv.capacity
+
+    def default_params(self, **overrides) -> SamplingParams:
+        """SamplingParams of the model's generation_config, with `overrides`."""
+        return SamplingParams(**{**dict(self.config.generation_defaults), **overrides})
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Token ids of a prompt: text as it is, ids, or chat messages through the template. Raises PromptError."""
+        if isinstance(prompt, str):
+            ids = self.tokenizer.encode(prompt)
+        elif len(prompt) and isinstance(prompt[0], dict):
+            ids = self.tokenizer.encode_chat(list(prompt))
+        else:
+            ids = list(prompt)
+        if not ids:
+            raise PromptError("the prompt is empty: at least one token is needed")
+        for token in ids:
+            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < self.config.vocab_size:
+                raise PromptError(f"token id {token!r} is not in the vocabulary (0 to {self.config.vocab_size - 1})")
+        if len(ids) > self.capacity:
+            raise PromptError(
+                f"the prompt has {len(ids)} tokens, the context holds {self.capacity}: shorten it or raise max_seq_len"
+            )
+        return ids
+
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, reuse_prefix: bool = True
+    ) -> Iterator[Piece]:
+        """Yield a Piece a token, then a last one with finish_reason, usage and timings.
+
+        prompt: text (raw), token ids, or chat messages. params None: the model's own defaults. reuse_prefix: keep the
+        K/V of the longest common prefix with what the cache holds. Closing the iterator early is safe.
+        Raises PromptError and ParameterError before the first piece.
+        """
+        started = time.perf_counter()
+        params = params or self.default_params()
+        ids = self.encode(prompt)
+        stop_ids = self._stop_ids(params)
+        self._check_ids("logit_bias", params.logit_bias)
+        seed = secrets.randbits(63) if params.seed is None else params.seed
+        return self._generate(ids, replace(params, seed=seed), stop_ids, reuse_prefix, started)
+
+    def generate(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, reuse_prefix: bool = True
+    ) -> Result:
+        """The whole of a stream; see `stream`. With finish_reason "error", `error` says why."""
+        params = params or self.default_params()
+        if params.seed is None:
+            params = replace(params, seed=secrets.randbits(63))
+        *pieces, last = self.stream(prompt, params, reuse_prefix=reuse_prefix)
+        return Result(
+            text="".join(p.text for p in pieces) + last.text,
+            token_ids=tuple(p.token_id for p in pieces),
+            finish_reason=last.finish_reason,
+            usage=last.usage,
+            timings=last.timings,
+            seed=params.seed,
+            logprobs=None if params.logprobs is None else tuple(p.logprobs for p in pieces),
+            error=last.error,
+        )
+
+    @torch.inference_mode()
+    def score(self, token_ids: Sequence[int]) -> torch.Tensor:
+        """fp32 logits [tokens, vocab] on the model's device; row i predicts token i + 1. Runs the decode step.
+
+        Raises PromptError for ids outside the vocabulary or more than the context, GenerationError for NaN or Inf.
+        """
+        ids = self.encode(list(token_ids))
+        logits = torch.empty(len(ids), self.config.vocab_size, device=self.device)
+        self._begin(ids, 0, SamplingParams(temperature=0, seed=0), (), limit=len(ids) + 1)
+        self._cached = []
+        for row in logits:
+            self._step("greedy")
+            row.copy_(self.model.workspace.logits[0])
+        self._check_status()
+        self._cached = ids
+        return logits
+
+    def _step(self, kind: str) -> None:
+        if self.graphs:
+            self.graphs.replay(kind)
+        elif self.backend == "triton":
+            decode.step(self.model, kind)
+        else:
+            reference.step(self.model, kind)
+
+    @torch.inference_mode()
+    def _begin(self, ids, position, params, stop_ids, limit) -> None:
+        """Set the state for a request whose first step embeds ids[position]; no step may be in flight."""
+        ws = self.model.workspace
+        self._synchronize()
+        row, samp = meta.request_rows(
+            params, position=position, n_known=len(ids), limit=limit, stop_ids=stop_ids, seed=params.seed, page_row=0
+        )
+        ws.out.fill_(-1)
+        ws.tokens[0, : len(ids)] = torch.tensor(ids, dtype=torch.int32)
+        ws.samp[0] = samp
+        if params.penalties:
+            ws.counts.zero_()
+            ws.counts[0, torch.tensor(sorted(set(ids)), device=self.device)] = 1
+        if params.logit_bias:
+            ws.bias.zero_()
+            for token, value in params.logit_bias.items():
+                ws.bias[0, token] = value
+        ws.meta[0] = row
+
+    def _prefill(self, ids: list[int], reuse_prefix: bool) -> int:
+        """Fill the cache with all but the last token; returns how many of them were there already."""
+        common = 0
+        if reuse_prefix:
+            pairs = zip(self._cached, ids[:-1])
+            common = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(self._cached), len(ids) - 1))
+        self._synchronize()
+        self._cached = ids[:common]
+        prefill(self.model, ids[common:-1], common)
+        self._cached = ids[:-1]
+        return common
+
+    def _generate(self, ids, params, stop_ids, reuse_prefix, started) -> Iterator[Piece]:
+        self._stream += 1
+        stream = self._stream
+        limit = min(len(ids) + (params.max_tokens or self.capacity), self.capacity + 1)
+        reused = self._prefill(ids, reuse_prefix)
+        self._begin(ids, len(ids) - 1, params, stop_ids, limit)
+        kind = "logprobs" if params.logprobs is not None else "greedy" if params.greedy else "sample"
+        steps = limit - len(ids)
+        for _ in range(min(self._ahead, steps)):
+            self._step(kind)
+
+        detokenizer = self.tokenizer.detokenizer(ids) if self.tokenizer else None
+        stops = StopStrings(params.stop)
+        done, first, finish, error = 0, None, "length", None
+        embedded = ids[-1]
+        while done < steps:
+            if done + self._ahead < steps:
+                self._step(kind)
+            token = self._await_token(done)
+            now = time.perf_counter()
+            first = first or now
+            if token == NO_TOKEN:
+                finish = "error"
+                error = f"step {done + 1} (position {len(ids) + done - 1}) gave NaN or Inf logits; nothing was drawn"
+                break
+            done += 1
+            self._cached.append(embedded)  # its step has run: its K/V are there
+            embedded = token
+            stopped = token in stop_ids
+            text = "" if stopped or detokenizer is None else stops.push(detokenizer.push(token))
+            yield Piece(token, text, self._logprobs(done - 1, params))
+            if self._stream != stream:
+                raise GenerationError("this stream was ended by a newer one of the same engine")
+            if stopped or stops.hit:
+                finish = "stop"
+                break
+        now = time.perf_counter() if first is None else now
+        tail = "" if detokenizer is None or stops.hit else stops.push(detokenizer.flush()) + stops.flush()
+        decode_time = now - (first or now)
+        rate = (done - 1) / decode_time if done > 1 and decode_time > 0 else 0.0
+        yield Piece(
+            None,
+            tail,
+            finish_reason=finish,
+            usage=Usage(len(ids), reused, done),
+            timings=Timings((first or now) - started, decode_time, rate),
+            error=error,
+        )
+
+    def _await_token(self, step: int) -> int:
+        """Poll the ring for the token of `step`; the device writes it there, no copy or synchronisation."""
+        entry, polls = step % meta.RING, 0
+        while (value := int(self._ring[0, entry])) >> 32 != step:
+            polls += 1
+            time.sleep(0)  # let the thread that draws the screen run
+            if polls % 1024 == 0 and (self.device.type != "cuda" or torch.cuda.current_stream(self.device).query()):
+                value = int(self._ring[0, entry])
+                if value >> 32 != step:
+                    raise GenerationError(f"step {step + 1} ended without a token")
+        return value & 0xFFFFFFFF
+
+    def _logprobs(self, step: int, params: SamplingParams) -> TokenLogprobs | None:
+        if params.logprobs is None:
+            return None
+        ws, entry = self.model.workspace, step % meta.RING
+        values = ws.out_logprobs[0, entry, : params.logprobs + 1].tolist()
+        ids = ws.out_top_ids[0, entry, : params.logprobs].tolist()
+        return TokenLogprobs(values[0], tuple(zip(ids, values[1:])))
+
+    def _stop_ids(self, params: SamplingParams) -> tuple[int, ...]:
+        own = () if params.ignore_eos else self.config.stop_ids
+        stop_ids = tuple(dict.fromkeys((*own, *params.stop_token_ids)))
+        if len(stop_ids) > meta.MAX_STOP_IDS:
+            raise ParameterError(
+                f"stop_token_ids: at most {meta.MAX_STOP_IDS} with the model's own, got {len(stop_ids)}"
+            )
+        self._check_ids("stop_token_ids", params.stop_token_ids)
+        return stop_ids
+
+    def _check_ids(self, name: str, ids) -> None:
+        for token in ids:
+            if token >= self.config.vocab_size:
+                raise ParameterError(f"{name}: token id {token} is not in the vocabulary of {self.config.vocab_size}")
+
+    def _check_status(self) -> None:
+        row = self.model.workspace.meta[0].tolist()
+        if row[meta.STATUS] == meta.NAN:
+            raise GenerationError(f"step {row[meta.STEP]} (position {row[meta.POSITION]}) gave NaN or Inf logits")
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def resolve_device(device: str, backend: str) -> tuple[torch.device, str]:
+    """The device and backend that serve a request for `device` and `backend`. Raises DeviceError, ParameterError."""
+    if backend not in ("auto", "triton", "torch"):
+        raise ParameterError(f"backend must be auto, triton or torch, got {backend!r}")
+    kind, _, index = device.partition(":")
+    if kind not in ("auto", "cpu", "cuda") or (index and (kind != "cuda" or not index.isdigit())):
+        raise ParameterError(f"device must be auto, cpu, cuda or cuda:N, got {device!r}")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if kind == "cuda" and int(index or 0) >= count:
+        raise DeviceError(f"device {device} was asked for, but {count} CUDA GPUs are usable here; use --device cpu")
+    if kind == "auto":
+        usable = count and backend != "torch" and torch.cuda.get_device_capability(0) >= (8, 0)
+        kind = "cuda" if usable else "cpu"
+    place = torch.device(kind, int(index or 0)) if kind == "cuda" else torch.device("cpu")
+    if backend == "auto":
+        backend = "triton" if kind == "cuda" else "torch"
+    if backend == "triton" and kind != "cuda":
+        raise DeviceError("backend triton needs an NVIDIA GPU and none is used here; use --backend torch")
+    if backend == "triton" and torch.cuda.get_device_capability(place) < (8, 0):
+        raise DeviceError("backend triton needs compute capability 8.0 or above; use --backend torch")
+    return place, backend
+
+
+def resolve_dtype(dtype: str, config: ModelConfig, device: torch.device) -> torch.dtype:
+    if dtype == "auto":
+        if device.type == "cpu":
+            return torch.float32
+        return torch.bfloat16 if config.dtype == "float32" else DTYPES[config.dtype]
+    if dtype not in DTYPES:
+        raise ParameterError(f"dtype must be auto, {', '.join(DTYPES)}, got {dtype!r}")
+    return DTYPES[dtype]
+
+
+def plan_capacity(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device, max_seq_len: int | None
+) -> tuple[MemoryPlan, int, list[str]]:
+    """The memory plan, the context to allocate, and notes for the user. Raises ParameterError, DeviceError."""
+    limit = config.max_position
+    if max_seq_len is not None and not 1 <= max_seq_len <= limit:
+        raise ParameterError(f"max_seq_len must be from 1 to the model's limit of {limit}, got {max_seq_len}")
+    plan = plan_memory(config, dtype, device)
+    capacity = plan.capacity(max_seq_len, str(device))
+    notes = []
+    if capacity < (max_seq_len or limit):
+        notes.append(f"context lowered to {capacity} of the model's {limit} positions: that is what fits {device}")
+        log.warning(notes[-1])
+    return plan, capacity, notes

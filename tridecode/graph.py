@@ -1,0 +1,42 @@
+"""Capture and replay: the token step as one CUDA graph a kind of sampling."""
+
+import torch
+
+from . import decode
+from .meta import LIMIT_REACHED, STATUS
+from .model import DecodeModel
+
+
+class StepGraphs:
+    """The captured steps of one model, shared by all its requests.
+
+    With `check_addresses` every replay first asserts that no buffer moved since capture (a debug aid).
+    """
+
+    def __init__(self, model: DecodeModel, check_addresses: bool = False):
+        self.model = model
+        self.captures = 0
+        self.check_addresses = check_addresses
+        self._addresses = model.addresses()
+        self._graphs = {kind: self._capture(kind) for kind in decode.KINDS}
+
+    def _capture(self, kind: str) -> torch.cuda.CUDAGraph:
+        # With a status other than RUN the warm-up compiles and loads every kernel and writes nothing.
+        self.model.workspace.meta[:, STATUS] = LIMIT_REACHED
+        stream = torch.cuda.Stream(self.model.device)
+        stream.wait_stream(torch.cuda.current_stream(self.model.device))
+        with torch.cuda.stream(stream):
+            decode.step(self.model, kind)
+        torch.cuda.synchronize(self.model.device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            decode.step(self.model, kind)
+        self.captures += 1
+        return graph
+
+    def replay(self, kind: str) -> None:
+        """Enqueue one step on the current stream."""
+        if self.check_addresses:
+            moved = [name for name, a in self.model.addresses().items() if self._addresses.get(name) != a]
+            assert not moved, f"buffers moved since capture: {', '.join(moved)}"
+        self._graphs[kind].replay()

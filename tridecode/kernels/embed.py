@@ -1,0 +1,92 @@
+"""embed: the row of the current token becomes the residual stream."""
+
+import torch
+import triton
+import triton.language as tl
+
+from .common import META_WIDTH, POSITION, RUN, STATUS, gdc_launch_dependents, options
+
+BLOCK_K = 1024
+
+
+@triton.jit
+def _embed_kernel(
+    meta_ptr,
+    tokens_ptr,
+    embed_ptr,
+    norm_ptr,
+    hidden_ptr,
+    normed_ptr,
+    sumsq_ptr,
+    stride_tokens,
+    stride_hidden,
+    stride_normed,
+    stride_sumsq,
+    K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Copy the embedding of tokens[position] and prepare the first layer's norm.
+
+    meta: [slots, META_WIDTH] int32; tokens: [slots, capacity + 1] int32; embed: [vocab, K]; norm: [K];
+    out hidden: [rows, K] fp32; out normed: [rows, K], hidden * norm; out sumsq: [rows, programs] fp32 partial sums.
+    Moves K * (2 * itemsize + 4 + act itemsize) bytes. Grid (cdiv(K, BLOCK_K), rows).
+    Always launched without PDL: the fence behind which later kernels may read meta and old K/V before their wait.
+    """
+    if PDL:
+        gdc_launch_dependents()
+    pid = tl.program_id(0)
+    row = tl.program_id(1)
+    if tl.load(meta_ptr + row * META_WIDTH + STATUS) != RUN:
+        return
+    position = tl.load(meta_ptr + row * META_WIDTH + POSITION)
+    token = tl.load(tokens_ptr + row * stride_tokens + position).to(tl.int64)
+    offs_k = pid * BLOCK_K + tl.arange(0, BLOCK_K)
+    mask_k = offs_k < K
+    h = tl.load(embed_ptr + token * K + offs_k, mask=mask_k, other=0.0).to(tl.float32)
+    g = tl.load(norm_ptr + offs_k, mask=mask_k, other=0.0).to(tl.float32)
+    tl.store(hidden_ptr + row * stride_hidden + offs_k, h, mask=mask_k)
+    tl.store(normed_ptr + row * stride_normed + offs_k, (h * g).to(normed_ptr.dtype.element_ty), mask=mask_k)
+    tl.store(sumsq_ptr + row * stride_sumsq + pid, tl.sum(h * h, 0))
+
+
+def embed(meta, tokens, embed, norm, hidden, normed, sumsq, *, pdl=False):
+    """Launch the kernel; sumsq receives `embed_partials(K)` partial sums a row."""
+    rows, K = hidden.shape
+    _embed_kernel[(embed_partials(K), rows)](
+        meta,
+        tokens,
+        embed,
+        norm,
+        hidden,
+        normed,
+        sumsq,
+        tokens.stride(0),
+        hidden.stride(0),
+        normed.stride(0),
+        sumsq.stride(0),
+        K,
+        BLOCK_K,
+        pdl,
+        **options(num_warps=4),
+    )
+
+
+def embed_partials(K: int) -> int:
+    """Partial sums of squares that a row of width K leaves."""
+    return triton.cdiv(K, BLOCK_K)
+
+
+def embed_ref(meta, tokens, embed, norm, hidden, normed, sumsq):
+    for row in range(hidden.shape[0]):
+        if meta[row, STATUS.value] != RUN.value:
+            continue
+        h = embed[tokens[row, meta[row, POSITION.value]].long()].float()
+        hidden[row] = h
+        normed[row] = (h * norm.float()).to(normed.dtype)
+        sumsq[row, : embed_partials(h.numel())] = 0
+        sumsq[row, 0] = h.square().sum()
+
+
+def embed_bytes(K: int, dtype: torch.dtype, act_dtype: torch.dtype) -> int:
+    return K * (2 * dtype.itemsize + 4 + act_dtype.itemsize)

@@ -1,0 +1,106 @@
+"""gate_up: both input projections of the MLP, SiLU and their product."""
+
+import torch
+import triton
+import triton.language as tl
+
+from .common import META_WIDTH, RUN, STATUS, gdc_launch_dependents, gdc_wait, options
+from .matvec import running
+
+
+@triton.jit
+def _gate_up_kernel(
+    meta_ptr,
+    x_ptr,
+    weight_ptr,
+    out_ptr,
+    sumsq_ptr,
+    eps,
+    stride_xm,
+    stride_om,
+    stride_sumsq,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    N_SUMSQ: tl.constexpr,
+    SUMSQ_BLOCK: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """out = silu(gate(x)) * up(x), x scaled by its norm.
+
+    meta: [slots, META_WIDTH] int32; x: [rows, K]; weight: [2 * N, K], gate rows then up rows; sumsq: [rows, partials]
+    fp32; out: [rows, N] (output). Moves 2 * N * K weight bytes. Grid (cdiv(N, BLOCK_N), rows).
+    A program owns the same rows of both halves, so the product needs no exchange.
+    """
+    pid = tl.program_id(0)
+    row = tl.program_id(1)
+    if PDL:
+        gdc_launch_dependents()
+    offs_n = pid * BLOCK_N + tl.arange(0, BLOCK_N)
+    offs_k = tl.arange(0, BLOCK_K)
+    mask_n = offs_n < N
+    gate_ptrs = weight_ptr + offs_n.to(tl.int64)[:, None] * K + offs_k[None, :]
+    up_ptrs = gate_ptrs + N * K
+    x_ptrs = x_ptr + row * stride_xm + (offs_n * 0)[:, None] + offs_k[None, :]
+    status = tl.load(meta_ptr + row * META_WIDTH + STATUS)
+    mask = mask_n[:, None] & (offs_k < K)[None, :]
+    gate = tl.load(gate_ptrs, mask=mask, other=0.0, eviction_policy="evict_first")
+    up = tl.load(up_ptrs, mask=mask, other=0.0, eviction_policy="evict_first")
+    if PDL:
+        gdc_wait()
+    if status != RUN:
+        return
+    x = tl.load(x_ptrs, mask=mask, other=0.0).to(tl.float32)
+    acc_gate = gate.to(tl.float32) * x
+    acc_up = up.to(tl.float32) * x
+    for k in range(BLOCK_K, K, BLOCK_K):
+        mask = mask_n[:, None] & (k + offs_k < K)[None, :]
+        gate = tl.load(gate_ptrs + k, mask=mask, other=0.0, eviction_policy="evict_first")
+        up = tl.load(up_ptrs + k, mask=mask, other=0.0, eviction_policy="evict_first")
+        x = tl.load(x_ptrs + k, mask=mask, other=0.0).to(tl.float32)
+        acc_gate += gate.to(tl.float32) * x
+        acc_up += up.to(tl.float32) * x
+    offs_s = tl.arange(0, SUMSQ_BLOCK)
+    partials = tl.load(sumsq_ptr + row * stride_sumsq + offs_s, mask=offs_s < N_SUMSQ, other=0.0)
+    scale = tl.rsqrt(tl.sum(partials, 0) / K + eps)
+    g = tl.sum(acc_gate, 1) * scale
+    y = g * tl.sigmoid(g) * (tl.sum(acc_up, 1) * scale)
+    tl.store(out_ptr + row * stride_om + offs_n, y.to(out_ptr.dtype.element_ty), mask=mask_n)
+
+
+def gate_up(meta, normed, linear, out, sumsq, n_sumsq, eps, *, shape, pdl=False):
+    """out[row] = silu(gate) * up of the normalised row, the mean square from n_sumsq partial sums of squares."""
+    rows, N = out.shape
+    K = linear.in_features
+    _gate_up_kernel[(triton.cdiv(N, shape.block_n), rows)](
+        meta,
+        normed,
+        linear.weight,
+        out,
+        sumsq,
+        eps,
+        normed.stride(0),
+        out.stride(0),
+        sumsq.stride(0),
+        N,
+        K,
+        n_sumsq,
+        triton.next_power_of_2(n_sumsq),
+        shape.block_n,
+        shape.block_k,
+        pdl,
+        **options(shape.num_warps, pdl, num_stages=shape.num_stages),
+    )
+
+
+def gate_up_ref(meta, normed, linear, out, sumsq, n_sumsq, eps):
+    for row in running(meta, out.shape[0]):
+        x = normed[row].float()
+        scale = torch.rsqrt(sumsq[row, :n_sumsq].sum() / x.numel() + eps)
+        gate, up = ((linear.weight.float() @ x) * scale).chunk(2)
+        out[row] = (torch.nn.functional.silu(gate) * up).to(out.dtype)
+
+
+def gate_up_bytes(N: int, K: int, dtype: torch.dtype, act_dtype: torch.dtype) -> int:
+    return 2 * N * K * dtype.itemsize + (K + N) * act_dtype.itemsize

@@ -1,0 +1,155 @@
+"""matvec: one row of activations times a weight matrix, with the work around it fused.
+
+qkv: norm scale in, bias. o_proj and down: residual add, and the next norm prepared. lm_head: norm scale in.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from .common import META_WIDTH, RUN, STATUS, gdc_launch_dependents, gdc_wait, options
+
+
+@triton.jit
+def _matvec_kernel(
+    meta_ptr,
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    out_ptr,
+    norm_ptr,
+    normed_ptr,
+    sumsq_ptr,
+    eps,
+    stride_xm,
+    stride_om,
+    stride_normed,
+    stride_sumsq,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    N_SUMSQ: tl.constexpr,
+    SUMSQ_BLOCK: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """out = x @ weight.T, scaled by the norm of x's source, plus bias; or out += it, preparing the next norm.
+
+    meta: [slots, META_WIDTH] int32; x: [rows, K]; weight: [N, K]; bias: [N]; sumsq: [rows, partials] fp32, read when
+    N_SUMSQ > 0; out: [rows, N] fp32 (output). RESIDUAL: out is the residual stream; norm: [N]; outputs
+    normed: [rows, N] = out * norm, and sumsq, one partial sum a program, in fixed order so that steps repeat bit by bit.
+    Moves N * K weight bytes. Grid (cdiv(N, BLOCK_N), rows).
+    x is loaded in the weight tile's own layout (row offset times zero): a broadcast 1-D load would be converted through
+    shared memory at every turn.
+    """
+    pid = tl.program_id(0)
+    row = tl.program_id(1)
+    if PDL:
+        gdc_launch_dependents()
+    offs_n = pid * BLOCK_N + tl.arange(0, BLOCK_N)
+    offs_k = tl.arange(0, BLOCK_K)
+    mask_n = offs_n < N
+    w_ptrs = weight_ptr + offs_n.to(tl.int64)[:, None] * K + offs_k[None, :]
+    x_ptrs = x_ptr + row * stride_xm + (offs_n * 0)[:, None] + offs_k[None, :]
+    status = tl.load(meta_ptr + row * META_WIDTH + STATUS)
+    mask = mask_n[:, None] & (offs_k < K)[None, :]
+    w = tl.load(w_ptrs, mask=mask, other=0.0, eviction_policy="evict_first")
+    if HAS_BIAS:
+        bias = tl.load(bias_ptr + offs_n, mask=mask_n, other=0.0).to(tl.float32)
+    if RESIDUAL:
+        norm = tl.load(norm_ptr + offs_n, mask=mask_n, other=0.0).to(tl.float32)
+    if PDL:
+        gdc_wait()
+    if status != RUN:
+        return
+    acc = w.to(tl.float32) * tl.load(x_ptrs, mask=mask, other=0.0).to(tl.float32)
+    for k in range(BLOCK_K, K, BLOCK_K):
+        mask = mask_n[:, None] & (k + offs_k < K)[None, :]
+        w = tl.load(w_ptrs + k, mask=mask, other=0.0, eviction_policy="evict_first")
+        acc += w.to(tl.float32) * tl.load(x_ptrs + k, mask=mask, other=0.0).to(tl.float32)
+    y = tl.sum(acc, 1)
+    if N_SUMSQ > 0:
+        offs_s = tl.arange(0, SUMSQ_BLOCK)
+        partials = tl.load(sumsq_ptr + row * stride_sumsq + offs_s, mask=offs_s < N_SUMSQ, other=0.0)
+        y = y * tl.rsqrt(tl.sum(partials, 0) / K + eps)
+    if HAS_BIAS:
+        y += bias
+    out_ptrs = out_ptr + row * stride_om + offs_n
+    if RESIDUAL:
+        y += tl.load(out_ptrs, mask=mask_n, other=0.0)
+        normed = (y * norm).to(normed_ptr.dtype.element_ty)
+        tl.store(normed_ptr + row * stride_normed + offs_n, normed, mask=mask_n)
+        tl.store(sumsq_ptr + row * stride_sumsq + pid, tl.sum(tl.where(mask_n, y * y, 0.0), 0))
+    tl.store(out_ptrs, y, mask=mask_n)
+
+
+def _launch(meta, x, linear, out, norm, normed, sumsq, n_sumsq, eps, residual, shape, pdl):
+    weight, bias = linear.weight, linear.bias
+    N, K = weight.shape
+    spare = out  # stands in for pointers this variant does not read
+    _matvec_kernel[(triton.cdiv(N, shape.block_n), out.shape[0])](
+        meta,
+        x,
+        weight,
+        spare if bias is None else bias,
+        out,
+        norm if residual else spare,
+        normed if residual else spare,
+        sumsq if sumsq is not None else spare,
+        eps,
+        x.stride(0),
+        out.stride(0),
+        normed.stride(0) if residual else 0,
+        sumsq.stride(0) if sumsq is not None else 0,
+        N,
+        K,
+        n_sumsq,
+        triton.next_power_of_2(max(n_sumsq, 1)),
+        bias is not None,
+        residual,
+        shape.block_n,
+        shape.block_k,
+        pdl,
+        **options(shape.num_warps, pdl, num_stages=shape.num_stages),
+    )
+
+
+def matvec_normed(meta, normed, linear, out, sumsq, n_sumsq, eps, *, shape, pdl=False):
+    """out[row] = linear(normed[row] * rsqrt(mean square)), the mean square from n_sumsq partial sums of squares."""
+    _launch(meta, normed, linear, out, None, None, sumsq, n_sumsq, eps, False, shape, pdl)
+
+
+def matvec_residual(meta, x, linear, hidden, norm, normed, sumsq, *, shape, pdl=False):
+    """hidden[row] += linear(x[row]); normed = hidden * norm; leaves `residual_partials(N, shape)` sums in sumsq."""
+    _launch(meta, x, linear, hidden, norm, normed, sumsq, 0, 0.0, True, shape, pdl)
+
+
+def residual_partials(N: int, shape) -> int:
+    return triton.cdiv(N, shape.block_n)
+
+
+def matvec_normed_ref(meta, normed, linear, out, sumsq, n_sumsq, eps):
+    for row in running(meta, out.shape[0]):
+        x = normed[row].float()
+        scale = torch.rsqrt(sumsq[row, :n_sumsq].sum() / x.numel() + eps)
+        y = (linear.weight.float() @ x) * scale
+        out[row] = y if linear.bias is None else y + linear.bias.float()
+
+
+def matvec_residual_ref(meta, x, linear, hidden, norm, normed, sumsq):
+    for row in running(meta, hidden.shape[0]):
+        hidden[row] += linear.weight.float() @ x[row].float()
+        normed[row] = (hidden[row] * norm.float()).to(normed.dtype)
+        sumsq[row] = 0
+        sumsq[row, 0] = hidden[row].square().sum()
+
+
+def running(meta, rows: int) -> list[int]:
+    """The rows whose slot has status RUN; the references' form of a kernel leaving early."""
+    return [row for row in range(rows) if meta[row, STATUS.value] == RUN.value]
+
+
+def matvec_bytes(N: int, K: int, dtype: torch.dtype, act_dtype: torch.dtype) -> int:
+    return N * K * dtype.itemsize + K * act_dtype.itemsize + 4 * N

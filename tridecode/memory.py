@@ -1,0 +1,70 @@
+"""What a model needs on its device, and the largest context that fits."""
+
+from dataclasses import dataclass
+
+import torch
+
+from .checkpoint import weight_bytes
+from .config import ModelConfig
+from .errors import DeviceError
+from .kv_cache import kv_bytes_per_token
+from .prefill import CHUNK
+
+GIB = 2**30
+HEADROOM = 0.03  # of the free memory, left for the allocator, cuBLAS and compiled kernels
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes on one device; `fixed` is the workspace and the activations of one prefill chunk."""
+
+    free: int
+    weights: int
+    per_token: int
+    fixed: int
+    model_limit: int
+
+    @property
+    def max_context(self) -> int:
+        """Positions that fit, at most the model's limit; 0 when not even the weights fit."""
+        left = int(self.free * (1 - HEADROOM)) - self.weights - self.fixed
+        return max(min(left // self.per_token, self.model_limit), 0)
+
+    def needed(self, capacity: int) -> int:
+        return self.weights + self.fixed + capacity * self.per_token
+
+    def capacity(self, requested: int | None, where: str) -> int:
+        """The number of K/V positions to allocate; DeviceError when what is asked for does not fit."""
+        fits = self.max_context
+        if fits < 1 or (requested or 0) > fits:
+            wanted = requested or 1
+            advice = f"at most {fits} positions fit" if fits else "choose a smaller model"
+            raise DeviceError(
+                f"not enough memory on {where}: {wanted} positions need {self.needed(wanted) / GIB:.2f} GiB "
+                f"({self.weights / GIB:.2f} GiB of weights), {self.free / GIB:.2f} GiB are free; {advice}"
+            )
+        return requested or fits
+
+
+def plan_memory(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> MemoryPlan:
+    """Plan for loading `config` in `dtype` on `device` as it is now."""
+    rope_and_tokens = 4 * config.head_dim + 4
+    attention = 4 * config.q_size + 2 * config.kv_size  # q, k, v and their rotated fp32 copies
+    row = 4 * 3 * config.hidden_size + 4 * attention + 3 * dtype.itemsize * config.intermediate_size
+    workspace = 64 * config.vocab_size + 2**25
+    return MemoryPlan(
+        free=free_memory(device),
+        weights=weight_bytes(config, dtype),
+        per_token=kv_bytes_per_token(config, dtype) + rope_and_tokens,
+        fixed=min(CHUNK, config.max_position) * row + workspace,
+        model_limit=config.max_position,
+    )
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that can be allocated now."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    with open("/proc/meminfo") as f:
+        fields = dict(line.split(":", 1) for line in f)
+    return int(fields["MemAvailable"].split()[0]) * 1024

@@ -1,0 +1,59 @@
+"""DecodeModel: everything one token step reads and writes, at addresses that never change."""
+
+from dataclasses import dataclass
+
+import torch
+
+from .config import ModelConfig
+from .kv_cache import KVCache, make_kv_cache
+from .rope import rope_tables
+from .shapes import StepShapes, choose_shapes
+from .weights import Weights
+from .workspace import Workspace, make_workspace, named_tensors
+
+
+@dataclass(frozen=True)
+class DecodeModel:
+    """cos, sin: [capacity, head_dim / 2] fp32; `pdl` where the GPU has programmatic dependent launch."""
+
+    config: ModelConfig
+    weights: Weights
+    kv: KVCache
+    cos: torch.Tensor
+    sin: torch.Tensor
+    workspace: Workspace
+    shapes: StepShapes
+    pdl: bool
+
+    @property
+    def device(self) -> torch.device:
+        return self.weights.device
+
+    @property
+    def scale(self) -> float:
+        """Softmax scale."""
+        return self.config.head_dim**-0.5
+
+    def addresses(self) -> dict[str, int]:
+        """Address of every tensor that a captured step holds."""
+        tensors = {f"weights.{name}": t for name, t in self.weights.tensors().items()}
+        tensors |= {f"workspace.{name}": t for name, t in named_tensors(self.workspace).items()}
+        tensors |= {f"k.{i}": t for i, t in enumerate(self.kv.k)} | {f"v.{i}": t for i, t in enumerate(self.kv.v)}
+        tensors |= {"page_table": self.kv.page_table, "cos": self.cos, "sin": self.sin}
+        return {name: t.data_ptr() for name, t in tensors.items()}
+
+
+def make_model(config: ModelConfig, weights: Weights, capacity: int, slots: int = 1) -> DecodeModel:
+    """Allocate the state of a model whose weights are loaded, for `capacity` K/V positions a slot."""
+    device, dtype = weights.device, weights.dtype
+    cos, sin = rope_tables(config, capacity, device)
+    return DecodeModel(
+        config=config,
+        weights=weights,
+        kv=make_kv_cache(config, capacity, device, dtype, slots),
+        cos=cos,
+        sin=sin,
+        workspace=make_workspace(config, capacity, device, dtype, slots),
+        shapes=choose_shapes(config, dtype),
+        pdl=device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0),
+    )

@@ -1,0 +1,47 @@
+"""Launch shapes of the step's kernels: a plain table lookup, decided before capture."""
+
+from dataclasses import dataclass
+
+import torch
+
+from .config import ModelConfig
+from .kernels.attention import AttentionShape
+
+
+@dataclass(frozen=True)
+class MatvecShape:
+    """A program covers block_n rows, block_k columns a turn."""
+
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int = 3
+
+
+@dataclass(frozen=True)
+class StepShapes:
+    qkv: MatvecShape
+    o_proj: MatvecShape
+    gate_up: MatvecShape
+    down: MatvecShape
+    lm_head: MatvecShape
+    attention: AttentionShape
+
+
+def matvec_shape(N: int, K: int) -> MatvecShape:
+    """Large matrices: two rows of 1,024 columns. Small ones: fewer, larger programs (boundaries cost by grid size)."""
+    if N * K < 2**23:
+        return MatvecShape(4, 512, 4)
+    return MatvecShape(2, 1024, 4)
+
+
+def choose_shapes(config: ModelConfig, dtype: torch.dtype) -> StepShapes:
+    hidden, inter = config.hidden_size, config.intermediate_size
+    return StepShapes(
+        qkv=matvec_shape(config.q_size + 2 * config.kv_size, hidden),
+        o_proj=matvec_shape(hidden, config.q_size),
+        gate_up=matvec_shape(2 * inter, hidden),
+        down=matvec_shape(hidden, inter),
+        lm_head=matvec_shape(config.vocab_size, hidden),
+        attention=AttentionShape(block_t=32 if config.head_dim > 128 or dtype == torch.float32 else 64),
+    )

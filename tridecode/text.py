@@ -1,0 +1,36 @@
+"""Stop strings in streamed text."""
+
+from collections.abc import Sequence
+
+
+class StopStrings:
+    """Passes text through until a stop string; never lets a part of one out before it is known not to be one."""
+
+    def __init__(self, stops: Sequence[str]):
+        self._stops = tuple(stops)
+        self._held = ""
+        self.hit = False
+
+    def push(self, text: str) -> str:
+        """Text that is safe to show now. After a hit nothing more comes out."""
+        if self.hit or not self._stops:
+            return "" if self.hit else text
+        self._held += text
+        # The stop string that is complete first ends the text, however the text was cut into pieces.
+        found = [(at + len(s), at) for s in self._stops if (at := self._held.find(s)) >= 0]
+        if found:
+            shown, self._held, self.hit = self._held[: min(found)[1]], "", True
+            return shown
+        keep = max(self._partial(s) for s in self._stops)
+        shown, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
+        return shown
+
+    def flush(self) -> str:
+        """What is still held when the text ends."""
+        held, self._held = self._held, ""
+        return held
+
+    def _partial(self, stop: str) -> int:
+        """Length of the longest end of the held text that begins `stop`."""
+        longest = min(len(stop) - 1, len(self._held))
+        return next((n for n in range(longest, 0, -1) if self._held.endswith(stop[:n])), 0)
