@@ -248,8 +248,8 @@ def _sizes(read: _Reader) -> dict[str, int]:
     head_dim = read.integer("head_dim", 1, 2**16, default=hidden // heads)
     if head_dim % 16 or head_dim > 256:
         raise CheckpointError(
-            f"{read.source}: head_dim (hidden_size / num_attention_heads where absent) must be a multiple of 16 up to 256, "
-            f"got {head_dim}"
+            f"{read.source}: head_dim (hidden_size / num_attention_heads where absent) must be a multiple of 16 "
+            f"up to 256, got {head_dim}"
         )
     sizes["head_dim"] = head_dim
     return sizes
