@@ -1,7 +1,24 @@
 """tridecode: a single-GPU, low-latency decode engine; the whole token step is one CUDA graph of Triton kernels."""
 
-from .engine import Engine
-from .sampling import SamplingParams
+from typing import TYPE_CHECKING
+
 from .version import __version__
 
+if TYPE_CHECKING:
+    from .engine import Engine
+    from .sampling import SamplingParams
+
 __all__ = ["Engine", "SamplingParams", "__version__"]
+
+
+def __getattr__(name: str):
+    """Import on first use: torch takes seconds, and `--help` needs none of it."""
+    if name == "Engine":
+        from .engine import Engine
+
+        return Engine
+    if name == "SamplingParams":
+        from .sampling import SamplingParams
+
+        return SamplingParams
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

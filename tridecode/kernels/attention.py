@@ -219,6 +219,7 @@ def _attention_kernel(
             l_all = tl.load(lse + 1, mask=mask_all, other=0.0, cache_modifier=".cg")
             m_max = tl.max(m_all, 1)
             denominator = tl.sum(l_all * tl.exp2(m_all - m_max[:, None]), 1)
+            denominator = tl.where(mask_q1, denominator, 1.0)
             o = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
             for s0 in tl.range(active, loop_unroll_factor=4):
                 index = first + offs_q * MAX_SPLITS + s0

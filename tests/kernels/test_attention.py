@@ -1,0 +1,113 @@
+import pytest
+import torch
+from util import BF16_ROUNDING, DEVICE, Case, assert_close, cases, meta_rows, norm_weight, poisoned, random
+
+from tridecode import meta
+from tridecode.kernels.attention import AttentionShape, attention, attention_ref
+
+EPS = 1e-6
+SPLITS = 4
+
+
+def buffers(positions, kv_heads, group, head_dim, page, pages, dtype, qk_norm, seed=0):
+    """K/V scattered over shuffled pages, everything not yet written poisoned."""
+    rows, heads = len(positions), kv_heads * group
+    table = torch.randperm(rows * pages, generator=torch.Generator().manual_seed(seed)).view(rows, pages)
+    shape = (rows * pages, kv_heads, page, head_dim)
+    k, v = random(*shape, dtype=dtype, seed=1), random(*shape, dtype=dtype, seed=2)
+    for row, position in enumerate(positions):
+        for at in range(position, pages * page):
+            k[table[row, at // page], :, at % page] = float("nan")
+            v[table[row, at // page], :, at % page] = float("nan")
+    act = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+    angle = torch.rand(pages * page, head_dim // 2, generator=torch.Generator().manual_seed(3)) * 6
+    return dict(
+        meta=meta_rows(*positions),
+        page_table=table.int().to(DEVICE),
+        qkv=random(rows, (heads + 2 * kv_heads) * head_dim, seed=4),
+        q_norm=norm_weight(head_dim, dtype) if qk_norm else None,
+        k_norm=norm_weight(head_dim, dtype) if qk_norm else None,
+        cos=angle.cos().to(DEVICE),
+        sin=angle.sin().to(DEVICE),
+        k_cache=k,
+        v_cache=v,
+        partial=poisoned(rows, heads, 8, head_dim),
+        lse=poisoned(rows, heads, 8, 2),
+        counter=torch.zeros(rows, kv_heads, dtype=torch.int32, device=DEVICE),
+        out=poisoned(rows, heads * head_dim, dtype=act),
+        scale=head_dim**-0.5,
+        eps=EPS,
+        window=0,
+    )
+
+
+def check(args, shape, tolerance):
+    ref = {name: a.clone() if isinstance(a, torch.Tensor) else a for name, a in args.items()}
+    ref["out"] = ref["out"].float()
+    attention(**args, shape=shape)
+    attention_ref(**ref)
+    assert_close(args["out"], ref["out"], tolerance, "out")
+    assert args["counter"].eq(0).all(), "the counters must be zero between launches"
+    for name in ("k_cache", "v_cache"):
+        written = args[name].nan_to_num(0.0)
+        expected = ref[name].nan_to_num(0.0)
+        assert torch.equal(args[name].isnan(), ref[name].isnan()), f"{name}: other positions were touched"
+        assert_close(written, expected, BF16_ROUNDING if args[name].dtype == torch.bfloat16 else 2e-4, name)
+
+
+CASES = cases(
+    Case("qwen3_g2_d128", dict(kv_heads=8, group=2, head_dim=128), dict(kv_heads=1, group=2, head_dim=128)),
+    Case("qwen3-4b_g4_d128", dict(kv_heads=8, group=4, head_dim=128), dict(kv_heads=2, group=4, head_dim=128)),
+    Case("llama_g4_d64", dict(kv_heads=8, group=4, head_dim=64), dict(kv_heads=1, group=4, head_dim=64)),
+    Case("qwen2_g7_d64", dict(kv_heads=2, group=7, head_dim=64), dict(kv_heads=1, group=7, head_dim=64)),
+    Case("g5_d80", dict(kv_heads=4, group=5, head_dim=80), dict(kv_heads=1, group=5, head_dim=80)),
+    Case("g3_d96", dict(kv_heads=8, group=3, head_dim=96), dict(kv_heads=1, group=3, head_dim=96)),
+    Case("mha_g1_d128", dict(kv_heads=32, group=1, head_dim=128), dict(kv_heads=2, group=1, head_dim=128)),
+    Case("g8_d256", dict(kv_heads=4, group=8, head_dim=256), dict(kv_heads=1, group=8, head_dim=256)),
+)
+# bf16: queries and probabilities are rounded to bf16 before the tensor cores, the output to bf16 after them
+TOLERANCE = {torch.bfloat16: 4e-3 + 2 * BF16_ROUNDING, torch.float16: 1e-3, torch.float32: 1e-5}
+POSITIONS = pytest.mark.parametrize(
+    "position", [0, 1, 31, 32, 100, 255] if DEVICE == "cpu" else [0, 1, 63, 64, 65, 500, 1023, 4000]
+)
+
+
+@CASES
+@POSITIONS
+def test_attention_matches_reference(case, position):
+    page, pages = (64, 4) if DEVICE == "cpu" else (256, 16)
+    args = buffers((position,), **case.sizes, page=page, pages=pages, dtype=torch.bfloat16, qk_norm=True)
+    check(args, AttentionShape(block_t=32, splits=SPLITS), TOLERANCE[torch.bfloat16])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=["fp16", "fp32"])
+@pytest.mark.parametrize("position", [1, 77, 200])
+def test_attention_in_other_dtypes(dtype, position):
+    args = buffers((position,), 2, 4, 64, page=64, pages=4, dtype=dtype, qk_norm=False)
+    check(args, AttentionShape(block_t=32, splits=SPLITS), TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("window", [1, 16, 50, 96])
+@pytest.mark.parametrize("position", [5, 49, 50, 170, 255])
+def test_sliding_window(window, position):
+    args = buffers((position,), 1, 4, 64, page=64, pages=4, dtype=torch.float16, qk_norm=False)
+    check({**args, "window": window}, AttentionShape(block_t=16, splits=SPLITS), TOLERANCE[torch.float16])
+
+
+def test_rows_have_their_own_positions_pages_and_status():
+    args = buffers((70, 0, 130), 2, 2, 64, page=64, pages=4, dtype=torch.float16, qk_norm=True)
+    args["meta"][1, meta.STATUS] = meta.STOP
+    before = args["k_cache"][args["page_table"][1].long()].clone()
+    attention(**args, shape=AttentionShape(block_t=32, splits=SPLITS))
+    assert args["out"][1].isnan().all()
+    after = args["k_cache"][args["page_table"][1].long()]
+    assert torch.equal(after.isnan(), before.isnan()), "a dead row wrote K"
+    ref = {name: a.clone() if isinstance(a, torch.Tensor) else a for name, a in args.items()}
+    attention_ref(**ref)
+    assert_close(args["out"][[0, 2]], ref["out"][[0, 2]], TOLERANCE[torch.float16])
+
+
+def test_large_logits_stay_finite():
+    args = buffers((90,), 1, 2, 64, page=64, pages=4, dtype=torch.float16, qk_norm=False)
+    args["qkv"] *= 60
+    check(args, AttentionShape(block_t=32, splits=SPLITS), 5e-3)

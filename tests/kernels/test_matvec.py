@@ -1,0 +1,114 @@
+import pytest
+import torch
+from util import BF16_ROUNDING, Case, assert_close, cases, meta_rows, norm_weight, poisoned, random
+
+from tridecode import meta
+from tridecode.kernels.gate_up import gate_up, gate_up_ref
+from tridecode.kernels.matvec import (
+    matvec_normed,
+    matvec_normed_ref,
+    matvec_residual,
+    matvec_residual_ref,
+    residual_partials,
+)
+from tridecode.shapes import MatvecShape, matvec_shape
+from tridecode.weights import Linear
+
+EPS = 1e-6
+DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+CASES = cases(
+    Case("qwen2.5-0.5b_qkv", gpu=dict(n=1152, k=896), small=dict(n=27, k=896)),
+    Case("qwen3-4b_down", gpu=dict(n=2560, k=9728), small=dict(n=10, k=1216)),
+    Case("llama-3.1-8b_qkv", gpu=dict(n=6144, k=4096), small=dict(n=32, k=512)),
+    Case("odd_rows", gpu=dict(n=1001, k=4864), small=dict(n=13, k=304)),
+    Case("vocabulary", gpu=dict(n=151936, k=1024), small=dict(n=101, k=256)),
+)
+SMALL_SHAPE = MatvecShape(8, 256, 4)  # few programs for the interpreter
+
+
+def shape_for(n, k):
+    return matvec_shape(n, k) if torch.cuda.is_available() else SMALL_SHAPE
+
+
+def inputs(n, k, dtype, bias):
+    act = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+    weight = random(n, k, dtype=dtype, scale=k**-0.5)
+    linear = Linear(weight, random(n, dtype=dtype) if bias else None)
+    x = random(2, k, dtype=act, seed=1)
+    partials = random(2, 5, seed=2).abs() * k / 3
+    return linear, x, partials
+
+
+@CASES
+@DTYPES
+@pytest.mark.parametrize("bias", [False, True], ids=["no_bias", "bias"])
+def test_matvec_normed_matches_reference(case, dtype, bias):
+    n, k = case.sizes["n"], case.sizes["k"]
+    linear, x, partials = inputs(n, k, dtype, bias)
+    out, ref = poisoned(2, n), poisoned(2, n)
+    matvec_normed(meta_rows(0, 0), x, linear, out, partials, 5, EPS, shape=shape_for(n, k))
+    matvec_normed_ref(meta_rows(0, 0), x, linear, ref, partials, 5, EPS)
+    assert_close(out, ref, 1e-5)
+
+
+@CASES
+@DTYPES
+def test_matvec_residual_matches_reference(case, dtype):
+    n, k = case.sizes["n"], case.sizes["k"]
+    if n > 4096 * 2:
+        n = 8192
+    linear, x, _ = inputs(n, k, dtype, bias=False)
+    norm, act = norm_weight(n, dtype), x.dtype
+    hidden = random(2, n, seed=3)
+    ref_hidden = hidden.clone()
+    shape = shape_for(n, k)
+    normed, sumsq = poisoned(2, n, dtype=act), poisoned(2, 4096)
+    ref_normed, ref_sumsq = poisoned(2, n, dtype=act), poisoned(2, 4096)
+    matvec_residual(meta_rows(0, 0), x, linear, hidden, norm, normed, sumsq, shape=shape)
+    matvec_residual_ref(meta_rows(0, 0), x, linear, ref_hidden, norm, ref_normed, ref_sumsq)
+    assert_close(hidden, ref_hidden, 1e-5, "hidden")
+    assert_close(normed, ref_normed, BF16_ROUNDING if act == torch.bfloat16 else 1e-5, "normed")
+    partials = sumsq[:, : residual_partials(n, shape)]
+    assert_close(partials.sum(1), ref_sumsq.sum(1), 1e-5, "sumsq")
+
+
+@CASES
+@DTYPES
+def test_gate_up_matches_reference(case, dtype):
+    n, k = case.sizes["n"], case.sizes["k"]
+    n = min(n, 16384)
+    linear, x, partials = inputs(2 * n, k, dtype, bias=False)
+    out, ref = poisoned(2, n, dtype=x.dtype), poisoned(2, n)
+    gate_up(meta_rows(0, 0), x, linear, out, partials, 5, EPS, shape=shape_for(n, k))
+    gate_up_ref(meta_rows(0, 0), x, linear, ref, partials, 5, EPS)
+    assert_close(out, ref, BF16_ROUNDING + 2e-3 if x.dtype == torch.bfloat16 else 1e-5)
+
+
+@pytest.mark.parametrize("shape", [MatvecShape(1, 2048, 4), MatvecShape(2, 1024, 2), MatvecShape(16, 128, 8)], ids=str)
+def test_every_launch_shape_gives_the_same_answer(shape):
+    n, k = 21, 1100
+    linear, x, partials = inputs(n, k, torch.bfloat16, bias=True)
+    out, ref = poisoned(2, n), poisoned(2, n)
+    matvec_normed(meta_rows(0, 0), x, linear, out, partials, 5, EPS, shape=shape)
+    matvec_normed_ref(meta_rows(0, 0), x, linear, ref, partials, 5, EPS)
+    assert_close(out, ref, 1e-5)
+
+
+def test_a_dead_step_writes_nothing():
+    linear, x, partials = inputs(16, 256, torch.bfloat16, bias=False)
+    dead = meta_rows(0, 0, status=meta.LIMIT_REACHED)
+    out, hidden = poisoned(2, 16), poisoned(2, 16)
+    normed, sumsq, act = poisoned(2, 16), poisoned(2, 64), poisoned(2, 8)
+    matvec_normed(dead, x, linear, out, partials, 5, EPS, shape=SMALL_SHAPE)
+    matvec_residual(dead, x, linear, hidden, norm_weight(16), normed, sumsq, shape=SMALL_SHAPE)
+    gate_up(dead, x, linear, act, partials, 5, EPS, shape=SMALL_SHAPE)
+    assert all(t.isnan().all() for t in (out, hidden, normed, sumsq, act))
+
+
+def test_rows_with_different_status_are_independent():
+    linear, x, partials = inputs(16, 256, torch.bfloat16, bias=False)
+    state = meta_rows(0, 0)
+    state[0, meta.STATUS] = meta.STOP
+    out = poisoned(2, 16)
+    matvec_normed(state, x, linear, out, partials, 5, EPS, shape=SMALL_SHAPE)
+    assert out[0].isnan().all() and out[1].isfinite().all()

@@ -1,0 +1,62 @@
+"""Shared by the kernel tests: cases named once with two sets of sizes, poisoned outputs, one measure of error."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from tridecode import meta
+
+CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if CUDA else "cpu"
+# One rounding to bf16, beside a reference that rounds the same way up to fp32 noise. The interpreter truncates instead.
+BF16_ROUNDING = 1e-3 if CUDA else 5e-3
+
+
+@dataclass(frozen=True)
+class Case:
+    """`gpu` holds a real model's sizes, `small` the same oddness for the interpreter (2 ms a program and loop turn)."""
+
+    name: str
+    gpu: dict
+    small: dict
+
+    @property
+    def sizes(self) -> dict:
+        return self.gpu if CUDA else self.small
+
+
+def cases(*entries: Case):
+    return pytest.mark.parametrize("case", entries, ids=[c.name for c in entries])
+
+
+def relative_rms(out: torch.Tensor, ref: torch.Tensor) -> float:
+    """||out - ref|| / ||ref||; NaN (an output left poisoned) never compares below a tolerance."""
+    return ((out.double() - ref.double()).norm() / ref.double().norm()).item()
+
+
+def assert_close(out: torch.Tensor, ref: torch.Tensor, tolerance: float, what: str = "") -> None:
+    assert out.shape == ref.shape
+    error = relative_rms(out, ref)
+    assert error <= tolerance, f"{what}: relative RMS error {error:.2e}, tolerance {tolerance:.0e}"
+
+
+def poisoned(*shape, dtype=torch.float32) -> torch.Tensor:
+    return torch.full(shape, float("nan"), dtype=dtype, device=DEVICE)
+
+
+def random(*shape, dtype=torch.float32, scale=1.0, seed=0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed + sum(shape))
+    return (torch.randn(*shape, generator=generator) * scale).to(dtype).to(DEVICE)
+
+
+def norm_weight(n: int, dtype=torch.float32) -> torch.Tensor:
+    return (torch.rand(n, generator=torch.Generator().manual_seed(n)) + 0.5).to(dtype).to(DEVICE)
+
+
+def meta_rows(*positions: int, status: int = meta.RUN) -> torch.Tensor:
+    rows = torch.zeros(len(positions), meta.META_WIDTH, dtype=torch.int32)
+    rows[:, meta.POSITION] = torch.tensor(positions, dtype=torch.int32)
+    rows[:, meta.PAGE_ROW] = torch.arange(len(positions), dtype=torch.int32)
+    rows[:, meta.STATUS] = status
+    return rows.to(DEVICE)
