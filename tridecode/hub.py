@@ -1,0 +1,129 @@
+"""From what the user typed after --model to a directory with the files of one checkpoint."""
+
+import re
+from pathlib import Path, PurePosixPath
+
+from .config import parse_config, read_json
+from .errors import CheckpointError
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+SMALL_FILES = (
+    "config.json",
+    "generation_config.json",
+    INDEX,
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+)
+_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+", re.ASCII)
+
+
+def resolve_model(model: str | Path) -> Path:
+    """The directory of `model`: a local directory as it is, else a Hugging Face id ("owner/name"), downloaded.
+
+    Only the files that are read come down, first the small ones: a model that is not supported costs no download of
+    weights. Cache, token, offline mode and progress bars are huggingface_hub's. Raises CheckpointError.
+    """
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise CheckpointError(f"{model}: is a file; give the directory that holds config.json and {SINGLE}")
+    if isinstance(model, Path) or not _ID.fullmatch(model) or ".." in model:
+        raise CheckpointError(
+            f"{model}: no such directory, and not a Hugging Face id (like Qwen/Qwen3-4B); check the spelling"
+        )
+    return _download(model)
+
+
+def shard_map(index: Path) -> dict[str, str]:
+    """The weight_map of an index file: tensor name -> shard file name.
+
+    Shards lie beside their index: a name with a directory in it, absolute or with "..", is a CheckpointError.
+    """
+    names = read_json(index).get("weight_map")
+    if not isinstance(names, dict) or not names:
+        raise CheckpointError(f"{index}: weight_map must name a file for each tensor; download the file again")
+    for tensor, name in names.items():
+        plain = isinstance(name, str) and PurePosixPath(name).name == name and not re.search(r"[\\:\0]", name)
+        if not plain or not name.endswith(".safetensors"):
+            raise CheckpointError(
+                f"{index}: weight_map of {tensor!r} must name a .safetensors file beside the index, got {name!r}; "
+                "do not use this checkpoint unless you trust its source"
+            )
+    return names
+
+
+def _download(repo: str) -> Path:
+    small = _snapshot(repo, list(SMALL_FILES), None)
+    _require(repo, small, "config.json")
+    generation = small / "generation_config.json"
+    parse_config(
+        read_json(small / "config.json"), read_json(generation) if generation.is_file() else None, small / "config.json"
+    )
+    _require(repo, small, "tokenizer.json")
+    index = small / INDEX
+    shards = sorted(set(shard_map(index).values())) if index.is_file() else [SINGLE]
+    # The same commit as the small files: the repository may change between the two calls.
+    path = _snapshot(repo, shards, small.name)
+    for name in shards:
+        _require(repo, path, name)
+    return path
+
+
+def _require(repo: str, path: Path, name: str) -> None:
+    if (path / name).is_file():
+        return
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        raise CheckpointError(f"{repo}: the cached copy {path} lacks {name}; run once with HF_HUB_OFFLINE=0")
+    fix = "choose one that does, or save it again with transformers' save_pretrained and give that directory"
+    raise CheckpointError(f"{repo}: the repository has no {name}; {fix}")
+
+
+def _snapshot(repo: str, patterns: list[str], revision: str | None) -> Path:
+    """huggingface_hub's snapshot_download, with each failure as one line and its fix."""
+    import huggingface_hub  # here, since a local directory needs none of it
+    from huggingface_hub import constants, errors
+
+    try:
+        return Path(huggingface_hub.snapshot_download(repo, revision=revision, allow_patterns=patterns))
+    except errors.GatedRepoError:
+        reason = "the repository is gated"
+        fix = f"accept its terms at {constants.ENDPOINT}/{repo}, then log in with `hf auth login` or set HF_TOKEN"
+    except errors.RepositoryNotFoundError:
+        reason = "neither a directory here nor a repository on the Hugging Face hub that you may read"
+        fix = "check the spelling; for a private repository log in with `hf auth login`"
+    except errors.HFValidationError:
+        reason, fix = "not a valid Hugging Face id", "give owner/name, like Qwen/Qwen3-4B, or an existing directory"
+    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:
+        status = getattr(getattr(error.__cause__, "response", None), "status_code", None)
+        if constants.HF_HUB_OFFLINE:
+            reason = "offline mode is on (HF_HUB_OFFLINE) and the model is not, or not wholly, in the cache"
+            fix = f"run once with HF_HUB_OFFLINE=0, or give a local directory; the cache is {constants.HF_HUB_CACHE}"
+        elif status is not None:
+            reason = f"{constants.ENDPOINT} answered with status {status}, and the model is not in the cache"
+            fix = "try again later, or give a local directory"
+        else:
+            reason = f"no network: {constants.ENDPOINT} cannot be reached, and the model is not in the cache"
+            fix = "check the connection, or give a local directory"
+    except errors.HfHubHTTPError as error:
+        status = getattr(error.response, "status_code", "an error")
+        reason = f"{constants.ENDPOINT} answered with {status}"
+        fix = "log in with `hf auth login` or set HF_TOKEN" if status in (401, 403) else "try again later"
+    except OSError as error:
+        reason = f"the download failed ({_one_line(error)})"
+        fix = f"check the connection and the free space of {constants.HF_HUB_CACHE}, and run again: it resumes"
+    except Exception as error:  # the HTTP client's own, which differ between versions of huggingface_hub
+        if not type(error).__module__.startswith(("httpx", "httpcore", "requests", "urllib3", "hf_xet")):
+            raise
+        reason, fix = f"the download failed ({_one_line(error)})", "check the connection and run again: it resumes"
+    raise CheckpointError(f"{repo}: {reason}; {fix}")
+
+
+def _one_line(error: Exception) -> str:
+    text = getattr(error, "strerror", None) or str(error) or type(error).__name__
+    return " ".join(text.split())[:200]
