@@ -315,8 +315,8 @@ def _check(path: Path, tensors: dict[str, TensorInfo], pieces: dict[str, Piece],
         info = tensors[name]
         if info.shape != piece.shape:
             raise CheckpointError(
-                f"{info.file}: tensor {name!r} must by config.json have shape {list(piece.shape)}, got {list(info.shape)}; "
-                "check that config.json belongs to it"
+                f"{info.file}: tensor {name!r} must have shape {list(piece.shape)} by config.json, not "
+                f"{list(info.shape)}; check that both belong to the same model"
             )
         if info.dtype not in DTYPES:
             raise CheckpointError(

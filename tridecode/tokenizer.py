@@ -1,0 +1,265 @@
+"""Tokenizer: text and chats to token ids, and back.
+
+Control tokens (<|im_end|>, </s>, <think>, ...) steer a model. Only the chat template may write them: in text that
+comes from a user they are ordinary characters.
+"""
+
+import json
+import re
+import secrets
+from collections.abc import Sequence
+from functools import cached_property
+from itertools import chain
+from pathlib import Path
+
+import tokenizers
+
+from .chat_template import ChatTemplate
+from .config import read_json
+from .detokenizer import Detokenizer, TokenBytes
+from .errors import CheckpointError, PromptError
+
+__all__ = ["Detokenizer", "Tokenizer"]
+
+_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_MARKUP = re.compile(r"\s*(<.*>|\[.*\])\s*", re.DOTALL)
+
+
+class Tokenizer:
+    """The tokenizer of a checkpoint: tokenizer.json, its special tokens' names and its chat template."""
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer, special_tokens: dict[str, str], template: str | None = None):
+        """special_tokens: text by name (bos_token, eos_token, ...), as templates see it; template: Jinja source."""
+        self._tokenizer = tokenizer
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
+        self._token_bytes = TokenBytes(tokenizer)
+        self._template = None if template is None else ChatTemplate(template, special_tokens)
+        self._special_tokens = special_tokens
+        added = {i: token for i, token in tokenizer.get_added_tokens_decoder().items() if token.content}
+        self._special = frozenset(token.content for token in added.values() if token.special)
+        # Tokens added as vocabulary (words, runs of spaces) are text like any other; markup is not.
+        control = {i: t.content for i, t in added.items() if t.special or _MARKUP.fullmatch(t.content)}
+        self._control, self._control_ids = frozenset(control.values()), frozenset(control)
+
+    @classmethod
+    def load(cls, path: Path) -> "Tokenizer":
+        """From the checkpoint directory `path`; raises CheckpointError."""
+        path = Path(path)
+        file = path / "tokenizer.json"
+        if not file.is_file():
+            raise CheckpointError(
+                f"{path}: no tokenizer.json; make one with transformers' AutoTokenizer and its save_pretrained"
+            )
+        try:
+            tokenizer = tokenizers.Tokenizer.from_file(str(file))
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # tokenizers raises Exception itself, and for some files a panic
+            reason = " ".join(str(error).split())[:200]
+            raise CheckpointError(f"{file}: not a tokenizer ({reason}); download the file again") from None
+        settings = _read(path / "special_tokens_map.json") | _read(path / "tokenizer_config.json")
+        return cls(tokenizer, _special_tokens(settings), _template(path, settings))
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens, added ones included; a model's own vocabulary is often padded beyond it."""
+        return self._tokenizer.get_vocab_size(with_added_tokens=True)
+
+    @property
+    def has_template(self) -> bool:
+        return self._template is not None
+
+    @property
+    def bos_id(self) -> int | None:
+        return self._id("bos_token")
+
+    @property
+    def eos_id(self) -> int | None:
+        return self._id("eos_token")
+
+    def _id(self, name: str) -> int | None:
+        text = self._special_tokens.get(name)
+        return None if text is None else self._tokenizer.token_to_id(text)
+
+    def encode(self, text: str, allow_special: bool = False) -> list[int]:
+        """Token ids of raw text, with what the tokenizer itself puts around a text (bos, for most).
+
+        Control tokens in the text are read as such only with `allow_special`. Lone surrogates become U+FFFD.
+        """
+        if not isinstance(text, str):
+            raise PromptError(f"a prompt must be text, got {type(text).__name__}")
+        text = _clean(text)
+        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        if not allow_special and self._control_ids.intersection(encoding.ids):
+            encoding = self._neutral.encode(text, add_special_tokens=False)
+        return self._tokenizer.post_process(encoding).ids
+
+    def encode_chat(self, messages: Sequence[dict], **template_variables) -> list[int]:
+        """Token ids of a conversation, through the chat template, up to where the assistant's answer begins.
+
+        messages: dicts with the strings "role" and "content"; other keys and `template_variables` (enable_thinking,
+        tools, ...) reach the template as plain JSON values. Control tokens are the template's alone, but for those that
+        are not special in the assistant's own words: its <think> was one token, and templates look for </think>.
+        Raises PromptError: malformed messages, no template, or the template's own refusal.
+        """
+        if self._template is None:
+            raise PromptError("this model has no chat template (it may be a base model); give plain text, or use --raw")
+        messages, variables = _plain(messages, template_variables)
+        text = self._template.render(messages, variables)
+        marks = self._marks(messages, variables)
+        marked_messages = [
+            self._mark(message, marks, self._special if message["role"] == "assistant" else self._control)
+            for message in messages
+        ]
+        marked_variables = self._mark(variables, marks, self._control)
+        changed = (marked_messages, marked_variables) != (messages, variables)
+        marked = self._template.render(marked_messages, marked_variables) if changed else text
+        if _restore(marked, marks) == text:
+            ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+            if sum(token in self._control_ids for token in ids) == len(self._pattern.findall(marked)):
+                return ids  # no control token in it is a user's
+        renamed = self._pattern.sub(lambda found: self._names[found[0]], marked)
+        return self._neutral.encode(_restore(renamed, marks), add_special_tokens=False).ids
+
+    def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
+        """Text of `ids`, as a Detokenizer gives it; ids that the tokenizer does not know have no text."""
+        detokenizer = Detokenizer(self._token_bytes, (), skip_special)
+        return "".join(map(detokenizer.push, ids)) + detokenizer.flush()
+
+    def detokenizer(self, prompt_ids: Sequence[int] = (), skip_special: bool = True) -> Detokenizer:
+        """A Detokenizer for one stream of tokens; with `prompt_ids` its text continues that of the prompt."""
+        return Detokenizer(self._token_bytes, prompt_ids, skip_special)
+
+    # Control tokens that a user wrote. Where there are none, and that is nearly always, the tokenizer reads the text as
+    # it is. Otherwise a twin reads it that knows the control tokens by unguessable names only: what the template wrote
+    # is renamed, what a user wrote is text. To tell one from the other, the first character of each control token in a
+    # message becomes a private-use character before the template sees it.
+
+    @cached_property
+    def _pattern(self) -> re.Pattern:
+        """Matches control tokens, the longest first, as the tokenizer does; nothing where it has none."""
+        tokens = sorted(self._control, key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, tokens)) or r"(?!)")
+
+    @cached_property
+    def _names(self) -> dict[str, str]:
+        # Lower case, letters and digits: nothing that a normaliser would change.
+        nonce = secrets.token_hex(16)
+        return {token: f"x{nonce}x{i}x" for i, token in enumerate(sorted(self._control))}
+
+    @cached_property
+    def _neutral(self) -> tokenizers.Tokenizer:
+        """The twin: the same tokenizer, the same ids, each control token under its name in `_names`."""
+        state, names = json.loads(self._tokenizer.to_str()), self._names
+        state["post_processor"] = None
+        for token in state["added_tokens"]:
+            token["content"] = names.get(token["content"], token["content"])
+        model = state["model"]
+        if isinstance(model["vocab"], dict):
+            model["vocab"] = {names.get(text, text): token for text, token in model["vocab"].items()}
+        else:
+            model["vocab"] = [[names.get(text, text), score] for text, score in model["vocab"]]
+        if "merges" in model:
+            pairs = (pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"])
+            model["merges"] = [pair for pair in pairs if not names.keys() & {*pair, "".join(pair)}]
+        if model.get("unk_token") is not None:
+            model["unk_token"] = names.get(model["unk_token"], model["unk_token"])
+        twin = tokenizers.Tokenizer.from_str(json.dumps(state))
+        if any(twin.token_to_id(name) != self._tokenizer.token_to_id(token) for token, name in names.items()):
+            raise PromptError("this tokenizer cannot read control tokens as text; remove them from the prompt")
+        return twin
+
+    def _marks(self, *values) -> dict[str, str]:
+        """For each character that begins a control token a private-use character that occurs nowhere else."""
+        used = set(json.dumps(values, ensure_ascii=False)) | set(self._template.source)
+        private = map(chr, chain(range(0xE000, 0xF900), range(0xF0000, 0xFFFFE)))
+        free = [char for char in private if char not in used]
+        begins = sorted({token[0] for token in self._control})
+        if len(free) < len(begins):
+            raise PromptError("the messages use nearly all private-use characters of Unicode; remove some")
+        return dict(zip(begins, free))
+
+    def _mark(self, value, marks: dict[str, str], tokens: frozenset[str]):
+        """`value` with the first character of each of `tokens` in its strings replaced; keys stay."""
+        if isinstance(value, dict):
+            return {key: self._mark(item, marks, tokens) for key, item in value.items()}
+        if isinstance(value, list):
+            return [self._mark(item, marks, tokens) for item in value]
+        if not isinstance(value, str):
+            return value
+        chars = list(value)
+        for i, char in enumerate(value):
+            if char in marks and any(value.startswith(token, i) for token in tokens if token[0] == char):
+                chars[i] = marks[char]
+        # A text may also end in the beginning of a control token that the template's next characters would complete.
+        end = len(value.rstrip())
+        for i in range(max(end - max(map(len, tokens), default=0), 0), end):
+            if value[i] in marks and any(token.startswith(value[i:end]) for token in tokens):
+                chars[i] = marks[value[i]]
+        return "".join(chars)
+
+
+def _restore(text: str, marks: dict[str, str]) -> str:
+    return text.translate({ord(mark): char for char, mark in marks.items()})
+
+
+def _clean(text: str) -> str:
+    """Surrogate pairs joined, lone surrogates replaced by U+FFFD: tokenizers take valid Unicode only."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def _plain(messages, variables: dict) -> tuple[list[dict], dict]:
+    """Checked messages and variables, rebuilt from JSON: a template may see no object with methods of its own."""
+    if not isinstance(messages, (list, tuple)) or not messages:
+        raise PromptError("a chat must be a list of at least one message, each a dict with role and content")
+    for i, message in enumerate(messages):
+        if not isinstance(message, dict):
+            raise PromptError(f"message {i} must be a dict with role and content, got {type(message).__name__}")
+        for key in ("role", "content"):
+            if not isinstance(message.get(key), str):
+                raise PromptError(f"message {i}: {key} must be a string, got {type(message.get(key)).__name__}")
+    try:
+        given = json.dumps([[{k: v for k, v in m.items() if v is not None} for m in messages], variables])
+    except (TypeError, ValueError, RecursionError) as error:
+        raise PromptError(f"messages and template variables must be plain JSON values: {error}") from None
+    found = json.loads(given, object_hook=lambda item: {k: _clean_value(v) for k, v in item.items()})
+    return found[0], found[1]
+
+
+def _clean_value(value):
+    if isinstance(value, str):
+        return _clean(value)
+    return [_clean_value(item) for item in value] if isinstance(value, list) else value
+
+
+def _read(path: Path) -> dict:
+    return read_json(path) if path.is_file() else {}
+
+
+def _special_tokens(settings: dict) -> dict[str, str]:
+    """Special tokens by name: each a string, or an object with its "content"."""
+    found = {}
+    for name in _TOKEN_NAMES:
+        value = settings.get(name)
+        value = value.get("content") if isinstance(value, dict) else value
+        if isinstance(value, str):
+            found[name] = value
+    return found
+
+
+def _template(path: Path, settings: dict) -> str | None:
+    """The chat template's source: its own file, else in tokenizer_config.json, where several may have names."""
+    file = path / "chat_template.jinja"
+    if file.is_file():
+        try:
+            return file.read_text("utf-8")
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{file}: cannot be read ({error}); download the file again") from None
+    value = settings.get("chat_template")
+    if isinstance(value, list):
+        named = {entry.get("name"): entry.get("template") for entry in value if isinstance(entry, dict)}
+        value = named.get("default", next(iter(named.values()), None))
+    if value is not None and not isinstance(value, str):
+        raise CheckpointError(f"{path / 'tokenizer_config.json'}: chat_template must be text or a list of named ones")
+    return value
