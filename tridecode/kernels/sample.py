@@ -1,17 +1,65 @@
 """Sampling inside the step: bias, penalties, temperature, top-k, top-p, min-p and the draw, in five launches."""
 
+import math
 from dataclasses import dataclass
 
 import torch
+import triton
+import triton.language as tl
 
+from .. import meta as m
 from ..sampling import MAX_LOGPROBS
+from . import greedy as greedy_op
+from .common import (
+    META_WIDTH,
+    MIN_P,
+    POSITION,
+    RUN,
+    SAMP_WIDTH,
+    SEED_HI,
+    SEED_LO,
+    STATUS,
+    gdc_launch_dependents,
+    gdc_wait,
+    interpreted,
+    options,
+)
+from .filters import (
+    BIN,
+    LEFT,
+    LEVELS,
+    P_BIN,
+    P_LEFT,
+    STATE,
+    THRESHOLD,
+    _bins_kernel,
+    _process_kernel,
+    active,
+    process_ref,
+    threshold_ref,
+)
+from .finish import (
+    BAD,
+    LOGPROBS_WIDTH,
+    arrive,
+    finish_step,
+    finish_step_ref,
+    largest_key,
+    packed_id,
+    packed_value,
+    running,
+)
+from .mass import BINS, FARTHEST, LOW_BITS, WEIGHT_BITS, distance, distance_ref, weight, weight_ref
+from .philox import philox_bits, philox_bits_ref
 
 BLOCK = 1024  # tokens of the vocabulary a program
-BINS = 2048  # of one histogram level
-LEVELS = 3
 LOGPROBS_BLOCK = 4096
-LOGPROBS_KEEP = 32  # candidates a program of logprobs leaves: MAX_LOGPROBS, a power of two
-STATE = 8
+LOGPROBS_KEEP = 32  # candidates a program of logprobs leaves: MAX_LOGPROBS, rounded up to a power of two
+
+_BINS, _LOW_BITS, _FARTHEST = tl.constexpr(BINS), tl.constexpr(LOW_BITS), tl.constexpr(FARTHEST)
+_LEVELS, _STATE, _THRESHOLD = tl.constexpr(LEVELS), tl.constexpr(STATE), tl.constexpr(THRESHOLD)
+_BIN, _LEFT, _P_BIN, _P_LEFT = tl.constexpr(BIN), tl.constexpr(LEFT), tl.constexpr(P_BIN), tl.constexpr(P_LEFT)
+_HEAVIEST = tl.constexpr(float(2**WEIGHT_BITS))
 
 
 @dataclass(frozen=True)
@@ -22,9 +70,9 @@ class SamplerBuffers:
     counter: torch.Tensor  # int32 [rows, 2]: programs that arrived, of greedy or sample, and of logprobs
     processed: torch.Tensor  # fp32 [rows, vocab]: logits after bias and penalties, before the temperature
     bins: torch.Tensor  # int32 [rows, LEVELS, BINS]: tokens a bin of distance from the maximum
-    bin_mass: torch.Tensor  # int64 [rows, BINS]: fixed-point probability mass a bin of the first level
-    state: torch.Tensor  # int64 [rows, STATE]: what the filters found
-    mass: torch.Tensor  # int64 [rows, blocks]: fixed-point mass each block keeps
+    bin_mass: torch.Tensor  # int64 [rows, BINS]: probability mass a bin of the first level
+    state: torch.Tensor  # int64 [rows, STATE]: what the filters found; entry THRESHOLD is the largest distance kept
+    mass: torch.Tensor  # int64 [rows, blocks]: probability mass each block keeps
     lse: torch.Tensor  # fp32 [rows]: log-sum-exp of the raw logits
     top_keys: torch.Tensor  # int64 [rows, logprobs blocks, LOGPROBS_KEEP]
     block_lse: torch.Tensor  # fp32 [rows, logprobs blocks, 2]: maximum and sum of exponentials
@@ -32,8 +80,8 @@ class SamplerBuffers:
 
 def make_buffers(vocab: int, rows: int, device) -> SamplerBuffers:
     """Allocate the sampler's scratch for logits [rows, vocab]."""
-    assert MAX_LOGPROBS <= LOGPROBS_KEEP
-    blocks, top_blocks = -(-vocab // BLOCK), -(-vocab // LOGPROBS_BLOCK)
+    assert MAX_LOGPROBS <= LOGPROBS_KEEP and MAX_LOGPROBS + 1 == LOGPROBS_WIDTH.value
+    blocks, top_blocks = triton.cdiv(vocab, min(BLOCK, greedy_op.BLOCK)), triton.cdiv(vocab, LOGPROBS_BLOCK)
 
     def zeros(*shape, dtype):
         return torch.zeros(shape, dtype=dtype, device=device)
@@ -50,3 +98,217 @@ def make_buffers(vocab: int, rows: int, device) -> SamplerBuffers:
         top_keys=zeros(rows, top_blocks, LOGPROBS_KEEP, dtype=torch.int64),
         block_lse=zeros(rows, top_blocks, 2, dtype=torch.float32),
     )
+
+
+@triton.jit
+def _kept(processed_ptr, start, vocab, largest, temperature, threshold, least, BLOCK_N: tl.constexpr):
+    """The weights of one block of the vocabulary, 0 where a filter drops the token."""
+    offs_n = start + tl.arange(0, BLOCK_N)
+    mask_n = offs_n < vocab
+    d = distance(tl.load(processed_ptr + offs_n, mask=mask_n, other=0.0), largest, temperature)
+    w = weight(d)
+    return tl.where(mask_n & (d <= threshold) & (w >= least), w, 0)
+
+
+@triton.jit
+def _draw_kernel(
+    logits_ptr,
+    meta_ptr,
+    samp_ptr,
+    tokens_ptr,
+    counts_ptr,
+    out_ptr,
+    keys_ptr,
+    counter_ptr,
+    processed_ptr,
+    bins_ptr,
+    state_ptr,
+    mass_ptr,
+    lse_ptr,
+    logprobs_ptr,
+    vocab,
+    stride_logits,
+    stride_tokens,
+    stride_counts,
+    stride_keys,
+    stride_processed,
+    BLOCK_N: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    LOGPROBS: tl.constexpr,
+    FENCE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Weigh what the filters keep of each block, draw one token from it, and end the step.
+
+    processed: [rows, vocab] fp32. keys: [rows, >= blocks] int64. bins, state: see SamplerBuffers (state is out too).
+    mass: [rows, >= blocks] int64 (scratch). counter: [rows, 2] int32, zero (scratch). meta, tokens, counts, out, and
+    with LOGPROBS logprobs: [slots, RING, LOGPROBS_WIDTH] fp32 (out).
+    Bytes: 4 * vocab a row, and 4 * BINS a program. Grid: (vocab blocks, rows).
+    Weights are integers: their sums are the same in any order, and one random number below the total, from the seed and
+    the position alone, names the token. The last program to arrive finds its block and reads only that again.
+    Temperature 0, and a NaN or an infinity, need no draw: the first program ends the step and the others leave.
+    """
+    if PDL:
+        gdc_launch_dependents()
+    block, row = tl.program_id(0), tl.program_id(1)
+    blocks = tl.num_programs(0)
+    meta_row = meta_ptr + row * META_WIDTH
+    status = tl.load(meta_row + STATUS)
+    use_k, use_p, temperature = active(meta_ptr, samp_ptr, row, vocab)
+    least = tl.ceil(tl.load(samp_ptr + row * SAMP_WIDTH + MIN_P).to(tl.float64) * _HEAVIEST).to(tl.int64)
+    random = philox_bits(tl.load(meta_row + SEED_LO), tl.load(meta_row + SEED_HI), tl.load(meta_row + POSITION))
+    if PDL:
+        gdc_wait()
+    if status == RUN:
+        key = largest_key(keys_ptr + row * stride_keys, blocks, BLOCKS)
+        token = packed_id(key)
+        ends = block == 0
+        if (key != BAD) & (temperature > 0):
+            processed_ptr += row.to(tl.int64) * stride_processed
+            mass_ptr += row * stride_keys
+            state_ptr += row * _STATE
+            largest = packed_value(key)
+            threshold = row * 0 + _FARTHEST
+            if use_k | use_p:
+                both = use_k & use_p
+                counts = tl.load(bins_ptr + (row * _LEVELS + tl.where(both, 2, 1)) * _BINS + tl.arange(0, _BINS))
+                left = tl.load(state_ptr + tl.where(both, _P_LEFT, _LEFT))
+                first = tl.load(state_ptr + tl.where(both, _P_BIN, _BIN)).to(tl.int32) << _LOW_BITS
+                sought = counts.to(tl.int64) * tl.where(use_p, weight(first + tl.arange(0, _BINS)), 1)
+                before = (tl.cumsum(sought, axis=0) < left).to(tl.int32)
+                threshold = first + tl.minimum(tl.sum(before, axis=0), _BINS - 1)
+            w = _kept(processed_ptr, block * BLOCK_N, vocab, largest, temperature, threshold, least, BLOCK_N)
+            tl.store(mass_ptr + block, tl.sum(w, axis=0))
+            ends = arrive(counter_ptr + 2 * row, blocks)
+            if ends:
+                offs_b = tl.arange(0, BLOCKS)
+                mass = tl.load(mass_ptr + offs_b, mask=offs_b < blocks, other=0, cache_modifier=".cg")
+                total = tl.sum(mass, axis=0)
+                place = tl.umulhi(random, total.to(tl.uint64)).to(tl.int64)
+                before = tl.cumsum(mass, axis=0) <= place
+                chosen = tl.sum(before.to(tl.int32), axis=0)
+                place -= tl.sum(tl.where(before, mass, 0), axis=0)
+                w = _kept(processed_ptr, chosen * BLOCK_N, vocab, largest, temperature, threshold, least, BLOCK_N)
+                token = chosen * BLOCK_N + tl.sum((tl.cumsum(w, axis=0) <= place).to(tl.int32), axis=0)
+                tl.store(state_ptr + _THRESHOLD, threshold.to(tl.int64))
+        if ends:
+            finish_step(
+                row,
+                token,
+                key == BAD,
+                meta_ptr,
+                tokens_ptr,
+                counts_ptr,
+                out_ptr,
+                logits_ptr,
+                lse_ptr,
+                logprobs_ptr,
+                stride_tokens,
+                stride_counts,
+                stride_logits,
+                COUNT=True,
+                LOGPROBS=LOGPROBS,
+                FENCE=FENCE,
+            )
+
+
+def sample(logits, meta, samp, tokens, counts, bias, out, sampler, *, pdl: bool, logprobs_ring=None):
+    """Draw a token from each row of logits and end the step; logprobs_ring also gets its raw log-probability."""
+    rows, vocab = logits.shape
+    blocks = triton.cdiv(vocab, BLOCK)
+    s, grid, padded = sampler, (blocks, rows), triton.next_power_of_2(blocks)
+    launch = options(4, pdl) | {"enable_fp_fusion": False}  # every product rounds by itself, as in torch
+    assert counts.stride(0) == bias.stride(0) and s.keys.stride(0) == s.mass.stride(0)
+    _process_kernel[grid](
+        logits,
+        meta,
+        samp,
+        counts,
+        bias,
+        s.keys,
+        s.processed,
+        s.bins,
+        s.bin_mass,
+        vocab,
+        logits.stride(0),
+        counts.stride(0),
+        s.keys.stride(0),
+        s.processed.stride(0),
+        BLOCK_N=BLOCK,
+        CLEAR=triton.next_power_of_2(triton.cdiv(BINS, blocks)),
+        PDL=pdl,
+        **launch,
+    )
+    for level in range(LEVELS):
+        _bins_kernel[grid](
+            meta,
+            samp,
+            s.keys,
+            s.processed,
+            s.bins,
+            s.bin_mass,
+            s.state,
+            vocab,
+            s.keys.stride(0),
+            s.processed.stride(0),
+            LEVEL=level,
+            BLOCK_N=BLOCK,
+            BLOCKS=padded,
+            PDL=pdl,
+            **launch,
+        )
+    _draw_kernel[grid](
+        logits,
+        meta,
+        samp,
+        tokens,
+        counts,
+        out,
+        s.keys,
+        s.counter,
+        s.processed,
+        s.bins,
+        s.state,
+        s.mass,
+        s.lse,
+        logprobs_ring,
+        vocab,
+        logits.stride(0),
+        tokens.stride(0),
+        counts.stride(0),
+        s.keys.stride(0),
+        s.processed.stride(0),
+        BLOCK_N=BLOCK,
+        BLOCKS=padded,
+        LOGPROBS=logprobs_ring is not None,
+        FENCE=logprobs_ring is not None and not interpreted(),
+        PDL=pdl,
+        **launch,
+    )
+
+
+def sample_ref(logits, meta, samp, tokens, counts, bias, out, sampler, logprobs_ring=None):
+    """sample in torch: the same processed logits, the same threshold, the same token."""
+    for row in range(logits.shape[0]):
+        if not running(meta, row):
+            continue
+        x, state = logits[row], meta[row].tolist()
+        temperature, top_p, min_p, *penalties = samp[row, :6].unbind()
+        bad, token = not bool(torch.isfinite(x).all()), 0
+        if not bad:
+            y = sampler.processed[row].copy_(process_ref(x, counts[row], bias[row], state[m.FLAGS], *penalties))
+            token = int(y.argmax())
+            if float(temperature) > 0:
+                d = distance_ref(y, y[token], temperature)
+                threshold = sampler.state[row, THRESHOLD] = threshold_ref(d, state[m.TOP_K], float(top_p))
+                ids = (d <= threshold).nonzero().flatten()
+                w = weight_ref(d[ids])
+                upto = w.masked_fill_(w < math.ceil(float(min_p) * 2**WEIGHT_BITS), 0).cumsum(0)
+                random = philox_bits_ref(state[m.SEED_LO], state[m.SEED_HI], state[m.POSITION])
+                token = int(ids[torch.searchsorted(upto, random * int(upto[-1]) >> 64, right=True)])
+        finish_step_ref(row, token, bad, logits, meta, tokens, counts, out, sampler.lse, logprobs_ring)
+
+
+def sample_bytes(vocab: int) -> int:
+    """Bytes moved for one row with every filter: logits, bias and counts once, the processed logits five times."""
+    return (4 + 4 + 4 + 5 * 4) * vocab

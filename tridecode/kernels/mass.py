@@ -1,0 +1,66 @@
+"""The sampler's arithmetic: distances from the maximum on a grid, and probability mass in fixed point.
+
+A token's distance is (largest logit - its logit) / temperature in units of 2**-17 nat, rounded up, and at most 32 nats:
+0 is the maximum itself, exactly; logits whose distances are equal count as tied. Its weight is exp(-distance) in units
+of 2**-42, zero from 29 nats on. Every operation is exact or rounded once (no fused multiply-add, no library exp), so a
+GPU, the interpreter and torch give the same integers, and integer sums do not depend on their order: the filters keep
+the same tokens, and the draw picks the same one, everywhere.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+BINS = 2048  # of one histogram level; two levels make a distance
+LOW_BITS = 11
+FARTHEST = BINS * BINS - 1
+WEIGHT_BITS = 42  # the weight of the maximum is 2**42: sums over 2**21 tokens stay in int64
+GRID = 131072.0  # distances a nat
+LOG2E = 1549082005  # log2(e) * 2**30
+COEFFICIENTS = (1.14980677e-04, -1.29178894e-03, 9.59716851e-03, -5.54992773e-02, 2.40226097e-01, -6.93147175e-01, 1.0)
+
+_FARTHEST, _GRID, _LOG2E = tl.constexpr(FARTHEST), tl.constexpr(GRID), tl.constexpr(LOG2E)
+_ONE = tl.constexpr(float(2**WEIGHT_BITS))
+_C6, _C5, _C4, _C3, _C2, _C1, _C0 = (tl.constexpr(c) for c in COEFFICIENTS)
+
+
+@triton.jit
+def distance(y, largest, temperature):
+    """int32 distance of logits y from the largest one, at a temperature above 0."""
+    d = tl.ceil(tl.div_rn(largest - y, temperature) * _GRID)
+    return tl.minimum(d, _FARTHEST).to(tl.int32)
+
+
+@triton.jit
+def weight(d):
+    """int64 weight of a distance: 2**-f by a polynomial for the fraction, a shift for the whole of d * log2(e)."""
+    t = d.to(tl.int64) * _LOG2E  # units of 2**-47
+    f = ((t >> 23) & 0xFFFFFF).to(tl.float32) * 5.9604644775390625e-08
+    p = f * _C6 + _C5
+    p = p * f + _C4
+    p = p * f + _C3
+    p = p * f + _C2
+    p = p * f + _C1
+    p = p * f + _C0
+    return (p * _ONE).to(tl.int64) >> (t >> 47)
+
+
+@triton.jit
+def share(fraction, total):
+    """Least int64 mass that is no smaller than fraction (fp32) of total, and at least 1."""
+    return tl.maximum(tl.ceil(fraction.to(tl.float64) * total.to(tl.float64)).to(tl.int64), 1)
+
+
+def distance_ref(y: torch.Tensor, largest: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
+    """distance in torch; int64 [vocab]."""
+    return ((largest - y) / temperature).mul_(GRID).ceil_().clamp_(max=float(FARTHEST)).long()
+
+
+def weight_ref(d: torch.Tensor) -> torch.Tensor:
+    """weight in torch."""
+    t = d * LOG2E
+    f = (t >> 23).bitwise_and_(0xFFFFFF).float().mul_(2.0**-24)
+    p = f * COEFFICIENTS[0]
+    for c in COEFFICIENTS[1:-1]:
+        p.add_(c).mul_(f)
+    return p.add_(COEFFICIENTS[-1]).mul_(float(2**WEIGHT_BITS)).long() >> (t >> 47)

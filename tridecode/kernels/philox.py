@@ -1,0 +1,32 @@
+"""Philox 4x32-10, the counter-based generator of the draw: the same 64 bits from the kernel and from Python."""
+
+import triton
+import triton.language as tl
+
+MASK = 0xFFFFFFFF
+
+
+@triton.jit
+def philox_bits(seed_lo, seed_hi, position):
+    """64 random bits (uint64) of one slot's step: key = its seed, counter = the position of the token drawn from."""
+    seed = (seed_hi.to(tl.uint32, bitcast=True).to(tl.uint64) << 32) | seed_lo.to(tl.uint32, bitcast=True).to(tl.uint64)
+    zero = position * 0
+    high, low, _, _ = tl.philox(seed, position, zero, zero, zero)
+    return (high.to(tl.uint64) << 32) | low.to(tl.uint64)
+
+
+def philox_words(seed: int, counter: tuple[int, int, int, int]) -> tuple[int, int, int, int]:
+    """The four 32-bit words of Philox 4x32-10 for a 64-bit seed."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = seed & MASK, seed >> 32 & MASK
+    for _ in range(10):
+        a, b = 0xD2511F53 * c0, 0xCD9E8D57 * c2
+        c0, c1, c2, c3 = (b >> 32) ^ c1 ^ k0, b & MASK, (a >> 32) ^ c3 ^ k1, a & MASK
+        k0, k1 = k0 + 0x9E3779B9 & MASK, k1 + 0xBB67AE85 & MASK
+    return c0, c1, c2, c3
+
+
+def philox_bits_ref(seed_lo: int, seed_hi: int, position: int) -> int:
+    """What philox_bits gives; the halves of the seed may be signed, as meta holds them."""
+    high, low, _, _ = philox_words((seed_hi & MASK) << 32 | (seed_lo & MASK), (position & MASK, 0, 0, 0))
+    return high << 32 | low
