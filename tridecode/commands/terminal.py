@@ -1,0 +1,73 @@
+"""Text on its way to and from people: consoles, control characters, the lines about speed."""
+
+import sys
+from contextlib import contextmanager
+
+from rich.console import Console
+
+# ESC, carriage return, backspace, C1: a terminal obeys them, so a model (or a file name) must not be able to send them.
+_CONTROLS = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\t"}
+_CONTROLS |= {0x7F: 0x2421} | {code: 0xFFFD for code in range(0x80, 0xA0)}
+
+
+def visible(text: str) -> str:
+    """`text` with every control character but newline and tab replaced by a picture of it."""
+    return text.replace("\r\n", "\n").translate(_CONTROLS)
+
+
+def one_line(message: object) -> str:
+    """A message as one line without control characters."""
+    return visible(" ".join(str(message).split()))
+
+
+def tolerant_streams() -> None:
+    """Characters that a stream's encoding lacks become '?' or U+FFFD instead of an exception."""
+    for stream in (sys.stdin, sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
+
+
+class Output:
+    """stdout for answers, stderr for everything else; `tty` says whether stdout is a terminal."""
+
+    def __init__(self):
+        self.console = Console(highlight=False, markup=False, emoji=False)
+        self.errors = Console(stderr=True, highlight=False, markup=False, emoji=False)
+        self.tty = sys.stdout.isatty()  # rich's own answer can be forced by environment variables
+
+    def text(self, text: str) -> None:
+        """Answer text, at once and as it is; on a terminal without its control characters."""
+        if not text:
+            return
+        if self.tty:
+            self.console.out(visible(text), end="", highlight=False)
+        else:
+            sys.stdout.write(text)
+            sys.stdout.flush()
+
+    def note(self, message: str) -> None:
+        """One dim line on stderr."""
+        self.errors.print(one_line(message), style="dim", soft_wrap=True)
+
+    def error(self, message: object) -> None:
+        self.errors.print(f"tridecode: error: {one_line(message)}", style="red", soft_wrap=True)
+
+    @contextmanager
+    def loading(self):
+        """A bar with bytes and speed on a terminal; yields the function that Engine.load calls with its progress."""
+        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+        columns = TextColumn("loading"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
+        with Progress(*columns, console=self.errors, transient=True, disable=not self.errors.is_terminal) as bar:
+            task = bar.add_task("loading", total=None, visible=False)
+            yield lambda done, total: bar.update(task, completed=done, total=total, visible=True)
+
+
+def speed_line(usage, timings) -> str:
+    """The line after an answer: tokens, speed, time to first token, what was reused of the prompt."""
+    parts = [f"{usage.completion_tokens} token{'' if usage.completion_tokens == 1 else 's'}"]
+    if timings.tokens_per_second:
+        parts.append(f"{timings.tokens_per_second:.1f} tok/s")
+    parts.append(f"first token after {timings.ttft:.2f} s")
+    parts.append(f"{usage.reused_tokens} of {usage.prompt_tokens} prompt tokens reused")
+    return " · ".join(parts)
