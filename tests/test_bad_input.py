@@ -1,0 +1,187 @@
+"""Bad input: one clear line on stderr, a non-zero exit, no traceback. The row of each case says what the line names."""
+
+import io
+import json
+
+import pytest
+import torch
+from checkpoints import VOCAB_SIZE, write_tiny
+
+from tridecode import commands
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory):
+    return write_tiny(tmp_path_factory.mktemp("bad") / "llama", "llama")
+
+
+@pytest.fixture
+def copy(good, tmp_path):
+    """A copy of the checkpoint, to be spoiled."""
+    path = tmp_path / "copy"
+    path.mkdir()
+    for file in good.iterdir():
+        (path / file.name).write_bytes(file.read_bytes())
+    return path
+
+
+@pytest.fixture
+def failure(capsys):
+    """Run the program; asserts one line on stderr and nothing on stdout, returns that line."""
+
+    def failure(*argv, code=1):
+        try:
+            found = commands.main([str(arg) for arg in argv])
+        except SystemExit as exit:
+            found = exit.code
+        out, err = capsys.readouterr()
+        assert found == code, err
+        assert out == "" and err.count("\n") == 1 and err.startswith("tridecode: error: "), (out, err)
+        return err
+
+    return failure
+
+
+def edit(file, **values):
+    settings = json.loads(file.read_text()) | values
+    file.write_text(json.dumps(settings))
+
+
+def test_missing_directory(failure, tmp_path):
+    for command in (["generate", "--prompt", "x"], ["chat"], ["info"]):
+        assert "no such directory" in failure(*command, "--model", tmp_path / "absent")
+
+
+def test_empty_directory(failure, tmp_path):
+    assert "no config.json" in failure("generate", "--prompt", "x", "--model", tmp_path)
+
+
+def test_truncated_safetensors(failure, copy):
+    file = copy / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    line = failure("generate", "--prompt", "x", "--model", copy)
+    assert "model.safetensors" in line and "truncated" in line
+
+
+def test_wrong_shape(failure, copy):
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(copy / "model.safetensors")
+    name = "model.layers.1.mlp.down_proj.weight"
+    tensors[name] = tensors[name].T.contiguous()
+    save_file(tensors, copy / "model.safetensors")
+    line = failure("generate", "--prompt", "x", "--model", copy)
+    assert name in line and "240" in line and "432" in line
+
+
+@pytest.mark.parametrize("command", [("generate", "--prompt", "x"), ("info",), ("chat",)])
+def test_unknown_architecture(failure, copy, command):
+    edit(copy / "config.json", architectures=["MambaForCausalLM"])
+    line = failure(*command, "--model", copy)
+    assert "MambaForCausalLM" in line and "LlamaForCausalLM" in line
+
+
+def test_config_that_is_no_json(failure, copy):
+    (copy / "config.json").write_text("{")
+    assert "config.json" in failure("info", "--model", copy)
+
+
+@pytest.mark.parametrize("option, value, named", [
+    ("--backend", "foo", "'foo'"),
+    ("--graph", "half", "'half'"),
+    ("--dtype", "int3", "'int3'"),
+    ("--temperature", "abc", "'abc'"),
+    ("--top-k", "1.5", "'1.5'"),
+    ("--max-seq-len", "many", "'many'"),
+    ("--prompt-ids", "1,x", "'1,x'"),
+    ("--tempera", "1", "--tempera"),
+])
+def test_unknown_option_value(failure, option, value, named):
+    line = failure("generate", option, value, code=2)
+    assert named in line and "--help" in line
+
+
+TWO_PROMPTS = ("generate", "--prompt", "x", "--prompt-ids", "1")
+
+
+@pytest.mark.parametrize("argv", [(), ("serve",), TWO_PROMPTS, ("chat", "x\x1b[2J")])
+def test_wrong_usage(failure, argv):
+    assert "\x1b" not in failure(*argv, code=2)
+
+
+@pytest.mark.parametrize("option, value, named", [
+    ("--temperature", "-1", "temperature"),
+    ("--temperature", "nan", "temperature"),
+    ("--top-p", "0", "top_p"),
+    ("--min-p", "2", "min_p"),
+    ("--max-tokens", "0", "max_tokens"),
+    ("--seed", str(2**70), "seed"),
+])
+def test_value_out_of_range(failure, good, monkeypatch, option, value, named):
+    monkeypatch.setattr("tridecode.engine.load_weights", None)  # told before any weight is read
+    assert named in failure("generate", "--prompt", "x", "--model", good, option, value)
+
+
+@pytest.mark.parametrize("option, value, named", [
+    ("--device", "tpu", "'tpu'"), ("--device", "cpu:1", "'cpu:1'"), ("--max-seq-len", "0", "from 1 to"),
+    ("--max-seq-len", "100000", "limit of 512"),
+])
+def test_engine_option_out_of_range(failure, good, option, value, named):
+    assert named in failure("generate", "--prompt", "x", "--model", good, option, value)
+
+
+def test_prompt_longer_than_the_context(failure, good):
+    line = failure("generate", "--model", good, "--device", "cpu", "--max-seq-len", "16", "--prompt", "word " * 40)
+    assert "16" in line and "context" in line
+    ids = ",".join(["7"] * 600)
+    assert "600" in failure("generate", "--model", good, "--device", "cpu", "--prompt-ids", ids, "--json")
+
+
+def test_empty_prompt(failure, good, monkeypatch):
+    for argv in (["--prompt", ""], ["--prompt", " \n"], ["--prompt", "", "--raw"], ["--prompt-ids", ""]):
+        assert "empty" in failure("generate", "--model", good, "--device", "cpu", *argv)
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n"))
+    assert "empty" in failure("generate", "--model", good, "--json")
+    monkeypatch.setattr("sys.stdin", None)  # closed, as some service managers start programs
+    assert "empty" in failure("generate", "--model", good)
+
+
+@pytest.mark.parametrize("token", [VOCAB_SIZE, -1, 10**30])
+def test_token_id_outside_the_vocabulary(failure, good, token):
+    line = failure("generate", "--model", good, "--device", "cpu", f"--prompt-ids=5,{token}")
+    assert str(token) in line and f"0 to {VOCAB_SIZE - 1}" in line
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there")
+@pytest.mark.parametrize("options", [("--device", "cuda"), ("--device", "cuda:3"), ("--backend", "triton")])
+def test_gpu_asked_for_and_absent(failure, good, options):
+    assert "GPU" in failure("generate", "--prompt", "x", "--model", good, *options)
+    assert "GPU" in failure("info", "--model", good, *options)
+
+
+def test_a_gpu_number_that_is_absent(failure, good):
+    assert "cuda:999" in failure("generate", "--prompt", "x", "--model", good, "--device", "cuda:999")
+
+
+def test_not_enough_memory(failure, good, monkeypatch):
+    monkeypatch.setattr("tridecode.memory.free_memory", lambda device: 40 * 2**20)
+    line = failure("generate", "--prompt", "x", "--model", good, "--device", "cpu")
+    assert "not enough memory" in line and "GiB" in line
+
+
+def test_weights_far_larger_than_any_memory(failure, copy):
+    sizes = dict(hidden_size=2**20, intermediate_size=2**20, num_hidden_layers=1000)
+    edit(copy / "config.json", **sizes)
+    assert "not enough memory" in failure("generate", "--prompt", "x", "--model", copy, "--device", "cpu")
+
+
+def test_a_model_without_a_template_needs_raw(failure, copy):
+    from checkpoints import write_tokenizer
+
+    write_tokenizer(copy, chat_template=None)
+    assert "--raw" in failure("generate", "--prompt", "x", "--model", copy, "--device", "cpu")
+
+
+def test_no_tokenizer(failure, copy):
+    (copy / "tokenizer.json").unlink()
+    assert "tokenizer.json" in failure("generate", "--prompt", "x", "--model", copy)

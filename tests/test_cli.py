@@ -1,0 +1,237 @@
+"""The commands generate and info, and what the shell sees of every command."""
+
+import io
+import json
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from checkpoints import write_tiny
+
+from tridecode import Engine, __version__, commands
+from tridecode.commands.parser import make_parser, sampling_overrides
+from tridecode.commands.terminal import Output, visible
+from tridecode.results import Result, Timings, Usage
+
+ROOT = Path(__file__).parent.parent
+GREEDY = ("--temperature", "0", "--max-tokens", "12", "--device", "cpu")
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    return write_tiny(tmp_path_factory.mktemp("cli") / "qwen3", "qwen3")
+
+
+@pytest.fixture
+def run(capsys):
+    """Run the program in this process; returns exit code, stdout, stderr."""
+
+    def run(*argv):
+        try:
+            code = commands.main([str(arg) for arg in argv])
+        except SystemExit as exit:
+            code = exit.code
+        return code, *capsys.readouterr()
+
+    return run
+
+
+def test_help_and_version_answer_without_torch():
+    program = (
+        "import sys; from tridecode.commands import main\n"
+        "for argv in (['--version'], ['--help'], ['chat', '--help'], ['info', '--nonsense']):\n"
+        "    try: main(argv)\n"
+        "    except SystemExit: pass\n"
+        "assert 'torch' not in sys.modules and 'tokenizers' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"tridecode {__version__}\n")
+
+
+def test_cli_py_is_the_program():
+    done = subprocess.run([sys.executable, "cli.py", "--version"], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"tridecode {__version__}\n", "")
+
+
+def test_generate_json_is_one_line_with_everything(run, tiny):
+    code, out, err = run("generate", "--model", tiny, "--json", "--prompt", "Hello", *GREEDY)
+    assert code == 0 and err == ""
+    assert out.endswith("\n") and out.count("\n") == 1
+    report = json.loads(out)
+    engine = Engine.load(tiny, device="cpu")
+    prompt = [{"role": "user", "content": "Hello"}]
+    expected = engine.generate(prompt, engine.default_params(temperature=0, max_tokens=12))
+    assert report["token_ids"] == list(expected.token_ids) and len(report["token_ids"]) == 12
+    assert report["text"] == expected.text
+    assert report["finish_reason"] == "length"
+    assert report["usage"] == {
+        "prompt_tokens": expected.usage.prompt_tokens, "reused_tokens": 0, "completion_tokens": 12
+    }
+    assert set(report["timings"]) == {"ttft", "decode", "tokens_per_second"} and report["timings"]["ttft"] > 0
+    assert isinstance(report["seed"], int) and "error" not in report
+
+
+def test_generate_streams_the_same_text(run, tiny):
+    _, line, _ = run("generate", "--model", tiny, "--json", "--prompt", "Hello", *GREEDY)
+    code, out, err = run("generate", "--model", tiny, "--prompt", "Hello", *GREEDY)
+    assert code == 0 and out == json.loads(line)["text"] + "\n"
+    assert err.startswith("12 tokens · ") and err.count("\n") == 1
+
+
+def test_template_raw_ids_and_stdin(run, tiny, monkeypatch):
+    def ids(*argv):
+        code, out, err = run("generate", "--model", tiny, "--json", *GREEDY, *argv)
+        assert code == 0, err
+        report = json.loads(out)
+        return report["usage"]["prompt_tokens"], report["token_ids"]
+
+    engine = Engine.load(tiny, device="cpu")
+    raw = engine.tokenizer.encode("Hello")
+    chat = engine.tokenizer.encode_chat([{"role": "user", "content": "Hello"}])
+    assert ids("--prompt", "Hello")[0] == len(chat) > len(raw)
+    assert ids("--prompt", "Hello", "--raw")[0] == len(raw)
+    assert ids("--prompt-ids", ",".join(map(str, chat))) == ids("--prompt", "Hello")
+    monkeypatch.setattr("sys.stdin", io.StringIO("Hello\n"))
+    assert ids() == ids("--prompt", "Hello")
+
+
+def test_a_seed_repeats_its_tokens(run, tiny):
+    def tokens(seed):
+        arguments = ("--prompt", "Hello", "--max-tokens", "8", "--temperature", "1", "--seed", seed, "--device", "cpu")
+        report = json.loads(run("generate", "--model", tiny, "--json", *arguments)[1])
+        assert report["seed"] == seed
+        return report["token_ids"]
+
+    assert tokens(7) == tokens(7) != tokens(8)
+
+
+def test_only_given_options_override_the_models_defaults():
+    args = make_parser().parse_args(["generate", "--temperature", "0", "--top-k", "0"])
+    assert sampling_overrides(args) == {"temperature": 0.0, "top_k": 0}
+    assert sampling_overrides(make_parser().parse_args(["chat"])) == {}
+
+
+def test_an_answer_that_ends_in_an_error_exits_1(run, monkeypatch):
+    result = Result("Hel", (5, 6), "error", Usage(3, 0, 2), Timings(0.1, 0.1, 10.0), 1, None, "step 3 gave NaN")
+    last = SimpleNamespace(token_id=None, text="Hel", finish_reason="error", usage=result.usage, timings=result.timings,
+                           error=result.error)
+    engine = SimpleNamespace(
+        notes=["context lowered"], default_params=lambda **given: given,
+        generate=lambda prompt, params: result, stream=lambda prompt, params: iter([last]),
+    )
+    monkeypatch.setattr(Engine, "load", lambda *args, **kwargs: engine)
+    code, out, err = run("generate", "--prompt", "Hello", "--json")
+    assert code == 1 and json.loads(out)["error"] == "step 3 gave NaN" and out.count("\n") == 1
+    assert err == "context lowered\ntridecode: error: step 3 gave NaN\n"
+    code, out, err = run("generate", "--prompt", "Hello")
+    assert code == 1 and out == "Hel\n"
+    assert err.endswith("tridecode: error: step 3 gave NaN\n")
+
+
+def test_info_counts_without_loading(run, tiny, monkeypatch):
+    from safetensors import safe_open
+
+    with safe_open(tiny / "model.safetensors", "pt") as file:
+        parameters = sum(file.get_tensor(name).numel() for name in file.keys())
+    monkeypatch.setattr("tridecode.engine.load_weights", None)
+    monkeypatch.setattr("tridecode.checkpoint.safe_open", None)
+    code, out, err = run("info", "--model", tiny, "--json", "--device", "cpu", "--max-seq-len", 100)
+    report = json.loads(out)
+    assert code == 0 and err == "" and out.count("\n") == 1
+    assert report["model"]["parameters"] == parameters and report["model"]["family"] == "qwen3"
+    assert report["memory"]["weights"] == 4 * parameters  # fp32 on the CPU
+    assert report["memory"]["kv_per_token"] == 2 * 2 * 2 * 128 * 4  # K and V, layers, heads, head_dim, fp32
+    assert (report["memory"]["context"], report["memory"]["largest_context"]) == (100, 512)
+    assert report["run"] == {"device": "cpu", "backend": "torch", "dtype": "float32", "graph": "none", "pdl": False}
+    assert report["versions"]["tridecode"] == __version__ and report["versions"]["python"] == sys.version.split()[0]
+    code, out, err = run("info", "--model", tiny, "--device", "cpu")
+    assert code == 0 and err == ""
+    rows = dict(line.split(maxsplit=1) for line in out.splitlines())
+    assert rows["parameters"].startswith(f"{parameters:,}") and f"tridecode {__version__}" in rows["versions"]
+
+
+def test_info_says_what_does_not_fit(run, tiny, monkeypatch):
+    monkeypatch.setattr("tridecode.memory.free_memory", lambda device: 2**20)
+    code, out, _ = run("info", "--model", tiny, "--device", "cpu", "--json")
+    memory = json.loads(out)["memory"]
+    assert code == 0 and memory["context"] == 0 and memory["problem"].startswith("not enough memory")
+    assert "not enough memory" in run("info", "--model", tiny, "--device", "cpu")[1]
+
+
+def test_the_bundled_model_is_the_default(run):
+    if not (ROOT / "tridecode" / "bundled" / "config.json").is_file():
+        pytest.skip("this checkout holds no bundled model")
+    code, out, err = run("generate", "--json", "--prompt", "Hello", *GREEDY)
+    assert code == 0 and err == "" and json.loads(out)["text"].strip()
+
+
+@pytest.mark.parametrize("error, line", [
+    (KeyError("x"), "tridecode: error: KeyError: 'x' (--verbose shows the traceback)\n"),
+    (RuntimeError("a\nb\x1b[2J"), "tridecode: error: RuntimeError: a b␛[2J (--verbose shows the traceback)\n"),
+    (MemoryError(), "tridecode: error: out of memory; choose a smaller --max-seq-len or model\n"),
+])
+def test_an_unforeseen_error_is_one_line(run, monkeypatch, error, line):
+    def fail(*args, **kwargs):
+        raise error
+
+    monkeypatch.setattr(Engine, "load", fail)
+    assert run("generate", "--prompt", "x") == (1, "", line)
+    code, out, err = run("--verbose", "generate", "--prompt", "x")
+    assert (code, out) == (1, "") and "Traceback" in err and err.endswith(line)
+
+
+def test_verbose_counts_before_and_after_the_command():
+    for argv in (["--verbose", "info"], ["info", "--verbose"]):
+        assert make_parser().parse_args(argv).verbose is True
+    assert make_parser().parse_args(["info"]).verbose is False
+
+
+def test_ctrl_c_exits_130(run, monkeypatch):
+    def interrupted(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Engine, "load", interrupted)
+    code, out, err = run("generate", "--prompt", "x")
+    assert (code, out, err.strip()) == (130, "", "")
+
+
+def test_a_reader_that_leaves_is_no_error(tiny):
+    argv = [sys.executable, "cli.py", "generate", "--model", tiny, "--prompt", "Hello", "--device", "cpu"]
+    read, write = os.pipe()
+    os.close(read)  # gone before the first character
+    done = subprocess.run(argv, cwd=ROOT, stdout=write, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_a_terminal_gets_no_control_characters(monkeypatch):
+    text = "\x1b]0;title\x07 \x9b2J\x08[bold]x[/] [/INST]\r\nA\tb\rc :smile:\n"
+    screen = io.StringIO()
+    screen.isatty = lambda: True
+    monkeypatch.setattr("sys.stdout", screen)
+    monkeypatch.setenv("TERM", "xterm")
+    Output().text(text)
+    shown = screen.getvalue()
+    assert shown == "␛]0;title␇ \ufffd2J␈[bold]x[/] [/INST]\nA       b␍c :smile:\n"
+    assert visible("ok\t\n") == "ok\t\n"
+
+
+def test_a_pipe_gets_the_text_as_it_is(capsys):
+    text = "\x1b[1m [/INST] \t\r\n"
+    Output().text(text)
+    assert capsys.readouterr().out == text
+
+
+def test_logging_is_silent_unless_asked(run, monkeypatch, tiny):
+    def load(*args, **kwargs):
+        logging.getLogger("tridecode").warning("a note")
+        raise KeyError("stop")
+
+    monkeypatch.setattr(Engine, "load", load)
+    assert "a note" not in run("generate", "--prompt", "x")[2]
+    assert "tridecode: WARNING: a note" in run("generate", "--prompt", "x", "--verbose")[2]

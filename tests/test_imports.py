@@ -1,0 +1,91 @@
+"""Who may import whom: kernels know triton and torch, the step knows kernels, the engine knows the step."""
+
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "tridecode"
+MODULES = {
+    ".".join(path.relative_to(PACKAGE).with_suffix("").parts): path
+    for path in sorted(PACKAGE.rglob("*.py"))
+    if path.name != "__init__.py"
+}
+KERNELS = [name for name in MODULES if name.startswith("kernels.")]
+COMMANDS = [name for name in MODULES if name.startswith("commands.")]
+
+
+def imports(name: str) -> dict[str, set[str]]:
+    """Imported module -> names taken from it; modules of tridecode without the package's name, so "kernels.embed"."""
+    path = MODULES[name]
+    package = name.split(".")[:-1]
+    found: dict[str, set[str]] = {}
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                found.setdefault(alias.name, set())
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*base, *(node.module or "").split(".")]).strip(".") if node.level else node.module
+            for alias in node.names:
+                whole = f"{module}.{alias.name}".strip(".")
+                if node.level and whole in MODULES:  # `from . import meta` imports a module
+                    found.setdefault(whole, set())
+                else:
+                    found.setdefault(module, set()).add(alias.name)
+    return found
+
+
+def importers(target: str) -> set[str]:
+    return {name for name in MODULES if target in imports(name)}
+
+
+def test_the_reader_of_imports_sees_them():
+    assert "kernels.embed" in imports("decode") and "embed" in imports("decode")["kernels.embed"]
+    assert "decode" in imports("engine")
+    assert "errors" in imports("commands.main")
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_kernels_know_triton_torch_and_each_other(name):
+    constants = {"meta", "sampling"}  # the layout of the state, as numbers
+    for module in imports(name):
+        if module in MODULES:
+            assert module in constants or module.startswith("kernels."), module
+        else:
+            assert module.split(".")[0] in sys.stdlib_module_names | {"torch", "triton"}, module
+
+
+@pytest.mark.parametrize("name", ["config", "sampling", "meta", "text", "tokenizer", "hub", "checkpoint", "errors"])
+def test_what_describes_a_model_knows_no_kernel(name):
+    assert not [module for module in imports(name) if module.split(".")[0] in ("kernels", "triton")]
+
+
+def test_the_step_launches_kernels_and_its_reference_the_references():
+    launched, referred = ({m: n for m, n in imports(x).items() if m in KERNELS} for x in ("decode", "reference"))
+    assert launched and set(launched) == set(referred), "the step and its reference use different kernels"
+    for module in launched:
+        assert not [name for name in launched[module] if name.endswith("_ref")]
+        launchers = {name.removesuffix("_ref") for name in referred[module] if name.endswith("_ref")}
+        assert launchers and launchers <= launched[module], f"{module}: a reference without its launcher"
+        assert not launchers & referred[module], f"{module}: the reference calls a launcher"
+
+
+def test_only_commands_stand_on_the_engine():
+    assert importers("engine") <= set(COMMANDS)
+    assert importers("decode") == {"engine", "graph"}
+    assert not [name for name in MODULES if name not in COMMANDS and any("commands" in m for m in imports(name))]
+
+
+def test_only_the_engine_and_the_model_see_the_workspace():
+    assert importers("workspace") == {"model"}
+
+
+def test_cli_is_the_commands_main():
+    tree = ast.parse((ROOT / "cli.py").read_text())
+    modules = {n.module if isinstance(n, ast.ImportFrom) else n.names[0].name for n in ast.walk(tree)
+               if isinstance(n, (ast.Import, ast.ImportFrom))}
+    assert modules == {"sys", "tridecode.commands"}
+    assert 'tridecode = "tridecode.commands:main"' in (ROOT / "pyproject.toml").read_text()
