@@ -7,7 +7,8 @@ import triton.language as tl
 from .common import META_WIDTH, RUN, STATUS, gdc_launch_dependents, gdc_wait, options
 from .finish import BAD, arrive, block_key, finish_step, finish_step_ref, largest_key, packed_id, running
 
-BLOCK = 1024
+BLOCK = 1024  # tokens of the vocabulary a program
+WARPS = 4
 
 
 @triton.jit
@@ -87,7 +88,7 @@ def greedy(logits, meta, tokens, out, sampler, *, pdl: bool):
         BLOCK_N=BLOCK,
         BLOCKS=triton.next_power_of_2(blocks),
         PDL=pdl,
-        **options(4, pdl),
+        **options(WARPS, pdl),
     )
 
 

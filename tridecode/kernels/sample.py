@@ -53,6 +53,7 @@ from .mass import BINS, FARTHEST, LOW_BITS, WEIGHT_BITS, distance, distance_ref,
 from .philox import philox_bits, philox_bits_ref
 
 BLOCK = 1024  # tokens of the vocabulary a program
+WARPS = 4
 LOGPROBS_BLOCK = 4096
 LOGPROBS_KEEP = 32  # candidates a program of logprobs leaves: MAX_LOGPROBS, rounded up to a power of two
 
@@ -217,7 +218,7 @@ def sample(logits, meta, samp, tokens, counts, bias, out, sampler, *, pdl: bool,
     rows, vocab = logits.shape
     blocks = triton.cdiv(vocab, BLOCK)
     s, grid, padded = sampler, (blocks, rows), triton.next_power_of_2(blocks)
-    launch = options(4, pdl) | {"enable_fp_fusion": False}  # every product rounds by itself, as in torch
+    launch = options(WARPS, pdl) | {"enable_fp_fusion": False}  # every product rounds by itself, as in torch
     assert counts.stride(0) == bias.stride(0) and s.keys.stride(0) == s.mass.stride(0)
     _process_kernel[grid](
         logits,

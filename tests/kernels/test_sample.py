@@ -1,0 +1,292 @@
+import math
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from sampling_util import POSITION, STEP, assert_same, kept, make_step, run, run_ref
+from scipy.stats import chisquare
+from transformers import (
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+from util import CUDA, DEVICE, Case, cases, random
+
+from tridecode import meta as m
+from tridecode.kernels.mass import FARTHEST, WEIGHT_BITS, weight, weight_ref
+from tridecode.kernels.philox import philox_bits, philox_bits_ref, philox_words
+from tridecode.sampling import SamplingParams as P
+
+CASES = cases(
+    Case("qwen3", gpu=dict(vocab=151936), small=dict(vocab=4097)),
+    Case("llama3", gpu=dict(vocab=128256), small=dict(vocab=1000)),
+    Case("llama2", gpu=dict(vocab=32000), small=dict(vocab=64)),
+)
+BIAS = {0: 3.0, 7: -100.0, 11: 1e30, 12: -1e30, 60: 0.5}
+FILTERS = {
+    "none": P(),
+    "temperature": P(temperature=0.6),
+    "hot": P(temperature=100.0, top_k=40, top_p=0.5),
+    "cold": P(temperature=0.01, top_k=20, top_p=0.9),
+    "top_k": P(top_k=20),
+    "top_k_1": P(top_k=1),
+    "top_k_beyond_vocab": P(top_k=10**9),
+    "top_k_all_but_one": P(top_k=63),
+    "top_p": P(top_p=0.9),
+    "top_p_tiny": P(top_p=1e-6),
+    "top_p_near_1": P(top_p=0.9999),
+    "min_p": P(min_p=0.05),
+    "min_p_1": P(min_p=1.0),
+    "top_k_top_p": P(top_k=50, top_p=0.8),
+    "penalties": P(repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=-0.25),
+    "bias": P(logit_bias={0: 3.0, 7: -100.0, 60: 0.5}),
+    "all": P(0.7, 40, 0.95, 0.02, 1.2, 0.6, 0.1, {0: 3.0, 7: -100.0, 60: 0.5}),
+    "all_cut_by_min_p": P(1.5, 60, 0.99, 0.3, 0.8, -0.6, 0.1),
+    "huge_bias": P(0.7, 40, 0.95, logit_bias=BIAS),
+    "temperature_0_penalties": P(temperature=0, repetition_penalty=1.5, frequency_penalty=0.4, top_k=5, top_p=0.5),
+    "temperature_0_bias": P(temperature=0, logit_bias={60: 200.0}),
+}
+ONE_HOT = torch.nn.functional.one_hot(torch.tensor([41]), 64) * 50.0
+
+
+@CASES
+@pytest.mark.parametrize("params", FILTERS.values(), ids=FILTERS)
+def test_sample_matches_reference(case, params):
+    """Integers decide everything: threshold, token and state are the same bit for bit."""
+    step = make_step(random(1, case.sizes["vocab"], scale=3), params, seed=-3)
+    ref = run_ref("sample", step)
+    run("sample", step)
+    assert_same(step, ref, "meta", "tokens", "counts", "out", "sampler.counter", "sampler.processed")
+    if params.temperature > 0:
+        assert kept(step) == kept(ref)
+
+
+@pytest.mark.parametrize("name", ["none", "top_k", "top_k_1", "top_p", "top_p_tiny", "min_p_1", "top_k_top_p", "all"])
+@pytest.mark.parametrize("logits", [torch.full((1, 1000), -3.25), ONE_HOT], ids=["all_equal", "one_hot"])
+def test_sample_matches_reference_on_degenerate_logits(name, logits):
+    step = make_step(logits, FILTERS[name])
+    ref = run_ref("sample", step)
+    run("sample", step)
+    assert_same(step, ref, "meta", "tokens", "counts", "out", "sampler.counter")
+    assert kept(step) == kept(ref)
+
+
+def test_rows_do_not_mix():
+    logits = random(3, 2100, scale=3)
+    params = [FILTERS[name] for name in ("all", "top_p", "temperature_0_bias")]
+    step = make_step(logits, *params)
+    ref = run_ref("sample", step)
+    run("sample", step)
+    assert_same(step, ref, "meta", "tokens", "counts", "out", "sampler.counter", "sampler.processed")
+    alone = make_step(logits[1:2], params[1])
+    alone.counts.copy_(step.counts[1:2])
+    assert run("sample", alone).entry()[1] == step.entry(1)[1]
+
+
+def survivors(scores: torch.Tensor) -> set[int]:
+    return set(torch.isfinite(scores[0]).nonzero().flatten().tolist())
+
+
+WARPERS = {
+    "top_k": (P(top_k=37), lambda p: [TopKLogitsWarper(p.top_k)]),
+    "top_p": (P(top_p=0.9), lambda p: [TopPLogitsWarper(p.top_p)]),
+    "top_p_small": (P(top_p=0.1), lambda p: [TopPLogitsWarper(p.top_p)]),
+    "min_p": (P(min_p=0.03), lambda p: [MinPLogitsWarper(p.min_p)]),
+    "top_k_top_p": (P(top_k=30, top_p=0.7), lambda p: [TopKLogitsWarper(p.top_k), TopPLogitsWarper(p.top_p)]),
+    "all": (
+        P(temperature=0.8, top_k=50, top_p=0.9, min_p=0.04),
+        lambda p: [
+            TemperatureLogitsWarper(p.temperature),
+            TopKLogitsWarper(p.top_k),
+            TopPLogitsWarper(p.top_p),
+            MinPLogitsWarper(p.min_p),
+        ],
+    ),
+}
+
+
+@CASES
+@pytest.mark.parametrize("params, warpers", WARPERS.values(), ids=WARPERS)
+def test_filters_keep_what_transformers_keeps(case, params, warpers):
+    logits = random(1, case.sizes["vocab"], scale=3).cpu()
+    scores = logits.double()
+    for warper in warpers(params):
+        scores = warper(None, scores)
+    assert 1 <= len(survivors(scores)) < logits.numel()
+    assert kept(run("sample", make_step(logits, params))) == survivors(scores)
+
+
+@pytest.mark.parametrize("temperature", [0.3, 1.7])
+def test_temperature_and_repetition_penalty_as_transformers(temperature):
+    logits = random(1, 1000, scale=3).cpu()
+    step = make_step(logits, P(temperature=temperature, repetition_penalty=1.4, min_p=0.2))
+    seen = step.counts.cpu().nonzero()[:, 1][None]
+    scores = RepetitionPenaltyLogitsProcessor(1.4)(seen, logits.clone())
+    run("sample", step)
+    assert torch.equal(step.sampler.processed.cpu(), scores)
+    assert kept(step) == survivors(MinPLogitsWarper(0.2)(None, TemperatureLogitsWarper(temperature)(None, scores)))
+
+
+@pytest.mark.parametrize("name", ["penalties", "bias", "all", "all_cut_by_min_p"])
+def test_processed_logits_and_kept_tokens_against_fp64(name):
+    p = FILTERS[name]
+    step = make_step(random(1, 1000, scale=3), p)
+    x, counts = step.logits[0].double().cpu(), step.counts[0].tolist()
+    run("sample", step)
+    for token, value in p.logit_bias.items():
+        x[token] += value
+    for token, count in enumerate(counts):
+        times = count // 2
+        if count:
+            x[token] = x[token] / p.repetition_penalty if x[token] > 0 else x[token] * p.repetition_penalty
+        x[token] -= p.presence_penalty * (times > 0) + p.frequency_penalty * times
+    torch.testing.assert_close(step.sampler.processed[0].double().cpu(), x, rtol=1e-6, atol=1e-6)
+    ranked = sorted(range(1000), key=lambda i: -x[i])[: p.top_k or None]
+    probs = torch.softmax(x[ranked] / p.temperature, 0).tolist()
+    expected = {
+        i for n, i in enumerate(ranked) if (p.top_p == 1 or sum(probs[:n]) < p.top_p) and probs[n] >= p.min_p * probs[0]
+    }
+    assert kept(step) == expected
+
+
+TIES = {
+    "top_k": P(top_k=3),
+    "top_p": P(top_p=0.5),
+    "min_p": P(min_p=math.exp(-1) * 0.999),
+    "both": P(top_k=3, top_p=0.9),
+}
+
+
+@pytest.mark.parametrize("params", TIES.values(), ids=TIES)
+def test_ties_at_the_threshold_are_all_kept(params):
+    logits = torch.full((1, 2500), -9.0)
+    tied = [3, 700, 1023, 1024, 2499]
+    logits[0, tied] = 2.0
+    logits[0, 1500] = 3.0
+    assert kept(run("sample", make_step(logits, params))) == {1500, *tied}
+
+
+def test_top_p_is_over_what_top_k_leaves():
+    logits = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log()
+    assert kept(run("sample", make_step(logits, P(top_p=0.65)))) == {0, 1}
+    assert kept(run("sample", make_step(logits, P(top_k=2, top_p=0.55)))) == {0}
+    assert kept(run("sample", make_step(logits, P(top_k=2, top_p=0.6)))) == {0, 1}
+
+
+def draws(params, logits, seeds, positions):
+    """Tokens drawn, by the kernels on a GPU and by the reference (the same, above) in the interpreter's stead."""
+    step, tokens = make_step(logits, params), []
+    counts = step.counts.clone()
+    for seed in seeds:
+        for position in positions:
+            step.counts.copy_(counts)
+            step.set(SEED_LO=seed, SEED_HI=~seed, POSITION=position, N_KNOWN=0, STEP=STEP, STATUS=m.RUN)
+            step = run("sample", step) if CUDA else run_ref("sample", step)
+            tokens.append(step.entry()[1])
+    return tokens
+
+
+@pytest.mark.parametrize("seeds, positions", [((5,), range(1, 38)), (range(3000), (20,))], ids=["positions", "seeds"])
+def test_draws_repeat_and_depend_on_seed_and_position(seeds, positions):
+    logits = random(1, 500, scale=2)
+    once = draws(P(), logits, list(seeds)[:40], positions)
+    assert once == draws(P(), logits, list(seeds)[:40], positions)
+    assert len(set(once)) > 15
+
+
+@pytest.mark.parametrize("name", ["none", "top_k_top_p", "all"])
+def test_draws_follow_the_distribution(name):
+    """Chi-square over fixed seeds; the same statistic refuses a distribution 25% sharper."""
+    params, logits = FILTERS[name], random(1, 64, scale=1.5)
+    step = run_ref("sample", make_step(logits, params))
+    ids = sorted(kept(step))
+    tokens = torch.tensor(draws(params, logits, range(120), range(1, 38)))
+    counts = (tokens[:, None] == torch.tensor(ids)).sum(0)
+    assert counts.sum() == len(tokens)
+    x = make_step(logits, params).sampler.processed.copy_(step.sampler.processed)[0, ids].double().cpu()
+
+    def p_value(sharper):
+        expected = torch.softmax(x / params.temperature * sharper, 0) * len(tokens)
+        rare = expected < 5
+        groups = [(counts[~rare], expected[~rare]), (counts[rare].sum()[None], expected[rare].sum()[None])]
+        observed, expected = (torch.cat(g) for g in zip(*groups))
+        used = expected > 0
+        return chisquare(observed[used].numpy(), expected[used].numpy()).pvalue
+
+    assert p_value(1.0) > 0.01
+    assert p_value(1.25) < 1e-6
+
+
+def test_draws_need_no_clean_scratch():
+    logits = random(1, 2100, scale=3)
+    step = make_step(logits, FILTERS["all"])
+    token = run("sample", step.copy()).entry()[1]
+    for t in (step.sampler.bins, step.sampler.bin_mass, step.sampler.keys, step.sampler.mass, step.sampler.state):
+        t.fill_(-1)
+    assert run("sample", step).entry()[1] == token
+
+
+@pytest.mark.parametrize("known", [False, True], ids=["drawn", "given"])
+@pytest.mark.parametrize("name", ["all", "temperature_0_penalties"])
+def test_the_reported_token_has_its_raw_log_probability(name, known):
+    logits = random(1, 2100, scale=3)
+    step = make_step(logits, FILTERS[name]).set(N_KNOWN=POSITION + 1 + known)
+    step.tokens[0, POSITION + 1] = 1999
+    step.sampler.lse[0] = logits[0].logsumexp(0)
+    ref = run_ref("sample", step, with_logprobs=True)
+    run("sample", step, with_logprobs=True)
+    assert_same(step, ref, "out", "logprobs", "ids")
+    token = step.entry()[1]
+    assert (token == 1999) == known
+    expected = float(torch.log_softmax(logits[0].double(), 0)[token])
+    assert float(step.logprobs[0, STEP, 0]) == pytest.approx(expected, abs=1e-5)
+    assert int(step.logprobs.isnan().sum()) == step.logprobs.numel() - 1
+
+
+@triton.jit
+def _bits_kernel(out_ptr, seed_ptr, position_ptr):
+    i = tl.program_id(0)
+    bits = philox_bits(tl.load(seed_ptr + 2 * i), tl.load(seed_ptr + 2 * i + 1), tl.load(position_ptr + i))
+    tl.store(out_ptr + i, bits.to(tl.int64, bitcast=True))
+
+
+def test_philox_words():
+    """The generator's published vectors."""
+    zeros, ones = philox_words(0, (0, 0, 0, 0)), philox_words(2**64 - 1, (2**32 - 1,) * 4)
+    digits = philox_words(0x299F31D0A4093822, (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344))
+    assert zeros == (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)
+    assert ones == (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)
+    assert digits == (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1)
+
+
+def test_philox_bits_match_reference():
+    generator = torch.Generator().manual_seed(0)
+    seeds = torch.randint(-(2**31), 2**31, (20, 2), generator=generator).int()
+    seeds[0], seeds[1] = 0, -1
+    positions = torch.randint(0, 2**31 - 1, (20,), generator=generator).int()
+    out = torch.zeros(20, dtype=torch.int64, device=DEVICE)
+    _bits_kernel[(20,)](out, seeds.to(DEVICE), positions.to(DEVICE))
+    expected = [philox_bits_ref(lo, hi, p) for (lo, hi), p in zip(seeds.tolist(), positions.tolist())]
+    assert [value % 2**64 for value in out.tolist()] == expected
+    assert len(set(expected)) == 20
+
+
+@triton.jit
+def _weight_kernel(out_ptr, d_ptr, BLOCK: tl.constexpr):
+    offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out_ptr + offs, weight(tl.load(d_ptr + offs)))
+
+
+def test_weights_are_exponentials_and_the_same_everywhere():
+    d = torch.arange(FARTHEST + 1)
+    w = weight_ref(d)
+    exact = torch.exp(-d.double() / 2**17) * 2.0**WEIGHT_BITS
+    assert float(((w - exact).abs() - 1).div(exact).max()) < 4e-7  # but for the last unit
+    assert w[0] == 2**WEIGHT_BITS and bool((w[1:] <= w[:-1] * (1 + 2e-7)).all()) and bool((w[1:] < w[0]).all())
+    some = d[torch.randperm(d.numel(), generator=torch.Generator().manual_seed(0))[: 1 << 16]].int()
+    out = torch.full((1 << 16,), -1, dtype=torch.int64, device=DEVICE)
+    _weight_kernel[(16,)](out, some.to(DEVICE), BLOCK=4096)
+    assert torch.equal(out.cpu(), w[some.long()])
