@@ -26,6 +26,8 @@ def resolve_model(model: str | Path) -> Path:
     Only the files that are read come down, first the small ones: a model that is not supported costs no download of
     weights. Cache, token, offline mode and progress bars are huggingface_hub's. Raises CheckpointError.
     """
+    if not str(model).strip():
+        raise CheckpointError("the model's name is empty; give a directory or a Hugging Face id (like Qwen/Qwen3-4B)")
     path = Path(model).expanduser()
     if path.is_dir():
         return path
@@ -105,15 +107,12 @@ def _snapshot(repo: str, patterns: list[str], revision: str | None) -> Path:
             reason = "offline mode is on (HF_HUB_OFFLINE) and the model is not, or not wholly, in the cache"
             fix = f"run once with HF_HUB_OFFLINE=0, or give a local directory; the cache is {constants.HF_HUB_CACHE}"
         elif status is not None:
-            reason = f"{constants.ENDPOINT} answered with status {status}, and the model is not in the cache"
-            fix = "try again later, or give a local directory"
+            reason, fix = _refusal(constants.ENDPOINT, status)
         else:
             reason = f"no network: {constants.ENDPOINT} cannot be reached, and the model is not in the cache"
             fix = "check the connection, or give a local directory"
     except errors.HfHubHTTPError as error:
-        status = getattr(error.response, "status_code", "an error")
-        reason = f"{constants.ENDPOINT} answered with {status}"
-        fix = "log in with `hf auth login` or set HF_TOKEN" if status in (401, 403) else "try again later"
+        reason, fix = _refusal(constants.ENDPOINT, getattr(error.response, "status_code", None))
     except OSError as error:
         reason = f"the download failed ({_one_line(error)})"
         fix = f"check the connection and the free space of {constants.HF_HUB_CACHE}, and run again: it resumes"
@@ -122,6 +121,11 @@ def _snapshot(repo: str, patterns: list[str], revision: str | None) -> Path:
             raise
         reason, fix = f"the download failed ({_one_line(error)})", "check the connection and run again: it resumes"
     raise CheckpointError(f"{repo}: {reason}; {fix}")
+
+
+def _refusal(endpoint: str, status: int | None) -> tuple[str, str]:
+    fix = "log in with `hf auth login` or set HF_TOKEN" if status in (401, 403) else "try again later"
+    return f"{endpoint} answered with status {status}, and the model is not wholly in the cache", fix
 
 
 def _one_line(error: Exception) -> str:
