@@ -1,6 +1,5 @@
 """Engine: load a checkpoint, stream answers, score tokens."""
 
-import logging
 import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -12,79 +11,22 @@ import torch
 from . import decode, meta, reference
 from .checkpoint import load_config, load_weights, resolve_model
 from .config import ModelConfig
-from .errors import DeviceError, GenerationError, ParameterError, PromptError
+from .errors import GenerationError, ParameterError, PromptError
 from .graph import StepGraphs
 from .memory import MemoryPlan, plan_memory
 from .model import DecodeModel, make_model
+from .placement import plan_capacity, resolve_device, resolve_dtype
 from .prefill import prefill
+from .results import Piece, Result, Timings, TokenLogprobs, Usage
 from .sampling import SamplingParams
 from .text import StopStrings
 from .tokenizer import Tokenizer
 from .weights import Weights
 
 BUNDLED = Path(__file__).parent / "bundled"
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 NO_TOKEN = 0xFFFFFFFF  # in the output ring: the step's logits were not finite
-log = logging.getLogger("tridecode")
 
 Prompt = str | Sequence[int] | Sequence[dict]
-
-
-@dataclass(frozen=True)
-class Usage:
-    """Token counts. reused_tokens: prompt tokens whose K/V were still in the cache."""
-
-    prompt_tokens: int
-    reused_tokens: int
-    completion_tokens: int
-
-
-@dataclass(frozen=True)
-class Timings:
-    """Seconds. ttft: from the call to the first token; decode: from the first token to the last."""
-
-    ttft: float
-    decode: float
-    tokens_per_second: float
-
-
-@dataclass(frozen=True)
-class TokenLogprobs:
-    """Natural-log probabilities under the raw logits: of the drawn token, and (token id, logprob) of the likeliest."""
-
-    logprob: float
-    top: tuple[tuple[int, float], ...]
-
-
-@dataclass(frozen=True)
-class Piece:
-    """One token of a stream, and the text that became certain with it (may be empty).
-
-    The last piece has no token (token_id None) but any held-back text, finish_reason ("stop", "length" or "error"),
-    usage, timings, and with "error" a one-line `error`.
-    """
-
-    token_id: int | None
-    text: str
-    logprobs: TokenLogprobs | None = None
-    finish_reason: str | None = None
-    usage: Usage | None = None
-    timings: Timings | None = None
-    error: str | None = None
-
-
-@dataclass(frozen=True)
-class Result:
-    """A whole generation. token_ids holds everything drawn, a final stop token included; text does not."""
-
-    text: str
-    token_ids: tuple[int, ...]
-    finish_reason: str
-    usage: Usage
-    timings: Timings
-    seed: int
-    logprobs: tuple[TokenLogprobs, ...] | None = None
-    error: str | None = None
 
 
 @dataclass
@@ -246,6 +188,15 @@ class Engine:
         self._cached = ids
         return logits
 
+    def rewind(self, position: int, params: SamplingParams) -> None:
+        """Put the state at `position` with whatever the cache holds, for benchmarks; `enqueue` then runs steps."""
+        self._begin([0] * (position + 1), position, params, (), limit=self.capacity + 1)
+        self._cached = []
+
+    def enqueue(self, params: SamplingParams) -> None:
+        """Enqueue one step of the kind that `params` needs; returns before it has run on a GPU."""
+        self._step(step_kind(params))
+
     def _step(self, kind: str) -> None:
         if self.graphs:
             self.graphs.replay(kind)
@@ -292,7 +243,7 @@ class Engine:
         limit = min(len(ids) + (params.max_tokens or self.capacity), self.capacity + 1)
         reused = self._prefill(ids, reuse_prefix)
         self._begin(ids, len(ids) - 1, params, stop_ids, limit)
-        kind = "logprobs" if params.logprobs is not None else "greedy" if params.greedy else "sample"
+        kind = step_kind(params)
         steps = limit - len(ids)
         for _ in range(min(self._ahead, steps)):
             self._step(kind)
@@ -380,50 +331,8 @@ class Engine:
             torch.cuda.synchronize(self.device)
 
 
-def resolve_device(device: str, backend: str) -> tuple[torch.device, str]:
-    """The device and backend that serve a request for `device` and `backend`. Raises DeviceError, ParameterError."""
-    if backend not in ("auto", "triton", "torch"):
-        raise ParameterError(f"backend must be auto, triton or torch, got {backend!r}")
-    kind, _, index = device.partition(":")
-    if kind not in ("auto", "cpu", "cuda") or (index and (kind != "cuda" or not index.isdigit())):
-        raise ParameterError(f"device must be auto, cpu, cuda or cuda:N, got {device!r}")
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if kind == "cuda" and int(index or 0) >= count:
-        raise DeviceError(f"device {device} was asked for, but {count} CUDA GPUs are usable here; use --device cpu")
-    if kind == "auto":
-        usable = count and backend != "torch" and torch.cuda.get_device_capability(0) >= (8, 0)
-        kind = "cuda" if usable else "cpu"
-    place = torch.device(kind, int(index or 0)) if kind == "cuda" else torch.device("cpu")
-    if backend == "auto":
-        backend = "triton" if kind == "cuda" else "torch"
-    if backend == "triton" and kind != "cuda":
-        raise DeviceError("backend triton needs an NVIDIA GPU and none is used here; use --backend torch")
-    if backend == "triton" and torch.cuda.get_device_capability(place) < (8, 0):
-        raise DeviceError("backend triton needs compute capability 8.0 or above; use --backend torch")
-    return place, backend
-
-
-def resolve_dtype(dtype: str, config: ModelConfig, device: torch.device) -> torch.dtype:
-    if dtype == "auto":
-        if device.type == "cpu":
-            return torch.float32
-        return torch.bfloat16 if config.dtype == "float32" else DTYPES[config.dtype]
-    if dtype not in DTYPES:
-        raise ParameterError(f"dtype must be auto, {', '.join(DTYPES)}, got {dtype!r}")
-    return DTYPES[dtype]
-
-
-def plan_capacity(
-    config: ModelConfig, dtype: torch.dtype, device: torch.device, max_seq_len: int | None
-) -> tuple[MemoryPlan, int, list[str]]:
-    """The memory plan, the context to allocate, and notes for the user. Raises ParameterError, DeviceError."""
-    limit = config.max_position
-    if max_seq_len is not None and not 1 <= max_seq_len <= limit:
-        raise ParameterError(f"max_seq_len must be from 1 to the model's limit of {limit}, got {max_seq_len}")
-    plan = plan_memory(config, dtype, device)
-    capacity = plan.capacity(max_seq_len, str(device))
-    notes = []
-    if capacity < (max_seq_len or limit):
-        notes.append(f"context lowered to {capacity} of the model's {limit} positions: that is what fits {device}")
-        log.warning(notes[-1])
-    return plan, capacity, notes
+def step_kind(params: SamplingParams) -> str:
+    """The captured variant (decode.KINDS) that serves `params`."""
+    if params.logprobs is not None:
+        return "logprobs"
+    return "greedy" if params.greedy else "sample"

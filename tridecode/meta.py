@@ -55,7 +55,14 @@ FREQUENCY_PENALTY = 5  # 0: off
 
 
 def request_rows(
-    params: SamplingParams, *, position: int, n_known: int, limit: int, stop_ids: Sequence[int], seed: int, page_row: int
+    params: SamplingParams,
+    *,
+    position: int,
+    n_known: int,
+    limit: int,
+    stop_ids: Sequence[int],
+    seed: int,
+    page_row: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The meta row (int32 [META_WIDTH]) and samp row (fp32 [SAMP_WIDTH]) with which a request begins, on the host."""
     meta = torch.zeros(META_WIDTH, dtype=torch.int32)

@@ -32,7 +32,7 @@ class Workspace:
     # activations
     hidden: torch.Tensor  # fp32 [rows, hidden]: the residual stream
     normed: torch.Tensor  # act [rows, hidden]: hidden * norm weight, before the division by the root mean square
-    sumsq: torch.Tensor  # fp32 [2, rows, MAX_PARTIALS]: partial sums of hidden ** 2, written alternately
+    sumsq: torch.Tensor  # fp32 [rows, MAX_PARTIALS]: partial sums of hidden ** 2
     qkv: torch.Tensor  # fp32 [rows, q_size + 2 * kv_size]
     attn_out: torch.Tensor  # act [rows, q_size]
     attn_partial: torch.Tensor  # fp32 [rows, heads, MAX_SPLITS, head_dim]
@@ -74,7 +74,7 @@ def make_workspace(config: ModelConfig, capacity: int, device, dtype: torch.dtyp
         out_top_ids=ring(slots, RING, MAX_LOGPROBS, dtype=torch.int32),
         hidden=real(rows, config.hidden_size),
         normed=real(rows, config.hidden_size, dtype=act_dtype),
-        sumsq=real(2, rows, MAX_PARTIALS),
+        sumsq=real(rows, MAX_PARTIALS),
         qkv=real(rows, config.q_size + 2 * config.kv_size),
         attn_out=real(rows, config.q_size, dtype=act_dtype),
         attn_partial=real(rows, config.num_heads, MAX_SPLITS, config.head_dim),

@@ -306,7 +306,7 @@ def attention(
 
 
 def rotate(x, cos, sin):
-    """Rotary embedding of x [..., head_dim] by cos, sin [..., head_dim / 2], halves paired as in Hugging Face models."""
+    """Rotary embedding of x [..., head_dim] by cos, sin [..., head_dim / 2], halves paired as transformers does."""
     lo, hi = x.chunk(2, -1)
     return torch.cat((lo * cos - hi * sin, hi * cos + lo * sin), -1)
 

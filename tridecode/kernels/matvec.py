@@ -39,7 +39,7 @@ def _matvec_kernel(
 
     meta: [slots, META_WIDTH] int32; x: [rows, K]; weight: [N, K]; bias: [N]; sumsq: [rows, partials] fp32, read when
     N_SUMSQ > 0; out: [rows, N] fp32 (output). RESIDUAL: out is the residual stream; norm: [N]; outputs
-    normed: [rows, N] = out * norm, and sumsq, one partial sum a program, in fixed order so that steps repeat bit by bit.
+    normed: [rows, N] = out * norm, and sumsq, one partial sum a program, in fixed order so that steps are bit-equal.
     Moves N * K weight bytes. Grid (cdiv(N, BLOCK_N), rows).
     x is loaded in the weight tile's own layout (row offset times zero): a broadcast 1-D load would be converted through
     shared memory at every turn.

@@ -1,0 +1,73 @@
+"""Tiny models in memory for tests of the step and the engine: real head sizes, odd widths, few programs."""
+
+from dataclasses import replace
+
+import torch
+
+from tridecode.checkpoint import random_weights
+from tridecode.config import ModelConfig, RopeConfig
+from tridecode.engine import Engine
+from tridecode.kernels.attention import AttentionShape
+from tridecode.shapes import MatvecShape, StepShapes
+
+CUDA = torch.cuda.is_available()
+DEVICE = torch.device("cuda", 0) if CUDA else torch.device("cpu")
+# few, large programs: the interpreter takes about 2 ms for each and each loop turn
+INTERPRETER_SHAPES = StepShapes(
+    *(MatvecShape(n, 256, 4) for n in (128, 64, 64, 64, 128)), AttentionShape(block_t=32, splits=3)
+)
+
+
+def tiny_config(**overrides) -> ModelConfig:
+    fields = dict(
+        family="qwen3",
+        hidden_size=96,
+        intermediate_size=160,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=64,
+        vocab_size=331,
+        max_position=512,
+        qk_norm=True,
+        tie_word_embeddings=True,
+        rope=RopeConfig(theta=1e4),
+    )
+    fields |= overrides
+    fields.setdefault("layer_types", ("full_attention",) * fields["num_layers"])
+    return ModelConfig(**fields)
+
+
+FAMILIES = {
+    "qwen3": {},
+    "llama3": dict(
+        family="llama",
+        qk_norm=False,
+        tie_word_embeddings=False,
+        head_dim=80,
+        num_heads=3,
+        num_kv_heads=1,
+        rope=RopeConfig(theta=5e5, kind="llama3", factor=8.0, original_max_position=64),
+    ),
+    "qwen2": dict(family="qwen2", qk_norm=False, qkv_bias=True, num_heads=7, num_kv_heads=1, rms_norm_eps=1e-5),
+    "mistral": dict(
+        family="mistral",
+        qk_norm=False,
+        tie_word_embeddings=False,
+        sliding_window=24,
+        layer_types=("sliding_attention",) * 2,
+    ),
+}
+
+
+def tiny_engine(backend="auto", graph="full", dtype=None, capacity=256, seed=0, **overrides) -> Engine:
+    """The default backend is the one this machine has: Triton on a GPU, torch otherwise."""
+    config = tiny_config(**overrides)
+    dtype = dtype or (torch.bfloat16 if CUDA else torch.float32)
+    if backend == "auto":
+        backend = "triton" if CUDA else "torch"
+    weights = random_weights(config, DEVICE, dtype, seed)
+    engine = Engine.build(config, weights, None, capacity, backend, graph)
+    if not CUDA:
+        engine.model = replace(engine.model, shapes=INTERPRETER_SHAPES)
+    return engine

@@ -1,0 +1,61 @@
+"""Where and how a model will run: device, backend, dtype and context, decided before memory is spent."""
+
+import logging
+
+import torch
+
+from .config import ModelConfig
+from .errors import DeviceError, ParameterError
+from .memory import MemoryPlan, plan_memory
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+log = logging.getLogger("tridecode")
+
+
+def resolve_device(device: str, backend: str) -> tuple[torch.device, str]:
+    """The device and backend that serve a request for `device` and `backend`. Raises DeviceError, ParameterError."""
+    if backend not in ("auto", "triton", "torch"):
+        raise ParameterError(f"backend must be auto, triton or torch, got {backend!r}")
+    kind, _, index = device.partition(":")
+    if kind not in ("auto", "cpu", "cuda") or (index and (kind != "cuda" or not index.isdigit())):
+        raise ParameterError(f"device must be auto, cpu, cuda or cuda:N, got {device!r}")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if kind == "cuda" and int(index or 0) >= count:
+        raise DeviceError(f"device {device} was asked for, but {count} CUDA GPUs are usable here; use --device cpu")
+    if kind == "auto":
+        usable = count and backend != "torch" and torch.cuda.get_device_capability(0) >= (8, 0)
+        kind = "cuda" if usable else "cpu"
+    place = torch.device(kind, int(index or 0)) if kind == "cuda" else torch.device("cpu")
+    if backend == "auto":
+        backend = "triton" if kind == "cuda" else "torch"
+    if backend == "triton" and kind != "cuda":
+        raise DeviceError("backend triton needs an NVIDIA GPU and none is used here; use --backend torch")
+    if backend == "triton" and torch.cuda.get_device_capability(place) < (8, 0):
+        raise DeviceError("backend triton needs compute capability 8.0 or above; use --backend torch")
+    return place, backend
+
+
+def resolve_dtype(dtype: str, config: ModelConfig, device: torch.device) -> torch.dtype:
+    if dtype == "auto":
+        if device.type == "cpu":
+            return torch.float32
+        return torch.bfloat16 if config.dtype == "float32" else DTYPES[config.dtype]
+    if dtype not in DTYPES:
+        raise ParameterError(f"dtype must be auto, {', '.join(DTYPES)}, got {dtype!r}")
+    return DTYPES[dtype]
+
+
+def plan_capacity(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device, max_seq_len: int | None
+) -> tuple[MemoryPlan, int, list[str]]:
+    """The memory plan, the context to allocate, and notes for the user. Raises ParameterError, DeviceError."""
+    limit = config.max_position
+    if max_seq_len is not None and not 1 <= max_seq_len <= limit:
+        raise ParameterError(f"max_seq_len must be from 1 to the model's limit of {limit}, got {max_seq_len}")
+    plan = plan_memory(config, dtype, device)
+    capacity = plan.capacity(max_seq_len, str(device))
+    notes = []
+    if capacity < (max_seq_len or limit):
+        notes.append(f"context lowered to {capacity} of the model's {limit} positions: that is what fits {device}")
+        log.warning(notes[-1])
+    return plan, capacity, notes

@@ -1,0 +1,60 @@
+"""What a generation yields."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Token counts. reused_tokens: prompt tokens whose K/V were still in the cache."""
+
+    prompt_tokens: int
+    reused_tokens: int
+    completion_tokens: int
+
+
+@dataclass(frozen=True)
+class Timings:
+    """Seconds. ttft: from the call to the first token; decode: from the first token to the last."""
+
+    ttft: float
+    decode: float
+    tokens_per_second: float
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """Natural-log probabilities under the raw logits: of the drawn token, and (token id, logprob) of the likeliest."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One token of a stream, and the text that became certain with it (may be empty).
+
+    The last piece has no token (token_id None) but any held-back text, finish_reason ("stop", "length" or "error"),
+    usage, timings, and with "error" a one-line `error`.
+    """
+
+    token_id: int | None
+    text: str
+    logprobs: TokenLogprobs | None = None
+    finish_reason: str | None = None
+    usage: Usage | None = None
+    timings: Timings | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class Result:
+    """A whole generation. token_ids holds everything drawn, a final stop token included; text does not."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str
+    usage: Usage
+    timings: Timings
+    seed: int
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    error: str | None = None
