@@ -163,11 +163,24 @@ def test_info_says_what_does_not_fit(run, tiny, monkeypatch):
     assert "not enough memory" in run("info", "--model", tiny, "--device", "cpu")[1]
 
 
+BUNDLED = pytest.mark.skipif(
+    not (ROOT / "tridecode" / "bundled" / "config.json").is_file(), reason="this checkout holds no bundled model"
+)
+
+
+@BUNDLED
 def test_the_bundled_model_is_the_default(run):
-    if not (ROOT / "tridecode" / "bundled" / "config.json").is_file():
-        pytest.skip("this checkout holds no bundled model")
     code, out, err = run("generate", "--json", "--prompt", "Hello", *GREEDY)
     assert code == 0 and err == "" and json.loads(out)["text"].strip()
+
+
+@BUNDLED
+def test_the_readmes_python_example_runs(capsys):
+    example = (ROOT / "README.md").read_text().split("```python\n")[1].split("```")[0]
+    scope = {}
+    exec(example, scope)
+    assert scope["piece"].finish_reason and scope["result"].text
+    assert scope["logits"].shape == (len(scope["result"].token_ids), scope["engine"].config.vocab_size)
 
 
 @pytest.mark.parametrize("error, line", [
