@@ -28,12 +28,18 @@ _MARKUP = re.compile(r"\s*(<.*>|\[.*\])\s*", re.DOTALL)
 class Tokenizer:
     """The tokenizer of a checkpoint: tokenizer.json, its special tokens' names and its chat template."""
 
-    def __init__(self, tokenizer: tokenizers.Tokenizer, special_tokens: dict[str, str], template: str | None = None):
-        """special_tokens: text by name (bos_token, eos_token, ...), as templates see it; template: Jinja source."""
+    def __init__(
+        self,
+        tokenizer: tokenizers.Tokenizer,
+        special_tokens: dict[str, str],
+        template: str | None = None,
+        source: Path | str = "tokenizer.json",
+    ):
+        """special_tokens: text by name (bos_token, ...), as templates see it; template: Jinja; source: for messages."""
         self._tokenizer = tokenizer
         tokenizer.no_padding()
         tokenizer.no_truncation()
-        self._token_bytes = TokenBytes(tokenizer)
+        self._token_bytes = TokenBytes(tokenizer, source)
         self._template = None if template is None else ChatTemplate(template, special_tokens)
         self._special_tokens = special_tokens
         added = {i: token for i, token in tokenizer.get_added_tokens_decoder().items() if token.content}
@@ -59,7 +65,7 @@ class Tokenizer:
             reason = " ".join(str(error).split())[:200]
             raise CheckpointError(f"{file}: not a tokenizer ({reason}); download the file again") from None
         settings = _read(path / "special_tokens_map.json") | _read(path / "tokenizer_config.json")
-        return cls(tokenizer, _special_tokens(settings), _template(path, settings))
+        return cls(tokenizer, _special_tokens(settings), _template(path, settings), file)
 
     @property
     def vocab_size(self) -> int:
@@ -188,9 +194,9 @@ class Tokenizer:
             return [self._mark(item, marks, tokens) for item in value]
         if not isinstance(value, str):
             return value
-        chars = list(value)
+        chars, choices = list(value), tuple(tokens)
         for i, char in enumerate(value):
-            if char in marks and any(value.startswith(token, i) for token in tokens if token[0] == char):
+            if char in marks and value.startswith(choices, i):
                 chars[i] = marks[char]
         # A text may also end in the beginning of a control token that the template's next characters would complete.
         end = len(value.rstrip())
