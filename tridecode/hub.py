@@ -68,11 +68,12 @@ def _download(repo: str) -> Path:
     _require(repo, small, "tokenizer.json")
     index = small / INDEX
     shards = sorted(set(shard_map(index).values())) if index.is_file() else [SINGLE]
-    # The same commit as the small files: the repository may change between the two calls.
-    path = _snapshot(repo, shards, small.name)
+    if not all((small / name).is_file() for name in shards):
+        # The same commit as the small files: the repository may change between the two calls.
+        _snapshot(repo, shards, small.name)
     for name in shards:
-        _require(repo, path, name)
-    return path
+        _require(repo, small, name)
+    return small
 
 
 def _require(repo: str, path: Path, name: str) -> None:
