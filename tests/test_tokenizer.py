@@ -174,7 +174,7 @@ CHATS = {
     "empty content": user(""),
     "thoughts": [*user("Q"), {"role": "assistant", "content": "<think>\nhm\n</think>\n\nA"}, *user("Q2")],
     "content that ends in a bracket": user("a <"),
-    "more keys": [{"role": "user", "content": "Q", "name": "me", "tool_calls": None, "n": [1, {"x": True}]}],
+    "more keys": [{"role": "user", "content": "Q", "name": "me", "n": [1, {"x": True}]}],
 }
 
 TEMPLATES = {
@@ -205,6 +205,13 @@ def test_chat_as_transformers(chat, template, tmp_path):
         CHATS[chat], add_generation_prompt=True, return_dict=False, **variables
     )
     assert Tokenizer.load(tmp_path).encode_chat(CHATS[chat], **variables) == theirs
+
+
+def test_a_key_that_is_none_is_absent(path):
+    made = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
+    tokenizer = Tokenizer(made, {}, "{{ messages[0].tool_calls is defined }}")
+    ids = tokenizer.encode_chat([{"role": "user", "content": "Q", "tool_calls": None}])
+    assert tokenizer.decode(ids) == "False"
 
 
 def turns(ids: list[int]) -> list[int]:
