@@ -159,6 +159,16 @@ def test_gpu_asked_for_and_absent(failure, good, options):
     assert "GPU" in failure("info", "--model", good, *options)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there")
+def test_bench_without_a_gpu(failure):
+    assert "GPU" in failure("bench", "decode")
+
+
+@pytest.mark.parametrize("options", [("--preset", "gpt-2"), ("--steps", "0"), ("--context", "-1")])
+def test_wrong_bench_options(failure, options):
+    assert repr(options[1]) in failure("bench", "decode", *options, code=2)
+
+
 def test_a_gpu_number_that_is_absent(failure, good):
     assert "cuda:999" in failure("generate", "--prompt", "x", "--model", good, "--device", "cuda:999")
 

@@ -1,4 +1,4 @@
-"""The command line: `tridecode chat | generate | info`."""
+"""The command line: `tridecode chat | generate | info | bench`."""
 
 from .main import main
 

@@ -46,6 +46,10 @@ def run(args, output: Output) -> int:
         from .generate import generate
 
         return generate(args, output)
+    if args.command == "bench":
+        from .bench import run as bench
+
+        return bench(args)
     from .info import info
 
     return info(args, output)

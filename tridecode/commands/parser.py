@@ -2,6 +2,7 @@
 
 import argparse
 
+from ..presets import PRESETS
 from ..version import __version__
 from .terminal import one_line
 
@@ -17,6 +18,10 @@ Exit codes: 0 done, 1 error, 2 wrong options, 130 interrupted, 141 reader of std
 INFO = """\
 Show model, memory plan, GPU, versions and what would run. The weights are not loaded, but a Hugging Face id is
 downloaded if it is not in the cache.
+"""
+BENCH = """\
+Time the decode step of a public model's shape with random weights, against the read bandwidth measured in the same
+run. Prints one line of figures and one JSON line. Needs a GPU.
 """
 
 
@@ -51,7 +56,21 @@ def make_parser() -> argparse.ArgumentParser:
     )
     info = commands.add_parser("info", help="show what would run, without loading", description=INFO, parents=[engine])
     info.add_argument("--json", action="store_true", help="print one JSON object (sizes in bytes)")
+    bench = commands.add_parser("bench", help="time the decode step", description=BENCH)
+    bench.add_argument("what", choices=["decode"], help="decode: the token step")
+    shapes = ", ".join(PRESETS)
+    bench.add_argument("--preset", metavar="SHAPE", choices=list(PRESETS), default="qwen3-4b", help=f"one of {shapes}")
+    bench.add_argument("--context", type=positive, default=64, metavar="N", help="tokens before the first step (64)")
+    bench.add_argument("--steps", type=positive, default=128, metavar="N", help="steps a run (128)")
+    bench.add_argument("--runs", type=positive, default=9, metavar="N", help="timed runs, the median counts (9)")
+    bench.add_argument("--sampling", choices=["greedy", "all"], default="greedy", help="all: every filter on")
+    add_verbose(bench)
     return parser
+
+
+def add_verbose(parser) -> None:
+    """--verbose after the command too. SUPPRESS: its default must not overwrite one given before the command."""
+    parser.add_argument("--verbose", action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
 
 
 def engine_options() -> argparse.ArgumentParser:
@@ -70,8 +89,7 @@ def engine_options() -> argparse.ArgumentParser:
     group.add_argument(
         "--graph", default="full", choices=["full", "none"], help="one CUDA graph a step, or none (default: full)"
     )
-    # SUPPRESS: the subcommand's default must not overwrite a --verbose given before the subcommand.
-    group.add_argument("--verbose", action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+    add_verbose(group)
     return options
 
 
@@ -93,6 +111,13 @@ def token_ids(text: str) -> list[int]:
         return [int(part) for part in text.split(",")] if text.strip() else []
     except ValueError:
         raise argparse.ArgumentTypeError(f"expected token ids separated by commas, like 1,2,3, got {text!r}") from None
+
+
+def positive(text: str) -> int:
+    value = int(text) if text.isdecimal() else 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"expected a positive integer, got {text!r}")
+    return value
 
 
 def sampling_overrides(args) -> dict:
