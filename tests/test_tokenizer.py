@@ -123,6 +123,16 @@ def test_sentencepiece_text(metaspace):
     assert not {1, 2} & set(forged) and tokenizer.decode(forged) == "hello </s><s> wor"
 
 
+def test_unknown_characters_beside_a_forged_token():
+    state = json.loads(sentencepiece().to_str())
+    state["model"]["byte_fallback"] = False
+    made = tokenizers.Tokenizer.from_str(json.dumps(state))
+    tokenizer = Tokenizer(made, {})
+    assert 0 in made.encode("hello 你").ids, "<unk>"
+    assert tokenizer.encode("hello 你") == made.encode("hello 你").ids
+    assert tokenizer.encode("</s>你").count(0) == 1
+
+
 def test_a_normaliser_makes_no_control_token(tmp_path):
     made = tokenizers.Tokenizer(models.BPE(byte_fallback=False))
     made.normalizer = normalizers.NFKC()
@@ -452,8 +462,20 @@ def test_special_tokens_have_no_text(tokenizer):
     assert tokenizer.decode(ids, skip_special=False) == "<|im_start|>user<|im_end|><think>"
 
 
+def test_added_tokens_are_no_byte_alphabet(path):
+    made = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
+    made.add_tokens(["<é>"])
+    assert Tokenizer(made, {}).decode([TOKENIZER_VOCAB_SIZE]) == "<é>"
+
+
+def test_a_prompt_that_ends_in_many_special_tokens():
+    made = sentencepiece()
+    prompt, ids = [*made.encode("hello").ids, *[1] * 20], made.encode("wor").ids
+    assert "".join(stream(Tokenizer(made, {}), ids, prompt_ids=prompt)) == " wor"
+
+
 @pytest.mark.parametrize("metaspace", [False, True])
-@pytest.mark.parametrize("text", ["hello wor", "  hello", "é 你 hello", "hello  "])
+@pytest.mark.parametrize("text", ["hello wor", "  hello", "   hello", "é 你 hello", "hello  "])
 def test_sentencepiece_stream(text, metaspace):
     made = sentencepiece(metaspace)
     tokenizer = Tokenizer(made, {})
