@@ -41,6 +41,7 @@ def test_lowest_id_wins_ties(runner, ids, top):
     assert runner(make_step(logits, SamplingParams(temperature=0))).entry() == (STEP, ids[0])
 
 
+@pytest.mark.filterwarnings("ignore:overflow")  # numpy, in the interpreter
 @ALL
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")], ids=str)
 @pytest.mark.parametrize("at", [0, 1100, 2999])
@@ -54,6 +55,7 @@ def test_non_finite_logits_end_the_generation(runner, value, at):
     assert_same(after, before, "tokens", "counts", "logprobs", "sampler.counter")
 
 
+@pytest.mark.filterwarnings("ignore:overflow")  # numpy, in the interpreter
 @ALL
 def test_given_tokens_are_checked_for_non_finite_logits_too(runner):
     logits = random(1, 3000)

@@ -224,7 +224,14 @@ def test_draws_need_no_clean_scratch():
     logits = random(1, 2100, scale=3)
     step = make_step(logits, FILTERS["all"])
     token = run("sample", step.copy()).entry()[1]
-    for t in (step.sampler.bins, step.sampler.bin_mass, step.sampler.keys, step.sampler.mass, step.sampler.state):
+    for t in (
+        step.sampler.bins,
+        step.sampler.bin_mass,
+        step.sampler.keys,
+        step.sampler.mass,
+        step.sampler.drawn,
+        step.sampler.state,
+    ):
         t.fill_(-1)
     assert run("sample", step).entry()[1] == token
 
@@ -249,7 +256,7 @@ def test_the_reported_token_has_its_raw_log_probability(name, known):
 @triton.jit
 def _bits_kernel(out_ptr, seed_ptr, position_ptr):
     i = tl.program_id(0)
-    bits = philox_bits(tl.load(seed_ptr + 2 * i), tl.load(seed_ptr + 2 * i + 1), tl.load(position_ptr + i))
+    bits = philox_bits(tl.load(seed_ptr + 2 * i), tl.load(seed_ptr + 2 * i + 1), tl.load(position_ptr + i), i)
     tl.store(out_ptr + i, bits.to(tl.int64, bitcast=True))
 
 
@@ -269,7 +276,7 @@ def test_philox_bits_match_reference():
     positions = torch.randint(0, 2**31 - 1, (20,), generator=generator).int()
     out = torch.zeros(20, dtype=torch.int64, device=DEVICE)
     _bits_kernel[(20,)](out, seeds.to(DEVICE), positions.to(DEVICE))
-    expected = [philox_bits_ref(lo, hi, p) for (lo, hi), p in zip(seeds.tolist(), positions.tolist())]
+    expected = [philox_bits_ref(*pair, p, i) for i, (pair, p) in enumerate(zip(seeds.tolist(), positions.tolist()))]
     assert [value % 2**64 for value in out.tolist()] == expected
     assert len(set(expected)) == 20
 
@@ -285,8 +292,8 @@ def test_weights_are_exponentials_and_the_same_everywhere():
     w = weight_ref(d)
     exact = torch.exp(-d.double() / 2**17) * 2.0**WEIGHT_BITS
     assert float(((w - exact).abs() - 1).div(exact).max()) < 4e-7  # but for the last unit
-    assert w[0] == 2**WEIGHT_BITS and bool((w[1:] <= w[:-1] * (1 + 2e-7)).all()) and bool((w[1:] < w[0]).all())
+    assert w[0] == 2**WEIGHT_BITS and bool((w[1:] <= w[:-1]).all()) and bool((w[1:] < w[0]).all())
     some = d[torch.randperm(d.numel(), generator=torch.Generator().manual_seed(0))[: 1 << 16]].int()
     out = torch.full((1 << 16,), -1, dtype=torch.int64, device=DEVICE)
-    _weight_kernel[(16,)](out, some.to(DEVICE), BLOCK=4096)
+    _weight_kernel[(16,)](out, some.to(DEVICE), BLOCK=4096, enable_fp_fusion=False)
     assert torch.equal(out.cpu(), w[some.long()])

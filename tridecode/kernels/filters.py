@@ -24,18 +24,17 @@ from .common import (
     gdc_launch_dependents,
     gdc_wait,
 )
-from .finish import BAD, block_key, largest_key, packed_value
-from .mass import BINS, FARTHEST, LOW_BITS, distance, share, weight, weight_ref
+from .finish import LOWEST, block_key, packed_value
+from .mass import BINS, FARTHEST, HUGE, LOW_BITS, WEIGHT_BITS, distance, grid_scale, share, weight, weight_ref
 
 LEVELS = 3  # of the search
 STATE = 8  # entries of a row of state, of which these are used
-THRESHOLD, BIN, LEFT, BEFORE, K_THRESHOLD, P_BIN, P_LEFT = range(7)
+THRESHOLD, BIN, LEFT, P_BIN, P_LEFT = range(5)
 
 _BINS, _LOW_BITS = tl.constexpr(BINS), tl.constexpr(LOW_BITS)
 _FARTHEST, _LEVELS, _STATE = tl.constexpr(FARTHEST), tl.constexpr(LEVELS), tl.constexpr(STATE)
-_BIN, _LEFT, _BEFORE = tl.constexpr(BIN), tl.constexpr(LEFT), tl.constexpr(BEFORE)
-_K_THRESHOLD, _P_BIN, _P_LEFT = tl.constexpr(K_THRESHOLD), tl.constexpr(P_BIN), tl.constexpr(P_LEFT)
-_HUGE = tl.constexpr(3.4028234663852886e38)
+_BIN, _LEFT, _P_BIN, _P_LEFT = tl.constexpr(BIN), tl.constexpr(LEFT), tl.constexpr(P_BIN), tl.constexpr(P_LEFT)
+_HEAVIEST = tl.constexpr(float(2**WEIGHT_BITS))
 
 
 @triton.jit
@@ -91,7 +90,7 @@ def _process_kernel(
         times = counts >> 1
         y = y - tl.where(times > 0, presence, 0.0)
         y = y - times.to(tl.float32) * frequency
-        y = tl.minimum(tl.maximum(y, -_HUGE), _HUGE)
+        y = tl.minimum(tl.maximum(y, -HUGE), HUGE)
         tl.store(processed_ptr + wide * stride_processed + offs_n, y, mask=mask_n)
         tl.store(keys_ptr + row * stride_keys + block, block_key(x, y, offs_n, mask_n))
         offs_b = block * CLEAR + tl.arange(0, CLEAR)
@@ -108,6 +107,20 @@ def active(meta_ptr, samp_ptr, row, vocab):
     top_p = tl.load(samp_ptr + row * SAMP_WIDTH + TOP_P)
     hot = temperature > 0
     return hot & (top_k > 0) & (top_k < vocab), hot & (top_p < 1.0), temperature
+
+
+@triton.jit
+def _spread(high):
+    """Where the first level keeps a bin: neighbours, which a vocabulary fills together, in different cache lines."""
+    return (high & 63) * 32 + (high >> 6)
+
+
+@triton.jit
+def _spread_load(ptr, wanted):
+    """The bins of the first level in their order, zeros where not wanted."""
+    offs = tl.arange(0, 64)[:, None] * 32 + tl.arange(0, 32)[None, :]
+    bins = tl.load(ptr + offs, mask=offs < tl.where(wanted, _BINS, 0), other=0)
+    return tl.reshape(tl.trans(bins), (_BINS,))
 
 
 @triton.jit
@@ -131,10 +144,13 @@ def _bins_kernel(
 
     processed: [rows, vocab] fp32. keys: [rows, >= blocks] int64. bins, bin_mass, state: see SamplerBuffers (out).
     Bytes: 4 * vocab a row, and up to 12 * BINS a program. Grid: (vocab blocks, rows).
-    Level 0 counts (and weighs) the upper 11 bits of every distance. Level 1 finds the bin where top-k, or without it
-    top-p, cuts and counts the lower 11 bits inside it. Level 2, only with both, knows top-k's cut and its mass, finds
-    top-p's bin and counts inside that. One distance has one weight, so that only level 0 needs sums of mass. Every
-    program scans the histogram before for itself: cheaper than to wait for a last arriver's result.
+    Level 0 bins distances by their upper 11 bits: it counts tokens for top-k, or weighs them for top-p alone. Level 1
+    finds the bin of the cut and counts the lower 11 bits inside it; with both filters it also weighs the bins before,
+    which hold fewer than k tokens. Level 2, only with both, knows the mass that top-k leaves, finds top-p's bin and
+    counts inside that. A distance has one weight, so that inside a bin counts are enough.
+    Atomics are what costs, so the tokens that cannot matter stay out: k block maxima bound the k-th distance, and the
+    tokens outside top-p's reach have no more mass together than 1 - p of the largest's. Every program scans the level
+    before for itself: cheaper than to wait for a last arriver's result.
     """
     if PDL:
         gdc_launch_dependents()
@@ -143,56 +159,75 @@ def _bins_kernel(
     use_k, use_p, temperature = active(meta_ptr, samp_ptr, row, vocab)
     top_p = tl.load(samp_ptr + row * SAMP_WIDTH + TOP_P)
     top_k = tl.load(meta_ptr + row * META_WIDTH + TOP_K)
+    scale = grid_scale(temperature)
     needed = (use_k & use_p) if LEVEL == 2 else (use_k | use_p)
     if PDL:
         gdc_wait()
     if (status == RUN) & needed:
-        key = largest_key(keys_ptr + row * stride_keys, tl.num_programs(0), BLOCKS)
-        if key != BAD:
-            offs_n = block * BLOCK_N + tl.arange(0, BLOCK_N)
-            mask_n = offs_n < vocab
-            y = tl.load(processed_ptr + row.to(tl.int64) * stride_processed + offs_n, mask=mask_n, other=0.0)
-            d = tl.where(mask_n, distance(y, packed_value(key), temperature), _FARTHEST)
-            bins_ptr += row * _LEVELS * _BINS
-            bin_mass_ptr += row * _BINS
-            state_ptr += row * _STATE
-            high = d >> _LOW_BITS
-            offs_b = tl.arange(0, _BINS)
-            if LEVEL == 0:
-                # the farthest bin stays empty: whoever reaches it keeps everything, and its weights are 0
-                w = weight(d)
-                tl.atomic_add(bins_ptr + high, 1, mask=high < tl.where(use_k, _BINS - 1, 0), sem="relaxed")
-                heavy = (high < tl.where(use_p, _BINS - 1, 0)) & (w > 0)
-                tl.atomic_add(bin_mass_ptr + high, w, mask=heavy, sem="relaxed")
-            elif LEVEL == 1:
-                mass = tl.load(bin_mass_ptr + offs_b)
-                sought = tl.where(use_k, tl.load(bins_ptr + offs_b).to(tl.int64), mass)
-                goal = tl.where(use_k, top_k.to(tl.int64), share(top_p, tl.sum(mass, axis=0)))
-                before = tl.cumsum(sought, axis=0) < goal
-                found = tl.minimum(tl.sum(before.to(tl.int32), axis=0), _BINS - 1)
-                if block == 0:
-                    tl.store(state_ptr + _BIN, found.to(tl.int64))
-                    tl.store(state_ptr + _LEFT, goal - tl.sum(tl.where(before, sought, 0), axis=0))
-                    tl.store(state_ptr + _BEFORE, tl.sum(tl.where(before, mass, 0), axis=0))
-                counted = (high == found) & (high < _BINS - 1)
-                tl.atomic_add(bins_ptr + _BINS + (d & (_BINS - 1)), 1, mask=counted, sem="relaxed")
+        offs_n = block * BLOCK_N + tl.arange(0, BLOCK_N)
+        mask_n = offs_n < vocab
+        y = tl.load(processed_ptr + row.to(tl.int64) * stride_processed + offs_n, mask=mask_n, other=0.0)
+        offs_k = tl.arange(0, BLOCKS)
+        mask_k = offs_k < tl.num_programs(0)
+        keys = tl.load(keys_ptr + row * stride_keys + offs_k, mask=mask_k, other=LOWEST)
+        bins_ptr += row * _LEVELS * _BINS
+        bin_mass_ptr += row * _BINS
+        state_ptr += row * _STATE
+        offs_b = tl.arange(0, _BINS)
+        if LEVEL == 1:  # all loads before the first use of any
+            counts = _spread_load(bins_ptr, use_k)
+            mass = _spread_load(bin_mass_ptr, use_k == 0)
+        elif LEVEL == 2:
+            found = tl.load(state_ptr + _BIN).to(tl.int32)
+            left = tl.load(state_ptr + _LEFT)
+            counts = tl.load(bins_ptr + _BINS + offs_b)
+            mass = _spread_load(bin_mass_ptr, True)
+        largest = packed_value(tl.max(keys, axis=0))
+        d = tl.where(mask_n, distance(y, largest, scale), _FARTHEST)
+        high = d >> _LOW_BITS
+        if LEVEL == 0:
+            if use_k:
+                bound = _FARTHEST - _BINS  # the farthest bin stays empty: whoever reaches it keeps everything
+                if top_k <= tl.num_programs(0):
+                    near = tl.sort(tl.where(mask_k, distance(packed_value(keys), largest, scale), _FARTHEST))
+                    bound = tl.minimum(tl.sum(tl.where(offs_k == top_k - 1, near, 0), axis=0), bound)
+                tl.atomic_add(bins_ptr + _spread(high), 1, mask=d <= bound, sem="relaxed")
             else:
-                found = tl.load(state_ptr + _BIN).to(tl.int32)
-                counts = tl.load(bins_ptr + _BINS + offs_b)
-                before = tl.cumsum(counts, axis=0) < tl.load(state_ptr + _LEFT)
-                low = tl.minimum(tl.sum(before.to(tl.int32), axis=0), _BINS - 1)
-                first = found << _LOW_BITS
-                inside = tl.where(offs_b <= low, counts.to(tl.int64) * weight(first + offs_b), 0)
-                goal = share(top_p, tl.load(state_ptr + _BEFORE) + tl.sum(inside, axis=0))
-                mass = tl.load(bin_mass_ptr + offs_b)
+                w = weight(d)
+                beyond = ((1.0 - top_p.to(tl.float64)) * (_HEAVIEST * 0.999) / vocab).to(tl.int64)
+                tl.atomic_add(bin_mass_ptr + _spread(high), w, mask=w > beyond, sem="relaxed")
+                rest = tl.sum(tl.where(w > beyond, 0, w), axis=0)
+                tl.atomic_add(bin_mass_ptr + _spread(_BINS - 1), rest, mask=rest > 0, sem="relaxed")
+        elif LEVEL == 1:
+            if use_k:
+                before = tl.cumsum(counts, axis=0) < top_k
+                found = tl.minimum(tl.sum(before.to(tl.int32), axis=0), _BINS - 1)
+                left = (top_k - tl.sum(tl.where(before, counts, 0), axis=0)).to(tl.int64)
+                if use_p:
+                    tl.atomic_add(bin_mass_ptr + _spread(high), weight(d), mask=high < found, sem="relaxed")
+            else:
+                goal = share(top_p, tl.sum(mass, axis=0))
                 before = tl.cumsum(mass, axis=0) < goal
-                p_found = tl.minimum(tl.sum(before.to(tl.int32), axis=0), found)
-                if block == 0:
-                    tl.store(state_ptr + _K_THRESHOLD, (first + low).to(tl.int64))
-                    tl.store(state_ptr + _P_BIN, p_found.to(tl.int64))
-                    tl.store(state_ptr + _P_LEFT, goal - tl.sum(tl.where(before, mass, 0), axis=0))
-                counted = (high == p_found) & (high < _BINS - 1) & (d <= first + low)
-                tl.atomic_add(bins_ptr + 2 * _BINS + (d & (_BINS - 1)), 1, mask=counted, sem="relaxed")
+                found = tl.minimum(tl.sum(before.to(tl.int32), axis=0), _BINS - 1)
+                left = goal - tl.sum(tl.where(before, mass, 0), axis=0)
+            if block == 0:
+                tl.store(state_ptr + _BIN, found.to(tl.int64))
+                tl.store(state_ptr + _LEFT, left)
+            counted = (high == found) & (high < _BINS - 1)
+            tl.atomic_add(bins_ptr + _BINS + (d & (_BINS - 1)), 1, mask=counted, sem="relaxed")
+        else:
+            before = tl.cumsum(counts, axis=0) < left
+            low = tl.minimum(tl.sum(before.to(tl.int32), axis=0), _BINS - 1)
+            first = found << _LOW_BITS
+            inside = tl.where(offs_b <= low, counts.to(tl.int64) * weight(first + offs_b), 0)
+            goal = share(top_p, tl.sum(mass, axis=0) + tl.sum(inside, axis=0))
+            before = tl.cumsum(mass, axis=0) < goal
+            p_found = tl.minimum(tl.sum(before.to(tl.int32), axis=0), found)
+            if block == 0:
+                tl.store(state_ptr + _P_BIN, p_found.to(tl.int64))
+                tl.store(state_ptr + _P_LEFT, goal - tl.sum(tl.where(before, mass, 0), axis=0))
+            counted = (high == p_found) & (high < _BINS - 1) & (d <= first + low)
+            tl.atomic_add(bins_ptr + 2 * _BINS + (d & (_BINS - 1)), 1, mask=counted, sem="relaxed")
 
 
 def process_ref(x, counts, bias, flags: int, repetition, presence, frequency):
@@ -203,7 +238,7 @@ def process_ref(x, counts, bias, flags: int, repetition, presence, frequency):
         times = counts >> 1
         y = y - torch.where(times > 0, presence, 0.0)
         y = y - times.float() * frequency
-    return y.clamp(-_HUGE.value, _HUGE.value)
+    return y.clamp(-HUGE.value, HUGE.value)
 
 
 def threshold_ref(d, top_k: int, top_p: float) -> int:

@@ -20,6 +20,7 @@ from .common import (
     STOP,
     STOP_IDS,
 )
+from .mass import HUGE
 
 LOWEST = tl.constexpr(-(2**63))  # the key of no token
 BAD = tl.constexpr(2**63 - 1)  # the key of a block with a NaN or an infinity, above every other
@@ -43,8 +44,10 @@ def packed_id(key):
 
 @triton.jit
 def packed_value(key):
+    """The logit of a key; of BAD the largest finite fp32, so that every distance from it is finite and the farthest."""
     order = (key >> 32).to(tl.int32)
-    return (order ^ ((order >> 31) & SIGN_FREE)).to(tl.float32, bitcast=True)
+    value = (order ^ ((order >> 31) & SIGN_FREE)).to(tl.float32, bitcast=True)
+    return tl.where(key == BAD, HUGE, value)
 
 
 @triton.jit
@@ -70,10 +73,25 @@ def arrive(counter_ptr, programs):
 
 
 @triton.jit
+def step_state(slot, meta_ptr, tokens_ptr, stride_tokens):
+    """What finish_step needs of the slot's state; older than this step, so it may be read before the wait."""
+    meta_ptr += slot * META_WIDTH
+    following = tl.load(meta_ptr + POSITION) + 1
+    step = tl.load(meta_ptr + STEP)
+    known = following < tl.load(meta_ptr + N_KNOWN)
+    given = tl.load(tokens_ptr + slot.to(tl.int64) * stride_tokens + following, mask=known, other=0)
+    ends = following + 1 >= tl.load(meta_ptr + LIMIT)
+    offs = tl.arange(0, 16)
+    stop_ids = tl.load(meta_ptr + STOP_IDS + offs, mask=offs < tl.load(meta_ptr + N_STOP), other=-1)
+    return following, step, known, given, ends, stop_ids
+
+
+@triton.jit
 def finish_step(
     slot,
     token,
     bad,
+    state,
     meta_ptr,
     tokens_ptr,
     counts_ptr,
@@ -93,22 +111,15 @@ def finish_step(
     Given tokens (below N_KNOWN) are reported, never overwritten, and do not stop. FENCE orders the ring of
     log-probabilities, in host memory too, before the entry of `out` that the host polls.
     """
+    following, step, known, given, ends, stop_ids = state
     meta_ptr += slot * META_WIDTH
-    tokens_ptr += slot.to(tl.int64) * stride_tokens
-    following = tl.load(meta_ptr + POSITION) + 1
-    step = tl.load(meta_ptr + STEP)
-    known = following < tl.load(meta_ptr + N_KNOWN)
     drawn = (known | bad) == 0
-    token = tl.where(known, tl.load(tokens_ptr + following, mask=known, other=0), token)
-    offs = tl.arange(0, 16)
-    stop_ids = tl.load(meta_ptr + STOP_IDS + offs, mask=offs < tl.load(meta_ptr + N_STOP), other=-1)
+    token = tl.where(known, given, token)
     stops = tl.sum((stop_ids == token).to(tl.int32), axis=0) * drawn.to(tl.int32)
-    status = tl.where(following + 1 >= tl.load(meta_ptr + LIMIT), LIMIT_REACHED, RUN)
-    status = tl.where(stops > 0, STOP, status)
-    tl.store(tokens_ptr + following, token, mask=drawn)
+    status = tl.where(stops > 0, STOP, tl.where(ends, LIMIT_REACHED, RUN))
+    tl.store(tokens_ptr + slot.to(tl.int64) * stride_tokens + following, token, mask=drawn)
     if COUNT:
-        counts_ptr += slot.to(tl.int64) * stride_counts + token
-        tl.store(counts_ptr, tl.load(counts_ptr, mask=drawn, other=0) + 2, mask=drawn)
+        tl.atomic_add(counts_ptr + slot.to(tl.int64) * stride_counts + token, 2, mask=drawn, sem="relaxed")
     ring = slot * RING + (step & (RING - 1))
     if LOGPROBS:
         logit = tl.load(logits_ptr + slot.to(tl.int64) * stride_logits + token)

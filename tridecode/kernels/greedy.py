@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from .common import META_WIDTH, RUN, STATUS, gdc_launch_dependents, gdc_wait, options
-from .finish import BAD, arrive, block_key, finish_step, finish_step_ref, largest_key, packed_id, running
+from .finish import BAD, arrive, block_key, finish_step, finish_step_ref, largest_key, packed_id, running, step_state
 
 BLOCK = 1024  # tokens of the vocabulary a program
 WARPS = 4
@@ -40,6 +40,7 @@ def _greedy_kernel(
     block, row = tl.program_id(0), tl.program_id(1)
     blocks = tl.num_programs(0)
     status = tl.load(meta_ptr + row * META_WIDTH + STATUS)
+    state = step_state(row, meta_ptr, tokens_ptr, stride_tokens)
     if PDL:
         gdc_wait()
     if status == RUN:
@@ -54,6 +55,7 @@ def _greedy_kernel(
                 row,
                 packed_id(key),
                 key == BAD,
+                state,
                 meta_ptr,
                 tokens_ptr,
                 None,

@@ -30,7 +30,7 @@ def _logprobs_kernel(
     KEEP: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Each block leaves its KEEP largest logits and its part of the sum; the last to arrive merges them.
+    """Each block leaves its largest logits, one after another, and its part of the sum; the last to arrive merges them.
 
     logits: [rows, vocab] fp32. meta: [slots, META_WIDTH] int32. logprobs: [slots, RING, LOGPROBS_WIDTH] fp32 (out, all
     but entry 0). ids: [slots, RING, MAX_LOGPROBS] int32 (out). lse: [rows] fp32 (out). counter: [rows, 2] int32, zero
@@ -53,12 +53,15 @@ def _logprobs_kernel(
         block_lse_ptr += row * blocks * 2
         offs_n = block * BLOCK_N + tl.arange(0, BLOCK_N)
         mask_n = offs_n < vocab
-        offs_k = tl.arange(0, KEEP)
         x = tl.load(logits_ptr + row.to(tl.int64) * stride_logits + offs_n, mask=mask_n, other=float("-inf"))
         largest = tl.max(x, axis=0)
         tl.store(block_lse_ptr + 2 * block, largest)
         tl.store(block_lse_ptr + 2 * block + 1, tl.sum(tl.exp(x - largest), axis=0))
-        tl.store(top_ptr + block * KEEP + offs_k, tl.topk(tl.where(mask_n, pack(x, offs_n), LOWEST), KEEP))
+        keys = tl.where(mask_n, pack(x, offs_n), LOWEST)
+        for i in range(wanted):
+            best = tl.max(keys, axis=0)
+            keys = tl.where(keys == best, LOWEST, keys)
+            tl.store(top_ptr + block * KEEP + i, best)
         if arrive(counter_ptr + 2 * row + 1, blocks):
             offs_b = tl.arange(0, BLOCKS)
             part = tl.load(block_lse_ptr + 2 * offs_b, mask=offs_b < blocks, other=float("-inf"), cache_modifier=".cg")
@@ -67,13 +70,15 @@ def _logprobs_kernel(
             lse = largest + tl.log(tl.sum(total * tl.exp(part - largest), axis=0))
             tl.store(lse_ptr + row, lse)
             offs_c = tl.arange(0, BLOCKS * KEEP)
-            keys = tl.load(top_ptr + offs_c, mask=offs_c < blocks * KEEP, other=LOWEST, cache_modifier=".cg")
-            keys = tl.topk(keys, KEEP)
+            left = (offs_c < blocks * KEEP) & (offs_c % KEEP < wanted)
+            merged = tl.load(top_ptr + offs_c, mask=left, other=LOWEST, cache_modifier=".cg")
             slot = row * RING + (step & (RING - 1))
-            values = packed_value(keys) - lse
-            shown = (offs_k < wanted) & (offs_k < vocab) & (values == values)
-            tl.store(logprobs_ptr + slot * LOGPROBS_WIDTH + 1 + offs_k, values, mask=shown)
-            tl.store(ids_ptr + slot * _MAX_LOGPROBS + offs_k, packed_id(keys), mask=shown)
+            for i in range(wanted):
+                best = tl.max(merged, axis=0)
+                merged = tl.where(merged == best, LOWEST, merged)
+                shown = (best != LOWEST) & (lse == lse)
+                tl.store(logprobs_ptr + slot * LOGPROBS_WIDTH + 1 + i, packed_value(best) - lse, mask=shown)
+                tl.store(ids_ptr + slot * _MAX_LOGPROBS + i, packed_id(best), mask=shown)
 
 
 def logprobs(logits, meta, out_logprobs, out_top_ids, sampler, *, pdl: bool):

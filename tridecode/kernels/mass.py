@@ -1,7 +1,7 @@
 """The sampler's arithmetic: distances from the maximum on a grid, and probability mass in fixed point.
 
 A token's distance is (largest logit - its logit) / temperature in units of 2**-17 nat, rounded up, and at most 32 nats:
-0 is the maximum itself, exactly; logits whose distances are equal count as tied. Its weight is exp(-distance) in units
+0 is the maximum itself, exactly; tokens at equal distances count as tied. Its weight is exp(-distance) in units
 of 2**-42, zero from 29 nats on. Every operation is exact or rounded once (no fused multiply-add, no library exp), so a
 GPU, the interpreter and torch give the same integers, and integer sums do not depend on their order: the filters keep
 the same tokens, and the draw picks the same one, everywhere.
@@ -19,21 +19,27 @@ GRID = 131072.0  # distances a nat
 LOG2E = 1549082005  # log2(e) * 2**30
 COEFFICIENTS = (1.14980677e-04, -1.29178894e-03, 9.59716851e-03, -5.54992773e-02, 2.40226097e-01, -6.93147175e-01, 1.0)
 
+HUGE = tl.constexpr(3.4028234663852886e38)  # the largest finite fp32
 _FARTHEST, _GRID, _LOG2E = tl.constexpr(FARTHEST), tl.constexpr(GRID), tl.constexpr(LOG2E)
 _ONE = tl.constexpr(float(2**WEIGHT_BITS))
 _C6, _C5, _C4, _C3, _C2, _C1, _C0 = (tl.constexpr(c) for c in COEFFICIENTS)
 
 
 @triton.jit
-def distance(y, largest, temperature):
-    """int32 distance of logits y from the largest one, at a temperature above 0."""
-    d = tl.ceil(tl.div_rn(largest - y, temperature) * _GRID)
-    return tl.minimum(d, _FARTHEST).to(tl.int32)
+def grid_scale(temperature):
+    """Distances a unit of logit, at a temperature above 0."""
+    return tl.minimum(tl.div_rn(_GRID, tl.where(temperature > 0, temperature, 1.0)), HUGE)
+
+
+@triton.jit
+def distance(y, largest, scale):
+    """int32 distance of logits y from the largest one."""
+    return tl.minimum(tl.ceil((largest - y) * scale), _FARTHEST).to(tl.int32)
 
 
 @triton.jit
 def weight(d):
-    """int64 weight of a distance: 2**-f by a polynomial for the fraction, a shift for the whole of d * log2(e)."""
+    """int64 weight of a distance, monotone: a polynomial for the fraction of d * log2(e), a shift for the whole."""
     t = d.to(tl.int64) * _LOG2E  # units of 2**-47
     f = ((t >> 23) & 0xFFFFFF).to(tl.float32) * 5.9604644775390625e-08
     p = f * _C6 + _C5
@@ -52,8 +58,9 @@ def share(fraction, total):
 
 
 def distance_ref(y: torch.Tensor, largest: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
-    """distance in torch; int64 [vocab]."""
-    return ((largest - y) / temperature).mul_(GRID).ceil_().clamp_(max=float(FARTHEST)).long()
+    """distance in torch, at a temperature above 0 (fp32, no dimensions); int64 [vocab]."""
+    scale = (torch.full_like(temperature, GRID) / temperature).clamp_(max=HUGE.value)
+    return (largest - y).mul_(scale).ceil_().clamp_(max=float(FARTHEST)).long()
 
 
 def weight_ref(d: torch.Tensor) -> torch.Tensor:

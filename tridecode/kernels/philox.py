@@ -7,11 +7,11 @@ MASK = 0xFFFFFFFF
 
 
 @triton.jit
-def philox_bits(seed_lo, seed_hi, position):
-    """64 random bits (uint64) of one slot's step: key = its seed, counter = the position of the token drawn from."""
+def philox_bits(seed_lo, seed_hi, position, stream):
+    """64 random bits (uint64) of one slot's step: the seed is the key, position and stream the counter."""
     seed = (seed_hi.to(tl.uint32, bitcast=True).to(tl.uint64) << 32) | seed_lo.to(tl.uint32, bitcast=True).to(tl.uint64)
     zero = position * 0
-    high, low, _, _ = tl.philox(seed, position, zero, zero, zero)
+    high, low, _, _ = tl.philox(seed, position, stream, zero, zero)
     return (high.to(tl.uint64) << 32) | low.to(tl.uint64)
 
 
@@ -26,7 +26,7 @@ def philox_words(seed: int, counter: tuple[int, int, int, int]) -> tuple[int, in
     return c0, c1, c2, c3
 
 
-def philox_bits_ref(seed_lo: int, seed_hi: int, position: int) -> int:
+def philox_bits_ref(seed_lo: int, seed_hi: int, position: int, stream: int) -> int:
     """What philox_bits gives; the halves of the seed may be signed, as meta holds them."""
-    high, low, _, _ = philox_words((seed_hi & MASK) << 32 | (seed_lo & MASK), (position & MASK, 0, 0, 0))
+    high, low, _, _ = philox_words((seed_hi & MASK) << 32 | (seed_lo & MASK), (position & MASK, stream, 0, 0))
     return high << 32 | low

@@ -48,12 +48,13 @@ from .finish import (
     packed_id,
     packed_value,
     running,
+    step_state,
 )
-from .mass import BINS, FARTHEST, LOW_BITS, WEIGHT_BITS, distance, distance_ref, weight, weight_ref
+from .mass import BINS, FARTHEST, LOW_BITS, WEIGHT_BITS, distance, distance_ref, grid_scale, weight, weight_ref
 from .philox import philox_bits, philox_bits_ref
 
 BLOCK = 1024  # tokens of the vocabulary a program
-WARPS = 4
+WARPS = 8
 LOGPROBS_BLOCK = 4096
 LOGPROBS_KEEP = 32  # candidates a program of logprobs leaves: MAX_LOGPROBS, rounded up to a power of two
 
@@ -74,6 +75,7 @@ class SamplerBuffers:
     bin_mass: torch.Tensor  # int64 [rows, BINS]: probability mass a bin of the first level
     state: torch.Tensor  # int64 [rows, STATE]: what the filters found; entry THRESHOLD is the largest distance kept
     mass: torch.Tensor  # int64 [rows, blocks]: probability mass each block keeps
+    drawn: torch.Tensor  # int32 [rows, blocks]: the token each block draws, should the block be drawn
     lse: torch.Tensor  # fp32 [rows]: log-sum-exp of the raw logits
     top_keys: torch.Tensor  # int64 [rows, logprobs blocks, LOGPROBS_KEEP]
     block_lse: torch.Tensor  # fp32 [rows, logprobs blocks, 2]: maximum and sum of exponentials
@@ -95,20 +97,11 @@ def make_buffers(vocab: int, rows: int, device) -> SamplerBuffers:
         bin_mass=zeros(rows, BINS, dtype=torch.int64),
         state=zeros(rows, STATE, dtype=torch.int64),
         mass=zeros(rows, blocks, dtype=torch.int64),
+        drawn=zeros(rows, blocks, dtype=torch.int32),
         lse=zeros(rows, dtype=torch.float32),
         top_keys=zeros(rows, top_blocks, LOGPROBS_KEEP, dtype=torch.int64),
         block_lse=zeros(rows, top_blocks, 2, dtype=torch.float32),
     )
-
-
-@triton.jit
-def _kept(processed_ptr, start, vocab, largest, temperature, threshold, least, BLOCK_N: tl.constexpr):
-    """The weights of one block of the vocabulary, 0 where a filter drops the token."""
-    offs_n = start + tl.arange(0, BLOCK_N)
-    mask_n = offs_n < vocab
-    d = distance(tl.load(processed_ptr + offs_n, mask=mask_n, other=0.0), largest, temperature)
-    w = weight(d)
-    return tl.where(mask_n & (d <= threshold) & (w >= least), w, 0)
 
 
 @triton.jit
@@ -125,6 +118,7 @@ def _draw_kernel(
     bins_ptr,
     state_ptr,
     mass_ptr,
+    drawn_ptr,
     lse_ptr,
     logprobs_ptr,
     vocab,
@@ -142,11 +136,12 @@ def _draw_kernel(
     """Weigh what the filters keep of each block, draw one token from it, and end the step.
 
     processed: [rows, vocab] fp32. keys: [rows, >= blocks] int64. bins, state: see SamplerBuffers (state is out too).
-    mass: [rows, >= blocks] int64 (scratch). counter: [rows, 2] int32, zero (scratch). meta, tokens, counts, out, and
-    with LOGPROBS logprobs: [slots, RING, LOGPROBS_WIDTH] fp32 (out).
+    mass: [rows, >= blocks] int64, drawn: [rows, >= blocks] int32 (scratch). counter: [rows, 2] int32, zero (scratch).
+    meta, tokens, counts, out, and with LOGPROBS logprobs: [slots, RING, LOGPROBS_WIDTH] fp32 (out).
     Bytes: 4 * vocab a row, and 4 * BINS a program. Grid: (vocab blocks, rows).
-    Weights are integers: their sums are the same in any order, and one random number below the total, from the seed and
-    the position alone, names the token. The last program to arrive finds its block and reads only that again.
+    Each block draws a token of its own, in order of their ids; the last program to arrive draws the block. Both draws
+    take a random number below a sum of integer weights, the same in any order. Each block has its stream of the
+    generator, and the step's position is the counter.
     Temperature 0, and a NaN or an infinity, need no draw: the first program ends the step and the others leave.
     """
     if PDL:
@@ -155,48 +150,60 @@ def _draw_kernel(
     blocks = tl.num_programs(0)
     meta_row = meta_ptr + row * META_WIDTH
     status = tl.load(meta_row + STATUS)
+    state = step_state(row, meta_ptr, tokens_ptr, stride_tokens)
     use_k, use_p, temperature = active(meta_ptr, samp_ptr, row, vocab)
+    scale = grid_scale(temperature)
     least = tl.ceil(tl.load(samp_ptr + row * SAMP_WIDTH + MIN_P).to(tl.float64) * _HEAVIEST).to(tl.int64)
-    random = philox_bits(tl.load(meta_row + SEED_LO), tl.load(meta_row + SEED_HI), tl.load(meta_row + POSITION))
+    seed_lo, seed_hi, position = tl.load(meta_row + SEED_LO), tl.load(meta_row + SEED_HI), tl.load(meta_row + POSITION)
+    random = philox_bits(seed_lo, seed_hi, position, block + 1)
     if PDL:
         gdc_wait()
     if status == RUN:
+        offs_n = block * BLOCK_N + tl.arange(0, BLOCK_N)
+        mask_n = offs_n < vocab
+        y = tl.load(processed_ptr + row.to(tl.int64) * stride_processed + offs_n, mask=mask_n, other=0.0)
+        both = use_k & use_p
+        offs_b = tl.arange(0, _BINS)
+        bins_ptr += (row * _LEVELS + tl.where(both, 2, 1)) * _BINS
+        counts = tl.load(bins_ptr + offs_b, mask=offs_b < tl.where(use_k | use_p, _BINS, 0), other=0)
+        state_ptr += row * _STATE
+        left = tl.load(state_ptr + tl.where(both, _P_LEFT, _LEFT))
+        first = tl.load(state_ptr + tl.where(both, _P_BIN, _BIN)).to(tl.int32) << _LOW_BITS
         key = largest_key(keys_ptr + row * stride_keys, blocks, BLOCKS)
         token = packed_id(key)
         ends = block == 0
         if (key != BAD) & (temperature > 0):
-            processed_ptr += row.to(tl.int64) * stride_processed
             mass_ptr += row * stride_keys
-            state_ptr += row * _STATE
-            largest = packed_value(key)
+            drawn_ptr += row * stride_keys
             threshold = row * 0 + _FARTHEST
             if use_k | use_p:
-                both = use_k & use_p
-                counts = tl.load(bins_ptr + (row * _LEVELS + tl.where(both, 2, 1)) * _BINS + tl.arange(0, _BINS))
-                left = tl.load(state_ptr + tl.where(both, _P_LEFT, _LEFT))
-                first = tl.load(state_ptr + tl.where(both, _P_BIN, _BIN)).to(tl.int32) << _LOW_BITS
-                sought = counts.to(tl.int64) * tl.where(use_p, weight(first + tl.arange(0, _BINS)), 1)
+                sought = counts.to(tl.int64) * tl.where(use_p, weight(first + offs_b), 1)
                 before = (tl.cumsum(sought, axis=0) < left).to(tl.int32)
                 threshold = first + tl.minimum(tl.sum(before, axis=0), _BINS - 1)
-            w = _kept(processed_ptr, block * BLOCK_N, vocab, largest, temperature, threshold, least, BLOCK_N)
-            tl.store(mass_ptr + block, tl.sum(w, axis=0))
+            d = distance(y, packed_value(key), scale)
+            w = weight(d)
+            w = tl.where(mask_n & (d <= threshold) & (w >= least), w, 0)
+            mass = tl.sum(w, axis=0)
+            place = tl.umulhi(random, mass.to(tl.uint64)).to(tl.int64)
+            tl.store(mass_ptr + block, mass)
+            token = block * BLOCK_N + tl.sum((tl.cumsum(w, axis=0) <= place).to(tl.int32), axis=0)
+            tl.store(drawn_ptr + block, token)
+            random = philox_bits(seed_lo, seed_hi, position, block * 0)
             ends = arrive(counter_ptr + 2 * row, blocks)
             if ends:
-                offs_b = tl.arange(0, BLOCKS)
-                mass = tl.load(mass_ptr + offs_b, mask=offs_b < blocks, other=0, cache_modifier=".cg")
-                total = tl.sum(mass, axis=0)
-                place = tl.umulhi(random, total.to(tl.uint64)).to(tl.int64)
-                before = tl.cumsum(mass, axis=0) <= place
-                chosen = tl.sum(before.to(tl.int32), axis=0)
-                place -= tl.sum(tl.where(before, mass, 0), axis=0)
-                w = _kept(processed_ptr, chosen * BLOCK_N, vocab, largest, temperature, threshold, least, BLOCK_N)
-                token = chosen * BLOCK_N + tl.sum((tl.cumsum(w, axis=0) <= place).to(tl.int32), axis=0)
+                offs_k = tl.arange(0, BLOCKS)
+                masses = tl.load(mass_ptr + offs_k, mask=offs_k < blocks, other=0, cache_modifier=".cg")
+                drawn = tl.load(drawn_ptr + offs_k, mask=offs_k < blocks, other=0, cache_modifier=".cg")
+                place = tl.umulhi(random, tl.sum(masses, axis=0).to(tl.uint64)).to(tl.int64)
+                chosen = tl.sum((tl.cumsum(masses, axis=0) <= place).to(tl.int32), axis=0)
+                token = tl.sum(tl.where(offs_k == chosen, drawn, 0), axis=0)
                 tl.store(state_ptr + _THRESHOLD, threshold.to(tl.int64))
         if ends:
             finish_step(
                 row,
                 token,
                 key == BAD,
+                state,
                 meta_ptr,
                 tokens_ptr,
                 counts_ptr,
@@ -217,9 +224,9 @@ def sample(logits, meta, samp, tokens, counts, bias, out, sampler, *, pdl: bool,
     """Draw a token from each row of logits and end the step; logprobs_ring also gets its raw log-probability."""
     rows, vocab = logits.shape
     blocks = triton.cdiv(vocab, BLOCK)
-    s, grid, padded = sampler, (blocks, rows), triton.next_power_of_2(blocks)
+    s, grid, padded = sampler, (blocks, rows), max(2, triton.next_power_of_2(blocks))
     launch = options(WARPS, pdl) | {"enable_fp_fusion": False}  # every product rounds by itself, as in torch
-    assert counts.stride(0) == bias.stride(0) and s.keys.stride(0) == s.mass.stride(0)
+    assert counts.stride(0) == bias.stride(0) and s.keys.stride(0) == s.mass.stride(0) == s.drawn.stride(0)
     _process_kernel[grid](
         logits,
         meta,
@@ -271,6 +278,7 @@ def sample(logits, meta, samp, tokens, counts, bias, out, sampler, *, pdl: bool,
         s.bins,
         s.state,
         s.mass,
+        s.drawn,
         s.lse,
         logprobs_ring,
         vocab,
@@ -286,6 +294,16 @@ def sample(logits, meta, samp, tokens, counts, bias, out, sampler, *, pdl: bool,
         PDL=pdl,
         **launch,
     )
+
+
+def _draw_ref(w, blocks, counter) -> int:
+    """The index drawn from weights w of tokens in ascending blocks: first the block, then within it."""
+    masses = torch.zeros(int(blocks[-1]) + 1, dtype=torch.int64).index_add_(0, blocks, w).cumsum(0)
+    block = int(torch.searchsorted(masses, philox_bits_ref(*counter, 0) * int(masses[-1]) >> 64, right=True))
+    first, end = torch.searchsorted(blocks, torch.tensor([block, block + 1])).tolist()
+    upto = w[first:end].cumsum(0)
+    place = philox_bits_ref(*counter, block + 1) * int(upto[-1]) >> 64
+    return first + int(torch.searchsorted(upto, place, right=True))
 
 
 def sample_ref(logits, meta, samp, tokens, counts, bias, out, sampler, logprobs_ring=None):
@@ -304,9 +322,8 @@ def sample_ref(logits, meta, samp, tokens, counts, bias, out, sampler, logprobs_
                 threshold = sampler.state[row, THRESHOLD] = threshold_ref(d, state[m.TOP_K], float(top_p))
                 ids = (d <= threshold).nonzero().flatten()
                 w = weight_ref(d[ids])
-                upto = w.masked_fill_(w < math.ceil(float(min_p) * 2**WEIGHT_BITS), 0).cumsum(0)
-                random = philox_bits_ref(state[m.SEED_LO], state[m.SEED_HI], state[m.POSITION])
-                token = int(ids[torch.searchsorted(upto, random * int(upto[-1]) >> 64, right=True)])
+                w.masked_fill_(w < math.ceil(float(min_p) * 2**WEIGHT_BITS), 0)
+                token = int(ids[_draw_ref(w, ids // BLOCK, [state[i] for i in (m.SEED_LO, m.SEED_HI, m.POSITION)])])
         finish_step_ref(row, token, bad, logits, meta, tokens, counts, out, sampler.lse, logprobs_ring)
 
 
