@@ -370,3 +370,23 @@ def test_broken_file(case, tmp_path):
 def test_read_json_of_a_good_file(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     assert read_json(tmp_path / "config.json") == LLAMA
+
+
+ODD_NUMBERS = [-1, 0, 1, 3, 10**30, 0.5, float("nan"), float("-inf")]
+ODD_VALUES = [*ODD_NUMBERS, None, True, "", "default", [], [1], ["x"], {}, {"a": 1}]
+ABSENT = dict.fromkeys(["rope_parameters", "layer_types", "quantization_config", "dtype"])
+
+
+@pytest.mark.parametrize("family", PUBLISHED)
+def test_odd_values_end_in_one_clear_line(family):
+    """Whatever stands at a key: a configuration, or a CheckpointError that names the file."""
+    values = PUBLISHED[family] | ABSENT
+    refused = 0
+    for key in values:
+        for value in ODD_VALUES:
+            try:
+                assert isinstance(parse_config(values | {key: value}, {key: value}), ModelConfig)
+            except CheckpointError as error:
+                assert "config.json: " in str(error) and "\n" not in str(error)
+                refused += 1
+    assert refused > 200
