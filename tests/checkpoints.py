@@ -175,3 +175,23 @@ def write_tokenizer(path, chat_template: str | None = CHATML, add_bos: bool = Fa
     if chat_template is not None:
         settings["chat_template"] = chat_template
     (Path(path) / "tokenizer_config.json").write_text(json.dumps(settings, indent=2))
+
+
+def sentencepiece(metaspace: bool = False):
+    """As Llama 2's: U+2581 for spaces, byte tokens for unknown characters, <s> and </s> in the model's vocabulary."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    merges = ["h e", "he l", "hel l", "hell o", "▁ hello", "w o", "wo r", "▁ wor", "▁ ▁"]
+    merges = [tuple(merge.split()) for merge in merges]
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *"▁abcdehlorsw</>"]
+    vocab = {piece: i for i, piece in enumerate([*pieces, *("".join(merge) for merge in merges)])}
+    made = Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    if metaspace:
+        made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+        made.decoder = decoders.Sequence([decoders.Metaspace(prepend_scheme="first"), decoders.ByteFallback()])
+    else:
+        made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+        steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        made.decoder = decoders.Sequence(steps)
+    made.add_special_tokens([AddedToken(name, normalized=False, special=True) for name in ("<unk>", "<s>", "</s>")])
+    return made

@@ -4,7 +4,15 @@ import json
 
 import pytest
 import tokenizers
-from checkpoints import ADDED_TOKENS, CHATML, EOS_ID, SPECIAL_TOKENS, TOKENIZER_VOCAB_SIZE, write_tokenizer
+from checkpoints import (
+    ADDED_TOKENS,
+    CHATML,
+    EOS_ID,
+    SPECIAL_TOKENS,
+    TOKENIZER_VOCAB_SIZE,
+    sentencepiece,
+    write_tokenizer,
+)
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
@@ -33,24 +41,6 @@ def tokenizer(path):
 def plain(path):
     """The same tokenizer without anything around it."""
     return tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
-
-
-def sentencepiece(metaspace: bool = False) -> tokenizers.Tokenizer:
-    """As Llama 2's: U+2581 for spaces, byte tokens for unknown characters, <s> and </s> in the model's vocabulary."""
-    merges = ["h e", "he l", "hel l", "hell o", "▁ hello", "w o", "wo r", "▁ wor", "▁ ▁"]
-    merges = [tuple(merge.split()) for merge in merges]
-    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *"▁abcdehlorsw</>"]
-    vocab = {piece: i for i, piece in enumerate([*pieces, *("".join(merge) for merge in merges)])}
-    made = tokenizers.Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
-    if metaspace:
-        made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
-        made.decoder = decoders.Sequence([decoders.Metaspace(prepend_scheme="first"), decoders.ByteFallback()])
-    else:
-        made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-        steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-        made.decoder = decoders.Sequence(steps)
-    made.add_special_tokens([AddedToken(name, normalized=False, special=True) for name in ("<unk>", "<s>", "</s>")])
-    return made
 
 
 def user(content: str) -> list[dict]:
@@ -396,95 +386,3 @@ def test_unusable_files(case, tmp_path):
     with pytest.raises(CheckpointError, match=words) as caught:
         Tokenizer.load(tmp_path)
     assert str(tmp_path) in str(caught.value) and "\n" not in str(caught.value)
-
-
-# ---- tokens to text
-
-
-def stream(tokenizer, ids, **options) -> list[str]:
-    detokenizer = tokenizer.detokenizer(**options)
-    return [*map(detokenizer.push, ids), detokenizer.flush()]
-
-
-def byte_ids(plain, data: bytes) -> list[int]:
-    """One token a byte, as a model may emit them."""
-    alphabet = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in alphabet]
-    return [plain.token_to_id(chr(b) if b in alphabet else chr(256 + others.index(b))) for b in data]
-
-
-def test_a_character_is_shown_when_it_is_whole(tokenizer, plain):
-    shown = stream(tokenizer, byte_ids(plain, "a你😀é".encode()))
-    assert shown == ["a", "", "", "你", "", "", "", "😀", "", "é", ""]
-
-
-BYTES = {
-    # name: (bytes, pieces shown token by token, the last at the end)
-    "cut at the end": (b"a\xe4\xbd", ["a", "", "", "\ufffd"]),
-    "never UTF-8": (b"\xff\xff", ["\ufffd", "\ufffd", ""]),
-    "broken off by a letter": (b"\xe4\xbda", ["", "", "\ufffda", ""]),
-    "stray continuation": (b"\x80a", ["\ufffd", "a", ""]),
-    "surrogate": (b"\xed\xa0\x80", ["", "", "\ufffd\ufffd\ufffd", ""]),
-}
-
-
-@pytest.mark.parametrize("case", BYTES)
-def test_bytes_that_are_no_text(case, tokenizer, plain):
-    data, expected = BYTES[case]
-    ids = byte_ids(plain, data)
-    assert stream(tokenizer, ids) == expected
-    assert "".join(expected) == plain.decode(ids) == tokenizer.decode(ids)
-
-
-@quick
-@given(st.lists(st.integers(0, TOKENIZER_VOCAB_SIZE + 20)))
-def test_stream_is_the_whole_decode(tokenizer, plain, ids):
-    """Any ids, broken bytes and ids of the model's padding among them, as tokenizers decodes the whole."""
-    for skip in (True, False):
-        whole = plain.decode(ids, skip_special_tokens=skip)
-        assert "".join(stream(tokenizer, ids, skip_special=skip)) == tokenizer.decode(ids, skip) == whole
-
-
-@quick
-@given(st.text(alphabet="ab é你😀\u200d<>", max_size=30), st.integers(0, 60))
-def test_stream_continues_its_prompt(tokenizer, text, cut):
-    ids = tokenizer.encode(text)
-    prompt, rest = ids[:cut], ids[cut:]
-    shown = "".join(stream(tokenizer, rest, prompt_ids=prompt))
-    assert tokenizer.decode(ids).endswith(shown)
-    before = tokenizer.decode(prompt)
-    assert before.rstrip("\ufffd") + shown == text
-
-
-def test_special_tokens_have_no_text(tokenizer):
-    ids = [IM_START, *tokenizer.encode("user"), IM_END, THINK]
-    assert tokenizer.decode(ids) == "user<think>"
-    assert tokenizer.decode(ids, skip_special=False) == "<|im_start|>user<|im_end|><think>"
-
-
-def test_added_tokens_are_no_byte_alphabet(path):
-    made = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
-    made.add_tokens(["<é>"])
-    assert Tokenizer(made, {}).decode([TOKENIZER_VOCAB_SIZE]) == "<é>"
-
-
-def test_a_prompt_that_ends_in_many_special_tokens():
-    made = sentencepiece()
-    prompt, ids = [*made.encode("hello").ids, *[1] * 20], made.encode("wor").ids
-    assert "".join(stream(Tokenizer(made, {}), ids, prompt_ids=prompt)) == " wor"
-
-
-@pytest.mark.parametrize("metaspace", [False, True])
-@pytest.mark.parametrize("text", ["hello wor", "  hello", "   hello", "é 你 hello", "hello  "])
-def test_sentencepiece_stream(text, metaspace):
-    made = sentencepiece(metaspace)
-    tokenizer = Tokenizer(made, {})
-    ids = made.encode(text).ids
-    assert "".join(stream(tokenizer, ids)) == tokenizer.decode(ids) == made.decode(ids)
-    after = "".join(stream(tokenizer, ids, prompt_ids=made.encode("hello").ids))
-    assert after == made.decode(made.encode("hello").ids + ids).removeprefix("hello"), "a space within a text stays"
-
-
-def test_no_broken_character_in_between(tokenizer):
-    text = "你好，世界 👩‍👩‍👧 é " * 5
-    assert not any("\ufffd" in piece for piece in stream(tokenizer, tokenizer.encode(text)))

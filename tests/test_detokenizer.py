@@ -1,0 +1,119 @@
+"""Tokens to text, one at a time: nothing broken is shown, and the pieces are the whole."""
+
+import pytest
+import tokenizers
+from checkpoints import TOKENIZER_VOCAB_SIZE, sentencepiece, write_tokenizer
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tridecode.tokenizer import Tokenizer
+
+IM_START, IM_END, THINK = 1, 2, 382
+quick = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    path = tmp_path_factory.mktemp("tokenizer")
+    write_tokenizer(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def tokenizer(path):
+    return Tokenizer.load(path)
+
+
+@pytest.fixture(scope="module")
+def plain(path):
+    """The same tokenizer without anything around it."""
+    return tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
+
+
+def stream(tokenizer, ids, **options) -> list[str]:
+    detokenizer = tokenizer.detokenizer(**options)
+    return [*map(detokenizer.push, ids), detokenizer.flush()]
+
+
+def byte_ids(plain, data: bytes) -> list[int]:
+    """One token a byte, as a model may emit them."""
+    alphabet = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in alphabet]
+    return [plain.token_to_id(chr(b) if b in alphabet else chr(256 + others.index(b))) for b in data]
+
+
+def test_a_character_is_shown_when_it_is_whole(tokenizer, plain):
+    shown = stream(tokenizer, byte_ids(plain, "a你😀é".encode()))
+    assert shown == ["a", "", "", "你", "", "", "", "😀", "", "é", ""]
+
+
+BYTES = {
+    # name: (bytes, pieces shown token by token, the last at the end)
+    "cut at the end": (b"a\xe4\xbd", ["a", "", "", "\ufffd"]),
+    "never UTF-8": (b"\xff\xff", ["\ufffd", "\ufffd", ""]),
+    "broken off by a letter": (b"\xe4\xbda", ["", "", "\ufffda", ""]),
+    "stray continuation": (b"\x80a", ["\ufffd", "a", ""]),
+    "surrogate": (b"\xed\xa0\x80", ["", "", "\ufffd\ufffd\ufffd", ""]),
+}
+
+
+@pytest.mark.parametrize("case", BYTES)
+def test_bytes_that_are_no_text(case, tokenizer, plain):
+    data, expected = BYTES[case]
+    ids = byte_ids(plain, data)
+    assert stream(tokenizer, ids) == expected
+    assert "".join(expected) == plain.decode(ids) == tokenizer.decode(ids)
+
+
+@quick
+@given(st.lists(st.integers(0, TOKENIZER_VOCAB_SIZE + 20)))
+def test_stream_is_the_whole_decode(tokenizer, plain, ids):
+    """Any ids, broken bytes and ids of the model's padding among them, as tokenizers decodes the whole."""
+    for skip in (True, False):
+        whole = plain.decode(ids, skip_special_tokens=skip)
+        assert "".join(stream(tokenizer, ids, skip_special=skip)) == tokenizer.decode(ids, skip) == whole
+
+
+@quick
+@given(st.text(alphabet="ab é你😀\u200d<>", max_size=30), st.integers(0, 60))
+def test_stream_continues_its_prompt(tokenizer, text, cut):
+    ids = tokenizer.encode(text)
+    prompt, rest = ids[:cut], ids[cut:]
+    shown = "".join(stream(tokenizer, rest, prompt_ids=prompt))
+    assert tokenizer.decode(ids).endswith(shown)
+    before = tokenizer.decode(prompt)
+    assert before.rstrip("\ufffd") + shown == text
+
+
+def test_special_tokens_have_no_text(tokenizer):
+    ids = [IM_START, *tokenizer.encode("user"), IM_END, THINK]
+    assert tokenizer.decode(ids) == "user<think>"
+    assert tokenizer.decode(ids, skip_special=False) == "<|im_start|>user<|im_end|><think>"
+
+
+def test_added_tokens_are_no_byte_alphabet(path):
+    made = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
+    made.add_tokens(["<é>"])
+    assert Tokenizer(made, {}).decode([TOKENIZER_VOCAB_SIZE]) == "<é>"
+
+
+def test_a_prompt_that_ends_in_many_special_tokens():
+    made = sentencepiece()
+    prompt, ids = [*made.encode("hello").ids, *[1] * 20], made.encode("wor").ids
+    assert "".join(stream(Tokenizer(made, {}), ids, prompt_ids=prompt)) == " wor"
+
+
+@pytest.mark.parametrize("metaspace", [False, True])
+@pytest.mark.parametrize("text", ["hello wor", "  hello", "   hello", "é 你 hello", "hello  "])
+def test_sentencepiece_stream(text, metaspace):
+    made = sentencepiece(metaspace)
+    tokenizer = Tokenizer(made, {})
+    ids = made.encode(text).ids
+    assert "".join(stream(tokenizer, ids)) == tokenizer.decode(ids) == made.decode(ids)
+    after = "".join(stream(tokenizer, ids, prompt_ids=made.encode("hello").ids))
+    assert after == made.decode(made.encode("hello").ids + ids).removeprefix("hello"), "a space within a text stays"
+
+
+def test_no_broken_character_in_between(tokenizer):
+    text = "你好，世界 👩‍👩‍👧 é " * 5
+    assert not any("\ufffd" in piece for piece in stream(tokenizer, tokenizer.encode(text)))
