@@ -150,7 +150,9 @@ class Engine:
         stop_ids = self._stop_ids(params)
         self._check_ids("logit_bias", params.logit_bias)
         seed = secrets.randbits(63) if params.seed is None else params.seed
-        return self._generate(ids, replace(params, seed=seed), stop_ids, reuse_prefix, started)
+        # An answer begins a text of its own; raw text and ids are continued, spaces and all.
+        chat = not isinstance(prompt, str) and isinstance(prompt[0], dict)
+        return self._generate(ids, () if chat else ids, replace(params, seed=seed), stop_ids, reuse_prefix, started)
 
     def generate(
         self, prompt: Prompt, params: SamplingParams | None = None, *, reuse_prefix: bool = True
@@ -237,7 +239,7 @@ class Engine:
         self._cached = ids[:-1]
         return common
 
-    def _generate(self, ids, params, stop_ids, reuse_prefix, started) -> Iterator[Piece]:
+    def _generate(self, ids, context, params, stop_ids, reuse_prefix, started) -> Iterator[Piece]:
         self._stream += 1
         stream = self._stream
         limit = min(len(ids) + (params.max_tokens or self.capacity), self.capacity + 1)
@@ -248,7 +250,7 @@ class Engine:
         for _ in range(min(self._ahead, steps)):
             self._step(kind)
 
-        detokenizer = self.tokenizer.detokenizer(ids) if self.tokenizer else None
+        detokenizer = self.tokenizer.detokenizer(context) if self.tokenizer else None
         stops = StopStrings(params.stop)
         done, first, finish, error = 0, None, "length", None
         embedded = ids[-1]

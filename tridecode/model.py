@@ -47,6 +47,10 @@ def make_model(config: ModelConfig, weights: Weights, capacity: int, slots: int 
     """Allocate the state of a model whose weights are loaded, for `capacity` K/V positions a slot."""
     device, dtype = weights.device, weights.dtype
     cos, sin = rope_tables(config, capacity, device)
+    capability = 0
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        capability = 10 * major + minor
     return DecodeModel(
         config=config,
         weights=weights,
@@ -54,6 +58,6 @@ def make_model(config: ModelConfig, weights: Weights, capacity: int, slots: int 
         cos=cos,
         sin=sin,
         workspace=make_workspace(config, capacity, device, dtype, slots),
-        shapes=choose_shapes(config, dtype),
-        pdl=device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0),
+        shapes=choose_shapes(config, dtype, capability),
+        pdl=capability >= 90,
     )

@@ -74,7 +74,7 @@ def _attention_kernel(
     BLOCK_T: tl.constexpr,
     SPLITS: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
-    BLOCK_S: tl.constexpr,
+    COMBINE: tl.constexpr,
     WINDOW: tl.constexpr,
     QK_NORM: tl.constexpr,
     PDL: tl.constexpr,
@@ -210,27 +210,31 @@ def _attention_kernel(
         arrived = tl.atomic_add(counter_ptr + row * KV_HEADS + head, 1)
         if arrived == active - 1:
             tl.debug_barrier()
+            # Maxima, sums and partial outputs of COMBINE splits are loaded at once, so their latencies overlap.
             offs_q = tl.arange(0, BLOCK_G)
             mask_q1 = offs_q < GROUP
-            offs_all = tl.arange(0, BLOCK_S)
-            lse = lse_ptr + 2 * (first + offs_q[:, None] * MAX_SPLITS + offs_all[None, :])
-            mask_all = mask_q1[:, None] & (offs_all < active)[None, :]
-            m_all = tl.load(lse, mask=mask_all, other=EMPTY, cache_modifier=".cg")
-            l_all = tl.load(lse + 1, mask=mask_all, other=0.0, cache_modifier=".cg")
-            m_max = tl.max(m_all, 1)
-            denominator = tl.sum(l_all * tl.exp2(m_all - m_max[:, None]), 1)
-            denominator = tl.where(mask_q1, denominator, 1.0)
+            offs_s = tl.arange(0, COMBINE)
+            m_all = tl.full([BLOCK_G], EMPTY, tl.float32)
+            denominator = tl.zeros([BLOCK_G], tl.float32)
             o = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
-            for s0 in tl.range(active, loop_unroll_factor=4):
-                index = first + offs_q * MAX_SPLITS + s0
-                weight = tl.exp2(tl.load(lse_ptr + 2 * index, mask=mask_q1, other=EMPTY, cache_modifier=".cg") - m_max)
-                o_split = tl.load(
-                    partial_ptr + index[:, None] * D + offs_d[None, :],
-                    mask=mask_q1[:, None] & mask_d[None, :],
+            for s0 in range(0, active, COMBINE):
+                index = first + offs_q[:, None] * MAX_SPLITS + s0 + offs_s[None, :]
+                mask_s = mask_q1[:, None] & (s0 + offs_s < active)[None, :]
+                m_part = tl.load(lse_ptr + 2 * index, mask=mask_s, other=EMPTY, cache_modifier=".cg")
+                l_part = tl.load(lse_ptr + 2 * index + 1, mask=mask_s, other=0.0, cache_modifier=".cg")
+                o_part = tl.load(
+                    partial_ptr + index[:, :, None] * D + offs_d[None, None, :],
+                    mask=mask_s[:, :, None] & mask_d[None, None, :],
                     other=0.0,
                     cache_modifier=".cg",
                 )
-                o += o_split * weight[:, None]
+                m_new = tl.maximum(m_all, tl.max(m_part, 1))
+                alpha = tl.exp2(m_all - m_new)
+                weight = tl.exp2(m_part - m_new[:, None])
+                denominator = denominator * alpha + tl.sum(l_part * weight, 1)
+                o = o * alpha[:, None] + tl.sum(o_part * weight[:, :, None], 1)
+                m_all = m_new
+            denominator = tl.where(mask_q1, denominator, 1.0)
             o = (o / denominator[:, None]).to(out_ptr.dtype.element_ty)
             tl.store(
                 out_ptr + offs_q[:, None] * D + offs_d[None, :], o, mask=mask_q1[:, None] & mask_d[None, :]
@@ -295,7 +299,7 @@ def attention(
         shape.block_t,
         shape.splits,
         partial.shape[2],
-        triton.next_power_of_2(shape.splits),
+        combine_splits(group, head_dim, shape),
         window,
         q_norm is not None,
         pdl,
@@ -303,6 +307,12 @@ def attention(
         16,
         **options(shape.num_warps, pdl),
     )
+
+
+def combine_splits(group: int, head_dim: int, shape: AttentionShape) -> int:
+    """Splits whose partial results the last program loads at once: what 32 registers a thread hold."""
+    tile = triton.next_power_of_2(group) * triton.next_power_of_2(head_dim)
+    return max(min(32 * shape.num_warps * 32 // tile, triton.next_power_of_2(shape.splits)), 2)
 
 
 def rotate(x, cos, sin):

@@ -1,0 +1,138 @@
+"""Compile every launch of a token step for GPUs that are not here; run as a script, without the interpreter.
+
+    python compile_step.py PRESET[,PRESET...] ARCH[,ARCH...]
+
+The launchers themselves run, on meta tensors of the real sizes, with a recorder in place of each kernel. So what is
+compiled is what is launched. Prints a line a kernel and architecture: name, arch, registers, stack bytes, local bytes.
+"""
+
+import re
+import subprocess
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from tridecode import decode
+from tridecode.checkpoint import _allocate, _assemble
+from tridecode.kernels import attention, embed, filters, gate_up, greedy, logprobs, matvec, sample
+from tridecode.kv_cache import KVCache, page_size
+from tridecode.model import DecodeModel
+from tridecode.presets import PRESETS
+from tridecode.shapes import choose_shapes
+from tridecode.workspace import make_workspace
+
+MODULES = (embed, matvec, gate_up, attention, greedy, sample, filters, logprobs)
+MODELS = PRESETS | {
+    f"head_dim_{d}": replace(PRESETS["qwen3-0.6b"], head_dim=d, num_heads=heads, num_kv_heads=kv, num_layers=2)
+    for d, heads, kv in ((80, 5, 1), (96, 24, 8), (256, 8, 1))
+}
+TYPES = {
+    torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int32: "*i32", torch.int64: "*i64",
+}  # fmt: skip
+
+
+class Recorder:
+    """Stands in for a kernel: remembers what it was launched with."""
+
+    def __init__(self, kernel, launches: dict):
+        self.kernel, self.launches = kernel, launches
+
+    def __getitem__(self, grid):
+        def launch(*args, num_warps, num_stages, enable_fp_fusion, launch_pdl=False, **named):
+            signature, constants, attributes = {}, {}, {}
+            args = (*args, *(named[param.name] for param in self.kernel.params[len(args) :]))
+            for i, (param, value) in enumerate(zip(self.kernel.params, args, strict=True)):
+                if param.is_constexpr or value is None or (isinstance(value, int) and value == 1):
+                    signature[param.name], constants[param.name] = "constexpr", value
+                    continue
+                if isinstance(value, torch.Tensor):
+                    signature[param.name] = TYPES[value.dtype]
+                    aligned = True
+                else:
+                    signature[param.name] = "i32" if isinstance(value, int) else "fp32"
+                    aligned = isinstance(value, int) and value % 16 == 0
+                if aligned:
+                    attributes[(i,)] = [["tt.divisibility", 16]]
+            options = dict(num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=enable_fp_fusion)
+            key = (self.kernel.__name__, str(signature), str(constants), str(options))
+            self.launches[key] = (self.kernel, signature, constants, attributes, options, launch_pdl)
+
+        return launch
+
+
+def meta_model(preset: str, dtype: torch.dtype, arch: int, capacity: int = 4096) -> DecodeModel:
+    """The model's tensors by shape only: no memory, no GPU."""
+    config, device = MODELS[preset], torch.device("meta")
+    cache = torch.empty(config.num_layers, 1, config.num_kv_heads, page_size(capacity), config.head_dim, dtype=dtype,
+                        device=device)  # fmt: skip
+    table = torch.empty(1, 1, dtype=torch.int32, device=device)
+    rope = torch.empty(capacity, config.head_dim // 2, device=device)
+    return DecodeModel(
+        config=config,
+        weights=_assemble(config, _allocate(config, device, dtype)),
+        kv=KVCache(tuple(cache), tuple(cache), table, capacity),
+        cos=rope,
+        sin=rope,
+        workspace=make_workspace(config, capacity, device, dtype),
+        shapes=choose_shapes(config, dtype, arch),
+        pdl=arch >= 90,
+    )
+
+
+def record(preset: str, dtype: torch.dtype, arch: int) -> dict:
+    """Every distinct launch of all kinds of step."""
+    launches: dict = {}
+    originals = []
+    for module in MODULES:
+        for name, value in list(vars(module).items()):
+            if isinstance(value, triton.JITFunction) and name.endswith("_kernel"):
+                originals.append((module, name, value))
+                setattr(module, name, Recorder(value, launches))
+    try:
+        model = meta_model(preset, dtype, arch)
+        for kind in decode.KINDS:
+            decode.step(model, kind)
+    finally:
+        for module, name, value in originals:
+            setattr(module, name, value)
+    return launches
+
+
+def resources(cubin: bytes) -> tuple[int, int, int]:
+    """(registers, stack bytes, local bytes) from Triton's own cuobjdump."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as f:
+        f.write(cubin)
+        f.flush()
+        tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+        text = subprocess.run([tool, "--dump-resource-usage", f.name], capture_output=True, text=True, check=True)
+    found = re.search(r"REG:(\d+) STACK:(\d+) .*?LOCAL:(\d+)", text.stdout)
+    return tuple(int(group) for group in found.groups())
+
+
+def main() -> None:
+    presets, archs = (arg.split(",") for arg in sys.argv[1:3])
+    for arch in map(int, archs):
+        done = set()
+        for preset in presets:
+            dtype = torch.float16 if preset == "qwen2.5-0.5b" else torch.bfloat16
+            for key, launch in record(preset, dtype, arch).items():
+                kernel, signature, constants, attributes, options, pdl = launch
+                if key in done:
+                    continue
+                done.add(key)
+                if pdl:
+                    options = options | {"launch_pdl": True}
+                source = ASTSource(kernel, signature, constants, attributes)
+                compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+                registers, stack, local = resources(compiled.asm["cubin"])
+                print(preset, kernel.__name__, arch, registers, stack, local, flush=True)
+
+
+if __name__ == "__main__":
+    main()
