@@ -186,6 +186,7 @@ def test_the_readmes_python_example_runs(capsys):
 @pytest.mark.parametrize("error, line", [
     (KeyError("x"), "tridecode: error: KeyError: 'x' (--verbose shows the traceback)\n"),
     (RuntimeError("a\nb\x1b[2J"), "tridecode: error: RuntimeError: a b␛[2J (--verbose shows the traceback)\n"),
+    (OSError(28, "No space left on device"), "tridecode: error: No space left on device\n"),
     (MemoryError(), "tridecode: error: out of memory; choose a smaller --max-seq-len or model\n"),
 ])
 def test_an_unforeseen_error_is_one_line(run, monkeypatch, error, line):
@@ -220,6 +221,14 @@ def test_a_reader_that_leaves_is_no_error(tiny):
     done = subprocess.run(argv, cwd=ROOT, stdout=write, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True)
     os.close(write)
     assert (done.returncode, done.stderr) == (141, "")
+
+
+@pytest.mark.parametrize("stream", ["stdin", "stdout", "stderr"])
+def test_closed_streams(run, tiny, monkeypatch, stream):
+    monkeypatch.setattr(sys, stream, None)
+    argv = ("generate", "--model", tiny, *GREEDY, *(() if stream == "stdin" else ("--prompt", "Hello")))
+    assert run(*argv)[0] == (1 if stream == "stdin" else 0)
+    assert getattr(sys, stream) is not None
 
 
 def test_a_terminal_gets_no_control_characters(monkeypatch):

@@ -112,7 +112,7 @@ class Chat:
 
 
 def chat(args, output: Output) -> int:
-    interactive = output.tty and sys.stdin is not None and sys.stdin.isatty()
+    interactive = output.tty and sys.stdin.isatty()
     engine, params = load_engine(args, output)
     if engine.device.type == "cpu":
         output.note("running on the CPU")
@@ -120,7 +120,7 @@ def chat(args, output: Output) -> int:
     if interactive:
         output.note(f"{engine.name}: context of {engine.capacity} tokens; /help lists the commands")
         return converse(session)
-    for line in sys.stdin or ():
+    for line in sys.stdin:
         if not session.handle(line.rstrip("\r\n")):
             break
     return 0

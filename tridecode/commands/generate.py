@@ -56,9 +56,9 @@ def read_prompt(args, output: Output) -> Prompt:
         return args.prompt_ids
     text = args.prompt
     if text is None:
-        if sys.stdin is not None and sys.stdin.isatty():
+        if sys.stdin.isatty():
             output.note("reading the prompt from the terminal; Ctrl-D on an empty line ends it")
-        text = sys.stdin.read().removesuffix("\n") if sys.stdin is not None else ""
+        text = sys.stdin.read().removesuffix("\n")
     if not (text if args.raw else text.strip()):
         raise PromptError("the prompt is empty; give --prompt TEXT, --prompt-ids IDS, or text on stdin")
     return text if args.raw else [{"role": "user", "content": text}]

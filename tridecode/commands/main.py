@@ -61,6 +61,8 @@ def explain(error: Exception) -> str:
         return one_line(error)
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return "out of memory; choose a smaller --max-seq-len or model"
+    if isinstance(error, OSError) and error.strerror:  # a full disk, a file that may not be read
+        return one_line(f"{error.strerror}{f': {error.filename}' if error.filename else ''}")
     text = one_line(error)
     return f"{type(error).__name__}{': ' if text else ''}{text} (--verbose shows the traceback)"
 

@@ -1,5 +1,6 @@
 """Text on its way to and from people: consoles, control characters, the lines about speed."""
 
+import os
 import sys
 from contextlib import contextmanager
 
@@ -21,9 +22,12 @@ def one_line(message: object) -> str:
 
 
 def tolerant_streams() -> None:
-    """Characters that a stream's encoding lacks become '?' or U+FFFD instead of an exception."""
-    for stream in (sys.stdin, sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
+    """Make every stream usable: closed ones become empty, characters that an encoding lacks become '?' or U+FFFD."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        stream = getattr(sys, name)
+        if stream is None:  # closed by whoever started the program
+            setattr(sys, name, open(os.devnull, mode))
+        elif hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
 
 
