@@ -18,6 +18,7 @@ HELP = """\
 /clear   forget the conversation
 /exit    leave (also Ctrl-D, or Ctrl-C twice)
 Ctrl-C stops an answer and keeps what was said. A line that starts with a space is never a command."""
+IMPATIENCE = 1.0  # seconds after an answer was stopped in which another Ctrl-C was meant for that answer
 COMMANDS = ("/help", "/clear", "/exit")
 
 
@@ -44,6 +45,7 @@ class Chat:
     def __init__(self, engine: Engine, params, output: Output, raw: bool, interactive: bool):
         self.engine, self.params, self.output = engine, params, output
         self.interactive = interactive
+        self.stopped_at = -IMPATIENCE
         self.conversation = Conversation(raw)
 
     def handle(self, line: str) -> bool:
@@ -75,32 +77,34 @@ class Chat:
 
     def turn(self, line: str) -> None:
         """Stream the answer; keep the turn unless it failed or was stopped before its first character."""
-        said, tokens, last = [], 0, None
-        started = time.perf_counter()
-        try:
-            with one_interrupt(self.interactive):
+        # Around all of it: a second Ctrl-C must not lose what the first one stopped.
+        with one_interrupt(self.interactive):
+            said, tokens, last = [], 0, None
+            started = time.perf_counter()
+            try:
                 for last in self.engine.stream(self.conversation.prompt(line), self.params):
                     said.append(last.text)
                     tokens += last.token_id is not None
                     self.output.text(last.text)
-        except KeyboardInterrupt:
-            if not self.interactive:
-                raise
-            last = None
-        finally:
-            if said:
-                self.output.text("\n")
-        answer = "".join(said)
-        if last is None:
-            rest = "kept in the conversation" if answer else "the turn is not kept"
-            self.output.note(f"stopped after {tokens} tokens and {time.perf_counter() - started:.1f} s; {rest}")
-        elif last.finish_reason == "error":
-            self.output.error(f"{last.error}; the turn is not kept")
-            return
-        else:
-            self.report(last)
-        if answer or last is not None:
-            self.conversation.keep(line, answer)
+            except KeyboardInterrupt:
+                if not self.interactive:
+                    raise
+                last, self.stopped_at = None, time.monotonic()
+            finally:
+                if said:
+                    self.output.text("\n")
+            answer = "".join(said)
+            failed = last is not None and last.finish_reason == "error"
+            if not failed and (answer or last is not None):
+                self.conversation.keep(line, answer)
+            if failed:
+                self.output.error(f"{last.error}; the turn is not kept")
+            elif last is None:
+                rest = "kept in the conversation" if answer else "the turn is not kept"
+                seconds = time.perf_counter() - started
+                self.output.note(f"stopped after {tokens} token{'s'[:tokens != 1]} and {seconds:.1f} s; {rest}")
+            else:
+                self.report(last)
 
     def report(self, last) -> None:
         if last.finish_reason == "length":
@@ -146,8 +150,9 @@ def converse(session: Chat) -> int:
             session.output.text("\n")
             if leaving:
                 return 0
-            leaving = True
-            session.output.note("Ctrl-C again, or Ctrl-D, leaves")
+            leaving = time.monotonic() - session.stopped_at > IMPATIENCE
+            if leaving:
+                session.output.note("Ctrl-C again, or Ctrl-D, leaves")
 
 
 @contextmanager
