@@ -15,7 +15,6 @@ class MatvecShape:
     block_n: int
     block_k: int
     num_warps: int
-    num_stages: int = 3
 
 
 @dataclass(frozen=True)

@@ -142,23 +142,24 @@ def _attention_kernel(
     if PDL:
         gdc_wait()
 
+    # Every load that depends on the predecessor is issued before the first use of one.
     qkv_ptr += row * stride_qkv
     q_ptrs = qkv_ptr + (head * GROUP + offs_g)[:, None] * D + offs_h[None, :]
     mask_q = mask_g[:, None] & mask_h[None, :]
+    new_ptr = qkv_ptr + KV_HEADS * GROUP * D + head * D
     q_lo = tl.load(q_ptrs, mask=mask_q, other=0.0)
     q_hi = tl.load(q_ptrs + HALF, mask=mask_q, other=0.0)
+    new_lo = tl.load(new_ptr + offs_h, mask=mask_h, other=0.0)[None, :]
+    new_hi = tl.load(new_ptr + HALF + offs_h, mask=mask_h, other=0.0)[None, :]
+    new_v = tl.load(new_ptr + KV_HEADS * D + offs_d, mask=mask_d, other=0.0).to(v_ptr.dtype.element_ty)
     q_lo, q_hi = _rms_rope(q_lo, q_hi, q_norm_lo, q_norm_hi, cos, sin, eps, D, QK_NORM)
     q_lo = q_lo * (scale * LOG2E)
     q_hi = q_hi * (scale * LOG2E)
 
     # The new token is attended as the cache will hold it; split 0 owns it.
-    new_ptr = qkv_ptr + KV_HEADS * GROUP * D + head * D
-    new_lo = tl.load(new_ptr + offs_h, mask=mask_h, other=0.0)[None, :]
-    new_hi = tl.load(new_ptr + HALF + offs_h, mask=mask_h, other=0.0)[None, :]
     new_lo, new_hi = _rms_rope(new_lo, new_hi, k_norm_lo, k_norm_hi, cos, sin, eps, D, QK_NORM)
     new_lo = new_lo.to(k_ptr.dtype.element_ty)
     new_hi = new_hi.to(k_ptr.dtype.element_ty)
-    new_v = tl.load(new_ptr + KV_HEADS * D + offs_d, mask=mask_d, other=0.0).to(v_ptr.dtype.element_ty)
     m = tl.full([DOT_M], EMPTY, tl.float32)
     l = tl.zeros([DOT_M], tl.float32)
     acc = tl.zeros([DOT_M, BLOCK_D], tl.float32)

@@ -52,6 +52,8 @@ def _gate_up_kernel(
     if status != RUN:
         return
     x = tl.load(x_ptrs, mask=mask, other=0.0).to(tl.float32)
+    offs_s = tl.arange(0, SUMSQ_BLOCK)
+    partials = tl.load(sumsq_ptr + row * stride_sumsq + offs_s, mask=offs_s < N_SUMSQ, other=0.0)
     acc_gate = gate.to(tl.float32) * x
     acc_up = up.to(tl.float32) * x
     for k in range(BLOCK_K, K, BLOCK_K):
@@ -61,8 +63,6 @@ def _gate_up_kernel(
         x = tl.load(x_ptrs + k, mask=mask, other=0.0).to(tl.float32)
         acc_gate += gate.to(tl.float32) * x
         acc_up += up.to(tl.float32) * x
-    offs_s = tl.arange(0, SUMSQ_BLOCK)
-    partials = tl.load(sumsq_ptr + row * stride_sumsq + offs_s, mask=offs_s < N_SUMSQ, other=0.0)
     scale = tl.rsqrt(tl.sum(partials, 0) / K + eps)
     g = tl.sum(acc_gate, 1) * scale
     y = g * tl.sigmoid(g) * (tl.sum(acc_up, 1) * scale)
@@ -90,7 +90,7 @@ def gate_up(meta, normed, linear, out, sumsq, n_sumsq, eps, *, shape, pdl=False)
         shape.block_n,
         shape.block_k,
         pdl,
-        **options(shape.num_warps, pdl, num_stages=shape.num_stages),
+        **options(shape.num_warps, pdl, num_stages=3),
     )
 
 

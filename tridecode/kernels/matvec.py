@@ -64,21 +64,26 @@ def _matvec_kernel(
         gdc_wait()
     if status != RUN:
         return
-    acc = w.to(tl.float32) * tl.load(x_ptrs, mask=mask, other=0.0).to(tl.float32)
+    # Every load that depends on the predecessor is issued here, so that their latencies overlap.
+    x = tl.load(x_ptrs, mask=mask, other=0.0)
+    out_ptrs = out_ptr + row * stride_om + offs_n
+    if RESIDUAL:
+        residual = tl.load(out_ptrs, mask=mask_n, other=0.0)
+    if N_SUMSQ > 0:
+        offs_s = tl.arange(0, SUMSQ_BLOCK)
+        partials = tl.load(sumsq_ptr + row * stride_sumsq + offs_s, mask=offs_s < N_SUMSQ, other=0.0)
+    acc = w.to(tl.float32) * x.to(tl.float32)
     for k in range(BLOCK_K, K, BLOCK_K):
         mask = mask_n[:, None] & (k + offs_k < K)[None, :]
         w = tl.load(w_ptrs + k, mask=mask, other=0.0, eviction_policy="evict_first")
         acc += w.to(tl.float32) * tl.load(x_ptrs + k, mask=mask, other=0.0).to(tl.float32)
     y = tl.sum(acc, 1)
     if N_SUMSQ > 0:
-        offs_s = tl.arange(0, SUMSQ_BLOCK)
-        partials = tl.load(sumsq_ptr + row * stride_sumsq + offs_s, mask=offs_s < N_SUMSQ, other=0.0)
         y = y * tl.rsqrt(tl.sum(partials, 0) / K + eps)
     if HAS_BIAS:
         y += bias
-    out_ptrs = out_ptr + row * stride_om + offs_n
     if RESIDUAL:
-        y += tl.load(out_ptrs, mask=mask_n, other=0.0)
+        y += residual
         normed = (y * norm).to(normed_ptr.dtype.element_ty)
         tl.store(normed_ptr + row * stride_normed + offs_n, normed, mask=mask_n)
         tl.store(sumsq_ptr + row * stride_sumsq + pid, tl.sum(tl.where(mask_n, y * y, 0.0), 0))
@@ -112,7 +117,7 @@ def _launch(meta, x, linear, out, norm, normed, sumsq, n_sumsq, eps, residual, s
         shape.block_n,
         shape.block_k,
         pdl,
-        **options(shape.num_warps, pdl, num_stages=shape.num_stages),
+        **options(shape.num_warps, pdl, num_stages=3),
     )
 
 
