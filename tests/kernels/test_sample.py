@@ -33,6 +33,7 @@ FILTERS = {
     "cold": P(temperature=0.01, top_k=20, top_p=0.9),
     "top_k": P(top_k=20),
     "top_k_1": P(top_k=1),
+    "top_k_2_top_p": P(top_k=2, top_p=0.95),
     "top_k_beyond_vocab": P(top_k=10**9),
     "top_k_all_but_one": P(top_k=63),
     "top_p": P(top_p=0.9),

@@ -32,6 +32,7 @@ STATE = 8  # entries of a row of state, of which these are used
 THRESHOLD, BIN, LEFT, P_BIN, P_LEFT = range(5)
 
 _BINS, _LOW_BITS = tl.constexpr(BINS), tl.constexpr(LOW_BITS)
+_GROUPS = tl.constexpr(BINS // 8)
 _FARTHEST, _LEVELS, _STATE = tl.constexpr(FARTHEST), tl.constexpr(LEVELS), tl.constexpr(STATE)
 _BIN, _LEFT, _P_BIN, _P_LEFT = tl.constexpr(BIN), tl.constexpr(LEFT), tl.constexpr(P_BIN), tl.constexpr(P_LEFT)
 _HEAVIEST = tl.constexpr(float(2**WEIGHT_BITS))
@@ -110,17 +111,45 @@ def active(meta_ptr, samp_ptr, row, vocab):
 
 
 @triton.jit
-def _spread(high):
-    """Where the first level keeps a bin: neighbours, which a vocabulary fills together, in different cache lines."""
-    return (high & 63) * 32 + (high >> 6)
+def _place(group):
+    """Where a histogram keeps 8 bins: neighbours, which a vocabulary fills together, in different cache lines."""
+    return ((group & 63) * 4 + (group >> 6)) * 8
 
 
 @triton.jit
-def _spread_load(ptr, wanted):
-    """The bins of the first level in their order, zeros where not wanted."""
-    offs = tl.arange(0, 64)[:, None] * 32 + tl.arange(0, 32)[None, :]
-    bins = tl.load(ptr + offs, mask=offs < tl.where(wanted, _BINS, 0), other=0)
-    return tl.reshape(tl.trans(bins), (_BINS,))
+def _slot(bin):
+    return _place(bin >> 3) + (bin & 7)
+
+
+@triton.jit
+def load_groups(ptr, wanted):
+    """A histogram as [groups, 8] in the order of its bins, zeros where not wanted."""
+    group = tl.arange(0, _GROUPS)[:, None]
+    return tl.load(ptr + _place(group) + tl.arange(0, 8)[None, :], mask=group < tl.where(wanted, _GROUPS, 0), other=0)
+
+
+@triton.jit
+def crossing(sums, goal):
+    """The group of bins inside which the running sum of the groups' sums reaches goal, and the sum before it."""
+    before = tl.cumsum(sums, axis=0) < goal
+    group = tl.minimum(tl.sum(before.to(tl.int32), axis=0), _GROUPS - 1)
+    return group, tl.sum(tl.where(tl.arange(0, _GROUPS) < group, sums, 0), axis=0)
+
+
+@triton.jit
+def crossing_inside(bins, goal):
+    """The same within one group's 8 bins; the last one where goal is not reached."""
+    before = tl.cumsum(bins, axis=0) < goal
+    place = tl.minimum(tl.sum(before.to(tl.int32), axis=0), 7)
+    return place, tl.sum(tl.where(tl.arange(0, 8) < place, bins, 0), axis=0)
+
+
+@triton.jit
+def crossing_bin(ptr, sums, goal):
+    """The bin inside which the running sum of a histogram reaches goal, given its groups' sums; the sum before it."""
+    group, before = crossing(sums, goal)
+    place, inside = crossing_inside(tl.load(ptr + _place(group) + tl.arange(0, 8)), goal - before)
+    return group * 8 + place, before + inside
 
 
 @triton.jit
@@ -150,7 +179,7 @@ def _bins_kernel(
     counts inside that. A distance has one weight, so that inside a bin counts are enough.
     Atomics are what costs, so the tokens that cannot matter stay out: k block maxima bound the k-th distance, and the
     tokens outside top-p's reach have no more mass together than 1 - p of the largest's. Every program scans the level
-    before for itself: cheaper than to wait for a last arriver's result.
+    before for itself, so that no level ends in a last arriver.
     """
     if PDL:
         gdc_launch_dependents()
@@ -173,15 +202,15 @@ def _bins_kernel(
         bins_ptr += row * _LEVELS * _BINS
         bin_mass_ptr += row * _BINS
         state_ptr += row * _STATE
-        offs_b = tl.arange(0, _BINS)
+        low_ptr = bins_ptr + LEVEL * _BINS
         if LEVEL == 1:  # all loads before the first use of any
-            counts = _spread_load(bins_ptr, use_k)
-            mass = _spread_load(bin_mass_ptr, use_k == 0)
+            counts = load_groups(bins_ptr, use_k)
+            mass = load_groups(bin_mass_ptr, use_k == 0)
         elif LEVEL == 2:
             found = tl.load(state_ptr + _BIN).to(tl.int32)
             left = tl.load(state_ptr + _LEFT)
-            counts = tl.load(bins_ptr + _BINS + offs_b)
-            mass = _spread_load(bin_mass_ptr, True)
+            counts = load_groups(bins_ptr + _BINS, True)
+            mass = load_groups(bin_mass_ptr, True)
         largest = packed_value(tl.max(keys, axis=0))
         d = tl.where(mask_n, distance(y, largest, scale), _FARTHEST)
         high = d >> _LOW_BITS
@@ -191,43 +220,45 @@ def _bins_kernel(
                 if top_k <= tl.num_programs(0):
                     near = tl.sort(tl.where(mask_k, distance(packed_value(keys), largest, scale), _FARTHEST))
                     bound = tl.minimum(tl.sum(tl.where(offs_k == top_k - 1, near, 0), axis=0), bound)
-                tl.atomic_add(bins_ptr + _spread(high), 1, mask=d <= bound, sem="relaxed")
+                tl.atomic_add(bins_ptr + _slot(high), 1, mask=d <= bound, sem="relaxed")
             else:
                 w = weight(d)
                 beyond = ((1.0 - top_p.to(tl.float64)) * (_HEAVIEST * 0.999) / vocab).to(tl.int64)
-                tl.atomic_add(bin_mass_ptr + _spread(high), w, mask=w > beyond, sem="relaxed")
+                tl.atomic_add(bin_mass_ptr + _slot(high), w, mask=w > beyond, sem="relaxed")
                 rest = tl.sum(tl.where(w > beyond, 0, w), axis=0)
-                tl.atomic_add(bin_mass_ptr + _spread(_BINS - 1), rest, mask=rest > 0, sem="relaxed")
+                tl.atomic_add(bin_mass_ptr + _slot(_BINS - 1), rest, mask=rest > 0, sem="relaxed")
         elif LEVEL == 1:
             if use_k:
-                before = tl.cumsum(counts, axis=0) < top_k
-                found = tl.minimum(tl.sum(before.to(tl.int32), axis=0), _BINS - 1)
-                left = (top_k - tl.sum(tl.where(before, counts, 0), axis=0)).to(tl.int64)
+                found, closer = crossing_bin(bins_ptr, tl.sum(counts, axis=1), top_k)
+                left = (top_k - closer).to(tl.int64)
                 if use_p:
-                    tl.atomic_add(bin_mass_ptr + _spread(high), weight(d), mask=high < found, sem="relaxed")
+                    tl.atomic_add(bin_mass_ptr + _slot(high), weight(d), mask=high < found, sem="relaxed")
             else:
-                goal = share(top_p, tl.sum(mass, axis=0))
-                before = tl.cumsum(mass, axis=0) < goal
-                found = tl.minimum(tl.sum(before.to(tl.int32), axis=0), _BINS - 1)
-                left = goal - tl.sum(tl.where(before, mass, 0), axis=0)
+                sums = tl.sum(mass, axis=1)
+                goal = share(top_p, tl.sum(sums, axis=0))
+                found, before = crossing_bin(bin_mass_ptr, sums, goal)
+                left = goal - before
             if block == 0:
                 tl.store(state_ptr + _BIN, found.to(tl.int64))
                 tl.store(state_ptr + _LEFT, left)
             counted = (high == found) & (high < _BINS - 1)
-            tl.atomic_add(bins_ptr + _BINS + (d & (_BINS - 1)), 1, mask=counted, sem="relaxed")
+            tl.atomic_add(low_ptr + _slot(d & (_BINS - 1)), 1, mask=counted, sem="relaxed")
         else:
-            before = tl.cumsum(counts, axis=0) < left
-            low = tl.minimum(tl.sum(before.to(tl.int32), axis=0), _BINS - 1)
+            low, _ = crossing_bin(bins_ptr + _BINS, tl.sum(counts, axis=1), left.to(tl.int32))
             first = found << _LOW_BITS
-            inside = tl.where(offs_b <= low, counts.to(tl.int64) * weight(first + offs_b), 0)
-            goal = share(top_p, tl.sum(mass, axis=0) + tl.sum(inside, axis=0))
-            before = tl.cumsum(mass, axis=0) < goal
-            p_found = tl.minimum(tl.sum(before.to(tl.int32), axis=0), found)
+            offs_b = tl.arange(0, _GROUPS)[:, None] * 8 + tl.arange(0, 8)[None, :]
+            inside = tl.sum(tl.where(offs_b <= low, counts.to(tl.int64) * weight(first + offs_b), 0), axis=1)
+            sums = tl.sum(mass, axis=1)
+            total = tl.sum(sums, axis=0)
+            goal = share(top_p, total + tl.sum(inside, axis=0))
+            p_found, before = crossing_bin(bin_mass_ptr, sums, goal)
+            before = tl.where(goal > total, total, before)
+            p_found = tl.where(goal > total, found, p_found)
             if block == 0:
                 tl.store(state_ptr + _P_BIN, p_found.to(tl.int64))
-                tl.store(state_ptr + _P_LEFT, goal - tl.sum(tl.where(before, mass, 0), axis=0))
+                tl.store(state_ptr + _P_LEFT, goal - before)
             counted = (high == p_found) & (high < _BINS - 1) & (d <= first + low)
-            tl.atomic_add(bins_ptr + 2 * _BINS + (d & (_BINS - 1)), 1, mask=counted, sem="relaxed")
+            tl.atomic_add(low_ptr + _slot(d & (_BINS - 1)), 1, mask=counted, sem="relaxed")
 
 
 def process_ref(x, counts, bias, flags: int, repetition, presence, frequency):

@@ -7,8 +7,8 @@ import triton.language as tl
 from .common import META_WIDTH, RUN, STATUS, gdc_launch_dependents, gdc_wait, options
 from .finish import BAD, arrive, block_key, finish_step, finish_step_ref, largest_key, packed_id, running, step_state
 
-BLOCK = 1024  # tokens of the vocabulary a program
-WARPS = 4
+BLOCK = 2048  # tokens of the vocabulary a program
+WARPS = 8
 
 
 @triton.jit

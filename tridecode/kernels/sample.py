@@ -33,8 +33,12 @@ from .filters import (
     STATE,
     THRESHOLD,
     _bins_kernel,
+    _place,
     _process_kernel,
     active,
+    crossing,
+    crossing_inside,
+    load_groups,
     process_ref,
     threshold_ref,
 )
@@ -53,12 +57,13 @@ from .finish import (
 from .mass import BINS, FARTHEST, LOW_BITS, WEIGHT_BITS, distance, distance_ref, grid_scale, weight, weight_ref
 from .philox import philox_bits, philox_bits_ref
 
-BLOCK = 1024  # tokens of the vocabulary a program
+BLOCK = 2048  # tokens of the vocabulary a program
 WARPS = 8
 LOGPROBS_BLOCK = 4096
 LOGPROBS_KEEP = 32  # candidates a program of logprobs leaves: MAX_LOGPROBS, rounded up to a power of two
 
-_BINS, _LOW_BITS, _FARTHEST = tl.constexpr(BINS), tl.constexpr(LOW_BITS), tl.constexpr(FARTHEST)
+_BINS, _GROUPS, _LOW_BITS = tl.constexpr(BINS), tl.constexpr(BINS // 8), tl.constexpr(LOW_BITS)
+_FARTHEST = tl.constexpr(FARTHEST)
 _LEVELS, _STATE, _THRESHOLD = tl.constexpr(LEVELS), tl.constexpr(STATE), tl.constexpr(THRESHOLD)
 _BIN, _LEFT, _P_BIN, _P_LEFT = tl.constexpr(BIN), tl.constexpr(LEFT), tl.constexpr(P_BIN), tl.constexpr(P_LEFT)
 _HEAVIEST = tl.constexpr(float(2**WEIGHT_BITS))
@@ -163,9 +168,8 @@ def _draw_kernel(
         mask_n = offs_n < vocab
         y = tl.load(processed_ptr + row.to(tl.int64) * stride_processed + offs_n, mask=mask_n, other=0.0)
         both = use_k & use_p
-        offs_b = tl.arange(0, _BINS)
         bins_ptr += (row * _LEVELS + tl.where(both, 2, 1)) * _BINS
-        counts = tl.load(bins_ptr + offs_b, mask=offs_b < tl.where(use_k | use_p, _BINS, 0), other=0)
+        counts = load_groups(bins_ptr, use_k | use_p)
         state_ptr += row * _STATE
         left = tl.load(state_ptr + tl.where(both, _P_LEFT, _LEFT))
         first = tl.load(state_ptr + tl.where(both, _P_BIN, _BIN)).to(tl.int32) << _LOW_BITS
@@ -177,9 +181,13 @@ def _draw_kernel(
             drawn_ptr += row * stride_keys
             threshold = row * 0 + _FARTHEST
             if use_k | use_p:
-                sought = counts.to(tl.int64) * tl.where(use_p, weight(first + offs_b), 1)
-                before = (tl.cumsum(sought, axis=0) < left).to(tl.int32)
-                threshold = first + tl.minimum(tl.sum(before, axis=0), _BINS - 1)
+                offs_g = first + tl.arange(0, _GROUPS)[:, None] * 8 + tl.arange(0, 8)[None, :]
+                sums = tl.sum(counts.to(tl.int64) * tl.where(use_p, weight(offs_g), 1), axis=1)
+                group, before = crossing(sums, left)
+                offs_b = first + group * 8 + tl.arange(0, 8)
+                sought = tl.load(bins_ptr + _place(group) + tl.arange(0, 8)).to(tl.int64)
+                place, _ = crossing_inside(sought * tl.where(use_p, weight(offs_b), 1), left - before)
+                threshold = first + group * 8 + place
             d = distance(y, packed_value(key), scale)
             w = weight(d)
             w = tl.where(mask_n & (d <= threshold) & (w >= least), w, 0)
