@@ -6,6 +6,8 @@ The launchers themselves run, on meta tensors of the real sizes, with a recorder
 compiled is what is launched. Prints a line a kernel and architecture: name, arch, registers, stack bytes, local bytes.
 """
 
+import multiprocessing
+import os
 import re
 import subprocess
 import sys
@@ -115,23 +117,29 @@ def resources(cubin: bytes) -> tuple[int, int, int]:
     return tuple(int(group) for group in found.groups())
 
 
+LAUNCHES = []  # filled before the pool forks: (preset, arch, launch)
+
+
+def compile_one(index: int) -> str:
+    preset, arch, (kernel, signature, constants, attributes, options, pdl) = LAUNCHES[index]
+    options = options | ({"launch_pdl": True} if pdl else {})
+    source = ASTSource(kernel, signature, constants, attributes)
+    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    return " ".join(map(str, (preset, kernel.__name__, arch, *resources(compiled.asm["cubin"]))))
+
+
 def main() -> None:
     presets, archs = (arg.split(",") for arg in sys.argv[1:3])
     for arch in map(int, archs):
-        done = set()
+        distinct = {}
         for preset in presets:
             dtype = torch.float16 if preset == "qwen2.5-0.5b" else torch.bfloat16
             for key, launch in record(preset, dtype, arch).items():
-                kernel, signature, constants, attributes, options, pdl = launch
-                if key in done:
-                    continue
-                done.add(key)
-                if pdl:
-                    options = options | {"launch_pdl": True}
-                source = ASTSource(kernel, signature, constants, attributes)
-                compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
-                registers, stack, local = resources(compiled.asm["cubin"])
-                print(preset, kernel.__name__, arch, registers, stack, local, flush=True)
+                distinct.setdefault(key, (preset, arch, launch))
+        LAUNCHES.extend(distinct.values())
+    with multiprocessing.get_context("fork").Pool(os.cpu_count()) as pool:
+        for line in pool.imap(compile_one, range(len(LAUNCHES))):
+            print(line, flush=True)
 
 
 if __name__ == "__main__":
