@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -248,7 +249,6 @@ def test_in_a_terminal(endless):
     child.expect_exact("hello")
     child.expect(r"\S{30}")  # it streams: this model never ends its answer by itself
     child.sendintr()
-    child.sendintr()  # impatience
     child.expect(r"stopped after (\d+) tokens? and [\d.]+ s; kept in the conversation")
     tokens = int(child.match[1])
     assert tokens > 0
@@ -262,6 +262,8 @@ def test_in_a_terminal(endless):
     child.expect_exact("> ")
 
     child.send("half a line")
+    child.expect_exact("half a line")
+    time.sleep(0.5)  # input() does not see a Ctrl-C while it still handles a key
     child.sendintr()
     child.expect_exact("> ")
     child.sendline("/exit")
