@@ -3,6 +3,7 @@
 import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -203,7 +204,8 @@ class Engine:
         if self.graphs:
             self.graphs.replay(kind)
         elif self.backend == "triton":
-            decode.step(self.model, kind)
+            with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
+                decode.step(self.model, kind)
         else:
             reference.step(self.model, kind)
 

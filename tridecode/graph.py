@@ -18,7 +18,8 @@ class StepGraphs:
         self.captures = 0
         self.check_addresses = check_addresses
         self._addresses = model.addresses()
-        self._graphs = {kind: self._capture(kind) for kind in decode.KINDS}
+        with torch.cuda.device(model.device):  # Triton launches on the current device
+            self._graphs = {kind: self._capture(kind) for kind in decode.KINDS}
 
     def _capture(self, kind: str) -> torch.cuda.CUDAGraph:
         # With a status other than RUN the warm-up compiles and loads every kernel and writes nothing.
