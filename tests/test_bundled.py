@@ -1,6 +1,7 @@
 """The bundled model's files: all there, small enough, and in agreement with one another."""
 
 import json
+import re
 from pathlib import Path
 
 import jinja2
@@ -124,3 +125,25 @@ def test_notice_credits_sources_and_authors():
         "Ursula Nafula",
     ):
         assert name in notice
+
+
+def test_held_out_exchanges_are_never_taught(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "training"))
+    import exchanges
+    import generator
+
+    def plain(text):
+        return re.sub(r"[^a-z0-9+ ]", "", text.lower()).strip()
+
+    held_out = {
+        plain(exchange.messages[-1]["content"])
+        for kind in ("sums", "where")
+        for exchange in exchanges.held_out_exchanges(kind, 300, seed=1)
+    }
+    chats = list(generator.generate(3000, seed=1))
+    assert not held_out & {plain(message["content"]) for chat in chats for message in chat}
+    pairs = [(name, color) for name in exchanges.NAMES for color in exchanges.COLORS]
+    told = [plain(" ".join(message["content"] for message in chat if message["role"] == "user")) for chat in chats]
+    for name, color in pairs:
+        if exchanges.held_out("recall", name, color):
+            assert not any(f"name is {name.lower()} and my favorite color is {color}" in text for text in told)

@@ -1,0 +1,140 @@
+"""Evaluates the bundled model through the engine, as a user would meet it.
+
+    python training/evaluate.py                 exchanges, free prompts and edges, on whatever device there is
+    python training/evaluate.py --only exchanges --device cpu --json OUT.json
+
+Exchanges have one right answer and are asked greedily; free prompts and edges use the model's own sampling defaults.
+"""
+
+import argparse
+import json
+import random
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import stories
+from content import CONTENT
+from exchanges import KINDS, held_out_exchanges, is_right
+from generator import ChatGenerator
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from tridecode import Engine, SamplingParams  # noqa: E402
+from tridecode.errors import PromptError  # noqa: E402
+
+GOAL = 0.85
+MOST_REPEATS = 4
+EDGES = {
+    "nearly empty": [" ", ".", "?", "hm", "...", "ok", "x", "\n", "?!", "1"],
+    "shouting": ["TELL ME A STORY ABOUT A BEAR", "WHAT IS YOUR NAME???", "I AM SO ANGRY!!!"],
+    "typos": ["wat is teh captial of itly", "tel me a stroy abuot a cta", "hwo do i mak tea"],
+    "other languages": [
+        "Hola, ¿qué tal?",
+        "Erzähl mir einen Witz.",
+        "你好，你是谁？",
+        "Où est la gare ?",
+        "Как дела?",
+    ],
+}
+
+
+def evaluate_exchanges(engine: Engine, count: int, seed: int) -> dict:
+    table, misses = {}, []
+    for kind in KINDS:
+        right = 0
+        for exchange in held_out_exchanges(kind, count, seed):
+            params = SamplingParams(temperature=0.0, max_tokens=80, seed=1)
+            reply = engine.generate(list(exchange.messages), params).text
+            if is_right(exchange, reply):
+                right += 1
+            else:
+                asked = exchange.messages[-1]["content"]
+                misses.append({"kind": kind, "asked": asked, "answer": exchange.answer, "reply": reply})
+        table[kind] = right / count
+        print(f"{kind:>10}  {right:4} of {count}", flush=True)
+    mean = sum(table.values()) / len(table)
+    print(f"{'mean':>10}  {mean:.1%}  (goal {GOAL:.0%})")
+    for miss in misses:
+        print(f"  {miss['kind']}: {miss['asked']!r} -> {miss['reply']!r}, not {miss['answer']!r}")
+    return {"right": table, "mean": mean, "misses": misses}
+
+
+def evaluate_free_prompts(engine: Engine) -> list[dict]:
+    """Prompts with many good answers, to be judged by a reader."""
+    answers = []
+    for seed, prompt in enumerate((CONTENT / "free_prompts.txt").read_text().splitlines()):
+        params = engine.default_params(seed=seed, max_tokens=500)
+        result = engine.generate([{"role": "user", "content": prompt}], params)
+        answers.append({"prompt": prompt, "reply": result.text, "finish_reason": result.finish_reason})
+        print(f"> {prompt}\n{result.text}\n", flush=True)
+    return answers
+
+
+def most_repeated(text: str, size: int = 4) -> int:
+    """How often the most frequent run of `size` words occurs."""
+    words = text.lower().split()
+    return max(Counter(zip(*(words[i:] for i in range(size)))).values(), default=0)
+
+
+def edge_chats(seed: int) -> list[tuple[str, list[str]]]:
+    """Chats at the edges of what the model knows, as the user's turns."""
+    rng, generator = random.Random(seed), ChatGenerator(10**9 + 2)
+    chats = [(kind, [text]) for kind, texts in EDGES.items() for text in texts]
+    skills = [generator.question, generator.chatter, generator.sums] * 80
+    questions = [turn.user for skill in skills for turn in skill()]
+    chats += [("20 turns", rng.sample(questions, 20)) for _ in range(2)]
+    chats += [("long story", [f"Tell me a long story about {stories.random_topic(rng).text}."]) for _ in range(50)]
+    return chats
+
+
+def evaluate_edges(engine: Engine, seed: int) -> dict:
+    """Whether replies end, and whether they loop."""
+    failures, counts = [], Counter()
+    for number, (kind, turns) in enumerate(edge_chats(seed)):
+        messages = []
+        for turn in turns:
+            messages.append({"role": "user", "content": turn})
+            result = engine.generate(messages, engine.default_params(seed=number, max_tokens=700))
+            messages.append({"role": "assistant", "content": result.text})
+            counts[kind] += 1
+            if result.finish_reason != "stop" or most_repeated(result.text) > MOST_REPEATS:
+                failures.append({"kind": kind, "asked": turn, "reply": result.text, "end": result.finish_reason})
+    too_long = "Please read this. " * engine.capacity
+    try:
+        engine.generate([{"role": "user", "content": too_long}])
+        refused = ""
+    except PromptError as error:
+        refused = str(error)
+    for kind, count in counts.items():
+        print(f"{kind:>16}: {count - sum(f['kind'] == kind for f in failures)} of {count} replies end without a loop")
+    print(f"{'too long':>16}: {refused or 'was answered'}")
+    for failure in failures:
+        print(f"  {failure['kind']}: {failure['asked']!r} -> {failure['reply'][:200]!r} ({failure['end']})")
+    return {"replies": dict(counts), "failures": failures, "too_long": refused}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="directory of another checkpoint")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--count", type=int, default=100, help="exchanges of each kind")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--only", choices=["exchanges", "free", "edges"])
+    parser.add_argument("--json", type=Path, help="where to write everything")
+    options = parser.parse_args()
+    engine = Engine.load(options.model, device=options.device)
+    started, report = time.monotonic(), {}
+    if options.only in (None, "exchanges"):
+        report["exchanges"] = evaluate_exchanges(engine, options.count, options.seed)
+    if options.only in (None, "free"):
+        report["free_prompts"] = evaluate_free_prompts(engine)
+    if options.only in (None, "edges"):
+        report["edges"] = evaluate_edges(engine, options.seed)
+    print(f"{time.monotonic() - started:.0f} s on {engine.device}")
+    if options.json:
+        options.json.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

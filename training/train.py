@@ -1,0 +1,362 @@
+"""Trains the bundled chat model from scratch: pretraining on everything, then fine-tuning on what the assistant says.
+
+    python training/train.py pretrain --data DATA --out OUT --minutes 3
+    python training/train.py finetune --data DATA --out OUT --minutes 6
+
+DATA is what prepare.py wrote. Each stage keeps OUT/<stage>.pt and goes on from there when it is started again; its
+best weights end up in OUT/<stage>.safetensors, where the second stage begins. The model is written in plain PyTorch
+with the parameter names of a Hugging Face Qwen3 checkpoint, so that saving it is all the conversion there is.
+"""
+
+import argparse
+import json
+import math
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+LEARN = 0x8000
+IGNORE = -100
+# Fine-tuning pads documents of about the same length together: these lengths are where one group ends.
+WIDTHS = (64, 128, 192, 256, 384, 512, 1024)
+
+# Shares of the tokens, by source. Pretraining sees all of it; fine-tuning what is fit to be said by the model.
+PRETRAIN = {
+    "generated": 0.45,
+    "selfdialogue": 0.16,
+    "tinystories": 0.09,
+    "tinystories-off-topic": 0.01,
+    "fairytaleqa-qa": 0.06,
+    "fairytaleqa-story": 0.05,
+    "spc": 0.07,
+    "topical": 0.04,
+    "storybook-asp": 0.015,
+    "storybook-pb": 0.025,
+    "taskmaster3": 0.01,
+    "taskmaster4": 0.01,
+    "oewn": 0.005,
+    "personality": 0.005,
+}
+FINETUNE = {
+    "generated": 0.915,
+    "tinystories": 0.03,
+    "storybook-asp": 0.005,
+    "storybook-pb": 0.01,
+    "fairytaleqa-qa": 0.015,
+    "spc": 0.02,
+    "oewn": 0.004,
+    "personality": 0.001,
+}
+
+
+@dataclass(frozen=True)
+class Config:
+    """Shape of the model, named as in a Hugging Face config.json."""
+
+    vocab_size: int = 4096
+    hidden_size: int = 256
+    intermediate_size: int = 768
+    num_hidden_layers: int = 8
+    num_attention_heads: int = 4
+    num_key_value_heads: int = 2
+    head_dim: int = 64
+    max_position_embeddings: int = 2048
+    rope_theta: float = 10000.0
+    rms_norm_eps: float = 1e-6
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+class Attention(nn.Module):
+    def __init__(self, config: Config):
+        super().__init__()
+        self.head_dim = config.head_dim
+        q_size, kv_size = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+        self.q_proj = nn.Linear(config.hidden_size, q_size, bias=False)
+        self.k_proj = nn.Linear(config.hidden_size, kv_size, bias=False)
+        self.v_proj = nn.Linear(config.hidden_size, kv_size, bias=False)
+        self.o_proj = nn.Linear(q_size, config.hidden_size, bias=False)
+        self.q_norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps)
+        self.k_norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+        q, k, v = (proj(x).view(batch, length, -1, self.head_dim) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        q = rotate(self.q_norm(q.float()), cos, sin).to(v.dtype).transpose(1, 2)
+        k = rotate(self.k_norm(k.float()), cos, sin).to(v.dtype).transpose(1, 2)
+        out = F.scaled_dot_product_attention(q, k, v.transpose(1, 2), is_causal=True, enable_gqa=True)
+        return self.o_proj(out.transpose(1, 2).reshape(batch, length, -1))
+
+
+class MLP(nn.Module):
+    def __init__(self, config: Config):
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Layer(nn.Module):
+    def __init__(self, config: Config, dropout: float):
+        super().__init__()
+        self.self_attn, self.mlp = Attention(config), MLP(config)
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.dropout = dropout
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        x = x + F.dropout(self.self_attn(self.input_layernorm(x), cos, sin), self.dropout, self.training)
+        return x + F.dropout(self.mlp(self.post_attention_layernorm(x)), self.dropout, self.training)
+
+
+class Qwen3(nn.Module):
+    """Qwen3 with the output layer tied to the embedding."""
+
+    def __init__(self, config: Config, dropout: float = 0.0):
+        super().__init__()
+        self.model = nn.ModuleDict(
+            {
+                "embed_tokens": nn.Embedding(config.vocab_size, config.hidden_size),
+                "layers": nn.ModuleList(Layer(config, dropout) for _ in range(config.num_hidden_layers)),
+                "norm": nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps),
+            }
+        )
+        frequencies = config.rope_theta ** (-torch.arange(0, config.head_dim, 2) / config.head_dim)
+        angles = torch.outer(torch.arange(config.max_position_embeddings), frequencies)[:, None]
+        self.register_buffer("cos", angles.cos(), persistent=False)
+        self.register_buffer("sin", angles.sin(), persistent=False)
+        for name, parameter in self.named_parameters():
+            if parameter.dim() == 2:
+                branch_end = name.endswith(("o_proj.weight", "down_proj.weight"))
+                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * config.num_hidden_layers) if branch_end else 0.02)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """Sum of the cross-entropy over the targets that are not IGNORE."""
+        x = self.model["embed_tokens"](tokens)
+        cos, sin = self.cos[: tokens.shape[1]], self.sin[: tokens.shape[1]]
+        for layer in self.model["layers"]:
+            x = layer(x, cos, sin)
+        logits = F.linear(self.model["norm"](x), self.model["embed_tokens"].weight)
+        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORE, reduction="sum")
+
+
+class Documents:
+    """Every document of the sources, and where each one begins and ends."""
+
+    def __init__(self, folder: Path, shares: dict[str, float], end_of_text: int):
+        self.shares = {source: share for source, share in shares.items() if (folder / f"{source}.npy").exists()}
+        arrays = [np.load(folder / f"{source}.npy") for source in self.shares]
+        self.tokens = np.concatenate([*arrays, np.zeros(4096, np.uint16)])
+        self.spans, offset = [], 0
+        for array in arrays:
+            ends = np.flatnonzero((array & ~np.uint16(LEARN)) == end_of_text) + 1
+            self.spans.append(np.stack((np.concatenate(([0], ends[:-1])), ends), axis=1) + offset)
+            offset += len(array)
+
+    def draw(self, rng: np.random.Generator, tokens: int) -> np.ndarray:
+        """Spans of about `tokens` tokens in all, the sources mixed by their shares."""
+        drawn = []
+        for spans, share in zip(self.spans, self.shares.values()):
+            want = tokens * share / sum(self.shares.values()) / np.diff(spans).mean()
+            drawn.append(spans[rng.integers(len(spans), size=int(want) + int(rng.random() < want % 1))])
+        return rng.permutation(np.concatenate(drawn))
+
+    def packed(self, rng: np.random.Generator, rows: int, length: int) -> tuple[np.ndarray, np.ndarray]:
+        """Whole documents one after another, cut into rows; everything is a target."""
+        size = rows * (length + 1)
+        spans = self.draw(rng, int(size * 1.1) + 4 * length)
+        stream = np.concatenate([self.tokens[start:end] for start, end in spans]) & ~np.uint16(LEARN)
+        block = np.resize(stream, size).reshape(rows, length + 1).astype(np.int64)
+        return block[:, :-1], block[:, 1:]
+
+    def padded(self, spans: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
+        """One document a row, as it will be met in use; marked tokens are the targets."""
+        width = min(length, -(-int(np.diff(spans).max()) // 32) * 32)
+        index = spans[:, :1] + np.arange(width + 1)
+        block = self.tokens[np.minimum(index, len(self.tokens) - 1)].astype(np.int64)
+        tokens, inside = block & ~LEARN, index < spans[:, 1:]
+        targets = np.where(inside & (block & LEARN > 0), tokens, IGNORE)
+        return np.where(inside, tokens, 0)[:, :-1], targets[:, 1:]
+
+    def batches(self, stage: str, step: int, options: argparse.Namespace) -> list[tuple[np.ndarray, np.ndarray]]:
+        """The micro-batches of a step: a function of the seed and the step alone, so a run can be resumed."""
+        rng = np.random.default_rng((options.seed, step))
+        if stage == "pretrain":
+            return [self.packed(rng, options.batch_tokens // options.length, options.length)]
+        spans = self.draw(rng, options.batch_tokens)
+        spans = spans[np.argsort(spans[:, 1] - spans[:, 0], kind="stable")]
+        cuts = np.searchsorted(spans[:, 1] - spans[:, 0], WIDTHS, side="right")
+        return [self.padded(part, options.length) for part in np.split(spans, cuts) if len(part)]
+
+
+def to_device(array: np.ndarray, device: str) -> Tensor:
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device == "cuda" else tensor
+
+
+def held_out_bits(model: nn.Module, folder: Path, end_of_text: int, device: str, length: int) -> dict[str, float]:
+    """Bits per byte of each source's held-out text: of a chat the assistant's side, of plain text everything."""
+    model.eval()
+    bits = {}
+    for source, size in json.loads((folder / "bytes.json").read_text()).items():
+        documents = Documents(folder, {source: 1.0}, end_of_text)
+        loss, spans = 0.0, documents.spans[0]
+        pieces = [(start, min(start + length, stop)) for low, stop in spans for start in range(low, stop, length)]
+        for start in range(0, len(pieces), 64):
+            tokens, targets = documents.padded(np.array(pieces[start : start + 64]), length)
+            with torch.no_grad(), torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
+                loss += model(to_device(tokens, device), to_device(targets, device)).item()
+        bits[source] = round(loss / math.log(2) / size, 4)
+    model.train()
+    return bits
+
+
+def save_model(model: Qwen3, config: Config, out: Path, name: str) -> None:
+    tensors = {name: tensor.to(torch.bfloat16).contiguous() for name, tensor in model.state_dict().items()}
+    save_file(tensors, out / f"{name}.safetensors", metadata={"format": "pt"})
+    described = asdict(config) | {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "tie_word_embeddings": True,
+        "use_sliding_window": False,
+        "initializer_range": 0.02,
+        "bos_token_id": 0,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+        "torch_dtype": "bfloat16",
+        "use_cache": True,
+    }
+    (out / "config.json").write_text(json.dumps(described, indent=2) + "\n")
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("stage", choices=["pretrain", "finetune"])
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--minutes", type=float, default=4.0, help="the learning rate follows the clock")
+    parser.add_argument("--init", type=Path, help="weights to start from; default: those of the stage before")
+    parser.add_argument("--batch-tokens", type=int, help="default: 131072 to pretrain, 262144 to fine-tune")
+    parser.add_argument("--length", type=int, default=2048)
+    parser.add_argument("--learning-rate", type=float, help="default: 2e-3 to pretrain, 1.5e-3 to fine-tune")
+    parser.add_argument("--dropout", type=float, help="default: 0.1 to pretrain, 0 to fine-tune")
+    parser.add_argument("--evaluations", type=int, default=6, help="how often to look at the held-out text")
+    parser.add_argument("--patience", type=int, default=3, help="stop after so many evaluations without a better one")
+    parser.add_argument("--seed", type=int, default=1)
+    options = parser.parse_args()
+    pretrain = options.stage == "pretrain"
+    if options.learning_rate is None:
+        options.learning_rate = 2e-3 if pretrain else 1.5e-3
+    if options.batch_tokens is None:
+        options.batch_tokens = 131_072 if pretrain else 262_144
+    if options.init is None and not pretrain:
+        options.init = options.out / "pretrain.safetensors"
+    if options.dropout is None:
+        options.dropout = 0.1 if pretrain else 0.0
+    return options
+
+
+def make_optimizer(model: nn.Module, learning_rate: float, device: str) -> torch.optim.AdamW:
+    decayed = [parameter for parameter in model.parameters() if parameter.dim() == 2]
+    others = [parameter for parameter in model.parameters() if parameter.dim() != 2]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=learning_rate, betas=(0.9, 0.95), fused=device == "cuda")
+
+
+def rate_at(progress: float) -> float:
+    """Share of the peak learning rate: a short warm-up, a plateau, and a linear way down over the second half."""
+    return max(0.0, min(1.0, progress / 0.02 + 0.01, (1.0 - progress) / 0.5))
+
+
+def train(options: argparse.Namespace) -> None:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.manual_seed(options.seed)
+    torch.set_float32_matmul_precision("high")
+    config = Config()
+    model = Qwen3(config, options.dropout).to(device)
+    optimizer = make_optimizer(model, options.learning_rate, device)
+    stage, checkpoint = options.stage, options.out / f"{options.stage}.pt"
+    state = {"step": 0, "seconds": 0.0, "tokens": 0, "log": [], "best": None, "best_score": math.inf, "misses": 0}
+    options.out.mkdir(parents=True, exist_ok=True)
+    if checkpoint.exists():
+        saved = torch.load(checkpoint, map_location=device, weights_only=True)
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+        state = saved["state"]
+    elif options.init:
+        model.load_state_dict(load_file(options.init, device))
+    shares = PRETRAIN if stage == "pretrain" else FINETUNE
+    end_of_text = 0
+    documents = Documents(options.data / "train", shares, end_of_text)
+    started, budget = time.monotonic() - state["seconds"], options.minutes * 60
+    evaluate_at = [(i + 1) / options.evaluations for i in range(options.evaluations)]
+    evaluate_at = [share for share in evaluate_at if share > state["seconds"] / budget]
+    window: list[Tensor] = []
+    while evaluate_at:
+        progress = (time.monotonic() - started) / budget
+        for group in optimizer.param_groups:
+            group["lr"] = options.learning_rate * rate_at(progress)
+        batches = documents.batches(stage, state["step"], options)
+        marked = sum(int((targets != IGNORE).sum()) for _, targets in batches)
+        step_loss = torch.zeros((), device=device)
+        for tokens, targets in batches:
+            tokens, targets = to_device(tokens, device), to_device(targets, device)
+            with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
+                loss = model(tokens, targets) / marked
+            loss.backward()
+            step_loss += loss.detach()
+            state["tokens"] += tokens.numel()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        window.append(step_loss)
+        state["step"] += 1
+        if len(window) == 50 or progress >= evaluate_at[0]:
+            mean = torch.stack(window).mean().item()
+            window.clear()
+            state["seconds"] = time.monotonic() - started
+            state["log"].append(
+                {
+                    "stage": stage,
+                    "step": state["step"],
+                    "seconds": round(state["seconds"], 1),
+                    "tokens": state["tokens"],
+                    "train_loss": round(mean, 4),
+                }
+            )
+        if progress < evaluate_at[0]:
+            continue
+        evaluate_at.pop(0)
+        bits = held_out_bits(model, options.data / "held_out", end_of_text, device, options.length)
+        score = sum(bits[source] * share for source, share in shares.items() if source in bits)
+        state["log"][-1]["held_out_bits_per_byte"] = bits
+        print(json.dumps(state["log"][-1]), flush=True)
+        state["misses"] = 0 if score < state["best_score"] else state["misses"] + 1
+        if score < state["best_score"]:
+            state["best_score"], state["best"] = score, {k: v.clone() for k, v in model.state_dict().items()}
+        state["seconds"] = time.monotonic() - started
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "state": state}, checkpoint)
+        if state["misses"] >= options.patience:
+            break
+    model.load_state_dict(state["best"])
+    save_model(model, config, options.out, stage)
+    (options.out / f"{stage}.json").write_text(json.dumps(state["log"], indent=1))
+
+
+if __name__ == "__main__":
+    train(parse_arguments())
