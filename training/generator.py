@@ -25,6 +25,7 @@ MORE_NAMES = items(TABLES["more names"], " ")
 SLOTS = {name.removeprefix("slot "): items(lines) for name, lines in TABLES.items() if name.startswith("slot ")}
 SLOTS |= {"day": CATEGORIES["days of the week"], "season": CATEGORIES["seasons"], "color": CATEGORIES["colors"]}
 THINGS = items(TABLES["things to find"])
+WORDS_AS_NAMES = [word for word in items(TABLES["spelling"], " ") + stories.THINGS if " " not in word]
 HAVE_OWN_SKILL = {
     "Hi",
     "How are you?",
@@ -153,8 +154,7 @@ class ChatGenerator(FactSkills):
         values = {slot: self.choice(choices) for slot, choices in SLOTS.items()}
         for slot in ("animal", "food", "season"):
             values[f"{slot}2"] = self.choice([other for other in SLOTS[slot] if other != values[slot]])
-        if self.chance(0.4):
-            values["pet_name"] = self.any_name()
+        values["pet_name"] = self.any_pet_name()
         values |= {"age": str(self.rng.randint(5, 90)), "count": self.choice(NUMBER_WORDS[2:8])}
         return values | {capitalize(slot): capitalize(value) for slot, value in values.items()}
 
@@ -192,12 +192,23 @@ class ChatGenerator(FactSkills):
     # Reading and remembering.
 
     def invented_name(self) -> str:
-        syllables = [self.choice("bdfghjklmnprstvwyz") + self.choice("aeiou") for _ in range(self.rng.randint(2, 3))]
-        return ("".join(syllables) + self.choice(["", "n", "l", "r", "s", "x"])).capitalize()
+        """A name that nobody has, so that names are copied and not guessed."""
+        onsets = items(
+            ["b, d, f, g, h, j, k, l, m, n, p, r, s, t, v, w, z, br, ch, cl, dr, fl, gr, kr, pl, qu, sh, st, th, tr"]
+        )
+        codas = ["", "", "", "n", "l", "r", "s", "x", "ck", "tz", "nd", "rt", "m", "th", "ff"]
+        syllables = [self.choice(onsets) + self.choice(["a", "e", "i", "o", "u", "ai", "ee", "oo"]) for _ in range(3)]
+        return ("".join(syllables[: self.choice([1, 2, 2, 3])]) + self.choice(codas)).capitalize()
 
     def any_name(self) -> str:
         kind = self.rng.random()
-        return self.choice(NAMES) if kind < 0.6 else self.choice(MORE_NAMES) if kind < 0.9 else self.invented_name()
+        return self.choice(NAMES) if kind < 0.5 else self.choice(MORE_NAMES) if kind < 0.8 else self.invented_name()
+
+    def any_pet_name(self) -> str:
+        kind = self.rng.random()
+        if kind < 0.4:
+            return self.choice(SLOTS["pet_name"])
+        return capitalize(self.choice(WORDS_AS_NAMES)) if kind < 0.7 else self.any_name()
 
     def _people(self, count: int) -> list[str]:
         people: dict[str, None] = {}
@@ -256,34 +267,38 @@ class ChatGenerator(FactSkills):
         name, color = self.any_name(), self.choice(COLORS)
         if held_out("recall", name, color):
             return self.remembering()
-        turns, facts = self._introduction(name, color)
-        for template in self.rng.sample(PHRASES["personal facts"], self.choice([0, 0, 1, 1, 2, 3])):
-            values = self._slot_values() | {"other": self.any_name(), "animal_one": self.choice(stories.ANIMALS)}
-            if "{age}" in template and any("{age}" in turn.user for turn in turns):
-                continue
-            said, replies, questions, answer, short = template.split(" => ")
-            turns.append(
-                Turn(self.choice(split(said)).format_map(values), self.choice(split(replies)).format_map(values))
-            )
-            facts.append((questions.format_map(values), answer.format_map(values), short.format_map(values)))
-        distractions = [
-            self.question,
-            self.sums,
-            self.joke,
-            self.opposite,
-            self.capital,
-            self.chatter,
-            self.thanks,
-            self.advice,
-            self.table_row,
-            self.how_are_you,
-        ]
+        turns, facts = self._introduction(name, color) if self.chance(0.65) else ([], [])
+        templates = PHRASES["personal facts"] + PHRASES["more personal facts"]
+        for template in self.rng.sample(templates, self.choice([0, 0, 1, 1, 2, 3] if turns else [1, 1, 2, 3])):
+            turn, fact = self._personal_fact(template)
+            if fact[0] not in [questions for questions, _, _ in facts]:
+                turns.append(turn)
+                facts.append(fact)
+        distractions = [self.question, self.sums, self.joke, self.opposite, self.capital, self.chatter, self.thanks]
+        distractions += [self.advice, self.table_row, self.how_are_you, self.story]
         for _ in range(self.choice([0, 0, 1, 1, 2, 3, 5])):
             turns += self.choice(distractions)()[:2]
         self.rng.shuffle(facts)
         for questions, reply, short in facts[: self.choice([1, 1, 2, 3])]:
             turns.append(Turn(self.choice(split(questions)), reply, capitalize(short)))
+        if self.chance(0.15):
+            turns += self._never_told(turns)
         return turns
+
+    def _personal_fact(self, template: str) -> tuple[Turn, tuple[str, str, str]]:
+        values = self._slot_values() | {"other": self.any_name(), "animal_one": self.choice(stories.ANIMALS)}
+        template = re.sub(r"\b([Aa]) (?=[aeiou])", r"\1n ", template.format_map(values))
+        said, replies, questions, answer, short = template.split(" => ")
+        return Turn(self.choice(split(said)), capitalize(self.choice(split(replies)))), (questions, answer, short)
+
+    def _never_told(self, turns: list[Turn]) -> list[Turn]:
+        """A question about something that the user has not said."""
+        said = " ".join(turn.user.lower() for turn in turns)
+        for word in self.rng.sample(["name", "dog", "cat", "sister", "color", "live", "job", "old"], 8):
+            if word not in said:
+                questions = [question for question in PHRASES["not told"] if word in question]
+                return [Turn(self.choice(questions), self._phrase("not told replies"))] if questions else []
+        return []
 
     def _introduction(self, name: str, color: str) -> tuple[list[Turn], list[tuple[str, str, str]]]:
         hello = self._phrase("name replies").format(name=name, model=MODEL_NAME)

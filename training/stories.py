@@ -29,7 +29,7 @@ class Topic:
 
     @property
     def can_be_tiny(self) -> bool:
-        return not self.plots and self.kind == "hero" and "{an_other}" not in self.text
+        return not self.plots and self.kind == "hero"
 
 
 @dataclass(frozen=True)

@@ -44,14 +44,13 @@ PRETRAIN = {
     "personality": 0.005,
 }
 FINETUNE = {
-    "generated": 0.915,
-    "tinystories": 0.03,
-    "storybook-asp": 0.005,
-    "storybook-pb": 0.01,
-    "fairytaleqa-qa": 0.015,
-    "spc": 0.02,
-    "oewn": 0.004,
-    "personality": 0.001,
+    "generated": 0.9655,
+    "tinystories": 0.015,
+    "storybook-asp": 0.002,
+    "storybook-pb": 0.004,
+    "fairytaleqa-qa": 0.01,
+    "oewn": 0.003,
+    "personality": 0.0005,
 }
 
 
