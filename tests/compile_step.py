@@ -46,9 +46,9 @@ class Recorder:
         self.kernel, self.launches = kernel, launches
 
     def __getitem__(self, grid):
-        def launch(*args, num_warps, num_stages, enable_fp_fusion, launch_pdl=False, **named):
+        def launch(*args, launch_pdl=False, **named):
             signature, constants, attributes = {}, {}, {}
-            args = (*args, *(named[param.name] for param in self.kernel.params[len(args) :]))
+            args = (*args, *(named.pop(param.name) for param in self.kernel.params[len(args) :]))
             for i, (param, value) in enumerate(zip(self.kernel.params, args, strict=True)):
                 if param.is_constexpr or value is None or (isinstance(value, int) and value == 1):
                     signature[param.name], constants[param.name] = "constexpr", value
@@ -61,9 +61,8 @@ class Recorder:
                     aligned = isinstance(value, int) and value % 16 == 0
                 if aligned:
                     attributes[(i,)] = [["tt.divisibility", 16]]
-            options = dict(num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=enable_fp_fusion)
-            key = (self.kernel.__name__, str(signature), str(constants), str(options))
-            self.launches[key] = (self.kernel, signature, constants, attributes, options, launch_pdl)
+            key = (self.kernel.__name__, str(signature), str(constants), str(named))
+            self.launches[key] = (self.kernel, signature, constants, attributes, named, launch_pdl)
 
         return launch
 

@@ -34,7 +34,7 @@ TUNED = {
     (9728, 2560): MatvecShape(1, 2048, 2),
     (2560, 9728): MatvecShape(1, 1024, 2),
     (3072, 2048): MatvecShape(2, 1024, 2),  # Llama-3.2-1B
-    (2048, 2048): MatvecShape(4, 2048, 4),
+    (2048, 2048): MatvecShape(2, 2048, 4),
     (8192, 2048): MatvecShape(2, 2048, 4),
     (2048, 8192): MatvecShape(2, 2048, 2),
 }
@@ -54,10 +54,11 @@ def matvec_shape(N: int, K: int, halves: int = 1) -> MatvecShape:
 
 
 def attention_shape(head_dim: int, dtype: torch.dtype, capability: int) -> AttentionShape:
-    """Wide heads and fp32 take half the tile; eight warps where four would spill: a tile and its successor are held."""
-    wide = head_dim > 128 or (head_dim > 64 and capability < 90)
-    block_t = 32 if head_dim > 128 or dtype == torch.float32 else 64
-    return AttentionShape(block_t=block_t, splits=16, num_warps=8 if wide else 4)
+    """A tile and its successor are held in registers, so wide heads, fp32 and GPUs before Hopper take smaller ones."""
+    block_t = 128 if capability >= 90 else 64
+    if head_dim > 128 or dtype == torch.float32:
+        block_t = 32
+    return AttentionShape(block_t=block_t, splits=16, num_warps=8)
 
 
 def choose_shapes(config: ModelConfig, dtype: torch.dtype, capability: int) -> StepShapes:

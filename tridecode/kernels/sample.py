@@ -58,7 +58,8 @@ from .mass import BINS, FARTHEST, LOW_BITS, WEIGHT_BITS, distance, distance_ref,
 from .philox import philox_bits, philox_bits_ref
 
 BLOCK = 2048  # tokens of the vocabulary a program
-WARPS = 8
+WARPS = 16
+DRAW_REGISTERS = 128  # all that 16 warps may have: left alone, some versions of ptxas stop at 64 and spill
 LOGPROBS_BLOCK = 4096
 LOGPROBS_KEEP = 32  # candidates a program of logprobs leaves: MAX_LOGPROBS, rounded up to a power of two
 
@@ -300,15 +301,16 @@ def sample(logits, meta, samp, tokens, counts, bias, out, sampler, *, pdl: bool,
         LOGPROBS=logprobs_ring is not None,
         FENCE=logprobs_ring is not None and not interpreted(),
         PDL=pdl,
+        maxnreg=DRAW_REGISTERS,
         **launch,
     )
 
 
 def _draw_ref(w, blocks, counter) -> int:
     """The index drawn from weights w of tokens in ascending blocks: first the block, then within it."""
-    masses = torch.zeros(int(blocks[-1]) + 1, dtype=torch.int64).index_add_(0, blocks, w).cumsum(0)
+    masses = w.new_zeros(int(blocks[-1]) + 1).index_add_(0, blocks, w).cumsum(0)
     block = int(torch.searchsorted(masses, philox_bits_ref(*counter, 0) * int(masses[-1]) >> 64, right=True))
-    first, end = torch.searchsorted(blocks, torch.tensor([block, block + 1])).tolist()
+    first, end = torch.searchsorted(blocks, blocks.new_tensor([block, block + 1])).tolist()
     upto = w[first:end].cumsum(0)
     place = philox_bits_ref(*counter, block + 1) * int(upto[-1]) >> 64
     return first + int(torch.searchsorted(upto, place, right=True))
