@@ -28,7 +28,7 @@ import sys
 from tridecode.errors import CheckpointError
 from tridecode.hub import resolve_model
 try:
-    print("path", resolve_model(sys.argv[1]))
+    print("path", resolve_model(sys.argv[1], weights="small" not in sys.argv[2:]))
 except CheckpointError as error:
     print("error", error)
 """
@@ -117,14 +117,14 @@ def needed(files: dict[str, bytes]) -> set[str]:
     return small | shards | {"tokenizer_config.json"}
 
 
-def resolve(model: str, home: Path, endpoint: str, offline: bool = False) -> str:
+def resolve(model: str, home: Path, endpoint: str, *more: str, offline: bool = False) -> str:
     """The outcome of resolve_model in a fresh process, "path ..." or "error ..." on one line, and no warning."""
     ours = ("HF_", "HUGGING", "http_", "https_", "all_", "HTTP_", "HTTPS_", "ALL_")  # a proxy serves no loopback
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
     env = inherited | {"HF_HOME": str(home), "HF_ENDPOINT": endpoint, "PYTHONPATH": str(ROOT)}
     env["HF_HUB_OFFLINE"] = "1" if offline else "0"
     run = subprocess.run(
-        [sys.executable, "-c", RESOLVE, model], env=env, cwd=home.parent, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", RESOLVE, model, *more], env=env, cwd=home.parent, capture_output=True, text=True, timeout=120
     )
     assert run.returncode == 0 and "Traceback" not in run.stderr and "Warning" not in run.stderr, run.stderr
     assert run.stdout.count("\n") == 1, run.stdout
@@ -168,6 +168,12 @@ def test_one_file_without_index(hub, files, tmp_path):
     hub.repos["owner/single"] = single | {"tokenizer.json": files["tokenizer.json"], "pytorch_model.bin": b"no"}
     assert resolve("owner/single", tmp_path / "home", hub.url).startswith("path ")
     assert sorted(hub.fetched) == ["config.json", "model.safetensors", "tokenizer.json"]
+
+
+def test_no_weights_are_fetched_where_none_are_wanted(hub, files, tmp_path):
+    hub.repos["owner/small"] = files
+    assert resolve("owner/small", tmp_path / "home", hub.url, "small").startswith("path ")
+    assert set(hub.fetched) == {name for name in needed(files) if not name.endswith(".safetensors")}
 
 
 REFUSED = {

@@ -102,7 +102,7 @@ def load_config(path: Path) -> ModelConfig:
     values = read_json(source)
     config = parse_config(values, read_json(generation) if generation.is_file() else None, source)
     if values.get("dtype") is None and values.get("torch_dtype") is None:
-        embed = _tensors(path).get("model.embed_tokens.weight")
+        embed = _tensors(path).get("model.embed_tokens.weight") if any(path.glob("*.safetensors")) else None
         if embed is not None and embed.dtype in DTYPES:
             config = replace(config, dtype=str(DTYPES[embed.dtype]).removeprefix("torch."))
     return config

@@ -20,11 +20,12 @@ SMALL_FILES = (
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+", re.ASCII)
 
 
-def resolve_model(model: str | Path) -> Path:
+def resolve_model(model: str | Path, weights: bool = True) -> Path:
     """The directory of `model`: a local directory as it is, else a Hugging Face id ("owner/name"), downloaded.
 
     Only the files that are read come down, first the small ones: a model that is not supported costs no download of
-    weights. Cache, token, offline mode and progress bars are huggingface_hub's. Raises CheckpointError.
+    weights, and with `weights` false none come at all. Cache, token, offline mode and progress bars are
+    huggingface_hub's. Raises CheckpointError.
     """
     if not str(model).strip():
         raise CheckpointError("the model's name is empty; give a directory or a Hugging Face id (like Qwen/Qwen3-4B)")
@@ -37,7 +38,7 @@ def resolve_model(model: str | Path) -> Path:
         raise CheckpointError(
             f"{model}: no such directory, and not a Hugging Face id (like Qwen/Qwen3-4B); check the spelling"
         )
-    return _download(model)
+    return _download(model, weights)
 
 
 def shard_map(index: Path) -> dict[str, str]:
@@ -58,7 +59,7 @@ def shard_map(index: Path) -> dict[str, str]:
     return names
 
 
-def _download(repo: str) -> Path:
+def _download(repo: str, weights: bool) -> Path:
     small = _snapshot(repo, list(SMALL_FILES), None)
     _require(repo, small, "config.json")
     generation = small / "generation_config.json"
@@ -66,6 +67,8 @@ def _download(repo: str) -> Path:
         read_json(small / "config.json"), read_json(generation) if generation.is_file() else None, small / "config.json"
     )
     _require(repo, small, "tokenizer.json")
+    if not weights:
+        return small
     index = small / INDEX
     shards = sorted(set(shard_map(index).values())) if index.is_file() else [SINGLE]
     if not all((small / name).is_file() for name in shards):

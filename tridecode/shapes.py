@@ -29,28 +29,27 @@ class StepShapes:
 
 # (rows, columns) of a weight matrix -> the shape that was fastest in the whole step on an H200. Gate and up count once.
 TUNED = {
-    (6144, 2560): MatvecShape(4, 512, 4),  # Qwen3-4B: qkv, o_proj, gate_up, down
+    (4096, 1024): MatvecShape(4, 2048, 4),  # Qwen3-0.6B: qkv, down
+    (1024, 3072): MatvecShape(2, 2048, 4),
+    (3072, 2048): MatvecShape(2, 1024, 2),  # Llama-3.2-1B: qkv, gate and up, down
+    (8192, 2048): MatvecShape(1, 1024, 2),
+    (2048, 8192): MatvecShape(2, 1024, 2),
+    (6144, 2560): MatvecShape(4, 512, 4),  # Qwen3-4B: qkv, o_proj, down
     (2560, 4096): MatvecShape(2, 4096, 8),
-    (9728, 2560): MatvecShape(1, 2048, 2),
-    (2560, 9728): MatvecShape(1, 1024, 2),
-    (3072, 2048): MatvecShape(2, 1024, 2),  # Llama-3.2-1B
-    (2048, 2048): MatvecShape(2, 2048, 4),
-    (8192, 2048): MatvecShape(2, 2048, 4),
-    (2048, 8192): MatvecShape(2, 2048, 2),
+    (2560, 9728): MatvecShape(1, 2048, 2),
+    (6144, 4096): MatvecShape(1, 2048, 2),  # Llama-3.1-8B: qkv
 }
 
 
 def matvec_shape(N: int, K: int, halves: int = 1) -> MatvecShape:
-    """The tuned shape, or one that did well on all measured matrices of its kind; `halves` 2 for gate and up."""
+    """The tuned shape, or what was best or near it on all measured matrices; `halves` is 2 for gate and up."""
     if (N, K) in TUNED:
         return TUNED[N, K]
     if halves == 2:
         return MatvecShape(1, 2048, 2) if K > 1024 else MatvecShape(2, 1024, 2)
-    if N * K > 2**27:
-        return MatvecShape(2, 4096, 4) if K > 2048 else MatvecShape(2, 2048, 2)
-    if N < K:  # long rows, few of them
-        return MatvecShape(2, 2048, 4) if K <= 4096 else MatvecShape(4, 1024, 8)
-    return MatvecShape(2, 1024, 2)
+    if N * K > 2**27 and K > 2048:
+        return MatvecShape(2, 4096, 4)
+    return MatvecShape(2, 2048, 2)
 
 
 def attention_shape(head_dim: int, dtype: torch.dtype, capability: int) -> AttentionShape:

@@ -20,7 +20,7 @@ from .terminal import Output, visible
 
 def info(args, output: Output) -> int:
     device, backend = resolve_device(args.device, args.backend)
-    path = BUNDLED if args.model is None else resolve_model(args.model)
+    path = BUNDLED if args.model is None else resolve_model(args.model, weights=False)
     config = load_config(path)
     dtype = resolve_dtype(args.dtype, config, device)
     report = {

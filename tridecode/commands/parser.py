@@ -16,8 +16,8 @@ The text streams to stdout, everything else goes to stderr. With --json, stdout 
 Exit codes: 0 done, 1 error, 2 wrong options, 130 interrupted, 141 reader of stdout gone.
 """
 INFO = """\
-Show model, memory plan, GPU, versions and what would run. The weights are not loaded, but a Hugging Face id is
-downloaded if it is not in the cache.
+Show model, memory plan, GPU, versions and what would run. The weights are neither loaded nor, for a Hugging Face id,
+downloaded.
 """
 BENCH = """\
 Time the decode step of a public model's shape with random weights, against the read bandwidth measured in the same

@@ -43,7 +43,9 @@ def interpreted() -> bool:
 
 def options(num_warps: int, pdl: bool = False, num_stages: int = 1) -> dict:
     """Launch options; `pdl` lets the kernel start while its predecessor drains (sm_90 and above)."""
-    chosen = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True}
+    # Left alone, ptxas may stop at 64 or 128 registers, with fewer loads in flight and, in some versions, spills.
+    registers = min(65536 // (32 * num_warps), 255)
+    chosen = {"num_warps": num_warps, "num_stages": num_stages, "maxnreg": registers, "enable_fp_fusion": True}
     if pdl:
         chosen["launch_pdl"] = True
     return chosen

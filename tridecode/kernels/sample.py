@@ -59,7 +59,6 @@ from .philox import philox_bits, philox_bits_ref
 
 BLOCK = 2048  # tokens of the vocabulary a program
 WARPS = 16
-DRAW_REGISTERS = 128  # all that 16 warps may have: left alone, some versions of ptxas stop at 64 and spill
 LOGPROBS_BLOCK = 4096
 LOGPROBS_KEEP = 32  # candidates a program of logprobs leaves: MAX_LOGPROBS, rounded up to a power of two
 
@@ -301,7 +300,6 @@ def sample(logits, meta, samp, tokens, counts, bias, out, sampler, *, pdl: bool,
         LOGPROBS=logprobs_ring is not None,
         FENCE=logprobs_ring is not None and not interpreted(),
         PDL=pdl,
-        maxnreg=DRAW_REGISTERS,
         **launch,
     )
 
