@@ -123,9 +123,8 @@ def resolve(model: str, home: Path, endpoint: str, *more: str, offline: bool = F
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
     env = inherited | {"HF_HOME": str(home), "HF_ENDPOINT": endpoint, "PYTHONPATH": str(ROOT)}
     env["HF_HUB_OFFLINE"] = "1" if offline else "0"
-    run = subprocess.run(
-        [sys.executable, "-c", RESOLVE, model, *more], env=env, cwd=home.parent, capture_output=True, text=True, timeout=120
-    )
+    command = [sys.executable, "-c", RESOLVE, model, *more]
+    run = subprocess.run(command, env=env, cwd=home.parent, capture_output=True, text=True, timeout=120)
     assert run.returncode == 0 and "Traceback" not in run.stderr and "Warning" not in run.stderr, run.stderr
     assert run.stdout.count("\n") == 1, run.stdout
     return run.stdout.strip()
@@ -221,7 +220,7 @@ def test_failures(case, hub, files, tmp_path):
     hub.repos["owner/gated"] = files
     if status:
         hub.status[repo] = status
-    outcome = resolve(repo, tmp_path / "home", hub.url if answers else "http://127.0.0.1:9", offline)
+    outcome = resolve(repo, tmp_path / "home", hub.url if answers else "http://127.0.0.1:9", offline=offline)
     assert outcome.startswith(f"error {repo}: ") and all(word in outcome for word in words), outcome
 
 

@@ -49,7 +49,7 @@ class MemoryPlan:
 def plan_memory(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> MemoryPlan:
     """Plan for loading `config` in `dtype` on `device` as it is now."""
     rope_and_tokens = 4 * config.head_dim + 4
-    # One row of a prefill chunk: the residual stream and its norm, q and k rotated in fp32, gate | up and their product.
+    # A row of a prefill chunk: the residual stream and its norm, q and k rotated in fp32, gate | up, their product.
     row = 4 * (5 * config.hidden_size + 6 * config.q_size + 4 * config.kv_size)
     row += 4 * dtype.itemsize * config.intermediate_size
     workspace = 64 * config.vocab_size + 2**25
