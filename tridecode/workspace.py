@@ -9,7 +9,6 @@ from .kernels import sample as sample_op
 from .meta import META_WIDTH, RING, SAMP_WIDTH
 from .sampling import MAX_LOGPROBS
 
-MAX_PARTIALS = 4096  # programs of a residual matvec that leave a partial sum of squares
 MAX_SPLITS = 64  # K/V splits of one attention
 
 
@@ -32,7 +31,7 @@ class Workspace:
     # activations
     hidden: torch.Tensor  # fp32 [rows, hidden]: the residual stream
     normed: torch.Tensor  # act [rows, hidden]: hidden * norm weight, before the division by the root mean square
-    sumsq: torch.Tensor  # fp32 [rows, MAX_PARTIALS]: partial sums of hidden ** 2
+    sumsq: torch.Tensor  # fp32 [rows, hidden]: partial sums of hidden ** 2, at most one a row of the weight
     qkv: torch.Tensor  # fp32 [rows, q_size + 2 * kv_size]
     attn_out: torch.Tensor  # act [rows, q_size]
     attn_partial: torch.Tensor  # fp32 [rows, heads, MAX_SPLITS, head_dim]
@@ -74,7 +73,7 @@ def make_workspace(config: ModelConfig, capacity: int, device, dtype: torch.dtyp
         out_top_ids=ring(slots, RING, MAX_LOGPROBS, dtype=torch.int32),
         hidden=real(rows, config.hidden_size),
         normed=real(rows, config.hidden_size, dtype=act_dtype),
-        sumsq=real(rows, MAX_PARTIALS),
+        sumsq=real(rows, config.hidden_size),
         qkv=real(rows, config.q_size + 2 * config.kv_size),
         attn_out=real(rows, config.q_size, dtype=act_dtype),
         attn_partial=real(rows, config.num_heads, MAX_SPLITS, config.head_dim),
