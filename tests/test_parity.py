@@ -6,6 +6,7 @@ from checkpoints import FAMILIES, write_tiny
 from models import CUDA, DEVICE
 
 from tridecode import Engine, SamplingParams
+from tridecode.engine import BUNDLED
 
 transformers = pytest.importorskip("transformers")
 TOKENS = 96
@@ -77,10 +78,10 @@ def test_score_is_no_worse_than_transformers_bf16_at_real_widths(name, tmp_path)
     check_contract(write_tiny(tmp_path / name, family, dtype=torch.bfloat16, **widths))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, "bundled"])
 def test_greedy_tokens_agree_with_transformers(tiny, family):
     """Tokens may part only where the top-2 gap of the fp32 logits is below the bf16 noise (none in fp32)."""
-    path = tiny(family)
+    path = BUNDLED if family == "bundled" else tiny(family)
     engine = Engine.load(path, device=str(DEVICE))
     prompt = torch.randint(0, 380, (37,), generator=torch.Generator().manual_seed(2)).tolist()
     params = SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True)
