@@ -11,14 +11,21 @@ Talk with a model. In the chat: /help lists the commands, Ctrl-C stops an answer
 With stdin from a pipe or file, each line is one turn; answers go to stdout, everything else to stderr.
 """
 GENERATE = """\
-Answer one prompt: --prompt, --prompt-ids, or stdin when neither is given (one newline at its end is dropped).
-The text streams to stdout, everything else goes to stderr. With --json, stdout gets exactly one line.
-Exit codes: 0 done, 1 error, 2 wrong options, 130 interrupted, 141 reader of stdout gone.
+Answer one prompt: --prompt, --prompt-ids, --messages, or stdin when none is given (one newline at its end is dropped).
+A - that is the last word of --prompt, or alone on a line of it, stands for stdin. --jsonl answers a file of prompts.
+The text streams to stdout, everything else goes to stderr. With --json, stdout gets exactly one line an answer.
+"""
+GENERATE_CODES = """\
+Exit codes: 0 done, 1 error (with --jsonl: of any line), 2 wrong options, 130 interrupted, 141 reader of stdout gone.
 """
 INFO = """\
 Show model, memory plan, GPU, versions and what would run. The weights are neither loaded nor, for a Hugging Face id,
 downloaded.
 """
+SAMPLING = (  # the fields of SamplingParams, each an option
+    "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+    "logit_bias", "seed", "max_tokens", "stop", "stop_token_ids", "ignore_eos", "logprobs",
+)  # fmt: skip
 BENCH = """\
 Time the decode step of a public model's shape with random weights, against the read bandwidth measured in the same
 run. Prints one line of figures and one JSON line. Needs a GPU.
@@ -46,14 +53,7 @@ def make_parser() -> argparse.ArgumentParser:
     both = [engine, sampling_options()]
     commands.add_parser("chat", help="talk with a model", description=CHAT, parents=both)
     generate = commands.add_parser("generate", help="answer one prompt", description=GENERATE, parents=both)
-    prompt = generate.add_mutually_exclusive_group()
-    prompt.add_argument("--prompt", metavar="TEXT", help="the prompt; sent through the chat template unless --raw")
-    prompt.add_argument("--prompt-ids", metavar="IDS", type=token_ids, help="token ids as they are, like 1,2,3")
-    generate.add_argument(
-        "--json",
-        action="store_true",
-        help="print one JSON object: token_ids, text, finish_reason, usage, timings (seconds), seed, and error if any",
-    )
+    generate_options(generate)
     info = commands.add_parser("info", help="show what would run, without loading", description=INFO, parents=[engine])
     info.add_argument("--json", action="store_true", help="print one JSON object (sizes in bytes)")
     bench = commands.add_parser("bench", help="time the decode step", description=BENCH)
@@ -100,10 +100,53 @@ def sampling_options() -> argparse.ArgumentParser:
     group.add_argument("--top-k", type=int, metavar="K", help="0 is off")
     group.add_argument("--top-p", type=float, metavar="P", help="1 is off")
     group.add_argument("--min-p", type=float, metavar="P", help="0 is off")
+    group.add_argument("--repetition-penalty", type=float, metavar="R", help="on prompt and answer; 1 is off")
+    group.add_argument("--presence-penalty", type=float, metavar="P", help="on the answer, -2 to 2; 0 is off")
+    group.add_argument("--frequency-penalty", type=float, metavar="P", help="on the answer, -2 to 2; 0 is off")
+    group.add_argument(
+        "--logit-bias", type=logit_bias, action="append", metavar="ID=VALUE", help="added to its logit; repeatable"
+    )
     group.add_argument("--seed", type=int, metavar="N", help="same seed, prompt and history: same tokens")
     group.add_argument("--max-tokens", type=int, metavar="N", help="longest answer (default: to the context's end)")
+    group.add_argument("--stop", action="append", metavar="STRING", help="ends the answer, never shown; repeatable")
+    group.add_argument("--stop-token-ids", type=token_ids, metavar="IDS", help="end it too, beside the model's own")
+    group.add_argument(
+        "--ignore-eos", action="store_true", default=None, help="the model's own stop tokens do not end the answer"
+    )
     group.add_argument("--raw", action="store_true", help="no chat template: the model continues the text as it is")
     return options
+
+
+def generate_options(generate) -> None:
+    """The options of `generate` alone; args.refuse(message) ends as a wrong option does."""
+    generate.epilog = GENERATE_CODES
+    generate.set_defaults(refuse=generate.error)
+    prompt = generate.add_mutually_exclusive_group()
+    prompt.add_argument("--prompt", metavar="TEXT", help="the prompt; sent through the chat template unless --raw")
+    prompt.add_argument("--prompt-ids", metavar="IDS", type=token_ids, help="token ids as they are, like 1,2,3")
+    prompt.add_argument(
+        "--messages", metavar="FILE", help='a chat as JSON: [{"role": "user", "content": "..."}, ...]; - is stdin'
+    )
+    prompt.add_argument(
+        "--jsonl",
+        metavar="FILE",
+        help='answer each line, {"prompt": ...} or {"messages": ...} with sampling options of its own if any, as one '
+        "JSON line; lines that --output holds already are skipped; - is stdin",
+    )
+    generate.add_argument("--system", metavar="TEXT", help="system message before the prompt")
+    generate.add_argument("--allow-special", action="store_true", help="with --raw: text may write control tokens")
+    generate.add_argument("--n", type=positive, default=1, metavar="N", help="answers; seeds SEED, SEED+1, ... (1)")
+    generate.add_argument("--output", metavar="FILE", help="write there, and only once complete, instead of to stdout")
+    generate.add_argument(
+        "--json",
+        action="store_true",
+        help="print one JSON object: token_ids, text, finish_reason, usage, timings (seconds), seed, logprobs if asked "
+        "for, and error if any",
+    )
+    generate.add_argument(
+        "--logprobs", type=int, metavar="N", help="with --json: logprobs of each token and of the N likeliest"
+    )
+    generate.add_argument("--no-reuse-prefix", action="store_true", help="compute every prompt from its first token")
 
 
 def token_ids(text: str) -> list[int]:
@@ -111,6 +154,14 @@ def token_ids(text: str) -> list[int]:
         return [int(part) for part in text.split(",")] if text.strip() else []
     except ValueError:
         raise argparse.ArgumentTypeError(f"expected token ids separated by commas, like 1,2,3, got {text!r}") from None
+
+
+def logit_bias(text: str) -> tuple[int, float]:
+    token, _, value = text.partition("=")
+    try:
+        return int(token), float(value)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected ID=VALUE, like 42=-1.5, got {text!r}") from None
 
 
 def positive(text: str) -> int:
@@ -122,5 +173,7 @@ def positive(text: str) -> int:
 
 def sampling_overrides(args) -> dict:
     """The sampling options that were given; the others keep the model's defaults."""
-    names = ("temperature", "top_k", "top_p", "min_p", "seed", "max_tokens")
-    return {name: value for name in names if (value := getattr(args, name)) is not None}
+    given = {name: value for name in SAMPLING if (value := getattr(args, name, None)) is not None}
+    if "logit_bias" in given:
+        given["logit_bias"] = dict(given["logit_bias"])
+    return given
