@@ -9,6 +9,7 @@ from rich import box
 from rich.console import Group
 from rich.live import Live
 from rich.markdown import CodeBlock, HorizontalRule, Markdown, TableElement
+from rich.padding import Padding
 from rich.rule import Rule
 from rich.segment import Segment
 from rich.syntax import Syntax
@@ -31,7 +32,10 @@ class Code(CodeBlock):
     """Highlighted in the terminal's own colours, and without blank lines of its own."""
 
     def __rich_console__(self, console, options):
-        yield Syntax(str(self.text).rstrip(), self.lexer_name, theme="ansi_dark", word_wrap=True, padding=(0, 2))
+        code = str(self.text).rstrip()
+        text = Syntax(code, self.lexer_name, theme="ansi_dark", word_wrap=True, tab_size=8).highlight(code)
+        text.rstrip()
+        yield Padding(text, (0, 2))
 
 
 class Rows(TableElement):
@@ -107,7 +111,7 @@ def split(text: str, final: bool = False) -> tuple[list[str], str, bool]:
         return [], "" if final else text, False
     whole, newline, begun = text.rpartition("\n")
     whole += newline
-    decided = begun.lstrip()[:1].isalpha()
+    decided = _decided(begun)
     probe = text if final else whole + (begun if decided else "x")
     tokens = []
     PARSER.block.parse(probe, PARSER, {}, tokens)
@@ -122,15 +126,27 @@ def split(text: str, final: bool = False) -> tuple[list[str], str, bool]:
         if starts[-1] == len(lines) - 1 and not decided and finished and _goes_on(tops[-2].type, lines[-2]):
             finished -= 1
     starts.append(len(lines))
-    blocks = ["\n".join(lines[start:end]) for start, end in zip(starts[:finished], starts[1:])]
+    blocks = [_trimmed(lines[start:end]) for start, end in zip(starts[:finished], starts[1:])]
     rest = "\n".join(lines[starts[finished] :])
     return blocks, rest, finished < len(tops) and tops[finished].type == "fence"
+
+
+def _trimmed(lines: list[str]) -> str:
+    """The lines as one text, without blank ones before and after."""
+    filled = [i for i, line in enumerate(lines) if line.strip()]
+    return "\n".join(lines[filled[0] : filled[-1] + 1])
+
+
+def _decided(line: str) -> bool:
+    return line.lstrip()[:1].isalpha()
 
 
 def _goes_on(kind: str, last_line: str) -> bool:
     """Whether another line than an "x" could still belong to a block of this kind."""
     if kind == "blockquote_open":
         return bool(last_line.strip())
+    if kind == "heading_open":
+        return "|" in last_line  # the head of a table, if its rule comes next
     return kind in ("bullet_list_open", "ordered_list_open", "code_block")
 
 
@@ -145,8 +161,11 @@ class Painter:
 
     def frame(self, text: str, final: bool = False) -> None:
         """Add `text`; print the blocks that it finishes, and draw the unfinished one."""
+        settled = not final and self._settled(text)
         self._rest += text
-        blocks, self._rest, self._fence = split(self._rest, final)
+        blocks = []
+        if not settled:
+            blocks, self._rest, self._fence = split(self._rest, final)
         shown = []
         for block in blocks:
             shown += self._spaced(block, Block(block))
@@ -167,10 +186,17 @@ class Painter:
 
     def close(self) -> None:
         """Leave the terminal as it was found, the cursor included."""
-        if self._live is not None:
-            self._live.update("")
-            self._live.stop()
-            self._live = None
+        live, self._live = self._live, None
+        if live is not None:
+            live.update("")
+            live.stop()
+
+    def _settled(self, text: str) -> bool:
+        """Whether `text` surely finishes no block: a long one must not be split again for every frame."""
+        line = self._rest[self._rest.rfind("\n") + 1 :]
+        if self._fence and self._rest.count("\n"):
+            return self._rest.lstrip()[0] * 3 not in line + text
+        return "\n" not in text and _decided(line) == _decided(line + text)
 
     def _spaced(self, source: str, renderable) -> list:
         if not source.strip():
@@ -211,10 +237,9 @@ class MarkdownStream:
         self._done.set()
         try:
             self._thread.join()
-            if self._error is None:
-                self._painter.frame(self._take(final=True), final=True)
+            self._try(lambda: self._painter.frame(self._take(final=True), final=True))
         finally:
-            self._painter.close()
+            self._try(self._painter.close, always=True)
         if self._error is not None:
             raise self._error
 
@@ -222,22 +247,29 @@ class MarkdownStream:
         """As `finish`, but never raises: for an answer that was stopped or failed. What came is shown."""
         try:
             self.finish()
-        except (OSError, ValueError):  # the terminal is gone, or its stream closed
+        except Exception:  # such as a terminal that is gone: what was said must still be kept
             pass
 
     def _run(self) -> None:
         pause = FRAME
-        while not self._done.wait(pause):
+        while not self._done.wait(pause) and self._error is None:
             if not self._queue:
                 pause = FRAME
                 continue
             started = time.perf_counter()
-            try:
-                self._painter.frame(self._take())
-            except Exception as error:
-                self._error = error
-                return
+            self._try(lambda: self._painter.frame(self._take()))
             pause = max(FRAME, (time.perf_counter() - started) / SHARE)
+
+    def _try(self, draw, always: bool = False) -> None:
+        """Draw, unless the terminal has failed already; keep the first error for `finish`."""
+        if self._error is not None and not always:
+            return
+        try:
+            draw()
+        except SystemExit:  # what rich makes of a broken pipe; only the caller may end the program
+            self._error = self._error or BrokenPipeError("the terminal is gone")
+        except Exception as error:
+            self._error = self._error or error
 
     def _take(self, final: bool = False) -> str:
         """What was pushed since the last frame, without control characters."""
