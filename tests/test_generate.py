@@ -102,6 +102,8 @@ def test_stdin_inside_the_prompt(run, seen):
 def test_what_is_no_unicode_is_replaced_with_a_note(run, seen, tmp_path):
     code, _, err = run(*LIMITS, stdin=b"a \xff b\n")
     assert code == 0 and seen[-1][0] == [user("a \ufffd b")] and err.startswith("stdin: what is not valid UTF-8")
+    code, _, err = run("--prompt", "x", "--system", "\ud800", *LIMITS)
+    assert code == 0 and seen[-1][0][0]["content"] == "\ufffd" and err.count("\n") == 2
     code, _, err = run("--prompt", "x\udcff", *LIMITS)  # as an argument that is not UTF-8 arrives
     assert code == 0 and seen[-1][0] == [user("x\ufffd")] and err.startswith("--prompt: ")
     file = tmp_path / "m.json"
@@ -211,6 +213,7 @@ def test_no_reuse_prefix(run, seen):
 def test_output_is_written_whole_or_not_at_all(run, engine, monkeypatch, tmp_path):
     options = ("--prompt", "Hello", *LIMITS)
     shown = run(*options)[1]
+    assert run(*options, "--output", "-")[1] == shown
     file = tmp_path / "o.txt"
     code, out, err = run(*options, "--output", file)
     assert (code, out) == (0, "") and file.read_text() == shown and err.startswith("5 tokens")
@@ -263,6 +266,8 @@ BAD = [
     ('{"prompt": "a", "top_p": 5}', "top_p"), ('{"prompt": "a", "stop": 5}', "stop must be a list"),
     ('{"prompt": "a", "logit_bias": [1]}', "logit_bias"), ('{"prompt": "a", "ignore_eos": 1}', "ignore_eos"),
     ('{"prompt": "a", "logit_bias": {"388000": 1}}', "vocabulary"), (json.dumps({"prompt": "long " * 600}), "context"),
+    (json.dumps({"prompt": "a", "logit_bias": {"9" * 5000: 1}}), "digits"),
+    ('{"prompt": "a", "id": [1]}', "id must be"),
     ('{"prompt": "a", "seed": null, "temperature": null}', "temperature"),
 ]  # fmt: skip
 

@@ -115,29 +115,31 @@ def read_request(index: int, line: str, args, output: Output) -> Request:
         found = parse_json(line, f"line {index + 1}", output)
         if not isinstance(found, dict):
             raise PromptError(f'expected an object like {{"prompt": "..."}}, got {shown(found)}')
+        if not isinstance(found.get("id", ""), (str, int, float)):
+            raise PromptError(f"id must be a string or a number, got {shown(found['id'])}")
         request.id = found.get("id")
         for name in found:
             if name not in FIELDS:
                 near = difflib.get_close_matches(name, FIELDS, n=1)
                 meant = f"did you mean {near[0]}?" if near else f"known are {', '.join(FIELDS)}"
                 raise PromptError(f"unknown field {shown(name)}; {meant}")
-        request.prompt = prompt_of(found, args, output)
+        request.prompt = prompt_of(found, args)
         request.fields = {name: sampling_field(name, found[name]) for name in SAMPLING if name in found}
         SamplingParams(**request.fields)
-    except TridecodeError as error:
+    except (TridecodeError, ValueError, RecursionError) as error:  # numbers of thousands of digits, endless nesting
         request.error = explain(error).removeprefix(f"line {index + 1}: ")
     return request
 
 
-def prompt_of(found: dict, args, output: Output) -> Prompt:
+def prompt_of(found: dict, args) -> Prompt:
     if ("prompt" in found) == ("messages" in found):
         raise PromptError("expected one of prompt and messages, got " + ("both" if "prompt" in found else "neither"))
     if "messages" in found:
-        return with_system(check_messages(found["messages"], "messages"), args, output, "messages")
+        return with_system(check_messages(found["messages"], "messages"), args, "messages")
     text = found["prompt"]
     if not isinstance(text, str) or not (text if args.raw else text.strip()):
         raise PromptError(f"prompt must be a text that is not empty, got {shown(text)}")
-    return text if args.raw else with_system([{"role": "user", "content": text}], args, output, "prompt")
+    return text if args.raw else with_system([{"role": "user", "content": text}], args, "prompt")
 
 
 def sampling_field(name: str, value):

@@ -24,6 +24,8 @@ MESSAGES = 'expected a list like [{"role": "user", "content": "..."}]'
 
 def generate(args, output: Output) -> int:
     check_options(args)
+    if args.system is not None:
+        args.system = clean(args.system, "--system", output)
     if args.jsonl is not None:
         from .batch import batch  # here, because it uses the functions below
 
@@ -51,6 +53,8 @@ def generate(args, output: Output) -> int:
 
 def check_options(args) -> None:
     """End as for a wrong option where options contradict each other."""
+    if args.output == "-":  # stdout, as by default
+        args.output = None
     if args.allow_special and not args.raw:
         args.refuse("--allow-special needs --raw: in a chat only the template writes control tokens")
     if args.logprobs is not None and not args.json and args.jsonl is None:
@@ -127,7 +131,7 @@ def read_prompt(args, output: Output) -> Prompt:
         found = parse_json(text, args.messages, output)
         if isinstance(found, dict) and "messages" in found:
             found = found["messages"]
-        return with_system(check_messages(found, args.messages), args, output, args.messages)
+        return with_system(check_messages(found, args.messages), args, args.messages)
     if args.prompt is None:
         text = read_stdin(output).removesuffix("\n")
     else:
@@ -141,15 +145,15 @@ def read_prompt(args, output: Output) -> Prompt:
         raise PromptError(
             "the prompt is empty; give --prompt TEXT, --prompt-ids IDS, --messages FILE, or text on stdin"
         )
-    return text if args.raw else with_system([{"role": "user", "content": text}], args, output, "the prompt")
+    return text if args.raw else with_system([{"role": "user", "content": text}], args, "the prompt")
 
 
-def with_system(messages: list[dict], args, output: Output, where: str) -> list[dict]:
+def with_system(messages: list[dict], args, where: str) -> list[dict]:
     if args.system is None:
         return messages
     if any(message["role"] == "system" for message in messages):
         raise PromptError(f"{where}: it has a system message of its own; leave out --system, or that message")
-    return [{"role": "system", "content": clean(args.system, "--system", output)}, *messages]
+    return [{"role": "system", "content": args.system}, *messages]
 
 
 def check_messages(found, where: str) -> list[dict]:
