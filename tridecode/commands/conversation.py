@@ -1,0 +1,42 @@
+"""What was said so far, as a value: a turn that fails leaves it as it was."""
+
+from dataclasses import dataclass, replace
+
+from ..engine import Prompt
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Turns of (user, assistant) text and a system turn; with raw one text that both sides continue.
+
+    dropped: turns at the beginning that are no longer sent to the model. They stay part of the conversation.
+    """
+
+    raw: bool = False
+    system: str | None = None
+    turns: tuple[tuple[str, str], ...] = ()
+    dropped: int = 0
+
+    def prompt(self, line: str) -> Prompt:
+        """The prompt of the turn that `line` begins."""
+        sent = self.turns[self.dropped :]
+        if self.raw:
+            return "".join(f"{user}{answer}\n" for user, answer in sent) + line
+        messages = [] if self.system is None else [{"role": "system", "content": self.system}]
+        for user, answer in sent:
+            messages += {"role": "user", "content": user}, {"role": "assistant", "content": answer}
+        return [*messages, {"role": "user", "content": line}]
+
+    def plus(self, line: str, answer: str) -> "Conversation":
+        return replace(self, turns=(*self.turns, (line, answer)))
+
+    def without_last(self) -> "Conversation":
+        turns = self.turns[:-1]
+        return replace(self, turns=turns, dropped=min(self.dropped, len(turns)))
+
+    def markdown(self) -> str:
+        """The whole conversation for people to read."""
+        parts = [] if self.system is None else [f"## System\n\n{self.system}\n"]
+        for user, answer in self.turns:
+            parts.append(f"{user}{answer}\n" if self.raw else f"## User\n\n{user}\n\n## Assistant\n\n{answer}\n")
+        return "\n".join(["# Conversation\n", *parts])
