@@ -1,88 +1,88 @@
 """`tridecode chat`: a conversation in the terminal, or one turn a line from a pipe."""
 
-import difflib
 import re
 import signal
 import sys
 import time
 from contextlib import contextmanager
+from dataclasses import replace
 
-from ..engine import Engine, Prompt
+from ..engine import Engine
 from ..errors import TridecodeError
+from . import session, slash
+from .conversation import Conversation
+from .lines import join_blocks, open_reader, unquoted
 from .loading import load_engine
 from .main import explain
+from .overflow import Overflow, fit
 from .terminal import Output, speed_line
 
-HELP = """\
-/help    show this
-/clear   forget the conversation
-/exit    leave (also Ctrl-D, or Ctrl-C twice)
-Ctrl-C stops an answer and keeps what was said. A line that starts with a space is never a command."""
 IMPATIENCE = 1.0  # seconds after an answer was stopped in which another Ctrl-C was meant for that answer
-COMMANDS = ("/help", "/clear", "/exit")
-
-
-class Conversation:
-    """What was said so far: chat messages, or with raw one text that both sides continue."""
-
-    def __init__(self, raw: bool):
-        self.raw = raw
-        self.clear()
-
-    def clear(self) -> None:
-        self._said = "" if self.raw else []
-
-    def prompt(self, line: str) -> Prompt:
-        """The prompt of the turn that `line` begins; nothing is kept yet."""
-        return self._said + (line if self.raw else [{"role": "user", "content": line}])
-
-    def keep(self, line: str, answer: str) -> None:
-        reply = answer + "\n" if self.raw else [{"role": "assistant", "content": answer}]
-        self._said = self.prompt(line) + reply
 
 
 class Chat:
-    def __init__(self, engine: Engine, params, output: Output, raw: bool, interactive: bool):
+    """A conversation with an engine, its settings and the file it is saved to (None: nowhere)."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        params,
+        output: Output,
+        conversation: Conversation,
+        *,
+        interactive: bool = False,
+        store: session.Store | None = None,
+        overflow: str = "error",
+        system: str | None = None,
+    ):
         self.engine, self.params, self.output = engine, params, output
-        self.interactive = interactive
+        self.conversation, self.system = conversation, system
+        self.interactive, self.store, self.overflow = interactive, store, overflow
         self.stopped_at = -IMPATIENCE
-        self.conversation = Conversation(raw)
+        self.draft: str | None = None  # what /edit puts into the next prompt
+        self.kept: str | None = None  # the session that holds the conversation before this one
+        self.exit_code = 0
+        self.last = None  # the last piece of the latest complete answer
+        self.answers = self.tokens = 0
+        self.seconds = 0.0
 
-    def handle(self, line: str) -> bool:
-        """A command or a turn; False ends the chat."""
-        word = line.split(" ", 1)[0]
-        if line.startswith("/") and re.fullmatch(r"/[A-Za-z]*", word):
-            return self.command(word)
-        if line.strip():
+    def handle(self, line: str, replaces: bool = False) -> bool:
+        """A command or a turn, which `replaces` the last one if so; False ends the chat."""
+        message = unquoted(line)
+        if message is None and (command := re.match(r"(/[A-Za-z]*)(?:\s+|$)", line)):
             try:
-                self.turn(line.strip() if not self.conversation.raw else line)
-            except (TridecodeError, MemoryError, RuntimeError) as error:  # RuntimeError: torch's, out of memory too
-                self.output.error(f"{explain(error)}; the turn is not kept")
+                return slash.run(self, command[1], line[command.end() :].strip())
+            except TridecodeError as error:
+                self.output.error(explain(error))
+                return True
+        message = line if message is None else message
+        if not message.strip():
+            return True
+        return self.ask(message if self.conversation.raw else message.strip(), replaces)
+
+    def ask(self, message: str, replaces: bool = False) -> bool:
+        """One turn; an error is one line and leaves the conversation as it was. False ends the chat."""
+        try:
+            base = self.conversation.without_last() if replaces and self.conversation.turns else self.conversation
+            self.turn(message, base)
+        except Overflow as error:
+            self.output.error(f"{error}; the turn is not kept")
+            if self.overflow == "stop":
+                self.exit_code = 1
+                return False
+        except (TridecodeError, MemoryError, RuntimeError) as error:  # RuntimeError: torch's, out of memory too
+            self.output.error(f"{explain(error)}; the turn is not kept")
         return True
 
-    def command(self, word: str) -> bool:
-        if word == "/exit":
-            return False
-        if word == "/clear":
-            self.conversation.clear()
-            self.output.note("the conversation is forgotten")
-        elif word == "/help":
-            for line in HELP.splitlines():
-                self.output.note(line)
-        else:
-            near = difflib.get_close_matches(word, COMMANDS, n=1)
-            meant = f"did you mean {near[0]}? " if near else ""
-            self.output.note(f"there is no command {word}; {meant}/help lists them")
-        return True
-
-    def turn(self, line: str) -> None:
+    def turn(self, line: str, base: Conversation) -> None:
         """Stream the answer; keep the turn unless it failed or was stopped before its first character."""
         # Around all of it: a second Ctrl-C must not lose what the first one stopped.
         with one_interrupt(self.interactive):
             said, tokens, last = [], 0, None
             started = time.perf_counter()
             try:
-                for last in self.engine.stream(self.conversation.prompt(line), self.params):
+                base = self.make_room(base, line)
+                for last in self.engine.stream(base.prompt(line), self.params):
                     said.append(last.text)
                     tokens += last.token_id is not None
                     self.output.text(last.text)
@@ -96,7 +96,10 @@ class Chat:
             answer = "".join(said)
             failed = last is not None and last.finish_reason == "error"
             if not failed and (answer or last is not None):
-                self.conversation.keep(line, answer)
+                self.conversation = base.plus(line, answer)
+                self.save()
+            self.answers, self.tokens = self.answers + 1, self.tokens + tokens
+            self.seconds += time.perf_counter() - started
             if failed:
                 self.output.error(f"{last.error}; the turn is not kept")
             elif last is None:
@@ -104,55 +107,152 @@ class Chat:
                 seconds = time.perf_counter() - started
                 self.output.note(f"stopped after {tokens} token{'s'[:tokens != 1]} and {seconds:.1f} s; {rest}")
             else:
+                self.last = last
                 self.report(last)
+
+    def make_room(self, base: Conversation, line: str) -> Conversation:
+        tokenizer, capacity = self.engine.tokenizer, self.engine.capacity
+        base, note = fit(base, line, tokenizer, capacity, self.overflow, self.params.max_tokens)
+        if note:
+            self.output.note(note)
+        return base
 
     def report(self, last) -> None:
         if last.finish_reason == "length":
             used = last.usage.prompt_tokens + last.usage.completion_tokens
             full = used >= self.engine.capacity
-            why = f"the context of {self.engine.capacity} tokens is full" if full else "--max-tokens was reached"
+            limit = f"max_tokens ({self.params.max_tokens}) was reached"
+            why = f"the context of {self.engine.capacity} tokens is full" if full else limit
             self.output.note(f"the answer was cut: {why}")
-        self.output.note(speed_line(last.usage, last.timings))
+        self.output.note(speed_line(last.usage, last.timings, self.engine.capacity))
+
+    def statistics(self) -> list[str]:
+        """The lines of /stats."""
+        engine, turns = self.engine, len(self.conversation.turns)
+        lines = [f"model {engine.name} on {engine.device}, backend {engine.backend}, graph {engine.graph}"]
+        if engine.device.type == "cuda":
+            import torch
+
+            used, whole = (torch.cuda.max_memory_allocated(engine.device), torch.cuda.mem_get_info(engine.device)[1])
+            lines.append(f"GPU memory: at most {used / 2**30:.1f} of {whole / 2**30:.1f} GiB")
+        answers = "answer" if self.answers == 1 else "answers"
+        sent = turns - self.conversation.dropped
+        context = "" if self.last is None else speed_line(self.last.usage, self.last.timings, engine.capacity)
+        lines.append(f"{turns} turn{'s'[: turns != 1]}, {sent} of them sent to the model")
+        lines.append(f"last answer: {context}" if context else f"context of {engine.capacity:,} tokens, no answer yet")
+        lines.append(f"{self.tokens:,} tokens in {self.answers} {answers} since the start, {self.seconds:.1f} s in all")
+        if self.store:
+            lines.append(f"session {self.store.name} in {self.store.path.parent}")
+        return lines
+
+    def save(self) -> None:
+        """Bring the session file up to date; where that fails, a line says so and the chat goes on."""
+        if self.store is None:
+            return
+        try:
+            if note := self.store.save(self.conversation):
+                self.output.note(note)
+        except session.SessionError as error:
+            self.output.error(f"the session is not saved: {error}; /save FILE writes it elsewhere")
+
+    def fresh(self) -> Conversation:
+        return Conversation(self.conversation.raw, self.system)
+
+    def set_system(self, text: str | None) -> None:
+        self.system = text
+        self.conversation = replace(self.conversation, system=text)
+        self.save()
+
+    def replace_conversation(self, conversation: Conversation) -> None:
+        """Go on with another conversation, in a file of its own: the one so far stays on disk."""
+        self.kept = self.store.name if self.store and self.store.saved else None
+        self.conversation, self.last = conversation, None
+        if self.store:
+            self.store.begin_new()
+
+    def kept_in(self) -> str:
+        return f"; the one before stays in session {self.kept}" if self.kept else ""
+
+    def describe(self) -> str:
+        turns = self.conversation.turns
+        last = f", the last was {slash.brief(turns[-1][0])}" if turns else ""
+        return f"continuing {len(turns)} turn{'s'[: len(turns) != 1]}{last}"
 
 
 def chat(args, output: Output) -> int:
     interactive = output.tty and sys.stdin.isatty()
+    conversation, store = open_session(args, output, interactive)
     engine, params = load_engine(args, output)
+    if store:
+        store.model = engine.name
     if engine.device.type == "cpu":
         output.note("running on the CPU")
-    session = Chat(engine, params, output, args.raw, interactive)
-    if interactive:
-        output.note(f"{engine.name}: context of {engine.capacity} tokens; /help lists the commands")
-        return converse(session)
-    for line in sys.stdin:
-        if not session.handle(line.rstrip("\r\n")):
-            break
-    return 0
-
-
-def converse(session: Chat) -> int:
-    """Read from the terminal until /exit, Ctrl-D, or Ctrl-C twice in a row."""
+    talk = Chat(
+        engine,
+        params,
+        output,
+        conversation,
+        interactive=interactive,
+        store=store,
+        overflow=args.overflow,
+        system=args.system,
+    )
+    if store and store.saved:
+        output.note(f"session {store.name}: {talk.describe()}")
     try:
-        import readline  # noqa: F401  arrow keys and history in input()
-    except ImportError:
-        pass
+        if interactive:
+            output.note(f"{engine.name}: context of {engine.capacity} tokens; /help lists the commands")
+            return converse(talk, open_reader(slash.COMMANDS, output))
+        for line in join_blocks(sys.stdin):
+            if not talk.handle(line):
+                break
+        return talk.exit_code
+    finally:
+        talk.save()
+
+
+def open_session(args, output: Output, interactive: bool) -> tuple[Conversation, session.Store | None]:
+    """What --session and --resume ask for; in a terminal every conversation has a file. Before the model is loaded."""
+    conversation, store = Conversation(args.raw, args.system), None
+    if args.raw and args.system is not None:
+        raise session.SessionError("--system needs a chat template; leave out --raw")
+    if args.resume or args.session is not None:
+        store = session.Store(session.named(args.session) if args.session is not None else session.last_path(), "")
+        if args.resume or store.path.exists():
+            conversation = store.load()
+            if conversation.raw != args.raw:
+                fix = "add --raw" if conversation.raw else "leave out --raw"
+                raise session.SessionError(f"session {store.name} was a chat of the other kind; {fix}")
+            if args.system is not None:
+                conversation = replace(conversation, system=args.system)
+    elif interactive:
+        try:
+            store = session.Store(session.new_path(), "")
+        except session.SessionError as error:
+            output.note(f"conversations are not saved: {error}")
+    return conversation, store
+
+
+def converse(talk: Chat, reader) -> int:
+    """Read from the terminal until /exit, Ctrl-D, or Ctrl-C twice in a row."""
     leaving = False
     while True:
         try:
-            line = input("> ")
+            draft, talk.draft = talk.draft, None
+            line = reader.read(draft or "")
             leaving = False
-            if not session.handle(line):
-                return 0
+            if not talk.handle(line, replaces=draft is not None):
+                return talk.exit_code
         except EOFError:
-            session.output.text("\n")
+            talk.output.text("\n")
             return 0
         except KeyboardInterrupt:
-            session.output.text("\n")
+            talk.output.text("\n")
             if leaving:
                 return 0
-            leaving = time.monotonic() - session.stopped_at > IMPATIENCE
+            leaving = time.monotonic() - talk.stopped_at > IMPATIENCE
             if leaving:
-                session.output.note("Ctrl-C again, or Ctrl-D, leaves")
+                talk.output.note("Ctrl-C again, or Ctrl-D, leaves")
 
 
 @contextmanager

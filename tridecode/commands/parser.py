@@ -8,7 +8,8 @@ from .terminal import one_line
 
 CHAT = """\
 Talk with a model. In the chat: /help lists the commands, Ctrl-C stops an answer, Ctrl-D leaves.
-With stdin from a pipe or file, each line is one turn; answers go to stdout, everything else to stderr.
+With stdin from a pipe or file, each line is one turn; answers go to stdout, everything else to stderr. A message of
+several lines stands between """ and """.
 """
 GENERATE = """\
 Answer one prompt: --prompt, --prompt-ids, --messages, or stdin when none is given (one newline at its end is dropped).
@@ -51,7 +52,7 @@ def make_parser() -> argparse.ArgumentParser:
 
     engine = engine_options()
     both = [engine, sampling_options()]
-    commands.add_parser("chat", help="talk with a model", description=CHAT, parents=both)
+    add_chat_options(commands.add_parser("chat", help="talk with a model", description=CHAT, parents=both))
     generate = commands.add_parser("generate", help="answer one prompt", description=GENERATE, parents=both)
     generate_options(generate)
     info = commands.add_parser("info", help="show what would run, without loading", description=INFO, parents=[engine])
@@ -66,6 +67,20 @@ def make_parser() -> argparse.ArgumentParser:
     bench.add_argument("--sampling", choices=["greedy", "all"], default="greedy", help="all: every filter on")
     add_verbose(bench)
     return parser
+
+
+def add_chat_options(chat) -> None:
+    group = chat.add_argument_group("conversation", "In a terminal it is saved after each answer.")
+    saved = group.add_mutually_exclusive_group()
+    saved.add_argument("--resume", action="store_true", help="continue the conversation that was saved last")
+    saved.add_argument("--session", metavar="NAME", help="continue the conversation of that name, or begin it")
+    group.add_argument("--system", metavar="TEXT", help="the system turn (default: none)")
+    group.add_argument(
+        "--overflow",
+        default="error",
+        choices=["error", "drop-oldest", "stop"],
+        help="a turn that does not fit in the context: refuse it, leave out the oldest, or end (default: error)",
+    )
 
 
 def add_verbose(parser) -> None:

@@ -49,9 +49,9 @@ class Output:
             sys.stdout.write(text)
             sys.stdout.flush()
 
-    def note(self, message: str) -> None:
-        """One dim line on stderr."""
-        self.errors.print(one_line(message), style="dim", soft_wrap=True)
+    def note(self, message: str, aligned: bool = False) -> None:
+        """One dim line on stderr; aligned keeps its spaces."""
+        self.errors.print(visible(message) if aligned else one_line(message), style="dim", soft_wrap=True)
 
     def error(self, message: object) -> None:
         self.errors.print(f"tridecode: error: {one_line(message)}", style="red", soft_wrap=True)
@@ -67,11 +67,14 @@ class Output:
             yield lambda done, total: bar.update(task, completed=done, total=total, visible=True)
 
 
-def speed_line(usage, timings) -> str:
-    """The line after an answer: tokens, speed, time to first token, what was reused of the prompt."""
+def speed_line(usage, timings, capacity: int | None = None) -> str:
+    """The line after an answer: tokens, speed, time to first token, what was reused of the prompt and, with `capacity`,
+    how much of the context is used."""
     parts = [f"{usage.completion_tokens} token{'' if usage.completion_tokens == 1 else 's'}"]
     if timings.tokens_per_second:
         parts.append(f"{timings.tokens_per_second:.1f} tok/s")
     parts.append(f"first token after {timings.ttft:.2f} s")
     parts.append(f"{usage.reused_tokens} of {usage.prompt_tokens} prompt tokens reused")
+    if capacity is not None:
+        parts.append(f"context {usage.prompt_tokens + usage.completion_tokens:,} / {capacity:,}")
     return " · ".join(parts)

@@ -1,0 +1,177 @@
+"""The commands of the chat: what each does, and which one was meant."""
+
+import difflib
+import os
+from pathlib import Path
+
+from ..errors import ParameterError
+from . import session
+from .settings import NAMES, changed, shown
+
+# Name -> arguments and what it does, in the order of /help.
+COMMANDS = {
+    "/help": ("", "show this"),
+    "/clear": ("", "forget the conversation and begin a new one"),
+    "/system": ("TEXT", "set the system turn; - removes it, alone shows it"),
+    "/retry": ("", "ask the last message again"),
+    "/undo": ("", "take back the last message and its answer"),
+    "/edit": ("[TEXT]", "change the last message and ask it again"),
+    "/save": ("FILE", "save the conversation as JSON"),
+    "/load": ("FILE", "continue a saved conversation"),
+    "/export": ("FILE.md", "write the conversation as Markdown"),
+    "/set": ("[NAME VALUE]", "change a sampling option (VALUE default: the model's own); alone shows them"),
+    "/stats": ("", "the model, the context and the tokens of this chat"),
+    "/exit": ("", "leave (also Ctrl-D, or Ctrl-C twice)"),
+}
+KEYS = '''\
+Ctrl-C stops an answer and keeps what was said. Alt-Enter begins a new line; a message between """ and """ may have
+many. A line that starts with a space is never a command.'''
+
+
+def run(chat, word: str, rest: str) -> bool:
+    """One command; False ends the chat. `chat` is a chat.Chat."""
+    if word not in COMMANDS:
+        near = difflib.get_close_matches(word, COMMANDS, n=1)
+        meant = f"did you mean {near[0]}? " if near else ""
+        chat.output.note(f"there is no command {word}; {meant}/help lists them")
+        return True
+    arguments = COMMANDS[word][0]
+    if arguments.startswith("FILE") and not rest:
+        chat.output.note(f"{word} needs {arguments}")
+    elif not arguments and rest:
+        chat.output.note(f"{word} takes nothing after it; a message that begins with it needs a space before the /")
+    elif word == "/exit":
+        return False
+    else:
+        return _ACTIONS[word](chat, rest) is not False
+    return True
+
+
+def _help(chat, rest) -> None:
+    for name, (arguments, what) in COMMANDS.items():
+        chat.output.note(f"{f'{name} {arguments}':<20} {what}", aligned=True)
+    for line in KEYS.splitlines():
+        chat.output.note(line)
+
+
+def _clear(chat, rest) -> None:
+    chat.replace_conversation(chat.fresh())
+    chat.output.note("the conversation is forgotten" + chat.kept_in())
+
+
+def _system(chat, rest) -> None:
+    if chat.conversation.raw:
+        chat.output.note("with --raw there is no system turn")
+    elif not rest:
+        system = chat.conversation.system
+        chat.output.note("there is no system turn" if system is None else f"system: {system}")
+    else:
+        chat.set_system(None if rest == "-" else rest)
+        chat.output.note("the system turn is " + ("removed" if rest == "-" else "set"))
+
+
+def _last(chat) -> tuple[str, str] | None:
+    if chat.conversation.turns:
+        return chat.conversation.turns[-1]
+    chat.output.note("nothing was said yet")
+    return None
+
+
+def _retry(chat, rest):
+    if last := _last(chat):
+        return chat.ask(last[0], replaces=True)
+
+
+def _edit(chat, rest):
+    if last := _last(chat):
+        if rest:
+            return chat.ask(rest, replaces=True)
+        if chat.interactive:
+            # The space keeps a message that looks like a command or an opened block what it was.
+            chat.draft = f" {last[0]}" if last[0].startswith(("/", '"""')) else last[0]
+        else:
+            chat.output.note("/edit needs TEXT where there is no terminal")
+
+
+def _undo(chat, rest) -> None:
+    if last := _last(chat):
+        chat.conversation = chat.conversation.without_last()
+        chat.save()
+        left = len(chat.conversation.turns)
+        chat.output.note(f"took back {brief(last[0])}; {left} turn{'s'[: left != 1]} left")
+
+
+def _save(chat, rest) -> None:
+    path = _path(rest)
+    if os.path.lexists(path):
+        session.read(path)  # anything but a session is not overwritten
+    session.write(path, session.dumps(chat.conversation, chat.engine.name))
+    chat.output.note(f"saved to {path}")
+
+
+def _load(chat, rest) -> None:
+    loaded = session.read(_path(rest))
+    if loaded.raw != chat.conversation.raw:
+        chat.output.note(f"this conversation needs a chat {'with' if loaded.raw else 'without'} --raw")
+        return
+    chat.replace_conversation(loaded)
+    chat.output.note(chat.describe() + chat.kept_in())
+
+
+def _export(chat, rest) -> None:
+    path = _path(rest)
+    if path.suffix.lower() not in (".md", ".markdown"):
+        chat.output.note("/export writes Markdown: the name must end in .md")
+    elif os.path.lexists(path):
+        chat.output.note(f"{path} exists already; choose another name")
+    else:
+        session.write(path, chat.conversation.markdown())
+        chat.output.note(f"exported to {path}")
+
+
+def _set(chat, rest) -> None:
+    name, _, value = rest.partition(" ")
+    if not name:
+        for name in NAMES:
+            chat.output.note(f"{name:<20} {shown(getattr(chat.params, name))}", aligned=True)
+        return
+    try:
+        chat.params, name = changed(chat.params, chat.engine.default_params(), name, value.strip())
+    except ParameterError as error:
+        chat.output.note(str(error))
+    else:
+        chat.output.note(f"{name} is {shown(getattr(chat.params, name))}")
+
+
+def _stats(chat, rest) -> None:
+    for line in chat.statistics():
+        chat.output.note(line)
+
+
+def _path(text: str) -> Path:
+    if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"":
+        text = text[1:-1]
+    try:
+        return Path(os.path.expanduser(text))
+    except ValueError as error:
+        raise session.SessionError(f"{text!r}: {error}") from None
+
+
+def brief(text: str, width: int = 50) -> str:
+    text = " ".join(text.split())
+    return repr(text if len(text) <= width else text[: width - 1] + "…")
+
+
+_ACTIONS = {
+    "/help": _help,
+    "/clear": _clear,
+    "/system": _system,
+    "/retry": _retry,
+    "/undo": _undo,
+    "/edit": _edit,
+    "/save": _save,
+    "/load": _load,
+    "/export": _export,
+    "/set": _set,
+    "/stats": _stats,
+}
