@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from tridecode.commands import markdown
-from tridecode.commands.markdown import Block, MarkdownStream, Painter, split
+from tridecode.commands.markdown import Block, MarkdownStream, Painter, Tail, split
 
 ANSWER = """\
 # Title
@@ -129,12 +129,12 @@ def printed(monkeypatch):
         finished.append(self.markup)
         return render(self, console, options)
 
-    def tail(source, fence):
-        unfinished.append(source)
-        return Text(source)
+    def drawn(self, console, options):
+        unfinished.append(self.source)
+        yield Text(self.source)
 
     monkeypatch.setattr(Block, "__rich_console__", counted)
-    monkeypatch.setattr(markdown, "Tail", tail)
+    monkeypatch.setattr(Tail, "__rich_console__", drawn)
     return finished, unfinished
 
 

@@ -19,7 +19,7 @@ from rich.text import Text
 from .terminal import visible
 
 FRAME = 1 / 30  # seconds between frames, at least
-SHARE = 1 / 16  # of the time that may go into frames: a long unfinished block is redrawn less often, not at any cost
+SHARE = 1 / 32  # of a core that may go into frames: a long unfinished block is redrawn less often, not at any cost
 DEEPEST = 15  # nested blocks; deeper ones would have no columns left, and are shown as plain text
 
 # Nothing that a model writes may vanish: without these rules HTML, images and link definitions are text. Entities stay
@@ -33,7 +33,7 @@ class Code(CodeBlock):
 
     def __rich_console__(self, console, options):
         code = str(self.text).rstrip()
-        text = Syntax(code, self.lexer_name, theme="ansi_dark", word_wrap=True, tab_size=8).highlight(code)
+        text = Syntax(code, self.lexer_name, theme=self.theme, word_wrap=True, tab_size=8).highlight(code)
         text.rstrip()
         yield Padding(text, (0, 2))
 
@@ -65,8 +65,10 @@ class Block(Markdown):
     elements = Markdown.elements | {"fence": Code, "code_block": Code, "table_open": Rows, "hr": Line}
 
     def __init__(self, source: str):
-        super().__init__("", hyperlinks=False)
-        self.markup = source
+        # Not rich's own __init__, which builds a parser every time: a quarter of a frame.
+        self.markup, self.parsed = source, []
+        self.style, self.justify, self.code_theme, self.hyperlinks = "none", None, "ansi_dark", False
+        self.inline_code_lexer = self.inline_code_theme = None
 
     def __rich_console__(self, console, options):
         try:
@@ -155,7 +157,7 @@ class Painter:
 
     def __init__(self, console):
         self.console = console
-        self._live = None
+        self._live, self._drawn = None, []
         self._rest, self._fence = "", False
         self._gap = False  # whether a blank line belongs before the next block
 
@@ -170,25 +172,31 @@ class Painter:
         for block in blocks:
             shown += self._spaced(block, Block(block))
             self._gap = True
-        if self._live is None and not final and self._rest.strip():
-            # The screen is only ours between frames: nothing of it is kept, and no stream is redirected.
+        self._drawn = [] if final else self._spaced(self._rest, Tail(self._rest, self._fence))
+        if self._live is None and self._drawn:
+            # Nothing else writes meanwhile, so no stream is redirected.
             self._live = Live(
-                console=self.console, auto_refresh=False, transient=True, redirect_stdout=False, redirect_stderr=False
+                self,
+                console=self.console,
+                auto_refresh=False,
+                transient=True,
+                redirect_stdout=False,
+                redirect_stderr=False,
             )
             self._live.start()
-        if self._live is not None:
-            tail = [] if final else self._spaced(self._rest, Tail(self._rest, self._fence))
-            self._live.update(Group(*tail))
         if shown:
             self.console.print(Group(*shown))  # the live part moves below it in the same write
         elif self._live is not None:
             self._live.refresh()
 
+    def __rich_console__(self, console, options):
+        """What Live draws. One object for ever: a new one would not be seen before the next refresh."""
+        yield from self._drawn
+
     def close(self) -> None:
         """Leave the terminal as it was found, the cursor included."""
-        live, self._live = self._live, None
+        live, self._live, self._drawn = self._live, None, []
         if live is not None:
-            live.update("")
             live.stop()
 
     def _settled(self, text: str) -> bool:
@@ -256,9 +264,9 @@ class MarkdownStream:
             if not self._queue:
                 pause = FRAME
                 continue
-            started = time.perf_counter()
+            started = time.thread_time()  # not the clock: waiting for the token loop costs it nothing
             self._try(lambda: self._painter.frame(self._take()))
-            pause = max(FRAME, (time.perf_counter() - started) / SHARE)
+            pause = max(FRAME, (time.thread_time() - started) / SHARE)
 
     def _try(self, draw, always: bool = False) -> None:
         """Draw, unless the terminal has failed already; keep the first error for `finish`."""
