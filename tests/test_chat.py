@@ -435,6 +435,16 @@ def test_overflow_can_drop_the_oldest_turns(session):
     assert chat.conversation.dropped == 3 and len(chat.conversation.turns) == 5
 
 
+def test_tokens_are_counted_only_where_they_could_be_too_many(session):
+    counted = []
+    chat = session(["a"], ["b"], ["c"], ["d"])
+    chat.engine.capacity = 10_000
+    chat.engine.tokenizer = SimpleNamespace(encode_chat=lambda messages: counted.append(len(messages)) or [0])
+    for line in ("one", "two", "x" * 3000, "/system Sys", "four"):
+        chat.handle(line)
+    assert counted == [1, 5, 8], "the first, one that is long, and one after the system turn changed"
+
+
 def test_blocks():
     lines = ["one\n", '"""two\n', "\n", '/three"""\n', '"""four"""\r\n', '"""five\n', "six"]
     assert list(join_blocks(lines)) == ["one", '"""two\n\n/three"""', '"""four"""', '"""five\nsix']

@@ -43,6 +43,7 @@ class Chat:
         self.kept: str | None = None  # the session that holds the conversation before this one
         self.exit_code = 0
         self.last = None  # the last piece of the latest complete answer
+        self.used: int | None = None  # tokens of the conversation at most, where that is known
         self.answers = self.tokens = 0
         self.seconds = 0.0
 
@@ -95,6 +96,7 @@ class Chat:
                     self.output.text("\n")
             answer = "".join(said)
             failed = last is not None and last.finish_reason == "error"
+            self.used = None if last is None or failed else last.usage.prompt_tokens + last.usage.completion_tokens
             if not failed and (answer or last is not None):
                 self.conversation = base.plus(line, answer)
                 self.save()
@@ -112,6 +114,9 @@ class Chat:
 
     def make_room(self, base: Conversation, line: str) -> Conversation:
         tokenizer, capacity = self.engine.tokenizer, self.engine.capacity
+        # Counting costs time before the first token. No token is less than a byte; 256 is for what a template adds.
+        if self.used is not None and self.used + 4 * len(line) + 256 <= capacity - capacity // 8:
+            return base
         base, note = fit(base, line, tokenizer, capacity, self.overflow, self.params.max_tokens)
         if note:
             self.output.note(note)
@@ -159,14 +164,14 @@ class Chat:
         return Conversation(self.conversation.raw, self.system)
 
     def set_system(self, text: str | None) -> None:
-        self.system = text
+        self.system, self.used = text, None
         self.conversation = replace(self.conversation, system=text)
         self.save()
 
     def replace_conversation(self, conversation: Conversation) -> None:
         """Go on with another conversation, in a file of its own: the one so far stays on disk."""
         self.kept = self.store.name if self.store and self.store.saved else None
-        self.conversation, self.last = conversation, None
+        self.conversation, self.last, self.used = conversation, None, None
         if self.store:
             self.store.begin_new()
 
