@@ -2,7 +2,6 @@
 
 import io
 import re
-import sys
 import time
 import unicodedata
 
@@ -221,7 +220,7 @@ def test_no_control_sequence_reaches_the_terminal(text, cuts):
         assert not [c for c in left if unicodedata.category(c) in ("Cc", "Cs") and c != "\n"]
 
 
-PLAIN = ["[/INST]", "[bold]", "[/bold]", "[red on blue]", "[/]", "<think>", "</think>", "<|im_end|>", "<div>", "<!--", "&lt;", ":smile:", "word", "\n"]  # fmt: skip  # noqa: E501
+PLAIN = "[/INST] [bold] [/bold] [red] [/] <think> </think> <|im_end|> <div> <!-- &lt; :smile: word".split() + ["\n"]
 
 
 @settings(deadline=None, max_examples=80)
@@ -260,7 +259,24 @@ def test_an_empty_answer_writes_nothing(text):
     stream.finish()
     stream.finish()
     stream.abort()
+    stream.push("too late")
+    time.sleep(2 * markdown.FRAME)
     assert console.file.getvalue() == ""
+
+
+@pytest.mark.parametrize("space", ["\u3000", "\xa0", "\u2028", "\u200b", "    ", "\t"])
+def test_blocks_of_white_space(space):
+    for text in (f"a\n\n{space}\n\nb", f"{space}\n\n```\na\n```\n\nb", f"{space}\n"):
+        at_once = screen(streamed([text], console_to()))
+        assert "".join(at_once.split()).replace("\u200b", "") == ("" if text == f"{space}\n" else "ab")
+        assert screen(streamed(text, console_to(terminal=True))) == at_once
+
+
+def test_an_unfinished_code_block_shows_its_last_lines():
+    console = console_to(height=8)
+    source = "\n\n  ```python\n" + "".join(f"x{i} = 1\n" for i in range(50))
+    console.print(Tail(source, fence=True))
+    assert console.file.getvalue().split() == [part for i in range(45, 50) for part in (f"x{i}", "=", "1")]
 
 
 @pytest.mark.parametrize("text", [">" * 200 + " deep", "- " * 200 + "deep", "[" * 3000 + "deep", "**" * 3000 + "deep"])
@@ -380,11 +396,3 @@ def test_a_block_that_cannot_be_rendered_is_shown_as_it_is(monkeypatch):
 
     monkeypatch.setattr(markdown.PARSER, "parse", broken)
     assert streamed(["*a* [b]", "\n\nc"], console_to()) == "*a* [b]\n\nc\n"
-
-
-def test_streams_are_left_alone():
-    before = sys.stdout, sys.stderr
-    painter = Painter(console_to(terminal=True))
-    painter.frame("text")
-    assert (sys.stdout, sys.stderr) == before
-    painter.close()

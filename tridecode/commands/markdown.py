@@ -94,7 +94,7 @@ class Tail:
         height = max(options.size.height - 2, 1)
         source = self.source
         if self.fence:  # only what will be seen is highlighted
-            first, *lines = source.split("\n")
+            first, *lines = source.lstrip().split("\n")
             source = "\n".join([first, *lines[-height:]])
         lines = console.render_lines(Block(source), options, pad=False)[-height:]
         for line in lines:
@@ -136,7 +136,7 @@ def split(text: str, final: bool = False) -> tuple[list[str], str, bool]:
 def _trimmed(lines: list[str]) -> str:
     """The lines as one text, without blank ones before and after."""
     filled = [i for i, line in enumerate(lines) if line.strip()]
-    return "\n".join(lines[filled[0] : filled[-1] + 1])
+    return "\n".join(lines[filled[0] : filled[-1] + 1]) if filled else ""
 
 
 def _decided(line: str) -> bool:
@@ -229,9 +229,9 @@ class MarkdownStream:
         self._closed = False
 
     def push(self, text: str) -> None:
-        """Add text of the answer; costs the caller next to nothing."""
+        """Add text of the answer; costs the caller next to nothing. After the end it does nothing."""
         self._queue.append(text)
-        if self._thread is None:
+        if self._thread is None and not self._closed:
             self._thread = Thread(target=self._run, name="markdown", daemon=True)
             self._thread.start()
 
