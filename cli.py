@@ -3,7 +3,10 @@
 
 import sys
 
-from tridecode.commands import main
+try:
+    from tridecode.commands import main
+except ModuleNotFoundError as error:
+    sys.exit(f"tridecode: error: the package {error.name} is missing here; run the README's command, or activate .venv")
 
 if __name__ == "__main__":
     sys.exit(main())

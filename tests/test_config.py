@@ -277,6 +277,7 @@ REFUSED = {
     "hidden size a fraction": (LLAMA, {"hidden_size": 2048.0}, ["hidden_size", "2048.0"]),
     "layers without end": (LLAMA, {"num_hidden_layers": 10**9}, ["num_hidden_layers"]),
     "heads that do not divide": (LLAMA, {"num_key_value_heads": 5}, ["num_key_value_heads", "32", "got 5"]),
+    "too many heads share one": (LLAMA, {"num_key_value_heads": 1}, ["num_key_value_heads", "16th", "got 1"]),
     "head_dim not given, not whole": (LLAMA, {"head_dim": None, "hidden_size": 2049}, ["head_dim", "2049", "32"]),
     "head_dim too large": (LLAMA, {"head_dim": 320}, ["head_dim", "256", "320"]),
     "head_dim odd": (LLAMA, {"head_dim": 72}, ["head_dim", "multiple of 16", "72"]),

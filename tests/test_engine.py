@@ -1,14 +1,17 @@
 """Engine: streams, limits, prefix reuse, seeds, early ends. Runs on the backend that this machine has."""
 
 import itertools
+import threading
 
 import pytest
 import torch
-from models import CUDA, tiny_engine
+from checkpoints import write_tiny
+from models import CUDA, DEVICE, tiny_engine
 
-from tridecode import SamplingParams
+from tridecode import Engine, SamplingParams
+from tridecode.checkpoint import load_config, load_weights
 from tridecode.errors import GenerationError, ParameterError, PromptError
-from tridecode.prefill import prefill
+from tridecode.prefill import _attend, prefill
 from tridecode.text import StopStrings
 
 PROMPT = [5, 17, 300, 42, 8, 8, 99]
@@ -124,13 +127,87 @@ def test_logprobs_are_those_of_the_raw_logits(engine):
 
 
 def test_penalties_and_bias_are_reset_between_requests(engine):
-    plain = SamplingParams(temperature=0.7, seed=5, max_tokens=10)
-    expected = engine.generate(PROMPT, plain, reuse_prefix=False).token_ids
-    biased = SamplingParams(temperature=0.7, seed=5, max_tokens=10, logit_bias={7: 100.0}, presence_penalty=0.0)
+    harsh = SamplingParams(temperature=0.0, max_tokens=10, repetition_penalty=3.0, frequency_penalty=1.0)
+    expected = engine.generate(PROMPT, harsh, reuse_prefix=False).token_ids
+    engine.generate([1, 2, 3] * 20, harsh)
+    assert engine.generate(PROMPT, harsh, reuse_prefix=False).token_ids == expected
+    biased = SamplingParams(temperature=0.7, seed=5, max_tokens=10, logit_bias={7: 100.0})
     assert set(engine.generate(PROMPT, biased).token_ids) == {7}
-    harsh = SamplingParams(temperature=0.7, seed=5, max_tokens=10, repetition_penalty=5.0)
-    engine.generate(PROMPT, harsh)
-    assert engine.generate(PROMPT, plain, reuse_prefix=False).token_ids == expected
+    other = SamplingParams(temperature=0.7, seed=5, max_tokens=10, logit_bias={9: 0.1})
+    assert 7 not in engine.generate(PROMPT, other).token_ids
+
+
+def test_the_repetition_penalty_counts_the_prompt(engine):
+    exact = engine.score(PROMPT)[-1].double().cpu()
+    seen = torch.tensor(sorted(set(PROMPT)))
+    exact[seen] = torch.where(exact[seen] > 0, exact[seen] / 50, exact[seen] * 50)
+    best = int(engine.score(PROMPT)[-1].argmax())
+    params = SamplingParams(temperature=0.0, max_tokens=1, repetition_penalty=50.0)
+    assert engine.generate(PROMPT, params).token_ids == (int(exact.argmax()),)
+    penalised = engine.generate([*PROMPT, best], SamplingParams(temperature=0.0, max_tokens=1, repetition_penalty=50.0))
+    assert penalised.token_ids[0] not in (*PROMPT, best)
+
+
+def test_the_models_own_stop_ids_and_ignore_eos(engine):
+    free = engine.generate(PROMPT, GREEDY, reuse_prefix=False).token_ids
+    stopping = tiny_engine(stop_ids=(free[4],))
+    result = stopping.generate(PROMPT, GREEDY)
+    assert (result.finish_reason, result.token_ids) == ("stop", free[: free.index(free[4]) + 1])
+    going_on = stopping.generate(PROMPT, SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True))
+    assert (going_on.finish_reason, going_on.token_ids) == ("length", free)
+
+
+def test_a_stop_string_ends_the_generation():
+    engine = Engine.load(device=str(DEVICE))
+    params = SamplingParams(temperature=0.0, max_tokens=40)
+    messages = [{"role": "user", "content": "Hello"}]
+    whole = engine.generate(messages, params)
+    word = whole.text.split()[1]
+    cut = engine.generate(messages, SamplingParams(temperature=0.0, max_tokens=40, stop=[word]))
+    assert cut.finish_reason == "stop" and cut.text == whole.text[: whole.text.index(word)]
+    assert len(cut.token_ids) < len(whole.token_ids)
+
+
+def test_score_ends_an_open_stream_and_can_be_written_to(engine):
+    expected = engine.generate(PROMPT, GREEDY, reuse_prefix=False).token_ids
+    stream = engine.stream(PROMPT, GREEDY, reuse_prefix=False)
+    next(stream)
+    logits = engine.score([11, 12, 13])
+    logits[:, 5] = -1e9
+    with pytest.raises(GenerationError, match="newer"):
+        next(stream)
+    assert engine.generate(PROMPT, GREEDY).token_ids == expected
+
+
+def test_threads_on_one_engine_never_mix_their_tokens(engine):
+    prompts = [PROMPT, [200, 100, 50, 25]]
+    params = SamplingParams(temperature=0.0, max_tokens=60)
+    expected = [engine.generate(p, params, reuse_prefix=False).token_ids for p in prompts]
+    outcomes = []
+
+    def run(i):
+        try:
+            outcomes.append((i, engine.generate(prompts[i], params).token_ids))
+        except GenerationError as error:
+            outcomes.append((i, str(error)))
+
+    for _ in range(5):
+        threads = [threading.Thread(target=run, args=(i,)) for i in (0, 1)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert len(outcomes) == 10 and any(isinstance(outcome, tuple) for _, outcome in outcomes)
+    for i, outcome in outcomes:
+        assert outcome == expected[i] or "newer" in outcome
+    for i in (0, 1):
+        assert engine.generate(prompts[i], params).token_ids == expected[i]
+
+
+def test_fp32_generates_too():
+    engine = tiny_engine(dtype=torch.float32, num_heads=4, num_kv_heads=2)
+    warm = engine.generate(PROMPT, GREEDY)
+    assert engine.score([*PROMPT, *warm.token_ids[:-1]])[len(PROMPT) - 1 :].argmax(-1).tolist() == list(warm.token_ids)
 
 
 def test_nan_logits_end_with_an_error_that_names_the_step():
@@ -145,12 +222,27 @@ def test_nan_logits_end_with_an_error_that_names_the_step():
 
 @pytest.mark.parametrize(
     "prompt, message",
-    [([], "empty"), ([331], "token id 331"), ([-1], "token id -1"), ([True], "token id True"), ([1] * 257, "257")],
-    ids=["empty", "above", "negative", "bool", "too_long"],
+    [
+        ([], "empty"),
+        ([331], "token id 331"),
+        ([-1], "token id -1"),
+        ([True], "token id True"),
+        ([1.0], "token id 1.0"),
+        ([1] * 257, "257"),
+        (None, "NoneType"),
+        ({"role": "user"}, "dict"),
+        (b"ab", "bytes"),
+        ("text", "no tokenizer"),
+    ],
+    ids=["empty", "above", "negative", "bool", "float", "too_long", "none", "one_message", "bytes", "no_tokenizer"],
 )
 def test_bad_prompts_are_refused_by_name(engine, prompt, message):
     with pytest.raises(PromptError, match=message):
         engine.generate(prompt, GREEDY)
+
+
+def test_ids_of_any_integer_type_are_taken(engine):
+    assert engine.encode(torch.tensor([3, 4])) == engine.encode(iter([3, 4])) == [3, 4]
 
 
 def test_ids_outside_the_vocabulary_are_refused(engine):
@@ -170,6 +262,34 @@ def test_chunks_of_any_size_prefill_the_same(engine):
     for other in caches[1:]:
         assert ((other - caches[0]).norm() / caches[0].norm()).item() < (1e-2 if CUDA else 1e-5)
     engine.generate([1], GREEDY, reuse_prefix=False)
+
+
+@pytest.mark.skipif(CUDA, reason="the CPU's own path")
+@pytest.mark.parametrize("window", [0, 24])
+def test_cpu_attention_in_blocks_of_rows(window, monkeypatch):
+    q, k, v = torch.randn(4, 50, 64), torch.randn(2, 90, 64), torch.randn(2, 90, 64)
+    whole = _attend(q, k, v, window, 0.125)
+    monkeypatch.setattr("tridecode.prefill.MASK_LIMIT", 90 * 7)
+    assert torch.allclose(_attend(q, k, v, window, 0.125), whole, rtol=0, atol=1e-6)
+
+
+@pytest.mark.skipif(not CUDA, reason="measures GPU memory")
+def test_loading_takes_the_weights_and_little_more_and_can_be_done_again(tmp_path):
+    path = write_tiny(tmp_path / "m", "llama", dtype=torch.bfloat16, hidden_size=1024, vocab_size=65536)
+    config = load_config(path)
+    for _ in range(2):
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        weights = load_weights(path, config, DEVICE, torch.bfloat16)
+        assert torch.cuda.max_memory_allocated() - before <= 1.05 * weights.nbytes()
+        del weights
+    plans = []
+    for _ in range(2):
+        engine = Engine.load(path)
+        plans.append(engine.plan.free)
+        del engine
+    assert plans[1] > 0.98 * plans[0]
 
 
 @pytest.mark.skipif(not CUDA, reason="measures GPU memory")

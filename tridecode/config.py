@@ -12,6 +12,9 @@ DTYPES = ("bfloat16", "float16", "float32")
 _JSON_LIMIT = 64 * 2**20  # bytes; a larger config or index is not one
 
 
+MAX_GROUP = 16  # query heads a K/V head: rows of one tensor-core tile in attention
+
+
 @dataclass(frozen=True)
 class RopeConfig:
     """Rotary embedding. `kind` is "default" or "llama3"; the last four fields are used by "llama3" only."""
@@ -236,13 +239,15 @@ def _sizes(read: _Reader) -> dict[str, int]:
         "intermediate_size": read.integer("intermediate_size", 1, 2**20),
         "num_layers": read.integer("num_hidden_layers", 1, 4096),
         "num_heads": read.integer("num_attention_heads", 1, 4096),
-        "vocab_size": read.integer("vocab_size", 2, 2**24),
+        "vocab_size": read.integer("vocab_size", 2, 2**20),
         "max_position": read.integer("max_position_embeddings", 1, 2**31 - 1),
     }
     hidden, heads = sizes["hidden_size"], sizes["num_heads"]
     sizes["num_kv_heads"] = kv_heads = read.integer("num_key_value_heads", 1, 4096, default=heads)
-    if heads % kv_heads:
-        raise read.fail("num_key_value_heads", f"a divisor of num_attention_heads ({heads})")
+    if heads % kv_heads or heads // kv_heads > MAX_GROUP:
+        raise read.fail(
+            "num_key_value_heads", f"a divisor of num_attention_heads ({heads}), at least a {MAX_GROUP}th of it"
+        )
     if read.get("head_dim") is None and hidden % heads:
         raise read.fail("head_dim", f"given, since hidden_size {hidden} is no multiple of num_attention_heads {heads}")
     head_dim = read.integer("head_dim", 1, 2**16, default=hidden // heads)

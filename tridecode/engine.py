@@ -1,8 +1,10 @@
 """Engine: load a checkpoint, stream answers, score tokens."""
 
+import operator
 import secrets
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -32,7 +34,10 @@ Prompt = str | Sequence[int] | Sequence[dict]
 
 @dataclass
 class Engine:
-    """A loaded model with its captured step. One conversation at a time: a new stream ends the one before."""
+    """A loaded model with its captured step.
+
+    One conversation at a time: a new stream, or score, ends the stream before it, from whichever thread it comes.
+    """
 
     model: DecodeModel
     tokenizer: Tokenizer | None
@@ -44,6 +49,7 @@ class Engine:
 
     def __post_init__(self):
         self._cached: list[int] = []  # tokens whose K/V the cache holds
+        self._lock = threading.RLock()  # held while the device state changes, never while a caller has control
         self._stream = 0
         self._ring = self.model.workspace.out.numpy()
         self._ahead = 1 if self.device.type == "cuda" and self.backend == "triton" else 0
@@ -69,6 +75,7 @@ class Engine:
         progress(done_bytes, total_bytes) is called while weights load.
         Raises CheckpointError, DeviceError, ParameterError; each says what was expected.
         """
+        check_graph(graph)
         place, backend = resolve_device(device, backend)
         path = BUNDLED if model is None else resolve_model(model)
         config = load_config(path)
@@ -93,8 +100,7 @@ class Engine:
         notes: Sequence[str] = (),
     ) -> "Engine":
         """An engine from weights that are on their device already (load and the benchmarks end here)."""
-        if graph not in ("full", "none"):
-            raise ParameterError(f"graph must be full or none, got {graph!r}")
+        check_graph(graph)
         if backend == "torch" or weights.device.type != "cuda":
             graph = "none"
         plan = plan or plan_memory(config, weights.dtype, weights.device)
@@ -119,22 +125,39 @@ class Engine:
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt: text as it is, ids, or chat messages through the template. Raises PromptError."""
-        if isinstance(prompt, str):
+        return self._encode(prompt)[0]
+
+    def _encode(self, prompt: Prompt) -> tuple[list[int], bool]:
+        """The ids, and whether the prompt was a chat."""
+        items = None
+        if not isinstance(prompt, (str, bytes, Mapping)) and hasattr(prompt, "__iter__"):
+            items = list(prompt)
+        chat = bool(items) and isinstance(items[0], Mapping)
+        if items is None and not isinstance(prompt, str):
+            kind = type(prompt).__name__
+            raise PromptError(f"the prompt must be text, token ids or a list of chat messages, got {kind}")
+        if self.tokenizer is None and (chat or items is None):
+            raise PromptError("this engine has no tokenizer: give token ids")
+        if items is None:
             ids = self.tokenizer.encode(prompt)
-        elif len(prompt) and isinstance(prompt[0], dict):
-            ids = self.tokenizer.encode_chat(list(prompt))
         else:
-            ids = list(prompt)
+            ids = self.tokenizer.encode_chat(items) if chat else [self._token_id(token) for token in items]
         if not ids:
             raise PromptError("the prompt is empty: at least one token is needed")
-        for token in ids:
-            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < self.config.vocab_size:
-                raise PromptError(f"token id {token!r} is not in the vocabulary (0 to {self.config.vocab_size - 1})")
         if len(ids) > self.capacity:
             raise PromptError(
                 f"the prompt has {len(ids)} tokens, the context holds {self.capacity}: shorten it or raise max_seq_len"
             )
-        return ids
+        return ids, chat
+
+    def _token_id(self, token) -> int:
+        try:
+            index = -1 if isinstance(token, bool) else operator.index(token)  # integers of numpy and torch too
+        except TypeError:
+            index = -1
+        if not 0 <= index < self.config.vocab_size:
+            raise PromptError(f"token id {token!r} is not in the vocabulary (0 to {self.config.vocab_size - 1})")
+        return index
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, *, reuse_prefix: bool = True
@@ -147,12 +170,11 @@ class Engine:
         """
         started = time.perf_counter()
         params = params or self.default_params()
-        ids = self.encode(prompt)
+        ids, chat = self._encode(prompt)
         stop_ids = self._stop_ids(params)
         self._check_ids("logit_bias", params.logit_bias)
         seed = secrets.randbits(63) if params.seed is None else params.seed
         # An answer begins a text of its own; raw text and ids are continued, spaces and all.
-        chat = not isinstance(prompt, str) and isinstance(prompt[0], dict)
         return self._generate(ids, () if chat else ids, replace(params, seed=seed), stop_ids, reuse_prefix, started)
 
     def generate(
@@ -174,7 +196,7 @@ class Engine:
             error=last.error,
         )
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def score(self, token_ids: Sequence[int]) -> torch.Tensor:
         """fp32 logits [tokens, vocab] on the model's device; row i predicts token i + 1. Runs the decode step.
 
@@ -182,19 +204,22 @@ class Engine:
         """
         ids = self.encode(list(token_ids))
         logits = torch.empty(len(ids), self.config.vocab_size, device=self.device)
-        self._begin(ids, 0, SamplingParams(temperature=0, seed=0), (), limit=len(ids) + 1)
-        self._cached = []
-        for row in logits:
-            self._step("greedy")
-            row.copy_(self.model.workspace.logits[0])
-        self._check_status()
-        self._cached = ids
+        with self._lock:
+            self._stream += 1
+            self._cached = []
+            self._begin(ids, 0, SamplingParams(temperature=0, seed=0), (), limit=len(ids) + 1)
+            for row in logits:
+                self._step("greedy")
+                row.copy_(self.model.workspace.logits[0])
+            self._check_status()
+            self._cached = ids
         return logits
 
     def rewind(self, position: int, params: SamplingParams) -> None:
         """Put the state at `position` with whatever the cache holds, for benchmarks; `enqueue` then runs steps."""
-        self._begin([0] * (position + 1), position, params, (), limit=self.capacity + 1)
+        self._stream += 1
         self._cached = []
+        self._begin([0] * (position + 1), position, params, (), limit=self.capacity + 1)
 
     def enqueue(self, params: SamplingParams) -> None:
         """Enqueue one step of the kind that `params` needs; returns before it has run on a GPU."""
@@ -242,24 +267,31 @@ class Engine:
         return common
 
     def _generate(self, ids, context, params, stop_ids, reuse_prefix, started) -> Iterator[Piece]:
-        self._stream += 1
-        stream = self._stream
         limit = min(len(ids) + (params.max_tokens or self.capacity), self.capacity + 1)
-        reused = self._prefill(ids, reuse_prefix)
-        self._begin(ids, len(ids) - 1, params, stop_ids, limit)
         kind = step_kind(params)
         steps = limit - len(ids)
-        for _ in range(min(self._ahead, steps)):
-            self._step(kind)
+        with self._lock:
+            self._stream += 1
+            stream = self._stream
+            reused = self._prefill(ids, reuse_prefix)
+            self._begin(ids, len(ids) - 1, params, stop_ids, limit)
+            for _ in range(min(self._ahead, steps)):
+                self._step(kind)
 
         detokenizer = self.tokenizer.detokenizer(context) if self.tokenizer else None
         stops = StopStrings(params.stop)
         done, first, finish, error = 0, None, "length", None
         embedded = ids[-1]
         while done < steps:
-            if done + self._ahead < steps:
-                self._step(kind)
-            token = self._await_token(done)
+            with self._lock:
+                if self._stream != stream:
+                    raise GenerationError("this stream was ended by a newer one of the same engine")
+                if done + self._ahead < steps:
+                    self._step(kind)
+                token = self._await_token(done)
+                logprobs = self._logprobs(done, params)
+                if token != NO_TOKEN:
+                    self._cached.append(embedded)  # its step has run: its K/V are there
             now = time.perf_counter()
             first = first or now
             if token == NO_TOKEN:
@@ -267,13 +299,10 @@ class Engine:
                 error = f"step {done + 1} (position {len(ids) + done - 1}) gave NaN or Inf logits; nothing was drawn"
                 break
             done += 1
-            self._cached.append(embedded)  # its step has run: its K/V are there
             embedded = token
             stopped = token in stop_ids
             text = "" if stopped or detokenizer is None else stops.push(detokenizer.push(token))
-            yield Piece(token, text, self._logprobs(done - 1, params))
-            if self._stream != stream:
-                raise GenerationError("this stream was ended by a newer one of the same engine")
+            yield Piece(token, text, logprobs)
             if stopped or stops.hit:
                 finish = "stop"
                 break
@@ -333,6 +362,11 @@ class Engine:
     def _synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+
+def check_graph(graph: str) -> None:
+    if graph not in ("full", "none"):
+        raise ParameterError(f"graph must be full or none, got {graph!r}")
 
 
 def step_kind(params: SamplingParams) -> str:

@@ -29,7 +29,10 @@ def resolve_model(model: str | Path, weights: bool = True) -> Path:
     """
     if not str(model).strip():
         raise CheckpointError("the model's name is empty; give a directory or a Hugging Face id (like Qwen/Qwen3-4B)")
-    path = Path(model).expanduser()
+    try:
+        path = Path(model).expanduser()
+    except RuntimeError:
+        raise CheckpointError(f"{model}: there is no such user; give a directory or a Hugging Face id") from None
     if path.is_dir():
         return path
     if path.exists():

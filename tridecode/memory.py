@@ -1,6 +1,8 @@
 """What a model needs on its device, and the largest context that fits."""
 
+import gc
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -11,7 +13,7 @@ from .kv_cache import kv_bytes_per_token
 from .prefill import CHUNK
 
 GIB = 2**30
-HEADROOM = 0.03  # of the free memory, left for the allocator, cuBLAS and compiled kernels
+HEADROOM = {"cuda": 0.03, "cpu": 0.25}  # of the free memory, left to cuBLAS and kernels, or to other programs
 
 
 @dataclass(frozen=True)
@@ -23,11 +25,12 @@ class MemoryPlan:
     per_token: int
     fixed: int
     model_limit: int
+    headroom: float = 0.0
 
     @property
     def max_context(self) -> int:
         """Positions that fit, at most the model's limit; 0 when not even the weights fit."""
-        left = int(self.free * (1 - HEADROOM)) - self.weights - self.fixed
+        left = int(self.free * (1 - self.headroom)) - self.weights - self.fixed
         return max(min(left // self.per_token, self.model_limit), 0)
 
     def needed(self, capacity: int) -> int:
@@ -59,13 +62,30 @@ def plan_memory(config: ModelConfig, dtype: torch.dtype, device: torch.device) -
         per_token=kv_bytes_per_token(config, dtype) + rope_and_tokens,
         fixed=min(CHUNK, config.max_position) * row + workspace,
         model_limit=config.max_position,
+        headroom=HEADROOM[device.type],
     )
 
 
 def free_memory(device: torch.device) -> int:
     """Bytes that can be allocated now."""
     if device.type == "cuda":
+        gc.collect()
+        torch.cuda.empty_cache()  # what an engine before this one left in the allocator's cache is free
         return torch.cuda.mem_get_info(device)[0]
     with open("/proc/meminfo") as f:
         fields = dict(line.split(":", 1) for line in f)
-    return int(fields["MemAvailable"].split()[0]) * 1024
+    return min(int(fields["MemAvailable"].split()[0]) * 1024, container_memory())
+
+
+def container_memory(group: Path = Path("/sys/fs/cgroup")) -> float:
+    """Bytes that the container's limit leaves (cgroup v2, then v1); infinite without a limit."""
+    v1 = group / "memory"
+    for limit, used in (
+        (group / "memory.max", group / "memory.current"),
+        (v1 / "memory.limit_in_bytes", v1 / "memory.usage_in_bytes"),
+    ):
+        try:
+            return max(int(limit.read_text()) - int(used.read_text()), 0)
+        except (OSError, ValueError):  # no such file, or "max"
+            continue
+    return float("inf")

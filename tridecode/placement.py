@@ -17,7 +17,7 @@ def resolve_device(device: str, backend: str) -> tuple[torch.device, str]:
     if backend not in ("auto", "triton", "torch"):
         raise ParameterError(f"backend must be auto, triton or torch, got {backend!r}")
     kind, _, index = device.partition(":")
-    if kind not in ("auto", "cpu", "cuda") or (index and (kind != "cuda" or not index.isdigit())):
+    if kind not in ("auto", "cpu", "cuda") or (index and (kind != "cuda" or not (index.isascii() and index.isdigit()))):
         raise ParameterError(f"device must be auto, cpu, cuda or cuda:N, got {device!r}")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if kind == "cuda" and int(index or 0) >= count:
@@ -30,8 +30,8 @@ def resolve_device(device: str, backend: str) -> tuple[torch.device, str]:
         backend = "triton" if kind == "cuda" else "torch"
     if backend == "triton" and kind != "cuda":
         raise DeviceError("backend triton needs an NVIDIA GPU and none is used here; use --backend torch")
-    if backend == "triton" and torch.cuda.get_device_capability(place) < (8, 0):
-        raise DeviceError("backend triton needs compute capability 8.0 or above; use --backend torch")
+    if kind == "cuda" and torch.cuda.get_device_capability(place) < (8, 0):
+        raise DeviceError(f"{place} has a compute capability below 8.0, which is not supported; use --device cpu")
     return place, backend
 
 

@@ -14,6 +14,7 @@ from .model import DecodeModel
 from .weights import LayerWeights
 
 CHUNK = 2048
+MASK_LIMIT = 2**21  # entries of an attention mask on the CPU
 
 
 @torch.inference_mode()
@@ -63,19 +64,35 @@ def _attend(q, k, v, window: int, scale: float) -> torch.Tensor:
         k, v = k[:, first:], v[:, first:]
         end -= first
     q, k, v = q[None], k[None], v[None]
-    if window or q.device.type == "cpu":
+    if q.device.type == "cpu":
+        return _attend_masked(q, k, v, window, scale)
+    if q.dtype == torch.float32:  # no fused backend groups heads in fp32
+        k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
+    if window:
         behind = torch.arange(end - n, end, device=q.device)[:, None] - torch.arange(end, device=q.device)[None, :]
-        mask = (behind >= 0) & (behind < window) if window else behind >= 0
-        if q.device.type == "cuda":
-            # With a mask no fused backend groups heads; expanding keeps the memory-efficient one.
-            k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
-        out = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=k.shape[1] != q.shape[1])
+        mask = (behind >= 0) & (behind < window)
+        # With a mask no fused backend groups heads; expanding keeps the memory-efficient one.
+        k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
+        out = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
     else:
         with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]):
             out = scaled_dot_product_attention(
                 q, k, v, attn_mask=causal_lower_right(n, end), scale=scale, enable_gqa=k.shape[1] != q.shape[1]
             )
     return out[0].transpose(0, 1).reshape(n, -1)
+
+
+def _attend_masked(q, k, v, window: int, scale: float) -> torch.Tensor:
+    """The same on the CPU, as many rows at a time as keep the mask below MASK_LIMIT entries."""
+    n, end = q.shape[2], k.shape[2]
+    keys, parts = torch.arange(end, dtype=torch.int32), []
+    for rows in torch.arange(end - n, end, dtype=torch.int32).split(max(MASK_LIMIT // end, 1)):
+        behind = rows[:, None] - keys
+        mask = (behind >= 0) & (behind < window) if window else behind >= 0
+        part = q[:, :, rows[0] - (end - n) : rows[-1] + 1 - (end - n)]
+        grouped = k.shape[1] != q.shape[1]
+        parts.append(scaled_dot_product_attention(part, k, v, attn_mask=mask, scale=scale, enable_gqa=grouped))
+    return torch.cat(parts, 2)[0].transpose(0, 1).reshape(n, -1)
 
 
 def _mlp(x: torch.Tensor, layer: LayerWeights) -> torch.Tensor:

@@ -1,6 +1,5 @@
 """SamplingParams: how one generation draws its tokens and when it ends."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -14,7 +13,7 @@ class SamplingParams:
     """Sampling and stopping of one generation; checked on construction (ParameterError).
 
     temperature: 0 is greedy. top_k: 0 is off. top_p in (0, 1], min_p in [0, 1]: 1 and 0 are off.
-    repetition_penalty > 0 acts on tokens of prompt and output (as transformers), presence_penalty and
+    repetition_penalty >= 0.001 acts on tokens of prompt and output (as transformers), presence_penalty and
     frequency_penalty in [-2, 2] on tokens of the output only (as OpenAI's API).
     logit_bias: token id -> value added to that logit before everything else.
     seed: None draws one. max_tokens: None is up to the context's end. stop: strings, never shown.
@@ -41,13 +40,17 @@ class SamplingParams:
     def __post_init__(self):
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
-        for name in ("stop", "stop_token_ids"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))
-        object.__setattr__(self, "logit_bias", dict(self.logit_bias))
+        for name, kind in (("stop", tuple), ("stop_token_ids", tuple), ("logit_bias", dict)):
+            value = getattr(self, name)
+            try:
+                object.__setattr__(self, name, kind(() if value is None else value))
+            except (TypeError, ValueError):
+                expected = "a list" if kind is tuple else "a mapping of token ids to numbers"
+                raise ParameterError(f"{name} must be {expected}, got {value!r}") from None
         self._number("temperature", 0.0, 100.0)
         self._number("top_p", 0.0, 1.0, low_open=True)
         self._number("min_p", 0.0, 1.0)
-        self._number("repetition_penalty", 0.0, 100.0, low_open=True)
+        self._number("repetition_penalty", 0.001, 100.0)
         self._number("presence_penalty", -2.0, 2.0)
         self._number("frequency_penalty", -2.0, 2.0)
         self._integer("top_k", 0, 2**31 - 1)
@@ -63,8 +66,8 @@ class SamplingParams:
         for token, bias in self.logit_bias.items():
             if isinstance(token, bool) or not isinstance(token, int) or token < 0:
                 raise ParameterError(f"logit_bias: every key must be a token id (an integer >= 0), got {token!r}")
-            if isinstance(bias, bool) or not isinstance(bias, (int, float)) or not math.isfinite(bias):
-                raise ParameterError(f"logit_bias: the value of token {token} must be a finite number, got {bias!r}")
+            if isinstance(bias, bool) or not isinstance(bias, (int, float)) or not abs(bias) <= 1e30:
+                raise ParameterError(f"logit_bias: token {token} must have a number from -1e30 to 1e30, got {bias!r}")
 
     def _number(self, name: str, low: float, high: float, low_open: bool = False):
         value = getattr(self, name)

@@ -12,6 +12,7 @@ from ..engine import Engine
 from ..errors import DeviceError, ParameterError
 from ..kernels.read import measure_read_bandwidth
 from ..kv_cache import kv_bytes_per_token
+from ..memory import free_memory, plan_memory
 from ..presets import PRESETS
 from ..sampling import SamplingParams
 
@@ -36,6 +37,7 @@ def preset_engine(preset: str, capacity: int, graph: str = "full") -> Engine:
     if not torch.cuda.is_available():
         raise DeviceError("bench needs an NVIDIA GPU and none is usable here")
     config, device = PRESETS[preset], torch.device("cuda", torch.cuda.current_device())
+    plan_memory(config, torch.bfloat16, device).capacity(capacity, str(device))  # an error before memory is spent
     weights = random_weights(config, device, torch.bfloat16)
     engine = Engine.build(config, weights, None, capacity, "triton", graph, name=preset)
     for cache in (*engine.model.kv.k, *engine.model.kv.v):
@@ -73,7 +75,7 @@ def decode(preset: str, context: int = 64, steps: int = 128, runs: int = 9, samp
     import triton
 
     engine = preset_engine(preset, context + steps + 2)
-    bandwidth = measure_read_bandwidth(engine.device)
+    bandwidth = measure_read_bandwidth(engine.device, min(2**33, free_memory(engine.device) // 2))
     times = sorted(time_decode(engine, context, steps, runs, GREEDY if sampling == "greedy" else ALL_FILTERS))
     median, nbytes = statistics.median(times), step_bytes(engine, context, steps)
     return {
