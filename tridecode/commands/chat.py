@@ -11,6 +11,7 @@ from ..engine import Engine
 from ..errors import TridecodeError
 from . import session, slash
 from .conversation import Conversation
+from .display import answer_display
 from .lines import join_blocks, open_reader, unquoted
 from .loading import load_engine
 from .main import explain
@@ -34,10 +35,12 @@ class Chat:
         store: session.Store | None = None,
         overflow: str = "error",
         system: str | None = None,
+        plain: bool = False,
     ):
         self.engine, self.params, self.output = engine, params, output
         self.conversation, self.system = conversation, system
         self.interactive, self.store, self.overflow = interactive, store, overflow
+        self.plain = plain or conversation.raw  # a text that is continued is no Markdown
         self.stopped_at = -IMPATIENCE
         self.draft: str | None = None  # what /edit puts into the next prompt
         self.kept: str | None = None  # the session that holds the conversation before this one
@@ -81,24 +84,29 @@ class Chat:
         with one_interrupt(self.interactive):
             said, tokens, last = [], 0, None
             started = time.perf_counter()
+            shown = answer_display(self.output, self.plain)
             try:
                 base = self.make_room(base, line)
                 for last in self.engine.stream(base.prompt(line), self.params):
                     said.append(last.text)
                     tokens += last.token_id is not None
-                    self.output.text(last.text)
+                    shown.push(last.text)
             except KeyboardInterrupt:
+                shown.abort()
                 if not self.interactive:
                     raise
                 last, self.stopped_at = None, time.monotonic()
-            finally:
-                if said:
-                    self.output.text("\n")
+            except BaseException:
+                shown.abort()
+                raise
             answer = "".join(said)
             failed = last is not None and last.finish_reason == "error"
             self.used = None if last is None or failed else last.usage.prompt_tokens + last.usage.completion_tokens
             if not failed and (answer or last is not None):
                 self.conversation = base.plus(line, answer)
+            try:
+                shown.finish()
+            finally:
                 self.save()
             self.answers, self.tokens = self.answers + 1, self.tokens + tokens
             self.seconds += time.perf_counter() - started
@@ -201,6 +209,7 @@ def chat(args, output: Output) -> int:
         store=store,
         overflow=args.overflow,
         system=args.system,
+        plain=args.plain,
     )
     if store and store.saved:
         output.note(f"session {store.name}: {talk.describe()}")

@@ -75,6 +75,7 @@ def add_chat_options(chat) -> None:
     saved.add_argument("--resume", action="store_true", help="continue the conversation that was saved last")
     saved.add_argument("--session", metavar="NAME", help="continue the conversation of that name, or begin it")
     group.add_argument("--system", metavar="TEXT", help="the system turn (default: none)")
+    group.add_argument("--plain", action="store_true", help="answers as plain text; in a terminal they are Markdown")
     group.add_argument(
         "--overflow",
         default="error",
