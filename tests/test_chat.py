@@ -17,6 +17,7 @@ from tridecode import Engine, SamplingParams, commands
 from tridecode.commands import session as sessions
 from tridecode.commands.chat import Chat, converse, one_interrupt
 from tridecode.commands.conversation import Conversation
+from tridecode.commands.display import Thinking, opens_thinking
 from tridecode.commands.lines import PlainReader, join_blocks, unfinished, unquoted
 from tridecode.commands.settings import NAMES
 from tridecode.commands.slash import COMMANDS
@@ -589,6 +590,41 @@ def test_markdown_in_a_terminal(endless, terminal, state):
     assert child.screen.getvalue().count("\x1b[?25l") <= child.screen.getvalue().count("\x1b[?25h"), "cursor hidden"
     (file,) = (state / "sessions").iterdir()
     assert len(sessions.read(file).turns[0][1]) > 20
+
+
+class Answer:
+    """Where an answer is shown."""
+
+    def __init__(self):
+        self.shown = []
+        self.finish = self.abort = lambda: self.shown.append("|")
+        self.push = self.shown.append
+
+
+@pytest.mark.parametrize("pieces, opened, hide, out, answer", [
+    (["<thi", "nk>\n", "Let me ", "see.\n</think>", "\n\nYes"], False, False, "Let me see.\n", "Yes"),
+    (["Let me ", "see.", "</think>\n\nYes"], True, False, "Let me see.\n", "Yes"),
+    (["<think>", "Let me ", "see.", "</think>Yes"], False, True, "", "Yes"),
+    (["<think>", "Let", " me \x1b[2J"], False, False, "Let me ␛[2J\n", ""),
+    (["Yes <think>", " no"], False, False, "", "Yes <think> no"),
+    (["<think>\n\n</think>\n\n", "Yes"], False, False, "", "Yes"),
+])
+def test_thinking_is_shown_apart(capsys, pieces, opened, hide, out, answer):
+    shows = Answer()
+    display = Thinking(Output(), shows, opened, hide)
+    for piece in pieces:
+        display.push(piece)
+    display.finish()
+    display.abort()
+    read = capsys.readouterr()
+    assert read.out == out and "".join(shows.shown) == answer + "||"
+    assert ("thought for " in read.err) == (bool(out) or hide)
+
+
+def test_templates_that_begin_the_thinking():
+    for text, opens in (("<|im_start|>assistant\n<think>\n", True), ("assistant\n", False)):
+        tokenizer = SimpleNamespace(encode_chat=lambda messages: [1], decode=lambda ids, skip_special, t=text: t)
+        assert opens_thinking(tokenizer) == opens
 
 
 def test_killed_in_the_middle_of_an_answer(endless, terminal, state):

@@ -11,7 +11,7 @@ from ..engine import Engine
 from ..errors import TridecodeError
 from . import session, slash
 from .conversation import Conversation
-from .display import answer_display
+from .display import answer_display, opens_thinking
 from .lines import join_blocks, open_reader, unquoted
 from .loading import load_engine
 from .main import explain
@@ -36,11 +36,14 @@ class Chat:
         overflow: str = "error",
         system: str | None = None,
         plain: bool = False,
+        hide_thinking: bool = False,
     ):
         self.engine, self.params, self.output = engine, params, output
         self.conversation, self.system = conversation, system
         self.interactive, self.store, self.overflow = interactive, store, overflow
         self.plain = plain or conversation.raw  # a text that is continued is no Markdown
+        self.hide_thinking = hide_thinking
+        self.opens_thinking = False if self.plain or not output.tty else opens_thinking(engine.tokenizer)
         self.stopped_at = -IMPATIENCE
         self.draft: str | None = None  # what /edit puts into the next prompt
         self.kept: str | None = None  # the session that holds the conversation before this one
@@ -84,7 +87,7 @@ class Chat:
         with one_interrupt(self.interactive):
             said, tokens, last = [], 0, None
             started = time.perf_counter()
-            shown = answer_display(self.output, self.plain)
+            shown = answer_display(self.output, self.plain, self.opens_thinking, self.hide_thinking)
             try:
                 base = self.make_room(base, line)
                 for last in self.engine.stream(base.prompt(line), self.params):
@@ -210,6 +213,7 @@ def chat(args, output: Output) -> int:
         overflow=args.overflow,
         system=args.system,
         plain=args.plain,
+        hide_thinking=args.think == "hide",
     )
     if store and store.saved:
         output.note(f"session {store.name}: {talk.describe()}")

@@ -3,6 +3,8 @@
 import os
 from collections.abc import Iterable, Iterator
 
+from .terminal import visible
+
 MARK = '"""'
 
 
@@ -44,7 +46,7 @@ class PlainReader:
 
     def read(self, draft: str = "") -> str:
         if draft:
-            print(f"(was: {draft.strip()})")
+            print(f"(was: {visible(draft.strip())})")
         text = input("> ")
         while unfinished(text):
             text += "\n" + input("… ")

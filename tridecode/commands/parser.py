@@ -77,6 +77,12 @@ def add_chat_options(chat) -> None:
     group.add_argument("--system", metavar="TEXT", help="the system turn (default: none)")
     group.add_argument("--plain", action="store_true", help="answers as plain text; in a terminal they are Markdown")
     group.add_argument(
+        "--think",
+        default="on",
+        choices=["on", "hide"],
+        help="a model's thinking in a terminal: dimmed before the answer, or only its length (default: on)",
+    )
+    group.add_argument(
         "--overflow",
         default="error",
         choices=["error", "drop-oldest", "stop"],

@@ -49,6 +49,10 @@ class Output:
             sys.stdout.write(text)
             sys.stdout.flush()
 
+    def dim(self, text: str) -> None:
+        """Text beside the answer on stdout, at once, dimmed."""
+        self.console.out(visible(text), end="", style="dim", highlight=False)
+
     def note(self, message: str, aligned: bool = False) -> None:
         """One dim line on stderr; aligned keeps its spaces."""
         self.errors.print(visible(message) if aligned else one_line(message), style="dim", soft_wrap=True)
