@@ -11,7 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from checkpoints import write_tiny
+from checkpoints import write_tiny, write_tokenizer
 
 from tridecode import Engine, SamplingParams, commands
 from tridecode.commands import session as sessions
@@ -138,9 +138,17 @@ def test_a_prompt_that_does_not_fit_ends_its_turn_only(piped, tiny):
     text = "hello\n" + "word " * 100 + "\nagain\n"
     code, out, err = piped(text, "--model", tiny, "--max-tokens", 4, "--temperature", 0, "--max-seq-len", 60)
     errors = [line for line in err.splitlines() if line.startswith("tridecode: error")]
-    assert code == 0 and len(errors) == 1
+    assert code == 1 and len(errors) == 1
     assert "60" in errors[0] and errors[0].endswith("the turn is not kept")
     assert err.count("4 tokens · ") == 2
+
+
+def test_a_model_without_a_template_is_refused_before_the_first_turn(piped, tmp_path):
+    path = write_tiny(tmp_path / "base", "llama")
+    write_tokenizer(path, chat_template=None)
+    code, out, err = piped("hello\nagain\n", "--model", path)
+    assert (code, out) == (1, "") and err.count("tridecode: error") == 1 and "--raw" in err.splitlines()[-1]
+    assert piped("hello\n", "--model", path, "--raw", "--max-tokens", 2)[0] == 0
 
 
 def test_what_is_kept(session):

@@ -73,13 +73,19 @@ class Chat:
             base = self.conversation.without_last() if replaces and self.conversation.turns else self.conversation
             self.turn(message, base)
         except Overflow as error:
-            self.output.error(f"{error}; the turn is not kept")
+            self.fail(str(error))
             if self.overflow == "stop":
                 self.exit_code = 1
                 return False
         except (TridecodeError, MemoryError, RuntimeError) as error:  # RuntimeError: torch's, out of memory too
-            self.output.error(f"{explain(error)}; the turn is not kept")
+            self.fail(explain(error))
         return True
+
+    def fail(self, what: str) -> None:
+        """One line; a pipe, where nobody may have read it, says so again with its exit code."""
+        self.output.error(f"{what}; the turn is not kept")
+        if not self.interactive:
+            self.exit_code = 1
 
     def turn(self, line: str, base: Conversation) -> None:
         """Stream the answer; keep the turn unless it failed or was stopped before its first character."""
@@ -114,7 +120,7 @@ class Chat:
             self.answers, self.tokens = self.answers + 1, self.tokens + tokens
             self.seconds += time.perf_counter() - started
             if failed:
-                self.output.error(f"{last.error}; the turn is not kept")
+                self.fail(last.error)
             elif last is None:
                 rest = "kept in the conversation" if answer else "the turn is not kept"
                 seconds = time.perf_counter() - started
@@ -199,6 +205,8 @@ def chat(args, output: Output) -> int:
     interactive = output.tty and sys.stdin.isatty()
     conversation, store = open_session(args, output, interactive)
     engine, params = load_engine(args, output)
+    if not (args.raw or engine.tokenizer.has_template):
+        engine.encode([{"role": "user", "content": "Hello"}])  # its PromptError, before anybody has typed
     if store:
         store.model = engine.name
     if engine.device.type == "cpu":
