@@ -10,9 +10,11 @@ from models import CUDA, DEVICE, tiny_engine
 
 from tridecode import Engine, SamplingParams
 from tridecode.checkpoint import load_config, load_weights
+from tridecode.engine import BUNDLED
 from tridecode.errors import GenerationError, ParameterError, PromptError
 from tridecode.prefill import _attend, prefill
 from tridecode.text import StopStrings
+from tridecode.tokenizer import Tokenizer
 
 PROMPT = [5, 17, 300, 42, 8, 8, 99]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
@@ -238,6 +240,14 @@ def test_nan_logits_end_with_an_error_that_names_the_step():
 )
 def test_bad_prompts_are_refused_by_name(engine, prompt, message):
     with pytest.raises(PromptError, match=message):
+        engine.generate(prompt, GREEDY)
+
+
+@pytest.mark.parametrize("prompt", ["Hello there", [{"role": "user", "content": "Hello"}]], ids=["text", "chat"])
+def test_a_tokenizer_that_knows_more_tokens_than_the_model_is_refused(prompt):
+    engine = tiny_engine()
+    engine.tokenizer = Tokenizer.load(BUNDLED)
+    with pytest.raises(PromptError, match=r"token id \d+ is not in the vocabulary \(0 to 330\)"):
         engine.generate(prompt, GREEDY)
 
 

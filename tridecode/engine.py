@@ -5,7 +5,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -144,6 +144,9 @@ class Engine:
             ids = self.tokenizer.encode_chat(items) if chat else [self._token_id(token) for token in items]
         if not ids:
             raise PromptError("the prompt is empty: at least one token is needed")
+        for token in (min(ids), max(ids)):  # a tokenizer may know more tokens than the model
+            if not 0 <= token < self.config.vocab_size:
+                raise self._outside(token)
         if len(ids) > self.capacity:
             raise PromptError(
                 f"the prompt has {len(ids)} tokens, the context holds {self.capacity}: shorten it or raise max_seq_len"
@@ -151,13 +154,13 @@ class Engine:
         return ids, chat
 
     def _token_id(self, token) -> int:
-        try:
-            index = -1 if isinstance(token, bool) else operator.index(token)  # integers of numpy and torch too
-        except TypeError:
-            index = -1
-        if not 0 <= index < self.config.vocab_size:
-            raise PromptError(f"token id {token!r} is not in the vocabulary (0 to {self.config.vocab_size - 1})")
-        return index
+        if not isinstance(token, bool):
+            with suppress(TypeError):
+                return operator.index(token)  # integers of numpy and torch too
+        raise self._outside(token)
+
+    def _outside(self, token) -> PromptError:
+        return PromptError(f"token id {token!r} is not in the vocabulary (0 to {self.config.vocab_size - 1})")
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, *, reuse_prefix: bool = True
