@@ -15,6 +15,7 @@ from ..errors import ParameterError, PromptError, TridecodeError
 from ..sampling import SamplingParams
 from .generate import (
     check_messages,
+    encoded,
     naming,
     parse_json,
     read_file,
@@ -92,9 +93,7 @@ def answer(request: Request, engine: Engine, params, args, output: Output, count
     found, error = {}, request.error
     if error is None:
         try:
-            prompt = request.prompt
-            if args.allow_special and isinstance(prompt, str):
-                prompt = engine.tokenizer.encode(prompt, allow_special=True)
+            prompt = encoded(request.prompt, args, engine)
             result = engine.generate(prompt, replace(params, **request.fields), **reuse(args))
             found, error = report(result, engine), result.error
             counts["tokens"] += result.usage.completion_tokens

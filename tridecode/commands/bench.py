@@ -37,9 +37,10 @@ def preset_engine(preset: str, capacity: int, graph: str = "full") -> Engine:
     if not torch.cuda.is_available():
         raise DeviceError("bench needs an NVIDIA GPU and none is usable here")
     config, device = PRESETS[preset], torch.device("cuda", torch.cuda.current_device())
-    plan_memory(config, torch.bfloat16, device).capacity(capacity, str(device))  # an error before memory is spent
+    plan = plan_memory(config, torch.bfloat16, device)
+    plan.capacity(capacity, str(device))  # an error before memory is spent
     weights = random_weights(config, device, torch.bfloat16)
-    engine = Engine.build(config, weights, None, capacity, "triton", graph, name=preset)
+    engine = Engine.build(config, weights, None, capacity, "triton", graph, plan=plan, name=preset)
     for cache in (*engine.model.kv.k, *engine.model.kv.v):
         cache.normal_()
     return engine

@@ -16,7 +16,7 @@ from .lines import join_blocks, open_reader, unquoted
 from .loading import load_engine
 from .main import explain
 from .overflow import Overflow, fit
-from .terminal import Output, speed_line
+from .terminal import Output, counted, speed_line
 
 IMPATIENCE = 1.0  # seconds after an answer was stopped in which another Ctrl-C was meant for that answer
 
@@ -124,7 +124,7 @@ class Chat:
             elif last is None:
                 rest = "kept in the conversation" if answer else "the turn is not kept"
                 seconds = time.perf_counter() - started
-                self.output.note(f"stopped after {tokens} token{'s'[:tokens != 1]} and {seconds:.1f} s; {rest}")
+                self.output.note(f"stopped after {counted(tokens, 'token')} and {seconds:.1f} s; {rest}")
             else:
                 self.last = last
                 self.report(last)
@@ -157,12 +157,11 @@ class Chat:
 
             used, whole = (torch.cuda.max_memory_allocated(engine.device), torch.cuda.mem_get_info(engine.device)[1])
             lines.append(f"GPU memory: at most {used / 2**30:.1f} of {whole / 2**30:.1f} GiB")
-        answers = "answer" if self.answers == 1 else "answers"
-        sent = turns - self.conversation.dropped
+        answers, sent = counted(self.answers, "answer"), turns - self.conversation.dropped
         context = "" if self.last is None else speed_line(self.last.usage, self.last.timings, engine.capacity)
-        lines.append(f"{turns} turn{'s'[: turns != 1]}, {sent} of them sent to the model")
+        lines.append(f"{counted(turns, 'turn')}, {sent} of them sent to the model")
         lines.append(f"last answer: {context}" if context else f"context of {engine.capacity:,} tokens, no answer yet")
-        lines.append(f"{self.tokens:,} tokens in {self.answers} {answers} since the start, {self.seconds:.1f} s in all")
+        lines.append(f"{self.tokens:,} tokens in {answers} since the start, {self.seconds:.1f} s in all")
         if self.store:
             lines.append(f"session {self.store.name} in {self.store.path.parent}")
         return lines
@@ -198,7 +197,7 @@ class Chat:
     def describe(self) -> str:
         turns = self.conversation.turns
         last = f", the last was {slash.brief(turns[-1][0])}" if turns else ""
-        return f"continuing {len(turns)} turn{'s'[: len(turns) != 1]}{last}"
+        return f"continuing {counted(len(turns), 'turn')}{last}"
 
 
 def chat(args, output: Output) -> int:

@@ -1,7 +1,7 @@
 """How an answer is shown: as Markdown in a terminal, elsewhere and with --plain as plain text, token by token."""
 
 from ..errors import PromptError
-from .terminal import Output
+from .terminal import Output, counted
 from .thinking import OPEN, THINKING, ThinkSplitter
 
 
@@ -65,7 +65,7 @@ class Thinking:
             if not self._hide:
                 self._output.text("\n")
             tokens = self._splitter.tokens
-            self._output.note(f"thought for {tokens} token{'s'[: tokens != 1]}, {self._splitter.seconds:.1f} s")
+            self._output.note(f"thought for {counted(tokens, 'token')}, {self._splitter.seconds:.1f} s")
 
 
 def opens_thinking(tokenizer) -> bool:

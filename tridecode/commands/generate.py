@@ -33,8 +33,7 @@ def generate(args, output: Output) -> int:
     prompt = read_prompt(args, output)
     with text_sink(args.output, output) as write:  # opened before the model, so that a wrong name costs no time
         engine, params = load_engine(args, output)
-        if args.allow_special and isinstance(prompt, str):
-            prompt = engine.tokenizer.encode(prompt, allow_special=True)
+        prompt = encoded(prompt, args, engine)
         failed = False
         for i, each in enumerate(seeded(params, args.n)):
             if args.n > 1 and not args.json:
@@ -68,6 +67,13 @@ def check_options(args) -> None:
     source = args.messages if args.jsonl is None else args.jsonl
     if source is not None and args.output is not None and os.path.realpath(source) == os.path.realpath(args.output):
         args.refuse(f"--output would overwrite the input {source}; give it another name")
+
+
+def encoded(prompt: Prompt, args, engine: Engine) -> Prompt:
+    """With --allow-special, text as token ids, its control tokens among them."""
+    if args.allow_special and isinstance(prompt, str):
+        return engine.tokenizer.encode(prompt, allow_special=True)
+    return prompt
 
 
 def reuse(args) -> dict:

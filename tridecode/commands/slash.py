@@ -7,6 +7,7 @@ from pathlib import Path
 from ..errors import ParameterError
 from . import session
 from .settings import NAMES, changed, shown
+from .terminal import counted
 
 # Name -> arguments and what it does, in the order of /help.
 COMMANDS = {
@@ -98,7 +99,7 @@ def _undo(chat, rest) -> None:
         chat.conversation = chat.conversation.without_last()
         chat.save()
         left = len(chat.conversation.turns)
-        chat.output.note(f"took back {brief(last[0])}; {left} turn{'s'[: left != 1]} left")
+        chat.output.note(f"took back {brief(last[0])}; {counted(left, 'turn')} left")
 
 
 def _save(chat, rest) -> None:

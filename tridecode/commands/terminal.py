@@ -71,10 +71,15 @@ class Output:
             yield lambda done, total: bar.update(task, completed=done, total=total, visible=True)
 
 
+def counted(n: int, word: str) -> str:
+    """1 token, 2 tokens."""
+    return f"{n} {word}{'' if n == 1 else 's'}"
+
+
 def speed_line(usage, timings, capacity: int | None = None) -> str:
     """The line after an answer: tokens, speed, time to first token, what was reused of the prompt and, with `capacity`,
     how much of the context is used."""
-    parts = [f"{usage.completion_tokens} token{'' if usage.completion_tokens == 1 else 's'}"]
+    parts = [counted(usage.completion_tokens, "token")]
     if timings.tokens_per_second:
         parts.append(f"{timings.tokens_per_second:.1f} tok/s")
     parts.append(f"first token after {timings.ttft:.2f} s")

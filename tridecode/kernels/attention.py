@@ -16,8 +16,8 @@ from .common import (
     gdc_wait,
     interpreted,
     options,
+    running,
 )
-from .matvec import running
 
 LOG2E = tl.constexpr(1.4426950408889634)
 EMPTY = tl.constexpr(-1e30)  # running maximum of a split that saw no position

@@ -49,3 +49,8 @@ def options(num_warps: int, pdl: bool = False, num_stages: int = 1) -> dict:
     if pdl:
         chosen["launch_pdl"] = True
     return chosen
+
+
+def running(meta, rows: int) -> list[int]:
+    """The rows whose slot has status RUN; the references' form of a kernel leaving early."""
+    return [row for row in range(rows) if meta[row, STATUS.value] == RUN.value]

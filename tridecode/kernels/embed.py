@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .common import META_WIDTH, POSITION, RUN, STATUS, gdc_launch_dependents, options
+from .common import META_WIDTH, POSITION, RUN, STATUS, gdc_launch_dependents, options, running
 
 BLOCK_K = 1024
 
@@ -78,9 +78,7 @@ def embed_partials(K: int) -> int:
 
 
 def embed_ref(meta, tokens, embed, norm, hidden, normed, sumsq):
-    for row in range(hidden.shape[0]):
-        if meta[row, STATUS.value] != RUN.value:
-            continue
+    for row in running(meta, hidden.shape[0]):
         h = embed[tokens[row, meta[row, POSITION.value]].long()].float()
         hidden[row] = h
         normed[row] = (h * norm.float()).to(normed.dtype)

@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 
 from .. import meta as m
+from ..sampling import MAX_LOGPROBS
 from .common import (
     LIMIT,
     LIMIT_REACHED,
@@ -26,7 +27,7 @@ LOWEST = tl.constexpr(-(2**63))  # the key of no token
 BAD = tl.constexpr(2**63 - 1)  # the key of a block with a NaN or an infinity, above every other
 SIGN_FREE = tl.constexpr(0x7FFFFFFF)
 EXPONENT = tl.constexpr(0x7F800000)
-LOGPROBS_WIDTH = tl.constexpr(21)  # entries of a slot of the log-probability ring: the drawn token, then MAX_LOGPROBS
+LOGPROBS_WIDTH = tl.constexpr(1 + MAX_LOGPROBS)  # entries of a slot of its ring: the drawn token, then the likeliest
 
 
 @triton.jit
@@ -156,7 +157,3 @@ def finish_step_ref(slot, token, bad, logits, meta, tokens, counts, out, lse=Non
     changed = [position, step + 1, m.NAN] if bad else [following, step + 1, status]
     meta[slot, m.POSITION : m.STATUS + 1] = torch.tensor(changed, dtype=torch.int32)
     out[slot, step % m.RING] = step << 32 | (0xFFFFFFFF if bad else token)
-
-
-def running(meta, slot) -> bool:
-    return int(meta[slot, m.STATUS]) == m.RUN

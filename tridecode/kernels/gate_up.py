@@ -4,8 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .common import META_WIDTH, RUN, STATUS, gdc_launch_dependents, gdc_wait, options
-from .matvec import running
+from .common import META_WIDTH, RUN, STATUS, gdc_launch_dependents, gdc_wait, options, running
 
 
 @triton.jit

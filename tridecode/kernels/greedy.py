@@ -4,8 +4,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .common import META_WIDTH, RUN, STATUS, gdc_launch_dependents, gdc_wait, options
-from .finish import BAD, arrive, block_key, finish_step, finish_step_ref, largest_key, packed_id, running, step_state
+from .common import META_WIDTH, RUN, STATUS, gdc_launch_dependents, gdc_wait, options, running
+from .finish import BAD, arrive, block_key, finish_step, finish_step_ref, largest_key, packed_id, step_state
 
 BLOCK = 2048  # tokens of the vocabulary a program
 WARPS = 8
@@ -96,11 +96,10 @@ def greedy(logits, meta, tokens, out, sampler, *, pdl: bool):
 
 def greedy_ref(logits, meta, tokens, out, sampler):
     """greedy in torch."""
-    for row in range(logits.shape[0]):
-        if running(meta, row):
-            bad = not bool(torch.isfinite(logits[row]).all())
-            token = 0 if bad else int(logits[row].argmax())
-            finish_step_ref(row, token, bad, logits, meta, tokens, None, out)
+    for row in running(meta, logits.shape[0]):
+        bad = not bool(torch.isfinite(logits[row]).all())
+        token = 0 if bad else int(logits[row].argmax())
+        finish_step_ref(row, token, bad, logits, meta, tokens, None, out)
 
 
 def greedy_bytes(vocab: int) -> int:

@@ -6,8 +6,8 @@ import triton.language as tl
 
 from .. import meta as m
 from ..sampling import MAX_LOGPROBS
-from .common import META_WIDTH, N_LOGPROBS, RING, RUN, STATUS, STEP, gdc_launch_dependents, gdc_wait, options
-from .finish import LOGPROBS_WIDTH, LOWEST, arrive, pack, packed_id, packed_value, running
+from .common import META_WIDTH, N_LOGPROBS, RING, RUN, STATUS, STEP, gdc_launch_dependents, gdc_wait, options, running
+from .finish import LOGPROBS_WIDTH, LOWEST, arrive, pack, packed_id, packed_value
 from .sample import LOGPROBS_BLOCK, LOGPROBS_KEEP
 
 _MAX_LOGPROBS = tl.constexpr(MAX_LOGPROBS)
@@ -106,9 +106,7 @@ def logprobs(logits, meta, out_logprobs, out_top_ids, sampler, *, pdl: bool):
 
 def logprobs_ref(logits, meta, out_logprobs, out_top_ids, sampler):
     """logprobs in torch."""
-    for row in range(logits.shape[0]):
-        if not running(meta, row):
-            continue
+    for row in running(meta, logits.shape[0]):
         x, state = logits[row], meta[row].tolist()
         lse = sampler.lse[row] = x.logsumexp(0)
         wanted = min(state[m.N_LOGPROBS], x.numel())

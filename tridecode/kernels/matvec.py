@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .common import META_WIDTH, RUN, STATUS, gdc_launch_dependents, gdc_wait, options
+from .common import META_WIDTH, RUN, STATUS, gdc_launch_dependents, gdc_wait, options, running
 
 
 @triton.jit
@@ -149,11 +149,6 @@ def matvec_residual_ref(meta, x, linear, hidden, norm, normed, sumsq):
         normed[row] = (hidden[row] * norm.float()).to(normed.dtype)
         sumsq[row] = 0
         sumsq[row, 0] = hidden[row].square().sum()
-
-
-def running(meta, rows: int) -> list[int]:
-    """The rows whose slot has status RUN; the references' form of a kernel leaving early."""
-    return [row for row in range(rows) if meta[row, STATUS.value] == RUN.value]
 
 
 def matvec_bytes(N: int, K: int, dtype: torch.dtype, act_dtype: torch.dtype) -> int:

@@ -23,6 +23,7 @@ from .common import (
     gdc_wait,
     interpreted,
     options,
+    running,
 )
 from .filters import (
     BIN,
@@ -44,14 +45,12 @@ from .filters import (
 )
 from .finish import (
     BAD,
-    LOGPROBS_WIDTH,
     arrive,
     finish_step,
     finish_step_ref,
     largest_key,
     packed_id,
     packed_value,
-    running,
     step_state,
 )
 from .mass import BINS, FARTHEST, LOW_BITS, WEIGHT_BITS, distance, distance_ref, grid_scale, weight, weight_ref
@@ -88,7 +87,7 @@ class SamplerBuffers:
 
 def make_buffers(vocab: int, rows: int, device) -> SamplerBuffers:
     """Allocate the sampler's scratch for logits [rows, vocab]."""
-    assert MAX_LOGPROBS <= LOGPROBS_KEEP and MAX_LOGPROBS + 1 == LOGPROBS_WIDTH.value
+    assert MAX_LOGPROBS <= LOGPROBS_KEEP
     blocks, top_blocks = triton.cdiv(vocab, min(BLOCK, greedy_op.BLOCK)), triton.cdiv(vocab, LOGPROBS_BLOCK)
 
     def zeros(*shape, dtype):
@@ -316,9 +315,7 @@ def _draw_ref(w, blocks, counter) -> int:
 
 def sample_ref(logits, meta, samp, tokens, counts, bias, out, sampler, logprobs_ring=None):
     """sample in torch: the same processed logits, the same threshold, the same token."""
-    for row in range(logits.shape[0]):
-        if not running(meta, row):
-            continue
+    for row in running(meta, logits.shape[0]):
         x, state = logits[row], meta[row].tolist()
         temperature, top_p, min_p, *penalties = samp[row, :6].unbind()
         bad, token = not bool(torch.isfinite(x).all()), 0
