@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import tokenizers
 import torch
 
 if not torch.cuda.is_available():
@@ -12,6 +13,24 @@ if not torch.cuda.is_available():
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "kernels")]
 
 
-@pytest.fixture
-def device() -> str:
-    return "cuda" if torch.cuda.is_available() else "cpu"
+@pytest.fixture(scope="session")
+def path(tmp_path_factory) -> Path:
+    """A directory with nothing but the tiny tokenizer; tests only read it."""
+    from checkpoints import write_tokenizer
+
+    path = tmp_path_factory.mktemp("tokenizer")
+    write_tokenizer(path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def tokenizer(path):
+    from tridecode.tokenizer import Tokenizer
+
+    return Tokenizer.load(path)
+
+
+@pytest.fixture(scope="session")
+def plain(path):
+    """The same tokenizer without anything around it."""
+    return tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))

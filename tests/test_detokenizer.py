@@ -2,7 +2,7 @@
 
 import pytest
 import tokenizers
-from checkpoints import TOKENIZER_VOCAB_SIZE, sentencepiece, write_tokenizer
+from checkpoints import TOKENIZER_VOCAB_SIZE, sentencepiece
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -10,24 +10,6 @@ from tridecode.tokenizer import Tokenizer
 
 IM_START, IM_END, THINK = 1, 2, 382
 quick = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory):
-    path = tmp_path_factory.mktemp("tokenizer")
-    write_tokenizer(path)
-    return path
-
-
-@pytest.fixture(scope="module")
-def tokenizer(path):
-    return Tokenizer.load(path)
-
-
-@pytest.fixture(scope="module")
-def plain(path):
-    """The same tokenizer without anything around it."""
-    return tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
 
 
 def stream(tokenizer, ids, **options) -> list[str]:

@@ -25,24 +25,6 @@ CONTROL = (0, IM_START, IM_END, THINK, END_THINK)
 quick = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 
 
-@pytest.fixture(scope="module")
-def path(tmp_path_factory):
-    path = tmp_path_factory.mktemp("tokenizer")
-    write_tokenizer(path)
-    return path
-
-
-@pytest.fixture(scope="module")
-def tokenizer(path):
-    return Tokenizer.load(path)
-
-
-@pytest.fixture(scope="module")
-def plain(path):
-    """The same tokenizer without anything around it."""
-    return tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
-
-
 def user(content: str) -> list[dict]:
     return [{"role": "user", "content": content}]
 
