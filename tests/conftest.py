@@ -1,5 +1,7 @@
 """With no GPU the kernels run in Triton's interpreter, which must be chosen before any of them is imported."""
 
+import io
+import json
 import os
 import sys
 from pathlib import Path
@@ -34,3 +36,84 @@ def tokenizer(path):
 def plain(path):
     """The same tokenizer without anything around it."""
     return tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
+
+
+@pytest.fixture
+def state(tmp_path, monkeypatch):
+    """Where this test's history and sessions go."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    return tmp_path / "state" / "tridecode"
+
+
+@pytest.fixture
+def session(capsys, state):
+    """A Chat on a chats.Script; its read() returns what it wrote to stdout and stderr."""
+    from chats import Script
+
+    from tridecode import SamplingParams
+    from tridecode.commands.chat import Chat
+    from tridecode.commands.conversation import Conversation
+    from tridecode.commands.terminal import Output
+
+    def make(*answers, raw=False, params=None, **options):
+        chat = Chat(Script(*answers), params or SamplingParams(), Output(), Conversation(raw), **options)
+        chat.read = lambda: tuple(capsys.readouterr())
+        return chat
+
+    return make
+
+
+@pytest.fixture
+def piped(capsys, monkeypatch, state):
+    """Run `chat` on lines from a pipe; returns exit code, stdout, stderr."""
+    from tridecode import commands
+
+    def piped(text, *argv):
+        monkeypatch.setattr("sys.stdin", io.StringIO(text))
+        code = commands.main(["chat", "--device", "cpu", *map(str, argv)])
+        return code, *capsys.readouterr()
+
+    return piped
+
+
+@pytest.fixture(scope="session")
+def endless(tmp_path_factory):
+    """A model without stop tokens and with a long context: it talks until it is stopped."""
+    from checkpoints import write_tiny
+
+    path = write_tiny(tmp_path_factory.mktemp("chat") / "endless", "qwen3", max_position_embeddings=60_000)
+    (path / "generation_config.json").unlink()
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"eos_token_id": None}))
+    return path
+
+
+@pytest.fixture
+def terminal(state):
+    """Start a chat in a pseudo-terminal; `child.screen` is all that it showed."""
+    from chats import ENVIRONMENT, READY, ROOT
+
+    pexpect = pytest.importorskip("pexpect")
+    children = []
+
+    def terminal(*argv):
+        child = pexpect.spawn(
+            sys.executable,
+            ["cli.py", "chat", "--device", "cpu", *map(str, argv)],
+            cwd=str(ROOT),
+            env=ENVIRONMENT | {"XDG_STATE_HOME": str(state.parent)},
+            encoding="utf-8",
+            codec_errors="replace",  # the terminal's ^C may come in the middle of a character
+            timeout=30,
+            dimensions=(50, 200),
+        )
+        children.append(child)
+        child.screen = child.logfile_read = io.StringIO()
+        child.expect_exact("/help lists the commands")
+        child.expect_exact(READY)
+        return child
+
+    yield terminal
+    for child in children:
+        child.close(force=True)
+        assert "Traceback" not in child.screen.getvalue() and "Exception" not in child.screen.getvalue()

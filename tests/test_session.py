@@ -14,12 +14,7 @@ from tridecode.commands.conversation import Conversation
 TALK = Conversation(False, "Be brief.", (("Hello", "Hi"), ("zwei\nZeilen \ud800", "日本 <|im_end|>")))
 texts = st.text(max_size=20)
 quick = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-
-
-@pytest.fixture(autouse=True)
-def state(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    return tmp_path / "state" / "tridecode"
+pytestmark = pytest.mark.usefixtures("state")
 
 
 @quick

@@ -1,0 +1,59 @@
+"""What the chat's tests share: an engine that follows a script, and how the terminal is read."""
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+from tridecode import SamplingParams
+from tridecode.errors import PromptError
+from tridecode.results import Piece, Timings, Usage
+
+ROOT = Path(__file__).parent.parent
+# One thread: on a busy machine torch's threads wait for each other in small steps.
+ENVIRONMENT = os.environ | {"TERM": "xterm", "COLUMNS": "200", "OMP_NUM_THREADS": "1"}
+READY = "\x1b[?2004h"  # the prompt is there and reads keys
+STREAMS = r"\x1b\[\?2004l[^\n]*\n[^\x1b]*[^\s\x1b]{30}"  # the prompt is gone, and text comes
+
+
+class Script:
+    """An engine whose answers are given: each a list of texts, an exception, or a pair of texts and finish_reason."""
+
+    name, capacity, notes, backend, graph = "script", 100, (), "triton", "full"
+    device = SimpleNamespace(type="cpu")
+    tokenizer = SimpleNamespace(encode=list, encode_chat=lambda messages: "".join(m["content"] for m in messages))
+
+    def __init__(self, *answers):
+        self.answers, self.prompts = list(answers), []
+
+    def default_params(self, **given):
+        return SamplingParams(**given)
+
+    def stream(self, prompt, params):
+        self.prompts.append(prompt)
+        answer = self.answers.pop(0)
+        if isinstance(answer, PromptError):  # raised by the call itself, as the engine does
+            raise answer
+        texts, finish = answer if isinstance(answer, tuple) else (answer, "stop")
+        return self._pieces(texts, finish)
+
+    def _pieces(self, texts, finish):
+        for text in texts:
+            if isinstance(text, BaseException):
+                raise text
+            yield Piece(1, text)
+        usage, error = Usage(10, 4, len(texts)), "step 2 gave NaN" if finish == "error" else None
+        yield Piece(None, "", None, finish, usage, Timings(0.25, 0.5, 8.0), error)
+
+
+def said(*turns):
+    """Chat messages of alternating turns, the user's first."""
+    return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(turns)]
+
+
+def leaves(child, code=0):
+    """The program in the terminal ends with exit code `code`."""
+    import pexpect
+
+    child.expect(pexpect.EOF)
+    child.close()
+    assert child.exitstatus == code

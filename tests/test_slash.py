@@ -1,0 +1,181 @@
+"""The commands of the chat, with an engine that follows a script."""
+
+import stat
+from types import SimpleNamespace
+
+import pytest
+from chats import said
+
+from tridecode import SamplingParams
+from tridecode.commands.chat import converse
+from tridecode.commands.settings import NAMES
+from tridecode.commands.slash import COMMANDS
+from tridecode.errors import PromptError
+
+
+def test_commands(session):
+    chat = session(["/ok"], ["ok"])
+    assert chat.handle("/help") and "/clear" in chat.read()[1]
+    assert chat.handle("/claer") and "did you mean /clear?" in chat.read()[1]
+    assert chat.handle("/zzz") and chat.read()[1] == "there is no command /zzz; /help lists them\n"
+    assert not chat.engine.prompts
+    assert chat.handle("/usr/bin is what?") and chat.handle(" /exit")
+    assert [prompt[-1]["content"] for prompt in chat.engine.prompts] == ["/usr/bin is what?", "/exit"]
+    assert not chat.handle("/exit")
+
+
+def test_retry_undo_and_edit(session):
+    chat = session(["one"], ["two"], ["three"], ["four"], PromptError("no"), ["five"])
+    for line in ("/retry", "/undo", "/edit x"):
+        assert chat.handle(line) and chat.read()[1] == "nothing was said yet\n"
+    for line in ("a", "b", "/retry"):
+        assert chat.handle(line)
+    assert chat.engine.prompts[2] == said("a", "one", "b")
+    assert chat.handle("/edit c") and chat.engine.prompts[3] == said("a", "one", "c")
+    assert chat.handle("/retry")
+    assert chat.conversation.turns == (("a", "one"), ("c", "four")), "an answer that fails replaces none"
+    assert chat.handle("/undo") and chat.conversation.turns == (("a", "one"),)
+    assert "took back 'c'; 1 turn left" in chat.read()[1]
+    assert chat.handle("/edit") and "needs TEXT" in chat.read()[1]
+
+
+def test_edit_puts_the_message_into_the_prompt(session):
+    chat = session(["one"], ["two"], interactive=True)
+    chat.handle(" /etc/passwd is what?")
+    chat.handle("/edit")
+    typed, drafts = ["/etc/shadow is what?", "/exit"], []
+    reader = SimpleNamespace(read=lambda draft: drafts.append(draft) or typed.pop(0))
+    assert converse(chat, reader) == 0
+    assert drafts == [" /etc/passwd is what?", ""]
+    assert chat.conversation.turns == (("/etc/shadow is what?", "two"),)
+
+
+def test_the_system_turn(session):
+    chat = session(["one"], ["two"], ["three"])
+    system = [{"role": "system", "content": "Be brief."}]
+    chat.handle("/system Be brief.")
+    chat.handle("a")
+    chat.handle("/clear")
+    chat.handle("b")
+    assert chat.engine.prompts == [system + said("a"), system + said("b")]
+    chat.handle("/system")
+    assert "system: Be brief." in chat.read()[1]
+    chat.handle("/system -")
+    chat.handle("c")
+    assert chat.engine.prompts[2] == said("b", "two", "c")
+    chat = session(raw=True)
+    assert chat.handle("/system x") and "--raw" in chat.read()[1] and chat.conversation.system is None
+
+
+@pytest.mark.parametrize(
+    "typed, name, value",
+    [
+        ("temperature 0", "temperature", 0),
+        ("top-p 0.5", "top_p", 0.5),
+        ("--top_k 3", "top_k", 3),
+        ("seed 7", "seed", 7),
+        ("seed none", "seed", None),
+        ("stop ###", "stop", ("###",)),
+        ('stop ["a", "\\n"]', "stop", ("a", "\n")),
+        ("stop 7", "stop", ("7",)),
+        ("stop none", "stop", ()),
+        ("stop_token_ids 1, 2", "stop_token_ids", (1, 2)),
+        ('logit_bias {"5": -3.5}', "logit_bias", {5: -3.5}),
+        ("ignore_eos on", "ignore_eos", True),
+        ("max_tokens 5", "max_tokens", 5),
+        ("min_p default", "min_p", 0.0),
+    ],
+)
+def test_set(session, typed, name, value):
+    chat = session(params=SamplingParams(seed=1, min_p=0.3))
+    assert chat.handle(f"/set {typed}")
+    assert getattr(chat.params, name) == value
+    assert chat.read()[1].startswith(f"{name} is ")
+
+
+@pytest.mark.parametrize(
+    "typed, says",
+    [
+        ("temperature warm", "temperature must be a number from 0 to 100, got 'warm'"),
+        ("temperature NaN", "temperature must be"),
+        ("temperature true", "temperature must be"),
+        ("temperature", "needs a value; it is 1.0"),
+        ("temprature 1", "did you mean temperature?"),
+        ("xyz 1", "/set shows all"),
+        ("top_p [1]", "top_p must be"),
+        ("stop_token_ids a", "stop_token_ids"),
+        ("stop []", None),
+        ('stop [""]', "non-empty"),
+        ("logit_bias 5", "logit_bias must be like"),
+        ("ignore_eos maybe", "on or off"),
+        ("seed " + "9" * 5000, "seed must be"),
+        ("top_k " + "[" * 2000, "top_k must be"),
+    ],
+)
+def test_set_refuses(session, typed, says):
+    chat = session()
+    assert chat.handle(f"/set {typed}") and chat.params == SamplingParams()
+    shown = chat.read()[1]
+    assert shown.count("\n") == 1 and (says or "stop is []") in shown
+
+
+def test_set_alone_shows_every_option(session):
+    chat = session(params=SamplingParams(stop=["x"]))
+    assert chat.handle("/set")
+    lines = chat.read()[1].splitlines()
+    assert [line.split()[0] for line in lines] == list(NAMES)
+    assert 'stop                 ["x"]' in lines and "seed                 none" in lines
+
+
+def test_save_load_and_export(session, tmp_path):
+    chat = session(["one"], ["two"])
+    chat.handle("a")
+    file, notes = tmp_path / "my talk.json", tmp_path / "notes.txt"
+    assert chat.handle(f"/save '{file}'") and stat.S_IMODE(file.stat().st_mode) == 0o600
+    chat.handle("b")
+    chat.handle(f"/save {file}")
+    chat.handle("/clear")
+    chat.handle(f"/load {file}")
+    assert chat.conversation.turns == (("a", "one"), ("b", "two"))
+    assert "continuing 2 turns, the last was 'b'" in chat.read()[1]
+    chat.handle(f"/export {tmp_path / 'talk.md'}")
+    whole = "# Conversation\n\n## User\n\na\n\n## Assistant\n\none\n\n## User\n\nb\n\n## Assistant\n\ntwo\n"
+    assert (tmp_path / "talk.md").read_text() == whole
+    notes.write_text("mine")
+    chat.read()
+    for command, says in (
+        (f"/save {notes}", "not a session"),
+        (f"/load {notes}", "not a session"),
+        (f"/load {tmp_path / 'absent'}", "no such file"),
+        (f"/load {tmp_path}", "not a file"),
+        ("/load ~nobody-at-all/\0", "no such file"),
+        ("/save a\0b", "null"),
+        (f"/save {tmp_path / 'no' / 'where'}", "No such file"),
+        (f"/export {tmp_path / 'talk.md'}", "exists already"),
+        (f"/export {notes}", "must end in .md"),
+        ("/export", "needs FILE.md"),
+        ("/save", "needs FILE"),
+        ("/undo it", "takes nothing"),
+    ):
+        assert chat.handle(command)
+        shown = chat.read()[1]
+        assert says in shown and shown.count("\n") == 1, (command, shown)
+    assert notes.read_text() == "mine" and len(chat.conversation.turns) == 2
+
+
+def test_every_command_is_in_the_help(session):
+    chat = session()
+    chat.handle("/help")
+    lines = chat.read()[1].splitlines()
+    assert [line.split()[0] for line in lines[: len(COMMANDS)]] == list(COMMANDS)
+
+
+def test_stats(session):
+    chat = session(["a", "b"])
+    chat.handle("/stats")
+    assert "no answer yet" in chat.read()[1]
+    chat.handle("x")
+    chat.handle("/stats")
+    shown = chat.read()[1]
+    for part in ("script on", "backend triton, graph full", "1 turn, 1 of", "context 12 / 100", "2 tokens in 1 answer"):
+        assert part in shown
