@@ -6,11 +6,14 @@ from ..presets import PRESETS
 from ..version import __version__
 from .terminal import one_line
 
-CHAT = """\
+CHAT = (
+    """\
 Talk with a model. In the chat: /help lists the commands, Ctrl-C stops an answer, Ctrl-D leaves.
 With stdin from a pipe or file, each line is one turn; answers go to stdout, everything else to stderr. A message of
-several lines stands between """ and """.
+several lines stands between """
+    and """.
 """
+)
 GENERATE = """\
 Answer one prompt: --prompt, --prompt-ids, --messages, or stdin when none is given (one newline at its end is dropped).
 A - that is the last word of --prompt, or alone on a line of it, stands for stdin. --jsonl answers a file of prompts.
@@ -28,8 +31,9 @@ SAMPLING = (  # the fields of SamplingParams, each an option
     "logit_bias", "seed", "max_tokens", "stop", "stop_token_ids", "ignore_eos", "logprobs",
 )  # fmt: skip
 BENCH = """\
-Time the decode step of a public model's shape with random weights, against the read bandwidth measured in the same
-run. Prints one line of figures and one JSON line. Needs a GPU.
+Time this engine with random weights in the shape of a public model (or with a checkpoint's), against a limit measured
+in the same run. Prints a table and, as the last line, one JSON object. Needs a GPU. docs/benchmarks.md says what each
+figure is.
 """
 
 
@@ -57,16 +61,75 @@ def make_parser() -> argparse.ArgumentParser:
     generate_options(generate)
     info = commands.add_parser("info", help="show what would run, without loading", description=INFO, parents=[engine])
     info.add_argument("--json", action="store_true", help="print one JSON object (sizes in bytes)")
-    bench = commands.add_parser("bench", help="time the decode step", description=BENCH)
-    bench.add_argument("what", choices=["decode"], help="decode: the token step")
-    shapes = ", ".join(PRESETS)
-    bench.add_argument("--preset", metavar="SHAPE", choices=list(PRESETS), default="qwen3-4b", help=f"one of {shapes}")
-    bench.add_argument("--context", type=positive, default=64, metavar="N", help="tokens before the first step (64)")
-    bench.add_argument("--steps", type=positive, default=128, metavar="N", help="steps a run (128)")
-    bench.add_argument("--runs", type=positive, default=9, metavar="N", help="timed runs, the median counts (9)")
-    bench.add_argument("--sampling", choices=["greedy", "all"], default="greedy", help="all: every filter on")
-    add_verbose(bench)
+    add_benches(commands.add_parser("bench", help="time this engine on a GPU", description=BENCH))
     return parser
+
+
+def add_benches(bench) -> None:
+    """One parser for each bench; `suite` reads its rows with them too."""
+    benches = bench.add_subparsers(dest="what", metavar="WHAT", required=True, parser_class=Parser)
+
+    def add(name: str, help: str, runs: int | None = None) -> argparse.ArgumentParser:
+        parser = benches.add_parser(name, help=help, description=f"{help[0].upper()}{help[1:]}.")
+        if runs is not None:
+            parser.add_argument("--runs", type=positive, default=runs, metavar="N", help=f"runs that count ({runs})")
+        parser.add_argument(
+            "--format",
+            choices=["table", "md", "csv", "json", "jsonl"],
+            default="table",
+            help="of stdout, or of the file with --output (table)",
+        )
+        parser.add_argument("--output", metavar="FILE", help="write the rows there; its suffix says the format")
+        parser.add_argument("--compare", metavar="FILE", help="say how far the rows are from those of that JSON file")
+        add_verbose(parser)
+        return parser
+
+    decode = add("decode", "the token step, LM head and sampling included", runs=9)
+    add_shape(decode, model=True)
+    add_steps(decode, "tokens before the first step")
+    decode.add_argument(
+        "--ablate", action="store_true", help="the same step without its ideas: workspace, graph, dependent launch"
+    )
+    prefill = add("prefill", "a prompt to its first token", runs=9)
+    add_shape(prefill, model=True)
+    prefill.add_argument(
+        "--prompt-tokens", type=positives, default=[2048], metavar="N,N", help="lengths, a row each (2048)"
+    )
+    add_capacity(prefill)
+    stream = add("stream", "the stream as its caller sees it, and the graph alone", runs=9)
+    add_shape(stream, model=True)
+    add_steps(stream, "prompt tokens")
+    add_shape(add("start", "a process from its start to the first token", runs=3))
+    peers = add("peers", "transformers on the same shape in the same run", runs=5)
+    add_shape(peers)
+    add_steps(peers, "prompt tokens", sampling=False)
+    add("suite", "every row of benchmarks/h200.json")
+    report = add("report", "show a JSON file that a bench wrote; measures nothing")
+    report.add_argument("file", metavar="FILE", help="a JSON list of rows")
+
+
+def add_shape(parser, model: bool = False) -> None:
+    group = parser.add_mutually_exclusive_group()
+    shapes = ", ".join(PRESETS)
+    group.add_argument("--preset", metavar="SHAPE", choices=list(PRESETS), default="qwen3-4b", help=f"one of {shapes}")
+    if model:
+        group.add_argument("--model", metavar="DIR_OR_ID", help="a checkpoint instead of random weights")
+    else:
+        parser.set_defaults(model=None)
+
+
+def add_steps(parser, context: str, sampling: bool = True) -> None:
+    parser.add_argument("--context", type=positive, default=64, metavar="N", help=f"{context} (64)")
+    parser.add_argument("--steps", type=positive, default=128, metavar="N", help="steps a run (128)")
+    add_capacity(parser)
+    if sampling:
+        parser.add_argument(
+            "--sampling", choices=["greedy", "temperature", "all"], default="greedy", help="all: every filter on"
+        )
+
+
+def add_capacity(parser) -> None:
+    parser.add_argument("--capacity", type=positive, metavar="N", help="K/V positions to allocate (what the run needs)")
 
 
 def add_chat_options(chat) -> None:
@@ -191,6 +254,10 @@ def positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"expected a positive integer, got {text!r}")
     return value
+
+
+def positives(text: str) -> list[int]:
+    return [positive(part) for part in text.split(",")]
 
 
 def sampling_overrides(args) -> dict:

@@ -1,0 +1,138 @@
+"""What every bench stands on: engines of public shapes with random weights, timers, limits measured in the run."""
+
+import numpy as np
+import torch
+import triton
+
+from ...checkpoint import random_weights
+from ...engine import Engine
+from ...errors import DeviceError, ParameterError
+from ...kernels.read import measure_read_bandwidth
+from ...kv_cache import kv_bytes_per_token
+from ...memory import free_memory, plan_memory
+from ...presets import PRESETS
+from ...sampling import SamplingParams
+from ...version import __version__
+
+ALL_FILTERS = SamplingParams(
+    temperature=0.8,
+    top_k=200,
+    top_p=0.95,
+    min_p=0.01,
+    repetition_penalty=1.1,
+    presence_penalty=0.1,
+    frequency_penalty=0.1,
+    logit_bias={7: 1.0},
+    seed=1,
+)
+GREEDY = SamplingParams(temperature=0.0, seed=1)
+SAMPLING = {"greedy": GREEDY, "temperature": SamplingParams(temperature=0.8, seed=1), "all": ALL_FILTERS}
+WARM_UP = 2  # runs before those that count
+
+
+def need_gpu() -> None:
+    if not torch.cuda.is_available():
+        raise DeviceError("bench needs an NVIDIA GPU and none is usable here")
+
+
+def preset_engine(preset: str, capacity: int, graph: str = "full") -> Engine:
+    """An engine of a public shape with random weights, its cache filled with random K/V.
+
+    Raises ParameterError for an unknown preset, DeviceError without a GPU or with too little memory.
+    """
+    if preset not in PRESETS:
+        raise ParameterError(f"preset must be one of {', '.join(PRESETS)}, got {preset!r}")
+    need_gpu()
+    config, device = PRESETS[preset], torch.device("cuda", torch.cuda.current_device())
+    plan = plan_memory(config, torch.bfloat16, device)
+    plan.capacity(capacity, str(device))  # an error before memory is spent
+    weights = random_weights(config, device, torch.bfloat16)
+    engine = Engine.build(config, weights, None, capacity, "triton", graph, plan=plan, name=preset)
+    fill_cache(engine)
+    return engine
+
+
+def bench_engine(args, capacity: int) -> Engine:
+    """The engine of --model or --preset with `capacity` K/V positions, in bf16."""
+    if args.model is None:
+        return preset_engine(args.preset, capacity)
+    need_gpu()
+    engine = Engine.load(args.model, device="cuda", dtype="bfloat16", max_seq_len=capacity)
+    fill_cache(engine)
+    return engine
+
+
+def fill_cache(engine: Engine) -> None:
+    """Random K/V at every position, so that a step may start anywhere."""
+    for cache in (*engine.model.kv.k, *engine.model.kv.v):
+        cache.normal_()
+
+
+def time_decode(engine: Engine, context: int, steps: int, runs: int, params: SamplingParams = GREEDY) -> list[float]:
+    """Seconds a token of `runs` runs of `steps` steps from `context`; state is reset outside the timed region."""
+    times = []
+    for run in range(runs + WARM_UP):
+        engine.rewind(context, params)
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(steps):
+            engine.enqueue(params)
+        end.record()
+        end.synchronize()
+        if run >= WARM_UP:
+            times.append(start.elapsed_time(end) / 1e3 / steps)
+    return times
+
+
+def step_bytes(engine: Engine, context: int, steps: int) -> int:
+    """Bytes a step must read: every weight once (the embedding is one row unless it is also the head), and K/V.
+
+    K/V is that of the mean position of `steps` steps from `context`, every layer in full.
+    """
+    weights = engine.model.weights
+    tied = weights.lm_head.weight.data_ptr() == weights.embed.data_ptr()
+    embed = 0 if tied else weights.embed.numel() * weights.dtype.itemsize
+    positions = context + (steps - 1) / 2
+    return int(weights.nbytes() - embed + positions * kv_bytes_per_token(engine.config, weights.dtype))
+
+
+def read_bandwidth(device: torch.device) -> float:
+    """Bytes a second that a plain read kernel reaches, over at most 8.6 GB."""
+    return measure_read_bandwidth(device, min(2**33, free_memory(device) // 2))
+
+
+def matmul_rate(device: torch.device, size: int = 8192, repeats: int = 20) -> float:
+    """FLOP a second of torch's bf16 matmul of two [size, size] matrices, median of `repeats`."""
+    a, b = (torch.empty(size, size, dtype=torch.bfloat16, device=device).normal_() for _ in range(2))
+    out = torch.empty_like(a)
+    times = []
+    for run in range(repeats + WARM_UP):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        torch.mm(a, b, out=out)
+        end.record()
+        end.synchronize()
+        if run >= WARM_UP:
+            times.append(start.elapsed_time(end) / 1e3)
+    return 2 * size**3 / float(np.median(times))
+
+
+def spread(values: list[float], scale: float = 1.0) -> tuple[float, float, float]:
+    """Median, 5th and 95th percentile of `values`, each times `scale`."""
+    p5, median, p95 = (float(value) * scale for value in np.percentile(values, (5, 50, 95)))
+    return median, p5, p95
+
+
+def model_facts(engine: Engine, args) -> dict:
+    return {"preset": args.preset} if args.model is None else {"model": engine.name}
+
+
+def run_facts(device: torch.device) -> dict:
+    """Where a row was measured, and with what."""
+    return {
+        "dtype": "bfloat16",
+        "gpu": torch.cuda.get_device_name(device),
+        "tridecode": __version__,
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+    }

@@ -1,0 +1,191 @@
+"""Rows as a table, Markdown, CSV, JSON or JSON lines, and how far two sets of rows lie apart."""
+
+import csv
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from rich.table import Table
+
+from ...errors import ParameterError
+from ..terminal import visible
+
+FORMATS = ("table", "md", "csv", "json", "jsonl")
+
+
+def name(row: dict) -> str:
+    known = str(row.get("preset") or row.get("model") or "")
+    sampling = {"all": ", all sampling filters", "temperature": ", temperature"}
+    return known + sampling.get(row.get("sampling"), "")
+
+
+def number(key: str, digits: int = 0, scale: float = 1.0) -> Callable[[dict], str]:
+    """The value of `key` with `digits` decimals and thousands apart; nothing where a row has none."""
+    return lambda row: "" if row.get(key) is None else f"{row[key] * scale:,.{digits}f}"
+
+
+def text(key: str) -> Callable[[dict], str]:
+    return lambda row: str(row.get(key, ""))
+
+
+STEP = {
+    "µs per token": number("us_per_token"),
+    "p5": number("us_p5"),
+    "p95": number("us_p95"),
+    "tokens per second": number("tokens_per_second"),
+    "GB per step": number("bytes_per_step", 3, 1e-9),
+    "read GB/s": number("read_bandwidth_gbs"),
+    "% of bandwidth": number("pct_bandwidth", 1),
+}
+# The columns of each kind of row; one that no row fills is left out.
+COLUMNS = {
+    "decode": {
+        "decode": name,
+        "context": number("context"),
+        **STEP,
+        "µs over greedy": number("us_over_greedy", 1),
+    },
+    "ablate": {
+        "ablation": text("variant"),
+        "shape": name,
+        "context": number("context"),
+        "µs per step": number("wall_us"),
+        "profiled": number("span_us"),
+        "GPU compute": number("compute_us"),
+        "gap": number("gap_us"),
+        "gap %": number("gap_pct", 1),
+    },
+    "prefill": {
+        "prefill": name,
+        "prompt tokens": number("prompt_tokens"),
+        "ms": number("prefill_ms", 2),
+        "p5": number("prefill_ms_p5", 2),
+        "p95": number("prefill_ms_p95", 2),
+        "ms to first token": number("ttft_ms", 2),
+        "TFLOP": number("flops", 2, 1e-12),
+        "matmul TFLOP/s": number("matmul_tflops"),
+        "% of matmul rate": number("pct_matmul", 1),
+    },
+    "stream": {
+        "stream": name,
+        "context": number("context"),
+        "µs per token": number("us_per_token"),
+        "graph alone": number("graph_us_per_token"),
+        "ratio": number("ratio_to_graph", 3),
+        "ms to first token": number("ttft_ms", 2),
+        "between tokens: mean": number("itl_mean_us"),
+        "median": number("itl_median_us"),
+        "p99": number("itl_p99_us"),
+    },
+    "start": {
+        "start": name,
+        "first start, s": number("first_start_s", 1),
+        "later start, s": number("second_start_s", 1),
+        "import": number("import_s", 1),
+        "build": number("build_s", 1),
+        "prompt": number("prompt_s", 1),
+        "kernels compiled at first": number("first_start_kernels_compiled"),
+    },
+    "peers": {"program": text("variant"), "shape": name, "context": number("context"), **STEP},
+}
+# The figures of which two runs are compared.
+COMPARED = {
+    "decode": ("us_per_token",),
+    "ablate": ("wall_us",),
+    "prefill": ("prefill_ms", "ttft_ms"),
+    "stream": ("us_per_token", "graph_us_per_token"),
+    "start": ("first_start_s", "second_start_s"),
+    "peers": ("us_per_token",),
+}
+
+
+def tables(rows: list[dict]) -> list[tuple[list[str], list[list[str]]]]:
+    """Headers and cells for each kind of row that there is."""
+    found = []
+    for kind, columns in COLUMNS.items():
+        cells = [[show(row) for show in columns.values()] for row in rows if row["bench"] == kind]
+        filled = [i for i in range(len(columns)) if any(line[i] for line in cells)]
+        if cells:
+            found.append(([list(columns)[i] for i in filled], [[line[i] for i in filled] for line in cells]))
+    return found
+
+
+def caption(rows: list[dict]) -> str:
+    """The GPUs and versions behind the rows, each once."""
+    keys = ("gpu", "dtype", "tridecode", "torch", "triton", "transformers")
+    return "; ".join(
+        dict.fromkeys(
+            ", ".join(f"{row[key]}" if key in ("gpu", "dtype") else f"{key} {row[key]}" for key in keys if key in row)
+            for row in rows
+        )
+    )
+
+
+def render(rows: list[dict], form: str) -> str:
+    """The rows as text in one of FORMATS but table; ends with a newline."""
+    if form == "md":
+        return "\n".join(markdown_table(*table) for table in tables(rows))
+    if form == "csv":
+        names = list(dict.fromkeys(key for row in rows for key in row))
+        sink = io.StringIO()
+        writer = csv.DictWriter(sink, names, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+        return sink.getvalue()
+    if form == "json":
+        return json.dumps(rows, indent=1) + "\n"
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def markdown_table(headers: list[str], cells: list[list[str]]) -> str:
+    lines = [headers, ["---"] * len(headers), *([cell.replace("|", "\\|") for cell in line] for line in cells)]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def show(rows: list[dict], output) -> None:
+    """Tables for people, then one JSON object as the last line of stdout: the row, or all of them as `rows`."""
+    for headers, cells in tables(rows):
+        table = Table()
+        for i, header in enumerate(headers):
+            table.add_column(header, justify="left" if i == 0 else "right", no_wrap=i == 0)
+        for line in cells:
+            table.add_row(*map(visible, line))
+        output.console.print(table, width=None if output.tty else 160)  # a pipe has no width
+    output.console.print(visible(caption(rows)), soft_wrap=True)
+    output.text(json.dumps(rows[0] if len(rows) == 1 else {"rows": rows}) + "\n")
+
+
+def read_rows(path: str) -> list[dict]:
+    """The rows of a JSON file that a bench wrote; ParameterError when it is none."""
+    try:
+        rows = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ParameterError(f"{path}: {error.strerror}; give a JSON file that a bench wrote") from None
+    except (ValueError, RecursionError):
+        rows = None
+    known = (
+        isinstance(rows, list) and rows and all(isinstance(row, dict) and row.get("bench") in COLUMNS for row in rows)
+    )
+    if not known:
+        raise ParameterError(f"{path}: expected a JSON list of rows that a bench wrote with --format json")
+    return rows
+
+
+def deviations(rows: list[dict], earlier: list[dict]) -> list[tuple[str, str, float]]:
+    """For each row that `earlier` has too: its command, and the figure that changed most with its change in percent."""
+    before = {identity(row): row for row in earlier}
+    found = []
+    for row in rows:
+        other = before.get(identity(row), {})
+        changes = {
+            key: 100 * (row[key] / other[key] - 1) for key in COMPARED[row["bench"]] if key in row and other.get(key)
+        }
+        if changes:
+            worst = max(changes, key=lambda key: abs(changes[key]))
+            found.append((row["command"], worst, changes[worst]))
+    return found
+
+
+def identity(row: dict) -> tuple:
+    return row.get("command"), row.get("variant")

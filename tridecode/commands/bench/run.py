@@ -1,0 +1,68 @@
+"""Entry of `tridecode bench`: run what was asked for, write it, compare it."""
+
+from contextlib import nullcontext
+from pathlib import Path
+
+from ...errors import GenerationError, ParameterError
+from ..generate import text_sink
+from ..terminal import Output
+from .decode import decode
+from .peers import peers
+from .prefill import prefill
+from .report import FORMATS, deviations, read_rows, render, show
+from .start import start
+from .stream import stream
+from .suite import command_of, suite
+
+BENCHES = {"decode": decode, "prefill": prefill, "stream": stream, "start": start, "peers": peers}
+
+
+def run(args) -> int:
+    """Exit code 1 when a row of a suite failed; the others are written all the same."""
+    output = Output()
+    earlier = read_rows(args.compare) if args.compare is not None else None
+    failed = []
+    with text_sink(args.output, output) if args.output is not None else nullcontext() as write:
+        if args.what == "report":
+            rows = read_rows(args.file)
+        elif args.what == "suite":
+            rows, failed = suite(args, output, lambda row_args: measure(row_args, output))
+        else:
+            rows = measure(args, output)
+        if not rows:
+            raise GenerationError(f"bench {args.what}: every row failed")
+        if write:
+            write(render(rows, file_format(args)))
+    if args.output is None and args.format != "table":
+        output.text(render(rows, args.format))
+    else:
+        show(rows, output)
+    if earlier is not None:
+        compare(rows, earlier, args.compare, output)
+    return int(bool(failed))
+
+
+def measure(args, output: Output) -> list[dict]:
+    """The rows of one bench, each with the command that makes it alone."""
+    rows = BENCHES[args.what](args, output)
+    for i, row in enumerate(rows):
+        alone = {"prompt_tokens": [row["prompt_tokens"]]} if "prompt_tokens" in row else {}
+        rows[i] = {"command": command_of(args, **alone)} | row
+    return rows
+
+
+def file_format(args) -> str:
+    """--format, or what the name of --output says, or JSON."""
+    suffix = Path(args.output).suffix[1:]
+    return args.format if args.format != "table" else suffix if suffix in FORMATS[1:] else "json"
+
+
+def compare(rows: list[dict], earlier: list[dict], path: str, output: Output) -> None:
+    """A line on stderr for each row that the earlier file has too, then the largest deviation of all."""
+    found = deviations(rows, earlier)
+    if not found:
+        raise ParameterError(f"{path}: holds none of these rows; expected one with the same command")
+    for command, figure, percent in found:
+        output.note(f"{percent:+6.2f}%  {figure}  {command}")
+    _, figure, percent = max(found, key=lambda row: abs(row[2]))
+    output.note(f"largest deviation of {len(found)} rows from {path}: {percent:+.2f}% ({figure})")

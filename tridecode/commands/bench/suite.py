@@ -1,0 +1,63 @@
+"""bench suite: every row of benchmarks/h200.json in one process; each row names the command that makes it alone."""
+
+import shlex
+
+from ..main import explain
+from ..parser import make_parser
+from .measure import need_gpu
+
+SUITE = """
+decode --preset llama-3.2-1b --context 32 --steps 127 --capacity 16384
+decode --preset qwen3-0.6b --context 64
+decode --preset qwen3-4b --context 64
+decode --preset llama-3.1-8b --context 64
+decode --preset qwen3-8b --context 64
+decode --preset qwen3-4b --context 1024
+decode --preset llama-3.2-1b --context 1024
+decode --preset qwen3-4b --context 4096
+decode --preset qwen3-4b --context 32000
+decode --preset qwen3-4b --context 64 --sampling all
+stream --preset qwen3-4b --context 64
+stream --preset qwen3-0.6b --context 64
+prefill --preset qwen3-4b --prompt-tokens 2048
+prefill --preset qwen3-4b --prompt-tokens 64
+start --preset qwen3-4b
+"""
+UNSAID = ("command", "what", "verbose", "format", "output", "compare")
+
+
+def suite_args() -> list:
+    """The parsed options of every row."""
+    parser = make_parser()
+    return [parser.parse_args(["bench", *shlex.split(line)]) for line in SUITE.strip().split("\n")]
+
+
+def command_of(args, **changes) -> str:
+    """The command line that makes a row alone, every option that counts named."""
+    words = ["python", "cli.py", "bench", args.what]
+    for name, value in (vars(args) | changes).items():
+        if name in UNSAID or value in (None, False) or (name == "preset" and getattr(args, "model", None)):
+            continue
+        option = "--" + name.replace("_", "-")
+        words += [option] if value is True else [option, value if isinstance(value, str) else numbers(value)]
+    return shlex.join(words)
+
+
+def numbers(value: int | list[int]) -> str:
+    return ",".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def suite(args, output, measure) -> tuple[list[dict], list[str]]:
+    """The rows that `measure(args)` gives for each command, and those commands that failed; each is told as it ends."""
+    need_gpu()
+    rows, failed = [], []
+    commands = suite_args()
+    for number, row_args in enumerate(commands, 1):
+        command = command_of(row_args)
+        output.note(f"[{number}/{len(commands)}] {command}")
+        try:
+            rows += measure(row_args)
+        except Exception as error:  # the other rows are worth having
+            failed.append(command)
+            output.error(f"{command}: {explain(error)}")
+    return rows, failed
