@@ -6,14 +6,11 @@ from ..presets import PRESETS
 from ..version import __version__
 from .terminal import one_line
 
-CHAT = (
-    """\
+CHAT = """\
 Talk with a model. In the chat: /help lists the commands, Ctrl-C stops an answer, Ctrl-D leaves.
 With stdin from a pipe or file, each line is one turn; answers go to stdout, everything else to stderr. A message of
-several lines stands between """
-    and """.
+several lines stands between \""" and \""".
 """
-)
 GENERATE = """\
 Answer one prompt: --prompt, --prompt-ids, --messages, or stdin when none is given (one newline at its end is dropped).
 A - that is the last word of --prompt, or alone on a line of it, stands for stdin. --jsonl answers a file of prompts.

@@ -145,13 +145,15 @@ def markdown_table(headers: list[str], cells: list[list[str]]) -> str:
 
 def show(rows: list[dict], output) -> None:
     """Tables for people, then one JSON object as the last line of stdout: the row, or all of them as `rows`."""
+    if not output.tty:
+        output.console.width = 160  # a pipe has none of its own
     for headers, cells in tables(rows):
         table = Table()
         for i, header in enumerate(headers):
             table.add_column(header, justify="left" if i == 0 else "right", no_wrap=i == 0)
         for line in cells:
             table.add_row(*map(visible, line))
-        output.console.print(table, width=None if output.tty else 160)  # a pipe has no width
+        output.console.print(table)
     output.console.print(visible(caption(rows)), soft_wrap=True)
     output.text(json.dumps(rows[0] if len(rows) == 1 else {"rows": rows}) + "\n")
 
