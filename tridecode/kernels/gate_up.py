@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 
 from .common import META_WIDTH, RUN, STATUS, gdc_launch_dependents, gdc_wait, options, running
+from .tiles import dot_tiles, load_tiles
 
 
 @triton.jit
@@ -37,34 +38,21 @@ def _gate_up_kernel(
     if PDL:
         gdc_launch_dependents()
     offs_n = pid * BLOCK_N + tl.arange(0, BLOCK_N)
-    offs_k = tl.arange(0, BLOCK_K)
     mask_n = offs_n < N
-    gate_ptrs = weight_ptr + offs_n.to(tl.int64)[:, None] * K + offs_k[None, :]
-    up_ptrs = gate_ptrs + N * K
-    x_ptrs = x_ptr + row * stride_xm + (offs_n * 0)[:, None] + offs_k[None, :]
     status = tl.load(meta_ptr + row * META_WIDTH + STATUS)
-    mask = mask_n[:, None] & (offs_k < K)[None, :]
-    gate = tl.load(gate_ptrs, mask=mask, other=0.0, eviction_policy="evict_first")
-    up = tl.load(up_ptrs, mask=mask, other=0.0, eviction_policy="evict_first")
+    gate_ptr = weight_ptr + offs_n.to(tl.int64)[:, None] * K
+    gate = load_tiles(gate_ptr, mask_n[:, None], K, BLOCK_K, N % BLOCK_N != 0, "evict_first")
+    up = load_tiles(gate_ptr + N * K, mask_n[:, None], K, BLOCK_K, N % BLOCK_N != 0, "evict_first")
     if PDL:
         gdc_wait()
     if status != RUN:
         return
-    x = tl.load(x_ptrs, mask=mask, other=0.0).to(tl.float32)
+    x = load_tiles(x_ptr + row * stride_xm, True, K, BLOCK_K, False, "")
     offs_s = tl.arange(0, SUMSQ_BLOCK)
     partials = tl.load(sumsq_ptr + row * stride_sumsq + offs_s, mask=offs_s < N_SUMSQ, other=0.0)
-    acc_gate = gate.to(tl.float32) * x
-    acc_up = up.to(tl.float32) * x
-    for k in range(BLOCK_K, K, BLOCK_K):
-        mask = mask_n[:, None] & (k + offs_k < K)[None, :]
-        gate = tl.load(gate_ptrs + k, mask=mask, other=0.0, eviction_policy="evict_first")
-        up = tl.load(up_ptrs + k, mask=mask, other=0.0, eviction_policy="evict_first")
-        x = tl.load(x_ptrs + k, mask=mask, other=0.0).to(tl.float32)
-        acc_gate += gate.to(tl.float32) * x
-        acc_up += up.to(tl.float32) * x
     scale = tl.rsqrt(tl.sum(partials, 0) / K + eps)
-    g = tl.sum(acc_gate, 1) * scale
-    y = g * tl.sigmoid(g) * (tl.sum(acc_up, 1) * scale)
+    g = dot_tiles(gate, x, K, BLOCK_K) * scale
+    y = g * tl.sigmoid(g) * (dot_tiles(up, x, K, BLOCK_K) * scale)
     tl.store(out_ptr + row * stride_om + offs_n, y.to(out_ptr.dtype.element_ty), mask=mask_n)
 
 
@@ -87,9 +75,9 @@ def gate_up(meta, normed, linear, out, sumsq, n_sumsq, eps, *, shape, pdl=False)
         n_sumsq,
         triton.next_power_of_2(n_sumsq),
         shape.block_n,
-        shape.block_k,
+        256 * shape.num_warps,
         pdl,
-        **options(shape.num_warps, pdl, num_stages=3),
+        **options(shape.num_warps, pdl),
     )
 
 

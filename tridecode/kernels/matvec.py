@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from .common import META_WIDTH, RUN, STATUS, gdc_launch_dependents, gdc_wait, options, running
+from .tiles import dot_tiles, load_tiles
 
 
 @triton.jit
@@ -41,21 +42,18 @@ def _matvec_kernel(
     N_SUMSQ > 0; out: [rows, N] fp32 (output). RESIDUAL: out is the residual stream; norm: [N]; outputs
     normed: [rows, N] = out * norm, and sumsq, one partial sum a program, in fixed order so that steps are bit-equal.
     Moves N * K weight bytes. Grid (cdiv(N, BLOCK_N), rows).
-    x is loaded in the weight tile's own layout (row offset times zero): a broadcast 1-D load would be converted through
-    shared memory at every turn.
+    All of a program's weights are in flight before the wait. BLOCK_K is one 16-byte load a thread, so that the tiles of x
+    [1, BLOCK_K] have the weights' own layout: anything else would be converted through shared memory.
     """
     pid = tl.program_id(0)
     row = tl.program_id(1)
     if PDL:
         gdc_launch_dependents()
     offs_n = pid * BLOCK_N + tl.arange(0, BLOCK_N)
-    offs_k = tl.arange(0, BLOCK_K)
     mask_n = offs_n < N
-    w_ptrs = weight_ptr + offs_n.to(tl.int64)[:, None] * K + offs_k[None, :]
-    x_ptrs = x_ptr + row * stride_xm + (offs_n * 0)[:, None] + offs_k[None, :]
     status = tl.load(meta_ptr + row * META_WIDTH + STATUS)
-    mask = mask_n[:, None] & (offs_k < K)[None, :]
-    w = tl.load(w_ptrs, mask=mask, other=0.0, eviction_policy="evict_first")
+    rows_ptr = weight_ptr + offs_n.to(tl.int64)[:, None] * K
+    w = load_tiles(rows_ptr, mask_n[:, None], K, BLOCK_K, N % BLOCK_N != 0, "evict_first")
     if HAS_BIAS:
         bias = tl.load(bias_ptr + offs_n, mask=mask_n, other=0.0).to(tl.float32)
     if RESIDUAL:
@@ -65,19 +63,14 @@ def _matvec_kernel(
     if status != RUN:
         return
     # Every load that depends on the predecessor is issued here, so that their latencies overlap.
-    x = tl.load(x_ptrs, mask=mask, other=0.0)
+    x = load_tiles(x_ptr + row * stride_xm, True, K, BLOCK_K, False, "")
     out_ptrs = out_ptr + row * stride_om + offs_n
     if RESIDUAL:
         residual = tl.load(out_ptrs, mask=mask_n, other=0.0)
     if N_SUMSQ > 0:
         offs_s = tl.arange(0, SUMSQ_BLOCK)
         partials = tl.load(sumsq_ptr + row * stride_sumsq + offs_s, mask=offs_s < N_SUMSQ, other=0.0)
-    acc = w.to(tl.float32) * x.to(tl.float32)
-    for k in range(BLOCK_K, K, BLOCK_K):
-        mask = mask_n[:, None] & (k + offs_k < K)[None, :]
-        w = tl.load(w_ptrs + k, mask=mask, other=0.0, eviction_policy="evict_first")
-        acc += w.to(tl.float32) * tl.load(x_ptrs + k, mask=mask, other=0.0).to(tl.float32)
-    y = tl.sum(acc, 1)
+    y = dot_tiles(w, x, K, BLOCK_K)
     if N_SUMSQ > 0:
         y = y * tl.rsqrt(tl.sum(partials, 0) / K + eps)
     if HAS_BIAS:
@@ -115,9 +108,9 @@ def _launch(meta, x, linear, out, norm, normed, sumsq, n_sumsq, eps, residual, s
         bias is not None,
         residual,
         shape.block_n,
-        shape.block_k,
+        256 * shape.num_warps,
         pdl,
-        **options(shape.num_warps, pdl, num_stages=3),
+        **options(shape.num_warps, pdl),
     )
 
 
