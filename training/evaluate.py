@@ -15,9 +15,8 @@ from collections import Counter
 from pathlib import Path
 
 import stories
-from content import CONTENT
 from exchanges import KINDS, held_out_exchanges, is_right
-from generator import ChatGenerator
+from generator import EDGE_PROMPTS, FREE_PROMPTS, ChatGenerator
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from tridecode import Engine, SamplingParams  # noqa: E402
@@ -25,18 +24,7 @@ from tridecode.errors import PromptError  # noqa: E402
 
 GOAL = 0.85
 MOST_REPEATS = 4
-EDGES = {
-    "nearly empty": [" ", ".", "?", "hm", "...", "ok", "x", "\n", "?!", "1"],
-    "shouting": ["TELL ME A STORY ABOUT A BEAR", "WHAT IS YOUR NAME???", "I AM SO ANGRY!!!"],
-    "typos": ["wat is teh captial of itly", "tel me a stroy abuot a cta", "hwo do i mak tea"],
-    "other languages": [
-        "Hola, ¿qué tal?",
-        "Erzähl mir einen Witz.",
-        "你好，你是谁？",
-        "Où est la gare ?",
-        "Как дела?",
-    ],
-}
+NEARLY_EMPTY = [" ", ".", "?", "hm", "...", "ok", "x", "\n", "?!", "1"]
 
 
 def evaluate_exchanges(engine: Engine, count: int, seed: int) -> dict:
@@ -63,7 +51,7 @@ def evaluate_exchanges(engine: Engine, count: int, seed: int) -> dict:
 def evaluate_free_prompts(engine: Engine) -> list[dict]:
     """Prompts with many good answers, to be judged by a reader."""
     answers = []
-    for seed, prompt in enumerate((CONTENT / "free_prompts.txt").read_text().splitlines()):
+    for seed, prompt in enumerate(FREE_PROMPTS):
         params = engine.default_params(seed=seed, max_tokens=500)
         result = engine.generate([{"role": "user", "content": prompt}], params)
         answers.append({"prompt": prompt, "reply": result.text, "finish_reason": result.finish_reason})
@@ -80,7 +68,8 @@ def most_repeated(text: str, size: int = 4) -> int:
 def edge_chats(seed: int) -> list[tuple[str, list[str]]]:
     """Chats at the edges of what the model knows, as the user's turns."""
     rng, generator = random.Random(seed), ChatGenerator(10**9 + 2)
-    chats = [(kind, [text]) for kind, texts in EDGES.items() for text in texts]
+    chats = [(kind, [text]) for kind, texts in EDGE_PROMPTS.items() for text in texts]
+    chats += [("nearly empty", [text]) for text in NEARLY_EMPTY]
     skills = [generator.question, generator.chatter, generator.sums] * 80
     questions = [turn.user for skill in skills for turn in skill()]
     chats += [("20 turns", rng.sample(questions, 20)) for _ in range(2)]

@@ -1,15 +1,11 @@
 """Skills that answer with facts: tables asked row by row, words, lists and numbers."""
 
-import random
-
-from content import items, mapping, sections, split
+from content import items, mapping
 from exchanges import CAPITALS, NAMES, OPPOSITES, PHRASES, sum_held_out
+from skills import CATEGORIES, NUMBER_WORDS, TABLES, Skills
 from turns import Turn, article, capitalize, listing, plural, sentence
 
-TABLES = sections("tables.txt")
-CATEGORIES = {name: items([values]) for name, values in mapping(TABLES["categories"]).items()}
 SINGULAR = mapping(TABLES["singular"])
-NUMBER_WORDS = items(TABLES["number words"], " ")
 COUNTABLE = items(TABLES["countable"], " ")
 TABLE_SKILLS = {
     name: mapping(TABLES[name])
@@ -32,27 +28,8 @@ CATEGORY_QUESTIONS = mapping(TABLES["category questions"])
 COMPARABLE = items(TABLES["comparable categories"])
 
 
-class FactSkills:
+class FactSkills(Skills):
     """Methods that return turns with facts."""
-
-    rng: random.Random
-
-    def choice(self, options):
-        return self.rng.choice(options)
-
-    def chance(self, probability: float) -> bool:
-        return self.rng.random() < probability
-
-    def _templated(self, template: str, **slots: object) -> list[Turn]:
-        """A turn from `question | question => reply => short reply`."""
-        questions, reply, *short = template.split(" => ")
-        return [
-            Turn(
-                self.choice(split(questions)).format(**slots),
-                sentence(reply.format(**slots)),
-                capitalize(short[0].format(**slots)) if short else "",
-            )
-        ]
 
     def table_row(self) -> list[Turn]:
         name = self.choice(list(TABLE_SKILLS))
@@ -61,6 +38,18 @@ class FactSkills:
         if name == "legs":
             y = NUMBER_WORDS[int(y)] if int(y) else "no"
         return self._templated(self.choice(PHRASES[name]), x=x, y=y, a_x=article(x), a_y=article(y), xs=plural(x))
+
+    def difference(self) -> list[Turn]:
+        """What two animals are, or that one of them is not known."""
+        known = TABLE_SKILLS["animals"]
+        x, y = self.rng.sample(list(known), 2)
+        first, second = (known[name].split(" | ")[0] for name in (x, y))
+        question = self._phrase("differences between").format(article(x), article(y))
+        if self.chance(0.3):
+            strange = self.invented_name().lower()
+            question = self._phrase("differences between").format(article(x), article(strange))
+            return [Turn(question, f"{first} But I don't know what {article(strange)} is.")]
+        return [Turn(question, f"{first} {second}")]
 
     def favorite(self) -> list[Turn]:
         x, y = self.choice(list(mapping(TABLES["favorites"]).items()))
@@ -229,7 +218,9 @@ class FactSkills:
             question = self.choice(PHRASES["quotients"]).format(a=a, b=b)
             return [Turn(question, f"{a} divided by {b} is {quotient}.", str(quotient))]
         if kind == "too big":
-            a, b = self.rng.randint(100, 99999), self.rng.randint(100, 99999)
+            a, b = self.rng.randint(100, self.choice([999, 99999])), self.rng.randint(2, self.choice([99, 999, 99999]))
+            if self.chance(0.5):
+                a, b = b, a
             return [Turn(self.choice(PHRASES["too big"]).format(a=a, b=b), self.choice(PHRASES["too big replies"]))]
         if kind == "one":
             a = self.rng.randint(1, 50)
