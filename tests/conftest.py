@@ -15,6 +15,10 @@ if not torch.cuda.is_available():
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "kernels")]
 
 
+def pytest_addoption(parser):
+    parser.addoption("--template-dir", metavar="DIR", help="chat templates of public models (*.jinja) for the tests")
+
+
 @pytest.fixture(scope="session")
 def path(tmp_path_factory) -> Path:
     """A directory with nothing but the tiny tokenizer; tests only read it."""

@@ -22,6 +22,7 @@ from .errors import CheckpointError, PromptError
 __all__ = ["Detokenizer", "Tokenizer"]
 
 _TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+DEEPEST = 100  # lists and objects within each other, in messages and template variables
 _MARKUP = re.compile(r"\s*(<.*>|\[.*\])\s*", re.DOTALL)
 
 
@@ -32,7 +33,7 @@ class Tokenizer:
         self,
         tokenizer: tokenizers.Tokenizer,
         special_tokens: dict[str, str],
-        template: str | None = None,
+        template: str | ChatTemplate | None = None,
         source: Path | str = "tokenizer.json",
     ):
         """special_tokens: text by name (bos_token, ...), as templates see it; template: Jinja; source: for messages."""
@@ -40,7 +41,7 @@ class Tokenizer:
         tokenizer.no_padding()
         tokenizer.no_truncation()
         self._token_bytes = TokenBytes(tokenizer, source)
-        self._template = None if template is None else ChatTemplate(template, special_tokens)
+        self._template = ChatTemplate(template, special_tokens) if isinstance(template, str) else template
         self._special_tokens = special_tokens
         added = {i: token for i, token in tokenizer.get_added_tokens_decoder().items() if token.content}
         self._special = frozenset(token.content for token in added.values() if token.special)
@@ -65,7 +66,12 @@ class Tokenizer:
             reason = " ".join(str(error).split())[:200]
             raise CheckpointError(f"{file}: not a tokenizer ({reason}); download the file again") from None
         settings = _read(path / "special_tokens_map.json") | _read(path / "tokenizer_config.json")
-        return cls(tokenizer, _special_tokens(settings), _template(path, settings), file)
+        special_tokens = _special_tokens(settings)
+        template = _template(path, settings, special_tokens)
+        made = cls(tokenizer, special_tokens, template, file)
+        if template:
+            template.start()  # its process is ready when the weights are
+        return made
 
     @property
     def vocab_size(self) -> int:
@@ -75,6 +81,11 @@ class Tokenizer:
     @property
     def has_template(self) -> bool:
         return self._template is not None
+
+    @cached_property
+    def template_variables(self) -> frozenset[str]:
+        """Names that `encode_chat` can give the chat template (tools, enable_thinking, ...); none without one."""
+        return frozenset() if self._template is None else self._template.variables()
 
     @property
     def bos_id(self) -> int | None:
@@ -187,9 +198,15 @@ class Tokenizer:
         return dict(zip(begins, free))
 
     def _mark(self, value, marks: dict[str, str], tokens: frozenset[str]):
-        """`value` with the first character of each of `tokens` in its strings replaced; keys stay."""
+        """`value` with the first character of each of `tokens` in its strings replaced, and of `_control` in its keys.
+
+        Templates look keys up by name, so those without a whole control token stay as they are.
+        """
         if isinstance(value, dict):
-            return {key: self._mark(item, marks, tokens) for key, item in value.items()}
+            return {
+                self._pattern.sub(lambda found: marks[found[0][0]] + found[0][1:], key): self._mark(item, marks, tokens)
+                for key, item in value.items()
+            }
         if isinstance(value, list):
             return [self._mark(item, marks, tokens) for item in value]
         if not isinstance(value, str):
@@ -227,16 +244,20 @@ def _plain(messages, variables: dict) -> tuple[list[dict], dict]:
                 raise PromptError(f"message {i}: {key} must be a string, got {type(message.get(key)).__name__}")
     try:
         given = json.dumps([[{k: v for k, v in m.items() if v is not None} for m in messages], variables])
+        messages, variables = _clean_value(json.loads(given), DEEPEST)
     except (TypeError, ValueError, RecursionError) as error:
         raise PromptError(f"messages and template variables must be plain JSON values: {error}") from None
-    found = json.loads(given, object_hook=lambda item: {k: _clean_value(v) for k, v in item.items()})
-    return found[0], found[1]
+    return messages, variables
 
 
-def _clean_value(value):
+def _clean_value(value, depth: int):
     if isinstance(value, str):
         return _clean(value)
-    return [_clean_value(item) for item in value] if isinstance(value, list) else value
+    if isinstance(value, (dict, list)) and depth == 0:
+        raise ValueError(f"nested more than {DEEPEST} deep")
+    if isinstance(value, dict):
+        return {_clean(key): _clean_value(item, depth - 1) for key, item in value.items()}
+    return [_clean_value(item, depth - 1) for item in value] if isinstance(value, list) else value
 
 
 def _read(path: Path) -> dict:
@@ -254,18 +275,18 @@ def _special_tokens(settings: dict) -> dict[str, str]:
     return found
 
 
-def _template(path: Path, settings: dict) -> str | None:
-    """The chat template's source: its own file, else in tokenizer_config.json, where several may have names."""
+def _template(path: Path, settings: dict, special_tokens: dict[str, str]) -> ChatTemplate | None:
+    """The chat template: from its own file, else from tokenizer_config.json, where several may have names."""
     file = path / "chat_template.jinja"
     if file.is_file():
         try:
-            return file.read_text("utf-8")
+            return ChatTemplate(file.read_text("utf-8"), special_tokens, file)
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{file}: cannot be read ({error}); download the file again") from None
-    value = settings.get("chat_template")
+    file, value = path / "tokenizer_config.json", settings.get("chat_template")
     if isinstance(value, list):
         named = {entry.get("name"): entry.get("template") for entry in value if isinstance(entry, dict)}
         value = named.get("default", next(iter(named.values()), None))
     if value is not None and not isinstance(value, str):
-        raise CheckpointError(f"{path / 'tokenizer_config.json'}: chat_template must be text or a list of named ones")
-    return value
+        raise CheckpointError(f"{file}: chat_template must be text or a list of named ones")
+    return None if value is None else ChatTemplate(value, special_tokens, file)
