@@ -1,0 +1,43 @@
+#!/usr/bin/env python3
+"""Write the tables of README.md and docs/benchmarks.md from the JSON files beside this script.
+
+A table stands between <!-- table: benchmarks/FILE.json --> and <!-- end of table -->. With --check nothing is written:
+the exit code is 1 where a table is not what its file says.
+"""
+
+import re
+import sys
+from pathlib import Path
+
+from tridecode.commands.bench.report import caption, read_rows, render
+
+ROOT = Path(__file__).parent.parent
+DOCUMENTS = ("README.md", "docs/benchmarks.md")
+BLOCK = re.compile(r"(<!-- table: (\S+) -->\n)(.*?)(<!-- end of table -->\n)", re.DOTALL)
+
+
+def filled(document: str) -> str:
+    """The document with every table made again; one whose file is not there is left empty."""
+
+    def table(block: re.Match) -> str:
+        path = ROOT / block[2]
+        if not path.is_file():
+            return block[1] + block[4]
+        rows = read_rows(str(path))
+        return f"{block[1]}{render(rows, 'md')}\n{caption(rows)}.\n{block[4]}"
+
+    return BLOCK.sub(table, document)
+
+
+def main(check: bool) -> int:
+    old = [name for name in DOCUMENTS if filled(text := (ROOT / name).read_text(encoding="utf-8")) != text]
+    for name in old:
+        if check:
+            print(f"{name}: a table differs from its file; run python benchmarks/tables.py", file=sys.stderr)
+        else:
+            (ROOT / name).write_text(filled((ROOT / name).read_text(encoding="utf-8")), encoding="utf-8")
+    return int(check and bool(old))
+
+
+if __name__ == "__main__":
+    sys.exit(main("--check" in sys.argv[1:]))

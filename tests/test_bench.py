@@ -1,0 +1,490 @@
+"""bench: what is counted, how rows are written and compared, and every bench on a tiny model with a clock for a GPU."""
+
+import csv
+import importlib.util
+import io
+import json
+import os
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from models import CUDA, DEVICE, FAMILIES, tiny_config, tiny_engine
+
+from tridecode import commands
+from tridecode.checkpoint import parameter_count, random_weights
+from tridecode.commands.bench import ablate, measure, peers, prefill, report, start, step_bytes, suite, time_decode
+from tridecode.commands.bench.stream import stream_figures
+from tridecode.commands.parser import make_parser
+from tridecode.errors import GenerationError, ParameterError
+from tridecode.presets import PRESETS
+from tridecode.sampling import SamplingParams
+
+ROOT = Path(__file__).parent.parent
+needs_gpu = pytest.mark.skipif(not CUDA, reason="CUDA graphs and activity records exist on a GPU only")
+FACTS = {"dtype": "bfloat16", "gpu": "a clock", "tridecode": "0", "torch": "0", "triton": "0"}
+ROW = {"command": "python cli.py bench decode", "bench": "decode", "preset": "qwen3-4b", "context": 1024} | {
+    "sampling": "greedy", "us_per_token": 2306.94, "us_p5": 2305.0, "us_p95": 2308.0, "tokens_per_second": 433.5,
+    "bytes_per_step": 8205294592, "read_bandwidth_gbs": 4646.9, "pct_bandwidth": 76.5,
+}  # fmt: skip
+
+
+def options(*argv):
+    return make_parser().parse_args(["bench", *argv])
+
+
+class Clock:
+    """torch.cuda.Event on a machine without one."""
+
+    def __init__(self, enable_timing):
+        self.time = None
+
+    def record(self):
+        self.time = time.perf_counter()
+
+    def synchronize(self):
+        assert self.time is not None
+
+    def elapsed_time(self, end):
+        return 1e3 * (end.time - self.time)
+
+
+@pytest.fixture
+def tiny(monkeypatch):
+    """Every bench runs on a tiny engine, wherever the tests run; limits are constants."""
+    made = []
+
+    def engine(args, capacity):
+        made.append(tiny_engine(capacity=capacity))
+        return made[-1]
+
+    for module in ("decode", "prefill", "stream"):
+        monkeypatch.setattr(f"tridecode.commands.bench.{module}.bench_engine", engine)
+        monkeypatch.setattr(f"tridecode.commands.bench.{module}.run_facts", lambda device: FACTS)
+    monkeypatch.setattr("tridecode.commands.bench.decode.read_bandwidth", lambda device: 1e9)
+    monkeypatch.setattr("tridecode.commands.bench.prefill.matmul_rate", lambda device: 1e12)
+    monkeypatch.setattr("tridecode.commands.bench.suite.need_gpu", lambda: None)
+    if not CUDA:
+        monkeypatch.setattr(torch.cuda, "Event", Clock)
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
+    return made
+
+
+@pytest.fixture
+def bench(capsys):
+    """Run `bench ARGS`; returns exit code, stdout and stderr."""
+
+    def bench(*argv):
+        code = commands.main(["bench", *argv])
+        return code, *capsys.readouterr()
+
+    return bench
+
+
+# what is counted
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_bytes_of_a_step_by_hand(tied):
+    engine = tiny_engine(dtype=torch.bfloat16, tie_word_embeddings=tied)
+    # hidden 96, intermediate 160, 4 and 2 heads of 64, vocabulary 331, two layers
+    layer = 96 * (256 + 2 * 128) + 256 * 96 + 3 * 96 * 160 + 2 * 96 + 2 * 64
+    weights = 2 * (2 * layer + 96 + 331 * 96)
+    kv = 2 * 2 * 128 * 2  # K and V of two layers, bf16
+    assert step_bytes(engine, 10, 1) == weights + 10 * kv
+    assert step_bytes(engine, 10, 5) == weights + 12 * kv  # positions 10 to 14
+
+
+def test_flops_of_a_prompt_by_hand():
+    config = tiny_config()
+    qkv, rest, head = 96 * 512, 96 * 256 + 3 * 96 * 160, 96 * 331
+    one = 2 * (2 * (qkv + rest) + head) + 2 * 4 * 256
+    assert prefill.prefill_flops(config, 1) == one
+    # two more tokens: the first layer in full and the second's q, k and v; they attend to 1 and 2 positions
+    attention = 4 * 256 * (1 + 2) + 2 * 4 * 256 * (3 - 1)
+    assert prefill.prefill_flops(config, 3) == one + 2 * 2 * (2 * qkv + rest) + attention
+
+
+def test_flops_of_a_sliding_window_by_hand():
+    full, window = (
+        prefill.prefill_flops(tiny_config(**FAMILIES["mistral"] | {"sliding_window": w}), 40) for w in (None, 24)
+    )
+    # of 39 tokens the last 15 attend to 24 positions in one layer; the 40th in two
+    assert full - window == 4 * 256 * (sum(range(25, 40)) - 15 * 24) + 2 * 4 * 256 * (40 - 24)
+
+
+def test_percentiles():
+    assert measure.spread([3.0, 1.0, 2.0], 10) == pytest.approx((20.0, 11.0, 29.0))
+    assert measure.spread([5.0]) == (5.0, 5.0, 5.0)
+
+
+@pytest.mark.parametrize(
+    ("intervals", "span", "union"),
+    [
+        ([(0, 2), (5, 6)], 6, 3),
+        ([(5, 6), (0, 2)], 6, 3),  # in any order
+        ([(0, 4), (3, 6), (3.5, 4)], 6, 6),  # overlapping, one inside another
+        ([(1, 2), (2, 4)], 3, 3),
+    ],
+)
+def test_span_and_union_of_kernels(intervals, span, union):
+    assert ablate.span_and_union(intervals) == (span, union)
+
+
+# benches on a tiny model
+
+
+def test_decode(tiny, bench):
+    code, out, err = bench("decode", "--context", "20", "--steps", "3", "--runs", "4", "--sampling", "all")
+    row = json.loads(out.split("\n")[-2])
+    assert code == 0 and tiny[0].capacity == 25
+    assert row["us_p5"] <= row["us_per_token"] <= row["us_p95"]
+    assert row["pct_bandwidth"] == pytest.approx(row["bytes_per_step"] / row["us_per_token"] / 1e3 * 100, rel=1e-2)
+    assert row["tokens_per_second"] == pytest.approx(1e6 / row["us_per_token"], rel=1e-3)
+    assert "us_over_greedy" in row and row["command"].endswith("--context 20 --steps 3 --sampling all")
+    for key in ("preset", "context", "bytes_per_step", "read_bandwidth_gbs", "gpu", "torch", "triton"):
+        assert key in row
+    assert "all sampling filters" in out and "a clock" in out
+
+
+def test_time_decode_starts_each_run_at_the_context(tiny):
+    engine = tiny_engine()
+    assert len(time_decode(engine, 30, 5, 2)) == 2
+    engine._synchronize()
+    assert engine.model.workspace.meta[0, ablate.STATUS] == ablate.RUN
+    assert engine.model.workspace.tokens[0, :31].eq(0).all()
+
+
+def test_prefill_has_a_row_for_each_length(tiny, bench):
+    code, out, _ = bench("prefill", "--prompt-tokens", "12,1", "--runs", "2", "--format", "json")
+    long, short = json.loads(out)
+    assert code == 0 and tiny[0].capacity == 13
+    assert (long["prompt_tokens"], short["prompt_tokens"]) == (12, 1)
+    assert long["command"].endswith("--prompt-tokens 12") and short["command"].endswith("--prompt-tokens 1")
+    assert long["flops"] > short["flops"] and 0 < long["ttft_ms"]
+    assert long["pct_matmul"] == pytest.approx(100 * long["flops"] / (long["prefill_ms"] / 1e3) / 1e12, abs=0.06)
+
+
+def test_stream(tiny, bench):
+    code, out, _ = bench("stream", "--context", "9", "--steps", "6", "--runs", "2", "--format", "jsonl")
+    row = json.loads(out)
+    assert code == 0 and row["steps"] == 6
+    assert row["ratio_to_graph"] == pytest.approx(row["us_per_token"] / row["graph_us_per_token"], abs=1e-3)
+    assert row["itl_median_us"] <= row["itl_p99_us"] and row["ttft_ms"] > 0
+
+
+def test_stream_figures_by_hand():
+    found = stream_figures([(0.5, [1e-6, 3e-6]), (0.1, [4e-6, 4e-6])], [2e-6, 2e-6])
+    assert found["us_per_token"] == 3 and found["graph_us_per_token"] == 2 and found["ratio_to_graph"] == 1.5
+    assert found["ttft_ms"] == 300 and found["itl_mean_us"] == 3 and found["itl_median_us"] == 3.5
+
+
+def test_a_suite_writes_what_it_could_measure(tiny, bench, monkeypatch, tmp_path):
+    lines = "decode --context 5 --steps 2 --runs 1\nprefill --prompt-tokens 900 --capacity 8 --runs 1"
+    monkeypatch.setattr(suite, "SUITE", lines)
+    code, out, err = bench("suite", "--output", str(tmp_path / "rows.json"))
+    (row,) = json.loads((tmp_path / "rows.json").read_text())
+    assert code == 1 and row["bench"] == "decode" and json.loads(out.split("\n")[-2]) == row
+    assert "prefill" in err and "900" in err and "[2/2]" in err
+
+
+def test_a_suite_without_any_row_leaves_the_file(tiny, bench, monkeypatch, tmp_path):
+    monkeypatch.setattr(suite, "SUITE", "prefill --prompt-tokens 900 --capacity 8")
+    (tmp_path / "rows.json").write_text("before")
+    code, out, err = bench("suite", "--output", str(tmp_path / "rows.json"))
+    assert code == 1 and out == "" and "every row failed" in err
+    assert (tmp_path / "rows.json").read_text() == "before"
+
+
+# the ladder
+
+
+def test_the_workspace_that_allocates_gives_the_same_tokens():
+    tokens, params = [], SamplingParams(temperature=0.0, seed=1)
+    for fresh in (False, True):
+        engine = tiny_engine("triton", "none")
+        if fresh:
+            _, engine = next(ablate.variants(engine))
+        engine._begin([5, 17], 0, params, (), limit=6)
+        for _ in range(4):
+            engine.enqueue(params)
+        engine._synchronize()
+        tokens.append(engine.model.workspace.tokens[0, :6].tolist())
+    assert tokens[0] == tokens[1]
+
+
+def test_one_allocation_for_every_output_of_every_op(monkeypatch):
+    """Of a layer: qkv 1; attention 3 (partial results twice); o_proj 3 (residual, norm, its sums); gate_up 1; down 3.
+
+    Beside the layers: embed 3, lm_head 1.
+    """
+    made = []
+    engine = tiny_engine("torch", "none", torch.float32)
+    _, engine = next(ablate.variants(engine))
+    params = SamplingParams(temperature=0.0, seed=1)
+    engine._begin([5, 17], 0, params, (), limit=6)
+    empty_like = torch.empty_like
+    monkeypatch.setattr(ablate.torch, "empty_like", lambda t: made.append(tuple(t.shape)) or empty_like(t))
+    counts = []
+    for _ in range(3):
+        engine.enqueue(params)
+        counts.append(len(made))
+    assert counts == [26, 52, 78]
+    assert made.count((1, 331)) == 3  # logits
+
+
+def test_rungs_of_the_ladder():
+    engine = tiny_engine("torch", "none", torch.float32)
+    engine.model = replace(engine.model, pdl=True)
+    found = list(ablate.variants(engine))
+    assert [name.split(",")[0] for name, _ in found] == ["eager", "eager", "graph", "graph"]
+    assert [variant.model.pdl for _, variant in found] == [False, False, False, True]
+    assert all(variant.model.weights is engine.model.weights for _, variant in found)
+    assert found[-1][1] is engine
+
+
+def test_steps_that_have_ended_are_no_figure():
+    engine = tiny_engine("torch", "none", torch.float32)
+    engine.model.workspace.meta[0, ablate.STATUS] = 3
+    with pytest.raises(GenerationError, match="ended early"):
+        ablate.check_running(engine, "graph")
+
+
+@needs_gpu
+def test_ladder_on_the_gpu():
+    output = SimpleNamespace(note=lambda message: None)
+    rungs = list(ablate.ladder(tiny_engine(), 8, 16, 2, measure.GREEDY, output))
+    assert len(rungs) == 3 + (torch.cuda.get_device_capability() >= (9, 0))
+    for rung in rungs:
+        assert 0 < rung["compute_us"] <= rung["span_us"] and rung["wall_us"] > 0
+    assert rungs[-1]["wall_us"] < rungs[0]["wall_us"]
+
+
+# process start
+
+
+def test_seconds_to_the_first_line():
+    code = "import json, os; print(json.dumps({'cache': os.environ['TRITON_CACHE_DIR']}), flush=True); print('more')"
+    seconds, found = start.time_to_first_line([sys.executable, "-c", code], os.environ | {"TRITON_CACHE_DIR": "x"})
+    assert 0 < seconds < 60 and found == {"cache": "x"}
+
+
+@pytest.mark.parametrize("code", ["raise SystemExit(3)", "pass"])
+def test_a_process_without_a_token(code):
+    with pytest.raises(GenerationError, match="before its first token"):
+        start.time_to_first_line([sys.executable, "-c", code], dict(os.environ))
+
+
+def test_figures_of_starts():
+    later = [(9.0, {"import_s": 3.0}), (7.0, {"import_s": 1.0}), (8.0, {"import_s": 2.0, "token": 4})]
+    found = start.start_figures(30.0, {"kernels_compiled": 14}, later)
+    assert (found["first_start_s"], found["second_start_s"], found["import_s"]) == (30.0, 8.0, 2.0)
+    assert found["first_start_kernels_compiled"] == 14 and "token" not in found
+
+
+@pytest.mark.skipif(CUDA, reason="a GPU is there")
+def test_the_started_program_is_found_from_anywhere(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(GenerationError, match="exit code 1"):
+        start.time_start("qwen3-0.6b", str(tmp_path))
+    err = capfd.readouterr().err
+    assert "imported torch" in err and "bench needs an NVIDIA GPU" in err
+
+
+# peers
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_peer_has_the_same_parameters(family):
+    pytest.importorskip("transformers", reason="the peer is transformers")
+    config = tiny_config(**FAMILIES[family])
+    model = peers.peer_model(config, "cpu", torch.float32)
+    assert sum(p.numel() for p in model.parameters()) == parameter_count(config)
+    assert model.lm_head.weight.shape == random_weights(config, "cpu", torch.float32).lm_head.weight.shape
+
+
+def test_peers_are_timed_with_both_caches():
+    pytest.importorskip("transformers", reason="the peer is transformers")
+    config = tiny_config()
+    model = peers.peer_model(config, "cpu", torch.float32)
+    for cache in (None, "static"):
+        times = peers.time_peer(model, config, 6, 8, 2, cache)
+        assert len(times) == 2 and all(seconds > -1 for seconds in times)
+
+
+def test_peers_without_transformers(bench, monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    code, out, err = bench("peers")
+    assert code == 1 and out == "" and err.count("\n") == 1 and "pip install transformers" in err
+
+
+# commands and rows
+
+
+def test_each_row_of_the_suite_names_the_command_that_makes_it():
+    for args in suite.suite_args():
+        words = suite.command_of(args).split()
+        assert words[:3] == ["python", "cli.py", "bench"]
+        assert vars(make_parser().parse_args(words[2:])) == vars(args)
+
+
+def test_the_suite_has_every_row():
+    rows = suite.suite_args()
+    steps = {(a.what, a.preset, a.context, a.sampling) for a in rows if a.what in ("decode", "stream")}
+    others = [(a.what, a.preset, getattr(a, "prompt_tokens", None)) for a in rows if a.what in ("prefill", "start")]
+    assert steps == SUITE_ROWS and len(rows) == len(steps) + len(others)
+    assert others == [("prefill", "qwen3-4b", [2048]), ("prefill", "qwen3-4b", [64]), ("start", "qwen3-4b", None)]
+    assert (rows[0].capacity, rows[0].steps) == (16384, 127)
+
+
+SUITE_ROWS = {
+    ("decode", "llama-3.2-1b", 32, "greedy"),
+    *(("decode", preset, 64, "greedy") for preset in ("qwen3-0.6b", "qwen3-4b", "llama-3.1-8b", "qwen3-8b")),
+    *(("decode", preset, 1024, "greedy") for preset in ("qwen3-4b", "llama-3.2-1b")),
+    ("decode", "qwen3-4b", 4096, "greedy"),
+    ("decode", "qwen3-4b", 32000, "greedy"),
+    ("decode", "qwen3-4b", 64, "all"),
+    ("stream", "qwen3-4b", 64, "greedy"),
+    ("stream", "qwen3-0.6b", 64, "greedy"),
+}
+
+
+def test_a_checkpoint_is_named_in_the_command():
+    args = options("decode", "--model", "a dir", "--ablate")
+    assert "--model 'a dir'" in suite.command_of(args) and "--preset" not in suite.command_of(args)
+    assert suite.command_of(args).endswith("--ablate")
+
+
+@pytest.mark.parametrize(
+    "argv", ["prefill --prompt-tokens 3,x", "decode --model a --preset qwen3-4b", "start --steps 3", "suite --runs 2"]
+)
+def test_wrong_options(argv, capsys):
+    with pytest.raises(SystemExit) as exit:
+        commands.main(["bench", *argv.split()])
+    assert exit.value.code == 2 and capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize("form", ["md", "csv", "json", "jsonl"])
+def test_formats(form):
+    other = {"command": "x", "bench": "start", "preset": "qwen3-4b", "first_start_s": 31.0, "second_start_s": 8.25}
+    text = report.render([ROW, other], form)
+    if form == "md":
+        assert "| qwen3-4b | 1,024 | 2,307 | 2,305 | 2,308 | 434 | 8.205 | 4,647 | 76.5 |\n" in text
+        assert "| start | first start, s | later start, s |\n" in text and "over greedy" not in text
+    elif form == "csv":
+        first, second = csv.DictReader(io.StringIO(text))
+        assert first["us_per_token"] == "2306.94" and second["first_start_s"] == "31.0" and first["first_start_s"] == ""
+    else:
+        assert (json.loads(text) if form == "json" else [json.loads(line) for line in text.splitlines()]) == [
+            ROW,
+            other,
+        ]
+
+
+def test_markdown_cells_cannot_end_a_cell():
+    assert "a\\|b" in report.render([ROW | {"preset": "a|b"}], "md")
+
+
+@pytest.mark.parametrize(
+    ("name", "starts"), [("a.csv", "command,"), ("a.md", "| decode"), ("a.jsonl", "{"), ("a", "[")]
+)
+def test_the_suffix_of_the_output_names_its_format(bench, tmp_path, name, starts):
+    (tmp_path / "rows.json").write_text(json.dumps([ROW]))
+    code, out, _ = bench("report", str(tmp_path / "rows.json"), "--output", str(tmp_path / name))
+    assert code == 0 and (tmp_path / name).read_text().startswith(starts)
+    assert json.loads(out.split("\n")[-2]) == ROW
+
+
+def test_several_rows_are_one_object_at_the_end(bench, tmp_path):
+    (tmp_path / "rows.json").write_text(json.dumps([ROW, ROW]))
+    _, out, _ = bench("report", str(tmp_path / "rows.json"))
+    assert json.loads(out.split("\n")[-2]) == {"rows": [ROW, ROW]}
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", "[1]", '[{"bench": "x"}]', "[" * 100_000])
+def test_files_that_hold_no_rows(bench, tmp_path, text):
+    (tmp_path / "rows.json").write_text(text)
+    code, out, err = bench("report", str(tmp_path / "rows.json"))
+    assert code == 1 and out == "" and err.count("\n") == 1 and "rows.json: expected a JSON list" in err
+
+
+def test_a_file_that_is_not_there(bench, tmp_path):
+    code, _, err = bench("decode", "--compare", str(tmp_path / "absent"))
+    assert code == 1 and "absent" in err and err.count("\n") == 1  # before anything is measured
+
+
+def test_deviations_name_the_figure_that_changed_most():
+    prefill_row = {"command": "p", "bench": "prefill", "prefill_ms": 10.0, "ttft_ms": 20.0}
+    rung = {"command": "a", "bench": "ablate", "variant": "graph", "wall_us": 110.0}
+    before = [ROW | {"us_per_token": 2000.0}, prefill_row, rung | {"wall_us": 100.0}, rung | {"variant": "eager"}]
+    now = [ROW, prefill_row | {"prefill_ms": 10.1, "ttft_ms": 19.0}, rung, ROW | {"command": "new"}]
+    found = report.deviations(now, before)
+    assert [(command, figure) for command, figure, _ in found] == [
+        (ROW["command"], "us_per_token"), ("p", "ttft_ms"), ("a", "wall_us")
+    ]  # fmt: skip
+    assert [percent for *_, percent in found] == pytest.approx([15.347, -5.0, 10.0])
+
+
+def test_compare_says_the_largest(bench, tmp_path):
+    rows = [ROW, ROW | {"command": "y"}]
+    earlier = [ROW | {"us_per_token": 2300.0}, ROW | {"command": "y", "us_per_token": 2400.0}]
+    for name, value in (("now", rows), ("then", earlier)):
+        (tmp_path / name).write_text(json.dumps(value))
+    code, _, err = bench("report", str(tmp_path / "now"), "--compare", str(tmp_path / "then"))
+    assert code == 0 and err.count("\n") == 3
+    assert "largest deviation of 2 rows" in err and "-3.88%" in err.split("\n")[-2]
+
+
+def test_compare_with_other_rows(bench, tmp_path):
+    for name, value in (("now", [ROW]), ("then", [ROW | {"command": "y"}])):
+        (tmp_path / name).write_text(json.dumps(value))
+    code, _, err = bench("report", str(tmp_path / "now"), "--compare", str(tmp_path / "then"))
+    assert code == 1 and "none of these rows" in err
+
+
+# what is published
+
+
+def test_the_tables_are_what_the_files_say():
+    spec = importlib.util.spec_from_file_location("tables", ROOT / "benchmarks" / "tables.py")
+    tables = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tables)
+    readme = (ROOT / "README.md").read_text()
+    assert readme.count("<!-- table: benchmarks/h200.json -->") == 1
+    for name in tables.DOCUMENTS:
+        text = (ROOT / name).read_text()
+        assert text == tables.filled(text), f"{name}: run python benchmarks/tables.py"
+    assert tables.filled(readme.replace("| 4,6", "| 9,9")) == readme  # a wrong figure would be put right
+
+
+def test_every_published_row_has_its_figures():
+    for row in report.read_rows(str(ROOT / "benchmarks" / "h200.json")):
+        assert row["command"].startswith(f"python cli.py bench {row['bench']} ") and row["preset"] in PRESETS
+        args = make_parser().parse_args(row["command"].split()[2:])
+        assert args.what == row["bench"] and args.preset == row["preset"]
+        for key in ("gpu", "torch", "triton", *report.COMPARED[row["bench"]]):
+            assert row[key]
+        if row["bench"] == "decode":
+            pct = row["bytes_per_step"] / row["us_per_token"] / row["read_bandwidth_gbs"] / 10
+            assert pct == pytest.approx(row["pct_bandwidth"], abs=0.1)
+            assert row["context"] == args.context
+
+
+def test_an_unknown_preset():
+    with pytest.raises(ParameterError, match="gpt-2"):
+        measure.preset_engine("gpt-2", 64)
+
+
+@needs_gpu
+@pytest.mark.parametrize(
+    "argv", [("decode", "--steps", "8"), ("stream", "--steps", "8"), ("prefill", "--prompt-tokens", "64")]
+)
+def test_a_real_preset_on_the_gpu(bench, argv):
+    code, out, _ = bench(*argv, "--preset", "qwen3-0.6b", "--runs", "2")
+    row = json.loads(out.split("\n")[-2])
+    assert code == 0 and row["gpu"] == torch.cuda.get_device_name(DEVICE)
+    assert 0 < row.get("pct_bandwidth", 1) < 100 and 0 < row.get("pct_matmul", 1) < 100
