@@ -3,7 +3,7 @@
 import pytest
 import tokenizers
 from checkpoints import TOKENIZER_VOCAB_SIZE, sentencepiece
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from tridecode.tokenizer import Tokenizer
@@ -54,6 +54,30 @@ def test_stream_is_the_whole_decode(tokenizer, plain, ids):
     for skip in (True, False):
         whole = plain.decode(ids, skip_special_tokens=skip)
         assert "".join(stream(tokenizer, ids, skip_special=skip)) == tokenizer.decode(ids, skip) == whole
+
+
+@pytest.fixture(scope="module")
+def by_bytes(tokenizer, plain) -> dict[bytes, int]:
+    """Token by the bytes it stands for."""
+    return {tokenizer._token_bytes(token): token for token in range(3, plain.get_vocab_size())}
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+@example(text="👩‍👩‍👧 hello", choices=[0])
+@given(text=st.text(), choices=st.lists(st.integers(0, 5), min_size=1))
+def test_any_split_of_any_text(tokenizer, by_bytes, text, choices):
+    """The text as tokens in any of the ways that its bytes can be cut, not only in the tokenizer's own."""
+    data, ids, shown = text.encode(), [], ""
+    detokenizer = tokenizer.detokenizer()
+    while data:
+        fitting = [length for length in range(1, 8) if length <= len(data) and data[:length] in by_bytes]
+        length = fitting[choices[len(ids) % len(choices)] % len(fitting)]
+        ids.append(by_bytes[data[:length]])
+        shown += detokenizer.push(ids[-1])
+        data = data[length:]
+        done = text.encode()[: len(text.encode()) - len(data)]
+        assert shown == done.decode(errors="ignore"), "every whole character at once, and nothing of a broken one"
+    assert detokenizer.flush() == "" and shown == text == tokenizer.decode(ids)
 
 
 @quick

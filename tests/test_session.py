@@ -92,6 +92,62 @@ def test_truncated_files_are_refused(tmp_path, length):
         session.read(path)
 
 
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | texts,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3),
+    max_leaves=8,
+)
+FIELDS = {
+    "format": st.just(session.FORMAT) | VALUES,
+    "version": st.just(session.VERSION) | VALUES,
+    "raw": st.booleans() | VALUES,
+    "system": st.none() | texts | VALUES,
+    "turns": st.lists(st.fixed_dictionaries({"user": texts | VALUES, "assistant": texts}) | VALUES, max_size=3)
+    | VALUES,
+}
+
+
+def opened(path, content: bytes):
+    """The conversation in a file with this content, or None where it is refused; the file stays as it was."""
+    path.write_bytes(content)
+    store = session.Store(path, "m")
+    try:
+        found = store.load()
+    except session.SessionError as error:
+        found = None
+        assert str(path) in str(error) and "\n" not in str(error)
+        # A chat that goes on regardless gets a file of its own.
+        assert "goes on in" in store.save(TALK) and store.path != path and session.read(store.path) == TALK
+    assert path.read_bytes() == content
+    return found
+
+
+@quick
+@given(st.binary() | VALUES.map(lambda value: json.dumps(value).encode()))
+def test_any_other_file_is_refused(tmp_path, content):
+    assert opened(tmp_path / "other.json", content) is None
+
+
+@settings(quick, max_examples=150)
+@given(st.lists(st.tuples(st.integers(0, len(WHOLE) - 1), st.integers(0, 255)), max_size=4))
+def test_damaged_files_are_read_or_refused(tmp_path, changes):
+    content = bytearray(WHOLE.encode())
+    for at, byte in changes:
+        content[at] = byte
+    found = opened(tmp_path / "damaged.json", bytes(content))
+    if found is not None:  # the damage hit a text
+        assert len(found.turns) == 2 and session.loads(session.dumps(found, "m")) == found
+
+
+@settings(quick, max_examples=150)
+@given(st.fixed_dictionaries(FIELDS) | st.fixed_dictionaries({}, optional=FIELDS))
+def test_any_fields_are_read_or_refused(tmp_path, content):
+    found = opened(tmp_path / "fields.json", json.dumps(content).encode())
+    if found is not None:
+        assert (found.raw, found.system, len(found.turns)) == (content["raw"], content["system"], len(content["turns"]))
+        assert session.loads(session.dumps(found, "m")) == found
+
+
 def test_what_is_no_file_is_refused(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     for path, why in ((tmp_path, "not a file"), (tmp_path / "pipe", "not a file"), (tmp_path / "no", "no such file")):
