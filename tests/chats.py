@@ -20,16 +20,22 @@ class Script:
 
     name, capacity, notes, backend, graph = "script", 100, (), "triton", "full"
     device = SimpleNamespace(type="cpu")
-    tokenizer = SimpleNamespace(encode=list, encode_chat=lambda messages: "".join(m["content"] for m in messages))
+    tokenizer = SimpleNamespace(
+        encode=list,
+        encode_chat=lambda messages, **variables: "".join(m["content"] for m in messages),
+        decode=lambda ids, skip_special: "",
+        template_variables=frozenset(),
+    )
 
     def __init__(self, *answers):
-        self.answers, self.prompts = list(answers), []
+        self.answers, self.prompts, self.variables = list(answers), [], []
 
     def default_params(self, **given):
         return SamplingParams(**given)
 
-    def stream(self, prompt, params):
+    def stream(self, prompt, params, template_variables=None):
         self.prompts.append(prompt)
+        self.variables.append(template_variables)
         answer = self.answers.pop(0)
         if isinstance(answer, PromptError):  # raised by the call itself, as the engine does
             raise answer

@@ -115,7 +115,7 @@ def test_more_interrupts_lose_nothing(session, monkeypatch):
 
     stream = chat.engine.stream
     monkeypatch.setattr(chat.output, "note", interrupted_note)
-    monkeypatch.setattr(chat.engine, "stream", lambda *args: interrupting(stream(*args)))
+    monkeypatch.setattr(chat.engine, "stream", lambda *args, **options: interrupting(stream(*args, **options)))
     assert chat.handle("one")
     chat.output.note, chat.engine.stream = note, stream
     assert chat.handle("two")

@@ -1,12 +1,16 @@
-"""Thinking told apart from the answer, however the text is cut into pieces."""
+"""Thinking: told apart from the answer however the text is cut, switched off, and left out of earlier turns."""
 
 import re
 
 import pytest
+from chats import said
+from checkpoints import CHATML, write_tiny, write_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tridecode.commands.thinking import ANSWER, THINKING, ThinkSplitter, strip_thinking
+from tridecode import Engine
+from tridecode.commands.thinking import ANSWER, THINKING, ThinkSplitter, end_thinking, strip_thinking
+from tridecode.errors import PromptError
 
 FRAGMENTS = ["<think>", "</think>", "<", "/", "think", ">", "</", "<thi", " ", "\n", "\r", "a", "é", "</thinking>"]
 TEXTS = st.lists(st.sampled_from(FRAGMENTS) | st.text(max_size=4), max_size=12).map("".join)
@@ -42,24 +46,27 @@ def test_any_split_gives_the_same(text, cuts, opened):
     assert told_apart(text, opened)[:2] == expected(text, opened), "one character at a time"
 
 
-@pytest.mark.parametrize("text, opened, thinking, answer", [
-    ("", False, "", ""),
-    ("plain", False, "", "plain"),
-    ("  plain\n", False, "", "  plain\n"),
-    ("<think>\nhm\n</think>\n\nyes\n", False, "hm", "yes\n"),
-    ("\n <think>hm</think>yes", False, "hm", "yes"),
-    ("<think>\n\n</think>\n\nyes", False, "", "yes"),
-    ("hm</think>yes", True, "hm", "yes"),
-    ("<think>hm</think>yes", True, "hm", "yes"),
-    ("<think>never ends", False, "never ends", ""),
-    ("never ends </thi", True, "never ends </thi", ""),
-    ("yes <think>no</think>", False, "", "yes <think>no</think>"),
-    ("a</think>b</think>c", True, "a", "b</think>c"),
-    ("hm</think>yes", False, "", "hm</think>yes"),
-    ("<thi", False, "", "<thi"),
-    ("<thin>x", False, "", "<thin>x"),
-    ("<think>a</think>\n    indented", False, "a", "    indented"),
-])
+@pytest.mark.parametrize(
+    "text, opened, thinking, answer",
+    [
+        ("", False, "", ""),
+        ("plain", False, "", "plain"),
+        ("  plain\n", False, "", "  plain\n"),
+        ("<think>\nhm\n</think>\n\nyes\n", False, "hm", "yes\n"),
+        ("\n <think>hm</think>yes", False, "hm", "yes"),
+        ("<think>\n\n</think>\n\nyes", False, "", "yes"),
+        ("hm</think>yes", True, "hm", "yes"),
+        ("<think>hm</think>yes", True, "hm", "yes"),
+        ("<think>never ends", False, "never ends", ""),
+        ("never ends </thi", True, "never ends </thi", ""),
+        ("yes <think>no</think>", False, "", "yes <think>no</think>"),
+        ("a</think>b</think>c", True, "a", "b</think>c"),
+        ("hm</think>yes", False, "", "hm</think>yes"),
+        ("<thi", False, "", "<thi"),
+        ("<thin>x", False, "", "<thin>x"),
+        ("<think>a</think>\n    indented", False, "a", "    indented"),
+    ],
+)
 def test_cases(text, opened, thinking, answer):
     assert told_apart([text], opened)[:2] == (thinking, answer)
     assert strip_thinking(text, opened) == answer
@@ -105,3 +112,101 @@ def test_a_block_that_never_ends_stops_its_clock():
     splitter.feed("a")
     splitter.finish()
     assert splitter.seconds == splitter.seconds == 10
+
+
+@pytest.mark.parametrize("text, opened, ended", [
+    ("<think>\nhm", False, "<think>\nhm\n</think>\n\n"),
+    ("hm", True, "hm\n</think>\n\n"),
+    ("<think>hm</think>ye", False, "<think>hm</think>ye"),
+    ("hm</think>", True, "hm</think>"),
+    ("ye", False, "ye"),
+    ("", False, ""),
+])  # fmt: skip
+def test_an_answer_that_was_cut_off(text, opened, ended):
+    assert end_thinking(text, opened) == ended
+    assert strip_thinking(ended, opened) == strip_thinking(text, opened)
+
+
+# As models that think have it: the thinking of earlier turns is left out, and without it the block is there but empty.
+THINKS = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
+    "{{ m.content.split('</think>')[-1].lstrip('\n') if m.role == 'assistant' else m.content }}"
+    "{{ '<|im_end|>\n' }}{% endfor %}{{ '<|im_start|>assistant\n' }}"
+    "{% if enable_thinking is defined and not enable_thinking %}{{ '<think>\n\n</think>\n\n' }}{% endif %}"
+)
+FEW = ("--max-tokens", 3, "--temperature", 0)
+
+
+@pytest.fixture(scope="module")
+def thinks(tmp_path_factory):
+    path = write_tiny(tmp_path_factory.mktemp("thinking") / "qwen3", "qwen3")
+    write_tokenizer(path, chat_template=THINKS)
+    return path
+
+
+@pytest.fixture(scope="module")
+def engine(thinks):
+    return Engine.load(thinks, device="cpu")
+
+
+def test_the_template_is_told(engine):
+    def text(**given):
+        return engine.tokenizer.decode(engine.encode(said("Hello"), **given), skip_special=False)
+
+    assert engine.tokenizer.template_variables == {"enable_thinking"}
+    assert text() == text(template_variables={"enable_thinking": True})
+    without = {"enable_thinking": False}
+    assert text(template_variables=without) == text() + "<think>\n\n</think>\n\n"
+    params = engine.default_params(max_tokens=2)
+    answered = engine.generate(said("Hello"), params, template_variables=without)
+    assert answered.usage.prompt_tokens == len(engine.encode(said("Hello"), without))
+
+
+@pytest.mark.parametrize("prompt", [said("Hello"), "Hello", [1, 2]], ids=["chat", "text", "ids"])
+def test_variables_that_no_template_reads_are_refused(engine, prompt):
+    with pytest.raises(PromptError, match="no variable 'thinking'; it reads "):
+        engine.generate(prompt, template_variables={"thinking": False})
+
+
+def test_earlier_thinking_is_left_out_and_the_rest_reused(engine):
+    few = engine.default_params(temperature=0, max_tokens=2)
+    first = engine.generate(said("Hello"), few, reuse_prefix=False)
+    later = said("Hello", end_thinking("<think>\nquick brown fox"), "again")
+    assert "quick" not in engine.tokenizer.decode(engine.encode(later))
+    later[1]["content"] += "Hello"
+    assert engine.generate(later, few).usage.reused_tokens == first.usage.prompt_tokens
+
+
+def test_think_in_a_chat(piped, thinks, engine):
+    def prompt_tokens(err):
+        return [int(tokens) for tokens in re.findall(r"of (\d+) prompt tokens", err)]
+
+    on, off = (len(engine.encode(said("Hello"), {"enable_thinking": think})) for think in (True, False))
+    code, _, err = piped("Hello\n/undo\n/think on\nHello\n", "--model", thinks, *FEW, "--think", "off")
+    assert code == 0 and "thinking is on" in err and prompt_tokens(err) == [off, on]
+    code, _, err = piped("/think\n/think off\n/think maybe\nHello\n", "--model", thinks, *FEW, "--think", "hide")
+    assert "thinking is hide\nthinking is off\n" in err and "not 'maybe'" in err and prompt_tokens(err) == [off]
+
+
+def test_a_template_that_cannot_be_told(piped, thinks, tmp_path):
+    path = tmp_path / "chatml"
+    path.mkdir()
+    for file in thinks.iterdir():
+        (path / file.name).symlink_to(file)
+    (path / "tokenizer.json").unlink()
+    (path / "tokenizer_config.json").unlink()
+    write_tokenizer(path, chat_template=CHATML)
+    code, _, err = piped("/think\n", "--model", path, "--think", "off")
+    assert code == 0 and "thinking cannot be switched off: the chat template has no variable enable_thinking" in err
+    assert err.endswith("thinking is on\n")
+    code, _, err = piped("/think off\n", "--model", path, "--raw")
+    assert code == 0 and "with --raw there is no chat template" in err
+
+
+def test_thinking_that_was_stopped_ends_there(session):
+    chat = session(["<think>\nhm", KeyboardInterrupt()], (["<think>ha"], "length"), ["Yes"], interactive=True)
+    for line in ("one", "two", "three"):
+        chat.handle(line)
+    ended = "<think>\nhm\n</think>\n\n", "<think>ha\n</think>\n\n"
+    assert [answer for _, answer in chat.conversation.turns] == [*ended, "Yes"]
+    assert chat.conversation.markdown().count("think") == 0

@@ -123,11 +123,11 @@ class Engine:
         """SamplingParams of the model's generation_config, with `overrides`."""
         return SamplingParams(**{**dict(self.config.generation_defaults), **overrides})
 
-    def encode(self, prompt: Prompt) -> list[int]:
+    def encode(self, prompt: Prompt, template_variables: dict | None = None) -> list[int]:
         """Token ids of a prompt: text as it is, ids, or chat messages through the template. Raises PromptError."""
-        return self._encode(prompt)[0]
+        return self._encode(prompt, template_variables or {})[0]
 
-    def _encode(self, prompt: Prompt) -> tuple[list[int], bool]:
+    def _encode(self, prompt: Prompt, variables: dict) -> tuple[list[int], bool]:
         """The ids, and whether the prompt was a chat."""
         items = None
         if not isinstance(prompt, (str, bytes, Mapping)) and hasattr(prompt, "__iter__"):
@@ -138,10 +138,11 @@ class Engine:
             raise PromptError(f"the prompt must be text, token ids or a list of chat messages, got {kind}")
         if self.tokenizer is None and (chat or items is None):
             raise PromptError("this engine has no tokenizer: give token ids")
+        self._check_variables(variables, chat)
         if items is None:
             ids = self.tokenizer.encode(prompt)
         else:
-            ids = self.tokenizer.encode_chat(items) if chat else [self._token_id(token) for token in items]
+            ids = self.tokenizer.encode_chat(items, **variables) if chat else [self._token_id(token) for token in items]
         if not ids:
             raise PromptError("the prompt is empty: at least one token is needed")
         for token in (min(ids), max(ids)):  # a tokenizer may know more tokens than the model
@@ -153,6 +154,12 @@ class Engine:
             )
         return ids, chat
 
+    def _check_variables(self, variables: dict, chat: bool) -> None:
+        known = self.tokenizer.template_variables if variables and chat else frozenset()
+        if unknown := sorted(variables.keys() - known):
+            has = f"it reads {', '.join(sorted(known))}" if known else "it reads none, or this prompt is no chat"
+            raise PromptError(f"template_variables: the chat template has no variable {unknown[0]!r}; {has}")
+
     def _token_id(self, token) -> int:
         if not isinstance(token, bool):
             with suppress(TypeError):
@@ -163,17 +170,23 @@ class Engine:
         return PromptError(f"token id {token!r} is not in the vocabulary (0 to {self.config.vocab_size - 1})")
 
     def stream(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, reuse_prefix: bool = True
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        reuse_prefix: bool = True,
+        template_variables: dict | None = None,
     ) -> Iterator[Piece]:
         """Yield a Piece a token, then a last one with finish_reason, usage and timings.
 
         prompt: text (raw), token ids, or chat messages. params None: the model's own defaults. reuse_prefix: keep the
-        K/V of the longest common prefix with what the cache holds. Closing the iterator early is safe.
+        K/V of the longest common prefix with what the cache holds. template_variables: plain JSON values that the chat
+        template reads, like {"enable_thinking": False}. Closing the iterator early is safe.
         Raises PromptError and ParameterError before the first piece.
         """
         started = time.perf_counter()
         params = params or self.default_params()
-        ids, chat = self._encode(prompt)
+        ids, chat = self._encode(prompt, template_variables or {})
         stop_ids = self._stop_ids(params)
         self._check_ids("logit_bias", params.logit_bias)
         seed = secrets.randbits(63) if params.seed is None else params.seed
@@ -181,13 +194,18 @@ class Engine:
         return self._generate(ids, () if chat else ids, replace(params, seed=seed), stop_ids, reuse_prefix, started)
 
     def generate(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, reuse_prefix: bool = True
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        reuse_prefix: bool = True,
+        template_variables: dict | None = None,
     ) -> Result:
         """The whole of a stream; see `stream`. With finish_reason "error", `error` says why."""
         params = params or self.default_params()
         if params.seed is None:
             params = replace(params, seed=secrets.randbits(63))
-        *pieces, last = self.stream(prompt, params, reuse_prefix=reuse_prefix)
+        *pieces, last = self.stream(prompt, params, reuse_prefix=reuse_prefix, template_variables=template_variables)
         return Result(
             text="".join(p.text for p in pieces) + last.text,
             token_ids=tuple(p.token_id for p in pieces),

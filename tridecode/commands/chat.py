@@ -7,17 +7,22 @@ import time
 from contextlib import contextmanager
 from dataclasses import replace
 
+import torch
+
 from ..engine import Engine
 from ..errors import TridecodeError
 from . import session, slash
 from .conversation import Conversation
 from .display import answer_display, opens_thinking
 from .lines import join_blocks, open_reader, unquoted
-from .loading import load_engine
+from .loading import Loader, load_engine
 from .main import explain
 from .overflow import Overflow, fit
+from .parser import sampling_overrides
 from .terminal import Output, counted, speed_line
+from .thinking import SWITCH, end_thinking
 
+DEVICE_LOST = 3  # exit code
 IMPATIENCE = 1.0  # seconds after an answer was stopped in which another Ctrl-C was meant for that answer
 
 
@@ -36,14 +41,16 @@ class Chat:
         overflow: str = "error",
         system: str | None = None,
         plain: bool = False,
-        hide_thinking: bool = False,
+        think: str = "on",
+        given: dict | None = None,
+        loader=None,
     ):
+        """think: on, off or hide. given: sampling options that were asked for. loader: a loading.Loader, for /model."""
         self.engine, self.params, self.output = engine, params, output
         self.conversation, self.system = conversation, system
+        self.given, self.loader = dict(given or {}), loader
         self.interactive, self.store, self.overflow = interactive, store, overflow
         self.plain = plain or conversation.raw  # a text that is continued is no Markdown
-        self.hide_thinking = hide_thinking
-        self.opens_thinking = False if self.plain or not output.tty else opens_thinking(engine.tokenizer)
         self.stopped_at = -IMPATIENCE
         self.draft: str | None = None  # what /edit puts into the next prompt
         self.kept: str | None = None  # the session that holds the conversation before this one
@@ -52,20 +59,60 @@ class Chat:
         self.used: int | None = None  # tokens of the conversation at most, where that is known
         self.answers = self.tokens = 0
         self.seconds = 0.0
+        self.think, self.variables, self.opens_thinking = "on", None, False
+        self.set_think(think)
+
+    def set_think(self, mode: str) -> None:
+        """on, off or hide. Where the template cannot be told, off is a line and changes nothing."""
+        tokenizer, raw = self.engine.tokenizer, self.conversation.raw
+        switch = not raw and SWITCH in tokenizer.template_variables
+        if mode == "off" and not switch:
+            why = "with --raw there is no chat template" if raw else f"the chat template has no variable {SWITCH}"
+            self.output.note(f"thinking cannot be switched off: {why}; /think hide shows only its length")
+            mode = self.think if self.think != "off" else "on"
+        self.think, self.used = mode, None
+        self.variables = {SWITCH: mode != "off"} if switch else None
+        self.opens_thinking = not raw and opens_thinking(tokenizer, self.variables)
+
+    def capacity_words(self) -> str:
+        return f"context of {self.engine.capacity:,} tokens"
+
+    def use(self, engine: Engine) -> None:
+        """Go on with another model; the conversation stays."""
+        self.engine, self.params, self.last = engine, engine.default_params(**self.given), None
+        self.set_think(self.think)
+        if self.store:
+            self.store.model = engine.name
 
     def handle(self, line: str, replaces: bool = False) -> bool:
         """A command or a turn, which `replaces` the last one if so; False ends the chat."""
         message = unquoted(line)
         if message is None and (command := re.match(r"(/[A-Za-z]*)(?:\s+|$)", line)):
-            try:
-                return slash.run(self, command[1], line[command.end() :].strip())
-            except TridecodeError as error:
-                self.output.error(explain(error))
-                return True
+            return self.command(command[1], line[command.end() :].strip())
         message = line if message is None else message
         if not message.strip():
             return True
         return self.ask(message if self.conversation.raw else message.strip(), replaces)
+
+    def command(self, word: str, rest: str) -> bool:
+        """One command; an error is one line. False ends the chat."""
+        try:
+            return slash.run(self, word, rest)
+        except (TridecodeError, MemoryError, RuntimeError, OSError) as error:
+            self.output.error(explain(error))
+            return self.goes_on(error)
+
+    def goes_on(self, error: Exception) -> bool:
+        """Whether there is a model to talk with after `error`; if not, a line and the exit code say so."""
+        if self.engine is None:
+            self.output.error("there is no model any more; the chat ends")
+            self.exit_code = 1
+        elif isinstance(error, RuntimeError) and not responds(self.engine.device):
+            self.output.error(f"{self.engine.device} can no longer be used by this program; the chat ends")
+            self.exit_code = DEVICE_LOST
+        else:
+            return True
+        return False
 
     def ask(self, message: str, replaces: bool = False) -> bool:
         """One turn; an error is one line and leaves the conversation as it was. False ends the chat."""
@@ -79,6 +126,7 @@ class Chat:
                 return False
         except (TridecodeError, MemoryError, RuntimeError) as error:  # RuntimeError: torch's, out of memory too
             self.fail(explain(error))
+            return self.goes_on(error)
         return True
 
     def fail(self, what: str) -> None:
@@ -93,10 +141,10 @@ class Chat:
         with one_interrupt(self.interactive):
             said, tokens, last = [], 0, None
             started = time.perf_counter()
-            shown = answer_display(self.output, self.plain, self.opens_thinking, self.hide_thinking)
+            shown = answer_display(self.output, self.plain, self.opens_thinking, self.think == "hide")
             try:
                 base = self.make_room(base, line)
-                for last in self.engine.stream(base.prompt(line), self.params):
+                for last in self.engine.stream(base.prompt(line), self.params, template_variables=self.variables):
                     said.append(last.text)
                     tokens += last.token_id is not None
                     shown.push(last.text)
@@ -109,6 +157,8 @@ class Chat:
                 shown.abort()
                 raise
             answer = "".join(said)
+            if last is None or last.finish_reason == "length":
+                answer = end_thinking(answer, self.opens_thinking)
             failed = last is not None and last.finish_reason == "error"
             self.used = None if last is None or failed else last.usage.prompt_tokens + last.usage.completion_tokens
             if not failed and (answer or last is not None):
@@ -130,14 +180,19 @@ class Chat:
                 self.report(last)
 
     def make_room(self, base: Conversation, line: str) -> Conversation:
-        tokenizer, capacity = self.engine.tokenizer, self.engine.capacity
+        capacity = self.engine.capacity
         # Counting costs time before the first token. No token is less than a byte; 256 is for what a template adds.
         if self.used is not None and self.used + 4 * len(line) + 256 <= capacity - capacity // 8:
             return base
-        base, note = fit(base, line, tokenizer, capacity, self.overflow, self.params.max_tokens)
+        base, note = fit(base, line, self.count, capacity, self.overflow, self.params.max_tokens)
         if note:
             self.output.note(note)
         return base
+
+    def count(self, prompt) -> int:
+        tokenizer = self.engine.tokenizer
+        chat = not isinstance(prompt, str)
+        return len(tokenizer.encode_chat(prompt, **self.variables or {}) if chat else tokenizer.encode(prompt))
 
     def report(self, last) -> None:
         if last.finish_reason == "length":
@@ -147,24 +202,6 @@ class Chat:
             why = f"the context of {self.engine.capacity} tokens is full" if full else limit
             self.output.note(f"the answer was cut: {why}")
         self.output.note(speed_line(last.usage, last.timings, self.engine.capacity))
-
-    def statistics(self) -> list[str]:
-        """The lines of /stats."""
-        engine, turns = self.engine, len(self.conversation.turns)
-        lines = [f"model {engine.name} on {engine.device}, backend {engine.backend}, graph {engine.graph}"]
-        if engine.device.type == "cuda":
-            import torch
-
-            used, whole = (torch.cuda.max_memory_allocated(engine.device), torch.cuda.mem_get_info(engine.device)[1])
-            lines.append(f"GPU memory: at most {used / 2**30:.1f} of {whole / 2**30:.1f} GiB")
-        answers, sent = counted(self.answers, "answer"), turns - self.conversation.dropped
-        context = "" if self.last is None else speed_line(self.last.usage, self.last.timings, engine.capacity)
-        lines.append(f"{counted(turns, 'turn')}, {sent} of them sent to the model")
-        lines.append(f"last answer: {context}" if context else f"context of {engine.capacity:,} tokens, no answer yet")
-        lines.append(f"{self.tokens:,} tokens in {answers} since the start, {self.seconds:.1f} s in all")
-        if self.store:
-            lines.append(f"session {self.store.name} in {self.store.path.parent}")
-        return lines
 
     def save(self) -> None:
         """Bring the session file up to date; where that fails, a line says so and the chat goes on."""
@@ -203,16 +240,9 @@ class Chat:
 def chat(args, output: Output) -> int:
     interactive = output.tty and sys.stdin.isatty()
     conversation, store = open_session(args, output, interactive)
-    engine, params = load_engine(args, output)
-    if not (args.raw or engine.tokenizer.has_template):
-        engine.encode([{"role": "user", "content": "Hello"}])  # its PromptError, before anybody has typed
-    if store:
-        store.model = engine.name
-    if engine.device.type == "cpu":
-        output.note("running on the CPU")
+    # No other name for the engine here: /model must be able to let it go.
     talk = Chat(
-        engine,
-        params,
+        *load_engine(args, output),
         output,
         conversation,
         interactive=interactive,
@@ -220,13 +250,21 @@ def chat(args, output: Output) -> int:
         overflow=args.overflow,
         system=args.system,
         plain=args.plain,
-        hide_thinking=args.think == "hide",
+        think=args.think,
+        given=sampling_overrides(args),
+        loader=Loader(args, output),
     )
+    if not (args.raw or talk.engine.tokenizer.has_template):
+        talk.engine.encode([{"role": "user", "content": "Hello"}])  # its PromptError, before anybody has typed
+    if store:
+        store.model = talk.engine.name
+    if talk.engine.device.type == "cpu":
+        output.note("running on the CPU")
     if store and store.saved:
         output.note(f"session {store.name}: {talk.describe()}")
     try:
         if interactive:
-            output.note(f"{engine.name}: context of {engine.capacity} tokens; /help lists the commands")
+            output.note(f"{talk.engine.name}: {talk.capacity_words()}; /help lists the commands")
             return converse(talk, open_reader(slash.COMMANDS, output))
         for line in join_blocks(sys.stdin):
             if not talk.handle(line):
@@ -278,6 +316,16 @@ def converse(talk: Chat, reader) -> int:
             leaving = time.monotonic() - talk.stopped_at > IMPATIENCE
             if leaving:
                 talk.output.note("Ctrl-C again, or Ctrl-D, leaves")
+
+
+def responds(device) -> bool:
+    """Whether the GPU still takes calls: after a device-side assert or a bad address every one fails."""
+    if device.type == "cuda":
+        try:
+            torch.cuda.synchronize(device)
+        except RuntimeError:
+            return False
+    return True
 
 
 @contextmanager

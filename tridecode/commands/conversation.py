@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 
 from ..engine import Prompt
+from .thinking import strip_thinking
 
 
 @dataclass(frozen=True)
@@ -34,9 +35,10 @@ class Conversation:
         turns = self.turns[:-1]
         return replace(self, turns=turns, dropped=min(self.dropped, len(turns)))
 
-    def markdown(self) -> str:
-        """The whole conversation for people to read."""
+    def markdown(self, opens_thinking: bool = False) -> str:
+        """The whole conversation for people to read, without the thinking."""
         parts = [] if self.system is None else [f"## System\n\n{self.system}\n"]
         for user, answer in self.turns:
-            parts.append(f"{user}{answer}\n" if self.raw else f"## User\n\n{user}\n\n## Assistant\n\n{answer}\n")
+            said = answer if self.raw else strip_thinking(answer, opens_thinking)
+            parts.append(f"{user}{said}\n" if self.raw else f"## User\n\n{user}\n\n## Assistant\n\n{said}\n")
         return "\n".join(["# Conversation\n", *parts])

@@ -68,10 +68,10 @@ class Thinking:
             self._output.note(f"thought for {counted(tokens, 'token')}, {self._splitter.seconds:.1f} s")
 
 
-def opens_thinking(tokenizer) -> bool:
+def opens_thinking(tokenizer, variables: dict | None = None) -> bool:
     """Whether the template itself begins the think block, so that answers start inside it."""
     try:
-        ids = tokenizer.encode_chat([{"role": "user", "content": "?"}])
+        ids = tokenizer.encode_chat([{"role": "user", "content": "?"}], **variables or {})
     except PromptError:  # no template, or one that wants other messages
         return False
     return tokenizer.decode(ids[-4:], skip_special=False).rstrip().endswith(OPEN)

@@ -1,8 +1,18 @@
-"""From the options to a loaded engine and its sampling parameters."""
+"""From the options to a loaded engine and its sampling parameters; from one model to another."""
 
-from ..engine import Engine
+from dataclasses import replace
+from pathlib import Path
+
+from ..checkpoint import load_config
+from ..config import ModelConfig
+from ..engine import BUNDLED, Engine
+from ..hub import resolve_model
+from ..memory import plan_memory
+from ..placement import resolve_dtype
 from ..sampling import SamplingParams
+from ..tokenizer import Tokenizer
 from .parser import sampling_overrides
+from .settings import shown
 from .terminal import Output
 
 
@@ -10,16 +20,83 @@ def load_engine(args, output: Output) -> tuple[Engine, SamplingParams]:
     """Load the model, with a progress bar, and show what the engine has to say."""
     overrides = sampling_overrides(args)
     SamplingParams(**overrides)  # a wrong value fails here, before the weights are read
+    engine = load_model(args, args.model, args.max_seq_len, output)
+    if args.command == "chat" or args.verbose:
+        show_defaults(engine, overrides, output)
+    return engine, engine.default_params(**overrides)
+
+
+def load_model(args, model: str | None, max_seq_len: int | None, output: Output) -> Engine:
+    """The engine of `model` (None: bundled) with the other options as they were given."""
     with output.loading() as progress:
         engine = Engine.load(
-            args.model,
+            model,
             device=args.device,
             backend=args.backend,
             dtype=args.dtype,
-            max_seq_len=args.max_seq_len,
+            max_seq_len=max_seq_len,
             graph=args.graph,
             progress=progress,
         )
     for note in engine.notes:
         output.note(note)
-    return engine, engine.default_params(**overrides)
+    return engine
+
+
+def show_defaults(engine: Engine, given: dict, output: Output) -> None:
+    """One line with the sampling defaults that the checkpoint brings and no option replaced."""
+    found = [f"{name} {shown(value)}" for name, value in engine.config.generation_defaults if name not in given]
+    if found:
+        output.note(f"{', '.join(found)} from generation_config.json")
+
+
+class Loader:
+    """Loads other models for a running chat, with the options that it was started with."""
+
+    def __init__(self, args, output: Output):
+        self._args, self._output = args, output
+        self.model: str | None = args.model  # the one in use
+
+    def switch(self, chat, name: str) -> None:
+        """Give `chat` (a chat.Chat) the model `name`; whatever is raised, it then has the model it had.
+
+        Only where both models do not fit the old one goes first, and comes back if the new one fails. If even that
+        fails, chat.engine is None.
+        """
+        model = None if name == "bundled" else name
+        path = BUNDLED if model is None else resolve_model(model)
+        config = load_config(path)
+        if not chat.conversation.raw:  # its PromptError, before anything is given up
+            Tokenizer.load(path).encode_chat([{"role": "user", "content": "Hello"}])
+        if self._fits_beside(chat.engine, config):
+            chat.use(self._load(model, path, config))
+        else:
+            self._output.note(f"{chat.engine.name} and {name} do not fit together: the first is let go before")
+            chat.engine, failure = None, None
+            try:
+                chat.use(self._load(model, path, config))
+            except BaseException as error:
+                failure = error.with_traceback(None)  # which holds what was loaded so far
+            if failure is not None:
+                before = BUNDLED if self.model is None else resolve_model(self.model)
+                chat.use(self._load(self.model, before, load_config(before)))
+                raise failure
+        self.model = model
+        show_defaults(chat.engine, chat.given, self._output)
+
+    def _load(self, model: str | None, path: Path, config: ModelConfig) -> Engine:
+        # The path was resolved already; the name is what people see.
+        limit = self._args.max_seq_len and min(self._args.max_seq_len, config.max_position)
+        engine = load_model(self._args, path, limit, self._output)
+        engine.name = model or "bundled"
+        return engine
+
+    def _fits_beside(self, old: Engine, config: ModelConfig) -> bool:
+        """Whether the new model gets beside the old one the context that it would get alone.
+
+        Raises DeviceError where it does not fit even alone.
+        """
+        now = plan_memory(config, resolve_dtype(self._args.dtype, config, old.device), old.device)
+        alone = replace(now, free=now.free + old.plan.needed(old.capacity))
+        asked = self._args.max_seq_len and min(self._args.max_seq_len, config.max_position)
+        return now.max_context >= alone.capacity(asked, str(old.device))

@@ -1,6 +1,7 @@
 """A turn that does not fit in the context: said with both numbers, and handled as --overflow chose."""
 
 from bisect import bisect_left
+from collections.abc import Callable
 from dataclasses import replace
 
 from ..errors import PromptError
@@ -13,19 +14,16 @@ class Overflow(PromptError):
     """The turn cannot fit; with --overflow stop the chat ends here."""
 
 
-def count_tokens(tokenizer, prompt) -> int:
-    return len(tokenizer.encode(prompt) if isinstance(prompt, str) else tokenizer.encode_chat(prompt))
-
-
-def fit(conversation: Conversation, line: str, tokenizer, capacity: int, choice: str, max_tokens: int | None):
+def fit(conversation: Conversation, line: str, count: Callable, capacity: int, choice: str, max_tokens: int | None):
     """The conversation that `line` can be asked in, and a line to show ("" where nothing had to change).
 
+    count(prompt) is its number of tokens.
     drop-oldest leaves an eighth of the context for the answer (or max_tokens, if that is less) and keeps the system
     turn. Raises Overflow where there is no way.
     """
 
     def tokens(dropped: int) -> int:
-        return count_tokens(tokenizer, replace(conversation, dropped=dropped).prompt(line))
+        return count(replace(conversation, dropped=dropped).prompt(line))
 
     dropped, turns = conversation.dropped, len(conversation.turns)
     room = min(max_tokens or capacity, capacity // 8) if choice == "drop-oldest" else 0

@@ -5,9 +5,11 @@ import os
 from pathlib import Path
 
 from ..errors import ParameterError
-from . import session
+from . import session, stats
+from .clipboard import copy
 from .settings import NAMES, changed, shown
 from .terminal import counted
+from .thinking import strip_thinking
 
 # Name -> arguments and what it does, in the order of /help.
 COMMANDS = {
@@ -20,6 +22,9 @@ COMMANDS = {
     "/save": ("FILE", "save the conversation as JSON"),
     "/load": ("FILE", "continue a saved conversation"),
     "/export": ("FILE.md", "write the conversation as Markdown"),
+    "/copy": ("", "copy the last answer to the clipboard"),
+    "/model": ("[PATH_OR_ID]", "go on with another model (bundled: the one that comes along); alone names this one"),
+    "/think": ("[on|off|hide]", "think, do not think, or show only how long; alone says which"),
     "/set": ("[NAME VALUE]", "change a sampling option (VALUE default: the model's own); alone shows them"),
     "/stats": ("", "the model, the context and the tokens of this chat"),
     "/exit": ("", "leave (also Ctrl-D, or Ctrl-C twice)"),
@@ -126,7 +131,7 @@ def _export(chat, rest) -> None:
     elif os.path.lexists(path):
         chat.output.note(f"{path} exists already; choose another name")
     else:
-        session.write(path, chat.conversation.markdown())
+        session.write(path, chat.conversation.markdown(chat.opens_thinking))
         chat.output.note(f"exported to {path}")
 
 
@@ -141,19 +146,47 @@ def _set(chat, rest) -> None:
     except ParameterError as error:
         chat.output.note(str(error))
     else:
+        chat.given[name] = getattr(chat.params, name)
+        if value.strip() == "default":
+            del chat.given[name]
         chat.output.note(f"{name} is {shown(getattr(chat.params, name))}")
 
 
+def _copy(chat, rest) -> None:
+    if last := _last(chat):
+        answer = strip_thinking(last[1], chat.opens_thinking)
+        copy(answer, chat.output)
+        chat.output.note(f"asked the terminal to copy the last answer, {counted(len(answer), 'character')}")
+
+
+def _model(chat, rest) -> None:
+    if rest:
+        chat.loader.switch(chat, unquote(rest))
+    chat.output.note(f"{chat.engine.name} on {chat.engine.device}: {chat.capacity_words()}")
+
+
+def _think(chat, rest) -> None:
+    if rest not in ("", "on", "off", "hide"):
+        chat.output.note(f"/think takes on, off or hide, not {brief(rest)}")
+        return
+    if rest:
+        chat.set_think(rest)
+    chat.output.note(f"thinking is {chat.think}")
+
+
 def _stats(chat, rest) -> None:
-    for line in chat.statistics():
+    for line in stats.lines(chat):
         chat.output.note(line)
 
 
+def unquote(text: str) -> str:
+    quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "'\""
+    return text[1:-1] if quoted else text
+
+
 def _path(text: str) -> Path:
-    if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"":
-        text = text[1:-1]
     try:
-        return Path(os.path.expanduser(text))
+        return Path(os.path.expanduser(unquote(text)))
     except ValueError as error:
         raise session.SessionError(f"{text!r}: {error}") from None
 
@@ -173,6 +206,9 @@ _ACTIONS = {
     "/save": _save,
     "/load": _load,
     "/export": _export,
+    "/copy": _copy,
+    "/model": _model,
+    "/think": _think,
     "/set": _set,
     "/stats": _stats,
 }

@@ -3,6 +3,7 @@
 import time
 
 OPEN, CLOSE = "<think>", "</think>"
+SWITCH = "enable_thinking"  # the variable by which templates are told whether to think
 THINKING, ANSWER = "thinking", "answer"
 
 
@@ -97,7 +98,15 @@ class ThinkSplitter:
         return [(self._kind, text)] if text else []
 
 
+def end_thinking(text: str, opened: bool = False) -> str:
+    """A text that was cut off, its think block ended: templates take the thinking out of earlier turns only then."""
+    splitter = ThinkSplitter(opened)
+    splitter.feed(text)
+    splitter.finish()
+    return f"{text}\n{CLOSE}\n\n" if splitter.thinking else text
+
+
 def strip_thinking(text: str, opened: bool = False) -> str:
-    """An answer without its think block, as it belongs into the history; empty when the block never ended."""
+    """An answer without its think block; empty when the block never ended."""
     splitter = ThinkSplitter(opened)
     return "".join(piece for kind, piece in splitter.feed(text) + splitter.finish() if kind == ANSWER)
