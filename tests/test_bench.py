@@ -185,7 +185,7 @@ def test_stream_figures_by_hand():
 
 def test_a_suite_writes_what_it_could_measure(tiny, bench, monkeypatch, tmp_path):
     lines = "decode --context 5 --steps 2 --runs 1\nprefill --prompt-tokens 900 --capacity 8 --runs 1"
-    monkeypatch.setattr(suite, "SUITE", lines)
+    monkeypatch.setitem(suite.SUITES, "targets", lines)
     code, out, err = bench("suite", "--output", str(tmp_path / "rows.json"))
     (row,) = json.loads((tmp_path / "rows.json").read_text())
     assert code == 1 and row["bench"] == "decode" and json.loads(out.split("\n")[-2]) == row
@@ -193,7 +193,7 @@ def test_a_suite_writes_what_it_could_measure(tiny, bench, monkeypatch, tmp_path
 
 
 def test_a_suite_without_any_row_leaves_the_file(tiny, bench, monkeypatch, tmp_path):
-    monkeypatch.setattr(suite, "SUITE", "prefill --prompt-tokens 900 --capacity 8")
+    monkeypatch.setitem(suite.SUITES, "targets", "prefill --prompt-tokens 900 --capacity 8")
     (tmp_path / "rows.json").write_text("before")
     code, out, err = bench("suite", "--output", str(tmp_path / "rows.json"))
     assert code == 1 and out == "" and "every row failed" in err
@@ -257,7 +257,7 @@ def test_steps_that_have_ended_are_no_figure():
 @needs_gpu
 def test_ladder_on_the_gpu():
     output = SimpleNamespace(note=lambda message: None)
-    rungs = list(ablate.ladder(tiny_engine(), 8, 16, 2, measure.GREEDY, output))
+    rungs = ablate.ladder(tiny_engine(), 8, 16, 2, measure.GREEDY, output)
     assert len(rungs) == 3 + (torch.cuda.get_device_capability() >= (9, 0))
     for rung in rungs:
         assert 0 < rung["compute_us"] <= rung["span_us"] and rung["wall_us"] > 0
@@ -325,15 +325,16 @@ def test_peers_without_transformers(bench, monkeypatch):
 # commands and rows
 
 
-def test_each_row_of_the_suite_names_the_command_that_makes_it():
-    for args in suite.suite_args():
+@pytest.mark.parametrize("name", suite.SUITES)
+def test_each_row_of_a_suite_names_the_command_that_makes_it(name):
+    for args in suite.suite_args(name):
         words = suite.command_of(args).split()
         assert words[:3] == ["python", "cli.py", "bench"]
         assert vars(make_parser().parse_args(words[2:])) == vars(args)
 
 
 def test_the_suite_has_every_row():
-    rows = suite.suite_args()
+    rows = suite.suite_args("targets")
     steps = {(a.what, a.preset, a.context, a.sampling) for a in rows if a.what in ("decode", "stream")}
     others = [(a.what, a.preset, getattr(a, "prompt_tokens", None)) for a in rows if a.what in ("prefill", "start")]
     assert steps == SUITE_ROWS and len(rows) == len(steps) + len(others)

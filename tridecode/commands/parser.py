@@ -32,6 +32,11 @@ Time this engine with random weights in the shape of a public model (or with a c
 in the same run. Prints a table and, as the last line, one JSON object. Needs a GPU. docs/benchmarks.md says what each
 figure is.
 """
+PROFILE = """\
+Show where the time of one token step and of one prefill chunk goes, from the GPU's own activity records, kernel by
+kernel, against the read bandwidth measured in the same run. Prints tables and, as the last line, one JSON object. Needs
+a GPU. docs/profile.md says what each figure is.
+"""
 
 
 class Parser(argparse.ArgumentParser):
@@ -59,6 +64,14 @@ def make_parser() -> argparse.ArgumentParser:
     info = commands.add_parser("info", help="show what would run, without loading", description=INFO, parents=[engine])
     info.add_argument("--json", action="store_true", help="print one JSON object (sizes in bytes)")
     add_benches(commands.add_parser("bench", help="time this engine on a GPU", description=BENCH))
+    profile = commands.add_parser("profile", help="show where a step's time goes", description=PROFILE)
+    add_shape(profile, model=True)
+    profile.add_argument("--context", type=positive, default=64, metavar="N", help="tokens before the first step (64)")
+    profile.add_argument(
+        "--prompt-tokens", type=positive, default=2048, metavar="N", help="of the prefill chunk, at most 2048 (2048)"
+    )
+    profile.add_argument("--output", metavar="DIR", help="also write pictures (SVG), Chrome traces and figures there")
+    add_verbose(profile)
     return parser
 
 
@@ -100,7 +113,8 @@ def add_benches(bench) -> None:
     peers = add("peers", "transformers on the same shape in the same run", runs=5)
     add_shape(peers)
     add_steps(peers, "prompt tokens", sampling=False)
-    add("suite", "every row of benchmarks/h200.json")
+    suite = add("suite", "every row of one of the files in benchmarks/, in one process")
+    suite.add_argument("suite", nargs="?", choices=["targets", "ladder", "peers"], default="targets", help="(targets)")
     report = add("report", "show a JSON file that a bench wrote; measures nothing")
     report.add_argument("file", metavar="FILE", help="a JSON list of rows")
 
@@ -139,8 +153,8 @@ def add_chat_options(chat) -> None:
     group.add_argument(
         "--think",
         default="on",
-        choices=["on", "hide"],
-        help="a model's thinking in a terminal: dimmed before the answer, or only its length (default: on)",
+        choices=["on", "off", "hide"],
+        help="thinking models: think, shown dimmed in a terminal; do not think; or show only its length (default: on)",
     )
     group.add_argument(
         "--overflow",

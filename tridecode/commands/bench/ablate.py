@@ -52,24 +52,31 @@ def variants(engine: Engine) -> Iterator[tuple[str, Engine]]:
         yield "graph, dependent launch", engine
 
 
-def ladder(engine: Engine, context: int, steps: int, runs: int, params: SamplingParams, output) -> Iterator[dict]:
+def ladder(engine: Engine, context: int, steps: int, runs: int, params: SamplingParams, output) -> list[dict]:
     """The figures of each rung, in µs a step: wall by CUDA events, the others from the GPU's activity records."""
-    for name, variant in variants(engine):
+    rungs = list(variants(engine))
+    walls = []
+    for name, variant in rungs:
         output.note(f"{name} ...")
-        wall, p5, p95 = spread(time_decode(variant, context, steps, runs, params), 1e6)
+        walls.append(spread(time_decode(variant, context, steps, runs, params), 1e6))
         check_running(variant, name)
-        device_time(variant, context, params)  # the first profile of a process starts slowly
+    rows = []
+    device_time(engine, context, params)  # the first profile of a process starts slowly
+    for (name, variant), (wall, p5, p95) in zip(rungs, walls):  # after every timer: a profiler slows what follows it
         span, busy = (1e6 * seconds for seconds in device_time(variant, context, params))
-        yield {
-            "variant": name,
-            "wall_us": round(wall, 1),
-            "wall_p5": round(p5, 1),
-            "wall_p95": round(p95, 1),
-            "span_us": round(span, 1),
-            "compute_us": round(busy, 1),
-            "gap_us": round(span - busy, 1),
-            "gap_pct": round(100 * (span - busy) / span, 1),
-        }
+        rows.append(
+            {
+                "variant": name,
+                "wall_us": round(wall, 1),
+                "wall_p5": round(p5, 1),
+                "wall_p95": round(p95, 1),
+                "span_us": round(span, 1),
+                "compute_us": round(busy, 1),
+                "gap_us": round(span - busy, 1),
+                "gap_pct": round(100 * (span - busy) / span, 1),
+            }
+        )
+    return rows
 
 
 def check_running(engine: Engine, name: str) -> None:

@@ -1,4 +1,4 @@
-"""bench suite: every row of benchmarks/h200.json in one process; each row names the command that makes it alone."""
+"""bench suite: every row of a file of benchmarks/ in one process; each row names the command that makes it alone."""
 
 import shlex
 
@@ -6,30 +6,40 @@ from ..main import explain
 from ..parser import make_parser
 from .measure import need_gpu
 
-SUITE = """
-decode --preset llama-3.2-1b --context 32 --steps 127 --capacity 16384
-decode --preset qwen3-0.6b --context 64
-decode --preset qwen3-4b --context 64
-decode --preset llama-3.1-8b --context 64
-decode --preset qwen3-8b --context 64
-decode --preset qwen3-4b --context 1024
-decode --preset llama-3.2-1b --context 1024
-decode --preset qwen3-4b --context 4096
-decode --preset qwen3-4b --context 32000
-decode --preset qwen3-4b --context 64 --sampling all
-stream --preset qwen3-4b --context 64
-stream --preset qwen3-0.6b --context 64
-prefill --preset qwen3-4b --prompt-tokens 2048
-prefill --preset qwen3-4b --prompt-tokens 64
-start --preset qwen3-4b
-"""
+SUITES = {
+    "targets": """
+        decode --preset llama-3.2-1b --context 32 --steps 127 --capacity 16384
+        decode --preset qwen3-0.6b --context 64
+        decode --preset qwen3-4b --context 64
+        decode --preset llama-3.1-8b --context 64
+        decode --preset qwen3-8b --context 64
+        decode --preset qwen3-4b --context 1024
+        decode --preset llama-3.2-1b --context 1024
+        decode --preset qwen3-4b --context 4096
+        decode --preset qwen3-4b --context 32000
+        decode --preset qwen3-4b --context 64 --sampling all
+        stream --preset qwen3-4b --context 64
+        stream --preset qwen3-0.6b --context 64
+        prefill --preset qwen3-4b --prompt-tokens 2048
+        prefill --preset qwen3-4b --prompt-tokens 64
+        start --preset qwen3-4b
+    """,
+    "ladder": """
+        decode --preset qwen3-0.6b --ablate
+        decode --preset qwen3-4b --ablate
+    """,
+    "peers": """
+        peers --preset qwen3-0.6b
+        peers --preset qwen3-4b
+    """,
+}
 UNSAID = ("command", "what", "verbose", "format", "output", "compare")
 
 
-def suite_args() -> list:
-    """The parsed options of every row."""
+def suite_args(suite: str) -> list:
+    """The parsed options of each line of a suite."""
     parser = make_parser()
-    return [parser.parse_args(["bench", *shlex.split(line)]) for line in SUITE.strip().split("\n")]
+    return [parser.parse_args(["bench", *shlex.split(line)]) for line in SUITES[suite].strip().split("\n")]
 
 
 def command_of(args, **changes) -> str:
@@ -51,7 +61,7 @@ def suite(args, output, measure) -> tuple[list[dict], list[str]]:
     """The rows that `measure(args)` gives for each command, and those commands that failed; each is told as it ends."""
     need_gpu()
     rows, failed = [], []
-    commands = suite_args()
+    commands = suite_args(args.suite)
     for number, row_args in enumerate(commands, 1):
         command = command_of(row_args)
         output.note(f"[{number}/{len(commands)}] {command}")
