@@ -124,7 +124,8 @@ class ChatGenerator(FactSkills, TalkSkills, MemorySkills, TextSkills):
             self.word_problem: 3,
             self.whereabouts: 9,
             self.reading: 6,
-            self.remembering: 9,
+            self.remembering: 14,
+            self.introduction: 3,
             self.story: 11,
             self.joke: 4,
             self.poem: 2,
@@ -148,8 +149,8 @@ class ChatGenerator(FactSkills, TalkSkills, MemorySkills, TextSkills):
         length = self.rng.choices([1, 2, 3, 4, 6, 10, 16], [42, 24, 14, 10, 6, 3, 1.5])[0]
         turns, picked = (self.greeting() if self.chance(0.2) else []), set()
         for skill in self.rng.choices(list(weights), list(weights.values()), k=length):
-            again = skill in picked and skill in (self.remembering, self.greeting, self.how_are_you)
-            contradicts = skill in (self.unknowable, self.not_told) and self.remembering in picked
+            again = skill in picked and skill in (self.remembering, self.introduction, self.greeting, self.how_are_you)
+            contradicts = skill in (self.unknowable, self.not_told) and picked & {self.remembering, self.introduction}
             if again or contradicts or len(turns) > LONGEST_CHAT:
                 continue
             picked.add(skill)

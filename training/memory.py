@@ -67,11 +67,13 @@ class MemorySkills(Skills):
             return self.remembering()
         turns, facts = self._introduction(name, color) if self.chance(0.65) else ([], [])
         templates = PHRASES["personal facts"] + PHRASES["more personal facts"]
+        told = []
         for template in self.rng.sample(templates, self.choice([0, 0, 1, 1, 2, 3] if turns else [1, 1, 2, 3])):
             turn, fact = self._personal_fact(template)
             if fact[0] not in [questions for questions, _, _ in facts]:
-                turns.append(turn)
+                told.append(turn)
                 facts.append(fact)
+        turns += self._two_in_one(told)
         distractions = [self.question, self.sums, self.joke, self.opposite, self.capital, self.chatter, self.thanks]
         distractions += [self.advice, self.table_row, self.how_are_you, self.story]
         for _ in range(self.choice([0, 0, 1, 1, 2, 3, 5])):
@@ -83,8 +85,20 @@ class MemorySkills(Skills):
             turns += self._never_told(turns)
         return turns
 
+    def _two_in_one(self, turns: list[Turn]) -> list[Turn]:
+        """Sometimes the first two statements become one."""
+        if len(turns) < 2 or self.chance(0.6) or any(turn.user.count(".") > 1 for turn in turns[:2]):
+            return turns
+        first, second = turns[:2]
+        then = second.user if second.user.startswith("I") else second.user[0].lower() + second.user[1:]
+        joined = self.choice([f"{first.user} {second.user}", f"{first.user.rstrip('.')} and {then}"])
+        return [Turn(joined, self.choice([first.reply, second.reply])), *turns[2:]]
+
     def _personal_fact(self, template: str) -> tuple[Turn, tuple[str, str, str]]:
         values = self._slot_values() | {"other": self.any_name(), "animal_one": self.choice(stories.ANIMALS)}
+        values |= {"year": str(self.rng.randint(1940, 2020)), "number": str(self.rng.randint(2, 12))}
+        if self.chance(0.2):
+            values["city"] = self.invented_name()
         template = re.sub(r"\b([Aa]) (?=[aeiou])", r"\1n ", template.format_map(values))
         said, replies, questions, answer, short = template.split(" => ")
         return Turn(self.choice(split(said)), capitalize(self.choice(split(replies)))), (questions, answer, short)
@@ -109,14 +123,35 @@ class MemorySkills(Skills):
             reply = self.choice([hello, f"Nice to meet you, {name}! {capitalize(color)} is a pretty color."])
             return [Turn(said, reply)], [name_fact, color_fact]
         name_turn = Turn(self._phrase("name statements").format(name=name), hello)
-        if self.chance(0.15):
-            name_turn = Turn(f"I am {name}. What is your name?", f"Nice to meet you, {name}! My name is {MODEL_NAME}.")
+        if self.chance(0.6):
+            name_turn = self._introduced(name, hello)
         color_turn = Turn(capitalize(self._phrase("color statements").format(color=color)), capitalize(pretty))
         if kind < 0.5:
             return [name_turn], [name_fact]
         if kind < 0.65:
             return [color_turn], [color_fact]
         return self.rng.sample([name_turn, color_turn], 2), [name_fact, color_fact]
+
+    def _introduced(self, name: str, hello: str) -> Turn:
+        """A greeting, a name and perhaps a question, in one of many combinations."""
+        said = self._phrase("introductions").format(name=name)
+        greeting = self.choice(["", *PHRASES["greetings before a name"]])
+        if greeting.endswith((",", "there", "hey")) and self.chance(0.3):
+            said = (
+                f"{greeting} {said[0].lower() if not said.startswith(name) and said[:2] != 'I ' else said[0]}{said[1:]}"
+            )
+        elif greeting:
+            said = f"{greeting} {said}"
+        end = self.rng.random()
+        if end < 0.5:
+            return Turn(said + self.choice([".", ".", "!", ""]), hello)
+        question, reply = self._phrase("after a name").format(name=name, model=MODEL_NAME).split(" => ")
+        return Turn(said + self.choice([". ", "! ", ", "]) + question, reply)
+
+    def introduction(self) -> list[Turn]:
+        """A name, and nothing more of it."""
+        name = self.any_name()
+        return [self._introduced(name, self._phrase("name replies").format(name=name, model=MODEL_NAME))]
 
     def not_told(self) -> list[Turn]:
         return [Turn(self._phrase("not told"), self._phrase("not told replies"))]

@@ -14,6 +14,7 @@ THEMES = mapping(TOPICS["themes"])
 STORY_NAMES = items(TOPICS["story names"])
 PLOTS = plots("stories.txt")
 PRONOUNS = {"m": ("he", "his", "him", "himself"), "f": ("she", "her", "her", "herself")}
+NAMED_BY_USERS = items(sections("tables.txt")["names"], " ")
 FEMALE, MALE, FEMALE_NAMES = (set(items(TOPICS[kind])) for kind in ("female", "male", "female names"))
 
 
@@ -57,7 +58,8 @@ def _hero_home(rng: random.Random, hero: str) -> str:
 def _named(rng: random.Random, kind: str, other_than: str = "") -> tuple[str, str]:
     """A name and a gender that agree with the kind of being."""
     gender = "f" if kind in FEMALE else "m" if kind in MALE else rng.choice("mf")
-    names = [name for name in STORY_NAMES if (name in FEMALE_NAMES) == (gender == "f") and name != other_than]
+    names = STORY_NAMES if rng.random() < 0.7 else NAMED_BY_USERS
+    names = [name for name in names if (name in FEMALE_NAMES) == (gender == "f") and name != other_than]
     return rng.choice(names), gender
 
 
@@ -69,6 +71,8 @@ def _cast(rng: random.Random) -> dict[str, str]:
     friend, friend_gender = _named(rng, other, name)
     if rng.random() < 0.3:
         hero = f"{rng.choice(ADJECTIVES)} {hero}"
+    if rng.random() < 0.2:
+        other = f"{rng.choice(ADJECTIVES)} {other}"
     he, his, him, himself = PRONOUNS[gender]
     fhe, fhis, fhim, _ = PRONOUNS[friend_gender]
     item, food = rng.choice(THINGS), rng.choice(items(TOPICS["food"]))

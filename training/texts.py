@@ -22,7 +22,7 @@ class TextSkills(Skills):
         else:
             short = self.chance(0.15) and topic.can_be_tiny
             topic = replace(topic, tiny=short)
-            question = self._phrase("short story about" if short else "story about").format(topic.text)
+            question = self._story_request("short story about" if short else "story about", topic.text)
         told = stories.tell(self.rng, topic)
         turns = [Turn(question, told.text)]
         if self.chance(0.3):
@@ -30,6 +30,13 @@ class TextSkills(Skills):
         if self.chance(0.12):
             turns.append(Turn(self._phrase("another story"), self.any_story().text))
         return turns
+
+    def _story_request(self, section: str, topic: str) -> str:
+        ask, short, kind = (self._phrase(f"story {part}") for part in ("ask", "short", "kind"))
+        asks_back = ask.startswith(("Can", "Could", "Will", "Would", "Do ", "How"))
+        end = "?" if asks_back else self.choice([".", ".", "", ", please.", "!"])
+        kind_only = self.choice(["story", "story", "tale", "bedtime story"])
+        return self._phrase(section).format(topic, ask=ask, short=short, kind=kind, kind_only=kind_only, end=end)
 
     def _about_story(self, told: stories.Story) -> list[Turn]:
         if f"{told.hero} named {told.hero_name}" not in told.text or told.friend_name not in told.text:
