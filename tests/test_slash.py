@@ -1,5 +1,6 @@
 """The commands of the chat, with an engine that follows a script."""
 
+import base64
 import stat
 from types import SimpleNamespace
 
@@ -8,8 +9,10 @@ from chats import said
 
 from tridecode import SamplingParams
 from tridecode.commands.chat import converse
+from tridecode.commands.clipboard import LARGEST
 from tridecode.commands.settings import NAMES
 from tridecode.commands.slash import COMMANDS
+from tridecode.commands.terminal import Output
 from tridecode.errors import PromptError
 
 
@@ -179,3 +182,38 @@ def test_stats(session):
     shown = chat.read()[1]
     for part in ("script on", "backend triton, graph full", "1 turn, 1 of", "context 12 / 100", "2 tokens in 1 answer"):
         assert part in shown
+
+
+def test_copy(session, monkeypatch):
+    chat = session(["<think>hm</think>\n\n**Yes**\x1b[2J"])
+    chat.handle("/copy")
+    assert chat.read()[1] == "nothing was said yet\n"
+    chat.handle("one")
+    chat.read()
+    assert chat.handle("/copy") and "/copy needs a terminal; /export FILE.md" in chat.read()[1]
+    chat.output = as_terminal(monkeypatch)
+    chat.handle("/copy")
+    out, err = chat.read()
+    assert out == f"\x1b]52;c;{base64.b64encode('**Yes**␛[2J'.encode()).decode()}\x07"
+    assert err == "asked the terminal to copy the last answer, 11 characters\n"
+
+
+def test_an_answer_too_long_for_the_clipboard(session, monkeypatch):
+    chat = session(["x" * LARGEST], ["x" * (LARGEST - 2) + "é" * 2])
+    chat.output = as_terminal(monkeypatch)
+    chat.plain = True
+    chat.engine.capacity = 10**6
+    for line, copied in (("one", True), ("two", False)):
+        chat.handle(line)
+        chat.read()
+        chat.handle("/copy")
+        out, err = chat.read()
+        assert ("\x1b]52;" in out) == copied and (f"{LARGEST + 2:,} bytes" in err) != copied
+        assert len(out) <= 100_000
+
+
+def as_terminal(monkeypatch) -> Output:
+    monkeypatch.setenv("TERM", "xterm")
+    output = Output()
+    output.tty = True
+    return output
