@@ -50,6 +50,10 @@ def run(args, output: Output) -> int:
         from .bench import run as bench
 
         return bench(args)
+    if args.command == "profile":
+        from .profile import run as profile
+
+        return profile(args, output)
     from .info import info
 
     return info(args, output)

@@ -1,0 +1,105 @@
+"""The pictures of a profile as SVG, readable on light and dark backgrounds."""
+
+from collections.abc import Sequence
+from xml.sax.saxutils import escape
+
+from .records import Span
+from .step import LAYER
+
+WIDTH, LEFT, RIGHT = 1000, 20, 20
+LANES, LANE = 3, 18  # rows over which overlapping launches are spread; pixels a row
+COLORS = {
+    "qkv": "#4c8bd6",
+    "attention": "#d9822b",
+    "o_proj": "#3aa08f",
+    "gate_up": "#9a6fc9",
+    "down": "#c75c7f",
+    "lm_head": "#7f9a3b",
+    "embed": "#8a8f98",
+    "greedy": "#b59a3c",
+}
+OTHER = "#6f8299"
+STYLE = """\
+<style>
+text { font: 12px sans-serif; fill: #1f2328 } .dim { fill: #59636e } .axis { stroke: #d1d9e0 } .page { fill: #ffffff }
+@media (prefers-color-scheme: dark) {
+text { fill: #f0f6fc } .dim { fill: #9198a1 } .axis { stroke: #3d444d } .page { fill: #0d1117 } }
+</style>"""
+
+
+def page(height: float, parts: Sequence[str]) -> str:
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:.0f}">'
+    return "\n".join([head, STYLE, '<rect class="page" width="100%" height="100%"/>', *parts, "</svg>"]) + "\n"
+
+
+def text(x: float, y: float, words: str, more: str = "") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" {more}>{escape(words)}</text>'
+
+
+def timeline(title: str, step: Sequence[Span]) -> str:
+    """The whole step above, the layer in its middle below. Full colour: a launch's cost; pale: its time as recorded."""
+    layers = sum(span.op == LAYER[0] for span in step)
+    first = [i for i, span in enumerate(step) if span.op == LAYER[0]][layers // 2]
+    whole, layer = step, step[first : first + len(LAYER)]
+    parts = [text(LEFT, 24, title, 'font-weight="bold"')]
+    parts += legend(list(dict.fromkeys(span.op for span in step)), 48)
+    parts += track(f"the whole step, {len(whole)} launches", whole, 76)
+    parts += track(f"layer {layers // 2 + 1} of {layers}", layer, 76 + 90, labels=True)
+    note = "Full colour: from the latest earlier end to its own (its cost). Pale: as recorded, waits included."
+    parts.append(text(LEFT, 268, note, 'class="dim"'))
+    return page(284, parts)
+
+
+def legend(ops: Sequence[str], y: float) -> list[str]:
+    parts, x = [], LEFT
+    for op in ops:
+        parts.append(f'<rect x="{x}" y="{y - 10}" width="12" height="12" fill="{COLORS.get(op, OTHER)}"/>')
+        parts.append(text(x + 17, y, op))
+        x += 40 + 8 * len(op)
+    return parts
+
+
+def track(title: str, spans: Sequence[Span], top: float, labels: bool = False) -> list[str]:
+    """A row of launches over a time axis that starts where the first one's cost does."""
+    begin, end = spans[0].before, max(span.end for span in spans)
+    begin = min(begin, *(span.start for span in spans)) if labels else begin
+    scale = (WIDTH - LEFT - RIGHT) / max(end - begin, 1e-9)
+
+    def x(time: float) -> float:
+        return LEFT + (max(time, begin) - begin) * scale
+
+    parts = [text(LEFT, top, f"{title}, {end - begin:,.1f} µs", 'class="dim"')]
+    for i, span in enumerate(spans):
+        y, color = top + 8 + (i % LANES) * LANE, COLORS.get(span.op, OTHER)
+        for left, opacity in ((span.start, 0.35), (max(span.start, span.before), 1)):
+            if span.end > left:
+                width = max(x(span.end) - x(left), 0.3)
+                box = f'x="{x(left):.2f}" y="{y}" width="{width:.2f}" height="{LANE - 3}"'
+                parts.append(f'<rect {box} fill="{color}" opacity="{opacity}"/>')
+        if labels:
+            parts.append(text(x(span.start) + 3, y + 11, f"{span.op} {span.cost:.1f}", 'font-size="10"'))
+    base = top + 8 + LANES * LANE + 4
+    parts.append(f'<path class="axis" d="M{LEFT} {base}H{WIDTH - RIGHT}"/>')
+    for i in range(6):
+        words, anchor = f"{(end - begin) * i / 5:,.1f}", ("start", *["middle"] * 4, "end")[i]
+        place = LEFT + (WIDTH - LEFT - RIGHT) * i / 5
+        parts.append(text(place, base + 14, words, f'class="dim" text-anchor="{anchor}"'))
+    return parts
+
+
+def shares(title: str, kernels: Sequence[dict]) -> str:
+    """A bar a role, as long as its share of the step."""
+    parts, y, start, most = [text(LEFT, 24, title, 'font-weight="bold"')], 40, 330, 360
+    largest = max(role["share_pct"] for role in kernels)
+    for role in kernels:
+        width = max(most * role["share_pct"] / largest, 1) if largest else 1
+        name = role["op"] if len(role["op"]) <= 44 else role["op"][:43] + "…"
+        words = f"{role['share_pct']:.1f}% · {role['launches']} x {role['mean_us']:.2f} µs"
+        if role.get("pct_bandwidth") is not None:
+            words += f" · {role['pct_bandwidth']:.0f}% of bandwidth"
+        parts.append(text(start - 10, y + 13, name, 'text-anchor="end"'))
+        color = COLORS.get(role["op"], OTHER)
+        parts.append(f'<rect x="{start}" y="{y}" width="{width:.1f}" height="18" fill="{color}"/>')
+        parts.append(text(start + width + 8, y + 13, words))
+        y += 26
+    return page(y + 8, parts)

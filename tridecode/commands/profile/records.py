@@ -1,0 +1,146 @@
+"""The GPU's activity records, and what each of them cost. Times are in microseconds; nothing here needs a GPU."""
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import mean, median
+
+from ...errors import TridecodeError
+
+ACTIVITIES = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of a Chrome trace that keep the GPU busy
+GAPS = (("<1", 1.0), ("1-5", 5.0), ("5-10", 10.0), ("10-50", 50.0), (">50", float("inf")))
+
+
+class ProfileError(TridecodeError):
+    """The records are not those of the work that was profiled."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """One kernel, copy or fill on the GPU."""
+
+    name: str
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Span:
+    """A record with its role. `before`: the latest end of all earlier records, from which on it is accounted for."""
+
+    op: str
+    start: float
+    end: float
+    before: float
+
+    @property
+    def cost(self) -> float:
+        """What it adds to the step: from the latest earlier end to its own, 0 if it ended within an earlier one."""
+        return max(self.end - self.before, 0.0)
+
+    @property
+    def gap(self) -> float:
+        """The part of its cost in which nothing ran."""
+        return max(self.start - self.before, 0.0)
+
+
+def read_records(trace: dict) -> list[Record]:
+    """The GPU's records of a Chrome trace, in the order of their starts."""
+    found = [
+        Record(event["name"], float(event["ts"]), float(event["ts"]) + float(event["dur"]))
+        for event in trace.get("traceEvents", ())
+        if event.get("cat") in ACTIVITIES
+    ]
+    return sorted(found, key=lambda record: (record.start, record.end))
+
+
+def split_steps(records: Sequence[Record], steps: int, kernels: Sequence[str] | None = None) -> list[list[Record]]:
+    """Records of `steps` equal steps, a list a step; with `kernels`, the names that those of each step begin with.
+
+    Raises ProfileError when the number of records or a name is another one.
+    """
+    size, rest = divmod(len(records), steps)
+    expected = size if kernels is None else len(kernels)
+    if rest or size != expected or not size:
+        wanted = f"a multiple of {steps}" if kernels is None else f"{steps * expected} ({expected} a step)"
+        raise ProfileError(f"the GPU recorded {len(records)} activities in {steps} steps, expected {wanted}")
+    found = [list(records[at : at + size]) for at in range(0, len(records), size)]
+    for step in found:
+        for place, (record, kernel) in enumerate(zip(step, kernels or ())):
+            if not record.name.startswith(kernel):
+                raise ProfileError(f"launch {place + 1} of a step was {record.name!r}, expected {kernel!r}")
+    return found
+
+
+def attribute(step: Sequence[Record], ops: Sequence[str], before: float) -> list[Span]:
+    """Each record's cost. With programmatic dependent launch a kernel starts while the one before it still runs, and
+    its own duration holds that wait; the time since the latest earlier end does not, and adds up to the step's."""
+    spans = []
+    for record, op in zip(step, ops, strict=True):
+        spans.append(Span(op, record.start, record.end, before))
+        before = max(before, record.end)
+    return spans
+
+
+def chained(steps: Sequence[Sequence[Record]], ops: Sequence[str], drop: int) -> list[list[Span]]:
+    """Steps that follow each other at once, each counted from the end of the one before it; the first `drop` (at least
+    one) are left out."""
+    ends = [max(record.end for record in step) for step in steps]
+    return [attribute(step, ops, before) for step, before in zip(steps[drop:], ends[drop - 1 :])]
+
+
+def apart(steps: Sequence[Sequence[Record]], drop: int) -> list[list[Span]]:
+    """Steps with the host between them, each counted from its first start; the records' names are the roles."""
+    return [attribute(step, [short_name(r.name) for r in step], step[0].start) for step in steps[drop:]]
+
+
+def wall(step: Sequence[Span]) -> float:
+    return sum(span.cost for span in step)
+
+
+def typical(steps: Sequence[Sequence[Span]]) -> Sequence[Span]:
+    """The step of median wall time (of an even number, the shorter of the two)."""
+    return sorted(steps, key=wall)[(len(steps) - 1) // 2]
+
+
+def summarise(steps: Sequence[Sequence[Span]]) -> dict:
+    """Medians over steps of wall, compute and gap time, and of each role's; the gaps of all steps by their length."""
+    gaps = Counter(next(name for name, limit in GAPS if span.gap < limit) for step in steps for span in step)
+    walls, idle = [wall(step) for step in steps], [sum(span.gap for span in step) for step in steps]
+    roles = [summarise_op(op, steps) for op in dict.fromkeys(span.op for span in steps[0])]
+    total = sum(role["us_per_step"] for role in roles)
+    for role in roles:
+        role["share_pct"] = 100 * role["us_per_step"] / total if total else 0.0
+    return {
+        "steps": len(steps),
+        "wall_us": median(walls),
+        "compute_us": median(w - i for w, i in zip(walls, idle)),
+        "gap_us": median(idle),
+        "gap_pct": 100 * median(idle) / median(walls) if median(walls) else 0.0,
+        "launches": len(steps[0]),
+        "kernels": sorted(roles, key=lambda role: -role["us_per_step"]),
+        "gaps": {name: gaps[name] for name, _ in GAPS},
+    }
+
+
+def summarise_op(op: str, steps: Sequence[Sequence[Span]]) -> dict:
+    """`mean_us`: the cost of a launch; `recorded_us`: its duration as recorded, waits included."""
+    mine = [[span for span in step if span.op == op] for step in steps]
+    launches = len(mine[0])
+    cost = median(sum(span.cost for span in spans) for spans in mine)
+    recorded = median(mean(span.end - span.start for span in spans) for spans in mine)
+    return {
+        "op": op,
+        "launches": launches,
+        "us_per_step": cost,
+        "mean_us": cost / launches,
+        "recorded_us": recorded,
+    }
+
+
+def short_name(name: str) -> str:
+    """A library kernel's name without return type, template arguments, parameters and namespaces."""
+    plain = re.sub(r"\(anonymous namespace\)::", "", name.removeprefix("void "))
+    plain = re.split(r"[<(]", plain, maxsplit=1)[0].strip()
+    return plain.rsplit("::", 1)[-1] or name
