@@ -4,6 +4,7 @@ import io
 import json
 import logging
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -58,6 +59,57 @@ def test_cli_py_is_the_program():
     assert (done.returncode, done.stdout, done.stderr) == (0, f"tridecode {__version__}\n", "")
 
 
+@pytest.mark.parametrize(
+    "typed, completed",
+    [
+        ("ch", "chat"),
+        ("doc", "doctor"),
+        ("chat --th", "--think"),
+        ("chat --think ''", "on off hide"),
+        ("chat --model tests/kern", "tests/kernels"),
+        ("generate --output cli.", "cli.py"),
+    ],
+)
+def test_bash_completes(run, tmp_path, typed, completed):
+    bash = shutil.which("bash")
+    if bash is None:
+        pytest.skip("there is no bash here")
+    code, script, err = run("--print-completion", "bash")
+    assert (code, err) == (0, "")
+    (tmp_path / "script").write_text(script)
+    program = (
+        f"source '{tmp_path}/script'; complete -p tridecode >/dev/null || exit 1\n"
+        f"COMP_WORDS=(tridecode {typed}); COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1)); _shtab_tridecode\n"
+        'echo "${COMPREPLY[@]}"'
+    )
+    done = subprocess.run([bash, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, completed + "\n", "")
+
+
+def test_scripts_for_other_shells(run):
+    for shell in ("zsh", "tcsh"):
+        code, script, err = run("--print-completion", shell)
+        assert (code, err) == (0, "") and "tridecode" in script and "generate" in script
+    assert run("--print-completion", "fish")[0] == 2
+
+
+def test_defaults_of_the_checkpoint_are_shown_unless_an_option_replaces_them(run, tiny, tmp_path):
+    path = tmp_path / "model"
+    shutil.copytree(tiny, path)
+    (path / "generation_config.json").write_text('{"temperature": 0.6, "top_k": 20, "top_p": 0.95}')
+    few = ("--model", path, "--prompt", "Hello", "--max-tokens", 2, "--device", "cpu")
+    assert "generation_config" not in run("generate", *few)[2]
+    shown = run("generate", *few, "--verbose")[2]
+    assert "temperature 0.6, top_k 20, top_p 0.95 from generation_config.json\n" in shown
+    shown = run("generate", *few, "--verbose", "--temperature", 0, "--top-p", 1)[2]
+    assert "top_k 20 from generation_config.json\n" in shown and "0.6" not in shown
+    (path / "generation_config.json").write_text('{"do_sample": false, "temperature": 0.6}')
+    assert "temperature 0.0 from generation_config.json\n" in run("generate", *few, "--verbose")[2]
+    greedy = json.loads(run("generate", *few, "--json")[1])["token_ids"]
+    (path / "generation_config.json").write_text('{"temperature": 5.0}')
+    assert json.loads(run("generate", *few, "--json", "--temperature", 0)[1])["token_ids"] == greedy
+
+
 def test_generate_json_is_one_line_with_everything(run, tiny):
     code, out, err = run("generate", "--model", tiny, "--json", "--prompt", "Hello", *GREEDY)
     assert code == 0 and err == ""
@@ -70,7 +122,9 @@ def test_generate_json_is_one_line_with_everything(run, tiny):
     assert report["text"] == expected.text
     assert report["finish_reason"] == "length"
     assert report["usage"] == {
-        "prompt_tokens": expected.usage.prompt_tokens, "reused_tokens": 0, "completion_tokens": 12
+        "prompt_tokens": expected.usage.prompt_tokens,
+        "reused_tokens": 0,
+        "completion_tokens": 12,
     }
     assert set(report["timings"]) == {"ttft", "decode", "tokens_per_second"} and report["timings"]["ttft"] > 0
     assert isinstance(report["seed"], int) and "error" not in report
@@ -118,11 +172,14 @@ def test_only_given_options_override_the_models_defaults():
 
 def test_an_answer_that_ends_in_an_error_exits_1(run, monkeypatch):
     result = Result("Hel", (5, 6), "error", Usage(3, 0, 2), Timings(0.1, 0.1, 10.0), 1, None, "step 3 gave NaN")
-    last = SimpleNamespace(token_id=None, text="Hel", finish_reason="error", usage=result.usage, timings=result.timings,
-                           error=result.error)
+    last = SimpleNamespace(
+        token_id=None, text="Hel", finish_reason="error", usage=result.usage, timings=result.timings, error=result.error
+    )
     engine = SimpleNamespace(
-        notes=["context lowered"], default_params=lambda **given: given,
-        generate=lambda prompt, params: result, stream=lambda prompt, params: iter([last]),
+        notes=["context lowered"],
+        default_params=lambda **given: given,
+        generate=lambda prompt, params: result,
+        stream=lambda prompt, params: iter([last]),
     )
     monkeypatch.setattr(Engine, "load", lambda *args, **kwargs: engine)
     code, out, err = run("generate", "--prompt", "Hello", "--json")
@@ -183,12 +240,15 @@ def test_the_readmes_python_example_runs(capsys):
     assert scope["logits"].shape == (len(scope["result"].token_ids), scope["engine"].config.vocab_size)
 
 
-@pytest.mark.parametrize("error, line", [
-    (KeyError("x"), "tridecode: error: KeyError: 'x' (--verbose shows the traceback)\n"),
-    (RuntimeError("a\nb\x1b[2J"), "tridecode: error: RuntimeError: a b␛[2J (--verbose shows the traceback)\n"),
-    (OSError(28, "No space left on device"), "tridecode: error: No space left on device\n"),
-    (MemoryError(), "tridecode: error: out of memory; choose a smaller --max-seq-len or model\n"),
-])
+@pytest.mark.parametrize(
+    "error, line",
+    [
+        (KeyError("x"), "tridecode: error: KeyError: 'x' (--verbose shows the traceback)\n"),
+        (RuntimeError("a\nb\x1b[2J"), "tridecode: error: RuntimeError: a b␛[2J (--verbose shows the traceback)\n"),
+        (OSError(28, "No space left on device"), "tridecode: error: No space left on device\n"),
+        (MemoryError(), "tridecode: error: out of memory; choose a smaller --max-seq-len or model\n"),
+    ],
+)
 def test_an_unforeseen_error_is_one_line(run, monkeypatch, error, line):
     def fail(*args, **kwargs):
         raise error

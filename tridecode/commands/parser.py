@@ -50,10 +50,36 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"tridecode: error: {one_line(message)} (see {self.prog} --help)\n")
 
 
+class PrintCompletion(argparse.Action):
+    """Print the completion script of a shell. Files and directories are completed where the metavar names one."""
+
+    def __call__(self, parser, namespace, shell, option_string=None):
+        import shtab  # here, because nothing else needs it
+
+        kinds = {"FILE": shtab.FILE, "DIR": shtab.DIRECTORY, "DIR_OR_ID": shtab.DIRECTORY}
+
+        def complete_paths(parser):
+            for action in parser._actions:
+                if action.metavar in kinds:
+                    action.complete = kinds[action.metavar]
+                for command in action.choices.values() if isinstance(action.choices, dict) else ():
+                    complete_paths(command)
+
+        complete_paths(parser)
+        print(shtab.complete(parser, shell))
+        parser.exit()
+
+
 def make_parser() -> argparse.ArgumentParser:
     parser = Parser(prog="tridecode", description="Run open-weight language models on one GPU, or on the CPU.")
     parser.add_argument("--version", action="version", version=f"tridecode {__version__}")
     parser.add_argument("--verbose", action="store_true", help="log to stderr, and show tracebacks")
+    parser.add_argument(
+        "--print-completion",
+        action=PrintCompletion,
+        choices=["bash", "zsh", "tcsh"],
+        help="print a script that teaches the shell to complete commands, options and files",
+    )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=Parser)
 
     engine = engine_options()
@@ -61,7 +87,8 @@ def make_parser() -> argparse.ArgumentParser:
     add_chat_options(commands.add_parser("chat", help="talk with a model", description=CHAT, parents=both))
     generate = commands.add_parser("generate", help="answer one prompt", description=GENERATE, parents=both)
     generate_options(generate)
-    info = commands.add_parser("info", help="show what would run, without loading", description=INFO, parents=[engine])
+    words = dict(help="show what would run, without loading, and what stands in its way", description=INFO)
+    info = commands.add_parser("info", aliases=["doctor"], parents=[engine], **words)
     info.add_argument("--json", action="store_true", help="print one JSON object (sizes in bytes)")
     add_benches(commands.add_parser("bench", help="time this engine on a GPU", description=BENCH))
     profile = commands.add_parser("profile", help="show where a step's time goes", description=PROFILE)
