@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 from torch.autograd import DeviceType
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from ...engine import Engine
 from ...errors import GenerationError
@@ -54,28 +54,19 @@ def variants(engine: Engine) -> Iterator[tuple[str, Engine]]:
 
 def ladder(engine: Engine, context: int, steps: int, runs: int, params: SamplingParams, output) -> list[dict]:
     """The figures of each rung, in µs a step: wall by CUDA events, the others from the GPU's activity records."""
-    rungs = list(variants(engine))
-    walls = []
+    rungs, rows = list(variants(engine)), []
     for name, variant in rungs:
-        output.note(f"{name} ...")
-        walls.append(spread(time_decode(variant, context, steps, runs, params), 1e6))
+        wall, p5, p95 = (round(value, 1) for value in spread(time_decode(variant, context, steps, runs, params), 1e6))
         check_running(variant, name)
-    rows = []
-    device_time(engine, context, params)  # the first profile of a process starts slowly
-    for (name, variant), (wall, p5, p95) in zip(rungs, walls):  # after every timer: a profiler slows what follows it
-        span, busy = (1e6 * seconds for seconds in device_time(variant, context, params))
-        rows.append(
-            {
-                "variant": name,
-                "wall_us": round(wall, 1),
-                "wall_p5": round(p5, 1),
-                "wall_p95": round(p95, 1),
-                "span_us": round(span, 1),
-                "compute_us": round(busy, 1),
-                "gap_us": round(span - busy, 1),
-                "gap_pct": round(100 * (span - busy) / span, 1),
-            }
-        )
+        output.note(f"{name}: {wall:,.1f} µs a step")
+        rows.append({"variant": name, "wall_us": wall, "wall_p5": p5, "wall_p95": p95})
+    events = record(rungs, context, params)  # after every timer: a profiler slows what follows it
+    for row in rows:
+        intervals = kernels_within(events, row["variant"])
+        if intervals:
+            row |= device_figures(intervals, PROFILED_STEPS)
+        else:
+            output.note(f"{row['variant']}: the profiler recorded no kernel; compute and gap are left out")
     return rows
 
 
@@ -86,19 +77,41 @@ def check_running(engine: Engine, name: str) -> None:
         raise GenerationError(f"{name}: the steps ended early (status {status}); no time was measured")
 
 
-def device_time(engine: Engine, context: int, params: SamplingParams, steps: int = PROFILED_STEPS):
-    """Seconds a step from the first kernel's start to the last one's end, and of those the ones with a kernel on."""
-    engine.rewind(context, params)
-    torch.cuda.synchronize(engine.device)
-    with profile(activities=[ProfilerActivity.CUDA]) as recorded:
-        for _ in range(steps):
-            engine.enqueue(params)
-        torch.cuda.synchronize(engine.device)
-    times = [event.time_range for event in recorded.events() if event.device_type == DeviceType.CUDA]
-    if not times:
-        raise GenerationError("the profiler recorded no kernel; another profiler may hold the GPU's activity records")
-    span, busy = span_and_union([(time.start, time.end) for time in times])
-    return span / 1e6 / steps, busy / 1e6 / steps
+def record(rungs: list[tuple[str, Engine]], context: int, params: SamplingParams):
+    """The profiler's events of PROFILED_STEPS steps of each rung, within a range of its name. One session for all:
+    what was captured before a session is recorded in it, but not surely in a second one."""
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as recorded:
+        for name, engine in [("warm-up", rungs[-1][1]), *rungs]:
+            engine.rewind(context, params)
+            torch.cuda.synchronize(engine.device)
+            with record_function(name):
+                for _ in range(PROFILED_STEPS):
+                    engine.enqueue(params)
+                torch.cuda.synchronize(engine.device)
+    return recorded.events()
+
+
+def kernels_within(events, name: str) -> list[tuple[float, float]]:
+    """Start and end in µs of what the GPU ran within the host's range `name`."""
+    ranges = [e.time_range for e in events if e.name == name and e.device_type == DeviceType.CPU]
+    return [
+        (event.time_range.start, event.time_range.end)
+        for event in events
+        if event.device_type == DeviceType.CUDA
+        and not event.is_user_annotation
+        and any(within.start <= event.time_range.start and event.time_range.end <= within.end for within in ranges)
+    ]
+
+
+def device_figures(intervals: list[tuple[float, float]], steps: int) -> dict:
+    """µs a step from the first kernel's start to the last one's end, and of those the ones with a kernel on."""
+    span, busy = (value / steps for value in span_and_union(intervals))
+    return {
+        "span_us": round(span, 1),
+        "compute_us": round(busy, 1),
+        "gap_us": round(span - busy, 1),
+        "gap_pct": round(100 * (span - busy) / span, 1),
+    }
 
 
 def span_and_union(intervals: list[tuple[float, float]]) -> tuple[float, float]:
