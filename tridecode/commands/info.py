@@ -2,8 +2,6 @@
 
 import json
 import platform
-import shutil
-import subprocess
 
 import torch
 
@@ -15,6 +13,7 @@ from ..kv_cache import kv_bytes_per_token
 from ..memory import plan_memory
 from ..placement import plan_capacity, resolve_device, resolve_dtype
 from ..version import __version__
+from . import doctor
 from .terminal import Output, visible
 
 
@@ -23,12 +22,14 @@ def info(args, output: Output) -> int:
     path = BUNDLED if args.model is None else resolve_model(args.model, weights=False)
     config = load_config(path)
     dtype = resolve_dtype(args.dtype, config, device)
+    gpus, versions = doctor.gpu_facts(), version_facts()
     report = {
         "model": model_facts(config, args.model or "bundled", str(path)),
         "memory": memory_facts(config, dtype, device, args.max_seq_len),
         "run": run_facts(args, device, backend, dtype),
-        "gpus": gpu_facts(),
-        "versions": version_facts(),
+        "gpus": gpus,
+        "versions": versions,
+        "warnings": doctor.warnings(gpus, versions["driver"], versions["cuda"]),
     }
     if args.json:
         print(json.dumps(report))
@@ -84,22 +85,6 @@ def run_facts(args, device: torch.device, backend: str, dtype: torch.dtype) -> d
     }
 
 
-def gpu_facts() -> list[dict]:
-    found = []
-    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
-        properties = torch.cuda.get_device_properties(index)
-        free, total = torch.cuda.mem_get_info(index)
-        found.append(
-            {
-                "name": properties.name,
-                "compute_capability": f"{properties.major}.{properties.minor}",
-                "memory": total,
-                "free": free,
-            }
-        )
-    return found
-
-
 def version_facts() -> dict:
     """None where something is not installed."""
     return {
@@ -108,7 +93,7 @@ def version_facts() -> dict:
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "triton": triton_version(),
-        "driver": driver_version(),
+        "driver": doctor.driver_version(),
     }
 
 
@@ -121,18 +106,6 @@ def triton_version() -> str | None:
         return None
 
 
-def driver_version() -> str | None:
-    """torch knows the driver's CUDA version only; nvidia-smi comes with every driver, under WSL2 too."""
-    if (program := shutil.which("nvidia-smi")) is None:
-        return None
-    query = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.split("\n")[0].strip() or None
-
-
 def as_text(report: dict) -> str:
     model, memory, run = report["model"], report["memory"], report["run"]
     context = memory["problem"] or f"{memory['context']:,} tokens"
@@ -143,6 +116,7 @@ def as_text(report: dict) -> str:
         ("parameters", f"{model['parameters']:,}, {model['dtype']} in the checkpoint"),
         ("layers", f"{model['layers']} of width {model['hidden_size']:,}; {heads}; vocabulary {model['vocab_size']:,}"),
         ("would run", f"{run['device']}, backend {run['backend']}, {run['dtype']}, {graph_words(run)}"),
+        ("kernels", kernel_words(run, model["layers"])),
         ("weights", size(memory["weights"])),
         ("K/V", f"{memory['kv_per_token']:,} bytes per token"),
         ("workspace", size(memory["workspace"])),
@@ -155,8 +129,15 @@ def as_text(report: dict) -> str:
     if not report["gpus"]:
         rows.append(("GPU", "none that torch can use"))
     rows.append(("versions", ", ".join(f"{name} {value or 'none'}" for name, value in report["versions"].items())))
+    rows += [("warning", f"{warning['problem']}; {warning['fix']}") for warning in report["warnings"]]
     width = max(len(name) for name, _ in rows) + 2
     return "\n".join(f"{name:<{width}}{value}" for name, value in rows)
+
+
+def kernel_words(run: dict, layers: int) -> str:
+    if run["backend"] == "torch":
+        return "none of its own: PyTorch's"
+    return f"Triton: embed, {layers} x (qkv, attention, o_proj, gate_up, down), lm_head, sample"
 
 
 def graph_words(run: dict) -> str:
