@@ -101,15 +101,15 @@ class ChatGenerator(FactSkills, TalkSkills, MemorySkills, TextSkills):
         return {
             self.greeting: 3,
             self.how_are_you: 3,
-            self.identity: 11,
+            self.identity: 12,
             self.question: 20,
-            self.advice: 13,
-            self.chatter: 8,
-            self.unknowable: 8,
+            self.advice: 16,
+            self.chatter: 12,
+            self.unknowable: 13,
             self.feeling: 4,
             self.activity: 4,
-            self.statement: 18,
-            self.fragment: 4,
+            self.statement: 24,
+            self.fragment: 5,
             self.capital: 8,
             self.opposite: 9,
             self.table_row: 9,
@@ -126,7 +126,7 @@ class ChatGenerator(FactSkills, TalkSkills, MemorySkills, TextSkills):
             self.reading: 6,
             self.remembering: 14,
             self.introduction: 3,
-            self.story: 11,
+            self.story: 14,
             self.joke: 4,
             self.poem: 2,
             self.echo: 2,
@@ -139,7 +139,7 @@ class ChatGenerator(FactSkills, TalkSkills, MemorySkills, TextSkills):
             self.joined: 4,
             self.polite_question: 4,
             self.long_input: 0.3,
-            self.quoting: 3,
+            self.quoting: 4,
             self.unknown_how: 2,
             self.difference: 2,
         }
@@ -148,9 +148,10 @@ class ChatGenerator(FactSkills, TalkSkills, MemorySkills, TextSkills):
         weights = self._skills()
         length = self.rng.choices([1, 2, 3, 4, 6, 10, 16], [42, 24, 14, 10, 6, 3, 1.5])[0]
         turns, picked = (self.greeting() if self.chance(0.2) else []), set()
+        told_about_users = {self.remembering, self.introduction, self.statement, self.activity}
         for skill in self.rng.choices(list(weights), list(weights.values()), k=length):
             again = skill in picked and skill in (self.remembering, self.introduction, self.greeting, self.how_are_you)
-            contradicts = skill in (self.unknowable, self.not_told) and picked & {self.remembering, self.introduction}
+            contradicts = skill in (self.unknowable, self.not_told) and picked & told_about_users
             if again or contradicts or len(turns) > LONGEST_CHAT:
                 continue
             picked.add(skill)

@@ -72,6 +72,6 @@ class Skills:
         values = {slot: self.choice(choices) for slot, choices in SLOTS.items()}
         for slot in ("animal", "food", "season"):
             values[f"{slot}2"] = self.choice([other for other in SLOTS[slot] if other != values[slot]])
-        values["pet_name"] = self.any_pet_name()
+        values |= {"pet_name": self.any_pet_name(), "friend_name": self.any_name()}
         values |= {"age": str(self.rng.randint(5, 90)), "count": self.choice(NUMBER_WORDS[2:8])}
         return values | {capitalize(slot): capitalize(value) for slot, value in values.items()}

@@ -58,7 +58,11 @@ class TextSkills(Skills):
             turns = [Turn(self._phrase("joke"), f"{question} {answer}")]
         else:
             turns = [Turn(self._phrase("joke"), question), Turn(self._phrase("joke answers"), answer)]
-        return turns + (self._templated(self._phrase("joke laughs")) if self.chance(0.3) else [])
+        turns += self._templated(self._phrase("joke laughs")) if self.chance(0.3) else []
+        if self.chance(0.2):
+            question, answer = self.choice(list(mapping(TABLES["jokes"]).items()))
+            turns.append(Turn(self._phrase("another joke"), f"{question} {answer}"))
+        return turns
 
     def riddle(self) -> list[Turn]:
         question, answer = self.choice(list(mapping(TABLES["riddles"]).items()))
