@@ -18,7 +18,18 @@ from torch.autograd import DeviceType
 
 from tridecode import commands
 from tridecode.checkpoint import parameter_count, random_weights
-from tridecode.commands.bench import ablate, measure, peers, prefill, report, start, step_bytes, suite, time_decode
+from tridecode.commands.bench import (
+    ablate,
+    first_token,
+    measure,
+    peers,
+    prefill,
+    report,
+    start,
+    step_bytes,
+    suite,
+    time_decode,
+)
 from tridecode.commands.bench.stream import stream_figures
 from tridecode.commands.parser import make_parser
 from tridecode.errors import GenerationError, ParameterError
@@ -190,7 +201,7 @@ def test_a_suite_writes_what_it_could_measure(tiny, bench, monkeypatch, tmp_path
     code, out, err = bench("suite", "--output", str(tmp_path / "rows.json"))
     (row,) = json.loads((tmp_path / "rows.json").read_text())
     assert code == 1 and row["bench"] == "decode" and json.loads(out.split("\n")[-2]) == row
-    assert "prefill" in err and "900" in err and "[2/2]" in err
+    assert "prefill" in err and "900" in err and "[2/2]" in err and f"us_per_token {row['us_per_token']}" in err
 
 
 def test_a_suite_without_any_row_leaves_the_file(tiny, bench, monkeypatch, tmp_path):
@@ -317,6 +328,21 @@ def test_figures_of_starts():
     found = start.start_figures(30.0, {"kernels_compiled": 14}, later)
     assert (found["first_start_s"], found["second_start_s"], found["import_s"]) == (30.0, 8.0, 2.0)
     assert found["first_start_kernels_compiled"] == 14 and "token" not in found
+
+
+def test_the_started_program_says_its_token_and_what_took_its_time(monkeypatch, capsys):
+    monkeypatch.setattr(triton.knobs.compilation, "listener", None)  # put back afterwards
+    monkeypatch.setattr(first_token, "preset_engine", lambda preset, capacity: tiny_engine(capacity=64))
+    first_token.main("qwen3-0.6b", time.time() - 5)
+    out, err = capsys.readouterr()
+    found = json.loads(out)
+    assert 0 <= found["token"] < 331 and found["kernels_compiled"] >= 0
+    assert 5 <= found["import_s"] < 60 and 0 <= found["build_s"] < 60 and 0 <= found["prompt_s"] < 60
+    assert err.count("\n") >= 2 and "capturing" in err
+    triton.knobs.compilation.listener(
+        src=None, metadata={"name": "_embed_kernel"}, metadata_group={}, times=None, cache_hit=False
+    )
+    assert "compiled embed_kernel" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(CUDA, reason="a GPU is there")

@@ -5,6 +5,7 @@ import shlex
 from ..main import explain
 from ..parser import make_parser
 from .measure import need_gpu
+from .report import COMPARED
 
 SUITES = {
     "targets": """
@@ -66,7 +67,11 @@ def suite(args, output, measure) -> tuple[list[dict], list[str]]:
         command = command_of(row_args)
         output.note(f"[{number}/{len(commands)}] {command}")
         try:
-            rows += measure(row_args)
+            found = measure(row_args)
+            rows += found
+            for row in found:
+                figures = ", ".join(f"{key} {row[key]}" for key in COMPARED[row["bench"]])
+                output.note(f"{row.get('variant', '')} {figures}")
         except Exception as error:  # the other rows are worth having
             failed.append(command)
             output.error(f"{command}: {explain(error)}")
