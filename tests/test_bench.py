@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import triton
 from models import CUDA, DEVICE, FAMILIES, tiny_config, tiny_engine
 from torch.autograd import DeviceType
 
