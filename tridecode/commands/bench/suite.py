@@ -30,8 +30,8 @@ SUITES = {
         decode --preset qwen3-4b --ablate
     """,
     "peers": """
-        peers --preset qwen3-0.6b
-        peers --preset qwen3-4b
+        peers --preset qwen3-0.6b --runs 3
+        peers --preset qwen3-4b --runs 3
     """,
 }
 UNSAID = ("command", "what", "verbose", "format", "output", "compare")
