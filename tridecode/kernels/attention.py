@@ -36,10 +36,26 @@ class AttentionShape:
 def _rms_rope(lo, hi, norm_lo, norm_hi, cos, sin, eps, D: tl.constexpr, QK_NORM: tl.constexpr):
     """Normalise and rotate rows given as their lower and upper halves [rows, D / 2 padded]."""
     if QK_NORM:
-        scale = tl.rsqrt((tl.sum(lo * lo, 1) + tl.sum(hi * hi, 1)) / D + eps)[:, None]
+        scale = tl.rsqrt(tl.sum(lo * lo + hi * hi, 1) / D + eps)[:, None]
         lo = lo * scale * norm_lo[None, :]
         hi = hi * scale * norm_hi[None, :]
     return lo * cos[None, :] - hi * sin[None, :], hi * cos[None, :] + lo * sin[None, :]
+
+
+@triton.jit
+def _scores(q_lo, q_hi, k_lo, k_hi, mask_t, DOT_FP32: tl.constexpr):
+    """Scaled scores [DOT_M, T] of queries [DOT_M, D / 2 padded] x 2 and keys [D / 2 padded, T] x 2; EMPTY where masked."""
+    TYPE: tl.constexpr = tl.float32 if DOT_FP32 else k_lo.dtype
+    s = tl.dot(q_lo.to(TYPE), k_lo.to(TYPE), input_precision="ieee")
+    s = tl.dot(q_hi.to(TYPE), k_hi.to(TYPE), s, input_precision="ieee")
+    return tl.where(mask_t[None, :], s, EMPTY)
+
+
+@triton.jit
+def _weighted_values(p, v, DOT_FP32: tl.constexpr):
+    """p [DOT_M, T] times values [T, D padded]."""
+    TYPE: tl.constexpr = tl.float32 if DOT_FP32 else v.dtype
+    return tl.dot(p.to(v.dtype).to(TYPE), v.to(TYPE), input_precision="ieee")
 
 
 @triton.jit
@@ -128,11 +144,11 @@ def _attention_kernel(
         k_norm_lo = tl.load(k_norm_ptr + offs_h, mask=mask_h, other=0.0).to(tl.float32)
         k_norm_hi = tl.load(k_norm_ptr + HALF + offs_h, mask=mask_h, other=0.0).to(tl.float32)
 
-    t = (first_block + split * blocks_per_split) * BLOCK_T
-    end = tl.minimum(t + blocks_per_split * BLOCK_T, position)
-    page = tl.load(table_ptr + t // PAGE).to(tl.int64)
-    base = page * stride_kp + head.to(tl.int64) * stride_kh + (t % PAGE) * D
-    mask_t = (t + offs_t >= start) & (t + offs_t < end)
+    first = (first_block + split * blocks_per_split) * BLOCK_T
+    end = tl.minimum(first + blocks_per_split * BLOCK_T, position)
+    page = tl.load(table_ptr + first // PAGE).to(tl.int64)
+    base = page * stride_kp + head.to(tl.int64) * stride_kh + (first % PAGE) * D
+    mask_t = (first + offs_t >= start) & (first + offs_t < end)
     k_offs = offs_t[None, :] * D + offs_h[:, None]
     v_offs = offs_t[:, None] * D + offs_d[None, :]
     k_lo = tl.load(k_ptr + base + k_offs, mask=mask_t[None, :] & mask_h[:, None], other=0.0)
@@ -147,54 +163,57 @@ def _attention_kernel(
     q_ptrs = qkv_ptr + (head * GROUP + offs_g)[:, None] * D + offs_h[None, :]
     mask_q = mask_g[:, None] & mask_h[None, :]
     new_ptr = qkv_ptr + KV_HEADS * GROUP * D + head * D
+    new_ptrs = new_ptr + (offs_g * 0)[:, None] + offs_h[None, :]
     q_lo = tl.load(q_ptrs, mask=mask_q, other=0.0)
     q_hi = tl.load(q_ptrs + HALF, mask=mask_q, other=0.0)
-    new_lo = tl.load(new_ptr + offs_h, mask=mask_h, other=0.0)[None, :]
-    new_hi = tl.load(new_ptr + HALF + offs_h, mask=mask_h, other=0.0)[None, :]
+    new_lo = tl.load(new_ptrs, mask=mask_q, other=0.0)
+    new_hi = tl.load(new_ptrs + HALF, mask=mask_q, other=0.0)
     new_v = tl.load(new_ptr + KV_HEADS * D + offs_d, mask=mask_d, other=0.0).to(v_ptr.dtype.element_ty)
     q_lo, q_hi = _rms_rope(q_lo, q_hi, q_norm_lo, q_norm_hi, cos, sin, eps, D, QK_NORM)
     q_lo = q_lo * (scale * LOG2E)
     q_hi = q_hi * (scale * LOG2E)
+    dot_lo = q_lo.to(k_ptr.dtype.element_ty)
+    dot_hi = q_hi.to(k_ptr.dtype.element_ty)
 
-    # The new token is attended as the cache will hold it; split 0 owns it.
+    s = _scores(dot_lo, dot_hi, k_lo, k_hi, mask_t, DOT_FP32)
+    m = tl.max(s, 1)
+    p = tl.where(mask_t[None, :], tl.exp2(s - m[:, None]), 0.0)
+    l = tl.sum(p, 1)
+    acc = _weighted_values(p, v, DOT_FP32)
+    for t in range(first + BLOCK_T, end, BLOCK_T):
+        page = tl.load(table_ptr + t // PAGE).to(tl.int64)
+        base = page * stride_kp + head.to(tl.int64) * stride_kh + (t % PAGE) * D
+        mask_t = t + offs_t < end
+        k_lo = tl.load(k_ptr + base + k_offs, mask=mask_t[None, :] & mask_h[:, None], other=0.0)
+        k_hi = tl.load(k_ptr + base + HALF + k_offs, mask=mask_t[None, :] & mask_h[:, None], other=0.0)
+        v = tl.load(v_ptr + base + v_offs, mask=mask_t[:, None] & mask_d[None, :], other=0.0)
+        s = _scores(dot_lo, dot_hi, k_lo, k_hi, mask_t, DOT_FP32)
+        m_new = tl.maximum(m, tl.max(s, 1))
+        p = tl.exp2(s - m_new[:, None])
+        alpha = tl.exp2(m - m_new)
+        l = l * alpha + tl.sum(p, 1)
+        acc = acc * alpha[:, None] + _weighted_values(p, v, DOT_FP32)
+        m = m_new
+
+    # The new token is attended as the cache will hold it; split 0 owns it. Its key stands in every row, so that its
+    # scores need no exchange between warps.
     new_lo, new_hi = _rms_rope(new_lo, new_hi, k_norm_lo, k_norm_hi, cos, sin, eps, D, QK_NORM)
     new_lo = new_lo.to(k_ptr.dtype.element_ty)
     new_hi = new_hi.to(k_ptr.dtype.element_ty)
-    m = tl.full([DOT_M], EMPTY, tl.float32)
-    l = tl.zeros([DOT_M], tl.float32)
-    acc = tl.zeros([DOT_M, BLOCK_D], tl.float32)
     if split == 0:
         write = write_page * stride_kp + head.to(tl.int64) * stride_kh + (position % PAGE) * D
-        tl.store(k_ptr + write + offs_h[None, :], new_lo, mask=mask_h[None, :])
-        tl.store(k_ptr + write + HALF + offs_h[None, :], new_hi, mask=mask_h[None, :])
+        mask_k = (offs_g == 0)[:, None] & mask_h[None, :]
+        tl.store(k_ptr + write + (offs_g * 0)[:, None] + offs_h[None, :], new_lo, mask=mask_k)
+        tl.store(k_ptr + write + HALF + (offs_g * 0)[:, None] + offs_h[None, :], new_hi, mask=mask_k)
         tl.store(v_ptr + write + offs_d, new_v, mask=mask_d)
-        m = tl.sum(q_lo * new_lo.to(tl.float32), 1) + tl.sum(q_hi * new_hi.to(tl.float32), 1)
-        l += 1.0
-        acc += new_v.to(tl.float32)[None, :]
-
-    DOT_TYPE: tl.constexpr = tl.float32 if DOT_FP32 else k_ptr.dtype.element_ty
-    q_lo = q_lo.to(k_ptr.dtype.element_ty).to(DOT_TYPE)
-    q_hi = q_hi.to(k_ptr.dtype.element_ty).to(DOT_TYPE)
-    while t < end:
-        t_next = t + BLOCK_T
-        next_page = tl.load(table_ptr + t_next // PAGE, mask=t_next < end, other=0).to(tl.int64)
-        base = next_page * stride_kp + head.to(tl.int64) * stride_kh + (t_next % PAGE) * D
-        mask_next = t_next + offs_t < end
-        next_lo = tl.load(k_ptr + base + k_offs, mask=mask_next[None, :] & mask_h[:, None], other=0.0)
-        next_hi = tl.load(k_ptr + base + HALF + k_offs, mask=mask_next[None, :] & mask_h[:, None], other=0.0)
-        next_v = tl.load(v_ptr + base + v_offs, mask=mask_next[:, None] & mask_d[None, :], other=0.0)
-        s = tl.dot(q_lo, k_lo.to(DOT_TYPE), input_precision="ieee")
-        s += tl.dot(q_hi, k_hi.to(DOT_TYPE), input_precision="ieee")
-        s = tl.where(mask_t[None, :], s, EMPTY)
-        m_new = tl.maximum(m, tl.max(s, 1))
-        p = tl.where(mask_t[None, :], tl.exp2(s - m_new[:, None]), 0.0)
-        alpha = tl.exp2(m - m_new)
-        l = l * alpha + tl.sum(p, 1)
-        p = p.to(v_ptr.dtype.element_ty).to(DOT_TYPE)
-        acc = acc * alpha[:, None] + tl.dot(p, v.to(DOT_TYPE), input_precision="ieee")
-        m = m_new
-        k_lo, k_hi, v, mask_t = next_lo, next_hi, next_v, mask_next
-        t = t_next
+    s_new = tl.sum(q_lo * new_lo.to(tl.float32) + q_hi * new_hi.to(tl.float32), 1)
+    s_new = tl.where(split == 0, s_new, EMPTY)
+    m_new = tl.maximum(m, s_new)
+    alpha = tl.exp2(m - m_new)
+    p_new = tl.where(split == 0, tl.exp2(s_new - m_new), 0.0)
+    l = l * alpha + p_new
+    acc = acc * alpha[:, None] + p_new[:, None] * new_v.to(tl.float32)[None, :]
+    m = m_new
 
     out_ptr += row * stride_om + head * GROUP * D
     mask_o = mask_g[:, None] & mask_d[None, :]
@@ -202,8 +221,8 @@ def _attention_kernel(
         o = (acc / l[:, None]).to(out_ptr.dtype.element_ty)
         tl.store(out_ptr + offs_g[:, None] * D + offs_d[None, :], o, mask=mask_o)
     else:
-        first = (row * KV_HEADS + head) * GROUP * MAX_SPLITS
-        slots = first + offs_g * MAX_SPLITS + split
+        base_slot = (row * KV_HEADS + head) * GROUP * MAX_SPLITS
+        slots = base_slot + offs_g * MAX_SPLITS + split
         tl.store(partial_ptr + slots[:, None] * D + offs_d[None, :], acc, mask=mask_o)
         tl.store(lse_ptr + slots * 2, m, mask=mask_g)
         tl.store(lse_ptr + slots * 2 + 1, l, mask=mask_g)
@@ -219,7 +238,7 @@ def _attention_kernel(
             denominator = tl.zeros([BLOCK_G], tl.float32)
             o = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
             for s0 in range(0, active, COMBINE):
-                index = first + offs_q[:, None] * MAX_SPLITS + s0 + offs_s[None, :]
+                index = base_slot + offs_q[:, None] * MAX_SPLITS + s0 + offs_s[None, :]
                 mask_s = mask_q1[:, None] & (s0 + offs_s < active)[None, :]
                 m_part = tl.load(lse_ptr + 2 * index, mask=mask_s, other=EMPTY, cache_modifier=".cg")
                 l_part = tl.load(lse_ptr + 2 * index + 1, mask=mask_s, other=0.0, cache_modifier=".cg")
@@ -229,12 +248,12 @@ def _attention_kernel(
                     other=0.0,
                     cache_modifier=".cg",
                 )
-                m_new = tl.maximum(m_all, tl.max(m_part, 1))
-                alpha = tl.exp2(m_all - m_new)
-                weight = tl.exp2(m_part - m_new[:, None])
-                denominator = denominator * alpha + tl.sum(l_part * weight, 1)
-                o = o * alpha[:, None] + tl.sum(o_part * weight[:, :, None], 1)
-                m_all = m_new
+                m_top = tl.maximum(m_all, tl.max(m_part, 1))
+                rescale = tl.exp2(m_all - m_top)
+                weight = tl.exp2(m_part - m_top[:, None])
+                denominator = denominator * rescale + tl.sum(l_part * weight, 1)
+                o = o * rescale[:, None] + tl.sum(o_part * weight[:, :, None], 1)
+                m_all = m_top
             denominator = tl.where(mask_q1, denominator, 1.0)
             o = (o / denominator[:, None]).to(out_ptr.dtype.element_ty)
             tl.store(
