@@ -14,6 +14,7 @@ import pytest
 from checkpoints import write_tiny
 
 from tridecode import Engine, __version__, commands
+from tridecode.commands.main import set_up_logging
 from tridecode.commands.parser import make_parser, sampling_overrides
 from tridecode.commands.terminal import Output, visible
 from tridecode.results import Result, Timings, Usage
@@ -317,3 +318,20 @@ def test_logging_is_silent_unless_asked(run, monkeypatch, tiny):
     monkeypatch.setattr(Engine, "load", load)
     assert "a note" not in run("generate", "--prompt", "x")[2]
     assert "tridecode: WARNING: a note" in run("generate", "--prompt", "x", "--verbose")[2]
+
+
+def test_loading_on_a_terminal_shows_its_steps(monkeypatch):
+    screen = io.StringIO()
+    screen.isatty = lambda: True
+    monkeypatch.setattr("sys.stderr", screen)
+    monkeypatch.setenv("TERM", "xterm")
+    set_up_logging(verbose=False)
+    log = logging.getLogger("tridecode")
+    with Output().loading() as progress:
+        progress(50, 100)
+        log.info("compiling the kernels")
+        log.warning("shown elsewhere")
+    log.info("after")
+    shown = screen.getvalue()
+    assert "loading" in shown and "50/100 bytes" in shown and "compiling the kernels" in shown
+    assert "elsewhere" not in shown and "after" not in shown

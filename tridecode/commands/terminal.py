@@ -1,8 +1,10 @@
 """Text on its way to and from people: consoles, control characters, the lines about speed."""
 
+import logging
 import os
 import sys
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import contextmanager, nullcontext
 
 from rich.console import Console
 
@@ -62,13 +64,34 @@ class Output:
 
     @contextmanager
     def loading(self):
-        """A bar with bytes and speed on a terminal; yields the function that Engine.load calls with its progress."""
+        """On a terminal a bar with bytes and speed, then a line for each further step, as the engine logs it.
+
+        Yields the function that Engine.load calls with its progress.
+        """
         from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
         columns = TextColumn("loading"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
         with Progress(*columns, console=self.errors, transient=True, disable=not self.errors.is_terminal) as bar:
             task = bar.add_task("loading", total=None, visible=False)
-            yield lambda done, total: bar.update(task, completed=done, total=total, visible=True)
+            with logged(self.note) if self.errors.is_terminal else nullcontext():
+                yield lambda done, total: bar.update(task, completed=done, total=total, visible=True)
+
+
+@contextmanager
+def logged(note: Callable[[str], None]):
+    """Within, `note` gets what the engine logs at level INFO; with --verbose, which shows that itself, nothing."""
+    logger, handler = logging.getLogger("tridecode"), logging.Handler(logging.INFO)
+    handler.emit = lambda record: note(record.getMessage()) if record.levelno == logging.INFO else None
+    if logger.level != logging.NOTSET:
+        yield
+        return
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(logging.NOTSET)
 
 
 def counted(n: int, word: str) -> str:
