@@ -142,8 +142,18 @@ def test_held_out_exchanges_are_never_taught(monkeypatch):
     }
     chats = list(generator.generate(3000, seed=1))
     assert not held_out & {plain(message["content"]) for chat in chats for message in chat}
-    pairs = [(name, color) for name in exchanges.NAMES for color in exchanges.COLORS]
-    told = [plain(" ".join(message["content"] for message in chat if message["role"] == "user")) for chat in chats]
-    for name, color in pairs:
-        if exchanges.held_out("recall", name, color):
-            assert not any(f"name is {name.lower()} and my favorite color is {color}" in text for text in told)
+    for chat in chats:
+        told = set(plain(" ".join(message["content"] for message in chat if message["role"] == "user")).split())
+        replies = " ".join(message["content"] for message in chat if message["role"] == "assistant")
+        for name in re.findall(r"Your name is (\w+)", replies):
+            assert not any(exchanges.held_out("recall", name, color) for color in exchanges.COLORS if color in told)
+
+
+def test_prompts_of_the_evaluation_are_never_taught(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "training"))
+    import generator
+
+    assert len(generator.FREE_PROMPTS) == 30
+    prompts = {generator.plain(prompt) for prompt in generator.FREE_PROMPTS}
+    messages = [message for chat in generator.generate(3000, seed=2) for message in chat]
+    assert not prompts & {generator.plain(message["content"]) for message in messages if message["role"] == "user"}

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import styles
 from content import CONTENT, sections
+from exchanges import COLORS, NAMES, held_out
 from facts import FactSkills
 from memory import MemorySkills
 from talk import TalkSkills
@@ -33,6 +34,18 @@ def plain(text: str) -> str:
 FREE_PROMPTS = (CONTENT / "free_prompts.txt").read_text(encoding="utf-8").splitlines()
 EDGE_PROMPTS = sections("edge_prompts.txt")
 NEVER_ASKED = {plain(prompt) for prompts in (FREE_PROMPTS, *EDGE_PROMPTS.values()) for prompt in prompts}
+
+
+def _recalls_held_out(turns: list[Turn]) -> bool:
+    """Whether a name or a color is recalled in a chat that also tells the other half of a held-out pair."""
+    replies = " ".join(turn.reply for turn in turns)
+    names, colors = (re.findall(rf"Your {what} is (\w+)", replies) for what in ("name", "favorite color"))
+    if not names and not colors:
+        return False
+    told = set(plain(" ".join(turn.user for turn in turns)).split())
+    pairs = [(name, color) for name in names for color in COLORS if color in told]
+    pairs += [(name, color) for color in colors for name in NAMES if name.lower() in told]
+    return any(held_out("recall", name, color) for name, color in pairs)
 
 
 class ChatGenerator(FactSkills, TalkSkills, MemorySkills, TextSkills):
@@ -174,6 +187,8 @@ class ChatGenerator(FactSkills, TalkSkills, MemorySkills, TextSkills):
             system, turns = self._named()
         else:
             system, turns = "", self._turns()
+            while _recalls_held_out(turns):
+                turns = self._turns()
             if self.chance(0.16):
                 system, turns = styles.apply(self.rng, turns)
         messages = [{"role": "system", "content": system}] if system else []

@@ -1,6 +1,7 @@
 """Skills of reading and remembering: answers that stand in what the user has said."""
 
 import re
+from dataclasses import replace
 
 import stories
 from content import items, split
@@ -74,6 +75,7 @@ class MemorySkills(Skills):
                 told.append(turn)
                 facts.append(fact)
         turns += self._two_in_one(told)
+        turns = [replace(turn, short=self.choice(["Okay", "Nice", "Thanks", "Good"])) for turn in turns]
         distractions = [self.question, self.sums, self.joke, self.opposite, self.capital, self.chatter, self.thanks]
         distractions += [self.advice, self.table_row, self.how_are_you, self.story]
         for _ in range(self.choice([0, 0, 1, 1, 2, 3, 5])):

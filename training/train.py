@@ -44,10 +44,7 @@ PRETRAIN = {
     "personality": 0.005,
 }
 FINETUNE = {
-    "generated": 0.9655,
-    "tinystories": 0.015,
-    "storybook-asp": 0.002,
-    "storybook-pb": 0.004,
+    "generated": 0.9865,
     "fairytaleqa-qa": 0.01,
     "oewn": 0.003,
     "personality": 0.0005,
@@ -340,7 +337,7 @@ def train(options: argparse.Namespace) -> None:
             )
         if progress < evaluate_at[0]:
             continue
-        evaluate_at.pop(0)
+        evaluate_at = [share for share in evaluate_at if share > progress]
         bits = held_out_bits(model, options.data / "held_out", end_of_text, device, options.length)
         score = sum(bits[source] * share for source, share in shares.items() if source in bits)
         state["log"][-1]["held_out_bits_per_byte"] = bits
