@@ -47,8 +47,9 @@ def make_model(config: ModelConfig, weights: Weights, capacity: int, slots: int 
     """Allocate the state of a model whose weights are loaded, for `capacity` K/V positions a slot."""
     device, dtype = weights.device, weights.dtype
     cos, sin = rope_tables(config, capacity, device)
-    capability = 0
+    capability, gpu = 0, None
     if device.type == "cuda":
+        gpu = torch.cuda.get_device_name(device)
         major, minor = torch.cuda.get_device_capability(device)
         capability = 10 * major + minor
     return DecodeModel(
@@ -58,6 +59,6 @@ def make_model(config: ModelConfig, weights: Weights, capacity: int, slots: int 
         cos=cos,
         sin=sin,
         workspace=make_workspace(config, capacity, device, dtype, slots),
-        shapes=choose_shapes(config, dtype, capability),
+        shapes=choose_shapes(config, dtype, capability, gpu),
         pdl=capability >= 90,
     )

@@ -6,6 +6,7 @@ import torch
 
 from .config import ModelConfig
 from .kernels.attention import AttentionShape
+from .tuned import with_table
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class StepShapes:
     attention: AttentionShape
 
 
+TUNED_FOR = 90  # the compute capability of the H100 and H200; other GPUs get what is right for most matrices
 # (rows, columns) of a weight matrix -> the shape that was fastest in the whole step on an H200. Gate and up count once.
 TUNED = {
     (4096, 1024): MatvecShape(4, 2048, 4),  # Qwen3-0.6B: qkv, down
@@ -41,9 +43,9 @@ TUNED = {
 }
 
 
-def matvec_shape(N: int, K: int, halves: int = 1) -> MatvecShape:
+def matvec_shape(N: int, K: int, halves: int = 1, capability: int = TUNED_FOR) -> MatvecShape:
     """The tuned shape, or what was best or near it on all measured matrices; `halves` is 2 for gate and up."""
-    if (N, K) in TUNED:
+    if capability == TUNED_FOR and (N, K) in TUNED:
         return TUNED[N, K]
     if halves == 2:
         return MatvecShape(1, 2048, 2) if K > 1024 else MatvecShape(2, 1024, 2)
@@ -60,14 +62,18 @@ def attention_shape(head_dim: int, dtype: torch.dtype, capability: int) -> Atten
     return AttentionShape(block_t=block_t, splits=16, num_warps=8)
 
 
-def choose_shapes(config: ModelConfig, dtype: torch.dtype, capability: int) -> StepShapes:
-    """Shapes for one model on one GPU; capability is 10 * major + minor (90 for an H100 or H200)."""
+def choose_shapes(config: ModelConfig, dtype: torch.dtype, capability: int, gpu: str | None = None) -> StepShapes:
+    """Shapes for one model on one GPU; capability is 10 * major + minor (90 for an H100 or H200).
+
+    With the GPU's name the user's own table comes first (see tuned.py), then TUNED, then the rule of matvec_shape.
+    """
     hidden, inter = config.hidden_size, config.intermediate_size
-    return StepShapes(
-        qkv=matvec_shape(config.q_size + 2 * config.kv_size, hidden),
-        o_proj=matvec_shape(hidden, config.q_size),
-        gate_up=matvec_shape(inter, hidden, halves=2),
-        down=matvec_shape(hidden, inter),
-        lm_head=matvec_shape(config.vocab_size, hidden),
+    shapes = StepShapes(
+        qkv=matvec_shape(config.q_size + 2 * config.kv_size, hidden, capability=capability),
+        o_proj=matvec_shape(hidden, config.q_size, capability=capability),
+        gate_up=matvec_shape(inter, hidden, halves=2, capability=capability),
+        down=matvec_shape(hidden, inter, capability=capability),
+        lm_head=matvec_shape(config.vocab_size, hidden, capability=capability),
         attention=attention_shape(config.head_dim, dtype, capability),
     )
+    return shapes if gpu is None else with_table(shapes, config, dtype, gpu)

@@ -1,4 +1,4 @@
-"""The command line: `tridecode chat | generate | info | bench`."""
+"""The command line: `tridecode chat | generate | info | bench | profile | tune`."""
 
 from .main import main
 

@@ -54,6 +54,10 @@ def run(args, output: Output) -> int:
         from .profile import run as profile
 
         return profile(args, output)
+    if args.command == "tune":
+        from .tune import run as tune
+
+        return tune(args, output)
     from .info import info
 
     return info(args, output)

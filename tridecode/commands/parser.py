@@ -37,6 +37,11 @@ Show where the time of one token step and of one prefill chunk goes, from the GP
 kernel, against the read bandwidth measured in the same run. Prints tables and, as the last line, one JSON object. Needs
 a GPU. docs/profile.md says what each figure is.
 """
+TUNE = """\
+Search the launch shapes that make one token step fastest on this GPU for one model's matrices, judged by the time of
+the whole captured step. What is faster goes into a table in the user's cache directory, which every engine on this GPU
+reads when it loads. Prints what changed and, as the last line, one JSON object. Needs a GPU.
+"""
 
 
 class Parser(argparse.ArgumentParser):
@@ -99,6 +104,10 @@ def make_parser() -> argparse.ArgumentParser:
     )
     profile.add_argument("--output", metavar="DIR", help="also write pictures (SVG), Chrome traces and figures there")
     add_verbose(profile)
+    tune = commands.add_parser("tune", help="search launch shapes for this GPU", description=TUNE)
+    add_shape(tune, model=True)
+    tune.add_argument("--minutes", type=minutes, default=5.0, metavar="M", help="the longest that it may search (5)")
+    add_verbose(tune)
     return parser
 
 
@@ -296,6 +305,16 @@ def positive(text: str) -> int:
 
 def positives(text: str) -> list[int]:
     return [positive(part) for part in text.split(",")]
+
+
+def minutes(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value <= 24 * 60:
+        raise argparse.ArgumentTypeError(f"expected minutes, more than 0 and at most a day, got {text!r}")
+    return value
 
 
 def sampling_overrides(args) -> dict:

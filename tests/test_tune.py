@@ -1,0 +1,294 @@
+"""tune: the search, the table it leaves, and what an engine takes from it."""
+
+import json
+import logging
+import re
+from dataclasses import asdict, dataclass, replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from models import tiny_config, tiny_engine
+
+from tridecode import commands, tuned
+from tridecode.commands import tune
+from tridecode.errors import DeviceError
+from tridecode.presets import PRESETS
+from tridecode.shapes import TUNED, choose_shapes, matvec_shape
+from tridecode.version import __version__
+
+CUDA = torch.cuda.is_available()
+GPU = "NVIDIA Test 1 (80GB)"
+CONFIG, BF16 = PRESETS["qwen3-4b"], torch.bfloat16
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """The user's cache directory, empty."""
+    monkeypatch.setattr(tuned.platformdirs, "user_cache_dir", lambda *args, **kwargs: str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def write(found: dict[str, dict], gpu: str = GPU) -> None:
+    path = tuned.table_path(gpu)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(tuned.merged_table(path, gpu, found))
+
+
+# The search
+
+
+@dataclass(frozen=True)
+class Part:
+    n: int = 1
+    w: int = 1
+    other: str = "kept"
+
+
+@dataclass(frozen=True)
+class Step:
+    a: Part = Part()
+    b: Part = Part()
+
+
+CHOICES = [(op, [{"n": n, "w": w} for n in (1, 2, 4) for w in (1, 2, 4)]) for op in "ab"]
+BEST = Step(Part(4, 2), Part(2, 4))
+
+
+def distance(step: Step) -> float:
+    """Seconds: least at BEST."""
+    return 1 + sum(
+        abs(getattr(getattr(step, op), name) - getattr(getattr(BEST, op), name)) for op in "ab" for name in "nw"
+    )
+
+
+def test_the_search_finds_the_best_and_ends_when_a_round_changes_nothing():
+    timed = []
+    found = tune.search(Step(), CHOICES, lambda step: timed.append(step) or distance(step), deadline=1, clock=lambda: 0)
+    assert found.shapes == BEST and found.seconds == 1 and found.finished
+    assert len(timed) == len(set(timed)) == found.tried + 1, "a step was timed twice"
+
+
+def test_parts_that_depend_on_each_other_need_a_second_round():
+    # a = 4 pays only once b = 4
+    seconds = {(1, 1): 9, (1, 4): 8, (4, 4): 1, (4, 1): 10}
+    found = tune.search(
+        Step(), [(op, [{"n": 1}, {"n": 4}]) for op in "ab"], lambda s: seconds[s.a.n, s.b.n], 1, clock=lambda: 0
+    )
+    assert (found.shapes.a.n, found.shapes.b.n, found.seconds) == (4, 4, 1)
+
+
+def test_the_search_stops_when_the_time_is_up():
+    now = iter(range(100))
+    timed = []
+
+    def measure(step):
+        timed.append(step)
+        return distance(step)
+
+    found = tune.search(Step(), CHOICES, measure, deadline=5, clock=lambda: next(now))
+    assert found.tried == 5 and len(timed) == 6 and not found.finished
+    assert found.seconds == min(map(distance, timed)) and distance(found.shapes) == found.seconds
+
+
+def test_shapes_that_do_not_run_are_skipped():
+    def measure(step):
+        return None if step.a.n == 4 else distance(step)
+
+    found = tune.search(Step(), CHOICES, measure, deadline=1, clock=lambda: 0)
+    assert found.shapes == Step(Part(2, 2), Part(2, 4)) and found.finished
+    assert found.skipped >= 3
+    with pytest.raises(DeviceError, match="does not run with the shapes"):
+        tune.search(Step(Part(4)), CHOICES, measure, deadline=1, clock=lambda: 0)
+
+
+def test_what_is_faster_by_less_than_the_noise_changes_nothing():
+    found = tune.search(
+        Step(), CHOICES, lambda step: 1 if step == Step() else 1 - tune.MARGIN / 2, deadline=1, clock=lambda: 0
+    )
+    assert found.shapes == Step() and found.tried == 16
+
+
+def test_fields_that_are_not_searched_stay():
+    start = Step(Part(other="x"), Part(other="y"))
+    found = tune.search(start, CHOICES, distance, deadline=1, clock=lambda: 0)
+    assert (found.shapes.a.other, found.shapes.b.other) == ("x", "y")
+
+
+def test_candidates_are_what_registers_hold_and_a_table_may_say():
+    shapes = choose_shapes(CONFIG, BF16, 90)
+    found = tune.candidates(CONFIG, 2, shapes)
+    assert {op for op, _ in found} == set(tune.ORDER) == {f for f in vars(shapes)}
+    for op, tried in found:
+        assert tried
+        for values in tried:
+            assert all(value in tuned.VALUES[name] for name, value in values.items())
+            replace(getattr(shapes, op), **values)
+    down = dict(found)["down"]
+    assert {"block_n": 1, "num_warps": 1} in down
+    assert {"block_n": 2, "num_warps": 1} not in down  # 2 x 9,728 bf16 in 32 threads
+    assert {"block_n": 8, "num_warps": 8} in down
+    fields = set().union(*(values for op, tried in found if op == "attention" for values in tried))
+    assert fields == {"block_t", "num_warps", "splits"}
+
+
+# The table
+
+
+def test_a_table_comes_back_and_is_kept_for_other_models(cache):
+    write({"qkv 8x4 bfloat16": {"block_n": 2, "num_warps": 4}})
+    write({"down 4x8 bfloat16": {"block_n": 1, "num_warps": 8}})
+    path = tuned.table_path(GPU)
+    assert path == cache / "shapes" / "nvidia-test-1-80gb.json"
+    assert tuned.read_table(path, GPU) == {
+        "qkv 8x4 bfloat16": {"block_n": 2, "num_warps": 4}, "down 4x8 bfloat16": {"block_n": 1, "num_warps": 8}
+    }  # fmt: skip
+    assert json.loads(path.read_text())["tridecode"] == __version__
+
+
+def test_the_users_table_comes_first_then_the_shipped_one_then_the_rule(cache):
+    keys = tuned.table_keys(CONFIG, BF16)
+    assert keys["qkv"] == "qkv 6144x2560 bfloat16" and keys["gate_up"] == "gate_up 9728x2560 bfloat16"
+    assert keys["attention"] == "attention 32/8x128 bfloat16"
+    shipped = choose_shapes(CONFIG, BF16, 90)
+    assert shipped.qkv == TUNED[6144, 2560]
+    assert choose_shapes(CONFIG, BF16, 90, GPU) == shipped, "no table, no change"
+    write({
+        keys["qkv"]: {"block_n": 16, "num_warps": 8},
+        keys["attention"]: {"block_t": 32, "splits": 64, "num_warps": 2},
+        "down 1x1 bfloat16": {"block_n": 16, "num_warps": 1},
+    })  # fmt: skip
+    mine = choose_shapes(CONFIG, BF16, 90, GPU)
+    assert (mine.qkv.block_n, mine.qkv.num_warps) == (16, 8)
+    assert (mine.attention.block_t, mine.attention.splits, mine.attention.num_warps) == (32, 64, 2)
+    assert replace(mine, qkv=shipped.qkv, attention=shipped.attention) == shipped
+    assert choose_shapes(CONFIG, BF16, 90, "Another GPU") == shipped
+    assert choose_shapes(CONFIG, torch.float16, 90, GPU) == choose_shapes(CONFIG, torch.float16, 90)
+    assert choose_shapes(CONFIG, BF16, 90) == shipped, "without a GPU's name no table is read"
+
+
+def test_the_shipped_table_is_for_its_own_gpus_only():
+    (N, K), shape = next((size, shape) for size, shape in TUNED.items() if matvec_shape(*size, capability=89) != shape)
+    assert matvec_shape(N, K, capability=90) == shape
+    assert matvec_shape(N, K, capability=100) == matvec_shape(N, K, capability=89) == matvec_shape(N + 1, K)
+
+
+GOOD = {"format": tuned.FORMAT, "tridecode": __version__, "gpu": GPU, "shapes": {}}
+QKV = tuned.table_keys(CONFIG, BF16)["qkv"]
+
+
+def entry(**fields) -> str:
+    return json.dumps(GOOD | {"shapes": {QKV: fields}})
+
+
+@pytest.mark.parametrize("text, reason", [
+    ("", "Expecting value"),
+    ("{", "Expecting property name"),
+    ("\ufffd\x00", "Expecting value"),
+    ("[" * 100_000, "recursion"),
+    ("[]", "no table of launch shapes"),
+    (json.dumps(GOOD | {"shapes": []}), "no table of launch shapes"),
+    (json.dumps(GOOD | {"format": 0}), "expected format"),
+    (json.dumps(GOOD | {"tridecode": "0.0.1\nx"}), "expected tridecode"),
+    (json.dumps(GOOD | {"gpu": "Another"}), "expected gpu"),
+    (entry(block_n=2), "expected block_n, num_warps"),
+    (entry(block_n=2, num_warps=4, more=1), "expected block_n, num_warps"),
+    (entry(block_n=3, num_warps=4), "block_n of .* must be one of 1, 2"),
+    (entry(block_n=True, num_warps=4), "block_n of .* must be one of"),
+    (entry(block_n="2", num_warps=4), "block_n of .* must be one of"),
+    (entry(block_n=2, num_warps=10**400), "num_warps of .* must be one of"),
+], ids=range(15))  # fmt: skip
+def test_a_table_that_cannot_be_used_is_ignored_with_one_warning(cache, caplog, text, reason):
+    write({})
+    tuned.table_path(GPU).write_text(text)
+    with caplog.at_level(logging.WARNING, "tridecode"):
+        assert choose_shapes(CONFIG, BF16, 90, GPU) == choose_shapes(CONFIG, BF16, 90)
+    (record,) = caplog.records
+    message = record.getMessage()
+    assert message.startswith(str(tuned.table_path(GPU))) and "\n" not in message
+    assert re.search(reason, message), message
+    write({QKV: {"block_n": 1, "num_warps": 1}})  # a new search replaces what it cannot read
+    assert choose_shapes(CONFIG, BF16, 90, GPU).qkv.num_warps == 1
+
+
+def test_a_table_that_cannot_be_opened_is_ignored(cache, caplog):
+    tuned.table_path(GPU).mkdir(parents=True)
+    with caplog.at_level(logging.WARNING, "tridecode"):
+        assert choose_shapes(CONFIG, BF16, 90, GPU) == choose_shapes(CONFIG, BF16, 90)
+    assert len(caplog.records) == 1
+
+
+def test_every_field_of_every_shape_that_is_searched_is_one_of_them():
+    shapes = choose_shapes(tiny_config(), torch.float32, 0)
+    assert all(tuned.searched(getattr(shapes, op)) for op in tune.ORDER)
+
+
+# The command
+
+
+@pytest.fixture
+def fake(cache, monkeypatch):
+    """The command on an engine of the CPU, with a timer that prefers many warps."""
+    engine = tiny_engine()
+    monkeypatch.setattr(tune, "StepTimer", lambda engine: Timer())
+    monkeypatch.setattr(tune, "bench_engine", lambda args, capacity: engine)
+    monkeypatch.setattr(tune, "run_facts", lambda device: {"gpu": GPU})
+    names = SimpleNamespace(is_available=lambda: True, get_device_name=lambda device: GPU)
+    monkeypatch.setattr(tune, "torch", SimpleNamespace(cuda=names))
+    return engine
+
+
+class Timer:
+    contexts = [128]
+
+    def __call__(self, shapes) -> float:
+        return 1e-3 / sum(getattr(shapes, op).num_warps for op in tune.ORDER)
+
+
+def test_the_command_writes_what_the_next_engine_reads(fake, capsys):
+    assert commands.main(["tune", "--preset", "qwen3-4b", "--minutes", "1"]) == 0
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert report["us_after"] < report["us_before"] and report["finished"] and report["preset"] == "qwen3-4b"
+    assert report["table"] == str(tuned.table_path(GPU))
+    found = tuned.with_table(fake.model.shapes, fake.config, fake.model.weights.dtype, GPU)
+    assert asdict(found) == report["shapes"]
+    assert all(getattr(found, op).num_warps == max(tuned.VALUES["num_warps"]) for op in tune.ORDER)
+
+
+def test_without_a_gain_no_table_is_written(fake, capsys, monkeypatch):
+    monkeypatch.setattr(Timer, "__call__", lambda self, shapes: 1e-3)
+    assert commands.main(["tune"]) == 0
+    out = capsys.readouterr().out
+    assert "nothing faster" in out and json.loads(out.splitlines()[-1])["table"] is None
+    assert not tuned.table_path(GPU).exists()
+
+
+def test_a_gain_that_does_not_come_again_is_no_gain(fake, capsys, monkeypatch):
+    lucky = iter([1e-3, *[1e-4] * 200])
+    start = fake.model.shapes
+    monkeypatch.setattr(Timer, "__call__", lambda self, shapes: 1e-4 if shapes == start else next(lucky))
+    monkeypatch.setattr(tune, "search", lambda start, *rest: tune.Search(replace(start, qkv=start.down), 1e-5))
+    assert commands.main(["tune"]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["table"] is None
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "nan", "inf", "x", "1441"])
+def test_wrong_minutes(capsys, value):
+    with pytest.raises(SystemExit) as end:
+        commands.main(["tune", "--minutes", value])
+    assert end.value.code == 2 and "expected minutes" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(CUDA, reason="what is said without a GPU")
+def test_no_gpu_is_one_line(capsys):
+    assert commands.main(["tune"]) == 1
+    assert capsys.readouterr().err == "tridecode: error: tune needs an NVIDIA GPU and none is usable here\n"
+
+
+@pytest.mark.skipif(not CUDA, reason="captures and times steps on an NVIDIA GPU")
+def test_a_real_step_is_timed_and_shapes_that_do_not_compile_are_skipped():
+    engine = tiny_engine()
+    timer, shapes = tune.StepTimer(engine), engine.model.shapes
+    assert 0 < timer(shapes) < 0.1
+    assert timer(replace(shapes, qkv=replace(shapes.qkv, block_n=3))) is None  # no power of two
+    assert 0 < timer(shapes) < 0.1

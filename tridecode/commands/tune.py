@@ -1,0 +1,217 @@
+"""`tridecode tune`: search launch shapes for one model on this GPU, judged by the time of the whole captured step."""
+
+import json
+import time
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from itertools import product
+from statistics import mean, median
+
+import torch
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from triton.errors import TritonError
+
+from ..checkpoint import load_config
+from ..config import ModelConfig
+from ..engine import Engine
+from ..errors import DeviceError
+from ..graph import StepGraphs
+from ..hub import resolve_model
+from ..presets import PRESETS
+from ..shapes import StepShapes
+from ..tuned import VALUES, merged_table, searched, table_keys, table_path
+from . import session
+from .bench.measure import GREEDY, bench_engine, model_facts, run_facts, time_decode
+from .terminal import Output
+
+# The largest parts of the step first: the time may not be enough for all.
+ORDER = ("gate_up", "down", "qkv", "o_proj", "attention", "lm_head")
+GROUPS = (("block_n", "num_warps"), ("block_t", "num_warps"), ("splits",))  # fields that are tried with each other
+CONTEXTS = (128, 4096)  # the step is as fast as its mean over these
+RUN_SECONDS, RUNS = 0.05, 5  # of a timing
+MARGIN = 0.001  # a candidate must be faster by this part of the step; below that timings do not agree
+TOLERANCE = 0.05  # relative RMS between the logits of two shapes; only the order of sums differs
+REGISTERS = 200 * 4  # bytes of weights that a thread can hold
+
+
+@dataclass
+class Search:
+    """What a search has found so far. Times in seconds a step; tried: candidates, skipped: those that did not run."""
+
+    shapes: StepShapes
+    seconds: float
+    tried: int = 0
+    skipped: int = 0
+    finished: bool = False
+
+
+def run(args, output: Output) -> int:
+    """Entry of `tune`: a line for each shape that changed, and one JSON line."""
+    if not torch.cuda.is_available():
+        raise DeviceError("tune needs an NVIDIA GPU and none is usable here")
+    config = PRESETS[args.preset] if args.model is None else load_config(resolve_model(args.model))
+    capacity = min(CONTEXTS[-1] + 256, config.max_position)
+    engine = bench_engine(args, capacity)
+    measure, before = StepTimer(engine), engine.model.shapes
+    choices = candidates(config, engine.model.weights.dtype.itemsize, before)
+    with progress(output) as report:
+        found = search(before, choices, measure, time.monotonic() + 60 * args.minutes, report)
+    # The search takes the luckiest of many timings; one more of both says what is true.
+    before_us, after_us = (min(measure(shapes) for _ in range(2)) * 1e6 for shapes in (before, found.shapes))
+    gpu = torch.cuda.get_device_name(engine.device)
+    better = after_us < before_us * (1 - MARGIN)
+    path = table_path(gpu) if better else None
+    keys = table_keys(engine.config, engine.model.weights.dtype)
+    if better:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        entries = {key: searched(getattr(found.shapes, op)) for op, key in keys.items()}
+        session.write(path, merged_table(path, gpu, entries))
+    show(found, before, before_us, after_us, path, output)
+    report = {
+        "command": "tune",
+        **model_facts(engine, args),
+        "contexts": measure.contexts,
+        "us_before": round(before_us, 2),
+        "us_after": round(after_us, 2),
+        "tried": found.tried,
+        "skipped": found.skipped,
+        "finished": found.finished,
+        "shapes": asdict(found.shapes if better else before),
+        "table": None if path is None else str(path),
+        **run_facts(engine.device),
+    }
+    output.text(json.dumps(report) + "\n")
+    return 0
+
+
+def show(found: Search, before: StepShapes, before_us: float, after_us: float, path, output: Output) -> None:
+    if path is None:
+        output.text(f"nothing faster than the present shapes, {before_us:,.1f} µs a step\n")
+    else:
+        for op in ORDER:
+            old, new = searched(getattr(before, op)), searched(getattr(found.shapes, op))
+            if old != new:
+                output.text(f"{op:<10} {words(old)}  ->  {words(new)}\n")
+        output.text(f"{before_us:,.1f} -> {after_us:,.1f} µs a step; engines on this GPU use it from now on: {path}\n")
+    if not found.finished:
+        output.note("the time was up before every candidate was tried; --minutes gives more")
+
+
+def words(fields: dict[str, int]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in fields.items())
+
+
+def search(
+    start: StepShapes,
+    choices: list[tuple[str, list[dict]]],
+    measure: Callable[[StepShapes], float | None],
+    deadline: float,
+    report: Callable[[Search, int, str], None] = lambda found, total, op: None,
+    clock: Callable[[], float] = time.monotonic,
+) -> Search:
+    """Greedy coordinate search: for one part of the step after the other the best of its choices, all else as it is,
+    until a round changes nothing or `deadline` of `clock` has passed.
+
+    choices: (field of StepShapes, fields of its shape to try). measure: seconds a step, None where they do not run.
+    report(found, candidates of a round, part) is called before each measurement.
+    """
+    first = measure(start)
+    if first is None:
+        raise DeviceError("the step does not run with the shapes that it has now")
+    found = Search(start, first)
+    known, total = {start}, sum(len(tried) for _, tried in choices)
+    at_start = None
+    while at_start != found.shapes:
+        at_start = found.shapes
+        for op, tried in choices:
+            base = found.shapes
+            for values in tried:
+                candidate = replace(base, **{op: replace(getattr(base, op), **values)})
+                if candidate in known:
+                    continue
+                if clock() >= deadline:
+                    return found
+                known.add(candidate)
+                report(found, total, op)
+                seconds = measure(candidate)
+                found.tried += 1
+                if seconds is None:
+                    found.skipped += 1
+                elif seconds < found.seconds * (1 - MARGIN):
+                    found.seconds, found.shapes = seconds, candidate
+    found.finished = True
+    return found
+
+
+def candidates(config: ModelConfig, itemsize: int, shapes: StepShapes) -> list[tuple[str, list[dict]]]:
+    """What to try for each part of the step, but for tiles of weights that a program's registers cannot hold."""
+    columns = {"o_proj": config.q_size, "down": config.intermediate_size}
+    found = []
+    for op in ORDER:
+        shape = getattr(shapes, op)
+        rows = itemsize * columns.get(op, config.hidden_size) * (2 if op == "gate_up" else 1)
+        for group in GROUPS:
+            if set(group) <= set(searched(shape)):
+                tried = [dict(zip(group, values)) for values in product(*(VALUES[name] for name in group))]
+                if "block_n" in group:
+                    tried = [t for t in tried if t["block_n"] * rows <= REGISTERS * 32 * t["num_warps"]]
+                found.append((op, tried))
+    return found
+
+
+class StepTimer:
+    """Seconds a greedy step takes with given shapes, the mean over `contexts`; None where they do not compile, do not
+    launch or compute something else than the first shapes did."""
+
+    def __init__(self, engine: Engine):
+        self.engine = engine
+        room = engine.capacity - 66  # positions that a timing may need
+        self.contexts = [min(context, room) for context in CONTEXTS if context <= room] or [max(room, 1)]
+        self._logits = None
+        self._steps = 16
+
+    def __call__(self, shapes: StepShapes) -> float | None:
+        engine = self.engine
+        engine.model = replace(engine.model, shapes=shapes)
+        try:
+            engine.graphs = StepGraphs(engine.model, kinds=("greedy",))
+            if not self._same():
+                return None
+            return mean(self._time(context) for context in self.contexts)
+        except (TritonError, RuntimeError):
+            torch.cuda.synchronize(engine.device)  # raises if the GPU itself has failed: nothing can follow that
+            return None
+
+    def _same(self) -> bool:
+        self.engine.rewind(self.contexts[-1], GREEDY)
+        self.engine.enqueue(GREEDY)
+        logits = self.engine.model.workspace.logits[0].clone()
+        if self._logits is None:
+            self._logits = logits
+        error = (logits - self._logits).square().mean().sqrt() / self._logits.square().mean().sqrt()
+        return bool(error <= TOLERANCE)  # False for NaN
+
+    def _time(self, context: int) -> float:
+        seconds = median(time_decode(self.engine, context, self._steps, RUNS))
+        self._steps = max(min(int(RUN_SECONDS / seconds), 64), 8)
+        return seconds
+
+
+@contextmanager
+def progress(output: Output):
+    """A bar on stderr, on a terminal; yields the function that `search` reports to."""
+    columns = (
+        TextColumn("tuning {task.fields[op]}"),
+        BarColumn(),
+        TextColumn("{task.fields[best]}"),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=output.errors, transient=True, disable=not output.errors.is_terminal) as bar:
+        task = bar.add_task("tuning", total=None, op="", best="")
+
+        def report(found: Search, total: int, op: str) -> None:
+            best = f"{found.seconds * 1e6:,.1f} µs a step"
+            bar.update(task, completed=found.tried % total, total=total, op=op, best=best)
+
+        yield report
