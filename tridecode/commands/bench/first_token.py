@@ -5,6 +5,7 @@ time before is said on stderr.
 """
 
 import json
+import logging
 import sys
 import time
 from dataclasses import replace
@@ -28,7 +29,9 @@ def main(preset: str, started: float) -> None:
             say(f"compiled {metadata['name'].strip('_')} ({len(compiled)})", started)
 
     triton.knobs.compilation.listener = report
-    say(f"imported torch {torch.__version__}; making weights, compiling and capturing the step", started)
+    logging.basicConfig(format="          %(message)s")
+    logging.getLogger("tridecode").setLevel(logging.INFO)  # the engine says itself what it does
+    say(f"imported torch {torch.__version__}; making the weights and the step", started)
     engine = preset_engine(preset, CAPACITY)
     built = time.time()
     say("captured; waiting for the first token", started)
