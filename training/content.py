@@ -25,6 +25,12 @@ def bank(name: str) -> list[tuple[list[str], list[str]]]:
     return entries
 
 
+def follow_ups(name: str) -> list[tuple[str, list[str], list[str]]]:
+    """Entries `pattern => answer | answer => reply ## reply`."""
+    entries = (line.split(" => ") for line in _lines(name))
+    return [(pattern, split(answers), replies.split(" ## ")) for pattern, answers, replies in entries]
+
+
 def dialogues(name: str) -> list[list[list[str]]]:
     """Entries `user | user => reply ## reply => user => reply`, as alternating lists of choices."""
     return [[re.split(r" \| | ## ", part) for part in line.split(" => ")] for line in _lines(name)]

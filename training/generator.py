@@ -161,6 +161,8 @@ class ChatGenerator(FactSkills, TalkSkills, MemorySkills, TextSkills):
         weights = self._skills()
         length = self.rng.choices([1, 2, 3, 4, 6, 10, 16], [42, 24, 14, 10, 6, 3, 1.5])[0]
         turns, picked = (self.greeting() if self.chance(0.2) else []), set()
+        if turns and self.chance(0.3):
+            turns += self.answered(turns[-1].reply)
         told_about_users = {self.remembering, self.introduction, self.statement, self.activity}
         for skill in self.rng.choices(list(weights), list(weights.values()), k=length):
             again = skill in picked and skill in (self.remembering, self.introduction, self.greeting, self.how_are_you)
@@ -169,6 +171,10 @@ class ChatGenerator(FactSkills, TalkSkills, MemorySkills, TextSkills):
                 continue
             picked.add(skill)
             turns += skill()
+            answered = self.answered(turns[-1].reply) if self.chance(0.3) else []
+            if answered:
+                turns += answered
+                picked.add(self.statement)
             if self.chance(0.06):
                 turns += self.thanks()
             if skill == self.goodbye:

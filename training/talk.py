@@ -4,8 +4,8 @@ import re
 import string
 from dataclasses import replace
 
-from content import bank, dialogues, items
-from skills import MODEL_NAME, TABLES, Skills
+from content import bank, dialogues, follow_ups, items
+from skills import MODEL_NAME, SLOTS, TABLES, Skills
 from turns import Turn, capitalize, plural
 
 PROJECT = "tridecode"
@@ -30,6 +30,16 @@ class TalkSkills(Skills):
         self.banks = {name: bank(f"{name}.txt") for name in BANKS}
         self.smalltalk = {questions[0]: (questions, replies) for questions, replies in self.banks["smalltalk"]}
         self.openers = [entry for first, entry in self.smalltalk.items() if first not in HAVE_OWN_SKILL]
+        slots = {"bad": "|".join(SLOTS["bad_feeling"]), "good": "|".join(SLOTS["good_feeling"])}
+        slots["season"] = "|".join(SLOTS["season"])
+        self.follow_ups = [
+            (
+                re.compile(f"(?:{re.sub(r'{(bad|good|season)}', lambda slot: slots[slot[1]], pattern)})$"),
+                answers,
+                replies,
+            )
+            for pattern, answers, replies in follow_ups("follow_ups.txt")
+        ]
         self.feelings, self.acts = dialogues("feelings.txt"), dialogues("acts.txt")
 
     def _fill(self, text: str) -> str:
@@ -146,6 +156,22 @@ class TalkSkills(Skills):
             answer = self.choice(["yes", "no"])
             turns.append(Turn(self._phrase(answer), self._phrase(f"{answer} replies")))
         return turns
+
+    def answered(self, reply: str) -> list[Turn]:
+        """The user's answer to the question that the reply ends with, and what is said to that."""
+        found = [(pattern.search(reply), *rest) for pattern, *rest in self.follow_ups]
+        found = [entry for entry in found if entry[0]]
+        if not found:
+            return []
+        match, answers, replies = self.choice(found)
+        values = self._slot_values() | {"it": next(filter(None, match.groups()), "")}
+        values["number"] = str(self.rng.randint(2, 15))
+        answer, reply = self.choice(answers), self.choice(replies)
+        if reply.startswith("@"):
+            turn = getattr(self, reply.removeprefix("@"))()
+            return [turn if answer == "-" else replace(turn, user=answer)]
+        answer, reply = (re.sub(r"\b([Aa]) (?=[aeiou])", r"\1n ", text.format_map(values)) for text in (answer, reply))
+        return [Turn(self.choice([capitalize(answer), answer]), capitalize(reply))]
 
     def fragment(self) -> list[Turn]:
         kind = self.rng.choice(["empty", "empty", "keys", "emoji", "languages other", "languages other"])

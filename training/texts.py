@@ -15,6 +15,19 @@ class TextSkills(Skills):
     def any_story(self) -> stories.Story:
         return stories.tell(self.rng, stories.random_topic(self.rng))
 
+    def any_told_story(self) -> Turn:
+        return Turn("Tell me a story.", self.any_story().text)
+
+    def asked_story(self) -> Turn:
+        """Only the subject is said."""
+        topic = stories.random_topic(self.rng)
+        said = self.choice(["{}", "{}.", "About {}.", "about {}", "It should be about {}.", "{}, please."])
+        return Turn(capitalize(said.format(topic.text)), stories.tell(self.rng, topic).text)
+
+    def any_joke(self) -> Turn:
+        question, answer = self.choice(list(mapping(TABLES["jokes"]).items()))
+        return Turn("Tell me a joke.", f"{question} {answer}")
+
     def story(self) -> list[Turn]:
         topic = stories.random_topic(self.rng)
         if self.chance(0.12):
