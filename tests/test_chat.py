@@ -1,5 +1,6 @@
 """The chat: piped, and with an engine that follows a script."""
 
+import asyncio
 import os
 import signal
 from types import SimpleNamespace
@@ -7,12 +8,16 @@ from types import SimpleNamespace
 import pytest
 from chats import said
 from checkpoints import write_tiny, write_tokenizer
+from prompt_toolkit import PromptSession
+from prompt_toolkit.input import create_pipe_input
+from prompt_toolkit.output import DummyOutput
 
 from tridecode import Engine, SamplingParams
 from tridecode.commands import session as sessions
 from tridecode.commands.chat import converse, one_interrupt
 from tridecode.commands.conversation import Conversation
 from tridecode.commands.display import Thinking, opens_thinking
+from tridecode.commands.keyboard import Keyboard
 from tridecode.commands.lines import PlainReader, join_blocks, unfinished, unquoted
 from tridecode.commands.terminal import Output
 from tridecode.errors import PromptError
@@ -133,13 +138,6 @@ def interrupting(pieces):
 def test_an_interrupt_ends_a_piped_chat(session):
     with pytest.raises(KeyboardInterrupt):
         session([KeyboardInterrupt()]).handle("one")
-
-
-def test_out_of_memory_ends_its_turn_only(session):
-    chat = session([RuntimeError("CUDA out of memory")], ["fine"])
-    assert chat.handle("one") and chat.handle("two")
-    assert chat.engine.prompts[1] == said("two")
-    assert "CUDA out of memory" in chat.read()[1]
 
 
 def test_impatience_is_one_interrupt():
@@ -301,6 +299,35 @@ def test_templates_that_begin_the_thinking():
     for text, opens in (("<|im_start|>assistant\n<think>\n", True), ("assistant\n", False)):
         tokenizer = SimpleNamespace(encode_chat=lambda messages: [1], decode=lambda ids, skip_special, t=text: t)
         assert opens_thinking(tokenizer) == opens
+
+
+@pytest.mark.parametrize("when", ["making", "closing"])
+def test_an_interrupt_leaves_no_event_loop_behind(monkeypatch, when):
+    loops = []
+
+    class Loop(asyncio.SelectorEventLoop):
+        def __init__(self):
+            loops.append(self)
+            self.interrupt("making")
+            super().__init__()
+
+        def close(self):
+            self.interrupt("closing")
+            super().close()
+
+        def interrupt(self, now):
+            if now == when:
+                os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr("asyncio.events.new_event_loop", Loop)
+    before = signal.getsignal(signal.SIGINT)
+    with create_pipe_input() as keys:
+        keyboard = object.__new__(Keyboard)
+        keyboard.session = PromptSession(input=keys, output=DummyOutput())
+        keys.send_text("hello\r")
+        with pytest.raises(KeyboardInterrupt):
+            keyboard.read()
+    assert [loop.is_closed() for loop in loops] == [True] and signal.getsignal(signal.SIGINT) is before
 
 
 @pytest.mark.parametrize(

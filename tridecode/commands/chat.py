@@ -1,5 +1,6 @@
 """`tridecode chat`: a conversation in the terminal, or one turn a line from a pipe."""
 
+import os
 import re
 import signal
 import sys
@@ -265,13 +266,20 @@ def chat(args, output: Output) -> int:
     try:
         if interactive:
             output.note(f"{talk.engine.name}: {talk.capacity_words()}; /help lists the commands")
-            return converse(talk, open_reader(slash.COMMANDS, output))
-        for line in join_blocks(sys.stdin):
-            if not talk.handle(line):
-                break
-        return talk.exit_code
+            code = converse(talk, open_reader(slash.COMMANDS, output))
+        else:
+            for line in join_blocks(sys.stdin):
+                if not talk.handle(line):
+                    break
+            code = talk.exit_code
     finally:
         talk.save()
+    if code == DEVICE_LOST:
+        # What is freed on such a GPU fails once more, in places that end the program by a signal.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code
 
 
 def open_session(args, output: Output, interactive: bool) -> tuple[Conversation, session.Store | None]:

@@ -1,9 +1,11 @@
 """The line editor of the chat: history, several lines, bracketed paste, completion of commands."""
 
 import os
+import signal
 import sys
 
 from prompt_toolkit import PromptSession
+from prompt_toolkit.application import get_app
 from prompt_toolkit.completion import Completer, Completion
 from prompt_toolkit.history import FileHistory
 from prompt_toolkit.key_binding import KeyBindings
@@ -65,7 +67,23 @@ class Keyboard:
         )
 
     def read(self, draft: str = "") -> str:
-        return self.session.prompt("> ", default=draft)
+        # An exception in the middle of making or closing the event loop would leave it half made: until the prompt is
+        # there, and once it has gone, a Ctrl-C is only noted.
+        interrupts = []
+
+        def interrupt_if_noted():
+            if interrupts:
+                interrupts.clear()
+                get_app().key_processor.send_sigint()
+
+        before = signal.signal(signal.SIGINT, lambda signum, frame: interrupts.append(signum))
+        try:
+            text = self.session.prompt("> ", default=draft, pre_run=interrupt_if_noted)
+        finally:
+            signal.signal(signal.SIGINT, before)
+        if interrupts:
+            raise KeyboardInterrupt
+        return text
 
 
 def _bindings() -> KeyBindings:

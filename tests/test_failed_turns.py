@@ -1,0 +1,93 @@
+"""A turn that fails is only that: what is said, what is kept, and what the shell sees."""
+
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from chats import ROOT, said
+from checkpoints import write_tiny
+
+from tridecode.commands import session as sessions
+from tridecode.commands.chat import DEVICE_LOST
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    return write_tiny(tmp_path_factory.mktemp("failed") / "qwen3", "qwen3")
+
+
+def test_out_of_memory_ends_its_turn_only(session):
+    chat = session([RuntimeError("CUDA out of memory")], ["fine"])
+    assert chat.handle("one") and chat.handle("two")
+    assert chat.engine.prompts[1] == said("two")
+    assert "CUDA out of memory" in chat.read()[1]
+
+
+@pytest.fixture
+def lost(monkeypatch):
+    """A GPU that takes no calls any more."""
+
+    def fail(device):
+        raise torch.AcceleratorError("CUDA error: device-side assert triggered")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", fail)
+
+
+@pytest.mark.parametrize("command", ["two", "/retry"])
+def test_a_lost_gpu_ends_the_chat_and_loses_no_turn(session, lost, state, command):
+    store = sessions.Store(sessions.named("work"), "m")
+    chat = session(["fine"], [RuntimeError("CUDA error: device-side assert triggered")], store=store)
+    chat.engine.device = torch.device("cuda", 0)
+    assert chat.handle("one") and not chat.handle(command)
+    assert chat.exit_code == 3 == DEVICE_LOST
+    assert chat.read()[1].endswith("tridecode: error: cuda:0 can no longer be used by this program; the chat ends\n")
+    assert sessions.read(store.path).turns == (("one", "fine"),)
+
+
+def test_a_gpu_out_of_memory_is_not_lost(session, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    chat = session([torch.OutOfMemoryError("CUDA out of memory")], ["fine"])
+    chat.engine.device = torch.device("cuda", 0)
+    assert chat.handle("one") and chat.handle("two")
+    assert "error: out of memory; choose a smaller" in chat.read()[1] and len(chat.conversation.turns) == 1
+
+
+def test_a_reader_that_leaves_ends_the_chat_and_loses_no_turn(tiny, state):
+    """`chat | head`: the turns before the one that could not be written are saved."""
+    argv = ["cli.py", "chat", "--model", tiny, "--device", "cpu", "--max-tokens", "3", "--session", "work"]
+    chat = subprocess.Popen([sys.executable, *argv], cwd=ROOT, stdin=-1, stdout=-1, stderr=-1, text=True, bufsize=1)
+    chat.stdin.write("one\n")
+    assert chat.stdout.readline()
+    saved = sessions.named("work")
+    while not saved.exists():
+        assert chat.poll() is None
+        time.sleep(0.01)
+    chat.stdout.close()
+    err = chat.communicate("two\n")[1]
+    assert chat.returncode == 141 and "Traceback" not in err
+    assert [user for user, _ in sessions.read(saved).turns][0] == "one"
+
+
+CHAT_ON_A_BROKEN_GPU = """
+import sys, torch
+from tridecode import commands, engine
+
+def prefill(model, ids, start):
+    if len(ids) > 40:  # the second turn
+        torch.zeros(1, device=model.device)[torch.tensor([9], device=model.device)]
+
+engine.prefill = prefill
+sys.exit(commands.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="breaks a GPU's context, so it needs an NVIDIA GPU")
+def test_a_device_side_assert(tiny, state):
+    argv = ["chat", "--model", tiny, "--device", "cuda", "--max-tokens", "3", "--session", "work"]
+    program = [sys.executable, "-c", CHAT_ON_A_BROKEN_GPU, *map(str, argv)]
+    done = subprocess.run(program, cwd=ROOT, input=f"one\n{'two ' * 40}\nthree\n", capture_output=True, text=True)
+    assert done.returncode == DEVICE_LOST, done.stderr
+    assert "cuda:0 can no longer be used by this program" in done.stderr
+    assert [user for user, _ in sessions.read(sessions.named("work")).turns] == ["one"]
