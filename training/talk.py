@@ -30,16 +30,12 @@ class TalkSkills(Skills):
         self.banks = {name: bank(f"{name}.txt") for name in BANKS}
         self.smalltalk = {questions[0]: (questions, replies) for questions, replies in self.banks["smalltalk"]}
         self.openers = [entry for first, entry in self.smalltalk.items() if first not in HAVE_OWN_SKILL]
-        slots = {"bad": "|".join(SLOTS["bad_feeling"]), "good": "|".join(SLOTS["good_feeling"])}
-        slots["season"] = "|".join(SLOTS["season"])
-        self.follow_ups = [
-            (
-                re.compile(f"(?:{re.sub(r'{(bad|good|season)}', lambda slot: slots[slot[1]], pattern)})$"),
-                answers,
-                replies,
-            )
-            for pattern, answers, replies in follow_ups("follow_ups.txt")
-        ]
+        kinds = {"bad": "bad_feeling", "good": "good_feeling", "season": "season"}
+        self.follow_ups = []
+        for pattern, answers, replies in follow_ups("follow_ups.txt"):
+            for kind, slot in kinds.items():
+                pattern = pattern.replace(f"{{{kind}}}", "|".join(SLOTS[slot]))
+            self.follow_ups.append((re.compile(f"(?:{pattern})$"), answers, replies))
         self.feelings, self.acts = dialogues("feelings.txt"), dialogues("acts.txt")
 
     def _fill(self, text: str) -> str:
@@ -159,6 +155,8 @@ class TalkSkills(Skills):
 
     def answered(self, reply: str) -> list[Turn]:
         """The user's answer to the question that the reply ends with, and what is said to that."""
+        if not reply.endswith(("?", "about.")):
+            return []
         found = [(pattern.search(reply), *rest) for pattern, *rest in self.follow_ups]
         found = [entry for entry in found if entry[0]]
         if not found:
