@@ -100,12 +100,12 @@ def terminal(state):
     pexpect = pytest.importorskip("pexpect")
     children = []
 
-    def terminal(*argv):
+    def terminal(*argv, **environment):
         child = pexpect.spawn(
             sys.executable,
             ["cli.py", "chat", "--device", "cpu", *map(str, argv)],
             cwd=str(ROOT),
-            env=ENVIRONMENT | {"XDG_STATE_HOME": str(state.parent)},
+            env=ENVIRONMENT | {"XDG_STATE_HOME": str(state.parent)} | environment,
             encoding="utf-8",
             codec_errors="replace",  # the terminal's ^C may come in the middle of a character
             timeout=30,

@@ -1,12 +1,20 @@
 """The chat in a pseudo-terminal: keys, Ctrl-C, what is on the screen and what is on the disk."""
 
+import os
+import re
 import signal
 import stat
 import time
+from pathlib import Path
 
+import pytest
 from chats import READY, STREAMS, leaves
 
 from tridecode.commands import session as sessions
+from tridecode.commands.conversation import Conversation
+from tridecode.commands.slash import COMMANDS
+
+ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
 def test_in_a_terminal(endless, terminal):
@@ -55,21 +63,6 @@ def test_markdown_in_a_terminal(endless, terminal, state):
     assert len(sessions.read(file).turns[0][1]) > 20
 
 
-def test_killed_in_the_middle_of_an_answer(endless, terminal, state):
-    child = terminal("--model", endless, "--seed", 3, "--max-tokens", 5, "--plain")
-    child.send("first\r")
-    child.expect_exact("5 tokens")
-    child.expect_exact(READY)
-    child.send("/set max_tokens none\r")
-    child.expect_exact("max_tokens is none")
-    child.send("second\r")
-    child.expect(STREAMS)
-    child.kill(signal.SIGKILL)
-    child.wait()
-    saved = sessions.read(next((state / "sessions").iterdir()))
-    assert [user for user, _ in saved.turns] == ["first"]
-
-
 def test_lines_are_edited(terminal, state):
     child = terminal("--max-tokens", 2, "--temperature", 0)
 
@@ -109,3 +102,193 @@ def test_lines_are_edited(terminal, state):
     child.sendeof()
     leaves(child)
     assert len(sessions.read(file).turns) == len(users) and sessions.read(file).turns[-1][0].endswith("\nmore")
+
+
+# What each command is typed with, and words of what it shows.
+TYPED = {
+    "/help": ("", "a line that starts with a space"),
+    "/system": ("Be brief.", "the system turn is set"),
+    "/retry": ("", "context "),
+    "/edit": ("Hello again", "context "),
+    "/save": ("{path}/talk.json", "saved to"),
+    "/load": ("{path}/talk.json", "continuing 1 turn"),
+    "/export": ("{path}/talk.md", "exported to"),
+    "/copy": ("", "c"),
+    "/model": ("", "bundled"),
+    "/think": ("", "think"),
+    "/set": ("temperature 0", "temperature is 0"),
+    "/stats": ("", "1 turn"),
+    "/undo": ("", "0 turns left"),
+    "/clear": ("", "the conversation is forgotten"),
+}
+
+
+def test_every_command_is_accepted(terminal, tmp_path):
+    child = terminal("--max-tokens", 4, "--temperature", 0)
+    ask(child, "Hello")
+    for name, (rest, words) in TYPED.items():
+        child.send(f"{name} {rest.format(path=tmp_path)}".rstrip() + "\r")
+        child.expect(f"(?i){re.escape(words)}")
+        child.expect_exact(READY)
+    child.send("/exit\r")
+    leaves(child)
+    assert {*TYPED, "/exit"} == set(COMMANDS)
+    shown = child.screen.getvalue()
+    assert "there is no command" not in shown and "tridecode: error" not in shown
+    assert sessions.read(tmp_path / "talk.json").turns[0][0] == "Hello again" and (tmp_path / "talk.md").exists()
+
+
+def ask(child, message: str) -> None:
+    """A whole turn."""
+    child.send(f"{message}\r")
+    child.expect_exact("context ")
+    child.expect_exact(READY)
+
+
+def interrupt(child) -> float:
+    """Ctrl-C; seconds until the note about it is there."""
+    began = time.monotonic()
+    child.sendintr()
+    child.expect(r"stopped after (\d+) tokens? and")
+    return time.monotonic() - began
+
+
+# Where nothing else runs an interrupt takes a few hundredths of a second; the tests leave room for a busy machine.
+AT_ONCE = 1.0
+
+
+@pytest.mark.parametrize("options", [(), ("--plain",)], ids=["markdown", "plain"])
+def test_an_answer_stops_at_once(terminal, endless, options):
+    child = terminal("--model", endless, "--seed", 3, *options)
+    seconds = []
+    for line in ("one", "two", "three"):
+        child.send(f"{line}\r")
+        child.expect_exact("\x1b[?2004l")
+        child.expect(r"[^\s\x1b]{20}")  # it streams
+        seconds.append(interrupt(child))
+        child.expect_exact(READY)
+    assert sorted(seconds)[1] < AT_ONCE, seconds
+    child.sendeof()
+    leaves(child)
+
+
+def test_a_long_prompt_stops_at_once(terminal, endless, state):
+    """Ctrl-C while the prompt is computed: the turn is gone, the conversation and the chat are not."""
+    store = sessions.Store(sessions.named("long"), "m")
+    store.save(Conversation(turns=(("word " * 12_000, "fine"),)))
+    child = terminal("--model", endless, "--session", "long", "--max-tokens", 4)
+    for _ in range(3):
+        child.send("hello\r")
+        child.expect_exact("\x1b[?2004l")
+        wait_for_cpu(child.pid, 0.3)  # the prompt needs ten times that
+        assert interrupt(child) < AT_ONCE
+        assert child.match[1] == "0"
+        child.expect_exact("the turn is not kept")
+        child.expect_exact(READY)
+    assert store.load().turns == (("word " * 12_000, "fine"),)
+    child.send("/clear\r")
+    child.expect_exact("stays in session long")
+    child.expect_exact(READY)
+    ask(child, "hello")
+    child.sendeof()
+    leaves(child)
+
+
+def cpu_seconds(pid: int) -> float:
+    user, system = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+
+def wait_for_cpu(pid: int, seconds: float) -> None:
+    """Until the process has computed for some time."""
+    until = cpu_seconds(pid) + seconds
+    while cpu_seconds(pid) < until:
+        time.sleep(0.02)
+
+
+def test_a_long_paste_is_one_message(terminal, state):
+    lines = "\n".join(f"{n}. /exit, then\tthe rest" for n in range(300))
+    child = terminal("--max-tokens", 2, "--max-seq-len", 200)
+    child.send("\x1b[200~" + lines.replace("\n", "\r") + "\x1b[201~")
+    child.expect_exact("299.")
+    child.send("\r")
+    child.expect_exact("tokens, the context holds 200")
+    child.expect_exact(READY)
+    child.send("\x1b[200~" + lines[:100].replace("\n", "\r") + "\x1b[201~\r")
+    child.expect_exact("context ")
+    child.expect_exact(READY)
+    child.sendeof()
+    leaves(child)
+    assert [user for user, _ in only_session(state).turns] == [lines[:100]]
+
+
+def only_session(state) -> Conversation:
+    (file,) = (state / "sessions").iterdir()
+    return sessions.read(file)
+
+
+def test_resumed_after_a_kill(terminal, endless, state):
+    """kill -9 in mid-answer: what was complete is there again, and the conversation goes on."""
+    child = terminal("--model", endless, "--seed", 3, "--max-tokens", 5, "--plain")
+    ask(child, "first")
+    child.send("/set max_tokens none\r")
+    child.expect_exact(READY)
+    child.send("second\r")
+    child.expect(STREAMS)
+    child.kill(signal.SIGKILL)
+    child.wait()
+    child = terminal("--model", endless, "--resume", "--max-tokens", 5)
+    assert "continuing 1 turn, the last was 'first'" in child.screen.getvalue()
+    ask(child, "third")
+    child.sendeof()
+    leaves(child)
+    assert [user for user, _ in only_session(state).turns] == ["first", "third"]
+
+
+@pytest.mark.parametrize("answering", [False, True], ids=["at the prompt", "in mid-answer"])
+def test_a_terminal_that_is_closed(terminal, endless, state, answering):
+    child = terminal("--model", endless, "--seed", 3, "--max-tokens", 5, "--plain")
+    ask(child, "first")
+    if answering:
+        child.send("/set max_tokens none\r")
+        child.expect_exact(READY)
+        child.send("second\r")
+        child.expect(STREAMS)
+    pty = child.ptyproc
+    pty.fileobj.close()  # as when its window is closed: the kernel sends SIGHUP
+    pty.closed = True
+    pty.wait()
+    assert pty.signalstatus == signal.SIGHUP
+    turns = only_session(state).turns
+    assert turns[0][0] == "first" and len(turns) <= 1 + answering
+    assert sorted(os.listdir(state)) == ["history", "sessions"], "nothing half written is left"
+
+
+def test_a_terminal_that_becomes_narrow(terminal, state):
+    child = terminal("--ignore-eos", "--seed", 3, COLUMNS="")
+    child.send("Tell me a story.\r")
+    child.expect_exact("\x1b[?2004l")
+    child.expect(r"[a-z]{3}[^\x1b]*[a-z]{3}")
+    child.setwinsize(50, 20)
+    for _ in range(3):  # frames drawn since
+        child.expect_exact("\x1b[2K")
+    before = len(child.screen.getvalue())
+    for _ in range(20):
+        child.expect_exact("\x1b[2K")
+    drawn = ANSI.sub("", child.screen.getvalue()[before:])
+    assert max(map(len, re.split(r"[\r\n]+", drawn))) <= 20
+    child.setwinsize(3, 20)  # less than the answer takes
+    child.expect_exact("\x1b[2K")
+    child.setwinsize(50, 200)
+    assert interrupt(child) < AT_ONCE
+    child.expect_exact(READY)
+    child.setwinsize(50, 20)
+    wide = "a line that is wider than the screen"
+    child.send("/set max_tokens 4\r")
+    child.expect_exact("max_tokens is 4")
+    child.expect_exact(READY)
+    ask(child, wide)
+    child.sendeof()
+    leaves(child)
+    turns = only_session(state).turns
+    assert [user for user, _ in turns] == ["Tell me a story.", wide] and len(turns[0][1]) > 100
