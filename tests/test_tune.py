@@ -10,11 +10,11 @@ import pytest
 import torch
 from models import tiny_config, tiny_engine
 
-from tridecode import commands, tuned
+from tridecode import commands, shapes, tuned
 from tridecode.commands import tune
 from tridecode.errors import DeviceError
 from tridecode.presets import PRESETS
-from tridecode.shapes import TUNED, choose_shapes, matvec_shape
+from tridecode.shapes import choose_shapes, matvec_shape
 from tridecode.version import __version__
 
 CUDA = torch.cuda.is_available()
@@ -116,20 +116,21 @@ def test_fields_that_are_not_searched_stay():
 
 
 def test_candidates_are_what_registers_hold_and_a_table_may_say():
-    shapes = choose_shapes(CONFIG, BF16, 90)
-    found = tune.candidates(CONFIG, 2, shapes)
-    assert {op for op, _ in found} == set(tune.ORDER) == {f for f in vars(shapes)}
+    start = choose_shapes(CONFIG, BF16, 90)
+    found = tune.candidates(CONFIG, 2, start)
+    assert {op for op, _ in found} == set(tune.ORDER) == set(vars(start))
     for op, tried in found:
         assert tried
         for values in tried:
             assert all(value in tuned.VALUES[name] for name, value in values.items())
-            replace(getattr(shapes, op), **values)
-    down = dict(found)["down"]
-    assert {"block_n": 1, "num_warps": 1} in down
-    assert {"block_n": 2, "num_warps": 1} not in down  # 2 x 9,728 bf16 in 32 threads
-    assert {"block_n": 8, "num_warps": 8} in down
-    fields = set().union(*(values for op, tried in found if op == "attention" for values in tried))
-    assert fields == {"block_t", "num_warps", "splits"}
+            replace(getattr(start, op), **values)
+    down = [(t["block_n"], t["num_warps"]) for op, tried in found if op == "down" for t in tried if "block_n" in t]
+    assert (1, 1) in down and (8, 8) in down
+    assert (2, 1) not in down  # 2 x 9,728 bf16 in 32 threads
+    tiles = [{"block_n": 2, "num_warps": 1}, {"block_n": 2, "num_warps": 4}]
+    assert tune.with_registers(tiles, 2 * 9728, bounded=True) == [{"block_n": 2, "num_warps": 4, "registers": 80 + 40}]
+    names = set().union(*(values for op, tried in found if op == "attention" for values in tried))
+    assert names >= {"block_t", "num_warps", "splits"}
 
 
 # The table
@@ -146,17 +147,23 @@ def test_a_table_comes_back_and_is_kept_for_other_models(cache):
     assert json.loads(path.read_text())["tridecode"] == __version__
 
 
-def test_the_users_table_comes_first_then_the_shipped_one_then_the_rule(cache):
+def fields(op: str, **values) -> dict:
+    """A table's entry for a part of CONFIG's step."""
+    return tuned.searched(getattr(choose_shapes(CONFIG, BF16, 90), op)) | values
+
+
+def test_the_users_table_comes_first_then_the_shipped_one_then_the_rule(cache, monkeypatch):
+    monkeypatch.setitem(shapes.TUNED, (6144, 2560), replace(matvec_shape(1, 1), block_n=8, num_warps=1))
     keys = tuned.table_keys(CONFIG, BF16)
     assert keys["qkv"] == "qkv 6144x2560 bfloat16" and keys["gate_up"] == "gate_up 9728x2560 bfloat16"
     assert keys["attention"] == "attention 32/8x128 bfloat16"
     shipped = choose_shapes(CONFIG, BF16, 90)
-    assert shipped.qkv == TUNED[6144, 2560]
+    assert shipped.qkv == shapes.TUNED[6144, 2560]
     assert choose_shapes(CONFIG, BF16, 90, GPU) == shipped, "no table, no change"
     write({
-        keys["qkv"]: {"block_n": 16, "num_warps": 8},
-        keys["attention"]: {"block_t": 32, "splits": 64, "num_warps": 2},
-        "down 1x1 bfloat16": {"block_n": 16, "num_warps": 1},
+        keys["qkv"]: fields("qkv", block_n=16, num_warps=8),
+        keys["attention"]: fields("attention", block_t=32, splits=64, num_warps=2),
+        "down 1x1 bfloat16": fields("down", block_n=16, num_warps=1),
     })  # fmt: skip
     mine = choose_shapes(CONFIG, BF16, 90, GPU)
     assert (mine.qkv.block_n, mine.qkv.num_warps) == (16, 8)
@@ -167,18 +174,20 @@ def test_the_users_table_comes_first_then_the_shipped_one_then_the_rule(cache):
     assert choose_shapes(CONFIG, BF16, 90) == shipped, "without a GPU's name no table is read"
 
 
-def test_the_shipped_table_is_for_its_own_gpus_only():
-    (N, K), shape = next((size, shape) for size, shape in TUNED.items() if matvec_shape(*size, capability=89) != shape)
-    assert matvec_shape(N, K, capability=90) == shape
-    assert matvec_shape(N, K, capability=100) == matvec_shape(N, K, capability=89) == matvec_shape(N + 1, K)
+def test_the_shipped_table_is_for_its_own_gpus_only(monkeypatch):
+    rule = matvec_shape(6144, 2560, capability=89)
+    monkeypatch.setitem(shapes.TUNED, (6144, 2560), replace(rule, block_n=2 * rule.block_n))
+    assert matvec_shape(6144, 2560, capability=90).block_n == 2 * rule.block_n
+    assert matvec_shape(6144, 2560, capability=89) == matvec_shape(6144, 2560, capability=100) == rule
+    assert choose_shapes(CONFIG, BF16, 89).qkv == rule != choose_shapes(CONFIG, BF16, 90).qkv
 
 
 GOOD = {"format": tuned.FORMAT, "tridecode": __version__, "gpu": GPU, "shapes": {}}
 QKV = tuned.table_keys(CONFIG, BF16)["qkv"]
 
 
-def entry(**fields) -> str:
-    return json.dumps(GOOD | {"shapes": {QKV: fields}})
+def entry(**values) -> str:
+    return json.dumps(GOOD | {"shapes": {QKV: fields("qkv") | values}})
 
 
 @pytest.mark.parametrize("text, reason", [
@@ -191,12 +200,12 @@ def entry(**fields) -> str:
     (json.dumps(GOOD | {"format": 0}), "expected format"),
     (json.dumps(GOOD | {"tridecode": "0.0.1\nx"}), "expected tridecode"),
     (json.dumps(GOOD | {"gpu": "Another"}), "expected gpu"),
-    (entry(block_n=2), "expected block_n, num_warps"),
-    (entry(block_n=2, num_warps=4, more=1), "expected block_n, num_warps"),
-    (entry(block_n=3, num_warps=4), "block_n of .* must be one of 1, 2"),
-    (entry(block_n=True, num_warps=4), "block_n of .* must be one of"),
-    (entry(block_n="2", num_warps=4), "block_n of .* must be one of"),
-    (entry(block_n=2, num_warps=10**400), "num_warps of .* must be one of"),
+    (json.dumps(GOOD | {"shapes": {QKV: {"block_n": 2}}}), "expected block_n, num_warps"),
+    (entry(more=1), "expected block_n, num_warps"),
+    (entry(block_n=3), "block_n of .* must be one of 1, 2"),
+    (entry(block_n=True), "block_n of .* must be one of"),
+    (entry(block_n="2"), "block_n of .* must be one of"),
+    (entry(num_warps=10**400), "num_warps of .* must be one of"),
 ], ids=range(15))  # fmt: skip
 def test_a_table_that_cannot_be_used_is_ignored_with_one_warning(cache, caplog, text, reason):
     write({})
@@ -207,7 +216,7 @@ def test_a_table_that_cannot_be_used_is_ignored_with_one_warning(cache, caplog, 
     message = record.getMessage()
     assert message.startswith(str(tuned.table_path(GPU))) and "\n" not in message
     assert re.search(reason, message), message
-    write({QKV: {"block_n": 1, "num_warps": 1}})  # a new search replaces what it cannot read
+    write({QKV: fields("qkv", num_warps=1)})  # a new search replaces what it cannot read
     assert choose_shapes(CONFIG, BF16, 90, GPU).qkv.num_warps == 1
 
 
@@ -218,9 +227,9 @@ def test_a_table_that_cannot_be_opened_is_ignored(cache, caplog):
     assert len(caplog.records) == 1
 
 
-def test_every_field_of_every_shape_that_is_searched_is_one_of_them():
-    shapes = choose_shapes(tiny_config(), torch.float32, 0)
-    assert all(tuned.searched(getattr(shapes, op)) for op in tune.ORDER)
+def test_each_part_of_the_step_has_fields_to_search():
+    start = choose_shapes(tiny_config(), torch.float32, 0)
+    assert all({"num_warps"} < set(tuned.searched(getattr(start, op))) for op in tune.ORDER)
 
 
 # The command
@@ -230,6 +239,10 @@ def test_every_field_of_every_shape_that_is_searched_is_one_of_them():
 def fake(cache, monkeypatch):
     """The command on an engine of the CPU, with a timer that prefers many warps."""
     engine = tiny_engine()
+    now = engine.model.shapes
+    engine.model = replace(
+        engine.model, shapes=replace(now, **{op: replace(getattr(now, op), num_warps=4) for op in tune.ORDER})
+    )
     monkeypatch.setattr(tune, "StepTimer", lambda engine: Timer())
     monkeypatch.setattr(tune, "bench_engine", lambda args, capacity: engine)
     monkeypatch.setattr(tune, "run_facts", lambda device: {"gpu": GPU})
@@ -288,7 +301,7 @@ def test_no_gpu_is_one_line(capsys):
 @pytest.mark.skipif(not CUDA, reason="captures and times steps on an NVIDIA GPU")
 def test_a_real_step_is_timed_and_shapes_that_do_not_compile_are_skipped():
     engine = tiny_engine()
-    timer, shapes = tune.StepTimer(engine), engine.model.shapes
-    assert 0 < timer(shapes) < 0.1
-    assert timer(replace(shapes, qkv=replace(shapes.qkv, block_n=3))) is None  # no power of two
-    assert 0 < timer(shapes) < 0.1
+    timer, start = tune.StepTimer(engine), engine.model.shapes
+    assert 0 < timer(start) < 0.1
+    assert timer(replace(start, qkv=replace(start.qkv, block_n=3))) is None  # no power of two
+    assert 0 < timer(start) < 0.1

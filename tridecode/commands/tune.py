@@ -27,12 +27,13 @@ from .terminal import Output
 
 # The largest parts of the step first: the time may not be enough for all.
 ORDER = ("gate_up", "down", "qkv", "o_proj", "attention", "lm_head")
-GROUPS = (("block_n", "num_warps"), ("block_t", "num_warps"), ("splits",))  # fields that are tried with each other
+GROUPS = (("block_n", "num_warps"), ("registers",), ("block_t", "num_warps"), ("splits",))  # tried with each other
 CONTEXTS = (128, 4096)  # the step is as fast as its mean over these
 RUN_SECONDS, RUNS = 0.05, 5  # of a timing
 MARGIN = 0.001  # a candidate must be faster by this part of the step; below that timings do not agree
 TOLERANCE = 0.05  # relative RMS between the logits of two shapes; only the order of sums differs
-REGISTERS = 200 * 4  # bytes of weights that a thread can hold
+WEIGHT_REGISTERS, OTHER_REGISTERS = 200, 40  # a thread's: at most for weights; for all else, where a shape bounds them
+BOUNDS = (0, 40, 48, 56, 64, 80, 96, 128, 168)  # values of that bound which are tried, 0 is none
 
 
 @dataclass
@@ -149,14 +150,27 @@ def candidates(config: ModelConfig, itemsize: int, shapes: StepShapes) -> list[t
     columns = {"o_proj": config.q_size, "down": config.intermediate_size}
     found = []
     for op in ORDER:
-        shape = getattr(shapes, op)
-        rows = itemsize * columns.get(op, config.hidden_size) * (2 if op == "gate_up" else 1)
+        names = set(searched(getattr(shapes, op)))
+        row = itemsize * columns.get(op, config.hidden_size) * (2 if op == "gate_up" else 1)
         for group in GROUPS:
-            if set(group) <= set(searched(shape)):
-                tried = [dict(zip(group, values)) for values in product(*(VALUES[name] for name in group))]
+            if set(group) <= names:
+                values = product(*(BOUNDS if name == "registers" else VALUES[name] for name in group))
+                tried = [dict(zip(group, combination)) for combination in values]
                 if "block_n" in group:
-                    tried = [t for t in tried if t["block_n"] * rows <= REGISTERS * 32 * t["num_warps"]]
+                    tried = with_registers(tried, row, "registers" in names)
+                elif "block_t" in group and "registers" in names:
+                    tried = [tile | {"registers": 0} for tile in tried]
                 found.append((op, tried))
+    return found
+
+
+def with_registers(tiles: list[dict], row: int, bounded: bool) -> list[dict]:
+    """The tiles of rows of `row` bytes that fit; where a shape bounds its registers, with what the tile needs."""
+    found = []
+    for tile in tiles:
+        weights = -(-tile["block_n"] * row // (128 * tile["num_warps"]))
+        if weights <= WEIGHT_REGISTERS:
+            found.append(tile | ({"registers": -(-weights // 8) * 8 + OTHER_REGISTERS} if bounded else {}))
     return found
 
 
