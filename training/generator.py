@@ -163,9 +163,11 @@ class ChatGenerator(FactSkills, TalkSkills, MemorySkills, TextSkills):
         turns, picked = (self.greeting() if self.chance(0.2) else []), set()
         if turns and self.chance(0.3):
             turns += self.answered(turns[-1].reply)
-        told_about_users = {self.remembering, self.introduction, self.statement, self.activity}
+        names_told = {self.remembering, self.introduction}
+        told_about_users = names_told | {self.statement, self.activity}
         for skill in self.rng.choices(list(weights), list(weights.values()), k=length):
-            again = skill in picked and skill in (self.remembering, self.introduction, self.greeting, self.how_are_you)
+            again = skill in picked and skill in (self.greeting, self.how_are_you)
+            again |= skill in names_told and bool(picked & names_told)
             contradicts = skill in (self.unknowable, self.not_told) and picked & told_about_users
             if again or contradicts or len(turns) > LONGEST_CHAT:
                 continue
