@@ -11,7 +11,7 @@ from tridecode import SamplingParams
 from tridecode.commands.chat import converse
 from tridecode.commands.clipboard import LARGEST
 from tridecode.commands.settings import NAMES
-from tridecode.commands.slash import COMMANDS
+from tridecode.commands.slash import COMMANDS, GROUPS
 from tridecode.commands.terminal import Output
 from tridecode.errors import PromptError
 
@@ -170,7 +170,9 @@ def test_every_command_is_in_the_help(session):
     chat = session()
     chat.handle("/help")
     lines = chat.read()[1].splitlines()
-    assert [line.split()[0] for line in lines[: len(COMMANDS)]] == list(COMMANDS)
+    assert [line.split()[0] for line in lines if line.startswith("  /")] == list(COMMANDS)
+    assert [line for line in lines if not line.startswith(" ")] == [*GROUPS, "Keys"]
+    assert max(map(len, lines)) <= 100 and "a line that starts with a space is never a command" in lines[-1]
 
 
 def test_stats(session):

@@ -11,27 +11,42 @@ from .settings import NAMES, changed, shown
 from .terminal import counted
 from .thinking import strip_thinking
 
-# Name -> arguments and what it does, in the order of /help.
-COMMANDS = {
-    "/help": ("", "show this"),
-    "/clear": ("", "forget the conversation and begin a new one"),
-    "/system": ("TEXT", "set the system turn; - removes it, alone shows it"),
-    "/retry": ("", "ask the last message again"),
-    "/undo": ("", "take back the last message and its answer"),
-    "/edit": ("[TEXT]", "change the last message and ask it again"),
-    "/save": ("FILE", "save the conversation as JSON"),
-    "/load": ("FILE", "continue a saved conversation"),
-    "/export": ("FILE.md", "write the conversation as Markdown"),
-    "/copy": ("", "copy the last answer to the clipboard"),
-    "/model": ("[PATH_OR_ID]", "go on with another model (bundled: the one that comes along); alone names this one"),
-    "/think": ("[on|off|hide]", "think, do not think, or show only how long; alone says which"),
-    "/set": ("[NAME VALUE]", "change a sampling option (VALUE default: the model's own); alone shows them"),
-    "/stats": ("", "the model, the context and the tokens of this chat"),
-    "/exit": ("", "leave (also Ctrl-D, or Ctrl-C twice)"),
+# Group -> name -> arguments and what it does, in the order of /help.
+GROUPS = {
+    "Conversation": {
+        "/retry": ("", "ask the last message again"),
+        "/edit": ("[TEXT]", "change the last message and ask it again"),
+        "/undo": ("", "take back the last message and its answer"),
+        "/clear": ("", "forget the conversation and begin a new one"),
+        "/system": ("[TEXT]", "set the system turn; - removes it, alone shows it"),
+    },
+    "Files and clipboard": {
+        "/save": ("FILE", "save the conversation as JSON"),
+        "/load": ("FILE", "continue a saved conversation"),
+        "/export": ("FILE.md", "write the conversation as Markdown"),
+        "/copy": ("", "copy the last answer to the clipboard"),
+    },
+    "Model": {
+        "/model": ("[PATH_OR_ID]", "go on with another model (bundled: the built-in one); alone says which"),
+        "/think": ("[on|off|hide]", "think, do not think, or show only for how long; alone says which"),
+        "/set": ("[NAME VALUE]", "change a sampling option (VALUE default: the model's own); alone shows them"),
+        "/stats": ("", "the model, its speed, memory and context"),
+    },
+    "Chat": {
+        "/help": ("", "show this"),
+        "/exit": ("", "leave"),
+    },
 }
-KEYS = '''\
-Ctrl-C stops an answer and keeps what was said. Alt-Enter begins a new line; a message between """ and """ may have
-many. A line that starts with a space is never a command.'''
+COMMANDS = {name: words for group in GROUPS.values() for name, words in group.items()}
+KEYS = {
+    "Ctrl-C": "stops an answer, which is kept; at the prompt clears the line, and twice leaves",
+    "Ctrl-D": "leaves",
+    "Alt-Enter": "begins a new line; a pasted text stays one message",
+    '"""': "begins and ends a message of several lines",
+    "Tab": "completes commands",
+    "Up, Down": "go through what was typed before, in earlier chats too",
+    "Space": "a line that starts with a space is never a command",
+}
 
 
 def run(chat, word: str, rest: str) -> bool:
@@ -54,10 +69,13 @@ def run(chat, word: str, rest: str) -> bool:
 
 
 def _help(chat, rest) -> None:
-    for name, (arguments, what) in COMMANDS.items():
-        chat.output.note(f"{f'{name} {arguments}':<20} {what}", aligned=True)
-    for line in KEYS.splitlines():
-        chat.output.note(line)
+    for title, group in GROUPS.items():
+        chat.output.note(title)
+        for name, (arguments, what) in group.items():
+            chat.output.note(f"  {f'{name} {arguments}':<21} {what}", aligned=True)
+    chat.output.note("Keys")
+    for key, what in KEYS.items():
+        chat.output.note(f"  {key:<21} {what}", aligned=True)
 
 
 def _clear(chat, rest) -> None:
