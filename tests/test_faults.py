@@ -1,0 +1,42 @@
+"""docs/faults.md promises no more than what is tested."""
+
+import ast
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tridecode.commands.chat import DEVICE_LOST
+from tridecode.commands.main import BROKEN_PIPE, INTERRUPTED
+
+TESTS = Path(__file__).parent
+ROWS = [
+    [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
+    for line in (TESTS.parent / "docs" / "faults.md").read_text("utf-8").splitlines()
+    if line.startswith("|")
+]
+CODES = {int(row[0]): row[1] for row in ROWS if len(row) == 2 and row[0].isdigit()}
+FAULTS = [row for row in ROWS if len(row) == 4 and row[0] not in ("Input", "---")]
+
+
+@cache
+def functions_of(file: str) -> set[str]:
+    tree = ast.parse((TESTS / file).read_text("utf-8"))
+    return {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda row: row[0])
+def test_each_row_names_tests_that_exist(fault):
+    _, what, code, tests = fault
+    assert what and (code in ("goes on", "by signal") or {int(part) for part in code.split(" or ")} <= CODES.keys())
+    names = re.findall(r"`([^`]+)`", tests)
+    assert names and tests == ", ".join(f"`{name}`" for name in names)
+    for name in names:
+        file, _, function = name.partition("::")
+        assert function.startswith("test_") and function in functions_of(file), name
+
+
+def test_the_exit_codes_are_those_of_the_program():
+    assert {0, 1, 2, DEVICE_LOST, INTERRUPTED, BROKEN_PIPE} == CODES.keys()
+    assert len(FAULTS) > 50
