@@ -125,8 +125,8 @@ def test_candidates_are_what_registers_hold_and_a_table_may_say():
             assert all(value in tuned.VALUES[name] for name, value in values.items())
             replace(getattr(start, op), **values)
     down = [(t["block_n"], t["num_warps"]) for op, tried in found if op == "down" for t in tried if "block_n" in t]
-    assert (1, 1) in down and (8, 8) in down
-    assert (2, 1) not in down  # 2 x 9,728 bf16 in 32 threads
+    assert {(1, 2), (2, 4), (4, 8), (8, 16)} <= set(down)
+    assert not {(1, 1), (8, 8), (1, 16)} & set(down)  # too many bytes a thread, or too few
     tiles = [{"block_n": 2, "num_warps": 1}, {"block_n": 2, "num_warps": 4}]
     assert tune.with_registers(tiles, 2 * 9728, bounded=True) == [{"block_n": 2, "num_warps": 4, "registers": 80 + 40}]
     names = set().union(*(values for op, tried in found if op == "attention" for values in tried))
@@ -161,12 +161,12 @@ def test_the_users_table_comes_first_then_the_shipped_one_then_the_rule(cache, m
     assert shipped.qkv == shapes.TUNED[6144, 2560]
     assert choose_shapes(CONFIG, BF16, 90, GPU) == shipped, "no table, no change"
     write({
-        keys["qkv"]: fields("qkv", block_n=16, num_warps=8),
+        keys["qkv"]: fields("qkv", block_n=4, num_warps=8),
         keys["attention"]: fields("attention", block_t=32, splits=64, num_warps=2),
-        "down 1x1 bfloat16": fields("down", block_n=16, num_warps=1),
+        "down 1x1 bfloat16": fields("down", block_n=4, num_warps=1),
     })  # fmt: skip
     mine = choose_shapes(CONFIG, BF16, 90, GPU)
-    assert (mine.qkv.block_n, mine.qkv.num_warps) == (16, 8)
+    assert (mine.qkv.block_n, mine.qkv.num_warps) == (4, 8)
     assert (mine.attention.block_t, mine.attention.splits, mine.attention.num_warps) == (32, 64, 2)
     assert replace(mine, qkv=shipped.qkv, attention=shipped.attention) == shipped
     assert choose_shapes(CONFIG, BF16, 90, "Another GPU") == shipped
@@ -265,7 +265,7 @@ def test_the_command_writes_what_the_next_engine_reads(fake, capsys):
     assert report["table"] == str(tuned.table_path(GPU))
     found = tuned.with_table(fake.model.shapes, fake.config, fake.model.weights.dtype, GPU)
     assert asdict(found) == report["shapes"]
-    assert all(getattr(found, op).num_warps == max(tuned.VALUES["num_warps"]) for op in tune.ORDER)
+    assert found.attention.num_warps == max(tuned.VALUES["num_warps"])
 
 
 def test_without_a_gain_no_table_is_written(fake, capsys, monkeypatch):

@@ -17,7 +17,7 @@ log = logging.getLogger("tridecode")
 FORMAT = 1  # of the table; another one when the kernels read the fields of a shape differently
 # Field of a shape -> the values that may be tried, and that a table may hold. Fields not named here are left alone.
 VALUES = {
-    "block_n": (1, 2, 4, 8, 16),
+    "block_n": (1, 2, 4, 8),
     "num_warps": (1, 2, 4, 8, 16),
     "registers": range(0, 256, 8),
     "block_t": (32, 64, 128),

@@ -27,13 +27,15 @@ from .terminal import Output
 
 # The largest parts of the step first: the time may not be enough for all.
 ORDER = ("gate_up", "down", "qkv", "o_proj", "attention", "lm_head")
-GROUPS = (("block_n", "num_warps"), ("registers",), ("block_t", "num_warps"), ("splits",))  # tried with each other
+GROUPS = (("block_n", "num_warps"), ("block_t", "num_warps"), ("splits",), ("registers",))  # tried with each other
 CONTEXTS = (128, 4096)  # the step is as fast as its mean over these
 RUN_SECONDS, RUNS = 0.05, 5  # of a timing
 MARGIN = 0.001  # a candidate must be faster by this part of the step; below that timings do not agree
 TOLERANCE = 0.05  # relative RMS between the logits of two shapes; only the order of sums differs
-WEIGHT_REGISTERS, OTHER_REGISTERS = 200, 40  # a thread's: at most for weights; for all else, where a shape bounds them
-BOUNDS = (0, 40, 48, 56, 64, 80, 96, 128, 168)  # values of that bound which are tried, 0 is none
+# Registers of a thread: for weights at least (with more than one warp) and at most, and for all else. A thread with few
+# weights has few bytes in flight; one with many makes room for few programs.
+FEWEST, MOST, OTHERS = 16, 128, 40
+BOUNDS = (0, 40, 56, 64, 80, 96, 128)  # tried where a shape bounds its registers; 0 is no bound
 
 
 @dataclass
@@ -146,7 +148,7 @@ def search(
 
 
 def candidates(config: ModelConfig, itemsize: int, shapes: StepShapes) -> list[tuple[str, list[dict]]]:
-    """What to try for each part of the step, but for tiles of weights that a program's registers cannot hold."""
+    """What to try for each part of the step, but for tiles of weights that cannot be the best."""
     columns = {"o_proj": config.q_size, "down": config.intermediate_size}
     found = []
     for op in ORDER:
@@ -165,12 +167,13 @@ def candidates(config: ModelConfig, itemsize: int, shapes: StepShapes) -> list[t
 
 
 def with_registers(tiles: list[dict], row: int, bounded: bool) -> list[dict]:
-    """The tiles of rows of `row` bytes that fit; where a shape bounds its registers, with what the tile needs."""
+    """The tiles of rows of `row` bytes that a program can hold and is kept busy by; with the registers that it needs
+    for them where a shape bounds these."""
     found = []
     for tile in tiles:
         weights = -(-tile["block_n"] * row // (128 * tile["num_warps"]))
-        if weights <= WEIGHT_REGISTERS:
-            found.append(tile | ({"registers": -(-weights // 8) * 8 + OTHER_REGISTERS} if bounded else {}))
+        if weights <= MOST and (weights >= FEWEST or tile["num_warps"] == 1):
+            found.append(tile | ({"registers": -(-weights // 8) * 8 + OTHERS} if bounded else {}))
     return found
 
 

@@ -106,7 +106,7 @@ def record_on_gpu(work) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(file))
-        trace = json.loads(file.read_text(encoding="utf-8", errors="replace"))
+        trace = json.loads(file.read_text(encoding="utf-8", errors="replace"), strict=False)
     trace.pop("host_name", None)
     trace.pop("traceName", None)  # the temporary file's
     return trace
