@@ -27,9 +27,9 @@ GROUPS = {
         "/copy": ("", "copy the last answer to the clipboard"),
     },
     "Model": {
-        "/model": ("[PATH_OR_ID]", "go on with another model (bundled: the built-in one); alone says which"),
+        "/model": ("[PATH_OR_ID]", "another model (bundled: the built-in one); alone says which"),
         "/think": ("[on|off|hide]", "think, do not think, or show only for how long; alone says which"),
-        "/set": ("[NAME VALUE]", "change a sampling option (VALUE default: the model's own); alone shows them"),
+        "/set": ("[NAME VALUE]", "change a sampling option (VALUE default: the model's own); alone shows all"),
         "/stats": ("", "the model, its speed, memory and context"),
     },
     "Chat": {
@@ -39,7 +39,7 @@ GROUPS = {
 }
 COMMANDS = {name: words for group in GROUPS.values() for name, words in group.items()}
 KEYS = {
-    "Ctrl-C": "stops an answer, which is kept; at the prompt clears the line, and twice leaves",
+    "Ctrl-C": "stops an answer, which is kept; at the prompt clears the line, twice leaves",
     "Ctrl-D": "leaves",
     "Alt-Enter": "begins a new line; a pasted text stays one message",
     '"""': "begins and ends a message of several lines",
