@@ -21,7 +21,8 @@ COLORS = {
 OTHER = "#6f8299"
 STYLE = """\
 <style>
-text { font: 12px sans-serif; fill: #1f2328 } .dim { fill: #59636e } .axis { stroke: #d1d9e0 } .page { fill: #ffffff }
+text { font: 12px sans-serif; fill: #1f2328 } .title { font-weight: bold }
+.dim { fill: #59636e } .axis { stroke: #d1d9e0 } .page { fill: #ffffff }
 @media (prefers-color-scheme: dark) {
 text { fill: #f0f6fc } .dim { fill: #9198a1 } .axis { stroke: #3d444d } .page { fill: #0d1117 } }
 </style>"""
@@ -37,17 +38,18 @@ def text(x: float, y: float, words: str, more: str = "") -> str:
 
 
 def timeline(title: str, step: Sequence[Span]) -> str:
-    """The whole step above, the layer in its middle below. Full colour: a launch's cost; pale: its time as recorded."""
+    """The whole step above, the layer in its middle below. Pale: a launch while earlier ones still run; full colour:
+    from their end on."""
     layers = sum(span.op == LAYER[0] for span in step)
     first = [i for i, span in enumerate(step) if span.op == LAYER[0]][layers // 2]
     whole, layer = step, step[first : first + len(LAYER)]
-    parts = [text(LEFT, 24, title, 'font-weight="bold"')]
+    parts = [text(LEFT, 24, title, 'class="title"')]
     parts += legend(list(dict.fromkeys(span.op for span in step)), 48)
     parts += track(f"the whole step, {len(whole)} launches", whole, 76)
-    parts += track(f"layer {layers // 2 + 1} of {layers}", layer, 76 + 90, labels=True)
-    note = "Full colour: from the latest earlier end to its own (its cost). Pale: as recorded, waits included."
-    parts.append(text(LEFT, 268, note, 'class="dim"'))
-    return page(284, parts)
+    parts += track(f"layer {layers // 2 + 1} of {layers}", layer, 180, labels=True)
+    note = "Pale: a launch as recorded, while earlier ones still run. Full colour: from their end on, what it costs."
+    parts.append(text(LEFT, 284, note, 'class="dim"'))
+    return page(300, parts)
 
 
 def legend(ops: Sequence[str], y: float) -> list[str]:
@@ -77,7 +79,7 @@ def track(title: str, spans: Sequence[Span], top: float, labels: bool = False) -
                 box = f'x="{x(left):.2f}" y="{y}" width="{width:.2f}" height="{LANE - 3}"'
                 parts.append(f'<rect {box} fill="{color}" opacity="{opacity}"/>')
         if labels:
-            parts.append(text(x(span.start) + 3, y + 11, f"{span.op} {span.cost:.1f}", 'font-size="10"'))
+            parts.append(text(x(span.start) + 3, y + 11, f"{span.op} {span.cost:.1f}"))
     base = top + 8 + LANES * LANE + 4
     parts.append(f'<path class="axis" d="M{LEFT} {base}H{WIDTH - RIGHT}"/>')
     for i in range(6):
@@ -89,7 +91,7 @@ def track(title: str, spans: Sequence[Span], top: float, labels: bool = False) -
 
 def shares(title: str, kernels: Sequence[dict]) -> str:
     """A bar a role, as long as its share of the step."""
-    parts, y, start, most = [text(LEFT, 24, title, 'font-weight="bold"')], 40, 330, 360
+    parts, y, start, most = [text(LEFT, 24, title, 'class="title"')], 40, 330, 360
     largest = max(role["share_pct"] for role in kernels)
     for role in kernels:
         width = max(most * role["share_pct"] / largest, 1) if largest else 1
