@@ -10,7 +10,7 @@ import torch
 from models import tiny_config, tiny_engine
 from torch.profiler import ProfilerActivity
 
-from tridecode import commands
+from tridecode import commands, decode
 from tridecode.commands.profile import command, draw, records, step
 from tridecode.commands.profile.records import ProfileError, Record, Span, attribute, chained, split_steps, summarise
 from tridecode.kernels import attention, embed, gate_up, greedy, matvec
@@ -138,6 +138,16 @@ def test_prefill_chunks_are_counted_from_their_own_start():
 )
 def test_short_names(name, short):
     assert records.short_name(name) == short
+
+
+def test_the_roles_are_those_of_the_steps_launches(monkeypatch):
+    kernels = {name: f"_{name}_kernel" for name in ("embed", "attention", "gate_up", "greedy")}
+    kernels |= dict.fromkeys(("matvec_normed", "matvec_residual"), "_matvec_kernel")
+    launched = []
+    for name in kernels:
+        monkeypatch.setattr(decode, name, lambda *args, name=name, **kwargs: launched.append(kernels[name]))
+    decode.step(tiny_engine("torch", num_layers=3).model, "greedy")
+    assert launched == [step.KERNELS[op] for op in step.step_ops(3)]
 
 
 def test_every_kernel_of_the_step_is_known_by_its_name():
