@@ -14,6 +14,8 @@ from tridecode.commands import session as sessions
 from tridecode.commands.conversation import Conversation
 from tridecode.commands.slash import COMMANDS
 
+pexpect = pytest.importorskip("pexpect")
+
 ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
@@ -168,6 +170,24 @@ def test_an_answer_stops_at_once(terminal, endless, options):
         seconds.append(interrupt(child))
         child.expect_exact(READY)
     assert sorted(seconds)[1] < AT_ONCE, seconds
+    assert "^C" not in child.screen.getvalue(), "it would shift what is drawn"
+    child.sendeof()
+    child.expect(pexpect.EOF)
+    assert child.getecho(), "the shell after it shows what is typed"
+
+
+def test_keys_during_an_answer_are_for_the_next_prompt(terminal, endless):
+    child = terminal("--model", endless, "--seed", 3, "--max-tokens", 300)
+    child.send("one\r")
+    child.expect_exact("\x1b[?2004l")
+    child.expect(r"[^\s\x1b]{20}")
+    child.send("/set top_k 7")
+    child.expect_exact("context ")
+    assert "/set" not in child.screen.getvalue()
+    child.expect_exact(READY)
+    child.send("\r")
+    child.expect_exact("top_k is 7")
+    child.expect_exact(READY)
     child.sendeof()
     leaves(child)
 

@@ -4,7 +4,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 
 from rich.console import Console
 
@@ -92,6 +92,30 @@ def logged(note: Callable[[str], None]):
     finally:
         logger.removeHandler(handler)
         logger.setLevel(logging.NOTSET)
+
+
+@contextmanager
+def unechoed(enabled: bool):
+    """Within, the terminal shows no typed keys, not even Ctrl-C's ^C: they would stand amid what is being drawn there.
+
+    The next prompt gets what was typed.
+    """
+    import termios
+
+    attributes = None
+    if enabled:
+        with suppress(termios.error, OSError, ValueError):  # stdin is no terminal
+            attributes = termios.tcgetattr(sys.stdin.fileno())
+    try:
+        if attributes:
+            attributes[3] &= ~termios.ECHO
+            termios.tcsetattr(sys.stdin.fileno(), termios.TCSANOW, attributes)
+        yield
+    finally:
+        if attributes:
+            attributes[3] |= termios.ECHO
+            with suppress(termios.error):  # a terminal that is gone
+                termios.tcsetattr(sys.stdin.fileno(), termios.TCSANOW, attributes)
 
 
 def counted(n: int, word: str) -> str:
