@@ -25,6 +25,19 @@ def test_out_of_memory_ends_its_turn_only(session):
     assert "CUDA out of memory" in chat.read()[1]
 
 
+def test_an_error_that_nobody_foresaw_ends_its_turn_only(session, caplog):
+    chat = session([KeyError("layers")], ["fine"])
+    with caplog.at_level("DEBUG", logger="tridecode"):
+        assert chat.handle("one") and chat.handle("two")
+    assert "KeyError: 'layers' (--verbose shows the traceback); the turn is not kept" in chat.read()[1]
+    assert "Traceback" in caplog.text and chat.engine.prompts[1] == said("two")
+
+
+def test_a_terminal_that_has_gone_ends_the_chat(session):
+    with pytest.raises(OSError, match="Input/output"):
+        session([OSError(5, "Input/output error")]).handle("one")
+
+
 @pytest.fixture
 def lost(monkeypatch):
     """A GPU that takes no calls any more."""

@@ -1,5 +1,6 @@
 """`tridecode chat`: a conversation in the terminal, or one turn a line from a pipe."""
 
+import logging
 import os
 import re
 import signal
@@ -11,7 +12,6 @@ from dataclasses import replace
 import torch
 
 from ..engine import Engine
-from ..errors import TridecodeError
 from . import session, slash
 from .conversation import Conversation
 from .display import answer_display, opens_thinking
@@ -20,10 +20,12 @@ from .loading import Loader, load_engine
 from .main import explain
 from .overflow import Overflow, fit
 from .parser import sampling_overrides
-from .terminal import Output, counted, speed_line, unechoed
+from .terminal import Output, counted, speed_line
 from .thinking import SWITCH, end_thinking
 
+log = logging.getLogger("tridecode")
 DEVICE_LOST = 3  # exit code
+TURN = 0.0005  # seconds that the drawing thread may keep the token loop waiting; Python's own 5 ms are many steps
 IMPATIENCE = 1.0  # seconds after an answer was stopped in which another Ctrl-C was meant for that answer
 
 
@@ -99,7 +101,10 @@ class Chat:
         """One command; an error is one line. False ends the chat."""
         try:
             return slash.run(self, word, rest)
-        except (TridecodeError, MemoryError, RuntimeError, OSError) as error:
+        except BrokenPipeError:
+            raise
+        except Exception as error:
+            log.debug("%s failed", word, exc_info=True)
             self.output.error(explain(error))
             return self.goes_on(error)
 
@@ -125,7 +130,10 @@ class Chat:
             if self.overflow == "stop":
                 self.exit_code = 1
                 return False
-        except (TridecodeError, MemoryError, RuntimeError) as error:  # RuntimeError: torch's, out of memory too
+        except OSError:  # the answer cannot be shown: a reader or a terminal that has gone
+            raise
+        except Exception as error:
+            log.debug("a turn failed", exc_info=True)
             self.fail(explain(error))
             return self.goes_on(error)
         return True
@@ -139,7 +147,7 @@ class Chat:
     def turn(self, line: str, base: Conversation) -> None:
         """Stream the answer; keep the turn unless it failed or was stopped before its first character."""
         # Around all of it: a second Ctrl-C must not lose what the first one stopped.
-        with one_interrupt(self.interactive), unechoed(self.interactive):
+        with one_interrupt(self.interactive):
             said, tokens, last = [], 0, None
             started = time.perf_counter()
             shown = answer_display(self.output, self.plain, self.opens_thinking, self.think == "hide")
@@ -265,6 +273,7 @@ def chat(args, output: Output) -> int:
         output.note(f"session {store.name}: {talk.describe()}")
     try:
         if interactive:
+            sys.setswitchinterval(TURN)
             output.note(f"{talk.engine.name}: {talk.capacity_words()}; /help lists the commands")
             code = converse(talk, open_reader(slash.COMMANDS, output))
         else:
