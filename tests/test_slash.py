@@ -5,9 +5,11 @@ import stat
 from types import SimpleNamespace
 
 import pytest
+import torch
 from chats import said
 
 from tridecode import SamplingParams
+from tridecode.commands import stats
 from tridecode.commands.chat import converse
 from tridecode.commands.clipboard import LARGEST
 from tridecode.commands.settings import NAMES
@@ -219,3 +221,40 @@ def as_terminal(monkeypatch) -> Output:
     output = Output()
     output.tty = True
     return output
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A GPU of 100 GiB with 40 free, whose reads reach 4 TB/s, and a step that needs 100 GB."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (40 * 2**30, 100 * 2**30))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 50 * 2**30)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(stats, "free_memory", lambda device: 40 * 2**30)
+    monkeypatch.setattr(stats, "step_bytes", lambda engine, context, steps: 10**11)
+    measured = []
+    monkeypatch.setattr(stats, "measure_read_bandwidth", lambda device, nbytes: measured.append(nbytes) or 4e12)
+    stats.read_bandwidth.cache_clear()
+    yield measured
+    stats.read_bandwidth.cache_clear()
+
+
+def test_stats_of_a_gpu(session, gpu):
+    chat = session(["a", "b"], ["c"])
+    chat.engine.device = torch.device("cuda", 0)
+    chat.handle("/stats")
+    shown = chat.read()[1]
+    assert "GPU memory: 50.0 GiB by this chat, 60.0 of 100.0 GiB in use" in shown and not gpu, "no answer yet"
+    for line in ("x", "/stats", "y", "/stats"):
+        chat.handle(line)
+    # the script's 8 tokens a second of 100 GB each
+    assert chat.read()[1].count("20% of the read bandwidth (4,000 GB/s, 100.00 GB a token)") == 2
+    assert gpu == [2**32], "measured once"
+
+
+def test_bandwidth_is_left_out_where_no_memory_is_free(session, gpu, monkeypatch):
+    monkeypatch.setattr(stats, "free_memory", lambda device: 2**20)
+    chat = session(["a", "b"])
+    chat.engine.device = torch.device("cuda", 0)
+    for line in ("x", "/stats"):
+        chat.handle(line)
+    assert "too little memory is free to measure" in chat.read()[1] and not gpu

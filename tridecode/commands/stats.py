@@ -34,7 +34,7 @@ def gpu_lines(engine, last) -> list[str]:
     """Memory, and what share of the read bandwidth the last answer used."""
     free, whole = torch.cuda.mem_get_info(engine.device)
     mine = torch.cuda.memory_reserved(engine.device)
-    found = [f"GPU memory: {gib(mine)} by this chat, {gib(whole - free)} of {gib(whole)} GiB in use"]
+    found = [f"GPU memory: {gib(mine)} GiB by this chat, {gib(whole - free)} of {gib(whole)} GiB in use"]
     rate = 0.0 if last is None else last.timings.tokens_per_second
     if rate:
         bandwidth = read_bandwidth(engine.device)
