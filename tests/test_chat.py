@@ -9,16 +9,12 @@ from types import SimpleNamespace
 import pytest
 from chats import said
 from checkpoints import write_tiny, write_tokenizer
-from prompt_toolkit import PromptSession
-from prompt_toolkit.input import create_pipe_input
-from prompt_toolkit.output import DummyOutput
 
 from tridecode import Engine, SamplingParams
 from tridecode.commands import session as sessions
 from tridecode.commands.chat import converse, one_interrupt
 from tridecode.commands.conversation import Conversation
 from tridecode.commands.display import Thinking, opens_thinking
-from tridecode.commands.keyboard import Keyboard
 from tridecode.commands.lines import PlainReader, join_blocks, unfinished, unquoted
 from tridecode.commands.terminal import Output
 from tridecode.errors import PromptError
@@ -315,6 +311,12 @@ def test_templates_that_begin_the_thinking():
 
 @pytest.mark.parametrize("when", ["making", "closing"])
 def test_an_interrupt_leaves_no_event_loop_behind(monkeypatch, when):
+    from prompt_toolkit import PromptSession
+    from prompt_toolkit.input import create_pipe_input
+    from prompt_toolkit.output import DummyOutput
+
+    from tridecode.commands.keyboard import Keyboard
+
     loops = []
 
     class Loop(asyncio.SelectorEventLoop):
