@@ -20,7 +20,7 @@ from .loading import Loader, load_engine
 from .main import explain
 from .overflow import Overflow, fit
 from .parser import sampling_overrides
-from .terminal import Output, counted, speed_line
+from .terminal import Output, counted, speed_line, unechoed
 from .thinking import SWITCH, end_thinking
 
 log = logging.getLogger("tridecode")
@@ -147,7 +147,7 @@ class Chat:
     def turn(self, line: str, base: Conversation) -> None:
         """Stream the answer; keep the turn unless it failed or was stopped before its first character."""
         # Around all of it: a second Ctrl-C must not lose what the first one stopped.
-        with one_interrupt(self.interactive):
+        with one_interrupt(self.interactive), unechoed(self.interactive):
             said, tokens, last = [], 0, None
             started = time.perf_counter()
             shown = answer_display(self.output, self.plain, self.opens_thinking, self.think == "hide")
