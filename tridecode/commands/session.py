@@ -71,7 +71,7 @@ def loads(text: str | bytes) -> Conversation:
         raise ValueError("it is JSON, but no session")
     version = content.get("version")
     if version != VERSION or isinstance(version, bool):
-        raise ValueError(f"its version is {str(version)[:20]}, this program reads {VERSION}")
+        raise ValueError(f"its version is {json.dumps(version)[:20]}, this program reads {VERSION}")
     raw, system, turns = content.get("raw"), content.get("system"), content.get("turns")
     if not isinstance(raw, bool) or not (system is None or isinstance(system, str)) or not isinstance(turns, list):
         raise ValueError("raw, system or turns is missing or of the wrong type")
