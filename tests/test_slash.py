@@ -2,6 +2,7 @@
 
 import base64
 import stat
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -229,6 +230,7 @@ def gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (40 * 2**30, 100 * 2**30))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 50 * 2**30)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
     monkeypatch.setattr(stats, "free_memory", lambda device: 40 * 2**30)
     monkeypatch.setattr(stats, "step_bytes", lambda engine, context, steps: 10**11)
     measured = []

@@ -11,6 +11,9 @@ Talk with a model. In the chat: /help lists the commands, Ctrl-C stops an answer
 With stdin from a pipe or file, each line is one turn; answers go to stdout, everything else to stderr. A message of
 several lines stands between \""" and \""".
 """
+CHAT_CODES = """\
+Exit codes: 0 done, 1 error, 2 wrong options, 3 the GPU is lost, 130 interrupted, 141 reader of stdout gone.
+"""
 GENERATE = """\
 Answer one prompt: --prompt, --prompt-ids, --messages, or stdin when none is given (one newline at its end is dropped).
 A - that is the last word of --prompt, or alone on a line of it, stands for stdin. --jsonl answers a file of prompts.
@@ -180,6 +183,7 @@ def add_capacity(parser) -> None:
 
 
 def add_chat_options(chat) -> None:
+    chat.epilog = CHAT_CODES
     group = chat.add_argument_group("conversation", "In a terminal it is saved after each answer.")
     saved = group.add_mutually_exclusive_group()
     saved.add_argument("--resume", action="store_true", help="continue the conversation that was saved last")

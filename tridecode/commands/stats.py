@@ -53,8 +53,9 @@ def read_bandwidth(device: torch.device) -> float | None:
     nbytes = min(2**32, free_memory(device) // 2)
     if nbytes < LEAST:
         return None
-    found = measure_read_bandwidth(device, nbytes)
-    torch.cuda.empty_cache()  # its buffer
+    with torch.cuda.device(device):  # Triton launches on the current device
+        found = measure_read_bandwidth(device, nbytes)
+        torch.cuda.empty_cache()  # its buffer
     return found
 
 
