@@ -14,7 +14,7 @@ CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda", 0) if CUDA else torch.device("cpu")
 # few, large programs: the interpreter takes about 2 ms for each and each loop turn
 INTERPRETER_SHAPES = StepShapes(
-    *(MatvecShape(n, 256, 4) for n in (128, 64, 64, 64, 128)), AttentionShape(block_t=32, splits=3)
+    *(MatvecShape(n, 1) for n in (128, 64, 64, 64, 128)), AttentionShape(block_t=32, splits=3)
 )
 
 

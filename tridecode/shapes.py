@@ -11,11 +11,21 @@ from .tuned import with_table
 
 @dataclass(frozen=True)
 class MatvecShape:
-    """A program covers block_n rows, block_k columns a turn."""
+    """A program takes block_n whole rows at a time.
+
+    registers: the most a thread may use, 0 for no bound. programs: how many share the rows, each taking its next ones
+    while it sums; 0 for one program each block_n rows.
+    """
 
     block_n: int
-    block_k: int
     num_warps: int
+    registers: int = 0
+    programs: int = 0
+
+    def grid(self, N: int) -> tuple[int, int]:
+        """Blocks of N rows, and programs to launch."""
+        blocks = -(-N // self.block_n)
+        return blocks, min(self.programs or blocks, blocks)
 
 
 @dataclass(frozen=True)
@@ -30,28 +40,22 @@ class StepShapes:
 
 TUNED_FOR = 90  # the compute capability of the H100 and H200; other GPUs get what is right for most matrices
 # (rows, columns) of a weight matrix -> the shape that was fastest in the whole step on an H200. Gate and up count once.
-TUNED = {
-    (4096, 1024): MatvecShape(4, 2048, 4),  # Qwen3-0.6B: qkv, down
-    (1024, 3072): MatvecShape(2, 2048, 4),
-    (3072, 2048): MatvecShape(2, 1024, 2),  # Llama-3.2-1B: qkv, gate and up, down
-    (8192, 2048): MatvecShape(1, 1024, 2),
-    (2048, 8192): MatvecShape(2, 1024, 2),
-    (6144, 2560): MatvecShape(4, 512, 4),  # Qwen3-4B: qkv, o_proj, down
-    (2560, 4096): MatvecShape(2, 4096, 8),
-    (2560, 9728): MatvecShape(1, 2048, 2),
-    (6144, 4096): MatvecShape(1, 2048, 2),  # Llama-3.1-8B: qkv
-}
+TUNED: dict[tuple[int, int], MatvecShape] = {}
 
 
 def matvec_shape(N: int, K: int, halves: int = 1, capability: int = TUNED_FOR) -> MatvecShape:
     """The tuned shape, or what was best or near it on all measured matrices; `halves` is 2 for gate and up."""
     if capability == TUNED_FOR and (N, K) in TUNED:
         return TUNED[N, K]
-    if halves == 2:
-        return MatvecShape(1, 2048, 2) if K > 1024 else MatvecShape(2, 1024, 2)
-    if N * K > 2**27 and K > 2048:
-        return MatvecShape(2, 4096, 4)
-    return MatvecShape(2, 2048, 2)
+    warps = 1
+    while weight_registers(2, K * halves, warps) > 64 and warps < 16:
+        warps *= 2
+    return MatvecShape(2, warps, -(-weight_registers(2, K * halves, warps) // 8) * 8 + 40)
+
+
+def weight_registers(block_n: int, K: int, num_warps: int) -> int:
+    """32-bit registers a thread needs to hold its part of block_n rows of K 16-bit weights."""
+    return -(-block_n * K // (64 * num_warps))
 
 
 def attention_shape(head_dim: int, dtype: torch.dtype, capability: int) -> AttentionShape:

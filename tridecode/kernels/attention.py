@@ -25,11 +25,17 @@ EMPTY = tl.constexpr(-1e30)  # running maximum of a split that saw no position
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """Launch shape: `block_t` positions a turn (a divisor of the page), at most `splits` programs a K/V head."""
+    """Launch shape: `block_t` positions a turn (a divisor of the page), at most `splits` programs a K/V head.
+
+    ahead: the turns whose K and V are loaded before the wait; a split takes as many at least. registers: the most a
+    thread may use, 0 for no bound.
+    """
 
     block_t: int = 64
     splits: int = 32
     num_warps: int = 4
+    registers: int = 0
+    ahead: int = 1
 
 
 @triton.jit
@@ -43,19 +49,22 @@ def _rms_rope(lo, hi, norm_lo, norm_hi, cos, sin, eps, D: tl.constexpr, QK_NORM:
 
 
 @triton.jit
-def _scores(q_lo, q_hi, k_lo, k_hi, mask_t, DOT_FP32: tl.constexpr):
-    """Scaled scores [DOT_M, T] of queries [DOT_M, D / 2 padded] x 2 and keys [D / 2 padded, T] x 2; EMPTY where masked."""
-    TYPE: tl.constexpr = tl.float32 if DOT_FP32 else k_lo.dtype
+def _attend(q_lo, q_hi, k_lo, k_hi, v, mask_t, m, l, acc, DOT_FP32: tl.constexpr):
+    """Add a tile of positions to the running maxima m, sums l [DOT_M] and outputs acc [DOT_M, D padded].
+
+    q_lo, q_hi: [DOT_M, D / 2 padded], scaled; k_lo, k_hi: [D / 2 padded, T]; v: [T, D padded]; mask_t: [T].
+    """
+    TYPE: tl.constexpr = tl.float32 if DOT_FP32 else v.dtype
     s = tl.dot(q_lo.to(TYPE), k_lo.to(TYPE), input_precision="ieee")
     s = tl.dot(q_hi.to(TYPE), k_hi.to(TYPE), s, input_precision="ieee")
-    return tl.where(mask_t[None, :], s, EMPTY)
-
-
-@triton.jit
-def _weighted_values(p, v, DOT_FP32: tl.constexpr):
-    """p [DOT_M, T] times values [T, D padded]."""
-    TYPE: tl.constexpr = tl.float32 if DOT_FP32 else v.dtype
-    return tl.dot(p.to(v.dtype).to(TYPE), v.to(TYPE), input_precision="ieee")
+    s = tl.where(mask_t[None, :], s, EMPTY)
+    m_new = tl.maximum(m, tl.max(s, 1))
+    p = tl.where(mask_t[None, :], tl.exp2(s - m_new[:, None]), 0.0)
+    alpha = tl.exp2(m - m_new)
+    l = l * alpha + tl.sum(p, 1)
+    v = tl.where(mask_t[:, None], v, 0.0)  # after the scores, so that the tile takes the keys' shared memory
+    acc = tl.dot(p.to(v.dtype).to(TYPE), v.to(TYPE), acc * alpha[:, None], input_precision="ieee")
+    return m_new, l, acc
 
 
 @triton.jit
@@ -88,6 +97,7 @@ def _attention_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_T: tl.constexpr,
+    AHEAD: tl.constexpr,
     SPLITS: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
     COMBINE: tl.constexpr,
@@ -120,7 +130,7 @@ def _attention_kernel(
         start = tl.maximum(position - WINDOW + 1, 0)
     first_block = start // BLOCK_T
     blocks = tl.cdiv(position, BLOCK_T) - first_block
-    blocks_per_split = tl.maximum(tl.cdiv(blocks, SPLITS), 1)
+    blocks_per_split = tl.maximum(tl.cdiv(blocks, SPLITS), AHEAD)
     active = tl.maximum(tl.cdiv(blocks, blocks_per_split), 1)
     if (status != RUN) | (split >= active):
         if PDL:
@@ -146,14 +156,17 @@ def _attention_kernel(
 
     first = (first_block + split * blocks_per_split) * BLOCK_T
     end = tl.minimum(first + blocks_per_split * BLOCK_T, position)
-    page = tl.load(table_ptr + first // PAGE).to(tl.int64)
-    base = page * stride_kp + head.to(tl.int64) * stride_kh + (first % PAGE) * D
-    mask_t = (first + offs_t >= start) & (first + offs_t < end)
     k_offs = offs_t[None, :] * D + offs_h[:, None]
     v_offs = offs_t[:, None] * D + offs_d[None, :]
-    k_lo = tl.load(k_ptr + base + k_offs, mask=mask_t[None, :] & mask_h[:, None], other=0.0)
-    k_hi = tl.load(k_ptr + base + HALF + k_offs, mask=mask_t[None, :] & mask_h[:, None], other=0.0)
-    v = tl.load(v_ptr + base + v_offs, mask=mask_t[:, None] & mask_d[None, :], other=0.0)
+    k_lo, k_hi, v = (), (), ()
+    for i in tl.static_range(AHEAD):
+        t = first + i * BLOCK_T
+        page = tl.load(table_ptr + t // PAGE, mask=t < end, other=0).to(tl.int64)
+        base = page * stride_kp + head.to(tl.int64) * stride_kh + (t % PAGE) * D
+        mask_t = (t + offs_t >= start) & (t + offs_t < end)
+        k_lo += (tl.load(k_ptr + base + k_offs, mask=mask_t[None, :] & mask_h[:, None], other=0.0),)
+        k_hi += (tl.load(k_ptr + base + HALF + k_offs, mask=mask_t[None, :] & mask_h[:, None], other=0.0),)
+        v += (tl.load(v_ptr + base + v_offs, mask=mask_t[:, None] & mask_d[None, :], other=0.0),)
     write_page = tl.load(table_ptr + position // PAGE).to(tl.int64)
     if PDL:
         gdc_wait()
@@ -175,25 +188,26 @@ def _attention_kernel(
     dot_lo = q_lo.to(k_ptr.dtype.element_ty)
     dot_hi = q_hi.to(k_ptr.dtype.element_ty)
 
-    s = _scores(dot_lo, dot_hi, k_lo, k_hi, mask_t, DOT_FP32)
-    m = tl.max(s, 1)
-    p = tl.where(mask_t[None, :], tl.exp2(s - m[:, None]), 0.0)
-    l = tl.sum(p, 1)
-    acc = _weighted_values(p, v, DOT_FP32)
-    for t in range(first + BLOCK_T, end, BLOCK_T):
+    m = tl.full([DOT_M], EMPTY, tl.float32)
+    l = tl.zeros([DOT_M], tl.float32)
+    acc = tl.zeros([DOT_M, BLOCK_D], tl.float32)
+    for i in tl.static_range(AHEAD):
+        t = first + i * BLOCK_T
+        if t < end:
+            mask_t = (t + offs_t >= start) & (t + offs_t < end)
+            # The compiler puts a tile into shared memory where it was loaded, here before the wait. That is wanted for
+            # the first keys only: with more than 48 KiB the driver runs nothing beside this kernel.
+            k_lo_i = k_lo[i] if i == 0 else tl.where(mask_t[None, :], k_lo[i], 0.0)
+            k_hi_i = k_hi[i] if i == 0 else tl.where(mask_t[None, :], k_hi[i], 0.0)
+            m, l, acc = _attend(dot_lo, dot_hi, k_lo_i, k_hi_i, v[i], mask_t, m, l, acc, DOT_FP32)
+    for t in range(first + AHEAD * BLOCK_T, end, BLOCK_T):
         page = tl.load(table_ptr + t // PAGE).to(tl.int64)
         base = page * stride_kp + head.to(tl.int64) * stride_kh + (t % PAGE) * D
         mask_t = t + offs_t < end
-        k_lo = tl.load(k_ptr + base + k_offs, mask=mask_t[None, :] & mask_h[:, None], other=0.0)
-        k_hi = tl.load(k_ptr + base + HALF + k_offs, mask=mask_t[None, :] & mask_h[:, None], other=0.0)
-        v = tl.load(v_ptr + base + v_offs, mask=mask_t[:, None] & mask_d[None, :], other=0.0)
-        s = _scores(dot_lo, dot_hi, k_lo, k_hi, mask_t, DOT_FP32)
-        m_new = tl.maximum(m, tl.max(s, 1))
-        p = tl.exp2(s - m_new[:, None])
-        alpha = tl.exp2(m - m_new)
-        l = l * alpha + tl.sum(p, 1)
-        acc = acc * alpha[:, None] + _weighted_values(p, v, DOT_FP32)
-        m = m_new
+        k_lo_t = tl.load(k_ptr + base + k_offs, mask=mask_t[None, :] & mask_h[:, None], other=0.0)
+        k_hi_t = tl.load(k_ptr + base + HALF + k_offs, mask=mask_t[None, :] & mask_h[:, None], other=0.0)
+        v_t = tl.load(v_ptr + base + v_offs, mask=mask_t[:, None] & mask_d[None, :], other=0.0)
+        m, l, acc = _attend(dot_lo, dot_hi, k_lo_t, k_hi_t, v_t, mask_t, m, l, acc, DOT_FP32)
 
     # The new token is attended as the cache will hold it; split 0 owns it. Its key stands in every row, so that its
     # scores need no exchange between warps.
@@ -317,6 +331,7 @@ def attention(
         triton.next_power_of_2(head_dim),
         triton.next_power_of_2(group),
         shape.block_t,
+        shape.ahead,
         shape.splits,
         partial.shape[2],
         combine_splits(group, head_dim, shape),
@@ -325,7 +340,7 @@ def attention(
         pdl,
         interpreted(),
         16,
-        **options(shape.num_warps, pdl),
+        **options(shape.num_warps, pdl, shape.registers),
     )
 
 

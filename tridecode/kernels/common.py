@@ -41,11 +41,14 @@ def interpreted() -> bool:
     return triton.knobs.runtime.interpret
 
 
-def options(num_warps: int, pdl: bool = False, num_stages: int = 1) -> dict:
-    """Launch options; `pdl` lets the kernel start while its predecessor drains (sm_90 and above)."""
+def options(num_warps: int, pdl: bool = False, registers: int = 0) -> dict:
+    """Launch options; `pdl` lets the kernel start while its predecessor drains (sm_90 and above).
+
+    registers: the most a thread may use, so that more programs fit a multiprocessor; 0 for as many as there can be.
+    """
     # Left alone, ptxas may stop at 64 or 128 registers, with fewer loads in flight and, in some versions, spills.
-    registers = min(65536 // (32 * num_warps), 255)
-    chosen = {"num_warps": num_warps, "num_stages": num_stages, "maxnreg": registers, "enable_fp_fusion": True}
+    registers = registers or min(65536 // (32 * num_warps), 255)
+    chosen = {"num_warps": num_warps, "num_stages": 1, "maxnreg": registers, "enable_fp_fusion": True}
     if pdl:
         chosen["launch_pdl"] = True
     return chosen

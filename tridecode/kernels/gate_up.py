@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from .common import META_WIDTH, RUN, STATUS, gdc_launch_dependents, gdc_wait, options, running
-from .tiles import dot_tiles, load_tiles
+from .tiles import dot_tiles, load_rows, load_tiles
 
 
 @triton.jit
@@ -25,6 +25,8 @@ def _gate_up_kernel(
     SUMSQ_BLOCK: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    PROGRAMS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """out = silu(gate(x)) * up(x), x scaled by its norm.
@@ -38,11 +40,10 @@ def _gate_up_kernel(
     if PDL:
         gdc_launch_dependents()
     offs_n = pid * BLOCK_N + tl.arange(0, BLOCK_N)
-    mask_n = offs_n < N
     status = tl.load(meta_ptr + row * META_WIDTH + STATUS)
-    gate_ptr = weight_ptr + offs_n.to(tl.int64)[:, None] * K
-    gate = load_tiles(gate_ptr, mask_n[:, None], K, BLOCK_K, N % BLOCK_N != 0, "evict_first")
-    up = load_tiles(gate_ptr + N * K, mask_n[:, None], K, BLOCK_K, N % BLOCK_N != 0, "evict_first")
+    up_ptr = weight_ptr + N * K
+    gate = load_rows(weight_ptr, offs_n, N, K, BLOCK_K, N % BLOCK_N != 0)
+    up = load_rows(up_ptr, offs_n, N, K, BLOCK_K, N % BLOCK_N != 0)
     if PDL:
         gdc_wait()
     if status != RUN:
@@ -51,16 +52,24 @@ def _gate_up_kernel(
     offs_s = tl.arange(0, SUMSQ_BLOCK)
     partials = tl.load(sumsq_ptr + row * stride_sumsq + offs_s, mask=offs_s < N_SUMSQ, other=0.0)
     scale = tl.rsqrt(tl.sum(partials, 0) / K + eps)
-    g = dot_tiles(gate, x, K, BLOCK_K) * scale
-    y = g * tl.sigmoid(g) * (dot_tiles(up, x, K, BLOCK_K) * scale)
-    tl.store(out_ptr + row * stride_om + offs_n, y.to(out_ptr.dtype.element_ty), mask=mask_n)
+    for block in range(pid, BLOCKS, PROGRAMS):
+        offs_n = block * BLOCK_N + tl.arange(0, BLOCK_N)
+        gate_next, up_next = gate, up
+        if BLOCKS > PROGRAMS:  # the next rows are in flight while these are summed
+            gate_next = load_rows(weight_ptr, offs_n + PROGRAMS * BLOCK_N, N, K, BLOCK_K, True)
+            up_next = load_rows(up_ptr, offs_n + PROGRAMS * BLOCK_N, N, K, BLOCK_K, True)
+        g = dot_tiles(gate, x, K, BLOCK_K) * scale
+        y = g * tl.sigmoid(g) * (dot_tiles(up, x, K, BLOCK_K) * scale)
+        tl.store(out_ptr + row * stride_om + offs_n, y.to(out_ptr.dtype.element_ty), mask=offs_n < N)
+        gate, up = gate_next, up_next
 
 
 def gate_up(meta, normed, linear, out, sumsq, n_sumsq, eps, *, shape, pdl=False):
     """out[row] = silu(gate) * up of the normalised row, the mean square from n_sumsq partial sums of squares."""
     rows, N = out.shape
     K = linear.in_features
-    _gate_up_kernel[(triton.cdiv(N, shape.block_n), rows)](
+    blocks, programs = shape.grid(N)
+    _gate_up_kernel[(programs, rows)](
         meta,
         normed,
         linear.weight,
@@ -76,8 +85,10 @@ def gate_up(meta, normed, linear, out, sumsq, n_sumsq, eps, *, shape, pdl=False)
         triton.next_power_of_2(n_sumsq),
         shape.block_n,
         256 * shape.num_warps,
+        blocks,
+        programs,
         pdl,
-        **options(shape.num_warps, pdl),
+        **options(shape.num_warps, pdl, shape.registers),
     )
 
 

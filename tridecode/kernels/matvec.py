@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from .common import META_WIDTH, RUN, STATUS, gdc_launch_dependents, gdc_wait, options, running
-from .tiles import dot_tiles, load_tiles
+from .tiles import dot_tiles, load_rows, load_tiles
 
 
 @triton.jit
@@ -34,6 +34,8 @@ def _matvec_kernel(
     RESIDUAL: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    PROGRAMS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """out = x @ weight.T, scaled by the norm of x's source, plus bias; or out += it, preparing the next norm.
@@ -50,44 +52,60 @@ def _matvec_kernel(
     if PDL:
         gdc_launch_dependents()
     offs_n = pid * BLOCK_N + tl.arange(0, BLOCK_N)
-    mask_n = offs_n < N
     status = tl.load(meta_ptr + row * META_WIDTH + STATUS)
-    rows_ptr = weight_ptr + offs_n.to(tl.int64)[:, None] * K
-    w = load_tiles(rows_ptr, mask_n[:, None], K, BLOCK_K, N % BLOCK_N != 0, "evict_first")
-    if HAS_BIAS:
-        bias = tl.load(bias_ptr + offs_n, mask=mask_n, other=0.0).to(tl.float32)
-    if RESIDUAL:
-        norm = tl.load(norm_ptr + offs_n, mask=mask_n, other=0.0).to(tl.float32)
+    w = load_rows(weight_ptr, offs_n, N, K, BLOCK_K, N % BLOCK_N != 0)
+    extra_ptr = bias_ptr if HAS_BIAS else norm_ptr
+    if HAS_BIAS or RESIDUAL:
+        extra = tl.load(extra_ptr + offs_n, mask=offs_n < N, other=0.0)
     if PDL:
         gdc_wait()
     if status != RUN:
         return
     # Every load that depends on the predecessor is issued here, so that their latencies overlap.
     x = load_tiles(x_ptr + row * stride_xm, True, K, BLOCK_K, False, "")
-    out_ptrs = out_ptr + row * stride_om + offs_n
-    if RESIDUAL:
-        residual = tl.load(out_ptrs, mask=mask_n, other=0.0)
     if N_SUMSQ > 0:
         offs_s = tl.arange(0, SUMSQ_BLOCK)
         partials = tl.load(sumsq_ptr + row * stride_sumsq + offs_s, mask=offs_s < N_SUMSQ, other=0.0)
-    y = dot_tiles(w, x, K, BLOCK_K)
-    if N_SUMSQ > 0:
-        y = y * tl.rsqrt(tl.sum(partials, 0) / K + eps)
-    if HAS_BIAS:
-        y += bias
+        scale = tl.rsqrt(tl.sum(partials, 0) / K + eps)
+    sumsq = 0.0
+    for block in range(pid, BLOCKS, PROGRAMS):
+        offs_n = block * BLOCK_N + tl.arange(0, BLOCK_N)
+        mask_n = offs_n < N
+        out_ptrs = out_ptr + row * stride_om + offs_n
+        if RESIDUAL:
+            residual = tl.load(out_ptrs, mask=mask_n, other=0.0)
+        w_next = w
+        if HAS_BIAS or RESIDUAL:
+            extra_next = extra
+        if BLOCKS > PROGRAMS:  # the next rows are in flight while these are summed
+            offs_next = offs_n + PROGRAMS * BLOCK_N
+            w_next = load_rows(weight_ptr, offs_next, N, K, BLOCK_K, True)
+            if HAS_BIAS or RESIDUAL:
+                extra_next = tl.load(extra_ptr + offs_next, mask=offs_next < N, other=0.0)
+        y = dot_tiles(w, x, K, BLOCK_K)
+        if N_SUMSQ > 0:
+            y = y * scale
+        if HAS_BIAS:
+            y += extra.to(tl.float32)
+        if RESIDUAL:
+            y += residual
+            normed = (y * extra.to(tl.float32)).to(normed_ptr.dtype.element_ty)
+            tl.store(normed_ptr + row * stride_normed + offs_n, normed, mask=mask_n)
+            sumsq += tl.sum(tl.where(mask_n, y * y, 0.0), 0)
+        tl.store(out_ptrs, y, mask=mask_n)
+        w = w_next
+        if HAS_BIAS or RESIDUAL:
+            extra = extra_next
     if RESIDUAL:
-        y += residual
-        normed = (y * norm).to(normed_ptr.dtype.element_ty)
-        tl.store(normed_ptr + row * stride_normed + offs_n, normed, mask=mask_n)
-        tl.store(sumsq_ptr + row * stride_sumsq + pid, tl.sum(tl.where(mask_n, y * y, 0.0), 0))
-    tl.store(out_ptrs, y, mask=mask_n)
+        tl.store(sumsq_ptr + row * stride_sumsq + pid, sumsq)
 
 
 def _launch(meta, x, linear, out, norm, normed, sumsq, n_sumsq, eps, residual, shape, pdl):
     weight, bias = linear.weight, linear.bias
     N, K = weight.shape
     spare = out  # stands in for pointers this variant does not read
-    _matvec_kernel[(triton.cdiv(N, shape.block_n), out.shape[0])](
+    blocks, programs = shape.grid(N)
+    _matvec_kernel[(programs, out.shape[0])](
         meta,
         x,
         weight,
@@ -109,8 +127,10 @@ def _launch(meta, x, linear, out, norm, normed, sumsq, n_sumsq, eps, residual, s
         residual,
         shape.block_n,
         256 * shape.num_warps,
+        blocks,
+        programs,
         pdl,
-        **options(shape.num_warps, pdl),
+        **options(shape.num_warps, pdl, shape.registers),
     )
 
 
@@ -125,7 +145,8 @@ def matvec_residual(meta, x, linear, hidden, norm, normed, sumsq, *, shape, pdl=
 
 
 def residual_partials(N: int, shape) -> int:
-    return triton.cdiv(N, shape.block_n)
+    """Partial sums of squares that matvec_residual leaves: one a program."""
+    return shape.grid(N)[1]
 
 
 def matvec_normed_ref(meta, normed, linear, out, sumsq, n_sumsq, eps):

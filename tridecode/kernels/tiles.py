@@ -22,6 +22,13 @@ def load_tiles(row_ptrs, mask_n, K: tl.constexpr, BLOCK_K: tl.constexpr, MASKED:
 
 
 @triton.jit
+def load_rows(weight_ptr, offs_n, N: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, MASKED: tl.constexpr):
+    """Rows offs_n of weight [N, K] as tiles; MASKED where offs_n may pass N. Each weight is read once in a step."""
+    rows = weight_ptr + offs_n.to(tl.int64)[:, None] * K
+    return load_tiles(rows, (offs_n < N)[:, None], K, BLOCK_K, MASKED, "evict_first")
+
+
+@triton.jit
 def dot_tiles(w, x, K: tl.constexpr, BLOCK_K: tl.constexpr):
     """Row sums [n] of the products of w's tiles [n, BLOCK_K] and x's [1, BLOCK_K], fp32."""
     acc = w[0].to(tl.float32) * x[0].to(tl.float32)
