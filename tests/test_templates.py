@@ -53,13 +53,14 @@ HOSTILE = {
 @pytest.mark.parametrize("case", HOSTILE)
 def test_hostile_templates_end_in_one_line(case):
     source, words = HOSTILE[case]
-    template = ChatTemplate(source, {}, "x.jinja", Limits(0.5, 256 << 20, 100_000))
+    seconds = 0.5 if "was stopped" in words else 20
+    template = ChatTemplate(source, {}, "x.jinja", Limits(seconds, 256 << 20, 100_000))
     for _ in range(2):  # and again, perhaps by a new process
         began = time.monotonic()
         with pytest.raises(PromptError, match=words) as caught:
             template.render(USER, {})
         assert "the chat template in x.jinja" in str(caught.value) and len(str(caught.value)) < 500
-        assert time.monotonic() - began < 10
+        assert time.monotonic() - began < 30
 
 
 def test_the_limits_are_for_each_render():
