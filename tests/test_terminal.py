@@ -40,6 +40,7 @@ def test_in_a_terminal(endless, terminal):
     time.sleep(1)  # a Ctrl-C right after an answer was stopped was meant for that answer
     child.sendintr()
     child.expect_exact("leaves")
+    child.expect_exact(READY)
     child.sendintr()
     leaves(child)
     controls = {chr(code) for code in range(32)} - set("\r\n\t\x1b\x07\x08")
