@@ -15,6 +15,7 @@ from collections import Counter
 from pathlib import Path
 
 import stories
+import torch
 from exchanges import KINDS, held_out_exchanges, is_right
 from generator import EDGE_PROMPTS, FREE_PROMPTS, ChatGenerator
 
@@ -112,6 +113,7 @@ def main() -> None:
     parser.add_argument("--only", choices=["exchanges", "free", "edges"])
     parser.add_argument("--json", type=Path, help="where to write everything")
     options = parser.parse_args()
+    torch.set_num_threads(1)  # the model is too small to gain from more, and they stall where cores are busy
     engine = Engine.load(options.model, device=options.device)
     started, report = time.monotonic(), {}
     if options.only in (None, "exchanges"):
