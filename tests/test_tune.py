@@ -117,7 +117,7 @@ def test_fields_that_are_not_searched_stay():
 
 def test_candidates_are_what_registers_hold_and_a_table_may_say():
     start = choose_shapes(CONFIG, BF16, 90)
-    found = tune.candidates(CONFIG, 2, start)
+    found = tune.candidates(CONFIG, 2, start, 132)
     assert {op for op, _ in found} == set(tune.ORDER) == set(vars(start))
     for op, tried in found:
         assert tried
@@ -246,7 +246,11 @@ def fake(cache, monkeypatch):
     monkeypatch.setattr(tune, "StepTimer", lambda engine: Timer())
     monkeypatch.setattr(tune, "bench_engine", lambda args, capacity: engine)
     monkeypatch.setattr(tune, "run_facts", lambda device: {"gpu": GPU})
-    names = SimpleNamespace(is_available=lambda: True, get_device_name=lambda device: GPU)
+    names = SimpleNamespace(
+        is_available=lambda: True,
+        get_device_name=lambda device: GPU,
+        get_device_properties=lambda device: SimpleNamespace(multi_processor_count=132),
+    )
     monkeypatch.setattr(tune, "torch", SimpleNamespace(cuda=names))
     return engine
 

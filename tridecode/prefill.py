@@ -1,20 +1,23 @@
 """The prompt pass: torch matmuls in chunks, leaving K/V where the token step reads them.
 
 It stops one token short: the prompt's last token goes through the token step itself, which also draws the first token.
-So there is one LM head, one sampler, and nothing here but K/V.
+So there is one LM head, one sampler, and nothing here but K/V. What lies between the matmuls is a Triton kernel each on a
+GPU, where a short prompt would otherwise wait for launches, and the kernel's torch reference on a CPU.
 """
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
-from torch.nn.functional import linear, scaled_dot_product_attention, silu
+from torch.nn.functional import linear, scaled_dot_product_attention
 
-from .kernels.attention import rms_norm, rotate
+from .kernels.add_norm import add_norm, add_norm_ref
+from .kernels.rope_write import rope_write, rope_write_ref
+from .kernels.silu_mul import silu_mul, silu_mul_ref
 from .model import DecodeModel
-from .weights import LayerWeights
 
 CHUNK = 2048
 MASK_LIMIT = 2**21  # entries of an attention mask on the CPU
+FUSED = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]  # the others hold all scores in memory
 
 
 @torch.inference_mode()
@@ -25,35 +28,34 @@ def prefill(model: DecodeModel, token_ids: list[int], start: int, chunk: int = C
     """
     ids = torch.tensor(token_ids, dtype=torch.int64).to(model.device)
     for at in range(0, len(token_ids), chunk):
-        _prefill_chunk(model, ids[at : at + chunk], start + at, slot)
+        if model.device.type == "cpu":
+            _prefill_chunk(model, ids[at : at + chunk], start + at, slot, add_norm_ref, rope_write_ref, silu_mul_ref)
+        else:
+            with torch.cuda.device(model.device), sdpa_kernel(FUSED):
+                _prefill_chunk(model, ids[at : at + chunk], start + at, slot, add_norm, rope_write, silu_mul)
 
 
-def _prefill_chunk(m: DecodeModel, ids: torch.Tensor, start: int, slot: int) -> None:
+def _prefill_chunk(m: DecodeModel, ids: torch.Tensor, start: int, slot: int, add_norm, rope_write, silu_mul) -> None:
     """One pass over rows [start, start + n); the residual stream is fp32 [n, hidden], matmuls in the weights' dtype."""
-    end = start + ids.numel()
-    eps, dtype = m.config.rms_norm_eps, m.weights.dtype
-    cos, sin = m.cos[start:end, None], m.sin[start:end, None]
-    page = int(slot)  # one page a slot: a slot's positions are one slice
+    n, config, eps = ids.numel(), m.config, m.config.rms_norm_eps
+    end, page = start + n, int(slot)  # one page a slot: a slot's positions are one slice
     hidden = m.weights.embed[ids].float()
+    x = torch.empty_like(hidden, dtype=m.weights.dtype)
+    q = x.new_empty(n, config.num_heads, config.head_dim)
+    act = x.new_empty(n, config.intermediate_size)
+    delta = None
     for i, layer in enumerate(m.weights.layers):
-        x = rms_norm(hidden, layer.input_norm, eps).to(dtype)
-        qkv = linear(x, layer.qkv.weight, layer.qkv.bias).view(ids.numel(), -1, m.config.head_dim)
-        q, k, v = qkv.split((m.config.num_heads, m.config.num_kv_heads, m.config.num_kv_heads), dim=1)
-        k_cache, v_cache = m.kv.k[i][page], m.kv.v[i][page]
-        k_cache[:, start:end] = _rotated(k, layer.k_norm, cos, sin, eps, dtype).transpose(0, 1)
-        v_cache[:, start:end] = v.transpose(0, 1)
-        if i + 1 == m.config.num_layers:
+        k, v = m.kv.k[i][page], m.kv.v[i][page]
+        add_norm(hidden, delta, layer.input_norm, x, eps)
+        qkv = linear(x, layer.qkv.weight, layer.qkv.bias)
+        new_k, new_v = k[:, start:end], v[:, start:end]
+        rope_write(qkv, layer.q_norm, layer.k_norm, m.cos[start:end], m.sin[start:end], q, new_k, new_v, eps)
+        if i + 1 == config.num_layers:
             return  # nothing reads the last layer's output here
-        q = _rotated(q, layer.q_norm, cos, sin, eps, dtype).transpose(0, 1)
-        attended = _attend(q, k_cache[:, :end], v_cache[:, :end], m.config.window(i), m.scale)
-        hidden += linear(attended, layer.o_proj.weight)
-        hidden += _mlp(rms_norm(hidden, layer.post_norm, eps).to(dtype), layer)
-
-
-def _rotated(x, norm, cos, sin, eps, dtype):
-    """q or k [n, heads, head_dim], normalised where the family does, then rotated; fp32 inside."""
-    x = x.float()
-    return rotate(x if norm is None else rms_norm(x, norm, eps), cos, sin).to(dtype)
+        attended = _attend(q.transpose(0, 1), k[:, :end], v[:, :end], config.window(i), m.scale)
+        add_norm(hidden, linear(attended, layer.o_proj.weight), layer.post_norm, x, eps)
+        silu_mul(linear(x, layer.gate_up.weight), act)
+        delta = linear(act, layer.down.weight)
 
 
 def _attend(q, k, v, window: int, scale: float) -> torch.Tensor:
@@ -75,10 +77,8 @@ def _attend(q, k, v, window: int, scale: float) -> torch.Tensor:
         k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
         out = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
     else:
-        with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]):
-            out = scaled_dot_product_attention(
-                q, k, v, attn_mask=causal_lower_right(n, end), scale=scale, enable_gqa=k.shape[1] != q.shape[1]
-            )
+        causal = {"is_causal": True} if n == end else {"attn_mask": causal_lower_right(n, end)}
+        out = scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=k.shape[1] != q.shape[1], **causal)
     return out[0].transpose(0, 1).reshape(n, -1)
 
 
@@ -93,8 +93,3 @@ def _attend_masked(q, k, v, window: int, scale: float) -> torch.Tensor:
         grouped = k.shape[1] != q.shape[1]
         parts.append(scaled_dot_product_attention(part, k, v, attn_mask=mask, scale=scale, enable_gqa=grouped))
     return torch.cat(parts, 2)[0].transpose(0, 1).reshape(n, -1)
-
-
-def _mlp(x: torch.Tensor, layer: LayerWeights) -> torch.Tensor:
-    gate, up = linear(x, layer.gate_up.weight).chunk(2, dim=-1)
-    return linear(silu(gate) * up, layer.down.weight)

@@ -40,17 +40,43 @@ class StepShapes:
 
 TUNED_FOR = 90  # the compute capability of the H100 and H200; other GPUs get what is right for most matrices
 # (rows, columns) of a weight matrix -> the shape that was fastest in the whole step on an H200. Gate and up count once.
-TUNED: dict[tuple[int, int], MatvecShape] = {}
+TUNED = {
+    (4096, 1024): MatvecShape(4, 4),  # Qwen3-0.6B: qkv, o_proj, gate and up, down, LM head
+    (1024, 2048): MatvecShape(2, 4),
+    (3072, 1024): MatvecShape(2, 1, registers=104),
+    (1024, 3072): MatvecShape(4, 8, registers=88),
+    (151936, 1024): MatvecShape(4, 4),
+    (3072, 2048): MatvecShape(4, 4, registers=72),  # Llama-3.2-1B
+    (2048, 2048): MatvecShape(4, 4, registers=96),
+    (8192, 2048): MatvecShape(1, 2, programs=8 * 132),
+    (2048, 8192): MatvecShape(2, 8, programs=2 * 132),
+    (128256, 2048): MatvecShape(2, 4),
+    (6144, 2560): MatvecShape(2, 2, programs=8 * 132),  # Qwen3-4B
+    (2560, 4096): MatvecShape(4, 4, registers=96),
+    (9728, 2560): MatvecShape(2, 4),
+    (2560, 9728): MatvecShape(2, 16, programs=132),
+    (151936, 2560): MatvecShape(2, 1),
+    (6144, 4096): MatvecShape(1, 4),  # Llama-3.1-8B, Mistral-7B; Qwen3-8B as they
+    (4096, 4096): MatvecShape(4, 8, programs=2 * 132),
+    (14336, 4096): MatvecShape(2, 4, registers=128),
+    (12288, 4096): MatvecShape(2, 4, registers=128),
+    (4096, 14336): MatvecShape(2, 16, programs=132),
+    (4096, 12288): MatvecShape(2, 16, programs=132),
+    (128256, 4096): MatvecShape(4, 4, registers=128),
+    (151936, 4096): MatvecShape(4, 4, registers=128),
+}
 
 
 def matvec_shape(N: int, K: int, halves: int = 1, capability: int = TUNED_FOR) -> MatvecShape:
-    """The tuned shape, or what was best or near it on all measured matrices; `halves` is 2 for gate and up."""
+    """The tuned shape, or two rows on as few warps as hold them in 64 registers; `halves` is 2 for gate and up."""
     if capability == TUNED_FOR and (N, K) in TUNED:
         return TUNED[N, K]
+    if capability == TUNED_FOR and K >= 8192:
+        return MatvecShape(2, 16, programs=132)
     warps = 1
     while weight_registers(2, K * halves, warps) > 64 and warps < 16:
         warps *= 2
-    return MatvecShape(2, warps, -(-weight_registers(2, K * halves, warps) // 8) * 8 + 40)
+    return MatvecShape(2, warps)
 
 
 def weight_registers(block_n: int, K: int, num_warps: int) -> int:
@@ -59,11 +85,12 @@ def weight_registers(block_n: int, K: int, num_warps: int) -> int:
 
 
 def attention_shape(head_dim: int, dtype: torch.dtype, capability: int) -> AttentionShape:
-    """A tile and its successor are held in registers, so wide heads, fp32 and GPUs before Hopper take smaller ones."""
-    block_t = 128 if capability >= 90 else 64
+    """Tiles are held in registers, so wide heads, fp32 and GPUs before Hopper take smaller and fewer ones."""
     if head_dim > 128 or dtype == torch.float32:
-        block_t = 32
-    return AttentionShape(block_t=block_t, splits=16, num_warps=8)
+        return AttentionShape(block_t=32, splits=16, num_warps=8)
+    if capability < 90:
+        return AttentionShape(block_t=64, splits=16, num_warps=8)
+    return AttentionShape(block_t=128, splits=16, num_warps=8, ahead=2)
 
 
 def choose_shapes(config: ModelConfig, dtype: torch.dtype, capability: int, gpu: str | None = None) -> StepShapes:

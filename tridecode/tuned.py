@@ -14,13 +14,15 @@ from .version import __version__
 
 log = logging.getLogger("tridecode")
 
-FORMAT = 1  # of the table; another one when the kernels read the fields of a shape differently
+FORMAT = 2  # of the table; another one when the kernels read the fields of a shape differently
 # Field of a shape -> the values that may be tried, and that a table may hold. Fields not named here are left alone.
 VALUES = {
     "block_n": (1, 2, 4, 8),
     "num_warps": (1, 2, 4, 8, 16),
     "registers": range(0, 256, 8),
-    "block_t": (32, 64, 128),
+    "programs": range(2**16),
+    "block_t": (32, 64, 128, 256),
+    "ahead": (1, 2),
     "splits": (4, 8, 16, 32, 64),
 }
 

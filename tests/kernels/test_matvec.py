@@ -23,7 +23,7 @@ CASES = cases(
     Case("odd_rows", gpu=dict(n=1001, k=4864), small=dict(n=13, k=304)),
     Case("vocabulary", gpu=dict(n=151936, k=1024), small=dict(n=101, k=256)),
 )
-SMALL_SHAPE = MatvecShape(8, 256, 4)  # few programs for the interpreter
+SMALL_SHAPE = MatvecShape(8, 1, programs=3)  # few programs for the interpreter, and turns for each
 
 
 def shape_for(n, k):
@@ -84,7 +84,14 @@ def test_gate_up_matches_reference(case, dtype):
     assert_close(out, ref, BF16_ROUNDING + 2e-3 if x.dtype == torch.bfloat16 else 1e-5)
 
 
-@pytest.mark.parametrize("shape", [MatvecShape(1, 2048, 4), MatvecShape(2, 1024, 2), MatvecShape(16, 128, 8)], ids=str)
+SHAPES = pytest.mark.parametrize(
+    "shape",
+    [MatvecShape(1, 4), MatvecShape(2, 2, registers=96), MatvecShape(16, 1), MatvecShape(4, 1, programs=4)],
+    ids=["rows_1", "registers_96", "rows_16", "programs_4"],
+)
+
+
+@SHAPES
 def test_every_launch_shape_gives_the_same_answer(shape):
     n, k = 21, 1100
     linear, x, partials = inputs(n, k, torch.bfloat16, bias=True)
@@ -92,6 +99,32 @@ def test_every_launch_shape_gives_the_same_answer(shape):
     matvec_normed(meta_rows(0, 0), x, linear, out, partials, 5, EPS, shape=shape)
     matvec_normed_ref(meta_rows(0, 0), x, linear, ref, partials, 5, EPS)
     assert_close(out, ref, 1e-5)
+
+
+@SHAPES
+def test_every_launch_shape_of_gate_up_gives_the_same_answer(shape):
+    n, k = 21, 1100
+    linear, x, partials = inputs(2 * n, k, torch.bfloat16, bias=False)
+    out, ref = poisoned(2, n), poisoned(2, n)
+    gate_up(meta_rows(0, 0), x, linear, out, partials, 5, EPS, shape=shape)
+    gate_up_ref(meta_rows(0, 0), x, linear, ref, partials, 5, EPS)
+    assert_close(out, ref, 1e-5)
+
+
+@SHAPES
+def test_every_launch_shape_prepares_the_next_norm(shape):
+    n, k = 21, 1100
+    linear, x, _ = inputs(n, k, torch.bfloat16, bias=False)
+    hidden = random(2, n, seed=3)
+    ref, expected = hidden.clone(), poisoned(2, n)
+    normed, sumsq = poisoned(2, n), poisoned(2, n)
+    matvec_residual(meta_rows(0, 0), x, linear, hidden, norm_weight(n), normed, sumsq, shape=shape)
+    matvec_residual_ref(meta_rows(0, 0), x, linear, ref, norm_weight(n), expected, poisoned(2, n))
+    assert_close(hidden, ref, 1e-5, "hidden")
+    assert_close(normed, expected, 1e-5, "normed")
+    partials = residual_partials(n, shape)
+    assert_close(sumsq[:, :partials].sum(1), ref.square().sum(1), 1e-5, "sumsq")
+    assert sumsq[:, partials:].isnan().all()
 
 
 def test_a_dead_step_writes_nothing():

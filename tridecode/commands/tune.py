@@ -27,7 +27,9 @@ from .terminal import Output
 
 # The largest parts of the step first: the time may not be enough for all.
 ORDER = ("gate_up", "down", "qkv", "o_proj", "attention", "lm_head")
-GROUPS = (("block_n", "num_warps"), ("block_t", "num_warps"), ("splits",), ("registers",))  # tried with each other
+# Fields tried with each other.
+GROUPS = (("block_n", "num_warps"), ("programs",), ("block_t", "num_warps"), ("ahead",), ("splits",), ("registers",))
+SHARES = (1, 2, 3, 4, 6, 8)  # programs of a multiprocessor that share the rows of a matrix, beside one a few rows
 CONTEXTS = (128, 4096)  # the step is as fast as its mean over these
 RUN_SECONDS, RUNS = 0.05, 5  # of a timing
 MARGIN = 0.001  # a candidate must be faster by this part of the step; below that timings do not agree
@@ -57,7 +59,8 @@ def run(args, output: Output) -> int:
     capacity = min(CONTEXTS[-1] + 256, config.max_position)
     engine = bench_engine(args, capacity)
     measure, before = StepTimer(engine), engine.model.shapes
-    choices = candidates(config, engine.model.weights.dtype.itemsize, before)
+    multiprocessors = torch.cuda.get_device_properties(engine.device).multi_processor_count
+    choices = candidates(config, engine.model.weights.dtype.itemsize, before, multiprocessors)
     with progress(output) as report:
         found = search(before, choices, measure, time.monotonic() + 60 * args.minutes, report)
     # The search takes the luckiest of many timings; one more of both says what is true.
@@ -147,7 +150,9 @@ def search(
     return found
 
 
-def candidates(config: ModelConfig, itemsize: int, shapes: StepShapes) -> list[tuple[str, list[dict]]]:
+def candidates(
+    config: ModelConfig, itemsize: int, shapes: StepShapes, multiprocessors: int
+) -> list[tuple[str, list[dict]]]:
     """What to try for each part of the step, but for tiles of weights that cannot be the best."""
     columns = {"o_proj": config.q_size, "down": config.intermediate_size}
     found = []
@@ -155,7 +160,10 @@ def candidates(config: ModelConfig, itemsize: int, shapes: StepShapes) -> list[t
         names = set(searched(getattr(shapes, op)))
         row = itemsize * columns.get(op, config.hidden_size) * (2 if op == "gate_up" else 1)
         for group in GROUPS:
-            if set(group) <= names:
+            if group == ("programs",) and "programs" in names:
+                shared = [multiprocessors * share for share in SHARES]
+                found.append((op, [{"programs": programs, "registers": 0} for programs in (0, *shared)]))
+            elif set(group) <= names:
                 values = product(*(BOUNDS if name == "registers" else VALUES[name] for name in group))
                 tried = [dict(zip(group, combination)) for combination in values]
                 if "block_n" in group:

@@ -27,8 +27,8 @@ EMPTY = tl.constexpr(-1e30)  # running maximum of a split that saw no position
 class AttentionShape:
     """Launch shape: `block_t` positions a turn (a divisor of the page), at most `splits` programs a K/V head.
 
-    ahead: the turns whose K and V are loaded before the wait; a split takes as many at least. registers: the most a
-    thread may use, 0 for no bound.
+    ahead: the turns whose K and V are loaded before the wait; as many positions need no second split. registers: the
+    most a thread may use, 0 for no bound.
     """
 
     block_t: int = 64
@@ -130,7 +130,8 @@ def _attention_kernel(
         start = tl.maximum(position - WINDOW + 1, 0)
     first_block = start // BLOCK_T
     blocks = tl.cdiv(position, BLOCK_T) - first_block
-    blocks_per_split = tl.maximum(tl.cdiv(blocks, SPLITS), AHEAD)
+    # Few blocks stay in one split: what is loaded before the wait costs less than combining.
+    blocks_per_split = AHEAD if blocks <= AHEAD else tl.cdiv(blocks, SPLITS)
     active = tl.maximum(tl.cdiv(blocks, blocks_per_split), 1)
     if (status != RUN) | (split >= active):
         if PDL:
@@ -270,9 +271,7 @@ def _attention_kernel(
                 m_all = m_top
             denominator = tl.where(mask_q1, denominator, 1.0)
             o = (o / denominator[:, None]).to(out_ptr.dtype.element_ty)
-            tl.store(
-                out_ptr + offs_q[:, None] * D + offs_d[None, :], o, mask=mask_q1[:, None] & mask_d[None, :]
-            )
+            tl.store(out_ptr + offs_q[:, None] * D + offs_d[None, :], o, mask=mask_q1[:, None] & mask_d[None, :])
             tl.store(counter_ptr + row * KV_HEADS + head, 0)
 
 

@@ -1,0 +1,67 @@
+"""What lies between the matmuls of prefill, against torch in fp32."""
+
+import pytest
+import torch
+from util import BF16_ROUNDING, Case, assert_close, cases, norm_weight, poisoned, random
+
+from tridecode.kernels.add_norm import add_norm, add_norm_ref
+from tridecode.kernels.rope_write import rope_write, rope_write_ref
+from tridecode.kernels.silu_mul import silu_mul, silu_mul_ref
+
+EPS = 1e-6
+DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=["bf16", "fp16", "fp32"])
+ROUNDING = {torch.bfloat16: BF16_ROUNDING, torch.float16: 3e-4, torch.float32: 1e-5}
+CASES = cases(
+    Case("qwen3-4b", gpu=dict(rows=65, n=2560, heads=32, kv=8, d=128), small=dict(rows=2, n=160, heads=4, kv=1, d=128)),
+    Case("qwen2.5-0.5b", gpu=dict(rows=7, n=896, heads=14, kv=2, d=64), small=dict(rows=3, n=112, heads=7, kv=1, d=64)),
+    Case("heads_of_80", gpu=dict(rows=3, n=1000, heads=5, kv=5, d=80), small=dict(rows=3, n=100, heads=5, kv=5, d=80)),
+)
+
+
+@CASES
+@DTYPES
+@pytest.mark.parametrize("first", [True, False], ids=["first", "later"])
+def test_add_norm_matches_reference(case, dtype, first):
+    rows, n = case.sizes["rows"], case.sizes["n"]
+    hidden = random(rows, n)
+    delta = None if first else random(rows, n, dtype=dtype, seed=1)
+    norm, ref_hidden = norm_weight(n, dtype), hidden.clone()
+    out, ref = poisoned(rows, n, dtype=dtype), poisoned(rows, n)
+    add_norm(hidden, delta, norm, out, EPS)
+    add_norm_ref(ref_hidden, delta, norm, ref, EPS)
+    assert_close(hidden, ref_hidden, 1e-6, "hidden")
+    assert_close(out, ref, 5 * BF16_ROUNDING if dtype == torch.bfloat16 else ROUNDING[dtype])
+
+
+@CASES
+@DTYPES
+@pytest.mark.parametrize("qk_norm", [False, True], ids=["no_norm", "norm"])
+def test_rope_write_matches_reference(case, dtype, qk_norm):
+    rows, heads, kv, d = (case.sizes[name] for name in ("rows", "heads", "kv", "d"))
+    start, capacity = 3, rows + 5
+    qkv = random(rows, (heads + 2 * kv) * d, dtype=dtype)
+    q_norm, k_norm = (norm_weight(d, dtype), norm_weight(d, dtype) * 2) if qk_norm else (None, None)
+    angle = random(capacity, d // 2, seed=2)
+    cos, sin = angle.cos()[start : start + rows], angle.sin()[start : start + rows]
+    out = [poisoned(rows, heads, d, dtype=dtype), *(poisoned(kv, capacity, d, dtype=dtype) for _ in range(2))]
+    ref = [poisoned(rows, heads, d), *(poisoned(kv, capacity, d) for _ in range(2))]
+    for op, (q, k, v) in ((rope_write, out), (rope_write_ref, ref)):
+        op(qkv, q_norm, k_norm, cos, sin, q, k[:, start : start + rows], v[:, start : start + rows], EPS)
+    tolerance = 5 * BF16_ROUNDING if dtype == torch.bfloat16 else ROUNDING[dtype]
+    assert_close(out[0], ref[0], tolerance, "q")
+    for name, made, expected in (("k", out[1], ref[1]), ("v", out[2], ref[2])):
+        assert_close(made[:, start : start + rows], expected[:, start : start + rows], tolerance, name)
+        assert made[:, :start].isnan().all() and made[:, start + rows :].isnan().all(), (
+            f"{name}: other positions written"
+        )
+
+
+@CASES
+@DTYPES
+def test_silu_mul_matches_reference(case, dtype):
+    rows, n = case.sizes["rows"], case.sizes["n"]
+    x = random(rows, 2 * n, dtype=dtype, scale=3.0)
+    out, ref = poisoned(rows, n, dtype=dtype), poisoned(rows, n)
+    silu_mul(x, out)
+    silu_mul_ref(x, ref)
+    assert_close(out, ref, 5 * BF16_ROUNDING if dtype == torch.bfloat16 else ROUNDING[dtype])

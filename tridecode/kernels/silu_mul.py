@@ -1,0 +1,39 @@
+"""silu_mul: SiLU(gate) * up for the tokens of a prompt."""
+
+import torch
+import triton
+import triton.language as tl
+
+from .common import options
+
+BLOCK = 1024
+
+
+@triton.jit
+def _silu_mul_kernel(x_ptr, out_ptr, N: tl.constexpr, BLOCK: tl.constexpr):
+    """out = silu(x[:, :N]) * x[:, N:], fp32 inside.
+
+    x: [rows, 2 * N]; out: [rows, N] (output); both contiguous. Moves 3 elements for each of out. Grid
+    (rows, cdiv(N, BLOCK)).
+    """
+    row = tl.program_id(0).to(tl.int64)
+    offs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = offs < N
+    gate = tl.load(x_ptr + row * 2 * N + offs, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(x_ptr + row * 2 * N + N + offs, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row * N + offs, (gate * tl.sigmoid(gate) * up).to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def silu_mul(x, out):
+    """out [rows, N] = silu(gate) * up of x [rows, 2 * N], gate first."""
+    rows, N = out.shape
+    _silu_mul_kernel[(rows, triton.cdiv(N, BLOCK))](x, out, N, BLOCK, **options(4))
+
+
+def silu_mul_ref(x, out):
+    gate, up = x.float().chunk(2, dim=-1)
+    out.copy_(torch.nn.functional.silu(gate) * up)
+
+
+def silu_mul_bytes(rows: int, N: int, dtype: torch.dtype) -> int:
+    return 3 * rows * N * dtype.itemsize
