@@ -1,8 +1,8 @@
 """The prompt pass: torch matmuls in chunks, leaving K/V where the token step reads them.
 
 It stops one token short: the prompt's last token goes through the token step itself, which also draws the first token.
-So there is one LM head, one sampler, and nothing here but K/V. What lies between the matmuls is one Triton kernel each on
-a GPU, where a short prompt would otherwise wait for launches, and the kernel's torch reference on a CPU.
+So there is one LM head, one sampler, and nothing here but K/V. What lies between the matmuls is a Triton kernel on a
+GPU, where a short prompt would otherwise wait for launches, and the kernel's torch reference on a CPU.
 """
 
 import torch

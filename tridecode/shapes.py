@@ -47,7 +47,7 @@ TUNED = {
     (1024, 3072): MatvecShape(4, 8, registers=88),
     (151936, 1024): MatvecShape(4, 4),
     (3072, 2048): MatvecShape(4, 4, registers=72),  # Llama-3.2-1B
-    (2048, 2048): MatvecShape(4, 4, registers=96),
+    (2048, 2048): MatvecShape(2, 1),
     (8192, 2048): MatvecShape(1, 2, programs=8 * 132),
     (2048, 8192): MatvecShape(2, 8, programs=2 * 132),
     (128256, 2048): MatvecShape(2, 4),
