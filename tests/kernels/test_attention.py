@@ -4,6 +4,8 @@ from util import BF16_ROUNDING, DEVICE, Case, assert_close, cases, meta_rows, no
 
 from tridecode import meta
 from tridecode.kernels.attention import AttentionShape, attention, attention_ref
+from tridecode.shapes import attention_shape
+from tridecode.workspace import MAX_SPLITS
 
 EPS = 1e-6
 SPLITS = 4
@@ -31,8 +33,8 @@ def buffers(positions, kv_heads, group, head_dim, page, pages, dtype, qk_norm, s
         sin=angle.sin().to(DEVICE),
         k_cache=k,
         v_cache=v,
-        partial=poisoned(rows, heads, 8, head_dim),
-        lse=poisoned(rows, heads, 8, 2),
+        partial=poisoned(rows, heads, MAX_SPLITS, head_dim),
+        lse=poisoned(rows, heads, MAX_SPLITS, 2),
         counter=torch.zeros(rows, kv_heads, dtype=torch.int32, device=DEVICE),
         out=poisoned(rows, heads * head_dim, dtype=act),
         scale=head_dim**-0.5,
@@ -80,6 +82,40 @@ def test_attention_matches_reference(case, position):
     check(args, AttentionShape(block_t=32, splits=SPLITS), TOLERANCE[torch.bfloat16])
 
 
+# block_t 32: nothing, one tile and two at their edges, then splits; a page has two tiles
+AROUND_TWO_TILES = pytest.mark.parametrize("position", [0, 1, 31, 32, 33, 63, 64, 65, 96, 97, 130, 255])
+
+
+@AROUND_TWO_TILES
+@pytest.mark.parametrize("ahead", [1, 2])
+def test_tiles_ahead_of_the_wait(position, ahead):
+    args = buffers((position,), 1, 4, 64, page=64, pages=4, dtype=torch.float16, qk_norm=True)
+    check(args, AttentionShape(block_t=32, splits=SPLITS, ahead=ahead), TOLERANCE[torch.float16])
+    used = (~args["partial"][0].isnan()).any(-1).sum(-1)  # partial results of each head
+    assert used.eq(0).all() if position <= 32 * ahead else used.ge(2).all(), "wrong number of splits"
+
+
+@pytest.mark.parametrize("position", [16, 17, 32, 40, 64])
+def test_tiles_ahead_on_pages_of_their_own(position):
+    args = buffers((position,), 2, 2, 80, page=16, pages=6, dtype=torch.bfloat16, qk_norm=False)
+    check(args, AttentionShape(block_t=16, splits=SPLITS, ahead=2), TOLERANCE[torch.bfloat16])
+
+
+@pytest.mark.parametrize("splits", [1, 16, MAX_SPLITS], ids=lambda splits: f"splits_{splits}")
+@pytest.mark.parametrize("position", [33, 255])
+def test_one_split_and_as_many_as_the_workspace_holds(position, splits):
+    args = buffers((position,), 1, 2, 64, page=64, pages=4, dtype=torch.float16, qk_norm=False)
+    check(args, AttentionShape(block_t=16, splits=splits, ahead=2), TOLERANCE[torch.float16])
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("position", [5, 127, 128, 129, 256, 300] + ([1023, 4000] if DEVICE == "cuda" else []))
+def test_the_shape_that_engines_use(head_dim, position):
+    page, pages = (384, 1) if DEVICE == "cpu" else (4096, 1)
+    args = buffers((position,), 1, 4, head_dim, page=page, pages=pages, dtype=torch.bfloat16, qk_norm=True)
+    check(args, attention_shape(head_dim, torch.bfloat16, capability=90), TOLERANCE[torch.bfloat16])
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=["fp16", "fp32"])
 @pytest.mark.parametrize("position", [1, 77, 200])
 def test_attention_in_other_dtypes(dtype, position):
@@ -88,17 +124,22 @@ def test_attention_in_other_dtypes(dtype, position):
 
 
 @pytest.mark.parametrize("window", [1, 16, 50, 96])
-@pytest.mark.parametrize("position", [5, 49, 50, 170, 255])
-def test_sliding_window(window, position):
+@pytest.mark.parametrize("position", [5, 49, 50, 128, 170, 255])
+@pytest.mark.parametrize("ahead", [1, 2])
+def test_sliding_window(window, position, ahead):
     args = buffers((position,), 1, 4, 64, page=64, pages=4, dtype=torch.float16, qk_norm=False)
-    check({**args, "window": window}, AttentionShape(block_t=16, splits=SPLITS), TOLERANCE[torch.float16])
+    for at in range(max(position - window + 1, 0)):  # what is behind the window may hold anything
+        page = args["page_table"][0, at // 64].long()
+        args["k_cache"][page, :, at % 64] = args["v_cache"][page, :, at % 64] = float("nan")
+    check({**args, "window": window}, AttentionShape(block_t=16, splits=SPLITS, ahead=ahead), TOLERANCE[torch.float16])
 
 
-def test_rows_have_their_own_positions_pages_and_status():
+@pytest.mark.parametrize("ahead", [1, 2])
+def test_rows_have_their_own_positions_pages_and_status(ahead):
     args = buffers((70, 0, 130), 2, 2, 64, page=64, pages=4, dtype=torch.float16, qk_norm=True)
     args["meta"][1, meta.STATUS] = meta.STOP
     before = args["k_cache"][args["page_table"][1].long()].clone()
-    attention(**args, shape=AttentionShape(block_t=32, splits=SPLITS))
+    attention(**args, shape=AttentionShape(block_t=32, splits=SPLITS, ahead=ahead))
     assert args["out"][1].isnan().all()
     after = args["k_cache"][args["page_table"][1].long()]
     assert torch.equal(after.isnan(), before.isnan()), "a dead row wrote K"

@@ -27,8 +27,8 @@ EMPTY = tl.constexpr(-1e30)  # running maximum of a split that saw no position
 class AttentionShape:
     """Launch shape: `block_t` positions a turn (a divisor of the page), at most `splits` programs a K/V head.
 
-    ahead: the turns whose K and V are loaded before the wait; as many positions need no second split. registers: the
-    most a thread may use, 0 for no bound.
+    ahead: the turns of a split whose K and V are loaded before the wait; where all positions fit in as many, one split
+    takes them. registers: the most a thread may use, 0 for no bound.
     """
 
     block_t: int = 64
@@ -114,7 +114,8 @@ def _attention_kernel(
     partial: [rows, HEADS, MAX_SPLITS, D] fp32, lse: [rows, HEADS, MAX_SPLITS, 2] fp32, counter: [rows, KV_HEADS]
     int32, zero between launches (scratch); out: [rows, HEADS * D] (output).
     Moves 2 * KV_HEADS * D * itemsize bytes a position. Grid (KV_HEADS, SPLITS, rows).
-    Splits without work leave at once; the first tile is in flight before the wait, since only earlier steps wrote it.
+    Splits without work leave at once; the first AHEAD tiles are in flight before the wait, since only earlier steps
+    wrote them.
     """
     head = tl.program_id(0)
     split = tl.program_id(1)
