@@ -86,9 +86,24 @@ def test_gate_up_matches_reference(case, dtype):
 
 SHAPES = pytest.mark.parametrize(
     "shape",
-    [MatvecShape(1, 4), MatvecShape(2, 2, registers=96), MatvecShape(16, 1), MatvecShape(4, 1, programs=4)],
-    ids=["rows_1", "registers_96", "rows_16", "programs_4"],
+    [
+        MatvecShape(1, 4),
+        MatvecShape(2, 2, registers=96),
+        MatvecShape(16, 1),
+        MatvecShape(2, 8),  # a tile has more columns than the matrix
+        MatvecShape(4, 1, programs=4),
+        MatvecShape(1, 2, programs=5, registers=128),  # five turns, the last for one program
+        MatvecShape(2, 1, programs=132),  # more programs than rows
+    ],
+    ids=["rows_1", "registers_96", "rows_16", "wide_tile", "programs_4", "programs_5", "programs_132"],
 )
+
+
+def test_blocks_and_programs_of_a_shape():
+    assert MatvecShape(4, 1).grid(21) == (6, 6)
+    assert MatvecShape(4, 1, programs=4).grid(21) == (6, 4)
+    assert MatvecShape(4, 1, programs=132).grid(21) == (6, 6)
+    assert residual_partials(21, MatvecShape(4, 1, programs=4)) == 4
 
 
 @SHAPES
@@ -138,10 +153,21 @@ def test_a_dead_step_writes_nothing():
     assert all(t.isnan().all() for t in (out, hidden, normed, sumsq, act))
 
 
-def test_rows_with_different_status_are_independent():
-    linear, x, partials = inputs(16, 256, torch.bfloat16, bias=False)
+@pytest.mark.parametrize("dead", [0, 1])
+def test_rows_with_different_status_are_independent(dead):
+    alive, n = 1 - dead, 33
+    linear, x, partials = inputs(2 * n, 256, torch.bfloat16, bias=False)
+    half = Linear(linear.weight[:n])
     state = meta_rows(0, 0)
-    state[0, meta.STATUS] = meta.STOP
-    out = poisoned(2, 16)
-    matvec_normed(state, x, linear, out, partials, 5, EPS, shape=SMALL_SHAPE)
-    assert out[0].isnan().all() and out[1].isfinite().all()
+    state[dead, meta.STATUS] = meta.STOP
+    out, act, hidden = poisoned(2, n), poisoned(2, n), random(2, n, seed=3)
+    normed, sumsq, before = poisoned(2, n), poisoned(2, n), hidden.clone()
+    matvec_normed(state, x, half, out, partials, 5, EPS, shape=SMALL_SHAPE)
+    gate_up(state, x, linear, act, partials, 5, EPS, shape=SMALL_SHAPE)
+    matvec_residual(state, x, half, hidden, norm_weight(n), normed, sumsq, shape=SMALL_SHAPE)
+    for written in (out, act, normed):
+        assert written[dead].isnan().all() and written[alive].isfinite().all()
+    assert sumsq[dead].isnan().all() and torch.equal(hidden[dead], before[dead])
+    ref = before.clone()
+    matvec_residual_ref(state, x, half, ref, norm_weight(n), poisoned(2, n), poisoned(2, n))
+    assert_close(hidden, ref, 1e-5)
