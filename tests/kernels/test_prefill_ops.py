@@ -2,8 +2,10 @@
 
 import pytest
 import torch
-from util import BF16_ROUNDING, Case, assert_close, cases, norm_weight, poisoned, random
+from models import FAMILIES, tiny_engine
+from util import BF16_ROUNDING, DEVICE, Case, assert_close, cases, norm_weight, poisoned, random
 
+from tridecode import prefill
 from tridecode.kernels.add_norm import add_norm, add_norm_ref
 from tridecode.kernels.rope_write import rope_write, rope_write_ref
 from tridecode.kernels.silu_mul import silu_mul, silu_mul_ref
@@ -12,7 +14,9 @@ EPS = 1e-6
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=["bf16", "fp16", "fp32"])
 ROUNDING = {torch.bfloat16: BF16_ROUNDING, torch.float16: 3e-4, torch.float32: 1e-5}
 CASES = cases(
-    Case("qwen3-4b", gpu=dict(rows=65, n=2560, heads=32, kv=8, d=128), small=dict(rows=2, n=160, heads=4, kv=1, d=128)),
+    Case(
+        "qwen3-4b", gpu=dict(rows=65, n=2560, heads=32, kv=8, d=128), small=dict(rows=2, n=1100, heads=4, kv=1, d=128)
+    ),
     Case("qwen2.5-0.5b", gpu=dict(rows=7, n=896, heads=14, kv=2, d=64), small=dict(rows=3, n=112, heads=7, kv=1, d=64)),
     Case("heads_of_80", gpu=dict(rows=3, n=1000, heads=5, kv=5, d=80), small=dict(rows=3, n=100, heads=5, kv=5, d=80)),
 )
@@ -65,3 +69,23 @@ def test_silu_mul_matches_reference(case, dtype):
     silu_mul(x, out)
     silu_mul_ref(x, ref)
     assert_close(out, ref, 5 * BF16_ROUNDING if dtype == torch.bfloat16 else ROUNDING[dtype])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_prompt_pass_with_the_kernels_leaves_what_it_leaves_with_their_references(family):
+    model = tiny_engine(graph="none", dtype=torch.float32, capacity=64, **FAMILIES[family]).model
+    for layer in model.weights.layers:
+        for weight in (layer.input_norm, layer.post_norm, layer.q_norm, layer.k_norm):
+            if weight is not None:
+                weight.copy_(random(*weight.shape) * 0.2 + 1)
+    ids = torch.arange(9, device=DEVICE) * 30
+    caches = []
+    for ops in ((add_norm, rope_write, silu_mul), (add_norm_ref, rope_write_ref, silu_mul_ref)):
+        for cache in (*model.kv.k, *model.kv.v):
+            cache.fill_(float("nan"))
+        for start, end in ((0, 4), (4, 9)):  # the second part sees the first in the cache
+            prefill._prefill_chunk(model, ids[start:end], start, 0, *ops)
+        caches.append([cache.clone() for cache in (*model.kv.k, *model.kv.v)])
+    for made, expected in zip(*caches):
+        assert_close(made[:, :, :9], expected[:, :, :9], 1e-4 if DEVICE == "cuda" else 1e-5)
+        assert made[:, :, 9:].isnan().all()
