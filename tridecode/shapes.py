@@ -48,16 +48,16 @@ TUNED = {
     (151936, 1024): MatvecShape(4, 4),
     (3072, 2048): MatvecShape(4, 4, registers=72),  # Llama-3.2-1B
     (2048, 2048): MatvecShape(2, 1),
-    (8192, 2048): MatvecShape(1, 2, programs=8 * 132),
-    (2048, 8192): MatvecShape(2, 8, programs=2 * 132),
+    (8192, 2048): MatvecShape(1, 2, registers=120, programs=8 * 132),
+    (2048, 8192): MatvecShape(2, 8, registers=112, programs=2 * 132),
     (128256, 2048): MatvecShape(2, 4),
-    (6144, 2560): MatvecShape(2, 2, programs=8 * 132),  # Qwen3-4B
+    (6144, 2560): MatvecShape(2, 2, registers=112, programs=8 * 132),  # Qwen3-4B
     (2560, 4096): MatvecShape(4, 4, registers=96),
     (9728, 2560): MatvecShape(2, 4),
     (2560, 9728): MatvecShape(2, 16, programs=132),
     (151936, 2560): MatvecShape(2, 1),
     (6144, 4096): MatvecShape(1, 4),  # Llama-3.1-8B, Mistral-7B; Qwen3-8B as they
-    (4096, 4096): MatvecShape(4, 8, programs=2 * 132),
+    (4096, 4096): MatvecShape(4, 8, registers=72),
     (14336, 4096): MatvecShape(2, 4, registers=128),
     (12288, 4096): MatvecShape(2, 4, registers=128),
     (4096, 14336): MatvecShape(2, 16, programs=132),
@@ -90,7 +90,7 @@ def attention_shape(head_dim: int, dtype: torch.dtype, capability: int) -> Atten
         return AttentionShape(block_t=32, splits=16, num_warps=8)
     if capability < 90:
         return AttentionShape(block_t=64, splits=16, num_warps=8)
-    return AttentionShape(block_t=128, splits=16, num_warps=8, ahead=2)
+    return AttentionShape(block_t=128, splits=16, num_warps=8, ahead=2 if capability == TUNED_FOR else 1)
 
 
 def choose_shapes(config: ModelConfig, dtype: torch.dtype, capability: int, gpu: str | None = None) -> StepShapes:

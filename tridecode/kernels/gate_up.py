@@ -52,14 +52,14 @@ def _gate_up_kernel(
     offs_s = tl.arange(0, SUMSQ_BLOCK)
     partials = tl.load(sumsq_ptr + row * stride_sumsq + offs_s, mask=offs_s < N_SUMSQ, other=0.0)
     scale = tl.rsqrt(tl.sum(partials, 0) / K + eps)
-    for block in range(pid, BLOCKS, PROGRAMS):
-        offs_n = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    for turn in range((BLOCKS + PROGRAMS - 1) // PROGRAMS):
+        offs_n = (pid + turn * PROGRAMS) * BLOCK_N + tl.arange(0, BLOCK_N)
         gate_next, up_next = gate, up
         if BLOCKS > PROGRAMS:  # the next rows are in flight while these are summed
             gate_next = load_rows(weight_ptr, offs_n + PROGRAMS * BLOCK_N, N, K, BLOCK_K, True)
             up_next = load_rows(up_ptr, offs_n + PROGRAMS * BLOCK_N, N, K, BLOCK_K, True)
-        g = dot_tiles(gate, x, K, BLOCK_K) * scale
-        y = g * tl.sigmoid(g) * (dot_tiles(up, x, K, BLOCK_K) * scale)
+        g = dot_tiles(gate, x, BLOCK_N, K, BLOCK_K) * scale
+        y = g * tl.sigmoid(g) * (dot_tiles(up, x, BLOCK_N, K, BLOCK_K) * scale)
         tl.store(out_ptr + row * stride_om + offs_n, y.to(out_ptr.dtype.element_ty), mask=offs_n < N)
         gate, up = gate_next, up_next
 

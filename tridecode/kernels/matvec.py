@@ -68,8 +68,8 @@ def _matvec_kernel(
         partials = tl.load(sumsq_ptr + row * stride_sumsq + offs_s, mask=offs_s < N_SUMSQ, other=0.0)
         scale = tl.rsqrt(tl.sum(partials, 0) / K + eps)
     sumsq = 0.0
-    for block in range(pid, BLOCKS, PROGRAMS):
-        offs_n = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    for turn in range((BLOCKS + PROGRAMS - 1) // PROGRAMS):
+        offs_n = (pid + turn * PROGRAMS) * BLOCK_N + tl.arange(0, BLOCK_N)
         mask_n = offs_n < N
         out_ptrs = out_ptr + row * stride_om + offs_n
         if RESIDUAL:
@@ -82,7 +82,7 @@ def _matvec_kernel(
             w_next = load_rows(weight_ptr, offs_next, N, K, BLOCK_K, True)
             if HAS_BIAS or RESIDUAL:
                 extra_next = tl.load(extra_ptr + offs_next, mask=offs_next < N, other=0.0)
-        y = dot_tiles(w, x, K, BLOCK_K)
+        y = dot_tiles(w, x, BLOCK_N, K, BLOCK_K)
         if N_SUMSQ > 0:
             y = y * scale
         if HAS_BIAS:

@@ -29,9 +29,17 @@ def load_rows(weight_ptr, offs_n, N: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.
 
 
 @triton.jit
-def dot_tiles(w, x, K: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Row sums [n] of the products of w's tiles [n, BLOCK_K] and x's [1, BLOCK_K], fp32."""
-    acc = w[0].to(tl.float32) * x[0].to(tl.float32)
-    for k in tl.static_range(BLOCK_K, K, BLOCK_K):
-        acc += w[k // BLOCK_K].to(tl.float32) * x[k // BLOCK_K].to(tl.float32)
+def dot_tiles(w, x, BLOCK_N: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Row sums [BLOCK_N] of the products of w's tiles [BLOCK_N, BLOCK_K] and x's [1, BLOCK_K], fp32.
+
+    A thread keeps eight sums a row; of many rows one, for the registers: it first adds the elements it loads at once.
+    """
+    GROUP: tl.constexpr = 8 if BLOCK_N > 2 else 1
+    acc = tl.zeros([BLOCK_N, BLOCK_K // GROUP], tl.float32)
+    for k in tl.static_range(0, K, BLOCK_K):
+        product = w[k // BLOCK_K].to(tl.float32) * x[k // BLOCK_K].to(tl.float32)
+        if GROUP == 1:
+            acc += product
+        else:
+            acc += tl.sum(product.reshape(BLOCK_N, BLOCK_K // GROUP, GROUP), 2)
     return tl.sum(acc, 1)
