@@ -1,4 +1,4 @@
-"""Compile every launch of a token step for GPUs that are not here; run as a script, without the interpreter.
+"""Compile every launch of a token step and of a prompt pass for GPUs that are not here; a script, not interpreted.
 
     python compile_step.py PRESET[,PRESET...] ARCH[,ARCH...]
 
@@ -22,14 +22,28 @@ from triton.compiler import ASTSource
 
 from tridecode import decode
 from tridecode.checkpoint import _allocate, _assemble
-from tridecode.kernels import attention, embed, filters, gate_up, greedy, logprobs, matvec, sample
+from tridecode.kernels import (
+    add_norm,
+    attention,
+    embed,
+    filters,
+    gate_up,
+    greedy,
+    logprobs,
+    matvec,
+    rope_write,
+    sample,
+    silu_mul,
+)
 from tridecode.kv_cache import KVCache, page_size
 from tridecode.model import DecodeModel
+from tridecode.prefill import _prefill_chunk
 from tridecode.presets import PRESETS
 from tridecode.shapes import choose_shapes
 from tridecode.workspace import make_workspace
 
-MODULES = (embed, matvec, gate_up, attention, greedy, sample, filters, logprobs)
+PREFILL = (add_norm.add_norm, rope_write.rope_write, silu_mul.silu_mul)
+MODULES = (embed, matvec, gate_up, attention, greedy, sample, filters, logprobs, add_norm, rope_write, silu_mul)
 MODELS = PRESETS | {
     f"head_dim_{d}": replace(PRESETS["qwen3-0.6b"], head_dim=d, num_heads=heads, num_kv_heads=kv, num_layers=2)
     for d, heads, kv in ((80, 5, 1), (96, 24, 8), (256, 8, 1))
@@ -87,7 +101,7 @@ def meta_model(preset: str, dtype: torch.dtype, arch: int, capacity: int = 4096)
 
 
 def record(preset: str, dtype: torch.dtype, arch: int) -> dict:
-    """Every distinct launch of all kinds of step."""
+    """Every distinct launch of all kinds of step, and of a prompt pass."""
     launches: dict = {}
     originals = []
     for module in MODULES:
@@ -99,6 +113,7 @@ def record(preset: str, dtype: torch.dtype, arch: int) -> dict:
         model = meta_model(preset, dtype, arch)
         for kind in decode.KINDS:
             decode.step(model, kind)
+        _prefill_chunk(model, torch.empty(65, dtype=torch.int64, device="meta"), 0, 0, *PREFILL)
     finally:
         for module, name, value in originals:
             setattr(module, name, value)

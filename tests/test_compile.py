@@ -1,4 +1,4 @@
-"""Every kernel of the step compiles for GPUs that are not here, and spills nothing."""
+"""Every kernel of the step and of the prompt pass compiles for GPUs that are not here, and spills nothing."""
 
 import os
 import subprocess
@@ -14,7 +14,7 @@ SCRIPT = Path(__file__).parent / "compile_step.py"
 ODD = ("head_dim_80", "head_dim_96", "head_dim_256")
 KERNELS = {
     "_embed_kernel", "_matvec_kernel", "_gate_up_kernel", "_attention_kernel", "_greedy_kernel", "_process_kernel",
-    "_bins_kernel", "_draw_kernel", "_logprobs_kernel",
+    "_bins_kernel", "_draw_kernel", "_logprobs_kernel", "_add_norm_kernel", "_rope_write_kernel", "_silu_mul_kernel",
 }  # fmt: skip
 # The interpreter's machine compiles a few models for the two main targets and one for the others; a GPU machine, all.
 FEW = [(("qwen3-4b", "llama-3.2-1b", "qwen2.5-0.5b", *ODD), arch) for arch in (80, 90)]
