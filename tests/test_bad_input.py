@@ -86,19 +86,28 @@ def test_config_that_is_no_json(failure, copy):
     assert "config.json" in failure("info", "--model", copy)
 
 
-@pytest.mark.parametrize("option, value, named", [
-    ("--backend", "foo", "'foo'"),
-    ("--graph", "half", "'half'"),
-    ("--dtype", "int3", "'int3'"),
-    ("--temperature", "abc", "'abc'"),
-    ("--top-k", "1.5", "'1.5'"),
-    ("--max-seq-len", "many", "'many'"),
-    ("--prompt-ids", "1,x", "'1,x'"),
-    ("--tempera", "1", "--tempera"),
-])
+@pytest.mark.parametrize(
+    "option, value, named",
+    [
+        ("--backend", "foo", "'foo'"),
+        ("--graph", "half", "'half'"),
+        ("--dtype", "int3", "'int3'"),
+        ("--temperature", "abc", "'abc'"),
+        ("--top-k", "1.5", "'1.5'"),
+        ("--max-seq-len", "many", "'many'"),
+        ("--prompt-ids", "1,x", "'1,x'"),
+        ("--tempera", "1", "--tempera"),
+    ],
+)
 def test_unknown_option_value(failure, option, value, named):
     line = failure("generate", option, value, code=2)
     assert named in line and "--help" in line
+
+
+@pytest.mark.parametrize("command", ["chat", "generate", "info"])
+def test_misspelt_option(failure, command):
+    line = failure(command, "--devise", "cpu", code=2)
+    assert "--devise cpu; did you mean --device?" in line and f"tridecode {command} --help" in line
 
 
 TWO_PROMPTS = ("generate", "--prompt", "x", "--prompt-ids", "1")
@@ -109,23 +118,31 @@ def test_wrong_usage(failure, argv):
     assert "\x1b" not in failure(*argv, code=2)
 
 
-@pytest.mark.parametrize("option, value, named", [
-    ("--temperature", "-1", "temperature"),
-    ("--temperature", "nan", "temperature"),
-    ("--top-p", "0", "top_p"),
-    ("--min-p", "2", "min_p"),
-    ("--max-tokens", "0", "max_tokens"),
-    ("--seed", str(2**70), "seed"),
-])
+@pytest.mark.parametrize(
+    "option, value, named",
+    [
+        ("--temperature", "-1", "temperature"),
+        ("--temperature", "nan", "temperature"),
+        ("--top-p", "0", "top_p"),
+        ("--min-p", "2", "min_p"),
+        ("--max-tokens", "0", "max_tokens"),
+        ("--seed", str(2**70), "seed"),
+    ],
+)
 def test_value_out_of_range(failure, good, monkeypatch, option, value, named):
     monkeypatch.setattr("tridecode.engine.load_weights", None)  # told before any weight is read
     assert named in failure("generate", "--prompt", "x", "--model", good, option, value)
 
 
-@pytest.mark.parametrize("option, value, named", [
-    ("--device", "tpu", "'tpu'"), ("--device", "cpu:1", "'cpu:1'"), ("--max-seq-len", "0", "from 1 to"),
-    ("--max-seq-len", "100000", "limit of 512"),
-])
+@pytest.mark.parametrize(
+    "option, value, named",
+    [
+        ("--device", "tpu", "'tpu'"),
+        ("--device", "cpu:1", "'cpu:1'"),
+        ("--max-seq-len", "0", "from 1 to"),
+        ("--max-seq-len", "100000", "limit of 512"),
+    ],
+)
 def test_engine_option_out_of_range(failure, good, option, value, named):
     assert named in failure("generate", "--prompt", "x", "--model", good, option, value)
 

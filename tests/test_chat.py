@@ -7,10 +7,12 @@ import signal
 from types import SimpleNamespace
 
 import pytest
+import torch
 from chats import said
 from checkpoints import write_tiny, write_tokenizer
 
 from tridecode import Engine, SamplingParams
+from tridecode.commands import loading
 from tridecode.commands import session as sessions
 from tridecode.commands.chat import converse, one_interrupt
 from tridecode.commands.conversation import Conversation
@@ -32,7 +34,7 @@ def test_a_line_is_a_turn(piped, tiny):
     assert notes[0] == "running on the CPU" and err.count("running on the CPU") == 1
     speeds = [line for line in notes if line.startswith("6 tokens · ")]
     assert len(speeds) == 2, "an empty line is no turn"
-    assert " 0 of 14 prompt tokens reused" in speeds[0]
+    assert " 0 of 14 reused" in speeds[0]
     engine = Engine.load(tiny, device="cpu")
     params = engine.default_params(temperature=0, max_tokens=6)
     first = engine.generate(said("hello"), params)
@@ -100,7 +102,7 @@ def test_raw_turns_continue_one_text(session):
 def test_the_line_after_an_answer(session):
     chat = session(["a", "b"], (["c"] * 20, "length"), (["d"] * 90, "length"), params=SamplingParams(max_tokens=20))
     chat.handle("one")
-    speed = "2 tokens · 8.0 tok/s · first token after 0.25 s · 4 of 10 prompt tokens reused"
+    speed = "2 tokens · 8.0 tok/s · first token 0.25 s · 4 of 10 reused"
     assert chat.read()[1] == f"{speed} · context 12 / 100\n"
     chat.handle("two")
     assert chat.read()[1].startswith("the answer was cut: max_tokens (20) was reached\n20 tokens")
@@ -303,6 +305,15 @@ def test_thinking_is_shown_apart(capsys, pieces, opened, hide, out, answer):
     assert ("thought for " in read.err) == (bool(out) or hide)
 
 
+@pytest.mark.parametrize("hide, out", [(True, "Yes\n"), (False, "<think>Hm.</think>Yes\n")], ids=["hide", "on"])
+def test_thinking_in_plain_text(session, hide, out):
+    chat = session(["<think>", "Hm.", "</think>", "Yes"], plain=True, think="hide" if hide else "on")
+    chat.handle("one")
+    shown, notes = chat.read()
+    assert shown == out and ("thought for 3 tokens" in notes) == hide
+    assert chat.conversation.turns[0][1] == "<think>Hm.</think>Yes"
+
+
 def test_templates_that_begin_the_thinking():
     for text, opens in (("<|im_start|>assistant\n<think>\n", True), ("assistant\n", False)):
         tokenizer = SimpleNamespace(encode_chat=lambda messages: [1], decode=lambda ids, skip_special, t=text: t)
@@ -366,3 +377,18 @@ def test_only_two_interrupts_in_a_row_leave(session, monkeypatch, typed, asked):
     assert converse(chat, PlainReader()) == 0
     assert len(chat.engine.prompts) == asked
     assert next(keys, None) == ("two" if "two" in typed else None)
+
+
+def test_a_tiny_model_takes_one_cpu_thread(monkeypatch):
+    chosen = []
+    monkeypatch.setattr(loading.torch, "set_num_threads", chosen.append)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    tiny, large = (
+        SimpleNamespace(device=torch.device("cpu"), plan=SimpleNamespace(weights=nbytes)) for nbytes in (2**20, 2**30)
+    )
+    loading.choose_threads(tiny)
+    loading.choose_threads(large)
+    assert chosen == [1, loading.THREADS]
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    loading.choose_threads(tiny)
+    assert len(chosen) == 2, "the user chose"

@@ -177,6 +177,7 @@ def test_an_answer_that_ends_in_an_error_exits_1(run, monkeypatch):
         token_id=None, text="Hel", finish_reason="error", usage=result.usage, timings=result.timings, error=result.error
     )
     engine = SimpleNamespace(
+        device=SimpleNamespace(type="cuda"),
         notes=["context lowered"],
         default_params=lambda **given: given,
         generate=lambda prompt, params: result,

@@ -23,6 +23,8 @@ def test_commands(session):
     chat = session(["/ok"], ["ok"])
     assert chat.handle("/help") and "/clear" in chat.read()[1]
     assert chat.handle("/claer") and "did you mean /clear?" in chat.read()[1]
+    assert chat.handle("/HELP") and "/clear" in chat.read()[1]
+    assert not chat.handle("/bye") and not chat.handle("/quit"), "what other chats call /exit"
     assert chat.handle("/zzz") and chat.read()[1] == "there is no command /zzz; /help lists them\n"
     assert not chat.engine.prompts
     assert chat.handle("/usr/bin is what?") and chat.handle(" /exit")
@@ -181,11 +183,11 @@ def test_every_command_is_in_the_help(session):
 def test_stats(session):
     chat = session(["a", "b"])
     chat.handle("/stats")
-    assert "no answer yet" in chat.read()[1]
+    assert "no complete answer yet" in chat.read()[1]
     chat.handle("x")
     chat.handle("/stats")
     shown = chat.read()[1]
-    for part in ("script on", "backend triton, graph full", "1 turn, 1 of", "context 12 / 100", "2 tokens in 1 answer"):
+    for part in ("script on", "backend triton, graph full", "\n1 turn\n", "context 12 / 100", "2 tokens in 1 answer"):
         assert part in shown
 
 

@@ -35,7 +35,7 @@ def test_in_a_terminal(endless, terminal):
         assert int(child.match[1]) > 0 and time.monotonic() - began < 2
         child.expect_exact(READY)
     child.send("/stats\r")
-    child.expect_exact("2 turns, 2 of them sent to the model")
+    child.expect_exact("2 turns")
     child.expect_exact(READY)
     time.sleep(1)  # a Ctrl-C right after an answer was stopped was meant for that answer
     child.sendintr()
@@ -122,7 +122,7 @@ TYPED = {
     "/set": ("temperature 0", "temperature is 0"),
     "/stats": ("", "1 turn"),
     "/undo": ("", "0 turns left"),
-    "/clear": ("", "the conversation is forgotten"),
+    "/clear": ("", "a new conversation begins"),
 }
 
 

@@ -179,7 +179,7 @@ def test_earlier_thinking_is_left_out_and_the_rest_reused(engine):
 
 def test_think_in_a_chat(piped, thinks, engine):
     def prompt_tokens(err):
-        return [int(tokens) for tokens in re.findall(r"of (\d+) prompt tokens", err)]
+        return [int(tokens) for tokens in re.findall(r"of (\d+) reused", err)]
 
     on, off = (len(engine.encode(said("Hello"), {"enable_thinking": think})) for think in (True, False))
     code, _, err = piped("Hello\n/undo\n/think on\nHello\n", "--model", thinks, *FEW, "--think", "off")

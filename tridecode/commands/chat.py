@@ -324,10 +324,8 @@ def converse(talk: Chat, reader) -> int:
             if not talk.handle(line, replaces=draft is not None):
                 return talk.exit_code
         except EOFError:
-            talk.output.text("\n")
             return 0
         except KeyboardInterrupt:
-            talk.output.text("\n")
             if leaving:
                 return 0
             leaving = time.monotonic() - talk.stopped_at > IMPATIENCE

@@ -80,10 +80,11 @@ def opens_thinking(tokenizer, variables: dict | None = None) -> bool:
 def answer_display(output: Output, plain: bool, opened: bool = False, hide: bool = False):
     """What shows one answer: push(text), then finish() or abort(), which may both be called twice.
 
-    opened: the prompt ended inside a think block. hide: of thinking only its length is shown.
+    opened: the prompt ended inside a think block. hide: of thinking only its length is shown. Plain text has the think
+    block as the model wrote it.
     """
     if plain or not output.tty or output.console.is_dumb_terminal:
-        return PlainText(output)
+        return Thinking(output, PlainText(output), opened, hide) if hide else PlainText(output)
     from .markdown import MarkdownStream
 
     return Thinking(output, MarkdownStream(output.console), opened, hide)

@@ -29,9 +29,7 @@ def warnings(gpus: list[dict], driver: str | None, cuda: str | None) -> list[dic
     for index, gpu in enumerate(gpus):
         name = f"GPU {index} ({gpu['name']})"
         if tuple(map(int, gpu["compute_capability"].split("."))) < NEEDED:
-            problem = (
-                f"{name} has compute capability {gpu['compute_capability']}, and 8.0 is the least supported"
-            )
+            problem = f"{name} has compute capability {gpu['compute_capability']}, and 8.0 is the least supported"
             add(problem, "choose another with --device cuda:N, or use --device cpu")
         if gpu["free"] < FEW * gpu["memory"]:
             problem = f"{name} has only {100 * gpu['free'] / gpu['memory']:.0f}% of its memory free"

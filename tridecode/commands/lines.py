@@ -47,9 +47,13 @@ class PlainReader:
     def read(self, draft: str = "") -> str:
         if draft:
             print(f"(was: {visible(draft.strip())})")
-        text = input("> ")
-        while unfinished(text):
-            text += "\n" + input("… ")
+        try:
+            text = input("> ")
+            while unfinished(text):
+                text += "\n" + input("… ")
+        except (EOFError, KeyboardInterrupt):
+            print()  # the line editor ends its line itself
+            raise
         return text
 
 

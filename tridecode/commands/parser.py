@@ -1,6 +1,7 @@
 """The options of every command. Nothing here imports torch: `--help` answers at once."""
 
 import argparse
+import difflib
 
 from ..presets import PRESETS
 from ..version import __version__
@@ -53,6 +54,16 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, *args, **kwargs):
         # No abbreviations: a script's --to must not change its meaning when an option is added.
         super().__init__(*args, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **kwargs)
+
+    def parse_known_args(self, args=None, namespace=None):
+        """Each command refuses what it does not know itself: argparse would leave that to the parser above it."""
+        namespace, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            known = [name for action in self._actions for name in action.option_strings]
+            near = difflib.get_close_matches(unknown[0].split("=")[0], known, n=1)
+            meant = f"; did you mean {near[0]}?" if near else ""
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{meant}")
+        return namespace, unknown
 
     def error(self, message):
         self.exit(2, f"tridecode: error: {one_line(message)} (see {self.prog} --help)\n")

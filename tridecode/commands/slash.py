@@ -17,7 +17,7 @@ GROUPS = {
         "/retry": ("", "ask the last message again"),
         "/edit": ("[TEXT]", "change the last message and ask it again"),
         "/undo": ("", "take back the last message and its answer"),
-        "/clear": ("", "forget the conversation and begin a new one"),
+        "/clear": ("", "begin a new conversation"),
         "/system": ("[TEXT]", "set the system turn; - removes it, alone shows it"),
     },
     "Files and clipboard": {
@@ -38,6 +38,7 @@ GROUPS = {
     },
 }
 COMMANDS = {name: words for group in GROUPS.values() for name, words in group.items()}
+ALIASES = {"/quit": "/exit", "/bye": "/exit", "/new": "/clear"}  # what other chats call them
 KEYS = {
     "Ctrl-C": "stops an answer, which is kept; at the prompt clears the line, twice leaves",
     "Ctrl-D": "leaves",
@@ -51,6 +52,7 @@ KEYS = {
 
 def run(chat, word: str, rest: str) -> bool:
     """One command; False ends the chat. `chat` is a chat.Chat."""
+    word = ALIASES.get(word.lower(), word.lower())
     if word not in COMMANDS:
         near = difflib.get_close_matches(word, COMMANDS, n=1)
         meant = f"did you mean {near[0]}? " if near else ""
@@ -80,7 +82,7 @@ def _help(chat, rest) -> None:
 
 def _clear(chat, rest) -> None:
     chat.replace_conversation(chat.fresh())
-    chat.output.note("the conversation is forgotten" + chat.kept_in())
+    chat.output.note("a new conversation begins" + chat.kept_in())
 
 
 def _system(chat, rest) -> None:

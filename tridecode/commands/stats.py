@@ -17,10 +17,10 @@ def lines(chat) -> list[str]:
     found = [f"model {engine.name} on {engine.device}, backend {engine.backend}, graph {engine.graph}"]
     if engine.device.type == "cuda":
         found += gpu_lines(engine, chat.last)
-    sent = turns - chat.conversation.dropped
-    found.append(f"{counted(turns, 'turn')}, {sent} of them sent to the model")
+    dropped = chat.conversation.dropped
+    found.append(counted(turns, "turn") + (f", {turns - dropped} of them sent to the model" if dropped else ""))
     if chat.last is None:
-        found.append(f"{chat.capacity_words()}, no answer yet")
+        found.append(f"{chat.capacity_words()}, no complete answer yet")
     else:
         found.append(f"last answer: {speed_line(chat.last.usage, chat.last.timings, engine.capacity)}")
     answers = counted(chat.answers, "answer")

@@ -39,7 +39,8 @@ class Output:
     def __init__(self):
         self.console = Console(highlight=False, markup=False, emoji=False)
         self.errors = Console(stderr=True, highlight=False, markup=False, emoji=False)
-        self.tty = sys.stdout.isatty()  # rich's own answer can be forced by environment variables
+        # rich's own answer can be forced by environment variables
+        self.tty, self._unwrapped = sys.stdout.isatty(), not sys.stderr.isatty()
 
     def text(self, text: str) -> None:
         """Answer text, at once and as it is; on a terminal without its control characters."""
@@ -56,11 +57,12 @@ class Output:
         self.console.out(visible(text), end="", style="dim", highlight=False)
 
     def note(self, message: str, aligned: bool = False) -> None:
-        """One dim line on stderr; aligned keeps its spaces."""
-        self.errors.print(visible(message) if aligned else one_line(message), style="dim", soft_wrap=True)
+        """One dim line on stderr, which a terminal wraps between words; aligned keeps its spaces."""
+        text = visible(message) if aligned else one_line(message)
+        self.errors.print(text, style="dim", soft_wrap=self._unwrapped)
 
     def error(self, message: object) -> None:
-        self.errors.print(f"tridecode: error: {one_line(message)}", style="red", soft_wrap=True)
+        self.errors.print(f"tridecode: error: {one_line(message)}", style="red", soft_wrap=self._unwrapped)
 
     @contextmanager
     def loading(self):
@@ -128,9 +130,10 @@ def speed_line(usage, timings, capacity: int | None = None) -> str:
     how much of the context is used."""
     parts = [counted(usage.completion_tokens, "token")]
     if timings.tokens_per_second:
-        parts.append(f"{timings.tokens_per_second:.1f} tok/s")
-    parts.append(f"first token after {timings.ttft:.2f} s")
-    parts.append(f"{usage.reused_tokens} of {usage.prompt_tokens} prompt tokens reused")
+        rate = timings.tokens_per_second
+        parts.append(f"{rate:.{0 if rate >= 100 else 1}f} tok/s")
+    parts.append(f"first token {timings.ttft:.2f} s")
+    parts.append(f"{usage.reused_tokens:,} of {usage.prompt_tokens:,} reused")
     if capacity is not None:
         parts.append(f"context {usage.prompt_tokens + usage.completion_tokens:,} / {capacity:,}")
     return " · ".join(parts)
