@@ -68,7 +68,9 @@ TUNED = {
 
 
 def matvec_shape(N: int, K: int, halves: int = 1, capability: int = TUNED_FOR) -> MatvecShape:
-    """The tuned shape, or two rows on as few warps as hold them in 64 registers; `halves` is 2 for gate and up."""
+    """The tuned shape; or two rows on as few warps as hold them in 64 registers, on 16 where long rows are shared among
+    few programs. `halves` is 2 for gate and up.
+    """
     if capability == TUNED_FOR and (N, K) in TUNED:
         return TUNED[N, K]
     if capability == TUNED_FOR and K >= 8192:
@@ -85,7 +87,7 @@ def weight_registers(block_n: int, K: int, num_warps: int) -> int:
 
 
 def attention_shape(head_dim: int, dtype: torch.dtype, capability: int) -> AttentionShape:
-    """Tiles are held in registers, so wide heads, fp32 and GPUs before Hopper take smaller and fewer ones."""
+    """Tiles are held in registers: wide heads, fp32 and GPUs before Hopper take smaller ones, and one ahead."""
     if head_dim > 128 or dtype == torch.float32:
         return AttentionShape(block_t=32, splits=16, num_warps=8)
     if capability < 90:

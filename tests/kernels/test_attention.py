@@ -2,7 +2,7 @@ import pytest
 import torch
 from util import BF16_ROUNDING, DEVICE, Case, assert_close, cases, meta_rows, norm_weight, poisoned, random
 
-from tridecode import meta
+from tridecode import meta, tuned
 from tridecode.kernels.attention import AttentionShape, attention, attention_ref
 from tridecode.shapes import attention_shape
 from tridecode.workspace import MAX_SPLITS
@@ -106,6 +106,19 @@ def test_tiles_ahead_on_pages_of_their_own(position):
 def test_one_split_and_as_many_as_the_workspace_holds(position, splits):
     args = buffers((position,), 1, 2, 64, page=64, pages=4, dtype=torch.float16, qk_norm=False)
     check(args, AttentionShape(block_t=16, splits=splits, ahead=2), TOLERANCE[torch.float16])
+
+
+def test_more_splits_than_the_workspace_holds_are_refused():
+    assert max(tuned.VALUES["splits"]) <= MAX_SPLITS, "a user's table may say so"
+    args = buffers((5,), 1, 2, 64, page=64, pages=1, dtype=torch.float16, qk_norm=False)
+    with pytest.raises(AssertionError, match="more splits"):
+        attention(**args, shape=AttentionShape(splits=2 * MAX_SPLITS))
+
+
+@pytest.mark.parametrize("position", [64, 90, 95])
+def test_the_only_page_may_end_inside_a_tile(position):
+    args = buffers((position, 20), 2, 2, 64, page=96, pages=1, dtype=torch.float16, qk_norm=False)
+    check(args, AttentionShape(block_t=64, splits=SPLITS, ahead=2), TOLERANCE[torch.float16])
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])

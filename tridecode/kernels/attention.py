@@ -25,7 +25,8 @@ EMPTY = tl.constexpr(-1e30)  # running maximum of a split that saw no position
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """Launch shape: `block_t` positions a turn (a divisor of the page), at most `splits` programs a K/V head.
+    """Launch shape: `block_t` positions a turn (a divisor of the page where a slot has several), at most `splits`
+    programs a K/V head.
 
     ahead: the turns of a split whose K and V are loaded before the wait; where all positions fit in as many, one split
     takes them. registers: the most a thread may use, 0 for no bound.
@@ -302,6 +303,7 @@ def attention(
     _, kv_heads, page, head_dim = k_cache.shape
     group = out.shape[1] // (kv_heads * head_dim)
     spare = cos  # stands in for absent q/k norms
+    assert shape.splits <= partial.shape[2], "more splits than partial has room for"
     _attention_kernel[(kv_heads, shape.splits, rows)](
         meta,
         page_table,
