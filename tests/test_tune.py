@@ -129,6 +129,11 @@ def test_candidates_are_what_registers_hold_and_a_table_may_say():
     assert not {(1, 1), (8, 8), (1, 16)} & set(down)  # too many bytes a thread, or too few
     tiles = [{"block_n": 2, "num_warps": 1}, {"block_n": 2, "num_warps": 4}]
     assert tune.with_registers(tiles, 2 * 9728, bounded=True) == [{"block_n": 2, "num_warps": 4, "registers": 80 + 40}]
+    assert tune.with_registers(tiles, 2 * 9728, bounded=True, shared=True)[0]["registers"] == 0
+    for programs in (0, 132):  # where the search begins decides; a bound that two turns do not fit in is never tried
+        begin = replace(start, down=replace(start.down, programs=programs))
+        tiles = [t for op, tried in tune.candidates(CONFIG, 2, begin, 132) if op == "down" for t in tried]
+        assert all((t["registers"] == 0) == (programs > 0) for t in tiles if "block_n" in t)
     names = set().union(*(values for op, tried in found if op == "attention" for values in tried))
     assert names >= {"block_t", "num_warps", "splits"}
 

@@ -167,21 +167,23 @@ def candidates(
                 values = product(*(BOUNDS if name == "registers" else VALUES[name] for name in group))
                 tried = [dict(zip(group, combination)) for combination in values]
                 if "block_n" in group:
-                    tried = with_registers(tried, row, "registers" in names)
+                    shared = getattr(getattr(shapes, op), "programs", 0) > 0
+                    tried = with_registers(tried, row, "registers" in names, shared)
                 elif "block_t" in group and "registers" in names:
                     tried = [tile | {"registers": 0} for tile in tried]
                 found.append((op, tried))
     return found
 
 
-def with_registers(tiles: list[dict], row: int, bounded: bool) -> list[dict]:
+def with_registers(tiles: list[dict], row: int, bounded: bool, shared: bool = False) -> list[dict]:
     """The tiles of rows of `row` bytes that a program can hold and is kept busy by; with the registers that it needs
-    for them where a shape bounds these."""
+    for them where a shape bounds these. Programs that share the rows hold the next ones too: no bound for them."""
     found = []
     for tile in tiles:
         weights = -(-tile["block_n"] * row // (128 * tile["num_warps"]))
         if weights <= MOST and (weights >= FEWEST or tile["num_warps"] == 1):
-            found.append(tile | ({"registers": -(-weights // 8) * 8 + OTHERS} if bounded else {}))
+            registers = 0 if shared else -(-weights // 8) * 8 + OTHERS
+            found.append(tile | ({"registers": registers} if bounded else {}))
     return found
 
 
