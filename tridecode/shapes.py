@@ -74,7 +74,7 @@ def matvec_shape(N: int, K: int, halves: int = 1, capability: int = TUNED_FOR) -
     if capability == TUNED_FOR and (N, K) in TUNED:
         return TUNED[N, K]
     if capability == TUNED_FOR and K >= 8192:
-        return MatvecShape(2, 16, programs=132)
+        return MatvecShape(2 if K <= 20480 else 1, 16, programs=132)
     warps = 1
     while weight_registers(2, K * halves, warps) > 64 and warps < 16:
         warps *= 2
