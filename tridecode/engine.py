@@ -151,9 +151,8 @@ class Engine:
             if not 0 <= token < self.config.vocab_size:
                 raise self._outside(token)
         if len(ids) > self.capacity:
-            raise PromptError(
-                f"the prompt has {len(ids)} tokens, the context holds {self.capacity}: shorten it or raise max_seq_len"
-            )
+            fix = "shorten it" + (" or raise max_seq_len" if self.capacity < self.config.max_position else "")
+            raise PromptError(f"the prompt has {len(ids)} tokens, the context holds {self.capacity}: {fix}")
         return ids, chat
 
     def _check_variables(self, variables: dict, chat: bool) -> None:

@@ -1,0 +1,124 @@
+"""What the Markdown chat costs: tokens per second of `chat` in a terminal against `generate --output FILE`.
+
+    python benchmarks/chat_speed.py                       # the bundled model
+    python benchmarks/chat_speed.py --preset qwen3-0.6b   # a checkpoint of that shape, with random weights
+
+Each run is a process of its own, the two kinds by turns; the last line is one JSON object. It needs pexpect, and with
+--preset transformers, which writes the checkpoint (1.2 GB for qwen3-0.6b) into a temporary directory.
+"""
+
+import argparse
+import json
+import os
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pexpect
+
+from tridecode.presets import PRESETS
+
+ROOT = Path(__file__).resolve().parent.parent
+BUNDLED = ROOT / "tridecode" / "bundled"
+SPEED = re.compile(r"(\d+) tokens · ([\d.]+) tok/s")
+PROMPT = "Tell me a long story about a snail."
+
+
+def write_checkpoint(path: Path, preset: str) -> None:
+    """Random weights in the shape of a Qwen3 preset; the bundled tokenizer, its vocabulary filled up with words."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    shape = PRESETS[preset]
+    settings = dict(
+        vocab_size=shape.vocab_size,
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        num_hidden_layers=shape.num_layers,
+        num_attention_heads=shape.num_heads,
+        num_key_value_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        max_position_embeddings=shape.max_position,
+        tie_word_embeddings=shape.tie_word_embeddings,
+        eos_token_id=2,
+    )
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.bfloat16)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model = Qwen3ForCausalLM(Qwen3Config(**settings))
+    model.save_pretrained(path)
+    (path / "generation_config.json").unlink(missing_ok=True)
+    for name in ("tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(BUNDLED / name, path)
+    tokenizer = json.loads((BUNDLED / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    for token in range(len(vocabulary), shape.vocab_size):  # Ġ is a space, Ċ a newline: paragraphs of some 25 words
+        vocabulary[f"Ġword{token}" + (".ĊĊ" if token % 25 == 0 else "")] = token
+    (path / "tokenizer.json").write_text(json.dumps(tokenizer))
+
+
+def command(kind: str, args, *more: str) -> list[str]:
+    options = ["--max-tokens", str(args.tokens), "--ignore-eos", "--seed", "1", *more]
+    return [sys.executable, str(ROOT / "cli.py"), kind, *options, *(["--model", args.model] if args.model else [])]
+
+
+def chat(args) -> float:
+    program, *argv = command("chat", args)
+    child = pexpect.spawn(program, argv, encoding="utf-8", dimensions=(40, 100), timeout=600)
+    child.expect_exact("\x1b[?2004h")  # the prompt reads keys
+    child.send(f"{PROMPT}\r")
+    child.expect(SPEED)
+    found = int(child.match[1]), float(child.match[2])
+    child.expect_exact("\x1b[?2004h")
+    child.sendeof()
+    child.expect(pexpect.EOF)
+    return checked(found, args)
+
+
+def generate(args) -> float:
+    with tempfile.NamedTemporaryFile() as file:
+        done = subprocess.run(
+            command("generate", args, "--prompt", PROMPT, "--output", file.name), capture_output=True, text=True
+        )
+    found = SPEED.search(done.stderr)
+    if found is None:
+        sys.exit(done.stderr)
+    return checked((int(found[1]), float(found[2])), args)
+
+
+def checked(found: tuple[int, float], args) -> float:
+    if found[0] != args.tokens:
+        sys.exit(f"{found[0]} tokens came, {args.tokens} were asked for")
+    return found[1]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--preset", choices=[name for name in PRESETS if name.startswith("qwen3")])
+    parser.add_argument("--tokens", type=int, default=1000)
+    parser.add_argument("--runs", type=int, default=5)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as directory:
+        os.environ["XDG_STATE_HOME"] = f"{directory}/state"
+        args.model = None
+        if args.preset:
+            args.model = f"{directory}/{args.preset}"
+            write_checkpoint(Path(args.model), args.preset)
+        rates = {"generate": [], "chat": []}
+        for _ in range(args.runs):
+            rates["generate"].append(generate(args))
+            rates["chat"].append(chat(args))
+            print(f"generate {rates['generate'][-1]:.0f}, chat {rates['chat'][-1]:.0f} tok/s", flush=True)
+    medians = {kind: statistics.median(values) for kind, values in rates.items()}
+    slower = 100 * (1 - medians["chat"] / medians["generate"])
+    found = {"model": args.preset or "bundled", "tokens": args.tokens, "runs": args.runs}
+    found |= {f"{kind}_tokens_per_second": rate for kind, rate in medians.items()}
+    print(json.dumps(found | {"chat_slower_percent": round(slower, 1)}))
+
+
+if __name__ == "__main__":
+    main()
