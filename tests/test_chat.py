@@ -100,14 +100,16 @@ def test_raw_turns_continue_one_text(session):
 
 
 def test_the_line_after_an_answer(session):
-    chat = session(["a", "b"], (["c"] * 20, "length"), (["d"] * 90, "length"), params=SamplingParams(max_tokens=20))
+    chat = session(["a", "b"], (["c"] * 20, "length"), (["d"] * 91, "length"), params=SamplingParams(max_tokens=20))
     chat.handle("one")
     speed = "2 tokens · 8.0 tok/s · first token 0.25 s · 4 of 10 reused"
     assert chat.read()[1] == f"{speed} · context 12 / 100\n"
     chat.handle("two")
     assert chat.read()[1].startswith("the answer was cut: max_tokens (20) was reached\n20 tokens")
     chat.handle("three")
-    assert chat.read()[1].startswith("the answer was cut: the context of 100 tokens is full\n90 tokens")
+    shown = chat.read()[1]
+    assert shown.startswith("the answer was cut: the context of 100 tokens is full\n91 tokens")
+    assert shown.endswith("context 100 / 100\n"), "the last token is never stored"
 
 
 def test_an_interrupted_answer_is_kept(session):

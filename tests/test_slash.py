@@ -177,7 +177,7 @@ def test_every_command_is_in_the_help(session):
     lines = chat.read()[1].splitlines()
     assert [line.split()[0] for line in lines if line.startswith("  /")] == list(COMMANDS)
     assert [line for line in lines if not line.startswith(" ")] == [*GROUPS, "Keys"]
-    assert max(map(len, lines)) <= 100 and "a line that starts with a space is never a command" in lines[-1]
+    assert max(map(len, lines)) <= 80 and "a line that starts with a space is never a command" in lines[-1]
 
 
 def test_stats(session):

@@ -27,9 +27,9 @@ GROUPS = {
         "/copy": ("", "copy the last answer to the clipboard"),
     },
     "Model": {
-        "/model": ("[PATH_OR_ID]", "another model (bundled: the built-in one); alone says which"),
-        "/think": ("[on|off|hide]", "think, do not think, or show only for how long; alone says which"),
-        "/set": ("[NAME VALUE]", "change a sampling option (VALUE default: the model's own); alone shows all"),
+        "/model": ("[PATH_OR_ID]", "another model (bundled is built in); alone says which"),
+        "/think": ("[on|off|hide]", "think, do not, or hide it; alone says which"),
+        "/set": ("[NAME VALUE]", "a sampling option (or default); alone shows all"),
         "/stats": ("", "the model, its speed, memory and context"),
     },
     "Chat": {
@@ -40,7 +40,7 @@ GROUPS = {
 COMMANDS = {name: words for group in GROUPS.values() for name, words in group.items()}
 ALIASES = {"/quit": "/exit", "/bye": "/exit", "/new": "/clear"}  # what other chats call them
 KEYS = {
-    "Ctrl-C": "stops an answer, which is kept; at the prompt clears the line, twice leaves",
+    "Ctrl-C": "stops an answer; clears the prompt's line, twice leaves",
     "Ctrl-D": "leaves",
     "Alt-Enter": "begins a new line; a pasted text stays one message",
     '"""': "begins and ends a message of several lines",

@@ -135,5 +135,6 @@ def speed_line(usage, timings, capacity: int | None = None) -> str:
     parts.append(f"first token {timings.ttft:.2f} s")
     parts.append(f"{usage.reused_tokens:,} of {usage.prompt_tokens:,} reused")
     if capacity is not None:
-        parts.append(f"context {usage.prompt_tokens + usage.completion_tokens:,} / {capacity:,}")
+        used = min(usage.prompt_tokens + usage.completion_tokens, capacity)  # the last token takes no place of its own
+        parts.append(f"context {used:,} / {capacity:,}")
     return " · ".join(parts)
