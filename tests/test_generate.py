@@ -75,8 +75,10 @@ def test_every_sampling_option_is_an_option():
         "--logprobs", "2",
     ]  # fmt: skip
     given = sampling_overrides(make_parser().parse_args(["generate", *argv]))
-    assert tuple(given) == SAMPLING == tuple(
-        sorted(SamplingParams.__dataclass_fields__, key=lambda name: SAMPLING.index(name))
+    assert (
+        tuple(given)
+        == SAMPLING
+        == tuple(sorted(SamplingParams.__dataclass_fields__, key=lambda name: SAMPLING.index(name)))
     )
     params = SamplingParams(**given)
     assert params.logit_bias == {7: -1.5, 8: 2.0} and params.stop == ("a", "b c") and params.stop_token_ids == (1, 2)
@@ -84,10 +86,19 @@ def test_every_sampling_option_is_an_option():
     assert sampling_overrides(make_parser().parse_args(["generate"])) == {}
 
 
-@pytest.mark.parametrize("prompt, text", [
-    ("-", "IN"), ("Shorten: -", "Shorten: IN"), ("Text:\n-\nShorten it.", "Text:\nIN\nShorten it."),
-    ("5 - 3 = ?", "5 - 3 = ?"), ("- a\n- b", "- a\n- b"), ("a-", "a-"), ("--", "--"), ("well-known", "well-known"),
-])
+@pytest.mark.parametrize(
+    "prompt, text",
+    [
+        ("-", "IN"),
+        ("Shorten: -", "Shorten: IN"),
+        ("Text:\n-\nShorten it.", "Text:\nIN\nShorten it."),
+        ("5 - 3 = ?", "5 - 3 = ?"),
+        ("- a\n- b", "- a\n- b"),
+        ("a-", "a-"),
+        ("--", "--"),
+        ("well-known", "well-known"),
+    ],
+)
 def test_a_hyphen_that_stands_for_stdin(prompt, text):
     assert STDIN.sub(lambda _: "IN", prompt) == text
 
@@ -130,13 +141,21 @@ def test_messages_and_system(run, seen, tmp_path):
     assert seen[-1][0] == [{"role": "system", "content": "S"}, user("Hi")]
 
 
-@pytest.mark.parametrize("text, named", [
-    ("{", "not JSON"), ("", "not JSON"), ("[" * 100_000, "not JSON"), ("1" * 5000, "not JSON"), ("[]", "got []"),
-    ('{"role": "user"}', "expected a list"), ('["x"]', "message 1"),
-    ('[{"role": "user", "content": "a"}, {"role": "user"}]', "message 2: content must be a string, got none"),
-    ('[{"role": 1, "content": "a"}]', "message 1: role must be a string, got 1"),
-    ('[{"role": "system", "content": "a"}]', "leave out --system"),
-])
+@pytest.mark.parametrize(
+    "text, named",
+    [
+        ("{", "not JSON"),
+        ("", "not JSON"),
+        ("[" * 100_000, "not JSON"),
+        ("1" * 5000, "not JSON"),
+        ("[]", "got []"),
+        ('{"role": "user"}', "expected a list"),
+        ('["x"]', "message 1"),
+        ('[{"role": "user", "content": "a"}, {"role": "user"}]', "message 2: content must be a string, got none"),
+        ('[{"role": 1, "content": "a"}]', "message 1: role must be a string, got 1"),
+        ('[{"role": "system", "content": "a"}]', "leave out --system"),
+    ],
+)
 def test_messages_that_are_none(run, tmp_path, text, named):
     file = tmp_path / "m.json"
     file.write_text(text)
@@ -150,14 +169,23 @@ def test_a_file_that_is_absent(run, tmp_path):
         assert (code, out, err.count("\n")) == (1, "", 1) and "absent: No such file" in err
 
 
-@pytest.mark.parametrize("argv, named", [
-    (("--prompt", "x", "--allow-special"), "--raw"), (("--prompt", "x", "--logprobs", "2"), "--json"),
-    (("--jsonl", "x", "--n", "2"), "--n"), (("--messages", "x", "--raw"), "--raw"),
-    (("--prompt", "x", "--raw", "--system", "s"), "--raw"), (("--prompt-ids", "1", "--system", "s"), "--prompt-ids"),
-    (("--jsonl", "x", "--output", "x"), "overwrite"), (("--messages", "x", "--output", "./x"), "overwrite"),
-    (("--prompt", "x", "--jsonl", "y"), "not allowed"), (("--n", "0"), "positive"),
-    (("--logit-bias", "5"), "ID=VALUE"), (("--stop-token-ids", "x"), "'x'"),
-])
+@pytest.mark.parametrize(
+    "argv, named",
+    [
+        (("--prompt", "x", "--allow-special"), "--raw"),
+        (("--prompt", "x", "--logprobs", "2"), "--json"),
+        (("--jsonl", "x", "--n", "2"), "--n"),
+        (("--messages", "x", "--raw"), "--raw"),
+        (("--prompt", "x", "--raw", "--system", "s"), "--raw"),
+        (("--prompt-ids", "1", "--system", "s"), "--prompt-ids"),
+        (("--jsonl", "x", "--output", "x"), "overwrite"),
+        (("--messages", "x", "--output", "./x"), "overwrite"),
+        (("--prompt", "x", "--jsonl", "y"), "not allowed"),
+        (("--n", "0"), "positive"),
+        (("--logit-bias", "5"), "ID=VALUE"),
+        (("--stop-token-ids", "x"), "'x'"),
+    ],
+)
 def test_options_that_contradict_each_other(run, argv, named):
     code, out, err = run(*argv)
     assert (code, out, err.count("\n")) == (2, "", 1) and err.startswith("tridecode: error: ") and named in err
@@ -256,7 +284,8 @@ def test_a_full_disk_is_one_line(run, tmp_path):
 
 
 GOOD = [
-    {"prompt": "Hello", "id": "a"}, {"messages": [user("Hi")], "max_tokens": 3, "stop": "zzz"},
+    {"prompt": "Hello", "id": "a"},
+    {"messages": [user("Hi")], "max_tokens": 3, "stop": "zzz"},
     {"prompt": "Hello", "temperature": 1.0, "seed": 3, "logit_bias": {"7": -1}, "stop_token_ids": [5]},
 ]
 BAD = [
@@ -330,10 +359,20 @@ def test_a_batch_resumes(run, engine, monkeypatch, tmp_path):
     assert (code, out) == (0, "") and err == f"{results}: all 3 lines are answered\n"
 
 
-@pytest.mark.parametrize("content", [
-    "notes", "notes\n", '{"a": 1}\n', "[]\n", "5\n", '{"index": [], "input": ""}\n', '{"index": 0, "input": "other"}\n',
-    '{"index": 9, "input": "other"}\n', b"\xff\n",
-])
+@pytest.mark.parametrize(
+    "content",
+    [
+        "notes",
+        "notes\n",
+        '{"a": 1}\n',
+        "[]\n",
+        "5\n",
+        '{"index": [], "input": ""}\n',
+        '{"index": 0, "input": "other"}\n',
+        '{"index": 9, "input": "other"}\n',
+        b"\xff\n",
+    ],
+)
 def test_a_file_of_something_else_stays_as_it_is(run, monkeypatch, tmp_path, content):
     monkeypatch.setattr(Engine, "load", None)
     file, results = tmp_path / "b.jsonl", tmp_path / "o.jsonl"

@@ -147,28 +147,31 @@ def test_where_blocks_end():
     assert blocks[8].endswith('\n    return "~~~"\n```') and blocks[10].endswith("\n    code")
 
 
-@pytest.mark.parametrize("text, rest", [
-    ("a\n", "a\n"),
-    ("a\n\n", ""),
-    ("a\n\nb", "b"),
-    ("# a\n", ""),
-    ("# a|b\n", "# a|b\n"),  # a table's head, if |-|-| comes next
-    ("```\na\n\nb\n", "```\na\n\nb\n"),
-    ("```\na\n```\n", ""),
-    ("~~~ x\n```\n", "~~~ x\n```\n"),
-    ("- a\n\n", "- a\n\n"),
-    ("- a\n\n-", "- a\n\n-"),
-    ("- a\n\nb", "b"),
-    ("- a\n\n  b", "- a\n\n  b"),
-    ("1. a\n\n2", "1. a\n\n2"),
-    ("> a\n", "> a\n"),
-    ("> a\n\n", ""),
-    ("|a|\n|-|\n|b|\n", "|a|\n|-|\n|b|\n"),
-    ("|a|\n|-|\n|b|\n\n", ""),
-    ("    a\n\n", "    a\n\n"),
-    ("    a\n\nb", "b"),
-    ("\n \n", "\n \n"),
-])
+@pytest.mark.parametrize(
+    "text, rest",
+    [
+        ("a\n", "a\n"),
+        ("a\n\n", ""),
+        ("a\n\nb", "b"),
+        ("# a\n", ""),
+        ("# a|b\n", "# a|b\n"),  # a table's head, if |-|-| comes next
+        ("```\na\n\nb\n", "```\na\n\nb\n"),
+        ("```\na\n```\n", ""),
+        ("~~~ x\n```\n", "~~~ x\n```\n"),
+        ("- a\n\n", "- a\n\n"),
+        ("- a\n\n-", "- a\n\n-"),
+        ("- a\n\nb", "b"),
+        ("- a\n\n  b", "- a\n\n  b"),
+        ("1. a\n\n2", "1. a\n\n2"),
+        ("> a\n", "> a\n"),
+        ("> a\n\n", ""),
+        ("|a|\n|-|\n|b|\n", "|a|\n|-|\n|b|\n"),
+        ("|a|\n|-|\n|b|\n\n", ""),
+        ("    a\n\n", "    a\n\n"),
+        ("    a\n\nb", "b"),
+        ("\n \n", "\n \n"),
+    ],
+)
 def test_what_is_unfinished(text, rest):
     assert split(text)[1].strip("\n") == rest.strip("\n")
 
@@ -236,7 +239,7 @@ def test_what_is_shown():
         "Hello world: code, [/INST] [bold]x[/bold] <think> &amp; &#27; link (http://a.example) !image (u.png). <div>",
         "\n\n • a\n • b\n   more\n     def f(): return 1\n\n12 apples\n\n 1 one\n 2 two\n\n",
         "\nname        size\n────────────────\n[red]x[/]      2\nnext\n",
-        "▌ quote\n\n▌ other\n\n  def f(x):\n\n      return \"~~~\"\n\n  ```\n\n  indented\n\n  code\n\n[a]: http://b.example",
+        '▌ quote\n\n▌ other\n\n  def f(x):\n\n      return "~~~"\n\n  ```\n\n  indented\n\n  code\n\n[a]: http://b.example',
     ):
         assert part in shown
     assert shown.endswith("\n\nthe end")
