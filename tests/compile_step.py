@@ -44,7 +44,8 @@ from tridecode.workspace import make_workspace
 
 PREFILL = (add_norm.add_norm, rope_write.rope_write, silu_mul.silu_mul)
 MODULES = (embed, matvec, gate_up, attention, greedy, sample, filters, logprobs, add_norm, rope_write, silu_mul)
-MODELS = PRESETS | {
+FP16 = ("qwen2.5-0.5b", "qwen3-4b_fp16")  # the others are bf16
+MODELS = PRESETS | {"qwen3-4b_fp16": PRESETS["qwen3-4b"]} | {
     f"head_dim_{d}": replace(PRESETS["qwen3-0.6b"], head_dim=d, num_heads=heads, num_kv_heads=kv, num_layers=2)
     for d, heads, kv in ((80, 5, 1), (96, 24, 8), (256, 8, 1))
 }
@@ -147,7 +148,7 @@ def main() -> None:
     for arch in map(int, archs):
         distinct = {}
         for preset in presets:
-            dtype = torch.float16 if preset == "qwen2.5-0.5b" else torch.bfloat16
+            dtype = torch.float16 if preset in FP16 else torch.bfloat16
             for key, launch in record(preset, dtype, arch).items():
                 distinct.setdefault(key, (preset, arch, launch))
         LAUNCHES.extend(distinct.values())

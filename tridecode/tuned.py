@@ -21,7 +21,7 @@ VALUES = {
     "num_warps": (1, 2, 4, 8, 16),
     "registers": range(0, 256, 8),
     "programs": range(2**16),
-    "block_t": (32, 64, 128, 256),
+    "block_t": (32, 64, 128),
     "ahead": (1, 2),
     "splits": (4, 8, 16, 32, 64),
 }
