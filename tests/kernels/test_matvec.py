@@ -30,13 +30,48 @@ def shape_for(n, k):
     return matvec_shape(n, k) if torch.cuda.is_available() else SMALL_SHAPE
 
 
+def activations(dtype):
+    """Their dtype beside weights of `dtype`."""
+    return torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+
+
 def inputs(n, k, dtype, bias):
-    act = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
     weight = random(n, k, dtype=dtype, scale=k**-0.5)
     linear = Linear(weight, random(n, dtype=dtype) if bias else None)
-    x = random(2, k, dtype=act, seed=1)
+    x = random(2, k, dtype=activations(dtype), seed=1)
     partials = random(2, 5, seed=2).abs() * k / 3
     return linear, x, partials
+
+
+def check_normed(n, k, dtype, bias, shape):
+    linear, x, partials = inputs(n, k, dtype, bias)
+    out, ref = poisoned(2, n), poisoned(2, n)
+    matvec_normed(meta_rows(0, 0), x, linear, out, partials, 5, EPS, shape=shape)
+    matvec_normed_ref(meta_rows(0, 0), x, linear, ref, partials, 5, EPS)
+    assert_close(out, ref, 1e-5)
+
+
+def check_residual(n, k, dtype, norm, normed_dtype, tolerance, shape):
+    linear, x, _ = inputs(n, k, dtype, bias=False)
+    hidden = random(2, n, seed=3)
+    ref_hidden = hidden.clone()
+    normed, sumsq = poisoned(2, n, dtype=normed_dtype), poisoned(2, n)
+    ref_normed, ref_sumsq = poisoned(2, n, dtype=normed_dtype), poisoned(2, n)
+    matvec_residual(meta_rows(0, 0), x, linear, hidden, norm, normed, sumsq, shape=shape)
+    matvec_residual_ref(meta_rows(0, 0), x, linear, ref_hidden, norm, ref_normed, ref_sumsq)
+    assert_close(hidden, ref_hidden, 1e-5, "hidden")
+    assert_close(normed, ref_normed, tolerance, "normed")
+    partials = residual_partials(n, shape)
+    assert_close(sumsq[:, :partials].sum(1), ref_sumsq.sum(1), 1e-5, "sumsq")
+    assert sumsq[:, partials:].isnan().all()
+
+
+def check_gate_up(n, k, dtype, out_dtype, tolerance, shape):
+    linear, x, partials = inputs(2 * n, k, dtype, bias=False)
+    out, ref = poisoned(2, n, dtype=out_dtype), poisoned(2, n)
+    gate_up(meta_rows(0, 0), x, linear, out, partials, 5, EPS, shape=shape)
+    gate_up_ref(meta_rows(0, 0), x, linear, ref, partials, 5, EPS)
+    assert_close(out, ref, tolerance)
 
 
 @CASES
@@ -44,11 +79,7 @@ def inputs(n, k, dtype, bias):
 @pytest.mark.parametrize("bias", [False, True], ids=["no_bias", "bias"])
 def test_matvec_normed_matches_reference(case, dtype, bias):
     n, k = case.sizes["n"], case.sizes["k"]
-    linear, x, partials = inputs(n, k, dtype, bias)
-    out, ref = poisoned(2, n), poisoned(2, n)
-    matvec_normed(meta_rows(0, 0), x, linear, out, partials, 5, EPS, shape=shape_for(n, k))
-    matvec_normed_ref(meta_rows(0, 0), x, linear, ref, partials, 5, EPS)
-    assert_close(out, ref, 1e-5)
+    check_normed(n, k, dtype, bias, shape_for(n, k))
 
 
 @CASES
@@ -57,31 +88,17 @@ def test_matvec_residual_matches_reference(case, dtype):
     n, k = case.sizes["n"], case.sizes["k"]
     if n > 4096 * 2:
         n = 8192
-    linear, x, _ = inputs(n, k, dtype, bias=False)
-    norm, act = norm_weight(n, dtype), x.dtype
-    hidden = random(2, n, seed=3)
-    ref_hidden = hidden.clone()
-    shape = shape_for(n, k)
-    normed, sumsq = poisoned(2, n, dtype=act), poisoned(2, n)
-    ref_normed, ref_sumsq = poisoned(2, n, dtype=act), poisoned(2, n)
-    matvec_residual(meta_rows(0, 0), x, linear, hidden, norm, normed, sumsq, shape=shape)
-    matvec_residual_ref(meta_rows(0, 0), x, linear, ref_hidden, norm, ref_normed, ref_sumsq)
-    assert_close(hidden, ref_hidden, 1e-5, "hidden")
-    assert_close(normed, ref_normed, BF16_ROUNDING if act == torch.bfloat16 else 1e-5, "normed")
-    partials = sumsq[:, : residual_partials(n, shape)]
-    assert_close(partials.sum(1), ref_sumsq.sum(1), 1e-5, "sumsq")
+    act = activations(dtype)
+    tolerance = BF16_ROUNDING if act == torch.bfloat16 else 1e-5
+    check_residual(n, k, dtype, norm_weight(n, dtype), act, tolerance, shape_for(n, k))
 
 
 @CASES
 @DTYPES
 def test_gate_up_matches_reference(case, dtype):
-    n, k = case.sizes["n"], case.sizes["k"]
-    n = min(n, 16384)
-    linear, x, partials = inputs(2 * n, k, dtype, bias=False)
-    out, ref = poisoned(2, n, dtype=x.dtype), poisoned(2, n)
-    gate_up(meta_rows(0, 0), x, linear, out, partials, 5, EPS, shape=shape_for(n, k))
-    gate_up_ref(meta_rows(0, 0), x, linear, ref, partials, 5, EPS)
-    assert_close(out, ref, BF16_ROUNDING + 2e-3 if x.dtype == torch.bfloat16 else 1e-5)
+    n, k = min(case.sizes["n"], 16384), case.sizes["k"]
+    act = activations(dtype)
+    check_gate_up(n, k, dtype, act, BF16_ROUNDING + 2e-3 if act == torch.bfloat16 else 1e-5, shape_for(n, k))
 
 
 SHAPES = pytest.mark.parametrize(
@@ -108,38 +125,17 @@ def test_blocks_and_programs_of_a_shape():
 
 @SHAPES
 def test_every_launch_shape_gives_the_same_answer(shape):
-    n, k = 21, 1100
-    linear, x, partials = inputs(n, k, torch.bfloat16, bias=True)
-    out, ref = poisoned(2, n), poisoned(2, n)
-    matvec_normed(meta_rows(0, 0), x, linear, out, partials, 5, EPS, shape=shape)
-    matvec_normed_ref(meta_rows(0, 0), x, linear, ref, partials, 5, EPS)
-    assert_close(out, ref, 1e-5)
+    check_normed(21, 1100, torch.bfloat16, True, shape)
 
 
 @SHAPES
 def test_every_launch_shape_of_gate_up_gives_the_same_answer(shape):
-    n, k = 21, 1100
-    linear, x, partials = inputs(2 * n, k, torch.bfloat16, bias=False)
-    out, ref = poisoned(2, n), poisoned(2, n)
-    gate_up(meta_rows(0, 0), x, linear, out, partials, 5, EPS, shape=shape)
-    gate_up_ref(meta_rows(0, 0), x, linear, ref, partials, 5, EPS)
-    assert_close(out, ref, 1e-5)
+    check_gate_up(21, 1100, torch.bfloat16, torch.float32, 1e-5, shape)
 
 
 @SHAPES
 def test_every_launch_shape_prepares_the_next_norm(shape):
-    n, k = 21, 1100
-    linear, x, _ = inputs(n, k, torch.bfloat16, bias=False)
-    hidden = random(2, n, seed=3)
-    ref, expected = hidden.clone(), poisoned(2, n)
-    normed, sumsq = poisoned(2, n), poisoned(2, n)
-    matvec_residual(meta_rows(0, 0), x, linear, hidden, norm_weight(n), normed, sumsq, shape=shape)
-    matvec_residual_ref(meta_rows(0, 0), x, linear, ref, norm_weight(n), expected, poisoned(2, n))
-    assert_close(hidden, ref, 1e-5, "hidden")
-    assert_close(normed, expected, 1e-5, "normed")
-    partials = residual_partials(n, shape)
-    assert_close(sumsq[:, :partials].sum(1), ref.square().sum(1), 1e-5, "sumsq")
-    assert sumsq[:, partials:].isnan().all()
+    check_residual(21, 1100, torch.bfloat16, norm_weight(21), torch.float32, 1e-5, shape)
 
 
 def test_a_dead_step_writes_nothing():

@@ -5,7 +5,7 @@ from functools import cache
 import torch
 
 from ..kernels.read import measure_read_bandwidth
-from ..memory import free_memory
+from ..memory import GIB, free_memory
 from .bench.measure import step_bytes
 from .terminal import counted, speed_line
 
@@ -60,4 +60,4 @@ def read_bandwidth(device: torch.device) -> float | None:
 
 
 def gib(nbytes: int) -> str:
-    return f"{nbytes / 2**30:.1f}"
+    return f"{nbytes / GIB:.1f}"

@@ -4,6 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .attention import rms_norm
 from .common import options
 
 
@@ -41,7 +42,7 @@ def add_norm(hidden, delta, norm, out, eps):
 def add_norm_ref(hidden, delta, norm, out, eps):
     if delta is not None:
         hidden += delta
-    out.copy_(hidden * torch.rsqrt(hidden.square().mean(-1, keepdim=True) + eps) * norm.float())
+    out.copy_(rms_norm(hidden, norm, eps))
 
 
 def add_norm_bytes(rows: int, N: int, dtype: torch.dtype) -> int:
