@@ -4,8 +4,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .attention import rms_norm
 from .common import options
+from .rope import rms_norm
 
 
 @triton.jit

@@ -18,6 +18,7 @@ from .common import (
     options,
     running,
 )
+from .rope import _rms_rope, rms_norm, rotate
 
 LOG2E = tl.constexpr(1.4426950408889634)
 EMPTY = tl.constexpr(-1e30)  # running maximum of a split that saw no position
@@ -40,13 +41,14 @@ class AttentionShape:
 
 
 @triton.jit
-def _rms_rope(lo, hi, norm_lo, norm_hi, cos, sin, eps, D: tl.constexpr, QK_NORM: tl.constexpr):
-    """Normalise and rotate rows given as their lower and upper halves [rows, D / 2 padded]."""
-    if QK_NORM:
-        scale = tl.rsqrt(tl.sum(lo * lo + hi * hi, 1) / D + eps)[:, None]
-        lo = lo * scale * norm_lo[None, :]
-        hi = hi * scale * norm_hi[None, :]
-    return lo * cos[None, :] - hi * sin[None, :], hi * cos[None, :] + lo * sin[None, :]
+def _load_keys(
+    k_ptrs, table_ptr, t, end, offs_t, mask_h, head, stride_kp, stride_kh, PAGE: tl.constexpr, D: tl.constexpr
+):
+    """Both halves of the keys at t + offs_t, zero from end on. k_ptrs: [D / 2 padded, T], the tile at offset 0."""
+    page = tl.load(table_ptr + t // PAGE, mask=t < end, other=0).to(tl.int64)
+    k_ptrs += page * stride_kp + head.to(tl.int64) * stride_kh + (t % PAGE) * D
+    mask = (t + offs_t < end)[None, :] & mask_h[:, None]
+    return tl.load(k_ptrs, mask=mask, other=0.0), tl.load(k_ptrs + D // 2, mask=mask, other=0.0)
 
 
 @triton.jit
@@ -203,14 +205,21 @@ def _attention_kernel(
             k_lo_i = k_lo[i] if i == 0 else tl.where(mask_t[None, :], k_lo[i], 0.0)
             k_hi_i = k_hi[i] if i == 0 else tl.where(mask_t[None, :], k_hi[i], 0.0)
             m, l, acc = _attend(dot_lo, dot_hi, k_lo_i, k_hi_i, v[i], mask_t, m, l, acc, DOT_FP32)
-    for t in range(first + AHEAD * BLOCK_T, end, BLOCK_T):
-        page = tl.load(table_ptr + t // PAGE).to(tl.int64)
-        base = page * stride_kp + head.to(tl.int64) * stride_kh + (t % PAGE) * D
-        mask_t = t + offs_t < end
-        k_lo_t = tl.load(k_ptr + base + k_offs, mask=mask_t[None, :] & mask_h[:, None], other=0.0)
-        k_hi_t = tl.load(k_ptr + base + HALF + k_offs, mask=mask_t[None, :] & mask_h[:, None], other=0.0)
-        v_t = tl.load(v_ptr + base + v_offs, mask=mask_t[:, None] & mask_d[None, :], other=0.0)
-        m, l, acc = _attend(dot_lo, dot_hi, k_lo_t, k_hi_t, v_t, mask_t, m, l, acc, DOT_FP32)
+    rest = first + AHEAD * BLOCK_T
+    if rest < end:
+        k_lo_t, k_hi_t = _load_keys(
+            k_ptr + k_offs, table_ptr, rest, end, offs_t, mask_h, head, stride_kp, stride_kh, PAGE, D
+        )
+        for t in range(rest, end, BLOCK_T):
+            page = tl.load(table_ptr + t // PAGE).to(tl.int64)
+            base = page * stride_kp + head.to(tl.int64) * stride_kh + (t % PAGE) * D
+            mask_t = t + offs_t < end
+            v_t = tl.load(v_ptr + base + v_offs, mask=mask_t[:, None] & mask_d[None, :], other=0.0)
+            k_lo_next, k_hi_next = _load_keys(  # in flight while the tile at t is attended to
+                k_ptr + k_offs, table_ptr, t + BLOCK_T, end, offs_t, mask_h, head, stride_kp, stride_kh, PAGE, D
+            )
+            m, l, acc = _attend(dot_lo, dot_hi, k_lo_t, k_hi_t, v_t, mask_t, m, l, acc, DOT_FP32)
+            k_lo_t, k_hi_t = k_lo_next, k_hi_next
 
     # The new token is attended as the cache will hold it; split 0 owns it. Its key stands in every row, so that its
     # scores need no exchange between warps.
@@ -350,16 +359,6 @@ def combine_splits(group: int, head_dim: int, shape: AttentionShape) -> int:
     """Splits whose partial results the last program loads at once: what 32 registers a thread hold."""
     tile = triton.next_power_of_2(group) * triton.next_power_of_2(head_dim)
     return max(min(32 * shape.num_warps * 32 // tile, triton.next_power_of_2(shape.splits)), 2)
-
-
-def rotate(x, cos, sin):
-    """Rotary embedding of x [..., head_dim] by cos, sin [..., head_dim / 2], halves paired as transformers does."""
-    lo, hi = x.chunk(2, -1)
-    return torch.cat((lo * cos - hi * sin, hi * cos + lo * sin), -1)
-
-
-def rms_norm(x, weight, eps):
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight.float()
 
 
 def attention_ref(

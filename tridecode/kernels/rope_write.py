@@ -4,8 +4,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .attention import _rms_rope, rms_norm, rotate
 from .common import options
+from .rope import _rms_rope, rms_norm, rotate
 
 
 @triton.jit
