@@ -44,7 +44,7 @@ TUNED = {
     (4096, 1024): MatvecShape(4, 4),  # Qwen3-0.6B: qkv, o_proj, gate and up, down, LM head
     (1024, 2048): MatvecShape(2, 4),
     (6144, 1024): MatvecShape(2, 1, registers=104),
-    (1024, 3072): MatvecShape(1, 1, registers=96),
+    (1024, 3072): MatvecShape(4, 8, registers=88),
     (151936, 1024): MatvecShape(4, 4),
     (3072, 2048): MatvecShape(4, 4, registers=72),  # Llama-3.2-1B
     (2048, 2048): MatvecShape(2, 1),
@@ -52,7 +52,7 @@ TUNED = {
     (2048, 8192): MatvecShape(2, 8, registers=112, programs=2 * 132),
     (128256, 2048): MatvecShape(2, 4),
     (6144, 2560): MatvecShape(2, 2, registers=112, programs=8 * 132),  # Qwen3-4B
-    (2560, 4096): MatvecShape(2, 1, registers=176),
+    (2560, 4096): MatvecShape(4, 2, registers=160),
     (19456, 2560): MatvecShape(2, 4),
     (2560, 9728): MatvecShape(2, 16, programs=132),
     (151936, 2560): MatvecShape(2, 1),
