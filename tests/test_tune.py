@@ -294,6 +294,27 @@ def test_a_gain_that_does_not_come_again_is_no_gain(fake, capsys, monkeypatch):
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["table"] is None
 
 
+def test_a_step_that_runs_no_more_is_one_line(fake, capsys, monkeypatch):
+    monkeypatch.setattr(Timer, "__call__", lambda self, shapes: None)
+    monkeypatch.setattr(tune, "search", lambda start, *rest: tune.Search(start, 1e-3))
+    assert commands.main(["tune"]) == 1
+    assert capsys.readouterr().err.startswith("tridecode: error: the step gave other results")
+    assert not tuned.table_path(GPU).exists()
+
+
+def test_shapes_are_compared_over_the_same_cache():
+    engine = tiny_engine()
+    timer = tune.StepTimer(engine)
+    assert timer._same()
+    engine.rewind(timer.contexts[-1] - 40, tune.GREEDY)  # what a timing leaves
+    for _ in range(39):
+        engine.enqueue(tune.GREEDY)
+    assert timer._same()
+    key = engine.model.kv.k[0]
+    timer._logits = -timer._logits
+    assert not timer._same() and key.count_nonzero() == key.numel()
+
+
 @pytest.mark.parametrize("value", ["0", "-1", "nan", "inf", "x", "1441"])
 def test_wrong_minutes(capsys, value):
     with pytest.raises(SystemExit) as end:
@@ -313,4 +334,5 @@ def test_a_real_step_is_timed_and_shapes_that_do_not_compile_are_skipped():
     timer, start = tune.StepTimer(engine), engine.model.shapes
     assert 0 < timer(start) < 0.1
     assert timer(replace(start, qkv=replace(start.qkv, block_n=3))) is None  # no power of two
+    assert 0 < timer(replace(start, attention=replace(start.attention, splits=1))) < 0.1
     assert 0 < timer(start) < 0.1
