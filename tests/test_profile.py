@@ -13,8 +13,9 @@ from torch.profiler import ProfilerActivity
 from tridecode import commands, decode
 from tridecode.commands.profile import command, draw, records, step
 from tridecode.commands.profile.records import ProfileError, Record, Span, attribute, chained, split_steps, summarise
-from tridecode.kernels import attention, embed, gate_up, greedy, matvec
+from tridecode.kernels import add_norm, attention, embed, gate_up, greedy, matvec, rope_write, silu_mul
 from tridecode.kv_cache import kv_bytes_per_token
+from tridecode.prefill import _prefill_chunk
 from tridecode.presets import PRESETS
 
 CUDA = torch.cuda.is_available()
@@ -177,9 +178,34 @@ def test_bytes_of_attention_end_at_the_window():
     assert moved == attention.attention_bytes(1, 2, 64, torch.bfloat16) * (24 + 100) / 2
 
 
+def test_bytes_of_a_prompts_own_kernels():
+    """Those of the tensors that a launch is given; the residual stream is read and written."""
+    given = {}
+
+    def recorder(reference):
+        def launch(*args):
+            tensors = [arg for arg in args if isinstance(arg, torch.Tensor) and arg.dim() > 1]
+            given[f"_{reference.__name__.removesuffix('_ref')}_kernel"] = sum(tensor.nbytes for tensor in tensors)
+            reference(*args)
+
+        return launch
+
+    engine = tiny_engine("torch", num_layers=2, dtype=torch.bfloat16)
+    references = (add_norm.add_norm_ref, rope_write.rope_write_ref, silu_mul.silu_mul_ref)
+    with torch.inference_mode():
+        _prefill_chunk(
+            engine.model, torch.ones(5, dtype=torch.int64, device=engine.device), 0, 0, *map(recorder, references)
+        )
+    given["_add_norm_kernel"] += 5 * engine.config.hidden_size * 4
+    assert step.prefill_bytes(engine.config, torch.bfloat16, 5) == given
+    kernels = (add_norm._add_norm_kernel, rope_write._rope_write_kernel, silu_mul._silu_mul_kernel)
+    assert {kernel.fn.__name__ for kernel in kernels} == set(given)
+
+
 def test_bandwidth_of_a_role():
-    kernels = [{"op": "embed", "mean_us": 2.0}, {"op": "qkv", "mean_us": 0.0}]
+    kernels = [{"op": "embed", "mean_us": 2.0}, {"op": "qkv", "mean_us": 0.0}, {"op": "gemm", "mean_us": 1.0}]
     step.add_bytes(kernels, {"embed": 1000, "qkv": 5}, bandwidth=1e9)
+    assert "bytes" not in kernels[2]
     assert kernels[0]["bytes"] == 1000 and kernels[0]["pct_bandwidth"] == pytest.approx(50)
     assert kernels[1]["pct_bandwidth"] is None
 

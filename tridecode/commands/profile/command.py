@@ -17,7 +17,7 @@ from ..bench.measure import GREEDY, bench_engine, model_facts, read_bandwidth, r
 from ..terminal import Output
 from . import draw
 from .records import Span, apart, chained, read_records, split_steps, summarise, typical
-from .step import KERNELS, add_bytes, launch_bytes, step_ops
+from .step import KERNELS, add_bytes, launch_bytes, prefill_bytes, step_ops
 
 STEPS, DROPPED = 20, 4  # decode steps that count, and those before them
 CHUNKS, DROPPED_CHUNKS = 5, 2
@@ -52,11 +52,10 @@ def run(args, output: Output) -> int:
         "prefill": summarise(chunks),
         **run_facts(engine.device),
     }
-    moved = launch_bytes(
-        engine.config, engine.model.weights.dtype, engine.model.workspace.normed.dtype,
-        args.context + DROPPED + (STEPS + 1) / 2,
-    )  # fmt: skip
-    add_bytes(report["decode"]["kernels"], moved, bandwidth)
+    config, dtype = engine.config, engine.model.weights.dtype
+    act_dtype, positions = engine.model.workspace.normed.dtype, args.context + DROPPED + (STEPS + 1) / 2
+    add_bytes(report["decode"]["kernels"], launch_bytes(config, dtype, act_dtype, positions), bandwidth)
+    add_bytes(report["prefill"]["kernels"], prefill_bytes(config, dtype, args.prompt_tokens), bandwidth)
     report = rounded(report)
     if folder is not None:
         write(folder / "decode_trace.json.gz", step_trace)
@@ -166,7 +165,7 @@ def table(part: dict) -> list[str]:
     for role in part["kernels"][:SHOWN]:
         line = f"{role['op'][:40]:<40} {role['share_pct']:>8.1f} {role['launches']:>8} {role['mean_us']:>9.2f}"
         line += f" {role['recorded_us']:>9.2f}"
-        if with_bytes:
+        if "bytes" in role:
             percent = "" if role["pct_bandwidth"] is None else f"{role['pct_bandwidth']:.1f}"
             line += f" {role['bytes']:>13,} {percent:>15}"
         lines.append(line)

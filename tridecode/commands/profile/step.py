@@ -1,13 +1,16 @@
-"""The launches of a greedy step, by role: their kernels, and the bytes that each must move."""
+"""The launches of a greedy step, by role: their kernels, and the bytes that each must move; and those of a prompt."""
 
 import torch
 
 from ...config import ModelConfig
+from ...kernels.add_norm import add_norm_bytes
 from ...kernels.attention import attention_bytes
 from ...kernels.embed import embed_bytes
 from ...kernels.gate_up import gate_up_bytes
 from ...kernels.greedy import greedy_bytes
 from ...kernels.matvec import matvec_bytes
+from ...kernels.rope_write import rope_write_bytes
+from ...kernels.silu_mul import silu_mul_bytes
 
 LAYER = ("qkv", "attention", "o_proj", "gate_up", "down")
 KERNELS = {
@@ -43,9 +46,21 @@ def launch_bytes(config: ModelConfig, dtype: torch.dtype, act_dtype: torch.dtype
     }
 
 
+def prefill_bytes(config: ModelConfig, dtype: torch.dtype, tokens: int) -> dict[str, int]:
+    """Kernel -> bytes a launch, of this engine's kernels in a prompt of `tokens`."""
+    c = config
+    return {
+        "_add_norm_kernel": add_norm_bytes(tokens, c.hidden_size, dtype),
+        "_rope_write_kernel": rope_write_bytes(tokens, c.num_heads, c.num_kv_heads, c.head_dim, dtype),
+        "_silu_mul_kernel": silu_mul_bytes(tokens, c.intermediate_size, dtype),
+    }
+
+
 def add_bytes(kernels: list[dict], moved: dict[str, float], bandwidth: float) -> None:
-    """To each role its bytes a launch, and the part of `bandwidth` (bytes per second) at which its cost moved them."""
+    """To each role in `moved` its bytes a launch, and the part of `bandwidth` (bytes per second) at which its cost
+    moved them."""
     for role in kernels:
-        role["bytes"] = round(moved[role["op"]])
-        seconds = role["mean_us"] / 1e6
-        role["pct_bandwidth"] = 100 * moved[role["op"]] / seconds / bandwidth if seconds else None
+        if role["op"] in moved:
+            role["bytes"] = round(moved[role["op"]])
+            seconds = role["mean_us"] / 1e6
+            role["pct_bandwidth"] = 100 * moved[role["op"]] / seconds / bandwidth if seconds else None
