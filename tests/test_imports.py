@@ -1,10 +1,12 @@
 """Who may import whom: kernels know triton and torch, the step knows kernels, the engine knows the step."""
 
 import ast
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from models import CUDA
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "tridecode"
@@ -89,3 +91,12 @@ def test_cli_is_the_commands_main():
                if isinstance(n, (ast.Import, ast.ImportFrom))}
     assert modules == {"sys", "tridecode.commands"}
     assert 'tridecode = "tridecode.commands:main"' in (ROOT / "pyproject.toml").read_text()
+
+
+@pytest.mark.skipif(CUDA, reason="a GPU's continued prompts need it")
+def test_no_start_waits_for_torchs_compiler():
+    code = "import sys; from tridecode import Engine, commands, SamplingParams; engine = Engine.load(); "
+    code += "[engine.generate(text, SamplingParams(max_tokens=2)) for text in ('Hello', 'Hello to you')]; "
+    code += "print([name for name in ('torch._dynamo', 'torch._inductor', 'transformers') if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert (done.stdout, done.returncode) == ("[]\n", 0), done.stderr

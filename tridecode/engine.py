@@ -19,7 +19,7 @@ from .graph import StepGraphs
 from .memory import MemoryPlan, plan_memory
 from .model import DecodeModel, make_model
 from .placement import plan_capacity, resolve_device, resolve_dtype
-from .prefill import prefill
+from .prefill import prefill, warm_up
 from .results import Piece, Result, Timings, TokenLogprobs, Usage
 from .sampling import SamplingParams
 from .text import StopStrings
@@ -55,7 +55,7 @@ class Engine:
         self._ahead = 1 if self.device.type == "cuda" and self.backend == "triton" else 0
         self.graphs = StepGraphs(self.model) if self.graph == "full" else None
         if self.device.type == "cuda":
-            prefill(self.model, [0, 0][: self.capacity], 0)  # compiles its kernels; nothing counts as cached
+            warm_up(self.model)  # nothing of it counts as cached
 
     @classmethod
     def load(

@@ -7,7 +7,6 @@ GPU, where a short prompt would otherwise wait for launches, and the kernel's to
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import linear, scaled_dot_product_attention
 
 from .kernels.add_norm import add_norm, add_norm_ref
@@ -33,6 +32,13 @@ def prefill(model: DecodeModel, token_ids: list[int], start: int, chunk: int = C
         else:
             with torch.cuda.device(model.device), sdpa_kernel(FUSED):
                 _prefill_chunk(model, ids[at : at + chunk], start + at, slot, add_norm, rope_write, silu_mul)
+
+
+def warm_up(model: DecodeModel) -> None:
+    """Compile the kernels of a prompt on a GPU, and import what a continued one needs, before a turn waits for them."""
+    import torch.nn.attention.bias  # noqa: F401
+
+    prefill(model, [0, 0][: model.kv.capacity], 0)
 
 
 def _prefill_chunk(m: DecodeModel, ids: torch.Tensor, start: int, slot: int, add_norm, rope_write, silu_mul) -> None:
@@ -77,7 +83,11 @@ def _attend(q, k, v, window: int, scale: float) -> torch.Tensor:
         k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
         out = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
     else:
-        causal = {"is_causal": True} if n == end else {"attn_mask": causal_lower_right(n, end)}
+        causal = {"is_causal": True}
+        if n != end:
+            from torch.nn.attention.bias import causal_lower_right  # brings torch's compiler, a second of every start
+
+            causal = {"attn_mask": causal_lower_right(n, end)}
         out = scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=k.shape[1] != q.shape[1], **causal)
     return out[0].transpose(0, 1).reshape(n, -1)
 
