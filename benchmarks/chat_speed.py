@@ -31,25 +31,13 @@ PROMPT = "Tell me a long story about a snail."
 def write_checkpoint(path: Path, preset: str) -> None:
     """Random weights in the shape of a Qwen3 preset; the bundled tokenizer, its vocabulary filled up with words."""
     import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    from tridecode.commands.bench.peers import peer_model
 
     shape = PRESETS[preset]
-    settings = dict(
-        vocab_size=shape.vocab_size,
-        hidden_size=shape.hidden_size,
-        intermediate_size=shape.intermediate_size,
-        num_hidden_layers=shape.num_layers,
-        num_attention_heads=shape.num_heads,
-        num_key_value_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        max_position_embeddings=shape.max_position,
-        tie_word_embeddings=shape.tie_word_embeddings,
-        eos_token_id=2,
-    )
     torch.manual_seed(0)
-    torch.set_default_dtype(torch.bfloat16)
-    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        model = Qwen3ForCausalLM(Qwen3Config(**settings))
+    model = peer_model(shape, "cuda" if torch.cuda.is_available() else "cpu", torch.bfloat16)
+    model.config.eos_token_id = 2  # the bundled tokenizer's
     model.save_pretrained(path)
     (path / "generation_config.json").unlink(missing_ok=True)
     for name in ("tokenizer_config.json", "chat_template.jinja"):

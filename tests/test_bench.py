@@ -136,9 +136,9 @@ def test_decode(tiny, bench):
     row = json.loads(out.split("\n")[-2])
     assert code == 0 and tiny[0].capacity == 25
     assert row["us_p5"] <= row["us_per_token"] <= row["us_p95"]
-    # Figures are rounded for reading, and steps of a tiny model can be short, or long where a GPU is shared.
-    assert row["pct_bandwidth"] == pytest.approx(row["bytes_per_step"] / row["us_per_token"] / 1e3 * 100, 5e-3, 0.06)
-    assert row["tokens_per_second"] == pytest.approx(1e6 / row["us_per_token"], 5e-3, 0.06)
+    # Figures are rounded for reading: of short steps the time, of long ones what is made from it.
+    assert row["pct_bandwidth"] == pytest.approx(row["bytes_per_step"] / row["us_per_token"] / 1e3 * 100, 1e-3, 0.06)
+    assert row["tokens_per_second"] == pytest.approx(1e6 / row["us_per_token"], 1e-3, 0.06)
     assert "us_over_greedy" in row and row["command"].endswith("--context 20 --steps 3 --sampling all")
     for key in ("preset", "context", "bytes_per_step", "read_bandwidth_gbs", "gpu", "torch", "triton"):
         assert key in row
@@ -167,7 +167,7 @@ def test_stream(tiny, bench):
     code, out, _ = bench("stream", "--context", "9", "--steps", "6", "--runs", "2", "--format", "jsonl")
     row = json.loads(out)
     assert code == 0 and row["steps"] == 6
-    assert row["ratio_to_graph"] == pytest.approx(row["us_per_token"] / row["graph_us_per_token"], 5e-3, 1e-3)
+    assert row["ratio_to_graph"] == pytest.approx(row["us_per_token"] / row["graph_us_per_token"], 1e-3, 1e-3)
     assert row["itl_median_us"] <= row["itl_p99_us"] and row["ttft_ms"] > 0
 
 
