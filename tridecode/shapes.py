@@ -44,9 +44,9 @@ TUNED = {
     (4096, 1024): MatvecShape(4, 4),  # Qwen3-0.6B: qkv, o_proj, gate and up, down, LM head
     (1024, 2048): MatvecShape(2, 4),
     (6144, 1024): MatvecShape(2, 1, registers=104),
-    (1024, 3072): MatvecShape(4, 8, registers=88),
+    (1024, 3072): MatvecShape(1, 1, registers=96),
     (151936, 1024): MatvecShape(4, 4),
-    (3072, 2048): MatvecShape(4, 4, registers=72),  # Llama-3.2-1B
+    (3072, 2048): MatvecShape(2, 4, registers=40),  # Llama-3.2-1B
     (2048, 2048): MatvecShape(2, 1),
     (16384, 2048): MatvecShape(1, 2, registers=120, programs=8 * 132),
     (2048, 8192): MatvecShape(2, 8, registers=112, programs=2 * 132),

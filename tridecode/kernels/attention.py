@@ -18,7 +18,7 @@ from .common import (
     options,
     running,
 )
-from .rope import _rms_rope, rms_norm, rotate
+from .rope import _partner, _rms_rope, _rotation, rms_norm, rotate
 
 LOG2E = tl.constexpr(1.4426950408889634)
 EMPTY = tl.constexpr(-1e30)  # running maximum of a split that saw no position
@@ -41,33 +41,19 @@ class AttentionShape:
 
 
 @triton.jit
-def _load_keys(
-    k_ptrs, table_ptr, t, end, offs_t, mask_h, head, stride_kp, stride_kh, PAGE: tl.constexpr, D: tl.constexpr
-):
-    """Both halves of the keys at t + offs_t, zero from end on. k_ptrs: [D / 2 padded, T], the tile at offset 0."""
+def _offset(table_ptr, t, end, head, stride_kp, stride_kh, PAGE: tl.constexpr, D: tl.constexpr):
+    """Where position t of a K/V head is in the cache, if it is before end."""
     page = tl.load(table_ptr + t // PAGE, mask=t < end, other=0).to(tl.int64)
-    k_ptrs += page * stride_kp + head.to(tl.int64) * stride_kh + (t % PAGE) * D
-    mask = (t + offs_t < end)[None, :] & mask_h[:, None]
-    return tl.load(k_ptrs, mask=mask, other=0.0), tl.load(k_ptrs + D // 2, mask=mask, other=0.0)
+    return page * stride_kp + head.to(tl.int64) * stride_kh + (t % PAGE) * D
 
 
 @triton.jit
-def _attend(q_lo, q_hi, k_lo, k_hi, v, mask_t, m, l, acc, DOT_FP32: tl.constexpr):
-    """Add a tile of positions to the running maxima m, sums l [DOT_M] and outputs acc [DOT_M, D padded].
-
-    q_lo, q_hi: [DOT_M, D / 2 padded], scaled; k_lo, k_hi: [D / 2 padded, T]; v: [T, D padded]; mask_t: [T].
-    """
-    TYPE: tl.constexpr = tl.float32 if DOT_FP32 else v.dtype
-    s = tl.dot(q_lo.to(TYPE), k_lo.to(TYPE), input_precision="ieee")
-    s = tl.dot(q_hi.to(TYPE), k_hi.to(TYPE), s, input_precision="ieee")
-    s = tl.where(mask_t[None, :], s, EMPTY)
-    m_new = tl.maximum(m, tl.max(s, 1))
-    p = tl.where(mask_t[None, :], tl.exp2(s - m_new[:, None]), 0.0)
-    alpha = tl.exp2(m - m_new)
-    l = l * alpha + tl.sum(p, 1)
-    v = tl.where(mask_t[:, None], v, 0.0)  # after the scores, so that the tile takes the keys' shared memory
-    acc = tl.dot(p.to(v.dtype).to(TYPE), v.to(TYPE), acc * alpha[:, None], input_precision="ieee")
-    return m_new, l, acc
+def _held(x, position, HOLD: tl.constexpr):
+    """x as it is; a branch keeps the compiler from putting it into shared memory where it was loaded, for good."""
+    if HOLD:
+        if position >= 0:
+            x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=True, pack=2)
+    return x
 
 
 @triton.jit
@@ -96,9 +82,9 @@ def _attention_kernel(
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     D: tl.constexpr,
-    HALF_BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_G: tl.constexpr,
+    DOT_N: tl.constexpr,
     BLOCK_T: tl.constexpr,
     AHEAD: tl.constexpr,
     SPLITS: tl.constexpr,
@@ -108,7 +94,7 @@ def _attention_kernel(
     QK_NORM: tl.constexpr,
     PDL: tl.constexpr,
     DOT_FP32: tl.constexpr,
-    DOT_M: tl.constexpr,
+    HOLD: tl.constexpr,
 ):
     """Attention of the token at `position` over the cached positions and itself; writes its K and V.
 
@@ -117,8 +103,8 @@ def _attention_kernel(
     partial: [rows, HEADS, MAX_SPLITS, D] fp32, lse: [rows, HEADS, MAX_SPLITS, 2] fp32, counter: [rows, KV_HEADS]
     int32, zero between launches (scratch); out: [rows, HEADS * D] (output).
     Moves 2 * KV_HEADS * D * itemsize bytes a position. Grid (KV_HEADS, SPLITS, rows).
-    Splits without work leave at once; the first AHEAD tiles are in flight before the wait, since only earlier steps
-    wrote them.
+    Splits without work leave at once, so that the next kernel's programs can start. The first AHEAD tiles are in flight
+    before the wait, since only earlier steps wrote them.
     """
     head = tl.program_id(0)
     split = tl.program_id(1)
@@ -137,119 +123,122 @@ def _attention_kernel(
     # Few blocks stay in one split: what is loaded before the wait costs less than combining.
     blocks_per_split = AHEAD if blocks <= AHEAD else tl.cdiv(blocks, SPLITS)
     active = tl.maximum(tl.cdiv(blocks, blocks_per_split), 1)
-    if (status != RUN) | (split >= active):
+    if split >= active:
+        return  # without a wait: split 0 waits for the whole grid
+    if status != RUN:
         if PDL:
             gdc_wait()
         return
 
-    HALF: tl.constexpr = D // 2
-    offs_g = tl.arange(0, DOT_M)
-    offs_h = tl.arange(0, HALF_BLOCK)
+    TYPE: tl.constexpr = tl.float32 if DOT_FP32 else k_ptr.dtype.element_ty
+    offs_g = tl.arange(0, DOT_N)
     offs_d = tl.arange(0, BLOCK_D)
     offs_t = tl.arange(0, BLOCK_T)
     mask_g = offs_g < GROUP
-    mask_h = offs_h < HALF
     mask_d = offs_d < D
-    cos = tl.load(cos_ptr + position.to(tl.int64) * HALF + offs_h, mask=mask_h, other=0.0)
-    sin = tl.load(sin_ptr + position.to(tl.int64) * HALF + offs_h, mask=mask_h, other=0.0)
-    q_norm_lo, q_norm_hi, k_norm_lo, k_norm_hi = cos, cos, cos, cos
-    if QK_NORM:
-        q_norm_lo = tl.load(q_norm_ptr + offs_h, mask=mask_h, other=0.0).to(tl.float32)
-        q_norm_hi = tl.load(q_norm_ptr + HALF + offs_h, mask=mask_h, other=0.0).to(tl.float32)
-        k_norm_lo = tl.load(k_norm_ptr + offs_h, mask=mask_h, other=0.0).to(tl.float32)
-        k_norm_hi = tl.load(k_norm_ptr + HALF + offs_h, mask=mask_h, other=0.0).to(tl.float32)
+    cos_ptr += position.to(tl.int64) * (D // 2)
+    sin_ptr += position.to(tl.int64) * (D // 2)
+    q_cos, q_sin = _rotation(cos_ptr, sin_ptr, q_norm_ptr, offs_d, D, QK_NORM)
+    k_cos, k_sin = _rotation(cos_ptr, sin_ptr, k_norm_ptr, offs_d, D, QK_NORM)
 
     first = (first_block + split * blocks_per_split) * BLOCK_T
     end = tl.minimum(first + blocks_per_split * BLOCK_T, position)
-    k_offs = offs_t[None, :] * D + offs_h[:, None]
-    v_offs = offs_t[:, None] * D + offs_d[None, :]
-    k_lo, k_hi, v = (), (), ()
+    tile = offs_t[:, None] * D + offs_d[None, :]
+    k, v = (), ()
     for i in tl.static_range(AHEAD):
         t = first + i * BLOCK_T
-        page = tl.load(table_ptr + t // PAGE, mask=t < end, other=0).to(tl.int64)
-        base = page * stride_kp + head.to(tl.int64) * stride_kh + (t % PAGE) * D
-        mask_t = (t + offs_t >= start) & (t + offs_t < end)
-        k_lo += (tl.load(k_ptr + base + k_offs, mask=mask_t[None, :] & mask_h[:, None], other=0.0),)
-        k_hi += (tl.load(k_ptr + base + HALF + k_offs, mask=mask_t[None, :] & mask_h[:, None], other=0.0),)
-        v += (tl.load(v_ptr + base + v_offs, mask=mask_t[:, None] & mask_d[None, :], other=0.0),)
-    write_page = tl.load(table_ptr + position // PAGE).to(tl.int64)
+        tiles = _offset(table_ptr, t, end, head, stride_kp, stride_kh, PAGE, D) + tile
+        mask = ((t + offs_t >= start) & (t + offs_t < end))[:, None] & mask_d[None, :]
+        k += (tl.load(k_ptr + tiles, mask=mask, other=0.0),)
+        v += (tl.load(v_ptr + tiles, mask=mask, other=0.0),)
+    write = _offset(table_ptr, position, position + 1, head, stride_kp, stride_kh, PAGE, D)
     if PDL:
         gdc_wait()
 
-    # Every load that depends on the predecessor is issued before the first use of one.
+    # Every load that depends on the predecessor is issued before the first use of one. The new key stands in every row,
+    # so that its scores need no exchange between warps.
     qkv_ptr += row * stride_qkv
-    q_ptrs = qkv_ptr + (head * GROUP + offs_g)[:, None] * D + offs_h[None, :]
-    mask_q = mask_g[:, None] & mask_h[None, :]
-    new_ptr = qkv_ptr + KV_HEADS * GROUP * D + head * D
-    new_ptrs = new_ptr + (offs_g * 0)[:, None] + offs_h[None, :]
-    q_lo = tl.load(q_ptrs, mask=mask_q, other=0.0)
-    q_hi = tl.load(q_ptrs + HALF, mask=mask_q, other=0.0)
-    new_lo = tl.load(new_ptrs, mask=mask_q, other=0.0)
-    new_hi = tl.load(new_ptrs + HALF, mask=mask_q, other=0.0)
+    q_ptrs = qkv_ptr + (head * GROUP + offs_g)[:, None] * D
+    new_ptr = qkv_ptr + (KV_HEADS * GROUP + head) * D
+    new_k_ptrs = new_ptr + (offs_g * 0)[:, None]
+    partner = _partner(offs_d, D)
+    mask_q = mask_g[:, None] & mask_d[None, :]
+    q = tl.load(q_ptrs + offs_d[None, :], mask=mask_q, other=0.0)
+    q_partner = tl.load(q_ptrs + partner[None, :], mask=mask_q, other=0.0)
+    new_k = tl.load(new_k_ptrs + offs_d[None, :], mask=mask_q, other=0.0)
+    new_k_partner = tl.load(new_k_ptrs + partner[None, :], mask=mask_q, other=0.0)
     new_v = tl.load(new_ptr + KV_HEADS * D + offs_d, mask=mask_d, other=0.0).to(v_ptr.dtype.element_ty)
-    q_lo, q_hi = _rms_rope(q_lo, q_hi, q_norm_lo, q_norm_hi, cos, sin, eps, D, QK_NORM)
-    q_lo = q_lo * (scale * LOG2E)
-    q_hi = q_hi * (scale * LOG2E)
-    dot_lo = q_lo.to(k_ptr.dtype.element_ty)
-    dot_hi = q_hi.to(k_ptr.dtype.element_ty)
+    q = _rms_rope(q, q_partner, q_cos, q_sin, eps, D, QK_NORM) * (scale * LOG2E)
+    dot_q = tl.trans(q.to(k_ptr.dtype.element_ty).to(TYPE))
 
-    m = tl.full([DOT_M], EMPTY, tl.float32)
-    l = tl.zeros([DOT_M], tl.float32)
-    acc = tl.zeros([DOT_M, BLOCK_D], tl.float32)
+    # Positions are the rows of both products, the heads of the group their few columns. The tiles that were loaded
+    # ahead share one maximum; sums are kept for each place of a tile and added up at the end.
+    scores = ()
     for i in tl.static_range(AHEAD):
         t = first + i * BLOCK_T
+        s = tl.full([BLOCK_T, DOT_N], EMPTY, tl.float32)
         if t < end:
-            mask_t = (t + offs_t >= start) & (t + offs_t < end)
-            # The compiler puts a tile into shared memory where it was loaded, here before the wait. That is wanted for
-            # the first keys only: with more than 48 KiB the driver runs nothing beside this kernel.
-            k_lo_i = k_lo[i] if i == 0 else tl.where(mask_t[None, :], k_lo[i], 0.0)
-            k_hi_i = k_hi[i] if i == 0 else tl.where(mask_t[None, :], k_hi[i], 0.0)
-            m, l, acc = _attend(dot_lo, dot_hi, k_lo_i, k_hi_i, v[i], mask_t, m, l, acc, DOT_FP32)
+            s = tl.dot(_held(k[i], position, HOLD).to(TYPE), dot_q, input_precision="ieee")
+            s = tl.where(((t + offs_t >= start) & (t + offs_t < end))[:, None], s, EMPTY)
+        scores += (s,)
+    top = scores[0]
+    for i in tl.static_range(1, AHEAD):
+        top = tl.maximum(top, scores[i])
+    m = tl.max(top, 0)
+    l_t = tl.zeros([BLOCK_T, DOT_N], tl.float32)
+    acc = tl.zeros([BLOCK_D, DOT_N], tl.float32)
+    for i in tl.static_range(AHEAD):
+        if first + i * BLOCK_T < end:
+            p = tl.exp2(scores[i] - m[None, :])
+            l_t += p
+            p = p.to(v_ptr.dtype.element_ty).to(TYPE)
+            acc = tl.dot(tl.trans(_held(v[i], position, HOLD).to(TYPE)), p, acc, input_precision="ieee")
     rest = first + AHEAD * BLOCK_T
     if rest < end:
-        k_lo_t, k_hi_t = _load_keys(
-            k_ptr + k_offs, table_ptr, rest, end, offs_t, mask_h, head, stride_kp, stride_kh, PAGE, D
-        )
+        tiles = _offset(table_ptr, rest, end, head, stride_kp, stride_kh, PAGE, D) + tile
+        mask = (rest + offs_t < end)[:, None] & mask_d[None, :]
+        k_t = tl.load(k_ptr + tiles, mask=mask, other=0.0)
         for t in range(rest, end, BLOCK_T):
-            page = tl.load(table_ptr + t // PAGE).to(tl.int64)
-            base = page * stride_kp + head.to(tl.int64) * stride_kh + (t % PAGE) * D
-            mask_t = t + offs_t < end
-            v_t = tl.load(v_ptr + base + v_offs, mask=mask_t[:, None] & mask_d[None, :], other=0.0)
-            k_lo_next, k_hi_next = _load_keys(  # in flight while the tile at t is attended to
-                k_ptr + k_offs, table_ptr, t + BLOCK_T, end, offs_t, mask_h, head, stride_kp, stride_kh, PAGE, D
-            )
-            m, l, acc = _attend(dot_lo, dot_hi, k_lo_t, k_hi_t, v_t, mask_t, m, l, acc, DOT_FP32)
-            k_lo_t, k_hi_t = k_lo_next, k_hi_next
+            v_t = tl.load(v_ptr + tiles, mask=mask, other=0.0)
+            seen = (t + offs_t < end)[:, None]
+            tiles = _offset(table_ptr, t + BLOCK_T, end, head, stride_kp, stride_kh, PAGE, D) + tile
+            mask = (t + BLOCK_T + offs_t < end)[:, None] & mask_d[None, :]
+            k_next = tl.load(k_ptr + tiles, mask=mask, other=0.0)  # in flight while the tile at t is attended to
+            s = tl.where(seen, tl.dot(k_t.to(TYPE), dot_q, input_precision="ieee"), EMPTY)
+            m_new = tl.maximum(m, tl.max(s, 0))
+            alpha = tl.exp2(m - m_new)
+            p = tl.exp2(s - m_new[None, :])
+            l_t = l_t * alpha[None, :] + p
+            p = p.to(v_ptr.dtype.element_ty).to(TYPE)
+            v_t = tl.trans(_held(v_t, position, HOLD).to(TYPE))
+            acc = tl.dot(v_t, p, acc * alpha[None, :], input_precision="ieee")
+            m = m_new
+            k_t = k_next
+    l = tl.sum(l_t, 0)
 
-    # The new token is attended as the cache will hold it; split 0 owns it. Its key stands in every row, so that its
-    # scores need no exchange between warps.
-    new_lo, new_hi = _rms_rope(new_lo, new_hi, k_norm_lo, k_norm_hi, cos, sin, eps, D, QK_NORM)
-    new_lo = new_lo.to(k_ptr.dtype.element_ty)
-    new_hi = new_hi.to(k_ptr.dtype.element_ty)
+    # The new token is attended as the cache will hold it; split 0 owns it.
+    new_k = _rms_rope(new_k, new_k_partner, k_cos, k_sin, eps, D, QK_NORM).to(k_ptr.dtype.element_ty)
     if split == 0:
-        write = write_page * stride_kp + head.to(tl.int64) * stride_kh + (position % PAGE) * D
-        mask_k = (offs_g == 0)[:, None] & mask_h[None, :]
-        tl.store(k_ptr + write + (offs_g * 0)[:, None] + offs_h[None, :], new_lo, mask=mask_k)
-        tl.store(k_ptr + write + HALF + (offs_g * 0)[:, None] + offs_h[None, :], new_hi, mask=mask_k)
+        mask_k = (offs_g == 0)[:, None] & mask_d[None, :]
+        tl.store(k_ptr + write + (offs_g * 0)[:, None] + offs_d[None, :], new_k, mask=mask_k)
         tl.store(v_ptr + write + offs_d, new_v, mask=mask_d)
-    s_new = tl.sum(q_lo * new_lo.to(tl.float32) + q_hi * new_hi.to(tl.float32), 1)
-    s_new = tl.where(split == 0, s_new, EMPTY)
+    s_new = tl.where(split == 0, tl.sum(q * new_k.to(tl.float32), 1), EMPTY)
     m_new = tl.maximum(m, s_new)
     alpha = tl.exp2(m - m_new)
     p_new = tl.where(split == 0, tl.exp2(s_new - m_new), 0.0)
     l = l * alpha + p_new
-    acc = acc * alpha[:, None] + p_new[:, None] * new_v.to(tl.float32)[None, :]
+    acc = acc * alpha[None, :] + p_new[None, :] * new_v.to(tl.float32)[:, None]
     m = m_new
 
     out_ptr += row * stride_om + head * GROUP * D
-    mask_o = mask_g[:, None] & mask_d[None, :]
+    mask_o = mask_d[:, None] & mask_g[None, :]
     if active == 1:
-        o = (acc / l[:, None]).to(out_ptr.dtype.element_ty)
-        tl.store(out_ptr + offs_g[:, None] * D + offs_d[None, :], o, mask=mask_o)
+        o = (acc / l[None, :]).to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + offs_g[None, :] * D + offs_d[:, None], o, mask=mask_o)
     else:
         base_slot = (row * KV_HEADS + head) * GROUP * MAX_SPLITS
         slots = base_slot + offs_g * MAX_SPLITS + split
-        tl.store(partial_ptr + slots[:, None] * D + offs_d[None, :], acc, mask=mask_o)
+        tl.store(partial_ptr + slots[None, :] * D + offs_d[:, None], acc, mask=mask_o)
         tl.store(lse_ptr + slots * 2, m, mask=mask_g)
         tl.store(lse_ptr + slots * 2 + 1, l, mask=mask_g)
         tl.debug_barrier()
@@ -338,9 +327,9 @@ def attention(
         kv_heads,
         group,
         head_dim,
-        max(triton.next_power_of_2(head_dim // 2), 16),
         triton.next_power_of_2(head_dim),
         triton.next_power_of_2(group),
+        max(triton.next_power_of_2(group), 8),
         shape.block_t,
         shape.ahead,
         shape.splits,
@@ -350,7 +339,7 @@ def attention(
         q_norm is not None,
         pdl,
         interpreted(),
-        16,
+        not interpreted() and k_cache.dtype.itemsize == 2,
         **options(shape.num_warps, pdl, shape.registers),
     )
 

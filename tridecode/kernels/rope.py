@@ -1,4 +1,7 @@
-"""Rotary embedding with the norm before it: in a kernel, for heads as halves, and the references."""
+"""Rotary embedding with the norm before it: in a kernel, and the references.
+
+A column's partner is the one D / 2 away, and rotated = x * cos + partner * sin, sin negative in the lower half.
+"""
 
 import torch
 import triton
@@ -6,13 +9,33 @@ import triton.language as tl
 
 
 @triton.jit
-def _rms_rope(lo, hi, norm_lo, norm_hi, cos, sin, eps, D: tl.constexpr, QK_NORM: tl.constexpr):
-    """Normalise and rotate rows given as their lower and upper halves [rows, D / 2 padded]."""
-    if QK_NORM:
-        scale = tl.rsqrt(tl.sum(lo * lo + hi * hi, 1) / D + eps)[:, None]
-        lo = lo * scale * norm_lo[None, :]
-        hi = hi * scale * norm_hi[None, :]
-    return lo * cos[None, :] - hi * sin[None, :], hi * cos[None, :] + lo * sin[None, :]
+def _partner(offs_d, D: tl.constexpr):
+    return tl.where(offs_d < D // 2, offs_d + D // 2, offs_d - D // 2)
+
+
+@triton.jit
+def _rotation(cos_ptr, sin_ptr, norm_ptr, offs_d, D: tl.constexpr, NORM: tl.constexpr):
+    """What columns offs_d and their partners are multiplied by at one position, norm weights included. cos, sin:
+    [D / 2] fp32; norm: [D], read if NORM."""
+    mask_d = offs_d < D
+    lower = offs_d < D // 2
+    offs = tl.where(lower, offs_d, offs_d - D // 2)
+    cos = tl.load(cos_ptr + offs, mask=mask_d, other=0.0)
+    sin = tl.load(sin_ptr + offs, mask=mask_d, other=0.0)
+    sin = tl.where(lower, -sin, sin)
+    if NORM:
+        cos *= tl.load(norm_ptr + offs_d, mask=mask_d, other=0.0).to(tl.float32)
+        sin *= tl.load(norm_ptr + _partner(offs_d, D), mask=mask_d, other=0.0).to(tl.float32)
+    return cos, sin
+
+
+@triton.jit
+def _rms_rope(x, partner, cos, sin, eps, D: tl.constexpr, NORM: tl.constexpr):
+    """Rows x [rows, D padded], normalised if NORM, and rotated by what _rotation gives."""
+    y = x * cos[None, :] + partner * sin[None, :]
+    if NORM:
+        y *= tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
+    return y
 
 
 def rotate(x, cos, sin):

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from .common import options
-from .rope import _rms_rope, rms_norm, rotate
+from .rope import _partner, _rms_rope, _rotation, rms_norm, rotate
 
 
 @triton.jit
@@ -25,52 +25,42 @@ def _rope_write_kernel(
     D: tl.constexpr,
     HEADS_BLOCK: tl.constexpr,
     KV_BLOCK: tl.constexpr,
-    HALF_BLOCK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
     QK_NORM: tl.constexpr,
 ):
     """q and k of a token, normalised where the family does and rotated; v as it is. A program a token.
 
     qkv: [rows, (HEADS + 2 KV_HEADS) * D]; q_norm, k_norm: [D]; cos, sin: [rows, D / 2] fp32, from the first row's
     position; q: [rows, HEADS * D] (output); k, v: the cache from the first row's position, [KV_HEADS, rows.., D]
-    (output). Moves each element once in and once out. Grid (rows,).
+    (output). Moves each element once in and once out, a partner's from the cache. Grid (rows,).
     """
     row = tl.program_id(0).to(tl.int64)
-    HALF: tl.constexpr = D // 2
-    offs_h = tl.arange(0, HALF_BLOCK)
-    mask_h = offs_h < HALF
-    cos = tl.load(cos_ptr + row * HALF + offs_h, mask=mask_h, other=0.0)
-    sin = tl.load(sin_ptr + row * HALF + offs_h, mask=mask_h, other=0.0)
+    offs_d = tl.arange(0, BLOCK_D)
+    mask_d = offs_d < D
+    partner = _partner(offs_d, D)
+    cos_ptr += row * (D // 2)
+    sin_ptr += row * (D // 2)
     qkv_ptr += row * (HEADS + 2 * KV_HEADS) * D
-    norm_lo, norm_hi = cos, cos
 
-    heads = tl.arange(0, HEADS_BLOCK)
-    mask = (heads < HEADS)[:, None] & mask_h[None, :]
-    offs = heads[:, None] * D + offs_h[None, :]
-    lo = tl.load(qkv_ptr + offs, mask=mask, other=0.0).to(tl.float32)
-    hi = tl.load(qkv_ptr + offs + HALF, mask=mask, other=0.0).to(tl.float32)
-    if QK_NORM:
-        norm_lo = tl.load(q_norm_ptr + offs_h, mask=mask_h, other=0.0).to(tl.float32)
-        norm_hi = tl.load(q_norm_ptr + HALF + offs_h, mask=mask_h, other=0.0).to(tl.float32)
-    lo, hi = _rms_rope(lo, hi, norm_lo, norm_hi, cos, sin, eps, D, QK_NORM)
-    q_ptr += row * HEADS * D
-    tl.store(q_ptr + offs, lo.to(q_ptr.dtype.element_ty), mask=mask)
-    tl.store(q_ptr + offs + HALF, hi.to(q_ptr.dtype.element_ty), mask=mask)
+    heads = tl.arange(0, HEADS_BLOCK)[:, None]
+    mask = (heads < HEADS) & mask_d[None, :]
+    q = tl.load(qkv_ptr + heads * D + offs_d[None, :], mask=mask, other=0.0).to(tl.float32)
+    q_partner = tl.load(qkv_ptr + heads * D + partner[None, :], mask=mask, other=0.0).to(tl.float32)
+    cos, sin = _rotation(cos_ptr, sin_ptr, q_norm_ptr, offs_d, D, QK_NORM)
+    q = _rms_rope(q, q_partner, cos, sin, eps, D, QK_NORM)
+    tl.store(q_ptr + row * HEADS * D + heads * D + offs_d[None, :], q.to(q_ptr.dtype.element_ty), mask=mask)
 
-    kv_heads = tl.arange(0, KV_BLOCK)
-    mask_k = (kv_heads < KV_HEADS)[:, None] & mask_h[None, :]
-    offs_k = kv_heads[:, None] * D + offs_h[None, :]
-    cache = kv_heads.to(tl.int64)[:, None] * stride_kh + row * D + offs_h[None, :]
-    k_lo = tl.load(qkv_ptr + HEADS * D + offs_k, mask=mask_k, other=0.0).to(tl.float32)
-    k_hi = tl.load(qkv_ptr + HEADS * D + HALF + offs_k, mask=mask_k, other=0.0).to(tl.float32)
-    if QK_NORM:
-        norm_lo = tl.load(k_norm_ptr + offs_h, mask=mask_h, other=0.0).to(tl.float32)
-        norm_hi = tl.load(k_norm_ptr + HALF + offs_h, mask=mask_h, other=0.0).to(tl.float32)
-    k_lo, k_hi = _rms_rope(k_lo, k_hi, norm_lo, norm_hi, cos, sin, eps, D, QK_NORM)
-    tl.store(k_ptr + cache, k_lo.to(k_ptr.dtype.element_ty), mask=mask_k)
-    tl.store(k_ptr + cache + HALF, k_hi.to(k_ptr.dtype.element_ty), mask=mask_k)
-    v_offs = (HEADS + KV_HEADS) * D + offs_k
-    tl.store(v_ptr + cache, tl.load(qkv_ptr + v_offs, mask=mask_k), mask=mask_k)
-    tl.store(v_ptr + cache + HALF, tl.load(qkv_ptr + v_offs + HALF, mask=mask_k), mask=mask_k)
+    kv_heads = tl.arange(0, KV_BLOCK)[:, None]
+    mask = (kv_heads < KV_HEADS) & mask_d[None, :]
+    cache = kv_heads.to(tl.int64) * stride_kh + row * D + offs_d[None, :]
+    qkv_ptr += HEADS * D
+    k = tl.load(qkv_ptr + kv_heads * D + offs_d[None, :], mask=mask, other=0.0).to(tl.float32)
+    k_partner = tl.load(qkv_ptr + kv_heads * D + partner[None, :], mask=mask, other=0.0).to(tl.float32)
+    cos, sin = _rotation(cos_ptr, sin_ptr, k_norm_ptr, offs_d, D, QK_NORM)
+    k = _rms_rope(k, k_partner, cos, sin, eps, D, QK_NORM)
+    tl.store(k_ptr + cache, k.to(k_ptr.dtype.element_ty), mask=mask)
+    v = tl.load(qkv_ptr + (KV_HEADS + kv_heads) * D + offs_d[None, :], mask=mask)
+    tl.store(v_ptr + cache, v, mask=mask)
 
 
 def rope_write(qkv, q_norm, k_norm, cos, sin, q, k_cache, v_cache, eps):
@@ -95,7 +85,7 @@ def rope_write(qkv, q_norm, k_norm, cos, sin, q, k_cache, v_cache, eps):
         D,
         triton.next_power_of_2(heads),
         triton.next_power_of_2(kv_heads),
-        triton.next_power_of_2(D // 2),
+        triton.next_power_of_2(D),
         q_norm is not None,
         **options(4),
     )
