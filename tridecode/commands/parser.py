@@ -159,7 +159,7 @@ def add_benches(bench) -> None:
     stream = add("stream", "the stream as its caller sees it, and the graph alone", runs=9)
     add_shape(stream, model=True)
     add_steps(stream, "prompt tokens")
-    add_shape(add("start", "a process from its start to the first token", runs=3))
+    add_shape(add("start", "a process from its start to the first token", runs=7))
     peers = add("peers", "transformers on the same shape in the same run", runs=5)
     add_shape(peers)
     add_steps(peers, "prompt tokens", sampling=False)
