@@ -3,7 +3,8 @@
     python compile_step.py PRESET[,PRESET...] ARCH[,ARCH...]
 
 The launchers themselves run, on meta tensors of the real sizes, with a recorder in place of each kernel. So what is
-compiled is what is launched. Prints a line a kernel and architecture: name, arch, registers, stack bytes, local bytes.
+compiled is what is launched. Prints a line a kernel and architecture: model, name, arch, registers, stack bytes, local
+bytes, shared bytes.
 """
 
 import multiprocessing
@@ -140,7 +141,8 @@ def compile_one(index: int) -> str:
     options = options | ({"launch_pdl": True} if pdl else {})
     source = ASTSource(kernel, signature, constants, attributes)
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
-    return " ".join(map(str, (preset, kernel.__name__, arch, *resources(compiled.asm["cubin"]))))
+    found = (*resources(compiled.asm["cubin"]), compiled.metadata.shared)
+    return " ".join(map(str, (preset, kernel.__name__, arch, *found)))
 
 
 def main() -> None:

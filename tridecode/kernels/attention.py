@@ -49,7 +49,8 @@ def _offset(table_ptr, t, end, head, stride_kp, stride_kh, PAGE: tl.constexpr, D
 
 @triton.jit
 def _held(x, position, HOLD: tl.constexpr):
-    """x as it is; a branch keeps the compiler from putting it into shared memory where it was loaded, for good."""
+    """x as it is. The branch, always taken, keeps the compiler from moving it into shared memory where it was loaded:
+    for all tiles ahead together that is more than the 48 KiB beyond which the whole step is slower."""
     if HOLD:
         if position >= 0:
             x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=True, pack=2)
@@ -124,7 +125,7 @@ def _attention_kernel(
     blocks_per_split = AHEAD if blocks <= AHEAD else tl.cdiv(blocks, SPLITS)
     active = tl.maximum(tl.cdiv(blocks, blocks_per_split), 1)
     if split >= active:
-        return  # without a wait: split 0 waits for the whole grid
+        return  # no wait: the grid ends after its predecessor as long as split 0, which always waits, does
     if status != RUN:
         if PDL:
             gdc_wait()
@@ -171,8 +172,9 @@ def _attention_kernel(
     q = _rms_rope(q, q_partner, q_cos, q_sin, eps, D, QK_NORM) * (scale * LOG2E)
     dot_q = tl.trans(q.to(k_ptr.dtype.element_ty).to(TYPE))
 
-    # Positions are the rows of both products, the heads of the group their few columns. The tiles that were loaded
-    # ahead share one maximum; sums are kept for each place of a tile and added up at the end.
+    # Positions are the rows of the first product, D of the second, the heads of the group the few columns of both. The
+    # tiles that were loaded ahead share one maximum; sums are kept for each place of a tile and added up at the end.
+    # Masked scores underflow to 0. Where a window hides a whole tile, the new token's score scales its sums to 0.
     scores = ()
     for i in tl.static_range(AHEAD):
         t = first + i * BLOCK_T
