@@ -49,7 +49,7 @@ FP16 = ("qwen2.5-0.5b", "qwen3-4b_fp16")  # the others are bf16
 MODELS = PRESETS | {"qwen3-4b_fp16": PRESETS["qwen3-4b"]} | {
     f"head_dim_{d}": replace(PRESETS["qwen3-0.6b"], head_dim=d, num_heads=heads, num_kv_heads=kv, num_layers=2)
     for d, heads, kv in ((80, 5, 1), (96, 24, 8), (256, 8, 1))
-}
+} | {"group_16": replace(PRESETS["qwen3-0.6b"], num_heads=32, num_kv_heads=2, num_layers=2)}
 TYPES = {
     torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int32: "*i32", torch.int64: "*i64",
 }  # fmt: skip

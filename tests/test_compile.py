@@ -12,7 +12,7 @@ from tridecode.presets import PRESETS
 
 SCRIPT = Path(__file__).parent / "compile_step.py"
 SHARED = 48 * 1024  # bytes; above, Triton asks for the largest carve-out, and the step's other kernels lose their L1
-ODD = ("head_dim_80", "head_dim_96", "head_dim_256", "qwen3-4b_fp16")
+ODD = ("head_dim_80", "head_dim_96", "head_dim_256", "group_16", "qwen3-4b_fp16")
 KERNELS = {
     "_embed_kernel", "_matvec_kernel", "_gate_up_kernel", "_attention_kernel", "_greedy_kernel", "_process_kernel",
     "_bins_kernel", "_draw_kernel", "_logprobs_kernel", "_add_norm_kernel", "_rope_write_kernel", "_silu_mul_kernel",

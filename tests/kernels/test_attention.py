@@ -65,6 +65,7 @@ CASES = cases(
     Case("g5_d80", dict(kv_heads=4, group=5, head_dim=80), dict(kv_heads=1, group=5, head_dim=80)),
     Case("g3_d96", dict(kv_heads=8, group=3, head_dim=96), dict(kv_heads=1, group=3, head_dim=96)),
     Case("mha_g1_d128", dict(kv_heads=32, group=1, head_dim=128), dict(kv_heads=2, group=1, head_dim=128)),
+    Case("g12_d64", dict(kv_heads=4, group=12, head_dim=64), dict(kv_heads=1, group=12, head_dim=64)),
     Case("g8_d256", dict(kv_heads=4, group=8, head_dim=256), dict(kv_heads=1, group=8, head_dim=256)),
 )
 # bf16: queries and probabilities are rounded to bf16 before the tensor cores, the output to bf16 after them

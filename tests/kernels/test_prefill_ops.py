@@ -18,6 +18,7 @@ CASES = cases(
         "qwen3-4b", gpu=dict(rows=65, n=2560, heads=32, kv=8, d=128), small=dict(rows=2, n=1100, heads=4, kv=1, d=128)
     ),
     Case("qwen2.5-0.5b", gpu=dict(rows=7, n=896, heads=14, kv=2, d=64), small=dict(rows=3, n=112, heads=7, kv=1, d=64)),
+    Case("g3_d96", gpu=dict(rows=5, n=1152, heads=24, kv=8, d=96), small=dict(rows=3, n=36, heads=3, kv=1, d=96)),
     Case("heads_of_80", gpu=dict(rows=3, n=1000, heads=5, kv=5, d=80), small=dict(rows=3, n=100, heads=5, kv=5, d=80)),
 )
 

@@ -49,8 +49,9 @@ def _offset(table_ptr, t, end, head, stride_kp, stride_kh, PAGE: tl.constexpr, D
 
 @triton.jit
 def _held(x, position, HOLD: tl.constexpr):
-    """x as it is. The branch, always taken, keeps the compiler from moving it into shared memory where it was loaded:
-    for all tiles ahead together that is more than the 48 KiB beyond which the whole step is slower."""
+    """x as it is, in registers until here. Without an instruction that the compiler cannot see through, in a branch it
+    does not know is always taken (Triton 3.6 needs both), a tile goes to shared memory where it was loaded. All tiles
+    there are more than the 48 KiB beyond which the whole step is slower."""
     if HOLD:
         if position >= 0:
             x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=True, pack=2)

@@ -32,7 +32,7 @@ def _rope_write_kernel(
 
     qkv: [rows, (HEADS + 2 KV_HEADS) * D]; q_norm, k_norm: [D]; cos, sin: [rows, D / 2] fp32, from the first row's
     position; q: [rows, HEADS * D] (output); k, v: the cache from the first row's position, [KV_HEADS, rows.., D]
-    (output). Moves each element once in and once out, a partner's from the cache. Grid (rows,).
+    (output). Moves each element once in and once out; partners come from L1. Grid (rows,).
     """
     row = tl.program_id(0).to(tl.int64)
     offs_d = tl.arange(0, BLOCK_D)
