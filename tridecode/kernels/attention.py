@@ -96,7 +96,6 @@ def _attention_kernel(
     QK_NORM: tl.constexpr,
     PDL: tl.constexpr,
     DOT_FP32: tl.constexpr,
-    HOLD: tl.constexpr,
 ):
     """Attention of the token at `position` over the cached positions and itself; writes its K and V.
 
@@ -133,6 +132,7 @@ def _attention_kernel(
         return
 
     TYPE: tl.constexpr = tl.float32 if DOT_FP32 else k_ptr.dtype.element_ty
+    HOLD: tl.constexpr = TYPE != tl.float32  # the instruction takes two elements of 16 bits
     offs_g = tl.arange(0, DOT_N)
     offs_d = tl.arange(0, BLOCK_D)
     offs_t = tl.arange(0, BLOCK_T)
@@ -146,11 +146,12 @@ def _attention_kernel(
     first = (first_block + split * blocks_per_split) * BLOCK_T
     end = tl.minimum(first + blocks_per_split * BLOCK_T, position)
     tile = offs_t[:, None] * D + offs_d[None, :]
-    k, v = (), ()
+    k, v, seen = (), (), ()
     for i in tl.static_range(AHEAD):
         t = first + i * BLOCK_T
         tiles = _offset(table_ptr, t, end, head, stride_kp, stride_kh, PAGE, D) + tile
-        mask = ((t + offs_t >= start) & (t + offs_t < end))[:, None] & mask_d[None, :]
+        seen += (((t + offs_t >= start) & (t + offs_t < end))[:, None],)
+        mask = seen[i] & mask_d[None, :]
         k += (tl.load(k_ptr + tiles, mask=mask, other=0.0),)
         v += (tl.load(v_ptr + tiles, mask=mask, other=0.0),)
     write = _offset(table_ptr, position, position + 1, head, stride_kp, stride_kh, PAGE, D)
@@ -178,11 +179,10 @@ def _attention_kernel(
     # Masked scores underflow to 0. Where a window hides a whole tile, the new token's score scales its sums to 0.
     scores = ()
     for i in tl.static_range(AHEAD):
-        t = first + i * BLOCK_T
         s = tl.full([BLOCK_T, DOT_N], EMPTY, tl.float32)
-        if t < end:
+        if first + i * BLOCK_T < end:
             s = tl.dot(_held(k[i], position, HOLD).to(TYPE), dot_q, input_precision="ieee")
-            s = tl.where(((t + offs_t >= start) & (t + offs_t < end))[:, None], s, EMPTY)
+            s = tl.where(seen[i], s, EMPTY)
         scores += (s,)
     top = scores[0]
     for i in tl.static_range(1, AHEAD):
@@ -203,11 +203,11 @@ def _attention_kernel(
         k_t = tl.load(k_ptr + tiles, mask=mask, other=0.0)
         for t in range(rest, end, BLOCK_T):
             v_t = tl.load(v_ptr + tiles, mask=mask, other=0.0)
-            seen = (t + offs_t < end)[:, None]
+            seen_t = (t + offs_t < end)[:, None]
             tiles = _offset(table_ptr, t + BLOCK_T, end, head, stride_kp, stride_kh, PAGE, D) + tile
             mask = (t + BLOCK_T + offs_t < end)[:, None] & mask_d[None, :]
             k_next = tl.load(k_ptr + tiles, mask=mask, other=0.0)  # in flight while the tile at t is attended to
-            s = tl.where(seen, tl.dot(k_t.to(TYPE), dot_q, input_precision="ieee"), EMPTY)
+            s = tl.where(seen_t, tl.dot(k_t.to(TYPE), dot_q, input_precision="ieee"), EMPTY)
             m_new = tl.maximum(m, tl.max(s, 0))
             alpha = tl.exp2(m - m_new)
             p = tl.exp2(s - m_new[None, :])
@@ -342,7 +342,6 @@ def attention(
         q_norm is not None,
         pdl,
         interpreted(),
-        not interpreted() and k_cache.dtype.itemsize == 2,
         **options(shape.num_warps, pdl, shape.registers),
     )
 
