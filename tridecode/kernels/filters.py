@@ -26,15 +26,18 @@ from .common import (
 )
 from .finish import LOWEST, block_key, packed_value
 from .mass import BINS, FARTHEST, HUGE, LOW_BITS, WEIGHT_BITS, distance, grid_scale, share, weight, weight_ref
+from .nearest import NEAREST, TOPS, append, distance_bound, load_nearest, rank_nearest
 
 LEVELS = 3  # of the search
-STATE = 8  # entries of a row of state, of which these are used
-THRESHOLD, BIN, LEFT, P_BIN, P_LEFT = range(5)
+STATE = 8  # entries of a row of state
+THRESHOLD, BIN, LEFT, P_BIN, P_LEFT, NEAR, MASS, DECIDED = range(STATE)
 
 _BINS, _LOW_BITS = tl.constexpr(BINS), tl.constexpr(LOW_BITS)
 _GROUPS = tl.constexpr(BINS // 8)
 _FARTHEST, _LEVELS, _STATE = tl.constexpr(FARTHEST), tl.constexpr(LEVELS), tl.constexpr(STATE)
 _BIN, _LEFT, _P_BIN, _P_LEFT = tl.constexpr(BIN), tl.constexpr(LEFT), tl.constexpr(P_BIN), tl.constexpr(P_LEFT)
+_NEAR, _MASS, _DECIDED = tl.constexpr(NEAR), tl.constexpr(MASS), tl.constexpr(DECIDED)
+_NEAREST, _TOPS = tl.constexpr(NEAREST), tl.constexpr(TOPS)
 _HEAVIEST = tl.constexpr(float(2**WEIGHT_BITS))
 
 
@@ -46,22 +49,26 @@ def _process_kernel(
     counts_ptr,
     bias_ptr,
     keys_ptr,
+    tops_ptr,
     processed_ptr,
     bins_ptr,
     bin_mass_ptr,
+    state_ptr,
     vocab,
     stride_logits,
-    stride_state,
+    stride_counts,
     stride_keys,
+    stride_tops,
     stride_processed,
     BLOCK_N: tl.constexpr,
     CLEAR: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Add the bias, apply the penalties, leave each block's largest logit, and clear the histograms.
+    """Add the bias, apply the penalties, leave each block's largest logits, and clear histograms, list and mass.
 
     logits: [rows, vocab] fp32. samp: [slots, SAMP_WIDTH] fp32. counts: [slots, vocab] int32. bias: [slots, vocab] fp32.
-    keys: [rows, >= blocks] int64 (out). processed: [rows, vocab] fp32 (out). bins, bin_mass: see SamplerBuffers (out).
+    keys: [rows, >= blocks] int64 (out). tops: [rows, >= blocks * TOPS] fp32 (out). processed: [rows, vocab] fp32 (out).
+    bins, bin_mass, state: see SamplerBuffers (out).
     Bytes: 8 * vocab a row, 4 * vocab more for each of bias and counts in use. Grid: (vocab blocks, rows).
     counts and bias are older than this step: their loads come before the wait. A NaN or an infinity among the raw
     logits makes its block's key BAD, which the launches after this one look for.
@@ -80,8 +87,8 @@ def _process_kernel(
     wide = row.to(tl.int64)
     biased = tl.where((flags & FLAG_BIAS) != 0, vocab, 0)  # an end, not a mask: the interpreter cannot splat an int1
     counted = tl.where((flags & FLAG_PENALTIES) != 0, vocab, 0)
-    bias = tl.load(bias_ptr + wide * stride_state + offs_n, mask=offs_n < biased, other=0.0)
-    counts = tl.load(counts_ptr + wide * stride_state + offs_n, mask=offs_n < counted, other=0)
+    bias = tl.load(bias_ptr + wide * stride_counts + offs_n, mask=offs_n < biased, other=0.0)
+    counts = tl.load(counts_ptr + wide * stride_counts + offs_n, mask=offs_n < counted, other=0)
     if PDL:
         gdc_wait()
     if status == RUN:
@@ -93,21 +100,26 @@ def _process_kernel(
         y = y - times.to(tl.float32) * frequency
         y = tl.minimum(tl.maximum(y, -HUGE), HUGE)
         tl.store(processed_ptr + wide * stride_processed + offs_n, y, mask=mask_n)
+        tops = tl.max(tl.where(mask_n, y, -HUGE).reshape(_TOPS, BLOCK_N // _TOPS), axis=1)
+        tl.store(tops_ptr + row * stride_tops + block * _TOPS + tl.arange(0, _TOPS), tops)
         tl.store(keys_ptr + row * stride_keys + block, block_key(x, y, offs_n, mask_n))
         offs_b = block * CLEAR + tl.arange(0, CLEAR)
         for level in tl.static_range(_LEVELS):
             tl.store(bins_ptr + (row * _LEVELS + level) * _BINS + offs_b, 0, mask=offs_b < _BINS)
         tl.store(bin_mass_ptr + row * _BINS + offs_b, tl.zeros((CLEAR,), tl.int64), mask=offs_b < _BINS)
+        if block == 0:
+            offs_s = tl.arange(0, _STATE)
+            tl.store(state_ptr + row * _STATE + offs_s, tl.zeros((_STATE,), tl.int64))
 
 
 @triton.jit
 def active(meta_ptr, samp_ptr, row, vocab):
-    """Whether top-k and top-p have anything to do (int1 each), and the temperature."""
+    """Whether top-k and top-p have anything to do (int1 each), what they are, and the temperature."""
     temperature = tl.load(samp_ptr + row * SAMP_WIDTH + TEMPERATURE)
     top_k = tl.load(meta_ptr + row * META_WIDTH + TOP_K)
     top_p = tl.load(samp_ptr + row * SAMP_WIDTH + TOP_P)
     hot = temperature > 0
-    return hot & (top_k > 0) & (top_k < vocab), hot & (top_p < 1.0), temperature
+    return hot & (top_k > 0) & (top_k < vocab), hot & (top_p < 1.0), top_k, top_p, temperature
 
 
 @triton.jit
@@ -157,108 +169,148 @@ def _bins_kernel(
     meta_ptr,
     samp_ptr,
     keys_ptr,
+    tops_ptr,
     processed_ptr,
     bins_ptr,
     bin_mass_ptr,
     state_ptr,
+    near_ptr,
+    ranks_ptr,
     vocab,
     stride_keys,
+    stride_tops,
     stride_processed,
     LEVEL: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCKS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One level of the search for the distances at which top-k and top-p cut, by histogram.
+    """One level of the search for the distances at which top-k and top-p cut: by rank, or by histogram.
 
-    processed: [rows, vocab] fp32. keys: [rows, >= blocks] int64. bins, bin_mass, state: see SamplerBuffers (out).
+    processed: [rows, vocab] fp32. keys: [rows, >= blocks] int64. tops: [rows, >= blocks * TOPS] fp32. bins, bin_mass,
+    state, near, ranks: see SamplerBuffers (out).
     Bytes: 4 * vocab a row, and up to 12 * BINS a program. Grid: (vocab blocks, rows).
-    Level 0 bins distances by their upper 11 bits: it counts tokens for top-k, or weighs them for top-p alone. Level 1
-    finds the bin of the cut and counts the lower 11 bits inside it; with both filters it also weighs the bins before,
-    which hold fewer than k tokens. Level 2, only with both, knows the mass that top-k leaves, finds top-p's bin and
-    counts inside that. A distance has one weight, so that inside a bin counts are enough.
-    Atomics are what costs, so the tokens that cannot matter stay out: k block maxima bound the k-th distance, and the
-    tokens outside top-p's reach have no more mass together than 1 - p of the largest's. Every program scans the level
-    before for itself, so that no level ends in a last arriver.
+    Level 0 lists the nearest tokens and bins distances by their upper 11 bits: it counts tokens for top-k, or weighs
+    them for top-p alone. Level 1 ranks the list where that decides, and there is nothing left to find. Where it does
+    not, level 1 finds the bin of the cut and counts the lower 11 bits inside it; with both filters it also weighs the
+    bins before. Level 2, only with both, knows the mass that top-k leaves, finds top-p's bin and counts inside that. A
+    distance has one weight, so that inside a bin counts are enough.
+    Atomics are what costs, so the tokens that cannot matter stay out: k of the blocks' largest logits bound the k-th
+    distance, and the tokens outside top-p's reach have no more mass together than 1 - p of the largest's. Every program
+    scans the level before for itself, so that no level ends in a last arriver.
     """
     if PDL:
         gdc_launch_dependents()
     block, row = tl.program_id(0), tl.program_id(1)
+    blocks = tl.num_programs(0)
     status = tl.load(meta_ptr + row * META_WIDTH + STATUS)
-    use_k, use_p, temperature = active(meta_ptr, samp_ptr, row, vocab)
-    top_p = tl.load(samp_ptr + row * SAMP_WIDTH + TOP_P)
-    top_k = tl.load(meta_ptr + row * META_WIDTH + TOP_K)
+    use_k, use_p, top_k, top_p, temperature = active(meta_ptr, samp_ptr, row, vocab)
     scale = grid_scale(temperature)
     needed = (use_k & use_p) if LEVEL == 2 else (use_k | use_p)
+    bins_ptr += row * _LEVELS * _BINS
+    bin_mass_ptr += row * _BINS
+    state_ptr += row * _STATE
+    near_ptr += row * _NEAREST
+    low_ptr = bins_ptr + LEVEL * _BINS
     if PDL:
         gdc_wait()
-    if (status == RUN) & needed:
-        offs_n = block * BLOCK_N + tl.arange(0, BLOCK_N)
-        mask_n = offs_n < vocab
-        y = tl.load(processed_ptr + row.to(tl.int64) * stride_processed + offs_n, mask=mask_n, other=0.0)
-        offs_k = tl.arange(0, BLOCKS)
-        mask_k = offs_k < tl.num_programs(0)
-        keys = tl.load(keys_ptr + row * stride_keys + offs_k, mask=mask_k, other=LOWEST)
-        bins_ptr += row * _LEVELS * _BINS
-        bin_mass_ptr += row * _BINS
-        state_ptr += row * _STATE
-        low_ptr = bins_ptr + LEVEL * _BINS
-        if LEVEL == 1:  # all loads before the first use of any
-            counts = load_groups(bins_ptr, use_k)
-            mass = load_groups(bin_mass_ptr, use_k == 0)
-        elif LEVEL == 2:
-            found = tl.load(state_ptr + _BIN).to(tl.int32)
-            left = tl.load(state_ptr + _LEFT)
-            counts = load_groups(bins_ptr + _BINS, True)
-            mass = load_groups(bin_mass_ptr, True)
-        largest = packed_value(tl.max(keys, axis=0))
-        d = tl.where(mask_n, distance(y, largest, scale), _FARTHEST)
-        high = d >> _LOW_BITS
-        if LEVEL == 0:
-            if use_k:
-                bound = _FARTHEST - _BINS  # the farthest bin stays empty: whoever reaches it keeps everything
-                if top_k <= tl.num_programs(0):
-                    near = tl.sort(tl.where(mask_k, distance(packed_value(keys), largest, scale), _FARTHEST))
-                    bound = tl.minimum(tl.sum(tl.where(offs_k == top_k - 1, near, 0), axis=0), bound)
-                tl.atomic_add(bins_ptr + _slot(high), 1, mask=d <= bound, sem="relaxed")
-            else:
-                w = weight(d)
-                beyond = ((1.0 - top_p.to(tl.float64)) * (_HEAVIEST * 0.999) / vocab).to(tl.int64)
-                tl.atomic_add(bin_mass_ptr + _slot(high), w, mask=w > beyond, sem="relaxed")
-                rest = tl.sum(tl.where(w > beyond, 0, w), axis=0)
-                tl.atomic_add(bin_mass_ptr + _slot(_BINS - 1), rest, mask=rest > 0, sem="relaxed")
-        elif LEVEL == 1:
-            if use_k:
-                found, closer = crossing_bin(bins_ptr, tl.sum(counts, axis=1), top_k)
-                left = (top_k - closer).to(tl.int64)
-                if use_p:
-                    tl.atomic_add(bin_mass_ptr + _slot(high), weight(d), mask=high < found, sem="relaxed")
-            else:
-                sums = tl.sum(mass, axis=1)
-                goal = share(top_p, tl.sum(sums, axis=0))
-                found, before = crossing_bin(bin_mass_ptr, sums, goal)
-                left = goal - before
-            if block == 0:
-                tl.store(state_ptr + _BIN, found.to(tl.int64))
-                tl.store(state_ptr + _LEFT, left)
-            counted = (high == found) & (high < _BINS - 1)
-            tl.atomic_add(low_ptr + _slot(d & (_BINS - 1)), 1, mask=counted, sem="relaxed")
+    if (status != RUN) | (needed == 0):
+        return
+    if LEVEL == 1:
+        listed = tl.load(state_ptr + _NEAR).to(tl.int32)
+        near, near_weights = load_nearest(near_ptr, tl.arange(0, _NEAREST)[None, :], listed)
+        total = tl.load(state_ptr + _MASS)
+        decided = listed <= _NEAREST
+        if use_k == 0:
+            decided = decided & (tl.sum(tl.sum(near_weights, axis=1), axis=0) >= share(top_p, total))
+        if block == 0:
+            tl.store(state_ptr + _DECIDED, decided.to(tl.int64))
+        if decided:
+            rank_nearest(near_ptr, ranks_ptr + row * _NEAREST, near, near_weights, listed)
+            return
+    elif LEVEL == 2:
+        if tl.load(state_ptr + _DECIDED) != 0:
+            return
+    offs_n = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask_n = offs_n < vocab
+    y = tl.load(processed_ptr + row.to(tl.int64) * stride_processed + offs_n, mask=mask_n, other=0.0)
+    offs_k = tl.arange(0, BLOCKS)
+    keys = tl.load(keys_ptr + row * stride_keys + offs_k, mask=offs_k < blocks, other=LOWEST)
+    if LEVEL == 0:  # all loads before the first use of any
+        offs_t = tl.arange(0, BLOCKS * _TOPS)
+        tops = tl.load(tops_ptr + row * stride_tops + offs_t, mask=offs_t < blocks * _TOPS, other=-HUGE)
+    elif LEVEL == 1:
+        counts = load_groups(bins_ptr, use_k)
+        mass = load_groups(bin_mass_ptr, use_k == 0)
+    else:
+        found = tl.load(state_ptr + _BIN).to(tl.int32)
+        left = tl.load(state_ptr + _LEFT)
+        counts = load_groups(bins_ptr + _BINS, True)
+        mass = load_groups(bin_mass_ptr, True)
+    largest = packed_value(tl.max(keys, axis=0))
+    d = tl.where(mask_n, distance(y, largest, scale), _FARTHEST)
+    high = d >> _LOW_BITS
+    if LEVEL == 0:
+        bound = distance_bound(distance(tops, largest, scale), tl.where(use_k, top_k, blocks * _TOPS // 6))
+        append(near_ptr, state_ptr + _NEAR, d, d <= bound)
+        if use_k:
+            tl.atomic_add(bins_ptr + _slot(high), 1, mask=d <= bound, sem="relaxed")
         else:
-            low, _ = crossing_bin(bins_ptr + _BINS, tl.sum(counts, axis=1), left.to(tl.int32))
-            first = found << _LOW_BITS
-            offs_b = tl.arange(0, _GROUPS)[:, None] * 8 + tl.arange(0, 8)[None, :]
-            inside = tl.sum(tl.where(offs_b <= low, counts.to(tl.int64) * weight(first + offs_b), 0), axis=1)
-            sums = tl.sum(mass, axis=1)
-            total = tl.sum(sums, axis=0)
-            goal = share(top_p, total + tl.sum(inside, axis=0))
-            p_found, before = crossing_bin(bin_mass_ptr, sums, goal)
-            before = tl.where(goal > total, total, before)
-            p_found = tl.where(goal > total, found, p_found)
-            if block == 0:
-                tl.store(state_ptr + _P_BIN, p_found.to(tl.int64))
-                tl.store(state_ptr + _P_LEFT, goal - before)
-            counted = (high == p_found) & (high < _BINS - 1) & (d <= first + low)
-            tl.atomic_add(low_ptr + _slot(d & (_BINS - 1)), 1, mask=counted, sem="relaxed")
+            w = tl.where(mask_n, weight(d), 0)
+            beyond = ((1.0 - top_p.to(tl.float64)) * (_HEAVIEST * 0.999) / vocab).to(tl.int64)
+            tl.atomic_add(bin_mass_ptr + _slot(high), w, mask=w > beyond, sem="relaxed")
+            rest = tl.sum(tl.where(w > beyond, 0, w), axis=0)
+            tl.atomic_add(bin_mass_ptr + _slot(_BINS - 1), rest, mask=rest > 0, sem="relaxed")
+            tl.atomic_add(state_ptr + _MASS, tl.sum(w, axis=0), sem="relaxed")
+    elif LEVEL == 1:
+        if use_k:
+            found, closer = crossing_bin(bins_ptr, tl.sum(counts, axis=1), top_k)
+            left = (top_k - closer).to(tl.int64)
+            if use_p:
+                tl.atomic_add(bin_mass_ptr + _slot(high), weight(d), mask=high < found, sem="relaxed")
+        else:
+            goal = share(top_p, total)
+            found, before = crossing_bin(bin_mass_ptr, tl.sum(mass, axis=1), goal)
+            left = goal - before
+        if block == 0:
+            tl.store(state_ptr + _BIN, found.to(tl.int64))
+            tl.store(state_ptr + _LEFT, left)
+        counted = (high == found) & (high < _BINS - 1)
+        tl.atomic_add(low_ptr + _slot(d & (_BINS - 1)), 1, mask=counted, sem="relaxed")
+    else:
+        low, _ = crossing_bin(bins_ptr + _BINS, tl.sum(counts, axis=1), left.to(tl.int32))
+        first = found << _LOW_BITS
+        offs_b = tl.arange(0, _GROUPS)[:, None] * 8 + tl.arange(0, 8)[None, :]
+        inside = tl.sum(tl.where(offs_b <= low, counts.to(tl.int64) * weight(first + offs_b), 0), axis=1)
+        sums = tl.sum(mass, axis=1)
+        total = tl.sum(sums, axis=0)
+        goal = share(top_p, total + tl.sum(inside, axis=0))
+        p_found, before = crossing_bin(bin_mass_ptr, sums, goal)
+        before = tl.where(goal > total, total, before)
+        p_found = tl.where(goal > total, found, p_found)
+        if block == 0:
+            tl.store(state_ptr + _P_BIN, p_found.to(tl.int64))
+            tl.store(state_ptr + _P_LEFT, goal - before)
+        counted = (high == p_found) & (high < _BINS - 1) & (d <= first + low)
+        tl.atomic_add(low_ptr + _slot(d & (_BINS - 1)), 1, mask=counted, sem="relaxed")
+
+
+@triton.jit
+def binned_threshold(bins_ptr, state_ptr, use_k, use_p):
+    """The largest distance that top-k and top-p keep, from the last level's histogram."""
+    both = use_k & use_p
+    bins_ptr += tl.where(both, 2, 1) * _BINS
+    counts = load_groups(bins_ptr, True)
+    left = tl.load(state_ptr + tl.where(both, _P_LEFT, _LEFT))
+    first = tl.load(state_ptr + tl.where(both, _P_BIN, _BIN)).to(tl.int32) << _LOW_BITS
+    # top-p looks for a mass, top-k for a count
+    offs_g = first + tl.arange(0, _GROUPS)[:, None] * 8 + tl.arange(0, 8)[None, :]
+    sums = tl.sum(counts.to(tl.int64) * tl.where(use_p, weight(offs_g), 1), axis=1)
+    group, before = crossing(sums, left)
+    offs_b = first + group * 8 + tl.arange(0, 8)
+    sought = tl.load(bins_ptr + _place(group) + tl.arange(0, 8)).to(tl.int64)
+    place, _ = crossing_inside(sought * tl.where(use_p, weight(offs_b), 1), left - before)
+    return first + group * 8 + place
 
 
 def process_ref(x, counts, bias, flags: int, repetition, presence, frequency):

@@ -27,19 +27,19 @@ from .common import (
 )
 from .filters import (
     BIN,
+    DECIDED,
     LEFT,
     LEVELS,
+    MASS,
+    NEAR,
     P_BIN,
     P_LEFT,
     STATE,
     THRESHOLD,
     _bins_kernel,
-    _place,
     _process_kernel,
     active,
-    crossing,
-    crossing_inside,
-    load_groups,
+    binned_threshold,
     process_ref,
     threshold_ref,
 )
@@ -54,6 +54,7 @@ from .finish import (
     step_state,
 )
 from .mass import BINS, FARTHEST, LOW_BITS, WEIGHT_BITS, distance, distance_ref, grid_scale, weight, weight_ref
+from .nearest import NEAREST, TOPS, load_nearest, ranked_threshold
 from .philox import philox_bits, philox_bits_ref
 
 BLOCK = 2048  # tokens of the vocabulary a program
@@ -65,6 +66,7 @@ _BINS, _GROUPS, _LOW_BITS = tl.constexpr(BINS), tl.constexpr(BINS // 8), tl.cons
 _FARTHEST = tl.constexpr(FARTHEST)
 _LEVELS, _STATE, _THRESHOLD = tl.constexpr(LEVELS), tl.constexpr(STATE), tl.constexpr(THRESHOLD)
 _BIN, _LEFT, _P_BIN, _P_LEFT = tl.constexpr(BIN), tl.constexpr(LEFT), tl.constexpr(P_BIN), tl.constexpr(P_LEFT)
+_NEAR, _MASS, _DECIDED, _NEAREST = tl.constexpr(NEAR), tl.constexpr(MASS), tl.constexpr(DECIDED), tl.constexpr(NEAREST)
 _HEAVIEST = tl.constexpr(float(2**WEIGHT_BITS))
 
 
@@ -74,10 +76,13 @@ class SamplerBuffers:
 
     keys: torch.Tensor  # int64 [rows, blocks]: maximum of each block of logits, packed with its token id
     counter: torch.Tensor  # int32 [rows, 2]: programs that arrived, of greedy or sample, and of logprobs
+    tops: torch.Tensor  # fp32 [rows, blocks * TOPS]: maximum of each 1/TOPS of a block of processed logits
     processed: torch.Tensor  # fp32 [rows, vocab]: logits after bias and penalties, before the temperature
     bins: torch.Tensor  # int32 [rows, LEVELS, BINS]: tokens a bin of distance from the maximum
     bin_mass: torch.Tensor  # int64 [rows, BINS]: probability mass a bin of the first level
     state: torch.Tensor  # int64 [rows, STATE]: what the filters found; entry THRESHOLD is the largest distance kept
+    near: torch.Tensor  # int32 [rows, NEAREST]: distances of the tokens nearest to the maximum, in no order
+    ranks: torch.Tensor  # int64 [rows, NEAREST]: how many of them are nearer than each, and their mass
     mass: torch.Tensor  # int64 [rows, blocks]: probability mass each block keeps
     drawn: torch.Tensor  # int32 [rows, blocks]: the token each block draws, should the block be drawn
     lse: torch.Tensor  # fp32 [rows]: log-sum-exp of the raw logits
@@ -96,10 +101,13 @@ def make_buffers(vocab: int, rows: int, device) -> SamplerBuffers:
     return SamplerBuffers(
         keys=zeros(rows, blocks, dtype=torch.int64),
         counter=zeros(rows, 2, dtype=torch.int32),
+        tops=zeros(rows, blocks * TOPS, dtype=torch.float32),
         processed=zeros(rows, vocab, dtype=torch.float32),
         bins=zeros(rows, LEVELS, BINS, dtype=torch.int32),
         bin_mass=zeros(rows, BINS, dtype=torch.int64),
         state=zeros(rows, STATE, dtype=torch.int64),
+        near=zeros(rows, NEAREST, dtype=torch.int32),
+        ranks=zeros(rows, NEAREST, dtype=torch.int64),
         mass=zeros(rows, blocks, dtype=torch.int64),
         drawn=zeros(rows, blocks, dtype=torch.int32),
         lse=zeros(rows, dtype=torch.float32),
@@ -121,6 +129,8 @@ def _draw_kernel(
     processed_ptr,
     bins_ptr,
     state_ptr,
+    near_ptr,
+    ranks_ptr,
     mass_ptr,
     drawn_ptr,
     lse_ptr,
@@ -139,7 +149,8 @@ def _draw_kernel(
 ):
     """Weigh what the filters keep of each block, draw one token from it, and end the step.
 
-    processed: [rows, vocab] fp32. keys: [rows, >= blocks] int64. bins, state: see SamplerBuffers (state is out too).
+    processed: [rows, vocab] fp32. keys: [rows, >= blocks] int64. bins, near, ranks, state: see SamplerBuffers (state is
+    out too).
     mass: [rows, >= blocks] int64, drawn: [rows, >= blocks] int32 (scratch). counter: [rows, 2] int32, zero (scratch).
     meta, tokens, counts, out, and with LOGPROBS logprobs: [slots, RING, LOGPROBS_WIDTH] fp32 (out).
     Bytes: 4 * vocab a row, and 4 * BINS a program. Grid: (vocab blocks, rows).
@@ -155,7 +166,7 @@ def _draw_kernel(
     meta_row = meta_ptr + row * META_WIDTH
     status = tl.load(meta_row + STATUS)
     state = step_state(row, meta_ptr, tokens_ptr, stride_tokens)
-    use_k, use_p, temperature = active(meta_ptr, samp_ptr, row, vocab)
+    use_k, use_p, top_k, top_p, temperature = active(meta_ptr, samp_ptr, row, vocab)
     scale = grid_scale(temperature)
     least = tl.ceil(tl.load(samp_ptr + row * SAMP_WIDTH + MIN_P).to(tl.float64) * _HEAVIEST).to(tl.int64)
     seed_lo, seed_hi, position = tl.load(meta_row + SEED_LO), tl.load(meta_row + SEED_HI), tl.load(meta_row + POSITION)
@@ -166,12 +177,13 @@ def _draw_kernel(
         offs_n = block * BLOCK_N + tl.arange(0, BLOCK_N)
         mask_n = offs_n < vocab
         y = tl.load(processed_ptr + row.to(tl.int64) * stride_processed + offs_n, mask=mask_n, other=0.0)
-        both = use_k & use_p
-        bins_ptr += (row * _LEVELS + tl.where(both, 2, 1)) * _BINS
-        counts = load_groups(bins_ptr, use_k | use_p)
         state_ptr += row * _STATE
-        left = tl.load(state_ptr + tl.where(both, _P_LEFT, _LEFT))
-        first = tl.load(state_ptr + tl.where(both, _P_BIN, _BIN)).to(tl.int32) << _LOW_BITS
+        listed = tl.load(state_ptr + _NEAR).to(tl.int32)
+        offs_l = tl.arange(0, _NEAREST)
+        near, near_weights = load_nearest(near_ptr + row * _NEAREST, offs_l, listed)
+        ranks = tl.load(ranks_ptr + row * _NEAREST + offs_l)
+        total = tl.load(state_ptr + _MASS)
+        decided = tl.load(state_ptr + _DECIDED) != 0
         key = largest_key(keys_ptr + row * stride_keys, blocks, BLOCKS)
         token = packed_id(key)
         ends = block == 0
@@ -179,14 +191,10 @@ def _draw_kernel(
             mass_ptr += row * stride_keys
             drawn_ptr += row * stride_keys
             threshold = row * 0 + _FARTHEST
-            if use_k | use_p:
-                offs_g = first + tl.arange(0, _GROUPS)[:, None] * 8 + tl.arange(0, 8)[None, :]
-                sums = tl.sum(counts.to(tl.int64) * tl.where(use_p, weight(offs_g), 1), axis=1)
-                group, before = crossing(sums, left)
-                offs_b = first + group * 8 + tl.arange(0, 8)
-                sought = tl.load(bins_ptr + _place(group) + tl.arange(0, 8)).to(tl.int64)
-                place, _ = crossing_inside(sought * tl.where(use_p, weight(offs_b), 1), left - before)
-                threshold = first + group * 8 + place
+            if decided:
+                threshold = ranked_threshold(near, near_weights, ranks, listed, total, use_k, top_k, use_p, top_p)
+            elif use_k | use_p:
+                threshold = binned_threshold(bins_ptr + row * _LEVELS * _BINS, state_ptr, use_k, use_p)
             d = distance(y, packed_value(key), scale)
             w = weight(d)
             w = tl.where(mask_n & (d <= threshold) & (w >= least), w, 0)
@@ -241,13 +249,16 @@ def sample(logits, meta, samp, tokens, counts, bias, out, sampler, *, pdl: bool,
         counts,
         bias,
         s.keys,
+        s.tops,
         s.processed,
         s.bins,
         s.bin_mass,
+        s.state,
         vocab,
         logits.stride(0),
         counts.stride(0),
         s.keys.stride(0),
+        s.tops.stride(0),
         s.processed.stride(0),
         BLOCK_N=BLOCK,
         CLEAR=triton.next_power_of_2(triton.cdiv(BINS, blocks)),
@@ -259,12 +270,16 @@ def sample(logits, meta, samp, tokens, counts, bias, out, sampler, *, pdl: bool,
             meta,
             samp,
             s.keys,
+            s.tops,
             s.processed,
             s.bins,
             s.bin_mass,
             s.state,
+            s.near,
+            s.ranks,
             vocab,
             s.keys.stride(0),
+            s.tops.stride(0),
             s.processed.stride(0),
             LEVEL=level,
             BLOCK_N=BLOCK,
@@ -284,6 +299,8 @@ def sample(logits, meta, samp, tokens, counts, bias, out, sampler, *, pdl: bool,
         s.processed,
         s.bins,
         s.state,
+        s.near,
+        s.ranks,
         s.mass,
         s.drawn,
         s.lse,
