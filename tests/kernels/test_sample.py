@@ -16,7 +16,9 @@ from transformers import (
 from util import CUDA, DEVICE, Case, cases, random
 
 from tridecode import meta as m
+from tridecode.kernels.filters import DECIDED, NEAR
 from tridecode.kernels.mass import FARTHEST, WEIGHT_BITS, weight, weight_ref
+from tridecode.kernels.nearest import NEAREST
 from tridecode.kernels.philox import philox_bits, philox_bits_ref, philox_words
 from tridecode.sampling import SamplingParams as P
 
@@ -31,11 +33,14 @@ FILTERS = {
     "temperature": P(temperature=0.6),
     "hot": P(temperature=100.0, top_k=40, top_p=0.5),
     "cold": P(temperature=0.01, top_k=20, top_p=0.9),
+    "cold_top_k": P(temperature=0.01, top_k=20),
     "top_k": P(top_k=20),
     "top_k_1": P(top_k=1),
     "top_k_2_top_p": P(top_k=2, top_p=0.95),
     "top_k_beyond_vocab": P(top_k=10**9),
     "top_k_all_but_one": P(top_k=63),
+    "top_k_as_many_as_are_listed": P(top_k=NEAREST, top_p=0.9),
+    "top_k_more_than_are_listed": P(top_k=NEAREST + 1, top_p=0.9),
     "top_p": P(top_p=0.9),
     "top_p_tiny": P(top_p=1e-6),
     "top_p_near_1": P(top_p=0.9999),
@@ -73,6 +78,38 @@ def test_sample_matches_reference_on_degenerate_logits(name, logits):
     run("sample", step)
     assert_same(step, ref, "meta", "tokens", "counts", "out", "sampler.counter")
     assert kept(step) == kept(ref)
+
+
+LISTS = {  # settings -> whether the list of the nearest tokens decides, and what its count may be
+    "top_k": (P(top_k=20), True, range(20, 100)),
+    "top_k_top_p": (P(top_k=50, top_p=0.8), True, range(50, 150)),
+    "top_k_of_which_most_are_too_far": (P(temperature=0.01, top_k=50), True, range(1, 50)),
+    "top_k_more_than_fit": (P(top_k=NEAREST + 1), False, range(NEAREST + 1, 20001)),
+    "top_p": (P(temperature=0.2, top_p=0.5), True, range(1, 100)),
+    "top_p_of_more_than_are_listed": (P(temperature=5.0, top_p=0.9), False, range(1, 200)),
+}
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_the_list_of_the_nearest_decides_where_it_can(name):
+    params, decides, counts = LISTS[name]
+    step = run("sample", make_step(random(1, 20000, scale=3), params))
+    state = step.sampler.state[0].tolist()
+    assert state[NEAR] in counts
+    assert state[DECIDED] == decides
+    if decides:
+        d = step.sampler.near[0, : state[NEAR]]
+        nearer = (d[None] < d[:, None]).sum(1)
+        assert torch.equal(step.sampler.ranks[0, : state[NEAR]] >> 53, nearer)
+
+
+@pytest.mark.parametrize("tied", [NEAREST, NEAREST + 1])
+def test_ties_fill_the_list(tied):
+    logits = torch.full((1, 3000), -50.0)
+    logits[0, 1000 : 1000 + tied] = 2.0
+    step = run("sample", make_step(logits, P(top_k=3)))
+    assert kept(step) == set(range(1000, 1000 + tied))
+    assert step.sampler.state[0, DECIDED] == (tied == NEAREST)
 
 
 def test_rows_do_not_mix():
@@ -229,6 +266,9 @@ def test_draws_need_no_clean_scratch():
         step.sampler.bins,
         step.sampler.bin_mass,
         step.sampler.keys,
+        step.sampler.tops,
+        step.sampler.near,
+        step.sampler.ranks,
         step.sampler.mass,
         step.sampler.drawn,
         step.sampler.state,

@@ -41,7 +41,7 @@ def distance(y, largest, scale):
 def weight(d):
     """int64 weight of a distance, monotone: a polynomial for the fraction of d * log2(e), a shift for the whole."""
     t = d.to(tl.int64) * _LOG2E  # units of 2**-47
-    f = ((t >> 23) & 0xFFFFFF).to(tl.float32) * 5.9604644775390625e-08
+    f = ((t >> 23).to(tl.int32) & 0xFFFFFF).to(tl.float32) * 5.9604644775390625e-08
     p = f * _C6 + _C5
     p = p * f + _C4
     p = p * f + _C3

@@ -26,14 +26,10 @@ from .common import (
     running,
 )
 from .filters import (
-    BIN,
     DECIDED,
-    LEFT,
     LEVELS,
     MASS,
     NEAR,
-    P_BIN,
-    P_LEFT,
     STATE,
     THRESHOLD,
     _bins_kernel,
@@ -53,7 +49,7 @@ from .finish import (
     packed_value,
     step_state,
 )
-from .mass import BINS, FARTHEST, LOW_BITS, WEIGHT_BITS, distance, distance_ref, grid_scale, weight, weight_ref
+from .mass import BINS, FARTHEST, WEIGHT_BITS, distance, distance_ref, grid_scale, weight, weight_ref
 from .nearest import NEAREST, TOPS, load_nearest, ranked_threshold
 from .philox import philox_bits, philox_bits_ref
 
@@ -62,10 +58,8 @@ WARPS = 16
 LOGPROBS_BLOCK = 4096
 LOGPROBS_KEEP = 32  # candidates a program of logprobs leaves: MAX_LOGPROBS, rounded up to a power of two
 
-_BINS, _GROUPS, _LOW_BITS = tl.constexpr(BINS), tl.constexpr(BINS // 8), tl.constexpr(LOW_BITS)
-_FARTHEST = tl.constexpr(FARTHEST)
-_LEVELS, _STATE, _THRESHOLD = tl.constexpr(LEVELS), tl.constexpr(STATE), tl.constexpr(THRESHOLD)
-_BIN, _LEFT, _P_BIN, _P_LEFT = tl.constexpr(BIN), tl.constexpr(LEFT), tl.constexpr(P_BIN), tl.constexpr(P_LEFT)
+_BINS, _LEVELS, _FARTHEST = tl.constexpr(BINS), tl.constexpr(LEVELS), tl.constexpr(FARTHEST)
+_STATE, _THRESHOLD = tl.constexpr(STATE), tl.constexpr(THRESHOLD)
 _NEAR, _MASS, _DECIDED, _NEAREST = tl.constexpr(NEAR), tl.constexpr(MASS), tl.constexpr(DECIDED), tl.constexpr(NEAREST)
 _HEAVIEST = tl.constexpr(float(2**WEIGHT_BITS))
 
@@ -149,11 +143,11 @@ def _draw_kernel(
 ):
     """Weigh what the filters keep of each block, draw one token from it, and end the step.
 
-    processed: [rows, vocab] fp32. keys: [rows, >= blocks] int64. bins, near, ranks, state: see SamplerBuffers (state is
+    processed: [rows, vocab] fp32. keys: [rows, >= blocks] int64. bins, state, near, ranks: see SamplerBuffers (state is
     out too).
     mass: [rows, >= blocks] int64, drawn: [rows, >= blocks] int32 (scratch). counter: [rows, 2] int32, zero (scratch).
     meta, tokens, counts, out, and with LOGPROBS logprobs: [slots, RING, LOGPROBS_WIDTH] fp32 (out).
-    Bytes: 4 * vocab a row, and 4 * BINS a program. Grid: (vocab blocks, rows).
+    Bytes: 4 * vocab a row, and 12 * NEAREST or 4 * BINS a program. Grid: (vocab blocks, rows).
     Each block draws a token of its own, in order of their ids; the last program to arrive draws the block. Both draws
     take a random number below a sum of integer weights, the same in any order. Each block has its stream of the
     generator, and the step's position is the counter.
@@ -350,5 +344,5 @@ def sample_ref(logits, meta, samp, tokens, counts, bias, out, sampler, logprobs_
 
 
 def sample_bytes(vocab: int) -> int:
-    """Bytes moved for one row with every filter: logits, bias and counts once, the processed logits five times."""
-    return (4 + 4 + 4 + 5 * 4) * vocab
+    """Bytes moved for one row with every filter: logits, bias and counts once, the processed logits three times."""
+    return (4 + 4 + 4 + 3 * 4) * vocab
