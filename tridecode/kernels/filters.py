@@ -251,12 +251,13 @@ def _bins_kernel(
     d = tl.where(mask_n, distance(y, largest, scale), _FARTHEST)
     high = d >> _LOW_BITS
     if LEVEL == 0:
-        bound = distance_bound(distance(tops, largest, scale), tl.where(use_k, top_k, blocks * _TOPS // 6))
+        wanted = tl.where(use_k, top_k, blocks * _TOPS // 6)  # top-p alone cannot tell how many it will keep
+        bound = distance_bound(distance(tops, largest, scale), wanted)
         append(near_ptr, state_ptr + _NEAR, d, d <= bound)
         if use_k:
             tl.atomic_add(bins_ptr + _slot(high), 1, mask=d <= bound, sem="relaxed")
         else:
-            w = tl.where(mask_n, weight(d), 0)
+            w = weight(d)
             beyond = ((1.0 - top_p.to(tl.float64)) * (_HEAVIEST * 0.999) / vocab).to(tl.int64)
             tl.atomic_add(bin_mass_ptr + _slot(high), w, mask=w > beyond, sem="relaxed")
             rest = tl.sum(tl.where(w > beyond, 0, w), axis=0)
