@@ -16,9 +16,9 @@ from transformers import (
 from util import CUDA, DEVICE, Case, cases, random
 
 from tridecode import meta as m
-from tridecode.kernels.filters import DECIDED, NEAR
+from tridecode.kernels.filters import DECIDED, LISTED
 from tridecode.kernels.mass import FARTHEST, WEIGHT_BITS, weight, weight_ref
-from tridecode.kernels.nearest import NEAREST
+from tridecode.kernels.nearest import NEAREST, RANK_SHIFT
 from tridecode.kernels.philox import philox_bits, philox_bits_ref, philox_words
 from tridecode.sampling import SamplingParams as P
 
@@ -93,14 +93,41 @@ LISTS = {  # settings -> whether the list of the nearest tokens decides, and wha
 @pytest.mark.parametrize("name", LISTS)
 def test_the_list_of_the_nearest_decides_where_it_can(name):
     params, decides, counts = LISTS[name]
-    step = run("sample", make_step(random(1, 20000, scale=3), params))
-    state = step.sampler.state[0].tolist()
-    assert state[NEAR] in counts
+    step = make_step(random(1, 20000, scale=3), params)
+    ref = run_ref("sample", step)
+    state = run("sample", step).sampler.state[0].tolist()
+    assert kept(step) == kept(ref)
+    assert state[LISTED] in counts
     assert state[DECIDED] == decides
     if decides:
-        d = step.sampler.near[0, : state[NEAR]]
-        nearer = (d[None] < d[:, None]).sum(1)
-        assert torch.equal(step.sampler.ranks[0, : state[NEAR]] >> 53, nearer)
+        d = step.sampler.near[0, : state[LISTED]]
+        nearer = d[None] < d[:, None]
+        ranks = (nearer.sum(1) << RANK_SHIFT) + (nearer * weight_ref(d.long())).sum(1)
+        assert torch.equal(step.sampler.ranks[0, : state[LISTED]], ranks)
+
+
+@pytest.mark.parametrize("top_k, vocab", [(12, 2049), (20, 4097)])
+def test_what_a_vocabulary_lacks_of_its_last_block_is_not_near(top_k, vocab):
+    """The largest logit is 0, which a missing one would be if it were not far below all others."""
+    logits = random(1, vocab, scale=2) - 20
+    logits[0, 5] = 0.0
+    step = make_step(logits, P(top_k=top_k))
+    ref = run_ref("sample", step)
+    assert kept(run("sample", step)) == kept(ref)
+    assert step.sampler.state[0, LISTED] == vocab, "fewer largest logits than top-k asks for bound nothing"
+
+
+@pytest.mark.parametrize("top_k", [0, 50])
+def test_a_mass_that_top_p_reaches_exactly_is_enough(top_k):
+    """The largest logit's weight alone is ceil(top_p * total): the four others weigh 2**16 units of its 2**42."""
+    d = torch.arange(2361000, 2363000)
+    far = int(d[weight_ref(d) == 2**16][0])
+    logits = torch.full((1, 300), -60.0)
+    logits[0, 7] = 0.0
+    logits[0, 9:13] = -far / 2**17
+    step = make_step(logits, P(top_k=top_k, top_p=1 - 2**-24))
+    ref = run_ref("sample", step)
+    assert kept(run("sample", step)) == kept(ref) == {7}
 
 
 @pytest.mark.parametrize("tied", [NEAREST, NEAREST + 1])
@@ -122,6 +149,17 @@ def test_rows_do_not_mix():
     alone = make_step(logits[1:2], params[1])
     alone.counts.copy_(step.counts[1:2])
     assert run("sample", alone).entry()[1] == step.entry(1)[1]
+
+
+def test_lists_of_rows_do_not_mix():
+    logits = random(3, 20000, scale=3) * torch.tensor([[1.0], [8.0], [0.3]], device=DEVICE)
+    step = make_step(logits, P(top_k=20), P(top_k=12, top_p=0.9), P(temperature=0.3, top_k=40, top_p=0.6))
+    ref = run_ref("sample", step)
+    run("sample", step)
+    assert_same(step, ref, "meta", "tokens", "counts", "out", "sampler.counter", "sampler.processed")
+    assert step.sampler.state[:, DECIDED].tolist() == [1, 1, 1]
+    for row in range(3):
+        assert kept(step, row) == kept(ref, row)
 
 
 def survivors(scores: torch.Tensor) -> set[int]:

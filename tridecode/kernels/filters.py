@@ -30,13 +30,13 @@ from .nearest import NEAREST, TOPS, append, distance_bound, load_nearest, rank_n
 
 LEVELS = 3  # of the search
 STATE = 8  # entries of a row of state
-THRESHOLD, BIN, LEFT, P_BIN, P_LEFT, NEAR, MASS, DECIDED = range(STATE)
+THRESHOLD, BIN, LEFT, P_BIN, P_LEFT, LISTED, TOTAL, DECIDED = range(STATE)
 
 _BINS, _LOW_BITS = tl.constexpr(BINS), tl.constexpr(LOW_BITS)
 _GROUPS = tl.constexpr(BINS // 8)
 _FARTHEST, _LEVELS, _STATE = tl.constexpr(FARTHEST), tl.constexpr(LEVELS), tl.constexpr(STATE)
 _BIN, _LEFT, _P_BIN, _P_LEFT = tl.constexpr(BIN), tl.constexpr(LEFT), tl.constexpr(P_BIN), tl.constexpr(P_LEFT)
-_NEAR, _MASS, _DECIDED = tl.constexpr(NEAR), tl.constexpr(MASS), tl.constexpr(DECIDED)
+_LISTED, _TOTAL, _DECIDED = tl.constexpr(LISTED), tl.constexpr(TOTAL), tl.constexpr(DECIDED)
 _NEAREST, _TOPS = tl.constexpr(NEAREST), tl.constexpr(TOPS)
 _HEAVIEST = tl.constexpr(float(2**WEIGHT_BITS))
 
@@ -64,7 +64,7 @@ def _process_kernel(
     CLEAR: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Add the bias, apply the penalties, leave each block's largest logits, and clear histograms, list and mass.
+    """Add the bias, apply the penalties, leave each block's largest logits, and clear histograms and state.
 
     logits: [rows, vocab] fp32. samp: [slots, SAMP_WIDTH] fp32. counts: [slots, vocab] int32. bias: [slots, vocab] fp32.
     keys: [rows, >= blocks] int64 (out). tops: [rows, >= blocks * TOPS] fp32 (out). processed: [rows, vocab] fp32 (out).
@@ -217,9 +217,9 @@ def _bins_kernel(
     if (status != RUN) | (needed == 0):
         return
     if LEVEL == 1:
-        listed = tl.load(state_ptr + _NEAR).to(tl.int32)
+        listed = tl.load(state_ptr + _LISTED).to(tl.int32)
         near, near_weights = load_nearest(near_ptr, tl.arange(0, _NEAREST)[None, :], listed)
-        total = tl.load(state_ptr + _MASS)
+        total = tl.load(state_ptr + _TOTAL)
         decided = listed <= _NEAREST
         if use_k == 0:
             decided = decided & (tl.sum(tl.sum(near_weights, axis=1), axis=0) >= share(top_p, total))
@@ -251,9 +251,9 @@ def _bins_kernel(
     d = tl.where(mask_n, distance(y, largest, scale), _FARTHEST)
     high = d >> _LOW_BITS
     if LEVEL == 0:
-        wanted = tl.where(use_k, top_k, blocks * _TOPS // 6)  # top-p alone cannot tell how many it will keep
+        wanted = tl.where(use_k, top_k, blocks * _TOPS // 6)  # top-p alone cannot tell: 100 of 600
         bound = distance_bound(distance(tops, largest, scale), wanted)
-        append(near_ptr, state_ptr + _NEAR, d, d <= bound)
+        append(near_ptr, state_ptr + _LISTED, d, d <= bound)
         if use_k:
             tl.atomic_add(bins_ptr + _slot(high), 1, mask=d <= bound, sem="relaxed")
         else:
@@ -262,7 +262,7 @@ def _bins_kernel(
             tl.atomic_add(bin_mass_ptr + _slot(high), w, mask=w > beyond, sem="relaxed")
             rest = tl.sum(tl.where(w > beyond, 0, w), axis=0)
             tl.atomic_add(bin_mass_ptr + _slot(_BINS - 1), rest, mask=rest > 0, sem="relaxed")
-            tl.atomic_add(state_ptr + _MASS, tl.sum(w, axis=0), sem="relaxed")
+            tl.atomic_add(state_ptr + _TOTAL, tl.sum(w, axis=0), sem="relaxed")
     elif LEVEL == 1:
         if use_k:
             found, closer = crossing_bin(bins_ptr, tl.sum(counts, axis=1), top_k)

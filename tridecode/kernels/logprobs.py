@@ -117,8 +117,3 @@ def logprobs_ref(logits, meta, out_logprobs, out_top_ids, sampler):
             slot = state[m.STEP] % m.RING
             out_logprobs[row, slot, 1 : 1 + wanted] = x[ids] - lse
             out_top_ids[row, slot, :wanted] = ids.int()
-
-
-def logprobs_bytes(vocab: int) -> int:
-    """Bytes moved for one row."""
-    return 4 * vocab

@@ -9,35 +9,36 @@ import triton.language as tl
 from .mass import BINS, FARTHEST, share, weight
 
 NEAREST = 512  # tokens that the list holds
+RANK_SHIFT = 53  # a token's rank stands above the mass of those before it, which takes 51 bits
 TOPS = 8  # parts of a block of the vocabulary, each of which leaves its largest logit
 
 _NEAREST = tl.constexpr(NEAREST)
 _FARTHEST, _BINS = tl.constexpr(FARTHEST), tl.constexpr(BINS)
-_PARTS, _PART_BITS = tl.constexpr(256), tl.constexpr(14)  # 1/8 nat each
-_MASS_BITS = tl.constexpr(53)  # below a rank: the mass of 512 tokens takes 51
-_RANK = tl.constexpr(1 << 53)
+_EIGHTHS, _EIGHTH_BITS = tl.constexpr(256), tl.constexpr(14)  # of a nat, and the bits of a distance below one
+_RANK_SHIFT, _RANK = tl.constexpr(RANK_SHIFT), tl.constexpr(1 << RANK_SHIFT)  # the latter is above any mass
 _TURN = tl.constexpr(8)  # tokens that a program ranks at once
 
 
 @triton.jit
 def distance_bound(distances, wanted):
-    """A distance within which at least `wanted` of the distances are: the end of the last one's eighth of a nat.
+    """A distance within which at least `wanted` of the distances are: the end of the eighth of a nat that holds the
+    wanted-th of them.
 
     At most the end of the last bin but one, should there be fewer: whoever reaches the last bin keeps everything.
     """
-    before = tl.cumsum(tl.histogram(distances >> _PART_BITS, _PARTS), axis=0) < wanted
-    part = tl.sum(before.to(tl.int32), axis=0)
-    return tl.minimum(((part + 1) << _PART_BITS) - 1, _FARTHEST - _BINS)
+    before = tl.cumsum(tl.histogram(distances >> _EIGHTH_BITS, _EIGHTHS), axis=0) < wanted
+    eighth = tl.sum(before.to(tl.int32), axis=0)
+    return tl.minimum(((eighth + 1) << _EIGHTH_BITS) - 1, _FARTHEST - _BINS)
 
 
 @triton.jit
-def append(near_ptr, count_ptr, d, listed):
-    """Add the distances d where `listed` to the list, in no order; the count goes on beyond what the list holds."""
-    ones = listed.to(tl.int32)
+def append(near_ptr, count_ptr, d, mask):
+    """Add the distances d to the list, in no order; the count goes on beyond what the list holds."""
+    ones = mask.to(tl.int32)
     count = tl.sum(ones, axis=0)
     if count > 0:
         place = tl.atomic_add(count_ptr, count.to(tl.int64), sem="relaxed").to(tl.int32) + tl.cumsum(ones, axis=0) - 1
-        tl.store(near_ptr + place, d, mask=listed & (place < _NEAREST))
+        tl.store(near_ptr + place, d, mask=mask & (place < _NEAREST))
 
 
 @triton.jit
@@ -63,7 +64,7 @@ def rank_nearest(near_ptr, ranks_ptr, d, w, count):
 @triton.jit
 def ranked_threshold(d, w, ranks, count, total, use_k, top_k, use_p, top_p):
     """The largest distance that top-k and top-p keep, of a list that decides; total: the mass of all tokens."""
-    within = (tl.arange(0, _NEAREST) < count) & ((ranks >> _MASS_BITS) < tl.where(use_k, top_k, _NEAREST))
+    within = (tl.arange(0, _NEAREST) < count) & ((ranks >> _RANK_SHIFT) < tl.where(use_k, top_k, _NEAREST))
     total = tl.where(use_k, tl.sum(tl.where(within, w, 0), axis=0), total)
     goal = tl.where(use_p, share(top_p, total), _RANK)
     threshold = tl.max(tl.where(within & ((ranks & (_RANK - 1)) < goal), d, 0), axis=0)

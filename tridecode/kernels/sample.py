@@ -28,10 +28,10 @@ from .common import (
 from .filters import (
     DECIDED,
     LEVELS,
-    MASS,
-    NEAR,
+    LISTED,
     STATE,
     THRESHOLD,
+    TOTAL,
     _bins_kernel,
     _process_kernel,
     active,
@@ -60,7 +60,8 @@ LOGPROBS_KEEP = 32  # candidates a program of logprobs leaves: MAX_LOGPROBS, rou
 
 _BINS, _LEVELS, _FARTHEST = tl.constexpr(BINS), tl.constexpr(LEVELS), tl.constexpr(FARTHEST)
 _STATE, _THRESHOLD = tl.constexpr(STATE), tl.constexpr(THRESHOLD)
-_NEAR, _MASS, _DECIDED, _NEAREST = tl.constexpr(NEAR), tl.constexpr(MASS), tl.constexpr(DECIDED), tl.constexpr(NEAREST)
+_LISTED, _TOTAL, _DECIDED = tl.constexpr(LISTED), tl.constexpr(TOTAL), tl.constexpr(DECIDED)
+_NEAREST = tl.constexpr(NEAREST)
 _HEAVIEST = tl.constexpr(float(2**WEIGHT_BITS))
 
 
@@ -147,7 +148,8 @@ def _draw_kernel(
     out too).
     mass: [rows, >= blocks] int64, drawn: [rows, >= blocks] int32 (scratch). counter: [rows, 2] int32, zero (scratch).
     meta, tokens, counts, out, and with LOGPROBS logprobs: [slots, RING, LOGPROBS_WIDTH] fp32 (out).
-    Bytes: 4 * vocab a row, and 12 * NEAREST or 4 * BINS a program. Grid: (vocab blocks, rows).
+    Bytes: 4 * vocab a row, and a program 12 * NEAREST, and 4 * BINS where the list does not decide.
+    Grid: (vocab blocks, rows).
     Each block draws a token of its own, in order of their ids; the last program to arrive draws the block. Both draws
     take a random number below a sum of integer weights, the same in any order. Each block has its stream of the
     generator, and the step's position is the counter.
@@ -172,11 +174,11 @@ def _draw_kernel(
         mask_n = offs_n < vocab
         y = tl.load(processed_ptr + row.to(tl.int64) * stride_processed + offs_n, mask=mask_n, other=0.0)
         state_ptr += row * _STATE
-        listed = tl.load(state_ptr + _NEAR).to(tl.int32)
+        listed = tl.load(state_ptr + _LISTED).to(tl.int32)
         offs_l = tl.arange(0, _NEAREST)
         near, near_weights = load_nearest(near_ptr + row * _NEAREST, offs_l, listed)
         ranks = tl.load(ranks_ptr + row * _NEAREST + offs_l)
-        total = tl.load(state_ptr + _MASS)
+        total = tl.load(state_ptr + _TOTAL)
         decided = tl.load(state_ptr + _DECIDED) != 0
         key = largest_key(keys_ptr + row * stride_keys, blocks, BLOCKS)
         token = packed_id(key)
@@ -341,8 +343,3 @@ def sample_ref(logits, meta, samp, tokens, counts, bias, out, sampler, logprobs_
                 w.masked_fill_(w < math.ceil(float(min_p) * 2**WEIGHT_BITS), 0)
                 token = int(ids[_draw_ref(w, ids // BLOCK, [state[i] for i in (m.SEED_LO, m.SEED_HI, m.POSITION)])])
         finish_step_ref(row, token, bad, logits, meta, tokens, counts, out, sampler.lse, logprobs_ring)
-
-
-def sample_bytes(vocab: int) -> int:
-    """Bytes moved for one row with every filter: logits, bias and counts once, the processed logits three times."""
-    return (4 + 4 + 4 + 3 * 4) * vocab
