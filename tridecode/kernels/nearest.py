@@ -10,11 +10,12 @@ from .mass import BINS, FARTHEST, share, weight
 
 NEAREST = 512  # tokens that the list holds
 RANK_SHIFT = 53  # a token's rank stands above the mass of those before it, which takes 51 bits
+EIGHTH_BITS = 14  # of a distance, inside an eighth of a nat: mass.GRID is eight times 2**14
 TOPS = 8  # parts of a block of the vocabulary, each of which leaves its largest logit
 
 _NEAREST = tl.constexpr(NEAREST)
 _FARTHEST, _BINS = tl.constexpr(FARTHEST), tl.constexpr(BINS)
-_EIGHTHS, _EIGHTH_BITS = tl.constexpr(256), tl.constexpr(14)  # of a nat, and the bits of a distance below one
+_EIGHTHS, _EIGHTH_BITS = tl.constexpr((FARTHEST + 1) >> EIGHTH_BITS), tl.constexpr(EIGHTH_BITS)
 _RANK_SHIFT, _RANK = tl.constexpr(RANK_SHIFT), tl.constexpr(1 << RANK_SHIFT)  # the latter is above any mass
 _TURN = tl.constexpr(8)  # tokens that a program ranks at once
 
