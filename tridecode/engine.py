@@ -14,7 +14,7 @@ import torch
 from . import decode, meta, reference
 from .checkpoint import load_config, load_weights, resolve_model
 from .config import ModelConfig
-from .errors import GenerationError, ParameterError, PromptError
+from .errors import GenerationError, ParameterError, PromptError, not_finite
 from .graph import StepGraphs
 from .memory import MemoryPlan, plan_memory
 from .model import DecodeModel, make_model
@@ -283,9 +283,8 @@ class Engine:
             pairs = zip(self._cached, ids[:-1])
             common = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(self._cached), len(ids) - 1))
         self._synchronize()
-        self._cached = ids[:common]
+        self._cached = ids[:common]  # the rest counts once a step on it has given finite logits
         prefill(self.model, ids[common:-1], common)
-        self._cached = ids[:-1]
         return common
 
     def _generate(self, ids, context, params, stop_ids, reuse_prefix, started) -> Iterator[Piece]:
@@ -303,7 +302,7 @@ class Engine:
         detokenizer = self.tokenizer.detokenizer(context) if self.tokenizer else None
         stops = StopStrings(params.stop)
         done, first, finish, error = 0, None, "length", None
-        embedded = ids[-1]
+        held, embedded = ids[:-1], ids[-1]
         while done < steps:
             with self._lock:
                 if self._stream != stream:
@@ -312,13 +311,15 @@ class Engine:
                     self._step(kind)
                 token = self._await_token(done)
                 logprobs = self._logprobs(done, params)
-                if token != NO_TOKEN:
-                    self._cached.append(embedded)  # its step has run: its K/V are there
+                drawn = token != NO_TOKEN
+                # Attention multiplies masked values by 0, and 0 * NaN is NaN: nothing in the cache is above suspicion.
+                held.append(embedded)
+                self._cached = held if drawn else []
             now = time.perf_counter()
             first = first or now
-            if token == NO_TOKEN:
+            if not drawn:
                 finish = "error"
-                error = f"step {done + 1} (position {len(ids) + done - 1}) gave NaN or Inf logits; nothing was drawn"
+                error = not_finite(done + 1, len(ids) + done - 1, self.model.weights.dtype)
                 break
             done += 1
             embedded = token
@@ -379,7 +380,7 @@ class Engine:
     def _check_status(self) -> None:
         row = self.model.workspace.meta[0].tolist()
         if row[meta.STATUS] == meta.NAN:
-            raise GenerationError(f"step {row[meta.STEP]} (position {row[meta.POSITION]}) gave NaN or Inf logits")
+            raise GenerationError(not_finite(row[meta.STEP], row[meta.POSITION], self.model.weights.dtype))
 
     def _synchronize(self) -> None:
         if self.device.type == "cuda":
