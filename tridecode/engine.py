@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from . import decode, meta, reference
+from . import decode, meta, reference, threads
 from .checkpoint import load_config, load_weights, resolve_model
 from .config import ModelConfig
 from .errors import GenerationError, ParameterError, PromptError, not_finite
@@ -46,6 +46,7 @@ class Engine:
     plan: MemoryPlan
     name: str
     notes: list[str] = field(default_factory=list)
+    threads: int | None = None  # of the CPU, unless the user has chosen
 
     def __post_init__(self):
         self._cached: list[int] = []  # tokens whose K/V the cache holds
@@ -74,7 +75,9 @@ class Engine:
         device: auto, cpu, cuda or cuda:N. backend: auto, triton or torch. dtype: auto (the checkpoint's; fp32 ones run
         in bf16 on a GPU; fp32 on a CPU), bfloat16, float16 or float32. max_seq_len: K/V positions, None is the model's
         limit or what fits. graph: full (one captured CUDA graph) or none (the same launches, eagerly).
-        progress(done_bytes, total_bytes) is called while weights load.
+        progress(done_bytes, total_bytes) is called while weights load. On a CPU the engine sets PyTorch's threads: one
+        for a tiny model, else as many as there are free cores; a number that OMP_NUM_THREADS or torch.set_num_threads
+        has given stays.
         Raises CheckpointError, DeviceError, ParameterError; each says what was expected.
         """
         check_graph(graph)
@@ -84,9 +87,12 @@ class Engine:
         tokenizer = Tokenizer.load(path)
         torch_dtype = resolve_dtype(dtype, config, place)
         plan, capacity, notes = plan_capacity(config, torch_dtype, place, max_seq_len)
+        cores = threads.FreeCores()
         weights = load_weights(path, config, place, torch_dtype, progress)
         name = "bundled" if model is None else str(model)
-        return cls.build(config, weights, tokenizer, capacity, backend, graph, plan=plan, name=name, notes=notes)
+        engine = cls.build(config, weights, tokenizer, capacity, backend, graph, plan=plan, name=name, notes=notes)
+        engine.threads = threads.choose(plan.weights, cores) if place.type == "cpu" else None
+        return engine
 
     @classmethod
     def build(
@@ -254,6 +260,7 @@ class Engine:
             with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
                 decode.step(self.model, kind)
         else:
+            threads.use(self.threads)
             reference.step(self.model, kind)
 
     @torch.inference_mode()
@@ -284,6 +291,7 @@ class Engine:
             common = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(self._cached), len(ids) - 1))
         self._synchronize()
         self._cached = ids[:common]  # the rest counts once a step on it has given finite logits
+        threads.use(self.threads)
         prefill(self.model, ids[common:-1], common)
         return common
 
