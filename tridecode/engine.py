@@ -1,35 +1,36 @@
 """Engine: load a checkpoint, stream answers, score tokens."""
 
-import operator
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 
 from . import decode, meta, reference, threads
+from .arguments import choice, flag, function, integer, mapping, shown
 from .checkpoint import load_config, load_weights, resolve_model
 from .config import ModelConfig
 from .errors import GenerationError, ParameterError, PromptError, not_finite
 from .graph import StepGraphs
 from .memory import MemoryPlan, plan_memory
 from .model import DecodeModel, make_model
-from .placement import plan_capacity, resolve_device, resolve_dtype
+from .placement import check_dtype, plan_capacity, resolve_device, resolve_dtype
 from .prefill import prefill, warm_up
+from .prompts import Prompt, listed, prompt_ids
 from .results import Piece, Result, Timings, TokenLogprobs, Usage
 from .sampling import SamplingParams
 from .text import StopStrings
 from .tokenizer import Tokenizer
-from .weights import Weights
+from .weights import Weights, brief
 
 BUNDLED = Path(__file__).parent / "bundled"
+GRAPHS = ("full", "none")
+LONGEST = 2**31 - 2  # positions are 32-bit integers
 NO_TOKEN = 0xFFFFFFFF  # in the output ring: the step's logits were not finite
-
-Prompt = str | Sequence[int] | Sequence[dict]
 
 
 @dataclass
@@ -80,7 +81,11 @@ class Engine:
         has given stays.
         Raises CheckpointError, DeviceError, ParameterError; each says what was expected.
         """
-        check_graph(graph)
+        choice("graph", graph, GRAPHS)
+        check_dtype(dtype)
+        function("progress", progress)
+        if max_seq_len is not None:
+            integer("max_seq_len", max_seq_len, 1, LONGEST)
         place, backend = resolve_device(device, backend)
         path = BUNDLED if model is None else resolve_model(model)
         config = load_config(path)
@@ -108,11 +113,15 @@ class Engine:
         notes: Sequence[str] = (),
     ) -> "Engine":
         """An engine from weights that are on their device already (load and the benchmarks end here)."""
-        check_graph(graph)
+        choice("graph", graph, GRAPHS)
         if backend == "torch" or weights.device.type != "cuda":
             graph = "none"
         plan = plan or plan_memory(config, weights.dtype, weights.device)
         return cls(make_model(config, weights, capacity), tokenizer, backend, graph, plan, name, list(notes))
+
+    def __repr__(self) -> str:
+        facts = {"name": shown(self.name), "family": self.config.family, "backend": self.backend}
+        return brief(self, self.model.weights.embed, **facts, graph=self.graph, capacity=self.capacity)
 
     @property
     def config(self) -> ModelConfig:
@@ -131,50 +140,19 @@ class Engine:
         """SamplingParams of the model's generation_config, with `overrides`."""
         return SamplingParams(**{**dict(self.config.generation_defaults), **overrides})
 
+    def _params(self, params) -> SamplingParams:
+        if not isinstance(params, SamplingParams | None):
+            raise ParameterError(f"params must be a SamplingParams or None, got {shown(params)}")
+        return self.default_params() if params is None else params
+
     def encode(self, prompt: Prompt, template_variables: dict | None = None) -> list[int]:
         """Token ids of a prompt: text as it is, ids, or chat messages through the template. Raises PromptError."""
-        return self._encode(prompt, template_variables or {})[0]
+        return self._encode(prompt, template_variables)[0]
 
-    def _encode(self, prompt: Prompt, variables: dict) -> tuple[list[int], bool]:
-        """The ids, and whether the prompt was a chat."""
-        items = None
-        if not isinstance(prompt, (str, bytes, Mapping)) and hasattr(prompt, "__iter__"):
-            items = list(prompt)
-        chat = bool(items) and isinstance(items[0], Mapping)
-        if items is None and not isinstance(prompt, str):
-            kind = type(prompt).__name__
-            raise PromptError(f"the prompt must be text, token ids or a list of chat messages, got {kind}")
-        if self.tokenizer is None and (chat or items is None):
-            raise PromptError("this engine has no tokenizer: give token ids")
-        self._check_variables(variables, chat)
-        if items is None:
-            ids = self.tokenizer.encode(prompt)
-        else:
-            ids = self.tokenizer.encode_chat(items, **variables) if chat else [self._token_id(token) for token in items]
-        if not ids:
-            raise PromptError("the prompt is empty: at least one token is needed")
-        for token in (min(ids), max(ids)):  # a tokenizer may know more tokens than the model
-            if not 0 <= token < self.config.vocab_size:
-                raise self._outside(token)
-        if len(ids) > self.capacity:
-            fix = "shorten it" + (" or raise max_seq_len" if self.capacity < self.config.max_position else "")
-            raise PromptError(f"the prompt has {len(ids)} tokens, the context holds {self.capacity}: {fix}")
-        return ids, chat
-
-    def _check_variables(self, variables: dict, chat: bool) -> None:
-        known = self.tokenizer.template_variables if variables and chat else frozenset()
-        if unknown := sorted(variables.keys() - known):
-            has = f"it reads {', '.join(sorted(known))}" if known else "it reads none, or this prompt is no chat"
-            raise PromptError(f"template_variables: the chat template has no variable {unknown[0]!r}; {has}")
-
-    def _token_id(self, token) -> int:
-        if not isinstance(token, bool):
-            with suppress(TypeError):
-                return operator.index(token)  # integers of numpy and torch too
-        raise self._outside(token)
-
-    def _outside(self, token) -> PromptError:
-        return PromptError(f"token id {token!r} is not in the vocabulary (0 to {self.config.vocab_size - 1})")
+    def _encode(self, prompt: Prompt, variables: dict | None) -> tuple[list[int], bool]:
+        variables = mapping("template_variables", variables)
+        limits = self.config.vocab_size, self.capacity, self.config.max_position
+        return prompt_ids(prompt, variables, self.tokenizer, *limits)
 
     def stream(
         self,
@@ -192,8 +170,9 @@ class Engine:
         Raises PromptError and ParameterError before the first piece.
         """
         started = time.perf_counter()
-        params = params or self.default_params()
-        ids, chat = self._encode(prompt, template_variables or {})
+        params = self._params(params)
+        flag("reuse_prefix", reuse_prefix)
+        ids, chat = self._encode(prompt, template_variables)
         stop_ids = self._stop_ids(params)
         self._check_ids("logit_bias", params.logit_bias)
         seed = secrets.randbits(63) if params.seed is None else params.seed
@@ -209,7 +188,7 @@ class Engine:
         template_variables: dict | None = None,
     ) -> Result:
         """The whole of a stream; see `stream`. With finish_reason "error", `error` says why."""
-        params = params or self.default_params()
+        params = self._params(params)
         if params.seed is None:
             params = replace(params, seed=secrets.randbits(63))
         *pieces, last = self.stream(prompt, params, reuse_prefix=reuse_prefix, template_variables=template_variables)
@@ -230,7 +209,9 @@ class Engine:
 
         Raises PromptError for ids outside the vocabulary or more than the context, GenerationError for NaN or Inf.
         """
-        ids = self.encode(list(token_ids))
+        if (ids := listed(token_ids)) is None:
+            raise PromptError(f"token_ids must be a sequence of token ids, got {shown(token_ids)}")
+        ids = self.encode(ids)
         logits = torch.empty(len(ids), self.config.vocab_size, device=self.device)
         with self._lock:
             self._stream += 1
@@ -393,11 +374,6 @@ class Engine:
     def _synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-
-
-def check_graph(graph: str) -> None:
-    if graph not in ("full", "none"):
-        raise ParameterError(f"graph must be full or none, got {graph!r}")
 
 
 def step_kind(params: SamplingParams) -> str:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from .config import ModelConfig
+from .weights import brief
 
 PAGE_MULTIPLE = 128  # a page holds whole attention blocks
 
@@ -17,6 +18,9 @@ class KVCache:
     v: tuple[torch.Tensor, ...]
     page_table: torch.Tensor
     capacity: int
+
+    def __repr__(self) -> str:
+        return brief(self, self.k[0], layers=len(self.k), pages=self.k[0].shape[0], capacity=self.capacity)
 
     @property
     def page(self) -> int:
