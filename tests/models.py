@@ -67,3 +67,10 @@ def tiny_engine(backend="auto", graph="full", dtype=None, capacity=256, seed=0, 
     weights = random_weights(config, DEVICE, dtype, seed)
     shapes = None if CUDA else INTERPRETER_SHAPES
     return Engine.build(config, weights, None, capacity, backend, graph, shapes=shapes)
+
+
+def begin(engine: Engine, ids, position, params, stop_ids=(), limit=None) -> None:
+    """Slot 0 at `position` of `ids`, without the engine's streaming around it."""
+    slots, limit = engine.scheduler.slots, limit or engine.capacity + 1
+    slots.write_tokens(0, ids, limit - 1)
+    slots.begin(0, params, position=position, n_known=len(ids), limit=limit, stop_ids=stop_ids)

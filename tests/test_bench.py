@@ -13,7 +13,7 @@ import pytest
 import torch
 import triton
 from benches import run_bench
-from models import CUDA, DEVICE, FAMILIES, tiny_config, tiny_engine
+from models import CUDA, DEVICE, FAMILIES, begin, tiny_config, tiny_engine
 from torch.autograd import DeviceType
 
 from tridecode.checkpoint import parameter_count, random_weights
@@ -150,7 +150,7 @@ def test_decode(tiny, bench):
 def test_time_decode_starts_each_run_at_the_context(tiny):
     engine = tiny_engine()
     assert len(time_decode(engine, 30, 5, 2)) == 2
-    engine._synchronize()
+    engine.synchronize()
     assert engine.model.workspace.meta[0, ablate.STATUS] == ablate.RUN
     assert engine.model.workspace.tokens[0, :31].eq(0).all()
 
@@ -205,10 +205,10 @@ def test_the_workspace_that_allocates_gives_the_same_tokens():
         engine = tiny_engine("triton", "none")
         if fresh:
             engine.steps = EagerSteps(engine.model, Allocating(launcher(engine.model)))
-        engine._begin([5, 17], 0, params, (), limit=6)
+        begin(engine, [5, 17], 0, params, limit=6)
         for _ in range(4):
             engine.enqueue(params)
-        engine._synchronize()
+        engine.synchronize()
         tokens.append(engine.model.workspace.tokens[0, :6].tolist())
     assert tokens[0] == tokens[1]
 

@@ -98,11 +98,11 @@ def test_closing_a_stream_early_leaves_the_engine_consistent(engine):
 def test_an_interrupt_in_prefill_leaves_the_engine_consistent(engine, monkeypatch):
     expected = engine.generate(PROMPT, GREEDY, reuse_prefix=False).token_ids
 
-    def interrupted(model, ids, start):
-        prefill(model, ids[:2], start)
+    def interrupted(model, start, end):
+        prefill(model, start, start + 2)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("tridecode.engine.prefill", interrupted)
+    monkeypatch.setattr("tridecode.serve.scheduler.prefill", interrupted)
     with pytest.raises(KeyboardInterrupt):
         engine.generate([9] * 20, GREEDY)
     monkeypatch.undo()
@@ -257,10 +257,10 @@ def test_a_step_that_fails_later_is_not_found_again(poisoned):
 
 
 def test_a_prompt_whose_first_token_nobody_awaited_is_not_found_again(poisoned, monkeypatch):
-    def interrupted(step):
+    def interrupted(*place):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(poisoned, "_await_token", interrupted)
+    monkeypatch.setattr(poisoned.scheduler._ring, "token", interrupted)
     with pytest.raises(KeyboardInterrupt):
         poisoned.generate([*PROMPT, POISON, 7], GREEDY, reuse_prefix=False)
     monkeypatch.undo()
@@ -317,8 +317,10 @@ def test_ids_outside_the_vocabulary_are_refused(engine):
 def test_chunks_of_any_size_prefill_the_same(engine):
     ids = [(i * 13) % 331 for i in range(70)]
     caches = []
+    engine.score(ids)  # puts them where prompts are read
     for chunk in (70, 64, 33, 1):
-        prefill(engine.model, ids, 0, chunk=chunk)
+        engine.model.kv.pool.fill_(float("nan"))
+        prefill(engine.model, 0, 70, chunk=chunk)
         caches.append(engine.model.kv.held(0, 70).double())
     for other in caches[1:]:
         assert ((other - caches[0]).norm() / caches[0].norm()).item() < (1e-2 if CUDA else 1e-5)

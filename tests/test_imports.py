@@ -37,7 +37,7 @@ def imports(name: str) -> dict[str, set[str]]:
             module = ".".join([*base, *(node.module or "").split(".")]).strip(".") if node.level else node.module
             for alias in node.names:
                 whole = f"{module}.{alias.name}".strip(".")
-                if node.level and whole in MODULES:  # `from . import meta` imports a module
+                if node.level and whole in MODULES:  # `from . import layout` imports a module
                     found.setdefault(whole, set())
                 else:
                     found.setdefault(module, set()).add(alias.name)
@@ -56,7 +56,7 @@ def test_the_reader_of_imports_sees_them():
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_kernels_know_triton_torch_and_each_other(name):
-    constants = {"meta", "sampling"}  # the layout of the state, as numbers
+    constants = {"layout", "sampling"}  # the layout of the state, as numbers
     for module in imports(name):
         if module in MODULES:
             assert module in constants or module.startswith("kernels."), module
@@ -64,7 +64,7 @@ def test_kernels_know_triton_torch_and_each_other(name):
             assert module.split(".")[0] in sys.stdlib_module_names | {"torch", "triton"}, module
 
 
-@pytest.mark.parametrize("name", ["config", "sampling", "meta", "text", "tokenizer", "hub", "checkpoint", "errors"])
+@pytest.mark.parametrize("name", ["config", "sampling", "layout", "text", "tokenizer", "hub", "checkpoint", "errors"])
 def test_what_describes_a_model_knows_no_kernel(name):
     assert not [module for module in imports(name) if module.split(".")[0] in ("kernels", "triton")]
 

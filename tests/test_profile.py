@@ -12,7 +12,7 @@ from compile_step import meta_model
 from models import tiny_engine
 from torch.profiler import ProfilerActivity
 
-from tridecode import commands, decode, meta
+from tridecode import commands, decode, layout
 from tridecode.commands.bench.measure import GREEDY
 from tridecode.commands.profile import command, draw, records, step
 from tridecode.commands.profile.records import ProfileError, Record, Span, attribute, chained, split_steps, summarise
@@ -170,8 +170,9 @@ def test_a_launch_of_several_kernels_has_its_role_several_times():
 def test_bytes_are_those_of_the_matrices(preset):
     config = PRESETS[preset]
     model = meta_model(preset, torch.bfloat16, 90)
-    model = replace(model, workspace=replace(model.workspace, meta=torch.zeros(1, meta.META_WIDTH, dtype=torch.int32)))
-    model.workspace.meta[0, meta.POSITION] = 1000
+    state, rows = torch.zeros(2, 1, layout.META_WIDTH, dtype=torch.int32)
+    state[0, layout.POSITION] = 1000
+    model = replace(model, workspace=replace(model.workspace, meta=state, rows=rows))
     launches = step.step_launches(model)
     moved = step.bytes_by_role(launches)
     layer = config.hidden_size * (2 * config.q_size + 2 * config.kv_size + 3 * config.intermediate_size)

@@ -4,15 +4,16 @@ from dataclasses import replace
 
 import pytest
 import torch
-from models import CUDA, FAMILIES, INTERPRETER_SHAPES, tiny_config, tiny_engine
+from models import CUDA, FAMILIES, INTERPRETER_SHAPES, begin, tiny_config, tiny_engine
 
-from tridecode import decode, meta
+from tridecode import decode, layout
 from tridecode.graph import EagerSteps, launcher
 from tridecode.kernels.attention import AttentionShape
 from tridecode.model import make_model
 from tridecode.prefill import prefill
 from tridecode.run import refer
 from tridecode.sampling import SamplingParams
+from tridecode.serve.slots import Slots
 from tridecode.workspace import named_tensors
 
 needs_gpu = pytest.mark.skipif(not CUDA, reason="CUDA graphs exist on a GPU only")
@@ -26,10 +27,10 @@ PROMPT = [5, 17, 300, 42, 8, 8, 99]
 
 def run_steps(engine, params, steps, ids=PROMPT):
     """Tokens that `steps` bare steps leave, without the engine's streaming around them."""
-    engine._begin(ids, 0, params, (), limit=len(ids) + steps + 1)
+    begin(engine, ids, 0, params, limit=len(ids) + steps + 1)
     for _ in range(len(ids) - 1 + steps):
         engine.enqueue(params)
-    engine._synchronize()
+    engine.synchronize()
     return engine.model.workspace.tokens[0, : len(ids) + steps].tolist()
 
 
@@ -41,7 +42,7 @@ def test_every_buffer_matches_the_reference_step_by_step(family):
     tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-4
     ids = [(7 * i) % 331 for i in range(70)]
     for engine in (triton, oracle):
-        engine._begin(ids, 0, GREEDY, (), limit=len(ids) + 1)
+        begin(engine, ids, 0, GREEDY, limit=len(ids) + 1)
     for step in range(len(ids)):
         checked = step in (0, 1, 24, 69)
         if checked:  # every step is judged from the same state
@@ -51,7 +52,7 @@ def test_every_buffer_matches_the_reference_step_by_step(family):
         oracle.steps.replay("greedy")
         if not checked:
             continue
-        triton._synchronize()
+        triton.synchronize()
         for name in ("hidden", "normed", "qkv", "attn_out", "act", "logits"):
             a, b = (getattr(e.model.workspace, name).double() for e in (triton, oracle))
             error = ((a - b).norm() / b.norm()).item()
@@ -59,7 +60,7 @@ def test_every_buffer_matches_the_reference_step_by_step(family):
         for layer, (a, b) in enumerate(zip(*(e.model.kv.held(0, step + 1).double() for e in (triton, oracle)))):
             error = ((a - b).norm() / b.norm()).item()
             assert error < tolerance, f"step {step}: cache of layer {layer} differs by {error:.1e}"
-        state = slice(meta.DEVICE_FIELDS, meta.META_WIDTH)
+        state = slice(layout.DEVICE_FIELDS, layout.META_WIDTH)
         assert torch.equal(triton.model.workspace.meta[:, state], oracle.model.workspace.meta[:, state])
 
 
@@ -90,11 +91,11 @@ def test_no_allocation_over_200_steps():
         engine = tiny_engine("triton", graph)
         for params in (GREEDY, SAMPLED):
             run_steps(engine, params, 2)
-            engine._begin(PROMPT, 0, params, (), limit=250)
+            begin(engine, PROMPT, 0, params, limit=250)
             before = torch.cuda.memory_stats()
             for _ in range(200):
                 engine.enqueue(params)
-            engine._synchronize()
+            engine.synchronize()
             after = torch.cuda.memory_stats()
             for name in ("allocation.all.allocated", "segment.all.allocated", "allocated_bytes.all.allocated"):
                 assert before[name] == after[name], f"graph={graph}: {name}"
@@ -130,15 +131,15 @@ def snapshot(engine):
 
 
 @pytest.mark.parametrize("backend", step_backends())
-@pytest.mark.parametrize("status", [meta.STOP, meta.LIMIT_REACHED, meta.NAN], ids=["stop", "limit", "nan"])
+@pytest.mark.parametrize("status", [layout.STOP, layout.LIMIT_REACHED, layout.NAN], ids=["stop", "limit", "nan"])
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_a_step_past_the_end_changes_nothing(backend, status, params):
     engine = tiny_engine(backend, "none")
     run_steps(engine, params, 1, PROMPT[:2])
-    engine.model.workspace.meta[0, meta.STATUS] = status
+    engine.model.workspace.meta[0, layout.STATUS] = status
     before = snapshot(engine)
     engine.enqueue(params)
-    engine._synchronize()
+    engine.synchronize()
     for name, tensor in snapshot(engine).items():
         assert torch.equal(tensor, before[name]), f"{name} changed"
 
@@ -149,15 +150,15 @@ def test_stop_limit_and_known_tokens(backend):
     free = run_steps(engine, GREEDY, 4, PROMPT[:2])
     ws = engine.model.workspace
     row = ws.meta[0].tolist()
-    assert (row[meta.STATUS], row[meta.POSITION], row[meta.STEP]) == (meta.RUN, 5, 5)
+    assert (row[layout.STATUS], row[layout.POSITION], row[layout.STEP]) == (layout.RUN, 5, 5)
     stop = free[3]
-    engine._begin(PROMPT[:2], 0, GREEDY, (stop,), limit=100)
+    begin(engine, PROMPT[:2], 0, GREEDY, (stop,), limit=100)
     for _ in range(6):
         engine.enqueue(GREEDY)
-    engine._synchronize()
+    engine.synchronize()
     row, first = ws.meta[0].tolist(), free.index(stop, 2)
-    assert row[meta.STATUS] == meta.STOP
-    assert row[meta.POSITION] == first
+    assert row[layout.STATUS] == layout.STOP
+    assert row[layout.POSITION] == first
     assert ws.tokens[0, : first + 1].tolist() == free[: first + 1]
 
 
@@ -165,13 +166,13 @@ def test_stop_limit_and_known_tokens(backend):
 def test_the_capacity_limit_is_never_passed(backend):
     capacity = 8
     engine = tiny_engine(backend, "none", capacity=capacity)
-    engine._begin([1, 2, 3, 4, 5], 0, GREEDY, (), limit=capacity + 1)
+    begin(engine, [1, 2, 3, 4, 5], 0, GREEDY, limit=capacity + 1)
     for _ in range(capacity + 4):
         engine.enqueue(GREEDY)
-    engine._synchronize()
+    engine.synchronize()
     row = engine.model.workspace.meta[0].tolist()
-    assert row[meta.STATUS] == meta.LIMIT_REACHED
-    assert (row[meta.POSITION], row[meta.STEP]) == (capacity, capacity)
+    assert row[layout.STATUS] == layout.LIMIT_REACHED
+    assert (row[layout.POSITION], row[layout.STEP]) == (capacity, capacity)
     (page,) = engine.model.kv.pool
     assert page[:, :, :, capacity:].eq(0).all(), "K/V were written past the capacity"
     assert page[:, :, :, capacity - 1].ne(0).any()
@@ -182,14 +183,15 @@ def test_non_finite_logits_end_the_generation_and_draw_nothing(backend):
     engine = tiny_engine(backend, "none")
     engine.model.weights.final_norm[3] = float("nan")
     for params in (GREEDY, SamplingParams(seed=1)):
-        engine._begin(PROMPT[:2], 1, params, (), limit=50)
+        begin(engine, PROMPT[:2], 1, params, limit=50)
         engine.model.workspace.tokens[0, 2] = -7
         engine.enqueue(params)
-        engine._synchronize()
+        engine.synchronize()
         row = engine.model.workspace.meta[0].tolist()
-        assert (row[meta.STATUS], row[meta.POSITION], row[meta.STEP]) == (meta.NAN, 1, 1)
+        assert (row[layout.STATUS], row[layout.POSITION], row[layout.STEP]) == (layout.NAN, 1, 1)
         assert engine.model.workspace.tokens[0, 2] == -7
-        assert engine.model.workspace.out[0, 0] == 0xFFFFFFFF
+        entry = int(engine.model.workspace.out[0, 0])
+        assert entry & layout.NO_TOKEN == layout.NO_TOKEN and entry >> layout.STEP_SHIFT & layout.MAX_STEP == 0
 
 
 def set_cache(model, held, slot=0):
@@ -199,23 +201,27 @@ def set_cache(model, held, slot=0):
         model.kv.pool[page, :, :, :, position % model.kv.page] = held[:, :, :, position]
 
 
-def begin(model, slot, params, ids, n_known=None):
-    """A request at position 0 of a slot, with the slot's own row of the page table."""
-    row, samp = meta.request_rows(
-        params, position=0, n_known=n_known or len(ids), limit=60, stop_ids=(), seed=7, page_row=slot
-    )
-    ws = model.workspace
-    ws.meta[slot], ws.samp[slot] = row, samp
-    ws.tokens[slot, : len(ids)] = torch.tensor(ids, dtype=torch.int32)
-
-
 def two_slots(weights, **config):
     """A model with two slots, their pages of 16 positions shuffled among each other, all K/V poisoned."""
     model = make_model(tiny_config(**config), weights, 64, slots=2, page=16, shapes=None if CUDA else SMALL_TILES)
-    order = torch.randperm(8, generator=torch.Generator().manual_seed(4), dtype=torch.int32)
-    model.kv.page_table.copy_(order.view(2, 4))
+    slots, order = Slots(model), torch.randperm(8, generator=torch.Generator().manual_seed(4)).tolist()
+    slots.pages.take(8)
+    slots.held[0].pages, slots.held[1].pages = order[:4], order[4:]
     model.kv.pool.fill_(float("nan"))
-    return model
+    return model, slots
+
+
+def start(slots, slot, params, ids, position=0):
+    slots.write_tokens(slot, ids, 60)
+    slots.begin(slot, params, position=position, n_known=len(ids), limit=60, stop_ids=())
+
+
+def run_steps_of(model, kind, steps, backend):
+    runner = EagerSteps(model, launcher(model) if backend == "triton" else refer)
+    for _ in range(steps):
+        runner.replay(kind)
+    if CUDA:
+        torch.cuda.synchronize()
 
 
 SMALL_TILES = replace(INTERPRETER_SHAPES, attention=AttentionShape(block_t=16, splits=2))
@@ -224,12 +230,10 @@ IDS = [(11 * i + 3) % 331 for i in range(40)]
 
 @pytest.mark.parametrize("backend", step_backends())
 def test_slots_with_the_same_request_are_bit_equal_wherever_their_pages_lie(backend):
-    model = two_slots(tiny_engine("torch", "none").model.weights)
+    model, slots = two_slots(tiny_engine("torch", "none").model.weights)
     for slot in range(2):
-        begin(model, slot, SAMPLED, [5, 9])
-    steps = EagerSteps(model, launcher(model) if backend == "triton" else refer)
-    for _ in range(4):
-        steps.replay("sample")
+        start(slots, slot, SAMPLED, [5, 9])
+    run_steps_of(model, "sample", 4, backend)
     ws = model.workspace
     assert ws.logits.isfinite().all()
     assert torch.equal(ws.logits[0], ws.logits[1])
@@ -244,13 +248,51 @@ def test_prompt_and_step_share_a_slots_pages_wherever_they_lie(family, slot):
     config = FAMILIES[family]
     plain = tiny_engine(graph="none", dtype=torch.float32, **config)
     expected = plain.generate(IDS, replace(GREEDY, max_tokens=4)).token_ids
-    model = two_slots(plain.model.weights, **config)
-    model.workspace.meta[1 - slot, meta.STATUS] = meta.STOP
-    begin(model, slot, GREEDY, IDS)
-    for start, end in ((0, 17), (17, len(IDS) - 1)):  # the second part sees the first in the cache
-        prefill(model, IDS[start:end], start, slot=slot)
-    model.workspace.meta[slot, meta.POSITION] = len(IDS) - 1
-    steps = EagerSteps(model, launcher(model) if CUDA else refer)
-    for _ in range(4):
-        steps.replay("greedy")
+    model, slots = two_slots(plain.model.weights, **config)
+    model.workspace.meta[1 - slot, layout.STATUS] = layout.STOP
+    start(slots, slot, GREEDY, IDS, position=len(IDS) - 1)
+    for first, end in ((0, 17), (17, len(IDS) - 1)):  # the second part sees the first in the cache
+        prefill(model, first, end, slot)
+    run_steps_of(model, "greedy", 4, "triton" if CUDA else "torch")
     assert model.workspace.tokens[slot, len(IDS) : len(IDS) + 4].tolist() == list(expected)
+
+
+@pytest.mark.parametrize("backend", step_backends())
+def test_a_request_that_begins_touches_no_other_slot(backend):
+    """A slot in mid-request, all else poisoned: what it goes on to draw is what it draws undisturbed."""
+    found = []
+    for disturbed in (False, True):
+        model, slots = two_slots(tiny_engine("torch", "none").model.weights)
+        ws, other = model.workspace, 0
+        for tensor in (ws.meta, ws.tokens, ws.counts):
+            tensor[other] = -1
+        for tensor in (ws.samp, ws.bias):
+            tensor[other] = float("nan")
+        ws.meta[other, layout.STATUS] = layout.STOP
+        start(slots, 1, SAMPLED, [5, 9])
+        run_steps_of(model, "sample", 3, backend)
+        before = {name: t[1].clone() for name, t in state_of(ws).items()}
+        if disturbed:
+            start(slots, other, replace(SAMPLED, seed=1, logit_bias={4: -3.0}), IDS, position=len(IDS) - 1)
+            prefill(model, 0, len(IDS) - 1, other)
+            assert all(torch.equal(t[1], before[name]) for name, t in state_of(ws).items())
+        run_steps_of(model, "sample", 3, backend)
+        found.append({name: t[1].clone() for name, t in state_of(ws).items()} | {"held": model.kv.held(1, 6)})
+    for name, tensor in found[0].items():
+        assert torch.equal(tensor, found[1][name]), name
+
+
+def state_of(ws):
+    return {name: getattr(ws, name) for name in ("meta", "samp", "tokens", "counts", "bias", "out")}
+
+
+def test_entries_of_an_earlier_request_are_never_read_as_those_of_a_later_one():
+    engine = tiny_engine()
+    first = engine.generate(PROMPT, replace(SAMPLED, max_tokens=5), reuse_prefix=False)
+    ring = engine.model.workspace.out[0].tolist()
+    second = engine.generate(PROMPT, replace(SAMPLED, max_tokens=5, seed=8), reuse_prefix=False)
+    again = engine.model.workspace.out[0].tolist()
+    assert [entry >> layout.GENERATION_SHIFT for entry in ring[:6]] == [1] * 5 + [0]
+    assert [entry >> layout.GENERATION_SHIFT for entry in again[:6]] == [2] * 5 + [0]
+    assert first.token_ids == tuple(entry & layout.NO_TOKEN for entry in ring[:5])
+    assert second.token_ids == tuple(entry & layout.NO_TOKEN for entry in again[:5])

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from . import meta, threads
+from . import layout, threads
 from .arguments import choice, flag, function, integer, mapping, shown
 from .checkpoint import load_config, load_weights, resolve_model
 from .config import ModelConfig
@@ -19,20 +19,19 @@ from .kv_cache import PAGE
 from .memory import MemoryPlan, plan_memory
 from .model import DecodeModel, make_model
 from .placement import check_dtype, plan_capacity, resolve_device, resolve_dtype
-from .prefill import prefill, warm_up
-from .prompts import Prompt, listed, prompt_ids
-from .results import Piece, Result, Timings, TokenLogprobs, Usage
+from .prefill import warm_up
+from .prompt import Prompt, listed, prompt_ids
+from .results import Piece, Result
 from .run import refer
 from .sampling import SamplingParams
+from .serve.request import Request, checked_stop_ids, step_kind
+from .serve.scheduler import Scheduler
 from .shapes import StepShapes
-from .text import StopStrings
 from .tokenizer import Tokenizer
 from .weights import Weights, brief
 
 BUNDLED = Path(__file__).parent / "bundled"
 GRAPHS = ("full", "none")
-LONGEST = 2**31 - 2  # positions are 32-bit integers
-NO_TOKEN = 0xFFFFFFFF  # in the output ring: the step's logits were not finite
 
 
 @dataclass
@@ -52,17 +51,15 @@ class Engine:
     threads: int | None = None  # of the CPU, unless the user has chosen
 
     def __post_init__(self):
-        self._cached: list[int] = []  # tokens whose K/V the cache holds
         self._lock = threading.RLock()  # held while the device state changes, never while a caller has control
-        self._stream = 0
-        self._ring = self.model.workspace.out.numpy()
-        self._ahead = 1 if self.device.type == "cuda" and self.backend == "triton" else 0
         if self.graph == "full":
             self.steps = StepGraphs(self.model)
         else:
             self.steps = EagerSteps(self.model, launcher(self.model) if self.backend == "triton" else refer)
         if self.device.type == "cuda":
             warm_up(self.model)  # nothing of it counts as cached
+        ahead = 1 if self.device.type == "cuda" and self.backend == "triton" else 0
+        self.scheduler = Scheduler(self.model, self.tokenizer, self._step, ahead)
 
     @classmethod
     def load(
@@ -90,7 +87,7 @@ class Engine:
         check_dtype(dtype)
         function("progress", progress)
         if max_seq_len is not None:
-            integer("max_seq_len", max_seq_len, 1, LONGEST)
+            integer("max_seq_len", max_seq_len, 1, layout.MAX_STEP)
         place, backend = resolve_device(device, backend)
         path = BUNDLED if model is None else resolve_model(model)
         config = load_config(path)
@@ -177,15 +174,44 @@ class Engine:
         template reads, like {"enable_thinking": False}. Closing the iterator early is safe.
         Raises PromptError and ParameterError before the first piece.
         """
+        return self._pieces(self._request(prompt, params, reuse_prefix, template_variables))
+
+    def _request(self, prompt, params, reuse_prefix, template_variables) -> Request:
         started = time.perf_counter()
         params = self._params(params)
         flag("reuse_prefix", reuse_prefix)
         ids, chat = self._encode(prompt, template_variables)
-        stop_ids = self._stop_ids(params)
-        self._check_ids("logit_bias", params.logit_bias)
+        stop_ids = checked_stop_ids(params, self.config)
         seed = secrets.randbits(63) if params.seed is None else params.seed
-        # An answer begins a text of its own; raw text and ids are continued, spaces and all.
-        return self._generate(ids, () if chat else ids, replace(params, seed=seed), stop_ids, reuse_prefix, started)
+        return Request(
+            ids=ids,
+            before=() if chat else ids,  # an answer begins a text of its own; raw text and ids are continued
+            params=replace(params, seed=seed),
+            stop_ids=stop_ids,
+            limit=min(len(ids) + (params.max_tokens or self.capacity), self.capacity + 1),
+            reuse_prefix=reuse_prefix,
+            started=started,
+        )
+
+    def _pieces(self, request: Request) -> Iterator[Piece]:
+        """Drive the scheduler for `request`, with no thread between it and its tokens."""
+        try:
+            with self._lock:
+                threads.use(self.threads)
+                self.scheduler.add(request)
+            while True:
+                with self._lock:
+                    if request.cancelled:
+                        raise GenerationError("this stream was ended by a newer one of the same engine")
+                    if not request.pieces:
+                        self.scheduler.step()
+                    piece = request.pieces.popleft()
+                yield piece
+                if piece.finish_reason is not None:
+                    return
+        finally:
+            with self._lock:
+                self.scheduler.cancel(request)
 
     def generate(
         self,
@@ -222,21 +248,28 @@ class Engine:
         ids = self.encode(ids)
         logits = torch.empty(len(ids), self.config.vocab_size, device=self.device)
         with self._lock:
-            self._stream += 1
-            self._cached = []
-            self._begin(ids, 0, SamplingParams(temperature=0, seed=0), (), limit=len(ids) + 1)
+            self._begin(ids, 0, SamplingParams(temperature=0, seed=0), limit=len(ids) + 1)
             for row in logits:
                 self._step("greedy")
                 row.copy_(self.model.workspace.logits[0])
-            self._check_status()
-            self._cached = ids
+            state = self.model.workspace.meta[0].tolist()
+            if state[layout.STATUS] == layout.NAN:
+                error = not_finite(state[layout.STEP], state[layout.POSITION], self.model.weights.dtype)
+                raise GenerationError(error)
+            self.scheduler.slots.held[0].tokens = ids
         return logits
 
     def rewind(self, position: int, params: SamplingParams) -> None:
         """Put the state at `position` with whatever the cache holds, for benchmarks; `enqueue` then runs steps."""
-        self._stream += 1
-        self._cached = []
-        self._begin([0] * (position + 1), position, params, (), limit=self.capacity + 1)
+        self._begin([0] * (position + 1), position, params, limit=self.capacity + 1)
+
+    def _begin(self, ids: list[int], position: int, params: SamplingParams, limit: int) -> None:
+        """Set slot 0 to `position` of `ids`, with nothing of them in the cache; whatever runs is ended."""
+        self.scheduler.cancel()
+        slots = self.scheduler.slots
+        slots.held[0].tokens = []
+        slots.write_tokens(0, ids, limit - 1)
+        slots.begin(0, params, position=position, n_known=len(ids), limit=limit, stop_ids=())
 
     def enqueue(self, params: SamplingParams) -> None:
         """Enqueue one step of the kind that `params` needs; returns before it has run on a GPU."""
@@ -246,140 +279,7 @@ class Engine:
         threads.use(self.threads)
         self.steps.replay(kind)
 
-    @torch.inference_mode()
-    def _begin(self, ids, position, params, stop_ids, limit) -> None:
-        """Set the state for a request whose first step embeds ids[position]; no step may be in flight."""
-        ws = self.model.workspace
-        self._synchronize()
-        row, samp = meta.request_rows(
-            params, position=position, n_known=len(ids), limit=limit, stop_ids=stop_ids, seed=params.seed, page_row=0
-        )
-        ws.out.fill_(-1)
-        ws.tokens[0, : len(ids)] = torch.tensor(ids, dtype=torch.int32)
-        ws.samp[0] = samp
-        if params.penalties:
-            ws.counts.zero_()
-            ws.counts[0, torch.tensor(sorted(set(ids)), device=self.device)] = 1
-        if params.logit_bias:
-            ws.bias.zero_()
-            for token, value in params.logit_bias.items():
-                ws.bias[0, token] = value
-        ws.meta[0] = row
-
-    def _prefill(self, ids: list[int], reuse_prefix: bool) -> int:
-        """Fill the cache with all but the last token; returns how many of them were there already."""
-        common = 0
-        if reuse_prefix:
-            pairs = zip(self._cached, ids[:-1])
-            common = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(self._cached), len(ids) - 1))
-        self._synchronize()
-        self._cached = ids[:common]  # the rest counts once a step on it has given finite logits
-        threads.use(self.threads)
-        prefill(self.model, ids[common:-1], common)
-        return common
-
-    def _generate(self, ids, context, params, stop_ids, reuse_prefix, started) -> Iterator[Piece]:
-        limit = min(len(ids) + (params.max_tokens or self.capacity), self.capacity + 1)
-        kind = step_kind(params)
-        steps = limit - len(ids)
-        with self._lock:
-            self._stream += 1
-            stream = self._stream
-            reused = self._prefill(ids, reuse_prefix)
-            self._begin(ids, len(ids) - 1, params, stop_ids, limit)
-            for _ in range(min(self._ahead, steps)):
-                self._step(kind)
-
-        detokenizer = self.tokenizer.detokenizer(context) if self.tokenizer else None
-        stops = StopStrings(params.stop)
-        done, first, finish, error = 0, None, "length", None
-        held, embedded = ids[:-1], ids[-1]
-        while done < steps:
-            with self._lock:
-                if self._stream != stream:
-                    raise GenerationError("this stream was ended by a newer one of the same engine")
-                if done + self._ahead < steps:
-                    self._step(kind)
-                token = self._await_token(done)
-                logprobs = self._logprobs(done, params)
-                drawn = token != NO_TOKEN
-                # Attention multiplies masked values by 0, and 0 * NaN is NaN: nothing in the cache is above suspicion.
-                held.append(embedded)
-                self._cached = held if drawn else []
-            now = time.perf_counter()
-            first = first or now
-            if not drawn:
-                finish = "error"
-                error = not_finite(done + 1, len(ids) + done - 1, self.model.weights.dtype)
-                break
-            done += 1
-            embedded = token
-            stopped = token in stop_ids
-            text = "" if stopped or detokenizer is None else stops.push(detokenizer.push(token))
-            yield Piece(token, text, logprobs)
-            if stopped or stops.hit:
-                finish = "stop"
-                break
-        now = time.perf_counter() if first is None else now
-        tail = "" if detokenizer is None or stops.hit else stops.push(detokenizer.flush()) + stops.flush()
-        decode_time = now - (first or now)
-        rate = (done - 1) / decode_time if done > 1 and decode_time > 0 else 0.0
-        yield Piece(
-            None,
-            tail,
-            finish_reason=finish,
-            usage=Usage(len(ids), reused, done),
-            timings=Timings((first or now) - started, decode_time, rate),
-            error=error,
-        )
-
-    def _await_token(self, step: int) -> int:
-        """Poll the ring for the token of `step`; the device writes it there, no copy or synchronisation."""
-        entry, polls = step % meta.RING, 0
-        while (value := int(self._ring[0, entry])) >> 32 != step:
-            polls += 1
-            time.sleep(0)  # let the thread that draws the screen run
-            if polls % 1024 == 0 and (self.device.type != "cuda" or torch.cuda.current_stream(self.device).query()):
-                value = int(self._ring[0, entry])
-                if value >> 32 != step:
-                    raise GenerationError(f"step {step + 1} ended without a token")
-        return value & 0xFFFFFFFF
-
-    def _logprobs(self, step: int, params: SamplingParams) -> TokenLogprobs | None:
-        if params.logprobs is None:
-            return None
-        ws, entry = self.model.workspace, step % meta.RING
-        values = ws.out_logprobs[0, entry, : params.logprobs + 1].tolist()
-        ids = ws.out_top_ids[0, entry, : params.logprobs].tolist()
-        return TokenLogprobs(values[0], tuple(zip(ids, values[1:])))
-
-    def _stop_ids(self, params: SamplingParams) -> tuple[int, ...]:
-        own = () if params.ignore_eos else self.config.stop_ids
-        stop_ids = tuple(dict.fromkeys((*own, *params.stop_token_ids)))
-        if len(stop_ids) > meta.MAX_STOP_IDS:
-            raise ParameterError(
-                f"stop_token_ids: at most {meta.MAX_STOP_IDS} with the model's own, got {len(stop_ids)}"
-            )
-        self._check_ids("stop_token_ids", params.stop_token_ids)
-        return stop_ids
-
-    def _check_ids(self, name: str, ids) -> None:
-        for token in ids:
-            if token >= self.config.vocab_size:
-                raise ParameterError(f"{name}: token id {token} is not in the vocabulary of {self.config.vocab_size}")
-
-    def _check_status(self) -> None:
-        row = self.model.workspace.meta[0].tolist()
-        if row[meta.STATUS] == meta.NAN:
-            raise GenerationError(not_finite(row[meta.STEP], row[meta.POSITION], self.model.weights.dtype))
-
-    def _synchronize(self) -> None:
+    def synchronize(self) -> None:
+        """Wait until everything enqueued has run."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-
-
-def step_kind(params: SamplingParams) -> str:
-    """The captured variant (decode.KINDS) that serves `params`."""
-    if params.logprobs is not None:
-        return "logprobs"
-    return "greedy" if params.greedy else "sample"

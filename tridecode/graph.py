@@ -6,7 +6,7 @@ from contextlib import nullcontext
 import torch
 
 from . import decode
-from .meta import LIMIT_REACHED, STATUS
+from .layout import LIMIT_REACHED, STATUS
 from .model import DecodeModel
 from .run import Run, launch, launch_dependent
 

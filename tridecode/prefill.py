@@ -23,34 +23,31 @@ FUSED = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]  # the othe
 
 
 @torch.inference_mode()
-def prefill(model: DecodeModel, token_ids: list[int], start: int, chunk: int = CHUNK, slot: int = 0) -> None:
-    """Write K/V of token_ids at positions start, start + 1, ... of a slot; earlier ones must be filled already.
+def prefill(model: DecodeModel, start: int, end: int, slot: int = 0, chunk: int = CHUNK) -> None:
+    """Write K/V of a slot's tokens at positions start to end - 1; earlier ones must be filled already.
 
     Memory beside the cache is bounded by the chunk and one layer's K/V: activations of `chunk` rows, whatever the
     prompt's length.
     """
-    ids = torch.tensor(token_ids, dtype=torch.int64).to(model.device)
     cuda = model.device.type == "cuda"
     with torch.cuda.device(model.device) if cuda else nullcontext(), sdpa_kernel(FUSED) if cuda else nullcontext():
-        for at in range(0, len(token_ids), chunk):
-            prompt_pass(launch if cuda else refer, model, ids[at : at + chunk], start + at, slot)
+        for first in range(start, end, chunk):
+            prompt_pass(launch if cuda else refer, model, first, min(first + chunk, end), slot)
 
 
 def warm_up(model: DecodeModel) -> None:
     """Compile the kernels of a prompt on a GPU, and import what a continued one needs, before a turn waits for them."""
     import torch.nn.attention.bias  # noqa: F401
 
-    ids = [0, 0, 0][: model.kv.capacity]
-    prefill(model, ids, 0, chunk=2)
+    prefill(model, 0, min(3, model.kv.capacity), chunk=2)
 
 
-def prompt_pass(run: Run, m: DecodeModel, ids: torch.Tensor, start: int, slot: int = 0) -> None:
-    """One chunk, the rows [start, start + n): ids int64 [n]. The residual stream is fp32, products in the weights'
+def prompt_pass(run: Run, m: DecodeModel, start: int, end: int, slot: int = 0) -> None:
+    """One chunk, a slot's tokens at positions [start, end). The residual stream is fp32, products in the weights'
     dtype."""
-    n, c, kv, eps = ids.numel(), m.config, m.kv, m.config.rms_norm_eps
-    end, table = start + n, kv.page_table[slot]
-    cos, sin = m.cos[start:end], m.sin[start:end]
-    hidden = m.weights.embed[ids].float()
+    n, c, kv, eps = end - start, m.config, m.kv, m.config.rms_norm_eps
+    table, cos, sin = kv.page_table[slot], m.cos[start:end], m.sin[start:end]
+    hidden = m.weights.embed[m.workspace.tokens[slot, start:end]].float()
     x, delta = (hidden.new_empty(n, c.hidden_size, dtype=m.weights.dtype) for _ in range(2))
     qkv = x.new_empty(n, c.q_size + 2 * c.kv_size)
     q, attended = x.new_empty(n, c.num_heads, c.head_dim), x.new_empty(n, c.q_size)

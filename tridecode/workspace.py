@@ -6,7 +6,7 @@ import torch
 
 from .config import ModelConfig
 from .kernels import sample as sample_op
-from .meta import META_WIDTH, RING, SAMP_WIDTH
+from .layout import META_WIDTH, RING, SAMP_WIDTH
 from .sampling import MAX_LOGPROBS
 from .weights import brief
 
@@ -23,10 +23,11 @@ class Workspace:
     # state
     meta: torch.Tensor  # int32 [slots, META_WIDTH]
     samp: torch.Tensor  # fp32 [slots, SAMP_WIDTH]
+    rows: torch.Tensor  # int32 [rows, ROW_WIDTH]: see layout; row i is slot i's until it is written
     tokens: torch.Tensor  # int32 [slots, capacity + 1]
     counts: torch.Tensor  # int32 [slots, vocab]: 2 * occurrences in the output + (1 if in the prompt)
     bias: torch.Tensor  # fp32 [slots, vocab]
-    out: torch.Tensor  # int64 [slots, RING]: step << 32 | token
+    out: torch.Tensor  # int64 [slots, RING]: see layout.ring_entry
     out_logprobs: torch.Tensor  # fp32 [slots, RING, 1 + MAX_LOGPROBS]: of the drawn token, then of the most likely
     out_top_ids: torch.Tensor  # int32 [slots, RING, MAX_LOGPROBS]
     # activations
@@ -70,10 +71,11 @@ def make_workspace(config: ModelConfig, capacity: int, device, dtype: torch.dtyp
     return Workspace(
         meta=state(slots, META_WIDTH),
         samp=real(slots, SAMP_WIDTH),
+        rows=torch.stack([torch.arange(rows), torch.zeros(rows)], 1).to(device, torch.int32),
         tokens=state(slots, capacity + 1),
         counts=state(slots, vocab),
         bias=real(slots, vocab),
-        out=ring(slots, RING, dtype=torch.int64).fill_(-1),
+        out=ring(slots, RING, dtype=torch.int64),
         out_logprobs=ring(slots, RING, 1 + MAX_LOGPROBS, dtype=torch.float32),
         out_top_ids=ring(slots, RING, MAX_LOGPROBS, dtype=torch.int32),
         hidden=real(rows, config.hidden_size),

@@ -3,19 +3,20 @@
 from dataclasses import dataclass, fields, replace
 
 import torch
-from util import CUDA, DEVICE
+from util import CUDA, DEVICE, rows_table
 
-from tridecode import meta as m
+from tridecode import layout as m
 from tridecode.kernels.greedy import greedy, greedy_ref
 from tridecode.kernels.logprobs import logprobs, logprobs_ref
 from tridecode.kernels.mass import WEIGHT_BITS, distance_ref, weight_ref
 from tridecode.kernels.sample import THRESHOLD, SamplerBuffers, make_buffers, sample, sample_ref
 from tridecode.sampling import SamplingParams
+from tridecode.serve.slots import fill_meta, fill_samp
 
 PDL = CUDA and torch.cuda.get_device_capability() >= (9, 0)
 CAPACITY = 40
 UNTOUCHED = -7  # in tokens
-POSITION, STEP = 9, 3
+POSITION, STEP, GENERATION = 9, 3, 5
 
 
 @dataclass
@@ -24,6 +25,7 @@ class Step:
 
     logits: torch.Tensor
     meta: torch.Tensor
+    rows: torch.Tensor
     samp: torch.Tensor
     tokens: torch.Tensor
     counts: torch.Tensor
@@ -42,7 +44,7 @@ class Step:
 
         buffers = SamplerBuffers(**{f.name: clone(getattr(self.sampler, f.name)) for f in fields(SamplerBuffers)})
         rings = {name: ring(getattr(self, name)) for name in ("out", "logprobs", "ids")}
-        plain = ("logits", "meta", "samp", "tokens", "counts", "bias")
+        plain = ("logits", "meta", "rows", "samp", "tokens", "counts", "bias")
         return Step(sampler=buffers, **rings, **{name: clone(getattr(self, name)) for name in plain})
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -61,7 +63,8 @@ class Step:
     def entry(self, slot: int = 0, step: int = STEP) -> tuple[int, int]:
         """Step and token of the output ring's entry for `step`."""
         value = int(self.out[slot, step % m.RING])
-        return value >> 32, value & 0xFFFFFFFF
+        assert value >> m.GENERATION_SHIFT == GENERATION
+        return value >> m.STEP_SHIFT & m.MAX_STEP, value & m.NO_TOKEN
 
 
 def make_step(logits: torch.Tensor, *params: SamplingParams, stop_ids=(), seed: int = 1) -> Step:
@@ -69,12 +72,10 @@ def make_step(logits: torch.Tensor, *params: SamplingParams, stop_ids=(), seed: 
     rows, vocab = logits.shape
     params = params or (SamplingParams(),) * rows
     assert len(params) == rows
-    pairs = [
-        m.request_rows(
-            p, position=POSITION, n_known=POSITION + 1, limit=CAPACITY + 1, stop_ids=stop_ids, seed=seed, page_row=0
-        )
-        for p in params
-    ]
+    meta, samp = torch.zeros(rows, m.META_WIDTH, dtype=torch.int32), torch.zeros(rows, m.SAMP_WIDTH)
+    for slot, p in enumerate(replace(p, seed=seed) for p in params):
+        fill_meta(meta[slot].numpy(), p, POSITION, POSITION + 1, CAPACITY + 1, stop_ids, GENERATION)
+        fill_samp(samp[slot].numpy(), p)
     generator = torch.Generator().manual_seed(vocab)
     buffers = make_buffers(vocab, rows, "cpu")
     for f in fields(SamplerBuffers):
@@ -87,8 +88,9 @@ def make_step(logits: torch.Tensor, *params: SamplingParams, stop_ids=(), seed: 
             bias[row, token] = value
     step = Step(
         logits=logits.float().cpu(),
-        meta=torch.stack([pair[0] for pair in pairs]),
-        samp=torch.stack([pair[1] for pair in pairs]),
+        meta=meta,
+        rows=rows_table(*range(rows)).cpu(),
+        samp=samp,
         tokens=torch.full((rows, CAPACITY + 1), UNTOUCHED, dtype=torch.int32),
         counts=torch.randint(0, 4, (rows, vocab), generator=generator).int(),
         bias=bias,
@@ -108,11 +110,11 @@ def run(kind: str, step: Step, with_logprobs: bool = False) -> Step:
     s = step
     ring = s.logprobs if with_logprobs else None
     if kind == "greedy":
-        greedy(s.logits, s.meta, s.tokens, s.out, s.sampler, pdl=PDL)
+        greedy(s.logits, s.meta, s.rows, s.tokens, s.out, s.sampler, pdl=PDL)
     elif kind == "sample":
-        sample(s.logits, s.meta, s.samp, s.tokens, s.counts, s.bias, s.out, s.sampler, pdl=PDL, logprobs_ring=ring)
+        sample(s.logits, s.meta, s.rows, s.samp, s.tokens, s.counts, s.bias, s.out, s.sampler, ring, pdl=PDL)
     else:
-        logprobs(s.logits, s.meta, s.logprobs, s.ids, s.sampler, pdl=PDL)
+        logprobs(s.logits, s.meta, s.rows, s.logprobs, s.ids, s.sampler, pdl=PDL)
     if CUDA:
         torch.cuda.synchronize()
     return s
@@ -123,11 +125,11 @@ def run_ref(kind: str, step: Step, with_logprobs: bool = False) -> Step:
     s = step.copy("cpu")
     ring = s.logprobs if with_logprobs else None
     if kind == "greedy":
-        greedy_ref(s.logits, s.meta, s.tokens, s.out, s.sampler)
+        greedy_ref(s.logits, s.meta, s.rows, s.tokens, s.out, s.sampler)
     elif kind == "sample":
-        sample_ref(s.logits, s.meta, s.samp, s.tokens, s.counts, s.bias, s.out, s.sampler, logprobs_ring=ring)
+        sample_ref(s.logits, s.meta, s.rows, s.samp, s.tokens, s.counts, s.bias, s.out, s.sampler, ring)
     else:
-        logprobs_ref(s.logits, s.meta, s.logprobs, s.ids, s.sampler)
+        logprobs_ref(s.logits, s.meta, s.rows, s.logprobs, s.ids, s.sampler)
     return s
 
 

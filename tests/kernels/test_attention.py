@@ -1,8 +1,8 @@
 import pytest
 import torch
-from util import BF16_ROUNDING, DEVICE, Case, assert_close, cases, meta_rows, norm_weight, poisoned, random
+from util import BF16_ROUNDING, DEVICE, Case, assert_close, cases, meta_rows, norm_weight, poisoned, random, rows_table
 
-from tridecode import meta, tuned
+from tridecode import layout, tuned
 from tridecode.kernels.attention import AttentionShape, attention, attention_ref
 from tridecode.kv_cache import PAGE
 from tridecode.shapes import attention_shape
@@ -26,6 +26,7 @@ def buffers(positions, kv_heads, group, head_dim, page, pages, dtype, qk_norm, s
     angle = torch.rand(pages * page, head_dim // 2, generator=torch.Generator().manual_seed(3)) * 6
     return dict(
         meta=meta_rows(*positions),
+        rows=rows_table(*range(rows)),
         page_table=table.int().to(DEVICE),
         qkv=random(rows, (heads + 2 * kv_heads) * head_dim, seed=4),
         q_norm=norm_weight(head_dim, dtype) if qk_norm else None,
@@ -160,7 +161,7 @@ def test_sliding_window(window, position, ahead):
 @pytest.mark.parametrize("ahead", [1, 2])
 def test_rows_have_their_own_positions_pages_and_status(ahead):
     args = buffers((70, 0, 130), 2, 2, 64, page=64, pages=4, dtype=torch.float16, qk_norm=True)
-    args["meta"][1, meta.STATUS] = meta.STOP
+    args["meta"][1, layout.STATUS] = layout.STOP
     before = args["k_cache"][args["page_table"][1].long()].clone()
     attention(**args, shape=AttentionShape(block_t=32, splits=SPLITS, ahead=ahead))
     assert args["out"][1].isnan().all()
@@ -169,6 +170,17 @@ def test_rows_have_their_own_positions_pages_and_status(ahead):
     ref = {name: a.clone() if isinstance(a, torch.Tensor) else a for name, a in args.items()}
     attention_ref(**ref)
     assert_close(args["out"][[0, 2]], ref["out"][[0, 2]], TOLERANCE[torch.float16])
+
+
+def test_a_row_takes_its_slots_state_whichever_row_it_is():
+    found = []
+    for order in ((0, 1, 2), (2, 0, 1)):
+        args = buffers((70, 0, 130), 2, 2, 64, page=64, pages=4, dtype=torch.float16, qk_norm=True)
+        args["rows"], args["qkv"] = rows_table(*order), args["qkv"][list(order)]
+        attention(**args, shape=AttentionShape(block_t=32, splits=SPLITS))
+        found.append((args["out"][torch.tensor(order).argsort().to(DEVICE)], args["k_cache"], args["v_cache"]))
+    for first, second in zip(*found):
+        assert torch.equal(first.nan_to_num(7.0), second.nan_to_num(7.0))
 
 
 def test_large_logits_stay_finite():

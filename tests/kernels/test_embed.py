@@ -1,8 +1,8 @@
 import pytest
 import torch
-from util import BF16_ROUNDING, DEVICE, Case, assert_close, cases, meta_rows, norm_weight, poisoned, random
+from util import BF16_ROUNDING, DEVICE, Case, assert_close, cases, meta_rows, norm_weight, poisoned, random, rows_table
 
-from tridecode import meta
+from tridecode import layout
 from tridecode.kernels.embed import embed, embed_partials, embed_ref
 
 CASES = cases(
@@ -12,15 +12,15 @@ CASES = cases(
 )
 
 
-def run(hidden, vocab, dtype, act, status=meta.RUN):
+def run(hidden, vocab, dtype, act, status=layout.RUN):
     table, norm = random(vocab, hidden, dtype=dtype), norm_weight(hidden, dtype)
-    state = meta_rows(3, 0, status=status)
+    state, rows = meta_rows(0, 3, status=status), rows_table(1, 0)
     tokens = torch.randint(0, vocab, (2, 8), generator=torch.Generator().manual_seed(1)).int().to(DEVICE)
-    tokens[0, 3] = vocab - 1
+    tokens[1, 3] = vocab - 1
     out = [poisoned(2, hidden), poisoned(2, hidden, dtype=act), poisoned(2, 16)]
-    embed(state, tokens, table, norm, *out)
+    embed(state, rows, tokens, table, norm, *out)
     ref = [poisoned(2, hidden), poisoned(2, hidden, dtype=act), poisoned(2, 16)]
-    embed_ref(state, tokens, table, norm, *ref)
+    embed_ref(state, rows, tokens, table, norm, *ref)
     return out, ref
 
 
@@ -29,12 +29,12 @@ def run(hidden, vocab, dtype, act, status=meta.RUN):
 def test_embed_matches_reference(case, dtype):
     act = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
     (hidden, normed, sumsq), (ref_hidden, ref_normed, ref_sumsq) = run(**case.sizes, dtype=dtype, act=act)
-    assert torch.equal(hidden, ref_hidden)
+    assert torch.equal(hidden, ref_hidden) and not torch.equal(hidden[0], hidden[1])
     assert_close(normed, ref_normed, BF16_ROUNDING if act == torch.bfloat16 else 1e-6, "normed")
     n = embed_partials(case.sizes["hidden"])
     assert_close(sumsq[:, :n].sum(1), ref_sumsq[:, :n].sum(1), 1e-6, "sumsq")
 
 
 def test_embed_writes_nothing_in_a_dead_step():
-    out, _ = run(96, 20, torch.bfloat16, torch.bfloat16, status=meta.STOP)
+    out, _ = run(96, 20, torch.bfloat16, torch.bfloat16, status=layout.STOP)
     assert all(t.isnan().all() for t in out)

@@ -1,9 +1,9 @@
 import pytest
 import torch
-from sampling_util import CAPACITY, POSITION, RUNNERS, STEP, UNTOUCHED, assert_same, make_step, run, run_ref
+from sampling_util import CAPACITY, GENERATION, POSITION, RUNNERS, STEP, UNTOUCHED, assert_same, make_step, run, run_ref
 from util import Case, cases, random
 
-from tridecode import meta as m
+from tridecode import layout as m
 from tridecode.sampling import SamplingParams
 
 CASES = cases(
@@ -51,7 +51,7 @@ def test_non_finite_logits_end_the_generation(runner, value, at):
     before = make_step(logits, PARAMS)
     after = runner(before.copy())
     assert after.state() == dict(STATUS=m.NAN, POSITION=POSITION, STEP=STEP + 1)
-    assert after.entry() == (STEP, 0xFFFFFFFF)
+    assert after.entry() == (STEP, m.NO_TOKEN)
     assert_same(after, before, "tokens", "counts", "logprobs", "sampler.counter")
 
 
@@ -62,7 +62,7 @@ def test_given_tokens_are_checked_for_non_finite_logits_too(runner):
     logits[0, 77] = float("nan")
     after = runner(make_step(logits, PARAMS).set(N_KNOWN=POSITION + 2))
     assert after.state() == dict(STATUS=m.NAN, POSITION=POSITION, STEP=STEP + 1)
-    assert after.entry() == (STEP, 0xFFFFFFFF)
+    assert after.entry() == (STEP, m.NO_TOKEN)
 
 
 BEST = 1234  # the most likely token of the status tests
@@ -91,7 +91,7 @@ def test_a_drawn_token_ends_the_step(runner, change, stop_ids, status, request):
     assert after.entry(step=step) == (step, BEST)
     tokens, out, counts = before.tokens.clone(), before.out.clone(), before.counts.clone()
     tokens[0, position + 1] = BEST
-    out[0, step % m.RING] = step << 32 | BEST
+    out[0, step % m.RING] = m.ring_entry(GENERATION, step, BEST)
     counts[0, BEST] += 2 * ("sample" in request.node.callspec.id)
     assert torch.equal(after.tokens.cpu(), tokens.cpu())
     assert torch.equal(after.out, out)
@@ -114,6 +114,22 @@ def test_given_tokens_are_reported_and_kept(runner, change, status):
     assert after.state() == dict(STATUS=status, POSITION=POSITION + 1, STEP=STEP + 1)
     assert after.entry() == (STEP, 42)
     assert_same(after, before, "tokens", "counts")
+
+
+@pytest.mark.parametrize("kind", ["greedy", "sample", "logprobs"])
+def test_a_row_takes_its_slots_state_whichever_row_it_is(kind):
+    params = [SamplingParams(logprobs=3), SamplingParams(top_p=0.7, presence_penalty=1.0, logprobs=1, temperature=0.5)]
+    straight = make_step(random(2, 3000), *params)
+    crossed = straight.copy()
+    crossed.logits.copy_(straight.logits.flip(0))
+    crossed.rows.copy_(straight.rows.flip(0))
+    run(kind, straight, with_logprobs=True)
+    run(kind, crossed, with_logprobs=True)
+    assert_same(crossed, straight, "meta", "tokens", "counts", "out", "ids")
+    top = slice(1 if kind == "logprobs" else 0, 1 if kind == "sample" else 4)  # of logprobs and sample each its part
+    if kind != "greedy":
+        found, expected = (step.logprobs[:, STEP, top].nan_to_num(7.0) for step in (crossed, straight))
+        assert torch.equal(found, expected)
 
 
 @KERNELS

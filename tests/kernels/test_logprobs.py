@@ -3,7 +3,7 @@ import torch
 from sampling_util import STEP, UNTOUCHED, assert_same, make_step, run, run_ref
 from util import Case, cases, random
 
-from tridecode import meta as m
+from tridecode import layout as m
 from tridecode.sampling import SamplingParams
 
 CASES = cases(

@@ -15,7 +15,7 @@ from transformers import (
 )
 from util import CUDA, DEVICE, Case, cases, random
 
-from tridecode import meta as m
+from tridecode import layout as m
 from tridecode.kernels.filters import DECIDED, LISTED
 from tridecode.kernels.mass import FARTHEST, WEIGHT_BITS, weight, weight_ref
 from tridecode.kernels.nearest import NEAREST, RANK_SHIFT

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from tridecode import meta
+from tridecode import layout
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
@@ -54,9 +54,13 @@ def norm_weight(n: int, dtype=torch.float32) -> torch.Tensor:
     return (torch.rand(n, generator=torch.Generator().manual_seed(n)) + 0.5).to(dtype).to(DEVICE)
 
 
-def meta_rows(*positions: int, status: int = meta.RUN) -> torch.Tensor:
-    rows = torch.zeros(len(positions), meta.META_WIDTH, dtype=torch.int32)
-    rows[:, meta.POSITION] = torch.tensor(positions, dtype=torch.int32)
-    rows[:, meta.PAGE_ROW] = torch.arange(len(positions), dtype=torch.int32)
-    rows[:, meta.STATUS] = status
+def meta_rows(*positions: int, status: int = layout.RUN) -> torch.Tensor:
+    rows = torch.zeros(len(positions), layout.META_WIDTH, dtype=torch.int32)
+    rows[:, layout.POSITION] = torch.tensor(positions, dtype=torch.int32)
+    rows[:, layout.STATUS] = status
     return rows.to(DEVICE)
+
+
+def rows_table(*slots: int) -> torch.Tensor:
+    """Of each row of a pass its slot, and no offset."""
+    return torch.tensor([(slot, 0) for slot in slots], dtype=torch.int32).to(DEVICE)

@@ -8,7 +8,6 @@ import triton.language as tl
 
 from .common import (
     META_WIDTH,
-    PAGE_ROW,
     POSITION,
     RUN,
     STATUS,
@@ -17,6 +16,7 @@ from .common import (
     interpreted,
     options,
     running,
+    slot_of,
 )
 from .op import Op
 from .rope import _partner, _rms_rope, _rotation, rms_norm, rotate
@@ -76,6 +76,7 @@ def _held(x, position, HOLD: tl.constexpr):
 @triton.jit
 def _attention_kernel(
     meta_ptr,
+    rows_ptr,
     page_table_ptr,
     qkv_ptr,
     q_norm_ptr,
@@ -114,7 +115,8 @@ def _attention_kernel(
 ):
     """Attention of the token at `position` over the cached positions and itself; writes its K and V.
 
-    meta: [slots, META_WIDTH] int32; page_table: [slots, max_pages] int32; qkv: [rows, (HEADS + 2 KV_HEADS) * D] fp32;
+    meta: [slots, META_WIDTH] int32; rows: [rows, ROW_WIDTH] int32; page_table: [slots, max_pages] int32; qkv: [rows,
+    (HEADS + 2 KV_HEADS) * D] fp32;
     q_norm, k_norm: [D]; cos, sin: [capacity, D / 2] fp32; K, V: [pages, KV_HEADS, PAGE, D], one layer's part of each
     page (PAGE and BLOCK_T: one divides the other), one position written;
     partial: [rows, HEADS, MAX_SPLITS, D] fp32, lse: [rows, HEADS, MAX_SPLITS, 2] fp32, counter: [rows, KV_HEADS]
@@ -128,10 +130,11 @@ def _attention_kernel(
     row = tl.program_id(2)
     if PDL:
         gdc_launch_dependents()
-    meta_ptr += row * META_WIDTH
+    slot = slot_of(rows_ptr, row)
+    meta_ptr += slot * META_WIDTH
     status = tl.load(meta_ptr + STATUS)
     position = tl.load(meta_ptr + POSITION)
-    table_ptr = page_table_ptr + tl.load(meta_ptr + PAGE_ROW) * stride_table
+    table_ptr = page_table_ptr + slot * stride_table
     start = 0
     if WINDOW > 0:
         start = tl.maximum(position - WINDOW + 1, 0)
@@ -260,11 +263,11 @@ def _attention_kernel(
         o = (acc / l[None, :]).to(out_ptr.dtype.element_ty)
         tl.store(out_ptr + offs_g[None, :] * D + offs_d[:, None], o, mask=mask_o)
     else:
-        base_slot = (row * KV_HEADS + head) * GROUP * MAX_SPLITS
-        slots = base_slot + offs_g * MAX_SPLITS + split
-        tl.store(partial_ptr + slots[None, :] * D + offs_d[:, None], acc, mask=mask_o)
-        tl.store(lse_ptr + slots * 2, m, mask=mask_g)
-        tl.store(lse_ptr + slots * 2 + 1, l, mask=mask_g)
+        base = (row * KV_HEADS + head) * GROUP * MAX_SPLITS
+        place = base + offs_g * MAX_SPLITS + split
+        tl.store(partial_ptr + place[None, :] * D + offs_d[:, None], acc, mask=mask_o)
+        tl.store(lse_ptr + place * 2, m, mask=mask_g)
+        tl.store(lse_ptr + place * 2 + 1, l, mask=mask_g)
         tl.debug_barrier()
         arrived = tl.atomic_add(counter_ptr + row * KV_HEADS + head, 1)
         if arrived == active - 1:
@@ -277,7 +280,7 @@ def _attention_kernel(
             denominator = tl.zeros([BLOCK_G], tl.float32)
             o = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
             for s0 in range(0, active, COMBINE):
-                index = base_slot + offs_q[:, None] * MAX_SPLITS + s0 + offs_s[None, :]
+                index = base + offs_q[:, None] * MAX_SPLITS + s0 + offs_s[None, :]
                 mask_s = mask_q1[:, None] & (s0 + offs_s < active)[None, :]
                 m_part = tl.load(lse_ptr + 2 * index, mask=mask_s, other=EMPTY, cache_modifier=".cg")
                 l_part = tl.load(lse_ptr + 2 * index + 1, mask=mask_s, other=0.0, cache_modifier=".cg")
@@ -301,6 +304,7 @@ def _attention_kernel(
 
 def attention(
     meta,
+    rows,
     page_table,
     qkv,
     q_norm,
@@ -321,14 +325,14 @@ def attention(
     pdl=False,
 ):
     """out[row] = attention of the row's token; its K and V enter the cache. window: 0, or the positions attended to."""
-    rows = out.shape[0]
     _, kv_heads, page, head_dim = k_cache.shape
     group = out.shape[1] // (kv_heads * head_dim)
     spare = cos  # stands in for absent q/k norms
     assert shape.splits <= partial.shape[2], "more splits than partial has room for"
     assert shape.block_t % page == 0 or page % shape.block_t == 0, "a tile must be whole pages or a part of one"
-    _attention_kernel[(kv_heads, shape.splits, rows)](
+    _attention_kernel[(kv_heads, shape.splits, out.shape[0])](
         meta,
+        rows,
         page_table,
         qkv,
         spare if q_norm is None else q_norm,
@@ -375,12 +379,13 @@ def combine_splits(group: int, head_dim: int, shape: AttentionShape) -> int:
 
 
 def attention_ref(
-    meta, page_table, qkv, q_norm, k_norm, cos, sin, k_cache, v_cache, partial, lse, counter, out, scale, eps, window
+    meta, rows, page_table, qkv, q_norm, k_norm, cos, sin, k_cache, v_cache, partial, lse, counter, out, scale, eps,
+    window,
 ):
     _, kv_heads, page, head_dim = k_cache.shape
-    for row in running(meta, out.shape[0]):
-        position = int(meta[row, POSITION.value])
-        table = page_table[meta[row, PAGE_ROW.value]].long()
+    for row, slot in running(meta, rows, out.shape[0]):
+        position = int(meta[slot, POSITION.value])
+        table = page_table[slot].long()
         q, k, v = qkv[row].view(-1, head_dim).split((out.shape[1] // head_dim, kv_heads, kv_heads))
         if q_norm is not None:
             q, k = rms_norm(q, q_norm, eps), rms_norm(k, k_norm, eps)
@@ -401,11 +406,12 @@ def attention_ref(
 
 
 def attention_bytes(
-    meta, page_table, qkv, q_norm, k_norm, cos, sin, k_cache, v_cache, partial, lse, counter, out, scale, eps, window
+    meta, rows, page_table, qkv, q_norm, k_norm, cos, sin, k_cache, v_cache, partial, lse, counter, out, scale, eps,
+    window,
 ) -> int:
     """K and V of the positions that the rows attend to now; queries, outputs and partial results are small beside."""
     _, kv_heads, _, head_dim = k_cache.shape
-    positions = meta[running(meta, out.shape[0]), POSITION.value].tolist()
+    positions = [int(meta[slot, POSITION.value]) for _, slot in running(meta, rows, out.shape[0])]
     return 2 * sum(min(position, window or position) for position in positions) * kv_heads * head_dim * k_cache.itemsize
 
 

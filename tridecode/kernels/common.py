@@ -4,36 +4,37 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait  # noqa: F401
 
-from .. import meta
+from .. import layout
 
-META_WIDTH = tl.constexpr(meta.META_WIDTH)
-SAMP_WIDTH = tl.constexpr(meta.SAMP_WIDTH)
-RING = tl.constexpr(meta.RING)
-FLAGS = tl.constexpr(meta.FLAGS)
-N_KNOWN = tl.constexpr(meta.N_KNOWN)
-LIMIT = tl.constexpr(meta.LIMIT)
-PAGE_ROW = tl.constexpr(meta.PAGE_ROW)
-SEED_LO = tl.constexpr(meta.SEED_LO)
-SEED_HI = tl.constexpr(meta.SEED_HI)
-N_STOP = tl.constexpr(meta.N_STOP)
-TOP_K = tl.constexpr(meta.TOP_K)
-N_LOGPROBS = tl.constexpr(meta.N_LOGPROBS)
-STOP_IDS = tl.constexpr(meta.STOP_IDS)
-POSITION = tl.constexpr(meta.POSITION)
-STEP = tl.constexpr(meta.STEP)
-STATUS = tl.constexpr(meta.STATUS)
-RUN = tl.constexpr(meta.RUN)
-STOP = tl.constexpr(meta.STOP)
-LIMIT_REACHED = tl.constexpr(meta.LIMIT_REACHED)
-NAN = tl.constexpr(meta.NAN)
-FLAG_BIAS = tl.constexpr(meta.FLAG_BIAS)
-FLAG_PENALTIES = tl.constexpr(meta.FLAG_PENALTIES)
-TEMPERATURE = tl.constexpr(meta.TEMPERATURE)
-TOP_P = tl.constexpr(meta.TOP_P)
-MIN_P = tl.constexpr(meta.MIN_P)
-REPETITION_PENALTY = tl.constexpr(meta.REPETITION_PENALTY)
-PRESENCE_PENALTY = tl.constexpr(meta.PRESENCE_PENALTY)
-FREQUENCY_PENALTY = tl.constexpr(meta.FREQUENCY_PENALTY)
+META_WIDTH = tl.constexpr(layout.META_WIDTH)
+SAMP_WIDTH = tl.constexpr(layout.SAMP_WIDTH)
+RING = tl.constexpr(layout.RING)
+ROW_WIDTH = tl.constexpr(layout.ROW_WIDTH)
+FLAGS = tl.constexpr(layout.FLAGS)
+N_KNOWN = tl.constexpr(layout.N_KNOWN)
+LIMIT = tl.constexpr(layout.LIMIT)
+GENERATION = tl.constexpr(layout.GENERATION)
+SEED_LO = tl.constexpr(layout.SEED_LO)
+SEED_HI = tl.constexpr(layout.SEED_HI)
+N_STOP = tl.constexpr(layout.N_STOP)
+TOP_K = tl.constexpr(layout.TOP_K)
+N_LOGPROBS = tl.constexpr(layout.N_LOGPROBS)
+STOP_IDS = tl.constexpr(layout.STOP_IDS)
+POSITION = tl.constexpr(layout.POSITION)
+STEP = tl.constexpr(layout.STEP)
+STATUS = tl.constexpr(layout.STATUS)
+RUN = tl.constexpr(layout.RUN)
+STOP = tl.constexpr(layout.STOP)
+LIMIT_REACHED = tl.constexpr(layout.LIMIT_REACHED)
+NAN = tl.constexpr(layout.NAN)
+FLAG_BIAS = tl.constexpr(layout.FLAG_BIAS)
+FLAG_PENALTIES = tl.constexpr(layout.FLAG_PENALTIES)
+TEMPERATURE = tl.constexpr(layout.TEMPERATURE)
+TOP_P = tl.constexpr(layout.TOP_P)
+MIN_P = tl.constexpr(layout.MIN_P)
+REPETITION_PENALTY = tl.constexpr(layout.REPETITION_PENALTY)
+PRESENCE_PENALTY = tl.constexpr(layout.PRESENCE_PENALTY)
+FREQUENCY_PENALTY = tl.constexpr(layout.FREQUENCY_PENALTY)
 
 
 def interpreted() -> bool:
@@ -54,6 +55,14 @@ def options(num_warps: int, pdl: bool = False, registers: int = 0) -> dict:
     return chosen
 
 
-def running(meta, rows: int) -> list[int]:
-    """The rows whose slot has status RUN; the references' form of a kernel leaving early."""
-    return [row for row in range(rows) if meta[row, STATUS.value] == RUN.value]
+@triton.jit
+def slot_of(rows_ptr, row):
+    """The slot of a row of the pass."""
+    return tl.load(rows_ptr + row * ROW_WIDTH)
+
+
+def running(meta, rows, count: int) -> list[tuple[int, int]]:
+    """Those of the first `count` rows whose slot has status RUN, each with its slot; the references' form of a kernel
+    leaving early."""
+    slots = rows[:count, 0].tolist()
+    return [(row, slot) for row, slot in enumerate(slots) if meta[slot, STATUS.value] == RUN.value]

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .. import meta as m
+from .. import layout as m
 from .common import (
     FLAG_BIAS,
     FLAG_PENALTIES,
@@ -23,6 +23,7 @@ from .common import (
     TOP_P,
     gdc_launch_dependents,
     gdc_wait,
+    slot_of,
 )
 from .finish import LOWEST, block_key, packed_value
 from .mass import BINS, FARTHEST, HUGE, LOW_BITS, WEIGHT_BITS, distance, grid_scale, share, weight, weight_ref
@@ -45,6 +46,7 @@ _HEAVIEST = tl.constexpr(float(2**WEIGHT_BITS))
 def _process_kernel(
     logits_ptr,
     meta_ptr,
+    rows_ptr,
     samp_ptr,
     counts_ptr,
     bias_ptr,
@@ -66,8 +68,9 @@ def _process_kernel(
 ):
     """Add the bias, apply the penalties, leave each block's largest logits, and clear histograms and state.
 
-    logits: [rows, vocab] fp32. samp: [slots, SAMP_WIDTH] fp32. counts: [slots, vocab] int32. bias: [slots, vocab] fp32.
-    keys: [rows, >= blocks] int64 (out). tops: [rows, >= blocks * TOPS] fp32 (out). processed: [rows, vocab] fp32 (out).
+    rows: [rows, ROW_WIDTH] int32. logits: [rows, vocab] fp32. samp: [slots, SAMP_WIDTH] fp32. counts: [slots, vocab]
+    int32. bias: [slots, vocab] fp32. keys: [rows, >= blocks] int64 (out). tops: [rows, >= blocks * TOPS] fp32 (out).
+    processed: [rows, vocab] fp32 (out).
     bins, bin_mass, state: see SamplerBuffers (out).
     Bytes: 8 * vocab a row, 4 * vocab more for each of bias and counts in use. Grid: (vocab blocks, rows).
     counts and bias are older than this step: their loads come before the wait. A NaN or an infinity among the raw
@@ -76,19 +79,20 @@ def _process_kernel(
     if PDL:
         gdc_launch_dependents()
     block, row = tl.program_id(0), tl.program_id(1)
-    flags = tl.load(meta_ptr + row * META_WIDTH + FLAGS)
-    status = tl.load(meta_ptr + row * META_WIDTH + STATUS)
-    samp_ptr += row * SAMP_WIDTH
+    slot = slot_of(rows_ptr, row)
+    flags = tl.load(meta_ptr + slot * META_WIDTH + FLAGS)
+    status = tl.load(meta_ptr + slot * META_WIDTH + STATUS)
+    samp_ptr += slot * SAMP_WIDTH
     repetition = tl.load(samp_ptr + REPETITION_PENALTY)
     presence = tl.load(samp_ptr + PRESENCE_PENALTY)
     frequency = tl.load(samp_ptr + FREQUENCY_PENALTY)
     offs_n = block * BLOCK_N + tl.arange(0, BLOCK_N)
     mask_n = offs_n < vocab
-    wide = row.to(tl.int64)
+    wide, of_slot = row.to(tl.int64), slot.to(tl.int64) * stride_counts
     biased = tl.where((flags & FLAG_BIAS) != 0, vocab, 0)  # an end, not a mask: the interpreter cannot splat an int1
     counted = tl.where((flags & FLAG_PENALTIES) != 0, vocab, 0)
-    bias = tl.load(bias_ptr + wide * stride_counts + offs_n, mask=offs_n < biased, other=0.0)
-    counts = tl.load(counts_ptr + wide * stride_counts + offs_n, mask=offs_n < counted, other=0)
+    bias = tl.load(bias_ptr + of_slot + offs_n, mask=offs_n < biased, other=0.0)
+    counts = tl.load(counts_ptr + of_slot + offs_n, mask=offs_n < counted, other=0)
     if PDL:
         gdc_wait()
     if status == RUN:
@@ -113,11 +117,11 @@ def _process_kernel(
 
 
 @triton.jit
-def active(meta_ptr, samp_ptr, row, vocab):
+def active(meta_ptr, samp_ptr, slot, vocab):
     """Whether top-k and top-p have anything to do (int1 each), what they are, and the temperature."""
-    temperature = tl.load(samp_ptr + row * SAMP_WIDTH + TEMPERATURE)
-    top_k = tl.load(meta_ptr + row * META_WIDTH + TOP_K)
-    top_p = tl.load(samp_ptr + row * SAMP_WIDTH + TOP_P)
+    temperature = tl.load(samp_ptr + slot * SAMP_WIDTH + TEMPERATURE)
+    top_k = tl.load(meta_ptr + slot * META_WIDTH + TOP_K)
+    top_p = tl.load(samp_ptr + slot * SAMP_WIDTH + TOP_P)
     hot = temperature > 0
     return hot & (top_k > 0) & (top_k < vocab), hot & (top_p < 1.0), top_k, top_p, temperature
 
@@ -129,7 +133,7 @@ def _place(group):
 
 
 @triton.jit
-def _slot(bin):
+def _bin_place(bin):
     return _place(bin >> 3) + (bin & 7)
 
 
@@ -167,6 +171,7 @@ def crossing_bin(ptr, sums, goal):
 @triton.jit
 def _bins_kernel(
     meta_ptr,
+    rows_ptr,
     samp_ptr,
     keys_ptr,
     tops_ptr,
@@ -203,8 +208,9 @@ def _bins_kernel(
         gdc_launch_dependents()
     block, row = tl.program_id(0), tl.program_id(1)
     blocks = tl.num_programs(0)
-    status = tl.load(meta_ptr + row * META_WIDTH + STATUS)
-    use_k, use_p, top_k, top_p, temperature = active(meta_ptr, samp_ptr, row, vocab)
+    slot = slot_of(rows_ptr, row)
+    status = tl.load(meta_ptr + slot * META_WIDTH + STATUS)
+    use_k, use_p, top_k, top_p, temperature = active(meta_ptr, samp_ptr, slot, vocab)
     scale = grid_scale(temperature)
     needed = (use_k & use_p) if LEVEL == 2 else (use_k | use_p)
     bins_ptr += row * _LEVELS * _BINS
@@ -255,20 +261,20 @@ def _bins_kernel(
         bound = distance_bound(distance(tops, largest, scale), wanted)
         append(near_ptr, state_ptr + _LISTED, d, d <= bound)
         if use_k:
-            tl.atomic_add(bins_ptr + _slot(high), 1, mask=d <= bound, sem="relaxed")
+            tl.atomic_add(bins_ptr + _bin_place(high), 1, mask=d <= bound, sem="relaxed")
         else:
             w = weight(d)
             beyond = ((1.0 - top_p.to(tl.float64)) * (_HEAVIEST * 0.999) / vocab).to(tl.int64)
-            tl.atomic_add(bin_mass_ptr + _slot(high), w, mask=w > beyond, sem="relaxed")
+            tl.atomic_add(bin_mass_ptr + _bin_place(high), w, mask=w > beyond, sem="relaxed")
             rest = tl.sum(tl.where(w > beyond, 0, w), axis=0)
-            tl.atomic_add(bin_mass_ptr + _slot(_BINS - 1), rest, mask=rest > 0, sem="relaxed")
+            tl.atomic_add(bin_mass_ptr + _bin_place(_BINS - 1), rest, mask=rest > 0, sem="relaxed")
             tl.atomic_add(state_ptr + _TOTAL, tl.sum(w, axis=0), sem="relaxed")
     elif LEVEL == 1:
         if use_k:
             found, closer = crossing_bin(bins_ptr, tl.sum(counts, axis=1), top_k)
             left = (top_k - closer).to(tl.int64)
             if use_p:
-                tl.atomic_add(bin_mass_ptr + _slot(high), weight(d), mask=high < found, sem="relaxed")
+                tl.atomic_add(bin_mass_ptr + _bin_place(high), weight(d), mask=high < found, sem="relaxed")
         else:
             goal = share(top_p, total)
             found, before = crossing_bin(bin_mass_ptr, tl.sum(mass, axis=1), goal)
@@ -277,7 +283,7 @@ def _bins_kernel(
             tl.store(state_ptr + _BIN, found.to(tl.int64))
             tl.store(state_ptr + _LEFT, left)
         counted = (high == found) & (high < _BINS - 1)
-        tl.atomic_add(low_ptr + _slot(d & (_BINS - 1)), 1, mask=counted, sem="relaxed")
+        tl.atomic_add(low_ptr + _bin_place(d & (_BINS - 1)), 1, mask=counted, sem="relaxed")
     else:
         low, _ = crossing_bin(bins_ptr + _BINS, tl.sum(counts, axis=1), left.to(tl.int32))
         first = found << _LOW_BITS
@@ -293,7 +299,7 @@ def _bins_kernel(
             tl.store(state_ptr + _P_BIN, p_found.to(tl.int64))
             tl.store(state_ptr + _P_LEFT, goal - before)
         counted = (high == p_found) & (high < _BINS - 1) & (d <= first + low)
-        tl.atomic_add(low_ptr + _slot(d & (_BINS - 1)), 1, mask=counted, sem="relaxed")
+        tl.atomic_add(low_ptr + _bin_place(d & (_BINS - 1)), 1, mask=counted, sem="relaxed")
 
 
 @triton.jit

@@ -4,9 +4,10 @@ import torch
 import triton
 import triton.language as tl
 
-from .. import meta as m
+from .. import layout as m
 from ..sampling import MAX_LOGPROBS
 from .common import (
+    GENERATION,
     LIMIT,
     LIMIT_REACHED,
     META_WIDTH,
@@ -23,11 +24,13 @@ from .common import (
 )
 from .mass import HUGE
 
+GENERATION_SHIFT, STEP_SHIFT = tl.constexpr(m.GENERATION_SHIFT), tl.constexpr(m.STEP_SHIFT)
+NO_TOKEN = tl.constexpr(m.NO_TOKEN)
 LOWEST = tl.constexpr(-(2**63))  # the key of no token
 BAD = tl.constexpr(2**63 - 1)  # the key of a block with a NaN or an infinity, above every other
 SIGN_FREE = tl.constexpr(0x7FFFFFFF)
 EXPONENT = tl.constexpr(0x7F800000)
-LOGPROBS_WIDTH = tl.constexpr(1 + MAX_LOGPROBS)  # entries of a slot of its ring: the drawn token, then the likeliest
+LOGPROBS_WIDTH = tl.constexpr(1 + MAX_LOGPROBS)  # values of an entry of its ring: the drawn token, then the likeliest
 
 
 @triton.jit
@@ -79,16 +82,18 @@ def step_state(slot, meta_ptr, tokens_ptr, stride_tokens):
     meta_ptr += slot * META_WIDTH
     following = tl.load(meta_ptr + POSITION) + 1
     step = tl.load(meta_ptr + STEP)
+    generation = tl.load(meta_ptr + GENERATION).to(tl.int64)
     known = following < tl.load(meta_ptr + N_KNOWN)
     given = tl.load(tokens_ptr + slot.to(tl.int64) * stride_tokens + following, mask=known, other=0)
     ends = following + 1 >= tl.load(meta_ptr + LIMIT)
     offs = tl.arange(0, 16)
     stop_ids = tl.load(meta_ptr + STOP_IDS + offs, mask=offs < tl.load(meta_ptr + N_STOP), other=-1)
-    return following, step, known, given, ends, stop_ids
+    return following, step, generation, known, given, ends, stop_ids
 
 
 @triton.jit
 def finish_step(
+    row,
     slot,
     token,
     bad,
@@ -107,12 +112,12 @@ def finish_step(
     LOGPROBS: tl.constexpr,
     FENCE: tl.constexpr,
 ):
-    """End one slot's step: the token, its count, its log-probability, status, position, step, and last the ring entry.
+    """End the step of a row's slot: token, count, log-probability, status, position, step, and last the ring entry.
 
     Given tokens (below N_KNOWN) are reported, never overwritten, and do not stop. FENCE orders the ring of
     log-probabilities, in host memory too, before the entry of `out` that the host polls.
     """
-    following, step, known, given, ends, stop_ids = state
+    following, step, generation, known, given, ends, stop_ids = state
     meta_ptr += slot * META_WIDTH
     drawn = (known | bad) == 0
     token = tl.where(known, given, token)
@@ -123,12 +128,12 @@ def finish_step(
         tl.atomic_add(counts_ptr + slot.to(tl.int64) * stride_counts + token, 2, mask=drawn, sem="relaxed")
     ring = slot * RING + (step & (RING - 1))
     if LOGPROBS:
-        logit = tl.load(logits_ptr + slot.to(tl.int64) * stride_logits + token)
-        tl.store(logprobs_ptr + ring * LOGPROBS_WIDTH, logit - tl.load(lse_ptr + slot), mask=bad == 0)
+        logit = tl.load(logits_ptr + row.to(tl.int64) * stride_logits + token)
+        tl.store(logprobs_ptr + ring * LOGPROBS_WIDTH, logit - tl.load(lse_ptr + row), mask=bad == 0)
     tl.store(meta_ptr + STATUS, tl.where(bad, NAN, status))
     tl.store(meta_ptr + POSITION, tl.where(bad, following - 1, following))
     tl.store(meta_ptr + STEP, step + 1)
-    entry = tl.where(bad, 0xFFFFFFFF, token.to(tl.int64)) | (step.to(tl.int64) << 32)
+    entry = (generation << GENERATION_SHIFT) | (step.to(tl.int64) << STEP_SHIFT) | tl.where(bad, NO_TOKEN, token)
     if FENCE:
         tl.debug_barrier()
         entry = tl.inline_asm_elementwise(
@@ -137,7 +142,7 @@ def finish_step(
     tl.store(out_ptr + ring, entry)
 
 
-def finish_step_ref(slot, token, bad, logits, meta, tokens, counts, out, lse=None, logprobs_ring=None):
+def finish_step_ref(row, slot, token, bad, logits, meta, tokens, counts, out, lse=None, logprobs_ring=None):
     """finish_step in torch; counts None: greedy keeps none."""
     state = meta[slot].tolist()
     position, step = state[m.POSITION], state[m.STEP]
@@ -153,7 +158,7 @@ def finish_step_ref(slot, token, bad, logits, meta, tokens, counts, out, lse=Non
         if token in state[m.STOP_IDS : m.STOP_IDS + state[m.N_STOP]]:
             status = m.STOP
     if logprobs_ring is not None and not bad:
-        logprobs_ring[slot, step % m.RING, 0] = logits[slot, token] - lse[slot]
+        logprobs_ring[slot, step % m.RING, 0] = logits[row, token] - lse[row]
     changed = [position, step + 1, m.NAN] if bad else [following, step + 1, status]
     meta[slot, m.POSITION : m.STATUS + 1] = torch.tensor(changed, dtype=torch.int32)
-    out[slot, step % m.RING] = step << 32 | (0xFFFFFFFF if bad else token)
+    out[slot, step % m.RING] = m.ring_entry(state[m.GENERATION], step, m.NO_TOKEN if bad else token)

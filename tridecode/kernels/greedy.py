@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .common import META_WIDTH, RUN, STATUS, gdc_launch_dependents, gdc_wait, options, running
+from .common import META_WIDTH, RUN, STATUS, gdc_launch_dependents, gdc_wait, options, running, slot_of
 from .finish import BAD, arrive, block_key, finish_step, finish_step_ref, largest_key, packed_id, step_state
 from .op import Op
 
@@ -16,6 +16,7 @@ WARPS = 8
 def _greedy_kernel(
     logits_ptr,
     meta_ptr,
+    rows_ptr,
     tokens_ptr,
     out_ptr,
     keys_ptr,
@@ -30,8 +31,9 @@ def _greedy_kernel(
 ):
     """The lowest id among the largest raw logits; the last program to arrive ends the step.
 
-    logits: [rows, vocab] fp32. meta: [slots, META_WIDTH] int32 (out). tokens: [slots, capacity + 1] int32 (out).
-    out: [slots, RING] int64 (out). keys: [rows, >= blocks] int64 (scratch). counter: [rows, 2] int32, zero (scratch).
+    logits: [rows, vocab] fp32. meta: [slots, META_WIDTH] int32 (out). rows: [rows, ROW_WIDTH] int32. tokens: [slots,
+    capacity + 1] int32 (out). out: [slots, RING] int64 (out). keys: [rows, >= blocks] int64 (scratch). counter: [rows,
+    2] int32, zero (scratch).
     Bytes: 4 * vocab a row. Grid: (vocab blocks, rows).
     A logit and its id travel as one int64, so that the largest key is the answer, ties included, in any order of
     arrival; a NaN or an infinity is the largest key of all.
@@ -40,8 +42,9 @@ def _greedy_kernel(
         gdc_launch_dependents()
     block, row = tl.program_id(0), tl.program_id(1)
     blocks = tl.num_programs(0)
-    status = tl.load(meta_ptr + row * META_WIDTH + STATUS)
-    state = step_state(row, meta_ptr, tokens_ptr, stride_tokens)
+    slot = slot_of(rows_ptr, row)
+    status = tl.load(meta_ptr + slot * META_WIDTH + STATUS)
+    state = step_state(slot, meta_ptr, tokens_ptr, stride_tokens)
     if PDL:
         gdc_wait()
     if status == RUN:
@@ -54,6 +57,7 @@ def _greedy_kernel(
             key = largest_key(keys_ptr, blocks, BLOCKS)
             finish_step(
                 row,
+                slot,
                 packed_id(key),
                 key == BAD,
                 state,
@@ -73,13 +77,14 @@ def _greedy_kernel(
             )
 
 
-def greedy(logits, meta, tokens, out, sampler, *, pdl=False):
+def greedy(logits, meta, rows, tokens, out, sampler, *, pdl=False):
     """Take the most likely token of each row of logits and end the step."""
-    rows, vocab = logits.shape
+    count, vocab = logits.shape
     blocks = triton.cdiv(vocab, BLOCK)
-    _greedy_kernel[(blocks, rows)](
+    _greedy_kernel[(blocks, count)](
         logits,
         meta,
+        rows,
         tokens,
         out,
         sampler.keys,
@@ -95,15 +100,15 @@ def greedy(logits, meta, tokens, out, sampler, *, pdl=False):
     )
 
 
-def greedy_ref(logits, meta, tokens, out, sampler):
+def greedy_ref(logits, meta, rows, tokens, out, sampler):
     """greedy in torch."""
-    for row in running(meta, logits.shape[0]):
+    for row, slot in running(meta, rows, logits.shape[0]):
         bad = not bool(torch.isfinite(logits[row]).all())
         token = 0 if bad else int(logits[row].argmax())
-        finish_step_ref(row, token, bad, logits, meta, tokens, None, out)
+        finish_step_ref(row, slot, token, bad, logits, meta, tokens, None, out)
 
 
-def greedy_bytes(logits, meta, tokens, out, sampler) -> int:
+def greedy_bytes(logits, meta, rows, tokens, out, sampler) -> int:
     return logits.nbytes
 
 

@@ -4,9 +4,21 @@ import torch
 import triton
 import triton.language as tl
 
-from .. import meta as m
+from .. import layout as m
 from ..sampling import MAX_LOGPROBS
-from .common import META_WIDTH, N_LOGPROBS, RING, RUN, STATUS, STEP, gdc_launch_dependents, gdc_wait, options, running
+from .common import (
+    META_WIDTH,
+    N_LOGPROBS,
+    RING,
+    RUN,
+    STATUS,
+    STEP,
+    gdc_launch_dependents,
+    gdc_wait,
+    options,
+    running,
+    slot_of,
+)
 from .finish import LOGPROBS_WIDTH, LOWEST, arrive, pack, packed_id, packed_value
 from .op import Op
 from .sample import LOGPROBS_BLOCK, LOGPROBS_KEEP
@@ -18,6 +30,7 @@ _MAX_LOGPROBS = tl.constexpr(MAX_LOGPROBS)
 def _logprobs_kernel(
     logits_ptr,
     meta_ptr,
+    rows_ptr,
     logprobs_ptr,
     ids_ptr,
     counter_ptr,
@@ -33,9 +46,10 @@ def _logprobs_kernel(
 ):
     """Each block leaves its largest logits, one after another, and its part of the sum; the last to arrive merges them.
 
-    logits: [rows, vocab] fp32. meta: [slots, META_WIDTH] int32. logprobs: [slots, RING, LOGPROBS_WIDTH] fp32 (out, all
-    but entry 0). ids: [slots, RING, MAX_LOGPROBS] int32 (out). lse: [rows] fp32 (out). counter: [rows, 2] int32, zero
-    (scratch). top: [rows, blocks, KEEP] int64, block_lse: [rows, blocks, 2] fp32 (scratch).
+    logits: [rows, vocab] fp32. meta: [slots, META_WIDTH] int32. rows: [rows, ROW_WIDTH] int32. logprobs: [slots, RING,
+    LOGPROBS_WIDTH] fp32 (out, all but entry 0). ids: [slots, RING, MAX_LOGPROBS] int32 (out). lse: [rows] fp32 (out).
+    counter: [rows, 2] int32, zero (scratch). top: [rows, blocks, KEEP] int64, block_lse: [rows, blocks, 2] fp32
+    (scratch).
     Bytes: 4 * vocab a row. Grid: (vocab blocks, rows).
     A logit packed with its id sorts as one int64, lower ids first among equals. With a NaN or a positive infinity
     among the logits nothing goes to the rings.
@@ -44,9 +58,11 @@ def _logprobs_kernel(
         gdc_launch_dependents()
     block, row = tl.program_id(0), tl.program_id(1)
     blocks = tl.num_programs(0)
-    status = tl.load(meta_ptr + row * META_WIDTH + STATUS)
-    wanted = tl.load(meta_ptr + row * META_WIDTH + N_LOGPROBS)
-    step = tl.load(meta_ptr + row * META_WIDTH + STEP)
+    slot = slot_of(rows_ptr, row)
+    meta_ptr += slot * META_WIDTH
+    status = tl.load(meta_ptr + STATUS)
+    wanted = tl.load(meta_ptr + N_LOGPROBS)
+    step = tl.load(meta_ptr + STEP)
     if PDL:
         gdc_wait()
     if status == RUN:
@@ -73,22 +89,23 @@ def _logprobs_kernel(
             offs_c = tl.arange(0, BLOCKS * KEEP)
             left = (offs_c < blocks * KEEP) & (offs_c % KEEP < wanted)
             merged = tl.load(top_ptr + offs_c, mask=left, other=LOWEST, cache_modifier=".cg")
-            slot = row * RING + (step & (RING - 1))
+            entry = slot * RING + (step & (RING - 1))
             for i in range(wanted):
                 best = tl.max(merged, axis=0)
                 merged = tl.where(merged == best, LOWEST, merged)
                 shown = (best != LOWEST) & (lse == lse)
-                tl.store(logprobs_ptr + slot * LOGPROBS_WIDTH + 1 + i, packed_value(best) - lse, mask=shown)
-                tl.store(ids_ptr + slot * _MAX_LOGPROBS + i, packed_id(best), mask=shown)
+                tl.store(logprobs_ptr + entry * LOGPROBS_WIDTH + 1 + i, packed_value(best) - lse, mask=shown)
+                tl.store(ids_ptr + entry * _MAX_LOGPROBS + i, packed_id(best), mask=shown)
 
 
-def logprobs(logits, meta, out_logprobs, out_top_ids, sampler, *, pdl=False):
+def logprobs(logits, meta, rows, out_logprobs, out_top_ids, sampler, *, pdl=False):
     """Report the most likely tokens of each row of logits in the rings, and keep its log-sum-exp for sample."""
-    rows, vocab = logits.shape
+    count, vocab = logits.shape
     blocks = triton.cdiv(vocab, LOGPROBS_BLOCK)
-    _logprobs_kernel[(blocks, rows)](
+    _logprobs_kernel[(blocks, count)](
         logits,
         meta,
+        rows,
         out_logprobs,
         out_top_ids,
         sampler.counter,
@@ -105,22 +122,22 @@ def logprobs(logits, meta, out_logprobs, out_top_ids, sampler, *, pdl=False):
     )
 
 
-def logprobs_ref(logits, meta, out_logprobs, out_top_ids, sampler):
+def logprobs_ref(logits, meta, rows, out_logprobs, out_top_ids, sampler):
     """logprobs in torch."""
-    for row in running(meta, logits.shape[0]):
-        x, state = logits[row], meta[row].tolist()
+    for row, slot in running(meta, rows, logits.shape[0]):
+        x, state = logits[row], meta[slot].tolist()
         lse = sampler.lse[row] = x.logsumexp(0)
         wanted = min(state[m.N_LOGPROBS], x.numel())
         if wanted and bool(torch.isfinite(lse)):
             least = x.topk(wanted).values[-1]
             ids = (x >= least).nonzero().flatten()  # ascending, so that the stable sort puts lower ids first
             ids = ids[x[ids].sort(descending=True, stable=True).indices[:wanted]]
-            slot = state[m.STEP] % m.RING
-            out_logprobs[row, slot, 1 : 1 + wanted] = x[ids] - lse
-            out_top_ids[row, slot, :wanted] = ids.int()
+            entry = state[m.STEP] % m.RING
+            out_logprobs[slot, entry, 1 : 1 + wanted] = x[ids] - lse
+            out_top_ids[slot, entry, :wanted] = ids.int()
 
 
-def logprobs_bytes(logits, meta, out_logprobs, out_top_ids, sampler) -> int:
+def logprobs_bytes(logits, meta, rows, out_logprobs, out_top_ids, sampler) -> int:
     return logits.nbytes
 
 

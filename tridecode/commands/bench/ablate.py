@@ -10,7 +10,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from ...engine import Engine
 from ...errors import GenerationError
 from ...graph import EagerSteps, StepGraphs
-from ...meta import RUN, STATUS
+from ...layout import RUN, STATUS
 from ...run import Allocating, launch, refer
 from ...sampling import SamplingParams
 from .measure import spread, time_decode

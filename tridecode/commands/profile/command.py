@@ -84,7 +84,7 @@ def decode_spans(trace: dict, engine: Engine) -> list[list[Span]]:
 
 
 def prefill_trace(engine: Engine, tokens: int) -> dict:
-    once = partial(prefill, engine.model, [0] * tokens, 0)
+    once = partial(prefill, engine.model, 0, tokens)
 
     def chunks():
         for _ in range(DROPPED_CHUNKS + CHUNKS):

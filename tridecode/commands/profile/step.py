@@ -23,7 +23,7 @@ def prompt_launches(model: DecodeModel, tokens: int) -> list[Launch]:
     """Of a cold chunk of `tokens`, in order."""
     recorder = Recorder()
     with torch.inference_mode():
-        prompt_pass(recorder, model, torch.zeros(tokens, dtype=torch.int64, device=model.device), 0)
+        prompt_pass(recorder, model, 0, tokens)
     return recorder.launches
 
 

@@ -1,0 +1,1 @@
+"""K/V pages: where they lie, and who holds them."""

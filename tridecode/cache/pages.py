@@ -1,0 +1,53 @@
+"""PagePool: which pages of the K/V pool are free, and how many hold each of the others."""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from ..errors import TridecodeError
+
+
+class OutOfPages(TridecodeError):
+    """More pages are needed than are free."""
+
+
+class PagePool:
+    """Pages 0 to pages - 1, all free at first. The host's book-keeping only: nothing is written to a device."""
+
+    def __init__(self, pages: int):
+        self._free = list(range(pages - 1, -1, -1))  # the lowest is taken first
+        self._holders = [0] * pages
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+    def take(self, count: int) -> list[int]:
+        """`count` free pages, each held once from now on. Raises OutOfPages, and takes none then."""
+        if count > len(self._free):
+            raise OutOfPages(f"{count} pages are needed, {len(self._free)} of {len(self._holders)} are free")
+        taken = [self._free.pop() for _ in range(count)]
+        for page in taken:
+            self._holders[page] = 1
+        return taken
+
+    def share(self, pages: Iterable[int]) -> None:
+        """Hold each of these pages, which somebody holds already, once more."""
+        for page in pages:
+            assert self._holders[page] > 0, f"page {page} is free: nobody can share it"
+            self._holders[page] += 1
+
+    def give_back(self, pages: Iterable[int]) -> None:
+        """Hold each of these pages once less; what nobody holds any more is free."""
+        for page in pages:
+            assert self._holders[page] > 0, f"page {page} is free already"
+            self._holders[page] -= 1
+            if not self._holders[page]:
+                self._free.append(page)
+
+    def assert_consistent(self, held: Iterable[Sequence[int]]) -> None:
+        """Every page is free once, or held as often as it stands in the lists `held`."""
+        counts = Counter(page for pages in held for page in pages)
+        assert len(set(self._free)) == len(self._free), "a page is free twice"
+        for page, holders in enumerate(self._holders):
+            assert counts[page] == holders, f"page {page} is held {counts[page]} times, counted {holders}"
+            assert (page in self._free) == (holders == 0), f"page {page} has {holders} holders"

@@ -1,0 +1,62 @@
+"""The layout of the state that a pass reads and writes at fixed device addresses, as numbers.
+
+meta is int32 [slots, META_WIDTH]. Fields below DEVICE_FIELDS are written by the host only, the rest by the device only
+while a request runs; the host sets both halves once when a request begins.
+samp is fp32 [slots, SAMP_WIDTH] and holds the sampling parameters that are not integers.
+rows is int32 [max_rows, ROW_WIDTH]: of each row of the pass its slot, and its offset from the slot's position, 0 today.
+An entry of the output ring is an int64: generation << GENERATION_SHIFT | step << STEP_SHIFT | token.
+"""
+
+META_WIDTH = 64
+SAMP_WIDTH = 16
+ROW_WIDTH = 2
+MAX_STOP_IDS = 16
+RING = 64  # entries of a slot's output ring, a power of two
+
+# host fields
+FLAGS = 0  # bit set of FLAG_* below
+N_KNOWN = 1  # tokens[0 .. N_KNOWN - 1] are given: sampling never overwrites them
+LIMIT = 2  # total number of tokens (prompt and output) at which the generation ends, at most capacity + 1
+GENERATION = 3  # which request of the slot this is: its entries in the ring bear it
+SEED_LO = 4
+SEED_HI = 5
+N_STOP = 6
+TOP_K = 7  # 0: off
+N_LOGPROBS = 8  # most likely tokens to report a step
+STOP_IDS = 16  # .. 31
+
+# device fields
+DEVICE_FIELDS = 32
+POSITION = 32  # index of the token the next step embeds
+STEP = 33  # steps done in this request
+STATUS = 34
+
+# STATUS values: with anything but RUN every kernel of a step leaves without writing
+RUN = 0
+STOP = 1
+LIMIT_REACHED = 2
+NAN = 3
+
+# FLAGS bits
+FLAG_BIAS = 1  # add bias[slot] to the logits
+FLAG_PENALTIES = 2  # read counts[slot] and apply the three penalties
+
+# samp fields
+TEMPERATURE = 0  # 0: greedy
+TOP_P = 1  # 1: off
+MIN_P = 2  # 0: off
+REPETITION_PENALTY = 3  # 1: off
+PRESENCE_PENALTY = 4  # 0: off
+FREQUENCY_PENALTY = 5  # 0: off
+
+# an entry of the output ring
+STEP_SHIFT = 20
+GENERATION_SHIFT = 40
+MAX_GENERATION = 2**23 - 1  # then they begin again at 1; an entry stays positive
+MAX_STEP = 2**20 - 1
+NO_TOKEN = 2**20 - 1  # the step's logits were not finite; a vocabulary is smaller
+EMPTY = 0  # no request has generation 0
+
+
+def ring_entry(generation: int, step: int, token: int) -> int:
+    return generation << GENERATION_SHIFT | step << STEP_SHIFT | token

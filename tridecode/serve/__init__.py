@@ -1,0 +1,1 @@
+"""Requests: who has which slot, who runs next, and what comes out."""
