@@ -161,7 +161,7 @@ def test_prompts_of_the_evaluation_are_never_taught(monkeypatch):
 
 
 def test_the_card_says_what_was_judged(monkeypatch):
-    """The counts of the card and of training/README.md are those of the verdicts, and no chat was left out."""
+    """The counts of the card and of both READMEs are those of the verdicts, and no chat was left out."""
     monkeypatch.syspath_prepend(str(TRAINING))
     import sixty_chats
     from content import sections
@@ -180,3 +180,5 @@ def test_the_card_says_what_was_judged(monkeypatch):
     assert f"| {' | '.join(counts)} |" in card and f"| {' | '.join(counts.values())} |" in card
     for text in (card, (TRAINING / "README.md").read_text(encoding="utf-8")):
         assert total in " ".join(text.split())
+    readme = (TRAINING.parent / "README.md").read_text(encoding="utf-8")
+    assert f"answered {total.strip('*').split()[0]} rightly" in " ".join(readme.split())

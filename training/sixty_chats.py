@@ -6,6 +6,7 @@
 A verdict in the file stays where the chat and its answers are what was judged; any other chat is marked as not judged.
 """
 
+import argparse
 import re
 import sys
 from collections import Counter
@@ -79,4 +80,6 @@ def main(check: bool) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main("--check" in sys.argv[1:]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true")
+    sys.exit(main(parser.parse_args().check))

@@ -1,6 +1,7 @@
-"""The package's metadata, and the links of the documents: in a checkout, and where the README stands alone."""
+"""The documents: their links, in a checkout and where the README stands alone, and the commands that they show."""
 
 import re
+import shlex
 import subprocess
 import sys
 from email import message_from_string
@@ -8,6 +9,8 @@ from pathlib import Path
 
 import pytest
 from markdown_it import MarkdownIt
+
+from tridecode.commands.parser import make_parser
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [
@@ -17,6 +20,12 @@ DOCUMENTS = [
     *sorted((ROOT / "training" / "results").glob("*.md")),
 ]
 BUILT_FROM = ("README.md", "pyproject.toml", "setup.py", "LICENSE", "tridecode/version.py", "tridecode/bundled/NOTICE")
+COMMANDS = [
+    (document.name, command[1].strip())
+    for document in DOCUMENTS
+    for block in re.findall(r"(?ms)^```sh\n(.*?)^```$", document.read_text(encoding="utf-8"))
+    for command in re.finditer(r"(?:python cli\.py|\btridecode) ([^|><&;\n]*)", block)
+]
 
 
 def targets(markdown: str) -> list[str]:
@@ -73,3 +82,15 @@ def test_links_lead_somewhere(document):
         other = (document.parent / path).resolve() if path else document
         assert other.exists() and other.is_relative_to(ROOT), target
         assert not anchor or anchor in anchors(other.read_text(encoding="utf-8")), target
+
+
+@pytest.mark.parametrize("document, command", COMMANDS, ids=lambda part: part)
+def test_a_command_that_is_shown_has_options_that_exist(document, command):
+    arguments = shlex.split(command, comments=True)
+    if arguments[0] != "--print-completion":
+        assert make_parser().parse_args(arguments).command == arguments[0]
+
+
+def test_commands_are_shown():
+    assert len(COMMANDS) > 30
+    assert {"README.md", "chat.md", "generate.md", "benchmarks.md"} <= {name for name, _ in COMMANDS}
