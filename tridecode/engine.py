@@ -5,23 +5,26 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 
-from . import decode, meta, reference
+from . import meta
 from .checkpoint import load_config, load_weights, resolve_model
 from .config import ModelConfig
 from .errors import GenerationError, ParameterError, PromptError
-from .graph import StepGraphs
+from .graph import EagerSteps, StepGraphs, launcher
+from .kv_cache import PAGE
 from .memory import MemoryPlan, plan_memory
 from .model import DecodeModel, make_model
 from .placement import plan_capacity, resolve_device, resolve_dtype
 from .prefill import prefill, warm_up
 from .results import Piece, Result, Timings, TokenLogprobs, Usage
+from .run import refer
 from .sampling import SamplingParams
+from .shapes import StepShapes
 from .text import StopStrings
 from .tokenizer import Tokenizer
 from .weights import Weights
@@ -53,7 +56,10 @@ class Engine:
         self._stream = 0
         self._ring = self.model.workspace.out.numpy()
         self._ahead = 1 if self.device.type == "cuda" and self.backend == "triton" else 0
-        self.graphs = StepGraphs(self.model) if self.graph == "full" else None
+        if self.graph == "full":
+            self.steps = StepGraphs(self.model)
+        else:
+            self.steps = EagerSteps(self.model, launcher(self.model) if self.backend == "triton" else refer)
         if self.device.type == "cuda":
             warm_up(self.model)  # nothing of it counts as cached
 
@@ -100,13 +106,16 @@ class Engine:
         plan: MemoryPlan | None = None,
         name: str = "",
         notes: Sequence[str] = (),
+        shapes: StepShapes | None = None,
     ) -> "Engine":
-        """An engine from weights that are on their device already (load and the benchmarks end here)."""
+        """An engine from weights that are on their device already (load and the benchmarks end here); shapes: launch
+        shapes other than those chosen for the GPU."""
         check_graph(graph)
         if backend == "torch" or weights.device.type != "cuda":
             graph = "none"
         plan = plan or plan_memory(config, weights.dtype, weights.device)
-        return cls(make_model(config, weights, capacity), tokenizer, backend, graph, plan, name, list(notes))
+        model = make_model(config, weights, capacity, page=PAGE if backend == "triton" else None, shapes=shapes)
+        return cls(model, tokenizer, backend, graph, plan, name, list(notes))
 
     @property
     def config(self) -> ModelConfig:
@@ -248,13 +257,7 @@ class Engine:
         self._step(step_kind(params))
 
     def _step(self, kind: str) -> None:
-        if self.graphs:
-            self.graphs.replay(kind)
-        elif self.backend == "triton":
-            with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
-                decode.step(self.model, kind)
-        else:
-            reference.step(self.model, kind)
+        self.steps.replay(kind)
 
     @torch.inference_mode()
     def _begin(self, ids, position, params, stop_ids, limit) -> None:
