@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 import torch
 
 from .config import ModelConfig
+from .weights import brief
 
 PAGE = 64  # positions
 
@@ -26,6 +27,9 @@ class KVCache:
         k, v = self.pool.unbind(2)
         object.__setattr__(self, "k", k.unbind(1))
         object.__setattr__(self, "v", v.unbind(1))
+
+    def __repr__(self) -> str:
+        return brief(self, self.pool, layers=len(self.k), pages=len(self.pool), capacity=self.capacity)
 
     @property
     def page(self) -> int:

@@ -8,7 +8,7 @@ from .config import ModelConfig
 from .kv_cache import KVCache, make_kv_cache
 from .rope import rope_tables
 from .shapes import StepShapes, choose_shapes
-from .weights import Weights
+from .weights import Weights, brief
 from .workspace import Workspace, make_workspace, named_tensors
 
 
@@ -24,6 +24,10 @@ class DecodeModel:
     workspace: Workspace
     shapes: StepShapes
     pdl: bool
+
+    def __repr__(self) -> str:
+        facts = {"family": self.config.family, "layers": self.config.num_layers, "capacity": self.kv.capacity}
+        return brief(self, self.weights.embed, **facts)
 
     @property
     def device(self) -> torch.device:

@@ -1,7 +1,7 @@
 """Runners: what to do with each line of a pass's list, run(role, op, *arguments, **how)."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -47,7 +47,7 @@ class Launch:
 
     role: str
     op: Op
-    args: tuple
+    args: tuple = field(repr=False)
 
     def bytes(self) -> int:
         """What the launch moves, given what its arguments hold now."""

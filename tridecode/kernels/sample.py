@@ -66,7 +66,7 @@ _NEAREST = tl.constexpr(NEAREST)
 _HEAVIEST = tl.constexpr(float(2**WEIGHT_BITS))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class SamplerBuffers:
     """Scratch of greedy, sample and logprobs; only `counter` must be zero between launches (it is left so)."""
 
