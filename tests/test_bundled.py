@@ -10,6 +10,7 @@ from safetensors import safe_open
 from tokenizers import Tokenizer
 
 BUNDLED = Path(__file__).parents[1] / "tridecode" / "bundled"
+TRAINING = Path(__file__).parents[1] / "training"
 FILES = (
     "config.json",
     "model.safetensors",
@@ -128,7 +129,7 @@ def test_notice_credits_sources_and_authors():
 
 
 def test_held_out_exchanges_are_never_taught(monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "training"))
+    monkeypatch.syspath_prepend(str(TRAINING))
     import exchanges
     import generator
 
@@ -150,10 +151,34 @@ def test_held_out_exchanges_are_never_taught(monkeypatch):
 
 
 def test_prompts_of_the_evaluation_are_never_taught(monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "training"))
+    monkeypatch.syspath_prepend(str(TRAINING))
     import generator
 
     assert len(generator.FREE_PROMPTS) == 30
     prompts = {generator.plain(prompt) for prompt in generator.FREE_PROMPTS}
     messages = [message for chat in generator.generate(3000, seed=2) for message in chat]
     assert not prompts & {generator.plain(message["content"]) for message in messages if message["role"] == "user"}
+
+
+def test_the_card_says_what_was_judged(monkeypatch):
+    """The counts of the card and of both READMEs are those of the verdicts, and no chat was left out."""
+    monkeypatch.syspath_prepend(str(TRAINING))
+    import sixty_chats
+    from content import sections
+
+    asked = [(kind, chat.split(" => ")) for kind, chats in sections("sixty_chats.txt").items() for chat in chats]
+    results = sixty_chats.RESULTS.read_text(encoding="utf-8")
+    judged = sixty_chats.parts(results)
+    assert len(judged) == len(asked) == 60 and sixty_chats.summary(judged) in results
+    for number, ((kind, turns), (chat, verdict)) in enumerate(zip(asked, judged), 1):
+        said = [line for line in chat.splitlines()[1:] if line and not line.startswith(">")]
+        assert chat.startswith(f"## {number}: {kind}\n") and said == turns and chat.count("\n\n> ") == len(turns)
+        assert verdict == "yes." or verdict.startswith(("yes (", "no: ")), f"{number}: {verdict}"
+    counts = dict(line.strip("| ").split(" | ") for line in sixty_chats.summary(judged).splitlines()[2:])
+    total = counts.pop("all")
+    card = (BUNDLED / "MODEL_CARD.md").read_text(encoding="utf-8")
+    assert f"| {' | '.join(counts)} |" in card and f"| {' | '.join(counts.values())} |" in card
+    for text in (card, (TRAINING / "README.md").read_text(encoding="utf-8")):
+        assert total in " ".join(text.split())
+    readme = (TRAINING.parent / "README.md").read_text(encoding="utf-8")
+    assert f"answered {total.strip('*').split()[0]} rightly" in " ".join(readme.split())

@@ -1,14 +1,16 @@
 """Evaluates the bundled model through the engine, as a user would meet it.
 
-    python training/evaluate.py                 exchanges, free prompts and edges, on whatever device there is
+    python training/evaluate.py                 all of it, on whatever device there is
     python training/evaluate.py --only exchanges --device cpu --json OUT.json
 
-Exchanges have one right answer and are asked greedily; free prompts and edges use the model's own sampling defaults.
+Exchanges and limits have one right answer and are asked greedily; free prompts and edges use the model's own sampling
+defaults.
 """
 
 import argparse
 import json
 import random
+import re
 import sys
 import time
 from collections import Counter
@@ -17,6 +19,7 @@ from pathlib import Path
 import stories
 import torch
 from exchanges import KINDS, held_out_exchanges, is_right
+from facts import CATEGORIES
 from generator import EDGE_PROMPTS, FREE_PROMPTS, ChatGenerator
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -47,6 +50,51 @@ def evaluate_exchanges(engine: Engine, count: int, seed: int) -> dict:
     for miss in misses:
         print(f"  {miss['kind']}: {miss['asked']!r} -> {miss['reply']!r}, not {miss['answer']!r}")
     return {"right": table, "mean": mean, "misses": misses}
+
+
+def limits(rng: random.Random, count: int) -> dict[str, list[tuple[str, int]]]:
+    """Questions that get harder step by step, each with its number or, for lists, how many things are asked for."""
+    pairs = [(a, b) for a in range(11, 100) for b in range(10, a)]
+    borrowing = [(a, b) for a, b in pairs if a % 10 < b % 10]
+    plain = [(a, b) for a, b in pairs if a % 10 >= b % 10]
+    small = [(a, b) for a in range(1, 11) for b in range(1, 11)]
+    three = [[rng.randint(1, top) for _ in range(3)] for top in (9, 33) for _ in range(count)]
+    lists = [(f"Name {n} {kind}.", n) for kind, known in CATEGORIES.items() for n in range(3, min(len(known), 10) + 1)]
+    return {
+        "a - b, up to 10": [(f"What is {a} - {b}?", a - b) for a, b in small if b <= a],
+        "two digits less one": [(f"What is {a} - {b}?", a - b) for a in range(11, 100) for b in range(1, 10)],
+        "two digits less two": [(f"What is {a} - {b}?", a - b) for a, b in plain],
+        "the same, borrowing": [(f"What is {a} - {b}?", a - b) for a, b in borrowing],
+        "100 - b": [(f"What is 100 - {b}?", 100 - b) for b in range(1, 100)],
+        "a + b + c, one digit": [(f"What is {a} + {b} + {c}?", a + b + c) for a, b, c in three[:count]],
+        "a + b + c, up to 33": [(f"What is {a} + {b} + {c}?", a + b + c) for a, b, c in three[count:]],
+        "a times b, up to 12": [(f"What is {a} times {b}?", a * b) for a in range(1, 13) for b in range(1, 13)],
+        "a times 13 to 99": [(f"What is {a} times {b}?", a * b) for a in range(2, 10) for b in range(13, 100)],
+        "ab divided by b": [(f"What is {a * b} divided by {b}?", a) for a, b in small],
+        "lists of 3 to 5": [(question, n) for question, n in lists if n <= 5],
+        "lists of 6 to 10": [(question, n) for question, n in lists if n > 5],
+    }
+
+
+def evaluate_limits(engine: Engine, count: int, seed: int) -> dict:
+    """Where arithmetic and lists stop being right. A list is right if it has as many different items as were asked."""
+    rng = random.Random(f"limits {seed}")
+    table, params = {}, SamplingParams(temperature=0.0, max_tokens=80)
+    for kind, questions in limits(rng, count).items():
+        asked = rng.sample(questions, min(count, len(questions)))
+        right, misses = 0, []
+        for question, answer in asked:
+            reply = engine.generate([{"role": "user", "content": question}], params).text
+            if kind.startswith("lists"):
+                items = re.split(r", and |, | and ", reply.split(": ")[-1].lower().rstrip("."))
+                found = len(items) if len(set(items)) == len(items) else 0
+            else:
+                found = int(([-1] + re.findall(r"\d+", reply))[-1])
+            right += found == answer
+            misses += [] if found == answer else [f"{question!r} -> {reply[:200]!r}"]
+        table[kind] = {"right": right, "of": len(asked), "misses": misses}
+        print(f"{kind:>20}  {right:4} of {len(asked)}", *misses[:2], sep="\n  ", flush=True)
+    return table
 
 
 def evaluate_free_prompts(engine: Engine) -> list[dict]:
@@ -108,9 +156,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="directory of another checkpoint")
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--count", type=int, default=100, help="exchanges of each kind")
+    parser.add_argument("--count", type=int, default=100, help="exchanges and questions of each kind")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--only", choices=["exchanges", "free", "edges"])
+    parser.add_argument("--only", choices=["exchanges", "limits", "free", "edges"])
     parser.add_argument("--json", type=Path, help="where to write everything")
     options = parser.parse_args()
     torch.set_num_threads(1)  # the model is too small to gain from more, and they stall where cores are busy
@@ -118,6 +166,8 @@ def main() -> None:
     started, report = time.monotonic(), {}
     if options.only in (None, "exchanges"):
         report["exchanges"] = evaluate_exchanges(engine, options.count, options.seed)
+    if options.only in (None, "limits"):
+        report["limits"] = evaluate_limits(engine, options.count, options.seed)
     if options.only in (None, "free"):
         report["free_prompts"] = evaluate_free_prompts(engine)
     if options.only in (None, "edges"):

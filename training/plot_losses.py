@@ -51,4 +51,6 @@ def draw(log: list[dict]) -> str:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 3:
+        sys.exit(__doc__.strip())
     Path(sys.argv[2]).write_text(draw(json.loads(Path(sys.argv[1]).read_text())))

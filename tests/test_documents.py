@@ -1,0 +1,96 @@
+"""The documents: their links, in a checkout and where the README stands alone, and the commands that they show."""
+
+import re
+import shlex
+import subprocess
+import sys
+from email import message_from_string
+from pathlib import Path
+
+import pytest
+from markdown_it import MarkdownIt
+
+from tridecode.commands.parser import make_parser
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "training/README.md")),
+    ROOT / "tridecode" / "bundled" / "MODEL_CARD.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "training" / "results").glob("*.md")),
+]
+BUILT_FROM = ("README.md", "pyproject.toml", "setup.py", "LICENSE", "tridecode/version.py", "tridecode/bundled/NOTICE")
+COMMANDS = [
+    (document.name, command[1].strip())
+    for document in DOCUMENTS
+    for block in re.findall(r"(?ms)^```sh\n(.*?)^```$", document.read_text(encoding="utf-8"))
+    for command in re.finditer(r"(?:python cli\.py|\btridecode) ([^|><&;\n]*)", block)
+]
+
+
+def targets(markdown: str) -> list[str]:
+    """Where the links and pictures of a document lead."""
+    tokens = [child for token in MarkdownIt("commonmark").parse(markdown) for child in token.children or []]
+    return [token.attrs[name] for token in tokens for name in ("href", "src") if name in token.attrs]
+
+
+def anchors(markdown: str) -> set[str]:
+    headings = re.findall(r"(?m)^#+ (.+)$", markdown)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.fixture(scope="module")
+def description(tmp_path_factory):
+    """What a package index shows: the long description of the built metadata."""
+    pytest.importorskip("setuptools", "77")
+    copy = tmp_path_factory.mktemp("sources")
+    for name in BUILT_FROM:
+        (copy / name).parent.mkdir(parents=True, exist_ok=True)
+        (copy / name).write_bytes((ROOT / name).read_bytes())
+    build = "from setuptools import build_meta; print(build_meta.prepare_metadata_for_build_wheel('.'))"
+    done = subprocess.run([sys.executable, "-c", build], cwd=copy, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    metadata = message_from_string((copy / done.stdout.splitlines()[-1] / "METADATA").read_text(encoding="utf-8"))
+    assert metadata["Description-Content-Type"] == "text/markdown"
+    return metadata.get_payload()
+
+
+def test_a_package_index_shows_no_link_into_the_repository(description):
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    relative = [target for target in targets(readme) if not target.startswith(("https://", "#"))]
+    assert "docs/chat.svg" in relative and "docs/benchmarks.md#where-the-rest-goes" in relative
+    assert [target for target in targets(description) if target in relative] == []
+    for target in relative:
+        assert f"`{target.partition('#')[0]}`" in description
+
+
+def test_a_package_index_shows_all_the_rest_of_the_readme(description):
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert description.count("\n") == readme.count("\n") + 2  # the line about the files
+    told = set(description.splitlines())
+    changed = [line for line in readme.splitlines() if line not in told]
+    assert changed and all(re.search(r"\]\([^)]+\)", line) for line in changed)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_lead_somewhere(document):
+    text = document.read_text(encoding="utf-8")
+    for target in targets(text):
+        path, _, anchor = target.partition("#")
+        if path.startswith("https://"):
+            continue
+        other = (document.parent / path).resolve() if path else document
+        assert other.exists() and other.is_relative_to(ROOT), target
+        assert not anchor or anchor in anchors(other.read_text(encoding="utf-8")), target
+
+
+@pytest.mark.parametrize("document, command", COMMANDS, ids=lambda part: part)
+def test_a_command_that_is_shown_has_options_that_exist(document, command):
+    arguments = shlex.split(command, comments=True)
+    if arguments[0] != "--print-completion":
+        assert make_parser().parse_args(arguments).command == arguments[0]
+
+
+def test_commands_are_shown():
+    assert len(COMMANDS) > 30
+    assert {"README.md", "chat.md", "generate.md", "benchmarks.md"} <= {name for name, _ in COMMANDS}
