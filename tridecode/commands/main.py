@@ -15,25 +15,44 @@ BROKEN_PIPE = 141  # as a shell reports a program that SIGPIPE ended
 def main(argv: list[str] | None = None) -> int:
     """Run one command; returns the exit code. Wrong options end in SystemExit(2), as argparse does."""
     tolerant_streams()
-    args = make_parser().parse_args(argv)
-    set_up_logging(args.verbose)
-    output = Output()
     try:
+        return guarded(argv)
+    except BrokenPipeError:
+        return BROKEN_PIPE
+    except OSError:  # stderr takes nothing either: nobody can be told
+        return 1
+    finally:
+        drop_unwritten()
+
+
+def guarded(argv: list[str] | None) -> int:
+    """`main`, but for streams that fail while the error itself is told."""
+    output, args = Output(), None
+    try:
+        args = make_parser().parse_args(argv)
+        set_up_logging(args.verbose)
         code = run(args, output)
-        sys.stdout.flush()  # here, where a reader that has gone can still be handled
+        sys.stdout.flush()  # here, where what fails can still be told
         return code
     except KeyboardInterrupt:
         output.errors.print()
         return INTERRUPTED
     except BrokenPipeError:
-        # Python flushes stdout once more at exit; that must not fail again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return BROKEN_PIPE
+        raise
     except Exception as error:
-        if args.verbose:
+        if args is not None and args.verbose:
             logging.getLogger("tridecode").exception("%s failed", args.command)
         output.error(explain(error))
         return 1
+
+
+def drop_unwritten() -> None:
+    """Python flushes its streams once more at exit: what they could not write must not fail again."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def run(args, output: Output) -> int:

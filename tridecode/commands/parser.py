@@ -2,6 +2,8 @@
 
 import argparse
 import difflib
+import sys
+from contextlib import nullcontext, suppress
 
 from ..presets import PRESETS
 from ..version import __version__
@@ -65,6 +67,13 @@ class Parser(argparse.ArgumentParser):
             self.error(f"unrecognized arguments: {' '.join(unknown)}{meant}")
         return namespace, unknown
 
+    def _print_message(self, message, file=None):
+        """argparse would hide that stdout cannot be written."""
+        file = file or sys.stderr
+        with suppress(OSError) if file is sys.stderr else nullcontext():  # an exit code still tells
+            file.write(message)
+            file.flush()
+
     def error(self, message):
         self.exit(2, f"tridecode: error: {one_line(message)} (see {self.prog} --help)\n")
 
@@ -85,7 +94,7 @@ class PrintCompletion(argparse.Action):
                     complete_paths(command)
 
         complete_paths(parser)
-        print(shtab.complete(parser, shell))
+        parser._print_message(shtab.complete(parser, shell) + "\n", sys.stdout)
         parser.exit()
 
 

@@ -33,12 +33,19 @@ def tolerant_streams() -> None:
             stream.reconfigure(errors="replace")
 
 
+class PipeConsole(Console):
+    """A console that leaves a reader that has gone to its caller; rich's own would end the program with code 1."""
+
+    def on_broken_pipe(self) -> None:
+        raise
+
+
 class Output:
     """stdout for answers, stderr for everything else; `tty` says whether stdout is a terminal."""
 
     def __init__(self):
-        self.console = Console(highlight=False, markup=False, emoji=False)
-        self.errors = Console(stderr=True, highlight=False, markup=False, emoji=False)
+        self.console = PipeConsole(highlight=False, markup=False, emoji=False)
+        self.errors = PipeConsole(stderr=True, highlight=False, markup=False, emoji=False)
         # rich's own answer can be forced by environment variables
         self.tty, self._unwrapped = sys.stdout.isatty(), not sys.stderr.isatty()
 
