@@ -23,3 +23,6 @@ class ParameterError(TridecodeError, ValueError):
 
 class GenerationError(TridecodeError):
     """A generation had to end: the logits of a step held NaN or Inf."""
+
+
+NO_CHAT = "give plain text in place of a chat"  # a fix that the command line calls --raw

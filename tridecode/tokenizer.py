@@ -17,7 +17,7 @@ import tokenizers
 from .chat_template import ChatTemplate
 from .config import read_json
 from .detokenizer import Detokenizer, TokenBytes
-from .errors import CheckpointError, PromptError
+from .errors import NO_CHAT, CheckpointError, PromptError
 
 __all__ = ["Detokenizer", "Tokenizer"]
 
@@ -121,7 +121,7 @@ class Tokenizer:
         Raises PromptError: malformed messages, no template, or the template's own refusal.
         """
         if self._template is None:
-            raise PromptError("this model has no chat template (it may be a base model); give plain text, or use --raw")
+            raise PromptError(f"this model has no chat template (it may be a base model); {NO_CHAT}")
         messages, variables = _plain(messages, template_variables)
         text = self._template.render(messages, variables)
         marks = self._marks(messages, variables)

@@ -2,14 +2,17 @@
 
 import logging
 import os
+import re
 import sys
+from collections.abc import Iterable
 
-from ..errors import TridecodeError
-from .parser import make_parser
+from ..errors import NO_CHAT, TridecodeError
+from .parser import SAMPLING, make_parser
 from .terminal import Output, one_line, tolerant_streams
 
 INTERRUPTED = 130
 BROKEN_PIPE = 141  # as a shell reports a program that SIGPIPE ended
+LOADING = ("model", "device", "backend", "dtype", "max_seq_len", "graph")  # arguments of Engine.load, each an option
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -42,7 +45,7 @@ def guarded(argv: list[str] | None) -> int:
     except Exception as error:
         if args is not None and args.verbose:
             logging.getLogger("tridecode").exception("%s failed", args.command)
-        output.error(explain(error))
+        output.error(explain(error, (*SAMPLING, "n")))
         return 1
 
 
@@ -82,16 +85,35 @@ def run(args, output: Output) -> int:
     return info(args, output)
 
 
-def explain(error: Exception) -> str:
-    """One line about any error; those that are not the user's say how to learn more."""
+def explain(error: Exception, arguments: Iterable[str] = ()) -> str:
+    """One line about any error; those that are not the user's say how to learn more.
+
+    arguments: those that were given as options, beside LOADING; the line names their options.
+    """
     if isinstance(error, TridecodeError):
-        return one_line(error)
+        return one_line(with_options(str(error), (*LOADING, *arguments)))
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return "out of memory; choose a smaller --max-seq-len or model"
     if isinstance(error, OSError) and error.strerror:  # a full disk, a file that may not be read
         return one_line(f"{error.strerror}{f': {error.filename}' if error.filename else ''}")
     text = one_line(error)
     return f"{type(error).__name__}{': ' if text else ''}{text} (--verbose shows the traceback)"
+
+
+def with_options(text: str, arguments: Iterable[str]) -> str:
+    """An error of the library, which names Python's arguments, with their options in place of them.
+
+    Some are words as well: they count at the beginning and as name="value", those with an underscore everywhere.
+    """
+    names = "|".join(arguments)
+    text = re.sub(rf'\b({names})="(\w+)"', lambda found: f"{option(found[1])} {found[2]}", text)
+    text = re.sub(rf"^({names})(?= must |: )", lambda found: option(found[1]), text)
+    text = re.sub(rf"(?<![\w-])({names})(?!\w)", lambda found: option(found[1]) if "_" in found[1] else found[1], text)
+    return text.replace(NO_CHAT, "use --raw")
+
+
+def option(argument: str) -> str:
+    return "--" + argument.replace("_", "-")
 
 
 def set_up_logging(verbose: bool) -> None:

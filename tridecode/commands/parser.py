@@ -61,11 +61,16 @@ class Parser(argparse.ArgumentParser):
         """Each command refuses what it does not know itself: argparse would leave that to the parser above it."""
         namespace, unknown = super().parse_known_args(args, namespace)
         if unknown:
-            known = [name for action in self._actions for name in action.option_strings]
-            near = difflib.get_close_matches(unknown[0].split("=")[0], known, n=1)
-            meant = f"; did you mean {near[0]}?" if near else ""
+            near = self.near(unknown[0].split("=")[0].lstrip("-"))
+            meant = f"; did you mean {' or '.join(near)}?" if near else ""
             self.error(f"unrecognized arguments: {' '.join(unknown)}{meant}")
         return namespace, unknown
+
+    def near(self, typed: str) -> list[str]:
+        """Options that begin as `typed` does, or the nearest one. Their hyphens, which all of them share, count not."""
+        known = {name.lstrip("-"): name for action in self._actions for name in action.option_strings}
+        begun = [known[word] for word in known if len(typed) > 2 and word.startswith(typed)]
+        return begun[:3] or [known[word] for word in difflib.get_close_matches(typed, known, n=1, cutoff=0.66)]
 
     def _print_message(self, message, file=None):
         """argparse would hide that stdout cannot be written."""
@@ -321,7 +326,7 @@ def logit_bias(text: str) -> tuple[int, float]:
 
 
 def positive(text: str) -> int:
-    value = int(text) if text.isdecimal() else 0
+    value = int(text) if text.isdecimal() and len(text) < 40 else 0
     if value < 1:
         raise argparse.ArgumentTypeError(f"expected a positive integer, got {text!r}")
     return value

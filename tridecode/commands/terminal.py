@@ -19,8 +19,9 @@ def visible(text: str) -> str:
 
 
 def one_line(message: object) -> str:
-    """A message as one line without control characters."""
-    return visible(" ".join(str(message).split()))
+    """A message as one line without control characters; of a word as long as no name should be, the two ends."""
+    words = str(message).split()
+    return visible(" ".join(f"{word[:150]}…{word[-50:]}" if len(word) > 300 else word for word in words))
 
 
 def tolerant_streams() -> None:
