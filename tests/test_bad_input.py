@@ -189,8 +189,10 @@ def test_engine_option_out_of_range(failure, good, option, value, named):
 
 
 def test_prompt_longer_than_the_context(failure, good):
-    line = failure("generate", "--model", good, "--device", "cpu", "--max-seq-len", "16", "--prompt", "word " * 40)
+    line = failure("generate", "--model", good, "--device", "cpu", "--max-seq-len", "16", "--prompt", "word " * 5)
     assert "the context holds 16: shorten it or raise --max-seq-len" in line
+    line = failure("generate", "--model", good, "--device", "cpu", "--max-seq-len", "16", "--prompt", "word " * 4000)
+    assert "tokens or more, the context holds 16: shorten it, or raise --max-seq-len if" in line
     ids = ",".join(["7"] * 600)
     assert "600" in failure("generate", "--model", good, "--device", "cpu", "--prompt-ids", ids, "--json")
 

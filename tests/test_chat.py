@@ -208,7 +208,7 @@ def test_tokens_are_counted_only_where_they_could_be_too_many(session):
     counted = []
     chat = session(["a"], ["b"], ["c"], ["d"])
     chat.engine.capacity = 10_000
-    chat.engine.tokenizer = SimpleNamespace(encode_chat=lambda messages: counted.append(len(messages)) or [0])
+    chat.engine.tokenizer = SimpleNamespace(encode_chat=lambda messages, context: counted.append(len(messages)) or [0])
     for line in ("one", "two", "x" * 3000, "/system Sys", "four"):
         chat.handle(line)
     assert counted == [1, 5, 8], "the first, one that is long, and one after the system turn changed"

@@ -142,9 +142,11 @@ class Engine:
             raise PromptError("this engine has no tokenizer: give token ids")
         self._check_variables(variables, chat)
         if items is None:
-            ids = self.tokenizer.encode(prompt)
+            ids = self.tokenizer.encode(prompt, context=self.capacity)
+        elif chat:
+            ids = self.tokenizer.encode_chat(items, self.capacity, **variables)
         else:
-            ids = self.tokenizer.encode_chat(items, **variables) if chat else [self._token_id(token) for token in items]
+            ids = [self._token_id(token) for token in items]
         if not ids:
             raise PromptError("the prompt is empty: at least one token is needed")
         for token in (min(ids), max(ids)):  # a tokenizer may know more tokens than the model
@@ -152,7 +154,7 @@ class Engine:
                 raise self._outside(token)
         if len(ids) > self.capacity:
             fix = "shorten it" + (" or raise max_seq_len" if self.capacity < self.config.max_position else "")
-            raise PromptError(f"the prompt has {len(ids)} tokens, the context holds {self.capacity}: {fix}")
+            raise PromptError(f"the prompt has {len(ids):,} tokens, the context holds {self.capacity:,}: {fix}")
         return ids, chat
 
     def _check_variables(self, variables: dict, chat: bool) -> None:

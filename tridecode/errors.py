@@ -17,6 +17,15 @@ class PromptError(TridecodeError, ValueError):
     """A prompt, token id or chat message cannot be used."""
 
 
+class TooLong(PromptError):
+    """A prompt of so many bytes that no tokens of it fit in the context. tokens: the fewest that it can have."""
+
+    def __init__(self, tokens: int, context: int):
+        fix = "shorten it, or raise max_seq_len if the model has a longer context"
+        super().__init__(f"the prompt has {tokens:,} tokens or more, the context holds {context:,}: {fix}")
+        self.tokens = tokens
+
+
 class ParameterError(TridecodeError, ValueError):
     """A sampling or engine parameter is out of its range."""
 

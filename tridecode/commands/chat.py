@@ -12,6 +12,7 @@ from dataclasses import replace
 import torch
 
 from ..engine import Engine
+from ..errors import TooLong
 from . import session, slash
 from .conversation import Conversation
 from .display import answer_display, opens_thinking
@@ -199,9 +200,13 @@ class Chat:
         return base
 
     def count(self, prompt) -> int:
-        tokenizer = self.engine.tokenizer
-        chat = not isinstance(prompt, str)
-        return len(tokenizer.encode_chat(prompt, **self.variables or {}) if chat else tokenizer.encode(prompt))
+        tokenizer, context = self.engine.tokenizer, self.engine.capacity
+        try:
+            if isinstance(prompt, str):
+                return len(tokenizer.encode(prompt, context=context))
+            return len(tokenizer.encode_chat(prompt, context, **self.variables or {}))
+        except TooLong as error:
+            return error.tokens  # the fewest; enough to know that it does not fit
 
     def report(self, last) -> None:
         if last.finish_reason == "length":

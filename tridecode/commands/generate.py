@@ -72,7 +72,7 @@ def check_options(args) -> None:
 def encoded(prompt: Prompt, args, engine: Engine) -> Prompt:
     """With --allow-special, text as token ids, its control tokens among them."""
     if args.allow_special and isinstance(prompt, str):
-        return engine.tokenizer.encode(prompt, allow_special=True)
+        return engine.tokenizer.encode(prompt, allow_special=True, context=engine.capacity)
     return prompt
 
 
