@@ -15,7 +15,6 @@ from tridecode.errors import TooLong
 from tridecode.token_sizes import fewest
 from tridecode.tokenizer import Tokenizer
 
-
 SPLIT = {"type": "Split", "pattern": {"String": " "}, "invert": False}
 
 
