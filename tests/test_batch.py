@@ -63,6 +63,13 @@ def test_bad_lines_fail_alone(generate, tmp_path):
     assert err.splitlines()[-1].startswith(f"1 answered, {len(BAD)} failed")
 
 
+def test_an_error_names_the_field_or_the_option_whichever_was_given(generate, tmp_path):
+    file = tmp_path / "b.jsonl"
+    file.write_text('{"prompt": "a", "logit_bias": {"388000": 1}}\n{"prompt": "a"}')
+    found = lines(generate("--jsonl", file, *LIMITS, "--logit-bias", "388000=1")[1])
+    assert [entry["error"].split(": ")[1] for entry in found] == ["logit_bias", "--logit-bias"]
+
+
 def test_a_batch_resumes(generate, engine, monkeypatch, tmp_path):
     file, results = tmp_path / "b.jsonl", tmp_path / "o.jsonl"
     file.write_text("\n".join([json.dumps(GOOD[0]), "{", *map(json.dumps, GOOD[1:])]))

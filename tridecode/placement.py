@@ -51,11 +51,11 @@ def plan_capacity(
     """The memory plan, the context to allocate, and notes for the user. Raises ParameterError, DeviceError."""
     limit = config.max_position
     if max_seq_len is not None and not 1 <= max_seq_len <= limit:
-        raise ParameterError(f"max_seq_len must be from 1 to the model's limit of {limit}, got {max_seq_len}")
+        raise ParameterError(f"max_seq_len must be from 1 to the model's limit of {limit:,}, got {max_seq_len:,}")
     plan = plan_memory(config, dtype, device)
     capacity = plan.capacity(max_seq_len, str(device))
     notes = []
     if capacity < (max_seq_len or limit):
-        notes.append(f"context lowered to {capacity} of the model's {limit} positions: that is what fits {device}")
+        notes.append(f"context lowered to {capacity:,} of the model's {limit:,} positions: that is what fits {device}")
         log.warning(notes[-1])
     return plan, capacity, notes

@@ -81,7 +81,7 @@ class SamplingParams:
         if optional and value is None:
             return
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-            raise ParameterError(f"{name} must be an integer from {low} to {high}, got {value!r}")
+            raise ParameterError(f"{name} must be an integer from {low:,} to {high:,}, got {value!r}")
 
     @property
     def penalties(self) -> bool:

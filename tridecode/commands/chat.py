@@ -212,8 +212,8 @@ class Chat:
         if last.finish_reason == "length":
             used = last.usage.prompt_tokens + last.usage.completion_tokens
             full = used >= self.engine.capacity
-            limit = f"max_tokens ({self.params.max_tokens}) was reached"
-            why = f"the context of {self.engine.capacity} tokens is full" if full else limit
+            limit = f"max_tokens ({self.params.max_tokens:,}) was reached"
+            why = f"the context of {self.engine.capacity:,} tokens is full" if full else limit
             self.output.note(f"the answer was cut: {why}")
         self.output.note(speed_line(last.usage, last.timings, self.engine.capacity))
 

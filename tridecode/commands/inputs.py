@@ -22,14 +22,19 @@ def read_file(path: str, output: Output, most: int | None = None) -> str:
     """The text of a regular file or a pipe; - is stdin. Raises PromptError."""
     if path == "-":
         return read_stdin(output, most)
+    data = read_bytes(path, most, "a regular file or a pipe, or - for stdin")
+    return clean(data.decode("utf-8-sig", "surrogateescape"), path, output)
+
+
+def read_bytes(path: str, most: int | None, expected: str) -> bytes:
+    """What is in a regular file or a pipe; `expected` is told to whoever named something else (PromptError)."""
     try:
         if not is_file(os.stat(path).st_mode):
-            raise PromptError(f"{path}: not a file; give a regular file or a pipe, or - for stdin")
+            raise PromptError(f"{path}: not a file; give {expected}")
         with open(path, "rb") as file:
-            data = read_all(file.read, path, most)
+            return read_all(file.read, path, most)
     except OSError as error:
-        raise PromptError(f"{path}: {error.strerror}; give a file that can be read, or - for stdin") from None
-    return clean(data.decode("utf-8-sig", "surrogateescape"), path, output)
+        raise PromptError(f"{path}: {error.strerror}; give {expected}") from None
 
 
 def read_stdin(output: Output, most: int | None = None, way_out: str = "") -> str:
@@ -78,17 +83,22 @@ def read_all(read: Callable, name: str, most: int | None):
 def parse_json(text: str, where: str, output: Output):
     """The JSON value of `text`, its lone surrogates replaced as in `clean`. Whatever it holds can be JSON again."""
     try:
-        value = json.loads(text, parse_int=_integer, parse_float=_real, parse_constant=_constant)
+        value = loads(text)
         again = json.dumps(value, ensure_ascii=False)
     except json.JSONDecodeError as error:
         line = f"line {error.lineno:,}, " if "\n" in text.strip() else ""
         raise PromptError(f"{where}: not JSON ({error.msg}, {line}column {error.colno:,}); correct it") from None
     except RecursionError:
         raise PromptError(f"{where}: not JSON that can be read (nested too deep); correct it") from None
-    except ValueError as error:  # of the three functions below
+    except ValueError as error:  # of the functions below
         raise PromptError(f"{where}: not JSON that can be read ({error}); correct it") from None
     cleaned = clean(again, where, output)
     return value if cleaned == again else json.loads(cleaned)
+
+
+def loads(text: str | bytes):
+    """json.loads, but for numbers that could not be printed as JSON again (ValueError)."""
+    return json.loads(text, parse_int=_integer, parse_float=_real, parse_constant=_constant)
 
 
 def _integer(digits: str) -> int:

@@ -19,7 +19,8 @@ Exit codes: 0 done, 1 error, 2 wrong options, 3 the GPU is lost, 130 interrupted
 """
 GENERATE = """\
 Answer one prompt: --prompt, --prompt-ids, --messages, or stdin when none is given (one newline at its end is dropped).
-A - that is the last word of --prompt, or alone on a line of it, stands for stdin. --jsonl answers a file of prompts.
+Beside --prompt, stdin comes after it if it is a pipe or a file (</dev/null: nothing does); a - that is the last word of
+--prompt, or alone on a line of it, says where instead. --jsonl answers a file of prompts.
 The text streams to stdout, everything else goes to stderr. With --json, stdout gets exactly one line an answer.
 """
 GENERATE_CODES = """\
@@ -286,7 +287,9 @@ def generate_options(generate) -> None:
     prompt.add_argument("--prompt", metavar="TEXT", help="the prompt; sent through the chat template unless --raw")
     prompt.add_argument("--prompt-ids", metavar="IDS", type=token_ids, help="token ids as they are, like 1,2,3")
     prompt.add_argument(
-        "--messages", metavar="FILE", help='a chat as JSON: [{"role": "user", "content": "..."}, ...]; - is stdin'
+        "--messages",
+        metavar="FILE",
+        help='a chat as JSON, [{"role": "user", "content": "..."}, ...], or a saved session; - is stdin',
     )
     prompt.add_argument(
         "--jsonl",

@@ -129,8 +129,8 @@ def unechoed(enabled: bool):
 
 
 def counted(n: int, word: str) -> str:
-    """1 token, 2 tokens."""
-    return f"{n} {word}{'' if n == 1 else 's'}"
+    """1 token, 2 tokens, 1,000 tokens."""
+    return f"{n:,} {word}{'' if n == 1 else 's'}"
 
 
 def speed_line(usage, timings, capacity: int | None = None) -> str:
@@ -139,7 +139,7 @@ def speed_line(usage, timings, capacity: int | None = None) -> str:
     parts = [counted(usage.completion_tokens, "token")]
     if timings.tokens_per_second:
         rate = timings.tokens_per_second
-        parts.append(f"{rate:.{0 if rate >= 100 else 1}f} tok/s")
+        parts.append(f"{rate:,.{0 if rate >= 100 else 1}f} tok/s")
     parts.append(f"first token {timings.ttft:.2f} s")
     parts.append(f"{usage.reused_tokens:,} of {usage.prompt_tokens:,} reused")
     if capacity is not None:
