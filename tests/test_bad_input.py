@@ -180,7 +180,7 @@ def test_value_out_of_range(failure, good, monkeypatch, option, value, named):
     [
         ("--device", "tpu", "'tpu'"),
         ("--device", "cpu:1", "'cpu:1'"),
-        ("--max-seq-len", "0", ": --max-seq-len must be from 1 to"),
+        ("--max-seq-len", "0", ": --max-seq-len must be an integer from 1 to"),
         ("--max-seq-len", "100000", "limit of 512"),
     ],
 )
@@ -192,7 +192,7 @@ def test_prompt_longer_than_the_context(failure, good):
     line = failure("generate", "--model", good, "--device", "cpu", "--max-seq-len", "16", "--prompt", "word " * 5)
     assert "the context holds 16: shorten it or raise --max-seq-len" in line
     line = failure("generate", "--model", good, "--device", "cpu", "--max-seq-len", "16", "--prompt", "word " * 4000)
-    assert "tokens or more, the context holds 16: shorten it, or raise --max-seq-len if" in line
+    assert "tokens or more, the context holds 16: shorten it or raise --max-seq-len" in line
     ids = ",".join(["7"] * 600)
     assert "600" in failure("generate", "--model", good, "--device", "cpu", "--prompt-ids", ids, "--json")
 

@@ -41,7 +41,7 @@ def test_what_cannot_fit_is_refused_before_it_is_tokenised(tokenizer, monkeypatc
     text = "a" * 100_000
     assert len(tokenizer.encode(text)) > 512 > tokenizer._longest
     monkeypatch.setattr(tokenizer, "_tokenizer", None)
-    with pytest.raises(TooLong, match="tokens or more, the context holds 512: shorten it") as refused:
+    with pytest.raises(TooLong, match="tokens or more, the context holds 512$") as refused:
         tokenizer.encode(text, context=512)
     assert 512 < refused.value.tokens <= len(text)
     with pytest.raises(TooLong):

@@ -21,8 +21,7 @@ class TooLong(PromptError):
     """A prompt of so many bytes that no tokens of it fit in the context. tokens: the fewest that it can have."""
 
     def __init__(self, tokens: int, context: int):
-        fix = "shorten it, or raise max_seq_len if the model has a longer context"
-        super().__init__(f"the prompt has {tokens:,} tokens or more, the context holds {context:,}: {fix}")
+        super().__init__(f"the prompt has {tokens:,} tokens or more, the context holds {context:,}")
         self.tokens = tokens
 
 
@@ -35,3 +34,11 @@ class GenerationError(TridecodeError):
 
 
 NO_CHAT = "give plain text in place of a chat"  # a fix that the command line calls --raw
+
+
+def not_finite(step: int, position: int, dtype) -> str:
+    """What is said of a step whose logits held NaN or Inf, in a model of the torch dtype `dtype`."""
+    fix = "the checkpoint may be damaged: download it again"
+    if str(dtype) == "torch.float16":
+        fix = 'float16 overflows in some models: choose dtype="bfloat16" or dtype="float32"'
+    return f"step {step} (position {position}) gave NaN or Inf logits and drew nothing; {fix}"

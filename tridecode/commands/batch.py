@@ -91,7 +91,8 @@ def answer(request: Request, engine: Engine, params, args, output: Output, count
         try:
             prompt = encoded(request.prompt, args, engine)
             result = engine.generate(prompt, replace(params, **request.fields), **reuse(args))
-            found, error = report(result, engine), result.error
+            found = report(result, engine)
+            error = found.get("error")
             counts["tokens"] += result.usage.completion_tokens
         except (TridecodeError, MemoryError, RuntimeError) as failure:  # RuntimeError: torch's, out of memory too
             error = explain(failure, [name for name in SAMPLING if name not in request.fields])

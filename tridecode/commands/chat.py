@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 
 from ..engine import Engine
-from ..errors import TooLong
+from ..errors import GenerationError, TooLong
 from . import session, slash
 from .conversation import Conversation
 from .display import answer_display, opens_thinking
@@ -174,13 +174,13 @@ class Chat:
             if not failed and (answer or last is not None):
                 self.conversation = base.plus(line, answer)
             try:
-                shown.finish()
+                (shown.abort if failed else shown.finish)()
             finally:
                 self.save()
             self.answers, self.tokens = self.answers + 1, self.tokens + tokens
             self.seconds += time.perf_counter() - started
             if failed:
-                self.fail(last.error)
+                self.fail(explain(GenerationError(last.error)))
             elif last is None:
                 rest = "kept in the conversation" if answer else "the turn is not kept"
                 seconds = time.perf_counter() - started
