@@ -16,6 +16,7 @@ from ..errors import GenerationError, TooLong
 from . import session, slash
 from .conversation import Conversation
 from .display import answer_display, opens_thinking
+from .inputs import stdin_lines
 from .lines import join_blocks, open_reader, unquoted
 from .loading import Loader, load_engine
 from .main import explain
@@ -282,7 +283,7 @@ def chat(args, output: Output) -> int:
             output.note(f"{talk.engine.name}: {talk.capacity_words()}; /help lists the commands")
             code = converse(talk, open_reader(slash.COMMANDS, output))
         else:
-            for line in join_blocks(sys.stdin):
+            for line in join_blocks(stdin_lines()):
                 if not talk.handle(line):
                     break
             code = talk.exit_code

@@ -6,12 +6,13 @@ import os
 import select
 import stat
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from ..errors import PromptError
 from .terminal import Output
 
 LARGEST = 64_000_000  # characters of stdin or bytes of a file; no context holds a prompt as long
+PIECE = 1 << 20  # read at once: Ctrl-C ends what reads between two
 DIGITS = 100  # of a number in JSON
 PATIENCE = 1.0  # seconds until somebody is told what is being waited for
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -48,6 +49,21 @@ def read_stdin(output: Output, most: int | None = None, way_out: str = "") -> st
     return clean(read_all(sys.stdin.read, "stdin", most).removeprefix("\ufeff"), "stdin", output)
 
 
+def stdin_lines() -> Iterator[str]:
+    """The lines of stdin as they come; PromptError at one that is too long, such as all of /dev/zero."""
+    pieces, size = [], 0
+    while piece := sys.stdin.readline(PIECE):
+        pieces.append(piece)
+        size += len(piece)
+        if size > LARGEST:
+            raise PromptError(f"stdin: a line longer than {LARGEST:,} characters, the most that is read; end it before")
+        if piece.endswith("\n"):
+            yield "".join(pieces)
+            pieces, size = [], 0
+    if pieces:
+        yield "".join(pieces)
+
+
 def is_file(mode: int) -> bool:
     """Whether an st_mode is that of a regular file or a pipe: what ends, and is somebody's on purpose."""
     return stat.S_ISREG(mode) or stat.S_ISFIFO(mode)
@@ -69,9 +85,9 @@ def readable_within(seconds: float) -> bool:
 
 
 def read_all(read: Callable, name: str, most: int | None):
-    """All that `read(n)` gives, str or bytes, in pieces: Ctrl-C ends it between two, and what never ends is refused."""
+    """All that `read(n)` gives, str or bytes, in pieces; what never ends is refused."""
     pieces, size, most = [], 0, most or LARGEST
-    while piece := read(1 << 20):
+    while piece := read(PIECE):
         pieces.append(piece)
         size += len(piece)
         if size > most:
