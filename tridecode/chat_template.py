@@ -68,7 +68,8 @@ class ChatTemplate:
             case "memory":
                 raise PromptError(f"{self._name} needs more than {self.limits.memory >> 20} MiB of memory; {NO_CHAT}")
             case _:
-                raise PromptError(f"{self._name} wrote more than {self.limits.characters:,} characters; {NO_CHAT}")
+                limit = f"{self.limits.characters:,} characters"
+                raise PromptError(f"{self._name} wrote more than {limit}; shorten the chat, or {NO_CHAT}")
 
     def variables(self) -> frozenset[str]:
         """Names that the template reads and that `render` may give it; none where that cannot be found out."""

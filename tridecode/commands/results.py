@@ -12,7 +12,7 @@ from ..errors import PromptError
 from .outputs import naming, open_special, text_sink, writer
 from .terminal import Output
 
-OTHER = "delete it, or give --output another name"
+OTHER = "give --output another name, or move this file away"
 LONGEST = 64 << 20  # bytes of a line
 # How every line begins, and how one does that was cut off within that.
 _HEAD = re.compile(rb'\{"index": (\d{1,18}), "input": "([0-9a-f]{16})"')
