@@ -24,7 +24,7 @@ from tridecode.presets import PRESETS
 
 ROOT = Path(__file__).resolve().parent.parent
 BUNDLED = ROOT / "tridecode" / "bundled"
-SPEED = re.compile(r"(\d+) tokens · ([\d.]+) tok/s")
+SPEED = re.compile(r"([\d,]+) tokens · ([\d,.]+) tok/s")
 PROMPT = "Tell me a long story about a snail."
 
 
@@ -60,7 +60,7 @@ def chat(args) -> float:
     child.expect_exact("\x1b[?2004h")  # the prompt reads keys
     child.send(f"{PROMPT}\r")
     child.expect(SPEED)
-    found = int(child.match[1]), float(child.match[2])
+    found = figures(child.match)
     child.expect_exact("\x1b[?2004h")
     child.sendeof()
     child.expect(pexpect.EOF)
@@ -70,12 +70,19 @@ def chat(args) -> float:
 def generate(args) -> float:
     with tempfile.NamedTemporaryFile() as file:
         done = subprocess.run(
-            command("generate", args, "--prompt", PROMPT, "--output", file.name), capture_output=True, text=True
+            command("generate", args, "--prompt", PROMPT, "--output", file.name),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
         )
     found = SPEED.search(done.stderr)
     if found is None:
         sys.exit(done.stderr)
-    return checked((int(found[1]), float(found[2])), args)
+    return checked(figures(found), args)
+
+
+def figures(found: re.Match) -> tuple[int, float]:
+    return int(found[1].replace(",", "")), float(found[2].replace(",", ""))
 
 
 def checked(found: tuple[int, float], args) -> float:

@@ -21,8 +21,8 @@ class Script:
     name, capacity, notes, backend, graph = "script", 100, (), "triton", "full"
     device = SimpleNamespace(type="cpu")
     tokenizer = SimpleNamespace(
-        encode=list,
-        encode_chat=lambda messages, **variables: "".join(m["content"] for m in messages),
+        encode=lambda text, context=None: list(text),
+        encode_chat=lambda messages, context=None, **variables: "".join(m["content"] for m in messages),
         decode=lambda ids, skip_special: "",
         template_variables=frozenset(),
     )

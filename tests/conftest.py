@@ -81,6 +81,49 @@ def piped(capsys, monkeypatch, state):
 
 
 @pytest.fixture(scope="session")
+def engine(tmp_path_factory):
+    """A tiny model with random weights on the CPU, for the fixture `generate`."""
+    from checkpoints import write_tiny
+
+    from tridecode import Engine
+
+    return Engine.load(write_tiny(tmp_path_factory.mktemp("generate") / "qwen3", "qwen3"), device="cpu")
+
+
+@pytest.fixture
+def generate(capsys, engine, monkeypatch):
+    """Run `generate` in this process on one engine; returns exit code, stdout, stderr. stdin: bytes, or a stream."""
+    from tridecode import Engine, commands
+
+    monkeypatch.setattr(Engine, "load", lambda *args, **kwargs: engine)
+
+    def generate(*argv, stdin=b""):
+        engine._cached = []
+        given = io.TextIOWrapper(io.BytesIO(stdin), encoding="utf-8") if isinstance(stdin, bytes) else stdin
+        monkeypatch.setattr("sys.stdin", given)
+        try:
+            code = commands.main(["generate", *map(str, argv)])
+        except SystemExit as exit:
+            code = exit.code
+        return code, *capsys.readouterr()
+
+    return generate
+
+
+@pytest.fixture
+def seen(engine, monkeypatch):
+    """The prompts and parameters that reach the engine."""
+    found, stream = [], engine.stream
+
+    def spy(prompt, params=None, **options):
+        found.append((prompt, params, options))
+        return stream(prompt, params, **options)
+
+    monkeypatch.setattr(engine, "stream", spy)
+    return found
+
+
+@pytest.fixture(scope="session")
 def endless(tmp_path_factory):
     """A model without stop tokens and with a long context: it talks until it is stopped."""
     from checkpoints import write_tiny

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 
 import pytest
 import torch
@@ -110,6 +111,44 @@ def test_misspelt_option(failure, command):
     assert "--devise cpu; did you mean --device?" in line and f"tridecode {command} --help" in line
 
 
+@pytest.mark.parametrize(
+    "typed, meant",
+    [
+        ("--nope", ""),
+        ("--system-prompt", ""),
+        ("--maxtokens", "--max-tokens"),
+        ("--topp", "--top-p"),
+        ("--temp", "--temperature"),
+        ("--max", "--max-seq-len or --max-tokens"),
+        ("--ouput", "--output"),
+        ("--n_", "--n"),
+    ],
+)
+def test_only_a_near_option_is_suggested(failure, typed, meant):
+    line = failure("generate", typed, "3", code=2)
+    assert line == (
+        f"tridecode: error: unrecognized arguments: {typed} 3{f'; did you mean {meant}?' if meant else ''} "
+        "(see tridecode generate --help)\n"
+    )
+
+
+@pytest.mark.parametrize(
+    "option, digits, code",
+    [
+        ("--seed", 5000, 2),  # more than Python reads
+        ("--seed", 4000, 1),
+        ("--max-seq-len", 4000, 1),
+        ("--stop-token-ids", 5000, 2),
+        ("--stop-token-ids", 4000, 1),
+        ("--n", 5000, 2),
+        ("--n", 20, 1),
+    ],
+)
+def test_a_number_of_many_digits_is_not_shown_whole(failure, option, digits, code):
+    line = failure("generate", "--device", "cpu", "--prompt", "x", option, "9" * digits, code=code)
+    assert option in line and "99" in line and len(line) < 500
+
+
 TWO_PROMPTS = ("generate", "--prompt", "x", "--prompt-ids", "1")
 
 
@@ -121,12 +160,14 @@ def test_wrong_usage(failure, argv):
 @pytest.mark.parametrize(
     "option, value, named",
     [
-        ("--temperature", "-1", "temperature"),
-        ("--temperature", "nan", "temperature"),
-        ("--top-p", "0", "top_p"),
-        ("--min-p", "2", "min_p"),
-        ("--max-tokens", "0", "max_tokens"),
-        ("--seed", str(2**70), "seed"),
+        ("--temperature", "-1", ": --temperature must be"),
+        ("--temperature", "nan", ": --temperature must be"),
+        ("--top-p", "0", ": --top-p must be"),
+        ("--min-p", "2", ": --min-p must be"),
+        ("--max-tokens", "0", ": --max-tokens must be"),
+        ("--seed", str(2**70), ": --seed must be"),
+        ("--logit-bias", "5=1e400", ": --logit-bias: token 5"),
+        ("--stop", "", ": --stop: every entry"),
     ],
 )
 def test_value_out_of_range(failure, good, monkeypatch, option, value, named):
@@ -139,7 +180,7 @@ def test_value_out_of_range(failure, good, monkeypatch, option, value, named):
     [
         ("--device", "tpu", "'tpu'"),
         ("--device", "cpu:1", "'cpu:1'"),
-        ("--max-seq-len", "0", "from 1 to"),
+        ("--max-seq-len", "0", ": --max-seq-len must be an integer from 1 to"),
         ("--max-seq-len", "100000", "limit of 512"),
     ],
 )
@@ -148,8 +189,10 @@ def test_engine_option_out_of_range(failure, good, option, value, named):
 
 
 def test_prompt_longer_than_the_context(failure, good):
-    line = failure("generate", "--model", good, "--device", "cpu", "--max-seq-len", "16", "--prompt", "word " * 40)
-    assert "16" in line and "context" in line
+    line = failure("generate", "--model", good, "--device", "cpu", "--max-seq-len", "16", "--prompt", "word " * 5)
+    assert "the context holds 16: shorten it or raise --max-seq-len" in line
+    line = failure("generate", "--model", good, "--device", "cpu", "--max-seq-len", "16", "--prompt", "word " * 4000)
+    assert "tokens or more, the context holds 16: shorten it or raise --max-seq-len" in line
     ids = ",".join(["7"] * 600)
     assert "600" in failure("generate", "--model", good, "--device", "cpu", "--prompt-ids", ids, "--json")
 
@@ -173,6 +216,7 @@ def test_token_id_outside_the_vocabulary(failure, good, token):
 @pytest.mark.parametrize("options", [("--device", "cuda"), ("--device", "cuda:3"), ("--backend", "triton")])
 def test_gpu_asked_for_and_absent(failure, good, options):
     assert "GPU" in failure("generate", "--prompt", "x", "--model", good, *options)
+    assert re.search("; use --(device cpu|backend torch)$", failure("generate", "--prompt", "x", *options))
     assert "GPU" in failure("info", "--model", good, *options)
 
 

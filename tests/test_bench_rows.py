@@ -115,7 +115,12 @@ def test_several_rows_are_one_object_at_the_end(bench, tmp_path):
     assert json.loads(out.split("\n")[-2]) == {"rows": [ROW, ROW]}
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[]", "[1]", '[{"bench": "x"}]', "[" * 100_000])
+@pytest.mark.parametrize(
+    "text",
+    ["", "{}", "[]", "[1]", '[{"bench": "x"}]', '[{"bench": []}]', "[" * 100_000, json.dumps([ROW | {"context": "x"}])]
+    + [json.dumps([ROW]).replace("}", f', "more": {number}}}') for number in ("1e999", "NaN", "7" * 5000)],
+    ids=lambda text: text[-20:],
+)
 def test_files_that_hold_no_rows(bench, tmp_path, text):
     (tmp_path / "rows.json").write_text(text)
     code, out, err = bench("report", str(tmp_path / "rows.json"))
@@ -125,6 +130,9 @@ def test_files_that_hold_no_rows(bench, tmp_path, text):
 def test_a_file_that_is_not_there(bench, tmp_path):
     code, _, err = bench("decode", "--compare", str(tmp_path / "absent"))
     assert code == 1 and "absent" in err and err.count("\n") == 1  # before anything is measured
+    for path in ("/dev/zero", str(tmp_path)):
+        code, out, err = bench("report", path)
+        assert (code, out) == (1, "") and err.endswith(f"{path}: not a file; give a JSON file that a bench wrote\n")
 
 
 def test_deviations_name_the_figure_that_changed_most():

@@ -59,6 +59,15 @@ def test_end_of_input_and_exit(piped, tiny):
     assert (code, out) == (0, "") and "tokens" not in err
 
 
+def test_a_line_that_never_ends_is_refused(piped, monkeypatch):
+    monkeypatch.setattr("tridecode.commands.inputs.LARGEST", 1_000_000)
+    code, out, err = piped("Hello\n" + "0" * 2_000_000, "--max-tokens", 2)
+    assert code == 1 and out.count("\n") == 1
+    assert err.splitlines()[-1].startswith("tridecode: error: stdin: a line longer than 1,000,000 characters")
+    monkeypatch.setattr("tridecode.commands.inputs.PIECE", 2)
+    assert piped("Hello\nHello", "--max-tokens", 2)[1].count("\n") == 2
+
+
 def test_a_prompt_that_does_not_fit_ends_its_turn_only(piped, tiny):
     text = "hello\n" + "word " * 100 + "\nagain\n"
     code, out, err = piped(text, "--model", tiny, "--max-tokens", 4, "--temperature", 0, "--max-seq-len", 60)
@@ -206,7 +215,7 @@ def test_tokens_are_counted_only_where_they_could_be_too_many(session):
     counted = []
     chat = session(["a"], ["b"], ["c"], ["d"])
     chat.engine.capacity = 10_000
-    chat.engine.tokenizer = SimpleNamespace(encode_chat=lambda messages: counted.append(len(messages)) or [0])
+    chat.engine.tokenizer = SimpleNamespace(encode_chat=lambda messages, context: counted.append(len(messages)) or [0])
     for line in ("one", "two", "x" * 3000, "/system Sys", "four"):
         chat.handle(line)
     assert counted == [1, 5, 8], "the first, one that is long, and one after the system turn changed"

@@ -4,6 +4,7 @@ import io
 import json
 import logging
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -13,10 +14,11 @@ from types import SimpleNamespace
 import pytest
 from checkpoints import write_tiny
 
-from tridecode import Engine, __version__, commands
-from tridecode.commands.main import set_up_logging
+from tridecode import Engine, SamplingParams, __version__, commands
+from tridecode.commands.main import explain, set_up_logging
 from tridecode.commands.parser import make_parser, sampling_overrides
-from tridecode.commands.terminal import Output, visible
+from tridecode.commands.terminal import Output, counted, speed_line, visible
+from tridecode.errors import NO_CHAT, ParameterError, PromptError
 from tridecode.results import Result, Timings, Usage
 
 ROOT = Path(__file__).parent.parent
@@ -85,6 +87,21 @@ def test_bash_completes(run, tmp_path, typed, completed):
     )
     done = subprocess.run([bash, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, completed + "\n", "")
+
+
+def test_the_completion_lines_of_the_docs_work_in_an_empty_home(tmp_path):
+    lines = (ROOT / "docs" / "chat.md").read_text().split("## Completion in the shell")[1].split("```")[1]
+    program = f"set -e; tridecode() {{ '{sys.executable}' '{ROOT}/cli.py' \"$@\"; }}\n{lines.removeprefix('sh')}"
+    home = os.environ | {"HOME": str(tmp_path)}
+    done = subprocess.run(["sh", "-c", program], env=home, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    found = [path.name for path in tmp_path.rglob("*") if path.is_file() and path.stat().st_size > 1000]
+    assert sorted(found) == ["_tridecode", "tridecode"]
+
+
+def test_the_selection_in_contributing_selects_tests():
+    file, word = re.search(r"pytest (tests/\S+\.py) -k (\w+)", (ROOT / "CONTRIBUTING.md").read_text()).groups()
+    assert re.search(rf"^def test_\w*{word}", (ROOT / file).read_text(), re.MULTILINE)
 
 
 def test_scripts_for_other_shells(run):
@@ -305,6 +322,32 @@ def test_a_terminal_gets_no_control_characters(monkeypatch):
     shown = screen.getvalue()
     assert shown == "␛]0;title␇ \ufffd2J␈[bold]x[/] [/INST]\nA       b␍c :smile:\n"
     assert visible("ok\t\n") == "ok\t\n"
+
+
+def test_counts_have_separators():
+    line = speed_line(Usage(123456, 1000, 2345), Timings(0.1, 0.1, 12345.6), 131072)
+    assert line.startswith("2,345 tokens · 12,346 tok/s · first token 0.10 s · 1,000 of 123,456 reused · context 125,")
+    assert counted(1, "turn") == "1 turn" and counted(300_000, "turn") == "300,000 turns"
+
+
+def test_errors_name_options_on_the_command_line_and_arguments_in_python():
+    names = ("stop", "top_p", "n", "seed")
+    for text, shown in (
+        ("max_seq_len must be from 1 to 512, got 600", "--max-seq-len must be from 1 to 512, got 600"),
+        ("it is full: shorten it or raise max_seq_len", "it is full: shorten it or raise --max-seq-len"),
+        ('device cuda:1 is absent; use device="cpu"', "device cuda:1 is absent; use --device cpu"),
+        ("stop: every entry must be a string", "--stop: every entry must be a string"),
+        ("n must be at most 3", "--n must be at most 3"),
+        ("the device must stop; --top-p is my_top_p_file", "the device must stop; --top-p is my_top_p_file"),
+        ("unknown model; a seed must be sown", "unknown model; a seed must be sown"),
+        (f"there is no template; {NO_CHAT}", "there is no template; use --raw"),
+    ):
+        assert explain(PromptError(text), names) == shown
+    assert explain(PromptError("top_p must be 1 in /set and in JSON lines")).startswith("top_p must")
+    with pytest.raises(ParameterError, match="^max_seq_len must be"):
+        Engine.load(max_seq_len=0)
+    with pytest.raises(ParameterError, match="^top_p must be"):
+        SamplingParams(top_p=7)
 
 
 def test_a_pipe_gets_the_text_as_it_is(capsys):

@@ -15,7 +15,7 @@ def test_the_context_is_what_fits_beside_the_weights():
     plan = MemoryPlan(free=10 * GIB, weights=6 * GIB, per_token=2**20, fixed=GIB, model_limit=8192, headroom=0.1)
     assert plan.max_context == 2048
     assert plan.capacity(None, "x") == 2048 and plan.capacity(1000, "x") == 1000
-    with pytest.raises(DeviceError, match=r"3000 positions need 9\.93 GiB .* at most 2048 positions fit"):
+    with pytest.raises(DeviceError, match=r"3,000 positions need 9\.93 GiB .* at most 2,048 positions fit"):
         plan.capacity(3000, "x")
 
 

@@ -325,7 +325,7 @@ def test_no_template(tmp_path):
     write_tokenizer(tmp_path, None)
     tokenizer = Tokenizer.load(tmp_path)
     assert not tokenizer.has_template
-    with pytest.raises(PromptError, match="no chat template .*--raw"):
+    with pytest.raises(PromptError, match="no chat template .*plain text"):
         tokenizer.encode_chat(user("x"))
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
 
-from .errors import PromptError
+from .errors import NO_CHAT, PromptError
 
 WORKER = Path(__file__).with_name("template_worker.py")
 START_LIMIT = 60.0  # seconds for the child's imports, on a disk that is slow
@@ -62,13 +62,14 @@ class ChatTemplate:
             case "refused":
                 raise PromptError(f"{self._name} refused these messages: {found['reason']}")
             case "broken":
-                raise PromptError(f"{self._name} is broken, {found['reason']}; use --raw")
+                raise PromptError(f"{self._name} is broken, {found['reason']}; {NO_CHAT}")
             case "failed":
                 raise PromptError(f"{self._name} failed on these messages: {found['reason']}")
             case "memory":
-                raise PromptError(f"{self._name} needs more than {self.limits.memory >> 20} MiB of memory; use --raw")
+                raise PromptError(f"{self._name} needs more than {self.limits.memory >> 20} MiB of memory; {NO_CHAT}")
             case _:
-                raise PromptError(f"{self._name} wrote more than {self.limits.characters} characters; use --raw")
+                limit = f"{self.limits.characters:,} characters"
+                raise PromptError(f"{self._name} wrote more than {limit}; shorten the chat, or {NO_CHAT}")
 
     def variables(self) -> frozenset[str]:
         """Names that the template reads and that `render` may give it; none where that cannot be found out."""
@@ -113,9 +114,9 @@ class ChatTemplate:
         if line.endswith(b"\n"):
             return line
         if time.monotonic() - began >= seconds:
-            raise PromptError(f"{self._name} {what} after {seconds:g} s; use --raw")
+            raise PromptError(f"{self._name} {what} after {seconds:g} s; {NO_CHAT}")
         child.kill()
-        raise PromptError(f"{self._name}: its process ended with code {child.wait()}; use --raw if that happens again")
+        raise PromptError(f"{self._name}: its process ended with code {child.wait()}; {NO_CHAT} if that happens again")
 
     def _child(self) -> subprocess.Popen:
         if self._process and self._owner == os.getpid() and self._process.poll() is None:

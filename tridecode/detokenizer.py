@@ -79,6 +79,14 @@ class TokenBytes:
             data = data.replace(prefix, b"") if self._drop_all else data.removeprefix(prefix)
         return data
 
+    @property
+    def lossless(self) -> bool:
+        """Whether every text has tokens of its own: none becomes the unknown token."""
+        return self._byte_level or self._byte_fallback
+
+    def size(self, token: int) -> int:
+        return len(self._bytes(token))
+
     def _bytes(self, token: int) -> bytes:
         if token in self._added:
             return self._added[token].encode()

@@ -17,6 +17,14 @@ class PromptError(TridecodeError, ValueError):
     """A prompt, token id or chat message cannot be used."""
 
 
+class TooLong(PromptError):
+    """A prompt of so many bytes that no tokens of it fit in the context. tokens: the fewest that it can have."""
+
+    def __init__(self, tokens: int, context: int):
+        super().__init__(f"the prompt has {tokens:,} tokens or more, the context holds {context:,}")
+        self.tokens = tokens
+
+
 class ParameterError(TridecodeError, ValueError):
     """A sampling or engine parameter is out of its range."""
 
@@ -25,9 +33,12 @@ class GenerationError(TridecodeError):
     """A generation had to end: the logits of a step held NaN or Inf."""
 
 
+NO_CHAT = "give plain text in place of a chat"  # a fix that the command line calls --raw
+
+
 def not_finite(step: int, position: int, dtype) -> str:
     """What is said of a step whose logits held NaN or Inf, in a model of the torch dtype `dtype`."""
     fix = "the checkpoint may be damaged: download it again"
     if str(dtype) == "torch.float16":
-        fix = "float16 overflows in some models: choose dtype bfloat16 or float32"
+        fix = 'float16 overflows in some models: choose dtype="bfloat16" or dtype="float32"'
     return f"step {step} (position {position}) gave NaN or Inf logits and drew nothing; {fix}"

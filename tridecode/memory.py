@@ -41,10 +41,10 @@ class MemoryPlan:
         fits = self.max_context
         if fits < 1 or (requested or 0) > fits:
             wanted = requested or 1
-            advice = f"at most {fits} positions fit" if fits else "choose a smaller model"
+            advice = f"at most {fits:,} positions fit" if fits else "choose a smaller model"
             raise DeviceError(
-                f"not enough memory on {where}: {wanted} positions need {self.needed(wanted) / GIB:.2f} GiB "
-                f"({self.weights / GIB:.2f} GiB of weights), {self.free / GIB:.2f} GiB are free; {advice}"
+                f"not enough memory on {where}: {wanted:,} positions need {self.needed(wanted) / GIB:,.2f} GiB "
+                f"({self.weights / GIB:,.2f} GiB of weights), {self.free / GIB:,.2f} GiB are free; {advice}"
             )
         return requested or fits
 

@@ -24,7 +24,7 @@ def resolve_device(device: str, backend: str) -> tuple[torch.device, str]:
     kind, _, index = device.partition(":")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if kind == "cuda" and int(index or 0) >= count:
-        raise DeviceError(f"device {device} was asked for, but {count} CUDA GPUs are usable here; use --device cpu")
+        raise DeviceError(f'device {device} was asked for, but {count} CUDA GPUs are usable here; use device="cpu"')
     if kind == "auto":
         usable = count and backend != "torch" and torch.cuda.get_device_capability(0) >= (8, 0)
         kind = "cuda" if usable else "cpu"
@@ -32,9 +32,9 @@ def resolve_device(device: str, backend: str) -> tuple[torch.device, str]:
     if backend == "auto":
         backend = "triton" if kind == "cuda" else "torch"
     if backend == "triton" and kind != "cuda":
-        raise DeviceError("backend triton needs an NVIDIA GPU and none is used here; use --backend torch")
+        raise DeviceError('backend triton needs an NVIDIA GPU and none is used here; use backend="torch"')
     if kind == "cuda" and torch.cuda.get_device_capability(place) < (8, 0):
-        raise DeviceError(f"{place} has a compute capability below 8.0, which is not supported; use --device cpu")
+        raise DeviceError(f'{place} has a compute capability below 8.0, which is not supported; use device="cpu"')
     return place, backend
 
 
@@ -64,6 +64,6 @@ def plan_capacity(
     capacity = plan.capacity(max_seq_len, str(device))
     notes = []
     if capacity < (max_seq_len or limit):
-        notes.append(f"context lowered to {capacity} of the model's {limit} positions: that is what fits {device}")
+        notes.append(f"context lowered to {capacity:,} of the model's {limit:,} positions: that is what fits {device}")
         log.warning(notes[-1])
     return plan, capacity, notes

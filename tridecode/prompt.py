@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from .arguments import shown
-from .errors import PromptError
+from .errors import PromptError, TooLong
 from .tokenizer import Tokenizer
 
 Prompt = str | Sequence[int] | Sequence[dict]
@@ -23,18 +23,23 @@ def prompt_ids(
     if tokenizer is None and (chat or items is None):
         raise PromptError("this engine has no tokenizer: give token ids")
     _check_variables(variables, tokenizer if chat else None)
-    if items is None:
-        ids = tokenizer.encode(prompt)
-    else:
-        ids = tokenizer.encode_chat(items, **variables) if chat else [_token_id(token, vocab_size) for token in items]
+    fix = "shorten it" + (" or raise max_seq_len" if capacity < limit else "")
+    try:
+        if items is None:
+            ids = tokenizer.encode(prompt, context=capacity)
+        elif chat:
+            ids = tokenizer.encode_chat(items, capacity, **variables)
+        else:
+            ids = [_token_id(token, vocab_size) for token in items]
+    except TooLong as error:
+        raise PromptError(f"{error}: {fix}") from None
     if not ids:
         raise PromptError("the prompt is empty: at least one token is needed")
     for token in (min(ids), max(ids)):  # a tokenizer may know more tokens than the model
         if not 0 <= token < vocab_size:
             raise _outside(token, vocab_size)
     if len(ids) > capacity:
-        fix = "shorten it" + (" or raise max_seq_len" if capacity < limit else "")
-        raise PromptError(f"the prompt has {len(ids)} tokens, the context holds {capacity}: {fix}")
+        raise PromptError(f"the prompt has {len(ids):,} tokens, the context holds {capacity:,}: {fix}")
     return ids, chat
 
 

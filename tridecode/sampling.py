@@ -85,7 +85,7 @@ class SamplingParams:
         if optional and value is None:
             return
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-            raise ParameterError(f"{name} must be an integer from {low} to {high}, got {shown(value)}")
+            raise ParameterError(f"{name} must be an integer from {low:,} to {high:,}, got {shown(value)}")
 
     @property
     def penalties(self) -> bool:

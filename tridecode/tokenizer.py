@@ -17,7 +17,8 @@ import tokenizers
 from .chat_template import ChatTemplate
 from .config import read_json
 from .detokenizer import Detokenizer, TokenBytes
-from .errors import CheckpointError, PromptError
+from .errors import NO_CHAT, CheckpointError, PromptError, TooLong
+from .token_sizes import fewest, longest
 
 __all__ = ["Detokenizer", "Tokenizer"]
 
@@ -99,31 +100,34 @@ class Tokenizer:
         text = self._special_tokens.get(name)
         return None if text is None else self._tokenizer.token_to_id(text)
 
-    def encode(self, text: str, allow_special: bool = False) -> list[int]:
+    def encode(self, text: str, allow_special: bool = False, context: int | None = None) -> list[int]:
         """Token ids of raw text, with what the tokenizer itself puts around a text (bos, for most).
 
         Control tokens in the text are read as such only with `allow_special`. Lone surrogates become U+FFFD.
+        context: raise TooLong, at once, for what is so long that it cannot have as few tokens.
         """
         if not isinstance(text, str):
             raise PromptError(f"a prompt must be text, got {type(text).__name__}")
         text = _clean(text)
+        self._check_size(text, context)
         encoding = self._tokenizer.encode(text, add_special_tokens=False)
         if not allow_special and self._control_ids.intersection(encoding.ids):
             encoding = self._neutral.encode(text, add_special_tokens=False)
         return self._tokenizer.post_process(encoding).ids
 
-    def encode_chat(self, messages: Sequence[dict], **template_variables) -> list[int]:
+    def encode_chat(self, messages: Sequence[dict], context: int | None = None, /, **template_variables) -> list[int]:
         """Token ids of a conversation, through the chat template, up to where the assistant's answer begins.
 
         messages: dicts with the strings "role" and "content"; other keys and `template_variables` (enable_thinking,
         tools, ...) reach the template as plain JSON values. Control tokens are the template's alone, but for those that
         are not special in the assistant's own words: its <think> was one token, and templates look for </think>.
-        Raises PromptError: malformed messages, no template, or the template's own refusal.
+        Raises PromptError: malformed messages, no template, or the template's own refusal; with `context` as `encode`.
         """
         if self._template is None:
-            raise PromptError("this model has no chat template (it may be a base model); give plain text, or use --raw")
+            raise PromptError(f"this model has no chat template (it may be a base model); {NO_CHAT}")
         messages, variables = _plain(messages, template_variables)
         text = self._template.render(messages, variables)
+        self._check_size(text, context)
         marks = self._marks(messages, variables)
         marked_messages = [
             self._mark(message, marks, self._special if message["role"] == "assistant" else self._control)
@@ -138,6 +142,15 @@ class Tokenizer:
                 return ids  # no control token in it is a user's
         renamed = self._pattern.sub(lambda found: self._names[found[0]], marked)
         return self._neutral.encode(_restore(renamed, marks), add_special_tokens=False).ids
+
+    def _check_size(self, text: str, context: int | None) -> None:
+        # Nearly no text is so long, and counting takes time.
+        if context is not None and len(text) > 4 * context and (least := fewest(text, self._longest)) > context:
+            raise TooLong(least, context)
+
+    @cached_property
+    def _longest(self) -> float:
+        return longest(self._tokenizer, self._token_bytes)
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         """Text of `ids`, as a Detokenizer gives it; ids that the tokenizer does not know have no text."""

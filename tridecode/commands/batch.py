@@ -4,34 +4,25 @@ import difflib
 import hashlib
 import json
 import time
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from ..engine import Engine, Prompt
 from ..errors import ParameterError, PromptError, TridecodeError
 from ..sampling import SamplingParams
-from .generate import (
-    check_messages,
-    encoded,
-    naming,
-    parse_json,
-    read_file,
-    report,
-    reuse,
-    shown,
-    text_sink,
-    with_system,
-)
+from .generate import encoded, report, reuse, with_system
+from .inputs import DIGITS, check_messages, parse_json, read_file, shown
 from .loading import load_engine
 from .main import explain
 from .parser import SAMPLING
-from .terminal import Output
+from .results import open_results
+from .terminal import Output, one_line
 
 FIELDS = ("prompt", "messages", "id", *SAMPLING)
-BEGINS = b'{"index": '  # every line of a result
+LARGEST = 256_000_000  # bytes of the input, all lines together
 
 
 @dataclass
@@ -51,31 +42,36 @@ class Request:
 
 
 def batch(args, output: Output) -> int:
-    text = read_file(args.jsonl, output)
+    text = read_file(args.jsonl, output, LARGEST)
     requests = [read_request(i, line, args, output) for i, line in enumerate(text.split("\n")) if line.strip()]
     if not requests:
         raise PromptError(f'{args.jsonl}: no prompts in it; expected lines like {{"prompt": "..."}}')
-    done = resume(args.output, requests, output) if args.output is not None else set()
-    waiting = [request for request in requests if request.index not in done]
-    if not waiting:
-        output.note(f"{args.output}: all {len(requests)} lines are answered")
-        return 0
+    keys = {request.index: request.key for request in requests}
+    with open_results(args.output, keys, output) as (done, write):
+        waiting = [request for request in requests if request.index not in done]
+        if not waiting:
+            output.note(f"{args.output}: all {len(requests):,} lines are answered")
+            return 0
+        return answer_all(waiting, len(done), write, args, output)
+
+
+def answer_all(waiting: list[Request], done: int, write: Callable[[str], None], args, output: Output) -> int:
     counts = {"answered": 0, "failed": 0, "tokens": 0}
     started = time.perf_counter()
-    with append(args.output, output) as write, engine_of(args, waiting, output) as (engine, params):
+    with engine_of(args, waiting, output) as (engine, params):
         try:
             with progress(args, output) as bar:
-                task = bar.add_task("answering", total=len(requests), completed=len(done))
+                task = bar.add_task("answering", total=done + len(waiting), completed=done)
                 for request in waiting:
                     write(answer(request, engine, params, args, output, counts))
                     bar.advance(task)
         finally:  # interrupted or not
-            words = [f"{counts['answered']} answered", f"{counts['failed']} failed"]
-            words += [f"{len(done)} were there already"] if done else []
+            words = [f"{counts['answered']:,} answered", f"{counts['failed']:,} failed"]
+            words += [f"{done:,} were there already"] if done else []
             left = len(waiting) - counts["answered"] - counts["failed"]
-            words += [f"{left} left"] if left else []
+            words += [f"{left:,} left"] if left else []
             seconds = time.perf_counter() - started
-            output.note(", ".join(words) + f" · {counts['tokens']} tokens in {seconds:.1f} s")
+            output.note(", ".join(words) + f" · {counts['tokens']:,} tokens in {seconds:,.1f} s")
     return int(counts["failed"] > 0)
 
 
@@ -95,10 +91,11 @@ def answer(request: Request, engine: Engine, params, args, output: Output, count
         try:
             prompt = encoded(request.prompt, args, engine)
             result = engine.generate(prompt, replace(params, **request.fields), **reuse(args))
-            found, error = report(result, engine), result.error
+            found = report(result, engine)
+            error = found.get("error")
             counts["tokens"] += result.usage.completion_tokens
         except (TridecodeError, MemoryError, RuntimeError) as failure:  # RuntimeError: torch's, out of memory too
-            error = explain(failure)
+            error = explain(failure, [name for name in SAMPLING if name not in request.fields])
     if error is None:
         counts["answered"] += 1
         return request.entry(**found)
@@ -125,8 +122,8 @@ def read_request(index: int, line: str, args, output: Output) -> Request:
         request.prompt = prompt_of(found, args)
         request.fields = {name: sampling_field(name, found[name]) for name in SAMPLING if name in found}
         SamplingParams(**request.fields)
-    except (TridecodeError, ValueError, RecursionError) as error:  # numbers of thousands of digits, endless nesting
-        request.error = explain(error).removeprefix(f"line {index + 1}: ")
+    except TridecodeError as error:
+        request.error = one_line(error).removeprefix(f"line {index + 1}: ")
     return request
 
 
@@ -146,6 +143,8 @@ def sampling_field(name: str, value):
     if name == "logit_bias":
         if not isinstance(value, dict) or not all(key.isdecimal() for key in value):
             raise ParameterError(f'logit_bias must be an object like {{"42": -1.5}}, got {shown(value)}')
+        if (longest := max(map(len, value), default=0)) > DIGITS:
+            raise ParameterError(f"logit_bias: a key of {longest:,} digits is no token id")
         return {int(key): bias for key, bias in value.items()}
     lists = {"stop": (str, list), "stop_token_ids": list}
     if not isinstance(value, lists.get(name, object)):
@@ -153,61 +152,6 @@ def sampling_field(name: str, value):
     if name == "ignore_eos" and not isinstance(value, bool):
         raise ParameterError(f"ignore_eos must be true or false, got {shown(value)}")
     return value
-
-
-def resume(path: str, requests: list[Request], output: Output) -> set[int]:
-    """Indices that the file of results answers. Failed lines and one that was cut off are taken out of the file.
-
-    A file that holds anything else is refused and stays as it is.
-    """
-    file = Path(path)
-    if not file.is_file():
-        return set()
-    with naming(path):
-        *lines, rest = file.read_bytes().split(b"\n")
-    other = "delete it, or give --output another name"
-    if not (rest.startswith(BEGINS) or BEGINS.startswith(rest)):
-        raise PromptError(f"{path}: its last line is no result of this command; {other}")
-    keys = {request.index: request.key for request in requests}
-    kept, done = [], set()
-    for number, line in enumerate(lines, 1):
-        try:
-            entry = json.loads(line)
-            index, key, failed = int(entry["index"]), entry["input"], "error" in entry
-        except (ValueError, TypeError, KeyError, RecursionError):
-            raise PromptError(f"{path}: line {number} is no result of this command; {other}") from None
-        if failed:
-            continue
-        if keys.get(index) != key:
-            raise PromptError(f"{path}: line {number} answers a line that is not in the input; {other}")
-        kept.append(line)
-        done.add(index)
-    if rest or len(kept) < len(lines):
-        with text_sink(path, output) as write:
-            for line in kept:
-                write(line.decode() + "\n")
-    return done
-
-
-@contextmanager
-def append(path: str | None, output: Output):
-    """Yields the function that writes a line, at once: what is answered stays answered."""
-    if path is None:
-        yield output.text
-        return
-    with naming(path):
-        file = open(path, "a", encoding="utf-8", newline="\n")
-
-    def write(line: str) -> None:
-        with naming(path):
-            file.write(line)
-            file.flush()
-
-    try:
-        yield write
-    finally:
-        with suppress(OSError):  # all of it was flushed, or has failed already
-            file.close()
 
 
 def progress(args, output: Output) -> Progress:

@@ -12,9 +12,11 @@ from dataclasses import replace
 import torch
 
 from ..engine import Engine
+from ..errors import GenerationError, TooLong
 from . import session, slash
 from .conversation import Conversation
 from .display import answer_display, opens_thinking
+from .inputs import stdin_lines
 from .lines import join_blocks, open_reader, unquoted
 from .loading import Loader, load_engine
 from .main import explain
@@ -179,7 +181,7 @@ class Chat:
             self.answers, self.tokens = self.answers + 1, self.tokens + tokens
             self.seconds += time.perf_counter() - started
             if failed:
-                self.fail(last.error)
+                self.fail(explain(GenerationError(last.error)))
             elif last is None:
                 rest = "kept in the conversation" if answer else "the turn is not kept"
                 seconds = time.perf_counter() - started
@@ -199,16 +201,20 @@ class Chat:
         return base
 
     def count(self, prompt) -> int:
-        tokenizer = self.engine.tokenizer
-        chat = not isinstance(prompt, str)
-        return len(tokenizer.encode_chat(prompt, **self.variables or {}) if chat else tokenizer.encode(prompt))
+        tokenizer, context = self.engine.tokenizer, self.engine.capacity
+        try:
+            if isinstance(prompt, str):
+                return len(tokenizer.encode(prompt, context=context))
+            return len(tokenizer.encode_chat(prompt, context, **self.variables or {}))
+        except TooLong as error:
+            return error.tokens  # the fewest; enough to know that it does not fit
 
     def report(self, last) -> None:
         if last.finish_reason == "length":
             used = last.usage.prompt_tokens + last.usage.completion_tokens
             full = used >= self.engine.capacity
-            limit = f"max_tokens ({self.params.max_tokens}) was reached"
-            why = f"the context of {self.engine.capacity} tokens is full" if full else limit
+            limit = f"max_tokens ({self.params.max_tokens:,}) was reached"
+            why = f"the context of {self.engine.capacity:,} tokens is full" if full else limit
             self.output.note(f"the answer was cut: {why}")
         self.output.note(speed_line(last.usage, last.timings, self.engine.capacity))
 
@@ -277,7 +283,7 @@ def chat(args, output: Output) -> int:
             output.note(f"{talk.engine.name}: {talk.capacity_words()}; /help lists the commands")
             code = converse(talk, open_reader(slash.COMMANDS, output))
         else:
-            for line in join_blocks(sys.stdin):
+            for line in join_blocks(stdin_lines()):
                 if not talk.handle(line):
                     break
             code = talk.exit_code

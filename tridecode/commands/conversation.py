@@ -20,13 +20,18 @@ class Conversation:
 
     def prompt(self, line: str) -> Prompt:
         """The prompt of the turn that `line` begins."""
-        sent = self.turns[self.dropped :]
         if self.raw:
-            return "".join(f"{user}{answer}\n" for user, answer in sent) + line
-        messages = [] if self.system is None else [{"role": "system", "content": self.system}]
-        for user, answer in sent:
-            messages += {"role": "user", "content": user}, {"role": "assistant", "content": answer}
-        return [*messages, {"role": "user", "content": line}]
+            return "".join(f"{user}{answer}\n" for user, answer in self.turns[self.dropped :]) + line
+        return [*self.messages(), {"role": "user", "content": line}]
+
+    def messages(self) -> list[dict]:
+        """What was said as chat messages; ValueError where that is one text."""
+        if self.raw:
+            raise ValueError("it was made with --raw and is no chat")
+        found = [] if self.system is None else [{"role": "system", "content": self.system}]
+        for user, answer in self.turns[self.dropped :]:
+            found += {"role": "user", "content": user}, {"role": "assistant", "content": answer}
+        return found
 
     def plus(self, line: str, answer: str) -> "Conversation":
         return replace(self, turns=(*self.turns, (line, answer)))

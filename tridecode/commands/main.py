@@ -2,38 +2,60 @@
 
 import logging
 import os
+import re
 import sys
+from collections.abc import Iterable
 
-from ..errors import TridecodeError
-from .parser import make_parser
+from ..errors import NO_CHAT, TridecodeError
+from .parser import SAMPLING, make_parser
 from .terminal import Output, one_line, tolerant_streams
 
 INTERRUPTED = 130
 BROKEN_PIPE = 141  # as a shell reports a program that SIGPIPE ended
+LOADING = ("model", "device", "backend", "dtype", "max_seq_len", "graph")  # arguments of Engine.load, each an option
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command; returns the exit code. Wrong options end in SystemExit(2), as argparse does."""
     tolerant_streams()
-    args = make_parser().parse_args(argv)
-    set_up_logging(args.verbose)
-    output = Output()
     try:
+        return guarded(argv)
+    except BrokenPipeError:
+        return BROKEN_PIPE
+    except OSError:  # stderr takes nothing either: nobody can be told
+        return 1
+    finally:
+        drop_unwritten()
+
+
+def guarded(argv: list[str] | None) -> int:
+    """`main`, but for streams that fail while the error itself is told."""
+    output, args = Output(), None
+    try:
+        args = make_parser().parse_args(argv)
+        set_up_logging(args.verbose)
         code = run(args, output)
-        sys.stdout.flush()  # here, where a reader that has gone can still be handled
+        sys.stdout.flush()  # here, where what fails can still be told
         return code
     except KeyboardInterrupt:
         output.errors.print()
         return INTERRUPTED
     except BrokenPipeError:
-        # Python flushes stdout once more at exit; that must not fail again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return BROKEN_PIPE
+        raise
     except Exception as error:
-        if args.verbose:
+        if args is not None and args.verbose:
             logging.getLogger("tridecode").exception("%s failed", args.command)
-        output.error(explain(error))
+        output.error(explain(error, (*SAMPLING, "n")))
         return 1
+
+
+def drop_unwritten() -> None:
+    """Python flushes its streams once more at exit: what they could not write must not fail again."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def run(args, output: Output) -> int:
@@ -63,16 +85,35 @@ def run(args, output: Output) -> int:
     return info(args, output)
 
 
-def explain(error: Exception) -> str:
-    """One line about any error; those that are not the user's say how to learn more."""
+def explain(error: Exception, arguments: Iterable[str] = ()) -> str:
+    """One line about any error; those that are not the user's say how to learn more.
+
+    arguments: those that were given as options, beside LOADING; the line names their options.
+    """
     if isinstance(error, TridecodeError):
-        return one_line(error)
+        return one_line(with_options(str(error), (*LOADING, *arguments)))
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return "out of memory; choose a smaller --max-seq-len or model"
     if isinstance(error, OSError) and error.strerror:  # a full disk, a file that may not be read
         return one_line(f"{error.strerror}{f': {error.filename}' if error.filename else ''}")
     text = one_line(error)
     return f"{type(error).__name__}{': ' if text else ''}{text} (--verbose shows the traceback)"
+
+
+def with_options(text: str, arguments: Iterable[str]) -> str:
+    """An error of the library, which names Python's arguments, with their options in place of them.
+
+    Some are words as well: they count at the beginning and as name="value", those with an underscore everywhere.
+    """
+    names = "|".join(arguments)
+    text = re.sub(rf'\b({names})="(\w+)"', lambda found: f"{option(found[1])} {found[2]}", text)
+    text = re.sub(rf"^({names})(?= must |: )", lambda found: option(found[1]), text)
+    text = re.sub(rf"(?<![\w-])({names})(?!\w)", lambda found: option(found[1]) if "_" in found[1] else found[1], text)
+    return text.replace(NO_CHAT, "use --raw")
+
+
+def option(argument: str) -> str:
+    return "--" + argument.replace("_", "-")
 
 
 def set_up_logging(verbose: bool) -> None:

@@ -32,15 +32,15 @@ def fit(conversation: Conversation, line: str, count: Callable, capacity: int, c
         return conversation, ""
     if choice != "drop-oldest":
         fix = "/undo or /clear make room, and so does --overflow drop-oldest" if choice == "error" else "the chat ends"
-        raise Overflow(f"this turn needs {needed} tokens, the context holds {capacity}; {fix}")
+        raise Overflow(f"this turn needs {needed:,} tokens, the context holds {capacity:,}; {fix}")
     chosen = bisect_left(range(dropped, turns), True, key=lambda n: tokens(n) <= capacity - room) + dropped
     left = tokens(chosen)
     if left > capacity:
-        raise Overflow(f"this turn alone needs {left} tokens, the context holds {capacity}; shorten it")
+        raise Overflow(f"this turn alone needs {left:,} tokens, the context holds {capacity:,}; shorten it")
     if chosen == dropped:
         return conversation, ""
     first, last = dropped + 1, chosen
-    which = f"turn {first} is" if first == last else f"turns {first} to {last} are"
-    space = f" with room for the answer ({room})" if needed <= capacity else ""
-    note = f"{needed} tokens do not fit in the context of {capacity}{space}: {which} no longer sent to the model"
+    which = f"turn {first:,} is" if first == last else f"turns {first:,} to {last:,} are"
+    space = f" with room for the answer ({room:,})" if needed <= capacity else ""
+    note = f"{needed:,} tokens do not fit in the context of {capacity:,}{space}: {which} no longer sent to the model"
     return replace(conversation, dropped=chosen), note

@@ -2,6 +2,8 @@
 
 import argparse
 import difflib
+import sys
+from contextlib import nullcontext, suppress
 
 from ..presets import PRESETS
 from ..version import __version__
@@ -17,7 +19,8 @@ Exit codes: 0 done, 1 error, 2 wrong options, 3 the GPU is lost, 130 interrupted
 """
 GENERATE = """\
 Answer one prompt: --prompt, --prompt-ids, --messages, or stdin when none is given (one newline at its end is dropped).
-A - that is the last word of --prompt, or alone on a line of it, stands for stdin. --jsonl answers a file of prompts.
+Beside --prompt, stdin comes after it if it is a pipe or a file (</dev/null: nothing does); a - that is the last word of
+--prompt, or alone on a line of it, says where instead. --jsonl answers a file of prompts.
 The text streams to stdout, everything else goes to stderr. With --json, stdout gets exactly one line an answer.
 """
 GENERATE_CODES = """\
@@ -59,11 +62,23 @@ class Parser(argparse.ArgumentParser):
         """Each command refuses what it does not know itself: argparse would leave that to the parser above it."""
         namespace, unknown = super().parse_known_args(args, namespace)
         if unknown:
-            known = [name for action in self._actions for name in action.option_strings]
-            near = difflib.get_close_matches(unknown[0].split("=")[0], known, n=1)
-            meant = f"; did you mean {near[0]}?" if near else ""
+            near = self.near(unknown[0].split("=")[0].lstrip("-"))
+            meant = f"; did you mean {' or '.join(near)}?" if near else ""
             self.error(f"unrecognized arguments: {' '.join(unknown)}{meant}")
         return namespace, unknown
+
+    def near(self, typed: str) -> list[str]:
+        """Options that begin as `typed` does, or the nearest one. Their hyphens, which all of them share, count not."""
+        known = {name.lstrip("-"): name for action in self._actions for name in action.option_strings}
+        begun = [known[word] for word in known if len(typed) > 2 and word.startswith(typed)]
+        return begun[:3] or [known[word] for word in difflib.get_close_matches(typed, known, n=1, cutoff=0.66)]
+
+    def _print_message(self, message, file=None):
+        """argparse would hide that stdout cannot be written."""
+        file = file or sys.stderr
+        with suppress(OSError) if file is sys.stderr else nullcontext():  # an exit code still tells
+            file.write(message)
+            file.flush()
 
     def error(self, message):
         self.exit(2, f"tridecode: error: {one_line(message)} (see {self.prog} --help)\n")
@@ -85,7 +100,7 @@ class PrintCompletion(argparse.Action):
                     complete_paths(command)
 
         complete_paths(parser)
-        print(shtab.complete(parser, shell))
+        parser._print_message(shtab.complete(parser, shell) + "\n", sys.stdout)
         parser.exit()
 
 
@@ -272,7 +287,9 @@ def generate_options(generate) -> None:
     prompt.add_argument("--prompt", metavar="TEXT", help="the prompt; sent through the chat template unless --raw")
     prompt.add_argument("--prompt-ids", metavar="IDS", type=token_ids, help="token ids as they are, like 1,2,3")
     prompt.add_argument(
-        "--messages", metavar="FILE", help='a chat as JSON: [{"role": "user", "content": "..."}, ...]; - is stdin'
+        "--messages",
+        metavar="FILE",
+        help='a chat as JSON, [{"role": "user", "content": "..."}, ...], or a saved session; - is stdin',
     )
     prompt.add_argument(
         "--jsonl",
@@ -312,7 +329,7 @@ def logit_bias(text: str) -> tuple[int, float]:
 
 
 def positive(text: str) -> int:
-    value = int(text) if text.isdecimal() else 0
+    value = int(text) if text.isdecimal() and len(text) < 40 else 0
     if value < 1:
         raise argparse.ArgumentTypeError(f"expected a positive integer, got {text!r}")
     return value

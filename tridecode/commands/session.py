@@ -67,8 +67,18 @@ def loads(text: str | bytes) -> Conversation:
         content = json.loads(text)
     except (ValueError, RecursionError):
         raise ValueError("it is no JSON, or only a part of it") from None
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
+    if not is_session(content):
         raise ValueError("it is JSON, but no session")
+    return parse(content)
+
+
+def is_session(content) -> bool:
+    """Whether a JSON value is meant as a session."""
+    return isinstance(content, dict) and content.get("format") == FORMAT
+
+
+def parse(content: dict) -> Conversation:
+    """The conversation in a session's JSON; ValueError says what is wrong with it."""
     version = content.get("version")
     if version != VERSION or isinstance(version, bool):
         raise ValueError(f"its version is {json.dumps(version)[:20]}, this program reads {VERSION}")

@@ -18,7 +18,7 @@ def lines(chat) -> list[str]:
     if engine.device.type == "cuda":
         found += gpu_lines(engine, chat.last)
     dropped = chat.conversation.dropped
-    found.append(counted(turns, "turn") + (f", {turns - dropped} of them sent to the model" if dropped else ""))
+    found.append(counted(turns, "turn") + (f", {turns - dropped:,} of them sent to the model" if dropped else ""))
     if chat.last is None:
         found.append(f"{chat.capacity_words()}, no complete answer yet")
     else:

@@ -19,8 +19,9 @@ def visible(text: str) -> str:
 
 
 def one_line(message: object) -> str:
-    """A message as one line without control characters."""
-    return visible(" ".join(str(message).split()))
+    """A message as one line without control characters; of a word as long as no name should be, the two ends."""
+    words = str(message).split()
+    return visible(" ".join(f"{word[:150]}…{word[-50:]}" if len(word) > 300 else word for word in words))
 
 
 def tolerant_streams() -> None:
@@ -33,12 +34,19 @@ def tolerant_streams() -> None:
             stream.reconfigure(errors="replace")
 
 
+class PipeConsole(Console):
+    """A console that leaves a reader that has gone to its caller; rich's own would end the program with code 1."""
+
+    def on_broken_pipe(self) -> None:
+        raise
+
+
 class Output:
     """stdout for answers, stderr for everything else; `tty` says whether stdout is a terminal."""
 
     def __init__(self):
-        self.console = Console(highlight=False, markup=False, emoji=False)
-        self.errors = Console(stderr=True, highlight=False, markup=False, emoji=False)
+        self.console = PipeConsole(highlight=False, markup=False, emoji=False)
+        self.errors = PipeConsole(stderr=True, highlight=False, markup=False, emoji=False)
         # rich's own answer can be forced by environment variables
         self.tty, self._unwrapped = sys.stdout.isatty(), not sys.stderr.isatty()
 
@@ -121,8 +129,8 @@ def unechoed(enabled: bool):
 
 
 def counted(n: int, word: str) -> str:
-    """1 token, 2 tokens."""
-    return f"{n} {word}{'' if n == 1 else 's'}"
+    """1 token, 2 tokens, 1,000 tokens."""
+    return f"{n:,} {word}{'' if n == 1 else 's'}"
 
 
 def speed_line(usage, timings, capacity: int | None = None) -> str:
@@ -131,7 +139,7 @@ def speed_line(usage, timings, capacity: int | None = None) -> str:
     parts = [counted(usage.completion_tokens, "token")]
     if timings.tokens_per_second:
         rate = timings.tokens_per_second
-        parts.append(f"{rate:.{0 if rate >= 100 else 1}f} tok/s")
+        parts.append(f"{rate:,.{0 if rate >= 100 else 1}f} tok/s")
     parts.append(f"first token {timings.ttft:.2f} s")
     parts.append(f"{usage.reused_tokens:,} of {usage.prompt_tokens:,} reused")
     if capacity is not None:

@@ -4,11 +4,11 @@ import csv
 import io
 import json
 from collections.abc import Callable
-from pathlib import Path
 
 from rich.table import Table
 
-from ...errors import ParameterError
+from ...errors import ParameterError, PromptError
+from ..inputs import loads, read_bytes
 from ..terminal import visible
 
 FORMATS = ("table", "md", "csv", "json", "jsonl")
@@ -159,16 +159,15 @@ def show(rows: list[dict], output) -> None:
 
 
 def read_rows(path: str) -> list[dict]:
-    """The rows of a JSON file that a bench wrote; ParameterError when it is none."""
+    """The rows of a JSON file that a bench wrote; PromptError or ParameterError when it is none."""
     try:
-        rows = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ParameterError(f"{path}: {error.strerror}; give a JSON file that a bench wrote") from None
-    except (ValueError, RecursionError):
-        rows = None
-    known = (
-        isinstance(rows, list) and rows and all(isinstance(row, dict) and row.get("bench") in COLUMNS for row in rows)
-    )
+        rows = loads(read_bytes(path, None, "a JSON file that a bench wrote"))
+        known = isinstance(rows, list) and rows and all(row["bench"] in COLUMNS for row in rows)
+        known and tables(rows)  # figures that are none
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        if isinstance(error, PromptError):
+            raise
+        known = False
     if not known:
         raise ParameterError(f"{path}: expected a JSON list of rows that a bench wrote with --format json")
     return rows
