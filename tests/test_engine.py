@@ -12,9 +12,10 @@ from tridecode import Engine, SamplingParams
 from tridecode.checkpoint import load_config, load_weights
 from tridecode.engine import BUNDLED
 from tridecode.errors import GenerationError, ParameterError, PromptError
-from tridecode.prefill import _attend, prefill
+from tridecode.prefill import prefill
 from tridecode.text import StopStrings
 from tridecode.tokenizer import Tokenizer
+from tridecode.torch_ops import attend
 
 PROMPT = [5, 17, 300, 42, 8, 8, 99]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
@@ -318,7 +319,7 @@ def test_chunks_of_any_size_prefill_the_same(engine):
     caches = []
     for chunk in (70, 64, 33, 1):
         prefill(engine.model, ids, 0, chunk=chunk)
-        caches.append(torch.stack([t[..., :70, :].double() for t in (*engine.model.kv.k, *engine.model.kv.v)]))
+        caches.append(engine.model.kv.held(0, 70).double())
     for other in caches[1:]:
         assert ((other - caches[0]).norm() / caches[0].norm()).item() < (1e-2 if CUDA else 1e-5)
     engine.generate([1], GREEDY, reuse_prefix=False)
@@ -327,10 +328,12 @@ def test_chunks_of_any_size_prefill_the_same(engine):
 @pytest.mark.skipif(CUDA, reason="the CPU's own path")
 @pytest.mark.parametrize("window", [0, 24])
 def test_cpu_attention_in_blocks_of_rows(window, monkeypatch):
-    q, k, v = torch.randn(4, 50, 64), torch.randn(2, 90, 64), torch.randn(2, 90, 64)
-    whole = _attend(q, k, v, window, 0.125)
-    monkeypatch.setattr("tridecode.prefill.MASK_LIMIT", 90 * 7)
-    assert torch.allclose(_attend(q, k, v, window, 0.125), whole, rtol=0, atol=1e-6)
+    q, k, v = torch.randn(50, 4, 64), torch.randn(2, 90, 64), torch.randn(2, 90, 64)
+    whole, parts = torch.full((2, 50, 4 * 64), float("nan"))
+    attend(q, k, v, whole, window, 0.125)
+    monkeypatch.setattr("tridecode.torch_ops.MASK_LIMIT", 90 * 7)
+    attend(q, k, v, parts, window, 0.125)
+    assert torch.allclose(parts, whole, rtol=0, atol=1e-6)
 
 
 @pytest.mark.skipif(not CUDA, reason="measures GPU memory")

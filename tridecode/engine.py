@@ -4,25 +4,27 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 
-from . import decode, meta, reference, threads
+from . import meta, threads
 from .arguments import choice, flag, function, integer, mapping, shown
 from .checkpoint import load_config, load_weights, resolve_model
 from .config import ModelConfig
 from .errors import GenerationError, ParameterError, PromptError, not_finite
-from .graph import StepGraphs
+from .graph import EagerSteps, StepGraphs, launcher
+from .kv_cache import PAGE
 from .memory import MemoryPlan, plan_memory
 from .model import DecodeModel, make_model
 from .placement import check_dtype, plan_capacity, resolve_device, resolve_dtype
 from .prefill import prefill, warm_up
 from .prompts import Prompt, listed, prompt_ids
 from .results import Piece, Result, Timings, TokenLogprobs, Usage
+from .run import refer
 from .sampling import SamplingParams
+from .shapes import StepShapes
 from .text import StopStrings
 from .tokenizer import Tokenizer
 from .weights import Weights, brief
@@ -55,7 +57,10 @@ class Engine:
         self._stream = 0
         self._ring = self.model.workspace.out.numpy()
         self._ahead = 1 if self.device.type == "cuda" and self.backend == "triton" else 0
-        self.graphs = StepGraphs(self.model) if self.graph == "full" else None
+        if self.graph == "full":
+            self.steps = StepGraphs(self.model)
+        else:
+            self.steps = EagerSteps(self.model, launcher(self.model) if self.backend == "triton" else refer)
         if self.device.type == "cuda":
             warm_up(self.model)  # nothing of it counts as cached
 
@@ -111,13 +116,16 @@ class Engine:
         plan: MemoryPlan | None = None,
         name: str = "",
         notes: Sequence[str] = (),
+        shapes: StepShapes | None = None,
     ) -> "Engine":
-        """An engine from weights that are on their device already (load and the benchmarks end here)."""
+        """An engine from weights that are on their device already (load and the benchmarks end here); shapes: launch
+        shapes other than those chosen for the GPU."""
         choice("graph", graph, GRAPHS)
         if backend == "torch" or weights.device.type != "cuda":
             graph = "none"
         plan = plan or plan_memory(config, weights.dtype, weights.device)
-        return cls(make_model(config, weights, capacity), tokenizer, backend, graph, plan, name, list(notes))
+        model = make_model(config, weights, capacity, page=PAGE if backend == "triton" else None, shapes=shapes)
+        return cls(model, tokenizer, backend, graph, plan, name, list(notes))
 
     def __repr__(self) -> str:
         facts = {"name": shown(self.name), "family": self.config.family, "backend": self.backend}
@@ -235,14 +243,8 @@ class Engine:
         self._step(step_kind(params))
 
     def _step(self, kind: str) -> None:
-        if self.graphs:
-            self.graphs.replay(kind)
-        elif self.backend == "triton":
-            with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
-                decode.step(self.model, kind)
-        else:
-            threads.use(self.threads)
-            reference.step(self.model, kind)
+        threads.use(self.threads)
+        self.steps.replay(kind)
 
     @torch.inference_mode()
     def _begin(self, ids, position, params, stop_ids, limit) -> None:
