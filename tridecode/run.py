@@ -49,6 +49,9 @@ class Launch:
     op: Op
     args: tuple
 
+    def __repr__(self) -> str:
+        return f"Launch({self.role}, {', '.join(self.kernels())})"
+
     def bytes(self) -> int:
         """What the launch moves, given what its arguments hold now."""
         return self.op.bytes(*self.args)
