@@ -88,7 +88,8 @@ def holders(engine: Engine) -> list:
     layer, state = model.weights.layers[0], (model.workspace, model.workspace.sampler)
     recorder = Recorder()
     step(recorder, model, "sample")
-    return [*recorder.launches, engine, model, model.weights, layer, layer.qkv, model.kv, *state, engine.steps, engine.tokenizer]
+    held = [engine, model, model.weights, layer, layer.qkv, model.kv, *state, engine.steps, engine.tokenizer]
+    return held + recorder.launches
 
 
 def test_what_holds_tensors_prints_as_one_short_line(engine):

@@ -250,7 +250,7 @@ def test_the_readmes_python_example_runs(capsys):
         (KeyError("x"), "tridecode: error: KeyError: 'x' (--verbose shows the traceback)\n"),
         (RuntimeError("a\nb\x1b[2J"), "tridecode: error: RuntimeError: a b␛[2J (--verbose shows the traceback)\n"),
         (OSError(28, "No space left on device"), "tridecode: error: No space left on device\n"),
-        (MemoryError(), "tridecode: error: out of memory; choose a smaller --max-seq-len or model\n"),
+        (MemoryError(), "tridecode: error: out of memory on this machine; shorten the input or end other programs\n"),
     ],
 )
 def test_an_unforeseen_error_is_one_line(run, monkeypatch, error, line):
