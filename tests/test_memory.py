@@ -32,7 +32,7 @@ def test_a_cpu_gets_a_moderate_context_unless_asked_for_more(monkeypatch):
     plan, capacity, notes = plan_capacity(config, torch.float32, cpu, None)
     assert capacity == memory.CPU_CONTEXT and plan.max_context > 2**20
     (note,) = notes
-    assert f"lowered to {capacity} of the model's {2**30}" in note and f"up to {plan.max_context} " in note
+    assert f"lowered to {capacity:,} of the model's {2**30:,}" in note and f"up to {plan.max_context:,} " in note
     assert plan_capacity(config, torch.float32, cpu, 2**20)[1:] == (2**20, [])
     assert plan_capacity(tiny_config(max_position=512), torch.float32, cpu, None)[1:] == (512, [])
 

@@ -33,7 +33,7 @@ def integer(name: str, value, low: int, high: int, which: str = "") -> int:
     except TypeError:
         number = None
     if number is None or not low <= number <= high:
-        raise ParameterError(f"{name} must be an integer from {low} to {which}{high}, got {shown(value)}")
+        raise ParameterError(f"{name} must be an integer from {low:,} to {which}{high:,}, got {shown(value)}")
     return number
 
 

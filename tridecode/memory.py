@@ -64,7 +64,7 @@ def allocating(capacity: int, device: torch.device):
         if not isinstance(error, torch.OutOfMemoryError) and "DefaultCPUAllocator" not in str(error):
             raise
         raise DeviceError(
-            f"not enough memory on {device} for a context of {capacity} positions; choose a smaller max_seq_len"
+            f"not enough memory on {device} for a context of {capacity:,} positions; choose a smaller max_seq_len"
         ) from None
 
 
