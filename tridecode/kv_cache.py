@@ -29,7 +29,7 @@ class KVCache:
         object.__setattr__(self, "v", v.unbind(1))
 
     def __repr__(self) -> str:
-        return brief(self, self.k[0], layers=len(self.k), pages=self.k[0].shape[0], capacity=self.capacity)
+        return brief(self, self.pool, layers=len(self.k), pages=len(self.pool), capacity=self.capacity)
 
     @property
     def page(self) -> int:
