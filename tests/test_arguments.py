@@ -8,7 +8,9 @@ from models import CUDA, tiny_engine
 
 from tridecode import Engine, SamplingParams
 from tridecode.arguments import shown
+from tridecode.decode import step
 from tridecode.errors import ParameterError, PromptError
+from tridecode.run import Recorder
 
 BIG = 10**5000  # more digits than Python writes
 
@@ -84,7 +86,10 @@ def test_sampling_parameters_of_any_size(field):
 def holders(engine: Engine) -> list:
     model = engine.model
     layer, state = model.weights.layers[0], (model.workspace, model.workspace.sampler)
-    return [engine, model, model.weights, layer, layer.qkv, model.kv, *state, engine.steps, engine.tokenizer]
+    recorder = Recorder()
+    step(recorder, model, "sample")
+    held = [engine, model, model.weights, layer, layer.qkv, model.kv, *state, engine.steps, engine.tokenizer]
+    return held + recorder.launches
 
 
 def test_what_holds_tensors_prints_as_one_short_line(engine):

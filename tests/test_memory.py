@@ -4,9 +4,10 @@ import pytest
 import torch
 from models import tiny_config
 
-from tridecode import cgroup, memory
+from tridecode import Engine, cgroup, memory
 from tridecode.errors import DeviceError
 from tridecode.memory import MemoryPlan, plan_memory
+from tridecode.placement import plan_capacity
 
 GIB = 2**30
 
@@ -23,6 +24,44 @@ def test_weights_that_do_not_fit():
     plan = MemoryPlan(free=5 * GIB, weights=6 * GIB, per_token=2**20, fixed=GIB, model_limit=8192)
     with pytest.raises(DeviceError, match="choose a smaller model"):
         plan.capacity(None, "x")
+
+
+def test_a_cpu_gets_a_moderate_context_unless_asked_for_more(monkeypatch):
+    monkeypatch.setattr(memory, "free_memory", lambda device: 4 * GIB)
+    config, cpu = tiny_config(max_position=2**30), torch.device("cpu")
+    plan, capacity, notes = plan_capacity(config, torch.float32, cpu, None)
+    assert capacity == memory.CPU_CONTEXT and plan.max_context > 2**20
+    (note,) = notes
+    assert f"lowered to {capacity:,} of the model's {2**30:,}" in note and f"up to {plan.max_context:,} " in note
+    assert plan_capacity(config, torch.float32, cpu, 2**20)[1:] == (2**20, [])
+    assert plan_capacity(tiny_config(max_position=512), torch.float32, cpu, None)[1:] == (512, [])
+
+
+def test_a_gpus_context_is_what_fits(monkeypatch):
+    monkeypatch.setattr(memory, "free_memory", lambda device: 4 * GIB)
+    plan, capacity, notes = plan_capacity(tiny_config(max_position=2**30), torch.float32, torch.device("cuda"), None)
+    assert capacity == plan.max_context > 2**20 and notes[0].endswith("that is what fits cuda")
+
+
+def test_a_model_beyond_the_limit_of_its_group_is_refused_before_it_is_read(monkeypatch, tmp_path):
+    monkeypatch.setattr("tridecode.engine.load_weights", None)
+    (tmp_path / "own").write_text(V2)
+    for name, text in (("memory.max", str(50 << 20)), ("memory.current", str(20 << 20))):
+        (tmp_path / "app").mkdir(exist_ok=True)
+        (tmp_path / "app" / name).write_text(text)
+    left = cgroup.free_memory(tmp_path, tmp_path / "own")
+    monkeypatch.setattr(cgroup, "free_memory", lambda: left)
+    with pytest.raises(DeviceError, match="not enough memory on cpu: .* 0.03 GiB are free; choose a smaller model"):
+        Engine.load(device="cpu")
+
+
+def test_a_context_that_cannot_be_allocated_names_its_cause(monkeypatch):
+    def full(*args):
+        raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes.")
+
+    monkeypatch.setattr("tridecode.model.make_kv_cache", full)
+    with pytest.raises(DeviceError, match="context of 64 positions; choose a smaller max_seq_len"):
+        Engine.load(device="cpu", max_seq_len=64)
 
 
 def test_the_plan_leaves_a_share_of_the_memory(monkeypatch):

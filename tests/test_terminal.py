@@ -197,7 +197,7 @@ def test_a_long_prompt_stops_at_once(terminal, endless, state):
     """Ctrl-C while the prompt is computed: the turn is gone, the conversation and the chat are not."""
     store = sessions.Store(sessions.named("long"), "m")
     store.save(Conversation(turns=(("word " * 12_000, "fine"),)))
-    child = terminal("--model", endless, "--session", "long", "--max-tokens", 4)
+    child = terminal("--model", endless, "--session", "long", "--max-tokens", 4, "--max-seq-len", 60_000)
     for _ in range(3):
         child.send("hello\r")
         child.expect_exact("\x1b[?2004l")

@@ -16,7 +16,7 @@ from .config import ModelConfig
 from .errors import GenerationError, ParameterError, PromptError, not_finite
 from .graph import EagerSteps, StepGraphs, launcher
 from .kv_cache import PAGE
-from .memory import MemoryPlan, plan_memory
+from .memory import MemoryPlan, allocating, plan_memory
 from .model import DecodeModel, make_model
 from .placement import check_dtype, plan_capacity, resolve_device, resolve_dtype
 from .prefill import warm_up
@@ -121,7 +121,8 @@ class Engine:
         if backend == "torch" or weights.device.type != "cuda":
             graph = "none"
         plan = plan or plan_memory(config, weights.dtype, weights.device)
-        model = make_model(config, weights, capacity, page=PAGE if backend == "triton" else None, shapes=shapes)
+        with allocating(capacity, weights.device):
+            model = make_model(config, weights, capacity, page=PAGE if backend == "triton" else None, shapes=shapes)
         return cls(model, tokenizer, backend, graph, plan, name, list(notes))
 
     def __repr__(self) -> str:

@@ -1,6 +1,7 @@
 """What a model needs on its device, and the largest context that fits."""
 
 import gc
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -14,11 +15,15 @@ from .prefill import CHUNK
 
 GIB = 2**30
 HEADROOM = {"cuda": 0.03, "cpu": 0.25}  # of the free memory, left to cuBLAS and kernels, or to other programs
+CPU_CONTEXT = 8192  # positions, unless more are asked for: a host's memory is not the engine's alone
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes on one device; `fixed` is the workspace and the activations of one prefill chunk."""
+    """Bytes on one device; `fixed` is the workspace and the activations of one prefill chunk.
+
+    default_limit: positions to allocate at most where no number is asked for.
+    """
 
     free: int
     weights: int
@@ -26,6 +31,7 @@ class MemoryPlan:
     fixed: int
     model_limit: int
     headroom: float = 0.0
+    default_limit: int = 2**31
 
     @property
     def max_context(self) -> int:
@@ -41,12 +47,25 @@ class MemoryPlan:
         fits = self.max_context
         if fits < 1 or (requested or 0) > fits:
             wanted = requested or 1
-            advice = f"at most {fits:,} positions fit" if fits else "choose a smaller model"
+            advice = f"at most {fits:,} positions fit" if fits else "choose a smaller model or free memory"
             raise DeviceError(
                 f"not enough memory on {where}: {wanted:,} positions need {self.needed(wanted) / GIB:,.2f} GiB "
                 f"({self.weights / GIB:,.2f} GiB of weights), {self.free / GIB:,.2f} GiB are free; {advice}"
             )
-        return requested or fits
+        return requested or min(fits, self.default_limit)
+
+
+@contextmanager
+def allocating(capacity: int, device: torch.device):
+    """Within, where the state of a context of `capacity` positions is allocated, a lack of memory is a DeviceError."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not isinstance(error, torch.OutOfMemoryError) and "DefaultCPUAllocator" not in str(error):
+            raise
+        raise DeviceError(
+            f"not enough memory on {device} for a context of {capacity:,} positions; choose a smaller max_seq_len"
+        ) from None
 
 
 def plan_memory(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> MemoryPlan:
@@ -63,6 +82,7 @@ def plan_memory(config: ModelConfig, dtype: torch.dtype, device: torch.device) -
         fixed=min(CHUNK, config.max_position) * row + workspace,
         model_limit=config.max_position,
         headroom=HEADROOM[device.type],
+        default_limit=CPU_CONTEXT if device.type == "cpu" else config.max_position,
     )
 
 

@@ -64,6 +64,9 @@ def plan_capacity(
     capacity = plan.capacity(max_seq_len, str(device))
     notes = []
     if capacity < (max_seq_len or limit):
-        notes.append(f"context lowered to {capacity:,} of the model's {limit:,} positions: that is what fits {device}")
+        why = f"that is what fits {device}"
+        if capacity < plan.max_context:
+            why = f"max_seq_len can ask for up to {plan.max_context:,} on this CPU"
+        notes.append(f"context lowered to {capacity:,} of the model's {limit:,} positions: {why}")
         log.warning(notes[-1])
     return plan, capacity, notes

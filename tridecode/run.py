@@ -1,7 +1,7 @@
 """Runners: what to do with each line of a pass's list, run(role, op, *arguments, **how)."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -47,7 +47,10 @@ class Launch:
 
     role: str
     op: Op
-    args: tuple = field(repr=False)
+    args: tuple
+
+    def __repr__(self) -> str:
+        return f"Launch({self.role}, {', '.join(self.kernels())})"
 
     def bytes(self) -> int:
         """What the launch moves, given what its arguments hold now."""

@@ -39,7 +39,7 @@ def load_model(args, model: str | None, max_seq_len: int | None, output: Output)
             progress=progress,
         )
     for note in engine.notes:
-        output.note(note)
+        output.note(note.replace("max_seq_len", "--max-seq-len"))
     return engine
 
 

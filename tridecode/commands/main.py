@@ -92,8 +92,10 @@ def explain(error: Exception, arguments: Iterable[str] = ()) -> str:
     """
     if isinstance(error, TridecodeError):
         return one_line(with_options(str(error), (*LOADING, *arguments)))
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+    if type(error).__name__ == "OutOfMemoryError":  # torch's, on a GPU
         return "out of memory; choose a smaller --max-seq-len or model"
+    if isinstance(error, MemoryError) or "DefaultCPUAllocator" in str(error):
+        return "out of memory on this machine; shorten the input or end other programs"
     if isinstance(error, OSError) and error.strerror:  # a full disk, a file that may not be read
         return one_line(f"{error.strerror}{f': {error.filename}' if error.filename else ''}")
     text = one_line(error)

@@ -247,7 +247,9 @@ def engine_options() -> argparse.ArgumentParser:
         choices=["auto", "bfloat16", "float16", "float32"],
         help="default: auto, the checkpoint's (float32 ones: bfloat16 on a GPU); float32 on the CPU",
     )
-    group.add_argument("--max-seq-len", type=int, metavar="N", help="context to allocate (default: what fits)")
+    group.add_argument(
+        "--max-seq-len", type=int, metavar="N", help="context to allocate (default: what fits, on a CPU at most 8192)"
+    )
     group.add_argument(
         "--graph", default="full", choices=["full", "none"], help="one CUDA graph a step, or none (default: full)"
     )
