@@ -14,10 +14,11 @@ from checkpoints import write_tiny, write_tokenizer
 from tridecode import Engine, SamplingParams
 from tridecode.commands import loading
 from tridecode.commands import session as sessions
-from tridecode.commands.chat import converse, one_interrupt
+from tridecode.commands.chat import converse
 from tridecode.commands.conversation import Conversation
 from tridecode.commands.display import Thinking, opens_thinking
 from tridecode.commands.lines import PlainReader, join_blocks, unfinished, unquoted
+from tridecode.commands.signals import one_interrupt
 from tridecode.commands.terminal import Output
 from tridecode.errors import PromptError
 
@@ -323,8 +324,7 @@ def test_templates_that_begin_the_thinking():
 
 
 @pytest.mark.parametrize("when", ["making", "closing"])
-def test_an_interrupt_leaves_no_event_loop_behind(monkeypatch, when):
-    from prompt_toolkit import PromptSession
+def test_an_interrupt_leaves_no_event_loop_behind(monkeypatch, state, when):
     from prompt_toolkit.input import create_pipe_input
     from prompt_toolkit.output import DummyOutput
 
@@ -349,8 +349,7 @@ def test_an_interrupt_leaves_no_event_loop_behind(monkeypatch, when):
     monkeypatch.setattr("asyncio.events.new_event_loop", Loop)
     before = signal.getsignal(signal.SIGINT)
     with create_pipe_input() as keys:
-        keyboard = object.__new__(Keyboard)
-        keyboard.session = PromptSession(input=keys, output=DummyOutput())
+        keyboard = Keyboard((), Output(), keys, DummyOutput())
         keys.send_text("hello\r")
         with pytest.raises(KeyboardInterrupt):
             keyboard.read()

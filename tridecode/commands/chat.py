@@ -3,10 +3,8 @@
 import logging
 import os
 import re
-import signal
 import sys
 import time
-from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -15,11 +13,12 @@ from ..engine import Engine
 from . import session, slash
 from .conversation import Conversation
 from .display import answer_display, opens_thinking
-from .lines import join_blocks, open_reader, unquoted
+from .lines import Interrupted, join_blocks, open_reader, unquoted
 from .loading import Loader, load_engine
 from .main import explain
 from .overflow import Overflow, fit
 from .parser import sampling_overrides
+from .signals import one_interrupt
 from .terminal import Output, counted, speed_line, unechoed
 from .thinking import SWITCH, end_thinking
 
@@ -147,10 +146,10 @@ class Chat:
     def turn(self, line: str, base: Conversation) -> None:
         """Stream the answer; keep the turn unless it failed or was stopped before its first character."""
         # Around all of it: a second Ctrl-C must not lose what the first one stopped.
-        with one_interrupt(self.interactive), unechoed(self.interactive):
+        shown = answer_display(self.output, self.plain, self.opens_thinking, self.think == "hide")
+        with one_interrupt(self.interactive), unechoed(self.interactive, shown.pause):
             said, tokens, last = [], 0, None
             started = time.perf_counter()
-            shown = answer_display(self.output, self.plain, self.opens_thinking, self.think == "hide")
             try:
                 base = self.make_room(base, line)
                 for last in self.engine.stream(base.prompt(line), self.params, template_variables=self.variables):
@@ -325,11 +324,15 @@ def converse(talk: Chat, reader) -> int:
                 return talk.exit_code
         except EOFError:
             return 0
-        except KeyboardInterrupt:
-            if leaving:
+        except KeyboardInterrupt as pressed:
+            typed = isinstance(pressed, Interrupted) and pressed.typed
+            if leaving and not typed:
                 return 0
-            leaving = time.monotonic() - talk.stopped_at > IMPATIENCE
-            if leaving:
+            leaving = False
+            if typed and pressed.draft:
+                talk.output.note("the draft is put aside; Up brings it back")
+            elif time.monotonic() - talk.stopped_at > IMPATIENCE:
+                leaving = True
                 talk.output.note("Ctrl-C again, or Ctrl-D, leaves")
 
 
@@ -341,21 +344,3 @@ def responds(device) -> bool:
         except RuntimeError:
             return False
     return True
-
-
-@contextmanager
-def one_interrupt(enabled: bool):
-    """Within, the first Ctrl-C raises KeyboardInterrupt and later ones do nothing: impatience must not end the chat."""
-    if not enabled:
-        yield
-        return
-
-    def interrupt(signum, frame):
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGINT, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)

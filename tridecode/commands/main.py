@@ -6,6 +6,7 @@ import sys
 
 from ..errors import TridecodeError
 from .parser import make_parser
+from .signals import Ended, ending
 from .terminal import Output, one_line, tolerant_streams
 
 INTERRUPTED = 130
@@ -19,9 +20,13 @@ def main(argv: list[str] | None = None) -> int:
     set_up_logging(args.verbose)
     output = Output()
     try:
-        code = run(args, output)
+        with ending():
+            code = run(args, output)
         sys.stdout.flush()  # here, where a reader that has gone can still be handled
         return code
+    except Ended as asked:
+        asked.end()
+        raise
     except KeyboardInterrupt:
         output.errors.print()
         return INTERRUPTED
