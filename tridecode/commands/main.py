@@ -3,10 +3,11 @@
 import logging
 import os
 import sys
+from collections.abc import Callable
 
 from ..errors import TridecodeError
 from .parser import make_parser
-from .signals import Ended, ending
+from .signals import Ended, ended_by_interrupt, ending
 from .terminal import Output, one_line, tolerant_streams
 
 INTERRUPTED = 130
@@ -15,21 +16,27 @@ BROKEN_PIPE = 141  # as a shell reports a program that SIGPIPE ended
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command; returns the exit code. Wrong options end in SystemExit(2), as argparse does."""
-    tolerant_streams()
-    args = make_parser().parse_args(argv)
-    set_up_logging(args.verbose)
-    output = Output()
     try:
         with ending():
-            code = run(args, output)
-        sys.stdout.flush()  # here, where a reader that has gone can still be handled
-        return code
+            tolerant_streams()
+            return guarded(argv)
     except Ended as asked:
         asked.end()
         raise
     except KeyboardInterrupt:
-        output.errors.print()
+        print(file=sys.stderr)
         return INTERRUPTED
+
+
+def guarded(argv: list[str] | None) -> int:
+    """`main`, but for signals."""
+    args = make_parser().parse_args(argv)
+    set_up_logging(args.verbose)
+    output = Output()
+    try:
+        code = run(args, output)
+        sys.stdout.flush()  # here, where a reader that has gone can still be handled
+        return code
     except BrokenPipeError:
         # Python flushes stdout once more at exit; that must not fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -42,30 +49,36 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(args, output: Output) -> int:
-    # The commands bring torch with them, so they are imported only now.
-    if args.command == "chat":
+    with ended_by_interrupt():
+        command = imported(args.command)
+    return command(args, output)
+
+
+def imported(name: str) -> Callable:
+    """The function of a command. The commands bring torch with them, so they are imported only now."""
+    if name == "chat":
         from .chat import chat
 
-        return chat(args, output)
-    if args.command == "generate":
+        return chat
+    if name == "generate":
         from .generate import generate
 
-        return generate(args, output)
-    if args.command == "bench":
+        return generate
+    if name == "bench":
         from .bench import run as bench
 
-        return bench(args)
-    if args.command == "profile":
+        return lambda args, output: bench(args)
+    if name == "profile":
         from .profile import run as profile
 
-        return profile(args, output)
-    if args.command == "tune":
+        return profile
+    if name == "tune":
         from .tune import run as tune
 
-        return tune(args, output)
+        return tune
     from .info import info
 
-    return info(args, output)
+    return info
 
 
 def explain(error: Exception) -> str:

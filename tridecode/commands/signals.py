@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable
 from contextlib import contextmanager, suppress
 
@@ -50,6 +51,21 @@ def ending():
     finally:
         for each in changed:
             signal.signal(each, signal.SIG_DFL)
+
+
+@contextmanager
+def ended_by_interrupt():
+    """Within, Ctrl-C ends the program as the system does it. For imports: torch swallows a KeyboardInterrupt that comes
+    while it starts, and would be left half made."""
+    main = threading.current_thread() is threading.main_thread()
+    if not main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @contextmanager
