@@ -11,7 +11,7 @@ LONGEST = 4096  # characters that may wait for a sequence's end
 # An old mouse report, CSI, SS3, OSC, and DCS or APC as terminals send them. Alt and a letter begin like some of these,
 # so no more is taken for one than has to be.
 _SEQUENCE = re.compile(
-    r"\x1b(?:\[M.{3}|\[\[.|\[[0-?]*[ -/]*[@-~]|O[!-~]"
+    r"\x1b(?:\[M.{3}|\[\[.|\[(?![M[])[0-?]*[ -/]*[@-~]|O[!-~]"
     r"|\]\d+;[^\x07\x1b]*(?:\x07|\x1b\\)|(?:P[\d!$+=>?]|_G)[^\x07\x1b]*\x1b\\)",
     re.S,
 )
