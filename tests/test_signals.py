@@ -71,7 +71,7 @@ def test_sigterm_in_mid_answer(terminal, state, plain):
     assert [user for user, _ in sessions.read(state / "sessions" / name).turns] == ["first"]
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT])
 def test_no_temporary_file_is_left(state, monkeypatch, signum):
     """The signal comes while a session is written, and comes again while things are put in order."""
     before = signal.getsignal(signum)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import contextmanager, suppress
 
 SHOW_CURSOR = "\x1b[?25h"
-_ENDS = (signal.SIGTERM, signal.SIGHUP)
+_ENDS = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # the last one is Ctrl-\ in mid-answer
 
 
 class Ended(SystemExit):
@@ -28,7 +28,7 @@ class Ended(SystemExit):
 
 @contextmanager
 def ending():
-    """Within, SIGTERM and SIGHUP raise Ended, once; those that the caller has set to something else stay that."""
+    """Within, SIGTERM, SIGHUP and SIGQUIT raise Ended, once; those that the caller has set to something else stay that."""
 
     def end(signum, frame):
         for each in changed:  # a closed terminal sends more than one; what is put in order must not be cut short
@@ -95,8 +95,10 @@ def suspendable(put_away: Callable[[], None], take_out: Callable[[], None]):
 
     def suspend(signum, frame):
         put_away()
-        with suppress(OSError, ValueError):
-            os.write(sys.stdout.fileno(), SHOW_CURSOR.encode())
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):
+                if stream.isatty():
+                    os.write(stream.fileno(), SHOW_CURSOR.encode())
         signal.signal(signal.SIGTSTP, signal.SIG_DFL)
         signal.raise_signal(signal.SIGTSTP)
         signal.signal(signal.SIGTSTP, suspend)

@@ -104,14 +104,13 @@ def unechoed(enabled: bool, pause: Callable[[], None] = lambda: None):
 
     The next prompt gets what was typed. Ctrl-Z calls `pause` and leaves the terminal as a shell needs it.
     """
-    with suspendable(lambda: (pause(), _echo(True)), lambda: _echo(False)) if enabled else nullcontext():
+    echo = _echo if enabled else lambda on: None
+    with suspendable(lambda: (pause(), echo(True)), lambda: echo(False)):
         try:
-            if enabled:
-                _echo(False)
+            echo(False)
             yield
         finally:
-            if enabled:
-                _echo(True)
+            echo(True)
 
 
 def _echo(on: bool) -> None:
