@@ -4,6 +4,7 @@ import asyncio
 import os
 import shutil
 import signal
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -181,6 +182,12 @@ def test_blocks():
         '"""',
     ]
     assert unfinished('"""') and unfinished('"""a') and unfinished('"""\n""') and not unfinished('"""a""" ')
+
+
+def test_a_long_block_costs_no_more_than_its_length():
+    began = time.monotonic()
+    (block,) = join_blocks(['"""\n', *["a line of the block\n"] * 200_000, '"""\n'])
+    assert len(block) == 200_000 * 20 + 7 and time.monotonic() - began < 3
 
 
 def test_a_block_is_never_a_command(session):
