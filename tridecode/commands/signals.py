@@ -28,7 +28,7 @@ class Ended(SystemExit):
 
 @contextmanager
 def ending():
-    """Within, SIGTERM, SIGHUP and SIGQUIT raise Ended, once; those that the caller has set to something else stay that."""
+    """Within, the signals in _ENDS raise Ended, once; one that the caller has set to something else stays that."""
 
     def end(signum, frame):
         for each in changed:  # a closed terminal sends more than one; what is put in order must not be cut short
