@@ -283,7 +283,7 @@ def test_a_terminal_that_is_closed(terminal, endless, state, answering):
 def test_a_terminal_that_becomes_narrow(terminal, state):
     child = terminal("--ignore-eos", "--seed", 3, COLUMNS="")
     child.send("Tell me a story.\r")
-    child.expect_exact("> Tell me a story.\r\n")
+    child.expect_exact("\x1b[?2004l")
     child.expect(r"[a-z]{3}[^\x1b]*[a-z]{3}")
     child.setwinsize(50, 20)
     for _ in range(3):  # frames drawn since
