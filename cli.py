@@ -5,6 +5,8 @@ import sys
 
 try:
     from tridecode.commands import main
+except KeyboardInterrupt:
+    sys.exit(130)
 except ModuleNotFoundError as error:
     sys.exit(f"tridecode: error: the package {error.name} is missing here; run the README's command, or activate .venv")
 

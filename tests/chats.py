@@ -19,7 +19,7 @@ class Script:
     """An engine whose answers are given: each a list of texts, an exception, or a pair of texts and finish_reason."""
 
     name, capacity, notes, backend, graph = "script", 100, (), "triton", "full"
-    device = SimpleNamespace(type="cpu")
+    device, config = SimpleNamespace(type="cpu"), SimpleNamespace(max_position=100)
     tokenizer = SimpleNamespace(
         encode=lambda text, context=None: list(text),
         encode_chat=lambda messages, context=None, **variables: "".join(m["content"] for m in messages),

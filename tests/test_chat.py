@@ -4,6 +4,7 @@ import asyncio
 import os
 import shutil
 import signal
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -12,10 +13,11 @@ from checkpoints import write_tiny, write_tokenizer
 
 from tridecode import Engine, SamplingParams
 from tridecode.commands import session as sessions
-from tridecode.commands.chat import converse, one_interrupt
+from tridecode.commands.chat import converse
 from tridecode.commands.conversation import Conversation
 from tridecode.commands.display import Thinking, opens_thinking
 from tridecode.commands.lines import PlainReader, join_blocks, unfinished, unquoted
+from tridecode.commands.signals import one_interrupt
 from tridecode.commands.terminal import Output
 from tridecode.errors import PromptError
 
@@ -176,57 +178,23 @@ def test_a_conversation_does_not_keep_what_it_only_asked():
     assert conversation.prompt("x") == conversation.prompt("x") == said("x")
 
 
-def test_a_turn_that_does_not_fit_is_refused(session):
-    chat = session(["x" * 60], ["fine"])
-    assert chat.handle("one") and chat.handle("y" * 60)
-    shown = chat.read()[1]
-    assert "this turn needs 123 tokens, the context holds 100" in shown and "--overflow drop-oldest" in shown
-    assert chat.handle("two"), "the conversation goes on"
-    assert chat.engine.prompts[1] == said("one", "x" * 60, "two")
-
-
-def test_overflow_can_end_the_chat(session):
-    chat = session(["x" * 60], overflow="stop")
-    assert chat.handle("one") and not chat.handle("y" * 60)
-    assert chat.exit_code == 1 and "needs 123 tokens, the context holds 100" in chat.read()[1]
-    assert chat.conversation.turns == (("one", "x" * 60),)
-
-
-def test_overflow_can_drop_the_oldest_turns(session):
-    chat = session(["a" * 20], ["b" * 20], ["c" * 20], ["d"], ["e"], overflow="drop-oldest")
-    chat.handle("/system Sys")
-    for line in ("one", "two", "six"):
-        chat.handle(line)
-    assert "no longer sent" not in chat.read()[1]
-    chat.handle("z" * 40)
-    assert chat.engine.prompts[-1] == [{"role": "system", "content": "Sys"}, *said("six", "c" * 20, "z" * 40)]
-    note = "112 tokens do not fit in the context of 100: turns 1 to 2 are no longer sent to the model"
-    assert note in chat.read()[1]
-    assert len(chat.conversation.turns) == 4, "they stay in the conversation"
-    chat.handle("y" * 30)
-    assert chat.engine.prompts[-1][1:] == said("z" * 40, "d", "y" * 30)
-    assert "97 tokens do not fit in the context of 100 with room for the answer (12): turn 3 is" in chat.read()[1]
-    chat.handle("w" * 98)
-    assert "this turn alone needs 101 tokens, the context holds 100" in chat.read()[1]
-    assert chat.conversation.dropped == 3 and len(chat.conversation.turns) == 5
-
-
-def test_tokens_are_counted_only_where_they_could_be_too_many(session):
-    counted = []
-    chat = session(["a"], ["b"], ["c"], ["d"])
-    chat.engine.capacity = 10_000
-    chat.engine.tokenizer = SimpleNamespace(encode_chat=lambda messages, context: counted.append(len(messages)) or [0])
-    for line in ("one", "two", "x" * 3000, "/system Sys", "four"):
-        chat.handle(line)
-    assert counted == [1, 5, 8], "the first, one that is long, and one after the system turn changed"
-
-
 def test_blocks():
     lines = ["one\n", '"""two\n', "\n", '/three"""\n', '"""four"""\r\n', '"""five\n', "six"]
     assert list(join_blocks(lines)) == ["one", '"""two\n\n/three"""', '"""four"""', '"""five\nsix']
     assert unquoted('"""two\n\n/three"""') == "two\n\n/three" and unquoted('"""five\nsix') == "five\nsix"
     assert unquoted("one") is None and unquoted('""""""') == ""
+    assert list(join_blocks(['"""\n', '"""\n', '""""\n', '""\n', 'a""" \n', '"""\n'])) == [
+        '"""\n"""',
+        '""""\n""\na""" ',
+        '"""',
+    ]
     assert unfinished('"""') and unfinished('"""a') and unfinished('"""\n""') and not unfinished('"""a""" ')
+
+
+def test_a_long_block_costs_no_more_than_its_length():
+    began = time.monotonic()
+    (block,) = join_blocks(['"""\n', *["a line of the block\n"] * 200_000, '"""\n'])
+    assert len(block) == 200_000 * 20 + 7 and time.monotonic() - began < 3
 
 
 def test_a_block_is_never_a_command(session):
@@ -330,8 +298,7 @@ def test_templates_that_begin_the_thinking():
 
 
 @pytest.mark.parametrize("when", ["making", "closing"])
-def test_an_interrupt_leaves_no_event_loop_behind(monkeypatch, when):
-    from prompt_toolkit import PromptSession
+def test_an_interrupt_leaves_no_event_loop_behind(monkeypatch, state, when):
     from prompt_toolkit.input import create_pipe_input
     from prompt_toolkit.output import DummyOutput
 
@@ -356,8 +323,7 @@ def test_an_interrupt_leaves_no_event_loop_behind(monkeypatch, when):
     monkeypatch.setattr("asyncio.events.new_event_loop", Loop)
     before = signal.getsignal(signal.SIGINT)
     with create_pipe_input() as keys:
-        keyboard = object.__new__(Keyboard)
-        keyboard.session = PromptSession(input=keys, output=DummyOutput())
+        keyboard = Keyboard((), Output(), keys, DummyOutput())
         keys.send_text("hello\r")
         with pytest.raises(KeyboardInterrupt):
             keyboard.read()

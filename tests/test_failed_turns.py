@@ -1,5 +1,6 @@
 """A turn that fails is only that: what is said, what is kept, and what the shell sees."""
 
+import errno
 import json
 import subprocess
 import sys
@@ -134,6 +135,18 @@ def test_a_reader_that_leaves_ends_the_chat_and_loses_no_turn(tiny, state):
     err = chat.communicate("two\n")[1]
     assert chat.returncode == 141 and "Traceback" not in err
     assert [user for user, _ in sessions.read(saved).turns][0] == "one"
+
+
+def test_a_piped_chat_whose_session_is_not_saved_exits_1(piped, tiny, monkeypatch):
+    few = ("--model", tiny, "--max-tokens", 2, "--session", "work")
+
+    def full(handle):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(sessions.os, "fsync", full)
+    code, out, err = piped("one\n", *few)
+    assert code == 1 and out and "the session is not saved" in err and "No space left on device" in err
+    monkeypatch.undo()
 
 
 CHAT_ON_A_BROKEN_GPU = """

@@ -51,6 +51,13 @@ def test_the_last_session_is_the_one_saved_last(state):
     assert session.last_path().stem == "a"
 
 
+def test_a_link_that_leads_nowhere_hides_no_session(state):
+    session.Store(session.named("good"), "m").save(TALK)
+    (session.sessions_dir() / "gone.json").symlink_to(state / "absent.json")
+    (session.sessions_dir() / "directory.json").mkdir()
+    assert session.last_path().stem == "good"
+
+
 @pytest.mark.parametrize("name", ["", "../up", ".hidden", "a/b", "a b", "x" * 81, "a\0b", "ä"])
 def test_names(name):
     with pytest.raises(session.SessionError, match="session name"):

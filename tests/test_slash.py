@@ -25,11 +25,50 @@ def test_commands(session):
     assert chat.handle("/claer") and "did you mean /clear?" in chat.read()[1]
     assert chat.handle("/HELP") and "/clear" in chat.read()[1]
     assert not chat.handle("/bye") and not chat.handle("/quit"), "what other chats call /exit"
-    assert chat.handle("/zzz") and chat.read()[1] == "there is no command /zzz; /help lists them\n"
-    assert not chat.engine.prompts
-    assert chat.handle("/usr/bin is what?") and chat.handle(" /exit")
-    assert [prompt[-1]["content"] for prompt in chat.engine.prompts] == ["/usr/bin is what?", "/exit"]
+    assert chat.handle("/?") and "/clear" in chat.read()[1] and chat.handle("/h") and "/clear" in chat.read()[1]
+    assert not chat.engine.prompts and chat.exit_code == 1, "a pipe's reader is told with the exit code"
+    assert chat.handle(" /exit") and chat.engine.prompts[0] == said("/exit")
     assert not chat.handle("/exit")
+
+
+@pytest.mark.parametrize("line", ["/", "/usr/bin is what?", "/zzz", "/2 + 2", "/* a comment */", "/ exit", "/help/me"])
+def test_what_begins_with_a_slash_is_no_message(session, line):
+    chat = session(["fine"], interactive=True)
+    assert chat.handle(line) and not chat.engine.prompts and chat.exit_code == 0
+    shown = chat.read()[1]
+    assert f"there is no command {line.split()[0]}; " in shown and "// begins a message with a /" in shown
+    assert chat.handle(f"/{line}") and chat.engine.prompts == [said(line)]
+
+
+@pytest.mark.parametrize("word, command", [("help", "/help"), ("exit", "/exit"), ("Quit ", "/exit")])
+def test_a_bare_word_asks_whether_the_command_was_meant(session, word, command):
+    chat = session(["fine"], ["fine"], interactive=True)
+    assert chat.handle(word) and not chat.engine.prompts
+    assert f"did you mean {command}?" in chat.read()[1]
+    assert chat.handle(f" {word}") and chat.engine.prompts == [said(word.strip())]
+    chat.handle("/edit")
+    assert chat.draft == f" {word.strip()}", "what is edited is sent as it was"
+    chat.interactive = False
+    assert chat.handle(word) and len(chat.engine.prompts) == 2, "a line of a pipe is a message"
+
+
+def test_a_retry_has_another_seed(session):
+    chat = session(["one"], ["two"], ["three"], ["b"], ["again"], params=SamplingParams(seed=7))
+    seeds, stream = [], chat.engine.stream
+    chat.engine.stream = lambda prompt, params, **more: seeds.append(params.seed) or stream(prompt, params, **more)
+    for line in ("a", "/retry", "/retry", "b", "/retry"):
+        assert chat.handle(line)
+    assert seeds == [7, 8, 9, 7, 8] and chat.params.seed == 7
+    shown = chat.read()[1]
+    assert shown.count("try 2, seed 8\n") == 2 and shown.count("try 3, seed 9\n") == 1
+
+
+def test_a_retry_of_a_greedy_answer_says_that_it_will_be_the_same(session):
+    chat = session(["one"], ["one"], params=SamplingParams(temperature=0, seed=2**64 - 1))
+    assert chat.handle("a") and chat.handle("/retry")
+    assert "every try gives the same answer" in chat.read()[1]
+    chat = session(["one"], ["one"], params=SamplingParams(seed=2**64 - 1))
+    assert chat.handle("a") and chat.handle("/retry") and "try 2, seed 0" in chat.read()[1]
 
 
 def test_retry_undo_and_edit(session):
@@ -51,7 +90,7 @@ def test_edit_puts_the_message_into_the_prompt(session):
     chat = session(["one"], ["two"], interactive=True)
     chat.handle(" /etc/passwd is what?")
     chat.handle("/edit")
-    typed, drafts = ["/etc/shadow is what?", "/exit"], []
+    typed, drafts = ["//etc/shadow is what?", "/exit"], []
     reader = SimpleNamespace(read=lambda draft: drafts.append(draft) or typed.pop(0))
     assert converse(chat, reader) == 0
     assert drafts == [" /etc/passwd is what?", ""]
@@ -147,6 +186,8 @@ def test_save_load_and_export(session, tmp_path):
     assert chat.conversation.turns == (("a", "one"), ("b", "two"))
     assert "continuing 2 turns, the last was 'b'" in chat.read()[1]
     chat.handle(f"/export {tmp_path / 'talk.md'}")
+    chat.handle(f"/save {tmp_path / 'same.MD'}")
+    assert (tmp_path / "same.MD").read_text() == (tmp_path / "talk.md").read_text()
     whole = "# Conversation\n\n## User\n\na\n\n## Assistant\n\none\n\n## User\n\nb\n\n## Assistant\n\ntwo\n"
     assert (tmp_path / "talk.md").read_text() == whole
     notes.write_text("mine")
@@ -160,6 +201,8 @@ def test_save_load_and_export(session, tmp_path):
         ("/save a\0b", "null"),
         (f"/save {tmp_path / 'no' / 'where'}", "No such file"),
         (f"/export {tmp_path / 'talk.md'}", "exists already"),
+        (f"/save {tmp_path / 'talk.md'}", "exists already"),
+        (f"/load {tmp_path / 'talk.md'}", "/load reads JSON"),
         (f"/export {notes}", "must end in .md"),
         ("/export", "needs FILE.md"),
         ("/save", "needs FILE"),
@@ -175,7 +218,7 @@ def test_every_command_is_in_the_help(session):
     chat = session()
     chat.handle("/help")
     lines = chat.read()[1].splitlines()
-    assert [line.split()[0] for line in lines if line.startswith("  /")] == list(COMMANDS)
+    assert [line.split()[0] for line in lines if line.startswith("  /")] == [*COMMANDS, "//"]
     assert [line for line in lines if not line.startswith(" ")] == [*GROUPS, "Keys"]
     assert max(map(len, lines)) <= 80 and "a line that starts with a space is never a command" in lines[-1]
 

@@ -1,9 +1,8 @@
 """tridecode: a single-GPU, low-latency decode engine; the whole token step is one CUDA graph of Triton kernels."""
 
-from typing import TYPE_CHECKING
-
 from .version import __version__
 
+TYPE_CHECKING = False  # as type checkers know it; `typing` takes a third of the time that `--help` needs
 if TYPE_CHECKING:
     from .engine import Engine
     from .sampling import SamplingParams

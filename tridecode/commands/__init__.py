@@ -1,5 +1,8 @@
 """The command line: `tridecode chat | generate | info | bench | profile | tune`."""
 
-from .main import main
+try:
+    from .main import main
+except KeyboardInterrupt:  # Ctrl-C in the first moment, before anybody could handle it
+    raise SystemExit(130) from None
 
 __all__ = ["main"]

@@ -2,11 +2,8 @@
 
 import logging
 import os
-import re
-import signal
 import sys
 import time
-from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -17,11 +14,12 @@ from . import session, slash
 from .conversation import Conversation
 from .display import answer_display, opens_thinking
 from .inputs import stdin_lines
-from .lines import join_blocks, open_reader, unquoted
+from .lines import Interrupted, join_blocks, open_reader, unquoted
 from .loading import Loader, load_engine
 from .main import explain
 from .overflow import Overflow, fit
 from .parser import sampling_overrides
+from .signals import one_interrupt
 from .terminal import Output, counted, speed_line, unechoed
 from .thinking import SWITCH, end_thinking
 
@@ -57,6 +55,7 @@ class Chat:
         self.interactive, self.store, self.overflow = interactive, store, overflow
         self.plain = plain or conversation.raw  # a text that is continued is no Markdown
         self.stopped_at = -IMPATIENCE
+        self.tries = 0  # of the last message, beside the first
         self.draft: str | None = None  # what /edit puts into the next prompt
         self.kept: str | None = None  # the session that holds the conversation before this one
         self.exit_code = 0
@@ -92,9 +91,14 @@ class Chat:
     def handle(self, line: str, replaces: bool = False) -> bool:
         """A command or a turn, which `replaces` the last one if so; False ends the chat."""
         message = unquoted(line)
-        if message is None and (command := re.match(r"(/[A-Za-z]*)(?:\s+|$)", line)):
-            return self.command(command[1], line[command.end() :].strip())
-        message = line if message is None else message
+        if message is None and line.startswith("/") and not line.startswith("//"):
+            word, *rest = line.split(maxsplit=1)
+            return self.command(word, "".join(rest).strip())
+        if message is None:
+            message = line.removeprefix("/")
+            if self.interactive and (meant := slash.meant(message)):
+                self.output.note(meant)
+                return True
         if not message.strip():
             return True
         return self.ask(message if self.conversation.raw else message.strip(), replaces)
@@ -122,8 +126,12 @@ class Chat:
             return True
         return False
 
-    def ask(self, message: str, replaces: bool = False) -> bool:
-        """One turn; an error is one line and leaves the conversation as it was. False ends the chat."""
+    def ask(self, message: str, replaces: bool = False, tries: int = 0) -> bool:
+        """One turn; an error is one line and leaves the conversation as it was. False ends the chat.
+
+        tries: how often this message was asked before, which changes the seed.
+        """
+        self.tries = tries
         try:
             base = self.conversation.without_last() if replaces and self.conversation.turns else self.conversation
             self.turn(message, base)
@@ -149,13 +157,14 @@ class Chat:
     def turn(self, line: str, base: Conversation) -> None:
         """Stream the answer; keep the turn unless it failed or was stopped before its first character."""
         # Around all of it: a second Ctrl-C must not lose what the first one stopped.
-        with one_interrupt(self.interactive), unechoed(self.interactive):
+        shown = answer_display(self.output, self.plain, self.opens_thinking, self.think == "hide")
+        with one_interrupt(self.interactive), unechoed(self.interactive, shown.pause):
             said, tokens, last = [], 0, None
+            params = self.params_of_this_try()
             started = time.perf_counter()
-            shown = answer_display(self.output, self.plain, self.opens_thinking, self.think == "hide")
             try:
                 base = self.make_room(base, line)
-                for last in self.engine.stream(base.prompt(line), self.params, template_variables=self.variables):
+                for last in self.engine.stream(base.prompt(line), params, template_variables=self.variables):
                     said.append(last.text)
                     tokens += last.token_id is not None
                     shown.push(last.text)
@@ -190,12 +199,26 @@ class Chat:
                 self.last = last
                 self.report(last)
 
+    def params_of_this_try(self):
+        """Those that are set; a further try of the same message has another seed, which is told."""
+        if not self.tries:
+            return self.params
+        if self.params.temperature == 0:
+            self.output.note("temperature is 0, so every try gives the same answer; /set temperature 0.7 changes that")
+        elif self.params.seed is not None:
+            seed = self.params.seed + self.tries
+            seed -= 2**64 if seed >= 2**64 else 0
+            self.output.note(f"try {self.tries + 1}, seed {seed}")
+            return replace(self.params, seed=seed)
+        return self.params
+
     def make_room(self, base: Conversation, line: str) -> Conversation:
         capacity = self.engine.capacity
         # Counting costs time before the first token. No token is less than a byte; 256 is for what a template adds.
         if self.used is not None and self.used + 4 * len(line) + 256 <= capacity - capacity // 8:
             return base
-        base, note = fit(base, line, self.count, capacity, self.overflow, self.params.max_tokens)
+        largest = self.engine.config.max_position
+        base, note = fit(base, line, self.count, capacity, self.overflow, self.params.max_tokens, largest)
         if note:
             self.output.note(note)
         return base
@@ -227,6 +250,8 @@ class Chat:
                 self.output.note(note)
         except session.SessionError as error:
             self.output.error(f"the session is not saved: {error}; /save FILE writes it elsewhere")
+            if not self.interactive:
+                self.exit_code = 1
 
     def fresh(self) -> Conversation:
         return Conversation(self.conversation.raw, self.system)
@@ -239,7 +264,7 @@ class Chat:
     def replace_conversation(self, conversation: Conversation) -> None:
         """Go on with another conversation, in a file of its own: the one so far stays on disk."""
         self.kept = self.store.name if self.store and self.store.saved else None
-        self.conversation, self.last, self.used = conversation, None, None
+        self.conversation, self.last, self.used, self.tries = conversation, None, None, 0
         if self.store:
             self.store.begin_new()
 
@@ -277,6 +302,7 @@ def chat(args, output: Output) -> int:
         output.note("running on the CPU")
     if store and store.saved:
         output.note(f"session {store.name}: {talk.describe()}")
+    code = None
     try:
         if interactive:
             sys.setswitchinterval(TURN)
@@ -286,9 +312,9 @@ def chat(args, output: Output) -> int:
             for line in join_blocks(stdin_lines()):
                 if not talk.handle(line):
                     break
-            code = talk.exit_code
     finally:
         talk.save()
+    code = talk.exit_code if code is None else code
     if code == DEVICE_LOST:
         # What is freed on such a GPU fails once more, in places that end the program by a signal.
         sys.stdout.flush()
@@ -331,11 +357,15 @@ def converse(talk: Chat, reader) -> int:
                 return talk.exit_code
         except EOFError:
             return 0
-        except KeyboardInterrupt:
-            if leaving:
+        except KeyboardInterrupt as pressed:
+            typed = isinstance(pressed, Interrupted) and pressed.typed
+            if leaving and not typed:
                 return 0
-            leaving = time.monotonic() - talk.stopped_at > IMPATIENCE
-            if leaving:
+            leaving = False
+            if typed and pressed.draft:
+                talk.output.note("the draft is put aside; Up brings it back")
+            elif time.monotonic() - talk.stopped_at > IMPATIENCE:
+                leaving = True
                 talk.output.note("Ctrl-C again, or Ctrl-D, leaves")
 
 
@@ -347,21 +377,3 @@ def responds(device) -> bool:
         except RuntimeError:
             return False
     return True
-
-
-@contextmanager
-def one_interrupt(enabled: bool):
-    """Within, the first Ctrl-C raises KeyboardInterrupt and later ones do nothing: impatience must not end the chat."""
-    if not enabled:
-        yield
-        return
-
-    def interrupt(signum, frame):
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGINT, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)

@@ -26,6 +26,9 @@ class PlainText:
             self._output.text("\n")
         self._ended = True
 
+    def pause(self) -> None:
+        """What was shown stays."""
+
 
 class Thinking:
     """Shows the think block that an answer may begin with apart from it: dimmed, or with `hide` only its length."""
@@ -48,6 +51,9 @@ class Thinking:
             self._rest()
         finally:
             self._answer.abort()
+
+    def pause(self) -> None:
+        self._answer.pause()
 
     def _show(self, kind: str, text: str) -> None:
         if kind == THINKING:
@@ -82,7 +88,8 @@ def opens_thinking(tokenizer, variables: dict | None = None) -> bool:
 
 
 def answer_display(output: Output, plain: bool, opened: bool = False, hide: bool = False):
-    """What shows one answer: push(text), then finish() or abort(), which may both be called twice.
+    """What shows one answer: push(text), then finish() or abort(), which may both be called twice. pause() takes away
+    what is not final, for another program that uses the terminal meanwhile.
 
     opened: the prompt ended inside a think block. hide: of thinking only its length is shown. Plain text has the think
     block as the model wrote it.

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from .terminal import visible
 
 MARK = '"""'
+PROMPT, CONTINUED = "> ", "… "
 
 
 def unfinished(text: str) -> bool:
@@ -24,15 +25,24 @@ def unquoted(text: str) -> str | None:
 
 def join_blocks(lines: Iterable[str]) -> Iterator[str]:
     """Each line without its end, the lines of a block as one."""
-    block = None
+    block = []
     for line in lines:
         line = line.rstrip("\r\n")
-        line = line if block is None else f"{block}\n{line}"
-        block = line if unfinished(line) else None
-        if block is None:
-            yield line
-    if block is not None:
-        yield block
+        # Once a block is open only its newest line can close it: no look at all that came before.
+        open_still = not line.rstrip().endswith(MARK) if block else unfinished(line)
+        block.append(line)
+        if not open_still:
+            yield "\n".join(block)
+            block = []
+    if block:
+        yield "\n".join(block)
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C at the prompt: the draft that it discarded, and whether anything was typed there at all."""
+
+    def __init__(self, draft: str = "", typed: bool = False):
+        self.draft, self.typed = draft, typed or bool(draft)
 
 
 class PlainReader:
@@ -40,27 +50,52 @@ class PlainReader:
 
     def __init__(self):
         try:
-            import readline  # noqa: F401  arrow keys and history in input()
+            import readline  # arrow keys and history in input()
         except ImportError:
-            pass
+            readline = None
+        self._readline = readline
 
     def read(self, draft: str = "") -> str:
-        if draft:
-            print(f"(was: {visible(draft.strip())})")
+        lines = []
+        self._begin_with(draft)
         try:
-            text = input("> ")
-            while unfinished(text):
-                text += "\n" + input("… ")
-        except (EOFError, KeyboardInterrupt):
+            return next(join_blocks(self._lines(lines)))
+        except (EOFError, KeyboardInterrupt) as end:
             print()  # the line editor ends its line itself
-            raise
-        return text
+            if isinstance(end, EOFError):
+                raise
+            raise self._discard(lines) from None
+
+    def _lines(self, lines: list[str]) -> Iterator[str]:
+        """What is typed, which is also kept in `lines`."""
+        while True:
+            lines.append(input(CONTINUED if lines else PROMPT))
+            yield lines[-1]
+
+    def _begin_with(self, draft: str) -> None:
+        if draft and self._readline and draft.isprintable():
+            self._readline.set_startup_hook(lambda: self._insert(draft))
+        elif draft:
+            print(f"(was: {visible(draft.strip())})")
+
+    def _insert(self, draft: str) -> None:
+        self._readline.set_startup_hook()
+        self._readline.insert_text(draft)
+
+    def _discard(self, lines: list[str]) -> Interrupted:
+        if self._readline and (line := self._readline.get_line_buffer()):
+            self._readline.add_history(line)
+            lines = [*lines, line]
+        return Interrupted("\n".join(lines))
 
 
 def open_reader(commands: Iterable[str], output):
     """A line editor where the terminal can show one."""
-    if os.environ.get("TERM", "dumb") in ("dumb", "unknown"):
-        return PlainReader()
-    from .keyboard import Keyboard
+    if os.environ.get("TERM", "dumb") not in ("dumb", "unknown"):
+        try:
+            from .keyboard import Keyboard
 
-    return Keyboard(commands, output)
+            return Keyboard(commands, output)
+        except Exception as error:
+            output.note(f"there is no line editor here ({type(error).__name__}: {error}); plain line input")
+    return PlainReader()

@@ -11,6 +11,7 @@ from ..memory import plan_memory
 from ..placement import resolve_dtype
 from ..sampling import SamplingParams
 from ..tokenizer import Tokenizer
+from .main import LOADING, with_options
 from .parser import sampling_overrides
 from .settings import shown
 from .terminal import Output
@@ -39,7 +40,7 @@ def load_model(args, model: str | None, max_seq_len: int | None, output: Output)
             progress=progress,
         )
     for note in engine.notes:
-        output.note(note.replace("max_seq_len", "--max-seq-len"))
+        output.note(with_options(note, LOADING))
     return engine
 
 

@@ -4,10 +4,11 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from ..errors import NO_CHAT, TridecodeError
 from .parser import SAMPLING, make_parser
+from .signals import Ended, ended_by_interrupt, ending
 from .terminal import Output, one_line, tolerant_streams
 
 INTERRUPTED = 130
@@ -17,6 +18,19 @@ LOADING = ("model", "device", "backend", "dtype", "max_seq_len", "graph")  # arg
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command; returns the exit code. Wrong options end in SystemExit(2), as argparse does."""
+    try:
+        with ending():
+            return flushed(argv)
+    except Ended as asked:
+        asked.end()
+        raise
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return INTERRUPTED
+
+
+def flushed(argv: list[str] | None) -> int:
+    """`main`, but for signals."""
     tolerant_streams()
     try:
         return guarded(argv)
@@ -37,9 +51,6 @@ def guarded(argv: list[str] | None) -> int:
         code = run(args, output)
         sys.stdout.flush()  # here, where what fails can still be told
         return code
-    except KeyboardInterrupt:
-        output.errors.print()
-        return INTERRUPTED
     except BrokenPipeError:
         raise
     except Exception as error:
@@ -59,30 +70,36 @@ def drop_unwritten() -> None:
 
 
 def run(args, output: Output) -> int:
-    # The commands bring torch with them, so they are imported only now.
-    if args.command == "chat":
+    with ended_by_interrupt():
+        command = imported(args.command)
+    return command(args, output)
+
+
+def imported(name: str) -> Callable:
+    """The function of a command. The commands bring torch with them, so they are imported only now."""
+    if name == "chat":
         from .chat import chat
 
-        return chat(args, output)
-    if args.command == "generate":
+        return chat
+    if name == "generate":
         from .generate import generate
 
-        return generate(args, output)
-    if args.command == "bench":
+        return generate
+    if name == "bench":
         from .bench import run as bench
 
-        return bench(args)
-    if args.command == "profile":
+        return lambda args, output: bench(args)
+    if name == "profile":
         from .profile import run as profile
 
-        return profile(args, output)
-    if args.command == "tune":
+        return profile
+    if name == "tune":
         from .tune import run as tune
 
-        return tune(args, output)
+        return tune
     from .info import info
 
-    return info(args, output)
+    return info
 
 
 def explain(error: Exception, arguments: Iterable[str] = ()) -> str:

@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from threading import Event, Thread
+from threading import Event, Lock, Thread
 
 from markdown_it import MarkdownIt
 from rich import box
@@ -223,7 +223,7 @@ class MarkdownStream:
         self._painter = Painter(console)
         self._queue = deque()
         self._held = ""  # a carriage return: alone a control character, before a newline nothing
-        self._done = Event()
+        self._done, self._drawing = Event(), Lock()
         self._thread = None
         self._error = None
         self._closed = False
@@ -258,6 +258,12 @@ class MarkdownStream:
         except Exception:  # such as a terminal that is gone: what was said must still be kept
             pass
 
+    def pause(self) -> None:
+        """Take away the unfinished block and show the cursor; the next frame draws both anew."""
+        if not self._closed:  # else the frame that this call interrupts may be the last one
+            with self._drawing:
+                self._try(self._painter.close)
+
     def _run(self) -> None:
         pause = FRAME
         while not self._done.wait(pause) and self._error is None:
@@ -265,7 +271,8 @@ class MarkdownStream:
                 pause = FRAME
                 continue
             started = time.thread_time()  # not the clock: waiting for the token loop costs it nothing
-            self._try(lambda: self._painter.frame(self._take()))
+            with self._drawing:
+                self._try(lambda: self._painter.frame(self._take()))
             pause = max(FRAME, (time.thread_time() - started) / SHARE)
 
     def _try(self, draw, always: bool = False) -> None:

@@ -5,6 +5,7 @@ import os
 import re
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import platformdirs
@@ -48,10 +49,14 @@ def new_path() -> Path:
 
 def last_path() -> Path:
     """The session that was saved last."""
-    found = sorted(sessions_dir().glob("*.json"), key=lambda path: path.stat().st_mtime_ns)
+    found = []
+    for path in sessions_dir().glob("*.json"):
+        with suppress(OSError):  # a link that leads nowhere
+            if path.is_file():
+                found.append((path.stat().st_mtime_ns, path))
     if not found:
         raise SessionError(f"there is no session to continue in {sessions_dir()}; chat without --resume starts one")
-    return found[-1]
+    return max(found)[1]
 
 
 def dumps(conversation: Conversation, model: str) -> str:

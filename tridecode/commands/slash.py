@@ -21,8 +21,8 @@ GROUPS = {
         "/system": ("[TEXT]", "set the system turn; - removes it, alone shows it"),
     },
     "Files and clipboard": {
-        "/save": ("FILE", "save the conversation as JSON"),
-        "/load": ("FILE", "continue a saved conversation"),
+        "/save": ("FILE", "save the conversation as JSON, to FILE.md as Markdown"),
+        "/load": ("FILE", "continue a conversation that was saved as JSON"),
         "/export": ("FILE.md", "write the conversation as Markdown"),
         "/copy": ("", "copy the last answer to the clipboard"),
     },
@@ -38,7 +38,10 @@ GROUPS = {
     },
 }
 COMMANDS = {name: words for group in GROUPS.values() for name, words in group.items()}
-ALIASES = {"/quit": "/exit", "/bye": "/exit", "/new": "/clear"}  # what other chats call them
+BARE = {"help": "/help", "exit": "/exit", "quit": "/exit"}  # words that alone are hardly meant for the model
+# What other chats call them.
+ALIASES = {"/quit": "/exit", "/bye": "/exit", "/new": "/clear", "/?": "/help", "/h": "/help"}
+MARKDOWN = (".md", ".markdown")
 KEYS = {
     "Ctrl-C": "stops an answer; clears the prompt's line, twice leaves",
     "Ctrl-D": "leaves",
@@ -46,6 +49,7 @@ KEYS = {
     '"""': "begins and ends a message of several lines",
     "Tab": "completes commands",
     "Up, Down": "go through what was typed before, in earlier chats too",
+    "//": "begins a message that begins with one /",
     "Space": "a line that starts with a space is never a command",
 }
 
@@ -56,7 +60,9 @@ def run(chat, word: str, rest: str) -> bool:
     if word not in COMMANDS:
         near = difflib.get_close_matches(word, COMMANDS, n=1)
         meant = f"did you mean {near[0]}? " if near else ""
-        chat.output.note(f"there is no command {word}; {meant}/help lists them")
+        chat.output.error(f"there is no command {word[:80]}; {meant}/help lists them, // begins a message with a /")
+        if not chat.interactive:  # what was meant as a message has no answer
+            chat.exit_code = 1
         return True
     arguments = COMMANDS[word][0]
     if arguments.startswith("FILE") and not rest:
@@ -68,6 +74,17 @@ def run(chat, word: str, rest: str) -> bool:
     else:
         return _ACTIONS[word](chat, rest) is not False
     return True
+
+
+def meant(message: str) -> str:
+    """A question where the message is a word that was probably meant as a command."""
+    command = BARE.get(message.rstrip().lower())
+    return command and f"did you mean {command}? With a space before it the word is a message"
+
+
+def literal(message: str) -> str:
+    """What is typed to send this message: a space keeps it from being a command or the beginning of a block."""
+    return f" {message}" if message.startswith(("/", '"""')) or meant(message) else message
 
 
 def _help(chat, rest) -> None:
@@ -105,7 +122,7 @@ def _last(chat) -> tuple[str, str] | None:
 
 def _retry(chat, rest):
     if last := _last(chat):
-        return chat.ask(last[0], replaces=True)
+        return chat.ask(last[0], replaces=True, tries=chat.tries + 1)
 
 
 def _edit(chat, rest):
@@ -113,15 +130,14 @@ def _edit(chat, rest):
         if rest:
             return chat.ask(rest, replaces=True)
         if chat.interactive:
-            # The space keeps a message that looks like a command or an opened block what it was.
-            chat.draft = f" {last[0]}" if last[0].startswith(("/", '"""')) else last[0]
+            chat.draft = literal(last[0])
         else:
             chat.output.note("/edit needs TEXT where there is no terminal")
 
 
 def _undo(chat, rest) -> None:
     if last := _last(chat):
-        chat.conversation = chat.conversation.without_last()
+        chat.conversation, chat.tries = chat.conversation.without_last(), 0
         chat.save()
         left = len(chat.conversation.turns)
         chat.output.note(f"took back {brief(last[0])}; {counted(left, 'turn')} left")
@@ -129,6 +145,8 @@ def _undo(chat, rest) -> None:
 
 def _save(chat, rest) -> None:
     path = _path(rest)
+    if path.suffix.lower() in MARKDOWN:
+        return _export(chat, rest)
     if os.path.lexists(path):
         session.read(path)  # anything but a session is not overwritten
     session.write(path, session.dumps(chat.conversation, chat.engine.name))
@@ -136,7 +154,13 @@ def _save(chat, rest) -> None:
 
 
 def _load(chat, rest) -> None:
-    loaded = session.read(_path(rest))
+    path = _path(rest)
+    try:
+        loaded = session.read(path)
+    except session.SessionError as error:
+        if path.suffix.lower() in MARKDOWN and path.is_file():
+            raise session.SessionError(f"{error}; /load reads JSON, Markdown is only for people") from None
+        raise
     if loaded.raw != chat.conversation.raw:
         chat.output.note(f"this conversation needs a chat {'with' if loaded.raw else 'without'} --raw")
         return
@@ -146,7 +170,7 @@ def _load(chat, rest) -> None:
 
 def _export(chat, rest) -> None:
     path = _path(rest)
-    if path.suffix.lower() not in (".md", ".markdown"):
+    if path.suffix.lower() not in MARKDOWN:
         chat.output.note("/export writes Markdown: the name must end in .md")
     elif os.path.lexists(path):
         chat.output.note(f"{path} exists already; choose another name")

@@ -8,6 +8,8 @@ from contextlib import contextmanager, nullcontext, suppress
 
 from rich.console import Console
 
+from .signals import suspendable
+
 # ESC, carriage return, backspace, C1: a terminal obeys them, so a model (or a file name) must not be able to send them.
 _CONTROLS = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\t"}
 _CONTROLS |= {0x7F: 0x2421} | {code: 0xFFFD for code in range(0x80, 0xA0)}
@@ -83,7 +85,7 @@ class Output:
         columns = TextColumn("loading"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
         with Progress(*columns, console=self.errors, transient=True, disable=not self.errors.is_terminal) as bar:
             task = bar.add_task("loading", total=None, visible=False)
-            with logged(self.note) if self.errors.is_terminal else nullcontext():
+            with logged(self.note) if self.errors.is_terminal else nullcontext(), suspendable(bar.stop, bar.start):
                 yield lambda done, total: bar.update(task, completed=done, total=total, visible=True)
 
 
@@ -105,27 +107,27 @@ def logged(note: Callable[[str], None]):
 
 
 @contextmanager
-def unechoed(enabled: bool):
+def unechoed(enabled: bool, pause: Callable[[], None] = lambda: None):
     """Within, the terminal shows no typed keys, not even Ctrl-C's ^C: they would stand amid what is being drawn there.
 
-    The next prompt gets what was typed.
+    The next prompt gets what was typed. Ctrl-Z calls `pause` and leaves the terminal as a shell needs it.
     """
+    echo = _echo if enabled else lambda on: None
+    with suspendable(lambda: (pause(), echo(True)), lambda: echo(False)):
+        try:
+            echo(False)
+            yield
+        finally:
+            echo(True)
+
+
+def _echo(on: bool) -> None:
     import termios
 
-    attributes = None
-    if enabled:
-        with suppress(termios.error, OSError, ValueError):  # stdin is no terminal
-            attributes = termios.tcgetattr(sys.stdin.fileno())
-    try:
-        if attributes:
-            attributes[3] &= ~termios.ECHO
-            termios.tcsetattr(sys.stdin.fileno(), termios.TCSANOW, attributes)
-        yield
-    finally:
-        if attributes:
-            attributes[3] |= termios.ECHO
-            with suppress(termios.error):  # a terminal that is gone
-                termios.tcsetattr(sys.stdin.fileno(), termios.TCSANOW, attributes)
+    with suppress(termios.error, OSError, ValueError):  # stdin is no terminal, or one that is gone
+        attributes = termios.tcgetattr(sys.stdin.fileno())
+        attributes[3] = attributes[3] | termios.ECHO if on else attributes[3] & ~termios.ECHO
+        termios.tcsetattr(sys.stdin.fileno(), termios.TCSANOW, attributes)
 
 
 def counted(n: int, word: str) -> str:

@@ -1,0 +1,111 @@
+"""What signals do: Ctrl-C, Ctrl-Z, and the end that another program or a closed terminal asks for."""
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import contextmanager, suppress
+
+SHOW_CURSOR = "\x1b[?25h"
+_ENDS = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # the last one is Ctrl-\ in mid-answer
+
+
+class Ended(SystemExit):
+    """A signal asked the program to end. It is raised so that the terminal and temporary files are put in order."""
+
+    def __init__(self, signum: int):
+        super().__init__(128 + signum)
+        self.signum = signum
+
+    def end(self) -> None:
+        """End by the signal, as whoever sent it expects; it does nothing more where that is not possible."""
+        with suppress(OSError, ValueError):
+            sys.stdout.flush()
+        signal.signal(self.signum, signal.SIG_DFL)
+        os.kill(os.getpid(), self.signum)
+
+
+@contextmanager
+def ending():
+    """Within, the signals in _ENDS raise Ended, once; one that the caller has set to something else stays that."""
+
+    def end(signum, frame):
+        for each in changed:  # a closed terminal sends more than one; what is put in order must not be cut short
+            signal.signal(each, signal.SIG_IGN)
+        asked.append(Ended(signum))
+        raise asked[0]
+
+    changed, asked = [], []
+    try:
+        with suppress(ValueError):  # not the main thread
+            for each in _ENDS:
+                if signal.getsignal(each) is signal.SIG_DFL:
+                    signal.signal(each, end)
+                    changed.append(each)
+        yield
+    except BaseException:
+        if asked:  # an error on the way, such as that of a terminal that has gone, changes nothing
+            raise asked[0] from None
+        raise
+    finally:
+        for each in changed:
+            signal.signal(each, signal.SIG_DFL)
+
+
+@contextmanager
+def ended_by_interrupt():
+    """Within, Ctrl-C ends the program as the system does it. For imports: torch swallows a KeyboardInterrupt that comes
+    while it starts, and would be left half made."""
+    main = threading.current_thread() is threading.main_thread()
+    if not main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@contextmanager
+def one_interrupt(enabled: bool):
+    """Within, the first Ctrl-C raises KeyboardInterrupt and later ones do nothing: impatience must not end the chat."""
+    if not enabled:
+        yield
+        return
+
+    def interrupt(signum, frame):
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def suspendable(put_away: Callable[[], None], take_out: Callable[[], None]):
+    """Within, Ctrl-Z calls `put_away`, stops the program, and calls `take_out` once it goes on; the cursor is shown."""
+    if signal.getsignal(signal.SIGTSTP) is not signal.SIG_DFL:  # ignored: there is nobody who could let it go on
+        yield
+        return
+
+    def suspend(signum, frame):
+        put_away()
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):
+                if stream.isatty():
+                    os.write(stream.fileno(), SHOW_CURSOR.encode())
+        signal.signal(signal.SIGTSTP, signal.SIG_DFL)
+        signal.raise_signal(signal.SIGTSTP)
+        signal.signal(signal.SIGTSTP, suspend)
+        take_out()
+
+    signal.signal(signal.SIGTSTP, suspend)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTSTP, signal.SIG_DFL)
