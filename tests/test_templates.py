@@ -21,8 +21,10 @@ from hypothesis import strategies as st
 from tridecode import chat_template, commands
 from tridecode.chat_template import ChatTemplate, Limits
 from tridecode.errors import PromptError
+from tridecode.template_worker import make_environment
 from tridecode.tokenizer import DEEPEST, Tokenizer
 
+FILTERS = sorted(make_environment().filters)
 USER = [{"role": "user", "content": "Hello"}]
 quick = settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
 
@@ -99,13 +101,47 @@ def run_worker(worker: str, template: str) -> dict:
     return reply
 
 
+ARGUMENTS = {"batch": "2", "slice": "2", "attr": "'x'", "groupby": "'content'", "format": "1", "map": "'upper'",
+             "replace": "'a', 'b'", "reject": "'none'", "select": "'string'", "selectattr": "'role'",
+             "rejectattr": "'role'", "xmlattr": "true"}  # fmt: skip
+INPUTS = ("'<p>a &lt; b</p> www.example.org ' * 9", "3", "'%s'", "messages", "messages[0]", "['a', 'b']", "[1]")
+
+
+@pytest.fixture(scope="module")
+def every_filter():
+    """One template that applies the filter that `which` names to the input of that number."""
+    cases = (
+        f"{{% if which == '{name}{i}' %}}{{{{ ({given}) | {name}({ARGUMENTS.get(name, '')}) | string }}}}{{% endif %}}"
+        for name in FILTERS
+        for i, given in enumerate(INPUTS)
+    )
+    return ChatTemplate("".join(cases), {}, "x.jinja")
+
+
+@pytest.mark.parametrize("name", FILTERS)
+def test_no_filter_needs_a_file(name, every_filter):
+    """A filter that imports a module when it is first used could not, where no file may be opened."""
+    refusals = []
+    for i in range(len(INPUTS)):
+        try:
+            every_filter.render(USER, {"which": f"{name}{i}"})
+        except PromptError as error:
+            refusals.append(str(error))
+    assert len(refusals) < len(INPUTS) and "open files" not in str(refusals), refusals
+
+
+def test_the_globals_need_no_file():
+    text = render("{{ lipsum(1) | length > 0 }} {% set c = cycler(1, 2) %}{{ c.next() }}{{ dict(a=joiner()()) }}")
+    assert text == "True 1{'a': ''}"
+
+
 # ---- the child process
 
 
 def test_the_child_is_ended_with_its_template():
     template = ChatTemplate("{{ messages[0].content }}", {})
     assert template.render(USER, {}) == "Hello"
-    child = template._process
+    child = template._worker.process
     assert child.poll() is None
     del template
     assert child.returncode == -signal.SIGKILL, "ended, and waited for: no zombie"
@@ -115,8 +151,8 @@ def test_a_child_that_is_gone_is_replaced():
     template = ChatTemplate("{{ messages[0].content }}", {})
     template.start()
     for _ in range(2):
-        template._process.kill()
-        template._process.wait()
+        template._worker.process.kill()
+        template._worker.process.wait()
         assert template.render(USER, {}) == "Hello"
 
 
@@ -138,7 +174,7 @@ def cpu_seconds(process) -> float:
 
 def while_it_renders(template, action) -> threading.Thread:
     def act():
-        busy(template._process)
+        busy(template._worker.process)
         action()
 
     thread = threading.Thread(target=act)
@@ -149,7 +185,7 @@ def while_it_renders(template, action) -> threading.Thread:
 def test_a_child_that_is_killed_while_it_renders():
     template = ChatTemplate(SOMETIMES, {}, limits=Limits(seconds=60))
     assert template.render(IDLE, {}) == "yes"
-    thread = while_it_renders(template, template._process.kill)
+    thread = while_it_renders(template, template._worker.process.kill)
     with pytest.raises(PromptError, match="its process ended with code -9"):
         template.render(BUSY, {})
     thread.join()
@@ -159,7 +195,7 @@ def test_a_child_that_is_killed_while_it_renders():
 def test_an_interrupt_ends_the_render():
     template = ChatTemplate(SOMETIMES, {}, limits=Limits(seconds=60))
     assert template.render(IDLE, {}) == "yes"
-    child = template._process
+    child = template._worker.process
     thread = while_it_renders(template, lambda: os.kill(os.getpid(), signal.SIGINT))
     with pytest.raises(KeyboardInterrupt):
         template.render(BUSY, {})
@@ -172,7 +208,7 @@ def test_the_terminal_reaches_the_parent_only():
     """Ctrl-C goes to a whole process group; the child has its own."""
     template = ChatTemplate("yes", {})
     template.start()
-    assert os.getpgid(template._process.pid) == template._process.pid != os.getpgrp()
+    assert os.getpgid(template._worker.process.pid) == template._worker.process.pid != os.getpgrp()
 
 
 def test_a_child_ends_with_its_parent(tmp_path):
@@ -181,7 +217,7 @@ def test_a_child_ends_with_its_parent(tmp_path):
         "from tridecode.chat_template import ChatTemplate, Limits\n"
         f"template = ChatTemplate({SOMETIMES!r}, {{}}, limits=Limits(seconds=1))\n"
         "template.render([{}], {})\n"
-        "print(template._process.pid, flush=True)\n"
+        "print(template._worker.process.pid, flush=True)\n"
         "input()\n"
         "template.render([{'busy': True}], {})\n"
     )
@@ -212,16 +248,16 @@ def running(pid: int) -> bool:
 def test_a_fork_has_a_child_of_its_own():
     template = ChatTemplate("{{ messages[0].content }}", {})
     assert template.render(USER, {}) == "Hello"
-    child = template._process
+    child = template._worker.process
     pid = os.fork()
     if pid == 0:
         fine = False
         try:
-            fine = template.render([{"content": "fork"}], {}) == "fork" and template._process is not child
+            fine = template.render([{"content": "fork"}], {}) == "fork" and template._worker.process is not child
         finally:
             os._exit(0 if fine else 1)
     assert os.waitpid(pid, 0)[1] == 0
-    assert template.render(USER, {}) == "Hello" and template._process is child
+    assert template.render(USER, {}) == "Hello" and template._worker.process is child
 
 
 def test_a_process_that_cannot_be_started(monkeypatch):

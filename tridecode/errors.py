@@ -23,3 +23,15 @@ class ParameterError(TridecodeError, ValueError):
 
 class GenerationError(TridecodeError):
     """A generation had to end: the logits of a step held NaN or Inf."""
+
+
+def shown(value: object, longest: int = 80) -> str:
+    """A name or value that a message quotes, as Python writes it: cut where it is long, for a file may hold any."""
+    text = repr(value[: longest + 1] if isinstance(value, (str, bytes)) else value)
+    return text if len(text) <= longest else f"{text[: longest - 1]}…"
+
+
+def brief(error: object, longest: int = 200) -> str:
+    """Another library's words for a message: one line, cut where it is long."""
+    text = " ".join(str(error)[: 4 * longest].split())
+    return text if len(text) <= longest else f"{text[: longest - 1]}…"

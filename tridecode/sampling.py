@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from .errors import ParameterError
+from .errors import ParameterError, shown
 
 MAX_LOGPROBS = 20
 
@@ -74,14 +74,14 @@ class SamplingParams:
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if not number or not low <= value <= high or (low_open and value == low):
             bound = "above" if low_open else "from"
-            raise ParameterError(f"{name} must be a number {bound} {low:g} to {high:g}, got {value!r}")
+            raise ParameterError(f"{name} must be a number {bound} {low:g} to {high:g}, got {shown(value)}")
 
     def _integer(self, name: str, low: int, high: int, optional: bool = False):
         value = getattr(self, name)
         if optional and value is None:
             return
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-            raise ParameterError(f"{name} must be an integer from {low} to {high}, got {value!r}")
+            raise ParameterError(f"{name} must be an integer from {low} to {high}, got {shown(value)}")
 
     @property
     def penalties(self) -> bool:
