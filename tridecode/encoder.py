@@ -73,6 +73,7 @@ class Encoder:
                 "change the text, or check the tokenizer"
             ) from None
         if "error" in found:
+            self._worker.stop()  # a panic may leave locks behind: the next text has a new process
             raise self._refusal(found["error"])
         return found["ids"]
 

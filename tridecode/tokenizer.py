@@ -10,7 +10,7 @@ import secrets
 import threading
 from collections.abc import Sequence
 from functools import cached_property
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 
 import tokenizers
@@ -202,9 +202,9 @@ class Tokenizer:
     def _marks(self, *values) -> dict[str, str]:
         """For each character that begins a control token a private-use character that occurs nowhere else."""
         used = set(json.dumps(values, ensure_ascii=False)) | set(self._template.source)
-        private = map(chr, chain(range(0xE000, 0xF900), range(0xF0000, 0xFFFFE)))
-        free = [char for char in private if char not in used]
         begins = self._control.first_chars
+        private = map(chr, chain(range(0xE000, 0xF900), range(0xF0000, 0xFFFFE)))
+        free = list(islice((char for char in private if char not in used), len(begins)))
         if len(free) < len(begins):
             raise PromptError("the messages use nearly all private-use characters of Unicode; remove some")
         return dict(zip(begins, free))

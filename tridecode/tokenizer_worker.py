@@ -37,12 +37,10 @@ def main(memory: int) -> None:
     for line in sys.stdin:
         text, around, seconds = json.loads(line)
         limit(resource.RLIMIT_CPU, int(time.process_time()) + 1 + seconds, forever=False)
-        if tokenizer is None:
-            return reply({"error": failure})
         try:
-            reply({"ids": tokenizer.encode(text, add_special_tokens=around).ids})
+            reply({"ids": tokenizer.encode(text, add_special_tokens=around).ids} if tokenizer else {"error": failure})
         except BaseException as error:
-            return reply({"error": str(error)})  # the next request has a new process: a panic may leave locks behind
+            reply({"error": str(error)})
 
 
 if __name__ == "__main__":
