@@ -16,8 +16,9 @@ from typing import BinaryIO
 import torch
 from safetensors import SafetensorError, safe_open
 
+from .arguments import shown
 from .config import ModelConfig, read_config
-from .errors import CheckpointError, DeviceError, brief, shown
+from .errors import CheckpointError, DeviceError, brief
 from .files import first_twice, open_regular, present, unreadable
 from .hub import INDEX, SINGLE, resolve_model, shard_map
 from .weights import LayerWeights, Linear, Weights

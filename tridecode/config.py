@@ -5,7 +5,8 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from .errors import CheckpointError, ParameterError, shown
+from .arguments import shown
+from .errors import CheckpointError, ParameterError
 from .files import first_twice, present, read_file
 from .sampling import SamplingParams
 

@@ -25,10 +25,12 @@ class GenerationError(TridecodeError):
     """A generation had to end: the logits of a step held NaN or Inf."""
 
 
-def shown(value: object, longest: int = 80) -> str:
-    """A name or value that a message quotes, as Python writes it: cut where it is long, for a file may hold any."""
-    text = repr(value[: longest + 1] if isinstance(value, (str, bytes)) else value)
-    return text if len(text) <= longest else f"{text[: longest - 1]}…"
+def not_finite(step: int, position: int, dtype) -> str:
+    """What is said of a step whose logits held NaN or Inf, in a model of the torch dtype `dtype`."""
+    fix = "the checkpoint may be damaged: download it again"
+    if str(dtype) == "torch.float16":
+        fix = "float16 overflows in some models: choose dtype bfloat16 or float32"
+    return f"step {step} (position {position}) gave NaN or Inf logits and drew nothing; {fix}"
 
 
 def brief(error: object, longest: int = 200) -> str:

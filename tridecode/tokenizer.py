@@ -15,11 +15,12 @@ from pathlib import Path
 
 import tokenizers
 
+from .arguments import shown
 from .chat_template import ChatTemplate
 from .config import read_json
 from .detokenizer import Detokenizer, TokenBytes
 from .encoder import Encoder, check_in_child
-from .errors import CheckpointError, PromptError, brief, shown
+from .errors import CheckpointError, PromptError, brief
 from .files import present, read_file
 from .token_set import TokenSet
 
