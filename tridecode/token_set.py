@@ -13,7 +13,7 @@ class TokenSet:
     def __init__(self, tokens: Iterable[str]):
         self._sorted = sorted(tokens)
         self.longest = max(map(len, self._sorted), default=0)
-        self.first_chars = sorted({token[0] for token in self._sorted})
+        self.first_chars = frozenset(token[0] for token in self._sorted)
         # Where a token begins, so does each shorter one that it begins with; and of those that begin with no other,
         # the only one that can begin a text is the last that is not above it.
         self._shortest: list[str] = []
@@ -36,7 +36,7 @@ class TokenSet:
 
     def spans(self, text: str) -> list[tuple[int, int]]:
         """First and last character (exclusive) of each token in `text`, the longest at each place, as tokenizers do."""
-        if not self._sorted:
+        if self.first_chars.isdisjoint(text):  # true of most short texts, and soon known
             return []
         found = self._finder.encode(text, add_special_tokens=False)
         return [span for span, token in zip(found.offsets, found.ids) if token]

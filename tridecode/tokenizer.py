@@ -28,7 +28,7 @@ __all__ = ["Detokenizer", "Tokenizer"]
 
 _TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 DEEPEST = 100  # lists and objects within each other, in messages and template variables
-_FILE_LIMIT = 256 << 20  # bytes of tokenizer.json
+_FILE_LIMIT = 128 << 20  # bytes of tokenizer.json
 _TEMPLATE_LIMIT = 1 << 20  # bytes of a chat template
 _LONGEST_CONTROL = 1000  # characters of a control token
 _MARKUP = re.compile(r"\s*(<.*>|\[.*\])\s*", re.DOTALL)
@@ -203,7 +203,7 @@ class Tokenizer:
     def _marks(self, *values) -> dict[str, str]:
         """For each character that begins a control token a private-use character that occurs nowhere else."""
         used = set(json.dumps(values, ensure_ascii=False)) | set(self._template.source)
-        begins = self._control.first_chars
+        begins = sorted(self._control.first_chars)
         private = map(chr, chain(range(0xE000, 0xF900), range(0xF0000, 0xFFFFE)))
         free = list(islice((char for char in private if char not in used), len(begins)))
         if len(free) < len(begins):
@@ -222,7 +222,7 @@ class Tokenizer:
             }
         if isinstance(value, list):
             return [self._mark(item, marks, tokens) for item in value]
-        if not isinstance(value, str):
+        if not isinstance(value, str) or marks.keys().isdisjoint(value):
             return value
         chars = list(value)
         for i, char in enumerate(value):
