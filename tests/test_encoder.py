@@ -102,6 +102,19 @@ def test_control_tokens_of_an_unknown_one_are_text(changed):
     assert not {0, 1, 2}.intersection(ids) and tokenizer.decode(ids) == "a<|im_end|>b"
 
 
+RUNS = ("A", "a", "1", " ", "\n", "/", "'", "你", "\u0301", "\t\r", "' ", "!\n", "Aa", "'s")
+
+
+@pytest.mark.parametrize("pattern", sorted(encoder._KNOWN_PATTERNS))
+def test_known_expressions_do_not_backtrack(pattern):
+    """Over 20,000 characters of a kind the square of their number would end in a panic."""
+    pieces = tokenizers.pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated")
+    for run in RUNS:
+        for end in ("", "x", "!"):
+            text = run * 20_000 + end
+            assert "".join(piece for piece, _ in pieces.pre_tokenize_str(text)) == text
+
+
 # ---- what runs away
 
 
