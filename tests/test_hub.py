@@ -9,9 +9,11 @@ import hashlib
 import http.server
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
+import time
 import urllib.parse
 from pathlib import Path
 
@@ -41,6 +43,7 @@ class Hub(http.server.ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.repos: dict[str, dict[str, bytes]] = {}
         self.status: dict[str, tuple[int, str]] = {}  # answer to every request for a file
+        self.always: bytes | None = None  # answer to whatever is asked, as a network that wants a login gives
         self.fetched: list[str] = []
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
 
@@ -57,7 +60,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
         api = parts[:2] == ["api", "models"]
         repo, rest = "/".join(parts[2:4] if api else parts[:2]), parts[4:] if api else parts[2:]
         files = self.server.repos.get(repo)
-        if files is None:
+        if self.server.always is not None:
+            self.answer(200, {"Content-Type": "text/html"}, self.server.always)
+        elif files is None:
             self.answer(401, {"X-Error-Code": "RepoNotFound"}, b"Repository not found")
         elif api and rest[:1] == ["tree"]:
             entries = [{"type": "file", "path": n, "size": len(d), "oid": self.oid(d)} for n, d in files.items()]
@@ -117,12 +122,12 @@ def needed(files: dict[str, bytes]) -> set[str]:
     return small | shards | {"tokenizer_config.json"}
 
 
-def resolve(model: str, home: Path, endpoint: str, *more: str, offline: bool = False) -> str:
+def resolve(model: str, home: Path, endpoint: str, *more: str, offline: bool = False, **environment: str) -> str:
     """The outcome of resolve_model in a fresh process, "path ..." or "error ..." on one line, and no warning."""
     ours = ("HF_", "HUGGING", "http_", "https_", "all_", "HTTP_", "HTTPS_", "ALL_")  # a proxy serves no loopback
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
     env = inherited | {"HF_HOME": str(home), "HF_ENDPOINT": endpoint, "PYTHONPATH": str(ROOT)}
-    env["HF_HUB_OFFLINE"] = "1" if offline else "0"
+    env |= {"HF_HUB_OFFLINE": "1" if offline else "0"} | environment
     command = [sys.executable, "-c", RESOLVE, model, *more]
     run = subprocess.run(command, env=env, cwd=home.parent, capture_output=True, text=True, timeout=120)
     assert run.returncode == 0 and "Traceback" not in run.stderr and "Warning" not in run.stderr, run.stderr
@@ -222,6 +227,36 @@ def test_failures(case, hub, files, tmp_path):
         hub.status[repo] = status
     outcome = resolve(repo, tmp_path / "home", hub.url if answers else "http://127.0.0.1:9", offline=offline)
     assert outcome.startswith(f"error {repo}: ") and all(word in outcome for word in words), outcome
+
+
+@pytest.mark.parametrize("answer", [b"<html>Log in</html>", b"[]", b"{}", b'{"id": "owner/name", "sha": 5}', b""])
+def test_answers_that_are_none_of_a_hub(answer, hub, tmp_path):
+    hub.always = answer
+    outcome = resolve("owner/name", tmp_path / "home", hub.url)
+    assert outcome.startswith(f"error owner/name: {hub.url} does not answer as a hub does (") and len(outcome) < 500
+    assert outcome.endswith("whether this network wants you to log in first, or give a local directory")
+
+
+def test_a_hub_that_never_answers(files, tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # connections wait in its queue
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        began = time.monotonic()
+        outcome = resolve("owner/name", tmp_path / "home", url, HF_HUB_ETAG_TIMEOUT="1")
+        assert time.monotonic() - began < 30
+    assert outcome.startswith(f"error owner/name: {url} did not answer in time, and the model is not in the cache; try")
+    assert "HF_HUB_ETAG_TIMEOUT" in outcome
+
+
+def test_requests_have_their_bound_only_while_a_model_is_sought(monkeypatch):
+    """The session is the whole process's: what else it sends may take its time."""
+    import huggingface_hub
+
+    session = huggingface_hub.get_session()
+    before, inside = session.event_hooks, []
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: inside.append(session.event_hooks))
+    with pytest.raises(CheckpointError):
+        resolve_model("owner/name")
+    assert len(inside[0]["request"]) == len(before["request"]) + 1 and session.event_hooks == before
 
 
 def test_full_disk(monkeypatch):

@@ -1,21 +1,14 @@
 """Chat templates: Jinja programs that come with a checkpoint, run in a sandbox by a child process with limits."""
 
 import json
-import os
-import subprocess
-import sys
-import threading
-import time
-import weakref
-from contextlib import suppress
 from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
 
 from .errors import NO_CHAT, PromptError
+from .worker import Worker, WorkerFailure
 
 WORKER = Path(__file__).with_name("template_worker.py")
-START_LIMIT = 60.0  # seconds for the child's imports, on a disk that is slow
 
 
 @dataclass(frozen=True)
@@ -40,21 +33,18 @@ class ChatTemplate:
         self.source, self.special_tokens = source, special_tokens
         self.limits = limits or Limits()
         self._name = "the chat template" if file is None else f"the chat template in {file}"
-        self._lock = threading.Lock()
-        self._process: subprocess.Popen | None = None
-        self._stop = None  # ends the process; called at the latest when this object or the program ends
-        self._ready, self._owner = False, None
+        arguments = (self.limits.memory, 2 * ceil(self.limits.seconds), self.limits.characters)
+        longest = 8 * self.limits.characters + 1000  # no character takes more in JSON
+        self._worker = Worker(WORKER, arguments, lambda: source, longest)
 
     def start(self) -> None:
         """Start the child, which takes some 60 ms, without waiting for it; `render` does so too where it must."""
-        with self._lock, suppress(PromptError):
-            self._child()
+        self._worker.start()
 
     def render(self, messages: list[dict], variables: dict) -> str:
         """The prompt's text; PromptError with the template's own words where it refuses, or with what went wrong."""
         given = {"tools": None, "documents": None, "add_generation_prompt": True, **self.special_tokens, **variables}
-        with self._lock:
-            found = self._ask(given | {"messages": messages})
+        found = self._ask(given | {"messages": messages})
         match found.get("failure"):
             case None:
                 # A literal of the template may hold half a surrogate pair.
@@ -74,82 +64,18 @@ class ChatTemplate:
     def variables(self) -> frozenset[str]:
         """Names that the template reads and that `render` may give it; none where that cannot be found out."""
         try:
-            with self._lock:
-                found = self._ask(None)
+            found = self._ask(None)
         except PromptError:
             return frozenset()
         names = json.loads(found.get("text", "[]"))
         return frozenset(names) - {"messages", "add_generation_prompt", *self.special_tokens}
 
     def _ask(self, given: dict | None) -> dict:
-        """The child's answer, to None the names that the template reads. A child that gives none is ended; so is one
-        that ran out of memory. The next call starts another."""
+        """The child's answer, to None the names that the template reads."""
         try:
-            child = self._child()
-            if not self._ready:
-                self._exchange(child, b"", START_LIMIT, "did not start")
-                self._ready = True
-            line = self._exchange(child, _line(given), self.limits.seconds, "was stopped")
-            found = json.loads(line)
-        except BaseException:  # Ctrl-C too: the answer to an abandoned question must not be taken for the next one's
-            if self._stop:
-                self._stop()
-            raise
+            found = self._worker.ask(given, self.limits.seconds)
+        except WorkerFailure as failure:
+            raise PromptError(f"{self._name}: {failure}; {NO_CHAT} if that happens again") from None
         if found.get("failure") == "memory":
-            self._stop()
+            self._worker.stop()  # what is left of its memory may not do for the next one
         return found
-
-    def _exchange(self, child: subprocess.Popen, request: bytes, seconds: float, what: str) -> bytes:
-        began = time.monotonic()
-        clock = threading.Timer(seconds, child.kill)
-        clock.daemon = True
-        clock.start()
-        try:
-            with suppress(BrokenPipeError):
-                child.stdin.write(request)
-                child.stdin.flush()
-            line = child.stdout.readline(8 * self.limits.characters + 1000)  # no character takes more in JSON
-        finally:
-            clock.cancel()
-        if line.endswith(b"\n"):
-            return line
-        if time.monotonic() - began >= seconds:
-            raise PromptError(f"{self._name} {what} after {seconds:g} s; {NO_CHAT}")
-        child.kill()
-        raise PromptError(f"{self._name}: its process ended with code {child.wait()}; {NO_CHAT} if that happens again")
-
-    def _child(self) -> subprocess.Popen:
-        if self._process and self._owner == os.getpid() and self._process.poll() is None:
-            return self._process
-        if self._stop:
-            self._stop()
-        limits = (self.limits.memory, 2 * ceil(self.limits.seconds), self.limits.characters)
-        try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", str(WORKER), *map(str, limits)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C in the terminal is for this process, not for the child
-            )
-        except OSError as error:
-            raise PromptError(f"{self._name}: no process can be started for it ({error.strerror})") from None
-        self._ready, self._owner = False, os.getpid()
-        self._stop = weakref.finalize(self, _end, self._process, self._owner)
-        with suppress(BrokenPipeError):
-            self._process.stdin.write(_line(self.source))
-            self._process.stdin.flush()
-        return self._process
-
-
-def _line(value) -> bytes:
-    return json.dumps(value).encode() + b"\n"
-
-
-def _end(process: subprocess.Popen, owner: int) -> None:
-    if os.getpid() == owner:  # a fork of it has the pipes too, and must leave the child alone
-        process.kill()
-        process.wait()
-    for pipe in (process.stdin, process.stdout):
-        with suppress(OSError):  # what it never read
-            pipe.close()

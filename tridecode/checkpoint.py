@@ -1,22 +1,25 @@
 """Checkpoints: safetensors files, one or many, to fused weights on the device.
 
 Everything that can be wrong with a checkpoint is found in the headers, before memory is spent. Then each tensor goes
-from the file's pages straight to its place: the device holds the weights and one small piece, the host no copy.
+from the file to its place, piece by piece: the device holds the weights and one small piece, the host one such piece.
+Files are read, not mapped: one that becomes shorter meanwhile, or a bad disk, is an error and no signal.
 """
 
 import json
 import math
 import re
 from collections.abc import Callable
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 from safetensors import SafetensorError, safe_open
 
-from .config import ModelConfig, parse_config, read_json
-from .errors import CheckpointError, DeviceError
+from .arguments import shown
+from .config import ModelConfig, read_config
+from .errors import CheckpointError, DeviceError, brief
+from .files import first_twice, open_regular, present, unreadable
 from .hub import INDEX, SINGLE, resolve_model, shard_map
 from .weights import LayerWeights, Linear, Weights
 
@@ -25,13 +28,14 @@ __all__ = ["load_config", "load_weights", "parameter_count", "random_weights", "
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # of safetensors
 _DTYPE_BYTES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2}
 _HEADER_LIMIT = 100_000_000  # bytes; safetensors' own limit
+_MOST_DIMENSIONS = 8  # of any tensor in a file; a product of more numbers than that may itself take minutes
 _PIECE = 64 * 2**20  # most bytes that travel to the device at once
 _QUANTISED = re.compile(r"\.(qweight|qzeros|g_idx|weight_scale(_inv)?|scales|absmax|quant_map|weight_packed)(\.|$)")
 
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """One entry of a safetensors header: the file it lies in, its dtype by safetensors' name, its shape, its offset."""
+    """One entry of a safetensors header: its file and where it begins there, dtype by safetensors' name, shape."""
 
     file: Path
     dtype: str
@@ -95,12 +99,7 @@ def weight_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
 def load_config(path: Path) -> ModelConfig:
     """The configuration of the checkpoint in directory `path`; raises CheckpointError."""
     path = Path(path)
-    source = path / "config.json"
-    if not source.is_file():
-        raise CheckpointError(f"{path}: no config.json; give the directory of a Hugging Face checkpoint")
-    generation = path / "generation_config.json"
-    values = read_json(source)
-    config = parse_config(values, read_json(generation) if generation.is_file() else None, source)
+    config, values = read_config(path)
     if values.get("dtype") is None and values.get("torch_dtype") is None:
         embed = _tensors(path).get("model.embed_tokens.weight") if any(path.glob("*.safetensors")) else None
         if embed is not None and embed.dtype in DTYPES:
@@ -131,33 +130,49 @@ def load_weights(
     # A piece in flight may need a second copy, to change its dtype: small beside the weights, however small they are.
     limit = min(_PIECE, max(total // 64, 2**16))
     done = 0
-    for file in sorted(by_file):
-        with _opened(file):
-            pass  # safetensors' own checks, before memory is spent
+    for file in by_file:
+        _check_with_safetensors(file)  # before memory is spent
     targets = _allocate(config, torch.device(device), dtype)
+    row_bytes = {n: math.prod(p.shape[1:]) * DTYPES[tensors[n].dtype].itemsize for n, p in pieces.items()}
+    buffer = torch.empty(max(limit, *row_bytes.values()), dtype=torch.uint8)
     for file in sorted(by_file):
-        with _opened(file) as opened:
+        with open_regular(file) as opened:
             for name in by_file[file]:
-                piece = pieces[name]
-                source = opened.get_tensor(name)  # a view of the file's pages, not a copy
+                piece, stored = pieces[name], DTYPES[tensors[name].dtype]
+                opened.seek(tensors[name].begin)
                 target = targets[piece.target][piece.start : piece.start + piece.shape[0]]
-                rows = max(limit // (source.nbytes // source.shape[0]), 1)
-                for part, place in zip(source.split(rows), target.split(rows), strict=True):
-                    # A dtype is changed on the device: the bytes cross the bus as they are in the file.
-                    place.copy_(part if part.dtype == dtype else part.to(place.device))
-                    done += part.nbytes
+                for place in target.split(max(limit // row_bytes[name], 1)):
+                    done += _read_into(place, stored, opened, file, buffer)
                     if progress is not None:
                         progress(done, total)
     return _assemble(config, targets)
 
 
-@contextmanager
-def _opened(file: Path):
+def _read_into(place: torch.Tensor, stored: torch.dtype, opened: BinaryIO, file: Path, buffer: torch.Tensor) -> int:
+    """Fill `place` with the next bytes of `opened`, numbers of type `stored`; returns how many bytes those were."""
+    straight = place.dtype == stored and place.device.type == "cpu"
+    part = place if straight else buffer[: place.numel() * stored.itemsize].view(stored).view(place.shape)
     try:
-        with safe_open(file, framework="pt", device="cpu") as opened:
-            yield opened
+        got = opened.readinto(part.view(torch.uint8).numpy())
+    except OSError as error:
+        raise unreadable(file, error) from None
+    if got < part.nbytes:
+        raise CheckpointError(f"{file}: became shorter while it was read; load it again once it is whole")
+    if not straight:
+        # A dtype is changed on the device: the bytes cross the bus as they are in the file.
+        place.copy_(part if stored == place.dtype else part.to(place.device))
+    return part.nbytes
+
+
+def _check_with_safetensors(file: Path) -> None:
+    """The checks of safetensors itself, which knows more of the format than `read_header`."""
+    try:
+        with safe_open(file, framework="pt", device="cpu"):
+            pass
     except SafetensorError as error:
-        raise CheckpointError(f"{file}: cannot be read ({error}); download the file again") from None
+        raise CheckpointError(f"{file}: cannot be read ({brief(error)}); download the file again") from None
+    except OSError as error:
+        raise unreadable(file, error) from None
 
 
 @torch.no_grad()
@@ -211,27 +226,29 @@ def _assemble(config: ModelConfig, tensors: dict[str, torch.Tensor]) -> Weights:
 
 def _tensors(path: Path) -> dict[str, TensorInfo]:
     """Every tensor of the checkpoint in `path`, from its files' headers alone."""
-    if (path / SINGLE).is_file():
+    if present(path / SINGLE):
         return read_header(path / SINGLE)
     index = path / INDEX
-    if not index.is_file():
+    if not present(index):
         pickled = any(path.glob("pytorch_model*.bin"))
         found = " (.bin files are not read: convert them with transformers' save_pretrained)" if pickled else ""
         raise CheckpointError(f"{path}: no {SINGLE} and no {INDEX}{found}; give the directory of a whole checkpoint")
     weight_map = shard_map(index)
     found: dict[str, TensorInfo] = {}
     for shard in sorted(set(weight_map.values())):
-        if not (path / shard).is_file():
+        if not present(path / shard):
             raise CheckpointError(f"{index}: names {shard}, which is not in {path}; download the checkpoint again")
         for name, info in read_header(path / shard).items():
             if name in found:
                 raise CheckpointError(
-                    f"{path / shard}: tensor {name!r} is also in {found[name].file.name}; remove one of the two"
+                    f"{path / shard}: tensor {shown(name)} is also in {found[name].file.name}; remove one of the two"
                 )
             found[name] = info
     for name, shard in weight_map.items():
         if name not in found or found[name].file.name != shard:
-            raise CheckpointError(f"{path / shard}: tensor {name!r}, there by {INDEX}, is missing; download it again")
+            raise CheckpointError(
+                f"{path / shard}: tensor {shown(name)}, there by {INDEX}, is missing; download it again"
+            )
     return found
 
 
@@ -245,14 +262,13 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
         return CheckpointError(f"{file}: {what}; download the file again")
 
     def unique(pairs):
-        names = [name for name, _ in pairs]
-        if len(set(names)) < len(names):
-            twice = next(name for name in names if names.count(name) > 1)
-            raise broken(f"its header gives the name {twice!r} twice")
-        return dict(pairs)
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            raise broken(f"its header gives the name {shown(first_twice(name for name, _ in pairs))} twice")
+        return found
 
     try:
-        with open(file, "rb") as opened:
+        with open_regular(file) as opened:
             size = opened.seek(0, 2)
             opened.seek(0)
             length = int.from_bytes(opened.read(8), "little")
@@ -260,7 +276,7 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
                 raise broken(f"truncated, or no safetensors file: {size:,} bytes cannot hold a header of {length:,}")
             header = json.loads(opened.read(length), object_pairs_hook=unique)
     except OSError as error:
-        raise CheckpointError(f"{file}: cannot be read ({error.strerror or error}); check the file") from None
+        raise unreadable(file, error) from None
     except (ValueError, RecursionError):
         raise broken("its header is no JSON") from None
     if not isinstance(header, dict):
@@ -271,16 +287,17 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
         try:
             dtype, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
             numbers = (*shape, begin, end)
-            valid = isinstance(dtype, str) and all(type(n) is int and n >= 0 for n in numbers) and begin <= end
+            valid = isinstance(dtype, str) and len(shape) <= _MOST_DIMENSIONS and begin <= end
+            valid = valid and all(type(n) is int and 0 <= n < 2**63 for n in numbers)
         except (KeyError, TypeError, ValueError):
             valid = False
         if not valid:
-            raise broken(f"the header's entry of tensor {name!r} is malformed")
+            raise broken(f"the header's entry of tensor {shown(name)} is malformed")
         if 8 + length + end > size:
-            raise broken(f"truncated: tensor {name!r} ends at byte {8 + length + end:,} of a file of {size:,}")
+            raise broken(f"truncated: tensor {shown(name)} ends at byte {8 + length + end:,} of a file of {size:,}")
         if dtype in _DTYPE_BYTES and math.prod(shape) * _DTYPE_BYTES[dtype] != end - begin:
-            raise broken(f"tensor {name!r}, {dtype} of shape {list(shape)}, does not take {end - begin:,} bytes")
-        found[name] = TensorInfo(file, dtype, shape, begin)
+            raise broken(f"tensor {shown(name)}, {dtype} of shape {list(shape)}, does not take {end - begin:,} bytes")
+        found[name] = TensorInfo(file, dtype, shape, 8 + length + begin)
     return found
 
 
@@ -295,8 +312,8 @@ def _check(path: Path, tensors: dict[str, TensorInfo], pieces: dict[str, Piece],
     for name in extra:
         if _QUANTISED.search(name):
             raise CheckpointError(
-                f"{tensors[name].file}: tensor {name!r} belongs to a quantised checkpoint, which is not supported; "
-                "use the unquantised one"
+                f"{tensors[name].file}: tensor {shown(name)} belongs to a quantised checkpoint, "
+                "which is not supported; use the unquantised one"
             )
     missing = [name for name in pieces if name not in tensors]
     if missing:
@@ -304,22 +321,22 @@ def _check(path: Path, tensors: dict[str, TensorInfo], pieces: dict[str, Piece],
         fix = "download the checkpoint again"
         if missing == ["lm_head.weight"]:
             fix = "set tie_word_embeddings to true in config.json if the LM head is the embedding"
-        raise CheckpointError(f"{path}: tensor {missing[0]!r} is missing{more}; {fix}")
+        raise CheckpointError(f"{path}: tensor {shown(missing[0])} is missing{more}; {fix}")
     if extra:
         more = f" (and {len(extra) - 1} more)" if len(extra) > 1 else ""
         raise CheckpointError(
-            f"{tensors[extra[0]].file}: tensor {extra[0]!r}{more} has no place in a {config.family} model of "
+            f"{tensors[extra[0]].file}: tensor {shown(extra[0])}{more} has no place in a {config.family} model of "
             f"{config.num_layers} layers; check config.json, or remove it from the file"
         )
     for name, piece in pieces.items():
         info = tensors[name]
         if info.shape != piece.shape:
             raise CheckpointError(
-                f"{info.file}: tensor {name!r} must have shape {list(piece.shape)} by config.json, not "
+                f"{info.file}: tensor {shown(name)} must have shape {list(piece.shape)} by config.json, not "
                 f"{list(info.shape)}; check that both belong to the same model"
             )
         if info.dtype not in DTYPES:
             raise CheckpointError(
-                f"{info.file}: tensor {name!r} must be one of {', '.join(DTYPES)}, got {info.dtype}; "
+                f"{info.file}: tensor {shown(name)} must be one of {', '.join(DTYPES)}, got {shown(info.dtype)}; "
                 "use the unquantised checkpoint, or convert it with transformers' save_pretrained"
             )

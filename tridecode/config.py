@@ -5,13 +5,14 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from .errors import CheckpointError
+from .arguments import shown
+from .errors import CheckpointError, ParameterError
+from .files import first_twice, present, read_file
+from .sampling import SamplingParams
 
 MAX_STOP_IDS = 16  # the device compares each token with that many
 DTYPES = ("bfloat16", "float16", "float32")
 _JSON_LIMIT = 64 * 2**20  # bytes; a larger config or index is not one
-
-
 MAX_GROUP = 16  # query heads a K/V head: rows of one tensor-core tile in attention
 
 
@@ -95,14 +96,8 @@ FAMILIES = {
     "Qwen2ForCausalLM": Family("qwen2", qkv_bias=True, windows="upper"),
 }
 
-# SamplingParams fields that generation_config.json may set: (lowest, highest, lowest itself excluded, integer)
-_GENERATION_FIELDS = {
-    "temperature": (0.0, 100.0, False, False),
-    "top_k": (0, 2**31 - 1, False, True),
-    "top_p": (0.0, 1.0, True, False),
-    "min_p": (0.0, 1.0, False, False),
-    "repetition_penalty": (0.0, 100.0, True, False),
-}
+# SamplingParams fields that generation_config.json may set
+_GENERATION_FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
 def read_json(path: Path) -> dict:
@@ -111,22 +106,26 @@ def read_json(path: Path) -> dict:
     def unique(pairs):
         found = dict(pairs)
         if len(found) < len(pairs):
-            keys = [key for key, _ in pairs]
-            twice = next(key for key in keys if keys.count(key) > 1)
-            raise CheckpointError(f"{path}: the key {twice!r} is given twice; keep one of the two")
+            twice = first_twice(key for key, _ in pairs)
+            raise CheckpointError(f"{path}: the key {shown(twice)} is given twice; keep one of the two")
         return found
 
     try:
-        if path.stat().st_size > _JSON_LIMIT:
-            raise CheckpointError(f"{path}: larger than {_JSON_LIMIT >> 20} MiB; no such file is, download it again")
-        value = json.loads(path.read_bytes(), object_pairs_hook=unique)
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error.strerror or error}); check the file") from None
+        value = json.loads(read_file(path, _JSON_LIMIT), object_pairs_hook=unique)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: not valid JSON ({error}); download the file again") from None
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: expected a JSON object, got {type(value).__name__}; download the file again")
     return value
+
+
+def read_config(path: Path) -> tuple[ModelConfig, dict]:
+    """The configuration of the checkpoint in directory `path`, and config.json as it stands; raises CheckpointError."""
+    source, generation = path / "config.json", path / "generation_config.json"
+    if not present(source):
+        raise CheckpointError(f"{path}: no config.json; give the directory of a Hugging Face checkpoint")
+    values = read_json(source)
+    return parse_config(values, read_json(generation) if present(generation) else None, source), values
 
 
 class _Reader:
@@ -288,9 +287,19 @@ def _layer_types(read: _Reader, family: Family, num_layers: int, max_position: i
 
 def _rope(read: _Reader, max_position: int) -> RopeConfig:
     """From rope_parameters, or from rope_scaling with rope_theta beside it."""
-    key = "rope_parameters" if read.get("rope_parameters") is not None else "rope_scaling"
+    given = [key for key in ("rope_parameters", "rope_scaling") if read.get(key) is not None]
+    if len(given) == 2 and read.values[given[0]] != read.values[given[1]]:
+        raise CheckpointError(f"{read.source}: rope_parameters and rope_scaling contradict each other; remove one")
+    key = given[0] if given else "rope_parameters"
     rope = _Reader(read.get(key, {}), read.source, f"{key}.")
-    kind = rope.get("rope_type", rope.get("type", "default"))
+    for name, value in rope.values.items():
+        if isinstance(value, dict):
+            raise CheckpointError(
+                f"{read.source}: {key} holds an object, {shown(name)}: "
+                "rotary embeddings that differ between layers are not supported"
+            )
+    kinds = [rope.values[name] for name in ("rope_type", "type") if name in rope.values]
+    kind = kinds[0] if kinds else "default"
     if kind not in ("default", "llama3"):
         raise CheckpointError(
             f'{read.source}: {key}.rope_type must be "default" or "llama3", got {_shown(kind)}: '
@@ -302,7 +311,8 @@ def _rope(read: _Reader, max_position: int) -> RopeConfig:
                 f"{read.source}: {reader.prefix}partial_rotary_factor must be 1, got {_shown(partial)}: "
                 "partial rotary embeddings are not supported"
             )
-    theta = rope.number("rope_theta") if rope.get("rope_theta") is not None else read.number("rope_theta", 10000.0)
+    owner = rope if "rope_theta" in rope.values else read
+    theta = owner.number("rope_theta") if "rope_theta" in owner.values else 10000.0  # null is no number
     if kind == "default":
         return RopeConfig(theta=theta)
     low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
@@ -322,15 +332,11 @@ def _dtype(read: _Reader) -> str:
 
 
 def _generation_defaults(read: _Reader) -> tuple[tuple[str, float], ...]:
-    found = {}
-    for key, (low, high, low_open, integer) in _GENERATION_FIELDS.items():
-        if (value := read.get(key)) is None:
-            continue
-        right_type = _is_integer(value) if integer else _is_number(value)
-        if not right_type or not low <= value <= high or (low_open and value == low):
-            kind, bound = "an integer" if integer else "a number", "above" if low_open else "from"
-            raise read.fail(key, f"{kind} {bound} {low:g} to {high:g}")
-        found[key] = value
+    found = {key: value for key in _GENERATION_FIELDS if (value := read.get(key)) is not None}
+    try:
+        SamplingParams(**found)
+    except ParameterError as error:
+        raise CheckpointError(f"{read.source}: {error}; correct it there") from None
     if not read.flag("do_sample", default=True):  # absent: the author said nothing about it
         found["temperature"] = 0.0
     return tuple(found.items())

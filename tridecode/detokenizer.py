@@ -10,6 +10,7 @@ import tokenizers
 
 from .errors import CheckpointError
 
+_MOST_STEPS = 16  # of a decoder: each takes its time for each token
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
 
@@ -44,8 +45,10 @@ class TokenBytes:
             if not self._accept(step):
                 raise CheckpointError(
                     f"{source}: decoder {json.dumps(step)[:100]} is not supported; expected that of byte-level BPE "
-                    "(ByteLevel) or of SentencePiece (Metaspace, or Replace with ByteFallback)"
+                    "(ByteLevel) or of SentencePiece (Metaspace, or Replace, with nothing longer, and ByteFallback)"
                 )
+        if len(steps) > _MOST_STEPS:
+            raise CheckpointError(f"{source}: its decoder has {len(steps)} steps; at most {_MOST_STEPS} are supported")
         if self._byte_level and len(steps) > 1:
             raise CheckpointError(f"{source}: decoder ByteLevel must stand alone, got {len(steps)} decoders")
 
@@ -57,7 +60,7 @@ class TokenBytes:
                 self._byte_fallback = True
             case {"type": "Fuse"}:
                 pass  # pieces are joined here anyway
-            case {"type": "Replace", "pattern": {"String": old}, "content": new}:
+            case {"type": "Replace", "pattern": {"String": old}, "content": new} if 0 < len(old) >= len(new):
                 self._replace.append((old, new))
             case {"type": "Metaspace", "replacement": old}:
                 self._replace.append((old, " "))

@@ -28,7 +28,7 @@ from .serve.request import Request, checked_stop_ids, step_kind
 from .serve.scheduler import Scheduler
 from .shapes import StepShapes
 from .tokenizer import Tokenizer
-from .weights import Weights, brief
+from .weights import Weights, short_repr
 
 BUNDLED = Path(__file__).parent / "bundled"
 GRAPHS = ("full", "none")
@@ -127,7 +127,7 @@ class Engine:
 
     def __repr__(self) -> str:
         facts = {"name": shown(self.name), "family": self.config.family, "backend": self.backend}
-        return brief(self, self.model.weights.embed, **facts, graph=self.graph, capacity=self.capacity)
+        return short_repr(self, self.model.weights.embed, **facts, graph=self.graph, capacity=self.capacity)
 
     @property
     def config(self) -> ModelConfig:

@@ -42,3 +42,9 @@ def not_finite(step: int, position: int, dtype) -> str:
     if str(dtype) == "torch.float16":
         fix = 'float16 overflows in some models: choose dtype="bfloat16" or dtype="float32"'
     return f"step {step} (position {position}) gave NaN or Inf logits and drew nothing; {fix}"
+
+
+def brief(error: object, longest: int = 200) -> str:
+    """Another library's words for a message: one line, cut where it is long."""
+    text = " ".join(str(error)[: 4 * longest].split())
+    return text if len(text) <= longest else f"{text[: longest - 1]}…"

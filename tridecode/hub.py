@@ -1,11 +1,12 @@
 """From what the user typed after --model to a directory with the files of one checkpoint."""
 
 import re
+from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 
 from .arguments import shown
-from .config import parse_config, read_json
-from .errors import CheckpointError, ParameterError
+from .config import read_config, read_json
+from .errors import CheckpointError, ParameterError, brief
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -18,6 +19,7 @@ SMALL_FILES = (
     "special_tokens_map.json",
     "chat_template.jinja",
 )
+_LONGEST_NAME = 255  # bytes of a file's name, on any usual file system
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+", re.ASCII)
 
 
@@ -61,10 +63,10 @@ def shard_map(index: Path) -> dict[str, str]:
         raise CheckpointError(f"{index}: weight_map must name a file for each tensor; download the file again")
     for tensor, name in names.items():
         plain = isinstance(name, str) and PurePosixPath(name).name == name and not re.search(r"[\\:\0]", name)
-        if not plain or not name.endswith(".safetensors"):
+        if not plain or not name.endswith(".safetensors") or len(name.encode("utf-8", "replace")) > _LONGEST_NAME:
             raise CheckpointError(
-                f"{index}: weight_map of {tensor!r} must name a .safetensors file beside the index, got {name!r}; "
-                "do not use this checkpoint unless you trust its source"
+                f"{index}: weight_map of {shown(tensor)} must name a .safetensors file beside the index, got "
+                f"{shown(name)}; do not use this checkpoint unless you trust its source"
             )
     return names
 
@@ -72,10 +74,7 @@ def shard_map(index: Path) -> dict[str, str]:
 def _download(repo: str, weights: bool) -> Path:
     small = _snapshot(repo, list(SMALL_FILES), None)
     _require(repo, small, "config.json")
-    generation = small / "generation_config.json"
-    parse_config(
-        read_json(small / "config.json"), read_json(generation) if generation.is_file() else None, small / "config.json"
-    )
+    read_config(small)
     _require(repo, small, "tokenizer.json")
     if not weights:
         return small
@@ -106,7 +105,8 @@ def _snapshot(repo: str, patterns: list[str], revision: str | None) -> Path:
     from huggingface_hub import constants, errors
 
     try:
-        return Path(huggingface_hub.snapshot_download(repo, revision=revision, allow_patterns=patterns))
+        with _impatient(huggingface_hub, constants.HF_HUB_ETAG_TIMEOUT):
+            return Path(huggingface_hub.snapshot_download(repo, revision=revision, allow_patterns=patterns))
     except errors.GatedRepoError:
         reason = "the repository is gated"
         fix = f"accept its terms at {constants.ENDPOINT}/{repo}, then log in with `hf auth login` or set HF_TOKEN"
@@ -122,19 +122,45 @@ def _snapshot(repo: str, patterns: list[str], revision: str | None) -> Path:
             fix = f"run once with HF_HUB_OFFLINE=0, or give a local directory; the cache is {constants.HF_HUB_CACHE}"
         elif status is not None:
             reason, fix = _refusal(constants.ENDPOINT, status)
+        elif "Timeout" in type(error.__cause__).__name__:
+            reason = f"{constants.ENDPOINT} did not answer in time, and the model is not in the cache"
+            fix = "try again later, raise HF_HUB_ETAG_TIMEOUT (seconds), or give a local directory"
         else:
             reason = f"no network: {constants.ENDPOINT} cannot be reached, and the model is not in the cache"
             fix = "check the connection, or give a local directory"
     except errors.HfHubHTTPError as error:
         reason, fix = _refusal(constants.ENDPOINT, getattr(error.response, "status_code", None))
     except OSError as error:
-        reason = f"the download failed ({_one_line(error)})"
+        reason = f"the download failed ({_words(error)})"
         fix = f"check the connection and the free space of {constants.HF_HUB_CACHE}, and run again: it resumes"
     except Exception as error:  # the HTTP client's own, which differ between versions of huggingface_hub
-        if not type(error).__module__.startswith(("httpx", "httpcore", "requests", "urllib3", "hf_xet")):
-            raise
-        reason, fix = f"the download failed ({_one_line(error)})", "check the connection and run again: it resumes"
+        if type(error).__module__.startswith(("httpx", "httpcore", "requests", "urllib3", "hf_xet")):
+            reason, fix = f"the download failed ({_words(error)})", "check the connection and run again: it resumes"
+        else:  # what huggingface_hub stumbles over in an answer of another kind
+            stumble = f"{type(error).__name__}: {brief(error)}"
+            reason = f"{constants.ENDPOINT} does not answer as a hub does ({stumble})"
+            fix = "check HF_ENDPOINT and whether this network wants you to log in first, or give a local directory"
     raise CheckpointError(f"{repo}: {reason}; {fix}")
+
+
+@contextmanager
+def _impatient(huggingface_hub, seconds: float):
+    """Give up on requests that would wait for ever, as huggingface_hub's questions about a repository do."""
+
+    def bound(request):
+        timeout = request.extensions.get("timeout", {})
+        request.extensions["timeout"] = {name: seconds if value is None else value for name, value in timeout.items()}
+
+    if not hasattr(huggingface_hub, "set_client_factory"):  # versions before 1.0, which have no such hooks
+        yield
+        return
+    session = huggingface_hub.get_session()
+    before = session.event_hooks
+    session.event_hooks = before | {"request": [*before["request"], bound]}
+    try:
+        yield
+    finally:
+        session.event_hooks = before
 
 
 def _refusal(endpoint: str, status: int | None) -> tuple[str, str]:
@@ -142,6 +168,5 @@ def _refusal(endpoint: str, status: int | None) -> tuple[str, str]:
     return f"{endpoint} answered with status {status}, and the model is not wholly in the cache", fix
 
 
-def _one_line(error: Exception) -> str:
-    text = getattr(error, "strerror", None) or str(error) or type(error).__name__
-    return " ".join(text.split())[:200]
+def _words(error: Exception) -> str:
+    return brief(getattr(error, "strerror", None) or error) or type(error).__name__

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import torch
 
 from .config import ModelConfig
-from .weights import brief
+from .weights import short_repr
 
 PAGE = 64  # positions
 
@@ -29,7 +29,7 @@ class KVCache:
         object.__setattr__(self, "v", v.unbind(1))
 
     def __repr__(self) -> str:
-        return brief(self, self.pool, layers=len(self.k), pages=len(self.pool), capacity=self.capacity)
+        return short_repr(self, self.pool, layers=len(self.k), pages=len(self.pool), capacity=self.capacity)
 
     @property
     def page(self) -> int:

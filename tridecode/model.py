@@ -8,7 +8,7 @@ from .config import ModelConfig
 from .kv_cache import KVCache, make_kv_cache
 from .rope import rope_tables
 from .shapes import StepShapes, choose_shapes
-from .weights import Weights, brief
+from .weights import Weights, short_repr
 from .workspace import Workspace, make_workspace, named_tensors
 
 
@@ -27,7 +27,7 @@ class DecodeModel:
 
     def __repr__(self) -> str:
         facts = {"family": self.config.family, "layers": self.config.num_layers, "capacity": self.kv.capacity}
-        return brief(self, self.weights.embed, **facts)
+        return short_repr(self, self.weights.embed, **facts)
 
     @property
     def device(self) -> torch.device:

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from .arguments import shown
-from .errors import PromptError, TooLong
+from .errors import PromptError, TooLong, brief
 from .tokenizer import Tokenizer
 
 Prompt = str | Sequence[int] | Sequence[dict]
@@ -56,7 +56,7 @@ def listed(prompt) -> list | None:
 def _check_variables(variables: dict, tokenizer: Tokenizer | None) -> None:
     known = tokenizer.template_variables if variables and tokenizer else frozenset()
     if unknown := sorted(variables.keys() - known):
-        has = f"it reads {', '.join(sorted(known))}" if known else "it reads none, or this prompt is no chat"
+        has = f"it reads {brief(', '.join(sorted(known)))}" if known else "it reads none, or this prompt is no chat"
         raise PromptError(f"template_variables: the chat template has no variable {shown(unknown[0])}; {has}")
 
 

@@ -98,8 +98,12 @@ def limit(kind: int, value: int, forever: bool = True) -> None:
 
 def main(memory: int, seconds: int, longest: int) -> None:
     environment, requests, answers = make_environment(), sys.stdin.buffer, sys.stdout.buffer
-    # What is imported or read late must be here before files cannot be opened: codecs, the time zone, tracebacks.
-    for text in ("{{ 'a' | pprint }}{{ strftime_now('%c %Z') }}", "{{ raise_exception('') }}", "{{"):
+    # What is imported or read late must be here before files cannot be opened: filters, the time zone, tracebacks.
+    for text in (
+        "{{ 'a' | pprint | wordwrap | striptags }}{{ lipsum(1) }}{{ strftime_now('%c %Z') }}",
+        "{{ raise_exception('') }}",
+        "{{",
+    ):
         answer(partial(lambda text: environment.from_string(text).render(), text))
     limit(resource.RLIMIT_AS, memory)
     limit(resource.RLIMIT_NOFILE, 3)

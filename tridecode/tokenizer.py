@@ -7,23 +7,31 @@ comes from a user they are ordinary characters.
 import json
 import re
 import secrets
+import threading
 from collections.abc import Sequence
 from functools import cached_property
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 
 import tokenizers
 
+from .arguments import shown
 from .chat_template import ChatTemplate
 from .config import read_json
 from .detokenizer import Detokenizer, TokenBytes
-from .errors import NO_CHAT, CheckpointError, PromptError, TooLong
+from .encoder import Encoder, check_in_child
+from .errors import NO_CHAT, CheckpointError, PromptError, TooLong, brief
+from .files import present, read_file
+from .token_set import TokenSet
 from .token_sizes import fewest, longest
 
 __all__ = ["Detokenizer", "Tokenizer"]
 
 _TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 DEEPEST = 100  # lists and objects within each other, in messages and template variables
+_FILE_LIMIT = 128 << 20  # bytes of tokenizer.json
+_TEMPLATE_LIMIT = 1 << 20  # bytes of a chat template
+_LONGEST_CONTROL = 1000  # characters of a control token
 _MARKUP = re.compile(r"\s*(<.*>|\[.*\])\s*", re.DOTALL)
 
 
@@ -38,40 +46,44 @@ class Tokenizer:
         source: Path | str = "tokenizer.json",
     ):
         """special_tokens: text by name (bos_token, ...), as templates see it; template: Jinja; source: for messages."""
-        self._tokenizer = tokenizer
+        self._tokenizer, self._source = tokenizer, source
         tokenizer.no_padding()
         tokenizer.no_truncation()
+        self._encode = Encoder(tokenizer, source)
         self._token_bytes = TokenBytes(tokenizer, source)
         self._template = ChatTemplate(template, special_tokens) if isinstance(template, str) else template
         self._special_tokens = special_tokens
         added = {i: token for i, token in tokenizer.get_added_tokens_decoder().items() if token.content}
-        self._special = frozenset(token.content for token in added.values() if token.special)
+        self._special = TokenSet(token.content for token in added.values() if token.special)
         # Tokens added as vocabulary (words, runs of spaces) are text like any other; markup is not.
         control = {i: t.content for i, t in added.items() if t.special or _MARKUP.fullmatch(t.content)}
-        self._control, self._control_ids = frozenset(control.values()), frozenset(control)
+        self._control, self._control_ids = TokenSet(control.values()), frozenset(control)
+        if self._control.longest > _LONGEST_CONTROL:
+            longest = max(control.values(), key=len)
+            raise CheckpointError(
+                f"{source}: the added token {shown(longest)} has {len(longest):,} characters; at most "
+                f"{_LONGEST_CONTROL:,} are supported"
+            )
 
     @classmethod
     def load(cls, path: Path) -> "Tokenizer":
         """From the checkpoint directory `path`; raises CheckpointError."""
         path = Path(path)
         file = path / "tokenizer.json"
-        if not file.is_file():
+        if not present(file):
             raise CheckpointError(
                 f"{path}: no tokenizer.json; make one with transformers' AutoTokenizer and its save_pretrained"
             )
-        try:
-            tokenizer = tokenizers.Tokenizer.from_file(str(file))
-        except (KeyboardInterrupt, SystemExit):
-            raise
-        except BaseException as error:  # tokenizers raises Exception itself, and for some files a panic
-            reason = " ".join(str(error).split())[:200]
-            raise CheckpointError(f"{file}: not a tokenizer ({reason}); download the file again") from None
+        tokenizer = _load(file)
         settings = _read(path / "special_tokens_map.json") | _read(path / "tokenizer_config.json")
         special_tokens = _special_tokens(settings)
         template = _template(path, settings, special_tokens)
         made = cls(tokenizer, special_tokens, template, file)
+        # Their processes are ready when the weights are.
         if template:
-            template.start()  # its process is ready when the weights are
+            template.start()
+        if not made._encode.harmless:
+            threading.Thread(target=made._encode.start, daemon=True).start()  # it writes down the whole vocabulary
         return made
 
     @property
@@ -110,10 +122,18 @@ class Tokenizer:
             raise PromptError(f"a prompt must be text, got {type(text).__name__}")
         text = _clean(text)
         self._check_size(text, context)
-        encoding = self._tokenizer.encode(text, add_special_tokens=False)
-        if not allow_special and self._control_ids.intersection(encoding.ids):
-            encoding = self._neutral.encode(text, add_special_tokens=False)
-        return self._tokenizer.post_process(encoding).ids
+        ids = self._encode(text, around=True)
+        if not allow_special and self._count_control(ids) > self._control_around:
+            ids = self._neutral(text, around=True)
+        return ids
+
+    def _count_control(self, ids: list[int]) -> int:
+        return sum(token in self._control_ids for token in ids) if self._control_ids.intersection(ids) else 0
+
+    @cached_property
+    def _control_around(self) -> int:
+        """Number of control tokens that the post-processor puts around any text."""
+        return self._count_control(self._encode("", around=True))
 
     def encode_chat(self, messages: Sequence[dict], context: int | None = None, /, **template_variables) -> list[int]:
         """Token ids of a conversation, through the chat template, up to where the assistant's answer begins.
@@ -137,11 +157,11 @@ class Tokenizer:
         changed = (marked_messages, marked_variables) != (messages, variables)
         marked = self._template.render(marked_messages, marked_variables) if changed else text
         if _restore(marked, marks) == text:
-            ids = self._tokenizer.encode(text, add_special_tokens=False).ids
-            if sum(token in self._control_ids for token in ids) == len(self._pattern.findall(marked)):
+            ids = self._encode(text)
+            if self._count_control(ids) == len(self._control.spans(marked)):
                 return ids  # no control token in it is a user's
-        renamed = self._pattern.sub(lambda found: self._names[found[0]], marked)
-        return self._neutral.encode(_restore(renamed, marks), add_special_tokens=False).ids
+        renamed = self._control.replace(marked, self._names.__getitem__)
+        return self._neutral(_restore(renamed, marks))
 
     def _check_size(self, text: str, context: int | None) -> None:
         # Nearly no text is so long, and counting takes time.
@@ -167,22 +187,15 @@ class Tokenizer:
     # message becomes a private-use character before the template sees it.
 
     @cached_property
-    def _pattern(self) -> re.Pattern:
-        """Matches control tokens, the longest first, as the tokenizer does; nothing where it has none."""
-        tokens = sorted(self._control, key=len, reverse=True)
-        return re.compile("|".join(map(re.escape, tokens)) or r"(?!)")
-
-    @cached_property
     def _names(self) -> dict[str, str]:
         # Lower case, letters and digits: nothing that a normaliser would change.
         nonce = secrets.token_hex(16)
-        return {token: f"x{nonce}x{i}x" for i, token in enumerate(sorted(self._control))}
+        return {token: f"x{nonce}x{i}x" for i, token in enumerate(self._control)}
 
     @cached_property
-    def _neutral(self) -> tokenizers.Tokenizer:
+    def _neutral(self) -> Encoder:
         """The twin: the same tokenizer, the same ids, each control token under its name in `_names`."""
         state, names = json.loads(self._tokenizer.to_str()), self._names
-        state["post_processor"] = None
         for token in state["added_tokens"]:
             token["content"] = names.get(token["content"], token["content"])
         model = state["model"]
@@ -198,40 +211,40 @@ class Tokenizer:
         twin = tokenizers.Tokenizer.from_str(json.dumps(state))
         if any(twin.token_to_id(name) != self._tokenizer.token_to_id(token) for token, name in names.items()):
             raise PromptError("this tokenizer cannot read control tokens as text; remove them from the prompt")
-        return twin
+        return Encoder(twin, self._source)
 
     def _marks(self, *values) -> dict[str, str]:
         """For each character that begins a control token a private-use character that occurs nowhere else."""
         used = set(json.dumps(values, ensure_ascii=False)) | set(self._template.source)
+        begins = sorted(self._control.first_chars)
         private = map(chr, chain(range(0xE000, 0xF900), range(0xF0000, 0xFFFFE)))
-        free = [char for char in private if char not in used]
-        begins = sorted({token[0] for token in self._control})
+        free = list(islice((char for char in private if char not in used), len(begins)))
         if len(free) < len(begins):
             raise PromptError("the messages use nearly all private-use characters of Unicode; remove some")
         return dict(zip(begins, free))
 
-    def _mark(self, value, marks: dict[str, str], tokens: frozenset[str]):
+    def _mark(self, value, marks: dict[str, str], tokens: TokenSet):
         """`value` with the first character of each of `tokens` in its strings replaced, and of `_control` in its keys.
 
         Templates look keys up by name, so those without a whole control token stay as they are.
         """
         if isinstance(value, dict):
             return {
-                self._pattern.sub(lambda found: marks[found[0][0]] + found[0][1:], key): self._mark(item, marks, tokens)
+                self._control.replace(key, lambda token: marks[token[0]] + token[1:]): self._mark(item, marks, tokens)
                 for key, item in value.items()
             }
         if isinstance(value, list):
             return [self._mark(item, marks, tokens) for item in value]
-        if not isinstance(value, str):
+        if not isinstance(value, str) or marks.keys().isdisjoint(value):
             return value
-        chars, choices = list(value), tuple(tokens)
+        chars = list(value)
         for i, char in enumerate(value):
-            if char in marks and value.startswith(choices, i):
+            if char in marks and tokens.starts_at(value, i):
                 chars[i] = marks[char]
         # A text may also end in the beginning of a control token that the template's next characters would complete.
         end = len(value.rstrip())
-        for i in range(max(end - max(map(len, tokens), default=0), 0), end):
-            if value[i] in marks and any(token.startswith(value[i:end]) for token in tokens):
+        for i in range(max(end - tokens.longest, 0), end):
+            if value[i] in marks and tokens.begins(value[i:end]):
                 chars[i] = marks[value[i]]
         return "".join(chars)
 
@@ -273,8 +286,21 @@ def _clean_value(value, depth: int):
     return [_clean_value(item, depth - 1) for item in value] if isinstance(value, list) else value
 
 
+def _load(file: Path) -> tokenizers.Tokenizer:
+    data = read_file(file, _FILE_LIMIT)
+    try:
+        # The only part whose loading is known to panic, which writes a page to stderr: first where nobody sees that.
+        if b'"Precompiled"' in data and (reason := check_in_child(data.decode())):
+            raise ValueError(reason)
+        return tokenizers.Tokenizer.from_buffer(data)
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # tokenizers raises Exception itself, and for some files a panic
+        raise CheckpointError(f"{file}: not a tokenizer ({brief(error)}); download the file again") from None
+
+
 def _read(path: Path) -> dict:
-    return read_json(path) if path.is_file() else {}
+    return read_json(path) if present(path) else {}
 
 
 def _special_tokens(settings: dict) -> dict[str, str]:
@@ -291,15 +317,19 @@ def _special_tokens(settings: dict) -> dict[str, str]:
 def _template(path: Path, settings: dict, special_tokens: dict[str, str]) -> ChatTemplate | None:
     """The chat template: from its own file, else from tokenizer_config.json, where several may have names."""
     file = path / "chat_template.jinja"
-    if file.is_file():
+    if present(file):
         try:
-            return ChatTemplate(file.read_text("utf-8"), special_tokens, file)
-        except (OSError, ValueError) as error:
+            return ChatTemplate(read_file(file, _TEMPLATE_LIMIT).decode("utf-8"), special_tokens, file)
+        except ValueError as error:
             raise CheckpointError(f"{file}: cannot be read ({error}); download the file again") from None
     file, value = path / "tokenizer_config.json", settings.get("chat_template")
     if isinstance(value, list):
-        named = {entry.get("name"): entry.get("template") for entry in value if isinstance(entry, dict)}
+        named = {str(entry.get("name")): entry.get("template") for entry in value if isinstance(entry, dict)}
         value = named.get("default", next(iter(named.values()), None))
     if value is not None and not isinstance(value, str):
         raise CheckpointError(f"{file}: chat_template must be text or a list of named ones")
+    if value is not None and len(value) > _TEMPLATE_LIMIT:
+        raise CheckpointError(
+            f"{file}: chat_template has {len(value):,} characters; at most {_TEMPLATE_LIMIT:,} are supported"
+        )
     return None if value is None else ChatTemplate(value, special_tokens, file)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 
-def brief(holder, tensor: torch.Tensor, **facts) -> str:
+def short_repr(holder, tensor: torch.Tensor, **facts) -> str:
     """The repr of what holds tensors: a short line of facts, with dtype and device of `tensor`, one of them."""
     facts |= {"dtype": str(tensor.dtype).removeprefix("torch."), "device": str(tensor.device)}
     return f"{type(holder).__name__}({', '.join(f'{name}={value}' for name, value in facts.items())})"
@@ -24,7 +24,7 @@ class Linear:
     format: str = "dense"
 
     def __repr__(self) -> str:
-        return brief(self, self.weight, shape=list(self.weight.shape), bias=self.bias is not None)
+        return short_repr(self, self.weight, shape=list(self.weight.shape), bias=self.bias is not None)
 
     @property
     def out_features(self) -> int:
@@ -53,7 +53,7 @@ class LayerWeights:
     down: Linear
 
     def __repr__(self) -> str:
-        return brief(self, self.input_norm, hidden=self.down.out_features, intermediate=self.down.in_features)
+        return short_repr(self, self.input_norm, hidden=self.down.out_features, intermediate=self.down.in_features)
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Weights:
     lm_head: Linear
 
     def __repr__(self) -> str:
-        return brief(self, self.embed, layers=len(self.layers), nbytes=self.nbytes())
+        return short_repr(self, self.embed, layers=len(self.layers), nbytes=self.nbytes())
 
     @property
     def device(self) -> torch.device:

@@ -8,7 +8,7 @@ from .config import ModelConfig
 from .kernels import sample as sample_op
 from .layout import META_WIDTH, RING, SAMP_WIDTH
 from .sampling import MAX_LOGPROBS
-from .weights import brief
+from .weights import short_repr
 
 MAX_SPLITS = 64  # K/V splits of one attention
 
@@ -45,7 +45,7 @@ class Workspace:
 
     def __repr__(self) -> str:
         tensors = named_tensors(self).values()
-        return brief(self, self.normed, tensors=len(tensors), nbytes=sum(t.nbytes for t in tensors))
+        return short_repr(self, self.normed, tensors=len(tensors), nbytes=sum(t.nbytes for t in tensors))
 
 
 def make_workspace(config: ModelConfig, capacity: int, device, dtype: torch.dtype, slots: int = 1) -> Workspace:

@@ -1,0 +1,42 @@
+"""Jinja's filters and globals where no file can be opened: what they import must be there before."""
+
+import pytest
+
+from tridecode.chat_template import ChatTemplate
+from tridecode.errors import PromptError
+from tridecode.template_worker import make_environment
+
+USER = [{"role": "user", "content": "Hello"}]
+FILTERS = sorted(make_environment().filters)
+ARGUMENTS = {"batch": "2", "slice": "2", "attr": "'x'", "groupby": "'content'", "format": "1", "map": "'upper'",
+             "replace": "'a', 'b'", "reject": "'none'", "select": "'string'", "selectattr": "'role'",
+             "rejectattr": "'role'", "xmlattr": "true"}  # fmt: skip
+INPUTS = ("'<p>a &lt; b</p> www.example.org ' * 9", "3", "'%s'", "messages", "messages[0]", "['a', 'b']", "[1]")
+
+
+@pytest.fixture(scope="module")
+def every_filter():
+    """One template that applies the filter that `which` names to the input of that number."""
+    cases = (
+        f"{{% if which == '{name}{i}' %}}{{{{ ({given}) | {name}({ARGUMENTS.get(name, '')}) | string }}}}{{% endif %}}"
+        for name in FILTERS
+        for i, given in enumerate(INPUTS)
+    )
+    return ChatTemplate("".join(cases), {}, "x.jinja")
+
+
+@pytest.mark.parametrize("name", FILTERS)
+def test_no_filter_needs_a_file(name, every_filter):
+    """A filter that imports a module when it is first used could not, where no file may be opened."""
+    refusals = []
+    for i in range(len(INPUTS)):
+        try:
+            every_filter.render(USER, {"which": f"{name}{i}"})
+        except PromptError as error:
+            refusals.append(str(error))
+    assert len(refusals) < len(INPUTS) and "open files" not in str(refusals), refusals
+
+
+def test_the_globals_need_no_file():
+    source = "{{ lipsum(1) | length > 0 }} {% set c = cycler(1, 2) %}{{ c.next() }}{{ dict(a=joiner()()) }}"
+    assert ChatTemplate(source, {}).render(USER, {}) == "True 1{'a': ''}"
