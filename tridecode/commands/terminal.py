@@ -11,6 +11,8 @@ from rich.console import Console
 # ESC, carriage return, backspace, C1: a terminal obeys them, so a model (or a file name) must not be able to send them.
 _CONTROLS = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\t"}
 _CONTROLS |= {0x7F: 0x2421} | {code: 0xFFFD for code in range(0x80, 0xA0)}
+# Embeddings, overrides and isolates of writing direction: they make text look like another.
+_CONTROLS |= {code: 0xFFFD for code in (*range(0x202A, 0x202F), *range(0x2066, 0x206A))}
 
 
 def visible(text: str) -> str:
@@ -33,12 +35,18 @@ def tolerant_streams() -> None:
             stream.reconfigure(errors="replace")
 
 
+def make_console(**options) -> Console:
+    """A console that shows text as it is. A size in the environment counts only if something can be shown in it."""
+    unusable = {name for name in ("COLUMNS", "LINES") if not os.environ.get(name, "").strip("0")}
+    environment = {name: value for name, value in os.environ.items() if name not in unusable}
+    return Console(highlight=False, markup=False, emoji=False, _environ=environment, **options)
+
+
 class Output:
     """stdout for answers, stderr for everything else; `tty` says whether stdout is a terminal."""
 
     def __init__(self):
-        self.console = Console(highlight=False, markup=False, emoji=False)
-        self.errors = Console(stderr=True, highlight=False, markup=False, emoji=False)
+        self.console, self.errors = make_console(), make_console(stderr=True)
         # rich's own answer can be forced by environment variables
         self.tty, self._unwrapped = sys.stdout.isatty(), not sys.stderr.isatty()
 
