@@ -52,6 +52,8 @@ class Terminal(io.StringIO):
             del self.lines[self.line + 1 :]
         elif part[0] == "\x1b" and part[-1] == "A":
             self.line, self.at = self.rows()[max(self.row() - int(part[2:-1]), self.top)]
+        elif part[0] == "\x1b" and part[-1] == "D":  # never to the row before
+            self.at = max(self.at - int(part[2:-1]), self.rows()[self.row()][1])
         elif len(part) == 1:
             line = self.lines[self.line]
             self.lines[self.line] = line[: self.at] + part + line[self.at + 1 :]
@@ -62,3 +64,10 @@ class Terminal(io.StringIO):
     @property
     def shown(self) -> str:
         return "\n".join(line.rstrip() for line in self.lines).rstrip()
+
+
+def screen(written):
+    """The lines that stay on a terminal of unlimited size."""
+    terminal = Terminal(10**6, 10**6)
+    terminal.write(written)
+    return terminal.shown

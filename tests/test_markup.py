@@ -65,24 +65,25 @@ AS_WRITTEN = [
     "~/a ~ b ~c~ ~~ d",
     "a | b\n--\nc",
     "one\ntwo\n  three\nfour",
-    "**", "***a", "a***", "**a", "a*", "`", "``a`", "~~a", "[", "](", "\\", "|", "-5", "```", "```` a", "```python\n```",
+    "**", "***a", "a***", "**a", "a*", "`", "``a`", "~~a", "[", "](", "\\", "|", "-5",
+    "```", "```` a", "```python\n```",
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("text", AS_WRITTEN)
 def test_what_stays_as_written(text):
-    for text in (text, f"words\n\n{text}"):
-        assert lines_of(shown(text)) == lines_of(text)
+    assert lines_of(shown(text)) == lines_of(text)
+    assert lines_of(shown(f"words\n\n{text}")) == ["words", *lines_of(text)]
 
 
 @pytest.mark.parametrize(
     "text, expected",
     [
         ("**bold** and *it is*, ***both of***", "<Bbold> and <Iit is>, <Cboth of>"),
-        ("(**a**): *Titanic*'s **Note:** **42** **.NET** **-5** x", "(<Ba>): <ITitanic>'s <BNote:> <B42> <B.NET> <B-5> x"),
+        ("(**a**): *Titanic*'s **Note:** **42** **.NET** **-5**", "(<Ba>): <ITitanic>'s <BNote:> <B42> <B.NET> <B-5>"),
         ("**R**ead **T**he **F**ile", "<BR>ead <BT>he <BF>ile"),
         ("这是**重要**的，*非常*好", "这是<B重要>的，<I非常>好"),
-        ("**yes**/**no** ~~not this~~ “*so it is*” —*and so on*—", "<Byes>/<Bno> <Snot this> “<Iso it is>” —<Iand so on>—"),
+        ("**yes**/**no** ~~not this~~ “*so it is*” —*or so*—", "<Byes>/<Bno> <Snot this> “<Iso it is>” —<Ior so>—"),
         ("**a *bb c* d** *e **f** gh*", "<Ba ><Cbb c><B d> <Ie ><Cf><I gh>"),
         ("**It is `a*b` here**, `x**2`", "<BIt is ><Ca*b><B here>, <Cx**2>"),
         ("[**here**](http://a.example)", "[<Bhere>](<Chttp://a.example>)"),
@@ -104,7 +105,7 @@ def test_what_is_markup(text, expected):
         ("12\n+ 30", "12\n\n + 30"),
         ("* 4\n* 5 apples", " * 4\n • 5 apples"),
         ("> a\n> > b", "▌ a\n▌ ▌ b"),
-        ("a\n---\nb", "a\n\n" + "─" * 200 + "\n\nb"),
+        ("a\n---\nb", "a\n\n" + "─" * 199 + "\n\nb"),
         ("```python x.py\na\n```", "  python x.py\n  a"),
         ("a\n\n```\n```\n\nb", "a\n\n```\n```\n\nb"),
         ("*", " *"),
@@ -121,8 +122,9 @@ MARKS = "*~`#>-|:"  # what markup is made of; in their places come • ▌ ─
 FRAGMENTS = [
     *"*_~`#>-+|:=$\\[](){}<>!&/.,;'\"%^@ax1 \n\n ", "**", "***", "__", "~~", "``", "- ", "* ", "+ ", "1. ", "7) ", "> ",
     "# ", "## ", "\n\n", "\n- ", "\n> ", "\n    ", "```\n", "\n```\n", "~~~\n", "---\n", "| a | b |\n|---|---|\n",
-    "| 1 | 2 |\n", "|x|y|z|\n", "\\(", "\\)", "\\[", "\\]", "$$", "\\*", "\\|", "\\begin{a}\n", "\\end{a}", "[a](b)", "![",
-    "[b]: c\n", "<b>", "&lt;", "http://a.b/c_d*e*f", "a*b*c", "two words", "snake_case", "**bold**", "*it is*", "`code`",
+    "| 1 | 2 |\n", "|x|y|z|\n", "\\(", "\\)", "\\[", "\\]", "$$", "\\*", "\\|", "\\begin{a}\n", "\\end{a}",
+    "[a](b)", "![", "[b]: c\n", "<b>", "&lt;", "http://a.b/c_d*e*f", "a*b*c", "two words", "snake_case", "**bold**",
+    "*it is*", "`code`",
     "é", "漢字", "😀", "C:\\x\\_y", "/*/",
 ]  # fmt: skip
 TEXTS = st.lists(st.sampled_from(FRAGMENTS), max_size=30).map("".join)
@@ -135,7 +137,7 @@ def letters(text):
 @settings(deadline=None, max_examples=400)
 @given(TEXTS)
 def test_nothing_vanishes(text):
-    """Every character but the marks is shown, in its order: each letter, digit, backslash, bracket, underscore, dollar."""
+    """Each character but the marks is shown, in its order: letters, digits, backslashes, brackets, underscores."""
     text = visible(text)
     if "`" in text or "~" in text:  # the language after a fence is no text
         text = re.sub(r"(?m)(```|~~~)(?=[^\n`~])", r"\1 . . ", text)
@@ -157,4 +159,4 @@ def test_no_cell_of_a_table_vanishes(width, columns):
     lines = ["| " + " | ".join(row) + " |" for row in cells]
     written = shown("\n".join([lines[0], "|" + "---|" * columns, *lines[1:]]), width=width)
     assert {word for row in cells for word in row} <= set(re.findall(r"r\d+c\d+", written))
-    assert max(map(len, written.splitlines())) <= width
+    assert max(map(len, written.splitlines())) < width

@@ -128,15 +128,17 @@ class Block(Markdown):
 def rows_of(console, source: str, finished: bool = True) -> list[tuple[Segment, ...]]:
     """The rows of the terminal that a block takes, without blank ones around it and spaces at their ends.
 
-    A finished block that shows nothing, such as code of no lines, is shown as written.
+    A finished block that shows nothing, such as code of no lines, is shown as written. The last column stays free: a
+    cursor that has filled it is on it or behind it, as terminals please.
     """
     if not source.strip():
         return []
-    rows = [_trimmed(line) for line in console.render_lines(Block(source), pad=False)]
+    options = console.options.update(width=max(console.width - 1, 1))
+    rows = [_trimmed(line) for line in console.render_lines(Block(source), options, pad=False)]
     filled = [i for i, row in enumerate(rows) if row]
     if filled:
         return rows[filled[0] : filled[-1] + 1]
-    return [*map(_trimmed, console.render_lines(Text(source), pad=False))] if finished else []
+    return [*map(_trimmed, console.render_lines(Text(source), options, pad=False))] if finished else []
 
 
 def _trimmed(line: list[Segment]) -> tuple[Segment, ...]:

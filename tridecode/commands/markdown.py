@@ -6,6 +6,7 @@ from collections import deque
 from itertools import starmap
 from threading import Event, Thread
 
+from rich.cells import cell_len
 from rich.segment import ControlType, Segment, Segments
 
 from .blocks import rows_of
@@ -108,14 +109,17 @@ class Painter:
         out = []
         if same < len(old):
             same = min(same, len(rows) - 1)
-            added = _added(old[same], rows[same]) if same == len(old) - 1 else None
-            if added is None:
-                up = len(old) - 1 - same
-                if same < top or any(Segment.get_line_length(row) > width for row in old[same:]):
-                    return False
-                move = f"\x1b[{up}A" if up else ""
-                out.append(Segment(f"\r{move}\x1b[J", None, [(ControlType.CURSOR_UP, up)]))
-                added = rows[same]
+            up = len(old) - 1 - same
+            longest = max(map(Segment.get_line_length, old[same:]))
+            back, added = _change(old[same], rows[same])
+            if (up or back) and (same < top or longest >= width):
+                return False
+            if up:
+                move, added = f"\r\x1b[{up}A", rows[same]
+            else:  # from where the cursor is, which is right even before the new width of a window is known
+                move = f"\x1b[{back}D" if back else ""
+            if move:
+                out.append(Segment(f"{move}\x1b[J", None, [(ControlType.CURSOR_UP, up)]))
             out += added
             same += 1
         begun = self._begun
@@ -163,10 +167,11 @@ def _text(row: tuple[Segment, ...]) -> str:
     return "".join(segment.text for segment in row)
 
 
-def _added(old: tuple[Segment, ...], new: tuple[Segment, ...]) -> list[Segment] | None:
-    """What has to be written after row `old` to make it `new`; None if that is not possible."""
+def _change(old: tuple[Segment, ...], new: tuple[Segment, ...]) -> tuple[int, list[Segment]]:
+    """How many columns of row `old` go, from its end, and what is written in their place to make it `new`."""
     old, new = ([(char, segment.style) for segment in row for char in segment.text] for row in (old, new))
-    return [*Segment.simplify(starmap(Segment, new[len(old) :]))] if new[: len(old)] == old else None
+    same = next((i for i, pair in enumerate(zip(old, new)) if pair[0] != pair[1]), min(len(old), len(new)))
+    return cell_len("".join(char for char, _ in old[same:])), [*Segment.simplify(starmap(Segment, new[same:]))]
 
 
 class MarkdownStream:
