@@ -119,6 +119,7 @@ TYPED = {
     "/copy": ("", "c"),
     "/model": ("", "bundled"),
     "/think": ("", "think"),
+    "/plain": ("on", "answers are plain text"),
     "/set": ("temperature 0", "temperature is 0"),
     "/stats": ("", "1 turn"),
     "/undo": ("", "0 turns left"),

@@ -140,7 +140,7 @@ class Tokenizer:
         return self._neutral.encode(_restore(renamed, marks), add_special_tokens=False).ids
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
-        """Text of `ids`, as a Detokenizer gives it; ids that the tokenizer does not know have no text."""
+        """Text of `ids`, as a Detokenizer gives it; U+FFFD for an id that the tokenizer lacks."""
         detokenizer = Detokenizer(self._token_bytes, (), skip_special)
         return "".join(map(detokenizer.push, ids)) + detokenizer.flush()
 

@@ -6,7 +6,7 @@ import sys
 
 from ..errors import TridecodeError
 from .parser import make_parser
-from .terminal import Output, one_line, tolerant_streams
+from .terminal import Output, foreign_encoding, one_line, tolerant_streams
 
 INTERRUPTED = 130
 BROKEN_PIPE = 141  # as a shell reports a program that SIGPIPE ended
@@ -15,6 +15,9 @@ BROKEN_PIPE = 141  # as a shell reports a program that SIGPIPE ended
 def main(argv: list[str] | None = None) -> int:
     """Run one command; returns the exit code. Wrong options end in SystemExit(2), as argparse does."""
     tolerant_streams()
+    if encoding := foreign_encoding():
+        Output().error(f"text cannot be read and written as {encoding}; unset PYTHONIOENCODING, or set it to utf-8")
+        return 1
     args = make_parser().parse_args(argv)
     set_up_logging(args.verbose)
     output = Output()

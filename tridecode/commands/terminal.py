@@ -35,6 +35,20 @@ def tolerant_streams() -> None:
             stream.reconfigure(errors="replace")
 
 
+def foreign_encoding() -> str | None:
+    """The encoding of a stream in which ASCII is something else, such as UTF-16; the streams are UTF-8 afterwards.
+
+    No terminal shows it, lines from a pipe do not end in it, and what is written in pieces has no byte order mark.
+    """
+    for stream in (sys.stdin, sys.stdout, sys.stderr):
+        encoding = getattr(stream, "encoding", None) or "utf-8"
+        if "a\n".encode(encoding, "replace") != b"a\n":
+            for each in (sys.stdin, sys.stdout, sys.stderr):
+                each.reconfigure(encoding="utf-8", errors="replace")
+            return encoding
+    return None
+
+
 def make_console(**options) -> Console:
     """A console that shows text as it is. A size in the environment counts only if something can be shown in it."""
     unusable = {name for name in ("COLUMNS", "LINES") if not os.environ.get(name, "").strip("0")}
