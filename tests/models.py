@@ -1,7 +1,5 @@
 """Tiny models in memory for tests of the step and the engine: real head sizes, odd widths, few programs."""
 
-from dataclasses import replace
-
 import torch
 
 from tridecode.checkpoint import random_weights
@@ -67,7 +65,5 @@ def tiny_engine(backend="auto", graph="full", dtype=None, capacity=256, seed=0, 
     if backend == "auto":
         backend = "triton" if CUDA else "torch"
     weights = random_weights(config, DEVICE, dtype, seed)
-    engine = Engine.build(config, weights, None, capacity, backend, graph)
-    if not CUDA:
-        engine.model = replace(engine.model, shapes=INTERPRETER_SHAPES)
-    return engine
+    shapes = None if CUDA else INTERPRETER_SHAPES
+    return Engine.build(config, weights, None, capacity, backend, graph, shapes=shapes)

@@ -30,6 +30,8 @@ from tridecode.commands.bench import (
 )
 from tridecode.commands.bench.stream import stream_figures
 from tridecode.errors import GenerationError, ParameterError
+from tridecode.graph import EagerSteps, launcher
+from tridecode.run import Allocating, refer
 from tridecode.sampling import SamplingParams
 
 needs_gpu = pytest.mark.skipif(not CUDA, reason="CUDA graphs and activity records exist on a GPU only")
@@ -202,7 +204,7 @@ def test_the_workspace_that_allocates_gives_the_same_tokens():
     for fresh in (False, True):
         engine = tiny_engine("triton", "none")
         if fresh:
-            _, engine = next(ablate.variants(engine))
+            engine.steps = EagerSteps(engine.model, Allocating(launcher(engine.model)))
         engine._begin([5, 17], 0, params, (), limit=6)
         for _ in range(4):
             engine.enqueue(params)
@@ -218,14 +220,11 @@ def test_one_allocation_for_every_output_of_every_op(monkeypatch):
     """
     made = []
     engine = tiny_engine("torch", "none", torch.float32)
-    _, engine = next(ablate.variants(engine))
-    params = SamplingParams(temperature=0.0, seed=1)
-    engine._begin([5, 17], 0, params, (), limit=6)
-    empty_like = torch.empty_like
-    monkeypatch.setattr(ablate.torch, "empty_like", lambda t: made.append(tuple(t.shape)) or empty_like(t))
+    steps, empty_like = EagerSteps(engine.model, Allocating(refer)), torch.empty_like
+    monkeypatch.setattr(torch, "empty_like", lambda t: made.append(tuple(t.shape)) or empty_like(t))
     counts = []
     for _ in range(3):
-        engine.enqueue(params)
+        steps.replay("greedy")
         counts.append(len(made))
     assert counts == [26, 52, 78]
     assert made.count((1, 331)) == 3  # logits
@@ -233,12 +232,16 @@ def test_one_allocation_for_every_output_of_every_op(monkeypatch):
 
 def test_rungs_of_the_ladder():
     engine = tiny_engine("torch", "none", torch.float32)
+    assert len(list(ablate.variants(engine))) == 3
     engine.model = replace(engine.model, pdl=True)
     found = list(ablate.variants(engine))
     assert [name.split(",")[0] for name, _ in found] == ["eager", "eager", "graph", "graph"]
-    assert [variant.model.pdl for _, variant in found] == [False, False, False, True]
-    assert all(variant.model.weights is engine.model.weights for _, variant in found)
-    assert found[-1][1] is engine
+    assert all(steps.model.weights is engine.model.weights for _, steps in found)
+    own = engine.steps
+    assert found[-1][1] is own
+    with ablate.stepping(engine, found[0][1]):
+        assert engine.steps is found[0][1]
+    assert engine.steps is own
 
 
 def test_steps_that_have_ended_are_no_figure():

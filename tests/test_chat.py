@@ -7,12 +7,10 @@ import signal
 from types import SimpleNamespace
 
 import pytest
-import torch
 from chats import said
 from checkpoints import write_tiny, write_tokenizer
 
 from tridecode import Engine, SamplingParams
-from tridecode.commands import loading
 from tridecode.commands import session as sessions
 from tridecode.commands.chat import converse, one_interrupt
 from tridecode.commands.conversation import Conversation
@@ -379,18 +377,3 @@ def test_only_two_interrupts_in_a_row_leave(session, monkeypatch, typed, asked):
     assert converse(chat, PlainReader()) == 0
     assert len(chat.engine.prompts) == asked
     assert next(keys, None) == ("two" if "two" in typed else None)
-
-
-def test_a_tiny_model_takes_one_cpu_thread(monkeypatch):
-    chosen = []
-    monkeypatch.setattr(loading.torch, "set_num_threads", chosen.append)
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    tiny, large = (
-        SimpleNamespace(device=torch.device("cpu"), plan=SimpleNamespace(weights=nbytes)) for nbytes in (2**20, 2**30)
-    )
-    loading.choose_threads(tiny)
-    loading.choose_threads(large)
-    assert chosen == [1, loading.THREADS]
-    monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    loading.choose_threads(tiny)
-    assert len(chosen) == 2, "the user chose"

@@ -1,6 +1,7 @@
 """Every kernel of the step and of the prompt pass compiles for GPUs that are not here, within registers and memory."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -8,15 +9,14 @@ from pathlib import Path
 import pytest
 from models import CUDA
 
+from tridecode import kernels
 from tridecode.presets import PRESETS
 
 SCRIPT = Path(__file__).parent / "compile_step.py"
+FOLDER = Path(kernels.__path__[0])
 SHARED = 48 * 1024  # bytes; above, Triton asks for the largest carve-out, and the step's other kernels lose their L1
 ODD = ("head_dim_80", "head_dim_96", "head_dim_256", "group_16", "qwen3-4b_fp16")
-KERNELS = {
-    "_embed_kernel", "_matvec_kernel", "_gate_up_kernel", "_attention_kernel", "_greedy_kernel", "_process_kernel",
-    "_bins_kernel", "_draw_kernel", "_logprobs_kernel", "_add_norm_kernel", "_rope_write_kernel", "_silu_mul_kernel",
-}  # fmt: skip
+KERNELS = set(re.findall(r"^def (_\w+_kernel)\(", "".join(file.read_text() for file in FOLDER.rglob("*.py")), re.M))
 # The interpreter's machine compiles a few models for the two main targets and one for the others; a GPU machine, all.
 FEW = [(("qwen3-4b", "llama-3.2-1b", "qwen2.5-0.5b", *ODD), arch) for arch in (80, 90)]
 REST = [(("qwen3-4b",), arch) for arch in (86, 89, 100, 120)]

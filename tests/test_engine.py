@@ -12,9 +12,10 @@ from tridecode import Engine, SamplingParams
 from tridecode.checkpoint import load_config, load_weights
 from tridecode.engine import BUNDLED
 from tridecode.errors import GenerationError, ParameterError, PromptError
-from tridecode.prefill import _attend, prefill
+from tridecode.prefill import prefill
 from tridecode.text import StopStrings
 from tridecode.tokenizer import Tokenizer
+from tridecode.torch_ops import attend
 
 PROMPT = [5, 17, 300, 42, 8, 8, 99]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
@@ -222,6 +223,56 @@ def test_nan_logits_end_with_an_error_that_names_the_step():
         engine.score(PROMPT)
 
 
+POISON = 301  # a token whose embedding is NaN
+
+
+@pytest.fixture(scope="module")
+def poisoned():
+    """A token step reads only what is before it, a prompt's pass all of its chunk, masked or not: 0 * NaN is NaN."""
+    engine = tiny_engine(seed=3, tie_word_embeddings=False)
+    engine.model.weights.embed[POISON] = float("nan")
+    return engine
+
+
+@pytest.mark.parametrize("prompt", [[*PROMPT, POISON, 7, 8], [*PROMPT, POISON], [POISON]], ids=["middle", "end", "all"])
+def test_nothing_of_a_failed_request_is_found_again(poisoned, prompt):
+    for before in ([1], PROMPT):  # nothing of it in the cache, and a part
+        poisoned.generate(before, GREEDY, reuse_prefix=False)
+        failed = poisoned.generate(prompt, GREEDY)
+        assert failed.finish_reason == "error" and "the checkpoint may be damaged: download it again" in failed.error
+        after = poisoned.generate(PROMPT, GREEDY)
+        assert after.finish_reason == "length" and after.usage.reused_tokens == 0
+        assert after.token_ids == poisoned.generate(PROMPT, GREEDY, reuse_prefix=False).token_ids
+
+
+def test_a_step_that_fails_later_is_not_found_again(poisoned):
+    first, second, third = poisoned.generate(PROMPT, GREEDY, reuse_prefix=False).token_ids[:3]
+    good = poisoned.model.weights.embed[second].clone()
+    poisoned.model.weights.embed[second] = float("nan")
+    failed = poisoned.generate(PROMPT, GREEDY)
+    assert failed.token_ids == (first, second) and "step 3 (position 8)" in failed.error
+    poisoned.model.weights.embed[second] = good
+    after = poisoned.generate([*PROMPT, first, second, third], GREEDY)
+    assert after.finish_reason == "length" and after.usage.reused_tokens == 0
+
+
+def test_a_prompt_whose_first_token_nobody_awaited_is_not_found_again(poisoned, monkeypatch):
+    def interrupted(step):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(poisoned, "_await_token", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        poisoned.generate([*PROMPT, POISON, 7], GREEDY, reuse_prefix=False)
+    monkeypatch.undo()
+    assert poisoned.generate(PROMPT, GREEDY).finish_reason == "length"
+
+
+def test_the_error_names_what_helps_in_half_precision():
+    engine = tiny_engine(dtype=torch.float16, seed=3)
+    engine.model.weights.final_norm[1] = float("inf")
+    assert "float16 overflows" in engine.generate(PROMPT, GREEDY).error
+
+
 @pytest.mark.parametrize(
     "prompt, message",
     [
@@ -268,7 +319,7 @@ def test_chunks_of_any_size_prefill_the_same(engine):
     caches = []
     for chunk in (70, 64, 33, 1):
         prefill(engine.model, ids, 0, chunk=chunk)
-        caches.append(torch.stack([t[..., :70, :].double() for t in (*engine.model.kv.k, *engine.model.kv.v)]))
+        caches.append(engine.model.kv.held(0, 70).double())
     for other in caches[1:]:
         assert ((other - caches[0]).norm() / caches[0].norm()).item() < (1e-2 if CUDA else 1e-5)
     engine.generate([1], GREEDY, reuse_prefix=False)
@@ -277,10 +328,12 @@ def test_chunks_of_any_size_prefill_the_same(engine):
 @pytest.mark.skipif(CUDA, reason="the CPU's own path")
 @pytest.mark.parametrize("window", [0, 24])
 def test_cpu_attention_in_blocks_of_rows(window, monkeypatch):
-    q, k, v = torch.randn(4, 50, 64), torch.randn(2, 90, 64), torch.randn(2, 90, 64)
-    whole = _attend(q, k, v, window, 0.125)
-    monkeypatch.setattr("tridecode.prefill.MASK_LIMIT", 90 * 7)
-    assert torch.allclose(_attend(q, k, v, window, 0.125), whole, rtol=0, atol=1e-6)
+    q, k, v = torch.randn(50, 4, 64), torch.randn(2, 90, 64), torch.randn(2, 90, 64)
+    whole, parts = torch.full((2, 50, 4 * 64), float("nan"))
+    attend(q, k, v, whole, window, 0.125)
+    monkeypatch.setattr("tridecode.torch_ops.MASK_LIMIT", 90 * 7)
+    attend(q, k, v, parts, window, 0.125)
+    assert torch.allclose(parts, whole, rtol=0, atol=1e-6)
 
 
 @pytest.mark.skipif(not CUDA, reason="measures GPU memory")

@@ -1,5 +1,6 @@
 """A turn that fails is only that: what is said, what is kept, and what the shell sees."""
 
+import json
 import subprocess
 import sys
 import time
@@ -8,14 +9,27 @@ import pytest
 import torch
 from chats import ROOT, said
 from checkpoints import write_tiny
+from safetensors.torch import load_file, save_file
 
+from tridecode import commands
 from tridecode.commands import session as sessions
 from tridecode.commands.chat import DEVICE_LOST
+from tridecode.tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
     return write_tiny(tmp_path_factory.mktemp("failed") / "qwen3", "qwen3")
+
+
+@pytest.fixture(scope="module")
+def poisoned(tmp_path_factory):
+    """A model that gives NaN to every prompt with the token of an exclamation mark."""
+    path = write_tiny(tmp_path_factory.mktemp("failed") / "poisoned", "qwen3")
+    tensors = load_file(path / "model.safetensors")
+    tensors["model.embed_tokens.weight"][Tokenizer.load(path).encode("!")] = float("nan")
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    return path
 
 
 def test_out_of_memory_ends_its_turn_only(session):
@@ -31,6 +45,45 @@ def test_an_error_that_nobody_foresaw_ends_its_turn_only(session, caplog):
         assert chat.handle("one") and chat.handle("two")
     assert "KeyError: 'layers' (--verbose shows the traceback); the turn is not kept" in chat.read()[1]
     assert "Traceback" in caplog.text and chat.engine.prompts[1] == said("two")
+
+
+@pytest.mark.parametrize("texts, shown", [([], ""), ([""], ""), (["", "Half"], "Half\n")])
+def test_a_failed_turn_shows_its_error_and_no_empty_line(session, texts, shown):
+    chat = session((texts, "error"), ["fine"])
+    assert chat.handle("one") and chat.handle("two")
+    out, err = chat.read()
+    assert out == f"{shown}fine\n"
+    assert err.splitlines()[0] == "tridecode: error: step 2 gave NaN; the turn is not kept"
+
+
+def test_one_poisoned_line_fails_alone(poisoned, tmp_path, capsys):
+    """In a batch and in a chat the next request computes anew what it shares with the failed one."""
+    lines = [json.dumps({"prompt": text}) for text in ("Hello, world!", "Hello", "Hello, world!")]
+    (tmp_path / "in.jsonl").write_text("\n".join(lines))
+    options = ["--model", poisoned, "--device", "cpu", "--max-tokens", "3", "--temperature", "0"]
+    assert commands.main(["generate", "--jsonl", str(tmp_path / "in.jsonl"), *map(str, options)]) == 1
+    out, err = capsys.readouterr()
+    errors = ["error" in json.loads(line) for line in out.splitlines()]
+    assert errors == [True, False, True] and err.count("NaN or Inf") == 2
+
+
+def test_the_chat_goes_on_after_a_poisoned_turn(poisoned, piped):
+    options = ["--model", poisoned, "--max-tokens", "3", "--temperature", "0"]
+    code, out, err = piped("Hello, world!\nHello\nHello, world!\n/clear\nHello\n", *options)
+    assert code == 1 and err.count("NaN or Inf") == 2
+    first, second = out.splitlines()
+    assert first == second
+
+
+def test_a_poisoned_answer_comes_alone(poisoned, capsys, tmp_path):
+    target = tmp_path / "answer.txt"
+    target.write_text("before")
+    options = ["--model", poisoned, "--device", "cpu", "--prompt", "Hello, world!"]
+    assert commands.main(["generate", *map(str, options)]) == 1
+    out, err = capsys.readouterr()
+    assert out == "" and len(err.splitlines()) == 1 and err.endswith("download it again\n")
+    assert commands.main(["generate", *map(str, options), "--output", str(target)]) == 1
+    assert target.read_text() == "before"
 
 
 def test_a_terminal_that_has_gone_ends_the_chat(session):

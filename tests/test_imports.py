@@ -1,12 +1,16 @@
 """Who may import whom: kernels know triton and torch, the step knows kernels, the engine knows the step."""
 
 import ast
+import importlib
 import subprocess
 import sys
+from inspect import signature
 from pathlib import Path
 
 import pytest
 from models import CUDA
+
+from tridecode.kernels.op import Op
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "tridecode"
@@ -45,8 +49,8 @@ def importers(target: str) -> set[str]:
 
 
 def test_the_reader_of_imports_sees_them():
-    assert "kernels.embed" in imports("decode") and "embed" in imports("decode")["kernels.embed"]
-    assert "decode" in imports("engine")
+    assert "kernels.embed" in imports("decode") and "EMBED" in imports("decode")["kernels.embed"]
+    assert "decode" in imports("graph")
     assert "errors" in imports("commands.main")
 
 
@@ -65,19 +69,28 @@ def test_what_describes_a_model_knows_no_kernel(name):
     assert not [module for module in imports(name) if module.split(".")[0] in ("kernels", "triton")]
 
 
-def test_the_step_launches_kernels_and_its_reference_the_references():
-    launched, referred = ({m: n for m, n in imports(x).items() if m in KERNELS} for x in ("decode", "reference"))
-    assert launched and set(launched) == set(referred), "the step and its reference use different kernels"
-    for module in launched:
-        assert not [name for name in launched[module] if name.endswith("_ref")]
-        launchers = {name.removesuffix("_ref") for name in referred[module] if name.endswith("_ref")}
-        assert launchers and launchers <= launched[module], f"{module}: a reference without its launcher"
-        assert not launchers & referred[module], f"{module}: the reference calls a launcher"
+def test_the_lists_name_operations_only():
+    """A list launches nothing by itself: what it takes from kernels and torch are ops, and sizes of their outputs."""
+    for module in ("decode", "prefill"):
+        taken = [name for source, names in imports(module).items() if source in KERNELS for name in names]
+        assert taken and all(name.isupper() or name.endswith("_partials") for name in taken), module
+
+
+@pytest.mark.parametrize("name", [name for name in [*KERNELS, "torch_ops"] if name != "kernels.op"])
+def test_an_op_in_all_its_forms_takes_the_same_arguments(name):
+    module = importlib.import_module(f"tridecode.{name}")
+    ops = {op.launch: op for op in vars(module).values() if isinstance(op, Op)}
+    assert ops or not hasattr(module, name.split(".")[-1]), f"{name} has a launcher that no list can run"
+    for launcher, op in ops.items():
+        arguments = [argument for argument in signature(launcher).parameters if argument not in ("shape", "pdl")]
+        assert list(signature(op.ref).parameters) == arguments, launcher
+        signature(op.bytes).bind(*arguments)
+        assert set(op.outputs) <= set(arguments), launcher
 
 
 def test_only_commands_stand_on_the_engine():
     assert importers("engine") <= set(COMMANDS)
-    assert importers("decode") == {"engine", "graph"}
+    assert importers("decode") == {"graph", "commands.profile.step"}
     assert not [name for name in MODULES if name not in COMMANDS and any("commands" in m for m in imports(name))]
 
 

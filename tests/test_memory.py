@@ -4,9 +4,9 @@ import pytest
 import torch
 from models import tiny_config
 
-from tridecode import memory
+from tridecode import cgroup, memory
 from tridecode.errors import DeviceError
-from tridecode.memory import MemoryPlan, container_memory, plan_memory
+from tridecode.memory import MemoryPlan, plan_memory
 
 GIB = 2**30
 
@@ -31,19 +31,28 @@ def test_the_plan_leaves_a_share_of_the_memory(monkeypatch):
     assert plan.needed(plan.max_context) <= 0.75 * GIB < plan.needed(plan.max_context + 1)
 
 
+V2, V1 = "0::/app\n", "4:memory:/app\n"
+CACHE = "anon 100\ninactive_file 200\nactive_file 50\ntotal_inactive_file 300\ntotal_active_file 60\n"
+
+
 @pytest.mark.parametrize(
-    "files, expected",
+    "own, files, expected",
     [
-        ({"memory.max": "1000", "memory.current": "400"}, 600),
-        ({"memory.max": "1000", "memory.current": "1400"}, 0),
-        ({"memory.max": "max", "memory.current": "400"}, float("inf")),
-        ({"memory/memory.limit_in_bytes": "900", "memory/memory.usage_in_bytes": "100"}, 800),
-        ({}, float("inf")),
+        (V2, {"memory.max": "1000", "memory.current": "400"}, 600),
+        (V2, {"memory.max": "1000", "memory.current": "1400"}, 0),
+        (V2, {"memory.max": "max", "memory.current": "400"}, float("inf")),
+        (V2, {"app/memory.max": "700", "app/memory.current": "400", "memory.max": "999", "memory.current": "9"}, 300),
+        (V2, {"app/memory.max": "1000", "app/memory.current": "700", "app/memory.stat": CACHE}, 550),
+        (V1, {"memory/memory.limit_in_bytes": "900", "memory/memory.usage_in_bytes": "100"}, 800),
+        (V1, {"memory/app/memory.limit_in_bytes": "900", "memory/app/memory.usage_in_bytes": "100"}, 800),
+        (V1, {f"memory/{n}": t for n, t in (("memory.limit_in_bytes", "900"), ("memory.usage_in_bytes", "800"),
+                                            ("memory.stat", CACHE))}, 460),
+        ("", {}, float("inf")),
     ],
-    ids=["v2", "over", "unlimited", "v1", "none"],
-)
-def test_container_memory(files, expected, tmp_path):
-    for name, text in files.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
+    ids=["v2", "over", "unlimited", "own_group", "file_cache", "v1", "v1_own_group", "v1_file_cache", "none"],
+)  # fmt: skip
+def test_container_memory(own, files, expected, tmp_path):
+    for name, text in ({"own": own} | files).items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text + "\n")
-    assert container_memory(tmp_path) == expected
+    assert cgroup.free_memory(tmp_path, tmp_path / "own") == expected

@@ -2,24 +2,37 @@
 
 import gzip
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import pytest
 import torch
-from models import tiny_config, tiny_engine
+from compile_step import meta_model
+from models import tiny_engine
 from torch.profiler import ProfilerActivity
 
-from tridecode import commands, decode
+from tridecode import commands, decode, meta
+from tridecode.commands.bench.measure import GREEDY
 from tridecode.commands.profile import command, draw, records, step
 from tridecode.commands.profile.records import ProfileError, Record, Span, attribute, chained, split_steps, summarise
-from tridecode.kernels import add_norm, attention, embed, gate_up, greedy, matvec, rope_write, silu_mul
 from tridecode.kv_cache import kv_bytes_per_token
-from tridecode.prefill import _prefill_chunk
 from tridecode.presets import PRESETS
+from tridecode.run import Recorder
 
 CUDA = torch.cuda.is_available()
-NAMES = ("embed", "qkv", "attention", "o_proj", "gate_up", "down", "lm_head", "greedy")
+LAYER = ("qkv", "attention", "o_proj", "gate_up", "down")
+NAMES = ("embed", *LAYER, "lm_head", "greedy")
+_LAYER_KERNELS = ("_matvec_kernel", "_attention_kernel", "_matvec_kernel", "_gate_up_kernel", "_matvec_kernel")
+
+
+def roles_and_kernels(layers: int) -> tuple[list[str], list[str]]:
+    """What a greedy step's list is expected to say."""
+    kernels = ["_embed_kernel", *_LAYER_KERNELS * layers, "_matvec_kernel", "_greedy_kernel"]
+    return ["embed", *LAYER * layers, "lm_head", "greedy"], kernels
+
+
+ROLES, KERNELS = roles_and_kernels(3)
 
 
 def event(name, ts, dur, cat="kernel"):
@@ -30,10 +43,10 @@ def step_trace(steps: int, layers: int, cost: float = 2.0, gap: float = 0.5) -> 
     """Steps of kernels that start 1 µs before the one before them ends; embed alone starts `gap` after it."""
     events, end = [], 100.0
     for _ in range(steps):
-        for op in step.step_ops(layers):
+        for op, kernel in zip(*roles_and_kernels(layers)):
             start = end + gap if op == "embed" else end - 1
             end += gap + cost if op == "embed" else cost
-            events.append(event(step.KERNELS[op], start, end - start))
+            events.append(event(kernel, start, end - start))
     return {"traceEvents": events, "host_name": "somewhere"}
 
 
@@ -92,12 +105,11 @@ def test_borders_of_the_gap_classes(gap, name):
 
 
 def test_roles_come_from_the_place_in_the_step():
-    ops = step.step_ops(3)
     found = records.read_records(step_trace(4, 3))
-    steps = chained(split_steps(found, 4, [step.KERNELS[op] for op in ops]), ops, drop=1)
+    steps = chained(split_steps(found, 4, KERNELS), ROLES, drop=1)
     roles = {role["op"]: role for role in summarise(steps)["kernels"]}
     assert set(roles) == set(NAMES)
-    assert {op: role["launches"] for op, role in roles.items()} == {op: 3 if op in step.LAYER else 1 for op in NAMES}
+    assert {op: role["launches"] for op, role in roles.items()} == {op: 3 if op in LAYER else 1 for op in NAMES}
     assert roles["down"]["mean_us"] == pytest.approx(2) and roles["down"]["recorded_us"] == pytest.approx(3)
     assert roles["embed"]["mean_us"] == pytest.approx(2.5) and roles["embed"]["recorded_us"] == pytest.approx(2)
     assert sum(role["share_pct"] for role in roles.values()) == pytest.approx(100)
@@ -115,7 +127,7 @@ def test_roles_come_from_the_place_in_the_step():
 def test_records_of_another_step_are_refused(change, words):
     found = change(records.read_records(step_trace(4, 3)))
     with pytest.raises(ProfileError, match=words):
-        split_steps(found, 4, [step.KERNELS[op] for op in step.step_ops(3)])
+        split_steps(found, 4, KERNELS)
 
 
 def test_prefill_chunks_are_counted_from_their_own_start():
@@ -141,65 +153,54 @@ def test_short_names(name, short):
     assert records.short_name(name) == short
 
 
-def test_the_roles_are_those_of_the_steps_launches(monkeypatch):
-    kernels = {name: f"_{name}_kernel" for name in ("embed", "attention", "gate_up", "greedy")}
-    kernels |= dict.fromkeys(("matvec_normed", "matvec_residual"), "_matvec_kernel")
-    launched = []
-    for name in kernels:
-        monkeypatch.setattr(decode, name, lambda *args, name=name, **kwargs: launched.append(kernels[name]))
-    decode.step(tiny_engine("torch", num_layers=3).model, "greedy")
-    assert launched == [step.KERNELS[op] for op in step.step_ops(3)]
+def test_roles_and_kernels_are_those_of_the_list():
+    roles, kernels = step.roles_and_kernels(step.step_launches(tiny_engine("torch", num_layers=3).model))
+    assert roles == ROLES and kernels == KERNELS
 
 
-def test_every_kernel_of_the_step_is_known_by_its_name():
-    names = {
-        attention._attention_kernel, embed._embed_kernel, gate_up._gate_up_kernel, greedy._greedy_kernel,
-        matvec._matvec_kernel,
-    }  # fmt: skip
-    assert {kernel.fn.__name__ for kernel in names} == set(step.KERNELS.values())
+def test_a_launch_of_several_kernels_has_its_role_several_times():
+    recorder = Recorder()
+    decode.step(recorder, tiny_engine("torch").model, "sample")
+    roles, kernels = step.roles_and_kernels(recorder.launches[-1:])
+    assert set(roles) == {"sample"} and kernels[0] == "_process_kernel" and kernels[-1] == "_draw_kernel"
+    assert len(roles) == len(kernels) == 5
 
 
 @pytest.mark.parametrize("preset", ["qwen3-4b", "llama-3.1-8b"])
 def test_bytes_are_those_of_the_matrices(preset):
     config = PRESETS[preset]
-    moved = step.launch_bytes(config, torch.bfloat16, torch.bfloat16, positions=1000)
-    assert set(moved) == set(step.KERNELS)
+    model = meta_model(preset, torch.bfloat16, 90)
+    model = replace(model, workspace=replace(model.workspace, meta=torch.zeros(1, meta.META_WIDTH, dtype=torch.int32)))
+    model.workspace.meta[0, meta.POSITION] = 1000
+    launches = step.step_launches(model)
+    moved = step.bytes_by_role(launches)
     layer = config.hidden_size * (2 * config.q_size + 2 * config.kv_size + 3 * config.intermediate_size)
     weights = 2 * (config.num_layers * layer + config.vocab_size * config.hidden_size)
-    total = sum(moved[op] * (config.num_layers if op in step.LAYER else 1) for op in moved)
     needed = weights + 1000 * kv_bytes_per_token(config, torch.bfloat16)
-    assert needed < total < 1.005 * needed
+    assert needed < sum(launch.bytes() for launch in launches) < 1.005 * needed
     assert moved["attention"] == 1000 * kv_bytes_per_token(config, torch.bfloat16) / config.num_layers
 
 
 def test_bytes_of_attention_end_at_the_window():
-    config = tiny_config(sliding_window=24, layer_types=("sliding_attention", "full_attention"))
-    moved = step.launch_bytes(config, torch.bfloat16, torch.bfloat16, positions=100)["attention"]
-    assert moved == attention.attention_bytes(1, 2, 64, torch.bfloat16) * (24 + 100) / 2
+    config = dict(sliding_window=24, layer_types=("sliding_attention", "full_attention"))
+    engine = tiny_engine("torch", dtype=torch.bfloat16, **config)
+    engine.rewind(100, GREEDY)
+    moved = step.bytes_by_role(step.step_launches(engine.model))["attention"]
+    assert moved == 2 * 2 * 64 * 2 * (24 + 100) / 2  # K and V, heads, head_dim, bytes
 
 
 def test_bytes_of_a_prompts_own_kernels():
-    """Those of the tensors that a launch is given; the residual stream is read and written."""
-    given = {}
-
-    def recorder(reference):
-        def launch(*args):
-            tensors = [arg for arg in args if isinstance(arg, torch.Tensor) and arg.dim() > 1]
-            given[f"_{reference.__name__.removesuffix('_ref')}_kernel"] = sum(tensor.nbytes for tensor in tensors)
-            reference(*args)
-
-        return launch
-
+    """Those of what a launch reads and writes: the tensors it is given, but for norms, and of the cache its rows."""
     engine = tiny_engine("torch", num_layers=2, dtype=torch.bfloat16)
-    references = (add_norm.add_norm_ref, rope_write.rope_write_ref, silu_mul.silu_mul_ref)
-    with torch.inference_mode():
-        _prefill_chunk(
-            engine.model, torch.ones(5, dtype=torch.int64, device=engine.device), 0, 0, *map(recorder, references)
-        )
-    given["_add_norm_kernel"] += 5 * engine.config.hidden_size * 4
-    assert step.prefill_bytes(engine.config, torch.bfloat16, 5) == given
-    kernels = (add_norm._add_norm_kernel, rope_write._rope_write_kernel, silu_mul._silu_mul_kernel)
-    assert {kernel.fn.__name__ for kernel in kernels} == set(given)
+    c, rows = engine.config, 5
+    moved = step.bytes_by_kernel(step.prompt_launches(engine.model, rows))
+    kv, q = 2 * rows * c.kv_size, 2 * rows * c.q_size
+    first, later = rows * c.hidden_size * (4 + 2), rows * c.hidden_size * (4 + 4 + 2 + 2)
+    assert moved == {
+        "_add_norm_kernel": (first + 2 * later) / 3,  # the last layer ends with K/V
+        "_rope_write_kernel": (q + 2 * kv) + q + 2 * 2 * kv + 2 * rows * 32 * 4,
+        "_silu_mul_kernel": 2 * rows * 3 * c.intermediate_size,
+    }
 
 
 def test_bandwidth_of_a_role():
@@ -215,14 +216,13 @@ def texts(svg: str) -> list[str]:
 
 
 def test_the_timeline_shows_the_whole_step_and_one_layer():
-    ops = step.step_ops(3)
-    (spans,) = chained(split_steps(records.read_records(step_trace(2, 3)), 2), ops, drop=1)
+    (spans,) = chained(split_steps(records.read_records(step_trace(2, 3)), 2), ROLES, drop=1)
     svg = draw.timeline("a <title> & more", spans)
     words = texts(svg)
     assert "a <title> & more" in words
     assert any(word.startswith("the whole step, 18 launches") for word in words)
     assert any(word.startswith("layer 2 of 3") for word in words)
-    assert {f"{op} 2.0" for op in step.LAYER} <= set(words)
+    assert {f"{op} 2.0" for op in LAYER} <= set(words)
     assert "prefers-color-scheme: dark" in svg
 
 

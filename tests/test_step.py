@@ -1,11 +1,17 @@
 """The token step: kernels against the reference buffer by buffer, replay against eager, state rules."""
 
+from dataclasses import replace
+
 import pytest
 import torch
-from models import CUDA, FAMILIES, tiny_config, tiny_engine
+from models import CUDA, FAMILIES, INTERPRETER_SHAPES, tiny_config, tiny_engine
 
-from tridecode import decode, meta, reference
+from tridecode import decode, meta
+from tridecode.graph import EagerSteps, launcher
+from tridecode.kernels.attention import AttentionShape
 from tridecode.model import make_model
+from tridecode.prefill import prefill
+from tridecode.run import refer
 from tridecode.sampling import SamplingParams
 from tridecode.workspace import named_tensors
 
@@ -39,11 +45,10 @@ def test_every_buffer_matches_the_reference_step_by_step(family):
     for step in range(len(ids)):
         checked = step in (0, 1, 24, 69)
         if checked:  # every step is judged from the same state
-            for mine, other in zip((*triton.model.kv.k, *triton.model.kv.v), (*oracle.model.kv.k, *oracle.model.kv.v)):
-                mine.copy_(other)
+            set_cache(triton.model, oracle.model.kv.held(0, step))
             triton.model.workspace.meta.copy_(oracle.model.workspace.meta)
-            decode.step(triton.model, "greedy")
-        reference.step(oracle.model, "greedy")
+            triton.steps.replay("greedy")
+        oracle.steps.replay("greedy")
         if not checked:
             continue
         triton._synchronize()
@@ -51,10 +56,9 @@ def test_every_buffer_matches_the_reference_step_by_step(family):
             a, b = (getattr(e.model.workspace, name).double() for e in (triton, oracle))
             error = ((a - b).norm() / b.norm()).item()
             assert error < tolerance, f"step {step}: {name} differs by {error:.1e}"
-        for layer in range(2):
-            for a, b in ((triton.model.kv.k, oracle.model.kv.k), (triton.model.kv.v, oracle.model.kv.v)):
-                error = ((a[layer] - b[layer]).double().norm() / b[layer].double().norm()).item()
-                assert error < tolerance, f"step {step}: cache of layer {layer} differs by {error:.1e}"
+        for layer, (a, b) in enumerate(zip(*(e.model.kv.held(0, step + 1).double() for e in (triton, oracle)))):
+            error = ((a - b).norm() / b.norm()).item()
+            assert error < tolerance, f"step {step}: cache of layer {layer} differs by {error:.1e}"
         state = slice(meta.DEVICE_FIELDS, meta.META_WIDTH)
         assert torch.equal(triton.model.workspace.meta[:, state], oracle.model.workspace.meta[:, state])
 
@@ -74,7 +78,7 @@ def test_replay_is_bit_equal_to_eager(kind):
         outputs = []
         for engine in engines:
             run_steps(engine, params, 40, ids)
-            outputs.append(named_tensors(engine.model.workspace) | dict(enumerate(engine.model.kv.k)))
+            outputs.append(named_tensors(engine.model.workspace) | {"pool": engine.model.kv.pool})
         for name, replayed in outputs[0].items():
             eager = outputs[1][name]
             assert torch.equal(replayed.cpu(), eager.cpu()), f"{kind}: {name} differs"
@@ -99,21 +103,21 @@ def test_no_allocation_over_200_steps():
 @needs_gpu
 def test_no_capture_after_load_and_addresses_hold():
     engine = tiny_engine("triton", "full")
-    engine.graphs.check_addresses = True
-    captures = engine.graphs.captures
+    engine.steps.check_addresses = True
+    captures = engine.steps.captures
     for params in (GREEDY, SAMPLED, SamplingParams(temperature=1.3, top_k=3, seed=2, logprobs=2)):
         for ids in (PROMPT, [4] * 100):
             assert len(engine.generate(ids, params.__class__(**{**vars(params), "max_tokens": 9})).token_ids) == 9
-    assert engine.graphs.captures == captures == len(decode.KINDS)
+    assert engine.steps.captures == captures == len(decode.KINDS)
 
 
 @needs_gpu
 def test_moved_buffer_is_caught():
     engine = tiny_engine("triton", "full")
-    engine.graphs.check_addresses = True
+    engine.steps.check_addresses = True
     object.__setattr__(engine.model.workspace, "act", engine.model.workspace.act.clone())
     with pytest.raises(AssertionError, match="workspace.act"):
-        engine.graphs.replay("greedy")
+        engine.steps.replay("greedy")
 
 
 def step_backends():
@@ -121,7 +125,7 @@ def step_backends():
 
 
 def snapshot(engine):
-    tensors = named_tensors(engine.model.workspace) | {"k": engine.model.kv.k[0], "v": engine.model.kv.v[0]}
+    tensors = named_tensors(engine.model.workspace) | {"pool": engine.model.kv.pool}
     return {name: t.clone() for name, t in tensors.items()}
 
 
@@ -168,9 +172,9 @@ def test_the_capacity_limit_is_never_passed(backend):
     row = engine.model.workspace.meta[0].tolist()
     assert row[meta.STATUS] == meta.LIMIT_REACHED
     assert (row[meta.POSITION], row[meta.STEP]) == (capacity, capacity)
-    page = engine.model.kv.k[0]
-    assert page[0, :, capacity:].eq(0).all(), "K was written past the capacity"
-    assert page[0, :, capacity - 1].ne(0).any()
+    (page,) = engine.model.kv.pool
+    assert page[:, :, :, capacity:].eq(0).all(), "K/V were written past the capacity"
+    assert page[:, :, :, capacity - 1].ne(0).any()
 
 
 @pytest.mark.parametrize("backend", step_backends())
@@ -188,19 +192,65 @@ def test_non_finite_logits_end_the_generation_and_draw_nothing(backend):
         assert engine.model.workspace.out[0, 0] == 0xFFFFFFFF
 
 
-def test_slots_of_one_model_are_bit_equal():
-    """Two slots with the same request take the same step, at different pages."""
-    engine = tiny_engine("triton" if CUDA else "torch", "none")
-    model = make_model(tiny_config(), engine.model.weights, 64, slots=2)
-    row, samp = meta.request_rows(SAMPLED, position=0, n_known=2, limit=60, stop_ids=(), seed=7, page_row=0)
+def set_cache(model, held, slot=0):
+    """Write K/V [layers, 2, kv_heads, positions, head_dim] into a slot's pages."""
+    for position in range(held.shape[3]):
+        page = model.kv.page_table[slot, position // model.kv.page].long()
+        model.kv.pool[page, :, :, :, position % model.kv.page] = held[:, :, :, position]
+
+
+def begin(model, slot, params, ids, n_known=None):
+    """A request at position 0 of a slot, with the slot's own row of the page table."""
+    row, samp = meta.request_rows(
+        params, position=0, n_known=n_known or len(ids), limit=60, stop_ids=(), seed=7, page_row=slot
+    )
     ws = model.workspace
-    ws.meta[:], ws.samp[:] = row, samp
-    ws.meta[1, meta.PAGE_ROW] = 1
-    ws.tokens[:, :2] = torch.tensor([5, 9], dtype=torch.int32)
+    ws.meta[slot], ws.samp[slot] = row, samp
+    ws.tokens[slot, : len(ids)] = torch.tensor(ids, dtype=torch.int32)
+
+
+def two_slots(weights, **config):
+    """A model with two slots, their pages of 16 positions shuffled among each other, all K/V poisoned."""
+    model = make_model(tiny_config(**config), weights, 64, slots=2, page=16, shapes=None if CUDA else SMALL_TILES)
+    order = torch.randperm(8, generator=torch.Generator().manual_seed(4), dtype=torch.int32)
+    model.kv.page_table.copy_(order.view(2, 4))
+    model.kv.pool.fill_(float("nan"))
+    return model
+
+
+SMALL_TILES = replace(INTERPRETER_SHAPES, attention=AttentionShape(block_t=16, splits=2))
+IDS = [(11 * i + 3) % 331 for i in range(40)]
+
+
+@pytest.mark.parametrize("backend", step_backends())
+def test_slots_with_the_same_request_are_bit_equal_wherever_their_pages_lie(backend):
+    model = two_slots(tiny_engine("torch", "none").model.weights)
+    for slot in range(2):
+        begin(model, slot, SAMPLED, [5, 9])
+    steps = EagerSteps(model, launcher(model) if backend == "triton" else refer)
     for _ in range(4):
-        (decode if CUDA else reference).step(model, "sample")
-    if CUDA:
-        torch.cuda.synchronize()
+        steps.replay("sample")
+    ws = model.workspace
+    assert ws.logits.isfinite().all()
     assert torch.equal(ws.logits[0], ws.logits[1])
     assert torch.equal(ws.tokens[0], ws.tokens[1])
-    assert torch.equal(model.kv.k[1][0], model.kv.k[1][1])
+    assert torch.equal(model.kv.held(0, 4), model.kv.held(1, 4))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("slot", [0, 1])
+def test_prompt_and_step_share_a_slots_pages_wherever_they_lie(family, slot):
+    """The tokens after a prompt are those of a model with one slot and its pages in order."""
+    config = FAMILIES[family]
+    plain = tiny_engine(graph="none", dtype=torch.float32, **config)
+    expected = plain.generate(IDS, replace(GREEDY, max_tokens=4)).token_ids
+    model = two_slots(plain.model.weights, **config)
+    model.workspace.meta[1 - slot, meta.STATUS] = meta.STOP
+    begin(model, slot, GREEDY, IDS)
+    for start, end in ((0, 17), (17, len(IDS) - 1)):  # the second part sees the first in the cache
+        prefill(model, IDS[start:end], start, slot=slot)
+    model.workspace.meta[slot, meta.POSITION] = len(IDS) - 1
+    steps = EagerSteps(model, launcher(model) if CUDA else refer)
+    for _ in range(4):
+        steps.replay("greedy")
+    assert model.workspace.tokens[slot, len(IDS) : len(IDS) + 4].tolist() == list(expected)

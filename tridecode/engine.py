@@ -1,35 +1,38 @@
 """Engine: load a checkpoint, stream answers, score tokens."""
 
-import operator
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 
-from . import decode, meta, reference
+from . import meta, threads
+from .arguments import choice, flag, function, integer, mapping, shown
 from .checkpoint import load_config, load_weights, resolve_model
 from .config import ModelConfig
-from .errors import GenerationError, ParameterError, PromptError
-from .graph import StepGraphs
+from .errors import GenerationError, ParameterError, PromptError, not_finite
+from .graph import EagerSteps, StepGraphs, launcher
+from .kv_cache import PAGE
 from .memory import MemoryPlan, plan_memory
 from .model import DecodeModel, make_model
-from .placement import plan_capacity, resolve_device, resolve_dtype
+from .placement import check_dtype, plan_capacity, resolve_device, resolve_dtype
 from .prefill import prefill, warm_up
+from .prompts import Prompt, listed, prompt_ids
 from .results import Piece, Result, Timings, TokenLogprobs, Usage
+from .run import refer
 from .sampling import SamplingParams
+from .shapes import StepShapes
 from .text import StopStrings
 from .tokenizer import Tokenizer
-from .weights import Weights
+from .weights import Weights, brief
 
 BUNDLED = Path(__file__).parent / "bundled"
+GRAPHS = ("full", "none")
+LONGEST = 2**31 - 2  # positions are 32-bit integers
 NO_TOKEN = 0xFFFFFFFF  # in the output ring: the step's logits were not finite
-
-Prompt = str | Sequence[int] | Sequence[dict]
 
 
 @dataclass
@@ -46,6 +49,7 @@ class Engine:
     plan: MemoryPlan
     name: str
     notes: list[str] = field(default_factory=list)
+    threads: int | None = None  # of the CPU, unless the user has chosen
 
     def __post_init__(self):
         self._cached: list[int] = []  # tokens whose K/V the cache holds
@@ -53,7 +57,10 @@ class Engine:
         self._stream = 0
         self._ring = self.model.workspace.out.numpy()
         self._ahead = 1 if self.device.type == "cuda" and self.backend == "triton" else 0
-        self.graphs = StepGraphs(self.model) if self.graph == "full" else None
+        if self.graph == "full":
+            self.steps = StepGraphs(self.model)
+        else:
+            self.steps = EagerSteps(self.model, launcher(self.model) if self.backend == "triton" else refer)
         if self.device.type == "cuda":
             warm_up(self.model)  # nothing of it counts as cached
 
@@ -74,19 +81,28 @@ class Engine:
         device: auto, cpu, cuda or cuda:N. backend: auto, triton or torch. dtype: auto (the checkpoint's; fp32 ones run
         in bf16 on a GPU; fp32 on a CPU), bfloat16, float16 or float32. max_seq_len: K/V positions, None is the model's
         limit or what fits. graph: full (one captured CUDA graph) or none (the same launches, eagerly).
-        progress(done_bytes, total_bytes) is called while weights load.
+        progress(done_bytes, total_bytes) is called while weights load. On a CPU the engine sets PyTorch's threads: one
+        for a tiny model, else as many as there are free cores; a number that OMP_NUM_THREADS or torch.set_num_threads
+        has given stays.
         Raises CheckpointError, DeviceError, ParameterError; each says what was expected.
         """
-        check_graph(graph)
+        choice("graph", graph, GRAPHS)
+        check_dtype(dtype)
+        function("progress", progress)
+        if max_seq_len is not None:
+            integer("max_seq_len", max_seq_len, 1, LONGEST)
         place, backend = resolve_device(device, backend)
         path = BUNDLED if model is None else resolve_model(model)
         config = load_config(path)
         tokenizer = Tokenizer.load(path)
         torch_dtype = resolve_dtype(dtype, config, place)
         plan, capacity, notes = plan_capacity(config, torch_dtype, place, max_seq_len)
+        cores = threads.FreeCores()
         weights = load_weights(path, config, place, torch_dtype, progress)
         name = "bundled" if model is None else str(model)
-        return cls.build(config, weights, tokenizer, capacity, backend, graph, plan=plan, name=name, notes=notes)
+        engine = cls.build(config, weights, tokenizer, capacity, backend, graph, plan=plan, name=name, notes=notes)
+        engine.threads = threads.choose(plan.weights, cores) if place.type == "cpu" else None
+        return engine
 
     @classmethod
     def build(
@@ -100,13 +116,20 @@ class Engine:
         plan: MemoryPlan | None = None,
         name: str = "",
         notes: Sequence[str] = (),
+        shapes: StepShapes | None = None,
     ) -> "Engine":
-        """An engine from weights that are on their device already (load and the benchmarks end here)."""
-        check_graph(graph)
+        """An engine from weights that are on their device already (load and the benchmarks end here); shapes: launch
+        shapes other than those chosen for the GPU."""
+        choice("graph", graph, GRAPHS)
         if backend == "torch" or weights.device.type != "cuda":
             graph = "none"
         plan = plan or plan_memory(config, weights.dtype, weights.device)
-        return cls(make_model(config, weights, capacity), tokenizer, backend, graph, plan, name, list(notes))
+        model = make_model(config, weights, capacity, page=PAGE if backend == "triton" else None, shapes=shapes)
+        return cls(model, tokenizer, backend, graph, plan, name, list(notes))
+
+    def __repr__(self) -> str:
+        facts = {"name": shown(self.name), "family": self.config.family, "backend": self.backend}
+        return brief(self, self.model.weights.embed, **facts, graph=self.graph, capacity=self.capacity)
 
     @property
     def config(self) -> ModelConfig:
@@ -125,50 +148,19 @@ class Engine:
         """SamplingParams of the model's generation_config, with `overrides`."""
         return SamplingParams(**{**dict(self.config.generation_defaults), **overrides})
 
+    def _params(self, params) -> SamplingParams:
+        if not isinstance(params, SamplingParams | None):
+            raise ParameterError(f"params must be a SamplingParams or None, got {shown(params)}")
+        return self.default_params() if params is None else params
+
     def encode(self, prompt: Prompt, template_variables: dict | None = None) -> list[int]:
         """Token ids of a prompt: text as it is, ids, or chat messages through the template. Raises PromptError."""
-        return self._encode(prompt, template_variables or {})[0]
+        return self._encode(prompt, template_variables)[0]
 
-    def _encode(self, prompt: Prompt, variables: dict) -> tuple[list[int], bool]:
-        """The ids, and whether the prompt was a chat."""
-        items = None
-        if not isinstance(prompt, (str, bytes, Mapping)) and hasattr(prompt, "__iter__"):
-            items = list(prompt)
-        chat = bool(items) and isinstance(items[0], Mapping)
-        if items is None and not isinstance(prompt, str):
-            kind = type(prompt).__name__
-            raise PromptError(f"the prompt must be text, token ids or a list of chat messages, got {kind}")
-        if self.tokenizer is None and (chat or items is None):
-            raise PromptError("this engine has no tokenizer: give token ids")
-        self._check_variables(variables, chat)
-        if items is None:
-            ids = self.tokenizer.encode(prompt)
-        else:
-            ids = self.tokenizer.encode_chat(items, **variables) if chat else [self._token_id(token) for token in items]
-        if not ids:
-            raise PromptError("the prompt is empty: at least one token is needed")
-        for token in (min(ids), max(ids)):  # a tokenizer may know more tokens than the model
-            if not 0 <= token < self.config.vocab_size:
-                raise self._outside(token)
-        if len(ids) > self.capacity:
-            fix = "shorten it" + (" or raise max_seq_len" if self.capacity < self.config.max_position else "")
-            raise PromptError(f"the prompt has {len(ids)} tokens, the context holds {self.capacity}: {fix}")
-        return ids, chat
-
-    def _check_variables(self, variables: dict, chat: bool) -> None:
-        known = self.tokenizer.template_variables if variables and chat else frozenset()
-        if unknown := sorted(variables.keys() - known):
-            has = f"it reads {', '.join(sorted(known))}" if known else "it reads none, or this prompt is no chat"
-            raise PromptError(f"template_variables: the chat template has no variable {unknown[0]!r}; {has}")
-
-    def _token_id(self, token) -> int:
-        if not isinstance(token, bool):
-            with suppress(TypeError):
-                return operator.index(token)  # integers of numpy and torch too
-        raise self._outside(token)
-
-    def _outside(self, token) -> PromptError:
-        return PromptError(f"token id {token!r} is not in the vocabulary (0 to {self.config.vocab_size - 1})")
+    def _encode(self, prompt: Prompt, variables: dict | None) -> tuple[list[int], bool]:
+        variables = mapping("template_variables", variables)
+        limits = self.config.vocab_size, self.capacity, self.config.max_position
+        return prompt_ids(prompt, variables, self.tokenizer, *limits)
 
     def stream(
         self,
@@ -186,8 +178,9 @@ class Engine:
         Raises PromptError and ParameterError before the first piece.
         """
         started = time.perf_counter()
-        params = params or self.default_params()
-        ids, chat = self._encode(prompt, template_variables or {})
+        params = self._params(params)
+        flag("reuse_prefix", reuse_prefix)
+        ids, chat = self._encode(prompt, template_variables)
         stop_ids = self._stop_ids(params)
         self._check_ids("logit_bias", params.logit_bias)
         seed = secrets.randbits(63) if params.seed is None else params.seed
@@ -203,7 +196,7 @@ class Engine:
         template_variables: dict | None = None,
     ) -> Result:
         """The whole of a stream; see `stream`. With finish_reason "error", `error` says why."""
-        params = params or self.default_params()
+        params = self._params(params)
         if params.seed is None:
             params = replace(params, seed=secrets.randbits(63))
         *pieces, last = self.stream(prompt, params, reuse_prefix=reuse_prefix, template_variables=template_variables)
@@ -224,7 +217,9 @@ class Engine:
 
         Raises PromptError for ids outside the vocabulary or more than the context, GenerationError for NaN or Inf.
         """
-        ids = self.encode(list(token_ids))
+        if (ids := listed(token_ids)) is None:
+            raise PromptError(f"token_ids must be a sequence of token ids, got {shown(token_ids)}")
+        ids = self.encode(ids)
         logits = torch.empty(len(ids), self.config.vocab_size, device=self.device)
         with self._lock:
             self._stream += 1
@@ -248,13 +243,8 @@ class Engine:
         self._step(step_kind(params))
 
     def _step(self, kind: str) -> None:
-        if self.graphs:
-            self.graphs.replay(kind)
-        elif self.backend == "triton":
-            with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
-                decode.step(self.model, kind)
-        else:
-            reference.step(self.model, kind)
+        threads.use(self.threads)
+        self.steps.replay(kind)
 
     @torch.inference_mode()
     def _begin(self, ids, position, params, stop_ids, limit) -> None:
@@ -283,9 +273,9 @@ class Engine:
             pairs = zip(self._cached, ids[:-1])
             common = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(self._cached), len(ids) - 1))
         self._synchronize()
-        self._cached = ids[:common]
+        self._cached = ids[:common]  # the rest counts once a step on it has given finite logits
+        threads.use(self.threads)
         prefill(self.model, ids[common:-1], common)
-        self._cached = ids[:-1]
         return common
 
     def _generate(self, ids, context, params, stop_ids, reuse_prefix, started) -> Iterator[Piece]:
@@ -303,7 +293,7 @@ class Engine:
         detokenizer = self.tokenizer.detokenizer(context) if self.tokenizer else None
         stops = StopStrings(params.stop)
         done, first, finish, error = 0, None, "length", None
-        embedded = ids[-1]
+        held, embedded = ids[:-1], ids[-1]
         while done < steps:
             with self._lock:
                 if self._stream != stream:
@@ -312,13 +302,15 @@ class Engine:
                     self._step(kind)
                 token = self._await_token(done)
                 logprobs = self._logprobs(done, params)
-                if token != NO_TOKEN:
-                    self._cached.append(embedded)  # its step has run: its K/V are there
+                drawn = token != NO_TOKEN
+                # Attention multiplies masked values by 0, and 0 * NaN is NaN: nothing in the cache is above suspicion.
+                held.append(embedded)
+                self._cached = held if drawn else []
             now = time.perf_counter()
             first = first or now
-            if token == NO_TOKEN:
+            if not drawn:
                 finish = "error"
-                error = f"step {done + 1} (position {len(ids) + done - 1}) gave NaN or Inf logits; nothing was drawn"
+                error = not_finite(done + 1, len(ids) + done - 1, self.model.weights.dtype)
                 break
             done += 1
             embedded = token
@@ -379,16 +371,11 @@ class Engine:
     def _check_status(self) -> None:
         row = self.model.workspace.meta[0].tolist()
         if row[meta.STATUS] == meta.NAN:
-            raise GenerationError(f"step {row[meta.STEP]} (position {row[meta.POSITION]}) gave NaN or Inf logits")
+            raise GenerationError(not_finite(row[meta.STEP], row[meta.POSITION], self.model.weights.dtype))
 
     def _synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-
-
-def check_graph(graph: str) -> None:
-    if graph not in ("full", "none"):
-        raise ParameterError(f"graph must be full or none, got {graph!r}")
 
 
 def step_kind(params: SamplingParams) -> str:

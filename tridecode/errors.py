@@ -23,3 +23,11 @@ class ParameterError(TridecodeError, ValueError):
 
 class GenerationError(TridecodeError):
     """A generation had to end: the logits of a step held NaN or Inf."""
+
+
+def not_finite(step: int, position: int, dtype) -> str:
+    """What is said of a step whose logits held NaN or Inf, in a model of the torch dtype `dtype`."""
+    fix = "the checkpoint may be damaged: download it again"
+    if str(dtype) == "torch.float16":
+        fix = "float16 overflows in some models: choose dtype bfloat16 or float32"
+    return f"step {step} (position {position}) gave NaN or Inf logits and drew nothing; {fix}"

@@ -3,8 +3,9 @@
 import re
 from pathlib import Path, PurePosixPath
 
+from .arguments import shown
 from .config import parse_config, read_json
-from .errors import CheckpointError
+from .errors import CheckpointError, ParameterError
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -27,15 +28,21 @@ def resolve_model(model: str | Path, weights: bool = True) -> Path:
     weights, and with `weights` false none come at all. Cache, token, offline mode and progress bars are
     huggingface_hub's. Raises CheckpointError.
     """
+    if not isinstance(model, (str, Path)):
+        raise ParameterError(f"model must be a directory or a Hugging Face id, got {shown(model)}")
     if not str(model).strip():
         raise CheckpointError("the model's name is empty; give a directory or a Hugging Face id (like Qwen/Qwen3-4B)")
     try:
         path = Path(model).expanduser()
     except RuntimeError:
         raise CheckpointError(f"{model}: there is no such user; give a directory or a Hugging Face id") from None
-    if path.is_dir():
+    try:
+        there, found = path.is_dir(), path.exists()
+    except OSError as error:  # such as a name that is too long
+        raise ParameterError(f"model {shown(str(model))}: {error.strerror}; give a directory or an id") from None
+    if there:
         return path
-    if path.exists():
+    if found:
         raise CheckpointError(f"{model}: is a file; give the directory that holds config.json and {SINGLE}")
     if isinstance(model, Path) or not _ID.fullmatch(model) or ".." in model:
         raise CheckpointError(

@@ -2,10 +2,10 @@
 
 import gc
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
+from . import cgroup
 from .checkpoint import weight_bytes
 from .config import ModelConfig
 from .errors import DeviceError
@@ -74,18 +74,4 @@ def free_memory(device: torch.device) -> int:
         return torch.cuda.mem_get_info(device)[0]
     with open("/proc/meminfo") as f:
         fields = dict(line.split(":", 1) for line in f)
-    return min(int(fields["MemAvailable"].split()[0]) * 1024, container_memory())
-
-
-def container_memory(group: Path = Path("/sys/fs/cgroup")) -> float:
-    """Bytes that the container's limit leaves (cgroup v2, then v1); infinite without a limit."""
-    v1 = group / "memory"
-    for limit, used in (
-        (group / "memory.max", group / "memory.current"),
-        (v1 / "memory.limit_in_bytes", v1 / "memory.usage_in_bytes"),
-    ):
-        try:
-            return max(int(limit.read_text()) - int(used.read_text()), 0)
-        except (OSError, ValueError):  # no such file, or "max"
-            continue
-    return float("inf")
+    return min(int(fields["MemAvailable"].split()[0]) * 1024, cgroup.free_memory())

@@ -8,7 +8,7 @@ from .config import ModelConfig
 from .kv_cache import KVCache, make_kv_cache
 from .rope import rope_tables
 from .shapes import StepShapes, choose_shapes
-from .weights import Weights
+from .weights import Weights, brief
 from .workspace import Workspace, make_workspace, named_tensors
 
 
@@ -25,6 +25,10 @@ class DecodeModel:
     shapes: StepShapes
     pdl: bool
 
+    def __repr__(self) -> str:
+        facts = {"family": self.config.family, "layers": self.config.num_layers, "capacity": self.kv.capacity}
+        return brief(self, self.weights.embed, **facts)
+
     @property
     def device(self) -> torch.device:
         return self.weights.device
@@ -38,13 +42,18 @@ class DecodeModel:
         """Address of every tensor that a captured step holds."""
         tensors = {f"weights.{name}": t for name, t in self.weights.tensors().items()}
         tensors |= {f"workspace.{name}": t for name, t in named_tensors(self.workspace).items()}
-        tensors |= {f"k.{i}": t for i, t in enumerate(self.kv.k)} | {f"v.{i}": t for i, t in enumerate(self.kv.v)}
-        tensors |= {"page_table": self.kv.page_table, "cos": self.cos, "sin": self.sin}
+        tensors |= {"pool": self.kv.pool, "page_table": self.kv.page_table, "cos": self.cos, "sin": self.sin}
         return {name: t.data_ptr() for name, t in tensors.items()}
 
 
-def make_model(config: ModelConfig, weights: Weights, capacity: int, slots: int = 1) -> DecodeModel:
-    """Allocate the state of a model whose weights are loaded, for `capacity` K/V positions a slot."""
+def make_model(
+    config: ModelConfig, weights: Weights, capacity: int, slots: int = 1, page: int | None = None,
+    shapes: StepShapes | None = None,
+) -> DecodeModel:
+    """Allocate the state of a model whose weights are loaded, for `capacity` K/V positions a slot.
+
+    page: see make_kv_cache. shapes: by default those chosen for the GPU.
+    """
     device, dtype = weights.device, weights.dtype
     cos, sin = rope_tables(config, capacity, device)
     capability, gpu = 0, None
@@ -55,10 +64,10 @@ def make_model(config: ModelConfig, weights: Weights, capacity: int, slots: int 
     return DecodeModel(
         config=config,
         weights=weights,
-        kv=make_kv_cache(config, capacity, device, dtype, slots),
+        kv=make_kv_cache(config, capacity, device, dtype, slots, page),
         cos=cos,
         sin=sin,
         workspace=make_workspace(config, capacity, device, dtype, slots),
-        shapes=choose_shapes(config, dtype, capability, gpu),
+        shapes=shapes or choose_shapes(config, dtype, capability, gpu),
         pdl=capability >= 90,
     )

@@ -1,9 +1,11 @@
 """Where and how a model will run: device, backend, dtype and context, decided before memory is spent."""
 
 import logging
+import re
 
 import torch
 
+from .arguments import choice, integer, shown
 from .config import ModelConfig
 from .errors import DeviceError, ParameterError
 from .memory import MemoryPlan, plan_memory
@@ -14,11 +16,12 @@ log = logging.getLogger("tridecode")
 
 def resolve_device(device: str, backend: str) -> tuple[torch.device, str]:
     """The device and backend that serve a request for `device` and `backend`. Raises DeviceError, ParameterError."""
-    if backend not in ("auto", "triton", "torch"):
-        raise ParameterError(f"backend must be auto, triton or torch, got {backend!r}")
+    choice("backend", backend, ("auto", "triton", "torch"))
+    if isinstance(device, torch.device):
+        device = str(device)
+    if not isinstance(device, str) or not re.fullmatch(r"auto|cpu|cuda(:[0-9]{1,4})?", device):
+        raise ParameterError(f"device must be auto, cpu, cuda or cuda:N, got {shown(device)}")
     kind, _, index = device.partition(":")
-    if kind not in ("auto", "cpu", "cuda") or (index and (kind != "cuda" or not (index.isascii() and index.isdigit()))):
-        raise ParameterError(f"device must be auto, cpu, cuda or cuda:N, got {device!r}")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if kind == "cuda" and int(index or 0) >= count:
         raise DeviceError(f"device {device} was asked for, but {count} CUDA GPUs are usable here; use --device cpu")
@@ -35,13 +38,18 @@ def resolve_device(device: str, backend: str) -> tuple[torch.device, str]:
     return place, backend
 
 
+def check_dtype(dtype: str | torch.dtype) -> str:
+    """The name of a dtype that a model can run in, or auto. Raises ParameterError."""
+    name = str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype
+    return choice("dtype", name, ("auto", *DTYPES))
+
+
 def resolve_dtype(dtype: str, config: ModelConfig, device: torch.device) -> torch.dtype:
+    dtype = check_dtype(dtype)
     if dtype == "auto":
         if device.type == "cpu":
             return torch.float32
         return torch.bfloat16 if config.dtype == "float32" else DTYPES[config.dtype]
-    if dtype not in DTYPES:
-        raise ParameterError(f"dtype must be auto, {', '.join(DTYPES)}, got {dtype!r}")
     return DTYPES[dtype]
 
 
@@ -50,8 +58,8 @@ def plan_capacity(
 ) -> tuple[MemoryPlan, int, list[str]]:
     """The memory plan, the context to allocate, and notes for the user. Raises ParameterError, DeviceError."""
     limit = config.max_position
-    if max_seq_len is not None and not 1 <= max_seq_len <= limit:
-        raise ParameterError(f"max_seq_len must be from 1 to the model's limit of {limit}, got {max_seq_len}")
+    if max_seq_len is not None:
+        max_seq_len = integer("max_seq_len", max_seq_len, 1, limit, "the model's limit of ")
     plan = plan_memory(config, dtype, device)
     capacity = plan.capacity(max_seq_len, str(device))
     notes = []

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from .arguments import flag, shown
 from .errors import ParameterError
 
 MAX_LOGPROBS = 20
@@ -46,42 +47,45 @@ class SamplingParams:
                 object.__setattr__(self, name, kind(() if value is None else value))
             except (TypeError, ValueError):
                 expected = "a list" if kind is tuple else "a mapping of token ids to numbers"
-                raise ParameterError(f"{name} must be {expected}, got {value!r}") from None
+                raise ParameterError(f"{name} must be {expected}, got {shown(value)}") from None
         self._number("temperature", 0.0, 100.0)
         self._number("top_p", 0.0, 1.0, low_open=True)
         self._number("min_p", 0.0, 1.0)
         self._number("repetition_penalty", 0.001, 100.0)
         self._number("presence_penalty", -2.0, 2.0)
         self._number("frequency_penalty", -2.0, 2.0)
+        flag("ignore_eos", self.ignore_eos)
         self._integer("top_k", 0, 2**31 - 1)
         self._integer("seed", -(2**63), 2**64 - 1, optional=True)
         self._integer("max_tokens", 1, 2**31 - 1, optional=True)
         self._integer("logprobs", 0, MAX_LOGPROBS, optional=True)
         for text in self.stop:
             if not isinstance(text, str) or not text:
-                raise ParameterError(f"stop: every entry must be a non-empty string, got {text!r}")
+                raise ParameterError(f"stop: every entry must be a non-empty string, got {shown(text)}")
         for token in self.stop_token_ids:
             if isinstance(token, bool) or not isinstance(token, int) or token < 0:
-                raise ParameterError(f"stop_token_ids: every entry must be a token id (an integer >= 0), got {token!r}")
+                what = "every entry must be a token id (an integer >= 0)"
+                raise ParameterError(f"stop_token_ids: {what}, got {shown(token)}")
         for token, bias in self.logit_bias.items():
             if isinstance(token, bool) or not isinstance(token, int) or token < 0:
-                raise ParameterError(f"logit_bias: every key must be a token id (an integer >= 0), got {token!r}")
+                raise ParameterError(f"logit_bias: every key must be a token id (an integer >= 0), got {shown(token)}")
             if isinstance(bias, bool) or not isinstance(bias, (int, float)) or not abs(bias) <= 1e30:
-                raise ParameterError(f"logit_bias: token {token} must have a number from -1e30 to 1e30, got {bias!r}")
+                what = f"token {shown(token)} must have a number from -1e30 to 1e30"
+                raise ParameterError(f"logit_bias: {what}, got {shown(bias)}")
 
     def _number(self, name: str, low: float, high: float, low_open: bool = False):
         value = getattr(self, name)
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if not number or not low <= value <= high or (low_open and value == low):
             bound = "above" if low_open else "from"
-            raise ParameterError(f"{name} must be a number {bound} {low:g} to {high:g}, got {value!r}")
+            raise ParameterError(f"{name} must be a number {bound} {low:g} to {high:g}, got {shown(value)}")
 
     def _integer(self, name: str, low: int, high: int, optional: bool = False):
         value = getattr(self, name)
         if optional and value is None:
             return
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-            raise ParameterError(f"{name} must be an integer from {low} to {high}, got {value!r}")
+            raise ParameterError(f"{name} must be an integer from {low} to {high}, got {shown(value)}")
 
     @property
     def penalties(self) -> bool:

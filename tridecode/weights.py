@@ -5,6 +5,12 @@ from dataclasses import dataclass
 import torch
 
 
+def brief(holder, tensor: torch.Tensor, **facts) -> str:
+    """The repr of what holds tensors: a short line of facts, with dtype and device of `tensor`, one of them."""
+    facts |= {"dtype": str(tensor.dtype).removeprefix("torch."), "device": str(tensor.device)}
+    return f"{type(holder).__name__}({', '.join(f'{name}={value}' for name, value in facts.items())})"
+
+
 @dataclass(frozen=True)
 class Linear:
     """A projection y = x @ weight.T + bias.
@@ -16,6 +22,9 @@ class Linear:
     bias: torch.Tensor | None = None
     scale: torch.Tensor | None = None
     format: str = "dense"
+
+    def __repr__(self) -> str:
+        return brief(self, self.weight, shape=list(self.weight.shape), bias=self.bias is not None)
 
     @property
     def out_features(self) -> int:
@@ -43,6 +52,9 @@ class LayerWeights:
     gate_up: Linear
     down: Linear
 
+    def __repr__(self) -> str:
+        return brief(self, self.input_norm, hidden=self.down.out_features, intermediate=self.down.in_features)
+
 
 @dataclass(frozen=True)
 class Weights:
@@ -52,6 +64,9 @@ class Weights:
     layers: tuple[LayerWeights, ...]
     final_norm: torch.Tensor
     lm_head: Linear
+
+    def __repr__(self) -> str:
+        return brief(self, self.embed, layers=len(self.layers), nbytes=self.nbytes())
 
     @property
     def device(self) -> torch.device:

@@ -8,6 +8,7 @@ from .config import ModelConfig
 from .kernels import sample as sample_op
 from .meta import META_WIDTH, RING, SAMP_WIDTH
 from .sampling import MAX_LOGPROBS
+from .weights import brief
 
 MAX_SPLITS = 64  # K/V splits of one attention
 
@@ -40,6 +41,10 @@ class Workspace:
     act: torch.Tensor  # act [rows, intermediate]
     logits: torch.Tensor  # fp32 [rows, vocab]: raw
     sampler: sample_op.SamplerBuffers
+
+    def __repr__(self) -> str:
+        tensors = named_tensors(self).values()
+        return brief(self, self.normed, tensors=len(tensors), nbytes=sum(t.nbytes for t in tensors))
 
 
 def make_workspace(config: ModelConfig, capacity: int, device, dtype: torch.dtype, slots: int = 1) -> Workspace:

@@ -4,6 +4,7 @@ from util import BF16_ROUNDING, DEVICE, Case, assert_close, cases, meta_rows, no
 
 from tridecode import meta, tuned
 from tridecode.kernels.attention import AttentionShape, attention, attention_ref
+from tridecode.kv_cache import PAGE
 from tridecode.shapes import attention_shape
 from tridecode.workspace import MAX_SPLITS
 
@@ -15,8 +16,8 @@ def buffers(positions, kv_heads, group, head_dim, page, pages, dtype, qk_norm, s
     """K/V scattered over shuffled pages, everything not yet written poisoned."""
     rows, heads = len(positions), kv_heads * group
     table = torch.randperm(rows * pages, generator=torch.Generator().manual_seed(seed)).view(rows, pages)
-    shape = (rows * pages, kv_heads, page, head_dim)
-    k, v = random(*shape, dtype=dtype, seed=1), random(*shape, dtype=dtype, seed=2)
+    pool = random(rows * pages, 2, 2, kv_heads, page, head_dim, dtype=dtype, seed=1)
+    k, v = pool[:, 1].unbind(1)  # one layer's part of each page, as in the cache
     for row, position in enumerate(positions):
         for at in range(position, pages * page):
             k[table[row, at // page], :, at % page] = float("nan")
@@ -116,17 +117,25 @@ def test_more_splits_than_the_workspace_holds_are_refused():
         attention(**args, shape=AttentionShape(splits=2 * MAX_SPLITS))
 
 
-@pytest.mark.parametrize("position", [64, 90, 95])
-def test_the_only_page_may_end_inside_a_tile(position):
-    args = buffers((position, 20), 2, 2, 64, page=96, pages=1, dtype=torch.float16, qk_norm=False)
-    check(args, AttentionShape(block_t=64, splits=SPLITS, ahead=2), TOLERANCE[torch.float16])
+@pytest.mark.parametrize("position", [0, 15, 16, 17, 63, 64, 65, 80, 127, 128, 200, 255])
+@pytest.mark.parametrize("ahead", [1, 2])
+def test_a_tile_may_span_pages(position, ahead):
+    args = buffers((position, 20), 1, 2, 64, page=16, pages=16, dtype=torch.float16, qk_norm=False)
+    check(args, AttentionShape(block_t=64, splits=SPLITS, ahead=ahead), TOLERANCE[torch.float16])
+
+
+def test_tiles_that_straddle_pages_are_refused():
+    args = buffers((5,), 1, 2, 64, page=96, pages=1, dtype=torch.float16, qk_norm=False)
+    with pytest.raises(AssertionError, match="whole pages"):
+        attention(**args, shape=AttentionShape(block_t=64, splits=SPLITS))
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("position", [5, 127, 128, 129, 256, 300] + ([1023, 4000] if DEVICE == "cuda" else []))
 def test_the_shape_that_engines_use(head_dim, position):
-    page, pages = (384, 1) if DEVICE == "cpu" else (4096, 1)
-    args = buffers((position,), 1, 4, head_dim, page=page, pages=pages, dtype=torch.bfloat16, qk_norm=True)
+    args = buffers(
+        (position,), 1, 4, head_dim, page=PAGE, pages=6 if DEVICE == "cpu" else 64, dtype=torch.bfloat16, qk_norm=True
+    )
     check(args, attention_shape(head_dim, torch.bfloat16, capability=90), TOLERANCE[torch.bfloat16])
 
 

@@ -5,10 +5,12 @@ import torch
 from models import FAMILIES, tiny_engine
 from util import BF16_ROUNDING, DEVICE, Case, assert_close, cases, norm_weight, poisoned, random
 
-from tridecode import prefill
 from tridecode.kernels.add_norm import add_norm, add_norm_ref
+from tridecode.kernels.gather_kv import gather_kv, gather_kv_ref
 from tridecode.kernels.rope_write import rope_write, rope_write_ref
 from tridecode.kernels.silu_mul import silu_mul, silu_mul_ref
+from tridecode.prefill import prompt_pass
+from tridecode.run import launch, refer
 
 EPS = 1e-6
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=["bf16", "fp16", "fp32"])
@@ -43,15 +45,22 @@ def test_add_norm_matches_reference(case, dtype, first):
 @pytest.mark.parametrize("qk_norm", [False, True], ids=["no_norm", "norm"])
 def test_rope_write_matches_reference(case, dtype, qk_norm):
     rows, heads, kv, d = (case.sizes[name] for name in ("rows", "heads", "kv", "d"))
-    start, capacity = 3, rows + 5
+    start, capacity, page = 3, rows + 5, 4
+    pages = -(-capacity // page)
+    table = torch.randperm(pages, generator=torch.Generator().manual_seed(1), dtype=torch.int32).to(DEVICE)
     qkv = random(rows, (heads + 2 * kv) * d, dtype=dtype)
     q_norm, k_norm = (norm_weight(d, dtype), norm_weight(d, dtype) * 2) if qk_norm else (None, None)
     angle = random(capacity, d // 2, seed=2)
     cos, sin = angle.cos()[start : start + rows], angle.sin()[start : start + rows]
-    out = [poisoned(rows, heads, d, dtype=dtype), *(poisoned(kv, capacity, d, dtype=dtype) for _ in range(2))]
-    ref = [poisoned(rows, heads, d), *(poisoned(kv, capacity, d) for _ in range(2))]
-    for op, (q, k, v) in ((rope_write, out), (rope_write_ref, ref)):
-        op(qkv, q_norm, k_norm, cos, sin, q, k[:, start : start + rows], v[:, start : start + rows], EPS)
+    found = []
+    for op, kind in ((rope_write, dtype), (rope_write_ref, torch.float32)):
+        q, keys, values = poisoned(rows, heads, d, dtype=kind), *poisoned(2, kv, capacity, d, dtype=kind)
+        pool = poisoned(pages, 2, kv, page, d, dtype=kind)
+        op(table, qkv, q_norm, k_norm, cos, sin, start, q, *pool.unbind(1), keys, values, EPS)
+        paged = pool[table.long()].permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :capacity]
+        assert torch.equal(paged.nan_to_num(7.0), torch.stack([keys, values]).nan_to_num(7.0)), "pages differ"
+        found.append((q, keys, values))
+    out, ref = found
     tolerance = 5 * BF16_ROUNDING if dtype == torch.bfloat16 else ROUNDING[dtype]
     assert_close(out[0], ref[0], tolerance, "q")
     for name, made, expected in (("k", out[1], ref[1]), ("v", out[2], ref[2])):
@@ -59,6 +68,22 @@ def test_rope_write_matches_reference(case, dtype, qk_norm):
         assert made[:, :start].isnan().all() and made[:, start + rows :].isnan().all(), (
             f"{name}: other positions written"
         )
+
+
+@CASES
+@DTYPES
+@pytest.mark.parametrize("positions", [1, 4, 11])
+def test_gather_kv_brings_a_slots_pages_together(case, dtype, positions):
+    kv, d, page = case.sizes["kv"], case.sizes["d"], 4
+    pool = random(5, 3, 2, kv, page, d, dtype=dtype)
+    table = torch.tensor([3, 0, 4], dtype=torch.int32, device=DEVICE)
+    k, v = pool[:, 1].unbind(1)
+    out, ref = poisoned(2, kv, 13, d, dtype=dtype), poisoned(2, kv, 13, d, dtype=dtype)
+    gather_kv(table, k, v, positions, *out)
+    gather_kv_ref(table, k, v, positions, *ref)
+    expected = pool[table.long(), 1].permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :positions]
+    for gathered in (out, ref):
+        assert torch.equal(gathered[:, :, :positions], expected) and gathered[:, :, positions:].isnan().all()
 
 
 @CASES
@@ -74,19 +99,20 @@ def test_silu_mul_matches_reference(case, dtype):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_prompt_pass_with_the_kernels_leaves_what_it_leaves_with_their_references(family):
-    model = tiny_engine(graph="none", dtype=torch.float32, capacity=64, **FAMILIES[family]).model
+    model = tiny_engine("triton", "none", dtype=torch.float32, capacity=128, **FAMILIES[family]).model
+    model.kv.page_table.copy_(model.kv.page_table.flip(1))
     for layer in model.weights.layers:
         for weight in (layer.input_norm, layer.post_norm, layer.q_norm, layer.k_norm):
             if weight is not None:
                 weight.copy_(random(*weight.shape) * 0.2 + 1)
-    ids = torch.arange(9, device=DEVICE) * 30
+    ids = torch.arange(70, device=DEVICE) % 9 * 30
     caches = []
-    for ops in ((add_norm, rope_write, silu_mul), (add_norm_ref, rope_write_ref, silu_mul_ref)):
-        for cache in (*model.kv.k, *model.kv.v):
-            cache.fill_(float("nan"))
-        for start, end in ((0, 4), (4, 9)):  # the second part sees the first in the cache
-            prefill._prefill_chunk(model, ids[start:end], start, 0, *ops)
-        caches.append([cache.clone() for cache in (*model.kv.k, *model.kv.v)])
-    for made, expected in zip(*caches):
-        assert_close(made[:, :, :9], expected[:, :, :9], 1e-4 if DEVICE == "cuda" else 1e-5)
-        assert made[:, :, 9:].isnan().all()
+    for run in (launch, refer):
+        model.kv.pool.fill_(float("nan"))
+        for start, end in ((0, 4), (4, 66), (66, 70)):  # later parts see the first in the cache, on two pages
+            with torch.inference_mode():
+                prompt_pass(run, model, ids[start:end], start)
+        caches.append(model.kv.held(0, 128))
+    for made, expected in zip(*caches):  # a layer's
+        assert_close(made[..., :70, :], expected[..., :70, :], 1e-4 if DEVICE == "cuda" else 1e-5)
+        assert made[..., 70:, :].isnan().all()

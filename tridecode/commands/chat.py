@@ -173,7 +173,7 @@ class Chat:
             if not failed and (answer or last is not None):
                 self.conversation = base.plus(line, answer)
             try:
-                shown.finish()
+                (shown.abort if failed else shown.finish)()
             finally:
                 self.save()
             self.answers, self.tokens = self.answers + 1, self.tokens + tokens

@@ -6,21 +6,25 @@ from .thinking import OPEN, THINKING, ThinkSplitter
 
 
 class PlainText:
-    """The answer as it comes, and a newline after it."""
+    """The answer as it comes, and a newline after it; one that failed before its first character leaves nothing."""
 
     def __init__(self, output: Output):
-        self._output, self._open = output, False
+        self._output, self._wrote, self._ended = output, False, False
 
     def push(self, text: str) -> None:
-        self._open = True
+        self._wrote = self._wrote or bool(text)
         self._output.text(text)
 
     def finish(self) -> None:
-        if self._open:
-            self._open = False
-            self._output.text("\n")
+        self._end(newline=True)
 
-    abort = finish
+    def abort(self) -> None:
+        self._end(newline=self._wrote)
+
+    def _end(self, newline: bool) -> None:
+        if newline and not self._ended:
+            self._output.text("\n")
+        self._ended = True
 
 
 class Thinking:

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from ..engine import Engine, Prompt
-from ..errors import PromptError
+from ..errors import GenerationError, PromptError
 from ..results import Result
 from ..tokenizer import Tokenizer
 from .loading import load_engine
@@ -34,7 +34,7 @@ def generate(args, output: Output) -> int:
     with text_sink(args.output, output) as write:  # opened before the model, so that a wrong name costs no time
         engine, params = load_engine(args, output)
         prompt = encoded(prompt, args, engine)
-        failed = False
+        failed = 0
         for i, each in enumerate(seeded(params, args.n)):
             if args.n > 1 and not args.json:
                 output.note(f"answer {i + 1} of {args.n}, seed {each.seed}")
@@ -43,11 +43,14 @@ def generate(args, output: Output) -> int:
                 write(json.dumps(report(last, engine)) + "\n")
             else:
                 last = stream_text(engine, prompt, each, write, **reuse(args))
-                output.note(speed_line(last.usage, last.timings))
+                if last.finish_reason != "error":
+                    output.note(speed_line(last.usage, last.timings))
             if last.finish_reason == "error":
+                failed += 1
+                if failed == args.n:
+                    raise GenerationError(last.error)  # no answer at all: a file stays what it was
                 output.error(last.error)
-                failed = True
-    return int(failed)
+    return int(failed > 0)
 
 
 def check_options(args) -> None:
@@ -116,12 +119,13 @@ def logprob_entry(tokenizer: Tokenizer, token: int, logprob: float) -> dict:
 
 
 def stream_text(engine: Engine, prompt: Prompt, params, write: Callable[[str], None], **options):
-    """Write the text as it comes; returns the last piece. Whatever happens, the line is ended."""
+    """Write the text as it comes; returns the last piece. Whatever happens, a line that was begun is ended."""
     wrote = False
     try:
         for piece in engine.stream(prompt, params, **options):
             write(piece.text)
-            wrote = True
+            wrote = wrote or bool(piece.text)
+        wrote = wrote or piece.finish_reason != "error"  # an answer may be empty
     finally:
         if wrote:
             write("\n")

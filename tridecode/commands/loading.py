@@ -1,10 +1,7 @@
 """From the options to a loaded engine and its sampling parameters; from one model to another."""
 
-import os
 from dataclasses import replace
 from pathlib import Path
-
-import torch
 
 from ..checkpoint import load_config
 from ..config import ModelConfig
@@ -17,9 +14,6 @@ from ..tokenizer import Tokenizer
 from .parser import sampling_overrides
 from .settings import shown
 from .terminal import Output
-
-TINY = 64 << 20  # bytes of weights
-THREADS = torch.get_num_threads()
 
 
 def load_engine(args, output: Output) -> tuple[Engine, SamplingParams]:
@@ -44,17 +38,9 @@ def load_model(args, model: str | None, max_seq_len: int | None, output: Output)
             graph=args.graph,
             progress=progress,
         )
-    choose_threads(engine)
     for note in engine.notes:
         output.note(note)
     return engine
-
-
-def choose_threads(engine: Engine) -> None:
-    """One CPU thread for a tiny model, unless OMP_NUM_THREADS was set: more gain nothing, and where cores are busy each
-    operation waits for the slowest of them. It holds for the whole process, so a program decides it, not the engine."""
-    if engine.device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(1 if engine.plan.weights < TINY else THREADS)
 
 
 def show_defaults(engine: Engine, given: dict, output: Output) -> None:

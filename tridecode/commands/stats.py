@@ -4,9 +4,9 @@ from functools import cache
 
 import torch
 
-from ..kernels.read import measure_read_bandwidth
 from ..memory import GIB, free_memory
 from .bench.measure import step_bytes
+from .bench.read import measure_read_bandwidth
 from .terminal import counted, speed_line
 
 LEAST = 2**28  # bytes to read for a measurement: more than any cache holds

@@ -208,9 +208,8 @@ class StepTimer:
 
     def __call__(self, shapes: StepShapes) -> float | None:
         engine = self.engine
-        engine.model = replace(engine.model, shapes=shapes)
         try:
-            engine.graphs = StepGraphs(engine.model, kinds=("greedy",))
+            engine.steps = StepGraphs(replace(engine.model, shapes=shapes), kinds=("greedy",))
             if not self._same():
                 return None
             return mean(self._time(context) for context in self.contexts)
@@ -221,8 +220,7 @@ class StepTimer:
     def _same(self) -> bool:
         """Whether the logits are those of the first shapes, over the same K/V: timings leave theirs in the cache."""
         generator = torch.Generator(self.engine.device).manual_seed(0)
-        for cache in (*self.engine.model.kv.k, *self.engine.model.kv.v):
-            cache.normal_(generator=generator)
+        self.engine.model.kv.pool.normal_(generator=generator)
         self.engine.rewind(self.contexts[-1], GREEDY)
         self.engine.enqueue(GREEDY)
         logits = self.engine.model.workspace.logits[0].clone()

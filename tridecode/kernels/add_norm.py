@@ -1,10 +1,10 @@
 """add_norm: add to the residual stream of a prompt, and normalise it for the next matmul."""
 
-import torch
 import triton
 import triton.language as tl
 
 from .common import options
+from .op import Op
 from .rope import rms_norm
 
 
@@ -45,5 +45,9 @@ def add_norm_ref(hidden, delta, norm, out, eps):
     out.copy_(rms_norm(hidden, norm, eps))
 
 
-def add_norm_bytes(rows: int, N: int, dtype: torch.dtype) -> int:
-    return rows * N * (8 + 2 * dtype.itemsize)
+def add_norm_bytes(hidden, delta, norm, out, eps) -> int:
+    """The residual stream is written only where something is added to it."""
+    return hidden.nbytes + out.nbytes + (0 if delta is None else hidden.nbytes + delta.nbytes)
+
+
+ADD_NORM = Op(add_norm, add_norm_ref, add_norm_bytes, (_add_norm_kernel,), outputs=("out",))

@@ -18,6 +18,7 @@ from .common import (
     options,
     running,
 )
+from .op import Op
 from .rope import _partner, _rms_rope, _rotation, rms_norm, rotate
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -26,8 +27,8 @@ EMPTY = tl.constexpr(-1e30)  # running maximum of a split that saw no position
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """Launch shape: `block_t` positions a turn (a divisor of the page where a slot has several), at most `splits`
-    programs a K/V head.
+    """Launch shape: `block_t` positions a turn (a multiple or a divisor of the page), at most `splits` programs per K/V
+    head.
 
     ahead: the turns of a split whose K and V are loaded before the wait; where all positions fit in as many, one split
     takes them. registers: the most a thread may use, 0 for no bound.
@@ -41,10 +42,24 @@ class AttentionShape:
 
 
 @triton.jit
-def _offset(table_ptr, t, end, head, stride_kp, stride_kh, PAGE: tl.constexpr, D: tl.constexpr):
-    """Where position t of a K/V head is in the cache, if it is before end."""
-    page = tl.load(table_ptr + t // PAGE, mask=t < end, other=0).to(tl.int64)
-    return page * stride_kp + head.to(tl.int64) * stride_kh + (t % PAGE) * D
+def _pages(table_ptr, t, end, PAGE: tl.constexpr, BLOCK_T: tl.constexpr):
+    """The pages of the BLOCK_T positions from t, a multiple of it; page 0 for those from `end` on."""
+    place = t // PAGE
+    pages = (tl.load(table_ptr + place, mask=t < end, other=0),)
+    for i in tl.static_range(1, BLOCK_T // PAGE):
+        pages += (tl.load(table_ptr + place + i, mask=t + i * PAGE < end, other=0),)
+    return pages
+
+
+@triton.jit
+def _rows(pages, t, stride_kp, PAGE: tl.constexpr, D: tl.constexpr, BLOCK_T: tl.constexpr):
+    """Where each of these positions begins in a K/V head of the cache: int64 [BLOCK_T, 1]."""
+    offs_t = tl.arange(0, BLOCK_T)
+    page = pages[0]
+    for i in tl.static_range(1, BLOCK_T // PAGE):
+        page = tl.where(offs_t < i * PAGE, page, pages[i])
+    within = t % PAGE + offs_t if BLOCK_T <= PAGE else offs_t % PAGE
+    return (page.to(tl.int64) * stride_kp + within * D)[:, None]
 
 
 @triton.jit
@@ -100,7 +115,8 @@ def _attention_kernel(
     """Attention of the token at `position` over the cached positions and itself; writes its K and V.
 
     meta: [slots, META_WIDTH] int32; page_table: [slots, max_pages] int32; qkv: [rows, (HEADS + 2 KV_HEADS) * D] fp32;
-    q_norm, k_norm: [D]; cos, sin: [capacity, D / 2] fp32; K, V: [pages, KV_HEADS, PAGE, D], one position written;
+    q_norm, k_norm: [D]; cos, sin: [capacity, D / 2] fp32; K, V: [pages, KV_HEADS, PAGE, D], one layer's part of each
+    page (PAGE and BLOCK_T: one divides the other), one position written;
     partial: [rows, HEADS, MAX_SPLITS, D] fp32, lse: [rows, HEADS, MAX_SPLITS, 2] fp32, counter: [rows, KV_HEADS]
     int32, zero between launches (scratch); out: [rows, HEADS * D] (output).
     Moves 2 * KV_HEADS * D * itemsize bytes a position. Grid (KV_HEADS, SPLITS, rows).
@@ -145,16 +161,21 @@ def _attention_kernel(
 
     first = (first_block + split * blocks_per_split) * BLOCK_T
     end = tl.minimum(first + blocks_per_split * BLOCK_T, position)
-    tile = offs_t[:, None] * D + offs_d[None, :]
+    write_page = tl.load(table_ptr + position // PAGE).to(tl.int64)
+    k_ptr += head.to(tl.int64) * stride_kh
+    v_ptr += head.to(tl.int64) * stride_kh
     k, v, seen = (), (), ()
     for i in tl.static_range(AHEAD):
         t = first + i * BLOCK_T
-        tiles = _offset(table_ptr, t, end, head, stride_kp, stride_kh, PAGE, D) + tile
+        tiles = _rows(_pages(table_ptr, t, end, PAGE, BLOCK_T), t, stride_kp, PAGE, D, BLOCK_T) + offs_d[None, :]
         seen += (((t + offs_t >= start) & (t + offs_t < end))[:, None],)
         mask = seen[i] & mask_d[None, :]
         k += (tl.load(k_ptr + tiles, mask=mask, other=0.0),)
         v += (tl.load(v_ptr + tiles, mask=mask, other=0.0),)
-    write = _offset(table_ptr, position, position + 1, head, stride_kp, stride_kh, PAGE, D)
+    write = write_page * stride_kp + (position % PAGE) * D
+    rest = first + AHEAD * BLOCK_T
+    rest_pages = _pages(table_ptr, rest, end, PAGE, BLOCK_T)
+    next_pages = _pages(table_ptr, rest + BLOCK_T, end, PAGE, BLOCK_T)
     if PDL:
         gdc_wait()
 
@@ -196,15 +217,15 @@ def _attention_kernel(
             l_t += p
             p = p.to(v_ptr.dtype.element_ty).to(TYPE)
             acc = tl.dot(tl.trans(_held(v[i], position, HOLD).to(TYPE)), p, acc, input_precision="ieee")
-    rest = first + AHEAD * BLOCK_T
     if rest < end:
-        tiles = _offset(table_ptr, rest, end, head, stride_kp, stride_kh, PAGE, D) + tile
+        tiles = _rows(rest_pages, rest, stride_kp, PAGE, D, BLOCK_T) + offs_d[None, :]
         mask = (rest + offs_t < end)[:, None] & mask_d[None, :]
         k_t = tl.load(k_ptr + tiles, mask=mask, other=0.0)
         for t in range(rest, end, BLOCK_T):
             v_t = tl.load(v_ptr + tiles, mask=mask, other=0.0)
             seen_t = (t + offs_t < end)[:, None]
-            tiles = _offset(table_ptr, t + BLOCK_T, end, head, stride_kp, stride_kh, PAGE, D) + tile
+            tiles = _rows(next_pages, t + BLOCK_T, stride_kp, PAGE, D, BLOCK_T) + offs_d[None, :]
+            next_pages = _pages(table_ptr, t + 2 * BLOCK_T, end, PAGE, BLOCK_T)  # a turn before they are needed
             mask = (t + BLOCK_T + offs_t < end)[:, None] & mask_d[None, :]
             k_next = tl.load(k_ptr + tiles, mask=mask, other=0.0)  # in flight while the tile at t is attended to
             s = tl.where(seen_t, tl.dot(k_t.to(TYPE), dot_q, input_precision="ieee"), EMPTY)
@@ -305,6 +326,7 @@ def attention(
     group = out.shape[1] // (kv_heads * head_dim)
     spare = cos  # stands in for absent q/k norms
     assert shape.splits <= partial.shape[2], "more splits than partial has room for"
+    assert shape.block_t % page == 0 or page % shape.block_t == 0, "a tile must be whole pages or a part of one"
     _attention_kernel[(kv_heads, shape.splits, rows)](
         meta,
         page_table,
@@ -378,6 +400,13 @@ def attention_ref(
         out[row] = (torch.softmax(scores, -1) @ values.float()).reshape(-1).to(out.dtype)
 
 
-def attention_bytes(positions: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
-    """K and V of `positions` tokens; queries, outputs and partial results are small beside them."""
-    return 2 * positions * kv_heads * head_dim * dtype.itemsize
+def attention_bytes(
+    meta, page_table, qkv, q_norm, k_norm, cos, sin, k_cache, v_cache, partial, lse, counter, out, scale, eps, window
+) -> int:
+    """K and V of the positions that the rows attend to now; queries, outputs and partial results are small beside."""
+    _, kv_heads, _, head_dim = k_cache.shape
+    positions = meta[running(meta, out.shape[0]), POSITION.value].tolist()
+    return 2 * sum(min(position, window or position) for position in positions) * kv_heads * head_dim * k_cache.itemsize
+
+
+ATTENTION = Op(attention, attention_ref, attention_bytes, (_attention_kernel,), outputs=("partial", "lse", "out"))

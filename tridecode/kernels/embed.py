@@ -1,10 +1,10 @@
 """embed: the row of the current token becomes the residual stream."""
 
-import torch
 import triton
 import triton.language as tl
 
 from .common import META_WIDTH, POSITION, RUN, STATUS, gdc_launch_dependents, options, running
+from .op import Op
 
 BLOCK_K = 1024
 
@@ -86,5 +86,9 @@ def embed_ref(meta, tokens, embed, norm, hidden, normed, sumsq):
         sumsq[row, 0] = h.square().sum()
 
 
-def embed_bytes(K: int, dtype: torch.dtype, act_dtype: torch.dtype) -> int:
-    return K * (2 * dtype.itemsize + 4 + act_dtype.itemsize)
+def embed_bytes(meta, tokens, embed, norm, hidden, normed, sumsq) -> int:
+    """A row of the table and the norm's weight in, the residual stream and its norm out."""
+    return hidden.numel() * (2 * embed.itemsize + hidden.itemsize + normed.itemsize)
+
+
+EMBED = Op(embed, embed_ref, embed_bytes, (_embed_kernel,), outputs=("hidden", "normed", "sumsq"))

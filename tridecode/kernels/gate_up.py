@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 
 from .common import META_WIDTH, RUN, STATUS, gdc_launch_dependents, gdc_wait, options, running
+from .op import Op
 from .tiles import dot_tiles, load_rows, load_tiles
 
 
@@ -100,5 +101,9 @@ def gate_up_ref(meta, normed, linear, out, sumsq, n_sumsq, eps):
         out[row] = (torch.nn.functional.silu(gate) * up).to(out.dtype)
 
 
-def gate_up_bytes(N: int, K: int, dtype: torch.dtype, act_dtype: torch.dtype) -> int:
-    return 2 * N * K * dtype.itemsize + (K + N) * act_dtype.itemsize
+def gate_up_bytes(meta, normed, linear, out, sumsq, n_sumsq, eps) -> int:
+    """The weights once for all rows, the rows in and out."""
+    return linear.weight.nbytes + normed.nbytes + out.nbytes
+
+
+GATE_UP = Op(gate_up, gate_up_ref, gate_up_bytes, (_gate_up_kernel,), outputs=("out",))

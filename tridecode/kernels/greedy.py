@@ -6,6 +6,7 @@ import triton.language as tl
 
 from .common import META_WIDTH, RUN, STATUS, gdc_launch_dependents, gdc_wait, options, running
 from .finish import BAD, arrive, block_key, finish_step, finish_step_ref, largest_key, packed_id, step_state
+from .op import Op
 
 BLOCK = 2048  # tokens of the vocabulary a program
 WARPS = 8
@@ -72,7 +73,7 @@ def _greedy_kernel(
             )
 
 
-def greedy(logits, meta, tokens, out, sampler, *, pdl: bool):
+def greedy(logits, meta, tokens, out, sampler, *, pdl=False):
     """Take the most likely token of each row of logits and end the step."""
     rows, vocab = logits.shape
     blocks = triton.cdiv(vocab, BLOCK)
@@ -102,6 +103,8 @@ def greedy_ref(logits, meta, tokens, out, sampler):
         finish_step_ref(row, token, bad, logits, meta, tokens, None, out)
 
 
-def greedy_bytes(vocab: int) -> int:
-    """Bytes moved for one row."""
-    return 4 * vocab
+def greedy_bytes(logits, meta, tokens, out, sampler) -> int:
+    return logits.nbytes
+
+
+GREEDY = Op(greedy, greedy_ref, greedy_bytes, (_greedy_kernel,))

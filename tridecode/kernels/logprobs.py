@@ -8,6 +8,7 @@ from .. import meta as m
 from ..sampling import MAX_LOGPROBS
 from .common import META_WIDTH, N_LOGPROBS, RING, RUN, STATUS, STEP, gdc_launch_dependents, gdc_wait, options, running
 from .finish import LOGPROBS_WIDTH, LOWEST, arrive, pack, packed_id, packed_value
+from .op import Op
 from .sample import LOGPROBS_BLOCK, LOGPROBS_KEEP
 
 _MAX_LOGPROBS = tl.constexpr(MAX_LOGPROBS)
@@ -81,7 +82,7 @@ def _logprobs_kernel(
                 tl.store(ids_ptr + slot * _MAX_LOGPROBS + i, packed_id(best), mask=shown)
 
 
-def logprobs(logits, meta, out_logprobs, out_top_ids, sampler, *, pdl: bool):
+def logprobs(logits, meta, out_logprobs, out_top_ids, sampler, *, pdl=False):
     """Report the most likely tokens of each row of logits in the rings, and keep its log-sum-exp for sample."""
     rows, vocab = logits.shape
     blocks = triton.cdiv(vocab, LOGPROBS_BLOCK)
@@ -117,3 +118,10 @@ def logprobs_ref(logits, meta, out_logprobs, out_top_ids, sampler):
             slot = state[m.STEP] % m.RING
             out_logprobs[row, slot, 1 : 1 + wanted] = x[ids] - lse
             out_top_ids[row, slot, :wanted] = ids.int()
+
+
+def logprobs_bytes(logits, meta, out_logprobs, out_top_ids, sampler) -> int:
+    return logits.nbytes
+
+
+LOGPROBS = Op(logprobs, logprobs_ref, logprobs_bytes, (_logprobs_kernel,))

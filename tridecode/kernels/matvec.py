@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from .common import META_WIDTH, RUN, STATUS, gdc_launch_dependents, gdc_wait, options, running
+from .op import Op
 from .tiles import dot_tiles, load_rows, load_tiles
 
 
@@ -165,5 +166,12 @@ def matvec_residual_ref(meta, x, linear, hidden, norm, normed, sumsq):
         sumsq[row, 0] = hidden[row].square().sum()
 
 
-def matvec_bytes(N: int, K: int, dtype: torch.dtype, act_dtype: torch.dtype) -> int:
-    return N * K * dtype.itemsize + K * act_dtype.itemsize + 4 * N
+def matvec_bytes(meta, x, linear, out, *rest) -> int:
+    """The weights once for all rows, the rows in and out."""
+    return linear.weight.nbytes + x.nbytes + out.nbytes
+
+
+MATVEC_NORMED = Op(matvec_normed, matvec_normed_ref, matvec_bytes, (_matvec_kernel,), outputs=("out",))
+MATVEC_RESIDUAL = Op(
+    matvec_residual, matvec_residual_ref, matvec_bytes, (_matvec_kernel,), outputs=("hidden", "normed", "sumsq")
+)

@@ -51,6 +51,7 @@ from .finish import (
 )
 from .mass import BINS, FARTHEST, WEIGHT_BITS, distance, distance_ref, grid_scale, weight, weight_ref
 from .nearest import NEAREST, TOPS, load_nearest, ranked_threshold
+from .op import Op
 from .philox import philox_bits, philox_bits_ref
 
 BLOCK = 2048  # tokens of the vocabulary a program
@@ -65,7 +66,7 @@ _NEAREST = tl.constexpr(NEAREST)
 _HEAVIEST = tl.constexpr(float(2**WEIGHT_BITS))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class SamplerBuffers:
     """Scratch of greedy, sample and logprobs; only `counter` must be zero between launches (it is left so)."""
 
@@ -231,7 +232,7 @@ def _draw_kernel(
             )
 
 
-def sample(logits, meta, samp, tokens, counts, bias, out, sampler, *, pdl: bool, logprobs_ring=None):
+def sample(logits, meta, samp, tokens, counts, bias, out, sampler, logprobs_ring=None, *, pdl=False):
     """Draw a token from each row of logits and end the step; logprobs_ring also gets its raw log-probability."""
     rows, vocab = logits.shape
     blocks = triton.cdiv(vocab, BLOCK)
@@ -343,3 +344,11 @@ def sample_ref(logits, meta, samp, tokens, counts, bias, out, sampler, logprobs_
                 w.masked_fill_(w < math.ceil(float(min_p) * 2**WEIGHT_BITS), 0)
                 token = int(ids[_draw_ref(w, ids // BLOCK, [state[i] for i in (m.SEED_LO, m.SEED_HI, m.POSITION)])])
         finish_step_ref(row, token, bad, logits, meta, tokens, counts, out, sampler.lse, logprobs_ring)
+
+
+def sample_bytes(logits, meta, samp, tokens, counts, bias, out, sampler, logprobs_ring=None) -> int:
+    """What every draw reads; counts and bias only where the request asks for them."""
+    return logits.nbytes
+
+
+SAMPLE = Op(sample, sample_ref, sample_bytes, (_process_kernel, *[_bins_kernel] * LEVELS, _draw_kernel))

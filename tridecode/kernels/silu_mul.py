@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 
 from .common import options
+from .op import Op
 
 BLOCK = 1024
 
@@ -35,5 +36,8 @@ def silu_mul_ref(x, out):
     out.copy_(torch.nn.functional.silu(gate) * up)
 
 
-def silu_mul_bytes(rows: int, N: int, dtype: torch.dtype) -> int:
-    return 3 * rows * N * dtype.itemsize
+def silu_mul_bytes(x, out) -> int:
+    return x.nbytes + out.nbytes
+
+
+SILU_MUL = Op(silu_mul, silu_mul_ref, silu_mul_bytes, (_silu_mul_kernel,), outputs=("out",))

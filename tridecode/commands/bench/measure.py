@@ -7,12 +7,12 @@ import triton
 from ...checkpoint import random_weights
 from ...engine import Engine
 from ...errors import DeviceError, ParameterError
-from ...kernels.read import measure_read_bandwidth
 from ...kv_cache import kv_bytes_per_token
 from ...memory import free_memory, plan_memory
 from ...presets import PRESETS
 from ...sampling import SamplingParams
 from ...version import __version__
+from .read import measure_read_bandwidth
 
 ALL_FILTERS = SamplingParams(
     temperature=0.8,
@@ -64,8 +64,7 @@ def bench_engine(args, capacity: int) -> Engine:
 
 def fill_cache(engine: Engine) -> None:
     """Random K/V at every position, so that a step may start anywhere."""
-    for cache in (*engine.model.kv.k, *engine.model.kv.v):
-        cache.normal_()
+    engine.model.kv.pool.normal_()
 
 
 def time_decode(engine: Engine, context: int, steps: int, runs: int, params: SamplingParams = GREEDY) -> list[float]:

@@ -17,7 +17,7 @@ from ..bench.measure import GREEDY, bench_engine, model_facts, read_bandwidth, r
 from ..terminal import Output
 from . import draw
 from .records import Span, apart, chained, read_records, split_steps, summarise, typical
-from .step import KERNELS, add_bytes, launch_bytes, prefill_bytes, step_ops
+from .step import add_bytes, bytes_by_kernel, bytes_by_role, prompt_launches, roles_and_kernels, step_launches
 
 STEPS, DROPPED = 20, 4  # decode steps that count, and those before them
 CHUNKS, DROPPED_CHUNKS = 5, 2
@@ -52,10 +52,10 @@ def run(args, output: Output) -> int:
         "prefill": summarise(chunks),
         **run_facts(engine.device),
     }
-    config, dtype = engine.config, engine.model.weights.dtype
-    act_dtype, positions = engine.model.workspace.normed.dtype, args.context + DROPPED + (STEPS + 1) / 2
-    add_bytes(report["decode"]["kernels"], launch_bytes(config, dtype, act_dtype, positions), bandwidth)
-    add_bytes(report["prefill"]["kernels"], prefill_bytes(config, dtype, args.prompt_tokens), bandwidth)
+    engine.rewind(args.context + DROPPED + STEPS // 2, GREEDY)  # where the steps that count were half done
+    add_bytes(report["decode"]["kernels"], bytes_by_role(step_launches(engine.model)), bandwidth)
+    chunk_launches = prompt_launches(engine.model, args.prompt_tokens)
+    add_bytes(report["prefill"]["kernels"], bytes_by_kernel(chunk_launches), bandwidth)
     report = rounded(report)
     if folder is not None:
         write(folder / "decode_trace.json.gz", step_trace)
@@ -79,9 +79,8 @@ def decode_trace(engine: Engine, context: int) -> dict:
 
 
 def decode_spans(trace: dict, engine: Engine) -> list[list[Span]]:
-    ops = step_ops(engine.config.num_layers)
-    steps = split_steps(read_records(trace), DROPPED + STEPS, [KERNELS[op] for op in ops])
-    return chained(steps, ops, DROPPED)
+    roles, kernels = roles_and_kernels(step_launches(engine.model))
+    return chained(split_steps(read_records(trace), DROPPED + STEPS, kernels), roles, DROPPED)
 
 
 def prefill_trace(engine: Engine, tokens: int) -> dict:

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from xml.sax.saxutils import escape
 
 from .records import Span
-from .step import LAYER
 
 WIDTH, LEFT, RIGHT = 1000, 20, 20
 LANES, LANE = 3, 18  # rows over which overlapping launches are spread; pixels a row
@@ -40,9 +39,9 @@ def text(x: float, y: float, words: str, more: str = "") -> str:
 def timeline(title: str, step: Sequence[Span]) -> str:
     """The whole step above, the layer in its middle below. Pale: a launch while earlier ones still run; full colour:
     from their end on."""
-    layers = sum(span.op == LAYER[0] for span in step)
-    first = [i for i, span in enumerate(step) if span.op == LAYER[0]][layers // 2]
-    whole, layer = step, step[first : first + len(LAYER)]
+    borders = [i for i, span in enumerate(step) if span.op in ("qkv", "lm_head")]
+    layers = len(borders) - 1
+    whole, layer = step, step[borders[layers // 2] : borders[layers // 2 + 1]]
     parts = [text(LEFT, 24, title, 'class="title"')]
     parts += legend(list(dict.fromkeys(span.op for span in step)), 48)
     parts += track(f"the whole step, {len(whole)} launches", whole, 76)

@@ -1,59 +1,53 @@
-"""The launches of a greedy step, by role: their kernels, and the bytes that each must move; and those of a prompt."""
+"""The launches of a greedy step and of a prompt chunk as their lists say them: roles, kernels, and bytes."""
+
+from collections import defaultdict
+from collections.abc import Iterable
+from statistics import mean
 
 import torch
 
-from ...config import ModelConfig
-from ...kernels.add_norm import add_norm_bytes
-from ...kernels.attention import attention_bytes
-from ...kernels.embed import embed_bytes
-from ...kernels.gate_up import gate_up_bytes
-from ...kernels.greedy import greedy_bytes
-from ...kernels.matvec import matvec_bytes
-from ...kernels.rope_write import rope_write_bytes
-from ...kernels.silu_mul import silu_mul_bytes
-
-LAYER = ("qkv", "attention", "o_proj", "gate_up", "down")
-KERNELS = {
-    "embed": "_embed_kernel",
-    "qkv": "_matvec_kernel",
-    "attention": "_attention_kernel",
-    "o_proj": "_matvec_kernel",
-    "gate_up": "_gate_up_kernel",
-    "down": "_matvec_kernel",
-    "lm_head": "_matvec_kernel",
-    "greedy": "_greedy_kernel",
-}
+from ... import decode
+from ...model import DecodeModel
+from ...prefill import prompt_pass
+from ...run import Launch, Recorder
 
 
-def step_ops(num_layers: int) -> list[str]:
-    """The roles of a step's launches in their order, as decode.step launches them."""
-    return ["embed", *LAYER * num_layers, "lm_head", "greedy"]
+def step_launches(model: DecodeModel) -> list[Launch]:
+    """Of a greedy step, in order."""
+    recorder = Recorder()
+    decode.step(recorder, model, "greedy")
+    return recorder.launches
 
 
-def launch_bytes(config: ModelConfig, dtype: torch.dtype, act_dtype: torch.dtype, positions: float) -> dict[str, float]:
-    """Role -> bytes a launch, at `positions` attended to; of attention the mean over layers, for windows differ."""
-    c, hidden, inter = config, config.hidden_size, config.intermediate_size
-    seen = sum(min(positions, c.window(i) or positions) for i in range(c.num_layers)) / c.num_layers
-    return {
-        "embed": embed_bytes(hidden, dtype, act_dtype),
-        "qkv": matvec_bytes(c.q_size + 2 * c.kv_size, hidden, dtype, act_dtype),
-        "attention": attention_bytes(seen, c.num_kv_heads, c.head_dim, dtype),
-        "o_proj": matvec_bytes(hidden, c.q_size, dtype, act_dtype),
-        "gate_up": gate_up_bytes(inter, hidden, dtype, act_dtype),
-        "down": matvec_bytes(hidden, inter, dtype, act_dtype),
-        "lm_head": matvec_bytes(c.vocab_size, hidden, dtype, act_dtype),
-        "greedy": greedy_bytes(c.vocab_size),
-    }
+def prompt_launches(model: DecodeModel, tokens: int) -> list[Launch]:
+    """Of a cold chunk of `tokens`, in order."""
+    recorder = Recorder()
+    with torch.inference_mode():
+        prompt_pass(recorder, model, torch.zeros(tokens, dtype=torch.int64, device=model.device), 0)
+    return recorder.launches
 
 
-def prefill_bytes(config: ModelConfig, dtype: torch.dtype, tokens: int) -> dict[str, int]:
-    """Kernel -> bytes a launch, of this engine's kernels in a prompt of `tokens`."""
-    c = config
-    return {
-        "_add_norm_kernel": add_norm_bytes(tokens, c.hidden_size, dtype),
-        "_rope_write_kernel": rope_write_bytes(tokens, c.num_heads, c.num_kv_heads, c.head_dim, dtype),
-        "_silu_mul_kernel": silu_mul_bytes(tokens, c.intermediate_size, dtype),
-    }
+def roles_and_kernels(launches: Iterable[Launch]) -> tuple[list[str], list[str]]:
+    """The role and the name of each kernel that the launches bring, in order."""
+    pairs = [(launch.role, kernel) for launch in launches for kernel in launch.kernels()]
+    return [role for role, _ in pairs], [kernel for _, kernel in pairs]
+
+
+def bytes_by_role(launches: Iterable[Launch]) -> dict[str, float]:
+    """Role -> mean bytes per launch, with the state as it is now (windows make layers differ)."""
+    return _mean_bytes((launch.role, launch) for launch in launches)
+
+
+def bytes_by_kernel(launches: Iterable[Launch]) -> dict[str, float]:
+    """Kernel -> mean bytes per launch, of the launches that are one kernel of ours."""
+    return _mean_bytes((launch.kernels()[0], launch) for launch in launches if len(launch.op.kernels) == 1)
+
+
+def _mean_bytes(named: Iterable[tuple[str, Launch]]) -> dict[str, float]:
+    found = defaultdict(list)
+    for name, launch in named:
+        found[name].append(launch.bytes())
+    return {name: mean(sizes) for name, sizes in found.items()}
 
 
 def add_bytes(kernels: list[dict], moved: dict[str, float], bandwidth: float) -> None:

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .common import options
+from ...kernels.common import options
 
 
 @triton.jit

@@ -1,0 +1,108 @@
+"""What a Python program passes wrongly: an error that names the argument, before weights are read; and short reprs."""
+
+from dataclasses import is_dataclass
+
+import pytest
+import torch
+from models import CUDA, tiny_engine
+
+from tridecode import Engine, SamplingParams
+from tridecode.arguments import shown
+from tridecode.errors import ParameterError, PromptError
+
+BIG = 10**5000  # more digits than Python writes
+
+
+@pytest.fixture(scope="module")
+def engine():
+    return tiny_engine()
+
+
+LOAD = [
+    dict(model=5), dict(model=b"dir"), dict(model="x" * 300), dict(model=["dir"]), dict(model=False),
+    dict(device=5), dict(device=None), dict(device=b"cpu"), dict(device="cpu:0"), dict(device="cuda:" + "9" * 5000),
+    dict(backend=5), dict(backend=["torch"]), dict(backend=torch.ones(2)),
+    dict(dtype=5), dict(dtype=["float32"]), dict(dtype=torch.int8), dict(dtype=None),
+    dict(max_seq_len="5"), dict(max_seq_len=1.5), dict(max_seq_len=True), dict(max_seq_len=BIG), dict(max_seq_len=0),
+    dict(graph=None), dict(graph=["full"]), dict(progress=5), dict(progress="bar"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("arguments", LOAD, ids=lambda arguments: shown(arguments))
+def test_load_refuses_by_name(arguments, monkeypatch):
+    monkeypatch.setattr("tridecode.engine.load_weights", None)
+    (name,) = arguments
+    with pytest.raises(ParameterError, match=f"^{name} ") as caught:
+        Engine.load(**{"device": "cpu"} | arguments)
+    assert len(str(caught.value)) < 200
+
+
+def test_device_and_dtype_may_be_torchs():
+    engine = Engine.load(device=torch.device("cpu"), dtype=torch.bfloat16, max_seq_len=torch.tensor(64))
+    assert (engine.device.type, engine.model.weights.dtype, engine.capacity) == ("cpu", torch.bfloat16, 64)
+
+
+GENERATE = [
+    dict(params={}), dict(params="greedy"), dict(params=5), dict(reuse_prefix=1), dict(reuse_prefix="no"),
+    dict(template_variables=[1]), dict(template_variables=[]), dict(template_variables={1: 2}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("arguments", GENERATE, ids=str)
+@pytest.mark.parametrize("method", ["generate", "stream"])
+def test_generate_and_stream_refuse_by_name(engine, method, arguments):
+    (name,) = arguments
+    with pytest.raises(ParameterError, match=f"^{name} "):
+        getattr(engine, method)([5, 6], **arguments)
+
+
+PROMPTS = {
+    "no dimension": torch.tensor(3),
+    "two dimensions": torch.tensor([[1, 2]]),
+    "floats": torch.tensor([1.5]),
+    "number": 5,
+    "digits": [BIG],
+    "nested": [[1]],
+    "of None": [None],
+}
+
+
+@pytest.mark.parametrize("name", PROMPTS)
+def test_prompts_that_are_none(engine, name):
+    for call in (engine.generate, engine.encode, engine.score):
+        with pytest.raises(PromptError, match="prompt|token id") as caught:
+            call(PROMPTS[name])
+        assert len(str(caught.value)) < 200 and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("field", [dict(seed=BIG), dict(top_k=BIG), dict(ignore_eos="no"), dict(stop_token_ids=[-BIG])])
+def test_sampling_parameters_of_any_size(field):
+    with pytest.raises(ParameterError, match=next(iter(field))):
+        SamplingParams(**field)
+
+
+def holders(engine: Engine) -> list:
+    model = engine.model
+    layer, state = model.weights.layers[0], (model.workspace, model.workspace.sampler)
+    return [engine, model, model.weights, layer, layer.qkv, model.kv, *state, engine.steps, engine.tokenizer]
+
+
+def test_what_holds_tensors_prints_as_one_short_line(engine):
+    engine.name = "a name as long as a path can be\n" * 100
+    for holder in holders(engine):
+        assert len(repr(holder)) <= 200 and "\n" not in repr(holder), type(holder)
+    shows = ("name='a name", "family=qwen3", f"graph={'full' if CUDA else 'none'}", "capacity=256", "device=c")
+    assert all(word in repr(engine) for word in shows)
+
+
+def test_nothing_else_prints_tensors(engine):
+    """Of all dataclasses below the engine, those with a tensor in their repr are none."""
+    found, waiting = [], [engine]
+    while waiting:
+        holder = waiting.pop()
+        found.append(holder)
+        for value in vars(holder).values():
+            for part in value if isinstance(value, tuple) else (value,):
+                if is_dataclass(part) and not any(part is seen for seen in found):
+                    waiting.append(part)
+    assert len(found) > 8 and not [type(holder) for holder in found if "tensor(" in repr(holder)]

@@ -1,0 +1,66 @@
+"""From a prompt, which may be text, token ids or a chat, to the token ids that a model takes."""
+
+import operator
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+
+from .arguments import shown
+from .errors import PromptError
+from .tokenizer import Tokenizer
+
+Prompt = str | Sequence[int] | Sequence[dict]
+
+
+def prompt_ids(
+    prompt: Prompt, variables: dict, tokenizer: Tokenizer | None, vocab_size: int, capacity: int, limit: int
+) -> tuple[list[int], bool]:
+    """The ids, and whether the prompt was a chat. limit: positions that the model could have; raises PromptError."""
+    items = listed(prompt)
+    chat = bool(items) and isinstance(items[0], Mapping)
+    if items is None and not isinstance(prompt, str):
+        kind = type(prompt).__name__
+        raise PromptError(f"the prompt must be text, token ids or a list of chat messages, got {kind}")
+    if tokenizer is None and (chat or items is None):
+        raise PromptError("this engine has no tokenizer: give token ids")
+    _check_variables(variables, tokenizer if chat else None)
+    if items is None:
+        ids = tokenizer.encode(prompt)
+    else:
+        ids = tokenizer.encode_chat(items, **variables) if chat else [_token_id(token, vocab_size) for token in items]
+    if not ids:
+        raise PromptError("the prompt is empty: at least one token is needed")
+    for token in (min(ids), max(ids)):  # a tokenizer may know more tokens than the model
+        if not 0 <= token < vocab_size:
+            raise _outside(token, vocab_size)
+    if len(ids) > capacity:
+        fix = "shorten it" + (" or raise max_seq_len" if capacity < limit else "")
+        raise PromptError(f"the prompt has {len(ids)} tokens, the context holds {capacity}: {fix}")
+    return ids, chat
+
+
+def listed(prompt) -> list | None:
+    """The items of token ids or messages; None for text and for what is no prompt."""
+    if isinstance(prompt, (str, bytes, Mapping)):
+        return None
+    try:
+        return list(prompt)
+    except TypeError:  # no iterable, or one that only looks like it, such as a tensor without dimensions
+        return None
+
+
+def _check_variables(variables: dict, tokenizer: Tokenizer | None) -> None:
+    known = tokenizer.template_variables if variables and tokenizer else frozenset()
+    if unknown := sorted(variables.keys() - known):
+        has = f"it reads {', '.join(sorted(known))}" if known else "it reads none, or this prompt is no chat"
+        raise PromptError(f"template_variables: the chat template has no variable {shown(unknown[0])}; {has}")
+
+
+def _token_id(token, vocab_size: int) -> int:
+    if not isinstance(token, bool):
+        with suppress(TypeError):
+            return operator.index(token)  # integers of numpy and torch too
+    raise _outside(token, vocab_size)
+
+
+def _outside(token, vocab_size: int) -> PromptError:
+    return PromptError(f"token id {shown(token)} is not in the vocabulary (0 to {vocab_size - 1})")
