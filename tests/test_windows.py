@@ -54,6 +54,19 @@ def test_a_small_window_shows_what_a_large_one_does(size):
     assert terminal.shown.split() == screen(streamed([text], console_to(width=size[0]))).split()
 
 
+def test_a_table_taller_than_the_window_stays_a_table():
+    terminal = Terminal(40, 6)
+    painter = Painter(terminal.console)
+    rows = [f"| r{i} | {'x' * i} |\n" for i in range(12)]
+    for piece in ["| name | what |\n|---|---|\n", *rows, "\nthe end"]:
+        painter.frame(piece)
+    painter.frame("", final=True)
+    painter.close()
+    assert "|" not in terminal.shown and terminal.shown.endswith("\n\nthe end")
+    assert terminal.shown.split("name")[1].count("what") == 1
+    assert [word for word in terminal.shown.split() if word[0] in "rx"] == " ".join(rows).replace("|", "").split()
+
+
 def test_the_word_that_is_begun_goes_on_where_it_stands():
     terminal = Terminal(30, 5)
     painter = Painter(terminal.console)

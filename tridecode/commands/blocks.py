@@ -43,6 +43,8 @@ class Rows(TableElement):
     def __rich_console__(self, console, options):
         headings = [cell.content.copy() for cell in self.header.row.cells]
         rows = [[cell.content for cell in row.cells] for row in (self.body.rows if self.body else ())]
+        if not (rows or any(headings)):
+            return
         for heading in headings:
             heading.stylize("markdown.table.header")
         widths = [max(cell_len(cell.plain) for cell in column) for column in zip(headings, *rows)]

@@ -10,7 +10,7 @@ from rich.cells import cell_len
 from rich.segment import ControlType, Segment, Segments
 
 from .blocks import rows_of
-from .markup import decided, split
+from .markup import decided, nameless_head, split
 from .terminal import visible
 
 FRAME = 1 / 30  # seconds between frames, at least
@@ -65,13 +65,14 @@ class Painter:
         """Never touch again what is on the screen; what comes next is drawn below it."""
         if not self._rows:
             return
-        begun = self._rest.rpartition("\n")[2]
-        if self._fence:
-            self._rest = self._opener()
+        begun, head = self._rest.rpartition("\n")[2], nameless_head(self._rest)
+        if self._fence or head:
+            self._rest = self._opener() if self._fence else head
         else:
             self._rest = begun if FENCE.match(begun) else ""  # of such a line nothing is shown
-        if not (self._fence and not begun or begun[-1:].isspace() or self._rest == begun):
-            self._until = r"\n" if self._fence else r"\s"  # the word or line that is begun goes on where it stands
+        if not ((self._fence or head) and not begun or begun[-1:].isspace() or self._rest == begun):
+            # The word or line that is begun goes on where it stands.
+            self._until = r"\n" if self._fence or head else r"\s"
         self._rows, self._gap, self._left = [], False, True
 
     def close(self) -> None:
@@ -90,8 +91,8 @@ class Painter:
             return ""
         self._until = None
         tail = text[found.start() :]
-        self._gap = not self._fence and re.match(r"[ \t]*\n[ \t]*\n", tail) is not None
-        return tail[1:] if self._fence else tail.lstrip()
+        self._gap = not self._rest and re.match(r"[ \t]*\n[ \t]*\n", tail) is not None
+        return tail[1:] if self._rest else tail.lstrip()
 
     def _spaced(self, source: str, gap: bool, finished: bool) -> list:
         rows = rows_of(self.console, source, finished)

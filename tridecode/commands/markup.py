@@ -167,6 +167,14 @@ def full_table(state, start: int, end: int, silent: bool) -> bool:
     return True
 
 
+def nameless_head(source: str) -> str:
+    """The first two lines of a table that goes on with the columns of `source`; "" if that is no table."""
+    lines = source.lstrip("\n").split("\n")
+    tokens = PARSER.parse("\n".join(lines[:2])) if len(lines) > 2 else []
+    columns = sum(token.type == "th_open" for token in tokens)
+    return f"|{' |' * columns}\n{lines[1]}\n" if columns else ""
+
+
 def sure(rule, certain, state, start: int, end: int, silent: bool) -> bool:
     """The rule, but only where the line is `certain` to be meant so."""
     return not state.is_code_block(start) and certain(state, start, silent) and rule(state, start, end, silent)
