@@ -41,6 +41,9 @@ class Painter:
         """Add `text`; draw the blocks that it finishes, and the unfinished one."""
         if self._until:
             text = self._go_on(text)
+            if self._until and not final:
+                return
+            self._rest = "" if self._until else self._rest  # at the end nothing comes to go on with
         blocks, rest, fence = [], self._rest + text, self._fence
         if final or not self._settled(text):
             blocks, rest, fence = split(rest, final)
