@@ -318,6 +318,30 @@ def test_closed_streams(run, tiny, monkeypatch, stream):
     assert getattr(sys, stream) is not None
 
 
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-32-be"])
+def test_an_encoding_that_no_terminal_shows_is_refused(encoding):
+    argv = [sys.executable, "cli.py", "generate", "--prompt", "Hello", "--max-tokens", "2"]
+    environment = os.environ | {"PYTHONIOENCODING": encoding}
+    done = subprocess.run(argv, cwd=ROOT, capture_output=True, stdin=subprocess.DEVNULL, text=True, env=environment)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert f"as {encoding}; unset PYTHONIOENCODING" in done.stderr and done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("size", ["0", "00", ""])
+def test_a_window_of_no_size_is_not_believed(monkeypatch, size):
+    monkeypatch.setenv("COLUMNS", size)
+    monkeypatch.setenv("LINES", size)
+    screen = io.StringIO()
+    monkeypatch.setattr("sys.stdout", screen)
+    output = Output()
+    output.console.print("an answer")
+    assert screen.getvalue() == "an answer\n" and output.console.width >= 80
+
+
+def test_what_turns_the_direction_of_writing_is_not_obeyed():
+    assert visible("a\u202eb\u2066c\u202c\u2069 \u05d0\u200f") == "a\ufffdb\ufffdc\ufffd\ufffd \u05d0\u200f"
+
+
 def test_a_terminal_gets_no_control_characters(monkeypatch):
     text = "\x1b]0;title\x07 \x9b2J\x08[bold]x[/] [/INST]\r\nA\tb\rc :smile:\n"
     screen = io.StringIO()

@@ -65,7 +65,7 @@ def test_logprobs_name_their_tokens(generate, engine):
         assert len(entry["top"]) == 3 and entry["top"][0] == {k: entry[k] for k in ("token_id", "text", "logprob")}
         assert entry["logprob"] <= 0 and entry["text"] == engine.tokenizer.decode([entry["token_id"]], False)
     assert logprob_entry(engine.tokenizer, 2, -1.0)["text"] == "<|im_end|>"
-    assert logprob_entry(engine.tokenizer, TOKENIZER_VOCAB_SIZE, -1.0)["text"] == ""
+    assert logprob_entry(engine.tokenizer, TOKENIZER_VOCAB_SIZE, -1.0)["text"] == "\ufffd"
     assert "logprobs" not in lines(generate("--prompt", "Hello", "--json", *LIMITS)[1])[0]
 
 

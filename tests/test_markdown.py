@@ -9,10 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
-from rich.text import Text
+from screens import screen
 
-from tridecode.commands import markdown
-from tridecode.commands.markdown import Block, MarkdownStream, Painter, Tail, split
+from tridecode.commands import blocks, markdown
+from tridecode.commands.blocks import Block
+from tridecode.commands.markdown import MarkdownStream, Painter
+from tridecode.commands.markup import split
 
 ANSWER = """\
 # Title
@@ -92,56 +94,29 @@ def streamed(pieces, console):
     return console.file.getvalue()
 
 
-def screen(written):
-    """The lines that stay on a terminal of unlimited height."""
-    lines, row, column = [""], 0, 0
-    for part in re.findall(r"\x1b\[[0-9;?]*[A-Za-z]|[\r\n]|[^\r\n\x1b]+", written):
-        if part == "\r":
-            column = 0
-        elif part == "\n":
-            row, column = row + 1, 0
-            lines += [""] * (row == len(lines))
-        elif part == "\x1b[2K":
-            lines[row] = ""
-        elif part == "\x1b[1A":
-            row -= 1
-            assert row >= 0
-        elif part[0] != "\x1b":
-            lines[row] = lines[row].ljust(column)[:column] + part + lines[row][column + len(part) :]
-            column += len(part)
-        else:
-            assert part in ("\x1b[?25l", "\x1b[?25h"), part
-    return "\n".join(line.rstrip() for line in lines).rstrip()
-
-
 def blocks_of(text):
     return split(text, final=True)[0]
 
 
 @pytest.fixture
-def printed(monkeypatch):
-    """Counts: the sources of blocks rendered for the scrollback, and of those drawn while unfinished."""
-    finished, unfinished = [], []
+def rendered(monkeypatch):
+    """The sources of all blocks that were rendered."""
+    sources = []
     render = Block.__rich_console__
 
     def counted(self, console, options):
-        finished.append(self.markup)
+        sources.append(self.markup)
         return render(self, console, options)
 
-    def drawn(self, console, options):
-        unfinished.append(self.source)
-        yield Text(self.source)
-
     monkeypatch.setattr(Block, "__rich_console__", counted)
-    monkeypatch.setattr(Tail, "__rich_console__", drawn)
-    return finished, unfinished
+    return sources
 
 
 def test_where_blocks_end():
     blocks = blocks_of(ANSWER)
     assert [block.split("\n")[0][:12] for block in blocks] == [
         "# Title", "Hello **worl", "- a", "12 apples", "1. one", "| name | siz", "> quote", "> other", "```python ti",
-        "~~~", "    indented", "[a]: http://", "Head", "***", "the end",
+        "~~~", "    indented", "[a]: http://", "Head", "----", "***", "the end",
     ]  # fmt: skip
     assert blocks[2].endswith("\n  ```") and blocks[5].endswith("\nnext") and blocks[9] == "~~~\n```\n~~~"
     assert blocks[8].endswith('\n    return "~~~"\n```') and blocks[10].endswith("\n    code")
@@ -196,7 +171,7 @@ def test_blocks_end_where_they_do_in_the_whole_text(text, cuts):
 def test_the_screen_ends_as_if_printed_at_once(text, cuts):
     text = markdown.visible(text.replace("\ud800", "?"))
     at_once = screen(streamed([text], console_to()))
-    console = console_to(terminal=True)
+    console = console_to(terminal=True, height=1000)
     written = streamed(pieces_of(text, cuts), console)
     assert screen(written) == at_once
     assert written.count("\x1b[?25l") == written.count("\x1b[?25h"), "the cursor is back"
@@ -205,7 +180,8 @@ def test_the_screen_ends_as_if_printed_at_once(text, cuts):
 @pytest.mark.parametrize("size", [1, 7, 10_000])
 def test_an_answer_in_pieces_of_any_size(size):
     pieces = [ANSWER[i : i + size] for i in range(0, len(ANSWER), size)]
-    assert screen(streamed(pieces, console_to(terminal=True))) == screen(streamed([ANSWER], console_to()))
+    shown = screen(streamed(pieces, console_to(terminal=True, height=1000)))
+    assert shown == screen(streamed([ANSWER], console_to()))
 
 
 @settings(deadline=None, max_examples=60)
@@ -218,28 +194,20 @@ def test_no_control_sequence_reaches_the_terminal(text, cuts):
             stream.push(piece)
         stream.finish()
         written = console.file.getvalue()
-        ours = r"\x1b\[(\?25[lh]|2K|1A)|\r" if terminal else "(?!)"
+        ours = r"\x1b\[(\?25[lh]|J|\d+[AD])|\r" if terminal else "(?!)"
         left = re.sub(ours, "", written)
         assert not [c for c in left if unicodedata.category(c) in ("Cc", "Cs") and c != "\n"]
-
-
-PLAIN = "[/INST] [bold] [/bold] [red] [/] <think> </think> <|im_end|> <div> <!-- &lt; :smile: word".split() + ["\n"]
-
-
-@settings(deadline=None, max_examples=80)
-@given(st.lists(st.sampled_from(PLAIN), max_size=15).map(" ".join), CUTS)
-def test_nothing_vanishes(text, cuts):
-    written = streamed(pieces_of(text, cuts), console_to(width=40))
-    assert "".join(written.split()) == "".join(text.split())
 
 
 def test_what_is_shown():
     shown = screen(streamed([ANSWER], console_to(width=130)))
     for part in (
-        "Hello world: code, [/INST] [bold]x[/bold] <think> &amp; &#27; link (http://a.example) !image (u.png). <div>",
-        "\n\n • a\n • b\n   more\n     def f(): return 1\n\n12 apples\n\n 1 one\n 2 two\n\n",
+        "Hello world: code, [/INST] [bold]x[/bold] <think> &amp; &#27; ",
+        '&#27; [link](http://a.example "t") ![image](u.png).\n<div>\n',
+        "\n\n • a\n • b\n   more\n     def f(): return 1\n\n12 apples\n\n 1. one\n 2. two\n\n",
         "\nname        size\n────────────────\n[red]x[/]      2\nnext\n",
-        '▌ quote\n\n▌ other\n\n  def f(x):\n\n      return "~~~"\n\n  ```\n\n  indented\n\n  code\n\n[a]: http://b.example',
+        '▌ quote\n\n▌ other\n\n  python title\n  def f(x):\n\n      return "~~~"\n\n  ```\n\n',
+        "\n\n  indented\n\n  code\n\n[a]: http://b.example",
     ):
         assert part in shown
     assert shown.endswith("\n\nthe end")
@@ -275,13 +243,6 @@ def test_blocks_of_white_space(space):
         assert screen(streamed(text, console_to(terminal=True))) == at_once
 
 
-def test_an_unfinished_code_block_shows_its_last_lines():
-    console = console_to(height=8)
-    source = "\n\n  ```python\n" + "".join(f"x{i} = 1\n" for i in range(50))
-    console.print(Tail(source, fence=True))
-    assert console.file.getvalue().split() == [part for i in range(45, 50) for part in (f"x{i}", "=", "1")]
-
-
 @pytest.mark.parametrize("text", [">" * 200 + " deep", "- " * 200 + "deep", "[" * 3000 + "deep", "**" * 3000 + "deep"])
 def test_deep_nesting_is_shown_as_it_is(text):
     assert "".join(text.split()) == "".join(streamed([text], console_to()).split())
@@ -292,57 +253,50 @@ def test_narrow_terminals(width):
     assert "d" in streamed([ANSWER], console_to(terminal=True, width=width, height=3))
 
 
-def test_a_resize_loses_no_finished_text():
-    console = console_to(terminal=True)
-    painter = Painter(console)
-    words = [f"word{i}" for i in range(300)]
-    for i, word in enumerate(words):
-        console.width, console.height = 20 + 7 * i % 60, 5 + i % 9
-        painter.frame(word + (" " if i % 30 else "\n\n"))
-    painter.frame("", final=True)
-    painter.close()
-    assert not [word for word in words if word not in console.file.getvalue()]
-
-
 def long_answer():
     """About 4,000 words of every kind of block."""
     part = ANSWER.replace("the end", "words and more words, " * 12)
     return "\n\n".join([part] * 36)
 
 
-def test_finished_blocks_are_rendered_once(printed):
-    finished, unfinished = printed
+def test_what_stands_there_is_not_written_again():
+    text = long_answer()
+    console = console_to(terminal=True)
+    written = streamed([text[i : i + 25] for i in range(0, len(text), 25)], console)
+    assert len(written) < 1.5 * len(streamed([text], console_to()))
+
+
+def test_only_the_unfinished_block_is_rendered_again(rendered):
     text = long_answer()
     assert len(text.split()) > 4000
     blocks = blocks_of(text)
-    frames = -(-len(text) // 25)
     streamed([text[i : i + 25] for i in range(0, len(text), 25)], console_to(terminal=True))
-    assert finished == blocks
-    # One rendering a frame, of one unfinished block and at most the line in which the next one begins.
-    assert len(unfinished) <= frames
-    assert max(map(len, unfinished)) <= max(map(len, blocks)) + 50
+    assert max(map(len, rendered)) <= max(map(len, blocks)) + 50
+    assert len(rendered) <= len(blocks) + -(-len(text) // 25) + 1
 
 
-def test_a_finished_block_is_printed_before_the_next_begins(printed):
-    finished, _ = printed
+def test_a_finished_block_is_left_alone_before_the_next_begins():
     painter = Painter(console_to(terminal=True))
     painter.frame("one\n")
-    assert finished == []
+    assert len(painter._rows) == 1
     painter.frame("\n")
-    assert finished == ["one"]
+    assert painter._rows == []
     painter.close()
 
 
-def test_a_long_code_block_is_not_split_again_for_every_frame(monkeypatch):
+def test_a_long_code_block_is_neither_split_nor_highlighted_again_for_every_frame(monkeypatch, rendered):
     calls = []
     monkeypatch.setattr(markdown, "split", lambda *args: calls.append(args) or split(*args))
     painter = Painter(console_to(terminal=True))
-    for _ in range(100):
-        painter.frame("x = 1\n" if calls else "```python\nx = 0\n")
-    assert len(calls) == 1
+    lines = [f"x{i} = 1\n" + "\n" * (i % 10 == 0) for i in range(2 * markdown.LONG)]
+    for line in lines:
+        painter.frame(line if calls else f"```python\n{line}")
+    assert len(calls) == 1 and max(source.count("\n") for source in rendered) <= markdown.LONG + 15
     painter.frame("```\n\ny\n\nz")
-    assert len(calls) == 2 and painter.console.file.getvalue().count("x = 0") < 30, "only what the screen has room for"
+    assert len(calls) == 2
+    painter.frame("", final=True)
     painter.close()
+    assert screen(painter.console.file.getvalue()).split() == [*"".join(lines).split(), "y", "z"]
 
 
 def test_at_most_30_frames_a_second(monkeypatch):
@@ -397,5 +351,5 @@ def test_a_block_that_cannot_be_rendered_is_shown_as_it_is(monkeypatch):
     def broken(source):
         raise RuntimeError("a bug of the renderer")
 
-    monkeypatch.setattr(markdown.PARSER, "parse", broken)
+    monkeypatch.setattr(blocks.PARSER, "parse", broken)
     assert streamed(["*a* [b]", "\n\nc"], console_to()) == "*a* [b]\n\nc\n"

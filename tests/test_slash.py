@@ -248,6 +248,18 @@ def test_copy(session, monkeypatch):
     assert err == "asked the terminal to copy the last answer, 11 characters\n"
 
 
+def test_plain(session, monkeypatch):
+    answer = ["**one**"]
+    chat = session(answer, answer, answer)
+    chat.output = as_terminal(monkeypatch)
+    for line, words in (("/plain", "shown as Markdown"), ("/plain on", "plain text"), ("/plain 1", "on or off")):
+        assert chat.handle(line) and words in chat.read()[1]
+    for line, shown in (("a", "**one**\n"), ("/plain off", ""), ("b", "one\n"), ("/plain on", ""), ("c", "**one**\n")):
+        assert chat.handle(line) and chat.read()[0] == shown
+    chat = session(raw=True)
+    assert chat.handle("/plain off") and "with --raw" in chat.read()[1] and chat.plain
+
+
 def test_an_answer_too_long_for_the_clipboard(session, monkeypatch):
     chat = session(["x" * LARGEST], ["x" * (LARGEST - 2) + "é" * 2])
     chat.output = as_terminal(monkeypatch)

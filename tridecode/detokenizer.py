@@ -73,7 +73,7 @@ class TokenBytes:
         return True
 
     def __call__(self, token: int, first: bool = False) -> bytes:
-        """Bytes of `token`; b"" for an id the tokenizer does not know. The `first` of a text loses its prefix space."""
+        """Bytes of `token`; U+FFFD for an id that the tokenizer lacks. The `first` of a text loses its prefix space."""
         if token not in self._cache:
             self._cache[token] = self._bytes(token)
         data = self._cache[token]
@@ -94,8 +94,8 @@ class TokenBytes:
         if token in self._added:
             return self._added[token].encode()
         text = self._tokenizer.id_to_token(token)
-        if text is None:
-            return b""
+        if text is None:  # such as the rows that pad an embedding; no text would hide that the model chose it
+            return "\ufffd".encode()
         if self._byte_level:
             try:
                 return bytes(_ALPHABET[char] for char in text)

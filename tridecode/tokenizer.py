@@ -173,7 +173,7 @@ class Tokenizer:
         return longest(self._tokenizer, self._token_bytes)
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
-        """Text of `ids`, as a Detokenizer gives it; ids that the tokenizer does not know have no text."""
+        """Text of `ids`, as a Detokenizer gives it; U+FFFD for an id that the tokenizer lacks."""
         detokenizer = Detokenizer(self._token_bytes, (), skip_special)
         return "".join(map(detokenizer.push, ids)) + detokenizer.flush()
 

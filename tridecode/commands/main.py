@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from ..errors import NO_CHAT, TridecodeError
 from .parser import SAMPLING, make_parser
 from .signals import Ended, ended_by_interrupt, ending
-from .terminal import Output, one_line, tolerant_streams
+from .terminal import Output, foreign_encoding, one_line, tolerant_streams
 
 INTERRUPTED = 130
 BROKEN_PIPE = 141  # as a shell reports a program that SIGPIPE ended
@@ -44,6 +44,9 @@ def flushed(argv: list[str] | None) -> int:
 
 def guarded(argv: list[str] | None) -> int:
     """`main`, but for streams that fail while the error itself is told."""
+    if encoding := foreign_encoding():
+        Output().error(f"text cannot be read and written as {encoding}; unset PYTHONIOENCODING, or set it to utf-8")
+        return 1
     output, args = Output(), None
     try:
         args = make_parser().parse_args(argv)

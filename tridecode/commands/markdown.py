@@ -1,215 +1,186 @@
-"""Markdown that streams into a terminal: finished blocks are printed once, only the unfinished last one is redrawn."""
+"""Markdown that streams into a terminal: what stands there stays, only rows of the unfinished block are drawn again."""
 
+import re
 import time
 from collections import deque
+from itertools import starmap
 from threading import Event, Lock, Thread
 
-from markdown_it import MarkdownIt
-from rich import box
-from rich.console import Group
-from rich.live import Live
-from rich.markdown import CodeBlock, HorizontalRule, Markdown, TableElement
-from rich.padding import Padding
-from rich.rule import Rule
-from rich.segment import Segment
-from rich.syntax import Syntax
-from rich.table import Table
-from rich.text import Text
+from rich.cells import cell_len
+from rich.segment import ControlType, Segment, Segments
 
+from .blocks import rows_of
+from .markup import decided, nameless_head, split
 from .terminal import visible
 
 FRAME = 1 / 30  # seconds between frames, at least
 SHARE = 1 / 32  # of a core that may go into frames: a long unfinished block is redrawn less often, not at any cost
-DEEPEST = 15  # nested blocks; deeper ones would have no columns left, and are shown as plain text
-
-# Nothing that a model writes may vanish: without these rules HTML, images and link definitions are text. Entities stay
-# as written because they can stand for control characters.
-PARSER = MarkdownIt("commonmark", {"html": False, "maxNesting": 100}).enable(["table", "strikethrough"])
-PARSER.disable(["html_block", "html_inline", "image", "reference", "autolink", "entity"])
-
-
-class Code(CodeBlock):
-    """Highlighted in the terminal's own colours, and without blank lines of its own."""
-
-    def __rich_console__(self, console, options):
-        code = str(self.text).rstrip()
-        text = Syntax(code, self.lexer_name, theme=self.theme, word_wrap=True, tab_size=8).highlight(code)
-        text.rstrip()
-        yield Padding(text, (0, 2))
-
-
-class Rows(TableElement):
-    """A table with its columns' alignment, whose long words are folded instead of cut."""
-
-    def __rich_console__(self, console, options):
-        table = Table(box=box.SIMPLE, show_edge=False, pad_edge=False, style="markdown.table.border")
-        for cell in self.header.row.cells:
-            heading = cell.content.copy()
-            heading.stylize("markdown.table.header")
-            table.add_column(heading, justify=cell.justify, overflow="fold")
-        for row in self.body.rows if self.body else ():
-            table.add_row(*(cell.content for cell in row.cells))
-        yield table
-
-
-class Line(HorizontalRule):
-    """A rule without the blank line below it."""
-
-    def __rich_console__(self, console, options):
-        yield Rule(style=console.get_style("markdown.hr", default="none"))
-
-
-class Block(Markdown):
-    """One block of Markdown. Links show their address: a link must not hide where it leads."""
-
-    elements = Markdown.elements | {"fence": Code, "code_block": Code, "table_open": Rows, "hr": Line}
-
-    def __init__(self, source: str):
-        # Not rich's own __init__, which builds a parser every time: a quarter of a frame.
-        self.markup, self.parsed = source, []
-        self.style, self.justify, self.code_theme, self.hyperlinks = "none", None, "ansi_dark", False
-        self.inline_code_lexer = self.inline_code_theme = None
-
-    def __rich_console__(self, console, options):
-        try:
-            self.parsed = PARSER.parse(self.markup)
-            deepest = max((token.level for token in self.parsed), default=0)
-            if deepest > DEEPEST or 4 * deepest > options.max_width - 8:
-                raise ValueError("nested too deeply")
-            rendered = list(super().__rich_console__(console, options))
-            if rendered and rendered[0] == Segment.line():  # above nested blocks; the space between blocks is ours
-                rendered.pop(0)
-        except Exception:  # of a parser or renderer that met text it cannot show: no answer may fail for its looks
-            rendered = [Text(self.markup.rstrip("\n"))]
-        yield from rendered
-
-
-class Tail:
-    """The unfinished block: its last lines, as many as the terminal has room for."""
-
-    def __init__(self, source: str, fence: bool):
-        self.source, self.fence = source, fence
-
-    def __rich_console__(self, console, options):
-        height = max(options.size.height - 2, 1)
-        source = self.source
-        if self.fence:  # only what will be seen is highlighted
-            first, *lines = source.lstrip().split("\n")
-            source = "\n".join([first, *lines[-height:]])
-        lines = console.render_lines(Block(source), options, pad=False)[-height:]
-        for line in lines:
-            yield from line
-            yield Segment.line()
-
-
-def split(text: str, final: bool = False) -> tuple[list[str], str, bool]:
-    """The finished blocks of `text`, its unfinished rest, and whether that is inside a code fence.
-
-    Whether a block is finished depends on the line after it. While that line is only begun, it is taken for what it
-    is when it starts with a letter, as no list marker does; otherwise an "x" in its place asks which blocks would go
-    on. Lists and indented code can go on after such a line too.
-    """
-    if not text.strip():
-        return [], "" if final else text, False
-    whole, newline, begun = text.rpartition("\n")
-    whole += newline
-    decided = _decided(begun)
-    probe = text if final else whole + (begun if decided else "x")
-    tokens = []
-    PARSER.block.parse(probe, PARSER, {}, tokens)
-    tops = [token for token in tokens if token.level == 0 and token.nesting >= 0]
-    lines = text.split("\n")
-    starts = [token.map[0] for token in tops]
-    starts[0] = 0
-    if final:
-        finished = len(starts)
-    else:
-        finished = len(starts) - 1
-        if starts[-1] == len(lines) - 1 and not decided and finished and _goes_on(tops[-2].type, lines[-2]):
-            finished -= 1
-    starts.append(len(lines))
-    blocks = [_trimmed(lines[start:end]) for start, end in zip(starts[:finished], starts[1:])]
-    rest = "\n".join(lines[starts[finished] :])
-    return blocks, rest, finished < len(tops) and tops[finished].type == "fence"
-
-
-def _trimmed(lines: list[str]) -> str:
-    """The lines as one text, without blank ones before and after."""
-    filled = [i for i, line in enumerate(lines) if line.strip()]
-    return "\n".join(lines[filled[0] : filled[-1] + 1]) if filled else ""
-
-
-def _decided(line: str) -> bool:
-    return line.lstrip()[:1].isalpha()
-
-
-def _goes_on(kind: str, last_line: str) -> bool:
-    """Whether another line than an "x" could still belong to a block of this kind."""
-    if kind == "blockquote_open":
-        return bool(last_line.strip())
-    if kind == "heading_open":
-        return "|" in last_line  # the head of a table, if its rule comes next
-    return kind in ("bullet_list_open", "ordered_list_open", "code_block")
+LONG = 100  # lines of code; of a longer unfinished block only the last ones are highlighted again for each frame
+FENCE = re.compile(r"\s*(?:```+|~~~+)[ \t]*[^\s`~]*")  # with the language, but not what is shown of its line
 
 
 class Painter:
-    """Text in, frames out; no thread and no clock of its own."""
+    """Text in, frames out; no thread and no clock of its own.
+
+    After a frame the cursor is at the end of the last row. Rows are only added to where that is enough. Others are
+    drawn again, from the first one that is different, if the cursor can go there: not above the screen, and not over
+    rows that no longer fit in the window, of which nobody knows how many the terminal has made. There the block is
+    left as it stands and what comes next begins a new one.
+    """
 
     def __init__(self, console):
         self.console = console
-        self._live, self._drawn = None, []
         self._rest, self._fence = "", False
-        self._gap = False  # whether a blank line belongs before the next block
+        self._rows = []  # of the unfinished block, as they are on the screen
+        self._gap = False  # whether a blank row belongs before the next block
+        self._begun = False  # whether anything was drawn
+        self._left = False  # whether the beginning of the present block was left as it stands
+        self._until = None  # after that: a pattern up to which text goes on where the cursor is
 
     def frame(self, text: str, final: bool = False) -> None:
-        """Add `text`; print the blocks that it finishes, and draw the unfinished one."""
-        settled = not final and self._settled(text)
-        self._rest += text
-        blocks = []
-        if not settled:
-            blocks, self._rest, self._fence = split(self._rest, final)
-        shown = []
+        """Add `text`; draw the blocks that it finishes, and the unfinished one."""
+        if self._until:
+            text = self._go_on(text)
+            if self._until and not final:
+                return
+            self._rest = "" if self._until else self._rest  # at the end nothing comes to go on with
+        blocks, rest, fence = [], self._rest + text, self._fence
+        if final or not self._settled(text):
+            blocks, rest, fence = split(rest, final)
+        rows, gap = [], self._gap
         for block in blocks:
-            shown += self._spaced(block, Block(block))
-            self._gap = True
-        self._drawn = [] if final else self._spaced(self._rest, Tail(self._rest, self._fence))
-        if self._live is None and self._drawn:
-            # Nothing else writes meanwhile, so no stream is redirected.
-            self._live = Live(
-                self,
-                console=self.console,
-                auto_refresh=False,
-                transient=True,
-                redirect_stdout=False,
-                redirect_stderr=False,
-            )
-            self._live.start()
-        if shown:
-            self.console.print(Group(*shown))  # the live part moves below it in the same write
-        elif self._live is not None:
-            self._live.refresh()
+            shown = self._spaced(block, gap, finished=bool(rows) or not self._left)
+            rows, gap = rows + shown, gap or bool(shown)
+        finished = len(rows)
+        if self.console.is_terminal:
+            rows += self._spaced(rest, gap, finished=False)
+            if self._rows and not rows:
+                rows.append(())  # what was drawn is no text any more, such as a fence's first line
+        if not self._draw(rows):
+            self.leave()
+            self.frame(text, final)
+            return
+        self._rest, self._fence, self._gap, self._left = rest, fence, gap, self._left and not blocks
+        self._rows = rows[finished:] if self.console.is_terminal else []
+        self._shorten()
 
-    def __rich_console__(self, console, options):
-        """What Live draws. One object for ever: a new one would not be seen before the next refresh."""
-        yield from self._drawn
+    def leave(self) -> None:
+        """Never touch again what is on the screen; what comes next is drawn below it."""
+        if not self._rows:
+            return
+        begun, head = self._rest.rpartition("\n")[2], nameless_head(self._rest)
+        if self._fence or head:
+            self._rest = self._opener() if self._fence else head
+        else:
+            self._rest = begun if FENCE.match(begun) else ""  # of such a line nothing is shown
+        if not ((self._fence or head) and not begun or begun[-1:].isspace() or self._rest == begun):
+            # The word or line that is begun goes on where it stands.
+            self._until = r"\n" if self._fence or head else r"\s"
+        self._rows, self._gap, self._left = [], False, True
 
     def close(self) -> None:
         """Leave the terminal as it was found, the cursor included."""
-        live, self._live, self._drawn = self._live, None, []
-        if live is not None:
-            live.stop()
+        if self._begun:
+            self._begun = False
+            self._write([Segment.line()])
+            self.console.show_cursor(True)
+
+    def _go_on(self, text: str) -> str:
+        """Write what belongs to the word or line that was left; returns what comes after that."""
+        found = re.search(self._until, text)
+        if head := text[: found.start()] if found else text:
+            self._begin()
+            self._write([Segment(head)])
+        if not found:
+            return ""
+        self._until = None
+        tail = text[found.start() :]
+        self._gap = not self._rest and re.match(r"[ \t]*\n[ \t]*\n", tail) is not None
+        return tail[1:] if self._rest else tail.lstrip()
+
+    def _spaced(self, source: str, gap: bool, finished: bool) -> list:
+        rows = rows_of(self.console, source, finished)
+        return [(), *rows] if rows and gap else rows
+
+    def _draw(self, rows: list) -> bool:
+        """Put `rows` in the place of the unfinished block's; False where the cursor cannot go to what is different."""
+        old, (width, height) = self._rows, self.console.size
+        top = len(old) - height  # the first row that the cursor can reach; above it looks do not matter any more
+        same = 0
+        while same < min(len(old), len(rows)) and (
+            old[same] == rows[same] or (same < top and _text(old[same]) == _text(rows[same]))
+        ):
+            same += 1
+        out = []
+        if same < len(old):
+            same = min(same, len(rows) - 1)
+            up = len(old) - 1 - same
+            longest = max(map(Segment.get_line_length, old[same:]))
+            back, added = _change(old[same], rows[same])
+            if (up or back) and (same < top or longest >= width):
+                return False
+            if up:
+                move, added = f"\r\x1b[{up}A", rows[same]
+            else:  # from where the cursor is, which is right even before the new width of a window is known
+                move = f"\x1b[{back}D" if back else ""
+            if move:
+                out.append(Segment(f"{move}\x1b[J", None, [(ControlType.CURSOR_UP, up)]))
+            out += added
+            same += 1
+        begun = self._begun
+        for row in rows[same:]:
+            out += [Segment.line(), *row] if begun else row
+            begun = True
+        if rows:
+            self._begin()
+        if out:
+            self._write(out)
+        return True
+
+    def _begin(self) -> None:
+        if not self._begun:
+            self._begun = True
+            self.console.show_cursor(False)
+
+    def _write(self, segments: list[Segment]) -> None:
+        self.console.print(Segments(segments), end="", crop=False)
 
     def _settled(self, text: str) -> bool:
         """Whether `text` surely finishes no block: a long one must not be split again for every frame."""
         line = self._rest[self._rest.rfind("\n") + 1 :]
         if self._fence and self._rest.count("\n"):
             return self._rest.lstrip()[0] * 3 not in line + text
-        return "\n" not in text and _decided(line) == _decided(line + text)
+        return "\n" not in text and decided(line) == decided(line + text)
 
-    def _spaced(self, source: str, renderable) -> list:
-        if not source.strip():
-            return []
-        return [Text(""), renderable] if self._gap else [renderable]
+    def _opener(self) -> str:
+        """The line that begins the unfinished code block, without what is shown of it."""
+        return FENCE.match(self._rest)[0].strip("\n") + "\n"
+
+    def _shorten(self) -> None:
+        """Forget lines of a long unfinished code block: they are on the screen, and highlighting them takes time."""
+        lines = self._rest.split("\n")
+        if not self._fence or len(lines) <= LONG:
+            return
+        # Not inside of a long string or comment, if possible: where a line after an empty one is not indented.
+        starts = (i for i in range(len(lines) - 1, 1, -1) if lines[i][:1].strip() and not lines[i - 1].strip())
+        start = next(starts, len(lines) - LONG // 2 if len(lines) > 4 * LONG else 0)
+        if not start:
+            return
+        rest = self._opener() + "\n".join(lines[start:])
+        rows = rows_of(self.console, rest)
+        if [*map(_text, rows)] == [*map(_text, self._rows[-len(rows) :])]:
+            self._rest, self._rows, self._gap = rest, self._rows[-len(rows) :], False
+
+
+def _text(row: tuple[Segment, ...]) -> str:
+    return "".join(segment.text for segment in row)
+
+
+def _change(old: tuple[Segment, ...], new: tuple[Segment, ...]) -> tuple[int, list[Segment]]:
+    """How many columns of row `old` go, from its end, and what is written in their place to make it `new`."""
+    old, new = ([(char, segment.style) for segment in row for char in segment.text] for row in (old, new))
+    same = next((i for i, pair in enumerate(zip(old, new)) if pair[0] != pair[1]), min(len(old), len(new)))
+    return cell_len("".join(char for char, _ in old[same:])), [*Segment.simplify(starmap(Segment, new[same:]))]
 
 
 class MarkdownStream:
@@ -259,9 +230,10 @@ class MarkdownStream:
             pass
 
     def pause(self) -> None:
-        """Take away the unfinished block and show the cursor; the next frame draws both anew."""
+        """Leave what is on the screen and show the cursor; the next frame goes on below."""
         if not self._closed:  # else the frame that this call interrupts may be the last one
             with self._drawing:
+                self._painter.leave()
                 self._try(self._painter.close)
 
     def _run(self) -> None:

@@ -43,11 +43,11 @@ def ending():
                 if signal.getsignal(each) is signal.SIG_DFL:
                     signal.signal(each, end)
                     changed.append(each)
-        yield
-    except BaseException:
-        if asked:  # an error on the way, such as that of a terminal that has gone, changes nothing
-            raise asked[0] from None
-        raise
+        try:
+            yield
+        finally:
+            if asked:  # what came on the way, such as the error of a terminal that has gone, changes nothing
+                raise asked[0] from None
     finally:
         for each in changed:
             signal.signal(each, signal.SIG_DFL)

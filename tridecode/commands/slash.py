@@ -33,6 +33,7 @@ GROUPS = {
         "/stats": ("", "the model, its speed, memory and context"),
     },
     "Chat": {
+        "/plain": ("[on|off]", "answers as the model writes them, or as Markdown"),
         "/help": ("", "show this"),
         "/exit": ("", "leave"),
     },
@@ -218,6 +219,16 @@ def _think(chat, rest) -> None:
     chat.output.note(f"thinking is {chat.think}")
 
 
+def _plain(chat, rest) -> None:
+    if rest not in ("", "on", "off"):
+        chat.output.note(f"/plain takes on or off, not {brief(rest)}")
+    elif chat.conversation.raw and rest == "off":
+        chat.output.note("with --raw answers are always plain: a text that is continued is no Markdown")
+    else:
+        chat.plain = rest == "on" if rest else chat.plain
+        chat.output.note("answers are " + ("plain text" if chat.plain else "shown as Markdown in a terminal"))
+
+
 def _stats(chat, rest) -> None:
     for line in stats.lines(chat):
         chat.output.note(line)
@@ -253,6 +264,7 @@ _ACTIONS = {
     "/copy": _copy,
     "/model": _model,
     "/think": _think,
+    "/plain": _plain,
     "/set": _set,
     "/stats": _stats,
 }

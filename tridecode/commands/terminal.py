@@ -13,6 +13,8 @@ from .signals import suspendable
 # ESC, carriage return, backspace, C1: a terminal obeys them, so a model (or a file name) must not be able to send them.
 _CONTROLS = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\t"}
 _CONTROLS |= {0x7F: 0x2421} | {code: 0xFFFD for code in range(0x80, 0xA0)}
+# Embeddings, overrides and isolates of writing direction: they make text look like another.
+_CONTROLS |= {code: 0xFFFD for code in (*range(0x202A, 0x202F), *range(0x2066, 0x206A))}
 
 
 def visible(text: str) -> str:
@@ -43,12 +45,32 @@ class PipeConsole(Console):
         raise
 
 
+def foreign_encoding() -> str | None:
+    """The encoding of a stream in which ASCII is something else, such as UTF-16; the streams are UTF-8 afterwards.
+
+    No terminal shows it, lines from a pipe do not end in it, and what is written in pieces has no byte order mark.
+    """
+    for stream in (sys.stdin, sys.stdout, sys.stderr):
+        encoding = getattr(stream, "encoding", None) or "utf-8"
+        if "a\n".encode(encoding, "replace") != b"a\n":
+            for each in (sys.stdin, sys.stdout, sys.stderr):
+                each.reconfigure(encoding="utf-8", errors="replace")
+            return encoding
+    return None
+
+
+def make_console(**options) -> Console:
+    """A console that shows text as it is. A size in the environment counts only if something can be shown in it."""
+    unusable = {name for name in ("COLUMNS", "LINES") if not os.environ.get(name, "").strip("0")}
+    environment = {name: value for name, value in os.environ.items() if name not in unusable}
+    return PipeConsole(highlight=False, markup=False, emoji=False, _environ=environment, **options)
+
+
 class Output:
     """stdout for answers, stderr for everything else; `tty` says whether stdout is a terminal."""
 
     def __init__(self):
-        self.console = PipeConsole(highlight=False, markup=False, emoji=False)
-        self.errors = PipeConsole(stderr=True, highlight=False, markup=False, emoji=False)
+        self.console, self.errors = make_console(), make_console(stderr=True)
         # rich's own answer can be forced by environment variables
         self.tty, self._unwrapped = sys.stdout.isatty(), not sys.stderr.isatty()
 

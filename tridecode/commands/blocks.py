@@ -1,0 +1,153 @@
+"""How one block of Markdown looks in a terminal."""
+
+from rich import box
+from rich.cells import cell_len
+from rich.markdown import CodeBlock, HorizontalRule, ListElement, ListItem, Markdown, TableElement
+from rich.padding import Padding
+from rich.rule import Rule
+from rich.segment import Segment
+from rich.syntax import Syntax
+from rich.table import Table
+from rich.text import Text
+
+from .markup import PARSER, worded
+
+DEEPEST = 15  # nested blocks; deeper ones would have no columns left, and are shown as plain text
+NARROW = 8  # columns of a table's cell, below which words are no longer readable
+
+
+class Code(CodeBlock):
+    """Highlighted in the terminal's own colours, and without blank lines of its own."""
+
+    @classmethod
+    def create(cls, markdown, token):
+        code = super().create(markdown, token)
+        code.title = token.info.strip() if len(token.info.split()) > 1 else ""  # one word is the language
+        return code
+
+    def __rich_console__(self, console, options):
+        if self.title:
+            yield Padding(Text(self.title, style="dim"), (0, 2))
+        code = str(self.text).rstrip()
+        text = Syntax(code, self.lexer_name, theme=self.theme, word_wrap=True, tab_size=8).highlight(code)
+        text.rstrip()
+        yield Padding(text, (0, 2))
+
+
+class Rows(TableElement):
+    """A table with its columns' alignment, whose long words are folded instead of cut.
+
+    One with more columns than there is room for is a line for each cell, after its column's name.
+    """
+
+    def __rich_console__(self, console, options):
+        headings = [cell.content.copy() for cell in self.header.row.cells]
+        rows = [[cell.content for cell in row.cells] for row in (self.body.rows if self.body else ())]
+        if not (rows or any(headings)):
+            return
+        for heading in headings:
+            heading.stylize("markdown.table.header")
+        widths = [max(cell_len(cell.plain) for cell in column) for column in zip(headings, *rows)]
+        if sum(min(width, NARROW) + 2 for width in widths) > options.max_width:
+            for row in rows or [[Text()] * len(headings)]:
+                for heading, cell in zip(headings, row):
+                    yield Text.assemble(heading, ": " if heading and cell else "", cell)
+                yield Text()
+            return
+        table = Table(box=box.SIMPLE, show_edge=False, pad_edge=False, style="markdown.table.border")
+        for cell, heading in zip(self.header.row.cells, headings):
+            table.add_column(heading, justify=cell.justify, overflow="fold")
+        for row in rows:
+            table.add_row(*row)
+        yield table
+
+
+class Line(HorizontalRule):
+    """A rule without the blank line below it."""
+
+    def __rich_console__(self, console, options):
+        yield Rule(style=console.get_style("markdown.hr", default="none"))
+
+
+class Item(ListItem):
+    """An item with the number that it was given. A bullet stays as written where it may be a sign."""
+
+    @classmethod
+    def create(cls, markdown, token):
+        item = cls()
+        item.marker = token.info + token.markup
+        if token.markup in "-*" and worded("\n".join(markdown.markup.split("\n")[slice(*token.map)])):
+            item.marker = "•"
+        return item
+
+
+class Items(ListElement):
+    """A list whose items look the same whatever comes after them."""
+
+    def __rich_console__(self, console, options):
+        for item in self.items:
+            style = "markdown.item.bullet" if item.marker in "•-*+" else "markdown.item.number"
+            marker, style = f" {item.marker} ", console.get_style(style, default="none")
+            inner = options.update(width=options.max_width - len(marker))
+            for i, line in enumerate(console.render_lines(item.elements, inner, style=item.style) or [[]]):
+                yield Segment(" " * len(marker) if i else marker, style)
+                yield from line
+                yield Segment.line()
+
+
+class Block(Markdown):
+    """One block of Markdown."""
+
+    elements = Markdown.elements | {
+        "fence": Code,
+        "code_block": Code,
+        "table_open": Rows,
+        "hr": Line,
+        "list_item_open": Item,
+        "bullet_list_open": Items,
+        "ordered_list_open": Items,
+    }
+    inlines = Markdown.inlines | {"link_url"}
+
+    def __init__(self, source: str):
+        # Not rich's own __init__, which builds a parser every time: a quarter of a frame.
+        self.markup, self.parsed = source, []
+        self.style, self.justify, self.code_theme, self.hyperlinks = "none", None, "ansi_dark", False
+        self.inline_code_lexer = self.inline_code_theme = None
+
+    def __rich_console__(self, console, options):
+        try:
+            self.parsed = PARSER.parse(self.markup)
+            deepest = max((token.level for token in self.parsed), default=0)
+            if deepest > DEEPEST or 4 * deepest > options.max_width - 8:
+                raise ValueError("nested too deeply")
+            rendered = list(super().__rich_console__(console, options))
+        except Exception:  # of a parser or renderer that met text it cannot show: no answer may fail for its looks
+            rendered = [Text(self.markup.rstrip("\n"))]
+        yield from rendered
+
+
+def rows_of(console, source: str, finished: bool = True) -> list[tuple[Segment, ...]]:
+    """The rows of the terminal that a block takes, without blank ones around it and spaces at their ends.
+
+    A finished block that shows nothing, such as code of no lines, is shown as written. The last column stays free: a
+    cursor that has filled it is on it or behind it, as terminals please.
+    """
+    if not source.strip():
+        return []
+    options = console.options.update(width=max(console.width - 1, 1))
+    rows = [_trimmed(line) for line in console.render_lines(Block(source), options, pad=False)]
+    filled = [i for i, row in enumerate(rows) if row]
+    if filled:
+        return rows[filled[0] : filled[-1] + 1]
+    return [*map(_trimmed, console.render_lines(Text(source), options, pad=False))] if finished else []
+
+
+def _trimmed(line: list[Segment]) -> tuple[Segment, ...]:
+    plain = (Segment(segment.text, segment.style or None) for segment in line if segment.text and not segment.control)
+    row = [*Segment.simplify(plain)]
+    while row and not row[-1].text.rstrip(" "):
+        row.pop()
+    if row:
+        row[-1] = Segment(row[-1].text.rstrip(" "), row[-1].style)
+    return tuple(row)
