@@ -73,4 +73,4 @@ def begin(engine: Engine, ids, position, params, stop_ids=(), limit=None) -> Non
     """Slot 0 at `position` of `ids`, without the engine's streaming around it."""
     slots, limit = engine.scheduler.slots, limit or engine.capacity + 1
     slots.write_tokens(0, ids, limit - 1)
-    slots.begin(0, params, position=position, n_known=len(ids), limit=limit, stop_ids=stop_ids)
+    slots.begin(0, 0, params, position=position, n_known=len(ids), limit=limit, stop_ids=stop_ids)

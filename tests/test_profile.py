@@ -170,9 +170,9 @@ def test_a_launch_of_several_kernels_has_its_role_several_times():
 def test_bytes_are_those_of_the_matrices(preset):
     config = PRESETS[preset]
     model = meta_model(preset, torch.bfloat16, 90)
-    state, rows = torch.zeros(2, 1, layout.META_WIDTH, dtype=torch.int32)
+    state = torch.zeros(1, layout.META_WIDTH, dtype=torch.int32)
     state[0, layout.POSITION] = 1000
-    model = replace(model, workspace=replace(model.workspace, meta=state, rows=rows))
+    model = replace(model, workspace=replace(model.workspace, meta=state))
     launches = step.step_launches(model)
     moved = step.bytes_by_role(launches)
     layer = config.hidden_size * (2 * config.q_size + 2 * config.kv_size + 3 * config.intermediate_size)

@@ -270,7 +270,7 @@ class Engine:
         slots = self.scheduler.slots
         slots.held[0].tokens = []
         slots.write_tokens(0, ids, limit - 1)
-        slots.begin(0, params, position=position, n_known=len(ids), limit=limit, stop_ids=())
+        slots.begin(0, 0, params, position=position, n_known=len(ids), limit=limit, stop_ids=())
 
     def enqueue(self, params: SamplingParams) -> None:
         """Enqueue one step of the kind that `params` needs; returns before it has run on a GPU."""

@@ -1,15 +1,16 @@
 """The layout of the state that a pass reads and writes at fixed device addresses, as numbers.
 
-meta is int32 [slots, META_WIDTH]. Fields below DEVICE_FIELDS are written by the host only, the rest by the device only
-while a request runs; the host sets both halves once when a request begins.
-samp is fp32 [slots, SAMP_WIDTH] and holds the sampling parameters that are not integers.
-rows is int32 [max_rows, ROW_WIDTH]: of each row of the pass its slot, and its offset from the slot's position, 0 today.
+meta is int32 [rows, META_WIDTH]: of each row of a pass the state of its request. Fields below DEVICE_FIELDS are
+written by the host only, the rest by the device only while a request runs; the host sets both halves once when a
+request begins.
+samp is fp32 [rows, SAMP_WIDTH] and holds the sampling parameters that are not integers.
+What is large stays where it is while its request runs: tokens, counts, bias, pages and ring are those of the slot that
+the field SLOT names. A kernel has a row's status and position after one load, as if there were no slots.
 An entry of the output ring is an int64: generation << GENERATION_SHIFT | step << STEP_SHIFT | token.
 """
 
 META_WIDTH = 64
 SAMP_WIDTH = 16
-ROW_WIDTH = 2
 MAX_STOP_IDS = 16
 RING = 64  # entries of a slot's output ring, a power of two
 
@@ -17,7 +18,8 @@ RING = 64  # entries of a slot's output ring, a power of two
 FLAGS = 0  # bit set of FLAG_* below
 N_KNOWN = 1  # tokens[0 .. N_KNOWN - 1] are given: sampling never overwrites them
 LIMIT = 2  # total number of tokens (prompt and output) at which the generation ends, at most capacity + 1
-GENERATION = 3  # which request of the slot this is: its entries in the ring bear it
+SLOT = 3
+GENERATION = 9  # which request of the slot this is: its entries in the ring bear it
 SEED_LO = 4
 SEED_HI = 5
 N_STOP = 6

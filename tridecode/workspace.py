@@ -21,9 +21,8 @@ class Workspace:
     """
 
     # state
-    meta: torch.Tensor  # int32 [slots, META_WIDTH]
-    samp: torch.Tensor  # fp32 [slots, SAMP_WIDTH]
-    rows: torch.Tensor  # int32 [rows, ROW_WIDTH]: see layout; row i is slot i's until it is written
+    meta: torch.Tensor  # int32 [rows, META_WIDTH]
+    samp: torch.Tensor  # fp32 [rows, SAMP_WIDTH]
     tokens: torch.Tensor  # int32 [slots, capacity + 1]
     counts: torch.Tensor  # int32 [slots, vocab]: 2 * occurrences in the output + (1 if in the prompt)
     bias: torch.Tensor  # fp32 [slots, vocab]
@@ -69,9 +68,8 @@ def make_workspace(config: ModelConfig, capacity: int, device, dtype: torch.dtyp
         return torch.zeros(shape, dtype=dtype, device=device)
 
     return Workspace(
-        meta=state(slots, META_WIDTH),
-        samp=real(slots, SAMP_WIDTH),
-        rows=torch.stack([torch.arange(rows), torch.zeros(rows)], 1).to(device, torch.int32),
+        meta=state(rows, META_WIDTH),
+        samp=real(rows, SAMP_WIDTH),
         tokens=state(slots, capacity + 1),
         counts=state(slots, vocab),
         bias=real(slots, vocab),

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, fields, replace
 
 import torch
-from util import CUDA, DEVICE, rows_table
+from util import CUDA, DEVICE
 
 from tridecode import layout as m
 from tridecode.kernels.greedy import greedy, greedy_ref
@@ -25,7 +25,6 @@ class Step:
 
     logits: torch.Tensor
     meta: torch.Tensor
-    rows: torch.Tensor
     samp: torch.Tensor
     tokens: torch.Tensor
     counts: torch.Tensor
@@ -44,7 +43,7 @@ class Step:
 
         buffers = SamplerBuffers(**{f.name: clone(getattr(self.sampler, f.name)) for f in fields(SamplerBuffers)})
         rings = {name: ring(getattr(self, name)) for name in ("out", "logprobs", "ids")}
-        plain = ("logits", "meta", "rows", "samp", "tokens", "counts", "bias")
+        plain = ("logits", "meta", "samp", "tokens", "counts", "bias")
         return Step(sampler=buffers, **rings, **{name: clone(getattr(self, name)) for name in plain})
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -74,7 +73,7 @@ def make_step(logits: torch.Tensor, *params: SamplingParams, stop_ids=(), seed: 
     assert len(params) == rows
     meta, samp = torch.zeros(rows, m.META_WIDTH, dtype=torch.int32), torch.zeros(rows, m.SAMP_WIDTH)
     for slot, p in enumerate(replace(p, seed=seed) for p in params):
-        fill_meta(meta[slot].numpy(), p, POSITION, POSITION + 1, CAPACITY + 1, stop_ids, GENERATION)
+        fill_meta(meta[slot].numpy(), p, slot, GENERATION, POSITION, POSITION + 1, CAPACITY + 1, stop_ids)
         fill_samp(samp[slot].numpy(), p)
     generator = torch.Generator().manual_seed(vocab)
     buffers = make_buffers(vocab, rows, "cpu")
@@ -89,7 +88,6 @@ def make_step(logits: torch.Tensor, *params: SamplingParams, stop_ids=(), seed: 
     step = Step(
         logits=logits.float().cpu(),
         meta=meta,
-        rows=rows_table(*range(rows)).cpu(),
         samp=samp,
         tokens=torch.full((rows, CAPACITY + 1), UNTOUCHED, dtype=torch.int32),
         counts=torch.randint(0, 4, (rows, vocab), generator=generator).int(),
@@ -110,11 +108,11 @@ def run(kind: str, step: Step, with_logprobs: bool = False) -> Step:
     s = step
     ring = s.logprobs if with_logprobs else None
     if kind == "greedy":
-        greedy(s.logits, s.meta, s.rows, s.tokens, s.out, s.sampler, pdl=PDL)
+        greedy(s.logits, s.meta, s.tokens, s.out, s.sampler, pdl=PDL)
     elif kind == "sample":
-        sample(s.logits, s.meta, s.rows, s.samp, s.tokens, s.counts, s.bias, s.out, s.sampler, ring, pdl=PDL)
+        sample(s.logits, s.meta, s.samp, s.tokens, s.counts, s.bias, s.out, s.sampler, ring, pdl=PDL)
     else:
-        logprobs(s.logits, s.meta, s.rows, s.logprobs, s.ids, s.sampler, pdl=PDL)
+        logprobs(s.logits, s.meta, s.logprobs, s.ids, s.sampler, pdl=PDL)
     if CUDA:
         torch.cuda.synchronize()
     return s
@@ -125,11 +123,11 @@ def run_ref(kind: str, step: Step, with_logprobs: bool = False) -> Step:
     s = step.copy("cpu")
     ring = s.logprobs if with_logprobs else None
     if kind == "greedy":
-        greedy_ref(s.logits, s.meta, s.rows, s.tokens, s.out, s.sampler)
+        greedy_ref(s.logits, s.meta, s.tokens, s.out, s.sampler)
     elif kind == "sample":
-        sample_ref(s.logits, s.meta, s.rows, s.samp, s.tokens, s.counts, s.bias, s.out, s.sampler, ring)
+        sample_ref(s.logits, s.meta, s.samp, s.tokens, s.counts, s.bias, s.out, s.sampler, ring)
     else:
-        logprobs_ref(s.logits, s.meta, s.rows, s.logprobs, s.ids, s.sampler)
+        logprobs_ref(s.logits, s.meta, s.logprobs, s.ids, s.sampler)
     return s
 
 

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from util import BF16_ROUNDING, DEVICE, Case, assert_close, cases, meta_rows, norm_weight, poisoned, random, rows_table
+from util import BF16_ROUNDING, DEVICE, Case, assert_close, cases, meta_rows, norm_weight, poisoned, random
 
 from tridecode import layout, tuned
 from tridecode.kernels.attention import AttentionShape, attention, attention_ref
@@ -26,7 +26,6 @@ def buffers(positions, kv_heads, group, head_dim, page, pages, dtype, qk_norm, s
     angle = torch.rand(pages * page, head_dim // 2, generator=torch.Generator().manual_seed(3)) * 6
     return dict(
         meta=meta_rows(*positions),
-        rows=rows_table(*range(rows)),
         page_table=table.int().to(DEVICE),
         qkv=random(rows, (heads + 2 * kv_heads) * head_dim, seed=4),
         q_norm=norm_weight(head_dim, dtype) if qk_norm else None,
@@ -176,7 +175,7 @@ def test_a_row_takes_its_slots_state_whichever_row_it_is():
     found = []
     for order in ((0, 1, 2), (2, 0, 1)):
         args = buffers((70, 0, 130), 2, 2, 64, page=64, pages=4, dtype=torch.float16, qk_norm=True)
-        args["rows"], args["qkv"] = rows_table(*order), args["qkv"][list(order)]
+        args["meta"], args["qkv"] = args["meta"][list(order)], args["qkv"][list(order)]
         attention(**args, shape=AttentionShape(block_t=32, splits=SPLITS))
         found.append((args["out"][torch.tensor(order).argsort().to(DEVICE)], args["k_cache"], args["v_cache"]))
     for first, second in zip(*found):

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from util import BF16_ROUNDING, DEVICE, Case, assert_close, cases, meta_rows, norm_weight, poisoned, random, rows_table
+from util import BF16_ROUNDING, DEVICE, Case, assert_close, cases, meta_rows, norm_weight, poisoned, random
 
 from tridecode import layout
 from tridecode.kernels.embed import embed, embed_partials, embed_ref
@@ -14,13 +14,14 @@ CASES = cases(
 
 def run(hidden, vocab, dtype, act, status=layout.RUN):
     table, norm = random(vocab, hidden, dtype=dtype), norm_weight(hidden, dtype)
-    state, rows = meta_rows(0, 3, status=status), rows_table(1, 0)
+    state = meta_rows(3, 0, status=status)
+    state[:, layout.SLOT] = state[:, layout.SLOT].flip(0)
     tokens = torch.randint(0, vocab, (2, 8), generator=torch.Generator().manual_seed(1)).int().to(DEVICE)
     tokens[1, 3] = vocab - 1
     out = [poisoned(2, hidden), poisoned(2, hidden, dtype=act), poisoned(2, 16)]
-    embed(state, rows, tokens, table, norm, *out)
+    embed(state, tokens, table, norm, *out)
     ref = [poisoned(2, hidden), poisoned(2, hidden, dtype=act), poisoned(2, 16)]
-    embed_ref(state, rows, tokens, table, norm, *ref)
+    embed_ref(state, tokens, table, norm, *ref)
     return out, ref
 
 

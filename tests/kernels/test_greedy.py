@@ -121,10 +121,11 @@ def test_a_row_takes_its_slots_state_whichever_row_it_is(kind):
     params = [SamplingParams(logprobs=3), SamplingParams(top_p=0.7, presence_penalty=1.0, logprobs=1, temperature=0.5)]
     straight = make_step(random(2, 3000), *params)
     crossed = straight.copy()
-    crossed.logits.copy_(straight.logits.flip(0))
-    crossed.rows.copy_(straight.rows.flip(0))
+    for name in ("logits", "meta", "samp"):  # what is a row's; the rest is a slot's
+        getattr(crossed, name).copy_(getattr(straight, name).flip(0))
     run(kind, straight, with_logprobs=True)
     run(kind, crossed, with_logprobs=True)
+    crossed.meta.copy_(crossed.meta.flip(0))
     assert_same(crossed, straight, "meta", "tokens", "counts", "out", "ids")
     top = slice(1 if kind == "logprobs" else 0, 1 if kind == "sample" else 4)  # of logprobs and sample each its part
     if kind != "greedy":

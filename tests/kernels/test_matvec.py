@@ -1,6 +1,6 @@
 import pytest
 import torch
-from util import BF16_ROUNDING, Case, assert_close, cases, meta_rows, norm_weight, poisoned, random, rows_table
+from util import BF16_ROUNDING, Case, assert_close, cases, meta_rows, norm_weight, poisoned, random
 
 from tridecode import layout
 from tridecode.kernels.gate_up import gate_up, gate_up_ref
@@ -46,8 +46,8 @@ def inputs(n, k, dtype, bias):
 def check_normed(n, k, dtype, bias, shape):
     linear, x, partials = inputs(n, k, dtype, bias)
     out, ref = poisoned(2, n), poisoned(2, n)
-    matvec_normed(meta_rows(0, 0), rows_table(0, 1), x, linear, out, partials, 5, EPS, shape=shape)
-    matvec_normed_ref(meta_rows(0, 0), rows_table(0, 1), x, linear, ref, partials, 5, EPS)
+    matvec_normed(meta_rows(0, 0), x, linear, out, partials, 5, EPS, shape=shape)
+    matvec_normed_ref(meta_rows(0, 0), x, linear, ref, partials, 5, EPS)
     assert_close(out, ref, 1e-5)
 
 
@@ -57,8 +57,8 @@ def check_residual(n, k, dtype, norm, normed_dtype, tolerance, shape):
     ref_hidden = hidden.clone()
     normed, sumsq = poisoned(2, n, dtype=normed_dtype), poisoned(2, n)
     ref_normed, ref_sumsq = poisoned(2, n, dtype=normed_dtype), poisoned(2, n)
-    matvec_residual(meta_rows(0, 0), rows_table(0, 1), x, linear, hidden, norm, normed, sumsq, shape=shape)
-    matvec_residual_ref(meta_rows(0, 0), rows_table(0, 1), x, linear, ref_hidden, norm, ref_normed, ref_sumsq)
+    matvec_residual(meta_rows(0, 0), x, linear, hidden, norm, normed, sumsq, shape=shape)
+    matvec_residual_ref(meta_rows(0, 0), x, linear, ref_hidden, norm, ref_normed, ref_sumsq)
     assert_close(hidden, ref_hidden, 1e-5, "hidden")
     assert_close(normed, ref_normed, tolerance, "normed")
     partials = residual_partials(n, shape)
@@ -69,8 +69,8 @@ def check_residual(n, k, dtype, norm, normed_dtype, tolerance, shape):
 def check_gate_up(n, k, dtype, out_dtype, tolerance, shape):
     linear, x, partials = inputs(2 * n, k, dtype, bias=False)
     out, ref = poisoned(2, n, dtype=out_dtype), poisoned(2, n)
-    gate_up(meta_rows(0, 0), rows_table(0, 1), x, linear, out, partials, 5, EPS, shape=shape)
-    gate_up_ref(meta_rows(0, 0), rows_table(0, 1), x, linear, ref, partials, 5, EPS)
+    gate_up(meta_rows(0, 0), x, linear, out, partials, 5, EPS, shape=shape)
+    gate_up_ref(meta_rows(0, 0), x, linear, ref, partials, 5, EPS)
     assert_close(out, ref, tolerance)
 
 
@@ -143,9 +143,9 @@ def test_a_dead_step_writes_nothing():
     dead = meta_rows(0, 0, status=layout.LIMIT_REACHED)
     out, hidden = poisoned(2, 16), poisoned(2, 16)
     normed, sumsq, act = poisoned(2, 16), poisoned(2, 64), poisoned(2, 8)
-    matvec_normed(dead, rows_table(0, 1), x, linear, out, partials, 5, EPS, shape=SMALL_SHAPE)
-    matvec_residual(dead, rows_table(0, 1), x, linear, hidden, norm_weight(16), normed, sumsq, shape=SMALL_SHAPE)
-    gate_up(dead, rows_table(0, 1), x, linear, act, partials, 5, EPS, shape=SMALL_SHAPE)
+    matvec_normed(dead, x, linear, out, partials, 5, EPS, shape=SMALL_SHAPE)
+    matvec_residual(dead, x, linear, hidden, norm_weight(16), normed, sumsq, shape=SMALL_SHAPE)
+    gate_up(dead, x, linear, act, partials, 5, EPS, shape=SMALL_SHAPE)
     assert all(t.isnan().all() for t in (out, hidden, normed, sumsq, act))
 
 
@@ -155,16 +155,15 @@ def test_rows_with_different_status_are_independent(dead):
     linear, x, partials = inputs(2 * n, 256, torch.bfloat16, bias=False)
     half = Linear(linear.weight[:n])
     state = meta_rows(0, 0)
-    state[alive, layout.STATUS] = layout.STOP  # the slots stand the other way round
-    rows = rows_table(1, 0)
+    state[dead, layout.STATUS] = layout.STOP
     out, act, hidden = poisoned(2, n), poisoned(2, n), random(2, n, seed=3)
     normed, sumsq, before = poisoned(2, n), poisoned(2, n), hidden.clone()
-    matvec_normed(state, rows, x, half, out, partials, 5, EPS, shape=SMALL_SHAPE)
-    gate_up(state, rows, x, linear, act, partials, 5, EPS, shape=SMALL_SHAPE)
-    matvec_residual(state, rows, x, half, hidden, norm_weight(n), normed, sumsq, shape=SMALL_SHAPE)
+    matvec_normed(state, x, half, out, partials, 5, EPS, shape=SMALL_SHAPE)
+    gate_up(state, x, linear, act, partials, 5, EPS, shape=SMALL_SHAPE)
+    matvec_residual(state, x, half, hidden, norm_weight(n), normed, sumsq, shape=SMALL_SHAPE)
     for written in (out, act, normed):
         assert written[dead].isnan().all() and written[alive].isfinite().all()
     assert sumsq[dead].isnan().all() and torch.equal(hidden[dead], before[dead])
     ref = before.clone()
-    matvec_residual_ref(state, rows, x, half, ref, norm_weight(n), poisoned(2, n), poisoned(2, n))
+    matvec_residual_ref(state, x, half, ref, norm_weight(n), poisoned(2, n), poisoned(2, n))
     assert_close(hidden, ref, 1e-5)

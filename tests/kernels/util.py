@@ -57,10 +57,6 @@ def norm_weight(n: int, dtype=torch.float32) -> torch.Tensor:
 def meta_rows(*positions: int, status: int = layout.RUN) -> torch.Tensor:
     rows = torch.zeros(len(positions), layout.META_WIDTH, dtype=torch.int32)
     rows[:, layout.POSITION] = torch.tensor(positions, dtype=torch.int32)
+    rows[:, layout.SLOT] = torch.arange(len(positions), dtype=torch.int32)
     rows[:, layout.STATUS] = status
     return rows.to(DEVICE)
-
-
-def rows_table(*slots: int) -> torch.Tensor:
-    """Of each row of a pass its slot, and no offset."""
-    return torch.tensor([(slot, 0) for slot in slots], dtype=torch.int32).to(DEVICE)

@@ -10,13 +10,13 @@ from .common import (
     META_WIDTH,
     POSITION,
     RUN,
+    SLOT,
     STATUS,
     gdc_launch_dependents,
     gdc_wait,
     interpreted,
     options,
     running,
-    slot_of,
 )
 from .op import Op
 from .rope import _partner, _rms_rope, _rotation, rms_norm, rotate
@@ -76,7 +76,6 @@ def _held(x, position, HOLD: tl.constexpr):
 @triton.jit
 def _attention_kernel(
     meta_ptr,
-    rows_ptr,
     page_table_ptr,
     qkv_ptr,
     q_norm_ptr,
@@ -115,7 +114,7 @@ def _attention_kernel(
 ):
     """Attention of the token at `position` over the cached positions and itself; writes its K and V.
 
-    meta: [slots, META_WIDTH] int32; rows: [rows, ROW_WIDTH] int32; page_table: [slots, max_pages] int32; qkv: [rows,
+    meta: [rows, META_WIDTH] int32; page_table: [slots, max_pages] int32; qkv: [rows,
     (HEADS + 2 KV_HEADS) * D] fp32;
     q_norm, k_norm: [D]; cos, sin: [capacity, D / 2] fp32; K, V: [pages, KV_HEADS, PAGE, D], one layer's part of each
     page (PAGE and BLOCK_T: one divides the other), one position written;
@@ -130,11 +129,10 @@ def _attention_kernel(
     row = tl.program_id(2)
     if PDL:
         gdc_launch_dependents()
-    slot = slot_of(rows_ptr, row)
-    meta_ptr += slot * META_WIDTH
+    meta_ptr += row * META_WIDTH
     status = tl.load(meta_ptr + STATUS)
     position = tl.load(meta_ptr + POSITION)
-    table_ptr = page_table_ptr + slot * stride_table
+    table_ptr = page_table_ptr + tl.load(meta_ptr + SLOT) * stride_table
     start = 0
     if WINDOW > 0:
         start = tl.maximum(position - WINDOW + 1, 0)
@@ -304,7 +302,6 @@ def _attention_kernel(
 
 def attention(
     meta,
-    rows,
     page_table,
     qkv,
     q_norm,
@@ -332,7 +329,6 @@ def attention(
     assert shape.block_t % page == 0 or page % shape.block_t == 0, "a tile must be whole pages or a part of one"
     _attention_kernel[(kv_heads, shape.splits, out.shape[0])](
         meta,
-        rows,
         page_table,
         qkv,
         spare if q_norm is None else q_norm,
@@ -379,12 +375,12 @@ def combine_splits(group: int, head_dim: int, shape: AttentionShape) -> int:
 
 
 def attention_ref(
-    meta, rows, page_table, qkv, q_norm, k_norm, cos, sin, k_cache, v_cache, partial, lse, counter, out, scale, eps,
+    meta, page_table, qkv, q_norm, k_norm, cos, sin, k_cache, v_cache, partial, lse, counter, out, scale, eps,
     window,
 ):
     _, kv_heads, page, head_dim = k_cache.shape
-    for row, slot in running(meta, rows, out.shape[0]):
-        position = int(meta[slot, POSITION.value])
+    for row in running(meta, out.shape[0]):
+        slot, position = meta[row, [SLOT.value, POSITION.value]].tolist()
         table = page_table[slot].long()
         q, k, v = qkv[row].view(-1, head_dim).split((out.shape[1] // head_dim, kv_heads, kv_heads))
         if q_norm is not None:
@@ -406,12 +402,12 @@ def attention_ref(
 
 
 def attention_bytes(
-    meta, rows, page_table, qkv, q_norm, k_norm, cos, sin, k_cache, v_cache, partial, lse, counter, out, scale, eps,
+    meta, page_table, qkv, q_norm, k_norm, cos, sin, k_cache, v_cache, partial, lse, counter, out, scale, eps,
     window,
 ) -> int:
     """K and V of the positions that the rows attend to now; queries, outputs and partial results are small beside."""
     _, kv_heads, _, head_dim = k_cache.shape
-    positions = [int(meta[slot, POSITION.value]) for _, slot in running(meta, rows, out.shape[0])]
+    positions = meta[running(meta, out.shape[0]), POSITION.value].tolist()
     return 2 * sum(min(position, window or position) for position in positions) * kv_heads * head_dim * k_cache.itemsize
 
 

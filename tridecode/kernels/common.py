@@ -9,11 +9,11 @@ from .. import layout
 META_WIDTH = tl.constexpr(layout.META_WIDTH)
 SAMP_WIDTH = tl.constexpr(layout.SAMP_WIDTH)
 RING = tl.constexpr(layout.RING)
-ROW_WIDTH = tl.constexpr(layout.ROW_WIDTH)
 FLAGS = tl.constexpr(layout.FLAGS)
 N_KNOWN = tl.constexpr(layout.N_KNOWN)
 LIMIT = tl.constexpr(layout.LIMIT)
 GENERATION = tl.constexpr(layout.GENERATION)
+SLOT = tl.constexpr(layout.SLOT)
 SEED_LO = tl.constexpr(layout.SEED_LO)
 SEED_HI = tl.constexpr(layout.SEED_HI)
 N_STOP = tl.constexpr(layout.N_STOP)
@@ -55,14 +55,6 @@ def options(num_warps: int, pdl: bool = False, registers: int = 0) -> dict:
     return chosen
 
 
-@triton.jit
-def slot_of(rows_ptr, row):
-    """The slot of a row of the pass."""
-    return tl.load(rows_ptr + row * ROW_WIDTH)
-
-
-def running(meta, rows, count: int) -> list[tuple[int, int]]:
-    """Those of the first `count` rows whose slot has status RUN, each with its slot; the references' form of a kernel
-    leaving early."""
-    slots = rows[:count, 0].tolist()
-    return [(row, slot) for row, slot in enumerate(slots) if meta[slot, STATUS.value] == RUN.value]
+def running(meta, count: int) -> list[int]:
+    """Those of the first `count` rows that have status RUN; the references' form of a kernel leaving early."""
+    return [row for row, status in enumerate(meta[:count, STATUS.value].tolist()) if status == RUN.value]

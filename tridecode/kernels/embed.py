@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .common import META_WIDTH, POSITION, RUN, STATUS, gdc_launch_dependents, options, running, slot_of
+from .common import META_WIDTH, POSITION, RUN, SLOT, STATUS, gdc_launch_dependents, options, running
 from .op import Op
 
 BLOCK_K = 1024
@@ -12,7 +12,6 @@ BLOCK_K = 1024
 @triton.jit
 def _embed_kernel(
     meta_ptr,
-    rows_ptr,
     tokens_ptr,
     embed_ptr,
     norm_ptr,
@@ -29,7 +28,7 @@ def _embed_kernel(
 ):
     """Copy the embedding of tokens[position] and prepare the first layer's norm.
 
-    meta: [slots, META_WIDTH] int32; rows: [rows, ROW_WIDTH] int32; tokens: [slots, capacity + 1] int32;
+    meta: [rows, META_WIDTH] int32; tokens: [slots, capacity + 1] int32;
     embed: [vocab, K]; norm: [K];
     out hidden: [rows, K] fp32; out normed: [rows, K], hidden * norm; out sumsq: [rows, programs] fp32 partial sums.
     Moves K * (2 * itemsize + 4 + act itemsize) bytes. Grid (cdiv(K, BLOCK_K), rows).
@@ -39,10 +38,10 @@ def _embed_kernel(
         gdc_launch_dependents()
     pid = tl.program_id(0)
     row = tl.program_id(1)
-    slot = slot_of(rows_ptr, row)
-    if tl.load(meta_ptr + slot * META_WIDTH + STATUS) != RUN:
+    meta_ptr += row * META_WIDTH
+    if tl.load(meta_ptr + STATUS) != RUN:
         return
-    position = tl.load(meta_ptr + slot * META_WIDTH + POSITION)
+    slot, position = tl.load(meta_ptr + SLOT), tl.load(meta_ptr + POSITION)
     token = tl.load(tokens_ptr + slot.to(tl.int64) * stride_tokens + position).to(tl.int64)
     offs_k = pid * BLOCK_K + tl.arange(0, BLOCK_K)
     mask_k = offs_k < K
@@ -53,12 +52,11 @@ def _embed_kernel(
     tl.store(sumsq_ptr + row * stride_sumsq + pid, tl.sum(h * h, 0))
 
 
-def embed(meta, rows, tokens, embed, norm, hidden, normed, sumsq, *, pdl=False):
+def embed(meta, tokens, embed, norm, hidden, normed, sumsq, *, pdl=False):
     """Launch the kernel; sumsq receives `embed_partials(K)` partial sums a row."""
-    count, K = hidden.shape
-    _embed_kernel[(embed_partials(K), count)](
+    rows, K = hidden.shape
+    _embed_kernel[(embed_partials(K), rows)](
         meta,
-        rows,
         tokens,
         embed,
         norm,
@@ -81,16 +79,17 @@ def embed_partials(K: int) -> int:
     return triton.cdiv(K, BLOCK_K)
 
 
-def embed_ref(meta, rows, tokens, embed, norm, hidden, normed, sumsq):
-    for row, slot in running(meta, rows, hidden.shape[0]):
-        h = embed[tokens[slot, meta[slot, POSITION.value]].long()].float()
+def embed_ref(meta, tokens, embed, norm, hidden, normed, sumsq):
+    for row in running(meta, hidden.shape[0]):
+        slot, position = meta[row, [SLOT.value, POSITION.value]].tolist()
+        h = embed[tokens[slot, position].long()].float()
         hidden[row] = h
         normed[row] = (h * norm.float()).to(normed.dtype)
         sumsq[row, : embed_partials(h.numel())] = 0
         sumsq[row, 0] = h.square().sum()
 
 
-def embed_bytes(meta, rows, tokens, embed, norm, hidden, normed, sumsq) -> int:
+def embed_bytes(meta, tokens, embed, norm, hidden, normed, sumsq) -> int:
     """A row of the table and the norm's weight in, the residual stream and its norm out."""
     return hidden.numel() * (2 * embed.itemsize + hidden.itemsize + normed.itemsize)
 

@@ -17,13 +17,13 @@ from .common import (
     REPETITION_PENALTY,
     RUN,
     SAMP_WIDTH,
+    SLOT,
     STATUS,
     TEMPERATURE,
     TOP_K,
     TOP_P,
     gdc_launch_dependents,
     gdc_wait,
-    slot_of,
 )
 from .finish import LOWEST, block_key, packed_value
 from .mass import BINS, FARTHEST, HUGE, LOW_BITS, WEIGHT_BITS, distance, grid_scale, share, weight, weight_ref
@@ -46,7 +46,6 @@ _HEAVIEST = tl.constexpr(float(2**WEIGHT_BITS))
 def _process_kernel(
     logits_ptr,
     meta_ptr,
-    rows_ptr,
     samp_ptr,
     counts_ptr,
     bias_ptr,
@@ -68,7 +67,7 @@ def _process_kernel(
 ):
     """Add the bias, apply the penalties, leave each block's largest logits, and clear histograms and state.
 
-    rows: [rows, ROW_WIDTH] int32. logits: [rows, vocab] fp32. samp: [slots, SAMP_WIDTH] fp32. counts: [slots, vocab]
+    logits: [rows, vocab] fp32. samp: [rows, SAMP_WIDTH] fp32. counts: [slots, vocab]
     int32. bias: [slots, vocab] fp32. keys: [rows, >= blocks] int64 (out). tops: [rows, >= blocks * TOPS] fp32 (out).
     processed: [rows, vocab] fp32 (out).
     bins, bin_mass, state: see SamplerBuffers (out).
@@ -79,10 +78,9 @@ def _process_kernel(
     if PDL:
         gdc_launch_dependents()
     block, row = tl.program_id(0), tl.program_id(1)
-    slot = slot_of(rows_ptr, row)
-    flags = tl.load(meta_ptr + slot * META_WIDTH + FLAGS)
-    status = tl.load(meta_ptr + slot * META_WIDTH + STATUS)
-    samp_ptr += slot * SAMP_WIDTH
+    meta_ptr += row * META_WIDTH
+    flags, status, slot = tl.load(meta_ptr + FLAGS), tl.load(meta_ptr + STATUS), tl.load(meta_ptr + SLOT)
+    samp_ptr += row * SAMP_WIDTH
     repetition = tl.load(samp_ptr + REPETITION_PENALTY)
     presence = tl.load(samp_ptr + PRESENCE_PENALTY)
     frequency = tl.load(samp_ptr + FREQUENCY_PENALTY)
@@ -117,11 +115,11 @@ def _process_kernel(
 
 
 @triton.jit
-def active(meta_ptr, samp_ptr, slot, vocab):
+def active(meta_ptr, samp_ptr, row, vocab):
     """Whether top-k and top-p have anything to do (int1 each), what they are, and the temperature."""
-    temperature = tl.load(samp_ptr + slot * SAMP_WIDTH + TEMPERATURE)
-    top_k = tl.load(meta_ptr + slot * META_WIDTH + TOP_K)
-    top_p = tl.load(samp_ptr + slot * SAMP_WIDTH + TOP_P)
+    temperature = tl.load(samp_ptr + row * SAMP_WIDTH + TEMPERATURE)
+    top_k = tl.load(meta_ptr + row * META_WIDTH + TOP_K)
+    top_p = tl.load(samp_ptr + row * SAMP_WIDTH + TOP_P)
     hot = temperature > 0
     return hot & (top_k > 0) & (top_k < vocab), hot & (top_p < 1.0), top_k, top_p, temperature
 
@@ -171,7 +169,6 @@ def crossing_bin(ptr, sums, goal):
 @triton.jit
 def _bins_kernel(
     meta_ptr,
-    rows_ptr,
     samp_ptr,
     keys_ptr,
     tops_ptr,
@@ -208,9 +205,8 @@ def _bins_kernel(
         gdc_launch_dependents()
     block, row = tl.program_id(0), tl.program_id(1)
     blocks = tl.num_programs(0)
-    slot = slot_of(rows_ptr, row)
-    status = tl.load(meta_ptr + slot * META_WIDTH + STATUS)
-    use_k, use_p, top_k, top_p, temperature = active(meta_ptr, samp_ptr, slot, vocab)
+    status = tl.load(meta_ptr + row * META_WIDTH + STATUS)
+    use_k, use_p, top_k, top_p, temperature = active(meta_ptr, samp_ptr, row, vocab)
     scale = grid_scale(temperature)
     needed = (use_k & use_p) if LEVEL == 2 else (use_k | use_p)
     bins_ptr += row * _LEVELS * _BINS

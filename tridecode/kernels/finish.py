@@ -17,6 +17,7 @@ from .common import (
     POSITION,
     RING,
     RUN,
+    SLOT,
     STATUS,
     STEP,
     STOP,
@@ -77,9 +78,10 @@ def arrive(counter_ptr, programs):
 
 
 @triton.jit
-def step_state(slot, meta_ptr, tokens_ptr, stride_tokens):
-    """What finish_step needs of the slot's state; older than this step, so it may be read before the wait."""
-    meta_ptr += slot * META_WIDTH
+def step_state(row, meta_ptr, tokens_ptr, stride_tokens):
+    """What finish_step needs of the row's state; older than this step, so it may be read before the wait."""
+    meta_ptr += row * META_WIDTH
+    slot = tl.load(meta_ptr + SLOT)
     following = tl.load(meta_ptr + POSITION) + 1
     step = tl.load(meta_ptr + STEP)
     generation = tl.load(meta_ptr + GENERATION).to(tl.int64)
@@ -88,13 +90,12 @@ def step_state(slot, meta_ptr, tokens_ptr, stride_tokens):
     ends = following + 1 >= tl.load(meta_ptr + LIMIT)
     offs = tl.arange(0, 16)
     stop_ids = tl.load(meta_ptr + STOP_IDS + offs, mask=offs < tl.load(meta_ptr + N_STOP), other=-1)
-    return following, step, generation, known, given, ends, stop_ids
+    return slot, following, step, generation, known, given, ends, stop_ids
 
 
 @triton.jit
 def finish_step(
     row,
-    slot,
     token,
     bad,
     state,
@@ -112,13 +113,13 @@ def finish_step(
     LOGPROBS: tl.constexpr,
     FENCE: tl.constexpr,
 ):
-    """End the step of a row's slot: token, count, log-probability, status, position, step, and last the ring entry.
+    """End the step of a row: token, count, log-probability, status, position, step, and last the ring entry.
 
     Given tokens (below N_KNOWN) are reported, never overwritten, and do not stop. FENCE orders the ring of
     log-probabilities, in host memory too, before the entry of `out` that the host polls.
     """
-    following, step, generation, known, given, ends, stop_ids = state
-    meta_ptr += slot * META_WIDTH
+    slot, following, step, generation, known, given, ends, stop_ids = state
+    meta_ptr += row * META_WIDTH
     drawn = (known | bad) == 0
     token = tl.where(known, given, token)
     stops = tl.sum((stop_ids == token).to(tl.int32), axis=0) * drawn.to(tl.int32)
@@ -142,10 +143,10 @@ def finish_step(
     tl.store(out_ptr + ring, entry)
 
 
-def finish_step_ref(row, slot, token, bad, logits, meta, tokens, counts, out, lse=None, logprobs_ring=None):
+def finish_step_ref(row, token, bad, logits, meta, tokens, counts, out, lse=None, logprobs_ring=None):
     """finish_step in torch; counts None: greedy keeps none."""
-    state = meta[slot].tolist()
-    position, step = state[m.POSITION], state[m.STEP]
+    state = meta[row].tolist()
+    slot, position, step = state[m.SLOT], state[m.POSITION], state[m.STEP]
     following = position + 1
     known = following < state[m.N_KNOWN]
     status = m.LIMIT_REACHED if following + 1 >= state[m.LIMIT] else m.RUN
@@ -160,5 +161,5 @@ def finish_step_ref(row, slot, token, bad, logits, meta, tokens, counts, out, ls
     if logprobs_ring is not None and not bad:
         logprobs_ring[slot, step % m.RING, 0] = logits[row, token] - lse[row]
     changed = [position, step + 1, m.NAN] if bad else [following, step + 1, status]
-    meta[slot, m.POSITION : m.STATUS + 1] = torch.tensor(changed, dtype=torch.int32)
+    meta[row, m.POSITION : m.STATUS + 1] = torch.tensor(changed, dtype=torch.int32)
     out[slot, step % m.RING] = m.ring_entry(state[m.GENERATION], step, m.NO_TOKEN if bad else token)

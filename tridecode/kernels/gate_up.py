@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .common import META_WIDTH, RUN, STATUS, gdc_launch_dependents, gdc_wait, options, running, slot_of
+from .common import META_WIDTH, RUN, STATUS, gdc_launch_dependents, gdc_wait, options, running
 from .op import Op
 from .tiles import dot_tiles, load_rows, load_tiles
 
@@ -12,7 +12,6 @@ from .tiles import dot_tiles, load_rows, load_tiles
 @triton.jit
 def _gate_up_kernel(
     meta_ptr,
-    rows_ptr,
     x_ptr,
     weight_ptr,
     out_ptr,
@@ -33,7 +32,7 @@ def _gate_up_kernel(
 ):
     """out = silu(gate(x)) * up(x), x scaled by its norm.
 
-    meta: [slots, META_WIDTH] int32; rows: [rows, ROW_WIDTH] int32; x: [rows, K]; weight: [2 * N, K], gate rows then up
+    meta: [rows, META_WIDTH] int32; x: [rows, K]; weight: [2 * N, K], gate rows then up
     rows; sumsq: [rows, partials] fp32; out: [rows, N] (output). Moves 2 * N * K weight bytes. Grid (PROGRAMS, rows).
     A program owns the same rows of both halves, so the product needs no exchange.
     """
@@ -42,11 +41,10 @@ def _gate_up_kernel(
     if PDL:
         gdc_launch_dependents()
     offs_n = pid * BLOCK_N + tl.arange(0, BLOCK_N)
-    slot = slot_of(rows_ptr, row)
+    status = tl.load(meta_ptr + row * META_WIDTH + STATUS)
     up_ptr = weight_ptr + N * K
     gate = load_rows(weight_ptr, offs_n, N, K, BLOCK_K, N % BLOCK_N != 0)
     up = load_rows(up_ptr, offs_n, N, K, BLOCK_K, N % BLOCK_N != 0)
-    status = tl.load(meta_ptr + slot * META_WIDTH + STATUS)  # behind the weights, which need not wait for the slot
     if PDL:
         gdc_wait()
     if status != RUN:
@@ -67,14 +65,13 @@ def _gate_up_kernel(
         gate, up = gate_next, up_next
 
 
-def gate_up(meta, rows, normed, linear, out, sumsq, n_sumsq, eps, *, shape, pdl=False):
+def gate_up(meta, normed, linear, out, sumsq, n_sumsq, eps, *, shape, pdl=False):
     """out[row] = silu(gate) * up of the normalised row, the mean square from n_sumsq partial sums of squares."""
-    count, N = out.shape
+    rows, N = out.shape
     K = linear.in_features
     blocks, programs = shape.grid(N)
-    _gate_up_kernel[(programs, count)](
+    _gate_up_kernel[(programs, rows)](
         meta,
-        rows,
         normed,
         linear.weight,
         out,
@@ -96,15 +93,15 @@ def gate_up(meta, rows, normed, linear, out, sumsq, n_sumsq, eps, *, shape, pdl=
     )
 
 
-def gate_up_ref(meta, rows, normed, linear, out, sumsq, n_sumsq, eps):
-    for row, _ in running(meta, rows, out.shape[0]):
+def gate_up_ref(meta, normed, linear, out, sumsq, n_sumsq, eps):
+    for row in running(meta, out.shape[0]):
         x = normed[row].float()
         scale = torch.rsqrt(sumsq[row, :n_sumsq].sum() / x.numel() + eps)
         gate, up = ((linear.weight.float() @ x) * scale).chunk(2)
         out[row] = (torch.nn.functional.silu(gate) * up).to(out.dtype)
 
 
-def gate_up_bytes(meta, rows, normed, linear, out, sumsq, n_sumsq, eps) -> int:
+def gate_up_bytes(meta, normed, linear, out, sumsq, n_sumsq, eps) -> int:
     """The weights once for all rows, the rows in and out."""
     return linear.weight.nbytes + normed.nbytes + out.nbytes
 

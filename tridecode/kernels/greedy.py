@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .common import META_WIDTH, RUN, STATUS, gdc_launch_dependents, gdc_wait, options, running, slot_of
+from .common import META_WIDTH, RUN, STATUS, gdc_launch_dependents, gdc_wait, options, running
 from .finish import BAD, arrive, block_key, finish_step, finish_step_ref, largest_key, packed_id, step_state
 from .op import Op
 
@@ -16,7 +16,6 @@ WARPS = 8
 def _greedy_kernel(
     logits_ptr,
     meta_ptr,
-    rows_ptr,
     tokens_ptr,
     out_ptr,
     keys_ptr,
@@ -31,7 +30,7 @@ def _greedy_kernel(
 ):
     """The lowest id among the largest raw logits; the last program to arrive ends the step.
 
-    logits: [rows, vocab] fp32. meta: [slots, META_WIDTH] int32 (out). rows: [rows, ROW_WIDTH] int32. tokens: [slots,
+    logits: [rows, vocab] fp32. meta: [rows, META_WIDTH] int32 (out). tokens: [slots,
     capacity + 1] int32 (out). out: [slots, RING] int64 (out). keys: [rows, >= blocks] int64 (scratch). counter: [rows,
     2] int32, zero (scratch).
     Bytes: 4 * vocab a row. Grid: (vocab blocks, rows).
@@ -42,9 +41,8 @@ def _greedy_kernel(
         gdc_launch_dependents()
     block, row = tl.program_id(0), tl.program_id(1)
     blocks = tl.num_programs(0)
-    slot = slot_of(rows_ptr, row)
-    status = tl.load(meta_ptr + slot * META_WIDTH + STATUS)
-    state = step_state(slot, meta_ptr, tokens_ptr, stride_tokens)
+    status = tl.load(meta_ptr + row * META_WIDTH + STATUS)
+    state = step_state(row, meta_ptr, tokens_ptr, stride_tokens)
     if PDL:
         gdc_wait()
     if status == RUN:
@@ -57,7 +55,6 @@ def _greedy_kernel(
             key = largest_key(keys_ptr, blocks, BLOCKS)
             finish_step(
                 row,
-                slot,
                 packed_id(key),
                 key == BAD,
                 state,
@@ -77,14 +74,13 @@ def _greedy_kernel(
             )
 
 
-def greedy(logits, meta, rows, tokens, out, sampler, *, pdl=False):
+def greedy(logits, meta, tokens, out, sampler, *, pdl=False):
     """Take the most likely token of each row of logits and end the step."""
-    count, vocab = logits.shape
+    rows, vocab = logits.shape
     blocks = triton.cdiv(vocab, BLOCK)
-    _greedy_kernel[(blocks, count)](
+    _greedy_kernel[(blocks, rows)](
         logits,
         meta,
-        rows,
         tokens,
         out,
         sampler.keys,
@@ -100,15 +96,15 @@ def greedy(logits, meta, rows, tokens, out, sampler, *, pdl=False):
     )
 
 
-def greedy_ref(logits, meta, rows, tokens, out, sampler):
+def greedy_ref(logits, meta, tokens, out, sampler):
     """greedy in torch."""
-    for row, slot in running(meta, rows, logits.shape[0]):
+    for row in running(meta, logits.shape[0]):
         bad = not bool(torch.isfinite(logits[row]).all())
         token = 0 if bad else int(logits[row].argmax())
-        finish_step_ref(row, slot, token, bad, logits, meta, tokens, None, out)
+        finish_step_ref(row, token, bad, logits, meta, tokens, None, out)
 
 
-def greedy_bytes(logits, meta, rows, tokens, out, sampler) -> int:
+def greedy_bytes(logits, meta, tokens, out, sampler) -> int:
     return logits.nbytes
 
 

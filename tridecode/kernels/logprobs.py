@@ -11,13 +11,13 @@ from .common import (
     N_LOGPROBS,
     RING,
     RUN,
+    SLOT,
     STATUS,
     STEP,
     gdc_launch_dependents,
     gdc_wait,
     options,
     running,
-    slot_of,
 )
 from .finish import LOGPROBS_WIDTH, LOWEST, arrive, pack, packed_id, packed_value
 from .op import Op
@@ -30,7 +30,6 @@ _MAX_LOGPROBS = tl.constexpr(MAX_LOGPROBS)
 def _logprobs_kernel(
     logits_ptr,
     meta_ptr,
-    rows_ptr,
     logprobs_ptr,
     ids_ptr,
     counter_ptr,
@@ -46,7 +45,7 @@ def _logprobs_kernel(
 ):
     """Each block leaves its largest logits, one after another, and its part of the sum; the last to arrive merges them.
 
-    logits: [rows, vocab] fp32. meta: [slots, META_WIDTH] int32. rows: [rows, ROW_WIDTH] int32. logprobs: [slots, RING,
+    logits: [rows, vocab] fp32. meta: [rows, META_WIDTH] int32. logprobs: [slots, RING,
     LOGPROBS_WIDTH] fp32 (out, all but entry 0). ids: [slots, RING, MAX_LOGPROBS] int32 (out). lse: [rows] fp32 (out).
     counter: [rows, 2] int32, zero (scratch). top: [rows, blocks, KEEP] int64, block_lse: [rows, blocks, 2] fp32
     (scratch).
@@ -58,9 +57,8 @@ def _logprobs_kernel(
         gdc_launch_dependents()
     block, row = tl.program_id(0), tl.program_id(1)
     blocks = tl.num_programs(0)
-    slot = slot_of(rows_ptr, row)
-    meta_ptr += slot * META_WIDTH
-    status = tl.load(meta_ptr + STATUS)
+    meta_ptr += row * META_WIDTH
+    status, slot = tl.load(meta_ptr + STATUS), tl.load(meta_ptr + SLOT)
     wanted = tl.load(meta_ptr + N_LOGPROBS)
     step = tl.load(meta_ptr + STEP)
     if PDL:
@@ -98,14 +96,13 @@ def _logprobs_kernel(
                 tl.store(ids_ptr + entry * _MAX_LOGPROBS + i, packed_id(best), mask=shown)
 
 
-def logprobs(logits, meta, rows, out_logprobs, out_top_ids, sampler, *, pdl=False):
+def logprobs(logits, meta, out_logprobs, out_top_ids, sampler, *, pdl=False):
     """Report the most likely tokens of each row of logits in the rings, and keep its log-sum-exp for sample."""
-    count, vocab = logits.shape
+    rows, vocab = logits.shape
     blocks = triton.cdiv(vocab, LOGPROBS_BLOCK)
-    _logprobs_kernel[(blocks, count)](
+    _logprobs_kernel[(blocks, rows)](
         logits,
         meta,
-        rows,
         out_logprobs,
         out_top_ids,
         sampler.counter,
@@ -122,22 +119,22 @@ def logprobs(logits, meta, rows, out_logprobs, out_top_ids, sampler, *, pdl=Fals
     )
 
 
-def logprobs_ref(logits, meta, rows, out_logprobs, out_top_ids, sampler):
+def logprobs_ref(logits, meta, out_logprobs, out_top_ids, sampler):
     """logprobs in torch."""
-    for row, slot in running(meta, rows, logits.shape[0]):
-        x, state = logits[row], meta[slot].tolist()
+    for row in running(meta, logits.shape[0]):
+        x, state = logits[row], meta[row].tolist()
         lse = sampler.lse[row] = x.logsumexp(0)
         wanted = min(state[m.N_LOGPROBS], x.numel())
         if wanted and bool(torch.isfinite(lse)):
             least = x.topk(wanted).values[-1]
             ids = (x >= least).nonzero().flatten()  # ascending, so that the stable sort puts lower ids first
             ids = ids[x[ids].sort(descending=True, stable=True).indices[:wanted]]
-            entry = state[m.STEP] % m.RING
+            slot, entry = state[m.SLOT], state[m.STEP] % m.RING
             out_logprobs[slot, entry, 1 : 1 + wanted] = x[ids] - lse
             out_top_ids[slot, entry, :wanted] = ids.int()
 
 
-def logprobs_bytes(logits, meta, rows, out_logprobs, out_top_ids, sampler) -> int:
+def logprobs_bytes(logits, meta, out_logprobs, out_top_ids, sampler) -> int:
     return logits.nbytes
 
 

@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .common import META_WIDTH, RUN, STATUS, gdc_launch_dependents, gdc_wait, options, running, slot_of
+from .common import META_WIDTH, RUN, STATUS, gdc_launch_dependents, gdc_wait, options, running
 from .op import Op
 from .tiles import dot_tiles, load_rows, load_tiles
 
@@ -15,7 +15,6 @@ from .tiles import dot_tiles, load_rows, load_tiles
 @triton.jit
 def _matvec_kernel(
     meta_ptr,
-    rows_ptr,
     x_ptr,
     weight_ptr,
     bias_ptr,
@@ -42,7 +41,7 @@ def _matvec_kernel(
 ):
     """out = x @ weight.T, scaled by the norm of x's source, plus bias; or out += it, preparing the next norm.
 
-    meta: [slots, META_WIDTH] int32; rows: [rows, ROW_WIDTH] int32; x: [rows, K]; weight: [N, K]; bias: [N]; sumsq:
+    meta: [rows, META_WIDTH] int32; x: [rows, K]; weight: [N, K]; bias: [N]; sumsq:
     [rows, partials] fp32, read when N_SUMSQ > 0; out: [rows, N] fp32 (output). RESIDUAL: out is the residual stream;
     norm: [N]; outputs normed: [rows, N] = out * norm, and sumsq, one partial sum a program, in fixed order so that
     steps are bit-equal.
@@ -55,12 +54,11 @@ def _matvec_kernel(
     if PDL:
         gdc_launch_dependents()
     offs_n = pid * BLOCK_N + tl.arange(0, BLOCK_N)
-    slot = slot_of(rows_ptr, row)
+    status = tl.load(meta_ptr + row * META_WIDTH + STATUS)
     w = load_rows(weight_ptr, offs_n, N, K, BLOCK_K, N % BLOCK_N != 0)
     extra_ptr = bias_ptr if HAS_BIAS else norm_ptr
     if HAS_BIAS or RESIDUAL:
         extra = tl.load(extra_ptr + offs_n, mask=offs_n < N, other=0.0)
-    status = tl.load(meta_ptr + slot * META_WIDTH + STATUS)  # behind the weights, which need not wait for the slot
     if PDL:
         gdc_wait()
     if status != RUN:
@@ -104,14 +102,13 @@ def _matvec_kernel(
         tl.store(sumsq_ptr + row * stride_sumsq + pid, sumsq)
 
 
-def _launch(meta, rows, x, linear, out, norm, normed, sumsq, n_sumsq, eps, residual, shape, pdl):
+def _launch(meta, x, linear, out, norm, normed, sumsq, n_sumsq, eps, residual, shape, pdl):
     weight, bias = linear.weight, linear.bias
     N, K = weight.shape
     spare = out  # stands in for pointers this variant does not read
     blocks, programs = shape.grid(N)
     _matvec_kernel[(programs, out.shape[0])](
         meta,
-        rows,
         x,
         weight,
         spare if bias is None else bias,
@@ -139,14 +136,14 @@ def _launch(meta, rows, x, linear, out, norm, normed, sumsq, n_sumsq, eps, resid
     )
 
 
-def matvec_normed(meta, rows, normed, linear, out, sumsq, n_sumsq, eps, *, shape, pdl=False):
+def matvec_normed(meta, normed, linear, out, sumsq, n_sumsq, eps, *, shape, pdl=False):
     """out[row] = linear(normed[row] * rsqrt(mean square)), the mean square from n_sumsq partial sums of squares."""
-    _launch(meta, rows, normed, linear, out, None, None, sumsq, n_sumsq, eps, False, shape, pdl)
+    _launch(meta, normed, linear, out, None, None, sumsq, n_sumsq, eps, False, shape, pdl)
 
 
-def matvec_residual(meta, rows, x, linear, hidden, norm, normed, sumsq, *, shape, pdl=False):
+def matvec_residual(meta, x, linear, hidden, norm, normed, sumsq, *, shape, pdl=False):
     """hidden[row] += linear(x[row]); normed = hidden * norm; leaves `residual_partials(N, shape)` sums in sumsq."""
-    _launch(meta, rows, x, linear, hidden, norm, normed, sumsq, 0, 0.0, True, shape, pdl)
+    _launch(meta, x, linear, hidden, norm, normed, sumsq, 0, 0.0, True, shape, pdl)
 
 
 def residual_partials(N: int, shape) -> int:
@@ -154,23 +151,23 @@ def residual_partials(N: int, shape) -> int:
     return shape.grid(N)[1]
 
 
-def matvec_normed_ref(meta, rows, normed, linear, out, sumsq, n_sumsq, eps):
-    for row, _ in running(meta, rows, out.shape[0]):
+def matvec_normed_ref(meta, normed, linear, out, sumsq, n_sumsq, eps):
+    for row in running(meta, out.shape[0]):
         x = normed[row].float()
         scale = torch.rsqrt(sumsq[row, :n_sumsq].sum() / x.numel() + eps)
         y = (linear.weight.float() @ x) * scale
         out[row] = y if linear.bias is None else y + linear.bias.float()
 
 
-def matvec_residual_ref(meta, rows, x, linear, hidden, norm, normed, sumsq):
-    for row, _ in running(meta, rows, hidden.shape[0]):
+def matvec_residual_ref(meta, x, linear, hidden, norm, normed, sumsq):
+    for row in running(meta, hidden.shape[0]):
         hidden[row] += linear.weight.float() @ x[row].float()
         normed[row] = (hidden[row] * norm.float()).to(normed.dtype)
         sumsq[row] = 0
         sumsq[row, 0] = hidden[row].square().sum()
 
 
-def matvec_bytes(meta, rows, x, linear, out, *rest) -> int:
+def matvec_bytes(meta, x, linear, out, *rest) -> int:
     """The weights once for all rows, the rows in and out."""
     return linear.weight.nbytes + x.nbytes + out.nbytes
 

@@ -24,7 +24,6 @@ from .common import (
     interpreted,
     options,
     running,
-    slot_of,
 )
 from .filters import (
     DECIDED,
@@ -117,7 +116,6 @@ def make_buffers(vocab: int, rows: int, device) -> SamplerBuffers:
 def _draw_kernel(
     logits_ptr,
     meta_ptr,
-    rows_ptr,
     samp_ptr,
     tokens_ptr,
     counts_ptr,
@@ -162,13 +160,12 @@ def _draw_kernel(
         gdc_launch_dependents()
     block, row = tl.program_id(0), tl.program_id(1)
     blocks = tl.num_programs(0)
-    slot = slot_of(rows_ptr, row)
-    meta_row = meta_ptr + slot * META_WIDTH
+    meta_row = meta_ptr + row * META_WIDTH
     status = tl.load(meta_row + STATUS)
-    state = step_state(slot, meta_ptr, tokens_ptr, stride_tokens)
-    use_k, use_p, top_k, top_p, temperature = active(meta_ptr, samp_ptr, slot, vocab)
+    state = step_state(row, meta_ptr, tokens_ptr, stride_tokens)
+    use_k, use_p, top_k, top_p, temperature = active(meta_ptr, samp_ptr, row, vocab)
     scale = grid_scale(temperature)
-    least = tl.ceil(tl.load(samp_ptr + slot * SAMP_WIDTH + MIN_P).to(tl.float64) * _HEAVIEST).to(tl.int64)
+    least = tl.ceil(tl.load(samp_ptr + row * SAMP_WIDTH + MIN_P).to(tl.float64) * _HEAVIEST).to(tl.int64)
     seed_lo, seed_hi, position = tl.load(meta_row + SEED_LO), tl.load(meta_row + SEED_HI), tl.load(meta_row + POSITION)
     random = philox_bits(seed_lo, seed_hi, position, block + 1)
     if PDL:
@@ -216,7 +213,6 @@ def _draw_kernel(
         if ends:
             finish_step(
                 row,
-                slot,
                 token,
                 key == BAD,
                 state,
@@ -236,17 +232,16 @@ def _draw_kernel(
             )
 
 
-def sample(logits, meta, rows, samp, tokens, counts, bias, out, sampler, logprobs_ring=None, *, pdl=False):
+def sample(logits, meta, samp, tokens, counts, bias, out, sampler, logprobs_ring=None, *, pdl=False):
     """Draw a token from each row of logits and end the step; logprobs_ring also gets its raw log-probability."""
-    count, vocab = logits.shape
+    rows, vocab = logits.shape
     blocks = triton.cdiv(vocab, BLOCK)
-    s, grid, padded = sampler, (blocks, count), max(2, triton.next_power_of_2(blocks))
+    s, grid, padded = sampler, (blocks, rows), max(2, triton.next_power_of_2(blocks))
     launch = options(WARPS, pdl) | {"enable_fp_fusion": False}  # every product rounds by itself, as in torch
     assert counts.stride(0) == bias.stride(0) and s.keys.stride(0) == s.mass.stride(0) == s.drawn.stride(0)
     _process_kernel[grid](
         logits,
         meta,
-        rows,
         samp,
         counts,
         bias,
@@ -270,7 +265,6 @@ def sample(logits, meta, rows, samp, tokens, counts, bias, out, sampler, logprob
     for level in range(LEVELS):
         _bins_kernel[grid](
             meta,
-            rows,
             samp,
             s.keys,
             s.tops,
@@ -293,7 +287,6 @@ def sample(logits, meta, rows, samp, tokens, counts, bias, out, sampler, logprob
     _draw_kernel[grid](
         logits,
         meta,
-        rows,
         samp,
         tokens,
         counts,
@@ -334,11 +327,12 @@ def _draw_ref(w, blocks, counter) -> int:
     return first + int(torch.searchsorted(upto, place, right=True))
 
 
-def sample_ref(logits, meta, rows, samp, tokens, counts, bias, out, sampler, logprobs_ring=None):
+def sample_ref(logits, meta, samp, tokens, counts, bias, out, sampler, logprobs_ring=None):
     """sample in torch: the same processed logits, the same threshold, the same token."""
-    for row, slot in running(meta, rows, logits.shape[0]):
-        x, state = logits[row], meta[slot].tolist()
-        temperature, top_p, min_p, *penalties = samp[slot, :6].unbind()
+    for row in running(meta, logits.shape[0]):
+        x, state = logits[row], meta[row].tolist()
+        temperature, top_p, min_p, *penalties = samp[row, :6].unbind()
+        slot = state[m.SLOT]
         bad, token = not bool(torch.isfinite(x).all()), 0
         if not bad:
             y = sampler.processed[row].copy_(process_ref(x, counts[slot], bias[slot], state[m.FLAGS], *penalties))
@@ -350,10 +344,10 @@ def sample_ref(logits, meta, rows, samp, tokens, counts, bias, out, sampler, log
                 w = weight_ref(d[ids])
                 w.masked_fill_(w < math.ceil(float(min_p) * 2**WEIGHT_BITS), 0)
                 token = int(ids[_draw_ref(w, ids // BLOCK, [state[i] for i in (m.SEED_LO, m.SEED_HI, m.POSITION)])])
-        finish_step_ref(row, slot, token, bad, logits, meta, tokens, counts, out, sampler.lse, logprobs_ring)
+        finish_step_ref(row, token, bad, logits, meta, tokens, counts, out, sampler.lse, logprobs_ring)
 
 
-def sample_bytes(logits, meta, rows, samp, tokens, counts, bias, out, sampler, logprobs_ring=None) -> int:
+def sample_bytes(logits, meta, samp, tokens, counts, bias, out, sampler, logprobs_ring=None) -> int:
     """What every draw reads; counts and bias only where the request asks for them."""
     return logits.nbytes
 

@@ -50,7 +50,7 @@ class Scheduler:
         self.slots.write_tokens(0, ids, request.limit - 1)
         prefill(self._model, request.reused, last)
         generation = self.slots.begin(
-            0, request.params, position=last, n_known=len(ids), limit=request.limit, stop_ids=request.stop_ids
+            0, 0, request.params, position=last, n_known=len(ids), limit=request.limit, stop_ids=request.stop_ids
         )
         output = Output(request, self._tokenizer, self._model.weights.dtype)
         self._running = Running(request, output, generation, ids[:last], ids[last])

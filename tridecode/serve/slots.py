@@ -43,7 +43,7 @@ class Slots:
     def __init__(self, model: DecodeModel):
         self.model = model
         self.pages = PagePool(len(model.kv.pool))
-        self.held = [Held() for _ in range(model.workspace.meta.shape[0])]
+        self.held = [Held() for _ in range(len(model.workspace.tokens))]
         self._records = [Record(model) for _ in range(RECORDS)]
         self._begun = 0
 
@@ -63,14 +63,25 @@ class Slots:
 
     @torch.inference_mode()
     def begin(
-        self, slot: int, params: SamplingParams, *, position: int, n_known: int, limit: int, stop_ids: Sequence[int]
+        self,
+        slot: int,
+        row: int,
+        params: SamplingParams,
+        *,
+        position: int,
+        n_known: int,
+        limit: int,
+        stop_ids: Sequence[int],
     ) -> int:
-        """Start the slot's request at `position`, its first `n_known` tokens being given; returns its generation."""
+        """Start the slot's request as `row` of the passes, at `position`; returns its generation.
+
+        n_known: tokens that are given. params: with a seed.
+        """
         ws, held, record = self.model.workspace, self.held[slot], self._records[self._begun % RECORDS]
         held.generation = held.generation % layout.MAX_GENERATION + 1
-        fill_meta(record.meta.numpy(), params, position, n_known, limit, stop_ids, held.generation)
+        fill_meta(record.meta.numpy(), params, slot, held.generation, position, n_known, limit, stop_ids)
         fill_samp(record.samp.numpy(), params)
-        ws.samp[slot].copy_(record.samp, non_blocking=True)
+        ws.samp[row].copy_(record.samp, non_blocking=True)
         if params.penalties:
             ws.counts[slot].zero_()
             ws.counts[slot].index_fill_(0, ws.tokens[slot, :n_known].long(), 1)
@@ -79,7 +90,7 @@ class Slots:
             for token, value in params.logit_bias.items():
                 record.bias[token] = value
             ws.bias[slot].copy_(record.bias, non_blocking=True)
-        ws.meta[slot].copy_(record.meta, non_blocking=True)
+        ws.meta[row].copy_(record.meta, non_blocking=True)
         if record.copied is not None:
             record.copied.record()
         self._begun += 1
@@ -95,16 +106,18 @@ class Slots:
 def fill_meta(
     row: np.ndarray,
     params: SamplingParams,
+    slot: int,
+    generation: int,
     position: int,
     n_known: int,
     limit: int,
     stop_ids: Sequence[int],
-    generation: int,
 ) -> None:
-    """A slot's row of meta, int32 [META_WIDTH], with which a request begins. params: with a seed."""
+    """A row of meta, int32 [META_WIDTH], with which a request begins. params: with a seed."""
     row[:] = 0
     row[layout.FLAGS] = layout.FLAG_BIAS * bool(params.logit_bias) | layout.FLAG_PENALTIES * params.penalties
-    row[layout.N_KNOWN], row[layout.LIMIT], row[layout.GENERATION] = n_known, limit, generation
+    row[layout.SLOT], row[layout.GENERATION] = slot, generation
+    row[layout.N_KNOWN], row[layout.LIMIT] = n_known, limit
     row[layout.SEED_LO], row[layout.SEED_HI] = _as_int32(params.seed), _as_int32(params.seed >> 32)
     row[layout.TOP_K], row[layout.N_LOGPROBS] = params.top_k, params.logprobs or 0
     row[layout.N_STOP] = len(stop_ids)
@@ -113,7 +126,7 @@ def fill_meta(
 
 
 def fill_samp(row: np.ndarray, params: SamplingParams) -> None:
-    """A slot's row of samp, fp32 [SAMP_WIDTH]."""
+    """A row of samp, fp32 [SAMP_WIDTH]."""
     row[layout.TEMPERATURE], row[layout.TOP_P], row[layout.MIN_P] = params.temperature, params.top_p, params.min_p
     row[layout.REPETITION_PENALTY] = params.repetition_penalty
     row[layout.PRESENCE_PENALTY], row[layout.FREQUENCY_PENALTY] = params.presence_penalty, params.frequency_penalty
