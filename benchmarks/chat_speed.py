@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pexpect
 
-from tridecode.presets import PRESETS
+from tridecode.model.presets import PRESETS
 
 ROOT = Path(__file__).resolve().parent.parent
 BUNDLED = ROOT / "tridecode" / "bundled"

@@ -23,15 +23,16 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from tridecode import decode, kernels
-from tridecode.checkpoint import _allocate, _assemble
-from tridecode.graph import launcher
-from tridecode.kv_cache import PAGE, make_kv_cache
-from tridecode.model import DecodeModel
-from tridecode.prefill import prompt_pass
-from tridecode.presets import PRESETS
-from tridecode.shapes import choose_shapes
-from tridecode.workspace import make_workspace
+from tridecode import kernels
+from tridecode.cache.kv import PAGE, make_kv_cache
+from tridecode.model.checkpoint import _allocate, _assemble
+from tridecode.model.presets import PRESETS
+from tridecode.step import decode
+from tridecode.step.graphs import launcher
+from tridecode.step.prefill import prompt_pass
+from tridecode.step.shapes import choose_shapes
+from tridecode.step.state import DecodeModel
+from tridecode.step.workspace import make_workspace
 
 MODULES = [import_module(found.name) for found in walk_packages(kernels.__path__, f"{kernels.__name__}.")]
 FP16 = ("qwen2.5-0.5b", "qwen3-4b_fp16")  # the others are bf16

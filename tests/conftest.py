@@ -31,7 +31,7 @@ def path(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def tokenizer(path):
-    from tridecode.tokenizer import Tokenizer
+    from tridecode.text.tokenizer import Tokenizer
 
     return Tokenizer.load(path)
 
@@ -55,8 +55,8 @@ def session(capsys, state):
     from chats import Script
 
     from tridecode import SamplingParams
-    from tridecode.commands.chat import Chat
-    from tridecode.commands.conversation import Conversation
+    from tridecode.commands.chat.command import Chat
+    from tridecode.commands.chat.conversation import Conversation
     from tridecode.commands.terminal import Output
 
     def make(*answers, raw=False, params=None, **options):

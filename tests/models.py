@@ -2,11 +2,11 @@
 
 import torch
 
-from tridecode.checkpoint import random_weights
-from tridecode.config import ModelConfig, RopeConfig
 from tridecode.engine import Engine
 from tridecode.kernels.attention import AttentionShape
-from tridecode.shapes import MatvecShape, StepShapes
+from tridecode.model.checkpoint import random_weights
+from tridecode.model.config import ModelConfig, RopeConfig
+from tridecode.step.shapes import MatvecShape, StepShapes
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda", 0) if CUDA else torch.device("cpu")

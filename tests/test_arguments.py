@@ -8,9 +8,9 @@ from models import CUDA, tiny_engine
 
 from tridecode import Engine, SamplingParams
 from tridecode.arguments import shown
-from tridecode.decode import step
 from tridecode.errors import ParameterError, PromptError
-from tridecode.run import Recorder
+from tridecode.step.decode import step
+from tridecode.step.run import Recorder
 
 BIG = 10**5000  # more digits than Python writes
 

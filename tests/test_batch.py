@@ -11,7 +11,7 @@ import pytest
 from generating import LIMITS, lines, user
 
 from tridecode import Engine
-from tridecode.commands.results import locked
+from tridecode.commands.generate.results import locked
 from tridecode.errors import PromptError
 
 GOOD = [
@@ -264,7 +264,7 @@ def test_a_file_system_without_locks_is_written_all_the_same(batch, monkeypatch)
 
 
 def test_a_huge_file_of_something_else_is_not_read_whole(batch, monkeypatch):
-    monkeypatch.setattr("tridecode.commands.results.LONGEST", 1 << 20)
+    monkeypatch.setattr("tridecode.commands.generate.results.LONGEST", 1 << 20)
     with batch.results.open("wb") as file:
         file.write(b"x")
         file.truncate(1 << 40)

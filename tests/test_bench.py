@@ -16,23 +16,13 @@ from benches import run_bench
 from models import CUDA, DEVICE, FAMILIES, begin, tiny_config, tiny_engine
 from torch.autograd import DeviceType
 
-from tridecode.checkpoint import parameter_count, random_weights
-from tridecode.commands.bench import (
-    ablate,
-    first_token,
-    measure,
-    peers,
-    prefill,
-    start,
-    step_bytes,
-    suite,
-    time_decode,
-)
+from tridecode.commands.bench import ablate, first_token, measure, peers, prefill, start, step_bytes, suite, time_decode
 from tridecode.commands.bench.stream import stream_figures
 from tridecode.errors import GenerationError, ParameterError
-from tridecode.graph import EagerSteps, launcher
-from tridecode.run import Allocating, refer
+from tridecode.model.checkpoint import parameter_count, random_weights
 from tridecode.sampling import SamplingParams
+from tridecode.step.graphs import EagerSteps, launcher
+from tridecode.step.run import Allocating, refer
 
 needs_gpu = pytest.mark.skipif(not CUDA, reason="CUDA graphs and activity records exist on a GPU only")
 FACTS = {"dtype": "bfloat16", "gpu": "a clock", "tridecode": "0", "torch": "0", "triton": "0"}

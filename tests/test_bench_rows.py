@@ -13,7 +13,7 @@ from benches import run_bench
 from tridecode import commands
 from tridecode.commands.bench import report, suite
 from tridecode.commands.parser import make_parser
-from tridecode.presets import PRESETS
+from tridecode.model.presets import PRESETS
 
 ROOT = Path(__file__).parent.parent
 ROW = {"command": "python cli.py bench decode", "bench": "decode", "preset": "qwen3-4b", "context": 1024} | {

@@ -12,11 +12,11 @@ from chats import said
 from checkpoints import write_tiny, write_tokenizer
 
 from tridecode import Engine, SamplingParams
-from tridecode.commands import session as sessions
-from tridecode.commands.chat import converse
-from tridecode.commands.conversation import Conversation
-from tridecode.commands.display import Thinking, opens_thinking
-from tridecode.commands.lines import PlainReader, join_blocks, unfinished, unquoted
+from tridecode.commands.chat import session as sessions
+from tridecode.commands.chat.command import converse
+from tridecode.commands.chat.conversation import Conversation
+from tridecode.commands.chat.display import Thinking, opens_thinking
+from tridecode.commands.chat.lines import PlainReader, join_blocks, unfinished, unquoted
 from tridecode.commands.signals import one_interrupt
 from tridecode.commands.terminal import Output
 from tridecode.errors import PromptError
@@ -62,11 +62,11 @@ def test_end_of_input_and_exit(piped, tiny):
 
 
 def test_a_line_that_never_ends_is_refused(piped, monkeypatch):
-    monkeypatch.setattr("tridecode.commands.inputs.LARGEST", 1_000_000)
+    monkeypatch.setattr("tridecode.commands.generate.inputs.LARGEST", 1_000_000)
     code, out, err = piped("Hello\n" + "0" * 2_000_000, "--max-tokens", 2)
     assert code == 1 and out.count("\n") == 1
     assert err.splitlines()[-1].startswith("tridecode: error: stdin: a line longer than 1,000,000 characters")
-    monkeypatch.setattr("tridecode.commands.inputs.PIECE", 2)
+    monkeypatch.setattr("tridecode.commands.generate.inputs.PIECE", 2)
     assert piped("Hello\nHello", "--max-tokens", 2)[1].count("\n") == 2
 
 
@@ -302,7 +302,7 @@ def test_an_interrupt_leaves_no_event_loop_behind(monkeypatch, state, when):
     from prompt_toolkit.input import create_pipe_input
     from prompt_toolkit.output import DummyOutput
 
-    from tridecode.commands.keyboard import Keyboard
+    from tridecode.commands.chat.keyboard import Keyboard
 
     loops = []
 

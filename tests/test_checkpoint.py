@@ -11,10 +11,10 @@ import torch
 from checkpoints import FAMILIES, write_tiny
 from safetensors.torch import load_file, save_file
 
-from tridecode import checkpoint
-from tridecode.checkpoint import load_config, load_weights, parameter_count, random_weights, weight_bytes
-from tridecode.config import parse_config
 from tridecode.errors import CheckpointError, DeviceError
+from tridecode.model import checkpoint
+from tridecode.model.checkpoint import load_config, load_weights, parameter_count, random_weights, weight_bytes
+from tridecode.model.config import parse_config
 
 
 @pytest.fixture(scope="module")

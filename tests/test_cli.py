@@ -16,7 +16,8 @@ from checkpoints import write_tiny
 from models import CUDA
 
 from tridecode import Engine, SamplingParams, __version__, commands
-from tridecode.commands.main import explain, set_up_logging
+from tridecode.commands.explain import explain
+from tridecode.commands.main import set_up_logging
 from tridecode.commands.parser import make_parser, sampling_overrides
 from tridecode.commands.terminal import Output, counted, speed_line, visible
 from tridecode.errors import NO_CHAT, ParameterError, PromptError
@@ -218,7 +219,7 @@ def test_info_counts_without_loading(run, tiny, monkeypatch):
     with safe_open(tiny / "model.safetensors", "pt") as file:
         parameters = sum(file.get_tensor(name).numel() for name in file.keys())
     monkeypatch.setattr("tridecode.engine.load_weights", None)
-    monkeypatch.setattr("tridecode.checkpoint.safe_open", None)
+    monkeypatch.setattr("tridecode.model.checkpoint.safe_open", None)
     code, out, err = run("info", "--model", tiny, "--json", "--device", "cpu", "--max-seq-len", 100)
     report = json.loads(out)
     assert code == 0 and err == "" and out.count("\n") == 1

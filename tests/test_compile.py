@@ -10,7 +10,7 @@ import pytest
 from models import CUDA
 
 from tridecode import kernels
-from tridecode.presets import PRESETS
+from tridecode.model.presets import PRESETS
 
 SCRIPT = Path(__file__).parent / "compile_step.py"
 FOLDER = Path(kernels.__path__[0])

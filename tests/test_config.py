@@ -3,8 +3,8 @@
 
 import pytest
 
-from tridecode.config import FAMILIES, ModelConfig, RopeConfig, parse_config, read_json
 from tridecode.errors import CheckpointError
+from tridecode.model.config import FAMILIES, ModelConfig, RopeConfig, parse_config, read_json
 
 LLAMA3_SCALING = {
     "factor": 32.0,

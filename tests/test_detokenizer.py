@@ -6,7 +6,7 @@ from checkpoints import TOKENIZER_VOCAB_SIZE, sentencepiece
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from tridecode.tokenizer import Tokenizer
+from tridecode.text.tokenizer import Tokenizer
 
 IM_START, IM_END, THINK = 1, 2, 382
 quick = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))

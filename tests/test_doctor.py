@@ -10,7 +10,7 @@ import pytest
 from checkpoints import write_tiny
 
 from tridecode import commands
-from tridecode.commands import doctor
+from tridecode.commands.info import doctor
 
 GPU = {"name": "NVIDIA H200", "compute_capability": "9.0", "memory": 100 * 2**30, "free": 90 * 2**30}
 HEALTHY = {

@@ -18,12 +18,12 @@ from checkpoints import sentencepiece, write_tokenizer
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tridecode import encoder
-from tridecode.encoder import Encoder
 from tridecode.engine import BUNDLED
 from tridecode.errors import CheckpointError, PromptError
-from tridecode.token_set import TokenSet
-from tridecode.tokenizer import Tokenizer
+from tridecode.text import encoder
+from tridecode.text.encoder import Encoder
+from tridecode.text.token_set import TokenSet
+from tridecode.text.tokenizer import Tokenizer
 
 BACKTRACKS = {"type": "Split", "pattern": {"Regex": "(a|aa)+$"}, "behavior": "Isolated", "invert": False}
 RUNAWAY = "a" * 60 + "b"
@@ -260,7 +260,7 @@ def test_a_control_token_without_end(changed):
 def test_a_child_ends_with_its_parent(tmp_path):
     write_tokenizer(tmp_path)
     code = (
-        "import tokenizers; from tridecode.encoder import Encoder\n"
+        "import tokenizers; from tridecode.text.encoder import Encoder\n"
         f"made = Encoder(tokenizers.Tokenizer.from_file({str(tmp_path / 'tokenizer.json')!r}), 'x')\n"
         "made._in_child('hello', False); print(made._worker.process.pid)\n"
     )

@@ -9,13 +9,13 @@ from checkpoints import write_tiny
 from models import CUDA, DEVICE, tiny_engine
 
 from tridecode import Engine, SamplingParams
-from tridecode.checkpoint import load_config, load_weights
 from tridecode.engine import BUNDLED
 from tridecode.errors import GenerationError, ParameterError, PromptError
-from tridecode.prefill import prefill
-from tridecode.text import StopStrings
-from tridecode.tokenizer import Tokenizer
-from tridecode.torch_ops import attend
+from tridecode.model.checkpoint import load_config, load_weights
+from tridecode.step.prefill import prefill
+from tridecode.step.torch_ops import attend
+from tridecode.text.stop_strings import StopStrings
+from tridecode.text.tokenizer import Tokenizer
 
 PROMPT = [5, 17, 300, 42, 8, 8, 99]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
@@ -333,7 +333,7 @@ def test_cpu_attention_in_blocks_of_rows(window, monkeypatch):
     q, k, v = torch.randn(50, 4, 64), torch.randn(2, 90, 64), torch.randn(2, 90, 64)
     whole, parts = torch.full((2, 50, 4 * 64), float("nan"))
     attend(q, k, v, whole, window, 0.125)
-    monkeypatch.setattr("tridecode.torch_ops.MASK_LIMIT", 90 * 7)
+    monkeypatch.setattr("tridecode.step.torch_ops.MASK_LIMIT", 90 * 7)
     attend(q, k, v, parts, window, 0.125)
     assert torch.allclose(parts, whole, rtol=0, atol=1e-6)
 

@@ -13,9 +13,9 @@ from checkpoints import write_tiny
 from safetensors.torch import load_file, save_file
 
 from tridecode import commands
-from tridecode.commands import session as sessions
-from tridecode.commands.chat import DEVICE_LOST
-from tridecode.tokenizer import Tokenizer
+from tridecode.commands.chat import session as sessions
+from tridecode.commands.chat.command import DEVICE_LOST
+from tridecode.text.tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="module")

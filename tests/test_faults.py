@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tridecode.commands.chat import DEVICE_LOST
+from tridecode.commands.chat.command import DEVICE_LOST
 from tridecode.commands.main import BROKEN_PIPE, INTERRUPTED
 
 TESTS = Path(__file__).parent

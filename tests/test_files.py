@@ -11,11 +11,11 @@ import pytest
 import torch
 from checkpoints import write_tiny
 
-from tridecode.checkpoint import load_config, load_weights
-from tridecode.config import read_json
 from tridecode.errors import CheckpointError
-from tridecode.hub import INDEX, shard_map
-from tridecode.tokenizer import Tokenizer
+from tridecode.model.checkpoint import load_config, load_weights
+from tridecode.model.config import read_json
+from tridecode.model.hub import INDEX, shard_map
+from tridecode.text.tokenizer import Tokenizer
 
 SHORT = 600  # characters that a message may have, with a path of this test's in it
 

@@ -10,7 +10,7 @@ from checkpoints import TOKENIZER_VOCAB_SIZE
 from generating import LIMITS, lines
 
 from tridecode import Engine
-from tridecode.commands.generate import logprob_entry
+from tridecode.commands.generate.reports import logprob_entry
 from tridecode.commands.parser import SAMPLING, make_parser, sampling_overrides
 from tridecode.commands.terminal import visible
 from tridecode.sampling import SamplingParams

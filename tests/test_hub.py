@@ -21,14 +21,14 @@ import pytest
 from checkpoints import write_tiny, write_tokenizer
 
 from tridecode.errors import CheckpointError
-from tridecode.hub import resolve_model
+from tridecode.model.hub import resolve_model
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 ROOT = Path(__file__).parent.parent
 RESOLVE = """
 import sys
 from tridecode.errors import CheckpointError
-from tridecode.hub import resolve_model
+from tridecode.model.hub import resolve_model
 try:
     print("path", resolve_model(sys.argv[1], weights="small" not in sys.argv[2:]))
 except CheckpointError as error:

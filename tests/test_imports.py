@@ -1,4 +1,4 @@
-"""Who may import whom: kernels know triton and torch, the step knows kernels, the engine knows the step."""
+"""Who may import whom: from commands down to engine, serve, step, kernels and layout; never up, nor in a circle."""
 
 import ast
 import importlib
@@ -20,7 +20,6 @@ MODULES = {
     if path.name != "__init__.py"
 }
 KERNELS = [name for name in MODULES if name.startswith("kernels.")]
-COMMANDS = [name for name in MODULES if name.startswith("commands.")]
 
 
 def imports(name: str) -> dict[str, set[str]]:
@@ -44,39 +43,70 @@ def imports(name: str) -> dict[str, set[str]]:
     return found
 
 
-def importers(target: str) -> set[str]:
-    return {name for name in MODULES if target in imports(name)}
+# Each room, and those that it may import from, beside itself; what is not here may import anything.
+ROOMS = {
+    "layout": set(),
+    "errors": set(),
+    "results": set(),
+    "version": set(),
+    "cgroup": set(),
+    "threads": {"cgroup"},
+    "arguments": {"errors"},
+    "sampling": {"arguments", "errors", "layout"},
+    "kernels": {"layout"},
+    "model": {"arguments", "errors", "sampling"},
+    "text": {"arguments", "errors", "model"},
+    "prompt": {"arguments", "errors", "text"},
+    "cache": {"errors", "model"},
+    "step": {"cache", "kernels", "layout", "model", "version"},
+    "memory": {"cache", "cgroup", "errors", "model", "step"},
+    "placement": {"arguments", "errors", "memory", "model"},
+    "serve": {"cache", "errors", "layout", "model", "results", "sampling", "step", "text"},
+}
+ROOMS["engine"] = set(ROOMS)
+
+
+def room(module: str) -> str:
+    return module.split(".")[0]
 
 
 def test_the_reader_of_imports_sees_them():
-    assert "kernels.embed" in imports("decode") and "EMBED" in imports("decode")["kernels.embed"]
-    assert "decode" in imports("graph")
-    assert "errors" in imports("commands.main")
+    assert "kernels.embed" in imports("step.decode") and "EMBED" in imports("step.decode")["kernels.embed"]
+    assert "step.decode" in imports("step.graphs")
+    assert "errors" in imports("commands.explain")
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if room(name) in ROOMS])
+def test_rooms_import_from_those_below(name):
+    used = {room(module) for module in imports(name) if module in MODULES} - {room(name)}
+    assert used <= ROOMS[room(name)]
+
+
+def test_every_room_has_its_rule():
+    assert {room(name) for name in MODULES} == {*ROOMS, "commands"}
 
 
 @pytest.mark.parametrize("name", KERNELS)
-def test_kernels_know_triton_torch_and_each_other(name):
-    constants = {"layout", "sampling"}  # the layout of the state, as numbers
-    for module in imports(name):
-        if module in MODULES:
-            assert module in constants or module.startswith("kernels."), module
-        else:
-            assert module.split(".")[0] in sys.stdlib_module_names | {"torch", "triton"}, module
+def test_kernels_know_triton_and_torch(name):
+    others = {module.split(".")[0] for module in imports(name) if module not in MODULES}
+    assert others <= sys.stdlib_module_names | {"torch", "triton", ""}  # "": a package of its own
 
 
-@pytest.mark.parametrize("name", ["config", "sampling", "layout", "text", "tokenizer", "hub", "checkpoint", "errors"])
-def test_what_describes_a_model_knows_no_kernel(name):
-    assert not [module for module in imports(name) if module.split(".")[0] in ("kernels", "triton")]
+def test_no_module_imports_itself_over_others():
+    below = {name: {module for module in imports(name) if module in MODULES} for name in MODULES}
+    while leaves := {name for name in below if not below[name]}:
+        below = {name: needed - leaves for name, needed in below.items() if name not in leaves}
+    assert not below, f"within a circle, or on top of one: {sorted(below)}"
 
 
 def test_the_lists_name_operations_only():
     """A list launches nothing by itself: what it takes from kernels and torch are ops, and sizes of their outputs."""
-    for module in ("decode", "prefill"):
+    for module in ("step.decode", "step.prefill"):
         taken = [name for source, names in imports(module).items() if source in KERNELS for name in names]
         assert taken and all(name.isupper() or name.endswith("_partials") for name in taken), module
 
 
-@pytest.mark.parametrize("name", [name for name in [*KERNELS, "torch_ops"] if name != "kernels.op"])
+@pytest.mark.parametrize("name", [name for name in [*KERNELS, "step.torch_ops"] if name != "kernels.op"])
 def test_an_op_in_all_its_forms_takes_the_same_arguments(name):
     module = importlib.import_module(f"tridecode.{name}")
     ops = {op.launch: op for op in vars(module).values() if isinstance(op, Op)}
@@ -86,16 +116,6 @@ def test_an_op_in_all_its_forms_takes_the_same_arguments(name):
         assert list(signature(op.ref).parameters) == arguments, launcher
         signature(op.bytes).bind(*arguments)
         assert set(op.outputs) <= set(arguments), launcher
-
-
-def test_only_commands_stand_on_the_engine():
-    assert importers("engine") <= set(COMMANDS)
-    assert importers("decode") == {"graph", "commands.profile.step"}
-    assert not [name for name in MODULES if name not in COMMANDS and any("commands" in m for m in imports(name))]
-
-
-def test_only_the_engine_and_the_model_see_the_workspace():
-    assert importers("workspace") == {"model"}
 
 
 def test_cli_is_the_commands_main():

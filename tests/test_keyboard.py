@@ -13,10 +13,10 @@ from prompt_toolkit.input import create_pipe_input
 from prompt_toolkit.keys import Keys
 from prompt_toolkit.output import DummyOutput
 
-from tridecode.commands import session as sessions
-from tridecode.commands.keyboard import Keyboard
-from tridecode.commands.lines import Interrupted, PlainReader
-from tridecode.commands.sequences import Parser
+from tridecode.commands.chat import session as sessions
+from tridecode.commands.chat.keyboard import Keyboard
+from tridecode.commands.chat.lines import Interrupted, PlainReader
+from tridecode.commands.chat.sequences import Parser
 from tridecode.commands.terminal import Output
 
 UP, PASTE, PASTE_END = "\x1b[A", "\x1b[200~", "\x1b[201~"

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from rich.console import Console
 from screens import screen
 
-from tridecode.commands import blocks, markdown
-from tridecode.commands.blocks import Block
-from tridecode.commands.markdown import MarkdownStream, Painter
-from tridecode.commands.markup import split
+from tridecode.commands.chat import blocks, markdown
+from tridecode.commands.chat.blocks import Block
+from tridecode.commands.chat.markdown import MarkdownStream, Painter
+from tridecode.commands.chat.markup import split
 
 ANSWER = """\
 # Title

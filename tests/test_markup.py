@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from tridecode.commands.markdown import Painter
+from tridecode.commands.chat.markdown import Painter
 from tridecode.commands.terminal import visible
 
 

@@ -59,7 +59,7 @@ def test_a_context_that_cannot_be_allocated_names_its_cause(monkeypatch):
     def full(*args):
         raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes.")
 
-    monkeypatch.setattr("tridecode.model.make_kv_cache", full)
+    monkeypatch.setattr("tridecode.step.state.make_kv_cache", full)
     with pytest.raises(DeviceError, match="context of 64 positions; choose a smaller max_seq_len"):
         Engine.load(device="cpu", max_seq_len=64)
 

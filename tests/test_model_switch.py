@@ -10,7 +10,7 @@ from checkpoints import write_tiny, write_tokenizer
 
 from tridecode import Engine
 from tridecode.commands import loading
-from tridecode.commands import session as sessions
+from tridecode.commands.chat import session as sessions
 from tridecode.commands.loading import Loader
 from tridecode.errors import CheckpointError, DeviceError
 

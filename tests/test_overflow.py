@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 from chats import said
 
-from tridecode.commands.conversation import Conversation
-from tridecode.commands.overflow import Overflow, fit
+from tridecode.commands.chat.conversation import Conversation
+from tridecode.commands.chat.overflow import Overflow, fit
 from tridecode.errors import PromptError
 
 

@@ -101,7 +101,7 @@ def test_prefill_leaves_what_the_step_leaves(tiny):
         engine.score(ids)
         stepped = engine.model.kv.held(0, 90).double()
         engine.model.kv.pool.fill_(float("nan"))
-        from tridecode.prefill import prefill
+        from tridecode.step.prefill import prefill
 
         prefill(engine.model, 0, len(ids), chunk=32)  # the tokens stand where score has put them
         prefilled = engine.model.kv.held(0, 90).double()

@@ -12,13 +12,14 @@ from compile_step import meta_model
 from models import tiny_engine
 from torch.profiler import ProfilerActivity
 
-from tridecode import commands, decode, layout
+from tridecode import commands, layout
+from tridecode.cache.kv import kv_bytes_per_token
 from tridecode.commands.bench.measure import GREEDY
 from tridecode.commands.profile import command, draw, records, step
 from tridecode.commands.profile.records import ProfileError, Record, Span, attribute, chained, split_steps, summarise
-from tridecode.kv_cache import kv_bytes_per_token
-from tridecode.presets import PRESETS
-from tridecode.run import Recorder
+from tridecode.model.presets import PRESETS
+from tridecode.step import decode
+from tridecode.step.run import Recorder
 
 CUDA = torch.cuda.is_available()
 LAYER = ("qkv", "attention", "o_proj", "gate_up", "down")

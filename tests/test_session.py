@@ -8,8 +8,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tridecode.commands import session
-from tridecode.commands.conversation import Conversation
+from tridecode.commands.chat import session
+from tridecode.commands.chat.conversation import Conversation
 
 TALK = Conversation(False, "Be brief.", (("Hello", "Hi"), ("zwei\nZeilen \ud800", "日本 <|im_end|>")))
 texts = st.text(max_size=20)

@@ -10,8 +10,8 @@ import sys
 import pytest
 from chats import ENVIRONMENT, READY, ROOT
 
-from tridecode.commands import session as sessions
-from tridecode.commands.conversation import Conversation
+from tridecode.commands.chat import session as sessions
+from tridecode.commands.chat.conversation import Conversation
 from tridecode.commands.signals import Ended, ending
 
 pexpect = pytest.importorskip("pexpect")
@@ -40,7 +40,7 @@ runpy.run_path("cli.py", run_name="__main__")
     [
         ("tridecode.version", 130),
         ("argparse", 130),
-        ("tridecode.presets", 130),
+        ("tridecode.model.presets", 130),
         ("torch", -signal.SIGINT),  # which a shell calls 130 too
     ],
 )

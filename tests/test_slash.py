@@ -10,11 +10,11 @@ import torch
 from chats import said
 
 from tridecode import SamplingParams
-from tridecode.commands import stats
-from tridecode.commands.chat import converse
-from tridecode.commands.clipboard import LARGEST
-from tridecode.commands.settings import NAMES
-from tridecode.commands.slash import COMMANDS, GROUPS
+from tridecode.commands.chat import stats
+from tridecode.commands.chat.clipboard import LARGEST
+from tridecode.commands.chat.command import converse
+from tridecode.commands.chat.settings import NAMES
+from tridecode.commands.chat.slash import COMMANDS, GROUPS
 from tridecode.commands.terminal import Output
 from tridecode.errors import PromptError
 

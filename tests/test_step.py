@@ -6,15 +6,16 @@ import pytest
 import torch
 from models import CUDA, FAMILIES, INTERPRETER_SHAPES, begin, tiny_config, tiny_engine
 
-from tridecode import decode, layout
-from tridecode.graph import EagerSteps, launcher
+from tridecode import layout
 from tridecode.kernels.attention import AttentionShape
-from tridecode.model import make_model
-from tridecode.prefill import prefill
-from tridecode.run import refer
 from tridecode.sampling import SamplingParams
 from tridecode.serve.slots import Slots
-from tridecode.workspace import named_tensors
+from tridecode.step import decode
+from tridecode.step.graphs import EagerSteps, launcher
+from tridecode.step.prefill import prefill
+from tridecode.step.run import refer
+from tridecode.step.state import make_model
+from tridecode.step.workspace import named_tensors
 
 needs_gpu = pytest.mark.skipif(not CUDA, reason="CUDA graphs exist on a GPU only")
 GREEDY = SamplingParams(temperature=0.0, seed=1)

@@ -2,9 +2,9 @@
 
 import pytest
 
-from tridecode.chat_template import ChatTemplate
 from tridecode.errors import PromptError
-from tridecode.template_worker import make_environment
+from tridecode.text.chat_template import ChatTemplate
+from tridecode.text.template_worker import make_environment
 
 USER = [{"role": "user", "content": "Hello"}]
 FILTERS = sorted(make_environment().filters)

@@ -18,10 +18,11 @@ from checkpoints import ADDED_TOKENS, EOS_ID, SPECIAL_TOKENS, write_tiny, write_
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from tridecode import chat_template, commands
-from tridecode.chat_template import ChatTemplate, Limits
+from tridecode import commands
 from tridecode.errors import PromptError
-from tridecode.tokenizer import DEEPEST, Tokenizer
+from tridecode.text import chat_template
+from tridecode.text.chat_template import ChatTemplate, Limits
+from tridecode.text.tokenizer import DEEPEST, Tokenizer
 
 USER = [{"role": "user", "content": "Hello"}]
 quick = settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
@@ -178,7 +179,7 @@ def test_the_terminal_reaches_the_parent_only():
 def test_a_child_ends_with_its_parent(tmp_path):
     """Even if the parent is killed while a template loops: its processor time is bounded."""
     code = (
-        "from tridecode.chat_template import ChatTemplate, Limits\n"
+        "from tridecode.text.chat_template import ChatTemplate, Limits\n"
         f"template = ChatTemplate({SOMETIMES!r}, {{}}, limits=Limits(seconds=1))\n"
         "template.render([{}], {})\n"
         "print(template._worker.process.pid, flush=True)\n"

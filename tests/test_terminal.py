@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from chats import READY, STREAMS, leaves
 
-from tridecode.commands import session as sessions
-from tridecode.commands.conversation import Conversation
-from tridecode.commands.slash import COMMANDS
+from tridecode.commands.chat import session as sessions
+from tridecode.commands.chat.conversation import Conversation
+from tridecode.commands.chat.slash import COMMANDS
 
 pexpect = pytest.importorskip("pexpect")
 

@@ -3,7 +3,7 @@
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tridecode.text import StopStrings
+from tridecode.text.stop_strings import StopStrings
 
 LETTERS = st.text("ab-é", max_size=30)  # few, so that stop strings begin, break off and overlap
 STOPS = st.lists(st.text("ab-é", min_size=1, max_size=4), max_size=3)

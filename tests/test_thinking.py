@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tridecode import Engine
-from tridecode.commands.thinking import ANSWER, THINKING, ThinkSplitter, end_thinking, strip_thinking
+from tridecode.commands.chat.thinking import ANSWER, THINKING, ThinkSplitter, end_thinking, strip_thinking
 from tridecode.errors import PromptError
 
 FRAGMENTS = ["<think>", "</think>", "<", "/", "think", ">", "</", "<thi", " ", "\n", "\r", "a", "é", "</thinking>"]

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from tridecode.engine import BUNDLED
 from tridecode.errors import TooLong
-from tridecode.token_sizes import fewest
-from tridecode.tokenizer import Tokenizer
+from tridecode.text.token_sizes import fewest
+from tridecode.text.tokenizer import Tokenizer
 
 SPLIT = {"type": "Split", "pattern": {"String": " "}, "invert": False}
 

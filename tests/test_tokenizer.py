@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
 from tridecode.errors import CheckpointError, PromptError
-from tridecode.tokenizer import Tokenizer
+from tridecode.text.tokenizer import Tokenizer
 
 IM_START, IM_END, THINK, END_THINK = 1, 2, 382, 383
 CONTROL = (0, IM_START, IM_END, THINK, END_THINK)

@@ -10,11 +10,12 @@ import pytest
 import torch
 from models import tiny_config, tiny_engine
 
-from tridecode import commands, shapes, tuned
+from tridecode import commands
 from tridecode.commands import tune
 from tridecode.errors import DeviceError
-from tridecode.presets import PRESETS
-from tridecode.shapes import choose_shapes, matvec_shape
+from tridecode.model.presets import PRESETS
+from tridecode.step import shapes, tuned
+from tridecode.step.shapes import choose_shapes, matvec_shape
 from tridecode.version import __version__
 
 CUDA = torch.cuda.is_available()

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from screens import Terminal, screen
 from test_markdown import ANSWER, CUTS, console_to, pieces_of, streamed
 
-from tridecode.commands.markdown import Painter
+from tridecode.commands.chat.markdown import Painter
 
 WORD = re.compile(r"w\d+w")
 KINDS = ["{}", "{}", "**{} {}** {}", "\n\n{}", "\n- {}", "\n1. {} *{} {}*", "\n\n> {}", "`{}` {}", "\n\n# {}\n\n{}"]

@@ -11,24 +11,24 @@ import torch
 
 from . import layout, threads
 from .arguments import choice, flag, function, integer, mapping, shown
-from .checkpoint import load_config, load_weights, resolve_model
-from .config import ModelConfig
+from .cache.kv import PAGE
 from .errors import GenerationError, ParameterError, PromptError, not_finite
-from .graph import EagerSteps, StepGraphs, launcher
-from .kv_cache import PAGE
 from .memory import MemoryPlan, allocating, plan_memory
-from .model import DecodeModel, make_model
+from .model.checkpoint import load_config, load_weights, resolve_model
+from .model.config import ModelConfig
+from .model.weights import Weights, short_repr
 from .placement import check_dtype, plan_capacity, resolve_device, resolve_dtype
-from .prefill import warm_up
 from .prompt import Prompt, listed, prompt_ids
 from .results import Piece, Result
-from .run import refer
 from .sampling import SamplingParams
 from .serve.request import Request, checked_stop_ids, step_kind
 from .serve.scheduler import Scheduler
-from .shapes import StepShapes
-from .tokenizer import Tokenizer
-from .weights import Weights, short_repr
+from .step.graphs import EagerSteps, StepGraphs, launcher
+from .step.prefill import warm_up
+from .step.run import refer
+from .step.shapes import StepShapes
+from .step.state import DecodeModel, make_model
+from .text.tokenizer import Tokenizer
 
 BUNDLED = Path(__file__).parent / "bundled"
 GRAPHS = ("full", "none")

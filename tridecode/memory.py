@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import torch
 
 from . import cgroup
-from .checkpoint import weight_bytes
-from .config import ModelConfig
+from .cache.kv import kv_bytes_per_token
 from .errors import DeviceError
-from .kv_cache import kv_bytes_per_token
-from .prefill import CHUNK
+from .model.checkpoint import weight_bytes
+from .model.config import ModelConfig
+from .step.prefill import CHUNK
 
 GIB = 2**30
 HEADROOM = {"cuda": 0.03, "cpu": 0.25}  # of the free memory, left to cuBLAS and kernels, or to other programs

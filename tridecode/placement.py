@@ -6,9 +6,9 @@ import re
 import torch
 
 from .arguments import choice, integer, shown
-from .config import ModelConfig
 from .errors import DeviceError, ParameterError
 from .memory import MemoryPlan, plan_memory
+from .model.config import ModelConfig
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 log = logging.getLogger("tridecode")

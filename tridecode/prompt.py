@@ -6,7 +6,7 @@ from contextlib import suppress
 
 from .arguments import shown
 from .errors import PromptError, TooLong, brief
-from .tokenizer import Tokenizer
+from .text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int] | Sequence[dict]
 

@@ -5,8 +5,7 @@ from dataclasses import dataclass, field
 
 from .arguments import flag, shown
 from .errors import ParameterError
-
-MAX_LOGPROBS = 20
+from .layout import MAX_LOGPROBS
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,10 @@ import torch
 from util import CUDA, DEVICE
 
 from tridecode import layout as m
-from tridecode.kernels.greedy import greedy, greedy_ref
-from tridecode.kernels.logprobs import logprobs, logprobs_ref
-from tridecode.kernels.mass import WEIGHT_BITS, distance_ref, weight_ref
-from tridecode.kernels.sample import THRESHOLD, SamplerBuffers, make_buffers, sample, sample_ref
+from tridecode.kernels.sampling.greedy import greedy, greedy_ref
+from tridecode.kernels.sampling.logprobs import logprobs, logprobs_ref
+from tridecode.kernels.sampling.mass import WEIGHT_BITS, distance_ref, weight_ref
+from tridecode.kernels.sampling.sample import THRESHOLD, SamplerBuffers, make_buffers, sample, sample_ref
 from tridecode.sampling import SamplingParams
 from tridecode.serve.slots import fill_meta, fill_samp
 

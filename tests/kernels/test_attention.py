@@ -2,11 +2,12 @@ import pytest
 import torch
 from util import BF16_ROUNDING, DEVICE, Case, assert_close, cases, meta_rows, norm_weight, poisoned, random
 
-from tridecode import layout, tuned
+from tridecode import layout
+from tridecode.cache.kv import PAGE
 from tridecode.kernels.attention import AttentionShape, attention, attention_ref
-from tridecode.kv_cache import PAGE
-from tridecode.shapes import attention_shape
-from tridecode.workspace import MAX_SPLITS
+from tridecode.step import tuned
+from tridecode.step.shapes import attention_shape
+from tridecode.step.workspace import MAX_SPLITS
 
 EPS = 1e-6
 SPLITS = 4

@@ -11,8 +11,8 @@ from tridecode.kernels.matvec import (
     matvec_residual_ref,
     residual_partials,
 )
-from tridecode.shapes import MatvecShape, matvec_shape
-from tridecode.weights import Linear
+from tridecode.model.weights import Linear
+from tridecode.step.shapes import MatvecShape, matvec_shape
 
 EPS = 1e-6
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])

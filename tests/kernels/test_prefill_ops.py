@@ -9,8 +9,8 @@ from tridecode.kernels.add_norm import add_norm, add_norm_ref
 from tridecode.kernels.gather_kv import gather_kv, gather_kv_ref
 from tridecode.kernels.rope_write import rope_write, rope_write_ref
 from tridecode.kernels.silu_mul import silu_mul, silu_mul_ref
-from tridecode.prefill import prompt_pass
-from tridecode.run import launch, refer
+from tridecode.step.prefill import prompt_pass
+from tridecode.step.run import launch, refer
 
 EPS = 1e-6
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=["bf16", "fp16", "fp32"])

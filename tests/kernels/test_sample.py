@@ -16,10 +16,10 @@ from transformers import (
 from util import CUDA, DEVICE, Case, cases, random
 
 from tridecode import layout as m
-from tridecode.kernels.filters import DECIDED, LISTED
-from tridecode.kernels.mass import FARTHEST, WEIGHT_BITS, weight, weight_ref
-from tridecode.kernels.nearest import NEAREST, RANK_SHIFT
-from tridecode.kernels.philox import philox_bits, philox_bits_ref, philox_words
+from tridecode.kernels.sampling.filters import DECIDED, LISTED
+from tridecode.kernels.sampling.mass import FARTHEST, WEIGHT_BITS, weight, weight_ref
+from tridecode.kernels.sampling.nearest import NEAREST, RANK_SHIFT
+from tridecode.kernels.sampling.philox import philox_bits, philox_bits_ref, philox_words
 from tridecode.sampling import SamplingParams as P
 
 CASES = cases(

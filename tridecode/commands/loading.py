@@ -3,17 +3,17 @@
 from dataclasses import replace
 from pathlib import Path
 
-from ..checkpoint import load_config
-from ..config import ModelConfig
 from ..engine import BUNDLED, Engine
-from ..hub import resolve_model
 from ..memory import plan_memory
+from ..model.checkpoint import load_config
+from ..model.config import ModelConfig
+from ..model.hub import resolve_model
 from ..placement import resolve_dtype
 from ..sampling import SamplingParams
-from ..tokenizer import Tokenizer
-from .main import LOADING, with_options
+from ..text.tokenizer import Tokenizer
+from .chat.settings import shown
+from .explain import LOADING, with_options
 from .parser import sampling_overrides
-from .settings import shown
 from .terminal import Output
 
 

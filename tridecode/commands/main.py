@@ -2,18 +2,16 @@
 
 import logging
 import os
-import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
-from ..errors import NO_CHAT, TridecodeError
+from .explain import explain
 from .parser import SAMPLING, make_parser
 from .signals import Ended, ended_by_interrupt, ending
-from .terminal import Output, foreign_encoding, one_line, tolerant_streams
+from .terminal import Output, foreign_encoding, tolerant_streams
 
 INTERRUPTED = 130
 BROKEN_PIPE = 141  # as a shell reports a program that SIGPIPE ended
-LOADING = ("model", "device", "backend", "dtype", "max_seq_len", "graph")  # arguments of Engine.load, each an option
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -81,11 +79,11 @@ def run(args, output: Output) -> int:
 def imported(name: str) -> Callable:
     """The function of a command. The commands bring torch with them, so they are imported only now."""
     if name == "chat":
-        from .chat import chat
+        from .chat.command import chat
 
         return chat
     if name == "generate":
-        from .generate import generate
+        from .generate.command import generate
 
         return generate
     if name == "bench":
@@ -100,42 +98,9 @@ def imported(name: str) -> Callable:
         from .tune import run as tune
 
         return tune
-    from .info import info
+    from .info.command import info
 
     return info
-
-
-def explain(error: Exception, arguments: Iterable[str] = ()) -> str:
-    """One line about any error; those that are not the user's say how to learn more.
-
-    arguments: those that were given as options, beside LOADING; the line names their options.
-    """
-    if isinstance(error, TridecodeError):
-        return one_line(with_options(str(error), (*LOADING, *arguments)))
-    if type(error).__name__ == "OutOfMemoryError":  # torch's, on a GPU
-        return "out of memory; choose a smaller --max-seq-len or model"
-    if isinstance(error, MemoryError) or "DefaultCPUAllocator" in str(error):
-        return "out of memory on this machine; shorten the input or end other programs"
-    if isinstance(error, OSError) and error.strerror:  # a full disk, a file that may not be read
-        return one_line(f"{error.strerror}{f': {error.filename}' if error.filename else ''}")
-    text = one_line(error)
-    return f"{type(error).__name__}{': ' if text else ''}{text} (--verbose shows the traceback)"
-
-
-def with_options(text: str, arguments: Iterable[str]) -> str:
-    """An error of the library, which names Python's arguments, with their options in place of them.
-
-    Some are words as well: they count at the beginning and as name="value", those with an underscore everywhere.
-    """
-    names = "|".join(arguments)
-    text = re.sub(rf'\b({names})="(\w+)"', lambda found: f"{option(found[1])} {found[2]}", text)
-    text = re.sub(rf"^({names})(?= must |: )", lambda found: option(found[1]), text)
-    text = re.sub(rf"(?<![\w-])({names})(?!\w)", lambda found: option(found[1]) if "_" in found[1] else found[1], text)
-    return text.replace(NO_CHAT, "use --raw")
-
-
-def option(argument: str) -> str:
-    return "--" + argument.replace("_", "-")
 
 
 def set_up_logging(verbose: bool) -> None:

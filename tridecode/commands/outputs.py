@@ -2,13 +2,13 @@
 
 import os
 import re
-import secrets
 import stat
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
+from .files import replacing
 from .terminal import Output, visible
 
 STDOUT = ("-", "/dev/stdout", "/dev/fd/1", "/proc/self/fd/1")
@@ -25,31 +25,18 @@ def text_sink(path: str | None, output: Output) -> Iterator[Callable[[str], None
     if path is None:
         yield output.text
         return
-    with naming(path):
-        file = open_special(path)
-        place, target = None, Path(os.path.realpath(path))
-        if file is None:
-            if target.exists():
-                open(target, "a").close()  # may it be written at all?
-            place = target.with_name(f".tridecode-{secrets.token_hex(6)}.tmp")
-            file = open(place, "x", encoding="utf-8", newline="\n")
+    own = None
     try:
-        yield writer(file, path)
-        with naming(path):
-            file.flush()
-            if place:
-                os.fsync(file.fileno())
-            file.close()
-            if place:
-                if target.is_file():
-                    place.chmod(target.stat().st_mode & 0o7777)
-                place.replace(target)
-    except BaseException:
-        with suppress(OSError):  # a second complaint about a full disk
-            file.close()
-        if place:
-            place.unlink(missing_ok=True)
-        raise
+        with open_special(path) or replacing(Path(path)) as file:
+            try:
+                yield writer(file, path)
+            except OSError as error:
+                own = error  # the caller's, or one that the writer has named
+                raise
+    except OSError as error:
+        if error is own:
+            raise
+        raise unwritable(error, path) from None
 
 
 def writer(file: TextIO, path: str, flush: bool = False) -> Callable[[str], None]:
@@ -87,4 +74,8 @@ def naming(path: str):
     try:
         yield
     except OSError as error:
-        raise OSError(error.errno, f"--output cannot be written ({error.strerror})", path) from None
+        raise unwritable(error, path) from None
+
+
+def unwritable(error: OSError, path: str) -> OSError:
+    return OSError(error.errno, f"--output cannot be written ({error.strerror})", path)

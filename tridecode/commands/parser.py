@@ -5,7 +5,7 @@ import difflib
 import sys
 from contextlib import nullcontext, suppress
 
-from ..presets import PRESETS
+from ..model.presets import PRESETS
 from ..version import __version__
 from .terminal import one_line
 

@@ -12,17 +12,17 @@ import torch
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from triton.errors import TritonError
 
-from ..checkpoint import load_config
-from ..config import ModelConfig
 from ..engine import Engine
 from ..errors import DeviceError
-from ..graph import StepGraphs
-from ..hub import resolve_model
-from ..presets import PRESETS
-from ..shapes import StepShapes
-from ..tuned import VALUES, merged_table, searched, table_keys, table_path
-from . import session
+from ..model.checkpoint import load_config
+from ..model.config import ModelConfig
+from ..model.hub import resolve_model
+from ..model.presets import PRESETS
+from ..step.graphs import StepGraphs
+from ..step.shapes import StepShapes
+from ..step.tuned import VALUES, merged_table, searched, table_keys, table_path
 from .bench.measure import GREEDY, bench_engine, model_facts, run_facts, time_decode
+from .chat import session
 from .terminal import Output
 
 # The largest parts of the step first: the time may not be enough for all.

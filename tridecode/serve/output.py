@@ -6,10 +6,10 @@ import torch
 
 from .. import layout
 from ..errors import GenerationError, not_finite
-from ..model import DecodeModel
 from ..results import Piece, Timings, TokenLogprobs, Usage
-from ..text import StopStrings
-from ..tokenizer import Tokenizer
+from ..step.state import DecodeModel
+from ..text.stop_strings import StopStrings
+from ..text.tokenizer import Tokenizer
 from .request import Request
 
 

@@ -4,9 +4,9 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ..config import ModelConfig
 from ..errors import ParameterError
 from ..layout import MAX_STOP_IDS
+from ..model.config import ModelConfig
 from ..results import Piece
 from ..sampling import SamplingParams
 

@@ -5,9 +5,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ..layout import NO_TOKEN
-from ..model import DecodeModel
-from ..prefill import prefill
-from ..tokenizer import Tokenizer
+from ..step.prefill import prefill
+from ..step.state import DecodeModel
+from ..text.tokenizer import Tokenizer
 from .output import Output, Ring
 from .request import Request
 from .slots import Slots

@@ -8,8 +8,8 @@ import torch
 
 from .. import layout
 from ..cache.pages import PagePool
-from ..model import DecodeModel
 from ..sampling import SamplingParams
+from ..step.state import DecodeModel
 
 RECORDS = 4  # requests whose writes may wait for the GPU before the host waits for the oldest
 

@@ -9,10 +9,10 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from ...engine import Engine
 from ...errors import GenerationError
-from ...graph import EagerSteps, StepGraphs
 from ...layout import RUN, STATUS
-from ...run import Allocating, launch, refer
 from ...sampling import SamplingParams
+from ...step.graphs import EagerSteps, StepGraphs
+from ...step.run import Allocating, launch, refer
 from .measure import spread, time_decode
 
 PROFILED_STEPS = 16

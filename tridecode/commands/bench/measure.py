@@ -4,12 +4,12 @@ import numpy as np
 import torch
 import triton
 
-from ...checkpoint import random_weights
+from ...cache.kv import kv_bytes_per_token
 from ...engine import Engine
 from ...errors import DeviceError, ParameterError
-from ...kv_cache import kv_bytes_per_token
 from ...memory import free_memory, plan_memory
-from ...presets import PRESETS
+from ...model.checkpoint import random_weights
+from ...model.presets import PRESETS
 from ...sampling import SamplingParams
 from ...version import __version__
 from .read import measure_read_bandwidth

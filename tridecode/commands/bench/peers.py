@@ -4,9 +4,9 @@ import time
 
 import torch
 
-from ...config import FAMILIES, ModelConfig
 from ...errors import ParameterError
 from ...memory import free_memory
+from ...model.config import FAMILIES, ModelConfig
 from .decode import capacity_of, decode_figures
 from .measure import preset_engine, read_bandwidth, run_facts, step_bytes, time_decode
 from .prefill import prompt_ids

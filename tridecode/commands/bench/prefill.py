@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import torch
 
-from ...config import ModelConfig
 from ...engine import Engine
 from ...errors import GenerationError
+from ...model.config import ModelConfig
 from .measure import GREEDY, WARM_UP, bench_engine, matmul_rate, model_facts, run_facts, spread
 
 

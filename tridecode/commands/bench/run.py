@@ -4,7 +4,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from ...errors import GenerationError, ParameterError
-from ..generate import text_sink
+from ..outputs import text_sink
 from ..terminal import Output
 from .decode import decode
 from .peers import peers

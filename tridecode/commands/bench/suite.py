@@ -2,7 +2,7 @@
 
 import shlex
 
-from ..main import explain
+from ..explain import explain
 from ..parser import make_parser
 from .measure import need_gpu
 from .report import COMPARED

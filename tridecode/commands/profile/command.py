@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity
 
 from ...engine import Engine
 from ...errors import DeviceError, ParameterError
-from ...prefill import CHUNK, prefill
+from ...step.prefill import CHUNK, prefill
 from ..bench.measure import GREEDY, bench_engine, model_facts, read_bandwidth, run_facts, time_decode
 from ..terminal import Output
 from . import draw

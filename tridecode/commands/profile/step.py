@@ -6,10 +6,10 @@ from statistics import mean
 
 import torch
 
-from ... import decode
-from ...model import DecodeModel
-from ...prefill import prompt_pass
-from ...run import Launch, Recorder
+from ...step import decode
+from ...step.prefill import prompt_pass
+from ...step.run import Launch, Recorder
+from ...step.state import DecodeModel
 
 
 def step_launches(model: DecodeModel) -> list[Launch]:

@@ -1,0 +1,167 @@
+"""The line editor of the chat: history, several lines, bracketed paste, completion of commands."""
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+
+from prompt_toolkit import PromptSession
+from prompt_toolkit.application import get_app
+from prompt_toolkit.completion import Completer, Completion
+from prompt_toolkit.history import FileHistory, InMemoryHistory
+from prompt_toolkit.input import create_input
+from prompt_toolkit.key_binding import KeyBindings
+from prompt_toolkit.output.vt100 import Vt100_Output
+from prompt_toolkit.shortcuts import CompleteStyle
+
+from ..terminal import one_line
+from .lines import CONTINUED, PROMPT, Interrupted, PlainReader, unfinished
+from .sequences import Parser
+from .session import SessionError, state_dir
+
+log = logging.getLogger("tridecode")
+
+
+class History(FileHistory):
+    """What was typed in earlier chats, for its owner only. A disk that fails costs the history, not the chat."""
+
+    writes = True  # a draft that was never sent stays in memory
+
+    def load_history_strings(self):
+        try:
+            return list(super().load_history_strings())
+        except (OSError, ValueError):
+            return []
+
+    def store_string(self, string: str) -> None:
+        if not self.writes:
+            return
+        try:
+            os.close(os.open(self.filename, os.O_WRONLY | os.O_CREAT, 0o600))
+            super().store_string(string.encode("utf-8", "replace").decode())
+        except (OSError, ValueError):
+            pass
+
+
+class Commands(Completer):
+    def __init__(self, names):
+        self.names = tuple(names)
+
+    def get_completions(self, document, complete_event):
+        typed = document.text_before_cursor
+        if typed.startswith("/") and typed == document.text:
+            yield from (Completion(name, -len(typed)) for name in self.names if name.startswith(typed))
+
+
+class Screen(Vt100_Output):
+    def erase_down(self) -> None:
+        # Not all at once: tmux keeps in its history what is erased from the top corner, and would show it twice.
+        self.write_raw("\x1b7\x1b[K\x1b[B\x1b[J\x1b8")
+
+
+class Keyboard:
+    """read() returns one message; raises Interrupted for Ctrl-C and EOFError for Ctrl-D. Where the editor itself fails,
+    that read and all later ones are plain line input."""
+
+    def __init__(self, commands, output, keys=None, screen=None):
+        """keys, screen: prompt_toolkit's input and output, by default the terminal's."""
+        self.output, self._plain, self._touched = output, None, False
+        try:
+            self.history = History(str(state_dir() / "history"))
+        except SessionError as error:
+            self.history = InMemoryHistory()
+            output.note(f"what you type is not remembered: {error}")
+        if keys is None:
+            keys = create_input()
+            keys.vt100_parser = Parser(keys.vt100_parser.feed_key_callback)
+        if screen is None:
+            screen = Screen.from_pty(sys.stdout, term=os.environ.get("TERM"))
+            # Nobody reads the terminal's answer about the cursor while a model talks; it would be taken for typing.
+            screen.enable_cpr = False
+        self.session = PromptSession(
+            history=self.history,
+            multiline=True,
+            key_bindings=_bindings(),
+            completer=Commands(commands),
+            complete_while_typing=False,
+            complete_style=CompleteStyle.READLINE_LIKE,
+            prompt_continuation=lambda width, line, wrapped: " " * width if wrapped else CONTINUED.rjust(width),
+            enable_suspend=True,
+            # The editor shows no more than a window; what was typed is printed once, whole, when it is done.
+            erase_when_done=True,
+            interrupt_exception=self._interrupted,
+            input=keys,
+            output=screen,
+        )
+        self.session.default_buffer.on_text_changed += self._touch
+
+    def read(self, draft: str = "") -> str:
+        if self._plain is None:
+            try:
+                text = self._edit(draft)
+            except EOFError:
+                raise
+            except Exception as error:
+                log.debug("the line editor failed", exc_info=True)
+                why = one_line(error)[:100]
+                self.output.note(f"the line editor failed ({type(error).__name__}: {why}); plain line input from here")
+                self._plain, draft = PlainReader(), self.session.default_buffer.text or draft
+            else:
+                self.output.text(PROMPT + text.replace("\n", "\n" + CONTINUED) + "\n")
+                return text
+        return self._plain.read(draft)
+
+    def _edit(self, draft: str) -> str:
+        # An exception in the middle of making or closing the event loop would leave it half made: until the prompt is
+        # there, and once it has gone, a Ctrl-C is only noted.
+        interrupts = []
+
+        def begin():
+            self._touched = False
+            asyncio.get_running_loop().set_exception_handler(fail)
+            if interrupts:
+                interrupts.clear()
+                get_app().key_processor.send_sigint()
+
+        def fail(loop, context):
+            future = self.session.app.future
+            if future and not future.done():
+                future.set_exception(context.get("exception") or RuntimeError(context["message"]))
+
+        before = signal.signal(signal.SIGINT, lambda signum, frame: interrupts.append(signum))
+        try:
+            text = self.session.prompt(PROMPT, default=draft, pre_run=begin, set_exception_handler=False)
+        finally:
+            signal.signal(signal.SIGINT, before)
+        if interrupts:
+            raise Interrupted(text)
+        return text
+
+    def _touch(self, buffer) -> None:
+        self._touched = True
+
+    def _interrupted(self) -> Interrupted:
+        buffer = self.session.default_buffer
+        self.history.writes = False
+        buffer.append_to_history()
+        self.history.writes = True
+        return Interrupted(buffer.text, self._touched)
+
+
+def _bindings() -> KeyBindings:
+    keys = KeyBindings()
+
+    @keys.add("enter")
+    def _(event):
+        buffer = event.current_buffer
+        if unfinished(buffer.text):
+            buffer.insert_text("\n")
+        else:
+            buffer.validate_and_handle()
+
+    @keys.add("escape", "enter")
+    def _(event):
+        event.current_buffer.insert_text("\n")
+
+    return keys

@@ -1,0 +1,86 @@
+"""A turn that does not fit in the context: said with both numbers, and handled as --overflow chose."""
+
+from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import replace
+
+from ...errors import PromptError
+from .conversation import Conversation
+
+CHOICES = ("error", "drop-oldest", "stop")
+
+
+class Overflow(PromptError):
+    """The turn cannot fit; with --overflow stop the chat ends here."""
+
+
+def fit(
+    conversation: Conversation,
+    line: str,
+    count: Callable,
+    capacity: int,
+    choice: str,
+    max_tokens: int | None,
+    largest: int,
+):
+    """The conversation that `line` can be asked in, and a line to show ("" where nothing had to change).
+
+    count(prompt) is its number of tokens. largest: the context that the model could have.
+    drop-oldest leaves an eighth of the context for the answer (or max_tokens, if that is less) and keeps the system
+    turn. Raises Overflow where there is no way.
+    """
+
+    def tokens(dropped: int) -> int:
+        return count(replace(conversation, dropped=dropped).prompt(line))
+
+    dropped, turns = conversation.dropped, len(conversation.turns)
+    room = min(max_tokens or capacity, capacity // 8) if choice == "drop-oldest" else 0
+    # The newest turns first: what is far longer than the context would not even go through the template.
+    size = 16 * capacity
+    while True:
+        first = max(_newest(conversation.turns, size), dropped)
+        needed = tokens(first)
+        if needed > capacity - room or first == dropped:
+            break
+        size *= 4
+    if needed <= capacity - room:
+        return conversation, ""
+    words = f"{'more than ' if first > dropped else ''}{needed:,} tokens"
+    if choice != "drop-oldest":
+        if tokens(turns) > capacity:
+            raise Overflow(_alone(conversation, line, count, capacity, largest, choice))
+        fix = "/undo or /clear make room, and so does --overflow drop-oldest" if choice == "error" else "the chat ends"
+        raise Overflow(f"this turn needs {words}, the context holds {capacity:,}; {fix}")
+    chosen = bisect_left(range(first, turns), True, key=lambda n: tokens(n) <= capacity - room) + first
+    if tokens(chosen) > capacity:
+        raise Overflow(_alone(conversation, line, count, capacity, largest, choice))
+    if chosen == dropped:
+        return conversation, ""
+    first, last = dropped + 1, chosen
+    which = f"turn {first:,} is" if first == last else f"turns {first:,} to {last:,} are"
+    space = f" with room for the answer ({room:,})" if needed <= capacity else ""
+    note = f"{words} do not fit in the context of {capacity:,}{space}: {which} no longer sent to the model"
+    return replace(conversation, dropped=chosen), note
+
+
+def _newest(turns: tuple, size: int) -> int:
+    """The first of the last turns that have at most `size` characters."""
+    for number in range(len(turns) - 1, -1, -1):
+        size -= 16 + sum(map(len, turns[number]))  # 16 for what a template adds
+        if size < 0:
+            return number + 1
+    return 0
+
+
+def _alone(conversation: Conversation, line: str, count: Callable, capacity: int, largest: int, choice: str) -> str:
+    """What is wrong with a message that does not fit even where nothing was said before it."""
+    system = conversation.system is not None
+    what = "this message and the system turn alone need" if system else "this message alone needs"
+    needed = count(Conversation(conversation.raw, conversation.system).prompt(line))
+    fixes = ["shorten it"]
+    if system and count(Conversation(conversation.raw).prompt(line)) <= capacity:
+        fixes.append("take the system turn away (/system -)")
+    if needed <= largest:
+        fixes.append(f"start the chat with --max-seq-len {min(largest, 2 * needed)}")
+    fix = "the chat ends" if choice == "stop" else " or ".join(fixes)
+    return f"{what} {needed:,} tokens, the context holds {capacity:,}; {fix}"

@@ -1,0 +1,54 @@
+"""/set: a sampling option from what was typed."""
+
+import difflib
+import json
+from dataclasses import fields, replace
+
+from ...errors import ParameterError
+from ...sampling import SamplingParams
+
+NAMES = tuple(field.name for field in fields(SamplingParams))
+_WORDS = {"none": None, "null": None, "on": True, "true": True, "off": False, "false": False}
+
+
+def shown(value) -> str:
+    return json.dumps(value, ensure_ascii=False) if value is not None else "none"
+
+
+def changed(params: SamplingParams, defaults: SamplingParams, name: str, text: str) -> tuple[SamplingParams, str]:
+    """`params` with the option `name` set to what `text` says, and the option's full name. Raises ParameterError."""
+    found = name.lower().lstrip("-").replace("-", "_")
+    if found not in NAMES:
+        near = difflib.get_close_matches(found, NAMES, n=1)
+        meant = f"did you mean {near[0]}?" if near else "/set shows all"
+        raise ParameterError(f"there is no option {name}; {meant}")
+    if not text:
+        raise ParameterError(f"/set {found} needs a value; it is {shown(getattr(params, found))}")
+    if text == "default":
+        return replace(params, **{found: getattr(defaults, found)}), found
+    try:
+        return replace(params, **{found: _value(found, text)}), found
+    except (TypeError, ValueError, AttributeError) as error:  # a list where a number should be, and the like
+        if isinstance(error, ParameterError):
+            raise
+        raise ParameterError(f"{found} cannot be {text[:80]!r}") from None
+
+
+def _value(name: str, text: str):
+    if name in ("stop", "stop_token_ids", "logit_bias") and text.lower() in ("none", "off"):
+        return {} if name == "logit_bias" else ()
+    if name == "stop_token_ids" and not text.startswith("["):
+        text = f"[{text}]"
+    try:
+        value = _WORDS[text.lower()] if text.lower() in _WORDS and name != "stop" else json.loads(text)
+    except (ValueError, RecursionError):
+        value = text
+    if name == "stop" and not isinstance(value, (str, list)):
+        value = text
+    if name == "ignore_eos" and not isinstance(value, bool):
+        raise ParameterError(f"ignore_eos must be on or off, got {text[:80]!r}")
+    if name == "logit_bias":
+        if not isinstance(value, dict) or not all(key.isdecimal() for key in value):
+            raise ParameterError(f'logit_bias must be like {{"13": -5}}, token ids and numbers, got {text[:80]!r}')
+        value = {int(key): bias for key, bias in value.items()}
+    return value

@@ -1,0 +1,270 @@
+"""The commands of the chat: what each does, and which one was meant."""
+
+import difflib
+import os
+from pathlib import Path
+
+from ...errors import ParameterError
+from ..terminal import counted
+from . import session, stats
+from .clipboard import copy
+from .settings import NAMES, changed, shown
+from .thinking import strip_thinking
+
+# Group -> name -> arguments and what it does, in the order of /help.
+GROUPS = {
+    "Conversation": {
+        "/retry": ("", "ask the last message again"),
+        "/edit": ("[TEXT]", "change the last message and ask it again"),
+        "/undo": ("", "take back the last message and its answer"),
+        "/clear": ("", "begin a new conversation"),
+        "/system": ("[TEXT]", "set the system turn; - removes it, alone shows it"),
+    },
+    "Files and clipboard": {
+        "/save": ("FILE", "save the conversation as JSON, to FILE.md as Markdown"),
+        "/load": ("FILE", "continue a conversation that was saved as JSON"),
+        "/export": ("FILE.md", "write the conversation as Markdown"),
+        "/copy": ("", "copy the last answer to the clipboard"),
+    },
+    "Model": {
+        "/model": ("[PATH_OR_ID]", "another model (bundled is built in); alone says which"),
+        "/think": ("[on|off|hide]", "think, do not, or hide it; alone says which"),
+        "/set": ("[NAME VALUE]", "a sampling option (or default); alone shows all"),
+        "/stats": ("", "the model, its speed, memory and context"),
+    },
+    "Chat": {
+        "/plain": ("[on|off]", "answers as the model writes them, or as Markdown"),
+        "/help": ("", "show this"),
+        "/exit": ("", "leave"),
+    },
+}
+COMMANDS = {name: words for group in GROUPS.values() for name, words in group.items()}
+BARE = {"help": "/help", "exit": "/exit", "quit": "/exit"}  # words that alone are hardly meant for the model
+# What other chats call them.
+ALIASES = {"/quit": "/exit", "/bye": "/exit", "/new": "/clear", "/?": "/help", "/h": "/help"}
+MARKDOWN = (".md", ".markdown")
+KEYS = {
+    "Ctrl-C": "stops an answer; clears the prompt's line, twice leaves",
+    "Ctrl-D": "leaves",
+    "Alt-Enter": "begins a new line; a pasted text stays one message",
+    '"""': "begins and ends a message of several lines",
+    "Tab": "completes commands",
+    "Up, Down": "go through what was typed before, in earlier chats too",
+    "//": "begins a message that begins with one /",
+    "Space": "a line that starts with a space is never a command",
+}
+
+
+def run(chat, word: str, rest: str) -> bool:
+    """One command; False ends the chat. `chat` is a chat.Chat."""
+    word = ALIASES.get(word.lower(), word.lower())
+    if word not in COMMANDS:
+        near = difflib.get_close_matches(word, COMMANDS, n=1)
+        meant = f"did you mean {near[0]}? " if near else ""
+        chat.output.error(f"there is no command {word[:80]}; {meant}/help lists them, // begins a message with a /")
+        if not chat.interactive:  # what was meant as a message has no answer
+            chat.exit_code = 1
+        return True
+    arguments = COMMANDS[word][0]
+    if arguments.startswith("FILE") and not rest:
+        chat.output.note(f"{word} needs {arguments}")
+    elif not arguments and rest:
+        chat.output.note(f"{word} takes nothing after it; a message that begins with it needs a space before the /")
+    elif word == "/exit":
+        return False
+    else:
+        return _ACTIONS[word](chat, rest) is not False
+    return True
+
+
+def meant(message: str) -> str:
+    """A question where the message is a word that was probably meant as a command."""
+    command = BARE.get(message.rstrip().lower())
+    return command and f"did you mean {command}? With a space before it the word is a message"
+
+
+def literal(message: str) -> str:
+    """What is typed to send this message: a space keeps it from being a command or the beginning of a block."""
+    return f" {message}" if message.startswith(("/", '"""')) or meant(message) else message
+
+
+def _help(chat, rest) -> None:
+    for title, group in GROUPS.items():
+        chat.output.note(title)
+        for name, (arguments, what) in group.items():
+            chat.output.note(f"  {f'{name} {arguments}':<21} {what}", aligned=True)
+    chat.output.note("Keys")
+    for key, what in KEYS.items():
+        chat.output.note(f"  {key:<21} {what}", aligned=True)
+
+
+def _clear(chat, rest) -> None:
+    chat.replace_conversation(chat.fresh())
+    chat.output.note("a new conversation begins" + chat.kept_in())
+
+
+def _system(chat, rest) -> None:
+    if chat.conversation.raw:
+        chat.output.note("with --raw there is no system turn")
+    elif not rest:
+        system = chat.conversation.system
+        chat.output.note("there is no system turn" if system is None else f"system: {system}")
+    else:
+        chat.set_system(None if rest == "-" else rest)
+        chat.output.note("the system turn is " + ("removed" if rest == "-" else "set"))
+
+
+def _last(chat) -> tuple[str, str] | None:
+    if chat.conversation.turns:
+        return chat.conversation.turns[-1]
+    chat.output.note("nothing was said yet")
+    return None
+
+
+def _retry(chat, rest):
+    if last := _last(chat):
+        return chat.ask(last[0], replaces=True, tries=chat.tries + 1)
+
+
+def _edit(chat, rest):
+    if last := _last(chat):
+        if rest:
+            return chat.ask(rest, replaces=True)
+        if chat.interactive:
+            chat.draft = literal(last[0])
+        else:
+            chat.output.note("/edit needs TEXT where there is no terminal")
+
+
+def _undo(chat, rest) -> None:
+    if last := _last(chat):
+        chat.conversation, chat.tries = chat.conversation.without_last(), 0
+        chat.save()
+        left = len(chat.conversation.turns)
+        chat.output.note(f"took back {brief(last[0])}; {counted(left, 'turn')} left")
+
+
+def _save(chat, rest) -> None:
+    path = _path(rest)
+    if path.suffix.lower() in MARKDOWN:
+        return _export(chat, rest)
+    if os.path.lexists(path):
+        session.read(path)  # anything but a session is not overwritten
+    session.write(path, session.dumps(chat.conversation, chat.engine.name))
+    chat.output.note(f"saved to {path}")
+
+
+def _load(chat, rest) -> None:
+    path = _path(rest)
+    try:
+        loaded = session.read(path)
+    except session.SessionError as error:
+        if path.suffix.lower() in MARKDOWN and path.is_file():
+            raise session.SessionError(f"{error}; /load reads JSON, Markdown is only for people") from None
+        raise
+    if loaded.raw != chat.conversation.raw:
+        chat.output.note(f"this conversation needs a chat {'with' if loaded.raw else 'without'} --raw")
+        return
+    chat.replace_conversation(loaded)
+    chat.output.note(chat.describe() + chat.kept_in())
+
+
+def _export(chat, rest) -> None:
+    path = _path(rest)
+    if path.suffix.lower() not in MARKDOWN:
+        chat.output.note("/export writes Markdown: the name must end in .md")
+    elif os.path.lexists(path):
+        chat.output.note(f"{path} exists already; choose another name")
+    else:
+        session.write(path, chat.conversation.markdown(chat.opens_thinking))
+        chat.output.note(f"exported to {path}")
+
+
+def _set(chat, rest) -> None:
+    name, _, value = rest.partition(" ")
+    if not name:
+        for name in NAMES:
+            chat.output.note(f"{name:<20} {shown(getattr(chat.params, name))}", aligned=True)
+        return
+    try:
+        chat.params, name = changed(chat.params, chat.engine.default_params(), name, value.strip())
+    except ParameterError as error:
+        chat.output.note(str(error))
+    else:
+        chat.given[name] = getattr(chat.params, name)
+        if value.strip() == "default":
+            del chat.given[name]
+        chat.output.note(f"{name} is {shown(getattr(chat.params, name))}")
+
+
+def _copy(chat, rest) -> None:
+    if last := _last(chat):
+        answer = strip_thinking(last[1], chat.opens_thinking)
+        copy(answer, chat.output)
+        chat.output.note(f"asked the terminal to copy the last answer, {counted(len(answer), 'character')}")
+
+
+def _model(chat, rest) -> None:
+    if rest:
+        chat.loader.switch(chat, unquote(rest))
+    chat.output.note(f"{chat.engine.name} on {chat.engine.device}: {chat.capacity_words()}")
+
+
+def _think(chat, rest) -> None:
+    if rest not in ("", "on", "off", "hide"):
+        chat.output.note(f"/think takes on, off or hide, not {brief(rest)}")
+        return
+    if rest:
+        chat.set_think(rest)
+    chat.output.note(f"thinking is {chat.think}")
+
+
+def _plain(chat, rest) -> None:
+    if rest not in ("", "on", "off"):
+        chat.output.note(f"/plain takes on or off, not {brief(rest)}")
+    elif chat.conversation.raw and rest == "off":
+        chat.output.note("with --raw answers are always plain: a text that is continued is no Markdown")
+    else:
+        chat.plain = rest == "on" if rest else chat.plain
+        chat.output.note("answers are " + ("plain text" if chat.plain else "shown as Markdown in a terminal"))
+
+
+def _stats(chat, rest) -> None:
+    for line in stats.lines(chat):
+        chat.output.note(line)
+
+
+def unquote(text: str) -> str:
+    quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "'\""
+    return text[1:-1] if quoted else text
+
+
+def _path(text: str) -> Path:
+    try:
+        return Path(os.path.expanduser(unquote(text)))
+    except ValueError as error:
+        raise session.SessionError(f"{text!r}: {error}") from None
+
+
+def brief(text: str, width: int = 50) -> str:
+    text = " ".join(text.split())
+    return repr(text if len(text) <= width else text[: width - 1] + "…")
+
+
+_ACTIONS = {
+    "/help": _help,
+    "/clear": _clear,
+    "/system": _system,
+    "/retry": _retry,
+    "/undo": _undo,
+    "/edit": _edit,
+    "/save": _save,
+    "/load": _load,
+    "/export": _export,
+    "/copy": _copy,
+    "/model": _model,
+    "/think": _think,
+    "/plain": _plain,
+    "/set": _set,
+    "/stats": _stats,
+}

@@ -1,0 +1,36 @@
+"""A file that is whole or absent."""
+
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TextIO
+
+
+@contextmanager
+def replacing(path: Path, private: bool = False, errors: str = "strict") -> Iterator[TextIO]:
+    """A text file that takes the name `path` (of a link, its target's) once everything is in it and on the disk.
+
+    Until then, and if something fails, a file of that name stays what it was. private: for the owner only; otherwise
+    with the mode of the file that it replaces. errors: as for open.
+    """
+    target = Path(os.path.realpath(path))
+    if target.exists():
+        open(target, "a").close()  # may it be written at all?
+    place = target.with_name(f".tridecode-{secrets.token_hex(6)}.tmp")
+    mode = 0o600 if private else 0o666
+    file = open(place, "x", encoding="utf-8", errors=errors, newline="\n", opener=lambda *args: os.open(*args, mode))
+    try:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+        file.close()
+        if target.is_file() and not private:
+            place.chmod(target.stat().st_mode & 0o7777)
+        place.replace(target)
+    except BaseException:
+        with suppress(OSError):  # a second complaint about a full disk
+            file.close()
+        place.unlink(missing_ok=True)
+        raise

@@ -1,0 +1,1 @@
+"""`tridecode generate`: one answer, several, or a file of them."""

@@ -1,0 +1,93 @@
+"""`tridecode generate`: one prompt, one answer or several."""
+
+import json
+import os
+import secrets
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from ...engine import Engine, Prompt
+from ...errors import GenerationError, ParameterError
+from ..explain import explain
+from ..loading import load_engine
+from ..outputs import STDOUT, text_sink
+from ..terminal import Output, speed_line
+from .batch import batch
+from .inputs import clean
+from .prompts import encoded, read_prompt, reuse
+from .reports import report
+
+LAST_SEED = 2**64 - 1
+
+
+def generate(args, output: Output) -> int:
+    check_options(args)
+    if args.system is not None:
+        args.system = clean(args.system, "--system", output)
+    if args.jsonl is not None:
+        return batch(args, output)
+    prompt = read_prompt(args, output)
+    with text_sink(args.output, output) as write:  # opened before the model, so that a wrong name costs no time
+        engine, params = load_engine(args, output)
+        prompt = encoded(prompt, args, engine)
+        failed = 0
+        for i, each in enumerate(seeded(params, args.n)):
+            if args.n > 1 and not args.json:
+                output.note(f"answer {i + 1:,} of {args.n:,}, seed {each.seed}")
+            if args.json:
+                last = engine.generate(prompt, each, **reuse(args))
+                write(json.dumps(report(last, engine)) + "\n")
+            else:
+                last = stream_text(engine, prompt, each, write, **reuse(args))
+                if last.finish_reason != "error":
+                    output.note(speed_line(last.usage, last.timings))
+            if last.finish_reason == "error":
+                failed += 1
+                if failed == args.n:
+                    raise GenerationError(last.error)  # no answer at all: a file stays what it was
+                output.error(explain(GenerationError(last.error)))
+    return int(failed > 0)
+
+
+def check_options(args) -> None:
+    """End as for a wrong option where options contradict each other."""
+    if args.output in STDOUT:  # as by default
+        args.output = None
+    if args.allow_special and not args.raw:
+        args.refuse("--allow-special needs --raw: in a chat only the template writes control tokens")
+    if args.logprobs is not None and not args.json and args.jsonl is None:
+        args.refuse("--logprobs needs --json")
+    if args.n > 1 and args.jsonl is not None:
+        args.refuse("--n does not go with --jsonl; repeat the line, with other seeds")
+    if args.raw and args.messages is not None:
+        args.refuse("--raw takes text, --messages is a chat; leave out one of them")
+    if args.system is not None and (args.raw or args.prompt_ids is not None):
+        args.refuse(f"--system needs a chat; leave out {'--raw' if args.raw else '--prompt-ids'}")
+    source = args.messages if args.jsonl is None else args.jsonl
+    if source is not None and args.output is not None and os.path.realpath(source) == os.path.realpath(args.output):
+        args.refuse(f"--output would overwrite the input {source}; give it another name")
+
+
+def seeded(params, n: int) -> Iterator:
+    """The parameters of each of `n` answers: seeds seed, seed + 1, ... All are checked before the first is used."""
+    if n == 1:
+        return iter([params])
+    if n > LAST_SEED - 2**62:
+        raise ParameterError(f"n must be at most {LAST_SEED - 2**62:,}, got {n:,}")
+    first = secrets.randbits(62) if params.seed is None else params.seed
+    replace(params, seed=first + n - 1)
+    return (replace(params, seed=first + i) for i in range(n))
+
+
+def stream_text(engine: Engine, prompt: Prompt, params, write: Callable[[str], None], **options):
+    """Write the text as it comes; returns the last piece. Whatever happens, a line that was begun is ended."""
+    wrote = False
+    try:
+        for piece in engine.stream(prompt, params, **options):
+            write(piece.text)
+            wrote = wrote or bool(piece.text)
+        wrote = wrote or piece.finish_reason != "error"  # an answer may be empty
+    finally:
+        if wrote:
+            write("\n")
+    return piece

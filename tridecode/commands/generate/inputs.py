@@ -1,0 +1,166 @@
+"""What a command reads: files, stdin and JSON, all of it bounded, checked and valid Unicode."""
+
+import json
+import math
+import os
+import select
+import stat
+import sys
+from collections.abc import Callable, Iterator
+
+from ...errors import PromptError
+from ..terminal import Output
+
+LARGEST = 64_000_000  # characters of stdin or bytes of a file; no context holds a prompt as long
+PIECE = 1 << 20  # read at once: Ctrl-C ends what reads between two
+DIGITS = 100  # of a number in JSON
+PATIENCE = 1.0  # seconds until somebody is told what is being waited for
+ROLES = ("system", "developer", "user", "assistant", "tool")
+MESSAGES = 'expected a list like [{"role": "user", "content": "..."}]'
+
+
+def read_file(path: str, output: Output, most: int | None = None) -> str:
+    """The text of a regular file or a pipe; - is stdin. Raises PromptError."""
+    if path == "-":
+        return read_stdin(output, most)
+    data = read_bytes(path, most, "a regular file or a pipe, or - for stdin")
+    return clean(data.decode("utf-8-sig", "surrogateescape"), path, output)
+
+
+def read_bytes(path: str, most: int | None, expected: str) -> bytes:
+    """What is in a regular file or a pipe; `expected` is told to whoever named something else (PromptError)."""
+    try:
+        if not is_file(os.stat(path).st_mode):
+            raise PromptError(f"{path}: not a file; give {expected}")
+        with open(path, "rb") as file:
+            return read_all(file.read, path, most)
+    except OSError as error:
+        raise PromptError(f"{path}: {error.strerror}; give {expected}") from None
+
+
+def read_stdin(output: Output, most: int | None = None, way_out: str = "") -> str:
+    """The text of stdin, all of it; `way_out` is told with what is waited for."""
+    if sys.stdin.isatty():
+        output.note("reading from the terminal; Ctrl-D on an empty line ends it")
+    elif not readable_within(PATIENCE):
+        output.note(f"waiting for stdin, which is open and gives nothing{way_out}")
+    if hasattr(sys.stdin, "reconfigure"):
+        sys.stdin.reconfigure(errors="surrogateescape")  # so that `clean` sees what could not be decoded
+    return clean(read_all(sys.stdin.read, "stdin", most).removeprefix("\ufeff"), "stdin", output)
+
+
+def stdin_lines() -> Iterator[str]:
+    """The lines of stdin as they come; PromptError at one that is too long, such as all of /dev/zero."""
+    pieces, size = [], 0
+    while piece := sys.stdin.readline(PIECE):
+        pieces.append(piece)
+        size += len(piece)
+        if size > LARGEST:
+            raise PromptError(f"stdin: a line longer than {LARGEST:,} characters, the most that is read; end it before")
+        if piece.endswith("\n"):
+            yield "".join(pieces)
+            pieces, size = [], 0
+    if pieces:
+        yield "".join(pieces)
+
+
+def is_file(mode: int) -> bool:
+    """Whether an st_mode is that of a regular file or a pipe: what ends, and is somebody's on purpose."""
+    return stat.S_ISREG(mode) or stat.S_ISFIFO(mode)
+
+
+def stdin_is_file() -> bool:
+    try:
+        return is_file(os.fstat(sys.stdin.fileno()).st_mode)
+    except (OSError, ValueError):  # closed, or no stream of the system
+        return False
+
+
+def readable_within(seconds: float) -> bool:
+    """Whether stdin gives something, or its end, within that time."""
+    try:
+        return bool(select.select([sys.stdin], [], [], seconds)[0])
+    except (OSError, ValueError):
+        return True
+
+
+def read_all(read: Callable, name: str, most: int | None):
+    """All that `read(n)` gives, str or bytes, in pieces; what never ends is refused."""
+    pieces, size, most = [], 0, most or LARGEST
+    while piece := read(PIECE):
+        pieces.append(piece)
+        size += len(piece)
+        if size > most:
+            unit = "bytes" if isinstance(piece, bytes) else "characters"
+            raise PromptError(f"{name}: longer than {most:,} {unit}, the most that is read; give less, or in parts")
+    return pieces[0][:0].join(pieces) if pieces else read(0)
+
+
+def parse_json(text: str, where: str, output: Output):
+    """The JSON value of `text`, its lone surrogates replaced as in `clean`. Whatever it holds can be JSON again."""
+    try:
+        value = loads(text)
+        again = json.dumps(value, ensure_ascii=False)
+    except json.JSONDecodeError as error:
+        line = f"line {error.lineno:,}, " if "\n" in text.strip() else ""
+        raise PromptError(f"{where}: not JSON ({error.msg}, {line}column {error.colno:,}); correct it") from None
+    except RecursionError:
+        raise PromptError(f"{where}: not JSON that can be read (nested too deep); correct it") from None
+    except ValueError as error:  # of the functions below
+        raise PromptError(f"{where}: not JSON that can be read ({error}); correct it") from None
+    cleaned = clean(again, where, output)
+    return value if cleaned == again else json.loads(cleaned)
+
+
+def loads(text: str | bytes):
+    """json.loads, but for numbers that could not be printed as JSON again (ValueError)."""
+    return json.loads(text, parse_int=_integer, parse_float=_real, parse_constant=_constant)
+
+
+def _integer(digits: str) -> int:
+    if len(digits) > DIGITS:
+        raise ValueError(f"a number of {len(digits):,} digits, at most {DIGITS} are read")
+    return int(digits)
+
+
+def _real(digits: str) -> float:
+    if math.isinf(value := float(digits)):
+        raise ValueError(f"the number {digits[:40]} is out of range")
+    return value
+
+
+def _constant(word: str) -> float:
+    raise ValueError(f"{word} is no number of JSON")
+
+
+def clean(text: str, name: str, output: Output) -> str:
+    """`text` as valid Unicode: halves of surrogate pairs, as undecodable bytes arrive, become U+FFFD with a note."""
+    data = text.encode("utf-16", "surrogatepass")
+    try:
+        return data.decode("utf-16")
+    except UnicodeDecodeError:
+        output.note(f"{name}: what is not valid UTF-8 or Unicode was replaced by U+FFFD")
+        return data.decode("utf-16", "replace")
+
+
+def check_messages(found, where: str) -> list[dict]:
+    """`found` if it is a chat; PromptError names the place of what is wrong."""
+    if not isinstance(found, list) or not found:
+        raise PromptError(f"{where}: {MESSAGES}, got {shown(found)}")
+    for i, message in enumerate(found, 1):
+        place = f"{where}: message {i:,}"
+        if not isinstance(message, dict):
+            raise PromptError(f"{place}: expected an object with role and content, got {shown(message)}")
+        for key in ("role", "content"):
+            if not isinstance(message.get(key), str):
+                got = shown(message[key]) if key in message else "none"
+                raise PromptError(f"{place}: {key} must be a string, got {got}")
+        if message["role"] not in ROLES:
+            raise PromptError(f"{place}: role must be one of {', '.join(ROLES)}, got {shown(message['role'])}")
+    return found
+
+
+def shown(value) -> str:
+    """A value in a message, not the whole of it."""
+    text = json.dumps(value)
+    return text if len(text) <= 40 else text[:40] + "..."

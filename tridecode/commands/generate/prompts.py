@@ -1,0 +1,79 @@
+"""The prompt that the options give: text, a chat or ids, from the command line, a file or stdin."""
+
+import re
+
+from ...engine import Engine, Prompt
+from ...errors import PromptError
+from ..chat import session
+from ..terminal import Output
+from .inputs import check_messages, clean, parse_json, read_file, read_stdin, stdin_is_file
+
+STDIN = re.compile(r"(?m)^-$|(?<!\S)-\Z")  # in --prompt; a hyphen in the middle of a line is only that
+
+
+def read_prompt(args, output: Output) -> Prompt:
+    """Before the model is loaded, so that a missing prompt costs no time."""
+    if args.prompt_ids is not None:
+        return args.prompt_ids
+    if args.messages is not None:
+        return read_messages(args, output)
+    if args.prompt is None:
+        text = read_stdin(output).removesuffix("\n")
+    else:
+        text = with_stdin(clean(args.prompt, "--prompt", output), output)
+    if not (text if args.raw else text.strip()):
+        raise PromptError(
+            "the prompt is empty; give --prompt TEXT, --prompt-ids IDS, --messages FILE, or text on stdin"
+        )
+    return text if args.raw else with_system([{"role": "user", "content": text}], args, "the prompt")
+
+
+def with_stdin(text: str, output: Output) -> str:
+    """The text of --prompt with stdin where a - stands for it, else after it, if stdin is a pipe or a file."""
+    if STDIN.search(text):
+        given = read_stdin(output).removesuffix("\n")
+        if not given:
+            output.note("stdin, which the - in --prompt stands for, is empty")
+        return STDIN.sub(lambda _: given, text)
+    if not stdin_is_file():
+        return text
+    given = read_stdin(output, way_out="; </dev/null leaves it out of the prompt").removesuffix("\n")
+    before = text.removesuffix("\n")
+    return f"{before}\n{given}" if before and given else given or text
+
+
+def read_messages(args, output: Output) -> Prompt:
+    """The chat in a file: messages, or a saved session, whose last question is asked anew."""
+    path = args.messages
+    found = parse_json(read_file(path, output), path, output)
+    if session.is_session(found):
+        try:
+            saved = session.parse(found)
+            if not saved.turns:
+                raise ValueError("it has no turns")
+            found = saved.messages()[:-1]
+        except ValueError as error:
+            raise PromptError(f"{path}: not a session that can be answered ({error})") from None
+        output.note(f"{path}: a saved session; its last message is answered anew")
+    elif isinstance(found, dict) and "messages" in found:
+        found = found["messages"]
+    return with_system(check_messages(found, path), args, path)
+
+
+def with_system(messages: list[dict], args, where: str) -> list[dict]:
+    if args.system is None:
+        return messages
+    if any(message["role"] == "system" for message in messages):
+        raise PromptError(f"{where}: it has a system message of its own; leave out --system, or that message")
+    return [{"role": "system", "content": args.system}, *messages]
+
+
+def encoded(prompt: Prompt, args, engine: Engine) -> Prompt:
+    """With --allow-special, text as token ids, its control tokens among them."""
+    if args.allow_special and isinstance(prompt, str):
+        return engine.tokenizer.encode(prompt, allow_special=True, context=engine.capacity)
+    return prompt
+
+
+def reuse(args) -> dict:
+    return {"reuse_prefix": False} if args.no_reuse_prefix else {}

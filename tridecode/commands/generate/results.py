@@ -1,0 +1,127 @@
+"""The file of results of a batch: read to go on where it stopped, locked, and never anything else overwritten."""
+
+import fcntl
+import json
+import os
+import re
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from typing import TextIO
+
+from ...errors import PromptError
+from ..outputs import naming, open_special, text_sink, writer
+from ..terminal import Output
+
+OTHER = "give --output another name, or move this file away"
+LONGEST = 64 << 20  # bytes of a line
+# How every line begins, and how one does that was cut off within that.
+_HEAD = re.compile(rb'\{"index": (\d{1,18}), "input": "([0-9a-f]{16})"')
+_CUT_HEAD = re.compile(rb'\{"index": \d{1,18}, "input": "[0-9a-f]{0,16}')
+_EMPTY_HEAD = b'{"index": 0, "input": "'
+
+
+@contextmanager
+def open_results(
+    path: str | None, keys: dict[int, str], output: Output
+) -> Iterator[tuple[set[int], Callable[[str], None]]]:
+    """Yields the indices of the input that the file answers, and the function that adds a line to it at once.
+
+    keys: of each line of the input by its index. Failed lines and one that was cut off are taken out of the file. One
+    that holds anything else, or that another process writes, is refused (PromptError) and stays as it is.
+    """
+    if path is None:
+        yield set(), output.text
+        return
+    with ExitStack() as files:
+        with naming(path):
+            special = open_special(path)
+        if special is not None:
+            files.callback(close, special)
+            yield set(), writer(special, path, flush=True)
+            return
+        file = files.enter_context(locked(path))
+        answered = [index for _, index in entries(file, keys, path)]
+        if None in answered:
+            with text_sink(path, output) as write:
+                for line, index in entries(file, keys, path):
+                    if index is not None:
+                        write(line.decode())
+            file = files.enter_context(locked(path))  # the one that has taken its place
+        yield set(answered) - {None}, writer(file, path, flush=True)
+
+
+@contextmanager
+def locked(path: str) -> Iterator[TextIO]:
+    """The file open to be read and added to; PromptError where another process has it so."""
+    with naming(path):
+        file = open(path, "a+", encoding="utf-8", newline="\n")
+    try:
+        busy = False
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            busy = True
+        except OSError:  # a file system without locks
+            pass
+        # Whoever held the lock until now may have put another file in its place.
+        if busy or not (os.path.exists(path) and os.path.samestat(os.stat(path), os.fstat(file.fileno()))):
+            raise PromptError(f"{path}: another process writes it; wait for its end, or give --output another name")
+        yield file
+    finally:
+        close(file)
+
+
+def close(file: TextIO) -> None:
+    with suppress(OSError):  # all of it was flushed, or has failed already
+        file.close()
+
+
+def entries(file: TextIO, keys: dict[int, str], path: str) -> Iterator[tuple[bytes, int | None]]:
+    """Each line with the index of the input that it answers; None if it failed, or is the last and was cut off.
+
+    Raises PromptError at a line that is surely no result of this command for that input.
+    """
+    file.seek(0)
+    offset, data = 0, file.buffer
+    for number, line in enumerate(iter(lambda: data.readline(LONGEST), b""), 1):
+        if line.endswith(b"\n"):
+            yield line, answered_by(line, keys, f"{path}: line {number:,}")
+        else:
+            begun = line.rstrip(b"\0")
+            if begun and not is_cut_off(begun, keys, number == 1):
+                raise PromptError(f"{path}: its last line is no result of this command; {OTHER}")
+            if len(begun) < len(line):
+                raise nul_bytes(path, offset + len(begun))
+            yield line, None
+        offset += len(line)
+
+
+def nul_bytes(path: str, offset: int) -> PromptError:
+    return PromptError(
+        f"{path}: from byte {offset:,} on it holds NUL bytes, as a computer that lost its power leaves them; "
+        f"cut them off with truncate --size={offset}, or {OTHER}"
+    )
+
+
+def answered_by(line: bytes, keys: dict[int, str], where: str) -> int | None:
+    try:
+        head, entry = _HEAD.match(line), json.loads(line)
+        index, error = int(head[1]), entry.get("error")
+    except (ValueError, TypeError, AttributeError, RecursionError):
+        raise PromptError(f"{where} is no result of this command; {OTHER}") from None
+    if isinstance(error, str) and error.startswith(f"line {index + 1}: "):
+        return None
+    if error is not None or not {"token_ids", "text", "finish_reason"} <= entry.keys():
+        raise PromptError(f"{where} is no result of this command; {OTHER}")
+    if keys.get(index) != head[2].decode():
+        raise PromptError(f"{where} answers a line that is not in the input; {OTHER}")
+    return index
+
+
+def is_cut_off(line: bytes, keys: dict[int, str], alone: bool) -> bool:
+    """Whether the end of a file is the beginning of a result. `alone`, without results before it, it must name its line
+    of the input."""
+    if head := _HEAD.match(line):
+        return not alone or keys.get(int(head[1])) == head[2].decode()
+    beginning = _CUT_HEAD.fullmatch(line) or _EMPTY_HEAD.startswith(re.sub(rb"\d{1,18}", b"0", line))
+    return bool(beginning) and not alone

@@ -1,0 +1,347 @@
+"""What the five launches of sample do before the draw: processed logits, and the distance at which the filters cut."""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+
+from ... import layout as m
+from ..common import (
+    FLAG_BIAS,
+    FLAG_PENALTIES,
+    FLAGS,
+    FREQUENCY_PENALTY,
+    META_WIDTH,
+    PRESENCE_PENALTY,
+    REPETITION_PENALTY,
+    RUN,
+    SAMP_WIDTH,
+    SLOT,
+    STATUS,
+    TEMPERATURE,
+    TOP_K,
+    TOP_P,
+    gdc_launch_dependents,
+    gdc_wait,
+)
+from .finish import LOWEST, block_key, packed_value
+from .mass import BINS, FARTHEST, HUGE, LOW_BITS, WEIGHT_BITS, distance, grid_scale, share, weight, weight_ref
+from .nearest import NEAREST, TOPS, append, distance_bound, load_nearest, rank_nearest
+
+LEVELS = 3  # of the search
+STATE = 8  # entries of a row of state
+THRESHOLD, BIN, LEFT, P_BIN, P_LEFT, LISTED, TOTAL, DECIDED = range(STATE)
+
+_BINS, _LOW_BITS = tl.constexpr(BINS), tl.constexpr(LOW_BITS)
+_GROUPS = tl.constexpr(BINS // 8)
+_FARTHEST, _LEVELS, _STATE = tl.constexpr(FARTHEST), tl.constexpr(LEVELS), tl.constexpr(STATE)
+_BIN, _LEFT, _P_BIN, _P_LEFT = tl.constexpr(BIN), tl.constexpr(LEFT), tl.constexpr(P_BIN), tl.constexpr(P_LEFT)
+_LISTED, _TOTAL, _DECIDED = tl.constexpr(LISTED), tl.constexpr(TOTAL), tl.constexpr(DECIDED)
+_NEAREST, _TOPS = tl.constexpr(NEAREST), tl.constexpr(TOPS)
+_HEAVIEST = tl.constexpr(float(2**WEIGHT_BITS))
+
+
+@triton.jit
+def _process_kernel(
+    logits_ptr,
+    meta_ptr,
+    samp_ptr,
+    counts_ptr,
+    bias_ptr,
+    keys_ptr,
+    tops_ptr,
+    processed_ptr,
+    bins_ptr,
+    bin_mass_ptr,
+    state_ptr,
+    vocab,
+    stride_logits,
+    stride_counts,
+    stride_keys,
+    stride_tops,
+    stride_processed,
+    BLOCK_N: tl.constexpr,
+    CLEAR: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Add the bias, apply the penalties, leave each block's largest logits, and clear histograms and state.
+
+    logits: [rows, vocab] fp32. samp: [rows, SAMP_WIDTH] fp32. counts: [slots, vocab]
+    int32. bias: [slots, vocab] fp32. keys: [rows, >= blocks] int64 (out). tops: [rows, >= blocks * TOPS] fp32 (out).
+    processed: [rows, vocab] fp32 (out).
+    bins, bin_mass, state: see SamplerBuffers (out).
+    Bytes: 8 * vocab a row, 4 * vocab more for each of bias and counts in use. Grid: (vocab blocks, rows).
+    counts and bias are older than this step: their loads come before the wait. A NaN or an infinity among the raw
+    logits makes its block's key BAD, which the launches after this one look for.
+    """
+    if PDL:
+        gdc_launch_dependents()
+    block, row = tl.program_id(0), tl.program_id(1)
+    meta_ptr += row * META_WIDTH
+    flags, status, slot = tl.load(meta_ptr + FLAGS), tl.load(meta_ptr + STATUS), tl.load(meta_ptr + SLOT)
+    samp_ptr += row * SAMP_WIDTH
+    repetition = tl.load(samp_ptr + REPETITION_PENALTY)
+    presence = tl.load(samp_ptr + PRESENCE_PENALTY)
+    frequency = tl.load(samp_ptr + FREQUENCY_PENALTY)
+    offs_n = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask_n = offs_n < vocab
+    wide, of_slot = row.to(tl.int64), slot.to(tl.int64) * stride_counts
+    biased = tl.where((flags & FLAG_BIAS) != 0, vocab, 0)  # an end, not a mask: the interpreter cannot splat an int1
+    counted = tl.where((flags & FLAG_PENALTIES) != 0, vocab, 0)
+    bias = tl.load(bias_ptr + of_slot + offs_n, mask=offs_n < biased, other=0.0)
+    counts = tl.load(counts_ptr + of_slot + offs_n, mask=offs_n < counted, other=0)
+    if PDL:
+        gdc_wait()
+    if status == RUN:
+        x = tl.load(logits_ptr + wide * stride_logits + offs_n, mask=mask_n, other=0.0)
+        y = x + bias
+        y = tl.where(counts != 0, tl.where(y < 0, y * repetition, tl.div_rn(y, repetition)), y)
+        times = counts >> 1
+        y = y - tl.where(times > 0, presence, 0.0)
+        y = y - times.to(tl.float32) * frequency
+        y = tl.minimum(tl.maximum(y, -HUGE), HUGE)
+        tl.store(processed_ptr + wide * stride_processed + offs_n, y, mask=mask_n)
+        tops = tl.max(tl.where(mask_n, y, -HUGE).reshape(_TOPS, BLOCK_N // _TOPS), axis=1)
+        tl.store(tops_ptr + row * stride_tops + block * _TOPS + tl.arange(0, _TOPS), tops)
+        tl.store(keys_ptr + row * stride_keys + block, block_key(x, y, offs_n, mask_n))
+        offs_b = block * CLEAR + tl.arange(0, CLEAR)
+        for level in tl.static_range(_LEVELS):
+            tl.store(bins_ptr + (row * _LEVELS + level) * _BINS + offs_b, 0, mask=offs_b < _BINS)
+        tl.store(bin_mass_ptr + row * _BINS + offs_b, tl.zeros((CLEAR,), tl.int64), mask=offs_b < _BINS)
+        if block == 0:
+            offs_s = tl.arange(0, _STATE)
+            tl.store(state_ptr + row * _STATE + offs_s, tl.zeros((_STATE,), tl.int64))
+
+
+@triton.jit
+def active(meta_ptr, samp_ptr, row, vocab):
+    """Whether top-k and top-p have anything to do (int1 each), what they are, and the temperature."""
+    temperature = tl.load(samp_ptr + row * SAMP_WIDTH + TEMPERATURE)
+    top_k = tl.load(meta_ptr + row * META_WIDTH + TOP_K)
+    top_p = tl.load(samp_ptr + row * SAMP_WIDTH + TOP_P)
+    hot = temperature > 0
+    return hot & (top_k > 0) & (top_k < vocab), hot & (top_p < 1.0), top_k, top_p, temperature
+
+
+@triton.jit
+def _place(group):
+    """Where a histogram keeps 8 bins: neighbours, which a vocabulary fills together, in different cache lines."""
+    return ((group & 63) * 4 + (group >> 6)) * 8
+
+
+@triton.jit
+def _bin_place(bin):
+    return _place(bin >> 3) + (bin & 7)
+
+
+@triton.jit
+def load_groups(ptr, wanted):
+    """A histogram as [groups, 8] in the order of its bins, zeros where not wanted."""
+    group = tl.arange(0, _GROUPS)[:, None]
+    return tl.load(ptr + _place(group) + tl.arange(0, 8)[None, :], mask=group < tl.where(wanted, _GROUPS, 0), other=0)
+
+
+@triton.jit
+def crossing(sums, goal):
+    """The group of bins inside which the running sum of the groups' sums reaches goal, and the sum before it."""
+    before = tl.cumsum(sums, axis=0) < goal
+    group = tl.minimum(tl.sum(before.to(tl.int32), axis=0), _GROUPS - 1)
+    return group, tl.sum(tl.where(tl.arange(0, _GROUPS) < group, sums, 0), axis=0)
+
+
+@triton.jit
+def crossing_inside(bins, goal):
+    """The same within one group's 8 bins; the last one where goal is not reached."""
+    before = tl.cumsum(bins, axis=0) < goal
+    place = tl.minimum(tl.sum(before.to(tl.int32), axis=0), 7)
+    return place, tl.sum(tl.where(tl.arange(0, 8) < place, bins, 0), axis=0)
+
+
+@triton.jit
+def crossing_bin(ptr, sums, goal):
+    """The bin inside which the running sum of a histogram reaches goal, given its groups' sums; the sum before it."""
+    group, before = crossing(sums, goal)
+    place, inside = crossing_inside(tl.load(ptr + _place(group) + tl.arange(0, 8)), goal - before)
+    return group * 8 + place, before + inside
+
+
+@triton.jit
+def _bins_kernel(
+    meta_ptr,
+    samp_ptr,
+    keys_ptr,
+    tops_ptr,
+    processed_ptr,
+    bins_ptr,
+    bin_mass_ptr,
+    state_ptr,
+    near_ptr,
+    ranks_ptr,
+    vocab,
+    stride_keys,
+    stride_tops,
+    stride_processed,
+    LEVEL: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One level of the search for the distances at which top-k and top-p cut: by rank, or by histogram.
+
+    processed: [rows, vocab] fp32. keys: [rows, >= blocks] int64. tops: [rows, >= blocks * TOPS] fp32. bins, bin_mass,
+    state, near, ranks: see SamplerBuffers (out).
+    Bytes: 4 * vocab a row, and up to 12 * BINS a program. Grid: (vocab blocks, rows).
+    Level 0 lists the nearest tokens and bins distances by their upper 11 bits: it counts tokens for top-k, or weighs
+    them for top-p alone. Level 1 ranks the list where that decides, and there is nothing left to find. Where it does
+    not, level 1 finds the bin of the cut and counts the lower 11 bits inside it; with both filters it also weighs the
+    bins before. Level 2, only with both, knows the mass that top-k leaves, finds top-p's bin and counts inside that. A
+    distance has one weight, so that inside a bin counts are enough.
+    Atomics are what costs, so the tokens that cannot matter stay out: k of the blocks' largest logits bound the k-th
+    distance, and the tokens outside top-p's reach have no more mass together than 1 - p of the largest's. Every program
+    scans the level before for itself, so that no level ends in a last arriver.
+    """
+    if PDL:
+        gdc_launch_dependents()
+    block, row = tl.program_id(0), tl.program_id(1)
+    blocks = tl.num_programs(0)
+    status = tl.load(meta_ptr + row * META_WIDTH + STATUS)
+    use_k, use_p, top_k, top_p, temperature = active(meta_ptr, samp_ptr, row, vocab)
+    scale = grid_scale(temperature)
+    needed = (use_k & use_p) if LEVEL == 2 else (use_k | use_p)
+    bins_ptr += row * _LEVELS * _BINS
+    bin_mass_ptr += row * _BINS
+    state_ptr += row * _STATE
+    near_ptr += row * _NEAREST
+    low_ptr = bins_ptr + LEVEL * _BINS
+    if PDL:
+        gdc_wait()
+    if (status != RUN) | (needed == 0):
+        return
+    if LEVEL == 1:
+        listed = tl.load(state_ptr + _LISTED).to(tl.int32)
+        near, near_weights = load_nearest(near_ptr, tl.arange(0, _NEAREST)[None, :], listed)
+        total = tl.load(state_ptr + _TOTAL)
+        decided = listed <= _NEAREST
+        if use_k == 0:
+            decided = decided & (tl.sum(tl.sum(near_weights, axis=1), axis=0) >= share(top_p, total))
+        if block == 0:
+            tl.store(state_ptr + _DECIDED, decided.to(tl.int64))
+        if decided:
+            rank_nearest(near_ptr, ranks_ptr + row * _NEAREST, near, near_weights, listed)
+            return
+    elif LEVEL == 2:
+        if tl.load(state_ptr + _DECIDED) != 0:
+            return
+    offs_n = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask_n = offs_n < vocab
+    y = tl.load(processed_ptr + row.to(tl.int64) * stride_processed + offs_n, mask=mask_n, other=0.0)
+    offs_k = tl.arange(0, BLOCKS)
+    keys = tl.load(keys_ptr + row * stride_keys + offs_k, mask=offs_k < blocks, other=LOWEST)
+    if LEVEL == 0:  # all loads before the first use of any
+        offs_t = tl.arange(0, BLOCKS * _TOPS)
+        tops = tl.load(tops_ptr + row * stride_tops + offs_t, mask=offs_t < blocks * _TOPS, other=-HUGE)
+    elif LEVEL == 1:
+        counts = load_groups(bins_ptr, use_k)
+        mass = load_groups(bin_mass_ptr, use_k == 0)
+    else:
+        found = tl.load(state_ptr + _BIN).to(tl.int32)
+        left = tl.load(state_ptr + _LEFT)
+        counts = load_groups(bins_ptr + _BINS, True)
+        mass = load_groups(bin_mass_ptr, True)
+    largest = packed_value(tl.max(keys, axis=0))
+    d = tl.where(mask_n, distance(y, largest, scale), _FARTHEST)
+    high = d >> _LOW_BITS
+    if LEVEL == 0:
+        wanted = tl.where(use_k, top_k, blocks * _TOPS // 6)  # top-p alone cannot tell: 100 of 600
+        bound = distance_bound(distance(tops, largest, scale), wanted)
+        append(near_ptr, state_ptr + _LISTED, d, d <= bound)
+        if use_k:
+            tl.atomic_add(bins_ptr + _bin_place(high), 1, mask=d <= bound, sem="relaxed")
+        else:
+            w = weight(d)
+            beyond = ((1.0 - top_p.to(tl.float64)) * (_HEAVIEST * 0.999) / vocab).to(tl.int64)
+            tl.atomic_add(bin_mass_ptr + _bin_place(high), w, mask=w > beyond, sem="relaxed")
+            rest = tl.sum(tl.where(w > beyond, 0, w), axis=0)
+            tl.atomic_add(bin_mass_ptr + _bin_place(_BINS - 1), rest, mask=rest > 0, sem="relaxed")
+            tl.atomic_add(state_ptr + _TOTAL, tl.sum(w, axis=0), sem="relaxed")
+    elif LEVEL == 1:
+        if use_k:
+            found, closer = crossing_bin(bins_ptr, tl.sum(counts, axis=1), top_k)
+            left = (top_k - closer).to(tl.int64)
+            if use_p:
+                tl.atomic_add(bin_mass_ptr + _bin_place(high), weight(d), mask=high < found, sem="relaxed")
+        else:
+            goal = share(top_p, total)
+            found, before = crossing_bin(bin_mass_ptr, tl.sum(mass, axis=1), goal)
+            left = goal - before
+        if block == 0:
+            tl.store(state_ptr + _BIN, found.to(tl.int64))
+            tl.store(state_ptr + _LEFT, left)
+        counted = (high == found) & (high < _BINS - 1)
+        tl.atomic_add(low_ptr + _bin_place(d & (_BINS - 1)), 1, mask=counted, sem="relaxed")
+    else:
+        low, _ = crossing_bin(bins_ptr + _BINS, tl.sum(counts, axis=1), left.to(tl.int32))
+        first = found << _LOW_BITS
+        offs_b = tl.arange(0, _GROUPS)[:, None] * 8 + tl.arange(0, 8)[None, :]
+        inside = tl.sum(tl.where(offs_b <= low, counts.to(tl.int64) * weight(first + offs_b), 0), axis=1)
+        sums = tl.sum(mass, axis=1)
+        total = tl.sum(sums, axis=0)
+        goal = share(top_p, total + tl.sum(inside, axis=0))
+        p_found, before = crossing_bin(bin_mass_ptr, sums, goal)
+        before = tl.where(goal > total, total, before)
+        p_found = tl.where(goal > total, found, p_found)
+        if block == 0:
+            tl.store(state_ptr + _P_BIN, p_found.to(tl.int64))
+            tl.store(state_ptr + _P_LEFT, goal - before)
+        counted = (high == p_found) & (high < _BINS - 1) & (d <= first + low)
+        tl.atomic_add(low_ptr + _bin_place(d & (_BINS - 1)), 1, mask=counted, sem="relaxed")
+
+
+@triton.jit
+def binned_threshold(bins_ptr, state_ptr, use_k, use_p):
+    """The largest distance that top-k and top-p keep, from the last level's histogram."""
+    both = use_k & use_p
+    bins_ptr += tl.where(both, 2, 1) * _BINS
+    counts = load_groups(bins_ptr, True)
+    left = tl.load(state_ptr + tl.where(both, _P_LEFT, _LEFT))
+    first = tl.load(state_ptr + tl.where(both, _P_BIN, _BIN)).to(tl.int32) << _LOW_BITS
+    # top-p looks for a mass, top-k for a count
+    offs_g = first + tl.arange(0, _GROUPS)[:, None] * 8 + tl.arange(0, 8)[None, :]
+    sums = tl.sum(counts.to(tl.int64) * tl.where(use_p, weight(offs_g), 1), axis=1)
+    group, before = crossing(sums, left)
+    offs_b = first + group * 8 + tl.arange(0, 8)
+    sought = tl.load(bins_ptr + _place(group) + tl.arange(0, 8)).to(tl.int64)
+    place, _ = crossing_inside(sought * tl.where(use_p, weight(offs_b), 1), left - before)
+    return first + group * 8 + place
+
+
+def process_ref(x, counts, bias, flags: int, repetition, presence, frequency):
+    """Bias and penalties on one row; the three penalties are fp32 tensors without dimensions."""
+    y = x + bias if flags & m.FLAG_BIAS else x
+    if flags & m.FLAG_PENALTIES:
+        y = torch.where(counts != 0, torch.where(y < 0, y * repetition, y / repetition), y)
+        times = counts >> 1
+        y = y - torch.where(times > 0, presence, 0.0)
+        y = y - times.float() * frequency
+    return y.clamp(-HUGE.value, HUGE.value)
+
+
+def threshold_ref(d, top_k: int, top_p: float) -> int:
+    """The largest distance that top-k and top-p keep, of distances d [vocab]."""
+    threshold = FARTHEST
+    if 0 < top_k <= 1024 < d.numel():
+        threshold = int(d.topk(top_k, largest=False, sorted=False).values.max())
+    elif 0 < top_k < d.numel():
+        threshold = int(d.kthvalue(top_k).values)
+    if threshold >> LOW_BITS == BINS - 1:
+        threshold = FARTHEST
+    if top_p < 1:
+        if threshold < FARTHEST:
+            d = d[d <= threshold]
+        goal = max(math.ceil(top_p * float(int(weight_ref(d).sum()))), 1)
+        near = d.topk(min(512, d.numel()), largest=False).values  # nearly always enough
+        if int(weight_ref(near).sum()) < goal:
+            near = d.sort().values
+        threshold = int(near[torch.searchsorted(weight_ref(near).cumsum(0), goal)])
+    return threshold

@@ -1,0 +1,166 @@
+"""What every sampling kernel shares: a logit packed with its id, the last arriver, and the end of a step."""
+
+import torch
+import triton
+import triton.language as tl
+
+from ... import layout as m
+from ...layout import MAX_LOGPROBS
+from ..common import (
+    GENERATION,
+    LIMIT,
+    LIMIT_REACHED,
+    MAX_STOP_IDS,
+    META_WIDTH,
+    N_KNOWN,
+    N_STOP,
+    NAN,
+    POSITION,
+    RING,
+    RUN,
+    SLOT,
+    STATUS,
+    STEP,
+    STOP,
+    STOP_IDS,
+)
+from .mass import HUGE
+
+GENERATION_SHIFT, STEP_SHIFT = tl.constexpr(m.GENERATION_SHIFT), tl.constexpr(m.STEP_SHIFT)
+NO_TOKEN = tl.constexpr(m.NO_TOKEN)
+LOWEST = tl.constexpr(-(2**63))  # the key of no token
+BAD = tl.constexpr(2**63 - 1)  # the key of a block with a NaN or an infinity, above every other
+SIGN_FREE = tl.constexpr(0x7FFFFFFF)
+EXPONENT = tl.constexpr(0x7F800000)
+LOGPROBS_WIDTH = tl.constexpr(1 + MAX_LOGPROBS)  # values of an entry of its ring: the drawn token, then the likeliest
+
+
+@triton.jit
+def pack(x, ids):
+    """int64 keys in the order of the finite fp32 x; of equal ones (-0 and 0 are) the lower id has the larger key."""
+    bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)
+    order = bits ^ ((bits >> 31) & SIGN_FREE)
+    return (order.to(tl.int64) << 32) | (ids ^ SIGN_FREE).to(tl.int64)
+
+
+@triton.jit
+def packed_id(key):
+    return ((key & SIGN_FREE) ^ SIGN_FREE).to(tl.int32)
+
+
+@triton.jit
+def packed_value(key):
+    """The logit of a key; of BAD the largest finite fp32, so that every distance from it is finite and the farthest."""
+    order = (key >> 32).to(tl.int32)
+    value = (order ^ ((order >> 31) & SIGN_FREE)).to(tl.float32, bitcast=True)
+    return tl.where(key == BAD, HUGE, value)
+
+
+@triton.jit
+def block_key(x, shown, ids, mask):
+    """The largest key of `shown` in this block, or BAD where x has a NaN or an infinity."""
+    finite = (x.to(tl.int32, bitcast=True) & EXPONENT) != EXPONENT
+    return tl.max(tl.where(mask, tl.where(finite, pack(shown, ids), BAD), LOWEST), axis=0)
+
+
+@triton.jit
+def largest_key(keys_ptr, blocks, BLOCKS: tl.constexpr):
+    offs = tl.arange(0, BLOCKS)
+    return tl.max(tl.load(keys_ptr + offs, mask=offs < blocks, other=LOWEST, cache_modifier=".cg"), axis=0)
+
+
+@triton.jit
+def arrive(counter_ptr, programs):
+    """True in the last of `programs` to come here: it sees what the others stored, and has zeroed the counter."""
+    tl.debug_barrier()
+    last = tl.atomic_add(counter_ptr, 1) == programs - 1
+    tl.store(counter_ptr, 0, mask=last)
+    return last
+
+
+@triton.jit
+def step_state(row, meta_ptr, tokens_ptr, stride_tokens):
+    """What finish_step needs of the row's state; older than this step, so it may be read before the wait."""
+    meta_ptr += row * META_WIDTH
+    slot = tl.load(meta_ptr + SLOT)
+    following = tl.load(meta_ptr + POSITION) + 1
+    step = tl.load(meta_ptr + STEP)
+    generation = tl.load(meta_ptr + GENERATION).to(tl.int64)
+    known = following < tl.load(meta_ptr + N_KNOWN)
+    given = tl.load(tokens_ptr + slot.to(tl.int64) * stride_tokens + following, mask=known, other=0)
+    ends = following + 1 >= tl.load(meta_ptr + LIMIT)
+    offs = tl.arange(0, MAX_STOP_IDS)
+    stop_ids = tl.load(meta_ptr + STOP_IDS + offs, mask=offs < tl.load(meta_ptr + N_STOP), other=-1)
+    return slot, following, step, generation, known, given, ends, stop_ids
+
+
+@triton.jit
+def finish_step(
+    row,
+    token,
+    bad,
+    state,
+    meta_ptr,
+    tokens_ptr,
+    counts_ptr,
+    out_ptr,
+    logits_ptr,
+    lse_ptr,
+    logprobs_ptr,
+    stride_tokens,
+    stride_counts,
+    stride_logits,
+    COUNT: tl.constexpr,
+    LOGPROBS: tl.constexpr,
+    FENCE: tl.constexpr,
+):
+    """End the step of a row: token, count, log-probability, status, position, step, and last the ring entry.
+
+    Given tokens (below N_KNOWN) are reported, never overwritten, and do not stop. FENCE orders the ring of
+    log-probabilities, in host memory too, before the entry of `out` that the host polls.
+    """
+    slot, following, step, generation, known, given, ends, stop_ids = state
+    meta_ptr += row * META_WIDTH
+    drawn = (known | bad) == 0
+    token = tl.where(known, given, token)
+    stops = tl.sum((stop_ids == token).to(tl.int32), axis=0) * drawn.to(tl.int32)
+    status = tl.where(stops > 0, STOP, tl.where(ends, LIMIT_REACHED, RUN))
+    tl.store(tokens_ptr + slot.to(tl.int64) * stride_tokens + following, token, mask=drawn)
+    if COUNT:
+        tl.atomic_add(counts_ptr + slot.to(tl.int64) * stride_counts + token, 2, mask=drawn, sem="relaxed")
+    ring = slot * RING + (step & (RING - 1))
+    if LOGPROBS:
+        logit = tl.load(logits_ptr + row.to(tl.int64) * stride_logits + token)
+        tl.store(logprobs_ptr + ring * LOGPROBS_WIDTH, logit - tl.load(lse_ptr + row), mask=bad == 0)
+    tl.store(meta_ptr + STATUS, tl.where(bad, NAN, status))
+    tl.store(meta_ptr + POSITION, tl.where(bad, following - 1, following))
+    tl.store(meta_ptr + STEP, step + 1)
+    entry = (generation << GENERATION_SHIFT) | (step.to(tl.int64) << STEP_SHIFT) | tl.where(bad, NO_TOKEN, token)
+    if FENCE:
+        tl.debug_barrier()
+        entry = tl.inline_asm_elementwise(
+            "fence.acq_rel.sys; mov.b64 $0, $1;", "=l,l", [entry], dtype=tl.int64, is_pure=False, pack=1
+        )
+    tl.store(out_ptr + ring, entry)
+
+
+def finish_step_ref(row, token, bad, logits, meta, tokens, counts, out, lse=None, logprobs_ring=None):
+    """finish_step in torch; counts None: greedy keeps none."""
+    state = meta[row].tolist()
+    slot, position, step = state[m.SLOT], state[m.POSITION], state[m.STEP]
+    following = position + 1
+    known = following < state[m.N_KNOWN]
+    status = m.LIMIT_REACHED if following + 1 >= state[m.LIMIT] else m.RUN
+    if known:
+        token = int(tokens[slot, following])
+    elif not bad:
+        tokens[slot, following] = token
+        if counts is not None:
+            counts[slot, token] += 2
+        if token in state[m.STOP_IDS : m.STOP_IDS + state[m.N_STOP]]:
+            status = m.STOP
+    if logprobs_ring is not None and not bad:
+        logprobs_ring[slot, step % m.RING, 0] = logits[row, token] - lse[row]
+    changed = [position, step + 1, m.NAN] if bad else [following, step + 1, status]
+    meta[row, m.POSITION : m.STATUS + 1] = torch.tensor(changed, dtype=torch.int32)
+    out[slot, step % m.RING] = m.ring_entry(state[m.GENERATION], step, m.NO_TOKEN if bad else token)

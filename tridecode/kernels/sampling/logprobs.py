@@ -1,0 +1,141 @@
+"""Log-probabilities of the raw logits: their log-sum-exp and the most likely tokens, in one launch before sample's."""
+
+import torch
+import triton
+import triton.language as tl
+
+from ... import layout as m
+from ...layout import MAX_LOGPROBS
+from ..common import (
+    META_WIDTH,
+    N_LOGPROBS,
+    RING,
+    RUN,
+    SLOT,
+    STATUS,
+    STEP,
+    gdc_launch_dependents,
+    gdc_wait,
+    options,
+    running,
+)
+from ..op import Op
+from .finish import LOGPROBS_WIDTH, LOWEST, arrive, pack, packed_id, packed_value
+from .sample import LOGPROBS_BLOCK, LOGPROBS_KEEP
+
+_MAX_LOGPROBS = tl.constexpr(MAX_LOGPROBS)
+
+
+@triton.jit
+def _logprobs_kernel(
+    logits_ptr,
+    meta_ptr,
+    logprobs_ptr,
+    ids_ptr,
+    counter_ptr,
+    lse_ptr,
+    top_ptr,
+    block_lse_ptr,
+    vocab,
+    stride_logits,
+    BLOCK_N: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    KEEP: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Each block leaves its largest logits, one after another, and its part of the sum; the last to arrive merges them.
+
+    logits: [rows, vocab] fp32. meta: [rows, META_WIDTH] int32. logprobs: [slots, RING,
+    LOGPROBS_WIDTH] fp32 (out, all but entry 0). ids: [slots, RING, MAX_LOGPROBS] int32 (out). lse: [rows] fp32 (out).
+    counter: [rows, 2] int32, zero (scratch). top: [rows, blocks, KEEP] int64, block_lse: [rows, blocks, 2] fp32
+    (scratch).
+    Bytes: 4 * vocab a row. Grid: (vocab blocks, rows).
+    A logit packed with its id sorts as one int64, lower ids first among equals. With a NaN or a positive infinity
+    among the logits nothing goes to the rings.
+    """
+    if PDL:
+        gdc_launch_dependents()
+    block, row = tl.program_id(0), tl.program_id(1)
+    blocks = tl.num_programs(0)
+    meta_ptr += row * META_WIDTH
+    status, slot = tl.load(meta_ptr + STATUS), tl.load(meta_ptr + SLOT)
+    wanted = tl.load(meta_ptr + N_LOGPROBS)
+    step = tl.load(meta_ptr + STEP)
+    if PDL:
+        gdc_wait()
+    if status == RUN:
+        top_ptr += row * blocks * KEEP
+        block_lse_ptr += row * blocks * 2
+        offs_n = block * BLOCK_N + tl.arange(0, BLOCK_N)
+        mask_n = offs_n < vocab
+        x = tl.load(logits_ptr + row.to(tl.int64) * stride_logits + offs_n, mask=mask_n, other=float("-inf"))
+        largest = tl.max(x, axis=0)
+        tl.store(block_lse_ptr + 2 * block, largest)
+        tl.store(block_lse_ptr + 2 * block + 1, tl.sum(tl.exp(x - largest), axis=0))
+        keys = tl.where(mask_n, pack(x, offs_n), LOWEST)
+        for i in range(wanted):
+            best = tl.max(keys, axis=0)
+            keys = tl.where(keys == best, LOWEST, keys)
+            tl.store(top_ptr + block * KEEP + i, best)
+        if arrive(counter_ptr + 2 * row + 1, blocks):
+            offs_b = tl.arange(0, BLOCKS)
+            part = tl.load(block_lse_ptr + 2 * offs_b, mask=offs_b < blocks, other=float("-inf"), cache_modifier=".cg")
+            total = tl.load(block_lse_ptr + 2 * offs_b + 1, mask=offs_b < blocks, other=0.0, cache_modifier=".cg")
+            largest = tl.max(part, axis=0)
+            lse = largest + tl.log(tl.sum(total * tl.exp(part - largest), axis=0))
+            tl.store(lse_ptr + row, lse)
+            offs_c = tl.arange(0, BLOCKS * KEEP)
+            left = (offs_c < blocks * KEEP) & (offs_c % KEEP < wanted)
+            merged = tl.load(top_ptr + offs_c, mask=left, other=LOWEST, cache_modifier=".cg")
+            entry = slot * RING + (step & (RING - 1))
+            for i in range(wanted):
+                best = tl.max(merged, axis=0)
+                merged = tl.where(merged == best, LOWEST, merged)
+                shown = (best != LOWEST) & (lse == lse)
+                tl.store(logprobs_ptr + entry * LOGPROBS_WIDTH + 1 + i, packed_value(best) - lse, mask=shown)
+                tl.store(ids_ptr + entry * _MAX_LOGPROBS + i, packed_id(best), mask=shown)
+
+
+def logprobs(logits, meta, out_logprobs, out_top_ids, sampler, *, pdl=False):
+    """Report the most likely tokens of each row of logits in the rings, and keep its log-sum-exp for sample."""
+    rows, vocab = logits.shape
+    blocks = triton.cdiv(vocab, LOGPROBS_BLOCK)
+    _logprobs_kernel[(blocks, rows)](
+        logits,
+        meta,
+        out_logprobs,
+        out_top_ids,
+        sampler.counter,
+        sampler.lse,
+        sampler.top_keys,
+        sampler.block_lse,
+        vocab,
+        logits.stride(0),
+        BLOCK_N=LOGPROBS_BLOCK,
+        BLOCKS=triton.next_power_of_2(blocks),
+        KEEP=LOGPROBS_KEEP,
+        PDL=pdl,
+        **options(8, pdl),
+    )
+
+
+def logprobs_ref(logits, meta, out_logprobs, out_top_ids, sampler):
+    """logprobs in torch."""
+    for row in running(meta, logits.shape[0]):
+        x, state = logits[row], meta[row].tolist()
+        lse = sampler.lse[row] = x.logsumexp(0)
+        wanted = min(state[m.N_LOGPROBS], x.numel())
+        if wanted and bool(torch.isfinite(lse)):
+            least = x.topk(wanted).values[-1]
+            ids = (x >= least).nonzero().flatten()  # ascending, so that the stable sort puts lower ids first
+            ids = ids[x[ids].sort(descending=True, stable=True).indices[:wanted]]
+            slot, entry = state[m.SLOT], state[m.STEP] % m.RING
+            out_logprobs[slot, entry, 1 : 1 + wanted] = x[ids] - lse
+            out_top_ids[slot, entry, :wanted] = ids.int()
+
+
+def logprobs_bytes(logits, meta, out_logprobs, out_top_ids, sampler) -> int:
+    return logits.nbytes
+
+
+LOGPROBS = Op(logprobs, logprobs_ref, logprobs_bytes, (_logprobs_kernel,))

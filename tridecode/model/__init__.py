@@ -1,0 +1,1 @@
+"""A checkpoint: what it says and what it holds."""

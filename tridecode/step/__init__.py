@@ -1,0 +1,1 @@
+"""One pass over the model: its lists, its buffers, and who runs it."""

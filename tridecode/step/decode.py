@@ -1,0 +1,89 @@
+"""The token step: the launches, in order, and nothing else.
+
+Five launches a layer, plus embed, lm_head and sampling. Nothing here allocates, synchronises or reads back; what
+changes between steps is read from the meta buffer, so the whole step is captured once as a CUDA graph and replayed.
+`run` says what becomes of a line (run.py): it is launched, captured, recorded, or its torch reference runs instead.
+`kind` is compile-time: "greedy", "sample" or "logprobs" (sample, and the most likely tokens reported).
+"""
+
+from ..kernels.attention import ATTENTION
+from ..kernels.embed import EMBED, embed_partials
+from ..kernels.gate_up import GATE_UP
+from ..kernels.matvec import MATVEC_NORMED, MATVEC_RESIDUAL, residual_partials
+from ..kernels.sampling.greedy import GREEDY
+from ..kernels.sampling.logprobs import LOGPROBS
+from ..kernels.sampling.sample import SAMPLE
+from .run import Run
+from .state import DecodeModel
+
+KINDS = ("greedy", "sample", "logprobs")
+
+
+def step(run: Run, model: DecodeModel, kind: str) -> None:
+    """Run one token step."""
+    token_to_hidden(run, model)
+    for layer in range(model.config.num_layers):
+        attention_block(run, model, layer)
+        mlp_block(run, model, layer)
+    hidden_to_token(run, model, kind)
+
+
+def token_to_hidden(run: Run, m: DecodeModel) -> None:
+    ws, w = m.workspace, m.weights
+    run("embed", EMBED, ws.meta, ws.tokens, w.embed, w.layers[0].input_norm, ws.hidden, ws.normed, ws.sumsq)
+
+
+def attention_block(run: Run, m: DecodeModel, i: int) -> None:
+    ws, kv, layer, eps = m.workspace, m.kv, m.weights.layers[i], m.config.rms_norm_eps
+    partials = sumsq_partials(m, after_embed=i == 0)
+    run(
+        "qkv", MATVEC_NORMED, ws.meta, ws.normed, layer.qkv, ws.qkv, ws.sumsq, partials, eps,
+        shape=m.shapes.qkv,
+    )  # fmt: skip
+    run(
+        "attention", ATTENTION, ws.meta, kv.page_table, ws.qkv, layer.q_norm, layer.k_norm, m.cos, m.sin,
+        kv.k[i], kv.v[i], ws.attn_partial, ws.attn_lse, ws.attn_counter, ws.attn_out, m.scale, eps, m.config.window(i),
+        shape=m.shapes.attention,
+    )  # fmt: skip
+    run(
+        "o_proj", MATVEC_RESIDUAL, ws.meta, ws.attn_out, layer.o_proj, ws.hidden, layer.post_norm, ws.normed,
+        ws.sumsq, shape=m.shapes.o_proj,
+    )  # fmt: skip
+
+
+def mlp_block(run: Run, m: DecodeModel, i: int) -> None:
+    ws, layer, eps = m.workspace, m.weights.layers[i], m.config.rms_norm_eps
+    last = i + 1 == m.config.num_layers
+    next_norm = m.weights.final_norm if last else m.weights.layers[i + 1].input_norm
+    partials = residual_partials(m.config.hidden_size, m.shapes.o_proj)
+    run(
+        "gate_up", GATE_UP, ws.meta, ws.normed, layer.gate_up, ws.act, ws.sumsq, partials, eps,
+        shape=m.shapes.gate_up,
+    )  # fmt: skip
+    run(
+        "down", MATVEC_RESIDUAL, ws.meta, ws.act, layer.down, ws.hidden, next_norm, ws.normed, ws.sumsq,
+        shape=m.shapes.down,
+    )  # fmt: skip
+
+
+def hidden_to_token(run: Run, m: DecodeModel, kind: str) -> None:
+    ws, head, eps = m.workspace, m.weights.lm_head, m.config.rms_norm_eps
+    partials = sumsq_partials(m, after_embed=False)
+    run(
+        "lm_head", MATVEC_NORMED, ws.meta, ws.normed, head, ws.logits, ws.sumsq, partials, eps,
+        shape=m.shapes.lm_head,
+    )  # fmt: skip
+    if kind == "greedy":
+        run("greedy", GREEDY, ws.logits, ws.meta, ws.tokens, ws.out, ws.sampler)
+        return
+    ring = None
+    if kind == "logprobs":
+        ring = ws.out_logprobs
+        run("logprobs", LOGPROBS, ws.logits, ws.meta, ring, ws.out_top_ids, ws.sampler)
+    run("sample", SAMPLE, ws.logits, ws.meta, ws.samp, ws.tokens, ws.counts, ws.bias, ws.out, ws.sampler, ring)
+
+
+def sumsq_partials(m: DecodeModel, after_embed: bool) -> int:
+    """Partial sums of squares that the last writer of the residual stream left."""
+    hidden = m.config.hidden_size
+    return embed_partials(hidden) if after_embed else residual_partials(hidden, m.shapes.down)

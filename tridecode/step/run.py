@@ -1,0 +1,70 @@
+"""Runners: what to do with each line of a pass's list, run(role, op, *arguments, **how)."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from ..kernels.op import Op
+
+Run = Callable[..., None]
+
+
+def launch(role: str, op: Op, *args, **how) -> None:
+    """Launch the kernels on the current stream: at once, or into the graph that is being captured."""
+    op.launch(*args, **how)
+
+
+def launch_dependent(role: str, op: Op, *args, **how) -> None:
+    """Launch with programmatic dependent launch: a kernel starts while the one before it drains (sm_90 and above)."""
+    op.launch(*args, pdl=True, **how)
+
+
+def refer(role: str, op: Op, *args, **how) -> None:
+    """Run the reference: the CPU backend, and the oracle of the tests."""
+    op.ref(*args)
+
+
+class Allocating:
+    """Runs as an engine without a workspace would: with an allocation for every output of every op.
+
+    A tensor is held until the next one of its name, as a variable of such an engine holds it. The values themselves
+    stay in the workspace, since kernels add to the residual stream in place: what is added is the allocation.
+    """
+
+    def __init__(self, run: Run):
+        self._run, self._held = run, {}
+
+    def __call__(self, role: str, op: Op, *args, **how) -> None:
+        for name, tensor in op.output_tensors(args).items():
+            self._held[role, name] = torch.empty_like(tensor)
+        self._run(role, op, *args, **how)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One line of a list: what a recorder keeps of it."""
+
+    role: str
+    op: Op
+    args: tuple
+
+    def __repr__(self) -> str:
+        return f"Launch({self.role}, {', '.join(self.kernels())})"
+
+    def bytes(self) -> int:
+        """What the launch moves, given what its arguments hold now."""
+        return self.op.bytes(*self.args)
+
+    def kernels(self) -> list[str]:
+        return [kernel.fn.__name__ for kernel in self.op.kernels]
+
+
+class Recorder:
+    """Runs nothing; `launches` holds the lines in their order."""
+
+    def __init__(self):
+        self.launches: list[Launch] = []
+
+    def __call__(self, role: str, op: Op, *args, **how) -> None:
+        self.launches.append(Launch(role, op, args))

@@ -1,0 +1,114 @@
+"""Launch shapes of the step's kernels: a plain table lookup, decided before capture."""
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from ..kernels.attention import AttentionShape
+from ..model.config import ModelConfig
+from .tuned import with_table
+
+
+@dataclass(frozen=True)
+class MatvecShape:
+    """A program takes block_n whole rows at a time.
+
+    registers: the most a thread may use, 0 for no bound. programs: how many share the rows, each taking its next ones
+    while it sums; 0 for one program each block_n rows.
+    """
+
+    block_n: int
+    num_warps: int
+    registers: int = 0
+    programs: int = 0
+
+    def grid(self, N: int) -> tuple[int, int]:
+        """Blocks of N rows, and programs to launch."""
+        blocks = -(-N // self.block_n)
+        return blocks, min(self.programs or blocks, blocks)
+
+
+@dataclass(frozen=True)
+class StepShapes:
+    qkv: MatvecShape
+    o_proj: MatvecShape
+    gate_up: MatvecShape
+    down: MatvecShape
+    lm_head: MatvecShape
+    attention: AttentionShape
+
+
+TUNED_FOR = 90  # the compute capability of the H100 and H200; other GPUs get what is right for most matrices
+# (rows, columns) of a weight matrix, gate and up being one -> the shape that was fastest in the whole step on an H200.
+TUNED = {
+    (4096, 1024): MatvecShape(4, 4),  # Qwen3-0.6B: qkv, o_proj, gate and up, down, LM head
+    (1024, 2048): MatvecShape(2, 4),
+    (6144, 1024): MatvecShape(2, 1, registers=104),
+    (1024, 3072): MatvecShape(1, 1, registers=96),
+    (151936, 1024): MatvecShape(4, 4),
+    (3072, 2048): MatvecShape(2, 4, registers=40),  # Llama-3.2-1B
+    (2048, 2048): MatvecShape(2, 1),
+    (16384, 2048): MatvecShape(1, 2, registers=120, programs=8 * 132),
+    (2048, 8192): MatvecShape(2, 8, registers=112, programs=2 * 132),
+    (128256, 2048): MatvecShape(2, 4),
+    (6144, 2560): MatvecShape(2, 2, registers=112, programs=8 * 132),  # Qwen3-4B
+    (2560, 4096): MatvecShape(4, 2, registers=160),
+    (19456, 2560): MatvecShape(2, 4),
+    (2560, 9728): MatvecShape(2, 16, programs=132),
+    (151936, 2560): MatvecShape(2, 1),
+    (6144, 4096): MatvecShape(1, 4),  # Llama-3.1-8B, Mistral-7B; Qwen3-8B as they
+    (4096, 4096): MatvecShape(4, 8, registers=72),
+    (28672, 4096): MatvecShape(2, 4, registers=128),
+    (24576, 4096): MatvecShape(2, 4, registers=128),
+    (4096, 14336): MatvecShape(2, 16, programs=132),
+    (4096, 12288): MatvecShape(2, 16, programs=132),
+    (128256, 4096): MatvecShape(4, 4, registers=128),
+    (151936, 4096): MatvecShape(4, 4, registers=128),
+}
+
+
+def matvec_shape(N: int, K: int, halves: int = 1, capability: int = TUNED_FOR) -> MatvecShape:
+    """The tuned shape; or two rows on as few warps as hold them in 64 registers, on 16 where long rows are shared among
+    few programs. `halves` is 2 for gate and up, N the rows of one of them.
+    """
+    if capability == TUNED_FOR and (N * halves, K) in TUNED:
+        return TUNED[N * halves, K]
+    if capability == TUNED_FOR and K >= 8192:
+        return MatvecShape(2 if K <= 20480 else 1, 16, programs=132)
+    warps = 1
+    while weight_registers(2, K * halves, warps) > 64 and warps < 16:
+        warps *= 2
+    return MatvecShape(2, warps)
+
+
+def weight_registers(block_n: int, K: int, num_warps: int) -> int:
+    """32-bit registers a thread needs to hold its part of block_n rows of K 16-bit weights."""
+    return -(-block_n * K // (64 * num_warps))
+
+
+def attention_shape(head_dim: int, dtype: torch.dtype, capability: int) -> AttentionShape:
+    """Tiles are held in registers: wide heads, fp32 and GPUs before Hopper take smaller ones, and one ahead."""
+    if head_dim > 128 or dtype == torch.float32:
+        return AttentionShape(block_t=32, splits=16, num_warps=8)
+    if capability < 90:
+        return AttentionShape(block_t=64, splits=16, num_warps=8)
+    return AttentionShape(block_t=128, splits=16, num_warps=8, ahead=2 if capability == TUNED_FOR else 1)
+
+
+def choose_shapes(config: ModelConfig, dtype: torch.dtype, capability: int, gpu: str | None = None) -> StepShapes:
+    """Shapes for one model on one GPU; capability is 10 * major + minor (90 for an H100 or H200).
+
+    With the GPU's name the user's own table comes first (see tuned.py), then TUNED, then the rule of matvec_shape.
+    """
+    hidden, inter = config.hidden_size, config.intermediate_size
+    shapes = StepShapes(
+        qkv=matvec_shape(config.q_size + 2 * config.kv_size, hidden, capability=capability),
+        o_proj=matvec_shape(hidden, config.q_size, capability=capability),
+        gate_up=matvec_shape(inter, hidden, halves=2, capability=capability),
+        down=matvec_shape(hidden, inter, capability=capability),
+        lm_head=matvec_shape(config.vocab_size, hidden, capability=capability),
+        attention=attention_shape(config.head_dim, dtype, capability),
+    )
+    if dtype != torch.bfloat16:  # activations are fp32 then, and do not fit in bounds found with 16-bit ones
+        shapes = StepShapes(**{op: replace(shape, registers=0) for op, shape in vars(shapes).items()})
+    return shapes if gpu is None else with_table(shapes, config, dtype, gpu)

@@ -1,0 +1,73 @@
+"""DecodeModel: everything one token step reads and writes, at addresses that never change."""
+
+from dataclasses import dataclass
+
+import torch
+
+from ..cache.kv import KVCache, make_kv_cache
+from ..model.config import ModelConfig
+from ..model.weights import Weights, short_repr
+from .rope import rope_tables
+from .shapes import StepShapes, choose_shapes
+from .workspace import Workspace, make_workspace, named_tensors
+
+
+@dataclass(frozen=True)
+class DecodeModel:
+    """cos, sin: [capacity, head_dim / 2] fp32; `pdl` where the GPU has programmatic dependent launch."""
+
+    config: ModelConfig
+    weights: Weights
+    kv: KVCache
+    cos: torch.Tensor
+    sin: torch.Tensor
+    workspace: Workspace
+    shapes: StepShapes
+    pdl: bool
+
+    def __repr__(self) -> str:
+        facts = {"family": self.config.family, "layers": self.config.num_layers, "capacity": self.kv.capacity}
+        return short_repr(self, self.weights.embed, **facts)
+
+    @property
+    def device(self) -> torch.device:
+        return self.weights.device
+
+    @property
+    def scale(self) -> float:
+        """Softmax scale."""
+        return self.config.head_dim**-0.5
+
+    def addresses(self) -> dict[str, int]:
+        """Address of every tensor that a captured step holds."""
+        tensors = {f"weights.{name}": t for name, t in self.weights.tensors().items()}
+        tensors |= {f"workspace.{name}": t for name, t in named_tensors(self.workspace).items()}
+        tensors |= {"pool": self.kv.pool, "page_table": self.kv.page_table, "cos": self.cos, "sin": self.sin}
+        return {name: t.data_ptr() for name, t in tensors.items()}
+
+
+def make_model(
+    config: ModelConfig, weights: Weights, capacity: int, slots: int = 1, page: int | None = None,
+    shapes: StepShapes | None = None,
+) -> DecodeModel:
+    """Allocate the state of a model whose weights are loaded, for `capacity` K/V positions a slot.
+
+    page: see make_kv_cache. shapes: by default those chosen for the GPU.
+    """
+    device, dtype = weights.device, weights.dtype
+    cos, sin = rope_tables(config, capacity, device)
+    capability, gpu = 0, None
+    if device.type == "cuda":
+        gpu = torch.cuda.get_device_name(device)
+        major, minor = torch.cuda.get_device_capability(device)
+        capability = 10 * major + minor
+    return DecodeModel(
+        config=config,
+        weights=weights,
+        kv=make_kv_cache(config, capacity, device, dtype, slots, page),
+        cos=cos,
+        sin=sin,
+        workspace=make_workspace(config, capacity, device, dtype, slots),
+        shapes=shapes or choose_shapes(config, dtype, capability, gpu),
+        pdl=capability >= 90,
+    )

@@ -1,0 +1,101 @@
+"""Every buffer of the token step, by name, allocated once."""
+
+from dataclasses import dataclass, fields
+
+import torch
+
+from ..kernels.sampling import sample as sample_op
+from ..layout import MAX_LOGPROBS, META_WIDTH, RING, SAMP_WIDTH
+from ..model.config import ModelConfig
+from ..model.weights import short_repr
+
+MAX_SPLITS = 64  # K/V splits of one attention
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """Fixed addresses for state and activations; rows = slots x Q, one each today.
+
+    `out`, `out_logprobs` and `out_top_ids` are rings of RING entries in pinned host memory (plain memory on a CPU).
+    """
+
+    # state
+    meta: torch.Tensor  # int32 [rows, META_WIDTH]
+    samp: torch.Tensor  # fp32 [rows, SAMP_WIDTH]
+    tokens: torch.Tensor  # int32 [slots, capacity + 1]
+    counts: torch.Tensor  # int32 [slots, vocab]: 2 * occurrences in the output + (1 if in the prompt)
+    bias: torch.Tensor  # fp32 [slots, vocab]
+    out: torch.Tensor  # int64 [slots, RING]: see layout.ring_entry
+    out_logprobs: torch.Tensor  # fp32 [slots, RING, 1 + MAX_LOGPROBS]: of the drawn token, then of the most likely
+    out_top_ids: torch.Tensor  # int32 [slots, RING, MAX_LOGPROBS]
+    # activations
+    hidden: torch.Tensor  # fp32 [rows, hidden]: the residual stream
+    normed: torch.Tensor  # act [rows, hidden]: hidden * norm weight, before the division by the root mean square
+    sumsq: torch.Tensor  # fp32 [rows, hidden]: partial sums of hidden ** 2, at most one a row of the weight
+    qkv: torch.Tensor  # fp32 [rows, q_size + 2 * kv_size]
+    attn_out: torch.Tensor  # act [rows, q_size]
+    attn_partial: torch.Tensor  # fp32 [rows, heads, MAX_SPLITS, head_dim]
+    attn_lse: torch.Tensor  # fp32 [rows, heads, MAX_SPLITS, 2]: running maximum and sum of each split
+    attn_counter: torch.Tensor  # int32 [rows, kv_heads], zero between launches
+    act: torch.Tensor  # act [rows, intermediate]
+    logits: torch.Tensor  # fp32 [rows, vocab]: raw
+    sampler: sample_op.SamplerBuffers
+
+    def __repr__(self) -> str:
+        tensors = named_tensors(self).values()
+        return short_repr(self, self.normed, tensors=len(tensors), nbytes=sum(t.nbytes for t in tensors))
+
+
+def make_workspace(config: ModelConfig, capacity: int, device, dtype: torch.dtype, slots: int = 1) -> Workspace:
+    """Allocate the workspace for `capacity` K/V positions a slot.
+
+    bf16 checkpoints keep bf16 activations between kernels; fp16 and fp32 ones keep fp32 (fp16 can overflow before the
+    norm's division).
+    """
+    device = torch.device(device)
+    rows, vocab = slots, config.vocab_size
+    act_dtype = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+    pin = device.type == "cuda"
+
+    def state(*shape, dtype=torch.int32):
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+    def ring(*shape, dtype):
+        return torch.zeros(shape, dtype=dtype, pin_memory=pin)
+
+    def real(*shape, dtype=torch.float32):
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+    return Workspace(
+        meta=state(rows, META_WIDTH),
+        samp=real(rows, SAMP_WIDTH),
+        tokens=state(slots, capacity + 1),
+        counts=state(slots, vocab),
+        bias=real(slots, vocab),
+        out=ring(slots, RING, dtype=torch.int64),
+        out_logprobs=ring(slots, RING, 1 + MAX_LOGPROBS, dtype=torch.float32),
+        out_top_ids=ring(slots, RING, MAX_LOGPROBS, dtype=torch.int32),
+        hidden=real(rows, config.hidden_size),
+        normed=real(rows, config.hidden_size, dtype=act_dtype),
+        sumsq=real(rows, config.hidden_size),
+        qkv=real(rows, config.q_size + 2 * config.kv_size),
+        attn_out=real(rows, config.q_size, dtype=act_dtype),
+        attn_partial=real(rows, config.num_heads, MAX_SPLITS, config.head_dim),
+        attn_lse=real(rows, config.num_heads, MAX_SPLITS, 2),
+        attn_counter=state(rows, config.num_kv_heads),
+        act=real(rows, config.intermediate_size, dtype=act_dtype),
+        logits=real(rows, vocab),
+        sampler=sample_op.make_buffers(vocab, rows, device),
+    )
+
+
+def named_tensors(workspace) -> dict[str, torch.Tensor]:
+    """Every tensor of the workspace by name, nested buffers included."""
+    found = {}
+    for f in fields(workspace):
+        value = getattr(workspace, f.name)
+        if isinstance(value, torch.Tensor):
+            found[f.name] = value
+        else:
+            found.update({f"{f.name}.{name}": t for name, t in named_tensors(value).items()})
+    return found

@@ -1,0 +1,139 @@
+"""Text to token ids by the tokenizers library; a tokenizer whose own program might run away works in a child process.
+
+A tokenizer.json brings regular expressions and replacements. Those that are well known read any text in time and memory
+that grow with its length. Others may backtrack without end, double the text again and again, and end in a panic or an
+abort, neither of which can be caught here.
+"""
+
+import json
+from math import ceil
+from pathlib import Path
+
+import tokenizers
+
+from ..errors import PromptError, brief
+from .worker import Worker, WorkerFailure
+
+WORKER = Path(__file__).with_name("tokenizer_worker.py")
+MEMORY = 2 << 30  # bytes that the child may take
+SECONDS, CHARACTERS_A_SECOND = 10, 50_000  # that it may take: some seconds, and more for a long text
+LONGEST = 1 << 20  # characters that are read here: even a well known expression backtracks over a run of spaces
+MOST_STEPS = 4  # of a normaliser or a pre-tokenizer: each may lengthen the text somewhat
+
+_WORDS = r" ?[^\s\p{L}\p{N}]+[\r\n%s]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_KNOWN_PATTERNS = {
+    r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",  # GPT-2
+    # Qwen and Llama
+    *(rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{n}|" + _WORDS % "" for n in ("", "{1,3}")),
+    # Mistral from Nemo on, o200k
+    *(
+        rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{end}|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{end}|\p{{N}}{n}|"
+        + _WORDS % "/"
+        for end in ("", f"{_CONTRACTIONS}?")
+        for n in ("", "{1,3}")
+    ),
+}
+_NORMALISERS = {"NFC", "NFD", "NFKC", "NFKD", "Lowercase", "Strip", "StripAccents"}
+_PRE_TOKENIZERS = {"ByteLevel", "Metaspace", "Digits", "Punctuation", "Whitespace", "WhitespaceSplit"}
+
+
+class Encoder:
+    """Ids of text by `tokenizer`, which must not change any more; `source` names it in messages."""
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer, source: Path | str):
+        self._tokenizer, self._name = tokenizer, f"the tokenizer in {source}"
+        self.harmless = _harmless(tokenizer)
+        self._worker = Worker(WORKER, (MEMORY,), tokenizer.to_str, longest=1 << 30)
+
+    def start(self) -> None:
+        """Make the child ready, where there is to be one: it has the vocabulary to read."""
+        if not self.harmless:
+            self._worker.start()
+
+    def __call__(self, text: str, around: bool = False) -> list[int]:
+        """Ids of `text`, with `around` those that the post-processor puts around it. Raises PromptError."""
+        if not self.harmless or len(text) > LONGEST:
+            return self._in_child(text, around)
+        try:
+            return self._tokenizer.encode(text, add_special_tokens=around).ids
+        except (KeyboardInterrupt, SystemExit, MemoryError):
+            raise
+        except BaseException as error:  # tokenizers raises Exception itself; a panic is not even that
+            raise self._refusal(error) from None
+
+    def _in_child(self, text: str, around: bool) -> list[int]:
+        seconds = ceil(SECONDS + len(text) / CHARACTERS_A_SECOND)
+        try:
+            found = self._worker.ask([text, around, seconds], seconds)
+        except WorkerFailure as failure:
+            raise PromptError(
+                f"{self._name}: {failure}: this text takes it too long, or more than {MEMORY >> 30} GiB of memory; "
+                "change the text, or check the tokenizer"
+            ) from None
+        if "error" in found:
+            self._worker.stop()  # a panic may leave locks behind: the next text has a new process
+            raise self._refusal(found["error"])
+        return found["ids"]
+
+    def _refusal(self, error) -> PromptError:
+        return PromptError(f"{self._name} fails on this text ({brief(error)}); change the text, or check the tokenizer")
+
+
+def check_in_child(data: str) -> str | None:
+    """Why the child cannot load the tokenizer.json `data`, if so; for those that may panic, with a page on stderr."""
+    try:
+        worker = Worker(WORKER, (MEMORY,), lambda: data, longest=1 << 20)
+        return worker.ask(["", False, SECONDS], SECONDS).get("error")
+    except WorkerFailure as failure:
+        return str(failure)
+
+
+def _harmless(tokenizer: tokenizers.Tokenizer) -> bool:
+    """Whether time and memory are bounded for any text, as far as is known."""
+    model = tokenizer.model
+    if isinstance(model, tokenizers.models.BPE):
+        affixes = len(model.continuing_subword_prefix or "") + len(model.end_of_word_suffix or "")
+    elif isinstance(model, tokenizers.models.Unigram):
+        affixes = 0
+    else:
+        return False
+    normalisers = _steps(tokenizer.normalizer, "normalizers")
+    pre_tokenizers = _steps(tokenizer.pre_tokenizer, "pretokenizers")
+    return (
+        affixes <= 16
+        and max(len(normalisers), len(pre_tokenizers)) <= MOST_STEPS
+        and all(map(_harmless_normaliser, normalisers))
+        and all(map(_harmless_pre_tokenizer, pre_tokenizers))
+    )
+
+
+def _steps(part, inner: str) -> list[dict]:
+    """The parts of a Sequence, however deep; [] for None."""
+    found, pending = [], [] if part is None else [json.loads(part.__getstate__())]
+    while pending:
+        step = pending.pop()
+        if step["type"] == "Sequence":
+            pending += step[inner]
+        else:
+            found.append(step)
+    return found
+
+
+def _harmless_normaliser(step: dict) -> bool:
+    match step:
+        case {"type": "Replace", "pattern": {"String": old}, "content": new}:
+            return 0 < len(old) >= len(new)
+        case {"type": "Prepend", "prepend": text}:
+            return len(text) <= 16
+    return step["type"] in _NORMALISERS
+
+
+def _harmless_pre_tokenizer(step: dict) -> bool:
+    match step:
+        case {"type": "Split", "pattern": {"Regex": pattern}}:
+            return pattern in _KNOWN_PATTERNS
+        case {"type": "Split", "pattern": {"String": text}}:
+            return bool(text)
+    return step["type"] in _PRE_TOKENIZERS
