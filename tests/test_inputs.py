@@ -9,7 +9,7 @@ import threading
 import pytest
 from generating import LIMITS, user
 
-from tridecode.commands.generate.command import STDIN
+from tridecode.commands.generate.prompts import STDIN
 from tridecode.commands.generate.inputs import clean
 from tridecode.commands.terminal import Output
 

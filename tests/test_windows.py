@@ -88,7 +88,7 @@ def test_the_word_that_is_begun_goes_on_where_it_stands():
 # An answer of some 60 words a second of every kind of block, as a program for a real terminal.
 PLAYER = """
 import time
-from tridecode.commands.display import answer_display
+from tridecode.commands.chat.display import answer_display
 from tridecode.commands.terminal import Output
 
 text = open({text!r}).read()
