@@ -14,8 +14,9 @@ from .arguments import choice, flag, function, integer, mapping, shown
 from .cache.kv import PAGE
 from .errors import GenerationError, ParameterError, PromptError, not_finite
 from .memory import MemoryPlan, allocating, plan_memory
-from .model.checkpoint import load_config, load_weights, resolve_model
+from .model.checkpoint import load_config, load_weights
 from .model.config import ModelConfig
+from .model.hub import resolve_model
 from .model.weights import Weights, short_repr
 from .placement import check_dtype, plan_capacity, resolve_device, resolve_dtype
 from .prompt import Prompt, listed, prompt_ids

@@ -20,10 +20,8 @@ from ..arguments import shown
 from ..errors import CheckpointError, DeviceError, brief
 from .config import ModelConfig, read_config
 from .files import first_twice, open_regular, present, unreadable
-from .hub import INDEX, SINGLE, resolve_model, shard_map
+from .hub import INDEX, SINGLE, shard_map
 from .weights import LayerWeights, Linear, Weights
-
-__all__ = ["load_config", "load_weights", "parameter_count", "random_weights", "resolve_model", "weight_bytes"]
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # of safetensors
 _DTYPE_BYTES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2}

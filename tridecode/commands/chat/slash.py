@@ -56,7 +56,7 @@ KEYS = {
 
 
 def run(chat, word: str, rest: str) -> bool:
-    """One command; False ends the chat. `chat` is a chat.Chat."""
+    """One command; False ends the chat. `chat` is a command.Chat."""
     word = ALIASES.get(word.lower(), word.lower())
     if word not in COMMANDS:
         near = difflib.get_close_matches(word, COMMANDS, n=1)
