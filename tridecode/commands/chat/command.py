@@ -11,7 +11,7 @@ import torch
 from ...engine import Engine
 from ...errors import GenerationError, TooLong
 from ..explain import explain
-from ..generate.inputs import stdin_lines
+from ..inputs import stdin_lines
 from ..loading import Loader, load_engine
 from ..parser import sampling_overrides
 from ..signals import one_interrupt

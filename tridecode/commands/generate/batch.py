@@ -14,10 +14,10 @@ from ...engine import Engine, Prompt
 from ...errors import ParameterError, PromptError, TridecodeError
 from ...sampling import SamplingParams
 from ..explain import explain
+from ..inputs import DIGITS, check_messages, parse_json, read_file, shown
 from ..loading import load_engine
 from ..parser import SAMPLING
 from ..terminal import Output, one_line
-from .inputs import DIGITS, check_messages, parse_json, read_file, shown
 from .prompts import encoded, reuse, with_system
 from .reports import report
 from .results import open_results

@@ -8,8 +8,8 @@ import stat
 import sys
 from collections.abc import Callable, Iterator
 
-from ...errors import PromptError
-from ..terminal import Output
+from ..errors import PromptError
+from .terminal import Output
 
 LARGEST = 64_000_000  # characters of stdin or bytes of a file; no context holds a prompt as long
 PIECE = 1 << 20  # read at once: Ctrl-C ends what reads between two
