@@ -1,9 +1,10 @@
 """Text on its way to and from people: consoles, control characters, the lines about speed."""
 
+import difflib
 import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import contextmanager, nullcontext, suppress
 
 from rich.console import Console
@@ -150,6 +151,12 @@ def _echo(on: bool) -> None:
         attributes = termios.tcgetattr(sys.stdin.fileno())
         attributes[3] = attributes[3] | termios.ECHO if on else attributes[3] & ~termios.ECHO
         termios.tcsetattr(sys.stdin.fileno(), termios.TCSANOW, attributes)
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """A question that names the one of `known` that `word` resembles; "" where none does."""
+    near = difflib.get_close_matches(word, known, n=1)
+    return f"did you mean {near[0]}?" if near else ""
 
 
 def counted(n: int, word: str) -> str:

@@ -274,7 +274,7 @@ class Chat:
 
     def describe(self) -> str:
         turns = self.conversation.turns
-        last = f", the last was {slash.brief(turns[-1][0])}" if turns else ""
+        last = f", the last was {slash.quoted(turns[-1][0])}" if turns else ""
         return f"continuing {counted(len(turns), 'turn')}{last}"
 
 
