@@ -7,13 +7,13 @@ import torch
 from models import CUDA, FAMILIES, INTERPRETER_SHAPES, begin, tiny_config, tiny_engine
 
 from tridecode import layout
-from tridecode.kernels.attention import AttentionShape
 from tridecode.sampling import SamplingParams
 from tridecode.serve.slots import Slots
 from tridecode.step import decode
 from tridecode.step.graphs import EagerSteps, launcher
 from tridecode.step.prefill import prefill
 from tridecode.step.run import refer
+from tridecode.step.shapes import AttentionShape
 from tridecode.step.state import make_model
 from tridecode.step.workspace import named_tensors
 

@@ -1,7 +1,5 @@
 """attention: q/k norm, RoPE, K/V write and split-KV attention of one token; the last split combines."""
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -23,22 +21,6 @@ from .rope import _partner, _rms_rope, _rotation, rms_norm, rotate
 
 LOG2E = tl.constexpr(1.4426950408889634)
 EMPTY = tl.constexpr(-1e30)  # running maximum of a split that saw no position
-
-
-@dataclass(frozen=True)
-class AttentionShape:
-    """Launch shape: `block_t` positions a turn (a multiple or a divisor of the page), at most `splits` programs per K/V
-    head.
-
-    ahead: the turns of a split whose K and V are loaded before the wait; where all positions fit in as many, one split
-    takes them. registers: the most a thread may use, 0 for no bound.
-    """
-
-    block_t: int = 64
-    splits: int = 32
-    num_warps: int = 4
-    registers: int = 0
-    ahead: int = 1
 
 
 @triton.jit
@@ -114,12 +96,11 @@ def _attention_kernel(
 ):
     """Attention of the token at `position` over the cached positions and itself; writes its K and V.
 
-    meta: [rows, META_WIDTH] int32; page_table: [slots, max_pages] int32; qkv: [rows,
-    (HEADS + 2 KV_HEADS) * D] fp32;
-    q_norm, k_norm: [D]; cos, sin: [capacity, D / 2] fp32; K, V: [pages, KV_HEADS, PAGE, D], one layer's part of each
-    page (PAGE and BLOCK_T: one divides the other), one position written;
-    partial: [rows, HEADS, MAX_SPLITS, D] fp32, lse: [rows, HEADS, MAX_SPLITS, 2] fp32, counter: [rows, KV_HEADS]
-    int32, zero between launches (scratch); out: [rows, HEADS * D] (output).
+    meta: [rows, META_WIDTH] int32; page_table: [slots, max_pages] int32; qkv:
+    [rows, (HEADS + 2 KV_HEADS) * D] fp32; q_norm, k_norm: [D]; cos, sin: [capacity, D / 2] fp32; K, V:
+    [pages, KV_HEADS, PAGE, D], one layer's part of each page (PAGE and BLOCK_T: one divides the other), one position
+    written; partial: [rows, HEADS, MAX_SPLITS, D] fp32, lse: [rows, HEADS, MAX_SPLITS, 2] fp32, counter:
+    [rows, KV_HEADS] int32, zero between launches (scratch); out: [rows, HEADS * D] (output).
     Moves 2 * KV_HEADS * D * itemsize bytes a position. Grid (KV_HEADS, SPLITS, rows).
     Splits without work leave at once, so that the next kernel's programs can start. The first AHEAD tiles are in flight
     before the wait, since only earlier steps wrote them.
@@ -368,7 +349,7 @@ def attention(
     )
 
 
-def combine_splits(group: int, head_dim: int, shape: AttentionShape) -> int:
+def combine_splits(group: int, head_dim: int, shape) -> int:
     """Splits whose partial results the last program loads at once: what 32 registers a thread hold."""
     tile = triton.next_power_of_2(group) * triton.next_power_of_2(head_dim)
     return max(min(32 * shape.num_warps * 32 // tile, triton.next_power_of_2(shape.splits)), 2)
