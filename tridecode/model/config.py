@@ -8,7 +8,7 @@ from pathlib import Path
 from ..arguments import shown
 from ..errors import CheckpointError, ParameterError, as_json
 from ..sampling import SamplingParams
-from .files import first_twice, present, read_file
+from .files import present, read_file, unique
 
 MAX_STOP_IDS = 16  # the device compares each token with that many
 DTYPES = ("bfloat16", "float16", "float32")
@@ -103,15 +103,11 @@ _GENERATION_FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_pena
 def read_json(path: Path) -> dict:
     """The JSON object in file `path`; a key given twice, or anything that is no JSON object, is a CheckpointError."""
 
-    def unique(pairs):
-        found = dict(pairs)
-        if len(found) < len(pairs):
-            twice = first_twice(key for key, _ in pairs)
-            raise CheckpointError(f"{path}: the key {shown(twice)} is given twice; keep one of the two")
-        return found
+    def twice(key: str) -> CheckpointError:
+        return CheckpointError(f"{path}: the key {shown(key)} is given twice; keep one of the two")
 
     try:
-        value = json.loads(read_file(path, _JSON_LIMIT), object_pairs_hook=unique)
+        value = json.loads(read_file(path, _JSON_LIMIT), object_pairs_hook=unique(twice))
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: not valid JSON ({error}); download the file again") from None
     if not isinstance(value, dict):
