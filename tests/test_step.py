@@ -103,6 +103,20 @@ def test_no_allocation_over_200_steps():
 
 
 @needs_gpu
+def test_a_request_makes_the_host_wait_for_its_tokens_only():
+    """No copy that waits and no synchronisation, from one request to the next."""
+    engine = tiny_engine("triton", "full")
+    engine.generate(PROMPT, replace(SAMPLED, max_tokens=3))
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for params in (GREEDY, SAMPLED, SamplingParams(seed=3, logprobs=2)):
+            for ids in (PROMPT, [4] * 100, [*PROMPT, 9]):
+                assert len(engine.generate(ids, replace(params, max_tokens=5)).token_ids) == 5
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@needs_gpu
 def test_no_capture_after_load_and_addresses_hold():
     engine = tiny_engine("triton", "full")
     engine.steps.check_addresses = True
