@@ -206,7 +206,7 @@ def test_non_finite_logits_end_the_generation_and_draw_nothing(backend):
         assert (row[layout.STATUS], row[layout.POSITION], row[layout.STEP]) == (layout.NAN, 1, 1)
         assert engine.model.workspace.tokens[0, 2] == -7
         entry = int(engine.model.workspace.out[0, 0])
-        assert entry & layout.NO_TOKEN == layout.NO_TOKEN and entry >> layout.STEP_SHIFT & layout.MAX_STEP == 0
+        assert entry & layout.NO_TOKEN == layout.NO_TOKEN and entry >> layout.STEP_SHIFT & layout.STEP_MASK == 0
 
 
 def set_cache(model, held, slot=0):
