@@ -11,7 +11,7 @@ An entry of the output ring is an int64: generation << GENERATION_SHIFT | step <
 
 META_WIDTH = 64
 SAMP_WIDTH = 16
-MAX_STOP_IDS = 16  # a power of two
+MAX_STOP_IDS = 16  # with which the device compares each token; a power of two
 MAX_LOGPROBS = 20  # most likely tokens that a step reports
 RING = 64  # entries of a slot's output ring, a power of two
 

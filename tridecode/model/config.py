@@ -7,11 +7,10 @@ from pathlib import Path
 
 from ..arguments import shown
 from ..errors import CheckpointError, ParameterError, as_json
-from ..layout import NO_TOKEN
+from ..layout import MAX_STOP_IDS, NO_TOKEN
 from ..sampling import SamplingParams
 from .files import present, read_file, unique
 
-MAX_STOP_IDS = 16  # the device compares each token with that many
 DTYPES = ("bfloat16", "float16", "float32")
 _JSON_LIMIT = 64 * 2**20  # bytes; a larger config or index is not one
 MAX_GROUP = 16  # query heads a K/V head: rows of one tensor-core tile in attention
