@@ -94,15 +94,18 @@ def suspendable(put_away: Callable[[], None], take_out: Callable[[], None]):
         return
 
     def suspend(signum, frame):
-        put_away()
-        for stream in (sys.stdout, sys.stderr):
-            with suppress(OSError, ValueError):
-                if stream.isatty():
-                    os.write(stream.fileno(), SHOW_CURSOR.encode())
-        signal.signal(signal.SIGTSTP, signal.SIG_DFL)
-        signal.raise_signal(signal.SIGTSTP)
-        signal.signal(signal.SIGTSTP, suspend)
-        take_out()
+        signal.signal(signal.SIGTSTP, signal.SIG_IGN)  # another one would come amid of this
+        try:
+            put_away()
+            for stream in (sys.stdout, sys.stderr):
+                with suppress(OSError, ValueError):
+                    if stream.isatty():
+                        os.write(stream.fileno(), SHOW_CURSOR.encode())
+            signal.signal(signal.SIGTSTP, signal.SIG_DFL)
+            signal.raise_signal(signal.SIGTSTP)
+        finally:
+            signal.signal(signal.SIGTSTP, suspend)
+            take_out()
 
     signal.signal(signal.SIGTSTP, suspend)
     try:
