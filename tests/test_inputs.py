@@ -9,8 +9,8 @@ import threading
 import pytest
 from generating import LIMITS, user
 
-from tridecode.commands.generate.prompts import STDIN
 from tridecode.commands.generate.inputs import clean
+from tridecode.commands.generate.prompts import STDIN
 from tridecode.commands.terminal import Output
 
 SESSION = {

@@ -32,6 +32,7 @@ from .text.tokenizer import Tokenizer
 
 BUNDLED = Path(__file__).parent / "bundled"
 GRAPHS = ("full", "none")
+LONGEST = 2**31 - 2  # positions are 32-bit integers
 
 
 @dataclass
@@ -87,7 +88,7 @@ class Engine:
         check_dtype(dtype)
         function("progress", progress)
         if max_seq_len is not None:
-            integer("max_seq_len", max_seq_len, 1, layout.MAX_STEP)
+            integer("max_seq_len", max_seq_len, 1, LONGEST)
         place, backend = resolve_device(device, backend)
         path = BUNDLED if model is None else resolve_model(model)
         config = load_config(path)

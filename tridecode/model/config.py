@@ -7,6 +7,7 @@ from pathlib import Path
 
 from ..arguments import shown
 from ..errors import CheckpointError, ParameterError
+from ..layout import NO_TOKEN
 from ..sampling import SamplingParams
 from .files import first_twice, present, read_file
 
@@ -238,7 +239,7 @@ def _sizes(read: _Reader) -> dict[str, int]:
         "intermediate_size": read.integer("intermediate_size", 1, 2**20),
         "num_layers": read.integer("num_hidden_layers", 1, 4096),
         "num_heads": read.integer("num_attention_heads", 1, 4096),
-        "vocab_size": read.integer("vocab_size", 2, 2**20),
+        "vocab_size": read.integer("vocab_size", 2, NO_TOKEN),
         "max_position": read.integer("max_position_embeddings", 1, 2**31 - 1),
     }
     hidden, heads = sizes["hidden_size"], sizes["num_heads"]
