@@ -33,6 +33,9 @@ def ending():
     def end(signum, frame):
         for each in changed:  # a closed terminal sends more than one; what is put in order must not be cut short
             signal.signal(each, signal.SIG_IGN)
+        if in_background():  # suspended, with the terminal in order: to change it there would stop this program again
+            with open(os.devnull) as nothing:
+                os.dup2(nothing.fileno(), sys.stdin.fileno())
         asked.append(Ended(signum))
         raise asked[0]
 
@@ -51,6 +54,13 @@ def ending():
     finally:
         for each in changed:
             signal.signal(each, signal.SIG_DFL)
+
+
+def in_background() -> bool:
+    """Whether the terminal of stdin is another program's now, such as that of the shell."""
+    with suppress(OSError, ValueError):  # no terminal
+        return os.tcgetpgrp(sys.stdin.fileno()) != os.getpgrp()
+    return False
 
 
 @contextmanager
