@@ -314,6 +314,23 @@ def test_at_most_30_frames_a_second(monkeypatch):
     assert screen(console.file.getvalue()).count("word") == 400
 
 
+def test_nothing_is_drawn_while_another_program_has_the_terminal():
+    console = console_to(terminal=True)
+    out = console.file
+    stream = MarkdownStream(console)
+    stream.push("one ")
+    time.sleep(3 * markdown.FRAME)
+    stream.pause()
+    left = out.getvalue()
+    stream.push("two ")
+    time.sleep(3 * markdown.FRAME)
+    assert out.getvalue() == left and left.endswith("\x1b[?25h")
+    stream.resume()
+    stream.push("three")
+    stream.finish()
+    assert screen(out.getvalue()).split() == ["one", "two", "three"]
+
+
 def test_abort_shows_what_came():
     console = console_to(terminal=True)
     stream = MarkdownStream(console)
