@@ -6,7 +6,7 @@ import time
 import unicodedata
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 from screens import screen
@@ -168,6 +168,7 @@ def test_blocks_end_where_they_do_in_the_whole_text(text, cuts):
 
 @settings(deadline=None, max_examples=60)
 @given(TEXTS, CUTS)
+@example("aaaa\r\n# aaaaaaaaa😀a", [55])  # a centred row with a character of two columns
 def test_the_screen_ends_as_if_printed_at_once(text, cuts):
     text = markdown.visible(text.replace("\ud800", "?"))
     at_once = screen(streamed([text], console_to()))
