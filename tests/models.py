@@ -3,10 +3,9 @@
 import torch
 
 from tridecode.engine import Engine
-from tridecode.kernels.attention import AttentionShape
 from tridecode.model.checkpoint import random_weights
 from tridecode.model.config import ModelConfig, RopeConfig
-from tridecode.step.shapes import MatvecShape, StepShapes
+from tridecode.step.shapes import AttentionShape, MatvecShape, StepShapes
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda", 0) if CUDA else torch.device("cpu")

@@ -3,6 +3,7 @@
 import io
 import re
 
+from rich.cells import cell_len
 from rich.console import Console
 
 PARTS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[\r\n]|[^\r\n\x1b]")
@@ -53,7 +54,10 @@ class Terminal(io.StringIO):
         elif part[0] == "\x1b" and part[-1] == "A":
             self.line, self.at = self.rows()[max(self.row() - int(part[2:-1]), self.top)]
         elif part[0] == "\x1b" and part[-1] == "D":  # never to the row before
-            self.at = max(self.at - int(part[2:-1]), self.rows()[self.row()][1])
+            columns, first = int(part[2:-1]), self.rows()[self.row()][1]
+            while columns > 0 and self.at > first:
+                self.at -= 1
+                columns -= cell_len(self.lines[self.line][self.at])
         elif len(part) == 1:
             line = self.lines[self.line]
             self.lines[self.line] = line[: self.at] + part + line[self.at + 1 :]

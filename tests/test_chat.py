@@ -62,11 +62,11 @@ def test_end_of_input_and_exit(piped, tiny):
 
 
 def test_a_line_that_never_ends_is_refused(piped, monkeypatch):
-    monkeypatch.setattr("tridecode.commands.generate.inputs.LARGEST", 1_000_000)
+    monkeypatch.setattr("tridecode.commands.inputs.LARGEST", 1_000_000)
     code, out, err = piped("Hello\n" + "0" * 2_000_000, "--max-tokens", 2)
     assert code == 1 and out.count("\n") == 1
     assert err.splitlines()[-1].startswith("tridecode: error: stdin: a line longer than 1,000,000 characters")
-    monkeypatch.setattr("tridecode.commands.generate.inputs.PIECE", 2)
+    monkeypatch.setattr("tridecode.commands.inputs.PIECE", 2)
     assert piped("Hello\nHello", "--max-tokens", 2)[1].count("\n") == 2
 
 

@@ -19,7 +19,7 @@ from tridecode import Engine, SamplingParams, __version__, commands
 from tridecode.commands.explain import explain
 from tridecode.commands.main import set_up_logging
 from tridecode.commands.parser import make_parser, sampling_overrides
-from tridecode.commands.terminal import Output, counted, speed_line, visible
+from tridecode.commands.terminal import Output, counted, speed_line
 from tridecode.errors import NO_CHAT, ParameterError, PromptError
 from tridecode.results import Result, Timings, Usage
 
@@ -302,57 +302,12 @@ def test_ctrl_c_exits_130(run, monkeypatch):
     assert (code, out, err.strip()) == (130, "", "")
 
 
-def test_a_reader_that_leaves_is_no_error(tiny):
-    argv = [sys.executable, "cli.py", "generate", "--model", tiny, "--prompt", "Hello", "--device", "cpu"]
-    read, write = os.pipe()
-    os.close(read)  # gone before the first character
-    done = subprocess.run(argv, cwd=ROOT, stdout=write, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True)
-    os.close(write)
-    assert (done.returncode, done.stderr) == (141, "")
-
-
 @pytest.mark.parametrize("stream", ["stdin", "stdout", "stderr"])
 def test_closed_streams(run, tiny, monkeypatch, stream):
     monkeypatch.setattr(sys, stream, None)
     argv = ("generate", "--model", tiny, *GREEDY, *(() if stream == "stdin" else ("--prompt", "Hello")))
     assert run(*argv)[0] == (1 if stream == "stdin" else 0)
     assert getattr(sys, stream) is not None
-
-
-@pytest.mark.parametrize("encoding", ["utf-16", "utf-32-be"])
-def test_an_encoding_that_no_terminal_shows_is_refused(encoding):
-    argv = [sys.executable, "cli.py", "generate", "--prompt", "Hello", "--max-tokens", "2"]
-    environment = os.environ | {"PYTHONIOENCODING": encoding}
-    done = subprocess.run(argv, cwd=ROOT, capture_output=True, stdin=subprocess.DEVNULL, text=True, env=environment)
-    assert (done.returncode, done.stdout) == (1, "")
-    assert f"as {encoding}; unset PYTHONIOENCODING" in done.stderr and done.stderr.count("\n") == 1
-
-
-@pytest.mark.parametrize("size", ["0", "00", ""])
-def test_a_window_of_no_size_is_not_believed(monkeypatch, size):
-    monkeypatch.setenv("COLUMNS", size)
-    monkeypatch.setenv("LINES", size)
-    screen = io.StringIO()
-    monkeypatch.setattr("sys.stdout", screen)
-    output = Output()
-    output.console.print("an answer")
-    assert screen.getvalue() == "an answer\n" and output.console.width >= 80
-
-
-def test_what_turns_the_direction_of_writing_is_not_obeyed():
-    assert visible("a\u202eb\u2066c\u202c\u2069 \u05d0\u200f") == "a\ufffdb\ufffdc\ufffd\ufffd \u05d0\u200f"
-
-
-def test_a_terminal_gets_no_control_characters(monkeypatch):
-    text = "\x1b]0;title\x07 \x9b2J\x08[bold]x[/] [/INST]\r\nA\tb\rc :smile:\n"
-    screen = io.StringIO()
-    screen.isatty = lambda: True
-    monkeypatch.setattr("sys.stdout", screen)
-    monkeypatch.setenv("TERM", "xterm")
-    Output().text(text)
-    shown = screen.getvalue()
-    assert shown == "␛]0;title␇ \ufffd2J␈[bold]x[/] [/INST]\nA       b␍c :smile:\n"
-    assert visible("ok\t\n") == "ok\t\n"
 
 
 def test_counts_have_separators():
@@ -379,12 +334,6 @@ def test_errors_name_options_on_the_command_line_and_arguments_in_python():
         Engine.load(max_seq_len=0)
     with pytest.raises(ParameterError, match="^top_p must be"):
         SamplingParams(top_p=7)
-
-
-def test_a_pipe_gets_the_text_as_it_is(capsys):
-    text = "\x1b[1m [/INST] \t\r\n"
-    Output().text(text)
-    assert capsys.readouterr().out == text
 
 
 def test_logging_is_silent_unless_asked(run, monkeypatch, tiny):

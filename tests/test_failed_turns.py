@@ -151,13 +151,14 @@ def test_a_piped_chat_whose_session_is_not_saved_exits_1(piped, tiny, monkeypatc
 
 CHAT_ON_A_BROKEN_GPU = """
 import sys, torch
-from tridecode import commands, engine
+from tridecode import commands
+from tridecode.serve import scheduler
 
-def prefill(model, ids, start):
-    if len(ids) > 40:  # the second turn
+def prefill(model, start, end):
+    if end - start > 40:  # the second turn
         torch.zeros(1, device=model.device)[torch.tensor([9], device=model.device)]
 
-engine.prefill = prefill
+scheduler.prefill = prefill
 sys.exit(commands.main(sys.argv[1:]))
 """
 

@@ -54,7 +54,7 @@ ROOMS = {
     "arguments": {"errors"},
     "sampling": {"arguments", "errors", "layout"},
     "kernels": {"layout"},
-    "model": {"arguments", "errors", "sampling"},
+    "model": {"arguments", "errors", "layout", "sampling"},
     "text": {"arguments", "errors", "model"},
     "prompt": {"arguments", "errors", "text"},
     "cache": {"errors", "model"},

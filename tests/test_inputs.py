@@ -10,7 +10,7 @@ import pytest
 from generating import LIMITS, user
 
 from tridecode.commands.generate.prompts import STDIN
-from tridecode.commands.generate.inputs import clean
+from tridecode.commands.inputs import clean
 from tridecode.commands.terminal import Output
 
 SESSION = {
@@ -177,7 +177,7 @@ def test_a_pipe_that_stays_open_is_told(generate, seen, pipe, monkeypatch):
     stdin, end = pipe()
     writer = threading.Timer(0.3, lambda: (end.write(b"late"), end.close()))
     writer.start()
-    monkeypatch.setattr("tridecode.commands.generate.inputs.PATIENCE", 0.05)
+    monkeypatch.setattr("tridecode.commands.inputs.PATIENCE", 0.05)
     code, _, err = generate("--prompt", "Hi", *LIMITS, stdin=stdin)
     assert code == 0 and seen[-1][0] == [user("Hi\nlate")]
     assert err.startswith("waiting for stdin, which is open and gives nothing; </dev/null leaves it out of the prompt")
@@ -210,7 +210,7 @@ class Endless(io.TextIOBase):
 
 
 def test_what_never_ends_is_refused_when_it_is_too_long(generate, monkeypatch, tmp_path):
-    monkeypatch.setattr("tridecode.commands.generate.inputs.LARGEST", 3_000_000)
+    monkeypatch.setattr("tridecode.commands.inputs.LARGEST", 3_000_000)
     monkeypatch.setattr("tridecode.commands.generate.batch.LARGEST", 5_000_000)
     for argv, most in (((), 3), (("--prompt", "Is: -"), 3), (("--messages", "-"), 3), (("--jsonl", "-"), 5)):
         stdin = Endless()

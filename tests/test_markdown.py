@@ -6,7 +6,7 @@ import time
 import unicodedata
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 from screens import screen
@@ -168,6 +168,7 @@ def test_blocks_end_where_they_do_in_the_whole_text(text, cuts):
 
 @settings(deadline=None, max_examples=60)
 @given(TEXTS, CUTS)
+@example("aaaa\r\n# aaaaaaaaa😀a", [55])  # a centred row with a character of two columns
 def test_the_screen_ends_as_if_printed_at_once(text, cuts):
     text = markdown.visible(text.replace("\ud800", "?"))
     at_once = screen(streamed([text], console_to()))
@@ -312,6 +313,23 @@ def test_at_most_30_frames_a_second(monkeypatch):
     stream.finish()
     assert 2 <= len(frames) <= (time.perf_counter() - started) * 30 + 2
     assert screen(console.file.getvalue()).count("word") == 400
+
+
+def test_nothing_is_drawn_while_another_program_has_the_terminal():
+    console = console_to(terminal=True)
+    out = console.file
+    stream = MarkdownStream(console)
+    stream.push("one ")
+    time.sleep(3 * markdown.FRAME)
+    stream.pause()
+    left = out.getvalue()
+    stream.push("two ")
+    time.sleep(3 * markdown.FRAME)
+    assert out.getvalue() == left and left.endswith("\x1b[?25h")
+    stream.resume()
+    stream.push("three")
+    stream.finish()
+    assert screen(out.getvalue()).split() == ["one", "two", "three"]
 
 
 def test_abort_shows_what_came():

@@ -27,7 +27,7 @@ def test_weights_that_do_not_fit():
 
 
 def test_a_cpu_gets_a_moderate_context_unless_asked_for_more(monkeypatch):
-    monkeypatch.setattr(memory, "free_memory", lambda device: 4 * GIB)
+    monkeypatch.setattr(memory, "free_memory", lambda device: 8 * GIB)
     config, cpu = tiny_config(max_position=2**30), torch.device("cpu")
     plan, capacity, notes = plan_capacity(config, torch.float32, cpu, None)
     assert capacity == memory.CPU_CONTEXT and plan.max_context > 2**20

@@ -151,6 +151,19 @@ def test_ctrl_z_at_the_prompt(shell):
     shell.expect_exact("shell: ")
 
 
+@pytest.mark.parametrize("answering", [False, True], ids=["prompt", "answer"])
+def test_a_suspended_chat_can_be_ended(shell, answering):
+    if answering:
+        shell.send("Tell me a story\r")
+        shell.expect(STREAMING)
+    suspended(shell)
+    shell.send("kill %1; sleep 1\r")
+    shell.expect_exact("sleep 1")
+    shell.expect("Terminated|Stopped")
+    assert shell.after == "Terminated"
+    shell.expect_exact("shell: ")
+
+
 def test_ctrl_z_in_mid_answer(shell):
     shell.send("Tell me a story\r")
     shell.expect(STREAMING)

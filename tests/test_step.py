@@ -7,13 +7,13 @@ import torch
 from models import CUDA, FAMILIES, INTERPRETER_SHAPES, begin, tiny_config, tiny_engine
 
 from tridecode import layout
-from tridecode.kernels.attention import AttentionShape
 from tridecode.sampling import SamplingParams
 from tridecode.serve.slots import Slots
 from tridecode.step import decode
 from tridecode.step.graphs import EagerSteps, launcher
 from tridecode.step.prefill import prefill
 from tridecode.step.run import refer
+from tridecode.step.shapes import AttentionShape
 from tridecode.step.state import make_model
 from tridecode.step.workspace import named_tensors
 
@@ -100,6 +100,20 @@ def test_no_allocation_over_200_steps():
             after = torch.cuda.memory_stats()
             for name in ("allocation.all.allocated", "segment.all.allocated", "allocated_bytes.all.allocated"):
                 assert before[name] == after[name], f"graph={graph}: {name}"
+
+
+@needs_gpu
+def test_a_request_makes_the_host_wait_for_its_tokens_only():
+    """No copy that waits and no synchronisation, from one request to the next."""
+    engine = tiny_engine("triton", "full")
+    engine.generate(PROMPT, replace(SAMPLED, max_tokens=3))
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for params in (GREEDY, SAMPLED, SamplingParams(seed=3, logprobs=2)):
+            for ids in (PROMPT, [4] * 100, [*PROMPT, 9]):
+                assert len(engine.generate(ids, replace(params, max_tokens=5)).token_ids) == 5
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 @needs_gpu
@@ -192,7 +206,7 @@ def test_non_finite_logits_end_the_generation_and_draw_nothing(backend):
         assert (row[layout.STATUS], row[layout.POSITION], row[layout.STEP]) == (layout.NAN, 1, 1)
         assert engine.model.workspace.tokens[0, 2] == -7
         entry = int(engine.model.workspace.out[0, 0])
-        assert entry & layout.NO_TOKEN == layout.NO_TOKEN and entry >> layout.STEP_SHIFT & layout.MAX_STEP == 0
+        assert entry & layout.NO_TOKEN == layout.NO_TOKEN and entry >> layout.STEP_SHIFT & layout.STEP_MASK == 0
 
 
 def set_cache(model, held, slot=0):

@@ -189,6 +189,25 @@ def test_keys_during_an_answer_are_for_the_next_prompt(terminal, endless):
     leaves(child)
 
 
+def test_a_paste_during_an_answer_is_one_message(terminal, endless, state):
+    """Of more than the 4,096 bytes that the kernel keeps of a line."""
+    text = "x" * 5000 + "\n/exit\nthe last line"
+    child = terminal("--model", endless, "--seed", 3, "--max-tokens", 300)
+    child.send("one\r")
+    child.expect_exact("2004h")  # a terminal marks pastes from here on
+    child.expect(r"[^\s\x1b]{20}")
+    child.send("\x1b[200~" + text.replace("\n", "\r") + "\x1b[201~")
+    child.expect_exact("context ")
+    child.expect_exact(READY)
+    child.expect_exact("the last line")
+    child.send("\r")
+    child.expect_exact("context ")
+    child.expect_exact(READY)
+    child.sendeof()
+    leaves(child)
+    assert [user for user, _ in only_session(state).turns] == ["one", text]
+
+
 def test_a_long_prompt_stops_at_once(terminal, endless, state):
     """Ctrl-C while the prompt is computed: the turn is gone, the conversation and the chat are not."""
     store = sessions.Store(sessions.named("long"), "m")

@@ -14,8 +14,9 @@ from .arguments import choice, flag, function, integer, mapping, shown
 from .cache.kv import PAGE
 from .errors import GenerationError, ParameterError, PromptError, not_finite
 from .memory import MemoryPlan, allocating, plan_memory
-from .model.checkpoint import load_config, load_weights, resolve_model
+from .model.checkpoint import load_config, load_weights
 from .model.config import ModelConfig
+from .model.hub import resolve_model
 from .model.weights import Weights, short_repr
 from .placement import check_dtype, plan_capacity, resolve_device, resolve_dtype
 from .prompt import Prompt, listed, prompt_ids
@@ -32,6 +33,7 @@ from .text.tokenizer import Tokenizer
 
 BUNDLED = Path(__file__).parent / "bundled"
 GRAPHS = ("full", "none")
+LONGEST = 2**31 - 2  # positions are 32-bit integers
 
 
 @dataclass
@@ -87,7 +89,7 @@ class Engine:
         check_dtype(dtype)
         function("progress", progress)
         if max_seq_len is not None:
-            integer("max_seq_len", max_seq_len, 1, layout.MAX_STEP)
+            integer("max_seq_len", max_seq_len, 1, LONGEST)
         place, backend = resolve_device(device, backend)
         path = BUNDLED if model is None else resolve_model(model)
         config = load_config(path)

@@ -1,5 +1,7 @@
 """Every error that a user can cause: one clear line that names the thing, what was expected and the fix."""
 
+import json
+
 
 class TridecodeError(Exception):
     """Base of all errors raised on purpose; the command line prints its message and exits non-zero, no traceback."""
@@ -48,3 +50,9 @@ def brief(error: object, longest: int = 200) -> str:
     """Another library's words for a message: one line, cut where it is long."""
     text = " ".join(str(error)[: 4 * longest].split())
     return text if len(text) <= longest else f"{text[: longest - 1]}…"
+
+
+def as_json(value) -> str:
+    """A value from JSON for a message: as it stands there, cut to 80 characters."""
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -11,7 +11,7 @@ An entry of the output ring is an int64: generation << GENERATION_SHIFT | step <
 
 META_WIDTH = 64
 SAMP_WIDTH = 16
-MAX_STOP_IDS = 16  # a power of two
+MAX_STOP_IDS = 16  # with which the device compares each token; a power of two
 MAX_LOGPROBS = 20  # most likely tokens that a step reports
 RING = 64  # entries of a slot's output ring, a power of two
 
@@ -56,10 +56,10 @@ FREQUENCY_PENALTY = 5  # 0: off
 STEP_SHIFT = 20
 GENERATION_SHIFT = 40
 MAX_GENERATION = 2**23 - 1  # then they begin again at 1; an entry stays positive
-MAX_STEP = 2**20 - 1
+STEP_MASK = 2**20 - 1  # of the step its lower bits, far more than a ring has entries
 NO_TOKEN = 2**20 - 1  # the step's logits were not finite; a vocabulary is smaller
 EMPTY = 0  # no request has generation 0
 
 
 def ring_entry(generation: int, step: int, token: int) -> int:
-    return generation << GENERATION_SHIFT | step << STEP_SHIFT | token
+    return generation << GENERATION_SHIFT | (step & STEP_MASK) << STEP_SHIFT | token

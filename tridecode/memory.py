@@ -71,6 +71,7 @@ def allocating(capacity: int, device: torch.device):
 def plan_memory(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> MemoryPlan:
     """Plan for loading `config` in `dtype` on `device` as it is now."""
     rope_and_tokens = 4 * config.head_dim + 4
+    one_piece = 2 * config.kv_size * dtype.itemsize  # a layer's K/V as a prompt's attention reads them
     # A row of a prefill chunk: the residual stream and its norm, q and k rotated in fp32, gate | up, their product.
     row = 4 * (5 * config.hidden_size + 6 * config.q_size + 4 * config.kv_size)
     row += 4 * dtype.itemsize * config.intermediate_size
@@ -78,7 +79,7 @@ def plan_memory(config: ModelConfig, dtype: torch.dtype, device: torch.device) -
     return MemoryPlan(
         free=free_memory(device),
         weights=weight_bytes(config, dtype),
-        per_token=kv_bytes_per_token(config, dtype) + rope_and_tokens,
+        per_token=kv_bytes_per_token(config, dtype) + one_piece + rope_and_tokens,
         fixed=min(CHUNK, config.max_position) * row + workspace,
         model_limit=config.max_position,
         headroom=HEADROOM[device.type],

@@ -63,7 +63,7 @@ class Step:
         """Step and token of the output ring's entry for `step`."""
         value = int(self.out[slot, step % m.RING])
         assert value >> m.GENERATION_SHIFT == GENERATION
-        return value >> m.STEP_SHIFT & m.MAX_STEP, value & m.NO_TOKEN
+        return value >> m.STEP_SHIFT & m.STEP_MASK, value & m.NO_TOKEN
 
 
 def make_step(logits: torch.Tensor, *params: SamplingParams, stop_ids=(), seed: int = 1) -> Step:

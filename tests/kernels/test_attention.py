@@ -4,9 +4,9 @@ from util import BF16_ROUNDING, DEVICE, Case, assert_close, cases, meta_rows, no
 
 from tridecode import layout
 from tridecode.cache.kv import PAGE
-from tridecode.kernels.attention import AttentionShape, attention, attention_ref
+from tridecode.kernels.attention import attention, attention_ref
 from tridecode.step import tuned
-from tridecode.step.shapes import attention_shape
+from tridecode.step.shapes import AttentionShape, attention_shape
 from tridecode.step.workspace import MAX_SPLITS
 
 EPS = 1e-6

@@ -75,6 +75,7 @@ STATUSES = {
     "one_before_the_limit": (dict(LIMIT=POSITION + 3), (), m.RUN),
     "stop_before_limit": (dict(LIMIT=POSITION + 2), (BEST,), m.STOP),
     "ring_wraps": (dict(STEP=m.RING + STEP), (), m.RUN),
+    "more_steps_than_an_entry_tells": (dict(STEP=m.STEP_MASK + 1 + STEP), (), m.RUN),
     "capacity": (dict(POSITION=CAPACITY - 1, N_KNOWN=0), (), m.LIMIT_REACHED),
 }
 
@@ -88,7 +89,7 @@ def test_a_drawn_token_ends_the_step(runner, change, stop_ids, status, request):
     position, step = before.state()["POSITION"], before.state()["STEP"]
     after = runner(before.copy())
     assert after.state() == dict(STATUS=status, POSITION=position + 1, STEP=step + 1)
-    assert after.entry(step=step) == (step, BEST)
+    assert after.entry(step=step) == (step & m.STEP_MASK, BEST)
     tokens, out, counts = before.tokens.clone(), before.out.clone(), before.counts.clone()
     tokens[0, position + 1] = BEST
     out[0, step % m.RING] = m.ring_entry(GENERATION, step, BEST)

@@ -11,7 +11,6 @@ from ..model.hub import resolve_model
 from ..placement import resolve_dtype
 from ..sampling import SamplingParams
 from ..text.tokenizer import Tokenizer
-from .chat.settings import shown
 from .explain import LOADING, with_options
 from .parser import sampling_overrides
 from .terminal import Output
@@ -46,7 +45,7 @@ def load_model(args, model: str | None, max_seq_len: int | None, output: Output)
 
 def show_defaults(engine: Engine, given: dict, output: Output) -> None:
     """One line with the sampling defaults that the checkpoint brings and no option replaced."""
-    found = [f"{name} {shown(value)}" for name, value in engine.config.generation_defaults if name not in given]
+    found = [f"{name} {value}" for name, value in engine.config.generation_defaults if name not in given]
     if found:
         output.note(f"{', '.join(found)} from generation_config.json")
 
@@ -59,7 +58,7 @@ class Loader:
         self.model: str | None = args.model  # the one in use
 
     def switch(self, chat, name: str) -> None:
-        """Give `chat` (a chat.Chat) the model `name`; whatever is raised, it then has the model it had.
+        """Give `chat` (a chat.command.Chat) the model `name`; whatever is raised, it then has the model it had.
 
         Only where both models do not fit the old one goes first, and comes back if the new one fails. If even that
         fails, chat.engine is None.

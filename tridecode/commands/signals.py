@@ -33,6 +33,9 @@ def ending():
     def end(signum, frame):
         for each in changed:  # a closed terminal sends more than one; what is put in order must not be cut short
             signal.signal(each, signal.SIG_IGN)
+        if in_background():  # suspended, with the terminal in order: to change it there would stop this program again
+            with open(os.devnull) as nothing:
+                os.dup2(nothing.fileno(), sys.stdin.fileno())
         asked.append(Ended(signum))
         raise asked[0]
 
@@ -51,6 +54,13 @@ def ending():
     finally:
         for each in changed:
             signal.signal(each, signal.SIG_DFL)
+
+
+def in_background() -> bool:
+    """Whether the terminal of stdin is another program's now, such as that of the shell."""
+    with suppress(OSError, ValueError):  # no terminal
+        return os.tcgetpgrp(sys.stdin.fileno()) != os.getpgrp()
+    return False
 
 
 @contextmanager
@@ -94,15 +104,18 @@ def suspendable(put_away: Callable[[], None], take_out: Callable[[], None]):
         return
 
     def suspend(signum, frame):
-        put_away()
-        for stream in (sys.stdout, sys.stderr):
-            with suppress(OSError, ValueError):
-                if stream.isatty():
-                    os.write(stream.fileno(), SHOW_CURSOR.encode())
-        signal.signal(signal.SIGTSTP, signal.SIG_DFL)
-        signal.raise_signal(signal.SIGTSTP)
-        signal.signal(signal.SIGTSTP, suspend)
-        take_out()
+        signal.signal(signal.SIGTSTP, signal.SIG_IGN)  # another one would come amid of this
+        try:
+            put_away()
+            for stream in (sys.stdout, sys.stderr):
+                with suppress(OSError, ValueError):
+                    if stream.isatty():
+                        os.write(stream.fileno(), SHOW_CURSOR.encode())
+            signal.signal(signal.SIGTSTP, signal.SIG_DFL)
+            signal.raise_signal(signal.SIGTSTP)
+        finally:
+            signal.signal(signal.SIGTSTP, suspend)
+            take_out()
 
     signal.signal(signal.SIGTSTP, suspend)
     try:

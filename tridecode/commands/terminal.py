@@ -1,10 +1,12 @@
 """Text on its way to and from people: consoles, control characters, the lines about speed."""
 
+import difflib
 import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 
 from rich.console import Console
 
@@ -129,13 +131,14 @@ def logged(note: Callable[[str], None]):
 
 
 @contextmanager
-def unechoed(enabled: bool, pause: Callable[[], None] = lambda: None):
+def unechoed(enabled: bool, pause: Callable[[], None], resume: Callable[[], None], editor: bool = False):
     """Within, the terminal shows no typed keys, not even Ctrl-C's ^C: they would stand amid what is being drawn there.
 
-    The next prompt gets what was typed. Ctrl-Z calls `pause` and leaves the terminal as a shell needs it.
+    The next prompt gets what was typed; if that is a line `editor`, also what was pasted, as one text. Ctrl-Z calls
+    `pause` and leaves the terminal as a shell needs it until it calls `resume`.
     """
-    echo = _echo if enabled else lambda on: None
-    with suspendable(lambda: (pause(), echo(True)), lambda: echo(False)):
+    echo = partial(_echo, editor=editor) if enabled else lambda on: None
+    with suspendable(lambda: (pause(), echo(True)), lambda: (echo(False), resume())):
         try:
             echo(False)
             yield
@@ -143,13 +146,24 @@ def unechoed(enabled: bool, pause: Callable[[], None] = lambda: None):
             echo(True)
 
 
-def _echo(on: bool) -> None:
+def _echo(on: bool, editor: bool) -> None:
     import termios
 
+    # The kernel's own lines have 4,096 bytes and lose what comes after: the end of a long paste.
+    flags = termios.ECHO | (termios.ICANON if editor else 0)
     with suppress(termios.error, OSError, ValueError):  # stdin is no terminal, or one that is gone
         attributes = termios.tcgetattr(sys.stdin.fileno())
-        attributes[3] = attributes[3] | termios.ECHO if on else attributes[3] & ~termios.ECHO
+        attributes[3] = attributes[3] | flags if on else attributes[3] & ~flags
         termios.tcsetattr(sys.stdin.fileno(), termios.TCSANOW, attributes)
+        if editor:
+            # Whether pastes come marked. With mode 7, which is on anyway: 2004 alone says that the prompt is there.
+            os.write(sys.stdout.fileno(), b"\x1b[?2004l" if on else b"\x1b[?7;2004h")
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """A question that names the one of `known` that `word` resembles; "" where none does."""
+    near = difflib.get_close_matches(word, known, n=1)
+    return f"did you mean {near[0]}?" if near else ""
 
 
 def counted(n: int, word: str) -> str:

@@ -1,7 +1,5 @@
 """attention: q/k norm, RoPE, K/V write and split-KV attention of one token; the last split combines."""
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -19,47 +17,11 @@ from .common import (
     running,
 )
 from .op import Op
+from .pages import page_rows, pages_at
 from .rope import _partner, _rms_rope, _rotation, rms_norm, rotate
 
 LOG2E = tl.constexpr(1.4426950408889634)
 EMPTY = tl.constexpr(-1e30)  # running maximum of a split that saw no position
-
-
-@dataclass(frozen=True)
-class AttentionShape:
-    """Launch shape: `block_t` positions a turn (a multiple or a divisor of the page), at most `splits` programs per K/V
-    head.
-
-    ahead: the turns of a split whose K and V are loaded before the wait; where all positions fit in as many, one split
-    takes them. registers: the most a thread may use, 0 for no bound.
-    """
-
-    block_t: int = 64
-    splits: int = 32
-    num_warps: int = 4
-    registers: int = 0
-    ahead: int = 1
-
-
-@triton.jit
-def _pages(table_ptr, t, end, PAGE: tl.constexpr, BLOCK_T: tl.constexpr):
-    """The pages of the BLOCK_T positions from t, a multiple of it; page 0 for those from `end` on."""
-    place = t // PAGE
-    pages = (tl.load(table_ptr + place, mask=t < end, other=0),)
-    for i in tl.static_range(1, BLOCK_T // PAGE):
-        pages += (tl.load(table_ptr + place + i, mask=t + i * PAGE < end, other=0),)
-    return pages
-
-
-@triton.jit
-def _rows(pages, t, stride_kp, PAGE: tl.constexpr, D: tl.constexpr, BLOCK_T: tl.constexpr):
-    """Where each of these positions begins in a K/V head of the cache: int64 [BLOCK_T, 1]."""
-    offs_t = tl.arange(0, BLOCK_T)
-    page = pages[0]
-    for i in tl.static_range(1, BLOCK_T // PAGE):
-        page = tl.where(offs_t < i * PAGE, page, pages[i])
-    within = t % PAGE + offs_t if BLOCK_T <= PAGE else offs_t % PAGE
-    return (page.to(tl.int64) * stride_kp + within * D)[:, None]
 
 
 @triton.jit
@@ -114,12 +76,11 @@ def _attention_kernel(
 ):
     """Attention of the token at `position` over the cached positions and itself; writes its K and V.
 
-    meta: [rows, META_WIDTH] int32; page_table: [slots, max_pages] int32; qkv: [rows,
-    (HEADS + 2 KV_HEADS) * D] fp32;
-    q_norm, k_norm: [D]; cos, sin: [capacity, D / 2] fp32; K, V: [pages, KV_HEADS, PAGE, D], one layer's part of each
-    page (PAGE and BLOCK_T: one divides the other), one position written;
-    partial: [rows, HEADS, MAX_SPLITS, D] fp32, lse: [rows, HEADS, MAX_SPLITS, 2] fp32, counter: [rows, KV_HEADS]
-    int32, zero between launches (scratch); out: [rows, HEADS * D] (output).
+    meta: [rows, META_WIDTH] int32; page_table: [slots, max_pages] int32; qkv:
+    [rows, (HEADS + 2 KV_HEADS) * D] fp32; q_norm, k_norm: [D]; cos, sin: [capacity, D / 2] fp32; K, V:
+    [pages, KV_HEADS, PAGE, D], one layer's part of each page (PAGE and BLOCK_T: one divides the other), one position
+    written; partial: [rows, HEADS, MAX_SPLITS, D] fp32, lse: [rows, HEADS, MAX_SPLITS, 2] fp32, counter:
+    [rows, KV_HEADS] int32, zero between launches (scratch); out: [rows, HEADS * D] (output).
     Moves 2 * KV_HEADS * D * itemsize bytes a position. Grid (KV_HEADS, SPLITS, rows).
     Splits without work leave at once, so that the next kernel's programs can start. The first AHEAD tiles are in flight
     before the wait, since only earlier steps wrote them.
@@ -168,15 +129,15 @@ def _attention_kernel(
     k, v, seen = (), (), ()
     for i in tl.static_range(AHEAD):
         t = first + i * BLOCK_T
-        tiles = _rows(_pages(table_ptr, t, end, PAGE, BLOCK_T), t, stride_kp, PAGE, D, BLOCK_T) + offs_d[None, :]
+        tiles = page_rows(pages_at(table_ptr, t, end, PAGE, BLOCK_T), t, stride_kp, PAGE, D, BLOCK_T) + offs_d[None, :]
         seen += (((t + offs_t >= start) & (t + offs_t < end))[:, None],)
         mask = seen[i] & mask_d[None, :]
         k += (tl.load(k_ptr + tiles, mask=mask, other=0.0),)
         v += (tl.load(v_ptr + tiles, mask=mask, other=0.0),)
     write = write_page * stride_kp + (position % PAGE) * D
     rest = first + AHEAD * BLOCK_T
-    rest_pages = _pages(table_ptr, rest, end, PAGE, BLOCK_T)
-    next_pages = _pages(table_ptr, rest + BLOCK_T, end, PAGE, BLOCK_T)
+    rest_pages = pages_at(table_ptr, rest, end, PAGE, BLOCK_T)
+    next_pages = pages_at(table_ptr, rest + BLOCK_T, end, PAGE, BLOCK_T)
     if PDL:
         gdc_wait()
 
@@ -219,14 +180,14 @@ def _attention_kernel(
             p = p.to(v_ptr.dtype.element_ty).to(TYPE)
             acc = tl.dot(tl.trans(_held(v[i], position, HOLD).to(TYPE)), p, acc, input_precision="ieee")
     if rest < end:
-        tiles = _rows(rest_pages, rest, stride_kp, PAGE, D, BLOCK_T) + offs_d[None, :]
+        tiles = page_rows(rest_pages, rest, stride_kp, PAGE, D, BLOCK_T) + offs_d[None, :]
         mask = (rest + offs_t < end)[:, None] & mask_d[None, :]
         k_t = tl.load(k_ptr + tiles, mask=mask, other=0.0)
         for t in range(rest, end, BLOCK_T):
             v_t = tl.load(v_ptr + tiles, mask=mask, other=0.0)
             seen_t = (t + offs_t < end)[:, None]
-            tiles = _rows(next_pages, t + BLOCK_T, stride_kp, PAGE, D, BLOCK_T) + offs_d[None, :]
-            next_pages = _pages(table_ptr, t + 2 * BLOCK_T, end, PAGE, BLOCK_T)  # a turn before they are needed
+            tiles = page_rows(next_pages, t + BLOCK_T, stride_kp, PAGE, D, BLOCK_T) + offs_d[None, :]
+            next_pages = pages_at(table_ptr, t + 2 * BLOCK_T, end, PAGE, BLOCK_T)  # a turn before they are needed
             mask = (t + BLOCK_T + offs_t < end)[:, None] & mask_d[None, :]
             k_next = tl.load(k_ptr + tiles, mask=mask, other=0.0)  # in flight while the tile at t is attended to
             s = tl.where(seen_t, tl.dot(k_t.to(TYPE), dot_q, input_precision="ieee"), EMPTY)
@@ -368,7 +329,7 @@ def attention(
     )
 
 
-def combine_splits(group: int, head_dim: int, shape: AttentionShape) -> int:
+def combine_splits(group: int, head_dim: int, shape) -> int:
     """Splits whose partial results the last program loads at once: what 32 registers a thread hold."""
     tile = triton.next_power_of_2(group) * triton.next_power_of_2(head_dim)
     return max(min(32 * shape.num_warps * 32 // tile, triton.next_power_of_2(shape.splits)), 2)

@@ -28,9 +28,8 @@ def _embed_kernel(
 ):
     """Copy the embedding of tokens[position] and prepare the first layer's norm.
 
-    meta: [rows, META_WIDTH] int32; tokens: [slots, capacity + 1] int32;
-    embed: [vocab, K]; norm: [K];
-    out hidden: [rows, K] fp32; out normed: [rows, K], hidden * norm; out sumsq: [rows, programs] fp32 partial sums.
+    meta: [rows, META_WIDTH] int32; tokens: [slots, capacity + 1] int32; embed: [vocab, K]; norm: [K]; outputs hidden:
+    [rows, K] fp32; normed: [rows, K], hidden * norm; sumsq: [rows, programs] fp32 partial sums.
     Moves K * (2 * itemsize + 4 + act itemsize) bytes. Grid (cdiv(K, BLOCK_K), rows).
     Always launched without PDL: the fence behind which later kernels may read meta and old K/V before their wait.
     """

@@ -32,8 +32,8 @@ def _gate_up_kernel(
 ):
     """out = silu(gate(x)) * up(x), x scaled by its norm.
 
-    meta: [rows, META_WIDTH] int32; x: [rows, K]; weight: [2 * N, K], gate rows then up
-    rows; sumsq: [rows, partials] fp32; out: [rows, N] (output). Moves 2 * N * K weight bytes. Grid (PROGRAMS, rows).
+    meta: [rows, META_WIDTH] int32; x: [rows, K]; weight: [2 * N, K], gate rows then up rows; sumsq: [rows, partials]
+    fp32; out: [rows, N] (output). Moves 2 * N * K weight bytes. Grid (PROGRAMS, rows).
     A program owns the same rows of both halves, so the product needs no exchange.
     """
     pid = tl.program_id(0)

@@ -41,11 +41,10 @@ def _matvec_kernel(
 ):
     """out = x @ weight.T, scaled by the norm of x's source, plus bias; or out += it, preparing the next norm.
 
-    meta: [rows, META_WIDTH] int32; x: [rows, K]; weight: [N, K]; bias: [N]; sumsq:
-    [rows, partials] fp32, read when N_SUMSQ > 0; out: [rows, N] fp32 (output). RESIDUAL: out is the residual stream;
-    norm: [N]; outputs normed: [rows, N] = out * norm, and sumsq, one partial sum a program, in fixed order so that
-    steps are bit-equal.
-    There is no bias then. Moves N * K weight bytes. Grid (PROGRAMS, rows).
+    meta: [rows, META_WIDTH] int32; x: [rows, K]; weight: [N, K]; bias: [N]; sumsq: [rows, partials] fp32, read when
+    N_SUMSQ > 0; out: [rows, N] fp32 (output). RESIDUAL: out is the residual stream; norm: [N]; outputs normed:
+    [rows, N] = out * norm, and sumsq, one partial sum a program, in fixed order so that steps are bit-equal. There is
+    no bias then. Moves N * K weight bytes. Grid (PROGRAMS, rows).
     All of a program's first rows are in flight before the wait. BLOCK_K is one 16-byte load a thread, so that the tiles
     of x [1, BLOCK_K] have the weights' own layout: anything else would be converted through shared memory.
     """

@@ -19,11 +19,9 @@ from safetensors import SafetensorError, safe_open
 from ..arguments import shown
 from ..errors import CheckpointError, DeviceError, brief
 from .config import ModelConfig, read_config
-from .files import first_twice, open_regular, present, unreadable
-from .hub import INDEX, SINGLE, resolve_model, shard_map
+from .files import open_regular, present, unique, unreadable
+from .hub import INDEX, SINGLE, shard_map
 from .weights import LayerWeights, Linear, Weights
-
-__all__ = ["load_config", "load_weights", "parameter_count", "random_weights", "resolve_model", "weight_bytes"]
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # of safetensors
 _DTYPE_BYTES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2}
@@ -261,11 +259,8 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
     def broken(what: str) -> CheckpointError:
         return CheckpointError(f"{file}: {what}; download the file again")
 
-    def unique(pairs):
-        found = dict(pairs)
-        if len(found) < len(pairs):
-            raise broken(f"its header gives the name {shown(first_twice(name for name, _ in pairs))} twice")
-        return found
+    def twice(name: str) -> CheckpointError:
+        return broken(f"its header gives the name {shown(name)} twice")
 
     try:
         with open_regular(file) as opened:
@@ -274,7 +269,7 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
             length = int.from_bytes(opened.read(8), "little")
             if size < 8 or length > min(size - 8, _HEADER_LIMIT):
                 raise broken(f"truncated, or no safetensors file: {size:,} bytes cannot hold a header of {length:,}")
-            header = json.loads(opened.read(length), object_pairs_hook=unique)
+            header = json.loads(opened.read(length), object_pairs_hook=unique(twice))
     except OSError as error:
         raise unreadable(file, error) from None
     except (ValueError, RecursionError):

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..arguments import shown
-from ..errors import CheckpointError, ParameterError
+from ..errors import CheckpointError, ParameterError, as_json
+from ..layout import MAX_STOP_IDS, NO_TOKEN
 from ..sampling import SamplingParams
-from .files import first_twice, present, read_file
+from .files import present, read_file, unique
 
-MAX_STOP_IDS = 16  # the device compares each token with that many
 DTYPES = ("bfloat16", "float16", "float32")
 _JSON_LIMIT = 64 * 2**20  # bytes; a larger config or index is not one
 MAX_GROUP = 16  # query heads a K/V head: rows of one tensor-core tile in attention
@@ -103,15 +103,11 @@ _GENERATION_FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_pena
 def read_json(path: Path) -> dict:
     """The JSON object in file `path`; a key given twice, or anything that is no JSON object, is a CheckpointError."""
 
-    def unique(pairs):
-        found = dict(pairs)
-        if len(found) < len(pairs):
-            twice = first_twice(key for key, _ in pairs)
-            raise CheckpointError(f"{path}: the key {shown(twice)} is given twice; keep one of the two")
-        return found
+    def twice(key: str) -> CheckpointError:
+        return CheckpointError(f"{path}: the key {shown(key)} is given twice; keep one of the two")
 
     try:
-        value = json.loads(read_file(path, _JSON_LIMIT), object_pairs_hook=unique)
+        value = json.loads(read_file(path, _JSON_LIMIT), object_pairs_hook=unique(twice))
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: not valid JSON ({error}); download the file again") from None
     if not isinstance(value, dict):
@@ -133,11 +129,11 @@ class _Reader:
 
     def __init__(self, values: dict, source: str, prefix: str = ""):
         if not isinstance(values, dict):
-            raise CheckpointError(f"{source}: {prefix.rstrip('.')} must be a JSON object, got {_shown(values)}")
+            raise CheckpointError(f"{source}: {prefix.rstrip('.')} must be a JSON object, got {as_json(values)}")
         self.values, self.source, self.prefix = values, source, prefix
 
     def fail(self, key: str, expected: str) -> CheckpointError:
-        got = _shown(self.values[key]) if key in self.values else "nothing"
+        got = as_json(self.values[key]) if key in self.values else "nothing"
         return CheckpointError(f"{self.source}: {self.prefix}{key} must be {expected}, got {got}")
 
     def get(self, key: str, default=None):
@@ -219,12 +215,12 @@ def _family(read: _Reader) -> Family:
     if (quantization := read.get("quantization_config")) is not None:
         method = quantization.get("quant_method") if isinstance(quantization, dict) else None
         raise CheckpointError(
-            f"{read.source}: quantization_config is set (quant_method {_shown(method)}), and quantised checkpoints are "
-            "not supported; use the unquantised checkpoint of this model"
+            f"{read.source}: quantization_config is set (quant_method {as_json(method)}), and quantised checkpoints "
+            "are not supported; use the unquantised checkpoint of this model"
         )
     if (activation := read.get("hidden_act", "silu")) != "silu":
         raise CheckpointError(
-            f"{read.source}: hidden_act must be \"silu\", got {_shown(activation)}: this model's MLP is not supported"
+            f"{read.source}: hidden_act must be \"silu\", got {as_json(activation)}: this model's MLP is not supported"
         )
     for key, where in (("attention_bias", "o_proj"), ("mlp_bias", "the MLP's projections")):
         if read.flag(key):
@@ -238,7 +234,7 @@ def _sizes(read: _Reader) -> dict[str, int]:
         "intermediate_size": read.integer("intermediate_size", 1, 2**20),
         "num_layers": read.integer("num_hidden_layers", 1, 4096),
         "num_heads": read.integer("num_attention_heads", 1, 4096),
-        "vocab_size": read.integer("vocab_size", 2, 2**20),
+        "vocab_size": read.integer("vocab_size", 2, NO_TOKEN),
         "max_position": read.integer("max_position_embeddings", 1, 2**31 - 1),
     }
     hidden, heads = sizes["hidden_size"], sizes["num_heads"]
@@ -275,7 +271,7 @@ def _layer_types(read: _Reader, family: Family, num_layers: int, max_position: i
         if family.windows != "upper" and tuple(given) != types:
             raise CheckpointError(
                 f"{read.source}: layer_types must be all {types[0]} in a {family.name} model with sliding_window "
-                f"{_shown(read.get('sliding_window'))}; remove the key"
+                f"{as_json(read.get('sliding_window'))}; remove the key"
             )
         if "sliding_attention" in given and window is None:
             raise read.fail("sliding_window", "set, with use_sliding_window true, since layer_types has sliding layers")
@@ -302,13 +298,13 @@ def _rope(read: _Reader, max_position: int) -> RopeConfig:
     kind = kinds[0] if kinds else "default"
     if kind not in ("default", "llama3"):
         raise CheckpointError(
-            f'{read.source}: {key}.rope_type must be "default" or "llama3", got {_shown(kind)}: '
+            f'{read.source}: {key}.rope_type must be "default" or "llama3", got {as_json(kind)}: '
             "other rotary embeddings are not supported"
         )
     for reader in (read, rope):
         if (partial := reader.get("partial_rotary_factor", 1)) != 1:
             raise CheckpointError(
-                f"{read.source}: {reader.prefix}partial_rotary_factor must be 1, got {_shown(partial)}: "
+                f"{read.source}: {reader.prefix}partial_rotary_factor must be 1, got {as_json(partial)}: "
                 "partial rotary embeddings are not supported"
             )
     owner = rope if "rope_theta" in rope.values else read
@@ -348,9 +344,3 @@ def _is_integer(value) -> bool:
 
 def _is_number(value) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e300  # NaN is not
-
-
-def _shown(value) -> str:
-    """A value for a message: as JSON writes it, shortened, on one line."""
-    text = json.dumps(value, default=str)
-    return text if len(text) <= 80 else text[:77] + "..."

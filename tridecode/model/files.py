@@ -2,7 +2,7 @@
 
 import os
 import stat
-from collections.abc import Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
@@ -45,7 +45,13 @@ def unreadable(path: Path, error: OSError) -> CheckpointError:
     return CheckpointError(f"{path}: cannot be read ({error.strerror or error}); check the file")
 
 
-def first_twice(names: Iterable[str]) -> str | None:
-    """The first name that has come before, if any."""
-    seen = set()
-    return next((name for name in names if name in seen or seen.add(name)), None)
+def unique(refusal: Callable[[str], Exception]) -> Callable[[list[tuple]], dict]:
+    """The object_pairs_hook for JSON whose objects give no name twice; else what `refusal` makes of it is raised."""
+
+    def hook(pairs):
+        found, seen = dict(pairs), set()
+        if len(found) < len(pairs):
+            raise refusal(next(name for name, _ in pairs if name in seen or seen.add(name)))
+        return found
+
+    return hook

@@ -26,7 +26,7 @@ class Ring:
         Raises GenerationError where everything enqueued has ended without it.
         """
         place, polls = step % layout.RING, 0
-        wanted = generation << layout.GENERATION_SHIFT | step << layout.STEP_SHIFT
+        wanted = layout.ring_entry(generation, step, 0)
         while (value := int(self._entries[slot, place])) & ~layout.NO_TOKEN != wanted:
             polls += 1
             time.sleep(0)  # let the thread that draws the screen run

@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ..layout import NO_TOKEN
 from ..step.prefill import prefill
@@ -22,7 +22,7 @@ class Running:
     generation: int
     tokens: list[int]
     embedded: int
-    seen: int = field(default=0)  # steps whose entries were read
+    seen: int = 0  # steps whose entries were read
 
 
 class Scheduler:

@@ -4,7 +4,6 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..kernels.attention import AttentionShape
 from ..model.config import ModelConfig
 from .tuned import with_table
 
@@ -26,6 +25,22 @@ class MatvecShape:
         """Blocks of N rows, and programs to launch."""
         blocks = -(-N // self.block_n)
         return blocks, min(self.programs or blocks, blocks)
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """Launch shape: `block_t` positions a turn (a multiple or a divisor of the page), at most `splits` programs per K/V
+    head.
+
+    ahead: the turns of a split whose K and V are loaded before the wait; where all positions fit in as many, one split
+    takes them. registers: the most a thread may use, 0 for no bound.
+    """
+
+    block_t: int = 64
+    splits: int = 32
+    num_warps: int = 4
+    registers: int = 0
+    ahead: int = 1
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ MAX_SPLITS = 64  # K/V splits of one attention
 
 @dataclass(frozen=True)
 class Workspace:
-    """Fixed addresses for state and activations; rows = slots x Q, one each today.
+    """Fixed addresses for state and activations; a pass has as many rows as there are slots.
 
     `out`, `out_logprobs` and `out_top_ids` are rings of RING entries in pinned host memory (plain memory on a CPU).
     """

@@ -25,8 +25,6 @@ from .encoder import Encoder, check_in_child
 from .token_set import TokenSet
 from .token_sizes import fewest, longest
 
-__all__ = ["Detokenizer", "Tokenizer"]
-
 _TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 DEEPEST = 100  # lists and objects within each other, in messages and template variables
 _FILE_LIMIT = 128 << 20  # bytes of tokenizer.json

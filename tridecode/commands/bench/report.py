@@ -8,7 +8,7 @@ from collections.abc import Callable
 from rich.table import Table
 
 from ...errors import ParameterError, PromptError
-from ..generate.inputs import loads, read_bytes
+from ..inputs import loads, read_bytes
 from ..terminal import visible
 
 FORMATS = ("table", "md", "csv", "json", "jsonl")

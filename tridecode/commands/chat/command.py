@@ -11,7 +11,7 @@ import torch
 from ...engine import Engine
 from ...errors import GenerationError, TooLong
 from ..explain import explain
-from ..generate.inputs import stdin_lines
+from ..inputs import stdin_lines
 from ..loading import Loader, load_engine
 from ..parser import sampling_overrides
 from ..signals import one_interrupt
@@ -59,6 +59,7 @@ class Chat:
         self.tries = 0  # of the last message, beside the first
         self.draft: str | None = None  # what /edit puts into the next prompt
         self.kept: str | None = None  # the session that holds the conversation before this one
+        self.editor = False  # whether what is typed meanwhile goes to a line editor
         self.exit_code = 0
         self.last = None  # the last piece of the latest complete answer
         self.used: int | None = None  # tokens of the conversation at most, where that is known
@@ -159,7 +160,7 @@ class Chat:
         """Stream the answer; keep the turn unless it failed or was stopped before its first character."""
         # Around all of it: a second Ctrl-C must not lose what the first one stopped.
         shown = answer_display(self.output, self.plain, self.opens_thinking, self.think == "hide")
-        with one_interrupt(self.interactive), unechoed(self.interactive, shown.pause):
+        with one_interrupt(self.interactive), unechoed(self.interactive, shown.pause, shown.resume, self.editor):
             said, tokens, last = [], 0, None
             params = self.params_of_this_try()
             started = time.perf_counter()
@@ -274,7 +275,7 @@ class Chat:
 
     def describe(self) -> str:
         turns = self.conversation.turns
-        last = f", the last was {slash.brief(turns[-1][0])}" if turns else ""
+        last = f", the last was {slash.quoted(turns[-1][0])}" if turns else ""
         return f"continuing {counted(len(turns), 'turn')}{last}"
 
 
@@ -353,6 +354,7 @@ def converse(talk: Chat, reader) -> int:
         try:
             draft, talk.draft = talk.draft, None
             line = reader.read(draft or "")
+            talk.editor = reader.is_editor
             leaving = False
             if not talk.handle(line, replaces=draft is not None):
                 return talk.exit_code

@@ -29,6 +29,9 @@ class PlainText:
     def pause(self) -> None:
         """What was shown stays."""
 
+    def resume(self) -> None:
+        """What comes goes on where the cursor is."""
+
 
 class Thinking:
     """Shows the think block that an answer may begin with apart from it: dimmed, or with `hide` only its length."""
@@ -54,6 +57,9 @@ class Thinking:
 
     def pause(self) -> None:
         self._answer.pause()
+
+    def resume(self) -> None:
+        self._answer.resume()
 
     def _show(self, kind: str, text: str) -> None:
         if kind == THINKING:
@@ -88,8 +94,8 @@ def opens_thinking(tokenizer, variables: dict | None = None) -> bool:
 
 
 def answer_display(output: Output, plain: bool, opened: bool = False, hide: bool = False):
-    """What shows one answer: push(text), then finish() or abort(), which may both be called twice. pause() takes away
-    what is not final, for another program that uses the terminal meanwhile.
+    """What shows one answer: push(text), then finish() or abort(), which may both be called twice. pause() leaves
+    the terminal to another program until resume().
 
     opened: the prompt ended inside a think block. hide: of thinking only its length is shown. Plain text has the think
     block as the model wrote it.

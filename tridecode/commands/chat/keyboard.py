@@ -112,6 +112,11 @@ class Keyboard:
                 return text
         return self._plain.read(draft)
 
+    @property
+    def is_editor(self) -> bool:
+        """Whether the next read is the editor's, which knows pastes from keys."""
+        return self._plain is None
+
     def _edit(self, draft: str) -> str:
         # An exception in the middle of making or closing the event loop would leave it half made: until the prompt is
         # there, and once it has gone, a Ctrl-C is only noted.

@@ -47,6 +47,8 @@ class Interrupted(KeyboardInterrupt):
 class PlainReader:
     """input(), with readline where Python has it."""
 
+    is_editor = False
+
     def __init__(self):
         try:
             import readline  # arrow keys and history in input()

@@ -197,7 +197,7 @@ class MarkdownStream:
         self._done, self._drawing = Event(), Lock()
         self._thread = None
         self._error = None
-        self._closed = False
+        self._closed = self._paused = False
 
     def push(self, text: str) -> None:
         """Add text of the answer; costs the caller next to nothing. After the end it does nothing."""
@@ -230,11 +230,17 @@ class MarkdownStream:
             pass
 
     def pause(self) -> None:
-        """Leave what is on the screen and show the cursor; the next frame goes on below."""
+        """Leave what is on the screen and show the cursor; no frame is drawn until `resume`, and then below."""
         if not self._closed:  # else the frame that this call interrupts may be the last one
-            with self._drawing:
-                self._painter.leave()
-                self._try(self._painter.close)
+            self._drawing.acquire()
+            self._paused = True
+            self._painter.leave()
+            self._try(self._painter.close)
+
+    def resume(self) -> None:
+        if self._paused:
+            self._paused = False
+            self._drawing.release()
 
     def _run(self) -> None:
         pause = FRAME

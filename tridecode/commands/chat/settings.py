@@ -1,17 +1,18 @@
 """/set: a sampling option from what was typed."""
 
-import difflib
 import json
 from dataclasses import fields, replace
 
 from ...errors import ParameterError
 from ...sampling import SamplingParams
+from ..terminal import did_you_mean
 
 NAMES = tuple(field.name for field in fields(SamplingParams))
 _WORDS = {"none": None, "null": None, "on": True, "true": True, "off": False, "false": False}
 
 
-def shown(value) -> str:
+def as_typed(value) -> str:
+    """A value as /set takes it."""
     return json.dumps(value, ensure_ascii=False) if value is not None else "none"
 
 
@@ -19,11 +20,9 @@ def changed(params: SamplingParams, defaults: SamplingParams, name: str, text: s
     """`params` with the option `name` set to what `text` says, and the option's full name. Raises ParameterError."""
     found = name.lower().lstrip("-").replace("-", "_")
     if found not in NAMES:
-        near = difflib.get_close_matches(found, NAMES, n=1)
-        meant = f"did you mean {near[0]}?" if near else "/set shows all"
-        raise ParameterError(f"there is no option {name}; {meant}")
+        raise ParameterError(f"there is no option {name}; {did_you_mean(found, NAMES) or '/set shows all'}")
     if not text:
-        raise ParameterError(f"/set {found} needs a value; it is {shown(getattr(params, found))}")
+        raise ParameterError(f"/set {found} needs a value; it is {as_typed(getattr(params, found))}")
     if text == "default":
         return replace(params, **{found: getattr(defaults, found)}), found
     try:

@@ -1,14 +1,13 @@
 """The commands of the chat: what each does, and which one was meant."""
 
-import difflib
 import os
 from pathlib import Path
 
-from ...errors import ParameterError
-from ..terminal import counted
+from ...errors import ParameterError, brief
+from ..terminal import counted, did_you_mean
 from . import session, stats
 from .clipboard import copy
-from .settings import NAMES, changed, shown
+from .settings import NAMES, as_typed, changed
 from .thinking import strip_thinking
 
 # Group -> name -> arguments and what it does, in the order of /help.
@@ -56,12 +55,11 @@ KEYS = {
 
 
 def run(chat, word: str, rest: str) -> bool:
-    """One command; False ends the chat. `chat` is a chat.Chat."""
+    """One command; False ends the chat. `chat` is a command.Chat."""
     word = ALIASES.get(word.lower(), word.lower())
     if word not in COMMANDS:
-        near = difflib.get_close_matches(word, COMMANDS, n=1)
-        meant = f"did you mean {near[0]}? " if near else ""
-        chat.output.error(f"there is no command {word[:80]}; {meant}/help lists them, // begins a message with a /")
+        fix = f"{did_you_mean(word, COMMANDS)} /help lists them, // begins a message with a /"
+        chat.output.error(f"there is no command {word[:80]}; {fix.lstrip()}")
         if not chat.interactive:  # what was meant as a message has no answer
             chat.exit_code = 1
         return True
@@ -141,7 +139,7 @@ def _undo(chat, rest) -> None:
         chat.conversation, chat.tries = chat.conversation.without_last(), 0
         chat.save()
         left = len(chat.conversation.turns)
-        chat.output.note(f"took back {brief(last[0])}; {counted(left, 'turn')} left")
+        chat.output.note(f"took back {quoted(last[0])}; {counted(left, 'turn')} left")
 
 
 def _save(chat, rest) -> None:
@@ -184,7 +182,7 @@ def _set(chat, rest) -> None:
     name, _, value = rest.partition(" ")
     if not name:
         for name in NAMES:
-            chat.output.note(f"{name:<20} {shown(getattr(chat.params, name))}", aligned=True)
+            chat.output.note(f"{name:<20} {as_typed(getattr(chat.params, name))}", aligned=True)
         return
     try:
         chat.params, name = changed(chat.params, chat.engine.default_params(), name, value.strip())
@@ -194,7 +192,7 @@ def _set(chat, rest) -> None:
         chat.given[name] = getattr(chat.params, name)
         if value.strip() == "default":
             del chat.given[name]
-        chat.output.note(f"{name} is {shown(getattr(chat.params, name))}")
+        chat.output.note(f"{name} is {as_typed(getattr(chat.params, name))}")
 
 
 def _copy(chat, rest) -> None:
@@ -212,7 +210,7 @@ def _model(chat, rest) -> None:
 
 def _think(chat, rest) -> None:
     if rest not in ("", "on", "off", "hide"):
-        chat.output.note(f"/think takes on, off or hide, not {brief(rest)}")
+        chat.output.note(f"/think takes on, off or hide, not {quoted(rest)}")
         return
     if rest:
         chat.set_think(rest)
@@ -221,7 +219,7 @@ def _think(chat, rest) -> None:
 
 def _plain(chat, rest) -> None:
     if rest not in ("", "on", "off"):
-        chat.output.note(f"/plain takes on or off, not {brief(rest)}")
+        chat.output.note(f"/plain takes on or off, not {quoted(rest)}")
     elif chat.conversation.raw and rest == "off":
         chat.output.note("with --raw answers are always plain: a text that is continued is no Markdown")
     else:
@@ -235,8 +233,7 @@ def _stats(chat, rest) -> None:
 
 
 def unquote(text: str) -> str:
-    quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "'\""
-    return text[1:-1] if quoted else text
+    return text[1:-1] if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"" else text
 
 
 def _path(text: str) -> Path:
@@ -246,9 +243,9 @@ def _path(text: str) -> Path:
         raise session.SessionError(f"{text!r}: {error}") from None
 
 
-def brief(text: str, width: int = 50) -> str:
-    text = " ".join(text.split())
-    return repr(text if len(text) <= width else text[: width - 1] + "…")
+def quoted(text: str) -> str:
+    """The beginning of a message, to tell which one is meant."""
+    return repr(brief(text, 50))
 
 
 _ACTIONS = {

@@ -1,6 +1,5 @@
 """`tridecode generate --jsonl`: a file of prompts, one JSON line an answer, resumed where it stopped."""
 
-import difflib
 import hashlib
 import json
 import time
@@ -11,13 +10,13 @@ from dataclasses import dataclass, field, replace
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from ...engine import Engine, Prompt
-from ...errors import ParameterError, PromptError, TridecodeError
+from ...errors import ParameterError, PromptError, TridecodeError, as_json
 from ...sampling import SamplingParams
 from ..explain import explain
+from ..inputs import DIGITS, check_messages, parse_json, read_file
 from ..loading import load_engine
 from ..parser import SAMPLING
-from ..terminal import Output, one_line
-from .inputs import DIGITS, check_messages, parse_json, read_file, shown
+from ..terminal import Output, did_you_mean, one_line
 from .prompts import encoded, reuse, with_system
 from .reports import report
 from .results import open_results
@@ -111,15 +110,14 @@ def read_request(index: int, line: str, args, output: Output) -> Request:
     try:
         found = parse_json(line, f"line {index + 1}", output)
         if not isinstance(found, dict):
-            raise PromptError(f'expected an object like {{"prompt": "..."}}, got {shown(found)}')
+            raise PromptError(f'expected an object like {{"prompt": "..."}}, got {as_json(found)}')
         if not isinstance(found.get("id", ""), (str, int, float)):
-            raise PromptError(f"id must be a string or a number, got {shown(found['id'])}")
+            raise PromptError(f"id must be a string or a number, got {as_json(found['id'])}")
         request.id = found.get("id")
         for name in found:
             if name not in FIELDS:
-                near = difflib.get_close_matches(name, FIELDS, n=1)
-                meant = f"did you mean {near[0]}?" if near else f"known are {', '.join(FIELDS)}"
-                raise PromptError(f"unknown field {shown(name)}; {meant}")
+                known = f"known are {', '.join(FIELDS)}"
+                raise PromptError(f"unknown field {as_json(name)}; {did_you_mean(name, FIELDS) or known}")
         request.prompt = prompt_of(found, args)
         request.fields = {name: sampling_field(name, found[name]) for name in SAMPLING if name in found}
         SamplingParams(**request.fields)
@@ -135,7 +133,7 @@ def prompt_of(found: dict, args) -> Prompt:
         return with_system(check_messages(found["messages"], "messages"), args, "messages")
     text = found["prompt"]
     if not isinstance(text, str) or not (text if args.raw else text.strip()):
-        raise PromptError(f"prompt must be a text that is not empty, got {shown(text)}")
+        raise PromptError(f"prompt must be a text that is not empty, got {as_json(text)}")
     return text if args.raw else with_system([{"role": "user", "content": text}], args, "prompt")
 
 
@@ -143,15 +141,15 @@ def sampling_field(name: str, value):
     """A sampling option as SamplingParams takes it: JSON has only strings as keys."""
     if name == "logit_bias":
         if not isinstance(value, dict) or not all(key.isdecimal() for key in value):
-            raise ParameterError(f'logit_bias must be an object like {{"42": -1.5}}, got {shown(value)}')
+            raise ParameterError(f'logit_bias must be an object like {{"42": -1.5}}, got {as_json(value)}')
         if (longest := max(map(len, value), default=0)) > DIGITS:
             raise ParameterError(f"logit_bias: a key of {longest:,} digits is no token id")
         return {int(key): bias for key, bias in value.items()}
     lists = {"stop": (str, list), "stop_token_ids": list}
     if not isinstance(value, lists.get(name, object)):
-        raise ParameterError(f"{name} must be a list, got {shown(value)}")
+        raise ParameterError(f"{name} must be a list, got {as_json(value)}")
     if name == "ignore_eos" and not isinstance(value, bool):
-        raise ParameterError(f"ignore_eos must be true or false, got {shown(value)}")
+        raise ParameterError(f"ignore_eos must be true or false, got {as_json(value)}")
     return value
 
 

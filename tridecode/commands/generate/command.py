@@ -9,11 +9,11 @@ from dataclasses import replace
 from ...engine import Engine, Prompt
 from ...errors import GenerationError, ParameterError
 from ..explain import explain
+from ..inputs import clean
 from ..loading import load_engine
 from ..outputs import STDOUT, text_sink
 from ..terminal import Output, speed_line
 from .batch import batch
-from .inputs import clean
 from .prompts import encoded, read_prompt, reuse
 from .reports import report
 

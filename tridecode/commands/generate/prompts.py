@@ -5,8 +5,8 @@ import re
 from ...engine import Engine, Prompt
 from ...errors import PromptError
 from ..chat import session
+from ..inputs import check_messages, clean, parse_json, read_file, read_stdin, stdin_is_file
 from ..terminal import Output
-from .inputs import check_messages, clean, parse_json, read_file, read_stdin, stdin_is_file
 
 STDIN = re.compile(r"(?m)^-$|(?<!\S)-\Z")  # in --prompt; a hyphen in the middle of a line is only that
 

@@ -9,8 +9,9 @@ from ...cache.kv import kv_bytes_per_token
 from ...engine import BUNDLED
 from ...errors import DeviceError
 from ...memory import plan_memory
-from ...model.checkpoint import load_config, parameter_count, resolve_model
+from ...model.checkpoint import load_config, parameter_count
 from ...model.config import ModelConfig
+from ...model.hub import resolve_model
 from ...placement import plan_capacity, resolve_device, resolve_dtype
 from ...version import __version__
 from ..terminal import Output, visible

@@ -67,10 +67,9 @@ def _process_kernel(
 ):
     """Add the bias, apply the penalties, leave each block's largest logits, and clear histograms and state.
 
-    logits: [rows, vocab] fp32. samp: [rows, SAMP_WIDTH] fp32. counts: [slots, vocab]
-    int32. bias: [slots, vocab] fp32. keys: [rows, >= blocks] int64 (out). tops: [rows, >= blocks * TOPS] fp32 (out).
-    processed: [rows, vocab] fp32 (out).
-    bins, bin_mass, state: see SamplerBuffers (out).
+    logits: [rows, vocab] fp32. samp: [rows, SAMP_WIDTH] fp32. counts: [slots, vocab] int32. bias: [slots, vocab] fp32.
+    keys: [rows, >= blocks] int64 (out). tops: [rows, >= blocks * TOPS] fp32 (out). processed: [rows, vocab] fp32
+    (out). bins, bin_mass, state: see SamplerBuffers (out).
     Bytes: 8 * vocab a row, 4 * vocab more for each of bias and counts in use. Grid: (vocab blocks, rows).
     counts and bias are older than this step: their loads come before the wait. A NaN or an infinity among the raw
     logits makes its block's key BAD, which the launches after this one look for.

@@ -27,7 +27,7 @@ from ..common import (
 from .mass import HUGE
 
 GENERATION_SHIFT, STEP_SHIFT = tl.constexpr(m.GENERATION_SHIFT), tl.constexpr(m.STEP_SHIFT)
-NO_TOKEN = tl.constexpr(m.NO_TOKEN)
+NO_TOKEN, STEP_MASK = tl.constexpr(m.NO_TOKEN), tl.constexpr(m.STEP_MASK)
 LOWEST = tl.constexpr(-(2**63))  # the key of no token
 BAD = tl.constexpr(2**63 - 1)  # the key of a block with a NaN or an infinity, above every other
 SIGN_FREE = tl.constexpr(0x7FFFFFFF)
@@ -135,7 +135,8 @@ def finish_step(
     tl.store(meta_ptr + STATUS, tl.where(bad, NAN, status))
     tl.store(meta_ptr + POSITION, tl.where(bad, following - 1, following))
     tl.store(meta_ptr + STEP, step + 1)
-    entry = (generation << GENERATION_SHIFT) | (step.to(tl.int64) << STEP_SHIFT) | tl.where(bad, NO_TOKEN, token)
+    entry = (generation << GENERATION_SHIFT) | ((step & STEP_MASK).to(tl.int64) << STEP_SHIFT)
+    entry |= tl.where(bad, NO_TOKEN, token)
     if FENCE:
         tl.debug_barrier()
         entry = tl.inline_asm_elementwise(

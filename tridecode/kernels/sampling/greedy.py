@@ -30,9 +30,8 @@ def _greedy_kernel(
 ):
     """The lowest id among the largest raw logits; the last program to arrive ends the step.
 
-    logits: [rows, vocab] fp32. meta: [rows, META_WIDTH] int32 (out). tokens: [slots,
-    capacity + 1] int32 (out). out: [slots, RING] int64 (out). keys: [rows, >= blocks] int64 (scratch). counter: [rows,
-    2] int32, zero (scratch).
+    logits: [rows, vocab] fp32. meta: [rows, META_WIDTH] int32 (out). tokens: [slots, capacity + 1] int32 (out). out:
+    [slots, RING] int64 (out). keys: [rows, >= blocks] int64 (scratch). counter: [rows, 2] int32, zero (scratch).
     Bytes: 4 * vocab a row. Grid: (vocab blocks, rows).
     A logit and its id travel as one int64, so that the largest key is the answer, ties included, in any order of
     arrival; a NaN or an infinity is the largest key of all.

@@ -45,10 +45,9 @@ def _logprobs_kernel(
 ):
     """Each block leaves its largest logits, one after another, and its part of the sum; the last to arrive merges them.
 
-    logits: [rows, vocab] fp32. meta: [rows, META_WIDTH] int32. logprobs: [slots, RING,
-    LOGPROBS_WIDTH] fp32 (out, all but entry 0). ids: [slots, RING, MAX_LOGPROBS] int32 (out). lse: [rows] fp32 (out).
-    counter: [rows, 2] int32, zero (scratch). top: [rows, blocks, KEEP] int64, block_lse: [rows, blocks, 2] fp32
-    (scratch).
+    logits: [rows, vocab] fp32. meta: [rows, META_WIDTH] int32. logprobs: [slots, RING, LOGPROBS_WIDTH] fp32 (out, all
+    but entry 0). ids: [slots, RING, MAX_LOGPROBS] int32 (out). lse: [rows] fp32 (out). counter: [rows, 2] int32, zero
+    (scratch). top: [rows, blocks, KEEP] int64, block_lse: [rows, blocks, 2] fp32 (scratch).
     Bytes: 4 * vocab a row. Grid: (vocab blocks, rows).
     A logit packed with its id sorts as one int64, lower ids first among equals. With a NaN or a positive infinity
     among the logits nothing goes to the rings.

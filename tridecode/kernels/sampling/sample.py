@@ -137,8 +137,8 @@ def _draw_kernel(
     """Weigh what the filters keep of each block, draw one token from it, and end the step.
 
     processed: [rows, vocab] fp32. keys: [rows, >= blocks] int64. bins, state, near, ranks: see SamplerBuffers (state is
-    out too).
-    mass: [rows, >= blocks] int64, drawn: [rows, >= blocks] int32 (scratch). counter: [rows, 2] int32, zero (scratch).
+    out too). mass: [rows, >= blocks] int64, drawn: [rows, >= blocks] int32 (scratch). counter: [rows, 2] int32, zero
+    (scratch).
     meta, tokens, counts, out, and with LOGPROBS logprobs: [slots, RING, LOGPROBS_WIDTH] fp32 (out).
     Bytes: 4 * vocab a row, and a program 12 * NEAREST, and 4 * BINS where the list does not decide.
     Grid: (vocab blocks, rows).

@@ -8,8 +8,8 @@ import stat
 import sys
 from collections.abc import Callable, Iterator
 
-from ...errors import PromptError
-from ..terminal import Output
+from ..errors import PromptError, as_json
+from .terminal import Output
 
 LARGEST = 64_000_000  # characters of stdin or bytes of a file; no context holds a prompt as long
 PIECE = 1 << 20  # read at once: Ctrl-C ends what reads between two
@@ -146,21 +146,15 @@ def clean(text: str, name: str, output: Output) -> str:
 def check_messages(found, where: str) -> list[dict]:
     """`found` if it is a chat; PromptError names the place of what is wrong."""
     if not isinstance(found, list) or not found:
-        raise PromptError(f"{where}: {MESSAGES}, got {shown(found)}")
+        raise PromptError(f"{where}: {MESSAGES}, got {as_json(found)}")
     for i, message in enumerate(found, 1):
         place = f"{where}: message {i:,}"
         if not isinstance(message, dict):
-            raise PromptError(f"{place}: expected an object with role and content, got {shown(message)}")
+            raise PromptError(f"{place}: expected an object with role and content, got {as_json(message)}")
         for key in ("role", "content"):
             if not isinstance(message.get(key), str):
-                got = shown(message[key]) if key in message else "none"
+                got = as_json(message[key]) if key in message else "none"
                 raise PromptError(f"{place}: {key} must be a string, got {got}")
         if message["role"] not in ROLES:
-            raise PromptError(f"{place}: role must be one of {', '.join(ROLES)}, got {shown(message['role'])}")
+            raise PromptError(f"{place}: role must be one of {', '.join(ROLES)}, got {as_json(message['role'])}")
     return found
-
-
-def shown(value) -> str:
-    """A value in a message, not the whole of it."""
-    text = json.dumps(value)
-    return text if len(text) <= 40 else text[:40] + "..."
