@@ -111,3 +111,11 @@ def test_nothing_else_prints_tensors(engine):
                 if is_dataclass(part) and not any(part is seen for seen in found):
                     waiting.append(part)
     assert len(found) > 8 and not [type(holder) for holder in found if "tensor(" in repr(holder)]
+
+
+@pytest.mark.parametrize("prompt", [bytearray(b"ab"), memoryview(b"ab"), {5, 6}, frozenset({5})], ids=str)
+def test_bytes_and_sets_are_no_token_ids(engine, prompt):
+    with pytest.raises(PromptError, match="prompt must be text, token ids or a list"):
+        engine.encode(prompt)
+    with pytest.raises(PromptError, match="token_ids must be a sequence"):
+        engine.score(prompt)

@@ -2,6 +2,7 @@
 
 import itertools
 import threading
+from collections import deque
 
 import pytest
 import torch
@@ -107,6 +108,26 @@ def test_an_interrupt_in_prefill_leaves_the_engine_consistent(engine, monkeypatc
         engine.generate([9] * 20, GREEDY)
     monkeypatch.undo()
     assert engine.generate(PROMPT, GREEDY).token_ids == expected
+
+
+def test_an_interrupt_as_a_stream_ends_mixes_nothing_into_the_next(monkeypatch):
+    engine = tiny_engine()
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    wanted = engine.generate([7, 8, 9], params).token_ids
+    scheduler = engine.scheduler
+    monkeypatch.setattr(scheduler, "_ahead", 1)  # as on a GPU: a step is in flight when its stream is closed
+
+    class Interrupted(deque):
+        def clear(self):
+            monkeypatch.setattr(scheduler, "_in_flight", deque(self))
+            raise KeyboardInterrupt
+
+    stream = engine.stream([1, 2, 3], params)
+    next(stream)
+    monkeypatch.setattr(scheduler, "_in_flight", Interrupted(scheduler._in_flight))
+    with pytest.raises(KeyboardInterrupt):
+        stream.close()
+    assert engine.generate([7, 8, 9], params).token_ids == wanted
 
 
 def test_a_newer_stream_ends_the_older_one(engine):

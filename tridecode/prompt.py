@@ -1,7 +1,7 @@
 """From a prompt, which may be text, token ids or a chat, to the token ids that a model takes."""
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
 
 from .arguments import shown
@@ -45,7 +45,8 @@ def prompt_ids(
 
 def listed(prompt) -> list | None:
     """The items of token ids or messages; None for text and for what is no prompt."""
-    if isinstance(prompt, (str, bytes, Mapping)):
+    # Bytes are no ids, and a set has no order.
+    if isinstance(prompt, (str, bytes, bytearray, memoryview, Set, Mapping)):
         return None
     try:
         return list(prompt)

@@ -89,8 +89,8 @@ class Scheduler:
 
     def _leave(self) -> None:
         # What is still in flight belongs to a generation that nobody awaits any more.
+        self._in_flight.clear()  # first: where Ctrl-C comes between the two, the next `cancel` does both again
         self._running = None
-        self._in_flight.clear()
 
 
 def common_prefix(held: list[int], ids: list[int]) -> int:
