@@ -85,15 +85,25 @@ def test_the_word_that_is_begun_goes_on_where_it_stands():
     ]  # fmt: skip
 
 
-# An answer of some 60 words a second of every kind of block, as a program for a real terminal.
+# An answer of every kind of block, as a program for a real terminal. At some places it asks for another size of the
+# window, with what it has pushed on the screen, and goes on once the terminal has told it: before that nobody can know.
 PLAYER = """
-import time
+import os, time
+from pathlib import Path
 from tridecode.commands.chat.display import answer_display
 from tridecode.commands.terminal import Output
 
-text = open({text!r}).read()
+text, asked = open({text!r}).read(), Path({asked!r})
+places = [len(text) * n // 9 for n in range(1, 8)]
 answer = answer_display(Output(), plain=False)
 for i in range(0, len(text), 4):
+    if places and i >= places[0]:
+        time.sleep(0.2)
+        before = os.get_terminal_size()
+        asked.write_text(str(8 - len(places)))
+        while os.get_terminal_size() == before:
+            time.sleep(0.01)
+        places.pop(0)
     answer.push(text[i : i + 4])
     time.sleep(0.002)
 answer.finish()
@@ -109,7 +119,8 @@ def test_tmux_shows_every_word_once(tmp_path):
     text = (paragraph + items + "```python\n" + "{} = {}  # {} {} {} {} {}\n" * 15 + "```\n\n" + paragraph) * 3
     text = re.sub("{}", lambda match: f"w{next(numbers)}w", text)
     (tmp_path / "text").write_text(text)
-    (tmp_path / "player.py").write_text(PLAYER.format(text=str(tmp_path / "text")))
+    asked = tmp_path / "asked"
+    (tmp_path / "player.py").write_text(PLAYER.format(text=str(tmp_path / "text"), asked=str(asked)))
 
     def tmux(*arguments):
         return subprocess.run(["tmux", "-S", tmp_path / "socket", *arguments], capture_output=True, text=True).stdout
@@ -118,13 +129,15 @@ def test_tmux_shows_every_word_once(tmp_path):
     try:
         tmux("-f", "/dev/null", "new-session", "-d", "-x", "200", "-y", "24", program)
         shown, began = "", time.monotonic()
-        sizes = iter([(80, 24), (40, 24), (200, 24), (40, 10), (80, 30), (60, 24), (40, 24)])
+        sizes, given = [(80, 24), (40, 24), (200, 24), (40, 10), (80, 30), (60, 24), (40, 24)], 0
         while "the end" not in shown and time.monotonic() - began < 60:
-            time.sleep(0.3)
+            time.sleep(0.05)
+            if asked.exists() and (asked.read_text() or "0") == str(given + 1):
+                width, height = sizes[given]
+                tmux("resize-window", "-x", str(width), "-y", str(height))
+                given += 1
             shown = tmux("capture-pane", "-p", "-J", "-S", "-", "-E", "-")
-            if WORD.search(shown) and (size := next(sizes, None)):
-                tmux("resize-window", "-x", str(size[0]), "-y", str(size[1]))
     finally:
         tmux("kill-server")
-    assert "the end" in shown and next(sizes, None) is None, shown
+    assert "the end" in shown and given == len(sizes), shown
     assert sorted(WORD.findall(re.sub(r"\s", "", shown))) == sorted(WORD.findall(text))
