@@ -94,7 +94,9 @@ from tridecode.commands.chat.display import answer_display
 from tridecode.commands.terminal import Output
 
 text, asked = open({text!r}).read(), Path({asked!r})
-places = [len(text) * n // 9 for n in range(1, 8)]
+blocks = text.split("\\n\\n")
+starts = [sum(len(block) + 2 for block in blocks[:i]) for i in range(len(blocks))]
+places = [starts[i] + len(blocks[i]) * 7 // 10 for i in (0, 1, 3, 4, 5, 7, 9)]  # in paragraphs and lists
 answer = answer_display(Output(), plain=False)
 for i in range(0, len(text), 4):
     if places and i >= places[0]:
