@@ -92,7 +92,7 @@ class Slots:
             ws.bias[slot].copy_(record.bias, non_blocking=True)
         ws.meta[row].copy_(record.meta, non_blocking=True)
         if record.copied is not None:
-            record.copied.record()
+            record.copied.record(torch.cuda.current_stream(self.model.device))
         self._begun += 1
         return held.generation
 
