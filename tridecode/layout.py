@@ -21,6 +21,7 @@ N_KNOWN = 1  # tokens[0 .. N_KNOWN - 1] are given: sampling never overwrites the
 LIMIT = 2  # total number of tokens (prompt and output) at which the generation ends, at most capacity + 1
 SLOT = 3
 GENERATION = 9  # which request of the slot this is: its entries in the ring bear it
+ROOM = 10  # positions that have pages: at that one the row waits until the host has given it more
 SEED_LO = 4
 SEED_HI = 5
 N_STOP = 6
@@ -39,6 +40,7 @@ RUN = 0
 STOP = 1
 LIMIT_REACHED = 2
 NAN = 3
+WAIT = 4  # POSITION has reached ROOM
 
 # FLAGS bits
 FLAG_BIAS = 1  # add bias[slot] to the logits

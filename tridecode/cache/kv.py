@@ -43,17 +43,20 @@ class KVCache:
 
 
 def make_kv_cache(
-    config: ModelConfig, capacity: int, device, dtype: torch.dtype, slots: int = 1, page: int | None = None
-) -> KVCache:
-    """Allocate K/V for `capacity` positions a slot.
+    config: ModelConfig, capacity: int, device, dtype: torch.dtype, slots: int = 1, page: int | None = None,
+    pages: int | None = None,
+) -> KVCache:  # fmt: skip
+    """Allocate K/V for slots of `capacity` positions.
 
-    page: positions in one, by default PAGE, and on a CPU all of a slot's, so that the references read slices.
+    page: positions in one, by default PAGE, and on a CPU all of a slot's, so that the references read slices. pages:
+    of the whole pool, by default what all slots can have.
     """
     page = page or (capacity if torch.device(device).type == "cpu" else PAGE)
-    pages = -(-capacity // page)
-    shape = (slots * pages, config.num_layers, 2, config.num_kv_heads, page, config.head_dim)
+    longest = -(-capacity // page)
+    pages = pages or slots * longest
+    shape = (pages, config.num_layers, 2, config.num_kv_heads, page, config.head_dim)
     pool = torch.zeros(shape, dtype=dtype, device=device)
-    table = torch.arange(slots * pages, dtype=torch.int32, device=device).view(slots, pages)
+    table = torch.arange(slots * longest, dtype=torch.int32, device=device).remainder_(pages).view(slots, longest)
     return KVCache(pool, table, capacity)
 
 

@@ -112,12 +112,14 @@ def fill_meta(
     n_known: int,
     limit: int,
     stop_ids: Sequence[int],
+    room: int = 0,
 ) -> None:
-    """A row of meta, int32 [META_WIDTH], with which a request begins. params: with a seed."""
+    """A row of meta, int32 [META_WIDTH], with which a request begins. params: with a seed. room: positions that have
+    pages, 0 for all up to the limit."""
     row[:] = 0
     row[layout.FLAGS] = layout.FLAG_BIAS * bool(params.logit_bias) | layout.FLAG_PENALTIES * params.penalties
     row[layout.SLOT], row[layout.GENERATION] = slot, generation
-    row[layout.N_KNOWN], row[layout.LIMIT] = n_known, limit
+    row[layout.N_KNOWN], row[layout.LIMIT], row[layout.ROOM] = n_known, limit, room or limit
     row[layout.SEED_LO], row[layout.SEED_HI] = _as_int32(params.seed), _as_int32(params.seed >> 32)
     row[layout.TOP_K], row[layout.N_LOGPROBS] = params.top_k, params.logprobs or 0
     row[layout.N_STOP] = len(stop_ids)

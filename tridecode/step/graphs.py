@@ -25,10 +25,10 @@ class EagerSteps:
         self.model, self._run = model, run
 
     @torch.inference_mode()
-    def replay(self, kind: str) -> None:
-        """Run one step; on a GPU it is enqueued on the current stream."""
+    def replay(self, kind: str, rows: int | None = None) -> None:
+        """Run one step of the first `rows` rows, by default all; on a GPU it is enqueued on the current stream."""
         with torch.cuda.device(self.model.device) if self.model.device.type == "cuda" else nullcontext():
-            decode.step(self._run, self.model, kind)
+            decode.step(self._run, self.model.of_rows(rows or self.model.rows), kind)
 
 
 class StepGraphs:
@@ -73,8 +73,8 @@ class StepGraphs:
         self.captures += 1
         return graph
 
-    def replay(self, kind: str) -> None:
-        """Enqueue one step on the current stream."""
+    def replay(self, kind: str, rows: int | None = None) -> None:
+        """Enqueue one step of at least the first `rows` rows, by default all, on the current stream."""
         if self.check_addresses:
             moved = [name for name, a in self.model.addresses().items() if self._addresses.get(name) != a]
             assert not moved, f"buffers moved since capture: {', '.join(moved)}"

@@ -1,6 +1,6 @@
 """DecodeModel: everything one token step reads and writes, at addresses that never change."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -9,7 +9,7 @@ from ..model.config import ModelConfig
 from ..model.weights import Weights, short_repr
 from .rope import rope_tables
 from .shapes import StepShapes, choose_shapes
-from .workspace import Workspace, make_workspace, named_tensors
+from .workspace import Workspace, first_rows, make_workspace, named_tensors
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,15 @@ class DecodeModel:
         """Softmax scale."""
         return self.config.head_dim**-0.5
 
+    @property
+    def rows(self) -> int:
+        """Of the largest pass."""
+        return len(self.workspace.meta)
+
+    def of_rows(self, rows: int) -> "DecodeModel":
+        """The same model for passes of its first `rows` rows."""
+        return self if rows == self.rows else replace(self, workspace=first_rows(self.workspace, rows))
+
     def addresses(self) -> dict[str, int]:
         """Address of every tensor that a captured step holds."""
         tensors = {f"weights.{name}": t for name, t in self.weights.tensors().items()}
@@ -48,11 +57,12 @@ class DecodeModel:
 
 def make_model(
     config: ModelConfig, weights: Weights, capacity: int, slots: int = 1, page: int | None = None,
-    shapes: StepShapes | None = None,
+    shapes: StepShapes | None = None, pages: int | None = None, rows: int | None = None,
 ) -> DecodeModel:
-    """Allocate the state of a model whose weights are loaded, for `capacity` K/V positions a slot.
+    """Allocate the state of a model whose weights are loaded, for `slots` of `capacity` K/V positions.
 
-    page: see make_kv_cache. shapes: by default those chosen for the GPU.
+    page, pages: see make_kv_cache. shapes: by default those chosen for the GPU. rows: of the largest pass, by default
+    as many as slots.
     """
     device, dtype = weights.device, weights.dtype
     cos, sin = rope_tables(config, capacity, device)
@@ -64,10 +74,10 @@ def make_model(
     return DecodeModel(
         config=config,
         weights=weights,
-        kv=make_kv_cache(config, capacity, device, dtype, slots, page),
+        kv=make_kv_cache(config, capacity, device, dtype, slots, page, pages),
         cos=cos,
         sin=sin,
-        workspace=make_workspace(config, capacity, device, dtype, slots),
+        workspace=make_workspace(config, capacity, device, dtype, slots, rows),
         shapes=shapes or choose_shapes(config, dtype, capability, gpu),
         pdl=capability >= 90,
     )

@@ -1,20 +1,21 @@
 """Every buffer of the token step, by name, allocated once."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 
 from ..kernels.sampling import sample as sample_op
-from ..layout import MAX_LOGPROBS, META_WIDTH, RING, SAMP_WIDTH
+from ..layout import LIMIT_REACHED, MAX_LOGPROBS, META_WIDTH, RING, SAMP_WIDTH, STATUS
 from ..model.config import ModelConfig
 from ..model.weights import short_repr
 
 MAX_SPLITS = 64  # K/V splits of one attention
+OF_SLOTS = ("tokens", "counts", "bias", "out", "out_logprobs", "out_top_ids")  # by slot, all else by row
 
 
 @dataclass(frozen=True)
 class Workspace:
-    """Fixed addresses for state and activations; a pass has as many rows as there are slots.
+    """Fixed addresses for state and activations, for passes of up to `rows` rows.
 
     `out`, `out_logprobs` and `out_top_ids` are rings of RING entries in pinned host memory (plain memory on a CPU).
     """
@@ -46,14 +47,16 @@ class Workspace:
         return short_repr(self, self.normed, tensors=len(tensors), nbytes=sum(t.nbytes for t in tensors))
 
 
-def make_workspace(config: ModelConfig, capacity: int, device, dtype: torch.dtype, slots: int = 1) -> Workspace:
-    """Allocate the workspace for `capacity` K/V positions a slot.
+def make_workspace(
+    config: ModelConfig, capacity: int, device, dtype: torch.dtype, slots: int = 1, rows: int | None = None
+) -> Workspace:
+    """Allocate the workspace for `slots` of `capacity` K/V positions, and passes of `rows` (by default slots) rows.
 
     bf16 checkpoints keep bf16 activations between kernels; fp16 and fp32 ones keep fp32 (fp16 can overflow before the
     norm's division).
     """
     device = torch.device(device)
-    rows, vocab = slots, config.vocab_size
+    rows, vocab = rows or slots, config.vocab_size
     act_dtype = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
     pin = device.type == "cuda"
 
@@ -66,8 +69,10 @@ def make_workspace(config: ModelConfig, capacity: int, device, dtype: torch.dtyp
     def real(*shape, dtype=torch.float32):
         return torch.zeros(shape, dtype=dtype, device=device)
 
+    meta = state(rows, META_WIDTH)
+    meta[:, STATUS] = LIMIT_REACHED  # no row runs before a request has begun
     return Workspace(
-        meta=state(rows, META_WIDTH),
+        meta=meta,
         samp=real(rows, SAMP_WIDTH),
         tokens=state(slots, capacity + 1),
         counts=state(slots, vocab),
@@ -87,6 +92,17 @@ def make_workspace(config: ModelConfig, capacity: int, device, dtype: torch.dtyp
         logits=real(rows, vocab),
         sampler=sample_op.make_buffers(vocab, rows, device),
     )
+
+
+def first_rows(ws: Workspace, rows: int) -> Workspace:
+    """The same buffers as a pass of `rows` rows sees them."""
+
+    def narrowed(buffers, of_slots=()):
+        tensors = {f.name: getattr(buffers, f.name) for f in fields(buffers) if f.name not in of_slots}
+        return {name: t[:rows] if isinstance(t, torch.Tensor) else t for name, t in tensors.items()}
+
+    sampler = replace(ws.sampler, **narrowed(ws.sampler))
+    return replace(ws, **narrowed(ws, of_slots=OF_SLOTS) | {"sampler": sampler})
 
 
 def named_tensors(workspace) -> dict[str, torch.Tensor]:

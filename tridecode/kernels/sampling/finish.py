@@ -17,12 +17,14 @@ from ..common import (
     NAN,
     POSITION,
     RING,
+    ROOM,
     RUN,
     SLOT,
     STATUS,
     STEP,
     STOP,
     STOP_IDS,
+    WAIT,
 )
 from .mass import HUGE
 
@@ -89,9 +91,10 @@ def step_state(row, meta_ptr, tokens_ptr, stride_tokens):
     known = following < tl.load(meta_ptr + N_KNOWN)
     given = tl.load(tokens_ptr + slot.to(tl.int64) * stride_tokens + following, mask=known, other=0)
     ends = following + 1 >= tl.load(meta_ptr + LIMIT)
+    waits = following >= tl.load(meta_ptr + ROOM)
     offs = tl.arange(0, MAX_STOP_IDS)
     stop_ids = tl.load(meta_ptr + STOP_IDS + offs, mask=offs < tl.load(meta_ptr + N_STOP), other=-1)
-    return slot, following, step, generation, known, given, ends, stop_ids
+    return slot, following, step, generation, known, given, ends, waits, stop_ids
 
 
 @triton.jit
@@ -119,12 +122,12 @@ def finish_step(
     Given tokens (below N_KNOWN) are reported, never overwritten, and do not stop. FENCE orders the ring of
     log-probabilities, in host memory too, before the entry of `out` that the host polls.
     """
-    slot, following, step, generation, known, given, ends, stop_ids = state
+    slot, following, step, generation, known, given, ends, waits, stop_ids = state
     meta_ptr += row * META_WIDTH
     drawn = (known | bad) == 0
     token = tl.where(known, given, token)
     stops = tl.sum((stop_ids == token).to(tl.int32), axis=0) * drawn.to(tl.int32)
-    status = tl.where(stops > 0, STOP, tl.where(ends, LIMIT_REACHED, RUN))
+    status = tl.where(stops > 0, STOP, tl.where(ends, LIMIT_REACHED, tl.where(waits, WAIT, RUN)))
     tl.store(tokens_ptr + slot.to(tl.int64) * stride_tokens + following, token, mask=drawn)
     if COUNT:
         tl.atomic_add(counts_ptr + slot.to(tl.int64) * stride_counts + token, 2, mask=drawn, sem="relaxed")
@@ -151,7 +154,9 @@ def finish_step_ref(row, token, bad, logits, meta, tokens, counts, out, lse=None
     slot, position, step = state[m.SLOT], state[m.POSITION], state[m.STEP]
     following = position + 1
     known = following < state[m.N_KNOWN]
-    status = m.LIMIT_REACHED if following + 1 >= state[m.LIMIT] else m.RUN
+    status = m.WAIT if following >= state[m.ROOM] else m.RUN
+    if following + 1 >= state[m.LIMIT]:
+        status = m.LIMIT_REACHED
     if known:
         token = int(tokens[slot, following])
     elif not bad:
