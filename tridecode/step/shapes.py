@@ -28,6 +28,22 @@ class MatvecShape:
 
 
 @dataclass(frozen=True)
+class MatmulShape:
+    """Launch shape of a product of few rows: a program takes block_n rows of the weights (a multiple of 16, gate and up
+    rows together), its warps share their columns.
+
+    ahead, x_ahead: tiles of 32 columns a warp in flight, of the weights (before the wait) and of the activations.
+    registers: the most a thread may use, 0 for no bound.
+    """
+
+    block_n: int = 16
+    num_warps: int = 8
+    ahead: int = 16
+    x_ahead: int = 4
+    registers: int = 0
+
+
+@dataclass(frozen=True)
 class AttentionShape:
     """Launch shape: `block_t` positions a turn (a multiple or a divisor of the page), at most `splits` programs per K/V
     head.
