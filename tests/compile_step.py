@@ -35,6 +35,7 @@ from tridecode.step.state import DecodeModel
 from tridecode.step.workspace import make_workspace
 
 MODULES = [import_module(found.name) for found in walk_packages(kernels.__path__, f"{kernels.__name__}.")]
+ROWS = (1, 2, 16, 32, 64)
 FP16 = ("qwen2.5-0.5b", "qwen3-4b_fp16")  # the others are bf16
 MODELS = PRESETS | {"qwen3-4b_fp16": PRESETS["qwen3-4b"]} | {
     f"head_dim_{d}": replace(PRESETS["qwen3-0.6b"], head_dim=d, num_heads=heads, num_kv_heads=kv, num_layers=2)
@@ -83,8 +84,8 @@ def meta_model(preset: str, dtype: torch.dtype, arch: int, capacity: int = 4096)
         kv=make_kv_cache(config, capacity, device, dtype, page=PAGE),
         cos=rope,
         sin=rope,
-        workspace=make_workspace(config, capacity, device, dtype),
-        shapes=choose_shapes(config, dtype, arch),
+        workspace=make_workspace(config, capacity, device, dtype, slots=64),
+        shapes_by_rows=choose_shapes(config, dtype, arch),
         pdl=arch >= 90,
     )
 
@@ -100,8 +101,9 @@ def record(preset: str, dtype: torch.dtype, arch: int) -> dict:
                 setattr(module, name, Recorder(value, launches))
     try:
         model = meta_model(preset, dtype, arch)
-        for kind in decode.KINDS:
-            decode.step(launcher(model), model, kind)
+        for rows in ROWS:
+            for kind in decode.KINDS:
+                decode.step(launcher(model), model.of_rows(rows), kind)
         prompt_pass(launch_ours, model, 3, 68)
     finally:
         for module, name, value in originals:

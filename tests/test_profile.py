@@ -170,7 +170,7 @@ def test_a_launch_of_several_kernels_has_its_role_several_times():
 @pytest.mark.parametrize("preset", ["qwen3-4b", "llama-3.1-8b"])
 def test_bytes_are_those_of_the_matrices(preset):
     config = PRESETS[preset]
-    model = meta_model(preset, torch.bfloat16, 90)
+    model = meta_model(preset, torch.bfloat16, 90).of_rows(1)
     state = torch.zeros(1, layout.META_WIDTH, dtype=torch.int32)
     state[0, layout.POSITION] = 1000
     model = replace(model, workspace=replace(model.workspace, meta=state))

@@ -218,7 +218,7 @@ def set_cache(model, held, slot=0):
 
 def two_slots(weights, **config):
     """A model with two slots, their pages of 16 positions shuffled among each other, all K/V poisoned."""
-    model = make_model(tiny_config(**config), weights, 64, slots=2, page=16, shapes=None if CUDA else SMALL_TILES)
+    model = make_model(tiny_config(**config), weights, 64, slots=2, page=16, shapes=None if CUDA else {1: SMALL_TILES})
     slots, order = Slots(model), torch.randperm(8, generator=torch.Generator().manual_seed(4)).tolist()
     slots.pages.take(8)
     slots.held[0].pages, slots.held[1].pages = order[:4], order[4:]

@@ -117,7 +117,7 @@ def test_fields_that_are_not_searched_stay():
 
 
 def test_candidates_are_what_registers_hold_and_a_table_may_say():
-    start = choose_shapes(CONFIG, BF16, 90)
+    start = choose_shapes(CONFIG, BF16, 90)[1]
     found = tune.candidates(CONFIG, 2, start, 132)
     assert {op for op, _ in found} == set(tune.ORDER) == set(vars(start))
     for op, tried in found:
@@ -155,7 +155,7 @@ def test_a_table_comes_back_and_is_kept_for_other_models(cache):
 
 def fields(op: str, **values) -> dict:
     """A table's entry for a part of CONFIG's step."""
-    return tuned.searched(getattr(choose_shapes(CONFIG, BF16, 90), op)) | values
+    return tuned.searched(getattr(choose_shapes(CONFIG, BF16, 90)[1], op)) | values
 
 
 def test_the_users_table_comes_first_then_the_shipped_one_then_the_rule(cache, monkeypatch):
@@ -164,17 +164,17 @@ def test_the_users_table_comes_first_then_the_shipped_one_then_the_rule(cache, m
     assert keys["qkv"] == "qkv 6144x2560 bfloat16" and keys["gate_up"] == "gate_up 9728x2560 bfloat16"
     assert keys["attention"] == "attention 32/8x128 bfloat16"
     shipped = choose_shapes(CONFIG, BF16, 90)
-    assert shipped.qkv == shapes.TUNED[6144, 2560]
+    assert shipped[1].qkv == shapes.TUNED[6144, 2560]
     assert choose_shapes(CONFIG, BF16, 90, GPU) == shipped, "no table, no change"
     write({
         keys["qkv"]: fields("qkv", block_n=4, num_warps=8),
         keys["attention"]: fields("attention", block_t=32, splits=64, num_warps=2),
         "down 1x1 bfloat16": fields("down", block_n=4, num_warps=1),
     })  # fmt: skip
-    mine = choose_shapes(CONFIG, BF16, 90, GPU)
+    mine = choose_shapes(CONFIG, BF16, 90, GPU)[1]
     assert (mine.qkv.block_n, mine.qkv.num_warps) == (4, 8)
     assert (mine.attention.block_t, mine.attention.splits, mine.attention.num_warps) == (32, 64, 2)
-    assert replace(mine, qkv=shipped.qkv, attention=shipped.attention) == shipped
+    assert replace(mine, qkv=shipped[1].qkv, attention=shipped[1].attention) == shipped[1]
     assert choose_shapes(CONFIG, BF16, 90, "Another GPU") == shipped
     assert choose_shapes(CONFIG, torch.float16, 90, GPU) == choose_shapes(CONFIG, torch.float16, 90)
     assert choose_shapes(CONFIG, BF16, 90) == shipped, "without a GPU's name no table is read"
@@ -185,7 +185,7 @@ def test_the_shipped_table_is_for_its_own_gpus_only(monkeypatch):
     monkeypatch.setitem(shapes.TUNED, (6144, 2560), replace(rule, block_n=2 * rule.block_n))
     assert matvec_shape(6144, 2560, capability=90).block_n == 2 * rule.block_n
     assert matvec_shape(6144, 2560, capability=89) == matvec_shape(6144, 2560, capability=100) == rule
-    assert choose_shapes(CONFIG, BF16, 89).qkv == rule != choose_shapes(CONFIG, BF16, 90).qkv
+    assert choose_shapes(CONFIG, BF16, 89)[1].qkv == rule != choose_shapes(CONFIG, BF16, 90)[1].qkv
 
 
 GOOD = {"format": tuned.FORMAT, "tridecode": __version__, "gpu": GPU, "shapes": {}}
@@ -223,7 +223,7 @@ def test_a_table_that_cannot_be_used_is_ignored_with_one_warning(cache, caplog, 
     assert message.startswith(str(tuned.table_path(GPU))) and "\n" not in message
     assert re.search(reason, message), message
     write({QKV: fields("qkv", num_warps=1)})  # a new search replaces what it cannot read
-    assert choose_shapes(CONFIG, BF16, 90, GPU).qkv.num_warps == 1
+    assert choose_shapes(CONFIG, BF16, 90, GPU)[1].qkv.num_warps == 1
 
 
 def test_a_table_that_cannot_be_opened_is_ignored(cache, caplog):
@@ -234,7 +234,7 @@ def test_a_table_that_cannot_be_opened_is_ignored(cache, caplog):
 
 
 def test_each_part_of_the_step_has_fields_to_search():
-    start = choose_shapes(tiny_config(), torch.float32, 0)
+    start = choose_shapes(tiny_config(), torch.float32, 0)[1]
     assert all({"num_warps"} < set(tuned.searched(getattr(start, op))) for op in tune.ORDER)
 
 

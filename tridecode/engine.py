@@ -124,7 +124,9 @@ class Engine:
             graph = "none"
         plan = plan or plan_memory(config, weights.dtype, weights.device)
         with allocating(capacity, weights.device):
-            model = make_model(config, weights, capacity, page=PAGE if backend == "triton" else None, shapes=shapes)
+            model = make_model(
+                config, weights, capacity, page=PAGE if backend == "triton" else None, shapes=shapes and {1: shapes}
+            )
         return cls(model, tokenizer, backend, graph, plan, name, list(notes))
 
     def __repr__(self) -> str:

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 from util import BF16_ROUNDING, DEVICE, Case, assert_close, cases, meta_rows, norm_weight, poisoned, random
@@ -5,9 +7,9 @@ from util import BF16_ROUNDING, DEVICE, Case, assert_close, cases, meta_rows, no
 from tridecode import layout
 from tridecode.cache.kv import PAGE
 from tridecode.kernels.attention import attention, attention_ref
+from tridecode.kernels.attention_rows import attention_rows
 from tridecode.step import tuned
-from tridecode.step.shapes import AttentionShape, attention_shape
-from tridecode.step.workspace import MAX_SPLITS
+from tridecode.step.shapes import MAX_SPLITS, AttentionShape, attention_shape
 
 EPS = 1e-6
 SPLITS = 4
@@ -45,10 +47,20 @@ def buffers(positions, kv_heads, group, head_dim, page, pages, dtype, qk_norm, s
     )
 
 
+def clone(args):
+    return {name: a.clone() if isinstance(a, torch.Tensor) else a for name, a in args.items()}
+
+
 def check(args, shape, tolerance):
-    ref = {name: a.clone() if isinstance(a, torch.Tensor) else a for name, a in args.items()}
+    """Both forms; what that of one row left stays in args."""
+    check_form(attention_rows, clone(args), replace(shape, programs=3), tolerance)
+    check_form(attention, args, shape, tolerance)
+
+
+def check_form(form, args, shape, tolerance):
+    ref = clone(args)
     ref["out"] = ref["out"].float()
-    attention(**args, shape=shape)
+    form(**args, shape=shape)
     attention_ref(**ref)
     assert_close(args["out"], ref["out"], tolerance, "out")
     assert args["counter"].eq(0).all(), "the counters must be zero between launches"
@@ -59,6 +71,7 @@ def check(args, shape, tolerance):
         assert_close(written, expected, BF16_ROUNDING if args[name].dtype == torch.bfloat16 else 2e-4, name)
 
 
+FORMS = pytest.mark.parametrize("form", [attention, attention_rows], ids=["one row", "rows"])
 CASES = cases(
     Case("qwen3_g2_d128", dict(kv_heads=8, group=2, head_dim=128), dict(kv_heads=1, group=2, head_dim=128)),
     Case("qwen3-4b_g4_d128", dict(kv_heads=8, group=4, head_dim=128), dict(kv_heads=2, group=4, head_dim=128)),
@@ -158,12 +171,13 @@ def test_sliding_window(window, position, ahead):
     check({**args, "window": window}, AttentionShape(block_t=16, splits=SPLITS, ahead=ahead), TOLERANCE[torch.float16])
 
 
+@FORMS
 @pytest.mark.parametrize("ahead", [1, 2])
-def test_rows_have_their_own_positions_pages_and_status(ahead):
+def test_rows_have_their_own_positions_pages_and_status(form, ahead):
     args = buffers((70, 0, 130), 2, 2, 64, page=64, pages=4, dtype=torch.float16, qk_norm=True)
     args["meta"][1, layout.STATUS] = layout.STOP
     before = args["k_cache"][args["page_table"][1].long()].clone()
-    attention(**args, shape=AttentionShape(block_t=32, splits=SPLITS, ahead=ahead))
+    form(**args, shape=AttentionShape(block_t=32, splits=SPLITS, ahead=ahead, programs=5))
     assert args["out"][1].isnan().all()
     after = args["k_cache"][args["page_table"][1].long()]
     assert torch.equal(after.isnan(), before.isnan()), "a dead row wrote K"
@@ -172,15 +186,48 @@ def test_rows_have_their_own_positions_pages_and_status(ahead):
     assert_close(args["out"][[0, 2]], ref["out"][[0, 2]], TOLERANCE[torch.float16])
 
 
-def test_a_row_takes_its_slots_state_whichever_row_it_is():
+@FORMS
+def test_a_row_takes_its_slots_state_whichever_row_it_is(form):
     found = []
     for order in ((0, 1, 2), (2, 0, 1)):
         args = buffers((70, 0, 130), 2, 2, 64, page=64, pages=4, dtype=torch.float16, qk_norm=True)
         args["meta"], args["qkv"] = args["meta"][list(order)], args["qkv"][list(order)]
-        attention(**args, shape=AttentionShape(block_t=32, splits=SPLITS))
+        form(**args, shape=AttentionShape(block_t=32, splits=SPLITS, programs=2))
         found.append((args["out"][torch.tensor(order).argsort().to(DEVICE)], args["k_cache"], args["v_cache"]))
     for first, second in zip(*found):
         assert torch.equal(first.nan_to_num(7.0), second.nan_to_num(7.0))
+
+
+@pytest.mark.parametrize("programs", [1, 2, 7, 40])
+def test_any_number_of_programs_does_the_work_of_all_rows(programs):
+    args = buffers((70, 0, 130, 255, 31, 3), 2, 2, 64, page=64, pages=4, dtype=torch.float16, qk_norm=True)
+    args["meta"][5, layout.STATUS] = layout.STOP
+    ref = clone(args)
+    attention_ref(**ref)
+    attention_rows(**args, shape=AttentionShape(block_t=16, splits=SPLITS, programs=programs))
+    assert args["out"][5].isnan().all()
+    assert_close(args["out"][:5], ref["out"][:5], TOLERANCE[torch.float16])
+    assert args["counter"].eq(0).all()
+
+
+def test_a_row_is_bit_equal_whatever_stands_beside_it():
+    found = []
+    for others in ((), (5, 255, 90), (200, 0)):
+        args = buffers((130, *others), 2, 2, 64, page=64, pages=4, dtype=torch.float16, qk_norm=True)
+        alone = buffers((130,), 2, 2, 64, page=64, pages=4, dtype=torch.float16, qk_norm=True)
+        for name in ("k_cache", "v_cache"):
+            args[name][args["page_table"][0].long()] = alone[name][alone["page_table"][0].long()]
+        args["qkv"][0] = alone["qkv"][0]
+        attention_rows(**args, shape=AttentionShape(block_t=16, splits=SPLITS, programs=3))
+        found.append(args["out"][0])
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+
+
+def test_no_running_row_at_all():
+    args = buffers((70, 12), 2, 2, 64, page=64, pages=4, dtype=torch.float16, qk_norm=True)
+    args["meta"][:, layout.STATUS] = layout.STOP
+    attention_rows(**args, shape=AttentionShape(block_t=32, splits=SPLITS, programs=2))
+    assert args["out"].isnan().all()
 
 
 def test_large_logits_stay_finite():

@@ -209,7 +209,7 @@ class StepTimer:
     def __call__(self, shapes: StepShapes) -> float | None:
         engine = self.engine
         try:
-            engine.steps = StepGraphs(replace(engine.model, shapes=shapes), kinds=("greedy",))
+            engine.steps = StepGraphs(replace(engine.model, shapes_by_rows={1: shapes}), kinds=("greedy",))
             if not self._same():
                 return None
             return mean(self._time(context) for context in self.contexts)

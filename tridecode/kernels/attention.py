@@ -19,20 +19,7 @@ from .common import (
 from .op import Op
 from .pages import page_rows, pages_at
 from .rope import _partner, _rms_rope, _rotation, rms_norm, rotate
-
-LOG2E = tl.constexpr(1.4426950408889634)
-EMPTY = tl.constexpr(-1e30)  # running maximum of a split that saw no position
-
-
-@triton.jit
-def _held(x, position, HOLD: tl.constexpr):
-    """x as it is, in registers until here. Without an instruction that the compiler cannot see through, in a branch it
-    does not know is always taken (Triton 3.6 needs both), a tile goes to shared memory where it was loaded. All tiles
-    there are more than the 48 KiB beyond which the whole step is slower."""
-    if HOLD:
-        if position >= 0:
-            x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=True, pack=2)
-    return x
+from .splits import EMPTY, LOG2E, _combine, _held, combine_splits
 
 
 @triton.jit
@@ -231,33 +218,9 @@ def _attention_kernel(
         arrived = tl.atomic_add(counter_ptr + row * KV_HEADS + head, 1)
         if arrived == active - 1:
             tl.debug_barrier()
-            # Maxima, sums and partial outputs of COMBINE splits are loaded at once, so their latencies overlap.
-            offs_q = tl.arange(0, BLOCK_G)
-            mask_q1 = offs_q < GROUP
-            offs_s = tl.arange(0, COMBINE)
-            m_all = tl.full([BLOCK_G], EMPTY, tl.float32)
-            denominator = tl.zeros([BLOCK_G], tl.float32)
-            o = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
-            for s0 in range(0, active, COMBINE):
-                index = base + offs_q[:, None] * MAX_SPLITS + s0 + offs_s[None, :]
-                mask_s = mask_q1[:, None] & (s0 + offs_s < active)[None, :]
-                m_part = tl.load(lse_ptr + 2 * index, mask=mask_s, other=EMPTY, cache_modifier=".cg")
-                l_part = tl.load(lse_ptr + 2 * index + 1, mask=mask_s, other=0.0, cache_modifier=".cg")
-                o_part = tl.load(
-                    partial_ptr + index[:, :, None] * D + offs_d[None, None, :],
-                    mask=mask_s[:, :, None] & mask_d[None, None, :],
-                    other=0.0,
-                    cache_modifier=".cg",
-                )
-                m_top = tl.maximum(m_all, tl.max(m_part, 1))
-                rescale = tl.exp2(m_all - m_top)
-                weight = tl.exp2(m_part - m_top[:, None])
-                denominator = denominator * rescale + tl.sum(l_part * weight, 1)
-                o = o * rescale[:, None] + tl.sum(o_part * weight[:, :, None], 1)
-                m_all = m_top
-            denominator = tl.where(mask_q1, denominator, 1.0)
-            o = (o / denominator[:, None]).to(out_ptr.dtype.element_ty)
-            tl.store(out_ptr + offs_q[:, None] * D + offs_d[None, :], o, mask=mask_q1[:, None] & mask_d[None, :])
+            _combine(
+                partial_ptr, lse_ptr, out_ptr, base, active, GROUP, D, BLOCK_D, BLOCK_G, MAX_SPLITS, COMBINE,
+            )  # fmt: skip
             tl.store(counter_ptr + row * KV_HEADS + head, 0)
 
 
@@ -327,12 +290,6 @@ def attention(
         interpreted(),
         **options(shape.num_warps, pdl, shape.registers),
     )
-
-
-def combine_splits(group: int, head_dim: int, shape) -> int:
-    """Splits whose partial results the last program loads at once: what 32 registers a thread hold."""
-    tile = triton.next_power_of_2(group) * triton.next_power_of_2(head_dim)
-    return max(min(32 * shape.num_warps * 32 // tile, triton.next_power_of_2(shape.splits)), 2)
 
 
 def attention_ref(

@@ -37,15 +37,24 @@ def _operand(tile, WARPS: tl.constexpr, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _load(ptrs, offs_k, lines, c: tl.constexpr, K: tl.constexpr, WARPS: tl.constexpr, MASKED: tl.constexpr, POLICY: tl.constexpr):
+def _load(
+    ptrs,
+    offs_k,
+    lines,
+    c: tl.constexpr,
+    K: tl.constexpr,
+    WARPS: tl.constexpr,
+    MASKED: tl.constexpr,
+    POLICY: tl.constexpr,
+):
     """Columns from c * WARPS * STEP_K on; MASKED where a line may not exist."""
-    END: tl.constexpr = (c + 1) * WARPS * _STEP_K
-    if END > K:
-        return tl.load(ptrs + c * WARPS * _STEP_K, mask=lines & (offs_k + c * WARPS * _STEP_K < K), other=0.0, eviction_policy=POLICY)
+    k: tl.constexpr = c * WARPS * _STEP_K
+    if k + WARPS * _STEP_K > K:
+        return tl.load(ptrs + k, mask=lines & (offs_k + k < K), other=0.0, eviction_policy=POLICY)
     elif MASKED:
-        return tl.load(ptrs + c * WARPS * _STEP_K, mask=lines, other=0.0, eviction_policy=POLICY)
+        return tl.load(ptrs + k, mask=lines, other=0.0, eviction_policy=POLICY)
     else:
-        return tl.load(ptrs + c * WARPS * _STEP_K, eviction_policy=POLICY)
+        return tl.load(ptrs + k, eviction_policy=POLICY)
 
 
 @triton.jit
@@ -63,7 +72,7 @@ def _matmul_kernel(
     stride_om,
     stride_normed,
     stride_sumsq,
-    ROWS: tl.constexpr,
+    rows,
     BLOCK_M: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
@@ -81,10 +90,11 @@ def _matmul_kernel(
 ):
     """out = x @ weight.T, scaled by the norm of x's source, plus bias; or out += it, preparing the next norm; or gated.
 
-    meta: [ROWS, META_WIDTH] int32; x: [ROWS, K]; weight: [N, K], if GATED [2 * N, K], gate rows then up rows; bias: [N];
-    sumsq: [ROWS, partials] fp32, read when N_SUMSQ > 0; out: [ROWS, N] (output), if GATED silu(gate(x)) * up(x).
-    RESIDUAL: out is the residual stream, fp32; norm: [N]; outputs normed: [ROWS, N] = out * norm, and sumsq, one partial
-    sum a program. Rows that do not run are not written. Moves the weights' bytes. Grid cdiv(N, outputs a program).
+    meta: [rows, META_WIDTH] int32; x: [rows, K]; weight: [N, K], if GATED [2 * N, K], gate rows then up rows; bias:
+    [N]; sumsq: [rows, partials] fp32, read when N_SUMSQ > 0; out: [rows, N] (output), if GATED silu(gate(x)) * up(x).
+    RESIDUAL: out is the residual stream, fp32; norm: [N]; outputs normed: [rows, N] = out * norm, and sumsq, one
+    partial sum a program. Rows that do not run are not written. Moves the weights' bytes. Grid cdiv(N, outputs a
+    program).
     The first AHEAD tiles of the weights are in flight before the wait. Sums are in one fixed order whatever the row and
     its neighbours: a row is a column of the tensor cores' product, and sees no other.
     """
@@ -103,7 +113,7 @@ def _matmul_kernel(
     for c in tl.static_range(min(AHEAD, CHUNKS)):
         w += (_load(weights, offs_k, lines_n < N, c, K, WARPS, MASKED, "evict_first"),)
     offs_m = tl.arange(0, BLOCK_M)
-    status = tl.load(meta_ptr + offs_m * META_WIDTH + STATUS, mask=offs_m < ROWS, other=-1)
+    status = tl.load(meta_ptr + offs_m * META_WIDTH + STATUS, mask=offs_m < rows, other=-1)
     runs = (status == RUN)[None, :]
     some = tl.max((status == RUN).to(tl.int32), 0)
     offs_n = pid * OUT_N + tl.arange(0, OUT_N)[:, None]
@@ -117,23 +127,23 @@ def _matmul_kernel(
         return
     line_m, warp_m = _places(WARPS, BLOCK_M)
     offs_xk = warp_m * _STEP_K + tl.arange(0, _STEP_K)[None, :]
-    xs = x_ptr + tl.minimum(line_m, ROWS - 1) * stride_xm + offs_xk
+    xs = x_ptr + tl.minimum(line_m, rows - 1) * stride_xm + offs_xk
     x = ()
     for c in tl.static_range(min(X_AHEAD, CHUNKS)):
-        x += (_load(xs, offs_xk, line_m < ROWS, c, K, WARPS, False, ""),)
+        x += (_load(xs, offs_xk, line_m < rows, c, K, WARPS, False, ""),)
     out_ptrs = out_ptr + offs_m[None, :] * stride_om + offs_n
     mask = runs & mask_n
     if RESIDUAL:
         residual = tl.load(out_ptrs, mask=mask, other=0.0)
     if N_SUMSQ > 0:
         offs_s = tl.arange(0, SUMSQ_BLOCK)[None, :]
-        mask_s = (offs_s < N_SUMSQ) & (offs_m < ROWS)[:, None]
+        mask_s = (offs_s < N_SUMSQ) & (offs_m < rows)[:, None]
         partials = tl.load(sumsq_ptr + offs_m[:, None] * stride_sumsq + offs_s, mask=mask_s, other=0.0)
         scale = tl.rsqrt(tl.sum(partials, 1) / K + eps)
     acc = tl.zeros([WARPS, BLOCK_N, BLOCK_M], tl.float32)
     for c in tl.static_range(CHUNKS):
         if c + X_AHEAD < CHUNKS:
-            x += (_load(xs, offs_xk, line_m < ROWS, c + X_AHEAD, K, WARPS, False, ""),)
+            x += (_load(xs, offs_xk, line_m < rows, c + X_AHEAD, K, WARPS, False, ""),)
         columns = tl.permute(_operand(x[c], WARPS, BLOCK_M), (0, 2, 1)).to(TYPE)
         acc = tl.dot(_operand(w[c], WARPS, BLOCK_N).to(TYPE), columns, acc, input_precision="ieee")
         if c + AHEAD < CHUNKS:

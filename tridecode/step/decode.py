@@ -6,10 +6,7 @@ changes between steps is read from the meta buffer, so the whole step is capture
 `kind` is compile-time: "greedy", "sample" or "logprobs" (sample, and the most likely tokens reported).
 """
 
-from ..kernels.attention import ATTENTION
 from ..kernels.embed import EMBED, embed_partials
-from ..kernels.gate_up import GATE_UP
-from ..kernels.matvec import MATVEC_NORMED, MATVEC_RESIDUAL, residual_partials
 from ..kernels.sampling.greedy import GREEDY
 from ..kernels.sampling.logprobs import LOGPROBS
 from ..kernels.sampling.sample import SAMPLE
@@ -37,16 +34,16 @@ def attention_block(run: Run, m: DecodeModel, i: int) -> None:
     ws, kv, layer, eps = m.workspace, m.kv, m.weights.layers[i], m.config.rms_norm_eps
     partials = sumsq_partials(m, after_embed=i == 0)
     run(
-        "qkv", MATVEC_NORMED, ws.meta, ws.normed, layer.qkv, ws.qkv, ws.sumsq, partials, eps,
+        "qkv", m.products.normed, ws.meta, ws.normed, layer.qkv, ws.qkv, ws.sumsq, partials, eps,
         shape=m.shapes.qkv,
     )  # fmt: skip
     run(
-        "attention", ATTENTION, ws.meta, kv.page_table, ws.qkv, layer.q_norm, layer.k_norm, m.cos, m.sin,
+        "attention", m.attention, ws.meta, kv.page_table, ws.qkv, layer.q_norm, layer.k_norm, m.cos, m.sin,
         kv.k[i], kv.v[i], ws.attn_partial, ws.attn_lse, ws.attn_counter, ws.attn_out, m.scale, eps, m.config.window(i),
         shape=m.shapes.attention,
     )  # fmt: skip
     run(
-        "o_proj", MATVEC_RESIDUAL, ws.meta, ws.attn_out, layer.o_proj, ws.hidden, layer.post_norm, ws.normed,
+        "o_proj", m.products.residual, ws.meta, ws.attn_out, layer.o_proj, ws.hidden, layer.post_norm, ws.normed,
         ws.sumsq, shape=m.shapes.o_proj,
     )  # fmt: skip
 
@@ -55,13 +52,13 @@ def mlp_block(run: Run, m: DecodeModel, i: int) -> None:
     ws, layer, eps = m.workspace, m.weights.layers[i], m.config.rms_norm_eps
     last = i + 1 == m.config.num_layers
     next_norm = m.weights.final_norm if last else m.weights.layers[i + 1].input_norm
-    partials = residual_partials(m.config.hidden_size, m.shapes.o_proj)
+    partials = m.products.partials(m.config.hidden_size, m.shapes.o_proj)
     run(
-        "gate_up", GATE_UP, ws.meta, ws.normed, layer.gate_up, ws.act, ws.sumsq, partials, eps,
+        "gate_up", m.products.gate_up, ws.meta, ws.normed, layer.gate_up, ws.act, ws.sumsq, partials, eps,
         shape=m.shapes.gate_up,
     )  # fmt: skip
     run(
-        "down", MATVEC_RESIDUAL, ws.meta, ws.act, layer.down, ws.hidden, next_norm, ws.normed, ws.sumsq,
+        "down", m.products.residual, ws.meta, ws.act, layer.down, ws.hidden, next_norm, ws.normed, ws.sumsq,
         shape=m.shapes.down,
     )  # fmt: skip
 
@@ -70,7 +67,7 @@ def hidden_to_token(run: Run, m: DecodeModel, kind: str) -> None:
     ws, head, eps = m.workspace, m.weights.lm_head, m.config.rms_norm_eps
     partials = sumsq_partials(m, after_embed=False)
     run(
-        "lm_head", MATVEC_NORMED, ws.meta, ws.normed, head, ws.logits, ws.sumsq, partials, eps,
+        "lm_head", m.products.normed, ws.meta, ws.normed, head, ws.logits, ws.sumsq, partials, eps,
         shape=m.shapes.lm_head,
     )  # fmt: skip
     if kind == "greedy":
@@ -86,4 +83,4 @@ def hidden_to_token(run: Run, m: DecodeModel, kind: str) -> None:
 def sumsq_partials(m: DecodeModel, after_embed: bool) -> int:
     """Partial sums of squares that the last writer of the residual stream left."""
     hidden = m.config.hidden_size
-    return embed_partials(hidden) if after_embed else residual_partials(hidden, m.shapes.down)
+    return embed_partials(hidden) if after_embed else m.products.partials(hidden, m.shapes.down)

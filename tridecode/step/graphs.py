@@ -1,12 +1,15 @@
-"""Who runs the token step: launched line by line, or captured once as a CUDA graph for each kind and replayed."""
+"""Who runs the passes: launched line by line, or captured once as CUDA graphs of several sizes and replayed."""
 
 import logging
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 
 import torch
 
+from ..kernels.op import Op
 from ..layout import LIMIT_REACHED, STATUS
 from . import decode
+from .dispatch import BatchDescriptor, Dispatcher
 from .run import Run, launch, launch_dependent
 from .state import DecodeModel
 
@@ -19,63 +22,139 @@ def launcher(model: DecodeModel) -> Run:
 
 
 class EagerSteps:
-    """Steps whose lines `run` runs one by one."""
+    """Passes whose lines `run` runs one by one."""
 
     def __init__(self, model: DecodeModel, run: Run):
         self.model, self._run = model, run
+        self.dispatcher = Dispatcher("none", ())
+        self._of_rows = [model.of_rows(rows) for rows in range(1, model.rows + 1)]
+
+    def replay(self, kind: str, rows: int | None = None) -> None:
+        """Run one pass of the first `rows` rows, by default all; on a GPU it is enqueued on the current stream."""
+        _, batch = self.dispatcher.dispatch(kind, rows or self.model.rows)
+        self.run(batch)
 
     @torch.inference_mode()
-    def replay(self, kind: str, rows: int | None = None) -> None:
-        """Run one step of the first `rows` rows, by default all; on a GPU it is enqueued on the current stream."""
+    def run(self, batch: BatchDescriptor) -> None:
         with torch.cuda.device(self.model.device) if self.model.device.type == "cuda" else nullcontext():
-            decode.step(self._run, self.model.of_rows(rows or self.model.rows), kind)
+            decode.step(self._run, self._of_rows[batch.rows - 1], batch.kind)
 
 
 class StepGraphs:
-    """The captured steps of one model, shared by all its requests.
+    """The captured passes of one model, shared by all its requests.
 
-    With `check_addresses` every replay first asserts that no buffer moved since capture (a debug aid). `kinds`: those
-    to capture, all by default. `run`: the runner to capture, by default `launcher(model)`.
+    dispatcher: its mode and sizes, by default one graph of all rows. attention: what runs eagerly between the pieces of
+    a piecewise graph in place of the list's own. kinds: those to capture, all by default. run: the runner to capture,
+    by default `launcher(model)`. With `check_addresses` every replay first asserts that no buffer moved since capture
+    (a debug aid).
     """
 
     def __init__(
         self,
         model: DecodeModel,
         check_addresses: bool = False,
-        kinds: tuple[str, ...] = decode.KINDS,
+        kinds: Sequence[str] = decode.KINDS,
         run: Run | None = None,
+        dispatcher: Dispatcher | None = None,
+        attention: Op | None = None,
     ):
         self.model = model
         self.captures = 0
         self.check_addresses = check_addresses
-        self._run = run or launcher(model)
+        self.dispatcher = dispatcher or Dispatcher("full", (model.rows,))
+        self._run, self._attention = run or launcher(model), attention
         self._addresses = model.addresses()
+        self._eager = EagerSteps(model, replaced(self._run, attention))
+        sizes = sorted(self.dispatcher.sizes, reverse=True)
+        batches = [BatchDescriptor(kind, rows) for rows in sizes for kind in kinds]
         with torch.cuda.device(model.device):  # Triton launches on the current device
+            self._pool = torch.cuda.graph_pool_handle()
+            self._stream = torch.cuda.Stream(model.device)
             log.info("compiling the kernels of the step")
-            streams = {kind: self._compile(kind) for kind in kinds}
-            log.info("capturing %d CUDA graphs", len(kinds))
-            self._graphs = {kind: self._capture(kind, stream) for kind, stream in streams.items()}
+            for batch in batches:
+                self._warm_up(batch)
+            log.info("capturing %d CUDA graphs of %s rows", len(batches), ", ".join(map(str, self.dispatcher.sizes)))
+            # The largest first: the smaller ones find their memory in the pool.
+            self._graphs = {batch: self._capture(batch) for batch in batches}
 
-    def _compile(self, kind: str) -> torch.cuda.Stream:
+    def _warm_up(self, batch: BatchDescriptor) -> None:
         # With a status other than RUN the warm-up compiles and loads every kernel and writes nothing.
         self.model.workspace.meta[:, STATUS] = LIMIT_REACHED
-        stream = torch.cuda.Stream(self.model.device)
-        stream.wait_stream(torch.cuda.current_stream(self.model.device))
-        with torch.cuda.stream(stream):
-            decode.step(self._run, self.model, kind)
+        self._stream.wait_stream(torch.cuda.current_stream(self.model.device))
+        with torch.cuda.stream(self._stream):
+            decode.step(replaced(self._run, self._attention), self.model.of_rows(batch.rows), batch.kind)
         torch.cuda.synchronize(self.model.device)
-        return stream
 
-    def _capture(self, kind: str, stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
+    def _capture(self, batch: BatchDescriptor) -> Callable[[], None]:
+        model, (mode, _) = self.model.of_rows(batch.rows), self.dispatcher.plan(batch.kind, batch.rows)
+        if mode == "piecewise":
+            pieces = Pieces(self._run, self._attention, self._stream, self._pool)
+            decode.step(pieces, model, batch.kind)
+            self.captures += len(pieces.end())
+            return pieces.replay
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-            decode.step(self._run, self.model, kind)
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            decode.step(self._run, model, batch.kind)
         self.captures += 1
-        return graph
+        return graph.replay
 
     def replay(self, kind: str, rows: int | None = None) -> None:
-        """Enqueue one step of at least the first `rows` rows, by default all, on the current stream."""
+        """Enqueue one pass of at least the first `rows` rows, by default all, on the current stream. Those beyond must
+        not run."""
         if self.check_addresses:
             moved = [name for name, a in self.model.addresses().items() if self._addresses.get(name) != a]
             assert not moved, f"buffers moved since capture: {', '.join(moved)}"
-        self._graphs[kind].replay()
+        mode, batch = self.dispatcher.dispatch(kind, rows or self.model.rows)
+        if mode == "none":
+            self._eager.run(batch)
+        else:
+            self._graphs[batch]()
+
+
+def replaced(run: Run, attention: Op | None) -> Run:
+    """`run`, with another operation in the place of attention."""
+    if attention is None:
+        return run
+
+    def run_other(role: str, op: Op, *args, **how) -> None:
+        if role == "attention":
+            attention.launch(*args)
+        else:
+            run(role, op, *args, **how)
+
+    return run_other
+
+
+class Pieces:
+    """Captures a list in pieces that end where attention stands, which runs eagerly between them."""
+
+    def __init__(self, run: Run, attention: Op | None, stream: torch.cuda.Stream, pool):
+        self._run, self._attention, self._stream, self._pool = run, attention, stream, pool
+        self._parts: list[torch.cuda.CUDAGraph | Callable[[], None]] = []
+        self._capture: torch.cuda.graph | None = None
+
+    def __call__(self, role: str, op: Op, *args, **how) -> None:
+        if role == "attention":
+            self.end()
+            eager = replaced(launch, self._attention)
+            self._parts.append(lambda: eager(role, op, *args, **how))
+            return
+        if self._capture is None:
+            self._parts.append(torch.cuda.CUDAGraph())
+            self._capture = torch.cuda.graph(
+                self._parts[-1], pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+            )
+            self._capture.__enter__()
+        self._run(role, op, *args, **how)
+
+    def end(self) -> list[torch.cuda.CUDAGraph]:
+        """End the piece that is being captured; returns all so far."""
+        if self._capture is not None:
+            self._capture.__exit__(None, None, None)
+            self._capture = None
+        return [part for part in self._parts if isinstance(part, torch.cuda.CUDAGraph)]
+
+    @torch.inference_mode()
+    def replay(self) -> None:
+        for part in self._parts:
+            part.replay() if isinstance(part, torch.cuda.CUDAGraph) else part()

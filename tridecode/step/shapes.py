@@ -7,6 +7,8 @@ import torch
 from ..model.config import ModelConfig
 from .tuned import with_table
 
+MAX_SPLITS = 64  # of the K/V of one row, in attention
+
 
 @dataclass(frozen=True)
 class MatvecShape:
@@ -49,7 +51,9 @@ class AttentionShape:
     head.
 
     ahead: the turns of a split whose K and V are loaded before the wait; where all positions fit in as many, one split
-    takes them. registers: the most a thread may use, 0 for no bound.
+    takes them. registers: the most a thread may use, 0 for no bound. programs: how many share the work of several rows;
+    0 for a program each head and split of a row; else a split has at least `ahead` turns, one of
+    them loaded before the wait.
     """
 
     block_t: int = 64
@@ -57,15 +61,16 @@ class AttentionShape:
     num_warps: int = 4
     registers: int = 0
     ahead: int = 1
+    programs: int = 0
 
 
 @dataclass(frozen=True)
 class StepShapes:
-    qkv: MatvecShape
-    o_proj: MatvecShape
-    gate_up: MatvecShape
-    down: MatvecShape
-    lm_head: MatvecShape
+    qkv: MatvecShape | MatmulShape
+    o_proj: MatvecShape | MatmulShape
+    gate_up: MatvecShape | MatmulShape
+    down: MatvecShape | MatmulShape
+    lm_head: MatvecShape | MatmulShape
     attention: AttentionShape
 
 
@@ -126,8 +131,11 @@ def attention_shape(head_dim: int, dtype: torch.dtype, capability: int) -> Atten
     return AttentionShape(block_t=128, splits=16, num_warps=8, ahead=2 if capability == TUNED_FOR else 1)
 
 
-def choose_shapes(config: ModelConfig, dtype: torch.dtype, capability: int, gpu: str | None = None) -> StepShapes:
-    """Shapes for one model on one GPU; capability is 10 * major + minor (90 for an H100 or H200).
+def choose_shapes(
+    config: ModelConfig, dtype: torch.dtype, capability: int, gpu: str | None = None
+) -> dict[int, StepShapes]:
+    """Shapes for passes of up to so many rows, for one model on one GPU; capability is 10 * major + minor (90 for an
+    H100 or H200).
 
     With the GPU's name the user's own table comes first (see tuned.py), then TUNED, then the rule of matvec_shape.
     """
@@ -142,4 +150,33 @@ def choose_shapes(config: ModelConfig, dtype: torch.dtype, capability: int, gpu:
     )
     if dtype != torch.bfloat16:  # activations are fp32 then, and do not fit in bounds found with 16-bit ones
         shapes = StepShapes(**{op: replace(shape, registers=0) for op, shape in vars(shapes).items()})
-    return shapes if gpu is None else with_table(shapes, config, dtype, gpu)
+    if gpu is not None:
+        shapes = with_table(shapes, config, dtype, gpu)
+    attention = attention_rows_shape(config.num_kv_heads, config.head_dim, dtype)
+    if dtype != torch.bfloat16:  # the weights are read once a row
+        return {1: shapes, 2: replace(shapes, attention=attention)}
+    return {1: shapes} | {rows: few_rows_shapes(config, attention, rows) for rows in (8, 16, 32, 64)}
+
+
+def few_rows_shapes(config: ModelConfig, attention: AttentionShape, rows: int) -> StepShapes:
+    """Shapes of passes of up to `rows` rows, 8 to 64."""
+    hidden, inter = config.hidden_size, config.intermediate_size
+    columns = {"qkv": hidden, "o_proj": config.q_size, "gate_up": hidden, "down": inter, "lm_head": hidden}
+    return StepShapes(**{op: matmul_shape(K, rows) for op, K in columns.items()}, attention=attention)
+
+
+def matmul_shape(K: int, rows: int) -> MatmulShape:
+    """The warps that share K columns, and the tiles of each that its registers hold beside the activations'."""
+    warps = 8 if K >= 6144 else 4
+    ahead, x_ahead = {8: (12, 8), 16: (12, 8), 32: (12, 4), 64: (8, 2)}[rows]
+    chunks = -(-K // (32 * warps))
+    return MatmulShape(16, warps, min(ahead, chunks), min(x_ahead, chunks))
+
+
+def attention_rows_shape(kv_heads: int, head_dim: int, dtype: torch.dtype) -> AttentionShape:
+    """Three programs a multiprocessor of the largest GPUs; a long row alone is split into about as many items."""
+    programs = 3 * 132
+    splits = min(max(programs // kv_heads, 1), MAX_SPLITS)
+    if head_dim > 128 or dtype == torch.float32:
+        return AttentionShape(block_t=16, splits=splits, num_warps=4, ahead=16, programs=programs)
+    return AttentionShape(block_t=32, splits=splits, num_warps=4, ahead=8, registers=200, programs=programs)

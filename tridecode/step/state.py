@@ -5,8 +5,12 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..cache.kv import KVCache, make_kv_cache
+from ..kernels.attention import ATTENTION
+from ..kernels.attention_rows import ATTENTION_ROWS
+from ..kernels.op import Op
 from ..model.config import ModelConfig
 from ..model.weights import Weights, short_repr
+from .products import Products, products_of
 from .rope import rope_tables
 from .shapes import StepShapes, choose_shapes
 from .workspace import Workspace, first_rows, make_workspace, named_tensors
@@ -14,7 +18,10 @@ from .workspace import Workspace, first_rows, make_workspace, named_tensors
 
 @dataclass(frozen=True)
 class DecodeModel:
-    """cos, sin: [capacity, head_dim / 2] fp32; `pdl` where the GPU has programmatic dependent launch."""
+    """cos, sin: [capacity, head_dim / 2] fp32; `pdl` where the GPU has programmatic dependent launch.
+
+    shapes_by_rows: launch shapes for passes of up to so many rows; those for the most serve any above.
+    """
 
     config: ModelConfig
     weights: Weights
@@ -22,7 +29,7 @@ class DecodeModel:
     cos: torch.Tensor
     sin: torch.Tensor
     workspace: Workspace
-    shapes: StepShapes
+    shapes_by_rows: dict[int, StepShapes]
     pdl: bool
 
     def __repr__(self) -> str:
@@ -43,6 +50,20 @@ class DecodeModel:
         """Of the largest pass."""
         return len(self.workspace.meta)
 
+    @property
+    def shapes(self) -> StepShapes:
+        """Of a pass of all rows."""
+        fitting = [rows for rows in self.shapes_by_rows if rows >= self.rows]
+        return self.shapes_by_rows[min(fitting, default=max(self.shapes_by_rows))]
+
+    @property
+    def products(self) -> Products:
+        return products_of(self.shapes)
+
+    @property
+    def attention(self) -> Op:
+        return ATTENTION_ROWS if self.shapes.attention.programs else ATTENTION
+
     def of_rows(self, rows: int) -> "DecodeModel":
         """The same model for passes of its first `rows` rows."""
         return self if rows == self.rows else replace(self, workspace=first_rows(self.workspace, rows))
@@ -57,12 +78,12 @@ class DecodeModel:
 
 def make_model(
     config: ModelConfig, weights: Weights, capacity: int, slots: int = 1, page: int | None = None,
-    shapes: StepShapes | None = None, pages: int | None = None, rows: int | None = None,
+    shapes: dict[int, StepShapes] | None = None, pages: int | None = None, rows: int | None = None,
 ) -> DecodeModel:
     """Allocate the state of a model whose weights are loaded, for `slots` of `capacity` K/V positions.
 
-    page, pages: see make_kv_cache. shapes: by default those chosen for the GPU. rows: of the largest pass, by default
-    as many as slots.
+    page, pages: see make_kv_cache. shapes: by rows, by default those chosen for the GPU. rows: of the largest pass, by
+    default as many as slots.
     """
     device, dtype = weights.device, weights.dtype
     cos, sin = rope_tables(config, capacity, device)
@@ -78,6 +99,6 @@ def make_model(
         cos=cos,
         sin=sin,
         workspace=make_workspace(config, capacity, device, dtype, slots, rows),
-        shapes=shapes or choose_shapes(config, dtype, capability, gpu),
+        shapes_by_rows=shapes or choose_shapes(config, dtype, capability, gpu),
         pdl=capability >= 90,
     )

@@ -8,8 +8,8 @@ from ..kernels.sampling import sample as sample_op
 from ..layout import LIMIT_REACHED, MAX_LOGPROBS, META_WIDTH, RING, SAMP_WIDTH, STATUS
 from ..model.config import ModelConfig
 from ..model.weights import short_repr
+from .shapes import MAX_SPLITS
 
-MAX_SPLITS = 64  # K/V splits of one attention
 OF_SLOTS = ("tokens", "counts", "bias", "out", "out_logprobs", "out_top_ids")  # by slot, all else by row
 
 
