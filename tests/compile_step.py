@@ -22,6 +22,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tridecode import kernels
 from tridecode.cache.kv import PAGE, make_kv_cache
@@ -57,8 +58,12 @@ class Recorder:
             signature, constants, attributes = {}, {}, {}
             args = (*args, *(named.pop(param.name) for param in self.kernel.params[len(args) :]))
             for i, (param, value) in enumerate(zip(self.kernel.params, args, strict=True)):
-                if param.is_constexpr or value is None or (isinstance(value, int) and value == 1):
+                if param.is_constexpr or value is None or (type(value) is int and value == 1):
                     signature[param.name], constants[param.name] = "constexpr", value
+                    continue
+                if isinstance(value, TensorDescriptor):
+                    block = ", ".join(map(str, value.block_shape))
+                    signature[param.name] = f"tensordesc<{TYPES[value.base.dtype].lstrip('*')}[{block}]>"
                     continue
                 if isinstance(value, torch.Tensor):
                     signature[param.name] = TYPES[value.dtype]

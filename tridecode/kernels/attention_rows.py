@@ -21,11 +21,11 @@ def _item(
     item,
     ends,
     active,
+    positions,
+    slots,
     offs_m,
-    meta_ptr,
     page_table_ptr,
     stride_table,
-    rows,
     KV_HEADS: tl.constexpr,
     BLOCK_T: tl.constexpr,
     LEAST: tl.constexpr,
@@ -34,11 +34,11 @@ def _item(
 ):
     """Of an item of the work: row, head, split, splits of the row, position, page-table row, and its positions."""
     unit, head = item // KV_HEADS, item % KV_HEADS
-    row = tl.minimum(tl.sum((ends <= unit).to(tl.int32), 0), rows - 1)
+    row = tl.sum((ends <= unit).to(tl.int32), 0)
     splits = _pick(active, offs_m, row)
     split = unit - _pick(ends, offs_m, row) + splits
-    position = tl.load(meta_ptr + row * META_WIDTH + POSITION)
-    table_ptr = page_table_ptr + tl.load(meta_ptr + row * META_WIDTH + SLOT) * stride_table
+    position = _pick(positions, offs_m, row)
+    table_ptr = page_table_ptr + _pick(slots, offs_m, row) * stride_table
     start = tl.maximum(position - WINDOW + 1, 0) if WINDOW > 0 else position * 0
     first_block = start // BLOCK_T
     per_split = tl.maximum(tl.cdiv(tl.cdiv(position, BLOCK_T) - first_block, SPLITS), LEAST)
@@ -127,6 +127,7 @@ def _attention_rows_kernel(
     offs_m = tl.arange(0, BLOCK_M)
     mask_m = offs_m < rows
     positions = tl.load(meta_ptr + offs_m * META_WIDTH + POSITION, mask=mask_m, other=0)
+    slots = tl.load(meta_ptr + offs_m * META_WIDTH + SLOT, mask=mask_m, other=0)
     runs = tl.load(meta_ptr + offs_m * META_WIDTH + STATUS, mask=mask_m, other=-1) == RUN
     first_blocks = tl.maximum(positions - WINDOW + 1, 0) // BLOCK_T if WINDOW > 0 else positions * 0
     blocks = tl.cdiv(positions, BLOCK_T) - first_blocks
@@ -145,7 +146,7 @@ def _attention_rows_kernel(
     mask_o = mask_d[:, None] & mask_g[None, :]
     partner = _partner(offs_d, D)
     row, head, split, splits, position, table_ptr, start, first, end = _item(
-        tl.maximum(tl.minimum(pid, items - 1), 0), ends, active, offs_m, meta_ptr, page_table_ptr, stride_table, rows,
+        tl.maximum(tl.minimum(pid, items - 1), 0), ends, active, positions, slots, offs_m, page_table_ptr, stride_table,
         KV_HEADS, BLOCK_T, LEAST, SPLITS, WINDOW,
     )  # fmt: skip
     k_t, v_t = _tile(
@@ -199,8 +200,8 @@ def _attention_rows_kernel(
         l = tl.sum(l_t, 0)
         this_row, this_head, this_split, active_splits = row, head, split, splits
         row, head, split, splits, position, table_ptr, start, first, end = _item(
-            tl.minimum(item + PROGRAMS, items - 1), ends, active, offs_m, meta_ptr, page_table_ptr, stride_table,
-            rows, KV_HEADS, BLOCK_T, LEAST, SPLITS, WINDOW,
+            tl.minimum(item + PROGRAMS, items - 1), ends, active, positions, slots, offs_m, page_table_ptr,
+            stride_table, KV_HEADS, BLOCK_T, LEAST, SPLITS, WINDOW,
         )  # fmt: skip
         k_t, v_t = _tile(  # of the next item
             k_ptr, v_ptr, table_ptr, head, first, start, end, stride_kp, stride_kh, PAGE, D, BLOCK_D, BLOCK_T

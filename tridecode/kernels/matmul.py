@@ -73,10 +73,11 @@ def _matmul_kernel(
     stride_normed,
     stride_sumsq,
     rows,
+    n_sumsq,
     BLOCK_M: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
-    N_SUMSQ: tl.constexpr,
+    NORMED: tl.constexpr,
     SUMSQ_BLOCK: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     RESIDUAL: tl.constexpr,
@@ -91,7 +92,7 @@ def _matmul_kernel(
     """out = x @ weight.T, scaled by the norm of x's source, plus bias; or out += it, preparing the next norm; or gated.
 
     meta: [rows, META_WIDTH] int32; x: [rows, K]; weight: [N, K], if GATED [2 * N, K], gate rows then up rows; bias:
-    [N]; sumsq: [rows, partials] fp32, read when N_SUMSQ > 0; out: [rows, N] (output), if GATED silu(gate(x)) * up(x).
+    [N]; sumsq: [rows, partials] fp32, read if NORMED; out: [rows, N] (output), if GATED silu(gate(x)) * up(x).
     RESIDUAL: out is the residual stream, fp32; norm: [N]; outputs normed: [rows, N] = out * norm, and sumsq, one
     partial sum a program. Rows that do not run are not written. Moves the weights' bytes. Grid cdiv(N, outputs a
     program).
@@ -135,9 +136,9 @@ def _matmul_kernel(
     mask = runs & mask_n
     if RESIDUAL:
         residual = tl.load(out_ptrs, mask=mask, other=0.0)
-    if N_SUMSQ > 0:
+    if NORMED:
         offs_s = tl.arange(0, SUMSQ_BLOCK)[None, :]
-        mask_s = (offs_s < N_SUMSQ) & (offs_m < rows)[:, None]
+        mask_s = (offs_s < n_sumsq) & (offs_m < rows)[:, None]
         partials = tl.load(sumsq_ptr + offs_m[:, None] * stride_sumsq + offs_s, mask=mask_s, other=0.0)
         scale = tl.rsqrt(tl.sum(partials, 1) / K + eps)
     acc = tl.zeros([WARPS, BLOCK_N, BLOCK_M], tl.float32)
@@ -149,7 +150,7 @@ def _matmul_kernel(
         if c + AHEAD < CHUNKS:
             w += (_load(weights, offs_k, lines_n < N, c + AHEAD, K, WARPS, MASKED, "evict_first"),)
     y = tl.sum(acc, 0)
-    if N_SUMSQ > 0:
+    if NORMED:
         y = y * scale[None, :]
     if GATED:
         gate, up = tl.split(tl.permute(y.reshape(2, OUT_N, BLOCK_M), (1, 2, 0)))
@@ -184,10 +185,11 @@ def _launch(meta, x, linear, out, norm, normed, sumsq, n_sumsq, eps, residual, g
         normed.stride(0) if residual else 0,
         sumsq.stride(0),
         rows,
+        n_sumsq,
         max(triton.next_power_of_2(rows), 8),
         N,
         weight.shape[1],
-        n_sumsq,
+        n_sumsq > 0,
         triton.next_power_of_2(max(n_sumsq, 1)),
         bias is not None,
         residual,

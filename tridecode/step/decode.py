@@ -10,6 +10,7 @@ from ..kernels.embed import EMBED, embed_partials
 from ..kernels.sampling.greedy import GREEDY
 from ..kernels.sampling.logprobs import LOGPROBS
 from ..kernels.sampling.sample import SAMPLE
+from .products import products
 from .run import Run
 from .state import DecodeModel
 
@@ -34,7 +35,7 @@ def attention_block(run: Run, m: DecodeModel, i: int) -> None:
     ws, kv, layer, eps = m.workspace, m.kv, m.weights.layers[i], m.config.rms_norm_eps
     partials = sumsq_partials(m, after_embed=i == 0)
     run(
-        "qkv", m.products.normed, ws.meta, ws.normed, layer.qkv, ws.qkv, ws.sumsq, partials, eps,
+        "qkv", products(m.shapes.qkv).normed, ws.meta, ws.normed, layer.qkv, ws.qkv, ws.sumsq, partials, eps,
         shape=m.shapes.qkv,
     )  # fmt: skip
     run(
@@ -43,8 +44,8 @@ def attention_block(run: Run, m: DecodeModel, i: int) -> None:
         shape=m.shapes.attention,
     )  # fmt: skip
     run(
-        "o_proj", m.products.residual, ws.meta, ws.attn_out, layer.o_proj, ws.hidden, layer.post_norm, ws.normed,
-        ws.sumsq, shape=m.shapes.o_proj,
+        "o_proj", products(m.shapes.o_proj).residual, ws.meta, ws.attn_out, layer.o_proj, ws.hidden, layer.post_norm,
+        ws.normed, ws.sumsq, shape=m.shapes.o_proj,
     )  # fmt: skip
 
 
@@ -52,14 +53,14 @@ def mlp_block(run: Run, m: DecodeModel, i: int) -> None:
     ws, layer, eps = m.workspace, m.weights.layers[i], m.config.rms_norm_eps
     last = i + 1 == m.config.num_layers
     next_norm = m.weights.final_norm if last else m.weights.layers[i + 1].input_norm
-    partials = m.products.partials(m.config.hidden_size, m.shapes.o_proj)
+    partials = products(m.shapes.o_proj).partials(m.config.hidden_size, m.shapes.o_proj)
     run(
-        "gate_up", m.products.gate_up, ws.meta, ws.normed, layer.gate_up, ws.act, ws.sumsq, partials, eps,
-        shape=m.shapes.gate_up,
+        "gate_up", products(m.shapes.gate_up).gate_up, ws.meta, ws.normed, layer.gate_up, ws.act, ws.sumsq, partials,
+        eps, shape=m.shapes.gate_up,
     )  # fmt: skip
     run(
-        "down", m.products.residual, ws.meta, ws.act, layer.down, ws.hidden, next_norm, ws.normed, ws.sumsq,
-        shape=m.shapes.down,
+        "down", products(m.shapes.down).residual, ws.meta, ws.act, layer.down, ws.hidden, next_norm, ws.normed,
+        ws.sumsq, shape=m.shapes.down,
     )  # fmt: skip
 
 
@@ -67,7 +68,7 @@ def hidden_to_token(run: Run, m: DecodeModel, kind: str) -> None:
     ws, head, eps = m.workspace, m.weights.lm_head, m.config.rms_norm_eps
     partials = sumsq_partials(m, after_embed=False)
     run(
-        "lm_head", m.products.normed, ws.meta, ws.normed, head, ws.logits, ws.sumsq, partials, eps,
+        "lm_head", products(m.shapes.lm_head).normed, ws.meta, ws.normed, head, ws.logits, ws.sumsq, partials, eps,
         shape=m.shapes.lm_head,
     )  # fmt: skip
     if kind == "greedy":
@@ -83,4 +84,4 @@ def hidden_to_token(run: Run, m: DecodeModel, kind: str) -> None:
 def sumsq_partials(m: DecodeModel, after_embed: bool) -> int:
     """Partial sums of squares that the last writer of the residual stream left."""
     hidden = m.config.hidden_size
-    return embed_partials(hidden) if after_embed else m.products.partials(hidden, m.shapes.down)
+    return embed_partials(hidden) if after_embed else products(m.shapes.down).partials(hidden, m.shapes.down)

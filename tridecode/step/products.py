@@ -1,13 +1,14 @@
-"""Products: the operations of a pass that multiply by weights, in the forms that its number of rows asks for."""
+"""Products: the operations of a pass that multiply by weights, in the form that a launch shape is made for."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..kernels.gate_up import GATE_UP
 from ..kernels.matmul import MATMUL_GATE_UP, MATMUL_NORMED, MATMUL_RESIDUAL, matmul_partials
+from ..kernels.matmul_tiles import TILES_GATE_UP, TILES_NORMED, TILES_RESIDUAL, tiles_partials
 from ..kernels.matvec import MATVEC_NORMED, MATVEC_RESIDUAL, residual_partials
 from ..kernels.op import Op
-from .shapes import MatmulShape, StepShapes
+from .shapes import MatmulShape, MatvecShape, Shape, TilesShape
 
 
 @dataclass(frozen=True)
@@ -18,13 +19,15 @@ class Products:
     normed: Op
     residual: Op
     gate_up: Op
-    partials: Callable[[int, object], int]
+    partials: Callable[[int, Shape], int]
 
 
-ONE_ROW = Products(MATVEC_NORMED, MATVEC_RESIDUAL, GATE_UP, residual_partials)  # of several, a grid of them
-FEW_ROWS = Products(MATMUL_NORMED, MATMUL_RESIDUAL, MATMUL_GATE_UP, matmul_partials)
+FORMS = {
+    MatvecShape: Products(MATVEC_NORMED, MATVEC_RESIDUAL, GATE_UP, residual_partials),
+    MatmulShape: Products(MATMUL_NORMED, MATMUL_RESIDUAL, MATMUL_GATE_UP, matmul_partials),
+    TilesShape: Products(TILES_NORMED, TILES_RESIDUAL, TILES_GATE_UP, tiles_partials),
+}
 
 
-def products_of(shapes: StepShapes) -> Products:
-    """The forms that launch with such shapes."""
-    return FEW_ROWS if isinstance(shapes.qkv, MatmulShape) else ONE_ROW
+def products(shape: Shape) -> Products:
+    return FORMS[type(shape)]

@@ -8,6 +8,7 @@ from ..model.config import ModelConfig
 from .tuned import with_table
 
 MAX_SPLITS = 64  # of the K/V of one row, in attention
+TILE_ROWS = 64  # that a buffer has which tiles are read from
 
 
 @dataclass(frozen=True)
@@ -15,13 +16,14 @@ class MatvecShape:
     """A program takes block_n whole rows at a time.
 
     registers: the most a thread may use, 0 for no bound. programs: how many share the rows, each taking its next ones
-    while it sums; 0 for one program each block_n rows.
+    while it sums; 0 for one program each block_n rows. rows: of a pass at most, for a program to take all of them.
     """
 
     block_n: int
     num_warps: int
     registers: int = 0
     programs: int = 0
+    rows: int = 1
 
     def grid(self, N: int) -> tuple[int, int]:
         """Blocks of N rows, and programs to launch."""
@@ -46,6 +48,21 @@ class MatmulShape:
 
 
 @dataclass(frozen=True)
+class TilesShape:
+    """Launch shape of a product of up to 64 rows by tiles of block_n rows (of gate and of up each) and block_k columns
+    of the weights, `stages` of them in flight. block_m: rows of a tile, if a pass has fewer."""
+
+    block_n: int = 32
+    block_k: int = 128
+    stages: int = 4
+    num_warps: int = 4
+    block_m: int = 16
+
+
+Shape = MatvecShape | MatmulShape | TilesShape
+
+
+@dataclass(frozen=True)
 class AttentionShape:
     """Launch shape: `block_t` positions a turn (a multiple or a divisor of the page), at most `splits` programs per K/V
     head.
@@ -66,11 +83,11 @@ class AttentionShape:
 
 @dataclass(frozen=True)
 class StepShapes:
-    qkv: MatvecShape | MatmulShape
-    o_proj: MatvecShape | MatmulShape
-    gate_up: MatvecShape | MatmulShape
-    down: MatvecShape | MatmulShape
-    lm_head: MatvecShape | MatmulShape
+    qkv: Shape
+    o_proj: Shape
+    gate_up: Shape
+    down: Shape
+    lm_head: Shape
     attention: AttentionShape
 
 

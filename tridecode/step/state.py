@@ -10,7 +10,6 @@ from ..kernels.attention_rows import ATTENTION_ROWS
 from ..kernels.op import Op
 from ..model.config import ModelConfig
 from ..model.weights import Weights, short_repr
-from .products import Products, products_of
 from .rope import rope_tables
 from .shapes import StepShapes, choose_shapes
 from .workspace import Workspace, first_rows, make_workspace, named_tensors
@@ -55,10 +54,6 @@ class DecodeModel:
         """Of a pass of all rows."""
         fitting = [rows for rows in self.shapes_by_rows if rows >= self.rows]
         return self.shapes_by_rows[min(fitting, default=max(self.shapes_by_rows))]
-
-    @property
-    def products(self) -> Products:
-        return products_of(self.shapes)
 
     @property
     def attention(self) -> Op:

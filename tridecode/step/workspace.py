@@ -8,7 +8,7 @@ from ..kernels.sampling import sample as sample_op
 from ..layout import LIMIT_REACHED, MAX_LOGPROBS, META_WIDTH, RING, SAMP_WIDTH, STATUS
 from ..model.config import ModelConfig
 from ..model.weights import short_repr
-from .shapes import MAX_SPLITS
+from .shapes import MAX_SPLITS, TILE_ROWS
 
 OF_SLOTS = ("tokens", "counts", "bias", "out", "out_logprobs", "out_top_ids")  # by slot, all else by row
 
@@ -69,6 +69,9 @@ def make_workspace(
     def real(*shape, dtype=torch.float32):
         return torch.zeros(shape, dtype=dtype, device=device)
 
+    def factor(columns):  # of a product by tiles, whose last rows nobody needs
+        return real(rows if rows == 1 else max(rows, TILE_ROWS), columns, dtype=act_dtype)[:rows]
+
     meta = state(rows, META_WIDTH)
     meta[:, STATUS] = LIMIT_REACHED  # no row runs before a request has begun
     return Workspace(
@@ -81,14 +84,14 @@ def make_workspace(
         out_logprobs=ring(slots, RING, 1 + MAX_LOGPROBS, dtype=torch.float32),
         out_top_ids=ring(slots, RING, MAX_LOGPROBS, dtype=torch.int32),
         hidden=real(rows, config.hidden_size),
-        normed=real(rows, config.hidden_size, dtype=act_dtype),
+        normed=factor(config.hidden_size),
         sumsq=real(rows, config.hidden_size),
         qkv=real(rows, config.q_size + 2 * config.kv_size),
-        attn_out=real(rows, config.q_size, dtype=act_dtype),
+        attn_out=factor(config.q_size),
         attn_partial=real(rows, config.num_heads, MAX_SPLITS, config.head_dim),
         attn_lse=real(rows, config.num_heads, MAX_SPLITS, 2),
         attn_counter=state(rows, config.num_kv_heads),
-        act=real(rows, config.intermediate_size, dtype=act_dtype),
+        act=factor(config.intermediate_size),
         logits=real(rows, vocab),
         sampler=sample_op.make_buffers(vocab, rows, device),
     )
