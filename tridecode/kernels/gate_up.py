@@ -4,9 +4,9 @@ import torch
 import triton
 import triton.language as tl
 
-from .common import RUN, gdc_launch_dependents, gdc_wait, options, running
+from .common import META_WIDTH, RUN, STATUS, gdc_launch_dependents, gdc_wait, options, running
 from .op import Op
-from .tiles import dot_tiles, load_rows, load_tiles, none_runs, rows_of_program, statuses
+from .tiles import dot_tiles, load_rows, load_tiles
 
 
 @triton.jit
@@ -22,7 +22,6 @@ def _gate_up_kernel(
     stride_sumsq,
     N: tl.constexpr,
     K: tl.constexpr,
-    ROWS: tl.constexpr,
     N_SUMSQ: tl.constexpr,
     SUMSQ_BLOCK: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -34,40 +33,35 @@ def _gate_up_kernel(
     """out = silu(gate(x)) * up(x), x scaled by its norm.
 
     meta: [rows, META_WIDTH] int32; x: [rows, K]; weight: [2 * N, K], gate rows then up rows; sumsq: [rows, partials]
-    fp32; out: [rows, N] (output). Moves 2 * N * K weight bytes. Grid (PROGRAMS, rows / ROWS).
+    fp32; out: [rows, N] (output). Moves 2 * N * K weight bytes. Grid (PROGRAMS, rows).
     A program owns the same rows of both halves, so the product needs no exchange.
     """
     pid = tl.program_id(0)
-    row = tl.program_id(1) * ROWS
+    row = tl.program_id(1)
     if PDL:
         gdc_launch_dependents()
     offs_n = pid * BLOCK_N + tl.arange(0, BLOCK_N)
-    status = statuses(meta_ptr, row, ROWS)
+    status = tl.load(meta_ptr + row * META_WIDTH + STATUS)
     up_ptr = weight_ptr + N * K
     gate = load_rows(weight_ptr, offs_n, N, K, BLOCK_K, N % BLOCK_N != 0)
     up = load_rows(up_ptr, offs_n, N, K, BLOCK_K, N % BLOCK_N != 0)
     if PDL:
         gdc_wait()
-    if none_runs(status, ROWS):
+    if status != RUN:
         return
-    x, scale = (), ()
-    for m in tl.static_range(ROWS):
-        x += (load_tiles(x_ptr + (row + m) * stride_xm, True, K, BLOCK_K, False, ""),)
-    for m in tl.static_range(ROWS):
-        offs_s = tl.arange(0, SUMSQ_BLOCK)
-        partials = tl.load(sumsq_ptr + (row + m) * stride_sumsq + offs_s, mask=offs_s < N_SUMSQ, other=0.0)
-        scale += (tl.rsqrt(tl.sum(partials, 0) / K + eps),)
+    x = load_tiles(x_ptr + row * stride_xm, True, K, BLOCK_K, False, "")
+    offs_s = tl.arange(0, SUMSQ_BLOCK)
+    partials = tl.load(sumsq_ptr + row * stride_sumsq + offs_s, mask=offs_s < N_SUMSQ, other=0.0)
+    scale = tl.rsqrt(tl.sum(partials, 0) / K + eps)
     for turn in range((BLOCKS + PROGRAMS - 1) // PROGRAMS):
         offs_n = (pid + turn * PROGRAMS) * BLOCK_N + tl.arange(0, BLOCK_N)
         gate_next, up_next = gate, up
         if BLOCKS > PROGRAMS:  # the next rows are in flight while these are summed
             gate_next = load_rows(weight_ptr, offs_n + PROGRAMS * BLOCK_N, N, K, BLOCK_K, True)
             up_next = load_rows(up_ptr, offs_n + PROGRAMS * BLOCK_N, N, K, BLOCK_K, True)
-        for m in tl.static_range(ROWS):
-            g = dot_tiles(gate, x[m], BLOCK_N, K, BLOCK_K) * scale[m]
-            y = g * tl.sigmoid(g) * (dot_tiles(up, x[m], BLOCK_N, K, BLOCK_K) * scale[m])
-            mask = offs_n < N if ROWS == 1 else (offs_n < N) & (status[m] == RUN)
-            tl.store(out_ptr + (row + m) * stride_om + offs_n, y.to(out_ptr.dtype.element_ty), mask=mask)
+        g = dot_tiles(gate, x, BLOCK_N, K, BLOCK_K) * scale
+        y = g * tl.sigmoid(g) * (dot_tiles(up, x, BLOCK_N, K, BLOCK_K) * scale)
+        tl.store(out_ptr + row * stride_om + offs_n, y.to(out_ptr.dtype.element_ty), mask=offs_n < N)
         gate, up = gate_next, up_next
 
 
@@ -76,8 +70,7 @@ def gate_up(meta, normed, linear, out, sumsq, n_sumsq, eps, *, shape, pdl=False)
     rows, N = out.shape
     K = linear.in_features
     blocks, programs = shape.grid(N)
-    each = rows_of_program(rows, shape)
-    _gate_up_kernel[(programs, rows // each)](
+    _gate_up_kernel[(programs, rows)](
         meta,
         normed,
         linear.weight,
@@ -89,7 +82,6 @@ def gate_up(meta, normed, linear, out, sumsq, n_sumsq, eps, *, shape, pdl=False)
         sumsq.stride(0),
         N,
         K,
-        each,
         n_sumsq,
         triton.next_power_of_2(n_sumsq),
         shape.block_n,

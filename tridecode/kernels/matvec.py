@@ -1,4 +1,4 @@
-"""matvec: one row of activations, or up to four, times a weight matrix, with the work around it fused.
+"""matvec: one row of activations times a weight matrix, with the work around it fused.
 
 qkv: norm scale in, bias. o_proj and down: residual add, and the next norm prepared. lm_head: norm scale in.
 """
@@ -7,9 +7,9 @@ import torch
 import triton
 import triton.language as tl
 
-from .common import RUN, gdc_launch_dependents, gdc_wait, options, running
+from .common import META_WIDTH, RUN, STATUS, gdc_launch_dependents, gdc_wait, options, running
 from .op import Op
-from .tiles import dot_tiles, load_rows, load_tiles, none_runs, rows_of_program, statuses
+from .tiles import dot_tiles, load_rows, load_tiles
 
 
 @triton.jit
@@ -29,7 +29,6 @@ def _matvec_kernel(
     stride_sumsq,
     N: tl.constexpr,
     K: tl.constexpr,
-    ROWS: tl.constexpr,
     N_SUMSQ: tl.constexpr,
     SUMSQ_BLOCK: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -45,41 +44,37 @@ def _matvec_kernel(
     meta: [rows, META_WIDTH] int32; x: [rows, K]; weight: [N, K]; bias: [N]; sumsq: [rows, partials] fp32, read when
     N_SUMSQ > 0; out: [rows, N] fp32 (output). RESIDUAL: out is the residual stream; norm: [N]; outputs normed:
     [rows, N] = out * norm, and sumsq, one partial sum a program, in fixed order so that steps are bit-equal. There is
-    no bias then. Moves N * K weight bytes. Grid (PROGRAMS, rows / ROWS): a program takes ROWS rows, 1 to 4.
+    no bias then. Moves N * K weight bytes. Grid (PROGRAMS, rows).
     All of a program's first rows are in flight before the wait. BLOCK_K is one 16-byte load a thread, so that the tiles
     of x [1, BLOCK_K] have the weights' own layout: anything else would be converted through shared memory.
     """
     pid = tl.program_id(0)
-    row = tl.program_id(1) * ROWS
+    row = tl.program_id(1)
     if PDL:
         gdc_launch_dependents()
     offs_n = pid * BLOCK_N + tl.arange(0, BLOCK_N)
-    status = statuses(meta_ptr, row, ROWS)
+    status = tl.load(meta_ptr + row * META_WIDTH + STATUS)
     w = load_rows(weight_ptr, offs_n, N, K, BLOCK_K, N % BLOCK_N != 0)
     extra_ptr = bias_ptr if HAS_BIAS else norm_ptr
     if HAS_BIAS or RESIDUAL:
         extra = tl.load(extra_ptr + offs_n, mask=offs_n < N, other=0.0)
     if PDL:
         gdc_wait()
-    if none_runs(status, ROWS):
+    if status != RUN:
         return
     # Every load that depends on the predecessor is issued here, so that their latencies overlap.
-    x, scale, sumsq = (), (), ()
-    for m in tl.static_range(ROWS):
-        x += (load_tiles(x_ptr + (row + m) * stride_xm, True, K, BLOCK_K, False, ""),)
-        sumsq += (0.0,)
-    for m in tl.static_range(ROWS):
-        if N_SUMSQ > 0:
-            offs_s = tl.arange(0, SUMSQ_BLOCK)
-            partials = tl.load(sumsq_ptr + (row + m) * stride_sumsq + offs_s, mask=offs_s < N_SUMSQ, other=0.0)
-            scale += (tl.rsqrt(tl.sum(partials, 0) / K + eps),)
+    x = load_tiles(x_ptr + row * stride_xm, True, K, BLOCK_K, False, "")
+    if N_SUMSQ > 0:
+        offs_s = tl.arange(0, SUMSQ_BLOCK)
+        partials = tl.load(sumsq_ptr + row * stride_sumsq + offs_s, mask=offs_s < N_SUMSQ, other=0.0)
+        scale = tl.rsqrt(tl.sum(partials, 0) / K + eps)
+    sumsq = 0.0
     for turn in range((BLOCKS + PROGRAMS - 1) // PROGRAMS):
         offs_n = (pid + turn * PROGRAMS) * BLOCK_N + tl.arange(0, BLOCK_N)
         mask_n = offs_n < N
-        residual = ()
+        out_ptrs = out_ptr + row * stride_om + offs_n
         if RESIDUAL:
-            for m in tl.static_range(ROWS):
-                residual += (tl.load(out_ptr + (row + m) * stride_om + offs_n, mask=mask_n, other=0.0),)
+            residual = tl.load(out_ptrs, mask=mask_n, other=0.0)
         w_next = w
         if HAS_BIAS or RESIDUAL:
             extra_next = extra
@@ -88,31 +83,22 @@ def _matvec_kernel(
             w_next = load_rows(weight_ptr, offs_next, N, K, BLOCK_K, True)
             if HAS_BIAS or RESIDUAL:
                 extra_next = tl.load(extra_ptr + offs_next, mask=offs_next < N, other=0.0)
-        squares = ()
-        for m in tl.static_range(ROWS):
-            y = dot_tiles(w, x[m], BLOCK_N, K, BLOCK_K)
-            if N_SUMSQ > 0:
-                y = y * scale[m]
-            if HAS_BIAS:
-                y += extra.to(tl.float32)
-            mask = mask_n if ROWS == 1 else mask_n & (status[m] == RUN)
-            if RESIDUAL:
-                y += residual[m]
-                normed = (y * extra.to(tl.float32)).to(normed_ptr.dtype.element_ty)
-                tl.store(normed_ptr + (row + m) * stride_normed + offs_n, normed, mask=mask)
-                squares += (sumsq[m] + tl.sum(tl.where(mask_n, y * y, 0.0), 0),)
-            tl.store(out_ptr + (row + m) * stride_om + offs_n, y, mask=mask)
+        y = dot_tiles(w, x, BLOCK_N, K, BLOCK_K)
+        if N_SUMSQ > 0:
+            y = y * scale
+        if HAS_BIAS:
+            y += extra.to(tl.float32)
         if RESIDUAL:
-            sumsq = squares
+            y += residual
+            normed = (y * extra.to(tl.float32)).to(normed_ptr.dtype.element_ty)
+            tl.store(normed_ptr + row * stride_normed + offs_n, normed, mask=mask_n)
+            sumsq += tl.sum(tl.where(mask_n, y * y, 0.0), 0)
+        tl.store(out_ptrs, y, mask=mask_n)
         w = w_next
         if HAS_BIAS or RESIDUAL:
             extra = extra_next
     if RESIDUAL:
-        for m in tl.static_range(ROWS):
-            if ROWS == 1:
-                tl.store(sumsq_ptr + row * stride_sumsq + pid, sumsq[m])
-            else:
-                tl.store(sumsq_ptr + (row + m) * stride_sumsq + pid, sumsq[m], mask=status[m] == RUN)
+        tl.store(sumsq_ptr + row * stride_sumsq + pid, sumsq)
 
 
 def _launch(meta, x, linear, out, norm, normed, sumsq, n_sumsq, eps, residual, shape, pdl):
@@ -120,8 +106,7 @@ def _launch(meta, x, linear, out, norm, normed, sumsq, n_sumsq, eps, residual, s
     N, K = weight.shape
     spare = out  # stands in for pointers this variant does not read
     blocks, programs = shape.grid(N)
-    each = rows_of_program(len(out), shape)
-    _matvec_kernel[(programs, len(out) // each)](
+    _matvec_kernel[(programs, out.shape[0])](
         meta,
         x,
         weight,
@@ -137,7 +122,6 @@ def _launch(meta, x, linear, out, norm, normed, sumsq, n_sumsq, eps, residual, s
         sumsq.stride(0) if sumsq is not None else 0,
         N,
         K,
-        each,
         n_sumsq,
         triton.next_power_of_2(max(n_sumsq, 1)),
         bias is not None,

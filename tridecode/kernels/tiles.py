@@ -3,25 +3,6 @@
 import triton
 import triton.language as tl
 
-from .common import META_WIDTH, RUN, STATUS
-
-
-@triton.jit
-def statuses(meta_ptr, row, ROWS: tl.constexpr):
-    """Of ROWS rows from `row`."""
-    found = ()
-    for m in tl.static_range(ROWS):
-        found += (tl.load(meta_ptr + (row + m) * META_WIDTH + STATUS),)
-    return found
-
-
-@triton.jit
-def none_runs(status, ROWS: tl.constexpr):
-    none = status[0] != RUN
-    for m in tl.static_range(1, ROWS):
-        none = none & (status[m] != RUN)
-    return none
-
 
 @triton.jit
 def load_tiles(row_ptrs, mask_n, K: tl.constexpr, BLOCK_K: tl.constexpr, MASKED: tl.constexpr, POLICY: tl.constexpr):
@@ -62,8 +43,3 @@ def dot_tiles(w, x, BLOCK_N: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexp
         else:
             acc += tl.sum(product.reshape(BLOCK_N, BLOCK_K // GROUP, GROUP), 2)
     return tl.sum(acc, 1)
-
-
-def rows_of_program(rows: int, shape) -> int:
-    """How many of `rows` rows a program takes: all where the shape is made for so many, else one."""
-    return rows if rows <= shape.rows else 1

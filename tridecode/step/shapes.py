@@ -16,14 +16,13 @@ class MatvecShape:
     """A program takes block_n whole rows at a time.
 
     registers: the most a thread may use, 0 for no bound. programs: how many share the rows, each taking its next ones
-    while it sums; 0 for one program each block_n rows. rows: of a pass at most, for a program to take all of them.
+    while it sums; 0 for one program each block_n rows.
     """
 
     block_n: int
     num_warps: int
     registers: int = 0
     programs: int = 0
-    rows: int = 1
 
     def grid(self, N: int) -> tuple[int, int]:
         """Blocks of N rows, and programs to launch."""
@@ -45,6 +44,7 @@ class MatmulShape:
     ahead: int = 16
     x_ahead: int = 4
     registers: int = 0
+    cache: str = ""
 
 
 @dataclass(frozen=True)
