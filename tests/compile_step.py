@@ -36,7 +36,7 @@ from tridecode.step.state import DecodeModel
 from tridecode.step.workspace import make_workspace
 
 MODULES = [import_module(found.name) for found in walk_packages(kernels.__path__, f"{kernels.__name__}.")]
-ROWS = (1, 2, 16, 32, 64)
+ROWS = (1, 8, 16, 64)  # of passes
 FP16 = ("qwen2.5-0.5b", "qwen3-4b_fp16")  # the others are bf16
 MODELS = PRESETS | {"qwen3-4b_fp16": PRESETS["qwen3-4b"]} | {
     f"head_dim_{d}": replace(PRESETS["qwen3-0.6b"], head_dim=d, num_heads=heads, num_kv_heads=kv, num_layers=2)

@@ -15,6 +15,8 @@ from tridecode.model.presets import PRESETS
 SCRIPT = Path(__file__).parent / "compile_step.py"
 FOLDER = Path(kernels.__path__[0])
 SHARED = 48 * 1024  # bytes; above, Triton asks for the largest carve-out, and the step's other kernels lose their L1
+MOST = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}  # KiB; what a program can have at most, for tiles
+MOST = {arch: 1024 * size for arch, size in MOST.items()}
 ODD = ("head_dim_80", "head_dim_96", "head_dim_256", "group_16", "qwen3-4b_fp16")
 KERNELS = set(re.findall(r"^def (_\w+_kernel)\(", "".join(file.read_text() for file in FOLDER.rglob("*.py")), re.M))
 # The interpreter's machine compiles a few models for the two main targets and one for the others; a GPU machine, all.
@@ -34,5 +36,5 @@ def test_every_kernel_compiles_without_spills_or_much_shared_memory(models, arch
     assert {row[1] for row in rows} == KERNELS
     spilled = [row for row in rows if row[4] != "0" or row[5] != "0"]
     assert not spilled, f"kernels with stack or local memory: {spilled}"
-    heavy = [row for row in rows if int(row[6]) > SHARED]
+    heavy = [row for row in rows if int(row[6]) > (MOST[arch] if "tiles" in row[1] else SHARED)]
     assert not heavy, f"kernels with more than {SHARED} bytes of shared memory: {heavy}"

@@ -46,16 +46,15 @@ def _load(
     WARPS: tl.constexpr,
     MASKED: tl.constexpr,
     POLICY: tl.constexpr,
-    CACHE: tl.constexpr,
 ):
     """Columns from c * WARPS * STEP_K on; MASKED where a line may not exist."""
     k: tl.constexpr = c * WARPS * _STEP_K
     if k + WARPS * _STEP_K > K:
-        return tl.load(ptrs + k, mask=lines & (offs_k + k < K), other=0.0, eviction_policy=POLICY, cache_modifier=CACHE)
+        return tl.load(ptrs + k, mask=lines & (offs_k + k < K), other=0.0, eviction_policy=POLICY)
     elif MASKED:
-        return tl.load(ptrs + k, mask=lines, other=0.0, eviction_policy=POLICY, cache_modifier=CACHE)
+        return tl.load(ptrs + k, mask=lines, other=0.0, eviction_policy=POLICY)
     else:
-        return tl.load(ptrs + k, eviction_policy=POLICY, cache_modifier=CACHE)
+        return tl.load(ptrs + k, eviction_policy=POLICY)
 
 
 @triton.jit
@@ -87,7 +86,6 @@ def _matmul_kernel(
     WARPS: tl.constexpr,
     AHEAD: tl.constexpr,
     X_AHEAD: tl.constexpr,
-    CACHE: tl.constexpr,
     PDL: tl.constexpr,
     DOT_FP32: tl.constexpr,
 ):
@@ -114,7 +112,7 @@ def _matmul_kernel(
     weights = weight_ptr + (lines_n + line // OUT_N * N).to(tl.int64) * K + offs_k
     w = ()
     for c in tl.static_range(min(AHEAD, CHUNKS)):
-        w += (_load(weights, offs_k, lines_n < N, c, K, WARPS, MASKED, "" if CACHE == ".cg" else "evict_first", CACHE),)
+        w += (_load(weights, offs_k, lines_n < N, c, K, WARPS, MASKED, "evict_first"),)
     offs_m = tl.arange(0, BLOCK_M)
     status = tl.load(meta_ptr + offs_m * META_WIDTH + STATUS, mask=offs_m < rows, other=-1)
     runs = (status == RUN)[None, :]
@@ -133,7 +131,7 @@ def _matmul_kernel(
     xs = x_ptr + tl.minimum(line_m, rows - 1) * stride_xm + offs_xk
     x = ()
     for c in tl.static_range(min(X_AHEAD, CHUNKS)):
-        x += (_load(xs, offs_xk, line_m < rows, c, K, WARPS, False, "", ""),)
+        x += (_load(xs, offs_xk, line_m < rows, c, K, WARPS, False, ""),)
     out_ptrs = out_ptr + offs_m[None, :] * stride_om + offs_n
     mask = runs & mask_n
     if RESIDUAL:
@@ -146,11 +144,11 @@ def _matmul_kernel(
     acc = tl.zeros([WARPS, BLOCK_N, BLOCK_M], tl.float32)
     for c in tl.static_range(CHUNKS):
         if c + X_AHEAD < CHUNKS:
-            x += (_load(xs, offs_xk, line_m < rows, c + X_AHEAD, K, WARPS, False, "", ""),)
+            x += (_load(xs, offs_xk, line_m < rows, c + X_AHEAD, K, WARPS, False, ""),)
         columns = tl.permute(_operand(x[c], WARPS, BLOCK_M), (0, 2, 1)).to(TYPE)
         acc = tl.dot(_operand(w[c], WARPS, BLOCK_N).to(TYPE), columns, acc, input_precision="ieee")
         if c + AHEAD < CHUNKS:
-            w += (_load(weights, offs_k, lines_n < N, c + AHEAD, K, WARPS, MASKED, "" if CACHE == ".cg" else "evict_first", CACHE),)
+            w += (_load(weights, offs_k, lines_n < N, c + AHEAD, K, WARPS, MASKED, "evict_first"),)
     y = tl.sum(acc, 0)
     if NORMED:
         y = y * scale[None, :]
@@ -200,7 +198,6 @@ def _launch(meta, x, linear, out, norm, normed, sumsq, n_sumsq, eps, residual, g
         shape.num_warps,
         shape.ahead,
         shape.x_ahead,
-        shape.cache,
         pdl,
         interpreted(),
         **options(shape.num_warps, pdl, shape.registers),

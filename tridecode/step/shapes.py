@@ -44,7 +44,6 @@ class MatmulShape:
     ahead: int = 16
     x_ahead: int = 4
     registers: int = 0
-    cache: str = ""
 
 
 @dataclass(frozen=True)
@@ -169,31 +168,85 @@ def choose_shapes(
         shapes = StepShapes(**{op: replace(shape, registers=0) for op, shape in vars(shapes).items()})
     if gpu is not None:
         shapes = with_table(shapes, config, dtype, gpu)
-    attention = attention_rows_shape(config.num_kv_heads, config.head_dim, dtype)
+    attention = attention_rows_shape(config, dtype)
     if dtype != torch.bfloat16:  # the weights are read once a row
         return {1: shapes, 2: replace(shapes, attention=attention)}
-    return {1: shapes} | {rows: few_rows_shapes(config, attention, rows) for rows in (8, 16, 32, 64)}
+    return {1: shapes} | {rows: few_rows_shapes(config, attention, rows, capability) for rows in (8, 16, 32, 64)}
 
 
-def few_rows_shapes(config: ModelConfig, attention: AttentionShape, rows: int) -> StepShapes:
-    """Shapes of passes of up to `rows` rows, 8 to 64."""
+def few_rows_shapes(config: ModelConfig, attention: AttentionShape, rows: int, capability: int) -> StepShapes:
+    """Shapes of passes of up to `rows` rows: 8, 16, 32 or 64."""
     hidden, inter = config.hidden_size, config.intermediate_size
-    columns = {"qkv": hidden, "o_proj": config.q_size, "gate_up": hidden, "down": inter, "lm_head": hidden}
-    return StepShapes(**{op: matmul_shape(K, rows) for op, K in columns.items()}, attention=attention)
+    sizes = {
+        "qkv": (config.q_size + 2 * config.kv_size, hidden),
+        "o_proj": (hidden, config.q_size),
+        "gate_up": (2 * inter, hidden),
+        "down": (hidden, inter),
+        "lm_head": (config.vocab_size, hidden),
+    }
+    shapes = {op: few_rows_shape(*size, rows, op == "gate_up", capability) for op, size in sizes.items()}
+    return StepShapes(**shapes, attention=attention)
 
 
-def matmul_shape(K: int, rows: int) -> MatmulShape:
-    """The warps that share K columns, and the tiles of each that its registers hold beside the activations'."""
-    warps = 8 if K >= 6144 else 4
-    ahead, x_ahead = {8: (12, 8), 16: (12, 8), 32: (12, 4), 64: (8, 2)}[rows]
-    chunks = -(-K // (32 * warps))
-    return MatmulShape(16, warps, min(ahead, chunks), min(x_ahead, chunks))
+# Rows of a pass -> (rows, columns) of a weight matrix -> the shape that was fastest in the whole step on an H200.
+TUNED_ROWS = {
+    8: {
+        (6144, 2560): MatmulShape(16, 4, 12, 8),  # Qwen3-4B
+        (2560, 4096): MatmulShape(16, 4, 12, 4),
+        (19456, 2560): MatmulShape(16, 4, 12, 8),
+        (2560, 9728): MatmulShape(32, 8, 5, 4),
+        (151936, 2560): MatmulShape(16, 8, 10, 8),
+        (4096, 1024): MatmulShape(16, 4, 8, 8),  # Qwen3-0.6B
+        (1024, 2048): MatmulShape(16, 4, 12, 8),
+        (6144, 1024): MatmulShape(16, 2, 16, 4),
+        (1024, 3072): MatmulShape(16, 4, 16, 4),
+        (151936, 1024): MatmulShape(16, 4, 8, 8),
+    },
+    16: {
+        (2560, 4096): MatmulShape(16, 4, 12, 8),
+        (1024, 2048): MatmulShape(16, 4, 12, 8),
+        (1024, 3072): MatmulShape(16, 4, 12, 8),
+    },
+    32: {
+        (6144, 2560): TilesShape(32, 256, 4, block_m=32),
+        (4096, 1024): TilesShape(32, 128, 8, block_m=64),
+        (1024, 2048): TilesShape(32, 256, 4, block_m=32),
+        (6144, 1024): TilesShape(32, 128, 4, block_m=64),
+        (1024, 3072): TilesShape(32, 128, 8, block_m=64),
+    },
+    64: {
+        (6144, 1024): TilesShape(16, 128, 4),
+        (2560, 9728): TilesShape(32, 128, 8),
+        (1024, 3072): TilesShape(32, 128, 8),
+    },
+}
 
 
-def attention_rows_shape(kv_heads: int, head_dim: int, dtype: torch.dtype) -> AttentionShape:
-    """Three programs a multiprocessor of the largest GPUs; a long row alone is split into about as many items."""
-    programs = 3 * 132
-    splits = min(max(programs // kv_heads, 1), MAX_SPLITS)
-    if head_dim > 128 or dtype == torch.float32:
-        return AttentionShape(block_t=16, splits=splits, num_warps=4, ahead=16, programs=programs)
-    return AttentionShape(block_t=32, splits=splits, num_warps=4, ahead=8, registers=200, programs=programs)
+def few_rows_shape(N: int, K: int, rows: int, gated: bool, capability: int = TUNED_FOR) -> MatmulShape | TilesShape:
+    """The tuned shape, or one like those. Up to 16 rows stay in registers; more share tiles of the weights, as large as
+    the shared memory of most GPUs holds."""
+    if capability == TUNED_FOR and (N, K) in TUNED_ROWS[rows]:
+        shape = TUNED_ROWS[rows][N, K]
+    elif rows == 16 and N >= 2**16 and capability == TUNED_FOR:
+        return TilesShape(32, 256, 4)
+    elif rows <= 16:
+        ahead = (12, 8) if rows == 8 else (8, 4)
+        shape = MatmulShape(16, 4, *ahead) if K < 6144 else MatmulShape(32, 8, 5 if rows == 8 else 8, 4)
+    elif gated or N >= 2**16:
+        return TilesShape(32, 64, 4, block_m=64)
+    else:
+        return TilesShape(64, 128, 6, block_m=64) if capability == TUNED_FOR else TilesShape(32, 128, 3, block_m=64)
+    if isinstance(shape, TilesShape):
+        return shape
+    tiles = -(-K // (32 * shape.num_warps))
+    return replace(shape, ahead=min(shape.ahead, tiles), x_ahead=min(shape.x_ahead, tiles))
+
+
+def attention_rows_shape(config: ModelConfig, dtype: torch.dtype) -> AttentionShape:
+    """A program or more a multiprocessor of the largest GPUs; a long row alone is split into more items than those."""
+    splits = min(max(3 * 132 // config.num_kv_heads, 1), MAX_SPLITS)
+    if config.head_dim > 128 or dtype == torch.float32:
+        return AttentionShape(block_t=16, splits=splits, num_warps=4, ahead=16, programs=3 * 132)
+    if config.num_heads // config.num_kv_heads > 8:
+        return AttentionShape(block_t=32, splits=splits, num_warps=8, ahead=8, programs=132)
+    return AttentionShape(block_t=64, splits=splits, num_warps=8, ahead=4, programs=132)
