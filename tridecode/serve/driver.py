@@ -56,8 +56,12 @@ class Driver:
             self.scheduler.step()
 
     def submit(self, job: Job) -> "Request":
-        self.exclusively(self.scheduler.add, job)
-        return Request(self, job)
+        request = Request(self, job)  # first: whatever interrupts what follows, the job goes with it
+        self.exclusively(self._add, job)
+        return request
+
+    def _add(self, job: Job) -> None:
+        self.scheduler.add(job)
 
     def cancel(self, job: Job) -> bool:
         return not job.ended and self.exclusively(self.scheduler.cancel, job)

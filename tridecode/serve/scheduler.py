@@ -103,6 +103,8 @@ class Scheduler:
         self._settle()
         self._unsettled = True
         self._read()
+        while self._in_flight and all(running.gone for running in self._in_flight[0]):
+            self._in_flight.popleft()
         while len(self._in_flight) <= self._ahead and self._enqueue():
             pass
         if self._in_flight:
