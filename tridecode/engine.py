@@ -184,6 +184,7 @@ class Engine:
 
     @property
     def scheduler(self) -> Scheduler:
+        self._open()
         return self._driver.scheduler
 
     @property
@@ -310,7 +311,7 @@ class Engine:
         """
         if (prompts := listed(prompts)) is None:
             raise ParameterError("prompts must be a list of prompts; for one prompt there is generate")
-        params = list(params) if isinstance(params, (list, tuple)) else [params] * len(prompts)
+        params = list(params) if isinstance(params, (list, tuple)) else [self._params(params)] * len(prompts)
         if len(params) != len(prompts):
             raise ParameterError(f"params: a list has one for each of {len(prompts):,} prompts, got {len(params):,}")
         function("progress", progress)
@@ -356,6 +357,7 @@ class Engine:
 
     def enqueue(self, params: SamplingParams, rows: int = 1) -> None:
         """Enqueue one pass of `rows` rows, of the kind that `params` needs; returns before it has run on a GPU."""
+        self._open()
         threads.use(self.threads)
         self.steps.replay(step_kind(params), rows)
 

@@ -46,7 +46,11 @@ class Driver:
     def wait(self, ready: Callable[[], bool]) -> None:
         """Step until it is so, whoever's tokens come by that."""
         while not ready():
-            self.exclusively(self._step, ready)
+            try:
+                self.exclusively(self._step, ready)
+            except EngineClosed:
+                if not ready():  # its end may be what was waited for
+                    raise
             if self._wanting:
                 time.sleep(HANDOVER)
 
