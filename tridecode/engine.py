@@ -3,6 +3,7 @@
 import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -116,12 +117,13 @@ class Engine:
         torch_dtype = resolve_dtype(dtype, config, place)
         plan, capacity, notes = plan_capacity(config, torch_dtype, place, max_seq_len, slots, kv_tokens)
         pool, page = plan.kv_tokens(capacity, kv_tokens, str(place)), page_size(backend, slots) or capacity
+        pages = None if pool == slots * capacity else -(-pool // page)
         cores = threads.FreeCores()
         weights = load_weights(path, config, place, torch_dtype, progress)
         name = "bundled" if model is None else str(model)
         engine = cls.build(
             config, weights, tokenizer, capacity, backend, graph, plan=plan, name=name, notes=notes, slots=slots,
-            pages=-(-pool // page), page=page, graph_sizes=graph_sizes, chunk_tokens=chunk_tokens,
+            pages=pages, page=page, graph_sizes=graph_sizes, chunk_tokens=chunk_tokens,
             max_queue=max_queue,
         )  # fmt: skip
         engine.threads = threads.choose(plan.weights, cores) if place.type == "cpu" else None
@@ -167,8 +169,11 @@ class Engine:
 
     def close(self) -> None:
         """Cancel what runs or waits, and give the memory back. What is called later raises EngineClosed."""
-        self._driver.close()
-        self.model = self.steps = None
+        if self.model is not None:
+            self._driver.close()
+            with suppress(RuntimeError):  # a lost GPU writes no more
+                self.synchronize()
+            self.model = self.steps = None
 
     def __enter__(self) -> "Engine":
         return self

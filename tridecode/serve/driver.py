@@ -115,9 +115,10 @@ class Driver:
         """Cancel all that runs or waits; whatever comes after is refused."""
         with self._lock:
             if not self._closed:
-                self.scheduler.cancel_all()
-                self._closed = True
-                self.scheduler = None  # and all that it holds
+                try:
+                    self.scheduler.cancel_all()
+                finally:
+                    self._closed, self.scheduler = True, None  # with all that it holds
 
 
 class Request:
