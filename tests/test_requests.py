@@ -435,3 +435,34 @@ def test_stop_strings_of_several_requests():
     results = engine.generate_many([chat] * 3, params)
     assert [result.text for result in results] == [whole[: whole.index(word)] for word in words]
     assert {result.finish_reason for result in results} == {"stop"}
+
+
+def test_texts_of_requests_that_waited_for_pages():
+    """Also where a character or a stop string was half there when its request had to give its pages up."""
+    engine = Engine.load(device="cpu", max_seq_len=192, slots=3, kv_tokens=192)
+    preempted, preempt = [], engine.scheduler._preempt
+    engine.scheduler._preempt = lambda running: preempted.append(running) or preempt(running)
+    prompts = [[{"role": "user", "content": text}] for text in ("Tell me a story", "Who are you?", "Tell me a tale.")]
+    one = Engine.load(device="cpu", max_seq_len=192)
+    for params in (
+        SamplingParams(temperature=0, max_tokens=150, ignore_eos=True),
+        SamplingParams(temperature=1.5, seed=2, max_tokens=150, ignore_eos=True, stop=["zzz", "the the"]),
+    ):
+        texts = [result.text for result in engine.generate_many(prompts, params)]
+        assert texts == [one.generate(prompt, params).text for prompt in prompts]
+    assert len(preempted) >= 2
+    engine.scheduler.assert_consistent()
+
+
+def test_rewind_checks_what_it_is_given(engine):
+    params = SamplingParams(temperature=0, seed=1)
+    for arguments, message in (
+        ((5, params, 3), "rows must be an integer from 1 to the engine's slots, 2, got 3"),
+        (([5, 6, 7], params, 2), "position: a list has one for each of 2 rows, got 3"),
+        ((256, params), "position must be an integer from 0 to 255"),
+    ):
+        with pytest.raises(ParameterError, match=message):
+            engine.rewind(*arguments)
+    engine.rewind([255, 3], params, rows=2)
+    engine.enqueue(params, rows=2)
+    assert len(engine.generate([1], GREEDY).token_ids) == 12

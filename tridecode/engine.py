@@ -115,7 +115,9 @@ class Engine:
         config = load_config(path)
         tokenizer = Tokenizer.load(path)
         torch_dtype = resolve_dtype(dtype, config, place)
-        plan, capacity, notes = plan_capacity(config, torch_dtype, place, max_seq_len, slots, kv_tokens)
+        plan, capacity, notes = plan_capacity(
+            config, torch_dtype, place, max_seq_len, slots, kv_tokens, chunk_tokens
+        )
         pool, page = plan.kv_tokens(capacity, kv_tokens, str(place)), page_size(backend, slots) or capacity
         pages = None if pool == slots * capacity else -(-pool // page)
         cores = threads.FreeCores()
@@ -156,7 +158,7 @@ class Engine:
         slots, chunk_tokens, max_queue = _checked(slots, chunk_tokens, max_queue)
         if backend == "torch" or weights.device.type != "cuda":
             graph = "none"
-        plan = plan or plan_memory(config, weights.dtype, weights.device)
+        plan = plan or plan_memory(config, weights.dtype, weights.device, slots, chunk_tokens)
         page = page or page_size(backend, slots)
         if pages is not None and pages * (page or capacity) < capacity:
             raise ParameterError(f"pages: {pages:,} hold fewer positions than a request's {capacity:,}")
@@ -353,11 +355,17 @@ class Engine:
 
     def rewind(self, position: int | Sequence[int], params: SamplingParams, rows: int = 1) -> None:
         """Put the first `rows` rows at `position`, or each at its own of a list, with whatever the cache holds, for
-        benchmarks; `enqueue` then runs steps. Each has a slot of its own, and an equal share of the pages.
+        benchmarks; `enqueue` then runs passes. Each row has a slot of its own and a share of the pages that are left.
 
-        Whatever runs or waits is cancelled.
+        Whatever runs or waits is cancelled. params: with a seed. Raises ParameterError, and OutOfPages where the rows
+        need more pages than there are.
         """
+        rows = integer("rows", rows, 1, self.slots, "the engine's slots, ")
         positions = [position] * rows if isinstance(position, int) else list(position)
+        if len(positions) != rows:
+            raise ParameterError(f"position: a list has one for each of {rows:,} rows, got {len(positions):,}")
+        for position in positions:
+            integer("position", position, 0, self.capacity - 1)
         self._driver.exclusively(self.scheduler.rewind, positions, params)
 
     def enqueue(self, params: SamplingParams, rows: int = 1) -> None:

@@ -137,8 +137,8 @@ class Scheduler:
         for slot in range(len(slots.held)):
             slots.forget(slot)
         for slot, position in enumerate(positions):
-            pages = slots.pages.free - sum(slots.pages_for(p + 1) for p in positions[slot:])
-            room = (slots.pages_for(position + 1) + pages // (len(positions) - slot)) * slots.page
+            spare = slots.pages.free - sum(slots.pages_for(later + 1) for later in positions[slot:])
+            room = (slots.pages_for(position + 1) + max(spare, 0) // (len(positions) - slot)) * slots.page
             slots.write_tokens(slot, [0] * (position + 1), min(room, capacity))
             slots.begin(slot, slot, params, position=position, n_known=position + 1, limit=capacity + 1, stop_ids=())
 
