@@ -152,7 +152,7 @@ class Request:
         try:
             for taken in count():
                 if len(job.pieces) == taken:
-                    self._driver.wait(lambda: len(job.pieces) > taken or job.failure is not None)  # noqa: B023
+                    self._driver.wait(lambda taken=taken: len(job.pieces) > taken or job.failure is not None)
                 if len(job.pieces) == taken:
                     raise job.failure
                 yield (piece := job.pieces[taken])
