@@ -9,8 +9,12 @@ from .arguments import choice, integer, shown
 from .errors import DeviceError, ParameterError
 from .memory import MemoryPlan, plan_memory
 from .model.config import ModelConfig
+from .prompt import listed
+from .step.dispatch import ATTENTION, SIZES, graph_sizes
+from .step.prefill import CHUNK
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+LONGEST = 2**31 - 2  # positions are 32-bit integers
 log = logging.getLogger("tridecode")
 
 
@@ -54,19 +58,50 @@ def resolve_dtype(dtype: str, config: ModelConfig, device: torch.device) -> torc
 
 
 def plan_capacity(
-    config: ModelConfig, dtype: torch.dtype, device: torch.device, max_seq_len: int | None
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_seq_len: int | None,
+    slots: int = 1,
+    kv_tokens: int | None = None,
+    chunk: int = CHUNK,
 ) -> tuple[MemoryPlan, int, list[str]]:
-    """The memory plan, the context to allocate, and notes for the user. Raises ParameterError, DeviceError."""
+    """The memory plan, the context of a request to allocate, and notes for the user. Raises ParameterError,
+    DeviceError. The pool of all slots is `plan.kv_tokens`."""
     limit = config.max_position
     if max_seq_len is not None:
         max_seq_len = integer("max_seq_len", max_seq_len, 1, limit, "the model's limit of ")
-    plan = plan_memory(config, dtype, device)
+    if kv_tokens is not None:
+        kv_tokens = integer("kv_tokens", kv_tokens, max_seq_len or 1, LONGEST)
+    plan = plan_memory(config, dtype, device, slots, chunk)
     capacity = plan.capacity(max_seq_len, str(device))
+    why = f"that is what fits {device}"
+    if capacity < min(max_seq_len or limit, plan.max_context):
+        why = f"max_seq_len can ask for up to {plan.max_context:,} on this CPU"
+    if kv_tokens is not None and kv_tokens < capacity:
+        capacity, why = kv_tokens, "that is what kv_tokens asks for"
+    if kv_tokens is not None and kv_tokens > slots * capacity:
+        most = f"{slots:,} slots of {capacity:,} positions hold at most {slots * capacity:,}"
+        raise ParameterError(f"kv_tokens: {most}, got {kv_tokens:,}")
     notes = []
     if capacity < (max_seq_len or limit):
-        why = f"that is what fits {device}"
-        if capacity < plan.max_context:
-            why = f"max_seq_len can ask for up to {plan.max_context:,} on this CPU"
         notes.append(f"context lowered to {capacity:,} of the model's {limit:,} positions: {why}")
         log.warning(notes[-1])
+    pool = plan.kv_tokens(capacity, kv_tokens, str(device))
+    if kv_tokens is None and pool < slots * capacity:
+        notes.append(f"{slots:,} slots share {pool:,} K/V positions: that is what fits {device}")
+        log.info(notes[-1])
     return plan, capacity, notes
+
+
+def graph_options(sizes, attention: str, slots: int) -> tuple[tuple[int, ...], str]:
+    """The sizes of passes to capture for so many slots, and the backend of attention. Raises ParameterError."""
+    choice("attention", attention, tuple(ATTENTION))
+    if sizes is None:
+        return graph_sizes(slots), attention
+    if (listed_sizes := listed(sizes)) is None or not listed_sizes:
+        raise ParameterError(f"graph_sizes must be a list of numbers of rows, got {shown(sizes)}")
+    found = [integer("graph_sizes", size, 1, SIZES[-1]) for size in listed_sizes]
+    if found != sorted(set(found)):
+        raise ParameterError(f"graph_sizes must ascend, got {', '.join(map(str, found))[:60]}")
+    return graph_sizes(slots, found), attention

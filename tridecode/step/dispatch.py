@@ -25,6 +25,9 @@ class Support(IntEnum):
     ALWAYS = 3
 
 
+ATTENTION = {"triton": Support.UNIFORM_SINGLE_TOKEN_DECODE, "torch": Support.NEVER}  # backends of the decode pass
+
+
 @dataclass(frozen=True)
 class BatchDescriptor:
     """The key of a graph. kind: of sampling, the strongest of its rows; tokens: of each request."""

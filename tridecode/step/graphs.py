@@ -6,14 +6,29 @@ from contextlib import nullcontext
 
 import torch
 
+from ..kernels.attention import attention_bytes, attention_ref
 from ..kernels.op import Op
 from ..layout import LIMIT_REACHED, STATUS
 from . import decode
 from .dispatch import BatchDescriptor, Dispatcher
-from .run import Run, launch, launch_dependent
+from .run import Run, launch, launch_dependent, refer
 from .state import DecodeModel
 
 log = logging.getLogger("tridecode")
+
+
+# torch's own attention reads lengths on the host: it can stand between the pieces of a graph only.
+TORCH_ATTENTION = Op(attention_ref, attention_ref, attention_bytes, outputs=("partial", "lse", "out"))
+
+
+def make_steps(
+    model: DecodeModel, backend: str, mode: str, sizes: Sequence[int], attention: str = "triton"
+) -> "EagerSteps | StepGraphs":
+    """Who runs the passes of an engine; backend: triton or torch (the references), mode: one of dispatch.MODES."""
+    other = TORCH_ATTENTION if attention == "torch" else None
+    if backend == "torch" or mode == "none":
+        return EagerSteps(model, replaced(refer if backend == "torch" else launcher(model), other))
+    return StepGraphs(model, dispatcher=Dispatcher(mode, sizes), attention=other)
 
 
 def launcher(model: DecodeModel) -> Run:
@@ -118,7 +133,7 @@ def replaced(run: Run, attention: Op | None) -> Run:
 
     def run_other(role: str, op: Op, *args, **how) -> None:
         if role == "attention":
-            attention.launch(*args)
+            attention.launch(*args)  # which has no launch shape
         else:
             run(role, op, *args, **how)
 
