@@ -82,6 +82,7 @@ def test_bytes_of_a_step_by_hand(tied):
     kv = 2 * 2 * 128 * 2  # K and V of two layers, bf16
     assert step_bytes(engine, 10, 1) == weights + 10 * kv
     assert step_bytes(engine, 10, 5) == weights + 12 * kv  # positions 10 to 14
+    assert step_bytes(engine, [10, 300], 5) == weights + (12 + 302) * kv  # the weights once for all rows
 
 
 def test_flops_of_a_prompt_by_hand():
@@ -141,7 +142,7 @@ def test_time_decode_starts_each_run_at_the_context(tiny):
     engine = tiny_engine()
     assert len(time_decode(engine, 30, 5, 2)) == 2
     engine.synchronize()
-    assert engine.model.workspace.meta[0, ablate.STATUS] == ablate.RUN
+    assert engine.model.workspace.meta[0, measure.STATUS] == measure.RUN
     assert engine.model.workspace.tokens[0, :31].eq(0).all()
 
 
@@ -237,9 +238,9 @@ def test_rungs_of_the_ladder():
 
 def test_steps_that_have_ended_are_no_figure():
     engine = tiny_engine("torch", "none", torch.float32)
-    engine.model.workspace.meta[0, ablate.STATUS] = 3
+    engine.model.workspace.meta[0, measure.STATUS] = 3
     with pytest.raises(GenerationError, match="ended early"):
-        ablate.check_running(engine, "graph")
+        measure.check_running(engine, "graph")
 
 
 def test_kernels_belong_to_the_range_that_ran_them():

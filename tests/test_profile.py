@@ -255,7 +255,7 @@ def test_the_command_writes_tables_files_and_one_json_line(monkeypatch, capsys, 
     traces = iter([{}, step_trace(24, layers), chunk])
     monkeypatch.setattr(command, "torch", SimpleNamespace(cuda=SimpleNamespace(is_available=lambda: True)))
     monkeypatch.setattr(command, "record_on_gpu", lambda work: next(traces))
-    monkeypatch.setattr(command, "bench_engine", lambda args, capacity: engine)
+    monkeypatch.setattr(command, "bench_engine", lambda *args: engine)
     monkeypatch.setattr(command, "prefill", lambda *args: None)
     monkeypatch.setattr(command, "read_bandwidth", lambda device: 1e12)
     monkeypatch.setattr(command, "time_decode", lambda *args: [9e-6, 8e-6, 7e-6])
