@@ -6,11 +6,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import chain
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
-from rich.text import Text
-
 from ...engine import Engine
-from ...errors import GenerationError, PromptError, TridecodeError
+from ...errors import PromptError, TridecodeError
 from ...sampling import SamplingParams
 from ..explain import explain
 from ..graph_stats import show_graph_stats
@@ -19,6 +16,7 @@ from ..loading import load_engine
 from ..parser import SAMPLING
 from ..terminal import Output
 from .lines import Lines, Request
+from .progress import progress
 from .prompts import encoded, reuse
 from .reports import report
 from .results import open_results
@@ -47,19 +45,23 @@ def batch(args, output: Output, load: Callable = load_engine) -> int:
     return int(answers.failed > 0)
 
 
-@dataclass
+@dataclass(eq=False)
 class UnderWay:
     """A line that the engine works on; without a handle it has failed already, and its request says how."""
 
     request: Request
     handle: object | None
 
+    @property
+    def ended(self) -> bool:
+        return self.handle is None or self.handle.done
+
 
 class Answers:
-    """Answers lines and writes each answer: in the order of the lines, or with --unordered as they end.
+    """Answers lines, and writes each answer: in the order of the lines, or with --unordered as they end.
 
-    So many lines are read ahead as there are slots, and as may wait for one; whatever ends this early cancels those
-    under way, and writes what they have not lost.
+    So many lines are read ahead as there are slots, and as may wait for one. Where a signal ends it early, what the
+    engine has finished is written all the same, and the rest is cancelled.
     """
 
     def __init__(self, args, output: Output, write: Callable[[str], None], left: int, before: int):
@@ -72,28 +74,37 @@ class Answers:
         self._started = time.perf_counter()
 
     def run(self, requests: Iterator[Request], load: Callable) -> None:
-        """`load` is called at the first line that needs the engine."""
-        for request in requests:
-            if request.error is None:
+        """load(args, output) is called at the first line that needs the engine."""
+        for first in requests:
+            if first.error is None:
                 break
-            self._fail(request, request.error)
+            self._write(self._failed(first, {}))
         else:
             return
         self.engine, self._params = load(self._args, self._output)
         self._started = time.perf_counter()
         most = self.engine.slots + (self._args.max_queue or WAITING * self.engine.slots)
-        total, done = self._before + self._left, self._before + self.failed
-        with progress(self._args, self._output, self) as bar:
-            task = bar.add_task("answering", total=total, completed=done)
-            try:
-                for request in chain([request], requests):
+        bar = progress(self._args, self._output, self.rate)
+        task = bar.add_task("answering", total=self._before + self._left, completed=self._before + self.failed)
+        try:
+            with bar:
+                for request in chain([first], requests):
                     self._under_way.append(self._begin(request))
                     while len(self._under_way) >= most:
-                        self._end(bar, task)
+                        self._end_one()
+                        bar.advance(task)
                 while self._under_way:
-                    self._end(bar, task)
-            finally:
-                self._give_up()
+                    self._end_one()
+                    bar.advance(task)
+        except (KeyboardInterrupt, SystemExit):
+            for each in self._under_way:
+                if each.ended:
+                    self._write(self._line(each))
+            raise
+        finally:
+            for each in self._under_way:
+                if not each.ended:
+                    each.handle.cancel()
 
     def _begin(self, request: Request) -> UnderWay:
         if request.error is None:
@@ -105,13 +116,16 @@ class Answers:
                 request.error = explained(failure, request)
         return UnderWay(request, None)
 
-    def _end(self, bar: Progress, task) -> None:
+    def _end_one(self) -> None:
         """Wait for the next answer and write it."""
         each = self._next()
         line = self._line(each)
         self._under_way.remove(each)
         self._write(line)
-        bar.advance(task)
+
+    def _next(self) -> UnderWay:
+        """The oldest, or with --unordered the first that has ended."""
+        return self._under_way[0]
 
     def _line(self, each: UnderWay) -> str:
         """The line of an answer, which is waited for; what goes wrong with it is that line's alone."""
@@ -141,6 +155,10 @@ class Answers:
         words += [f"{left:,} left"] if left else []
         seconds = time.perf_counter() - self._started
         return ", ".join(words) + f" · {self.tokens:,} tokens in {seconds:,.1f} s"
+
+    def rate(self) -> float:
+        """Tokens a second."""
+        return self.tokens / (time.perf_counter() - self._started)
 
 
 def explained(failure: Exception, request: Request) -> str:

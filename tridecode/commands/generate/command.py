@@ -57,6 +57,9 @@ def check_options(args) -> None:
         args.refuse("--allow-special needs --raw: in a chat only the template writes control tokens")
     if args.logprobs is not None and not args.json and args.jsonl is None:
         args.refuse("--logprobs needs --json")
+    for name in ("unordered", "max_queue"):
+        if getattr(args, name) and args.jsonl is None:
+            args.refuse(f"--{name.replace('_', '-')} needs --jsonl")
     if args.n > 1 and args.jsonl is not None:
         args.refuse("--n does not go with --jsonl; repeat the line, with other seeds")
     if args.raw and args.messages is not None:

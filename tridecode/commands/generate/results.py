@@ -27,8 +27,9 @@ def open_results(
 ) -> Iterator[tuple[set[int], Callable[[str], None]]]:
     """Yields the indices of the input that the file answers, and the function that adds a line to it at once.
 
-    answered(index, key): whether a result of that index and key is one of the input's lines. Failed lines and one that was cut off are taken out of the file. One
-    that holds anything else, or that another process writes, is refused (PromptError) and stays as it is.
+    answered(index, key): whether a result so named is that of a line of the input. Failed lines and one that was cut
+    off are taken out of the file. One that holds anything else, or that another process writes, is refused
+    (PromptError) and stays as it is.
     """
     if path is None:
         yield set(), output.text
