@@ -3,10 +3,11 @@
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain
 
 from ...engine import Engine
+from ...engine import Request as Handle
 from ...errors import PromptError, TridecodeError
 from ...sampling import SamplingParams
 from ..explain import explain
@@ -22,6 +23,7 @@ from .reports import report
 from .results import open_results
 
 LARGEST = 256_000_000  # bytes of the input, all lines together
+FAILURES = TridecodeError, MemoryError, RuntimeError  # of a line alone; the last is torch's, out of memory too
 WAITING = 3  # lines for each slot that wait for it: while the oldest answer is long, the other slots have work
 
 
@@ -45,16 +47,21 @@ def batch(args, output: Output, load: Callable = load_engine) -> int:
     return int(answers.failed > 0)
 
 
-@dataclass(eq=False)
 class UnderWay:
     """A line that the engine works on; without a handle it has failed already, and its request says how."""
 
-    request: Request
-    handle: object | None
+    def __init__(self, request: Request, handle: Handle | None):
+        self.request, self.handle = request, handle
+        self.pieces = handle and iter(handle)
 
     @property
     def ended(self) -> bool:
-        return self.handle is None or self.handle.done
+        return self.handle is None or self.handle.finish_reason not in (None, "cancelled")
+
+    def fail(self, error: Exception) -> None:
+        """In the words of the line's own fields where it has them, else in those of the options."""
+        fields = self.request.fields
+        self.request.error, self.handle = explain(error, [name for name in SAMPLING if name not in fields]), None
 
 
 class Answers:
@@ -107,25 +114,34 @@ class Answers:
                     each.handle.cancel()
 
     def _begin(self, request: Request) -> UnderWay:
+        begun = UnderWay(request, None)
         if request.error is None:
             try:
                 prompt = encoded(request.prompt, self._args, self.engine)
                 params = replace(self._params, **request.fields)
                 return UnderWay(request, self.engine.submit(prompt, params, **reuse(self._args)))
-            except (TridecodeError, MemoryError, RuntimeError) as failure:
-                request.error = explained(failure, request)
-        return UnderWay(request, None)
+            except FAILURES as error:
+                begun.fail(error)
+        return begun
 
     def _end_one(self) -> None:
         """Wait for the next answer and write it."""
-        each = self._next()
+        each = self._first_ended() if self._args.unordered else self._under_way[0]
         line = self._line(each)
         self._under_way.remove(each)
         self._write(line)
 
-    def _next(self) -> UnderWay:
-        """The oldest, or with --unordered the first that has ended."""
-        return self._under_way[0]
+    def _first_ended(self) -> UnderWay:
+        """Whoever waits for one of the engine's requests steps for all: the others are looked at once a pass."""
+        while True:
+            for each in self._under_way:
+                if each.ended:
+                    return each
+            oldest = self._under_way[0]
+            try:
+                next(oldest.pieces)
+            except FAILURES as error:
+                oldest.fail(error)
 
     def _line(self, each: UnderWay) -> str:
         """The line of an answer, which is waited for; what goes wrong with it is that line's alone."""
@@ -136,8 +152,8 @@ class Answers:
                 found = report(result, self.engine)
                 self.tokens += result.usage.completion_tokens
                 request.error = found.get("error")
-            except (TridecodeError, MemoryError, RuntimeError) as failure:  # RuntimeError: torch's, out of memory too
-                request.error = explained(failure, request)
+            except FAILURES as error:
+                each.fail(error)
         if request.error is not None:
             return self._failed(request, found)
         self.answered += 1
@@ -159,8 +175,3 @@ class Answers:
     def rate(self) -> float:
         """Tokens a second."""
         return self.tokens / (time.perf_counter() - self._started)
-
-
-def explained(failure: Exception, request: Request) -> str:
-    """In the words of the line's own fields where it has them, else in those of the options."""
-    return explain(failure, [name for name in SAMPLING if name not in request.fields])
