@@ -154,7 +154,7 @@ import sys, torch
 from tridecode import commands
 from tridecode.serve import scheduler
 
-def prefill(model, start, end):
+def prefill(model, start, end, slot, chunk):
     if end - start > 40:  # the second turn
         torch.zeros(1, device=model.device)[torch.tensor([9], device=model.device)]
 

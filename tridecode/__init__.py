@@ -6,8 +6,9 @@ TYPE_CHECKING = False  # as type checkers know it; `typing` takes a third of the
 if TYPE_CHECKING:
     from .engine import Engine
     from .sampling import SamplingParams
+    from .serve.driver import Request
 
-__all__ = ["Engine", "SamplingParams", "__version__"]
+__all__ = ["Engine", "Request", "SamplingParams", "__version__"]
 
 
 def __getattr__(name: str):
@@ -20,4 +21,8 @@ def __getattr__(name: str):
         from .sampling import SamplingParams
 
         return SamplingParams
+    if name == "Request":
+        from .serve.driver import Request
+
+        return Request
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,31 +1,32 @@
 """Engine: load a checkpoint, stream answers, score tokens."""
 
 import secrets
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from . import layout, threads
+from . import threads
 from .arguments import choice, flag, function, integer, mapping, shown
 from .cache.kv import PAGE
-from .errors import GenerationError, ParameterError, PromptError, not_finite
+from .errors import EngineClosed, GenerationError, ParameterError, PromptError
 from .memory import MemoryPlan, allocating, plan_memory
 from .model.checkpoint import load_config, load_weights
 from .model.config import ModelConfig
 from .model.hub import resolve_model
 from .model.weights import Weights, short_repr
-from .placement import check_dtype, plan_capacity, resolve_device, resolve_dtype
+from .placement import LONGEST, check_dtype, plan_capacity, resolve_device, resolve_dtype
 from .prompt import Prompt, listed, prompt_ids
 from .results import Piece, Result
 from .sampling import SamplingParams
-from .serve.request import Request, checked_stop_ids, step_kind
+from .serve.driver import Driver, Request
+from .serve.request import Job, checked_stop_ids, step_kind
 from .serve.scheduler import Scheduler
 from .step.graphs import EagerSteps, StepGraphs, launcher
-from .step.prefill import warm_up
+from .step.prefill import CHUNK, warm_up
 from .step.run import refer
 from .step.shapes import StepShapes
 from .step.state import DecodeModel, make_model
@@ -33,14 +34,15 @@ from .text.tokenizer import Tokenizer
 
 BUNDLED = Path(__file__).parent / "bundled"
 GRAPHS = ("full", "none")
-LONGEST = 2**31 - 2  # positions are 32-bit integers
+MAX_SLOTS = 64
 
 
 @dataclass
 class Engine:
     """A loaded model with its captured step.
 
-    One conversation at a time: a new stream, or score, ends the stream before it, from whichever thread it comes.
+    As many requests run at a time as there are slots, others wait for one, in the order in which they came, from
+    whichever thread. Each slot keeps the K/V of its last conversation.
     """
 
     model: DecodeModel
@@ -51,17 +53,25 @@ class Engine:
     name: str
     notes: list[str] = field(default_factory=list)
     threads: int | None = None  # of the CPU, unless the user has chosen
+    graph_sizes: Sequence[int] | None = None
+    chunk_tokens: int = CHUNK
+    max_queue: int | None = None
 
     def __post_init__(self):
-        self._lock = threading.RLock()  # held while the device state changes, never while a caller has control
-        if self.graph == "full":
-            self.steps = StepGraphs(self.model)
-        else:
-            self.steps = EagerSteps(self.model, launcher(self.model) if self.backend == "triton" else refer)
+        self.steps = self._make_steps()
         if self.device.type == "cuda":
             warm_up(self.model)  # nothing of it counts as cached
         ahead = 1 if self.device.type == "cuda" and self.backend == "triton" else 0
-        self.scheduler = Scheduler(self.model, self.tokenizer, self._step, ahead)
+        scheduler = Scheduler(self.model, self.tokenizer, self._pass, ahead, self.chunk_tokens, self.max_queue)
+        self._driver = Driver(scheduler, lambda: threads.use(self.threads))
+
+    def _make_steps(self) -> EagerSteps | StepGraphs:
+        if self.graph == "full":
+            return StepGraphs(self.model)
+        return EagerSteps(self.model, launcher(self.model) if self.backend == "triton" else refer)
+
+    def _pass(self, kind: str, rows: int) -> None:
+        self.steps.replay(kind, rows)  # those of now: benchmarks put others in their place
 
     @classmethod
     def load(
@@ -72,14 +82,22 @@ class Engine:
         backend: str = "auto",
         dtype: str = "auto",
         max_seq_len: int | None = None,
+        slots: int = 1,
+        kv_tokens: int | None = None,
         graph: str = "full",
+        graph_sizes: Sequence[int] | None = None,
+        chunk_tokens: int = CHUNK,
+        max_queue: int | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> "Engine":
         """Load a checkpoint directory or Hugging Face id; None is the bundled model.
 
         device: auto, cpu, cuda or cuda:N. backend: auto, triton or torch. dtype: auto (the checkpoint's; fp32 ones run
-        in bf16 on a GPU; fp32 on a CPU), bfloat16, float16 or float32. max_seq_len: K/V positions, None is the model's
-        limit or what fits. graph: full (one captured CUDA graph) or none (the same launches, eagerly).
+        in bf16 on a GPU; fp32 on a CPU), bfloat16, float16 or float32. max_seq_len: K/V positions of one request, None
+        is the model's limit or what fits. slots: requests that run at a time. kv_tokens: K/V positions of all of them
+        together, None is slots x max_seq_len or what fits. graph: full (captured CUDA graphs) or none (the same
+        launches, eagerly). graph_sizes: rows of the passes that are captured. chunk_tokens: of a prompt between two
+        passes of those that decode. max_queue: requests that may wait for a slot, None is any number.
         progress(done_bytes, total_bytes) is called while weights load. On a CPU the engine sets PyTorch's threads: one
         for a tiny model, else as many as there are free cores; a number that OMP_NUM_THREADS or torch.set_num_threads
         has given stays.
@@ -90,16 +108,22 @@ class Engine:
         function("progress", progress)
         if max_seq_len is not None:
             integer("max_seq_len", max_seq_len, 1, LONGEST)
+        slots, chunk_tokens, max_queue = _checked(slots, chunk_tokens, max_queue)
         place, backend = resolve_device(device, backend)
         path = BUNDLED if model is None else resolve_model(model)
         config = load_config(path)
         tokenizer = Tokenizer.load(path)
         torch_dtype = resolve_dtype(dtype, config, place)
-        plan, capacity, notes = plan_capacity(config, torch_dtype, place, max_seq_len)
+        plan, capacity, notes = plan_capacity(config, torch_dtype, place, max_seq_len, slots, kv_tokens)
+        pool, page = plan.kv_tokens(capacity, kv_tokens, str(place)), page_size(backend, slots) or capacity
         cores = threads.FreeCores()
         weights = load_weights(path, config, place, torch_dtype, progress)
         name = "bundled" if model is None else str(model)
-        engine = cls.build(config, weights, tokenizer, capacity, backend, graph, plan=plan, name=name, notes=notes)
+        engine = cls.build(
+            config, weights, tokenizer, capacity, backend, graph, plan=plan, name=name, notes=notes, slots=slots,
+            pages=-(-pool // page), page=page, graph_sizes=graph_sizes, chunk_tokens=chunk_tokens,
+            max_queue=max_queue,
+        )  # fmt: skip
         engine.threads = threads.choose(plan.weights, cores) if place.type == "cpu" else None
         return engine
 
@@ -116,33 +140,80 @@ class Engine:
         name: str = "",
         notes: Sequence[str] = (),
         shapes: StepShapes | None = None,
+        slots: int = 1,
+        pages: int | None = None,
+        page: int | None = None,
+        graph_sizes: Sequence[int] | None = None,
+        chunk_tokens: int = CHUNK,
+        max_queue: int | None = None,
     ) -> "Engine":
         """An engine from weights that are on their device already (load and the benchmarks end here); shapes: launch
-        shapes other than those chosen for the GPU."""
+        shapes other than those chosen for the GPU. pages: of the pool, by default what all slots can have; page:
+        positions in one."""
         choice("graph", graph, GRAPHS)
+        slots, chunk_tokens, max_queue = _checked(slots, chunk_tokens, max_queue)
         if backend == "torch" or weights.device.type != "cuda":
             graph = "none"
         plan = plan or plan_memory(config, weights.dtype, weights.device)
+        page = page or page_size(backend, slots)
+        if pages is not None and pages * (page or capacity) < capacity:
+            raise ParameterError(f"pages: {pages:,} hold fewer positions than a request's {capacity:,}")
         with allocating(capacity, weights.device):
-            model = make_model(config, weights, capacity, page=PAGE if backend == "triton" else None, shapes=shapes)
-        return cls(model, tokenizer, backend, graph, plan, name, list(notes))
+            model = make_model(config, weights, capacity, slots, page, shapes, pages)
+        return cls(
+            model, tokenizer, backend, graph, plan, name, list(notes), graph_sizes=graph_sizes,
+            chunk_tokens=chunk_tokens, max_queue=max_queue,
+        )  # fmt: skip
+
+    def close(self) -> None:
+        """Cancel what runs or waits, and give the memory back. What is called later raises EngineClosed."""
+        self._driver.close()
+        self.model = self.steps = None
+
+    def __enter__(self) -> "Engine":
+        return self
+
+    def __exit__(self, *error) -> None:
+        self.close()
 
     def __repr__(self) -> str:
+        if self.model is None:
+            return f"Engine(name={shown(self.name)}, closed)"
         facts = {"name": shown(self.name), "family": self.config.family, "backend": self.backend}
         return short_repr(self, self.model.weights.embed, **facts, graph=self.graph, capacity=self.capacity)
 
     @property
+    def scheduler(self) -> Scheduler:
+        return self._driver.scheduler
+
+    @property
     def config(self) -> ModelConfig:
-        return self.model.config
+        return self._open().config
 
     @property
     def device(self) -> torch.device:
-        return self.model.device
+        return self._open().device
 
     @property
     def capacity(self) -> int:
-        """Positions of the context: prompt and output together."""
-        return self.model.kv.capacity
+        """Positions of a request's context: prompt and output together."""
+        return self._open().kv.capacity
+
+    @property
+    def slots(self) -> int:
+        """Requests that run at a time."""
+        return len(self._open().workspace.tokens)
+
+    @property
+    def kv_tokens(self) -> int:
+        """K/V positions of all requests together."""
+        kv = self._open().kv
+        return len(kv.pool) * kv.page
+
+    def _open(self) -> DecodeModel:
+        if self.model is None:
+            raise EngineClosed("this engine is closed; load another one")
+        return self.model
 
     def default_params(self, **overrides) -> SamplingParams:
         """SamplingParams of the model's generation_config, with `overrides`."""
@@ -162,6 +233,20 @@ class Engine:
         limits = self.config.vocab_size, self.capacity, self.config.max_position
         return prompt_ids(prompt, variables, self.tokenizer, *limits)
 
+    def submit(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        reuse_prefix: bool = True,
+        template_variables: dict | None = None,
+    ) -> Request:
+        """Put a request in the queue, from any thread; it waits for nobody. See Request and `stream`.
+
+        Raises PromptError, ParameterError, QueueFull and EngineClosed.
+        """
+        return self._driver.submit(self._job(prompt, params, reuse_prefix, template_variables))
+
     def stream(
         self,
         prompt: Prompt,
@@ -173,20 +258,21 @@ class Engine:
         """Yield a Piece a token, then a last one with finish_reason, usage and timings.
 
         prompt: text (raw), token ids, or chat messages. params None: the model's own defaults. reuse_prefix: keep the
-        K/V of the longest common prefix with what the cache holds. template_variables: plain JSON values that the chat
-        template reads, like {"enable_thinking": False}. Closing the iterator early is safe.
-        Raises PromptError and ParameterError before the first piece.
+        K/V of the longest common prefix with what an idle slot holds. template_variables: plain JSON values that the
+        chat template reads, like {"enable_thinking": False}. Closing the iterator early cancels the request.
+        Raises what `submit` does before the first piece.
         """
-        return self._pieces(self._request(prompt, params, reuse_prefix, template_variables))
+        return iter(self.submit(prompt, params, reuse_prefix=reuse_prefix, template_variables=template_variables))
 
-    def _request(self, prompt, params, reuse_prefix, template_variables) -> Request:
+    def _job(self, prompt, params, reuse_prefix, template_variables) -> Job:
         started = time.perf_counter()
+        self._open()
         params = self._params(params)
         flag("reuse_prefix", reuse_prefix)
         ids, chat = self._encode(prompt, template_variables)
         stop_ids = checked_stop_ids(params, self.config)
         seed = secrets.randbits(63) if params.seed is None else params.seed
-        return Request(
+        return Job(
             ids=ids,
             before=() if chat else ids,  # an answer begins a text of its own; raw text and ids are continued
             params=replace(params, seed=seed),
@@ -195,26 +281,6 @@ class Engine:
             reuse_prefix=reuse_prefix,
             started=started,
         )
-
-    def _pieces(self, request: Request) -> Iterator[Piece]:
-        """Drive the scheduler for `request`, with no thread between it and its tokens."""
-        try:
-            with self._lock:
-                threads.use(self.threads)
-                self.scheduler.add(request)
-            while True:
-                with self._lock:
-                    if request.cancelled:
-                        raise GenerationError("this stream was ended by a newer one of the same engine")
-                    if not request.pieces:
-                        self.scheduler.step()
-                    piece = request.pieces.popleft()
-                yield piece
-                if piece.finish_reason is not None:
-                    return
-        finally:
-            with self._lock:
-                self.scheduler.cancel(request)
 
     def generate(
         self,
@@ -225,64 +291,86 @@ class Engine:
         template_variables: dict | None = None,
     ) -> Result:
         """The whole of a stream; see `stream`. With finish_reason "error", `error` says why."""
-        params = self._params(params)
-        if params.seed is None:
-            params = replace(params, seed=secrets.randbits(63))
-        *pieces, last = self.stream(prompt, params, reuse_prefix=reuse_prefix, template_variables=template_variables)
-        return Result(
-            text="".join(p.text for p in pieces) + last.text,
-            token_ids=tuple(p.token_id for p in pieces),
-            finish_reason=last.finish_reason,
-            usage=last.usage,
-            timings=last.timings,
-            seed=params.seed,
-            logprobs=None if params.logprobs is None else tuple(p.logprobs for p in pieces),
-            error=last.error,
+        return self.submit(prompt, params, reuse_prefix=reuse_prefix, template_variables=template_variables).result()
+
+    def generate_many(
+        self,
+        prompts: Iterable[Prompt],
+        params: SamplingParams | None | Sequence[SamplingParams | None] = None,
+        *,
+        progress: Callable[[int, int], None] | None = None,
+        reuse_prefix: bool = True,
+        template_variables: dict | None = None,
+    ) -> list[Result]:
+        """The results of many prompts in their order, as many at a time as there are slots.
+
+        params: for all, or a list of one for each. progress(done_requests, total_requests) is called as they end. What
+        is wrong with a request, its prompt or parameters included, is its own result's alone: finish_reason "error",
+        and `error` says why. Raises ParameterError where the lists themselves are wrong.
+        """
+        if (prompts := listed(prompts)) is None:
+            raise ParameterError("prompts must be a list of prompts; for one prompt there is generate")
+        params = list(params) if isinstance(params, (list, tuple)) else [params] * len(prompts)
+        if len(params) != len(prompts):
+            raise ParameterError(f"params: a list has one for each of {len(prompts):,} prompts, got {len(params):,}")
+        function("progress", progress)
+        flag("reuse_prefix", reuse_prefix)
+        self._open()
+        options = {"reuse_prefix": reuse_prefix, "template_variables": template_variables}
+        return self._driver.gather(
+            [partial(self._job, prompt, own, **options) for prompt, own in zip(prompts, params)], progress
         )
 
     @torch.no_grad()
     def score(self, token_ids: Sequence[int]) -> torch.Tensor:
-        """fp32 logits [tokens, vocab] on the model's device; row i predicts token i + 1. Runs the decode step.
+        """fp32 logits [tokens, vocab] on the model's device; row i predicts token i + 1. Runs the decode step, in a
+        slot as any request does.
 
         Raises PromptError for ids outside the vocabulary or more than the context, GenerationError for NaN or Inf.
         """
         if (ids := listed(token_ids)) is None:
             raise PromptError(f"token_ids must be a sequence of token ids, got {shown(token_ids)}")
         ids = self.encode(ids)
-        logits = torch.empty(len(ids), self.config.vocab_size, device=self.device)
-        with self._lock:
-            self._begin(ids, 0, SamplingParams(temperature=0, seed=0), limit=len(ids) + 1)
-            for row in logits:
-                self._step("greedy")
-                row.copy_(self.model.workspace.logits[0])
-            state = self.model.workspace.meta[0].tolist()
-            if state[layout.STATUS] == layout.NAN:
-                error = not_finite(state[layout.STEP], state[layout.POSITION], self.model.weights.dtype)
-                raise GenerationError(error)
-            self.scheduler.slots.held[0].tokens = ids
-        return logits
+        job = Job(
+            ids=ids,
+            before=(),
+            params=SamplingParams(temperature=0, seed=0),
+            stop_ids=(),
+            limit=len(ids) + 1,
+            reuse_prefix=False,
+            started=time.perf_counter(),
+            logits=torch.empty(len(ids), self.config.vocab_size, device=self.device),
+        )
+        if error := self._driver.submit(job).result().error:
+            raise GenerationError(error)
+        return job.logits
 
-    def rewind(self, position: int, params: SamplingParams) -> None:
-        """Put the state at `position` with whatever the cache holds, for benchmarks; `enqueue` then runs steps."""
-        self._begin([0] * (position + 1), position, params, limit=self.capacity + 1)
+    def rewind(self, position: int | Sequence[int], params: SamplingParams, rows: int = 1) -> None:
+        """Put the first `rows` rows at `position`, or each at its own of a list, with whatever the cache holds, for
+        benchmarks; `enqueue` then runs steps. Each has a slot of its own, and an equal share of the pages.
 
-    def _begin(self, ids: list[int], position: int, params: SamplingParams, limit: int) -> None:
-        """Set slot 0 to `position` of `ids`, with nothing of them in the cache; whatever runs is ended."""
-        self.scheduler.cancel()
-        slots = self.scheduler.slots
-        slots.held[0].tokens = []
-        slots.write_tokens(0, ids, limit - 1)
-        slots.begin(0, 0, params, position=position, n_known=len(ids), limit=limit, stop_ids=())
+        Whatever runs or waits is cancelled.
+        """
+        positions = [position] * rows if isinstance(position, int) else list(position)
+        self._driver.exclusively(self.scheduler.rewind, positions, params)
 
-    def enqueue(self, params: SamplingParams) -> None:
-        """Enqueue one step of the kind that `params` needs; returns before it has run on a GPU."""
-        self._step(step_kind(params))
-
-    def _step(self, kind: str) -> None:
+    def enqueue(self, params: SamplingParams, rows: int = 1) -> None:
+        """Enqueue one pass of `rows` rows, of the kind that `params` needs; returns before it has run on a GPU."""
         threads.use(self.threads)
-        self.steps.replay(kind)
+        self.steps.replay(step_kind(params), rows)
 
     def synchronize(self) -> None:
         """Wait until everything enqueued has run."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+
+def page_size(backend: str, slots: int) -> int | None:
+    """Positions in a K/V page; None: the CPU's one conversation has a page for the whole of its context."""
+    return PAGE if backend == "triton" or slots > 1 else None
+
+
+def _checked(slots: int, chunk_tokens: int, max_queue: int | None) -> tuple[int, int, int | None]:
+    slots = integer("slots", slots, 1, MAX_SLOTS)
+    chunk_tokens = integer("chunk_tokens", chunk_tokens, 1, LONGEST)
+    return slots, chunk_tokens, max_queue if max_queue is None else integer("max_queue", max_queue, 0, LONGEST)

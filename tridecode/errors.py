@@ -35,6 +35,14 @@ class GenerationError(TridecodeError):
     """A generation had to end: the logits of a step held NaN or Inf."""
 
 
+class QueueFull(TridecodeError):
+    """As many requests wait for a slot as may; this one was not taken."""
+
+
+class EngineClosed(GenerationError):
+    """The engine was closed: load another one."""
+
+
 NO_CHAT = "give plain text in place of a chat"  # a fix that the command line calls --raw
 
 

@@ -2,7 +2,7 @@
 
 import gc
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -12,9 +12,11 @@ from .errors import DeviceError
 from .model.checkpoint import weight_bytes
 from .model.config import ModelConfig
 from .step.prefill import CHUNK
+from .step.workspace import make_workspace, named_tensors
 
 GIB = 2**30
 HEADROOM = {"cuda": 0.03, "cpu": 0.25}  # of the free memory, left to cuBLAS and kernels, or to other programs
+TOKEN = 4  # bytes of an id; each slot has a context's
 CPU_CONTEXT = 8192  # positions, unless more are asked for: a host's memory is not the engine's alone
 
 
@@ -22,7 +24,8 @@ CPU_CONTEXT = 8192  # positions, unless more are asked for: a host's memory is n
 class MemoryPlan:
     """Bytes on one device; `fixed` is the workspace and the activations of one prefill chunk.
 
-    default_limit: positions to allocate at most where no number is asked for.
+    per_token: of a position of the context that has K/V, of which kv_per_token are the K/V; per_slot: of each slot
+    beside the first. default_limit: positions of a context to allocate at most where no number is asked for.
     """
 
     free: int
@@ -32,27 +35,57 @@ class MemoryPlan:
     model_limit: int
     headroom: float = 0.0
     default_limit: int = 2**31
+    kv_per_token: int = 0
+    per_slot: int = 0
+    slots: int = 1
+
+    @property
+    def usable(self) -> int:
+        return int(self.free * (1 - self.headroom))
 
     @property
     def max_context(self) -> int:
         """Positions that fit, at most the model's limit; 0 when not even the weights fit."""
-        left = int(self.free * (1 - self.headroom)) - self.weights - self.fixed
-        return max(min(left // self.per_token, self.model_limit), 0)
+        left = self.usable - self.weights - self.fixed - (self.slots - 1) * self.per_slot
+        return max(min(left // (self.per_token + (self.slots - 1) * TOKEN), self.model_limit), 0)
 
-    def needed(self, capacity: int) -> int:
-        return self.weights + self.fixed + capacity * self.per_token
+    def needed(self, capacity: int, kv_tokens: int | None = None) -> int:
+        """With `kv_tokens` positions in the pool, by default those of one context."""
+        extra = 0 if kv_tokens is None else (kv_tokens - capacity) * self.kv_per_token
+        per_slot = self.per_slot + capacity * TOKEN
+        return self.weights + self.fixed + (self.slots - 1) * per_slot + capacity * self.per_token + extra
 
     def capacity(self, requested: int | None, where: str) -> int:
-        """The number of K/V positions to allocate; DeviceError when what is asked for does not fit."""
-        fits = self.max_context
-        if fits < 1 or (requested or 0) > fits:
-            wanted = requested or 1
-            advice = f"at most {fits:,} positions fit" if fits else "choose a smaller model or free memory"
-            raise DeviceError(
-                f"not enough memory on {where}: {wanted:,} positions need {self.needed(wanted) / GIB:,.2f} GiB "
-                f"({self.weights / GIB:,.2f} GiB of weights), {self.free / GIB:,.2f} GiB are free; {advice}"
-            )
+        """The number of positions of a context; DeviceError when what is asked for does not fit."""
+        fits, wanted = self.max_context, requested or 1
+        if fits < wanted:
+            left = self.usable - replace(self, slots=1).needed(wanted)
+            most = 1 + left // max(self.per_slot + wanted * TOKEN, 1)
+            if self.slots > 1 and most >= 1:
+                what, advice = f" {self.slots:,} slots with", f"at most {most:,} slots fit"
+            else:
+                what = ""
+                advice = f"at most {fits:,} positions fit" if fits else "choose a smaller model or free memory"
+            raise DeviceError(f"not enough memory on {where}:{what}{self._lack(wanted, wanted)}; {advice}")
         return requested or min(fits, self.default_limit)
+
+    def kv_tokens(self, capacity: int, requested: int | None, where: str) -> int:
+        """The number of positions in the pool of all slots, by default what these can fill or what fits; DeviceError
+        when what is asked for does not fit."""
+        if self.slots == 1:
+            return capacity
+        left = self.usable - self.needed(capacity)
+        fits = capacity + left // max(self.kv_per_token, 1)
+        if (requested or 0) > fits:
+            lack = self._lack(capacity, requested)
+            raise DeviceError(f"not enough memory on {where}: kv_tokens:{lack}; at most {fits:,} fit")
+        return requested or max(min(fits, self.slots * capacity), capacity)
+
+    def _lack(self, capacity: int, kv_tokens: int) -> str:
+        return (
+            f" {kv_tokens:,} positions need {self.needed(capacity, kv_tokens) / GIB:,.2f} GiB "
+            f"({self.weights / GIB:,.2f} GiB of weights), {self.free / GIB:,.2f} GiB are free"
+        )
 
 
 @contextmanager
@@ -68,9 +101,9 @@ def allocating(capacity: int, device: torch.device):
         ) from None
 
 
-def plan_memory(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> MemoryPlan:
-    """Plan for loading `config` in `dtype` on `device` as it is now."""
-    rope_and_tokens = 4 * config.head_dim + 4
+def plan_memory(config: ModelConfig, dtype: torch.dtype, device: torch.device, slots: int = 1) -> MemoryPlan:
+    """Plan for loading `config` in `dtype` on `device` as it is now, for `slots` requests at a time."""
+    rope_and_tokens, kv = 4 * config.head_dim + TOKEN, kv_bytes_per_token(config, dtype)
     one_piece = 2 * config.kv_size * dtype.itemsize  # a layer's K/V as a prompt's attention reads them
     # A row of a prefill chunk: the residual stream and its norm, q and k rotated in fp32, gate | up, their product.
     row = 4 * (5 * config.hidden_size + 6 * config.q_size + 4 * config.kv_size)
@@ -79,12 +112,27 @@ def plan_memory(config: ModelConfig, dtype: torch.dtype, device: torch.device) -
     return MemoryPlan(
         free=free_memory(device),
         weights=weight_bytes(config, dtype),
-        per_token=kv_bytes_per_token(config, dtype) + one_piece + rope_and_tokens,
+        per_token=kv + one_piece + rope_and_tokens,
         fixed=min(CHUNK, config.max_position) * row + workspace,
         model_limit=config.max_position,
         headroom=HEADROOM[device.type],
         default_limit=CPU_CONTEXT if device.type == "cpu" else config.max_position,
+        kv_per_token=kv,
+        per_slot=slot_bytes(config, dtype, slots),
+        slots=slots,
     )
+
+
+def slot_bytes(config: ModelConfig, dtype: torch.dtype, slots: int) -> int:
+    """What the workspace has for each of `slots` beside the first, without its tokens: counted, not allocated."""
+    if slots == 1:
+        return 0
+
+    def total(slots: int) -> int:
+        tensors = named_tensors(make_workspace(config, 0, "meta", dtype, slots)).values()
+        return sum(tensor.nbytes for tensor in tensors if tensor.is_meta)  # the rings are in the host's memory
+
+    return -(-(total(slots) - total(1)) // (slots - 1))
 
 
 def free_memory(device: torch.device) -> int:

@@ -11,6 +11,7 @@ from .memory import MemoryPlan, plan_memory
 from .model.config import ModelConfig
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+LONGEST = 2**31 - 2  # positions are 32-bit integers
 log = logging.getLogger("tridecode")
 
 
@@ -54,19 +55,36 @@ def resolve_dtype(dtype: str, config: ModelConfig, device: torch.device) -> torc
 
 
 def plan_capacity(
-    config: ModelConfig, dtype: torch.dtype, device: torch.device, max_seq_len: int | None
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_seq_len: int | None,
+    slots: int = 1,
+    kv_tokens: int | None = None,
 ) -> tuple[MemoryPlan, int, list[str]]:
-    """The memory plan, the context to allocate, and notes for the user. Raises ParameterError, DeviceError."""
+    """The memory plan, the context of a request to allocate, and notes for the user. Raises ParameterError,
+    DeviceError. The pool of all slots is `plan.kv_tokens`."""
     limit = config.max_position
     if max_seq_len is not None:
         max_seq_len = integer("max_seq_len", max_seq_len, 1, limit, "the model's limit of ")
-    plan = plan_memory(config, dtype, device)
+    if kv_tokens is not None:
+        kv_tokens = integer("kv_tokens", kv_tokens, max_seq_len or 1, LONGEST)
+    plan = plan_memory(config, dtype, device, slots)
     capacity = plan.capacity(max_seq_len, str(device))
+    why = f"that is what fits {device}"
+    if capacity < min(max_seq_len or limit, plan.max_context):
+        why = f"max_seq_len can ask for up to {plan.max_context:,} on this CPU"
+    if kv_tokens is not None and kv_tokens < capacity:
+        capacity, why = kv_tokens, "that is what kv_tokens asks for"
+    if kv_tokens is not None and kv_tokens > slots * capacity:
+        most = f"{slots:,} slots of {capacity:,} positions hold at most {slots * capacity:,}"
+        raise ParameterError(f"kv_tokens: {most}, got {kv_tokens:,}")
     notes = []
     if capacity < (max_seq_len or limit):
-        why = f"that is what fits {device}"
-        if capacity < plan.max_context:
-            why = f"max_seq_len can ask for up to {plan.max_context:,} on this CPU"
         notes.append(f"context lowered to {capacity:,} of the model's {limit:,} positions: {why}")
         log.warning(notes[-1])
+    pool = plan.kv_tokens(capacity, kv_tokens, str(device))
+    if kv_tokens is None and pool < slots * capacity:
+        notes.append(f"{slots:,} slots share {pool:,} K/V positions: that is what fits {device}")
+        log.info(notes[-1])
     return plan, capacity, notes

@@ -33,8 +33,8 @@ class TokenLogprobs:
 class Piece:
     """One token of a stream, and the text that became certain with it (may be empty).
 
-    The last piece has no token (token_id None) but any held-back text, finish_reason ("stop", "length" or "error"),
-    usage, timings, and with "error" a one-line `error`.
+    The last piece has no token (token_id None) but any held-back text, finish_reason ("stop", "length", "error" or
+    "cancelled"), usage, timings, and with "error" a one-line `error`.
     """
 
     token_id: int | None
@@ -48,7 +48,10 @@ class Piece:
 
 @dataclass(frozen=True)
 class Result:
-    """A whole generation. token_ids holds everything drawn, a final stop token included; text does not."""
+    """A whole generation. token_ids holds everything drawn, a final stop token included; text does not.
+
+    Of a request that was cancelled it is what came until then.
+    """
 
     text: str
     token_ids: tuple[int, ...]

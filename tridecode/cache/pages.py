@@ -44,6 +44,12 @@ class PagePool:
             if not self._holders[page]:
                 self._free.append(page)
 
+    def recount(self, held: Iterable[Sequence[int]]) -> None:
+        """Believe the lists `held` alone: what stands in none of them is free."""
+        counts = Counter(page for pages in held for page in pages)
+        self._holders = [counts[page] for page in range(len(self._holders))]
+        self._free = [page for page in reversed(range(len(self._holders))) if not counts[page]]
+
     def assert_consistent(self, held: Iterable[Sequence[int]]) -> None:
         """Every page is free once, or held as often as it stands in the lists `held`."""
         counts = Counter(page for pages in held for page in pages)

@@ -10,7 +10,7 @@ from ..results import Piece, Timings, TokenLogprobs, Usage
 from ..step.state import DecodeModel
 from ..text.stop_strings import StopStrings
 from ..text.tokenizer import Tokenizer
-from .request import Request
+from .request import Job
 
 
 class Ring:
@@ -46,47 +46,51 @@ class Ring:
 
 
 class Output:
-    """Turns a request's tokens into its pieces, the last of which says how it ended."""
+    """Turns a job's tokens into its pieces, the last of which says how it ended; goes on where the pieces end."""
 
-    def __init__(self, request: Request, tokenizer: Tokenizer | None, dtype: torch.dtype):
-        self._request, self._dtype = request, dtype
-        self._detokenizer = tokenizer.detokenizer(request.before) if tokenizer else None
-        self._stops = StopStrings(request.params.stop)
-        self._first: float | None = None  # when the first token came
-        self.tokens = 0
-        self.ended = False
+    def __init__(self, job: Job, tokenizer: Tokenizer | None, dtype: torch.dtype):
+        self._job, self._dtype = job, dtype
+        self._detokenizer = tokenizer.detokenizer(job.before) if tokenizer else None
+        self._stops = StopStrings(job.params.stop)
+        for piece in job.pieces:
+            self._text(piece.token_id)
 
     def push(self, token: int, logprobs: TokenLogprobs | None) -> None:
         """The next token, or NO_TOKEN: a step whose logits were not finite."""
-        now = time.perf_counter()
-        self._first = self._first or now
+        job, now = self._job, time.perf_counter()
+        job.first = job.first or now
+        before = len(job.pieces)
         if token == layout.NO_TOKEN:
-            position = len(self._request.ids) + self.tokens - 1
-            self._end("error", now, not_finite(self.tokens + 1, position, self._dtype))
+            position = before if job.scores else len(job.ids) + before - 1
+            self.end("error", not_finite(before + 1, position, self._dtype))
             return
-        self.tokens += 1
-        stopped = token in self._request.stop_ids
-        text = "" if stopped or self._detokenizer is None else self._stops.push(self._detokenizer.push(token))
-        self._request.pieces.append(Piece(token, text, logprobs))
+        stopped = token in job.stop_ids
+        piece = Piece(token, "" if stopped else self._text(token), logprobs)
         if stopped or self._stops.hit:
-            self._end("stop", now)
-        elif self.tokens == self._request.steps:
-            self._end("length", now)
+            self.end("stop", pieces=[piece])
+        elif before + 1 == (len(job.ids) if job.scores else job.limit - len(job.ids)):
+            self.end("length", pieces=[piece])
+        else:
+            job.pieces.append(piece)
 
-    def _end(self, reason: str, now: float, error: str | None = None) -> None:
-        self.ended = True
-        request, tail = self._request, ""
+    def _text(self, token: int) -> str:
+        return "" if self._detokenizer is None else self._stops.push(self._detokenizer.push(token))
+
+    def end(self, reason: str, error: str | None = None, pieces: list[Piece] | None = None) -> None:
+        """Add `pieces`, the rest of the text and how it ended, all at once: no interrupt comes between them."""
+        job, tail, now = self._job, "", time.perf_counter()
+        pieces = pieces or []
         if self._detokenizer is not None and not self._stops.hit:
             tail = self._stops.push(self._detokenizer.flush()) + self._stops.flush()
-        decode = now - self._first
-        rate = (self.tokens - 1) / decode if self.tokens > 1 and decode > 0 else 0.0
-        request.pieces.append(
-            Piece(
-                None,
-                tail,
-                finish_reason=reason,
-                usage=Usage(len(request.ids), request.reused, self.tokens),
-                timings=Timings(self._first - request.started, decode, rate),
-                error=error,
-            )
+        tokens, first = len(job.pieces) + len(pieces), job.first or now
+        decode = now - first
+        rate = (tokens - 1) / decode if tokens > 1 and decode > 0 else 0.0
+        last = Piece(
+            None,
+            tail,
+            finish_reason=reason,
+            usage=Usage(len(job.ids), job.reused or 0, tokens),
+            timings=Timings(first - job.started, decode, rate),
+            error=error,
         )
+        job.pieces.extend((*pieces, last))

@@ -1,8 +1,9 @@
-"""Request: one generation, from its prompt's ids to its last piece."""
+"""Job: one generation, from its prompt's ids to its last piece, as the scheduler knows it."""
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+import torch
 
 from ..errors import ParameterError
 from ..layout import MAX_STOP_IDS
@@ -12,11 +13,12 @@ from ..sampling import SamplingParams
 
 
 @dataclass(eq=False)
-class Request:
+class Job:
     """ids: the prompt; before: what of it the text continues (none in a chat); params: with a seed; stop_ids: the
     model's and params'; limit: tokens, prompt and output, at which it ends; started: by time.perf_counter.
 
-    Who drives the scheduler takes `pieces` as they come; with `cancelled` no more will.
+    logits: where a score leaves those of each pass, fp32 [len(ids), vocab]; its passes begin at the first token.
+    `pieces` only grows, a token with what ends it at once: whatever else the scheduler knows of a job follows from it.
     """
 
     ids: list[int]
@@ -26,16 +28,24 @@ class Request:
     limit: int
     reuse_prefix: bool
     started: float
-    pieces: deque[Piece] = field(default_factory=deque)
-    cancelled: bool = False
-    slot: int | None = None  # while it has one
-    reused: int = 0  # positions whose K/V were there
-    enqueued: int = 0  # passes that it takes part in
+    logits: torch.Tensor | None = None
+    pieces: list[Piece] = field(default_factory=list)
+    failure: Exception | None = None  # what ended it in place of a last piece
+    first: float | None = None  # when its first token came
+    reused: int | None = None  # positions whose K/V were there when its prompt was read first
 
     @property
-    def steps(self) -> int:
-        """Tokens that it may draw."""
-        return self.limit - len(self.ids)
+    def ended(self) -> bool:
+        return self.failure is not None or bool(self.pieces) and self.pieces[-1].finish_reason is not None
+
+    @property
+    def tokens(self) -> list[int]:
+        """The prompt, and what was drawn until now."""
+        return self.ids + [piece.token_id for piece in self.pieces]
+
+    @property
+    def scores(self) -> bool:
+        return self.logits is not None
 
     @property
     def kind(self) -> str:

@@ -4,95 +4,315 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from ..errors import QueueFull
 from ..layout import NO_TOKEN
-from ..step.prefill import prefill
+from ..sampling import SamplingParams
+from ..step.decode import KINDS
+from ..step.prefill import CHUNK, prefill
 from ..step.state import DecodeModel
 from ..text.tokenizer import Tokenizer
 from .output import Output, Ring
-from .request import Request
+from .request import Job
 from .slots import Slots
 
+AHEAD = 16  # positions: with fewer left of its pages a row gets more
 
-@dataclass
+
+@dataclass(eq=False)
 class Running:
-    """A request that has its slot. embedded: the token whose K/V the next step leaves; tokens: those before it."""
+    """A job that has its slot, and once its prompt is read its row.
 
-    request: Request
+    read: positions of the prompt whose K/V are there; position: of its next pass; end: the one at which it has no more;
+    room: the one at which its pages end. tokens: those whose passes were seen; embedded: the next one's.
+    """
+
+    job: Job
     output: Output
-    generation: int
+    slot: int
+    read: int
     tokens: list[int]
     embedded: int
-    seen: int = 0  # steps whose entries were read
+    position: int
+    end: int
+    row: int | None = None
+    room: int = 0
+    generation: int = 0
+    seen: int = 0  # passes whose entries were read
+    in_flight: int = 0  # and those that were not yet
+    gone: bool = False  # ended, cancelled or preempted: nothing of it is awaited
+
+    @property
+    def runs(self) -> bool:
+        """Takes part in the next pass."""
+        return self.position < self.end and self.position < self.room
+
+    @property
+    def needs_pages(self) -> bool:
+        return self.row is not None and self.room < self.end and self.position > self.room - AHEAD
 
 
 class Scheduler:
-    """One slot: a request that is added while another one runs takes its place.
+    """First come, first served, over the slots of a model.
 
-    run_pass(kind): enqueues one pass. ahead: passes that are enqueued before the one awaited has ended.
+    run_pass(kind, rows): enqueues one pass of the first `rows` rows. ahead: passes that are enqueued before the one
+    awaited has ended. chunk: tokens of a prompt between two passes. max_queue: requests that may wait for a slot.
+
+    Jobs and what slots hold are the truth, all else follows from them. So whatever an interrupt or an error leaves half
+    done is thrown away: every job that has not ended begins again behind its last piece, as a preempted one does.
     """
 
     def __init__(
-        self, model: DecodeModel, tokenizer: Tokenizer | None, run_pass: Callable[[str], None], ahead: int
+        self,
+        model: DecodeModel,
+        tokenizer: Tokenizer | None,
+        run_pass: Callable[[str, int], None],
+        ahead: int,
+        chunk: int = CHUNK,
+        max_queue: int | None = None,
     ):
         self.slots = Slots(model)
         self._model, self._tokenizer, self._run_pass, self._ahead = model, tokenizer, run_pass, ahead
+        self._chunk, self._max_queue = chunk, max_queue
         self._ring = Ring(model)
-        self._running: Running | None = None
-        self._in_flight: deque[Running] = deque()
+        self._jobs: dict[Job, None] = {}  # those that have not ended, in the order of arrival
+        self._unsettled = False  # something was begun and not finished
+        self._forget_runs()
 
-    def add(self, request: Request) -> None:
-        """Give the request the slot, read its prompt, and enqueue its first passes."""
-        self.cancel()
-        request.slot, held = 0, self.slots.held[0]
-        ids, last = request.ids, len(request.ids) - 1
-        request.reused = common_prefix(held.tokens, ids[:last]) if request.reuse_prefix else 0
-        held.tokens = ids[: request.reused]  # the rest counts once a step on it has given finite logits
-        self.slots.write_tokens(0, ids, request.limit - 1)
-        prefill(self._model, request.reused, last)
-        generation = self.slots.begin(
-            0, 0, request.params, position=last, n_known=len(ids), limit=request.limit, stop_ids=request.stop_ids
-        )
-        output = Output(request, self._tokenizer, self._model.weights.dtype)
-        self._running = Running(request, output, generation, ids[:last], ids[last])
-        for _ in range(self._ahead):
-            self._enqueue()
+    def _forget_runs(self) -> None:
+        self._waiting = deque(self._jobs)
+        self._admitted: list[Running] = []  # those that have a slot, the oldest first
+        self._reading: Running | None = None  # of these the one whose prompt is being read, always the youngest
+        self._rows: list[Running] = []  # and all others
+        self._in_flight: deque[list[Running]] = deque()  # of each pass those that take part
+
+    def add(self, job: Job) -> None:
+        """Put the job last in the queue. Raises QueueFull."""
+        self._settle()
+        if self._max_queue is not None and len(self._jobs) >= len(self.slots.held) + self._max_queue:
+            raise QueueFull(
+                f"the queue is full: {len(self.slots.held):,} requests run and {self._max_queue:,} wait; "
+                "try again later, or raise max_queue"
+            )
+        self._unsettled = True
+        self._jobs[job] = None
+        self._waiting.append(job)
+        self._unsettled = False
 
     def step(self) -> None:
-        """Enqueue a pass where one is wanted, and wait for the oldest in flight; pieces go to their requests."""
-        self._enqueue()
-        running = self._in_flight.popleft()
-        request = running.request
-        token = self._ring.token(request.slot, running.generation, running.seen)
-        wanted = request.params.logprobs
-        logprobs = None if wanted is None else self._ring.logprobs(request.slot, running.seen, wanted)
-        running.seen += 1
-        running.tokens.append(running.embedded)  # its step has run: its K/V are there
-        # Attention multiplies masked values by 0, and 0 * NaN is NaN: nothing in the cache is above suspicion.
-        self.slots.held[request.slot].tokens = [] if token == NO_TOKEN else running.tokens
-        running.embedded = token
-        running.output.push(token, logprobs)
-        if running.output.ended:
-            self._leave()
+        """Read a chunk of a prompt, enqueue a pass, wait for the oldest in flight: of these what there is to do."""
+        self._settle()
+        self._unsettled = True
+        self._read()
+        while len(self._in_flight) <= self._ahead and self._enqueue():
+            pass
+        if self._in_flight:
+            self._drain()
+        self._unsettled = False
 
-    def cancel(self, request: Request | None = None) -> None:
-        """End `request`, or whichever runs; what it left in the cache stays."""
-        if self._running and request in (None, self._running.request):
-            self._running.request.cancelled = True
-            self._leave()
+    def cancel(self, job: Job) -> bool:
+        """End the job, unless it has ended; what it left in the cache stays."""
+        self._settle()
+        if job not in self._jobs:
+            return False
+        self._unsettled = True
+        running = next((running for running in self._admitted if running.job is job), None)
+        output = running.output if running else self._output(job)
+        output.end("cancelled")
+        self._finish(job, running)
+        self._unsettled = False
+        return True
 
-    def _enqueue(self) -> None:
-        request = self._running.request
-        if request.enqueued < request.steps:
-            self._run_pass(request.kind)
-            request.enqueued += 1
-            self._in_flight.append(self._running)
+    def cancel_all(self) -> None:
+        for job in list(self._jobs):
+            self.cancel(job)
 
-    def _leave(self) -> None:
-        # What is still in flight belongs to a generation that nobody awaits any more.
-        self._in_flight.clear()  # first: where Ctrl-C comes between the two, the next `cancel` does both again
-        self._running = None
+    def rewind(self, positions: list[int], params: SamplingParams) -> None:
+        """Put rows and slots 0, 1, ... at `positions` with whatever the cache holds, for benchmarks. Each has its share
+        of the pages, up to the capacity. Whatever runs or waits is cancelled."""
+        self.cancel_all()
+        self._unsettled = True  # the next job finds all rows idle and all pages free
+        slots, capacity = self.slots, self._model.kv.capacity
+        for slot in range(len(slots.held)):
+            slots.forget(slot)
+        for slot, position in enumerate(positions):
+            pages = slots.pages.free - sum(slots.pages_for(p + 1) for p in positions[slot:])
+            room = (slots.pages_for(position + 1) + pages // (len(positions) - slot)) * slots.page
+            slots.write_tokens(slot, [0] * (position + 1), min(room, capacity))
+            slots.begin(slot, slot, params, position=position, n_known=position + 1, limit=capacity + 1, stop_ids=())
 
+    def assert_consistent(self) -> None:
+        """Every job waits, is read or has a row, once; rows and slots are as they say; no page is lost."""
+        self._settle()
+        admitted = self._admitted
+        known = [job for job in self._waiting if job in self._jobs] + [running.job for running in admitted]
+        assert len(known) == len(set(known)) and set(known) == set(self._jobs), "a job is lost, or known twice"
+        assert [running.row for running in self._rows] == list(range(len(self._rows)))
+        assert {*self._rows, *filter(None, [self._reading])} == set(admitted)
+        busy = {running.slot for running in admitted}
+        assert len(busy) == len(admitted) and busy == {i for i, held in enumerate(self.slots.held) if held.busy}
+        assert all(running.position <= running.room == self.slots.room(running.slot) for running in self._rows)
+        self.slots.assert_consistent()
 
-def common_prefix(held: list[int], ids: list[int]) -> int:
-    """Leading tokens that both have."""
-    return next((i for i, (a, b) in enumerate(zip(held, ids)) if a != b), min(len(held), len(ids)))
+    # ---- prompts
+
+    def _read(self) -> None:
+        """At most one chunk, so that no row waits for more; prompts whose K/V are there already cost none."""
+        while self._reading or self._admit():
+            running = self._reading
+            first, last = running.read, min(running.read + self._chunk, running.position)
+            try:
+                if first < last:
+                    prefill(self._model, first, last, running.slot, self._chunk)
+            except Exception as error:  # out of memory, mostly: it is this prompt's alone
+                running.job.failure = error
+                self._finish(running.job, running)
+                return
+            running.read = last
+            if last == running.position:
+                self._begin(running)
+            if first < last:
+                return
+
+    def _admit(self) -> bool:
+        """Give the first in the queue a slot, and pages for its prompt, if both are there."""
+        while self._waiting and self._waiting[0] not in self._jobs:
+            self._waiting.popleft()
+        if not self._waiting or all(held.busy for held in self.slots.held):
+            return False
+        slots, job = self.slots, self._waiting[0]
+        ids = job.tokens
+        if slots.pages_for(len(ids)) > slots.available():
+            return False
+        position = 0 if job.scores else len(ids) - 1
+        slot, read = slots.choose(ids[:position] if job.reuse_prefix else [])
+        if job.reused is None:
+            job.reused = read
+        self._waiting.popleft()
+        end, output = job.limit - 1, self._output(job)
+        self._reading = Running(job, output, slot, read, ids[:position], ids[position], position, end)
+        self._admitted.append(self._reading)
+        held, needed = slots.held[slot], slots.pages_for(len(ids))
+        held.busy, held.tokens = True, ids[:read]  # the rest counts once a pass on it has given finite logits
+        slots.make_room(needed - len(held.pages))
+        needed += slots.spare(needed - len(held.pages))
+        slots.write_tokens(slot, ids, min(needed * slots.page, end))
+        return True
+
+    def _begin(self, running: Running) -> None:
+        """Its prompt is read: it gets the next row."""
+        job = running.job
+        running.generation = self.slots.begin(
+            running.slot,
+            len(self._rows),
+            job.params,
+            position=running.position,
+            n_known=len(job.ids) + len(job.pieces),
+            limit=job.limit,
+            stop_ids=job.stop_ids,
+            prompt=len(job.ids),
+        )
+        running.row, running.room = len(self._rows), self.slots.room(running.slot)
+        self._rows.append(running)
+        self._reading = None
+
+    # ---- passes
+
+    def _enqueue(self) -> bool:
+        """Enqueue a pass of the rows that can take part, of the strongest kind among them; False where none can."""
+        for running in [running for running in self._admitted if running.needs_pages]:
+            if not running.gone:
+                self._grow(running)
+        part = [running for running in self._rows if running.runs]
+        if not part:
+            return False
+        kind = part[0].job.kind if len(part) == 1 else max((r.job.kind for r in part), key=KINDS.index)
+        self._run_pass(kind, part[-1].row + 1)
+        for running in part:
+            if running.job.scores:
+                running.job.logits[running.position].copy_(self._model.workspace.logits[running.row])
+            running.position += 1
+            running.in_flight += 1
+        self._in_flight.append(part)
+        return True
+
+    def _grow(self, running: Running) -> None:
+        """More pages for a row: ahead of need such as nobody has; at the end of its own those of the youngest."""
+        slots, waits = self.slots, running.position == running.room
+        if waits and running.in_flight:
+            return  # one of these passes may have ended it: then it must not be woken
+        while not slots.make_room(1):
+            if not waits:
+                return
+            self._preempt(youngest := self._admitted[-1])
+            if youngest is running:
+                return
+        lacking = slots.pages_for(running.end) - len(slots.held[running.slot].pages)
+        slots.grow(running.slot, running.row, min(1 + slots.spare(1), lacking), wake=waits)
+        running.room = slots.room(running.slot)
+
+    def _drain(self) -> None:
+        """Wait for the oldest pass; pieces go to their jobs. Of rows that have gone no entry is awaited: a pass that
+        was enqueued before the host knew of their end leaves none."""
+        for running in self._in_flight.popleft():
+            if running.gone:
+                continue
+            job, held = running.job, self.slots.held[running.slot]
+            token = self._ring.token(running.slot, running.generation, running.seen)
+            wanted = job.params.logprobs
+            logprobs = None if wanted is None else self._ring.logprobs(running.slot, running.seen, wanted)
+            running.seen += 1
+            running.in_flight -= 1
+            running.tokens.append(running.embedded)  # its pass has run: its K/V are there
+            # Attention multiplies masked values by 0, and 0 * NaN is NaN: nothing in the cache is above suspicion.
+            held.tokens = [] if token == NO_TOKEN else running.tokens
+            running.embedded = token
+            running.output.push(token, logprobs)
+            if job.ended:
+                self._finish(job, running)
+
+    # ---- ends
+
+    def _finish(self, job: Job, running: Running | None) -> None:
+        """The job has ended. What is in flight belongs to a generation that nobody awaits any more."""
+        if running:
+            self._vacate(running)
+            self.slots.release(running.slot)
+        self._jobs.pop(job, None)
+
+    def _preempt(self, running: Running) -> None:
+        """Take all pages of a job and let it wait before all others, which are younger."""
+        self._vacate(running)
+        self.slots.forget(running.slot)
+        self.slots.release(running.slot)
+        self._wait_again(running.job)
+        self._waiting.appendleft(running.job)
+
+    def _vacate(self, running: Running) -> None:
+        """Take its row; the last row fills the gap, so that passes stay small."""
+        running.gone = True
+        self._admitted.remove(running)
+        if running is self._reading:
+            self._reading = None
+            return
+        last = self._rows.pop()
+        if last is not running:
+            self._rows[running.row] = last
+        self.slots.vacate(running.row, last.row)
+        last.row = running.row
+
+    def _settle(self) -> None:
+        """Throw away what an interrupt or an error left half done."""
+        if self._unsettled:
+            self._jobs = {job: None for job in self._jobs if not job.ended}
+            for job in self._jobs:
+                self._wait_again(job)
+            self.slots.recover()
+            self._forget_runs()
+            self._unsettled = False
+
+    def _wait_again(self, job: Job) -> None:
+        if job.scores:
+            job.pieces.clear()  # it begins again at its first token
+
+    def _output(self, job: Job) -> Output:
+        return Output(job, None if job.scores else self._tokenizer, self._model.weights.dtype)

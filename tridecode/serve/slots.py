@@ -1,6 +1,7 @@
 """Slots: writes one request's state to its own place on the device, in stream order, waiting for nobody."""
 
 from collections.abc import Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -11,7 +12,7 @@ from ..cache.pages import PagePool
 from ..sampling import SamplingParams
 from ..step.state import DecodeModel
 
-RECORDS = 4  # requests whose writes may wait for the GPU before the host waits for the oldest
+RECORDS = 8  # groups of writes that may wait for the GPU before the host waits for the oldest; a request makes two
 
 
 class Record:
@@ -35,31 +36,117 @@ class Held:
     tokens: list[int] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)
     generation: int = 0
+    busy: bool = False  # has a request
+    since: int = 0  # of the slots that are idle the lowest has been so for longest
 
 
 class Slots:
-    """The slots of a model, and the pages that each of them has."""
+    """The slots of a model, and the pages that each of them has.
+
+    Book-keeping is such that `recover` makes it right after an interrupt at any line: pages that a slot gives away
+    leave its list before they are free, and `tokens` never says more than the pages hold.
+    """
 
     def __init__(self, model: DecodeModel):
-        self.model = model
+        self.model, self.page = model, model.kv.page
         self.pages = PagePool(len(model.kv.pool))
         self.held = [Held() for _ in range(len(model.workspace.tokens))]
         self._records = [Record(model) for _ in range(RECORDS)]
-        self._begun = 0
+        self._written = self._released = 0
+
+    # ---- the host's book-keeping
+
+    def room(self, slot: int) -> int:
+        """Positions that have pages."""
+        return len(self.held[slot].pages) * self.page
+
+    def pages_for(self, positions: int) -> int:
+        return -(-positions // self.page)
+
+    def idle(self) -> list[int]:
+        """Slots without a request, the one that has been so for longest first."""
+        return sorted((i for i, held in enumerate(self.held) if not held.busy), key=lambda i: self.held[i].since)
+
+    def choose(self, ids: list[int]) -> tuple[int, int]:
+        """An idle slot for a prompt, and how many of `ids` its K/V begin with: that with most of them, unless it would
+        lose more than it has of them; else the one that has been idle for longest."""
+        best, most = None, -1
+        for slot in self.idle():
+            held = self.held[slot].tokens
+            common = common_prefix(held, ids)
+            gain = common if 2 * common >= len(held) else 0
+            if gain > most:
+                best, most, reused = slot, gain, common
+        return best, reused
+
+    def available(self) -> int:
+        """Pages that are free, or would be without what idle slots keep."""
+        return self.pages.free + sum(len(held.pages) for held in self.held if not held.busy)
+
+    def make_room(self, pages: int) -> bool:
+        """Have that many pages free, if need be by forgetting what idle slots hold, the oldest first."""
+        for slot in self.idle() if pages > self.pages.free else ():
+            if pages > self.pages.free:
+                self.forget(slot)
+        return pages <= self.pages.free
+
+    def spare(self, needed: int) -> int:
+        """Pages that a request may take beyond those that it needs: a share of what is free then, an equal one for each
+        slot, so that with one slot it is all of it and its table is written once."""
+        return max(self.pages.free - max(needed, 0), 0) // len(self.held)
+
+    def forget(self, slot: int) -> None:
+        """Give back all that the slot holds."""
+        self.held[slot].tokens = []
+        self._trim(slot)
+
+    def release(self, slot: int) -> None:
+        """The slot's request has gone; what it left is kept, without the pages that it had ahead of need."""
+        self._trim(slot)
+        self._released += 1
+        held = self.held[slot]
+        held.since, held.busy = self._released, False
+
+    def _trim(self, slot: int) -> None:
+        held = self.held[slot]
+        kept = self.pages_for(len(held.tokens))
+        given, held.pages = held.pages[kept:], held.pages[:kept]
+        self.pages.give_back(given)
+
+    @torch.inference_mode()
+    def recover(self) -> None:
+        """Make all slots idle, on the device too, and count the pages anew, whatever was interrupted."""
+        self.model.workspace.meta[:, layout.STATUS].fill_(layout.LIMIT_REACHED)
+        self.pages.recount(held.pages for held in self.held)
+        for slot, held in enumerate(self.held):
+            if len(held.tokens) > self.room(slot):
+                held.tokens = []
+            held.busy = False
+            self._trim(slot)
+
+    def assert_consistent(self) -> None:
+        """Every page is free or a slot's, none is two slots', and no slot claims more than its pages hold."""
+        self.pages.assert_consistent([held.pages for held in self.held])
+        assert len({page for held in self.held for page in held.pages}) == sum(len(held.pages) for held in self.held)
+        for slot, held in enumerate(self.held):
+            assert len(held.tokens) <= self.room(slot), f"slot {slot} claims more than its pages hold"
+            kept = self.pages_for(len(held.tokens))
+            assert held.busy or len(held.pages) == kept, f"slot {slot} is idle and keeps pages without tokens"
+
+    # ---- writes to the device, in stream order
 
     @torch.inference_mode()
     def write_tokens(self, slot: int, ids: Sequence[int], positions: int) -> None:
         """Put a request's tokens, and pages for `positions`, where prompts and steps find them. The slot must have no
         running request; `begin` follows. Raises OutOfPages."""
         ws, held = self.model.workspace, self.held[slot]
-        missing = -(-positions // self.model.kv.page) - len(held.pages)
-        held.pages += self.pages.take(max(missing, 0))
-        record = self._next_record()
-        record.tokens.numpy()[: len(ids)] = ids
-        record.table.numpy()[: len(held.pages)] = held.pages
-        ws.tokens[slot, : len(ids)].copy_(record.tokens[: len(ids)], non_blocking=True)
-        table = self.model.kv.page_table[slot, : len(held.pages)]
-        table.copy_(record.table[: len(held.pages)], non_blocking=True)
+        held.pages += self.pages.take(max(self.pages_for(positions) - len(held.pages), 0))
+        with self._record() as record:
+            record.tokens.numpy()[: len(ids)] = ids
+            record.table.numpy()[: len(held.pages)] = held.pages
+            ws.tokens[slot, : len(ids)].copy_(record.tokens[: len(ids)], non_blocking=True)
+            table = self.model.kv.page_table[slot, : len(held.pages)]
+            table.copy_(record.table[: len(held.pages)], non_blocking=True)
 
     @torch.inference_mode()
     def begin(
@@ -72,35 +159,71 @@ class Slots:
         n_known: int,
         limit: int,
         stop_ids: Sequence[int],
+        prompt: int | None = None,
     ) -> int:
         """Start the slot's request as `row` of the passes, at `position`; returns its generation.
 
-        n_known: tokens that are given. params: with a seed.
+        n_known: tokens that are given, of which the first `prompt` (by default all) are the prompt's and the others
+        were drawn before. params: with a seed.
         """
-        ws, held, record = self.model.workspace, self.held[slot], self._records[self._begun % RECORDS]
+        ws, held = self.model.workspace, self.held[slot]
+        prompt = n_known if prompt is None else prompt
         held.generation = held.generation % layout.MAX_GENERATION + 1
-        fill_meta(record.meta.numpy(), params, slot, held.generation, position, n_known, limit, stop_ids)
-        fill_samp(record.samp.numpy(), params)
-        ws.samp[row].copy_(record.samp, non_blocking=True)
-        if params.penalties:
-            ws.counts[slot].zero_()
-            ws.counts[slot].index_fill_(0, ws.tokens[slot, :n_known].long(), 1)
-        if params.logit_bias:
-            record.bias.zero_()
-            for token, value in params.logit_bias.items():
-                record.bias[token] = value
-            ws.bias[slot].copy_(record.bias, non_blocking=True)
-        ws.meta[row].copy_(record.meta, non_blocking=True)
-        if record.copied is not None:
-            record.copied.record(torch.cuda.current_stream(self.model.device))
-        self._begun += 1
+        with self._record() as record:
+            meta = record.meta.numpy()
+            fill_meta(meta, params, slot, held.generation, position, n_known, limit, stop_ids, self.room(slot))
+            fill_samp(record.samp.numpy(), params)
+            ws.samp[row].copy_(record.samp, non_blocking=True)
+            if params.penalties:
+                tokens = ws.tokens[slot, :n_known].long()
+                ws.counts[slot].zero_().index_fill_(0, tokens[:prompt], 1)
+                drawn = tokens[prompt:]
+                ws.counts[slot].index_add_(0, drawn, torch.full_like(drawn, 2, dtype=ws.counts.dtype))
+            if params.logit_bias:
+                record.bias.zero_()
+                for token, value in params.logit_bias.items():
+                    record.bias[token] = value
+                ws.bias[slot].copy_(record.bias, non_blocking=True)
+            ws.meta[row].copy_(record.meta, non_blocking=True)
         return held.generation
 
-    def _next_record(self) -> Record:
-        record = self._records[self._begun % RECORDS]
+    @torch.inference_mode()
+    def grow(self, slot: int, row: int, pages: int, wake: bool) -> None:
+        """Give the slot that many pages more; wake: its row waits for them. Numbers travel as arguments of launches:
+        nothing is copied from the host, nothing waited for. Raises OutOfPages."""
+        held, meta = self.held[slot], self.model.workspace.meta
+        have = len(held.pages)
+        held.pages += self.pages.take(pages)
+        for place in range(have, len(held.pages)):
+            self.model.kv.page_table[slot, place].fill_(held.pages[place])
+        meta[row, layout.ROOM].fill_(self.room(slot))
+        if wake:
+            meta[row, layout.STATUS].fill_(layout.RUN)
+
+    @torch.inference_mode()
+    def vacate(self, row: int, last: int) -> None:
+        """Make the row idle and put the last one in its place."""
+        ws = self.model.workspace
+        if row != last:
+            ws.samp[row].copy_(ws.samp[last])
+            ws.meta[row].copy_(ws.meta[last])
+        ws.meta[last, layout.STATUS].fill_(layout.LIMIT_REACHED)
+
+    @contextmanager
+    def _record(self):
+        """A record that no copy reads any more; what is copied from it within is waited for before its next use."""
+        record = self._records[self._written % RECORDS]
+        self._written += 1
         if record.copied is not None:
-            record.copied.synchronize()  # done long ago, unless RECORDS requests began within a pass
-        return record
+            record.copied.synchronize()  # done long ago, unless RECORDS writes came within a pass
+        yield record
+        if record.copied is not None:
+            record.copied.record(torch.cuda.current_stream(self.model.device))
+
+
+def common_prefix(held: list[int], ids: list[int]) -> int:
+    """Leading tokens that both have."""
+    return next((i for i, (a, b) in enumerate(zip(held, ids)) if a != b), min(len(held), len(ids)))
 
 
 def fill_meta(

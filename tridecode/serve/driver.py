@@ -1,0 +1,186 @@
+"""Driver: the one lock around a scheduler, and requests as their callers have them: whoever waits steps for all."""
+
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from itertools import count
+
+from ..errors import EngineClosed, QueueFull, TridecodeError, brief
+from ..results import Piece, Result, Timings, Usage
+from .request import Job
+from .scheduler import Scheduler
+
+HANDOVER = 2e-5  # seconds that who has stepped leaves the lock to others who wait for it: a lock knows no queue
+
+
+class Driver:
+    """prepare: called in the thread that steps, before each step."""
+
+    def __init__(self, scheduler: Scheduler, prepare: Callable[[], None]):
+        self.scheduler, self._prepare = scheduler, prepare
+        self._slots = len(scheduler.slots.held)
+        self._lock = threading.Lock()  # held while the device state changes, never while a caller has control
+        self._wanting: set[int] = set()  # threads that wait for it
+        self._dropped: deque[Job] = deque()  # jobs whose readers have gone; who has the lock cancels them
+        self._closed = False
+
+    def exclusively(self, action: Callable, *args):
+        """The result of an action that nobody else's step comes between. Raises EngineClosed."""
+        me = threading.get_ident()
+        if self._lock.locked():
+            self._wanting.add(me)
+        try:
+            with self._lock:
+                if self._closed:
+                    raise EngineClosed("this engine is closed; load another one")
+                while self._dropped:
+                    self.scheduler.cancel(self._dropped[0])
+                    self._dropped.popleft()
+                return action(*args)
+        finally:
+            self._wanting.discard(me)
+
+    def wait(self, ready: Callable[[], bool]) -> None:
+        """Step until it is so, whoever's tokens come by that."""
+        while not ready():
+            self.exclusively(self._step, ready)
+            if self._wanting:
+                time.sleep(HANDOVER)
+
+    def _step(self, ready: Callable[[], bool]) -> None:
+        if not ready():
+            self._prepare()
+            self.scheduler.step()
+
+    def submit(self, job: Job) -> "Request":
+        self.exclusively(self.scheduler.add, job)
+        return Request(self, job)
+
+    def cancel(self, job: Job) -> bool:
+        return not job.ended and self.exclusively(self.scheduler.cancel, job)
+
+    def drop(self, job: Job) -> None:
+        """Cancel it without ever waiting: garbage is collected at any moment, in the middle of a step too."""
+        if not job.ended:
+            self._dropped.append(job)
+            if not self._lock.locked() and not sys.is_finalizing():
+                with suppress(EngineClosed, RuntimeError):  # of a lost GPU hears who steps next
+                    self.exclusively(lambda: None)
+
+    def gather(
+        self, jobs: Sequence[Callable[[], Job]], progress: Callable[[int, int], None] | None
+    ) -> list[Result]:
+        """The results of all jobs in their order; each is made shortly before it can run, and what that raises is its
+        own result's. progress(done, total) is called as they end."""
+        results: list[Result | None] = [None] * len(jobs)
+        running: dict[int, Request] = {}
+        following, done = 0, 0
+        while done < len(jobs):
+            while following < len(jobs) and len(running) < 2 * self._slots:
+                try:
+                    running[following] = self.submit(jobs[following]())
+                except EngineClosed:
+                    raise
+                except QueueFull as error:
+                    if running:
+                        break  # until one of them has ended
+                    results[following] = failed(error)
+                except Exception as error:
+                    results[following] = failed(error)
+                following += 1
+            self.wait(lambda: not running or any(request.finish_reason for request in running.values()))
+            for i in [i for i, request in running.items() if request.finish_reason]:
+                try:
+                    results[i] = running.pop(i).result()
+                except Exception as error:
+                    results[i] = failed(error)
+            if (ended := following - len(running)) > done:
+                done = ended
+                if progress:
+                    progress(done, len(jobs))
+        return results
+
+    def close(self) -> None:
+        """Cancel all that runs or waits; whatever comes after is refused."""
+        with self._lock:
+            if not self._closed:
+                self.scheduler.cancel_all()
+                self._closed = True
+                self.scheduler = None  # and all that it holds
+
+
+class Request:
+    """A generation that was submitted: iterate over its pieces as they come, or wait for its result.
+
+    It goes on while anybody waits for any request of its engine, and its tokens are kept until they are read; each
+    iterator begins at the first piece. Closing or dropping an iterator, or the request itself, cancels it.
+    """
+
+    def __init__(self, driver: Driver, job: Job):
+        self._driver, self._job = driver, job
+
+    def __repr__(self) -> str:
+        return f"Request(prompt_tokens={len(self._job.ids)}, finish_reason={self.finish_reason!r})"
+
+    def __del__(self):
+        self._driver.drop(self._job)
+
+    @property
+    def finish_reason(self) -> str | None:
+        """None while it waits or runs; then "stop", "length", "error" or "cancelled"."""
+        job = self._job
+        if job.failure is not None:
+            return "error"
+        return job.pieces[-1].finish_reason if job.pieces else None
+
+    def __iter__(self) -> Iterator[Piece]:
+        """Yield a Piece a token, then the last one, which has finish_reason, usage and timings. Raises what the
+        prompt's own pass raised, such as a lack of memory."""
+        job = self._job
+        try:
+            for taken in count():
+                if len(job.pieces) == taken:
+                    self._driver.wait(lambda: len(job.pieces) > taken or job.failure is not None)  # noqa: B023
+                if len(job.pieces) == taken:
+                    raise job.failure
+                yield (piece := job.pieces[taken])
+                if piece.finish_reason is not None:
+                    return
+        finally:
+            self._driver.drop(job)
+
+    def result(self) -> Result:
+        """Wait for the end. With finish_reason "error", `error` says why; raises what the prompt's own pass raised."""
+        job = self._job
+        try:
+            self._driver.wait(lambda: job.ended)
+        except BaseException:
+            self._driver.drop(job)
+            raise
+        if job.failure is not None:
+            raise job.failure
+        *pieces, last = job.pieces
+        return Result(
+            text="".join(piece.text for piece in job.pieces),
+            token_ids=tuple(piece.token_id for piece in pieces),
+            finish_reason=last.finish_reason,
+            usage=last.usage,
+            timings=last.timings,
+            seed=job.params.seed,
+            logprobs=None if job.params.logprobs is None else tuple(piece.logprobs for piece in pieces),
+            error=last.error,
+        )
+
+    def cancel(self) -> bool:
+        """End it now, with a last piece of finish_reason "cancelled"; its slot and pages are free at once. False, and
+        nothing is done, where it has ended already, so a second call is harmless."""
+        return self._driver.cancel(self._job)
+
+
+def failed(error: Exception) -> Result:
+    """The result of a request that an error has ended, or that could not begin."""
+    line = str(error) if isinstance(error, TridecodeError) else f"{type(error).__name__}: {brief(error)}"
+    return Result("", (), "error", Usage(0, 0, 0), Timings(0.0, 0.0, 0.0), seed=0, error=line)
