@@ -106,7 +106,8 @@ class Loader:
 
         Raises DeviceError where it does not fit even alone.
         """
-        now = plan_memory(config, resolve_dtype(self._args.dtype, config, old.device), old.device)
-        alone = replace(now, free=now.free + old.plan.needed(old.capacity))
+        dtype = resolve_dtype(self._args.dtype, config, old.device)
+        now = plan_memory(config, dtype, old.device, slots_of(self._args))
+        alone = replace(now, free=now.free + old.plan.needed(old.capacity, old.kv_tokens))
         asked = self._args.max_seq_len and min(self._args.max_seq_len, config.max_position)
         return now.max_context >= alone.capacity(asked, str(old.device))

@@ -8,7 +8,7 @@ from contextlib import nullcontext, suppress
 from ..model.presets import PRESETS
 from ..version import __version__
 from .terminal import one_line
-from .values import ascending, contexts, logit_bias, minutes, positive, positives, token_ids
+from .values import ascending, contexts, logit_bias, minutes, positive, positives, row_count, row_counts, token_ids
 
 CHAT = """\
 Talk with a model. In the chat: /help lists the commands, Ctrl-C stops an answer, Ctrl-D leaves.
@@ -135,7 +135,7 @@ def make_parser() -> argparse.ArgumentParser:
     profile.add_argument(
         "--prompt-tokens", type=positive, default=2048, metavar="N", help="of the prefill chunk, at most 2048 (2048)"
     )
-    profile.add_argument("--rows", type=positive, default=1, metavar="N", help="requests in the step, 1 to 64 (1)")
+    profile.add_argument("--rows", type=row_count, default=1, metavar="N", help="requests in the step, 1 to 64 (1)")
     profile.add_argument("--output", metavar="DIR", help="also write pictures (SVG), Chrome traces and figures there")
     add_verbose(profile)
     tune = commands.add_parser("tune", help="search launch shapes for this GPU", description=TUNE)
@@ -172,7 +172,7 @@ def add_benches(bench) -> None:
     )
     batch = add("batch", "the token step of many requests at once", runs=9)
     add_shape(batch, model=True)
-    batch.add_argument("--rows", type=positives, metavar="N,N", help="requests at once, a row each (1,2,4,...,64)")
+    batch.add_argument("--rows", type=row_counts, metavar="N,N", help="requests at once, a row each (1,2,4,...,64)")
     batch.add_argument(
         "--context",
         type=contexts,
@@ -272,7 +272,7 @@ def engine_options() -> argparse.ArgumentParser:
         "--max-seq-len", type=int, metavar="N", help="context to allocate (default: what fits, on a CPU at most 8192)"
     )
     slots = f"requests at a time (default: 1, with --jsonl {BATCH_SLOTS})"
-    group.add_argument("--slots", type=positive, metavar="N", help=slots)
+    group.add_argument("--slots", type=row_count, metavar="N", help=slots)
     pool = "K/V positions that all slots share (default: what fits, at most the context for each)"
     group.add_argument("--kv-tokens", type=positive, metavar="N", help=pool)
     chunk = "of a prompt at most, between which other requests go on (default: 2048)"

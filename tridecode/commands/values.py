@@ -2,7 +2,7 @@
 
 import argparse
 
-MOST_ROWS = 64  # of a pass
+MOST_ROWS = 64  # of a pass, and so requests at a time
 
 
 def token_ids(text: str) -> list[int]:
@@ -29,6 +29,16 @@ def positive(text: str) -> int:
 
 def positives(text: str) -> list[int]:
     return [positive(part) for part in text.split(",")]
+
+
+def row_count(text: str) -> int:
+    if (value := positive(text)) > MOST_ROWS:
+        raise argparse.ArgumentTypeError(f"expected a number from 1 to {MOST_ROWS}, got {text!r}")
+    return value
+
+
+def row_counts(text: str) -> list[int]:
+    return [row_count(part) for part in text.split(",")]
 
 
 def ascending(text: str) -> list[int]:

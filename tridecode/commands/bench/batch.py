@@ -21,9 +21,8 @@ ROWS = (1, 2, 4, 8, 16, 32, 64)
 def batch(args, output) -> list[dict]:
     """A row for each number of --rows at each --context, and one for each mix; all on one engine."""
     cases = cases_of(args)
-    ends = [[context + args.steps + 2 for context in contexts] for _, contexts in cases]
-    pages = max(sum(-(-end // PAGE) for end in each) for each in ends)
-    engine = bench_engine(args, max(map(max, ends)), max(map(len, ends)), pages * PAGE)
+    room = [[room_of(context, args.steps) for context in contexts] for _, contexts in cases]
+    engine = bench_engine(args, max(map(max, room)), max(map(len, room)), max(map(sum, room)))
     bandwidth, params = read_bandwidth(engine.device), SAMPLING[args.sampling]
 
     def times(contexts: list[int]) -> list[float]:
@@ -40,6 +39,11 @@ def batch(args, output) -> list[dict]:
         row |= batch_figures(times(contexts), alone[max(contexts)], len(contexts), nbytes, bandwidth)
         rows.append(row | run_facts(engine.device))
     return rows
+
+
+def room_of(context: int, steps: int) -> int:
+    """K/V positions of a request in whole pages, with one to spare: all that a run needs comes before it begins."""
+    return (-(-(context + steps + 2) // PAGE) + 1) * PAGE
 
 
 def cases_of(args) -> list[tuple[int | str, list[int]]]:

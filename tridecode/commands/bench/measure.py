@@ -6,7 +6,7 @@ import numpy as np
 import torch
 import triton
 
-from ...cache.kv import kv_bytes_per_token
+from ...cache.kv import PAGE, kv_bytes_per_token
 from ...engine import Engine
 from ...errors import DeviceError, GenerationError, ParameterError
 from ...layout import RUN, STATUS
@@ -41,7 +41,7 @@ def need_gpu() -> None:
 def preset_engine(
     preset: str, capacity: int, graph: str = "full", slots: int = 1, kv_tokens: int | None = None
 ) -> Engine:
-    """An engine of a public shape with random weights, its cache filled with random K/V.
+    """An engine of a public shape with random weights, its cache filled with random K/V; kv_tokens: a multiple of PAGE.
 
     Raises ParameterError for an unknown preset, DeviceError without a GPU or with too little memory.
     """
@@ -49,10 +49,11 @@ def preset_engine(
         raise ParameterError(f"preset must be one of {', '.join(PRESETS)}, got {preset!r}")
     need_gpu()
     config, device = PRESETS[preset], torch.device("cuda", torch.cuda.current_device())
-    plan = plan_memory(config, torch.bfloat16, device)
-    plan.capacity(capacity, str(device))  # an error before memory is spent
+    plan = plan_memory(config, torch.bfloat16, device, slots)
+    plan.kv_tokens(plan.capacity(capacity, str(device)), kv_tokens, str(device))  # an error before memory is spent
     weights = random_weights(config, device, torch.bfloat16)
-    engine = Engine.build(config, weights, None, capacity, "triton", graph, plan=plan, name=preset)
+    sizes = dict(slots=slots, pages=kv_tokens and kv_tokens // PAGE)
+    engine = Engine.build(config, weights, None, capacity, "triton", graph, plan=plan, name=preset, **sizes)
     fill_cache(engine)
     return engine
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 from ...engine import Engine, Prompt
 from ...errors import GenerationError, ParameterError
 from ..explain import explain
+from ..graph_stats import show_graph_stats
 from ..inputs import clean
 from ..loading import load_engine
 from ..outputs import STDOUT, text_sink
@@ -46,6 +47,8 @@ def generate(args, output: Output) -> int:
                 if failed == args.n:
                     raise GenerationError(last.error)  # no answer at all: a file stays what it was
                 output.error(explain(GenerationError(last.error)))
+        if args.graph_stats:
+            show_graph_stats(engine, output)
     return int(failed > 0)
 
 
