@@ -3,8 +3,9 @@
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import replace
-from itertools import chain
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import chain, islice
 
 from ...engine import Engine
 from ...engine import Request as Handle
@@ -47,12 +48,12 @@ def batch(args, output: Output, load: Callable = load_engine) -> int:
     return int(answers.failed > 0)
 
 
+@dataclass(eq=False)
 class UnderWay:
     """A line that the engine works on; without a handle it has failed already, and its request says how."""
 
-    def __init__(self, request: Request, handle: Handle | None):
-        self.request, self.handle = request, handle
-        self.pieces = handle and iter(handle)
+    request: Request
+    handle: Handle | None = None
 
     @property
     def ended(self) -> bool:
@@ -114,12 +115,12 @@ class Answers:
                     each.handle.cancel()
 
     def _begin(self, request: Request) -> UnderWay:
-        begun = UnderWay(request, None)
+        begun = UnderWay(request)
         if request.error is None:
             try:
                 prompt = encoded(request.prompt, self._args, self.engine)
                 params = replace(self._params, **request.fields)
-                return UnderWay(request, self.engine.submit(prompt, params, **reuse(self._args)))
+                begun.handle = self.engine.submit(prompt, params, **reuse(self._args))
             except FAILURES as error:
                 begun.fail(error)
         return begun
@@ -132,16 +133,12 @@ class Answers:
         self._write(line)
 
     def _first_ended(self) -> UnderWay:
-        """Whoever waits for one of the engine's requests steps for all: the others are looked at once a pass."""
-        while True:
-            for each in self._under_way:
-                if each.ended:
-                    return each
-            oldest = self._under_way[0]
-            try:
-                next(oldest.pieces)
-            except FAILURES as error:
-                oldest.fail(error)
+        """Waits for one of those that have a slot: of all under way the oldest."""
+        oldest = list(islice(self._under_way, self.engine.slots))
+        if not any(each.ended for each in oldest):
+            with suppress(*FAILURES):  # the next result() tells them, as an error of its line
+                self.engine.wait([each.handle for each in oldest])
+        return next((each for each in oldest if each.ended), oldest[0])
 
     def _line(self, each: UnderWay) -> str:
         """The line of an answer, which is waited for; what goes wrong with it is that line's alone."""
@@ -173,5 +170,7 @@ class Answers:
         return ", ".join(words) + f" · {self.tokens:,} tokens in {seconds:,.1f} s"
 
     def rate(self) -> float:
-        """Tokens a second."""
-        return self.tokens / (time.perf_counter() - self._started)
+        """Tokens a second, of answers that go on too; called by the thread that draws."""
+        handles = [each.handle for each in list(self._under_way)]
+        tokens = self.tokens + sum(handle.completion_tokens for handle in handles if handle)
+        return tokens / (time.perf_counter() - self._started)
