@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import triton
-from benches import run_bench
+from benches import FACTS, Clock, run_bench
 from models import CUDA, DEVICE, FAMILIES, begin, tiny_config, tiny_engine
 from torch.autograd import DeviceType
 
@@ -25,23 +25,6 @@ from tridecode.step.graphs import EagerSteps, launcher
 from tridecode.step.run import Allocating, refer
 
 needs_gpu = pytest.mark.skipif(not CUDA, reason="CUDA graphs and activity records exist on a GPU only")
-FACTS = {"dtype": "bfloat16", "gpu": "a clock", "tridecode": "0", "torch": "0", "triton": "0"}
-
-
-class Clock:
-    """torch.cuda.Event on a machine without one."""
-
-    def __init__(self, enable_timing):
-        self.time = None
-
-    def record(self):
-        self.time = time.perf_counter()
-
-    def synchronize(self):
-        assert self.time is not None
-
-    def elapsed_time(self, end):
-        return 1e3 * (end.time - self.time)
 
 
 @pytest.fixture
