@@ -57,15 +57,16 @@ FAMILIES = {
 }
 
 
-def tiny_engine(backend="auto", graph="full", dtype=None, capacity=256, seed=0, **overrides) -> Engine:
-    """The default backend is the one this machine has: Triton on a GPU, torch otherwise."""
+def tiny_engine(backend="auto", graph="full", dtype=None, capacity=256, seed=0, build=None, **overrides) -> Engine:
+    """The default backend is the one this machine has: Triton on a GPU, torch otherwise. build: more for Engine.build;
+    overrides: of the configuration."""
     config = tiny_config(**overrides)
     dtype = dtype or (torch.bfloat16 if CUDA else torch.float32)
     if backend == "auto":
         backend = "triton" if CUDA else "torch"
     weights = random_weights(config, DEVICE, dtype, seed)
     shapes = None if CUDA else INTERPRETER_SHAPES
-    return Engine.build(config, weights, None, capacity, backend, graph, shapes=shapes)
+    return Engine.build(config, weights, None, capacity, backend, graph, shapes=shapes, **build or {})
 
 
 def begin(engine: Engine, ids, position, params, stop_ids=(), limit=None) -> None:

@@ -111,7 +111,7 @@ class Slots:
         held = self.held[slot]
         kept = self.pages_for(len(held.tokens))
         given, held.pages = held.pages[kept:], held.pages[:kept]
-        self.pages.give_back(given)
+        self.pages.give_back(reversed(given))  # to be taken in their order again
 
     @torch.inference_mode()
     def recover(self) -> None:
