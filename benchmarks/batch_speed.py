@@ -146,7 +146,7 @@ def come_and_go(args) -> None:
             under_way.append(engine.submit(ids, params))
             begun += 1
         under_way.pop(draw.randrange(len(under_way))).result()
-        under_way = [request for request in under_way if not request.done]
+        under_way = [request for request in under_way if request.finish_reason is None]
     for request in under_way:
         request.result()
     show_graph_stats(engine, Output())

@@ -1,4 +1,4 @@
-"""bench batch: cases and contexts as they are asked for, and rows beside one, on a tiny model with a clock for a GPU."""
+"""bench batch: cases as they are asked for, and rows beside one row, on a tiny model with a clock for a GPU."""
 
 import json
 from functools import partial
