@@ -138,17 +138,17 @@ def come_and_go(args) -> None:
     """From one request at a time to 20 and back, of 8 to 64 tokens, every tenth sampled."""
     engine, draw = Engine.load(args.model, slots=20, max_seq_len=256), random.Random(0)
     under_way, begun = [], 0
-    for wanted in [*range(1, 21), *range(19, 0, -1)]:
-        while len(under_way) < wanted:
-            ids = [draw.randrange(engine.config.vocab_size) for _ in range(draw.randint(4, 100))]
-            lengths = dict(max_tokens=draw.randint(8, 64), ignore_eos=True)
-            params = SamplingParams(temperature=0.8 * (begun % 10 == 9), seed=begun, **lengths)
-            under_way.append(engine.submit(ids, params))
-            begun += 1
-        under_way.pop(draw.randrange(len(under_way))).result()
-        under_way = [request for request in under_way if request.finish_reason is None]
-    for request in under_way:
-        request.result()
+    for wanted in [*range(1, 21), *range(19, -1, -1)]:
+        for _ in range(5):  # of them end, and others take their places
+            while len(under_way) < wanted:
+                ids = [draw.randrange(engine.config.vocab_size) for _ in range(draw.randint(4, 100))]
+                lengths = dict(max_tokens=draw.randint(8, 64), ignore_eos=True)
+                params = SamplingParams(temperature=0.8 * (begun % 10 == 9), seed=begun, **lengths)
+                under_way.append(engine.submit(ids, params))
+                begun += 1
+            if under_way:
+                engine.wait(under_way)
+            under_way = [request for request in under_way if request.finish_reason is None]
     show_graph_stats(engine, Output())
 
 

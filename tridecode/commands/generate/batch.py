@@ -16,7 +16,7 @@ from ..graph_stats import show_graph_stats
 from ..inputs import read_file
 from ..loading import load_engine
 from ..parser import SAMPLING
-from ..terminal import Output
+from ..terminal import Output, unechoed
 from .lines import Lines, Request
 from .progress import progress
 from .prompts import encoded, reuse
@@ -95,7 +95,7 @@ class Answers:
         bar = progress(self._args, self._output, self.rate)
         task = bar.add_task("answering", total=self._before + self._left, completed=self._before + self.failed)
         try:
-            with bar:
+            with bar, unechoed(not bar.disable, bar.stop, bar.start):
                 for request in chain([first], requests):
                     self._under_way.append(self._begin(request))
                     while len(self._under_way) >= most:
