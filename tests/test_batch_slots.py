@@ -15,7 +15,7 @@ from checkpoints import write_tiny
 from generating import LIMITS, lines
 
 from tridecode import Engine, commands
-from tridecode.commands.generate import batch, progress
+from tridecode.commands.generate import batch, progress, reports
 from tridecode.commands.generate.lines import Lines, split
 from tridecode.commands.graph_stats import show_graph_stats
 from tridecode.commands.terminal import make_console
@@ -226,6 +226,27 @@ def test_the_lines_of_a_file_are_its_lines():
     assert len(found) == 2 and found.keys[1] == 0 and found.keys[2] == Lines("b").keys[0]
     assert found.answered(0, f"{found.keys[0]:016x}") and not found.answered(1, "0" * 16)
     assert not found.answered(9, f"{found.keys[0]:016x}")
+
+
+def test_n_answers_share_the_slots(several, monkeypatch, capsys):
+    monkeypatch.setattr(Engine, "load", lambda *args, **kwargs: several)
+    begun, submit = [], several.submit
+    monkeypatch.setattr(several, "submit", lambda *args, **options: begun.append(submit(*args, **options)) or begun[-1])
+    command = ["generate", *LIMITS, "--prompt-ids", "5,17", "--temperature", "1", "--n", "5", "--seed", "3"]
+    running = []
+    report = reports.report
+    monkeypatch.setattr(
+        "tridecode.commands.generate.command.report", lambda *args: running.append(len(begun)) or report(*args)
+    )
+    assert commands.main([*command, "--json"]) == 0
+    found = lines(capsys.readouterr().out)
+    assert [entry["seed"] for entry in found] == [3, 4, 5, 6, 7] and running == [3, 4, 5, 5, 5]
+    for entry in found:
+        params = several.default_params(temperature=1.0, max_tokens=5, seed=entry["seed"])
+        assert entry["token_ids"] == list(several.generate([5, 17], params).token_ids)
+    assert commands.main(command) == 0
+    out, err = capsys.readouterr()
+    assert out == "".join(entry["text"] + "\n" for entry in found) and "answer 2 of 5, seed 4" in err
 
 
 # the bar, and the statistics at the end
