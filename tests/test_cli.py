@@ -243,6 +243,34 @@ def test_info_says_what_does_not_fit(run, tiny, monkeypatch):
     assert "not enough memory" in run("info", "--model", tiny, "--device", "cpu")[1]
 
 
+def test_info_tells_the_slots_and_the_pool_that_they_share(run, tiny):
+    argv = ("info", "--model", tiny, "--device", "cpu", "--max-seq-len", 100)
+    alone = json.loads(run(*argv, "--json")[1])["memory"]
+    assert (alone["slots"], alone["context"], alone["kv_tokens"]) == (1, 100, 100)
+    several = json.loads(run(*argv, "--slots", 8, "--json")[1])["memory"]
+    assert (several["slots"], several["context"]) == (8, 100) and several["kv_tokens"] >= 800
+    assert several["kv_bytes"] == several["kv_tokens"] * several["kv_per_token"]
+    assert several["workspace"] > alone["workspace"]
+    fewer = json.loads(run(*argv, "--slots", 8, "--kv-tokens", 300, "--json")[1])["memory"]
+    assert fewer["kv_tokens"] == 300
+    assert "; 8 slots share 300 positions, " in run(*argv, "--slots", 8, "--kv-tokens", 300)[1]
+    assert "; 1 slot has 100 positions, " in run(*argv)[1]
+
+
+@pytest.mark.parametrize("command", [("info",), ("generate", "--prompt", "x")])
+def test_more_slots_or_positions_than_fit_are_one_line(run, tiny, monkeypatch, command):
+    monkeypatch.setattr("tridecode.engine.load_weights", None)  # told before any weight is read
+    argv = (*command, "--model", tiny, "--device", "cpu", "--slots", 4)
+    code, out, err = run(*argv, "--kv-tokens", 10**6)
+    assert (code, out, err.count("\n")) == (1, "", 1) and "--kv-tokens: 4 slots of 512 positions hold at most" in err
+    with monkeypatch.context() as short:
+        short.setattr("tridecode.memory.free_memory", lambda device: 60 << 20)
+        code, out, err = run(*argv[:-2], "--slots", 64, "--max-seq-len", 500)
+        assert code == (0 if command == ("info",) else 1)
+        assert "not enough memory on cpu: 64 slots with" in out + err and "slots fit" in out + err
+        assert (out + err).count("not enough") == 1
+
+
 BUNDLED = pytest.mark.skipif(
     not (ROOT / "tridecode" / "bundled" / "config.json").is_file(), reason="this checkout holds no bundled model"
 )
@@ -266,6 +294,8 @@ def test_the_readmes_python_example_prints_what_the_readme_says(capsys):
     else:
         assert capsys.readouterr().out == shown
     assert scope["logits"].shape == (len(scope["ids"]), scope["engine"].config.vocab_size)
+    exec(re.findall(r"```python\n(.*?)```", section, re.DOTALL)[1], scope)
+    assert len(scope["results"]) == 3 and all(result.token_ids for result in scope["results"])
 
 
 @pytest.mark.parametrize(
@@ -324,6 +354,8 @@ def test_errors_name_options_on_the_command_line_and_arguments_in_python():
         ('device cuda:1 is absent; use device="cpu"', "device cuda:1 is absent; use --device cpu"),
         ("stop: every entry must be a string", "--stop: every entry must be a string"),
         ("n must be at most 3", "--n must be at most 3"),
+        ("graph_sizes: must be ascending, with graph full", "--graph-sizes: must be ascending, with graph full"),
+        ("slots must be from 1 to 64; kv_tokens is full", "--slots must be from 1 to 64; --kv-tokens is full"),
         ("the device must stop; --top-p is my_top_p_file", "the device must stop; --top-p is my_top_p_file"),
         ("unknown model; a seed must be sown", "unknown model; a seed must be sown"),
         (f"there is no template; {NO_CHAT}", "there is no template; use --raw"),
