@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from checkpoints import write_tiny
 from models import CUDA
 
@@ -21,6 +22,8 @@ from tridecode.commands.main import set_up_logging
 from tridecode.commands.parser import make_parser, sampling_overrides
 from tridecode.commands.terminal import Output, counted, speed_line
 from tridecode.errors import NO_CHAT, ParameterError, PromptError
+from tridecode.memory import plan_memory
+from tridecode.model.checkpoint import load_config
 from tridecode.results import Result, Timings, Usage
 
 ROOT = Path(__file__).parent.parent
@@ -195,12 +198,20 @@ def test_an_answer_that_ends_in_an_error_exits_1(run, monkeypatch):
     last = SimpleNamespace(
         token_id=None, text="Hel", finish_reason="error", usage=result.usage, timings=result.timings, error=result.error
     )
+
+    class Answer:
+        def __iter__(self):
+            return iter([last])
+
+        def result(self):
+            return result
+
     engine = SimpleNamespace(
         device=SimpleNamespace(type="cuda"),
         notes=["context lowered"],
-        default_params=lambda **given: given,
-        generate=lambda prompt, params: result,
-        stream=lambda prompt, params: iter([last]),
+        default_params=lambda **given: SamplingParams(**given),
+        slots=1,
+        submit=lambda prompt, params: Answer(),
     )
     monkeypatch.setattr(Engine, "load", lambda *args, **kwargs: engine)
     code, out, err = run("generate", "--prompt", "Hello", "--json")
@@ -263,12 +274,13 @@ def test_more_slots_or_positions_than_fit_are_one_line(run, tiny, monkeypatch, c
     argv = (*command, "--model", tiny, "--device", "cpu", "--slots", 4)
     code, out, err = run(*argv, "--kv-tokens", 10**6)
     assert (code, out, err.count("\n")) == (1, "", 1) and "--kv-tokens: 4 slots of 512 positions hold at most" in err
-    with monkeypatch.context() as short:
-        short.setattr("tridecode.memory.free_memory", lambda device: 60 << 20)
-        code, out, err = run(*argv[:-2], "--slots", 64, "--max-seq-len", 500)
-        assert code == (0 if command == ("info",) else 1)
-        assert "not enough memory on cpu: 64 slots with" in out + err and "slots fit" in out + err
-        assert (out + err).count("not enough") == 1
+    plan = plan_memory(load_config(tiny), torch.float32, torch.device("cpu"), 2)
+    free = int((plan.needed(500) + 3 * plan.per_slot) / (1 - plan.headroom))
+    monkeypatch.setattr("tridecode.memory.free_memory", lambda device: free)
+    code, out, err = run(*argv[:-2], "--slots", 64, "--max-seq-len", 500)
+    assert code == (0 if command == ("info",) else 1)
+    assert "not enough memory on cpu: 64 slots with" in out + err and "slots fit" in out + err
+    assert (out + err).count("not enough") == 1
 
 
 BUNDLED = pytest.mark.skipif(
@@ -283,19 +295,16 @@ def test_the_bundled_model_is_the_default(run):
 
 
 @BUNDLED
-def test_the_readmes_python_example_prints_what_the_readme_says(capsys):
+def test_the_readmes_python_examples_print_what_the_readme_says(capsys):
     section = (ROOT / "README.md").read_text().split("From Python:")[1]
-    _, example, between, shown, *_ = re.split(r"```(?:python|text)?\n", section)
-    scope = {}
-    exec(example, scope)
+    _, example, between, shown, _, several, _, answers, *_ = re.split(r"```(?:python|text)?\n", section)
     assert between.strip() == "On a CPU it prints:"
-    if CUDA:  # bf16 may draw other words
-        assert scope["piece"].finish_reason and scope["result"].text
-    else:
-        assert capsys.readouterr().out == shown
-    assert scope["logits"].shape == (len(scope["ids"]), scope["engine"].config.vocab_size)
-    exec(re.findall(r"```python\n(.*?)```", section, re.DOTALL)[1], scope)
-    assert len(scope["results"]) == 3 and all(result.token_ids for result in scope["results"])
+    scope = {}
+    for code, output in ((example, shown), (several, answers)):
+        exec(code, scope)
+        assert CUDA or capsys.readouterr().out == output  # bf16 may draw other words
+    assert scope["piece"].finish_reason and scope["result"].text
+    assert scope["logits"].shape == (len(scope["ids"]), 4096)
 
 
 @pytest.mark.parametrize(

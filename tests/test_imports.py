@@ -60,7 +60,7 @@ ROOMS = {
     "cache": {"errors", "model"},
     "step": {"cache", "kernels", "layout", "model", "version"},
     "memory": {"cache", "cgroup", "errors", "model", "step"},
-    "placement": {"arguments", "errors", "memory", "model"},
+    "placement": {"arguments", "errors", "memory", "model", "step"},
     "serve": {"cache", "errors", "layout", "model", "results", "sampling", "step", "text"},
 }
 ROOMS["engine"] = set(ROOMS)

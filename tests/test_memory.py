@@ -1,5 +1,7 @@
 """The memory plan: what fits, what does not, and a container's own limit."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from models import tiny_config
@@ -8,6 +10,7 @@ from tridecode import Engine, cgroup, memory
 from tridecode.errors import DeviceError
 from tridecode.memory import MemoryPlan, plan_memory
 from tridecode.placement import plan_capacity
+from tridecode.step.workspace import make_workspace, named_tensors
 
 GIB = 2**30
 
@@ -35,6 +38,64 @@ def test_a_cpu_gets_a_moderate_context_unless_asked_for_more(monkeypatch):
     assert f"lowered to {capacity:,} of the model's {2**30:,}" in note and f"up to {plan.max_context:,} " in note
     assert plan_capacity(config, torch.float32, cpu, 2**20)[1:] == (2**20, [])
     assert plan_capacity(tiny_config(max_position=512), torch.float32, cpu, None)[1:] == (512, [])
+
+
+def test_slots_share_what_fits():
+    plan = MemoryPlan(
+        free=10 * GIB, weights=6 * GIB, per_token=2**20, fixed=GIB, model_limit=8192, kv_per_token=2**19,
+        per_slot=2**26, slots=4,
+    )  # fmt: skip
+    left = 3 * GIB - 3 * 2**26
+    assert plan.max_context == left // (2**20 + 3 * 4) < 3072
+    for capacity, pool in ((100, 400), (1000, 4000), (2000, 3759)):
+        assert plan.capacity(capacity, "x") == capacity and plan.kv_tokens(capacity, None, "x") == pool
+        assert plan.needed(capacity, pool) <= plan.free
+    assert plan.needed(2000, 3759 + 1) > plan.free, "it is all that fits"
+    assert plan.kv_tokens(1000, 1500, "x") == 1500
+    with pytest.raises(DeviceError, match=r"kv_tokens: 5,000 positions need .* at most 4,\d\d\d fit$"):
+        plan.kv_tokens(1000, 5000, "x")
+
+
+def test_more_slots_than_memory_is_one_line_that_says_how_many_fit():
+    plan = MemoryPlan(
+        free=10 * GIB, weights=6 * GIB, per_token=2**20, fixed=GIB, model_limit=8192, kv_per_token=2**19,
+        per_slot=2**26, slots=64,
+    )  # fmt: skip
+    wanted = r"^not enough memory on x: 64 slots with 100 positions need 11\.\d\d GiB \(6\.00 GiB of weights\), "
+    with pytest.raises(DeviceError, match=wanted + r"10\.00 GiB are free; at most 47 slots fit$"):
+        plan.capacity(100, "x")
+    assert replace(plan, slots=47).capacity(100, "x") == 100
+    with pytest.raises(DeviceError, match="at most 46 slots fit"):
+        replace(plan, slots=47).capacity(140, "x")
+    with pytest.raises(DeviceError, match="choose a smaller model"):
+        replace(plan, free=GIB).capacity(100, "x")
+
+
+def test_the_plan_counts_what_a_slot_takes():
+    config, cpu = tiny_config(), torch.device("cpu")
+    assert plan_memory(config, torch.float32, cpu).per_slot == 0
+
+    def total(slots):
+        tensors = named_tensors(make_workspace(config, 100, cpu, torch.float32, slots))
+        return sum(t.nbytes for name, t in tensors.items() if not name.startswith("out"))
+
+    for slots in (2, 16):
+        plan = plan_memory(config, torch.float32, cpu, slots)
+        allocated = total(slots) - total(1) - 4 * 101 * (slots - 1)
+        assert allocated <= (slots - 1) * plan.per_slot <= allocated + 16 * slots
+
+
+def test_kv_tokens_and_context_bound_each_other(monkeypatch):
+    monkeypatch.setattr(memory, "free_memory", lambda device: GIB)
+    config, cpu = tiny_config(max_position=512), torch.device("cpu")
+    assert plan_capacity(config, torch.float32, cpu, None, 4, 1000)[1:] == (512, [])
+    _, capacity, (note,) = plan_capacity(config, torch.float32, cpu, None, 4, 300)
+    assert capacity == 300 and note.endswith("to 300 of the model's 512 positions: that is what kv_tokens asks for")
+    needed = plan_memory(config, torch.float32, cpu, 8).needed(512, 2000)
+    monkeypatch.setattr(memory, "free_memory", lambda device: needed * 4 // 3 + 9)
+    plan, capacity, (note,) = plan_capacity(config, torch.float32, cpu, None, 8)
+    assert (capacity, plan.kv_tokens(512, None, "cpu")) == (512, 2000)
+    assert note == "8 slots share 2,000 K/V positions: that is what fits cpu"
 
 
 def test_a_gpus_context_is_what_fits(monkeypatch):

@@ -1,4 +1,4 @@
-"""Scheduler: whatever comes, goes and runs short, each request's tokens are those of running alone, and no page is lost.
+"""Scheduler: whatever comes, goes or runs short, a request's tokens are those of running alone, and no page is lost.
 
 In fp32, where the rows of a pass have no influence on a text. On a machine without a GPU the scheduler is told to keep
 a pass in flight all the same, so that what it does is what it does on a GPU.
@@ -8,7 +8,7 @@ import gc
 import sys
 from dataclasses import replace
 from functools import cache
-from types import SimpleNamespace
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -19,7 +19,6 @@ from models import CUDA, tiny_engine
 from tridecode import SamplingParams
 from tridecode.errors import QueueFull
 from tridecode.serve import scheduler as scheduling
-from tridecode.serve.request import Job
 from tridecode.step.prefill import prefill
 
 POISON = 301  # a token whose embedding is NaN
@@ -28,7 +27,7 @@ PARAMS = {
     "greedy": SamplingParams(temperature=0.0),
     "sampled": SamplingParams(temperature=1.2, top_k=40, top_p=0.95, seed=11),
     "penalties": SamplingParams(
-        temperature=0.9, repetition_penalty=1.5, presence_penalty=0.5, frequency_penalty=0.7, seed=5, logit_bias={7: 2.0}
+        temperature=0.9, repetition_penalty=1.5, presence_penalty=0.5, frequency_penalty=0.7, seed=5, logit_bias={7: 2}
     ),
     "logprobs": SamplingParams(temperature=1.0, min_p=0.01, seed=3, logprobs=3),
 }
@@ -152,3 +151,269 @@ def test_any_schedule_gives_the_tokens_of_running_alone(small, alone, actions, a
             assert result.token_ids == expected.token_ids[: len(result.token_ids)]
         else:
             same(result, expected)
+
+
+def spied(monkeypatch, owner, name, log):
+    """Calls of owner.name go to `log` as (name, arguments) before they are made."""
+    function = getattr(owner, name)
+
+    def spy(*args, **kwargs):
+        log.append((name, (*args, *kwargs.values())))
+        return function(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, spy)
+
+
+@pytest.mark.parametrize("kind", PARAMS)
+def test_a_preempted_request_resumes_with_the_same_tokens(small, alone, monkeypatch, kind):
+    """Two that need ten pages of seven: the younger one waits, and goes on behind its last token."""
+    log = []
+    spied(monkeypatch, small.scheduler, "_preempt", log)
+    wanted = [(prompt_of(base, 17), kind, 60) for base in (0, 1)]
+    requests = [small.submit(prompt, params_of(*rest)) for prompt, *rest in wanted]
+    finish(small.scheduler)
+    assert [running.job is requests[1]._job for _, (running,) in log] == [True]
+    for request, expected in zip(requests, wanted):
+        same(request.result(), alone(*expected))
+    assert requests[1].result().usage.reused_tokens <= 16
+
+
+def test_the_oldest_takes_the_pages_of_idle_slots_before_those_of_others(small, alone, monkeypatch):
+    for base in (0, 1, 2):
+        small.generate(prompt_of(base, 20), params_of("greedy", 10))
+    held = small.scheduler.slots.held
+    assert sorted(len(slot.pages) for slot in held) == [2, 2, 2]
+    log = []
+    spied(monkeypatch, small.scheduler, "_preempt", log)
+    same(small.generate(prompt_of(3, 40), params_of("greedy", 50)), alone(prompt_of(3, 40), "greedy", 50))
+    assert not log and sum(bool(slot.tokens) for slot in held) == 1
+
+
+def test_pages_are_given_as_they_are_needed(alone, monkeypatch):
+    """Eight slots of a pool of twelve pages: each page of a long request comes alone, at most 16 positions ahead."""
+    engine = engine_of(slots=8, page=16, pages=7)
+    log = []
+    spied(monkeypatch, engine.scheduler.slots, "grow", log)
+    prompt = prompt_of(0, 5)
+    for kind in PARAMS:
+        same(engine.generate(prompt, params_of(kind, 90), reuse_prefix=False), alone(prompt, kind, 90))
+    assert [args for _, args in log] == [(slot, 0, 1, False) for slot in range(4) for _ in range(5)]
+    engine.scheduler.assert_consistent()
+
+
+def test_a_row_whose_pages_end_idles_until_there_are_more(small, alone, monkeypatch):
+    """The oldest waits at the end of its pages until its passes were seen, then takes those of the youngest."""
+    log = []
+    spied(monkeypatch, small.scheduler.slots, "grow", log)
+    wanted = [(prompt_of(0, 40), "sampled", 50), (prompt_of(1, 17), "sampled", 60)]
+    requests = [small.submit(prompt, params_of(*rest), reuse_prefix=False) for prompt, *rest in wanted]
+    finish(small.scheduler)
+    assert any(wake for _, (_, _, _, wake) in log), "no row came to the end of its pages"
+    for request, expected in zip(requests, wanted):
+        same(request.result(), alone(*expected))
+
+
+@pytest.mark.parametrize("ahead", [1] if CUDA else [0, 1])
+def test_between_two_passes_is_at_most_one_chunk_and_no_more_are_in_flight(small, monkeypatch, ahead):
+    scheduler, log = small.scheduler, []
+    monkeypatch.setattr(scheduler, "_ahead", ahead)
+    spied(monkeypatch, scheduling, "prefill", log)
+    spied(monkeypatch, scheduler, "_run_pass", log)
+    spied(monkeypatch, scheduler._ring, "token", log)
+    first = small.submit(prompt_of(0, 5), params_of("greedy", 30), reuse_prefix=False)
+    pieces = iter(first)
+    next(pieces)
+    small.submit(prompt_of(1, 60), params_of("greedy", 4), reuse_prefix=False).result()
+    names = [name for name, _ in log]
+    assert [args[1:3] for name, args in log if name == "prefill"] == [(0, 4), (0, 24), (24, 48), (48, 59)]
+    passes = "".join({"prefill": "c", "_run_pass": "p", "token": ""}[name] for name in names)
+    assert "cc" not in passes, "a row waited for two chunks"
+    assert passes.index("pcpcpcp") < 6, "and the new request for more than its chunks"
+    enqueued, seen, slot = 0, 0, next(args[0] for name, args in log if name == "token")
+    for name, args in log:
+        enqueued += name == "_run_pass"
+        seen = args[2] + 1 if name == "token" and args[0] == slot else seen
+        assert enqueued - seen <= ahead + 1, "a pass was enqueued before the last but one was seen"
+
+
+def test_rows_are_the_first_ones_whoever_leaves(small, alone, monkeypatch):
+    log, scheduler = [], small.scheduler
+    spied(monkeypatch, scheduler, "_run_pass", log)
+    wanted = [
+        (prompt_of(base, 5), *rest) for base, rest in enumerate((("sampled", 3), ("greedy", 9), ("penalties", 6)))
+    ]
+    requests = [small.submit(prompt, params_of(*rest), reuse_prefix=False) for prompt, *rest in wanted]
+    finish(scheduler)
+    for request, expected in zip(requests, wanted):
+        same(request.result(), alone(*expected))
+    passes = [args for _, args in log]
+    assert passes[0] == ("sample", 1) and ("sample", 3) in passes and passes[-1] == ("greedy", 1)
+
+
+def test_a_request_that_fails_is_cut_out_of_its_neighbours(small, alone):
+    bad = [(prompt_of(0, 20, True), "greedy", 9), (prompt_of(1, 1, True), "sampled", 9)]
+    good = [(prompt_of(1, 20), "greedy", 20), (prompt_of(2, 17), "penalties", 20)]
+    wanted = [bad[0], good[0], bad[1], good[1]]
+    results = small.generate_many([ids for ids, *_ in wanted], [params_of(*rest) for _, *rest in wanted])
+    for result, expected in zip(results, wanted):
+        same(result, alone(*expected))
+    assert [result.finish_reason for result in results] == ["error", "length", "error", "length"]
+    small.scheduler.assert_consistent()
+    assert not any(POISON in held.tokens for held in small.scheduler.slots.held)
+
+
+def test_a_prompt_that_finds_no_memory_ends_alone(small, alone, monkeypatch):
+    def full(model, start, end, slot, chunk):
+        if end - start == 16:
+            raise RuntimeError("CUDA out of memory")
+        prefill(model, start, end, slot, chunk)
+
+    monkeypatch.setattr(scheduling, "prefill", full)
+    good = small.submit(prompt_of(0, 20), params_of("greedy", 20))
+    bad = small.submit(prompt_of(1, 17), params_of("greedy", 20), reuse_prefix=False)
+    same(good.result(), alone(prompt_of(0, 20), "greedy", 20))
+    assert bad.finish_reason == "error"
+    with pytest.raises(RuntimeError, match="out of memory"):
+        bad.result()
+    (failed,) = small.generate_many([prompt_of(1, 17)], params_of("greedy", 20), reuse_prefix=False)
+    assert (failed.finish_reason, failed.error) == ("error", "RuntimeError: CUDA out of memory")
+    small.scheduler.assert_consistent()
+
+
+def test_a_conversation_finds_its_slot_again(small):
+    """Not the slot of another one that begins alike, while there is one that has nothing to lose."""
+    greedy = params_of("greedy", 5)
+    for held in small.scheduler.slots.held:
+        held.tokens = []
+    system = list(prompt_of(0, 4))
+    first = system + list(prompt_of(1, 10))
+    second = system + list(prompt_of(2, 10))
+    first += [*small.generate(first, greedy).token_ids, 9]
+    second += [*small.generate(second, greedy).token_ids, 9]
+    assert small.generate(first, greedy).usage.reused_tokens == len(first) - 2
+    assert small.generate(second, greedy).usage.reused_tokens == len(second) - 2
+
+
+def test_a_score_runs_beside_others(small, alone):
+    ids = prompt_of(2, 40)
+    expected = small.score(ids)
+    request = small.submit(prompt_of(0, 17), params_of("sampled", 60))
+    next(iter_of := iter(request))
+    assert torch.allclose(small.score(ids), expected, rtol=1e-4, atol=1e-5)
+    assert len(list(iter_of)) == 60
+    same(request.result(), alone(prompt_of(0, 17), "sampled", 60))
+
+
+def test_rewound_rows_are_no_requests(small, alone):
+    params = SamplingParams(temperature=0, seed=1)
+    small.rewind([20, 3], params, rows=2)
+    for _ in range(3):
+        small.enqueue(params, rows=2)
+    assert small.model.workspace.meta[:3, 32].tolist()[:2] == [23, 6]
+    same(small.generate(prompt_of(0, 17), params_of("greedy", 20)), alone(prompt_of(0, 17), "greedy", 20))
+    small.scheduler.assert_consistent()
+
+
+# ---- interrupts
+
+
+class Interrupts:
+    """Raises KeyboardInterrupt before the instruction `at` of serve/ and cache/, driver and its lock apart."""
+
+    def __init__(self, at: int):
+        self.at, self.count = at, 0
+
+    def __call__(self, frame, event, arg):
+        path = frame.f_code.co_filename
+        if "/tridecode/cache/" not in path and ("/tridecode/serve/" not in path or path.endswith("driver.py")):
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        if event == "opcode":
+            self.count += 1
+            if self.count == self.at:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return self
+
+    def __enter__(self):
+        sys.settrace(self)
+        return self
+
+    def __exit__(self, *error):
+        sys.settrace(None)
+        return bool(error[0]) and issubclass(error[0], KeyboardInterrupt)
+
+
+INTERRUPTED = [(prompt_of(0, 17), "penalties", 40), (prompt_of(1, 40), "sampled", 40), (prompt_of(2, 5), "logprobs", 9)]
+
+
+@pytest.mark.parametrize("driven", ["scheduler", "stream"])
+def test_an_interrupt_anywhere_harms_nobody_else(small, alone, driven):
+    """Whoever steps when it comes loses his own request; no page is lost, no token of another one."""
+
+    def run(at):
+        requests = [small.submit(prompt, params_of(*rest), reuse_prefix=False) for prompt, *rest in INTERRUPTED]
+        own = small.submit(prompt_of(1, 3), params_of("greedy", 30)) if driven == "stream" else None
+        with Interrupts(at) as interrupts:
+            if own:
+                for _ in own:
+                    pass
+            else:
+                while small.scheduler._jobs:
+                    small.scheduler.step()
+        small.scheduler.assert_consistent()
+        finish(small.scheduler)
+        for request, expected in zip(requests, INTERRUPTED):
+            same(request.result(), alone(*expected))
+        if own and interrupts.count == at:
+            ended = alone(prompt_of(1, 3), "greedy", 30).finish_reason  # before the interrupt
+            assert own.finish_reason in ("cancelled", ended)
+        return interrupts.count
+
+    total = run(0)
+    assert total > 10_000
+    for at in range(1, total, total // (400 if CUDA else 60)):
+        run(at)
+
+
+def test_an_interrupt_that_is_interrupted(small, alone):
+    request = small.submit(prompt_of(0, 17), params_of("sampled", 30))
+    with Interrupts(3000):
+        request.result()
+    assert request.finish_reason == "cancelled"
+    request = small.submit(prompt_of(0, 17), params_of("sampled", 30), reuse_prefix=False)
+    for at in (3000, 40, 300, 70):
+        with Interrupts(at):
+            for _ in range(100):
+                small.scheduler.step()
+    same(request.result(), alone(prompt_of(0, 17), "sampled", 30))
+    small.scheduler.assert_consistent()
+
+
+# ---- many
+
+
+def test_many_requests_leave_nothing_behind(alone, monkeypatch):
+    total = 10_000 if CUDA else 500
+    engine = engine_of(slots=16, page=16, pages=40, chunk_tokens=32)
+    kinds = sorted(PARAMS)
+    wanted = [
+        (prompt_of(i % 3, (1, 5, 16, 17, 40)[i * 7 % 5], i % 41 == 40), kinds[i % 4], (1, 3, 9, 20)[i * 11 % 4])
+        for i in range(total)
+    ]
+    jobs, seen, make = WeakSet(), [], engine._job
+    monkeypatch.setattr(engine, "_job", lambda *args, **options: jobs.add(job := make(*args, **options)) or job)
+
+    def look(done, total):
+        if done > total // 2 and not seen or done == total:
+            gc.collect()
+            seen.append((len(jobs), torch.cuda.memory_allocated() if CUDA else 0))
+
+    results = engine.generate_many(
+        [ids for ids, *_ in wanted], [params_of(*rest) for _, *rest in wanted], progress=look, reuse_prefix=False
+    )
+    for result, expected in zip(results, wanted):
+        same(result, alone(*expected))
+    engine.scheduler.assert_consistent()
+    (half, bytes_then), (last, bytes_now) = seen
+    assert half <= 2 * 16 and last <= 1 and bytes_now == bytes_then

@@ -3,6 +3,7 @@
 import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -114,14 +115,17 @@ class Engine:
         config = load_config(path)
         tokenizer = Tokenizer.load(path)
         torch_dtype = resolve_dtype(dtype, config, place)
-        plan, capacity, notes = plan_capacity(config, torch_dtype, place, max_seq_len, slots, kv_tokens)
+        plan, capacity, notes = plan_capacity(
+            config, torch_dtype, place, max_seq_len, slots, kv_tokens, chunk_tokens
+        )
         pool, page = plan.kv_tokens(capacity, kv_tokens, str(place)), page_size(backend, slots) or capacity
+        pages = None if pool == slots * capacity else -(-pool // page)
         cores = threads.FreeCores()
         weights = load_weights(path, config, place, torch_dtype, progress)
         name = "bundled" if model is None else str(model)
         engine = cls.build(
             config, weights, tokenizer, capacity, backend, graph, plan=plan, name=name, notes=notes, slots=slots,
-            pages=-(-pool // page), page=page, graph_sizes=graph_sizes, chunk_tokens=chunk_tokens,
+            pages=pages, page=page, graph_sizes=graph_sizes, chunk_tokens=chunk_tokens,
             max_queue=max_queue,
         )  # fmt: skip
         engine.threads = threads.choose(plan.weights, cores) if place.type == "cpu" else None
@@ -154,7 +158,7 @@ class Engine:
         slots, chunk_tokens, max_queue = _checked(slots, chunk_tokens, max_queue)
         if backend == "torch" or weights.device.type != "cuda":
             graph = "none"
-        plan = plan or plan_memory(config, weights.dtype, weights.device)
+        plan = plan or plan_memory(config, weights.dtype, weights.device, slots, chunk_tokens)
         page = page or page_size(backend, slots)
         if pages is not None and pages * (page or capacity) < capacity:
             raise ParameterError(f"pages: {pages:,} hold fewer positions than a request's {capacity:,}")
@@ -167,8 +171,11 @@ class Engine:
 
     def close(self) -> None:
         """Cancel what runs or waits, and give the memory back. What is called later raises EngineClosed."""
-        self._driver.close()
-        self.model = self.steps = None
+        if self.model is not None:
+            self._driver.close()
+            with suppress(RuntimeError):  # a lost GPU writes no more
+                self.synchronize()
+            self.model = self.steps = None
 
     def __enter__(self) -> "Engine":
         return self
@@ -184,6 +191,7 @@ class Engine:
 
     @property
     def scheduler(self) -> Scheduler:
+        self._open()
         return self._driver.scheduler
 
     @property
@@ -314,7 +322,7 @@ class Engine:
         """
         if (prompts := listed(prompts)) is None:
             raise ParameterError("prompts must be a list of prompts; for one prompt there is generate")
-        params = list(params) if isinstance(params, (list, tuple)) else [params] * len(prompts)
+        params = list(params) if isinstance(params, (list, tuple)) else [self._params(params)] * len(prompts)
         if len(params) != len(prompts):
             raise ParameterError(f"params: a list has one for each of {len(prompts):,} prompts, got {len(params):,}")
         function("progress", progress)
@@ -351,15 +359,22 @@ class Engine:
 
     def rewind(self, position: int | Sequence[int], params: SamplingParams, rows: int = 1) -> None:
         """Put the first `rows` rows at `position`, or each at its own of a list, with whatever the cache holds, for
-        benchmarks; `enqueue` then runs steps. Each has a slot of its own, and an equal share of the pages.
+        benchmarks; `enqueue` then runs passes. Each row has a slot of its own and a share of the pages that are left.
 
-        Whatever runs or waits is cancelled.
+        Whatever runs or waits is cancelled. params: with a seed. Raises ParameterError, and OutOfPages where the rows
+        need more pages than there are.
         """
+        rows = integer("rows", rows, 1, self.slots, "the engine's slots, ")
         positions = [position] * rows if isinstance(position, int) else list(position)
+        if len(positions) != rows:
+            raise ParameterError(f"position: a list has one for each of {rows:,} rows, got {len(positions):,}")
+        for position in positions:
+            integer("position", position, 0, self.capacity - 1)
         self._driver.exclusively(self.scheduler.rewind, positions, params)
 
     def enqueue(self, params: SamplingParams, rows: int = 1) -> None:
         """Enqueue one pass of `rows` rows, of the kind that `params` needs; returns before it has run on a GPU."""
+        self._open()
         threads.use(self.threads)
         self.steps.replay(step_kind(params), rows)
 

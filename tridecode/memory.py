@@ -101,8 +101,11 @@ def allocating(capacity: int, device: torch.device):
         ) from None
 
 
-def plan_memory(config: ModelConfig, dtype: torch.dtype, device: torch.device, slots: int = 1) -> MemoryPlan:
-    """Plan for loading `config` in `dtype` on `device` as it is now, for `slots` requests at a time."""
+def plan_memory(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device, slots: int = 1, chunk: int = CHUNK
+) -> MemoryPlan:
+    """Plan for loading `config` in `dtype` on `device` as it is now, for `slots` requests at a time, their prompts read
+    in chunks of `chunk` tokens."""
     rope_and_tokens, kv = 4 * config.head_dim + TOKEN, kv_bytes_per_token(config, dtype)
     one_piece = 2 * config.kv_size * dtype.itemsize  # a layer's K/V as a prompt's attention reads them
     # A row of a prefill chunk: the residual stream and its norm, q and k rotated in fp32, gate | up, their product.
@@ -113,7 +116,7 @@ def plan_memory(config: ModelConfig, dtype: torch.dtype, device: torch.device, s
         free=free_memory(device),
         weights=weight_bytes(config, dtype),
         per_token=kv + one_piece + rope_and_tokens,
-        fixed=min(CHUNK, config.max_position) * row + workspace,
+        fixed=min(chunk, config.max_position) * row + workspace,
         model_limit=config.max_position,
         headroom=HEADROOM[device.type],
         default_limit=CPU_CONTEXT if device.type == "cpu" else config.max_position,

@@ -9,6 +9,7 @@ from .arguments import choice, integer, shown
 from .errors import DeviceError, ParameterError
 from .memory import MemoryPlan, plan_memory
 from .model.config import ModelConfig
+from .step.prefill import CHUNK
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 LONGEST = 2**31 - 2  # positions are 32-bit integers
@@ -61,6 +62,7 @@ def plan_capacity(
     max_seq_len: int | None,
     slots: int = 1,
     kv_tokens: int | None = None,
+    chunk: int = CHUNK,
 ) -> tuple[MemoryPlan, int, list[str]]:
     """The memory plan, the context of a request to allocate, and notes for the user. Raises ParameterError,
     DeviceError. The pool of all slots is `plan.kv_tokens`."""
@@ -69,7 +71,7 @@ def plan_capacity(
         max_seq_len = integer("max_seq_len", max_seq_len, 1, limit, "the model's limit of ")
     if kv_tokens is not None:
         kv_tokens = integer("kv_tokens", kv_tokens, max_seq_len or 1, LONGEST)
-    plan = plan_memory(config, dtype, device, slots)
+    plan = plan_memory(config, dtype, device, slots, chunk)
     capacity = plan.capacity(max_seq_len, str(device))
     why = f"that is what fits {device}"
     if capacity < min(max_seq_len or limit, plan.max_context):

@@ -46,7 +46,11 @@ class Driver:
     def wait(self, ready: Callable[[], bool]) -> None:
         """Step until it is so, whoever's tokens come by that."""
         while not ready():
-            self.exclusively(self._step, ready)
+            try:
+                self.exclusively(self._step, ready)
+            except EngineClosed:
+                if not ready():  # its end may be what was waited for
+                    raise
             if self._wanting:
                 time.sleep(HANDOVER)
 
@@ -56,8 +60,12 @@ class Driver:
             self.scheduler.step()
 
     def submit(self, job: Job) -> "Request":
-        self.exclusively(self.scheduler.add, job)
-        return Request(self, job)
+        request = Request(self, job)  # first: whatever interrupts what follows, the job goes with it
+        self.exclusively(self._add, job)
+        return request
+
+    def _add(self, job: Job) -> None:
+        self.scheduler.add(job)
 
     def cancel(self, job: Job) -> bool:
         return not job.ended and self.exclusively(self.scheduler.cancel, job)
@@ -107,9 +115,10 @@ class Driver:
         """Cancel all that runs or waits; whatever comes after is refused."""
         with self._lock:
             if not self._closed:
-                self.scheduler.cancel_all()
-                self._closed = True
-                self.scheduler = None  # and all that it holds
+                try:
+                    self.scheduler.cancel_all()
+                finally:
+                    self._closed, self.scheduler = True, None  # with all that it holds
 
 
 class Request:

@@ -103,6 +103,8 @@ class Scheduler:
         self._settle()
         self._unsettled = True
         self._read()
+        while self._in_flight and all(running.gone for running in self._in_flight[0]):
+            self._in_flight.popleft()
         while len(self._in_flight) <= self._ahead and self._enqueue():
             pass
         if self._in_flight:
@@ -135,8 +137,8 @@ class Scheduler:
         for slot in range(len(slots.held)):
             slots.forget(slot)
         for slot, position in enumerate(positions):
-            pages = slots.pages.free - sum(slots.pages_for(p + 1) for p in positions[slot:])
-            room = (slots.pages_for(position + 1) + pages // (len(positions) - slot)) * slots.page
+            spare = slots.pages.free - sum(slots.pages_for(later + 1) for later in positions[slot:])
+            room = (slots.pages_for(position + 1) + max(spare, 0) // (len(positions) - slot)) * slots.page
             slots.write_tokens(slot, [0] * (position + 1), min(room, capacity))
             slots.begin(slot, slot, params, position=position, n_known=position + 1, limit=capacity + 1, stop_ids=())
 

@@ -12,21 +12,30 @@ from ..cache.pages import PagePool
 from ..sampling import SamplingParams
 from ..step.state import DecodeModel
 
-RECORDS = 8  # groups of writes that may wait for the GPU before the host waits for the oldest; a request makes two
+RECORDS = 4  # requests whose writes may wait for the GPU before the host waits for the oldest
 
 
-class Record:
-    """Host memory from which a slot is written: pinned, so that the copies need not be waited for."""
+class Records:
+    """Host memory from which rows of some tensors are written: pinned, so that the copies need not be waited for."""
 
-    def __init__(self, model: DecodeModel):
-        ws, pin = model.workspace, model.device.type == "cuda"
+    def __init__(self, *tensors: torch.Tensor):
+        self._device, self._used = tensors[0].device, 0
+        pin = self._device.type == "cuda"
+        self._rows = [
+            [torch.zeros(t.shape[1:], dtype=t.dtype, pin_memory=pin) for t in tensors] for _ in range(RECORDS)
+        ]
+        self._copied = [torch.cuda.Event() if pin else None for _ in range(RECORDS)]
 
-        def host(tensor: torch.Tensor) -> torch.Tensor:
-            return torch.zeros(tensor.shape[1:], dtype=tensor.dtype, pin_memory=pin)
-
-        self.meta, self.samp, self.tokens, self.bias = (host(t) for t in (ws.meta, ws.samp, ws.tokens, ws.bias))
-        self.table = host(model.kv.page_table)
-        self.copied = torch.cuda.Event() if pin else None
+    @contextmanager
+    def next(self):
+        """A row of each tensor that no copy reads any more; those that begin within are waited for before its reuse."""
+        number = self._used % RECORDS
+        self._used += 1
+        if self._copied[number] is not None:
+            self._copied[number].synchronize()  # done long ago, unless RECORDS requests began within a pass
+        yield self._rows[number]
+        if self._copied[number] is not None:
+            self._copied[number].record(torch.cuda.current_stream(self._device))
 
 
 @dataclass
@@ -51,8 +60,9 @@ class Slots:
         self.model, self.page = model, model.kv.page
         self.pages = PagePool(len(model.kv.pool))
         self.held = [Held() for _ in range(len(model.workspace.tokens))]
-        self._records = [Record(model) for _ in range(RECORDS)]
-        self._written = self._released = 0
+        ws = model.workspace
+        self._texts, self._states = Records(ws.tokens, model.kv.page_table), Records(ws.meta, ws.samp, ws.bias)
+        self._released = 0
 
     # ---- the host's book-keeping
 
@@ -141,12 +151,12 @@ class Slots:
         running request; `begin` follows. Raises OutOfPages."""
         ws, held = self.model.workspace, self.held[slot]
         held.pages += self.pages.take(max(self.pages_for(positions) - len(held.pages), 0))
-        with self._record() as record:
-            record.tokens.numpy()[: len(ids)] = ids
-            record.table.numpy()[: len(held.pages)] = held.pages
-            ws.tokens[slot, : len(ids)].copy_(record.tokens[: len(ids)], non_blocking=True)
-            table = self.model.kv.page_table[slot, : len(held.pages)]
-            table.copy_(record.table[: len(held.pages)], non_blocking=True)
+        with self._texts.next() as (tokens, table):
+            tokens.numpy()[: len(ids)] = ids
+            table.numpy()[: len(held.pages)] = held.pages
+            ws.tokens[slot, : len(ids)].copy_(tokens[: len(ids)], non_blocking=True)
+            on_device = self.model.kv.page_table[slot, : len(held.pages)]
+            on_device.copy_(table[: len(held.pages)], non_blocking=True)
 
     @torch.inference_mode()
     def begin(
@@ -169,22 +179,21 @@ class Slots:
         ws, held = self.model.workspace, self.held[slot]
         prompt = n_known if prompt is None else prompt
         held.generation = held.generation % layout.MAX_GENERATION + 1
-        with self._record() as record:
-            meta = record.meta.numpy()
-            fill_meta(meta, params, slot, held.generation, position, n_known, limit, stop_ids, self.room(slot))
-            fill_samp(record.samp.numpy(), params)
-            ws.samp[row].copy_(record.samp, non_blocking=True)
+        with self._states.next() as (meta, samp, bias):
+            state = slot, held.generation, position, n_known, limit, stop_ids, self.room(slot)
+            fill_meta(meta.numpy(), params, *state)
+            fill_samp(samp.numpy(), params)
+            ws.samp[row].copy_(samp, non_blocking=True)
             if params.penalties:
-                tokens = ws.tokens[slot, :n_known].long()
-                ws.counts[slot].zero_().index_fill_(0, tokens[:prompt], 1)
-                drawn = tokens[prompt:]
+                given, drawn = ws.tokens[slot, :n_known].long().tensor_split([prompt])
+                ws.counts[slot].zero_().index_fill_(0, given, 1)
                 ws.counts[slot].index_add_(0, drawn, torch.full_like(drawn, 2, dtype=ws.counts.dtype))
             if params.logit_bias:
-                record.bias.zero_()
+                bias.zero_()
                 for token, value in params.logit_bias.items():
-                    record.bias[token] = value
-                ws.bias[slot].copy_(record.bias, non_blocking=True)
-            ws.meta[row].copy_(record.meta, non_blocking=True)
+                    bias[token] = value
+                ws.bias[slot].copy_(bias, non_blocking=True)
+            ws.meta[row].copy_(meta, non_blocking=True)
         return held.generation
 
     @torch.inference_mode()
@@ -208,17 +217,6 @@ class Slots:
             ws.samp[row].copy_(ws.samp[last])
             ws.meta[row].copy_(ws.meta[last])
         ws.meta[last, layout.STATUS].fill_(layout.LIMIT_REACHED)
-
-    @contextmanager
-    def _record(self):
-        """A record that no copy reads any more; what is copied from it within is waited for before its next use."""
-        record = self._records[self._written % RECORDS]
-        self._written += 1
-        if record.copied is not None:
-            record.copied.synchronize()  # done long ago, unless RECORDS writes came within a pass
-        yield record
-        if record.copied is not None:
-            record.copied.record(torch.cuda.current_stream(self.model.device))
 
 
 def common_prefix(held: list[int], ids: list[int]) -> int:

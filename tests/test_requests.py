@@ -1,0 +1,468 @@
+"""Requests from Python: several at a time, from several threads, waited for, dropped, cancelled, refused, closed."""
+
+import gc
+import threading
+import time
+
+import pytest
+import torch
+from models import CUDA, tiny_engine
+
+from tridecode import Engine, Request, SamplingParams
+from tridecode.errors import EngineClosed, ParameterError, PromptError, QueueFull
+
+PROMPTS = [[5, 17, 300, 42, 8, 8, 99], [1, 2], [200, 100, 50, 25], [7] * 30, [9, 9, 8]]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
+LONG = SamplingParams(temperature=0.0, max_tokens=200)
+SAMPLED = SamplingParams(temperature=1.1, top_p=0.95, seed=11, max_tokens=12)
+
+
+def build(slots, **options):
+    engine = tiny_engine(dtype=torch.float32, num_layers=1, build={"slots": slots} | options)
+    engine.threads = 1
+    return engine
+
+
+@pytest.fixture(scope="module")
+def alone():
+    engine = build(1)
+    return lambda prompt, params=GREEDY: engine.generate(prompt, params, reuse_prefix=False).token_ids
+
+
+@pytest.fixture(scope="module")
+def engine():
+    return build(2)
+
+
+@pytest.fixture(autouse=True)
+def consistent(engine):
+    yield
+    gc.collect()
+    if engine.scheduler._jobs:  # dropped in the middle of a step of another one
+        engine.generate([1], GREEDY)
+    assert not engine.scheduler._jobs
+    engine.scheduler.assert_consistent()
+
+
+def tokens(pieces) -> tuple[int, ...]:
+    return tuple(piece.token_id for piece in pieces if piece.token_id is not None)
+
+
+def test_a_request_is_iterated_and_waited_for(engine, alone):
+    request = engine.submit(PROMPTS[0], GREEDY)
+    assert isinstance(request, Request) and request.finish_reason is None
+    assert repr(request) == "Request(prompt_tokens=7, finish_reason=None)"
+    pieces = list(request)
+    assert tokens(pieces) == alone(PROMPTS[0]) == request.result().token_ids == tokens(request)
+    assert pieces[-1].finish_reason == request.finish_reason == "length"
+    assert request.result().usage.completion_tokens == 12 and request.result().timings.ttft > 0
+
+
+def test_whoever_waits_steps_for_all_and_tokens_are_kept(engine, alone):
+    first, second = (engine.submit(prompt, GREEDY) for prompt in PROMPTS[:2])
+    assert second.result().token_ids == alone(PROMPTS[1])
+    assert len(first._job.pieces) >= 11, "it ran beside the second"
+    assert first.result().token_ids == alone(PROMPTS[0])
+
+
+def test_more_requests_than_slots_wait_in_their_order(engine, alone):
+    requests = [engine.submit(prompt, SAMPLED) for prompt in PROMPTS]
+    assert requests[-1].result().token_ids == alone(PROMPTS[-1], SAMPLED)
+    assert [request.finish_reason for request in requests] == ["length"] * 5
+    assert [request.result().token_ids for request in requests] == [alone(prompt, SAMPLED) for prompt in PROMPTS]
+
+
+def test_one_slot_serves_one_after_another(alone):
+    engine = build(1)
+    older, newer = engine.stream(PROMPTS[0], GREEDY), engine.stream(PROMPTS[1], GREEDY)
+    first = next(older)
+    assert tokens(newer) == alone(PROMPTS[1]) and (first.token_id, *tokens(older)) == alone(PROMPTS[0])
+
+
+# ---- ends
+
+
+@pytest.mark.parametrize("taken", [0, 1, 5])
+def test_a_cancelled_request_ends_with_a_last_piece(engine, alone, taken):
+    request = engine.submit(PROMPTS[0], LONG)
+    pieces = iter(request)
+    read = [next(pieces) for _ in range(taken)]
+    assert request.cancel() and request.finish_reason == "cancelled"
+    *rest, last = pieces
+    assert tokens([*read, *rest]) == alone(PROMPTS[0])[: taken + len(rest)]
+    assert last.finish_reason == "cancelled" and last.usage.completion_tokens == taken + len(rest)
+    assert last.timings.ttft > 0 and request.result().finish_reason == "cancelled"
+
+
+def test_a_second_cancel_is_harmless(engine):
+    request = engine.submit(PROMPTS[0], LONG)
+    assert [request.cancel(), request.cancel()] == [True, False]
+    ended = engine.submit(PROMPTS[0], GREEDY)
+    assert ended.result().finish_reason == "length" and not ended.cancel() and ended.finish_reason == "length"
+
+
+def test_a_waiting_request_is_cancelled_before_it_has_begun(engine, alone):
+    running = [engine.submit(prompt, GREEDY) for prompt in PROMPTS[:2]]
+    waiting, after = (engine.submit(prompt, GREEDY) for prompt in PROMPTS[2:4])
+    next(iter(running[0]))
+    assert waiting.cancel() and waiting.result().token_ids == ()
+    assert after.result().token_ids == alone(PROMPTS[3])
+
+
+def dropped_request(engine):
+    engine.submit(PROMPTS[0], LONG)
+
+
+def dropped_iterator(engine):
+    next(engine.stream(PROMPTS[0], LONG))
+
+
+def iterator_never_read(engine):
+    engine.stream(PROMPTS[0], LONG)
+
+
+def closed_iterator(engine):
+    stream = engine.stream(PROMPTS[0], LONG)
+    next(stream)
+    stream.close()
+
+
+def left_loop(engine):
+    for _ in engine.submit(PROMPTS[0], LONG):
+        break
+
+
+def garbage_in_a_circle(engine):
+    circle = [engine.stream(PROMPTS[0], LONG)]
+    next(circle[0])
+    circle.append(circle)
+    del circle
+    gc.collect()
+
+
+def garbage_within_a_step(engine):
+    held, scheduler = [engine.submit(PROMPTS[0], LONG)], engine.scheduler
+    run_pass = scheduler._run_pass
+
+    def collecting(*args):
+        held.clear()
+        run_pass(*args)
+
+    scheduler._run_pass = collecting
+    engine.generate(PROMPTS[1], GREEDY)
+    scheduler._run_pass = run_pass
+
+
+@pytest.mark.parametrize(
+    "drop",
+    [
+        dropped_request, dropped_iterator, iterator_never_read, closed_iterator, left_loop, garbage_in_a_circle,
+        garbage_within_a_step,
+    ],
+)  # fmt: skip
+def test_what_nobody_reads_any_more_is_cancelled(engine, alone, drop):
+    neighbour = engine.submit(PROMPTS[2], SAMPLED)
+    drop(engine)
+    assert neighbour.result().token_ids == alone(PROMPTS[2], SAMPLED)
+    assert not engine.scheduler._jobs and not any(held.busy for held in engine.scheduler.slots.held)
+
+
+def test_an_interrupt_cancels_the_request_that_waits_and_no_other(engine, alone, monkeypatch):
+    other, own = engine.submit(PROMPTS[0], SAMPLED), engine.submit(PROMPTS[1], LONG)
+    ring, calls = engine.scheduler._ring, []
+
+    def interrupted(*place):
+        calls.append(place)
+        if len(calls) == 7:
+            raise KeyboardInterrupt
+        return type(ring).token(ring, *place)
+
+    monkeypatch.setattr(ring, "token", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        own.result()
+    assert own.finish_reason == "cancelled" and other.result().token_ids == alone(PROMPTS[0], SAMPLED)
+
+
+# ---- threads
+
+
+def test_threads_share_an_engine(engine, alone):
+    found, errors = {}, []
+
+    def run(i):
+        try:
+            for turn in range(3):
+                params = (GREEDY, SAMPLED)[(i + turn) % 2]
+                prompt = PROMPTS[(i + turn) % 5]
+                if turn == 1:
+                    got = tokens(engine.stream(prompt, params))
+                else:
+                    got = engine.submit(prompt, params).result().token_ids
+                found[i, turn] = got == expected[(i + turn) % 5][params is SAMPLED]
+        except BaseException as error:
+            errors.append(error)
+
+    expected = [(alone(prompt), alone(prompt, SAMPLED)) for prompt in PROMPTS]
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not errors and len(found) == 24 and all(found.values())
+
+
+def test_no_thread_keeps_the_lock_from_another(engine, alone):
+    """A second thread has its whole answer while the first one reads a long one as fast as it comes."""
+    began, arrived = threading.Event(), []
+
+    def second():
+        began.wait(30)
+        arrived.append((engine.generate(PROMPTS[1], GREEDY).token_ids, time.perf_counter()))
+
+    thread = threading.Thread(target=second)
+    thread.start()
+    pieces = engine.stream(PROMPTS[0], LONG)
+    next(pieces)
+    began.set()
+    rest = tokens(pieces)
+    ended = time.perf_counter()
+    thread.join(30)
+    assert len(rest) == 199 and arrived[0][0] == alone(PROMPTS[1]) and arrived[0][1] < ended
+
+
+def test_threads_of_which_one_scores(engine, alone):
+    expected, found = engine.score(PROMPTS[3]), []
+    thread = threading.Thread(target=lambda: found.append(engine.score(PROMPTS[3])))
+    stream = engine.stream(PROMPTS[0], LONG)
+    next(stream)
+    thread.start()
+    assert (next(stream).token_id, *tokens(stream))[:11] == alone(PROMPTS[0])[1:]
+    thread.join(30)
+    assert torch.allclose(found[0], expected, rtol=1e-4, atol=1e-5)
+
+
+# ---- many
+
+
+def test_many_prompts_give_their_results_in_order(engine, alone):
+    seen = []
+    results = engine.generate_many(PROMPTS * 3, SAMPLED, progress=lambda *counts: seen.append(counts))
+    assert [result.token_ids for result in results] == [alone(prompt, SAMPLED) for prompt in PROMPTS * 3]
+    done, totals = zip(*seen)
+    assert list(done) == sorted(set(done)) and done[-1] == 15 and set(totals) == {15}
+    assert engine.generate_many([]) == []
+
+
+def test_each_prompt_may_have_its_own_parameters(engine, alone):
+    params = [GREEDY, SAMPLED, LONG, None, GREEDY]
+    results = engine.generate_many(PROMPTS, params)
+    assert [len(result.token_ids) for result in results][:3] == [12, 12, 200]
+    assert results[1].token_ids == alone(PROMPTS[1], SAMPLED)
+
+
+def test_what_is_wrong_with_a_request_is_its_own(engine, alone):
+    bad = [
+        ([1] * 257, GREEDY, "the prompt has 257 tokens, the context holds 256"),
+        ([331], GREEDY, "token id 331 is not in the vocabulary"),
+        ([], GREEDY, "the prompt is empty"),
+        (b"ab", GREEDY, "got bytes"),
+        ([1], SamplingParams(logit_bias={400: 1.0}), "logit_bias: token id 400"),
+        ([1], {"temperature": 0}, "params must be a SamplingParams"),
+    ]
+    prompts = [prompt for pair in zip([prompt for prompt, *_ in bad], PROMPTS * 2) for prompt in pair]
+    params = [own for pair in zip([own for _, own, _ in bad], [GREEDY] * 6) for own in pair]
+    seen = []
+    results = engine.generate_many(prompts, params, progress=lambda *counts: seen.append(counts))
+    for result, (_, _, message) in zip(results[::2], bad):
+        assert result.finish_reason == "error" and message in result.error and "\n" not in result.error
+        assert (result.text, result.token_ids) == ("", ())
+    assert [result.token_ids for result in results[1::2]] == [alone(prompt) for prompt in (PROMPTS * 2)[:6]]
+    assert seen[-1] == (12, 12)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (("text",), "prompts must be a list of prompts"),
+        ((5,), "prompts must be a list"),
+        (([[1], [2]], [GREEDY]), "params: a list has one for each of 2 prompts, got 1"),
+        (([[1]], 5), "params must be"),
+    ],
+)
+def test_lists_that_are_wrong_are_refused(engine, arguments, message):
+    with pytest.raises(ParameterError, match=message):
+        engine.generate_many(*arguments)
+    with pytest.raises(ParameterError, match="progress"):
+        engine.generate_many([[1]], progress=5)
+
+
+def test_an_interrupt_of_many_leaves_nothing_behind(engine):
+    def progress(done, total):
+        if done >= 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate_many(PROMPTS * 2, GREEDY, progress=progress)
+    gc.collect()
+    assert not engine.scheduler._jobs
+
+
+# ---- limits and ends of an engine
+
+
+def test_a_full_queue_refuses_and_harms_nobody(alone):
+    engine = build(1, max_queue=2)
+    requests = [engine.submit(prompt, GREEDY) for prompt in PROMPTS[:3]]
+    for call in (engine.submit, engine.generate, engine.stream):
+        with pytest.raises(QueueFull, match="1 requests run and 2 wait; try again later, or raise max_queue"):
+            call(PROMPTS[3], GREEDY)
+    requests.pop().cancel()
+    requests.append(engine.submit(PROMPTS[3], GREEDY))
+    assert [request.result().token_ids for request in requests] == [alone(PROMPTS[i]) for i in (0, 1, 3)]
+    requests = [engine.submit(prompt, GREEDY) for prompt in PROMPTS[:2]]
+    many = engine.generate_many(PROMPTS, GREEDY)  # as many as may wait, then the next
+    assert [result.token_ids for result in many] == [alone(prompt) for prompt in PROMPTS]
+
+
+def test_a_queue_of_none_takes_what_can_run_at_once(alone):
+    engine = build(2, max_queue=0)
+    assert [r.token_ids for r in engine.generate_many(PROMPTS, GREEDY)] == [alone(prompt) for prompt in PROMPTS]
+    held = [engine.submit(prompt, LONG) for prompt in PROMPTS[:2]]
+    (refused,) = engine.generate_many(PROMPTS[:1], GREEDY)
+    assert refused.finish_reason == "error" and "the queue is full" in refused.error
+    assert all(request.cancel() for request in held)
+
+
+CALLS = {
+    "submit": lambda engine: engine.submit([1]),
+    "stream": lambda engine: engine.stream([1]),
+    "generate": lambda engine: engine.generate([1]),
+    "generate_many": lambda engine: engine.generate_many([[1]]),
+    "score": lambda engine: engine.score([1]),
+    "encode": lambda engine: engine.encode([1]),
+    "rewind": lambda engine: engine.rewind(3, GREEDY),
+    "enqueue": lambda engine: engine.enqueue(GREEDY),
+    "synchronize": lambda engine: engine.synchronize(),
+    "default_params": lambda engine: engine.default_params(),
+    "capacity": lambda engine: engine.capacity,
+    "kv_tokens": lambda engine: engine.kv_tokens,
+}
+
+
+def test_a_closed_engine_has_ended_its_requests_and_refuses_others():
+    with build(2) as engine:
+        running, waiting = engine.stream(PROMPTS[0], LONG), [engine.submit([1], LONG) for _ in range(3)]
+        read = [next(running) for _ in range(3)]
+    *rest, last = running
+    assert last.finish_reason == "cancelled" and len(read) + len(rest) == 3 == last.usage.completion_tokens
+    assert [request.result().finish_reason for request in waiting] == ["cancelled"] * 3
+    assert not waiting[0].cancel()
+    for name, call in CALLS.items():
+        with pytest.raises(EngineClosed, match="^this engine is closed; load another one$"):
+            call(engine)
+            pytest.fail(name)
+    engine.close()
+    assert repr(engine) == "Engine(name='', closed)"
+
+
+@pytest.mark.skipif(not CUDA, reason="measures GPU memory")
+def test_a_closed_engine_gives_its_memory_back():
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    with build(2) as engine:
+        engine.generate(PROMPTS[0], GREEDY)
+        assert torch.cuda.memory_allocated() > before
+    gc.collect()
+    assert torch.cuda.memory_allocated() == before
+
+
+def test_a_thread_that_waits_hears_of_the_end(alone):
+    engine, found = build(1), []
+    thread = threading.Thread(target=lambda: found.append(engine.submit(PROMPTS[0], LONG).result()))
+    thread.start()
+    while not engine.scheduler._rows:
+        time.sleep(0.001)
+    engine.close()
+    thread.join(30)
+    (result,) = found
+    assert result.finish_reason in ("cancelled", "length")
+    assert result.token_ids[:12] == alone(PROMPTS[0])[: len(result.token_ids)]
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"slots": 0}, "slots must be an integer from 1 to 64, got 0"),
+        ({"slots": 65}, "slots must be an integer from 1 to 64, got 65"),
+        ({"slots": True}, "slots must be"),
+        ({"slots": "2"}, "slots must be"),
+        ({"chunk_tokens": 0}, "chunk_tokens must be an integer from 1"),
+        ({"max_queue": -1}, "max_queue must be an integer from 0"),
+        ({"kv_tokens": 0}, "kv_tokens must be an integer from 1"),
+        ({"kv_tokens": 100, "max_seq_len": 200}, "kv_tokens must be an integer from 200"),
+        ({"kv_tokens": 500, "max_seq_len": 200, "slots": 2}, "2 slots of 200 positions hold at most 400, got 500"),
+    ],
+)
+def test_options_are_refused_by_name(options, message):
+    with pytest.raises(ParameterError, match=message):
+        Engine.load(device="cpu", **options)
+
+
+def test_a_pool_smaller_than_a_request_is_refused():
+    with pytest.raises(ParameterError, match="pages: 3 hold fewer positions than a request's 256"):
+        build(2, page=16, pages=3)
+
+
+def test_several_slots_of_a_loaded_model_share_their_pages():
+    engine = Engine.load(device="cpu", max_seq_len=200, slots=3, kv_tokens=300)
+    assert (engine.slots, engine.capacity, engine.kv_tokens) == (3, 200, 320)
+    chats = [[{"role": "user", "content": text}] for text in ("Hello", "What is 17 + 25?", "Name three rivers.")]
+    params = SamplingParams(temperature=0, max_tokens=30)
+    texts = [result.text for result in engine.generate_many(chats, params)]
+    one = Engine.load(device="cpu", max_seq_len=200)
+    assert texts == [one.generate(chat, params).text for chat in chats]
+    assert (one.slots, one.kv_tokens) == (1, 200)
+    with pytest.raises(PromptError, match="the context holds 200"):
+        engine.submit("word " * 300)
+
+
+def test_stop_strings_of_several_requests():
+    engine = Engine.load(device="cpu", max_seq_len=200, slots=3)
+    chat = [{"role": "user", "content": "Name three rivers."}]
+    whole = engine.generate(chat, SamplingParams(temperature=0, max_tokens=30)).text
+    words = whole.split()[1:4]
+    params = [SamplingParams(temperature=0, max_tokens=30, stop=[word]) for word in words]
+    results = engine.generate_many([chat] * 3, params)
+    assert [result.text for result in results] == [whole[: whole.index(word)] for word in words]
+    assert {result.finish_reason for result in results} == {"stop"}
+
+
+def test_texts_of_requests_that_waited_for_pages():
+    """Also where a character or a stop string was half there when its request had to give its pages up."""
+    engine = Engine.load(device="cpu", max_seq_len=192, slots=3, kv_tokens=192)
+    preempted, preempt = [], engine.scheduler._preempt
+    engine.scheduler._preempt = lambda running: preempted.append(running) or preempt(running)
+    prompts = [[{"role": "user", "content": text}] for text in ("Tell me a story", "Who are you?", "Tell me a tale.")]
+    one = Engine.load(device="cpu", max_seq_len=192)
+    for params in (
+        SamplingParams(temperature=0, max_tokens=150, ignore_eos=True),
+        SamplingParams(temperature=1.5, seed=2, max_tokens=150, ignore_eos=True, stop=["zzz", "the the"]),
+    ):
+        texts = [result.text for result in engine.generate_many(prompts, params)]
+        assert texts == [one.generate(prompt, params).text for prompt in prompts]
+    assert len(preempted) >= 2
+    engine.scheduler.assert_consistent()
+
+
+def test_rewind_checks_what_it_is_given(engine):
+    params = SamplingParams(temperature=0, seed=1)
+    for arguments, message in (
+        ((5, params, 3), "rows must be an integer from 1 to the engine's slots, 2, got 3"),
+        (([5, 6, 7], params, 2), "position: a list has one for each of 2 rows, got 3"),
+        ((256, params), "position must be an integer from 0 to 255"),
+    ):
+        with pytest.raises(ParameterError, match=message):
+            engine.rewind(*arguments)
+    engine.rewind([255, 3], params, rows=2)
+    engine.enqueue(params, rows=2)
+    assert len(engine.generate([1], GREEDY).token_ids) == 12
