@@ -35,7 +35,7 @@ SAMPLING = (  # the fields of SamplingParams, each an option
     "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
     "logit_bias", "seed", "max_tokens", "stop", "stop_token_ids", "ignore_eos", "logprobs",
 )  # fmt: skip
-GRAPHS = ("none", "piecewise", "full", "full_decode_only", "full_and_piecewise")  # step.graphs.MODES, without torch
+GRAPHS = ("none", "piecewise", "full", "full_decode_only", "full_and_piecewise")  # step.dispatch.MODES, without torch
 BATCH_SLOTS = 16  # of generate --jsonl
 BENCH = """\
 Time this engine with random weights in the shape of a public model (or with a checkpoint's), against a limit measured
