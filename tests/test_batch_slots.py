@@ -154,7 +154,7 @@ def test_an_interrupt_loses_nothing_that_is_finished(run, monkeypatch):
 
 
 @pytest.mark.parametrize("order", [(), ("--unordered",)])
-def test_ctrl_c_ends_promptly_and_what_is_there_can_be_resumed(endless, tmp_path, order):
+def test_ctrl_c_ends_promptly_and_keeps_what_is_there(endless, tmp_path, order):
     file, results = tmp_path / "b.jsonl", tmp_path / "o.jsonl"
     given = prompts(2, 10**4, 3, 10**4, 10**4)
     file.write_text("".join(json.dumps(entry) + "\n" for entry in given))
@@ -172,7 +172,23 @@ def test_ctrl_c_ends_promptly_and_what_is_there_can_be_resumed(endless, tmp_path
     assert process.returncode == 130 and time.perf_counter() - started < 10
     found = lines(results.read_text())
     assert indices(found) == [0, 2] and "2 answered, 0 failed, 3 left" in err and "Traceback" not in err
-    file.write_text("".join(json.dumps(entry | {"max_tokens": 2}) + "\n" for entry in given[:1]))
+
+
+def test_a_terminal_shows_the_bar_and_no_half_of_it_after_ctrl_c(endless, tmp_path):
+    pexpect = pytest.importorskip("pexpect")
+    file, results = tmp_path / "b.jsonl", tmp_path / "o.jsonl"
+    file.write_text("".join(json.dumps(entry) + "\n" for entry in prompts(*[2, 10**4] * 4)))
+    command = ["cli.py", "generate", "--jsonl", file, "--output", results, "--device", "cpu", "--model", endless]
+    command = [*map(str, command), "--temperature", "0", "--slots", "2"]
+    child = pexpect.spawn(sys.executable, command, cwd=str(ROOT), env=ENVIRONMENT | {"COLUMNS": "40"}, timeout=30)
+    screen = child.logfile_read = io.BytesIO()
+    child.expect(rb"1/8 [\d,]+ tok/s")
+    child.sendintr()
+    child.expect(pexpect.EOF)
+    child.close()
+    assert child.exitstatus == 130 and indices(lines(results.read_text()))[0] == 0
+    assert b"^C" not in screen.getvalue() and b"left" in screen.getvalue()
+    assert screen.getvalue().rindex(b"\x1b[2K") > screen.getvalue().rindex(b"tok/s")  # the bar's line is cleared
 
 
 def until(true, seconds=60):

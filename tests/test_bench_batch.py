@@ -1,7 +1,11 @@
 """bench batch: cases as they are asked for, and rows beside one row, on a tiny model with a clock for a GPU."""
 
+import importlib
 import json
+from collections import Counter
 from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +21,9 @@ from tridecode.engine import MAX_SLOTS, Engine
 from tridecode.errors import GenerationError
 from tridecode.layout import POSITION, RUN, STATUS
 from tridecode.model.checkpoint import random_weights
+from tridecode.step.graphs import EagerSteps
 
+ROOT = Path(__file__).parent.parent
 DTYPE = torch.bfloat16 if CUDA else torch.float32
 
 
@@ -169,6 +175,44 @@ def test_the_table_has_a_row_for_each_case():
 def test_options_know_what_the_engine_does():
     assert MOST_ROWS == MAX_SLOTS
     assert GRAPHS == tuple(pytest.importorskip("tridecode.step.dispatch").MODES)
+
+
+@pytest.fixture
+def batch_speed(monkeypatch):
+    """The script of that name, with statistics for an engine that counts none."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    found = importlib.import_module("batch_speed")
+    passes = Counter()
+    enqueue = EagerSteps.replay
+
+    def counting(steps, kind, rows=None):
+        passes[kind, rows] += 1
+        return enqueue(steps, kind, rows)
+
+    def stats(engine):
+        facts = dict(padding=0, mode="none")
+        return [
+            SimpleNamespace(kind=kind, rows=rows, padded=rows, count=count, **facts)
+            for (kind, rows), count in sorted(passes.items())
+        ]
+
+    if not hasattr(Engine, "graph_stats"):
+        monkeypatch.setattr(EagerSteps, "replay", counting)
+        monkeypatch.setattr(Engine, "graph_stats", stats, raising=False)
+    return found
+
+
+def test_the_script_compares_a_file_with_its_passes(batch_speed, monkeypatch, capsys):
+    sizes = ["--requests", "5", "--slots", "3", "--prompt-tokens", "9", "--tokens", "12"]
+    monkeypatch.setattr("sys.argv", ["batch_speed.py", *sizes])
+    batch_speed.main()
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    *decode, prompt = found["passes"]
+    assert (prompt["kind"], prompt["rows"], prompt["count"]) == ("prompt", 8, 5)
+    assert sum(each["rows"] * each["count"] for each in decode) == 5 * 12 and max(e["rows"] for e in decode) <= 3
+    total = sum(each["us"] * each["count"] for each in found["passes"]) / 1e6
+    assert found["passes_s"] == pytest.approx(total, abs=1e-3) and found["wall_s"] > 0
+    assert found["ratio"] == pytest.approx(found["wall_s"] / found["passes_s"], rel=0.02)
 
 
 @pytest.mark.skipif(not CUDA, reason="times a public shape on a GPU")

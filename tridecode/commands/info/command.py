@@ -61,9 +61,10 @@ def memory_facts(config: ModelConfig, dtype: torch.dtype, device: torch.device, 
     """Sizes in bytes, contexts in tokens. `context` of each of the `slots` requests, and `kv_tokens` that all of them
     share: what would be allocated; 0, with `problem`, where it cannot be."""
     slots, per_token = slots_of(args), kv_bytes_per_token(config, dtype)
-    plan, problem = plan_memory(config, dtype, device, slots), None
+    plan, problem = plan_memory(config, dtype, device, slots, args.chunk_tokens), None
+    asked = args.max_seq_len, slots, args.kv_tokens, args.chunk_tokens
     try:
-        _, context, _ = plan_capacity(config, dtype, device, args.max_seq_len, slots, args.kv_tokens)
+        _, context, _ = plan_capacity(config, dtype, device, *asked)
         pool = plan.kv_tokens(context, args.kv_tokens, str(device))
     except DeviceError as error:
         context, pool, problem = 0, 0, str(error)
