@@ -370,7 +370,7 @@ class Engine:
             raise ParameterError(f"position: a list has one for each of {rows:,} rows, got {len(positions):,}")
         for position in positions:
             integer("position", position, 0, self.capacity - 1)
-        self._driver.exclusively(self.scheduler.rewind, positions, params)
+        self._driver.exclusively(Scheduler.rewind, positions, params)
 
     def enqueue(self, params: SamplingParams, rows: int = 1) -> None:
         """Enqueue one pass of `rows` rows, of the kind that `params` needs; returns before it has run on a GPU."""

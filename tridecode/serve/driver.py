@@ -28,7 +28,7 @@ class Driver:
         self._closed = False
 
     def exclusively(self, action: Callable, *args):
-        """The result of an action that nobody else's step comes between. Raises EngineClosed."""
+        """The result of action(scheduler, *args), which nobody else's step comes between. Raises EngineClosed."""
         me = threading.get_ident()
         if self._lock.locked():
             self._wanting.add(me)
@@ -39,7 +39,7 @@ class Driver:
                 while self._dropped:
                     self.scheduler.cancel(self._dropped[0])
                     self._dropped.popleft()
-                return action(*args)
+                return action(self.scheduler, *args)
         finally:
             self._wanting.discard(me)
 
@@ -54,21 +54,18 @@ class Driver:
             if self._wanting:
                 time.sleep(HANDOVER)
 
-    def _step(self, ready: Callable[[], bool]) -> None:
+    def _step(self, scheduler: Scheduler, ready: Callable[[], bool]) -> None:
         if not ready():
             self._prepare()
-            self.scheduler.step()
+            scheduler.step()
 
     def submit(self, job: Job) -> "Request":
         request = Request(self, job)  # first: whatever interrupts what follows, the job goes with it
-        self.exclusively(self._add, job)
+        self.exclusively(Scheduler.add, job)
         return request
 
-    def _add(self, job: Job) -> None:
-        self.scheduler.add(job)
-
     def cancel(self, job: Job) -> bool:
-        return not job.ended and self.exclusively(self.scheduler.cancel, job)
+        return not job.ended and self.exclusively(Scheduler.cancel, job)
 
     def drop(self, job: Job) -> None:
         """Cancel it without ever waiting: garbage is collected at any moment, in the middle of a step too."""
@@ -76,7 +73,7 @@ class Driver:
             self._dropped.append(job)
             if not self._lock.locked() and not sys.is_finalizing():
                 with suppress(EngineClosed, RuntimeError):  # of a lost GPU hears who steps next
-                    self.exclusively(lambda: None)
+                    self.exclusively(lambda scheduler: None)
 
     def gather(
         self, jobs: Sequence[Callable[[], Job]], progress: Callable[[int, int], None] | None
@@ -158,7 +155,7 @@ class Request:
         try:
             for taken in count():
                 if len(job.pieces) == taken:
-                    self._driver.wait(lambda: len(job.pieces) > taken or job.failure is not None)  # noqa: B023
+                    self._driver.wait(lambda taken=taken: len(job.pieces) > taken or job.failure is not None)
                 if len(job.pieces) == taken:
                     raise job.failure
                 yield (piece := job.pieces[taken])

@@ -113,7 +113,8 @@ class Scheduler:
 
     def cancel(self, job: Job) -> bool:
         """End the job, unless it has ended; what it left in the cache stays."""
-        self._settle()
+        if job in self._jobs:
+            self._settle()
         if job not in self._jobs:
             return False
         self._unsettled = True
@@ -182,9 +183,10 @@ class Scheduler:
         if not self._waiting or all(held.busy for held in self.slots.held):
             return False
         slots, job = self.slots, self._waiting[0]
-        ids = job.tokens
-        if slots.pages_for(len(ids)) > slots.available():
+        needed = slots.pages_for(len(job.ids) + len(job.pieces))
+        if needed > slots.available():
             return False
+        ids = job.tokens
         position = 0 if job.scores else len(ids) - 1
         slot, read = slots.choose(ids[:position] if job.reuse_prefix else [])
         if job.reused is None:
@@ -193,7 +195,7 @@ class Scheduler:
         end, output = job.limit - 1, self._output(job)
         self._reading = Running(job, output, slot, read, ids[:position], ids[position], position, end)
         self._admitted.append(self._reading)
-        held, needed = slots.held[slot], slots.pages_for(len(ids))
+        held = slots.held[slot]
         held.busy, held.tokens = True, ids[:read]  # the rest counts once a pass on it has given finite logits
         slots.make_room(needed - len(held.pages))
         needed += slots.spare(needed - len(held.pages))
@@ -264,9 +266,12 @@ class Scheduler:
             logprobs = None if wanted is None else self._ring.logprobs(running.slot, running.seen, wanted)
             running.seen += 1
             running.in_flight -= 1
-            running.tokens.append(running.embedded)  # its pass has run: its K/V are there
-            # Attention multiplies masked values by 0, and 0 * NaN is NaN: nothing in the cache is above suspicion.
-            held.tokens = [] if token == NO_TOKEN else running.tokens
+            if token == NO_TOKEN:
+                # Attention multiplies masked values by 0, and 0 * NaN is NaN: nothing in the cache is above suspicion.
+                held.tokens = []
+            else:
+                running.tokens.append(running.embedded)  # its pass has run: its K/V are there
+                held.tokens = running.tokens
             running.embedded = token
             running.output.push(token, logprobs)
             if job.ended:
