@@ -11,7 +11,6 @@ import argparse
 import json
 import os
 import re
-import shutil
 import statistics
 import subprocess
 import sys
@@ -19,34 +18,11 @@ import tempfile
 from pathlib import Path
 
 import pexpect
-
-from tridecode.model.presets import PRESETS
+from checkpoint import PRESETS, write_checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent
-BUNDLED = ROOT / "tridecode" / "bundled"
 SPEED = re.compile(r"([\d,]+) tokens · ([\d,.]+) tok/s")
 PROMPT = "Tell me a long story about a snail."
-
-
-def write_checkpoint(path: Path, preset: str) -> None:
-    """Random weights in the shape of a Qwen3 preset; the bundled tokenizer, its vocabulary filled up with words."""
-    import torch
-
-    from tridecode.commands.bench.peers import peer_model
-
-    shape = PRESETS[preset]
-    torch.manual_seed(0)
-    model = peer_model(shape, "cuda" if torch.cuda.is_available() else "cpu", torch.bfloat16)
-    model.config.eos_token_id = 2  # the bundled tokenizer's
-    model.save_pretrained(path)
-    (path / "generation_config.json").unlink(missing_ok=True)
-    for name in ("tokenizer_config.json", "chat_template.jinja"):
-        shutil.copy(BUNDLED / name, path)
-    tokenizer = json.loads((BUNDLED / "tokenizer.json").read_text())
-    vocabulary = tokenizer["model"]["vocab"]
-    for token in range(len(vocabulary), shape.vocab_size):  # Ġ is a space, Ċ a newline: paragraphs of some 25 words
-        vocabulary[f"Ġword{token}" + (".ĊĊ" if token % 25 == 0 else "")] = token
-    (path / "tokenizer.json").write_text(json.dumps(tokenizer))
 
 
 def command(kind: str, args, *more: str) -> list[str]:
@@ -93,7 +69,7 @@ def checked(found: tuple[int, float], args) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--preset", choices=[name for name in PRESETS if name.startswith("qwen3")])
+    parser.add_argument("--preset", choices=PRESETS)
     parser.add_argument("--tokens", type=int, default=1000)
     parser.add_argument("--runs", type=int, default=5)
     args = parser.parse_args()
@@ -102,7 +78,7 @@ def main() -> None:
         args.model = None
         if args.preset:
             args.model = f"{directory}/{args.preset}"
-            write_checkpoint(Path(args.model), args.preset)
+            write_checkpoint(args.model, args.preset)
         rates = {"generate": [], "chat": []}
         for _ in range(args.runs):
             rates["generate"].append(generate(args))

@@ -113,13 +113,13 @@ def generate(capsys, engine, monkeypatch):
 @pytest.fixture
 def seen(engine, monkeypatch):
     """The prompts and parameters that reach the engine."""
-    found, stream = [], engine.stream
+    found, submit = [], engine.submit
 
     def spy(prompt, params=None, **options):
         found.append((prompt, params, options))
-        return stream(prompt, params, **options)
+        return submit(prompt, params, **options)
 
-    monkeypatch.setattr(engine, "stream", spy)
+    monkeypatch.setattr(engine, "submit", spy)
     return found
 
 

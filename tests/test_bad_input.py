@@ -119,7 +119,7 @@ def test_misspelt_option(failure, command):
         ("--maxtokens", "--max-tokens"),
         ("--topp", "--top-p"),
         ("--temp", "--temperature"),
-        ("--max", "--max-seq-len or --max-tokens"),
+        ("--max", "--max-seq-len or --max-tokens or --max-queue"),
         ("--ouput", "--output"),
         ("--n_", "--n"),
     ],

@@ -18,10 +18,12 @@ GOOD = [
     {"prompt": "Hello", "id": "a"},
     {"messages": [user("Hi")], "max_tokens": 3, "stop": "zzz"},
     {"prompt": "Hello", "temperature": 1.0, "seed": 3, "logit_bias": {"7": -1}, "stop_token_ids": [5]},
+    {"prompt_ids": [5, 17, 300], "seed": 4},
 ]
 BAD = [
-    ("{", "not JSON"), ("[1]", "expected an object"), ("{}", "neither"),
-    ('{"prompt": "a", "messages": []}', "both"), ('{"prompt": " "}', "empty"), ('{"messages": [1]}', "message 1"),
+    ("{", "not JSON"), ("[1]", "expected an object"), ("{}", "none"),
+    ('{"prompt": "a", "messages": []}', "prompt and messages"), ('{"prompt": " "}', "empty"),
+    ('{"messages": [1]}', "message 1"),
     ('{"prompt": "a", "temprature": 1}', "did you mean temperature?"), ('{"prompt": "a", "zz": 1}', "known are"),
     ('{"prompt": "a", "top_p": 5}', "top_p"), ('{"prompt": "a", "stop": 5}', "stop must be a list"),
     ('{"prompt": "a", "logit_bias": [1]}', "logit_bias"), ('{"prompt": "a", "ignore_eos": 1}', "ignore_eos"),
@@ -32,6 +34,10 @@ BAD = [
     (json.dumps({"prompt": "a", "seed": 7})[:-1] + "7" * 5000 + "}", "a number of 5,001 digits"),
     ('{"messages": [{"role": "usr", "content": "a"}]}', "role must be one of system, developer, user, assistant, tool"),
     ('{"prompt": "a", "seed": null, "temperature": null}', "temperature"),
+    ('{"prompt_ids": [5], "messages": [], "prompt": "a"}', "prompt and messages and prompt_ids"),
+    ('{"prompt_ids": []}', "prompt_ids must be a list"), ('{"prompt_ids": [5, true]}', "[5, true]"),
+    ('{"prompt_ids": "5"}', "a list of token ids"), ('{"prompt_ids": [999999]}', "not in the vocabulary"),
+    ('{"prompt_ids": [-1]}', "not in the vocabulary"),
 ]  # fmt: skip
 
 
@@ -40,12 +46,13 @@ def test_a_batch_answers_as_single_runs_do(generate, engine, tmp_path):
     file.write_text("\n\n".join(map(json.dumps, GOOD)) + "\r\n")
     code, out, err = generate("--jsonl", file, *LIMITS)
     found = lines(out)
-    assert code == 0 and [entry["index"] for entry in found] == [0, 2, 4]
+    assert code == 0 and [entry["index"] for entry in found] == [0, 2, 4, 6]
     assert found[0]["id"] == "a" and "id" not in found[1]
     params = engine.default_params(temperature=0, max_tokens=5)
     assert found[0]["token_ids"] == list(engine.generate([user("Hello")], params).token_ids)
     assert found[1]["usage"]["completion_tokens"] == 3 and found[2]["seed"] == 3
-    assert err.startswith("3 answered, 0 failed · 1") and err.count("\n") == 1
+    assert found[3]["token_ids"] == list(engine.generate([5, 17, 300], params).token_ids)
+    assert err.startswith("4 answered, 0 failed · 1") and err.count("\n") == 1
     assert [entry["text"] for entry in lines(generate("--jsonl", "-", *LIMITS, stdin=file.read_bytes())[1])] == [
         entry["text"] for entry in found
     ]
@@ -74,30 +81,30 @@ def test_a_batch_resumes(generate, engine, monkeypatch, tmp_path):
     file, results = tmp_path / "b.jsonl", tmp_path / "o.jsonl"
     file.write_text("\n".join([json.dumps(GOOD[0]), "{", *map(json.dumps, GOOD[1:])]))
     whole = lines(generate("--jsonl", file, *LIMITS)[1])
-    answer, calls = engine.generate, []
+    submit, calls = engine.submit, []
 
     def interrupted(*args, **kwargs):
         calls.append(args)
         if len(calls) == 2:
             raise KeyboardInterrupt
-        return answer(*args, **kwargs)
+        return submit(*args, **kwargs)
 
-    monkeypatch.setattr(engine, "generate", interrupted)
-    code, out, err = generate("--jsonl", file, *LIMITS, "--output", results)
-    assert (code, out) == (130, "") and "1 answered, 1 failed, 2 left" in err
+    monkeypatch.setattr(engine, "submit", interrupted)
+    code, out, err = generate("--jsonl", file, *LIMITS, "--output", results, "--max-queue", 1)
+    assert (code, out) == (130, "") and "1 answered, 1 failed, 3 left" in err
     assert [entry["index"] for entry in lines(results.read_text())] == [0, 1]
     with results.open("a") as cut:
         cut.write('{"index": 2, "input": "4')  # as a killed program leaves it
     code, _, err = generate("--jsonl", file, *LIMITS, "--output", results)
-    assert code == 1 and len(calls) == 4 and "2 answered, 1 failed, 1 were there already" in err
+    assert code == 1 and len(calls) == 5 and "3 answered, 1 failed, 1 were there already" in err
     found = {entry["index"]: entry for entry in lines(results.read_text())}
-    assert len(found) == 4 == results.read_text().count("\n")
+    assert len(found) == 5 == results.read_text().count("\n")
     for entry in whole:
         assert entry.get("text") == found[entry["index"]].get("text")
     file.write_text(file.read_text().replace("\n{\n", "\n \n"))
     monkeypatch.setattr(Engine, "load", None)
     code, out, err = generate("--jsonl", file, *LIMITS, "--output", results)
-    assert (code, out) == (0, "") and err == f"{results}: all 3 lines are answered\n"
+    assert (code, out) == (0, "") and err == f"{results}: all 4 lines are answered\n"
 
 
 @pytest.mark.parametrize(
@@ -222,7 +229,7 @@ def test_a_tail_of_nul_bytes_is_told_with_what_mends_it(batch, cut):
 
 
 def test_a_second_process_on_one_output_is_refused(batch, engine, monkeypatch):
-    busy, second, answer = f"{batch.results}: another process writes it", [], engine.generate
+    busy, second, submit = f"{batch.results}: another process writes it", [], engine.submit
     batch.answers()
     batch.results.write_text('{"index": 1, "input": "0123456789abcdef", "error": "line 2: x"}\n')  # to be taken out
 
@@ -230,9 +237,9 @@ def test_a_second_process_on_one_output_is_refused(batch, engine, monkeypatch):
         with pytest.raises(PromptError, match="another process") as refused, locked(str(batch.results)):
             pass
         second.append(str(refused.value))
-        return answer(*args, **kwargs)
+        return submit(*args, **kwargs)
 
-    monkeypatch.setattr(engine, "generate", meanwhile)
+    monkeypatch.setattr(engine, "submit", meanwhile)
     assert batch()[0] == 0 and len(second) == 2 and all(line.startswith(busy) for line in second)
     with locked(str(batch.results)):
         code, _, err = batch()

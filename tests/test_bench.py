@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import triton
-from benches import run_bench
+from benches import FACTS, Clock, run_bench
 from models import CUDA, DEVICE, FAMILIES, begin, tiny_config, tiny_engine
 from torch.autograd import DeviceType
 
@@ -25,23 +25,6 @@ from tridecode.step.graphs import EagerSteps, launcher
 from tridecode.step.run import Allocating, refer
 
 needs_gpu = pytest.mark.skipif(not CUDA, reason="CUDA graphs and activity records exist on a GPU only")
-FACTS = {"dtype": "bfloat16", "gpu": "a clock", "tridecode": "0", "torch": "0", "triton": "0"}
-
-
-class Clock:
-    """torch.cuda.Event on a machine without one."""
-
-    def __init__(self, enable_timing):
-        self.time = None
-
-    def record(self):
-        self.time = time.perf_counter()
-
-    def synchronize(self):
-        assert self.time is not None
-
-    def elapsed_time(self, end):
-        return 1e3 * (end.time - self.time)
 
 
 @pytest.fixture
@@ -82,6 +65,7 @@ def test_bytes_of_a_step_by_hand(tied):
     kv = 2 * 2 * 128 * 2  # K and V of two layers, bf16
     assert step_bytes(engine, 10, 1) == weights + 10 * kv
     assert step_bytes(engine, 10, 5) == weights + 12 * kv  # positions 10 to 14
+    assert step_bytes(engine, [10, 300], 5) == weights + (12 + 302) * kv  # the weights once for all rows
 
 
 def test_flops_of_a_prompt_by_hand():
@@ -141,7 +125,7 @@ def test_time_decode_starts_each_run_at_the_context(tiny):
     engine = tiny_engine()
     assert len(time_decode(engine, 30, 5, 2)) == 2
     engine.synchronize()
-    assert engine.model.workspace.meta[0, ablate.STATUS] == ablate.RUN
+    assert engine.model.workspace.meta[0, measure.STATUS] == measure.RUN
     assert engine.model.workspace.tokens[0, :31].eq(0).all()
 
 
@@ -237,9 +221,9 @@ def test_rungs_of_the_ladder():
 
 def test_steps_that_have_ended_are_no_figure():
     engine = tiny_engine("torch", "none", torch.float32)
-    engine.model.workspace.meta[0, ablate.STATUS] = 3
+    engine.model.workspace.meta[0, measure.STATUS] = 3
     with pytest.raises(GenerationError, match="ended early"):
-        ablate.check_running(engine, "graph")
+        measure.check_running(engine, "graph")
 
 
 def test_kernels_belong_to_the_range_that_ran_them():

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from checkpoints import write_tiny
 from models import CUDA
 
@@ -21,6 +22,8 @@ from tridecode.commands.main import set_up_logging
 from tridecode.commands.parser import make_parser, sampling_overrides
 from tridecode.commands.terminal import Output, counted, speed_line
 from tridecode.errors import NO_CHAT, ParameterError, PromptError
+from tridecode.memory import plan_memory
+from tridecode.model.checkpoint import load_config
 from tridecode.results import Result, Timings, Usage
 
 ROOT = Path(__file__).parent.parent
@@ -195,12 +198,20 @@ def test_an_answer_that_ends_in_an_error_exits_1(run, monkeypatch):
     last = SimpleNamespace(
         token_id=None, text="Hel", finish_reason="error", usage=result.usage, timings=result.timings, error=result.error
     )
+
+    class Answer:
+        def __iter__(self):
+            return iter([last])
+
+        def result(self):
+            return result
+
     engine = SimpleNamespace(
         device=SimpleNamespace(type="cuda"),
         notes=["context lowered"],
-        default_params=lambda **given: given,
-        generate=lambda prompt, params: result,
-        stream=lambda prompt, params: iter([last]),
+        default_params=lambda **given: SamplingParams(**given),
+        slots=1,
+        submit=lambda prompt, params: Answer(),
     )
     monkeypatch.setattr(Engine, "load", lambda *args, **kwargs: engine)
     code, out, err = run("generate", "--prompt", "Hello", "--json")
@@ -243,6 +254,35 @@ def test_info_says_what_does_not_fit(run, tiny, monkeypatch):
     assert "not enough memory" in run("info", "--model", tiny, "--device", "cpu")[1]
 
 
+def test_info_tells_the_slots_and_the_pool_that_they_share(run, tiny):
+    argv = ("info", "--model", tiny, "--device", "cpu", "--max-seq-len", 100)
+    alone = json.loads(run(*argv, "--json")[1])["memory"]
+    assert (alone["slots"], alone["context"], alone["kv_tokens"]) == (1, 100, 100)
+    several = json.loads(run(*argv, "--slots", 8, "--json")[1])["memory"]
+    assert (several["slots"], several["context"]) == (8, 100) and several["kv_tokens"] >= 800
+    assert several["kv_bytes"] == several["kv_tokens"] * several["kv_per_token"]
+    assert several["workspace"] > alone["workspace"]
+    fewer = json.loads(run(*argv, "--slots", 8, "--kv-tokens", 300, "--json")[1])["memory"]
+    assert fewer["kv_tokens"] == 300
+    assert "; 8 slots share 300 positions, " in run(*argv, "--slots", 8, "--kv-tokens", 300)[1]
+    assert "; 1 slot has 100 positions, " in run(*argv)[1]
+
+
+@pytest.mark.parametrize("command", [("info",), ("generate", "--prompt", "x")])
+def test_more_slots_or_positions_than_fit_are_one_line(run, tiny, monkeypatch, command):
+    monkeypatch.setattr("tridecode.engine.load_weights", None)  # told before any weight is read
+    argv = (*command, "--model", tiny, "--device", "cpu", "--slots", 4)
+    code, out, err = run(*argv, "--kv-tokens", 10**6)
+    assert (code, out, err.count("\n")) == (1, "", 1) and "--kv-tokens: 4 slots of 512 positions hold at most" in err
+    plan = plan_memory(load_config(tiny), torch.float32, torch.device("cpu"), 2)
+    free = int((plan.needed(500) + 3 * plan.per_slot) / (1 - plan.headroom))
+    monkeypatch.setattr("tridecode.memory.free_memory", lambda device: free)
+    code, out, err = run(*argv[:-2], "--slots", 64, "--max-seq-len", 500)
+    assert code == (0 if command == ("info",) else 1)
+    assert "not enough memory on cpu: 64 slots with" in out + err and "slots fit" in out + err
+    assert (out + err).count("not enough") == 1
+
+
 BUNDLED = pytest.mark.skipif(
     not (ROOT / "tridecode" / "bundled" / "config.json").is_file(), reason="this checkout holds no bundled model"
 )
@@ -255,17 +295,16 @@ def test_the_bundled_model_is_the_default(run):
 
 
 @BUNDLED
-def test_the_readmes_python_example_prints_what_the_readme_says(capsys):
+def test_the_readmes_python_examples_print_what_the_readme_says(capsys):
     section = (ROOT / "README.md").read_text().split("From Python:")[1]
-    _, example, between, shown, *_ = re.split(r"```(?:python|text)?\n", section)
-    scope = {}
-    exec(example, scope)
+    _, example, between, shown, _, several, _, answers, *_ = re.split(r"```(?:python|text)?\n", section)
     assert between.strip() == "On a CPU it prints:"
-    if CUDA:  # bf16 may draw other words
-        assert scope["piece"].finish_reason and scope["result"].text
-    else:
-        assert capsys.readouterr().out == shown
-    assert scope["logits"].shape == (len(scope["ids"]), scope["engine"].config.vocab_size)
+    scope = {}
+    for code, output in ((example, shown), (several, answers)):
+        exec(code, scope)
+        assert CUDA or capsys.readouterr().out == output  # bf16 may draw other words
+    assert scope["piece"].finish_reason and scope["result"].text
+    assert scope["logits"].shape == (len(scope["ids"]), 4096)
 
 
 @pytest.mark.parametrize(
@@ -324,6 +363,8 @@ def test_errors_name_options_on_the_command_line_and_arguments_in_python():
         ('device cuda:1 is absent; use device="cpu"', "device cuda:1 is absent; use --device cpu"),
         ("stop: every entry must be a string", "--stop: every entry must be a string"),
         ("n must be at most 3", "--n must be at most 3"),
+        ("graph_sizes: must be ascending, with graph full", "--graph-sizes: must be ascending, with graph full"),
+        ("slots must be from 1 to 64; kv_tokens is full", "--slots must be from 1 to 64; --kv-tokens is full"),
         ("the device must stop; --top-p is my_top_p_file", "the device must stop; --top-p is my_top_p_file"),
         ("unknown model; a seed must be sown", "unknown model; a seed must be sown"),
         (f"there is no template; {NO_CHAT}", "there is no template; use --raw"),

@@ -128,7 +128,7 @@ def test_output_is_written_whole_or_not_at_all(generate, engine, monkeypatch, tm
 
     file.write_text("before")
     stream = engine.stream("Hello")
-    monkeypatch.setattr(engine, "stream", interrupted)
+    monkeypatch.setattr(engine, "submit", interrupted)
     assert generate(*options, "--output", file)[0] == 130 and file.read_text() == "before"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "o.txt"]
 
@@ -165,7 +165,7 @@ def test_many_answers_are_not_prepared_before_the_first(generate, engine, monkey
         prompts.append(params.seed)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(engine, "generate", interrupted)
+    monkeypatch.setattr(engine, "submit", interrupted)
     tracemalloc.start()
     try:
         assert generate("--prompt", "x", "--json", "--n", "1000000", "--seed", "7")[0] == 130 and prompts == [7]

@@ -2,7 +2,6 @@
 
 import gc
 import weakref
-from types import SimpleNamespace
 
 import pytest
 from chats import said
@@ -12,6 +11,7 @@ from tridecode import Engine
 from tridecode.commands import loading
 from tridecode.commands.chat import session as sessions
 from tridecode.commands.loading import Loader
+from tridecode.commands.parser import make_parser
 from tridecode.errors import CheckpointError, DeviceError
 
 FEW = ("--max-tokens", 4, "--temperature", 0)
@@ -109,14 +109,14 @@ def test_without_any_model_the_chat_ends(piped, models, crowded, monkeypatch, st
 @pytest.mark.parametrize("free, beside", [(2**30, True), (2**24, False)])
 def test_both_fit_where_the_new_one_gets_all_of_its_context(models, monkeypatch, free, beside):
     old = Engine.load(models["qwen"], device="cpu")
-    loader = Loader(SimpleNamespace(model=None, dtype="auto", max_seq_len=None), None)
+    loader = Loader(make_parser().parse_args(["chat"]), None)
     monkeypatch.setattr("tridecode.memory.free_memory", lambda device: free)
     assert loader._fits_beside(old, loading.load_config(models["llama"])) is beside
 
 
 def test_a_model_too_large_even_alone_is_refused_before_anything_is_given_up(models, monkeypatch):
     old = Engine.load(models["qwen"], device="cpu", max_seq_len=1)
-    loader = Loader(SimpleNamespace(model=None, dtype="auto", max_seq_len=None), None)
+    loader = Loader(make_parser().parse_args(["chat"]), None)
     monkeypatch.setattr("tridecode.memory.free_memory", lambda device: -old.plan.needed(old.capacity))
     with pytest.raises(DeviceError, match="not enough memory"):
         loader._fits_beside(old, loading.load_config(models["llama"]))

@@ -255,7 +255,7 @@ def test_the_command_writes_tables_files_and_one_json_line(monkeypatch, capsys, 
     traces = iter([{}, step_trace(24, layers), chunk])
     monkeypatch.setattr(command, "torch", SimpleNamespace(cuda=SimpleNamespace(is_available=lambda: True)))
     monkeypatch.setattr(command, "record_on_gpu", lambda work: next(traces))
-    monkeypatch.setattr(command, "bench_engine", lambda args, capacity: engine)
+    monkeypatch.setattr(command, "bench_engine", lambda *args: engine)
     monkeypatch.setattr(command, "prefill", lambda *args: None)
     monkeypatch.setattr(command, "read_bandwidth", lambda device: 1e12)
     monkeypatch.setattr(command, "time_decode", lambda *args: [9e-6, 8e-6, 7e-6])
@@ -263,7 +263,7 @@ def test_the_command_writes_tables_files_and_one_json_line(monkeypatch, capsys, 
     assert commands.main(["profile", "--preset", "qwen3-0.6b", "--output", str(tmp_path / "out")]) == 0
     out = capsys.readouterr().out
     report = json.loads(out.splitlines()[-1])
-    assert (report["preset"], report["context"], report["prompt_tokens"]) == ("qwen3-0.6b", 64, 2048)
+    assert (report["preset"], report["rows"], report["context"], report["prompt_tokens"]) == ("qwen3-0.6b", 1, 64, 2048)
     decode, prefill = report["decode"], report["prefill"]
     assert decode["steps"] == 20 and decode["launches"] == 3 + 5 * layers and decode["us_without_profiler"] == 8
     assert decode["wall_us"] == pytest.approx(2 * decode["launches"] + 0.5) and decode["gap_us"] == pytest.approx(0.5)
@@ -279,6 +279,11 @@ def test_the_command_writes_tables_files_and_one_json_line(monkeypatch, capsys, 
     assert json.loads((tmp_path / "out" / "profile.json").read_text()) == report
     with gzip.open(tmp_path / "out" / "prefill_trace.json.gz", "rt") as file:
         assert len(json.load(file)["traceEvents"]) == 21
+
+
+def test_a_step_of_several_rows_says_so():
+    assert command.at({"rows": 8, "context": 1024}) == "8 rows at context 1,024"
+    assert command.at({"rows": 1, "context": 64}) == "context 64"
 
 
 @pytest.mark.skipif(CUDA, reason="what is said without a GPU")

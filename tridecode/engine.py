@@ -263,6 +263,10 @@ class Engine:
         """
         return self._driver.submit(self._job(prompt, params, reuse_prefix, template_variables))
 
+    def wait(self, requests: Sequence[Request]) -> None:
+        """Wait until one of the requests has ended; what it came to, its result() says."""
+        self._driver.wait(lambda: any(request.finish_reason for request in requests))
+
     def stream(
         self,
         prompt: Prompt,

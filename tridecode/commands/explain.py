@@ -6,7 +6,10 @@ from collections.abc import Iterable
 from ..errors import NO_CHAT, TridecodeError
 from .terminal import one_line
 
-LOADING = ("model", "device", "backend", "dtype", "max_seq_len", "graph")  # arguments of Engine.load, each an option
+LOADING = (  # arguments of Engine.load, each an option
+    "model", "device", "backend", "dtype", "max_seq_len", "slots", "kv_tokens", "graph", "graph_sizes", "chunk_tokens",
+    "max_queue",
+)  # fmt: skip
 
 
 def explain(error: Exception, arguments: Iterable[str] = ()) -> str:

@@ -12,7 +12,7 @@ from ..placement import resolve_dtype
 from ..sampling import SamplingParams
 from ..text.tokenizer import Tokenizer
 from .explain import LOADING, with_options
-from .parser import sampling_overrides
+from .parser import BATCH_SLOTS, sampling_overrides
 from .terminal import Output
 
 
@@ -35,12 +35,22 @@ def load_model(args, model: str | None, max_seq_len: int | None, output: Output)
             backend=args.backend,
             dtype=args.dtype,
             max_seq_len=max_seq_len,
+            slots=slots_of(args),
+            kv_tokens=args.kv_tokens,
             graph=args.graph,
+            graph_sizes=args.graph_sizes,
+            chunk_tokens=args.chunk_tokens,
+            max_queue=getattr(args, "max_queue", None),
             progress=progress,
         )
     for note in engine.notes:
         output.note(with_options(note, LOADING))
     return engine
+
+
+def slots_of(args) -> int:
+    """Requests at a time: --slots, or the command's own number."""
+    return args.slots or (BATCH_SLOTS if getattr(args, "jsonl", None) is not None else 1)
 
 
 def show_defaults(engine: Engine, given: dict, output: Output) -> None:
@@ -96,7 +106,8 @@ class Loader:
 
         Raises DeviceError where it does not fit even alone.
         """
-        now = plan_memory(config, resolve_dtype(self._args.dtype, config, old.device), old.device)
-        alone = replace(now, free=now.free + old.plan.needed(old.capacity))
+        dtype = resolve_dtype(self._args.dtype, config, old.device)
+        now = plan_memory(config, dtype, old.device, slots_of(self._args), self._args.chunk_tokens)
+        alone = replace(now, free=now.free + old.plan.needed(old.capacity, old.kv_tokens))
         asked = self._args.max_seq_len and min(self._args.max_seq_len, config.max_position)
         return now.max_context >= alone.capacity(asked, str(old.device))

@@ -8,6 +8,7 @@ from contextlib import nullcontext, suppress
 from ..model.presets import PRESETS
 from ..version import __version__
 from .terminal import one_line
+from .values import ascending, contexts, logit_bias, minutes, positive, positives, row_count, row_counts, token_ids
 
 CHAT = """\
 Talk with a model. In the chat: /help lists the commands, Ctrl-C stops an answer, Ctrl-D leaves.
@@ -34,6 +35,8 @@ SAMPLING = (  # the fields of SamplingParams, each an option
     "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
     "logit_bias", "seed", "max_tokens", "stop", "stop_token_ids", "ignore_eos", "logprobs",
 )  # fmt: skip
+GRAPHS = ("none", "piecewise", "full", "full_decode_only", "full_and_piecewise")  # step.dispatch.MODES, without torch
+BATCH_SLOTS = 16  # of generate --jsonl
 BENCH = """\
 Time this engine with random weights in the shape of a public model (or with a checkpoint's), against a limit measured
 in the same run. Prints a table and, as the last line, one JSON object. Needs a GPU. docs/benchmarks.md says what each
@@ -117,9 +120,10 @@ def make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=Parser)
 
     engine = engine_options()
-    both = [engine, sampling_options()]
-    add_chat_options(commands.add_parser("chat", help="talk with a model", description=CHAT, parents=both))
-    generate = commands.add_parser("generate", help="answer one prompt", description=GENERATE, parents=both)
+    running = [engine, graph_stats_option(), sampling_options()]
+    add_chat_options(commands.add_parser("chat", help="talk with a model", description=CHAT, parents=running))
+    words = dict(help="answer one prompt, or a file of them", description=GENERATE)
+    generate = commands.add_parser("generate", parents=running, **words)
     generate_options(generate)
     words = dict(help="show what would run, without loading, and what stands in its way", description=INFO)
     info = commands.add_parser("info", aliases=["doctor"], parents=[engine], **words)
@@ -131,6 +135,7 @@ def make_parser() -> argparse.ArgumentParser:
     profile.add_argument(
         "--prompt-tokens", type=positive, default=2048, metavar="N", help="of the prefill chunk, at most 2048 (2048)"
     )
+    profile.add_argument("--rows", type=row_count, default=1, metavar="N", help="requests in the step, 1 to 64 (1)")
     profile.add_argument("--output", metavar="DIR", help="also write pictures (SVG), Chrome traces and figures there")
     add_verbose(profile)
     tune = commands.add_parser("tune", help="search launch shapes for this GPU", description=TUNE)
@@ -165,6 +170,18 @@ def add_benches(bench) -> None:
     decode.add_argument(
         "--ablate", action="store_true", help="the same step without its ideas: workspace, graph, dependent launch"
     )
+    batch = add("batch", "the token step of many requests at once", runs=9)
+    add_shape(batch, model=True)
+    batch.add_argument("--rows", type=row_counts, metavar="N,N", help="requests at once, a row each (1,2,4,...,64)")
+    batch.add_argument(
+        "--context",
+        type=contexts,
+        default=["64"],
+        metavar="N,N",
+        help="tokens before the first step, a row each; 32000x1+64x31 is one request at 32,000 beside 31 at 64 (64)",
+    )
+    batch.add_argument("--steps", type=positive, default=128, metavar="N", help="steps a run (128)")
+    add_sampling(batch)
     prefill = add("prefill", "a prompt to its first token", runs=9)
     add_shape(prefill, model=True)
     prefill.add_argument(
@@ -179,7 +196,8 @@ def add_benches(bench) -> None:
     add_shape(peers)
     add_steps(peers, "prompt tokens", sampling=False)
     suite = add("suite", "every row of one of the files in benchmarks/, in one process")
-    suite.add_argument("suite", nargs="?", choices=["targets", "ladder", "peers"], default="targets", help="(targets)")
+    suites = ["targets", "batch", "ladder", "peers"]
+    suite.add_argument("suite", nargs="?", choices=suites, default="targets", help="(targets)")
     report = add("report", "show a JSON file that a bench wrote; measures nothing")
     report.add_argument("file", metavar="FILE", help="a JSON list of rows")
 
@@ -199,9 +217,12 @@ def add_steps(parser, context: str, sampling: bool = True) -> None:
     parser.add_argument("--steps", type=positive, default=128, metavar="N", help="steps a run (128)")
     add_capacity(parser)
     if sampling:
-        parser.add_argument(
-            "--sampling", choices=["greedy", "temperature", "all"], default="greedy", help="all: every filter on"
-        )
+        add_sampling(parser)
+
+
+def add_sampling(parser) -> None:
+    choices = ["greedy", "temperature", "all"]
+    parser.add_argument("--sampling", choices=choices, default="greedy", help="all: every filter on")
 
 
 def add_capacity(parser) -> None:
@@ -250,10 +271,30 @@ def engine_options() -> argparse.ArgumentParser:
     group.add_argument(
         "--max-seq-len", type=int, metavar="N", help="context to allocate (default: what fits, on a CPU at most 8192)"
     )
+    slots = f"requests at a time (default: 1, with --jsonl {BATCH_SLOTS})"
+    group.add_argument("--slots", type=row_count, metavar="N", help=slots)
+    pool = "K/V positions that all slots share (default: what fits, at most the context for each)"
+    group.add_argument("--kv-tokens", type=positive, metavar="N", help=pool)
+    chunk = "of a prompt at most, between which other requests go on (default: 2048)"
+    group.add_argument("--chunk-tokens", type=positive, default=2048, metavar="N", help=chunk)
     group.add_argument(
-        "--graph", default="full", choices=["full", "none"], help="one CUDA graph a step, or none (default: full)"
+        "--graph",
+        default="full",
+        choices=GRAPHS,
+        help="how a pass is captured as CUDA graphs: whole, in pieces between which attention runs by itself, or not "
+        "at all; see docs/graphs.md (default: full)",
     )
+    sizes = "rows of the captured passes; others are padded to the next (default: 1,2,4,8,16,32,64 up to the slots)"
+    group.add_argument("--graph-sizes", type=ascending, metavar="N,N", help=sizes)
     add_verbose(group)
+    return options
+
+
+def graph_stats_option() -> argparse.ArgumentParser:
+    """Of the commands that run passes."""
+    options = argparse.ArgumentParser(add_help=False)
+    words = "at the end show on stderr how many passes of how many rows were run in which way"
+    options.add_argument("--graph-stats", action="store_true", help=words)
     return options
 
 
@@ -296,9 +337,15 @@ def generate_options(generate) -> None:
     prompt.add_argument(
         "--jsonl",
         metavar="FILE",
-        help='answer each line, {"prompt": ...} or {"messages": ...} with sampling options of its own if any, as one '
-        "JSON line; lines that --output holds already are skipped; - is stdin",
+        help='answer each line, {"prompt": ...}, {"messages": ...} or {"prompt_ids": ...} with sampling options of its '
+        "own if any, as one JSON line, --slots of them at a time; lines that --output holds already are skipped; - is "
+        "stdin",
     )
+    generate.add_argument(
+        "--unordered", action="store_true", help="with --jsonl: each answer as it ends, not in the order of the lines"
+    )
+    queue = "with --jsonl: lines that wait for a slot at most (default: three for each slot)"
+    generate.add_argument("--max-queue", type=positive, metavar="N", help=queue)
     generate.add_argument("--system", metavar="TEXT", help="system message before the prompt")
     generate.add_argument("--allow-special", action="store_true", help="with --raw: text may write control tokens")
     generate.add_argument("--n", type=positive, default=1, metavar="N", help="answers; seeds SEED, SEED+1, ... (1)")
@@ -313,42 +360,6 @@ def generate_options(generate) -> None:
         "--logprobs", type=int, metavar="N", help="with --json: logprobs of each token and of the N likeliest"
     )
     generate.add_argument("--no-reuse-prefix", action="store_true", help="compute every prompt from its first token")
-
-
-def token_ids(text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",")] if text.strip() else []
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"expected token ids separated by commas, like 1,2,3, got {text!r}") from None
-
-
-def logit_bias(text: str) -> tuple[int, float]:
-    token, _, value = text.partition("=")
-    try:
-        return int(token), float(value)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"expected ID=VALUE, like 42=-1.5, got {text!r}") from None
-
-
-def positive(text: str) -> int:
-    value = int(text) if text.isdecimal() and len(text) < 40 else 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"expected a positive integer, got {text!r}")
-    return value
-
-
-def positives(text: str) -> list[int]:
-    return [positive(part) for part in text.split(",")]
-
-
-def minutes(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value <= 24 * 60:
-        raise argparse.ArgumentTypeError(f"expected minutes, more than 0 and at most a day, got {text!r}")
-    return value
 
 
 def sampling_overrides(args) -> dict:

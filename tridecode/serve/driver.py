@@ -142,6 +142,12 @@ class Request:
             return "error"
         return job.pieces[-1].finish_reason if job.pieces else None
 
+    @property
+    def completion_tokens(self) -> int:
+        """Drawn until now."""
+        pieces = self._job.pieces
+        return len(pieces) - bool(pieces and pieces[-1].token_id is None)
+
     def __iter__(self) -> Iterator[Piece]:
         """Yield a Piece a token, then the last one, which has finish_reason, usage and timings. Raises what the
         prompt's own pass raised, such as a lack of memory."""

@@ -8,12 +8,10 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from ...engine import Engine
-from ...errors import GenerationError
-from ...layout import RUN, STATUS
 from ...sampling import SamplingParams
 from ...step.graphs import EagerSteps, StepGraphs
 from ...step.run import Allocating, launch, refer
-from .measure import spread, time_decode
+from .measure import check_running, spread, time_decode
 
 PROFILED_STEPS = 16
 
@@ -56,13 +54,6 @@ def ladder(engine: Engine, context: int, steps: int, runs: int, params: Sampling
         else:
             output.note(f"{row['variant']}: the profiler recorded no kernel; compute and gap are left out")
     return rows
-
-
-def check_running(engine: Engine, name: str) -> None:
-    """Steps that have ended do nothing, quickly: their time would be no figure."""
-    status = int(engine.model.workspace.meta[0, STATUS])
-    if status != RUN:
-        raise GenerationError(f"{name}: the steps ended early (status {status}); no time was measured")
 
 
 def record(engine: Engine, rungs: list, context: int, params: SamplingParams):

@@ -1,12 +1,15 @@
 """What every bench stands on: engines of public shapes with random weights, timers, limits measured in the run."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 import triton
 
-from ...cache.kv import kv_bytes_per_token
+from ...cache.kv import PAGE, kv_bytes_per_token
 from ...engine import Engine
-from ...errors import DeviceError, ParameterError
+from ...errors import DeviceError, GenerationError, ParameterError
+from ...layout import RUN, STATUS
 from ...memory import free_memory, plan_memory
 from ...model.checkpoint import random_weights
 from ...model.presets import PRESETS
@@ -35,8 +38,10 @@ def need_gpu() -> None:
         raise DeviceError("bench needs an NVIDIA GPU and none is usable here")
 
 
-def preset_engine(preset: str, capacity: int, graph: str = "full") -> Engine:
-    """An engine of a public shape with random weights, its cache filled with random K/V.
+def preset_engine(
+    preset: str, capacity: int, graph: str = "full", slots: int = 1, kv_tokens: int | None = None
+) -> Engine:
+    """An engine of a public shape with random weights, its cache filled with random K/V; kv_tokens: a multiple of PAGE.
 
     Raises ParameterError for an unknown preset, DeviceError without a GPU or with too little memory.
     """
@@ -44,20 +49,22 @@ def preset_engine(preset: str, capacity: int, graph: str = "full") -> Engine:
         raise ParameterError(f"preset must be one of {', '.join(PRESETS)}, got {preset!r}")
     need_gpu()
     config, device = PRESETS[preset], torch.device("cuda", torch.cuda.current_device())
-    plan = plan_memory(config, torch.bfloat16, device)
-    plan.capacity(capacity, str(device))  # an error before memory is spent
+    plan = plan_memory(config, torch.bfloat16, device, slots)
+    plan.kv_tokens(plan.capacity(capacity, str(device)), kv_tokens, str(device))  # an error before memory is spent
     weights = random_weights(config, device, torch.bfloat16)
-    engine = Engine.build(config, weights, None, capacity, "triton", graph, plan=plan, name=preset)
+    sizes = dict(slots=slots, pages=kv_tokens and kv_tokens // PAGE)
+    engine = Engine.build(config, weights, None, capacity, "triton", graph, plan=plan, name=preset, **sizes)
     fill_cache(engine)
     return engine
 
 
-def bench_engine(args, capacity: int) -> Engine:
-    """The engine of --model or --preset with `capacity` K/V positions, in bf16."""
+def bench_engine(args, capacity: int, slots: int = 1, kv_tokens: int | None = None) -> Engine:
+    """The engine of --model or --preset in bf16, for `slots` requests of `capacity` K/V positions at most."""
     if args.model is None:
-        return preset_engine(args.preset, capacity)
+        return preset_engine(args.preset, capacity, slots=slots, kv_tokens=kv_tokens)
     need_gpu()
-    engine = Engine.load(args.model, device="cuda", dtype="bfloat16", max_seq_len=capacity)
+    sizes = dict(max_seq_len=capacity, slots=slots, kv_tokens=kv_tokens)
+    engine = Engine.load(args.model, device="cuda", dtype="bfloat16", **sizes)
     fill_cache(engine)
     return engine
 
@@ -67,15 +74,23 @@ def fill_cache(engine: Engine) -> None:
     engine.model.kv.pool.normal_()
 
 
-def time_decode(engine: Engine, context: int, steps: int, runs: int, params: SamplingParams = GREEDY) -> list[float]:
-    """Seconds a token of `runs` runs of `steps` steps from `context`; state is reset outside the timed region."""
+def time_decode(
+    engine: Engine,
+    context: int | Sequence[int],
+    steps: int,
+    runs: int,
+    params: SamplingParams = GREEDY,
+    rows: int = 1,
+) -> list[float]:
+    """Seconds a step of `runs` runs of `steps` steps from `context`, one or that of each row; state is reset outside
+    the timed region."""
     times = []
     for run in range(runs + WARM_UP):
-        engine.rewind(context, params)
+        engine.rewind(context, params, rows)
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         for _ in range(steps):
-            engine.enqueue(params)
+            engine.enqueue(params, rows)
         end.record()
         end.synchronize()
         if run >= WARM_UP:
@@ -83,15 +98,23 @@ def time_decode(engine: Engine, context: int, steps: int, runs: int, params: Sam
     return times
 
 
-def step_bytes(engine: Engine, context: int, steps: int) -> int:
+def check_running(engine: Engine, name: str, rows: int = 1) -> None:
+    """Steps that have ended do nothing, quickly: their time would be no figure."""
+    for status in engine.model.workspace.meta[:rows, STATUS].tolist():
+        if status != RUN:
+            raise GenerationError(f"{name}: the steps ended early (status {status}); no time was measured")
+
+
+def step_bytes(engine: Engine, context: int | Sequence[int], steps: int) -> int:
     """Bytes a step must read: every weight once (the embedding is one row unless it is also the head), and K/V.
 
-    K/V is that of the mean position of `steps` steps from `context`, every layer in full.
+    K/V is that of the mean position of `steps` steps from `context`, one or that of each row, every layer in full.
     """
     weights = engine.model.weights
     tied = weights.lm_head.weight.data_ptr() == weights.embed.data_ptr()
     embed = 0 if tied else weights.embed.numel() * weights.dtype.itemsize
-    positions = context + (steps - 1) / 2
+    contexts = [context] if isinstance(context, int) else context
+    positions = sum(contexts) + len(contexts) * (steps - 1) / 2
     return int(weights.nbytes() - embed + positions * kv_bytes_per_token(engine.config, weights.dtype))
 
 

@@ -29,15 +29,18 @@ def text(key: str) -> Callable[[dict], str]:
     return lambda row: str(row.get(key, ""))
 
 
-STEP = {
-    "µs per token": number("us_per_token"),
-    "p5": number("us_p5"),
-    "p95": number("us_p95"),
+def context(row: dict) -> str:
+    """A number, or a mix as it was asked for."""
+    return row["context"] if isinstance(row["context"], str) else f"{row['context']:,}"
+
+
+RATES = {
     "tokens per second": number("tokens_per_second"),
     "GB per step": number("bytes_per_step", 3, 1e-9),
     "read GB/s": number("read_bandwidth_gbs"),
     "% of bandwidth": number("pct_bandwidth", 1),
 }
+STEP = {"µs per token": number("us_per_token"), "p5": number("us_p5"), "p95": number("us_p95"), **RATES}
 # The columns of each kind of row; one that no row fills is left out.
 COLUMNS = {
     "decode": {
@@ -45,6 +48,16 @@ COLUMNS = {
         "context": number("context"),
         **STEP,
         "µs over greedy": number("us_over_greedy", 1),
+    },
+    "batch": {
+        "batch": name,
+        "rows": number("rows"),
+        "context": context,
+        "µs per step": number("us_per_step"),
+        "p5": number("us_p5"),
+        "p95": number("us_p95"),
+        "one row": number("one_row_us"),
+        **RATES,
     },
     "ablate": {
         "ablation": text("variant"),
@@ -92,6 +105,7 @@ COLUMNS = {
 # The figures of which two runs are compared.
 COMPARED = {
     "decode": ("us_per_token",),
+    "batch": ("us_per_step",),
     "ablate": ("wall_us",),
     "prefill": ("prefill_ms", "ttft_ms"),
     "stream": ("us_per_token", "graph_us_per_token"),

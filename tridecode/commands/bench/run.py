@@ -6,6 +6,7 @@ from pathlib import Path
 from ...errors import GenerationError, ParameterError
 from ..outputs import text_sink
 from ..terminal import Output
+from .batch import batch
 from .decode import decode
 from .peers import peers
 from .prefill import prefill
@@ -14,7 +15,7 @@ from .start import start
 from .stream import stream
 from .suite import command_of, suite
 
-BENCHES = {"decode": decode, "prefill": prefill, "stream": stream, "start": start, "peers": peers}
+BENCHES = {"decode": decode, "batch": batch, "prefill": prefill, "stream": stream, "start": start, "peers": peers}
 
 
 def run(args) -> int:
@@ -44,11 +45,16 @@ def run(args) -> int:
 
 def measure(args, output: Output) -> list[dict]:
     """The rows of one bench, each with the command that makes it alone."""
-    rows = BENCHES[args.what](args, output)
-    for i, row in enumerate(rows):
-        alone = {"prompt_tokens": [row["prompt_tokens"]]} if "prompt_tokens" in row else {}
-        rows[i] = {"command": command_of(args, **alone)} | row
-    return rows
+    return [{"command": command_of(args, **alone(row))} | row for row in BENCHES[args.what](args, output)]
+
+
+def alone(row: dict) -> dict:
+    """The options that name a row among those of its command."""
+    found = {"prompt_tokens": [row["prompt_tokens"]]} if "prompt_tokens" in row else {}
+    if row["bench"] == "batch":
+        mixed = isinstance(row["context"], str)
+        found = {"rows": None if mixed else [row["rows"]], "context": [row["context"]]}
+    return found
 
 
 def file_format(args) -> str:

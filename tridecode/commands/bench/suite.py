@@ -4,6 +4,7 @@ import shlex
 
 from ..explain import explain
 from ..parser import make_parser
+from ..terminal import counted
 from .measure import need_gpu
 from .report import COMPARED
 
@@ -24,6 +25,14 @@ SUITES = {
         prefill --preset qwen3-4b --prompt-tokens 2048
         prefill --preset qwen3-4b --prompt-tokens 64
         start --preset qwen3-4b
+    """,
+    "batch": """
+        batch --preset qwen3-4b --rows 1,2,4,8,16,32,64 --context 64
+        batch --preset qwen3-4b --rows 8 --context 64 --sampling all
+        batch --preset qwen3-4b --rows 32 --context 1024
+        batch --preset qwen3-4b --context 32000x1+64x31
+        batch --preset qwen3-0.6b --rows 1,2,4,8,16,32,64 --context 64
+        batch --preset qwen3-0.6b --rows 8 --context 64 --sampling all
     """,
     "ladder": """
         decode --preset qwen3-0.6b --ablate
@@ -54,7 +63,7 @@ def command_of(args, **changes) -> str:
     return shlex.join(words)
 
 
-def numbers(value: int | list[int]) -> str:
+def numbers(value: int | list) -> str:
     return ",".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
@@ -71,7 +80,7 @@ def suite(args, output, measure) -> tuple[list[dict], list[str]]:
             rows += found
             for row in found:
                 figures = ", ".join(f"{key} {row[key]}" for key in COMPARED[row["bench"]])
-                output.note(f"{row.get('variant', '')} {figures}")
+                output.note(f"{row.get('variant') or counted(row.get('rows', 1), 'row')}: {figures}")
         except Exception as error:  # the other rows are worth having
             failed.append(command)
             output.error(f"{command}: {explain(error)}")

@@ -11,6 +11,7 @@ import torch
 from ...engine import Engine
 from ...errors import GenerationError, TooLong
 from ..explain import explain
+from ..graph_stats import show_graph_stats
 from ..inputs import stdin_lines
 from ..loading import Loader, load_engine
 from ..parser import sampling_overrides
@@ -316,6 +317,8 @@ def chat(args, output: Output) -> int:
                     break
     finally:
         talk.save()
+        if args.graph_stats and talk.engine is not None:
+            show_graph_stats(talk.engine, output)
     code = talk.exit_code if code is None else code
     if code == DEVICE_LOST:
         # What is freed on such a GPU fails once more, in places that end the program by a signal.

@@ -1,162 +1,176 @@
 """`tridecode generate --jsonl`: a file of prompts, one JSON line an answer, resumed where it stopped."""
 
-import hashlib
-import json
 import time
-from collections.abc import Callable
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import chain, islice
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-from ...engine import Engine, Prompt
-from ...errors import ParameterError, PromptError, TridecodeError, as_json
+from ...engine import Engine
+from ...engine import Request as Handle
+from ...errors import PromptError, TridecodeError
 from ...sampling import SamplingParams
 from ..explain import explain
-from ..inputs import DIGITS, check_messages, parse_json, read_file
+from ..graph_stats import show_graph_stats
+from ..inputs import read_file
 from ..loading import load_engine
 from ..parser import SAMPLING
-from ..terminal import Output, did_you_mean, one_line
-from .prompts import encoded, reuse, with_system
+from ..terminal import Output, unechoed
+from .lines import Lines, Request
+from .progress import progress
+from .prompts import encoded, reuse
 from .reports import report
 from .results import open_results
 
-FIELDS = ("prompt", "messages", "id", *SAMPLING)
 LARGEST = 256_000_000  # bytes of the input, all lines together
+FAILURES = TridecodeError, MemoryError, RuntimeError  # of a line alone; the last is torch's, out of memory too
+WAITING = 3  # lines for each slot that wait for it: while the oldest answer is long, the other slots have work
 
 
-@dataclass
-class Request:
-    """A line of the input. key: of its text, so that an answer is never taken for that to another prompt."""
-
-    index: int
-    key: str
-    prompt: Prompt = ""
-    fields: dict = field(default_factory=dict)
-    id: object = None
-    error: str | None = None
-
-    def entry(self, **values) -> str:
-        known = {"index": self.index, "input": self.key} | ({} if self.id is None else {"id": self.id})
-        return json.dumps(known | values) + "\n"
-
-
-def batch(args, output: Output) -> int:
-    text = read_file(args.jsonl, output, LARGEST)
-    requests = [read_request(i, line, args, output) for i, line in enumerate(text.split("\n")) if line.strip()]
-    if not requests:
+def batch(args, output: Output, load: Callable = load_engine) -> int:
+    """Answer the lines of --jsonl; the exit code is 1 where one failed. load(args, output): engine and parameters."""
+    lines = Lines(read_file(args.jsonl, output, LARGEST))
+    if not len(lines):
         raise PromptError(f'{args.jsonl}: no prompts in it; expected lines like {{"prompt": "..."}}')
-    keys = {request.index: request.key for request in requests}
-    with open_results(args.output, keys, output) as (done, write):
-        waiting = [request for request in requests if request.index not in done]
-        if not waiting:
-            output.note(f"{args.output}: all {len(requests):,} lines are answered")
+    with open_results(args.output, lines.answered, output) as (done, write):
+        left = len(lines) - len(done)
+        if not left:
+            output.note(f"{args.output}: all {len(lines):,} lines are answered")
             return 0
-        return answer_all(waiting, len(done), write, args, output)
-
-
-def answer_all(waiting: list[Request], done: int, write: Callable[[str], None], args, output: Output) -> int:
-    counts = {"answered": 0, "failed": 0, "tokens": 0}
-    started = time.perf_counter()
-    with engine_of(args, waiting, output) as (engine, params):
+        answers = Answers(args, output, write, left, len(done))
         try:
-            with progress(args, output) as bar:
-                task = bar.add_task("answering", total=done + len(waiting), completed=done)
-                for request in waiting:
-                    write(answer(request, engine, params, args, output, counts))
-                    bar.advance(task)
+            answers.run(lines.requests(done, args, output), load)
         finally:  # interrupted or not
-            words = [f"{counts['answered']:,} answered", f"{counts['failed']:,} failed"]
-            words += [f"{done:,} were there already"] if done else []
-            left = len(waiting) - counts["answered"] - counts["failed"]
-            words += [f"{left:,} left"] if left else []
-            seconds = time.perf_counter() - started
-            output.note(", ".join(words) + f" · {counts['tokens']:,} tokens in {seconds:,.1f} s")
-    return int(counts["failed"] > 0)
+            output.note(answers.summary())
+            if args.graph_stats and answers.engine is not None:
+                show_graph_stats(answers.engine, output)
+    return int(answers.failed > 0)
 
 
-@contextmanager
-def engine_of(args, waiting: list[Request], output: Output):
-    """The engine, if there is a line that needs it."""
-    if all(request.error for request in waiting):
-        yield None, None
-    else:
-        yield load_engine(args, output)
+@dataclass(eq=False)
+class UnderWay:
+    """A line that the engine works on; without a handle it has failed already, and its request says how."""
+
+    request: Request
+    handle: Handle | None = None
+
+    @property
+    def ended(self) -> bool:
+        return self.handle is None or self.handle.finish_reason not in (None, "cancelled")
+
+    def fail(self, error: Exception) -> None:
+        """In the words of the line's own fields where it has them, else in those of the options."""
+        fields = self.request.fields
+        self.request.error, self.handle = explain(error, [name for name in SAMPLING if name not in fields]), None
 
 
-def answer(request: Request, engine: Engine, params, args, output: Output, counts: dict) -> str:
-    """The line of the answer; what goes wrong with it is that line's alone."""
-    found, error = {}, request.error
-    if error is None:
+class Answers:
+    """Answers lines, and writes each answer: in the order of the lines, or with --unordered as they end.
+
+    So many lines are read ahead as there are slots, and as may wait for one. Where a signal ends it early, what the
+    engine has finished is written all the same, and the rest is cancelled.
+    """
+
+    def __init__(self, args, output: Output, write: Callable[[str], None], left: int, before: int):
+        self._args, self._output, self._write = args, output, write
+        self._left, self._before = left, before
+        self.engine: Engine | None = None
+        self._params: SamplingParams | None = None
+        self.answered = self.failed = self.tokens = 0
+        self._under_way: deque[UnderWay] = deque()
+        self._started = time.perf_counter()
+
+    def run(self, requests: Iterator[Request], load: Callable) -> None:
+        """load(args, output) is called at the first line that needs the engine."""
+        for first in requests:
+            if first.error is None:
+                break
+            self._write(self._failed(first, {}))
+        else:
+            return
+        self.engine, self._params = load(self._args, self._output)
+        self._started = time.perf_counter()
+        most = self.engine.slots + (self._args.max_queue or WAITING * self.engine.slots)
+        bar = progress(self._args, self._output, self.rate)
+        task = bar.add_task("answering", total=self._before + self._left, completed=self._before + self.failed)
         try:
-            prompt = encoded(request.prompt, args, engine)
-            result = engine.generate(prompt, replace(params, **request.fields), **reuse(args))
-            found = report(result, engine)
-            error = found.get("error")
-            counts["tokens"] += result.usage.completion_tokens
-        except (TridecodeError, MemoryError, RuntimeError) as failure:  # RuntimeError: torch's, out of memory too
-            error = explain(failure, [name for name in SAMPLING if name not in request.fields])
-    if error is None:
-        counts["answered"] += 1
+            with bar, unechoed(not bar.disable, bar.stop, bar.start):
+                for request in chain([first], requests):
+                    self._under_way.append(self._begin(request))
+                    while len(self._under_way) >= most:
+                        self._end_one()
+                        bar.advance(task)
+                while self._under_way:
+                    self._end_one()
+                    bar.advance(task)
+        except (KeyboardInterrupt, SystemExit):
+            for each in self._under_way:
+                if each.ended:
+                    self._write(self._line(each))
+            raise
+        finally:
+            for each in self._under_way:
+                if not each.ended:
+                    each.handle.cancel()
+
+    def _begin(self, request: Request) -> UnderWay:
+        begun = UnderWay(request)
+        if request.error is None:
+            try:
+                prompt = encoded(request.prompt, self._args, self.engine)
+                params = replace(self._params, **request.fields)
+                begun.handle = self.engine.submit(prompt, params, **reuse(self._args))
+            except FAILURES as error:
+                begun.fail(error)
+        return begun
+
+    def _end_one(self) -> None:
+        """Wait for the next answer and write it."""
+        each = self._first_ended() if self._args.unordered else self._under_way[0]
+        line = self._line(each)
+        self._under_way.remove(each)
+        self._write(line)
+
+    def _first_ended(self) -> UnderWay:
+        """Waits for one of those that have a slot: of all under way the oldest."""
+        oldest = list(islice(self._under_way, self.engine.slots))
+        if not any(each.ended for each in oldest):
+            with suppress(*FAILURES):  # the next result() tells them, as an error of its line
+                self.engine.wait([each.handle for each in oldest])
+        return next((each for each in oldest if each.ended), oldest[0])
+
+    def _line(self, each: UnderWay) -> str:
+        """The line of an answer, which is waited for; what goes wrong with it is that line's alone."""
+        request, found = each.request, {}
+        if each.handle is not None:
+            try:
+                result = each.handle.result()
+                found = report(result, self.engine)
+                self.tokens += result.usage.completion_tokens
+                request.error = found.get("error")
+            except FAILURES as error:
+                each.fail(error)
+        if request.error is not None:
+            return self._failed(request, found)
+        self.answered += 1
         return request.entry(**found)
-    counts["failed"] += 1
-    output.error(f"{args.jsonl}: line {request.index + 1}: {error}")
-    return request.entry(**found | {"error": f"line {request.index + 1}: {error}"})
 
+    def _failed(self, request: Request, found: dict) -> str:
+        self.failed += 1
+        self._output.error(f"{self._args.jsonl}: line {request.index + 1}: {request.error}")
+        return request.entry(**found | {"error": f"line {request.index + 1}: {request.error}"})
 
-def read_request(index: int, line: str, args, output: Output) -> Request:
-    """A line of the input, checked as far as it can be without the model; what is wrong becomes its error."""
-    request = Request(index, hashlib.sha256(line.strip().encode()).hexdigest()[:16])
-    try:
-        found = parse_json(line, f"line {index + 1}", output)
-        if not isinstance(found, dict):
-            raise PromptError(f'expected an object like {{"prompt": "..."}}, got {as_json(found)}')
-        if not isinstance(found.get("id", ""), (str, int, float)):
-            raise PromptError(f"id must be a string or a number, got {as_json(found['id'])}")
-        request.id = found.get("id")
-        for name in found:
-            if name not in FIELDS:
-                known = f"known are {', '.join(FIELDS)}"
-                raise PromptError(f"unknown field {as_json(name)}; {did_you_mean(name, FIELDS) or known}")
-        request.prompt = prompt_of(found, args)
-        request.fields = {name: sampling_field(name, found[name]) for name in SAMPLING if name in found}
-        SamplingParams(**request.fields)
-    except TridecodeError as error:
-        request.error = one_line(error).removeprefix(f"line {index + 1}: ")
-    return request
+    def summary(self) -> str:
+        words = [f"{self.answered:,} answered", f"{self.failed:,} failed"]
+        words += [f"{self._before:,} were there already"] if self._before else []
+        left = self._left - self.answered - self.failed
+        words += [f"{left:,} left"] if left else []
+        seconds = time.perf_counter() - self._started
+        return ", ".join(words) + f" · {self.tokens:,} tokens in {seconds:,.1f} s"
 
-
-def prompt_of(found: dict, args) -> Prompt:
-    if ("prompt" in found) == ("messages" in found):
-        raise PromptError("expected one of prompt and messages, got " + ("both" if "prompt" in found else "neither"))
-    if "messages" in found:
-        return with_system(check_messages(found["messages"], "messages"), args, "messages")
-    text = found["prompt"]
-    if not isinstance(text, str) or not (text if args.raw else text.strip()):
-        raise PromptError(f"prompt must be a text that is not empty, got {as_json(text)}")
-    return text if args.raw else with_system([{"role": "user", "content": text}], args, "prompt")
-
-
-def sampling_field(name: str, value):
-    """A sampling option as SamplingParams takes it: JSON has only strings as keys."""
-    if name == "logit_bias":
-        if not isinstance(value, dict) or not all(key.isdecimal() for key in value):
-            raise ParameterError(f'logit_bias must be an object like {{"42": -1.5}}, got {as_json(value)}')
-        if (longest := max(map(len, value), default=0)) > DIGITS:
-            raise ParameterError(f"logit_bias: a key of {longest:,} digits is no token id")
-        return {int(key): bias for key, bias in value.items()}
-    lists = {"stop": (str, list), "stop_token_ids": list}
-    if not isinstance(value, lists.get(name, object)):
-        raise ParameterError(f"{name} must be a list, got {as_json(value)}")
-    if name == "ignore_eos" and not isinstance(value, bool):
-        raise ParameterError(f"ignore_eos must be true or false, got {as_json(value)}")
-    return value
-
-
-def progress(args, output: Output) -> Progress:
-    """A bar on stderr; none where it would stand between the lines of stdout."""
-    columns = TextColumn("answering"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    shows = output.errors.is_terminal and not (output.tty and args.output is None)
-    return Progress(
-        *columns, console=output.errors, transient=True, disable=not shows, redirect_stdout=False, redirect_stderr=False
-    )
+    def rate(self) -> float:
+        """Tokens a second, of answers that go on too; called by the thread that draws."""
+        handles = [each.handle for each in list(self._under_way)]
+        tokens = self.tokens + sum(handle.completion_tokens for handle in handles if handle)
+        return tokens / (time.perf_counter() - self._started)

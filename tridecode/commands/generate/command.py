@@ -3,12 +3,15 @@
 import json
 import os
 import secrets
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
-from ...engine import Engine, Prompt
+from ...engine import Engine, Prompt, Request
 from ...errors import GenerationError, ParameterError
+from ...results import Piece
 from ..explain import explain
+from ..graph_stats import show_graph_stats
 from ..inputs import clean
 from ..loading import load_engine
 from ..outputs import STDOUT, text_sink
@@ -31,14 +34,14 @@ def generate(args, output: Output) -> int:
         engine, params = load_engine(args, output)
         prompt = encoded(prompt, args, engine)
         failed = 0
-        for i, each in enumerate(seeded(params, args.n)):
+        for i, (seed, request) in enumerate(begun(engine, prompt, seeded(params, args.n), **reuse(args))):
             if args.n > 1 and not args.json:
-                output.note(f"answer {i + 1:,} of {args.n:,}, seed {each.seed}")
+                output.note(f"answer {i + 1:,} of {args.n:,}, seed {seed}")
             if args.json:
-                last = engine.generate(prompt, each, **reuse(args))
+                last = request.result()
                 write(json.dumps(report(last, engine)) + "\n")
             else:
-                last = stream_text(engine, prompt, each, write, **reuse(args))
+                last = write_text(request, write)
                 if last.finish_reason != "error":
                     output.note(speed_line(last.usage, last.timings))
             if last.finish_reason == "error":
@@ -46,6 +49,8 @@ def generate(args, output: Output) -> int:
                 if failed == args.n:
                     raise GenerationError(last.error)  # no answer at all: a file stays what it was
                 output.error(explain(GenerationError(last.error)))
+        if args.graph_stats:
+            show_graph_stats(engine, output)
     return int(failed > 0)
 
 
@@ -57,6 +62,9 @@ def check_options(args) -> None:
         args.refuse("--allow-special needs --raw: in a chat only the template writes control tokens")
     if args.logprobs is not None and not args.json and args.jsonl is None:
         args.refuse("--logprobs needs --json")
+    for name in ("unordered", "max_queue"):
+        if getattr(args, name) and args.jsonl is None:
+            args.refuse(f"--{name.replace('_', '-')} needs --jsonl")
     if args.n > 1 and args.jsonl is not None:
         args.refuse("--n does not go with --jsonl; repeat the line, with other seeds")
     if args.raw and args.messages is not None:
@@ -79,11 +87,21 @@ def seeded(params, n: int) -> Iterator:
     return (replace(params, seed=first + i) for i in range(n))
 
 
-def stream_text(engine: Engine, prompt: Prompt, params, write: Callable[[str], None], **options):
+def begun(engine: Engine, prompt: Prompt, several: Iterable, **options) -> Iterator[tuple[int | None, Request]]:
+    """Seed and request of each answer in order; as many are under way as the engine has slots."""
+    under_way = deque()
+    for params in several:
+        under_way.append((params.seed, engine.submit(prompt, params, **options)))
+        if len(under_way) == engine.slots:
+            yield under_way.popleft()
+    yield from under_way
+
+
+def write_text(request: Request, write: Callable[[str], None]) -> Piece:
     """Write the text as it comes; returns the last piece. Whatever happens, a line that was begun is ended."""
     wrote = False
     try:
-        for piece in engine.stream(prompt, params, **options):
+        for piece in request:
             write(piece.text)
             wrote = wrote or bool(piece.text)
         wrote = wrote or piece.finish_reason != "error"  # an answer may be empty

@@ -13,6 +13,7 @@ from ..outputs import naming, open_special, text_sink, writer
 from ..terminal import Output
 
 OTHER = "give --output another name, or move this file away"
+Answered = Callable[[int, str], bool]
 LONGEST = 64 << 20  # bytes of a line
 # How every line begins, and how one does that was cut off within that.
 _HEAD = re.compile(rb'\{"index": (\d{1,18}), "input": "([0-9a-f]{16})"')
@@ -22,12 +23,13 @@ _EMPTY_HEAD = b'{"index": 0, "input": "'
 
 @contextmanager
 def open_results(
-    path: str | None, keys: dict[int, str], output: Output
+    path: str | None, answered: Answered, output: Output
 ) -> Iterator[tuple[set[int], Callable[[str], None]]]:
     """Yields the indices of the input that the file answers, and the function that adds a line to it at once.
 
-    keys: of each line of the input by its index. Failed lines and one that was cut off are taken out of the file. One
-    that holds anything else, or that another process writes, is refused (PromptError) and stays as it is.
+    answered(index, key): whether a result so named is that of a line of the input. Failed lines and one that was cut
+    off are taken out of the file. One that holds anything else, or that another process writes, is refused
+    (PromptError) and stays as it is.
     """
     if path is None:
         yield set(), output.text
@@ -40,14 +42,14 @@ def open_results(
             yield set(), writer(special, path, flush=True)
             return
         file = files.enter_context(locked(path))
-        answered = [index for _, index in entries(file, keys, path)]
-        if None in answered:
+        found = {index for _, index in entries(file, answered, path)}
+        if None in found:
             with text_sink(path, output) as write:
-                for line, index in entries(file, keys, path):
+                for line, index in entries(file, answered, path):
                     if index is not None:
                         write(line.decode())
             file = files.enter_context(locked(path))  # the one that has taken its place
-        yield set(answered) - {None}, writer(file, path, flush=True)
+        yield found - {None}, writer(file, path, flush=True)
 
 
 @contextmanager
@@ -76,7 +78,7 @@ def close(file: TextIO) -> None:
         file.close()
 
 
-def entries(file: TextIO, keys: dict[int, str], path: str) -> Iterator[tuple[bytes, int | None]]:
+def entries(file: TextIO, answered: Answered, path: str) -> Iterator[tuple[bytes, int | None]]:
     """Each line with the index of the input that it answers; None if it failed, or is the last and was cut off.
 
     Raises PromptError at a line that is surely no result of this command for that input.
@@ -85,10 +87,10 @@ def entries(file: TextIO, keys: dict[int, str], path: str) -> Iterator[tuple[byt
     offset, data = 0, file.buffer
     for number, line in enumerate(iter(lambda: data.readline(LONGEST), b""), 1):
         if line.endswith(b"\n"):
-            yield line, answered_by(line, keys, f"{path}: line {number:,}")
+            yield line, answered_by(line, answered, f"{path}: line {number:,}")
         else:
             begun = line.rstrip(b"\0")
-            if begun and not is_cut_off(begun, keys, number == 1):
+            if begun and not is_cut_off(begun, answered, number == 1):
                 raise PromptError(f"{path}: its last line is no result of this command; {OTHER}")
             if len(begun) < len(line):
                 raise nul_bytes(path, offset + len(begun))
@@ -103,7 +105,7 @@ def nul_bytes(path: str, offset: int) -> PromptError:
     )
 
 
-def answered_by(line: bytes, keys: dict[int, str], where: str) -> int | None:
+def answered_by(line: bytes, answered: Answered, where: str) -> int | None:
     try:
         head, entry = _HEAD.match(line), json.loads(line)
         index, error = int(head[1]), entry.get("error")
@@ -113,15 +115,15 @@ def answered_by(line: bytes, keys: dict[int, str], where: str) -> int | None:
         return None
     if error is not None or not {"token_ids", "text", "finish_reason"} <= entry.keys():
         raise PromptError(f"{where} is no result of this command; {OTHER}")
-    if keys.get(index) != head[2].decode():
+    if not answered(index, head[2].decode()):
         raise PromptError(f"{where} answers a line that is not in the input; {OTHER}")
     return index
 
 
-def is_cut_off(line: bytes, keys: dict[int, str], alone: bool) -> bool:
+def is_cut_off(line: bytes, answered: Answered, alone: bool) -> bool:
     """Whether the end of a file is the beginning of a result. `alone`, without results before it, it must name its line
     of the input."""
     if head := _HEAD.match(line):
-        return not alone or keys.get(int(head[1])) == head[2].decode()
+        return not alone or answered(int(head[1]), head[2].decode())
     beginning = _CUT_HEAD.fullmatch(line) or _EMPTY_HEAD.startswith(re.sub(rb"\d{1,18}", b"0", line))
     return bool(beginning) and not alone

@@ -14,6 +14,7 @@ from ...model.config import ModelConfig
 from ...model.hub import resolve_model
 from ...placement import plan_capacity, resolve_device, resolve_dtype
 from ...version import __version__
+from ..loading import slots_of
 from ..terminal import Output, visible
 from . import doctor
 
@@ -26,7 +27,7 @@ def info(args, output: Output) -> int:
     gpus, versions = doctor.gpu_facts(), version_facts()
     report = {
         "model": model_facts(config, args.model or "bundled", str(path)),
-        "memory": memory_facts(config, dtype, device, args.max_seq_len),
+        "memory": memory_facts(config, dtype, device, args),
         "run": run_facts(args, device, backend, dtype),
         "gpus": gpus,
         "versions": versions,
@@ -56,20 +57,27 @@ def model_facts(config: ModelConfig, name: str, path: str) -> dict:
     }
 
 
-def memory_facts(config: ModelConfig, dtype: torch.dtype, device: torch.device, requested: int | None) -> dict:
-    """Sizes in bytes, contexts in tokens. `context`: what would be allocated; 0, with `problem`, where it cannot be."""
-    plan, problem = plan_memory(config, dtype, device), None
+def memory_facts(config: ModelConfig, dtype: torch.dtype, device: torch.device, args) -> dict:
+    """Sizes in bytes, contexts in tokens. `context` of each of the `slots` requests, and `kv_tokens` that all of them
+    share: what would be allocated; 0, with `problem`, where it cannot be."""
+    slots, per_token = slots_of(args), kv_bytes_per_token(config, dtype)
+    plan, problem = plan_memory(config, dtype, device, slots, args.chunk_tokens), None
+    asked = args.max_seq_len, slots, args.kv_tokens, args.chunk_tokens
     try:
-        _, context, _ = plan_capacity(config, dtype, device, requested)
+        _, context, _ = plan_capacity(config, dtype, device, *asked)
+        pool = plan.kv_tokens(context, args.kv_tokens, str(device))
     except DeviceError as error:
-        context, problem = 0, str(error)
+        context, pool, problem = 0, 0, str(error)
     return {
         "weights": plan.weights,
-        "kv_per_token": kv_bytes_per_token(config, dtype),
-        "workspace": plan.fixed,
+        "kv_per_token": per_token,
+        "workspace": plan.fixed + (slots - 1) * plan.per_slot,
         "free": plan.free,
         "largest_context": plan.max_context,
         "context": context,
+        "slots": slots,
+        "kv_tokens": pool,
+        "kv_bytes": pool * per_token,
         "problem": problem,
     }
 
@@ -119,7 +127,7 @@ def as_text(report: dict) -> str:
         ("would run", f"{run['device']}, backend {run['backend']}, {run['dtype']}, {graph_words(run)}"),
         ("kernels", kernel_words(run, model["layers"])),
         ("weights", size(memory["weights"])),
-        ("K/V", f"{memory['kv_per_token']:,} bytes per token"),
+        ("K/V", f"{memory['kv_per_token']:,} bytes per token{pool_words(memory)}"),
         ("workspace", size(memory["workspace"])),
         ("free memory", f"{size(memory['free'])} on {run['device']}"),
         ("context", f"{context}; the largest that fits: {memory['largest_context']:,} of {model['max_position']:,}"),
@@ -141,10 +149,18 @@ def kernel_words(run: dict, layers: int) -> str:
     return f"Triton: embed, {layers} x (qkv, attention, o_proj, gate_up, down), lm_head, sample"
 
 
+def pool_words(memory: dict) -> str:
+    if memory["problem"]:
+        return ""
+    slots = "1 slot has" if memory["slots"] == 1 else f"{memory['slots']} slots share"
+    return f"; {slots} {memory['kv_tokens']:,} positions, {size(memory['kv_bytes'])}"
+
+
 def graph_words(run: dict) -> str:
     if run["graph"] == "none":
         return "no graph"
-    return f"one CUDA graph {'with' if run['pdl'] else 'without'} programmatic dependent launch"
+    graphs = "CUDA graphs between attention launches" if run["graph"] == "piecewise" else "one CUDA graph a pass"
+    return f"{graphs} {'with' if run['pdl'] else 'without'} programmatic dependent launch"
 
 
 def size(count: int) -> str:

@@ -34,17 +34,18 @@ def run(args, output: Output) -> int:
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
     record_on_gpu(lambda: torch.zeros(1, device="cuda"))  # the profiler is attached before the step is captured
-    engine = bench_engine(args, max(args.context + DROPPED + STEPS + 2, args.prompt_tokens))
+    engine = bench_engine(args, max(args.context + DROPPED + STEPS + 2, args.prompt_tokens), args.rows)
     bandwidth = read_bandwidth(engine.device)
-    clean = median(time_decode(engine, args.context, STEPS, 5)) * 1e6
+    clean = median(time_decode(engine, args.context, STEPS, 5, GREEDY, args.rows)) * 1e6
     name = args.model or args.preset
-    step_trace = decode_trace(engine, args.context)
-    steps = decode_spans(step_trace, engine)
+    step_trace = decode_trace(engine, args.context, args.rows)
+    steps = decode_spans(step_trace, engine, args.rows)
     chunk_trace = prefill_trace(engine, args.prompt_tokens)
     chunks = apart(split_steps(read_records(chunk_trace), CHUNKS + DROPPED_CHUNKS), DROPPED_CHUNKS)
     report = {
         "command": "profile",
         **model_facts(engine, args),
+        "rows": args.rows,
         "context": args.context,
         "prompt_tokens": args.prompt_tokens,
         "read_bandwidth_gbs": bandwidth / 1e9,
@@ -52,8 +53,8 @@ def run(args, output: Output) -> int:
         "prefill": summarise(chunks),
         **run_facts(engine.device),
     }
-    engine.rewind(args.context + DROPPED + STEPS // 2, GREEDY)  # where the steps that count were half done
-    add_bytes(report["decode"]["kernels"], bytes_by_role(step_launches(engine.model)), bandwidth)
+    engine.rewind(args.context + DROPPED + STEPS // 2, GREEDY, args.rows)  # where those that count were half done
+    add_bytes(report["decode"]["kernels"], bytes_by_role(step_launches(engine.model, args.rows)), bandwidth)
     chunk_launches = prompt_launches(engine.model, args.prompt_tokens)
     add_bytes(report["prefill"]["kernels"], bytes_by_kernel(chunk_launches), bandwidth)
     report = rounded(report)
@@ -69,17 +70,17 @@ def run(args, output: Output) -> int:
     return 0
 
 
-def decode_trace(engine: Engine, context: int) -> dict:
+def decode_trace(engine: Engine, context: int, rows: int = 1) -> dict:
     def steps():
         for _ in range(DROPPED + STEPS):
-            engine.enqueue(GREEDY)
+            engine.enqueue(GREEDY, rows)
 
-    engine.rewind(context, GREEDY)
+    engine.rewind(context, GREEDY, rows)
     return record_on_gpu(steps)
 
 
-def decode_spans(trace: dict, engine: Engine) -> list[list[Span]]:
-    roles, kernels = roles_and_kernels(step_launches(engine.model))
+def decode_spans(trace: dict, engine: Engine, rows: int = 1) -> list[list[Span]]:
+    roles, kernels = roles_and_kernels(step_launches(engine.model, rows))
     return chained(split_steps(read_records(trace), DROPPED + STEPS, kernels), roles, DROPPED)
 
 
@@ -118,13 +119,19 @@ def write(path: Path, trace: dict) -> None:
 def pictures(report: dict, name: str, step: list[Span]) -> dict[str, str]:
     """File name -> SVG."""
     decode, chunk, gpu = report["decode"], report["prefill"], report["gpu"]
-    title = f"{name}, context {report['context']:,}, one token step on {gpu}"
+    title = f"{name}, {at(report)}, one token step on {gpu}"
     prompt = f"{name}, prefill of {report['prompt_tokens']:,} tokens on {gpu}"
     return {
         "decode_timeline.svg": draw.timeline(title, step),
         "decode_shares.svg": draw.shares(f"{title}: {decode['wall_us']:,.0f} µs", decode["kernels"]),
         "prefill_shares.svg": draw.shares(f"{prompt}: {chunk['wall_us'] / 1e3:,.1f} ms", chunk["kernels"][:SHOWN]),
     }
+
+
+def at(report: dict) -> str:
+    """Where the step was: context 64, or 8 rows at context 64."""
+    rows = f"{report['rows']} rows at " if report["rows"] > 1 else ""
+    return f"{rows}context {report['context']:,}"
 
 
 def rounded(value):
@@ -142,7 +149,7 @@ def as_text(report: dict, name: str) -> str:
     lines = [
         f"{name}, {report['gpu']}, read bandwidth {bandwidth:,.0f} GB/s",
         "",
-        f"token step at context {report['context']:,}, median of {decode['steps']}; "
+        f"token step at {at(report)}, median of {decode['steps']}; "
         f"{decode['us_without_profiler']:,.1f} µs without the profiler",
         *table(decode),
         "",

@@ -12,10 +12,10 @@ from ...step.run import Launch, Recorder
 from ...step.state import DecodeModel
 
 
-def step_launches(model: DecodeModel) -> list[Launch]:
-    """Of a greedy step, in order."""
+def step_launches(model: DecodeModel, rows: int = 1) -> list[Launch]:
+    """Of a greedy step of `rows` rows, in order."""
     recorder = Recorder()
-    decode.step(recorder, model, "greedy")
+    decode.step(recorder, model.of_rows(rows), "greedy")
     return recorder.launches
 
 

@@ -1,0 +1,30 @@
+"""A checkpoint with random weights, for what must load one. It needs transformers, which writes it."""
+
+import json
+import shutil
+from pathlib import Path
+
+import torch
+
+from tridecode.commands.bench.peers import peer_model
+from tridecode.engine import BUNDLED
+from tridecode.model.presets import PRESETS as SHAPES
+
+PRESETS = [name for name in SHAPES if name.startswith("qwen3")]
+
+
+def write_checkpoint(folder: str, preset: str) -> None:
+    """Random weights in the shape of a Qwen3 preset; the bundled tokenizer, its vocabulary filled up with words."""
+    path, shape = Path(folder), SHAPES[preset]
+    torch.manual_seed(0)
+    model = peer_model(shape, "cuda" if torch.cuda.is_available() else "cpu", torch.bfloat16)
+    model.config.eos_token_id = 2  # the bundled tokenizer's
+    model.save_pretrained(path)
+    (path / "generation_config.json").unlink(missing_ok=True)
+    for name in ("tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(BUNDLED / name, path)
+    tokenizer = json.loads((BUNDLED / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    for token in range(len(vocabulary), shape.vocab_size):  # Ġ is a space, Ċ a newline: paragraphs of some 25 words
+        vocabulary[f"Ġword{token}" + (".ĊĊ" if token % 25 == 0 else "")] = token
+    (path / "tokenizer.json").write_text(json.dumps(tokenizer))

@@ -1,0 +1,77 @@
+"""The values of options: functions with which argparse reads them. Nothing here imports torch."""
+
+import argparse
+
+MOST_ROWS = 64  # of a pass, and so requests at a time
+
+
+def token_ids(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")] if text.strip() else []
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected token ids separated by commas, like 1,2,3, got {text!r}") from None
+
+
+def logit_bias(text: str) -> tuple[int, float]:
+    token, _, value = text.partition("=")
+    try:
+        return int(token), float(value)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected ID=VALUE, like 42=-1.5, got {text!r}") from None
+
+
+def positive(text: str) -> int:
+    value = int(text) if text.isdecimal() and len(text) < 40 else 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"expected a positive integer, got {text!r}")
+    return value
+
+
+def positives(text: str) -> list[int]:
+    return [positive(part) for part in text.split(",")]
+
+
+def row_count(text: str) -> int:
+    if (value := positive(text)) > MOST_ROWS:
+        raise argparse.ArgumentTypeError(f"expected a number from 1 to {MOST_ROWS}, got {text!r}")
+    return value
+
+
+def row_counts(text: str) -> list[int]:
+    return [row_count(part) for part in text.split(",")]
+
+
+def ascending(text: str) -> list[int]:
+    values = positives(text)
+    if values != sorted(set(values)):
+        raise argparse.ArgumentTypeError(f"expected ascending numbers, like 1,2,4,8, got {text!r}")
+    return values
+
+
+def contexts(text: str) -> list[str]:
+    """Numbers of tokens, and mixes like 32000x1+64x31."""
+    parts = text.split(",")
+    for part in parts:
+        mix(part)
+    return parts
+
+
+def mix(context: str) -> list[int]:
+    """The context of each row that 32000x1+64x31 says; of a number alone that of one row."""
+    rows = []
+    for part in context.split("+"):
+        tokens, times, count = part.partition("x")
+        rows += [positive(tokens)] * min(positive(count) if times else 1, MOST_ROWS + 1)
+    if len(rows) > MOST_ROWS:
+        raise argparse.ArgumentTypeError(f"expected at most {MOST_ROWS} rows, got {context!r}")
+    return rows
+
+
+def minutes(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value <= 24 * 60:
+        raise argparse.ArgumentTypeError(f"expected minutes, more than 0 and at most a day, got {text!r}")
+    return value
