@@ -2,10 +2,8 @@
 
 import importlib
 import json
-from collections import Counter
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,7 +19,7 @@ from tridecode.engine import MAX_SLOTS, Engine
 from tridecode.errors import GenerationError
 from tridecode.layout import POSITION, RUN, STATUS
 from tridecode.model.checkpoint import random_weights
-from tridecode.step.graphs import EagerSteps
+from tridecode.step.dispatch import MODES
 
 ROOT = Path(__file__).parent.parent
 DTYPE = torch.bfloat16 if CUDA else torch.float32
@@ -174,32 +172,14 @@ def test_the_table_has_a_row_for_each_case():
 
 def test_options_know_what_the_engine_does():
     assert MOST_ROWS == MAX_SLOTS
-    assert GRAPHS == tuple(pytest.importorskip("tridecode.step.dispatch").MODES)
+    assert GRAPHS == tuple(MODES)
 
 
 @pytest.fixture
 def batch_speed(monkeypatch):
-    """The script of that name, with statistics for an engine that counts none."""
+    """The script of that name."""
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    found = importlib.import_module("batch_speed")
-    passes = Counter()
-    enqueue = EagerSteps.replay
-
-    def counting(steps, kind, rows=None):
-        passes[kind, rows] += 1
-        return enqueue(steps, kind, rows)
-
-    def stats(engine):
-        facts = dict(padding=0, mode="none")
-        return [
-            SimpleNamespace(kind=kind, rows=rows, padded=rows, count=count, **facts)
-            for (kind, rows), count in sorted(passes.items())
-        ]
-
-    if not hasattr(Engine, "graph_stats"):
-        monkeypatch.setattr(EagerSteps, "replay", counting)
-        monkeypatch.setattr(Engine, "graph_stats", stats, raising=False)
-    return found
+    return importlib.import_module("batch_speed")
 
 
 def test_the_script_compares_a_file_with_its_passes(batch_speed, monkeypatch, capsys):

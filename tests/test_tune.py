@@ -247,7 +247,8 @@ def fake(cache, monkeypatch):
     engine = tiny_engine()
     now = engine.model.shapes
     engine.model = replace(
-        engine.model, shapes=replace(now, **{op: replace(getattr(now, op), num_warps=4) for op in tune.ORDER})
+        engine.model,
+        shapes_by_rows={1: replace(now, **{op: replace(getattr(now, op), num_warps=4) for op in tune.ORDER})},
     )
     monkeypatch.setattr(tune, "StepTimer", lambda engine: Timer())
     monkeypatch.setattr(tune, "bench_engine", lambda args, capacity: engine)

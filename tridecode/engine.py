@@ -27,7 +27,7 @@ from .serve.driver import Driver, Request
 from .serve.request import Job, checked_stop_ids, step_kind
 from .serve.scheduler import Scheduler
 from .step.dispatch import ATTENTION, MODES, GraphStat, lowered
-from .step.graphs import EagerSteps, StepGraphs, make_steps
+from .step.graphs import make_steps
 from .step.prefill import CHUNK, warm_up
 from .step.shapes import StepShapes
 from .step.state import DecodeModel, make_model

@@ -233,7 +233,7 @@ def few_rows_shape(N: int, K: int, rows: int, gated: bool, capability: int = TUN
         ahead = (12, 8) if rows == 8 else (8, 4)
         shape = MatmulShape(16, 4, *ahead) if K < 6144 else MatmulShape(32, 8, 5 if rows == 8 else 8, 4)
     elif gated or N >= 2**16:
-        return TilesShape(32, 64, 4, block_m=64)
+        return TilesShape(32, 64, 4, num_warps=4 if capability == TUNED_FOR else 8, block_m=64)
     else:
         return TilesShape(64, 128, 6, block_m=64) if capability == TUNED_FOR else TilesShape(32, 128, 3, block_m=64)
     if isinstance(shape, TilesShape):

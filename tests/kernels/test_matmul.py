@@ -1,0 +1,148 @@
+"""Products of a few rows: both forms against the references, and each row as if it were alone."""
+
+import pytest
+import torch
+from util import CUDA, Case, assert_close, cases, meta_rows, norm_weight, poisoned, random
+
+from tridecode import layout
+from tridecode.kernels.gate_up import gate_up_ref
+from tridecode.kernels.matvec import matvec_normed_ref, matvec_residual_ref
+from tridecode.model.weights import Linear
+from tridecode.step.products import products
+from tridecode.step.shapes import MatmulShape, TilesShape, few_rows_shape
+
+EPS = 1e-6
+DTYPE = torch.bfloat16 if CUDA else torch.float32  # the interpreter multiplies in fp32 anyway
+TOLERANCE = 1e-5  # bf16 products are exact in fp32: what is left is the order of sums
+ROUNDED = 3e-3 if CUDA else 1e-5  # of outputs in bf16
+SMALL = {"registers": MatmulShape(16, 2, 2, 1), "tiles": TilesShape(16, 32, 2)}
+CASES = cases(
+    Case("qwen2.5-0.5b_qkv", gpu=dict(n=1152, k=896), small=dict(n=27, k=96)),
+    Case("qwen3-4b_down", gpu=dict(n=2560, k=9728), small=dict(n=32, k=352)),
+    Case("llama-3.1-8b_qkv", gpu=dict(n=6144, k=4096), small=dict(n=48, k=128)),
+    Case("odd_columns", gpu=dict(n=1001, k=4872), small=dict(n=37, k=104)),
+    Case("vocabulary", gpu=dict(n=151936, k=1024), small=dict(n=101, k=64)),
+)
+ROWS = pytest.mark.parametrize("rows", [2, 3, 8, 16, 33, 64] if CUDA else [3, 8])
+FORM = pytest.mark.parametrize("form", SMALL)
+
+
+def shape_for(form, n, k, rows, gated=False):
+    """On a GPU those that engines use, where that form has one; else small ones."""
+    if not CUDA:
+        return SMALL[form]
+    bucket = next(size for size in (8, 16, 32, 64) if rows <= size)
+    chosen = few_rows_shape(2 * n if gated else n, k, bucket, gated)
+    if isinstance(chosen, type(SMALL[form])):
+        return chosen
+    return MatmulShape(16, 4, 4, 2) if form == "registers" else TilesShape(32, 64, 4)
+
+
+def factor(rows, k, seed=1):
+    """x [rows, k], in a buffer of 64 rows whose others are poisoned."""
+    buffer = poisoned(64, k, dtype=DTYPE)
+    buffer[:rows] = random(rows, k, dtype=DTYPE, seed=seed)
+    return buffer[:rows]
+
+
+def idle(rows, *which):
+    meta = meta_rows(*([0] * rows))
+    meta[list(which), layout.STATUS] = layout.STOP
+    return meta
+
+
+def inputs(n, k, rows, bias=False, halves=1):
+    linear = Linear(
+        random(halves * n, k, dtype=DTYPE, scale=k**-0.5), random(n, dtype=DTYPE) if bias else None
+    )
+    return linear, factor(rows, k), random(rows, 5, seed=2).abs() * k / 3
+
+
+@FORM
+@ROWS
+@CASES
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+def test_normed_matches_reference(case, rows, form, bias):
+    n, k = case.sizes["n"], case.sizes["k"]
+    linear, x, partials = inputs(n, k, rows, bias)
+    out, ref, meta = poisoned(rows, n), poisoned(rows, n), idle(rows, 1)
+    shape = shape_for(form, n, k, rows)
+    products(shape).normed.launch(meta, x, linear, out, partials, 5, EPS, shape=shape)
+    matvec_normed_ref(meta, x, linear, ref, partials, 5, EPS)
+    runs = torch.arange(rows) != 1
+    assert_close(out[runs], ref[runs], TOLERANCE)
+    assert out[1].isnan().all(), "a row that does not run was written"
+
+
+@FORM
+@ROWS
+@CASES
+def test_residual_matches_reference(case, rows, form):
+    n, k = case.sizes["n"], case.sizes["k"]
+    linear, x, _ = inputs(n, k, rows)
+    hidden, norm, meta = random(rows, n, seed=3), norm_weight(n, DTYPE), idle(rows, 1)
+    expected = hidden.clone()
+    normed, expected_normed = poisoned(rows, n, dtype=DTYPE), poisoned(rows, n)
+    sumsq, expected_sumsq = poisoned(rows, n), poisoned(rows, n)
+    shape = shape_for(form, n, k, rows)
+    products(shape).residual.launch(meta, x, linear, hidden, norm, normed, sumsq, shape=shape)
+    matvec_residual_ref(meta, x, linear, expected, norm, expected_normed, expected_sumsq)
+    runs = torch.arange(rows) != 1
+    assert_close(hidden, expected, TOLERANCE, "hidden")
+    assert_close(normed[runs].float(), expected_normed[runs], ROUNDED, "normed")
+    left = products(shape).partials(n, shape)
+    assert_close(sumsq[runs, :left].sum(1), expected_sumsq[runs, 0], TOLERANCE, "sumsq")
+    assert normed[1].isnan().all() and sumsq[1].isnan().all(), "a row that does not run was written"
+
+
+@FORM
+@ROWS
+@CASES
+def test_gate_up_matches_reference(case, rows, form):
+    n, k = case.sizes["n"], case.sizes["k"]
+    if n > 2**16:
+        n //= 8  # two halves
+    linear, x, partials = inputs(n, k, rows, halves=2)
+    out, ref, meta = poisoned(rows, n, dtype=DTYPE), poisoned(rows, n), idle(rows, 1)
+    shape = shape_for(form, n, k, rows, gated=True)
+    products(shape).gate_up.launch(meta, x, linear, out, partials, 5, EPS, shape=shape)
+    gate_up_ref(meta, x, linear, ref, partials, 5, EPS)
+    runs = torch.arange(rows) != 1
+    assert_close(out[runs].float(), ref[runs], ROUNDED)
+    assert out[1].isnan().all(), "a row that does not run was written"
+
+
+@pytest.mark.skipif(not CUDA, reason="the interpreter's products are numpy's: their sums depend on a row's place")
+@FORM
+@pytest.mark.parametrize("rows", [16, 64])
+def test_a_row_is_bit_equal_wherever_it_stands_and_beside_whatever(rows, form):
+    n, k = 2560, 4096
+    linear, x, partials = inputs(n, k, rows)
+    shape, found = shape_for(form, n, k, rows), []
+    for place in (0, rows // 2, rows - 1):
+        others, others_partials = factor(rows, k, seed=10 + place), random(rows, 5, seed=place).abs() * k / 3
+        others[place], others_partials[place] = x[0], partials[0]
+        if place:
+            others[0] = float("nan")
+        out = poisoned(rows, n)
+        products(shape).normed.launch(idle(rows), others, linear, out, others_partials, 5, EPS, shape=shape)
+        assert place == 0 or out[0].isnan().all()
+        found.append(out[place])
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+
+
+@FORM
+def test_nothing_is_written_where_no_row_runs(form):
+    linear, x, partials = inputs(32, 64, 4)
+    out, shape = poisoned(4, 32), SMALL[form]
+    products(shape).normed.launch(idle(4, 0, 1, 2, 3), x, linear, out, partials, 5, EPS, shape=shape)
+    assert out.isnan().all()
+
+
+def test_tiles_refuse_a_buffer_without_room_for_their_rows():
+    linear, _, partials = inputs(32, 64, 3)
+    x = random(3, 64, dtype=DTYPE)
+    with pytest.raises(RuntimeError, match="out of bounds"):
+        products(SMALL["tiles"]).normed.launch(
+            idle(3), x, linear, poisoned(3, 32), partials, 5, EPS, shape=SMALL["tiles"]
+        )
