@@ -135,6 +135,7 @@ class Scheduler:
         self.cancel_all()
         self._unsettled = True  # the next job finds all rows idle and all pages free
         slots, capacity = self.slots, self._model.kv.capacity
+        slots.recover()
         for slot in range(len(slots.held)):
             slots.forget(slot)
         for slot, position in enumerate(positions):
