@@ -169,6 +169,7 @@ def _matmul_kernel(
 def _launch(meta, x, linear, out, norm, normed, sumsq, n_sumsq, eps, residual, gated, shape, pdl):
     weight, bias = linear.weight, linear.bias
     rows, N = out.shape
+    tiles = triton.cdiv(weight.shape[1], STEP_K * shape.num_warps)  # of a row that a warp has
     spare = out  # stands in for pointers this variant does not read
     _matmul_kernel[(triton.cdiv(N, shape.block_n // 2 if gated else shape.block_n),)](
         meta,
@@ -196,8 +197,8 @@ def _launch(meta, x, linear, out, norm, normed, sumsq, n_sumsq, eps, residual, g
         gated,
         shape.block_n,
         shape.num_warps,
-        shape.ahead,
-        shape.x_ahead,
+        min(shape.ahead, tiles),
+        min(shape.x_ahead, tiles),
         pdl,
         interpreted(),
         **options(shape.num_warps, pdl, shape.registers),

@@ -226,20 +226,15 @@ def few_rows_shape(N: int, K: int, rows: int, gated: bool, capability: int = TUN
     """The tuned shape, or one like those. Up to 16 rows stay in registers; more share tiles of the weights, as large as
     the shared memory of most GPUs holds."""
     if capability == TUNED_FOR and (N, K) in TUNED_ROWS[rows]:
-        shape = TUNED_ROWS[rows][N, K]
-    elif rows == 16 and N >= 2**16 and capability == TUNED_FOR:
+        return TUNED_ROWS[rows][N, K]
+    if rows == 16 and N >= 2**16 and capability == TUNED_FOR:
         return TilesShape(32, 256, 4)
-    elif rows <= 16:
+    if rows <= 16:
         ahead = (12, 8) if rows == 8 else (8, 4)
-        shape = MatmulShape(16, 4, *ahead) if K < 6144 else MatmulShape(32, 8, 5 if rows == 8 else 8, 4)
-    elif gated or N >= 2**16:
+        return MatmulShape(16, 4, *ahead) if K < 6144 else MatmulShape(32, 8, 5 if rows == 8 else 8, 4)
+    if gated or N >= 2**16:
         return TilesShape(32, 64, 4, num_warps=4 if capability == TUNED_FOR else 8, block_m=64)
-    else:
-        return TilesShape(64, 128, 6, block_m=64) if capability == TUNED_FOR else TilesShape(32, 128, 3, block_m=64)
-    if isinstance(shape, TilesShape):
-        return shape
-    tiles = -(-K // (32 * shape.num_warps))
-    return replace(shape, ahead=min(shape.ahead, tiles), x_ahead=min(shape.x_ahead, tiles))
+    return TilesShape(64, 128, 6, block_m=64) if capability == TUNED_FOR else TilesShape(32, 128, 3, block_m=64)
 
 
 def attention_rows_shape(config: ModelConfig, dtype: torch.dtype) -> AttentionShape:
