@@ -29,9 +29,9 @@ from tridecode.cache.kv import PAGE, make_kv_cache
 from tridecode.model.checkpoint import _allocate, _assemble
 from tridecode.model.presets import PRESETS
 from tridecode.step import decode
+from tridecode.step.choose import choose_shapes
 from tridecode.step.graphs import launcher
 from tridecode.step.prefill import prompt_pass
-from tridecode.step.shapes import choose_shapes
 from tridecode.step.state import DecodeModel
 from tridecode.step.workspace import make_workspace
 

@@ -13,13 +13,14 @@ from tridecode.serve.slots import Slots
 from tridecode.step.dispatch import MODES, SIZES, Dispatcher, Support, graph_sizes, lowered
 from tridecode.step.graphs import EagerSteps, StepGraphs, launcher, make_steps
 from tridecode.step.run import refer
-from tridecode.step.shapes import AttentionShape, MatmulShape, StepShapes, TilesShape
+from tridecode.step.shapes import AttentionRowsShape, MatmulShape, StepShapes, TilesShape
 from tridecode.step.state import make_model
 
 needs_gpu = pytest.mark.skipif(not CUDA, reason="CUDA graphs exist on a GPU only")
 DTYPE = torch.bfloat16 if CUDA else torch.float32
 REGISTERS = StepShapes(
-    *(MatmulShape(n, 1, 2, 2) for n in (64, 32, 64, 32, 128)), AttentionShape(block_t=32, splits=3, ahead=1, programs=3)
+    *(MatmulShape(n, 1, 2, 2) for n in (64, 32, 64, 32, 128)),
+    AttentionRowsShape(block_t=32, splits=3, least=1, programs=3),
 )
 TILES = replace(REGISTERS, **{op: TilesShape(32, 32, 2) for op in ("qkv", "o_proj", "gate_up", "down", "lm_head")})
 ROWS = [1, 2, 3, 5, 8, 16, 31, 64] if CUDA else [3, 8]

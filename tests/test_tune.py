@@ -3,7 +3,7 @@
 import json
 import logging
 import re
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import pytest
@@ -14,8 +14,9 @@ from tridecode import commands
 from tridecode.commands import tune
 from tridecode.errors import DeviceError
 from tridecode.model.presets import PRESETS
-from tridecode.step import shapes, tuned
-from tridecode.step.shapes import choose_shapes, matvec_shape
+from tridecode.step import choose, tuned
+from tridecode.step.choose import choose_shapes, matvec_shape
+from tridecode.step.shapes import AttentionRowsShape, MatmulShape, TilesShape
 from tridecode.version import __version__
 
 CUDA = torch.cuda.is_available()
@@ -123,7 +124,8 @@ def test_candidates_are_what_registers_hold_and_a_table_may_say():
     for op, tried in found:
         assert tried
         for values in tried:
-            assert all(value in tuned.VALUES[name] for name, value in values.items())
+            allowed = tuned.VALUES[type(getattr(start, op))]
+            assert all(value in allowed[name] for name, value in values.items())
             replace(getattr(start, op), **values)
     down = [(t["block_n"], t["num_warps"]) for op, tried in found if op == "down" for t in tried if "block_n" in t]
     assert {(1, 2), (2, 4), (4, 8), (8, 16)} <= set(down)
@@ -159,12 +161,12 @@ def fields(op: str, **values) -> dict:
 
 
 def test_the_users_table_comes_first_then_the_shipped_one_then_the_rule(cache, monkeypatch):
-    monkeypatch.setitem(shapes.TUNED, (6144, 2560), replace(matvec_shape(1, 1), block_n=8, num_warps=1))
+    monkeypatch.setitem(choose.TUNED, (6144, 2560), replace(matvec_shape(1, 1), block_n=8, num_warps=1))
     keys = tuned.table_keys(CONFIG, BF16)
     assert keys["qkv"] == "qkv 6144x2560 bfloat16" and keys["gate_up"] == "gate_up 9728x2560 bfloat16"
     assert keys["attention"] == "attention 32/8x128 bfloat16"
     shipped = choose_shapes(CONFIG, BF16, 90)
-    assert shipped[1].qkv == shapes.TUNED[6144, 2560]
+    assert shipped[1].qkv == choose.TUNED[6144, 2560]
     assert choose_shapes(CONFIG, BF16, 90, GPU) == shipped, "no table, no change"
     write({
         keys["qkv"]: fields("qkv", block_n=4, num_warps=8),
@@ -180,9 +182,38 @@ def test_the_users_table_comes_first_then_the_shipped_one_then_the_rule(cache, m
     assert choose_shapes(CONFIG, BF16, 90) == shipped, "without a GPU's name no table is read"
 
 
+def test_a_table_has_shapes_for_several_rows_in_either_form(cache):
+    shipped = choose_shapes(CONFIG, BF16, 90)
+    keys = tuned.table_keys(CONFIG, BF16, 16)
+    assert keys["qkv"] == "qkv 6144x2560 bfloat16 for 16 rows"
+    mine = {"qkv": TilesShape(16, 64, 5), "down": MatmulShape(32, 4, 3, 2), "attention": AttentionRowsShape(16, 7)}
+    write({keys[op]: tuned.searched(shape) for op, shape in mine.items()})
+    found = choose_shapes(CONFIG, BF16, 90, GPU)
+    assert found == shipped | {16: replace(shipped[16], **mine)}
+    assert type(shipped[16].qkv) is MatmulShape, "the other form"
+
+
+@pytest.mark.parametrize("rows", [2, 16, 33, 64])
+def test_candidates_of_several_rows_are_what_the_gpu_holds_and_a_table_may_say(rows):
+    gpu = SimpleNamespace(multi_processor_count=132, shared_memory_per_block_optin=232448)
+    start = next(step for most, step in choose_shapes(CONFIG, BF16, 90).items() if most > 1 and most >= rows)
+    found = tune.candidates_of_several(CONFIG, rows, start, gpu)
+    assert {op for op, _ in found} == set(tune.ORDER)
+    for op, tried in found:
+        assert tried
+        for values in tried:
+            shape = replace(getattr(start, op), **values) if isinstance(values, dict) else values
+            assert tuned.changed(getattr(start, op), tuned.searched(shape), "key") == shape
+            if isinstance(shape, TilesShape):
+                weights = shape.block_n * (2 if op == "gate_up" else 1)
+                assert 2 * shape.stages * shape.block_k * (max(shape.block_m, rows) + weights) < 232448
+    forms = {type(values) for op, tried in found if op == "o_proj" for values in tried}
+    assert forms >= {MatmulShape, TilesShape} if rows <= 16 else TilesShape in forms
+
+
 def test_the_shipped_table_is_for_its_own_gpus_only(monkeypatch):
     rule = matvec_shape(6144, 2560, capability=89)
-    monkeypatch.setitem(shapes.TUNED, (6144, 2560), replace(rule, block_n=2 * rule.block_n))
+    monkeypatch.setitem(choose.TUNED, (6144, 2560), replace(rule, block_n=2 * rule.block_n))
     assert matvec_shape(6144, 2560, capability=90).block_n == 2 * rule.block_n
     assert matvec_shape(6144, 2560, capability=89) == matvec_shape(6144, 2560, capability=100) == rule
     assert choose_shapes(CONFIG, BF16, 89)[1].qkv == rule != choose_shapes(CONFIG, BF16, 90)[1].qkv
@@ -206,13 +237,14 @@ def entry(**values) -> str:
     (json.dumps(GOOD | {"format": 0}), "expected format"),
     (json.dumps(GOOD | {"tridecode": "0.0.1\nx"}), "expected tridecode"),
     (json.dumps(GOOD | {"gpu": "Another"}), "expected gpu"),
-    (json.dumps(GOOD | {"shapes": {QKV: {"block_n": 2}}}), "expected block_n, num_warps"),
-    (entry(more=1), "expected block_n, num_warps"),
+    (json.dumps(GOOD | {"shapes": {QKV: {"block_n": 2}}}), "expected form matvec with block_n, num_warps"),
+    (entry(more=1), "expected form matvec with block_n, num_warps"),
+    (entry(form="tiles"), "expected form matvec with block_n, num_warps"),
     (entry(block_n=3), "block_n of .* must be one of 1, 2"),
     (entry(block_n=True), "block_n of .* must be one of"),
     (entry(block_n="2"), "block_n of .* must be one of"),
     (entry(num_warps=10**400), "num_warps of .* must be one of"),
-], ids=range(15))  # fmt: skip
+], ids=range(16))  # fmt: skip
 def test_a_table_that_cannot_be_used_is_ignored_with_one_warning(cache, caplog, text, reason):
     write({})
     tuned.table_path(GPU).write_text(text)
@@ -250,8 +282,8 @@ def fake(cache, monkeypatch):
         engine.model,
         shapes_by_rows={1: replace(now, **{op: replace(getattr(now, op), num_warps=4) for op in tune.ORDER})},
     )
-    monkeypatch.setattr(tune, "StepTimer", lambda engine: Timer())
-    monkeypatch.setattr(tune, "bench_engine", lambda args, capacity: engine)
+    monkeypatch.setattr(tune, "StepTimer", lambda engine, contexts: Timer())
+    monkeypatch.setattr(tune, "bench_engine", lambda args, capacity, slots: engine)
     monkeypatch.setattr(tune, "run_facts", lambda device: {"gpu": GPU})
     names = SimpleNamespace(
         is_available=lambda: True,
@@ -274,9 +306,9 @@ def test_the_command_writes_what_the_next_engine_reads(fake, capsys):
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert report["us_after"] < report["us_before"] and report["finished"] and report["preset"] == "qwen3-4b"
     assert report["table"] == str(tuned.table_path(GPU))
-    found = tuned.with_table(fake.model.shapes, fake.config, fake.model.weights.dtype, GPU)
-    assert asdict(found) == report["shapes"]
-    assert found.attention.num_warps == max(tuned.VALUES["num_warps"])
+    found = tuned.with_table({1: fake.model.shapes}, fake.config, fake.model.weights.dtype, GPU)[1]
+    assert {op: tuned.searched(getattr(found, op)) for op in tune.ORDER} == report["shapes"]
+    assert found.attention.num_warps == max(tuned.VALUES[type(found.attention)]["num_warps"])
 
 
 def test_without_a_gain_no_table_is_written(fake, capsys, monkeypatch):

@@ -1,5 +1,3 @@
-from dataclasses import replace
-
 import pytest
 import torch
 from util import BF16_ROUNDING, DEVICE, Case, assert_close, cases, meta_rows, norm_weight, poisoned, random
@@ -9,7 +7,8 @@ from tridecode.cache.kv import PAGE
 from tridecode.kernels.attention import attention, attention_ref
 from tridecode.kernels.attention_rows import attention_rows
 from tridecode.step import tuned
-from tridecode.step.shapes import MAX_SPLITS, AttentionShape, attention_shape
+from tridecode.step.choose import attention_shape
+from tridecode.step.shapes import MAX_SPLITS, AttentionRowsShape, AttentionShape
 
 EPS = 1e-6
 SPLITS = 4
@@ -51,9 +50,13 @@ def clone(args):
     return {name: a.clone() if isinstance(a, torch.Tensor) else a for name, a in args.items()}
 
 
+def of_rows(shape: AttentionShape, programs: int) -> AttentionRowsShape:
+    return AttentionRowsShape(shape.block_t, shape.splits, shape.num_warps, shape.registers, shape.ahead, programs)
+
+
 def check(args, shape, tolerance):
     """Both forms; what that of one row left stays in args."""
-    check_form(attention_rows, clone(args), replace(shape, programs=3), tolerance)
+    check_form(attention_rows, clone(args), of_rows(shape, programs=3), tolerance)
     check_form(attention, args, shape, tolerance)
 
 
@@ -125,7 +128,7 @@ def test_one_split_and_as_many_as_the_workspace_holds(position, splits):
 
 
 def test_more_splits_than_the_workspace_holds_are_refused():
-    assert max(tuned.VALUES["splits"]) <= MAX_SPLITS, "a user's table may say so"
+    assert max(tuned.VALUES[AttentionShape]["splits"]) <= MAX_SPLITS, "a user's table may say so"
     args = buffers((5,), 1, 2, 64, page=64, pages=1, dtype=torch.float16, qk_norm=False)
     with pytest.raises(AssertionError, match="more splits"):
         attention(**args, shape=AttentionShape(splits=2 * MAX_SPLITS))
@@ -177,7 +180,8 @@ def test_rows_have_their_own_positions_pages_and_status(form, ahead):
     args = buffers((70, 0, 130), 2, 2, 64, page=64, pages=4, dtype=torch.float16, qk_norm=True)
     args["meta"][1, layout.STATUS] = layout.STOP
     before = args["k_cache"][args["page_table"][1].long()].clone()
-    form(**args, shape=AttentionShape(block_t=32, splits=SPLITS, ahead=ahead, programs=5))
+    shape = AttentionShape(block_t=32, splits=SPLITS, ahead=ahead)
+    form(**args, shape=shape if form is attention else of_rows(shape, programs=5))
     assert args["out"][1].isnan().all()
     after = args["k_cache"][args["page_table"][1].long()]
     assert torch.equal(after.isnan(), before.isnan()), "a dead row wrote K"
@@ -192,7 +196,8 @@ def test_a_row_takes_its_slots_state_whichever_row_it_is(form):
     for order in ((0, 1, 2), (2, 0, 1)):
         args = buffers((70, 0, 130), 2, 2, 64, page=64, pages=4, dtype=torch.float16, qk_norm=True)
         args["meta"], args["qkv"] = args["meta"][list(order)], args["qkv"][list(order)]
-        form(**args, shape=AttentionShape(block_t=32, splits=SPLITS, programs=2))
+        shape = AttentionShape(block_t=32, splits=SPLITS)
+        form(**args, shape=shape if form is attention else of_rows(shape, programs=2))
         found.append((args["out"][torch.tensor(order).argsort().to(DEVICE)], args["k_cache"], args["v_cache"]))
     for first, second in zip(*found):
         assert torch.equal(first.nan_to_num(7.0), second.nan_to_num(7.0))
@@ -204,7 +209,7 @@ def test_any_number_of_programs_does_the_work_of_all_rows(programs):
     args["meta"][5, layout.STATUS] = layout.STOP
     ref = clone(args)
     attention_ref(**ref)
-    attention_rows(**args, shape=AttentionShape(block_t=16, splits=SPLITS, programs=programs))
+    attention_rows(**args, shape=AttentionRowsShape(block_t=16, splits=SPLITS, least=1, programs=programs))
     assert args["out"][5].isnan().all()
     assert_close(args["out"][:5], ref["out"][:5], TOLERANCE[torch.float16])
     assert args["counter"].eq(0).all()
@@ -218,7 +223,7 @@ def test_a_row_is_bit_equal_whatever_stands_beside_it():
         for name in ("k_cache", "v_cache"):
             args[name][args["page_table"][0].long()] = alone[name][alone["page_table"][0].long()]
         args["qkv"][0] = alone["qkv"][0]
-        attention_rows(**args, shape=AttentionShape(block_t=16, splits=SPLITS, programs=3))
+        attention_rows(**args, shape=AttentionRowsShape(block_t=16, splits=SPLITS, least=1, programs=3))
         found.append(args["out"][0])
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
 
@@ -226,7 +231,7 @@ def test_a_row_is_bit_equal_whatever_stands_beside_it():
 def test_no_running_row_at_all():
     args = buffers((70, 12), 2, 2, 64, page=64, pages=4, dtype=torch.float16, qk_norm=True)
     args["meta"][:, layout.STATUS] = layout.STOP
-    attention_rows(**args, shape=AttentionShape(block_t=32, splits=SPLITS, programs=2))
+    attention_rows(**args, shape=AttentionRowsShape(block_t=32, splits=SPLITS, least=1, programs=2))
     assert args["out"].isnan().all()
 
 

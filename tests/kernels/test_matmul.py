@@ -8,8 +8,9 @@ from tridecode import layout
 from tridecode.kernels.gate_up import gate_up_ref
 from tridecode.kernels.matvec import matvec_normed_ref, matvec_residual_ref
 from tridecode.model.weights import Linear
+from tridecode.step.choose import few_rows_shape
 from tridecode.step.products import products
-from tridecode.step.shapes import MatmulShape, TilesShape, few_rows_shape
+from tridecode.step.shapes import MatmulShape, TilesShape
 
 EPS = 1e-6
 DTYPE = torch.bfloat16 if CUDA else torch.float32  # the interpreter multiplies in fp32 anyway

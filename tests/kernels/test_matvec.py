@@ -12,7 +12,8 @@ from tridecode.kernels.matvec import (
     residual_partials,
 )
 from tridecode.model.weights import Linear
-from tridecode.step.shapes import MatvecShape, matvec_shape
+from tridecode.step.choose import matvec_shape
+from tridecode.step.shapes import MatvecShape
 
 EPS = 1e-6
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])

@@ -4,7 +4,7 @@ import json
 import time
 from collections.abc import Callable
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import product
 from statistics import mean, median
 
@@ -19,7 +19,7 @@ from ..model.config import ModelConfig
 from ..model.hub import resolve_model
 from ..model.presets import PRESETS
 from ..step.graphs import StepGraphs
-from ..step.shapes import StepShapes
+from ..step.shapes import AttentionRowsShape, MatmulShape, MatvecShape, StepShapes, TilesShape
 from ..step.tuned import VALUES, merged_table, searched, table_keys, table_path
 from .bench.measure import GREEDY, bench_engine, model_facts, run_facts, time_decode
 from .chat import session
@@ -31,6 +31,7 @@ ORDER = ("gate_up", "down", "qkv", "o_proj", "attention", "lm_head")
 GROUPS = (("block_n", "num_warps"), ("programs",), ("block_t", "num_warps"), ("ahead",), ("splits",), ("registers",))
 SHARES = (1, 2, 3, 4, 6, 8)  # programs of a multiprocessor that share the rows of a matrix, beside one a few rows
 CONTEXTS = (128, 4096)  # the step is as fast as its mean over these
+CONTEXTS_OF_SEVERAL = (128, 1024)  # rows
 RUN_SECONDS, RUNS = 0.05, 5  # of a timing
 MARGIN = 0.001  # a candidate must be faster by this part of the step; below that timings do not agree
 TOLERANCE = 0.05  # relative RMS between the logits of two shapes; only the order of sums differs
@@ -38,6 +39,9 @@ TOLERANCE = 0.05  # relative RMS between the logits of two shapes; only the orde
 # weights has few bytes in flight; one with many makes room for few programs.
 FEWEST, MOST, OTHERS = 16, 128, 40
 BOUNDS = (0, 40, 56, 64, 80, 96, 128)  # tried where a shape bounds its registers; 0 is no bound
+# Of products of several rows: tiles in flight of weights and activations, and stages of tiles in shared memory.
+IN_FLIGHT = ((4, 4), (8, 4), (8, 8), (12, 4), (12, 8), (16, 4), (5, 4))
+STAGES = (2, 3, 4, 6, 8)
 
 
 @dataclass
@@ -56,11 +60,14 @@ def run(args, output: Output) -> int:
     if not torch.cuda.is_available():
         raise DeviceError("tune needs an NVIDIA GPU and none is usable here")
     config = PRESETS[args.preset] if args.model is None else load_config(resolve_model(args.model))
-    capacity = min(CONTEXTS[-1] + 256, config.max_position)
-    engine = bench_engine(args, capacity)
-    measure, before = StepTimer(engine), engine.model.shapes
-    multiprocessors = torch.cuda.get_device_properties(engine.device).multi_processor_count
-    choices = candidates(config, engine.model.weights.dtype.itemsize, before, multiprocessors)
+    contexts = CONTEXTS if args.rows == 1 else CONTEXTS_OF_SEVERAL
+    engine = bench_engine(args, min(contexts[-1] + 256, config.max_position), slots=args.rows)
+    measure, before = StepTimer(engine, contexts), engine.model.shapes
+    properties, itemsize = torch.cuda.get_device_properties(engine.device), engine.model.weights.dtype.itemsize
+    if args.rows == 1:
+        choices = candidates(config, itemsize, before, properties.multi_processor_count)
+    else:
+        choices = candidates_of_several(config, args.rows, before, properties)
     with progress(output) as report:
         found = search(before, choices, measure, time.monotonic() + 60 * args.minutes, report)
     # The search takes the luckiest of many timings; two more of both say what is true.
@@ -68,7 +75,7 @@ def run(args, output: Output) -> int:
     gpu = torch.cuda.get_device_name(engine.device)
     better = after_us < before_us * (1 - MARGIN)
     path = table_path(gpu) if better else None
-    keys = table_keys(engine.config, engine.model.weights.dtype)
+    keys = table_keys(engine.config, engine.model.weights.dtype, engine.model.shapes_for)
     if better:
         path.parent.mkdir(parents=True, exist_ok=True)
         entries = {key: searched(getattr(found.shapes, op)) for op, key in keys.items()}
@@ -77,13 +84,14 @@ def run(args, output: Output) -> int:
     report = {
         "command": "tune",
         **model_facts(engine, args),
+        "rows": args.rows,
         "contexts": measure.contexts,
         "us_before": round(before_us, 2),
         "us_after": round(after_us, 2),
         "tried": found.tried,
         "skipped": found.skipped,
         "finished": found.finished,
-        "shapes": asdict(found.shapes if better else before),
+        "shapes": {op: searched(getattr(found.shapes if better else before, op)) for op in ORDER},
         "table": None if path is None else str(path),
         **run_facts(engine.device),
     }
@@ -127,8 +135,8 @@ def search(
     """Greedy coordinate search: for one part of the step after the other the best of its choices, all else as it is,
     until a round changes nothing or `deadline` of `clock` has passed.
 
-    choices: (field of StepShapes, fields of its shape to try). measure: seconds a step, None where they do not run.
-    report(found, candidates of a round, part) is called before each measurement.
+    choices: (field of StepShapes, fields of its shape to try, or whole shapes). measure: seconds a step, None where
+    they do not run. report(found, candidates of a round, part) is called before each measurement.
     """
     first = measure(start)
     if first is None:
@@ -141,7 +149,8 @@ def search(
         for op, tried in choices:
             base = found.shapes
             for values in tried:
-                candidate = replace(base, **{op: replace(getattr(base, op), **values)})
+                shape = replace(getattr(base, op), **values) if isinstance(values, dict) else values
+                candidate = replace(base, **{op: shape})
                 if candidate in known:
                     continue
                 if clock() >= deadline:
@@ -165,14 +174,15 @@ def candidates(
     columns = {"o_proj": config.q_size, "down": config.intermediate_size}
     found = []
     for op in ORDER:
-        names = set(searched(getattr(shapes, op)))
+        values_of = VALUES[type(getattr(shapes, op))]
+        names = set(values_of)
         row = itemsize * columns.get(op, config.hidden_size) * (2 if op == "gate_up" else 1)
         for group in GROUPS:
             if group == ("programs",) and "programs" in names:
                 shared = [multiprocessors * share for share in SHARES]
                 found.append((op, [{"programs": programs, "registers": 0} for programs in (0, *shared)]))
             elif set(group) <= names:
-                values = product(*(BOUNDS if name == "registers" else VALUES[name] for name in group))
+                values = product(*(BOUNDS if name == "registers" else values_of[name] for name in group))
                 tried = [dict(zip(group, combination)) for combination in values]
                 if "block_n" in group:
                     shared = getattr(getattr(shapes, op), "programs", 0) > 0
@@ -180,6 +190,47 @@ def candidates(
                 elif "block_t" in group and "registers" in names:
                     tried = [tile | {"registers": 0} for tile in tried]
                 found.append((op, tried))
+    return found
+
+
+def candidates_of_several(config: ModelConfig, rows: int, shapes: StepShapes, gpu) -> list[tuple[str, list]]:
+    """What to try for each part of a step of `rows` rows: what registers, or the GPU's shared memory, hold."""
+    high = max(1 << (rows - 1).bit_length(), 8)  # rows of a tile
+    columns = {"o_proj": config.q_size, "down": config.intermediate_size}
+    found = []
+    for op in ORDER:
+        if op == "attention":
+            programs = [gpu.multi_processor_count * share for share in (1, 2, 3, 4)]
+            tiles = product(VALUES[AttentionRowsShape]["block_t"], VALUES[AttentionRowsShape]["num_warps"])
+            found.append((op, [{"block_t": t, "num_warps": warps, "registers": 0} for t, warps in tiles]))
+            found.append((op, [{"programs": count} for count in programs]))
+            found.append((op, [{"least": least} for least in (1, 2, 4, 8, 16)]))
+        elif isinstance(getattr(shapes, op), MatvecShape):
+            continue  # of a dtype whose weights are read once a row: as for one
+        else:
+            whole = columns.get(op, config.hidden_size)
+            found.append((op, [*matmuls(high, whole), *tiles_of(high, whole, op == "gate_up", gpu)]))
+    return found
+
+
+def matmuls(high: int, K: int) -> list[MatmulShape]:
+    """Shapes for K columns whose tiles and sums fit in 200 registers, and the sums of all warps in 48 KiB."""
+    found = []
+    for block_n, warps, (ahead, x_ahead) in product((16, 32), (2, 4, 8), IN_FLIGHT):
+        tiles = -(-K // (32 * warps))
+        registers = block_n * min(ahead, tiles) // 2 + high * min(x_ahead, tiles) // 2 + block_n * high // 32
+        if registers <= 200 and 4 * warps * block_n * high <= 48 * 1024 and tiles >= 4:
+            found.append(MatmulShape(block_n, warps, ahead, x_ahead))
+    return found
+
+
+def tiles_of(high: int, K: int, gated: bool, gpu) -> list[TilesShape]:
+    found = []
+    for block_n, block_k, stages in product((16, 32, 64), (64, 128, 256), STAGES):
+        for block_m in sorted({max(high, 16), 64}):
+            size = 2 * stages * block_k * (block_m + block_n * (2 if gated else 1))
+            if size <= gpu.shared_memory_per_block_optin - 1024 and stages * block_k <= K:
+                found.append(TilesShape(block_n, block_k, stages, block_m=block_m))
     return found
 
 
@@ -199,17 +250,17 @@ class StepTimer:
     """Seconds a greedy step takes with given shapes, the mean over `contexts`; None where they do not compile, do not
     launch or compute something else than the first shapes did."""
 
-    def __init__(self, engine: Engine):
-        self.engine = engine
+    def __init__(self, engine: Engine, contexts: tuple[int, ...] = CONTEXTS):
+        self.engine, self._rows = engine, engine.model.rows
         room = engine.capacity - 66  # positions that a timing may need
-        self.contexts = [min(context, room) for context in CONTEXTS if context <= room] or [max(room, 1)]
+        self.contexts = [min(context, room) for context in contexts if context <= room] or [max(room, 1)]
         self._logits = None
         self._steps = 16
 
     def __call__(self, shapes: StepShapes) -> float | None:
         engine = self.engine
         try:
-            engine.steps = StepGraphs(replace(engine.model, shapes_by_rows={1: shapes}), kinds=("greedy",))
+            engine.steps = StepGraphs(replace(engine.model, shapes_by_rows={self._rows: shapes}), kinds=("greedy",))
             if not self._same():
                 return None
             return mean(self._time(context) for context in self.contexts)
@@ -221,16 +272,16 @@ class StepTimer:
         """Whether the logits are those of the first shapes, over the same K/V: timings leave theirs in the cache."""
         generator = torch.Generator(self.engine.device).manual_seed(0)
         self.engine.model.kv.pool.normal_(generator=generator)
-        self.engine.rewind(self.contexts[-1], GREEDY)
-        self.engine.enqueue(GREEDY)
-        logits = self.engine.model.workspace.logits[0].clone()
+        self.engine.rewind(self.contexts[-1], GREEDY, self._rows)
+        self.engine.enqueue(GREEDY, self._rows)
+        logits = self.engine.model.workspace.logits.clone()
         if self._logits is None:
             self._logits = logits
         error = (logits - self._logits).square().mean().sqrt() / self._logits.square().mean().sqrt()
         return bool(error <= TOLERANCE)  # False for NaN
 
     def _time(self, context: int) -> float:
-        seconds = median(time_decode(self.engine, context, self._steps, RUNS))
+        seconds = median(time_decode(self.engine, context, self._steps, RUNS, rows=self._rows))
         self._steps = max(min(int(RUN_SECONDS / seconds), 64), 8)
         return seconds
 

@@ -285,7 +285,7 @@ def attention_rows(
         triton.next_power_of_2(group),
         max(triton.next_power_of_2(group), 8),
         shape.block_t,
-        shape.ahead,
+        shape.least,
         shape.splits,
         partial.shape[2],
         combine_splits(group, head_dim, shape),

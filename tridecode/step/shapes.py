@@ -1,11 +1,6 @@
-"""Launch shapes of the step's kernels: a plain table lookup, decided before capture."""
+"""Launch shapes: how the kernels of a pass are launched."""
 
-from dataclasses import dataclass, replace
-
-import torch
-
-from ..model.config import ModelConfig
-from .tuned import with_table
+from dataclasses import dataclass
 
 MAX_SPLITS = 64  # of the K/V of one row, in attention
 TILE_ROWS = 64  # that a buffer has which tiles are read from
@@ -63,13 +58,11 @@ Shape = MatvecShape | MatmulShape | TilesShape
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """Launch shape: `block_t` positions a turn (a multiple or a divisor of the page), at most `splits` programs per K/V
-    head.
+    """Launch shape of attention of one row: `block_t` positions a turn (a multiple or a divisor of the page), at most
+    `splits` programs per K/V head.
 
     ahead: the turns of a split whose K and V are loaded before the wait; where all positions fit in as many, one split
-    takes them. registers: the most a thread may use, 0 for no bound. programs: how many share the work of several rows;
-    0 for a program each head and split of a row; else a split has at least `ahead` turns, one of
-    them loaded before the wait.
+    takes them. registers: the most a thread may use, 0 for no bound.
     """
 
     block_t: int = 64
@@ -77,7 +70,19 @@ class AttentionShape:
     num_warps: int = 4
     registers: int = 0
     ahead: int = 1
-    programs: int = 0
+
+
+@dataclass(frozen=True)
+class AttentionRowsShape:
+    """Launch shape of attention of several rows: `programs` share the work, items of `block_t` positions a turn; a row
+    has at most `splits` items per K/V head, each of at least `least` turns. registers: as above."""
+
+    block_t: int = 64
+    splits: int = 32
+    num_warps: int = 4
+    registers: int = 0
+    least: int = 4
+    programs: int = 132
 
 
 @dataclass(frozen=True)
@@ -87,161 +92,4 @@ class StepShapes:
     gate_up: Shape
     down: Shape
     lm_head: Shape
-    attention: AttentionShape
-
-
-TUNED_FOR = 90  # the compute capability of the H100 and H200; other GPUs get what is right for most matrices
-# (rows, columns) of a weight matrix, gate and up being one -> the shape that was fastest in the whole step on an H200.
-TUNED = {
-    (4096, 1024): MatvecShape(4, 4),  # Qwen3-0.6B: qkv, o_proj, gate and up, down, LM head
-    (1024, 2048): MatvecShape(2, 4),
-    (6144, 1024): MatvecShape(2, 1, registers=104),
-    (1024, 3072): MatvecShape(1, 1, registers=96),
-    (151936, 1024): MatvecShape(4, 4),
-    (3072, 2048): MatvecShape(2, 4, registers=40),  # Llama-3.2-1B
-    (2048, 2048): MatvecShape(2, 1),
-    (16384, 2048): MatvecShape(1, 2, registers=120, programs=8 * 132),
-    (2048, 8192): MatvecShape(2, 8, registers=112, programs=2 * 132),
-    (128256, 2048): MatvecShape(2, 4),
-    (6144, 2560): MatvecShape(2, 2, registers=112, programs=8 * 132),  # Qwen3-4B
-    (2560, 4096): MatvecShape(4, 2, registers=160),
-    (19456, 2560): MatvecShape(2, 4),
-    (2560, 9728): MatvecShape(2, 16, programs=132),
-    (151936, 2560): MatvecShape(2, 1),
-    (6144, 4096): MatvecShape(1, 4),  # Llama-3.1-8B, Mistral-7B; Qwen3-8B as they
-    (4096, 4096): MatvecShape(4, 8, registers=72),
-    (28672, 4096): MatvecShape(2, 4, registers=128),
-    (24576, 4096): MatvecShape(2, 4, registers=128),
-    (4096, 14336): MatvecShape(2, 16, programs=132),
-    (4096, 12288): MatvecShape(2, 16, programs=132),
-    (128256, 4096): MatvecShape(4, 4, registers=128),
-    (151936, 4096): MatvecShape(4, 4, registers=128),
-}
-
-
-def matvec_shape(N: int, K: int, halves: int = 1, capability: int = TUNED_FOR) -> MatvecShape:
-    """The tuned shape; or two rows on as few warps as hold them in 64 registers, on 16 where long rows are shared among
-    few programs. `halves` is 2 for gate and up, N the rows of one of them.
-    """
-    if capability == TUNED_FOR and (N * halves, K) in TUNED:
-        return TUNED[N * halves, K]
-    if capability == TUNED_FOR and K >= 8192:
-        return MatvecShape(2 if K <= 20480 else 1, 16, programs=132)
-    warps = 1
-    while weight_registers(2, K * halves, warps) > 64 and warps < 16:
-        warps *= 2
-    return MatvecShape(2, warps)
-
-
-def weight_registers(block_n: int, K: int, num_warps: int) -> int:
-    """32-bit registers a thread needs to hold its part of block_n rows of K 16-bit weights."""
-    return -(-block_n * K // (64 * num_warps))
-
-
-def attention_shape(head_dim: int, dtype: torch.dtype, capability: int) -> AttentionShape:
-    """Tiles are held in registers: wide heads, fp32 and GPUs before Hopper take smaller ones, and one ahead."""
-    if head_dim > 128 or dtype == torch.float32:
-        return AttentionShape(block_t=32, splits=16, num_warps=8)
-    if capability < 90:
-        return AttentionShape(block_t=64, splits=16, num_warps=8)
-    return AttentionShape(block_t=128, splits=16, num_warps=8, ahead=2 if capability == TUNED_FOR else 1)
-
-
-def choose_shapes(
-    config: ModelConfig, dtype: torch.dtype, capability: int, gpu: str | None = None
-) -> dict[int, StepShapes]:
-    """Shapes for passes of up to so many rows, for one model on one GPU; capability is 10 * major + minor (90 for an
-    H100 or H200).
-
-    With the GPU's name the user's own table comes first (see tuned.py), then TUNED, then the rule of matvec_shape.
-    """
-    hidden, inter = config.hidden_size, config.intermediate_size
-    shapes = StepShapes(
-        qkv=matvec_shape(config.q_size + 2 * config.kv_size, hidden, capability=capability),
-        o_proj=matvec_shape(hidden, config.q_size, capability=capability),
-        gate_up=matvec_shape(inter, hidden, halves=2, capability=capability),
-        down=matvec_shape(hidden, inter, capability=capability),
-        lm_head=matvec_shape(config.vocab_size, hidden, capability=capability),
-        attention=attention_shape(config.head_dim, dtype, capability),
-    )
-    if dtype != torch.bfloat16:  # activations are fp32 then, and do not fit in bounds found with 16-bit ones
-        shapes = StepShapes(**{op: replace(shape, registers=0) for op, shape in vars(shapes).items()})
-    if gpu is not None:
-        shapes = with_table(shapes, config, dtype, gpu)
-    attention = attention_rows_shape(config, dtype)
-    if dtype != torch.bfloat16:  # the weights are read once a row
-        return {1: shapes, 2: replace(shapes, attention=attention)}
-    return {1: shapes} | {rows: few_rows_shapes(config, attention, rows, capability) for rows in (8, 16, 32, 64)}
-
-
-def few_rows_shapes(config: ModelConfig, attention: AttentionShape, rows: int, capability: int) -> StepShapes:
-    """Shapes of passes of up to `rows` rows: 8, 16, 32 or 64."""
-    hidden, inter = config.hidden_size, config.intermediate_size
-    sizes = {
-        "qkv": (config.q_size + 2 * config.kv_size, hidden),
-        "o_proj": (hidden, config.q_size),
-        "gate_up": (2 * inter, hidden),
-        "down": (hidden, inter),
-        "lm_head": (config.vocab_size, hidden),
-    }
-    shapes = {op: few_rows_shape(*size, rows, op == "gate_up", capability) for op, size in sizes.items()}
-    return StepShapes(**shapes, attention=attention)
-
-
-# Rows of a pass -> (rows, columns) of a weight matrix -> the shape that was fastest in the whole step on an H200.
-TUNED_ROWS = {
-    8: {
-        (6144, 2560): MatmulShape(16, 4, 12, 8),  # Qwen3-4B
-        (2560, 4096): MatmulShape(16, 4, 12, 4),
-        (19456, 2560): MatmulShape(16, 4, 12, 8),
-        (2560, 9728): MatmulShape(32, 8, 5, 4),
-        (151936, 2560): MatmulShape(16, 8, 10, 8),
-        (4096, 1024): MatmulShape(16, 4, 8, 8),  # Qwen3-0.6B
-        (1024, 2048): MatmulShape(16, 4, 12, 8),
-        (6144, 1024): MatmulShape(16, 2, 16, 4),
-        (1024, 3072): MatmulShape(16, 4, 16, 4),
-        (151936, 1024): MatmulShape(16, 4, 8, 8),
-    },
-    16: {
-        (2560, 4096): MatmulShape(16, 4, 12, 8),
-        (1024, 2048): MatmulShape(16, 4, 12, 8),
-        (1024, 3072): MatmulShape(16, 4, 12, 8),
-    },
-    32: {
-        (6144, 2560): TilesShape(32, 256, 4, block_m=32),
-        (4096, 1024): TilesShape(32, 128, 8, block_m=64),
-        (1024, 2048): TilesShape(32, 256, 4, block_m=32),
-        (6144, 1024): TilesShape(32, 128, 4, block_m=64),
-        (1024, 3072): TilesShape(32, 128, 8, block_m=64),
-    },
-    64: {
-        (6144, 1024): TilesShape(16, 128, 4),
-        (2560, 9728): TilesShape(32, 128, 8),
-        (1024, 3072): TilesShape(32, 128, 8),
-    },
-}
-
-
-def few_rows_shape(N: int, K: int, rows: int, gated: bool, capability: int = TUNED_FOR) -> MatmulShape | TilesShape:
-    """The tuned shape, or one like those. Up to 16 rows stay in registers; more share tiles of the weights, as large as
-    the shared memory of most GPUs holds."""
-    if capability == TUNED_FOR and (N, K) in TUNED_ROWS[rows]:
-        return TUNED_ROWS[rows][N, K]
-    if rows == 16 and N >= 2**16 and capability == TUNED_FOR:
-        return TilesShape(32, 256, 4)
-    if rows <= 16:
-        ahead = (12, 8) if rows == 8 else (8, 4)
-        return MatmulShape(16, 4, *ahead) if K < 6144 else MatmulShape(32, 8, 5 if rows == 8 else 8, 4)
-    if gated or N >= 2**16:
-        return TilesShape(32, 64, 4, num_warps=4 if capability == TUNED_FOR else 8, block_m=64)
-    return TilesShape(64, 128, 6, block_m=64) if capability == TUNED_FOR else TilesShape(32, 128, 3, block_m=64)
-
-
-def attention_rows_shape(config: ModelConfig, dtype: torch.dtype) -> AttentionShape:
-    """A program or more a multiprocessor of the largest GPUs; a long row alone is split into more items than those."""
-    splits = min(max(3 * 132 // config.num_kv_heads, 1), MAX_SPLITS)
-    if config.head_dim > 128 or dtype == torch.float32:
-        return AttentionShape(block_t=16, splits=splits, num_warps=4, ahead=16, programs=3 * 132)
-    if config.num_heads // config.num_kv_heads > 8:
-        return AttentionShape(block_t=32, splits=splits, num_warps=8, ahead=8, programs=132)
-    return AttentionShape(block_t=64, splits=splits, num_warps=8, ahead=4, programs=132)
+    attention: AttentionShape | AttentionRowsShape

@@ -10,8 +10,9 @@ from ..kernels.attention_rows import ATTENTION_ROWS
 from ..kernels.op import Op
 from ..model.config import ModelConfig
 from ..model.weights import Weights, short_repr
+from .choose import choose_shapes
 from .rope import rope_tables
-from .shapes import StepShapes, choose_shapes
+from .shapes import AttentionRowsShape, StepShapes
 from .workspace import Workspace, first_rows, make_workspace, named_tensors
 
 
@@ -50,14 +51,19 @@ class DecodeModel:
         return len(self.workspace.meta)
 
     @property
+    def shapes_for(self) -> int:
+        """The rows for which a pass of all has launch shapes."""
+        fitting = [rows for rows in self.shapes_by_rows if rows >= self.rows]
+        return min(fitting, default=max(self.shapes_by_rows))
+
+    @property
     def shapes(self) -> StepShapes:
         """Of a pass of all rows."""
-        fitting = [rows for rows in self.shapes_by_rows if rows >= self.rows]
-        return self.shapes_by_rows[min(fitting, default=max(self.shapes_by_rows))]
+        return self.shapes_by_rows[self.shapes_for]
 
     @property
     def attention(self) -> Op:
-        return ATTENTION_ROWS if self.shapes.attention.programs else ATTENTION
+        return ATTENTION_ROWS if isinstance(self.shapes.attention, AttentionRowsShape) else ATTENTION
 
     def of_rows(self, rows: int) -> "DecodeModel":
         """The same model for passes of its first `rows` rows."""

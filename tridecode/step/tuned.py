@@ -3,7 +3,7 @@
 import json
 import logging
 import re
-from dataclasses import asdict, fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 import platformdirs
@@ -11,20 +11,51 @@ import torch
 
 from ..model.config import ModelConfig
 from ..version import __version__
+from .shapes import MAX_SPLITS, AttentionRowsShape, AttentionShape, MatmulShape, MatvecShape, StepShapes, TilesShape
 
 log = logging.getLogger("tridecode")
 
-FORMAT = 2  # of the table; another one when the kernels read the fields of a shape differently
-# Field of a shape -> the values that may be tried, and that a table may hold. Fields not named here are left alone.
+FORMAT = 3  # of the table; another one when the kernels read the fields of a shape differently
+# Form of a shape -> its fields that are searched -> the values that may be tried, and that a table may hold.
 VALUES = {
-    "block_n": (1, 2, 4, 8),
-    "num_warps": (1, 2, 4, 8, 16),
-    "registers": range(0, 256, 8),
-    "programs": range(2**16),
-    "block_t": (32, 64, 128),
-    "ahead": (1, 2),
-    "splits": (4, 8, 16, 32, 64),
+    MatvecShape: {
+        "block_n": (1, 2, 4, 8),
+        "num_warps": (1, 2, 4, 8, 16),
+        "registers": range(0, 256, 8),
+        "programs": range(2**16),
+    },
+    MatmulShape: {
+        "block_n": (16, 32, 64),
+        "num_warps": (2, 4, 8, 16),
+        "ahead": range(1, 33),
+        "x_ahead": range(1, 33),
+        "registers": range(0, 256, 8),
+    },
+    TilesShape: {
+        "block_n": (16, 32, 64, 128),
+        "block_k": (32, 64, 128, 256),
+        "stages": range(2, 17),
+        "num_warps": (4, 8),
+        "block_m": (16, 32, 64),
+    },
+    AttentionShape: {
+        "block_t": (32, 64, 128),
+        "splits": (4, 8, 16, 32, 64),
+        "num_warps": (1, 2, 4, 8, 16),
+        "registers": range(0, 256, 8),
+        "ahead": (1, 2),
+    },
+    AttentionRowsShape: {
+        "block_t": (16, 32, 64),
+        "splits": range(1, MAX_SPLITS + 1),
+        "num_warps": (4, 8),
+        "registers": range(0, 256, 8),
+        "least": range(1, 65),
+        "programs": range(1, 2**16),
+    },
 }
+NAMES = {form: form.__name__.removesuffix("Shape").lower() for form in VALUES}
+SEVERAL = (MatmulShape, TilesShape)  # either can take the other's place
 
 
 class TableError(ValueError):
@@ -37,9 +68,9 @@ def table_path(gpu: str) -> Path:
     return Path(platformdirs.user_cache_dir("tridecode", appauthor=False)) / "shapes" / f"{name}.json"
 
 
-def table_keys(config: ModelConfig, dtype: torch.dtype) -> dict[str, str]:
+def table_keys(config: ModelConfig, dtype: torch.dtype, rows: int = 1) -> dict[str, str]:
     """Field of StepShapes -> its key in a table: the matrix's rows and columns (of gate_up those of one half), or the
-    heads, and the dtype."""
+    heads, the dtype, and of several the rows of a pass."""
     hidden, inter, kind = config.hidden_size, config.intermediate_size, str(dtype).removeprefix("torch.")
     sizes = {
         "qkv": (config.q_size + 2 * config.kv_size, hidden),
@@ -48,40 +79,49 @@ def table_keys(config: ModelConfig, dtype: torch.dtype) -> dict[str, str]:
         "down": (hidden, inter),
         "lm_head": (config.vocab_size, hidden),
     }
-    heads = f"attention {config.num_heads}/{config.num_kv_heads}x{config.head_dim} {kind}"
-    return {op: f"{op} {rows}x{columns} {kind}" for op, (rows, columns) in sizes.items()} | {"attention": heads}
+    of = "" if rows == 1 else f" for {rows} rows"
+    heads = f"attention {config.num_heads}/{config.num_kv_heads}x{config.head_dim} {kind}{of}"
+    return {op: f"{op} {N}x{K} {kind}{of}" for op, (N, K) in sizes.items()} | {"attention": heads}
 
 
-def searched(shape) -> dict[str, int]:
-    """The fields of a shape that tune searches."""
-    return {name: value for name, value in asdict(shape).items() if name in VALUES}
+def searched(shape) -> dict:
+    """The form of a shape, and its fields that tune searches: an entry of a table."""
+    return {"form": NAMES[type(shape)]} | {name: getattr(shape, name) for name in VALUES[type(shape)]}
 
 
-def with_table(shapes, config: ModelConfig, dtype: torch.dtype, gpu: str):
-    """`shapes` (a StepShapes) with what the user's table of this GPU has for the model. A table that cannot be used is
-    left alone, with a warning in the log."""
+def with_table(
+    shapes: dict[int, StepShapes], config: ModelConfig, dtype: torch.dtype, gpu: str
+) -> dict[int, StepShapes]:
+    """`shapes` by rows with what the user's table of this GPU has for the model. A table that cannot be used is left
+    alone, with a warning in the log."""
     path = table_path(gpu)
     try:
-        table = read_table(path, gpu)
-        keys = table_keys(config, dtype)
-        found = {op: changed(getattr(shapes, op), table[key], key) for op, key in keys.items() if key in table}
+        table, found = read_table(path, gpu), {}
+        for rows, step in shapes.items():
+            keys = table_keys(config, dtype, rows)
+            mine = {op: changed(getattr(step, op), table[key], key) for op, key in keys.items() if key in table}
+            found[rows] = replace(step, **mine)
     except FileNotFoundError:
         return shapes
     except (OSError, ValueError, RecursionError) as error:
         log.warning("%s is ignored: %s; `tridecode tune` makes a new one", path, " ".join(str(error).split())[:200])
         return shapes
-    return replace(shapes, **found)
+    return found
 
 
 def changed(shape, entry, key: str):
-    """`shape` with the fields of a table's entry. Raises TableError for anything that tune would not write."""
-    known = {f.name for f in fields(shape)} & set(VALUES)
-    if not isinstance(entry, dict) or set(entry) != known:
-        raise TableError(f"expected {', '.join(sorted(known))} for {key!r}")
-    for name, value in entry.items():
-        if type(value) is not int or value not in (*VALUES[name], getattr(shape, name)):
-            raise TableError(f"{name} of {key!r} must be one of {', '.join(map(str, VALUES[name]))}")
-    return replace(shape, **entry)
+    """The shape that a table's entry says, in the place of `shape`. Raises TableError for anything that tune would not
+    write."""
+    forms = {NAMES[form]: form for form in (SEVERAL if type(shape) in SEVERAL else (type(shape),))}
+    form = forms.get(str(entry.get("form"))) if isinstance(entry, dict) else None
+    if form is None or set(entry) != {"form", *VALUES[form]}:
+        known = " or ".join(f"{name} with {', '.join(VALUES[form])}" for name, form in forms.items())
+        raise TableError(f"expected form {known} for {key!r}")
+    present = shape if type(shape) is form else form()
+    for name, allowed in VALUES[form].items():
+        if type(entry[name]) is not int or entry[name] not in (*allowed, getattr(present, name)):
+            raise TableError(f"{name} of {key!r} must be one of {', '.join(map(str, allowed))}")
+    return replace(present, **{name: entry[name] for name in VALUES[form]})
 
 
 def read_table(path: Path, gpu: str) -> dict[str, dict]:
