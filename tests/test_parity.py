@@ -1,5 +1,7 @@
 """The numerical contract: against transformers in fp32, no worse than transformers' own bf16; greedy text agrees."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from checkpoints import FAMILIES, write_tiny
@@ -66,9 +68,38 @@ def check_contract(path):
         assert rms <= 1e-5, "the fp32 reference must agree with fp32 transformers"
 
 
+def check_contract_of_rows(path, rows):
+    """As many texts scored at once, each in its row; of the first, one in the middle and the last the errors."""
+    generator = torch.Generator().manual_seed(6)
+    texts = [torch.randint(0, 380, (TOKENS,), generator=generator).tolist() for _ in range(rows)]
+    with Engine.load(path, device=str(DEVICE), slots=rows, max_seq_len=2 * TOKENS) as engine:
+        with ThreadPoolExecutor(rows) as pool:
+            logits = list(pool.map(engine.score, texts))
+        assert max(stat.rows for stat in engine.graph_stats()) == rows, "they never ran together"
+    for i in (0, rows // 2, rows - 1):
+        exact = transformers_logits(path, texts[i], torch.float32)
+        kl, rms = errors(logits[i], exact)
+        bf16_kl, bf16_rms = errors(transformers_logits(path, texts[i], torch.bfloat16), exact)
+        assert kl <= bf16_kl, f"row {i} of {rows}: KL {kl:.2e}, of transformers' bf16 {bf16_kl:.2e}"
+        assert rms <= bf16_rms, f"row {i} of {rows}: relative RMS {rms:.2e}, of transformers' bf16 {bf16_rms:.2e}"
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_score_is_no_worse_than_transformers_bf16(tiny, family):
     check_contract(tiny(family))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_score_of_several_rows_is_no_worse_than_transformers_bf16(tiny, family):
+    check_contract_of_rows(tiny(family), 8 if CUDA else 3)
+
+
+@pytest.mark.skipif(not CUDA, reason="real widths run on a GPU only")
+@pytest.mark.parametrize("rows", [8, 64])
+@pytest.mark.parametrize("name", REAL_WIDTHS)
+def test_score_of_several_rows_at_real_widths(name, rows, tmp_path):
+    family, widths = REAL_WIDTHS[name]
+    check_contract_of_rows(write_tiny(tmp_path / name, family, dtype=torch.bfloat16, **widths), rows)
 
 
 @pytest.mark.skipif(not CUDA, reason="real widths run on a GPU only")

@@ -19,7 +19,7 @@ from .model.checkpoint import load_config, load_weights
 from .model.config import ModelConfig
 from .model.hub import resolve_model
 from .model.weights import Weights, short_repr
-from .placement import LONGEST, check_dtype, graph_options, plan_capacity, resolve_device, resolve_dtype
+from .placement import LONGEST, check_dtype, graph_options, limits, plan_capacity, resolve_device, resolve_dtype
 from .prompt import Prompt, listed, prompt_ids
 from .results import Piece, Result
 from .sampling import SamplingParams
@@ -34,7 +34,6 @@ from .step.state import DecodeModel, make_model
 from .text.tokenizer import Tokenizer
 
 BUNDLED = Path(__file__).parent / "bundled"
-MAX_SLOTS = 64
 
 
 @dataclass
@@ -107,7 +106,7 @@ class Engine:
         function("progress", progress)
         if max_seq_len is not None:
             integer("max_seq_len", max_seq_len, 1, LONGEST)
-        slots, chunk_tokens, max_queue = _checked(slots, chunk_tokens, max_queue)
+        slots, chunk_tokens, max_queue = limits(slots, chunk_tokens, max_queue)
         place, backend = resolve_device(device, backend)
         path = BUNDLED if model is None else resolve_model(model)
         config = load_config(path)
@@ -154,7 +153,7 @@ class Engine:
         shapes other than those chosen for the GPU. pages: of the pool, by default what all slots can have; page:
         positions in one."""
         choice("graph", graph, tuple(MODES))
-        slots, chunk_tokens, max_queue = _checked(slots, chunk_tokens, max_queue)
+        slots, chunk_tokens, max_queue = limits(slots, chunk_tokens, max_queue)
         sizes, attention = graph_options(graph_sizes, attention, slots)
         if backend == "torch" or weights.device.type != "cuda":
             graph = "none"
@@ -395,9 +394,3 @@ class Engine:
 def page_size(backend: str, slots: int) -> int | None:
     """Positions in a K/V page; None: the CPU's one conversation has a page for the whole of its context."""
     return PAGE if backend == "triton" or slots > 1 else None
-
-
-def _checked(slots: int, chunk_tokens: int, max_queue: int | None) -> tuple[int, int, int | None]:
-    slots = integer("slots", slots, 1, MAX_SLOTS)
-    chunk_tokens = integer("chunk_tokens", chunk_tokens, 1, LONGEST)
-    return slots, chunk_tokens, max_queue if max_queue is None else integer("max_queue", max_queue, 0, LONGEST)

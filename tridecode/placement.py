@@ -15,6 +15,7 @@ from .step.prefill import CHUNK
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 LONGEST = 2**31 - 2  # positions are 32-bit integers
+MAX_SLOTS = SIZES[-1]
 log = logging.getLogger("tridecode")
 
 
@@ -105,3 +106,10 @@ def graph_options(sizes, attention: str, slots: int) -> tuple[tuple[int, ...], s
     if found != sorted(set(found)):
         raise ParameterError(f"graph_sizes must ascend, got {', '.join(map(str, found))[:60]}")
     return graph_sizes(slots, found), attention
+
+
+def limits(slots: int, chunk_tokens: int, max_queue: int | None) -> tuple[int, int, int | None]:
+    """The same as integers. Raises ParameterError."""
+    slots = integer("slots", slots, 1, MAX_SLOTS)
+    chunk_tokens = integer("chunk_tokens", chunk_tokens, 1, LONGEST)
+    return slots, chunk_tokens, max_queue if max_queue is None else integer("max_queue", max_queue, 0, LONGEST)

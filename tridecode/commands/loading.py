@@ -39,6 +39,7 @@ def load_model(args, model: str | None, max_seq_len: int | None, output: Output)
             kv_tokens=args.kv_tokens,
             graph=args.graph,
             graph_sizes=args.graph_sizes,
+            attention=args.attention,
             chunk_tokens=args.chunk_tokens,
             max_queue=getattr(args, "max_queue", None),
             progress=progress,

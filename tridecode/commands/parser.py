@@ -287,6 +287,8 @@ def engine_options() -> argparse.ArgumentParser:
         "at all; see docs/graphs.md (default: full)",
     )
     sizes = "rows of the captured passes; others are padded to the next (default: 1,2,4,8,16,32,64 up to the slots)"
+    attention = "of the passes: triton's, or torch's, which no graph can hold (default: triton)"
+    group.add_argument("--attention", default="triton", choices=("triton", "torch"), help=attention)
     group.add_argument("--graph-sizes", type=ascending, metavar="N,N", help=sizes)
     add_verbose(group)
     return options

@@ -103,9 +103,10 @@ class StepGraphs:
     def _capture(self, batch: BatchDescriptor) -> Callable[[], None]:
         model, (mode, _) = self.model.of_rows(batch.rows), self.dispatcher.plan(batch.kind, batch.rows)
         if mode == "piecewise":
-            pieces = Pieces(self._run, self._attention, self._stream, self._pool)
-            decode.step(pieces, model, batch.kind)
-            self.captures += len(pieces.end())
+            pieces = Pieces(self._run, self._attention, self._pool)
+            with torch.cuda.stream(self._stream):
+                decode.step(pieces, model, batch.kind)
+                self.captures += len(pieces.end())
             return pieces.replay
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
@@ -141,12 +142,13 @@ def replaced(run: Run, attention: Op | None) -> Run:
 
 
 class Pieces:
-    """Captures a list in pieces that end where attention stands, which runs eagerly between them."""
+    """Captures a list, on the current stream, in pieces that end where attention stands, which runs eagerly between
+    them."""
 
-    def __init__(self, run: Run, attention: Op | None, stream: torch.cuda.Stream, pool):
-        self._run, self._attention, self._stream, self._pool = run, attention, stream, pool
+    def __init__(self, run: Run, attention: Op | None, pool):
+        self._run, self._attention, self._pool = run, attention, pool
         self._parts: list[torch.cuda.CUDAGraph | Callable[[], None]] = []
-        self._capture: torch.cuda.graph | None = None
+        self._capturing: torch.cuda.CUDAGraph | None = None
 
     def __call__(self, role: str, op: Op, *args, **how) -> None:
         if role == "attention":
@@ -154,19 +156,18 @@ class Pieces:
             eager = replaced(launch, self._attention)
             self._parts.append(lambda: eager(role, op, *args, **how))
             return
-        if self._capture is None:
-            self._parts.append(torch.cuda.CUDAGraph())
-            self._capture = torch.cuda.graph(
-                self._parts[-1], pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
-            )
-            self._capture.__enter__()
+        if self._capturing is None:
+            self._capturing = torch.cuda.CUDAGraph()
+            self._parts.append(self._capturing)
+            # Not torch.cuda.graph: that collects garbage and synchronises before each of some hundred pieces.
+            self._capturing.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         self._run(role, op, *args, **how)
 
     def end(self) -> list[torch.cuda.CUDAGraph]:
         """End the piece that is being captured; returns all so far."""
-        if self._capture is not None:
-            self._capture.__exit__(None, None, None)
-            self._capture = None
+        if self._capturing is not None:
+            self._capturing.capture_end()
+            self._capturing = None
         return [part for part in self._parts if isinstance(part, torch.cuda.CUDAGraph)]
 
     @torch.inference_mode()

@@ -1,6 +1,7 @@
 """DecodeModel: everything one token step reads and writes, at addresses that never change."""
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 
@@ -50,13 +51,13 @@ class DecodeModel:
         """Of the largest pass."""
         return len(self.workspace.meta)
 
-    @property
+    @cached_property
     def shapes_for(self) -> int:
         """The rows for which a pass of all has launch shapes."""
         fitting = [rows for rows in self.shapes_by_rows if rows >= self.rows]
         return min(fitting, default=max(self.shapes_by_rows))
 
-    @property
+    @cached_property
     def shapes(self) -> StepShapes:
         """Of a pass of all rows."""
         return self.shapes_by_rows[self.shapes_for]
