@@ -1,8 +1,8 @@
 """How an answer is shown: as Markdown in a terminal, elsewhere and with --plain as plain text, token by token."""
 
 from ...errors import PromptError
+from ...text.thinking import OPEN, THINKING, ThinkSplitter
 from ..terminal import Output, counted
-from .thinking import OPEN, THINKING, ThinkSplitter
 
 
 class PlainText:
