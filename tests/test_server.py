@@ -349,7 +349,11 @@ def test_a_completion_that_cannot_be_is_refused(served, wrong, message):
     assert got.status_code == 400 and message in got.json()["error"]["message"]
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b"[]", b'"x"', b"\xff\xfe", b"[" * 100_000, b'{"model": "\\ud800"}', b"nan"])
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"{", b"[]", b'"x"', b"\xff\xfe", b"[" * 100_000, b'{"model": "\\ud800"}', b"nan"],
+    ids=lambda body: repr(body[:9]),
+)
 def test_a_body_that_is_no_object_is_refused(served, body):
     got = served.post("/v1/chat/completions", body)
     assert got.status_code == 400 and got.json()["error"]["message"].startswith("the body ")

@@ -63,6 +63,8 @@ class Answer:
                 problem = ApiError(500, "internal error; the server's log says more")
             record.outcome = OUTCOMES.get(problem.status, "refused" if problem.status < 500 else "failed")
             await self._tell(problem, send)
+        except asyncio.CancelledError:  # the server stops, and this client does not read
+            record.outcome = "cancelled"
         finally:
             gone.cancel()
             call.close()

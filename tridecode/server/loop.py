@@ -13,7 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from ..engine import Engine
-from ..errors import EngineClosed, QueueFull
+from ..errors import EngineClosed
 from ..results import Piece
 from ..serve.driver import Request
 from .errors import ApiError
@@ -33,7 +33,6 @@ class Loop:
         self.engine, self._keep_alive = engine, keep_alive
         self._most = engine.slots + max_queue
         self._calls: set[Call] = set()
-        self._preparing = 0  # requests that are on their way to the scheduler
         self._asyncio: asyncio.AbstractEventLoop | None = None
         self._work, self._told, self._stopping = threading.Event(), False, False
         self._thread = threading.Thread(target=self._run, name="device", daemon=True)
@@ -103,7 +102,7 @@ class Loop:
             raise ApiError(503, "the engine has failed; this server is about to end", code="engine_failed")
         if self.refusing:
             raise ApiError(503, self.refusing, code="stopping")
-        if self.engine.scheduler.load().jobs + self._preparing + count > self._most:
+        if sum(call.open for call in self._calls) + count > self._most:
             raise ApiError(503, f"{self._most:,} requests run and wait already; try again later", code="queue_full")
 
     async def prepared(self, work: Callable):
@@ -111,15 +110,12 @@ class Loop:
         return await self._asyncio.run_in_executor(self._pool, work)
 
     async def begin(self, call: "Call", count: int, submit: Callable[[], list[Request]]) -> None:
-        """Give `call` the `count` requests that submit() returns. Raises ApiError, and what submit() raises."""
+        """Give `call` the `count` requests that submit() returns. Raises ApiError, and what that raises."""
         self.check(count)
-        self._preparing += count
+        call.expected = count
         try:
             call.follow(await self.prepared(submit))
-        except QueueFull as full:
-            raise ApiError(503, str(full), code="queue_full") from None
         finally:
-            self._preparing -= count
             self._work.set()
 
     def call(self, started: float, deadline: float | None) -> "Call":
@@ -139,17 +135,25 @@ class Loop:
 
 
 class Call:
-    """The requests that one HTTP request became. Times are of time.monotonic. heard: when its reader was last awake;
-    last: by number of a request, when it had its last news."""
+    """The requests that one HTTP request became. Times are of time.monotonic. expected: how many they will be; heard:
+    when its reader was last awake; last: by number of a request, when it had its last news."""
 
     def __init__(self, loop: Loop, started: float, deadline: float | None):
         self._loop, self.started, self.deadline = loop, started, deadline
         self.last: dict[int, float] = {}
+        self.expected = 0
         self._requests: list[Request] = []
         self._taken: list[int] = []
         self._waiter: asyncio.Future | None = None
         self.heard = time.monotonic()
         self.ended: ApiError | None = None  # by whom it was ended before its time
+
+    @property
+    def open(self) -> int:
+        """Of its requests those that have not ended."""
+        if not self._requests:
+            return self.expected
+        return sum(request.finish_reason is None for request in self._requests)
 
     def follow(self, requests: list[Request]) -> None:
         self._requests, self._taken = requests, [0] * len(requests)

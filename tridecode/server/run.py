@@ -17,7 +17,8 @@ from .errors import ApiError
 from .settings import DYING, Settings
 
 ENGINE_FAILED = 3
-FORCED = 100  # seconds that a reader may leave the kernel's buffer full where requests have no deadline
+UNREAD = 1 << 16  # bytes of an answer that the kernel holds for its reader; beyond it tokens wait to be sent together
+STUCK = 600  # seconds that a reader may leave it full where requests have no deadline
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ def bind(host: str, port: int) -> socket.socket:
         )[0]
         bound = socket.socket(family, kind, proto)
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, UNREAD)  # of each connection
         bound.bind(address)
         return bound
     except OSError as error:
@@ -90,7 +92,7 @@ class Uvicorn(uvicorn.Server):
 
 def serve(engine: Engine, settings: Settings, bound: socket.socket, tls: Tls | None = None) -> int:
     """Serve until a signal; returns the exit code: 0, or 3 where the engine has failed."""
-    stuck = int(1000 * (settings.timeout or FORCED))
+    stuck = int(1000 * (settings.timeout or STUCK))
     bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, stuck)  # of each connection: a reader that is stuck
     config = uvicorn.Config(
         None,
