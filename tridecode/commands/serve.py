@@ -3,13 +3,16 @@
 import logging
 import os
 import sys
+from ipaddress import ip_address
 from pathlib import Path
 
+from ..engine import Engine
 from ..errors import TridecodeError
 from .loading import load_model
 from .terminal import Output
 
 KEY_VARIABLE = "TRIDECODE_API_KEY"
+SWITCH = 5e-4  # seconds for which a thread may keep others from running: the device's must not wait for the network's
 
 
 def serve(args, output: Output) -> int:
@@ -40,21 +43,25 @@ def serve(args, output: Output) -> int:
     )
     bound = bind(args.host, args.port)
     engine = load_model(args, args.model, args.max_seq_len, output)
-    if engine.tokenizer is None:
-        raise TridecodeError("this checkpoint has no tokenizer")
     log_requests()
     sys.setswitchinterval(SWITCH)
-    host, port = bound.getsockname()[:2]
-    place = f"http{'s' if tls else ''}://{f'[{host}]' if ':' in host else host}:{port}/v1"
-    room = f"{engine.slots:,} at a time, context {engine.capacity:,}"
-    output.note(f"serving {settings.model} at {place}: {room}; Ctrl-C stops")
-    code = run(engine, settings, bound, tls)
+
+    def ready() -> None:
+        tell(output, engine, settings, bound.getsockname(), "https" if tls else "http")
+
+    code = run(engine, settings, bound, tls, ready)
     if code == 0:  # a lost GPU has nothing to give back
         engine.close()
     return code
 
 
-SWITCH = 5e-4  # seconds for which a thread may keep others from running: the device's must not wait for the network's
+def tell(output: Output, engine: Engine, settings, address: tuple, scheme: str) -> None:
+    host, port = address[:2]
+    place = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}/v1"
+    output.note(f"serving {settings.model} at {place}")
+    if settings.api_key is None and not ip_address(host).is_loopback:
+        output.note(f"whoever reaches this address can use it: {KEY_VARIABLE} sets a key")
+    output.note(f"{engine.slots:,} requests at a time, a context of {engine.capacity:,}; Ctrl-C stops")
 
 
 def public_name(model: str | None) -> str:

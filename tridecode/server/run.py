@@ -5,6 +5,7 @@ import signal
 import socket
 import ssl
 import sys
+from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -53,15 +54,16 @@ def bind(host: str, port: int) -> socket.socket:
 class Uvicorn(uvicorn.Server):
     """uvicorn, but for signals: the first one lets requests finish for the grace time, a second one ends at once."""
 
-    def __init__(self, config: uvicorn.Config, engine: Engine, settings: Settings):
+    def __init__(self, config: uvicorn.Config, engine: Engine, settings: Settings, ready: Callable[[], None]):
         super().__init__(config)
-        self.code, self._settings = 0, settings
+        self.code, self._settings, self._ready = 0, settings, ready
         self.face = Server(engine, settings, self._died)
         config.app = self.face.app
 
     async def startup(self, sockets=None) -> None:
         await self.face.start()
         await super().startup(sockets)
+        self._ready()
 
     async def shutdown(self, sockets=None) -> None:
         loop = self.face.loop
@@ -90,8 +92,15 @@ class Uvicorn(uvicorn.Server):
         self.should_exit = True
 
 
-def serve(engine: Engine, settings: Settings, bound: socket.socket, tls: Tls | None = None) -> int:
-    """Serve until a signal; returns the exit code: 0, or 3 where the engine has failed."""
+def serve(
+    engine: Engine,
+    settings: Settings,
+    bound: socket.socket,
+    tls: Tls | None = None,
+    ready: Callable[[], None] = lambda: None,
+) -> int:
+    """Serve until a signal; returns the exit code: 0, or 3 where the engine has failed. ready: called once clients can
+    connect."""
     stuck = int(1000 * (settings.timeout or STUCK))
     bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, stuck)  # of each connection: a reader that is stuck
     config = uvicorn.Config(
@@ -106,6 +115,6 @@ def serve(engine: Engine, settings: Settings, bound: socket.socket, tls: Tls | N
         ssl_certfile=tls and tls.certificate,
         ssl_keyfile=tls and tls.key,
     )
-    server = Uvicorn(config, engine, settings)
+    server = Uvicorn(config, engine, settings, ready)
     server.run(sockets=[bound])
     return server.code
