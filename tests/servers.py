@@ -20,6 +20,28 @@ ANSWER = "17 + 25 = 42."
 GREEDY = {"model": "bundled", "messages": CHAT, "temperature": 0}
 LONG = {"model": "bundled", "prompt": "Once upon a time", "ignore_eos": True}  # to the end of the context
 
+# Of 127.0.0.1, by itself, for a hundred years; it guards nothing.
+CERTIFICATE = """\
+-----BEGIN CERTIFICATE-----
+MIIBnDCCAUGgAwIBAgIUOf1z+weH7gKoinzKUzHM4eGqe9owCgYIKoZIzj0EAwIw
+FDESMBAGA1UEAwwJbG9jYWxob3N0MCAXDTI2MTEyMjAxMzkyMFoYDzIxMjYxMDI5
+MDEzOTIwWjAUMRIwEAYDVQQDDAlsb2NhbGhvc3QwWTATBgcqhkjOPQIBBggqhkjO
+PQMBBwNCAATjRixSvDDnnpK5EGHFNvnwlLUWn31YserdXeXYalqL/V66HYuWOzxN
+u7Edu3l+4dR5hQrXcBPFOjtgBwJZKM3Zo28wbTAdBgNVHQ4EFgQUHvvFB1hxSPpD
+0xOYV3nHwZSfgjYwHwYDVR0jBBgwFoAUHvvFB1hxSPpD0xOYV3nHwZSfgjYwDwYD
+VR0TAQH/BAUwAwEB/zAaBgNVHREEEzARhwR/AAABgglsb2NhbGhvc3QwCgYIKoZI
+zj0EAwIDSQAwRgIhALpdVq0iy+fpYHm1EM+XLHZi7pYGowobhoMNxJgZj2WWAiEA
+hZWErwkRDUG1O4Iy7zV2PwTju4rpEaEanzH/dCau0zw=
+-----END CERTIFICATE-----
+"""
+KEY = """\
+-----BEGIN PRIVATE KEY-----
+MIGHAgEAMBMGByqGSM49AgEGCCqGSM49AwEHBG0wawIBAQQgQg4rmVnqzEpBM0Dy
+ES3Kj1R1CNd0NPWSBGOaeuAwIK6hRANCAATjRixSvDDnnpK5EGHFNvnwlLUWn31Y
+serdXeXYalqL/V66HYuWOzxNu7Edu3l+4dR5hQrXcBPFOjtgBwJZKM3Z
+-----END PRIVATE KEY-----
+"""
+
 
 class Running:
     """A server on a port of its own. settings: those of Settings beside the model's name."""
@@ -27,7 +49,7 @@ class Running:
     def __init__(self, engine: Engine, **settings):
         self.engine = engine
         self.server = Server(engine, Settings(**{"model": "bundled"} | settings))
-        self._bound = bind("127.0.0.1", 0)
+        self._bound = bind("127.0.0.1", 0, settings.get("timeout"))
         self.port = self._bound.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         config = uvicorn.Config(self.server.app, log_config=None, access_log=False, lifespan="off")
@@ -86,6 +108,12 @@ def until(true, seconds: float = 20) -> None:
     while not true():
         assert time.monotonic() < end
         time.sleep(0.01)
+
+
+def slow_passes(engine: Engine, monkeypatch, seconds: float = 0.01) -> None:
+    """Make sure that what talks to the context's end does so for a while."""
+    replay = engine.steps.replay
+    monkeypatch.setattr(engine.steps, "replay", lambda *args: (time.sleep(seconds), replay(*args)))
 
 
 def events(lines) -> list:

@@ -10,7 +10,7 @@ import openai
 import pytest
 from openai.types import Completion, Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
-from servers import ANSWER, CHAT, GREEDY, LONG, Running, events, until
+from servers import ANSWER, CHAT, GREEDY, LONG, Running, events, slow_passes, until
 
 from tridecode import Engine, SamplingParams
 from tridecode.server import settings
@@ -459,7 +459,8 @@ def test_many_at_once_have_the_texts_that_they_have_alone(served):
     assert [found.get(i) for i in range(len(chats))] == expected
 
 
-def test_a_client_that_goes_is_cancelled_at_once(served):
+def test_a_client_that_goes_is_cancelled_at_once(served, monkeypatch):
+    slow_passes(served.engine, monkeypatch)
     scheduler = served.engine.scheduler
     with served.stream(LONG) as got:
         next(got.iter_lines())
@@ -472,7 +473,8 @@ def test_a_client_that_goes_is_cancelled_at_once(served):
     served.engine._driver.exclusively(lambda scheduler: scheduler.assert_consistent())
 
 
-def test_a_client_that_goes_without_a_stream_is_cancelled_too(served):
+def test_a_client_that_goes_without_a_stream_is_cancelled_too(served, monkeypatch):
+    slow_passes(served.engine, monkeypatch)
     with pytest.raises(openai.APITimeoutError):
         served.client(timeout=0.5).completions.create(**{k: v for k, v in LONG.items() if k != "ignore_eos"},
                                                       extra_body={"ignore_eos": True})

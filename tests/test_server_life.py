@@ -5,6 +5,7 @@ import os
 import random
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import threading
@@ -17,7 +18,7 @@ import pytest
 from hypothesis import HealthCheck, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
-from servers import ANSWER, GREEDY, LONG, Running, events, until
+from servers import ANSWER, CERTIFICATE, GREEDY, KEY, LONG, Running, events, slow_passes, until
 
 from tridecode import Engine, SamplingParams
 
@@ -86,7 +87,8 @@ def test_a_stuck_reader_stalls_nobody_and_loses_nothing(engine, monkeypatch):
     assert sum(sizes) == 400 and max(sizes) > 1, "tokens were not taken together"
 
 
-def test_a_stream_that_waits_has_comments(engine):
+def test_a_stream_that_waits_has_comments(engine, monkeypatch):
+    slow_passes(engine, monkeypatch)
     with Running(engine, keep_alive=0.3) as running:
         blockers = [RawClient(running, LONG | {"stream": True}) for _ in range(engine.slots)]
         until(lambda: engine.scheduler.load().rows == engine.slots)
@@ -101,17 +103,26 @@ def test_a_stream_that_waits_has_comments(engine):
         until(lambda: engine.scheduler.load().jobs == 0)
 
 
+def test_a_reader_that_never_reads_is_let_go(engine):
+    with Running(engine, timeout=1) as running:
+        stuck = RawClient(running, LONG | {"stream": True, "logprobs": 20})
+        until(lambda: engine.scheduler.load().rows == 1)
+        until(lambda: not running.server.loop._calls and engine.scheduler.load().jobs == 0, 60)
+        stuck.socket.close()
+
+
 # ---- queue and deadline
 
 
-def test_a_full_queue_is_told_at_once(engine):
+def test_a_full_queue_is_told_at_once(engine, monkeypatch):
     with Running(engine, max_queue=2) as running:
         with pytest.raises(openai.InternalServerError) as full:
             running.client().chat.completions.create(**GREEDY, n=7)
         assert full.value.status_code == 503
         running.client().chat.completions.create(**GREEDY, n=6)
+        slow_passes(engine, monkeypatch)
         blockers = [RawClient(running, LONG | {"stream": True}) for _ in range(6)]
-        until(lambda: engine.scheduler.load().jobs == 6)
+        until(lambda: (engine.scheduler.load().jobs, engine.scheduler.load().rows) == (6, 4))
         got = running.post("/v1/chat/completions", GREEDY)
         assert (got.status_code, got.headers["retry-after"]) == (503, "1")
         assert got.json()["error"]["code"] == "queue_full"
@@ -123,7 +134,8 @@ def test_a_full_queue_is_told_at_once(engine):
     consistent(engine)
 
 
-def test_a_deadline_ends_what_runs_and_what_waits(engine):
+def test_a_deadline_ends_what_runs_and_what_waits(engine, monkeypatch):
+    slow_passes(engine, monkeypatch)
     with Running(engine, timeout=0.6) as running:
         slow = [RawClient(running, LONG | {"stream": True}) for _ in range(engine.slots)]
         got = running.post("/v1/completions", LONG)
@@ -450,6 +462,16 @@ def test_a_key_and_a_name_from_outside(process, tmp_path):
         got = httpx.get(f"{server.url}/v1/models", headers={"Authorization": f"Bearer {key}"})
         assert got.status_code == status
     assert got.json()["data"][0]["id"] == "tri"
+
+
+def test_a_certificate_makes_it_https(process, tmp_path):
+    for name, text in (("cert.pem", CERTIFICATE), ("key.pem", KEY)):
+        (tmp_path / name).write_text(text)
+    server = process("--ssl-certfile", str(tmp_path / "cert.pem"), "--ssl-keyfile", str(tmp_path / "key.pem"))
+    assert server.url.startswith("https://")
+    trusted = ssl.create_default_context(cafile=str(tmp_path / "cert.pem"))
+    got = httpx.post(f"{server.url}/v1/chat/completions", json=GREEDY, verify=trusted, timeout=60)
+    assert got.json()["choices"][0]["message"]["content"] == ANSWER
 
 
 @pytest.mark.parametrize(

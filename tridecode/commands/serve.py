@@ -1,5 +1,6 @@
 """serve: the HTTP server, from its options to its end."""
 
+import gc
 import logging
 import os
 import sys
@@ -41,10 +42,12 @@ def serve(args, output: Output) -> int:
         cors=tuple(args.cors or ()),
         log_prompts=args.log_prompts,
     )
-    bound = bind(args.host, args.port)
+    bound = bind(args.host, args.port, settings.timeout)
     engine = load_model(args, args.model, args.max_seq_len, output)
     log_requests()
     sys.setswitchinterval(SWITCH)
+    gc.collect()
+    gc.freeze()  # what is loaded stays: later collections, which stop all threads, need not look at it
 
     def ready() -> None:
         tell(output, engine, settings, bound.getsockname(), "https" if tls else "http")

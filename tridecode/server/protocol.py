@@ -2,7 +2,7 @@
 
 import difflib
 import re
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -17,10 +17,7 @@ WITHOUT_EFFECT = frozenset(
 )
 # Accepted where they ask for nothing.
 NEUTRAL = {
-    "add_generation_prompt": [True],
-    "add_special_tokens": [True, False],
     "best_of": [1],
-    "continue_final_message": [False],
     "function_call": ["none"],
     "functions": [[]],
     "length_penalty": [1],
@@ -34,6 +31,8 @@ NEUTRAL = {
     "tools": [[]],
     "use_beam_search": [False],
 }
+OF_CHATS = {"add_generation_prompt": [True], "add_special_tokens": [False], "continue_final_message": [False]}
+OF_TEXTS = {"add_special_tokens": [True]}
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
@@ -102,6 +101,7 @@ class Generation(msgspec.Struct, kw_only=True):
 
 
 class ChatRequest(Generation, kw_only=True):
+    neutral: ClassVar = NEUTRAL | OF_CHATS
     messages: list[Any]
     max_completion_tokens: int | None = None
     logprobs: bool = False
@@ -129,10 +129,11 @@ class ChatRequest(Generation, kw_only=True):
 
 
 class CompletionRequest(Generation, kw_only=True):
+    neutral: ClassVar = NEUTRAL | OF_TEXTS
+    names: ClassVar = {}
     prompt: str | list[str | int | list[int]]
     echo: bool = False
     logprobs: int | None = None
-    names = {}
 
     def sampling(self) -> dict:
         given = super().sampling()
@@ -157,6 +158,7 @@ class CompletionRequest(Generation, kw_only=True):
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):
+    neutral: ClassVar = {}
     model: str | None = None
     prompt: str | None = None
     messages: list[Any] | None = None
@@ -170,6 +172,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
 
 
 class DetokenizeRequest(msgspec.Struct, kw_only=True):
+    neutral: ClassVar = {}
     model: str | None = None
     tokens: list[int]
 
@@ -196,7 +199,7 @@ def parsed(body: bytes, form: type):
     given = {name: value for name, value in given.items() if value is not None}
     fields = form.__struct_fields__
     for name in [name for name in given if name not in fields]:
-        _check_other(name, given.pop(name), fields)
+        _check_other(name, given.pop(name), form.neutral, fields)
     try:
         made = msgspec.convert(given, form)
     except (msgspec.ValidationError, RecursionError) as error:
@@ -205,12 +208,12 @@ def parsed(body: bytes, form: type):
     return made
 
 
-def _check_other(name: str, value, fields: tuple[str, ...]) -> None:
+def _check_other(name: str, value, neutral: dict[str, list], fields: tuple[str, ...]) -> None:
     """A parameter that is not ours: it has no effect, or asks for nothing, or is refused."""
-    if name in WITHOUT_EFFECT or any(type(value) is type(fine) and value == fine for fine in NEUTRAL.get(name, ())):
+    if name in WITHOUT_EFFECT or any(type(value) is type(fine) and value == fine for fine in neutral.get(name, ())):
         return
-    if name in NEUTRAL:
-        known = " or ".join(as_json(fine) for fine in NEUTRAL[name])
+    if name in neutral:
+        known = " or ".join(as_json(fine) for fine in neutral[name])
         message = f"{name} is not supported: leave it out (only {known} is accepted), got {as_json(value)}"
         raise refusal(message, name, "unsupported_parameter")
     shown_name = as_json(name).strip('"')

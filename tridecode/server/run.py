@@ -19,7 +19,7 @@ from .settings import DYING, Settings
 
 ENGINE_FAILED = 3
 UNREAD = 1 << 16  # bytes of an answer that the kernel holds for its reader; beyond it tokens wait to be sent together
-STUCK = 600  # seconds that a reader may leave it full where requests have no deadline
+STUCK = 600  # seconds that it may be full where requests have no deadline
 
 
 @dataclass(frozen=True)
@@ -36,15 +36,18 @@ class Tls:
             raise TridecodeError(f"the certificate {self.certificate} or its key cannot be used: {reason}") from None
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """A socket that nobody can connect to yet. Raises TridecodeError."""
+def bind(host: str, port: int, timeout: float | None = None) -> socket.socket:
+    """A socket that nobody can connect to yet. timeout: that of Settings, here the seconds for which a client may read
+    nothing of what is there for it, before the kernel ends the connection. Raises TridecodeError."""
     try:
         family, kind, proto, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         bound = socket.socket(family, kind, proto)
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, UNREAD)  # of each connection
+        # Of each connection that it accepts:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, UNREAD)
+        bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * (timeout or STUCK)))
         bound.bind(address)
         return bound
     except OSError as error:
@@ -101,8 +104,6 @@ def serve(
 ) -> int:
     """Serve until a signal; returns the exit code: 0, or 3 where the engine has failed. ready: called once clients can
     connect."""
-    stuck = int(1000 * (settings.timeout or STUCK))
-    bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, stuck)  # of each connection: a reader that is stuck
     config = uvicorn.Config(
         None,
         log_config=None,
