@@ -111,6 +111,21 @@ def test_logprobs_of_a_completion_have_offsets(client):
     assert len(found.tokens) == len(found.token_logprobs) == len(found.top_logprobs) == 6
 
 
+def test_echo_with_logprobs_tells_of_the_prompt(client, served):
+    prompts = ["Once upon a time", "Hi"]
+    got = client.completions.create(model="bundled", prompt=prompts, temperature=0, max_tokens=3, logprobs=2, echo=True)
+    for prompt, choice in zip(prompts, got.choices):
+        ids, found = served.engine.encode(prompt), choice.logprobs
+        expected = served.engine.score(ids).log_softmax(-1)
+        assert found.token_logprobs[0] is found.top_logprobs[0] is None  # as clients expect, whatever the schema says
+        for i, token in enumerate(ids[1:]):
+            assert found.token_logprobs[i + 1] == pytest.approx(float(expected[i, token]), abs=1e-4)
+        assert len(found.tokens) == len(ids) + 3 and choice.text.startswith(prompt)
+        for token, offset in zip(found.tokens, found.text_offset):
+            assert choice.text[offset:].startswith(token)
+    assert got.usage.completion_tokens == 6
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_completions_of_many_prompts_with_echo(client, served, stream):
     prompts = ["Once upon a time", "The cat"]
@@ -338,7 +353,7 @@ def test_what_cannot_be_is_refused_by_name(served, name, stream):
         ({"prompt": [-1]}, "token id -1 is not in the vocabulary"),
         ({"prompt": [1] * 2049}, "has 2,049 tokens, the context holds 2,048"),
         ({"prompt": ["a"] * 65, "n": 2}, "at most 128 answers"),
-        ({"echo": True, "logprobs": 1}, "logprobs together with echo"),
+        ({"echo": True, "logprobs": 1, "stream": True}, "echo together with logprobs needs stream: false"),
         ({"suffix": "end"}, "suffix is not supported"),
         ({"best_of": 3}, "best_of is not supported"),
         ({"messages": []}, "messages is not a parameter"),

@@ -23,7 +23,7 @@ from .prompt import Encoded, Prompt, listed, prompt_ids
 from .results import Piece, Result
 from .sampling import SamplingParams
 from .serve.driver import Driver, Request
-from .serve.request import Job, checked_stop_ids, step_kind
+from .serve.request import Job, checked_stop_ids, scoring, step_kind
 from .serve.scheduler import Scheduler
 from .step.dispatch import ATTENTION, MODES, GraphStat, lowered
 from .step.graphs import make_steps
@@ -353,19 +353,16 @@ class Engine:
         if (ids := listed(token_ids)) is None:
             raise PromptError(f"token_ids must be a sequence of token ids, got {shown(token_ids)}")
         ids = self.encode(ids)
-        job = Job(
-            ids=ids,
-            before=(),
-            params=SamplingParams(temperature=0, seed=0),
-            stop_ids=(),
-            limit=len(ids) + 1,
-            reuse_prefix=False,
-            started=time.perf_counter(),
-            logits=torch.empty(len(ids), self.config.vocab_size, device=self.device),
-        )
+        logits = torch.empty(len(ids), self.config.vocab_size, device=self.device)
+        job = scoring(ids, time.perf_counter(), logits=logits)
         if error := self._driver.submit(job).result().error:
             raise GenerationError(error)
         return job.logits
+
+    def submit_score(self, prompt: Prompt, logprobs: int) -> Request:
+        """A request whose pieces tell of each token after the prompt's first one how likely it was, with the `logprobs`
+        likeliest, and of the one that would follow; see `submit` and `score`."""
+        return self._driver.submit(scoring(self.encode(prompt), time.perf_counter(), logprobs))
 
     def rewind(self, position: int | Sequence[int], params: SamplingParams, rows: int = 1) -> None:
         """Put the first `rows` rows at `position`, or each at its own of a list, with whatever the cache holds, for

@@ -257,7 +257,7 @@ class Scheduler:
         kind = part[0].job.kind if len(part) == 1 else max((r.job.kind for r in part), key=KINDS.index)
         self._run_pass(kind, part[-1].row + 1)
         for running in part:
-            if running.job.scores:
+            if running.job.logits is not None:
                 running.job.logits[running.position].copy_(self._model.workspace.logits[running.row])
             running.position += 1
             running.in_flight += 1

@@ -43,6 +43,7 @@ class Answer:
     def __init__(self, engine: Engine, loop: Loop, metrics: Metrics, call: Call, plan: Plan, rename: dict[str, str]):
         self._engine, self._loop, self._metrics, self._call, self._plan = engine, loop, metrics, call, plan
         self._rename = rename
+        self._prompts: list[Encoded] = []
         self._choices: list[Choice] = []
         self._begun = False  # the head of the response was sent
 
@@ -50,7 +51,9 @@ class Answer:
         call, record = self._call, scope["tridecode.record"]
         gone = asyncio.create_task(self._watch(receive))
         try:
-            await self._loop.begin(call, self._plan.prompts * len(self._plan.params), self._submit)
+            plan = self._plan
+            count = plan.prompts * (len(plan.params) + plan.asked.scores_prompt)
+            await self._loop.begin(call, count, self._submit)
             if self._plan.asked.stream:
                 await self._stream(send)
             else:
@@ -80,13 +83,14 @@ class Answer:
         self._call.end(ApiError(499, "the client has gone", code="disconnected"))
 
     def _submit(self) -> list:
-        plan = self._plan
-        prompts = plan.prepare()
+        """The requests of all answers, and after them those that score the prompts."""
+        plan, engine = self._plan, self._engine
+        prompts = self._prompts = plan.prepare()
         self._choices = [plan.choice(i, prompt) for i, prompt in enumerate(prompts) for _ in plan.params]
         reuse = plan.asked.cache_prompt
-        return [
-            self._engine.submit(prompt, params, reuse_prefix=reuse) for prompt in prompts for params in plan.params
-        ]
+        answers = [engine.submit(prompt, params, reuse_prefix=reuse) for prompt in prompts for params in plan.params]
+        scored = prompts if plan.asked.scores_prompt else ()
+        return answers + [engine.submit_score(prompt, plan.params[0].logprobs) for prompt in scored]
 
     async def _news(self) -> list[tuple[int, list[Piece]]]:
         news = await self._call.news()
@@ -96,22 +100,26 @@ class Answer:
                 raise GenerationError(last.error)
             if last.finish_reason == "cancelled":  # by whoever closed the engine
                 raise self._call.ended or ApiError(503, "the server is stopping", code="stopping")
-        self._metrics.heard(self._call, news)
+        self._metrics.heard(self._call, [(i, pieces) for i, pieces in news if i < len(self._choices)])
         return news
 
     async def _whole(self, send) -> None:
-        pieces: list[list[Piece]] = [[] for _ in self._choices]
-        left = len(self._choices)
+        answers, n = len(self._choices), len(self._plan.params)
+        left = answers + len(self._prompts) * self._plan.asked.scores_prompt
+        pieces: list[list[Piece]] = [[] for _ in range(left)]
         while left:
             for i, new in await self._news():
                 pieces[i] += new
                 left -= new[-1].finish_reason is not None
+        for i, scores in enumerate(pieces[answers:]):
+            for choice in self._choices[i * n : (i + 1) * n]:
+                choice.echo_logprobs(self._prompts[i].ids, scores)
         shape, with_logprobs = self._plan.shape, self._with_logprobs
         said = [choice.add(new) for choice, new in zip(self._choices, pieces)]
         made = [
             shape.choice(i, said[i], choice.finish_reason, with_logprobs) for i, choice in enumerate(self._choices)
         ]
-        await self._send_json(send, 200, shape.whole(made, usage(self._choices, len(self._plan.params))))
+        await self._send_json(send, 200, shape.whole(made, usage(self._choices, n)))
 
     async def _stream(self, send) -> None:
         """Events as tokens come. A silence before the first has comments in it, as any later one; a failure before

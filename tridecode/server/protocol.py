@@ -64,6 +64,8 @@ class Generation(msgspec.Struct, kw_only=True):
     return_token_ids: bool = False
     cache_prompt: bool = True
 
+    scores_prompt: ClassVar = False
+
     @property
     def with_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
@@ -141,11 +143,15 @@ class CompletionRequest(Generation, kw_only=True):
 
     def check(self) -> None:
         super().check()
-        if self.echo and self.logprobs is not None:
-            what = "logprobs together with echo is not supported: those of a prompt are not computed"
-            raise refusal(f"{what}; leave one out", "echo")
+        if self.scores_prompt and self.stream:
+            raise refusal("echo together with logprobs needs stream: false", "echo")
         if len(self.prompts) * self.n > ANSWERS:
             raise refusal(f"prompt: at most {ANSWERS} answers a request, prompts times n", "prompt")
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether the prompt's own log-probabilities are asked for."""
+        return self.echo and self.logprobs is not None
 
     @property
     def prompts(self) -> list[str | list[int]]:

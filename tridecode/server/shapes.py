@@ -19,7 +19,8 @@ class Choice:
         if prompt is not None:
             opened = ends_inside(tokenizer.decode(prompt[-4:], skip_special=False))
             self._splitter = ThinkSplitter(opened)
-        self._first_text, self._characters = first_text, 0
+        self._first_text, self._characters = first_text, len(first_text)
+        self._first_logprobs: list[tuple[int, TokenLogprobs | None, int]] = []
         self.begun = False  # something of it was sent
         self.finish_reason: str | None = None
         self.usage: Usage | None = None
@@ -28,11 +29,18 @@ class Choice:
     def reasoning_tokens(self) -> int:
         return self._splitter.tokens if self._splitter else 0
 
+    def echo_logprobs(self, prompt: list[int], scores: list[Piece]) -> None:
+        """Begin with the prompt's own: of its first token nothing is known, of the others what `scores` say."""
+        text, offset = self._tokenizer.detokenizer(skip_special=False), 0
+        for token, found in zip(prompt, (None, *(piece.logprobs for piece in scores))):
+            self._first_logprobs.append((token, found, offset))
+            offset += len(text.push(token))
+
     def add(self, pieces: list[Piece]) -> dict:
         """What these pieces bring: content, reasoning, token_ids and logprobs, a list of (id, TokenLogprobs, offset of
         its text); of the last one finish_reason and usage are kept."""
-        content, reasoning, logprobs, ids = self._first_text, "", [], []
-        self._first_text = ""
+        content, reasoning, logprobs, ids = self._first_text, "", self._first_logprobs, []
+        self._first_text, self._first_logprobs = "", []
         for piece in pieces:
             if piece.token_id is not None:
                 ids.append(piece.token_id)
@@ -126,12 +134,13 @@ class CompletionShape(Shape):
     def delta(self, index: int, said: dict, reason: str | None, first: bool, with_logprobs: bool) -> dict:
         return self.choice(index, said, reason, with_logprobs and bool(said["logprobs"]))
 
-    def _logprobs(self, found: list[tuple[int, TokenLogprobs, int]]) -> dict:
+    def _logprobs(self, found: list[tuple[int, TokenLogprobs | None, int]]) -> dict:
         return {
             "tokens": [self._token(token)[0] for token, _, _ in found],
-            "token_logprobs": [max(own.logprob, IMPOSSIBLE) for _, own, _ in found],
+            "token_logprobs": [own and max(own.logprob, IMPOSSIBLE) for _, own, _ in found],
             "top_logprobs": [
-                {self._token(token)[0]: max(value, IMPOSSIBLE) for token, value in own.top} for _, own, _ in found
+                own and {self._token(token)[0]: max(value, IMPOSSIBLE) for token, value in own.top}
+                for _, own, _ in found
             ],
             "text_offset": [offset for _, _, offset in found],
         }
