@@ -12,19 +12,18 @@ import torch
 
 from . import threads
 from .arguments import choice, flag, function, integer, mapping, shown
-from .cache.kv import PAGE
 from .errors import EngineClosed, GenerationError, ParameterError, PromptError
 from .memory import MemoryPlan, allocating, plan_memory
 from .model.checkpoint import load_config, load_weights
 from .model.config import ModelConfig
 from .model.hub import resolve_model
 from .model.weights import Weights, short_repr
-from .placement import LONGEST, check_dtype, graph_options, limits, plan_capacity, resolve_device, resolve_dtype
-from .prompt import Prompt, listed, prompt_ids
+from .placement import check_dtype, check_limits, graph_options, page_size, plan_capacity, resolve_device, resolve_dtype
+from .prompt import Encoded, Prompt, listed, prompt_ids
 from .results import Piece, Result
 from .sampling import SamplingParams
 from .serve.driver import Driver, Request
-from .serve.request import Job, checked_stop_ids, step_kind
+from .serve.request import Job, checked_stop_ids, scoring, step_kind
 from .serve.scheduler import Scheduler
 from .step.dispatch import ATTENTION, MODES, GraphStat, lowered
 from .step.graphs import make_steps
@@ -104,9 +103,7 @@ class Engine:
         choice("graph", graph, tuple(MODES))
         check_dtype(dtype)
         function("progress", progress)
-        if max_seq_len is not None:
-            integer("max_seq_len", max_seq_len, 1, LONGEST)
-        slots, chunk_tokens, max_queue = limits(slots, chunk_tokens, max_queue)
+        slots, chunk_tokens, max_queue = check_limits(slots, chunk_tokens, max_queue, max_seq_len)
         place, backend = resolve_device(device, backend)
         path = BUNDLED if model is None else resolve_model(model)
         config = load_config(path)
@@ -153,7 +150,7 @@ class Engine:
         shapes other than those chosen for the GPU. pages: of the pool, by default what all slots can have; page:
         positions in one."""
         choice("graph", graph, tuple(MODES))
-        slots, chunk_tokens, max_queue = limits(slots, chunk_tokens, max_queue)
+        slots, chunk_tokens, max_queue = check_limits(slots, chunk_tokens, max_queue)
         sizes, attention = graph_options(graph_sizes, attention, slots)
         if backend == "torch" or weights.device.type != "cuda":
             graph = "none"
@@ -241,10 +238,11 @@ class Engine:
 
     def encode(self, prompt: Prompt, template_variables: dict | None = None) -> list[int]:
         """Token ids of a prompt: text as it is, ids, or chat messages through the template. Raises PromptError."""
-        return self._encode(prompt, template_variables)[0]
+        return self.prepare(prompt, template_variables).ids
 
-    def _encode(self, prompt: Prompt, variables: dict | None) -> tuple[list[int], bool]:
-        variables = mapping("template_variables", variables)
+    def prepare(self, prompt: Prompt, template_variables: dict | None = None) -> Encoded:
+        """A prompt in the form in which several requests can have it, encoded once. Raises PromptError."""
+        variables = mapping("template_variables", template_variables)
         limits = self.config.vocab_size, self.capacity, self.config.max_position
         return prompt_ids(prompt, variables, self.tokenizer, *limits)
 
@@ -265,6 +263,11 @@ class Engine:
     def wait(self, requests: Sequence[Request]) -> None:
         """Wait until one of the requests has ended; what it came to, its result() says."""
         self._driver.wait(lambda: any(request.finish_reason for request in requests))
+
+    def step(self) -> bool:
+        """Run one pass, and a chunk of a prompt, for whatever runs or waits; False where nothing does afterwards. For a
+        thread that owns the device and does nothing else: who waits for a request steps by that already."""
+        return self._driver.step()
 
     def stream(
         self,
@@ -288,7 +291,7 @@ class Engine:
         self._open()
         params = self._params(params)
         flag("reuse_prefix", reuse_prefix)
-        ids, chat = self._encode(prompt, template_variables)
+        ids, chat = self.prepare(prompt, template_variables)
         stop_ids = checked_stop_ids(params, self.config)
         seed = secrets.randbits(63) if params.seed is None else params.seed
         return Job(
@@ -350,19 +353,16 @@ class Engine:
         if (ids := listed(token_ids)) is None:
             raise PromptError(f"token_ids must be a sequence of token ids, got {shown(token_ids)}")
         ids = self.encode(ids)
-        job = Job(
-            ids=ids,
-            before=(),
-            params=SamplingParams(temperature=0, seed=0),
-            stop_ids=(),
-            limit=len(ids) + 1,
-            reuse_prefix=False,
-            started=time.perf_counter(),
-            logits=torch.empty(len(ids), self.config.vocab_size, device=self.device),
-        )
+        logits = torch.empty(len(ids), self.config.vocab_size, device=self.device)
+        job = scoring(ids, time.perf_counter(), logits=logits)
         if error := self._driver.submit(job).result().error:
             raise GenerationError(error)
         return job.logits
+
+    def submit_score(self, prompt: Prompt, logprobs: int) -> Request:
+        """A request whose pieces tell of each token after the prompt's first one how likely it was, with the `logprobs`
+        likeliest, and of the one that would follow; see `submit` and `score`."""
+        return self._driver.submit(scoring(self.encode(prompt), time.perf_counter(), logprobs))
 
     def rewind(self, position: int | Sequence[int], params: SamplingParams, rows: int = 1) -> None:
         """Put the first `rows` rows at `position`, or each at its own of a list, with whatever the cache holds, for
@@ -389,8 +389,3 @@ class Engine:
         """Wait until everything enqueued has run."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-
-
-def page_size(backend: str, slots: int) -> int | None:
-    """Positions in a K/V page; None: the CPU's one conversation has a page for the whole of its context."""
-    return PAGE if backend == "triton" or slots > 1 else None

@@ -6,6 +6,7 @@ import re
 import torch
 
 from .arguments import choice, integer, shown
+from .cache.kv import PAGE
 from .errors import DeviceError, ParameterError
 from .memory import MemoryPlan, plan_memory
 from .model.config import ModelConfig
@@ -108,8 +109,15 @@ def graph_options(sizes, attention: str, slots: int) -> tuple[tuple[int, ...], s
     return graph_sizes(slots, found), attention
 
 
-def limits(slots: int, chunk_tokens: int, max_queue: int | None) -> tuple[int, int, int | None]:
-    """The same as integers. Raises ParameterError."""
+def page_size(backend: str, slots: int) -> int | None:
+    """Positions in a K/V page; None: the CPU's one conversation has a page for the whole of its context."""
+    return PAGE if backend == "triton" or slots > 1 else None
+
+
+def check_limits(slots, chunk_tokens, max_queue, max_seq_len=None) -> tuple[int, int, int | None]:
+    """The first three as Python's integers. Raises ParameterError."""
+    if max_seq_len is not None:
+        integer("max_seq_len", max_seq_len, 1, LONGEST)
     slots = integer("slots", slots, 1, MAX_SLOTS)
     chunk_tokens = integer("chunk_tokens", chunk_tokens, 1, LONGEST)
     return slots, chunk_tokens, max_queue if max_queue is None else integer("max_queue", max_queue, 0, LONGEST)

@@ -7,6 +7,7 @@ from contextlib import nullcontext, suppress
 
 from ..model.presets import PRESETS
 from ..version import __version__
+from .serve_options import SERVE, serve_options
 from .terminal import one_line
 from .values import ascending, contexts, logit_bias, minutes, positive, positives, row_count, row_counts, token_ids
 
@@ -36,7 +37,7 @@ SAMPLING = (  # the fields of SamplingParams, each an option
     "logit_bias", "seed", "max_tokens", "stop", "stop_token_ids", "ignore_eos", "logprobs",
 )  # fmt: skip
 GRAPHS = ("none", "piecewise", "full", "full_decode_only", "full_and_piecewise")  # step.dispatch.MODES, without torch
-BATCH_SLOTS = 16  # of generate --jsonl
+BATCH_SLOTS = 16  # of generate --jsonl and of serve
 BENCH = """\
 Time this engine with random weights in the shape of a public model (or with a checkpoint's), against a limit measured
 in the same run. Prints a table and, as the last line, one JSON object. Needs a GPU. docs/benchmarks.md says what each
@@ -125,6 +126,8 @@ def make_parser() -> argparse.ArgumentParser:
     words = dict(help="answer one prompt, or a file of them", description=GENERATE)
     generate = commands.add_parser("generate", parents=running, **words)
     generate_options(generate)
+    words = dict(help="serve a model over HTTP, by OpenAI's API", description=SERVE)
+    serve_options(commands.add_parser("serve", parents=[engine], **words))
     words = dict(help="show what would run, without loading, and what stands in its way", description=INFO)
     info = commands.add_parser("info", aliases=["doctor"], parents=[engine], **words)
     info.add_argument("--json", action="store_true", help="print one JSON object (sizes in bytes)")
@@ -273,7 +276,7 @@ def engine_options() -> argparse.ArgumentParser:
     group.add_argument(
         "--max-seq-len", type=int, metavar="N", help="context to allocate (default: what fits, on a CPU at most 8192)"
     )
-    slots = f"requests at a time (default: 1, with --jsonl {BATCH_SLOTS})"
+    slots = f"requests at a time (default: 1; with --jsonl, and for serve, {BATCH_SLOTS})"
     group.add_argument("--slots", type=row_count, metavar="N", help=slots)
     pool = "K/V positions that all slots share (default: what fits, at most the context for each)"
     group.add_argument("--kv-tokens", type=positive, metavar="N", help=pool)

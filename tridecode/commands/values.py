@@ -27,6 +27,23 @@ def positive(text: str) -> int:
     return value
 
 
+def port(text: str) -> int:
+    value = int(text) if text.isdecimal() and len(text) < 6 else -1
+    if not 0 <= value < 2**16:
+        raise argparse.ArgumentTypeError(f"expected a port from 0 to 65535, got {text!r}")
+    return value
+
+
+def seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= 10**6:
+        raise argparse.ArgumentTypeError(f"expected seconds from 0 to a million, got {text!r}")
+    return value
+
+
 def positives(text: str) -> list[int]:
     return [positive(part) for part in text.split(",")]
 

@@ -17,7 +17,8 @@ class Job:
     """ids: the prompt; before: what of it the text continues (none in a chat); params: with a seed; stop_ids: the
     model's and params'; limit: tokens, prompt and output, at which it ends; started: by time.perf_counter.
 
-    logits: where a score leaves those of each pass, fp32 [len(ids), vocab]; its passes begin at the first token.
+    scores: its passes begin at the prompt's first token, and its pieces are what follows each; logits: where such a one
+    leaves those of each pass, fp32 [len(ids), vocab].
     `pieces` only grows, a token with what ends it at once: whatever else the scheduler knows of a job follows from it.
     """
 
@@ -28,6 +29,7 @@ class Job:
     limit: int
     reuse_prefix: bool
     started: float
+    scores: bool = False
     logits: torch.Tensor | None = None
     pieces: list[Piece] = field(default_factory=list)
     failure: Exception | None = None  # what ended it in place of a last piece
@@ -44,12 +46,14 @@ class Job:
         return self.ids + [piece.token_id for piece in self.pieces]
 
     @property
-    def scores(self) -> bool:
-        return self.logits is not None
-
-    @property
     def kind(self) -> str:
         return step_kind(self.params)
+
+
+def scoring(ids: list[int], started: float, logprobs: int | None = None, logits: torch.Tensor | None = None) -> Job:
+    """A job that tells how likely each token of `ids` was: by the logits, or its pieces' log-probabilities."""
+    params = SamplingParams(temperature=0, seed=0, logprobs=logprobs)
+    return Job(ids, (), params, (), len(ids) + 1, reuse_prefix=False, started=started, scores=True, logits=logits)
 
 
 def step_kind(params: SamplingParams) -> str:
