@@ -1,9 +1,22 @@
 """The options of `bench`. Nothing here imports torch."""
 
 import argparse
+import math
 
 from ..model.presets import PRESETS
-from .values import contexts, positive, positives, row_counts
+from .values import (
+    amount,
+    contexts,
+    percentiles,
+    positive,
+    positives,
+    request_rate,
+    row_counts,
+    seconds,
+    server_url,
+    temperature,
+    whole,
+)
 
 BENCH = """\
 Time this engine with random weights in the shape of a public model (or with a checkpoint's), against a limit measured
@@ -62,11 +75,41 @@ def add_benches(bench) -> None:
     peers = add("peers", "transformers on the same shape in the same run", runs=5)
     add_shape(peers)
     add_steps(peers, "prompt tokens", sampling=False)
+    add_serve(add("serve", "a server through HTTP, this one or any with the OpenAI API, under load"))
     suite = add("suite", "every row of one of the files in benchmarks/, in one process")
     suites = ["targets", "batch", "ladder", "peers"]
     suite.add_argument("suite", nargs="?", choices=suites, default="targets", help="(targets)")
     report = add("report", "show a JSON file that a bench wrote; measures nothing")
     report.add_argument("file", metavar="FILE", help="a JSON list of rows")
+
+
+def add_serve(serve) -> None:
+    """The names are those of vLLM's benchmark where it has the same."""
+    serve.add_argument("--url", type=server_url, default="http://127.0.0.1:8000", help="(http://127.0.0.1:8000)")
+    serve.add_argument("--model", metavar="NAME", help="as the server calls it (default: the first that it names)")
+    serve.add_argument("--endpoint", choices=["completions", "chat"], default="completions", help="(completions)")
+    serve.add_argument("--api-key", metavar="FILE", help="its first line is the key (default: $TRIDECODE_API_KEY)")
+    serve.add_argument("--timeout", type=seconds, default=600.0, metavar="S", help="for a whole request (600)")
+    group = serve.add_argument_group("load")
+    group.add_argument("--num-prompts", type=positive, metavar="N", help="requests (100, or all of --jsonl)")
+    rate = "requests begun a second, at random times, or inf: at once (inf)"
+    group.add_argument("--request-rate", type=request_rate, default=math.inf, metavar="R", help=rate)
+    burst = "of these times; 1 is a Poisson process, less comes in bursts, more is more even (1)"
+    group.add_argument("--burstiness", type=amount, default=1.0, metavar="B", help=burst)
+    group.add_argument("--max-concurrency", type=positive, metavar="N", help="requests under way at most (no limit)")
+    group.add_argument("--warm-up", type=whole, default=1, metavar="N", help="requests before, not counted (1)")
+    group.add_argument("--seed", type=whole, metavar="N", help="of prompts and times (default: another each time)")
+    group = serve.add_argument_group("prompts", "Random token ids; for --endpoint chat random words.")
+    group.add_argument("--input-tokens", type=positive, default=128, metavar="N", help="or words, of a prompt (128)")
+    group.add_argument("--output-tokens", type=positive, default=128, metavar="N", help="of an answer at most (128)")
+    lines = 'prompts instead, a line each: {"prompt": ...}, {"messages": ...} or {"prompt_ids": ...}, also max_tokens'
+    group.add_argument("--jsonl", metavar="FILE", help=f"{lines}; - is stdin")
+    group.add_argument("--temperature", type=temperature, default=0.0, metavar="T", help="(0)")
+    eos = group.add_mutually_exclusive_group()
+    eos.add_argument("--ignore-eos", action="store_true", help="answers end at their length only, with --jsonl too")
+    eos.add_argument("--no-ignore-eos", action="store_true", help="they may; for servers that know no ignore_eos")
+    percent = "of each time, beside mean, median and std (99)"
+    serve.add_argument("--percentiles", type=percentiles, default=[99], metavar="P,P", help=percent)
 
 
 def add_shape(parser, model: bool = False) -> None:
