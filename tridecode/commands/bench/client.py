@@ -3,7 +3,7 @@
 import asyncio
 import json
 import time
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 
 import httpx
@@ -90,26 +90,45 @@ class Client:
     def __init__(self, url: str, key: str | None, timeout: float):
         """timeout: seconds for a whole request."""
         self._timeout = timeout
-        self._http = httpx.AsyncClient(
-            base_url=url,
-            # What is compressed comes late, and in other pieces than it was sent in.
-            headers={"accept-encoding": "identity"} | ({"authorization": f"Bearer {key}"} if key else {}),
-            timeout=None,
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
-        )
+        # What is compressed comes late, and in other pieces than it was sent in.
+        headers = {"accept-encoding": "identity"} | ({"authorization": f"Bearer {key}"} if key else {})
+        # Servers close what is idle for some seconds (uvicorn: 5): no request should meet that.
+        limits = httpx.Limits(max_connections=1, keepalive_expiry=3.0)
+        self._options = dict(base_url=url, headers=headers, limits=limits, timeout=None)
+        self._options["verify"] = httpx.create_ssl_context()
+        # Each of them has one connection: a pool looks at all of its connections at each request (4 ms at 64 of them).
+        self._all: list[httpx.AsyncClient] = []
+        self._idle: list[httpx.AsyncClient] = []
 
     async def __aenter__(self) -> "Client":
         return self
 
     async def __aexit__(self, *raised) -> None:
-        await self._http.aclose()
+        for http in self._all:
+            await http.aclose()
+
+    def prepare(self, connections: int) -> None:
+        """Make what so many requests at once need: it takes a millisecond each."""
+        while len(self._idle) < connections:
+            self._all.append(httpx.AsyncClient(**self._options))
+            self._idle.append(self._all[-1])
+
+    @contextmanager
+    def _connection(self):
+        self.prepare(1)
+        http = self._idle.pop()  # the one used last, whose connection is the likeliest to be open
+        try:
+            yield http
+        finally:
+            self._idle.append(http)
 
     async def first_model(self) -> str:
         """The name of the first model that the server has. Raises GenerationError."""
-        place = f"{self._http.base_url}v1/models"
+        place = f"{self._options['base_url']}/v1/models"
         try:
             async with failing(self._timeout):
-                response = await self._http.get("/v1/models")
+                with self._connection() as http:
+                    response = await http.get("/v1/models")
                 check(response)
                 return response.json()["data"][0]["id"]
         except Failed as error:
@@ -123,27 +142,30 @@ class Client:
         running.add(answer)
         try:
             async with failing(self._timeout):
-                await self._stream(path, body, answer)
+                with self._connection() as http:
+                    await stream(http, path, body, answer)
         except Failed as error:
             answer.error = str(error)
         finally:
             running.remove(answer)
         return answer
 
-    async def _stream(self, path: str, body: bytes, answer: Answer) -> None:
-        json_body = {"content-type": "application/json"}
-        async with self._http.stream("POST", path, content=body, headers=json_body) as response:
-            if response.status_code != 200:
-                await response.aread()
-                check(response)
-            rest = b""
-            async for piece in response.aiter_raw():
-                now = time.perf_counter()
-                *lines, rest = (rest + piece).split(b"\n")
-                for line in lines:
-                    if line.startswith(b"data:") and (data := line[5:].strip()) != b"[DONE]":
-                        answer.event(data, now)
-            answer.finish()
+
+async def stream(http: httpx.AsyncClient, path: str, body: bytes, answer: Answer) -> None:
+    """Raises Failed and what httpx raises."""
+    json_body = {"content-type": "application/json"}
+    async with http.stream("POST", path, content=body, headers=json_body) as response:
+        if response.status_code != 200:
+            await response.aread()
+            check(response)
+        rest = b""
+        async for piece in response.aiter_raw():
+            now = time.perf_counter()
+            *lines, rest = (rest + piece).split(b"\n")
+            for line in lines:
+                if line.startswith(b"data:") and (data := line[5:].strip()) != b"[DONE]":
+                    answer.event(data, now)
+        answer.finish()
 
 
 def check(response: httpx.Response) -> None:

@@ -31,6 +31,7 @@ WORDS = (  # a token each in most vocabularies
 ).split()
 PROMPTS = ("prompt", "messages", "prompt_ids")
 LARGEST = 256_000_000  # bytes of --jsonl
+MADE_BEFORE = 256  # connections, where there is no limit of concurrency
 REASONS = 10  # that are shown, of requests that failed
 
 
@@ -59,6 +60,7 @@ class Load:
             self.answers.append(answer)
             ended()
 
+        client.prepare(min(len(self.bodies), self.max_concurrency or MADE_BEFORE))
         gc.collect()
         gc.freeze()  # what stands in memory by now is not looked through again amid the requests
         self.started = time.perf_counter()
