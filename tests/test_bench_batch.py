@@ -15,10 +15,11 @@ from tridecode.cache.kv import PAGE
 from tridecode.commands.bench import batch, measure, report, suite
 from tridecode.commands.parser import GRAPHS, make_parser
 from tridecode.commands.values import MOST_ROWS, mix
-from tridecode.engine import MAX_SLOTS, Engine
+from tridecode.engine import Engine
 from tridecode.errors import GenerationError
 from tridecode.layout import POSITION, RUN, STATUS
 from tridecode.model.checkpoint import random_weights
+from tridecode.placement import MAX_SLOTS
 from tridecode.step.dispatch import MODES
 
 ROOT = Path(__file__).parent.parent

@@ -233,14 +233,14 @@ def test_an_api_key_is_sent_and_not_shown(bench, tmp_path, monkeypatch):
     with FakeServer() as server:
         load = ("--num-prompts", 1, "--output-tokens", 1, "--warm-up", 0)
         _, _, first, _ = bench(server, *load)
-        _, _, second, _ = bench(server, *load, "--api-key", tmp_path / "key")
+        _, _, second, _ = bench(server, *load, "--api-key-file", tmp_path / "key")
     keys = [headers["authorization"] for _, _, headers, _ in server.got]
     assert keys == ["Bearer from-the-environment", "Bearer from-a-file"]
     assert "from-" not in first + second and str(tmp_path) not in second
-    (tmp_path / "key").write_text("ключ")
-    assert "only printable ASCII" in bench(server, "--api-key", tmp_path / "key")[3]
-    (tmp_path / "key").write_text("\n")
-    assert "the file is empty" in bench(server, "--api-key", tmp_path / "key")[3]
+    for text in ("ключ", "\n", "one\ntwo"):
+        (tmp_path / "key").write_text(text)
+        _, _, _, err = bench(server, "--api-key-file", tmp_path / "key")
+        assert err.endswith("key: expected one line of printable ASCII characters, the API key\n")
 
 
 # when it asks

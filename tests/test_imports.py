@@ -60,10 +60,11 @@ ROOMS = {
     "cache": {"errors", "model"},
     "step": {"cache", "kernels", "layout", "model", "version"},
     "memory": {"cache", "cgroup", "errors", "model", "step"},
-    "placement": {"arguments", "errors", "memory", "model", "step", "prompt"},
+    "placement": {"arguments", "cache", "errors", "memory", "model", "step", "prompt"},
     "serve": {"cache", "errors", "layout", "model", "results", "sampling", "step", "text"},
 }
 ROOMS["engine"] = set(ROOMS)
+ROOMS["server"] = set(ROOMS)
 
 
 def room(module: str) -> str:

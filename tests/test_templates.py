@@ -106,7 +106,7 @@ def run_worker(worker: str, template: str) -> dict:
 def test_the_child_is_ended_with_its_template():
     template = ChatTemplate("{{ messages[0].content }}", {})
     assert template.render(USER, {}) == "Hello"
-    child = template._worker.process
+    child = template._workers.first.process
     assert child.poll() is None
     del template
     assert child.returncode == -signal.SIGKILL, "ended, and waited for: no zombie"
@@ -116,8 +116,8 @@ def test_a_child_that_is_gone_is_replaced():
     template = ChatTemplate("{{ messages[0].content }}", {})
     template.start()
     for _ in range(2):
-        template._worker.process.kill()
-        template._worker.process.wait()
+        template._workers.first.process.kill()
+        template._workers.first.process.wait()
         assert template.render(USER, {}) == "Hello"
 
 
@@ -139,7 +139,7 @@ def cpu_seconds(process) -> float:
 
 def while_it_renders(template, action) -> threading.Thread:
     def act():
-        busy(template._worker.process)
+        busy(template._workers.first.process)
         action()
 
     thread = threading.Thread(target=act)
@@ -150,7 +150,7 @@ def while_it_renders(template, action) -> threading.Thread:
 def test_a_child_that_is_killed_while_it_renders():
     template = ChatTemplate(SOMETIMES, {}, limits=Limits(seconds=60))
     assert template.render(IDLE, {}) == "yes"
-    thread = while_it_renders(template, template._worker.process.kill)
+    thread = while_it_renders(template, template._workers.first.process.kill)
     with pytest.raises(PromptError, match="its process ended with code -9"):
         template.render(BUSY, {})
     thread.join()
@@ -160,7 +160,7 @@ def test_a_child_that_is_killed_while_it_renders():
 def test_an_interrupt_ends_the_render():
     template = ChatTemplate(SOMETIMES, {}, limits=Limits(seconds=60))
     assert template.render(IDLE, {}) == "yes"
-    child = template._worker.process
+    child = template._workers.first.process
     thread = while_it_renders(template, lambda: os.kill(os.getpid(), signal.SIGINT))
     with pytest.raises(KeyboardInterrupt):
         template.render(BUSY, {})
@@ -173,7 +173,7 @@ def test_the_terminal_reaches_the_parent_only():
     """Ctrl-C goes to a whole process group; the child has its own."""
     template = ChatTemplate("yes", {})
     template.start()
-    assert os.getpgid(template._worker.process.pid) == template._worker.process.pid != os.getpgrp()
+    assert os.getpgid(template._workers.first.process.pid) == template._workers.first.process.pid != os.getpgrp()
 
 
 def test_a_child_ends_with_its_parent(tmp_path):
@@ -182,7 +182,7 @@ def test_a_child_ends_with_its_parent(tmp_path):
         "from tridecode.text.chat_template import ChatTemplate, Limits\n"
         f"template = ChatTemplate({SOMETIMES!r}, {{}}, limits=Limits(seconds=1))\n"
         "template.render([{}], {})\n"
-        "print(template._worker.process.pid, flush=True)\n"
+        "print(template._workers.first.process.pid, flush=True)\n"
         "input()\n"
         "template.render([{'busy': True}], {})\n"
     )
@@ -213,16 +213,16 @@ def running(pid: int) -> bool:
 def test_a_fork_has_a_child_of_its_own():
     template = ChatTemplate("{{ messages[0].content }}", {})
     assert template.render(USER, {}) == "Hello"
-    child = template._worker.process
+    child = template._workers.first.process
     pid = os.fork()
     if pid == 0:
         fine = False
         try:
-            fine = template.render([{"content": "fork"}], {}) == "fork" and template._worker.process is not child
+            fine = template.render([{"content": "fork"}], {}) == "fork" and template._workers.first.process is not child
         finally:
             os._exit(0 if fine else 1)
     assert os.waitpid(pid, 0)[1] == 0
-    assert template.render(USER, {}) == "Hello" and template._worker.process is child
+    assert template.render(USER, {}) == "Hello" and template._workers.first.process is child
 
 
 def test_a_process_that_cannot_be_started(monkeypatch):

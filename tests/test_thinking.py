@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tridecode import Engine
-from tridecode.commands.chat.thinking import ANSWER, THINKING, ThinkSplitter, end_thinking, strip_thinking
 from tridecode.errors import PromptError
+from tridecode.text.thinking import ANSWER, THINKING, ThinkSplitter, end_thinking, strip_thinking
 
 FRAGMENTS = ["<think>", "</think>", "<", "/", "think", ">", "</", "<thi", " ", "\n", "\r", "a", "é", "</thinking>"]
 TEXTS = st.lists(st.sampled_from(FRAGMENTS) | st.text(max_size=4), max_size=12).map("".join)

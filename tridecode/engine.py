@@ -12,15 +12,14 @@ import torch
 
 from . import threads
 from .arguments import choice, flag, function, integer, mapping, shown
-from .cache.kv import PAGE
 from .errors import EngineClosed, GenerationError, ParameterError, PromptError
 from .memory import MemoryPlan, allocating, plan_memory
 from .model.checkpoint import load_config, load_weights
 from .model.config import ModelConfig
 from .model.hub import resolve_model
 from .model.weights import Weights, short_repr
-from .placement import LONGEST, check_dtype, graph_options, plan_capacity, resolve_device, resolve_dtype
-from .prompt import Prompt, listed, prompt_ids
+from .placement import check_dtype, check_limits, graph_options, page_size, plan_capacity, resolve_device, resolve_dtype
+from .prompt import Encoded, Prompt, listed, prompt_ids
 from .results import Piece, Result
 from .sampling import SamplingParams
 from .serve.driver import Driver, Request
@@ -34,7 +33,6 @@ from .step.state import DecodeModel, make_model
 from .text.tokenizer import Tokenizer
 
 BUNDLED = Path(__file__).parent / "bundled"
-MAX_SLOTS = 64
 
 
 @dataclass
@@ -105,9 +103,7 @@ class Engine:
         choice("graph", graph, tuple(MODES))
         check_dtype(dtype)
         function("progress", progress)
-        if max_seq_len is not None:
-            integer("max_seq_len", max_seq_len, 1, LONGEST)
-        slots, chunk_tokens, max_queue = _checked(slots, chunk_tokens, max_queue)
+        slots, chunk_tokens, max_queue = check_limits(slots, chunk_tokens, max_queue, max_seq_len)
         place, backend = resolve_device(device, backend)
         path = BUNDLED if model is None else resolve_model(model)
         config = load_config(path)
@@ -154,7 +150,7 @@ class Engine:
         shapes other than those chosen for the GPU. pages: of the pool, by default what all slots can have; page:
         positions in one."""
         choice("graph", graph, tuple(MODES))
-        slots, chunk_tokens, max_queue = _checked(slots, chunk_tokens, max_queue)
+        slots, chunk_tokens, max_queue = check_limits(slots, chunk_tokens, max_queue)
         sizes, attention = graph_options(graph_sizes, attention, slots)
         if backend == "torch" or weights.device.type != "cuda":
             graph = "none"
@@ -242,10 +238,11 @@ class Engine:
 
     def encode(self, prompt: Prompt, template_variables: dict | None = None) -> list[int]:
         """Token ids of a prompt: text as it is, ids, or chat messages through the template. Raises PromptError."""
-        return self._encode(prompt, template_variables)[0]
+        return self.prepare(prompt, template_variables).ids
 
-    def _encode(self, prompt: Prompt, variables: dict | None) -> tuple[list[int], bool]:
-        variables = mapping("template_variables", variables)
+    def prepare(self, prompt: Prompt, template_variables: dict | None = None) -> Encoded:
+        """A prompt in the form in which several requests can have it, encoded once. Raises PromptError."""
+        variables = mapping("template_variables", template_variables)
         limits = self.config.vocab_size, self.capacity, self.config.max_position
         return prompt_ids(prompt, variables, self.tokenizer, *limits)
 
@@ -266,6 +263,11 @@ class Engine:
     def wait(self, requests: Sequence[Request]) -> None:
         """Wait until one of the requests has ended; what it came to, its result() says."""
         self._driver.wait(lambda: any(request.finish_reason for request in requests))
+
+    def step(self) -> bool:
+        """Run one pass, and a chunk of a prompt, for whatever runs or waits; False where nothing does afterwards. For a
+        thread that owns the device and does nothing else: who waits for a request steps by that already."""
+        return self._driver.step()
 
     def stream(
         self,
@@ -289,7 +291,7 @@ class Engine:
         self._open()
         params = self._params(params)
         flag("reuse_prefix", reuse_prefix)
-        ids, chat = self._encode(prompt, template_variables)
+        ids, chat = self.prepare(prompt, template_variables)
         stop_ids = checked_stop_ids(params, self.config)
         seed = secrets.randbits(63) if params.seed is None else params.seed
         return Job(
@@ -390,14 +392,3 @@ class Engine:
         """Wait until everything enqueued has run."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-
-
-def page_size(backend: str, slots: int) -> int | None:
-    """Positions in a K/V page; None: the CPU's one conversation has a page for the whole of its context."""
-    return PAGE if backend == "triton" or slots > 1 else None
-
-
-def _checked(slots: int, chunk_tokens: int, max_queue: int | None) -> tuple[int, int, int | None]:
-    slots = integer("slots", slots, 1, MAX_SLOTS)
-    chunk_tokens = integer("chunk_tokens", chunk_tokens, 1, LONGEST)
-    return slots, chunk_tokens, max_queue if max_queue is None else integer("max_queue", max_queue, 0, LONGEST)

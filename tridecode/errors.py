@@ -20,10 +20,11 @@ class PromptError(TridecodeError, ValueError):
 
 
 class TooLong(PromptError):
-    """A prompt of so many bytes that no tokens of it fit in the context. tokens: the fewest that it can have."""
+    """A prompt that does not fit in the context. tokens: how many it has; or_more: that is the fewest it can have."""
 
-    def __init__(self, tokens: int, context: int):
-        super().__init__(f"the prompt has {tokens:,} tokens or more, the context holds {context:,}")
+    def __init__(self, tokens: int, context: int, or_more: bool = False, fix: str = ""):
+        least = " or more" if or_more else ""
+        super().__init__(f"the prompt has {tokens:,} tokens{least}, the context holds {context:,}{fix}")
         self.tokens = tokens
 
 

@@ -6,6 +6,7 @@ import re
 import torch
 
 from .arguments import choice, integer, shown
+from .cache.kv import PAGE
 from .errors import DeviceError, ParameterError
 from .memory import MemoryPlan, plan_memory
 from .model.config import ModelConfig
@@ -14,6 +15,7 @@ from .step.dispatch import ATTENTION, SIZES, graph_sizes
 from .step.prefill import CHUNK
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+MAX_SLOTS = 64
 LONGEST = 2**31 - 2  # positions are 32-bit integers
 log = logging.getLogger("tridecode")
 
@@ -105,3 +107,17 @@ def graph_options(sizes, attention: str, slots: int) -> tuple[tuple[int, ...], s
     if found != sorted(set(found)):
         raise ParameterError(f"graph_sizes must ascend, got {', '.join(map(str, found))[:60]}")
     return graph_sizes(slots, found), attention
+
+
+def page_size(backend: str, slots: int) -> int | None:
+    """Positions in a K/V page; None: the CPU's one conversation has a page for the whole of its context."""
+    return PAGE if backend == "triton" or slots > 1 else None
+
+
+def check_limits(slots, chunk_tokens, max_queue, max_seq_len=None) -> tuple[int, int, int | None]:
+    """The first three as Python's integers. Raises ParameterError."""
+    if max_seq_len is not None:
+        integer("max_seq_len", max_seq_len, 1, LONGEST)
+    slots = integer("slots", slots, 1, MAX_SLOTS)
+    chunk_tokens = integer("chunk_tokens", chunk_tokens, 1, LONGEST)
+    return slots, chunk_tokens, max_queue if max_queue is None else integer("max_queue", max_queue, 0, LONGEST)

@@ -3,18 +3,29 @@
 import operator
 from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
+from typing import NamedTuple
 
 from .arguments import shown
 from .errors import PromptError, TooLong, brief
 from .text.tokenizer import Tokenizer
 
-Prompt = str | Sequence[int] | Sequence[dict]
+
+class Encoded(NamedTuple):
+    """A prompt that was checked and turned into token ids; chat: an answer to it begins a text of its own."""
+
+    ids: list[int]
+    chat: bool
+
+
+Prompt = str | Sequence[int] | Sequence[dict] | Encoded
 
 
 def prompt_ids(
     prompt: Prompt, variables: dict, tokenizer: Tokenizer | None, vocab_size: int, capacity: int, limit: int
-) -> tuple[list[int], bool]:
+) -> Encoded:
     """The ids, and whether the prompt was a chat. limit: positions that the model could have; raises PromptError."""
+    if isinstance(prompt, Encoded):
+        return prompt
     items = listed(prompt)
     chat = bool(items) and isinstance(items[0], Mapping)
     if items is None and not isinstance(prompt, str):
@@ -23,7 +34,7 @@ def prompt_ids(
     if tokenizer is None and (chat or items is None):
         raise PromptError("this engine has no tokenizer: give token ids")
     _check_variables(variables, tokenizer if chat else None)
-    fix = "shorten it" + (" or raise max_seq_len" if capacity < limit else "")
+    fix = ": shorten it" + (" or raise max_seq_len" if capacity < limit else "")
     try:
         if items is None:
             ids = tokenizer.encode(prompt, context=capacity)
@@ -32,15 +43,15 @@ def prompt_ids(
         else:
             ids = [_token_id(token, vocab_size) for token in items]
     except TooLong as error:
-        raise PromptError(f"{error}: {fix}") from None
+        raise TooLong(error.tokens, capacity, or_more=True, fix=fix) from None
     if not ids:
         raise PromptError("the prompt is empty: at least one token is needed")
     for token in (min(ids), max(ids)):  # a tokenizer may know more tokens than the model
         if not 0 <= token < vocab_size:
             raise _outside(token, vocab_size)
     if len(ids) > capacity:
-        raise PromptError(f"the prompt has {len(ids):,} tokens, the context holds {capacity:,}: {fix}")
-    return ids, chat
+        raise TooLong(len(ids), capacity, fix=fix)
+    return Encoded(ids, chat)
 
 
 def listed(prompt) -> list | None:

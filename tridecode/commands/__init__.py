@@ -1,4 +1,4 @@
-"""The command line: `tridecode chat | generate | info | bench | profile | tune`."""
+"""The command line: `tridecode chat | generate | serve | info | bench | profile | tune`."""
 
 try:
     from .main import main

@@ -12,7 +12,6 @@ from .values import (
     positives,
     request_rate,
     row_counts,
-    seconds,
     server_url,
     temperature,
     whole,
@@ -88,8 +87,8 @@ def add_serve(serve) -> None:
     serve.add_argument("--url", type=server_url, default="http://127.0.0.1:8000", help="(http://127.0.0.1:8000)")
     serve.add_argument("--model", metavar="NAME", help="as the server calls it (default: the first that it names)")
     serve.add_argument("--endpoint", choices=["completions", "chat"], default="completions", help="(completions)")
-    serve.add_argument("--api-key", metavar="FILE", help="its first line is the key (default: $TRIDECODE_API_KEY)")
-    serve.add_argument("--timeout", type=seconds, default=600.0, metavar="S", help="for a whole request (600)")
+    serve.add_argument("--api-key-file", metavar="FILE", help="one line; without it TRIDECODE_API_KEY, if set")
+    serve.add_argument("--timeout", type=amount, default=600.0, metavar="S", help="for a whole request (600)")
     group = serve.add_argument_group("load")
     group.add_argument("--num-prompts", type=positive, metavar="N", help="requests (100, or all of --jsonl)")
     rate = "requests begun a second, at random times, or inf: at once (inf)"

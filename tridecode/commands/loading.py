@@ -50,7 +50,8 @@ def load_model(args, model: str | None, max_seq_len: int | None, output: Output)
 
 def slots_of(args) -> int:
     """Requests at a time: --slots, or the command's own number."""
-    return args.slots or (BATCH_SLOTS if getattr(args, "jsonl", None) is not None else 1)
+    many = args.command == "serve" or getattr(args, "jsonl", None) is not None
+    return args.slots or (BATCH_SLOTS if many else 1)
 
 
 def show_defaults(engine: Engine, given: dict, output: Output) -> None:

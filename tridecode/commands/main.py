@@ -86,6 +86,10 @@ def imported(name: str) -> Callable:
         from .generate.command import generate
 
         return generate
+    if name == "serve":
+        from .serve import serve
+
+        return serve
     if name == "bench":
         from .bench import run as bench
 

@@ -8,7 +8,7 @@ from contextlib import nullcontext, suppress
 from ..version import __version__
 from .bench_options import BENCH, add_benches, add_shape, add_verbose
 from .terminal import one_line
-from .values import ascending, logit_bias, minutes, positive, row_count, token_ids
+from .values import ascending, logit_bias, minutes, port, positive, row_count, seconds, token_ids
 
 CHAT = """\
 Talk with a model. In the chat: /help lists the commands, Ctrl-C stops an answer, Ctrl-D leaves.
@@ -36,7 +36,14 @@ SAMPLING = (  # the fields of SamplingParams, each an option
     "logit_bias", "seed", "max_tokens", "stop", "stop_token_ids", "ignore_eos", "logprobs",
 )  # fmt: skip
 GRAPHS = ("none", "piecewise", "full", "full_decode_only", "full_and_piecewise")  # step.dispatch.MODES, without torch
-BATCH_SLOTS = 16  # of generate --jsonl
+BATCH_SLOTS = 16  # of generate --jsonl and of serve
+SERVE = """\
+Serve a model over HTTP, by OpenAI's API: /v1/chat/completions, /v1/completions and more. docs/serving.md has all of it.
+Ctrl-C or SIGTERM lets running requests finish for the grace time; a second one ends at once.
+"""
+SERVE_CODES = """\
+Exit codes: 0 stopped, 1 error, 2 wrong options, 3 the engine failed, 130 or 143 stopped at once.
+"""
 PROFILE = """\
 Show where the time of one token step and of one prefill chunk goes, from the GPU's own activity records, kernel by
 kernel, against the read bandwidth measured in the same run. Prints tables and, as the last line, one JSON object. Needs
@@ -120,6 +127,8 @@ def make_parser() -> argparse.ArgumentParser:
     words = dict(help="answer one prompt, or a file of them", description=GENERATE)
     generate = commands.add_parser("generate", parents=running, **words)
     generate_options(generate)
+    words = dict(help="serve a model over HTTP, by OpenAI's API", description=SERVE)
+    serve_options(commands.add_parser("serve", parents=[engine], **words))
     words = dict(help="show what would run, without loading, and what stands in its way", description=INFO)
     info = commands.add_parser("info", aliases=["doctor"], parents=[engine], **words)
     info.add_argument("--json", action="store_true", help="print one JSON object (sizes in bytes)")
@@ -177,7 +186,7 @@ def engine_options() -> argparse.ArgumentParser:
     group.add_argument(
         "--max-seq-len", type=int, metavar="N", help="context to allocate (default: what fits, on a CPU at most 8192)"
     )
-    slots = f"requests at a time (default: 1, with --jsonl {BATCH_SLOTS})"
+    slots = f"requests at a time (default: 1; with --jsonl, and for serve, {BATCH_SLOTS})"
     group.add_argument("--slots", type=row_count, metavar="N", help=slots)
     pool = "K/V positions that all slots share (default: what fits, at most the context for each)"
     group.add_argument("--kv-tokens", type=positive, metavar="N", help=pool)
@@ -266,6 +275,27 @@ def generate_options(generate) -> None:
         "--logprobs", type=int, metavar="N", help="with --json: logprobs of each token and of the N likeliest"
     )
     generate.add_argument("--no-reuse-prefix", action="store_true", help="compute every prompt from its first token")
+
+
+def serve_options(serve) -> None:
+    """The options of `serve` alone; args.refuse(message) ends as a wrong option does."""
+    serve.epilog = SERVE_CODES
+    serve.set_defaults(refuse=serve.error)
+    group = serve.add_argument_group("server")
+    group.add_argument("--host", default="127.0.0.1", metavar="HOST", help="address to listen on (127.0.0.1)")
+    group.add_argument("--port", type=port, default=8000, metavar="N", help="0 takes any that is free (8000)")
+    group.add_argument("--served-model-name", metavar="NAME", help="of the model (its id, or its directory's name)")
+    group.add_argument("--any-model", action="store_true", help="serve requests for any model, or for none, with it")
+    queue = "requests that may wait for a slot; more are told to come again (256)"
+    group.add_argument("--max-queue", type=positive, default=256, metavar="N", help=queue)
+    group.add_argument("--timeout", type=seconds, default=600.0, metavar="S", help="of a request, 0 is none (600)")
+    group.add_argument("--grace", type=seconds, default=10.0, metavar="S", help="for running requests at the end (10)")
+    group.add_argument("--api-key-file", metavar="FILE", help="one line; without it TRIDECODE_API_KEY, if set")
+    group.add_argument("--ssl-certfile", metavar="FILE", help="a certificate: serve https")
+    group.add_argument("--ssl-keyfile", metavar="FILE", help="its key, if another file has it")
+    origins = "a web page's origin that may ask, like https://chat.example, or *; repeatable (default: none)"
+    group.add_argument("--cors", action="append", metavar="ORIGIN", help=origins)
+    group.add_argument("--log-prompts", action="store_true", help="log what is asked too")
 
 
 def sampling_overrides(args) -> dict:

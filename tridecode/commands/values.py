@@ -29,6 +29,23 @@ def positive(text: str) -> int:
     return value
 
 
+def port(text: str) -> int:
+    value = int(text) if text.isdecimal() and len(text) < 6 else -1
+    if not 0 <= value < 2**16:
+        raise argparse.ArgumentTypeError(f"expected a port from 0 to 65535, got {text!r}")
+    return value
+
+
+def seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= 10**6:
+        raise argparse.ArgumentTypeError(f"expected seconds from 0 to a million, got {text!r}")
+    return value
+
+
 def positives(text: str) -> list[int]:
     return [positive(part) for part in text.split(",")]
 
@@ -81,10 +98,6 @@ def minutes(text: str) -> float:
 
 def request_rate(text: str) -> float:
     return math.inf if text == "inf" else amount(text, "a number of requests a second, or inf")
-
-
-def seconds(text: str) -> float:
-    return amount(text, "seconds")
 
 
 def temperature(text: str) -> float:

@@ -36,9 +36,7 @@ class Driver:
             with self._lock:
                 if self._closed:
                     raise EngineClosed("this engine is closed; load another one")
-                while self._dropped:
-                    self.scheduler.cancel(self._dropped[0])
-                    self._dropped.popleft()
+                self._cancel_dropped()
                 return action(self.scheduler, *args)
         finally:
             self._wanting.discard(me)
@@ -59,6 +57,14 @@ class Driver:
             self._prepare()
             scheduler.step()
 
+    def step(self) -> bool:
+        """Step once for whatever runs or waits; False where nothing does afterwards. Raises EngineClosed."""
+        self.exclusively(self._step, lambda: not self.scheduler.busy)
+        if self._wanting:
+            time.sleep(HANDOVER)
+        scheduler = self.scheduler
+        return scheduler is not None and scheduler.busy
+
     def submit(self, job: Job) -> "Request":
         request = Request(self, job)  # first: whatever interrupts what follows, the job goes with it
         self.exclusively(Scheduler.add, job)
@@ -69,11 +75,20 @@ class Driver:
 
     def drop(self, job: Job) -> None:
         """Cancel it without ever waiting: garbage is collected at any moment, in the middle of a step too."""
-        if not job.ended:
-            self._dropped.append(job)
-            if not self._lock.locked() and not sys.is_finalizing():
-                with suppress(EngineClosed, RuntimeError):  # of a lost GPU hears who steps next
-                    self.exclusively(lambda scheduler: None)
+        if job.ended:
+            return
+        self._dropped.append(job)
+        if not sys.is_finalizing() and self._lock.acquire(blocking=False):
+            try:
+                with suppress(RuntimeError):  # of a lost GPU hears who steps next
+                    self._cancel_dropped()
+            finally:
+                self._lock.release()
+
+    def _cancel_dropped(self) -> None:
+        while self._dropped and not self._closed:
+            self.scheduler.cancel(self._dropped[0])
+            self._dropped.popleft()
 
     def gather(
         self, jobs: Sequence[Callable[[], Job]], progress: Callable[[int, int], None] | None
@@ -143,6 +158,16 @@ class Request:
         return job.pieces[-1].finish_reason if job.pieces else None
 
     @property
+    def pieces(self) -> Sequence[Piece]:
+        """Those that came until now; it only grows, while others step."""
+        return self._job.pieces
+
+    @property
+    def failure(self) -> Exception | None:
+        """What the prompt's own pass raised, such as a lack of memory; then no last piece comes."""
+        return self._job.failure
+
+    @property
     def completion_tokens(self) -> int:
         """Drawn until now."""
         pieces = self._job.pieces
@@ -190,6 +215,10 @@ class Request:
         """End it now, with a last piece of finish_reason "cancelled"; its slot and pages are free at once. False, and
         nothing is done, where it has ended already, so a second call is harmless."""
         return self._driver.cancel(self._job)
+
+    def drop(self) -> None:
+        """`cancel` that waits for no pass: who steps next does it."""
+        self._driver.drop(self._job)
 
 
 def failed(error: Exception) -> Result:

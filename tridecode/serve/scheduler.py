@@ -51,6 +51,18 @@ class Running:
         return self.row is not None and self.room < self.end and self.position > self.room - AHEAD
 
 
+@dataclass(frozen=True)
+class Load:
+    """jobs: those that run or wait, of which `waiting` have no slot; rows: of the next pass; preemptions: so far."""
+
+    jobs: int
+    waiting: int
+    rows: int
+    pages: int
+    free_pages: int
+    preemptions: int
+
+
 class Scheduler:
     """First come, first served, over the slots of a model.
 
@@ -76,6 +88,7 @@ class Scheduler:
         self._ring = Ring(model)
         self._jobs: dict[Job, None] = {}  # those that have not ended, in the order of arrival
         self._unsettled = False  # something was begun and not finished
+        self.preemptions = 0
         self._forget_runs()
 
     def _forget_runs(self) -> None:
@@ -84,6 +97,17 @@ class Scheduler:
         self._reading: Running | None = None  # of these the one whose prompt is being read, always the youngest
         self._rows: list[Running] = []  # and all others
         self._in_flight: deque[list[Running]] = deque()  # of each pass those that take part
+
+    @property
+    def busy(self) -> bool:
+        """Whether a job runs or waits."""
+        return bool(self._jobs)
+
+    def load(self) -> Load:
+        """How busy it is; to be called from any thread, between whose numbers a pass may come."""
+        jobs, pages = len(self._jobs), len(self._model.kv.pool)
+        waiting = max(jobs - len(self._admitted), 0)
+        return Load(jobs, waiting, len(self._rows), pages, self.slots.pages.free, self.preemptions)
 
     def add(self, job: Job) -> None:
         """Put the job last in the queue. Raises QueueFull."""
@@ -289,6 +313,7 @@ class Scheduler:
 
     def _preempt(self, running: Running) -> None:
         """Take all pages of a job and let it wait before all others, which are younger."""
+        self.preemptions += 1
         self._vacate(running)
         self.slots.forget(running.slot)
         self.slots.release(running.slot)

@@ -6,9 +6,10 @@ from math import ceil
 from pathlib import Path
 
 from ..errors import NO_CHAT, PromptError
-from .worker import Worker, WorkerFailure
+from .worker import Pool, Worker, WorkerFailure
 
 WORKER = Path(__file__).with_name("template_worker.py")
+PROCESSES = 4  # that render at the same time; most programs need the first only
 
 
 @dataclass(frozen=True)
@@ -23,8 +24,8 @@ class Limits:
 class ChatTemplate:
     """A template's source and the special tokens it may name (bos_token, eos_token, ...), rendered as text.
 
-    The sandbox keeps a template from Python's objects; the child process, which lives as long as this object, keeps it
-    from files and bounds its time, memory and output. file: where the source is from, for messages.
+    The sandbox keeps a template from Python's objects; the child processes, which live as long as this object, keep it
+    from files and bound its time, memory and output. file: where the source is from, for messages.
     """
 
     def __init__(
@@ -35,11 +36,11 @@ class ChatTemplate:
         self._name = "the chat template" if file is None else f"the chat template in {file}"
         arguments = (self.limits.memory, 2 * ceil(self.limits.seconds), self.limits.characters)
         longest = 8 * self.limits.characters + 1000  # no character takes more in JSON
-        self._worker = Worker(WORKER, arguments, lambda: source, longest)
+        self._workers = Pool(PROCESSES, lambda: Worker(WORKER, arguments, lambda: source, longest))
 
     def start(self) -> None:
         """Start the child, which takes some 60 ms, without waiting for it; `render` does so too where it must."""
-        self._worker.start()
+        self._workers.first.start()
 
     def render(self, messages: list[dict], variables: dict) -> str:
         """The prompt's text; PromptError with the template's own words where it refuses, or with what went wrong."""
@@ -72,10 +73,11 @@ class ChatTemplate:
 
     def _ask(self, given: dict | None) -> dict:
         """The child's answer, to None the names that the template reads."""
-        try:
-            found = self._worker.ask(given, self.limits.seconds)
-        except WorkerFailure as failure:
-            raise PromptError(f"{self._name}: {failure}; {NO_CHAT} if that happens again") from None
-        if found.get("failure") == "memory":
-            self._worker.stop()  # what is left of its memory may not do for the next one
-        return found
+        with self._workers.one() as worker:
+            try:
+                found = worker.ask(given, self.limits.seconds)
+            except WorkerFailure as failure:
+                raise PromptError(f"{self._name}: {failure}; {NO_CHAT} if that happens again") from None
+            if found.get("failure") == "memory":
+                worker.stop()  # what is left of its memory may not do for the next one
+            return found

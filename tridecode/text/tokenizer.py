@@ -22,6 +22,7 @@ from ..model.files import present, read_file
 from .chat_template import ChatTemplate
 from .detokenizer import Detokenizer, TokenBytes
 from .encoder import Encoder, check_in_child
+from .thinking import CLOSE
 from .token_set import TokenSet
 from .token_sizes import fewest, longest
 
@@ -92,6 +93,20 @@ class Tokenizer:
     @property
     def has_template(self) -> bool:
         return self._template is not None
+
+    @property
+    def thinks(self) -> bool:
+        """Whether the chat template knows think blocks: then its model's answers may begin with one."""
+        return self._template is not None and CLOSE in self._template.source
+
+    @property
+    def directory(self) -> Path:
+        """Where it came from: messages name its files."""
+        return Path(self._source).parent
+
+    def token_bytes(self, token: int) -> bytes:
+        """Its part of a text; that of a special token is its name."""
+        return self._token_bytes(token)
 
     @cached_property
     def template_variables(self) -> frozenset[str]:
@@ -164,7 +179,7 @@ class Tokenizer:
     def _check_size(self, text: str, context: int | None) -> None:
         # Nearly no text is so long, and counting takes time.
         if context is not None and len(text) > 4 * context and (least := fewest(text, self._longest)) > context:
-            raise TooLong(least, context)
+            raise TooLong(least, context, or_more=True)
 
     @cached_property
     def _longest(self) -> float:

@@ -2,13 +2,14 @@
 
 import json
 import os
+import queue
 import subprocess
 import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 START_LIMIT = 60.0  # seconds for the child's imports, on a disk that is slow
@@ -98,6 +99,26 @@ class Worker:
             self.process.stdin.write(_line(self._source()))
             self.process.stdin.flush()
         return self.process
+
+
+class Pool:
+    """Workers for those who ask at the same time. The first serves whoever asks alone: the others cost nothing then."""
+
+    def __init__(self, size: int, make: Callable[[], Worker]):
+        workers = [make() for _ in range(size)]
+        self.first = workers[0]
+        self._free = queue.LifoQueue()
+        for worker in reversed(workers):
+            self._free.put(worker)
+
+    @contextmanager
+    def one(self):
+        """Within, one of them is nobody else's; waits for it."""
+        worker = self._free.get()
+        try:
+            yield worker
+        finally:
+            self._free.put(worker)
 
 
 def _line(value) -> bytes:

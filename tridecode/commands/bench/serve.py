@@ -15,12 +15,12 @@ import numpy as np
 
 from ...errors import GenerationError, ParameterError, PromptError, as_json
 from ...version import __version__
+from ..api_key import api_key
 from ..inputs import check_messages, parse_json, read_file
 from ..progress import progress
 from ..terminal import counted, unechoed
 from .report import console_form
 
-KEY = "TRIDECODE_API_KEY"
 NUM_PROMPTS = 100
 TOKEN_IDS = 1000, 4000  # ordinary ones in the vocabularies of public models, whose control tokens come before or after
 WORDS = (  # a token each in most vocabularies
@@ -100,7 +100,7 @@ def serve(args, output) -> list[dict]:
         raise ParameterError(f'bench serve needs {error.name}; pip install "tridecode[serve]"') from None
     # Another seed each time: prompts that no server has in its cache.
     seed = int.from_bytes(os.urandom(4)) if args.seed is None else args.seed
-    key = api_key(args.api_key, output)
+    key = api_key(args.api_key_file, output)
     lines = jsonl_prompts(args, output) if args.jsonl is not None else None
 
     async def all_of_it() -> None:
@@ -138,19 +138,6 @@ def loop_factory():
     except ModuleNotFoundError:
         return None
     return uvloop.new_event_loop
-
-
-def api_key(path: str | None, output) -> str | None:
-    """The first line of a file, or what the environment has. Raises PromptError, ParameterError."""
-    if path is None:
-        where, key = KEY, os.environ.get(KEY, "").strip()
-    else:
-        where, key = path, read_file(path, output).strip().partition("\n")[0].strip()
-        if not key:
-            raise ParameterError(f"--api-key {path}: the file is empty; expected a key in its first line")
-    if not (key.isascii() and key.isprintable()):
-        raise ParameterError(f"{where}: an API key has only printable ASCII characters, and this one has others")
-    return key or None
 
 
 # what is asked

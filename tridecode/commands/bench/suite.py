@@ -43,7 +43,7 @@ SUITES = {
         peers --preset qwen3-4b --runs 3
     """,
 }
-UNSAID = ("command", "what", "verbose", "format", "output", "compare", "api_key")
+UNSAID = ("command", "what", "verbose", "format", "output", "compare", "api_key_file")
 
 
 def suite_args(suite: str) -> list:

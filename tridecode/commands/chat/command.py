@@ -10,6 +10,7 @@ import torch
 
 from ...engine import Engine
 from ...errors import GenerationError, TooLong
+from ...text.thinking import SWITCH, end_thinking
 from ..explain import explain
 from ..graph_stats import show_graph_stats
 from ..inputs import stdin_lines
@@ -23,7 +24,6 @@ from .display import answer_display, opens_thinking
 from .lines import Interrupted, join_blocks, unquoted
 from .overflow import Overflow, fit
 from .reader import open_reader
-from .thinking import SWITCH, end_thinking
 
 log = logging.getLogger("tridecode")
 DEVICE_LOST = 3  # exit code

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 from ...engine import Prompt
-from .thinking import strip_thinking
+from ...text.thinking import strip_thinking
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """How an answer is shown: as Markdown in a terminal, elsewhere and with --plain as plain text, token by token."""
 
 from ...errors import PromptError
+from ...text.thinking import THINKING, ThinkSplitter, ends_inside
 from ..terminal import Output, counted
-from .thinking import OPEN, THINKING, ThinkSplitter
 
 
 class PlainText:
@@ -90,7 +90,7 @@ def opens_thinking(tokenizer, variables: dict | None = None) -> bool:
         ids = tokenizer.encode_chat([{"role": "user", "content": "?"}], **variables or {})
     except PromptError:  # no template, or one that wants other messages
         return False
-    return tokenizer.decode(ids[-4:], skip_special=False).rstrip().endswith(OPEN)
+    return ends_inside(tokenizer.decode(ids[-4:], skip_special=False))
 
 
 def answer_display(output: Output, plain: bool, opened: bool = False, hide: bool = False):

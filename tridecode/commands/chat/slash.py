@@ -4,11 +4,11 @@ import os
 from pathlib import Path
 
 from ...errors import ParameterError, brief
+from ...text.thinking import strip_thinking
 from ..terminal import counted, did_you_mean
 from . import session, stats
 from .clipboard import copy
 from .settings import NAMES, as_typed, changed
-from .thinking import strip_thinking
 
 # Group -> name -> arguments and what it does, in the order of /help.
 GROUPS = {

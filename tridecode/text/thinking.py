@@ -98,6 +98,11 @@ class ThinkSplitter:
         return [(self._kind, text)] if text else []
 
 
+def ends_inside(text: str) -> bool:
+    """Whether a prompt that ends like this has begun the think block, so that its answer starts inside it."""
+    return text.rstrip().endswith(OPEN)
+
+
 def end_thinking(text: str, opened: bool = False) -> str:
     """A text that was cut off, its think block ended: templates take the thinking out of earlier turns only then."""
     splitter = ThinkSplitter(opened)

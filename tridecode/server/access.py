@@ -1,0 +1,78 @@
+"""What stands before the routes: a line in the log, the API key, and a body of bounded size."""
+
+import hmac
+import json
+import logging
+import time
+from dataclasses import dataclass, field
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+
+from .errors import ApiError
+from .settings import BODY
+
+log = logging.getLogger("tridecode.server")
+
+
+@dataclass
+class Record:
+    """What the log says of one request. started: by time.monotonic."""
+
+    started: float = field(default_factory=time.monotonic)
+    words: str = ""
+
+    def told(self, outcome: str, choices) -> None:
+        usages = [choice.usage for choice in choices if choice.usage]
+        prompt, drawn = (sum(getattr(u, name) for u in usages) for name in ("prompt_tokens", "completion_tokens"))
+        self.words = f" {outcome} {prompt} + {drawn} tokens"
+
+
+class Access:
+    """ASGI middleware. The log has no prompts: what of them is wanted is another line's."""
+
+    def __init__(self, app, api_key: str | None = None):
+        self._app, self._key = app, None if api_key is None else api_key.encode()
+
+    async def __call__(self, scope, receive, send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        record = scope["tridecode.record"] = Record()
+        status = 0
+
+        async def watched(message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            app = self._app
+            if self._key is not None and scope["path"] != "/health" and not self._allowed(scope):
+                error = ApiError(401, "a valid API key is needed: Authorization: Bearer KEY", code="invalid_api_key")
+                app = JSONResponse(error.body(), 401, error.headers)
+            await app(scope, receive, watched)
+        finally:
+            path = json.dumps(scope["path"][:200])[1:-1]
+            seconds = time.monotonic() - record.started
+            log.info("%s %s %d%s %.3f s", scope["method"], path, status, record.words, seconds)
+
+    def _allowed(self, scope) -> bool:
+        given = dict(scope["headers"]).get(b"authorization", b"")
+        kind, _, key = given.partition(b" ")
+        return hmac.compare_digest(key.strip(), self._key) and kind.lower() == b"bearer"
+
+
+async def body(request: Request) -> bytes:
+    """The body of a request. Raises ApiError (413) as soon as it is too long."""
+    too_long = ApiError(413, f"the body has more than {BODY >> 20} MiB", code="body_too_large")
+    length = request.headers.get("content-length", "0")
+    if length.isdecimal() and int(length[:20]) > BODY:
+        raise too_long
+    parts, size = [], 0
+    async for part in request.stream():
+        size += len(part)
+        if size > BODY:
+            raise too_long
+        parts.append(part)
+    return b"".join(parts)

@@ -1,0 +1,161 @@
+"""Answer: one HTTP request's generations on their way to its client, whole or as a stream, until the end or a cause."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+
+import msgspec
+
+from ..engine import Engine
+from ..errors import GenerationError
+from ..prompt import Encoded
+from ..results import Piece
+from ..sampling import SamplingParams
+from . import events
+from .errors import ApiError, told
+from .loop import Call, Loop
+from .metrics import Metrics
+from .protocol import Generation
+from .shapes import Choice, Shape, usage
+
+log = logging.getLogger("tridecode.server")
+
+
+@dataclass
+class Plan:
+    """What a request comes to. prepare: makes the prompts' ids, in a thread; choice: from a prompt's number and ids the
+    Choice that its answer begins as."""
+
+    asked: Generation
+    shape: Shape
+    prepare: Callable[[], list[Encoded]]
+    params: list[SamplingParams]  # one for each of n answers
+    choice: Callable[[int, Encoded], Choice]
+    prompts: int = 1
+
+
+class Answer:
+    """An ASGI application that answers one request. started: by time.monotonic."""
+
+    def __init__(self, engine: Engine, loop: Loop, metrics: Metrics, call: Call, plan: Plan, rename: dict[str, str]):
+        self._engine, self._loop, self._metrics, self._call, self._plan = engine, loop, metrics, call, plan
+        self._rename = rename
+        self._choices: list[Choice] = []
+        self._begun = False  # the head of the response was sent
+
+    async def __call__(self, scope, receive, send) -> None:
+        call, record = self._call, scope["tridecode.record"]
+        gone = asyncio.create_task(self._watch(receive))
+        outcome = "error"
+        try:
+            await self._loop.begin(call, self._plan.prompts * len(self._plan.params), self._submit)
+            if self._plan.asked.stream:
+                await self._stream(send)
+            else:
+                await self._whole(send)
+            outcome = self._choices[0].finish_reason
+        except Exception as error:
+            problem = told(error, self._engine.tokenizer.directory, self._rename)
+            if problem is None:
+                log.exception("a request failed")
+                problem = ApiError(500, "internal error; the server's log says more")
+            outcome = problem.code or "error"
+            await self._tell(problem, send)
+        finally:
+            gone.cancel()
+            call.close()
+            self._metrics.ended(outcome, record.started, self._choices)
+            record.told(outcome, self._choices)
+
+    async def _watch(self, receive) -> None:
+        """Once the client has gone nobody waits for its tokens."""
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self._call.end(ApiError(499, "the client has gone", code="disconnected"))
+
+    def _submit(self) -> list:
+        plan = self._plan
+        prompts = plan.prepare()
+        self._choices = [plan.choice(i, prompt) for i, prompt in enumerate(prompts) for _ in plan.params]
+        reuse = plan.asked.cache_prompt
+        return [
+            self._engine.submit(prompt, params, reuse_prefix=reuse) for prompt in prompts for params in plan.params
+        ]
+
+    async def _news(self) -> list[tuple[int, list[Piece]]]:
+        news = await self._call.news()
+        for _, pieces in news:
+            last = pieces[-1]
+            if last.finish_reason == "error":
+                raise GenerationError(last.error)
+            if last.finish_reason == "cancelled":  # by whoever closed the engine
+                raise self._call.ended or ApiError(503, "the server is stopping", code="stopping")
+        self._metrics.heard(self._call, news)
+        return news
+
+    async def _whole(self, send) -> None:
+        pieces: list[list[Piece]] = [[] for _ in self._choices]
+        left = len(self._choices)
+        while left:
+            for i, new in await self._news():
+                pieces[i] += new
+                left -= new[-1].finish_reason is not None
+        shape, with_logprobs = self._plan.shape, self._with_logprobs
+        made = [
+            shape.choice(i, choice.add(pieces[i]), choice.finish_reason, with_logprobs)
+            for i, choice in enumerate(self._choices)
+        ]
+        await self._send_json(send, 200, shape.whole(made, usage(self._choices, len(self._plan.params))))
+
+    async def _stream(self, send) -> None:
+        """Events as tokens come. A silence before the first has comments in it, as any later one; a failure before
+        anything was sent still has a status of its own."""
+        shape, with_usage, left = self._plan.shape, self._plan.asked.with_usage, len(self._choices)
+        while left:
+            news = await self._news()
+            data = b"" if news else events.KEEP_ALIVE
+            for i, pieces in news:
+                choice = self._choices[i]
+                said = choice.add(pieces)
+                left -= choice.finish_reason is not None
+                if said["content"] or said["reasoning"] or said["logprobs"] or choice.finish_reason or not choice.begun:
+                    delta = shape.delta(i, said, choice.finish_reason, not choice.begun, self._with_logprobs)
+                    choice.begun = True
+                    data += events.event(shape.chunk([delta], with_usage))
+            if data:
+                await self._send(send, data)
+        data = events.DONE
+        if with_usage:
+            data = events.event(shape.chunk([], True, usage(self._choices, len(self._plan.params)))) + data
+        await self._send(send, data, more=False)
+
+    @property
+    def _with_logprobs(self) -> bool:
+        return self._plan.params[0].logprobs is not None
+
+    async def _send(self, send, data: bytes, more: bool = True) -> None:
+        if not self._begun:
+            self._begun = True
+            await send(_head(200, events.HEADERS))
+        await send({"type": "http.response.body", "body": data, "more_body": more})
+
+    async def _send_json(self, send, status: int, value, headers: dict[str, str] | None = None) -> None:
+        body = msgspec.json.encode(value)
+        own = {"Content-Type": "application/json", "Content-Length": str(len(body))}
+        await send(_head(status, own | (headers or {})))
+        await send({"type": "http.response.body", "body": body})
+
+    async def _tell(self, problem: ApiError, send) -> None:
+        """As a response, or within a stream as its last event."""
+        with suppress(OSError):
+            if self._begun:
+                await self._send(send, events.event(problem.body()) + events.DONE, more=False)
+            else:
+                await self._send_json(send, problem.status, problem.body(), problem.headers)
+
+
+def _head(status: int, headers: dict[str, str]) -> dict:
+    raw = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
+    return {"type": "http.response.start", "status": status, "headers": raw}

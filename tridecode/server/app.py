@@ -1,0 +1,203 @@
+"""The routes: from a request to what answers it."""
+
+import asyncio
+import json
+import logging
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from ..engine import Engine
+from ..errors import TridecodeError
+from ..prompt import Encoded
+from ..sampling import SamplingParams
+from ..version import __version__
+from .access import Access, body
+from .answer import Answer, Plan
+from .errors import ApiError, refusal, told
+from .loop import Loop
+from .messages import chat_messages
+from .metrics import Metrics
+from .protocol import ChatRequest, CompletionRequest, DetokenizeRequest, Generation, TokenizeRequest, parsed
+from .settings import Settings
+from .shapes import ChatShape, Choice, CompletionShape
+
+log = logging.getLogger("tridecode.server")
+
+
+class Server:
+    """An engine's HTTP face; `app` is the ASGI application. died: called once, when the engine has failed."""
+
+    def __init__(self, engine: Engine, settings: Settings, died: Callable[[], None] = lambda: None):
+        self.engine, self.settings, self._died = engine, settings, died
+        self.loop = Loop(engine, settings.max_queue, settings.keep_alive)
+        self.metrics = Metrics(engine, settings.model)
+        self._created = int(time.time())
+        middleware = [Middleware(Access, api_key=settings.api_key)]
+        if settings.cors:
+            middleware.insert(0, Middleware(CORSMiddleware, allow_origins=settings.cors, allow_methods=["GET", "POST"],
+                                            allow_headers=["*"]))
+        self.app = Starlette(
+            routes=[
+                Route("/v1/chat/completions", self.chat, methods=["POST"]),
+                Route("/v1/completions", self.completions, methods=["POST"]),
+                Route("/v1/models", self.models),
+                Route("/v1/models/{model:path}", self.model),
+                Route("/tokenize", self.tokenize, methods=["POST"]),
+                Route("/detokenize", self.detokenize, methods=["POST"]),
+                Route("/health", self.health),
+                Route("/metrics", self.scrape),
+                Route("/version", self.version),
+            ],
+            middleware=middleware,
+            exception_handlers={ApiError: refused, HTTPException: not_found, 500: internal},
+        )
+
+    async def start(self) -> None:
+        await self.loop.start(self._died)
+
+    # ---- generations
+
+    async def chat(self, request: Request):
+        asked, deadline = await self._asked(request, ChatRequest)
+        messages = chat_messages(asked.messages)
+        tokenizer, engine = self.engine.tokenizer, self.engine
+
+        def choice(number: int, prompt: Encoded) -> Choice:
+            return Choice(tokenizer, prompt.ids if tokenizer.thinks else None)
+
+        return self._answer(request, deadline, Plan(
+            asked,
+            ChatShape(self.settings.model, tokenizer, tokenizer.thinks, asked.return_token_ids),
+            lambda: [engine.prepare(messages, asked.chat_template_kwargs)],
+            self._params(asked),
+            choice,
+        ))
+
+    async def completions(self, request: Request):
+        asked, deadline = await self._asked(request, CompletionRequest)
+        prompts, tokenizer = asked.prompts, self.engine.tokenizer
+
+        def choice(number: int, prompt: Encoded) -> Choice:
+            if not asked.echo:
+                return Choice(tokenizer, None)
+            given = prompts[number]
+            return Choice(tokenizer, None, given if isinstance(given, str) else tokenizer.decode(given, False))
+
+        return self._answer(request, deadline, Plan(
+            asked,
+            CompletionShape(self.settings.model, tokenizer, with_ids=asked.return_token_ids),
+            lambda: [self.engine.prepare(prompt) for prompt in prompts],
+            self._params(asked),
+            choice,
+            len(prompts),
+        ))
+
+    async def _asked(self, request: Request, form: type) -> tuple:
+        """The checked request, and its deadline; a server that can take none says so before it reads the body."""
+        self.loop.check()
+        started, timeout = request.scope["tridecode.record"].started, self.settings.timeout
+        asked = await self._read(request, form)
+        self._check_model(asked.model, required=True)
+        if self.settings.log_prompts:
+            log.info("asked: %s", json.dumps(getattr(asked, "messages", None) or asked.prompt))
+        return asked, None if timeout is None else started + timeout
+
+    async def _read(self, request: Request, form: type):
+        try:
+            async with asyncio.timeout(self.settings.timeout):
+                return parsed(await body(request), form)
+        except TimeoutError:
+            raise ApiError(408, "the body took longer than this server allows", code="timeout") from None
+        except ClientDisconnect:
+            raise ApiError(499, "the client has gone", code="disconnected") from None
+
+    def _check_model(self, model: str | None, required: bool = False) -> None:
+        if self.settings.any_model or model == self.settings.model or model is None and not required:
+            return
+        if model is None:
+            raise refusal(f"model is required: this server has {self.settings.model}", "model")
+        message = f"the model {json.dumps(model[:100])} does not exist: this server has {self.settings.model}"
+        raise ApiError(404, message, "model", "model_not_found")
+
+    def _params(self, asked: Generation) -> list[SamplingParams]:
+        """Of each of the n answers: seeds seed, seed + 1, ..."""
+        try:
+            params = self.engine.default_params(**asked.sampling())
+            if asked.n == 1:
+                return [params]
+            first = secrets.randbits(62) if params.seed is None else params.seed
+            return [replace(params, seed=first + i) for i in range(asked.n)]
+        except TridecodeError as error:
+            raise told(error, None, asked.names) from None
+
+    def _answer(self, request: Request, deadline: float | None, plan: Plan) -> Answer:
+        call = self.loop.call(request.scope["tridecode.record"].started, deadline)
+        return Answer(self.engine, self.loop, self.metrics, call, plan, plan.asked.names)
+
+    # ---- the rest
+
+    async def tokenize(self, request: Request) -> Response:
+        asked = await self._read(request, TokenizeRequest)
+        self._check_model(asked.model)
+        prompt = asked.prompt if asked.messages is None else chat_messages(asked.messages)
+        try:
+            ids = await self.loop.prepared(lambda: self.engine.encode(prompt, asked.chat_template_kwargs))
+        except TridecodeError as error:
+            raise told(error, self.engine.tokenizer.directory) from None
+        return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": self.engine.capacity})
+
+    async def detokenize(self, request: Request) -> Response:
+        asked = await self._read(request, DetokenizeRequest)
+        self._check_model(asked.model)
+        size = self.engine.config.vocab_size
+        if outside := next((token for token in asked.tokens if not 0 <= token < size), None):
+            raise refusal(f"tokens: {outside} is not in the vocabulary (0 to {size - 1})", "tokens")
+        text = await self.loop.prepared(lambda: self.engine.tokenizer.decode(asked.tokens, skip_special=False))
+        return JSONResponse({"prompt": text})
+
+    async def models(self, request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [self._card()]})
+
+    async def model(self, request: Request) -> Response:
+        self._check_model(request.path_params["model"], required=True)
+        return JSONResponse(self._card())
+
+    def _card(self) -> dict:
+        name = self.settings.model
+        facts = {"owned_by": "tridecode", "root": name, "parent": None, "max_model_len": self.engine.capacity}
+        return {"id": name, "object": "model", "created": self._created} | facts
+
+    async def health(self, request: Request) -> Response:
+        if self.loop.failure is not None:
+            return JSONResponse({"status": "failed"}, 503)
+        return JSONResponse({"status": "stopping"}, 503) if self.loop.refusing else JSONResponse({"status": "ok"})
+
+    async def scrape(self, request: Request) -> Response:
+        return Response(self.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def version(self, request: Request) -> Response:
+        return JSONResponse({"version": __version__})
+
+
+async def refused(request: Request, error: ApiError) -> Response:
+    return JSONResponse(error.body(), error.status, error.headers)
+
+
+async def not_found(request: Request, error: HTTPException) -> Response:
+    known = {404: "there is nothing at this path", 405: "this path does not take this method"}
+    message = known.get(error.status_code, str(error.detail))
+    return JSONResponse(ApiError(error.status_code, message).body(), error.status_code, error.headers)
+
+
+async def internal(request: Request, error: Exception) -> Response:
+    return JSONResponse(ApiError(500, "internal error; the server's log says more").body(), 500)

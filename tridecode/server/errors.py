@@ -1,0 +1,55 @@
+"""What a client is told of an error: a status, and OpenAI's JSON form of one line; never a path or a stack."""
+
+import re
+from pathlib import Path
+
+from ..errors import GenerationError, ParameterError, PromptError, QueueFull, TooLong
+
+RETRY_AFTER = 1  # seconds, beside a status 503
+
+
+class ApiError(Exception):
+    """param: the name of the wrong parameter; code: a word for programs."""
+
+    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None):
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+
+    @property
+    def headers(self) -> dict[str, str]:
+        if self.status == 401:
+            return {"WWW-Authenticate": "Bearer"}
+        return {"Retry-After": str(RETRY_AFTER)} if self.status == 503 else {}
+
+    def body(self) -> dict:
+        kind = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error"}
+        default = "invalid_request_error" if self.status < 500 else "server_error"
+        told = {"message": self.message, "type": kind.get(self.status, default), "param": self.param, "code": self.code}
+        return {"error": told}
+
+
+def refusal(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+    return ApiError(400, message, param, code)
+
+
+def told(error: Exception, directory: Path | None, rename: dict[str, str] | None = None) -> ApiError | None:
+    """What the client hears of an engine's error, None where that is nobody's business.
+
+    directory: the checkpoint's, which messages lose. rename: fields of SamplingParams that the client called otherwise.
+    """
+    if isinstance(error, ApiError):
+        return error
+    text = str(error) if directory is None else str(error).replace(f"{directory}/", "")
+    if isinstance(error, ParameterError):
+        name = re.match(r"\w+", text)[0]
+        new = (rename or {}).get(name, name)
+        return refusal(new + text[len(name) :], new)
+    if isinstance(error, PromptError):
+        return refusal(text, code="context_length_exceeded" if isinstance(error, TooLong) else None)
+    if isinstance(error, QueueFull):
+        return ApiError(503, text, code="queue_full")
+    if isinstance(error, GenerationError):
+        return ApiError(500, text, code="generation_failed")
+    if type(error).__name__ == "OutOfMemoryError" or isinstance(error, MemoryError):
+        return ApiError(500, "out of memory while the prompt was read; shorten it", code="out_of_memory")
+    return None

@@ -1,0 +1,210 @@
+"""Loop: the one thread that owns the device, and calls, by which asyncio follows what it makes.
+
+A job's pieces only grow, so they are the buffer between both sides, no longer than the context. The thread appends and
+says at most once that there is news; whoever reads takes all that has come since. So no reader can stall the thread,
+one that lags gets several tokens at once, and none is lost.
+"""
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+from ..engine import Engine
+from ..errors import EngineClosed, QueueFull
+from ..results import Piece
+from ..serve.driver import Request
+from .errors import ApiError
+from .settings import TICK
+
+PREPARING = 8  # prompts that are rendered and encoded at the same time
+log = logging.getLogger("tridecode.server")
+
+
+class Loop:
+    """Steps `engine` while anything runs; max_queue: requests that may wait beside those that have a slot.
+
+    All but the thread's own function belongs to the asyncio side.
+    """
+
+    def __init__(self, engine: Engine, max_queue: int, keep_alive: float):
+        self.engine, self._keep_alive = engine, keep_alive
+        self._most = engine.slots + max_queue
+        self._calls: set[Call] = set()
+        self._preparing = 0  # requests that are on their way to the scheduler
+        self._asyncio: asyncio.AbstractEventLoop | None = None
+        self._work, self._told, self._stopping = threading.Event(), False, False
+        self._thread = threading.Thread(target=self._run, name="device", daemon=True)
+        self._pool = ThreadPoolExecutor(PREPARING, "prompt")
+        self.failure: BaseException | None = None  # what ended the engine
+        self.refusing: str | None = None  # why new calls are turned away
+
+    async def start(self, died: Callable[[], None]) -> None:
+        """died: called once, by asyncio, when the engine has failed."""
+        self._asyncio, self._died = asyncio.get_running_loop(), died
+        self._thread.start()
+        self._ticker = asyncio.create_task(self._tick())
+
+    def stop(self) -> None:
+        """End the thread, after the pass that runs."""
+        self._stopping = True
+        self._work.set()
+        self._ticker.cancel()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._thread.join(timeout=60)
+
+    # ---- the thread
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping:
+                self._work.clear()
+                while self.engine.step() and not self._stopping:
+                    self._tell()
+                self._tell()
+                self._work.wait()
+        except EngineClosed:
+            pass
+        except BaseException as error:
+            self.failure = error
+            log.exception("the engine failed")
+            self._tell()
+
+    def _tell(self) -> None:
+        if not self._told and not self._asyncio.is_closed():
+            self._told = True
+            self._asyncio.call_soon_threadsafe(self._hear)
+
+    # ---- asyncio
+
+    def _hear(self) -> None:
+        self._told = False  # first: what comes from now on is told anew
+        for call in self._calls:
+            call.look()
+        if self.failure is not None and self._died is not None:
+            died, self._died = self._died, None
+            died()
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK)
+            now = time.monotonic()
+            for call in list(self._calls):
+                if call.deadline is not None and now > call.deadline:
+                    call.end(ApiError(504, "the request took longer than this server allows", code="timeout"))
+                elif now - call.heard > self._keep_alive:
+                    call.look(anyway=True)
+
+    def check(self, count: int = 1) -> None:
+        """Raises ApiError where `count` more requests cannot be taken now."""
+        if self.failure is not None:
+            raise ApiError(503, "the engine has failed; this server is about to end", code="engine_failed")
+        if self.refusing:
+            raise ApiError(503, self.refusing, code="stopping")
+        if self.engine.scheduler.load().jobs + self._preparing + count > self._most:
+            raise ApiError(503, f"{self._most:,} requests run and wait already; try again later", code="queue_full")
+
+    async def prepared(self, work: Callable):
+        """The result of work(), in a thread where it may take its time."""
+        return await self._asyncio.run_in_executor(self._pool, work)
+
+    async def begin(self, call: "Call", count: int, submit: Callable[[], list[Request]]) -> None:
+        """Give `call` the `count` requests that submit() returns. Raises ApiError, and what submit() raises."""
+        self.check(count)
+        self._preparing += count
+        try:
+            call.follow(await self.prepared(submit))
+        except QueueFull as full:
+            raise ApiError(503, str(full), code="queue_full") from None
+        finally:
+            self._preparing -= count
+            self._work.set()
+
+    def call(self, started: float, deadline: float | None) -> "Call":
+        call = Call(self, started, deadline)
+        self._calls.add(call)
+        return call
+
+    def forget(self, call: "Call") -> None:
+        self._calls.discard(call)
+
+    def end_all(self, error: ApiError) -> None:
+        for call in list(self._calls):
+            call.end(error)
+
+    def later(self, seconds: float, action: Callable[[], None]) -> None:
+        self._asyncio.call_later(seconds, action)
+
+
+class Call:
+    """The requests that one HTTP request became. Times are of time.monotonic. heard: when its reader was last awake;
+    last: by number of a request, when it had its last news."""
+
+    def __init__(self, loop: Loop, started: float, deadline: float | None):
+        self._loop, self.started, self.deadline = loop, started, deadline
+        self.last: dict[int, float] = {}
+        self._requests: list[Request] = []
+        self._taken: list[int] = []
+        self._waiter: asyncio.Future | None = None
+        self.heard = time.monotonic()
+        self.ended: ApiError | None = None  # by whom it was ended before its time
+
+    def follow(self, requests: list[Request]) -> None:
+        self._requests, self._taken = requests, [0] * len(requests)
+        if self.ended:
+            self._drop()
+
+    async def news(self) -> list[tuple[int, list[Piece]]]:
+        """Of each request with news its number and its pieces since the last call; [] after a long silence.
+
+        Raises ApiError where it was ended or the engine was, and what a prompt's own pass raised.
+        """
+        while True:
+            if self._loop.failure is not None:
+                raise ApiError(503, "the engine has failed; this server is about to end", code="engine_failed")
+            if self.ended:
+                raise self.ended
+            self.heard = time.monotonic()
+            if self._fresh():
+                return [(i, pieces) for i in range(len(self._requests)) if (pieces := self._take(i))]
+            self._waiter = self._loop._asyncio.create_future()
+            if await self._waiter:
+                return []
+
+    def _fresh(self) -> bool:
+        return any(len(r.pieces) > taken or r.failure for r, taken in zip(self._requests, self._taken))
+
+    def _take(self, number: int) -> list[Piece]:
+        request, taken = self._requests[number], self._taken[number]
+        if len(request.pieces) == taken and request.failure:
+            raise request.failure
+        pieces = request.pieces[taken:]
+        self._taken[number] += len(pieces)
+        return pieces
+
+    def look(self, anyway: bool = False) -> None:
+        """Wake the reader if there is news, or without any."""
+        waiter = self._waiter
+        if waiter is None or waiter.done():
+            return
+        if self.ended or self._loop.failure is not None or self._fresh():
+            waiter.set_result(False)
+        elif anyway:
+            waiter.set_result(True)
+
+    def end(self, error: ApiError) -> None:
+        """Cancel what has not ended, for all who read; within two passes its slots and pages are free."""
+        if self.ended is None:
+            self.ended = error
+            self._drop()
+            self.look()
+
+    def _drop(self) -> None:
+        for request in self._requests:
+            request.drop()
+
+    def close(self) -> None:
+        self._drop()
+        self._loop.forget(self)

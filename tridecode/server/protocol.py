@@ -1,0 +1,233 @@
+"""Requests: from a body to checked values. What would change the text and is not known here is refused by name."""
+
+import difflib
+import re
+from typing import Any
+
+import msgspec
+
+from ..arguments import shown
+from ..errors import as_json
+from .errors import ApiError, refusal
+from .settings import ANSWERS, BIASES, STOP_CHARACTERS, STOPS
+
+# Without effect on the text, whatever they say; docs/serving.md lists them.
+WITHOUT_EFFECT = frozenset(
+    "user metadata service_tier prompt_cache_key prompt_cache_retention safety_identifier request_id priority".split()
+)
+# Accepted where they ask for nothing.
+NEUTRAL = {
+    "add_generation_prompt": [True],
+    "add_special_tokens": [True, False],
+    "best_of": [1],
+    "continue_final_message": [False],
+    "function_call": ["none"],
+    "functions": [[]],
+    "length_penalty": [1],
+    "modalities": [["text"]],
+    "parallel_tool_calls": [True, False],
+    "response_format": [{"type": "text"}],
+    "skip_special_tokens": [True],
+    "store": [False],
+    "suffix": [""],
+    "tool_choice": ["none", "auto"],
+    "tools": [[]],
+    "use_beam_search": [False],
+}
+
+
+class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
+    include_usage: bool = False
+    include_obfuscation: bool = False  # there is none here, and none is needed
+
+
+class Generation(msgspec.Struct, kw_only=True):
+    """What both endpoints take: SamplingParams by their usual names, and how the answer is sent."""
+
+    model: str | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    seed: int | None = None
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    n: int = 1
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool = False
+    cache_prompt: bool = True
+
+    @property
+    def with_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    def sampling(self) -> dict:
+        """Fields of SamplingParams that were given."""
+        given = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
+        if "logit_bias" in given:
+            given["logit_bias"] = {_token(key): value for key, value in given["logit_bias"].items()}
+        return given
+
+    def check(self) -> None:
+        """What no type says. Raises ApiError."""
+        if not 1 <= self.n <= ANSWERS:
+            raise refusal(f"n must be from 1 to {ANSWERS}, got {shown(self.n)}", "n")
+        if self.stream_options is not None and not self.stream:
+            raise refusal("stream_options needs stream: true", "stream_options")
+        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        if len(stops) > STOPS or any(len(stop) > STOP_CHARACTERS for stop in stops):
+            raise refusal(f"stop: at most {STOPS} strings of at most {STOP_CHARACTERS} characters each", "stop")
+        if self.logit_bias and len(self.logit_bias) > BIASES:
+            raise refusal(f"logit_bias: at most {BIASES:,} tokens, got {len(self.logit_bias):,}", "logit_bias")
+        self._check_min_tokens()
+
+    def _check_min_tokens(self) -> None:
+        """The sampler cannot keep a stop token from being drawn for a while; where nothing stops it, it need not."""
+        if self.min_tokens < 0 or self.min_tokens > (self.max_tokens or self.min_tokens):
+            raise refusal(f"min_tokens must be from 0 to max_tokens, got {shown(self.min_tokens)}", "min_tokens")
+        if self.min_tokens and (not self.ignore_eos or self.stop or self.stop_token_ids):
+            raise refusal(
+                "min_tokens is supported together with ignore_eos: true and without stop and stop_token_ids; "
+                "leave it out, or set ignore_eos",
+                "min_tokens",
+            )
+
+
+class ChatRequest(Generation, kw_only=True):
+    messages: list[Any]
+    max_completion_tokens: int | None = None
+    logprobs: bool = False
+    top_logprobs: int | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    def sampling(self) -> dict:
+        given = super().sampling()
+        return given | {"logprobs": self.top_logprobs or 0} if self.logprobs else given
+
+    def check(self) -> None:
+        if self.max_completion_tokens is not None:
+            if self.max_tokens not in (None, self.max_completion_tokens):
+                raise refusal("max_tokens and max_completion_tokens say the same; give one", "max_completion_tokens")
+            self.max_tokens = self.max_completion_tokens
+        if self.top_logprobs is not None and not self.logprobs:
+            raise refusal("top_logprobs needs logprobs: true", "top_logprobs")
+        super().check()
+
+    @property
+    def names(self) -> dict[str, str]:
+        """Fields of SamplingParams that this request calls otherwise."""
+        renamed = {"logprobs": "top_logprobs"}
+        return renamed if self.max_completion_tokens is None else renamed | {"max_tokens": "max_completion_tokens"}
+
+
+class CompletionRequest(Generation, kw_only=True):
+    prompt: str | list[str | int | list[int]]
+    echo: bool = False
+    logprobs: int | None = None
+    names = {}
+
+    def sampling(self) -> dict:
+        given = super().sampling()
+        return given if self.logprobs is None else given | {"logprobs": self.logprobs}
+
+    def check(self) -> None:
+        super().check()
+        if self.echo and self.logprobs is not None:
+            what = "logprobs together with echo is not supported: those of a prompt are not computed"
+            raise refusal(f"{what}; leave one out", "echo")
+        if len(self.prompts) * self.n > ANSWERS:
+            raise refusal(f"prompt: at most {ANSWERS} answers a request, prompts times n", "prompt")
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        given = self.prompt
+        if isinstance(given, str) or given and all(type(item) is int for item in given):
+            return [given]
+        if not given or any(type(item) is not type(given[0]) for item in given):
+            raise refusal("prompt must be text, a list of texts, token ids or a list of lists of token ids", "prompt")
+        return given
+
+
+class TokenizeRequest(msgspec.Struct, kw_only=True):
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    def check(self) -> None:
+        if (self.prompt is None) == (self.messages is None):
+            raise refusal("give prompt or messages, one of them", "prompt")
+        if self.chat_template_kwargs and self.messages is None:
+            raise refusal("chat_template_kwargs needs messages", "chat_template_kwargs")
+
+
+class DetokenizeRequest(msgspec.Struct, kw_only=True):
+    model: str | None = None
+    tokens: list[int]
+
+    def check(self) -> None:
+        pass
+
+
+# Those of SamplingParams, but for logprobs, whose form differs between the endpoints.
+_SAMPLING = (
+    "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+    "logit_bias", "seed", "max_tokens", "stop", "stop_token_ids", "ignore_eos",
+)  # fmt: skip
+
+
+def parsed(body: bytes, form: type):
+    """The checked `form` that a body holds. null counts as absent. Raises ApiError (400)."""
+    try:
+        given = msgspec.json.decode(body)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise refusal(f"the body is not JSON: {error}", code="invalid_json") from None
+    if not isinstance(given, dict):
+        raise refusal("the body must be a JSON object")
+    given = {name: value for name, value in given.items() if value is not None}
+    fields = form.__struct_fields__
+    for name in [name for name in given if name not in fields]:
+        _check_other(name, given.pop(name), fields)
+    try:
+        made = msgspec.convert(given, form)
+    except (msgspec.ValidationError, RecursionError) as error:
+        raise _invalid(str(error)) from None
+    made.check()
+    return made
+
+
+def _check_other(name: str, value, fields: tuple[str, ...]) -> None:
+    """A parameter that is not ours: it has no effect, or asks for nothing, or is refused."""
+    if name in WITHOUT_EFFECT or any(type(value) is type(fine) and value == fine for fine in NEUTRAL.get(name, ())):
+        return
+    if name in NEUTRAL:
+        known = " or ".join(as_json(fine) for fine in NEUTRAL[name])
+        raise refusal(f"{name} is not supported beyond {known}: leave it out", name, "unsupported_parameter")
+    shown_name = as_json(name).strip('"')
+    near = difflib.get_close_matches(name[:100], fields, n=1)
+    meant = f"did you mean {near[0]}?" if near else "leave it out"
+    raise refusal(f"{shown_name} is not a parameter that this server knows: {meant}", shown_name, "unknown_parameter")
+
+
+def _invalid(message: str) -> ApiError:
+    """msgspec's words, which say the place last, with it in front."""
+    if missing := re.match(r"Object missing required field `(\w+)`$", message):
+        return refusal(f"{missing[1]} is required", missing[1])
+    found = re.match(r"(.*) - at `(?:key in )?\$\.?(.*)`$", message, re.DOTALL)
+    what, place = found.groups() if found else (message, "")
+    what = what.replace("`", "")
+    return refusal(f"{place}: {what[:1].lower()}{what[1:]}" if place else what, re.split(r"\W", place)[0] or None)
+
+
+def _token(key: str) -> int:
+    if not re.fullmatch(r"[0-9]{1,18}", key):
+        raise refusal(f"logit_bias: every key must be a token id, got {shown(key)}", "logit_bias")
+    return int(key)

@@ -1,0 +1,109 @@
+"""From a server to a process: its socket, uvicorn, signals, and the code with which it ends."""
+
+import os
+import signal
+import socket
+import ssl
+import sys
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import uvicorn
+
+from ..engine import Engine
+from ..errors import TridecodeError
+from .app import Server
+from .errors import ApiError
+from .settings import DYING, Settings
+
+ENGINE_FAILED = 3
+FORCED = 100  # seconds that a reader may leave the kernel's buffer full where requests have no deadline
+
+
+@dataclass(frozen=True)
+class Tls:
+    certificate: str
+    key: str | None = None
+
+    def check(self) -> None:
+        """Raises TridecodeError."""
+        try:
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(self.certificate, self.key)
+        except (OSError, ssl.SSLError) as error:
+            reason = error.strerror or str(error)
+            raise TridecodeError(f"the certificate {self.certificate} or its key cannot be used: {reason}") from None
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket that nobody can connect to yet. Raises TridecodeError."""
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        bound = socket.socket(family, kind, proto)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+        return bound
+    except OSError as error:
+        raise TridecodeError(f"cannot listen on {host}, port {port}: {error.strerror}") from None
+
+
+class Uvicorn(uvicorn.Server):
+    """uvicorn, but for signals: the first one lets requests finish for the grace time, a second one ends at once."""
+
+    def __init__(self, config: uvicorn.Config, engine: Engine, settings: Settings):
+        super().__init__(config)
+        self.code, self._settings = 0, settings
+        self.face = Server(engine, settings, self._died)
+        config.app = self.face.app
+
+    async def startup(self, sockets=None) -> None:
+        await self.face.start()
+        await super().startup(sockets)
+
+    async def shutdown(self, sockets=None) -> None:
+        loop = self.face.loop
+        loop.refusing = "this server is stopping"
+        loop.later(self._settings.grace, lambda: loop.end_all(ApiError(503, loop.refusing, code="stopping")))
+        await super().shutdown(sockets)
+        loop.stop()
+
+    def _died(self) -> None:
+        self.code = ENGINE_FAILED
+        self.face.loop.later(DYING, lambda: setattr(self, "should_exit", True))
+
+    @contextmanager
+    def capture_signals(self):
+        before = {each: signal.signal(each, self.handle_exit) for each in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for each, handler in before.items():
+                signal.signal(each, handler)
+
+    def handle_exit(self, sig: int, frame) -> None:
+        if self.should_exit:
+            sys.stderr.flush()
+            os._exit(128 + sig)  # a pass that runs cannot be waited for
+        self.should_exit = True
+
+
+def serve(engine: Engine, settings: Settings, bound: socket.socket, tls: Tls | None = None) -> int:
+    """Serve until a signal; returns the exit code: 0, or 3 where the engine has failed."""
+    stuck = int(1000 * (settings.timeout or FORCED))
+    bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, stuck)  # of each connection: a reader that is stuck
+    config = uvicorn.Config(
+        None,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        lifespan="off",
+        ws="none",
+        proxy_headers=False,
+        timeout_graceful_shutdown=int(settings.grace) + 2,
+        ssl_certfile=tls and tls.certificate,
+        ssl_keyfile=tls and tls.key,
+    )
+    server = Uvicorn(config, engine, settings)
+    server.run(sockets=[bound])
+    return server.code
