@@ -78,6 +78,9 @@ class FakeServer:
         if how == "500":
             whole(writer, 500, {"error": {"message": "out of luck", "type": "server_error", "code": None}})
             return True
+        if how == "401":
+            whole(writer, 401, {"error": "no key"})
+            return True
         if how == "text":
             whole(writer, 502, b"<html>Bad gateway</html>")
             return True

@@ -305,7 +305,13 @@ def test_a_warm_up_that_fails_ends_it(bench):
     with FakeServer(behave=lambda number: "500") as server:
         code, _, _, err = bench(server, "--num-prompts", 50)
     assert code == 1 and len(server.got) == 1 and err.count("\n") == 1
-    assert "the warm-up failed: 500: out of luck; if it takes no token ids, use --endpoint chat" in err
+    assert err == "tridecode: error: the warm-up failed: 500: out of luck\n"
+
+
+def test_a_key_that_is_missing(bench):
+    with FakeServer(behave=lambda number: "401") as server:
+        code, _, _, err = bench(server)
+    assert code == 1 and "401: no key; give TRIDECODE_API_KEY or --api-key-file" in err
 
 
 @pytest.mark.parametrize("model", [(), ("--model", "m"), ("--model", "m", "--warm-up", "0", "--num-prompts", "7")])

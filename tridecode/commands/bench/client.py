@@ -132,7 +132,7 @@ class Client:
                 check(response)
                 return response.json()["data"][0]["id"]
         except Failed as error:
-            raise GenerationError(f"{place}: {error}; is a server there? --url says where") from None
+            raise GenerationError(f"{place}: {error}") from None
         except (ValueError, LookupError, TypeError):
             raise GenerationError(f"{place} names no model; give --model") from None
 
@@ -175,7 +175,8 @@ def check(response: httpx.Response) -> None:
             said = message_of(response.json())
         except (ValueError, RecursionError):
             said = brief(response.text)
-        raise Failed(f"{response.status_code}: {said or response.reason_phrase}")
+        hint = "; give TRIDECODE_API_KEY or --api-key-file" if response.status_code == 401 else ""
+        raise Failed(f"{response.status_code}: {said or response.reason_phrase}{hint}")
 
 
 @asynccontextmanager
@@ -187,6 +188,6 @@ async def failing(timeout: float):
     except TimeoutError:
         raise Failed(f"no end within {timeout:g} s (--timeout)") from None
     except httpx.ConnectError as error:
-        raise Failed(f"cannot connect: {brief(error)}") from None
+        raise Failed(f"cannot connect: {brief(error)}; is a server there? --url says where") from None
     except (httpx.HTTPError, OSError) as error:
         raise Failed(f"{type(error).__name__}: {brief(error)}".removesuffix(": ")) from None

@@ -53,8 +53,7 @@ class Load:
         """ended(): called as each request ends. Raises GenerationError where every one of the warm-up failed."""
         warm = await self._send(client, self.warm_up, np.zeros(len(self.warm_up)), lambda answer: None)
         if warm and all(answer.error for answer in warm):
-            hint = "; if it takes no token ids, use --endpoint chat" if b'"prompt": [' in self.warm_up[0] else ""
-            raise GenerationError(f"the warm-up failed: {warm[0].error}{hint}")
+            raise GenerationError(f"the warm-up failed: {warm[0].error}")
 
         def end(answer) -> None:
             self.answers.append(answer)
