@@ -145,9 +145,7 @@ def loop_factory():
 def make_load(args, model: str, lines: list[dict] | None, seed: int, path: str) -> Load:
     rng = np.random.default_rng(seed)
     count = args.num_prompts or (NUM_PROMPTS if lines is None else len(lines))
-    warm_up = [
-        random_prompt(args, rng) for _ in range(args.warm_up)
-    ]  # none that is asked again: it would be in a cache
+    warm_up = [random_prompt(args, rng) for _ in range(args.warm_up)]  # never asked again: they are cached by then
     prompts = [random_prompt(args, rng) for _ in range(count)] if lines is None else lines[:count]
     asked = {"model": model, "temperature": args.temperature, "stream": True, "max_tokens": args.output_tokens}
     asked["stream_options"] = {"include_usage": True}
