@@ -35,6 +35,8 @@ def prompt_ids(
         raise PromptError("this engine has no tokenizer: give token ids")
     _check_variables(variables, tokenizer if chat else None)
     fix = ": shorten it" + (" or raise max_seq_len" if capacity < limit else "")
+    if items is not None and not chat and len(items) > capacity:  # before each is looked at
+        raise TooLong(len(items), capacity, fix=fix)
     try:
         if items is None:
             ids = tokenizer.encode(prompt, context=capacity)

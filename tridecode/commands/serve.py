@@ -48,10 +48,10 @@ def serve(args, output: Output) -> int:
     place = f"http{'s' if tls else ''}://{f'[{host}]' if ':' in host else host}:{port}/v1"
     room = f"{engine.slots:,} at a time, context {engine.capacity:,}"
     output.note(f"serving {settings.model} at {place}: {room}; Ctrl-C stops")
-    try:
-        return run(engine, settings, bound, tls)
-    finally:
+    code = run(engine, settings, bound, tls)
+    if code == 0:  # a lost GPU has nothing to give back
         engine.close()
+    return code
 
 
 SWITCH = 5e-4  # seconds for which a thread may keep others from running: the device's must not wait for the network's

@@ -4,6 +4,7 @@ import hmac
 import json
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from starlette.requests import Request
@@ -12,27 +13,25 @@ from starlette.responses import JSONResponse
 from .errors import ApiError
 from .settings import BODY
 
+GENERATIONS = ("/v1/chat/completions", "/v1/completions")
 log = logging.getLogger("tridecode.server")
 
 
 @dataclass
 class Record:
-    """What the log says of one request. started: by time.monotonic."""
+    """What is told of one request. started: by time.monotonic; outcome: how a generation ended; tokens: for the log."""
 
     started: float = field(default_factory=time.monotonic)
-    words: str = ""
-
-    def told(self, outcome: str, choices) -> None:
-        usages = [choice.usage for choice in choices if choice.usage]
-        prompt, drawn = (sum(getattr(u, name) for u in usages) for name in ("prompt_tokens", "completion_tokens"))
-        self.words = f" {outcome} {prompt} + {drawn} tokens"
+    outcome: str | None = None
+    tokens: str = ""
 
 
 class Access:
     """ASGI middleware. The log has no prompts: what of them is wanted is another line's."""
 
-    def __init__(self, app, api_key: str | None = None):
-        self._app, self._key = app, None if api_key is None else api_key.encode()
+    def __init__(self, app, api_key: str | None, ended: Callable[[str, float], None]):
+        """ended: called with outcome and seconds of every request for a generation."""
+        self._app, self._key, self._ended = app, None if api_key is None else api_key.encode(), ended
 
     async def __call__(self, scope, receive, send) -> None:
         if scope["type"] != "http":
@@ -53,9 +52,12 @@ class Access:
                 app = JSONResponse(error.body(), 401, error.headers)
             await app(scope, receive, watched)
         finally:
-            path = json.dumps(scope["path"][:200])[1:-1]
             seconds = time.monotonic() - record.started
-            log.info("%s %s %d%s %.3f s", scope["method"], path, status, record.words, seconds)
+            if scope["path"] in GENERATIONS:
+                record.outcome = record.outcome or ("refused" if 400 <= status < 500 else "unavailable")
+                self._ended(record.outcome, seconds)
+            path, words = json.dumps(scope["path"][:200])[1:-1], f"{record.outcome or ''}{record.tokens}"
+            log.info("%s %s %d %.3f s %s", scope["method"], path, status, seconds, words)
 
     def _allowed(self, scope) -> bool:
         given = dict(scope["headers"]).get(b"authorization", b"")

@@ -20,6 +20,7 @@ from .metrics import Metrics
 from .protocol import Generation
 from .shapes import Choice, Shape, usage
 
+OUTCOMES = {499: "cancelled", 503: "unavailable", 504: "timeout"}  # of a request, by status
 log = logging.getLogger("tridecode.server")
 
 
@@ -48,26 +49,27 @@ class Answer:
     async def __call__(self, scope, receive, send) -> None:
         call, record = self._call, scope["tridecode.record"]
         gone = asyncio.create_task(self._watch(receive))
-        outcome = "error"
         try:
             await self._loop.begin(call, self._plan.prompts * len(self._plan.params), self._submit)
             if self._plan.asked.stream:
                 await self._stream(send)
             else:
                 await self._whole(send)
-            outcome = self._choices[0].finish_reason
+            record.outcome = self._choices[0].finish_reason
         except Exception as error:
             problem = told(error, self._engine.tokenizer.directory, self._rename)
             if problem is None:
                 log.exception("a request failed")
                 problem = ApiError(500, "internal error; the server's log says more")
-            outcome = problem.code or "error"
+            record.outcome = OUTCOMES.get(problem.status, "refused" if problem.status < 500 else "failed")
             await self._tell(problem, send)
         finally:
             gone.cancel()
             call.close()
-            self._metrics.ended(outcome, record.started, self._choices)
-            record.told(outcome, self._choices)
+            usages = [choice.usage for choice in self._choices if choice.usage]
+            self._metrics.read(usages)
+            prompt, drawn = sum(u.prompt_tokens for u in usages), sum(u.completion_tokens for u in usages)
+            record.tokens = f", {prompt} + {drawn} tokens"
 
     async def _watch(self, receive) -> None:
         """Once the client has gone nobody waits for its tokens."""
@@ -103,9 +105,9 @@ class Answer:
                 pieces[i] += new
                 left -= new[-1].finish_reason is not None
         shape, with_logprobs = self._plan.shape, self._with_logprobs
+        said = [choice.add(new) for choice, new in zip(self._choices, pieces)]
         made = [
-            shape.choice(i, choice.add(pieces[i]), choice.finish_reason, with_logprobs)
-            for i, choice in enumerate(self._choices)
+            shape.choice(i, said[i], choice.finish_reason, with_logprobs) for i, choice in enumerate(self._choices)
         ]
         await self._send_json(send, 200, shape.whole(made, usage(self._choices, len(self._plan.params))))
 

@@ -42,7 +42,7 @@ class Server:
         self.loop = Loop(engine, settings.max_queue, settings.keep_alive)
         self.metrics = Metrics(engine, settings.model)
         self._created = int(time.time())
-        middleware = [Middleware(Access, api_key=settings.api_key)]
+        middleware = [Middleware(Access, api_key=settings.api_key, ended=self.metrics.ended)]
         if settings.cors:
             middleware.insert(0, Middleware(CORSMiddleware, allow_origins=settings.cors, allow_methods=["GET", "POST"],
                                             allow_headers=["*"]))

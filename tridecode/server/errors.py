@@ -35,17 +35,19 @@ def refusal(message: str, param: str | None = None, code: str | None = None) -> 
 def told(error: Exception, directory: Path | None, rename: dict[str, str] | None = None) -> ApiError | None:
     """What the client hears of an engine's error, None where that is nobody's business.
 
-    directory: the checkpoint's, which messages lose. rename: fields of SamplingParams that the client called otherwise.
+    directory: the checkpoint's, which messages lose. rename: arguments that the client calls otherwise; messages begin
+    with the argument's name where they are about one.
     """
     if isinstance(error, ApiError):
         return error
-    text = str(error) if directory is None else str(error).replace(f"{directory}/", "")
-    if isinstance(error, ParameterError):
-        name = re.match(r"\w+", text)[0]
-        new = (rename or {}).get(name, name)
-        return refusal(new + text[len(name) :], new)
-    if isinstance(error, PromptError):
-        return refusal(text, code="context_length_exceeded" if isinstance(error, TooLong) else None)
+    text, rename = str(error) if directory is None else str(error).replace(f"{directory}/", ""), rename or {}
+    name = re.match(r"\w*", text)[0]
+    if name in rename:
+        text, name = rename[name] + text[len(name) :], rename[name]
+    if isinstance(error, TooLong):
+        return refusal(text, code="context_length_exceeded")
+    if isinstance(error, ParameterError | PromptError):
+        return refusal(text, name if "_" in name or isinstance(error, ParameterError) else None)
     if isinstance(error, QueueFull):
         return ApiError(503, text, code="queue_full")
     if isinstance(error, GenerationError):

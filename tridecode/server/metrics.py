@@ -6,12 +6,13 @@ Counts are plain numbers that asyncio changes and a scrape reads: prometheus-cli
 import time
 from bisect import bisect_left
 from collections import Counter
+from collections.abc import Iterable
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
 from ..engine import Engine
-from .shapes import Choice
+from ..results import Usage
 
 FIRST = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
 BETWEEN = (0.0005, 0.001, 0.0025, 0.005, 0.0075, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2.5, 5)
@@ -72,18 +73,16 @@ class Metrics:
             if tokens:
                 self._between.observe((now - last) / tokens, tokens)
 
-    def ended(self, outcome: str, started: float, choices: list[Choice]) -> None:
-        """A request has ended; what was drawn of one that was cut short counts, its prompt does not."""
-        self._outcomes[outcome] += 1
-        for choice in choices:
-            if choice.usage is not None:
-                self._prompt += choice.usage.prompt_tokens
-                self._reused += choice.usage.reused_tokens
-        if outcome in ("stop", "length"):
-            self._whole.observe(time.monotonic() - started)
+    def read(self, usages: Iterable[Usage]) -> None:
+        """The prompts of requests that have ended; those of requests that were cut short are not known."""
+        for usage in usages:
+            self._prompt += usage.prompt_tokens
+            self._reused += usage.reused_tokens
 
-    def refused(self, outcome: str) -> None:
+    def ended(self, outcome: str, seconds: float) -> None:
         self._outcomes[outcome] += 1
+        if outcome in ("stop", "length"):
+            self._whole.observe(seconds)
 
     # ---- what a scrape reads
 

@@ -9,7 +9,7 @@ import msgspec
 from ..arguments import shown
 from ..errors import as_json
 from .errors import ApiError, refusal
-from .settings import ANSWERS, BIASES, STOP_CHARACTERS, STOPS
+from .settings import ANSWERS, BIASES, STOP_CHARACTERS, STOPS, TOKENS
 
 # Without effect on the text, whatever they say; docs/serving.md lists them.
 WITHOUT_EFFECT = frozenset(
@@ -124,7 +124,7 @@ class ChatRequest(Generation, kw_only=True):
     @property
     def names(self) -> dict[str, str]:
         """Fields of SamplingParams that this request calls otherwise."""
-        renamed = {"logprobs": "top_logprobs"}
+        renamed = {"logprobs": "top_logprobs", "template_variables": "chat_template_kwargs"}
         return renamed if self.max_completion_tokens is None else renamed | {"max_tokens": "max_completion_tokens"}
 
 
@@ -174,7 +174,8 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True):
     tokens: list[int]
 
     def check(self) -> None:
-        pass
+        if len(self.tokens) > TOKENS:
+            raise refusal(f"tokens: at most {TOKENS:,}, got {len(self.tokens):,}", "tokens")
 
 
 # Those of SamplingParams, but for logprobs, whose form differs between the endpoints.
@@ -210,7 +211,8 @@ def _check_other(name: str, value, fields: tuple[str, ...]) -> None:
         return
     if name in NEUTRAL:
         known = " or ".join(as_json(fine) for fine in NEUTRAL[name])
-        raise refusal(f"{name} is not supported beyond {known}: leave it out", name, "unsupported_parameter")
+        message = f"{name} is not supported: leave it out (only {known} is accepted), got {as_json(value)}"
+        raise refusal(message, name, "unsupported_parameter")
     shown_name = as_json(name).strip('"')
     near = difflib.get_close_matches(name[:100], fields, n=1)
     meant = f"did you mean {near[0]}?" if near else "leave it out"
@@ -223,7 +225,7 @@ def _invalid(message: str) -> ApiError:
         return refusal(f"{missing[1]} is required", missing[1])
     found = re.match(r"(.*) - at `(?:key in )?\$\.?(.*)`$", message, re.DOTALL)
     what, place = found.groups() if found else (message, "")
-    what = what.replace("`", "")
+    what = what.replace("`", "").replace(" | null", "").replace(" | ", " or ")
     return refusal(f"{place}: {what[:1].lower()}{what[1:]}" if place else what, re.split(r"\W", place)[0] or None)
 
 

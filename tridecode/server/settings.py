@@ -7,6 +7,7 @@ MESSAGES = 4096
 ANSWERS = 128  # of one request: n times its prompts
 STOPS, STOP_CHARACTERS = 16, 256
 BIASES = 1024
+TOKENS = 1 << 18  # to make text of
 TICK = 0.25  # seconds between looks at deadlines and quiet streams
 DYING = 5.0  # seconds for which a dead engine is told of before the process ends
 

@@ -1,0 +1,99 @@
+"""Servers for tests: one in a thread of this process, over an engine that the test can look at, and clients."""
+
+import asyncio
+import json
+import threading
+import time
+from contextlib import contextmanager
+
+import httpx
+import openai
+import uvicorn
+
+from tridecode import Engine
+from tridecode.server.app import Server
+from tridecode.server.run import bind
+from tridecode.server.settings import Settings
+
+CHAT = [{"role": "user", "content": "What is 17 + 25?"}]
+ANSWER = "17 + 25 = 42."
+GREEDY = {"model": "bundled", "messages": CHAT, "temperature": 0}
+LONG = {"model": "bundled", "prompt": "Once upon a time", "ignore_eos": True}  # to the end of the context
+
+
+class Running:
+    """A server on a port of its own. settings: those of Settings beside the model's name."""
+
+    def __init__(self, engine: Engine, **settings):
+        self.engine = engine
+        self.server = Server(engine, Settings(**{"model": "bundled"} | settings))
+        self._bound = bind("127.0.0.1", 0)
+        self.port = self._bound.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        config = uvicorn.Config(self.server.app, log_config=None, access_log=False, lifespan="off")
+        self._uvicorn = uvicorn.Server(config)
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._ready = threading.Event()
+
+    def _run(self) -> None:
+        async def main():
+            await self.server.start()
+            self._ready.set()
+            await self._uvicorn.serve(sockets=[self._bound])
+            self.server.loop.stop()
+
+        asyncio.run(main())
+
+    def __enter__(self):
+        self._thread.start()
+        assert self._ready.wait(20)
+        while not self._uvicorn.started:
+            assert self._thread.is_alive()
+            self._ready.wait(0.01)
+        return self
+
+    def __exit__(self, *error):
+        self._uvicorn.should_exit = self._uvicorn.force_exit = True
+        self._thread.join(30)
+        assert not self._thread.is_alive()
+
+    def client(self, **options) -> openai.OpenAI:
+        return openai.OpenAI(**{"base_url": f"{self.url}/v1", "api_key": "none", "max_retries": 0} | options)
+
+    def post(self, path: str, body, **options) -> httpx.Response:
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        return httpx.post(f"{self.url}{path}", content=content, timeout=60, **options)
+
+    def get(self, path: str, **options) -> httpx.Response:
+        return httpx.get(f"{self.url}{path}", timeout=60, **options)
+
+    def metric(self, name: str) -> float:
+        """The sum over the labels of a metric."""
+        lines = [line for line in self.get("/metrics").text.splitlines() if line.startswith(f"tridecode:{name}" + "{")]
+        assert lines, name
+        return sum(float(line.split()[-1]) for line in lines)
+
+    @contextmanager
+    def stream(self, body: dict, path: str = "/v1/completions", **options):
+        timeout = httpx.Timeout(60)
+        with httpx.stream("POST", f"{self.url}{path}", json=body | {"stream": True}, timeout=timeout, **options) as got:
+            yield got
+
+
+def until(true, seconds: float = 20) -> None:
+    """Wait until true() is."""
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def events(lines) -> list:
+    """What the events of a stream hold, [DONE] and comments included."""
+    found = []
+    for line in lines:
+        if line.startswith("data: "):
+            found.append(line[6:] if line == "data: [DONE]" else json.loads(line[6:]))
+        elif line:
+            found.append(line)
+    return found
