@@ -52,11 +52,11 @@ def test_times_are_those_of_the_server(bench, endpoint):
         load = ("--num-prompts", 6, "--max-concurrency", 3, "--output-tokens", 11, "--input-tokens", 9)
         code, row, _, err = bench(server, "--endpoint", endpoint, *load)
     assert (code, err) == (0, "")
-    # A busy machine makes all of it later, never earlier; the medians not by much.
-    for figure, least in (("ttft", 200), ("tpot", 30), ("itl", 30), ("e2el", 500)):
-        assert 0.95 * least < row[f"median_{figure}_ms"] < 1.4 * least, figure
+    # What is late on a busy machine moves the ends of a stream by little, one gap by more.
+    for figure, known in (("median_ttft", 200), ("median_tpot", 30), ("mean_itl", 30), ("median_e2el", 500)):
+        assert 0.9 * known < row[f"{figure}_ms"] < 1.5 * known, figure
     assert row["mean_e2el_ms"] == pytest.approx(row["mean_ttft_ms"] + 10 * row["mean_tpot_ms"], 1e-3)
-    assert 1.0 < row["duration"] < 2.0  # two rounds of three requests
+    assert 1.0 < row["duration"] < 2.5  # two rounds of three requests
     assert (row["completed"], row["failed"], row["total_output_tokens"]) == (6, 0, 66)
     assert row["total_input_tokens"] == (54 if endpoint == "completions" else 42)  # as the server says
     assert row["request_throughput"] == pytest.approx(6 / row["duration"], 1e-3)
