@@ -15,9 +15,10 @@ from checkpoints import write_tiny
 from generating import LIMITS, lines
 
 from tridecode import Engine, commands
-from tridecode.commands.generate import batch, progress, reports
+from tridecode.commands.generate import batch, reports
 from tridecode.commands.generate.lines import Lines, split
 from tridecode.commands.graph_stats import show_graph_stats
+from tridecode.commands.progress import progress
 from tridecode.commands.terminal import make_console
 from tridecode.serve.driver import Request
 
@@ -278,7 +279,7 @@ STATS = [
 def test_the_bar_fits_in_one_line(width):
     screen = io.StringIO()
     output = SimpleNamespace(errors=make_console(file=screen, width=width, force_terminal=True), tty=False)
-    bar = progress.progress(SimpleNamespace(output="x"), output, lambda: 12345.6)
+    bar = progress("answering", output, lambda: 12345.6)
     with bar:
         bar.add_task("answering", total=1000, completed=11)
         bar.refresh()

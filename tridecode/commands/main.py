@@ -57,7 +57,7 @@ def guarded(argv: list[str] | None) -> int:
     except Exception as error:
         if args is not None and args.verbose:
             logging.getLogger("tridecode").exception("%s failed", args.command)
-        output.error(explain(error, (*SAMPLING, "n")))
+        output.error(explain(error, [name for name in (*SAMPLING, "n") if hasattr(args, name)]))
         return 1
 
 

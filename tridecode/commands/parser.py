@@ -5,11 +5,11 @@ import difflib
 import sys
 from contextlib import nullcontext, suppress
 
-from ..model.presets import PRESETS
 from ..version import __version__
+from .bench_options import BENCH, add_benches, add_shape, add_verbose
 from .serve_options import SERVE, serve_options
 from .terminal import one_line
-from .values import ascending, contexts, logit_bias, minutes, positive, positives, row_count, row_counts, token_ids
+from .values import ascending, logit_bias, minutes, positive, row_count, token_ids
 
 CHAT = """\
 Talk with a model. In the chat: /help lists the commands, Ctrl-C stops an answer, Ctrl-D leaves.
@@ -38,11 +38,6 @@ SAMPLING = (  # the fields of SamplingParams, each an option
 )  # fmt: skip
 GRAPHS = ("none", "piecewise", "full", "full_decode_only", "full_and_piecewise")  # step.dispatch.MODES, without torch
 BATCH_SLOTS = 16  # of generate --jsonl and of serve
-BENCH = """\
-Time this engine with random weights in the shape of a public model (or with a checkpoint's), against a limit measured
-in the same run. Prints a table and, as the last line, one JSON object. Needs a GPU. docs/benchmarks.md says what each
-figure is.
-"""
 PROFILE = """\
 Show where the time of one token step and of one prefill chunk goes, from the GPU's own activity records, kernel by
 kernel, against the read bandwidth measured in the same run. Prints tables and, as the last line, one JSON object. Needs
@@ -150,90 +145,6 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def add_benches(bench) -> None:
-    """One parser for each bench; `suite` reads its rows with them too."""
-    benches = bench.add_subparsers(dest="what", metavar="WHAT", required=True, parser_class=Parser)
-
-    def add(name: str, help: str, runs: int | None = None) -> argparse.ArgumentParser:
-        parser = benches.add_parser(name, help=help, description=f"{help[0].upper()}{help[1:]}.")
-        if runs is not None:
-            parser.add_argument("--runs", type=positive, default=runs, metavar="N", help=f"runs that count ({runs})")
-        parser.add_argument(
-            "--format",
-            choices=["table", "md", "csv", "json", "jsonl"],
-            default="table",
-            help="of stdout, or of the file with --output (table)",
-        )
-        parser.add_argument("--output", metavar="FILE", help="write the rows there; its suffix says the format")
-        parser.add_argument("--compare", metavar="FILE", help="say how far the rows are from those of that JSON file")
-        add_verbose(parser)
-        return parser
-
-    decode = add("decode", "the token step, LM head and sampling included", runs=9)
-    add_shape(decode, model=True)
-    add_steps(decode, "tokens before the first step")
-    decode.add_argument(
-        "--ablate", action="store_true", help="the same step without its ideas: workspace, graph, dependent launch"
-    )
-    batch = add("batch", "the token step of many requests at once", runs=9)
-    add_shape(batch, model=True)
-    batch.add_argument("--rows", type=row_counts, metavar="N,N", help="requests at once, a row each (1,2,4,...,64)")
-    batch.add_argument(
-        "--context",
-        type=contexts,
-        default=["64"],
-        metavar="N,N",
-        help="tokens before the first step, a row each; 32000x1+64x31 is one request at 32,000 beside 31 at 64 (64)",
-    )
-    batch.add_argument("--steps", type=positive, default=128, metavar="N", help="steps a run (128)")
-    add_sampling(batch)
-    prefill = add("prefill", "a prompt to its first token", runs=9)
-    add_shape(prefill, model=True)
-    prefill.add_argument(
-        "--prompt-tokens", type=positives, default=[2048], metavar="N,N", help="lengths, a row each (2048)"
-    )
-    add_capacity(prefill)
-    stream = add("stream", "the stream as its caller sees it, and the graph alone", runs=9)
-    add_shape(stream, model=True)
-    add_steps(stream, "prompt tokens")
-    add_shape(add("start", "a process from its start to the first token", runs=7))
-    peers = add("peers", "transformers on the same shape in the same run", runs=5)
-    add_shape(peers)
-    add_steps(peers, "prompt tokens", sampling=False)
-    suite = add("suite", "every row of one of the files in benchmarks/, in one process")
-    suites = ["targets", "batch", "ladder", "peers"]
-    suite.add_argument("suite", nargs="?", choices=suites, default="targets", help="(targets)")
-    report = add("report", "show a JSON file that a bench wrote; measures nothing")
-    report.add_argument("file", metavar="FILE", help="a JSON list of rows")
-
-
-def add_shape(parser, model: bool = False) -> None:
-    group = parser.add_mutually_exclusive_group()
-    shapes = ", ".join(PRESETS)
-    group.add_argument("--preset", metavar="SHAPE", choices=list(PRESETS), default="qwen3-4b", help=f"one of {shapes}")
-    if model:
-        group.add_argument("--model", metavar="DIR_OR_ID", help="a checkpoint instead of random weights")
-    else:
-        parser.set_defaults(model=None)
-
-
-def add_steps(parser, context: str, sampling: bool = True) -> None:
-    parser.add_argument("--context", type=positive, default=64, metavar="N", help=f"{context} (64)")
-    parser.add_argument("--steps", type=positive, default=128, metavar="N", help="steps a run (128)")
-    add_capacity(parser)
-    if sampling:
-        add_sampling(parser)
-
-
-def add_sampling(parser) -> None:
-    choices = ["greedy", "temperature", "all"]
-    parser.add_argument("--sampling", choices=choices, default="greedy", help="all: every filter on")
-
-
-def add_capacity(parser) -> None:
-    parser.add_argument("--capacity", type=positive, metavar="N", help="K/V positions to allocate (what the run needs)")
-
-
 def add_chat_options(chat) -> None:
     chat.epilog = CHAT_CODES
     group = chat.add_argument_group("conversation", "In a terminal it is saved after each answer.")
@@ -254,11 +165,6 @@ def add_chat_options(chat) -> None:
         choices=["error", "drop-oldest", "stop"],
         help="a turn that does not fit in the context: refuse it, leave out the oldest, or end (default: error)",
     )
-
-
-def add_verbose(parser) -> None:
-    """--verbose after the command too. SUPPRESS: its default must not overwrite one given before the command."""
-    parser.add_argument("--verbose", action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
 
 
 def engine_options() -> argparse.ArgumentParser:

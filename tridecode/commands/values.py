@@ -1,6 +1,8 @@
 """The values of options: functions with which argparse reads them. Nothing here imports torch."""
 
 import argparse
+import math
+from urllib.parse import urlsplit
 
 MOST_ROWS = 64  # of a pass, and so requests at a time
 
@@ -92,3 +94,52 @@ def minutes(text: str) -> float:
     if not 0 < value <= 24 * 60:
         raise argparse.ArgumentTypeError(f"expected minutes, more than 0 and at most a day, got {text!r}")
     return value
+
+
+def request_rate(text: str) -> float:
+    return math.inf if text == "inf" else amount(text, "a number of requests a second, or inf")
+
+
+def temperature(text: str) -> float:
+    return amount(text, "a number", zero=True)
+
+
+def amount(text: str, what: str = "a number", zero: bool = False) -> float:
+    """A finite number above 0, or 0 itself if `zero`."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 < value < math.inf and not (zero and value == 0):
+        raise argparse.ArgumentTypeError(f"expected {what}, {'0 or more' if zero else 'more than 0'}, got {text!r}")
+    return value
+
+
+def percentiles(text: str) -> list[float]:
+    """Numbers from 0 to 100; whole ones as integers, as they are named in a figure like p99_ttft_ms."""
+    values = []
+    for part in text.split(","):
+        try:
+            value = float(part)
+        except ValueError:
+            value = -1.0
+        if not 0 <= value <= 100:
+            raise argparse.ArgumentTypeError(f"expected percentiles from 0 to 100, like 50,90,99, got {text!r}")
+        values.append(int(value) if value.is_integer() else value)
+    return sorted(set(values))
+
+
+def whole(text: str) -> int:
+    return 0 if text == "0" else positive(text)
+
+
+def server_url(text: str) -> str:
+    """The base of a server's addresses, with or without the /v1 under which they stand."""
+    try:
+        parts = urlsplit(text)
+        usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0 and not parts.query
+    except ValueError:  # a port out of its range
+        usable = False
+    if not usable:
+        raise argparse.ArgumentTypeError(f"expected an address like http://127.0.0.1:8000, got {text!r}")
+    return text.rstrip("/").removesuffix("/v1")

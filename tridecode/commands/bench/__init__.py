@@ -1,4 +1,4 @@
-"""`tridecode bench`: decode, prefill, stream, start and peers, each against a limit measured in the same run."""
+"""`tridecode bench`: the engine against limits measured in the same run, and servers as their clients see them."""
 
 from .measure import ALL_FILTERS, GREEDY, preset_engine, step_bytes, time_decode
 from .run import run

@@ -100,6 +100,22 @@ COLUMNS = {
         "prompt": number("prompt_s", 1),
         "kernels compiled at first": number("first_start_kernels_compiled"),
     },
+    "serve": {
+        "serve": text("model_id"),
+        "requests": number("num_prompts"),
+        "failed": number("failed"),
+        "per second": text("request_rate"),
+        "at most": number("max_concurrency"),
+        "requests/s": number("request_throughput", 2),
+        "output tok/s": number("output_throughput"),
+        "all tok/s": number("total_token_throughput"),
+        "TTFT ms": number("mean_ttft_ms", 2),
+        "p99": number("p99_ttft_ms", 2),
+        "TPOT ms": number("mean_tpot_ms", 2),
+        "ITL ms": number("mean_itl_ms", 2),
+        "p99 ITL": number("p99_itl_ms", 2),
+        "E2EL ms": number("mean_e2el_ms"),
+    },
     "peers": {"program": text("variant"), "shape": name, "context": number("context"), **STEP},
 }
 # The figures of which two runs are compared.
@@ -110,7 +126,29 @@ COMPARED = {
     "prefill": ("prefill_ms", "ttft_ms"),
     "stream": ("us_per_token", "graph_us_per_token"),
     "start": ("first_start_s", "second_start_s"),
+    "serve": ("output_throughput", "mean_ttft_ms", "mean_tpot_ms"),
     "peers": ("us_per_token",),
+}
+
+# The lines of vLLM's benchmark: label, figure and its form; those of SERVED_IF where there is a limit.
+SERVED = (
+    ("Successful requests:", "completed", "d"),
+    ("Failed requests:", "failed", "d"),
+    ("Maximum request concurrency:", "max_concurrency", "d"),
+    ("Request rate configured (RPS):", "request_rate", ".2f"),
+    ("Benchmark duration (s):", "duration", ".2f"),
+    ("Total input tokens:", "total_input_tokens", "d"),
+    ("Total generated tokens:", "total_output_tokens", "d"),
+    ("Request throughput (req/s):", "request_throughput", ".2f"),
+    ("Output token throughput (tok/s):", "output_throughput", ".2f"),
+    ("Total Token throughput (tok/s):", "total_token_throughput", ".2f"),
+)
+SERVED_IF = ("max_concurrency", "request_rate")
+TIMES = {
+    "ttft": ("TTFT", "Time to First Token"),
+    "tpot": ("TPOT", "Time per Output Token (excl. 1st token)"),
+    "itl": ("ITL", "Inter-token Latency"),
+    "e2el": ("E2EL", "End-to-end Latency"),
 }
 
 
@@ -161,7 +199,10 @@ def show(rows: list[dict], output) -> None:
     """Tables for people, then one JSON object as the last line of stdout: the row, or all of them as `rows`."""
     if not output.tty:
         output.console.width = 160  # a pipe has none of its own
-    for headers, cells in tables(rows):
+    alone = len(rows) == 1 and rows[0]["bench"] == "serve"
+    if alone:
+        output.text(console_form(rows[0], output.console.width))
+    for headers, cells in [] if alone else tables(rows):
         table = Table()
         for i, header in enumerate(headers):
             table.add_column(header, justify="left" if i == 0 else "right", no_wrap=i == 0)
@@ -170,6 +211,25 @@ def show(rows: list[dict], output) -> None:
         output.console.print(table)
     output.console.print(visible(caption(rows)), soft_wrap=True)
     output.text(json.dumps(rows[0] if len(rows) == 1 else {"rows": rows}) + "\n")
+
+
+def console_form(row: dict, columns: int) -> str:
+    """A row of bench serve as vLLM's benchmark prints it, for a terminal of that many columns, 40 or more."""
+    width = min(max(columns, 40), 50)
+
+    def line(label: str, key: str, form: str) -> str:
+        value = row.get(key)
+        shown = "-" if value is None else value if isinstance(value, str) else format(value, form)
+        return f"{label:<{width - 10}} {shown}"
+
+    lines = [" Serving Benchmark Result ".center(width, "=")]
+    lines += [line(*each) for each in SERVED if each[1] not in SERVED_IF or row.get(each[1]) not in (None, "inf")]
+    for name, (short, title) in TIMES.items():
+        lines.append(title.center(width, "-"))
+        for key in row:
+            if key.endswith(f"_{name}_ms") and not key.startswith("std"):
+                lines.append(line(f"{key.split('_')[0].capitalize()} {short} (ms):", key, ".2f"))
+    return "\n".join([*lines, "=" * width, ""])
 
 
 def read_rows(path: str) -> list[dict]:
@@ -194,7 +254,9 @@ def deviations(rows: list[dict], earlier: list[dict]) -> list[tuple[str, str, fl
     for row in rows:
         other = before.get(identity(row), {})
         changes = {
-            key: 100 * (row[key] / other[key] - 1) for key in COMPARED[row["bench"]] if key in row and other.get(key)
+            key: 100 * (row[key] / other[key] - 1)
+            for key in COMPARED[row["bench"]]
+            if row.get(key) is not None and other.get(key)
         }
         if changes:
             worst = max(changes, key=lambda key: abs(changes[key]))

@@ -11,11 +11,20 @@ from .decode import decode
 from .peers import peers
 from .prefill import prefill
 from .report import FORMATS, deviations, read_rows, render, show
+from .serve import serve
 from .start import start
 from .stream import stream
 from .suite import command_of, suite
 
-BENCHES = {"decode": decode, "batch": batch, "prefill": prefill, "stream": stream, "start": start, "peers": peers}
+BENCHES = {
+    "decode": decode,
+    "batch": batch,
+    "prefill": prefill,
+    "stream": stream,
+    "start": start,
+    "peers": peers,
+    "serve": serve,
+}
 
 
 def run(args) -> int:

@@ -43,7 +43,7 @@ SUITES = {
         peers --preset qwen3-4b --runs 3
     """,
 }
-UNSAID = ("command", "what", "verbose", "format", "output", "compare")
+UNSAID = ("command", "what", "verbose", "format", "output", "compare", "api_key_file")
 
 
 def suite_args(suite: str) -> list:
@@ -56,14 +56,14 @@ def command_of(args, **changes) -> str:
     """The command line that makes a row alone, every option that counts named."""
     words = ["python", "cli.py", "bench", args.what]
     for name, value in (vars(args) | changes).items():
-        if name in UNSAID or value in (None, False) or (name == "preset" and getattr(args, "model", None)):
+        if name in UNSAID or value is None or value is False or (name == "preset" and getattr(args, "model", None)):
             continue
         option = "--" + name.replace("_", "-")
         words += [option] if value is True else [option, value if isinstance(value, str) else numbers(value)]
     return shlex.join(words)
 
 
-def numbers(value: int | list) -> str:
+def numbers(value: float | list) -> str:
     return ",".join(map(str, value)) if isinstance(value, list) else str(value)
 
 

@@ -16,9 +16,9 @@ from ..graph_stats import show_graph_stats
 from ..inputs import read_file
 from ..loading import load_engine
 from ..parser import SAMPLING
+from ..progress import progress
 from ..terminal import Output, unechoed
 from .lines import Lines, Request
-from .progress import progress
 from .prompts import encoded, reuse
 from .reports import report
 from .results import open_results
@@ -92,7 +92,8 @@ class Answers:
         self.engine, self._params = load(self._args, self._output)
         self._started = time.perf_counter()
         most = self.engine.slots + (self._args.max_queue or WAITING * self.engine.slots)
-        bar = progress(self._args, self._output, self.rate)
+        between = self._output.tty and self._args.output is None  # the lines of stdout a bar would stand between
+        bar = progress("answering", self._output, self.rate, shows=not between)
         task = bar.add_task("answering", total=self._before + self._left, completed=self._before + self.failed)
         try:
             with bar, unechoed(not bar.disable, bar.stop, bar.start):

@@ -1,4 +1,4 @@
-"""The bar of a batch: lines that are done, tokens a second, and the time that is left."""
+"""The bar of many requests: those that are done, tokens a second, and the time that is left."""
 
 from collections.abc import Callable
 
@@ -6,7 +6,7 @@ from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn,
 from rich.table import Column
 from rich.text import Text
 
-from ..terminal import Output
+from .terminal import Output
 
 WIDE = 60  # columns; in a narrower terminal the bar has the room of the word
 
@@ -22,12 +22,11 @@ class Rate(ProgressColumn):
         return Text(f"{self._rate():,.0f} tok/s")
 
 
-def progress(args, output: Output, rate: Callable[[], float]) -> Progress:
-    """A bar on stderr; none where it would stand between the lines of stdout."""
-    shows = output.errors.is_terminal and not (output.tty and args.output is None)
-    word = [TextColumn("answering")] if output.errors.width >= WIDE else []
+def progress(word: str, output: Output, rate: Callable[[], float], shows: bool = True) -> Progress:
+    """A bar on stderr if that is a terminal and `shows`."""
+    words = [TextColumn(word)] if output.errors.width >= WIDE else []
     return Progress(
-        *word,
+        *words,
         BarColumn(bar_width=None, table_column=Column(ratio=1)),
         TextColumn("{task.completed:,}/{task.total:,}", table_column=Column(no_wrap=True)),
         Rate(rate),
@@ -35,8 +34,8 @@ def progress(args, output: Output, rate: Callable[[], float]) -> Progress:
         console=output.errors,
         expand=True,
         transient=True,
-        disable=not shows,
+        disable=not (shows and output.errors.is_terminal),
         redirect_stdout=False,
         redirect_stderr=False,
-        refresh_per_second=4,  # the thread that draws takes its time from the passes
+        refresh_per_second=4,  # the thread that draws takes its time from the requests
     )

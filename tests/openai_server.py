@@ -1,0 +1,131 @@
+"""A small server with OpenAI's API and known delays, for the tests of the client that measures servers."""
+
+import asyncio
+import json
+import threading
+import time
+from dataclasses import dataclass, field
+
+
+@dataclass
+class FakeServer:
+    """Answers `tokens` (or max_tokens) words: the first after `first` seconds, the others `gap` after one another.
+
+    behave: of the request of that number (from 0, warm-up too) "ok", or how it goes wrong; see `respond`.
+    """
+
+    first: float = 0.0
+    gap: float = 0.0
+    tokens: int | None = None
+    behave: object = lambda number: "ok"
+    got: list = field(default_factory=list)  # (time, path, headers, body) of each POST
+    running: int = 0
+    most: int = 0  # running at once
+
+    def __enter__(self):
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+        start = asyncio.start_server(self._connected, "127.0.0.1", 0)
+        self._server = asyncio.run_coroutine_threadsafe(start, self._loop).result(10)
+        self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        return self
+
+    def __exit__(self, *raised):
+        async def close():
+            self._server.close()
+            others = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in others:
+                task.cancel()
+            await asyncio.gather(*others, return_exceptions=True)
+
+        asyncio.run_coroutine_threadsafe(close(), self._loop).result(10)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(10)
+        self._loop.close()
+
+    @property
+    def bodies(self):
+        return [body for _, _, _, body in self.got]
+
+    async def _connected(self, reader, writer):
+        try:
+            while head := await reader.readuntil(b"\r\n\r\n"):
+                first, *lines = head.decode().strip().split("\r\n")
+                method, path, _ = first.split()
+                headers = {name.lower(): value for name, value in (line.split(": ", 1) for line in lines)}
+                body = await reader.readexactly(int(headers.get("content-length", 0)))
+                if method == "GET":
+                    models = {"object": "list", "data": [{"id": "a-model"}, {"id": "another"}]}
+                    whole(writer, 200, models if path == "/v1/models" else {})
+                    continue
+                self.got.append((time.perf_counter(), path, headers, json.loads(body)))
+                self.running += 1
+                self.most = max(self.most, self.running)
+                try:
+                    if not await self.respond(writer, len(self.got) - 1, path, json.loads(body)):
+                        break
+                finally:
+                    self.running -= 1
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        finally:
+            writer.close()
+
+    async def respond(self, writer, number, path, body) -> bool:
+        """Whether the connection goes on."""
+        how = self.behave(number)
+        if how == "500":
+            whole(writer, 500, {"error": {"message": "out of luck", "type": "server_error", "code": None}})
+            return True
+        if how == "401":
+            whole(writer, 401, {"error": "no key"})
+            return True
+        if how == "text":
+            whole(writer, 502, b"<html>Bad gateway</html>")
+            return True
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
+        chat = path.endswith("/chat/completions")
+        tokens = self.tokens or body["max_tokens"]
+        if chat:
+            event(writer, choices=[{"index": 0, "delta": {"role": "assistant", "content": ""}}])
+        chunk(writer, b": keep-alive\n\n")
+        await asyncio.sleep(self.first)
+        begun = time.perf_counter()
+        for i in range(tokens):
+            await asyncio.sleep(begun + i * self.gap - time.perf_counter())
+            if writer.is_closing():  # the client has gone
+                return False
+            if i == tokens // 2 and how == "cut":
+                return False
+            if i == tokens // 2 and how == "garbage":
+                chunk(writer, b'data: {"choices": [}\n\n')
+            if i == tokens // 2 and how == "error":
+                event(writer, error={"message": "the engine died", "type": "server_error"})
+            if i == tokens // 2 and how == "stuck":
+                await asyncio.sleep(60)
+            event(writer, choices=[{"index": 0} | ({"delta": {"content": " word"}} if chat else {"text": " word"})])
+        event(writer, choices=[{"index": 0, "finish_reason": "length"} | ({"delta": {}} if chat else {"text": ""})])
+        prompt = body.get("prompt", body.get("messages"))
+        given = len(prompt) if isinstance(prompt, list) and not chat else 7
+        if how != "no usage":
+            event(writer, choices=[], usage={"prompt_tokens": given, "completion_tokens": tokens})
+        chunk(writer, b"data: [DONE]\n\n")
+        writer.write(b"0\r\n\r\n")
+        return True
+
+
+def event(writer, **fields):
+    data = json.dumps({"id": "cmpl-1", "object": "chunk", "created": 1, "model": "a-model"} | fields)
+    half = len(data) // 2  # an event may come in pieces
+    chunk(writer, f"data: {data[:half]}".encode())
+    chunk(writer, f"{data[half:]}\n\n".encode())
+
+
+def chunk(writer, data: bytes):
+    writer.write(b"%x\r\n%b\r\n" % (len(data), data))
+
+
+def whole(writer, status, body):
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    writer.write(b"HTTP/1.1 %d X\r\ncontent-length: %d\r\n\r\n%b" % (status, len(data), data))

@@ -1,0 +1,268 @@
+"""bench serve: a server under load, as its clients see it, in the terms of vLLM's serving benchmark."""
+
+import asyncio
+import gc
+import json
+import math
+import os
+import time
+from collections import Counter
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from datetime import datetime
+
+import numpy as np
+
+from ...errors import GenerationError, ParameterError, PromptError, as_json
+from ...version import __version__
+from ..api_key import api_key
+from ..inputs import check_messages, parse_json, read_file
+from ..progress import progress
+from ..terminal import counted, unechoed
+from .report import console_form
+
+NUM_PROMPTS = 100
+TOKEN_IDS = 1000, 4000  # ordinary ones in the vocabularies of public models, whose control tokens come before or after
+WORDS = (  # a token each in most vocabularies
+    "time year people way day man thing woman life child world school state family student group country problem hand "
+    "part place case week company system program question work government number night point home water room mother "
+    "area money story fact month lot right study book eye job word business issue side kind head house service friend "
+    "father power hour game line end member law car city"
+).split()
+PROMPTS = ("prompt", "messages", "prompt_ids")
+LARGEST = 256_000_000  # bytes of --jsonl
+MADE_BEFORE = 256  # connections, where there is no limit of concurrency
+REASONS = 10  # that are shown, of requests that failed
+
+
+@dataclass
+class Load:
+    """What is asked of the server, and what came of it so far."""
+
+    path: str
+    bodies: list[bytes]
+    warm_up: list[bytes]
+    times: np.ndarray  # when each of the bodies may be sent: seconds from the start
+    max_concurrency: int | None
+    answers: list = field(default_factory=list)  # client.Answer, in the order of their ends
+    running: set = field(default_factory=set)
+    started: float = math.inf  # of time.perf_counter()
+    duration: float = 0.0
+
+    async def run(self, client, ended) -> None:
+        """ended(): called as each request ends. Raises GenerationError where every one of the warm-up failed."""
+        warm = await self._send(client, self.warm_up, np.zeros(len(self.warm_up)), lambda answer: None)
+        if warm and all(answer.error for answer in warm):
+            raise GenerationError(f"the warm-up failed: {warm[0].error}")
+
+        def end(answer) -> None:
+            self.answers.append(answer)
+            ended()
+
+        client.prepare(min(len(self.bodies), self.max_concurrency or MADE_BEFORE))
+        gc.collect()
+        gc.freeze()  # what stands in memory by now is not looked through again amid the requests
+        self.started = time.perf_counter()
+        try:
+            await self._send(client, self.bodies, self.times, end)
+        finally:
+            self.duration = time.perf_counter() - self.started
+            gc.unfreeze()
+
+    async def _send(self, client, bodies: list[bytes], times: np.ndarray, end) -> list:
+        gate = asyncio.Semaphore(self.max_concurrency) if self.max_concurrency else nullcontext()
+        started = time.perf_counter()
+
+        async def one(body: bytes, at: float):
+            await asyncio.sleep(started + at - time.perf_counter())
+            async with gate:
+                answer = await client.ask(self.path, body, self.running)
+            end(answer)
+            return answer
+
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(one(body, at)) for body, at in zip(bodies, times)]
+        return [task.result() for task in tasks]
+
+    def rate(self) -> float:
+        """Tokens a second, those of answers that go on by their events; called by the thread that draws."""
+        tokens = sum(answer.output_tokens for answer in self.answers[:])
+        tokens += sum(len(answer.gaps) for answer in self.running.copy())
+        return tokens / max(time.perf_counter() - self.started, 1e-3)
+
+
+def serve(args, output) -> list[dict]:
+    """One row. An interrupt shows the figures so far, which no file gets."""
+    try:
+        from . import client as http
+    except ModuleNotFoundError as error:
+        raise ParameterError(f'bench serve needs {error.name}; pip install "tridecode[serve]"') from None
+    # Another seed each time: prompts that no server has in its cache.
+    seed = int.from_bytes(os.urandom(4)) if args.seed is None else args.seed
+    key = api_key(args.api_key_file, output)
+    lines = jsonl_prompts(args, output) if args.jsonl is not None else None
+
+    async def all_of_it() -> None:
+        nonlocal model, load
+        async with http.Client(args.url, key, args.timeout) as client:
+            model = args.model or await client.first_model()
+            load = make_load(args, model, lines, seed, http.ENDPOINTS[args.endpoint])
+            bar = progress("serving", output, load.rate)
+            task = bar.add_task("serving", total=len(load.bodies))
+            with bar, unechoed(not bar.disable, bar.stop, bar.start):
+                await load.run(client, lambda: bar.advance(task))
+
+    model = load = None
+    try:
+        with asyncio.Runner(loop_factory=loop_factory()) as runner:
+            runner.run(all_of_it())
+    except KeyboardInterrupt:
+        if load is None or not any(answer.error is None for answer in load.answers):
+            raise
+        done = f"{len(load.answers):,} of {counted(len(load.bodies), 'request')} had ended"
+        tell_failures(load.answers, output)
+        output.text(console_form(row_of(args, model, seed, load), output.console.width))
+        output.note(f"interrupted: partial figures, {done}")
+        raise
+    tell_failures(load.answers, output)
+    if all(answer.error for answer in load.answers):
+        raise GenerationError(f"bench serve: {counted(len(load.answers), 'request')}, all failed")
+    return [row_of(args, model, seed, load)]
+
+
+def loop_factory():
+    """uvloop's, which leaves more of a core to requests, where it is."""
+    try:
+        import uvloop
+    except ModuleNotFoundError:
+        return None
+    return uvloop.new_event_loop
+
+
+# what is asked
+
+
+def make_load(args, model: str, lines: list[dict] | None, seed: int, path: str) -> Load:
+    rng = np.random.default_rng(seed)
+    count = args.num_prompts or (NUM_PROMPTS if lines is None else len(lines))
+    warm_up = [random_prompt(args, rng) for _ in range(args.warm_up)]  # never asked again: they are cached by then
+    prompts = [random_prompt(args, rng) for _ in range(count)] if lines is None else lines[:count]
+    asked = {"model": model, "temperature": args.temperature, "stream": True, "max_tokens": args.output_tokens}
+    asked["stream_options"] = {"include_usage": True}
+    if args.ignore_eos or (lines is None and not args.no_ignore_eos):
+        asked["ignore_eos"] = True
+    bodies, warm_up = ([json.dumps(asked | prompt).encode() for prompt in some] for some in (prompts, warm_up))
+    return Load(path, bodies, warm_up, arrivals(count, args.request_rate, args.burstiness, rng), args.max_concurrency)
+
+
+def arrivals(count: int, rate: float, burstiness: float, rng: np.random.Generator) -> np.ndarray:
+    """[count] seconds, ascending from 0, whose gaps are gamma distributed with mean 1 / rate."""
+    if rate == math.inf:
+        return np.zeros(count)
+    gaps = rng.gamma(burstiness, 1 / (rate * burstiness), count - 1)
+    return np.concatenate(([0.0], np.cumsum(gaps)))
+
+
+def random_prompt(args, rng: np.random.Generator) -> dict:
+    """Its fields of a request."""
+    if args.endpoint == "completions":
+        return {"prompt": rng.integers(*TOKEN_IDS, args.input_tokens).tolist()}
+    return chat(" ".join(rng.choice(WORDS, args.input_tokens)))
+
+
+def chat(text: str) -> dict:
+    return {"messages": [{"role": "user", "content": text}]}
+
+
+def jsonl_prompts(args, output) -> list[dict]:
+    """The fields of a request for each line that is not empty. Raises PromptError that names the line."""
+    lines = []
+    for number, line in enumerate(read_file(args.jsonl, output, LARGEST).split("\n"), 1):
+        if line.strip():
+            where = f"{args.jsonl}: line {number:,}"
+            lines.append(prompt_of(parse_json(line, where, output), args.endpoint, where))
+    if not lines:
+        raise PromptError(f'{args.jsonl}: no prompts in it; expected lines like {{"prompt": "..."}}')
+    if args.num_prompts and args.num_prompts > len(lines):
+        raise PromptError(f"{args.jsonl}: {counted(len(lines), 'prompt')}, fewer than --num-prompts {args.num_prompts}")
+    return lines
+
+
+def prompt_of(found, endpoint: str, where: str) -> dict:
+    if not isinstance(found, dict):
+        raise PromptError(f'{where}: expected an object like {{"prompt": "..."}}, got {as_json(found)}')
+    given = [name for name in PROMPTS if name in found]
+    if len(given) != 1:
+        raise PromptError(f"{where}: expected one of {', '.join(PROMPTS)}, got {' and '.join(given) or 'none'}")
+    (kind,) = given
+    if unknown := [name for name in found if name not in (kind, "max_tokens")]:
+        raise PromptError(f"{where}: unknown field {as_json(unknown[0])}; beside {kind} only max_tokens may stand")
+    if kind == ("messages" if endpoint == "completions" else "prompt_ids"):
+        other = "chat" if endpoint == "completions" else "completions"
+        raise PromptError(f"{where}: {kind} need --endpoint {other}")
+    prompt, most = found[kind], found.get("max_tokens", 1)
+    if type(most) is not int or most < 1:
+        raise PromptError(f"{where}: max_tokens must be a positive integer, got {as_json(most)}")
+    length = {"max_tokens": most} if "max_tokens" in found else {}
+    if kind == "messages":
+        return {"messages": check_messages(prompt, where)} | length
+    if kind == "prompt_ids":
+        if not isinstance(prompt, list) or not prompt or not all(type(token) is int for token in prompt):
+            raise PromptError(f"{where}: prompt_ids must be a list of token ids like [1, 2, 3], got {as_json(prompt)}")
+    elif not isinstance(prompt, str) or not prompt:
+        raise PromptError(f"{where}: prompt must be a text that is not empty, got {as_json(prompt)}")
+    return (chat(prompt) if endpoint == "chat" else {"prompt": prompt}) | length
+
+
+# what came of it
+
+
+def tell_failures(answers: list, output) -> None:
+    """A line for each reason with its number, the most frequent first."""
+    reasons = Counter(answer.error for answer in answers if answer.error is not None).most_common()
+    for reason, number in reasons[:REASONS]:
+        output.error(f"{counted(number, 'request')} failed: {reason}")
+    if others := reasons[REASONS:]:
+        number = counted(sum(number for _, number in others), "request")
+        output.error(f"{number} failed for {counted(len(others), 'other reason')}")
+
+
+def row_of(args, model: str, seed: int, load: Load) -> dict:
+    """The figures of the answers that are whole. Percentiles lie linearly between two values, as numpy's by default."""
+    whole = [answer for answer in load.answers if answer.error is None]
+    given, got = (sum(getattr(answer, name) for answer in whole) for name in ("input_tokens", "output_tokens"))
+    row = {
+        "bench": "serve",
+        "date": datetime.now().strftime("%Y%m%d-%H%M%S"),
+        "model_id": model,
+        "num_prompts": len(load.bodies),
+        "request_rate": "inf" if args.request_rate == math.inf else args.request_rate,
+        "max_concurrency": args.max_concurrency,
+        "duration": round(load.duration, 6),
+        "completed": len(whole),
+        "failed": len(load.answers) - len(whole),
+        "total_input_tokens": given,
+        "total_output_tokens": got,
+        "request_throughput": round(len(whole) / load.duration, 4),
+        "output_throughput": round(got / load.duration, 3),
+        "total_token_throughput": round((given + got) / load.duration, 3),
+    }
+    times = {
+        "ttft": [answer.ttft for answer in whole],
+        "tpot": [answer.tpot for answer in whole if answer.tpot is not None],
+        "itl": [gap for answer in whole for gap in answer.gaps],
+        "e2el": [answer.latency for answer in whole],
+    }
+    for name, values in times.items():
+        row |= {f"{key}_{name}_ms": value for key, value in spread(values, args.percentiles).items()}
+    return row | {"seed": seed, "tridecode": __version__}
+
+
+def spread(seconds: list[float], percentiles: list[float]) -> dict:
+    """In ms; None where there is no time at all, as between the tokens of answers of one."""
+    names = ["mean", "median", "std", *(f"p{p}" for p in percentiles)]
+    if not seconds:
+        return dict.fromkeys(names)
+    values = 1e3 * np.array(seconds)
+    found = [values.mean(), np.median(values), values.std(), *np.percentile(values, percentiles)]
+    return {name: round(float(value), 4) for name, value in zip(names, found)}

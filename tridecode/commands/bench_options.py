@@ -1,0 +1,143 @@
+"""The options of `bench`. Nothing here imports torch."""
+
+import argparse
+import math
+
+from ..model.presets import PRESETS
+from .values import (
+    amount,
+    contexts,
+    percentiles,
+    positive,
+    positives,
+    request_rate,
+    row_counts,
+    server_url,
+    temperature,
+    whole,
+)
+
+BENCH = """\
+Time this engine with random weights in the shape of a public model (or with a checkpoint's), against a limit measured
+in the same run; serve times a server through HTTP. Prints a table and, as the last line, one JSON object. All but serve
+and report need a GPU. docs/benchmarks.md says what each figure is.
+"""
+
+
+def add_benches(bench) -> None:
+    """One parser for each bench; `suite` reads its rows with them too."""
+    benches = bench.add_subparsers(dest="what", metavar="WHAT", required=True, parser_class=type(bench))
+
+    def add(name: str, help: str, runs: int | None = None) -> argparse.ArgumentParser:
+        parser = benches.add_parser(name, help=help, description=f"{help[0].upper()}{help[1:]}.")
+        if runs is not None:
+            parser.add_argument("--runs", type=positive, default=runs, metavar="N", help=f"runs that count ({runs})")
+        parser.add_argument(
+            "--format",
+            choices=["table", "md", "csv", "json", "jsonl"],
+            default="table",
+            help="of stdout, or of the file with --output (table)",
+        )
+        parser.add_argument("--output", metavar="FILE", help="write the rows there; its suffix says the format")
+        parser.add_argument("--compare", metavar="FILE", help="say how far the rows are from those of that JSON file")
+        add_verbose(parser)
+        return parser
+
+    decode = add("decode", "the token step, LM head and sampling included", runs=9)
+    add_shape(decode, model=True)
+    add_steps(decode, "tokens before the first step")
+    decode.add_argument(
+        "--ablate", action="store_true", help="the same step without its ideas: workspace, graph, dependent launch"
+    )
+    batch = add("batch", "the token step of many requests at once", runs=9)
+    add_shape(batch, model=True)
+    batch.add_argument("--rows", type=row_counts, metavar="N,N", help="requests at once, a row each (1,2,4,...,64)")
+    batch.add_argument(
+        "--context",
+        type=contexts,
+        default=["64"],
+        metavar="N,N",
+        help="tokens before the first step, a row each; 32000x1+64x31 is one request at 32,000 beside 31 at 64 (64)",
+    )
+    batch.add_argument("--steps", type=positive, default=128, metavar="N", help="steps a run (128)")
+    add_sampling(batch)
+    prefill = add("prefill", "a prompt to its first token", runs=9)
+    add_shape(prefill, model=True)
+    prefill.add_argument(
+        "--prompt-tokens", type=positives, default=[2048], metavar="N,N", help="lengths, a row each (2048)"
+    )
+    add_capacity(prefill)
+    stream = add("stream", "the stream as its caller sees it, and the graph alone", runs=9)
+    add_shape(stream, model=True)
+    add_steps(stream, "prompt tokens")
+    add_shape(add("start", "a process from its start to the first token", runs=7))
+    peers = add("peers", "transformers on the same shape in the same run", runs=5)
+    add_shape(peers)
+    add_steps(peers, "prompt tokens", sampling=False)
+    add_serve(add("serve", "a server through HTTP, this one or any with the OpenAI API, under load"))
+    suite = add("suite", "every row of one of the files in benchmarks/, in one process")
+    suites = ["targets", "batch", "ladder", "peers"]
+    suite.add_argument("suite", nargs="?", choices=suites, default="targets", help="(targets)")
+    report = add("report", "show a JSON file that a bench wrote; measures nothing")
+    report.add_argument("file", metavar="FILE", help="a JSON list of rows")
+
+
+def add_serve(serve) -> None:
+    """The names are those of vLLM's benchmark where it has the same."""
+    serve.add_argument("--url", type=server_url, default="http://127.0.0.1:8000", help="(http://127.0.0.1:8000)")
+    serve.add_argument("--model", metavar="NAME", help="as the server calls it (default: the first that it names)")
+    serve.add_argument("--endpoint", choices=["completions", "chat"], default="completions", help="(completions)")
+    serve.add_argument("--api-key-file", metavar="FILE", help="one line; without it TRIDECODE_API_KEY, if set")
+    serve.add_argument("--timeout", type=amount, default=600.0, metavar="S", help="for a whole request (600)")
+    group = serve.add_argument_group("load")
+    group.add_argument("--num-prompts", type=positive, metavar="N", help="requests (100, or all of --jsonl)")
+    rate = "requests begun a second, at random times, or inf: at once (inf)"
+    group.add_argument("--request-rate", type=request_rate, default=math.inf, metavar="R", help=rate)
+    burst = "of these times; 1 is a Poisson process, less comes in bursts, more is more even (1)"
+    group.add_argument("--burstiness", type=amount, default=1.0, metavar="B", help=burst)
+    group.add_argument("--max-concurrency", type=positive, metavar="N", help="requests under way at most (no limit)")
+    group.add_argument("--warm-up", type=whole, default=1, metavar="N", help="requests before, not counted (1)")
+    group.add_argument("--seed", type=whole, metavar="N", help="of prompts and times (default: another each time)")
+    group = serve.add_argument_group("prompts", "Random token ids; for --endpoint chat random words.")
+    group.add_argument("--input-tokens", type=positive, default=128, metavar="N", help="or words, of a prompt (128)")
+    group.add_argument("--output-tokens", type=positive, default=128, metavar="N", help="of an answer at most (128)")
+    lines = 'prompts instead, a line each: {"prompt": ...}, {"messages": ...} or {"prompt_ids": ...}, also max_tokens'
+    group.add_argument("--jsonl", metavar="FILE", help=f"{lines}; - is stdin")
+    group.add_argument("--temperature", type=temperature, default=0.0, metavar="T", help="(0)")
+    eos = group.add_mutually_exclusive_group()
+    eos.add_argument("--ignore-eos", action="store_true", help="answers end at their length only, with --jsonl too")
+    eos.add_argument("--no-ignore-eos", action="store_true", help="they may; for servers that know no ignore_eos")
+    percent = "of each time, beside mean, median and std (99)"
+    serve.add_argument("--percentiles", type=percentiles, default=[99], metavar="P,P", help=percent)
+
+
+def add_shape(parser, model: bool = False) -> None:
+    group = parser.add_mutually_exclusive_group()
+    shapes = ", ".join(PRESETS)
+    group.add_argument("--preset", metavar="SHAPE", choices=list(PRESETS), default="qwen3-4b", help=f"one of {shapes}")
+    if model:
+        group.add_argument("--model", metavar="DIR_OR_ID", help="a checkpoint instead of random weights")
+    else:
+        parser.set_defaults(model=None)
+
+
+def add_steps(parser, context: str, sampling: bool = True) -> None:
+    parser.add_argument("--context", type=positive, default=64, metavar="N", help=f"{context} (64)")
+    parser.add_argument("--steps", type=positive, default=128, metavar="N", help="steps a run (128)")
+    add_capacity(parser)
+    if sampling:
+        add_sampling(parser)
+
+
+def add_sampling(parser) -> None:
+    choices = ["greedy", "temperature", "all"]
+    parser.add_argument("--sampling", choices=choices, default="greedy", help="all: every filter on")
+
+
+def add_capacity(parser) -> None:
+    parser.add_argument("--capacity", type=positive, metavar="N", help="K/V positions to allocate (what the run needs)")
+
+
+def add_verbose(parser) -> None:
+    """--verbose after the command too. SUPPRESS: its default must not overwrite one given before the command."""
+    parser.add_argument("--verbose", action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
