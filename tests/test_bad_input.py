@@ -152,7 +152,7 @@ def test_a_number_of_many_digits_is_not_shown_whole(failure, option, digits, cod
 TWO_PROMPTS = ("generate", "--prompt", "x", "--prompt-ids", "1")
 
 
-@pytest.mark.parametrize("argv", [(), ("serve",), TWO_PROMPTS, ("chat", "x\x1b[2J")])
+@pytest.mark.parametrize("argv", [(), ("sing",), TWO_PROMPTS, ("chat", "x\x1b[2J")])
 def test_wrong_usage(failure, argv):
     assert "\x1b" not in failure(*argv, code=2)
 

@@ -482,7 +482,7 @@ def test_a_certificate_makes_it_https(process, tmp_path):
         (["--slots", "65"], 2, "from 1 to 64"),
         (["--ssl-keyfile", "key.pem"], 2, "--ssl-keyfile needs --ssl-certfile"),
         (["--ssl-certfile", "no.pem"], 1, "the certificate no.pem or its key cannot be used"),
-        (["--api-key-file", "no.txt"], 1, "No such file or directory: no.txt"),
+        (["--api-key-file", "no.txt"], 1, "no.txt: No such file or directory"),
         (["--host", "256.0.0.1"], 1, "cannot listen on 256.0.0.1"),
     ],
 )

@@ -2,17 +2,16 @@
 
 import gc
 import logging
-import os
 import sys
 from ipaddress import ip_address
 from pathlib import Path
 
 from ..engine import Engine
 from ..errors import TridecodeError
+from .api_key import VARIABLE, api_key
 from .loading import load_model
 from .terminal import Output
 
-KEY_VARIABLE = "TRIDECODE_API_KEY"
 SWITCH = 5e-4  # seconds for which a thread may keep others from running: the device's must not wait for the network's
 
 
@@ -38,7 +37,7 @@ def serve(args, output: Output) -> int:
         max_queue=args.max_queue,
         timeout=args.timeout or None,
         grace=args.grace,
-        api_key=api_key(args.api_key_file),
+        api_key=api_key(args.api_key_file, output),
         cors=tuple(args.cors or ()),
         log_prompts=args.log_prompts,
     )
@@ -64,7 +63,7 @@ def tell(output: Output, engine: Engine, settings, address: tuple, scheme: str) 
     place = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}/v1"
     output.note(f"serving {settings.model} at {place}")
     if settings.api_key is None and not ip_address(host).is_loopback:
-        output.note(f"whoever reaches this address can use it: {KEY_VARIABLE} sets a key")
+        output.note(f"whoever reaches this address can use it: {VARIABLE} sets a key")
     output.note(f"{engine.slots:,} requests at a time, a context of {engine.capacity:,}; Ctrl-C stops")
 
 
@@ -73,16 +72,6 @@ def public_name(model: str | None) -> str:
     if model is None:
         return "bundled"
     return Path(model).resolve().name if Path(model).is_dir() else model
-
-
-def api_key(file: str | None) -> str | None:
-    """The key from a file, or from the environment; its first line."""
-    if file is None:
-        return os.environ.get(KEY_VARIABLE) or None
-    key = Path(file).read_text(encoding="utf-8").strip()
-    if not key or "\n" in key:
-        raise TridecodeError(f"{file}: expected one line with the API key")
-    return key
 
 
 def log_requests() -> None:
