@@ -151,7 +151,8 @@ def test_damaged_files_are_read_or_refused(tmp_path, changes):
 def test_any_fields_are_read_or_refused(tmp_path, content):
     found = opened(tmp_path / "fields.json", json.dumps(content).encode())
     if found is not None:
-        assert (found.raw, found.system, len(found.turns)) == (content["raw"], content.get("system"), len(content["turns"]))
+        given = content["raw"], content.get("system"), len(content["turns"])
+        assert (found.raw, found.system, len(found.turns)) == given
         assert session.loads(session.dumps(found, "m")) == found
 
 
