@@ -36,7 +36,9 @@ class Driver:
             with self._lock:
                 if self._closed:
                     raise EngineClosed("this engine is closed; load another one")
-                self._cancel_dropped()
+                while self._dropped:
+                    self.scheduler.cancel(self._dropped[0])
+                    self._dropped.popleft()
                 return action(self.scheduler, *args)
         finally:
             self._wanting.discard(me)
@@ -75,20 +77,16 @@ class Driver:
 
     def drop(self, job: Job) -> None:
         """Cancel it without ever waiting: garbage is collected at any moment, in the middle of a step too."""
-        if job.ended:
-            return
-        self._dropped.append(job)
-        if not sys.is_finalizing() and self._lock.acquire(blocking=False):
-            try:
-                with suppress(RuntimeError):  # of a lost GPU hears who steps next
-                    self._cancel_dropped()
-            finally:
-                self._lock.release()
+        if not job.ended:
+            self._dropped.append(job)
+            if not self._lock.locked() and not sys.is_finalizing():
+                with suppress(EngineClosed, RuntimeError):  # of a lost GPU hears who steps next
+                    self.exclusively(lambda scheduler: None)
 
-    def _cancel_dropped(self) -> None:
-        while self._dropped and not self._closed:
-            self.scheduler.cancel(self._dropped[0])
-            self._dropped.popleft()
+    def drop_later(self, job: Job) -> None:
+        """Let whoever steps next cancel it."""
+        if not job.ended:
+            self._dropped.append(job)
 
     def gather(
         self, jobs: Sequence[Callable[[], Job]], progress: Callable[[int, int], None] | None
@@ -218,7 +216,7 @@ class Request:
 
     def drop(self) -> None:
         """`cancel` that waits for no pass: who steps next does it."""
-        self._driver.drop(self._job)
+        self._driver.drop_later(self._job)
 
 
 def failed(error: Exception) -> Result:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
-from .errors import ApiError
+from .errors import ApiError, outcome
 from .settings import BODY
 
 GENERATIONS = ("/v1/chat/completions", "/v1/completions")
@@ -54,7 +54,7 @@ class Access:
         finally:
             seconds = time.monotonic() - record.started
             if scope["path"] in GENERATIONS:
-                record.outcome = record.outcome or ("refused" if 400 <= status < 500 else "unavailable")
+                record.outcome = record.outcome or outcome(status)
                 self._ended(record.outcome, seconds)
             path, words = json.dumps(scope["path"][:200])[1:-1], f"{record.outcome or ''}{record.tokens}"
             log.info("%s %s %d %.3f s %s", scope["method"], path, status, seconds, words)

@@ -14,13 +14,12 @@ from ..prompt import Encoded
 from ..results import Piece
 from ..sampling import SamplingParams
 from . import events
-from .errors import ApiError, told
+from .errors import ApiError, outcome, told
 from .loop import Call, Loop
 from .metrics import Metrics
 from .protocol import Generation
 from .shapes import Choice, Shape, usage
 
-OUTCOMES = {499: "cancelled", 503: "unavailable", 504: "timeout"}  # of a request, by status
 log = logging.getLogger("tridecode.server")
 
 
@@ -36,13 +35,17 @@ class Plan:
     choice: Callable[[int, Encoded], Choice]
     prompts: int = 1
 
+    @property
+    def requests(self) -> int:
+        """Of the engine: all answers, and where a prompt's own log-probabilities are asked for one more for each."""
+        return self.prompts * (len(self.params) + self.asked.scores_prompt)
+
 
 class Answer:
-    """An ASGI application that answers one request. started: by time.monotonic."""
+    """An ASGI application that answers one request."""
 
-    def __init__(self, engine: Engine, loop: Loop, metrics: Metrics, call: Call, plan: Plan, rename: dict[str, str]):
+    def __init__(self, engine: Engine, loop: Loop, metrics: Metrics, call: Call, plan: Plan):
         self._engine, self._loop, self._metrics, self._call, self._plan = engine, loop, metrics, call, plan
-        self._rename = rename
         self._prompts: list[Encoded] = []
         self._choices: list[Choice] = []
         self._begun = False  # the head of the response was sent
@@ -51,20 +54,18 @@ class Answer:
         call, record = self._call, scope["tridecode.record"]
         gone = asyncio.create_task(self._watch(receive))
         try:
-            plan = self._plan
-            count = plan.prompts * (len(plan.params) + plan.asked.scores_prompt)
-            await self._loop.begin(call, count, self._submit)
+            await self._loop.begin(call, self._plan.requests, self._submit)
             if self._plan.asked.stream:
                 await self._stream(send)
             else:
                 await self._whole(send)
             record.outcome = self._choices[0].finish_reason
         except Exception as error:
-            problem = told(error, self._engine.tokenizer.directory, self._rename)
+            problem = told(error, self._engine.tokenizer.directory, self._plan.asked.names)
             if problem is None:
                 log.exception("a request failed")
                 problem = ApiError(500, "internal error; the server's log says more")
-            record.outcome = OUTCOMES.get(problem.status, "refused" if problem.status < 500 else "failed")
+            record.outcome = outcome(problem.status)
             await self._tell(problem, send)
         except asyncio.CancelledError:  # the server stops, and this client does not read
             record.outcome = "cancelled"
@@ -104,8 +105,7 @@ class Answer:
         return news
 
     async def _whole(self, send) -> None:
-        answers, n = len(self._choices), len(self._plan.params)
-        left = answers + len(self._prompts) * self._plan.asked.scores_prompt
+        answers, n, left = len(self._choices), len(self._plan.params), self._plan.requests
         pieces: list[list[Piece]] = [[] for _ in range(left)]
         while left:
             for i, new in await self._news():

@@ -142,7 +142,7 @@ class Server:
 
     def _answer(self, request: Request, deadline: float | None, plan: Plan) -> Answer:
         call = self.loop.call(request.scope["tridecode.record"].started, deadline)
-        return Answer(self.engine, self.loop, self.metrics, call, plan, plan.asked.names)
+        return Answer(self.engine, self.loop, self.metrics, call, plan)
 
     # ---- the rest
 

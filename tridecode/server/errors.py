@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from ..errors import GenerationError, ParameterError, PromptError, QueueFull, TooLong
+from ..errors import EngineClosed, GenerationError, ParameterError, PromptError, QueueFull, TooLong
 
 RETRY_AFTER = 1  # seconds, beside a status 503
 
@@ -28,6 +28,12 @@ class ApiError(Exception):
         return {"error": told}
 
 
+def outcome(status: int) -> str:
+    """How a request ended that got no answer, in a word for metrics and the log; status 0: not even this one."""
+    named = {0: "cancelled", 499: "cancelled", 503: "unavailable", 504: "timeout"}
+    return named.get(status, "refused" if status < 500 else "failed")
+
+
 def refusal(message: str, param: str | None = None, code: str | None = None) -> ApiError:
     return ApiError(400, message, param, code)
 
@@ -48,6 +54,8 @@ def told(error: Exception, directory: Path | None, rename: dict[str, str] | None
         return refusal(text, code="context_length_exceeded")
     if isinstance(error, ParameterError | PromptError):
         return refusal(text, name if "_" in name or isinstance(error, ParameterError) else None)
+    if isinstance(error, EngineClosed):
+        return ApiError(503, "this server is stopping", code="stopping")
     if isinstance(error, QueueFull):
         return ApiError(503, text, code="queue_full")
     if isinstance(error, GenerationError):

@@ -73,11 +73,11 @@ class ChatTemplate:
 
     def _ask(self, given: dict | None) -> dict:
         """The child's answer, to None the names that the template reads."""
-        with self._workers.one() as worker:
-            try:
-                found = worker.ask(given, self.limits.seconds)
-            except WorkerFailure as failure:
-                raise PromptError(f"{self._name}: {failure}; {NO_CHAT} if that happens again") from None
-            if found.get("failure") == "memory":
-                worker.stop()  # what is left of its memory may not do for the next one
-            return found
+        worker = self._workers.one()
+        try:
+            found = worker.ask(given, self.limits.seconds)
+        except WorkerFailure as failure:
+            raise PromptError(f"{self._name}: {failure}; {NO_CHAT} if that happens again") from None
+        if found.get("failure") == "memory":
+            worker.stop()  # what is left of its memory may not do for the next one
+        return found

@@ -2,14 +2,14 @@
 
 import json
 import os
-import queue
+import random
 import subprocess
 import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 START_LIMIT = 60.0  # seconds for the child's imports, on a disk that is slow
@@ -37,6 +37,11 @@ class Worker:
         """Start the child without waiting for it; `ask` does so too where it must."""
         with self._lock, suppress(WorkerFailure):
             self._child()
+
+    @property
+    def busy(self) -> bool:
+        """Whether somebody is asking it."""
+        return self._lock.locked()
 
     def ask(self, request, seconds: float):
         """The child's answer to `request`. Raises WorkerFailure: it gave none within `seconds`, or ended. A child that
@@ -105,20 +110,12 @@ class Pool:
     """Workers for those who ask at the same time. The first serves whoever asks alone: the others cost nothing then."""
 
     def __init__(self, size: int, make: Callable[[], Worker]):
-        workers = [make() for _ in range(size)]
-        self.first = workers[0]
-        self._free = queue.LifoQueue()
-        for worker in reversed(workers):
-            self._free.put(worker)
+        self._workers = [make() for _ in range(size)]
+        self.first = self._workers[0]
 
-    @contextmanager
-    def one(self):
-        """Within, one of them is nobody else's; waits for it."""
-        worker = self._free.get()
-        try:
-            yield worker
-        finally:
-            self._free.put(worker)
+    def one(self) -> Worker:
+        """One that nobody is asking now, or any where there is none; nothing is held that could be lost."""
+        return next((worker for worker in self._workers if not worker.busy), None) or random.choice(self._workers)
 
 
 def _line(value) -> bytes:
