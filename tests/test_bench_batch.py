@@ -190,10 +190,12 @@ def test_the_script_compares_a_file_with_its_passes(batch_speed, monkeypatch, ca
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     *decode, prompt = found["passes"]
     assert (prompt["kind"], prompt["rows"], prompt["count"]) == ("prompt", 8, 5)
-    assert sum(each["rows"] * each["count"] for each in decode) == 5 * 12 and max(e["rows"] for e in decode) <= 3
+    rows = sum(each["rows"] * each["count"] for each in decode)
+    assert 5 * 12 <= rows <= 5 * (12 + 1), "a request may be in the one pass that was enqueued before its end was seen"
+    assert max(each["rows"] for each in decode) <= 3
     total = sum(each["us"] * each["count"] for each in found["passes"]) / 1e6
     assert found["passes_s"] == pytest.approx(total, abs=1e-3) and found["wall_s"] > 0
-    assert found["ratio"] == pytest.approx(found["wall_s"] / found["passes_s"], rel=0.02)
+    assert found["ratio"] == pytest.approx(found["wall_s"] / found["passes_s"], rel=0.06)  # of milliseconds
 
 
 @pytest.mark.skipif(not CUDA, reason="times a public shape on a GPU")

@@ -18,6 +18,7 @@ from models import CUDA, tiny_engine
 
 from tridecode import SamplingParams
 from tridecode.errors import QueueFull
+from tridecode.model.checkpoint import random_weights
 from tridecode.serve import scheduler as scheduling
 from tridecode.step.prefill import prefill
 
@@ -38,6 +39,9 @@ def engine_of(slots=1, ahead=1, capacity=CAPACITY, **build):
     engine = tiny_engine(
         dtype=torch.float32, capacity=capacity, tie_word_embeddings=False, num_layers=1, build=build | {"slots": slots}
     )
+    weights = engine.model.weights.tensors()  # those of any machine: what is drawn, POISON too, depends on them
+    for name, tensor in random_weights(engine.config, torch.device("cpu"), torch.float32, seed=0).tensors().items():
+        weights[name].copy_(tensor)
     engine.model.weights.embed[POISON] = float("nan")
     engine.scheduler._ahead = ahead
     engine.threads = 1  # a tiny model's operations are shorter than a wait for another thread
@@ -335,6 +339,7 @@ class Interrupts:
         return self
 
     def __enter__(self):
+        sys._getframe().f_trace_opcodes = True  # Python 3.12 heeds it only where one was set before it begins to trace
         sys.settrace(self)
         return self
 
