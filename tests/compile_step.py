@@ -31,9 +31,9 @@ from tridecode.model.presets import PRESETS
 from tridecode.step import decode
 from tridecode.step.choose import choose_shapes
 from tridecode.step.graphs import launcher
-from tridecode.step.prefill import prompt_pass
+from tridecode.step.prefill import finish, read
 from tridecode.step.state import DecodeModel
-from tridecode.step.workspace import make_workspace
+from tridecode.step.workspace import make_prompt_buffers, make_workspace
 
 MODULES = [import_module(found.name) for found in walk_packages(kernels.__path__, f"{kernels.__name__}.")]
 ROWS = (1, 8, 16, 64)  # of passes
@@ -90,6 +90,7 @@ def meta_model(preset: str, dtype: torch.dtype, arch: int, capacity: int = 4096)
         cos=rope,
         sin=rope,
         workspace=make_workspace(config, capacity, device, dtype, slots=64),
+        prompt=make_prompt_buffers(config, 256, device, dtype),
         shapes_by_rows=choose_shapes(config, dtype, arch),
         pdl=arch >= 90,
     )
@@ -109,7 +110,9 @@ def record(preset: str, dtype: torch.dtype, arch: int) -> dict:
         for rows in ROWS:
             for kind in decode.KINDS:
                 decode.step(launcher(model), model.of_rows(rows), kind)
-        prompt_pass(launch_ours, model, 3, 68)
+        read(launch_ours, model, 68)
+        read(launch_ours, model, 132, decoding=64)
+        finish(launcher(model), model.of_rows(1), "greedy")
     finally:
         for module, name, value in originals:
             setattr(module, name, value)

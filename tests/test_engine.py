@@ -98,11 +98,11 @@ def test_closing_a_stream_early_leaves_the_engine_consistent(engine):
 def test_an_interrupt_in_prefill_leaves_the_engine_consistent(engine, monkeypatch):
     expected = engine.generate(PROMPT, GREEDY, reuse_prefix=False).token_ids
 
-    def interrupted(model, start, end, slot, chunk):
-        prefill(model, start, start + 2, slot)
+    def interrupted(chunks, tokens, decoding):
+        prefill(engine.model, 0, 2, chunks[0].slot)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("tridecode.serve.scheduler.prefill", interrupted)
+    monkeypatch.setattr(engine.prompts, "read", interrupted)
     with pytest.raises(KeyboardInterrupt):
         engine.generate([9] * 20, GREEDY)
     monkeypatch.undo()
@@ -345,7 +345,7 @@ def test_cpu_attention_in_blocks_of_rows(window, monkeypatch):
     q, k, v = torch.randn(50, 4, 64), torch.randn(2, 90, 64), torch.randn(2, 90, 64)
     whole, parts = torch.full((2, 50, 4 * 64), float("nan"))
     attend(q, k, v, whole, window, 0.125)
-    monkeypatch.setattr("tridecode.step.torch_ops.MASK_LIMIT", 90 * 7)
+    monkeypatch.setattr("tridecode.kernels.prompt_attention.MASK_LIMIT", 90 * 7)
     attend(q, k, v, parts, window, 0.125)
     assert torch.allclose(parts, whole, rtol=0, atol=1e-6)
 

@@ -152,13 +152,13 @@ def test_a_piped_chat_whose_session_is_not_saved_exits_1(piped, tiny, monkeypatc
 CHAT_ON_A_BROKEN_GPU = """
 import sys, torch
 from tridecode import commands
-from tridecode.serve import scheduler
+from tridecode.step.prompt_graphs import PromptGraphs
 
-def prefill(model, start, end, slot, chunk):
-    if end - start > 40:  # the second turn
-        torch.zeros(1, device=model.device)[torch.tensor([9], device=model.device)]
+def read(self, chunks, tokens, decoding):
+    if tokens > 40:  # the second turn
+        torch.zeros(1, device=self.model.device)[torch.tensor([9], device=self.model.device)]
 
-scheduler.prefill = prefill
+PromptGraphs.read = read
 sys.exit(commands.main(sys.argv[1:]))
 """
 

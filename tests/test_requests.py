@@ -141,16 +141,15 @@ def garbage_in_a_circle(engine):
 
 
 def garbage_within_a_step(engine):
-    held, scheduler = [engine.submit(PROMPTS[0], LONG)], engine.scheduler
-    run_pass = scheduler._run_pass
+    held, replay = [engine.submit(PROMPTS[0], LONG)], engine.steps.replay
 
     def collecting(*args):
         held.clear()
-        run_pass(*args)
+        replay(*args)
 
-    scheduler._run_pass = collecting
+    engine.steps.replay = collecting
     engine.generate(PROMPTS[1], GREEDY)
-    scheduler._run_pass = run_pass
+    engine.steps.replay = replay
 
 
 @pytest.mark.parametrize(

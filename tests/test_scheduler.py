@@ -19,8 +19,6 @@ from models import CUDA, tiny_engine
 from tridecode import SamplingParams
 from tridecode.errors import QueueFull
 from tridecode.model.checkpoint import random_weights
-from tridecode.serve import scheduler as scheduling
-from tridecode.step.prefill import prefill
 
 POISON = 301  # a token whose embedding is NaN
 CAPACITY = 96
@@ -217,31 +215,32 @@ def test_a_row_whose_pages_end_idles_until_there_are_more(small, alone, monkeypa
 
 
 @pytest.mark.parametrize("ahead", [1] if CUDA else [0, 1])
-def test_between_two_passes_is_at_most_one_chunk_and_no_more_are_in_flight(small, monkeypatch, ahead):
+def test_rows_decode_beside_the_chunks_of_a_prompt_and_no_more_passes_are_in_flight(small, monkeypatch, ahead):
     scheduler, log = small.scheduler, []
     monkeypatch.setattr(scheduler, "_ahead", ahead)
-    spied(monkeypatch, scheduling, "prefill", log)
-    spied(monkeypatch, scheduler, "_run_pass", log)
+    spied(monkeypatch, small.prompts, "read", log)
+    spied(monkeypatch, small.prompts, "finish", log)
+    spied(monkeypatch, small.steps, "replay", log)
     spied(monkeypatch, scheduler._ring, "token", log)
     first = small.submit(prompt_of(0, 5), params_of("greedy", 30), reuse_prefix=False)
     pieces = iter(first)
     next(pieces)
     small.submit(prompt_of(1, 60), params_of("greedy", 4), reuse_prefix=False).result()
     names = [name for name, _ in log]
-    assert [args[1:3] for name, args in log if name == "prefill"] == [(0, 4), (0, 24), (24, 48), (48, 59)]
-    passes = "".join({"prefill": "c", "_run_pass": "p", "token": ""}[name] for name in names)
-    assert "cc" not in passes, "a row waited for two chunks"
-    assert passes.index("pcpcpcp") < 6, "and the new request for more than its chunks"
+    read = [(*chunk[2:], args[2] > 0) for name, args in log if name == "read" for chunk in args[0]]
+    assert read == [(5, 0, False), (24, 0, True), (24, 24, True), (12, 48, True)]
+    passes = "".join({"read": "c", "finish": "f", "replay": "p", "token": ""}[name] for name in names)
+    assert passes.startswith("cf") and passes[2:].strip("p") == "cfcfcf", "a row waited for a chunk"
     enqueued, seen, slot = 0, 0, next(args[0] for name, args in log if name == "token")
     for name, args in log:
-        enqueued += name == "_run_pass"
+        enqueued += name in ("replay", "finish")
         seen = args[2] + 1 if name == "token" and args[0] == slot else seen
         assert enqueued - seen <= ahead + 1, "a pass was enqueued before the last but one was seen"
 
 
 def test_rows_are_the_first_ones_whoever_leaves(small, alone, monkeypatch):
     log, scheduler = [], small.scheduler
-    spied(monkeypatch, scheduler, "_run_pass", log)
+    spied(monkeypatch, small.steps, "replay", log)
     wanted = [
         (prompt_of(base, 5), *rest) for base, rest in enumerate((("sampled", 3), ("greedy", 9), ("penalties", 6)))
     ]
@@ -266,12 +265,14 @@ def test_a_request_that_fails_is_cut_out_of_its_neighbours(small, alone):
 
 
 def test_a_prompt_that_finds_no_memory_ends_alone(small, alone, monkeypatch):
-    def full(model, start, end, slot, chunk):
-        if end - start == 16:
-            raise RuntimeError("CUDA out of memory")
-        prefill(model, start, end, slot, chunk)
+    read = small.prompts.read
 
-    monkeypatch.setattr(scheduling, "prefill", full)
+    def full(chunks, tokens, decoding):
+        if any(chunk.end == 17 for chunk in chunks):
+            raise RuntimeError("CUDA out of memory")
+        read(chunks, tokens, decoding)
+
+    monkeypatch.setattr(small.prompts, "read", full)
     good = small.submit(prompt_of(0, 20), params_of("greedy", 20))
     bad = small.submit(prompt_of(1, 17), params_of("greedy", 20), reuse_prefix=False)
     same(good.result(), alone(prompt_of(0, 20), "greedy", 20))

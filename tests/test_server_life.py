@@ -161,16 +161,14 @@ def test_a_body_that_never_comes_is_given_up(engine):
 
 
 def test_a_prompt_that_cannot_be_read_fails_alone(engine, monkeypatch):
-    from tridecode.serve import scheduler
+    read = engine.prompts.read
 
-    read = scheduler.prefill
-
-    def fails(model, first, last, *rest):
-        if last - first > 100:
+    def fails(chunks, tokens, decoding):
+        if tokens > 100:
             raise MemoryError
-        return read(model, first, last, *rest)
+        read(chunks, tokens, decoding)
 
-    monkeypatch.setattr(scheduler, "prefill", fails)
+    monkeypatch.setattr(engine.prompts, "read", fails)
     with Running(engine) as running:
         got = running.post("/v1/completions", {"model": "bundled", "prompt": list(range(100, 400)), "stream": True})
         assert got.status_code == 500 and got.json()["error"]["code"] == "out_of_memory"

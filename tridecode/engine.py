@@ -25,13 +25,15 @@ from .sampling import SamplingParams
 from .serve.driver import Driver, Request
 from .serve.request import Job, checked_stop_ids, scoring, step_kind
 from .serve.scheduler import Scheduler
-from .step.dispatch import ATTENTION, MODES, GraphStat, lowered
+from .step.dispatch import ATTENTION, MODES, PROMPT_ATTENTION, PROMPT_MOST, GraphStat, lowered, prompt_sizes
 from .step.graphs import make_steps
-from .step.prefill import CHUNK, warm_up
+from .step.prefill import CHUNK
+from .step.prompt_graphs import PromptGraphs, make_prompts
 from .step.shapes import StepShapes
 from .step.state import DecodeModel, make_model
 from .text.tokenizer import Tokenizer
 
+FIRST_TURN = 64  # tokens of a prompt whose passes a one-slot engine captures before it is ready
 BUNDLED = Path(__file__).parent / "bundled"
 
 
@@ -55,17 +57,22 @@ class Engine:
     attention: str = "triton"
     chunk_tokens: int = CHUNK
     max_queue: int | None = None
+    prompt_sizes: tuple[int, ...] = ()
+    prompt_attention: str = "triton"
 
     def __post_init__(self):
-        self.steps = make_steps(self.model, self.backend, self.graph, self.graph_sizes, self.attention)
-        if self.device.type == "cuda":
-            warm_up(self.model)  # nothing of it counts as cached
+        self.steps = make_steps(
+            self.model, self.backend, self.graph, self.graph_sizes, self.attention, self.prompt_sizes,
+            PROMPT_ATTENTION[self.prompt_attention],
+        )  # fmt: skip
+        self.prompts = make_prompts(self.model, self.steps, self.backend, self.prompt_attention)
+        self.capture_prompts(None if self.slots > 1 else FIRST_TURN)
         ahead = 1 if self.device.type == "cuda" and self.backend == "triton" else 0
-        scheduler = Scheduler(self.model, self.tokenizer, self._pass, ahead, self.chunk_tokens, self.max_queue)
+        scheduler = Scheduler(
+            self.model, self.tokenizer, lambda: self.steps, lambda: self.prompts, ahead, self.chunk_tokens,
+            self.max_queue,
+        )  # fmt: skip  # of now: benchmarks put others in their place
         self._driver = Driver(scheduler, lambda: threads.use(self.threads))
-
-    def _pass(self, kind: str, rows: int) -> None:
-        self.steps.replay(kind, rows)  # those of now: benchmarks put others in their place
 
     @classmethod
     def load(
@@ -83,6 +90,9 @@ class Engine:
         attention: str = "triton",
         chunk_tokens: int = CHUNK,
         max_queue: int | None = None,
+        prompt_graph_max_tokens: int = PROMPT_MOST,
+        prompt_graph_sizes: Sequence[int] | None = None,
+        prompt_attention: str = "auto",
         progress: Callable[[int, int], None] | None = None,
     ) -> "Engine":
         """Load a checkpoint directory or Hugging Face id; None is the bundled model.
@@ -120,7 +130,8 @@ class Engine:
         engine = cls.build(
             config, weights, tokenizer, capacity, backend, graph, plan=plan, name=name, notes=notes, slots=slots,
             pages=pages, page=page, graph_sizes=graph_sizes, attention=attention, chunk_tokens=chunk_tokens,
-            max_queue=max_queue,
+            max_queue=max_queue, prompt_graph_max_tokens=prompt_graph_max_tokens,
+            prompt_graph_sizes=prompt_graph_sizes, prompt_attention=prompt_attention,
         )  # fmt: skip
         engine.threads = threads.choose(plan.weights, cores) if place.type == "cpu" else None
         return engine
@@ -145,6 +156,9 @@ class Engine:
         attention: str = "triton",
         chunk_tokens: int = CHUNK,
         max_queue: int | None = None,
+        prompt_graph_max_tokens: int = PROMPT_MOST,
+        prompt_graph_sizes: Sequence[int] | None = None,
+        prompt_attention: str = "auto",
     ) -> "Engine":
         """An engine from weights that are on their device already (load and the benchmarks end here); shapes: launch
         shapes other than those chosen for the GPU. pages: of the pool, by default what all slots can have; page:
@@ -154,6 +168,8 @@ class Engine:
         sizes, attention = graph_options(graph_sizes, attention, slots)
         if backend == "torch" or weights.device.type != "cuda":
             graph = "none"
+        if prompt_attention == "auto":  # in fp32 tensor cores are not exact enough for the tiles of triton's
+            prompt_attention = "flash" if weights.dtype == torch.float32 and graph != "none" else "triton"
         if (below := lowered(graph, ATTENTION[attention])) != graph:
             notes = [*notes, f"graph {graph} becomes {below}: {attention} attention cannot be captured"]
         plan = plan or plan_memory(config, weights.dtype, weights.device, slots, chunk_tokens)
@@ -162,10 +178,14 @@ class Engine:
             raise ParameterError(f"pages: {pages:,} hold fewer positions than a request's {capacity:,}")
         with allocating(capacity, weights.device):
             rows = max(slots, *sizes)
-            model = make_model(config, weights, capacity, slots, page, shapes and {1: shapes}, pages, rows)
+            model = make_model(
+                config, weights, capacity, slots, page, shapes and {1: shapes}, pages, rows, chunk_tokens
+            )
         return cls(
             model, tokenizer, backend, below, plan, name, list(notes), graph_sizes=sizes, attention=attention,
             chunk_tokens=chunk_tokens, max_queue=max_queue,
+            prompt_sizes=prompt_sizes(model.prompt.rows - model.rows, prompt_graph_max_tokens, prompt_graph_sizes),
+            prompt_attention=prompt_attention,
         )  # fmt: skip
 
     def close(self) -> None:
@@ -174,7 +194,7 @@ class Engine:
             self._driver.close()
             with suppress(RuntimeError):  # a lost GPU writes no more
                 self.synchronize()
-            self.model = self.steps = None
+            self.model = self.steps = self.prompts = None
 
     def __enter__(self) -> "Engine":
         return self
@@ -216,6 +236,14 @@ class Engine:
         """K/V positions of all requests together."""
         kv = self._open().kv
         return len(kv.pool) * kv.page
+
+    def capture_prompts(self, most: int | None = None) -> None:
+        """Capture all sizes of prompt passes, or those of up to `most` tokens, that are not captured yet; nothing may
+        run meanwhile. An engine of several slots has done so at load, one of one slot those of a first turn."""
+        if isinstance(self.prompts, PromptGraphs):
+            for tokens, decoding in self.prompts.wanted:
+                if most is None or tokens <= most:
+                    self.prompts.capture(tokens, decoding)
 
     def graph_stats(self) -> list[GraphStat]:
         """What the decode passes so far were: their rows, those that they were padded to, and how they ran."""

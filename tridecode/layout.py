@@ -7,7 +7,11 @@ samp is fp32 [rows, SAMP_WIDTH] and holds the sampling parameters that are not i
 What is large stays where it is while its request runs: tokens, counts, bias, pages and ring are those of the slot that
 the field SLOT names. A kernel has a row's status and position after one load, as if there were no slots.
 An entry of the output ring is an int64: generation << GENERATION_SHIFT | step << STEP_SHIFT | token.
+chunks is int32 [MAX_CHUNKS, CHUNK_WIDTH] and says whose prompts a prompt pass reads: rows [FIRST, FIRST + COUNT) of the
+pass are the slot's tokens from position START on. Chunks without rows stand last.
 """
+
+from typing import NamedTuple
 
 META_WIDTH = 64
 SAMP_WIDTH = 16
@@ -34,6 +38,8 @@ DEVICE_FIELDS = 32
 POSITION = 32  # index of the token the next step embeds
 STEP = 33  # steps done in this request
 STATUS = 34
+SOURCE = 35  # row of the prompt pass that this row continues, written by the host; OWN: the one of its own number
+OWN = -1
 
 # STATUS values: with anything but RUN every kernel of a step leaves without writing
 RUN = 0
@@ -54,6 +60,14 @@ REPETITION_PENALTY = 3  # 1: off
 PRESENCE_PENALTY = 4  # 0: off
 FREQUENCY_PENALTY = 5  # 0: off
 
+# a chunk
+MAX_CHUNKS = 64
+CHUNK_WIDTH = 4
+CHUNK_SLOT = 0
+CHUNK_FIRST = 1
+CHUNK_COUNT = 2
+CHUNK_START = 3
+
 # an entry of the output ring
 STEP_SHIFT = 20
 GENERATION_SHIFT = 40
@@ -65,3 +79,21 @@ EMPTY = 0  # no request has generation 0
 
 def ring_entry(generation: int, step: int, token: int) -> int:
     return generation << GENERATION_SHIFT | (step & STEP_MASK) << STEP_SHIFT | token
+
+
+class Chunk(NamedTuple):
+    """Rows [first, first + count) of a pass are the slot's tokens from position `start` on."""
+
+    slot: int
+    first: int
+    count: int
+    start: int
+
+    @property
+    def rows(self) -> slice:
+        return slice(self.first, self.first + self.count)
+
+    @property
+    def end(self) -> int:
+        """The position after its last."""
+        return self.start + self.count

@@ -3,13 +3,17 @@
 import pytest
 import torch
 from models import FAMILIES, tiny_engine
-from util import BF16_ROUNDING, DEVICE, Case, assert_close, cases, norm_weight, poisoned, random
+from util import BF16_ROUNDING, DEVICE, Case, assert_close, cases, meta_rows, norm_weight, poisoned, random
 
+from tridecode import layout
 from tridecode.kernels.add_norm import add_norm, add_norm_ref
+from tridecode.kernels.embed_rows import embed_rows, embed_rows_ref
 from tridecode.kernels.gather_kv import gather_kv, gather_kv_ref
 from tridecode.kernels.rope_write import rope_write, rope_write_ref
 from tridecode.kernels.silu_mul import silu_mul, silu_mul_ref
-from tridecode.step.prefill import prompt_pass
+from tridecode.kernels.take_rows import take_rows, take_rows_ref
+from tridecode.layout import Chunk
+from tridecode.step.prefill import read, write_chunks
 from tridecode.step.run import launch, refer
 
 EPS = 1e-6
@@ -40,34 +44,81 @@ def test_add_norm_matches_reference(case, dtype, first):
     assert_close(out, ref, 5 * BF16_ROUNDING if dtype == torch.bfloat16 else ROUNDING[dtype])
 
 
+def table_of(*chunks: Chunk) -> torch.Tensor:
+    table = torch.zeros(layout.MAX_CHUNKS, layout.CHUNK_WIDTH, dtype=torch.int32)
+    table[: len(chunks)] = torch.tensor(chunks)
+    return table.to(DEVICE)
+
+
+def shuffled_pages(slots: int, each: int) -> torch.Tensor:
+    order = torch.randperm(slots * each, generator=torch.Generator().manual_seed(1), dtype=torch.int32)
+    return order.view(slots, each).to(DEVICE)
+
+
+@CASES
+@DTYPES
+def test_embed_rows_matches_reference(case, dtype):
+    n = case.sizes["n"]
+    embed, tokens = random(50, n, dtype=dtype), torch.arange(3 * 20, dtype=torch.int32, device=DEVICE).view(3, 20) % 50
+    chunks, meta = table_of(Chunk(2, 3, 2, 5), Chunk(0, 5, 1, 0)), meta_rows(7, 3, 19)
+    meta[1, layout.STATUS] = layout.STOP
+    for decoding in (0, 3):
+        found = []
+        for op in (embed_rows, embed_rows_ref):
+            out = poisoned(8, n)
+            op(chunks, meta, tokens, embed, out, decoding)
+            found.append(out)
+        assert torch.equal(*found)
+        wanted = {3: tokens[2, 5], 4: tokens[2, 6], 5: tokens[0, 0]}
+        wanted |= {0: tokens[0, 7], 2: tokens[2, 19]} if decoding else {}
+        for row in range(8):
+            assert torch.equal(found[0][row], embed[wanted[row]].float() if row in wanted else torch.zeros_like(out[0]))
+
+
+@CASES
+@DTYPES
+def test_take_rows_copies_what_rows_continue(case, dtype):
+    n = case.sizes["n"]
+    hidden, qkv, meta = random(9, n), random(9, 2 * n + 3, dtype=dtype), meta_rows(4, 4, 4, 4)
+    meta[:, layout.SOURCE] = torch.tensor([layout.OWN, 8, 5, layout.OWN], dtype=torch.int32)
+    meta[2, layout.STATUS] = layout.LIMIT_REACHED
+    for op in (take_rows, take_rows_ref):
+        own, out, qkv_out = meta.clone(), poisoned(4, n), poisoned(4, 2 * n + 3)
+        op(own, hidden, qkv, out, qkv_out)
+        for row, source in ((0, 0), (1, 8), (3, 3)):
+            assert torch.equal(out[row], hidden[source]) and torch.equal(qkv_out[row], qkv[source].float())
+        assert out[2].isnan().all() and qkv_out[2].isnan().all()
+        assert own[:, layout.SOURCE].tolist() == [layout.OWN, layout.OWN, 5, layout.OWN]
+
+
 @CASES
 @DTYPES
 @pytest.mark.parametrize("qk_norm", [False, True], ids=["no_norm", "norm"])
 def test_rope_write_matches_reference(case, dtype, qk_norm):
     rows, heads, kv, d = (case.sizes[name] for name in ("rows", "heads", "kv", "d"))
-    start, capacity, page = 3, rows + 5, 4
-    pages = -(-capacity // page)
-    table = torch.randperm(pages, generator=torch.Generator().manual_seed(1), dtype=torch.int32).to(DEVICE)
-    qkv = random(rows, (heads + 2 * kv) * d, dtype=dtype)
+    page, slots = 4, 3
+    pages = -(-(rows + 5) // page)
+    table, capacity = shuffled_pages(slots, pages), pages * page
+    chunks = Chunk(2, 1, rows, 3), Chunk(0, 1 + rows, 2, 1)
+    qkv = random(rows + 4, (heads + 2 * kv) * d, dtype=dtype)
     q_norm, k_norm = (norm_weight(d, dtype), norm_weight(d, dtype) * 2) if qk_norm else (None, None)
     angle = random(capacity, d // 2, seed=2)
-    cos, sin = angle.cos()[start : start + rows], angle.sin()[start : start + rows]
     found = []
     for op, kind in ((rope_write, dtype), (rope_write_ref, torch.float32)):
-        q, keys, values = poisoned(rows, heads, d, dtype=kind), *poisoned(2, kv, capacity, d, dtype=kind)
-        pool = poisoned(pages, 2, kv, page, d, dtype=kind)
-        op(table, qkv, q_norm, k_norm, cos, sin, start, q, *pool.unbind(1), keys, values, EPS)
-        paged = pool[table.long()].permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :capacity]
-        assert torch.equal(paged.nan_to_num(7.0), torch.stack([keys, values]).nan_to_num(7.0)), "pages differ"
-        found.append((q, keys, values))
-    out, ref = found
+        q, pool = poisoned(rows + 4, heads, d, dtype=kind), poisoned(slots * pages, 2, kv, page, d, dtype=kind)
+        op(table_of(*chunks), table, qkv, q_norm, k_norm, angle.cos(), angle.sin(), q, *pool.unbind(1), EPS)
+        held = pool[table.long()].permute(0, 2, 3, 1, 4, 5).flatten(3, 4)  # slots, 2, kv, positions, d
+        found.append((q, held))
+    (q, held), (ref_q, ref_held) = found
     tolerance = 5 * BF16_ROUNDING if dtype == torch.bfloat16 else ROUNDING[dtype]
-    assert_close(out[0], ref[0], tolerance, "q")
-    for name, made, expected in (("k", out[1], ref[1]), ("v", out[2], ref[2])):
-        assert_close(made[:, start : start + rows], expected[:, start : start + rows], tolerance, name)
-        assert made[:, :start].isnan().all() and made[:, start + rows :].isnan().all(), (
-            f"{name}: other positions written"
-        )
+    written = torch.zeros(slots, capacity, dtype=torch.bool, device=DEVICE)
+    for chunk in chunks:
+        assert_close(q[chunk.rows], ref_q[chunk.rows], tolerance, "q")
+        at = chunk.slot, slice(None), slice(None), slice(chunk.start, chunk.end)
+        assert_close(held[at], ref_held[at], tolerance, "K and V")
+        written[chunk.slot, chunk.start : chunk.end] = True
+    assert q[0].isnan().all() and q[rows + 3 :].isnan().all(), "a row of no chunk was written"
+    assert held.permute(0, 3, 1, 2, 4)[~written].isnan().all(), "other positions were written"
 
 
 @CASES
@@ -111,7 +162,8 @@ def test_a_prompt_pass_with_the_kernels_leaves_what_it_leaves_with_their_referen
         model.kv.pool.fill_(float("nan"))
         for start, end in ((0, 4), (4, 66), (66, 70)):  # later parts see the first in the cache, on two pages
             with torch.inference_mode():
-                prompt_pass(run, model, start, end)
+                write_chunks(model, [Chunk(0, 0, end - start, start)])
+                read(run, model, end - start)
         caches.append(model.kv.held(0, 128))
     for made, expected in zip(*caches):  # a layer's
         assert_close(made[..., :70, :], expected[..., :70, :], 1e-4 if DEVICE == "cuda" else 1e-5)

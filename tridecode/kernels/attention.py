@@ -64,7 +64,7 @@ def _attention_kernel(
     """Attention of the token at `position` over the cached positions and itself; writes its K and V.
 
     meta: [rows, META_WIDTH] int32; page_table: [slots, max_pages] int32; qkv:
-    [rows, (HEADS + 2 KV_HEADS) * D] fp32; q_norm, k_norm: [D]; cos, sin: [capacity, D / 2] fp32; K, V:
+    [rows, (HEADS + 2 KV_HEADS) * D]; q_norm, k_norm: [D]; cos, sin: [capacity, D / 2] fp32; K, V:
     [pages, KV_HEADS, PAGE, D], one layer's part of each page (PAGE and BLOCK_T: one divides the other), one position
     written; partial: [rows, HEADS, MAX_SPLITS, D] fp32, lse: [rows, HEADS, MAX_SPLITS, 2] fp32, counter:
     [rows, KV_HEADS] int32, zero between launches (scratch); out: [rows, HEADS * D] (output).
@@ -136,10 +136,10 @@ def _attention_kernel(
     new_k_ptrs = new_ptr + (offs_g * 0)[:, None]
     partner = _partner(offs_d, D)
     mask_q = mask_g[:, None] & mask_d[None, :]
-    q = tl.load(q_ptrs + offs_d[None, :], mask=mask_q, other=0.0)
-    q_partner = tl.load(q_ptrs + partner[None, :], mask=mask_q, other=0.0)
-    new_k = tl.load(new_k_ptrs + offs_d[None, :], mask=mask_q, other=0.0)
-    new_k_partner = tl.load(new_k_ptrs + partner[None, :], mask=mask_q, other=0.0)
+    q = tl.load(q_ptrs + offs_d[None, :], mask=mask_q, other=0.0).to(tl.float32)
+    q_partner = tl.load(q_ptrs + partner[None, :], mask=mask_q, other=0.0).to(tl.float32)
+    new_k = tl.load(new_k_ptrs + offs_d[None, :], mask=mask_q, other=0.0).to(tl.float32)
+    new_k_partner = tl.load(new_k_ptrs + partner[None, :], mask=mask_q, other=0.0).to(tl.float32)
     new_v = tl.load(new_ptr + KV_HEADS * D + offs_d, mask=mask_d, other=0.0).to(v_ptr.dtype.element_ty)
     q = _rms_rope(q, q_partner, q_cos, q_sin, eps, D, QK_NORM) * (scale * LOG2E)
     dot_q = tl.trans(q.to(k_ptr.dtype.element_ty).to(TYPE))
@@ -300,7 +300,7 @@ def attention_ref(
     for row in running(meta, out.shape[0]):
         slot, position = meta[row, [SLOT.value, POSITION.value]].tolist()
         table = page_table[slot].long()
-        q, k, v = qkv[row].view(-1, head_dim).split((out.shape[1] // head_dim, kv_heads, kv_heads))
+        q, k, v = qkv[row].float().view(-1, head_dim).split((out.shape[1] // head_dim, kv_heads, kv_heads))
         if q_norm is not None:
             q, k = rms_norm(q, q_norm, eps), rms_norm(k, k_norm, eps)
         q, k = rotate(q, cos[position], sin[position]), rotate(k, cos[position], sin[position])

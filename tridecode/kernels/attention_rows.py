@@ -163,10 +163,10 @@ def _attention_rows_kernel(
         q_ptrs = row_ptr + (head * GROUP + offs_g)[:, None] * D
         new_ptr = row_ptr + (KV_HEADS * GROUP + head) * D
         new_k_ptrs = new_ptr + (offs_g * 0)[:, None]  # in every row, so that its scores need no exchange between warps
-        q = tl.load(q_ptrs + offs_d[None, :], mask=mask_q, other=0.0)
-        q_partner = tl.load(q_ptrs + partner[None, :], mask=mask_q, other=0.0)
-        new_k = tl.load(new_k_ptrs + offs_d[None, :], mask=mask_q, other=0.0)
-        new_k_partner = tl.load(new_k_ptrs + partner[None, :], mask=mask_q, other=0.0)
+        q = tl.load(q_ptrs + offs_d[None, :], mask=mask_q, other=0.0).to(tl.float32)
+        q_partner = tl.load(q_ptrs + partner[None, :], mask=mask_q, other=0.0).to(tl.float32)
+        new_k = tl.load(new_k_ptrs + offs_d[None, :], mask=mask_q, other=0.0).to(tl.float32)
+        new_k_partner = tl.load(new_k_ptrs + partner[None, :], mask=mask_q, other=0.0).to(tl.float32)
         new_v = tl.load(new_ptr + KV_HEADS * D + offs_d, mask=mask_d, other=0.0).to(v_ptr.dtype.element_ty)
         q = _rms_rope(q, q_partner, q_cos, q_sin, eps, D, QK_NORM) * (scale * LOG2E)
         dot_q = tl.trans(q.to(k_ptr.dtype.element_ty).to(TYPE))

@@ -3,15 +3,15 @@
 import torch
 import triton
 import triton.language as tl
+from torch.nn.functional import scaled_dot_product_attention
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from .chunks import CHUNK_COUNT, CHUNK_FIRST, CHUNK_SLOT, CHUNK_START, CHUNK_WIDTH, MAX_CHUNKS, listed
 from .common import interpreted, options
 from .op import Op
 from .splits import EMPTY, LOG2E
 
-MAX_CHUNKS = 64  # of a pass: no more slots have prompts
-SLOT, FIRST, COUNT, START = range(4)  # fields of a chunk: its slot, first row of the pass, rows, position of the first
-_SLOT, _FIRST, _COUNT, _START = (tl.constexpr(i) for i in range(4))
+MASK_LIMIT = 2**21  # entries of a reference's mask
 
 
 @triton.jit
@@ -60,7 +60,7 @@ def _turns(
 
 @triton.jit
 def _prompt_attention_kernel(
-    meta_ptr,
+    chunks_ptr,
     page_table_ptr,
     q_ptr,
     k_desc,
@@ -76,32 +76,31 @@ def _prompt_attention_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_T: tl.constexpr,
-    MAX_CHUNKS: tl.constexpr,
     WINDOW: tl.constexpr,
     STAGES: tl.constexpr,
     DOT_FP32: tl.constexpr,
 ):
     """Each row attends to the positions of its slot up to its own.
 
-    meta: [MAX_CHUNKS, 4] int32: of each chunk its slot, its first row, how many rows (0: no chunk), and the position of
-    the first; page_table: [slots, max_pages] int32; q: [rows, HEADS, D]; K, V: descriptors of the whole pool as
-    [pages * rows_of_page, D], a tile being the BLOCK_T positions of a page, the layer's and head's beginning at layer_row
-    within it; out: [rows, HEADS, D] (output). Grid (blocks of rows, HEADS): blocks never straddle chunks, and those
-    beyond the last leave. Nothing of lengths, places or pages is an argument, so one launch serves all.
+    chunks: [MAX_CHUNKS, CHUNK_WIDTH] int32; page_table: [slots, max_pages] int32; q: [rows, HEADS, D]; K, V:
+    descriptors of the whole pool as [pages * rows_of_page, D], a tile being the BLOCK_T positions of a page, the
+    layer's and head's beginning at layer_row within it; out: [rows, HEADS * D] (output), of which rows of no chunk are
+    not written. Grid (blocks of rows, HEADS): blocks never straddle chunks, and those beyond the last leave. Nothing of
+    lengths, places or pages is an argument, so one launch serves all.
     """
     head = tl.program_id(1)
     block = tl.num_programs(0) - 1 - tl.program_id(0)  # those with most to do come first
     offs_c = tl.arange(0, MAX_CHUNKS)
-    counts = tl.load(meta_ptr + offs_c * 4 + _COUNT)
+    counts = tl.load(chunks_ptr + offs_c * CHUNK_WIDTH + CHUNK_COUNT)
     blocks = (counts + BLOCK_M - 1) // BLOCK_M
     ends = tl.cumsum(blocks, 0)
     if block >= tl.sum(blocks, 0):
         return
     chunk = tl.sum((ends <= block).to(tl.int32), 0)
     within = block - (tl.sum(tl.where(offs_c == chunk, ends - blocks, 0), 0))
-    meta_ptr += chunk * 4
-    slot, first_row = tl.load(meta_ptr + _SLOT), tl.load(meta_ptr + _FIRST)
-    count, start = tl.load(meta_ptr + _COUNT), tl.load(meta_ptr + _START)
+    chunks_ptr += chunk * CHUNK_WIDTH
+    slot, first_row = tl.load(chunks_ptr + CHUNK_SLOT), tl.load(chunks_ptr + CHUNK_FIRST)
+    count, start = tl.load(chunks_ptr + CHUNK_COUNT), tl.load(chunks_ptr + CHUNK_START)
     TYPE: tl.constexpr = tl.float32 if DOT_FP32 else q_ptr.dtype.element_ty
     offs_m = within * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_d = tl.arange(0, BLOCK_D)
@@ -133,35 +132,31 @@ def _prompt_attention_kernel(
     tl.store(out_ptr + places, (acc / l[:, None]).to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def prompt_attention(meta, page_table, q, pool, layer, out, window, scale, *, shape):
-    """Attention of the chunks in meta; pool: the K/V cache's, [pages, layers, 2, kv_heads, page, D]. window: 0, or the
-    positions attended to."""
+def prompt_attention(chunks, page_table, q, pool, layer, out, window, scale, *, shape):
+    """out [rows, heads * D]: attention of the chunks' rows. q: [rows, heads, D]; pool: the K/V cache's,
+    [pages, layers, 2, kv_heads, page, D]. window: 0, or the positions attended to."""
     rows, heads, D = q.shape
     _, layers, _, kv_heads, page, _ = pool.shape
-    flat = pool.view(-1, D)
-    block = [page, triton.next_power_of_2(D)]
-    descriptor = TensorDescriptor.from_tensor(flat, block)
-    of_layer, rows_of_page = 2 * kv_heads * page, layers * 2 * kv_heads * page
-    values = TensorDescriptor.from_tensor(flat[kv_heads * page :], block)
-    blocks = triton.cdiv(rows, shape.block_m) + min(rows, MAX_CHUNKS) - 1
+    flat, block = pool.view(-1, D), [page, triton.next_power_of_2(D)]
+    layer_rows = 2 * kv_heads * page
+    blocks = triton.cdiv(rows, shape.block_m) + min(rows, MAX_CHUNKS.value) - 1
     _prompt_attention_kernel[(blocks, heads)](
-        meta,
+        chunks,
         page_table,
         q,
-        descriptor,
-        values,
+        TensorDescriptor.from_tensor(flat, block),
+        TensorDescriptor.from_tensor(flat[layer_rows // 2 :], block),
         out,
         scale,
         page_table.stride(0),
-        layer * of_layer,
-        rows_of_page,
+        layer * layer_rows,
+        layers * layer_rows,
         heads,
         kv_heads,
         D,
         triton.next_power_of_2(D),
         shape.block_m,
         page,
-        MAX_CHUNKS,
         window,
         shape.stages,
         interpreted(),
@@ -169,26 +164,39 @@ def prompt_attention(meta, page_table, q, pool, layer, out, window, scale, *, sh
     )
 
 
-def prompt_attention_ref(meta, page_table, q, pool, layer, out, window, scale):
-    heads, D = q.shape[1:]
-    _, _, _, kv_heads, page, _ = pool.shape
-    for slot, first, count, start in meta.tolist():
-        if not count:
-            continue
-        end = start + count
-        pages = pool[page_table[slot, : -(-end // page)].long(), layer]
-        keys, values = pages.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :end].float()
-        queries = q[first : first + count].float().view(count, kv_heads, -1, D).permute(1, 2, 0, 3)
-        scores = queries @ keys[:, None].transpose(2, 3) * scale
-        behind = torch.arange(start, end, device=q.device)[:, None] - torch.arange(end, device=q.device)[None, :]
-        hidden = (behind < 0) | ((behind >= window) if window else False)
-        attended = torch.softmax(scores.masked_fill(hidden, float("-inf")), -1) @ values[:, None]
-        out[first : first + count] = attended.permute(2, 0, 1, 3).reshape(count, heads, D).to(out.dtype)
+def prompt_attention_ref(chunks, page_table, q, pool, layer, out, window, scale):
+    _, heads, D = q.shape
+    page = pool.shape[4]
+    for chunk in listed(chunks):
+        first = max(chunk.start - window + 1, 0) // page if window else 0  # of the pages
+        table = page_table[chunk.slot, first : -(-chunk.end // page)].long()
+        whole = len(table) == 1  # then nothing is copied
+        held = pool[table[0], layer] if whole else pool[table, layer].permute(1, 2, 0, 3, 4).flatten(2, 3)
+        keys, values = held[:, None, :, : chunk.end - first * page]
+        attend_masked(
+            q[chunk.rows].transpose(0, 1)[None], keys, values,
+            out[chunk.rows].view(chunk.count, heads, D).transpose(0, 1), window, scale,
+        )  # fmt: skip
 
 
-def prompt_attention_bytes(meta, page_table, q, pool, layer, out, window, scale) -> int:
+def attend_masked(q, k, v, out, window: int, scale: float) -> None:
+    """Causal attention of the last rows, q [1, heads, n, D] over k, v [1, kv_heads, positions, D] into out
+    [heads, n, D], as many rows at a time as keep the mask below MASK_LIMIT entries."""
+    n, end = q.shape[2], k.shape[2]
+    keys = torch.arange(end, dtype=torch.int32, device=q.device)
+    rows, done, grouped = keys[end - n :], 0, k.shape[1] != q.shape[1]
+    for some in rows.split(max(MASK_LIMIT // end, 1)):
+        behind = some[:, None] - keys
+        mask = (behind >= 0) & (behind < window) if window else behind >= 0
+        part = slice(done, done + len(some))
+        attended = scaled_dot_product_attention(q[:, :, part], k, v, attn_mask=mask, scale=scale, enable_gqa=grouped)
+        out[:, part] = attended[0]
+        done += len(some)
+
+
+def prompt_attention_bytes(chunks, page_table, q, pool, layer, out, window, scale) -> int:
     """q and the output, and K and V of each slot once."""
-    ends = sum(start + count for _, _, count, start in meta.tolist() if count)
+    ends = sum(chunk.end for chunk in listed(chunks))
     return q.nbytes + out.nbytes + 2 * ends * pool.shape[3] * pool.shape[5] * pool.itemsize
 
 

@@ -4,11 +4,15 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
+
 from ..errors import QueueFull
-from ..layout import NO_TOKEN
+from ..layout import NO_TOKEN, OWN, Chunk
 from ..sampling import SamplingParams
 from ..step.decode import KINDS
-from ..step.prefill import CHUNK, prefill
+from ..step.graphs import EagerSteps, StepGraphs
+from ..step.prefill import CHUNK
+from ..step.prompt_graphs import EagerPrompts, PromptGraphs
 from ..step.state import DecodeModel
 from ..text.tokenizer import Tokenizer
 from .output import Output, Ring
@@ -42,6 +46,11 @@ class Running:
     gone: bool = False  # ended, cancelled or preempted: nothing of it is awaited
 
     @property
+    def left(self) -> int:
+        """Positions of the prompt to be read; the last one's token is what the first pass embeds."""
+        return self.position + 1 - self.read
+
+    @property
     def runs(self) -> bool:
         """Takes part in the next pass."""
         return self.position < self.end and self.position < self.room
@@ -49,6 +58,14 @@ class Running:
     @property
     def needs_pages(self) -> bool:
         return self.row is not None and self.room < self.end and self.position > self.room - AHEAD
+
+
+@dataclass(frozen=True, eq=False)
+class Pass:
+    """One that was enqueued: the running that take part in it; done: where none does, when it has ended on a GPU."""
+
+    part: list[Running]
+    done: torch.cuda.Event | None = None
 
 
 @dataclass(frozen=True)
@@ -66,8 +83,8 @@ class Load:
 class Scheduler:
     """First come, first served, over the slots of a model.
 
-    run_pass(kind, rows): enqueues one pass of the first `rows` rows. ahead: passes that are enqueued before the one
-    awaited has ended. chunk: tokens of a prompt between two passes. max_queue: requests that may wait for a slot.
+    steps, prompts: who runs decode passes, and prompt passes, now. ahead: passes that are enqueued before the one
+    awaited has ended. chunk: tokens of prompts in a pass. max_queue: requests that may wait for a slot.
 
     Jobs and what slots hold are the truth, all else follows from them. So whatever an interrupt or an error leaves half
     done is thrown away: every job that has not ended begins again behind its last piece, as a preempted one does.
@@ -77,14 +94,16 @@ class Scheduler:
         self,
         model: DecodeModel,
         tokenizer: Tokenizer | None,
-        run_pass: Callable[[str, int], None],
+        steps: Callable[[], EagerSteps | StepGraphs],
+        prompts: Callable[[], EagerPrompts | PromptGraphs],
         ahead: int,
         chunk: int = CHUNK,
         max_queue: int | None = None,
     ):
         self.slots = Slots(model)
-        self._model, self._tokenizer, self._run_pass, self._ahead = model, tokenizer, run_pass, ahead
-        self._chunk, self._max_queue = chunk, max_queue
+        self._model, self._tokenizer, self._ahead = model, tokenizer, ahead
+        self._steps, self._prompts = steps, prompts
+        self._chunk, self._max_queue = min(chunk, model.prompt.rows - model.rows), max_queue
         self._ring = Ring(model)
         self._jobs: dict[Job, None] = {}  # those that have not ended, in the order of arrival
         self._unsettled = False  # something was begun and not finished
@@ -94,9 +113,9 @@ class Scheduler:
     def _forget_runs(self) -> None:
         self._waiting = deque(self._jobs)
         self._admitted: list[Running] = []  # those that have a slot, the oldest first
-        self._reading: Running | None = None  # of these the one whose prompt is being read, always the youngest
+        self._reading: list[Running] = []  # of these those whose prompts are being read, always the youngest
         self._rows: list[Running] = []  # and all others
-        self._in_flight: deque[list[Running]] = deque()  # of each pass those that take part
+        self._in_flight: deque[Pass] = deque()
 
     @property
     def busy(self) -> bool:
@@ -123,11 +142,10 @@ class Scheduler:
         self._unsettled = False
 
     def step(self) -> None:
-        """Read a chunk of a prompt, enqueue a pass, wait for the oldest in flight: of these what there is to do."""
+        """Enqueue passes as far as may be, and wait for the oldest in flight: of these what there is to do."""
         self._settle()
         self._unsettled = True
-        self._read()
-        while self._in_flight and all(running.gone for running in self._in_flight[0]):
+        while self._in_flight and (part := self._in_flight[0].part) and all(running.gone for running in part):
             self._in_flight.popleft()
         while len(self._in_flight) <= self._ahead and self._enqueue():
             pass
@@ -175,7 +193,7 @@ class Scheduler:
         known = [job for job in self._waiting if job in self._jobs] + [running.job for running in admitted]
         assert len(known) == len(set(known)) and set(known) == set(self._jobs), "a job is lost, or known twice"
         assert [running.row for running in self._rows] == list(range(len(self._rows)))
-        assert {*self._rows, *filter(None, [self._reading])} == set(admitted)
+        assert self._rows + self._reading == sorted(admitted, key=(self._rows + self._reading).index)
         busy = {running.slot for running in admitted}
         assert len(busy) == len(admitted) and busy == {i for i, held in enumerate(self.slots.held) if held.busy}
         assert all(running.position <= running.room == self.slots.room(running.slot) for running in self._rows)
@@ -183,23 +201,32 @@ class Scheduler:
 
     # ---- prompts
 
-    def _read(self) -> None:
-        """At most one chunk, so that no row waits for more; prompts whose K/V are there already cost none."""
-        while self._reading or self._admit():
-            running = self._reading
-            first, last = running.read, min(running.read + self._chunk, running.position)
-            try:
-                if first < last:
-                    prefill(self._model, first, last, running.slot, self._chunk)
-            except Exception as error:  # out of memory, mostly: it is this prompt's alone
-                running.job.failure = error
-                self._finish(running.job, running)
-                return
-            running.read = last
-            if last == running.position:
+    def _choose(self) -> list[tuple[Running, int]]:
+        """Whose prompts the next pass reads, and how many tokens of each: first come, first served, of those that wait
+        for a slot too. Who has but one token left to read gets a row instead, as if he decoded."""
+        most, chosen, reading = self._chunk, [], deque(self._reading)
+        while most > 0 and (reading or self._admit()):
+            running = reading.popleft() if reading else self._reading[-1]
+            if running.left == 1:
                 self._begin(running)
-            if first < last:
-                return
+                continue
+            chosen.append((running, min(running.left, most)))
+            most -= chosen[-1][1]
+        return chosen
+
+    def _read(self, chosen: list[tuple[Running, int]], rows: int) -> None:
+        """Enqueue a pass that reads what was chosen, beside the first `rows` rows; whose prompt ends gets a row."""
+        prompts, chunks = self._prompts(), []
+        first = decoding = prompts.decoding(rows)
+        for running, count in chosen:
+            chunks.append(Chunk(running.slot, first, count, running.read))
+            first += count
+        self.slots.write_chunks(chunks)
+        prompts.read(chunks, first - decoding, decoding)
+        for (running, count), chunk in zip(chosen, chunks):
+            running.read += count
+            if running.left == 0:
+                self._begin(running, chunk.rows.stop - 1)
 
     def _admit(self) -> bool:
         """Give the first in the queue a slot, and pages for its prompt, if both are there."""
@@ -218,8 +245,9 @@ class Scheduler:
             job.reused = read
         self._waiting.popleft()
         end, output = job.limit - 1, self._output(job)
-        self._reading = Running(job, output, slot, read, ids[:position], ids[position], position, end)
-        self._admitted.append(self._reading)
+        running = Running(job, output, slot, read, ids[:position], ids[position], position, end)
+        self._reading.append(running)
+        self._admitted.append(running)
         held = slots.held[slot]
         held.busy, held.tokens = True, ids[:read]  # the rest counts once a pass on it has given finite logits
         slots.make_room(needed - len(held.pages))
@@ -227,8 +255,8 @@ class Scheduler:
         slots.write_tokens(slot, ids, min(needed * slots.page, end))
         return True
 
-    def _begin(self, running: Running) -> None:
-        """Its prompt is read: it gets the next row."""
+    def _begin(self, running: Running, source: int = OWN) -> None:
+        """Its prompt is read, up to the last token or, in the row `source` of a pass, with it: it gets the next row."""
         job = running.job
         running.generation = self.slots.begin(
             running.slot,
@@ -239,30 +267,53 @@ class Scheduler:
             limit=job.limit,
             stop_ids=job.stop_ids,
             prompt=len(job.ids),
+            source=source,
         )
         running.row, running.room = len(self._rows), self.slots.room(running.slot)
         self._rows.append(running)
-        self._reading = None
+        self._reading.remove(running)
 
     # ---- passes
 
     def _enqueue(self) -> bool:
-        """Enqueue a pass of the rows that can take part, of the strongest kind among them; False where none can."""
+        """Enqueue a pass of what prompts are to be read and of the rows that can take part, of the strongest kind among
+        them; False where there is neither."""
         for running in [running for running in self._admitted if running.needs_pages]:
             if not running.gone:
                 self._grow(running)
+        chosen = self._choose()
+        before = [running for running in self._rows if running.runs]
+        while chosen:
+            try:
+                self._read(chosen, before[-1].row + 1 if before else 0)
+                break
+            except Exception as error:  # out of memory, mostly: it is one prompt's alone
+                if len(chosen) == 1:
+                    chosen[0][0].job.failure = error
+                    self._finish(chosen[0][0].job, chosen[0][0])
+                    return True
+                chosen = chosen[:1]
         part = [running for running in self._rows if running.runs]
-        if not part:
+        if not part and not chosen:
             return False
+        if part:
+            self._draw(part, ends_prompts=bool(chosen))
+        done = None
+        if not part and self._model.device.type == "cuda":
+            done = torch.cuda.current_stream(self._model.device).record_event()
+        self._in_flight.append(Pass(part, done))
+        return True
+
+    def _draw(self, part: list[Running], ends_prompts: bool) -> None:
+        """Enqueue what draws their tokens: a decode pass, or the end of the prompt pass that they were in."""
         kind = part[0].job.kind if len(part) == 1 else max((r.job.kind for r in part), key=KINDS.index)
-        self._run_pass(kind, part[-1].row + 1)
+        draw = self._prompts().finish if ends_prompts else self._steps().replay
+        draw(kind, part[-1].row + 1)
         for running in part:
             if running.job.logits is not None:
                 running.job.logits[running.position].copy_(self._model.workspace.logits[running.row])
             running.position += 1
             running.in_flight += 1
-        self._in_flight.append(part)
-        return True
 
     def _grow(self, running: Running) -> None:
         """More pages for a row: ahead of need such as nobody has; at the end of its own those of the youngest."""
@@ -282,7 +333,10 @@ class Scheduler:
     def _drain(self) -> None:
         """Wait for the oldest pass; pieces go to their jobs. Of rows that have gone no entry is awaited: a pass that
         was enqueued before the host knew of their end leaves none."""
-        for running in self._in_flight.popleft():
+        passed = self._in_flight.popleft()
+        if passed.done:
+            passed.done.synchronize()
+        for running in passed.part:
             if running.gone:
                 continue
             job, held = running.job, self.slots.held[running.slot]
@@ -324,8 +378,8 @@ class Scheduler:
         """Take its row; the last row fills the gap, so that passes stay small."""
         running.gone = True
         self._admitted.remove(running)
-        if running is self._reading:
-            self._reading = None
+        if running in self._reading:
+            self._reading.remove(running)
             return
         last = self._rows.pop()
         if last is not running:

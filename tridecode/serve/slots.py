@@ -9,6 +9,7 @@ import torch
 
 from .. import layout
 from ..cache.pages import PagePool
+from ..layout import Chunk
 from ..sampling import SamplingParams
 from ..step.state import DecodeModel
 
@@ -62,6 +63,7 @@ class Slots:
         self.held = [Held() for _ in range(len(model.workspace.tokens))]
         ws = model.workspace
         self._texts, self._states = Records(ws.tokens, model.kv.page_table), Records(ws.meta, ws.samp, ws.bias)
+        self._chunks = Records(model.prompt.chunks[None])
         self._released = 0
 
     # ---- the host's book-keeping
@@ -170,11 +172,12 @@ class Slots:
         limit: int,
         stop_ids: Sequence[int],
         prompt: int | None = None,
+        source: int = layout.OWN,
     ) -> int:
         """Start the slot's request as `row` of the passes, at `position`; returns its generation.
 
         n_known: tokens that are given, of which the first `prompt` (by default all) are the prompt's and the others
-        were drawn before. params: with a seed.
+        were drawn before. params: with a seed. source: the row of the prompt pass that has just read that position.
         """
         ws, held = self.model.workspace, self.held[slot]
         prompt = n_known if prompt is None else prompt
@@ -182,6 +185,7 @@ class Slots:
         with self._states.next() as (meta, samp, bias):
             state = slot, held.generation, position, n_known, limit, stop_ids, self.room(slot)
             fill_meta(meta.numpy(), params, *state)
+            meta[layout.SOURCE] = source
             fill_samp(samp.numpy(), params)
             ws.samp[row].copy_(samp, non_blocking=True)
             if params.penalties:
@@ -195,6 +199,14 @@ class Slots:
                 ws.bias[slot].copy_(bias, non_blocking=True)
             ws.meta[row].copy_(meta, non_blocking=True)
         return held.generation
+
+    @torch.inference_mode()
+    def write_chunks(self, chunks: Sequence[Chunk]) -> None:
+        """Say whose rows the next prompt pass has."""
+        with self._chunks.next() as (table,):
+            table.zero_()
+            table.numpy()[: len(chunks)] = chunks
+            self.model.prompt.chunks.copy_(table, non_blocking=True)
 
     @torch.inference_mode()
     def grow(self, slot: int, row: int, pages: int, wake: bool) -> None:
@@ -246,6 +258,7 @@ def fill_meta(
     row[layout.N_STOP] = len(stop_ids)
     row[layout.STOP_IDS : layout.STOP_IDS + len(stop_ids)] = stop_ids
     row[layout.POSITION], row[layout.STEP], row[layout.STATUS] = position, 0, layout.RUN
+    row[layout.SOURCE] = layout.OWN
 
 
 def fill_samp(row: np.ndarray, params: SamplingParams) -> None:

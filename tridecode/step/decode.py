@@ -21,6 +21,7 @@ def step(run: Run, model: DecodeModel, kind: str) -> None:
     """Run one token step."""
     token_to_hidden(run, model)
     for layer in range(model.config.num_layers):
+        qkv_product(run, model, layer)
         attention_block(run, model, layer)
         mlp_block(run, model, layer)
     hidden_to_token(run, model, kind)
@@ -31,13 +32,17 @@ def token_to_hidden(run: Run, m: DecodeModel) -> None:
     run("embed", EMBED, ws.meta, ws.tokens, w.embed, w.layers[0].input_norm, ws.hidden, ws.normed, ws.sumsq)
 
 
-def attention_block(run: Run, m: DecodeModel, i: int) -> None:
-    ws, kv, layer, eps = m.workspace, m.kv, m.weights.layers[i], m.config.rms_norm_eps
+def qkv_product(run: Run, m: DecodeModel, i: int) -> None:
+    ws, eps = m.workspace, m.config.rms_norm_eps
     partials = sumsq_partials(m, after_embed=i == 0)
     run(
-        "qkv", products(m.shapes.qkv).normed, ws.meta, ws.normed, layer.qkv, ws.qkv, ws.sumsq, partials, eps,
-        shape=m.shapes.qkv,
+        "qkv", products(m.shapes.qkv).normed, ws.meta, ws.normed, m.weights.layers[i].qkv, ws.qkv, ws.sumsq, partials,
+        eps, shape=m.shapes.qkv,
     )  # fmt: skip
+
+
+def attention_block(run: Run, m: DecodeModel, i: int) -> None:
+    ws, kv, layer, eps = m.workspace, m.kv, m.weights.layers[i], m.config.rms_norm_eps
     run(
         "attention", m.attention, ws.meta, kv.page_table, ws.qkv, layer.q_norm, layer.k_norm, m.cos, m.sin,
         kv.k[i], kv.v[i], ws.attn_partial, ws.attn_lse, ws.attn_counter, ws.attn_out, m.scale, eps, m.config.window(i),

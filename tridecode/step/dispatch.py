@@ -5,7 +5,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
-SIZES = (1, 2, 4, 8, 16, 32, 64)  # rows of the captured passes
+SIZES = (1, 2, 4, 8, 16, 32, 64)  # rows of the captured decode passes
+# Tokens of prompts in the captured prompt passes, after SGLang's schedule, without sizes that cost what the next does.
+PROMPT_SIZES = (
+    *range(16, 65, 16), *range(96, 257, 32), *range(320, 513, 64), *range(640, 1025, 128), *range(1280, 4097, 256)
+)  # fmt: skip
+PROMPT_MOST = 2048
 # Mode -> how a pass with chunks of prompts in it runs, and how a decode pass does.
 MODES = {
     "none": ("none", "none"),
@@ -26,6 +31,7 @@ class Support(IntEnum):
 
 
 ATTENTION = {"triton": Support.UNIFORM_SINGLE_TOKEN_DECODE, "torch": Support.NEVER}  # backends of the decode pass
+PROMPT_ATTENTION = {"triton": Support.ALWAYS, "flash": Support.NEVER, "cudnn": Support.NEVER}  # and of the prompt pass
 
 
 @dataclass(frozen=True)
@@ -39,7 +45,8 @@ class BatchDescriptor:
 
 @dataclass(frozen=True)
 class GraphStat:
-    """count passes of `kind` had `rows` rows, and ran as `mode` with `padded` rows."""
+    """count passes of `kind` had `rows` rows, and ran as `mode` with `padded` rows. kind: of sampling, or "prompt" for
+    one that reads prompts, whose rows are their tokens."""
 
     kind: str
     rows: int
@@ -66,12 +73,25 @@ def lowered(mode: str, support: Support) -> str:
     return "none" if MODES[mode][0] == "none" else "piecewise"
 
 
-class Dispatcher:
-    """Says how a decode pass runs, and counts what it has said."""
+def prompt_sizes(chunk: int, most: int = PROMPT_MOST, sizes: Sequence[int] | None = None) -> tuple[int, ...]:
+    """The sizes to capture for chunks of up to `chunk` tokens: `sizes` (ascending; PROMPT_SIZES up to `most` by
+    default) as far as they are needed."""
+    wanted = [size for size in PROMPT_SIZES if size <= most] if sizes is None else list(sizes)
+    fitting = [size for size in wanted if size < chunk]
+    return tuple(fitting + ([chunk] if sizes is None and chunk <= most else [s for s in wanted if s >= chunk][:1]))
 
-    def __init__(self, mode: str, sizes: Sequence[int]):
-        self.mode, self.sizes = mode, tuple(sizes)
-        self._decode = MODES[mode][1]
+
+class Dispatcher:
+    """Says how a pass runs, and counts what it has said. sizes: of decode passes; prompts: of prompt passes, whose
+    attention has this level of support."""
+
+    def __init__(
+        self, mode: str, sizes: Sequence[int], prompts: Sequence[int] = (), support: Support = Support.ALWAYS
+    ):
+        self.mode, self.sizes, self.prompts = mode, tuple(sizes), tuple(prompts)
+        self._prompt, self._decode = MODES[mode]
+        if self._prompt == "full" and support < Support.ALWAYS:
+            self._prompt = "piecewise"
         self._counts: Counter[tuple[str, int, int, str]] = Counter()
 
     def plan(self, kind: str, rows: int) -> tuple[str, BatchDescriptor]:
@@ -84,6 +104,14 @@ class Dispatcher:
         mode, batch = self.plan(kind, rows)
         self._counts[kind, rows, batch.rows, mode] += 1
         return mode, batch
+
+    def plan_prompt(self, tokens: int) -> tuple[str, int]:
+        """none, piecewise or full, and the tokens of prompts to run, padded or as they are."""
+        padded = next((size for size in self.prompts if size >= tokens), None) if self._prompt != "none" else None
+        return ("none", tokens) if padded is None else (self._prompt, padded)
+
+    def count_prompt(self, tokens: int, padded: int, mode: str) -> None:
+        self._counts["prompt", tokens, padded, mode] += 1
 
     def stats(self) -> list[GraphStat]:
         """What was dispatched so far, by kind and rows."""

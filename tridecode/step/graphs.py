@@ -10,7 +10,7 @@ from ..kernels.attention import attention_bytes, attention_ref
 from ..kernels.op import Op
 from ..layout import LIMIT_REACHED, STATUS
 from . import decode
-from .dispatch import BatchDescriptor, Dispatcher
+from .dispatch import BatchDescriptor, Dispatcher, Support
 from .run import Run, launch, launch_dependent, refer
 from .state import DecodeModel
 
@@ -22,13 +22,20 @@ TORCH_ATTENTION = Op(attention_ref, attention_ref, attention_bytes, outputs=("pa
 
 
 def make_steps(
-    model: DecodeModel, backend: str, mode: str, sizes: Sequence[int], attention: str = "triton"
+    model: DecodeModel,
+    backend: str,
+    mode: str,
+    sizes: Sequence[int],
+    attention: str = "triton",
+    prompts: Sequence[int] = (),
+    support: Support = Support.ALWAYS,
 ) -> "EagerSteps | StepGraphs":
-    """Who runs the passes of an engine; backend: triton or torch (the references), mode: one of dispatch.MODES."""
+    """Who runs the decode passes of an engine; backend: triton or torch (the references), mode: one of dispatch.MODES,
+    prompts: sizes of its prompt passes, and what their attention can be captured for."""
     other = TORCH_ATTENTION if attention == "torch" else None
     if backend == "torch" or mode == "none":
         return EagerSteps(model, replaced(refer if backend == "torch" else launcher(model), other))
-    return StepGraphs(model, dispatcher=Dispatcher(mode, sizes), attention=other)
+    return StepGraphs(model, dispatcher=Dispatcher(mode, sizes, prompts, support), attention=other)
 
 
 def launcher(model: DecodeModel) -> Run:
@@ -77,14 +84,13 @@ class StepGraphs:
         self.captures = 0
         self.check_addresses = check_addresses
         self.dispatcher = dispatcher or Dispatcher("full", (model.rows,))
-        self._run, self._attention = run or launcher(model), attention
+        self._run, self.attention = run or launcher(model), attention
         self._addresses = model.addresses()
         self._eager = EagerSteps(model, replaced(self._run, attention))
         sizes = sorted(self.dispatcher.sizes, reverse=True)
         batches = [BatchDescriptor(kind, rows) for rows in sizes for kind in kinds]
         with torch.cuda.device(model.device):  # Triton launches on the current device
-            self._pool = torch.cuda.graph_pool_handle()
-            self._stream = torch.cuda.Stream(model.device)
+            self.place = Place(model.device)
             log.info("compiling the kernels of the step")
             for batch in batches:
                 self._warm_up(batch)
@@ -95,24 +101,17 @@ class StepGraphs:
     def _warm_up(self, batch: BatchDescriptor) -> None:
         # With a status other than RUN the warm-up compiles and loads every kernel and writes nothing.
         self.model.workspace.meta[:, STATUS] = LIMIT_REACHED
-        self._stream.wait_stream(torch.cuda.current_stream(self.model.device))
-        with torch.cuda.stream(self._stream):
-            decode.step(replaced(self._run, self._attention), self.model.of_rows(batch.rows), batch.kind)
-        torch.cuda.synchronize(self.model.device)
+        self.place.run(
+            lambda: decode.step(replaced(self._run, self.attention), self.model.of_rows(batch.rows), batch.kind)
+        )
 
     def _capture(self, batch: BatchDescriptor) -> Callable[[], None]:
         model, (mode, _) = self.model.of_rows(batch.rows), self.dispatcher.plan(batch.kind, batch.rows)
-        if mode == "piecewise":
-            pieces = Pieces(self._run, self._attention, self._pool)
-            with torch.cuda.stream(self._stream):
-                decode.step(pieces, model, batch.kind)
-                self.captures += len(pieces.end())
-            return pieces.replay
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-            decode.step(self._run, model, batch.kind)
-        self.captures += 1
-        return graph.replay
+        replay, captures = self.place.capture(
+            mode, self._run, self.attention, lambda run: decode.step(run, model, batch.kind)
+        )
+        self.captures += captures
+        return replay
 
     def replay(self, kind: str, rows: int | None = None) -> None:
         """Enqueue one pass of at least the first `rows` rows, by default all, on the current stream. Those beyond must
@@ -141,17 +140,44 @@ def replaced(run: Run, attention: Op | None) -> Run:
     return run_other
 
 
-class Pieces:
-    """Captures a list, on the current stream, in pieces that end where attention stands, which runs eagerly between
-    them."""
+class Place:
+    """Where graphs of one model are captured: one stream, so that there is one workspace of torch's products, and one
+    memory pool."""
 
-    def __init__(self, run: Run, attention: Op | None, pool):
-        self._run, self._attention, self._pool = run, attention, pool
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._stream, self._pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
+
+    def run(self, enqueue: Callable[[], None]) -> None:
+        """Run it once there, uncaptured, and wait for it: what it needs is compiled, loaded and allocated then."""
+        with torch.cuda.device(self._device):
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+            with torch.cuda.stream(self._stream):
+                enqueue()
+            torch.cuda.synchronize(self._device)
+
+    def capture(
+        self, mode: str, run: Run, attention: Op | None, lines: Callable[[Run], None]
+    ) -> tuple[Callable[[], None], int]:
+        """What replays `lines`, whose every line `run` runs, and in how many graphs. mode: full or piecewise."""
+        pieces = Pieces(run, attention, self._pool, cut=mode == "piecewise")
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            lines(pieces)
+            graphs = pieces.end()
+        return (graphs[0].replay if mode == "full" else pieces.replay), len(graphs)
+
+
+class Pieces:
+    """Captures a list, on the current stream, if `cut` in pieces that end where attention stands, which runs eagerly
+    between them."""
+
+    def __init__(self, run: Run, attention: Op | None, pool, cut: bool):
+        self._run, self._attention, self._pool, self._cut = run, attention, pool, cut
         self._parts: list[torch.cuda.CUDAGraph | Callable[[], None]] = []
         self._capturing: torch.cuda.CUDAGraph | None = None
 
     def __call__(self, role: str, op: Op, *args, **how) -> None:
-        if role == "attention":
+        if role == "attention" and self._cut:
             self.end()
             eager = replaced(launch, self._attention)
             self._parts.append(lambda: eager(role, op, *args, **how))

@@ -1,72 +1,87 @@
-"""The prompt pass: its operations, in order, over chunks of a prompt; K/V are left where the token step reads them.
+"""The prompt pass: its operations, in order, over chunks of prompts and the rows that decode beside them.
 
-It stops one token short: the prompt's last token goes through the token step itself, which also draws the first token.
-So there is one LM head, one sampler, and nothing here but K/V. Products and attention are torch's; what lies between
-them is a Triton kernel on a GPU, where a short prompt would otherwise wait for launches, and its reference on a CPU.
+Two lists. `read` takes all rows through the layers up to the last one's K and V, which are left where the token step
+reads them; products are torch's. `finish` takes the rows that want a token (those that decode, and those whose prompt
+ends) through the rest, which is the token step's own: so there is one LM head and one sampler, and the first token
+comes out of the pass that has read the prompt. What changes between passes is read from the table of chunks and from
+meta, so both lists are captured as CUDA graphs (prompt_graphs.py).
 """
 
-from contextlib import nullcontext
+from collections.abc import Sequence
 
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..kernels.add_norm import ADD_NORM
-from ..kernels.gather_kv import GATHER_KV
+from ..kernels.embed_rows import EMBED_ROWS
+from ..kernels.prompt_attention import PROMPT_ATTENTION
 from ..kernels.rope_write import ROPE_WRITE
 from ..kernels.silu_mul import SILU_MUL
+from ..kernels.take_rows import TAKE_ROWS
+from ..layout import Chunk
+from . import decode
 from .run import Run, launch, refer
 from .state import DecodeModel
-from .torch_ops import ATTEND, LINEAR
+from .torch_ops import LINEAR
 
 CHUNK = 2048
-FUSED = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]  # the others hold all scores in memory
+
+
+def read(run: Run, m: DecodeModel, rows: int, decoding: int = 0) -> None:
+    """`rows` rows, of which the first `decoding` are those of a decode pass. The residual stream is fp32, products in
+    the weights' dtype."""
+    ws, p, kv, c, eps = m.workspace, m.prompt.first(rows), m.kv, m.config, m.config.rms_norm_eps
+    run("embed", EMBED_ROWS, p.chunks, ws.meta, ws.tokens, m.weights.embed, p.hidden, decoding)
+    for i, layer in enumerate(m.weights.layers):
+        run("input_norm", ADD_NORM, p.hidden, p.delta if i else None, layer.input_norm, p.x, eps)
+        run("qkv", LINEAR, p.x, layer.qkv, p.qkv)
+        run(
+            "rope", ROPE_WRITE, p.chunks, kv.page_table, p.qkv, layer.q_norm, layer.k_norm, m.cos, m.sin, p.q, kv.k[i],
+            kv.v[i], eps,
+        )  # fmt: skip
+        if i + 1 == c.num_layers:
+            return  # the rest is for the rows that want a token
+        run(
+            "attention", PROMPT_ATTENTION, p.chunks, kv.page_table, p.q, kv.pool, i, p.attended, c.window(i), m.scale,
+            shape=m.prompt_shape,
+        )  # fmt: skip
+        if decoding:
+            d = m.of_rows(decoding)
+            run(
+                "decoding", d.attention, d.workspace.meta, kv.page_table, p.qkv[:decoding], layer.q_norm, layer.k_norm,
+                m.cos, m.sin, kv.k[i], kv.v[i], d.workspace.attn_partial, d.workspace.attn_lse,
+                d.workspace.attn_counter, p.attended[:decoding], m.scale, eps, c.window(i), shape=d.shapes.attention,
+            )  # fmt: skip
+        run("o_proj", LINEAR, p.attended, layer.o_proj, p.delta)
+        run("post_norm", ADD_NORM, p.hidden, p.delta, layer.post_norm, p.x, eps)
+        run("gate_up", LINEAR, p.x, layer.gate_up, p.gate_up)
+        run("silu_mul", SILU_MUL, p.gate_up, p.act)
+        run("down", LINEAR, p.act, layer.down, p.delta)
+
+
+def finish(run: Run, m: DecodeModel, kind: str) -> None:
+    """The rest of the last layer, and the token, of the model's rows: each goes on where meta's SOURCE says."""
+    ws, last = m.workspace, m.config.num_layers - 1
+    run("take_rows", TAKE_ROWS, ws.meta, m.prompt.hidden, m.prompt.qkv, ws.hidden, ws.qkv)
+    decode.attention_block(run, m, last)
+    decode.mlp_block(run, m, last)
+    decode.hidden_to_token(run, m, kind)
 
 
 @torch.inference_mode()
 def prefill(model: DecodeModel, start: int, end: int, slot: int = 0, chunk: int = CHUNK) -> None:
-    """Write K/V of a slot's tokens at positions start to end - 1; earlier ones must be filled already.
-
-    Memory beside the cache is bounded by the chunk and one layer's K/V: activations of `chunk` rows, whatever the
-    prompt's length.
-    """
-    cuda = model.device.type == "cuda"
-    with torch.cuda.device(model.device) if cuda else nullcontext(), sdpa_kernel(FUSED) if cuda else nullcontext():
-        for first in range(start, end, chunk):
-            prompt_pass(launch if cuda else refer, model, first, min(first + chunk, end), slot)
-
-
-def warm_up(model: DecodeModel) -> None:
-    """Compile the kernels of a prompt on a GPU, and import what a continued one needs, before a turn waits for them."""
-    import torch.nn.attention.bias  # noqa: F401
-
-    prefill(model, 0, min(3, model.kv.capacity), chunk=2)
+    """Write K/V of a slot's tokens at positions start to end - 1, launched one by one, for benchmarks and tests;
+    earlier ones must be filled already, and no request may run."""
+    run = launch if model.device.type == "cuda" else refer
+    chunk = min(chunk, model.prompt.rows)
+    for first in range(start, end, chunk):
+        count = min(chunk, end - first)
+        write_chunks(model, [Chunk(slot, 0, count, first)])
+        read(run, model, count)
 
 
-def prompt_pass(run: Run, m: DecodeModel, start: int, end: int, slot: int = 0) -> None:
-    """One chunk, a slot's tokens at positions [start, end). The residual stream is fp32, products in the weights'
-    dtype."""
-    n, c, kv, eps = end - start, m.config, m.kv, m.config.rms_norm_eps
-    table, cos, sin = kv.page_table[slot], m.cos[start:end], m.sin[start:end]
-    hidden = m.weights.embed[m.workspace.tokens[slot, start:end]].float()
-    x, delta = (hidden.new_empty(n, c.hidden_size, dtype=m.weights.dtype) for _ in range(2))
-    qkv = x.new_empty(n, c.q_size + 2 * c.kv_size)
-    q, attended = x.new_empty(n, c.num_heads, c.head_dim), x.new_empty(n, c.q_size)
-    keys, values = x.new_empty(2, c.num_kv_heads, end, c.head_dim)
-    gate_up, act = x.new_empty(n, 2 * c.intermediate_size), x.new_empty(n, c.intermediate_size)
-    for i, layer in enumerate(m.weights.layers):
-        run("input_norm", ADD_NORM, hidden, delta if i else None, layer.input_norm, x, eps)
-        run("qkv", LINEAR, x, layer.qkv, qkv)
-        run(
-            "rope", ROPE_WRITE, table, qkv, layer.q_norm, layer.k_norm, cos, sin, start, q, kv.k[i], kv.v[i], keys,
-            values, eps,
-        )  # fmt: skip
-        if i + 1 == c.num_layers:
-            return  # nothing reads the last layer's output here
-        if start:
-            run("gather", GATHER_KV, table, kv.k[i], kv.v[i], start, keys, values)
-        run("attention", ATTEND, q, keys, values, attended, c.window(i), m.scale)
-        run("o_proj", LINEAR, attended, layer.o_proj, delta)
-        run("post_norm", ADD_NORM, hidden, delta, layer.post_norm, x, eps)
-        run("gate_up", LINEAR, x, layer.gate_up, gate_up)
-        run("silu_mul", SILU_MUL, gate_up, act)
-        run("down", LINEAR, act, layer.down, delta)
+def write_chunks(model: DecodeModel, chunks: Sequence[Chunk]) -> None:
+    """Put the chunks of the next pass where it finds them, in stream order. It may wait: see Slots.write_chunks."""
+    table = model.prompt.chunks
+    rows = torch.zeros(table.shape, dtype=table.dtype)
+    rows[: len(chunks)] = torch.tensor(chunks, dtype=table.dtype)
+    table.copy_(rows)

@@ -86,6 +86,16 @@ class AttentionRowsShape:
 
 
 @dataclass(frozen=True)
+class PromptAttentionShape:
+    """Launch shape of attention of prompts: block_m rows of one head a program, `stages` pages in flight, one of which
+    waits for its number."""
+
+    block_m: int = 64
+    num_warps: int = 4
+    stages: int = 4
+
+
+@dataclass(frozen=True)
 class StepShapes:
     qkv: Shape
     o_proj: Shape

@@ -13,8 +13,8 @@ from ..model.config import ModelConfig
 from ..model.weights import Weights, short_repr
 from .choose import choose_shapes
 from .rope import rope_tables
-from .shapes import AttentionRowsShape, StepShapes
-from .workspace import Workspace, first_rows, make_workspace, named_tensors
+from .shapes import AttentionRowsShape, PromptAttentionShape, StepShapes
+from .workspace import PromptBuffers, Workspace, first_rows, make_prompt_buffers, make_workspace, named_tensors
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,10 @@ class DecodeModel:
     cos: torch.Tensor
     sin: torch.Tensor
     workspace: Workspace
+    prompt: PromptBuffers
     shapes_by_rows: dict[int, StepShapes]
     pdl: bool
+    prompt_shape: PromptAttentionShape = PromptAttentionShape()
 
     def __repr__(self) -> str:
         facts = {"family": self.config.family, "layers": self.config.num_layers, "capacity": self.kv.capacity}
@@ -74,6 +76,7 @@ class DecodeModel:
         """Address of every tensor that a captured step holds."""
         tensors = {f"weights.{name}": t for name, t in self.weights.tensors().items()}
         tensors |= {f"workspace.{name}": t for name, t in named_tensors(self.workspace).items()}
+        tensors |= {f"prompt.{name}": t for name, t in named_tensors(self.prompt).items()}
         tensors |= {"pool": self.kv.pool, "page_table": self.kv.page_table, "cos": self.cos, "sin": self.sin}
         return {name: t.data_ptr() for name, t in tensors.items()}
 
@@ -81,11 +84,12 @@ class DecodeModel:
 def make_model(
     config: ModelConfig, weights: Weights, capacity: int, slots: int = 1, page: int | None = None,
     shapes: dict[int, StepShapes] | None = None, pages: int | None = None, rows: int | None = None,
+    prompt_rows: int = 2048,
 ) -> DecodeModel:
     """Allocate the state of a model whose weights are loaded, for `slots` of `capacity` K/V positions.
 
     page, pages: see make_kv_cache. shapes: by rows, by default those chosen for the GPU. rows: of the largest pass, by
-    default as many as slots.
+    default as many as slots. prompt_rows: of the largest prompt pass, those that decode beside it not counted.
     """
     device, dtype = weights.device, weights.dtype
     cos, sin = rope_tables(config, capacity, device)
@@ -101,6 +105,7 @@ def make_model(
         cos=cos,
         sin=sin,
         workspace=make_workspace(config, capacity, device, dtype, slots, rows),
+        prompt=make_prompt_buffers(config, min(prompt_rows, slots * capacity) + (rows or slots), device, dtype),
         shapes_by_rows=shapes or choose_shapes(config, dtype, capability, gpu),
         pdl=capability >= 90,
     )

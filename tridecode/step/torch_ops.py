@@ -1,12 +1,22 @@
-"""Operations of the prompt pass that torch runs itself: matrix products and attention."""
+"""Operations of the prompt pass that torch runs itself: matrix products, and attention as another backend."""
+
+from collections.abc import Sequence
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from ..kernels.gather_kv import gather_kv
 from ..kernels.op import Op
+from ..kernels.prompt_attention import attend_masked, prompt_attention_bytes
+from ..layout import Chunk
 from ..model.weights import Linear
 
-MASK_LIMIT = 2**21  # entries of an attention mask on the CPU
+# The others hold all scores in memory. cuDNN is asked for by name: it plans anew for each length.
+BACKENDS = {
+    "flash": [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION],
+    "cudnn": [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION],
+}
 
 
 def linear(x: torch.Tensor, weights: Linear, out: torch.Tensor) -> None:
@@ -24,6 +34,21 @@ def linear_bytes(x: torch.Tensor, weights: Linear, out: torch.Tensor) -> int:
 LINEAR = Op(linear, linear, linear_bytes, outputs=("out",))
 
 
+def torch_attention(backend: str, chunks: Sequence[Chunk]) -> Op:
+    """prompt_attention by one of torch's BACKENDS, which wants to know the lengths on the host: those of `chunks`, a
+    list that says what the table on the device does when the operation is launched. No graph can hold it."""
+
+    def attend_chunks(table, page_table, q, pool, layer, out, window, scale):
+        _, heads, D = q.shape
+        with sdpa_kernel(BACKENDS[backend], set_priority=True):
+            for chunk in chunks:
+                keys, values = q.new_empty(2, pool.shape[3], chunk.end, D)
+                gather_kv(page_table[chunk.slot], *pool[:, layer].unbind(1), chunk.end, keys, values)
+                attend(q[chunk.rows], keys, values, out[chunk.rows], window, scale)
+
+    return Op(attend_chunks, attend_chunks, prompt_attention_bytes, outputs=("out",))
+
+
 def attend(q, keys, values, out, window: int, scale: float) -> None:
     """Causal attention of the last rows: q [n, heads, d]; keys, values [kv_heads, end, d]; out [n, heads * d].
 
@@ -37,7 +62,7 @@ def attend(q, keys, values, out, window: int, scale: float) -> None:
     q, k, v = q.transpose(0, 1)[None], keys[None], values[None]
     heads_first = out.view(n, q.shape[1], -1).transpose(0, 1)
     if q.device.type == "cpu":
-        _attend_masked(q, k, v, heads_first, window, scale)
+        attend_masked(q, k, v, heads_first, window, scale)
         return
     grouped = k.shape[1] != q.shape[1]
     if grouped and (q.dtype == torch.float32 or window):
@@ -54,25 +79,3 @@ def attend(q, keys, values, out, window: int, scale: float) -> None:
     else:
         causal = {"is_causal": True}
     heads_first.copy_(scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=grouped, **causal)[0])
-
-
-def _attend_masked(q, k, v, out, window: int, scale: float) -> None:
-    """The same on the CPU, as many rows at a time as keep the mask below MASK_LIMIT entries."""
-    n, end = q.shape[2], k.shape[2]
-    keys, grouped = torch.arange(end, dtype=torch.int32), k.shape[1] != q.shape[1]
-    done = 0
-    for rows in torch.arange(end - n, end, dtype=torch.int32).split(max(MASK_LIMIT // end, 1)):
-        behind = rows[:, None] - keys
-        mask = (behind >= 0) & (behind < window) if window else behind >= 0
-        part = slice(done, done + len(rows))
-        out[:, part] = scaled_dot_product_attention(
-            q[:, :, part], k, v, attn_mask=mask, scale=scale, enable_gqa=grouped
-        )[0]
-        done += len(rows)
-
-
-def attend_bytes(q, keys, values, out, window: int, scale: float) -> int:
-    return q.nbytes + keys.nbytes + values.nbytes + out.nbytes
-
-
-ATTEND = Op(attend, attend, attend_bytes, outputs=("out",))

@@ -5,7 +5,16 @@ from dataclasses import dataclass, fields, replace
 import torch
 
 from ..kernels.sampling import sample as sample_op
-from ..layout import LIMIT_REACHED, MAX_LOGPROBS, META_WIDTH, RING, SAMP_WIDTH, STATUS
+from ..layout import (
+    CHUNK_WIDTH,
+    LIMIT_REACHED,
+    MAX_CHUNKS,
+    MAX_LOGPROBS,
+    META_WIDTH,
+    RING,
+    SAMP_WIDTH,
+    STATUS,
+)
 from ..model.config import ModelConfig
 from ..model.weights import short_repr
 from .shapes import MAX_SPLITS, TILE_ROWS
@@ -94,6 +103,52 @@ def make_workspace(
         act=factor(config.intermediate_size),
         logits=real(rows, vocab),
         sampler=sample_op.make_buffers(vocab, rows, device),
+    )
+
+
+@dataclass(frozen=True)
+class PromptBuffers:
+    """The activations of a prompt pass, at fixed addresses too; dtype: the weights'."""
+
+    chunks: torch.Tensor  # int32 [MAX_CHUNKS, CHUNK_WIDTH]: whose rows they are
+    hidden: torch.Tensor  # fp32 [rows, hidden]: the residual stream
+    delta: torch.Tensor  # [rows, hidden]: what is added to it next
+    x: torch.Tensor  # [rows, hidden]: its norm
+    qkv: torch.Tensor  # [rows, q_size + 2 * kv_size]
+    q: torch.Tensor  # [rows, heads, head_dim]: rotated
+    attended: torch.Tensor  # [rows, q_size]
+    gate_up: torch.Tensor  # [rows, 2 * intermediate]
+    act: torch.Tensor  # [rows, intermediate]
+
+    def __repr__(self) -> str:
+        return short_repr(self, self.x, rows=self.rows, nbytes=sum(t.nbytes for t in named_tensors(self).values()))
+
+    @property
+    def rows(self) -> int:
+        return len(self.hidden)
+
+    def first(self, rows: int) -> "PromptBuffers":
+        """The same buffers as a pass of `rows` rows sees them."""
+        tensors = {name: tensor[:rows] for name, tensor in named_tensors(self).items() if name != "chunks"}
+        return replace(self, **tensors)
+
+
+def make_prompt_buffers(config: ModelConfig, rows: int, device, dtype: torch.dtype) -> PromptBuffers:
+    """Allocate them for passes of up to `rows` rows."""
+
+    def real(*shape, dtype=dtype):
+        return torch.empty(rows, *shape, dtype=dtype, device=device)
+
+    return PromptBuffers(
+        chunks=torch.zeros(MAX_CHUNKS, CHUNK_WIDTH, dtype=torch.int32, device=device),
+        hidden=real(config.hidden_size, dtype=torch.float32),
+        delta=real(config.hidden_size),
+        x=real(config.hidden_size),
+        qkv=real(config.q_size + 2 * config.kv_size),
+        q=real(config.num_heads, config.head_dim),
+        attended=real(config.q_size),
+        gate_up=real(2 * config.intermediate_size),
+        act=real(config.intermediate_size),
     )
 
 

@@ -1,0 +1,65 @@
+"""embed_rows: the tokens of a prompt pass become its residual stream."""
+
+import triton
+import triton.language as tl
+
+from .chunks import chunk_of, listed
+from .common import META_WIDTH, POSITION, RUN, SLOT, STATUS, options, running
+from .op import Op
+
+
+@triton.jit
+def _embed_rows_kernel(
+    chunks_ptr,
+    meta_ptr,
+    tokens_ptr,
+    embed_ptr,
+    out_ptr,
+    stride_tokens,
+    DECODING: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """A row of the table for each token; zeros for a row that has none, so that its numbers stay small.
+
+    chunks: [MAX_CHUNKS, CHUNK_WIDTH] int32; meta: [>= DECODING, META_WIDTH] int32, of the first DECODING rows, which
+    are those of a decode pass; tokens: [slots, capacity + 1] int32; embed: [vocab, K]; out: [rows, K] fp32 (output).
+    Moves K * (itemsize + 4) bytes a row. Grid (rows,).
+    """
+    row = tl.program_id(0)
+    held, slot, position = chunk_of(chunks_ptr, row)
+    if DECODING > 0:
+        if row < DECODING:
+            meta_ptr += row * META_WIDTH
+            held = tl.load(meta_ptr + STATUS) == RUN
+            slot, position = tl.load(meta_ptr + SLOT), tl.load(meta_ptr + POSITION)
+    slot, position = tl.where(held, slot, 0), tl.where(held, position, 0)
+    token = tl.load(tokens_ptr + slot.to(tl.int64) * stride_tokens + position).to(tl.int64)
+    offs_k = tl.arange(0, BLOCK_K)
+    mask_k = offs_k < K
+    h = tl.load(embed_ptr + token * K + offs_k, mask=mask_k, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row.to(tl.int64) * K + offs_k, tl.where(held, h, 0.0), mask=mask_k)
+
+
+def embed_rows(chunks, meta, tokens, embed, out, decoding):
+    """out [rows, K]: the embeddings of the chunks' tokens, and in the first `decoding` rows of those that decode."""
+    rows, K = out.shape
+    _embed_rows_kernel[(rows,)](
+        chunks, meta, tokens, embed, out, tokens.stride(0), decoding, K, triton.next_power_of_2(K), **options(4)
+    )
+
+
+def embed_rows_ref(chunks, meta, tokens, embed, out, decoding):
+    out.zero_()
+    for row in running(meta, decoding):
+        slot, position = meta[row, [SLOT.value, POSITION.value]].tolist()
+        out[row] = embed[tokens[slot, position].long()]
+    for chunk in listed(chunks):
+        out[chunk.rows] = embed[tokens[chunk.slot, chunk.start : chunk.end].long()].float()
+
+
+def embed_rows_bytes(chunks, meta, tokens, embed, out, decoding) -> int:
+    return out.numel() * (embed.itemsize + out.itemsize)
+
+
+EMBED_ROWS = Op(embed_rows, embed_rows_ref, embed_rows_bytes, (_embed_rows_kernel,), outputs=("out",))

@@ -1,0 +1,72 @@
+"""take_rows: from a prompt pass to the decode pass that ends it, the rows that want a token."""
+
+import triton
+import triton.language as tl
+
+from .common import META_WIDTH, OWN, RUN, SOURCE, STATUS, gdc_launch_dependents, options, running
+from .op import Op
+
+
+@triton.jit
+def _copy_row(source_ptr, out_ptr, N: tl.constexpr, BLOCK: tl.constexpr):
+    for first in tl.static_range(0, N, BLOCK):
+        offs = first + tl.arange(0, BLOCK)
+        x = tl.load(source_ptr + offs, mask=offs < N, other=0.0)
+        tl.store(out_ptr + offs, x.to(out_ptr.dtype.element_ty), mask=offs < N)
+
+
+@triton.jit
+def _take_rows_kernel(
+    meta_ptr,
+    hidden_ptr,
+    qkv_ptr,
+    hidden_out_ptr,
+    qkv_out_ptr,
+    stride_hidden,
+    stride_qkv,
+    K: tl.constexpr,
+    N: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Copy the residual stream and the last layer's q, k and v of the row that each row continues.
+
+    meta: [rows, META_WIDTH] int32, of which SOURCE is read and becomes OWN; hidden: [pass rows, K] fp32; qkv:
+    [pass rows, N]; outputs: [rows, K] and [rows, N] fp32. Moves 8 * K + (4 + itemsize) * N bytes a row. Grid (rows,).
+    Always launched without PDL: the fence behind which later kernels may read meta and old K/V before their wait.
+    """
+    if PDL:
+        gdc_launch_dependents()
+    row = tl.program_id(0)
+    meta_ptr += row * META_WIDTH
+    if tl.load(meta_ptr + STATUS) != RUN:
+        return
+    source = tl.load(meta_ptr + SOURCE)
+    source = tl.where(source == OWN, row, source).to(tl.int64)
+    _copy_row(hidden_ptr + source * K, hidden_out_ptr + row * stride_hidden, K, BLOCK)
+    _copy_row(qkv_ptr + source * N, qkv_out_ptr + row * stride_qkv, N, BLOCK)
+    tl.store(meta_ptr + SOURCE, OWN)
+
+
+def take_rows(meta, hidden, qkv, hidden_out, qkv_out, *, pdl=False):
+    """hidden_out, qkv_out [rows, ...] get the rows of hidden, qkv [pass rows, ...] that meta's SOURCE names."""
+    rows, K = hidden_out.shape
+    _take_rows_kernel[(rows,)](
+        meta, hidden, qkv, hidden_out, qkv_out, hidden_out.stride(0), qkv_out.stride(0), K, qkv.shape[1], 1024, pdl,
+        **options(8),
+    )  # fmt: skip
+
+
+def take_rows_ref(meta, hidden, qkv, hidden_out, qkv_out):
+    for row in running(meta, len(hidden_out)):
+        source = int(meta[row, SOURCE.value])
+        source = row if source == OWN.value else source
+        hidden_out[row], qkv_out[row] = hidden[source], qkv[source].float()
+        meta[row, SOURCE.value] = OWN.value
+
+
+def take_rows_bytes(meta, hidden, qkv, hidden_out, qkv_out) -> int:
+    return 2 * hidden_out.nbytes + qkv_out.numel() * (qkv_out.itemsize + qkv.itemsize)
+
+
+TAKE_ROWS = Op(take_rows, take_rows_ref, take_rows_bytes, (_take_rows_kernel,), outputs=("hidden_out", "qkv_out"))

@@ -1,0 +1,151 @@
+"""Who runs the prompt passes: launched line by line, or replayed from graphs captured for a schedule of sizes."""
+
+import logging
+from collections.abc import Callable, Sequence
+
+import torch
+
+from ..kernels.op import Op
+from ..layout import Chunk
+from . import prefill
+from .decode import KINDS
+from .dispatch import BatchDescriptor, Dispatcher
+from .graphs import EagerSteps, StepGraphs, launcher, replaced
+from .run import Run, launch, refer
+from .state import DecodeModel
+from .torch_ops import torch_attention
+
+log = logging.getLogger("tridecode")
+
+
+class EagerPrompts:
+    """Prompt passes whose lines are launched one by one.
+
+    run: what runs the lines of `read`; finish_run: those of `finish`. attention: a backend of torch's in place of the
+    list's own.
+    """
+
+    def __init__(
+        self, model: DecodeModel, run: Run, finish_run: Run, dispatcher: Dispatcher, attention: str | None = None
+    ):
+        self.model, self.dispatcher = model, dispatcher
+        self.chunks: list[Chunk] = []  # of the pass that is enqueued next: what torch's attention wants to know
+        self.attention: Op | None = torch_attention(attention, self.chunks) if attention else None
+        self._run, self._finish_run = run, finish_run
+
+    def decoding(self, rows: int) -> int:
+        """The rows that a pass has for `rows` that decode."""
+        return rows
+
+    def read(self, chunks: Sequence[Chunk], tokens: int, decoding: int = 0) -> None:
+        """Enqueue a pass over `chunks`, which the device has been told of, of `tokens` tokens together, and the first
+        `decoding` rows."""
+        self.dispatcher.count_prompt(tokens, tokens, "none")
+        self.launch(chunks, tokens, decoding)
+
+    @torch.inference_mode()
+    def launch(self, chunks: Sequence[Chunk], tokens: int, decoding: int) -> None:
+        self.chunks[:] = chunks
+        prefill.read(replaced(self._run, self.attention), self.model, decoding + tokens, decoding)
+
+    @torch.inference_mode()
+    def finish(self, kind: str, rows: int) -> None:
+        """Enqueue the rest of that pass: a token for each of the first `rows` rows of meta."""
+        prefill.finish(self._finish_run, self.model.of_rows(rows), kind)
+
+
+class PromptGraphs:
+    """Prompt passes of the dispatcher's sizes, each captured by `capture`; until then, and above the largest, they are
+    launched. A pass has no rows that decode, or as many as the largest decode pass.
+
+    lazy: a size is also captured when it comes for the second time; nothing else may run then.
+    """
+
+    def __init__(self, model: DecodeModel, steps: StepGraphs, attention: str | None = None, lazy: bool = True):
+        self.model, self.dispatcher, self._place, self._steps = model, steps.dispatcher, steps.place, steps
+        self._eager = EagerPrompts(model, launch, launcher(model), self.dispatcher, attention)
+        self._most = max(self.dispatcher.sizes)
+        self._read: dict[tuple[int, int], Callable[[], None]] = {}
+        self._finish: dict[BatchDescriptor, Callable[[], None]] = {}
+        mixed = (0, self._most) if len(model.workspace.tokens) > 1 else (0,)
+        sizes = self.dispatcher.prompts if self.dispatcher.plan_prompt(1)[0] != "none" else ()
+        self._wanted = [(size, decoding) for size in sizes for decoding in reversed(mixed)]
+        self._failed: set[tuple[int, int]] = set()
+        self._missed: set[tuple[int, int]] | None = set() if lazy else None
+        for rows in sorted(self.dispatcher.sizes, reverse=True):
+            for kind in KINDS:
+                self._capture_finish(BatchDescriptor(kind, rows))
+
+    def decoding(self, rows: int) -> int:
+        return self._most if rows else 0
+
+    def _capture_finish(self, batch: BatchDescriptor) -> None:
+        model, (mode, _) = self.model.of_rows(batch.rows), self.dispatcher.plan(batch.kind, batch.rows)
+
+        def lines(run: Run) -> None:
+            prefill.finish(run, model, batch.kind)
+
+        run = launcher(self.model)
+        self._place.run(lambda: lines(replaced(run, self._steps.attention)))
+        if mode != "none":
+            self._finish[batch], _ = self._place.capture(mode, run, self._steps.attention, lines)
+
+    @property
+    def wanted(self) -> list[tuple[int, int]]:
+        """What is still to be captured, tokens of prompts and rows that decode, the largest first."""
+        return [key for key in reversed(self._wanted) if key not in self._read and key not in self._failed]
+
+    @torch.inference_mode()
+    def capture(self, tokens: int, decoding: int) -> None:
+        """Capture that size; nothing may run meanwhile. A size that cannot be captured stays eager, which is said."""
+        mode, key = self.dispatcher.plan_prompt(tokens)[0], (tokens, decoding)
+        chunks = self.model.prompt.chunks
+        kept = chunks.clone()
+        try:
+            chunks.zero_()  # so that what is run first writes nothing
+            self._place.run(lambda: self._eager.launch((), tokens, decoding))
+            rows, attention = decoding + tokens, self._eager.attention
+            self._read[key], _ = self._place.capture(
+                mode, launch, attention, lambda run: prefill.read(run, self.model, rows, decoding)
+            )
+        except RuntimeError as error:
+            log.warning("prompts of %d tokens stay uncaptured: %s", tokens, str(error).splitlines()[0][:200])
+            self._failed.add(key)
+        finally:
+            chunks.copy_(kept)
+
+    def read(self, chunks: Sequence[Chunk], tokens: int, decoding: int = 0) -> None:
+        mode, padded = self.dispatcher.plan_prompt(tokens)
+        key = padded, decoding
+        if self._missed is not None and mode != "none" and key not in self._read:
+            if key in self._missed:
+                self.capture(*key)
+            self._missed.add(key)
+        replay = self._read.get(key)
+        if replay is None:
+            self._eager.read(chunks, tokens, decoding)
+            return
+        self.dispatcher.count_prompt(tokens, padded, mode)
+        self._eager.chunks[:] = chunks
+        replay()
+
+    def finish(self, kind: str, rows: int) -> None:
+        _, batch = self.dispatcher.plan(kind, rows)
+        replay = self._finish.get(batch)
+        if replay is None:
+            self._eager.finish(kind, rows)
+        else:
+            replay()
+
+
+def make_prompts(
+    model: DecodeModel, steps: EagerSteps | StepGraphs, backend: str, attention: str = "triton"
+) -> EagerPrompts | PromptGraphs:
+    """Who runs the prompt passes of an engine whose decode passes `steps` runs. attention: one of
+    dispatch.PROMPT_ATTENTION."""
+    other = None if attention == "triton" else attention
+    if isinstance(steps, StepGraphs):
+        return PromptGraphs(model, steps, other, lazy=len(model.workspace.tokens) == 1)
+    if backend == "torch":
+        return EagerPrompts(model, refer, refer, steps.dispatcher)
+    return EagerPrompts(model, launch, launcher(model), steps.dispatcher, other)
