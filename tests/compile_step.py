@@ -32,6 +32,7 @@ from tridecode.step import decode
 from tridecode.step.choose import choose_shapes
 from tridecode.step.graphs import launcher
 from tridecode.step.prefill import finish, read
+from tridecode.step.shapes import PromptAttentionShape
 from tridecode.step.state import DecodeModel
 from tridecode.step.workspace import make_prompt_buffers, make_workspace
 
@@ -90,7 +91,7 @@ def meta_model(preset: str, dtype: torch.dtype, arch: int, capacity: int = 4096)
         cos=rope,
         sin=rope,
         workspace=make_workspace(config, capacity, device, dtype, slots=64),
-        prompt=make_prompt_buffers(config, 256, device, dtype),
+        prompt=make_prompt_buffers(config, 256, device, dtype, PromptAttentionShape()),
         shapes_by_rows=choose_shapes(config, dtype, arch),
         pdl=arch >= 90,
     )

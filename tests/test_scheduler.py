@@ -241,6 +241,7 @@ def test_rows_decode_beside_the_chunks_of_a_prompt_and_no_more_passes_are_in_fli
 def test_rows_are_the_first_ones_whoever_leaves(small, alone, monkeypatch):
     log, scheduler = [], small.scheduler
     spied(monkeypatch, small.steps, "replay", log)
+    spied(monkeypatch, small.prompts, "finish", log)
     wanted = [
         (prompt_of(base, 5), *rest) for base, rest in enumerate((("sampled", 3), ("greedy", 9), ("penalties", 6)))
     ]
@@ -249,7 +250,7 @@ def test_rows_are_the_first_ones_whoever_leaves(small, alone, monkeypatch):
     for request, expected in zip(requests, wanted):
         same(request.result(), alone(*expected))
     passes = [args for _, args in log]
-    assert passes[0] == ("sample", 1) and ("sample", 3) in passes and passes[-1] == ("greedy", 1)
+    assert passes[0] == ("sample", 3) and ("sample", 2) in passes and passes[-1] == ("greedy", 1)
 
 
 def test_a_request_that_fails_is_cut_out_of_its_neighbours(small, alone):

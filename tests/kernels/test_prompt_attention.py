@@ -7,17 +7,20 @@ from hypothesis import strategies as st
 from util import CUDA, DEVICE, Case, assert_close, cases, poisoned, random
 
 from tridecode import layout
-from tridecode.kernels.prompt_attention import prompt_attention, prompt_attention_ref
+from tridecode.kernels.prompt_attention import prompt_attention, prompt_attention_ref, scratch_sizes
 from tridecode.layout import Chunk
 from tridecode.step.shapes import PromptAttentionShape
 
 PAGE = 64 if CUDA else 16
-SHAPE = PromptAttentionShape() if CUDA else PromptAttentionShape(block_m=16, stages=2)
+SHAPE = PromptAttentionShape() if CUDA else PromptAttentionShape(block_m=16, stages=2, programs=24, least=1)
 LONG = 40 if CUDA else 2  # pages of the longest slot
 TOLERANCE = {torch.bfloat16: 6e-3, torch.float16: 1e-3, torch.float32: 1e-5}  # p is rounded before the second product
 DTYPES = [torch.bfloat16, torch.float16] if CUDA else [torch.float32]
 COUNTS, STARTS = (st.integers(1, 300), st.integers(0, 700)) if CUDA else (st.integers(1, 20), st.integers(0, 40))
-SHAPES = [PromptAttentionShape(128, 8, 3), PromptAttentionShape(32, 4, 2)][not CUDA :]
+SHAPES = [
+    PromptAttentionShape(32, 4, 2, programs=7), PromptAttentionShape(32, 4, 2, programs=40, splits=3, least=2),
+    *([PromptAttentionShape(128, 8, 3)] if CUDA else ()),
+]  # fmt: skip
 CASES = cases(
     Case("qwen3-4b_g4_d128", gpu=dict(heads=32, kv=8, d=128), small=dict(heads=4, kv=1, d=128)),
     Case("llama_g4_d64", gpu=dict(heads=32, kv=8, d=64), small=dict(heads=4, kv=2, d=64)),
@@ -53,8 +56,12 @@ def check(heads, kv, d, chunks, window, dtype, shape=SHAPE):
     table[: len(chunks)] = torch.tensor(chunks, dtype=torch.int32)
     order, q = order.int().to(DEVICE), random(rows, heads, d, dtype=dtype, seed=5)
     out, ref = poisoned(rows, heads * d, dtype=dtype), poisoned(rows, heads * d)
-    prompt_attention(table, order, q, pool, 1, out, window, d**-0.5, shape=shape)
-    prompt_attention_ref(table, order, q.float(), pool.float(), 1, ref, window, d**-0.5)
+    partial, lse, counter = (poisoned(*size) for size in scratch_sizes(d, shape).values())
+    counter = torch.zeros_like(counter, dtype=torch.int32)
+    scratch = partial, lse, counter
+    prompt_attention(table, order, q, pool, 1, *scratch, out, window, d**-0.5, shape=shape)
+    prompt_attention_ref(table, order, q.float(), pool.float(), 1, *scratch, ref, window, d**-0.5)
+    assert not counter.any(), "counters are zero between launches"
     for chunk in chunks:
         assert_close(out[chunk.rows], ref[chunk.rows], TOLERANCE[dtype], str(chunk))
     beyond = [*range(chunks[0].first), *range(chunks[-1].rows.stop, rows)]

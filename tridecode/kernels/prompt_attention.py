@@ -34,9 +34,12 @@ def _turns(
     STAGES: tl.constexpr,
     TYPE: tl.constexpr,
 ):
-    """Attend to the positions [first, end), whole pages; MASKED where a row may not see all of them."""
+    """Attend to the positions [first, end), from the first of a page on; MASKED where a row may not see all of them."""
+    last = tl.maximum(end - 1, 0) // BLOCK_T
+    page = tl.load(table_ptr + tl.minimum(first // BLOCK_T, last))
     for t in tl.range(first, end, BLOCK_T, num_stages=STAGES):
-        row = tl.load(table_ptr + t // BLOCK_T) * rows_of_page + layer_row
+        row = page * rows_of_page + layer_row
+        page = tl.load(table_ptr + tl.minimum(t // BLOCK_T + 1, last))  # a turn ahead: nothing waits for it
         s = tl.dot(q, k_desc.load([row, 0]).to(TYPE).T, input_precision="ieee")
         if MASKED:
             offs_t = (t + tl.arange(0, BLOCK_T))[None, :]
@@ -65,6 +68,9 @@ def _prompt_attention_kernel(
     q_ptr,
     k_desc,
     v_desc,
+    partial_ptr,
+    lse_ptr,
+    counter_ptr,
     out_ptr,
     scale,
     stride_table,
@@ -78,74 +84,147 @@ def _prompt_attention_kernel(
     BLOCK_T: tl.constexpr,
     WINDOW: tl.constexpr,
     STAGES: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    LEAST: tl.constexpr,
     DOT_FP32: tl.constexpr,
 ):
     """Each row attends to the positions of its slot up to its own.
 
     chunks: [MAX_CHUNKS, CHUNK_WIDTH] int32; page_table: [slots, max_pages] int32; q: [rows, HEADS, D]; K, V:
     descriptors of the whole pool as [pages * rows_of_page, D], a tile being the BLOCK_T positions of a page, the
-    layer's and head's beginning at layer_row within it; out: [rows, HEADS * D] (output), of which rows of no chunk are
-    not written. Grid (blocks of rows, HEADS): blocks never straddle chunks, and those beyond the last leave. Nothing of
-    lengths, places or pages is an argument, so one launch serves all.
+    layer's and head's beginning at layer_row within it; partial: [PROGRAMS, BLOCK_M, BLOCK_D] fp32 and lse:
+    [PROGRAMS, 2, BLOCK_M] fp32, scratch; counter: [PROGRAMS] int32, zero between launches; out: [rows, HEADS * D]
+    (output), of which rows of no chunk are not written. Grid (PROGRAMS,).
+    The programs share items, a block of a chunk's rows and a head each, those with most to do first. Where there are
+    few, an item is split over its positions, LEAST pages or more, and the last split adds up all of them in their
+    order. Nothing of lengths, places or pages is an argument, so one launch serves all.
     """
-    head = tl.program_id(1)
-    block = tl.num_programs(0) - 1 - tl.program_id(0)  # those with most to do come first
     offs_c = tl.arange(0, MAX_CHUNKS)
     counts = tl.load(chunks_ptr + offs_c * CHUNK_WIDTH + CHUNK_COUNT)
     blocks = (counts + BLOCK_M - 1) // BLOCK_M
     ends = tl.cumsum(blocks, 0)
-    if block >= tl.sum(blocks, 0):
-        return
-    chunk = tl.sum((ends <= block).to(tl.int32), 0)
-    within = block - (tl.sum(tl.where(offs_c == chunk, ends - blocks, 0), 0))
-    chunks_ptr += chunk * CHUNK_WIDTH
-    slot, first_row = tl.load(chunks_ptr + CHUNK_SLOT), tl.load(chunks_ptr + CHUNK_FIRST)
-    count, start = tl.load(chunks_ptr + CHUNK_COUNT), tl.load(chunks_ptr + CHUNK_START)
+    total = tl.sum(blocks, 0)
+    splits = tl.maximum(tl.minimum(PROGRAMS // tl.maximum(total * HEADS, 1), SPLITS), 1)
     TYPE: tl.constexpr = tl.float32 if DOT_FP32 else q_ptr.dtype.element_ty
-    offs_m = within * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_d = tl.arange(0, BLOCK_D)
-    places = ((first_row + offs_m).to(tl.int64) * HEADS + head)[:, None] * D + offs_d[None, :]
-    mask = (offs_m < count)[:, None] & (offs_d < D)[None, :]
-    q = tl.load(q_ptr + places, mask=mask, other=0.0)
-    q = (q.to(tl.float32) * (scale * LOG2E)).to(q_ptr.dtype.element_ty).to(TYPE)
-    positions = start + tl.minimum(offs_m, count - 1)
-    lowest, highest = start + within * BLOCK_M, start + tl.minimum(within * BLOCK_M + BLOCK_M, count) - 1
-    table_ptr = page_table_ptr + slot * stride_table
-    layer_row += head // (HEADS // KV_HEADS) * BLOCK_T
+    tile = tl.arange(0, BLOCK_M)
+    cells = tile[:, None] * BLOCK_D + offs_d[None, :]
+    for item in range(tl.program_id(0), total * HEADS * splits, PROGRAMS):
+        head, split = item % HEADS, item // HEADS % splits
+        block = total - 1 - item // HEADS // splits
+        chunk = tl.sum((ends <= block).to(tl.int32), 0)
+        within = block - tl.sum(tl.where(offs_c == chunk, ends - blocks, 0), 0)
+        chunk_ptr = chunks_ptr + chunk * CHUNK_WIDTH
+        slot, first_row = tl.load(chunk_ptr + CHUNK_SLOT), tl.load(chunk_ptr + CHUNK_FIRST)
+        count, start = tl.load(chunk_ptr + CHUNK_COUNT), tl.load(chunk_ptr + CHUNK_START)
+        lowest = start + within * BLOCK_M
+        end = start + tl.minimum(within * BLOCK_M + BLOCK_M, count)
+        begin = 0
+        whole = (lowest + 1) // BLOCK_T * BLOCK_T  # up to here are whole pages that all rows see
+        if WINDOW > 0:
+            begin = tl.maximum(lowest - WINDOW + 1, 0) // BLOCK_T * BLOCK_T
+            whole = begin
+        pages = (end - begin + BLOCK_T - 1) // BLOCK_T
+        share = tl.maximum((pages + splits - 1) // splits, LEAST)
+        used = (pages + share - 1) // share
+        if split < used:
+            begin += split * share * BLOCK_T
+            end = tl.minimum(end, begin + share * BLOCK_T)
+            whole = tl.maximum(tl.minimum(whole, end), begin)
+            offs_m = within * BLOCK_M + tile
+            places = ((first_row + offs_m).to(tl.int64) * HEADS + head)[:, None] * D + offs_d[None, :]
+            mask = (offs_m < count)[:, None] & (offs_d < D)[None, :]
+            q = tl.load(q_ptr + places, mask=mask, other=0.0)
+            q = (q.to(tl.float32) * (scale * LOG2E)).to(q_ptr.dtype.element_ty).to(TYPE)
+            positions = start + tl.minimum(offs_m, count - 1)
+            table_ptr = page_table_ptr + slot * stride_table
+            head_row = layer_row + head // (HEADS // KV_HEADS) * BLOCK_T
+            acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+            l = tl.zeros([BLOCK_M], tl.float32)
+            m = tl.full([BLOCK_M], EMPTY, tl.float32)
+            if WINDOW == 0:
+                acc, l, m = _turns(
+                    acc, l, m, q, k_desc, v_desc, table_ptr, begin, whole, positions, head_row, rows_of_page, BLOCK_T,
+                    0, False, STAGES, TYPE,
+                )  # fmt: skip
+            acc, l, m = _turns(
+                acc, l, m, q, k_desc, v_desc, table_ptr, whole, end, positions, head_row, rows_of_page, BLOCK_T,
+                WINDOW, True, STAGES, TYPE,
+            )  # fmt: skip
+            last = True
+            if used > 1:
+                here = item  # of scratch, whose size 32-bit integers can tell
+                tl.store(partial_ptr + here * (BLOCK_M * BLOCK_D) + cells, acc)
+                tl.store(lse_ptr + here * (2 * BLOCK_M) + tile, m)
+                tl.store(lse_ptr + here * (2 * BLOCK_M) + BLOCK_M + tile, l)
+                tl.debug_barrier()
+                place = (total - 1 - block) * HEADS + head
+                last = tl.atomic_add(counter_ptr + place, 1) == used - 1
+                if last:
+                    tl.debug_barrier()
+                    tl.store(counter_ptr + place, 0)
+                    acc, l, m = _sum_of_splits(
+                        partial_ptr, lse_ptr, item - split * HEADS, used, cells, tile, HEADS, BLOCK_M, BLOCK_D
+                    )
+            if last:
+                tl.store(out_ptr + places, (acc / l[:, None]).to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _sum_of_splits(
+    partial_ptr,
+    lse_ptr,
+    item,
+    used,
+    cells,
+    tile,
+    HEADS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """What the `used` splits of a block have left, the first of them as `item`."""
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
     m = tl.full([BLOCK_M], EMPTY, tl.float32)
-    begin = 0
-    if WINDOW > 0:
-        begin = tl.maximum(lowest - WINDOW + 1, 0) // BLOCK_T * BLOCK_T
-    else:  # whole pages that all rows see
-        whole = (lowest + 1) // BLOCK_T * BLOCK_T
-        acc, l, m = _turns(
-            acc, l, m, q, k_desc, v_desc, table_ptr, 0, whole, positions, layer_row, rows_of_page, BLOCK_T, 0, False,
-            STAGES, TYPE,
-        )  # fmt: skip
-        begin = whole
-    acc, l, m = _turns(
-        acc, l, m, q, k_desc, v_desc, table_ptr, begin, highest + 1, positions, layer_row, rows_of_page, BLOCK_T,
-        WINDOW, True, STAGES, TYPE,
-    )  # fmt: skip
-    tl.store(out_ptr + places, (acc / l[:, None]).to(out_ptr.dtype.element_ty), mask=mask)
+    for split in range(0, used):
+        here = item + split * HEADS
+        m_split = tl.load(lse_ptr + here * (2 * BLOCK_M) + tile, cache_modifier=".cg")
+        l_split = tl.load(lse_ptr + here * (2 * BLOCK_M) + BLOCK_M + tile, cache_modifier=".cg")
+        o_split = tl.load(partial_ptr + here * (BLOCK_M * BLOCK_D) + cells, cache_modifier=".cg")
+        m_new = tl.maximum(m, m_split)
+        alpha, beta = tl.exp2(m - m_new), tl.exp2(m_split - m_new)
+        acc = acc * alpha[:, None] + o_split * beta[:, None]
+        l = l * alpha + l_split * beta
+        m = m_new
+    return acc, l, m
 
 
-def prompt_attention(chunks, page_table, q, pool, layer, out, window, scale, *, shape):
+def scratch_sizes(head_dim: int, shape) -> dict[str, tuple[int, ...]]:
+    """Name -> size of the scratch that a launch of this shape needs."""
+    programs, tile = shape.programs, (shape.block_m, triton.next_power_of_2(head_dim))
+    return {"partial": (programs, *tile), "lse": (programs, 2, shape.block_m), "counter": (programs,)}
+
+
+def prompt_attention(chunks, page_table, q, pool, layer, partial, lse, counter, out, window, scale, *, shape):
     """out [rows, heads * D]: attention of the chunks' rows. q: [rows, heads, D]; pool: the K/V cache's,
-    [pages, layers, 2, kv_heads, page, D]. window: 0, or the positions attended to."""
-    rows, heads, D = q.shape
+    [pages, layers, 2, kv_heads, page, D]; partial, lse, counter: scratch of `scratch_sizes`, the last zero. window: 0,
+    or the positions attended to."""
+    _, heads, D = q.shape
     _, layers, _, kv_heads, page, _ = pool.shape
     flat, block = pool.view(-1, D), [page, triton.next_power_of_2(D)]
     layer_rows = 2 * kv_heads * page
-    blocks = triton.cdiv(rows, shape.block_m) + min(rows, MAX_CHUNKS.value) - 1
-    _prompt_attention_kernel[(blocks, heads)](
+    programs = len(counter)
+    assert partial.numel() >= programs * shape.block_m * block[1], "less scratch than the launch shape needs"
+    _prompt_attention_kernel[(programs,)](
         chunks,
         page_table,
         q,
         TensorDescriptor.from_tensor(flat, block),
         TensorDescriptor.from_tensor(flat[layer_rows // 2 :], block),
+        partial,
+        lse,
+        counter,
         out,
         scale,
         page_table.stride(0),
@@ -154,17 +233,20 @@ def prompt_attention(chunks, page_table, q, pool, layer, out, window, scale, *, 
         heads,
         kv_heads,
         D,
-        triton.next_power_of_2(D),
+        block[1],
         shape.block_m,
         page,
         window,
         shape.stages,
+        programs,
+        shape.splits,
+        shape.least,
         interpreted(),
         **options(shape.num_warps),
     )
 
 
-def prompt_attention_ref(chunks, page_table, q, pool, layer, out, window, scale):
+def prompt_attention_ref(chunks, page_table, q, pool, layer, partial, lse, counter, out, window, scale):
     _, heads, D = q.shape
     page = pool.shape[4]
     for chunk in listed(chunks):
@@ -194,12 +276,13 @@ def attend_masked(q, k, v, out, window: int, scale: float) -> None:
         done += len(some)
 
 
-def prompt_attention_bytes(chunks, page_table, q, pool, layer, out, window, scale) -> int:
+def prompt_attention_bytes(chunks, page_table, q, pool, layer, partial, lse, counter, out, window, scale) -> int:
     """q and the output, and K and V of each slot once."""
     ends = sum(chunk.end for chunk in listed(chunks))
     return q.nbytes + out.nbytes + 2 * ends * pool.shape[3] * pool.shape[5] * pool.itemsize
 
 
 PROMPT_ATTENTION = Op(
-    prompt_attention, prompt_attention_ref, prompt_attention_bytes, (_prompt_attention_kernel,), outputs=("out",)
+    prompt_attention, prompt_attention_ref, prompt_attention_bytes, (_prompt_attention_kernel,),
+    outputs=("partial", "lse", "out"),
 )

@@ -19,6 +19,7 @@ from .output import Output, Ring
 from .request import Job
 from .slots import Slots
 
+PROMPT_MS = 15.0  # of a pass that reads prompts while others decode
 AHEAD = 16  # positions: with fewer left of its pages a row gets more
 
 
@@ -84,7 +85,9 @@ class Scheduler:
     """First come, first served, over the slots of a model.
 
     steps, prompts: who runs decode passes, and prompt passes, now. ahead: passes that are enqueued before the one
-    awaited has ended. chunk: tokens of prompts in a pass. max_queue: requests that may wait for a slot.
+    awaited has ended. chunk: tokens of prompts in a pass; prompt_ms: milliseconds that one with rows that decode may
+    take.
+    max_queue: requests that may wait for a slot.
 
     Jobs and what slots hold are the truth, all else follows from them. So whatever an interrupt or an error leaves half
     done is thrown away: every job that has not ended begins again behind its last piece, as a preempted one does.
@@ -99,6 +102,7 @@ class Scheduler:
         ahead: int,
         chunk: int = CHUNK,
         max_queue: int | None = None,
+        prompt_ms: float = PROMPT_MS,
     ):
         self.slots = Slots(model)
         self._model, self._tokenizer, self._ahead = model, tokenizer, ahead
@@ -108,6 +112,7 @@ class Scheduler:
         self._jobs: dict[Job, None] = {}  # those that have not ended, in the order of arrival
         self._unsettled = False  # something was begun and not finished
         self.preemptions = 0
+        self._prompt_ms = prompt_ms
         self._forget_runs()
 
     def _forget_runs(self) -> None:
@@ -205,6 +210,9 @@ class Scheduler:
         """Whose prompts the next pass reads, and how many tokens of each: first come, first served, of those that wait
         for a slot too. Who has but one token left to read gets a row instead, as if he decoded."""
         most, chosen, reading = self._chunk, [], deque(self._reading)
+        if any(running.runs for running in self._rows) and (reading or self._waiting):
+            start = reading[0].read if reading else 0
+            most = self._prompts().tokens_within(self._prompt_ms / 1e3, start, most)
         while most > 0 and (reading or self._admit()):
             running = reading.popleft() if reading else self._reading[-1]
             if running.left == 1:

@@ -156,6 +156,17 @@ class Place:
                 enqueue()
             torch.cuda.synchronize(self._device)
 
+    def seconds(self, enqueue: Callable[[], None]) -> float:
+        """What it takes on the GPU, once."""
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            enqueue()
+            start.record()
+            enqueue()
+            end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / 1e3
+
     def capture(
         self, mode: str, run: Run, attention: Op | None, lines: Callable[[Run], None]
     ) -> tuple[Callable[[], None], int]:

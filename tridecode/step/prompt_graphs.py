@@ -15,6 +15,7 @@ from .run import Run, launch, refer
 from .state import DecodeModel
 from .torch_ops import torch_attention
 
+ATTENTION_RATE = 300e12  # FLOP a second, to reckon what attention adds to a pass that was timed without
 log = logging.getLogger("tridecode")
 
 
@@ -36,6 +37,11 @@ class EagerPrompts:
     def decoding(self, rows: int) -> int:
         """The rows that a pass has for `rows` that decode."""
         return rows
+
+    def tokens_within(self, seconds: float, start: int, most: int) -> int:
+        """Tokens of prompts, the first at position `start`, that a pass with rows that decode may read in so long, at
+        most `most` and at least a few; only captured passes are bounded, since they have been timed."""
+        return most
 
     def read(self, chunks: Sequence[Chunk], tokens: int, decoding: int = 0) -> None:
         """Enqueue a pass over `chunks`, which the device has been told of, of `tokens` tokens together, and the first
@@ -67,6 +73,7 @@ class PromptGraphs:
         self._most = max(self.dispatcher.sizes)
         self._read: dict[tuple[int, int], Callable[[], None]] = {}
         self._finish: dict[BatchDescriptor, Callable[[], None]] = {}
+        self.seconds: dict[tuple[int, int], float] = {}  # of each captured size, without attention
         mixed = (0, self._most) if len(model.workspace.tokens) > 1 else (0,)
         sizes = self.dispatcher.prompts if self.dispatcher.plan_prompt(1)[0] != "none" else ()
         self._wanted = [(size, decoding) for size in sizes for decoding in reversed(mixed)]
@@ -78,6 +85,15 @@ class PromptGraphs:
 
     def decoding(self, rows: int) -> int:
         return self._most if rows else 0
+
+    def tokens_within(self, seconds: float, start: int, most: int) -> int:
+        timed = sorted((tokens, spent) for (tokens, decoding), spent in self.seconds.items() if decoding)
+        if not timed:
+            return most
+        config = self.model.config
+        pair = 4 * config.q_size * (config.num_layers - 1) / ATTENTION_RATE  # of a token and a position
+        fitting = [tokens for tokens, spent in timed if spent + tokens * (start + tokens / 2) * pair <= seconds]
+        return min(max(fitting, default=timed[0][0]), most)
 
     def _capture_finish(self, batch: BatchDescriptor) -> None:
         model, (mode, _) = self.model.of_rows(batch.rows), self.dispatcher.plan(batch.kind, batch.rows)
@@ -108,6 +124,7 @@ class PromptGraphs:
             self._read[key], _ = self._place.capture(
                 mode, launch, attention, lambda run: prefill.read(run, self.model, rows, decoding)
             )
+            self.seconds[key] = self._place.seconds(self._read[key])
         except RuntimeError as error:
             log.warning("prompts of %d tokens stay uncaptured: %s", tokens, str(error).splitlines()[0][:200])
             self._failed.add(key)

@@ -87,12 +87,15 @@ class AttentionRowsShape:
 
 @dataclass(frozen=True)
 class PromptAttentionShape:
-    """Launch shape of attention of prompts: block_m rows of one head a program, `stages` pages in flight, one of which
-    waits for its number."""
+    """Launch shape of attention of prompts: block_m rows of one head at a time, `stages` pages in flight; `programs`
+    share the work, with few rows in up to `splits` parts of at least `least` pages each."""
 
     block_m: int = 64
     num_warps: int = 4
-    stages: int = 4
+    stages: int = 3
+    programs: int = 264
+    splits: int = 8
+    least: int = 4
 
 
 @dataclass(frozen=True)

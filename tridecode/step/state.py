@@ -16,6 +16,8 @@ from .rope import rope_tables
 from .shapes import AttentionRowsShape, PromptAttentionShape, StepShapes
 from .workspace import PromptBuffers, Workspace, first_rows, make_prompt_buffers, make_workspace, named_tensors
 
+PROMPT_SHAPE = PromptAttentionShape()
+
 
 @dataclass(frozen=True)
 class DecodeModel:
@@ -33,7 +35,7 @@ class DecodeModel:
     prompt: PromptBuffers
     shapes_by_rows: dict[int, StepShapes]
     pdl: bool
-    prompt_shape: PromptAttentionShape = PromptAttentionShape()
+    prompt_shape: PromptAttentionShape = PROMPT_SHAPE
 
     def __repr__(self) -> str:
         facts = {"family": self.config.family, "layers": self.config.num_layers, "capacity": self.kv.capacity}
@@ -84,7 +86,7 @@ class DecodeModel:
 def make_model(
     config: ModelConfig, weights: Weights, capacity: int, slots: int = 1, page: int | None = None,
     shapes: dict[int, StepShapes] | None = None, pages: int | None = None, rows: int | None = None,
-    prompt_rows: int = 2048,
+    prompt_rows: int = 2048, prompt_shape: PromptAttentionShape = PROMPT_SHAPE,
 ) -> DecodeModel:
     """Allocate the state of a model whose weights are loaded, for `slots` of `capacity` K/V positions.
 
@@ -105,7 +107,10 @@ def make_model(
         cos=cos,
         sin=sin,
         workspace=make_workspace(config, capacity, device, dtype, slots, rows),
-        prompt=make_prompt_buffers(config, min(prompt_rows, slots * capacity) + (rows or slots), device, dtype),
+        prompt=make_prompt_buffers(
+            config, min(prompt_rows, slots * capacity) + (rows or slots), device, dtype, prompt_shape
+        ),
         shapes_by_rows=shapes or choose_shapes(config, dtype, capability, gpu),
         pdl=capability >= 90,
+        prompt_shape=prompt_shape,
     )

@@ -38,7 +38,7 @@ def torch_attention(backend: str, chunks: Sequence[Chunk]) -> Op:
     """prompt_attention by one of torch's BACKENDS, which wants to know the lengths on the host: those of `chunks`, a
     list that says what the table on the device does when the operation is launched. No graph can hold it."""
 
-    def attend_chunks(table, page_table, q, pool, layer, out, window, scale):
+    def attend_chunks(table, page_table, q, pool, layer, partial, lse, counter, out, window, scale):
         _, heads, D = q.shape
         with sdpa_kernel(BACKENDS[backend], set_priority=True):
             for chunk in chunks:

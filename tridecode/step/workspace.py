@@ -4,6 +4,7 @@ from dataclasses import dataclass, fields, replace
 
 import torch
 
+from ..kernels.prompt_attention import scratch_sizes
 from ..kernels.sampling import sample as sample_op
 from ..layout import (
     CHUNK_WIDTH,
@@ -17,7 +18,7 @@ from ..layout import (
 )
 from ..model.config import ModelConfig
 from ..model.weights import short_repr
-from .shapes import MAX_SPLITS, TILE_ROWS
+from .shapes import MAX_SPLITS, TILE_ROWS, PromptAttentionShape
 
 OF_SLOTS = ("tokens", "counts", "bias", "out", "out_logprobs", "out_top_ids")  # by slot, all else by row
 
@@ -119,6 +120,9 @@ class PromptBuffers:
     attended: torch.Tensor  # [rows, q_size]
     gate_up: torch.Tensor  # [rows, 2 * intermediate]
     act: torch.Tensor  # [rows, intermediate]
+    partial: torch.Tensor  # fp32, scratch of attention
+    lse: torch.Tensor  # fp32
+    counter: torch.Tensor  # int32, zero between launches
 
     def __repr__(self) -> str:
         return short_repr(self, self.x, rows=self.rows, nbytes=sum(t.nbytes for t in named_tensors(self).values()))
@@ -129,12 +133,15 @@ class PromptBuffers:
 
     def first(self, rows: int) -> "PromptBuffers":
         """The same buffers as a pass of `rows` rows sees them."""
-        tensors = {name: tensor[:rows] for name, tensor in named_tensors(self).items() if name != "chunks"}
-        return replace(self, **tensors)
+        names = ("hidden", "delta", "x", "qkv", "q", "attended", "gate_up", "act")
+        return replace(self, **{name: getattr(self, name)[:rows] for name in names})
 
 
-def make_prompt_buffers(config: ModelConfig, rows: int, device, dtype: torch.dtype) -> PromptBuffers:
-    """Allocate them for passes of up to `rows` rows."""
+def make_prompt_buffers(
+    config: ModelConfig, rows: int, device, dtype: torch.dtype, shape: PromptAttentionShape
+) -> PromptBuffers:
+    """Allocate them for passes of up to `rows` rows, their attention launched in that shape."""
+    scratch = scratch_sizes(config.head_dim, shape)
 
     def real(*shape, dtype=dtype):
         return torch.empty(rows, *shape, dtype=dtype, device=device)
@@ -149,6 +156,9 @@ def make_prompt_buffers(config: ModelConfig, rows: int, device, dtype: torch.dty
         attended=real(config.q_size),
         gate_up=real(2 * config.intermediate_size),
         act=real(config.intermediate_size),
+        partial=torch.empty(scratch["partial"], device=device),
+        lse=torch.empty(scratch["lse"], device=device),
+        counter=torch.zeros(scratch["counter"], dtype=torch.int32, device=device),
     )
 
 
