@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections import Counter
 from contextlib import contextmanager
+from itertools import accumulate
 from pathlib import Path
 
 import torch
@@ -30,7 +31,8 @@ from tridecode.commands.graph_stats import show_graph_stats
 from tridecode.commands.loading import load_engine
 from tridecode.commands.parser import make_parser
 from tridecode.commands.terminal import Output
-from tridecode.step.prefill import prefill
+from tridecode.layout import LIMIT_REACHED, STATUS, Chunk
+from tridecode.step.prefill import write_chunks
 
 STEPS, RUNS, WARM_UP = 32, 7, 2  # passes in a row, and how often, to time a size
 
@@ -52,11 +54,10 @@ def write_lines(path: Path, args, tokens: int, vocabulary: int, seed: int) -> No
 
 
 def counts(engine: Engine) -> Counter:
-    """Passes of decoding rows so far, by mode, kind, rows and padded rows."""
+    """Passes so far, by mode, kind, rows and padded rows; of those that read prompts the rows are their tokens."""
     passes = Counter()
     for row in engine.graph_stats():
-        if row.kind == "greedy":  # all that this run decodes
-            passes[row.mode, row.kind, row.rows, row.padded] += row.count
+        passes[row.mode, row.kind, row.rows, row.padded] += row.count
     return passes
 
 
@@ -89,9 +90,27 @@ def time_pass(engine: Engine, rows: int, position: int, steps: int) -> float:
     return statistics.median(times[WARM_UP:])
 
 
-def time_prompt(engine: Engine, tokens: int) -> float:
-    """Median seconds of the prompt pass of `tokens` tokens, whose pages a pass before it has left to the first slot."""
-    times = [seconds(engine, lambda: prefill(engine.model, 0, tokens)) for _ in range(WARM_UP + RUNS)]
+def time_prompt(engine: Engine, tokens: int, longest: int, position: int, mixed: bool) -> float:
+    """Median seconds of a pass that reads `tokens` tokens of prompts of up to `longest`; mixed: beside decoding rows in
+    all other slots, and with their tokens drawn."""
+    slots, prompts = engine.slots, engine.prompts
+    counts = [longest] * (tokens // longest) + [tokens % longest] * (tokens % longest > 0)
+    rows = max(slots - len(counts), 1) if mixed else 0
+    decoding = prompts.decoding(rows)
+    firsts = accumulate(counts, initial=decoding)
+    chunks = [Chunk(slots - 1 - i, first, count, 0) for i, (first, count) in enumerate(zip(firsts, counts))]
+
+    def work() -> None:
+        prompts.read(chunks, tokens, decoding)
+        if mixed:
+            prompts.finish("greedy", rows)
+
+    times = []
+    for _ in range(WARM_UP + RUNS):
+        engine.rewind([position] * slots, GREEDY, slots)  # so that all slots have pages
+        engine.model.workspace.meta[rows:, STATUS] = LIMIT_REACHED
+        write_chunks(engine.model, chunks)
+        times.append(seconds(engine, work))
     return statistics.median(times[WARM_UP:])
 
 
@@ -113,11 +132,11 @@ def measure(args, folder: Path) -> dict:
     table, steps = [], min(STEPS, args.tokens // 2)
     middle = args.prompt_tokens + (args.tokens - steps) // 2
     for (mode, kind, rows, padded), count in sorted(passes.items(), key=lambda item: item[0][2]):
-        us = 1e6 * time_pass(engine, rows, middle, steps)
+        if kind in ("prompt", "mixed"):
+            us = 1e6 * time_prompt(engine, rows, args.prompt_tokens, middle, kind == "mixed")
+        else:
+            us = 1e6 * time_pass(engine, rows, middle, steps)
         table.append({"mode": mode, "kind": kind, "rows": rows, "padded": padded, "count": count, "us": round(us, 1)})
-    prompt_us = 1e6 * time_prompt(engine, args.prompt_tokens - 1)
-    table.append({"mode": "none", "kind": "prompt", "rows": args.prompt_tokens - 1, "count": args.requests})
-    table[-1]["us"] = round(prompt_us, 1)
     total = sum(row["count"] * row["us"] for row in table) / 1e6
     return {
         "model": args.preset or "bundled",

@@ -61,7 +61,7 @@ ROOMS = {
     "step": {"cache", "kernels", "layout", "model", "version"},
     "memory": {"cache", "cgroup", "errors", "model", "step"},
     "placement": {"arguments", "cache", "errors", "memory", "model", "step", "prompt"},
-    "serve": {"cache", "errors", "layout", "model", "results", "sampling", "step", "text"},
+    "serve": {"arguments", "cache", "errors", "layout", "model", "results", "sampling", "step", "text"},
 }
 ROOMS["engine"] = set(ROOMS)
 ROOMS["server"] = set(ROOMS)

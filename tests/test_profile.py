@@ -199,8 +199,10 @@ def test_bytes_of_a_prompts_own_kernels():
     kv, q = 2 * rows * c.kv_size, 2 * rows * c.q_size
     first, later = rows * c.hidden_size * (4 + 2), rows * c.hidden_size * (4 + 4 + 2 + 2)
     assert moved == {
+        "_embed_rows_kernel": rows * c.hidden_size * (2 + 4),
+        "_prompt_attention_kernel": 2 * q + 2 * kv,
         "_add_norm_kernel": (first + 2 * later) / 3,  # the last layer ends with K/V
-        "_rope_write_kernel": (q + 2 * kv) + q + 2 * 2 * kv + 2 * rows * 32 * 4,
+        "_rope_write_kernel": 2 * (q + 2 * kv) + 2 * rows * 32 * 4,
         "_silu_mul_kernel": 2 * rows * 3 * c.intermediate_size,
     }
 

@@ -173,7 +173,7 @@ def test_padding_rows_write_nothing_and_change_nothing():
 @needs_gpu
 def test_torch_attention_between_the_pieces():
     model, oracle = model_of(3), model_of(3)
-    steps = make_steps(model, "triton", lowered("full", Support.NEVER), (1, 2, 3), "torch")
+    steps = make_steps(model, "triton", Dispatcher(lowered("full", Support.NEVER), (1, 2, 3)), "torch")
     for m in (model, oracle):
         begin_all(m, known=3)
     run(steps, "greedy", 3)

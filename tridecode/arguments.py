@@ -37,6 +37,13 @@ def integer(name: str, value, low: int, high: int, which: str = "") -> int:
     return number
 
 
+def real(name: str, value, low: float, high: float) -> float:
+    """`value`, a number from `low` to `high`."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
+        raise ParameterError(f"{name} must be a number from {low:,g} to {high:,g}, got {shown(value)}")
+    return float(value)
+
+
 def flag(name: str, value) -> bool:
     if not isinstance(value, bool):
         raise ParameterError(f"{name} must be True or False, got {shown(value)}")

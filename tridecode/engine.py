@@ -1,34 +1,43 @@
 """Engine: load a checkpoint, stream answers, score tokens."""
 
-import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 import torch
 
 from . import threads
-from .arguments import choice, flag, function, integer, mapping, shown
+from .arguments import flag, function, mapping, shown
 from .errors import EngineClosed, GenerationError, ParameterError, PromptError
 from .memory import MemoryPlan, allocating, plan_memory
 from .model.checkpoint import load_config, load_weights
 from .model.config import ModelConfig
 from .model.hub import resolve_model
 from .model.weights import Weights, short_repr
-from .placement import check_dtype, check_limits, graph_options, page_size, plan_capacity, resolve_device, resolve_dtype
+from .placement import (
+    GraphPlan,
+    check_dtype,
+    check_limits,
+    page_size,
+    plan_capacity,
+    plan_graphs,
+    resolve_device,
+    resolve_dtype,
+)
 from .prompt import Encoded, Prompt, listed, prompt_ids
 from .results import Piece, Result
 from .sampling import SamplingParams
 from .serve.driver import Driver, Request
-from .serve.request import Job, checked_stop_ids, scoring, step_kind
-from .serve.scheduler import Scheduler
-from .step.dispatch import ATTENTION, MODES, PROMPT_ATTENTION, PROMPT_MOST, GraphStat, lowered, prompt_sizes
+from .serve.request import Job, generating, scoring, step_kind
+from .serve.scheduler import PROMPT_MS, Scheduler
+from .serve.slots import checked_positions
+from .step.dispatch import PROMPT_MOST, Dispatcher, GraphStat
 from .step.graphs import make_steps
 from .step.prefill import CHUNK
-from .step.prompt_graphs import PromptGraphs, make_prompts
+from .step.prompt_graphs import make_prompts
 from .step.shapes import StepShapes
 from .step.state import DecodeModel, make_model
 from .text.tokenizer import Tokenizer
@@ -48,30 +57,27 @@ class Engine:
     model: DecodeModel
     tokenizer: Tokenizer | None
     backend: str
-    graph: str
+    graphs: GraphPlan
     plan: MemoryPlan
     name: str
     notes: list[str] = field(default_factory=list)
     threads: int | None = None  # of the CPU, unless the user has chosen
-    graph_sizes: tuple[int, ...] = (1,)
-    attention: str = "triton"
     chunk_tokens: int = CHUNK
     max_queue: int | None = None
-    prompt_sizes: tuple[int, ...] = ()
-    prompt_attention: str = "triton"
+    prompt_ms: float = PROMPT_MS
 
     def __post_init__(self):
-        self.steps = make_steps(
-            self.model, self.backend, self.graph, self.graph_sizes, self.attention, self.prompt_sizes,
-            PROMPT_ATTENTION[self.prompt_attention],
-        )  # fmt: skip
-        self.prompts = make_prompts(self.model, self.steps, self.backend, self.prompt_attention)
-        self.capture_prompts(None if self.slots > 1 else FIRST_TURN)
+        graphs = self.graphs
+        dispatcher = Dispatcher(graphs.graph, graphs.sizes, graphs.prompt_sizes, graphs.prompt_attention)
+        self.steps = make_steps(self.model, self.backend, dispatcher, graphs.attention)
+        self.prompts = make_prompts(self.model, self.steps, self.backend, graphs.prompt_attention)
+        while self.prompts.capture_next(None if self.slots > 1 else FIRST_TURN):
+            pass
         ahead = 1 if self.device.type == "cuda" and self.backend == "triton" else 0
         scheduler = Scheduler(
             self.model, self.tokenizer, lambda: self.steps, lambda: self.prompts, ahead, self.chunk_tokens,
-            self.max_queue,
-        )  # fmt: skip  # of now: benchmarks put others in their place
+            self.max_queue, self.prompt_ms,
+        )  # fmt: skip  # those of now: benchmarks put others in their place
         self._driver = Driver(scheduler, lambda: threads.use(self.threads))
 
     @classmethod
@@ -93,6 +99,7 @@ class Engine:
         prompt_graph_max_tokens: int = PROMPT_MOST,
         prompt_graph_sizes: Sequence[int] | None = None,
         prompt_attention: str = "auto",
+        prompt_ms: float = PROMPT_MS,
         progress: Callable[[int, int], None] | None = None,
     ) -> "Engine":
         """Load a checkpoint directory or Hugging Face id; None is the bundled model.
@@ -102,18 +109,25 @@ class Engine:
         is the model's limit or what fits. slots: requests that run at a time. kv_tokens: K/V positions of all of them
         together, None is slots x max_seq_len or what fits. graph: how passes run, see docs/graphs.md: full (each is one
         captured CUDA graph), piecewise (captured but for attention), none (launched one by one), full_decode_only or
-        full_and_piecewise. graph_sizes: rows of the passes that are captured, ascending. attention: of the passes,
-        triton, or torch, which no graph can hold. chunk_tokens: of a prompt between two
-        passes of those that decode. max_queue: requests that may wait for a slot, None is any number.
+        full_and_piecewise. graph_sizes: rows of the decode passes that are captured, ascending. attention: of these,
+        triton, or torch, which no graph can hold. chunk_tokens: of prompts in one pass. prompt_graph_sizes: tokens of
+        the prompt passes that are captured, ascending, by default a schedule up to prompt_graph_max_tokens.
+        prompt_attention: of these, auto, triton, flash or cudnn; see docs/prompts.md. prompt_ms: milliseconds that a
+        pass may take which reads prompts while others decode. max_queue: requests that may wait for a slot, None is
+        any number.
         progress(done_bytes, total_bytes) is called while weights load. On a CPU the engine sets PyTorch's threads: one
         for a tiny model, else as many as there are free cores; a number that OMP_NUM_THREADS or torch.set_num_threads
         has given stays.
         Raises CheckpointError, DeviceError, ParameterError; each says what was expected.
         """
-        choice("graph", graph, tuple(MODES))
+        graphs = dict(
+            graph_sizes=graph_sizes, attention=attention, prompt_graph_max_tokens=prompt_graph_max_tokens,
+            prompt_graph_sizes=prompt_graph_sizes, prompt_attention=prompt_attention,
+        )  # fmt: skip
         check_dtype(dtype)
         function("progress", progress)
-        slots, chunk_tokens, max_queue = check_limits(slots, chunk_tokens, max_queue, max_seq_len)
+        slots, chunk_tokens, max_queue = check_limits(slots, chunk_tokens, max_queue, max_seq_len, prompt_ms)
+        plan_graphs(slots, chunk_tokens, torch.float32, captured=False, graph=graph, **graphs)  # bad ones end here
         place, backend = resolve_device(device, backend)
         path = BUNDLED if model is None else resolve_model(model)
         config = load_config(path)
@@ -129,9 +143,7 @@ class Engine:
         name = "bundled" if model is None else str(model)
         engine = cls.build(
             config, weights, tokenizer, capacity, backend, graph, plan=plan, name=name, notes=notes, slots=slots,
-            pages=pages, page=page, graph_sizes=graph_sizes, attention=attention, chunk_tokens=chunk_tokens,
-            max_queue=max_queue, prompt_graph_max_tokens=prompt_graph_max_tokens,
-            prompt_graph_sizes=prompt_graph_sizes, prompt_attention=prompt_attention,
+            pages=pages, page=page, chunk_tokens=chunk_tokens, max_queue=max_queue, prompt_ms=prompt_ms, **graphs,
         )  # fmt: skip
         engine.threads = threads.choose(plan.weights, cores) if place.type == "cpu" else None
         return engine
@@ -152,41 +164,29 @@ class Engine:
         slots: int = 1,
         pages: int | None = None,
         page: int | None = None,
-        graph_sizes: Sequence[int] | None = None,
-        attention: str = "triton",
         chunk_tokens: int = CHUNK,
         max_queue: int | None = None,
-        prompt_graph_max_tokens: int = PROMPT_MOST,
-        prompt_graph_sizes: Sequence[int] | None = None,
-        prompt_attention: str = "auto",
+        prompt_ms: float = PROMPT_MS,
+        **graphs,
     ) -> "Engine":
         """An engine from weights that are on their device already (load and the benchmarks end here); shapes: launch
         shapes other than those chosen for the GPU. pages: of the pool, by default what all slots can have; page:
-        positions in one."""
-        choice("graph", graph, tuple(MODES))
-        slots, chunk_tokens, max_queue = check_limits(slots, chunk_tokens, max_queue)
-        sizes, attention = graph_options(graph_sizes, attention, slots)
-        if backend == "torch" or weights.device.type != "cuda":
-            graph = "none"
-        if prompt_attention == "auto":  # in fp32 tensor cores are not exact enough for the tiles of triton's
-            prompt_attention = "flash" if weights.dtype == torch.float32 and graph != "none" else "triton"
-        if (below := lowered(graph, ATTENTION[attention])) != graph:
-            notes = [*notes, f"graph {graph} becomes {below}: {attention} attention cannot be captured"]
-        plan = plan or plan_memory(config, weights.dtype, weights.device, slots, chunk_tokens)
+        positions in one. graphs: as placement.plan_graphs takes them."""
+        slots, chunk_tokens, max_queue = check_limits(slots, chunk_tokens, max_queue, prompt_ms=prompt_ms)
         page = page or page_size(backend, slots)
         if pages is not None and pages * (page or capacity) < capacity:
             raise ParameterError(f"pages: {pages:,} hold fewer positions than a request's {capacity:,}")
+        captured = backend != "torch" and weights.device.type == "cuda"
+        chunk_tokens = min(chunk_tokens, slots * capacity)
+        planned = plan_graphs(slots, chunk_tokens, weights.dtype, captured, graph=graph, **graphs)
+        plan = plan or plan_memory(config, weights.dtype, weights.device, slots, chunk_tokens)
         with allocating(capacity, weights.device):
-            rows = max(slots, *sizes)
+            rows = max(slots, *planned.sizes)
             model = make_model(
                 config, weights, capacity, slots, page, shapes and {1: shapes}, pages, rows, chunk_tokens
             )
-        return cls(
-            model, tokenizer, backend, below, plan, name, list(notes), graph_sizes=sizes, attention=attention,
-            chunk_tokens=chunk_tokens, max_queue=max_queue,
-            prompt_sizes=prompt_sizes(model.prompt.rows - model.rows, prompt_graph_max_tokens, prompt_graph_sizes),
-            prompt_attention=prompt_attention,
-        )  # fmt: skip
+        notes = [*notes, *filter(None, [planned.note])]
+        return cls(model, tokenizer, backend, planned, plan, name, notes, None, chunk_tokens, max_queue, prompt_ms)
 
     def close(self) -> None:
         """Cancel what runs or waits, and give the memory back. What is called later raises EngineClosed."""
@@ -207,6 +207,11 @@ class Engine:
             return f"Engine(name={shown(self.name)}, closed)"
         facts = {"name": shown(self.name), "family": self.config.family, "backend": self.backend}
         return short_repr(self, self.model.weights.embed, **facts, graph=self.graph, capacity=self.capacity)
+
+    @property
+    def graph(self) -> str:
+        """How passes run: one of dispatch.MODES."""
+        return self.graphs.graph
 
     @property
     def scheduler(self) -> Scheduler:
@@ -237,13 +242,10 @@ class Engine:
         kv = self._open().kv
         return len(kv.pool) * kv.page
 
-    def capture_prompts(self, most: int | None = None) -> None:
-        """Capture all sizes of prompt passes, or those of up to `most` tokens, that are not captured yet; nothing may
-        run meanwhile. An engine of several slots has done so at load, one of one slot those of a first turn."""
-        if isinstance(self.prompts, PromptGraphs):
-            for tokens, decoding in self.prompts.wanted:
-                if most is None or tokens <= most:
-                    self.prompts.capture(tokens, decoding)
+    def capture_next(self) -> bool:
+        """Capture one more size of prompt passes, unless something runs; False where none is left. An engine of several
+        slots has captured all at load, one of one slot those of a first turn; whoever has time may do the rest."""
+        return self._driver.exclusively(lambda scheduler: scheduler.busy or self.prompts.capture_next())
 
     def graph_stats(self) -> list[GraphStat]:
         """What the decode passes so far were: their rows, those that they were padded to, and how they ran."""
@@ -320,17 +322,7 @@ class Engine:
         params = self._params(params)
         flag("reuse_prefix", reuse_prefix)
         ids, chat = self.prepare(prompt, template_variables)
-        stop_ids = checked_stop_ids(params, self.config)
-        seed = secrets.randbits(63) if params.seed is None else params.seed
-        return Job(
-            ids=ids,
-            before=() if chat else ids,  # an answer begins a text of its own; raw text and ids are continued
-            params=replace(params, seed=seed),
-            stop_ids=stop_ids,
-            limit=min(len(ids) + (params.max_tokens or self.capacity), self.capacity + 1),
-            reuse_prefix=reuse_prefix,
-            started=started,
-        )
+        return generating(ids, chat, params, self.config, self.capacity, reuse_prefix, started)
 
     def generate(
         self,
@@ -399,12 +391,7 @@ class Engine:
         Whatever runs or waits is cancelled. params: with a seed. Raises ParameterError, and OutOfPages where the rows
         need more pages than there are.
         """
-        rows = integer("rows", rows, 1, self.slots, "the engine's slots, ")
-        positions = [position] * rows if isinstance(position, int) else list(position)
-        if len(positions) != rows:
-            raise ParameterError(f"position: a list has one for each of {rows:,} rows, got {len(positions):,}")
-        for position in positions:
-            integer("position", position, 0, self.capacity - 1)
+        positions = checked_positions(position, rows, self.slots, self.capacity)
         self._driver.exclusively(Scheduler.rewind, positions, params)
 
     def enqueue(self, params: SamplingParams, rows: int = 1) -> None:

@@ -2,16 +2,18 @@
 
 import logging
 import re
+from dataclasses import dataclass
 
 import torch
 
-from .arguments import choice, integer, shown
+from .arguments import choice, integer, real, shown
 from .cache.kv import PAGE
 from .errors import DeviceError, ParameterError
 from .memory import MemoryPlan, plan_memory
 from .model.config import ModelConfig
 from .prompt import listed
-from .step.dispatch import ATTENTION, SIZES, graph_sizes
+from .step.dispatch import ATTENTION, MODES, PROMPT_ATTENTION, PROMPT_MOST, SIZES, lowered, prompt_sizes
+from .step.dispatch import graph_sizes as graph_sizes_of
 from .step.prefill import CHUNK
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -96,17 +98,59 @@ def plan_capacity(
     return plan, capacity, notes
 
 
-def graph_options(sizes, attention: str, slots: int) -> tuple[tuple[int, ...], str]:
-    """The sizes of passes to capture for so many slots, and the backend of attention. Raises ParameterError."""
+@dataclass(frozen=True)
+class GraphPlan:
+    """How passes will run. graph: one of MODES; sizes, prompt_sizes: rows of decode passes and tokens of prompt passes
+    to capture; attention, prompt_attention: their backends; note: what was changed, for the user."""
+
+    graph: str
+    sizes: tuple[int, ...]
+    attention: str
+    prompt_sizes: tuple[int, ...]
+    prompt_attention: str
+    note: str | None = None
+
+
+def plan_graphs(
+    slots: int,
+    chunk_tokens: int,
+    dtype: torch.dtype,
+    captured: bool,
+    *,
+    graph: str = "full",
+    graph_sizes=None,
+    attention: str = "triton",
+    prompt_graph_max_tokens: int = PROMPT_MOST,
+    prompt_graph_sizes=None,
+    prompt_attention: str = "auto",
+) -> GraphPlan:
+    """For so many slots and chunks of so many tokens; captured: whether the device can capture. Raises
+    ParameterError."""
+    choice("graph", graph, tuple(MODES))
     choice("attention", attention, tuple(ATTENTION))
+    choice("prompt_attention", prompt_attention, ("auto", *PROMPT_ATTENTION))
+    sizes = graph_sizes_of(slots, _ascending("graph_sizes", graph_sizes, SIZES[-1]))
+    most = integer("prompt_graph_max_tokens", prompt_graph_max_tokens, 1, LONGEST)
+    prompts = prompt_sizes(chunk_tokens, most, _ascending("prompt_graph_sizes", prompt_graph_sizes, LONGEST))
+    if not captured:
+        graph = "none"
+    if prompt_attention == "auto":  # the tiles of triton's are for tensor cores
+        prompt_attention = "flash" if dtype == torch.float32 and captured else "triton"
+    below, note = lowered(graph, ATTENTION[attention]), None
+    if below != graph:
+        note = f"graph {graph} becomes {below}: {attention} attention cannot be captured"
+    return GraphPlan(below, sizes, attention, prompts, prompt_attention, note)
+
+
+def _ascending(name: str, sizes, most: int) -> list[int] | None:
     if sizes is None:
-        return graph_sizes(slots), attention
-    if (listed_sizes := listed(sizes)) is None or not listed_sizes:
-        raise ParameterError(f"graph_sizes must be a list of numbers of rows, got {shown(sizes)}")
-    found = [integer("graph_sizes", size, 1, SIZES[-1]) for size in listed_sizes]
+        return None
+    if not (items := listed(sizes)):
+        raise ParameterError(f"{name} must be a list of numbers, got {shown(sizes)}")
+    found = [integer(name, size, 1, most) for size in items]
     if found != sorted(set(found)):
-        raise ParameterError(f"graph_sizes must ascend, got {', '.join(map(str, found))[:60]}")
-    return graph_sizes(slots, found), attention
+        raise ParameterError(f"{name} must ascend, got {', '.join(map(str, found))[:60]}")
+    return found
 
 
 def page_size(backend: str, slots: int) -> int | None:
@@ -114,8 +158,10 @@ def page_size(backend: str, slots: int) -> int | None:
     return PAGE if backend == "triton" or slots > 1 else None
 
 
-def check_limits(slots, chunk_tokens, max_queue, max_seq_len=None) -> tuple[int, int, int | None]:
+def check_limits(slots, chunk_tokens, max_queue, max_seq_len=None, prompt_ms=None) -> tuple[int, int, int | None]:
     """The first three as Python's integers. Raises ParameterError."""
+    if prompt_ms is not None:
+        real("prompt_ms", prompt_ms, 0.1, 1e6)
     if max_seq_len is not None:
         integer("max_seq_len", max_seq_len, 1, LONGEST)
     slots = integer("slots", slots, 1, MAX_SLOTS)

@@ -42,6 +42,8 @@ def prompt_ids(
             ids = tokenizer.encode(prompt, context=capacity)
         elif chat:
             ids = tokenizer.encode_chat(items, capacity, **variables)
+        elif set(map(type, items)) == {int}:  # mostly, and long prompts should not wait for the others
+            ids = items
         else:
             ids = [_token_id(token, vocab_size) for token in items]
     except TooLong as error:

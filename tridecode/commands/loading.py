@@ -41,6 +41,10 @@ def load_model(args, model: str | None, max_seq_len: int | None, output: Output)
             graph_sizes=args.graph_sizes,
             attention=args.attention,
             chunk_tokens=args.chunk_tokens,
+            prompt_graph_max_tokens=args.prompt_graph_max_tokens,
+            prompt_graph_sizes=args.prompt_graph_sizes,
+            prompt_attention=args.prompt_attention,
+            prompt_ms=args.prompt_ms,
             max_queue=getattr(args, "max_queue", None),
             progress=progress,
         )

@@ -186,7 +186,7 @@ def engine_options() -> argparse.ArgumentParser:
     group.add_argument("--slots", type=row_count, metavar="N", help=slots)
     pool = "K/V positions that all slots share (default: what fits, at most the context for each)"
     group.add_argument("--kv-tokens", type=positive, metavar="N", help=pool)
-    chunk = "of a prompt at most, between which other requests go on (default: 2048)"
+    chunk = "of prompts in one pass at most (default: 2048)"
     group.add_argument("--chunk-tokens", type=positive, default=2048, metavar="N", help=chunk)
     group.add_argument(
         "--graph",
@@ -199,6 +199,18 @@ def engine_options() -> argparse.ArgumentParser:
     attention = "of the passes: triton's, or torch's, which no graph can hold (default: triton)"
     group.add_argument("--attention", default="triton", choices=("triton", "torch"), help=attention)
     group.add_argument("--graph-sizes", type=ascending, metavar="N,N", help=sizes)
+    most = "largest prompt pass of the usual schedule that is captured (default: 2048)"
+    group.add_argument("--prompt-graph-max-tokens", type=positive, default=2048, metavar="N", help=most)
+    sizes = "tokens of the captured prompt passes, in place of that schedule; others are padded to the next"
+    group.add_argument("--prompt-graph-sizes", type=ascending, metavar="N,N", help=sizes)
+    words = "launch prompt passes line by line: the same as --graph full_decode_only"
+    group.add_argument("--no-prompt-graphs", action="store_const", const="full_decode_only", dest="graph", help=words)
+    backends = "of prompt passes; torch's flash and cudnn stand between captured pieces (default: auto)"
+    group.add_argument(
+        "--prompt-attention", default="auto", choices=("auto", "triton", "flash", "cudnn"), help=backends
+    )
+    words = "milliseconds that a pass may take which reads prompts while others decode (default: 15)"
+    group.add_argument("--prompt-ms", type=float, default=15.0, metavar="MS", help=words)
     add_verbose(group)
     return options
 

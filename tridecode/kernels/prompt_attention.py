@@ -84,7 +84,7 @@ def _prompt_attention_kernel(
     BLOCK_T: tl.constexpr,
     WINDOW: tl.constexpr,
     STAGES: tl.constexpr,
-    PROGRAMS: tl.constexpr,
+    MOST: tl.constexpr,
     SPLITS: tl.constexpr,
     LEAST: tl.constexpr,
     DOT_FP32: tl.constexpr,
@@ -93,24 +93,24 @@ def _prompt_attention_kernel(
 
     chunks: [MAX_CHUNKS, CHUNK_WIDTH] int32; page_table: [slots, max_pages] int32; q: [rows, HEADS, D]; K, V:
     descriptors of the whole pool as [pages * rows_of_page, D], a tile being the BLOCK_T positions of a page, the
-    layer's and head's beginning at layer_row within it; partial: [PROGRAMS, BLOCK_M, BLOCK_D] fp32 and lse:
-    [PROGRAMS, 2, BLOCK_M] fp32, scratch; counter: [PROGRAMS] int32, zero between launches; out: [rows, HEADS * D]
-    (output), of which rows of no chunk are not written. Grid (PROGRAMS,).
+    layer's and head's beginning at layer_row within it; partial: [MOST, BLOCK_M, BLOCK_D] fp32 and lse:
+    [MOST, 2, BLOCK_M] fp32, scratch; counter: [MOST] int32, zero between launches; out: [rows, HEADS * D] (output), of
+    which rows of no chunk are not written. Grid (programs,).
     The programs share items, a block of a chunk's rows and a head each, those with most to do first. Where there are
-    few, an item is split over its positions, LEAST pages or more, and the last split adds up all of them in their
-    order. Nothing of lengths, places or pages is an argument, so one launch serves all.
+    few, an item is split over its positions, into MOST items at most of LEAST pages or more, and the last split adds up
+    all of them in their order. Nothing of lengths, places or pages is an argument, so one launch serves all.
     """
     offs_c = tl.arange(0, MAX_CHUNKS)
     counts = tl.load(chunks_ptr + offs_c * CHUNK_WIDTH + CHUNK_COUNT)
     blocks = (counts + BLOCK_M - 1) // BLOCK_M
     ends = tl.cumsum(blocks, 0)
     total = tl.sum(blocks, 0)
-    splits = tl.maximum(tl.minimum(PROGRAMS // tl.maximum(total * HEADS, 1), SPLITS), 1)
+    splits = tl.maximum(tl.minimum(MOST // tl.maximum(total * HEADS, 1), SPLITS), 1)
     TYPE: tl.constexpr = tl.float32 if DOT_FP32 else q_ptr.dtype.element_ty
     offs_d = tl.arange(0, BLOCK_D)
     tile = tl.arange(0, BLOCK_M)
     cells = tile[:, None] * BLOCK_D + offs_d[None, :]
-    for item in range(tl.program_id(0), total * HEADS * splits, PROGRAMS):
+    for item in range(tl.program_id(0), total * HEADS * splits, tl.num_programs(0)):
         head, split = item % HEADS, item // HEADS % splits
         block = total - 1 - item // HEADS // splits
         chunk = tl.sum((ends <= block).to(tl.int32), 0)
@@ -214,9 +214,10 @@ def prompt_attention(chunks, page_table, q, pool, layer, partial, lse, counter, 
     _, layers, _, kv_heads, page, _ = pool.shape
     flat, block = pool.view(-1, D), [page, triton.next_power_of_2(D)]
     layer_rows = 2 * kv_heads * page
-    programs = len(counter)
-    assert partial.numel() >= programs * shape.block_m * block[1], "less scratch than the launch shape needs"
-    _prompt_attention_kernel[(programs,)](
+    assert partial.numel() >= shape.programs * shape.block_m * block[1], "less scratch than the launch shape needs"
+    # With a program for each item it is the GPU that hands out the work, and better than any fixed share.
+    items = triton.cdiv(len(q), shape.block_m) * heads
+    _prompt_attention_kernel[(max(shape.programs, min(items, 8 * shape.programs)),)](
         chunks,
         page_table,
         q,
@@ -238,7 +239,7 @@ def prompt_attention(chunks, page_table, q, pool, layer, partial, lse, counter, 
         page,
         window,
         shape.stages,
-        programs,
+        shape.programs,
         shape.splits,
         shape.least,
         interpreted(),

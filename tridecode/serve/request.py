@@ -1,7 +1,8 @@
 """Job: one generation, from its prompt's ids to its last piece, as the scheduler knows it."""
 
+import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -48,6 +49,28 @@ class Job:
     @property
     def kind(self) -> str:
         return step_kind(self.params)
+
+
+def generating(
+    ids: list[int],
+    chat: bool,
+    params: SamplingParams,
+    config: ModelConfig,
+    capacity: int,
+    reuse_prefix: bool,
+    started: float,
+) -> Job:
+    """A job that continues `ids`, of a chat or not, within `capacity` positions. Raises ParameterError."""
+    stop_ids = checked_stop_ids(params, config)
+    return Job(
+        ids=ids,
+        before=() if chat else ids,  # an answer begins a text of its own; raw text and ids are continued
+        params=params if params.seed is not None else replace(params, seed=secrets.randbits(63)),
+        stop_ids=stop_ids,
+        limit=min(len(ids) + (params.max_tokens or capacity), capacity + 1),
+        reuse_prefix=reuse_prefix,
+        started=started,
+    )
 
 
 def scoring(ids: list[int], started: float, logprobs: int | None = None, logits: torch.Tensor | None = None) -> Job:

@@ -2,7 +2,6 @@
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 
@@ -17,68 +16,10 @@ from ..step.state import DecodeModel
 from ..text.tokenizer import Tokenizer
 from .output import Output, Ring
 from .request import Job
+from .running import Load, Pass, Running
 from .slots import Slots
 
 PROMPT_MS = 15.0  # of a pass that reads prompts while others decode
-AHEAD = 16  # positions: with fewer left of its pages a row gets more
-
-
-@dataclass(eq=False)
-class Running:
-    """A job that has its slot, and once its prompt is read its row.
-
-    read: positions of the prompt whose K/V are there; position: of its next pass; end: the one at which it has no more;
-    room: the one at which its pages end. tokens: those whose passes were seen; embedded: the next one's.
-    """
-
-    job: Job
-    output: Output
-    slot: int
-    read: int
-    tokens: list[int]
-    embedded: int
-    position: int
-    end: int
-    row: int | None = None
-    room: int = 0
-    generation: int = 0
-    seen: int = 0  # passes whose entries were read
-    in_flight: int = 0  # and those that were not yet
-    gone: bool = False  # ended, cancelled or preempted: nothing of it is awaited
-
-    @property
-    def left(self) -> int:
-        """Positions of the prompt to be read; the last one's token is what the first pass embeds."""
-        return self.position + 1 - self.read
-
-    @property
-    def runs(self) -> bool:
-        """Takes part in the next pass."""
-        return self.position < self.end and self.position < self.room
-
-    @property
-    def needs_pages(self) -> bool:
-        return self.row is not None and self.room < self.end and self.position > self.room - AHEAD
-
-
-@dataclass(frozen=True, eq=False)
-class Pass:
-    """One that was enqueued: the running that take part in it; done: where none does, when it has ended on a GPU."""
-
-    part: list[Running]
-    done: torch.cuda.Event | None = None
-
-
-@dataclass(frozen=True)
-class Load:
-    """jobs: those that run or wait, of which `waiting` have no slot; rows: of the next pass; preemptions: so far."""
-
-    jobs: int
-    waiting: int
-    rows: int
-    pages: int
-    free_pages: int
-    preemptions: int
 
 
 class Scheduler:
@@ -86,8 +27,7 @@ class Scheduler:
 
     steps, prompts: who runs decode passes, and prompt passes, now. ahead: passes that are enqueued before the one
     awaited has ended. chunk: tokens of prompts in a pass; prompt_ms: milliseconds that one with rows that decode may
-    take.
-    max_queue: requests that may wait for a slot.
+    take. max_queue: requests that may wait for a slot.
 
     Jobs and what slots hold are the truth, all else follows from them. So whatever an interrupt or an error leaves half
     done is thrown away: every job that has not ended begins again behind its last piece, as a preempted one does.
@@ -177,19 +117,10 @@ class Scheduler:
             self.cancel(job)
 
     def rewind(self, positions: list[int], params: SamplingParams) -> None:
-        """Put rows and slots 0, 1, ... at `positions` with whatever the cache holds, for benchmarks. Each has its share
-        of the pages, up to the capacity. Whatever runs or waits is cancelled."""
+        """Slots.rewind, for benchmarks. Whatever runs or waits is cancelled."""
         self.cancel_all()
         self._unsettled = True  # the next job finds all rows idle and all pages free
-        slots, capacity = self.slots, self._model.kv.capacity
-        slots.recover()
-        for slot in range(len(slots.held)):
-            slots.forget(slot)
-        for slot, position in enumerate(positions):
-            spare = slots.pages.free - sum(slots.pages_for(later + 1) for later in positions[slot:])
-            room = (slots.pages_for(position + 1) + max(spare, 0) // (len(positions) - slot)) * slots.page
-            slots.write_tokens(slot, [0] * (position + 1), min(room, capacity))
-            slots.begin(slot, slot, params, position=position, n_known=position + 1, limit=capacity + 1, stop_ids=())
+        self.slots.rewind(positions, params)
 
     def assert_consistent(self) -> None:
         """Every job waits, is read or has a row, once; rows and slots are as they say; no page is lost."""

@@ -8,7 +8,9 @@ import numpy as np
 import torch
 
 from .. import layout
+from ..arguments import integer
 from ..cache.pages import PagePool
+from ..errors import ParameterError
 from ..layout import Chunk
 from ..sampling import SamplingParams
 from ..step.state import DecodeModel
@@ -136,6 +138,19 @@ class Slots:
             held.busy = False
             self._trim(slot)
 
+    def rewind(self, positions: list[int], params: SamplingParams) -> None:
+        """Put rows and slots 0, 1, ... at `positions` with whatever the cache holds. Each has its share of the pages,
+        up to the capacity. Raises OutOfPages."""
+        capacity = self.model.kv.capacity
+        self.recover()
+        for slot in range(len(self.held)):
+            self.forget(slot)
+        for slot, position in enumerate(positions):
+            spare = self.pages.free - sum(self.pages_for(later + 1) for later in positions[slot:])
+            room = (self.pages_for(position + 1) + max(spare, 0) // (len(positions) - slot)) * self.page
+            self.write_tokens(slot, [0] * (position + 1), min(room, capacity))
+            self.begin(slot, slot, params, position=position, n_known=position + 1, limit=capacity + 1, stop_ids=())
+
     def assert_consistent(self) -> None:
         """Every page is free or a slot's, none is two slots', and no slot claims more than its pages hold."""
         self.pages.assert_consistent([held.pages for held in self.held])
@@ -231,9 +246,21 @@ class Slots:
         ws.meta[last, layout.STATUS].fill_(layout.LIMIT_REACHED)
 
 
+def checked_positions(position, rows: int, slots: int, capacity: int) -> list[int]:
+    """For `rewind`: one of each row, from one for all or a list. Raises ParameterError."""
+    rows = integer("rows", rows, 1, slots, "the engine's slots, ")
+    positions = [position] * rows if isinstance(position, int) else list(position)
+    if len(positions) != rows:
+        raise ParameterError(f"position: a list has one for each of {rows:,} rows, got {len(positions):,}")
+    return [integer("position", each, 0, capacity - 1) for each in positions]
+
+
 def common_prefix(held: list[int], ids: list[int]) -> int:
     """Leading tokens that both have."""
-    return next((i for i, (a, b) in enumerate(zip(held, ids)) if a != b), min(len(held), len(ids)))
+    most, first, step = min(len(held), len(ids)), 0, 256
+    while first < most and held[first : first + step] == ids[first : first + step]:  # far faster than one by one
+        first += step
+    return next((i for i in range(first, most) if held[i] != ids[i]), most)
 
 
 def fill_meta(

@@ -45,8 +45,8 @@ class BatchDescriptor:
 
 @dataclass(frozen=True)
 class GraphStat:
-    """count passes of `kind` had `rows` rows, and ran as `mode` with `padded` rows. kind: of sampling, or "prompt" for
-    one that reads prompts, whose rows are their tokens."""
+    """count passes of `kind` had `rows` rows, and ran as `mode` with `padded` rows. kind: of sampling; of passes that
+    read prompts, whose rows are their tokens, "prompt", or "mixed" where others decoded beside them."""
 
     kind: str
     rows: int
@@ -82,15 +82,13 @@ def prompt_sizes(chunk: int, most: int = PROMPT_MOST, sizes: Sequence[int] | Non
 
 
 class Dispatcher:
-    """Says how a pass runs, and counts what it has said. sizes: of decode passes; prompts: of prompt passes, whose
-    attention has this level of support."""
+    """Says how a pass runs, and counts what it has said. sizes: of decode passes; prompts: of prompt passes, with this
+    backend of attention."""
 
-    def __init__(
-        self, mode: str, sizes: Sequence[int], prompts: Sequence[int] = (), support: Support = Support.ALWAYS
-    ):
+    def __init__(self, mode: str, sizes: Sequence[int], prompts: Sequence[int] = (), attention: str = "triton"):
         self.mode, self.sizes, self.prompts = mode, tuple(sizes), tuple(prompts)
         self._prompt, self._decode = MODES[mode]
-        if self._prompt == "full" and support < Support.ALWAYS:
+        if self._prompt == "full" and PROMPT_ATTENTION[attention] < Support.ALWAYS:
             self._prompt = "piecewise"
         self._counts: Counter[tuple[str, int, int, str]] = Counter()
 
@@ -110,8 +108,8 @@ class Dispatcher:
         padded = next((size for size in self.prompts if size >= tokens), None) if self._prompt != "none" else None
         return ("none", tokens) if padded is None else (self._prompt, padded)
 
-    def count_prompt(self, tokens: int, padded: int, mode: str) -> None:
-        self._counts["prompt", tokens, padded, mode] += 1
+    def count_prompt(self, tokens: int, decoding: int, padded: int, mode: str) -> None:
+        self._counts["mixed" if decoding else "prompt", tokens, padded, mode] += 1
 
     def stats(self) -> list[GraphStat]:
         """What was dispatched so far, by kind and rows."""

@@ -10,7 +10,7 @@ from ..kernels.attention import attention_bytes, attention_ref
 from ..kernels.op import Op
 from ..layout import LIMIT_REACHED, STATUS
 from . import decode
-from .dispatch import BatchDescriptor, Dispatcher, Support
+from .dispatch import BatchDescriptor, Dispatcher
 from .run import Run, launch, launch_dependent, refer
 from .state import DecodeModel
 
@@ -22,20 +22,13 @@ TORCH_ATTENTION = Op(attention_ref, attention_ref, attention_bytes, outputs=("pa
 
 
 def make_steps(
-    model: DecodeModel,
-    backend: str,
-    mode: str,
-    sizes: Sequence[int],
-    attention: str = "triton",
-    prompts: Sequence[int] = (),
-    support: Support = Support.ALWAYS,
+    model: DecodeModel, backend: str, dispatcher: Dispatcher, attention: str = "triton"
 ) -> "EagerSteps | StepGraphs":
-    """Who runs the decode passes of an engine; backend: triton or torch (the references), mode: one of dispatch.MODES,
-    prompts: sizes of its prompt passes, and what their attention can be captured for."""
+    """Who runs the decode passes of an engine; backend: triton or torch (the references)."""
     other = TORCH_ATTENTION if attention == "torch" else None
-    if backend == "torch" or mode == "none":
+    if backend == "torch" or dispatcher.mode == "none":
         return EagerSteps(model, replaced(refer if backend == "torch" else launcher(model), other))
-    return StepGraphs(model, dispatcher=Dispatcher(mode, sizes, prompts, support), attention=other)
+    return StepGraphs(model, dispatcher=dispatcher, attention=other)
 
 
 def launcher(model: DecodeModel) -> Run:

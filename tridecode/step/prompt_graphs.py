@@ -34,6 +34,11 @@ class EagerPrompts:
         self.attention: Op | None = torch_attention(attention, self.chunks) if attention else None
         self._run, self._finish_run = run, finish_run
 
+    def capture_next(self, most: int | None = None) -> bool:
+        """Capture the largest size that is not captured yet, of those of up to `most` tokens; False where none is left.
+        Nothing may run meanwhile."""
+        return False
+
     def decoding(self, rows: int) -> int:
         """The rows that a pass has for `rows` that decode."""
         return rows
@@ -46,7 +51,7 @@ class EagerPrompts:
     def read(self, chunks: Sequence[Chunk], tokens: int, decoding: int = 0) -> None:
         """Enqueue a pass over `chunks`, which the device has been told of, of `tokens` tokens together, and the first
         `decoding` rows."""
-        self.dispatcher.count_prompt(tokens, tokens, "none")
+        self.dispatcher.count_prompt(tokens, decoding, tokens, "none")
         self.launch(chunks, tokens, decoding)
 
     @torch.inference_mode()
@@ -106,14 +111,17 @@ class PromptGraphs:
         if mode != "none":
             self._finish[batch], _ = self._place.capture(mode, run, self._steps.attention, lines)
 
-    @property
-    def wanted(self) -> list[tuple[int, int]]:
-        """What is still to be captured, tokens of prompts and rows that decode, the largest first."""
-        return [key for key in reversed(self._wanted) if key not in self._read and key not in self._failed]
+    def capture_next(self, most: int | None = None) -> bool:
+        wanted = [key for key in self._wanted if key not in self._read and key not in self._failed]
+        if most is not None:
+            wanted = [key for key in wanted if key[0] <= most]
+        if wanted:
+            self.capture(*wanted[-1])
+        return len(wanted) > 1
 
     @torch.inference_mode()
     def capture(self, tokens: int, decoding: int) -> None:
-        """Capture that size; nothing may run meanwhile. A size that cannot be captured stays eager, which is said."""
+        """Capture that size. One that cannot be captured stays eager, which is said."""
         mode, key = self.dispatcher.plan_prompt(tokens)[0], (tokens, decoding)
         chunks = self.model.prompt.chunks
         kept = chunks.clone()
@@ -142,7 +150,7 @@ class PromptGraphs:
         if replay is None:
             self._eager.read(chunks, tokens, decoding)
             return
-        self.dispatcher.count_prompt(tokens, padded, mode)
+        self.dispatcher.count_prompt(tokens, decoding, padded, mode)
         self._eager.chunks[:] = chunks
         replay()
 

@@ -87,8 +87,8 @@ class AttentionRowsShape:
 
 @dataclass(frozen=True)
 class PromptAttentionShape:
-    """Launch shape of attention of prompts: block_m rows of one head at a time, `stages` pages in flight; `programs`
-    share the work, with few rows in up to `splits` parts of at least `least` pages each."""
+    """Launch shape of attention of prompts: block_m rows of one head at a time, `stages` pages in flight. Where these
+    are fewer than `programs`, they are split, into up to `splits` parts of at least `least` pages each."""
 
     block_m: int = 64
     num_warps: int = 4

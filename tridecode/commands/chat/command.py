@@ -21,6 +21,7 @@ from ..terminal import Output, counted, speed_line, unechoed
 from . import session, slash
 from .conversation import Conversation
 from .display import answer_display, opens_thinking
+from .idle import IdleCapture
 from .lines import Interrupted, join_blocks, unquoted
 from .overflow import Overflow, fit
 from .reader import open_reader
@@ -56,6 +57,7 @@ class Chat:
         self.given, self.loader = dict(given or {}), loader
         self.interactive, self.store, self.overflow = interactive, store, overflow
         self.plain = plain or conversation.raw  # a text that is continued is no Markdown
+        self.idle: IdleCapture | None = None
         self.stopped_at = -IMPATIENCE
         self.tries = 0  # of the last message, beside the first
         self.draft: str | None = None  # what /edit puts into the next prompt
@@ -84,10 +86,18 @@ class Chat:
     def capacity_words(self) -> str:
         return f"context of {self.engine.capacity:,} tokens"
 
+    def use_idle_time(self) -> None:
+        """From now on, while nobody waits."""
+        if self.idle is not None:
+            self.idle.end()
+        self.idle = IdleCapture(self.engine)
+
     def use(self, engine: Engine) -> None:
         """Go on with another model; the conversation stays."""
         self.engine, self.params, self.last = engine, engine.default_params(**self.given), None
         self.set_think(self.think)
+        if self.idle is not None:
+            self.use_idle_time()
         if self.store:
             self.store.model = engine.name
 
@@ -309,6 +319,7 @@ def chat(args, output: Output) -> int:
     try:
         if interactive:
             sys.setswitchinterval(TURN)
+            talk.use_idle_time()
             output.note(f"{talk.engine.name}: {talk.capacity_words()}; /help lists the commands")
             code = converse(talk, open_reader(slash.COMMANDS, output))
         else:
@@ -316,6 +327,8 @@ def chat(args, output: Output) -> int:
                 if not talk.handle(line):
                     break
     finally:
+        if talk.idle is not None:
+            talk.idle.end()
         talk.save()
         if args.graph_stats and talk.engine is not None:
             show_graph_stats(talk.engine, output)

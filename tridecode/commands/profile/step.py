@@ -6,8 +6,9 @@ from statistics import mean
 
 import torch
 
+from ...layout import Chunk
 from ...step import decode
-from ...step.prefill import prompt_pass
+from ...step.prefill import read, write_chunks
 from ...step.run import Launch, Recorder
 from ...step.state import DecodeModel
 
@@ -23,7 +24,8 @@ def prompt_launches(model: DecodeModel, tokens: int) -> list[Launch]:
     """Of a cold chunk of `tokens`, in order."""
     recorder = Recorder()
     with torch.inference_mode():
-        prompt_pass(recorder, model, 0, tokens)
+        write_chunks(model, [Chunk(0, 0, tokens, 0)])
+        read(recorder, model, tokens)
     return recorder.launches
 
 

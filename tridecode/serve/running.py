@@ -1,0 +1,68 @@
+"""What a scheduler knows of the jobs that have a slot, and of the passes in flight."""
+
+from dataclasses import dataclass
+
+import torch
+
+from .output import Output
+from .request import Job
+
+AHEAD = 16  # positions: with fewer left of its pages a row gets more
+
+
+@dataclass(eq=False)
+class Running:
+    """A job that has its slot, and once its prompt is read its row.
+
+    read: positions of the prompt whose K/V are there; position: of its next pass; end: the one at which it has no more;
+    room: the one at which its pages end. tokens: those whose passes were seen; embedded: the next one's.
+    """
+
+    job: Job
+    output: Output
+    slot: int
+    read: int
+    tokens: list[int]
+    embedded: int
+    position: int
+    end: int
+    row: int | None = None
+    room: int = 0
+    generation: int = 0
+    seen: int = 0  # passes whose entries were read
+    in_flight: int = 0  # and those that were not yet
+    gone: bool = False  # ended, cancelled or preempted: nothing of it is awaited
+
+    @property
+    def left(self) -> int:
+        """Positions of the prompt to be read; the last one's token is what the first pass embeds."""
+        return self.position + 1 - self.read
+
+    @property
+    def runs(self) -> bool:
+        """Takes part in the next pass."""
+        return self.position < self.end and self.position < self.room
+
+    @property
+    def needs_pages(self) -> bool:
+        return self.row is not None and self.room < self.end and self.position > self.room - AHEAD
+
+
+@dataclass(frozen=True, eq=False)
+class Pass:
+    """One that was enqueued: the running that take part in it; done: where none does, when it has ended on a GPU."""
+
+    part: list[Running]
+    done: torch.cuda.Event | None = None
+
+
+@dataclass(frozen=True)
+class Load:
+    """jobs: those that run or wait, of which `waiting` have no slot; rows: of the next pass; preemptions: so far."""
+
+    jobs: int
+    waiting: int
+    rows: int
+    pages: int
+    free_pages: int
+    preemptions: int
