@@ -55,8 +55,8 @@ def session(capsys, state):
     from chats import Script
 
     from tridecode import SamplingParams
-    from tridecode.commands.chat.command import Chat
     from tridecode.commands.chat.conversation import Conversation
+    from tridecode.commands.chat.talk import Chat
     from tridecode.commands.terminal import Output
 
     def make(*answers, raw=False, params=None, **options):

@@ -55,7 +55,7 @@ KEYS = {
 
 
 def run(chat, word: str, rest: str) -> bool:
-    """One command; False ends the chat. `chat` is a command.Chat."""
+    """One command; False ends the chat. `chat` is a talk.Chat."""
     word = ALIASES.get(word.lower(), word.lower())
     if word not in COMMANDS:
         fix = f"{did_you_mean(word, COMMANDS)} /help lists them, // begins a message with a /"
