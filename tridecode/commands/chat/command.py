@@ -14,6 +14,7 @@ from . import session, slash
 from .conversation import Conversation
 from .lines import Interrupted, join_blocks
 from .reader import open_reader
+from .remote_talk import RemoteChat, connect
 from .talk import DEVICE_LOST, IMPATIENCE, Chat
 
 TURN = 0.0005  # seconds that the drawing thread may keep the token loop waiting; Python's own 5 ms are many steps
@@ -21,10 +22,13 @@ TURN = 0.0005  # seconds that the drawing thread may keep the token loop waiting
 
 def chat(args, output: Output) -> int:
     interactive = output.tty and sys.stdin.isatty()
+    if args.api_key_file is not None and args.url is None:
+        args.refuse("--api-key-file needs --url")
     conversation, store = open_session(args, output, interactive)
+    kind, load = (Chat, load_engine) if args.url is None else (RemoteChat, connect)
     # No other name for the engine here: /model must be able to let it go.
-    talk = Chat(
-        *load_engine(args, output),
+    talk = kind(
+        *load(args, output),
         output,
         conversation,
         interactive=interactive,
@@ -36,19 +40,21 @@ def chat(args, output: Output) -> int:
         given=sampling_overrides(args),
         loader=Loader(args, output),
     )
-    if not (args.raw or talk.engine.tokenizer.has_template):
-        talk.engine.encode([{"role": "user", "content": "Hello"}])  # its PromptError, before anybody has typed
+    if args.url is None:
+        if not (args.raw or talk.engine.tokenizer.has_template):
+            talk.engine.encode([{"role": "user", "content": "Hello"}])  # its PromptError, before anybody has typed
+        if talk.engine.device.type == "cpu":
+            output.note("running on the CPU")
     if store:
         store.model = talk.engine.name
-    if talk.engine.device.type == "cpu":
-        output.note("running on the CPU")
     if store and store.saved:
         output.note(f"session {store.name}: {talk.describe()}")
     code = None
     try:
         if interactive:
             sys.setswitchinterval(TURN)
-            output.note(f"{talk.engine.name}: {talk.capacity_words()}; /help lists the commands")
+            place = f" at {talk.engine.device}" if args.url else ""
+            output.note(f"{talk.engine.name}{place}: {talk.capacity_words()}; /help lists the commands")
             code = converse(talk, open_reader(slash.COMMANDS, output))
         else:
             for line in join_blocks(stdin_lines()):

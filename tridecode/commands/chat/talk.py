@@ -2,21 +2,24 @@
 
 import logging
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
 
 from ...engine import Engine
 from ...errors import GenerationError, TooLong
+from ...results import Piece
 from ...text.thinking import SWITCH, end_thinking
 from ..explain import explain
 from ..signals import one_interrupt
 from ..terminal import Output, counted, speed_line, unechoed
-from . import session, slash
+from . import session, slash, stats
 from .conversation import Conversation
 from .display import answer_display, opens_thinking
 from .lines import unquoted
 from .overflow import Overflow, fit
+from .settings import as_typed, changed
 
 log = logging.getLogger("tridecode")
 DEVICE_LOST = 3  # exit code
@@ -24,7 +27,12 @@ IMPATIENCE = 1.0  # seconds after an answer was stopped in which another Ctrl-C 
 
 
 class Chat:
-    """A conversation with an engine, its settings and the file it is saved to (None: nowhere)."""
+    """A conversation with an engine, its settings and the file it is saved to (None: nowhere).
+
+    What it asks of the engine by itself: a name, the capacity, and the device, beside what methods of one line ask.
+    """
+
+    unit = "token"  # what a piece of an answer is
 
     def __init__(
         self,
@@ -73,8 +81,30 @@ class Chat:
         self.variables = {SWITCH: mode != "off"} if switch else None
         self.opens_thinking = not raw and opens_thinking(tokenizer, self.variables)
 
+    def pieces(self, prompt, params) -> Iterator[Piece]:
+        return self.engine.stream(prompt, params, template_variables=self.variables)
+
     def capacity_words(self) -> str:
         return f"context of {self.engine.capacity:,} tokens"
+
+    def facts(self) -> list[str]:
+        """The lines of /stats about what runs."""
+        return stats.engine_lines(self.engine, self.last)
+
+    def setting(self, name: str) -> str:
+        """The value of a sampling option, as /set takes it."""
+        return as_typed(getattr(self.params, name))
+
+    def change(self, name: str, text: str) -> str:
+        """Set a sampling option from what was typed; returns its full name. Raises ParameterError."""
+        self.params, name = changed(self.params, self.engine.default_params(), name, text)
+        self.given[name] = getattr(self.params, name)
+        if text == "default":
+            del self.given[name]
+        return name
+
+    def switch(self, name: str) -> None:
+        self.loader.switch(self, name)
 
     def use(self, engine: Engine) -> None:
         """Go on with another model; the conversation stays."""
@@ -152,16 +182,16 @@ class Chat:
     def turn(self, line: str, base: Conversation) -> None:
         """Stream the answer; keep the turn unless it failed or was stopped before its first character."""
         # Around all of it: a second Ctrl-C must not lose what the first one stopped.
-        shown = answer_display(self.output, self.plain, self.opens_thinking, self.think == "hide")
+        shown = answer_display(self.output, self.plain, self.opens_thinking, self.think == "hide", self.unit)
         with one_interrupt(self.interactive), unechoed(self.interactive, shown.pause, shown.resume, self.editor):
             said, tokens, last = [], 0, None
             params = self.params_of_this_try()
             started = time.perf_counter()
             try:
                 base = self.make_room(base, line)
-                for last in self.engine.stream(base.prompt(line), params, template_variables=self.variables):
+                for last in self.pieces(base.prompt(line), params):
                     said.append(last.text)
-                    tokens += last.token_id is not None
+                    tokens += last.finish_reason is None
                     shown.push(last.text)
             except KeyboardInterrupt:
                 shown.abort()
@@ -175,7 +205,9 @@ class Chat:
             if last is None or last.finish_reason == "length":
                 answer = end_thinking(answer, self.opens_thinking)
             failed = last is not None and last.finish_reason == "error"
-            self.used = None if last is None or failed else last.usage.prompt_tokens + last.usage.completion_tokens
+            self.used = None
+            if last is not None and last.usage is not None and not failed:
+                self.used = last.usage.prompt_tokens + last.usage.completion_tokens
             if not failed and (answer or last is not None):
                 self.conversation = base.plus(line, answer)
             try:
@@ -189,7 +221,7 @@ class Chat:
             elif last is None:
                 rest = "kept in the conversation" if answer else "the turn is not kept"
                 seconds = time.perf_counter() - started
-                self.output.note(f"stopped after {counted(tokens, 'token')} and {seconds:.1f} s; {rest}")
+                self.output.note(f"stopped after {counted(tokens, self.unit)} and {seconds:.1f} s; {rest}")
             else:
                 self.last = last
                 self.report(last)
@@ -212,11 +244,14 @@ class Chat:
         # Counting costs time before the first token. No token is less than a byte; 256 is for what a template adds.
         if self.used is not None and self.used + 4 * len(line) + 256 <= capacity - capacity // 8:
             return base
-        largest = self.engine.config.max_position
-        base, note = fit(base, line, self.count, capacity, self.overflow, self.params.max_tokens, largest)
+        base, note = fit(base, line, self.count, capacity, self.overflow, self.params.max_tokens, self.largest())
         if note:
             self.output.note(note)
         return base
+
+    def largest(self) -> int:
+        """The context that the model could have."""
+        return self.engine.config.max_position
 
     def count(self, prompt) -> int:
         tokenizer, context = self.engine.tokenizer, self.engine.capacity
