@@ -473,7 +473,8 @@ def test_any_model_may_be_allowed(served):
 def test_the_log_has_prompts_only_where_asked_for(served, caplog):
     with caplog.at_level(logging.INFO, "tridecode.server"):
         served.post("/v1/chat/completions", GREEDY)
-        assert "POST /v1/chat/completions 200" in caplog.text and "What" not in caplog.text
+        until(lambda: "POST /v1/chat/completions 200" in caplog.text)  # the client may be faster than the log
+        assert "What" not in caplog.text
         with Running(served.engine, log_prompts=True) as telling:
             telling.post("/v1/chat/completions", GREEDY)
         assert "What is 17 + 25?" in caplog.text
@@ -505,7 +506,7 @@ def test_a_client_that_goes_is_cancelled_at_once(served, monkeypatch):
     scheduler, cancelled = served.engine.scheduler, served.metric("requests_total", 'outcome="cancelled"')
     with served.stream(LONG) as got:
         next(got.iter_lines())
-        assert scheduler.load().rows == 1
+        until(lambda: scheduler.load().rows == 1)
     until(lambda: scheduler.load().jobs == 0)
     drawn = served.metric("generation_tokens_total")
     until(lambda: served.metric("requests_total", 'outcome="cancelled"') == cancelled + 1)
