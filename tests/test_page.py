@@ -198,6 +198,60 @@ def test_a_key_is_asked_for_and_kept_for_the_tab(chromium, engine):
     chromium.told.clear()
 
 
+def answers(chat, status, body, headers=None):
+    """The next request is answered so, `body` in pieces of a few bytes."""
+    chat.run(f"""
+        window.asks ??= request;
+        request = async () => {{
+          request = window.asks;
+          const bytes = new TextEncoder().encode({json.dumps(body)}), body = new ReadableStream({{start(to) {{
+            for (let i = 0; i < bytes.length; i += 7) to.enqueue(bytes.slice(i, i + 7));
+            to.close();
+          }}}});
+          return new Response(body, {{status: {status}, headers: {json.dumps(headers or {})}}});
+        }};
+    """)
+
+
+def stream(*choices, **last):
+    lines = [json.dumps({"choices": [choice]}) for choice in choices] + ([json.dumps(last)] if last else [])
+    return "".join(f"data: {line}\n\n: keep-alive\n\n" for line in lines)
+
+
+@in_chromium
+def test_thinking_is_folded_away_above_the_answer(chat):
+    thoughts = [{"reasoning_content": text} for text in ("Hm, ", "42\u00e9?")]
+    deltas = [*thoughts, {"content": "It is"}, {"content": " **42**."}]
+    usage = {"prompt_tokens": 9, "completion_tokens": 5}
+    body = stream(*({"delta": delta} for delta in deltas), {"delta": {}, "finish_reason": "stop"})
+    answers(chat, 200, body + stream(choices=[], usage=usage) + "data: [DONE]\n\n")
+    ask(chat, QUESTION)
+    assert answered(chat) == "It is 42."
+    assert chat.run("document.querySelector('.thought').textContent") == "Hm, 42\u00e9?"
+    assert not chat.run("document.querySelector('#log details').open || document.querySelector('#log details').hidden")
+    assert chat.run("document.querySelector('.stats').textContent").startswith("5 tokens · ")
+    assert chat.run("requestOf('x').messages[1].content") == "It is **42**.", "thinking is not sent back"
+
+
+@in_chromium
+@pytest.mark.parametrize("status, body, headers, says", [
+    (503, json.dumps({"error": {"message": "the queue is full"}}), {"Retry-After": "2"},
+     "the queue is full; it can be asked again in 2 s (503)"),
+    (502, "<html>Bad gateway</html>", {}, "an error (502)"),
+    (200, stream({"delta": {"content": "Half"}}, error={"message": "the engine died"}), {}, "the engine died"),
+    (200, stream({"delta": {"content": "Half"}}), {}, "the answer was cut off: its stream ended early"),
+    (200, "data: {\n\n", {}, "the server's answer cannot be read"),
+])  # fmt: skip
+def test_an_answer_that_fails_is_not_kept(chat, status, body, headers, says):
+    answers(chat, status, body, headers)
+    ask(chat, QUESTION)
+    chat.until("!$('failed').hidden && !running")
+    assert chat.run("$('error').textContent") == says
+    assert chat.run("turns.length") == 0 and chat.run("$('input').value") == QUESTION
+    chat.run("$('temperature').value = '0'; $('retry').click()")
+    assert answered(chat) == ANSWER
+
+
 MARKDOWN = {
     "*a* **b** `c*d*` ~~e~~": "<p><em>a</em> <strong>b</strong> <code>c*d*</code> <s>e</s></p>",
     "***a***": "<p><strong><em>a</em></strong></p>",

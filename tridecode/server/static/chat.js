@@ -57,15 +57,15 @@ function request(path, body, signal) {
 
 async function checked(response) {
   if (response.ok) return response;
-  const said = (await response.json().catch(() => null))?.error?.message ?? response.statusText;
+  const said = (await response.json().catch(() => null))?.error?.message || response.statusText || "an error";
   const wait = response.headers.get("Retry-After");
   if (response.status === 401) { $("keyed").hidden = false; $("key").focus(); }
   throw new Error(`${said}${wait ? `; it can be asked again in ${wait} s` : ""} (${response.status})`);
 }
 
 function fail(error) {
-  const lost = error instanceof TypeError;  // fetch's own
-  $("error").textContent = lost ? "the server cannot be reached, or went away" : error.message;
+  const lost = "the server cannot be reached, or went away", unread = "the server's answer cannot be read";
+  $("error").textContent = {TypeError: lost, SyntaxError: unread}[error.name] ?? error.message;  // of fetch, of JSON
   $("failed").hidden = false;
 }
 
@@ -131,12 +131,13 @@ async function ask(asked) {
     for await (const event of events(response)) {
       if (event.error) throw new Error(event.error.message);
       usage = event.usage ?? usage;
-      for (const {delta, finish_reason} of event.choices) {
+      for (const {delta, finish_reason} of event.choices ?? []) {
+        if (delta.reasoning_content && !turn.thought) nodes.thinking.open = true;
+        if (delta.content && !turn.answer) nodes.thinking.open = false;
         turn.thought += delta.reasoning_content ?? "";
         turn.answer += delta.content ?? "";
         reason = finish_reason ?? reason;
         if (delta.content || delta.reasoning_content) { last = performance.now(); first ??= last; }
-        nodes.thinking.open = !turn.answer;
       }
       drawing ||= setTimeout(shown, pause);
     }
@@ -201,7 +202,7 @@ $("new").onclick = () => {
   save();
   $("input").focus();
 };
-addEventListener("keydown", event => { if (event.key === "Escape") running?.abort(); });
+addEventListener("keydown", event => { if (event.key === "Escape" && !event.isComposing) running?.abort(); });
 addEventListener("pagehide", save);
 restore();
 connect();
