@@ -55,8 +55,8 @@ def session(capsys, state):
     from chats import Script
 
     from tridecode import SamplingParams
-    from tridecode.commands.chat.command import Chat
     from tridecode.commands.chat.conversation import Conversation
+    from tridecode.commands.chat.talk import Chat
     from tridecode.commands.terminal import Output
 
     def make(*answers, raw=False, params=None, **options):
@@ -74,7 +74,11 @@ def piped(capsys, monkeypatch, state):
 
     def piped(text, *argv):
         monkeypatch.setattr("sys.stdin", io.StringIO(text))
-        code = commands.main(["chat", "--device", "cpu", *map(str, argv)])
+        local = () if "--url" in argv else ("--device", "cpu")
+        try:
+            code = commands.main(["chat", *local, *map(str, argv)])
+        except SystemExit as exit:
+            code = exit.code
         return code, *capsys.readouterr()
 
     return piped
@@ -146,7 +150,7 @@ def terminal(state):
     def terminal(*argv, **environment):
         child = pexpect.spawn(
             sys.executable,
-            ["cli.py", "chat", "--device", "cpu", *map(str, argv)],
+            ["cli.py", "chat", *(() if "--url" in argv else ("--device", "cpu")), *map(str, argv)],
             cwd=str(ROOT),
             env=ENVIRONMENT | {"XDG_STATE_HOME": str(state.parent)} | environment,
             encoding="utf-8",

@@ -78,6 +78,9 @@ class FakeServer:
         if how == "500":
             whole(writer, 500, {"error": {"message": "out of luck", "type": "server_error", "code": None}})
             return True
+        if how == "503":
+            whole(writer, 503, {"error": {"message": "256 requests wait already"}}, b"retry-after: 2\r\n")
+            return True
         if how == "401":
             whole(writer, 401, {"error": "no key"})
             return True
@@ -126,6 +129,6 @@ def chunk(writer, data: bytes):
     writer.write(b"%x\r\n%b\r\n" % (len(data), data))
 
 
-def whole(writer, status, body):
+def whole(writer, status, body, headers=b""):
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
-    writer.write(b"HTTP/1.1 %d X\r\ncontent-length: %d\r\n\r\n%b" % (status, len(data), data))
+    writer.write(b"HTTP/1.1 %d X\r\n%bcontent-length: %d\r\n\r\n%b" % (status, headers, len(data), data))

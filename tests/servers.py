@@ -89,9 +89,10 @@ class Running:
     def get(self, path: str, **options) -> httpx.Response:
         return httpx.get(f"{self.url}{path}", timeout=60, **options)
 
-    def metric(self, name: str) -> float:
-        """The sum over the labels of a metric."""
-        lines = [line for line in self.get("/metrics").text.splitlines() if line.startswith(f"tridecode:{name}" + "{")]
+    def metric(self, name: str, label: str = "") -> float:
+        """The sum over the labels of a metric, or those lines of it that have a label like 'outcome="stop"'."""
+        lines = self.get("/metrics").text.splitlines()
+        lines = [line for line in lines if line.startswith(f"tridecode:{name}" + "{") and label in line]
         assert lines, name
         return sum(float(line.split()[-1]) for line in lines)
 

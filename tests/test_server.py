@@ -2,9 +2,11 @@
 
 import json
 import logging
+import re
 import threading
 import time
 import warnings
+from pathlib import Path
 
 import openai
 import pytest
@@ -16,6 +18,8 @@ from tridecode import Engine, SamplingParams
 from tridecode.server import settings
 from tridecode.text.thinking import CLOSE, OPEN
 from tridecode.version import __version__
+
+DOCS = Path(__file__).parents[1] / "docs"
 
 
 @pytest.fixture(scope="module")
@@ -272,7 +276,29 @@ def test_health_version_and_metrics(served):
                  "prefix_cache_hits_total", "inter_token_latency_seconds_bucket", "e2e_request_latency_seconds_sum",
                  "padding_rows_total", "active_rows"):  # fmt: skip
         assert f"\ntridecode:{name}{{" in text
-    assert 'outcome="refused"' in text
+    assert served.metric("requests_total", 'outcome="refused"') >= 1
+
+
+def test_the_dashboard_and_the_documents_name_metrics_that_are_there(served):
+    served.post("/v1/chat/completions", GREEDY)
+    lines = [line for line in served.get("/metrics").text.splitlines() if line.startswith("tridecode:")]
+    labels = {}
+    for line in lines:
+        labels.setdefault(re.match(r"tridecode:\w+", line)[0], set()).update(re.findall(r'(\w+)="', line))
+    board = json.loads((DOCS / "grafana.json").read_text("utf-8"))
+    targets = [target for panel in board["panels"] for target in panel["targets"]]
+    found = set()
+    for target in targets:
+        named = re.findall(r"tridecode:\w+", target["expr"])
+        by = re.findall(r"by \((\w+)\)", target["expr"]) + re.findall(r"\{\{(\w+)\}\}", target["legendFormat"])
+        assert named and all({"model_name", *by} <= labels[name] for name in named), target["expr"]
+        found.update(named)
+    assert board["templating"]["list"][1]["definition"] == "label_values(tridecode:slots, model_name)"
+    counted = {re.sub("_(bucket|sum|count)$", "", name) for name in labels if not name.endswith("_created")}
+    assert {re.sub("_(bucket|sum|count)$", "", name) for name in found} == counted, "each has a place in the dashboard"
+    table = (DOCS / "serving.md").read_text("utf-8").split("## Metrics")[1].split("## Benchmarks")[0]
+    rows = [row.split("|")[1] for row in table.splitlines() if row.startswith("| `")]
+    assert {f"tridecode:{name}" for row in rows for name in re.findall(r"`(\w+)`", row)} == counted
 
 
 # ---- what is refused
@@ -447,7 +473,8 @@ def test_any_model_may_be_allowed(served):
 def test_the_log_has_prompts_only_where_asked_for(served, caplog):
     with caplog.at_level(logging.INFO, "tridecode.server"):
         served.post("/v1/chat/completions", GREEDY)
-        assert "POST /v1/chat/completions 200" in caplog.text and "What" not in caplog.text
+        until(lambda: "POST /v1/chat/completions 200" in caplog.text)  # the client may be faster than the log
+        assert "What" not in caplog.text
         with Running(served.engine, log_prompts=True) as telling:
             telling.post("/v1/chat/completions", GREEDY)
         assert "What is 17 + 25?" in caplog.text
@@ -476,13 +503,13 @@ def test_many_at_once_have_the_texts_that_they_have_alone(served):
 
 def test_a_client_that_goes_is_cancelled_at_once(served, monkeypatch):
     slow_passes(served.engine, monkeypatch)
-    scheduler = served.engine.scheduler
+    scheduler, cancelled = served.engine.scheduler, served.metric("requests_total", 'outcome="cancelled"')
     with served.stream(LONG) as got:
         next(got.iter_lines())
-        assert scheduler.load().rows == 1
+        until(lambda: scheduler.load().rows == 1)
     until(lambda: scheduler.load().jobs == 0)
     drawn = served.metric("generation_tokens_total")
-    assert served.metric('requests_total') and 'outcome="cancelled"' in served.get("/metrics").text
+    until(lambda: served.metric("requests_total", 'outcome="cancelled"') == cancelled + 1)
     time.sleep(0.3)
     assert served.metric("generation_tokens_total") == drawn
     served.engine._driver.exclusively(lambda scheduler: scheduler.assert_consistent())

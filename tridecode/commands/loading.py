@@ -74,7 +74,7 @@ class Loader:
         self.model: str | None = args.model  # the one in use
 
     def switch(self, chat, name: str) -> None:
-        """Give `chat` (a chat.command.Chat) the model `name`; whatever is raised, it then has the model it had.
+        """Give `chat` (a chat.talk.Chat) the model `name`; whatever is raised, it then has the model it had.
 
         Only where both models do not fit the old one goes first, and comes back if the new one fails. If even that
         fails, chat.engine is None.

@@ -9,7 +9,7 @@ from ..version import __version__
 from .bench_options import BENCH, add_benches, add_shape, add_verbose
 from .serve_options import SERVE, serve_options
 from .terminal import one_line
-from .values import ascending, logit_bias, minutes, positive, row_count, token_ids
+from .values import ascending, logit_bias, minutes, positive, row_count, server_url, token_ids
 
 CHAT = """\
 Talk with a model. In the chat: /help lists the commands, Ctrl-C stops an answer, Ctrl-D leaves.
@@ -146,7 +146,14 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def add_chat_options(chat) -> None:
+    """The options of `chat` alone; args.refuse(message) ends as a wrong option does."""
     chat.epilog = CHAT_CODES
+    chat.set_defaults(refuse=chat.error)
+    words = "With --url the model is that server's, and --model its name there (default: the first it names)."
+    server = chat.add_argument_group("server", words)
+    server.add_argument("--url", type=server_url, metavar="URL", help="of a server with OpenAI's API, like "
+                        "http://127.0.0.1:8000, instead of an engine in this process")
+    server.add_argument("--api-key-file", metavar="FILE", help="one line; without it TRIDECODE_API_KEY, if set")
     group = chat.add_argument_group("conversation", "In a terminal it is saved after each answer.")
     saved = group.add_mutually_exclusive_group()
     saved.add_argument("--resume", action="store_true", help="continue the conversation that was saved last")

@@ -173,14 +173,15 @@ def counted(n: int, word: str) -> str:
 
 def speed_line(usage, timings, capacity: int | None = None) -> str:
     """The line after an answer: tokens, speed, time to first token, what was reused of the prompt and, with `capacity`,
-    how much of the context is used."""
-    parts = [counted(usage.completion_tokens, "token")]
+    how much of the context is used. Of a server's answer what it does not tell is left out."""
+    parts = [counted(usage.completion_tokens, "token")] if usage else []
     if timings.tokens_per_second:
         rate = timings.tokens_per_second
         parts.append(f"{rate:,.{0 if rate >= 100 else 1}f} tok/s")
     parts.append(f"first token {timings.ttft:.2f} s")
-    parts.append(f"{usage.reused_tokens:,} of {usage.prompt_tokens:,} reused")
-    if capacity is not None:
+    if usage and usage.reused_tokens is not None:
+        parts.append(f"{usage.reused_tokens:,} of {usage.prompt_tokens:,} reused")
+    if usage and capacity is not None:
         used = min(usage.prompt_tokens + usage.completion_tokens, capacity)  # the last token takes no place of its own
         parts.append(f"context {used:,} / {capacity:,}")
     return " · ".join(parts)

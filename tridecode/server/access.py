@@ -13,6 +13,7 @@ from starlette.responses import JSONResponse
 from .errors import ApiError, outcome
 from .settings import BODY
 
+PUBLIC = ("/", "/health")  # without a key: a page that holds no secret, and whether the server is there
 GENERATIONS = ("/v1/chat/completions", "/v1/completions")
 log = logging.getLogger("tridecode.server")
 
@@ -47,7 +48,7 @@ class Access:
 
         try:
             app = self._app
-            if self._key is not None and scope["path"] != "/health" and not self._allowed(scope):
+            if self._key is not None and scope["path"] not in PUBLIC and not self._allowed(scope):
                 error = ApiError(401, "a valid API key is needed: Authorization: Bearer KEY", code="invalid_api_key")
                 app = JSONResponse(error.body(), 401, error.headers)
             await app(scope, receive, watched)

@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from ..engine import Engine
@@ -27,6 +27,7 @@ from .errors import ApiError, refusal, told
 from .loop import Loop
 from .messages import chat_messages
 from .metrics import Metrics
+from .page import page
 from .protocol import ChatRequest, CompletionRequest, DetokenizeRequest, Generation, TokenizeRequest, parsed
 from .settings import Settings
 from .shapes import ChatShape, Choice, CompletionShape
@@ -42,12 +43,14 @@ class Server:
         self.loop = Loop(engine, settings.max_queue, settings.keep_alive)
         self.metrics = Metrics(engine, settings.model)
         self._created = int(time.time())
+        self._page, self._page_headers = page()
         middleware = [Middleware(Access, api_key=settings.api_key, ended=self.metrics.ended)]
         if settings.cors:
             middleware.insert(0, Middleware(CORSMiddleware, allow_origins=settings.cors, allow_methods=["GET", "POST"],
                                             allow_headers=["*"]))
         self.app = Starlette(
             routes=[
+                Route("/", self.root),
                 Route("/v1/chat/completions", self.chat, methods=["POST"]),
                 Route("/v1/completions", self.completions, methods=["POST"]),
                 Route("/v1/models", self.models),
@@ -176,6 +179,9 @@ class Server:
         name = self.settings.model
         facts = {"owned_by": "tridecode", "root": name, "parent": None, "max_model_len": self.engine.capacity}
         return {"id": name, "object": "model", "created": self._created} | facts
+
+    async def root(self, request: Request) -> Response:
+        return HTMLResponse(self._page, headers=self._page_headers)
 
     async def health(self, request: Request) -> Response:
         if self.loop.failure is not None:

@@ -14,6 +14,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from ..engine import Engine
 from ..results import Usage
 
+OUTCOMES = ("stop", "length", "cancelled", "timeout", "refused", "unavailable", "failed")
 FIRST = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
 BETWEEN = (0.0005, 0.001, 0.0025, 0.005, 0.0075, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2.5, 5)
 WHOLE = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
@@ -46,7 +47,7 @@ class Metrics:
 
     def __init__(self, engine: Engine, model: str):
         self._engine, self._model = engine, model
-        self._outcomes: Counter[str] = Counter()
+        self._outcomes = Counter(dict.fromkeys(OUTCOMES, 0))  # a rate wants a zero before the first
         self._prompt = self._reused = self._drawn = 0
         self._first, self._between, self._whole = Histogram(FIRST), Histogram(BETWEEN), Histogram(WHOLE)
         self._registry = CollectorRegistry()

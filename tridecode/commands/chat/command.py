@@ -1,301 +1,34 @@
 """`tridecode chat`: a conversation in the terminal, or one turn a line from a pipe."""
 
-import logging
 import os
 import sys
 import time
 from dataclasses import replace
 
-import torch
-
-from ...engine import Engine
-from ...errors import GenerationError, TooLong
-from ...text.thinking import SWITCH, end_thinking
-from ..explain import explain
 from ..graph_stats import show_graph_stats
 from ..inputs import stdin_lines
 from ..loading import Loader, load_engine
 from ..parser import sampling_overrides
-from ..signals import one_interrupt
-from ..terminal import Output, counted, speed_line, unechoed
+from ..terminal import Output
 from . import session, slash
 from .conversation import Conversation
-from .display import answer_display, opens_thinking
-from .idle import IdleCapture
-from .lines import Interrupted, join_blocks, unquoted
-from .overflow import Overflow, fit
+from .lines import Interrupted, join_blocks
 from .reader import open_reader
+from .remote_talk import RemoteChat, connect
+from .talk import DEVICE_LOST, IMPATIENCE, Chat
 
-log = logging.getLogger("tridecode")
-DEVICE_LOST = 3  # exit code
 TURN = 0.0005  # seconds that the drawing thread may keep the token loop waiting; Python's own 5 ms are many steps
-IMPATIENCE = 1.0  # seconds after an answer was stopped in which another Ctrl-C was meant for that answer
-
-
-class Chat:
-    """A conversation with an engine, its settings and the file it is saved to (None: nowhere)."""
-
-    def __init__(
-        self,
-        engine: Engine,
-        params,
-        output: Output,
-        conversation: Conversation,
-        *,
-        interactive: bool = False,
-        store: session.Store | None = None,
-        overflow: str = "error",
-        system: str | None = None,
-        plain: bool = False,
-        think: str = "on",
-        given: dict | None = None,
-        loader=None,
-    ):
-        """think: on, off or hide. given: sampling options that were asked for. loader: a loading.Loader, for /model."""
-        self.engine, self.params, self.output = engine, params, output
-        self.conversation, self.system = conversation, system
-        self.given, self.loader = dict(given or {}), loader
-        self.interactive, self.store, self.overflow = interactive, store, overflow
-        self.plain = plain or conversation.raw  # a text that is continued is no Markdown
-        self.idle: IdleCapture | None = None
-        self.stopped_at = -IMPATIENCE
-        self.tries = 0  # of the last message, beside the first
-        self.draft: str | None = None  # what /edit puts into the next prompt
-        self.kept: str | None = None  # the session that holds the conversation before this one
-        self.editor = False  # whether what is typed meanwhile goes to a line editor
-        self.exit_code = 0
-        self.last = None  # the last piece of the latest complete answer
-        self.used: int | None = None  # tokens of the conversation at most, where that is known
-        self.answers = self.tokens = 0
-        self.seconds = 0.0
-        self.think, self.variables, self.opens_thinking = "on", None, False
-        self.set_think(think)
-
-    def set_think(self, mode: str) -> None:
-        """on, off or hide. Where the template cannot be told, off is a line and changes nothing."""
-        tokenizer, raw = self.engine.tokenizer, self.conversation.raw
-        switch = not raw and SWITCH in tokenizer.template_variables
-        if mode == "off" and not switch:
-            why = "with --raw there is no chat template" if raw else f"the chat template has no variable {SWITCH}"
-            self.output.note(f"thinking cannot be switched off: {why}; /think hide shows only its length")
-            mode = self.think if self.think != "off" else "on"
-        self.think, self.used = mode, None
-        self.variables = {SWITCH: mode != "off"} if switch else None
-        self.opens_thinking = not raw and opens_thinking(tokenizer, self.variables)
-
-    def capacity_words(self) -> str:
-        return f"context of {self.engine.capacity:,} tokens"
-
-    def use_idle_time(self) -> None:
-        """From now on, while nobody waits."""
-        if self.idle is not None:
-            self.idle.end()
-        self.idle = IdleCapture(self.engine)
-
-    def use(self, engine: Engine) -> None:
-        """Go on with another model; the conversation stays."""
-        self.engine, self.params, self.last = engine, engine.default_params(**self.given), None
-        self.set_think(self.think)
-        if self.idle is not None:
-            self.use_idle_time()
-        if self.store:
-            self.store.model = engine.name
-
-    def handle(self, line: str, replaces: bool = False) -> bool:
-        """A command or a turn, which `replaces` the last one if so; False ends the chat."""
-        message = unquoted(line)
-        if message is None and line.startswith("/") and not line.startswith("//"):
-            word, *rest = line.split(maxsplit=1)
-            return self.command(word, "".join(rest).strip())
-        if message is None:
-            message = line.removeprefix("/")
-            if self.interactive and (meant := slash.meant(message)):
-                self.output.note(meant)
-                return True
-        if not message.strip():
-            return True
-        return self.ask(message if self.conversation.raw else message.strip(), replaces)
-
-    def command(self, word: str, rest: str) -> bool:
-        """One command; an error is one line. False ends the chat."""
-        try:
-            return slash.run(self, word, rest)
-        except BrokenPipeError:
-            raise
-        except Exception as error:
-            log.debug("%s failed", word, exc_info=True)
-            self.output.error(explain(error))
-            return self.goes_on(error)
-
-    def goes_on(self, error: Exception) -> bool:
-        """Whether there is a model to talk with after `error`; if not, a line and the exit code say so."""
-        if self.engine is None:
-            self.output.error("there is no model any more; the chat ends")
-            self.exit_code = 1
-        elif isinstance(error, RuntimeError) and not responds(self.engine.device):
-            self.output.error(f"{self.engine.device} can no longer be used by this program; the chat ends")
-            self.exit_code = DEVICE_LOST
-        else:
-            return True
-        return False
-
-    def ask(self, message: str, replaces: bool = False, tries: int = 0) -> bool:
-        """One turn; an error is one line and leaves the conversation as it was. False ends the chat.
-
-        tries: how often this message was asked before, which changes the seed.
-        """
-        self.tries = tries
-        try:
-            base = self.conversation.without_last() if replaces and self.conversation.turns else self.conversation
-            self.turn(message, base)
-        except Overflow as error:
-            self.fail(str(error))
-            if self.overflow == "stop":
-                self.exit_code = 1
-                return False
-        except OSError:  # the answer cannot be shown: a reader or a terminal that has gone
-            raise
-        except Exception as error:
-            log.debug("a turn failed", exc_info=True)
-            self.fail(explain(error))
-            return self.goes_on(error)
-        return True
-
-    def fail(self, what: str) -> None:
-        """One line; a pipe, where nobody may have read it, says so again with its exit code."""
-        self.output.error(f"{what}; the turn is not kept")
-        if not self.interactive:
-            self.exit_code = 1
-
-    def turn(self, line: str, base: Conversation) -> None:
-        """Stream the answer; keep the turn unless it failed or was stopped before its first character."""
-        # Around all of it: a second Ctrl-C must not lose what the first one stopped.
-        shown = answer_display(self.output, self.plain, self.opens_thinking, self.think == "hide")
-        with one_interrupt(self.interactive), unechoed(self.interactive, shown.pause, shown.resume, self.editor):
-            said, tokens, last = [], 0, None
-            params = self.params_of_this_try()
-            started = time.perf_counter()
-            try:
-                base = self.make_room(base, line)
-                for last in self.engine.stream(base.prompt(line), params, template_variables=self.variables):
-                    said.append(last.text)
-                    tokens += last.token_id is not None
-                    shown.push(last.text)
-            except KeyboardInterrupt:
-                shown.abort()
-                if not self.interactive:
-                    raise
-                last, self.stopped_at = None, time.monotonic()
-            except BaseException:
-                shown.abort()
-                raise
-            answer = "".join(said)
-            if last is None or last.finish_reason == "length":
-                answer = end_thinking(answer, self.opens_thinking)
-            failed = last is not None and last.finish_reason == "error"
-            self.used = None if last is None or failed else last.usage.prompt_tokens + last.usage.completion_tokens
-            if not failed and (answer or last is not None):
-                self.conversation = base.plus(line, answer)
-            try:
-                (shown.abort if failed else shown.finish)()
-            finally:
-                self.save()
-            self.answers, self.tokens = self.answers + 1, self.tokens + tokens
-            self.seconds += time.perf_counter() - started
-            if failed:
-                self.fail(explain(GenerationError(last.error)))
-            elif last is None:
-                rest = "kept in the conversation" if answer else "the turn is not kept"
-                seconds = time.perf_counter() - started
-                self.output.note(f"stopped after {counted(tokens, 'token')} and {seconds:.1f} s; {rest}")
-            else:
-                self.last = last
-                self.report(last)
-
-    def params_of_this_try(self):
-        """Those that are set; a further try of the same message has another seed, which is told."""
-        if not self.tries:
-            return self.params
-        if self.params.temperature == 0:
-            self.output.note("temperature is 0, so every try gives the same answer; /set temperature 0.7 changes that")
-        elif self.params.seed is not None:
-            seed = self.params.seed + self.tries
-            seed -= 2**64 if seed >= 2**64 else 0
-            self.output.note(f"try {self.tries + 1}, seed {seed}")
-            return replace(self.params, seed=seed)
-        return self.params
-
-    def make_room(self, base: Conversation, line: str) -> Conversation:
-        capacity = self.engine.capacity
-        # Counting costs time before the first token. No token is less than a byte; 256 is for what a template adds.
-        if self.used is not None and self.used + 4 * len(line) + 256 <= capacity - capacity // 8:
-            return base
-        largest = self.engine.config.max_position
-        base, note = fit(base, line, self.count, capacity, self.overflow, self.params.max_tokens, largest)
-        if note:
-            self.output.note(note)
-        return base
-
-    def count(self, prompt) -> int:
-        tokenizer, context = self.engine.tokenizer, self.engine.capacity
-        try:
-            if isinstance(prompt, str):
-                return len(tokenizer.encode(prompt, context=context))
-            return len(tokenizer.encode_chat(prompt, context, **self.variables or {}))
-        except TooLong as error:
-            return error.tokens  # the fewest; enough to know that it does not fit
-
-    def report(self, last) -> None:
-        if last.finish_reason == "length":
-            used = last.usage.prompt_tokens + last.usage.completion_tokens
-            full = used >= self.engine.capacity
-            limit = f"max_tokens ({self.params.max_tokens:,}) was reached"
-            why = f"the context of {self.engine.capacity:,} tokens is full" if full else limit
-            self.output.note(f"the answer was cut: {why}")
-        self.output.note(speed_line(last.usage, last.timings, self.engine.capacity))
-
-    def save(self) -> None:
-        """Bring the session file up to date; where that fails, a line says so and the chat goes on."""
-        if self.store is None:
-            return
-        try:
-            if note := self.store.save(self.conversation):
-                self.output.note(note)
-        except session.SessionError as error:
-            self.output.error(f"the session is not saved: {error}; /save FILE writes it elsewhere")
-            if not self.interactive:
-                self.exit_code = 1
-
-    def fresh(self) -> Conversation:
-        return Conversation(self.conversation.raw, self.system)
-
-    def set_system(self, text: str | None) -> None:
-        self.system, self.used = text, None
-        self.conversation = replace(self.conversation, system=text)
-        self.save()
-
-    def replace_conversation(self, conversation: Conversation) -> None:
-        """Go on with another conversation, in a file of its own: the one so far stays on disk."""
-        self.kept = self.store.name if self.store and self.store.saved else None
-        self.conversation, self.last, self.used, self.tries = conversation, None, None, 0
-        if self.store:
-            self.store.begin_new()
-
-    def kept_in(self) -> str:
-        return f"; the one before stays in session {self.kept}" if self.kept else ""
-
-    def describe(self) -> str:
-        turns = self.conversation.turns
-        last = f", the last was {slash.quoted(turns[-1][0])}" if turns else ""
-        return f"continuing {counted(len(turns), 'turn')}{last}"
 
 
 def chat(args, output: Output) -> int:
     interactive = output.tty and sys.stdin.isatty()
+    if args.api_key_file is not None and args.url is None:
+        args.refuse("--api-key-file needs --url")
     conversation, store = open_session(args, output, interactive)
+    kind, load = (Chat, load_engine) if args.url is None else (RemoteChat, connect)
     # No other name for the engine here: /model must be able to let it go.
-    talk = Chat(
-        *load_engine(args, output),
+    talk = kind(
+        *load(args, output),
         output,
         conversation,
         interactive=interactive,
@@ -307,12 +40,13 @@ def chat(args, output: Output) -> int:
         given=sampling_overrides(args),
         loader=Loader(args, output),
     )
-    if not (args.raw or talk.engine.tokenizer.has_template):
-        talk.engine.encode([{"role": "user", "content": "Hello"}])  # its PromptError, before anybody has typed
+    if args.url is None:
+        if not (args.raw or talk.engine.tokenizer.has_template):
+            talk.engine.encode([{"role": "user", "content": "Hello"}])  # its PromptError, before anybody has typed
+        if talk.engine.device.type == "cpu":
+            output.note("running on the CPU")
     if store:
         store.model = talk.engine.name
-    if talk.engine.device.type == "cpu":
-        output.note("running on the CPU")
     if store and store.saved:
         output.note(f"session {store.name}: {talk.describe()}")
     code = None
@@ -320,7 +54,8 @@ def chat(args, output: Output) -> int:
         if interactive:
             sys.setswitchinterval(TURN)
             talk.use_idle_time()
-            output.note(f"{talk.engine.name}: {talk.capacity_words()}; /help lists the commands")
+            place = f" at {talk.engine.device}" if args.url else ""
+            output.note(f"{talk.engine.name}{place}: {talk.capacity_words()}; /help lists the commands")
             code = converse(talk, open_reader(slash.COMMANDS, output))
         else:
             for line in join_blocks(stdin_lines()):
@@ -386,13 +121,3 @@ def converse(talk: Chat, reader) -> int:
             elif time.monotonic() - talk.stopped_at > IMPATIENCE:
                 leaving = True
                 talk.output.note("Ctrl-C again, or Ctrl-D, leaves")
-
-
-def responds(device) -> bool:
-    """Whether the GPU still takes calls: after a device-side assert or a bad address every one fails."""
-    if device.type == "cuda":
-        try:
-            torch.cuda.synchronize(device)
-        except RuntimeError:
-            return False
-    return True

@@ -36,8 +36,9 @@ class PlainText:
 class Thinking:
     """Shows the think block that an answer may begin with apart from it: dimmed, or with `hide` only its length."""
 
-    def __init__(self, output: Output, answer, opened: bool, hide: bool):
-        self._output, self._answer, self._hide = output, answer, hide
+    def __init__(self, output: Output, answer, opened: bool, hide: bool, unit: str = "token"):
+        """unit: what a push is."""
+        self._output, self._answer, self._hide, self._unit = output, answer, hide, unit
         self._splitter = ThinkSplitter(opened)
         self._open = self._said = False  # whether a block was begun, and whether its length was said
 
@@ -80,8 +81,8 @@ class Thinking:
             self._said = True
             if not self._hide:
                 self._output.text("\n")
-            tokens = self._splitter.tokens
-            self._output.note(f"thought for {counted(tokens, 'token')}, {self._splitter.seconds:.1f} s")
+            length = counted(self._splitter.tokens, self._unit)
+            self._output.note(f"thought for {length}, {self._splitter.seconds:.1f} s")
 
 
 def opens_thinking(tokenizer, variables: dict | None = None) -> bool:
@@ -93,15 +94,15 @@ def opens_thinking(tokenizer, variables: dict | None = None) -> bool:
     return ends_inside(tokenizer.decode(ids[-4:], skip_special=False))
 
 
-def answer_display(output: Output, plain: bool, opened: bool = False, hide: bool = False):
+def answer_display(output: Output, plain: bool, opened: bool = False, hide: bool = False, unit: str = "token"):
     """What shows one answer: push(text), then finish() or abort(), which may both be called twice. pause() leaves
     the terminal to another program until resume().
 
-    opened: the prompt ended inside a think block. hide: of thinking only its length is shown. Plain text has the think
-    block as the model wrote it.
+    opened: the prompt ended inside a think block. hide: of thinking only its length is shown, in pushes, which `unit`
+    says what they are. Plain text has the think block as the model wrote it.
     """
     if plain or not output.tty or output.console.is_dumb_terminal:
-        return Thinking(output, PlainText(output), opened, hide) if hide else PlainText(output)
+        return Thinking(output, PlainText(output), opened, hide, unit) if hide else PlainText(output)
     from .markdown import MarkdownStream
 
-    return Thinking(output, MarkdownStream(output.console), opened, hide)
+    return Thinking(output, MarkdownStream(output.console), opened, hide, unit)

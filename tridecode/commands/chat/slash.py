@@ -8,7 +8,7 @@ from ...text.thinking import strip_thinking
 from ..terminal import counted, did_you_mean
 from . import session, stats
 from .clipboard import copy
-from .settings import NAMES, as_typed, changed
+from .settings import NAMES
 
 # Group -> name -> arguments and what it does, in the order of /help.
 GROUPS = {
@@ -55,7 +55,7 @@ KEYS = {
 
 
 def run(chat, word: str, rest: str) -> bool:
-    """One command; False ends the chat. `chat` is a command.Chat."""
+    """One command; False ends the chat. `chat` is a talk.Chat."""
     word = ALIASES.get(word.lower(), word.lower())
     if word not in COMMANDS:
         fix = f"{did_you_mean(word, COMMANDS)} /help lists them, // begins a message with a /"
@@ -182,17 +182,14 @@ def _set(chat, rest) -> None:
     name, _, value = rest.partition(" ")
     if not name:
         for name in NAMES:
-            chat.output.note(f"{name:<20} {as_typed(getattr(chat.params, name))}", aligned=True)
+            chat.output.note(f"{name:<20} {chat.setting(name)}", aligned=True)
         return
     try:
-        chat.params, name = changed(chat.params, chat.engine.default_params(), name, value.strip())
+        name = chat.change(name, value.strip())
     except ParameterError as error:
         chat.output.note(str(error))
     else:
-        chat.given[name] = getattr(chat.params, name)
-        if value.strip() == "default":
-            del chat.given[name]
-        chat.output.note(f"{name} is {as_typed(getattr(chat.params, name))}")
+        chat.output.note(f"{name} is {chat.setting(name)}")
 
 
 def _copy(chat, rest) -> None:
@@ -204,7 +201,7 @@ def _copy(chat, rest) -> None:
 
 def _model(chat, rest) -> None:
     if rest:
-        chat.loader.switch(chat, unquote(rest))
+        chat.switch(unquote(rest))
     chat.output.note(f"{chat.engine.name} on {chat.engine.device}: {chat.capacity_words()}")
 
 

@@ -13,21 +13,22 @@ LEAST = 2**28  # bytes to read for a measurement: more than any cache holds
 
 
 def lines(chat) -> list[str]:
-    engine, turns = chat.engine, len(chat.conversation.turns)
-    found = [f"model {engine.name} on {engine.device}, backend {engine.backend}, graph {engine.graph}"]
-    if engine.device.type == "cuda":
-        found += gpu_lines(engine, chat.last)
-    dropped = chat.conversation.dropped
+    found, turns, dropped = chat.facts(), len(chat.conversation.turns), chat.conversation.dropped
     found.append(counted(turns, "turn") + (f", {turns - dropped:,} of them sent to the model" if dropped else ""))
     if chat.last is None:
         found.append(f"{chat.capacity_words()}, no complete answer yet")
     else:
-        found.append(f"last answer: {speed_line(chat.last.usage, chat.last.timings, engine.capacity)}")
+        found.append(f"last answer: {speed_line(chat.last.usage, chat.last.timings, chat.engine.capacity)}")
     answers = counted(chat.answers, "answer")
-    found.append(f"{chat.tokens:,} tokens in {answers} since the start, {chat.seconds:.1f} s in all")
+    found.append(f"{counted(chat.tokens, chat.unit)} in {answers} since the start, {chat.seconds:.1f} s in all")
     if chat.store:
         found.append(f"session {chat.store.name} in {chat.store.path.parent}")
     return found
+
+
+def engine_lines(engine, last) -> list[str]:
+    found = [f"model {engine.name} on {engine.device}, backend {engine.backend}, graph {engine.graph}"]
+    return found + (gpu_lines(engine, last) if engine.device.type == "cuda" else [])
 
 
 def gpu_lines(engine, last) -> list[str]:

@@ -1,0 +1,127 @@
+"""A headless Chromium over its DevTools pipe: pages, what they show, keys typed and pictures."""
+
+import base64
+import json
+import os
+import select
+import shutil
+import subprocess
+import time
+from contextlib import contextmanager
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+OPTIONS = (  # no sandbox of its own: it cannot make one for root, or within a container
+    "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run", "--hide-scrollbars",
+    "--disable-background-networking", "--disable-component-update", "--disable-extensions", "--remote-debugging-pipe",
+)  # fmt: skip
+KEYS = {"Enter": (13, "\r"), "Escape": (27, ""), "Tab": (9, "")}
+
+
+class Browser:
+    """One page. Every wait is bounded."""
+
+    def __init__(self, process, to, back):
+        self._process, self._to, self._back = process, to, back
+        self._rest, self._number, self._session = b"", 0, None
+        self.told: list[str] = []  # by the console and of uncaught errors
+        target = self._call("Target.createTarget", url="about:blank")["targetId"]
+        self._session = self._call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        for domain in ("Page", "Runtime", "Log"):
+            self._call(f"{domain}.enable")
+
+    def _call(self, method: str, **params) -> dict:
+        self._number += 1
+        message = {"id": self._number, "method": method, "params": params}
+        message |= {"sessionId": self._session} if self._session else {}
+        os.write(self._to, json.dumps(message).encode() + b"\0")
+        end = time.monotonic() + 30
+        while (found := self._read(end)).get("id") != self._number:
+            self._event(found)
+        assert "error" not in found, (method, found)
+        return found["result"]
+
+    def _read(self, end: float) -> dict:
+        while b"\0" not in self._rest:
+            assert select.select([self._back], [], [], max(0, end - time.monotonic()))[0], "the browser does not answer"
+            data = os.read(self._back, 1 << 16)
+            assert data, "the browser has ended"
+            self._rest += data
+        message, self._rest = self._rest.split(b"\0", 1)
+        return json.loads(message)
+
+    def _event(self, found: dict) -> None:
+        if found.get("method") == "Runtime.exceptionThrown":
+            details = found["params"]["exceptionDetails"]
+            self.told.append(details.get("exception", {}).get("description") or details["text"])
+        elif found.get("method") == "Log.entryAdded":
+            self.told.append(found["params"]["entry"]["text"])
+
+    def open(self, url: str) -> None:
+        self._call("Page.navigate", url=url)
+        self.until("document.readyState === 'complete' && location.href !== 'about:blank'")
+
+    def reload(self) -> None:
+        self.run("window.before = true")
+        self._call("Page.reload")
+        self.until("document.readyState === 'complete' && !window.before")
+
+    def run(self, code: str):
+        """The value of an expression in the page, a promise's too."""
+        done = self._call("Runtime.evaluate", expression=code, returnByValue=True, awaitPromise=True)
+        assert "exceptionDetails" not in done, done["exceptionDetails"]
+        return done["result"].get("value")
+
+    def until(self, code: str, seconds: float = 20) -> None:
+        end = time.monotonic() + seconds
+        while not self.run(code):
+            assert time.monotonic() < end, (code, self.run("document.body.innerText"), self.told)
+            time.sleep(0.02)
+
+    def type(self, text: str) -> None:
+        """Into whatever has the focus."""
+        self._call("Input.insertText", text=text)
+
+    def press(self, key: str, shift: bool = False) -> None:
+        code, text = KEYS[key]
+        event = {"key": key, "code": key, "windowsVirtualKeyCode": code, "modifiers": 8 if shift else 0}
+        self._call("Input.dispatchKeyEvent", type="keyDown", text=text, **event)
+        self._call("Input.dispatchKeyEvent", type="keyUp", **event)
+
+    def window(self, width: int, height: int, scheme: str = "light", phone: bool = False, scale: float = 1) -> None:
+        size = {"width": width, "height": height, "deviceScaleFactor": scale, "mobile": phone}
+        self._call("Emulation.setDeviceMetricsOverride", **size)
+        scheme = [{"name": "prefers-color-scheme", "value": scheme}]
+        self._call("Emulation.setEmulatedMedia", media="screen", features=scheme)
+
+    def picture(self) -> bytes:
+        """What the window shows, as PNG."""
+        return base64.b64decode(self._call("Page.captureScreenshot", format="png")["data"])
+
+    def allow_clipboard(self, url: str) -> None:
+        granted = ["clipboardReadWrite", "clipboardSanitizedWrite"]
+        self._call("Browser.grantPermissions", origin=url, permissions=granted)
+
+
+@contextmanager
+def browser(directory):
+    """A browser whose files are in `directory`."""
+    ours, theirs = os.pipe(), os.pipe()  # its file descriptor 3 is read, 4 is written
+    command = [CHROMIUM, *OPTIONS, f"--user-data-dir={directory}"]
+    # The shell puts the pipes where Chromium looks for them.
+    shell = f'exec "$0" "$@" 3<&{ours[0]} 4>&{theirs[1]}'
+    process = subprocess.Popen(
+        ["bash", "-c", shell, *command], pass_fds=(ours[0], theirs[1]), stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL, start_new_session=True,
+    )  # fmt: skip
+    os.close(ours[0])
+    os.close(theirs[1])
+    try:
+        yield Browser(process, ours[1], theirs[0])
+    finally:
+        os.close(ours[1])  # it ends with its pipe
+        os.close(theirs[0])
+        try:
+            process.wait(10)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait(10)

@@ -1,0 +1,367 @@
+"""The page at /: who may have it and what it may load, and in a headless Chromium that it chats."""
+
+import json
+import re
+
+import pytest
+from browser import CHROMIUM, browser
+from servers import ANSWER, CHAT, Running, slow_passes, until
+
+from tridecode import Engine
+from tridecode.server.page import PARTS, STATIC, page
+
+QUESTION = CHAT[0]["content"]
+in_chromium = pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed (Debian's package chromium)")
+
+
+@pytest.fixture(scope="module")
+def engine():
+    with Engine.load(device="cpu", slots=2) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def served(engine):
+    with Running(engine) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def chromium(tmp_path_factory):
+    with browser(tmp_path_factory.mktemp("chromium")) as found:
+        yield found
+
+
+@pytest.fixture
+def chat(chromium, served):
+    """The page, with the model's name and nothing said yet."""
+    chromium.window(900, 700)
+    chromium.open(served.url)
+    chromium.run("sessionStorage.clear(); turns = []; for (const name of OPTIONS) $(name).value = ''")
+    chromium.reload()
+    chromium.until("model")
+    chromium.told.clear()
+    yield chromium
+    assert chromium.told == [], "errors, or what the policy refused"
+
+
+def ask(chat, text):
+    chat.until("document.activeElement.id === 'input'")
+    chat.type(text)
+    chat.press("Enter")
+
+
+def answered(chat, number=1):
+    chat.until(f"!running && document.querySelectorAll('.stats').length === {number}")
+    return chat.run("[...document.querySelectorAll('.answer, .assistant')].at(-1).innerText")
+
+
+def shown(chat, text):
+    """The nodes that Markdown becomes, written as HTML."""
+    code = f"(() => {{ const node = document.createElement('div'); show(node, {json.dumps(text)}); return node"
+    return chat.run(f"{code}.innerHTML }})()")
+
+
+# ---- what is sent
+
+
+def test_the_page_is_one_document_with_nothing_from_outside():
+    html, headers = page()
+    text = html.decode()
+    assert not re.search(r"<(img|iframe|object|embed|base)\b|\bsrc=|@import|\burl\(|\bon\w+=", text)
+    assert re.findall(r'href="([^"]*)"', text) == ["data:,"], "the empty icon"
+    assert text.count("<script>") == text.count("</script>") == 2 and text.count("<style>") == 1
+    assert all(reference in (STATIC / "page.html").read_text() for reference in PARTS)
+    policy = headers["Content-Security-Policy"]
+    assert "default-src 'none'" in policy and "unsafe" not in policy and policy.count("'sha256-") == 3
+
+
+def test_nothing_turns_text_into_markup():
+    for script in STATIC.glob("*.js"):
+        ways = r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|Function\("
+        assert not re.search(ways, script.read_text())
+
+
+def test_the_page_needs_no_key_and_what_it_asks_does(engine):
+    with Running(engine, api_key="right") as running:
+        got = running.get("/")
+        assert got.status_code == 200 and got.headers["content-type"] == "text/html; charset=utf-8"
+        assert got.headers["x-content-type-options"] == "nosniff" and got.content == page()[0]
+        assert running.get("/v1/models").status_code == running.get("/page.css").status_code == 401
+        assert running.post("/", {}).status_code == 405
+
+
+# ---- in a browser
+
+
+@in_chromium
+def test_a_chat_streams_with_its_statistics(chat, served):
+    chat.run("$('temperature').value = '0'")
+    ask(chat, QUESTION)
+    assert answered(chat) == ANSWER
+    parts = chat.run("document.querySelector('.stats').textContent").split(" · ")
+    assert parts[0] == "12 tokens" and parts[1].endswith(" tok/s") and parts[2].startswith("first token 0.")
+    assert parts[3].endswith(" of 18 reused") and parts[4] == "context 30 / 2,048"
+    ask(chat, "and plus 10?")
+    assert answered(chat, 2) == "42 + 10 = 52."
+    assert not chat.run("document.querySelector('.stats:last-child').textContent").startswith("0 of")
+
+
+@in_chromium
+def test_shift_enter_begins_a_line_and_a_system_message_is_sent(chat, served, monkeypatch):
+    found, encode = [], served.engine.tokenizer.encode_chat
+    spy = lambda messages, *rest, **more: (found.append(messages), encode(messages, *rest, **more))[1]  # noqa: E731
+    monkeypatch.setattr(served.engine.tokenizer, "encode_chat", spy)
+    chat.run("$('system').value = 'Be brief.'; $('max_tokens').value = '3'; $('input').focus()")
+    chat.type("Hello")
+    chat.press("Enter", shift=True)
+    ask(chat, "there")
+    answered(chat)
+    assert found == [[{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello\nthere"}]]
+    assert chat.run("document.querySelector('.stats').textContent").endswith("or the context's end was reached")
+
+
+@in_chromium
+@pytest.mark.parametrize("stop", ["Escape", "button"])
+def test_an_answer_is_stopped_and_kept(chat, served, monkeypatch, stop):
+    with monkeypatch.context() as slowly:
+        slow_passes(served.engine, slowly, 0.05)
+        ask(chat, "Tell me a short story about a snail.")
+        chat.until("turns[0]?.answer.length > 20")
+        assert chat.run("$('send').hidden && !$('stop').hidden")
+        chat.press("Escape") if stop == "Escape" else chat.run("$('stop').click()")
+        answered(chat)
+        until(lambda: served.metric("num_requests_running") == 0)
+    assert chat.run("document.querySelector('.stats').textContent").startswith("stopped · first token ")
+    half = chat.run("turns[0].answer")
+    ask(chat, "Hi")
+    answered(chat, 2)
+    assert chat.run("turns.length") == 2 and chat.run("turns[0].answer") == half
+
+
+@in_chromium
+def test_a_conversation_outlives_a_reload_and_new_chat_ends_it(chat):
+    chat.run("$('temperature').value = '0'")
+    ask(chat, "Hi, I'm Nora!")
+    first = answered(chat)
+    chat.reload()
+    assert answered(chat) == first and chat.run("$('temperature').value") == "0"
+    ask(chat, "What's my name?")
+    assert "Nora" in answered(chat, 2)
+    chat.run("$('new').click()")
+    assert chat.run("$('log').innerText") == ""
+    chat.reload()
+    chat.until("model")
+    assert chat.run("$('log').innerText") == "" and chat.run("turns.length") == 0
+
+
+@in_chromium
+def test_an_error_is_one_line_with_a_retry(chat):
+    chat.run("$('temperature').value = 'warm'")
+    ask(chat, QUESTION)
+    chat.until("!$('failed').hidden && !running")
+    assert chat.run("$('error').textContent").startswith("temperature: expected float") and chat.told.pop()
+    assert chat.run("$('input').value") == QUESTION and chat.run("$('log').innerText") == ""
+    chat.run("$('temperature').value = '0'; $('retry').click()")
+    assert answered(chat) == ANSWER
+    assert chat.run("$('failed').hidden && $('input').value === ''")
+
+
+@in_chromium
+def test_a_server_that_is_gone_keeps_the_conversation(chromium, engine):
+    with Running(engine) as running:
+        chromium.open(running.url)
+        chromium.until("model")
+        ask(chromium, "Hi")
+        answered(chromium)
+    ask(chromium, QUESTION)
+    chromium.until("!$('failed').hidden && !running")
+    assert chromium.run("$('error').textContent") == "the server cannot be reached, or went away"
+    assert chromium.run("turns.length") == 1 and chromium.run("$('input').value") == QUESTION
+    chromium.told.clear()
+
+
+@in_chromium
+def test_a_key_is_asked_for_and_kept_for_the_tab(chromium, engine):
+    with Running(engine, api_key="right") as running:
+        chromium.open(running.url)
+        chromium.until("!$('keyed').hidden && document.activeElement.id === 'key'")
+        assert "a valid API key is needed" in chromium.run("$('error').textContent")
+        chromium.type("right")
+        chromium.press("Enter")
+        chromium.until("model && $('failed').hidden")
+        chromium.reload()
+        chromium.until("model")
+        ask(chromium, "Hi")
+        assert answered(chromium)
+        assert chromium.run("localStorage.length") == 0 and chromium.run("document.cookie") == ""
+    chromium.told.clear()
+
+
+def answers(chat, status, body, headers=None):
+    """The next request is answered so, `body` in pieces of a few bytes."""
+    chat.run(f"""
+        window.asks ??= request;
+        request = async () => {{
+          request = window.asks;
+          const bytes = new TextEncoder().encode({json.dumps(body)}), body = new ReadableStream({{start(to) {{
+            for (let i = 0; i < bytes.length; i += 7) to.enqueue(bytes.slice(i, i + 7));
+            to.close();
+          }}}});
+          return new Response(body, {{status: {status}, headers: {json.dumps(headers or {})}}});
+        }};
+    """)
+
+
+def stream(*choices, **last):
+    lines = [json.dumps({"choices": [choice]}) for choice in choices] + ([json.dumps(last)] if last else [])
+    return "".join(f"data: {line}\n\n: keep-alive\n\n" for line in lines)
+
+
+@in_chromium
+def test_thinking_is_folded_away_above_the_answer(chat):
+    thoughts = [{"reasoning_content": text} for text in ("Hm, ", "42\u00e9?")]
+    deltas = [*thoughts, {"content": "It is"}, {"content": " **42**."}]
+    usage = {"prompt_tokens": 9, "completion_tokens": 5}
+    body = stream(*({"delta": delta} for delta in deltas), {"delta": {}, "finish_reason": "stop"})
+    answers(chat, 200, body + stream(choices=[], usage=usage) + "data: [DONE]\n\n")
+    ask(chat, QUESTION)
+    assert answered(chat) == "It is 42."
+    assert chat.run("document.querySelector('.thought').textContent") == "Hm, 42\u00e9?"
+    assert not chat.run("document.querySelector('#log details').open || document.querySelector('#log details').hidden")
+    assert chat.run("document.querySelector('.stats').textContent").startswith("5 tokens · ")
+    assert chat.run("requestOf('x').messages[1].content") == "It is **42**.", "thinking is not sent back"
+
+
+@in_chromium
+@pytest.mark.parametrize("status, body, headers, says", [
+    (503, json.dumps({"error": {"message": "the queue is full"}}), {"Retry-After": "2"},
+     "the queue is full; it can be asked again in 2 s (503)"),
+    (502, "<html>Bad gateway</html>", {}, "an error (502)"),
+    (200, stream({"delta": {"content": "Half"}}, error={"message": "the engine died"}), {}, "the engine died"),
+    (200, stream({"delta": {"content": "Half"}}), {}, "the answer was cut off: its stream ended early"),
+    (200, "data: {\n\n", {}, "the server's answer cannot be read"),
+])  # fmt: skip
+def test_an_answer_that_fails_is_not_kept(chat, status, body, headers, says):
+    answers(chat, status, body, headers)
+    ask(chat, QUESTION)
+    chat.until("!$('failed').hidden && !running")
+    assert chat.run("$('error').textContent") == says
+    assert chat.run("turns.length") == 0 and chat.run("$('input').value") == QUESTION
+    chat.run("$('temperature').value = '0'; $('retry').click()")
+    assert answered(chat) == ANSWER
+
+
+MARKDOWN = {
+    "*a* **b** `c*d*` ~~e~~": "<p><em>a</em> <strong>b</strong> <code>c*d*</code> <s>e</s></p>",
+    "***a***": "<p><strong><em>a</em></strong></p>",
+    "2 * 3 * 4, 2*3*4, a_b_c, /usr/*/bin/*": "<p>2 * 3 * 4, 2*3*4, a_b_c, /usr/*/bin/*</p>",
+    "**open and `open": "<p>**open and `open</p>",
+    "one\ntwo\n\nthree": "<p>one\ntwo</p><p>three</p>",
+    "# A\n###### B ##\ntext": "<h2>A</h2><h4>B</h4><p>text</p>",
+    "---": "<hr>",
+    "> a\n> > b": "<blockquote><p>a</p><blockquote><p>b</p></blockquote></blockquote>",
+    "- a\n  - b\n- c": "<ul><li>a<ul><li>b</li></ul></li><li>c</li></ul>",
+    "- a\n\t- b": "<ul><li>a<ul><li>b</li></ul></li></ul>",
+    "3. a\n4. b\n\ntext": '<ol start="3"><li>a</li><li>b</li></ol><p>text</p>',
+    "1. a\n\n   more\n\n2. b": '<ol start="1"><li>a<p>more</p></li><li>b</li></ol>',
+    "|a|b|\n|-|:-:|\n|1|*2*|": '<div class="table"><table><thead><tr><th>a</th><th>b</th></tr></thead><tbody><tr>'
+    "<td>1</td><td><em>2</em></td></tr></tbody></table></div>",
+    "a | b": "<p>a | b</p>",
+    "\\*a\\* \\q": "<p>*a* \\q</p>",
+}  # fmt: skip
+
+
+@in_chromium
+@pytest.mark.parametrize("text", MARKDOWN)
+def test_markdown(chat, text):
+    assert shown(chat, text) == MARKDOWN[text]
+
+
+@in_chromium
+@pytest.mark.parametrize("text", ["```python\na = '<b>'\n```\nafter", "```python\na = '<b>'", "~~~\na = '<b>'\n~~~"])
+def test_code_has_a_button_that_copies_it(chat, served, text):
+    made = shown(chat, text)
+    block = '<div class="block"><pre><code>a = \'&lt;b&gt;\'</code></pre><button type="button">Copy</button></div>'
+    assert made == block + ("<p>after</p>" if text.endswith("after") else "")
+    chat.allow_clipboard(served.url)
+    chat.run(f"(() => {{ const node = make('div'); $('log').append(node); show(node, {json.dumps(text)}) }})()")
+    chat.run("document.querySelector('.block button').click()")
+    chat.until("document.querySelector('.block button').textContent !== 'Copy'")
+    assert chat.run("document.querySelector('.block button').textContent") == "Copied"
+
+
+UNTRUSTED = [
+    "<script>window.hit = 1</script>", "<img src=x onerror='window.hit = 1'>", "<b>bold</b> &lt; &amp;",
+    "[a](javascript:window.hit=1)", "[a](JaVaScRiPt:window.hit=1)", "[a](data:text/html,<script>1</script>)",
+    "[a]( javascript:1)", "[a](vbscript:1)", "![a](https://example.com/x.png)", "<a href='https://example.com'>x</a>",
+    "```<img src=x onerror='window.hit = 1'>\nx\n```", "|<svg onload='window.hit = 1'>|\n|-|\n|<iframe>|",
+    "[a](https://example.com/\"onclick=\"window.hit=1)", "a\u202egnp.exe",
+]  # fmt: skip
+
+
+@in_chromium
+@pytest.mark.parametrize("text", UNTRUSTED)
+def test_what_a_model_writes_is_no_markup(chat, text):
+    made = shown(chat, text)
+    tags = set(re.findall(r"<(\w+)", made))
+    assert tags <= {"p", "a", "div", "pre", "code", "button", "table", "thead", "tbody", "tr", "th", "td"}
+    code = f"(() => {{ const node = make('div'); show(node, {json.dumps(text)});"
+    code += " return [...node.querySelectorAll('*')].flatMap(each => each.getAttributeNames()) })()"
+    assert set(chat.run(code)) <= {"class", "href", "title", "target", "rel", "type"}
+    assert "\u202e" not in made and not chat.run("window.hit")
+    assert all(href.startswith("https://example.com/") for href in re.findall(r'href="([^"]*)"', made))
+
+
+@in_chromium
+def test_links_say_where_they_lead_and_tell_nothing(chat):
+    href = "https://example.com/a_b_c"
+    link = f'<a href="{href}" title="{href}" target="_blank" rel="noopener noreferrer nofollow">'
+    assert shown(chat, f"[x]({href}) and {href}.") == f"<p>{link}x</a> and {link}{href}</a>.</p>"
+
+
+LONG = {
+    "stars": "*a " * 20_000, "backticks": "`a``" * 20_000, "brackets": "[" * 50_000, "quotes": ">" * 20_000,
+    "nested lists": "".join(" " * i + "- a\n" for i in range(500)), "dashes": "|" + "-" * 50_000 + "x\n" * 2,
+    "rule": "- " * 30_000 + "x", "one word": "a" * 200_000, "links": "https://" * 20_000,
+    "table": "|" * 20_000 + "\n|-|", "tildes": "~~a " * 20_000,
+    "fences": "```\n" * 10_001, "underscores": "_" * 50_000, "headings": "# " + " #" * 30_000 + "x",
+}  # fmt: skip
+
+
+@in_chromium
+@pytest.mark.parametrize("name", LONG)
+def test_no_text_takes_long(chat, name):
+    code = f"(() => {{ const begun = performance.now(); show(make('div'), {json.dumps(LONG[name])});"
+    assert chat.run(f"{code} return performance.now() - begun }})()") < 3000
+
+
+@in_chromium
+def test_a_text_that_grows_ends_as_the_whole_one(chat):
+    text = "# A\n\n- a\n  - b\n\n```py\nx\n```\n\n|a|b|\n|-|-|\n|1|2|\n\nend **b**\n"
+    code = f"(() => {{ const node = make('div'), text = {json.dumps(text)};"
+    code += " for (let i = 0; i <= text.length; i++) show(node, text.slice(0, i)); return node.innerHTML })()"
+    assert chat.run(code) == shown(chat, text)
+
+
+@in_chromium
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_phone_shows_all_of_it_in_both_schemes(chat, scheme):
+    chat.window(320, 600, scheme, phone=True)
+    text = f"{'w' * 300}\n\n```\n{'c' * 300}\n```\n\n|{'|'.join(['cell'] * 30)}|\n|{'-|' * 30}"
+    chat.run(f"draw({{asked: 'a', thought: '', answer: {json.dumps(text)}, stats: ''}})")
+    assert chat.run("document.documentElement.scrollWidth") <= 320
+    light = chat.run("getComputedStyle(document.documentElement).backgroundColor") == "rgb(251, 250, 248)"
+    assert light == (scheme == "light")
+
+
+@in_chromium
+def test_it_works_from_the_keyboard(chat):
+    reached = []
+    chat.run("$('new').focus()")
+    for _ in range(3):
+        chat.press("Tab")
+        reached.append(chat.run("document.activeElement.id || document.activeElement.tagName"))
+    assert reached == ["SUMMARY", "input", "send"]
+    ask_again = "Array.from(document.querySelectorAll('button, input, textarea')).every(node => node.textContent.trim()"
+    assert chat.run(f"{ask_again} || node.ariaLabel || node.labels?.length)")

@@ -1,0 +1,105 @@
+"""RemoteChat: the same chat with the model of a server."""
+
+from collections.abc import Iterator
+
+from ...errors import TridecodeError
+from ...results import Piece
+from ...sampling import SamplingParams
+from ...text.thinking import SWITCH
+from ..api_key import api_key
+from ..parser import engine_options, sampling_overrides
+from ..terminal import Output, speed_line
+from .conversation import Conversation
+from .talk import Chat
+
+
+class RemoteChat(Chat):
+    """A conversation with a remote.RemoteModel. Sampling options that were not given are the server's own."""
+
+    unit = "piece"  # a server may put several tokens into one
+
+    def use_idle_time(self) -> None:
+        """There is nothing to capture here."""
+
+    def pieces(self, prompt, params) -> Iterator[Piece]:
+        return self.engine.stream(prompt, params, self.given, self.variables)
+
+    def capacity_words(self) -> str:
+        return super().capacity_words() if self.engine.capacity else "context of a length that the server does not tell"
+
+    def facts(self) -> list[str]:
+        return [f"model {self.engine.name} at {self.engine.device}, a server of {self.engine.owner}"]
+
+    def set_think(self, mode: str) -> None:
+        """on, off or hide; on leaves it to the server's default. Thinking comes apart from the answer."""
+        raw = self.conversation.raw
+        if mode == "off" and (raw or not self.engine.switches):
+            known = f"no chat template can be told through a server of {self.engine.owner}"
+            why = "with --raw there is no chat template" if raw else known
+            self.output.note(f"thinking cannot be switched off: {why}; /think hide shows only its length")
+            mode = self.think if self.think != "off" else "on"
+        self.think, self.used, self.opens_thinking = mode, None, False
+        self.variables = {SWITCH: False} if mode == "off" else None
+
+    def setting(self, name: str) -> str:
+        return super().setting(name) if name in self.given else "as the server has it"
+
+    def change(self, name: str, text: str) -> str:
+        before = self.params, dict(self.given)
+        try:
+            name = super().change(name, text)
+            if name in self.given:
+                self.engine.check(name)
+        except TridecodeError:
+            self.params, self.given = before
+            raise
+        return name
+
+    def switch(self, name: str) -> None:
+        self.engine.use(name, self.given)
+        self.last, self.used = None, None
+        self.set_think(self.think)
+        if self.store:
+            self.store.model = self.engine.name
+
+    def goes_on(self, error: Exception) -> bool:
+        return True
+
+    def make_room(self, base: Conversation, line: str) -> Conversation:
+        return super().make_room(base, line) if self.engine.counts else base
+
+    def largest(self) -> int:
+        return 0  # the server's matter
+
+    def count(self, prompt) -> int:
+        return self.engine.count(prompt, self.variables)
+
+    def report(self, last) -> None:
+        reason, usage, limit = last.finish_reason, last.usage, self.params.max_tokens
+        if reason == "length":
+            reached = limit is not None and (usage is None or usage.completion_tokens >= limit)
+            why = f"max_tokens ({limit:,}) was reached" if reached else "the context is full, or the server has a limit"
+            self.output.note(f"the answer was cut: {why}")
+        elif reason != "stop":
+            self.output.note(f"the server ended the answer: {reason}")
+        self.output.note(speed_line(usage, last.timings, self.engine.capacity))
+
+
+def connect(args, output: Output):
+    """The remote.RemoteModel that the options name. Raises TridecodeError."""
+    defaults = vars(engine_options().parse_args([]))
+    for name, default in {**defaults, "graph_stats": False}.items():
+        if name not in ("model", "verbose") and getattr(args, name) != default:
+            args.refuse(f"--{name.replace('_', '-')} is of an engine in this process; a server (--url) has its own")
+    try:
+        from .remote import RemoteModel
+    except ModuleNotFoundError as error:
+        if error.name != "httpx":
+            raise
+        raise TridecodeError("chat --url needs the package httpx; install it: pip install 'tridecode[serve]'") from None
+    given = sampling_overrides(args)
+    params = SamplingParams(**given)  # a wrong value fails here
+    model = RemoteModel(args.url, api_key(args.api_key_file, output), args.model, given)
+    if args.overflow != "error" and not model.counts:
+        args.refuse(f"--overflow {args.overflow} needs a server that counts tokens, as tridecode's and vLLM's do")
+    return model, params

@@ -1,0 +1,41 @@
+"""The page at /: one document with its style and scripts inside, and the policy that lets a browser run no others."""
+
+import base64
+import hashlib
+from pathlib import Path
+
+STATIC = Path(__file__).parent / "static"
+PARTS = {  # what page.html refers to, and the element that takes its place
+    '<link rel="stylesheet" href="page.css">': ("style", "page.css"),
+    '<script src="markdown.js"></script>': ("script", "markdown.js"),
+    '<script src="chat.js"></script>': ("script", "chat.js"),
+}
+
+
+def page() -> tuple[bytes, dict[str, str]]:
+    """The document, and the headers that it needs."""
+    html, sources = (STATIC / "page.html").read_text(encoding="utf-8"), {"style": [], "script": []}
+    for reference, (tag, name) in PARTS.items():
+        content = (STATIC / name).read_text(encoding="utf-8")
+        digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
+        sources[tag].append(f"'sha256-{digest}'")
+        html = html.replace(reference, f"<{tag}>{content}</{tag}>")
+    policy = {
+        "default-src": "'none'",
+        "script-src": " ".join(sources["script"]),
+        "style-src": " ".join(sources["style"]),
+        "connect-src": "'self'",
+        "img-src": "data:",  # the empty icon
+        "base-uri": "'none'",
+        "form-action": "'none'",
+        "frame-ancestors": "'none'",
+        "require-trusted-types-for": "'script'",  # nothing turns text into markup
+        "trusted-types": "'none'",
+    }
+    headers = {
+        "Content-Security-Policy": "; ".join(f"{name} {value}" for name, value in policy.items()),
+        "Referrer-Policy": "no-referrer",
+        "X-Content-Type-Options": "nosniff",
+        "Cache-Control": "no-cache",
+    }
+    return html.encode(), headers
