@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from . import threads
+from . import placement, threads
 from .arguments import flag, function, mapping, shown
 from .errors import EngineClosed, GenerationError, ParameterError, PromptError
 from .memory import MemoryPlan, allocating, plan_memory
@@ -17,16 +17,6 @@ from .model.checkpoint import load_config, load_weights
 from .model.config import ModelConfig
 from .model.hub import resolve_model
 from .model.weights import Weights, short_repr
-from .placement import (
-    GraphPlan,
-    check_dtype,
-    check_limits,
-    page_size,
-    plan_capacity,
-    plan_graphs,
-    resolve_device,
-    resolve_dtype,
-)
 from .prompt import Encoded, Prompt, listed, prompt_ids
 from .results import Piece, Result
 from .sampling import SamplingParams
@@ -34,6 +24,7 @@ from .serve.driver import Driver, Request
 from .serve.request import Job, generating, scoring, step_kind
 from .serve.scheduler import PROMPT_MS, Scheduler
 from .serve.slots import checked_positions
+from .step.choose import prompt_tiles_fit
 from .step.dispatch import PROMPT_MOST, Dispatcher, GraphStat
 from .step.graphs import make_steps
 from .step.prefill import CHUNK
@@ -57,7 +48,7 @@ class Engine:
     model: DecodeModel
     tokenizer: Tokenizer | None
     backend: str
-    graphs: GraphPlan
+    graphs: placement.GraphPlan
     plan: MemoryPlan
     name: str
     notes: list[str] = field(default_factory=list)
@@ -124,19 +115,19 @@ class Engine:
             graph_sizes=graph_sizes, attention=attention, prompt_graph_max_tokens=prompt_graph_max_tokens,
             prompt_graph_sizes=prompt_graph_sizes, prompt_attention=prompt_attention,
         )  # fmt: skip
-        check_dtype(dtype)
+        placement.check_dtype(dtype)
         function("progress", progress)
-        slots, chunk_tokens, max_queue = check_limits(slots, chunk_tokens, max_queue, max_seq_len, prompt_ms)
-        plan_graphs(slots, chunk_tokens, torch.float32, captured=False, graph=graph, **graphs)  # bad ones end here
-        place, backend = resolve_device(device, backend)
+        slots, chunk_tokens, max_queue = placement.check_limits(slots, chunk_tokens, max_queue, max_seq_len, prompt_ms)
+        placement.plan_graphs(slots, chunk_tokens, False, False, graph=graph, **graphs)  # bad ones end here
+        place, backend = placement.resolve_device(device, backend)
         path = BUNDLED if model is None else resolve_model(model)
         config = load_config(path)
         tokenizer = Tokenizer.load(path)
-        torch_dtype = resolve_dtype(dtype, config, place)
-        plan, capacity, notes = plan_capacity(
+        torch_dtype = placement.resolve_dtype(dtype, config, place)
+        plan, capacity, notes = placement.plan_capacity(
             config, torch_dtype, place, max_seq_len, slots, kv_tokens, chunk_tokens
         )
-        pool, page = plan.kv_tokens(capacity, kv_tokens, str(place)), page_size(backend, slots) or capacity
+        pool, page = plan.kv_tokens(capacity, kv_tokens, str(place)), placement.page_size(backend, slots) or capacity
         pages = None if pool == slots * capacity else -(-pool // page)
         cores = threads.FreeCores()
         weights = load_weights(path, config, place, torch_dtype, progress)
@@ -172,13 +163,14 @@ class Engine:
         """An engine from weights that are on their device already (load and the benchmarks end here); shapes: launch
         shapes other than those chosen for the GPU. pages: of the pool, by default what all slots can have; page:
         positions in one. graphs: as placement.plan_graphs takes them."""
-        slots, chunk_tokens, max_queue = check_limits(slots, chunk_tokens, max_queue, prompt_ms=prompt_ms)
-        page = page or page_size(backend, slots)
+        slots, chunk_tokens, max_queue = placement.check_limits(slots, chunk_tokens, max_queue, prompt_ms=prompt_ms)
+        page = page or placement.page_size(backend, slots)
         if pages is not None and pages * (page or capacity) < capacity:
             raise ParameterError(f"pages: {pages:,} hold fewer positions than a request's {capacity:,}")
         captured = backend != "torch" and weights.device.type == "cuda"
         chunk_tokens = min(chunk_tokens, slots * capacity)
-        planned = plan_graphs(slots, chunk_tokens, weights.dtype, captured, graph=graph, **graphs)
+        tiles = captured and prompt_tiles_fit(config.head_dim, weights.dtype, weights.device)
+        planned = placement.plan_graphs(slots, chunk_tokens, captured, tiles, graph=graph, **graphs)
         plan = plan or plan_memory(config, weights.dtype, weights.device, slots, chunk_tokens)
         with allocating(capacity, weights.device):
             rows = max(slots, *planned.sizes)

@@ -114,8 +114,8 @@ class GraphPlan:
 def plan_graphs(
     slots: int,
     chunk_tokens: int,
-    dtype: torch.dtype,
     captured: bool,
+    prompt_tiles: bool,
     *,
     graph: str = "full",
     graph_sizes=None,
@@ -124,8 +124,8 @@ def plan_graphs(
     prompt_graph_sizes=None,
     prompt_attention: str = "auto",
 ) -> GraphPlan:
-    """For so many slots and chunks of so many tokens; captured: whether the device can capture. Raises
-    ParameterError."""
+    """For so many slots and chunks of so many tokens; captured: whether the device can capture, prompt_tiles: whether
+    Triton's attention of prompts fits it. Raises ParameterError."""
     choice("graph", graph, tuple(MODES))
     choice("attention", attention, tuple(ATTENTION))
     choice("prompt_attention", prompt_attention, ("auto", *PROMPT_ATTENTION))
@@ -134,8 +134,11 @@ def plan_graphs(
     prompts = prompt_sizes(chunk_tokens, most, _ascending("prompt_graph_sizes", prompt_graph_sizes, LONGEST))
     if not captured:
         graph = "none"
-    if prompt_attention == "auto":  # the tiles of triton's are for tensor cores
-        prompt_attention = "flash" if dtype == torch.float32 and captured else "triton"
+    if prompt_attention == "auto":
+        prompt_attention = "triton" if prompt_tiles or not captured else "flash"
+    if prompt_attention == "triton" and captured and not prompt_tiles:
+        needed = "a GPU of compute capability 9.x, bfloat16 or float16, and heads of at most 128"
+        raise ParameterError(f"prompt_attention triton needs {needed}; use flash")
     below, note = lowered(graph, ATTENTION[attention]), None
     if below != graph:
         note = f"graph {graph} becomes {below}: {attention} attention cannot be captured"

@@ -11,6 +11,7 @@ from .common import interpreted, options
 from .op import Op
 from .splits import EMPTY, LOG2E
 
+PIECE = 32  # columns of a tile
 MASK_LIMIT = 2**21  # entries of a reference's mask
 
 
@@ -62,6 +63,13 @@ def _turns(
 
 
 @triton.jit
+def _blocks(chunks_ptr, BLOCK_M: tl.constexpr):
+    """Of each chunk how many blocks of rows it has."""
+    counts = tl.load(chunks_ptr + tl.arange(0, MAX_CHUNKS) * CHUNK_WIDTH + CHUNK_COUNT)
+    return (counts + BLOCK_M - 1) // BLOCK_M
+
+
+@triton.jit
 def _prompt_attention_kernel(
     chunks_ptr,
     page_table_ptr,
@@ -87,6 +95,7 @@ def _prompt_attention_kernel(
     MOST: tl.constexpr,
     SPLITS: tl.constexpr,
     LEAST: tl.constexpr,
+    PIECE: tl.constexpr,
     DOT_FP32: tl.constexpr,
 ):
     """Each row attends to the positions of its slot up to its own.
@@ -100,21 +109,18 @@ def _prompt_attention_kernel(
     few, an item is split over its positions, into MOST items at most of LEAST pages or more, and the last split adds up
     all of them in their order. Nothing of lengths, places or pages is an argument, so one launch serves all.
     """
-    offs_c = tl.arange(0, MAX_CHUNKS)
-    counts = tl.load(chunks_ptr + offs_c * CHUNK_WIDTH + CHUNK_COUNT)
-    blocks = (counts + BLOCK_M - 1) // BLOCK_M
-    ends = tl.cumsum(blocks, 0)
-    total = tl.sum(blocks, 0)
+    total = tl.sum(_blocks(chunks_ptr, BLOCK_M), 0)
     splits = tl.maximum(tl.minimum(MOST // tl.maximum(total * HEADS, 1), SPLITS), 1)
     TYPE: tl.constexpr = tl.float32 if DOT_FP32 else q_ptr.dtype.element_ty
     offs_d = tl.arange(0, BLOCK_D)
     tile = tl.arange(0, BLOCK_M)
-    cells = tile[:, None] * BLOCK_D + offs_d[None, :]
     for item in range(tl.program_id(0), total * HEADS * splits, tl.num_programs(0)):
         head, split = item % HEADS, item // HEADS % splits
         block = total - 1 - item // HEADS // splits
+        blocks = _blocks(chunks_ptr, BLOCK_M)  # anew for each item: registers are what this kernel has least of
+        ends = tl.cumsum(blocks, 0)
         chunk = tl.sum((ends <= block).to(tl.int32), 0)
-        within = block - tl.sum(tl.where(offs_c == chunk, ends - blocks, 0), 0)
+        within = block - tl.sum(tl.where(tl.arange(0, MAX_CHUNKS) == chunk, ends - blocks, 0), 0)
         chunk_ptr = chunks_ptr + chunk * CHUNK_WIDTH
         slot, first_row = tl.load(chunk_ptr + CHUNK_SLOT), tl.load(chunk_ptr + CHUNK_FIRST)
         count, start = tl.load(chunk_ptr + CHUNK_COUNT), tl.load(chunk_ptr + CHUNK_START)
@@ -152,52 +158,69 @@ def _prompt_attention_kernel(
                 acc, l, m, q, k_desc, v_desc, table_ptr, whole, end, positions, head_row, rows_of_page, BLOCK_T,
                 WINDOW, True, STAGES, TYPE,
             )  # fmt: skip
-            last = True
-            if used > 1:
-                here = item  # of scratch, whose size 32-bit integers can tell
-                tl.store(partial_ptr + here * (BLOCK_M * BLOCK_D) + cells, acc)
-                tl.store(lse_ptr + here * (2 * BLOCK_M) + tile, m)
-                tl.store(lse_ptr + here * (2 * BLOCK_M) + BLOCK_M + tile, l)
+            rows, left = first_row + within * BLOCK_M, count - within * BLOCK_M
+            if used == 1:
+                _store(out_ptr, acc / l[:, None], rows, left, head, offs_d, HEADS, D, BLOCK_M)
+            else:
+                cells = tile[:, None] * BLOCK_D + offs_d[None, :]
+                tl.store(partial_ptr + item * (BLOCK_M * BLOCK_D) + cells, acc)
+                tl.store(lse_ptr + item * (2 * BLOCK_M) + tile, m)
+                tl.store(lse_ptr + item * (2 * BLOCK_M) + BLOCK_M + tile, l)
                 tl.debug_barrier()
-                place = (total - 1 - block) * HEADS + head
-                last = tl.atomic_add(counter_ptr + place, 1) == used - 1
-                if last:
+                counter = counter_ptr + item // (HEADS * splits) * HEADS + head
+                if tl.atomic_add(counter, 1) == used - 1:
                     tl.debug_barrier()
-                    tl.store(counter_ptr + place, 0)
-                    acc, l, m = _sum_of_splits(
-                        partial_ptr, lse_ptr, item - split * HEADS, used, cells, tile, HEADS, BLOCK_M, BLOCK_D
-                    )
-            if last:
-                tl.store(out_ptr + places, (acc / l[:, None]).to(out_ptr.dtype.element_ty), mask=mask)
+                    tl.store(counter, 0)
+                    _sum_splits(
+                        partial_ptr, lse_ptr, item - split * HEADS, used, out_ptr, rows, left, head, HEADS, D, BLOCK_M,
+                        BLOCK_D, PIECE,
+                    )  # fmt: skip
 
 
 @triton.jit
-def _sum_of_splits(
+def _store(out_ptr, x, first_row, count, head, offs_d, HEADS: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Columns offs_d of one head in `count` rows from first_row."""
+    tile = tl.arange(0, BLOCK_M)
+    places = ((first_row + tile).to(tl.int64) * HEADS + head)[:, None] * D + offs_d[None, :]
+    tl.store(out_ptr + places, x.to(out_ptr.dtype.element_ty), mask=(tile < count)[:, None] & (offs_d < D)[None, :])
+
+
+@triton.jit
+def _sum_splits(
     partial_ptr,
     lse_ptr,
     item,
     used,
-    cells,
-    tile,
+    out_ptr,
+    first_row,
+    count,
+    head,
     HEADS: tl.constexpr,
+    D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    PIECE: tl.constexpr,
 ):
-    """What the `used` splits of a block have left, the first of them as `item`."""
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    l = tl.zeros([BLOCK_M], tl.float32)
-    m = tl.full([BLOCK_M], EMPTY, tl.float32)
-    for split in range(0, used):
-        here = item + split * HEADS
-        m_split = tl.load(lse_ptr + here * (2 * BLOCK_M) + tile, cache_modifier=".cg")
-        l_split = tl.load(lse_ptr + here * (2 * BLOCK_M) + BLOCK_M + tile, cache_modifier=".cg")
-        o_split = tl.load(partial_ptr + here * (BLOCK_M * BLOCK_D) + cells, cache_modifier=".cg")
-        m_new = tl.maximum(m, m_split)
-        alpha, beta = tl.exp2(m - m_new), tl.exp2(m_split - m_new)
-        acc = acc * alpha[:, None] + o_split * beta[:, None]
-        l = l * alpha + l_split * beta
-        m = m_new
-    return acc, l, m
+    """out of a block of `count` rows, from what its `used` splits have left, the first of them as `item`; PIECE columns
+    at a time, which is all that registers are left for."""
+    tile = tl.arange(0, BLOCK_M)
+    for piece in tl.static_range(0, BLOCK_D, PIECE):
+        offs_d = piece + tl.arange(0, PIECE)
+        cells = tile[:, None] * BLOCK_D + offs_d[None, :]
+        acc = tl.zeros([BLOCK_M, PIECE], tl.float32)
+        l = tl.zeros([BLOCK_M], tl.float32)
+        m = tl.full([BLOCK_M], EMPTY, tl.float32)
+        for split in range(0, used):
+            here = item + split * HEADS
+            m_split = tl.load(lse_ptr + here * (2 * BLOCK_M) + tile, cache_modifier=".cg")
+            l_split = tl.load(lse_ptr + here * (2 * BLOCK_M) + BLOCK_M + tile, cache_modifier=".cg")
+            o_split = tl.load(partial_ptr + here * (BLOCK_M * BLOCK_D) + cells, cache_modifier=".cg")
+            m_new = tl.maximum(m, m_split)
+            alpha, beta = tl.exp2(m - m_new), tl.exp2(m_split - m_new)
+            acc = acc * alpha[:, None] + o_split * beta[:, None]
+            l = l * alpha + l_split * beta
+            m = m_new
+        _store(out_ptr, acc / l[:, None], first_row, count, head, offs_d, HEADS, D, BLOCK_M)
 
 
 def scratch_sizes(head_dim: int, shape) -> dict[str, tuple[int, ...]]:
@@ -242,6 +265,7 @@ def prompt_attention(chunks, page_table, q, pool, layer, partial, lse, counter, 
         shape.programs,
         shape.splits,
         shape.least,
+        min(PIECE, block[1]),
         interpreted(),
         **options(shape.num_warps),
     )

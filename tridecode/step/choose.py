@@ -171,3 +171,10 @@ def attention_rows_shape(config: ModelConfig, dtype: torch.dtype) -> AttentionRo
     if config.num_heads // config.num_kv_heads > 8:
         return AttentionRowsShape(32, splits, num_warps=8, least=8, programs=132)
     return AttentionRowsShape(64, splits, num_warps=8, least=4, programs=132)
+
+
+def prompt_tiles_fit(head_dim: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether attention of prompts by Triton has a launch shape there: elsewhere its tiles need more registers or more
+    shared memory than there are, and torch's attention is faster."""
+    major, _ = torch.cuda.get_device_capability(device)
+    return major == 9 and head_dim <= 128 and dtype != torch.float32
