@@ -33,7 +33,7 @@ from tridecode.step import decode
 from tridecode.step.choose import choose_shapes
 from tridecode.step.graphs import launcher
 from tridecode.step.prefill import finish, read
-from tridecode.step.shapes import PromptAttentionShape
+from tridecode.step.shapes import PromptAttentionShape, StepShapes, WideShape
 from tridecode.step.state import DecodeModel
 from tridecode.step.workspace import make_prompt_buffers, make_workspace
 
@@ -112,6 +112,8 @@ def record(preset: str, dtype: torch.dtype, arch: int) -> dict:
         for rows in ROWS:
             for kind in decode.KINDS:
                 decode.step(launcher(model), model.of_rows(rows), kind)
+        few = replace(model.of_rows(16), shapes_by_rows={16: wide(model.of_rows(16).shapes, arch)})
+        decode.step(launcher(model), few, "greedy")
         run = launch_ours if arch == 90 and model.config.head_dim <= 128 else launch_but_attention
         read(run, model, 68)
         read(run, model, 132, decoding=64)
@@ -122,6 +124,13 @@ def record(preset: str, dtype: torch.dtype, arch: int) -> dict:
         for module, name, value in originals:
             setattr(module, name, value)
     return launches
+
+
+def wide(shapes: StepShapes, arch: int) -> StepShapes:
+    """Shapes that only some GPUs have in their tables: of four warps where these multiply together, else of one."""
+    one = WideShape(64, 64, 2) if arch in (90, 100) else WideShape(16, 64, 2, num_warps=1)
+    two = replace(one, split=2)
+    return replace(shapes, qkv=two, o_proj=two, gate_up=one, down=two, lm_head=one)
 
 
 def launch_ours(role: str, op, *args, **how) -> None:

@@ -13,7 +13,7 @@ from tridecode.serve.slots import Slots
 from tridecode.step.dispatch import MODES, SIZES, Dispatcher, Support, graph_sizes, lowered
 from tridecode.step.graphs import EagerSteps, StepGraphs, launcher, make_steps
 from tridecode.step.run import refer
-from tridecode.step.shapes import AttentionRowsShape, MatmulShape, StepShapes, TilesShape
+from tridecode.step.shapes import AttentionRowsShape, MatmulShape, StepShapes, TilesShape, WideShape
 from tridecode.step.state import make_model
 
 needs_gpu = pytest.mark.skipif(not CUDA, reason="CUDA graphs exist on a GPU only")
@@ -23,6 +23,9 @@ REGISTERS = StepShapes(
     AttentionRowsShape(block_t=32, splits=3, least=1, programs=3),
 )
 TILES = replace(REGISTERS, **{op: TilesShape(32, 32, 2) for op in ("qkv", "o_proj", "gate_up", "down", "lm_head")})
+_WIDE = WideShape(64, 32, 2) if CUDA else WideShape(32, 32, 2, num_warps=2)
+_SPLIT = replace(_WIDE, split=2)
+WIDE = replace(REGISTERS, qkv=_SPLIT, o_proj=_SPLIT, gate_up=_SPLIT, down=_SPLIT, lm_head=_WIDE)
 ROWS = [1, 2, 3, 5, 8, 16, 31, 64] if CUDA else [3, 8]
 PARAMS = (  # a kind of request each
     SamplingParams(temperature=0, seed=1),
@@ -93,8 +96,9 @@ def test_every_row_is_that_of_the_reference(family, rows):
         assert model.workspace.logits[row].eq(0).all(), "a row that does not run was written"
 
 
-def test_tiles_in_the_whole_step():
-    model, oracle = (model_of(4, TILES) for _ in range(2))
+@pytest.mark.parametrize("shapes", [TILES, WIDE], ids=["tiles", "wide"])
+def test_other_forms_of_products_in_the_whole_step(shapes):
+    model, oracle = (model_of(4, shapes) for _ in range(2))
     for m in (model, oracle):
         begin_all(m, known=2)
     run(EagerSteps(model, launcher(model)), "greedy", 2)

@@ -16,7 +16,7 @@ from tridecode.errors import DeviceError
 from tridecode.model.presets import PRESETS
 from tridecode.step import choose, tuned
 from tridecode.step.choose import choose_shapes, matvec_shape
-from tridecode.step.shapes import AttentionRowsShape, MatmulShape, TilesShape
+from tridecode.step.shapes import AttentionRowsShape, MatmulShape, TilesShape, WideShape
 from tridecode.version import __version__
 
 CUDA = torch.cuda.is_available()
@@ -186,11 +186,19 @@ def test_a_table_has_shapes_for_several_rows_in_either_form(cache):
     shipped = choose_shapes(CONFIG, BF16, 90)
     keys = tuned.table_keys(CONFIG, BF16, 16)
     assert keys["qkv"] == "qkv 6144x2560 bfloat16 for 16 rows"
-    mine = {"qkv": TilesShape(16, 64, 5), "down": MatmulShape(32, 4, 3, 2), "attention": AttentionRowsShape(16, 7)}
+    mine = {"qkv": TilesShape(16, 64, 5), "o_proj": WideShape(64, 64, 3, split=4), "down": MatmulShape(32, 4, 3, 2)}
+    mine |= {"attention": AttentionRowsShape(16, 7)}
     write({keys[op]: tuned.searched(shape) for op, shape in mine.items()})
     found = choose_shapes(CONFIG, BF16, 90, GPU)
     assert found == shipped | {16: replace(shipped[16], **mine)}
     assert type(shipped[16].qkv) is MatmulShape, "the other form"
+
+
+def test_no_table_may_share_the_columns_of_the_lm_head():
+    entry = tuned.searched(WideShape(split=2))
+    assert tuned.changed(WideShape(), entry, "qkv 8x8 bfloat16 for 8 rows") == WideShape(split=2)
+    with pytest.raises(tuned.TableError, match="split of 'lm_head 8x8 bfloat16 for 8 rows' must be 1"):
+        tuned.changed(WideShape(), entry, "lm_head 8x8 bfloat16 for 8 rows")
 
 
 @pytest.mark.parametrize("rows", [2, 16, 33, 64])
@@ -207,8 +215,10 @@ def test_candidates_of_several_rows_are_what_the_gpu_holds_and_a_table_may_say(r
             if isinstance(shape, TilesShape):
                 weights = shape.block_n * (2 if op == "gate_up" else 1)
                 assert 2 * shape.stages * shape.block_k * (max(shape.block_m, rows) + weights) < 232448
+            if isinstance(shape, WideShape):
+                assert op != "lm_head" or shape.split == 1, "whose sums have no room"
     forms = {type(values) for op, tried in found if op == "o_proj" for values in tried}
-    assert forms >= {MatmulShape, TilesShape} if rows <= 16 else TilesShape in forms
+    assert forms >= ({MatmulShape} if rows <= 16 else set()) | {TilesShape, WideShape}
 
 
 def test_the_shipped_table_is_for_its_own_gpus_only(monkeypatch):

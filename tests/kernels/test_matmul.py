@@ -1,22 +1,28 @@
-"""Products of a few rows: both forms against the references, and each row as if it were alone."""
+"""Products of a few rows: all forms against the references, and each row as if it were alone."""
 
 import pytest
 import torch
-from util import CUDA, Case, assert_close, cases, meta_rows, norm_weight, poisoned, random
+from util import CUDA, DEVICE, Case, assert_close, cases, meta_rows, norm_weight, poisoned, random
 
 from tridecode import layout
 from tridecode.kernels.gate_up import gate_up_ref
+from tridecode.kernels.matmul_wide import make_buffers
 from tridecode.kernels.matvec import matvec_normed_ref, matvec_residual_ref
 from tridecode.model.weights import Linear
 from tridecode.step.choose import few_rows_shape
 from tridecode.step.products import products
-from tridecode.step.shapes import MatmulShape, TilesShape
+from tridecode.step.shapes import MatmulShape, TilesShape, WideShape
 
 EPS = 1e-6
 DTYPE = torch.bfloat16 if CUDA else torch.float32  # the interpreter multiplies in fp32 anyway
 TOLERANCE = 1e-5  # bf16 products are exact in fp32: what is left is the order of sums
 ROUNDED = 3e-3 if CUDA else 1e-5  # of outputs in bf16
-SMALL = {"registers": MatmulShape(16, 2, 2, 1), "tiles": TilesShape(16, 32, 2)}
+SMALL = {
+    "registers": MatmulShape(16, 2, 2, 1),
+    "tiles": TilesShape(16, 32, 2),
+    "wide": WideShape(32, 32, 9, 1, num_warps=1),
+    "split": WideShape(16, 32, 3, 2, num_warps=1, split=3),
+}
 CASES = cases(
     Case("qwen2.5-0.5b_qkv", gpu=dict(n=1152, k=896), small=dict(n=27, k=96)),
     Case("qwen3-4b_down", gpu=dict(n=2560, k=9728), small=dict(n=32, k=352)),
@@ -36,7 +42,19 @@ def shape_for(form, n, k, rows, gated=False):
     chosen = few_rows_shape(2 * n if gated else n, k, bucket, gated)
     if isinstance(chosen, type(SMALL[form])):
         return chosen
-    return MatmulShape(16, 4, 4, 2) if form == "registers" else TilesShape(32, 64, 4)
+    return {
+        "registers": MatmulShape(16, 4, 4, 2),
+        "tiles": TilesShape(32, 64, 4),
+        "wide": WideShape(64, 64, 3, 1),
+        "split": WideShape(128, 64, 2, 1, 8, split=4),
+    }[form]
+
+
+def split_buffers(n, rows):
+    """Sums poisoned, the counter at zero."""
+    buffers = make_buffers(n, rows, DEVICE)
+    buffers.sums.fill_(float("nan"))
+    return buffers
 
 
 def factor(rows, k, seed=1):
@@ -53,9 +71,7 @@ def idle(rows, *which):
 
 
 def inputs(n, k, rows, bias=False, halves=1):
-    linear = Linear(
-        random(halves * n, k, dtype=DTYPE, scale=k**-0.5), random(n, dtype=DTYPE) if bias else None
-    )
+    linear = Linear(random(halves * n, k, dtype=DTYPE, scale=k**-0.5), random(n, dtype=DTYPE) if bias else None)
     return linear, factor(rows, k), random(rows, 5, seed=2).abs() * k / 3
 
 
@@ -68,11 +84,13 @@ def test_normed_matches_reference(case, rows, form, bias):
     linear, x, partials = inputs(n, k, rows, bias)
     out, ref, meta = poisoned(rows, n), poisoned(rows, n), idle(rows, 1)
     shape = shape_for(form, n, k, rows)
-    products(shape).normed.launch(meta, x, linear, out, partials, 5, EPS, shape=shape)
+    split = split_buffers(n, rows)
+    products(shape).normed.launch(meta, x, linear, out, partials, 5, EPS, split, shape=shape)
     matvec_normed_ref(meta, x, linear, ref, partials, 5, EPS)
     runs = torch.arange(rows) != 1
     assert_close(out[runs], ref[runs], TOLERANCE)
     assert out[1].isnan().all(), "a row that does not run was written"
+    assert not split.counter.any(), "the next launch would miscount"
 
 
 @FORM
@@ -86,7 +104,7 @@ def test_residual_matches_reference(case, rows, form):
     normed, expected_normed = poisoned(rows, n, dtype=DTYPE), poisoned(rows, n)
     sumsq, expected_sumsq = poisoned(rows, n), poisoned(rows, n)
     shape = shape_for(form, n, k, rows)
-    products(shape).residual.launch(meta, x, linear, hidden, norm, normed, sumsq, shape=shape)
+    products(shape).residual.launch(meta, x, linear, hidden, norm, normed, sumsq, split_buffers(n, rows), shape=shape)
     matvec_residual_ref(meta, x, linear, expected, norm, expected_normed, expected_sumsq)
     runs = torch.arange(rows) != 1
     assert_close(hidden, expected, TOLERANCE, "hidden")
@@ -106,7 +124,7 @@ def test_gate_up_matches_reference(case, rows, form):
     linear, x, partials = inputs(n, k, rows, halves=2)
     out, ref, meta = poisoned(rows, n, dtype=DTYPE), poisoned(rows, n), idle(rows, 1)
     shape = shape_for(form, n, k, rows, gated=True)
-    products(shape).gate_up.launch(meta, x, linear, out, partials, 5, EPS, shape=shape)
+    products(shape).gate_up.launch(meta, x, linear, out, partials, 5, EPS, split_buffers(2 * n, rows), shape=shape)
     gate_up_ref(meta, x, linear, ref, partials, 5, EPS)
     runs = torch.arange(rows) != 1
     assert_close(out[runs].float(), ref[runs], ROUNDED)
@@ -126,7 +144,9 @@ def test_a_row_is_bit_equal_wherever_it_stands_and_beside_whatever(rows, form):
         if place:
             others[0] = float("nan")
         out = poisoned(rows, n)
-        products(shape).normed.launch(idle(rows), others, linear, out, others_partials, 5, EPS, shape=shape)
+        products(shape).normed.launch(
+            idle(rows), others, linear, out, others_partials, 5, EPS, split_buffers(n, rows), shape=shape
+        )
         assert place == 0 or out[0].isnan().all()
         found.append(out[place])
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
@@ -136,7 +156,9 @@ def test_a_row_is_bit_equal_wherever_it_stands_and_beside_whatever(rows, form):
 def test_nothing_is_written_where_no_row_runs(form):
     linear, x, partials = inputs(32, 64, 4)
     out, shape = poisoned(4, 32), SMALL[form]
-    products(shape).normed.launch(idle(4, 0, 1, 2, 3), x, linear, out, partials, 5, EPS, shape=shape)
+    products(shape).normed.launch(
+        idle(4, 0, 1, 2, 3), x, linear, out, partials, 5, EPS, split_buffers(32, 4), shape=shape
+    )
     assert out.isnan().all()
 
 

@@ -19,7 +19,7 @@ from ..model.config import ModelConfig
 from ..model.hub import resolve_model
 from ..model.presets import PRESETS
 from ..step.graphs import StepGraphs
-from ..step.shapes import AttentionRowsShape, MatmulShape, MatvecShape, StepShapes, TilesShape
+from ..step.shapes import AttentionRowsShape, MatmulShape, MatvecShape, StepShapes, TilesShape, WideShape
 from ..step.tuned import VALUES, merged_table, searched, table_keys, table_path
 from .bench.measure import GREEDY, bench_engine, model_facts, run_facts, time_decode
 from .chat import session
@@ -41,6 +41,8 @@ FEWEST, MOST, OTHERS = 16, 128, 40
 BOUNDS = (0, 40, 56, 64, 80, 96, 128)  # tried where a shape bounds its registers; 0 is no bound
 # Of products of several rows: tiles in flight of weights and activations, and stages of tiles in shared memory.
 IN_FLIGHT = ((4, 4), (8, 4), (8, 8), (12, 4), (12, 8), (16, 4), (5, 4))
+# Columns of a wide tile, tiles in flight of weights and activations.
+WIDE = ((128, 2, 1), (128, 2, 2), (128, 3, 1), (128, 3, 2), (128, 4, 3), (64, 3, 1), (64, 4, 2), (64, 6, 3))
 STAGES = (2, 3, 4, 6, 8)
 
 
@@ -209,7 +211,8 @@ def candidates_of_several(config: ModelConfig, rows: int, shapes: StepShapes, gp
             continue  # of a dtype whose weights are read once a row: as for one
         else:
             whole = columns.get(op, config.hidden_size)
-            found.append((op, [*matmuls(high, whole), *tiles_of(high, whole, op == "gate_up", gpu)]))
+            wide = wide_of(high, whole, op != "lm_head")
+            found.append((op, [*matmuls(high, whole), *tiles_of(high, whole, op == "gate_up", gpu), *wide]))
     return found
 
 
@@ -231,6 +234,19 @@ def tiles_of(high: int, K: int, gated: bool, gpu) -> list[TilesShape]:
             size = 2 * stages * block_k * (block_m + block_n * (2 if gated else 1))
             if size <= gpu.shared_memory_per_block_optin - 1024 and stages * block_k <= K:
                 found.append(TilesShape(block_n, block_k, stages, block_m=block_m))
+    return found
+
+
+def wide_of(high: int, K: int, shared: bool) -> list[WideShape]:
+    """Shapes whose tiles and sums fit in 240 registers, bounded where that leaves room for one more program; `shared`
+    where programs may share the columns."""
+    found = []
+    for warps, (block_k, ahead, x_ahead), split in product((4, 8), WIDE, (1, 2, 3, 4, 6, 8) if shared else (1,)):
+        of_x = high * block_k // (64 * warps)
+        registers = ahead * block_k // 4 + (x_ahead + 1) * of_x + high // 2 + 32
+        bound = next((most for most in ((128, 168) if warps == 4 else (128,)) if registers <= most), 0)
+        if registers <= 240 and ahead * block_k * split <= K:
+            found.append(WideShape(16 * warps, block_k, ahead, x_ahead, warps, split, bound))
     return found
 
 

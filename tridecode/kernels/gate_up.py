@@ -65,7 +65,7 @@ def _gate_up_kernel(
         gate, up = gate_next, up_next
 
 
-def gate_up(meta, normed, linear, out, sumsq, n_sumsq, eps, *, shape, pdl=False):
+def gate_up(meta, normed, linear, out, sumsq, n_sumsq, eps, split=None, *, shape, pdl=False):
     """out[row] = silu(gate) * up of the normalised row, the mean square from n_sumsq partial sums of squares."""
     rows, N = out.shape
     K = linear.in_features
@@ -93,7 +93,7 @@ def gate_up(meta, normed, linear, out, sumsq, n_sumsq, eps, *, shape, pdl=False)
     )
 
 
-def gate_up_ref(meta, normed, linear, out, sumsq, n_sumsq, eps):
+def gate_up_ref(meta, normed, linear, out, sumsq, n_sumsq, eps, split=None):
     for row in running(meta, out.shape[0]):
         x = normed[row].float()
         scale = torch.rsqrt(sumsq[row, :n_sumsq].sum() / x.numel() + eps)
@@ -101,7 +101,7 @@ def gate_up_ref(meta, normed, linear, out, sumsq, n_sumsq, eps):
         out[row] = (torch.nn.functional.silu(gate) * up).to(out.dtype)
 
 
-def gate_up_bytes(meta, normed, linear, out, sumsq, n_sumsq, eps) -> int:
+def gate_up_bytes(meta, normed, linear, out, sumsq, n_sumsq, eps, split=None) -> int:
     """The weights once for all rows, the rows in and out."""
     return linear.weight.nbytes + normed.nbytes + out.nbytes
 

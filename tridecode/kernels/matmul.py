@@ -205,17 +205,17 @@ def _launch(meta, x, linear, out, norm, normed, sumsq, n_sumsq, eps, residual, g
     )
 
 
-def matmul_normed(meta, normed, linear, out, sumsq, n_sumsq, eps, *, shape, pdl=False):
+def matmul_normed(meta, normed, linear, out, sumsq, n_sumsq, eps, split=None, *, shape, pdl=False):
     """matvec_normed for a few rows at once."""
     _launch(meta, normed, linear, out, None, None, sumsq, n_sumsq, eps, False, False, shape, pdl)
 
 
-def matmul_residual(meta, x, linear, hidden, norm, normed, sumsq, *, shape, pdl=False):
+def matmul_residual(meta, x, linear, hidden, norm, normed, sumsq, split=None, *, shape, pdl=False):
     """matvec_residual for a few rows at once; leaves `matmul_partials(N, shape)` sums in sumsq."""
     _launch(meta, x, linear, hidden, norm, normed, sumsq, 0, 0.0, True, False, shape, pdl)
 
 
-def matmul_gate_up(meta, normed, linear, out, sumsq, n_sumsq, eps, *, shape, pdl=False):
+def matmul_gate_up(meta, normed, linear, out, sumsq, n_sumsq, eps, split=None, *, shape, pdl=False):
     """gate_up for a few rows at once."""
     _launch(meta, normed, linear, out, None, None, sumsq, n_sumsq, eps, False, True, shape, pdl)
 

@@ -138,17 +138,17 @@ def _launch(meta, x, linear, out, norm, normed, sumsq, n_sumsq, eps, residual, g
     )
 
 
-def tiles_normed(meta, normed, linear, out, sumsq, n_sumsq, eps, *, shape, pdl=False):
+def tiles_normed(meta, normed, linear, out, sumsq, n_sumsq, eps, split=None, *, shape, pdl=False):
     """matvec_normed for up to 64 rows at once."""
     _launch(meta, normed, linear, out, None, None, sumsq, n_sumsq, eps, False, False, shape, pdl)
 
 
-def tiles_residual(meta, x, linear, hidden, norm, normed, sumsq, *, shape, pdl=False):
+def tiles_residual(meta, x, linear, hidden, norm, normed, sumsq, split=None, *, shape, pdl=False):
     """matvec_residual for up to 64 rows at once; leaves `tiles_partials(N, shape)` sums in sumsq."""
     _launch(meta, x, linear, hidden, norm, normed, sumsq, 0, 0.0, True, False, shape, pdl)
 
 
-def tiles_gate_up(meta, normed, linear, out, sumsq, n_sumsq, eps, *, shape, pdl=False):
+def tiles_gate_up(meta, normed, linear, out, sumsq, n_sumsq, eps, split=None, *, shape, pdl=False):
     """gate_up for up to 64 rows at once."""
     _launch(meta, normed, linear, out, None, None, sumsq, n_sumsq, eps, False, True, shape, pdl)
 

@@ -135,12 +135,12 @@ def _launch(meta, x, linear, out, norm, normed, sumsq, n_sumsq, eps, residual, s
     )
 
 
-def matvec_normed(meta, normed, linear, out, sumsq, n_sumsq, eps, *, shape, pdl=False):
+def matvec_normed(meta, normed, linear, out, sumsq, n_sumsq, eps, split=None, *, shape, pdl=False):
     """out[row] = linear(normed[row] * rsqrt(mean square)), the mean square from n_sumsq partial sums of squares."""
     _launch(meta, normed, linear, out, None, None, sumsq, n_sumsq, eps, False, shape, pdl)
 
 
-def matvec_residual(meta, x, linear, hidden, norm, normed, sumsq, *, shape, pdl=False):
+def matvec_residual(meta, x, linear, hidden, norm, normed, sumsq, split=None, *, shape, pdl=False):
     """hidden[row] += linear(x[row]); normed = hidden * norm; leaves `residual_partials(N, shape)` sums in sumsq."""
     _launch(meta, x, linear, hidden, norm, normed, sumsq, 0, 0.0, True, shape, pdl)
 
@@ -150,7 +150,7 @@ def residual_partials(N: int, shape) -> int:
     return shape.grid(N)[1]
 
 
-def matvec_normed_ref(meta, normed, linear, out, sumsq, n_sumsq, eps):
+def matvec_normed_ref(meta, normed, linear, out, sumsq, n_sumsq, eps, split=None):
     for row in running(meta, out.shape[0]):
         x = normed[row].float()
         scale = torch.rsqrt(sumsq[row, :n_sumsq].sum() / x.numel() + eps)
@@ -158,7 +158,7 @@ def matvec_normed_ref(meta, normed, linear, out, sumsq, n_sumsq, eps):
         out[row] = y if linear.bias is None else y + linear.bias.float()
 
 
-def matvec_residual_ref(meta, x, linear, hidden, norm, normed, sumsq):
+def matvec_residual_ref(meta, x, linear, hidden, norm, normed, sumsq, split=None):
     for row in running(meta, hidden.shape[0]):
         hidden[row] += linear.weight.float() @ x[row].float()
         normed[row] = (hidden[row] * norm.float()).to(normed.dtype)

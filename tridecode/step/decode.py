@@ -37,7 +37,7 @@ def qkv_product(run: Run, m: DecodeModel, i: int) -> None:
     partials = sumsq_partials(m, after_embed=i == 0)
     run(
         "qkv", products(m.shapes.qkv).normed, ws.meta, ws.normed, m.weights.layers[i].qkv, ws.qkv, ws.sumsq, partials,
-        eps, shape=m.shapes.qkv,
+        eps, ws.split, shape=m.shapes.qkv,
     )  # fmt: skip
 
 
@@ -50,7 +50,7 @@ def attention_block(run: Run, m: DecodeModel, i: int) -> None:
     )  # fmt: skip
     run(
         "o_proj", products(m.shapes.o_proj).residual, ws.meta, ws.attn_out, layer.o_proj, ws.hidden, layer.post_norm,
-        ws.normed, ws.sumsq, shape=m.shapes.o_proj,
+        ws.normed, ws.sumsq, ws.split, shape=m.shapes.o_proj,
     )  # fmt: skip
 
 
@@ -61,11 +61,11 @@ def mlp_block(run: Run, m: DecodeModel, i: int) -> None:
     partials = products(m.shapes.o_proj).partials(m.config.hidden_size, m.shapes.o_proj)
     run(
         "gate_up", products(m.shapes.gate_up).gate_up, ws.meta, ws.normed, layer.gate_up, ws.act, ws.sumsq, partials,
-        eps, shape=m.shapes.gate_up,
+        eps, ws.split, shape=m.shapes.gate_up,
     )  # fmt: skip
     run(
         "down", products(m.shapes.down).residual, ws.meta, ws.act, layer.down, ws.hidden, next_norm, ws.normed,
-        ws.sumsq, shape=m.shapes.down,
+        ws.sumsq, ws.split, shape=m.shapes.down,
     )  # fmt: skip
 
 

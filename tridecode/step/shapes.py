@@ -53,7 +53,25 @@ class TilesShape:
     block_m: int = 16
 
 
-Shape = MatvecShape | MatmulShape | TilesShape
+@dataclass(frozen=True)
+class WideShape:
+    """Launch shape of a product of up to 64 rows: a program takes block_n rows of the weights (16 a warp or a multiple;
+    gate and up rows together), in tiles of block_k columns.
+
+    ahead, x_ahead: tiles in flight, of the weights (before the wait) and of the activations. split: programs that share
+    the columns. registers: the most a thread may use, 0 for no bound.
+    """
+
+    block_n: int = 64
+    block_k: int = 64
+    ahead: int = 4
+    x_ahead: int = 1
+    num_warps: int = 4
+    split: int = 1
+    registers: int = 0
+
+
+Shape = MatvecShape | MatmulShape | TilesShape | WideShape
 
 
 @dataclass(frozen=True)

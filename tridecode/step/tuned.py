@@ -9,9 +9,19 @@ from pathlib import Path
 import platformdirs
 import torch
 
+from ..kernels.matmul_wide import MAX_SPLIT
 from ..model.config import ModelConfig
 from ..version import __version__
-from .shapes import MAX_SPLITS, AttentionRowsShape, AttentionShape, MatmulShape, MatvecShape, StepShapes, TilesShape
+from .shapes import (
+    MAX_SPLITS,
+    AttentionRowsShape,
+    AttentionShape,
+    MatmulShape,
+    MatvecShape,
+    StepShapes,
+    TilesShape,
+    WideShape,
+)
 
 log = logging.getLogger("tridecode")
 
@@ -38,6 +48,15 @@ VALUES = {
         "num_warps": (4, 8),
         "block_m": (16, 32, 64),
     },
+    WideShape: {
+        "block_n": (32, 64, 128, 256),
+        "block_k": (32, 64, 128),
+        "ahead": range(1, 33),
+        "x_ahead": range(1, 9),
+        "num_warps": (2, 4, 8),
+        "split": range(1, MAX_SPLIT + 1),
+        "registers": range(0, 256, 8),
+    },
     AttentionShape: {
         "block_t": (32, 64, 128),
         "splits": (4, 8, 16, 32, 64),
@@ -55,7 +74,7 @@ VALUES = {
     },
 }
 NAMES = {form: form.__name__.removesuffix("Shape").lower() for form in VALUES}
-SEVERAL = (MatmulShape, TilesShape)  # either can take the other's place
+SEVERAL = (MatmulShape, TilesShape, WideShape)  # each can take another's place
 
 
 class TableError(ValueError):
@@ -121,6 +140,8 @@ def changed(shape, entry, key: str):
     for name, allowed in VALUES[form].items():
         if type(entry[name]) is not int or entry[name] not in (*allowed, getattr(present, name)):
             raise TableError(f"{name} of {key!r} must be one of {', '.join(map(str, allowed))}")
+    if key.startswith("lm_head") and entry.get("split", 1) != 1:  # too many outputs for the buffer of sums
+        raise TableError(f"split of {key!r} must be 1")
     return replace(present, **{name: entry[name] for name in VALUES[form]})
 
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass, fields, replace
 
 import torch
 
+from ..kernels import matmul_wide
 from ..kernels.prompt_attention import scratch_sizes
 from ..kernels.sampling import sample as sample_op
 from ..layout import (
@@ -50,6 +51,7 @@ class Workspace:
     attn_counter: torch.Tensor  # int32 [rows, kv_heads], zero between launches
     act: torch.Tensor  # act [rows, intermediate]
     logits: torch.Tensor  # fp32 [rows, vocab]: raw
+    split: matmul_wide.SplitBuffers
     sampler: sample_op.SamplerBuffers
 
     def __repr__(self) -> str:
@@ -103,6 +105,9 @@ def make_workspace(
         attn_counter=state(rows, config.num_kv_heads),
         act=factor(config.intermediate_size),
         logits=real(rows, vocab),
+        split=matmul_wide.make_buffers(
+            max(config.q_size + 2 * config.kv_size, config.hidden_size, 2 * config.intermediate_size), rows, device
+        ),
         sampler=sample_op.make_buffers(vocab, rows, device),
     )
 
@@ -169,8 +174,8 @@ def first_rows(ws: Workspace, rows: int) -> Workspace:
         tensors = {f.name: getattr(buffers, f.name) for f in fields(buffers) if f.name not in of_slots}
         return {name: t[:rows] if isinstance(t, torch.Tensor) else t for name, t in tensors.items()}
 
-    sampler = replace(ws.sampler, **narrowed(ws.sampler))
-    return replace(ws, **narrowed(ws, of_slots=OF_SLOTS) | {"sampler": sampler})
+    nested = {name: replace(of, **narrowed(of)) for name, of in (("split", ws.split), ("sampler", ws.sampler))}
+    return replace(ws, **narrowed(ws, of_slots=OF_SLOTS) | nested)
 
 
 def named_tensors(workspace) -> dict[str, torch.Tensor]:
