@@ -124,6 +124,14 @@ class PrefixCache:
             self._entries += 1
             heappush(self._ends, (node.used, self._entries, node))
 
+    def hand_over(self, node: Node) -> bool:
+        """Let the page go to the one who holds it beside the cache, if there is but one and nothing stands behind it:
+        it is found no more."""
+        if node.children or self._pool.holders(node.page) != 2:
+            return False
+        self._remove(node)
+        return True
+
     def forget(self, ids: Sequence[int], first: int = 0, salt: str = "") -> None:
         """Let pages of `ids` from position `first` on, and all behind them, not be found again."""
         node = self._roots.get(salt)
@@ -133,6 +141,12 @@ class PrefixCache:
                 for each in list(self._below(node)):
                     self._remove(each)
                 return
+
+    def recover(self) -> None:
+        """After an interrupt: whatever is in the tree can go again."""
+        nodes = [node for node in self._nodes() if not node.children]
+        self._ends = sorted((node.used, place, node) for place, node in enumerate(nodes))
+        self._entries = len(nodes)
 
     def clear(self) -> None:
         for root in list(self._roots.values()):
