@@ -5,6 +5,7 @@ import torch
 from models import tiny_engine
 
 from tridecode import SamplingParams
+from tridecode.errors import ParameterError
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 SYSTEM = [(11 * i) % 300 for i in range(70)]
@@ -103,4 +104,23 @@ def test_a_page_in_which_two_part_is_copied(engine, alone):
     for ids in (first, second, [*first, 8], [*second, 8]):
         assert engine.generate(ids, GREEDY).token_ids == alone(ids)
     assert engine.generate([*first, 8], GREEDY).usage.reused_tokens == 24
+    engine.scheduler.assert_consistent()
+
+
+def test_tenants_share_nothing(engine, alone):
+    texts = [[*SYSTEM, 4], [*SYSTEM, 4], [*SYSTEM, 5]]
+    requests = [engine.submit(text, GREEDY, cache_salt=salt) for text, salt in zip(texts, ("a", "b", "a"))]
+    assert [request.result().token_ids for request in requests] == [alone(text) for text in texts]
+    assert [request.result().usage.reused_tokens for request in requests] == [0, 0, 64]
+    for wrong in (None, 5, b"a"):
+        with pytest.raises(ParameterError, match="cache_salt must be a string"):
+            engine.submit(SYSTEM, GREEDY, cache_salt=wrong)
+
+
+def test_nothing_is_shared_where_nobody_wants_it(alone):
+    engine = engine_of(prefix_sharing=False)
+    for _ in range(2):
+        result = engine.generate(SYSTEM, GREEDY)
+        assert result.token_ids == alone(SYSTEM) and result.usage.reused_tokens == 0
+    assert not engine.scheduler.slots.cache.pages()
     engine.scheduler.assert_consistent()

@@ -43,8 +43,9 @@ class Scheduler:
         chunk: int = CHUNK,
         max_queue: int | None = None,
         prompt_ms: float = PROMPT_MS,
+        sharing: bool = True,
     ):
-        self.slots = Slots(model)
+        self.slots, self._sharing = Slots(model, sharing), sharing
         self._model, self._tokenizer, self._ahead = model, tokenizer, ahead
         self._steps, self._prompts = steps, prompts
         self._chunk, self._max_queue = min(chunk, model.prompt.rows - model.rows), max_queue
@@ -178,7 +179,7 @@ class Scheduler:
         ids = job.tokens
         position = 0 if job.scores else len(ids) - 1
         wanted = ids[:position] if job.reuse_prefix else []
-        if self._soon_there(wanted) or (admitted := slots.admit(wanted, len(ids))) is None:
+        if self._soon_there(wanted, job.salt) or (admitted := slots.admit(wanted, len(ids), job.salt)) is None:
             return False
         slot, read = admitted
         if job.reused is None:
@@ -193,11 +194,12 @@ class Scheduler:
         slots.write_tokens(slot, ids, min(needed * slots.page, end))
         return True
 
-    def _soon_there(self, ids: list[int]) -> bool:
+    def _soon_there(self, ids: list[int], salt: str) -> bool:
         """Whether a prompt that is being read has more whole pages of these than there are yet: worth a wait."""
         page = self.slots.page
-        coming = max((common_prefix(other.tokens, ids) // page * page for other in self._reading), default=0)
-        return coming > 0 and self.slots.cache.match(ids).tokens(page) < coming
+        others = (other.tokens for other in self._reading if other.job.salt == salt) if self._sharing else ()
+        coming = max((common_prefix(tokens, ids) // page * page for tokens in others), default=0)
+        return coming > 0 and self.slots.cache.match(ids, salt).tokens(page) < coming
 
     def _begin(self, running: Running, source: int = OWN) -> None:
         """Its prompt is read, up to the last token or, in the row `source` of a pass, with it: it gets the next row."""

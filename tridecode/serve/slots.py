@@ -50,6 +50,7 @@ class Held:
     tokens: list[int] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)
     shared: int = 0
+    salt: str = ""
     generation: int = 0
     busy: bool = False
 
@@ -61,8 +62,8 @@ class Slots:
     tree of the cache are the truth, and `tokens` never says more than the pages hold.
     """
 
-    def __init__(self, model: DecodeModel):
-        self.model, self.page = model, model.kv.page
+    def __init__(self, model: DecodeModel, sharing: bool = True):
+        self.model, self.page, self._sharing = model, model.kv.page, sharing
         self.pages = PagePool(len(model.kv.pool))
         self.cache = PrefixCache(self.pages, self.page)
         self.held = [Held() for _ in range(len(model.workspace.tokens))]
@@ -106,17 +107,20 @@ class Slots:
             held.pages[-1] = own
             self.pages.give_back([tail.page])
         read = match.tokens(self.page)
-        held.busy, held.tokens, held.shared = True, list(ids[:read]), len(shared) * self.page
+        held.busy, held.tokens, held.shared, held.salt = True, list(ids[:read]), len(shared) * self.page, salt
         return slot, read
 
     @torch.inference_mode()
     def _copy_page(self, source: int, target: int) -> None:
         self.model.kv.pool[target].copy_(self.model.kv.pool[source])
 
-    def publish(self, slot: int, ids: Sequence[int], salt: str = "") -> None:
+    def publish(self, slot: int, ids: Sequence[int]) -> None:
         """Let others find the whole pages of `ids`, whose K/V the passes enqueued so far write."""
-        pages = self.held[slot].pages[: len(ids) // self.page]
-        self.cache.insert(ids[: len(pages) * self.page], pages, salt)
+        self._insert(self.held[slot], ids[: len(ids) // self.page * self.page])
+
+    def _insert(self, held: Held, ids: Sequence[int]) -> None:
+        if self._sharing:
+            self.cache.insert(ids, held.pages[: self.pages_for(len(ids))], held.salt)
 
     def make_room(self, pages: int) -> bool:
         """Have that many pages free, if need be by forgetting what nobody uses."""
@@ -129,17 +133,17 @@ class Slots:
         slot, so that with one slot it is all of it and its table is written once."""
         return max(self.pages.free - max(needed, 0), 0) // len(self.held)
 
-    def release(self, slot: int, salt: str = "") -> None:
+    def release(self, slot: int) -> None:
         """The slot's request has gone; what it has computed can be found, and the other pages are free."""
         held = self.held[slot]
-        self.cache.insert(held.tokens, held.pages[: self.pages_for(len(held.tokens))], salt)
+        self._insert(held, held.tokens)
         self._give_all_back(held)
         held.busy = False
 
-    def discredit(self, slot: int, ids: Sequence[int], salt: str = "") -> None:
+    def discredit(self, slot: int, ids: Sequence[int]) -> None:
         """What the slot's request has found and computed of `ids` is not to be trusted."""
         self.held[slot].tokens = []
-        self.cache.forget(ids, 0, salt)
+        self.cache.forget(ids, salt=self.held[slot].salt)
 
     def _give_all_back(self, held: Held) -> None:
         given, held.pages, held.tokens, held.shared = held.pages, [], [], 0
