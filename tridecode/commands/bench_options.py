@@ -7,6 +7,7 @@ from ..model.presets import PRESETS
 from .values import (
     amount,
     contexts,
+    graph_modes,
     percentiles,
     positive,
     positives,
@@ -66,6 +67,9 @@ def add_benches(bench) -> None:
     prefill.add_argument(
         "--prompt-tokens", type=positives, default=[2048], metavar="N,N", help="lengths, a row each (2048)"
     )
+    cached = "tokens before them that the cache holds already, as in a second turn (0)"
+    prefill.add_argument("--cached", type=whole, default=0, metavar="N", help=cached)
+    add_graphs(prefill)
     add_capacity(prefill)
     stream = add("stream", "the stream as its caller sees it, and the graph alone", runs=9)
     add_shape(stream, model=True)
@@ -76,7 +80,7 @@ def add_benches(bench) -> None:
     add_steps(peers, "prompt tokens", sampling=False)
     add_serve(add("serve", "a server through HTTP, this one or any with the OpenAI API, under load"))
     suite = add("suite", "every row of one of the files in benchmarks/, in one process")
-    suites = ["targets", "batch", "ladder", "peers"]
+    suites = ["targets", "batch", "prompts", "ladder", "peers"]
     suite.add_argument("suite", nargs="?", choices=suites, default="targets", help="(targets)")
     report = add("report", "show a JSON file that a bench wrote; measures nothing")
     report.add_argument("file", metavar="FILE", help="a JSON list of rows")
@@ -132,6 +136,11 @@ def add_steps(parser, context: str, sampling: bool = True) -> None:
 def add_sampling(parser) -> None:
     choices = ["greedy", "temperature", "all"]
     parser.add_argument("--sampling", choices=choices, default="greedy", help="all: every filter on")
+
+
+def add_graphs(parser) -> None:
+    modes = "how passes run, a row each, all on one set of weights; as --graph of generate (full)"
+    parser.add_argument("--graph", type=graph_modes, default=["full"], metavar="MODE,MODE", help=modes)
 
 
 def add_capacity(parser) -> None:

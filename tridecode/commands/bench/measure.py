@@ -1,6 +1,8 @@
 """What every bench stands on: engines of public shapes with random weights, timers, limits measured in the run."""
 
 from collections.abc import Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -14,6 +16,9 @@ from ...memory import free_memory, plan_memory
 from ...model.checkpoint import random_weights
 from ...model.presets import PRESETS
 from ...sampling import SamplingParams
+from ...step.dispatch import Dispatcher
+from ...step.graphs import EagerSteps, StepGraphs, make_steps
+from ...step.prompt_graphs import EagerPrompts, PromptGraphs, make_prompts
 from ...version import __version__
 from .read import measure_read_bandwidth
 
@@ -72,6 +77,50 @@ def bench_engine(args, capacity: int, slots: int = 1, kv_tokens: int | None = No
 def fill_cache(engine: Engine) -> None:
     """Random K/V at every position, so that a step may start anywhere."""
     engine.model.kv.pool.normal_()
+
+
+@dataclass(frozen=True)
+class Runners:
+    """Who runs the passes of an engine in one mode, every size captured."""
+
+    steps: EagerSteps | StepGraphs
+    prompts: EagerPrompts | PromptGraphs
+
+    def reads(self) -> dict[tuple, int]:
+        """Passes so far that read prompts, by kind, rows, padded rows and mode."""
+        stats = self.steps.dispatcher.stats()
+        return {(s.kind, s.rows, s.padded, s.mode): s.count for s in stats if s.kind in ("prompt", "mixed")}
+
+
+def make_runners(engine: Engine, modes: Sequence[str]) -> dict[str, Runners]:
+    """Those of each of `modes`, all on the engine's weights, cache and buffers."""
+    found, graphs = {}, engine.graphs
+    for mode in modes:
+        steps, prompts = engine.steps, engine.prompts
+        if mode != engine.graph:
+            dispatcher = Dispatcher(mode, graphs.sizes, graphs.prompt_sizes, graphs.prompt_attention)
+            steps = make_steps(engine.model, engine.backend, dispatcher, graphs.attention)
+            prompts = make_prompts(engine.model, steps, engine.backend, graphs.prompt_attention)
+        while prompts.capture_next():
+            pass
+        found[mode] = Runners(steps, prompts)
+    return found
+
+
+@contextmanager
+def running(engine: Engine, runners: Runners):
+    """The engine with other runners."""
+    own = engine.steps, engine.prompts
+    engine.steps, engine.prompts = runners.steps, runners.prompts
+    try:
+        yield engine
+    finally:
+        engine.steps, engine.prompts = own
+
+
+def read_modes(before: dict[tuple, int], after: dict[tuple, int]) -> str:
+    """How the passes between two `reads` ran that read prompts, like "full"; of none of them nothing."""
+    return ", ".join(sorted({key[-1] for key, count in after.items() if count > before.get(key, 0)}))
 
 
 def time_decode(

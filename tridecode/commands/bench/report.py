@@ -72,6 +72,9 @@ COLUMNS = {
     "prefill": {
         "prefill": name,
         "prompt tokens": number("prompt_tokens"),
+        "cached": lambda row: number("cached")(row) if row.get("cached") else "",
+        "graph": text("graph"),
+        "read by": text("reads"),
         "ms": number("prefill_ms", 2),
         "p5": number("prefill_ms_p5", 2),
         "p95": number("prefill_ms_p95", 2),
