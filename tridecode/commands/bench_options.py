@@ -12,6 +12,7 @@ from .values import (
     positive,
     positives,
     request_rate,
+    row_count,
     row_counts,
     server_url,
     temperature,
@@ -79,6 +80,16 @@ def add_benches(bench) -> None:
     add_shape(peers)
     add_steps(peers, "prompt tokens", sampling=False)
     add_serve(add("serve", "a server through HTTP, this one or any with the OpenAI API, under load"))
+    mix = add("serve-mix", "requests that decode while a prompt comes among them, and the prompt", runs=9)
+    add_shape(mix, model=True)
+    mix.add_argument("--requests", type=row_count, default=8, metavar="N", help="that decode (8)")
+    mix.add_argument("--context", type=positive, default=64, metavar="N", help="tokens of their prompts (64)")
+    tokens = "of the prompt that comes (2000)"
+    mix.add_argument("--prompt-tokens", type=positive, default=2000, metavar="N", help=tokens)
+    mix.add_argument("--steps", type=positive, default=128, metavar="N", help="tokens of each before it comes (128)")
+    words = "that a pass may take which reads it while they decode (15)"
+    mix.add_argument("--prompt-ms", type=amount, default=15.0, metavar="MS", help=words)
+    add_graphs(mix)
     suite = add("suite", "every row of one of the files in benchmarks/, in one process")
     suites = ["targets", "batch", "prompts", "ladder", "peers"]
     suite.add_argument("suite", nargs="?", choices=suites, default="targets", help="(targets)")

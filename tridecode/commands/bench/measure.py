@@ -44,9 +44,10 @@ def need_gpu() -> None:
 
 
 def preset_engine(
-    preset: str, capacity: int, graph: str = "full", slots: int = 1, kv_tokens: int | None = None
+    preset: str, capacity: int, graph: str = "full", slots: int = 1, kv_tokens: int | None = None, **more
 ) -> Engine:
     """An engine of a public shape with random weights, its cache filled with random K/V; kv_tokens: a multiple of PAGE.
+    more: of Engine.build.
 
     Raises ParameterError for an unknown preset, DeviceError without a GPU or with too little memory.
     """
@@ -57,19 +58,20 @@ def preset_engine(
     plan = plan_memory(config, torch.bfloat16, device, slots)
     plan.kv_tokens(plan.capacity(capacity, str(device)), kv_tokens, str(device))  # an error before memory is spent
     weights = random_weights(config, device, torch.bfloat16)
-    sizes = dict(slots=slots, pages=kv_tokens and kv_tokens // PAGE)
-    engine = Engine.build(config, weights, None, capacity, "triton", graph, plan=plan, name=preset, **sizes)
+    more |= dict(plan=plan, name=preset, slots=slots, pages=kv_tokens and kv_tokens // PAGE)
+    engine = Engine.build(config, weights, None, capacity, "triton", graph, **more)
     fill_cache(engine)
     return engine
 
 
-def bench_engine(args, capacity: int, slots: int = 1, kv_tokens: int | None = None) -> Engine:
-    """The engine of --model or --preset in bf16, for `slots` requests of `capacity` K/V positions at most."""
+def bench_engine(args, capacity: int, slots: int = 1, kv_tokens: int | None = None, **more) -> Engine:
+    """The engine of --model or --preset in bf16, for `slots` requests of `capacity` K/V positions at most. more: what
+    Engine.load and Engine.build take alike."""
     if args.model is None:
-        return preset_engine(args.preset, capacity, slots=slots, kv_tokens=kv_tokens)
+        return preset_engine(args.preset, capacity, slots=slots, kv_tokens=kv_tokens, **more)
     need_gpu()
-    sizes = dict(max_seq_len=capacity, slots=slots, kv_tokens=kv_tokens)
-    engine = Engine.load(args.model, device="cuda", dtype="bfloat16", **sizes)
+    more |= dict(max_seq_len=capacity, slots=slots, kv_tokens=kv_tokens)
+    engine = Engine.load(args.model, device="cuda", dtype="bfloat16", **more)
     fill_cache(engine)
     return engine
 

@@ -12,6 +12,7 @@ from .peers import peers
 from .prefill import prefill
 from .report import FORMATS, deviations, read_rows, render, show
 from .serve import serve
+from .serve_mix import serve_mix
 from .start import start
 from .stream import stream
 from .suite import command_of, suite
@@ -24,6 +25,7 @@ BENCHES = {
     "start": start,
     "peers": peers,
     "serve": serve,
+    "serve-mix": serve_mix,
 }
 
 

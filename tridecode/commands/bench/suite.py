@@ -39,6 +39,7 @@ SUITES = {
         prefill --preset qwen3-4b --prompt-tokens 64 --cached 2000 --graph MODES
         prefill --preset qwen3-0.6b --prompt-tokens 64,512,2048 --graph MODES
         prefill --preset qwen3-0.6b --prompt-tokens 64 --cached 2000 --graph MODES
+        serve-mix --preset qwen3-4b --graph MODES
     """.replace("MODES", "full,full_and_piecewise,full_decode_only"),
     "ladder": """
         decode --preset qwen3-0.6b --ablate
