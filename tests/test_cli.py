@@ -76,6 +76,10 @@ def test_cli_py_is_the_program():
         ("chat --think ''", "on off hide"),
         ("chat --model tests/kern", "tests/kernels"),
         ("generate --output cli.", "cli.py"),
+        ("sess", "sessions"),
+        ("sessions ren", "rename"),
+        ("chat --session ri", "rivers"),
+        ("sessions delete ri", "rivers"),
     ],
 )
 def test_bash_completes(run, tmp_path, typed, completed):
@@ -86,6 +90,7 @@ def test_bash_completes(run, tmp_path, typed, completed):
     assert (code, err) == (0, "")
     (tmp_path / "script").write_text(script)
     program = (
+        "tridecode() { echo rivers; }\n"  # sessions --names
         f"source '{tmp_path}/script'; complete -p tridecode >/dev/null || exit 1\n"
         f"COMP_WORDS=(tridecode {typed}); COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1)); _shtab_tridecode\n"
         'echo "${COMPREPLY[@]}"'

@@ -10,7 +10,8 @@ from ..inputs import stdin_lines
 from ..loading import Loader, load_engine
 from ..parser import sampling_overrides
 from ..terminal import Output
-from . import session, slash
+from . import saving, session
+from .completion import completed
 from .conversation import Conversation
 from .lines import Interrupted, join_blocks
 from .reader import open_reader
@@ -49,6 +50,7 @@ def chat(args, output: Output) -> int:
         store.model = talk.engine.name
     if store and store.saved:
         output.note(f"session {store.name}: {talk.describe()}")
+        saving.show_last(talk)
     code = None
     try:
         if interactive:
@@ -56,7 +58,7 @@ def chat(args, output: Output) -> int:
             talk.use_idle_time()
             place = f" at {talk.engine.device}" if args.url else ""
             output.note(f"{talk.engine.name}{place}: {talk.capacity_words()}; /help lists the commands")
-            code = converse(talk, open_reader(slash.COMMANDS, output))
+            code = converse(talk, open_reader(completed, output))
         else:
             for line in join_blocks(stdin_lines()):
                 if not talk.handle(line):

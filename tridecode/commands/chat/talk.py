@@ -10,7 +10,7 @@ import torch
 from ...engine import Engine
 from ...errors import GenerationError, TooLong
 from ...results import Piece
-from ...text.thinking import SWITCH, end_thinking
+from ...text.thinking import SWITCH, end_thinking, strip_thinking
 from ..explain import explain
 from ..signals import one_interrupt
 from ..terminal import Output, counted, speed_line, unechoed
@@ -300,6 +300,14 @@ class Chat:
         self.system, self.used = text, None
         self.conversation = replace(self.conversation, system=text)
         self.save()
+
+    def set_title(self, text: str | None) -> None:
+        self.conversation = replace(self.conversation, title=text)
+        self.save()
+
+    def answer_only(self, answer: str) -> str:
+        """An answer without its thinking."""
+        return answer if self.conversation.raw else strip_thinking(answer, self.opens_thinking)
 
     def replace_conversation(self, conversation: Conversation) -> None:
         """Go on with another conversation, in a file of its own: the one so far stays on disk."""
