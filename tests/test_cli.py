@@ -354,6 +354,19 @@ def test_closed_streams(run, tiny, monkeypatch, stream):
     assert getattr(sys, stream) is not None
 
 
+@pytest.mark.parametrize("width", [20, 40, 60, 80])
+@pytest.mark.parametrize("seed", [None, 999_999, 2**64 - 1])
+@pytest.mark.parametrize("scale", [1, 1000, 131_072])
+def test_the_line_of_an_answer_fits(width, seed, scale):
+    usage, timings = Usage(scale, scale - 1, scale), Timings(123.45, 1.0, 11_433.0)
+    line = speed_line(usage, timings, 2 * scale, seed, width)
+    assert line.startswith(f"{scale:,} token") and len(line) <= max(width, 31)
+    if width == 80 and seed != 2**64 - 1:
+        assert (seed is None or f" · seed {seed}" in line) and " · first " in line and " · context " in line
+    whole = speed_line(usage, timings, 2 * scale, seed)
+    assert f"{scale - 1:,} of {scale:,} reused · context {2 * scale:,} / " in whole
+
+
 def test_counts_have_separators():
     line = speed_line(Usage(123456, 1000, 2345), Timings(0.1, 0.1, 12345.6), 131072)
     assert line.startswith("2,345 tokens · 12,346 tok/s · first token 0.10 s · 1,000 of 123,456 reused · context 125,")

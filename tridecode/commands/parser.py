@@ -172,6 +172,8 @@ def add_chat_options(chat) -> None:
         choices=["on", "off", "hide"],
         help="thinking models: think, shown dimmed in a terminal; do not think; or show only its length (default: on)",
     )
+    words = "the line after an answer: all that fits, length and speed, or none (default: full)"
+    group.add_argument("--stats", choices=["full", "short", "off"], help=words)
     group.add_argument(
         "--overflow",
         default="error",
@@ -250,6 +252,8 @@ def graph_stats_option() -> argparse.ArgumentParser:
     options = argparse.ArgumentParser(add_help=False)
     words = "at the end show on stderr how many passes of how many rows were run in which way"
     options.add_argument("--graph-stats", action="store_true", help=words)
+    words = "no notes on stderr, only errors; in a chat none before the first prompt, and none after an answer"
+    options.add_argument("--quiet", action="store_true", help=words)
     return options
 
 

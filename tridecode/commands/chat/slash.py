@@ -4,7 +4,7 @@ from ...errors import ParameterError, brief
 from ..terminal import counted, did_you_mean
 from . import saving, stats
 from .clipboard import copy
-from .settings import NAMES
+from .settings import CHOICES, NAMES, full_name
 
 # Group -> name -> arguments and what it does, in the order of /help.
 GROUPS = {
@@ -29,7 +29,7 @@ GROUPS = {
     "Model": {
         "/model": ("[PATH_OR_ID]", "another model (bundled is built in); alone says which"),
         "/think": ("[on|off|hide]", "think, do not, or hide it; alone says which"),
-        "/set": ("[NAME VALUE]", "a sampling option (or default); alone shows all"),
+        "/set": ("[NAME VALUE]", "sampling, stats, ...; VALUE may be default"),
         "/stats": ("", "the model, its speed, memory and context"),
     },
     "Chat": {
@@ -90,6 +90,8 @@ def _help(chat, rest) -> None:
     for title, group in GROUPS.items():
         chat.output.note(title)
         for name, (arguments, what) in group.items():
+            if name == "/think" and not chat.thinks:
+                continue
             chat.output.note(f"  {f'{name} {arguments}':<21} {what}", aligned=True)
     chat.output.note("Keys")
     for key, what in KEYS.items():
@@ -147,8 +149,14 @@ def _set(chat, rest) -> None:
     if not name:
         for name in NAMES:
             chat.output.note(f"{name:<20} {chat.setting(name)}", aligned=True)
+        for name in CHOICES:
+            chat.output.note(f"{name:<20} {getattr(chat, name)}", aligned=True)
         return
     try:
+        if (found := full_name(name)) in CHOICES:
+            chat.choose(found, value.strip())
+            chat.output.note(f"{found} is {getattr(chat, found)}")
+            return
         name = chat.change(name, value.strip())
     except ParameterError as error:
         chat.output.note(str(error))
@@ -175,6 +183,9 @@ def _think(chat, rest) -> None:
         return
     if rest:
         chat.set_think(rest)
+    if not chat.thinks:
+        chat.output.note("this model's chat template knows no thinking")
+        return
     chat.output.note(f"thinking is {chat.think}")
 
 
