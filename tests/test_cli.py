@@ -80,6 +80,10 @@ def test_cli_py_is_the_program():
         ("chat --think ''", "on off hide"),
         ("chat --model tests/kern", "tests/kernels"),
         ("generate --output cli.", "cli.py"),
+        ("sess", "sessions"),
+        ("sessions ren", "rename"),
+        ("chat --session ri", "rivers"),
+        ("sessions delete ri", "rivers"),
     ],
 )
 def test_bash_completes(run, tmp_path, typed, completed):
@@ -90,6 +94,7 @@ def test_bash_completes(run, tmp_path, typed, completed):
     assert (code, err) == (0, "")
     (tmp_path / "script").write_text(script)
     program = (
+        "tridecode() { echo rivers; }\n"  # sessions --names
         f"source '{tmp_path}/script'; complete -p tridecode >/dev/null || exit 1\n"
         f"COMP_WORDS=(tridecode {typed}); COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1)); _shtab_tridecode\n"
         'echo "${COMPREPLY[@]}"'
@@ -386,6 +391,19 @@ def test_closed_streams(run, tiny, monkeypatch, stream):
     argv = ("generate", "--model", tiny, *GREEDY, *(() if stream == "stdin" else ("--prompt", "Hello")))
     assert run(*argv)[0] == (1 if stream == "stdin" else 0)
     assert getattr(sys, stream) is not None
+
+
+@pytest.mark.parametrize("width", [20, 40, 60, 80])
+@pytest.mark.parametrize("seed", [None, 999_999, 2**64 - 1])
+@pytest.mark.parametrize("scale", [1, 1000, 131_072])
+def test_the_line_of_an_answer_fits(width, seed, scale):
+    usage, timings = Usage(scale, scale - 1, scale), Timings(123.45, 1.0, 11_433.0)
+    line = speed_line(usage, timings, 2 * scale, seed, width)
+    assert line.startswith(f"{scale:,} token") and len(line) <= max(width, 31)
+    if width == 80 and seed != 2**64 - 1:
+        assert (seed is None or f" · seed {seed}" in line) and " · first " in line and " · context " in line
+    whole = speed_line(usage, timings, 2 * scale, seed)
+    assert f"{scale - 1:,} of {scale:,} reused · context {2 * scale:,} / " in whole
 
 
 def test_counts_have_separators():
