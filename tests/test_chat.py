@@ -55,6 +55,13 @@ def test_the_checkpoints_defaults_are_shown_once(piped, tiny, tmp_path):
     assert "top_p 0.95 from generation_config.json\n" in piped("", *few, "--temperature", 0)[2]
 
 
+def test_quiet_leaves_the_answer_alone(piped, tiny):
+    few = ("--model", tiny, "--max-tokens", 2, "--temperature", 0, "--quiet")
+    assert piped("hello\n", *few)[::2] == (0, "the answer was cut: max_tokens (2) was reached\n")
+    assert "2 tokens" in piped("hello\n", *few, "--stats", "short")[2]
+    assert piped("x " * 3000, *few, "--max-seq-len", 60)[2].startswith("tridecode: error: "), "errors are shown"
+
+
 def test_end_of_input_and_exit(piped, tiny):
     assert piped("", "--model", tiny)[:2] == (0, "")
     code, out, err = piped("/exit\nhello\n", "--model", tiny)
@@ -109,7 +116,8 @@ def test_raw_turns_continue_one_text(session):
 
 
 def test_the_line_after_an_answer(session):
-    chat = session(["a", "b"], (["c"] * 20, "length"), (["d"] * 91, "length"), params=SamplingParams(max_tokens=20))
+    params = SamplingParams(temperature=0, max_tokens=20)
+    chat = session(["a", "b"], (["c"] * 20, "length"), (["d"] * 91, "length"), params=params)
     chat.handle("one")
     speed = "2 tokens · 8.0 tok/s · first token 0.25 s · 4 of 10 reused"
     assert chat.read()[1] == f"{speed} · context 12 / 100\n"

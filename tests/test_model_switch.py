@@ -132,6 +132,6 @@ def test_sampling_options_that_were_asked_for_stay(piped, models, tmp_path):
     lines = f"/set top_k 3\n/set min_p 0.5\n/set min_p default\n/model {warm}\n/set\n"
     code, _, err = piped(lines, "--model", models["qwen"], *FEW)
     assert code == 0 and "top_p 0.8, min_p 0.1 from generation_config.json" in err
-    shown = dict(line.split(maxsplit=1) for line in err.splitlines()[-14:])
+    shown = dict(line.split(maxsplit=1) for line in err.splitlines()[-16:])
     names = ("temperature", "top_k", "top_p", "min_p")
     assert [shown[name] for name in names] == ["0.0", "3", "0.8", "0.1"]

@@ -1,5 +1,6 @@
 """Prompt passes: captured, in pieces and launched; padded, shared by several prompts, and beside rows that decode."""
 
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -113,6 +114,15 @@ def test_a_size_that_comes_again_is_captured_on_the_way_and_one_that_cannot_be_s
     assert engine.generate(ids(130), GREEDY, reuse_prefix=False).error is None
 
 
+@needs_gpu
+def test_what_was_captured_is_logged_with_its_time_and_memory(caplog):
+    caplog.set_level("DEBUG", "tridecode")
+    engine = engine_of(slots=2, prompt_graph_sizes=[16, 64])
+    each = re.findall(r"captured prompts of (\d+) tokens beside (\d) rows \(full\) in \d+ ms, ", caplog.text)
+    assert [tuple(map(int, found)) for found in each] == list(engine.prompts.seconds)
+    assert re.search(r"captured 4 prompt passes in \d+\.\d s, -?\d+ MiB", caplog.text)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_several_prompts_share_a_pass(family):
     engine, alone = engine_of(slots=4, family=family), engine_of(family=family)
@@ -139,11 +149,9 @@ def test_a_mixed_pass_against_passes_apart(family):
     text = [*ids(20), *first.result().token_ids]
     alone.score(text)
     wanted = alone.model.kv.held(0, 40)
-    slot = next(i for i, held in enumerate(engine.scheduler.slots.held) if held.tokens[:20] == ids(20))
-    assert close(engine.model.kv.held(slot, 40), wanted)
+    assert close(engine.model.kv.held(0, 40), wanted)  # the page tables stay as they were
     alone.generate(ids(100, 7), GREEDY, reuse_prefix=False)
-    other = next(i for i, held in enumerate(alone.scheduler.slots.held) if held.tokens[:100] == ids(100, 7))
-    assert close(engine.model.kv.held(1 - slot, 100), alone.model.kv.held(other, 100))
+    assert close(engine.model.kv.held(1, 100), alone.model.kv.held(0, 100))
 
 
 def test_a_prompt_that_is_there_already_costs_a_decode_pass():

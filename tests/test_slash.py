@@ -13,7 +13,7 @@ from tridecode import SamplingParams
 from tridecode.commands.chat import stats
 from tridecode.commands.chat.clipboard import LARGEST
 from tridecode.commands.chat.command import converse
-from tridecode.commands.chat.settings import NAMES
+from tridecode.commands.chat.settings import CHOICES, NAMES
 from tridecode.commands.chat.slash import COMMANDS, GROUPS
 from tridecode.commands.terminal import Output
 from tridecode.errors import PromptError
@@ -170,8 +170,36 @@ def test_set_alone_shows_every_option(session):
     chat = session(params=SamplingParams(stop=["x"]))
     assert chat.handle("/set")
     lines = chat.read()[1].splitlines()
-    assert [line.split()[0] for line in lines] == list(NAMES)
+    assert [line.split()[0] for line in lines] == [*NAMES, *CHOICES]
     assert 'stop                 ["x"]' in lines and "seed                 none" in lines
+
+
+@pytest.mark.parametrize(
+    "mode, shown",
+    [
+        ("full", "2 tokens · 8.0 tok/s · first token 0.25 s · 4 of 10 reused · context 12 / 100\n"),
+        ("short", "2 tokens · 8.0 tok/s\n"),
+        ("off", ""),
+    ],
+)
+def test_the_line_after_an_answer_can_be_shorter(session, mode, shown):
+    chat = session(["a", "b"], params=SamplingParams(temperature=0), stats="full")
+    chat.handle(f"/set stats {mode}")
+    assert chat.read()[1] == f"stats is {mode}\n"
+    chat.handle("one")
+    assert chat.read()[1] == shown
+    chat.handle("/set --stats none")
+    assert chat.read()[1] == "stats must be one of full, short, off, got 'none'\n" and chat.stats == mode
+
+
+def test_the_seed_of_an_answer_is_shown_and_gives_it_again(session):
+    chat = session(["a"], ["b"], ["c"])
+    seeds, stream = [], chat.engine.stream
+    chat.engine.stream = lambda prompt, params, **more: seeds.append(params.seed) or stream(prompt, params, **more)
+    for line in ("one", "two", "/set seed 7", "three"):
+        chat.handle(line)
+    assert seeds[0] != seeds[1] and max(seeds) < 1_000_000 and seeds[2] == 7
+    assert [line.split("seed ")[1] for line in chat.read()[1].splitlines() if "tok/s" in line] == list(map(str, seeds))
 
 
 def test_save_load_and_export(session, tmp_path):
@@ -216,6 +244,7 @@ def test_save_load_and_export(session, tmp_path):
 
 def test_every_command_is_in_the_help(session):
     chat = session()
+    chat.thinks = True  # /think is only for models that can
     chat.handle("/help")
     lines = chat.read()[1].splitlines()
     assert [line.split()[0] for line in lines if line.startswith("  /")] == [*COMMANDS, "//"]

@@ -196,6 +196,12 @@ def test_a_template_that_cannot_be_told(piped, thinks, tmp_path):
     (path / "tokenizer.json").unlink()
     (path / "tokenizer_config.json").unlink()
     write_tokenizer(path, chat_template=CHATML)
+    code, _, err = piped("/help\n/think\n", "--model", path, "--think", "off")
+    assert code == 0 and err.endswith("this model's chat template knows no thinking\n")
+    assert "switched off" not in err and "/think" not in err, "no word of it before it is asked for"
+    (path / "tokenizer.json").unlink()
+    (path / "tokenizer_config.json").unlink()
+    write_tokenizer(path, chat_template=CHATML + "{# </think> #}")
     code, _, err = piped("/think\n", "--model", path, "--think", "off")
     assert code == 0 and "thinking cannot be switched off: the chat template has no variable enable_thinking" in err
     assert err.endswith("thinking is on\n")

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from . import placement, threads
-from .arguments import flag, function, mapping, shown
+from .arguments import flag, function, mapping, shown, string
 from .errors import EngineClosed, GenerationError, ParameterError, PromptError
 from .memory import MemoryPlan, allocating, plan_memory
 from .model.checkpoint import load_config, load_weights
@@ -24,7 +24,6 @@ from .serve.driver import Driver, Request
 from .serve.request import Job, generating, scoring, step_kind
 from .serve.scheduler import PROMPT_MS, Scheduler
 from .serve.slots import checked_positions
-from .step.choose import prompt_tiles_fit
 from .step.dispatch import PROMPT_MOST, Dispatcher, GraphStat
 from .step.graphs import make_steps
 from .step.prefill import CHUNK
@@ -56,18 +55,18 @@ class Engine:
     chunk_tokens: int = CHUNK
     max_queue: int | None = None
     prompt_ms: float = PROMPT_MS
+    prefix_sharing: bool = True
 
     def __post_init__(self):
         graphs = self.graphs
         dispatcher = Dispatcher(graphs.graph, graphs.sizes, graphs.prompt_sizes, graphs.prompt_attention)
         self.steps = make_steps(self.model, self.backend, dispatcher, graphs.attention)
         self.prompts = make_prompts(self.model, self.steps, self.backend, graphs.prompt_attention)
-        while self.prompts.capture_next(None if self.slots > 1 else FIRST_TURN):
-            pass
+        self.prompts.capture_all(None if self.slots > 1 else FIRST_TURN)
         ahead = 1 if self.device.type == "cuda" and self.backend == "triton" else 0
         scheduler = Scheduler(
             self.model, self.tokenizer, lambda: self.steps, lambda: self.prompts, ahead, self.chunk_tokens,
-            self.max_queue, self.prompt_ms,
+            self.max_queue, self.prompt_ms, self.prefix_sharing,
         )  # fmt: skip  # those of now: benchmarks put others in their place
         self._driver = Driver(scheduler, lambda: threads.use(self.threads))
 
@@ -91,6 +90,7 @@ class Engine:
         prompt_graph_sizes: Sequence[int] | None = None,
         prompt_attention: str = "auto",
         prompt_ms: float = PROMPT_MS,
+        prefix_sharing: bool = True,
         progress: Callable[[int, int], None] | None = None,
     ) -> "Engine":
         """Load a checkpoint directory or Hugging Face id; None is the bundled model.
@@ -104,8 +104,8 @@ class Engine:
         triton, or torch, which no graph can hold. chunk_tokens: of prompts in one pass. prompt_graph_sizes: tokens of
         the prompt passes that are captured, ascending, by default a schedule up to prompt_graph_max_tokens.
         prompt_attention: of these, auto, triton, flash or cudnn; see docs/prompts.md. prompt_ms: milliseconds that a
-        pass may take which reads prompts while others decode. max_queue: requests that may wait for a slot, None is
-        any number.
+        pass may take which reads prompts while others decode. prefix_sharing: K/V of equal beginnings are computed
+        once. max_queue: requests that may wait for a slot, None is any number.
         progress(done_bytes, total_bytes) is called while weights load. On a CPU the engine sets PyTorch's threads: one
         for a tiny model, else as many as there are free cores; a number that OMP_NUM_THREADS or torch.set_num_threads
         has given stays.
@@ -124,8 +124,10 @@ class Engine:
         config = load_config(path)
         tokenizer = Tokenizer.load(path)
         torch_dtype = placement.resolve_dtype(dtype, config, place)
+        support = placement.capture_support(backend, config, torch_dtype, place)
+        planned = placement.plan_graphs(slots, chunk_tokens, *support, graph=graph, **graphs)
         plan, capacity, notes = placement.plan_capacity(
-            config, torch_dtype, place, max_seq_len, slots, kv_tokens, chunk_tokens
+            config, torch_dtype, place, max_seq_len, slots, kv_tokens, chunk_tokens, planned.one_piece
         )
         pool, page = plan.kv_tokens(capacity, kv_tokens, str(place)), placement.page_size(backend, slots) or capacity
         pages = None if pool == slots * capacity else -(-pool // page)
@@ -134,7 +136,8 @@ class Engine:
         name = "bundled" if model is None else str(model)
         engine = cls.build(
             config, weights, tokenizer, capacity, backend, graph, plan=plan, name=name, notes=notes, slots=slots,
-            pages=pages, page=page, chunk_tokens=chunk_tokens, max_queue=max_queue, prompt_ms=prompt_ms, **graphs,
+            pages=pages, page=page, chunk_tokens=chunk_tokens, max_queue=max_queue, prompt_ms=prompt_ms,
+            prefix_sharing=flag("prefix_sharing", prefix_sharing), **graphs,
         )  # fmt: skip
         engine.threads = threads.choose(plan.weights, cores) if place.type == "cpu" else None
         return engine
@@ -158,6 +161,7 @@ class Engine:
         chunk_tokens: int = CHUNK,
         max_queue: int | None = None,
         prompt_ms: float = PROMPT_MS,
+        prefix_sharing: bool = True,
         **graphs,
     ) -> "Engine":
         """An engine from weights that are on their device already (load and the benchmarks end here); shapes: launch
@@ -167,18 +171,20 @@ class Engine:
         page = page or placement.page_size(backend, slots)
         if pages is not None and pages * (page or capacity) < capacity:
             raise ParameterError(f"pages: {pages:,} hold fewer positions than a request's {capacity:,}")
-        captured = backend != "torch" and weights.device.type == "cuda"
         chunk_tokens = min(chunk_tokens, slots * capacity)
-        tiles = captured and prompt_tiles_fit(config.head_dim, weights.dtype, weights.device)
-        planned = placement.plan_graphs(slots, chunk_tokens, captured, tiles, graph=graph, **graphs)
-        plan = plan or plan_memory(config, weights.dtype, weights.device, slots, chunk_tokens)
+        support = placement.capture_support(backend, config, weights.dtype, weights.device)
+        planned = placement.plan_graphs(slots, chunk_tokens, *support, graph=graph, **graphs)
+        plan = plan or plan_memory(config, weights.dtype, weights.device, slots, chunk_tokens, planned.one_piece)
         with allocating(capacity, weights.device):
             rows = max(slots, *planned.sizes)
             model = make_model(
                 config, weights, capacity, slots, page, shapes and {1: shapes}, pages, rows, chunk_tokens
             )
         notes = [*notes, *filter(None, [planned.note])]
-        return cls(model, tokenizer, backend, planned, plan, name, notes, None, chunk_tokens, max_queue, prompt_ms)
+        return cls(
+            model, tokenizer, backend, planned, plan, name, notes, None, chunk_tokens, max_queue, prompt_ms,
+            prefix_sharing,
+        )  # fmt: skip
 
     def close(self) -> None:
         """Cancel what runs or waits, and give the memory back. What is called later raises EngineClosed."""
@@ -275,12 +281,12 @@ class Engine:
         *,
         reuse_prefix: bool = True,
         template_variables: dict | None = None,
+        cache_salt: str = "",
     ) -> Request:
-        """Put a request in the queue, from any thread; it waits for nobody. See Request and `stream`.
-
-        Raises PromptError, ParameterError, QueueFull and EngineClosed.
+        """Put a request in the queue, from any thread; it waits for nobody. See Request and `stream`. cache_salt: it
+        shares K/V with requests of the same one only. Raises PromptError, ParameterError, QueueFull and EngineClosed.
         """
-        return self._driver.submit(self._job(prompt, params, reuse_prefix, template_variables))
+        return self._driver.submit(self._job(prompt, params, reuse_prefix, template_variables, cache_salt))
 
     def wait(self, requests: Sequence[Request]) -> None:
         """Wait until one of the requests has ended; what it came to, its result() says."""
@@ -301,20 +307,21 @@ class Engine:
     ) -> Iterator[Piece]:
         """Yield a Piece a token, then a last one with finish_reason, usage and timings.
 
-        prompt: text (raw), token ids, or chat messages. params None: the model's own defaults. reuse_prefix: keep the
-        K/V of the longest common prefix with what an idle slot holds. template_variables: plain JSON values that the
+        prompt: text (raw), token ids, or chat messages. params None: the model's own defaults. reuse_prefix: use
+        the K/V of the longest beginning that requests before have left. template_variables: plain JSON values that the
         chat template reads, like {"enable_thinking": False}. Closing the iterator early cancels the request.
         Raises what `submit` does before the first piece.
         """
         return iter(self.submit(prompt, params, reuse_prefix=reuse_prefix, template_variables=template_variables))
 
-    def _job(self, prompt, params, reuse_prefix, template_variables) -> Job:
+    def _job(self, prompt, params, reuse_prefix, template_variables, cache_salt="") -> Job:
         started = time.perf_counter()
         self._open()
         params = self._params(params)
         flag("reuse_prefix", reuse_prefix)
         ids, chat = self.prepare(prompt, template_variables)
-        return generating(ids, chat, params, self.config, self.capacity, reuse_prefix, started)
+        salt = string("cache_salt", cache_salt)
+        return generating(ids, chat, params, self.config, self.capacity, reuse_prefix, salt, started)
 
     def generate(
         self,

@@ -90,6 +90,10 @@ def imported(name: str) -> Callable:
         from .serve import serve
 
         return serve
+    if name == "sessions":
+        from .sessions import run as sessions
+
+        return sessions
     if name == "bench":
         from .bench import run as bench
 

@@ -9,7 +9,7 @@ from ..version import __version__
 from .bench_options import BENCH, add_benches, add_shape, add_verbose
 from .serve_options import SERVE, serve_options
 from .terminal import one_line
-from .values import ascending, logit_bias, minutes, positive, row_count, server_url, token_ids
+from .values import GRAPHS, ascending, logit_bias, minutes, positive, row_count, server_url, token_ids
 
 CHAT = """\
 Talk with a model. In the chat: /help lists the commands, Ctrl-C stops an answer, Ctrl-D leaves.
@@ -25,6 +25,9 @@ Beside --prompt, stdin comes after it if it is a pipe or a file (</dev/null: not
 --prompt, or alone on a line of it, says where instead. --jsonl answers a file of prompts.
 The text streams to stdout, everything else goes to stderr. With --json, stdout gets exactly one line an answer.
 """
+SESSIONS = """\
+List the conversations that were saved, the newest first: name, when, turns, size, and the title or first words.
+"""
 GENERATE_CODES = """\
 Exit codes: 0 done, 1 error (with --jsonl: of any line), 2 wrong options, 130 interrupted, 141 reader of stdout gone.
 """
@@ -36,7 +39,6 @@ SAMPLING = (  # the fields of SamplingParams, each an option
     "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
     "logit_bias", "seed", "max_tokens", "stop", "stop_token_ids", "ignore_eos", "logprobs",
 )  # fmt: skip
-GRAPHS = ("none", "piecewise", "full", "full_decode_only", "full_and_piecewise")  # step.dispatch.MODES, without torch
 BATCH_SLOTS = 16  # of generate --jsonl and of serve
 PROFILE = """\
 Show where the time of one token step and of one prefill chunk goes, from the GPU's own activity records, kernel by
@@ -84,12 +86,13 @@ class Parser(argparse.ArgumentParser):
 
 
 class PrintCompletion(argparse.Action):
-    """Print the completion script of a shell. Files and directories are completed where the metavar names one."""
+    """Print the completion script of a shell. A metavar says what is completed: files, directories, sessions."""
 
     def __call__(self, parser, namespace, shell, option_string=None):
         import shtab  # here, because nothing else needs it
 
         kinds = {"FILE": shtab.FILE, "DIR": shtab.DIRECTORY, "DIR_OR_ID": shtab.DIRECTORY}
+        kinds["SESSION"] = shtab.cmd("tridecode sessions --names 2>/dev/null")
 
         def complete_paths(parser):
             for action in parser._actions:
@@ -123,6 +126,8 @@ def make_parser() -> argparse.ArgumentParser:
     generate_options(generate)
     words = dict(help="serve a model over HTTP, by OpenAI's API", description=SERVE)
     serve_options(commands.add_parser("serve", parents=[engine], **words))
+    words = dict(help="list, rename, delete and export saved conversations", description=SESSIONS)
+    session_options(commands.add_parser("sessions", **words))
     words = dict(help="show what would run, without loading, and what stands in its way", description=INFO)
     info = commands.add_parser("info", aliases=["doctor"], parents=[engine], **words)
     info.add_argument("--json", action="store_true", help="print one JSON object (sizes in bytes)")
@@ -157,7 +162,7 @@ def add_chat_options(chat) -> None:
     group = chat.add_argument_group("conversation", "In a terminal it is saved after each answer.")
     saved = group.add_mutually_exclusive_group()
     saved.add_argument("--resume", action="store_true", help="continue the conversation that was saved last")
-    saved.add_argument("--session", metavar="NAME", help="continue the conversation of that name, or begin it")
+    saved.add_argument("--session", metavar="SESSION", help="continue the conversation of that name, or begin it")
     group.add_argument("--system", metavar="TEXT", help="the system turn (default: none)")
     group.add_argument("--plain", action="store_true", help="answers as plain text; in a terminal they are Markdown")
     group.add_argument(
@@ -166,12 +171,31 @@ def add_chat_options(chat) -> None:
         choices=["on", "off", "hide"],
         help="thinking models: think, shown dimmed in a terminal; do not think; or show only its length (default: on)",
     )
+    words = "the line after an answer: all that fits, length and speed, or none (default: full)"
+    group.add_argument("--stats", choices=["full", "short", "off"], help=words)
     group.add_argument(
         "--overflow",
         default="error",
         choices=["error", "drop-oldest", "stop"],
         help="a turn that does not fit in the context: refuse it, leave out the oldest, or end (default: error)",
     )
+
+
+def session_options(sessions) -> None:
+    """The options of `sessions`."""
+    form = sessions.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="one JSON object a line")
+    form.add_argument("--names", action="store_true", help="only their names")
+    add_verbose(sessions)
+    actions = sessions.add_subparsers(dest="action", metavar="ACTION", parser_class=Parser)
+    rename = actions.add_parser("rename", help="give one another name")
+    rename.add_argument("name", metavar="SESSION")
+    rename.add_argument("new", metavar="NEW")
+    words = "delete some; what is not there is told, and then none is deleted"
+    actions.add_parser("delete", aliases=["rm"], help=words).add_argument("names", nargs="+", metavar="SESSION")
+    export = actions.add_parser("export", help="write one as Markdown, to stdout or a file that is not there yet")
+    export.add_argument("name", metavar="SESSION")
+    export.add_argument("file", nargs="?", metavar="FILE")
 
 
 def engine_options() -> argparse.ArgumentParser:
@@ -216,6 +240,8 @@ def engine_options() -> argparse.ArgumentParser:
     group.add_argument(
         "--prompt-attention", default="auto", choices=("auto", "triton", "flash", "cudnn"), help=backends
     )
+    words = "compute the K/V of every prompt for itself alone, and keep none"
+    group.add_argument("--no-prefix-sharing", action="store_false", dest="prefix_sharing", help=words)
     words = "milliseconds that a pass may take which reads prompts while others decode (default: 15)"
     group.add_argument("--prompt-ms", type=float, default=15.0, metavar="MS", help=words)
     add_verbose(group)
@@ -227,6 +253,8 @@ def graph_stats_option() -> argparse.ArgumentParser:
     options = argparse.ArgumentParser(add_help=False)
     words = "at the end show on stderr how many passes of how many rows were run in which way"
     options.add_argument("--graph-stats", action="store_true", help=words)
+    words = "no notes on stderr, only errors; in a chat none before the first prompt, and none after an answer"
+    options.add_argument("--quiet", action="store_true", help=words)
     return options
 
 

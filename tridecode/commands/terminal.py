@@ -75,6 +75,7 @@ class Output:
         self.console, self.errors = make_console(), make_console(stderr=True)
         # rich's own answer can be forced by environment variables
         self.tty, self._unwrapped = sys.stdout.isatty(), not sys.stderr.isatty()
+        self.quiet = False  # no notes and no bar
 
     def text(self, text: str) -> None:
         """Answer text, at once and as it is; on a terminal without its control characters."""
@@ -92,6 +93,8 @@ class Output:
 
     def note(self, message: str, aligned: bool = False) -> None:
         """One dim line on stderr, which a terminal wraps between words; aligned keeps its spaces."""
+        if self.quiet:
+            return
         text = visible(message) if aligned else one_line(message)
         self.errors.print(text, style="dim", soft_wrap=self._unwrapped)
 
@@ -107,9 +110,10 @@ class Output:
         from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
         columns = TextColumn("loading"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
-        with Progress(*columns, console=self.errors, transient=True, disable=not self.errors.is_terminal) as bar:
+        shows = self.errors.is_terminal and not self.quiet
+        with Progress(*columns, console=self.errors, transient=True, disable=not shows) as bar:
             task = bar.add_task("loading", total=None, visible=False)
-            with logged(self.note) if self.errors.is_terminal else nullcontext(), suspendable(bar.stop, bar.start):
+            with logged(self.note) if shows else nullcontext(), suspendable(bar.stop, bar.start):
                 yield lambda done, total: bar.update(task, completed=done, total=total, visible=True)
 
 
@@ -171,17 +175,41 @@ def counted(n: int, word: str) -> str:
     return f"{n:,} {word}{'' if n == 1 else 's'}"
 
 
-def speed_line(usage, timings, capacity: int | None = None) -> str:
+SHORTER = ("reused", "seed", "context", "first")  # what a line that is too long loses, in this order
+
+
+def speed_line(usage, timings, capacity: int | None = None, seed: int | None = None, width: int | None = None) -> str:
     """The line after an answer: tokens, speed, time to first token, what was reused of the prompt and, with `capacity`,
-    how much of the context is used. Of a server's answer what it does not tell is left out."""
-    parts = [counted(usage.completion_tokens, "token")] if usage else []
-    if timings.tokens_per_second:
-        rate = timings.tokens_per_second
-        parts.append(f"{rate:,.{0 if rate >= 100 else 1}f} tok/s")
-    parts.append(f"first token {timings.ttft:.2f} s")
+    how much of the context is used. Of a server's answer what it does not tell is left out.
+
+    width: columns that it may have; where it has more its words become shorter, then SHORTER counts. None: any number.
+    """
+    parts = _speed(usage, timings, capacity, seed)
+    if width is not None and len(" · ".join(parts.values())) > width:
+        parts = _speed(usage, timings, capacity, seed, short=True)
+        for name in SHORTER:
+            if len(" · ".join(parts.values())) > width:
+                parts.pop(name, None)
+    return " · ".join(parts.values())
+
+
+def _speed(usage, timings, capacity, seed, short: bool = False) -> dict[str, str]:
+    """The parts of a speed_line by their names."""
+    number, of = (_thousands, "/") if short else ("{:,}".format, " / ")
+    parts = {"tokens": counted(usage.completion_tokens, "token")} if usage else {}
+    if rate := timings.tokens_per_second:
+        parts["rate"] = f"{rate:,.{0 if rate >= 100 else 1}f} tok/s"
+    parts["first"] = f"first {'' if short else 'token '}{timings.ttft:.2f} s"
     if usage and usage.reused_tokens is not None:
-        parts.append(f"{usage.reused_tokens:,} of {usage.prompt_tokens:,} reused")
+        both = number(usage.reused_tokens), number(usage.prompt_tokens)
+        parts["reused"] = f"{(of if short else ' of ').join(both)} reused"
     if usage and capacity is not None:
         used = min(usage.prompt_tokens + usage.completion_tokens, capacity)  # the last token takes no place of its own
-        parts.append(f"context {used:,} / {capacity:,}")
-    return " · ".join(parts)
+        parts["context"] = f"context {number(used)}{of}{number(capacity)}"
+    if seed is not None:
+        parts["seed"] = f"seed {seed}"
+    return parts
+
+
+def _thousands(n: int) -> str:
+    return f"{n:,}" if n < 10_000 else f"{n / 1000:,.0f}k"

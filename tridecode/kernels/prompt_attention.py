@@ -231,8 +231,8 @@ def scratch_sizes(head_dim: int, shape) -> dict[str, tuple[int, ...]]:
 
 def prompt_attention(chunks, page_table, q, k_cache, v_cache, partial, lse, counter, out, window, scale, *, shape):
     """out [rows, heads * D]: attention of the chunks' rows. q: [rows, heads, D]; k_cache, v_cache: a layer's part of
-    the pool, [pages, kv_heads, page, D]; partial, lse, counter: scratch of `scratch_sizes`, the last zero. window: 0, or
-    the positions attended to."""
+    the pool, [pages, kv_heads, page, D]; partial, lse, counter: scratch of `scratch_sizes`, the last zero. window: 0,
+    or the positions attended to."""
     _, heads, D = q.shape
     pages, kv_heads, page, _ = k_cache.shape
     block = [page, triton.next_power_of_2(D)]

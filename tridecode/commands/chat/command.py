@@ -10,7 +10,8 @@ from ..inputs import stdin_lines
 from ..loading import Loader, load_engine
 from ..parser import sampling_overrides
 from ..terminal import Output
-from . import session, slash
+from . import saving, session
+from .completion import completed
 from .conversation import Conversation
 from .lines import Interrupted, join_blocks
 from .reader import open_reader
@@ -24,6 +25,7 @@ def chat(args, output: Output) -> int:
     interactive = output.tty and sys.stdin.isatty()
     if args.api_key_file is not None and args.url is None:
         args.refuse("--api-key-file needs --url")
+    output.quiet = args.quiet
     conversation, store = open_session(args, output, interactive)
     kind, load = (Chat, load_engine) if args.url is None else (RemoteChat, connect)
     # No other name for the engine here: /model must be able to let it go.
@@ -34,6 +36,7 @@ def chat(args, output: Output) -> int:
         interactive=interactive,
         store=store,
         overflow=args.overflow,
+        stats=args.stats or ("off" if args.quiet else "full"),
         system=args.system,
         plain=args.plain,
         think=args.think,
@@ -49,6 +52,8 @@ def chat(args, output: Output) -> int:
         store.model = talk.engine.name
     if store and store.saved:
         output.note(f"session {store.name}: {talk.describe()}")
+        if not args.quiet:
+            saving.show_last(talk)
     code = None
     try:
         if interactive:
@@ -56,8 +61,10 @@ def chat(args, output: Output) -> int:
             talk.use_idle_time()
             place = f" at {talk.engine.device}" if args.url else ""
             output.note(f"{talk.engine.name}{place}: {talk.capacity_words()}; /help lists the commands")
-            code = converse(talk, open_reader(slash.COMMANDS, output))
+            output.quiet = False  # what is asked for from here on is shown
+            code = converse(talk, open_reader(completed, output))
         else:
+            output.quiet = False
             for line in join_blocks(stdin_lines()):
                 if not talk.handle(line):
                     break

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass, replace
 
-from ...engine import Prompt
 from ...text.thinking import strip_thinking
 
 
@@ -17,8 +16,9 @@ class Conversation:
     system: str | None = None
     turns: tuple[tuple[str, str], ...] = ()
     dropped: int = 0
+    title: str | None = None  # what it is called in lists, None: its first words
 
-    def prompt(self, line: str) -> Prompt:
+    def prompt(self, line: str) -> str | list[dict]:
         """The prompt of the turn that `line` begins."""
         if self.raw:
             return "".join(f"{user}{answer}\n" for user, answer in self.turns[self.dropped :]) + line

@@ -44,14 +44,17 @@ class History(FileHistory):
             pass
 
 
-class Commands(Completer):
-    def __init__(self, names):
-        self.names = tuple(names)
+class Words(Completer):
+    """complete(text before the cursor) tells how many characters are replaced, and by what."""
+
+    def __init__(self, complete):
+        self.complete = complete
 
     def get_completions(self, document, complete_event):
         typed = document.text_before_cursor
-        if typed.startswith("/") and typed == document.text:
-            yield from (Completion(name, -len(typed)) for name in self.names if name.startswith(typed))
+        if typed == document.text:
+            replaced, words = self.complete(typed)
+            yield from (Completion(word, -replaced, display=word.rstrip("/").split("/")[-1]) for word in words)
 
 
 class Screen(Vt100_Output):
@@ -64,8 +67,8 @@ class Keyboard:
     """read() returns one message; raises Interrupted for Ctrl-C and EOFError for Ctrl-D. Where the editor itself fails,
     that read and all later ones are plain line input."""
 
-    def __init__(self, commands, output, keys=None, screen=None):
-        """keys, screen: prompt_toolkit's input and output, by default the terminal's."""
+    def __init__(self, complete, output, keys=None, screen=None):
+        """complete: as Words takes it. keys, screen: prompt_toolkit's input and output, by default the terminal's."""
         self.output, self._plain, self._touched = output, None, False
         try:
             self.history = History(str(state_dir() / "history"))
@@ -83,7 +86,7 @@ class Keyboard:
             history=self.history,
             multiline=True,
             key_bindings=_bindings(),
-            completer=Commands(commands),
+            completer=Words(complete),
             complete_while_typing=False,
             complete_style=CompleteStyle.READLINE_LIKE,
             prompt_continuation=lambda width, line, wrapped: " " * width if wrapped else CONTINUED.rjust(width),

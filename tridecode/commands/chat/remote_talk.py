@@ -8,7 +8,7 @@ from ...sampling import SamplingParams
 from ...text.thinking import SWITCH
 from ..api_key import api_key
 from ..parser import engine_options, sampling_overrides
-from ..terminal import Output, speed_line
+from ..terminal import Output
 from .conversation import Conversation
 from .talk import Chat
 
@@ -39,6 +39,7 @@ class RemoteChat(Chat):
             self.output.note(f"thinking cannot be switched off: {why}; /think hide shows only its length")
             mode = self.think if self.think != "off" else "on"
         self.think, self.used, self.opens_thinking = mode, None, False
+        self.thinks = not raw  # nobody can tell
         self.variables = {SWITCH: False} if mode == "off" else None
 
     def setting(self, name: str) -> str:
@@ -54,6 +55,9 @@ class RemoteChat(Chat):
             self.params, self.given = before
             raise
         return name
+
+    def seeded(self):
+        return self.params  # the server draws
 
     def switch(self, name: str) -> None:
         self.engine.use(name, self.given)
@@ -82,7 +86,7 @@ class RemoteChat(Chat):
             self.output.note(f"the answer was cut: {why}")
         elif reason != "stop":
             self.output.note(f"the server ended the answer: {reason}")
-        self.output.note(speed_line(usage, last.timings, self.engine.capacity))
+        self.tell_speed(last)
 
 
 def connect(args, output: Output):

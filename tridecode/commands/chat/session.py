@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import secrets
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -44,24 +45,32 @@ def named(name: str) -> Path:
 
 
 def new_path() -> Path:
-    return sessions_dir() / f"{time.strftime('%Y-%m-%d-%H%M%S')}-{os.getpid()}-{time.monotonic_ns() % 1000:03}.json"
+    return sessions_dir() / f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}.json"
 
 
-def last_path() -> Path:
-    """The session that was saved last."""
+def files() -> list[Path]:
+    """Of all sessions, the one that was saved last at the end."""
     found = []
     for path in sessions_dir().glob("*.json"):
         with suppress(OSError):  # a link that leads nowhere
             if path.is_file():
                 found.append((path.stat().st_mtime_ns, path))
+    return [path for _, path in sorted(found)]
+
+
+def last_path() -> Path:
+    """The session that was saved last."""
+    found = files()
     if not found:
         raise SessionError(f"there is no session to continue in {sessions_dir()}; chat without --resume starts one")
-    return max(found)[1]
+    return found[-1]
 
 
 def dumps(conversation: Conversation, model: str) -> str:
     turns = [{"user": user, "assistant": answer} for user, answer in conversation.turns]
     content = {"format": FORMAT, "version": VERSION, "model": model, "raw": conversation.raw}
+    if conversation.title is not None:
+        content["title"] = conversation.title
     # ASCII only: whatever was typed, lone surrogates too, can be written and read again.
     return json.dumps(content | {"system": conversation.system, "turns": turns}, indent=1) + "\n"
 
@@ -87,14 +96,14 @@ def parse(content: dict) -> Conversation:
     version = content.get("version")
     if version != VERSION or isinstance(version, bool):
         raise ValueError(f"its version is {json.dumps(version)[:20]}, this program reads {VERSION}")
-    raw, system, turns = content.get("raw"), content.get("system"), content.get("turns")
-    if not isinstance(raw, bool) or not (system is None or isinstance(system, str)) or not isinstance(turns, list):
-        raise ValueError("raw, system or turns is missing or of the wrong type")
+    raw, turns, texts = content.get("raw"), content.get("turns"), (content.get("system"), content.get("title"))
+    if not isinstance(raw, bool) or not isinstance(turns, list) or not all(isinstance(t, str | None) for t in texts):
+        raise ValueError("raw, system, title or turns is missing or of the wrong type")
     pairs = [(turn.get("user"), turn.get("assistant")) if isinstance(turn, dict) else (None, None) for turn in turns]
     for number, pair in enumerate(pairs, 1):
         if not all(isinstance(text, str) for text in pair):
             raise ValueError(f"turn {number} needs the texts user and assistant")
-    return Conversation(raw, system, tuple(pairs))
+    return Conversation(raw, texts[0], tuple(pairs), title=texts[1])
 
 
 def read(path: Path) -> Conversation:
@@ -155,6 +164,18 @@ class Store:
         write(self.path, dumps(conversation, self.model))
         self.saved, self._seen = conversation, self._state()
         return note
+
+    def rename(self, name: str) -> None:
+        """The same session under another name, also one that has no file yet. Raises SessionError."""
+        path = named(name)
+        if os.path.lexists(path):
+            raise SessionError(f"session {name} exists already; choose another name, or delete that one first")
+        if os.path.lexists(self.path):
+            try:
+                self.path.rename(path)
+            except OSError as error:
+                raise SessionError(f"{self.path}: {error.strerror}") from None
+        self.path = path
 
     def begin_new(self) -> None:
         """What is saved next goes to a file of its own; the file so far stays."""

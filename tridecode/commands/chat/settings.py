@@ -7,6 +7,7 @@ from ...errors import ParameterError
 from ...sampling import SamplingParams
 from ..terminal import did_you_mean
 
+CHOICES = {"stats": ("full", "short", "off")}  # settings of the chat itself, beside the sampling options
 NAMES = tuple(field.name for field in fields(SamplingParams))
 _WORDS = {"none": None, "null": None, "on": True, "true": True, "off": False, "false": False}
 
@@ -16,11 +17,17 @@ def as_typed(value) -> str:
     return json.dumps(value, ensure_ascii=False) if value is not None else "none"
 
 
+def full_name(name: str) -> str:
+    """An option's name however it was typed."""
+    return name.lower().lstrip("-").replace("-", "_")
+
+
 def changed(params: SamplingParams, defaults: SamplingParams, name: str, text: str) -> tuple[SamplingParams, str]:
     """`params` with the option `name` set to what `text` says, and the option's full name. Raises ParameterError."""
-    found = name.lower().lstrip("-").replace("-", "_")
+    found = full_name(name)
     if found not in NAMES:
-        raise ParameterError(f"there is no option {name}; {did_you_mean(found, NAMES) or '/set shows all'}")
+        fix = did_you_mean(found, (*NAMES, *CHOICES)) or "/set shows all"
+        raise ParameterError(f"there is no option {name}; {fix}")
     if not text:
         raise ParameterError(f"/set {found} needs a value; it is {as_typed(getattr(params, found))}")
     if text == "default":

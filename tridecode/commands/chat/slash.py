@@ -1,14 +1,10 @@
 """The commands of the chat: what each does, and which one was meant."""
 
-import os
-from pathlib import Path
-
 from ...errors import ParameterError, brief
-from ...text.thinking import strip_thinking
 from ..terminal import counted, did_you_mean
-from . import session, stats
+from . import saving, stats
 from .clipboard import copy
-from .settings import NAMES
+from .settings import CHOICES, NAMES, full_name
 
 # Group -> name -> arguments and what it does, in the order of /help.
 GROUPS = {
@@ -18,17 +14,22 @@ GROUPS = {
         "/undo": ("", "take back the last message and its answer"),
         "/clear": ("", "begin a new conversation"),
         "/system": ("[TEXT]", "set the system turn; - removes it, alone shows it"),
+        "/history": ("[N]", "show what was said, or the last N turns of it"),
+    },
+    "Saved conversations": {
+        "/sessions": ("[ACTION]", "list them; rename [OLD] NEW, or delete NAME ..."),
+        "/title": ("[TEXT]", "what this one is called there; - for its first words"),
     },
     "Files and clipboard": {
         "/save": ("FILE", "save the conversation as JSON, to FILE.md as Markdown"),
-        "/load": ("FILE", "continue a conversation that was saved as JSON"),
+        "/load": ("FILE|SESSION", "continue a conversation that was saved"),
         "/export": ("FILE.md", "write the conversation as Markdown"),
         "/copy": ("", "copy the last answer to the clipboard"),
     },
     "Model": {
         "/model": ("[PATH_OR_ID]", "another model (bundled is built in); alone says which"),
         "/think": ("[on|off|hide]", "think, do not, or hide it; alone says which"),
-        "/set": ("[NAME VALUE]", "a sampling option (or default); alone shows all"),
+        "/set": ("[NAME VALUE]", "sampling, stats, ...; VALUE may be default"),
         "/stats": ("", "the model, its speed, memory and context"),
     },
     "Chat": {
@@ -41,7 +42,6 @@ COMMANDS = {name: words for group in GROUPS.values() for name, words in group.it
 BARE = {"help": "/help", "exit": "/exit", "quit": "/exit"}  # words that alone are hardly meant for the model
 # What other chats call them.
 ALIASES = {"/quit": "/exit", "/bye": "/exit", "/new": "/clear", "/?": "/help", "/h": "/help"}
-MARKDOWN = (".md", ".markdown")
 KEYS = {
     "Ctrl-C": "stops an answer; clears the prompt's line, twice leaves",
     "Ctrl-D": "leaves",
@@ -90,6 +90,8 @@ def _help(chat, rest) -> None:
     for title, group in GROUPS.items():
         chat.output.note(title)
         for name, (arguments, what) in group.items():
+            if name == "/think" and not chat.thinks:
+                continue
             chat.output.note(f"  {f'{name} {arguments}':<21} {what}", aligned=True)
     chat.output.note("Keys")
     for key, what in KEYS.items():
@@ -142,49 +144,19 @@ def _undo(chat, rest) -> None:
         chat.output.note(f"took back {quoted(last[0])}; {counted(left, 'turn')} left")
 
 
-def _save(chat, rest) -> None:
-    path = _path(rest)
-    if path.suffix.lower() in MARKDOWN:
-        return _export(chat, rest)
-    if os.path.lexists(path):
-        session.read(path)  # anything but a session is not overwritten
-    session.write(path, session.dumps(chat.conversation, chat.engine.name))
-    chat.output.note(f"saved to {path}")
-
-
-def _load(chat, rest) -> None:
-    path = _path(rest)
-    try:
-        loaded = session.read(path)
-    except session.SessionError as error:
-        if path.suffix.lower() in MARKDOWN and path.is_file():
-            raise session.SessionError(f"{error}; /load reads JSON, Markdown is only for people") from None
-        raise
-    if loaded.raw != chat.conversation.raw:
-        chat.output.note(f"this conversation needs a chat {'with' if loaded.raw else 'without'} --raw")
-        return
-    chat.replace_conversation(loaded)
-    chat.output.note(chat.describe() + chat.kept_in())
-
-
-def _export(chat, rest) -> None:
-    path = _path(rest)
-    if path.suffix.lower() not in MARKDOWN:
-        chat.output.note("/export writes Markdown: the name must end in .md")
-    elif os.path.lexists(path):
-        chat.output.note(f"{path} exists already; choose another name")
-    else:
-        session.write(path, chat.conversation.markdown(chat.opens_thinking))
-        chat.output.note(f"exported to {path}")
-
-
 def _set(chat, rest) -> None:
     name, _, value = rest.partition(" ")
     if not name:
         for name in NAMES:
             chat.output.note(f"{name:<20} {chat.setting(name)}", aligned=True)
+        for name in CHOICES:
+            chat.output.note(f"{name:<20} {getattr(chat, name)}", aligned=True)
         return
     try:
+        if (found := full_name(name)) in CHOICES:
+            chat.choose(found, value.strip())
+            chat.output.note(f"{found} is {getattr(chat, found)}")
+            return
         name = chat.change(name, value.strip())
     except ParameterError as error:
         chat.output.note(str(error))
@@ -194,14 +166,14 @@ def _set(chat, rest) -> None:
 
 def _copy(chat, rest) -> None:
     if last := _last(chat):
-        answer = strip_thinking(last[1], chat.opens_thinking)
+        answer = chat.answer_only(last[1])
         copy(answer, chat.output)
         chat.output.note(f"asked the terminal to copy the last answer, {counted(len(answer), 'character')}")
 
 
 def _model(chat, rest) -> None:
     if rest:
-        chat.switch(unquote(rest))
+        chat.switch(saving.unquote(rest))
     chat.output.note(f"{chat.engine.name} on {chat.engine.device}: {chat.capacity_words()}")
 
 
@@ -211,6 +183,9 @@ def _think(chat, rest) -> None:
         return
     if rest:
         chat.set_think(rest)
+    if not chat.thinks:
+        chat.output.note("this model's chat template knows no thinking")
+        return
     chat.output.note(f"thinking is {chat.think}")
 
 
@@ -229,17 +204,6 @@ def _stats(chat, rest) -> None:
         chat.output.note(line)
 
 
-def unquote(text: str) -> str:
-    return text[1:-1] if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"" else text
-
-
-def _path(text: str) -> Path:
-    try:
-        return Path(os.path.expanduser(unquote(text)))
-    except ValueError as error:
-        raise session.SessionError(f"{text!r}: {error}") from None
-
-
 def quoted(text: str) -> str:
     """The beginning of a message, to tell which one is meant."""
     return repr(brief(text, 50))
@@ -252,9 +216,12 @@ _ACTIONS = {
     "/retry": _retry,
     "/undo": _undo,
     "/edit": _edit,
-    "/save": _save,
-    "/load": _load,
-    "/export": _export,
+    "/history": saving.history,
+    "/sessions": saving.listed,
+    "/title": saving.title,
+    "/save": saving.save,
+    "/load": saving.load,
+    "/export": saving.export,
     "/copy": _copy,
     "/model": _model,
     "/think": _think,

@@ -18,7 +18,7 @@ def lines(chat) -> list[str]:
     if chat.last is None:
         found.append(f"{chat.capacity_words()}, no complete answer yet")
     else:
-        found.append(f"last answer: {speed_line(chat.last.usage, chat.last.timings, chat.engine.capacity)}")
+        found.append(f"last answer: {speed_line(chat.last.usage, chat.last.timings, chat.engine.capacity, chat.seed)}")
     answers = counted(chat.answers, "answer")
     found.append(f"{counted(chat.tokens, chat.unit)} in {answers} since the start, {chat.seconds:.1f} s in all")
     if chat.store:

@@ -1,6 +1,7 @@
 """Chat: a conversation with a model, turn by turn."""
 
 import logging
+import secrets
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -8,9 +9,9 @@ from dataclasses import replace
 import torch
 
 from ...engine import Engine
-from ...errors import GenerationError, TooLong
+from ...errors import GenerationError, ParameterError, TooLong
 from ...results import Piece
-from ...text.thinking import SWITCH, end_thinking
+from ...text.thinking import SWITCH, end_thinking, strip_thinking
 from ..explain import explain
 from ..signals import one_interrupt
 from ..terminal import Output, counted, speed_line, unechoed
@@ -20,10 +21,12 @@ from .display import answer_display, opens_thinking
 from .idle import IdleCapture
 from .lines import unquoted
 from .overflow import Overflow, fit
-from .settings import as_typed, changed
+from .settings import CHOICES, as_typed, changed
 
 log = logging.getLogger("tridecode")
 DEVICE_LOST = 3  # exit code
+SEEDS = 1_000_000  # that are drawn from where none is given
+COLUMNS = 80  # of the line after an answer, at most
 IMPATIENCE = 1.0  # seconds after an answer was stopped in which another Ctrl-C was meant for that answer
 
 
@@ -45,6 +48,7 @@ class Chat:
         interactive: bool = False,
         store: session.Store | None = None,
         overflow: str = "error",
+        stats: str = "full",
         system: str | None = None,
         plain: bool = False,
         think: str = "on",
@@ -55,7 +59,7 @@ class Chat:
         self.engine, self.params, self.output = engine, params, output
         self.conversation, self.system = conversation, system
         self.given, self.loader = dict(given or {}), loader
-        self.interactive, self.store, self.overflow = interactive, store, overflow
+        self.interactive, self.store, self.overflow, self.stats = interactive, store, overflow, stats
         self.plain = plain or conversation.raw  # a text that is continued is no Markdown
         self.idle: IdleCapture | None = None
         self.stopped_at = -IMPATIENCE
@@ -65,17 +69,20 @@ class Chat:
         self.editor = False  # whether what is typed meanwhile goes to a line editor
         self.exit_code = 0
         self.last = None  # the last piece of the latest complete answer
+        self.seed: int | None = None  # its seed, where that counts
         self.used: int | None = None  # tokens of the conversation at most, where that is known
         self.answers = self.tokens = 0
         self.seconds = 0.0
-        self.think, self.variables, self.opens_thinking = "on", None, False
+        self.think, self.variables, self.opens_thinking, self.thinks = "on", None, False, False
         self.set_think(think)
 
     def set_think(self, mode: str) -> None:
         """on, off or hide. Where the template cannot be told, off is a line and changes nothing."""
         tokenizer, raw = self.engine.tokenizer, self.conversation.raw
         switch = not raw and SWITCH in tokenizer.template_variables
-        if mode == "off" and not switch:
+        self.opens_thinking = not raw and opens_thinking(tokenizer, None)
+        self.thinks = switch or self.opens_thinking or (not raw and tokenizer.thinks)
+        if mode == "off" and not switch and (raw or self.thinks):
             why = "with --raw there is no chat template" if raw else f"the chat template has no variable {SWITCH}"
             self.output.note(f"thinking cannot be switched off: {why}; /think hide shows only its length")
             mode = self.think if self.think != "off" else "on"
@@ -104,6 +111,12 @@ class Chat:
         if text == "default":
             del self.given[name]
         return name
+
+    def choose(self, name: str, value: str) -> None:
+        """Set one of CHOICES. Raises ParameterError."""
+        if value not in CHOICES[name]:
+            raise ParameterError(f"{name} must be one of {', '.join(CHOICES[name])}, got {value[:80]!r}")
+        setattr(self, name, value)
 
     def switch(self, name: str) -> None:
         self.loader.switch(self, name)
@@ -233,13 +246,13 @@ class Chat:
                 seconds = time.perf_counter() - started
                 self.output.note(f"stopped after {counted(tokens, self.unit)} and {seconds:.1f} s; {rest}")
             else:
-                self.last = last
+                self.last, self.seed = last, params.seed if params.temperature else None
                 self.report(last)
 
     def params_of_this_try(self):
         """Those that are set; a further try of the same message has another seed, which is told."""
         if not self.tries:
-            return self.params
+            return self.seeded()
         if self.params.temperature == 0:
             self.output.note("temperature is 0, so every try gives the same answer; /set temperature 0.7 changes that")
         elif self.params.seed is not None:
@@ -247,7 +260,13 @@ class Chat:
             seed -= 2**64 if seed >= 2**64 else 0
             self.output.note(f"try {self.tries + 1}, seed {seed}")
             return replace(self.params, seed=seed)
-        return self.params
+        return self.seeded()
+
+    def seeded(self):
+        """The parameters with a seed that can be read and typed, so that an answer can be had again."""
+        if self.params.seed is not None or self.params.temperature == 0:
+            return self.params
+        return replace(self.params, seed=secrets.randbelow(SEEDS))
 
     def make_room(self, base: Conversation, line: str) -> Conversation:
         capacity = self.engine.capacity
@@ -279,7 +298,15 @@ class Chat:
             limit = f"max_tokens ({self.params.max_tokens:,}) was reached"
             why = f"the context of {self.engine.capacity:,} tokens is full" if full else limit
             self.output.note(f"the answer was cut: {why}")
-        self.output.note(speed_line(last.usage, last.timings, self.engine.capacity))
+        self.tell_speed(last)
+
+    def tell_speed(self, last) -> None:
+        """The line after an answer, as `stats` has it."""
+        if self.stats == "short":
+            self.output.note(" · ".join(speed_line(last.usage, last.timings).split(" · ")[:2]))
+        elif self.stats == "full":
+            width = min(COLUMNS, self.output.errors.width)
+            self.output.note(speed_line(last.usage, last.timings, self.engine.capacity, self.seed, width))
 
     def save(self) -> None:
         """Bring the session file up to date; where that fails, a line says so and the chat goes on."""
@@ -300,6 +327,14 @@ class Chat:
         self.system, self.used = text, None
         self.conversation = replace(self.conversation, system=text)
         self.save()
+
+    def set_title(self, text: str | None) -> None:
+        self.conversation = replace(self.conversation, title=text)
+        self.save()
+
+    def answer_only(self, answer: str) -> str:
+        """An answer without its thinking."""
+        return answer if self.conversation.raw else strip_thinking(answer, self.opens_thinking)
 
     def replace_conversation(self, conversation: Conversation) -> None:
         """Go on with another conversation, in a file of its own: the one so far stays on disk."""

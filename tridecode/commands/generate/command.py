@@ -25,6 +25,7 @@ LAST_SEED = 2**64 - 1
 
 def generate(args, output: Output) -> int:
     check_options(args)
+    output.quiet = args.quiet
     if args.system is not None:
         args.system = clean(args.system, "--system", output)
     if args.jsonl is not None:

@@ -1,0 +1,56 @@
+"""What Tab completes: commands, and what may stand after them."""
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+
+from . import sessions, slash
+
+MOST = 200  # files of a directory that are offered
+
+
+def completed(typed: str) -> tuple[int, list[str]]:
+    """What `typed`, the text before the cursor, may go on as: how many characters of it are replaced, and by what."""
+    if not typed.startswith("/") or typed.startswith("//") or "\n" in typed:
+        return 0, []
+    command, space, rest = typed.partition(" ")
+    if not space:
+        return len(typed), [name for name in slash.COMMANDS if name.startswith(typed.lower())]
+    rest = rest.lstrip()
+    after = AFTER.get(slash.ALIASES.get(command.lower(), command.lower()))
+    found = after(rest) if after else ()
+    word = rest if command in WHOLE else rest.rpartition(" ")[2]
+    return len(word), list(dict.fromkeys(text for text in found if text.startswith(word) and text != word))
+
+
+def paths(typed: str) -> Iterator[str]:
+    """Files and directories that begin so; hidden ones only where a dot was typed."""
+    where, begun = os.path.split(typed)
+    try:
+        with os.scandir(os.path.expanduser(where) or ".") as entries:
+            found = [entry for entry in entries if entry.name.startswith(begun)]
+            found = sorted((entry.name, entry.is_dir()) for entry in found if begun or entry.name[0] != ".")
+    except (OSError, ValueError):
+        return
+    for name, directory in found[:MOST]:
+        yield typed[: len(typed) - len(begun)] + name + "/" * directory
+
+
+def loadable(typed: str) -> Iterator[str]:
+    yield from sessions.names()
+    yield from paths(typed)
+
+
+def of_sessions(typed: str) -> Iterable[str]:
+    return sessions.names() if " " in typed else ("rename ", "delete ")
+
+
+# Command -> what may stand after it, from what does so far.
+AFTER: dict[str, Callable[[str], Iterable[str]]] = {
+    "/load": loadable,
+    "/save": paths,
+    "/export": paths,
+    "/sessions": of_sessions,
+    "/think": lambda typed: ("on", "off", "hide"),
+    "/plain": lambda typed: ("on", "off"),
+}
+WHOLE = ("/load", "/save", "/export")  # what follows is one word, spaces and all

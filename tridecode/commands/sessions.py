@@ -1,0 +1,38 @@
+"""`tridecode sessions`: the saved conversations, and what is done with one by its name."""
+
+from pathlib import Path
+
+from .chat import session, sessions
+from .terminal import Output, counted
+
+
+def run(args, output: Output) -> int:
+    if args.action == "rename":
+        sessions.rename(args.name, args.new)
+        output.note(f"session {args.name} is now called {args.new}")
+    elif args.action in ("delete", "rm"):
+        sessions.delete(args.names)
+        output.note(f"deleted {counted(len(set(args.names)), 'session')}")
+    elif args.action == "export":
+        text = sessions.markdown(session.read(sessions.existing(args.name)))
+        if args.file is None:
+            output.text(text)
+        else:
+            sessions.export(text, Path(args.file))
+            output.note(f"exported to {args.file}")
+    else:
+        show(args, output)
+    return 0
+
+
+def show(args, output: Output) -> None:
+    found = sessions.names() if args.names else sessions.saved()
+    if args.names:
+        shown = found
+    elif args.json:
+        shown = [one.json() for one in found]
+    else:
+        shown = sessions.lines(found, output.console.width if output.tty else None)
+    output.text("".join(f"{line}\n" for line in shown))
+    if not found:
+        output.note(f"there is no session yet in {session.sessions_dir()}; chats in a terminal are saved there")
