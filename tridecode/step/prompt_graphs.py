@@ -71,7 +71,7 @@ class EagerPrompts:
 
 class PromptGraphs:
     """Prompt passes of the dispatcher's sizes, each captured by `capture`; until then, and above the largest, they are
-    launched. A pass has no rows that decode, or as many as the largest decode pass.
+    launched. A pass has no rows that decode, or as many as the model can have.
 
     lazy: a size is also captured when it comes for the second time; nothing else may run then.
     """
@@ -79,7 +79,7 @@ class PromptGraphs:
     def __init__(self, model: DecodeModel, steps: StepGraphs, attention: str | None = None, lazy: bool = True):
         self.model, self.dispatcher, self._place, self._steps = model, steps.dispatcher, steps.place, steps
         self._eager = EagerPrompts(model, launch, launcher(model), self.dispatcher, attention)
-        self._most = max(self.dispatcher.sizes)
+        self._most = model.rows  # which may be more than the largest captured decode pass has
         self._read: dict[tuple[int, int], Callable[[], None]] = {}
         self._finish: dict[BatchDescriptor, Callable[[], None]] = {}
         self.seconds: dict[tuple[int, int], float] = {}  # of each captured size, without attention
