@@ -159,7 +159,7 @@ class PromptGraphs:
     def read(self, chunks: Sequence[Chunk], tokens: int, decoding: int = 0) -> None:
         mode, padded = self.dispatcher.plan_prompt(tokens)
         key = padded, decoding
-        if self._missed is not None and mode != "none" and key not in self._read:
+        if self._missed is not None and mode != "none" and key not in self._read and key not in self._failed:
             if key in self._missed:
                 self.capture(*key)
             self._missed.add(key)
