@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -21,8 +21,9 @@ from .prompt import Encoded, Prompt, listed, prompt_ids
 from .results import Piece, Result
 from .sampling import SamplingParams
 from .serve.driver import Driver, Request
+from .serve.policy import PROMPT_MS, Policy
 from .serve.request import Job, generating, scoring, step_kind
-from .serve.scheduler import PROMPT_MS, Scheduler
+from .serve.scheduler import Scheduler
 from .serve.slots import checked_positions
 from .step.dispatch import PROMPT_MOST, Dispatcher, GraphStat
 from .step.graphs import make_steps
@@ -52,10 +53,7 @@ class Engine:
     name: str
     notes: list[str] = field(default_factory=list)
     threads: int | None = None  # of the CPU, unless the user has chosen
-    chunk_tokens: int = CHUNK
-    max_queue: int | None = None
-    prompt_ms: float = PROMPT_MS
-    prefix_sharing: bool = True
+    policy: Policy = Policy()
 
     def __post_init__(self):
         graphs = self.graphs
@@ -65,9 +63,8 @@ class Engine:
         self.prompts.capture_all(None if self.slots > 1 else FIRST_TURN)
         ahead = 1 if self.device.type == "cuda" and self.backend == "triton" else 0
         scheduler = Scheduler(
-            self.model, self.tokenizer, lambda: self.steps, lambda: self.prompts, ahead, self.chunk_tokens,
-            self.max_queue, self.prompt_ms, self.prefix_sharing,
-        )  # fmt: skip  # those of now: benchmarks put others in their place
+            self.model, self.tokenizer, lambda: self.steps, lambda: self.prompts, ahead, self.policy
+        )  # those of now: benchmarks put others in their place
         self._driver = Driver(scheduler, lambda: threads.use(self.threads))
 
     @classmethod
@@ -117,7 +114,8 @@ class Engine:
         )  # fmt: skip
         placement.check_dtype(dtype)
         function("progress", progress)
-        slots, chunk_tokens, max_queue = placement.check_limits(slots, chunk_tokens, max_queue, max_seq_len, prompt_ms)
+        slots = placement.check_limits(slots, max_seq_len)
+        policy = Policy(chunk_tokens, max_queue, prompt_ms, prefix_sharing)
         placement.plan_graphs(slots, chunk_tokens, False, False, graph=graph, **graphs)  # bad ones end here
         place, backend = placement.resolve_device(device, backend)
         path = BUNDLED if model is None else resolve_model(model)
@@ -136,8 +134,7 @@ class Engine:
         name = "bundled" if model is None else str(model)
         engine = cls.build(
             config, weights, tokenizer, capacity, backend, graph, plan=plan, name=name, notes=notes, slots=slots,
-            pages=pages, page=page, chunk_tokens=chunk_tokens, max_queue=max_queue, prompt_ms=prompt_ms,
-            prefix_sharing=flag("prefix_sharing", prefix_sharing), **graphs,
+            pages=pages, page=page, **asdict(policy), **graphs,
         )  # fmt: skip
         engine.threads = threads.choose(plan.weights, cores) if place.type == "cpu" else None
         return engine
@@ -167,7 +164,7 @@ class Engine:
         """An engine from weights that are on their device already (load and the benchmarks end here); shapes: launch
         shapes other than those chosen for the GPU. pages: of the pool, by default what all slots can have; page:
         positions in one. graphs: as placement.plan_graphs takes them."""
-        slots, chunk_tokens, max_queue = placement.check_limits(slots, chunk_tokens, max_queue, prompt_ms=prompt_ms)
+        slots, policy = placement.check_limits(slots), Policy(chunk_tokens, max_queue, prompt_ms, prefix_sharing)
         page = page or placement.page_size(backend, slots)
         if pages is not None and pages * (page or capacity) < capacity:
             raise ParameterError(f"pages: {pages:,} hold fewer positions than a request's {capacity:,}")
@@ -181,10 +178,7 @@ class Engine:
                 config, weights, capacity, slots, page, shapes and {1: shapes}, pages, rows, chunk_tokens
             )
         notes = [*notes, *filter(None, [planned.note])]
-        return cls(
-            model, tokenizer, backend, planned, plan, name, notes, None, chunk_tokens, max_queue, prompt_ms,
-            prefix_sharing,
-        )  # fmt: skip
+        return cls(model, tokenizer, backend, planned, plan, name, notes, None, policy)
 
     def close(self) -> None:
         """Cancel what runs or waits, and give the memory back. What is called later raises EngineClosed."""
@@ -243,6 +237,8 @@ class Engine:
     def capture_next(self) -> bool:
         """Capture one more size of prompt passes, unless something runs; False where none is left. An engine of several
         slots has captured all at load, one of one slot those of a first turn; whoever has time may do the rest."""
+        if self.scheduler.busy:  # its lock is left to those who step
+            return True
         return self._driver.exclusively(lambda scheduler: scheduler.busy or self.prompts.capture_next())
 
     def graph_stats(self) -> list[GraphStat]:

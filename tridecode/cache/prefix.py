@@ -68,7 +68,8 @@ class PrefixCache:
         return Match(tuple(found), tail, most)
 
     def insert(self, ids: Sequence[int], pages: Sequence[int], salt: str = "") -> None:
-        """Let the K/V of `ids`, which `pages` hold, be found. Pages whose tokens are there already are not taken."""
+        """Let the K/V of `ids`, which `pages` hold, be found. Where their tokens are there already in a page that
+        somebody uses, it stays."""
         self._clock += 1
         node = self._roots.setdefault(salt, Node(-1, (), None))
         for place, page in enumerate(pages):
@@ -81,6 +82,11 @@ class PrefixCache:
                 child = Node(page, tokens, node)
                 node.children[tokens] = child
                 self._pool.share([page])
+            elif child.page != page and self._pool.holders(child.page) == 1:
+                # Nobody uses the old one: kept, it could not go as long as what stands behind it is in use.
+                unused, child.page = child.page, page
+                self._pool.share([page])
+                self._pool.give_back([unused])
             self._touch(child)
             node = child
 

@@ -1,6 +1,6 @@
 """Scheduler: whose rows the next pass holds. It does nothing by itself: add, step, cancel."""
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 
 import torch
@@ -10,24 +10,21 @@ from ..layout import NO_TOKEN, OWN, Chunk
 from ..sampling import SamplingParams
 from ..step.decode import KINDS
 from ..step.graphs import EagerSteps, StepGraphs
-from ..step.prefill import CHUNK
 from ..step.prompt_graphs import EagerPrompts, PromptGraphs
 from ..step.state import DecodeModel
 from ..text.tokenizer import Tokenizer
 from .output import Output, Ring
+from .policy import Policy
 from .request import Job
 from .running import Load, Pass, Running
 from .slots import Slots, common_prefix
-
-PROMPT_MS = 15.0  # of a pass that reads prompts while others decode
 
 
 class Scheduler:
     """First come, first served, over the slots of a model.
 
     steps, prompts: who runs decode passes, and prompt passes, now. ahead: passes that are enqueued before the one
-    awaited has ended. chunk: tokens of prompts in a pass; prompt_ms: milliseconds that one with rows that decode may
-    take. max_queue: requests that may wait for a slot.
+    awaited has ended.
 
     Jobs and what slots hold are the truth, all else follows from them. So whatever an interrupt or an error leaves half
     done is thrown away: every job that has not ended begins again behind its last piece, as a preempted one does.
@@ -40,20 +37,16 @@ class Scheduler:
         steps: Callable[[], EagerSteps | StepGraphs],
         prompts: Callable[[], EagerPrompts | PromptGraphs],
         ahead: int,
-        chunk: int = CHUNK,
-        max_queue: int | None = None,
-        prompt_ms: float = PROMPT_MS,
-        sharing: bool = True,
+        policy: Policy,
     ):
-        self.slots, self._sharing = Slots(model, sharing), sharing
+        self.slots = Slots(model, policy.prefix_sharing)
         self._model, self._tokenizer, self._ahead = model, tokenizer, ahead
         self._steps, self._prompts = steps, prompts
-        self._chunk, self._max_queue = min(chunk, model.prompt.rows - model.rows), max_queue
+        self._policy, self._chunk = policy, min(policy.chunk_tokens, model.prompt.rows - model.rows)
         self._ring = Ring(model)
         self._jobs: dict[Job, None] = {}  # those that have not ended, in the order of arrival
         self._unsettled = False  # something was begun and not finished
         self.preemptions = 0
-        self._prompt_ms = prompt_ms
         self._forget_runs()
 
     def _forget_runs(self) -> None:
@@ -77,9 +70,9 @@ class Scheduler:
     def add(self, job: Job) -> None:
         """Put the job last in the queue. Raises QueueFull."""
         self._settle()
-        if self._max_queue is not None and len(self._jobs) >= len(self.slots.held) + self._max_queue:
+        if self._policy.max_queue is not None and len(self._jobs) >= len(self.slots.held) + self._policy.max_queue:
             raise QueueFull(
-                f"the queue is full: {len(self.slots.held):,} requests run and {self._max_queue:,} wait; "
+                f"the queue is full: {len(self.slots.held):,} requests run and {self._policy.max_queue:,} wait; "
                 "try again later, or raise max_queue"
             )
         self._unsettled = True
@@ -130,7 +123,7 @@ class Scheduler:
         known = [job for job in self._waiting if job in self._jobs] + [running.job for running in admitted]
         assert len(known) == len(set(known)) and set(known) == set(self._jobs), "a job is lost, or known twice"
         assert [running.row for running in self._rows] == list(range(len(self._rows)))
-        assert self._rows + self._reading == sorted(admitted, key=(self._rows + self._reading).index)
+        assert Counter(self._rows + self._reading) == Counter(admitted)
         busy = {running.slot for running in admitted}
         assert len(busy) == len(admitted) and busy == {i for i, held in enumerate(self.slots.held) if held.busy}
         assert all(running.position <= running.room == self.slots.room(running.slot) for running in self._rows)
@@ -144,7 +137,7 @@ class Scheduler:
         most, chosen, reading = self._chunk, [], deque(self._reading)
         if any(running.runs for running in self._rows) and (reading or self._waiting):
             start = reading[0].read if reading else 0
-            most = self._prompts().tokens_within(self._prompt_ms / 1e3, start, most)
+            most = self._prompts().tokens_within(self._policy.prompt_ms / 1e3, start, most)
         while most > 0 and (reading or self._admit()):
             running = reading.popleft() if reading else self._reading[-1]
             if running.left == 1:
@@ -196,8 +189,9 @@ class Scheduler:
 
     def _soon_there(self, ids: list[int], salt: str) -> bool:
         """Whether a prompt that is being read has more whole pages of these than there are yet: worth a wait."""
-        page = self.slots.page
-        others = (other.tokens for other in self._reading if other.job.salt == salt) if self._sharing else ()
+        if not self._policy.prefix_sharing:
+            return False
+        page, others = self.slots.page, (other.tokens for other in self._reading if other.job.salt == salt)
         coming = max((common_prefix(tokens, ids) // page * page for tokens in others), default=0)
         return coming > 0 and self.slots.cache.match(ids, salt).tokens(page) < coming
 
