@@ -107,6 +107,7 @@ TYPED = {
     "/help": ("", "a line that starts with a space"),
     "/system": ("Be brief.", "the system turn is set"),
     "/retry": ("", "context "),
+    "/continue": ("", "context"),
     "/edit": ("Hello again", "context "),
     "/history": ("", "Hello again"),
     "/title": ("A greeting", "the title is A greeting"),

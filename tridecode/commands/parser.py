@@ -176,9 +176,9 @@ def add_chat_options(chat) -> None:
     group.add_argument("--stats", choices=["full", "short", "off"], help=words)
     group.add_argument(
         "--overflow",
-        default="error",
         choices=["error", "drop-oldest", "stop"],
-        help="a turn that does not fit in the context: refuse it, leave out the oldest, or end (default: error)",
+        help="a turn that does not fit in the context: refuse it, leave out the oldest turns, or end (default: "
+        "drop-oldest, in a pipe error)",
     )
 
 
