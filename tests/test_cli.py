@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -60,6 +61,14 @@ def test_help_and_version_answer_without_torch():
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(f"tridecode {__version__}\n")
+
+
+def test_alone_it_shows_help_with_examples(run):
+    code, out, err = run()
+    assert (code, err) == (0, "") and out.count("\n  tridecode ") + out.count("| tridecode ") == 3
+    for example in out.split("examples:\n")[1].splitlines():
+        words = shlex.split(example.split("tridecode", 1)[1].split("    ")[0])
+        assert make_parser().parse_args(words).command == words[0]
 
 
 def test_cli_py_is_the_program():
