@@ -124,10 +124,10 @@ def test_the_selection_in_contributing_selects_tests():
 
 
 def test_scripts_for_other_shells(run):
-    for shell in ("zsh", "tcsh"):
+    for shell in ("zsh", "fish", "tcsh"):
         code, script, err = run("--print-completion", shell)
         assert (code, err) == (0, "") and "tridecode" in script and "generate" in script
-    assert run("--print-completion", "fish")[0] == 2
+    assert run("--print-completion", "csh")[0] == 2
 
 
 def test_defaults_of_the_checkpoint_are_shown_unless_an_option_replaces_them(run, tiny, tmp_path):

@@ -121,7 +121,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--print-completion",
         action=PrintCompletion,
-        choices=["bash", "zsh", "tcsh"],
+        choices=["bash", "zsh", "fish", "tcsh"],
         help="print a script that teaches the shell to complete commands, options and files",
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
