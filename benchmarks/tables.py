@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Write the tables of README.md and docs/benchmarks.md from the JSON files beside this script.
+"""Write the tables of README.md and docs/ from the JSON files beside this script.
 
 A table stands between <!-- table: benchmarks/FILE.json --> and <!-- end of table -->. With --check nothing is written:
 the exit code is 1 where a table is not what its file says.
@@ -12,7 +12,7 @@ from pathlib import Path
 from tridecode.commands.bench.report import caption, read_rows, render
 
 ROOT = Path(__file__).parent.parent
-DOCUMENTS = ("README.md", "docs/benchmarks.md")
+DOCUMENTS = ("README.md", "docs/benchmarks.md", "docs/prompts.md")
 BLOCK = re.compile(r"(<!-- table: (\S+) -->\n)(.*?)(<!-- end of table -->\n)", re.DOTALL)
 
 

@@ -86,6 +86,16 @@ def test_flops_of_a_sliding_window_by_hand():
     assert full - window == 4 * 256 * (sum(range(25, 40)) - 15 * 24) + 2 * 4 * 256 * (40 - 24)
 
 
+@pytest.mark.parametrize("window", [None, 24])
+def test_flops_behind_what_is_cached_are_those_of_the_whole_without_those_of_the_beginning(window):
+    """But for what only a last token needs, which the beginning has too."""
+    config = tiny_config(**FAMILIES["mistral"] | {"sliding_window": window})
+    whole, first = (prefill.prefill_flops(config, tokens) for tokens in (40, 33))
+    rest = 96 * 256 + 3 * 96 * 160
+    end = 4 * 256 * min(33, window or 33)  # of the beginning's last token: in the last layer only it attends
+    assert prefill.prefill_flops(config, 7, 33) == whole - (first - 2 * (rest + 96 * 331) - end)
+
+
 def test_percentiles():
     assert measure.spread([3.0, 1.0, 2.0], 10) == pytest.approx((20.0, 11.0, 29.0))
     assert measure.spread([5.0]) == (5.0, 5.0, 5.0)
@@ -134,9 +144,46 @@ def test_prefill_has_a_row_for_each_length(tiny, bench):
     long, short = json.loads(out)
     assert code == 0 and tiny[0].capacity == 13
     assert (long["prompt_tokens"], short["prompt_tokens"]) == (12, 1)
-    assert long["command"].endswith("--prompt-tokens 12") and short["command"].endswith("--prompt-tokens 1")
+    assert long["command"].endswith("--prompt-tokens 12 --cached 0 --graph full")
+    assert short["command"].endswith("--prompt-tokens 1 --cached 0 --graph full")
     assert long["flops"] > short["flops"] and 0 < long["ttft_ms"]
     assert long["pct_matmul"] == pytest.approx(100 * long["flops"] / (long["prefill_ms"] / 1e3) / 1e12, abs=0.06)
+
+
+def test_prefill_of_a_second_turn_in_several_modes(tiny, bench, monkeypatch):
+    """Each run reads the new tokens and no other, in whichever mode; a row says how."""
+    argv = ("--prompt-tokens", "7,20", "--cached", "30", "--graph", "full,full_decode_only", "--runs", "2")
+    code, out, _ = bench("prefill", *argv, "--format", "json")
+    rows = json.loads(out)
+    assert code == 0 and len(tiny) == 1 and tiny[0].capacity == 51
+    assert [(row["prompt_tokens"], row["cached"], row["graph"]) for row in rows] == [
+        (7, 30, "full"), (7, 30, "full_decode_only"), (20, 30, "full"), (20, 30, "full_decode_only"),
+    ]  # fmt: skip
+    for row in rows:
+        assert row["command"].endswith(f"--prompt-tokens {row['prompt_tokens']} --cached 30 --graph {row['graph']}")
+        assert row["reads"] == ("full" if CUDA and row["graph"] == "full" else "none")
+        assert row["flops"] == prefill.prefill_flops(tiny[0].config, row["prompt_tokens"], 30) and row["ttft_ms"] > 0
+
+
+def test_a_prompt_that_was_read_from_another_token_on_is_no_figure(tiny):
+    engine = tiny_engine()
+    assert len(prefill.time_prefill(engine, 5, 1, 20)[0]) == 1
+    engine.scheduler.slots.choose = lambda ids: (0, max(len(ids) - 5, 0))
+    with pytest.raises(GenerationError, match="19 tokens were in the cache, not 20"):
+        prefill.time_prefill(engine, 5, 1, 20)
+
+
+@needs_gpu
+def test_every_size_of_every_mode_is_captured_before_it_is_timed():
+    engine = tiny_engine(capacity=300)
+    modes = measure.make_runners(engine, ["full", "full_and_piecewise", "full_decode_only"])
+    assert modes["full"].prompts is engine.prompts and engine.prompts.seconds.keys() > {(64, 0)}
+    assert modes["full_and_piecewise"].prompts.seconds.keys() == engine.prompts.seconds.keys()
+    for mode, expected in zip(modes, ("full", "piecewise", "none")):
+        before = modes[mode].reads()
+        with measure.running(engine, modes[mode]):
+            prefill.time_prefill(engine, 100, 1)
+        assert measure.read_modes(before, modes[mode].reads()) == expected
 
 
 def test_stream(tiny, bench):

@@ -1,9 +1,10 @@
-"""bench batch: cases as they are asked for, and rows beside one row, on a tiny model with a clock for a GPU."""
+"""bench batch and bench serve-mix: cases, and rows beside others, on a tiny model with a clock for a GPU."""
 
 import importlib
 import json
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from models import CUDA, tiny_config
 
 from tridecode import commands
 from tridecode.cache.kv import PAGE
-from tridecode.commands.bench import batch, measure, report, suite
+from tridecode.commands.bench import batch, measure, report, serve_mix, suite
 from tridecode.commands.parser import GRAPHS, make_parser
 from tridecode.commands.values import MOST_ROWS, mix
 from tridecode.engine import Engine
@@ -26,13 +27,13 @@ ROOT = Path(__file__).parent.parent
 DTYPE = torch.bfloat16 if CUDA else torch.float32
 
 
-def engine_of(capacity, slots=1, kv_tokens=None) -> Engine:
+def engine_of(capacity, slots=1, kv_tokens=None, **more) -> Engine:
     device = torch.device("cuda", 0) if CUDA else torch.device("cpu")
     config = tiny_config()
     pages = kv_tokens and kv_tokens // PAGE
     backend = "triton" if CUDA else "torch"
     weights = random_weights(config, device, DTYPE)
-    return Engine.build(config, weights, None, capacity, backend, slots=slots, pages=pages, page=PAGE)
+    return Engine.build(config, weights, None, capacity, backend, slots=slots, pages=pages, page=PAGE, **more)
 
 
 @pytest.fixture
@@ -40,12 +41,13 @@ def bench(capsys, monkeypatch):
     """`bench` on a tiny engine, which `bench.made` keeps; limits are constants."""
     made = []
 
-    def engine(args, *sizes):
-        made.append(engine_of(*sizes))
+    def engine(args, *sizes, **more):
+        made.append(engine_of(*sizes, **more))
         return made[-1]
 
-    monkeypatch.setattr(batch, "bench_engine", engine)
-    monkeypatch.setattr(batch, "run_facts", lambda device: FACTS)
+    for module in (batch, serve_mix):
+        monkeypatch.setattr(module, "bench_engine", engine)
+        monkeypatch.setattr(module, "run_facts", lambda device: FACTS)
     monkeypatch.setattr(batch, "read_bandwidth", lambda device: 1e9)
     if not CUDA:
         monkeypatch.setattr(torch.cuda, "Event", Clock)
@@ -169,6 +171,77 @@ def test_the_table_has_a_row_for_each_case():
     assert "| batch | rows | context | µs per step | one row | tokens per second | GB per step |\n" in text
     assert "| qwen3-4b, all sampling filters | 32 | 32000x1+64x31 | 4,100 | 3,400 | 7,804 | 10.000 |\n" in text
     assert "| 32 | 1,024 |" in text
+
+
+# a prompt among requests
+
+
+def test_what_requests_see_of_a_prompt_that_comes(bench, monkeypatch):
+    made = []
+    monkeypatch.setattr(
+        serve_mix, "make_runners", lambda *args: made.append(measure.make_runners(*args)) or made[-1]
+    )
+    argv = ("serve-mix", "--requests", "3", "--context", "9", "--prompt-tokens", "90", "--steps", "4", "--runs", "2")
+    code, out, _ = bench(*argv, "--graph", "full,full_decode_only", "--prompt-ms", "7", "--format", "json")
+    rows, (engine,) = json.loads(out), bench.made
+    assert code == 0 and [row["graph"] for row in rows] == ["full", "full_decode_only"]
+    assert engine.slots == 4 and engine.scheduler._prompt_ms == 7 and engine.scheduler.preemptions == 0
+    for row in rows:
+        for phase in ("before", "during", "after"):
+            median, p99, most = (row[f"{phase}_{figure}_ms"] for figure in ("median", "p99", "max"))
+            assert 0 < median <= p99 <= most
+        assert (row["lost"], row["requests"], row["prompt_tokens"]) == (0, 3, 90) and row["ttft_ms"] > 0
+        assert row["reads"] == ("full" if CUDA and row["graph"] == "full" else "none")
+        words = f"--requests 3 --context 9 --prompt-tokens 90 --steps 4 --prompt-ms 7.0 --graph {row['graph']}"
+        assert row["command"].endswith(words)
+    for runners in made[0].values():
+        mixed = [rows * count for (kind, rows, *_), count in runners.reads().items() if kind == "mixed"]
+        assert sum(mixed) == (2 + measure.WARM_UP) * 90, "the prompt was not read among them"
+    assert "lost" in report.render(rows, "md") and "| during: p99 |" in report.render(rows, "md")
+
+
+def test_times_between_tokens_fall_where_they_ended(monkeypatch):
+    """By hand: passes of 1 s, but for the two in which the prompt is read, which take 5."""
+    now, passes = [0.0], []
+
+    class Request:
+        def __init__(self, ids, params, reuse_prefix):
+            self.most, self.read, self.drawn = params.max_tokens, -(-len(ids) // 50), 0
+            passes.append(self)
+
+        @property
+        def completion_tokens(self):
+            return self.drawn
+
+        def result(self):
+            return SimpleNamespace(error=None, token_ids=[0] * (self.drawn - (self is passes[1])))
+
+    class Device:
+        config = tiny_config()
+        submit = staticmethod(Request)
+
+        def step(self):
+            now[0] += 5 if len(passes) == 3 and passes[2].read > 0 else 1
+            for request in passes:
+                request.read -= 1
+                request.drawn += request.read <= 0 and request.drawn < request.most
+            return any(request.drawn < request.most for request in passes)
+
+    monkeypatch.setattr(serve_mix.time, "perf_counter", lambda: now[0])
+    mix = serve_mix.time_mix(Device(), 2, 10, 100, 4)
+    assert mix.gaps == {"before": [1] * 8, "during": [5] * 4, "after": [1] * 10}
+    assert mix.ttft == 10 and mix.lost == 1
+    figures = serve_mix.mix_figures([mix, serve_mix.Mix(mix.gaps | {"during": [7.0]}, 14.0, 0)])
+    assert (figures["before_median_ms"], figures["during_max_ms"], figures["ttft_ms"]) == (1000, 7000, 12000)
+    assert figures["lost"] == 1
+    passes.clear()
+    with pytest.raises(GenerationError, match="2 steps are too few: the requests ended before the prompt was read"):
+        serve_mix.time_mix(Device(), 2, 10, 500, 2)
+
+
+def test_as_many_requests_as_slots_leave_none_for_the_prompt(bench):
+    code, out, err = bench("serve-mix", "--requests", "64")
+    assert (code, out, err.count("\n")) == (1, "", 1) and "--requests: at most 63 beside the prompt, got 64" in err
 
 
 def test_options_know_what_the_engine_does():

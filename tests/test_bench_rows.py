@@ -51,6 +51,29 @@ def test_the_suite_has_every_row():
     assert (rows[0].capacity, rows[0].steps) == (16384, 127)
 
 
+def test_the_suite_of_prompts_has_every_length_in_every_mode():
+    rows = suite.suite_args("prompts")
+    found = {(a.preset, n, a.cached) for a in rows if a.what == "prefill" for n in a.prompt_tokens}
+    assert found == {
+        *(("qwen3-4b", n, 0) for n in (64, 512, 2048, 8192, 32000)), ("qwen3-4b", 64, 2000),
+        *(("qwen3-0.6b", n, 0) for n in (64, 512, 2048)), ("qwen3-0.6b", 64, 2000),
+    }  # fmt: skip
+    assert {tuple(a.graph) for a in rows} == {("full", "full_and_piecewise", "full_decode_only")}
+
+
+def test_modes_stand_side_by_side_and_are_compared_each_with_its_own():
+    row = {"bench": "prefill", "preset": "qwen3-4b", "prompt_tokens": 2048, "cached": 0, "ttft_ms": 30.0}
+    rows = [row | {"graph": mode, "reads": mode, "command": mode, "prefill_ms": 29.0} for mode in ("full", "none")]
+    text = report.render(rows, "md")
+    assert "| prefill | prompt tokens | graph | read by | ms | ms to first token |\n" in text
+    assert "| qwen3-4b | 2,048 | none | none | 29.00 | 30.00 |\n" in text
+    assert "| prompt tokens | cached | graph |" in report.render([*rows, row | {"cached": 2000}], "md")
+    found = report.deviations([rows[0] | {"ttft_ms": 33.0}, rows[1]], rows)
+    assert [(command, figure, round(percent)) for command, figure, percent in found] == [
+        ("full", "ttft_ms", 10), ("none", "prefill_ms", 0),
+    ]  # fmt: skip
+
+
 SUITE_ROWS = {
     ("decode", "llama-3.2-1b", 32, "greedy"),
     *(("decode", preset, 64, "greedy") for preset in ("qwen3-0.6b", "qwen3-4b", "llama-3.1-8b", "qwen3-8b")),
@@ -70,7 +93,9 @@ def test_a_checkpoint_is_named_in_the_command():
 
 
 @pytest.mark.parametrize(
-    "argv", ["prefill --prompt-tokens 3,x", "decode --model a --preset qwen3-4b", "start --steps 3", "suite --runs 2"]
+    "argv",
+    ["prefill --prompt-tokens 3,x", "prefill --graph full,half", "prefill --graph full,full", "prefill --cached -1"]
+    + ["decode --model a --preset qwen3-4b", "start --steps 3", "suite --runs 2"],
 )
 def test_wrong_options(argv, capsys):
     with pytest.raises(SystemExit) as exit:

@@ -9,6 +9,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,13 +20,16 @@ from models import CUDA
 
 from tridecode import Engine, SamplingParams, __version__, commands
 from tridecode.commands.explain import explain
+from tridecode.commands.info import command as info
 from tridecode.commands.main import set_up_logging
 from tridecode.commands.parser import make_parser, sampling_overrides
 from tridecode.commands.terminal import Output, counted, speed_line
 from tridecode.errors import NO_CHAT, ParameterError, PromptError
 from tridecode.memory import plan_memory
 from tridecode.model.checkpoint import load_config
+from tridecode.model.presets import PRESETS
 from tridecode.results import Result, Timings, Usage
+from tridecode.step.workspace import named_tensors
 
 ROOT = Path(__file__).parent.parent
 GREEDY = ("--temperature", "0", "--max-tokens", "12", "--device", "cpu")
@@ -282,14 +286,49 @@ def test_info_tells_the_slots_and_the_pool_that_they_share(run, tiny):
     assert "; 1 slot has 100 positions, " in run(*argv)[1]
 
 
+def test_info_tells_how_prompts_would_be_read(run, tiny):
+    argv = ("info", "--model", tiny, "--device", "cpu", "--chunk-tokens", 300)
+    report = json.loads(run(*argv, "--json")[1])
+    nothing = {"mode": "none", "attention": "torch", "sizes": [], "largest": None, "graphs": 0}
+    buffers = report["prompts"].pop("buffers")
+    assert report["prompts"] == nothing | {"chunk_tokens": 300}
+    with Engine.load(tiny, device="cpu", chunk_tokens=300) as engine:
+        allocated = sum(tensor.nbytes for tensor in named_tensors(engine.model.prompt).values())
+    assert buffers == allocated < report["memory"]["workspace"]
+    assert "\nprompts      in chunks of up to 300 tokens, launched line by line; attention by torch; buffers" in (
+        run(*argv)[1]
+    )
+    assert json.loads(run(*argv, "--max-seq-len", 100, "--json")[1])["prompts"]["chunk_tokens"] == 100
+
+
+@pytest.mark.parametrize(
+    "options, expected",
+    [
+        ({}, ("full", "triton", 2048, 22, "22 passes of 16 to 2,048 tokens captured whole; attention by triton")),
+        (dict(slots=8), ("full", "triton", 2048, 44, "44 passes of 16 to 2,048 tokens captured whole")),
+        (dict(prompt_attention="flash"), ("piecewise", "flash", 2048, 22, "captured in pieces between attention")),
+        (dict(prompt_graph_max_tokens=64), ("full", "triton", 64, 4, "4 passes of 16 to 64 tokens")),
+        (dict(graph="full_decode_only"), ("none", "triton", None, 0, "launched line by line; attention by triton")),
+    ],
+)
+def test_info_tells_which_prompt_passes_a_gpu_would_capture(options, expected):
+    words = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
+    args = make_parser().parse_args(["info", *words])
+    graphs = info.graphs_of(args, 2048, (True, True))
+    facts = info.prompt_facts(PRESETS["qwen3-4b"], torch.bfloat16, args.slots or 1, 2048, graphs, True)
+    mode, attention, largest, count, words = expected
+    assert (facts["mode"], facts["attention"], facts["largest"], facts["graphs"]) == (mode, attention, largest, count)
+    assert words in info.prompt_words(facts) and 200 * 2**20 < facts["buffers"] < 250 * 2**20
+
+
 @pytest.mark.parametrize("command", [("info",), ("generate", "--prompt", "x")])
 def test_more_slots_or_positions_than_fit_are_one_line(run, tiny, monkeypatch, command):
     monkeypatch.setattr("tridecode.engine.load_weights", None)  # told before any weight is read
     argv = (*command, "--model", tiny, "--device", "cpu", "--slots", 4)
     code, out, err = run(*argv, "--kv-tokens", 10**6)
     assert (code, out, err.count("\n")) == (1, "", 1) and "--kv-tokens: 4 slots of 512 positions hold at most" in err
-    plan = plan_memory(load_config(tiny), torch.float32, torch.device("cpu"), 2)
-    free = int((plan.needed(500) + 3 * plan.per_slot) / (1 - plan.headroom))
+    plan = plan_memory(load_config(tiny), torch.float32, torch.device("cpu"), 64)
+    free = int(replace(plan, slots=5).needed(500) / (1 - plan.headroom))
     monkeypatch.setattr("tridecode.memory.free_memory", lambda device: free)
     code, out, err = run(*argv[:-2], "--slots", 64, "--max-seq-len", 500)
     assert code == (0 if command == ("info",) else 1)

@@ -9,7 +9,10 @@ from models import tiny_config
 from tridecode import Engine, cgroup, memory
 from tridecode.errors import DeviceError
 from tridecode.memory import MemoryPlan, plan_memory
+from tridecode.model import checkpoint
+from tridecode.model.presets import PRESETS
 from tridecode.placement import plan_capacity
+from tridecode.step.state import make_model
 from tridecode.step.workspace import make_workspace, named_tensors
 
 GIB = 2**30
@@ -83,6 +86,26 @@ def test_the_plan_counts_what_a_slot_takes():
         plan = plan_memory(config, torch.float32, cpu, slots)
         allocated = total(slots) - total(1) - 4 * 101 * (slots - 1)
         assert allocated <= (slots - 1) * plan.per_slot <= allocated + 16 * slots
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("slots, capacity, chunk", [(1, 8192, 2048), (1, 100, 2048), (16, 4096, 512), (64, 1024, 8192)])
+@pytest.mark.parametrize("preset", ["qwen3-0.6b", "qwen3-4b", "llama-3.1-8b", "qwen2.5-7b", "mistral-7b"])
+def test_the_plan_is_what_is_allocated(monkeypatch, preset, slots, capacity, chunk, dtype):
+    """Every tensor beside the weights counted on the meta device; what others allocate is a number of its own."""
+    monkeypatch.setattr(memory, "free_memory", lambda device: 0)
+    config = replace(PRESETS[preset], max_position=capacity)  # so that the plan is one for this context
+    weights = checkpoint._assemble(config, checkpoint._allocate(config, torch.device("meta"), dtype))
+    model = make_model(config, weights, capacity, slots, prompt_rows=chunk)
+    tensors = named_tensors(model.workspace) | {f"prompt.{name}": t for name, t in named_tensors(model.prompt).items()}
+    tensors |= {"pool": model.kv.pool, "cos": model.cos, "sin": model.sin}
+    allocated = sum(t.nbytes for t in tensors.values() if t.is_meta)
+    plan = plan_memory(config, dtype, torch.device("cuda"), slots, chunk, one_piece=False)
+    pages = -(-capacity // 64) * 64  # whole ones
+    planned = plan.needed(capacity, slots * pages) - plan.weights - memory.SCRATCH["cuda"]
+    assert allocated == pytest.approx(planned, abs=100 * slots)
+    with_torchs = plan_memory(config, dtype, torch.device("cuda"), slots, chunk)
+    assert with_torchs.per_token - plan.per_token == 2 * config.kv_size * dtype.itemsize
 
 
 def test_kv_tokens_and_context_bound_each_other(monkeypatch):

@@ -1,5 +1,6 @@
 """Prompt passes: captured, in pieces and launched; padded, shared by several prompts, and beside rows that decode."""
 
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -111,6 +112,15 @@ def test_a_size_that_comes_again_is_captured_on_the_way_and_one_that_cannot_be_s
         engine.generate(ids(130), GREEDY, reuse_prefix=False)
     assert "prompts of 160 tokens stay uncaptured" in caplog.text or "stay uncaptured" in caplog.text
     assert engine.generate(ids(130), GREEDY, reuse_prefix=False).error is None
+
+
+@needs_gpu
+def test_what_was_captured_is_logged_with_its_time_and_memory(caplog):
+    caplog.set_level("DEBUG", "tridecode")
+    engine = engine_of(slots=2, prompt_graph_sizes=[16, 64])
+    each = re.findall(r"captured prompts of (\d+) tokens beside (\d) rows \(full\) in \d+ ms, ", caplog.text)
+    assert [tuple(map(int, found)) for found in each] == list(engine.prompts.seconds)
+    assert re.search(r"captured 4 prompt passes in \d+\.\d s, -?\d+ MiB", caplog.text)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -319,6 +319,108 @@ def test_rewound_rows_are_no_requests(small, alone):
     small.scheduler.assert_consistent()
 
 
+# ---- prompts that share passes
+
+
+@pytest.fixture(scope="module")
+def reader():
+    """An engine of so many slots and tokens of prompts in a pass, and what it reads: (chunks, tokens, decoding)."""
+
+    @cache
+    def reader(slots, chunk):
+        engine, log = engine_of(slots=slots, page=16, chunk_tokens=chunk), []
+        read = engine.prompts.read
+
+        def logged(chunks, tokens, decoding):
+            log.append((tuple(chunks), tokens, decoding))
+            read(chunks, tokens, decoding)
+
+        engine.prompts.read = logged
+        return engine, log
+
+    return reader
+
+
+def check_reads(log, chunk, lengths) -> None:
+    """Each position of each prompt was read once, in order, in passes of at most `chunk` tokens whose rows stand
+    without gaps behind those that decode; but for a last position that a decode pass took."""
+    reached, prompts = {}, []
+    for chunks, tokens, decoding in log:
+        assert 0 < sum(each.count for each in chunks) == tokens <= chunk
+        assert len({each.slot for each in chunks}) == len(chunks)
+        first = decoding
+        for each in chunks:
+            assert each.first == first and each.count > 0 and each.start in (0, reached.get(each.slot))
+            if each.start == 0 and each.slot in reached:
+                prompts.append(reached[each.slot])
+            reached[each.slot] = each.end
+            first = each.rows.stop
+    ends, wanted = sorted(prompts + list(reached.values())), sorted(length for length in lengths if length > 1)
+    assert len(ends) == len(wanted), "a prompt was not read, or twice"
+    assert sum(wanted) - len(wanted) <= sum(ends) <= sum(wanted)
+
+
+PROMPT = st.tuples(
+    st.one_of(st.integers(1, 9), st.integers(1, 80)), st.sampled_from(sorted(PARAMS)), st.sampled_from([1, 4, 15]),
+    st.integers(0, 3),
+)  # fmt: skip
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    sizes=st.sampled_from([(2, 1), (2, 3), (4, 7), (8, 24), (8, 96), (16, 48)]), ahead=st.integers(0, 1),
+    decoding=st.integers(0, 3), prompts=st.lists(PROMPT, min_size=1, max_size=20),
+)  # fmt: skip
+def test_prompts_of_any_lengths_in_chunks_of_any_size_beside_any_neighbours(
+    reader, alone, sizes, ahead, decoding, prompts
+):
+    """prompts: length, kind of sampling, tokens to draw, and steps until the next one comes."""
+    engine, log = reader(*sizes)
+    log.clear()
+    scheduler = engine.scheduler
+    scheduler._ahead = 1 if CUDA else ahead
+    wanted = [(prompt_of(base, 5 + base), "sampled", 60) for base in range(min(decoding, sizes[0] - 1))]
+    requests = [engine.submit(prompt, params_of(*rest), reuse_prefix=False) for prompt, *rest in wanted]
+    while not all(request.completion_tokens for request in requests):
+        scheduler.step()
+    for i, (length, kind, most, steps) in enumerate(prompts):
+        wanted.append((prompt_of(i % 3, length), kind, most))
+        requests.append(engine.submit(wanted[-1][0], params_of(kind, most), reuse_prefix=False))
+        for _ in range(steps):
+            scheduler.step()
+            scheduler.assert_consistent()
+    finish(scheduler)
+    for request, expected in zip(requests, wanted):
+        same(request.result(), alone(*expected))
+    check_reads(log, sizes[1], [len(prompt) for prompt, *_ in wanted])
+
+
+def test_as_many_short_prompts_as_there_are_slots_take_one_pass(reader, alone):
+    engine, log = reader(16, 48)
+    log.clear()
+    wanted = [(prompt_of(i % 3, 3), sorted(PARAMS)[i % 4], 9) for i in range(16)]
+    requests = [engine.submit(prompt, params_of(*rest), reuse_prefix=False) for prompt, *rest in wanted]
+    finish(engine.scheduler)
+    for request, expected in zip(requests, wanted):
+        same(request.result(), alone(*expected))
+    ((chunks, tokens, decoding),) = log
+    assert (len(chunks), tokens, decoding) == (16, 48, 0)
+
+
+def test_a_prompt_that_is_cut_leaves_the_rest_of_a_pass_to_the_next_one(reader, alone):
+    """First come, first served: the last part of a prompt shares its pass with the beginning of the next."""
+    engine, log = reader(4, 7)
+    log.clear()
+    wanted = [(prompt_of(base, 10), "greedy", 4) for base in range(3)]
+    requests = [engine.submit(prompt, params_of(*rest), reuse_prefix=False) for prompt, *rest in wanted]
+    finish(engine.scheduler)
+    for request, expected in zip(requests, wanted):
+        same(request.result(), alone(*expected))
+    assert [[(each.start, each.count) for each in chunks] for chunks, *_ in log] == [
+        [(0, 7)], [(7, 3), (0, 4)], [(4, 6), (0, 1)], [(1, 7)], [(8, 2)],
+    ]  # fmt: skip
+
+
 # ---- interrupts
 
 

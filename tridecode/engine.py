@@ -24,7 +24,6 @@ from .serve.driver import Driver, Request
 from .serve.request import Job, generating, scoring, step_kind
 from .serve.scheduler import PROMPT_MS, Scheduler
 from .serve.slots import checked_positions
-from .step.choose import prompt_tiles_fit
 from .step.dispatch import PROMPT_MOST, Dispatcher, GraphStat
 from .step.graphs import make_steps
 from .step.prefill import CHUNK
@@ -62,8 +61,7 @@ class Engine:
         dispatcher = Dispatcher(graphs.graph, graphs.sizes, graphs.prompt_sizes, graphs.prompt_attention)
         self.steps = make_steps(self.model, self.backend, dispatcher, graphs.attention)
         self.prompts = make_prompts(self.model, self.steps, self.backend, graphs.prompt_attention)
-        while self.prompts.capture_next(None if self.slots > 1 else FIRST_TURN):
-            pass
+        self.prompts.capture_all(None if self.slots > 1 else FIRST_TURN)
         ahead = 1 if self.device.type == "cuda" and self.backend == "triton" else 0
         scheduler = Scheduler(
             self.model, self.tokenizer, lambda: self.steps, lambda: self.prompts, ahead, self.chunk_tokens,
@@ -124,8 +122,10 @@ class Engine:
         config = load_config(path)
         tokenizer = Tokenizer.load(path)
         torch_dtype = placement.resolve_dtype(dtype, config, place)
+        support = placement.capture_support(backend, config, torch_dtype, place)
+        planned = placement.plan_graphs(slots, chunk_tokens, *support, graph=graph, **graphs)
         plan, capacity, notes = placement.plan_capacity(
-            config, torch_dtype, place, max_seq_len, slots, kv_tokens, chunk_tokens
+            config, torch_dtype, place, max_seq_len, slots, kv_tokens, chunk_tokens, planned.one_piece
         )
         pool, page = plan.kv_tokens(capacity, kv_tokens, str(place)), placement.page_size(backend, slots) or capacity
         pages = None if pool == slots * capacity else -(-pool // page)
@@ -167,11 +167,10 @@ class Engine:
         page = page or placement.page_size(backend, slots)
         if pages is not None and pages * (page or capacity) < capacity:
             raise ParameterError(f"pages: {pages:,} hold fewer positions than a request's {capacity:,}")
-        captured = backend != "torch" and weights.device.type == "cuda"
         chunk_tokens = min(chunk_tokens, slots * capacity)
-        tiles = captured and prompt_tiles_fit(config.head_dim, weights.dtype, weights.device)
-        planned = placement.plan_graphs(slots, chunk_tokens, captured, tiles, graph=graph, **graphs)
-        plan = plan or plan_memory(config, weights.dtype, weights.device, slots, chunk_tokens)
+        support = placement.capture_support(backend, config, weights.dtype, weights.device)
+        planned = placement.plan_graphs(slots, chunk_tokens, *support, graph=graph, **graphs)
+        plan = plan or plan_memory(config, weights.dtype, weights.device, slots, chunk_tokens, planned.one_piece)
         with allocating(capacity, weights.device):
             rows = max(slots, *planned.sizes)
             model = make_model(

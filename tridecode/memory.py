@@ -12,17 +12,20 @@ from .errors import DeviceError
 from .model.checkpoint import weight_bytes
 from .model.config import ModelConfig
 from .step.prefill import CHUNK
-from .step.workspace import make_workspace, named_tensors
+from .step.state import PROMPT_SHAPE
+from .step.workspace import make_prompt_buffers, make_workspace, named_tensors
 
 GIB = 2**30
 HEADROOM = {"cuda": 0.03, "cpu": 0.25}  # of the free memory, left to cuBLAS and kernels, or to other programs
+# What others allocate: cuBLAS's workspaces and the captured graphs, or the references' temporary tensors.
+SCRATCH = {"cuda": 2**27, "cpu": 2**25}
 TOKEN = 4  # bytes of an id; each slot has a context's
 CPU_CONTEXT = 8192  # positions, unless more are asked for: a host's memory is not the engine's alone
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes on one device; `fixed` is the workspace and the activations of one prefill chunk.
+    """Bytes on one device; `fixed` is the workspace of one slot, the buffers of prompt passes, and what others take.
 
     per_token: of a position of the context that has K/V, of which kv_per_token are the K/V; per_slot: of each slot
     beside the first. default_limit: positions of a context to allocate at most where no number is asked for.
@@ -102,21 +105,21 @@ def allocating(capacity: int, device: torch.device):
 
 
 def plan_memory(
-    config: ModelConfig, dtype: torch.dtype, device: torch.device, slots: int = 1, chunk: int = CHUNK
+    config: ModelConfig, dtype: torch.dtype, device: torch.device, slots: int = 1, chunk: int = CHUNK,
+    one_piece: bool = True,
 ) -> MemoryPlan:
     """Plan for loading `config` in `dtype` on `device` as it is now, for `slots` requests at a time, their prompts read
-    in chunks of `chunk` tokens."""
+    in chunks of `chunk` tokens; one_piece: by torch's attention, for which a layer's K/V of a slot are gathered."""
     rope_and_tokens, kv = 4 * config.head_dim + TOKEN, kv_bytes_per_token(config, dtype)
-    one_piece = 2 * config.kv_size * dtype.itemsize  # a layer's K/V as a prompt's attention reads them
-    # A row of a prefill chunk: the residual stream and its norm, q and k rotated in fp32, gate | up, their product.
-    row = 4 * (5 * config.hidden_size + 6 * config.q_size + 4 * config.kv_size)
-    row += 4 * dtype.itemsize * config.intermediate_size
-    workspace = 64 * config.vocab_size + 2**25
+    gathered = 2 * config.kv_size * dtype.itemsize if one_piece else 0
+    rows, scratch = min(chunk, slots * config.max_position) + slots, SCRATCH[device.type]
+    if device.type == "cpu":  # the references' own, of a row
+        scratch += 16 * rows * (config.intermediate_size + config.q_size + config.kv_size)
     return MemoryPlan(
         free=free_memory(device),
         weights=weight_bytes(config, dtype),
-        per_token=kv + one_piece + rope_and_tokens,
-        fixed=min(chunk, config.max_position) * row + workspace,
+        per_token=kv + gathered + rope_and_tokens,
+        fixed=workspace_bytes(config, dtype, 1) + prompt_bytes(config, dtype, rows) + scratch,
         model_limit=config.max_position,
         headroom=HEADROOM[device.type],
         default_limit=CPU_CONTEXT if device.type == "cpu" else config.max_position,
@@ -130,12 +133,19 @@ def slot_bytes(config: ModelConfig, dtype: torch.dtype, slots: int) -> int:
     """What the workspace has for each of `slots` beside the first, without its tokens: counted, not allocated."""
     if slots == 1:
         return 0
+    return -(-(workspace_bytes(config, dtype, slots) - workspace_bytes(config, dtype, 1)) // (slots - 1))
 
-    def total(slots: int) -> int:
-        tensors = named_tensors(make_workspace(config, 0, "meta", dtype, slots)).values()
-        return sum(tensor.nbytes for tensor in tensors if tensor.is_meta)  # the rings are in the host's memory
 
-    return -(-(total(slots) - total(1)) // (slots - 1))
+def workspace_bytes(config: ModelConfig, dtype: torch.dtype, slots: int) -> int:
+    """Of the workspace without tokens: counted, not allocated. The rings are in the host's memory."""
+    tensors = named_tensors(make_workspace(config, 0, "meta", dtype, slots)).values()
+    return sum(tensor.nbytes for tensor in tensors if tensor.is_meta)
+
+
+def prompt_bytes(config: ModelConfig, dtype: torch.dtype, rows: int) -> int:
+    """Of the buffers of prompt passes of up to `rows` rows, counted too."""
+    buffers = make_prompt_buffers(config, rows, "meta", dtype, PROMPT_SHAPE)
+    return sum(tensor.nbytes for tensor in named_tensors(buffers).values())
 
 
 def free_memory(device: torch.device) -> int:

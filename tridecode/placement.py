@@ -12,6 +12,7 @@ from .errors import DeviceError, ParameterError
 from .memory import MemoryPlan, plan_memory
 from .model.config import ModelConfig
 from .prompt import listed
+from .step.choose import prompt_tiles_fit
 from .step.dispatch import ATTENTION, MODES, PROMPT_ATTENTION, PROMPT_MOST, SIZES, lowered, prompt_sizes
 from .step.dispatch import graph_sizes as graph_sizes_of
 from .step.prefill import CHUNK
@@ -69,15 +70,16 @@ def plan_capacity(
     slots: int = 1,
     kv_tokens: int | None = None,
     chunk: int = CHUNK,
+    one_piece: bool = True,
 ) -> tuple[MemoryPlan, int, list[str]]:
-    """The memory plan, the context of a request to allocate, and notes for the user. Raises ParameterError,
-    DeviceError. The pool of all slots is `plan.kv_tokens`."""
+    """The memory plan (see plan_memory), the context of a request to allocate, and notes for the user. Raises
+    ParameterError, DeviceError. The pool of all slots is `plan.kv_tokens`."""
     limit = config.max_position
     if max_seq_len is not None:
         max_seq_len = integer("max_seq_len", max_seq_len, 1, limit, "the model's limit of ")
     if kv_tokens is not None:
         kv_tokens = integer("kv_tokens", kv_tokens, max_seq_len or 1, LONGEST)
-    plan = plan_memory(config, dtype, device, slots, chunk)
+    plan = plan_memory(config, dtype, device, slots, chunk, one_piece)
     capacity = plan.capacity(max_seq_len, str(device))
     why = f"that is what fits {device}"
     if capacity < min(max_seq_len or limit, plan.max_context):
@@ -101,7 +103,8 @@ def plan_capacity(
 @dataclass(frozen=True)
 class GraphPlan:
     """How passes will run. graph: one of MODES; sizes, prompt_sizes: rows of decode passes and tokens of prompt passes
-    to capture; attention, prompt_attention: their backends; note: what was changed, for the user."""
+    to capture; attention, prompt_attention: their backends; note: what was changed, for the user; one_piece: as
+    plan_memory takes it."""
 
     graph: str
     sizes: tuple[int, ...]
@@ -109,6 +112,13 @@ class GraphPlan:
     prompt_sizes: tuple[int, ...]
     prompt_attention: str
     note: str | None = None
+    one_piece: bool = True
+
+
+def capture_support(backend: str, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> tuple[bool, bool]:
+    """Whether passes can be captured there, and whether Triton's attention of prompts fits."""
+    captured = backend != "torch" and device.type == "cuda"
+    return captured, captured and prompt_tiles_fit(config.head_dim, dtype, device)
 
 
 def plan_graphs(
@@ -142,7 +152,8 @@ def plan_graphs(
     below, note = lowered(graph, ATTENTION[attention]), None
     if below != graph:
         note = f"graph {graph} becomes {below}: {attention} attention cannot be captured"
-    return GraphPlan(below, sizes, attention, prompts, prompt_attention, note)
+    one_piece = prompt_attention != "triton" or not captured
+    return GraphPlan(below, sizes, attention, prompts, prompt_attention, note, one_piece)
 
 
 def _ascending(name: str, sizes, most: int) -> list[int] | None:

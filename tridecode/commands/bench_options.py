@@ -7,10 +7,12 @@ from ..model.presets import PRESETS
 from .values import (
     amount,
     contexts,
+    graph_modes,
     percentiles,
     positive,
     positives,
     request_rate,
+    row_count,
     row_counts,
     server_url,
     temperature,
@@ -66,6 +68,9 @@ def add_benches(bench) -> None:
     prefill.add_argument(
         "--prompt-tokens", type=positives, default=[2048], metavar="N,N", help="lengths, a row each (2048)"
     )
+    cached = "tokens before them that the cache holds already, as in a second turn (0)"
+    prefill.add_argument("--cached", type=whole, default=0, metavar="N", help=cached)
+    add_graphs(prefill)
     add_capacity(prefill)
     stream = add("stream", "the stream as its caller sees it, and the graph alone", runs=9)
     add_shape(stream, model=True)
@@ -75,8 +80,18 @@ def add_benches(bench) -> None:
     add_shape(peers)
     add_steps(peers, "prompt tokens", sampling=False)
     add_serve(add("serve", "a server through HTTP, this one or any with the OpenAI API, under load"))
+    mix = add("serve-mix", "requests that decode while a prompt comes among them, and the prompt", runs=9)
+    add_shape(mix, model=True)
+    mix.add_argument("--requests", type=row_count, default=8, metavar="N", help="that decode (8)")
+    mix.add_argument("--context", type=positive, default=64, metavar="N", help="tokens of their prompts (64)")
+    tokens = "of the prompt that comes (2000)"
+    mix.add_argument("--prompt-tokens", type=positive, default=2000, metavar="N", help=tokens)
+    mix.add_argument("--steps", type=positive, default=128, metavar="N", help="tokens of each before it comes (128)")
+    words = "that a pass may take which reads it while they decode (15)"
+    mix.add_argument("--prompt-ms", type=amount, default=15.0, metavar="MS", help=words)
+    add_graphs(mix)
     suite = add("suite", "every row of one of the files in benchmarks/, in one process")
-    suites = ["targets", "batch", "ladder", "peers"]
+    suites = ["targets", "batch", "prompts", "ladder", "peers"]
     suite.add_argument("suite", nargs="?", choices=suites, default="targets", help="(targets)")
     report = add("report", "show a JSON file that a bench wrote; measures nothing")
     report.add_argument("file", metavar="FILE", help="a JSON list of rows")
@@ -132,6 +147,11 @@ def add_steps(parser, context: str, sampling: bool = True) -> None:
 def add_sampling(parser) -> None:
     choices = ["greedy", "temperature", "all"]
     parser.add_argument("--sampling", choices=choices, default="greedy", help="all: every filter on")
+
+
+def add_graphs(parser) -> None:
+    modes = "how passes run, a row each, all on one set of weights; as --graph of generate (full)"
+    parser.add_argument("--graph", type=graph_modes, default=["full"], metavar="MODE,MODE", help=modes)
 
 
 def add_capacity(parser) -> None:

@@ -9,7 +9,7 @@ from ..version import __version__
 from .bench_options import BENCH, add_benches, add_shape, add_verbose
 from .serve_options import SERVE, serve_options
 from .terminal import one_line
-from .values import ascending, logit_bias, minutes, positive, row_count, server_url, token_ids
+from .values import GRAPHS, ascending, logit_bias, minutes, positive, row_count, server_url, token_ids
 
 EXAMPLES = """\
 examples:
@@ -45,7 +45,6 @@ SAMPLING = (  # the fields of SamplingParams, each an option
     "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
     "logit_bias", "seed", "max_tokens", "stop", "stop_token_ids", "ignore_eos", "logprobs",
 )  # fmt: skip
-GRAPHS = ("none", "piecewise", "full", "full_decode_only", "full_and_piecewise")  # step.dispatch.MODES, without torch
 BATCH_SLOTS = 16  # of generate --jsonl and of serve
 PROFILE = """\
 Show where the time of one token step and of one prefill chunk goes, from the GPU's own activity records, kernel by

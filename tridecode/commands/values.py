@@ -5,6 +5,7 @@ import math
 from urllib.parse import urlsplit
 
 MOST_ROWS = 64  # of a pass, and so requests at a time
+GRAPHS = ("none", "piecewise", "full", "full_decode_only", "full_and_piecewise")  # step.dispatch.MODES, without torch
 
 
 def token_ids(text: str) -> list[int]:
@@ -65,6 +66,14 @@ def ascending(text: str) -> list[int]:
     if values != sorted(set(values)):
         raise argparse.ArgumentTypeError(f"expected ascending numbers, like 1,2,4,8, got {text!r}")
     return values
+
+
+def graph_modes(text: str) -> list[str]:
+    """Some of GRAPHS, each once."""
+    modes = text.split(",")
+    if not set(modes) <= set(GRAPHS) or len(set(modes)) < len(modes):
+        raise argparse.ArgumentTypeError(f"expected some of {', '.join(GRAPHS)}, each once, got {text!r}")
+    return modes
 
 
 def contexts(text: str) -> list[str]:

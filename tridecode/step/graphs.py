@@ -149,6 +149,10 @@ class Place:
                 enqueue()
             torch.cuda.synchronize(self._device)
 
+    def free_memory(self) -> int:
+        """Bytes on the device; what it says of a graph is rounded to what the driver takes at a time."""
+        return torch.cuda.mem_get_info(self._device)[0]
+
     def seconds(self, enqueue: Callable[[], None]) -> float:
         """What it takes on the GPU, once."""
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -1,6 +1,7 @@
 """Who runs the prompt passes: launched line by line, or replayed from graphs captured for a schedule of sizes."""
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 
 import torch
@@ -38,6 +39,9 @@ class EagerPrompts:
         """Capture the largest size that is not captured yet, of those of up to `most` tokens; False where none is left.
         Nothing may run meanwhile."""
         return False
+
+    def capture_all(self, most: int | None = None) -> None:
+        """Capture all sizes of up to `most` tokens."""
 
     def decoding(self, rows: int) -> int:
         """The rows that a pass has for `rows` that decode."""
@@ -119,10 +123,18 @@ class PromptGraphs:
             self.capture(*wanted[-1])
         return len(wanted) > 1
 
+    def capture_all(self, most: int | None = None) -> None:
+        before, started, free = len(self._read), time.perf_counter(), self._place.free_memory()
+        while self.capture_next(most):
+            pass
+        taken, spent = free - self._place.free_memory(), time.perf_counter() - started
+        log.info("captured %d prompt passes in %.1f s, %.0f MiB", len(self._read) - before, spent, taken / 2**20)
+
     @torch.inference_mode()
     def capture(self, tokens: int, decoding: int) -> None:
         """Capture that size. One that cannot be captured stays eager, which is said."""
         mode, key = self.dispatcher.plan_prompt(tokens)[0], (tokens, decoding)
+        started, free = time.perf_counter(), self._place.free_memory()
         chunks = self.model.prompt.chunks
         kept = chunks.clone()
         try:
@@ -133,6 +145,11 @@ class PromptGraphs:
                 mode, launch, attention, lambda run: prefill.read(run, self.model, rows, decoding)
             )
             self.seconds[key] = self._place.seconds(self._read[key])
+            taken, spent = free - self._place.free_memory(), time.perf_counter() - started
+            log.debug(
+                "captured prompts of %d tokens beside %d rows (%s) in %.0f ms, %.1f MiB: %.2f ms and attention",
+                tokens, decoding, mode, 1e3 * spent, taken / 2**20, 1e3 * self.seconds[key],
+            )  # fmt: skip
         except RuntimeError as error:
             log.warning("prompts of %d tokens stay uncaptured: %s", tokens, str(error).splitlines()[0][:200])
             self._failed.add(key)

@@ -1,6 +1,8 @@
 """What every bench stands on: engines of public shapes with random weights, timers, limits measured in the run."""
 
 from collections.abc import Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -14,6 +16,9 @@ from ...memory import free_memory, plan_memory
 from ...model.checkpoint import random_weights
 from ...model.presets import PRESETS
 from ...sampling import SamplingParams
+from ...step.dispatch import Dispatcher
+from ...step.graphs import EagerSteps, StepGraphs, make_steps
+from ...step.prompt_graphs import EagerPrompts, PromptGraphs, make_prompts
 from ...version import __version__
 from .read import measure_read_bandwidth
 
@@ -39,9 +44,10 @@ def need_gpu() -> None:
 
 
 def preset_engine(
-    preset: str, capacity: int, graph: str = "full", slots: int = 1, kv_tokens: int | None = None
+    preset: str, capacity: int, graph: str = "full", slots: int = 1, kv_tokens: int | None = None, **more
 ) -> Engine:
     """An engine of a public shape with random weights, its cache filled with random K/V; kv_tokens: a multiple of PAGE.
+    more: of Engine.build.
 
     Raises ParameterError for an unknown preset, DeviceError without a GPU or with too little memory.
     """
@@ -52,19 +58,20 @@ def preset_engine(
     plan = plan_memory(config, torch.bfloat16, device, slots)
     plan.kv_tokens(plan.capacity(capacity, str(device)), kv_tokens, str(device))  # an error before memory is spent
     weights = random_weights(config, device, torch.bfloat16)
-    sizes = dict(slots=slots, pages=kv_tokens and kv_tokens // PAGE)
-    engine = Engine.build(config, weights, None, capacity, "triton", graph, plan=plan, name=preset, **sizes)
+    more |= dict(plan=plan, name=preset, slots=slots, pages=kv_tokens and kv_tokens // PAGE)
+    engine = Engine.build(config, weights, None, capacity, "triton", graph, **more)
     fill_cache(engine)
     return engine
 
 
-def bench_engine(args, capacity: int, slots: int = 1, kv_tokens: int | None = None) -> Engine:
-    """The engine of --model or --preset in bf16, for `slots` requests of `capacity` K/V positions at most."""
+def bench_engine(args, capacity: int, slots: int = 1, kv_tokens: int | None = None, **more) -> Engine:
+    """The engine of --model or --preset in bf16, for `slots` requests of `capacity` K/V positions at most. more: what
+    Engine.load and Engine.build take alike."""
     if args.model is None:
-        return preset_engine(args.preset, capacity, slots=slots, kv_tokens=kv_tokens)
+        return preset_engine(args.preset, capacity, slots=slots, kv_tokens=kv_tokens, **more)
     need_gpu()
-    sizes = dict(max_seq_len=capacity, slots=slots, kv_tokens=kv_tokens)
-    engine = Engine.load(args.model, device="cuda", dtype="bfloat16", **sizes)
+    more |= dict(max_seq_len=capacity, slots=slots, kv_tokens=kv_tokens)
+    engine = Engine.load(args.model, device="cuda", dtype="bfloat16", **more)
     fill_cache(engine)
     return engine
 
@@ -72,6 +79,50 @@ def bench_engine(args, capacity: int, slots: int = 1, kv_tokens: int | None = No
 def fill_cache(engine: Engine) -> None:
     """Random K/V at every position, so that a step may start anywhere."""
     engine.model.kv.pool.normal_()
+
+
+@dataclass(frozen=True)
+class Runners:
+    """Who runs the passes of an engine in one mode, every size captured."""
+
+    steps: EagerSteps | StepGraphs
+    prompts: EagerPrompts | PromptGraphs
+
+    def reads(self) -> dict[tuple, int]:
+        """Passes so far that read prompts, by kind, rows, padded rows and mode."""
+        stats = self.steps.dispatcher.stats()
+        return {(s.kind, s.rows, s.padded, s.mode): s.count for s in stats if s.kind in ("prompt", "mixed")}
+
+
+def make_runners(engine: Engine, modes: Sequence[str]) -> dict[str, Runners]:
+    """Those of each of `modes`, all on the engine's weights, cache and buffers."""
+    found, graphs = {}, engine.graphs
+    for mode in modes:
+        steps, prompts = engine.steps, engine.prompts
+        if mode != engine.graph:
+            dispatcher = Dispatcher(mode, graphs.sizes, graphs.prompt_sizes, graphs.prompt_attention)
+            steps = make_steps(engine.model, engine.backend, dispatcher, graphs.attention)
+            prompts = make_prompts(engine.model, steps, engine.backend, graphs.prompt_attention)
+        while prompts.capture_next():
+            pass
+        found[mode] = Runners(steps, prompts)
+    return found
+
+
+@contextmanager
+def running(engine: Engine, runners: Runners):
+    """The engine with other runners."""
+    own = engine.steps, engine.prompts
+    engine.steps, engine.prompts = runners.steps, runners.prompts
+    try:
+        yield engine
+    finally:
+        engine.steps, engine.prompts = own
+
+
+def read_modes(before: dict[tuple, int], after: dict[tuple, int]) -> str:
+    """How the passes between two `reads` ran that read prompts, like "full"; of none of them nothing."""
+    return ", ".join(sorted({key[-1] for key, count in after.items() if count > before.get(key, 0)}))
 
 
 def time_decode(

@@ -72,6 +72,9 @@ COLUMNS = {
     "prefill": {
         "prefill": name,
         "prompt tokens": number("prompt_tokens"),
+        "cached": lambda row: number("cached")(row) if row.get("cached") else "",
+        "graph": text("graph"),
+        "read by": text("reads"),
         "ms": number("prefill_ms", 2),
         "p5": number("prefill_ms_p5", 2),
         "p95": number("prefill_ms_p95", 2),
@@ -116,6 +119,20 @@ COLUMNS = {
         "p99 ITL": number("p99_itl_ms", 2),
         "E2EL ms": number("mean_e2el_ms"),
     },
+    "serve-mix": {
+        "a prompt among requests": name,
+        "requests": number("requests"),
+        "prompt tokens": number("prompt_tokens"),
+        "graph": text("graph"),
+        "read by": text("reads"),
+        **{
+            f"{phase}: {figure}": number(f"{phase}_{figure}_ms", 2)
+            for phase in ("before", "during", "after")
+            for figure in ("median", "p99", "max")
+        },
+        "lost": number("lost"),
+        "ms to first token": number("ttft_ms", 2),
+    },
     "peers": {"program": text("variant"), "shape": name, "context": number("context"), **STEP},
 }
 # The figures of which two runs are compared.
@@ -127,6 +144,7 @@ COMPARED = {
     "stream": ("us_per_token", "graph_us_per_token"),
     "start": ("first_start_s", "second_start_s"),
     "serve": ("output_throughput", "mean_ttft_ms", "mean_tpot_ms"),
+    "serve-mix": ("before_median_ms", "during_p99_ms", "after_median_ms", "ttft_ms"),
     "peers": ("us_per_token",),
 }
 

@@ -12,6 +12,7 @@ from .peers import peers
 from .prefill import prefill
 from .report import FORMATS, deviations, read_rows, render, show
 from .serve import serve
+from .serve_mix import serve_mix
 from .start import start
 from .stream import stream
 from .suite import command_of, suite
@@ -24,6 +25,7 @@ BENCHES = {
     "start": start,
     "peers": peers,
     "serve": serve,
+    "serve-mix": serve_mix,
 }
 
 
@@ -59,7 +61,7 @@ def measure(args, output: Output) -> list[dict]:
 
 def alone(row: dict) -> dict:
     """The options that name a row among those of its command."""
-    found = {"prompt_tokens": [row["prompt_tokens"]]} if "prompt_tokens" in row else {}
+    found = {key: [row[key]] for key in ("prompt_tokens", "graph") if key in row}
     if row["bench"] == "batch":
         mixed = isinstance(row["context"], str)
         found = {"rows": None if mixed else [row["rows"]], "context": [row["context"]]}

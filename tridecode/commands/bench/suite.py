@@ -34,6 +34,13 @@ SUITES = {
         batch --preset qwen3-0.6b --rows 1,2,4,8,16,32,64 --context 64
         batch --preset qwen3-0.6b --rows 8 --context 64 --sampling all
     """,
+    "prompts": """
+        prefill --preset qwen3-4b --prompt-tokens 64,512,2048,8192,32000 --graph MODES
+        prefill --preset qwen3-4b --prompt-tokens 64 --cached 2000 --graph MODES
+        prefill --preset qwen3-0.6b --prompt-tokens 64,512,2048 --graph MODES
+        prefill --preset qwen3-0.6b --prompt-tokens 64 --cached 2000 --graph MODES
+        serve-mix --preset qwen3-4b --graph MODES
+    """.replace("MODES", "full,full_and_piecewise,full_decode_only"),
     "ladder": """
         decode --preset qwen3-0.6b --ablate
         decode --preset qwen3-4b --ablate
@@ -80,7 +87,8 @@ def suite(args, output, measure) -> tuple[list[dict], list[str]]:
             rows += found
             for row in found:
                 figures = ", ".join(f"{key} {row[key]}" for key in COMPARED[row["bench"]])
-                output.note(f"{row.get('variant') or counted(row.get('rows', 1), 'row')}: {figures}")
+                named = row.get("variant") or row.get("graph") or counted(row.get("rows", 1), "row")
+                output.note(f"{named}: {figures}")
         except Exception as error:  # the other rows are worth having
             failed.append(command)
             output.error(f"{command}: {explain(error)}")

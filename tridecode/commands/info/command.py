@@ -8,11 +8,12 @@ import torch
 from ...cache.kv import kv_bytes_per_token
 from ...engine import BUNDLED
 from ...errors import DeviceError
-from ...memory import plan_memory
+from ...memory import plan_memory, prompt_bytes
 from ...model.checkpoint import load_config, parameter_count
 from ...model.config import ModelConfig
 from ...model.hub import resolve_model
-from ...placement import plan_capacity, resolve_device, resolve_dtype
+from ...placement import GraphPlan, capture_support, plan_capacity, plan_graphs, resolve_device, resolve_dtype
+from ...step.dispatch import Dispatcher
 from ...version import __version__
 from ..loading import slots_of
 from ..terminal import Output, counted, visible
@@ -25,10 +26,15 @@ def info(args, output: Output) -> int:
     config = load_config(path)
     dtype = resolve_dtype(args.dtype, config, device)
     gpus, versions = doctor.gpu_facts(), version_facts()
+    support = capture_support(backend, config, dtype, device)
+    memory = memory_facts(config, dtype, device, args, graphs_of(args, args.chunk_tokens, support))
+    chunk = min(args.chunk_tokens, memory["slots"] * memory["context"] or args.chunk_tokens)
+    graphs = graphs_of(args, chunk, support)
     report = {
         "model": model_facts(config, args.model or "bundled", str(path)),
-        "memory": memory_facts(config, dtype, device, args),
-        "run": run_facts(args, device, backend, dtype),
+        "memory": memory,
+        "run": run_facts(device, backend, dtype, graphs, support[0]),
+        "prompts": prompt_facts(config, dtype, memory["slots"], chunk, graphs, support[0]),
         "gpus": gpus,
         "versions": versions,
         "warnings": doctor.warnings(gpus, versions["driver"], versions["cuda"]),
@@ -57,12 +63,20 @@ def model_facts(config: ModelConfig, name: str, path: str) -> dict:
     }
 
 
-def memory_facts(config: ModelConfig, dtype: torch.dtype, device: torch.device, args) -> dict:
+def graphs_of(args, chunk: int, support: tuple[bool, bool]) -> GraphPlan:
+    """How passes would run whose prompts come in chunks of that many tokens."""
+    names = (
+        "graph", "graph_sizes", "attention", "prompt_graph_max_tokens", "prompt_graph_sizes", "prompt_attention"
+    )  # fmt: skip
+    return plan_graphs(slots_of(args), chunk, *support, **{name: getattr(args, name) for name in names})
+
+
+def memory_facts(config: ModelConfig, dtype: torch.dtype, device: torch.device, args, graphs: GraphPlan) -> dict:
     """Sizes in bytes, contexts in tokens. `context` of each of the `slots` requests, and `kv_tokens` that all of them
     share: what would be allocated; 0, with `problem`, where it cannot be."""
     slots, per_token = slots_of(args), kv_bytes_per_token(config, dtype)
-    plan, problem = plan_memory(config, dtype, device, slots, args.chunk_tokens), None
-    asked = args.max_seq_len, slots, args.kv_tokens, args.chunk_tokens
+    plan, problem = plan_memory(config, dtype, device, slots, args.chunk_tokens, graphs.one_piece), None
+    asked = args.max_seq_len, slots, args.kv_tokens, args.chunk_tokens, graphs.one_piece
     try:
         _, context, _ = plan_capacity(config, dtype, device, *asked)
         pool = plan.kv_tokens(context, args.kv_tokens, str(device))
@@ -82,14 +96,32 @@ def memory_facts(config: ModelConfig, dtype: torch.dtype, device: torch.device, 
     }
 
 
-def run_facts(args, device: torch.device, backend: str, dtype: torch.dtype) -> dict:
+def prompt_facts(
+    config: ModelConfig, dtype: torch.dtype, slots: int, chunk: int, graphs: GraphPlan, captured: bool
+) -> dict:
+    """How prompts would be read: in chunks of at most `chunk_tokens`, by a graph of the next of `sizes` where `mode` is
+    not none, and beside rows that decode, where there are `slots` for them, by one of as many more. `buffers`: bytes,
+    part of the workspace."""
+    mode, _ = Dispatcher(graphs.graph, graphs.sizes, graphs.prompt_sizes, graphs.prompt_attention).plan_prompt(1)
+    sizes = list(graphs.prompt_sizes) if mode != "none" else []
+    return {
+        "mode": mode,
+        "attention": graphs.prompt_attention if captured else "torch",
+        "chunk_tokens": chunk,
+        "sizes": sizes,
+        "largest": max(sizes, default=None),
+        "graphs": len(sizes) * (1 if slots == 1 else 2),
+        "buffers": prompt_bytes(config, dtype, chunk + max(slots, *graphs.sizes)),
+    }
+
+
+def run_facts(device: torch.device, backend: str, dtype: torch.dtype, graphs: GraphPlan, captured: bool) -> dict:
     """`pdl`: programmatic dependent launch, from compute capability 9.0 on."""
-    captured = backend == "triton" and device.type == "cuda"
     return {
         "device": str(device),
         "backend": backend,
         "dtype": str(dtype).removeprefix("torch."),
-        "graph": args.graph if captured else "none",
+        "graph": graphs.graph,
         "pdl": captured and torch.cuda.get_device_capability(device) >= (9, 0),
     }
 
@@ -126,6 +158,7 @@ def as_text(report: dict) -> str:
         ("layers", f"{model['layers']} of width {model['hidden_size']:,}; {heads}; vocabulary {model['vocab_size']:,}"),
         ("would run", f"{run['device']}, backend {run['backend']}, {run['dtype']}, {graph_words(run)}"),
         ("kernels", kernel_words(run, model["layers"])),
+        ("prompts", prompt_words(report["prompts"])),
         ("weights", size(memory["weights"])),
         ("K/V", f"{memory['kv_per_token']:,} bytes per token{pool_words(memory)}"),
         ("workspace", size(memory["workspace"])),
@@ -165,6 +198,16 @@ def kernel_words(run: dict, layers: int) -> str:
     if run["backend"] == "torch":
         return "none of its own: PyTorch's"
     return f"Triton: embed, {layers} x (qkv, attention, o_proj, gate_up, down), lm_head, sample"
+
+
+def prompt_words(prompts: dict) -> str:
+    sizes = prompts["sizes"]
+    ways = {"full": "whole", "piecewise": "in pieces between attention launches"}
+    read = "launched line by line"
+    if sizes:
+        read = f"{prompts['graphs']} passes of {sizes[0]:,} to {sizes[-1]:,} tokens captured {ways[prompts['mode']]}"
+    chunks = f"in chunks of up to {prompts['chunk_tokens']:,} tokens"
+    return f"{chunks}, {read}; attention by {prompts['attention']}; buffers {size(prompts['buffers'])}"
 
 
 def pool_words(memory: dict) -> str:

@@ -1,0 +1,139 @@
+"""Prompts longer than a chunk: the numerical contract through prompt passes, and needles that attention must find."""
+
+import pytest
+import torch
+from checkpoints import FAMILIES, write_tiny
+from models import CUDA, DEVICE
+from needles import Needles
+from test_parity import REAL_WIDTHS, errors, transformers
+
+from tridecode import Engine, SamplingParams
+
+needs_gpu = pytest.mark.skipif(not CUDA, reason="real widths run on a GPU only")
+DTYPE = torch.bfloat16 if CUDA else torch.float32
+ONE = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+ENDS = 24  # positions at which logits are compared
+
+
+def prompt_logits(engine, ids, ends, reuse_prefix):
+    """fp32 [len(ends), vocab] that follow ids[:end], each out of the passes that have read it."""
+    found = []
+    for i, end in enumerate(ends):
+        result = engine.generate(ids[:end], ONE, reuse_prefix=reuse_prefix)
+        assert result.error is None and result.usage.reused_tokens == (ends[i - 1] if reuse_prefix and i else 0)
+        found.append(engine.model.workspace.logits[0].clone())
+    return torch.stack(found)
+
+
+def reference_logits(path, ids, ends, dtype):
+    """The same by transformers; loaded afresh, since casting a loaded model also rounds its rotary frequencies."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(DEVICE).eval()
+    keep = torch.tensor([end - 1 for end in ends], device=DEVICE)
+    with torch.no_grad():
+        return model(torch.tensor([ids], device=DEVICE), logits_to_keep=keep).logits[0].float()
+
+
+def check_contract(path, tokens, few):
+    """Whichever way a prompt of `tokens` tokens is read: in one chunk, in many of `few` tokens, behind a prefix."""
+    ids = torch.randint(0, 380, (tokens,), generator=torch.Generator().manual_seed(8)).tolist()
+    step = tokens // (2 * ENDS)
+    ends = [tokens - step * i for i in reversed(range(ENDS))]
+    exact = reference_logits(path, ids, ends, torch.float32)
+    bf16_kl, bf16_rms = errors(reference_logits(path, ids, ends, torch.bfloat16), exact)
+    for way, chunk, reuse_prefix in (("one chunk", tokens, False), ("chunks", few, False), ("prefix", few, True)):
+        sizes = dict(max_seq_len=tokens + 2, chunk_tokens=chunk, prompt_graph_max_tokens=tokens)
+        with Engine.load(path, device=str(DEVICE), **sizes) as engine:
+            while engine.capture_next():
+                pass
+            kl, rms = errors(prompt_logits(engine, ids, ends, reuse_prefix), exact)
+            stats = engine.graph_stats()
+        reads = [stat for stat in stats if stat.kind == "prompt"]
+        assert {stat.kind for stat in stats} == {"prompt"}, "a token came out of another pass"
+        assert {stat.mode for stat in reads} == {"full" if CUDA else "none"}
+        assert max(stat.rows for stat in reads) == chunk
+        print(f"\n{path.name}, {way}: KL {kl:.2e} (transformers bf16 {bf16_kl:.2e}), RMS {rms:.2e} ({bf16_rms:.2e})")
+        assert kl <= bf16_kl and rms <= bf16_rms, way
+        assert CUDA or rms <= 1e-5, f"{way}: the fp32 reference must agree with fp32 transformers"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_prompt_passes_are_no_worse_than_transformers_bf16(family, tmp_path):
+    check_contract(write_tiny(tmp_path / family, family, dtype=DTYPE), tokens=300, few=48)
+
+
+@needs_gpu
+@pytest.mark.parametrize("name", REAL_WIDTHS)
+def test_prompt_passes_are_no_worse_than_transformers_bf16_at_real_widths(name, tmp_path):
+    """4,000 tokens, of which a sliding window shows a quarter."""
+    family, widths = REAL_WIDTHS[name]
+    widths |= {"max_position_embeddings": 8192} | ({"sliding_window": 1024} if "sliding_window" in widths else {})
+    check_contract(write_tiny(tmp_path / name, family, dtype=torch.bfloat16, **widths), tokens=4000, few=512)
+
+
+# ---- needles
+
+TOKENS = 32_000 if CUDA else 400
+NEEDLES = Needles(64 if CUDA else 32)
+PLACES = [  # of the fact and of the question
+    (0, TOKENS - 2), (1, TOKENS // 2), (TOKENS // 2 - 1, TOKENS // 2), (TOKENS - 3, TOKENS - 2), (63, 64),
+    *([(2047, 2048), (2048, 31_743), (29_951, 29_952)] if CUDA else [(47, 48), (49, 383)]),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    path = tmp_path_factory.mktemp("needles") / "needles"
+    return NEEDLES.write(path, DTYPE, TOKENS + 8, heads=16 if CUDA else 4, kv_heads=4 if CUDA else 2)
+
+
+@pytest.fixture(scope="module", params=["triton", "flash"] if CUDA else ["torch"])
+def finder(request, checkpoint):
+    options = dict(chunk_tokens=48) if request.param == "torch" else dict(prompt_attention=request.param)
+    with Engine.load(checkpoint, device=str(DEVICE), max_seq_len=TOKENS + 2, **options) as engine:
+        yield engine
+
+
+def answer_of(engine, ids, reuse_prefix=False):
+    """The token, and the logits of all answers."""
+    result = engine.generate(ids, ONE, reuse_prefix=reuse_prefix)
+    assert result.error is None
+    return result, engine.model.workspace.logits[0, NEEDLES.answers].clone()
+
+
+def assert_found(found, value):
+    result, logits = found
+    assert result.token_ids == (NEEDLES.answers.start + value,)
+    wanted = torch.zeros_like(logits)
+    wanted[value] = 1  # a head that finds nothing takes its part away: a 16th or a quarter
+    assert (logits - wanted).abs().max() < 0.03
+
+
+@pytest.mark.parametrize("places", PLACES, ids=str)
+def test_a_needle_is_found(finder, places):
+    for seed in range(3):
+        key, value = 3 * seed + places[0] % 5, (7 * seed + places[1]) % NEEDLES.codes
+        assert_found(answer_of(finder, NEEDLES.prompt(TOKENS, *places, key, value, seed)), value)
+
+
+def test_a_needle_is_found_in_what_the_cache_holds(finder):
+    for places in ((5, TOKENS - 2), (5, 90)):
+        ids = NEEDLES.prompt(TOKENS, *places, key=2, value=9)
+        kept = TOKENS // 2 + 7
+        finder.generate(ids[:kept], ONE, reuse_prefix=False)
+        found = answer_of(finder, ids, reuse_prefix=True)
+        assert found[0].usage.reused_tokens == kept
+        assert_found(found, 9)
+
+
+def test_without_the_needle_there_is_no_answer(finder):
+    _, logits = answer_of(finder, NEEDLES.prompt(TOKENS, None, TOKENS - 2, key=2, value=9))
+    assert logits.abs().max() < 0.5
+
+
+def test_transformers_finds_the_needle(checkpoint):
+    """The checkpoint is what it says."""
+    tokens = min(TOKENS, 2000)
+    ids = NEEDLES.prompt(tokens, 0, tokens - 2, key=4, value=11)
+    logits = reference_logits(checkpoint, ids, [tokens], torch.float32)[0]
+    assert logits.argmax().item() == NEEDLES.answers.start + 11
+    assert logits[NEEDLES.answers].sort().values[-2:].tolist() == pytest.approx([0, 1], abs=0.03)

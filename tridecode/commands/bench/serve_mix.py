@@ -1,0 +1,113 @@
+"""bench serve-mix: what requests that decode see of a prompt that comes among them, and what its own caller sees."""
+
+import time
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ...engine import Engine
+from ...errors import GenerationError, ParameterError
+from ..values import MOST_ROWS
+from .batch import room_of
+from .measure import (
+    GREEDY,
+    WARM_UP,
+    bench_engine,
+    make_runners,
+    model_facts,
+    read_modes,
+    run_facts,
+    running,
+    spread,
+)
+from .prefill import prompt_ids
+
+PHASES = ("before", "during", "after")
+
+
+@dataclass(frozen=True)
+class Mix:
+    """One run. gaps: of each phase the seconds between two tokens of a decoding request, of all of them; ttft: seconds
+    from the prompt's submission to its first token; lost: tokens that were asked for and did not come."""
+
+    gaps: dict[str, list[float]]
+    ttft: float
+    lost: int
+
+
+def serve_mix(args, output) -> list[dict]:
+    """A row for each mode of --graph, all on one engine with a slot for each request and one for the prompt."""
+    if args.requests >= MOST_ROWS:
+        raise ParameterError(f"--requests: at most {MOST_ROWS - 1} beside the prompt, got {args.requests}")
+    tokens, slots = args.prompt_tokens, args.requests + 1
+    rooms = room_of(args.context, 3 * args.steps), room_of(tokens, args.steps)
+    pool = args.requests * rooms[0] + rooms[1]
+    engine = bench_engine(args, max(rooms), slots, min(pool, slots * max(rooms)), prompt_ms=args.prompt_ms)
+    rows = []
+    for mode, runners in make_runners(engine, args.graph).items():
+        with running(engine, runners):
+            runs = [time_mix(engine, args.requests, args.context, tokens, args.steps) for _ in range(WARM_UP)]
+            before = runners.reads()
+            runs = [time_mix(engine, args.requests, args.context, tokens, args.steps) for _ in range(args.runs)]
+        where = {"requests": args.requests, "context": args.context, "prompt_tokens": tokens, "steps": args.steps}
+        where |= {"prompt_ms": args.prompt_ms, "graph": mode, "runs": args.runs}
+        row = {"bench": "serve-mix"} | model_facts(engine, args) | where
+        row |= {"reads": read_modes(before, runners.reads())} | mix_figures(runs)
+        rows.append(row | run_facts(engine.device))
+    return rows
+
+
+def time_mix(engine: Engine, requests: int, context: int, tokens: int, steps: int) -> Mix:
+    """`requests` of `context` tokens decode; after `steps` of each comes a prompt of `tokens`, which draws as many.
+
+    Each of the others draws three times as many, so that all go on while the prompt is read, and afterwards.
+    """
+    vocab = engine.config.vocab_size
+
+    def submit(number: int, length: int, most: int):
+        ids = [(token + 31 * number) % vocab for token in prompt_ids(engine.config, length)]
+        return engine.submit(ids, replace(GREEDY, max_tokens=most, ignore_eos=True), reuse_prefix=False)
+
+    under_way = [submit(number, context, 3 * steps) for number in range(requests)]
+    arrivals: list[list[float]] = [[] for _ in range(requests + 1)]  # of the tokens of each, the prompt's last
+    came, busy = None, True
+    while busy:
+        busy = engine.step()
+        now = time.perf_counter()
+        for request, seen in zip(under_way, arrivals):
+            seen += [now] * (request.completion_tokens - len(seen))
+        if came is None and all(len(seen) > steps for seen in arrivals[:-1]):
+            came = time.perf_counter()
+            under_way.append(submit(requests, tokens, steps))
+            busy = True
+    wanted = [3 * steps] * requests + [steps]
+    lost = sum(most - len(result_of(request).token_ids) for most, request in zip(wanted, under_way))
+    *decoding, new = arrivals
+    together, first = max(seen[0] for seen in decoding), new[0]  # all of them decode; the prompt has been read
+    gaps = {phase: [] for phase in PHASES}
+    for seen in decoding:
+        for start, end in zip(seen, seen[1:]):
+            if start >= together:
+                gaps["before" if end <= came else "during" if end <= first else "after"].append(end - start)
+    if min(map(len, gaps.values())) == 0 or min(seen[-1] for seen in decoding) <= first:
+        raise GenerationError(f"{steps} steps are too few: the requests ended before the prompt was read")
+    return Mix(gaps, first - came, lost)
+
+
+def result_of(request):
+    """Raises GenerationError where it failed."""
+    if (result := request.result()).error:
+        raise GenerationError(result.error)
+    return result
+
+
+def mix_figures(runs: list[Mix]) -> dict:
+    """Percentiles over the gaps of all runs together, the first token over the runs; ms."""
+    found = {}
+    for phase in PHASES:
+        gaps = [1e3 * gap for run in runs for gap in run.gaps[phase]]
+        median, p99 = np.percentile(gaps, (50, 99)).tolist()
+        figures = {"median": median, "p99": p99, "max": max(gaps)}
+        found |= {f"{phase}_{name}_ms": round(value, 3) for name, value in figures.items()}
+    median, p5, p95 = (round(value, 3) for value in spread([run.ttft for run in runs], 1e3))
+    return found | {"ttft_ms": median, "ttft_ms_p5": p5, "ttft_ms_p95": p95, "lost": sum(run.lost for run in runs)}
