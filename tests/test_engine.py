@@ -11,9 +11,9 @@ from models import CUDA, DEVICE, tiny_engine
 from tridecode import Engine, SamplingParams
 from tridecode.engine import BUNDLED
 from tridecode.errors import GenerationError, ParameterError, PromptError
+from tridecode.kernels.prompt_attention import attend_masked
 from tridecode.model.checkpoint import load_config, load_weights
 from tridecode.step.prefill import prefill
-from tridecode.step.torch_ops import attend
 from tridecode.text.stop_strings import StopStrings
 from tridecode.text.tokenizer import Tokenizer
 
@@ -342,11 +342,11 @@ def test_chunks_of_any_size_prefill_the_same(engine):
 @pytest.mark.skipif(CUDA, reason="the CPU's own path")
 @pytest.mark.parametrize("window", [0, 24])
 def test_cpu_attention_in_blocks_of_rows(window, monkeypatch):
-    q, k, v = torch.randn(50, 4, 64), torch.randn(2, 90, 64), torch.randn(2, 90, 64)
-    whole, parts = torch.full((2, 50, 4 * 64), float("nan"))
-    attend(q, k, v, whole, window, 0.125)
+    q, k, v = torch.randn(1, 4, 50, 64), torch.randn(1, 2, 90, 64), torch.randn(1, 2, 90, 64)
+    whole, parts = torch.full((2, 4, 50, 64), float("nan"))
+    attend_masked(q, k, v, whole, window, 0.125)
     monkeypatch.setattr("tridecode.kernels.prompt_attention.MASK_LIMIT", 90 * 7)
-    attend(q, k, v, parts, window, 0.125)
+    attend_masked(q, k, v, parts, window, 0.125)
     assert torch.allclose(parts, whole, rtol=0, atol=1e-6)
 
 

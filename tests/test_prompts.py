@@ -123,6 +123,16 @@ def test_what_was_captured_is_logged_with_its_time_and_memory(caplog):
     assert re.search(r"captured 4 prompt passes in \d+\.\d s, -?\d+ MiB", caplog.text)
 
 
+@needs_gpu
+def test_more_rows_decode_than_the_largest_captured_pass_has():
+    """Prompts read beside them take rows of their own: no request's tokens are drawn from another's row."""
+    engine, exact = (engine_of(slots=6, graph=mode, graph_sizes=[2, 4]) for mode in ("full", "none"))
+    prompts = [ids(20 + i, i) for i in range(14)]
+    found = [[r.token_ids for r in e.generate_many(prompts, GREEDY, reuse_prefix=False)] for e in (engine, exact)]
+    assert any(stat.kind == "mixed" and stat.mode == "full" for stat in engine.graph_stats())
+    assert sum(a == b for a, b in zip(*found)) >= 12, "more than a token that tipped"
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_several_prompts_share_a_pass(family):
     engine, alone = engine_of(slots=4, family=family), engine_of(family=family)

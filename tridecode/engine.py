@@ -236,6 +236,8 @@ class Engine:
     def capture_next(self) -> bool:
         """Capture one more size of prompt passes, unless something runs; False where none is left. An engine of several
         slots has captured all at load, one of one slot those of a first turn; whoever has time may do the rest."""
+        if self.scheduler.busy:  # its lock is left to those who step
+            return True
         return self._driver.exclusively(lambda scheduler: scheduler.busy or self.prompts.capture_next())
 
     def graph_stats(self) -> list[GraphStat]:

@@ -1,6 +1,6 @@
 """Scheduler: whose rows the next pass holds. It does nothing by itself: add, step, cancel."""
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 
 import torch
@@ -129,7 +129,7 @@ class Scheduler:
         known = [job for job in self._waiting if job in self._jobs] + [running.job for running in admitted]
         assert len(known) == len(set(known)) and set(known) == set(self._jobs), "a job is lost, or known twice"
         assert [running.row for running in self._rows] == list(range(len(self._rows)))
-        assert self._rows + self._reading == sorted(admitted, key=(self._rows + self._reading).index)
+        assert Counter(self._rows + self._reading) == Counter(admitted)
         busy = {running.slot for running in admitted}
         assert len(busy) == len(admitted) and busy == {i for i, held in enumerate(self.slots.held) if held.busy}
         assert all(running.position <= running.room == self.slots.room(running.slot) for running in self._rows)

@@ -71,7 +71,7 @@ class EagerPrompts:
 
 class PromptGraphs:
     """Prompt passes of the dispatcher's sizes, each captured by `capture`; until then, and above the largest, they are
-    launched. A pass has no rows that decode, or as many as the largest decode pass.
+    launched. A pass has no rows that decode, or as many as the model can have.
 
     lazy: a size is also captured when it comes for the second time; nothing else may run then.
     """
@@ -79,7 +79,7 @@ class PromptGraphs:
     def __init__(self, model: DecodeModel, steps: StepGraphs, attention: str | None = None, lazy: bool = True):
         self.model, self.dispatcher, self._place, self._steps = model, steps.dispatcher, steps.place, steps
         self._eager = EagerPrompts(model, launch, launcher(model), self.dispatcher, attention)
-        self._most = max(self.dispatcher.sizes)
+        self._most = model.rows  # which may be more than the largest captured decode pass has
         self._read: dict[tuple[int, int], Callable[[], None]] = {}
         self._finish: dict[BatchDescriptor, Callable[[], None]] = {}
         self.seconds: dict[tuple[int, int], float] = {}  # of each captured size, without attention
@@ -159,7 +159,7 @@ class PromptGraphs:
     def read(self, chunks: Sequence[Chunk], tokens: int, decoding: int = 0) -> None:
         mode, padded = self.dispatcher.plan_prompt(tokens)
         key = padded, decoding
-        if self._missed is not None and mode != "none" and key not in self._read:
+        if self._missed is not None and mode != "none" and key not in self._read and key not in self._failed:
             if key in self._missed:
                 self.capture(*key)
             self._missed.add(key)

@@ -8,7 +8,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from ..kernels.gather_kv import gather_kv
 from ..kernels.op import Op
-from ..kernels.prompt_attention import attend_masked, prompt_attention_bytes
+from ..kernels.prompt_attention import prompt_attention_bytes
 from ..layout import Chunk
 from ..model.weights import Linear
 
@@ -61,9 +61,6 @@ def attend(q, keys, values, out, window: int, scale: float) -> None:
         end -= first
     q, k, v = q.transpose(0, 1)[None], keys[None], values[None]
     heads_first = out.view(n, q.shape[1], -1).transpose(0, 1)
-    if q.device.type == "cpu":
-        attend_masked(q, k, v, heads_first, window, scale)
-        return
     grouped = k.shape[1] != q.shape[1]
     if grouped and (q.dtype == torch.float32 or window):
         # In fp32 no fused backend groups heads, nor with a mask; expanding keeps the memory-efficient one.
