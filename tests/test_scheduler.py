@@ -179,15 +179,17 @@ def test_a_preempted_request_resumes_with_the_same_tokens(small, alone, monkeypa
     assert requests[1].result().usage.reused_tokens <= 16
 
 
-def test_the_oldest_takes_the_pages_of_idle_slots_before_those_of_others(small, alone, monkeypatch):
+def test_a_request_takes_pages_that_nobody_uses_before_those_of_others(small, alone, monkeypatch):
+    cache = small.scheduler.slots.cache
+    cache.clear()
     for base in (0, 1, 2):
         small.generate(prompt_of(base, 20), params_of("greedy", 10))
-    held = small.scheduler.slots.held
-    assert sorted(len(slot.pages) for slot in held) == [2, 2, 2]
+    assert len(cache.pages()) == 6
     log = []
     spied(monkeypatch, small.scheduler, "_preempt", log)
     same(small.generate(prompt_of(3, 40), params_of("greedy", 50)), alone(prompt_of(3, 40), "greedy", 50))
-    assert not log and sum(bool(slot.tokens) for slot in held) == 1
+    assert not log and len(cache.pages()) <= 7
+    assert cache.match(prompt_of(3, 40)).tokens(16) == 40
 
 
 def test_pages_are_given_as_they_are_needed(alone, monkeypatch):
@@ -198,7 +200,7 @@ def test_pages_are_given_as_they_are_needed(alone, monkeypatch):
     prompt = prompt_of(0, 5)
     for kind in PARAMS:
         same(engine.generate(prompt, params_of(kind, 90), reuse_prefix=False), alone(prompt, kind, 90))
-    assert [args for _, args in log] == [(slot, 0, 1, False) for slot in range(4) for _ in range(5)]
+    assert [args for _, args in log] == [(0, 0, 1, False)] * 20
     engine.scheduler.assert_consistent()
 
 

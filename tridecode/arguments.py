@@ -50,6 +50,12 @@ def flag(name: str, value) -> bool:
     return value
 
 
+def string(name: str, value) -> str:
+    if not isinstance(value, str):
+        raise ParameterError(f"{name} must be a string, got {shown(value)}")
+    return value
+
+
 def mapping(name: str, value) -> dict:
     """`value`, None being empty, as a dict with strings as keys."""
     if not isinstance(value, Mapping | None) or not all(isinstance(key, str) for key in value or ()):

@@ -3,14 +3,14 @@
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 
 import torch
 
 from . import placement, threads
-from .arguments import flag, function, mapping, shown
+from .arguments import flag, function, mapping, shown, string
 from .errors import EngineClosed, GenerationError, ParameterError, PromptError
 from .memory import MemoryPlan, allocating, plan_memory
 from .model.checkpoint import load_config, load_weights
@@ -21,8 +21,9 @@ from .prompt import Encoded, Prompt, listed, prompt_ids
 from .results import Piece, Result
 from .sampling import SamplingParams
 from .serve.driver import Driver, Request
+from .serve.policy import PROMPT_MS, Policy
 from .serve.request import Job, generating, scoring, step_kind
-from .serve.scheduler import PROMPT_MS, Scheduler
+from .serve.scheduler import Scheduler
 from .serve.slots import checked_positions
 from .step.dispatch import PROMPT_MOST, Dispatcher, GraphStat
 from .step.graphs import make_steps
@@ -52,9 +53,7 @@ class Engine:
     name: str
     notes: list[str] = field(default_factory=list)
     threads: int | None = None  # of the CPU, unless the user has chosen
-    chunk_tokens: int = CHUNK
-    max_queue: int | None = None
-    prompt_ms: float = PROMPT_MS
+    policy: Policy = Policy()
 
     def __post_init__(self):
         graphs = self.graphs
@@ -64,9 +63,8 @@ class Engine:
         self.prompts.capture_all(None if self.slots > 1 else FIRST_TURN)
         ahead = 1 if self.device.type == "cuda" and self.backend == "triton" else 0
         scheduler = Scheduler(
-            self.model, self.tokenizer, lambda: self.steps, lambda: self.prompts, ahead, self.chunk_tokens,
-            self.max_queue, self.prompt_ms,
-        )  # fmt: skip  # those of now: benchmarks put others in their place
+            self.model, self.tokenizer, lambda: self.steps, lambda: self.prompts, ahead, self.policy
+        )  # those of now: benchmarks put others in their place
         self._driver = Driver(scheduler, lambda: threads.use(self.threads))
 
     @classmethod
@@ -89,6 +87,7 @@ class Engine:
         prompt_graph_sizes: Sequence[int] | None = None,
         prompt_attention: str = "auto",
         prompt_ms: float = PROMPT_MS,
+        prefix_sharing: bool = True,
         progress: Callable[[int, int], None] | None = None,
     ) -> "Engine":
         """Load a checkpoint directory or Hugging Face id; None is the bundled model.
@@ -102,8 +101,8 @@ class Engine:
         triton, or torch, which no graph can hold. chunk_tokens: of prompts in one pass. prompt_graph_sizes: tokens of
         the prompt passes that are captured, ascending, by default a schedule up to prompt_graph_max_tokens.
         prompt_attention: of these, auto, triton, flash or cudnn; see docs/prompts.md. prompt_ms: milliseconds that a
-        pass may take which reads prompts while others decode. max_queue: requests that may wait for a slot, None is
-        any number.
+        pass may take which reads prompts while others decode. prefix_sharing: K/V of equal beginnings are computed
+        once. max_queue: requests that may wait for a slot, None is any number.
         progress(done_bytes, total_bytes) is called while weights load. On a CPU the engine sets PyTorch's threads: one
         for a tiny model, else as many as there are free cores; a number that OMP_NUM_THREADS or torch.set_num_threads
         has given stays.
@@ -115,7 +114,8 @@ class Engine:
         )  # fmt: skip
         placement.check_dtype(dtype)
         function("progress", progress)
-        slots, chunk_tokens, max_queue = placement.check_limits(slots, chunk_tokens, max_queue, max_seq_len, prompt_ms)
+        slots = placement.check_limits(slots, max_seq_len)
+        policy = Policy(chunk_tokens, max_queue, prompt_ms, prefix_sharing)
         placement.plan_graphs(slots, chunk_tokens, False, False, graph=graph, **graphs)  # bad ones end here
         place, backend = placement.resolve_device(device, backend)
         path = BUNDLED if model is None else resolve_model(model)
@@ -134,7 +134,7 @@ class Engine:
         name = "bundled" if model is None else str(model)
         engine = cls.build(
             config, weights, tokenizer, capacity, backend, graph, plan=plan, name=name, notes=notes, slots=slots,
-            pages=pages, page=page, chunk_tokens=chunk_tokens, max_queue=max_queue, prompt_ms=prompt_ms, **graphs,
+            pages=pages, page=page, **asdict(policy), **graphs,
         )  # fmt: skip
         engine.threads = threads.choose(plan.weights, cores) if place.type == "cpu" else None
         return engine
@@ -158,12 +158,13 @@ class Engine:
         chunk_tokens: int = CHUNK,
         max_queue: int | None = None,
         prompt_ms: float = PROMPT_MS,
+        prefix_sharing: bool = True,
         **graphs,
     ) -> "Engine":
         """An engine from weights that are on their device already (load and the benchmarks end here); shapes: launch
         shapes other than those chosen for the GPU. pages: of the pool, by default what all slots can have; page:
         positions in one. graphs: as placement.plan_graphs takes them."""
-        slots, chunk_tokens, max_queue = placement.check_limits(slots, chunk_tokens, max_queue, prompt_ms=prompt_ms)
+        slots, policy = placement.check_limits(slots), Policy(chunk_tokens, max_queue, prompt_ms, prefix_sharing)
         page = page or placement.page_size(backend, slots)
         if pages is not None and pages * (page or capacity) < capacity:
             raise ParameterError(f"pages: {pages:,} hold fewer positions than a request's {capacity:,}")
@@ -177,7 +178,7 @@ class Engine:
                 config, weights, capacity, slots, page, shapes and {1: shapes}, pages, rows, chunk_tokens
             )
         notes = [*notes, *filter(None, [planned.note])]
-        return cls(model, tokenizer, backend, planned, plan, name, notes, None, chunk_tokens, max_queue, prompt_ms)
+        return cls(model, tokenizer, backend, planned, plan, name, notes, None, policy)
 
     def close(self) -> None:
         """Cancel what runs or waits, and give the memory back. What is called later raises EngineClosed."""
@@ -276,12 +277,12 @@ class Engine:
         *,
         reuse_prefix: bool = True,
         template_variables: dict | None = None,
+        cache_salt: str = "",
     ) -> Request:
-        """Put a request in the queue, from any thread; it waits for nobody. See Request and `stream`.
-
-        Raises PromptError, ParameterError, QueueFull and EngineClosed.
+        """Put a request in the queue, from any thread; it waits for nobody. See Request and `stream`. cache_salt: it
+        shares K/V with requests of the same one only. Raises PromptError, ParameterError, QueueFull and EngineClosed.
         """
-        return self._driver.submit(self._job(prompt, params, reuse_prefix, template_variables))
+        return self._driver.submit(self._job(prompt, params, reuse_prefix, template_variables, cache_salt))
 
     def wait(self, requests: Sequence[Request]) -> None:
         """Wait until one of the requests has ended; what it came to, its result() says."""
@@ -302,20 +303,21 @@ class Engine:
     ) -> Iterator[Piece]:
         """Yield a Piece a token, then a last one with finish_reason, usage and timings.
 
-        prompt: text (raw), token ids, or chat messages. params None: the model's own defaults. reuse_prefix: keep the
-        K/V of the longest common prefix with what an idle slot holds. template_variables: plain JSON values that the
+        prompt: text (raw), token ids, or chat messages. params None: the model's own defaults. reuse_prefix: use
+        the K/V of the longest beginning that requests before have left. template_variables: plain JSON values that the
         chat template reads, like {"enable_thinking": False}. Closing the iterator early cancels the request.
         Raises what `submit` does before the first piece.
         """
         return iter(self.submit(prompt, params, reuse_prefix=reuse_prefix, template_variables=template_variables))
 
-    def _job(self, prompt, params, reuse_prefix, template_variables) -> Job:
+    def _job(self, prompt, params, reuse_prefix, template_variables, cache_salt="") -> Job:
         started = time.perf_counter()
         self._open()
         params = self._params(params)
         flag("reuse_prefix", reuse_prefix)
         ids, chat = self.prepare(prompt, template_variables)
-        return generating(ids, chat, params, self.config, self.capacity, reuse_prefix, started)
+        salt = string("cache_salt", cache_salt)
+        return generating(ids, chat, params, self.config, self.capacity, reuse_prefix, salt, started)
 
     def generate(
         self,

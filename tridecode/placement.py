@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .arguments import choice, integer, real, shown
+from .arguments import choice, integer, shown
 from .cache.kv import PAGE
 from .errors import DeviceError, ParameterError
 from .memory import MemoryPlan, plan_memory
@@ -172,12 +172,8 @@ def page_size(backend: str, slots: int) -> int | None:
     return PAGE if backend == "triton" or slots > 1 else None
 
 
-def check_limits(slots, chunk_tokens, max_queue, max_seq_len=None, prompt_ms=None) -> tuple[int, int, int | None]:
-    """The first three as Python's integers. Raises ParameterError."""
-    if prompt_ms is not None:
-        real("prompt_ms", prompt_ms, 0.1, 1e6)
+def check_limits(slots, max_seq_len=None) -> int:
+    """The slots as Python's integer. Raises ParameterError."""
     if max_seq_len is not None:
         integer("max_seq_len", max_seq_len, 1, LONGEST)
-    slots = integer("slots", slots, 1, MAX_SLOTS)
-    chunk_tokens = integer("chunk_tokens", chunk_tokens, 1, LONGEST)
-    return slots, chunk_tokens, max_queue if max_queue is None else integer("max_queue", max_queue, 0, LONGEST)
+    return integer("slots", slots, 1, MAX_SLOTS)

@@ -59,8 +59,8 @@ def check(heads, kv, d, chunks, window, dtype, shape=SHAPE):
     partial, lse, counter = (poisoned(*size) for size in scratch_sizes(d, shape).values())
     counter = torch.zeros_like(counter, dtype=torch.int32)
     scratch = partial, lse, counter
-    prompt_attention(table, order, q, pool, 1, *scratch, out, window, d**-0.5, shape=shape)
-    prompt_attention_ref(table, order, q.float(), pool.float(), 1, *scratch, ref, window, d**-0.5)
+    prompt_attention(table, order, q, *pool[:, 1].unbind(1), *scratch, out, window, d**-0.5, shape=shape)
+    prompt_attention_ref(table, order, q.float(), *pool[:, 1].float().unbind(1), *scratch, ref, window, d**-0.5)
     assert not counter.any(), "counters are zero between launches"
     for chunk in chunks:
         assert_close(out[chunk.rows], ref[chunk.rows], TOLERANCE[dtype], str(chunk))

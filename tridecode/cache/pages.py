@@ -21,6 +21,9 @@ class PagePool:
     def free(self) -> int:
         return len(self._free)
 
+    def holders(self, page: int) -> int:
+        return self._holders[page]
+
     def take(self, count: int) -> list[int]:
         """`count` free pages, each held once from now on. Raises OutOfPages, and takes none then."""
         if count > len(self._free):

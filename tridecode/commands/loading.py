@@ -45,6 +45,7 @@ def load_model(args, model: str | None, max_seq_len: int | None, output: Output)
             prompt_graph_sizes=args.prompt_graph_sizes,
             prompt_attention=args.prompt_attention,
             prompt_ms=args.prompt_ms,
+            prefix_sharing=args.prefix_sharing,
             max_queue=getattr(args, "max_queue", None),
             progress=progress,
         )

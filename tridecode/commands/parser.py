@@ -247,6 +247,8 @@ def engine_options() -> argparse.ArgumentParser:
     group.add_argument(
         "--prompt-attention", default="auto", choices=("auto", "triton", "flash", "cudnn"), help=backends
     )
+    words = "compute the K/V of every prompt for itself alone, and keep none"
+    group.add_argument("--no-prefix-sharing", action="store_false", dest="prefix_sharing", help=words)
     words = "milliseconds that a pass may take which reads prompts while others decode (default: 15)"
     group.add_argument("--prompt-ms", type=float, default=15.0, metavar="MS", help=words)
     add_verbose(group)

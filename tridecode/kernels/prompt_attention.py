@@ -21,13 +21,13 @@ def _turns(
     l,
     m,
     q,
-    k_desc,
-    v_desc,
+    pool_desc,
     table_ptr,
     first,
     end,
     positions,
-    layer_row,
+    k_row,
+    v_row,
     rows_of_page,
     BLOCK_T: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -39,9 +39,9 @@ def _turns(
     last = tl.maximum(end - 1, 0) // BLOCK_T
     page = tl.load(table_ptr + tl.minimum(first // BLOCK_T, last))
     for t in tl.range(first, end, BLOCK_T, num_stages=STAGES):
-        row = page * rows_of_page + layer_row
+        row = page * rows_of_page
         page = tl.load(table_ptr + tl.minimum(t // BLOCK_T + 1, last))  # a turn ahead: nothing waits for it
-        s = tl.dot(q, k_desc.load([row, 0]).to(TYPE).T, input_precision="ieee")
+        s = tl.dot(q, pool_desc.load([row + k_row, 0]).to(TYPE).T, input_precision="ieee")
         if MASKED:
             offs_t = (t + tl.arange(0, BLOCK_T))[None, :]
             seen = offs_t <= positions[:, None]
@@ -54,7 +54,7 @@ def _turns(
             p = tl.where(seen, p, 0.0)  # of a row that has seen nothing yet, EMPTY - EMPTY is 0
         alpha = tl.exp2(m - m_new)
         l = l * alpha + tl.sum(p, 1)
-        v = v_desc.load([row, 0])
+        v = pool_desc.load([row + v_row, 0])
         if MASKED:  # what lies behind the last row's position may be anything, NaN too
             v = tl.where((t + tl.arange(0, BLOCK_T) < end)[:, None], v, 0.0)
         acc = tl.dot(p.to(v.dtype).to(TYPE), v.to(TYPE), acc * alpha[:, None], input_precision="ieee")
@@ -74,15 +74,15 @@ def _prompt_attention_kernel(
     chunks_ptr,
     page_table_ptr,
     q_ptr,
-    k_desc,
-    v_desc,
+    pool_desc,
     partial_ptr,
     lse_ptr,
     counter_ptr,
     out_ptr,
     scale,
     stride_table,
-    layer_row,
+    k_row,
+    v_row,
     rows_of_page,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -100,9 +100,9 @@ def _prompt_attention_kernel(
 ):
     """Each row attends to the positions of its slot up to its own.
 
-    chunks: [MAX_CHUNKS, CHUNK_WIDTH] int32; page_table: [slots, max_pages] int32; q: [rows, HEADS, D]; K, V:
-    descriptors of the whole pool as [pages * rows_of_page, D], a tile being the BLOCK_T positions of a page, the
-    layer's and head's beginning at layer_row within it; partial: [MOST, BLOCK_M, BLOCK_D] fp32 and lse:
+    chunks: [MAX_CHUNKS, CHUNK_WIDTH] int32; page_table: [slots, max_pages] int32; q: [rows, HEADS, D]; pool:
+    descriptor of the whole of it as [pages * rows_of_page, D], a tile being the BLOCK_T positions of a page, whose K of
+    this layer begin at k_row and V at v_row, head by head; partial: [MOST, BLOCK_M, BLOCK_D] fp32 and lse:
     [MOST, 2, BLOCK_M] fp32, scratch; counter: [MOST] int32, zero between launches; out: [rows, HEADS * D] (output), of
     which rows of no chunk are not written. Grid (programs,).
     The programs share items, a block of a chunk's rows and a head each, those with most to do first. Where there are
@@ -145,18 +145,18 @@ def _prompt_attention_kernel(
             q = (q.to(tl.float32) * (scale * LOG2E)).to(q_ptr.dtype.element_ty).to(TYPE)
             positions = start + tl.minimum(offs_m, count - 1)
             table_ptr = page_table_ptr + slot * stride_table
-            head_row = layer_row + head // (HEADS // KV_HEADS) * BLOCK_T
+            head_row = head // (HEADS // KV_HEADS) * BLOCK_T
             acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
             l = tl.zeros([BLOCK_M], tl.float32)
             m = tl.full([BLOCK_M], EMPTY, tl.float32)
             if WINDOW == 0:
                 acc, l, m = _turns(
-                    acc, l, m, q, k_desc, v_desc, table_ptr, begin, whole, positions, head_row, rows_of_page, BLOCK_T,
-                    0, False, STAGES, TYPE,
+                    acc, l, m, q, pool_desc, table_ptr, begin, whole, positions, k_row + head_row, v_row + head_row,
+                    rows_of_page, BLOCK_T, 0, False, STAGES, TYPE,
                 )  # fmt: skip
             acc, l, m = _turns(
-                acc, l, m, q, k_desc, v_desc, table_ptr, whole, end, positions, head_row, rows_of_page, BLOCK_T,
-                WINDOW, True, STAGES, TYPE,
+                acc, l, m, q, pool_desc, table_ptr, whole, end, positions, k_row + head_row, v_row + head_row,
+                rows_of_page, BLOCK_T, WINDOW, True, STAGES, TYPE,
             )  # fmt: skip
             rows, left = first_row + within * BLOCK_M, count - within * BLOCK_M
             if used == 1:
@@ -229,14 +229,15 @@ def scratch_sizes(head_dim: int, shape) -> dict[str, tuple[int, ...]]:
     return {"partial": (programs, *tile), "lse": (programs, 2, shape.block_m), "counter": (programs,)}
 
 
-def prompt_attention(chunks, page_table, q, pool, layer, partial, lse, counter, out, window, scale, *, shape):
-    """out [rows, heads * D]: attention of the chunks' rows. q: [rows, heads, D]; pool: the K/V cache's,
-    [pages, layers, 2, kv_heads, page, D]; partial, lse, counter: scratch of `scratch_sizes`, the last zero. window: 0,
+def prompt_attention(chunks, page_table, q, k_cache, v_cache, partial, lse, counter, out, window, scale, *, shape):
+    """out [rows, heads * D]: attention of the chunks' rows. q: [rows, heads, D]; k_cache, v_cache: a layer's part of
+    the pool, [pages, kv_heads, page, D]; partial, lse, counter: scratch of `scratch_sizes`, the last zero. window: 0,
     or the positions attended to."""
     _, heads, D = q.shape
-    _, layers, _, kv_heads, page, _ = pool.shape
-    flat, block = pool.view(-1, D), [page, triton.next_power_of_2(D)]
-    layer_rows = 2 * kv_heads * page
+    pages, kv_heads, page, _ = k_cache.shape
+    block = [page, triton.next_power_of_2(D)]
+    rows_of_page = k_cache.stride(0) // D
+    pool = k_cache.as_strided((pages * rows_of_page, D), (D, 1), 0)  # one view for all layers
     assert partial.numel() >= shape.programs * shape.block_m * block[1], "less scratch than the launch shape needs"
     # With a program for each item it is the GPU that hands out the work, and better than any fixed share.
     items = triton.cdiv(len(q), shape.block_m) * heads
@@ -244,16 +245,16 @@ def prompt_attention(chunks, page_table, q, pool, layer, partial, lse, counter, 
         chunks,
         page_table,
         q,
-        TensorDescriptor.from_tensor(flat, block),
-        TensorDescriptor.from_tensor(flat[layer_rows // 2 :], block),
+        TensorDescriptor.from_tensor(pool, block),
         partial,
         lse,
         counter,
         out,
         scale,
         page_table.stride(0),
-        layer * layer_rows,
-        layers * layer_rows,
+        k_cache.storage_offset() // D,
+        v_cache.storage_offset() // D,
+        rows_of_page,
         heads,
         kv_heads,
         D,
@@ -271,15 +272,17 @@ def prompt_attention(chunks, page_table, q, pool, layer, partial, lse, counter, 
     )
 
 
-def prompt_attention_ref(chunks, page_table, q, pool, layer, partial, lse, counter, out, window, scale):
+def prompt_attention_ref(chunks, page_table, q, k_cache, v_cache, partial, lse, counter, out, window, scale):
     _, heads, D = q.shape
-    page = pool.shape[4]
+    page = k_cache.shape[2]
     for chunk in listed(chunks):
         first = max(chunk.start - window + 1, 0) // page if window else 0  # of the pages
         table = page_table[chunk.slot, first : -(-chunk.end // page)].long()
-        whole = len(table) == 1  # then nothing is copied
-        held = pool[table[0], layer] if whole else pool[table, layer].permute(1, 2, 0, 3, 4).flatten(2, 3)
-        keys, values = held[:, None, :, : chunk.end - first * page]
+        if len(table) == 1:  # then nothing is copied
+            held = (cache[table[0]] for cache in (k_cache, v_cache))
+        else:
+            held = (cache[table].transpose(0, 1).flatten(1, 2) for cache in (k_cache, v_cache))
+        keys, values = (cache[None, :, : chunk.end - first * page] for cache in held)
         attend_masked(
             q[chunk.rows].transpose(0, 1)[None], keys, values,
             out[chunk.rows].view(chunk.count, heads, D).transpose(0, 1), window, scale,
@@ -301,10 +304,12 @@ def attend_masked(q, k, v, out, window: int, scale: float) -> None:
         done += len(some)
 
 
-def prompt_attention_bytes(chunks, page_table, q, pool, layer, partial, lse, counter, out, window, scale) -> int:
+def prompt_attention_bytes(
+    chunks, page_table, q, k_cache, v_cache, partial, lse, counter, out, window, scale
+) -> int:
     """q and the output, and K and V of each slot once."""
     ends = sum(chunk.end for chunk in listed(chunks))
-    return q.nbytes + out.nbytes + 2 * ends * pool.shape[3] * pool.shape[5] * pool.itemsize
+    return q.nbytes + out.nbytes + 2 * ends * k_cache.shape[1] * k_cache.shape[3] * k_cache.itemsize
 
 
 PROMPT_ATTENTION = Op(

@@ -16,7 +16,8 @@ from ..sampling import SamplingParams
 @dataclass(eq=False)
 class Job:
     """ids: the prompt; before: what of it the text continues (none in a chat); params: with a seed; stop_ids: the
-    model's and params'; limit: tokens, prompt and output, at which it ends; started: by time.perf_counter.
+    model's and params'; limit: tokens, prompt and output, at which it ends; started: by time.perf_counter;
+    salt: it shares K/V with jobs of the same one only.
 
     scores: its passes begin at the prompt's first token, and its pieces are what follows each; logits: where such a one
     leaves those of each pass, fp32 [len(ids), vocab].
@@ -30,6 +31,7 @@ class Job:
     limit: int
     reuse_prefix: bool
     started: float
+    salt: str = ""
     scores: bool = False
     logits: torch.Tensor | None = None
     pieces: list[Piece] = field(default_factory=list)
@@ -58,6 +60,7 @@ def generating(
     config: ModelConfig,
     capacity: int,
     reuse_prefix: bool,
+    salt: str,
     started: float,
 ) -> Job:
     """A job that continues `ids`, of a chat or not, within `capacity` positions. Raises ParameterError."""
@@ -70,6 +73,7 @@ def generating(
         limit=min(len(ids) + (params.max_tokens or capacity), capacity + 1),
         reuse_prefix=reuse_prefix,
         started=started,
+        salt=salt,
     )
 
 

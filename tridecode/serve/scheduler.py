@@ -10,24 +10,21 @@ from ..layout import NO_TOKEN, OWN, Chunk
 from ..sampling import SamplingParams
 from ..step.decode import KINDS
 from ..step.graphs import EagerSteps, StepGraphs
-from ..step.prefill import CHUNK
 from ..step.prompt_graphs import EagerPrompts, PromptGraphs
 from ..step.state import DecodeModel
 from ..text.tokenizer import Tokenizer
 from .output import Output, Ring
+from .policy import Policy
 from .request import Job
 from .running import Load, Pass, Running
-from .slots import Slots
-
-PROMPT_MS = 15.0  # of a pass that reads prompts while others decode
+from .slots import Slots, common_prefix
 
 
 class Scheduler:
     """First come, first served, over the slots of a model.
 
     steps, prompts: who runs decode passes, and prompt passes, now. ahead: passes that are enqueued before the one
-    awaited has ended. chunk: tokens of prompts in a pass; prompt_ms: milliseconds that one with rows that decode may
-    take. max_queue: requests that may wait for a slot.
+    awaited has ended.
 
     Jobs and what slots hold are the truth, all else follows from them. So whatever an interrupt or an error leaves half
     done is thrown away: every job that has not ended begins again behind its last piece, as a preempted one does.
@@ -40,19 +37,16 @@ class Scheduler:
         steps: Callable[[], EagerSteps | StepGraphs],
         prompts: Callable[[], EagerPrompts | PromptGraphs],
         ahead: int,
-        chunk: int = CHUNK,
-        max_queue: int | None = None,
-        prompt_ms: float = PROMPT_MS,
+        policy: Policy,
     ):
-        self.slots = Slots(model)
+        self.slots = Slots(model, policy.prefix_sharing)
         self._model, self._tokenizer, self._ahead = model, tokenizer, ahead
         self._steps, self._prompts = steps, prompts
-        self._chunk, self._max_queue = min(chunk, model.prompt.rows - model.rows), max_queue
+        self._policy, self._chunk = policy, min(policy.chunk_tokens, model.prompt.rows - model.rows)
         self._ring = Ring(model)
         self._jobs: dict[Job, None] = {}  # those that have not ended, in the order of arrival
         self._unsettled = False  # something was begun and not finished
         self.preemptions = 0
-        self._prompt_ms = prompt_ms
         self._forget_runs()
 
     def _forget_runs(self) -> None:
@@ -71,14 +65,14 @@ class Scheduler:
         """How busy it is; to be called from any thread, between whose numbers a pass may come."""
         jobs, pages = len(self._jobs), len(self._model.kv.pool)
         waiting = max(jobs - len(self._admitted), 0)
-        return Load(jobs, waiting, len(self._rows), pages, self.slots.pages.free, self.preemptions)
+        return Load(jobs, waiting, len(self._rows), pages, self.slots.available(), self.preemptions)
 
     def add(self, job: Job) -> None:
         """Put the job last in the queue. Raises QueueFull."""
         self._settle()
-        if self._max_queue is not None and len(self._jobs) >= len(self.slots.held) + self._max_queue:
+        if self._policy.max_queue is not None and len(self._jobs) >= len(self.slots.held) + self._policy.max_queue:
             raise QueueFull(
-                f"the queue is full: {len(self.slots.held):,} requests run and {self._max_queue:,} wait; "
+                f"the queue is full: {len(self.slots.held):,} requests run and {self._policy.max_queue:,} wait; "
                 "try again later, or raise max_queue"
             )
         self._unsettled = True
@@ -143,7 +137,7 @@ class Scheduler:
         most, chosen, reading = self._chunk, [], deque(self._reading)
         if any(running.runs for running in self._rows) and (reading or self._waiting):
             start = reading[0].read if reading else 0
-            most = self._prompts().tokens_within(self._prompt_ms / 1e3, start, most)
+            most = self._prompts().tokens_within(self._policy.prompt_ms / 1e3, start, most)
         while most > 0 and (reading or self._admit()):
             running = reading.popleft() if reading else self._reading[-1]
             if running.left == 1:
@@ -164,6 +158,7 @@ class Scheduler:
         prompts.read(chunks, first - decoding, decoding)
         for (running, count), chunk in zip(chosen, chunks):
             running.read += count
+            self.slots.publish(running.slot, running.tokens[: running.read])
             if running.left == 0:
                 self._begin(running, chunk.rows.stop - 1)
 
@@ -174,12 +169,12 @@ class Scheduler:
         if not self._waiting or all(held.busy for held in self.slots.held):
             return False
         slots, job = self.slots, self._waiting[0]
-        needed = slots.pages_for(len(job.ids) + len(job.pieces))
-        if needed > slots.available():
-            return False
         ids = job.tokens
         position = 0 if job.scores else len(ids) - 1
-        slot, read = slots.choose(ids[:position] if job.reuse_prefix else [])
+        wanted = ids[:position] if job.reuse_prefix else []
+        if self._soon_there(wanted, job.salt) or (admitted := slots.admit(wanted, len(ids), job.salt)) is None:
+            return False
+        slot, read = admitted
         if job.reused is None:
             job.reused = read
         self._waiting.popleft()
@@ -187,12 +182,18 @@ class Scheduler:
         running = Running(job, output, slot, read, ids[:position], ids[position], position, end)
         self._reading.append(running)
         self._admitted.append(running)
-        held = slots.held[slot]
-        held.busy, held.tokens = True, ids[:read]  # the rest counts once a pass on it has given finite logits
-        slots.make_room(needed - len(held.pages))
-        needed += slots.spare(needed - len(held.pages))
+        needed = slots.pages_for(len(ids))
+        needed += slots.spare(needed - len(slots.held[slot].pages))
         slots.write_tokens(slot, ids, min(needed * slots.page, end))
         return True
+
+    def _soon_there(self, ids: list[int], salt: str) -> bool:
+        """Whether a prompt that is being read has more whole pages of these than there are yet: worth a wait."""
+        if not self._policy.prefix_sharing:
+            return False
+        page, others = self.slots.page, (other.tokens for other in self._reading if other.job.salt == salt)
+        coming = max((common_prefix(tokens, ids) // page * page for tokens in others), default=0)
+        return coming > 0 and self.slots.cache.match(ids, salt).tokens(page) < coming
 
     def _begin(self, running: Running, source: int = OWN) -> None:
         """Its prompt is read, up to the last token or, in the row `source` of a pass, with it: it gets the next row."""
@@ -285,8 +286,12 @@ class Scheduler:
             running.seen += 1
             running.in_flight -= 1
             if token == NO_TOKEN:
-                # Attention multiplies masked values by 0, and 0 * NaN is NaN: nothing in the cache is above suspicion.
-                held.tokens = []
+                others = held.shared > 0  # what it found may be another one's fault: then it computes all by itself
+                self.slots.discredit(running.slot, job.tokens)
+                if others and job.reuse_prefix:
+                    job.reuse_prefix = False
+                    self._put_off(running)
+                    continue
             else:
                 running.tokens.append(running.embedded)  # its pass has run: its K/V are there
                 held.tokens = running.tokens
@@ -305,10 +310,13 @@ class Scheduler:
         self._jobs.pop(job, None)
 
     def _preempt(self, running: Running) -> None:
-        """Take all pages of a job and let it wait before all others, which are younger."""
+        """Let a job that runs wait before all others, which are younger; what it has computed may go."""
         self.preemptions += 1
+        self._put_off(running)
+
+    def _put_off(self, running: Running) -> None:
+        """Let a job that runs wait again, before all others."""
         self._vacate(running)
-        self.slots.forget(running.slot)
         self.slots.release(running.slot)
         self._wait_again(running.job)
         self._waiting.appendleft(running.job)

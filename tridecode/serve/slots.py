@@ -10,6 +10,7 @@ import torch
 from .. import layout
 from ..arguments import integer
 from ..cache.pages import PagePool
+from ..cache.prefix import PrefixCache
 from ..errors import ParameterError
 from ..layout import Chunk
 from ..sampling import SamplingParams
@@ -43,30 +44,32 @@ class Records:
 
 @dataclass
 class Held:
-    """What a slot keeps between requests. tokens: those whose K/V its pages hold; pages: in the order of positions."""
+    """What a slot's request has; an idle slot has nothing. tokens: those whose K/V its pages hold; pages: in the order
+    of positions; shared: positions of the first pages, which others may read as well."""
 
     tokens: list[int] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)
+    shared: int = 0
+    salt: str = ""
     generation: int = 0
-    busy: bool = False  # has a request
-    since: int = 0  # of the slots that are idle the lowest has been so for longest
+    busy: bool = False
 
 
 class Slots:
-    """The slots of a model, and the pages that each of them has.
+    """The slots of a model, the pages that each of them has, and what requests before have left to be found.
 
-    Book-keeping is such that `recover` makes it right after an interrupt at any line: pages that a slot gives away
-    leave its list before they are free, and `tokens` never says more than the pages hold.
+    Book-keeping is such that `recover` makes it right after an interrupt at any line: the slots' lists of pages and the
+    tree of the cache are the truth, and `tokens` never says more than the pages hold.
     """
 
-    def __init__(self, model: DecodeModel):
-        self.model, self.page = model, model.kv.page
+    def __init__(self, model: DecodeModel, sharing: bool = True):
+        self.model, self.page, self._sharing = model, model.kv.page, sharing
         self.pages = PagePool(len(model.kv.pool))
+        self.cache = PrefixCache(self.pages, self.page)
         self.held = [Held() for _ in range(len(model.workspace.tokens))]
         ws = model.workspace
         self._texts, self._states = Records(ws.tokens, model.kv.page_table), Records(ws.meta, ws.samp, ws.bias)
         self._chunks = Records(model.prompt.chunks[None])
-        self._released = 0
 
     # ---- the host's book-keeping
 
@@ -77,31 +80,52 @@ class Slots:
     def pages_for(self, positions: int) -> int:
         return -(-positions // self.page)
 
-    def idle(self) -> list[int]:
-        """Slots without a request, the one that has been so for longest first."""
-        return sorted((i for i, held in enumerate(self.held) if not held.busy), key=lambda i: self.held[i].since)
-
-    def choose(self, ids: list[int]) -> tuple[int, int]:
-        """An idle slot for a prompt, and how many of `ids` its K/V begin with: that with most of them, unless it would
-        lose more than it has of them; else the one that has been idle for longest."""
-        best, most = None, -1
-        for slot in self.idle():
-            held = self.held[slot].tokens
-            common = common_prefix(held, ids)
-            gain = common if 2 * common >= len(held) else 0
-            if gain > most:
-                best, most, reused = slot, gain, common
-        return best, reused
-
     def available(self) -> int:
-        """Pages that are free, or would be without what idle slots keep."""
-        return self.pages.free + sum(len(held.pages) for held in self.held if not held.busy)
+        """Pages that are free, or would be without what nobody uses."""
+        return self.pages.free + self.cache.evictable()
+
+    def admit(self, ids: Sequence[int], positions: int, salt: str = "") -> tuple[int, int] | None:
+        """Give an idle slot pages for the beginning of `ids`, as far as they are there, and have free those that it
+        needs beside for `positions`; returns it with how many tokens are there, or None where pages are short."""
+        match = self.cache.match(ids, salt)
+        shared, tail = [node.page for node in match.nodes], match.tail
+        slot = next(i for i, held in enumerate(self.held) if not held.busy)
+        held = self.held[slot]
+        held.pages = shared if tail is None else [*shared, tail.page]  # held, so that nobody evicts them
+        self.pages.share(held.pages)
+        fresh = self.pages_for(positions) - len(shared)
+        goes_on = tail is not None and match.common == len(tail.tokens)
+        if tail is not None and (goes_on or fresh > self.available()) and self.cache.hand_over(tail):
+            fresh, tail = fresh - 1, None  # nobody else has it: what is written there needs no copy
+        if fresh > self.available():
+            self._give_all_back(held)
+            return None
+        self.make_room(fresh)
+        if tail is not None:
+            (own,) = self.pages.take(1)
+            self._copy_page(tail.page, own)
+            held.pages[-1] = own
+            self.pages.give_back([tail.page])
+        read = match.tokens(self.page)
+        held.busy, held.tokens, held.shared, held.salt = True, list(ids[:read]), len(shared) * self.page, salt
+        return slot, read
+
+    @torch.inference_mode()
+    def _copy_page(self, source: int, target: int) -> None:
+        self.model.kv.pool[target].copy_(self.model.kv.pool[source])
+
+    def publish(self, slot: int, ids: Sequence[int]) -> None:
+        """Let others find the whole pages of `ids`, whose K/V the passes enqueued so far write."""
+        self._insert(self.held[slot], ids[: len(ids) // self.page * self.page])
+
+    def _insert(self, held: Held, ids: Sequence[int]) -> None:
+        if self._sharing:
+            self.cache.insert(ids, held.pages[: self.pages_for(len(ids))], held.salt)
 
     def make_room(self, pages: int) -> bool:
-        """Have that many pages free, if need be by forgetting what idle slots hold, the oldest first."""
-        for slot in self.idle() if pages > self.pages.free else ():
-            if pages > self.pages.free:
-                self.forget(slot)
+        """Have that many pages free, if need be by forgetting what nobody uses."""
+        if pages > self.pages.free:
+            self.cache.evict(pages - self.pages.free)
         return pages <= self.pages.free
 
     def spare(self, needed: int) -> int:
@@ -109,42 +133,39 @@ class Slots:
         slot, so that with one slot it is all of it and its table is written once."""
         return max(self.pages.free - max(needed, 0), 0) // len(self.held)
 
-    def forget(self, slot: int) -> None:
-        """Give back all that the slot holds."""
-        self.held[slot].tokens = []
-        self._trim(slot)
-
     def release(self, slot: int) -> None:
-        """The slot's request has gone; what it left is kept, without the pages that it had ahead of need."""
-        self._trim(slot)
-        self._released += 1
+        """The slot's request has gone; what it has computed can be found, and the other pages are free."""
         held = self.held[slot]
-        held.since, held.busy = self._released, False
+        self._insert(held, held.tokens)
+        self._give_all_back(held)
+        held.busy = False
 
-    def _trim(self, slot: int) -> None:
-        held = self.held[slot]
-        kept = self.pages_for(len(held.tokens))
-        given, held.pages = held.pages[kept:], held.pages[:kept]
+    def discredit(self, slot: int, ids: Sequence[int]) -> None:
+        """What the slot's request has found and computed of `ids` is not to be trusted."""
+        self.held[slot].tokens = []
+        self.cache.forget(ids, salt=self.held[slot].salt)
+
+    def _give_all_back(self, held: Held) -> None:
+        given, held.pages, held.tokens, held.shared = held.pages, [], [], 0
         self.pages.give_back(reversed(given))  # to be taken in their order again
 
     @torch.inference_mode()
     def recover(self) -> None:
         """Make all slots idle, on the device too, and count the pages anew, whatever was interrupted."""
         self.model.workspace.meta[:, layout.STATUS].fill_(layout.LIMIT_REACHED)
-        self.pages.recount(held.pages for held in self.held)
+        self.cache.recover()
+        self.pages.recount([*(held.pages for held in self.held), self.cache.pages()])
         for slot, held in enumerate(self.held):
             if len(held.tokens) > self.room(slot):
                 held.tokens = []
-            held.busy = False
-            self._trim(slot)
+            self.release(slot)
 
     def rewind(self, positions: list[int], params: SamplingParams) -> None:
         """Put rows and slots 0, 1, ... at `positions` with whatever the cache holds. Each has its share of the pages,
         up to the capacity. Raises OutOfPages."""
         capacity = self.model.kv.capacity
         self.recover()
-        for slot in range(len(self.held)):
-            self.forget(slot)
+        self.cache.clear()
         for slot, position in enumerate(positions):
             spare = self.pages.free - sum(self.pages_for(later + 1) for later in positions[slot:])
             room = (self.pages_for(position + 1) + max(spare, 0) // (len(positions) - slot)) * self.page
@@ -152,13 +173,16 @@ class Slots:
             self.begin(slot, slot, params, position=position, n_known=position + 1, limit=capacity + 1, stop_ids=())
 
     def assert_consistent(self) -> None:
-        """Every page is free or a slot's, none is two slots', and no slot claims more than its pages hold."""
-        self.pages.assert_consistent([held.pages for held in self.held])
-        assert len({page for held in self.held for page in held.pages}) == sum(len(held.pages) for held in self.held)
+        """Every page is free, a slot's, or can be found, and counted as often; only what can be found is two slots',
+        and no slot claims more than its pages hold."""
+        found = self.cache.pages()
+        self.cache.assert_consistent()
+        self.pages.assert_consistent([*(held.pages for held in self.held), found])
+        own = [page for held in self.held for page in held.pages[held.shared // self.page :]]
+        assert len(set(own)) == len(own), "a page is written by two slots"
         for slot, held in enumerate(self.held):
             assert len(held.tokens) <= self.room(slot), f"slot {slot} claims more than its pages hold"
-            kept = self.pages_for(len(held.tokens))
-            assert held.busy or len(held.pages) == kept, f"slot {slot} is idle and keeps pages without tokens"
+            assert held.busy or not held.pages, f"slot {slot} is idle and keeps pages"
 
     # ---- writes to the device, in stream order
 

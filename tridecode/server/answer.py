@@ -88,8 +88,8 @@ class Answer:
         plan, engine = self._plan, self._engine
         prompts = self._prompts = plan.prepare()
         self._choices = [plan.choice(i, prompt) for i, prompt in enumerate(prompts) for _ in plan.params]
-        reuse = plan.asked.cache_prompt
-        answers = [engine.submit(prompt, params, reuse_prefix=reuse) for prompt in prompts for params in plan.params]
+        sharing = {"reuse_prefix": plan.asked.cache_prompt, "cache_salt": plan.asked.cache_salt}
+        answers = [engine.submit(prompt, params, **sharing) for prompt in prompts for params in plan.params]
         scored = prompts if plan.asked.scores_prompt else ()
         return answers + [engine.submit_score(prompt, plan.params[0].logprobs) for prompt in scored]
 

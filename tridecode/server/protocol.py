@@ -63,6 +63,7 @@ class Generation(msgspec.Struct, kw_only=True):
     stream_options: StreamOptions | None = None
     return_token_ids: bool = False
     cache_prompt: bool = True
+    cache_salt: str = ""
 
     scores_prompt: ClassVar = False
 

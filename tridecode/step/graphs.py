@@ -10,6 +10,7 @@ from ..kernels.attention import attention_bytes, attention_ref
 from ..kernels.op import Op
 from ..layout import LIMIT_REACHED, STATUS
 from . import decode
+from .compiling import compile_ahead
 from .dispatch import BatchDescriptor, Dispatcher
 from .run import Run, launch, launch_dependent, refer
 from .state import DecodeModel
@@ -85,24 +86,26 @@ class StepGraphs:
         with torch.cuda.device(model.device):  # Triton launches on the current device
             self.place = Place(model.device)
             log.info("compiling the kernels of the step")
+            model.workspace.meta[:, STATUS] = LIMIT_REACHED
+            compile_ahead([self._lines(batch) for batch in batches], self._run, model.device)
             for batch in batches:
                 self._warm_up(batch)
             log.info("capturing %d CUDA graphs of %s rows", len(batches), ", ".join(map(str, self.dispatcher.sizes)))
             # The largest first: the smaller ones find their memory in the pool.
             self._graphs = {batch: self._capture(batch) for batch in batches}
 
+    def _lines(self, batch: BatchDescriptor) -> Callable[[Run], None]:
+        model = self.model.of_rows(batch.rows)
+        return lambda run: decode.step(run, model, batch.kind)
+
     def _warm_up(self, batch: BatchDescriptor) -> None:
-        # With a status other than RUN the warm-up compiles and loads every kernel and writes nothing.
+        # With a status other than RUN the warm-up loads every kernel and writes nothing.
         self.model.workspace.meta[:, STATUS] = LIMIT_REACHED
-        self.place.run(
-            lambda: decode.step(replaced(self._run, self.attention), self.model.of_rows(batch.rows), batch.kind)
-        )
+        self.place.run(lambda: self._lines(batch)(replaced(self._run, self.attention)))
 
     def _capture(self, batch: BatchDescriptor) -> Callable[[], None]:
-        model, (mode, _) = self.model.of_rows(batch.rows), self.dispatcher.plan(batch.kind, batch.rows)
-        replay, captures = self.place.capture(
-            mode, self._run, self.attention, lambda run: decode.step(run, model, batch.kind)
-        )
+        mode, _ = self.dispatcher.plan(batch.kind, batch.rows)
+        replay, captures = self.place.capture(mode, self._run, self.attention, self._lines(batch))
         self.captures += captures
         return replay
 

@@ -41,7 +41,7 @@ def read(run: Run, m: DecodeModel, rows: int, decoding: int = 0) -> None:
         if i + 1 == c.num_layers:
             return  # the rest is for the rows that want a token
         run(
-            "attention", PROMPT_ATTENTION, p.chunks, kv.page_table, p.q, kv.pool, i, p.partial, p.lse, p.counter,
+            "attention", PROMPT_ATTENTION, p.chunks, kv.page_table, p.q, kv.k[i], kv.v[i], p.partial, p.lse, p.counter,
             p.attended, c.window(i), m.scale, shape=m.prompt_shape,
         )  # fmt: skip
         if decoding:

@@ -3,12 +3,14 @@
 import logging
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
 from ..kernels.op import Op
 from ..layout import Chunk
 from . import prefill
+from .compiling import compile_ahead
 from .decode import KINDS
 from .dispatch import BatchDescriptor, Dispatcher
 from .graphs import EagerSteps, StepGraphs, launcher, replaced
@@ -88,9 +90,14 @@ class PromptGraphs:
         self._wanted = [(size, decoding) for size in sizes for decoding in reversed(mixed)]
         self._failed: set[tuple[int, int]] = set()
         self._missed: set[tuple[int, int]] | None = set() if lazy else None
-        for rows in sorted(self.dispatcher.sizes, reverse=True):
-            for kind in KINDS:
-                self._capture_finish(BatchDescriptor(kind, rows))
+        sizes = sorted(self.dispatcher.sizes, reverse=True)
+        batches = [BatchDescriptor(kind, rows) for rows in sizes for kind in KINDS]
+        compile_ahead([partial(self._lines, batch) for batch in batches], launcher(model), model.device)
+        reads = [partial(prefill.read, m=model, rows=4 + decoding, decoding=decoding) for decoding in mixed]
+        if attention is None:
+            compile_ahead(reads, launch, model.device)
+        for batch in batches:
+            self._capture_finish(batch)
 
     def decoding(self, rows: int) -> int:
         return self._most if rows else 0
@@ -105,15 +112,14 @@ class PromptGraphs:
         return min(max(fitting, default=timed[0][0]), most)
 
     def _capture_finish(self, batch: BatchDescriptor) -> None:
-        model, (mode, _) = self.model.of_rows(batch.rows), self.dispatcher.plan(batch.kind, batch.rows)
-
-        def lines(run: Run) -> None:
-            prefill.finish(run, model, batch.kind)
-
-        run = launcher(self.model)
-        self._place.run(lambda: lines(replaced(run, self._steps.attention)))
+        mode, _ = self.dispatcher.plan(batch.kind, batch.rows)
+        run, lines, attention = launcher(self.model), partial(self._lines, batch), self._steps.attention
+        self._place.run(lambda: lines(replaced(run, attention)))
         if mode != "none":
-            self._finish[batch], _ = self._place.capture(mode, run, self._steps.attention, lines)
+            self._finish[batch], _ = self._place.capture(mode, run, attention, lines)
+
+    def _lines(self, batch: BatchDescriptor, run: Run) -> None:
+        prefill.finish(run, self.model.of_rows(batch.rows), batch.kind)
 
     def capture_next(self, most: int | None = None) -> bool:
         wanted = [key for key in self._wanted if key not in self._read and key not in self._failed]

@@ -1,7 +1,7 @@
 """Runners: what to do with each line of a pass's list, run(role, op, *arguments, **how)."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 
 import torch
 
@@ -48,6 +48,7 @@ class Launch:
     role: str
     op: Op
     args: tuple
+    how: dict
 
     def __repr__(self) -> str:
         return f"Launch({self.role}, {', '.join(self.kernels())})"
@@ -56,8 +57,21 @@ class Launch:
         """What the launch moves, given what its arguments hold now."""
         return self.op.bytes(*self.args)
 
+    def key(self) -> tuple:
+        """The same for launches that need the same compiled kernels."""
+        return self.op.launch, tuple(map(_kind, self.args)), tuple(self.how.items())
+
     def kernels(self) -> list[str]:
         return [kernel.fn.__name__ for kernel in self.op.kernels]
+
+
+def _kind(value):
+    """What the compiler sees of an argument, and a little more."""
+    if isinstance(value, torch.Tensor):
+        return value.dtype, value.shape, value.stride(), value.data_ptr() % 16
+    if is_dataclass(value):
+        return tuple(_kind(getattr(value, each.name)) for each in fields(value))
+    return value
 
 
 class Recorder:
@@ -67,4 +81,4 @@ class Recorder:
         self.launches: list[Launch] = []
 
     def __call__(self, role: str, op: Op, *args, **how) -> None:
-        self.launches.append(Launch(role, op, args))
+        self.launches.append(Launch(role, op, args, how))

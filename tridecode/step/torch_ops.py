@@ -38,12 +38,12 @@ def torch_attention(backend: str, chunks: Sequence[Chunk]) -> Op:
     """prompt_attention by one of torch's BACKENDS, which wants to know the lengths on the host: those of `chunks`, a
     list that says what the table on the device does when the operation is launched. No graph can hold it."""
 
-    def attend_chunks(table, page_table, q, pool, layer, partial, lse, counter, out, window, scale):
+    def attend_chunks(table, page_table, q, k_cache, v_cache, partial, lse, counter, out, window, scale):
         _, heads, D = q.shape
         with sdpa_kernel(BACKENDS[backend], set_priority=True):
             for chunk in chunks:
-                keys, values = q.new_empty(2, pool.shape[3], chunk.end, D)
-                gather_kv(page_table[chunk.slot], *pool[:, layer].unbind(1), chunk.end, keys, values)
+                keys, values = q.new_empty(2, k_cache.shape[1], chunk.end, D)
+                gather_kv(page_table[chunk.slot], k_cache, v_cache, chunk.end, keys, values)
                 attend(q[chunk.rows], keys, values, out[chunk.rows], window, scale)
 
     return Op(attend_chunks, attend_chunks, prompt_attention_bytes, outputs=("out",))

@@ -1,0 +1,136 @@
+"""PrefixCache: what is found of a prompt, what goes first when pages run short, and that no page is lost."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tridecode.cache.pages import PagePool
+from tridecode.cache.prefix import PrefixCache
+
+PAGE = 4
+
+
+class Cache:
+    """A pool of pages, a cache over it, and the requests that use both, as a scheduler would."""
+
+    def __init__(self, pages=16):
+        self.pool = PagePool(pages)
+        self.cache = PrefixCache(self.pool, PAGE)
+
+    def compute(self, ids, salt=""):
+        """A request with these tokens: what it uses of the cache; its pages are then the cache's."""
+        match = self.cache.match(ids, salt)
+        shared = [node.page for node in match.nodes]
+        self.pool.share(shared)
+        own = -(-len(ids) // PAGE) - len(shared)
+        if own > self.pool.free:
+            self.cache.evict(own - self.pool.free)
+        pages = shared + self.pool.take(own)
+        self.cache.insert(ids, pages, salt)
+        self.pool.give_back(pages)
+        self.check()
+        return match
+
+    def check(self, held=()):
+        self.cache.assert_consistent()
+        self.pool.assert_consistent([self.cache.pages(), *held])
+
+
+def found(match):
+    return match.tokens(PAGE)
+
+
+def test_whole_pages_and_the_beginning_of_one_are_found():
+    cache = Cache()
+    cache.compute(range(10))
+    for ids, tokens in (
+        (range(10), 10), (range(30), 10), (range(9), 9), (range(3), 3), ([0, 1, 2, 3, 9, 9], 4), ([5], 0), ([], 0),
+        ([0, 1, 2, 3, 4, 5, 99, 7, 8], 6),
+    ):  # fmt: skip
+        assert found(cache.cache.match(list(ids))) == tokens, ids
+
+
+def test_what_goes_on_takes_the_place_of_what_ended_there():
+    cache = Cache()
+    cache.compute(range(6))
+    cache.compute(range(7))
+    assert found(cache.cache.match(list(range(7)))) == 7 and len(cache.cache.pages()) == 2
+    cache.compute([*range(6), 50])
+    assert len(cache.cache.pages()) == 3, "two ways to go on"
+
+
+def test_tenants_do_not_see_each_other():
+    cache = Cache()
+    cache.compute(range(8), salt="a")
+    assert found(cache.cache.match(list(range(8)), "b")) == 0 and found(cache.cache.match(list(range(8)), "a")) == 8
+
+
+def test_ends_go_before_beginnings_and_the_longest_unused_first():
+    cache = Cache()
+    cache.compute(range(8))
+    cache.compute([*range(4), 20, 21, 22, 23])
+    cache.cache.match(list(range(8)))
+    assert cache.cache.evict(1) == 1 and found(cache.cache.match([*range(4), 20, 21])) == 4
+    assert cache.cache.evict(1) == 1 and found(cache.cache.match(list(range(8)))) == 4
+    assert cache.cache.evict(5) == 1 and cache.pool.free == 16
+    cache.check()
+
+
+def test_what_is_in_use_stays_with_all_before_it():
+    cache = Cache()
+    cache.compute(range(12))
+    cache.compute([30, 31, 32, 33])
+    match = cache.cache.match(list(range(8)))
+    used = [node.page for node in match.nodes]
+    cache.pool.share(used)
+    assert cache.cache.evictable() == 2 and cache.cache.evict(9) == 2
+    assert found(cache.cache.match(list(range(12)))) == 8
+    cache.check([used])
+    cache.pool.give_back(used)
+    assert cache.cache.evictable() == 2
+    cache.cache.clear()
+    assert cache.pool.free == 16
+
+
+def test_what_must_not_be_found_again_goes_with_all_behind_it():
+    cache = Cache()
+    cache.compute(range(12))
+    cache.compute([*range(8), 70, 71])
+    cache.cache.forget(list(range(12)), first=5)
+    assert found(cache.cache.match(list(range(12)))) == 4 and cache.pool.free == 15
+    cache.check()
+
+
+def test_an_interrupt_loses_no_page(monkeypatch):
+    cache = Cache()
+    for method in ("share", "give_back"):
+        cache.compute(range(8))
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(cache.pool, method, lambda pages: (_ for _ in ()).throw(KeyboardInterrupt))
+            pages = cache.pool.take(3)
+            cache.cache.insert([*range(6), 9, 9, 9], pages) if method == "share" else cache.cache.evict(1)
+        cache.pool.recount([cache.cache.pages()])
+        cache.check()
+
+
+IDS = st.lists(st.integers(0, 2), min_size=1, max_size=14)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.tuples(IDS, st.sampled_from(["", "x"])), max_size=30))
+def test_any_order_of_requests(requests):
+    """With few tokens and few pages: what is found was computed before, by that tenant, and no page is lost."""
+    cache, known = Cache(pages=8), []
+    for ids, salt in requests:
+        match = cache.compute(ids, salt)
+        best = max((common(ids, other) for other, tenant in known if tenant == salt), default=0)
+        assert found(match) <= best
+        again = cache.cache.match(ids, salt)
+        assert found(again) == len(ids), "what was just computed is there"
+        known.append((ids, salt))
+    cache.cache.clear()
+    assert cache.pool.free == 8
+
+
+def common(a, b):
+    return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))

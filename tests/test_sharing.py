@@ -1,0 +1,126 @@
+"""What requests have in common is computed once, whoever asks next, and nobody's text depends on it."""
+
+import pytest
+import torch
+from models import tiny_engine
+
+from tridecode import SamplingParams
+from tridecode.errors import ParameterError
+
+GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+SYSTEM = [(11 * i) % 300 for i in range(70)]
+
+
+def engine_of(slots=4, **build):
+    build |= {"slots": slots, "page": 16}
+    return tiny_engine(dtype=torch.float32, capacity=256, tie_word_embeddings=False, build=build)
+
+
+@pytest.fixture
+def engine():
+    return engine_of()
+
+
+@pytest.fixture(scope="module")
+def alone():
+    engine = engine_of(1)
+    return lambda ids, params=GREEDY: engine.generate(ids, params, reuse_prefix=False).token_ids
+
+
+def computed(engine) -> int:
+    """Tokens of prompts that went through prompt passes so far."""
+    return sum(stat.rows * stat.count for stat in engine.graph_stats() if stat.kind in ("prompt", "mixed"))
+
+
+def test_a_prefix_that_many_ask_for_at_once_is_computed_once(engine, alone):
+    prompts = [[*SYSTEM, 200 + i, 7, 9] for i in range(6)]
+    results = engine.generate_many(prompts, GREEDY)
+    assert [result.token_ids for result in results] == [alone(prompt) for prompt in prompts]
+    reused = [result.usage.reused_tokens for result in results]
+    assert reused == [0, 64, 64, 64, 70, 70], "whole pages while it runs, then the last too"
+    assert computed(engine) == 73 + 3 * 9 + 2 * 3
+
+
+def test_side_requests_push_no_conversation_out(engine, alone):
+    """A title and tags are asked for after each turn: the conversation's own next turn still finds all."""
+    text = list(SYSTEM)
+    for turn in range(4):
+        text += [30 + turn, 31, 32]
+        result = engine.generate(text, GREEDY)
+        assert result.token_ids == alone(text)
+        assert result.usage.reused_tokens == (0 if turn == 0 else len(text) - 4)
+        text += result.token_ids
+        for side in (100, 150):
+            asked = [side, side + 1, *text[-40:]]
+            assert engine.generate(asked, GREEDY).token_ids == alone(asked)
+
+
+def test_whole_pages_are_there_while_their_prompt_is_still_read(alone):
+    engine = engine_of(chunk_tokens=40)
+    first = engine.submit([*SYSTEM, 1, 2], GREEDY)
+    while computed(engine) < 40:
+        engine.step()
+    second = engine.submit([*SYSTEM[:40], 5, 6], GREEDY)
+    assert second.result().token_ids == alone([*SYSTEM[:40], 5, 6])
+    assert second.result().usage.reused_tokens == 32
+    assert first.result().token_ids == alone([*SYSTEM, 1, 2])
+
+
+def test_whoever_waits_for_a_prefix_computes_it_where_its_reader_was_cancelled(alone):
+    engine = engine_of(chunk_tokens=20)
+    first = engine.submit([*SYSTEM, 1, 2], GREEDY)
+    engine.step()
+    second = engine.submit([*SYSTEM, 5, 6], GREEDY)
+    engine.step()
+    first.cancel()
+    assert second.result().token_ids == alone([*SYSTEM, 5, 6])
+    engine.scheduler.assert_consistent()
+
+
+def test_what_gave_no_finite_logits_is_not_found_again(engine, alone):
+    engine.model.weights.embed[301] = float("nan")
+    bad = [*SYSTEM[:40], 301, *SYSTEM[40:]]
+    assert engine.generate(bad, GREEDY).finish_reason == "error"
+    assert engine.scheduler.slots.cache.match(bad).tokens(16) == 0
+    assert engine.generate(SYSTEM, GREEDY).token_ids == alone(SYSTEM)
+    assert engine.generate(bad, GREEDY).finish_reason == "error"
+    engine.scheduler.assert_consistent()
+
+
+def test_whoever_found_a_bad_prefix_computes_it_himself(alone):
+    engine = engine_of(chunk_tokens=40)
+    engine.model.weights.embed[301] = float("nan")
+    bad = engine.submit([*SYSTEM[:64], 301, 5], GREEDY)
+    good = [engine.submit([*SYSTEM[:64], i, 5], GREEDY) for i in range(3)]
+    assert bad.result().finish_reason == "error"
+    for i, request in enumerate(good):
+        assert request.result().token_ids == alone([*SYSTEM[:64], i, 5])
+    engine.scheduler.assert_consistent()
+
+
+def test_a_page_in_which_two_part_is_copied(engine, alone):
+    """The first one's page stays as it was: a third request that goes on with it says what it would alone."""
+    first, second = SYSTEM[:24], [*SYSTEM[:20], 3, 4, 5, 6]
+    for ids in (first, second, [*first, 8], [*second, 8]):
+        assert engine.generate(ids, GREEDY).token_ids == alone(ids)
+    assert engine.generate([*first, 8], GREEDY).usage.reused_tokens == 24
+    engine.scheduler.assert_consistent()
+
+
+def test_tenants_share_nothing(engine, alone):
+    texts = [[*SYSTEM, 4], [*SYSTEM, 4], [*SYSTEM, 5]]
+    requests = [engine.submit(text, GREEDY, cache_salt=salt) for text, salt in zip(texts, ("a", "b", "a"))]
+    assert [request.result().token_ids for request in requests] == [alone(text) for text in texts]
+    assert [request.result().usage.reused_tokens for request in requests] == [0, 0, 64]
+    for wrong in (None, 5, b"a"):
+        with pytest.raises(ParameterError, match="cache_salt must be a string"):
+            engine.submit(SYSTEM, GREEDY, cache_salt=wrong)
+
+
+def test_nothing_is_shared_where_nobody_wants_it(alone):
+    engine = engine_of(prefix_sharing=False)
+    for _ in range(2):
+        result = engine.generate(SYSTEM, GREEDY)
+        assert result.token_ids == alone(SYSTEM) and result.usage.reused_tokens == 0
+    assert not engine.scheduler.slots.cache.pages()
+    engine.scheduler.assert_consistent()
