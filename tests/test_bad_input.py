@@ -152,7 +152,7 @@ def test_a_number_of_many_digits_is_not_shown_whole(failure, option, digits, cod
 TWO_PROMPTS = ("generate", "--prompt", "x", "--prompt-ids", "1")
 
 
-@pytest.mark.parametrize("argv", [(), ("sing",), TWO_PROMPTS, ("chat", "x\x1b[2J")])
+@pytest.mark.parametrize("argv", [("sing",), TWO_PROMPTS, ("chat", "x\x1b[2J")])
 def test_wrong_usage(failure, argv):
     assert "\x1b" not in failure(*argv, code=2)
 
@@ -222,7 +222,9 @@ def test_gpu_asked_for_and_absent(failure, good, options):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there")
 def test_bench_without_a_gpu(failure):
-    assert "GPU" in failure("bench", "decode")
+    for command in (("bench", "decode"), ("profile",), ("tune",)):
+        line = failure(*command)
+        assert "needs an NVIDIA GPU" in line and line.endswith("see tridecode doctor\n")
 
 
 @pytest.mark.parametrize("options", [("--preset", "gpt-2"), ("--steps", "0"), ("--context", "-1")])

@@ -278,7 +278,7 @@ STATS = [
 @pytest.mark.parametrize("width", [40, 80, 200])
 def test_the_bar_fits_in_one_line(width):
     screen = io.StringIO()
-    output = SimpleNamespace(errors=make_console(file=screen, width=width, force_terminal=True), tty=False)
+    output = SimpleNamespace(errors=make_console(file=screen, width=width, force_terminal=True), tty=False, quiet=False)
     bar = progress("answering", output, lambda: 12345.6)
     with bar:
         bar.add_task("answering", total=1000, completed=11)

@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -66,6 +67,14 @@ def test_help_and_version_answer_without_torch():
     assert done.stdout.startswith(f"tridecode {__version__}\n")
 
 
+def test_alone_it_shows_help_with_examples(run):
+    code, out, err = run()
+    assert (code, err) == (0, "") and out.count("\n  tridecode ") + out.count("| tridecode ") == 3
+    for example in out.split("examples:\n")[1].splitlines():
+        words = shlex.split(example.split("tridecode", 1)[1].split("    ")[0])
+        assert make_parser().parse_args(words).command == words[0]
+
+
 def test_cli_py_is_the_program():
     done = subprocess.run([sys.executable, "cli.py", "--version"], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, f"tridecode {__version__}\n", "")
@@ -119,10 +128,10 @@ def test_the_selection_in_contributing_selects_tests():
 
 
 def test_scripts_for_other_shells(run):
-    for shell in ("zsh", "tcsh"):
+    for shell in ("zsh", "fish", "tcsh"):
         code, script, err = run("--print-completion", shell)
         assert (code, err) == (0, "") and "tridecode" in script and "generate" in script
-    assert run("--print-completion", "fish")[0] == 2
+    assert run("--print-completion", "csh")[0] == 2
 
 
 def test_defaults_of_the_checkpoint_are_shown_unless_an_option_replaces_them(run, tiny, tmp_path):

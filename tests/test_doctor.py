@@ -11,6 +11,7 @@ from checkpoints import write_tiny
 
 from tridecode import commands
 from tridecode.commands.info import doctor
+from tridecode.commands.info.command import verdict
 
 GPU = {"name": "NVIDIA H200", "compute_capability": "9.0", "memory": 100 * 2**30, "free": 90 * 2**30}
 HEALTHY = {
@@ -93,3 +94,25 @@ def test_info_shows_them(capsys, tmp_path, machine, monkeypatch):
     assert len(rows) == 2 and "1% of its memory free; nvidia-smi" in rows[0] and "no C compiler" in rows[1]
     assert commands.main(["info", "--model", str(tiny), "--device", "cpu", "--json"]) == 0
     assert [set(found) for found in json.loads(capsys.readouterr().out)["warnings"]] == [{"problem", "fix"}] * 2
+
+
+@pytest.mark.parametrize(
+    "device, gpus, cuda, warnings, problem, says",
+    [
+        ("cuda:0", [GPU], "13.0", [], None, "m runs here, on the GPU cuda:0"),
+        ("cuda:0", [GPU], "13.0", ["x"], None, "m runs here, on the GPU cuda:0; see the 1 warning above"),
+        ("cpu", [GPU], "13.0", [], None, "m runs here, on the CPU, though there is a GPU (--device cuda)"),
+        ("cpu", [], "13.0", [], None, "m runs here, on the CPU; bench, profile and tune need a GPU"),
+        ("cpu", [], None, [], None, "need a GPU; one needs PyTorch's CUDA build"),
+        ("cpu", [], None, [], "too large", "m does not run here so; see context above"),
+    ],
+)
+def test_the_verdict(device, gpus, cuda, warnings, problem, says):
+    report = {"model": {"name": "m"}, "run": {"device": device}, "gpus": gpus, "warnings": warnings}
+    found = verdict(report | {"versions": {"cuda": cuda}, "memory": {"problem": problem}})
+    assert found.endswith(says) and found.startswith("m ")
+
+
+def test_the_verdict_is_the_last_line(capsys):
+    assert commands.main(["doctor", "--device", "cpu"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith("verdict      bundled runs here, on the CPU")

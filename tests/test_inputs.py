@@ -100,7 +100,7 @@ def test_a_saved_session_is_answered_anew(generate, seen, tmp_path):
         ('[{"role": "user", "content": "a"}, {"role": "user"}]', "message 2: content must be a string, got none"),
         ('[{"role": 1, "content": "a"}]', "message 1: role must be a string, got 1"),
         ('[{"role": "user", "content": "a"}, {"role": "bot", "content": "b"}]', "message 2: role must be one of"),
-        ('{"format": "tridecode session", "version": 1}', "raw, system or turns is missing"),
+        ('{"format": "tridecode session", "version": 1}', "raw, system, title or turns is missing"),
         (json.dumps(SESSION | {"raw": True}), "made with --raw"),
         (json.dumps(SESSION | {"turns": []}), "it has no turns"),
         ('[{"role": "system", "content": "a"}]', "leave out --system"),

@@ -4,9 +4,11 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from chats import said
+from chats import READY, leaves, said
 
+from tridecode.commands.chat import session as sessions
 from tridecode.commands.chat.conversation import Conversation
+from tridecode.commands.chat.display import open_fence
 from tridecode.commands.chat.overflow import Overflow, fit
 from tridecode.errors import PromptError
 
@@ -15,7 +17,7 @@ def test_a_turn_that_does_not_fit_is_refused(session):
     chat = session(["x" * 60], ["fine"])
     assert chat.handle("one") and chat.handle("y" * 60)
     shown = chat.read()[1]
-    assert "this turn needs 123 tokens, the context holds 100" in shown and "--overflow drop-oldest" in shown
+    assert "this turn needs 123 tokens, the context holds 100" in shown and "/set overflow drop-oldest" in shown
     assert chat.handle("two"), "the conversation goes on"
     assert chat.engine.prompts[1] == said("one", "x" * 60, "two")
 
@@ -94,7 +96,7 @@ def test_a_conversation_of_many_turns_is_never_rendered_as_a_whole(choice):
     talk = Conversation(turns=(("hello", "hi"),) * 300_000)
     began = time.monotonic()
     if choice == "error":
-        with pytest.raises(Overflow, match="more than .* tokens, the context holds 2,048; /undo or /clear make room"):
+        with pytest.raises(Overflow, match="more than .* tokens, the context holds 2,048; /undo, /clear or /set"):
             fit(talk, "and now?", count, 2048, choice, None, 2048)
     else:
         talk, note = fit(talk, "and now?", count, 2048, choice, 100, 2048)
@@ -111,3 +113,63 @@ def test_what_fits_is_found_whatever_the_turns_take(turns):
     assert fit(talk, "z", count, 2000, "error", None, 2000) == (talk, "")
     left, note = fit(talk, "z", count, 800, "drop-oldest", None, 2000)
     assert left.dropped == (151 if turns == 500 else 0) and bool(note) == (turns == 500)
+
+
+def test_the_choice_can_be_changed_in_the_chat(session):
+    chat = session(["x" * 60], ["fine"])
+    assert chat.handle("one") and chat.handle("y" * 40) and "/set overflow drop-oldest" in chat.read()[1]
+    assert chat.handle("/set overflow drop-oldest") and chat.read()[1] == "overflow is drop-oldest\n"
+    assert chat.handle("y" * 40) and chat.engine.prompts[1] == said("y" * 40)
+    assert "turn 1 is no longer sent" in chat.read()[1]
+    assert chat.handle("/set overflow oldest") and "must be one of error, drop-oldest, stop" in chat.read()[1]
+
+
+QUESTION = "Tell me a short story about a snail."
+GREEDY = ("--temperature", 0, "--quiet")
+
+
+def test_a_terminal_makes_room_and_a_pipe_refuses(terminal, piped):
+    story = f"{QUESTION}\n"
+    code, out, err = piped(story * 2, *GREEDY, "--max-seq-len", 70)
+    assert code == 1 and "this turn needs" in err and out.count("\n") == 1
+    child = terminal("--temperature", 0, "--max-seq-len", 70)
+    for _ in range(2):
+        child.send(f"{QUESTION}\r")
+        child.expect_exact("tok/s")
+        child.expect_exact(READY)
+    assert "turn 1 is no longer sent to the model" in child.screen.getvalue()
+    child.sendeof()
+    leaves(child)
+
+
+@pytest.mark.parametrize("kind", [(), ("--raw",)], ids=["chat", "raw"])
+def test_an_answer_that_was_cut_is_continued(piped, kind, tmp_path):
+    whole = piped(QUESTION, *GREEDY, *kind, "--max-tokens", 30)[1]
+    file = tmp_path / "talk.json"
+    lines = f"{QUESTION}\n/set max_tokens 22\n/continue\n/save {file}\n"
+    code, out, err = piped(lines, *GREEDY, *kind, "--max-tokens", 8)
+    assert code == 0 and out.count("\n") == whole.count("\n") + 1
+    ((user, answer),) = sessions.read(file).turns
+    assert (user, answer) == (QUESTION, whole.removesuffix("\n"))
+
+
+def test_a_whole_answer_has_nothing_to_be_continued(piped):
+    code, _, err = piped("/continue\nWhat is 17 + 25?\n/continue\n/history\n", *GREEDY)
+    assert code == 0 and err == "nothing was said yet\nthe model has nothing to add\n"
+
+
+def test_room_is_made_for_the_rest_of_an_answer(piped):
+    lines = f"Hello\n{QUESTION}\n/continue\n"
+    code, out, err = piped(lines, *GREEDY, "--max-seq-len", 54, "--overflow", "drop-oldest")
+    assert code == 0 and "the answer was cut: the context of 54 tokens is full" in err
+    assert "turn 1 is no longer sent to the model" in err
+
+
+def test_a_block_of_code_goes_on_as_code():
+    for text, fence in (
+        ("a\n```python\nx = 1", "```python\n"),
+        ("```\nx\n```\nb", ""),
+        ("~~~ sh\n```\nx", "~~~ sh\n"),
+        ("a ``` b", ""),
+    ):
+        assert open_fence(text) == fence

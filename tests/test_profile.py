@@ -291,7 +291,8 @@ def test_a_step_of_several_rows_says_so():
 @pytest.mark.skipif(CUDA, reason="what is said without a GPU")
 def test_no_gpu_is_one_line(capsys):
     assert commands.main(["profile"]) == 1
-    assert capsys.readouterr().err == "tridecode: error: profile needs an NVIDIA GPU and none is usable here\n"
+    said = "needs an NVIDIA GPU and none is usable here; see tridecode doctor"
+    assert capsys.readouterr().err == f"tridecode: error: profile {said}\n"
 
 
 def test_a_trace_does_not_name_the_machine(monkeypatch):

@@ -83,6 +83,12 @@ def test_commands(asked, served):
     assert f"bundled on {served.url}: context of 2,048 tokens" in err and "thinking is on" in err
 
 
+def test_an_answer_is_not_continued(asked):
+    code, out, err = asked(f"{QUESTION}\n/continue\n/set overflow drop-oldest\n", "--temperature", 0, "--quiet")
+    assert (code, out) == (0, f"{ANSWER}\n")
+    assert err == "through a server an answer cannot be continued; ask the model to go on\noverflow is drop-oldest\n"
+
+
 def test_what_a_template_cannot_do_is_the_servers_line(asked):
     code, out, err = asked("Hello", "--think", "off")
     [line] = errors(err)
@@ -94,7 +100,7 @@ def test_a_turn_that_does_not_fit(asked, served):
     options = ("--max-tokens", 3)
     code, out, err = asked(lines, *options)
     first, second = errors(err)
-    assert code == 1 and "the context holds 2,048; /undo or /clear make room" in first
+    assert code == 1 and "the context holds 2,048; /undo, /clear or /set" in first
     assert second.startswith("this message alone needs") and "--max-seq-len" not in second
     code, out, err = asked(lines, *options, "--overflow", "drop-oldest")
     assert len(errors(err)) == 1 and "turn 1 is no longer sent to the model" in err
@@ -173,7 +179,8 @@ def test_a_server_that_is_gone_is_told_for_each_turn(asked):
 
 def test_what_a_server_does_not_tell_is_left_out(asked):
     with FakeServer(tokens=3, gap=0.01) as server:
-        err = asked("one\n/model\n/think off\n", url=server.url)[2]
+        err = asked("one\n/model\n/think off\n/set overflow drop-oldest\n", url=server.url)[2]
+        assert "overflow drop-oldest needs a server that counts tokens" in err
         assert "\n3 tokens · " in err and "reused" not in err and "· context" not in err
         assert f"a-model on {server.url}: context of a length that the server does not tell" in err
         assert "thinking cannot be switched off: no chat template can be told" in err

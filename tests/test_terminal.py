@@ -107,6 +107,7 @@ TYPED = {
     "/help": ("", "a line that starts with a space"),
     "/system": ("Be brief.", "the system turn is set"),
     "/retry": ("", "context "),
+    "/continue": ("", "context"),
     "/edit": ("Hello again", "context "),
     "/history": ("", "Hello again"),
     "/title": ("A greeting", "the title is A greeting"),
@@ -140,10 +141,10 @@ def test_every_command_is_accepted(terminal, tmp_path):
     assert sessions.read(tmp_path / "talk.json").turns[0][0] == "Hello again" and (tmp_path / "talk.md").exists()
 
 
-def ask(child, message: str) -> None:
-    """A whole turn."""
+def ask(child, message: str, shows: str = "context ") -> None:
+    """A whole turn; shows: a part of the line after it."""
     child.send(f"{message}\r")
-    child.expect_exact("context ")
+    child.expect_exact(shows)
     child.expect_exact(READY)
 
 
@@ -326,7 +327,7 @@ def test_a_terminal_that_becomes_narrow(terminal, state):
     child.send("/set max_tokens 4\r")
     child.expect_exact("max_tokens is 4")
     child.expect_exact(READY)
-    ask(child, wide)
+    ask(child, wide, "tok/s")
     child.sendeof()
     leaves(child)
     turns = only_session(state).turns

@@ -369,7 +369,8 @@ def test_wrong_minutes(capsys, value):
 @pytest.mark.skipif(CUDA, reason="what is said without a GPU")
 def test_no_gpu_is_one_line(capsys):
     assert commands.main(["tune"]) == 1
-    assert capsys.readouterr().err == "tridecode: error: tune needs an NVIDIA GPU and none is usable here\n"
+    said = "needs an NVIDIA GPU and none is usable here; see tridecode doctor"
+    assert capsys.readouterr().err == f"tridecode: error: tune {said}\n"
 
 
 @pytest.mark.skipif(not CUDA, reason="captures and times steps on an NVIDIA GPU")

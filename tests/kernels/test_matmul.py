@@ -15,7 +15,7 @@ from tridecode.step.shapes import MatmulShape, TilesShape, WideShape
 
 EPS = 1e-6
 DTYPE = torch.bfloat16 if CUDA else torch.float32  # the interpreter multiplies in fp32 anyway
-TOLERANCE = 1e-5  # bf16 products are exact in fp32: what is left is the order of sums
+TOLERANCE = 2e-5 if CUDA else 1e-5  # bf16 products are exact in fp32: left are the order of sums and what wgmma cuts
 ROUNDED = 3e-3 if CUDA else 1e-5  # of outputs in bf16
 SMALL = {
     "registers": MatmulShape(16, 2, 2, 1),

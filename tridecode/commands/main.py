@@ -5,11 +5,13 @@ import os
 import sys
 from collections.abc import Callable
 
+from ..errors import DeviceError
 from .explain import explain
 from .parser import SAMPLING, make_parser
 from .signals import Ended, ended_by_interrupt, ending
 from .terminal import Output, foreign_encoding, tolerant_streams
 
+NEED_GPU = ("bench", "profile", "tune")
 INTERRUPTED = 130
 BROKEN_PIPE = 141  # as a shell reports a program that SIGPIPE ended
 
@@ -47,7 +49,11 @@ def guarded(argv: list[str] | None) -> int:
         return 1
     output, args = Output(), None
     try:
-        args = make_parser().parse_args(argv)
+        parser = make_parser()
+        args = parser.parse_args(argv)
+        if args.command is None:
+            parser.print_help(sys.stdout)
+            return 0
         set_up_logging(args.verbose)
         code = run(args, output)
         sys.stdout.flush()  # here, where what fails can still be told
@@ -57,7 +63,10 @@ def guarded(argv: list[str] | None) -> int:
     except Exception as error:
         if args is not None and args.verbose:
             logging.getLogger("tridecode").exception("%s failed", args.command)
-        output.error(explain(error, [name for name in (*SAMPLING, "n") if hasattr(args, name)]))
+        why = explain(error, [name for name in (*SAMPLING, "n") if hasattr(args, name)])
+        if isinstance(error, DeviceError) and args.command in NEED_GPU:
+            why += "; see tridecode doctor"
+        output.error(why)
         return 1
 
 

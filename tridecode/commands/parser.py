@@ -11,6 +11,12 @@ from .serve_options import SERVE, serve_options
 from .terminal import one_line
 from .values import GRAPHS, ascending, logit_bias, minutes, positive, row_count, server_url, token_ids
 
+EXAMPLES = """\
+examples:
+  tridecode chat                                       talk with the small bundled model
+  tridecode chat --model Qwen/Qwen3-4B                 with a model from Hugging Face, or of a directory
+  git diff | tridecode generate --prompt "Explain:"    one answer, in a pipe
+"""
 CHAT = """\
 Talk with a model. In the chat: /help lists the commands, Ctrl-C stops an answer, Ctrl-D leaves.
 With stdin from a pipe or file, each line is one turn; answers go to stdout, everything else to stderr. A message of
@@ -107,16 +113,17 @@ class PrintCompletion(argparse.Action):
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = Parser(prog="tridecode", description="Run open-weight language models on one GPU, or on the CPU.")
+    words = "Run open-weight language models on one GPU, or on the CPU."
+    parser = Parser(prog="tridecode", description=words, epilog=EXAMPLES)
     parser.add_argument("--version", action="version", version=f"tridecode {__version__}")
     parser.add_argument("--verbose", action="store_true", help="log to stderr, and show tracebacks")
     parser.add_argument(
         "--print-completion",
         action=PrintCompletion,
-        choices=["bash", "zsh", "tcsh"],
+        choices=["bash", "zsh", "fish", "tcsh"],
         help="print a script that teaches the shell to complete commands, options and files",
     )
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=Parser)
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
 
     engine = engine_options()
     running = [engine, graph_stats_option(), sampling_options()]
@@ -175,9 +182,9 @@ def add_chat_options(chat) -> None:
     group.add_argument("--stats", choices=["full", "short", "off"], help=words)
     group.add_argument(
         "--overflow",
-        default="error",
         choices=["error", "drop-oldest", "stop"],
-        help="a turn that does not fit in the context: refuse it, leave out the oldest, or end (default: error)",
+        help="a turn that does not fit in the context: refuse it, leave out the oldest turns, or end (default: "
+        "drop-oldest, in a pipe error)",
     )
 
 

@@ -25,6 +25,7 @@ def compile_ahead(lists: Iterable[Callable[[Run], None]], run: Run, device: torc
     @torch.inference_mode()  # which is, as the device, each thread's own
     def first_launch(launch) -> None:
         with torch.cuda.device(device):
+            torch.cuda.mem_get_info(device)  # gives the thread a context, without which no tensor map can be made
             run(launch.role, launch.op, *launch.args, **launch.how)
 
     with ThreadPoolExecutor(min(os.cpu_count() or 1, MOST)) as pool:

@@ -35,7 +35,7 @@ def chat(args, output: Output) -> int:
         conversation,
         interactive=interactive,
         store=store,
-        overflow=args.overflow,
+        overflow=args.overflow or ("drop-oldest" if interactive else "error"),
         stats=args.stats or ("off" if args.quiet else "full"),
         system=args.system,
         plain=args.plain,

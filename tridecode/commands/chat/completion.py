@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 
 from . import sessions, slash
+from .settings import CHOICES, NAMES
 
 MOST = 200  # files of a directory that are offered
 
@@ -44,12 +45,20 @@ def of_sessions(typed: str) -> Iterable[str]:
     return sessions.names() if " " in typed else ("rename ", "delete ")
 
 
+def of_set(typed: str) -> Iterable[str]:
+    name, space, _ = typed.partition(" ")
+    if not space:
+        return (f"{option} " for option in (*NAMES, *CHOICES))
+    return CHOICES.get(name, ("on", "off", "default") if name == "ignore_eos" else ("default",))
+
+
 # Command -> what may stand after it, from what does so far.
 AFTER: dict[str, Callable[[str], Iterable[str]]] = {
     "/load": loadable,
     "/save": paths,
     "/export": paths,
     "/sessions": of_sessions,
+    "/set": of_set,
     "/think": lambda typed: ("on", "off", "hide"),
     "/plain": lambda typed: ("on", "off"),
 }

@@ -1,5 +1,7 @@
 """How an answer is shown: as Markdown in a terminal, elsewhere and with --plain as plain text, token by token."""
 
+import re
+
 from ...errors import PromptError
 from ...text.thinking import THINKING, ThinkSplitter, ends_inside
 from ..terminal import Output, counted
@@ -83,6 +85,15 @@ class Thinking:
                 self._output.text("\n")
             length = counted(self._splitter.tokens, self._unit)
             self._output.note(f"thought for {length}, {self._splitter.seconds:.1f} s")
+
+
+def open_fence(text: str) -> str:
+    """The line that begins the block of code in which `text` ends; "" if it ends in none."""
+    opened = ""
+    for line in text.split("\n"):
+        if mark := re.match(r" {0,3}(```|~~~)", line):
+            opened = line + "\n" if not opened else "" if mark[1] in opened else opened
+    return opened
 
 
 def opens_thinking(tokenizer, variables: dict | None = None) -> bool:

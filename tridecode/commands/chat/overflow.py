@@ -7,8 +7,6 @@ from dataclasses import replace
 from ...errors import PromptError
 from .conversation import Conversation
 
-CHOICES = ("error", "drop-oldest", "stop")
-
 
 class Overflow(PromptError):
     """The turn cannot fit; with --overflow stop the chat ends here."""
@@ -26,8 +24,8 @@ def fit(
     """The conversation that `line` can be asked in, and a line to show ("" where nothing had to change).
 
     count(prompt) is its number of tokens. largest: the context that the model could have.
-    drop-oldest leaves an eighth of the context for the answer (or max_tokens, if that is less) and keeps the system
-    turn. Raises Overflow where there is no way.
+    choice: of --overflow; drop-oldest leaves an eighth of the context for the answer (or max_tokens, if that is less)
+    and keeps the system turn. Raises Overflow where there is no way.
     """
 
     def tokens(dropped: int) -> int:
@@ -49,7 +47,7 @@ def fit(
     if choice != "drop-oldest":
         if tokens(turns) > capacity:
             raise Overflow(_alone(conversation, line, count, capacity, largest, choice))
-        fix = "/undo or /clear make room, and so does --overflow drop-oldest" if choice == "error" else "the chat ends"
+        fix = "/undo, /clear or /set overflow drop-oldest make room" if choice == "error" else "the chat ends"
         raise Overflow(f"this turn needs {words}, the context holds {capacity:,}; {fix}")
     chosen = bisect_left(range(first, turns), True, key=lambda n: tokens(n) <= capacity - room) + first
     if tokens(chosen) > capacity:

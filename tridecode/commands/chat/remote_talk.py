@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from ...errors import TridecodeError
+from ...errors import ParameterError, TridecodeError
 from ...results import Piece
 from ...sampling import SamplingParams
 from ...text.thinking import SWITCH
@@ -11,6 +11,8 @@ from ..parser import engine_options, sampling_overrides
 from ..terminal import Output
 from .conversation import Conversation
 from .talk import Chat
+
+COUNTING = "needs a server that counts tokens, as tridecode's and vLLM's do"
 
 
 class RemoteChat(Chat):
@@ -56,6 +58,14 @@ class RemoteChat(Chat):
             raise
         return name
 
+    def choose(self, name: str, value: str) -> None:
+        if name == "overflow" and value in ("drop-oldest", "stop") and not self.engine.counts:
+            raise ParameterError(f"overflow {value} {COUNTING}")
+        super().choose(name, value)
+
+    def go_on(self) -> None:
+        self.output.note("through a server an answer cannot be continued; ask the model to go on")
+
     def seeded(self):
         return self.params  # the server draws
 
@@ -69,7 +79,7 @@ class RemoteChat(Chat):
     def goes_on(self, error: Exception) -> bool:
         return True
 
-    def make_room(self, base: Conversation, line: str) -> Conversation:
+    def make_room(self, base: Conversation, line: str, begun: str = "") -> Conversation:
         return super().make_room(base, line) if self.engine.counts else base
 
     def largest(self) -> int:
@@ -104,6 +114,6 @@ def connect(args, output: Output):
     given = sampling_overrides(args)
     params = SamplingParams(**given)  # a wrong value fails here
     model = RemoteModel(args.url, api_key(args.api_key_file, output), args.model, given)
-    if args.overflow != "error" and not model.counts:
-        args.refuse(f"--overflow {args.overflow} needs a server that counts tokens, as tridecode's and vLLM's do")
+    if args.overflow not in (None, "error") and not model.counts:
+        args.refuse(f"--overflow {args.overflow} {COUNTING}")
     return model, params

@@ -7,7 +7,8 @@ from ...errors import ParameterError
 from ...sampling import SamplingParams
 from ..terminal import did_you_mean
 
-CHOICES = {"stats": ("full", "short", "off")}  # settings of the chat itself, beside the sampling options
+# Settings of the chat itself, beside the sampling options.
+CHOICES = {"overflow": ("error", "drop-oldest", "stop"), "stats": ("full", "short", "off")}
 NAMES = tuple(field.name for field in fields(SamplingParams))
 _WORDS = {"none": None, "null": None, "on": True, "true": True, "off": False, "false": False}
 

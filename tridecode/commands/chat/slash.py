@@ -10,6 +10,7 @@ from .settings import CHOICES, NAMES, full_name
 GROUPS = {
     "Conversation": {
         "/retry": ("", "ask the last message again"),
+        "/continue": ("", "go on with the last answer where it ended"),
         "/edit": ("[TEXT]", "change the last message and ask it again"),
         "/undo": ("", "take back the last message and its answer"),
         "/clear": ("", "begin a new conversation"),
@@ -136,6 +137,11 @@ def _edit(chat, rest):
             chat.output.note("/edit needs TEXT where there is no terminal")
 
 
+def _continue(chat, rest):
+    if _last(chat):
+        return chat.go_on()
+
+
 def _undo(chat, rest) -> None:
     if last := _last(chat):
         chat.conversation, chat.tries = chat.conversation.without_last(), 0
@@ -214,6 +220,7 @@ _ACTIONS = {
     "/clear": _clear,
     "/system": _system,
     "/retry": _retry,
+    "/continue": _continue,
     "/undo": _undo,
     "/edit": _edit,
     "/history": saving.history,

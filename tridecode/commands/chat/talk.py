@@ -11,13 +11,13 @@ import torch
 from ...engine import Engine
 from ...errors import GenerationError, ParameterError, TooLong
 from ...results import Piece
-from ...text.thinking import SWITCH, end_thinking, strip_thinking
+from ...text.thinking import CLOSE, SWITCH, end_thinking, strip_thinking
 from ..explain import explain
 from ..signals import one_interrupt
 from ..terminal import Output, counted, speed_line, unechoed
 from . import session, slash, stats
 from .conversation import Conversation
-from .display import answer_display, opens_thinking
+from .display import answer_display, open_fence, opens_thinking
 from .idle import IdleCapture
 from .lines import unquoted
 from .overflow import Overflow, fit
@@ -91,6 +91,8 @@ class Chat:
         self.opens_thinking = not raw and opens_thinking(tokenizer, self.variables)
 
     def pieces(self, prompt, params) -> Iterator[Piece]:
+        if isinstance(prompt, list) and isinstance(prompt[0], int):  # the template has had its variables
+            return self.engine.stream(prompt, params)
         return self.engine.stream(prompt, params, template_variables=self.variables)
 
     def capacity_words(self) -> str:
@@ -174,15 +176,20 @@ class Chat:
             return True
         return False
 
-    def ask(self, message: str, replaces: bool = False, tries: int = 0) -> bool:
+    def go_on(self) -> bool:
+        """Continue the last answer where it ended."""
+        message, answer = self.conversation.turns[-1]
+        return self.ask(message, replaces=True, begun=answer)
+
+    def ask(self, message: str, replaces: bool = False, tries: int = 0, begun: str = "") -> bool:
         """One turn; an error is one line and leaves the conversation as it was. False ends the chat.
 
-        tries: how often this message was asked before, which changes the seed.
+        tries: how often this message was asked before, which changes the seed. begun: the answer that is continued.
         """
         self.tries = tries
         try:
             base = self.conversation.without_last() if replaces and self.conversation.turns else self.conversation
-            self.turn(message, base)
+            self.turn(message, base, begun)
         except Overflow as error:
             self.fail(str(error))
             if self.overflow == "stop":
@@ -202,17 +209,21 @@ class Chat:
         if not self.interactive:
             self.exit_code = 1
 
-    def turn(self, line: str, base: Conversation) -> None:
-        """Stream the answer; keep the turn unless it failed or was stopped before its first character."""
+    def turn(self, line: str, base: Conversation, begun: str = "") -> None:
+        """Stream the answer, or its rest after `begun`; keep the turn unless it failed or was stopped before its first
+        character."""
         # Around all of it: a second Ctrl-C must not lose what the first one stopped.
-        shown = answer_display(self.output, self.plain, self.opens_thinking, self.think == "hide", self.unit)
+        opened = self.opens_thinking and not begun  # its thinking is over
+        shown = answer_display(self.output, self.plain, opened, self.think == "hide", self.unit)
+        if begun and self.output.tty and not self.plain:
+            shown.push(open_fence(begun))
         with one_interrupt(self.interactive), unechoed(self.interactive, shown.pause, shown.resume, self.editor):
             said, tokens, last = [], 0, None
             params = self.params_of_this_try()
             started = time.perf_counter()
             try:
-                base = self.make_room(base, line)
-                for last in self.pieces(base.prompt(line), params):
+                base = self.make_room(base, line, begun)
+                for last in self.pieces(self.begun_prompt(base.prompt(line), begun), params):
                     said.append(last.text)
                     tokens += last.finish_reason is None
                     shown.push(last.text)
@@ -224,14 +235,14 @@ class Chat:
             except BaseException:
                 shown.abort()
                 raise
-            answer = "".join(said)
+            answer, added = begun + "".join(said), bool("".join(said))
             if last is None or last.finish_reason == "length":
                 answer = end_thinking(answer, self.opens_thinking)
             failed = last is not None and last.finish_reason == "error"
             self.used = None
             if last is not None and last.usage is not None and not failed:
                 self.used = last.usage.prompt_tokens + last.usage.completion_tokens
-            if not failed and (answer or last is not None):
+            if not failed and (added or last is not None):
                 self.conversation = base.plus(line, answer)
             try:
                 (shown.abort if failed else shown.finish)()
@@ -246,6 +257,8 @@ class Chat:
                 seconds = time.perf_counter() - started
                 self.output.note(f"stopped after {counted(tokens, self.unit)} and {seconds:.1f} s; {rest}")
             else:
+                if begun and not added:
+                    self.output.note("the model has nothing to add")
                 self.last, self.seed = last, params.seed if params.temperature else None
                 self.report(last)
 
@@ -268,12 +281,34 @@ class Chat:
             return self.params
         return replace(self.params, seed=secrets.randbelow(SEEDS))
 
-    def make_room(self, base: Conversation, line: str) -> Conversation:
+    def begun_prompt(self, prompt, begun: str):
+        """The prompt of an answer that goes on after `begun`."""
+        if not begun:
+            return prompt
+        if isinstance(prompt, str):
+            return prompt + begun
+        return self.engine.encode(prompt, self.variables) + self.answer_ids(begun)
+
+    def answer_ids(self, text: str) -> list[int]:
+        """The tokens of an answer; only its think block has control tokens."""
+        tokenizer, (thought, tag, rest) = self.engine.tokenizer, text.partition(CLOSE)
+        parts = [(thought + tag, True), (rest, False)] if tag and self.thinks else [(text, False)]
+        around = tokenizer.bos_id, tokenizer.eos_id
+        ids = [tokenizer.encode(part, special) for part, special in parts if part]
+        return [token for part in ids for token in part if token not in around]
+
+    def make_room(self, base: Conversation, line: str, begun: str = "") -> Conversation:
         capacity = self.engine.capacity
         # Counting costs time before the first token. No token is less than a byte; 256 is for what a template adds.
-        if self.used is not None and self.used + 4 * len(line) + 256 <= capacity - capacity // 8:
+        if not begun and self.used is not None and self.used + 4 * len(line) + 256 <= capacity - capacity // 8:
             return base
-        base, note = fit(base, line, self.count, capacity, self.overflow, self.params.max_tokens, self.largest())
+        def count(prompt) -> int:
+            if isinstance(prompt, str):
+                return self.count(prompt + begun)
+            return self.count(prompt) + more
+
+        more = len(self.answer_ids(begun)) if begun and not base.raw else 0
+        base, note = fit(base, line, count, capacity, self.overflow, self.params.max_tokens, self.largest())
         if note:
             self.output.note(note)
         return base
@@ -295,9 +330,10 @@ class Chat:
         if last.finish_reason == "length":
             used = last.usage.prompt_tokens + last.usage.completion_tokens
             full = used >= self.engine.capacity
-            limit = f"max_tokens ({self.params.max_tokens:,}) was reached"
-            why = f"the context of {self.engine.capacity:,} tokens is full" if full else limit
-            self.output.note(f"the answer was cut: {why}")
+            why = f"the context of {self.engine.capacity:,} tokens is full"
+            if not full:
+                why = f"max_tokens ({self.params.max_tokens:,}) was reached"
+            self.output.note(f"the answer was cut: {why}" + ("; /continue goes on" if self.interactive else ""))
         self.tell_speed(last)
 
     def tell_speed(self, last) -> None:

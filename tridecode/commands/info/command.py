@@ -16,7 +16,7 @@ from ...placement import GraphPlan, capture_support, plan_capacity, plan_graphs,
 from ...step.dispatch import Dispatcher
 from ...version import __version__
 from ..loading import slots_of
-from ..terminal import Output, visible
+from ..terminal import Output, counted, visible
 from . import doctor
 
 
@@ -169,11 +169,29 @@ def as_text(report: dict) -> str:
         free = f"{size(gpu['free'])} of {size(gpu['memory'])} free"
         rows.append((f"GPU {index}", f"{gpu['name']}, compute capability {gpu['compute_capability']}, {free}"))
     if not report["gpus"]:
-        rows.append(("GPU", "none that torch can use"))
+        cuda = report["versions"]["cuda"]
+        rows.append(("GPU", "none that torch can use" if cuda else "none: this PyTorch was built without CUDA"))
     rows.append(("versions", ", ".join(f"{name} {value or 'none'}" for name, value in report["versions"].items())))
     rows += [("warning", f"{warning['problem']}; {warning['fix']}") for warning in report["warnings"]]
+    rows.append(("verdict", verdict(report)))
     width = max(len(name) for name, _ in rows) + 2
     return "\n".join(f"{name:<{width}}{value}" for name, value in rows)
+
+
+def verdict(report: dict) -> str:
+    """Whether the model runs here and on what; the last line."""
+    model, run, gpus = report["model"]["name"], report["run"], report["gpus"]
+    if report["memory"]["problem"]:
+        return f"{model} does not run here so; see context above"
+    if run["device"] != "cpu":
+        where = f"the GPU {run['device']}"
+    elif gpus:
+        where = "the CPU, though there is a GPU (--device cuda)"
+    else:
+        build = "; one needs PyTorch's CUDA build" if report["versions"]["cuda"] is None else ""
+        where = f"the CPU; bench, profile and tune need a GPU{build}"
+    warned = len(report["warnings"])
+    return f"{model} runs here, on {where}" + (f"; see the {counted(warned, 'warning')} above" if warned else "")
 
 
 def kernel_words(run: dict, layers: int) -> str:
