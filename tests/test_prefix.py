@@ -96,9 +96,12 @@ def test_what_must_not_be_found_again_goes_with_all_behind_it():
     cache = Cache()
     cache.compute(range(12))
     cache.compute([*range(8), 70, 71])
-    cache.cache.forget(list(range(12)), first=5)
-    assert found(cache.cache.match(list(range(12)))) == 4 and cache.pool.free == 15
+    cache.compute([30, 31, 32, 33])
+    cache.cache.forget(list(range(12)))
+    assert found(cache.cache.match(list(range(12)))) == 0 and cache.pool.free == 15
     cache.check()
+    cache.cache.forget([30, 31, 5, 6])
+    assert found(cache.cache.match([30, 31])) == 0, "the page whose beginning was found"
 
 
 def test_an_interrupt_loses_no_page(monkeypatch):

@@ -138,15 +138,12 @@ class PrefixCache:
         self._remove(node)
         return True
 
-    def forget(self, ids: Sequence[int], first: int = 0, salt: str = "") -> None:
-        """Let pages of `ids` from position `first` on, and all behind them, not be found again."""
-        node = self._roots.get(salt)
-        for place in range(-(-len(ids) // self._page)):
-            node = node and node.children.get(tuple(ids[place * self._page : (place + 1) * self._page]))
-            if node and place >= first // self._page:
-                for each in list(self._below(node)):
-                    self._remove(each)
-                return
+    def forget(self, ids: Sequence[int], salt: str = "") -> None:
+        """Let what `match` finds of `ids`, and all behind it, not be found again."""
+        match = self.match(ids, salt)
+        if first := match.nodes[0] if match.nodes else match.tail:
+            for node in list(self._below(first)):
+                self._remove(node)
 
     def recover(self) -> None:
         """After an interrupt: whatever is in the tree can go again."""

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
+from triton import knobs
 
 from .run import Recorder, Run
 
@@ -12,23 +13,32 @@ MOST = 16  # threads; each compiles in LLVM and ptxas, outside of Python
 
 
 def compile_ahead(lists: Iterable[Callable[[Run], None]], run: Run, device: torch.device) -> int:
-    """Launch every distinct line of `lists` that is a kernel of ours once, by `run`, from several threads. Nothing may
-    run, so that what is launched writes nothing. Returns how many there are. Raises what compiling raises."""
+    """Compile what every distinct line of `lists` that is a kernel of ours needs, from several threads. Lines whose
+    kernels are there already are launched by `run`: nothing may run, so that they write nothing. Returns how many were
+    compiled. Raises what compiling raises.
+
+    Threads only compile: Triton's loading of what was compiled, at its first launch, is for one thread at a time.
+    """
     recorder = Recorder()
     for lines in lists:
         lines(recorder)
-    distinct = {}
-    for launch in recorder.launches:
-        if launch.op.kernels:
-            distinct.setdefault(launch.key(), launch)
+    distinct = {launch.key(): launch for launch in recorder.launches if launch.op.kernels}
+    missing = {}
 
-    @torch.inference_mode()  # which is, as the device, each thread's own
-    def first_launch(launch) -> None:
-        with torch.cuda.device(device):
-            torch.cuda.mem_get_info(device)  # gives the thread a context, without which no tensor map can be made
+    def note(*, key, fn, compile, **_) -> bool:
+        missing[fn.jit_function, key] = compile["specialization_data"]
+        return True  # which means: neither compile nor launch it
+
+    with torch.cuda.device(device), knobs.runtime.scope():
+        knobs.runtime.jit_cache_hook = note
+        for launch in distinct.values():
             run(launch.role, launch.op, *launch.args, **launch.how)
 
+    def compile_one(entry) -> None:
+        (function, _), specialization = entry
+        with torch.cuda.device(device):  # which is each thread's own
+            function.preload(specialization)
+
     with ThreadPoolExecutor(min(os.cpu_count() or 1, MOST)) as pool:
-        list(pool.map(first_launch, distinct.values()))
-    torch.cuda.synchronize(device)
-    return len(distinct)
+        list(pool.map(compile_one, missing.items()))
+    return len(missing)
