@@ -45,7 +45,7 @@ def shape_for(form, n, k, rows, gated=False):
     return {
         "registers": MatmulShape(16, 4, 4, 2),
         "tiles": TilesShape(32, 64, 4),
-        "wide": WideShape(64, 64, 3, 1),
+        "wide": WideShape(64, 128, 3, 1, split=1 if k < 6144 else 4),  # its tiles are unrolled
         "split": WideShape(128, 64, 2, 1, 8, split=4),
     }[form]
 

@@ -42,6 +42,7 @@ BOUNDS = (0, 40, 56, 64, 80, 96, 128)  # tried where a shape bounds its register
 # Of products of several rows: tiles in flight of weights and activations, and stages of tiles in shared memory.
 IN_FLIGHT = ((4, 4), (8, 4), (8, 8), (12, 4), (12, 8), (16, 4), (5, 4))
 # Columns of a wide tile, tiles in flight of weights and activations.
+MOST_TILES = 40  # of a program, which are unrolled: beyond, compiling takes a minute
 WIDE = ((128, 2, 1), (128, 2, 2), (128, 3, 1), (128, 3, 2), (128, 4, 3), (64, 3, 1), (64, 4, 2), (64, 6, 3))
 STAGES = (2, 3, 4, 6, 8)
 
@@ -245,7 +246,7 @@ def wide_of(high: int, K: int, shared: bool) -> list[WideShape]:
         of_x = high * block_k // (64 * warps)
         registers = ahead * block_k // 4 + (x_ahead + 1) * of_x + high // 2 + 32
         bound = next((most for most in ((128, 168) if warps == 4 else (128,)) if registers <= most), 0)
-        if registers <= 240 and ahead * block_k * split <= K:
+        if registers <= 240 and ahead * block_k * split <= K <= MOST_TILES * block_k * split:
             found.append(WideShape(16 * warps, block_k, ahead, x_ahead, warps, split, bound))
     return found
 

@@ -20,7 +20,7 @@ MAX_SPLIT = 8  # programs that share the columns of a weight matrix
 MAX_BLOCK_N = 256
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class SplitBuffers:
     """What programs leave that share the columns, for the last of them to add; only `counter` must be zero between
     launches (it is left so)."""

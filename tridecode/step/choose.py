@@ -11,8 +11,10 @@ from .shapes import (
     AttentionShape,
     MatmulShape,
     MatvecShape,
+    Shape,
     StepShapes,
     TilesShape,
+    WideShape,
 )
 from .tuned import with_table
 
@@ -129,16 +131,21 @@ TUNED_ROWS = {
         (151936, 1024): MatmulShape(16, 4, 8, 8),
     },
     16: {
-        (2560, 4096): MatmulShape(16, 4, 12, 8),
-        (1024, 2048): MatmulShape(16, 4, 12, 8),
-        (1024, 3072): MatmulShape(16, 4, 12, 8),
+        (2560, 4096): WideShape(64, 128, 4, 3, split=6),
+        (19456, 2560): WideShape(64, 128, 3, 1, registers=168),
+        (2560, 9728): WideShape(64, 128, 4, 3, split=4),
+        (4096, 1024): WideShape(64, 128, 3, 1, split=3, registers=168),
+        (1024, 2048): WideShape(64, 128, 4, 3, split=4),
+        (6144, 1024): WideShape(64, 128, 3, 1, registers=168),
+        (1024, 3072): WideShape(64, 128, 4, 3, split=6),
     },
     32: {
         (6144, 2560): TilesShape(32, 256, 4, block_m=32),
+        (2560, 9728): WideShape(64, 128, 4, 3, split=4),
         (4096, 1024): TilesShape(32, 128, 8, block_m=64),
         (1024, 2048): TilesShape(32, 256, 4, block_m=32),
         (6144, 1024): TilesShape(32, 128, 4, block_m=64),
-        (1024, 3072): TilesShape(32, 128, 8, block_m=64),
+        (1024, 3072): WideShape(64, 128, 4, 3, split=6),
     },
     64: {
         (6144, 1024): TilesShape(16, 128, 4),
@@ -148,7 +155,7 @@ TUNED_ROWS = {
 }
 
 
-def few_rows_shape(N: int, K: int, rows: int, gated: bool, capability: int = TUNED_FOR) -> MatmulShape | TilesShape:
+def few_rows_shape(N: int, K: int, rows: int, gated: bool, capability: int = TUNED_FOR) -> Shape:
     """The tuned shape, or one like those. Up to 16 rows stay in registers; more share tiles of the weights, as large as
     the shared memory of most GPUs holds."""
     if capability == TUNED_FOR and (N, K) in TUNED_ROWS[rows]:
