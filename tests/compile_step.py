@@ -128,7 +128,7 @@ def record(preset: str, dtype: torch.dtype, arch: int) -> dict:
 
 def wide(shapes: StepShapes, arch: int) -> StepShapes:
     """Shapes that only some GPUs have in their tables: of four warps where these multiply together, else of one."""
-    one = WideShape(64, 64, 2) if arch in (90, 100) else WideShape(16, 64, 2, num_warps=1)
+    one = WideShape(64, 64, 2) if arch in (90, 100) else WideShape(16, 32, 2, num_warps=1)
     two = replace(one, split=2)
     return replace(shapes, qkv=two, o_proj=two, gate_up=one, down=two, lm_head=one)
 

@@ -1,8 +1,10 @@
 """Who runs the passes: launched line by line, or captured once as CUDA graphs of several sizes and replayed."""
 
 import logging
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import cache
 
 import torch
 
@@ -136,17 +138,24 @@ def replaced(run: Run, attention: Op | None) -> Run:
     return run_other
 
 
+@cache
+def capture_stream(device: torch.device) -> tuple[torch.cuda.Stream, threading.RLock]:
+    """The stream on which all graphs of a device are captured, and whose turn it is: torch keeps the workspace of its
+    products for each stream that it has met, for good."""
+    return torch.cuda.Stream(device), threading.RLock()
+
+
 class Place:
-    """Where graphs of one model are captured: one stream, so that there is one workspace of torch's products, and one
-    memory pool."""
+    """Where graphs of one model are captured: the stream for that, and a memory pool of its own."""
 
     def __init__(self, device: torch.device):
         self._device = device
-        self._stream, self._pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
+        self._stream, self._turn = capture_stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
 
     def run(self, enqueue: Callable[[], None]) -> None:
         """Run it once there, uncaptured, and wait for it: what it needs is compiled, loaded and allocated then."""
-        with torch.cuda.device(self._device):
+        with self._turn, torch.cuda.device(self._device):
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
             with torch.cuda.stream(self._stream):
                 enqueue()
@@ -159,7 +168,7 @@ class Place:
     def seconds(self, enqueue: Callable[[], None]) -> float:
         """What it takes on the GPU, once."""
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+        with self._turn, torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             enqueue()
             start.record()
             enqueue()
@@ -172,7 +181,7 @@ class Place:
     ) -> tuple[Callable[[], None], int]:
         """What replays `lines`, whose every line `run` runs, and in how many graphs. mode: full or piecewise."""
         pieces = Pieces(run, attention, self._pool, cut=mode == "piecewise")
-        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+        with self._turn, torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             lines(pieces)
             graphs = pieces.end()
         return (graphs[0].replay if mode == "full" else pieces.replay), len(graphs)
