@@ -112,6 +112,7 @@ def record(preset: str, dtype: torch.dtype, arch: int) -> dict:
         for rows in ROWS:
             for kind in decode.KINDS:
                 decode.step(launcher(model), model.of_rows(rows), kind)
+                decode.step(launcher(model), model.of_rows(rows), kind, masked=True)
         few = replace(model.of_rows(16), shapes_by_rows={16: wide(model.of_rows(16).shapes, arch)})
         decode.step(launcher(model), few, "greedy")
         run = launch_ours if arch == 90 and model.config.head_dim <= 128 else launch_but_attention

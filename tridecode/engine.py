@@ -12,6 +12,7 @@ import torch
 from . import placement, threads
 from .arguments import flag, function, mapping, shown, string
 from .errors import EngineClosed, GenerationError, ParameterError, PromptError
+from .grammar import Grammars
 from .memory import MemoryPlan, allocating, plan_memory
 from .model.checkpoint import load_config, load_weights
 from .model.config import ModelConfig
@@ -62,9 +63,9 @@ class Engine:
         self.prompts = make_prompts(self.model, self.steps, self.backend, graphs.prompt_attention)
         self.prompts.capture_all(None if self.slots > 1 else FIRST_TURN)
         ahead = 1 if self.device.type == "cuda" and self.backend == "triton" else 0
-        scheduler = Scheduler(
-            self.model, self.tokenizer, lambda: self.steps, lambda: self.prompts, ahead, self.policy
-        )  # those of now: benchmarks put others in their place
+        now = (lambda: self.steps), (lambda: self.prompts)  # benchmarks put others in their place
+        scheduler = Scheduler(self.model, self.tokenizer, *now, ahead, self.policy)
+        self._grammars = Grammars(self.tokenizer, self.config.vocab_size, self.config.stop_ids)
         self._driver = Driver(scheduler, lambda: threads.use(self.threads))
 
     @classmethod
@@ -102,11 +103,10 @@ class Engine:
         the prompt passes that are captured, ascending, by default a schedule up to prompt_graph_max_tokens.
         prompt_attention: of these, auto, triton, flash or cudnn; see docs/prompts.md. prompt_ms: milliseconds that a
         pass may take which reads prompts while others decode. prefix_sharing: K/V of equal beginnings are computed
-        once. max_queue: requests that may wait for a slot, None is any number.
-        progress(done_bytes, total_bytes) is called while weights load. On a CPU the engine sets PyTorch's threads: one
-        for a tiny model, else as many as there are free cores; a number that OMP_NUM_THREADS or torch.set_num_threads
-        has given stays.
-        Raises CheckpointError, DeviceError, ParameterError; each says what was expected.
+        once. max_queue: requests that may wait for a slot, None is any number. progress(done_bytes, total_bytes) is
+        called while weights load. On a CPU the engine sets PyTorch's threads: one for a tiny model, else as many as
+        there are free cores; a number that OMP_NUM_THREADS or torch.set_num_threads has given stays. Raises
+        CheckpointError, DeviceError, ParameterError; each says what was expected.
         """
         graphs = dict(
             graph_sizes=graph_sizes, attention=attention, prompt_graph_max_tokens=prompt_graph_max_tokens,
@@ -181,7 +181,7 @@ class Engine:
         return cls(model, tokenizer, backend, planned, plan, name, notes, None, policy)
 
     def close(self) -> None:
-        """Cancel what runs or waits, and give the memory back. What is called later raises EngineClosed."""
+        """Cancel what runs or waits, and give the memory back. Later calls raise EngineClosed."""
         if self.model is not None:
             self._driver.close()
             with suppress(RuntimeError):  # a lost GPU writes no more
@@ -279,18 +279,17 @@ class Engine:
         template_variables: dict | None = None,
         cache_salt: str = "",
     ) -> Request:
-        """Put a request in the queue, from any thread; it waits for nobody. See Request and `stream`. cache_salt: it
-        shares K/V with requests of the same one only. Raises PromptError, ParameterError, QueueFull and EngineClosed.
-        """
+        """Put a request in the queue, from any thread; see Request and `stream`. cache_salt: it shares K/V with those
+        of the same one only. Raises PromptError, ParameterError, QueueFull and EngineClosed."""
         return self._driver.submit(self._job(prompt, params, reuse_prefix, template_variables, cache_salt))
 
     def wait(self, requests: Sequence[Request]) -> None:
-        """Wait until one of the requests has ended; what it came to, its result() says."""
+        """Wait until one of the requests has ended; its result() says how."""
         self._driver.wait(lambda: any(request.finish_reason for request in requests))
 
     def step(self) -> bool:
-        """Run one pass, and a chunk of a prompt, for whatever runs or waits; False where nothing does afterwards. For a
-        thread that owns the device and does nothing else: who waits for a request steps by that already."""
+        """Run one pass for whatever runs or waits; False where nothing does afterwards. For a thread that owns the
+        device and does nothing else: who waits for a request steps by that already."""
         return self._driver.step()
 
     def stream(
@@ -303,10 +302,10 @@ class Engine:
     ) -> Iterator[Piece]:
         """Yield a Piece a token, then a last one with finish_reason, usage and timings.
 
-        prompt: text (raw), token ids, or chat messages. params None: the model's own defaults. reuse_prefix: use
-        the K/V of the longest beginning that requests before have left. template_variables: plain JSON values that the
-        chat template reads, like {"enable_thinking": False}. Closing the iterator early cancels the request.
-        Raises what `submit` does before the first piece.
+        prompt: text (raw), token ids, or chat messages. params None: the model's own defaults. reuse_prefix: use the
+        K/V of the longest beginning that requests before have left. template_variables: plain JSON values that the chat
+        template reads, like {"enable_thinking": False}. Closing the iterator early cancels the request. Raises what
+        `submit` does, before the first piece.
         """
         return iter(self.submit(prompt, params, reuse_prefix=reuse_prefix, template_variables=template_variables))
 
@@ -316,8 +315,8 @@ class Engine:
         params = self._params(params)
         flag("reuse_prefix", reuse_prefix)
         ids, chat = self.prepare(prompt, template_variables)
-        salt = string("cache_salt", cache_salt)
-        return generating(ids, chat, params, self.config, self.capacity, reuse_prefix, salt, started)
+        salt, grammar = string("cache_salt", cache_salt), self._grammars.of(params)
+        return generating(ids, chat, params, self.config, self.capacity, reuse_prefix, salt, started, grammar)
 
     def generate(
         self,

@@ -44,6 +44,7 @@ downloaded.
 SAMPLING = (  # the fields of SamplingParams, each an option
     "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
     "logit_bias", "seed", "max_tokens", "stop", "stop_token_ids", "ignore_eos", "logprobs",
+    "json_schema", "regex", "choice", "grammar",
 )  # fmt: skip
 BATCH_SLOTS = 16  # of generate --jsonl and of serve
 PROFILE = """\
@@ -326,6 +327,11 @@ def generate_options(generate) -> None:
     generate.add_argument(
         "--logprobs", type=int, metavar="N", help="with --json: logprobs of each token and of the N likeliest"
     )
+    form = generate.add_argument_group("form of the answer", "One of these; docs/structured.md says more.")
+    form.add_argument("--json-schema", metavar="FILE", help="JSON that this schema allows")
+    form.add_argument("--regex", metavar="PATTERN", help="a text that the regular expression matches as a whole")
+    form.add_argument("--choice", action="append", metavar="TEXT", help="one of these texts; repeatable")
+    form.add_argument("--grammar", metavar="FILE", help="a text of this grammar in Lark's form")
     generate.add_argument("--no-reuse-prefix", action="store_true", help="compute every prompt from its first token")
 
 

@@ -5,14 +5,16 @@ from collections.abc import Callable
 
 import torch
 
-from ..errors import QueueFull
-from ..layout import NO_TOKEN, OWN, Chunk
+from ..errors import GenerationError, QueueFull
+from ..layout import LATE_TOKEN, NO_TOKEN, OWN, Chunk
+from ..results import TokenLogprobs
 from ..sampling import SamplingParams
 from ..step.decode import KINDS
 from ..step.graphs import EagerSteps, StepGraphs
 from ..step.prompt_graphs import EagerPrompts, PromptGraphs
 from ..step.state import DecodeModel
 from ..text.tokenizer import Tokenizer
+from .masks import Masks, wait_for
 from .output import Output, Ring
 from .policy import Policy
 from .request import Job
@@ -43,7 +45,7 @@ class Scheduler:
         self._model, self._tokenizer, self._ahead = model, tokenizer, ahead
         self._steps, self._prompts = steps, prompts
         self._policy, self._chunk = policy, min(policy.chunk_tokens, model.prompt.rows - model.rows)
-        self._ring = Ring(model)
+        self._ring, self._masks = Ring(model), Masks(model)
         self._jobs: dict[Job, None] = {}  # those that have not ended, in the order of arrival
         self._unsettled = False  # something was begun and not finished
         self.preemptions = 0
@@ -86,6 +88,7 @@ class Scheduler:
         self._unsettled = True
         while self._in_flight and (part := self._in_flight[0].part) and all(running.gone for running in part):
             self._in_flight.popleft()
+        self._await_masks()
         while len(self._in_flight) <= self._ahead and self._enqueue():
             pass
         if self._in_flight:
@@ -180,6 +183,8 @@ class Scheduler:
         self._waiting.popleft()
         end, output = job.limit - 1, self._output(job)
         running = Running(job, output, slot, read, ids[:position], ids[position], position, end)
+        if job.grammar:
+            running.mask = self._masks.follow(job.grammar, ids[len(job.ids) :])
         self._reading.append(running)
         self._admitted.append(running)
         needed = slots.pages_for(len(ids))
@@ -209,6 +214,8 @@ class Scheduler:
             prompt=len(job.ids),
             source=source,
         )
+        if running.mask:
+            running.mask.begin(running.slot, running.generation, running.position)
         running.row, running.room = len(self._rows), self.slots.room(running.slot)
         self._rows.append(running)
         self._reading.remove(running)
@@ -234,7 +241,7 @@ class Scheduler:
                     return True
                 chosen = chosen[:1]
         part = [running for running in self._rows if running.runs]
-        if not part and not chosen:
+        if not chosen and all(running.lacks_mask for running in part):
             return False
         if part:
             self._draw(part, ends_prompts=bool(chosen))
@@ -248,7 +255,7 @@ class Scheduler:
         """Enqueue what draws their tokens: a decode pass, or the end of the prompt pass that they were in."""
         kind = part[0].job.kind if len(part) == 1 else max((r.job.kind for r in part), key=KINDS.index)
         draw = self._prompts().finish if ends_prompts else self._steps().replay
-        draw(kind, part[-1].row + 1)
+        draw(kind, part[-1].row + 1, any(running.mask for running in part))
         for running in part:
             if running.job.logits is not None:
                 running.job.logits[running.position].copy_(self._model.workspace.logits[running.row])
@@ -270,6 +277,18 @@ class Scheduler:
         slots.grow(running.slot, running.row, min(1 + slots.spare(1), lacking), wake=waits)
         running.room = slots.room(running.slot)
 
+    def _await_masks(self) -> None:
+        """Give masks that are on their way a moment where no pass is; a request whose mask cannot be made ends."""
+        masked = [running for running in self._rows if running.mask]
+        if masked and not self._in_flight:
+            wait_for([running.mask for running in masked])
+        for running in masked:
+            try:
+                running.mask.check()
+            except GenerationError as error:
+                running.output.end("error", str(error))
+                self._finish(running.job, running)
+
     def _drain(self) -> None:
         """Wait for the oldest pass; pieces go to their jobs. Of rows that have gone no entry is awaited: a pass that
         was enqueued before the host knew of their end leaves none."""
@@ -285,6 +304,9 @@ class Scheduler:
             logprobs = None if wanted is None else self._ring.logprobs(running.slot, running.seen, wanted)
             running.seen += 1
             running.in_flight -= 1
+            if token == LATE_TOKEN:
+                running.position -= 1
+                continue
             if token == NO_TOKEN:
                 others = held.shared > 0  # what it found may be another one's fault: then it computes all by itself
                 self.slots.discredit(running.slot, job.tokens)
@@ -296,9 +318,22 @@ class Scheduler:
                 running.tokens.append(running.embedded)  # its pass has run: its K/V are there
                 held.tokens = running.tokens
             running.embedded = token
-            running.output.push(token, logprobs)
+            self._push(running, token, logprobs)
             if job.ended:
                 self._finish(job, running)
+
+    def _push(self, running: Running, token: int, logprobs: TokenLogprobs | None) -> None:
+        """Tell of a drawn token; where there is a grammar, also ask what may follow."""
+        job, follows = running.job, running.mask
+        try:
+            if not follows or token == NO_TOKEN or token in job.stop_ids:
+                running.output.push(token, logprobs)
+                return
+            running.output.push(token, logprobs, last=follows.accept(token))
+            if not job.ended:
+                follows.next(running.position - running.in_flight)
+        except GenerationError as error:
+            running.output.end("error", str(error))
 
     # ---- ends
 
@@ -324,6 +359,8 @@ class Scheduler:
     def _vacate(self, running: Running) -> None:
         """Take its row; the last row fills the gap, so that passes stay small."""
         running.gone = True
+        if running.mask:
+            running.mask.drop()
         self._admitted.remove(running)
         if running in self._reading:
             self._reading.remove(running)
@@ -340,6 +377,9 @@ class Scheduler:
             self._jobs = {job: None for job in self._jobs if not job.ended}
             for job in self._jobs:
                 self._wait_again(job)
+            for running in self._admitted:
+                if running.mask:
+                    running.mask.drop()
             self.slots.recover()
             self._forget_runs()
             self._unsettled = False

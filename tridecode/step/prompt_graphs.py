@@ -66,9 +66,9 @@ class EagerPrompts:
         prefill.read(replaced(self._run, self.attention), self.model, decoding + tokens, decoding)
 
     @torch.inference_mode()
-    def finish(self, kind: str, rows: int) -> None:
+    def finish(self, kind: str, rows: int, masked: bool = False) -> None:
         """Enqueue the rest of that pass: a token for each of the first `rows` rows of meta."""
-        prefill.finish(self._finish_run, self.model.of_rows(rows), kind)
+        prefill.finish(self._finish_run, self.model.of_rows(rows), kind, masked)
 
 
 class PromptGraphs:
@@ -91,7 +91,8 @@ class PromptGraphs:
         self._failed: set[tuple[int, int]] = set()
         self._missed: set[tuple[int, int]] | None = set() if lazy else None
         sizes = sorted(self.dispatcher.sizes, reverse=True)
-        batches = [BatchDescriptor(kind, rows) for rows in sizes for kind in KINDS]
+        keys = [(kind, masked) for kind in KINDS for masked in (False, True)]
+        batches = [BatchDescriptor(kind, rows, masked=masked) for rows in sizes for kind, masked in keys]
         compile_ahead([partial(self._lines, batch) for batch in batches], launcher(model), model.device)
         reads = [partial(prefill.read, m=model, rows=4 + decoding, decoding=decoding) for decoding in mixed]
         if attention is None:
@@ -119,7 +120,7 @@ class PromptGraphs:
             self._finish[batch], _ = self._place.capture(mode, run, attention, lines)
 
     def _lines(self, batch: BatchDescriptor, run: Run) -> None:
-        prefill.finish(run, self.model.of_rows(batch.rows), batch.kind)
+        prefill.finish(run, self.model.of_rows(batch.rows), batch.kind, batch.masked)
 
     def capture_next(self, most: int | None = None) -> bool:
         wanted = [key for key in self._wanted if key not in self._read and key not in self._failed]
@@ -177,11 +178,11 @@ class PromptGraphs:
         self._eager.chunks[:] = chunks
         replay()
 
-    def finish(self, kind: str, rows: int) -> None:
-        _, batch = self.dispatcher.plan(kind, rows)
+    def finish(self, kind: str, rows: int, masked: bool = False) -> None:
+        _, batch = self.dispatcher.plan(kind, rows, masked)
         replay = self._finish.get(batch)
         if replay is None:
-            self._eager.finish(kind, rows)
+            self._eager.finish(kind, rows, masked)
         else:
             replay()
 

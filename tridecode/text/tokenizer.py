@@ -108,6 +108,11 @@ class Tokenizer:
         """Its part of a text; that of a special token is its name."""
         return self._token_bytes(token)
 
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """Those that no text shows."""
+        return self._token_bytes.special
+
     @cached_property
     def template_variables(self) -> frozenset[str]:
         """Names that `encode_chat` can give the chat template (tools, enable_thinking, ...); none without one."""
@@ -139,6 +144,10 @@ class Tokenizer:
         if not allow_special and self._count_control(ids) > self._control_around:
             ids = self._neutral(text, around=True)
         return ids
+
+    def encode_within(self, text: str) -> list[int]:
+        """Token ids of a part of a text, with nothing around it."""
+        return self._encode(_clean(text))
 
     def _count_control(self, ids: list[int]) -> int:
         return sum(token in self._control_ids for token in ids) if self._control_ids.intersection(ids) else 0

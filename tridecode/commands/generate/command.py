@@ -10,9 +10,10 @@ from dataclasses import replace
 from ...engine import Engine, Prompt, Request
 from ...errors import GenerationError, ParameterError
 from ...results import Piece
+from ...sampling import STRUCTURE_CHARACTERS
 from ..explain import explain
 from ..graph_stats import show_graph_stats
-from ..inputs import clean
+from ..inputs import clean, read_file
 from ..loading import load_engine
 from ..outputs import STDOUT, text_sink
 from ..terminal import Output, speed_line
@@ -21,6 +22,7 @@ from .prompts import encoded, read_prompt, reuse
 from .reports import report
 
 LAST_SEED = 2**64 - 1
+MOST = 4 * STRUCTURE_CHARACTERS  # bytes of a schema or a grammar
 
 
 def generate(args, output: Output) -> int:
@@ -28,6 +30,9 @@ def generate(args, output: Output) -> int:
     output.quiet = args.quiet
     if args.system is not None:
         args.system = clean(args.system, "--system", output)
+    for name in ("json_schema", "grammar"):
+        if (file := getattr(args, name)) is not None:
+            setattr(args, name, read_file(file, output, MOST))
     if args.jsonl is not None:
         return batch(args, output)
     prompt = read_prompt(args, output)

@@ -1,0 +1,134 @@
+"""Grammars: what an answer may be, from a JSON schema, a regular expression, a list of choices or Lark, by llguidance.
+
+A Grammar is compiled once; each request follows it with a Matcher of its own, which says after every token what may
+come next, as bits over the vocabulary.
+"""
+
+import json
+import threading
+from collections.abc import Sequence
+from functools import lru_cache
+
+import numpy as np
+
+from .errors import GenerationError, ParameterError, brief
+from .sampling import SamplingParams
+from .text.tokenizer import Tokenizer
+
+KEPT = 64  # grammars that stay compiled
+# JSON as most programs write it, on one line: a model that may write any white space can write it for ever.
+LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+STATES = 50_000  # of a lexer, of 1 to 2 kB each
+
+
+class Grammars:
+    """Compiles grammars for one model's tokens. stop_ids: those that end its texts."""
+
+    def __init__(self, tokenizer: Tokenizer | None, vocab_size: int, stop_ids: Sequence[int]):
+        self._tokenizer, self._vocab, self._stop_ids = tokenizer, vocab_size, tuple(stop_ids)
+        self._turn, self._tokens = threading.Lock(), None
+        self._compiled = lru_cache(KEPT)(self._compile)
+
+    def of(self, params: SamplingParams) -> "Grammar | None":
+        """What `params` ask for, compiled; None where they ask for nothing. Raises ParameterError with the reason."""
+        if params.structure is None:
+            return None
+        name, source = params.structure
+        with self._turn:
+            return self._compiled(name, source)
+
+    def _compile(self, name: str, source: str) -> "Grammar":
+        if self._tokenizer is None:
+            raise ParameterError(f"{name} needs a tokenizer, and this engine has none")
+        try:
+            import llguidance
+        except ModuleNotFoundError:
+            raise ParameterError(f"{name} needs the package llguidance; install it: pip install llguidance") from None
+        if self._tokens is None:
+            self._tokens = llguidance_tokens(self._tokenizer, self._vocab, self._stop_ids)
+        matcher, made = llguidance.LLMatcher, None
+        if name == "json_schema":
+            made = matcher.grammar_from_json_schema(source, overrides=LAYOUT)
+        elif name == "regex":
+            made = matcher.grammar_from_regex(source)
+        else:
+            made = matcher.grammar_from_lark(source if name == "grammar" else lark_of_choices(json.loads(source)))
+        limits = llguidance.LLParserLimits(max_lexer_states=STATES, verbose_errors=False)
+        first = matcher(self._tokens, made, log_level=0, limits=limits)
+        if first.is_error():
+            raise ParameterError(f"{name}: {brief(first.get_error())}")
+        grammar = Grammar(first, self._vocab)
+        try:
+            grammar.first = grammar.matcher(()).allowed()
+        except GenerationError as error:
+            raise ParameterError(f"{name}: {error}") from None
+        return grammar
+
+
+class Grammar:
+    """first: the mask of an answer's first token, int32 [words]; see layout.mask_words."""
+
+    first: np.ndarray
+
+    def __init__(self, prototype, vocab: int):
+        self._prototype, self._vocab, self._turn = prototype, vocab, threading.Lock()
+
+    def matcher(self, drawn: Sequence[int]) -> "Matcher":
+        """That of a request which has drawn these tokens until now. Raises GenerationError."""
+        with self._turn:
+            own = self._prototype.deep_copy()
+        made = Matcher(own, self._vocab)
+        for token in drawn:
+            made.accept(token)
+        return made
+
+
+class Matcher:
+    """Where one answer stands in its grammar."""
+
+    def __init__(self, matcher, vocab: int):
+        self._matcher, self._words = matcher, -(-vocab // 32)
+
+    def accept(self, token: int) -> bool:
+        """Go on behind the token; True where nothing can follow it. Raises GenerationError."""
+        self._matcher.consume_token(token)
+        self._check()
+        return self._matcher.is_stopped()
+
+    def allowed(self) -> np.ndarray:
+        """The mask of the next token, int32 [words]. Raises GenerationError."""
+        mask = np.empty(self._words, np.int32)
+        self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        self._check()
+        return mask
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            raise GenerationError(f"the grammar cannot be followed: {brief(self._matcher.get_error())}")
+
+
+def lark_of_choices(choices: Sequence[str]) -> str:
+    return "start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
+
+
+def llguidance_tokens(tokenizer: Tokenizer, vocab: int, stop_ids: Sequence[int]):
+    """The vocabulary as llguidance takes it: bytes of each token, special ones apart, none where the tokenizer ends."""
+    import llguidance
+
+    ends = [token for token in stop_ids if token < vocab] or [tokenizer.eos_id]
+    if ends[0] is None:
+        raise ParameterError("this model has no token that ends a text: no grammar can be followed")
+
+    class Vocabulary:
+        eos_token_id, bos_token_id = ends[0], None
+        tokens = [tokenizer.token_bytes(token) if token < tokenizer.vocab_size else b"" for token in range(vocab)]
+        special_token_ids = sorted(tokenizer.special_ids)
+
+        def __call__(self, text: bytes) -> list[int]:
+            """Tokens of a text whose continuation is certain."""
+            ids = tokenizer.encode_within(text.decode())
+            exact = b"".join(map(self.tokens.__getitem__, ids)) == text
+            return ids if exact else made.greedy_tokenize(text.decode())
+
+    made = llguidance.LLTokenizer(llguidance.TokenizerWrapper(Vocabulary()), n_vocab=vocab, eos_token=ends)
+    return made
