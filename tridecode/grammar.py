@@ -5,6 +5,7 @@ come next, as bits over the vocabulary.
 """
 
 import json
+import re
 import threading
 from collections.abc import Sequence
 from functools import lru_cache
@@ -56,7 +57,7 @@ class Grammars:
         limits = llguidance.LLParserLimits(max_lexer_states=STATES, verbose_errors=False)
         first = matcher(self._tokens, made, log_level=0, limits=limits)
         if first.is_error():
-            raise ParameterError(f"{name}: {brief(first.get_error())}")
+            raise ParameterError(f"{name}: {reason(first.get_error())}")
         grammar = Grammar(first, self._vocab)
         try:
             grammar.first = grammar.matcher(()).allowed()
@@ -105,6 +106,12 @@ class Matcher:
     def _check(self) -> None:
         if self._matcher.is_error():
             raise GenerationError(f"the grammar cannot be followed: {brief(self._matcher.get_error())}")
+
+
+def reason(message: str) -> str:
+    """What llguidance says is wrong, without the grammar around the place."""
+    lines = [line for line in message.splitlines() if not re.match(r"\s*(\d+ \||\^+\s*$)", line)]
+    return brief(re.sub(r"^at \d+\(\d+\): |failed to compile JSON schema: ", "", "\n".join(lines)))
 
 
 def lark_of_choices(choices: Sequence[str]) -> str:

@@ -95,6 +95,10 @@ class Tokenizer:
         return self._template is not None
 
     @property
+    def template_source(self) -> str:
+        return "" if self._template is None else self._template.source
+
+    @property
     def thinks(self) -> bool:
         """Whether the chat template knows think blocks: then its model's answers may begin with one."""
         return self._template is not None and CLOSE in self._template.source
