@@ -53,7 +53,7 @@ ROOMS = {
     "threads": {"cgroup"},
     "arguments": {"errors"},
     "sampling": {"arguments", "errors", "layout"},
-    "grammar": {"errors", "sampling", "text"},
+    "grammar": {"arguments", "errors", "sampling", "text"},
     "kernels": {"layout"},
     "model": {"arguments", "errors", "layout", "sampling"},
     "text": {"arguments", "errors", "model"},

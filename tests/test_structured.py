@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tridecode import Engine, SamplingParams
 from tridecode.errors import GenerationError, ParameterError
-from tridecode.grammar import Matcher
+from tridecode.grammar import Matcher, exact
 
 CHAT = [{"role": "user", "content": "Tell me of a person."}]
 PERSON = {
@@ -134,6 +134,7 @@ REFUSED = {
     "what_is_not_implemented": (dict(json_schema={"not": {}}), 'json_schema: Unimplemented keys: ["not"]'),
     "a_reference_to_nothing": (dict(json_schema={"$ref": "#/nope"}), "json_schema: Pointer '/nope' does not exist"),
     "what_nothing_satisfies": (dict(json_schema={"type": "integer", "minimum": 5, "maximum": 2}), "Unsatisfiable"),
+    "integers_beyond_floating_point": (dict(json_schema={"enum": [2**53 + 1]}), "9007199254740993 is too large"),
     "no_schema": (dict(json_schema=[1]), "json_schema must be a JSON object, got [1]"),
     "no_json": (dict(json_schema="{"), "json_schema must be plain JSON"),
     "a_schema_too_deep": (dict(json_schema="[" * 100_000), "json_schema must be plain JSON"),
@@ -156,6 +157,13 @@ def test_what_cannot_be_followed_is_refused_with_the_reason(bundled, given, mess
     assert "\n" not in str(refused.value) and time.monotonic() - started < 5
 
 
+def test_bounds_beyond_floating_point_are_drawn_in():
+    schema = {"maximum": 2**63 - 1, "minimum": -(2**63) - 1, "properties": {"enum": {"exclusiveMaximum": 2**53 + 1}}}
+    found = exact(schema | {"default": 2**53 + 1})
+    assert (found["maximum"], found["minimum"], found["default"]) == (2**63 - 1024, -(2**63), 2**53 + 1)
+    assert found["properties"]["enum"] == {"exclusiveMaximum": 2**53}
+
+
 def test_an_engine_without_a_tokenizer_says_so():
     from models import tiny_engine
 
@@ -170,7 +178,7 @@ SIMPLE = st.one_of(
     st.integers(-9, 9).map(lambda low: {"type": "integer", "minimum": low, "maximum": low + 10}),
     st.integers(0, 5).map(lambda low: {"type": "string", "minLength": low, "maxLength": low + 3}),
     st.sampled_from(["[a-c]{2}", "x|yz", r"\d\d-\d\d"]).map(lambda p: {"type": "string", "pattern": f"^({p})$"}),
-    st.lists(st.one_of(st.text(max_size=4), st.integers(), st.booleans()), min_size=1, max_size=3).map(
+    st.lists(st.one_of(st.text(max_size=4), st.integers(-(2**53), 2**53), st.booleans()), min_size=1, max_size=3).map(
         lambda values: {"enum": values}
     ),
     st.sampled_from(["date", "uuid", "ipv4"]).map(lambda name: {"type": "string", "format": name}),

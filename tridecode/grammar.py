@@ -5,6 +5,7 @@ come next, as bits over the vocabulary.
 """
 
 import json
+import math
 import re
 import threading
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from functools import lru_cache
 
 import numpy as np
 
+from .arguments import shown
 from .errors import GenerationError, ParameterError, brief
 from .sampling import SamplingParams
 from .text.tokenizer import Tokenizer
@@ -49,7 +51,7 @@ class Grammars:
             self._tokens = llguidance_tokens(self._tokenizer, self._vocab, self._stop_ids)
         matcher, made = llguidance.LLMatcher, None
         if name == "json_schema":
-            made = matcher.grammar_from_json_schema(source, overrides=LAYOUT)
+            made = matcher.grammar_from_json_schema(exact(json.loads(source)), overrides=LAYOUT)
         elif name == "regex":
             made = matcher.grammar_from_regex(source)
         else:
@@ -106,6 +108,44 @@ class Matcher:
     def _check(self) -> None:
         if self._matcher.is_error():
             raise GenerationError(f"the grammar cannot be followed: {brief(self._matcher.get_error())}")
+
+
+def exact(schema):
+    """A JSON schema whose integers llguidance can tell apart, which has floating point only: bounds that it cannot hold
+    are drawn in to the next that it can. Raises ParameterError for others, which would be other values."""
+    if isinstance(schema, list):
+        return [exact(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    made = {}
+    for name, value in schema.items():
+        if name in ("enum", "const") and (wrong := _inexact(value)) is not None:
+            raise ParameterError(f"json_schema: the integer {shown(wrong)} is too large to be told from its neighbours")
+        if name in _INWARD and _inexact(value) is not None:
+            held, inward = float(value), _INWARD[name]
+            if (int(held) - value) * inward < 0:
+                held = math.nextafter(held, inward * math.inf)
+            value = int(held)
+        if name in _NAMED and isinstance(value, dict):
+            made[name] = {key: exact(item) for key, item in value.items()}
+        else:
+            made[name] = value if name in _VALUES else exact(value)
+    return made
+
+
+_NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # whose keys are names
+_VALUES = ("enum", "const", "default", "examples")
+_INWARD = {"minimum": 1, "exclusiveMinimum": 1, "maximum": -1, "exclusiveMaximum": -1}
+
+
+def _inexact(value) -> int | None:
+    """An integer in a value that floating point does not hold."""
+    if isinstance(value, (list, dict)):
+        items = value.values() if isinstance(value, dict) else value
+        return next((found for item in items if (found := _inexact(item)) is not None), None)
+    if isinstance(value, int) and (abs(value) > 2**1000 or int(float(value)) != value):
+        return value
+    return None
 
 
 def reason(message: str) -> str:

@@ -3,7 +3,7 @@
 import json
 from dataclasses import dataclass
 
-from ...grammar import LAYOUT
+from ...grammar import LAYOUT, exact
 from ...text.tokenizer import Tokenizer
 from .parser import BareCalls, Machine, MistralCalls, TaggedCalls, XmlCalls
 
@@ -95,7 +95,7 @@ def call_grammar(
 
 
 def json_rule(schema: dict) -> str:
-    return "%json " + json.dumps({**schema, "x-guidance": LAYOUT})
+    return "%json " + json.dumps({**exact(schema), "x-guidance": LAYOUT})
 
 
 def quoted(text: str, names: dict[str, str], marks: dict[str, str]) -> str:
