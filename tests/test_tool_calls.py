@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tridecode.grammar import Grammars
 from tridecode.sampling import SamplingParams
 from tridecode.server.errors import ApiError
-from tridecode.server.form import held_to
+from tridecode.server.form import held_to, thinking_off
 from tridecode.server.tools.asked import as_text, openai_tools, with_objects, with_short_ids
 from tridecode.server.tools.formats import FORMATS, TAGGED
 from tridecode.server.tools.parser import ARGUMENTS, NAME, TEXT, BareCalls, MistralCalls, TaggedCalls, XmlCalls
@@ -213,6 +213,12 @@ def test_who_thinks_does_so_before_the_form(bundled, opened):
     assert fits("hm, 5") is opened and fits("5")
     done = bundled.encode("<think>\n\n</think>\n\n")
     assert held_to(("regex", "a"), openai_tools(None, None, None), tokenizer, done) == {"regex": "a"}
+
+
+def test_thinking_is_switched_off_where_the_template_can(bundled):
+    tokenizer = Told(bundled.tokenizer, "", ("enable_thinking",))
+    assert thinking_off("none", tokenizer) == {"enable_thinking": False} and thinking_off("low", tokenizer) == {}
+    assert thinking_off("none", bundled.tokenizer) == {}
 
 
 def test_calls_or_the_format_where_both_may_be(bundled):

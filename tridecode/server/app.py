@@ -26,7 +26,7 @@ from .answer import Answer, Plan
 from .anthropic_api import CountRequest, MessagesRequest, MessagesShape
 from .choice import Choice
 from .errors import ApiError, refusal, told
-from .form import held_to
+from .form import held_to, thinking_off
 from .loop import Loop
 from .messages import chat_messages
 from .metrics import Metrics
@@ -82,7 +82,7 @@ class Server:
         asked, deadline = await self._asked(request, ChatRequest)
         tools = openai_tools(asked.tools, asked.tool_choice, asked.parallel_tool_calls)
         shape = ChatShape(self.settings.model, self.engine.tokenizer, **shown(asked))
-        variables = asked.chat_template_kwargs or {}
+        variables = thinking_off(asked.reasoning_effort, self.engine.tokenizer) | (asked.chat_template_kwargs or {})
         return self._conversation(request, deadline, asked, shape, chat_messages(asked.messages), tools, variables)
 
     async def responses(self, request: Request):

@@ -3,7 +3,7 @@
 import json
 
 from ..grammar import lark_of_choices
-from ..text.thinking import CLOSE, OPEN, ends_inside
+from ..text.thinking import CLOSE, OPEN, SWITCH, ends_inside
 from ..text.tokenizer import Tokenizer
 from .errors import refusal
 from .tools.asked import Tools
@@ -33,6 +33,11 @@ def response_format(given: dict | None, structured: dict | None) -> Structure | 
             return "json_schema", schema
     expected = 'text, json_object or json_schema with {"json_schema": {"name": ..., "schema": {...}}}'
     raise refusal(f"response_format: expected type {expected}", "response_format")
+
+
+def thinking_off(effort: str | None, tokenizer: Tokenizer) -> dict:
+    """The template's variable that switches thinking off where next to none is wanted, and it can be."""
+    return {SWITCH: False} if effort in ("none", "minimal") and SWITCH in tokenizer.template_variables else {}
 
 
 def held_to(structure: Structure | None, tools: Tools, tokenizer: Tokenizer, prompt: list[int] | None) -> dict:

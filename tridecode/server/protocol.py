@@ -126,6 +126,7 @@ class ChatRequest(Generation, kw_only=True):
     tools: list[Any] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
 
     def sampling(self) -> dict:
         given = super().sampling()

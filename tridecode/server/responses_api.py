@@ -6,12 +6,12 @@ import time
 from typing import Any, ClassVar
 
 from ..errors import as_json
-from ..text.thinking import SWITCH, THINKING
+from ..text.thinking import THINKING
 from ..text.tokenizer import Tokenizer
 from .choice import Choice, Said
 from .errors import ApiError, refusal
 from .events import named
-from .form import Structure, response_format
+from .form import Structure, response_format, thinking_off
 from .messages import call_of, in_turns
 from .protocol import Generation
 from .settings import MESSAGES
@@ -74,9 +74,7 @@ class ResponsesRequest(Generation, kw_only=True):
         return response_format(given, None)
 
     def variables(self, tokenizer: Tokenizer) -> dict:
-        if SWITCH in tokenizer.template_variables and (self.reasoning or {}).get("effort") in ("none", "minimal"):
-            return {SWITCH: False}
-        return {}
+        return thinking_off((self.reasoning or {}).get("effort"), tokenizer)
 
     def asked_tools(self) -> Tools:
         """Raises ApiError. Tools that are no functions are for servers that run them: they are left out, as clients
