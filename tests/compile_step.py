@@ -30,7 +30,7 @@ from tridecode.kernels.gather_kv import gather_kv
 from tridecode.model.checkpoint import _allocate, _assemble
 from tridecode.model.presets import PRESETS
 from tridecode.step import decode
-from tridecode.step.choose import choose_shapes
+from tridecode.step.choose import choose_shapes, invariant_shapes
 from tridecode.step.graphs import launcher
 from tridecode.step.prefill import finish, read
 from tridecode.step.shapes import PromptAttentionShape, StepShapes, WideShape
@@ -114,6 +114,10 @@ def record(preset: str, dtype: torch.dtype, arch: int) -> dict:
                 decode.step(launcher(model), model.of_rows(rows), kind)
         few = replace(model.of_rows(16), shapes_by_rows={16: wide(model.of_rows(16).shapes, arch)})
         decode.step(launcher(model), few, "greedy")
+        if arch == 90:  # the batch-invariant mode, which other GPUs do not have
+            alike = replace(model, shapes_by_rows=invariant_shapes(model.config, dtype, arch))
+            for rows in ROWS:
+                decode.step(launcher(model), alike.of_rows(rows), "greedy")
         run = launch_ours if arch == 90 and model.config.head_dim <= 128 else launch_but_attention
         read(run, model, 68)
         read(run, model, 132, decoding=64)

@@ -62,7 +62,7 @@ class PrefixCache:
         self._roots: dict[str, Node] = {}  # by salt
         self._clock = self._entries = 0
         self._nodes = self._idle = 0  # nodes in the tree, and of these those without users
-        self._ends: list[tuple[int, int, Node]] = []  # a heap of those to go, by when they were wanted; some are outdated
+        self._ends: list[tuple[int, int, Node]] = []  # a heap of those to go; some are outdated
 
     def match(self, ids: Sequence[int], salt: str = "") -> Match:
         """The most that is there of `ids`."""
@@ -165,8 +165,8 @@ class PrefixCache:
         return node.entry == number and not (node.children or node.users or node.gone)
 
     def hand_over(self, node: Node) -> bool:
-        """Let the page go to its user, who holds it beside the cache, if he is alone and nothing stands behind it: it is
-        found no more."""
+        """Let the page go to its user, who holds it beside the cache, if he is alone and nothing stands behind it: it
+        is found no more."""
         if node.children or node.users != 1 or self._pool.holders(node.page) != 2:
             return False
         self._remove(node)

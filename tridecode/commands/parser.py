@@ -224,8 +224,8 @@ def engine_options() -> argparse.ArgumentParser:
     group.add_argument("--slots", type=row_count, metavar="N", help=slots)
     pool = "K/V positions that all slots share (default: what fits, at most the context for each)"
     group.add_argument("--kv-tokens", type=positive, metavar="N", help=pool)
-    chunk = "of prompts in one pass at most (default: 2048)"
-    group.add_argument("--chunk-tokens", type=positive, default=2048, metavar="N", help=chunk)
+    chunk = "of prompts in one pass at most (default: 2048, with --batch-invariant 256)"
+    group.add_argument("--chunk-tokens", type=positive, metavar="N", help=chunk)
     group.add_argument(
         "--graph",
         default="full",
@@ -249,6 +249,8 @@ def engine_options() -> argparse.ArgumentParser:
     )
     words = "compute the K/V of every prompt for itself alone, and keep none"
     group.add_argument("--no-prefix-sharing", action="store_false", dest="prefix_sharing", help=words)
+    words = "the same bits for a request alone and in any company, see docs/sharing.md for what that costs"
+    group.add_argument("--batch-invariant", action="store_true", help=words)
     words = "milliseconds that a pass may take which reads prompts while others decode (default: 15)"
     group.add_argument("--prompt-ms", type=float, default=15.0, metavar="MS", help=words)
     add_verbose(group)

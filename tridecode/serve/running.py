@@ -31,6 +31,7 @@ class Running:
     generation: int = 0
     seen: int = 0  # passes whose entries were read
     in_flight: int = 0  # and those that were not yet
+    given: int = 0  # passes to come whose tokens were drawn before it was preempted: they are the same
     gone: bool = False  # ended, cancelled or preempted: nothing of it is awaited
 
     @property

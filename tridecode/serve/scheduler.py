@@ -43,6 +43,7 @@ class Scheduler:
         self._model, self._tokenizer, self._ahead = model, tokenizer, ahead
         self._steps, self._prompts = steps, prompts
         self._policy, self._chunk = policy, min(policy.chunk_tokens, model.prompt.rows - model.rows)
+        self._fixed = model.fixed_chunk  # then all passes are as that says
         self._ring = Ring(model)
         self._jobs: dict[Job, None] = {}  # those that have not ended, in the order of arrival
         self._unsettled = False  # something was begun and not finished
@@ -133,9 +134,10 @@ class Scheduler:
 
     def _choose(self) -> list[tuple[Running, int]]:
         """Whose prompts the next pass reads, and how many tokens of each: first come, first served, of those that wait
-        for a slot too. Who has but one token left to read gets a row instead, as if he decoded."""
+        for a slot too. Who has but one token left to read gets a row instead, as if he decoded. In the batch-invariant
+        mode it is one prompt, up to the next multiple of the fixed chunk, and never its last token."""
         most, chosen, reading = self._chunk, [], deque(self._reading)
-        if any(running.runs for running in self._rows) and (reading or self._waiting):
+        if not self._fixed and any(running.runs for running in self._rows) and (reading or self._waiting):
             start = reading[0].read if reading else 0
             most = self._prompts().tokens_within(self._policy.prompt_ms / 1e3, start, most)
         while most > 0 and (reading or self._admit()):
@@ -143,6 +145,9 @@ class Scheduler:
             if running.left == 1:
                 self._begin(running)
                 continue
+            if self._fixed:
+                chosen.append((running, min(running.left - 1, most - running.read % most)))
+                break
             chosen.append((running, min(running.left, most)))
             most -= chosen[-1][1]
         return chosen
@@ -152,15 +157,19 @@ class Scheduler:
         prompts, chunks = self._prompts(), []
         first = decoding = prompts.decoding(rows)
         for running, count in chosen:
+            if self._fixed:
+                first = running.read % self._fixed
             chunks.append(Chunk(running.slot, first, count, running.read))
             first += count
         self.slots.write_chunks(chunks)
-        prompts.read(chunks, first - decoding, decoding)
+        prompts.read(chunks, sum(chunk.count for chunk in chunks), decoding)
         for (running, count), chunk in zip(chosen, chunks):
             running.read += count
             self.slots.publish(running.slot, running.tokens[: running.read])
             if running.left == 0:
                 self._begin(running, chunk.rows.stop - 1)
+            elif self._fixed and running.left == 1:
+                self._begin(running)
 
     def _admit(self) -> bool:
         """Give the first in the queue a slot, and pages for its prompt, if both are there."""
@@ -170,7 +179,7 @@ class Scheduler:
             return False
         slots, job = self.slots, self._waiting[0]
         ids = job.tokens
-        position = 0 if job.scores else len(ids) - 1
+        position = 0 if job.scores else len(job.ids if self._fixed else ids) - 1
         wanted = ids[:position] if job.reuse_prefix else []
         if self._soon_there(wanted, job.salt) or (admitted := slots.admit(wanted, len(ids), job.salt)) is None:
             return False
@@ -180,6 +189,7 @@ class Scheduler:
         self._waiting.popleft()
         end, output = job.limit - 1, self._output(job)
         running = Running(job, output, slot, read, ids[:position], ids[position], position, end)
+        running.given = 0 if job.scores else len(ids) - 1 - position
         self._reading.append(running)
         self._admitted.append(running)
         needed = slots.pages_for(len(ids))
@@ -225,7 +235,7 @@ class Scheduler:
         before = [running for running in self._rows if running.runs]
         while chosen:
             try:
-                self._read(chosen, before[-1].row + 1 if before else 0)
+                self._read(chosen, before[-1].row + 1 if before and not self._fixed else 0)
                 break
             except Exception as error:  # out of memory, mostly: it is one prompt's alone
                 if len(chosen) == 1:
@@ -237,7 +247,7 @@ class Scheduler:
         if not part and not chosen:
             return False
         if part:
-            self._draw(part, ends_prompts=bool(chosen))
+            self._draw(part, ends_prompts=bool(chosen) and not self._fixed)
         done = None
         if not part and self._model.device.type == "cuda":
             done = torch.cuda.current_stream(self._model.device).record_event()
@@ -296,6 +306,9 @@ class Scheduler:
                 running.tokens.append(running.embedded)  # its pass has run: its K/V are there
                 held.tokens = running.tokens
             running.embedded = token
+            if running.given and token != NO_TOKEN:
+                running.given -= 1
+                continue
             running.output.push(token, logprobs)
             if job.ended:
                 self._finish(job, running)

@@ -10,7 +10,7 @@ import torch
 from .. import layout
 from ..arguments import integer
 from ..cache.pages import PagePool
-from ..cache.prefix import Node, PrefixCache
+from ..cache.prefix import Match, Node, PrefixCache
 from ..errors import ParameterError
 from ..layout import Chunk
 from ..sampling import SamplingParams
@@ -90,6 +90,8 @@ class Slots:
         """Give an idle slot pages for the beginning of `ids`, as far as they are there, and have free those that it
         needs beside for `positions`; returns it with how many tokens are there, or None where pages are short."""
         match = self.cache.match(ids, salt)
+        if self.model.fixed_chunk:
+            match = Match(match.nodes, None, 0)  # in whole pages
         shared, tail = [node.page for node in match.nodes], match.tail
         slot = next(i for i, held in enumerate(self.held) if not held.busy)
         held = self.held[slot]
@@ -145,9 +147,11 @@ class Slots:
         return max(self.pages.free - max(needed, 0), 0) // len(self.held)
 
     def release(self, slot: int) -> None:
-        """The slot's request has gone; what it has computed can be found, and the other pages are free."""
+        """The slot's request has gone; what it has computed can be found, and the other pages are free. In the
+        batch-invariant mode only what was published: what decode passes write has other bits than a prompt's."""
         held = self.held[slot]
-        self._insert(held, held.tokens)
+        if not self.model.fixed_chunk:
+            self._insert(held, held.tokens)
         self._give_all_back(held)
         held.busy = False
 
