@@ -42,6 +42,12 @@ class Match:
         """The last of all."""
         return self.tail or (self.nodes[-1] if self.nodes else None)
 
+    @property
+    def goes_on(self) -> bool:
+        """Where nothing else has yet: a conversation's next turn does."""
+        end = self.end
+        return end is not None and not end.children and (end is not self.tail or self.common == len(end.tokens))
+
     def tokens(self, page: int) -> int:
         return len(self.nodes) * page + self.common
 
@@ -51,7 +57,8 @@ class PrefixCache:
     says so by `use` until he says `leave`, which keeps it and all before it from being evicted.
 
     page: positions in one. What goes first was not wanted for the longest time, counted in requests; what was found
-    again has a HEAD_START: so the questions beside a conversation, for its title or tags, do not push it out.
+    again has a HEAD_START, with what goes on behind it: so the questions beside a conversation, for its title or tags,
+    do not push it out.
 
     Nodes enter and leave the tree in one step each, before their pages are shared and after which they are given back:
     whatever is interrupted, `recover` and PagePool.recount with `pages` make the counts right.
@@ -101,9 +108,9 @@ class PrefixCache:
             self._may_go(node)
             node = node.parent
 
-    def insert(self, ids: Sequence[int], pages: Sequence[int], salt: str = "") -> Node:
+    def insert(self, ids: Sequence[int], pages: Sequence[int], salt: str = "", goes_on: bool = False) -> Node:
         """Let the K/V of `ids`, which `pages` hold, be found; returns the last node. Where their tokens are there
-        already in a page that somebody uses, it stays."""
+        already in a page that somebody uses, it stays. goes_on: as their Match did."""
         node = self._roots.setdefault(salt, Node(-1, (), None))
         for place, page in enumerate(pages):
             tokens = tuple(ids[place * self._page : (place + 1) * self._page])
@@ -122,7 +129,7 @@ class PrefixCache:
                 unused, child.page = child.page, page
                 self._pool.share([page])
                 self._pool.give_back([unused])
-            child.wanted = max(child.wanted, self._clock)
+            child.wanted = max(child.wanted, self._clock + HEAD_START * goes_on)
             self._may_go(child)
             node = child
         return node

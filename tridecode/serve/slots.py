@@ -46,12 +46,13 @@ class Records:
 class Held:
     """What a slot's request has; an idle slot has nothing. tokens: those whose K/V its pages hold; pages: in the order
     of positions; shared: positions of the first pages, which others may read as well; node: the last that it uses of
-    what can be found."""
+    what can be found; goes_on: as the Match did that it began with."""
 
     tokens: list[int] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)
     shared: int = 0
     node: Node | None = None
+    goes_on: bool = False
     salt: str = ""
     generation: int = 0
     busy: bool = False
@@ -90,6 +91,7 @@ class Slots:
         """Give an idle slot pages for the beginning of `ids`, as far as they are there, and have free those that it
         needs beside for `positions`; returns it with how many tokens are there, or None where pages are short."""
         match = self.cache.match(ids, salt)
+        goes_on = match.goes_on
         if self.model.fixed_chunk:
             match = Match(match.nodes, None, 0)  # in whole pages
         shared, tail = [node.page for node in match.nodes], match.tail
@@ -99,7 +101,6 @@ class Slots:
         self.pages.share(held.pages)
         self._use(held, match.end)
         fresh = self.pages_for(positions) - len(shared)
-        goes_on = tail is not None and match.common == len(tail.tokens)
         if tail is not None and (goes_on or fresh > self.available()) and self.cache.hand_over(tail):
             fresh, tail = fresh - 1, None  # nobody else has it: what is written there needs no copy
         if fresh > self.available():
@@ -114,7 +115,8 @@ class Slots:
         self.cache.find(match)
         self._use(held, match.nodes[-1] if match.nodes else None)
         read = match.tokens(self.page)
-        held.busy, held.tokens, held.shared, held.salt = True, list(ids[:read]), len(shared) * self.page, salt
+        held.busy, held.tokens, held.shared = True, list(ids[:read]), len(shared) * self.page
+        held.salt, held.goes_on = salt, goes_on
         return slot, read
 
     @torch.inference_mode()
@@ -127,7 +129,8 @@ class Slots:
 
     def _insert(self, held: Held, ids: Sequence[int]) -> None:
         if self._sharing:
-            self._use(held, self.cache.insert(ids, held.pages[: self.pages_for(len(ids))], held.salt))
+            pages = held.pages[: self.pages_for(len(ids))]
+            self._use(held, self.cache.insert(ids, pages, held.salt, held.goes_on))
 
     def _use(self, held: Held, node: Node | None) -> None:
         """Of what can be found the slot uses this node now, with all before it, and no other one."""

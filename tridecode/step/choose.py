@@ -185,7 +185,7 @@ def invariant_shapes(config: ModelConfig, dtype: torch.dtype, capability: int) -
         "down": (hidden, inter),
     }
     attention, found = attention_rows_shape(config, dtype), {}
-    for rows in (8, 16, 32, 64):
+    for rows in (16, 32, 64):
         shapes = {op: invariant_shape(rows, columns_split(N, K)) for op, (N, K) in sizes.items()}
         head = invariant_shape(rows, split=1)  # no buffer has room for its sums
         found[rows] = StepShapes(**shapes, lm_head=head, attention=attention)
@@ -193,8 +193,11 @@ def invariant_shapes(config: ModelConfig, dtype: torch.dtype, capability: int) -
 
 
 def invariant_shape(rows: int, split: int) -> WideShape:
-    ahead, x_ahead = (4, 3) if rows <= 16 else (3, 1)  # what the registers hold beside so many rows
-    return WideShape(64, 128, ahead, x_ahead, split=split)
+    """As those that were fastest for 16 rows, as long as the registers hold so much beside the rows. Tiles of eight
+    rows would be multiplied by another instruction than larger ones."""
+    if split > 3 and rows <= 32:
+        return WideShape(64, 128, 4, 3, split=split, block_m=16)
+    return WideShape(64, 128, 3, 1, split=split, registers=168 if rows <= 16 else 0, block_m=16)
 
 
 def columns_split(N: int, K: int) -> int:
