@@ -90,6 +90,18 @@ def test_a_preempted_request_resumes_from_what_is_there(alone, monkeypatch):
     engine.scheduler.assert_consistent()
 
 
+def test_what_was_read_of_a_prompt_is_found_where_it_was_cancelled(alone):
+    """It began in the middle of a page, and went on beyond it before it had drawn anything."""
+    engine = engine_of(chunk_tokens=20)
+    engine.generate(SYSTEM[:21], SamplingParams(temperature=0, max_tokens=1, ignore_eos=True))
+    request = engine.submit(SYSTEM, GREEDY)
+    engine.step()
+    request.cancel()
+    engine.scheduler.assert_consistent()
+    result = engine.generate(SYSTEM, GREEDY)
+    assert result.token_ids == alone(SYSTEM) and result.usage.reused_tokens >= 41
+
+
 def test_whole_pages_are_there_while_their_prompt_is_still_read(alone):
     engine = engine_of(chunk_tokens=40)
     first = engine.submit([*SYSTEM, *SYSTEM, *SYSTEM, 1, 2], GREEDY)

@@ -125,7 +125,9 @@ class Slots:
 
     def publish(self, slot: int, ids: Sequence[int]) -> None:
         """Let others find the whole pages of `ids`, whose K/V the passes enqueued so far write."""
-        self._insert(self.held[slot], ids[: len(ids) // self.page * self.page])
+        held = self.held[slot]
+        held.tokens = list(ids)
+        self._insert(held, ids[: len(ids) // self.page * self.page])
 
     def _insert(self, held: Held, ids: Sequence[int]) -> None:
         if self._sharing:
