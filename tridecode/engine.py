@@ -41,7 +41,7 @@ class Engine:
     """A loaded model with its captured step.
 
     As many requests run at a time as there are slots, others wait for one, in the order in which they came, from
-    whichever thread. Each slot keeps the K/V of its last conversation.
+    whichever thread. What requests before have left of K/V, those that follow find.
     """
 
     model: DecodeModel
