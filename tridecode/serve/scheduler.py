@@ -43,7 +43,7 @@ class Scheduler:
         self._model, self._tokenizer, self._ahead = model, tokenizer, ahead
         self._steps, self._prompts = steps, prompts
         self._policy, self._chunk = policy, min(policy.chunk_tokens, model.prompt.rows - model.rows)
-        self._fixed = model.fixed_chunk  # then all passes are as that says
+        self._fixed = model.fixed_chunk
         self._ring = Ring(model)
         self._jobs: dict[Job, None] = {}  # those that have not ended, in the order of arrival
         self._unsettled = False  # something was begun and not finished

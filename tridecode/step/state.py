@@ -107,13 +107,12 @@ def make_model(
     if batch_invariant:
         shapes = shapes or invariant_shapes(config, dtype, capability)
         prompt_shape = replace(prompt_shape, splits=1)
-    kv = make_kv_cache(config, capacity, device, dtype, slots, page, pages)
-    if not batch_invariant:
+    else:
         prompt_rows = min(prompt_rows, slots * capacity)
     return DecodeModel(
         config=config,
         weights=weights,
-        kv=kv,
+        kv=make_kv_cache(config, capacity, device, dtype, slots, page, pages),
         cos=cos,
         sin=sin,
         workspace=make_workspace(config, capacity, device, dtype, slots, rows),
