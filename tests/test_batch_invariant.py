@@ -1,8 +1,8 @@
 """Batch-invariant mode: a request's log-probabilities have the same bits alone and in any company.
 
 As SGLang's deterministic test has them: the same prompt in batches of any size, prompts of several lengths mixed, and
-prompts that share a beginning, 50 trials each. What is compared is exact: the log-probability of every drawn token and
-of the likeliest beside it, each of which hears of all logits.
+prompts that share a beginning, 50 trials each on a GPU. What is compared is exact: the log-probability of every drawn
+token and of the likeliest beside it, each of which hears of all logits.
 """
 
 import random
@@ -25,7 +25,7 @@ PAGE = 64 if CUDA else 16
 CHUNK = 128 if CUDA else 64
 SLOTS = 64 if CUDA else 8
 CAPACITY = 640 if CUDA else 256
-TRIALS = 50
+TRIALS = 50 if CUDA else 20
 PARAMS = {
     "greedy": SamplingParams(temperature=0.0, logprobs=5),
     "sampled": SamplingParams(temperature=1.2, top_k=40, top_p=0.95, seed=11, logprobs=5),
@@ -150,7 +150,7 @@ def test_a_preempted_request_goes_on_with_the_same_bits(alone, monkeypatch):
     preempted, preempt = [], engine.scheduler._preempt
     monkeypatch.setattr(engine.scheduler, "_preempt", lambda running: (preempted.append(running), preempt(running)))
     tokens = CAPACITY * 3 // 4
-    for kind in PARAMS:
+    for kind in ("greedy", "penalties"):
         wanted = [(prompt_of(base, PAGE + 1), kind, tokens) for base in (0, 1)]
         assert run(engine, wanted, [0, 0]) == [alone(*each) for each in wanted]
     assert preempted
@@ -191,7 +191,7 @@ def test_a_position_always_stands_in_the_same_row(monkeypatch):
     ]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60 if CUDA else 30, deadline=None)
 @given(
     wanted=st.lists(
         st.tuples(

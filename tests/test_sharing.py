@@ -13,7 +13,9 @@ SYSTEM = [(11 * i) % 300 for i in range(70)]
 
 def engine_of(slots=4, **build):
     build |= {"slots": slots, "page": 16}
-    return tiny_engine(dtype=torch.float32, capacity=256, tie_word_embeddings=False, build=build)
+    engine = tiny_engine(dtype=torch.float32, capacity=256, tie_word_embeddings=False, build=build)
+    engine.threads = 1  # a tiny model's operations are shorter than a wait for another thread
+    return engine
 
 
 @pytest.fixture
