@@ -101,7 +101,7 @@ def test_what_was_read_of_a_prompt_is_found_where_it_was_cancelled(alone):
     request.cancel()
     engine.scheduler.assert_consistent()
     result = engine.generate(SYSTEM, GREEDY)
-    assert result.token_ids == alone(SYSTEM) and result.usage.reused_tokens >= 41
+    assert result.token_ids == alone(SYSTEM) and result.usage.reused_tokens >= 32
 
 
 def test_whole_pages_are_there_while_their_prompt_is_still_read(alone):

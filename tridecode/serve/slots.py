@@ -126,7 +126,7 @@ class Slots:
     def publish(self, slot: int, ids: Sequence[int]) -> None:
         """Let others find the whole pages of `ids`, whose K/V the passes enqueued so far write."""
         held = self.held[slot]
-        held.tokens = list(ids)
+        held.tokens = list(ids)[: len(ids) // self.page * self.page]
         self._insert(held, ids[: len(ids) // self.page * self.page])
 
     def _insert(self, held: Held, ids: Sequence[int]) -> None:
