@@ -62,9 +62,8 @@ class Engine:
         self.prompts = make_prompts(self.model, self.steps, self.backend, graphs.prompt_attention)
         self.prompts.capture_all(None if self.slots > 1 else FIRST_TURN)
         ahead = 1 if self.device.type == "cuda" and self.backend == "triton" else 0
-        scheduler = Scheduler(
-            self.model, self.tokenizer, lambda: self.steps, lambda: self.prompts, ahead, self.policy
-        )  # those of now: benchmarks put others in their place
+        runs = lambda: self.steps, lambda: self.prompts  # those of now: benchmarks put others in their place
+        scheduler = Scheduler(self.model, self.tokenizer, *runs, ahead, self.policy)
         self._driver = Driver(scheduler, lambda: threads.use(self.threads))
 
     @classmethod
