@@ -34,6 +34,9 @@ class Script:
     def default_params(self, **given):
         return SamplingParams(**given)
 
+    def reading(self):
+        return None
+
     def stream(self, prompt, params, template_variables=None):
         self.prompts.append(prompt)
         self.variables.append(template_variables)

@@ -26,6 +26,9 @@ class RemoteChat(Chat):
     def pieces(self, prompt, params) -> Iterator[Piece]:
         return self.engine.stream(prompt, params, self.given, self.variables)
 
+    def reading(self) -> None:
+        """A server does not tell."""
+
     def capacity_words(self) -> str:
         return super().capacity_words() if self.engine.capacity else "context of a length that the server does not tell"
 
@@ -88,15 +91,13 @@ class RemoteChat(Chat):
     def count(self, prompt) -> int:
         return self.engine.count(prompt, self.variables)
 
-    def report(self, last) -> None:
+    def cut(self, last) -> str:
         reason, usage, limit = last.finish_reason, last.usage, self.params.max_tokens
         if reason == "length":
             reached = limit is not None and (usage is None or usage.completion_tokens >= limit)
             why = f"max_tokens ({limit:,}) was reached" if reached else "the context is full, or the server has a limit"
-            self.output.note(f"the answer was cut: {why}")
-        elif reason != "stop":
-            self.output.note(f"the server ended the answer: {reason}")
-        self.tell_speed(last)
+            return f"the answer was cut: {why}"
+        return "" if reason == "stop" else f"the server ended the answer: {reason}"
 
 
 def connect(args, output: Output):
