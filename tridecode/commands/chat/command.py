@@ -23,7 +23,7 @@ TURN = 0.0005  # seconds that the drawing thread may keep the token loop waiting
 
 def chat(args, output: Output) -> int:
     interactive = output.tty and sys.stdin.isatty()
-    if args.api_key_file is not None and args.url is None:
+    if args.api_key_file is not None and args.url is None and "api_key_file" not in args.origins:
         args.refuse("--api-key-file needs --url")
     output.quiet = args.quiet
     conversation, store = open_session(args, output, interactive)

@@ -101,10 +101,11 @@ class RemoteChat(Chat):
 
 
 def connect(args, output: Output):
-    """The remote.RemoteModel that the options name. Raises TridecodeError."""
+    """The remote.RemoteModel that the options name. Raises TridecodeError. Settings of an engine, which are meant for
+    other chats, do not count here."""
     defaults = vars(engine_options().parse_args([]))
     for name, default in {**defaults, "graph_stats": False}.items():
-        if name not in ("model", "verbose") and getattr(args, name) != default:
+        if name not in ("model", "verbose", *args.origins) and getattr(args, name) != default:
             args.refuse(f"--{name.replace('_', '-')} is of an engine in this process; a server (--url) has its own")
     try:
         from .remote import RemoteModel
@@ -114,7 +115,10 @@ def connect(args, output: Output):
         raise TridecodeError("chat --url needs the package httpx; install it: pip install 'tridecode[serve]'") from None
     given = sampling_overrides(args)
     params = SamplingParams(**given)  # a wrong value fails here
-    model = RemoteModel(args.url, api_key(args.api_key_file, output), args.model, given)
+    name = None if "model" in args.origins else args.model
+    model = RemoteModel(args.url, api_key(args.api_key_file, output), name, given)
     if args.overflow not in (None, "error") and not model.counts:
-        args.refuse(f"--overflow {args.overflow} {COUNTING}")
+        if "overflow" not in args.origins:
+            args.refuse(f"--overflow {args.overflow} {COUNTING}")
+        args.overflow = "error"
     return model, params
