@@ -74,7 +74,8 @@ def test_a_message_taller_than_the_window_is_printed_whole(terminal):
     child.send("\r")
     child.expect_exact("the context holds 200")
     child.expect_exact(READY)
-    printed = child.screen.getvalue().rpartition("> <000>")[2].partition("\x1b")[0]
+    shown = re.sub(r"\x1b\[[\d;]*m", "", child.screen.getvalue())
+    printed = shown.rpartition("> <000>")[2].partition("\x1b")[0]
     assert printed.replace("\r\n… ", "\n").strip() == text[5:].strip()
     child.sendeof()
     leaves(child)

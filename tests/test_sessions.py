@@ -149,7 +149,7 @@ def test_load_continues_a_session_by_its_name(session, tmp_path, monkeypatch):
     chat.read()
     assert chat.handle("/load rivers")
     out, err = chat.read()
-    assert out == "> Name three rivers.\nNile, Rhine, Po\n> And a lake?\nComo\n"
+    assert out == "> Name three rivers.\nNile, Rhine, Po\n\n> And a lake?\nComo\n"
     assert "continuing 2 turns" in err and "the one before stays in session work" in err
     chat.handle("more")
     assert chat.engine.prompts[-1] == said(*sum(RIVERS.turns, ()), "more")
@@ -171,9 +171,9 @@ def test_history_shows_what_was_said(session):
     chat.handle('"""a\nb"""'), chat.handle("c")
     chat.read()
     for line, shown in (
-        ("/history", "> a\n… b\none\ntwo\n> c\nYes\n"),
+        ("/history", "> a\n… b\none\ntwo\n\n> c\nYes\n"),
         ("/history 1", "> c\nYes\n"),
-        ("/history 9", "> a\n… b\none\ntwo\n> c\nYes\n"),
+        ("/history 9", "> a\n… b\none\ntwo\n\n> c\nYes\n"),
     ):
         assert chat.handle(line) and chat.read()[0] == shown
     for wrong in ("0", "x", "-1", "1.5"):

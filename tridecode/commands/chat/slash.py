@@ -89,14 +89,14 @@ def literal(message: str) -> str:
 
 def _help(chat, rest) -> None:
     for title, group in GROUPS.items():
-        chat.output.note(title)
+        chat.output.say(title, "bold")
         for name, (arguments, what) in group.items():
             if name == "/think" and not chat.thinks:
                 continue
-            chat.output.note(f"  {f'{name} {arguments}':<21} {what}", aligned=True)
-    chat.output.note("Keys")
+            chat.output.entry(f"{name} {arguments}", what)
+    chat.output.say("Keys", "bold")
     for key, what in KEYS.items():
-        chat.output.note(f"  {key:<21} {what}", aligned=True)
+        chat.output.entry(key, what)
 
 
 def _clear(chat, rest) -> None:
@@ -154,9 +154,9 @@ def _set(chat, rest) -> None:
     name, _, value = rest.partition(" ")
     if not name:
         for name in NAMES:
-            chat.output.note(f"{name:<20} {chat.setting(name)}", aligned=True)
+            chat.output.say(f"{name:<20} {chat.setting(name)}")
         for name in CHOICES:
-            chat.output.note(f"{name:<20} {getattr(chat, name)}", aligned=True)
+            chat.output.say(f"{name:<20} {getattr(chat, name)}")
         return
     try:
         if (found := full_name(name)) in CHOICES:
@@ -207,7 +207,7 @@ def _plain(chat, rest) -> None:
 
 def _stats(chat, rest) -> None:
     for line in stats.lines(chat):
-        chat.output.note(line)
+        chat.output.say(line)
 
 
 def quoted(text: str) -> str:

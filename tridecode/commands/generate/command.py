@@ -17,6 +17,7 @@ from ..loading import load_engine
 from ..outputs import STDOUT, text_sink
 from ..terminal import Output, speed_line
 from ..waiting import Waiting
+from ..wrapping import Wrapped
 from .batch import batch
 from .prompts import encoded, read_prompt, reuse
 from .reports import report
@@ -45,7 +46,8 @@ def generate(args, output: Output) -> int:
                     last = request.result()
                 write(json.dumps(report(last, engine)) + "\n")
             else:
-                last = write_text(request, write, waiting)
+                shows = output.tty and args.output is None
+                last = write_text(request, Wrapped(output.console, write) if shows else write, waiting)
                 if last.finish_reason != "error":
                     output.note(speed_line(last.usage, last.timings))
             if last.finish_reason == "error":
