@@ -91,7 +91,7 @@ def test_help_fits_the_window_and_is_not_dim(session, width):
 
 def ask(child, message: str) -> None:
     child.send(f"{message}\r")
-    child.expect_exact("context")
+    child.expect_exact("tok/s")
     child.expect_exact(READY)
 
 
@@ -141,7 +141,8 @@ def test_plain_takes_nothing_back(terminal, endless):
     assert answer.strip() and "\x1b" not in answer and "\r" not in answer.replace("\r\n", "")
     child.send("\x1b[200~" + "word " * 6000 + "\x1b[201~\r")
     child.expect_exact("reading a prompt of ")
-    child.expect_exact("context")
+    child.expect_exact("tok/s")
+    child.expect_exact(READY)
     child.sendeof()
     leaves(child)
     assert "\x1b[G" not in child.screen.getvalue() and "loading \x1b" not in child.screen.getvalue()
@@ -160,7 +161,8 @@ def test_plain_text_is_wrapped_in_a_terminal_only(terminal, piped):
 
 
 def test_generate_wraps_in_a_terminal(state):
-    program = ["cli.py", "generate", "--device", "cpu", "--quiet", "--temperature", "0", "--prompt", "How do I make a cup of tea?"]
+    options = ["--device", "cpu", "--quiet", "--temperature", "0", "--prompt", "How do I make a cup of tea?"]
+    program = ["cli.py", "generate", *options]
     environment = ENVIRONMENT | {"COLUMNS": "40"}
     child = pexpect.spawn(sys.executable, program, cwd=str(ROOT), env=environment, encoding="utf-8", timeout=30)
     child.expect(pexpect.EOF)

@@ -207,10 +207,22 @@ def test_resume_shows_the_last_turns_in_a_terminal(terminal):
     assert store.read(store.named("rivers")).title == "Water"
 
 
+def cached(tmp_path, monkeypatch, name: str, *weights: str) -> None:
+    """Put a model into the cache of this test."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    place = tmp_path / "hub" / f"models--{name}" / "snapshots" / "abc"
+    place.mkdir(parents=True)
+    for file in ("config.json", *weights):
+        (place / file).touch()
+
+
 def test_tab_completes_sessions_paths_and_words(tmp_path, monkeypatch):
     keep("rivers")
     place = tmp_path / "place"
     (place / "rooms").mkdir(parents=True)
+    (place / "Qwerty").mkdir()
+    cached(tmp_path, monkeypatch, "Qwen--Qwen3-4B", "model.safetensors")
+    cached(tmp_path, monkeypatch, "Qwen--Qwen3-8B")  # of which only the small files are there
     for name in ("river talk.json", ".hidden", "rooms/blue.md"):
         (place / name).touch()
     monkeypatch.chdir(place)
@@ -224,6 +236,9 @@ def test_tab_completes_sessions_paths_and_words(tmp_path, monkeypatch):
         ("/sessions re", (2, ["rename "])),
         ("/sessions delete r", (1, ["rivers"])),
         ("/think h", (1, ["hide"])),
+        ("/think o", (1, ["on", "off"])),
+        ("/model Qw", (2, ["Qwen/Qwen3-4B", "Qwerty/"])),
+        ("/model b", (1, ["bundled"])),
         ("/set temp", (4, ["temperature "])),
         ("/set overflow d", (1, ["drop-oldest"])),
         ("/set top_k ", (0, ["default"])),
@@ -233,4 +248,4 @@ def test_tab_completes_sessions_paths_and_words(tmp_path, monkeypatch):
         ("//sy", (0, [])),
     ):
         assert completed(typed) == found, typed
-    assert completed("/load ") == (0, ["rivers", "river talk.json", "rooms/"])
+    assert completed("/load ") == (0, ["rivers", "Qwerty/", "river talk.json", "rooms/"])

@@ -8,6 +8,7 @@ from contextlib import nullcontext, suppress
 from ..errors import ParameterError
 from ..version import __version__
 from .bench_options import BENCH, add_benches, add_shape, add_verbose
+from .completions import kinds
 from .configuration import Configuration, Setting
 from .serve_options import SERVE, serve_options
 from .terminal import one_line
@@ -126,18 +127,17 @@ class Parser(argparse.ArgumentParser):
 
 
 class PrintCompletion(argparse.Action):
-    """Print the completion script of a shell. A metavar says what is completed: files, directories, sessions."""
+    """Print the completion script of a shell. A metavar says what is completed."""
 
     def __call__(self, parser, namespace, shell, option_string=None):
         import shtab  # here, because nothing else needs it
 
-        kinds = {"FILE": shtab.FILE, "DIR": shtab.DIRECTORY, "DIR_OR_ID": shtab.DIRECTORY}
-        kinds["SESSION"] = shtab.cmd("tridecode sessions --names 2>/dev/null")
+        known = kinds()
 
         def complete_paths(parser):
             for action in parser._actions:
-                if action.metavar in kinds:
-                    action.complete = kinds[action.metavar]
+                if action.metavar in known:
+                    action.complete = known[action.metavar]
                 for command in action.choices.values() if isinstance(action.choices, dict) else ():
                     complete_paths(command)
 
