@@ -137,7 +137,9 @@ class Output:
         shows = self.errors.is_terminal and not self.quiet
         with Progress(*columns, console=self.errors, transient=True, disable=not (shows and self.redraws)) as bar:
             task = bar.add_task("loading", total=None, visible=False)
-            with logged(self.note) if shows else nullcontext(), suspendable(bar.stop, bar.start):
+            # What is typed meanwhile is for the first prompt, and would stand amid the bar.
+            typed = unechoed(shows and sys.stdin.isatty(), bar.stop, bar.start)
+            with logged(self.note) if shows else nullcontext(), typed:
                 yield lambda done, total: bar.update(task, completed=done, total=total, visible=True)
 
 
