@@ -10,7 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
+from screens import Terminal
 
+from tridecode.commands.chat.markdown import Painter
 from tridecode.commands.chat.slash import COMMANDS
 from tridecode.commands.terminal import Output
 from tridecode.commands.wrapping import Wrapped
@@ -87,6 +89,12 @@ def test_help_fits_the_window_and_is_not_dim(session, width):
         assert lines[at : at + 3] == ["  /history [N]", "    show what was said, or the last N", "    turns of it"]
     else:
         assert lines[at] == "  /history [N]          show what was said, or the last N turns of it"
+
+
+def test_a_title_stands_at_the_left():
+    terminal = Terminal(200, 20)
+    Painter(terminal.console).frame("# Mean and median\n\nThe mean is ...", final=True)
+    assert terminal.shown.startswith("Mean and median\n")
 
 
 def ask(child, message: str) -> None:

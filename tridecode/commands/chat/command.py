@@ -113,7 +113,8 @@ def converse(talk: Chat, reader) -> int:
             draft, talk.draft = talk.draft, None
             if between:
                 talk.output.text("\n")
-            between, reader.redraws = False, not talk.plain
+            between = False
+            reader.redraws = talk.output.redraws = not talk.plain
             line = reader.read(draft or "")
             talk.editor = reader.is_editor
             leaving, between = False, bool(line.strip())
