@@ -67,6 +67,13 @@ class Scheduler:
         waiting = max(jobs - len(self._admitted), 0)
         return Load(jobs, waiting, len(self._rows), pages, self.slots.available(), self.preemptions)
 
+    def reading(self) -> tuple[int, int, int] | None:
+        """Of the oldest prompt that is being read: tokens that were found, those read or found, and all; from any
+        thread. None where there is none."""
+        for running in tuple(self._reading):
+            return running.job.reused or 0, running.read, len(running.job.ids)
+        return None
+
     def check_queue(self, coming: int) -> None:
         """Raises QueueFull where one more, behind the `coming` that are about to be added, would be too many; to be
         called from any thread."""
