@@ -105,7 +105,8 @@ def test_bash_completes(run, tmp_path, typed, completed):
     code, script, err = run("--print-completion", "bash")
     assert (code, err) == (0, "")
     (tmp_path / "script").write_text(script)
-    (tmp_path / "hub" / "models--Qwen--Qwen3-4B").mkdir(parents=True)
+    for name in ("Qwen--Qwen3-4B", "Qwen--$(touch x)"):
+        (tmp_path / "hub" / f"models--{name}").mkdir(parents=True)
     program = (
         "tridecode() { echo rivers; }\n"  # sessions --names
         f"export HF_HUB_CACHE='{tmp_path}/hub'\n"
