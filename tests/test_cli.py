@@ -236,7 +236,7 @@ def test_an_answer_that_ends_in_an_error_exits_1(run, monkeypatch):
         default_params=lambda **given: SamplingParams(**given),
         slots=1,
         submit=lambda prompt, params: Answer(),
-        reading=lambda: None,
+        scheduler=SimpleNamespace(reading=lambda: None),
     )
     monkeypatch.setattr(Engine, "load", lambda *args, **kwargs: engine)
     code, out, err = run("generate", "--prompt", "Hello", "--json")

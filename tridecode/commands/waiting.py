@@ -16,7 +16,7 @@ Reading = Callable[[], tuple[int, int, int] | None]
 class Waiting:
     """Within, until `end`, a line on stderr if that is a terminal and `shows`; it goes when the first token comes.
 
-    reading: as Engine.reading; called from a thread of its own. redraws: whether the line may change; without, as where
+    reading: as Scheduler.reading; called from a thread of its own. redraws: whether the line may change; without, as where
     a screen reader would say it again and again, it is said once and stays.
     """
 
