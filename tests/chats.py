@@ -34,8 +34,7 @@ class Script:
     def default_params(self, **given):
         return SamplingParams(**given)
 
-    def reading(self):
-        return None
+    scheduler = SimpleNamespace(reading=lambda: None)
 
     def stream(self, prompt, params, template_variables=None):
         self.prompts.append(prompt)

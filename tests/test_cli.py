@@ -105,7 +105,8 @@ def test_bash_completes(run, tmp_path, typed, completed):
     code, script, err = run("--print-completion", "bash")
     assert (code, err) == (0, "")
     (tmp_path / "script").write_text(script)
-    (tmp_path / "hub" / "models--Qwen--Qwen3-4B").mkdir(parents=True)
+    for name in ("Qwen--Qwen3-4B", "Qwen--$(touch x)"):
+        (tmp_path / "hub" / f"models--{name}").mkdir(parents=True)
     program = (
         "tridecode() { echo rivers; }\n"  # sessions --names
         f"export HF_HUB_CACHE='{tmp_path}/hub'\n"
@@ -235,7 +236,7 @@ def test_an_answer_that_ends_in_an_error_exits_1(run, monkeypatch):
         default_params=lambda **given: SamplingParams(**given),
         slots=1,
         submit=lambda prompt, params: Answer(),
-        reading=lambda: None,
+        scheduler=SimpleNamespace(reading=lambda: None),
     )
     monkeypatch.setattr(Engine, "load", lambda *args, **kwargs: engine)
     code, out, err = run("generate", "--prompt", "Hello", "--json")

@@ -233,11 +233,6 @@ class Engine:
         kv = self._open().kv
         return len(kv.pool) * kv.page
 
-    def reading(self) -> tuple[int, int, int] | None:
-        """Of the oldest prompt that is being read, from any thread: tokens that were there already, those whose passes
-        were enqueued (on a GPU two may be under way), and all. None where there is none."""
-        return self.scheduler.reading()
-
     def capture_next(self) -> bool:
         """Capture one more size of prompt passes, unless something runs; False where none is left. An engine of several
         slots has captured all at load, one of one slot those of a first turn; whoever has time may do the rest."""

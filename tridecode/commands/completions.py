@@ -1,9 +1,10 @@
 """What the shell completes after options: files, directories, sessions, models in the Hugging Face cache."""
 
-# Ids of models, without starting Python; no single quotes, which fish puts around it.
+# Ids of models, without starting Python. Only what bash expands to nothing else; no single quotes, which fish puts
+# around it.
 CACHED = (
     'ls -d "${HF_HUB_CACHE:-${HF_HOME:-$HOME/.cache/huggingface}/hub}"/models--*--* 2>/dev/null'
-    ' | sed "s|.*/models--||; s|--|/|"'
+    r' | sed -n "s|.*/models--\([A-Za-z0-9._-]*\)--\([A-Za-z0-9._-]*\)\$|\1/\2|p"'
 )
 MODELS = {
     "bash": "_tridecode_models",

@@ -16,8 +16,8 @@ Reading = Callable[[], tuple[int, int, int] | None]
 class Waiting:
     """Within, until `end`, a line on stderr if that is a terminal and `shows`; it goes when the first token comes.
 
-    reading: as Engine.reading; called from a thread of its own. redraws: whether the line may change; without, as where
-    a screen reader would say it again and again, it is said once and stays.
+    reading: as Scheduler.reading; called from a thread of its own. redraws: whether the line may change; without, as
+    where a screen reader would say it again and again, it is said once and stays.
     """
 
     def __init__(self, output: Output, reading: Reading, redraws: bool = True, shows: bool = True):

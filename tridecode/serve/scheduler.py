@@ -68,8 +68,8 @@ class Scheduler:
         return Load(jobs, waiting, len(self._rows), pages, self.slots.available(), self.preemptions)
 
     def reading(self) -> tuple[int, int, int] | None:
-        """Of the oldest prompt that is being read: tokens that were found, those read or found, and all; from any
-        thread. None where there is none."""
+        """Of the oldest prompt that is being read, from any thread: tokens that were there already, those whose passes
+        were enqueued too (on a GPU two may be under way), and all. None where there is none."""
         for running in tuple(self._reading):
             return running.job.reused or 0, running.read, len(running.job.ids)
         return None

@@ -92,8 +92,8 @@ class Chat:
         return self.engine.stream(prompt, params, template_variables=self.variables)
 
     def reading(self) -> tuple[int, int, int] | None:
-        """What Engine.reading tells; called from another thread."""
-        return self.engine.reading()
+        """What Scheduler.reading tells; called from another thread."""
+        return self.engine.scheduler.reading()
 
     def capacity_words(self) -> str:
         return f"context of {self.engine.capacity:,} tokens"

@@ -40,7 +40,7 @@ def generate(args, output: Output) -> int:
         for i, (seed, request) in enumerate(begun(engine, prompt, seeded(params, args.n), **reuse(args))):
             if args.n > 1 and not args.json:
                 output.note(f"answer {i + 1:,} of {args.n:,}, seed {seed}")
-            waiting = Waiting(output, engine.reading)
+            waiting = Waiting(output, engine.scheduler.reading)
             if args.json:
                 with waiting:
                     last = request.result()
