@@ -89,6 +89,9 @@ def test_cli_py_is_the_program():
         ("chat --th", "--think"),
         ("chat --think ''", "on off hide"),
         ("chat --model tests/kern", "tests/kernels"),
+        ("chat --model Qw", "Qwen/Qwen3-4B"),
+        ("serve --model bun", "bundled"),
+        ("conf", "config"),
         ("generate --output cli.", "cli.py"),
         ("sess", "sessions"),
         ("sessions ren", "rename"),
@@ -103,8 +106,11 @@ def test_bash_completes(run, tmp_path, typed, completed):
     code, script, err = run("--print-completion", "bash")
     assert (code, err) == (0, "")
     (tmp_path / "script").write_text(script)
+    for name in ("Qwen--Qwen3-4B", "Qwen--$(touch x)"):
+        (tmp_path / "hub" / f"models--{name}").mkdir(parents=True)
     program = (
         "tridecode() { echo rivers; }\n"  # sessions --names
+        f"export HF_HUB_CACHE='{tmp_path}/hub'\n"
         f"source '{tmp_path}/script'; complete -p tridecode >/dev/null || exit 1\n"
         f"COMP_WORDS=(tridecode {typed}); COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1)); _shtab_tridecode\n"
         'echo "${COMPREPLY[@]}"'
@@ -231,6 +237,7 @@ def test_an_answer_that_ends_in_an_error_exits_1(run, monkeypatch):
         default_params=lambda **given: SamplingParams(**given),
         slots=1,
         submit=lambda prompt, params: Answer(),
+        scheduler=SimpleNamespace(reading=lambda: None),
     )
     monkeypatch.setattr(Engine, "load", lambda *args, **kwargs: engine)
     code, out, err = run("generate", "--prompt", "Hello", "--json")

@@ -68,14 +68,27 @@ class Scheduler:
         waiting = max(jobs - len(self._admitted), 0)
         return Load(jobs, waiting, len(self._rows), pages, self.slots.available(), self.preemptions)
 
-    def add(self, job: Job) -> None:
-        """Put the job last in the queue. Raises QueueFull."""
-        self._settle()
-        if self._policy.max_queue is not None and len(self._jobs) >= len(self.slots.held) + self._policy.max_queue:
+    def reading(self) -> tuple[int, int, int] | None:
+        """Of the oldest prompt that is being read, from any thread: tokens that were there already, those whose passes
+        were enqueued too (on a GPU two may be under way), and all. None where there is none."""
+        for running in tuple(self._reading):
+            return running.job.reused or 0, running.read, len(running.job.ids)
+        return None
+
+    def check_queue(self, coming: int) -> None:
+        """Raises QueueFull where one more, behind the `coming` that are about to be added, would be too many; to be
+        called from any thread."""
+        slots, most = len(self.slots.held), self._policy.max_queue
+        if most is not None and len(self._jobs) + coming >= slots + most:
             raise QueueFull(
-                f"the queue is full: {len(self.slots.held):,} requests run and {self._policy.max_queue:,} wait; "
-                "try again later, or raise max_queue"
+                f"the queue is full: {slots:,} requests run and {most:,} wait; try again later, or raise max_queue"
             )
+
+    def add(self, job: Job) -> None:
+        """Put the job last in the queue, unless it is there."""
+        self._settle()
+        if job in self._jobs:
+            return
         self._unsettled = True
         self._jobs[job] = None
         self._waiting.append(job)
