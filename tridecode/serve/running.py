@@ -33,6 +33,7 @@ class Running:
     seen: int = 0  # passes whose entries were read
     in_flight: int = 0  # and those that were not yet
     mask: Following | None = None  # of a job with a grammar
+    given: int = 0  # passes to come whose tokens were drawn before it was preempted: they are the same
     gone: bool = False  # ended, cancelled or preempted: nothing of it is awaited
 
     @property

@@ -46,6 +46,7 @@ class Scheduler:
         self._steps, self._prompts = steps, prompts
         self._policy, self._chunk = policy, min(policy.chunk_tokens, model.prompt.rows - model.rows)
         self._ring, self._masks = Ring(model), Masks(model)
+        self._fixed = model.fixed_chunk
         self._jobs: dict[Job, None] = {}  # those that have not ended, in the order of arrival
         self._unsettled = False  # something was begun and not finished
         self.preemptions = 0
@@ -69,14 +70,27 @@ class Scheduler:
         waiting = max(jobs - len(self._admitted), 0)
         return Load(jobs, waiting, len(self._rows), pages, self.slots.available(), self.preemptions)
 
-    def add(self, job: Job) -> None:
-        """Put the job last in the queue. Raises QueueFull."""
-        self._settle()
-        if self._policy.max_queue is not None and len(self._jobs) >= len(self.slots.held) + self._policy.max_queue:
+    def reading(self) -> tuple[int, int, int] | None:
+        """Of the oldest prompt that is being read, from any thread: tokens that were there already, those whose passes
+        were enqueued too (on a GPU two may be under way), and all. None where there is none."""
+        for running in tuple(self._reading):
+            return running.job.reused or 0, running.read, len(running.job.ids)
+        return None
+
+    def check_queue(self, coming: int) -> None:
+        """Raises QueueFull where one more, behind the `coming` that are about to be added, would be too many; to be
+        called from any thread."""
+        slots, most = len(self.slots.held), self._policy.max_queue
+        if most is not None and len(self._jobs) + coming >= slots + most:
             raise QueueFull(
-                f"the queue is full: {len(self.slots.held):,} requests run and {self._policy.max_queue:,} wait; "
-                "try again later, or raise max_queue"
+                f"the queue is full: {slots:,} requests run and {most:,} wait; try again later, or raise max_queue"
             )
+
+    def add(self, job: Job) -> None:
+        """Put the job last in the queue, unless it is there."""
+        self._settle()
+        if job in self._jobs:
+            return
         self._unsettled = True
         self._jobs[job] = None
         self._waiting.append(job)
@@ -136,9 +150,10 @@ class Scheduler:
 
     def _choose(self) -> list[tuple[Running, int]]:
         """Whose prompts the next pass reads, and how many tokens of each: first come, first served, of those that wait
-        for a slot too. Who has but one token left to read gets a row instead, as if he decoded."""
+        for a slot too. Who has but one token left to read gets a row instead, as if he decoded. In the batch-invariant
+        mode it is one prompt, up to the next multiple of the fixed chunk, and never its last token."""
         most, chosen, reading = self._chunk, [], deque(self._reading)
-        if any(running.runs for running in self._rows) and (reading or self._waiting):
+        if not self._fixed and any(running.runs for running in self._rows) and (reading or self._waiting):
             start = reading[0].read if reading else 0
             most = self._prompts().tokens_within(self._policy.prompt_ms / 1e3, start, most)
         while most > 0 and (reading or self._admit()):
@@ -146,6 +161,9 @@ class Scheduler:
             if running.left == 1:
                 self._begin(running)
                 continue
+            if self._fixed:
+                chosen.append((running, min(running.left - 1, most - running.read % most)))
+                break
             chosen.append((running, min(running.left, most)))
             most -= chosen[-1][1]
         return chosen
@@ -155,15 +173,19 @@ class Scheduler:
         prompts, chunks = self._prompts(), []
         first = decoding = prompts.decoding(rows)
         for running, count in chosen:
+            if self._fixed:
+                first = running.read % self._fixed
             chunks.append(Chunk(running.slot, first, count, running.read))
             first += count
         self.slots.write_chunks(chunks)
-        prompts.read(chunks, first - decoding, decoding)
+        prompts.read(chunks, sum(chunk.count for chunk in chunks), decoding)
         for (running, count), chunk in zip(chosen, chunks):
             running.read += count
             self.slots.publish(running.slot, running.tokens[: running.read])
             if running.left == 0:
                 self._begin(running, chunk.rows.stop - 1)
+            elif self._fixed and running.left == 1:
+                self._begin(running)
 
     def _admit(self) -> bool:
         """Give the first in the queue a slot, and pages for its prompt, if both are there."""
@@ -173,7 +195,7 @@ class Scheduler:
             return False
         slots, job = self.slots, self._waiting[0]
         ids = job.tokens
-        position = 0 if job.scores else len(ids) - 1
+        position = 0 if job.scores else len(job.ids if self._fixed else ids) - 1
         wanted = ids[:position] if job.reuse_prefix else []
         if self._soon_there(wanted, job.salt) or (admitted := slots.admit(wanted, len(ids), job.salt)) is None:
             return False
@@ -183,6 +205,7 @@ class Scheduler:
         self._waiting.popleft()
         end, output = job.limit - 1, self._output(job)
         running = Running(job, output, slot, read, ids[:position], ids[position], position, end)
+        running.given = 0 if job.scores else len(ids) - 1 - position
         if job.grammar:
             running.mask = self._masks.follow(job.grammar, ids[len(job.ids) :])
         self._reading.append(running)
@@ -215,7 +238,7 @@ class Scheduler:
             source=source,
         )
         if running.mask:
-            running.mask.begin(running.slot, running.generation, running.position)
+            running.mask.begin(running.slot, running.generation, running.position + running.given)
         running.row, running.room = len(self._rows), self.slots.room(running.slot)
         self._rows.append(running)
         self._reading.remove(running)
@@ -232,7 +255,7 @@ class Scheduler:
         before = [running for running in self._rows if running.runs]
         while chosen:
             try:
-                self._read(chosen, before[-1].row + 1 if before else 0)
+                self._read(chosen, before[-1].row + 1 if before and not self._fixed else 0)
                 break
             except Exception as error:  # out of memory, mostly: it is one prompt's alone
                 if len(chosen) == 1:
@@ -244,7 +267,7 @@ class Scheduler:
         if not chosen and all(running.lacks_mask for running in part):
             return False
         if part:
-            self._draw(part, ends_prompts=bool(chosen))
+            self._draw(part, ends_prompts=bool(chosen) and not self._fixed)
         done = None
         if not part and self._model.device.type == "cuda":
             done = torch.cuda.current_stream(self._model.device).record_event()
@@ -318,6 +341,9 @@ class Scheduler:
                 running.tokens.append(running.embedded)  # its pass has run: its K/V are there
                 held.tokens = running.tokens
             running.embedded = token
+            if running.given and token != NO_TOKEN:
+                running.given -= 1
+                continue
             self._push(running, token, logprobs)
             if job.ended:
                 self._finish(job, running)

@@ -16,7 +16,7 @@ from .dispatch import BatchDescriptor, Dispatcher
 from .graphs import EagerSteps, StepGraphs, launcher, replaced
 from .run import Run, launch, refer
 from .state import DecodeModel
-from .torch_ops import torch_attention
+from .torch_ops import BLOCK_ATTENTION, torch_attention
 
 ATTENTION_RATE = 300e12  # FLOP a second, to reckon what attention adds to a pass that was timed without
 log = logging.getLogger("tridecode")
@@ -63,7 +63,8 @@ class EagerPrompts:
     @torch.inference_mode()
     def launch(self, chunks: Sequence[Chunk], tokens: int, decoding: int) -> None:
         self.chunks[:] = chunks
-        prefill.read(replaced(self._run, self.attention), self.model, decoding + tokens, decoding)
+        rows = self.model.fixed_chunk or decoding + tokens
+        prefill.read(replaced(self._run, self.attention), self.model, rows, decoding)
 
     @torch.inference_mode()
     def finish(self, kind: str, rows: int, masked: bool = False) -> None:
@@ -85,13 +86,14 @@ class PromptGraphs:
         self._read: dict[tuple[int, int], Callable[[], None]] = {}
         self._finish: dict[BatchDescriptor, Callable[[], None]] = {}
         self.seconds: dict[tuple[int, int], float] = {}  # of each captured size, without attention
-        mixed = (0, self._most) if len(model.workspace.tokens) > 1 else (0,)
+        fixed = model.fixed_chunk > 0  # then no rows decode beside, and none ends a prompt
+        mixed = (0,) if fixed or len(model.workspace.tokens) == 1 else (0, self._most)
         sizes = self.dispatcher.prompts if self.dispatcher.plan_prompt(1)[0] != "none" else ()
         self._wanted = [(size, decoding) for size in sizes for decoding in reversed(mixed)]
         self._failed: set[tuple[int, int]] = set()
         self._missed: set[tuple[int, int]] | None = set() if lazy else None
         sizes = sorted(self.dispatcher.sizes, reverse=True)
-        keys = [(kind, masked) for kind in KINDS for masked in (False, True)]
+        keys = [(kind, masked) for kind in KINDS for masked in (False, True) if not fixed]
         batches = [BatchDescriptor(kind, rows, masked=masked) for rows in sizes for kind, masked in keys]
         compile_ahead([partial(self._lines, batch) for batch in batches], launcher(model), model.device)
         reads = [partial(prefill.read, m=model, rows=4 + decoding, decoding=decoding) for decoding in mixed]
@@ -196,5 +198,7 @@ def make_prompts(
     if isinstance(steps, StepGraphs):
         return PromptGraphs(model, steps, other, lazy=len(model.workspace.tokens) == 1)
     if backend == "torch":
-        return EagerPrompts(model, refer, refer, steps.dispatcher)
+        prompts = EagerPrompts(model, refer, refer, steps.dispatcher)
+        prompts.attention = BLOCK_ATTENTION if model.fixed_chunk else None
+        return prompts
     return EagerPrompts(model, launch, launcher(model), steps.dispatcher, other)

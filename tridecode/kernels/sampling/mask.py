@@ -11,6 +11,7 @@ from ..common import (
     GENERATION,
     LATE,
     META_WIDTH,
+    N_KNOWN,
     POSITION,
     RUN,
     SLOT,
@@ -58,10 +59,12 @@ def _mask_kernel(
     blocks = tl.num_programs(0)
     meta_ptr += row * META_WIDTH
     flags, status, slot = tl.load(meta_ptr + FLAGS), tl.load(meta_ptr + STATUS), tl.load(meta_ptr + SLOT)
-    wanted = tl.load(meta_ptr + GENERATION).to(tl.int64) << GENERATION_SHIFT | tl.load(meta_ptr + POSITION)
+    position = tl.load(meta_ptr + POSITION)
+    wanted = tl.load(meta_ptr + GENERATION).to(tl.int64) << GENERATION_SHIFT | position
+    draws = position + 1 >= tl.load(meta_ptr + N_KNOWN)  # else its token is given
     if PDL:
         gdc_wait()
-    if (status == RUN) & ((flags & FLAG_MASK) != 0):
+    if (status == RUN) & ((flags & FLAG_MASK) != 0) & draws:
         lanes = tl.arange(0, 32) >> 5
         stamp = tl.load(stamp_ptr + slot + lanes, volatile=True)
         if FENCE:  # what is read below is no older than the stamp
@@ -103,7 +106,7 @@ def mask_ref(logits, meta, mask, stamp, sampler):
     """mask in torch."""
     for row in running(meta, logits.shape[0]):
         state = meta[row].tolist()
-        if state[m.FLAGS] & m.FLAG_MASK:
+        if state[m.FLAGS] & m.FLAG_MASK and state[m.POSITION] + 1 >= state[m.N_KNOWN]:
             slot = state[m.SLOT]
             late = int(stamp[slot]) != m.mask_stamp(state[m.GENERATION], state[m.POSITION])
             meta[row, m.LATE] = int(late)
