@@ -63,12 +63,27 @@ def _tile(
     BLOCK_D: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
-    """K and V [BLOCK_T, BLOCK_D] of the positions from t that lie in [start, end)."""
+    """K [BLOCK_T, BLOCK_D] and V [BLOCK_D, BLOCK_T] of the positions from t that lie in [start, end)."""
     offs_t, offs_d = tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_D)
-    places = page_rows(pages_at(table_ptr, t, end, PAGE, BLOCK_T), t, stride_kp, PAGE, D, BLOCK_T) + offs_d[None, :]
+    places = page_rows(pages_at(table_ptr, t, end, PAGE, BLOCK_T), t, stride_kp, PAGE, D, BLOCK_T)
     places += head.to(tl.int64) * stride_kh
-    mask = ((t + offs_t >= start) & (t + offs_t < end))[:, None] & (offs_d < D)[None, :]
-    return tl.load(k_ptr + places, mask=mask, other=0.0), tl.load(v_ptr + places, mask=mask, other=0.0)
+    there, mask_d = (t + offs_t >= start) & (t + offs_t < end), offs_d < D
+    k = tl.load(k_ptr + places + offs_d[None, :], mask=there[:, None] & mask_d[None, :], other=0.0)
+    return k, tl.load(v_ptr + tl.trans(places) + offs_d[:, None], mask=mask_d[:, None] & there[None, :], other=0.0)
+
+
+@triton.jit
+def _attend(k_t, v_t, dot_q, m, l_t, acc, t, start, end, offs_t, V_TYPE: tl.constexpr, TYPE: tl.constexpr):
+    """The running maximum, sums of weights and sums of values with the tile of positions from t."""
+    s = tl.dot(k_t.to(TYPE), dot_q, input_precision="ieee")
+    s = tl.where(((t + offs_t >= start) & (t + offs_t < end))[:, None], s, EMPTY)
+    m_new = tl.maximum(m, tl.max(s, 0))
+    alpha = tl.exp2(m - m_new)
+    p = tl.exp2(s - m_new[None, :])
+    l_t = l_t * alpha[None, :] + p
+    p = p.to(V_TYPE).to(TYPE)
+    acc = tl.dot(v_t.to(TYPE), p, acc * alpha[None, :], input_precision="ieee")
+    return m_new, l_t, acc
 
 
 @triton.jit
@@ -110,6 +125,7 @@ def _attention_rows_kernel(
     WINDOW: tl.constexpr,
     QK_NORM: tl.constexpr,
     PROGRAMS: tl.constexpr,
+    STAGES: tl.constexpr,
     PDL: tl.constexpr,
     DOT_FP32: tl.constexpr,
 ):
@@ -183,20 +199,27 @@ def _attention_rows_kernel(
         m = tl.where(split == 0, tl.sum(q * new_k.to(tl.float32), 1), EMPTY)
         l_t = tl.zeros([BLOCK_T, DOT_N], tl.float32) + tl.where((offs_t == 0) & (split == 0), 1.0, 0.0)[:, None]
         acc = tl.zeros([BLOCK_D, DOT_N], tl.float32) + tl.where(split == 0, new_v.to(tl.float32), 0.0)[:, None]
-        for t in range(first, end, BLOCK_T):
-            k_next, v_next = _tile(  # in flight while the tile at t is attended to
-                k_ptr, v_ptr, table_ptr, head, t + BLOCK_T, start, end, stride_kp, stride_kh, PAGE, D, BLOCK_D, BLOCK_T
+        if STAGES > 1:
+            m, l_t, acc = _attend(
+                k_t, v_t, dot_q, m, l_t, acc, first, start, end, offs_t, v_ptr.dtype.element_ty, TYPE
             )
-            s = tl.dot(k_t.to(TYPE), dot_q, input_precision="ieee")
-            s = tl.where(((t + offs_t >= start) & (t + offs_t < end))[:, None], s, EMPTY)
-            m_new = tl.maximum(m, tl.max(s, 0))
-            alpha = tl.exp2(m - m_new)
-            p = tl.exp2(s - m_new[None, :])
-            l_t = l_t * alpha[None, :] + p
-            p = p.to(v_ptr.dtype.element_ty).to(TYPE)
-            acc = tl.dot(tl.trans(v_t.to(TYPE)), p, acc * alpha[None, :], input_precision="ieee")
-            m = m_new
-            k_t, v_t = k_next, v_next
+            for t in tl.range(first + BLOCK_T, end, BLOCK_T, num_stages=STAGES):
+                k_t, v_t = _tile(
+                    k_ptr, v_ptr, table_ptr, head, t, start, end, stride_kp, stride_kh, PAGE, D, BLOCK_D, BLOCK_T
+                )
+                m, l_t, acc = _attend(
+                    k_t, v_t, dot_q, m, l_t, acc, t, start, end, offs_t, v_ptr.dtype.element_ty, TYPE
+                )
+        else:
+            for t in range(first, end, BLOCK_T):
+                k_next, v_next = _tile(  # in flight while the tile at t is attended to
+                    k_ptr, v_ptr, table_ptr, head, t + BLOCK_T, start, end, stride_kp, stride_kh, PAGE, D, BLOCK_D,
+                    BLOCK_T,
+                )  # fmt: skip
+                m, l_t, acc = _attend(
+                    k_t, v_t, dot_q, m, l_t, acc, t, start, end, offs_t, v_ptr.dtype.element_ty, TYPE
+                )
+                k_t, v_t = k_next, v_next
         l = tl.sum(l_t, 0)
         this_row, this_head, this_split, active_splits = row, head, split, splits
         row, head, split, splits, position, table_ptr, start, first, end = _item(
@@ -292,6 +315,7 @@ def attention_rows(
         window,
         q_norm is not None,
         shape.programs,
+        shape.stages,
         pdl,
         interpreted(),
         **options(shape.num_warps, pdl, shape.registers),

@@ -102,6 +102,7 @@ class AttentionRowsShape:
     registers: int = 0
     least: int = 4
     programs: int = 132
+    stages: int = 1
 
 
 @dataclass(frozen=True)
