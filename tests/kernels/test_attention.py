@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 from util import BF16_ROUNDING, DEVICE, Case, assert_close, cases, meta_rows, norm_weight, poisoned, random
@@ -57,6 +59,7 @@ def of_rows(shape: AttentionShape, programs: int) -> AttentionRowsShape:
 def check(args, shape, tolerance):
     """Both forms; what that of one row left stays in args."""
     check_form(attention_rows, clone(args), of_rows(shape, programs=3), tolerance)
+    check_form(attention_rows, clone(args), replace(of_rows(shape, programs=2), stages=3), tolerance)
     check_form(attention, args, shape, tolerance)
 
 

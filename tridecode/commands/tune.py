@@ -206,6 +206,7 @@ def candidates_of_several(config: ModelConfig, rows: int, shapes: StepShapes, gp
             programs = [gpu.multi_processor_count * share for share in (1, 2, 3, 4)]
             tiles = product(VALUES[AttentionRowsShape]["block_t"], VALUES[AttentionRowsShape]["num_warps"])
             found.append((op, [{"block_t": t, "num_warps": warps, "registers": 0} for t, warps in tiles]))
+            found.append((op, [{"stages": stages} for stages in VALUES[AttentionRowsShape]["stages"]]))
             found.append((op, [{"programs": count} for count in programs]))
             found.append((op, [{"least": least} for least in (1, 2, 4, 8, 16)]))
         elif isinstance(getattr(shapes, op), MatvecShape):

@@ -95,15 +95,14 @@ def choose_shapes(
     )
     if dtype != torch.bfloat16:  # activations are fp32 then, and do not fit in bounds found with 16-bit ones
         shapes = StepShapes(**{op: replace(shape, registers=0) for op, shape in vars(shapes).items()})
-    attention = attention_rows_shape(config, dtype)
     if dtype == torch.bfloat16:
-        by_rows = {1: shapes} | {rows: few_rows_shapes(config, attention, rows, capability) for rows in (8, 16, 32, 64)}
+        by_rows = {1: shapes} | {rows: few_rows_shapes(config, dtype, rows, capability) for rows in (8, 16, 32, 64)}
     else:  # the weights are read once a row
-        by_rows = {1: shapes, 2: replace(shapes, attention=attention)}
+        by_rows = {1: shapes, 2: replace(shapes, attention=attention_rows_shape(config, dtype, 64))}
     return by_rows if gpu is None else with_table(by_rows, config, dtype, gpu)
 
 
-def few_rows_shapes(config: ModelConfig, attention: AttentionRowsShape, rows: int, capability: int) -> StepShapes:
+def few_rows_shapes(config: ModelConfig, dtype: torch.dtype, rows: int, capability: int) -> StepShapes:
     """Shapes of passes of up to `rows` rows: 8, 16, 32 or 64."""
     hidden, inter = config.hidden_size, config.intermediate_size
     sizes = {
@@ -114,7 +113,7 @@ def few_rows_shapes(config: ModelConfig, attention: AttentionRowsShape, rows: in
         "lm_head": (config.vocab_size, hidden),
     }
     shapes = {op: few_rows_shape(*size, rows, op == "gate_up", capability) for op, size in sizes.items()}
-    return StepShapes(**shapes, attention=attention)
+    return StepShapes(**shapes, attention=attention_rows_shape(config, dtype, rows))
 
 
 # Rows of a pass -> (rows, columns) of a weight matrix -> the shape that was fastest in the whole step on an H200.
@@ -184,7 +183,7 @@ def invariant_shapes(config: ModelConfig, dtype: torch.dtype, capability: int) -
         "gate_up": (2 * inter, hidden),
         "down": (hidden, inter),
     }
-    attention, found = attention_rows_shape(config, dtype), {}
+    attention, found = attention_rows_shape(config, dtype, 64), {}
     for rows in (16, 32, 64):
         shapes = {op: invariant_shape(rows, columns_split(N, K)) for op, (N, K) in sizes.items()}
         head = invariant_shape(rows, split=1)  # no buffer has room for its sums
@@ -210,14 +209,17 @@ def columns_split(N: int, K: int) -> int:
     return min(max(most, -(-K // (40 * 128)), 1), MAX_SPLIT)
 
 
-def attention_rows_shape(config: ModelConfig, dtype: torch.dtype) -> AttentionRowsShape:
-    """A program or more a multiprocessor of the largest GPUs; a long row alone is split into more items than those."""
+def attention_rows_shape(config: ModelConfig, dtype: torch.dtype, rows: int) -> AttentionRowsShape:
+    """Two programs a multiprocessor of the largest GPUs, each with two tiles on their way; a long row alone is split into
+    as many items. For few rows tiles are smaller: kernels with more than 48 KiB of shared memory do not stand beside the
+    products of few rows, which have less, so that neither starts before the other has ended."""
     splits = min(max(3 * 132 // config.num_kv_heads, 1), MAX_SPLITS)
     if config.head_dim > 128 or dtype == torch.float32:
         return AttentionRowsShape(16, splits, num_warps=4, least=16, programs=3 * 132)
     if config.num_heads // config.num_kv_heads > 8:
         return AttentionRowsShape(32, splits, num_warps=8, least=8, programs=132)
-    return AttentionRowsShape(64, splits, num_warps=8, least=4, programs=132)
+    splits = min(max(2 * 132 // config.num_kv_heads, 1), MAX_SPLITS)
+    return AttentionRowsShape(64 if rows > 16 else 32, splits, num_warps=4, least=16, programs=2 * 132, stages=5)
 
 
 def prompt_tiles_fit(head_dim: int, dtype: torch.dtype, device: torch.device) -> bool:

@@ -71,6 +71,7 @@ VALUES = {
         "registers": range(0, 256, 8),
         "least": range(1, 65),
         "programs": range(1, 2**16),
+        "stages": (1, 3, 5, 7),
     },
 }
 NAMES = {form: form.__name__.removesuffix("Shape").lower() for form in VALUES}
