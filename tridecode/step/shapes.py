@@ -94,8 +94,8 @@ class AttentionShape:
 @dataclass(frozen=True)
 class AttentionRowsShape:
     """Launch shape of attention of several rows: `programs` share the work, items of `block_t` positions a turn; a row
-    has at most `splits` items per K/V head, each of at least `least` turns. registers: as above. stages: of the loop over
-    an item's tiles, two for each tile on its way through shared memory and one; 1 for the next tile in registers."""
+    has at most `splits` items per K/V head, each of at least `least` turns. registers: as above. stages: of the loop
+    over an item's tiles, two for each tile on its way through shared memory and one; 1: the next one, in registers."""
 
     block_t: int = 64
     splits: int = 32
