@@ -59,8 +59,9 @@ _HEAVIEST = tl.constexpr(float(2**WEIGHT_BITS))
 
 @dataclass(frozen=True, repr=False)
 class SamplerBuffers:
-    """Scratch of greedy, sample and logprobs; only `counter` must be zero between launches (it is left so)."""
+    """Scratch of mask, greedy, sample and logprobs; only `counter` must be zero between launches (it is left so)."""
 
+    mask: torch.Tensor  # int32 [rows, vocab / 32]: the row's mask; see layout.mask_words
     keys: torch.Tensor  # int64 [rows, blocks]: maximum of each block of logits, packed with its token id
     counter: torch.Tensor  # int32 [rows, 2]: programs that arrived, of greedy or sample, and of logprobs
     tops: torch.Tensor  # fp32 [rows, blocks * TOPS]: maximum of each 1/TOPS of a block of processed logits
@@ -86,6 +87,7 @@ def make_buffers(vocab: int, rows: int, device) -> SamplerBuffers:
         return torch.zeros(shape, dtype=dtype, device=device)
 
     return SamplerBuffers(
+        mask=zeros(rows, m.mask_words(vocab), dtype=torch.int32),
         keys=zeros(rows, blocks, dtype=torch.int64),
         counter=zeros(rows, 2, dtype=torch.int32),
         tops=zeros(rows, blocks * TOPS, dtype=torch.float32),
