@@ -210,8 +210,8 @@ def columns_split(N: int, K: int) -> int:
 
 def attention_rows_shape(config: ModelConfig, dtype: torch.dtype, rows: int) -> AttentionRowsShape:
     """Two programs a multiprocessor of the largest GPUs, each with two tiles on their way; a long row alone is split
-    into as many items. For few rows tiles are smaller: kernels with more than 48 KiB of shared memory do not stand
-    beside the products of few rows, which have less, so that neither begins before the other has ended."""
+    into as many items. For few rows tiles are smaller: with more than 48 KiB of shared memory a kernel leaves those
+    that run beside it little L1 cache, through which the products of few rows have all their tiles."""
     splits = min(max(3 * 132 // config.num_kv_heads, 1), MAX_SPLITS)
     if config.head_dim > 128 or dtype == torch.float32:
         return AttentionRowsShape(16, splits, num_warps=4, least=16, programs=3 * 132)
