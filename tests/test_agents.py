@@ -144,15 +144,14 @@ def test_a_stream_says_a_calls_name_first_and_then_its_arguments(served):
     assert [chunk["choices"][0]["finish_reason"] for chunk in chunks][-1] == "tool_calls"
 
 
-BROKEN = 'Well.\n<tool_call>\n{"name": "get_weather", "arguments": {city}}\n</tool_call>'
-
-
-def test_a_malformed_call_comes_back_as_text(client, claude):
-    asked = {"model": "m", "messages": CHAT, "tools": [CHAT_TOOL], "extra_body": saying(BROKEN)}
+@pytest.mark.parametrize("arguments", ["{city}", '{"city": NaN}'])
+def test_a_malformed_call_comes_back_as_text(client, claude, arguments):
+    broken = f'Well.\n<tool_call>\n{{"name": "get_weather", "arguments": {arguments}}}\n</tool_call>'
+    asked = {"model": "m", "messages": CHAT, "tools": [CHAT_TOOL], "extra_body": saying(broken)}
     got = client.chat.completions.create(**asked).choices[0]
     assert got.message.tool_calls is None and got.finish_reason == "stop"
-    assert got.message.content == BROKEN.replace("\n<tool_call>", "<tool_call>", 1)
-    asked = {"model": "m", "messages": CHAT, "tools": [BLOCK_TOOL], "max_tokens": 99, "extra_body": saying(BROKEN)}
+    assert got.message.content == broken.replace("\n<tool_call>", "<tool_call>", 1)
+    asked = {"model": "m", "messages": CHAT, "tools": [BLOCK_TOOL], "max_tokens": 99, "extra_body": saying(broken)}
     assert claude.messages.create(**asked).stop_reason == "end_turn"
 
 
