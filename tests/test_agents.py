@@ -4,6 +4,7 @@ The bundled model is held to what it says by masks, and has the templates of the
 """
 
 import json
+import logging
 import shutil
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 from anthropic.types import Message
 from openai.types.chat import ChatCompletion
 from openai.types.responses import Response
-from servers import CHAT, Running, events
+from servers import CHAT, Running, events, until
 
 from tridecode import Engine
 from tridecode.loading import BUNDLED
@@ -424,6 +425,17 @@ def test_what_a_message_cannot_be_is_refused_in_anthropics_form(served, wrong, m
     got = served.post("/v1/messages", {"model": "m", "messages": CHAT} | wrong)
     assert got.status_code == 400 and got.json()["type"] == "error"
     assert got.json()["error"]["type"] == "invalid_request_error" and message in got.json()["error"]["message"]
+
+
+def test_clients_know_a_request_by_the_logs_name_for_it(claude, client, caplog):
+    asked = {"model": "bundled", "messages": CHAT, "max_tokens": 1}
+    with caplog.at_level(logging.INFO, "tridecode.server"):
+        names = [client.chat.completions.create(**asked)._request_id, claude.messages.create(**asked)._request_id]
+        with pytest.raises(openai.BadRequestError) as refused:
+            client.chat.completions.create(**asked | {"n": 0})
+        names.append(refused.value.request_id)
+        assert len(set(names)) == 3
+        until(lambda: all(f"{name} POST" in caplog.text for name in names))
 
 
 def test_a_key_is_taken_as_anthropics_clients_send_it():

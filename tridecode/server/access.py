@@ -3,6 +3,7 @@
 import hmac
 import json
 import logging
+import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -15,13 +16,16 @@ from .settings import BODY
 
 PUBLIC = ("/", "/health")  # without a key: a page that holds no secret, and whether the server is there
 GENERATIONS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
+ID_HEADERS = (b"x-request-id", b"request-id")  # where OpenAI's and Anthropic's clients look
 log = logging.getLogger("tridecode.server")
 
 
 @dataclass
 class Record:
-    """What is told of one request. started: by time.monotonic; outcome: how a generation ended; tokens: for the log."""
+    """What is told of one request. id: for its client and the log; started: by time.monotonic; outcome: how a
+    generation ended; tokens: for the log."""
 
+    id: str = field(default_factory=lambda: f"req_{secrets.token_hex(8)}")
     started: float = field(default_factory=time.monotonic)
     outcome: str | None = None
     tokens: str = ""
@@ -44,6 +48,8 @@ class Access:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
+                told = [(name, record.id.encode()) for name in ID_HEADERS]
+                message = message | {"headers": [*message.get("headers", ()), *told]}
             await send(message)
 
         try:
@@ -58,7 +64,7 @@ class Access:
                 record.outcome = record.outcome or outcome(status)
                 self._ended(record.outcome, seconds)
             path, words = json.dumps(scope["path"][:200])[1:-1], f"{record.outcome or ''}{record.tokens}"
-            log.info("%s %s %d %.3f s %s", scope["method"], path, status, seconds, words)
+            log.info("%s %s %s %d %.3f s %s", record.id, scope["method"], path, status, seconds, words)
 
     def _allowed(self, scope) -> bool:
         headers = dict(scope["headers"])
