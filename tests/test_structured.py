@@ -30,7 +30,7 @@ FORMS = {
     "json_schema": (PERSON, lambda text: set(json.loads(text)) == {"name", "age"}),
     "json_text": (json.dumps(PERSON), lambda text: 0 <= json.loads(text)["age"] <= 9),
     "regex": (r"[a-z]{3}-\d{2}", re.compile(r"[a-z]{3}-\d{2}").fullmatch),
-    "choice": (('a "quoted" one', "bl\u00fce\n", "\\", "\u0001"), lambda text: text in FORMS["choice"][0]),
+    "choice": (('a "quoted" one', "bl\u00fce\n", "\\", "\u0001", "\x7f"), lambda text: text in FORMS["choice"][0]),
     "grammar": ('start: "a" "b"+ "c"\n', re.compile("ab+c").fullmatch),
 }
 KINDS = {"greedy": dict(temperature=0), "sampled": dict(temperature=1.5, seed=4), "logprobs": dict(logprobs=2, seed=5)}

@@ -156,7 +156,8 @@ def reason(message: str) -> str:
 
 
 def lark_of_choices(choices: Sequence[str]) -> str:
-    return "start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
+    literals = (json.dumps(choice, ensure_ascii=False) for choice in choices)
+    return "start: " + " | ".join(literals).replace("\x7f", "\\u007f")  # which llguidance takes for no character
 
 
 def llguidance_tokens(tokenizer: Tokenizer, vocab: int, stop_ids: Sequence[int]):
