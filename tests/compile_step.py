@@ -26,6 +26,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tridecode import kernels
 from tridecode.cache.kv import PAGE, make_kv_cache
+from tridecode.cache.offload import Offload
 from tridecode.kernels.gather_kv import gather_kv
 from tridecode.model.checkpoint import _allocate, _assemble
 from tridecode.model.presets import PRESETS
@@ -120,6 +121,10 @@ def record(preset: str, dtype: torch.dtype, arch: int) -> dict:
         table = model.kv.page_table[0]
         gather_kv(table, model.kv.k[0], model.kv.v[0], 70, *model.kv.pool.new_empty(2, *model.kv.k[0][0].shape))
         finish(launcher(model), model.of_rows(1), "greedy")
+        kv = make_kv_cache(model.config, 4096, model.device, dtype, page=PAGE, offload=Offload(host=8, ring=8))
+        offloaded = replace(model, kv=kv)
+        decode.step(launch_ours, offloaded.of_rows(1), "greedy")
+        read(run, offloaded, 132, decoding=64)
     finally:
         for module, name, value in originals:
             setattr(module, name, value)

@@ -4,7 +4,7 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from functools import cache
+from functools import cache, partial
 
 import torch
 
@@ -14,7 +14,7 @@ from ..layout import LIMIT_REACHED, STATUS
 from . import decode
 from .compiling import compile_ahead
 from .dispatch import BatchDescriptor, Dispatcher
-from .run import Run, launch, launch_dependent, refer
+from .run import Forked, Run, launch, launch_dependent, refer
 from .state import DecodeModel
 
 log = logging.getLogger("tridecode")
@@ -30,7 +30,7 @@ def make_steps(
     """Who runs the decode passes of an engine; backend: triton or torch (the references)."""
     other = TORCH_ATTENTION if attention == "torch" else None
     if backend == "torch" or dispatcher.mode == "none":
-        return EagerSteps(model, replaced(refer if backend == "torch" else launcher(model), other))
+        return EagerSteps(model, refer if backend == "torch" else launcher(model), other)
     return StepGraphs(model, dispatcher=dispatcher, attention=other)
 
 
@@ -40,10 +40,10 @@ def launcher(model: DecodeModel) -> Run:
 
 
 class EagerSteps:
-    """Passes whose lines `run` runs one by one."""
+    """Passes whose lines `run` runs one by one; attention: in the place of the list's own."""
 
-    def __init__(self, model: DecodeModel, run: Run):
-        self.model, self._run = model, run
+    def __init__(self, model: DecodeModel, run: Run, attention: Op | None = None):
+        self.model, self._run, self._attention = model, run, attention
         self.dispatcher = Dispatcher("none", ())
         self._of_rows = [model.of_rows(rows) for rows in range(1, model.rows + 1)]
 
@@ -55,7 +55,7 @@ class EagerSteps:
     @torch.inference_mode()
     def run(self, batch: BatchDescriptor) -> None:
         with torch.cuda.device(self.model.device) if self.model.device.type == "cuda" else nullcontext():
-            decode.step(self._run, self._of_rows[batch.rows - 1], batch.kind)
+            decode.step(forked(self.model, self._run, self._attention), self._of_rows[batch.rows - 1], batch.kind)
 
 
 class StepGraphs:
@@ -82,14 +82,14 @@ class StepGraphs:
         self.dispatcher = dispatcher or Dispatcher("full", (model.rows,))
         self._run, self.attention = run or launcher(model), attention
         self._addresses = model.addresses()
-        self._eager = EagerSteps(model, replaced(self._run, attention))
+        self._eager = EagerSteps(model, self._run, attention)
         sizes = sorted(self.dispatcher.sizes, reverse=True)
         batches = [BatchDescriptor(kind, rows) for rows in sizes for kind in kinds]
         with torch.cuda.device(model.device):  # Triton launches on the current device
             self.place = Place(model.device)
             log.info("compiling the kernels of the step")
             model.workspace.meta[:, STATUS] = LIMIT_REACHED
-            compile_ahead([self._lines(batch) for batch in batches], self._run, model.device)
+            compile_ahead([self._lines(batch) for batch in batches], forked(model, self._run), model.device)
             for batch in batches:
                 self._warm_up(batch)
             log.info("capturing %d CUDA graphs of %s rows", len(batches), ", ".join(map(str, self.dispatcher.sizes)))
@@ -103,11 +103,11 @@ class StepGraphs:
     def _warm_up(self, batch: BatchDescriptor) -> None:
         # With a status other than RUN the warm-up loads every kernel and writes nothing.
         self.model.workspace.meta[:, STATUS] = LIMIT_REACHED
-        self.place.run(lambda: self._lines(batch)(replaced(self._run, self.attention)))
+        self.place.run(lambda: self._lines(batch)(forked(self.model, self._run, self.attention)))
 
     def _capture(self, batch: BatchDescriptor) -> Callable[[], None]:
         mode, _ = self.dispatcher.plan(batch.kind, batch.rows)
-        replay, captures = self.place.capture(mode, self._run, self.attention, self._lines(batch))
+        replay, captures = self.place.capture(mode, self._run, self.attention, self._lines(batch), self.model)
         self.captures += captures
         return replay
 
@@ -122,6 +122,15 @@ class StepGraphs:
             self._eager.run(batch)
         else:
             self._graphs[batch]()
+
+
+def forked(model: DecodeModel, run: Run, attention: Op | None = None) -> Run:
+    """`run` for one pass, `attention` in the place of its own: with pages in host memory on two streams."""
+    plain = replaced(launch if run is launch_dependent else run, attention)
+    run = replaced(run, attention)
+    if not model.kv.rings or model.device.type != "cuda":
+        return run
+    return Forked(run, plain, fetch_stream(model.device))
 
 
 def replaced(run: Run, attention: Op | None) -> Run:
@@ -143,6 +152,12 @@ def capture_stream(device: torch.device) -> tuple[torch.cuda.Stream, threading.R
     """The stream on which all graphs of a device are captured, and whose turn it is: torch keeps the workspace of its
     products for each stream that it has met, for good."""
     return torch.cuda.Stream(device), threading.RLock()
+
+
+@cache
+def fetch_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream on which what lies in host memory comes, whichever pass wants it."""
+    return torch.cuda.Stream(device)
 
 
 class Place:
@@ -177,10 +192,12 @@ class Place:
         return start.elapsed_time(end) / 1e3
 
     def capture(
-        self, mode: str, run: Run, attention: Op | None, lines: Callable[[Run], None]
+        self, mode: str, run: Run, attention: Op | None, lines: Callable[[Run], None], model: DecodeModel
     ) -> tuple[Callable[[], None], int]:
-        """What replays `lines`, whose every line `run` runs, and in how many graphs. mode: full or piecewise."""
-        pieces = Pieces(run, attention, self._pool, cut=mode == "piecewise")
+        """What replays `lines` of a pass of the model, each run by `run`, and in how many graphs. mode: full or
+        piecewise."""
+        cut = mode == "piecewise"
+        pieces = Pieces(run if cut else forked(model, run), partial(forked, model, launch, attention), self._pool, cut)
         with self._turn, torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             lines(pieces)
             graphs = pieces.end()
@@ -188,19 +205,18 @@ class Place:
 
 
 class Pieces:
-    """Captures a list, on the current stream, if `cut` in pieces that end where attention stands, which runs eagerly
-    between them."""
+    """Captures a list, on the current stream, if `cut` in pieces that end where attention or a fetch stands: these run
+    eagerly between them, by what `eager` makes for each pass."""
 
-    def __init__(self, run: Run, attention: Op | None, pool, cut: bool):
-        self._run, self._attention, self._pool, self._cut = run, attention, pool, cut
-        self._parts: list[torch.cuda.CUDAGraph | Callable[[], None]] = []
+    def __init__(self, run: Run, eager: Callable[[], Run], pool, cut: bool):
+        self._run, self._eager, self._pool, self._cut = run, eager, pool, cut
+        self._parts: list[torch.cuda.CUDAGraph | Callable[[Run], None]] = []
         self._capturing: torch.cuda.CUDAGraph | None = None
 
     def __call__(self, role: str, op: Op, *args, **how) -> None:
-        if role == "attention" and self._cut:
+        if self._cut and role in ("attention", "fetch"):
             self.end()
-            eager = replaced(launch, self._attention)
-            self._parts.append(lambda: eager(role, op, *args, **how))
+            self._parts.append(lambda run: run(role, op, *args, **how))
             return
         if self._capturing is None:
             self._capturing = torch.cuda.CUDAGraph()
@@ -218,5 +234,6 @@ class Pieces:
 
     @torch.inference_mode()
     def replay(self) -> None:
+        run = self._eager()
         for part in self._parts:
-            part.replay() if isinstance(part, torch.cuda.CUDAGraph) else part()
+            part.replay() if isinstance(part, torch.cuda.CUDAGraph) else part(run)

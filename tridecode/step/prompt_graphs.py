@@ -13,7 +13,7 @@ from . import prefill
 from .compiling import compile_ahead
 from .decode import KINDS
 from .dispatch import BatchDescriptor, Dispatcher
-from .graphs import EagerSteps, StepGraphs, launcher, replaced
+from .graphs import EagerSteps, StepGraphs, forked, launcher
 from .run import Run, launch, refer
 from .state import DecodeModel
 from .torch_ops import torch_attention
@@ -63,12 +63,12 @@ class EagerPrompts:
     @torch.inference_mode()
     def launch(self, chunks: Sequence[Chunk], tokens: int, decoding: int) -> None:
         self.chunks[:] = chunks
-        prefill.read(replaced(self._run, self.attention), self.model, decoding + tokens, decoding)
+        prefill.read(forked(self.model, self._run, self.attention), self.model, decoding + tokens, decoding)
 
     @torch.inference_mode()
     def finish(self, kind: str, rows: int) -> None:
         """Enqueue the rest of that pass: a token for each of the first `rows` rows of meta."""
-        prefill.finish(self._finish_run, self.model.of_rows(rows), kind)
+        prefill.finish(forked(self.model, self._finish_run), self.model.of_rows(rows), kind)
 
 
 class PromptGraphs:
@@ -92,10 +92,10 @@ class PromptGraphs:
         self._missed: set[tuple[int, int]] | None = set() if lazy else None
         sizes = sorted(self.dispatcher.sizes, reverse=True)
         batches = [BatchDescriptor(kind, rows) for rows in sizes for kind in KINDS]
-        compile_ahead([partial(self._lines, batch) for batch in batches], launcher(model), model.device)
+        compile_ahead([partial(self._lines, batch) for batch in batches], forked(model, launcher(model)), model.device)
         reads = [partial(prefill.read, m=model, rows=4 + decoding, decoding=decoding) for decoding in mixed]
         if attention is None:
-            compile_ahead(reads, launch, model.device)
+            compile_ahead(reads, forked(model, launch), model.device)
         for batch in batches:
             self._capture_finish(batch)
 
@@ -114,9 +114,9 @@ class PromptGraphs:
     def _capture_finish(self, batch: BatchDescriptor) -> None:
         mode, _ = self.dispatcher.plan(batch.kind, batch.rows)
         run, lines, attention = launcher(self.model), partial(self._lines, batch), self._steps.attention
-        self._place.run(lambda: lines(replaced(run, attention)))
+        self._place.run(lambda: lines(forked(self.model, run, attention)))
         if mode != "none":
-            self._finish[batch], _ = self._place.capture(mode, run, attention, lines)
+            self._finish[batch], _ = self._place.capture(mode, run, attention, lines, self.model)
 
     def _lines(self, batch: BatchDescriptor, run: Run) -> None:
         prefill.finish(run, self.model.of_rows(batch.rows), batch.kind)
@@ -148,7 +148,7 @@ class PromptGraphs:
             self._place.run(lambda: self._eager.launch((), tokens, decoding))
             rows, attention = decoding + tokens, self._eager.attention
             self._read[key], _ = self._place.capture(
-                mode, launch, attention, lambda run: prefill.read(run, self.model, rows, decoding)
+                mode, launch, attention, lambda run: prefill.read(run, self.model, rows, decoding), self.model
             )
             self.seconds[key] = self._place.seconds(self._read[key])
             taken, spent = free - self._place.free_memory(), time.perf_counter() - started

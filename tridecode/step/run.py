@@ -1,5 +1,6 @@
 """Runners: what to do with each line of a pass's list, run(role, op, *arguments, **how)."""
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
 
@@ -23,6 +24,32 @@ def launch_dependent(role: str, op: Op, *args, **how) -> None:
 def refer(role: str, op: Op, *args, **how) -> None:
     """Run the reference: the CPU backend, and the oracle of the tests."""
     op.ref(*args)
+
+
+class Forked:
+    """Runs the lines of one pass as `run` does, but those with the role "fetch" on the stream `side`: each begins when
+    what stands before it in the list is done, and attention waits for its layer's, the oldest not waited for.
+
+    Both are launched by `plain`: a dependent launch needs its predecessor alone. Within a capture this makes a branch
+    of the graph; every one of its lines is waited for, so the branch has joined when the list ends.
+    """
+
+    def __init__(self, run: Run, plain: Run, side: torch.cuda.Stream):
+        self._run, self._plain, self._side = run, plain, side
+        self._fetched: deque[torch.cuda.Event] = deque()
+
+    def __call__(self, role: str, op: Op, *args, **how) -> None:
+        if role == "fetch":
+            self._side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._side):
+                self._plain(role, op, *args, **how)
+                self._fetched.append(self._side.record_event())
+        elif role == "attention":
+            if self._fetched:
+                torch.cuda.current_stream().wait_event(self._fetched.popleft())
+            self._plain(role, op, *args, **how)
+        else:
+            self._run(role, op, *args, **how)
 
 
 class Allocating:
