@@ -11,6 +11,7 @@ import torch
 
 from . import placement, threads
 from .arguments import flag, function, mapping, shown, string
+from .cache.offload import BUFFERS, Offload
 from .errors import EngineClosed, GenerationError, ParameterError, PromptError
 from .memory import MemoryPlan, allocating, plan_memory
 from .model.checkpoint import load_config, load_weights
@@ -78,6 +79,8 @@ class Engine:
         max_seq_len: int | None = None,
         slots: int = 1,
         kv_tokens: int | None = None,
+        kv_offload: float | str | None = None,
+        kv_ring: int = BUFFERS,
         graph: str = "full",
         graph_sizes: Sequence[int] | None = None,
         attention: str = "triton",
@@ -95,14 +98,15 @@ class Engine:
         device: auto, cpu, cuda or cuda:N. backend: auto, triton or torch. dtype: auto (the checkpoint's; fp32 ones run
         in bf16 on a GPU; fp32 on a CPU), bfloat16, float16 or float32. max_seq_len: K/V positions of one request, None
         is the model's limit or what fits. slots: requests that run at a time. kv_tokens: K/V positions of all of them
-        together, None is slots x max_seq_len or what fits. graph: how passes run, see docs/graphs.md: full (each is one
-        captured CUDA graph), piecewise (captured but for attention), none (launched one by one), full_decode_only or
-        full_and_piecewise. graph_sizes: rows of the decode passes that are captured, ascending. attention: of these,
-        triton, or torch, which no graph can hold. chunk_tokens: of prompts in one pass. prompt_graph_sizes: tokens of
-        the prompt passes that are captured, ascending, by default a schedule up to prompt_graph_max_tokens.
-        prompt_attention: of these, auto, triton, flash or cudnn; see docs/prompts.md. prompt_ms: milliseconds that a
-        pass may take which reads prompts while others decode. prefix_sharing: K/V of equal beginnings are computed
-        once. max_queue: requests that may wait for a slot, None is any number.
+        together, None is slots x max_seq_len or what fits. kv_offload: GiB of host memory for K/V beyond those, or
+        auto, and kv_ring, the buffers through which they come: see docs/offload.md. graph: how passes run, see
+        docs/graphs.md: full (each is one captured CUDA graph), piecewise (captured but for attention), none (launched
+        one by one), full_decode_only or full_and_piecewise. graph_sizes: rows of the decode passes that are captured,
+        ascending. attention: of these, triton, or torch, which no graph can hold. chunk_tokens: of prompts in one pass.
+        prompt_graph_sizes: tokens of the prompt passes that are captured, ascending, by default a schedule up to
+        prompt_graph_max_tokens. prompt_attention: of these, auto, triton, flash or cudnn; see docs/prompts.md.
+        prompt_ms: milliseconds that a pass may take which reads prompts while others decode. prefix_sharing: K/V of
+        equal beginnings are computed once. max_queue: requests that may wait for a slot, None is any number.
         progress(done_bytes, total_bytes) is called while weights load. On a CPU the engine sets PyTorch's threads: one
         for a tiny model, else as many as there are free cores; a number that OMP_NUM_THREADS or torch.set_num_threads
         has given stays.
@@ -124,19 +128,17 @@ class Engine:
         torch_dtype = placement.resolve_dtype(dtype, config, place)
         support = placement.capture_support(backend, config, torch_dtype, place)
         planned = placement.plan_graphs(slots, chunk_tokens, *support, graph=graph, **graphs)
-        plan, capacity, notes = placement.plan_capacity(
-            config, torch_dtype, place, max_seq_len, slots, kv_tokens, chunk_tokens, planned.one_piece
-        )
-        pool, page = plan.kv_tokens(capacity, kv_tokens, str(place)), placement.page_size(backend, slots) or capacity
-        pages = None if pool == slots * capacity else -(-pool // page)
+        kv = placement.plan_kv(
+            config, torch_dtype, place, backend, max_seq_len, slots, kv_tokens, chunk_tokens, planned.one_piece,
+            kv_offload, kv_ring,
+        )  # fmt: skip
         cores = threads.FreeCores()
         weights = load_weights(path, config, place, torch_dtype, progress)
-        name = "bundled" if model is None else str(model)
         engine = cls.build(
-            config, weights, tokenizer, capacity, backend, graph, plan=plan, name=name, notes=notes, slots=slots,
-            pages=pages, page=page, **asdict(policy), **graphs,
+            config, weights, tokenizer, kv.capacity, backend, graph, plan=kv.memory, name=str(model or "bundled"),
+            notes=kv.notes, slots=slots, pages=kv.pages, page=kv.page, offload=kv.offload, **asdict(policy), **graphs,
         )  # fmt: skip
-        engine.threads = threads.choose(plan.weights, cores) if place.type == "cpu" else None
+        engine.threads = threads.choose(kv.memory.weights, cores) if place.type == "cpu" else None
         return engine
 
     @classmethod
@@ -155,6 +157,7 @@ class Engine:
         slots: int = 1,
         pages: int | None = None,
         page: int | None = None,
+        offload: Offload | None = None,
         chunk_tokens: int = CHUNK,
         max_queue: int | None = None,
         prompt_ms: float = PROMPT_MS,
@@ -163,20 +166,19 @@ class Engine:
     ) -> "Engine":
         """An engine from weights that are on their device already (load and the benchmarks end here); shapes: launch
         shapes other than those chosen for the GPU. pages: of the pool, by default what all slots can have; page:
-        positions in one. graphs: as placement.plan_graphs takes them."""
+        positions in one; offload: pages of the host's memory. graphs: as placement.plan_graphs takes them."""
         slots, policy = placement.check_limits(slots), Policy(chunk_tokens, max_queue, prompt_ms, prefix_sharing)
         page = page or placement.page_size(backend, slots)
-        if pages is not None and pages * (page or capacity) < capacity:
-            raise ParameterError(f"pages: {pages:,} hold fewer positions than a request's {capacity:,}")
+        placement.check_pages(pages, page or capacity, capacity, slots, offload)
         chunk_tokens = min(chunk_tokens, slots * capacity)
         support = placement.capture_support(backend, config, weights.dtype, weights.device)
         planned = placement.plan_graphs(slots, chunk_tokens, *support, graph=graph, **graphs)
         plan = plan or plan_memory(config, weights.dtype, weights.device, slots, chunk_tokens, planned.one_piece)
         with allocating(capacity, weights.device):
-            rows = max(slots, *planned.sizes)
             model = make_model(
-                config, weights, capacity, slots, page, shapes and {1: shapes}, pages, rows, chunk_tokens
-            )
+                config, weights, capacity, slots, page, shapes and {1: shapes}, pages, max(slots, *planned.sizes),
+                chunk_tokens, offload=offload,
+            )  # fmt: skip
         notes = [*notes, *filter(None, [planned.note])]
         return cls(model, tokenizer, backend, planned, plan, name, notes, None, policy)
 
@@ -230,9 +232,8 @@ class Engine:
 
     @property
     def kv_tokens(self) -> int:
-        """K/V positions of all requests together."""
-        kv = self._open().kv
-        return len(kv.pool) * kv.page
+        """K/V positions of all requests together on the device."""
+        return self._open().kv.positions
 
     def capture_next(self) -> bool:
         """Capture one more size of prompt passes, unless something runs; False where none is left. An engine of several

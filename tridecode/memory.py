@@ -8,6 +8,7 @@ import torch
 
 from . import cgroup
 from .cache.kv import kv_bytes_per_token
+from .cache.offload import WRITTEN, Offload
 from .errors import DeviceError
 from .model.checkpoint import weight_bytes
 from .model.config import ModelConfig
@@ -83,6 +84,45 @@ class MemoryPlan:
             lack = self._lack(capacity, requested)
             raise DeviceError(f"not enough memory on {where}: kv_tokens:{lack}; at most {fits:,} fit")
         return requested or max(min(fits, self.slots * capacity), capacity)
+
+    def offloaded(
+        self, config: ModelConfig, page: int, capacity: int | None, kv_tokens: int | None, host: int, buffers: int,
+        where: str,
+    ) -> tuple[int, int, int]:  # fmt: skip
+        """With `host` pages in the host's memory: positions of a context, pages of the device, and pages of one layer
+        in each of `buffers` ring buffers. capacity, kv_tokens: those asked for. DeviceError when that does not fit."""
+        wanted = capacity or min(self.model_limit, self.default_limit)
+        pages, ring = self._places(config.num_layers, page, wanted, kv_tokens, host, buffers)
+        least = self.slots * WRITTEN + 1
+        if pages < least or ring < 0:
+            asked = "" if kv_tokens is None else f" of which kv_tokens asks for {kv_tokens:,}"
+            raise DeviceError(
+                f"not enough memory on {where}: kv_offload needs {least * page:,} positions there{asked}, and a ring; "
+                f"{self.usable / GIB:,.2f} GiB are usable, {self.weights / GIB:,.2f} are the weights'"
+            )
+        if capacity is not None and (pages + ring) * page < capacity:
+            raise DeviceError(
+                f"kv_offload: {capacity:,} positions are asked for, {pages * page:,} fit {where} and {ring * page:,} "
+                "can be on the host; ask for more of the host's memory, or a shorter context"
+            )
+        return min(wanted, (pages + ring) * page), pages, ring
+
+    def _places(self, layers, page, capacity, kv_tokens, host, buffers) -> tuple[int, int]:
+        """Pages of the device and of the ring, for contexts of `capacity` positions; negative where nothing fits."""
+        wanted = max(self.slots * -(-capacity // page), self.slots * WRITTEN + 1)
+        left = self.usable - self.needed(capacity, 0) - 4 * wanted * layers  # the tables of all layers
+        cells = left * layers // (self.kv_per_token * page)  # pages of one layer
+        if kv_tokens is not None:
+            pages = -(-kv_tokens // page)
+            return pages, min(host, max(wanted - pages, 0), (cells - pages * layers) // buffers)
+        pages = min(cells // layers, wanted)
+        ring = min(host, -(-(wanted - pages) * layers // max(layers - buffers, 1)))
+        return min((cells - buffers * ring) // layers, wanted), ring
+
+    def with_offload(self, config: ModelConfig, offload: Offload, page: int) -> "MemoryPlan":
+        """The same with the ring's bytes."""
+        ring = offload.buffers * offload.ring * page * self.kv_per_token // config.num_layers
+        return replace(self, fixed=self.fixed + ring)
 
     def _lack(self, capacity: int, kv_tokens: int) -> str:
         return (

@@ -2,14 +2,16 @@
 
 import logging
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from .arguments import choice, integer, shown
+from . import memory
+from .arguments import choice, integer, real, shown
 from .cache.kv import PAGE
+from .cache.offload import BUFFERS, WRITTEN, Offload, page_bytes
 from .errors import DeviceError, ParameterError
-from .memory import MemoryPlan, plan_memory
+from .memory import GIB, MemoryPlan, plan_memory
 from .model.config import ModelConfig
 from .prompt import listed
 from .step.choose import prompt_tiles_fit
@@ -101,6 +103,62 @@ def plan_capacity(
 
 
 @dataclass(frozen=True)
+class KVPlan:
+    """What K/V will have. capacity: positions of a request; kv_tokens: of the device; page: positions in a page, None
+    for one of a whole context; pages: of the device, None for all that the slots can have; notes: for the user."""
+
+    memory: MemoryPlan
+    capacity: int
+    kv_tokens: int
+    page: int | None
+    pages: int | None
+    offload: Offload | None
+    notes: list[str]
+
+
+def plan_kv(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device, backend: str, max_seq_len: int | None = None,
+    slots: int = 1, kv_tokens: int | None = None, chunk: int = CHUNK, one_piece: bool = True,
+    kv_offload: float | str | None = None, kv_ring: int = BUFFERS,
+) -> KVPlan:  # fmt: skip
+    """As plan_capacity, and with kv_offload GiB of the host's memory for K/V ("auto": half of what is free), through
+    kv_ring buffers. Raises ParameterError, DeviceError."""
+    buffers = integer("kv_ring", kv_ring, 2, 16)
+    page, where = page_size(backend, slots), str(device)
+    if kv_offload is None:
+        plan, capacity, notes = plan_capacity(config, dtype, device, max_seq_len, slots, kv_tokens, chunk, one_piece)
+        pool = plan.kv_tokens(capacity, kv_tokens, where)
+        pages = None if pool == slots * capacity else -(-pool // (page or capacity))
+        return KVPlan(plan, capacity, pool, page, pages, None, notes)
+    limit, page = config.max_position, page or PAGE
+    if max_seq_len is not None:
+        max_seq_len = integer("max_seq_len", max_seq_len, 1, limit, "the model's limit of ")
+    if kv_tokens is not None:
+        kv_tokens = integer("kv_tokens", kv_tokens, (WRITTEN * slots + 1) * page, LONGEST)
+    each = page_bytes(config.num_layers, config.kv_size, page, dtype)
+    free = memory.free_memory(torch.device("cpu"))
+    if kv_offload == "auto":
+        host = min(free // 2 // each, slots * -(-(max_seq_len or limit) // page))
+    else:
+        host = int(real("kv_offload", kv_offload, 1e-3, 1e6) * GIB) // each
+        if host * each > free:
+            raise DeviceError(f"kv_offload: {host * each / GIB:,.1f} GiB are asked for, the host has {free / GIB:,.1f}")
+    if host == 0:
+        raise DeviceError(f"kv_offload: a page takes {each / GIB:,.4f} GiB of the host's memory, and there are less")
+    plan = plan_memory(config, dtype, device, slots, chunk, one_piece)
+    if device.type == "cpu":  # the same memory
+        plan = replace(plan, free=plan.free - host * each)
+    capacity, pages, ring = plan.offloaded(config, page, max_seq_len, kv_tokens, host, buffers, where)
+    if kv_tokens is not None and kv_tokens > max(slots * capacity, (WRITTEN * slots + 1) * page):
+        most = f"{slots:,} slots of {capacity:,} positions hold at most {slots * capacity:,}"
+        raise ParameterError(f"kv_tokens: {most}, got {kv_tokens:,}")
+    offload = Offload(host, ring, buffers)
+    held = f"{pages * page:,} K/V positions on {where}, {host * page:,} on the host, of which {ring * page:,} may run"
+    notes = [f"{slots:,} slots of {capacity:,} positions: {held}"]
+    return KVPlan(plan.with_offload(config, offload, page), capacity, pages * page, page, pages, offload, notes)
+
+
+@dataclass(frozen=True)
 class GraphPlan:
     """How passes will run. graph: one of MODES; sizes, prompt_sizes: rows of decode passes and tokens of prompt passes
     to capture; attention, prompt_attention: their backends; note: what was changed, for the user; one_piece: as
@@ -170,6 +228,16 @@ def _ascending(name: str, sizes, most: int) -> list[int] | None:
 def page_size(backend: str, slots: int) -> int | None:
     """Positions in a K/V page; None: the CPU's one conversation has a page for the whole of its context."""
     return PAGE if backend == "triton" or slots > 1 else None
+
+
+def check_pages(pages: int | None, page: int, capacity: int, slots: int, offload: Offload | None) -> None:
+    """Whether so many pages of the device, and those of the ring, hold a request. Raises ParameterError."""
+    if pages is None:
+        return
+    if (pages + (offload.ring if offload else 0)) * page < capacity:
+        raise ParameterError(f"pages: {pages:,} hold fewer positions than a request's {capacity:,}")
+    if offload and pages <= WRITTEN * slots:
+        raise ParameterError(f"pages: {slots:,} slots write to {WRITTEN * slots + 1:,} at least, got {pages:,}")
 
 
 def check_limits(slots, max_seq_len=None) -> int:

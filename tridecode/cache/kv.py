@@ -47,6 +47,11 @@ class KVCache:
         return self.pool.shape[4]
 
     @property
+    def positions(self) -> int:
+        """Of the device, all slots together."""
+        return len(self.pool) * self.page
+
+    @property
     def pages(self) -> int:
         """Of the device and of the host."""
         return len(self.pool) + (len(self.offload.host) if self.offload else 0)

@@ -17,6 +17,7 @@ from ..model.config import ModelConfig
 
 PIECE = 2**30  # bytes of host memory registered at a time
 ALIGNED = 4096  # bytes: of a page of the host's memory, and so of a K/V page in it
+WRITTEN = 3  # device pages that a slot's passes may write at a time, beside those of a chunk
 BUFFERS = 2  # of the ring: one is filled while another is read
 log = logging.getLogger("tridecode")
 

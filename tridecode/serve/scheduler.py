@@ -13,6 +13,7 @@ from ..step.graphs import EagerSteps, StepGraphs
 from ..step.prompt_graphs import EagerPrompts, PromptGraphs
 from ..step.state import DecodeModel
 from ..text.tokenizer import Tokenizer
+from .offloaded import OffloadedSlots
 from .output import Output, Ring
 from .policy import Policy
 from .request import Job
@@ -39,10 +40,10 @@ class Scheduler:
         ahead: int,
         policy: Policy,
     ):
-        self.slots = Slots(model, policy.prefix_sharing)
+        self.slots = (OffloadedSlots if model.kv.offload else Slots)(model, policy.prefix_sharing)
         self._model, self._tokenizer, self._ahead = model, tokenizer, ahead
         self._steps, self._prompts = steps, prompts
-        self._policy, self._chunk = policy, min(policy.chunk_tokens, model.prompt.rows - model.rows)
+        self._policy, self._chunk = policy, min(policy.chunk_tokens, self.slots.most_read())
         self._ring = Ring(model)
         self._jobs: dict[Job, None] = {}  # those that have not ended, in the order of arrival
         self._unsettled = False  # something was begun and not finished
@@ -63,7 +64,7 @@ class Scheduler:
 
     def load(self) -> Load:
         """How busy it is; to be called from any thread, between whose numbers a pass may come."""
-        jobs, pages = len(self._jobs), len(self._model.kv.pool)
+        jobs, pages = len(self._jobs), self._model.kv.pages
         waiting = max(jobs - len(self._admitted), 0)
         return Load(jobs, waiting, len(self._rows), pages, self.slots.available(), self.preemptions)
 
@@ -248,6 +249,7 @@ class Scheduler:
         """Enqueue what draws their tokens: a decode pass, or the end of the prompt pass that they were in."""
         kind = part[0].job.kind if len(part) == 1 else max((r.job.kind for r in part), key=KINDS.index)
         draw = self._prompts().finish if ends_prompts else self._steps().replay
+        self.slots.before_pass()
         draw(kind, part[-1].row + 1)
         for running in part:
             if running.job.logits is not None:

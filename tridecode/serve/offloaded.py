@@ -1,0 +1,261 @@
+"""OffloadedSlots: slots whose pages lie on the device or in the host's memory, and move between them."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from ..cache.offload import WRITTEN
+from ..cache.pages import OutOfPages
+from ..layout import Chunk
+from ..sampling import SamplingParams
+from ..step.state import DecodeModel
+from .slots import Records, Slots
+
+
+class OffloadedSlots(Slots):
+    """Slots over the pages of both places: the pool's page numbers say nothing of where a page lies, `_where` does.
+
+    A page gets its place on the device just before the first pass that writes it. When the device has no more, those
+    leave that no request uses, then the oldest full ones of requests: these get a place in the ring, where each layer's
+    part of them comes in every pass. Whatever is found again comes back, as far as the device has room. Copies and
+    tables are written in stream order, between passes: so no pass in flight sees a page move, and none is waited for.
+
+    The requests that run have together no more pages than device and ring hold.
+    """
+
+    def __init__(self, model: DecodeModel, sharing: bool = True):
+        super().__init__(model, sharing)
+        self._kv, self._offload = model.kv, model.kv.offload
+        self._where: list[int | None] = [None] * model.kv.pages  # device page, or ~ that of the host
+        self._ring: dict[int, int] = {}  # page -> place in the ring, of the host's pages that slots have
+        self._full = [0] * len(self.held)  # leading pages of each slot that are not written any more
+        self._stale: set[int] = set(range(len(self.held)))  # slots whose tables are to be written
+        self._fetched_stale = False
+        self._tables = Records(model.kv.page_table, self._offload.fetched[None])
+        self._collect()
+
+    # ---- the host's book-keeping
+
+    def most_read(self) -> int:
+        pages = len(self._kv.pool) - WRITTEN * len(self.held)
+        return min(super().most_read(), pages * self.page)
+
+    def available(self) -> int:
+        return min(super().available(), self._left())
+
+    def make_room(self, pages: int) -> bool:
+        return pages <= self._left() and super().make_room(pages)
+
+    def spare(self, needed: int) -> int:
+        return 0  # a page that is not written yet need not be on the device
+
+    def _left(self) -> int:
+        """Pages that requests may have beside those that they have."""
+        return len(self._kv.pool) + self._offload.plan.ring - len(self._held_pages())
+
+    def _held_pages(self) -> set[int]:
+        return {page for held in self.held for page in held.pages}
+
+    def _on_host(self, page: int) -> bool:
+        return self._where[page] is not None and self._where[page] < 0
+
+    def _on_device(self, page: int) -> bool:
+        return self._where[page] is not None and self._where[page] >= 0
+
+    def _collect(self) -> None:
+        """Believe the pool's counts, `_where` and what slots hold alone; all else follows."""
+        held = self._held_pages()
+        for page, where in enumerate(self._where):
+            if where is not None and not self.pages.holders(page):
+                self._where[page] = None
+        used = {where for where in self._where if where is not None}
+        self._device_free = [page for page in reversed(range(len(self._kv.pool))) if page not in used]
+        self._host_free = [page for page in reversed(range(len(self._offload.host))) if ~page not in used]
+        ring = {page: place for page, place in self._ring.items() if page in held and self._on_host(page)}
+        self._fetched_stale |= ring != self._ring
+        self._ring = ring
+        places = set(ring.values())
+        self._ring_free = [place for place in reversed(range(self._offload.plan.ring)) if place not in places]
+
+    def admit(self, ids: Sequence[int], positions: int, salt: str = "") -> tuple[int, int] | None:
+        self._collect()
+        admitted = super().admit(ids, positions, salt)
+        if admitted is not None:
+            slot, read = admitted
+            self._full[slot] = read // self.page
+            self._bring_back(slot, self.pages_for(positions) - len(self.held[slot].pages))
+        return admitted
+
+    @torch.inference_mode()
+    def _bring_back(self, slot: int, fresh: int) -> None:
+        """Of what was found in the host's memory as much comes back as there is room beside `fresh` pages, the latest
+        positions first; the rest gets a place in the ring."""
+        self._collect()
+        room = len(self._kv.pool) - fresh - sum(not self._on_host(page) for page in self._held_pages())
+        found = [page for page in self.held[slot].pages if self._on_host(page) and page not in self._ring]
+        back = found[max(len(found) - max(room, 0), 0) :]
+        for page in found[: len(found) - len(back)]:
+            self._to_ring(page)
+        for page in reversed(back):
+            self._to_device([page])
+
+    def publish(self, slot: int, ids: Sequence[int]) -> None:
+        self._full[slot] = len(ids) // self.page
+        super().publish(slot, ids)
+
+    def release(self, slot: int) -> None:
+        super().release(slot)
+        self._full[slot] = 0
+        self._collect()
+
+    def recover(self) -> None:
+        super().recover()
+        self._collect()
+        self._stale, self._fetched_stale = set(range(len(self.held))), True
+
+    def assert_consistent(self) -> None:
+        """As well: no two pages in one place, every host page of a slot in the ring, and none that is written there."""
+        super().assert_consistent()
+        self._collect()
+        held, places = self._held_pages(), [where for where in self._where if where is not None]
+        assert len(set(places)) == len(places), "two pages in one place"
+        assert all(self._where[page] is not None for page in self.cache.pages()), "what can be found lies nowhere"
+        assert {page for page in held if self._on_host(page)} == self._ring.keys(), "the ring has other pages"
+        assert len(set(self._ring.values())) == len(self._ring), "two pages in one place of the ring"
+        assert len(held) <= len(self._kv.pool) + self._offload.plan.ring, "more pages run than there is room for"
+
+    # ---- pages that move, in stream order
+
+    @torch.inference_mode()
+    def ensure(self, slot: int, first: int, end: int) -> None:
+        """Have the pages of the slot's positions [first, end) on the device, to be written. Raises OutOfPages."""
+        pages = self.held[slot].pages[first // self.page : self.pages_for(end)]
+        if wanted := [page for page in pages if not self._on_device(page)]:
+            self._to_device(wanted)
+            self._stale.add(slot)
+
+    def _to_device(self, pages: list[int]) -> None:
+        self._free_on_device(len(pages))
+        for page in pages:
+            place, before = self._device_free.pop(), self._where[page]
+            if before is not None:
+                self._kv.pool[place].copy_(self._offload.host[~before], non_blocking=True)
+                self._host_free.append(~before)
+            self._where[page] = place
+            if page in self._ring:
+                self._ring_free.append(self._ring.pop(page))
+                self._fetched_stale = True
+            self._moved(page)
+
+    def _free_on_device(self, count: int) -> None:
+        """Have that many places free on the device: what can leave does."""
+        if count > len(self._device_free):
+            self._collect()
+        while count > len(self._device_free):
+            if not self._host_free:
+                if not self.cache.evict(1):
+                    raise OutOfPages("no page of the host is free")
+                self._collect()
+                continue
+            leaving = self._may_leave()
+            before = len(self._device_free)
+            while self._host_free and count > len(self._device_free) and (page := next(leaving, None)) is not None:
+                self._to_host(page)
+            if len(self._device_free) == before:
+                raise OutOfPages(f"none of {len(self._kv.pool)} pages can leave the device")
+
+    def _may_leave(self) -> Iterator[int]:
+        """Pages of the device that nobody writes, those that no request uses first, then by their place in a request:
+        as many of these as the ring has room for."""
+        held = self._held_pages()
+        for page in self.cache.pages():
+            if page not in held and self._on_device(page):
+                yield page
+        for place in range(max(self._full)):
+            for slot, its in enumerate(self.held):
+                if place < self._full[slot] and self._ring_free and self._on_device(its.pages[place]):
+                    yield its.pages[place]
+
+    def _to_host(self, page: int) -> None:
+        place, leaves = self._host_free.pop(), self._where[page]
+        self._offload.host[place].copy_(self._kv.pool[leaves], non_blocking=True)
+        self._where[page] = ~place
+        self._device_free.append(leaves)
+        if any(page in held.pages for held in self.held):
+            self._to_ring(page)
+
+    def _to_ring(self, page: int) -> None:
+        self._ring[page] = self._ring_free.pop()
+        self._fetched_stale = True
+        self._moved(page)
+
+    def _moved(self, page: int) -> None:
+        self._stale.update(slot for slot, held in enumerate(self.held) if page in held.pages)
+
+    @torch.inference_mode()
+    def _copy_page(self, source: int, target: int) -> None:
+        self._to_device([target])
+        where = self._where[source]
+        of = self._kv.pool[where] if where >= 0 else self._offload.host[~where]
+        self._kv.pool[self._where[target]].copy_(of, non_blocking=True)
+
+    # ---- writes to the device
+
+    def _write_table(self, slot: int, table: torch.Tensor, pages: Sequence[int]) -> None:
+        self._stale.add(slot)
+
+    def write_tokens(self, slot: int, ids: Sequence[int], positions: int) -> None:
+        self._collect()
+        super().write_tokens(slot, ids, positions)
+
+    def grow(self, slot: int, row: int, pages: int, wake: bool) -> None:
+        self._collect()
+        super().grow(slot, row, pages, wake)
+
+    def _extend_table(self, slot: int, have: int) -> None:
+        self._full[slot] = max(self._full[slot], have - 1)
+        self.ensure(slot, have * self.page, len(self.held[slot].pages) * self.page)
+
+    def begin(self, slot: int, row: int, params: SamplingParams, *, position: int, **state) -> int:
+        self._full[slot] = max(self._full[slot], position // self.page)
+        self.ensure(slot, position, position + 1)
+        return super().begin(slot, row, params, position=position, **state)
+
+    def write_chunks(self, chunks: Sequence[Chunk]) -> None:
+        for chunk in chunks:
+            self.ensure(chunk.slot, chunk.start, chunk.end)
+        self.before_pass()
+        super().write_chunks(chunks)
+
+    @torch.inference_mode()
+    def before_pass(self) -> None:
+        kv, offload = self._kv, self._offload
+        for slot in sorted(self._stale):
+            if numbers := [self._number(page) for page in self.held[slot].pages]:
+                with self._tables.next() as (table, _):
+                    super()._write_table(slot, table, numbers)
+                    if kv.rings:
+                        offload.resolve(kv.page_table, slot, len(numbers))
+        self._stale.clear()
+        if self._fetched_stale and kv.rings:
+            with self._tables.next() as (_, fetched):
+                fetched.fill_(-1)
+                fetched[0] = 1 + max(self._ring.values(), default=-1)
+                for page, place in self._ring.items():
+                    fetched[1 + place] = ~self._where[page]
+                offload.fetched.copy_(fetched, non_blocking=True)
+        self._fetched_stale = False
+
+    def _number(self, page: int) -> int:
+        """In the page table: a page of the device, or their number + the place in the ring; 0 before it is written."""
+        if self._on_host(page):
+            return len(self._kv.pool) + self._ring[page]
+        return self._where[page] or 0
+
+    def rewind(self, positions: list[int], params: SamplingParams) -> None:
+        """As well, every page gets a place as if it had been written, the oldest on the host."""
+        super().rewind(positions, params)
+        for slot in range(len(positions)):
+            for first in range(0, self.room(slot), self.page):
+                self.ensure(slot, first, first + 1)
+        self.before_pass()
