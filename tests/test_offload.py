@@ -1,26 +1,33 @@
 """Contexts larger than the device's memory: pages in host memory, whose texts are those of pages on the device."""
 
+import random
+from dataclasses import replace
+
 import pytest
 import torch
 from models import CUDA, tiny_engine
 
 from tridecode import SamplingParams
 from tridecode.cache.offload import Offload
+from tridecode.step import decode
+from tridecode.step.graphs import EagerSteps
+from tridecode.step.prefill import read
+from tridecode.step.run import Recorder, launch, refer
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 PAGE = 64 if CUDA else 16
 LONG = [(11 * i + i // 7) % 300 for i in range(9 * PAGE + 5)]
 
 
-def engine_of(pages=None, ring=0, host=40, slots=1, buffers=2, layers=3, **build):
-    """An engine of 16 pages of context a slot; pages: of the device, with `host` beside them."""
+def engine_of(pages=None, ring=0, host=40, slots=1, buffers=2, layers=3, context=16, **build):
+    """An engine of `context` pages a slot; pages: of the device, with `host` beside them."""
     build |= {"slots": slots, "page": PAGE, "pages": pages}
     if pages is not None:
         build["offload"] = Offload(host, ring, buffers)
-    dtype = torch.bfloat16 if CUDA else torch.float32
-    return tiny_engine(
-        dtype=dtype, capacity=16 * PAGE, max_position=16 * PAGE, num_layers=layers, tie_word_embeddings=False, build=build
-    )
+    fields = dict(capacity=context * PAGE, max_position=16 * PAGE, num_layers=layers, tie_word_embeddings=False)
+    engine = tiny_engine(dtype=torch.float32, build=build, **fields)
+    engine.threads = 1  # a tiny model's operations are shorter than a wait for another thread
+    return engine
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +46,7 @@ def on_host(engine) -> int:
 @pytest.mark.parametrize("buffers", [2, 3], ids=lambda buffers: f"ring_of_{buffers}")
 def test_a_text_is_the_same_wherever_its_pages_lie(pages, buffers, alone):
     engine = engine_of(pages, ring=16, buffers=buffers)
-    for params in (GREEDY, SamplingParams(temperature=0.8, seed=3, max_tokens=3 * PAGE, ignore_eos=True)):
+    for params in (GREEDY, SamplingParams(temperature=0.8, seed=3, max_tokens=2 * PAGE, ignore_eos=True)):
         request = engine.submit(LONG, params, reuse_prefix=False)
         most = 0
         for _ in request:
@@ -48,3 +55,206 @@ def test_a_text_is_the_same_wherever_its_pages_lie(pages, buffers, alone):
         assert request.result().token_ids == alone(LONG, params)
         assert most >= min(10, max(10 - pages, 0)), "what the device does not hold was on the host"
         assert on_host(engine) == 0
+
+
+# ---- several requests, whatever comes
+
+SHORT = SamplingParams(temperature=0, max_tokens=PAGE + 3, ignore_eos=True)
+
+
+def prompts_of(*lengths: int) -> list[list[int]]:
+    return [[(7 * i + 31 * number + i // 5) % 300 for i in range(length)] for number, length in enumerate(lengths)]
+
+
+def drive(engine, requests) -> None:
+    """Step until all have ended, looking after every step."""
+    for _ in range(40 * PAGE):
+        if all(request.finish_reason for request in requests):
+            return
+        engine.step()
+        engine.scheduler.assert_consistent()
+    raise AssertionError("no end in sight")
+
+
+def test_slots_share_device_and_ring(alone):
+    engine = engine_of(10, ring=20, host=30, slots=3, chunk_tokens=2 * PAGE)
+    prompts = prompts_of(7 * PAGE + 3, 2 * PAGE, 9 * PAGE - 1, 5 * PAGE)
+    requests = [engine.submit(prompt, SHORT) for prompt in prompts]
+    drive(engine, requests)
+    assert [request.result().token_ids for request in requests] == [alone(prompt, SHORT) for prompt in prompts]
+    assert engine.scheduler.preemptions == 0
+
+
+def test_a_prefix_on_the_host_is_shared_and_comes_once(alone):
+    engine = engine_of(10, ring=8, slots=3, chunk_tokens=2 * PAGE)
+    common = LONG[: 5 * PAGE]
+    prompts = [[*common, 200 + i, 7, 9] for i in range(3)]
+    requests = [engine.submit(prompt, SHORT) for prompt in [[*common, *LONG[: 4 * PAGE]], *prompts]]
+    most = 0
+    while not all(request.finish_reason for request in requests):
+        engine.step()
+        engine.scheduler.assert_consistent()
+        held = [held.pages for held in engine.scheduler.slots.held]
+        ring = engine.scheduler.slots._ring
+        most = max(most, max((sum(page in pages for pages in held) for page in ring), default=0))
+    assert most > 1, "a page in the ring was several requests'"
+    for request, prompt in zip(requests[1:], prompts):
+        assert request.result().token_ids == alone(prompt, SHORT)
+        assert request.result().usage.reused_tokens == len(common)
+
+
+def test_more_than_device_and_ring_hold_waits_or_begins_again(alone):
+    engine = engine_of(10, ring=4, slots=3, context=10)
+    prompts = prompts_of(6 * PAGE, 4 * PAGE - 2, 4 * PAGE - 2)
+    long = SamplingParams(temperature=0, max_tokens=3 * PAGE, ignore_eos=True)
+    requests = [engine.submit(prompt, long) for prompt in prompts]
+    drive(engine, requests)
+    assert [request.result().token_ids for request in requests] == [alone(prompt, long) for prompt in prompts]
+    assert engine.scheduler.preemptions > 0
+
+
+@pytest.mark.parametrize("ring", [0, 6], ids=["swap", "ring"])
+def test_a_conversation_that_went_to_the_host_comes_back(ring, alone):
+    """Two conversations, for one of which the device has room: neither is computed again."""
+    engine = engine_of(8, ring=ring, context=8)
+    texts = prompts_of(4 * PAGE, 5 * PAGE)
+    for turn in range(3):
+        for text in texts:
+            text += [30 + turn, 31, 32]
+            result = engine.generate(text, GREEDY)
+            assert result.token_ids == alone(text)
+            assert result.usage.reused_tokens == (0 if turn == 0 else len(text) - 4)
+            text += result.token_ids
+            engine.scheduler.assert_consistent()
+            assert on_host(engine) == 0
+    slots = engine.scheduler.slots
+    assert any(slots._on_host(page) for page in slots.cache.pages()), "one of them is on the host"
+
+
+@pytest.mark.parametrize("when", range(0, 24, 3))
+def test_a_request_that_is_cancelled_leaves_its_places(when, alone):
+    engine = engine_of(7, ring=10, slots=2, chunk_tokens=PAGE)
+    first, second = prompts_of(8 * PAGE, 6 * PAGE)
+    cancelled, kept = engine.submit(first, SHORT), engine.submit(second, SHORT)
+    for _ in range(when):
+        engine.step()
+    cancelled.cancel()
+    engine.scheduler.assert_consistent()
+    drive(engine, [kept])
+    assert kept.result().token_ids == alone(second, SHORT)
+    again = engine.submit(first, SHORT)
+    drive(engine, [again])
+    assert again.result().token_ids == alone(first, SHORT)
+
+
+def test_an_interrupt_at_any_copy_loses_no_page(alone, monkeypatch):
+    engine = engine_of(6, ring=12)
+    slots, moved = engine.scheduler.slots, []
+    for name in ("_to_host", "_to_ring"):
+        original = getattr(slots, name)
+
+        def interrupted(page, original=original):
+            moved.append(page)
+            if len(moved) % 3 == 1 and len(moved) < 20:
+                raise KeyboardInterrupt
+            original(page)
+
+        monkeypatch.setattr(slots, name, interrupted)
+    request = engine.submit(LONG, GREEDY)
+    interrupts = 0
+    for _ in range(200):
+        try:
+            engine.step()
+        except KeyboardInterrupt:
+            interrupts += 1
+        engine.scheduler.assert_consistent()
+    assert request.result().token_ids == alone(LONG) and interrupts > 1
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("ring", [0, 5], ids=["swap", "ring"])
+def test_any_schedule_gives_the_texts_of_running_alone(seed, ring, alone):
+    choose = random.Random(seed)
+    engine = engine_of(10, ring=ring, host=9, slots=3, context=10, chunk_tokens=PAGE + PAGE // 2)
+    if not CUDA:
+        engine.scheduler._ahead = seed % 2
+    kept, common = [], LONG[: 3 * PAGE]
+    for _ in range(12):
+        length, most = choose.choice([3, PAGE, 3 * PAGE - 1, 5 * PAGE]), choose.choice([2, PAGE, 2 * PAGE])
+        text = common[: choose.choice([0, PAGE + 5, 3 * PAGE])] + prompts_of(*[length] * choose.randint(1, 3))[-1]
+        params = SamplingParams(temperature=0, max_tokens=most, ignore_eos=True)
+        request = engine.submit(text, params)
+        kept.append((request, text, params))
+        for _ in range(choose.randint(0, 15)):
+            engine.step()
+            engine.scheduler.assert_consistent()
+        if choose.random() < 0.3:
+            choose.choice(kept)[0].cancel()
+    drive(engine, [request for request, _, _ in kept])
+    for request, text, params in kept:
+        if request.finish_reason != "cancelled":
+            assert request.result().token_ids == alone(text, params)
+
+
+# ---- what is launched
+
+
+def test_without_offload_the_lists_are_what_they_were():
+    """No line more, and the page table itself in every layer."""
+    engine = engine_of()
+    for lines in (lambda run: decode.step(run, engine.model, "greedy"), lambda run: read(run, engine.model, 5)):
+        recorder = Recorder()
+        lines(recorder)
+        assert "fetch" not in {line.role for line in recorder.launches}
+        tables = [line.args[1] for line in recorder.launches if line.role == "attention"]
+        assert all(table is engine.model.kv.page_table for table in tables)
+    assert engine.model.kv.k[1].data_ptr() == engine.model.kv.pool[:, 1, 0].data_ptr()
+
+
+@pytest.mark.parametrize("buffers", [2, 3])
+@pytest.mark.parametrize("kind", ["decode", "prompt"])
+def test_a_layer_is_fetched_before_its_attention_and_after_its_buffers_last_reader(buffers, kind):
+    model = engine_of(5, ring=11, buffers=buffers, layers=5).model
+    recorder = Recorder()
+    if kind == "decode":
+        decode.step(recorder, model, "greedy")
+    else:
+        read(recorder, model, 5, decoding=1)
+    layers = 5 if kind == "decode" else 4  # the last one's attention is in the pass's tail
+    lines = [line for line in recorder.launches if line.role in ("fetch", "attention", "decoding")]
+    filled, fetched, attended = {}, 0, []
+    for line in lines:
+        if line.role == "fetch":
+            source, buffer = line.args[2], line.args[3].data_ptr()
+            assert source.data_ptr() == model.kv.offload.source[fetched].data_ptr()
+            if buffer in filled:
+                assert filled[buffer] in attended, "a buffer is filled while it is to be read"
+            filled[buffer] = fetched
+            fetched += 1
+        else:
+            layer = next(i for i in range(5) if line.args[1].data_ptr() == model.kv.tables[i].data_ptr())
+            assert layer in filled.values()
+            attended.append(layer)
+    assert fetched == layers and sorted(set(attended)) == list(range(layers)) and len(filled) == buffers
+
+
+def test_lists_in_the_interpreter_give_what_the_references_give():
+    """The kernels themselves over device pages and the ring: hidden states of the last pass against the references."""
+    found = []
+    for run in (launch, refer):
+        engine = engine_of(4, ring=8, layers=2, context=8)
+        slots = engine.scheduler.slots
+        generator = torch.Generator().manual_seed(2)
+        pool = engine.model.kv.pool
+        pool.copy_(torch.randn(pool.shape, generator=generator))
+        params = replace(GREEDY, seed=1)
+        slots.rewind([6 * PAGE + 5], params)
+        host = engine.model.kv.offload.host
+        host.copy_(torch.randn(host.shape, generator=generator))
+        assert len(slots._ring) > 0
+        EagerSteps(engine.model, run).replay("greedy")
+        engine.synchronize()
+        found.append(engine.model.workspace.logits[0].cpu().clone())
+    assert found[0].isfinite().all()
+    error = (found[0] - found[1]).norm() / found[1].norm()
+    assert error < (2e-2 if CUDA else 1e-4)

@@ -77,6 +77,17 @@ def test_whoever_waits_for_a_prefix_computes_it_where_its_reader_was_cancelled(a
     engine.scheduler.assert_consistent()
 
 
+def test_a_prompt_that_ends_while_it_is_read_leaves_each_page_once(alone):
+    """It goes on with a part of a page, which its own whole page begins with when it is cancelled."""
+    engine = engine_of(chunk_tokens=20)
+    engine.generate(SYSTEM, GREEDY)
+    second = engine.submit([*SYSTEM, *SYSTEM, 1, 2], GREEDY)
+    engine.step()
+    second.cancel()
+    engine.scheduler.assert_consistent()
+    assert engine.generate([*SYSTEM, *SYSTEM], GREEDY).token_ids == alone([*SYSTEM, *SYSTEM])
+
+
 def test_what_gave_no_finite_logits_is_not_found_again(engine, alone):
     engine.model.weights.embed[301] = float("nan")
     bad = [*SYSTEM[:40], 301, *SYSTEM[40:]]

@@ -78,6 +78,8 @@ class PrefixCache:
                 return
             child = node.children.get(tokens)
             if child is None:
+                if any(other.tokens[: len(tokens)] == tokens for other in node.children.values()):
+                    return  # a page begins with them: they are found
                 self._drop_beginnings(node, tokens)
                 child = Node(page, tokens, node)
                 node.children[tokens] = child
