@@ -153,8 +153,8 @@ def plan_kv(
         most = f"{slots:,} slots of {capacity:,} positions hold at most {slots * capacity:,}"
         raise ParameterError(f"kv_tokens: {most}, got {kv_tokens:,}")
     offload = Offload(host, ring, buffers)
-    held = f"{pages * page:,} K/V positions on {where}, {host * page:,} on the host, of which {ring * page:,} may run"
-    notes = [f"{slots:,} slots of {capacity:,} positions: {held}"]
+    held = f"{pages * page:,} K/V positions on {where}, {host * page:,} on the host"
+    notes = [f"{held}, of which {ring * page:,} can run"]
     return KVPlan(plan.with_offload(config, offload, page), capacity, pages * page, page, pages, offload, notes)
 
 

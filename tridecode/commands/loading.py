@@ -37,6 +37,8 @@ def load_model(args, model: str | None, max_seq_len: int | None, output: Output)
             max_seq_len=max_seq_len,
             slots=slots_of(args),
             kv_tokens=args.kv_tokens,
+            kv_offload=args.kv_offload,
+            kv_ring=args.kv_ring,
             graph=args.graph,
             graph_sizes=args.graph_sizes,
             attention=args.attention,

@@ -252,6 +252,14 @@ class OffloadedSlots(Slots):
             return len(self._kv.pool) + self._ring[page]
         return self._where[page] or 0
 
+    @torch.inference_mode()
+    def send(self, slot: int, count: int) -> None:
+        """The slot's first `count` pages, which must be full, go to the host; for benchmarks."""
+        for page in self.held[slot].pages[:count]:
+            if self._on_device(page):
+                self._to_host(page)
+        self.before_pass()
+
     def rewind(self, positions: list[int], params: SamplingParams) -> None:
         """As well, every page gets a place as if it had been written, the oldest on the host."""
         super().rewind(positions, params)

@@ -62,8 +62,8 @@ class StepGraphs:
     """The captured passes of one model, shared by all its requests.
 
     dispatcher: its mode and sizes, by default one graph of all rows. attention: what runs eagerly between the pieces of
-    a piecewise graph in place of the list's own. kinds: those to capture, all by default. run: the runner to capture,
-    by default `launcher(model)`. With `check_addresses` every replay first asserts that no buffer moved since capture
+    a piecewise graph in place of the list's own, and `between` who runs it there. kinds: those to capture, all by
+    default. run: the runner to capture, by default `launcher(model)`. With `check_addresses` every replay first asserts that no buffer moved since capture
     (a debug aid).
     """
 
@@ -75,12 +75,13 @@ class StepGraphs:
         run: Run | None = None,
         dispatcher: Dispatcher | None = None,
         attention: Op | None = None,
+        between: Run = launch,
     ):
         self.model = model
         self.captures = 0
         self.check_addresses = check_addresses
         self.dispatcher = dispatcher or Dispatcher("full", (model.rows,))
-        self._run, self.attention = run or launcher(model), attention
+        self._run, self.attention, self._between = run or launcher(model), attention, between
         self._addresses = model.addresses()
         self._eager = EagerSteps(model, self._run, attention)
         sizes = sorted(self.dispatcher.sizes, reverse=True)
@@ -107,7 +108,8 @@ class StepGraphs:
 
     def _capture(self, batch: BatchDescriptor) -> Callable[[], None]:
         mode, _ = self.dispatcher.plan(batch.kind, batch.rows)
-        replay, captures = self.place.capture(mode, self._run, self.attention, self._lines(batch), self.model)
+        between = partial(forked, self.model, self._between, self.attention)
+        replay, captures = self.place.capture(mode, forked(self.model, self._run), between, self._lines(batch))
         self.captures += captures
         return replay
 
@@ -192,12 +194,11 @@ class Place:
         return start.elapsed_time(end) / 1e3
 
     def capture(
-        self, mode: str, run: Run, attention: Op | None, lines: Callable[[Run], None], model: DecodeModel
+        self, mode: str, run: Run, between: Callable[[], Run], lines: Callable[[Run], None]
     ) -> tuple[Callable[[], None], int]:
-        """What replays `lines` of a pass of the model, each run by `run`, and in how many graphs. mode: full or
-        piecewise."""
-        cut = mode == "piecewise"
-        pieces = Pieces(run if cut else forked(model, run), partial(forked, model, launch, attention), self._pool, cut)
+        """What replays `lines`, whose every line `run` runs, and in how many graphs. mode: full or piecewise; between:
+        as Pieces takes it."""
+        pieces = Pieces(run, between, self._pool, cut=mode == "piecewise")
         with self._turn, torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             lines(pieces)
             graphs = pieces.end()
@@ -206,10 +207,10 @@ class Place:
 
 class Pieces:
     """Captures a list, on the current stream, if `cut` in pieces that end where attention or a fetch stands: these run
-    eagerly between them, by what `eager` makes for each pass."""
+    eagerly between them, by what `between` makes for each pass."""
 
-    def __init__(self, run: Run, eager: Callable[[], Run], pool, cut: bool):
-        self._run, self._eager, self._pool, self._cut = run, eager, pool, cut
+    def __init__(self, run: Run, between: Callable[[], Run], pool, cut: bool):
+        self._run, self._between, self._pool, self._cut = run, between, pool, cut
         self._parts: list[torch.cuda.CUDAGraph | Callable[[Run], None]] = []
         self._capturing: torch.cuda.CUDAGraph | None = None
 
@@ -234,6 +235,6 @@ class Pieces:
 
     @torch.inference_mode()
     def replay(self) -> None:
-        run = self._eager()
+        run = self._between()
         for part in self._parts:
             part.replay() if isinstance(part, torch.cuda.CUDAGraph) else part(run)

@@ -116,7 +116,8 @@ class PromptGraphs:
         run, lines, attention = launcher(self.model), partial(self._lines, batch), self._steps.attention
         self._place.run(lambda: lines(forked(self.model, run, attention)))
         if mode != "none":
-            self._finish[batch], _ = self._place.capture(mode, run, attention, lines, self.model)
+            between = partial(forked, self.model, launch, attention)
+            self._finish[batch], _ = self._place.capture(mode, forked(self.model, run), between, lines)
 
     def _lines(self, batch: BatchDescriptor, run: Run) -> None:
         prefill.finish(run, self.model.of_rows(batch.rows), batch.kind)
@@ -148,8 +149,9 @@ class PromptGraphs:
             self._place.run(lambda: self._eager.launch((), tokens, decoding))
             rows, attention = decoding + tokens, self._eager.attention
             self._read[key], _ = self._place.capture(
-                mode, launch, attention, lambda run: prefill.read(run, self.model, rows, decoding), self.model
-            )
+                mode, forked(self.model, launch), partial(forked, self.model, launch, attention),
+                lambda run: prefill.read(run, self.model, rows, decoding),
+            )  # fmt: skip
             self.seconds[key] = self._place.seconds(self._read[key])
             taken, spent = free - self._place.free_memory(), time.perf_counter() - started
             log.debug(

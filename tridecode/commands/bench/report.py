@@ -133,6 +133,32 @@ COLUMNS = {
         "lost": number("lost"),
         "ms to first token": number("ttft_ms", 2),
     },
+    "offload": {
+        "way": text("variant"),
+        "shape": name,
+        "context": number("context"),
+        "on the host": number("host_share", 2),
+        "µs per token": number("us_per_token"),
+        "p5": number("us_p5"),
+        "p95": number("us_p95"),
+        "PCIe GB/s": number("pcie_gbs", 1),
+        "fetch alone": number("fetch_gbs", 1),
+        "copies alone": number("copy_gbs", 1),
+        "% of fetch": number("pct_fetch", 1),
+        "to the bytes' time": number("over_needed", 3),
+        "graphs": number("captures"),
+    },
+    "offload-prompt": {
+        "a long prompt": name,
+        "prompt tokens": number("prompt_tokens"),
+        "K/V GiB of the device": number("kv_gib", 1),
+        "pages there": number("device_pages"),
+        "on the host": number("host_pages"),
+        "s to first token": number("ttft_s", 2),
+        "prompt tok/s": number("prompt_tokens_per_second"),
+        "µs per token after it": number("us_per_token"),
+        "GiB allocated": number("allocated_gib", 2),
+    },
     "peers": {"program": text("variant"), "shape": name, "context": number("context"), **STEP},
 }
 # The figures of which two runs are compared.
@@ -145,6 +171,8 @@ COMPARED = {
     "start": ("first_start_s", "second_start_s"),
     "serve": ("output_throughput", "mean_ttft_ms", "mean_tpot_ms"),
     "serve-mix": ("before_median_ms", "during_p99_ms", "after_median_ms", "ttft_ms"),
+    "offload": ("us_per_token",),
+    "offload-prompt": ("ttft_s", "us_per_token"),
     "peers": ("us_per_token",),
 }
 

@@ -8,6 +8,7 @@ from ..outputs import text_sink
 from ..terminal import Output
 from .batch import batch
 from .decode import decode
+from .offload import offload
 from .peers import peers
 from .prefill import prefill
 from .report import FORMATS, deviations, read_rows, render, show
@@ -23,6 +24,7 @@ BENCHES = {
     "prefill": prefill,
     "stream": stream,
     "start": start,
+    "offload": offload,
     "peers": peers,
     "serve": serve,
     "serve-mix": serve_mix,

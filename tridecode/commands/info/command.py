@@ -2,6 +2,7 @@
 
 import json
 import platform
+from dataclasses import asdict
 
 import torch
 
@@ -12,7 +13,7 @@ from ...memory import plan_memory, prompt_bytes
 from ...model.checkpoint import load_config, parameter_count
 from ...model.config import ModelConfig
 from ...model.hub import resolve_model
-from ...placement import GraphPlan, capture_support, plan_capacity, plan_graphs, resolve_device, resolve_dtype
+from ...placement import GraphPlan, capture_support, plan_graphs, plan_kv, resolve_device, resolve_dtype
 from ...step.dispatch import Dispatcher
 from ...version import __version__
 from ..loading import slots_of
@@ -27,7 +28,7 @@ def info(args, output: Output) -> int:
     dtype = resolve_dtype(args.dtype, config, device)
     gpus, versions = doctor.gpu_facts(), version_facts()
     support = capture_support(backend, config, dtype, device)
-    memory = memory_facts(config, dtype, device, args, graphs_of(args, args.chunk_tokens, support))
+    memory = memory_facts(config, dtype, device, backend, args, graphs_of(args, args.chunk_tokens, support))
     chunk = min(args.chunk_tokens, memory["slots"] * memory["context"] or args.chunk_tokens)
     graphs = graphs_of(args, chunk, support)
     report = {
@@ -71,27 +72,31 @@ def graphs_of(args, chunk: int, support: tuple[bool, bool]) -> GraphPlan:
     return plan_graphs(slots_of(args), chunk, *support, **{name: getattr(args, name) for name in names})
 
 
-def memory_facts(config: ModelConfig, dtype: torch.dtype, device: torch.device, args, graphs: GraphPlan) -> dict:
+def memory_facts(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device, backend: str, args, graphs: GraphPlan
+) -> dict:
     """Sizes in bytes, contexts in tokens. `context` of each of the `slots` requests, and `kv_tokens` that all of them
-    share: what would be allocated; 0, with `problem`, where it cannot be."""
+    share: what would be allocated; 0, with `problem`, where it cannot be. `offload`: pages of the host and of each of
+    the ring's buffers, if asked for."""
     slots, per_token = slots_of(args), kv_bytes_per_token(config, dtype)
     plan, problem = plan_memory(config, dtype, device, slots, args.chunk_tokens, graphs.one_piece), None
-    asked = args.max_seq_len, slots, args.kv_tokens, args.chunk_tokens, graphs.one_piece
+    asked = args.max_seq_len, slots, args.kv_tokens, args.chunk_tokens, graphs.one_piece, args.kv_offload, args.kv_ring
     try:
-        _, context, _ = plan_capacity(config, dtype, device, *asked)
-        pool = plan.kv_tokens(context, args.kv_tokens, str(device))
+        kv = plan_kv(config, dtype, device, backend, *asked)
+        plan, context, pool, offload = kv.memory, kv.capacity, kv.kv_tokens, kv.offload
     except DeviceError as error:
-        context, pool, problem = 0, 0, str(error)
+        context, pool, offload, problem = 0, 0, None, str(error)
     return {
         "weights": plan.weights,
         "kv_per_token": per_token,
         "workspace": plan.fixed + (slots - 1) * plan.per_slot,
         "free": plan.free,
-        "largest_context": plan.max_context,
+        "largest_context": max(plan.max_context, context),
         "context": context,
         "slots": slots,
         "kv_tokens": pool,
         "kv_bytes": pool * per_token,
+        "offload": offload and asdict(offload) | {"page": kv.page, "host_tokens": offload.host * kv.page},
         "problem": problem,
     }
 
@@ -214,7 +219,11 @@ def pool_words(memory: dict) -> str:
     if memory["problem"]:
         return ""
     slots = "1 slot has" if memory["slots"] == 1 else f"{memory['slots']} slots share"
-    return f"; {slots} {memory['kv_tokens']:,} positions, {size(memory['kv_bytes'])}"
+    host = ""
+    if offload := memory["offload"]:
+        most = offload["ring"] * offload["page"]
+        host = f"; {offload['host_tokens']:,} more on the host, of which {most:,} can run"
+    return f"; {slots} {memory['kv_tokens']:,} positions, {size(memory['kv_bytes'])}{host}"
 
 
 def graph_words(run: dict) -> str:
