@@ -1,5 +1,6 @@
 """Contexts larger than the device's memory: pages in host memory, whose texts are those of pages on the device."""
 
+import gc
 import random
 from dataclasses import replace
 
@@ -10,7 +11,7 @@ from models import CUDA, tiny_engine
 from tridecode import SamplingParams
 from tridecode.cache.offload import Offload
 from tridecode.step import decode
-from tridecode.step.graphs import EagerSteps
+from tridecode.step.graphs import EagerSteps, StepGraphs, launcher
 from tridecode.step.prefill import read
 from tridecode.step.run import Recorder, launch, refer
 
@@ -258,3 +259,107 @@ def test_lists_in_the_interpreter_give_what_the_references_give():
     assert found[0].isfinite().all()
     error = (found[0] - found[1]).norm() / found[1].norm()
     assert error < (2e-2 if CUDA else 1e-4)
+
+
+# ---- on a GPU: one graph, two streams
+
+needs_gpu = pytest.mark.skipif(not CUDA, reason="streams and graphs are a GPU's")
+SAMPLED = SamplingParams(temperature=0.8, seed=3, max_tokens=2 * PAGE, ignore_eos=True)
+
+
+def gpu_engine(pages=None, ring=0, context=16, **build):
+    """In bf16, with heads of 128."""
+    build |= {"pages": pages, "page": PAGE}
+    if pages is not None:
+        build["offload"] = Offload(40, ring)
+    fields = dict(num_layers=5, head_dim=128, num_heads=8, num_kv_heads=2, max_position=16 * PAGE)
+    return tiny_engine(graph=build.pop("graph", "full"), capacity=context * PAGE, build=build, **fields)
+
+
+@needs_gpu
+@pytest.mark.parametrize("pages", [4, 7, 10, 16], ids=lambda pages: f"{pages}_of_12_pages")
+@pytest.mark.parametrize("graph", ["full", "piecewise", "none"])
+def test_texts_are_equal_whatever_share_is_on_the_host_and_however_passes_run(graph, pages):
+    """The same split of positions, in the same order: bit-equal logits, and so equal texts."""
+    chunk = (pages - 3) * PAGE if pages < 16 else 2048
+    plain, engine = gpu_engine(chunk_tokens=chunk), gpu_engine(pages, ring=16, graph=graph, chunk_tokens=chunk)
+    for params in (GREEDY, replace(SAMPLED, logprobs=2)):
+        for prompt in (LONG, LONG[:70]):
+            wanted, result = (e.generate(prompt, params, reuse_prefix=False) for e in (plain, engine))
+            assert result.token_ids == wanted.token_ids
+            if result.logprobs:
+                assert [each.logprob for each in result.logprobs] == [each.logprob for each in wanted.logprobs]
+
+
+@needs_gpu
+def test_a_graph_is_captured_once_while_the_context_grows():
+    engine = gpu_engine(4, ring=16)
+    engine.steps.check_addresses = True
+    captures, graphs = engine.steps.captures, dict(engine.steps._graphs)
+    engine.generate(LONG[:5], replace(SAMPLED, max_tokens=12 * PAGE))
+    assert engine.steps.captures == captures == len(decode.KINDS) and engine.steps._graphs == graphs
+    assert {stat.mode for stat in engine.graph_stats() if stat.kind in decode.KINDS} == {"full"}
+
+
+def logits_of(engine, run) -> torch.Tensor:
+    """Of one step behind 9 pages of the host, whose ring holds NaN before."""
+    steps, position = StepGraphs(engine.model, kinds=("greedy",), run=run), 9 * PAGE + 3
+    engine.rewind(position, replace(GREEDY, seed=1))
+    engine.scheduler.slots.send(0, 9)
+    generator = torch.Generator().manual_seed(5)
+    for tensor in (engine.model.kv.offload.host, engine.model.kv.pool):
+        tensor.copy_(torch.randn(tensor.shape, generator=generator))
+    for buffer in engine.model.kv.offload.target:
+        buffer.fill_(-1)  # NaN, in any format
+    steps.replay("greedy", 1)
+    engine.synchronize()
+    return engine.model.workspace.logits[0].clone()
+
+
+@needs_gpu
+@pytest.mark.parametrize("late", ["fetch", "attention", "down"])
+def test_neither_stream_overtakes_the_other(late):
+    """With each fetch late, or the pass itself: what is read or overwritten too early is seen."""
+    engine = gpu_engine(4, ring=16, context=10)
+
+    def slowed(role, op, *args, **how):
+        if role == late:
+            torch.cuda._sleep(2_000_000)  # a millisecond
+        launch(role, op, *args, **how)
+
+    wanted = logits_of(engine, launch)
+    assert wanted.isfinite().all() and torch.equal(logits_of(engine, slowed), wanted)
+    assert torch.equal(logits_of(engine, launcher(engine.model)), wanted), "with dependent launches"
+
+
+@needs_gpu
+def test_the_steps_enqueue_without_waiting_and_allocate_nothing():
+    engine = gpu_engine(4, ring=16, context=10)
+    engine.rewind(9 * PAGE + 3, replace(GREEDY, seed=1))
+    engine.scheduler.slots.send(0, 9)
+    engine.enqueue(GREEDY)
+    engine.synchronize()
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    with torch.cuda.device(engine.device):
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for _ in range(20):
+                engine.enqueue(GREEDY)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    engine.synchronize()
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+
+
+@needs_gpu
+def test_host_pages_are_given_back():
+    for _ in range(2):
+        engine = gpu_engine(4, ring=16)
+        host = engine.model.kv.offload.host
+        assert host.is_pinned()
+        address = host.data_ptr()
+        del host
+        engine.close()
+        del engine
+        gc.collect()
+        assert torch.cuda.cudart().cudaHostUnregister(address) != 0, "it is registered no more"

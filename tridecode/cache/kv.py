@@ -63,7 +63,7 @@ class KVCache:
 
     def held(self, slot: int, end: int) -> torch.Tensor:
         """A copy of the K/V of a slot's first `end` positions: [layers, 2, kv_heads, end, head_dim]."""
-        numbers = self.page_table[slot, : -(-end // self.page)].tolist()
+        numbers = self.page_table[slot, : max(-(-end // self.page), 1)].tolist()
         pages = torch.stack([self._page(number).to(self.pool.device) for number in numbers])
         return pages.permute(1, 2, 3, 0, 4, 5).flatten(3, 4)[..., :end, :]
 

@@ -63,8 +63,8 @@ class StepGraphs:
 
     dispatcher: its mode and sizes, by default one graph of all rows. attention: what runs eagerly between the pieces of
     a piecewise graph in place of the list's own, and `between` who runs it there. kinds: those to capture, all by
-    default. run: the runner to capture, by default `launcher(model)`. With `check_addresses` every replay first asserts that no buffer moved since capture
-    (a debug aid).
+    default. run: the runner to capture, by default `launcher(model)`. With `check_addresses` every replay first asserts
+    that no buffer moved since capture (a debug aid).
     """
 
     def __init__(
