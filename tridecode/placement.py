@@ -122,8 +122,8 @@ def plan_kv(
     kv_offload: float | str | None = None, kv_ring: int = BUFFERS,
 ) -> KVPlan:  # fmt: skip
     """As plan_capacity, and with kv_offload GiB of the host's memory for K/V ("auto": half of what is free), through
-    kv_ring buffers. Raises ParameterError, DeviceError."""
-    buffers = integer("kv_ring", kv_ring, 2, 16)
+    kv_ring buffers; 0: none, only what waits goes there. Raises ParameterError, DeviceError."""
+    buffers = integer("kv_ring", kv_ring, 0, 16)
     page, where = page_size(backend, slots), str(device)
     if kv_offload is None:
         plan, capacity, notes = plan_capacity(config, dtype, device, max_seq_len, slots, kv_tokens, chunk, one_piece)
@@ -148,11 +148,12 @@ def plan_kv(
     plan = plan_memory(config, dtype, device, slots, chunk, one_piece)
     if device.type == "cpu":  # the same memory
         plan = replace(plan, free=plan.free - host * each)
-    capacity, pages, ring = plan.offloaded(config, page, max_seq_len, kv_tokens, host, buffers, where)
+    of_ring = host if buffers else 0
+    capacity, pages, ring = plan.offloaded(config, page, max_seq_len, kv_tokens, of_ring, max(buffers, 1), where)
     if kv_tokens is not None and kv_tokens > max(slots * capacity, (WRITTEN * slots + 1) * page):
         most = f"{slots:,} slots of {capacity:,} positions hold at most {slots * capacity:,}"
         raise ParameterError(f"kv_tokens: {most}, got {kv_tokens:,}")
-    offload = Offload(host, ring, buffers)
+    offload = Offload(host, ring, max(buffers, 1))
     held = f"{pages * page:,} K/V positions on {where}, {host * page:,} on the host"
     notes = [f"{held}, of which {ring * page:,} can run"]
     return KVPlan(plan.with_offload(config, offload, page), capacity, pages * page, page, pages, offload, notes)

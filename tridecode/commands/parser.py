@@ -9,7 +9,7 @@ from ..version import __version__
 from .bench_options import BENCH, add_benches, add_shape, add_verbose
 from .serve_options import SERVE, serve_options
 from .terminal import one_line
-from .values import GRAPHS, ascending, gib, logit_bias, minutes, positive, row_count, server_url, token_ids
+from .values import GRAPHS, ascending, gib, logit_bias, minutes, positive, row_count, server_url, token_ids, whole
 
 EXAMPLES = """\
 examples:
@@ -226,8 +226,8 @@ def engine_options() -> argparse.ArgumentParser:
     group.add_argument("--kv-tokens", type=positive, metavar="N", help=pool)
     host = "of host memory for K/V beyond those; auto: half of what is free; see docs/offload.md (default: none)"
     group.add_argument("--kv-offload", type=gib, metavar="GIB", help=f"GiB, or auto, {host}")
-    ring = "buffers of the device through which they come, from 2 to 16 (default: 2)"
-    group.add_argument("--kv-ring", type=positive, default=2, metavar="N", help=ring)
+    ring = "buffers of the device through which they come; 0: only what waits goes to the host (default: 2)"
+    group.add_argument("--kv-ring", type=whole, default=2, metavar="N", help=ring)
     chunk = "of prompts in one pass at most (default: 2048)"
     group.add_argument("--chunk-tokens", type=positive, default=2048, metavar="N", help=chunk)
     group.add_argument(
