@@ -8,8 +8,14 @@ import pytest
 import torch
 from models import CUDA, tiny_engine
 
-from tridecode import SamplingParams
+from tridecode import SamplingParams, layout, memory
+from tridecode.cache.kv import make_kv_cache
 from tridecode.cache.offload import Offload
+from tridecode.commands.bench.offload import Copies
+from tridecode.errors import DeviceError, ParameterError
+from tridecode.memory import plan_memory
+from tridecode.model.presets import PRESETS
+from tridecode.placement import plan_kv
 from tridecode.step import decode
 from tridecode.step.graphs import EagerSteps, StepGraphs, launcher
 from tridecode.step.prefill import read
@@ -259,6 +265,88 @@ def test_lists_in_the_interpreter_give_what_the_references_give():
     assert found[0].isfinite().all()
     error = (found[0] - found[1]).norm() / found[1].norm()
     assert error < (2e-2 if CUDA else 1e-4)
+
+
+# ---- memory
+
+GIB = 2**30
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """A device of 10 GiB and a host of 100."""
+    free = {"cuda": 10 * GIB, "cpu": 100 * GIB}
+    monkeypatch.setattr(memory, "free_memory", lambda device: free[device.type])
+    return free
+
+
+def planned(**asked):
+    asked = {"chunk": 512, "one_piece": False} | asked
+    return plan_kv(PRESETS["qwen3-0.6b"], torch.bfloat16, torch.device("cuda"), "triton", **asked)
+
+
+@pytest.mark.parametrize("slots, kv_tokens", [(1, None), (1, 4096), (4, None), (4, 20_000)])
+@pytest.mark.parametrize("ring", [2, 3])
+def test_the_plan_fits_and_is_what_is_allocated(machine, slots, kv_tokens, ring):
+    machine["cuda"] = 4 * GIB
+    kv = planned(max_seq_len=30_000, slots=slots, kv_tokens=kv_tokens, kv_offload=20, kv_ring=ring)
+    config, device = PRESETS["qwen3-0.6b"], torch.device("meta")
+    assert kv.capacity == 30_000 and (kv.pages + kv.offload.ring) * 64 >= 30_000
+    assert kv_tokens is None or kv.kv_tokens == -(-kv_tokens // 64) * 64
+    cache = make_kv_cache(config, kv.capacity, device, torch.bfloat16, slots, 64, kv.pages, kv.offload)
+    plan, plain = kv.memory, plan_memory(config, torch.bfloat16, torch.device("cuda"), slots, 512, one_piece=False)
+    needed = plan.needed(kv.capacity, kv.kv_tokens)
+    assert needed + cache.offload.tables.nbytes <= plan.usable
+    beside = plan.needed(kv.capacity, 0) - plan.fixed + plain.fixed
+    assert cache.offload.cells.nbytes == pytest.approx(needed - beside, rel=1e-4)
+    assert kv_tokens or needed > 0.98 * plan.usable or kv.kv_tokens == slots * 30_016, "the rest of it is used"
+
+
+def test_what_all_fits_on_the_device_has_no_ring(machine):
+    kv = planned(max_seq_len=30_000, kv_offload=4)
+    assert kv.offload.ring == 0 and kv.kv_tokens == 30_016 and kv.offload.host * 64 * 114_688 <= 4 * GIB
+
+
+@pytest.mark.parametrize(
+    "asked, words",
+    [
+        (dict(kv_offload="much"), "kv_offload must be a number"),
+        (dict(kv_offload=True), "kv_offload must be a number"),
+        (dict(kv_offload=120), "kv_offload: 120.0 GiB are asked for, the host has 100.0"),
+        (dict(kv_offload=0.005), "kv_offload: a page takes 0.0068 GiB of the host's memory"),
+        (dict(kv_offload=4, kv_ring=-1), "kv_ring must be an integer from 0 to 16"),
+        (dict(kv_offload=4, kv_tokens=64), "kv_tokens must be an integer from 256"),
+        (dict(kv_offload=4, kv_tokens=30_000, max_seq_len=2000), "what 1 slots of 2,000 positions hold, 2,000,"),
+        (dict(kv_offload=0.5, max_seq_len=40_000), "kv_offload: 40,000 positions are asked for, "),
+        (dict(kv_offload=4, kv_tokens=40_000), "not enough memory on cuda: kv_tokens asks for 40,000 positions"),
+    ],
+    ids=lambda value: value if type(value) is str else "",
+)
+def test_what_cannot_be_had_is_one_line(machine, asked, words):
+    machine["cuda"] = 3 * GIB
+    with pytest.raises((ParameterError, DeviceError)) as raised:
+        planned(**asked)
+    assert words in str(raised.value) and "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["a_copy_a_page", "a_copy_a_layer"])
+def test_the_benchs_copies_bring_as_much_as_the_fetch(whole):
+    engine = engine_of(4, ring=8, context=8)
+    engine.rewind(6 * PAGE + 5, replace(GREEDY, seed=1))
+    engine.scheduler.slots.send(0, 6)
+    host = engine.model.kv.offload.host
+    host.copy_(torch.randn(host.shape, generator=torch.Generator().manual_seed(2)))
+    found = []
+    for run in (refer, Copies(refer, engine.model, 6, whole)):
+        for buffer in engine.model.kv.offload.target:
+            buffer.fill_(-1)
+        EagerSteps(engine.model, run).replay("greedy")
+        engine.model.workspace.meta[0, layout.POSITION] -= 1
+        engine.synchronize()
+        found.append([buffer.cpu().clone() for buffer in engine.model.kv.offload.target])
+    for fetched, copied in zip(*found):
+        assert (fetched[:6] != -1).all() and (copied[:6] != -1).all() and (copied[6:] == -1).all()
+        assert whole or torch.equal(fetched, copied)
 
 
 # ---- on a GPU: one graph, two streams

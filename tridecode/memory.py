@@ -95,10 +95,10 @@ class MemoryPlan:
         pages, ring = self._places(config.num_layers, page, wanted, kv_tokens, host, buffers)
         least = self.slots * WRITTEN + 1
         if pages < least or ring < 0:
-            asked = "" if kv_tokens is None else f" of which kv_tokens asks for {kv_tokens:,}"
+            needs = f"kv_offload needs {least * page:,}" if kv_tokens is None else f"kv_tokens asks for {kv_tokens:,}"
             raise DeviceError(
-                f"not enough memory on {where}: kv_offload needs {least * page:,} positions there{asked}, and a ring; "
-                f"{self.usable / GIB:,.2f} GiB are usable, {self.weights / GIB:,.2f} are the weights'"
+                f"not enough memory on {where}: {needs} positions there, and the ring comes on top; "
+                f"{self.usable / GIB:,.2f} GiB are usable, of which the weights take {self.weights / GIB:,.2f}"
             )
         if capacity is not None and (pages + ring) * page < capacity:
             raise DeviceError(

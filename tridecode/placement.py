@@ -134,7 +134,10 @@ def plan_kv(
     if max_seq_len is not None:
         max_seq_len = integer("max_seq_len", max_seq_len, 1, limit, "the model's limit of ")
     if kv_tokens is not None:
-        kv_tokens = integer("kv_tokens", kv_tokens, (WRITTEN * slots + 1) * page, LONGEST)
+        longest = max_seq_len or limit
+        most = max(slots * longest, (WRITTEN * slots + 1) * page)
+        which = f"what {slots:,} slots of {longest:,} positions hold, "
+        kv_tokens = integer("kv_tokens", kv_tokens, (WRITTEN * slots + 1) * page, most, which)
     each = page_bytes(config.num_layers, config.kv_size, page, dtype)
     free = memory.free_memory(torch.device("cpu"))
     if kv_offload == "auto":
@@ -150,9 +153,6 @@ def plan_kv(
         plan = replace(plan, free=plan.free - host * each)
     of_ring = host if buffers else 0
     capacity, pages, ring = plan.offloaded(config, page, max_seq_len, kv_tokens, of_ring, max(buffers, 1), where)
-    if kv_tokens is not None and kv_tokens > max(slots * capacity, (WRITTEN * slots + 1) * page):
-        most = f"{slots:,} slots of {capacity:,} positions hold at most {slots * capacity:,}"
-        raise ParameterError(f"kv_tokens: {most}, got {kv_tokens:,}")
     offload = Offload(host, ring, max(buffers, 1))
     held = f"{pages * page:,} K/V positions on {where}, {host * page:,} on the host"
     notes = [f"{held}, of which {ring * page:,} can run"]
