@@ -138,6 +138,23 @@ def test_a_conversation_that_went_to_the_host_comes_back(ring, alone):
     assert any(slots._on_host(page) for page in slots.cache.pages()), "one of them is on the host"
 
 
+def test_a_page_that_was_copied_ahead_and_goes_on_is_copied_anew(alone):
+    """Its copy on the host is of before: who goes on with the last page of another text writes behind it."""
+    engine = engine_of(8, ring=20, slots=2, chunk_tokens=2 * PAGE)
+    slots = engine.scheduler.slots
+    text = prompts_of(PAGE + 3)[0]
+    text += engine.generate(text, GREEDY).token_ids
+    long = engine.submit(LONG, SHORT)
+    while not slots._leaving:
+        engine.step()
+    other = engine.submit([*text, 5], SHORT)
+    drive(engine, [long, other])
+    assert other.result().token_ids == alone([*text, 5], SHORT) and other.result().usage.reused_tokens == len(text) - 1
+    assert long.result().token_ids == alone(LONG, SHORT)
+    more = [*text, 5, *other.result().token_ids, 6]
+    assert engine.generate(more, GREEDY).token_ids == alone(more)
+
+
 @pytest.mark.parametrize("when", range(0, 24, 3))
 def test_a_request_that_is_cancelled_leaves_its_places(when, alone):
     engine = engine_of(7, ring=10, slots=2, chunk_tokens=PAGE)

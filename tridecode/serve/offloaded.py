@@ -1,6 +1,8 @@
 """OffloadedSlots: slots whose pages lie on the device or in the host's memory, and move between them."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from itertools import islice
 
 import torch
 
@@ -19,6 +21,8 @@ class OffloadedSlots(Slots):
     leave that no request uses, then the oldest full ones of requests: these get a place in the ring, where each layer's
     part of them comes in every pass. Whatever is found again comes back, as far as the device has room. Copies and
     tables are written in stream order, between passes: so no pass in flight sees a page move, and none is waited for.
+    While a prompt is read the pages that the next chunk will push out are copied on a stream of their own, beside the
+    pass that still reads them.
 
     The requests that run have together no more pages than device and ring hold.
     """
@@ -31,6 +35,8 @@ class OffloadedSlots(Slots):
         self._full = [0] * len(self.held)  # leading pages of each slot that are not written any more
         self._stale: set[int] = set(range(len(self.held)))  # slots whose tables are to be written
         self._fetched_stale = False
+        self._leaving: dict[int, int] = {}  # page of the device -> host page, where a copy of it is, or will soon be
+        self._out = torch.cuda.Stream(model.device) if model.device.type == "cuda" else None
         self._tables = Records(model.kv.page_table, self._offload.fetched[None])
         self._collect()
 
@@ -68,7 +74,9 @@ class OffloadedSlots(Slots):
         for page, where in enumerate(self._where):
             if where is not None and not self.pages.holders(page):
                 self._where[page] = None
-        used = {where for where in self._where if where is not None}
+        if any(not self.pages.holders(page) or not self._on_device(page) for page in self._leaving):
+            self._forget_leaving()
+        used = {where for where in self._where if where is not None} | {~place for place in self._leaving.values()}
         self._device_free = [page for page in reversed(range(len(self._kv.pool))) if page not in used]
         self._host_free = [page for page in reversed(range(len(self._offload.host))) if ~page not in used]
         ring = {page: place for page, place in self._ring.items() if page in held and self._on_host(page)}
@@ -109,6 +117,7 @@ class OffloadedSlots(Slots):
         self._collect()
 
     def recover(self) -> None:
+        self._forget_leaving()
         super().recover()
         self._collect()
         self._stale, self._fetched_stale = set(range(len(self.held))), True
@@ -118,6 +127,7 @@ class OffloadedSlots(Slots):
         super().assert_consistent()
         self._collect()
         held, places = self._held_pages(), [where for where in self._where if where is not None]
+        places += [~place for place in self._leaving.values()]
         assert len(set(places)) == len(places), "two pages in one place"
         assert all(self._where[page] is not None for page in self.cache.pages()), "what can be found lies nowhere"
         assert {page for page in held if self._on_host(page)} == self._ring.keys(), "the ring has other pages"
@@ -130,6 +140,9 @@ class OffloadedSlots(Slots):
     def ensure(self, slot: int, first: int, end: int) -> None:
         """Have the pages of the slot's positions [first, end) on the device, to be written. Raises OutOfPages."""
         pages = self.held[slot].pages[first // self.page : self.pages_for(end)]
+        if not self._leaving.keys().isdisjoint(pages):  # the end of another request, copied before this one went on
+            self._forget_leaving()
+            self._collect()
         if wanted := [page for page in pages if not self._on_device(page)]:
             self._to_device(wanted)
             self._stale.add(slot)
@@ -151,6 +164,7 @@ class OffloadedSlots(Slots):
         """Have that many places free on the device: what can leave does."""
         if count > len(self._device_free):
             self._collect()
+            self._let_leave()
         while count > len(self._device_free):
             if not self._host_free:
                 if not self.cache.evict(1):
@@ -169,20 +183,54 @@ class OffloadedSlots(Slots):
         as many of these as the ring has room for."""
         held = self._held_pages()
         for page in self.cache.pages():
-            if page not in held and self._on_device(page):
+            if page not in held and self._on_device(page) and page not in self._leaving:
                 yield page
         for place in range(max(self._full)):
             for slot, its in enumerate(self.held):
-                if place < self._full[slot] and self._ring_free and self._on_device(its.pages[place]):
-                    yield its.pages[place]
+                if place < self._full[slot] and self._ring_free and self._on_device(page := its.pages[place]):
+                    if page not in self._leaving:
+                        yield page
 
     def _to_host(self, page: int) -> None:
-        place, leaves = self._host_free.pop(), self._where[page]
-        self._offload.host[place].copy_(self._kv.pool[leaves], non_blocking=True)
+        place = self._host_free.pop()
+        self._offload.host[place].copy_(self._kv.pool[self._where[page]], non_blocking=True)
+        self._has_left(page, place)
+
+    def _has_left(self, page: int, place: int) -> None:
+        """A copy of the page is in that place of the host."""
+        self._device_free.append(self._where[page])
         self._where[page] = ~place
-        self._device_free.append(leaves)
         if any(page in held.pages for held in self.held):
             self._to_ring(page)
+
+    def _copy_ahead(self, slots: set[int]) -> None:
+        """Copy pages which the next chunk of these slots will push out, beside the pass that comes now."""
+        lacking = sum(self._where[page] is None for slot in slots for page in self.held[slot].pages)
+        lacking = min(lacking, self.pages_for(self.most_read())) - len(self._device_free) - len(self._leaving)
+        if lacking <= 0:
+            return
+        if self._out is not None:
+            self._out.wait_stream(torch.cuda.current_stream(self.model.device))
+        with nullcontext() if self._out is None else torch.cuda.stream(self._out):
+            for page in islice(self._may_leave(), min(lacking, len(self._host_free))):
+                self._leaving[page] = place = self._host_free.pop()
+                self._offload.host[place].copy_(self._kv.pool[self._where[page]], non_blocking=True)
+
+    def _let_leave(self) -> None:
+        """The pages that were copied ahead go, as far as the ring has room for them."""
+        held, leaving = self._held_pages(), self._leaving
+        self._forget_leaving()
+        for page, place in leaving.items():
+            if page in held and not self._ring_free:
+                self._host_free.append(place)
+            else:
+                self._has_left(page, place)
+
+    def _forget_leaving(self) -> None:
+        """What comes next on the stream finds the copies done."""
+        if self._leaving and self._out is not None:
+            torch.cuda.current_stream(self.model.device).wait_stream(self._out)
+        self._leaving = {}
 
     def _to_ring(self, page: int) -> None:
         self._ring[page] = self._ring_free.pop()
@@ -225,6 +273,7 @@ class OffloadedSlots(Slots):
         for chunk in chunks:
             self.ensure(chunk.slot, chunk.start, chunk.end)
         self.before_pass()
+        self._copy_ahead({chunk.slot for chunk in chunks})
         super().write_chunks(chunks)
 
     @torch.inference_mode()
