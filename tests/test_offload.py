@@ -147,11 +147,12 @@ def test_a_page_that_was_copied_ahead_and_goes_on_is_copied_anew(alone):
     long = engine.submit(LONG, SHORT)
     while not slots._leaving:
         engine.step()
-    other = engine.submit([*text, 5], SHORT)
-    drive(engine, [long, other])
-    assert other.result().token_ids == alone([*text, 5], SHORT) and other.result().usage.reused_tokens == len(text) - 1
-    assert long.result().token_ids == alone(LONG, SHORT)
-    more = [*text, 5, *other.result().token_ids, 6]
+    assert slots.cache.match(text).tail.page in slots._leaving
+    long.cancel()
+    other = engine.generate([*text, 5], SHORT)
+    assert other.token_ids == alone([*text, 5], SHORT) and other.usage.reused_tokens == len(text) - 1
+    assert engine.generate(LONG, SHORT).token_ids == alone(LONG, SHORT)
+    more = [*text, 5, *other.token_ids, 6]
     assert engine.generate(more, GREEDY).token_ids == alone(more)
 
 
