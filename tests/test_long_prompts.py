@@ -86,9 +86,14 @@ def checkpoint(tmp_path_factory):
     return NEEDLES.write(path, DTYPE, TOKENS + 8, heads=16 if CUDA else 4, kv_heads=4 if CUDA else 2)
 
 
-@pytest.fixture(scope="module", params=["triton", "flash"] if CUDA else ["torch"])
+FINDERS = {"triton": {}, "flash": dict(prompt_attention="flash"), "host": dict(kv_offload=4, kv_tokens=35 * 64)}
+if not CUDA:
+    FINDERS = {"torch": dict(chunk_tokens=48), "host": dict(chunk_tokens=48, kv_offload=0.1, kv_tokens=4 * 64)}
+
+
+@pytest.fixture(scope="module", params=FINDERS)
 def finder(request, checkpoint):
-    options = dict(chunk_tokens=48) if request.param == "torch" else dict(prompt_attention=request.param)
+    options = FINDERS[request.param]
     with Engine.load(checkpoint, device=str(DEVICE), max_seq_len=TOKENS + 2, **options) as engine:
         yield engine
 
@@ -123,6 +128,18 @@ def test_a_needle_is_found_in_what_the_cache_holds(finder):
         found = answer_of(finder, ids, reuse_prefix=True)
         assert found[0].usage.reused_tokens == kept
         assert_found(found, 9)
+
+
+@needs_gpu
+def test_a_needle_is_found_among_128000_tokens_of_the_host(tmp_path):
+    """At ten depths, with a fiftieth of the K/V on the device."""
+    tokens = 128_000
+    path = NEEDLES.write(tmp_path / "needles", DTYPE, tokens + 8, heads=16, kv_heads=4)
+    with Engine.load(path, device=str(DEVICE), max_seq_len=tokens + 2, kv_offload=4, kv_tokens=40 * 64) as engine:
+        for tenth in range(10):
+            fact = tenth * tokens // 10 + 13
+            ids = NEEDLES.prompt(tokens, fact, tokens - 2 - 50 * tenth, key=tenth, value=5 * tenth, seed=tenth)
+            assert_found(answer_of(engine, ids), 5 * tenth)
 
 
 def test_without_the_needle_there_is_no_answer(finder):
