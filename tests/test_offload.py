@@ -11,7 +11,10 @@ from models import CUDA, tiny_engine
 from tridecode import SamplingParams, layout, memory
 from tridecode.cache.kv import make_kv_cache
 from tridecode.cache.offload import Offload
+from tridecode.commands.bench import offload as bench
 from tridecode.commands.bench.offload import Copies
+from tridecode.commands.bench.report import tables
+from tridecode.commands.parser import make_parser
 from tridecode.errors import DeviceError, ParameterError
 from tridecode.memory import plan_memory
 from tridecode.model.presets import PRESETS
@@ -365,6 +368,39 @@ def test_the_benchs_copies_bring_as_much_as_the_fetch(whole):
     for fetched, copied in zip(*found):
         assert (fetched[:6] != -1).all() and (copied[:6] != -1).all() and (copied[6:] == -1).all()
         assert whole or torch.equal(fetched, copied)
+
+
+@pytest.fixture
+def benched(monkeypatch):
+    """A bench of this machine's engine, all else as the command line gives it."""
+    made = []
+
+    def engine_made(args, capacity, pages, plan):
+        made.append(engine_of(pages, plan.ring, plan.host, context=-(-capacity // PAGE)))
+        return made[-1]
+
+    monkeypatch.setattr(bench, "offload_engine", engine_made)
+    monkeypatch.setattr(bench, "PAGE", PAGE)
+    for name in ("need_gpu", "run_facts"):
+        monkeypatch.setattr(bench, name, lambda *_: {})
+    monkeypatch.setattr(bench.torch.cuda, "max_memory_allocated", lambda *_: 0)
+    options = ["bench", "offload", "--preset", "qwen3-0.6b", "--steps", "4", "--runs", "2"]
+    return lambda *argv: bench.offload(make_parser().parse_args([*options, *argv]), None)
+
+
+def test_the_bench_of_conversations_that_come_back(benched, monkeypatch):
+    monkeypatch.setattr(bench, "SWAP_ROOM", 2 * PAGE)
+    (row,) = benched("--swap", "--context", str(4 * PAGE))
+    assert row["bench"] == "offload-swap" and row["back_ms"] > 0 and row["anew_ms"] > 0
+    assert len(tables([row])) == 1
+
+
+def test_the_bench_of_long_prompts(benched, monkeypatch):
+    tokens = 9 * PAGE
+    gib = 5 * PAGE * bench.kv_bytes_per_token(PRESETS["qwen3-0.6b"], torch.bfloat16) / GIB
+    (row,) = benched("--prompt-tokens", str(tokens), "--kv-gib", str(gib + 1e-9))
+    assert (row["device_pages"], row["host_pages"], row["tokens_equal"]) == (5, 5, True)
+    assert row["ttft_s"] > 0 and len(tables([row])) == 1
 
 
 # ---- on a GPU: one graph, two streams

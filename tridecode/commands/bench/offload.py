@@ -16,17 +16,20 @@ from ...step.dispatch import Dispatcher
 from ...step.graphs import EagerSteps, StepGraphs, launcher
 from ...step.run import Run, launch
 from .ablate import stepping
-from .measure import GREEDY, check_running, fill_cache, model_facts, need_gpu, run_facts, spread, time_decode
+from .measure import GREEDY, WARM_UP, check_running, fill_cache, model_facts, need_gpu, run_facts, spread, time_decode
 from .prefill import prompt_ids
 
 RATE_RUNS = 9
+SWAP_ROOM = 200  # positions behind a conversation
 
 
 def offload(args, output) -> list[dict]:
-    """A row for each share of --host in each way; or with --prompt-tokens one for a prompt and what follows it."""
+    """A row for each share of --host in each way; or one for each prompt of --prompt-tokens, or one for --swap."""
     need_gpu()
     if args.prompt_tokens:
-        return [read_and_continue(args, tokens, output) for tokens in args.prompt_tokens]
+        return [read_and_continue(args, tokens) for tokens in args.prompt_tokens]
+    if args.swap:
+        return [swap(args)]
     pages = -(-(args.context + args.steps + 2) // PAGE)
     engine = offload_engine(args, args.context + args.steps + 2, pages, Offload(pages, pages, args.ring))
     slots, rows = engine.scheduler.slots, []
@@ -172,14 +175,39 @@ def offload_figures(times: list[float], nbytes: int, rates: dict) -> dict:
     return found
 
 
-def read_and_continue(args, tokens: int, output) -> dict:
+def swap(args) -> dict:
+    """Two conversations of --context tokens on a device that holds one: a turn of one that comes back from the host,
+    and one whose K/V are computed again."""
+    capacity = args.context + SWAP_ROOM
+    pages = -(-capacity // PAGE)
+    engine = offload_engine(args, capacity, pages, Offload(2 * pages, 0, args.ring))
+    params = engine.default_params(temperature=0, max_tokens=1, ignore_eos=True)
+    first = prompt_ids(engine.config, args.context)
+    second = [(token + 1) % engine.config.vocab_size for token in first]
+    times = {True: [], False: []}
+    for run in range(args.runs + WARM_UP):
+        for back in (False, True):
+            engine.generate(second, params)  # which pushes the other one out
+            result = engine.generate(first, params, reuse_prefix=back)
+            if result.error or (result.usage.reused_tokens > 0) != back:
+                raise GenerationError(result.error or "the conversation was not found again")
+            if run >= WARM_UP:
+                times[back].append(result.timings.ttft)
+    nbytes = args.context * kv_bytes_per_token(engine.config, torch.bfloat16)
+    back, anew = (spread(times[key], 1e3)[0] for key in (True, False))
+    row = {"bench": "offload-swap"} | model_facts(engine, args) | {"context": args.context, "runs": args.runs}
+    row |= {"back_ms": round(back, 2), "anew_ms": round(anew, 2), "ratio": round(anew / back, 2)}
+    return row | {"both_ways_gbs": round(2 * nbytes / back / 1e6, 1)} | run_facts(engine.device)
+
+
+def read_and_continue(args, tokens: int) -> dict:
     """A prompt of so many tokens, with --kv-gib of K/V on the device, and --steps tokens after it."""
     config = PRESETS[args.preset]
     capacity = tokens + args.steps + 1
     wanted = -(-capacity // PAGE)
     device = min(int(args.kv_gib * 2**30) // (PAGE * kv_bytes_per_token(config, torch.bfloat16)), wanted)
     engine = offload_engine(args, capacity, device, Offload(wanted, wanted - device, args.ring))
-    ids, found = prompt_ids(config, tokens), []
+    ids, found = prompt_ids(engine.config, tokens), []
     params = engine.default_params(temperature=0, max_tokens=args.steps, ignore_eos=True)
     for _ in range(2):  # the first captures and loads what comes for the first time
         result = engine.generate(ids, params, reuse_prefix=False)

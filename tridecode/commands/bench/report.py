@@ -159,6 +159,14 @@ COLUMNS = {
         "µs per token after it": number("us_per_token"),
         "GiB allocated": number("allocated_gib", 2),
     },
+    "offload-swap": {
+        "a conversation comes back": name,
+        "context": number("context"),
+        "from the host, ms": number("back_ms", 1),
+        "computed again, ms": number("anew_ms", 1),
+        "ratio": number("ratio", 1),
+        "GB/s, out and in": number("both_ways_gbs", 1),
+    },
     "peers": {"program": text("variant"), "shape": name, "context": number("context"), **STEP},
 }
 # The figures of which two runs are compared.
@@ -173,6 +181,7 @@ COMPARED = {
     "serve-mix": ("before_median_ms", "during_p99_ms", "after_median_ms", "ttft_ms"),
     "offload": ("us_per_token",),
     "offload-prompt": ("ttft_s", "us_per_token"),
+    "offload-swap": ("back_ms", "anew_ms"),
     "peers": ("us_per_token",),
 }
 
