@@ -8,6 +8,7 @@ import logging
 import mmap
 import time
 import weakref
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import torch
@@ -113,7 +114,7 @@ def _mapped(size: int, stride: int) -> mmap.mmap:
         memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise DeviceError(f"kv_offload: the host has no {size / 2**30:,.1f} GiB: {error.strerror}") from None
-    if hasattr(mmap, "MADV_HUGEPAGE"):
+    with suppress(AttributeError, OSError):  # where the system has no large pages
         memory.madvise(mmap.MADV_HUGEPAGE)  # a fraction of the time to register
     address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
     piece, registered = max(PIECE // stride, 1) * stride, []
