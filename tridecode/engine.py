@@ -108,8 +108,7 @@ class Engine:
         prompt_ms: milliseconds that a pass may take which reads prompts while others decode. prefix_sharing: K/V of
         equal beginnings are computed once. max_queue: requests that may wait for a slot, None is any number.
         progress(done_bytes, total_bytes) is called while weights load. On a CPU the engine sets PyTorch's threads: one
-        for a tiny model, else as many as there are free cores; a number that OMP_NUM_THREADS or torch.set_num_threads
-        has given stays.
+        for a tiny model, else as many as there are free cores, unless OMP_NUM_THREADS or torch.set_num_threads did.
         Raises CheckpointError, DeviceError, ParameterError; each says what was expected.
         """
         graphs = dict(
@@ -123,8 +122,7 @@ class Engine:
         placement.plan_graphs(slots, chunk_tokens, False, False, graph=graph, **graphs)  # bad ones end here
         place, backend = placement.resolve_device(device, backend)
         path = BUNDLED if model is None else resolve_model(model)
-        config = load_config(path)
-        tokenizer = Tokenizer.load(path)
+        config, tokenizer = load_config(path), Tokenizer.load(path)
         torch_dtype = placement.resolve_dtype(dtype, config, place)
         support = placement.capture_support(backend, config, torch_dtype, place)
         planned = placement.plan_graphs(slots, chunk_tokens, *support, graph=graph, **graphs)
