@@ -364,6 +364,28 @@ def test_a_closed_engine_has_ended_its_requests_and_refuses_others():
     assert repr(engine) == "Engine(name='', closed)"
 
 
+def test_a_submission_waits_for_no_pass():
+    with build(2) as engine:
+        engine._driver._lock.acquire()  # as whoever steps has it
+        try:
+            requests = [engine.submit(prompt, GREEDY) for prompt in PROMPTS[:2]]
+            assert not engine.scheduler.busy
+        finally:
+            engine._driver._lock.release()
+        assert engine.step() and engine.scheduler.load().jobs == 2
+        assert all(request.result().finish_reason == "length" for request in requests)
+
+
+def test_what_was_submitted_while_the_engine_was_closed_is_refused():
+    engine = build(2)
+    with engine._driver._lock:
+        request = engine.submit(PROMPTS[0], GREEDY)
+    engine.close()
+    assert request.finish_reason == "cancelled"
+    with pytest.raises(EngineClosed):
+        engine.submit(PROMPTS[0], GREEDY)
+
+
 @pytest.mark.skipif(not CUDA, reason="measures GPU memory")
 def test_a_closed_engine_gives_its_memory_back():
     with build(2) as engine:  # torch keeps the workspaces of its products

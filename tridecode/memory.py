@@ -8,7 +8,7 @@ import torch
 
 from . import cgroup
 from .cache.kv import kv_bytes_per_token
-from .cache.offload import WRITTEN, Offload
+from .cache.offload import Offload
 from .errors import DeviceError
 from .model.checkpoint import weight_bytes
 from .model.config import ModelConfig
@@ -86,14 +86,14 @@ class MemoryPlan:
         return requested or max(min(fits, self.slots * capacity), capacity)
 
     def offloaded(
-        self, config: ModelConfig, page: int, capacity: int | None, kv_tokens: int | None, host: int, buffers: int,
-        where: str,
+        self, config: ModelConfig, page: int, least: int, capacity: int | None, kv_tokens: int | None, host: int,
+        buffers: int, where: str,
     ) -> tuple[int, int, int]:  # fmt: skip
-        """With `host` pages in the host's memory: positions of a context, pages of the device, and pages of one layer
-        in each of `buffers` ring buffers. capacity, kv_tokens: those asked for. DeviceError when that does not fit."""
+        """With `host` pages in the host's memory: positions of a context, pages of the device, `least` or more, and
+        pages of one layer in each of `buffers` ring buffers. capacity, kv_tokens: those asked for. DeviceError when
+        that does not fit."""
         wanted = capacity or min(self.model_limit, self.default_limit)
-        pages, ring = self._places(config.num_layers, page, wanted, kv_tokens, host, buffers)
-        least = self.slots * WRITTEN + 1
+        pages, ring = self._places(config.num_layers, page, least, wanted, kv_tokens, host, buffers)
         if pages < least or ring < 0:
             needs = f"kv_offload needs {least * page:,}" if kv_tokens is None else f"kv_tokens asks for {kv_tokens:,}"
             raise DeviceError(
@@ -107,9 +107,9 @@ class MemoryPlan:
             )
         return min(wanted, (pages + ring) * page), pages, ring
 
-    def _places(self, layers, page, capacity, kv_tokens, host, buffers) -> tuple[int, int]:
+    def _places(self, layers, page, least, capacity, kv_tokens, host, buffers) -> tuple[int, int]:
         """Pages of the device and of the ring, for contexts of `capacity` positions; negative where nothing fits."""
-        wanted = max(self.slots * -(-capacity // page), self.slots * WRITTEN + 1)
+        wanted = max(self.slots * -(-capacity // page), least)
         left = self.usable - self.needed(capacity, 0) - 4 * wanted * layers  # the tables of all layers
         cells = left * layers // (self.kv_per_token * page)  # pages of one layer
         if kv_tokens is not None:

@@ -9,7 +9,7 @@ import torch
 from . import memory
 from .arguments import choice, integer, real, shown
 from .cache.kv import PAGE
-from .cache.offload import BUFFERS, WRITTEN, Offload, page_bytes
+from .cache.offload import BUFFERS, Offload, least_pages, page_bytes
 from .errors import DeviceError, ParameterError
 from .memory import GIB, MemoryPlan, plan_memory
 from .model.config import ModelConfig
@@ -22,6 +22,7 @@ from .step.prefill import CHUNK
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 LONGEST = 2**31 - 2  # positions are 32-bit integers
 MAX_SLOTS = SIZES[-1]
+TILES_NEED = "a GPU of compute capability 9.x, bfloat16 or float16, and heads of at most 128"  # see prompt_tiles_fit
 log = logging.getLogger("tridecode")
 
 
@@ -119,12 +120,12 @@ class KVPlan:
 def plan_kv(
     config: ModelConfig, dtype: torch.dtype, device: torch.device, backend: str, max_seq_len: int | None = None,
     slots: int = 1, kv_tokens: int | None = None, chunk: int = CHUNK, one_piece: bool = True,
-    kv_offload: float | str | None = None, kv_ring: int = BUFFERS,
+    kv_offload: float | str | None = None, kv_ring: int = BUFFERS, batch_invariant: bool = False,
 ) -> KVPlan:  # fmt: skip
     """As plan_capacity, and with kv_offload GiB of the host's memory for K/V ("auto": half of what is free), through
     kv_ring buffers; 0: none, only what waits goes there. Raises ParameterError, DeviceError."""
     buffers = integer("kv_ring", kv_ring, 0, 16)
-    page, where = page_size(backend, slots), str(device)
+    page, where = page_size(backend, slots, batch_invariant), str(device)
     if kv_offload is None:
         plan, capacity, notes = plan_capacity(config, dtype, device, max_seq_len, slots, kv_tokens, chunk, one_piece)
         pool = plan.kv_tokens(capacity, kv_tokens, where)
@@ -133,15 +134,15 @@ def plan_kv(
     limit, page = config.max_position, page or PAGE
     if max_seq_len is not None:
         max_seq_len = integer("max_seq_len", max_seq_len, 1, limit, "the model's limit of ")
+    longest = max_seq_len or limit
+    least = least_pages(slots, page, min(chunk, longest) if batch_invariant else 1)
     if kv_tokens is not None:
-        longest = max_seq_len or limit
-        most = max(slots * longest, (WRITTEN * slots + 1) * page)
         which = f"what {slots:,} slots of {longest:,} positions hold, "
-        kv_tokens = integer("kv_tokens", kv_tokens, (WRITTEN * slots + 1) * page, most, which)
+        kv_tokens = integer("kv_tokens", kv_tokens, least * page, max(slots * longest, least * page), which)
     each = page_bytes(config.num_layers, config.kv_size, page, dtype)
     free = memory.free_memory(torch.device("cpu"))
     if kv_offload == "auto":
-        host = min(free // 2 // each, slots * -(-(max_seq_len or limit) // page))
+        host = min(free // 2 // each, slots * -(-longest // page))
     else:
         host = int(real("kv_offload", kv_offload, 1e-3, 1e6) * GIB) // each
         if host * each > free:
@@ -152,7 +153,8 @@ def plan_kv(
     if device.type == "cpu":  # the same memory
         plan = replace(plan, free=plan.free - host * each)
     of_ring = host if buffers else 0
-    capacity, pages, ring = plan.offloaded(config, page, max_seq_len, kv_tokens, of_ring, max(buffers, 1), where)
+    asked = max_seq_len, kv_tokens, of_ring, max(buffers, 1)
+    capacity, pages, ring = plan.offloaded(config, page, least, *asked, where)
     offload = Offload(host, ring, max(buffers, 1))
     held = f"{pages * page:,} K/V positions on {where}, {host * page:,} on the host"
     notes = [f"{held}, of which {ring * page:,} can run"]
@@ -192,22 +194,29 @@ def plan_graphs(
     prompt_graph_max_tokens: int = PROMPT_MOST,
     prompt_graph_sizes=None,
     prompt_attention: str = "auto",
+    batch_invariant: bool = False,
 ) -> GraphPlan:
     """For so many slots and chunks of so many tokens; captured: whether the device can capture, prompt_tiles: whether
-    Triton's attention of prompts fits it. Raises ParameterError."""
+    Triton's attention of prompts fits it; batch_invariant: all prompt passes have a chunk's rows. Raises
+    ParameterError."""
     choice("graph", graph, tuple(MODES))
     choice("attention", attention, tuple(ATTENTION))
     choice("prompt_attention", prompt_attention, ("auto", *PROMPT_ATTENTION))
     sizes = graph_sizes_of(slots, _ascending("graph_sizes", graph_sizes, SIZES[-1]))
     most = integer("prompt_graph_max_tokens", prompt_graph_max_tokens, 1, LONGEST)
     prompts = prompt_sizes(chunk_tokens, most, _ascending("prompt_graph_sizes", prompt_graph_sizes, LONGEST))
+    if batch_invariant:
+        if prompt_graph_sizes is not None:
+            raise ParameterError("prompt_graph_sizes: with batch_invariant the only size is chunk_tokens")
+        prompts = (chunk_tokens,) if chunk_tokens <= most else ()
+        if prompt_attention not in ("auto", "triton") or captured and not prompt_tiles:
+            raise ParameterError(f"batch_invariant needs prompt_attention triton, and that {TILES_NEED}; or the CPU")
     if not captured:
         graph = "none"
     if prompt_attention == "auto":
         prompt_attention = "triton" if prompt_tiles or not captured else "flash"
     if prompt_attention == "triton" and captured and not prompt_tiles:
-        needed = "a GPU of compute capability 9.x, bfloat16 or float16, and heads of at most 128"
-        raise ParameterError(f"prompt_attention triton needs {needed}; use flash")
+        raise ParameterError(f"prompt_attention triton needs {TILES_NEED}; use flash")
     below, note = lowered(graph, ATTENTION[attention]), None
     if below != graph:
         note = f"graph {graph} becomes {below}: {attention} attention cannot be captured"
@@ -226,19 +235,23 @@ def _ascending(name: str, sizes, most: int) -> list[int] | None:
     return found
 
 
-def page_size(backend: str, slots: int) -> int | None:
-    """Positions in a K/V page; None: the CPU's one conversation has a page for the whole of its context."""
-    return PAGE if backend == "triton" or slots > 1 else None
+def page_size(backend: str, slots: int, batch_invariant: bool = False) -> int | None:
+    """Positions in a K/V page; None: the CPU's one conversation has a page for the whole of its context, unless only
+    whole pages are shared."""
+    return PAGE if backend == "triton" or slots > 1 or batch_invariant else None
 
 
-def check_pages(pages: int | None, page: int, capacity: int, slots: int, offload: Offload | None) -> None:
-    """Whether so many pages of the device, and those of the ring, hold a request. Raises ParameterError."""
+def check_pages(
+    pages: int | None, page: int, capacity: int, slots: int, offload: Offload | None, chunk: int = 1
+) -> None:
+    """Whether so many pages of the device, and those of the ring, hold a request, and with offload the device's alone
+    a pass that reads `chunk` tokens. Raises ParameterError."""
     if pages is None:
         return
     if (pages + (offload.ring if offload else 0)) * page < capacity:
         raise ParameterError(f"pages: {pages:,} hold fewer positions than a request's {capacity:,}")
-    if offload and pages <= WRITTEN * slots:
-        raise ParameterError(f"pages: {slots:,} slots write to {WRITTEN * slots + 1:,} at least, got {pages:,}")
+    if offload and pages < (least := least_pages(slots, page, chunk)):
+        raise ParameterError(f"pages: {slots:,} slots write to {least:,} at least, got {pages:,}")
 
 
 def check_limits(slots, max_seq_len=None) -> int:

@@ -87,6 +87,11 @@ def make_offloaded(
     return Offloaded(cells, host, tables, fetched, pages, plan)
 
 
+def least_pages(slots: int, page: int, chunk: int = 1) -> int:
+    """Of the device: for what slots write, and for a pass that reads `chunk` tokens of a prompt."""
+    return slots * WRITTEN + -(-chunk // page)
+
+
 def page_bytes(layers: int, kv_size: int, page: int, dtype: torch.dtype) -> int:
     """Of a page in the host's memory, all layers."""
     return -(-2 * layers * kv_size * page * dtype.itemsize // ALIGNED) * ALIGNED

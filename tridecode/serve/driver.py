@@ -24,6 +24,7 @@ class Driver:
         self._slots = len(scheduler.slots.held)
         self._lock = threading.Lock()  # held while the device state changes, never while a caller has control
         self._wanting: set[int] = set()  # threads that wait for it
+        self._submitted: deque[Job] = deque()  # who has the lock puts them in the queue: a submission waits for no pass
         self._dropped: deque[Job] = deque()  # jobs whose readers have gone; who has the lock cancels them
         self._closed = False
 
@@ -36,12 +37,19 @@ class Driver:
             with self._lock:
                 if self._closed:
                     raise EngineClosed("this engine is closed; load another one")
-                while self._dropped:
-                    self.scheduler.cancel(self._dropped[0])
-                    self._dropped.popleft()
+                self._catch_up()
                 return action(self.scheduler, *args)
         finally:
             self._wanting.discard(me)
+
+    def _catch_up(self) -> None:
+        """Do what others have left to who has the lock."""
+        while self._submitted:
+            self.scheduler.add(self._submitted[0])
+            self._submitted.popleft()
+        while self._dropped:
+            self.scheduler.cancel(self._dropped[0])
+            self._dropped.popleft()
 
     def wait(self, ready: Callable[[], bool]) -> None:
         """Step until it is so, whoever's tokens come by that."""
@@ -65,11 +73,22 @@ class Driver:
         if self._wanting:
             time.sleep(HANDOVER)
         scheduler = self.scheduler
-        return scheduler is not None and scheduler.busy
+        return scheduler is not None and (scheduler.busy or bool(self._submitted))
 
     def submit(self, job: Job) -> "Request":
+        """Raises QueueFull and EngineClosed."""
         request = Request(self, job)  # first: whatever interrupts what follows, the job goes with it
-        self.exclusively(Scheduler.add, job)
+        scheduler = self.scheduler
+        if scheduler is None:
+            raise EngineClosed("this engine is closed; load another one")
+        scheduler.check_queue(len(self._submitted))
+        self._submitted.append(job)  # where the engine is closed meanwhile, that is heard by who waits for the request
+        if self._lock.acquire(blocking=False):
+            try:
+                if not self._closed:
+                    self._catch_up()
+            finally:
+                self._lock.release()
         return request
 
     def cancel(self, job: Job) -> bool:
@@ -126,6 +145,7 @@ class Driver:
         with self._lock:
             if not self._closed:
                 try:
+                    self._catch_up()
                     self.scheduler.cancel_all()
                 finally:
                     self._closed, self.scheduler = True, None  # with all that it holds
