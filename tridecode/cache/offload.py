@@ -4,23 +4,16 @@ The ring and the device's pages are one tensor of cells, a cell being one page o
 names the cell of each page, be it on the device or in the ring, so attention reads both alike.
 """
 
-import logging
-import mmap
-import time
-import weakref
-from contextlib import suppress
+import math
 from dataclasses import dataclass, field
 
 import torch
 
-from ..errors import DeviceError
 from ..model.config import ModelConfig
+from ..pinned import aligned, host_memory
 
-PIECE = 2**30  # bytes of host memory registered at a time
-ALIGNED = 4096  # bytes: of a page of the host's memory, and so of a K/V page in it
 WRITTEN = 3  # device pages that a slot's passes may write at a time, beside those of a chunk
 BUFFERS = 2  # of the ring: one is filled while another is read
-log = logging.getLogger("tridecode")
 
 
 @dataclass(frozen=True)
@@ -94,49 +87,11 @@ def least_pages(slots: int, page: int, chunk: int = 1) -> int:
 
 def page_bytes(layers: int, kv_size: int, page: int, dtype: torch.dtype) -> int:
     """Of a page in the host's memory, all layers."""
-    return -(-2 * layers * kv_size * page * dtype.itemsize // ALIGNED) * ALIGNED
+    return aligned(2 * layers * kv_size * page * dtype.itemsize)
 
 
 def host_pages(count: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """[count, *shape] in the host's memory, where kernels of `device` can read it; plain memory for a CPU."""
-    if device.type != "cuda":
-        return torch.zeros(count, *shape, dtype=dtype, device=device)
-    layers, two, kv_heads, page, head_dim = shape
-    stride = page_bytes(layers, kv_heads * head_dim, page, dtype)
-    whole = torch.frombuffer(_mapped(count * stride, stride), dtype=torch.uint8)
-    strides = [1]
-    for size in reversed(shape[1:]):
-        strides.append(strides[-1] * size)
-    return whole.view(dtype).as_strided((count, *shape), (stride // dtype.itemsize, *reversed(strides)))
-
-
-def _mapped(size: int, stride: int) -> mmap.mmap:
-    """That many bytes which the GPU can read as well, unregistered when nobody holds them. One range of addresses,
-    registered in pieces of whole pages of `stride` bytes: a copy must not cross two, and the driver takes no more at a
-    time. (torch would round a pinned tensor up to a power of two.)"""
-    started, runtime = time.perf_counter(), torch.cuda.cudart()
-    try:
-        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except OSError as error:
-        raise DeviceError(f"kv_offload: the host has no {size / 2**30:,.1f} GiB: {error.strerror}") from None
-    with suppress(AttributeError, OSError):  # where the system has no large pages
-        memory.madvise(mmap.MADV_HUGEPAGE)  # a fraction of the time to register
-    address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
-    piece, registered = max(PIECE // stride, 1) * stride, []
-    weakref.finalize(memory, _unregister, runtime, registered)
-    for first in range(0, size, piece):
-        length = min(piece, size - first)
-        code = runtime.cudaHostRegister(address + first, length, 3)  # portable | mapped
-        if int(code):
-            raise DeviceError(
-                f"kv_offload: the driver refuses to pin more than {first / 2**30:,.1f} of {size / 2**30:,.1f} GiB "
-                f"(CUDA error {int(code)}); ask for less, or raise the limit of locked memory"
-            )
-        registered.append(address + first)
-    log.info("pinned %.1f GiB of host memory for K/V in %.1f s", size / 2**30, time.perf_counter() - started)
-    return memory
-
-
-def _unregister(runtime, addresses: list[int]) -> None:
-    for address in addresses:
-        runtime.cudaHostUnregister(address)
+    """[count, *shape] in the host's memory, where kernels of `device` can read it."""
+    layers, _, kv_heads, page, head_dim = shape
+    memory = host_memory(count, page_bytes(layers, kv_heads * head_dim, page, dtype), device, "kv_offload")
+    return memory.view(dtype)[:, : math.prod(shape)].unflatten(1, shape)
