@@ -81,6 +81,7 @@ class Engine:
         kv_tokens: int | None = None,
         kv_offload: float | str | None = None,
         kv_ring: int = BUFFERS,
+        weights_offload: float | None = None,
         graph: str = "full",
         graph_sizes: Sequence[int] | None = None,
         attention: str = "triton",
@@ -100,7 +101,8 @@ class Engine:
         in bf16 on a GPU; fp32 on a CPU), bfloat16, float16 or float32. max_seq_len: K/V positions of one request, None
         is the model's limit or what fits. slots: requests that run at a time. kv_tokens: K/V positions of all of them
         together, None is slots x max_seq_len or what fits. kv_offload: GiB of host memory for K/V beyond those, or
-        auto, and kv_ring, the buffers through which they come: see docs/offload.md. graph: how passes run, see
+        auto, and kv_ring, the buffers through which they come; weights_offload: GiB of host memory for the last layers'
+        weights: see docs/offload.md. graph: how passes run, see
         docs/graphs.md: full (each is one captured CUDA graph), piecewise (captured but for attention), none (launched
         one by one), full_decode_only or full_and_piecewise. graph_sizes: rows of the decode passes that are captured,
         ascending. attention: of these, triton, or torch, which no graph can hold. chunk_tokens: of prompts in one pass,
@@ -129,12 +131,13 @@ class Engine:
         torch_dtype = placement.resolve_dtype(dtype, config, place)
         support = placement.capture_support(backend, config, torch_dtype, place)
         planned = placement.plan_graphs(slots, chunk_tokens, *support, graph=graph, **graphs)
+        on_host = placement.plan_weights(config, torch_dtype, weights_offload)
         kv = placement.plan_kv(
             config, torch_dtype, place, backend, max_seq_len, slots, kv_tokens, chunk_tokens, planned.one_piece,
-            kv_offload, kv_ring, batch_invariant,
+            kv_offload, kv_ring, batch_invariant, on_host,
         )  # fmt: skip
         cores = threads.FreeCores()
-        weights = load_weights(path, config, place, torch_dtype, progress)
+        weights = load_weights(path, config, place, torch_dtype, progress, on_host)
         engine = cls.build(
             config, weights, tokenizer, kv.capacity, backend, graph, plan=kv.memory, name=str(model or "bundled"),
             notes=kv.notes, slots=slots, pages=kv.pages, page=kv.page, offload=kv.offload, **asdict(policy) | graphs,

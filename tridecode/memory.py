@@ -10,7 +10,7 @@ from . import cgroup
 from .cache.kv import kv_bytes_per_token
 from .cache.offload import Offload
 from .errors import DeviceError
-from .model.checkpoint import weight_bytes
+from .model.checkpoint import host_layer_bytes, weight_bytes
 from .model.config import ModelConfig
 from .step.prefill import CHUNK
 from .step.state import PROMPT_SHAPE
@@ -146,18 +146,21 @@ def allocating(capacity: int, device: torch.device):
 
 def plan_memory(
     config: ModelConfig, dtype: torch.dtype, device: torch.device, slots: int = 1, chunk: int = CHUNK,
-    one_piece: bool = True,
+    one_piece: bool = True, on_host: int = 0,
 ) -> MemoryPlan:
     """Plan for loading `config` in `dtype` on `device` as it is now, for `slots` requests at a time, their prompts read
-    in chunks of `chunk` tokens; one_piece: by torch's attention, for which a layer's K/V of a slot are gathered."""
+    in chunks of `chunk` tokens; one_piece: by torch's attention, for which a layer's K/V of a slot are gathered;
+    on_host: layers whose projections are in the host's memory."""
     rope_and_tokens, kv = 4 * config.head_dim + TOKEN, kv_bytes_per_token(config, dtype)
     gathered = 2 * config.kv_size * dtype.itemsize if one_piece else 0
+    weights = weight_bytes(config, dtype, on_host)
     rows, scratch = min(chunk, slots * config.max_position) + slots, SCRATCH[device.type]
     if device.type == "cpu":  # the references' own, of a row
         scratch += 16 * rows * (config.intermediate_size + config.q_size + config.kv_size)
+        weights += on_host * host_layer_bytes(config, dtype)
     return MemoryPlan(
         free=free_memory(device),
-        weights=weight_bytes(config, dtype),
+        weights=weights,
         per_token=kv + gathered + rope_and_tokens,
         fixed=workspace_bytes(config, dtype, 1) + prompt_bytes(config, dtype, rows) + scratch,
         model_limit=config.max_position,

@@ -61,6 +61,11 @@ class KVCache:
         """Whether passes read pages of the host, through the ring."""
         return self.offload is not None and self.offload.plan.ring > 0
 
+    @property
+    def buffers(self) -> int:
+        """Of that ring."""
+        return self.offload.plan.buffers if self.rings else 0
+
     def held(self, slot: int, end: int) -> torch.Tensor:
         """A copy of the K/V of a slot's first `end` positions: [layers, 2, kv_heads, end, head_dim]."""
         numbers = self.page_table[slot, : max(-(-end // self.page), 1)].tolist()

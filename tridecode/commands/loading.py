@@ -39,6 +39,7 @@ def load_model(args, model: str | None, max_seq_len: int | None, output: Output)
             kv_tokens=args.kv_tokens,
             kv_offload=args.kv_offload,
             kv_ring=args.kv_ring,
+            weights_offload=args.weights_offload,
             graph=args.graph,
             graph_sizes=args.graph_sizes,
             attention=args.attention,

@@ -12,7 +12,19 @@ from .completions import kinds
 from .configuration import Configuration, Setting
 from .serve_options import SERVE, serve_options
 from .terminal import one_line
-from .values import GRAPHS, ascending, gib, logit_bias, minutes, positive, row_count, server_url, token_ids, whole
+from .values import (
+    GRAPHS,
+    amount,
+    ascending,
+    gib,
+    logit_bias,
+    minutes,
+    positive,
+    row_count,
+    server_url,
+    token_ids,
+    whole,
+)
 
 EXAMPLES = """\
 examples:
@@ -268,6 +280,8 @@ def engine_options() -> argparse.ArgumentParser:
     group.add_argument("--kv-offload", type=gib, metavar="GIB", help=f"GiB, or auto, {host}")
     ring = "buffers of the device through which they come; 0: only what waits goes to the host (default: 2)"
     group.add_argument("--kv-ring", type=whole, default=2, metavar="N", help=ring)
+    last = "of host memory for the last layers' weights, read anew in every pass (default: none)"
+    group.add_argument("--weights-offload", type=amount, metavar="GIB", help=f"GiB {last}")
     chunk = "of prompts in one pass at most (default: 2048, with --batch-invariant 256)"
     group.add_argument("--chunk-tokens", type=positive, metavar="N", help=chunk)
     group.add_argument(

@@ -1,4 +1,4 @@
-"""fetch: one layer's part of the K/V pages that lie in host memory, into a ring buffer on the device."""
+"""fetch: one layer's part of what lies in host memory, K/V pages or weights, into a ring buffer on the device."""
 
 import triton
 import triton.language as tl
@@ -89,3 +89,10 @@ def fetch_bytes(meta, places, host, ring) -> int:
 
 
 FETCH = Op(fetch, fetch_ref, fetch_bytes, (_fetch_kernel,))
+
+
+def fetched(ring):
+    """From here on `ring` is read: whoever has fetches run beside the list waits for the last one into it."""
+
+
+FETCHED = Op(fetched, fetched, lambda ring: 0)

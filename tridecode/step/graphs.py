@@ -129,10 +129,10 @@ class StepGraphs:
 
 
 def forked(model: DecodeModel, run: Run, attention: Op | None = None) -> Run:
-    """`run` for one pass, `attention` in the place of its own: with pages in host memory on two streams."""
+    """`run` for one pass, `attention` in the place of its own: with pages or weights in host memory on two streams."""
     plain = replaced(launch if run is launch_dependent else run, attention)
     run = replaced(run, attention)
-    if not model.kv.rings or model.device.type != "cuda":
+    if not model.hosted or model.device.type != "cuda":
         return run
     return Forked(run, plain, fetch_stream(model.device))
 
@@ -217,7 +217,7 @@ class Pieces:
         self._capturing: torch.cuda.CUDAGraph | None = None
 
     def __call__(self, role: str, op: Op, *args, **how) -> None:
-        if self._cut and role in ("attention", "fetch"):
+        if self._cut and role in ("attention", "fetch", "fetched"):
             self.end()
             self._parts.append(lambda run: run(role, op, *args, **how))
             return

@@ -1,6 +1,5 @@
 """Runners: what to do with each line of a pass's list, run(role, op, *arguments, **how)."""
 
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
 
@@ -28,28 +27,30 @@ def refer(role: str, op: Op, *args, **how) -> None:
 
 class Forked:
     """Runs the lines of one pass as `run` does, but those with the role "fetch" on the stream `side`: each begins when
-    what stands before it in the list is done, and attention waits for its layer's, the oldest not waited for.
+    what stands before it in the list is done, and a line "fetched" waits for the one that filled its buffer.
 
-    Both are launched by `plain`: a dependent launch needs its predecessor alone. Within a capture this makes a branch
-    of the graph; every one of its lines is waited for, so the branch has joined when the list ends.
+    `plain` launches the fetches, and what follows a wait: a dependent launch needs its predecessor alone. Within a
+    capture this makes a branch of the graph; every fetch is waited for, so the branch has joined when the list ends.
     """
 
     def __init__(self, run: Run, plain: Run, side: torch.cuda.Stream):
         self._run, self._plain, self._side = run, plain, side
-        self._fetched: deque[torch.cuda.Event] = deque()
+        self._filled: dict[int, torch.cuda.Event] = {}  # by the address of a buffer
+        self._joined = False
 
     def __call__(self, role: str, op: Op, *args, **how) -> None:
         if role == "fetch":
             self._side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._side):
                 self._plain(role, op, *args, **how)
-                self._fetched.append(self._side.record_event())
-        elif role == "attention":
-            if self._fetched:
-                torch.cuda.current_stream().wait_event(self._fetched.popleft())
-            self._plain(role, op, *args, **how)
+                self._filled[args[-1].data_ptr()] = self._side.record_event()
+        elif role == "fetched":
+            if filled := self._filled.pop(args[0].data_ptr(), None):
+                torch.cuda.current_stream().wait_event(filled)
+                self._joined = True
         else:
-            self._run(role, op, *args, **how)
+            run, self._joined = self._plain if self._joined else self._run, False
+            run(role, op, *args, **how)
 
 
 class Allocating:

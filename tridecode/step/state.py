@@ -72,6 +72,11 @@ class DecodeModel:
         return self.shapes_by_rows[self.shapes_for]
 
     @property
+    def hosted(self) -> bool:
+        """Whether passes read what lies in the host's memory."""
+        return self.kv.rings or self.weights.host is not None
+
+    @property
     def attention(self) -> Op:
         return ATTENTION_ROWS if isinstance(self.shapes.attention, AttentionRowsShape) else ATTENTION
 
@@ -87,6 +92,8 @@ class DecodeModel:
         tensors |= {"pool": self.kv.pool, "page_table": self.kv.page_table, "cos": self.cos, "sin": self.sin}
         if self.kv.offload:
             tensors |= {name: getattr(self.kv.offload, name) for name in ("cells", "host", "tables", "fetched")}
+        if host := self.weights.host:
+            tensors |= {"host_layers": host.source[0], "places": host.places}
         return {name: t.data_ptr() for name, t in tensors.items()}
 
 
