@@ -269,9 +269,8 @@ def engine_options() -> argparse.ArgumentParser:
         choices=["auto", "bfloat16", "float16", "float32"],
         help="default: auto, the checkpoint's (float32 ones: bfloat16 on a GPU); float32 on the CPU",
     )
-    group.add_argument(
-        "--max-seq-len", type=int, metavar="N", help="context to allocate (default: what fits, on a CPU at most 8192)"
-    )
+    context = "context to allocate (default: what fits, on a CPU at most 8192)"
+    group.add_argument("--max-seq-len", type=int, metavar="N", help=context)
     slots = f"requests at a time (default: 1; with --jsonl, and for serve, {BATCH_SLOTS})"
     group.add_argument("--slots", type=row_count, metavar="N", help=slots)
     pool = "K/V positions that all slots share (default: what fits, at most the context for each)"
@@ -302,9 +301,8 @@ def engine_options() -> argparse.ArgumentParser:
     words = "launch prompt passes line by line: the same as --graph full_decode_only"
     group.add_argument("--no-prompt-graphs", action="store_const", const="full_decode_only", dest="graph", help=words)
     backends = "of prompt passes; torch's flash and cudnn stand between captured pieces (default: auto)"
-    group.add_argument(
-        "--prompt-attention", default="auto", choices=("auto", "triton", "flash", "cudnn"), help=backends
-    )
+    named = ("auto", "triton", "flash", "cudnn")
+    group.add_argument("--prompt-attention", default="auto", choices=named, help=backends)
     words = "compute the K/V of every prompt for itself alone, and keep none"
     group.add_argument("--no-prefix-sharing", action="store_false", dest="prefix_sharing", help=words)
     words = "the same bits for a request alone and in any company, see docs/sharing.md for what that costs"

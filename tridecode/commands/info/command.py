@@ -7,8 +7,8 @@ from dataclasses import asdict
 import torch
 
 from ...cache.kv import PAGE, kv_bytes_per_token
-from ...engine import BUNDLED
 from ...errors import DeviceError
+from ...loading import BUNDLED
 from ...memory import plan_memory, prompt_bytes
 from ...model.checkpoint import host_layer_bytes, load_config, parameter_count
 from ...model.config import ModelConfig
