@@ -50,7 +50,7 @@ class Roster:
         ids = job.tokens
         position = 0 if job.scores else len(job.ids if self._fixed else ids) - 1
         wanted = ids[:position] if job.reuse_prefix else []
-        if self._soon_there(wanted, job.salt) or (admitted := slots.admit(wanted, len(ids), job.salt)) is None:
+        if self._soon_there(wanted, job.salt) or (admitted := slots.admit(wanted, position + 1, job.salt)) is None:
             return False
         slot, read = admitted
         if job.reused is None:
@@ -63,7 +63,7 @@ class Roster:
             running.mask = self._masks.follow(job.grammar, ids[len(job.ids) :])
         self.reading.append(running)
         self.admitted.append(running)
-        needed = slots.pages_for(len(ids))
+        needed = slots.pages_for(position + 1)
         needed += slots.spare(needed - len(slots.held[slot].pages))
         slots.write_tokens(slot, ids, min(needed * slots.page, end))
         return True
