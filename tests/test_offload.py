@@ -29,13 +29,14 @@ PAGE = 64 if CUDA else 16
 LONG = [(11 * i + i // 7) % 300 for i in range(9 * PAGE + 5)]
 
 
-def engine_of(pages=None, ring=0, host=40, slots=1, buffers=2, layers=3, context=16, dtype=torch.float32, **build):
+def engine_of(pages=None, ring=0, host=40, slots=1, buffers=2, layers=3, context=16, on_host=0, **build):
     """An engine of `context` pages a slot; pages: of the device, with `host` beside them."""
     build |= {"slots": slots, "page": PAGE, "pages": pages}
     if pages is not None:
         build["offload"] = Offload(host, ring, buffers)
     fields = dict(capacity=context * PAGE, max_position=16 * PAGE, num_layers=layers, tie_word_embeddings=False)
-    engine = tiny_engine(dtype=dtype, build=build, **fields)
+    dtype = build.pop("dtype", torch.float32)
+    engine = tiny_engine(dtype=dtype, build=build, on_host=on_host, **fields)
     engine.threads = 1  # a tiny model's operations are shorter than a wait for another thread
     return engine
 
@@ -399,8 +400,9 @@ def benched(monkeypatch):
     """A bench of this machine's engine, all else as the command line gives it."""
     made = []
 
-    def engine_made(args, capacity, pages, plan):
-        made.append(engine_of(pages, plan.ring, plan.host, context=-(-capacity // PAGE)))
+    def engine_made(args, capacity, pages, plan, on_host=0):
+        kept = (pages, plan.ring, plan.host) if plan else ()
+        made.append(engine_of(*kept, context=-(-capacity // PAGE), layers=5, on_host=on_host))
         return made[-1]
 
     monkeypatch.setattr(bench, "offload_engine", engine_made)
@@ -427,9 +429,37 @@ def test_the_bench_of_long_prompts(benched, monkeypatch):
     assert row["ttft_s"] > 0 and len(tables([row])) == 1
 
 
+def test_the_bench_lets_attention_read_the_hosts_own_cells():
+    engine = engine_of(9, ring=8, context=8)
+    engine.rewind(6 * PAGE + 5, replace(GREEDY, seed=1))
+    bench.read_directly(engine, 5)
+    offload = engine.model.kv.offload
+    cell, begin = offload.cells[0].nbytes, offload.host.data_ptr()
+    at = offload.cells.data_ptr() + cell * offload.tables[:, 0, :5].long()
+    assert len(set(at.flatten().tolist())) == at.numel()
+    assert (begin <= at).all() and (at + cell <= begin + offload.host.untyped_storage().nbytes()).all()
+    assert (offload.tables[:, 0, 5] < len(offload.cells)).all(), "the others are the device's"
+
+
 # ---- on a GPU: one graph, two streams
 
 needs_gpu = pytest.mark.skipif(not CUDA, reason="streams and graphs are a GPU's")
+
+
+@needs_gpu
+def test_the_bench_has_a_row_for_each_share_in_each_way(benched):
+    rows = benched("--context", str(6 * PAGE), "--host", "1,0.5,0")
+    named = [(row["host_share"], row["variant"]) for row in rows]
+    assert len(set(named)) == len(named) == 9 + 9 + 3
+    assert [row["captures"] for row in rows if row["variant"] == "one graph"] == [len(decode.KINDS)] * 3
+    assert all(row["us_per_token"] > 0 for row in rows) and len(tables(rows)) == 1
+
+
+@needs_gpu
+def test_the_bench_of_weights(benched):
+    rows = benched("--context", str(6 * PAGE), "--weights", "0.1")
+    assert [row["variant"] for row in rows] == ["eager", "a graph a layer", "one graph"]
+    assert all(row["over_needed"] > 0 and row["host_layers"] == 3 for row in rows) and len(tables(rows)) == 1
 SAMPLED = SamplingParams(temperature=0.8, seed=3, max_tokens=2 * PAGE, ignore_eos=True)
 
 

@@ -103,6 +103,8 @@ def add_benches(bench) -> None:
     host.add_argument("--prompt-tokens", type=positives, metavar="N,N", help=tokens)
     words = "instead: a conversation of --context tokens that comes back from the host, and one computed again"
     host.add_argument("--swap", action="store_true", help=words)
+    words = "instead: GiB of the last layers' weights on the host, and all K/V on the device"
+    host.add_argument("--weights", type=amount, metavar="GIB", help=words)
     host.add_argument("--kv-gib", type=amount, default=4.0, metavar="GIB", help="of the device for such a prompt (4)")
     suite = add("suite", "every row of one of the files in benchmarks/, in one process")
     suites = ["targets", "batch", "prompts", "ladder", "peers"]

@@ -1,6 +1,7 @@
-"""bench offload: the token step with K/V in host memory, in several ways, against the fetch kernel's own rate."""
+"""bench offload: the token step with K/V or weights in host memory, in several ways, against the fetch kernel alone."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 
@@ -12,6 +13,8 @@ from ...kernels.fetch import fetch
 from ...memory import plan_memory
 from ...model.checkpoint import random_weights
 from ...model.presets import PRESETS
+from ...pinned import ALIGNED, PIECE
+from ...placement import plan_weights
 from ...step.dispatch import Dispatcher
 from ...step.graphs import EagerSteps, StepGraphs, launcher
 from ...step.run import Run, launch
@@ -24,28 +27,28 @@ SWAP_ROOM = 200  # positions behind a conversation
 
 
 def offload(args, output) -> list[dict]:
-    """A row for each share of --host in each way; or one for each prompt of --prompt-tokens, or one for --swap."""
+    """A row for each share of --host in each way; or one for each prompt of --prompt-tokens, one for --swap, or one in
+    each way for --weights."""
     need_gpu()
     if args.prompt_tokens:
         return [read_and_continue(args, tokens) for tokens in args.prompt_tokens]
     if args.swap:
         return [swap(args)]
+    if args.weights:
+        return weights(args, output)
     pages = -(-(args.context + args.steps + 2) // PAGE)
     engine = offload_engine(args, args.context + args.steps + 2, pages, Offload(pages, pages, args.ring))
     slots, rows = engine.scheduler.slots, []
     for share in args.host:
         host = round(share * (args.context // PAGE))  # of those that are full
 
-        def send() -> None:
-            slots.send(0, host)  # noqa: B023
-
         engine.rewind(args.context, GREEDY)
-        send()
+        slots.send(0, host)
         nbytes = host * PAGE * kv_bytes_per_token(engine.config, engine.model.weights.dtype)
         rates = {"fetch_gbs": fetch_rate(engine, nbytes), "copy_gbs": copy_rate(engine, host)} if host else {}
-        for name, steps in ways(engine, host):
+        for name, steps, prepare in ways(engine, host):
             with stepping(engine, steps):
-                times = time_decode(engine, args.context, args.steps, args.runs, before=send)
+                times = time_decode(engine, args.context, args.steps, args.runs, before=prepare)
             check_running(engine, name)
             row = {"bench": "offload"} | model_facts(engine, args) | {"variant": name, "host_share": share}
             row |= {"context": args.context, "steps": args.steps, "runs": args.runs, "ring": args.ring}
@@ -55,12 +58,12 @@ def offload(args, output) -> list[dict]:
     return rows
 
 
-def offload_engine(args, capacity: int, pages: int, plan: Offload) -> Engine:
-    """Of the preset with random weights: one request of `capacity` positions, `pages` of the device and those of
-    `plan`."""
+def offload_engine(args, capacity: int, pages: int | None, plan: Offload | None, on_host: int = 0) -> Engine:
+    """Of the preset with random weights, those of the last `on_host` layers in the host's memory: one request of
+    `capacity` positions, `pages` of the device and those of `plan`."""
     config, device = PRESETS[args.preset], torch.device("cuda", torch.cuda.current_device())
-    memory = plan_memory(config, torch.bfloat16, device, 1)
-    weights = random_weights(config, device, torch.bfloat16)
+    memory = plan_memory(config, torch.bfloat16, device, 1, on_host=on_host)
+    weights = random_weights(config, device, torch.bfloat16, on_host=on_host)
     engine = Engine.build(
         config, weights, None, capacity, "triton", plan=memory, name=args.preset, pages=pages, offload=plan
     )
@@ -68,18 +71,28 @@ def offload_engine(args, capacity: int, pages: int, plan: Offload) -> Engine:
     return engine
 
 
-def ways(engine: Engine, host: int) -> Iterator[tuple[str, EagerSteps | StepGraphs]]:
-    """Those to bring K/V, from the slowest: what runs the passes, and what a copy takes."""
-    model, run = engine.model, launcher(engine.model)
+def ways(engine: Engine, host: int) -> Iterator[tuple[str, EagerSteps | StepGraphs, Callable[[], None]]]:
+    """Those to read `host` pages of the host, about from the slowest: what runs the passes, and what prepares a run."""
+    model, run, send = engine.model, launcher(engine.model), partial(engine.scheduler.slots.send, 0, host)
     if host:
         by_page, by_layer = Copies(launch, model, host, whole=False), Copies(launch, model, host, whole=True)
-        yield "eager, a copy a page", EagerSteps(model, by_page)
-        yield "eager, a copy a layer", EagerSteps(model, by_layer)
-        yield "a graph a layer, a copy a layer, waits", pieces(model, run, waiting(by_layer))
-        yield "a graph a layer, a copy a layer", pieces(model, run, by_layer)
-    yield "eager", EagerSteps(model, run)
-    yield "a graph a layer", pieces(model, run, launch)
-    yield "one graph", engine.steps
+        yield "eager, a copy a page", EagerSteps(model, by_page), send
+        yield "eager, a copy a layer", EagerSteps(model, by_layer), send
+        yield "a graph a layer, a copy a layer, waits", pieces(model, run, waiting(by_layer)), send
+        yield "a graph a layer, a copy a layer", pieces(model, run, by_layer), send
+        yield "one graph, a copy a layer", StepGraphs(model, kinds=("greedy",), run=by_layer), send
+        if model.kv.offload.cells[0].nbytes % ALIGNED == 0:
+            direct = StepGraphs(model, kinds=("greedy",), run=without_fetches(run))
+            yield "one graph, attention reads the host", direct, partial(read_directly, engine, host)
+    yield from graph_ways(engine, send)
+
+
+def graph_ways(engine: Engine, prepare: Callable[[], None]) -> Iterator[tuple]:
+    """Those with the fetch kernel."""
+    model, run = engine.model, launcher(engine.model)
+    yield "eager", EagerSteps(model, run), prepare
+    yield "a graph a layer", pieces(model, run, launch), prepare
+    yield "one graph", engine.steps, prepare
 
 
 def pieces(model, run: Run, between: Run) -> StepGraphs:
@@ -97,6 +110,30 @@ def waiting(run: Run) -> Run:
     return run_waiting
 
 
+def without_fetches(run: Run) -> Run:
+    """`run`, where nothing comes into the ring."""
+
+    def run_without(role: str, op, *args, **how) -> None:
+        if role not in ("fetch", "fetched"):
+            run(role, op, *args, **how)
+
+    return run_without
+
+
+def read_directly(engine: Engine, host: int) -> None:
+    """Send the pages, and let the tables name cells of the host's memory itself, which has addresses of its own in the
+    device's space: the first multiple of a cell behind its beginning. So what is read is another text, in the same
+    time."""
+    engine.scheduler.slots.send(0, host)
+    kv, offload = engine.model.kv, engine.model.kv.offload
+    layers, cell = len(offload.tables), offload.cells[0].nbytes
+    first = -((offload.cells.data_ptr() - offload.host.data_ptr()) // cell)
+    places = kv.page_table[0, :host] - len(kv.pool)
+    pages = offload.fetched[1:][places.long()]
+    numbers = torch.arange(layers, dtype=torch.int32, device=pages.device)[:, None]
+    offload.tables[:, 0, :host] = first + pages * layers + numbers
+
+
 class Copies:
     """Runs as `run` does, but what comes from the host's memory comes by copies: one a page, or one a layer (as if the
     host had a layer's pages beside each other: for the time it takes, the text is another one)."""
@@ -107,6 +144,7 @@ class Copies:
         self._cell = offload.target[0].shape[1]
         self._pages = offload.fetched[1 : 1 + host].tolist()
         self._flat = offload.host.view(torch.int64).as_strided((offload.host.untyped_storage().nbytes() // 8,), (1,), 0)
+        self._words = PIECE // 8 - offload.source[0].stride(0)
 
     def __call__(self, role: str, op, *args, **how) -> None:
         if role != "fetch":
@@ -115,7 +153,7 @@ class Copies:
         _, _, source, ring = args
         if self._whole:
             layer, count = source.storage_offset() // self._cell, self._count * self._cell
-            each = max(2**27 // count, 1)  # layers within the host's first piece: a copy must not cross two
+            each = max(self._words // count, 1)  # layers within the host's first piece: a copy must not cross two
             ring.view(-1)[:count].copy_(self._flat[layer % each * count :][:count], non_blocking=True)
             return
         for place, page in enumerate(self._pages):
@@ -123,12 +161,13 @@ class Copies:
 
 
 def fetch_rate(engine: Engine, nbytes: int) -> float:
-    """GB/s of the fetches of one step alone, captured in one graph."""
-    model, offload = engine.model, engine.model.kv.offload
+    """GB/s of the fetches of one step alone, of pages or of weights, captured in one graph."""
+    model, offload, layers = engine.model, engine.model.kv.offload, engine.model.weights.host
+    of, places = (offload, offload.fetched) if offload else (layers, layers.places)
 
     def all_layers() -> None:
-        for source, target in zip(offload.source, offload.target):
-            fetch(None, offload.fetched, source, target, shape=model.fetch_shape)
+        for source, target in zip(of.source, of.target):
+            fetch(None, places, source, target, shape=model.fetch_shape)
 
     return nbytes / captured_seconds(all_layers) / 1e9
 
@@ -173,6 +212,26 @@ def offload_figures(times: list[float], nbytes: int, rates: dict) -> dict:
         found |= {"pct_fetch": round(100 * gbs / rates["fetch_gbs"], 1)}
         found |= {"over_needed": round(rates["fetch_gbs"] / gbs, 3)}
     return found
+
+
+def weights(args, output) -> list[dict]:
+    """The step with --weights GiB of the last layers in the host's memory, behind --context tokens on the device."""
+    config, dtype, rows = PRESETS[args.preset], torch.bfloat16, []
+    on_host = plan_weights(config, dtype, args.weights)
+    engine = offload_engine(args, args.context + args.steps + 2, None, None, on_host)
+    host = engine.model.weights.host
+    nbytes = sum(source.nbytes for source in host.source)
+    rates = {"fetch_gbs": fetch_rate(engine, nbytes)}
+    for name, steps, _ in graph_ways(engine, lambda: None):
+        with stepping(engine, steps):
+            times = time_decode(engine, args.context, args.steps, args.runs)
+        check_running(engine, name)
+        row = {"bench": "offload-weights"} | model_facts(engine, args) | {"variant": name, "host_layers": on_host}
+        row |= {"context": args.context, "steps": args.steps, "runs": args.runs}
+        row |= offload_figures(times, nbytes, rates) | {"captures": getattr(steps, "captures", 0)}
+        rows.append(row | run_facts(engine.device))
+        output.note(f"{on_host} layers on the host, {name}: {row['us_per_token']:,.0f} µs a token")
+    return rows
 
 
 def swap(args) -> dict:
