@@ -4,7 +4,7 @@ import pytest
 import torch
 from checkpoints import FAMILIES, write_tiny
 from models import CUDA, DEVICE
-from needles import Needles
+from needles import LLAMA, Needles
 from test_parity import REAL_WIDTHS, errors, transformers
 
 from tridecode import Engine, SamplingParams
@@ -130,16 +130,21 @@ def test_a_needle_is_found_in_what_the_cache_holds(finder):
         assert_found(found, 9)
 
 
-@needs_gpu
-def test_a_needle_is_found_among_128000_tokens_of_the_host(tmp_path):
-    """At ten depths, with a fiftieth of the K/V on the device."""
-    tokens = 128_000
-    path = NEEDLES.write(tmp_path / "needles", DTYPE, tokens + 8, heads=16, kv_heads=4)
-    with Engine.load(path, device=str(DEVICE), max_seq_len=tokens + 2, kv_offload=4, kv_tokens=40 * 64) as engine:
+@pytest.mark.parametrize("tokens", [32_000, 128_000] if CUDA else [2000])
+def test_a_needle_is_found_at_ten_depths_among_pages_of_the_host(tokens, tmp_path):
+    """With Llama 3.1's rope, heads and context, and nearly all K/V on the host."""
+    needles, context = Needles(16), 131_072 if CUDA else 2048
+    path = needles.write(tmp_path / "needles", DTYPE, context, heads=16, kv_heads=4, size=128, rope=LLAMA)
+    limits = dict(kv_offload=1, kv_tokens=40 * 64) if CUDA else dict(kv_offload=0.1, kv_tokens=5 * 64, chunk_tokens=128)
+    with Engine.load(path, device=str(DEVICE), max_seq_len=context, **limits) as engine:
+        assert context > 6 * engine.kv_tokens
         for tenth in range(10):
-            fact = tenth * tokens // 10 + 13
-            ids = NEEDLES.prompt(tokens, fact, tokens - 2 - 50 * tenth, key=tenth, value=5 * tenth, seed=tenth)
-            assert_found(answer_of(engine, ids), 5 * tenth)
+            fact, question = tenth * tokens // 10 + 13, tokens - 2 - 5 * tenth
+            ids = needles.prompt(tokens, fact, question, key=tenth % 8, value=tenth, seed=tenth)
+            result = engine.generate(ids, ONE, reuse_prefix=False)
+            logits = engine.model.workspace.logits[0, needles.answers]
+            assert result.token_ids == (needles.answers.start + tenth,), f"{logits}"
+            assert logits[tenth] > 0.9 and logits.sort().values[-2] < 0.1
 
 
 def test_without_the_needle_there_is_no_answer(finder):
