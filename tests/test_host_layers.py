@@ -1,5 +1,6 @@
 """Models larger than the device: the last layers' weights in host memory give the texts of weights on the device."""
 
+import gc
 from dataclasses import replace
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from checkpoints import write_tiny
 from models import CUDA, DEVICE, tiny_config, tiny_engine
 
-from tridecode import Engine, SamplingParams, memory
+from tridecode import Engine, SamplingParams, memory, pinned
 from tridecode.cache.offload import Offload
 from tridecode.errors import DeviceError, ParameterError
 from tridecode.memory import plan_memory
@@ -259,3 +260,54 @@ def test_a_graph_is_captured_once():
     said(engine, SAMPLED)
     assert engine.steps.captures == captures == len(decode.KINDS)
     assert {stat.mode for stat in engine.graph_stats() if stat.kind in decode.KINDS} == {"full"}
+
+
+# ---- host memory itself
+
+
+class Driver:
+    """What registers memory, and refuses the piece after so many."""
+
+    def __init__(self, most):
+        self.most, self.pieces = most, {}
+
+    def cudaHostRegister(self, address, length, flags):
+        if len(self.pieces) == self.most:
+            return 2
+        self.pieces[address] = length
+        return 0
+
+    def cudaHostUnregister(self, address):
+        del self.pieces[address]
+
+
+@pytest.fixture
+def driver(monkeypatch):
+    made = Driver(9)
+    monkeypatch.setattr(pinned, "PIECE", 5 * 4096)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: made)
+    return made
+
+
+def test_host_memory_is_registered_in_pieces_of_whole_rows_and_given_back(driver):
+    memory = pinned.host_memory(7, 2 * 4096, torch.device("cuda"), "weights_offload")
+    first = memory.data_ptr()
+    assert memory.shape == (7, 8192) and not memory.any() and first % 4096 == 0
+    assert driver.pieces == {first: 16_384, first + 16_384: 16_384, first + 32_768: 16_384, first + 49_152: 8192}
+    part = memory[3, :8]
+    del memory
+    gc.collect()
+    assert len(driver.pieces) == 4, "part of it is held"
+    del part
+    gc.collect()
+    assert driver.pieces == {}
+
+
+def test_a_driver_that_pins_no_more_is_one_line(driver):
+    driver.most = 2
+    with pytest.raises(DeviceError) as raised:
+        pinned.host_memory(7, 2 * 4096, torch.device("cuda"), "kv_offload")
+    assert str(raised.value).startswith("kv_offload: the driver refuses to pin more than 0.0 of 0.0 GiB (CUDA error 2)")
+    del raised
+    gc.collect()
+    assert driver.pieces == {}, "what was pinned is given back"
