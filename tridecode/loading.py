@@ -109,6 +109,8 @@ class Loaded:
             config, torch_dtype, place, backend, max_seq_len, slots, kv_tokens, chunk_tokens, planned.one_piece,
             kv_offload, kv_ring, batch_invariant, on_host,
         )  # fmt: skip
+        if on_host:
+            kv.notes.append(f"the weights of the last {on_host} layers come from the host in every pass")
         cores = threads.FreeCores()
         weights = load_weights(path, config, place, torch_dtype, progress, on_host)
         name = "bundled" if model is None else str(model)
