@@ -107,7 +107,7 @@ def add_benches(bench) -> None:
     host.add_argument("--weights", type=amount, metavar="GIB", help=words)
     host.add_argument("--kv-gib", type=amount, default=4.0, metavar="GIB", help="of the device for such a prompt (4)")
     suite = add("suite", "every row of one of the files in benchmarks/, in one process")
-    suites = ["targets", "batch", "prompts", "ladder", "peers"]
+    suites = ["targets", "batch", "prompts", "ladder", "peers", "offload"]
     suite.add_argument("suite", nargs="?", choices=suites, default="targets", help="(targets)")
     report = add("report", "show a JSON file that a bench wrote; measures nothing")
     report.add_argument("file", metavar="FILE", help="a JSON list of rows")

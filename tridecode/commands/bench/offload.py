@@ -6,7 +6,7 @@ from functools import partial
 import torch
 
 from ...cache.kv import PAGE, kv_bytes_per_token
-from ...cache.offload import Offload
+from ...cache.offload import Offload, Offloaded
 from ...engine import Engine
 from ...errors import GenerationError
 from ...kernels.fetch import fetch
@@ -50,7 +50,7 @@ def offload(args, output) -> list[dict]:
             with stepping(engine, steps):
                 times = time_decode(engine, args.context, args.steps, args.runs, before=prepare)
             check_running(engine, name)
-            row = {"bench": "offload"} | model_facts(engine, args) | {"variant": name, "host_share": share}
+            row = {"bench": "offload"} | model_facts(engine, args) | {"variant": name, "host": share}
             row |= {"context": args.context, "steps": args.steps, "runs": args.runs, "ring": args.ring}
             row |= offload_figures(times, nbytes, rates) | {"captures": getattr(steps, "captures", 0)}
             rows.append(row | run_facts(engine.device))
@@ -81,7 +81,7 @@ def ways(engine: Engine, host: int) -> Iterator[tuple[str, EagerSteps | StepGrap
         yield "a graph a layer, a copy a layer, waits", pieces(model, run, waiting(by_layer)), send
         yield "a graph a layer, a copy a layer", pieces(model, run, by_layer), send
         yield "one graph, a copy a layer", StepGraphs(model, kinds=("greedy",), run=by_layer), send
-        if model.kv.offload.cells[0].nbytes % ALIGNED == 0:
+        if first_cell(model.kv.offload) is not None:
             direct = StepGraphs(model, kinds=("greedy",), run=without_fetches(run))
             yield "one graph, attention reads the host", direct, partial(read_directly, engine, host)
     yield from graph_ways(engine, send)
@@ -120,14 +120,21 @@ def without_fetches(run: Run) -> Run:
     return run_without
 
 
+def first_cell(offload: Offloaded) -> int | None:
+    """The number of the host's memory as a cell, counted from the device's: the first whole one behind its beginning.
+    None where no table can hold it."""
+    cell = offload.cells[0].nbytes
+    first = -((offload.cells.data_ptr() - offload.host.data_ptr()) // cell)
+    end = first + offload.host.shape[0] * offload.host.shape[1]
+    return first if cell % ALIGNED == 0 and -(2**31) <= first and end < 2**31 else None
+
+
 def read_directly(engine: Engine, host: int) -> None:
-    """Send the pages, and let the tables name cells of the host's memory itself, which has addresses of its own in the
-    device's space: the first multiple of a cell behind its beginning. So what is read is another text, in the same
-    time."""
+    """Send the pages, and let the tables name the host's own memory, all of which the device sees. What is read is
+    another text, in the same time."""
     engine.scheduler.slots.send(0, host)
     kv, offload = engine.model.kv, engine.model.kv.offload
-    layers, cell = len(offload.tables), offload.cells[0].nbytes
-    first = -((offload.cells.data_ptr() - offload.host.data_ptr()) // cell)
+    layers, first = len(offload.tables), first_cell(offload)
     places = kv.page_table[0, :host] - len(kv.pool)
     pages = offload.fetched[1:][places.long()]
     numbers = torch.arange(layers, dtype=torch.int32, device=pages.device)[:, None]

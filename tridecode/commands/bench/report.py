@@ -137,7 +137,7 @@ COLUMNS = {
         "way": text("variant"),
         "shape": name,
         "context": number("context"),
-        "on the host": number("host_share", 2),
+        "on the host": number("host", 2),
         "µs per token": number("us_per_token"),
         "p5": number("us_p5"),
         "p95": number("us_p95"),

@@ -63,7 +63,7 @@ def measure(args, output: Output) -> list[dict]:
 
 def alone(row: dict) -> dict:
     """The options that name a row among those of its command."""
-    found = {key: [row[key]] for key in ("prompt_tokens", "graph") if key in row}
+    found = {key: [row[key]] for key in ("prompt_tokens", "graph", "host") if key in row}
     if row["bench"] == "batch":
         mixed = isinstance(row["context"], str)
         found = {"rows": None if mixed else [row["rows"]], "context": [row["context"]]}
