@@ -124,6 +124,18 @@ def test_more_than_device_and_ring_hold_waits_or_begins_again(alone):
     assert engine.scheduler.preemptions > 0
 
 
+def test_what_is_free_is_told_of_what_can_run():
+    engine = engine_of(8, ring=6, host=40, context=8)
+    load = engine.scheduler.load()
+    assert (load.pages, load.free_pages) == (14, 14)
+    engine.generate(LONG[: 5 * PAGE], GREEDY)
+    assert engine.scheduler.load().free_pages == 14, "what waits can go"
+    request = engine.submit(LONG[: 7 * PAGE], SHORT)
+    engine.step()
+    assert engine.scheduler.load().free_pages <= 7
+    request.cancel()
+
+
 @pytest.mark.parametrize("ring", [0, 6], ids=["swap", "ring"])
 def test_a_conversation_that_went_to_the_host_comes_back(ring, alone):
     """Two conversations, for one of which the device has room: neither is computed again."""

@@ -57,6 +57,11 @@ class KVCache:
         return len(self.pool) + (len(self.offload.host) if self.offload else 0)
 
     @property
+    def runnable(self) -> int:
+        """Pages that requests which run can have together: the device's, and of the host as many as the ring holds."""
+        return len(self.pool) + (self.offload.plan.ring if self.offload else 0)
+
+    @property
     def rings(self) -> bool:
         """Whether passes read pages of the host, through the ring."""
         return self.offload is not None and self.offload.plan.ring > 0

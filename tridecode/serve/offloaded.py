@@ -57,7 +57,7 @@ class OffloadedSlots(Slots):
 
     def _left(self) -> int:
         """Pages that requests may have beside those that they have."""
-        return len(self._kv.pool) + self._offload.plan.ring - len(self._held_pages())
+        return self._kv.runnable - len(self._held_pages())
 
     def _held_pages(self) -> set[int]:
         return {page for held in self.held for page in held.pages}
@@ -132,7 +132,7 @@ class OffloadedSlots(Slots):
         assert all(self._where[page] is not None for page in self.cache.pages()), "what can be found lies nowhere"
         assert {page for page in held if self._on_host(page)} == self._ring.keys(), "the ring has other pages"
         assert len(set(self._ring.values())) == len(self._ring), "two pages in one place of the ring"
-        assert len(held) <= len(self._kv.pool) + self._offload.plan.ring, "more pages run than there is room for"
+        assert len(held) <= self._kv.runnable, "more pages run than there is room for"
 
     # ---- pages that move, in stream order
 

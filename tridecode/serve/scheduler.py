@@ -59,7 +59,7 @@ class Scheduler:
 
     def load(self) -> Load:
         """How busy it is; to be called from any thread, between whose numbers a pass may come."""
-        jobs, pages = len(self.roster.jobs), self._model.kv.pages
+        jobs, pages = len(self.roster.jobs), self._model.kv.runnable
         waiting = max(jobs - len(self.roster.admitted), 0)
         return Load(jobs, waiting, len(self.roster.rows), pages, self.slots.available(), self.preemptions)
 
