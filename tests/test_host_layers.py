@@ -75,7 +75,7 @@ def test_weights_and_pages_of_the_host_come_beside_each_other(alone):
 
 
 def test_several_requests_run_on_weights_of_the_host():
-    plain, engine = engine_of(slots=3), engine_of(4, slots=3)
+    plain, engine = (engine_of(layers, slots=3, prompt_ms=1e6) for layers in (0, 4))
     prompts = [PROMPT[: 3 + 50 * i] for i in range(5)]
     found = [[result.token_ids for result in e.generate_many(prompts, GREEDY)] for e in (plain, engine)]
     assert found[0] == found[1]
