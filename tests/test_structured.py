@@ -197,6 +197,7 @@ def test_a_grammar_that_fails_later_ends_its_own_request(bundled, monkeypatch):
 REFUSED = {
     "an_unknown_type": (dict(json_schema={"type": "nonsense"}), "json_schema: Invalid type: nonsense"),
     "what_is_not_implemented": (dict(json_schema={"not": {}}), 'json_schema: Unimplemented keys: ["not"]'),
+    "one_of_several_that_overlap": (dict(json_schema={"oneOf": [{"type": "string"}, {"const": "a"}]}), "use anyOf"),
     "a_reference_to_nothing": (dict(json_schema={"$ref": "#/nope"}), "json_schema: Pointer '/nope' does not exist"),
     "what_nothing_satisfies": (dict(json_schema={"type": "integer", "minimum": 5, "maximum": 2}), "Unsatisfiable"),
     "integers_beyond_floating_point": (dict(json_schema={"enum": [2**53 + 1]}), "9007199254740993 is too large"),
