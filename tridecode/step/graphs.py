@@ -154,7 +154,7 @@ def forked(model: DecodeModel, run: Run, attention: Op | None = None) -> Run:
     run = replaced(run, attention)
     if not model.hosted or model.device.type != "cuda":
         return run
-    return Forked(run, plain, fetch_stream(model.device))
+    return Forked(run, plain, *fetch_streams(model.device))
 
 
 def replaced(run: Run, attention: Op | None) -> Run:
@@ -179,9 +179,10 @@ def capture_stream(device: torch.device) -> tuple[torch.cuda.Stream, threading.R
 
 
 @cache
-def fetch_stream(device: torch.device) -> torch.cuda.Stream:
-    """The stream on which what lies in host memory comes, whichever pass wants it."""
-    return torch.cuda.Stream(device)
+def fetch_streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
+    """The stream on which what lies in host memory comes, whichever pass wants it, and the one for captures: while one
+    engine captures, others may run."""
+    return torch.cuda.Stream(device), torch.cuda.Stream(device)
 
 
 class Place:

@@ -26,24 +26,26 @@ def refer(role: str, op: Op, *args, **how) -> None:
 
 
 class Forked:
-    """Runs the lines of one pass as `run` does, but those with the role "fetch" on the stream `side`: each begins when
-    what stands before it in the list is done, and a line "fetched" waits for the one that filled its buffer.
+    """Runs the lines of one pass as `run` does, but those with the role "fetch" on the stream `side`, or `captured`
+    within a capture: each begins when what stands before it in the list is done, and a line "fetched" waits for the one
+    that filled its buffer.
 
     `plain` launches the fetches, and what follows a wait: a dependent launch needs its predecessor alone. Within a
     capture this makes a branch of the graph; every fetch is waited for, so the branch has joined when the list ends.
     """
 
-    def __init__(self, run: Run, plain: Run, side: torch.cuda.Stream):
-        self._run, self._plain, self._side = run, plain, side
+    def __init__(self, run: Run, plain: Run, side: torch.cuda.Stream, captured: torch.cuda.Stream):
+        self._run, self._plain, self._sides = run, plain, (side, captured)
         self._filled: dict[int, torch.cuda.Event] = {}  # by the address of a buffer
         self._joined = False
 
     def __call__(self, role: str, op: Op, *args, **how) -> None:
         if role == "fetch":
-            self._side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(self._side):
+            side = self._sides[torch.cuda.is_current_stream_capturing()]
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
                 self._plain(role, op, *args, **how)
-                self._filled[args[-1].data_ptr()] = self._side.record_event()
+                self._filled[args[-1].data_ptr()] = side.record_event()
         elif role == "fetched":
             if filled := self._filled.pop(args[0].data_ptr(), None):
                 torch.cuda.current_stream().wait_event(filled)
