@@ -1,6 +1,7 @@
 """Models larger than the device: the last layers' weights in host memory give the texts of weights on the device."""
 
 import gc
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -26,7 +27,7 @@ from tridecode.placement import plan_capacity, plan_kv, plan_weights
 from tridecode.step import decode
 from tridecode.step.graphs import EagerSteps, StepGraphs, launcher
 from tridecode.step.prefill import finish, read
-from tridecode.step.run import Recorder, launch, refer
+from tridecode.step.run import Forked, Recorder, launch, refer
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 SAMPLED = SamplingParams(temperature=0.8, seed=3, max_tokens=12, ignore_eos=True, logprobs=2)
@@ -124,6 +125,46 @@ def test_weights_are_fetched_before_they_are_read_and_after_their_buffers_last_r
                 assert buffers[address] == layer and address in waited
             reads.append((layer, line.role))
     assert [role for _, role in reads] == [*PROJECTIONS] * LAYERS
+
+
+class Stream:
+    """What a stream is told, in the log of all of them."""
+
+    def __init__(self, name, log):
+        self.name, self._log = name, log
+
+    def wait_stream(self, other):
+        self._log.append(f"{self.name} waits for {other.name}")
+
+    def record_event(self):
+        self._log.append(f"{self.name} is marked")
+        return f"mark {len(self._log)}"
+
+    def wait_event(self, mark):
+        self._log.append(f"{self.name} waits for {mark}")
+
+
+@pytest.mark.parametrize("capturing", [False, True])
+def test_fetches_run_beside_the_list_and_are_waited_for_one_by_one(capturing, monkeypatch):
+    """What follows a wait is launched plainly, for it has two predecessors."""
+    log = []
+    main, side, captured = (Stream(name, log) for name in ("main", "side", "captured"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: main)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    run = Forked(lambda role, *_: log.append(role), lambda role, *_: log.append(f"plain {role}"), side, captured)
+    rings = torch.zeros(2, 8)
+    for role, *args in [
+        ("fetch", 0, rings[0]), ("fetch", 1, rings[1]), ("embed",), ("fetched", rings[1]), ("qkv",),
+        ("fetched", rings[0]), ("attention",), ("o_proj",), ("fetched", rings[0]), ("down",),
+    ]:  # fmt: skip
+        run(role, None, *args)
+    name = "captured" if capturing else "side"
+    assert log == [
+        f"{name} waits for main", "plain fetch", f"{name} is marked", f"{name} waits for main", "plain fetch",
+        f"{name} is marked", "embed", "main waits for mark 6", "plain qkv", "main waits for mark 3", "plain attention",
+        "o_proj", "down",
+    ]  # fmt: skip
 
 
 def test_lists_in_the_interpreter_give_what_the_references_give():
