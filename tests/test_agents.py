@@ -144,15 +144,14 @@ def test_a_stream_says_a_calls_name_first_and_then_its_arguments(served):
     assert [chunk["choices"][0]["finish_reason"] for chunk in chunks][-1] == "tool_calls"
 
 
-BROKEN = 'Well.\n<tool_call>\n{"name": "get_weather", "arguments": {city}}\n</tool_call>'
-
-
-def test_a_malformed_call_comes_back_as_text(client, claude):
-    asked = {"model": "m", "messages": CHAT, "tools": [CHAT_TOOL], "extra_body": saying(BROKEN)}
+@pytest.mark.parametrize("arguments", ["{city}", '{"city": NaN}'])
+def test_a_malformed_call_comes_back_as_text(client, claude, arguments):
+    broken = f'Well.\n<tool_call>\n{{"name": "get_weather", "arguments": {arguments}}}\n</tool_call>'
+    asked = {"model": "m", "messages": CHAT, "tools": [CHAT_TOOL], "extra_body": saying(broken)}
     got = client.chat.completions.create(**asked).choices[0]
     assert got.message.tool_calls is None and got.finish_reason == "stop"
-    assert got.message.content == BROKEN.replace("\n<tool_call>", "<tool_call>", 1)
-    asked = {"model": "m", "messages": CHAT, "tools": [BLOCK_TOOL], "max_tokens": 99, "extra_body": saying(BROKEN)}
+    assert got.message.content == broken.replace("\n<tool_call>", "<tool_call>", 1)
+    asked = {"model": "m", "messages": CHAT, "tools": [BLOCK_TOOL], "max_tokens": 99, "extra_body": saying(broken)}
     assert claude.messages.create(**asked).stop_reason == "end_turn"
 
 
@@ -270,6 +269,21 @@ def test_a_conversation_goes_on_from_items(client):
     assert got.usage.input_tokens > 100
 
 
+def test_what_codex_sends_beside_is_taken(served):
+    words = {"role": "user", "type": "message", "content": [{"type": "input_text", "text": "Show a.txt"}]}
+    tools = [TOOL | {"strict": False}, {"type": "web_search", "external_web_access": False},
+             {"type": "namespace", "name": "agents", "tools": [TOOL]}]  # fmt: skip
+    body = {
+        "model": "m", "stream": True, "input": [words | {"role": "developer"}, words], "tools": tools,
+        "tool_choice": "auto", "parallel_tool_calls": True, "reasoning": {"effort": "high", "summary": "auto"},
+        "store": False, "include": ["reasoning.encrypted_content"], "prompt_cache_key": "k",
+        "text": {"verbosity": "low"}, "client_metadata": {"session_id": "s"}, "service_tier": "auto",
+        "max_output_tokens": 2,
+    }  # fmt: skip
+    with served.stream(body, "/v1/responses") as got:
+        assert "response.incomplete" in list(got.iter_lines())[-3]
+
+
 def test_a_client_that_asks_whether_somebody_is_there_gets_an_answer(client):
     for nothing in ("", []):
         assert client.responses.create(model="m", input=nothing, max_output_tokens=1).usage.output_tokens == 1
@@ -349,6 +363,19 @@ def test_a_round_with_a_tool_as_anthropics_client_plays_it(claude):
     messages = [*CHAT, {"role": "assistant", "content": [call.model_dump()]},
                 {"role": "user", "content": [result, {"type": "text", "text": "And now?"}]}]  # fmt: skip
     assert claude.messages.create(messages=messages, **asked | {"max_tokens": 5}).stop_reason == "max_tokens"
+
+
+def test_what_claude_code_sends_beside_is_taken(served):
+    cached = {"type": "text", "text": "Show a.txt", "cache_control": {"type": "ephemeral"}}
+    tool = BLOCK_TOOL | {"input_schema": SCHEMA | {"$schema": "https://json-schema.org/draft/2020-12/schema"}}
+    body = {
+        "model": "m", "max_tokens": 2, "stream": True, "messages": [{"role": "user", "content": [cached]}],
+        "system": [cached], "tools": [tool | {"cache_control": {"type": "ephemeral"}}], "metadata": {"user_id": "u"},
+        "thinking": {"type": "adaptive", "display": "omitted"}, "output_config": {"effort": "high"},
+        "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+    }  # fmt: skip
+    with served.stream(body, "/v1/messages?beta=true") as got:
+        assert [line for line in got.iter_lines() if line.startswith("event: ")][-1] == "event: message_stop"
 
 
 def test_the_line_that_changes_with_each_request_hides_no_prefix(claude):

@@ -48,6 +48,12 @@ CASES = {
     "broken_arguments": (
         TaggedCalls, '<tool_call>{"name": "f", "arguments": {a}}</tool_call>', [F, (ARGUMENTS, "{a}")], [False],
     ),
+    "no_number": (
+        TaggedCalls,
+        '<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>',
+        [F, (ARGUMENTS, '{"a": NaN}')],
+        [False],
+    ),
     "text_alone": (TaggedCalls, " 1 < 2, <tool and <b>\n", [(TEXT, " 1 < 2, <tool and <b>\n")], []),
     "bare": (BareCalls, '{"name": "f", "parameters": {"a": 1}}', [F, ONE], [True]),
     "bare_behind_a_tag": (
