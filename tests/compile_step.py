@@ -27,6 +27,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tridecode import kernels
 from tridecode.cache.kv import PAGE, make_kv_cache
+from tridecode.cache.offload import Offload
 from tridecode.kernels.gather_kv import gather_kv
 from tridecode.model.checkpoint import _allocate, _assemble
 from tridecode.model.presets import PRESETS
@@ -88,7 +89,7 @@ def meta_model(preset: str, dtype: torch.dtype, arch: int, capacity: int = 4096)
     rope = torch.empty(capacity, config.head_dim // 2, device=device)
     return DecodeModel(
         config=config,
-        weights=_assemble(config, _allocate(config, device, dtype)),
+        weights=_assemble(config, *_allocate(config, device, dtype)),
         kv=make_kv_cache(config, capacity, device, dtype, page=PAGE),
         cos=rope,
         sin=rope,
@@ -135,6 +136,11 @@ def run_all(preset: str, dtype: torch.dtype, arch: int) -> None:
     table = model.kv.page_table[0]
     gather_kv(table, model.kv.k[0], model.kv.v[0], 70, *model.kv.pool.new_empty(2, *model.kv.k[0][0].shape))
     finish(launcher(model), model.of_rows(1), "greedy")
+    kv = make_kv_cache(model.config, 4096, model.device, dtype, page=PAGE, offload=Offload(host=8, ring=8))
+    weights = _assemble(model.config, *_allocate(model.config, model.device, dtype, on_host=3))
+    offloaded = replace(model, kv=kv, weights=weights)
+    decode.step(launch_ours, offloaded.of_rows(1), "greedy")
+    read(run, offloaded, 132, decoding=64)
 
 
 def wide(shapes: StepShapes, arch: int) -> StepShapes:

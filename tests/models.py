@@ -57,14 +57,16 @@ FAMILIES = {
 }
 
 
-def tiny_engine(backend="auto", graph="full", dtype=None, capacity=256, seed=0, build=None, **overrides) -> Engine:
+def tiny_engine(
+    backend="auto", graph="full", dtype=None, capacity=256, seed=0, build=None, on_host=0, **overrides
+) -> Engine:
     """The default backend is the one this machine has: Triton on a GPU, torch otherwise. build: more for Engine.build;
-    overrides: of the configuration."""
+    on_host: layers whose weights are in the host's memory; overrides: of the configuration."""
     config = tiny_config(**overrides)
     dtype = dtype or (torch.bfloat16 if CUDA else torch.float32)
     if backend == "auto":
         backend = "triton" if CUDA else "torch"
-    weights = random_weights(config, DEVICE, dtype, seed)
+    weights = random_weights(config, DEVICE, dtype, seed, on_host)
     shapes = None if CUDA else INTERPRETER_SHAPES
     return Engine.build(config, weights, None, capacity, backend, graph, shapes=shapes, **build or {})
 

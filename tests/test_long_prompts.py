@@ -4,7 +4,7 @@ import pytest
 import torch
 from checkpoints import FAMILIES, write_tiny
 from models import CUDA, DEVICE
-from needles import Needles
+from needles import LLAMA, Needles
 from test_parity import REAL_WIDTHS, errors, transformers
 
 from tridecode import Engine, SamplingParams
@@ -86,9 +86,14 @@ def checkpoint(tmp_path_factory):
     return NEEDLES.write(path, DTYPE, TOKENS + 8, heads=16 if CUDA else 4, kv_heads=4 if CUDA else 2)
 
 
-@pytest.fixture(scope="module", params=["triton", "flash"] if CUDA else ["torch"])
+FINDERS = {"triton": {}, "flash": dict(prompt_attention="flash"), "host": dict(kv_offload=4, kv_tokens=35 * 64)}
+if not CUDA:
+    FINDERS = {"torch": dict(chunk_tokens=48), "host": dict(chunk_tokens=48, kv_offload=0.1, kv_tokens=4 * 64)}
+
+
+@pytest.fixture(scope="module", params=FINDERS)
 def finder(request, checkpoint):
-    options = dict(chunk_tokens=48) if request.param == "torch" else dict(prompt_attention=request.param)
+    options = FINDERS[request.param]
     with Engine.load(checkpoint, device=str(DEVICE), max_seq_len=TOKENS + 2, **options) as engine:
         yield engine
 
@@ -123,6 +128,23 @@ def test_a_needle_is_found_in_what_the_cache_holds(finder):
         found = answer_of(finder, ids, reuse_prefix=True)
         assert found[0].usage.reused_tokens == kept
         assert_found(found, 9)
+
+
+@pytest.mark.parametrize("tokens", [32_000, 128_000] if CUDA else [2000])
+def test_a_needle_is_found_at_ten_depths_among_pages_of_the_host(tokens, tmp_path):
+    """With Llama 3.1's rope, heads and context, and nearly all K/V on the host."""
+    needles, context = Needles(16), 131_072 if CUDA else 2048
+    path = needles.write(tmp_path / "needles", DTYPE, context, heads=16, kv_heads=4, size=128, rope=LLAMA)
+    limits = dict(kv_offload=1, kv_tokens=40 * 64) if CUDA else dict(kv_offload=0.1, kv_tokens=5 * 64, chunk_tokens=128)
+    with Engine.load(path, device=str(DEVICE), max_seq_len=context, **limits) as engine:
+        assert context > 6 * engine.kv_tokens
+        for tenth in range(10):
+            fact, question = tenth * tokens // 10 + 13, tokens - 2 - 5 * tenth
+            ids = needles.prompt(tokens, fact, question, key=tenth % 8, value=tenth, seed=tenth)
+            result = engine.generate(ids, ONE, reuse_prefix=False)
+            logits = engine.model.workspace.logits[0, needles.answers]
+            assert result.token_ids == (needles.answers.start + tenth,), f"{logits}"
+            assert logits[tenth] > 0.9 and logits.sort().values[-2] < 0.1
 
 
 def test_without_the_needle_there_is_no_answer(finder):

@@ -9,7 +9,8 @@ import torch
 
 from . import placement, threads
 from .arguments import function, shown
-from .errors import EngineClosed, ParameterError
+from .cache.offload import BUFFERS, Offload
+from .errors import EngineClosed
 from .memory import MemoryPlan, allocating, plan_memory
 from .model.checkpoint import load_config, load_weights
 from .model.config import ModelConfig
@@ -49,6 +50,9 @@ class Loaded:
         max_seq_len: int | None = None,
         slots: int = 1,
         kv_tokens: int | None = None,
+        kv_offload: float | str | None = None,
+        kv_ring: int = BUFFERS,
+        weights_offload: float | None = None,
         graph: str = "full",
         graph_sizes: Sequence[int] | None = None,
         attention: str = "triton",
@@ -67,8 +71,10 @@ class Loaded:
         device: auto, cpu, cuda or cuda:N. backend: auto, triton or torch. dtype: auto (the checkpoint's; fp32 ones run
         in bf16 on a GPU; fp32 on a CPU), bfloat16, float16 or float32. max_seq_len: K/V positions of one request, None
         is the model's limit or what fits. slots: requests that run at a time. kv_tokens: K/V positions of all of them
-        together, None is slots x max_seq_len or what fits. graph: how passes run, see docs/graphs.md: full (each is one
-        captured CUDA graph), piecewise (captured but for attention), none (launched one by one), full_decode_only or
+        together, None is slots x max_seq_len or what fits. kv_offload: GiB of host memory for K/V beyond those, or
+        auto, and kv_ring, the buffers through which they come; weights_offload: GiB of host memory for weights of the
+        last layers; see docs/offload.md. graph: how passes run, see docs/graphs.md: full (each is one captured CUDA
+        graph), piecewise (captured but for attention), none (launched one by one), full_decode_only or
         full_and_piecewise. graph_sizes: rows of the decode passes that are captured, ascending. attention: of these,
         triton, or torch, which no graph can hold. chunk_tokens: of prompts in one pass, None is 2,048, or 256 with
         batch_invariant. prompt_graph_sizes: tokens of the prompt passes that are captured, ascending, by default a
@@ -98,20 +104,21 @@ class Loaded:
         torch_dtype = placement.resolve_dtype(dtype, config, place)
         support = placement.capture_support(backend, config, torch_dtype, place)
         planned = placement.plan_graphs(slots, chunk_tokens, *support, graph=graph, **graphs)
-        plan, capacity, notes = placement.plan_capacity(
-            config, torch_dtype, place, max_seq_len, slots, kv_tokens, chunk_tokens, planned.one_piece
-        )
-        pool = plan.kv_tokens(capacity, kv_tokens, str(place))
-        page = placement.page_size(backend, slots, batch_invariant) or capacity
-        pages = None if pool == slots * capacity else -(-pool // page)
+        on_host = placement.plan_weights(config, torch_dtype, weights_offload)
+        kv = placement.plan_kv(
+            config, torch_dtype, place, backend, max_seq_len, slots, kv_tokens, chunk_tokens, planned.one_piece,
+            kv_offload, kv_ring, batch_invariant, on_host,
+        )  # fmt: skip
+        if on_host:
+            kv.notes.append(f"the weights of the last {on_host} layers come from the host in every pass")
         cores = threads.FreeCores()
-        weights = load_weights(path, config, place, torch_dtype, progress)
+        weights = load_weights(path, config, place, torch_dtype, progress, on_host)
         name = "bundled" if model is None else str(model)
         engine = cls.build(
-            config, weights, tokenizer, capacity, backend, graph, plan=plan, name=name, notes=notes, slots=slots,
-            pages=pages, page=page, **asdict(policy) | graphs,
+            config, weights, tokenizer, kv.capacity, backend, graph, plan=kv.memory, name=name, notes=kv.notes,
+            slots=slots, pages=kv.pages, page=kv.page, offload=kv.offload, **asdict(policy) | graphs,
         )  # fmt: skip
-        engine.threads = threads.choose(plan.weights, cores) if place.type == "cpu" else None
+        engine.threads = threads.choose(kv.memory.weights, cores) if place.type == "cpu" else None
         return engine
 
     @classmethod
@@ -130,25 +137,26 @@ class Loaded:
         slots: int = 1,
         pages: int | None = None,
         page: int | None = None,
+        offload: Offload | None = None,
         **more,
     ) -> Self:
         """An engine from weights that are on their device already (load and the benchmarks end here); shapes: launch
         shapes other than those chosen for the GPU. pages: of the pool, by default what all slots can have; page:
-        positions in one. more: what Policy and placement.plan_graphs take."""
+        positions in one; offload: pages of the host's memory. more: what Policy and placement.plan_graphs take."""
         slots, policy = placement.check_limits(slots), Policy.out_of(more)
         invariant = policy.batch_invariant
         page = page or placement.page_size(backend, slots, invariant)
-        if pages is not None and pages * (page or capacity) < capacity:
-            raise ParameterError(f"pages: {pages:,} hold fewer positions than a request's {capacity:,}")
         chunk_tokens = policy.chunk(slots, capacity, page or capacity)
+        placement.check_pages(pages, page or capacity, capacity, slots, offload, chunk_tokens if invariant else 1)
         support = placement.capture_support(backend, config, weights.dtype, weights.device)
         planned = placement.plan_graphs(slots, chunk_tokens, *support, graph=graph, batch_invariant=invariant, **more)
         plan = plan or plan_memory(config, weights.dtype, weights.device, slots, chunk_tokens, planned.one_piece)
         with allocating(capacity, weights.device):
             sizes = pages, max(slots, *planned.sizes), chunk_tokens
             model = make_model(
-                config, weights, capacity, slots, page, shapes and {1: shapes}, *sizes, batch_invariant=invariant
-            )
+                config, weights, capacity, slots, page, shapes and {1: shapes}, *sizes, batch_invariant=invariant,
+                offload=offload,
+            )  # fmt: skip
         notes = [*notes, *filter(None, [planned.note])]
         return cls(model, tokenizer, backend, planned, plan, name, notes, None, policy)
 
@@ -183,9 +191,8 @@ class Loaded:
 
     @property
     def kv_tokens(self) -> int:
-        """K/V positions of all requests together."""
-        kv = self._open().kv
-        return len(kv.pool) * kv.page
+        """K/V positions of all requests together on the device."""
+        return self._open().kv.positions
 
     def _open(self) -> DecodeModel:
         if self.model is None:

@@ -8,8 +8,9 @@ import torch
 
 from . import cgroup
 from .cache.kv import kv_bytes_per_token
+from .cache.offload import Offload
 from .errors import DeviceError
-from .model.checkpoint import weight_bytes
+from .model.checkpoint import host_layer_bytes, weight_bytes
 from .model.config import ModelConfig
 from .step.prefill import CHUNK
 from .step.state import PROMPT_SHAPE
@@ -84,6 +85,45 @@ class MemoryPlan:
             raise DeviceError(f"not enough memory on {where}: kv_tokens:{lack}; at most {fits:,} fit")
         return requested or max(min(fits, self.slots * capacity), capacity)
 
+    def offloaded(
+        self, config: ModelConfig, page: int, least: int, capacity: int | None, kv_tokens: int | None, host: int,
+        buffers: int, where: str,
+    ) -> tuple[int, int, int]:  # fmt: skip
+        """With `host` pages in the host's memory: positions of a context, pages of the device, `least` or more, and
+        pages of one layer in each of `buffers` ring buffers. capacity, kv_tokens: those asked for. DeviceError when
+        that does not fit."""
+        wanted = capacity or min(self.model_limit, self.default_limit)
+        pages, ring = self._places(config.num_layers, page, least, wanted, kv_tokens, host, buffers)
+        if pages < least or ring < 0:
+            needs = f"kv_offload needs {least * page:,}" if kv_tokens is None else f"kv_tokens asks for {kv_tokens:,}"
+            raise DeviceError(
+                f"not enough memory on {where}: {needs} positions there, and the ring comes on top; "
+                f"{self.usable / GIB:,.2f} GiB are usable, of which the weights take {self.weights / GIB:,.2f}"
+            )
+        if capacity is not None and (pages + ring) * page < capacity:
+            raise DeviceError(
+                f"kv_offload: {capacity:,} positions are asked for, {pages * page:,} fit {where} and {ring * page:,} "
+                "can be on the host; ask for more of the host's memory, or a shorter context"
+            )
+        return min(wanted, (pages + ring) * page), pages, ring
+
+    def _places(self, layers, page, least, capacity, kv_tokens, host, buffers) -> tuple[int, int]:
+        """Pages of the device and of the ring, for contexts of `capacity` positions; negative where nothing fits."""
+        wanted = max(self.slots * -(-capacity // page), least)
+        left = self.usable - self.needed(capacity, 0) - 4 * wanted * layers  # the tables of all layers
+        cells = left * layers // (self.kv_per_token * page)  # pages of one layer
+        if kv_tokens is not None:
+            pages = -(-kv_tokens // page)
+            return pages, min(host, max(wanted - pages, 0), (cells - pages * layers) // buffers)
+        pages = min(cells // layers, wanted)
+        ring = min(host, -(-(wanted - pages) * layers // max(layers - buffers, 1)))
+        return min((cells - buffers * ring) // layers, wanted), ring
+
+    def with_offload(self, config: ModelConfig, offload: Offload, page: int) -> "MemoryPlan":
+        """The same with the ring's bytes."""
+        ring = offload.buffers * offload.ring * page * self.kv_per_token // config.num_layers
+        return replace(self, fixed=self.fixed + ring)
+
     def _lack(self, capacity: int, kv_tokens: int) -> str:
         return (
             f" {kv_tokens:,} positions need {self.needed(capacity, kv_tokens) / GIB:,.2f} GiB "
@@ -106,18 +146,21 @@ def allocating(capacity: int, device: torch.device):
 
 def plan_memory(
     config: ModelConfig, dtype: torch.dtype, device: torch.device, slots: int = 1, chunk: int = CHUNK,
-    one_piece: bool = True,
+    one_piece: bool = True, on_host: int = 0,
 ) -> MemoryPlan:
     """Plan for loading `config` in `dtype` on `device` as it is now, for `slots` requests at a time, their prompts read
-    in chunks of `chunk` tokens; one_piece: by torch's attention, for which a layer's K/V of a slot are gathered."""
+    in chunks of `chunk` tokens; one_piece: by torch's attention, for which a layer's K/V of a slot are gathered;
+    on_host: layers whose projections are in the host's memory."""
     rope_and_tokens, kv = 4 * config.head_dim + TOKEN, kv_bytes_per_token(config, dtype)
     gathered = 2 * config.kv_size * dtype.itemsize if one_piece else 0
+    weights = weight_bytes(config, dtype, on_host)
     rows, scratch = min(chunk, slots * config.max_position) + slots, SCRATCH[device.type]
     if device.type == "cpu":  # the references' own, of a row
         scratch += 16 * rows * (config.intermediate_size + config.q_size + config.kv_size)
+        weights += on_host * host_layer_bytes(config, dtype)
     return MemoryPlan(
         free=free_memory(device),
-        weights=weight_bytes(config, dtype),
+        weights=weights,
         per_token=kv + gathered + rope_and_tokens,
         fixed=workspace_bytes(config, dtype, 1) + prompt_bytes(config, dtype, rows) + scratch,
         model_limit=config.max_position,

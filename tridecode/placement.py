@@ -2,15 +2,19 @@
 
 import logging
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from .arguments import choice, integer, shown
+from . import memory
+from .arguments import choice, integer, real, shown
 from .cache.kv import PAGE
+from .cache.offload import BUFFERS, Offload, least_pages, page_bytes
 from .errors import DeviceError, ParameterError
-from .memory import MemoryPlan, plan_memory
+from .memory import GIB, MemoryPlan, plan_memory
+from .model.checkpoint import host_layer_bytes
 from .model.config import ModelConfig
+from .model.host_layers import BUFFERS as LAYER_BUFFERS
 from .prompt import listed
 from .step.choose import prompt_tiles_fit
 from .step.dispatch import ATTENTION, MODES, PROMPT_ATTENTION, PROMPT_MOST, SIZES, lowered, prompt_sizes
@@ -72,6 +76,7 @@ def plan_capacity(
     kv_tokens: int | None = None,
     chunk: int = CHUNK,
     one_piece: bool = True,
+    on_host: int = 0,
 ) -> tuple[MemoryPlan, int, list[str]]:
     """The memory plan (see plan_memory), the context of a request to allocate, and notes for the user. Raises
     ParameterError, DeviceError. The pool of all slots is `plan.kv_tokens`."""
@@ -80,7 +85,7 @@ def plan_capacity(
         max_seq_len = integer("max_seq_len", max_seq_len, 1, limit, "the model's limit of ")
     if kv_tokens is not None:
         kv_tokens = integer("kv_tokens", kv_tokens, max_seq_len or 1, LONGEST)
-    plan = plan_memory(config, dtype, device, slots, chunk, one_piece)
+    plan = plan_memory(config, dtype, device, slots, chunk, one_piece, on_host)
     capacity = plan.capacity(max_seq_len, str(device))
     why = f"that is what fits {device}"
     if capacity < min(max_seq_len or limit, plan.max_context):
@@ -99,6 +104,85 @@ def plan_capacity(
         notes.append(f"{slots:,} slots share {pool:,} K/V positions: that is what fits {device}")
         log.info(notes[-1])
     return plan, capacity, notes
+
+
+@dataclass(frozen=True)
+class KVPlan:
+    """What K/V will have. capacity: positions of a request; kv_tokens: of the device; page: positions in a page, None
+    for one of a whole context; pages: of the device, None for all that the slots can have; notes: for the user."""
+
+    memory: MemoryPlan
+    capacity: int
+    kv_tokens: int
+    page: int | None
+    pages: int | None
+    offload: Offload | None
+    notes: list[str]
+
+
+def plan_kv(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device, backend: str, max_seq_len: int | None = None,
+    slots: int = 1, kv_tokens: int | None = None, chunk: int = CHUNK, one_piece: bool = True,
+    kv_offload: float | str | None = None, kv_ring: int = BUFFERS, batch_invariant: bool = False,
+    on_host: int = 0,
+) -> KVPlan:  # fmt: skip
+    """As plan_capacity, and with kv_offload GiB of the host's memory for K/V ("auto": half of what is free), through
+    kv_ring buffers; 0: none, only what waits goes there. on_host: layers whose weights are in the host's memory. Raises
+    ParameterError, DeviceError."""
+    buffers = integer("kv_ring", kv_ring, 0, 16)
+    page, where = page_size(backend, slots, batch_invariant), str(device)
+    if kv_offload is None:
+        asked = max_seq_len, slots, kv_tokens, chunk, one_piece, on_host
+        plan, capacity, notes = plan_capacity(config, dtype, device, *asked)
+        pool = plan.kv_tokens(capacity, kv_tokens, where)
+        pages = None if pool == slots * capacity else -(-pool // (page or capacity))
+        return KVPlan(plan, capacity, pool, page, pages, None, notes)
+    limit, page = config.max_position, page or PAGE
+    if max_seq_len is not None:
+        max_seq_len = integer("max_seq_len", max_seq_len, 1, limit, "the model's limit of ")
+    longest = max_seq_len or limit
+    least = least_pages(slots, page, min(chunk, longest) if batch_invariant else 1)
+    if kv_tokens is not None:
+        which = f"what {slots:,} slots of {longest:,} positions hold, "
+        kv_tokens = integer("kv_tokens", kv_tokens, least * page, max(slots * longest, least * page), which)
+    each = page_bytes(config.num_layers, config.kv_size, page, dtype)
+    free = memory.free_memory(torch.device("cpu")) - on_host * host_layer_bytes(config, dtype)
+    if kv_offload == "auto":
+        host = min(free // 2 // each, slots * -(-longest // page))
+    else:
+        host = int(real("kv_offload", kv_offload, 1e-3, 1e6) * GIB) // each
+        if host * each > free:
+            raise DeviceError(f"kv_offload: {host * each / GIB:,.1f} GiB are asked for, the host has {free / GIB:,.1f}")
+    if host == 0:
+        raise DeviceError(f"kv_offload: a page takes {each / GIB:,.4f} GiB of the host's memory, and there are less")
+    plan = plan_memory(config, dtype, device, slots, chunk, one_piece, on_host)
+    if device.type == "cpu":  # the same memory
+        plan = replace(plan, free=plan.free - host * each)
+    of_ring = host if buffers else 0
+    asked = max_seq_len, kv_tokens, of_ring, max(buffers, 1)
+    capacity, pages, ring = plan.offloaded(config, page, least, *asked, where)
+    offload = Offload(host, ring, max(buffers, 1))
+    held = f"{pages * page:,} K/V positions on {where}, {host * page:,} on the host"
+    notes = [f"{held}, of which {ring * page:,} can run"]
+    return KVPlan(plan.with_offload(config, offload, page), capacity, pages * page, page, pages, offload, notes)
+
+
+def plan_weights(config: ModelConfig, dtype: torch.dtype, weights_offload: float | None) -> int:
+    """Of how many of the last layers the weights are in the host's memory, which has weights_offload GiB for them.
+    Raises ParameterError, DeviceError."""
+    if weights_offload is None:
+        return 0
+    each, least = host_layer_bytes(config, dtype), LAYER_BUFFERS + 1
+    layers = min(int(real("weights_offload", weights_offload, 1e-3, 1e6) * GIB) // each, config.num_layers)
+    if layers < least:
+        raise DeviceError(
+            f"weights_offload: {least} layers or more, {least * each / GIB:,.3f} GiB, must go to the host, since the "
+            f"device keeps buffers for {LAYER_BUFFERS}; the model has {config.num_layers}, {layers} fit what is asked"
+        )
+    if layers * each > (free := memory.free_memory(torch.device("cpu"))):
+        asked = f"{layers:,} layers take {layers * each / GIB:,.1f} GiB of the host's memory"
+        raise DeviceError(f"weights_offload: {asked}, {free / GIB:,.1f} are free")
+    return layers
 
 
 @dataclass(frozen=True)
@@ -179,6 +263,19 @@ def page_size(backend: str, slots: int, batch_invariant: bool = False) -> int | 
     """Positions in a K/V page; None: the CPU's one conversation has a page for the whole of its context, unless only
     whole pages are shared."""
     return PAGE if backend == "triton" or slots > 1 or batch_invariant else None
+
+
+def check_pages(
+    pages: int | None, page: int, capacity: int, slots: int, offload: Offload | None, chunk: int = 1
+) -> None:
+    """Whether so many pages of the device, and those of the ring, hold a request, and with offload the device's alone
+    a pass that reads `chunk` tokens. Raises ParameterError."""
+    if pages is None:
+        return
+    if (pages + (offload.ring if offload else 0)) * page < capacity:
+        raise ParameterError(f"pages: {pages:,} hold fewer positions than a request's {capacity:,}")
+    if offload and pages < (least := least_pages(slots, page, chunk)):
+        raise ParameterError(f"pages: {slots:,} slots write to {least:,} at least, got {pages:,}")
 
 
 def check_limits(slots, max_seq_len=None) -> int:

@@ -15,6 +15,7 @@ from .values import (
     row_count,
     row_counts,
     server_url,
+    shares_of_one,
     temperature,
     whole,
 )
@@ -90,8 +91,23 @@ def add_benches(bench) -> None:
     words = "that a pass may take which reads it while they decode (15)"
     mix.add_argument("--prompt-ms", type=amount, default=15.0, metavar="MS", help=words)
     add_graphs(mix)
+    host = add("offload", "the token step with K/V in host memory, in several ways", runs=5)
+    add_shape(host)
+    first = "tokens before the first step (32000)"
+    host.add_argument("--context", type=positive, default=32000, metavar="N", help=first)
+    host.add_argument("--steps", type=positive, default=16, metavar="N", help="steps a run, or after a prompt (16)")
+    shares = "of the K/V on the host, a row each in each way (1,0.5,0)"
+    host.add_argument("--host", type=shares_of_one, default=[1.0, 0.5, 0.0], metavar="S,S", help=shares)
+    host.add_argument("--ring", type=positive, default=2, metavar="N", help="buffers of the device (2)")
+    tokens = "of a prompt to read instead, and to go on with, a row each"
+    host.add_argument("--prompt-tokens", type=positives, metavar="N,N", help=tokens)
+    words = "instead: a conversation of --context tokens that comes back from the host, and one computed again"
+    host.add_argument("--swap", action="store_true", help=words)
+    words = "instead: GiB of the last layers' weights on the host, and all K/V on the device"
+    host.add_argument("--weights", type=amount, metavar="GIB", help=words)
+    host.add_argument("--kv-gib", type=amount, default=4.0, metavar="GIB", help="of the device for such a prompt (4)")
     suite = add("suite", "every row of one of the files in benchmarks/, in one process")
-    suites = ["targets", "batch", "prompts", "ladder", "peers"]
+    suites = ["targets", "batch", "prompts", "ladder", "peers", "offload"]
     suite.add_argument("suite", nargs="?", choices=suites, default="targets", help="(targets)")
     report = add("report", "show a JSON file that a bench wrote; measures nothing")
     report.add_argument("file", metavar="FILE", help="a JSON list of rows")

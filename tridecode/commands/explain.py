@@ -7,8 +7,9 @@ from ..errors import NO_CHAT, TridecodeError
 from .terminal import one_line
 
 LOADING = (  # arguments of Engine.load, each an option
-    "model", "device", "backend", "dtype", "max_seq_len", "slots", "kv_tokens", "graph", "graph_sizes", "chunk_tokens",
-    "prompt_graph_max_tokens", "prompt_graph_sizes", "prompt_attention", "prompt_ms", "batch_invariant", "max_queue",
+    "model", "device", "backend", "dtype", "max_seq_len", "slots", "kv_tokens", "kv_offload", "kv_ring",
+    "weights_offload", "graph", "graph_sizes", "chunk_tokens", "prompt_graph_max_tokens", "prompt_graph_sizes",
+    "prompt_attention", "prompt_ms", "batch_invariant", "max_queue",
 )  # fmt: skip
 
 

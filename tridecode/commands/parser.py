@@ -12,7 +12,19 @@ from .completions import kinds
 from .configuration import Configuration, Setting
 from .serve_options import SERVE, serve_options
 from .terminal import one_line
-from .values import GRAPHS, ascending, logit_bias, minutes, positive, row_count, server_url, token_ids
+from .values import (
+    GRAPHS,
+    amount,
+    ascending,
+    gib,
+    logit_bias,
+    minutes,
+    positive,
+    row_count,
+    server_url,
+    token_ids,
+    whole,
+)
 
 EXAMPLES = """\
 examples:
@@ -257,13 +269,18 @@ def engine_options() -> argparse.ArgumentParser:
         choices=["auto", "bfloat16", "float16", "float32"],
         help="default: auto, the checkpoint's (float32 ones: bfloat16 on a GPU); float32 on the CPU",
     )
-    group.add_argument(
-        "--max-seq-len", type=int, metavar="N", help="context to allocate (default: what fits, on a CPU at most 8192)"
-    )
+    context = "context to allocate (default: what fits, on a CPU at most 8192)"
+    group.add_argument("--max-seq-len", type=int, metavar="N", help=context)
     slots = f"requests at a time (default: 1; with --jsonl, and for serve, {BATCH_SLOTS})"
     group.add_argument("--slots", type=row_count, metavar="N", help=slots)
     pool = "K/V positions that all slots share (default: what fits, at most the context for each)"
     group.add_argument("--kv-tokens", type=positive, metavar="N", help=pool)
+    host = "of host memory for K/V beyond those; auto: half of what is free; see docs/offload.md (default: none)"
+    group.add_argument("--kv-offload", type=gib, metavar="GIB", help=f"GiB, or auto, {host}")
+    ring = "buffers of the device through which they come; 0: only what waits goes to the host (default: 2)"
+    group.add_argument("--kv-ring", type=whole, default=2, metavar="N", help=ring)
+    last = "of host memory for the last layers' weights, read anew in every pass (default: none)"
+    group.add_argument("--weights-offload", type=amount, metavar="GIB", help=f"GiB {last}")
     chunk = "of prompts in one pass at most (default: 2048, with --batch-invariant 256)"
     group.add_argument("--chunk-tokens", type=positive, metavar="N", help=chunk)
     group.add_argument(
@@ -284,9 +301,8 @@ def engine_options() -> argparse.ArgumentParser:
     words = "launch prompt passes line by line: the same as --graph full_decode_only"
     group.add_argument("--no-prompt-graphs", action="store_const", const="full_decode_only", dest="graph", help=words)
     backends = "of prompt passes; torch's flash and cudnn stand between captured pieces (default: auto)"
-    group.add_argument(
-        "--prompt-attention", default="auto", choices=("auto", "triton", "flash", "cudnn"), help=backends
-    )
+    named = ("auto", "triton", "flash", "cudnn")
+    group.add_argument("--prompt-attention", default="auto", choices=named, help=backends)
     words = "compute the K/V of every prompt for itself alone, and keep none"
     group.add_argument("--no-prefix-sharing", action="store_false", dest="prefix_sharing", help=words)
     words = "the same bits for a request alone and in any company, see docs/sharing.md for what that costs"

@@ -30,6 +30,16 @@ def positive(text: str) -> int:
     return value
 
 
+def gib(text: str) -> float | str:
+    try:
+        value = text if text == "auto" else float(text)
+    except ValueError:
+        value = 0.0
+    if value != "auto" and not 0 < value < 10**6:
+        raise argparse.ArgumentTypeError(f"expected GiB, like 16 or 0.5, or auto, got {text!r}")
+    return value
+
+
 def port(text: str) -> int:
     value = int(text) if text.isdecimal() and len(text) < 6 else -1
     if not 0 <= value < 2**16:
@@ -49,6 +59,16 @@ def seconds(text: str) -> float:
 
 def positives(text: str) -> list[int]:
     return [positive(part) for part in text.split(",")]
+
+
+def shares_of_one(text: str) -> list[float]:
+    try:
+        values = [float(part) for part in text.split(",")]
+    except ValueError:
+        values = [-1.0]
+    if not all(0 <= value <= 1 for value in values):
+        raise argparse.ArgumentTypeError(f"expected shares from 0 to 1, like 1,0.5, got {text!r}")
+    return values
 
 
 def row_count(text: str) -> int:

@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
@@ -20,6 +21,7 @@ from ..arguments import shown
 from ..errors import CheckpointError, DeviceError, brief
 from .config import ModelConfig, read_config
 from .files import open_regular, present, unique, unreadable
+from .host_layers import BUFFERS, HostLayers, layer_bytes, make_host_layers
 from .hub import INDEX, SINGLE, shard_map
 from .weights import LayerWeights, Linear, Weights
 
@@ -89,9 +91,15 @@ def parameter_count(config: ModelConfig) -> int:
     return sum(math.prod(shape) for shape in _targets(config).values())
 
 
-def weight_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
-    """Bytes that the weights take on the device in `dtype`."""
-    return parameter_count(config) * dtype.itemsize
+def weight_bytes(config: ModelConfig, dtype: torch.dtype, on_host: int = 0) -> int:
+    """Bytes that the weights take on the device in `dtype`; on_host: as load_weights takes it."""
+    total = parameter_count(config) * dtype.itemsize
+    return total - (on_host - BUFFERS) * host_layer_bytes(config, dtype) if on_host else total
+
+
+def host_layer_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
+    """Of one layer in the host's memory."""
+    return layer_bytes(_targets(config), dtype)
 
 
 def load_config(path: Path) -> ModelConfig:
@@ -111,8 +119,10 @@ def load_weights(
     device: torch.device | str,
     dtype: torch.dtype,
     progress: Callable[[int, int], None] | None = None,
+    on_host: int = 0,
 ) -> Weights:
-    """Load the checkpoint in directory `path` onto `device`, every tensor converted to `dtype`.
+    """Load the checkpoint in directory `path` onto `device`, every tensor converted to `dtype`; on_host: how many of
+    the last layers have their projections in the host's memory.
 
     `progress(done, total)` is called with bytes of the checkpoint's files. Raises CheckpointError, before any memory is
     taken, for a tensor that is wrong, missing, extra or misshapen, and DeviceError when the device is too small.
@@ -130,7 +140,7 @@ def load_weights(
     done = 0
     for file in by_file:
         _check_with_safetensors(file)  # before memory is spent
-    targets = _allocate(config, torch.device(device), dtype)
+    targets, host = _allocate(config, torch.device(device), dtype, on_host)
     row_bytes = {n: math.prod(p.shape[1:]) * DTYPES[tensors[n].dtype].itemsize for n, p in pieces.items()}
     buffer = torch.empty(max(limit, *row_bytes.values()), dtype=torch.uint8)
     for file in sorted(by_file):
@@ -143,7 +153,7 @@ def load_weights(
                     done += _read_into(place, stored, opened, file, buffer)
                     if progress is not None:
                         progress(done, total)
-    return _assemble(config, targets)
+    return _assemble(config, targets, host)
 
 
 def _read_into(place: torch.Tensor, stored: torch.dtype, opened: BinaryIO, file: Path, buffer: torch.Tensor) -> int:
@@ -174,15 +184,19 @@ def _check_with_safetensors(file: Path) -> None:
 
 
 @torch.no_grad()
-def random_weights(config: ModelConfig, device: torch.device | str, dtype: torch.dtype, seed: int = 0) -> Weights:
-    """Weights of the configuration's shapes, drawn on the device, with which activations stay near 1.
+def random_weights(
+    config: ModelConfig, device: torch.device | str, dtype: torch.dtype, seed: int = 0, on_host: int = 0
+) -> Weights:
+    """Weights of the configuration's shapes, drawn on the device, with which activations stay near 1; on_host: as
+    load_weights takes it.
 
     For benchmarks and shape tests: the same seed gives the same numbers on the same kind of device only.
     """
     device = torch.device(device)
-    targets = _allocate(config, device, dtype)
+    targets, host = _allocate(config, device, dtype, on_host)
     generator = torch.Generator(device=device).manual_seed(seed)
-    for name, tensor in targets.items():
+    for name, target in targets.items():
+        tensor = target if target.device.type == device.type else torch.empty_like(target, device=device)
         if tensor.ndim == 2:
             # Each of the 2 * num_layers branches adds its share to the residual stream.
             branch = 2 * config.num_layers if name.endswith(("o_proj.weight", "down.weight")) else 1
@@ -191,13 +205,21 @@ def random_weights(config: ModelConfig, device: torch.device | str, dtype: torch
             tensor.normal_(0.0, 0.02, generator=generator)
         else:
             tensor.normal_(1.0, 0.1, generator=generator)
-    return _assemble(config, targets)
+        if tensor is not target:
+            target.copy_(tensor)
+    return _assemble(config, targets, host)
 
 
-def _allocate(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    needed = weight_bytes(config, dtype)
+def _allocate(
+    config: ModelConfig, device: torch.device, dtype: torch.dtype, on_host: int = 0
+) -> tuple[dict[str, torch.Tensor], HostLayers | None]:
+    """Every tensor by its name, those of the last `on_host` layers' projections in the host's memory."""
+    needed, shapes, layers = weight_bytes(config, dtype, on_host), _targets(config), config.num_layers
     try:
-        return {name: torch.empty(shape, dtype=dtype, device=device) for name, shape in _targets(config).items()}
+        host = make_host_layers(shapes, device, dtype, layers - on_host, layers) if on_host else None
+        stored = host.stored if host else {}
+        empty = partial(torch.empty, dtype=dtype, device=device)
+        return {name: stored[name] if name in stored else empty(shape) for name, shape in shapes.items()}, host
     except torch.OutOfMemoryError:
         free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
         room = f"and about {free / 2**30:.2f} GiB are left"
@@ -211,15 +233,15 @@ def _allocate(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> 
     )
 
 
-def _assemble(config: ModelConfig, tensors: dict[str, torch.Tensor]) -> Weights:
-    layers = []
+def _assemble(config: ModelConfig, tensors: dict[str, torch.Tensor], host: HostLayers | None = None) -> Weights:
+    layers, tensors = [], tensors | (host.read if host else {})
     for i in range(config.num_layers):
         get = {name: tensors.get(f"layers.{i}.{name}") for name in ("input_norm", "q_norm", "k_norm", "post_norm")}
         for name in ("qkv", "o_proj", "gate_up", "down"):
             get[name] = Linear(tensors[f"layers.{i}.{name}.weight"], tensors.get(f"layers.{i}.{name}.bias"))
         layers.append(LayerWeights(**get))
     embed = tensors["embed"]
-    return Weights(embed, tuple(layers), tensors["final_norm"], Linear(tensors.get("lm_head", embed)))
+    return Weights(embed, tuple(layers), tensors["final_norm"], Linear(tensors.get("lm_head", embed)), host)
 
 
 def _tensors(path: Path) -> dict[str, TensorInfo]:

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
+from .host_layers import HostLayers
+
 
 def short_repr(holder, tensor: torch.Tensor, **facts) -> str:
     """The repr of what holds tensors: a short line of facts, with dtype and device of `tensor`, one of them."""
@@ -58,12 +60,14 @@ class LayerWeights:
 
 @dataclass(frozen=True)
 class Weights:
-    """A whole model. A tied lm_head shares the storage of `embed` ([vocab, hidden])."""
+    """A whole model. A tied lm_head shares the storage of `embed` ([vocab, hidden]). host: layers whose projections
+    have their places in buffers, several in each: what is there is a layer's once it was fetched for it."""
 
     embed: torch.Tensor
     layers: tuple[LayerWeights, ...]
     final_norm: torch.Tensor
     lm_head: Linear
+    host: HostLayers | None = None
 
     def __repr__(self) -> str:
         return short_repr(self, self.embed, layers=len(self.layers), nbytes=self.nbytes())

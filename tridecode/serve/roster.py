@@ -6,6 +6,7 @@ from ..layout import OWN
 from ..step.state import DecodeModel
 from ..text.tokenizer import Tokenizer
 from .masks import Masks
+from .offloaded import OffloadedSlots
 from .output import Output
 from .policy import Policy
 from .request import Job
@@ -22,7 +23,7 @@ class Roster:
     """
 
     def __init__(self, model: DecodeModel, tokenizer: Tokenizer | None, policy: Policy):
-        self.slots = Slots(model, policy.prefix_sharing)
+        self.slots = (OffloadedSlots if model.kv.offload else Slots)(model, policy.prefix_sharing)
         self._model, self._tokenizer, self._masks = model, tokenizer, Masks(model)
         self._sharing, self._fixed = policy.prefix_sharing, model.fixed_chunk
         self.jobs: dict[Job, None] = {}
@@ -49,7 +50,7 @@ class Roster:
         ids = job.tokens
         position = 0 if job.scores else len(job.ids if self._fixed else ids) - 1
         wanted = ids[:position] if job.reuse_prefix else []
-        if self._soon_there(wanted, job.salt) or (admitted := slots.admit(wanted, len(ids), job.salt)) is None:
+        if self._soon_there(wanted, job.salt) or (admitted := slots.admit(wanted, position + 1, job.salt)) is None:
             return False
         slot, read = admitted
         if job.reused is None:
@@ -62,7 +63,7 @@ class Roster:
             running.mask = self._masks.follow(job.grammar, ids[len(job.ids) :])
         self.reading.append(running)
         self.admitted.append(running)
-        needed = slots.pages_for(len(ids))
+        needed = slots.pages_for(position + 1)
         needed += slots.spare(needed - len(slots.held[slot].pages))
         slots.write_tokens(slot, ids, min(needed * slots.page, end))
         return True

@@ -46,7 +46,7 @@ class Scheduler:
         self.slots = self.roster.slots
         self._model, self._ring, self._ahead = model, Ring(model), ahead
         self._steps, self._prompts = steps, prompts
-        self._policy, self._chunk = policy, min(policy.chunk_tokens, model.prompt.rows - model.rows)
+        self._policy, self._chunk = policy, min(policy.chunk_tokens, self.slots.most_read())
         self._fixed = model.fixed_chunk
         self._in_flight: deque[Pass] = deque()
         self._unsettled = False  # something was begun and not finished
@@ -59,7 +59,7 @@ class Scheduler:
 
     def load(self) -> Load:
         """How busy it is; to be called from any thread, between whose numbers a pass may come."""
-        jobs, pages = len(self.roster.jobs), len(self._model.kv.pool)
+        jobs, pages = len(self.roster.jobs), self._model.kv.runnable
         waiting = max(jobs - len(self.roster.admitted), 0)
         return Load(jobs, waiting, len(self.roster.rows), pages, self.slots.available(), self.preemptions)
 
@@ -205,6 +205,7 @@ class Scheduler:
         """Enqueue what draws their tokens: a decode pass, or the end of the prompt pass that they were in."""
         kind = part[0].job.kind if len(part) == 1 else max((r.job.kind for r in part), key=KINDS.index)
         draw = self._prompts().finish if ends_prompts else self._steps().replay
+        self.slots.before_pass()
         draw(kind, part[-1].row + 1, any(running.mask for running in part))
         for running in part:
             if running.job.logits is not None:

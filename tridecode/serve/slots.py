@@ -67,7 +67,7 @@ class Slots:
 
     def __init__(self, model: DecodeModel, sharing: bool = True):
         self.model, self.page, self._sharing = model, model.kv.page, sharing
-        self.pages = PagePool(len(model.kv.pool))
+        self.pages = PagePool(model.kv.pages)
         self.cache = PrefixCache(self.pages, self.page)
         self.held = [Held() for _ in range(len(model.workspace.tokens))]
         ws = model.workspace
@@ -75,6 +75,10 @@ class Slots:
         self._chunks = Records(model.prompt.chunks[None])
 
     # ---- the host's book-keeping
+
+    def most_read(self) -> int:
+        """Tokens of prompts in one pass."""
+        return self.model.prompt.rows - self.model.rows
 
     def room(self, slot: int) -> int:
         """Positions that have pages."""
@@ -217,10 +221,13 @@ class Slots:
         held.pages += self.pages.take(max(self.pages_for(positions) - len(held.pages), 0))
         with self._texts.next() as (tokens, table):
             tokens.numpy()[: len(ids)] = ids
-            table.numpy()[: len(held.pages)] = held.pages
             ws.tokens[slot, : len(ids)].copy_(tokens[: len(ids)], non_blocking=True)
-            on_device = self.model.kv.page_table[slot, : len(held.pages)]
-            on_device.copy_(table[: len(held.pages)], non_blocking=True)
+            self._write_table(slot, table, held.pages)
+
+    def _write_table(self, slot: int, table: torch.Tensor, pages: Sequence[int]) -> None:
+        """The slot's row of the page table, from a row of pinned memory."""
+        table.numpy()[: len(pages)] = pages
+        self.model.kv.page_table[slot, : len(pages)].copy_(table[: len(pages)], non_blocking=True)
 
     @torch.inference_mode()
     def begin(
@@ -277,11 +284,18 @@ class Slots:
         held, meta = self.held[slot], self.model.workspace.meta
         have = len(held.pages)
         held.pages += self.pages.take(pages)
-        for place in range(have, len(held.pages)):
-            self.model.kv.page_table[slot, place].fill_(held.pages[place])
+        self._extend_table(slot, have)
         meta[row, layout.ROOM].fill_(self.room(slot))
         if wake:
             meta[row, layout.STATUS].fill_(layout.RUN)
+
+    def _extend_table(self, slot: int, have: int) -> None:
+        """The entries of the slot's pages from the `have`th on."""
+        for place in range(have, len(self.held[slot].pages)):
+            self.model.kv.page_table[slot, place].fill_(self.held[slot].pages[place])
+
+    def before_pass(self) -> None:
+        """What the next pass reads is to be written now, if it was not before."""
 
     @torch.inference_mode()
     def vacate(self, row: int, last: int) -> None:

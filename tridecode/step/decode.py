@@ -12,6 +12,7 @@ from ..kernels.sampling.greedy import GREEDY
 from ..kernels.sampling.logprobs import LOGPROBS
 from ..kernels.sampling.mask import MASK
 from ..kernels.sampling.sample import SAMPLE
+from .hosted import fetch_first, next_pages, next_weights, pages_fetched, weights_fetched
 from .products import products
 from .run import Run
 from .state import DecodeModel
@@ -21,11 +22,15 @@ KINDS = ("greedy", "sample", "logprobs")
 
 def step(run: Run, model: DecodeModel, kind: str, masked: bool = False) -> None:
     """Run one token step."""
+    meta, layers = model.workspace.meta, model.config.num_layers
+    fetch_first(run, model, meta, layers)
     token_to_hidden(run, model)
-    for layer in range(model.config.num_layers):
+    for layer in range(layers):
+        weights_fetched(run, model, layer)
         qkv_product(run, model, layer)
         attention_block(run, model, layer)
         mlp_block(run, model, layer)
+        next_weights(run, model, meta, layer)
     hidden_to_token(run, model, kind, masked)
 
 
@@ -45,11 +50,13 @@ def qkv_product(run: Run, m: DecodeModel, i: int) -> None:
 
 def attention_block(run: Run, m: DecodeModel, i: int) -> None:
     ws, kv, layer, eps = m.workspace, m.kv, m.weights.layers[i], m.config.rms_norm_eps
+    pages_fetched(run, m, i)
     run(
-        "attention", m.attention, ws.meta, kv.page_table, ws.qkv, layer.q_norm, layer.k_norm, m.cos, m.sin,
+        "attention", m.attention, ws.meta, kv.tables[i], ws.qkv, layer.q_norm, layer.k_norm, m.cos, m.sin,
         kv.k[i], kv.v[i], ws.attn_partial, ws.attn_lse, ws.attn_counter, ws.attn_out, m.scale, eps, m.config.window(i),
         shape=m.shapes.attention,
     )  # fmt: skip
+    next_pages(run, m, ws.meta, i, m.config.num_layers)
     run(
         "o_proj", products(m.shapes.o_proj).residual, ws.meta, ws.attn_out, layer.o_proj, ws.hidden, layer.post_norm,
         ws.normed, ws.sumsq, ws.split, shape=m.shapes.o_proj,

@@ -15,7 +15,7 @@ from ..layout import LIMIT_REACHED, STATUS
 from . import decode
 from .compiling import compile_ahead
 from .dispatch import BatchDescriptor, Dispatcher
-from .run import Run, launch, launch_dependent, refer
+from .run import Forked, Run, launch, launch_dependent, refer
 from .state import DecodeModel
 
 log = logging.getLogger("tridecode")
@@ -31,7 +31,7 @@ def make_steps(
     """Who runs the decode passes of an engine; backend: triton or torch (the references)."""
     other = TORCH_ATTENTION if attention == "torch" else None
     if backend == "torch" or dispatcher.mode == "none":
-        return EagerSteps(model, replaced(refer if backend == "torch" else launcher(model), other))
+        return EagerSteps(model, refer if backend == "torch" else launcher(model), other)
     return StepGraphs(model, dispatcher=dispatcher, attention=other)
 
 
@@ -41,10 +41,10 @@ def launcher(model: DecodeModel) -> Run:
 
 
 class EagerSteps:
-    """Passes whose lines `run` runs one by one."""
+    """Passes whose lines `run` runs one by one; attention: in the place of the list's own."""
 
-    def __init__(self, model: DecodeModel, run: Run):
-        self.model, self._run = model, run
+    def __init__(self, model: DecodeModel, run: Run, attention: Op | None = None):
+        self.model, self._run, self._attention = model, run, attention
         self.dispatcher = Dispatcher("none", ())
         self._of_rows = [model.of_rows(rows) for rows in range(1, model.rows + 1)]
 
@@ -56,16 +56,17 @@ class EagerSteps:
     @torch.inference_mode()
     def run(self, batch: BatchDescriptor) -> None:
         with torch.cuda.device(self.model.device) if self.model.device.type == "cuda" else nullcontext():
-            decode.step(self._run, self._of_rows[batch.rows - 1], batch.kind, batch.masked)
+            run = forked(self.model, self._run, self._attention)
+            decode.step(run, self._of_rows[batch.rows - 1], batch.kind, batch.masked)
 
 
 class StepGraphs:
     """The captured passes of one model, shared by all its requests.
 
     dispatcher: its mode and sizes, by default one graph of all rows. attention: what runs eagerly between the pieces of
-    a piecewise graph in place of the list's own. kinds: those to capture, all by default. run: the runner to capture,
-    by default `launcher(model)`. With `check_addresses` every replay first asserts that no buffer moved since capture
-    (a debug aid).
+    a piecewise graph in place of the list's own, and `between` who runs it there. kinds: those to capture, all by
+    default. run: the runner to capture, by default `launcher(model)`. With `check_addresses` every replay first asserts
+    that no buffer moved since capture (a debug aid).
 
     Passes with masks, which most never need, are compiled with the others and captured when they first come.
     """
@@ -78,14 +79,15 @@ class StepGraphs:
         run: Run | None = None,
         dispatcher: Dispatcher | None = None,
         attention: Op | None = None,
+        between: Run = launch,
     ):
         self.model = model
         self.captures = 0
         self.check_addresses = check_addresses
         self.dispatcher = dispatcher or Dispatcher("full", (model.rows,))
-        self._run, self.attention = run or launcher(model), attention
+        self._run, self.attention, self._between = run or launcher(model), attention, between
         self._addresses = model.addresses()
-        self._eager = EagerSteps(model, replaced(self._run, attention))
+        self._eager = EagerSteps(model, self._run, attention)
         sizes = sorted(self.dispatcher.sizes, reverse=True)
         batches = [BatchDescriptor(kind, rows) for rows in sizes for kind in kinds]
         with torch.cuda.device(model.device):  # Triton launches on the current device
@@ -93,7 +95,7 @@ class StepGraphs:
             log.info("compiling the kernels of the step")
             model.workspace.meta[:, STATUS] = LIMIT_REACHED
             ends = [partial(decode.hidden_to_token, m=model.of_rows(b.rows), kind=b.kind, masked=True) for b in batches]
-            compile_ahead([*map(self._lines, batches), *ends], self._run, model.device)
+            compile_ahead([*map(self._lines, batches), *ends], forked(model, self._run), model.device)
             log.info("capturing %d CUDA graphs of %s rows", len(batches), ", ".join(map(str, self.dispatcher.sizes)))
             # The largest first: the smaller ones find their memory in the pool.
             self._graphs: dict[BatchDescriptor, Callable[[], None] | None] = {b: self._capture(b) for b in batches}
@@ -105,8 +107,9 @@ class StepGraphs:
     def _capture(self, batch: BatchDescriptor) -> Callable[[], None]:
         """No row may run: then the pass that runs first loads every kernel and writes nothing."""
         mode, _ = self.dispatcher.plan(batch.kind, batch.rows)
-        self.place.run(lambda: self._lines(batch)(replaced(self._run, self.attention)))
-        replay, captures = self.place.capture(mode, self._run, self.attention, self._lines(batch))
+        between = partial(forked, self.model, self._between, self.attention)
+        self.place.run(lambda: self._lines(batch)(forked(self.model, self._run, self.attention)))
+        replay, captures = self.place.capture(mode, forked(self.model, self._run), between, self._lines(batch))
         self.captures += captures
         return replay
 
@@ -145,6 +148,15 @@ def capture_late(
         meta.copy_(kept)
 
 
+def forked(model: DecodeModel, run: Run, attention: Op | None = None) -> Run:
+    """`run` for one pass, `attention` in the place of its own: with pages or weights in host memory on two streams."""
+    plain = replaced(launch if run is launch_dependent else run, attention)
+    run = replaced(run, attention)
+    if not model.hosted or model.device.type != "cuda":
+        return run
+    return Forked(run, plain, *fetch_streams(model.device))
+
+
 def replaced(run: Run, attention: Op | None) -> Run:
     """`run`, with another operation in the place of attention."""
     if attention is None:
@@ -164,6 +176,13 @@ def capture_stream(device: torch.device) -> tuple[torch.cuda.Stream, threading.R
     """The stream on which all graphs of a device are captured, and whose turn it is: torch keeps the workspace of its
     products for each stream that it has met, for good."""
     return torch.cuda.Stream(device), threading.RLock()
+
+
+@cache
+def fetch_streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
+    """The stream on which what lies in host memory comes, whichever pass wants it, and the one for captures: while one
+    engine captures, others may run."""
+    return torch.cuda.Stream(device), torch.cuda.Stream(device)
 
 
 class Place:
@@ -198,10 +217,11 @@ class Place:
         return start.elapsed_time(end) / 1e3
 
     def capture(
-        self, mode: str, run: Run, attention: Op | None, lines: Callable[[Run], None]
+        self, mode: str, run: Run, between: Callable[[], Run], lines: Callable[[Run], None]
     ) -> tuple[Callable[[], None], int]:
-        """What replays `lines`, whose every line `run` runs, and in how many graphs. mode: full or piecewise."""
-        pieces = Pieces(run, attention, self._pool, cut=mode == "piecewise")
+        """What replays `lines`, whose every line `run` runs, and in how many graphs. mode: full or piecewise; between:
+        as Pieces takes it."""
+        pieces = Pieces(run, between, self._pool, cut=mode == "piecewise")
         with self._turn, torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             lines(pieces)
             graphs = pieces.end()
@@ -209,19 +229,18 @@ class Place:
 
 
 class Pieces:
-    """Captures a list, on the current stream, if `cut` in pieces that end where attention stands, which runs eagerly
-    between them."""
+    """Captures a list, on the current stream, if `cut` in pieces that end where attention or a fetch stands: these run
+    eagerly between them, by what `between` makes for each pass."""
 
-    def __init__(self, run: Run, attention: Op | None, pool, cut: bool):
-        self._run, self._attention, self._pool, self._cut = run, attention, pool, cut
-        self._parts: list[torch.cuda.CUDAGraph | Callable[[], None]] = []
+    def __init__(self, run: Run, between: Callable[[], Run], pool, cut: bool):
+        self._run, self._between, self._pool, self._cut = run, between, pool, cut
+        self._parts: list[torch.cuda.CUDAGraph | Callable[[Run], None]] = []
         self._capturing: torch.cuda.CUDAGraph | None = None
 
     def __call__(self, role: str, op: Op, *args, **how) -> None:
-        if role == "attention" and self._cut:
+        if self._cut and role in ("attention", "fetch", "fetched"):
             self.end()
-            eager = replaced(launch, self._attention)
-            self._parts.append(lambda: eager(role, op, *args, **how))
+            self._parts.append(lambda run: run(role, op, *args, **how))
             return
         if self._capturing is None:
             self._capturing = torch.cuda.CUDAGraph()
@@ -239,5 +258,6 @@ class Pieces:
 
     @torch.inference_mode()
     def replay(self) -> None:
+        run = self._between()
         for part in self._parts:
-            part.replay() if isinstance(part, torch.cuda.CUDAGraph) else part()
+            part.replay() if isinstance(part, torch.cuda.CUDAGraph) else part(run)

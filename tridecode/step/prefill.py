@@ -18,7 +18,7 @@ from ..kernels.rope_write import ROPE_WRITE
 from ..kernels.silu_mul import SILU_MUL
 from ..kernels.take_rows import TAKE_ROWS
 from ..layout import Chunk
-from . import decode
+from . import decode, hosted
 from .run import Run, launch, refer
 from .state import DecodeModel
 from .torch_ops import LINEAR
@@ -30,37 +30,44 @@ def read(run: Run, m: DecodeModel, rows: int, decoding: int = 0) -> None:
     """`rows` rows, of which the first `decoding` are those of a decode pass. The residual stream is fp32, products in
     the weights' dtype."""
     ws, p, kv, c, eps = m.workspace, m.prompt.first(rows), m.kv, m.config, m.config.rms_norm_eps
+    layers = c.num_layers - 1  # the last one's attention is for the rows that want a token
+    hosted.fetch_first(run, m, None, layers)
     run("embed", EMBED_ROWS, p.chunks, ws.meta, ws.tokens, m.weights.embed, p.hidden, decoding)
     for i, layer in enumerate(m.weights.layers):
         run("input_norm", ADD_NORM, p.hidden, p.delta if i else None, layer.input_norm, p.x, eps)
+        hosted.weights_fetched(run, m, i)
         run("qkv", LINEAR, p.x, layer.qkv, p.qkv)
         run(
-            "rope", ROPE_WRITE, p.chunks, kv.page_table, p.qkv, layer.q_norm, layer.k_norm, m.cos, m.sin, p.q, kv.k[i],
+            "rope", ROPE_WRITE, p.chunks, kv.tables[i], p.qkv, layer.q_norm, layer.k_norm, m.cos, m.sin, p.q, kv.k[i],
             kv.v[i], eps,
         )  # fmt: skip
-        if i + 1 == c.num_layers:
-            return  # the rest is for the rows that want a token
+        if i == layers:
+            return
+        hosted.pages_fetched(run, m, i)
         run(
-            "attention", PROMPT_ATTENTION, p.chunks, kv.page_table, p.q, kv.k[i], kv.v[i], p.partial, p.lse, p.counter,
+            "attention", PROMPT_ATTENTION, p.chunks, kv.tables[i], p.q, kv.k[i], kv.v[i], p.partial, p.lse, p.counter,
             p.attended, c.window(i), m.scale, shape=m.prompt_shape,
         )  # fmt: skip
         if decoding:
             d = m.of_rows(decoding)
             run(
-                "decoding", d.attention, d.workspace.meta, kv.page_table, p.qkv[:decoding], layer.q_norm, layer.k_norm,
+                "decoding", d.attention, d.workspace.meta, kv.tables[i], p.qkv[:decoding], layer.q_norm, layer.k_norm,
                 m.cos, m.sin, kv.k[i], kv.v[i], d.workspace.attn_partial, d.workspace.attn_lse,
                 d.workspace.attn_counter, p.attended[:decoding], m.scale, eps, c.window(i), shape=d.shapes.attention,
             )  # fmt: skip
+        hosted.next_pages(run, m, None, i, layers)
         run("o_proj", LINEAR, p.attended, layer.o_proj, p.delta)
         run("post_norm", ADD_NORM, p.hidden, p.delta, layer.post_norm, p.x, eps)
         run("gate_up", LINEAR, p.x, layer.gate_up, p.gate_up)
         run("silu_mul", SILU_MUL, p.gate_up, p.act)
         run("down", LINEAR, p.act, layer.down, p.delta)
+        hosted.next_weights(run, m, None, i)
 
 
 def finish(run: Run, m: DecodeModel, kind: str, masked: bool = False) -> None:
     """The rest of the last layer, and the token, of the model's rows: each goes on where meta's SOURCE says."""
     ws, last = m.workspace, m.config.num_layers - 1
+    hosted.fetch_pages(run, m, ws.meta, last)
     run("take_rows", TAKE_ROWS, ws.meta, m.prompt.hidden, m.prompt.qkv, ws.hidden, ws.qkv)
     decode.attention_block(run, m, last)
     decode.mlp_block(run, m, last)

@@ -13,7 +13,7 @@ from . import prefill
 from .compiling import compile_ahead
 from .decode import KINDS
 from .dispatch import BatchDescriptor, Dispatcher
-from .graphs import EagerSteps, StepGraphs, capture_late, launcher, replaced
+from .graphs import EagerSteps, StepGraphs, capture_late, forked, launcher
 from .run import Run, launch, refer
 from .state import DecodeModel
 from .torch_ops import BLOCK_ATTENTION, torch_attention
@@ -64,12 +64,12 @@ class EagerPrompts:
     def launch(self, chunks: Sequence[Chunk], tokens: int, decoding: int) -> None:
         self.chunks[:] = chunks
         rows = self.model.fixed_chunk or decoding + tokens
-        prefill.read(replaced(self._run, self.attention), self.model, rows, decoding)
+        prefill.read(forked(self.model, self._run, self.attention), self.model, rows, decoding)
 
     @torch.inference_mode()
     def finish(self, kind: str, rows: int, masked: bool = False) -> None:
         """Enqueue the rest of that pass: a token for each of the first `rows` rows of meta."""
-        prefill.finish(self._finish_run, self.model.of_rows(rows), kind, masked)
+        prefill.finish(forked(self.model, self._finish_run), self.model.of_rows(rows), kind, masked)
 
 
 class PromptGraphs:
@@ -94,10 +94,10 @@ class PromptGraphs:
         self._missed: set[tuple[int, int]] | None = set() if lazy else None
         sizes = sorted(self.dispatcher.sizes, reverse=True)
         batches = [BatchDescriptor(kind, rows) for rows in sizes for kind in KINDS if not fixed]
-        compile_ahead([partial(self._lines, batch) for batch in batches], launcher(model), model.device)
+        compile_ahead([partial(self._lines, batch) for batch in batches], forked(model, launcher(model)), model.device)
         reads = [partial(prefill.read, m=model, rows=4 + decoding, decoding=decoding) for decoding in mixed]
         if attention is None:
-            compile_ahead(reads, launch, model.device)
+            compile_ahead(reads, forked(model, launch), model.device)
         self._finish = {batch: self._capture_finish(batch) for batch in batches}
 
     def decoding(self, rows: int) -> int:
@@ -116,8 +116,11 @@ class PromptGraphs:
         """None where its mode is to launch it: then all is loaded that it needs. No row may run."""
         mode, _ = self.dispatcher.plan(batch.kind, batch.rows)
         run, lines, attention = launcher(self.model), partial(self._lines, batch), self._steps.attention
-        self._place.run(lambda: lines(replaced(run, attention)))
-        return None if mode == "none" else self._place.capture(mode, run, attention, lines)[0]
+        self._place.run(lambda: lines(forked(self.model, run, attention)))
+        if mode == "none":
+            return None
+        between = partial(forked, self.model, launch, attention)
+        return self._place.capture(mode, forked(self.model, run), between, lines)[0]
 
     def _lines(self, batch: BatchDescriptor, run: Run) -> None:
         prefill.finish(run, self.model.of_rows(batch.rows), batch.kind, batch.masked)
@@ -149,8 +152,9 @@ class PromptGraphs:
             self._place.run(lambda: self._eager.launch((), tokens, decoding))
             rows, attention = decoding + tokens, self._eager.attention
             self._read[key], _ = self._place.capture(
-                mode, launch, attention, lambda run: prefill.read(run, self.model, rows, decoding)
-            )
+                mode, forked(self.model, launch), partial(forked, self.model, launch, attention),
+                lambda run: prefill.read(run, self.model, rows, decoding),
+            )  # fmt: skip
             self.seconds[key] = self._place.seconds(self._read[key])
             taken, spent = free - self._place.free_memory(), time.perf_counter() - started
             log.debug(

@@ -25,6 +25,36 @@ def refer(role: str, op: Op, *args, **how) -> None:
     op.ref(*args)
 
 
+class Forked:
+    """Runs the lines of one pass as `run` does, but those with the role "fetch" on the stream `side`, or `captured`
+    within a capture: each begins when what stands before it in the list is done, and a line "fetched" waits for the one
+    that filled its buffer.
+
+    `plain` launches the fetches, and what follows a wait: a dependent launch needs its predecessor alone. Within a
+    capture this makes a branch of the graph; every fetch is waited for, so the branch has joined when the list ends.
+    """
+
+    def __init__(self, run: Run, plain: Run, side: torch.cuda.Stream, captured: torch.cuda.Stream):
+        self._run, self._plain, self._sides = run, plain, (side, captured)
+        self._filled: dict[int, torch.cuda.Event] = {}  # by the address of a buffer
+        self._joined = False
+
+    def __call__(self, role: str, op: Op, *args, **how) -> None:
+        if role == "fetch":
+            side = self._sides[torch.cuda.is_current_stream_capturing()]
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                self._plain(role, op, *args, **how)
+                self._filled[args[-1].data_ptr()] = side.record_event()
+        elif role == "fetched":
+            if filled := self._filled.pop(args[0].data_ptr(), None):
+                torch.cuda.current_stream().wait_event(filled)
+                self._joined = True
+        else:
+            run, self._joined = self._plain if self._joined else self._run, False
+            run(role, op, *args, **how)
+
+
 class Allocating:
     """Runs as an engine without a workspace would: with an allocation for every output of every op.
 

@@ -120,6 +120,16 @@ class PromptAttentionShape:
 
 
 @dataclass(frozen=True)
+class FetchShape:
+    """Launch shape of what comes from the host's memory: few programs, so that others run beside them, each with `tile`
+    elements of 8 bytes in flight."""
+
+    programs: int = 16
+    num_warps: int = 16
+    tile: int = 4096
+
+
+@dataclass(frozen=True)
 class StepShapes:
     qkv: Shape
     o_proj: Shape

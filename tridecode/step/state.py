@@ -6,6 +6,7 @@ from functools import cached_property
 import torch
 
 from ..cache.kv import KVCache, make_kv_cache
+from ..cache.offload import Offload
 from ..kernels.attention import ATTENTION
 from ..kernels.attention_rows import ATTENTION_ROWS
 from ..kernels.op import Op
@@ -13,7 +14,7 @@ from ..model.config import ModelConfig
 from ..model.weights import Weights, short_repr
 from .choose import choose_shapes, invariant_shapes
 from .rope import rope_tables
-from .shapes import AttentionRowsShape, PromptAttentionShape, StepShapes
+from .shapes import AttentionRowsShape, FetchShape, PromptAttentionShape, StepShapes
 from .workspace import PromptBuffers, Workspace, first_rows, make_prompt_buffers, make_workspace, named_tensors
 
 PROMPT_SHAPE = PromptAttentionShape()
@@ -38,6 +39,7 @@ class DecodeModel:
     shapes_by_rows: dict[int, StepShapes]
     pdl: bool
     prompt_shape: PromptAttentionShape = PROMPT_SHAPE
+    fetch_shape: FetchShape = FetchShape()
     fixed_chunk: int = 0
 
     def __repr__(self) -> str:
@@ -70,6 +72,11 @@ class DecodeModel:
         return self.shapes_by_rows[self.shapes_for]
 
     @property
+    def hosted(self) -> bool:
+        """Whether passes read what lies in the host's memory."""
+        return self.kv.rings or self.weights.host is not None
+
+    @property
     def attention(self) -> Op:
         return ATTENTION_ROWS if isinstance(self.shapes.attention, AttentionRowsShape) else ATTENTION
 
@@ -83,6 +90,10 @@ class DecodeModel:
         tensors |= {f"workspace.{name}": t for name, t in named_tensors(self.workspace).items()}
         tensors |= {f"prompt.{name}": t for name, t in named_tensors(self.prompt).items()}
         tensors |= {"pool": self.kv.pool, "page_table": self.kv.page_table, "cos": self.cos, "sin": self.sin}
+        if self.kv.offload:
+            tensors |= {name: getattr(self.kv.offload, name) for name in ("cells", "host", "tables", "fetched")}
+        if host := self.weights.host:
+            tensors |= {"host_layers": host.source[0], "places": host.places}
         return {name: t.data_ptr() for name, t in tensors.items()}
 
 
@@ -90,12 +101,13 @@ def make_model(
     config: ModelConfig, weights: Weights, capacity: int, slots: int = 1, page: int | None = None,
     shapes: dict[int, StepShapes] | None = None, pages: int | None = None, rows: int | None = None,
     prompt_rows: int = 2048, prompt_shape: PromptAttentionShape = PROMPT_SHAPE, batch_invariant: bool = False,
+    offload: Offload | None = None,
 ) -> DecodeModel:
     """Allocate the state of a model whose weights are loaded, for `slots` of `capacity` K/V positions.
 
-    page, pages: see make_kv_cache. shapes: by rows, by default those chosen for the GPU. rows: of the largest pass, by
-    default as many as slots. prompt_rows: of the largest prompt pass, those that decode beside it not counted; with
-    batch_invariant of all.
+    page, pages, offload: see make_kv_cache. shapes: by rows, by default those chosen for the GPU. rows: of the largest
+    pass, by default as many as slots. prompt_rows: of the largest prompt pass, those that decode beside it not counted;
+    with batch_invariant of all.
     """
     device, dtype = weights.device, weights.dtype
     cos, sin = rope_tables(config, capacity, device)
@@ -112,7 +124,7 @@ def make_model(
     return DecodeModel(
         config=config,
         weights=weights,
-        kv=make_kv_cache(config, capacity, device, dtype, slots, page, pages),
+        kv=make_kv_cache(config, capacity, device, dtype, slots, page, pages, offload),
         cos=cos,
         sin=sin,
         workspace=make_workspace(config, capacity, device, dtype, slots, rows),

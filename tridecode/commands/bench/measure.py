@@ -1,6 +1,6 @@
 """What every bench stands on: engines of public shapes with random weights, timers, limits measured in the run."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -132,12 +132,15 @@ def time_decode(
     runs: int,
     params: SamplingParams = GREEDY,
     rows: int = 1,
+    before: Callable[[], None] | None = None,
 ) -> list[float]:
     """Seconds a step of `runs` runs of `steps` steps from `context`, one or that of each row; state is reset outside
-    the timed region."""
+    the timed region, and then `before` called."""
     times = []
     for run in range(runs + WARM_UP):
         engine.rewind(context, params, rows)
+        if before is not None:
+            before()
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         for _ in range(steps):

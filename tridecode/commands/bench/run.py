@@ -8,6 +8,7 @@ from ..outputs import text_sink
 from ..terminal import Output
 from .batch import batch
 from .decode import decode
+from .offload import offload
 from .peers import peers
 from .prefill import prefill
 from .report import FORMATS, deviations, read_rows, render, show
@@ -23,6 +24,7 @@ BENCHES = {
     "prefill": prefill,
     "stream": stream,
     "start": start,
+    "offload": offload,
     "peers": peers,
     "serve": serve,
     "serve-mix": serve_mix,
@@ -61,7 +63,7 @@ def measure(args, output: Output) -> list[dict]:
 
 def alone(row: dict) -> dict:
     """The options that name a row among those of its command."""
-    found = {key: [row[key]] for key in ("prompt_tokens", "graph") if key in row}
+    found = {key: [row[key]] for key in ("prompt_tokens", "graph", "host") if key in row}
     if row["bench"] == "batch":
         mixed = isinstance(row["context"], str)
         found = {"rows": None if mixed else [row["rows"]], "context": [row["context"]]}

@@ -49,6 +49,12 @@ SUITES = {
         peers --preset qwen3-0.6b --runs 3
         peers --preset qwen3-4b --runs 3
     """,
+    "offload": """
+        offload --preset qwen3-4b --context 32000 --runs 3 --steps 8
+        offload --preset llama-3.1-8b --prompt-tokens 128000 --kv-gib 4
+        offload --preset qwen3-4b --context 64 --weights 4 --runs 3 --steps 8
+        offload --preset qwen3-4b --context 32000 --swap --runs 3
+    """,
 }
 UNSAID = ("command", "what", "verbose", "format", "output", "compare", "api_key_file")
 

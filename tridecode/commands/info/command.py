@@ -2,6 +2,7 @@
 
 import json
 import platform
+from dataclasses import asdict
 
 import torch
 
@@ -9,10 +10,10 @@ from ...cache.kv import PAGE, kv_bytes_per_token
 from ...errors import DeviceError
 from ...loading import BUNDLED
 from ...memory import plan_memory, prompt_bytes
-from ...model.checkpoint import load_config, parameter_count
+from ...model.checkpoint import host_layer_bytes, load_config, parameter_count
 from ...model.config import ModelConfig
 from ...model.hub import resolve_model
-from ...placement import GraphPlan, capture_support, plan_capacity, plan_graphs, resolve_device, resolve_dtype
+from ...placement import GraphPlan, capture_support, plan_graphs, plan_kv, plan_weights, resolve_device, resolve_dtype
 from ...serve.policy import Policy
 from ...step.dispatch import Dispatcher
 from ...version import __version__
@@ -32,7 +33,7 @@ def info(args, output: Output) -> int:
         args.chunk_tokens, prompt_ms=args.prompt_ms, prefix_sharing=args.prefix_sharing,
         batch_invariant=args.batch_invariant,
     )  # fmt: skip
-    memory = memory_facts(config, dtype, device, args, policy, graphs_of(args, policy.chunk_tokens, support))
+    memory = memory_facts(config, dtype, device, backend, args, policy, graphs_of(args, policy.chunk_tokens, support))
     chunk = policy.chunk(memory["slots"], memory["context"] or policy.chunk_tokens, PAGE)
     graphs = graphs_of(args, chunk, support)
     report = {
@@ -78,28 +79,36 @@ def graphs_of(args, chunk: int, support: tuple[bool, bool]) -> GraphPlan:
 
 
 def memory_facts(
-    config: ModelConfig, dtype: torch.dtype, device: torch.device, args, policy: Policy, graphs: GraphPlan
+    config: ModelConfig, dtype: torch.dtype, device: torch.device, backend: str, args, policy: Policy,
+    graphs: GraphPlan,
 ) -> dict:
     """Sizes in bytes, contexts in tokens. `context` of each of the `slots` requests, and `kv_tokens` that all of them
-    share: what would be allocated; 0, with `problem`, where it cannot be."""
+    share: what would be allocated; 0, with `problem`, where it cannot be. `offload`: pages of the host and of each of
+    the ring's buffers, if asked for; `weights_on_host`: bytes of the last `host_layers` layers."""
     slots, per_token = slots_of(args), kv_bytes_per_token(config, dtype)
     plan, problem = plan_memory(config, dtype, device, slots, policy.chunk_tokens, graphs.one_piece), None
+    on_host = 0
     asked = args.max_seq_len, slots, args.kv_tokens, policy.chunk_tokens, graphs.one_piece
+    offload = args.kv_offload, args.kv_ring, policy.batch_invariant
     try:
-        _, context, _ = plan_capacity(config, dtype, device, *asked)
-        pool = plan.kv_tokens(context, args.kv_tokens, str(device))
+        on_host = plan_weights(config, dtype, args.weights_offload)
+        kv = plan_kv(config, dtype, device, backend, *asked, *offload, on_host)
+        plan, context, pool, offload = kv.memory, kv.capacity, kv.kv_tokens, kv.offload
     except DeviceError as error:
-        context, pool, problem = 0, 0, str(error)
+        context, pool, offload, problem = 0, 0, None, str(error)
     return {
         "weights": plan.weights,
+        "host_layers": on_host,
+        "weights_on_host": on_host * host_layer_bytes(config, dtype),
         "kv_per_token": per_token,
         "workspace": plan.fixed + (slots - 1) * plan.per_slot,
         "free": plan.free,
-        "largest_context": plan.max_context,
+        "largest_context": max(plan.max_context, context),
         "context": context,
         "slots": slots,
         "kv_tokens": pool,
         "kv_bytes": pool * per_token,
+        "offload": offload and asdict(offload) | {"page": kv.page, "host_tokens": offload.host * kv.page},
         "problem": problem,
     }
 
@@ -172,7 +181,7 @@ def as_text(report: dict) -> str:
         ("would run", f"{run['device']}, backend {run['backend']}, {run['dtype']}, {graph_words(run)}"),
         ("kernels", kernel_words(run, model["layers"])),
         ("prompts", prompt_words(report["prompts"])),
-        ("weights", size(memory["weights"])),
+        ("weights", weight_words(memory)),
         ("K/V", f"{memory['kv_per_token']:,} bytes per token{pool_words(memory)}"),
         ("workspace", size(memory["workspace"])),
         ("free memory", f"{size(memory['free'])} on {run['device']}"),
@@ -213,6 +222,12 @@ def kernel_words(run: dict, layers: int) -> str:
     return f"Triton: embed, {layers} x (qkv, attention, o_proj, gate_up, down), lm_head, sample"
 
 
+def weight_words(memory: dict) -> str:
+    if layers := memory["host_layers"]:
+        return f"{size(memory['weights'])}; the last {layers} layers' {size(memory['weights_on_host'])} on the host"
+    return size(memory["weights"])
+
+
 def prompt_words(prompts: dict) -> str:
     sizes = prompts["sizes"]
     ways = {"full": "whole", "piecewise": "in pieces between attention launches"}
@@ -230,7 +245,11 @@ def pool_words(memory: dict) -> str:
     if memory["problem"]:
         return ""
     slots = "1 slot has" if memory["slots"] == 1 else f"{memory['slots']} slots share"
-    return f"; {slots} {memory['kv_tokens']:,} positions, {size(memory['kv_bytes'])}"
+    host = ""
+    if offload := memory["offload"]:
+        most = offload["ring"] * offload["page"]
+        host = f"; {offload['host_tokens']:,} more on the host, of which {most:,} can run"
+    return f"; {slots} {memory['kv_tokens']:,} positions, {size(memory['kv_bytes'])}{host}"
 
 
 def graph_words(run: dict) -> str:
