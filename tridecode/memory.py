@@ -9,8 +9,8 @@ import torch
 from . import cgroup
 from .cache.kv import kv_bytes_per_token
 from .errors import DeviceError
-from .model.checkpoint import weight_bytes
 from .model.config import ModelConfig
+from .model.pieces import weight_bytes
 from .step.prefill import CHUNK
 from .step.state import PROMPT_SHAPE
 from .step.workspace import make_prompt_buffers, make_workspace, named_tensors
@@ -117,7 +117,7 @@ def plan_memory(
         scratch += 16 * rows * (config.intermediate_size + config.q_size + config.kv_size)
     return MemoryPlan(
         free=free_memory(device),
-        weights=weight_bytes(config, dtype),
+        weights=weight_bytes(config, dtype, packs=device.type == "cuda"),
         per_token=kv + gathered + rope_and_tokens,
         fixed=workspace_bytes(config, dtype, 1) + prompt_bytes(config, dtype, rows) + scratch,
         model_limit=config.max_position,

@@ -9,9 +9,10 @@ from ...cache.kv import kv_bytes_per_token
 from ...engine import BUNDLED
 from ...errors import DeviceError
 from ...memory import plan_memory, prompt_bytes
-from ...model.checkpoint import load_config, parameter_count
+from ...model.checkpoint import load_config
 from ...model.config import ModelConfig
 from ...model.hub import resolve_model
+from ...model.pieces import parameter_count
 from ...placement import GraphPlan, capture_support, plan_capacity, plan_graphs, resolve_device, resolve_dtype
 from ...step.dispatch import Dispatcher
 from ...version import __version__
