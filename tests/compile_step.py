@@ -28,9 +28,12 @@ from tridecode import kernels
 from tridecode.cache.kv import PAGE, make_kv_cache
 from tridecode.kernels.gather_kv import gather_kv
 from tridecode.model.checkpoint import _allocate, _assemble
+from tridecode.model.formats.quantise import rules
+from tridecode.model.pieces import targets
 from tridecode.model.presets import PRESETS
 from tridecode.step import decode
 from tridecode.step.choose import choose_shapes
+from tridecode.step.few_bits import few_bits
 from tridecode.step.graphs import launcher
 from tridecode.step.prefill import finish, read
 from tridecode.step.shapes import PromptAttentionShape, StepShapes, WideShape
@@ -44,8 +47,12 @@ MODELS = PRESETS | {"qwen3-4b_fp16": PRESETS["qwen3-4b"]} | {
     f"head_dim_{d}": replace(PRESETS["qwen3-0.6b"], head_dim=d, num_heads=heads, num_kv_heads=kv, num_layers=2)
     for d, heads, kv in ((80, 5, 1), (96, 24, 8), (256, 8, 1))
 } | {"group_16": replace(PRESETS["qwen3-0.6b"], num_heads=32, num_kv_heads=2, num_layers=2)}
+FEW_BITS = {f"{name}_{kind}": replace(PRESETS[name], quantise=rules(kind, "fp8"))
+            for name in ("qwen3-4b", "qwen3-0.6b", "llama-3.1-8b") for kind in ("fp8", "int8", "int4")}  # fmt: skip
+MODELS |= FEW_BITS
 TYPES = {
     torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int32: "*i32", torch.int64: "*i64",
+    torch.int16: "*i16",
 }  # fmt: skip
 
 
@@ -85,15 +92,17 @@ def meta_model(preset: str, dtype: torch.dtype, arch: int, capacity: int = 4096)
     """The model's tensors by shape only: no memory, no GPU."""
     config, device = MODELS[preset], torch.device("meta")
     rope = torch.empty(capacity, config.head_dim // 2, device=device)
+    plan = targets(config, packs=True)
+    weights = _assemble(config, plan, _allocate(plan, device, dtype))
     return DecodeModel(
         config=config,
-        weights=_assemble(config, _allocate(config, device, dtype)),
+        weights=weights,
         kv=make_kv_cache(config, capacity, device, dtype, page=PAGE),
         cos=rope,
         sin=rope,
         workspace=make_workspace(config, capacity, device, dtype, slots=64),
         prompt=make_prompt_buffers(config, 256, device, dtype, PromptAttentionShape()),
-        shapes_by_rows=choose_shapes(config, dtype, arch),
+        shapes_by_rows=few_bits(choose_shapes(config, dtype, arch), weights),
         pdl=arch >= 90,
     )
 

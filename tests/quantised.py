@@ -17,7 +17,7 @@ AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the column that each nibble of a word ho
 
 
 def write_quantised(path, method, skip=("lm_head",), family="qwen3", **how) -> dict[str, torch.Tensor]:
-    """A tiny checkpoint whose projections are quantised by `method`, all but those whose name contains one of `skip`."""
+    """A tiny checkpoint, its projections quantised by `method`, all but those whose name contains one of `skip`."""
     write_tiny(path, family, **WIDTHS)
     rng = np.random.default_rng(0)
     tensors, truth = load_file(path / "model.safetensors"), {}

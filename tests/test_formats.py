@@ -102,7 +102,8 @@ def test_files_of_compressed_tensors(strategy, tmp_path):
     tensors, truth = load_file(tmp_path / "model.safetensors"), {}
     for name in [n for n in tensors if n.endswith("_proj.weight")]:
         weight, module = tensors.pop(name), name.removesuffix(".weight")
-        parts = weight.view(1, 1, -1) if strategy == "tensor" else weight.view(len(weight), -1, columns or weight.shape[1])
+        n, k = weight.shape
+        parts = weight.view(1, 1, -1) if strategy == "tensor" else weight.view(n, -1, columns or k)
         peak = parts.abs().amax(-1)
         scale = peak / (2 ** (args.num_bits - 1) if columns else 448)
         state = {"weight": weight, "weight_scale": scale.view(1) if strategy == "tensor" else scale}

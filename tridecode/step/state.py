@@ -12,6 +12,7 @@ from ..kernels.op import Op
 from ..model.config import ModelConfig
 from ..model.weights import Weights, short_repr
 from .choose import choose_shapes
+from .few_bits import few_bits
 from .rope import rope_tables
 from .shapes import AttentionRowsShape, PromptAttentionShape, StepShapes
 from .workspace import PromptBuffers, Workspace, first_rows, make_prompt_buffers, make_workspace, named_tensors
@@ -110,7 +111,7 @@ def make_model(
         prompt=make_prompt_buffers(
             config, min(prompt_rows, slots * capacity) + (rows or slots), device, dtype, prompt_shape
         ),
-        shapes_by_rows=shapes or choose_shapes(config, dtype, capability, gpu),
+        shapes_by_rows=shapes or few_bits(choose_shapes(config, dtype, capability, gpu), weights),
         pdl=capability >= 90,
         prompt_shape=prompt_shape,
     )

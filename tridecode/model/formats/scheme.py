@@ -99,7 +99,8 @@ class Scheme:
 @dataclass(frozen=True)
 class Reading:
     """tensors(scheme, n, k): suffix of a module's tensor -> Stored. codes(scheme, tensors, n, k): the Codes that they
-    hold, n rows of them; what the file says wrongly is a ValueError. harmless: suffixes of tensors that nothing here needs."""
+    hold, n rows of them; what the file says wrongly is a ValueError. harmless: suffixes of tensors that are not needed.
+    """
 
     tensors: Callable[[Scheme, int, int], dict[str, Stored]]
     codes: Callable[[Scheme, dict[str, torch.Tensor], int, int], Codes]
