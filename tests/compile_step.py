@@ -26,6 +26,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tridecode import kernels
 from tridecode.cache.kv import PAGE, make_kv_cache
+from tridecode.kernels.dequantise import dequantise
 from tridecode.kernels.gather_kv import gather_kv
 from tridecode.model.checkpoint import _allocate, _assemble
 from tridecode.model.formats.quantise import rules
@@ -121,8 +122,11 @@ def record(preset: str, dtype: torch.dtype, arch: int) -> dict:
         for rows in ROWS:
             for kind in decode.KINDS:
                 decode.step(launcher(model), model.of_rows(rows), kind)
-        few = replace(model.of_rows(16), shapes_by_rows={16: wide(model.of_rows(16).shapes, arch)})
-        decode.step(launcher(model), few, "greedy")
+        if preset not in FEW_BITS:
+            few = replace(model.of_rows(16), shapes_by_rows={16: wide(model.of_rows(16).shapes, arch)})
+            decode.step(launcher(model), few, "greedy")
+        else:
+            dequantise(model.weights.layers[0].qkv, 0, 1024, model.prompt.dequantised)
         run = launch_ours if arch == 90 and model.config.head_dim <= 128 else launch_but_attention
         read(run, model, 68)
         read(run, model, 132, decoding=64)

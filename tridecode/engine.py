@@ -87,6 +87,8 @@ class Engine:
         prompt_attention: str = "auto",
         prompt_ms: float = PROMPT_MS,
         prefix_sharing: bool = True,
+        quantize: str | None = None,
+        quantize_head: str = "fp8",
         progress: Callable[[int, int], None] | None = None,
     ) -> "Engine":
         """Load a checkpoint directory or Hugging Face id; None is the bundled model.
@@ -101,7 +103,8 @@ class Engine:
         the prompt passes that are captured, ascending, by default a schedule up to prompt_graph_max_tokens.
         prompt_attention: of these, auto, triton, flash or cudnn; see docs/prompts.md. prompt_ms: milliseconds that a
         pass may take which reads prompts while others decode. prefix_sharing: K/V of equal beginnings are computed
-        once. max_queue: requests that may wait for a slot, None is any number.
+        once. max_queue: requests that may wait for a slot, None is any number. quantize: fp8, int8 or int4, what the
+        projections of an unquantised checkpoint become while they are loaded; quantize_head: the LM head, or keep.
         progress(done_bytes, total_bytes) is called while weights load. On a CPU the engine sets PyTorch's threads: one
         for a tiny model, else as many as there are free cores; a number that OMP_NUM_THREADS or torch.set_num_threads
         has given stays.
@@ -118,7 +121,7 @@ class Engine:
         placement.plan_graphs(slots, chunk_tokens, False, False, graph=graph, **graphs)  # bad ones end here
         place, backend = placement.resolve_device(device, backend)
         path = BUNDLED if model is None else resolve_model(model)
-        config = load_config(path)
+        config = placement.to_quantise(load_config(path), quantize, quantize_head)
         tokenizer = Tokenizer.load(path)
         torch_dtype = placement.resolve_dtype(dtype, config, place)
         support = placement.capture_support(backend, config, torch_dtype, place)

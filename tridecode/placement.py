@@ -2,7 +2,7 @@
 
 import logging
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -11,6 +11,7 @@ from .cache.kv import PAGE
 from .errors import DeviceError, ParameterError
 from .memory import MemoryPlan, plan_memory
 from .model.config import ModelConfig
+from .model.formats.quantise import HEADS, SCHEMES, rules
 from .prompt import listed
 from .step.choose import prompt_tiles_fit
 from .step.dispatch import ATTENTION, MODES, PROMPT_ATTENTION, PROMPT_MOST, SIZES, lowered, prompt_sizes
@@ -53,8 +54,25 @@ def check_dtype(dtype: str | torch.dtype) -> str:
     return choice("dtype", name, ("auto", *DTYPES))
 
 
+def to_quantise(config: ModelConfig, quantize: str | None, head: str) -> ModelConfig:
+    """The configuration of a checkpoint whose projections will be quantised while they are loaded. Raises
+    ParameterError."""
+    choice("quantize_head", head, HEADS)
+    if quantize is None:
+        return config
+    choice("quantize", quantize, tuple(SCHEMES))
+    if config.quantisation is not None:
+        raise ParameterError(f"quantize {quantize}: the checkpoint is quantised already ({config.quantisation.method})")
+    return replace(config, quantise=rules(quantize, head))
+
+
 def resolve_dtype(dtype: str, config: ModelConfig, device: torch.device) -> torch.dtype:
+    """What tensors run in that are not quantised. Beside weights in fewer bits it is bf16 on a GPU."""
     dtype = check_dtype(dtype)
+    if config.few_bits and device.type == "cuda":
+        if dtype not in ("auto", "bfloat16"):
+            raise ParameterError(f"dtype must be bfloat16 on a GPU beside weights in fewer bits, got {dtype}")
+        return torch.bfloat16
     if dtype == "auto":
         if device.type == "cpu":
             return torch.float32

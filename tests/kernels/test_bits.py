@@ -5,6 +5,7 @@ import torch
 from util import BF16_ROUNDING, CUDA, DEVICE, Case, assert_close, cases, meta_rows, norm_weight, poisoned, random
 
 from tridecode import layout
+from tridecode.kernels.dequantise import dequantise
 from tridecode.kernels.gate_up import gate_up_ref
 from tridecode.kernels.matvec import matvec_normed_ref, matvec_residual_ref
 from tridecode.model.formats.packed import Packed
@@ -13,6 +14,7 @@ from tridecode.model.weights import Linear
 from tridecode.step.few_bits import few_bits_shape
 from tridecode.step.products import products
 from tridecode.step.shapes import MatmulShape
+from tridecode.step.torch_ops import LINEAR
 
 EPS, DTYPE, TOLERANCE, ROUNDED = 1e-6, torch.bfloat16, 2e-5, BF16_ROUNDING + 2e-3
 CASES = cases(
@@ -121,3 +123,21 @@ def test_every_launch_shape_gives_the_same_answer(form, shape):
     products(shape).normed.launch(idle(2), x, linear, out, partials, 5, EPS, shape=shape)
     matvec_normed_ref(idle(2), x, linear, ref, partials, 5, EPS)
     assert_close(out, ref, TOLERANCE)
+
+
+@FORM
+def test_dequantise_matches_reference(form):
+    n, k = (1001, 4864) if CUDA else (40, 320)
+    linear = linear_of(form, n, k)
+    out = poisoned(n - 5, k, dtype=torch.float32)
+    dequantise(linear, 3, n - 2, out)
+    assert_close(out, linear.matrix()[3 : n - 2], 1e-6)
+
+
+@pytest.mark.skipif(not CUDA, reason="torch's products of bf16 on a CPU are not the GPU's")
+@FORM
+def test_a_product_of_many_rows_by_pieces_of_the_weight(form):
+    linear, x = linear_of(form, 1001, 2560), random(128, 2560, dtype=DTYPE, seed=1)
+    out, scratch = poisoned(128, 1001, dtype=DTYPE), poisoned(300 * 2560, dtype=DTYPE)
+    LINEAR.launch(x, linear, out, scratch)
+    assert_close(out.float(), x.float() @ linear.matrix().T, 6e-3)

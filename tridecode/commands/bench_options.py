@@ -134,6 +134,9 @@ def add_shape(parser, model: bool = False) -> None:
         group.add_argument("--model", metavar="DIR_OR_ID", help="a checkpoint instead of random weights")
     else:
         parser.set_defaults(model=None)
+    words = "weights in fewer bits, as --quantize of generate"
+    parser.add_argument("--quantize", choices=["fp8", "int8", "int4"], help=words)
+    parser.add_argument("--quantize-head", default="fp8", choices=["keep", "fp8", "int8", "int4"], help="(fp8)")
 
 
 def add_steps(parser, context: str, sampling: bool = True) -> None:

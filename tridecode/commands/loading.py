@@ -8,7 +8,7 @@ from ..memory import plan_memory
 from ..model.checkpoint import load_config
 from ..model.config import ModelConfig
 from ..model.hub import resolve_model
-from ..placement import resolve_dtype
+from ..placement import resolve_dtype, to_quantise
 from ..sampling import SamplingParams
 from ..text.tokenizer import Tokenizer
 from .explain import LOADING, with_options
@@ -46,6 +46,8 @@ def load_model(args, model: str | None, max_seq_len: int | None, output: Output)
             prompt_attention=args.prompt_attention,
             prompt_ms=args.prompt_ms,
             prefix_sharing=args.prefix_sharing,
+            quantize=args.quantize,
+            quantize_head=args.quantize_head,
             max_queue=getattr(args, "max_queue", None),
             progress=progress,
         )
@@ -82,7 +84,7 @@ class Loader:
         """
         model = None if name == "bundled" else name
         path = BUNDLED if model is None else resolve_model(model)
-        config = load_config(path)
+        config = to_quantise(load_config(path), self._args.quantize, self._args.quantize_head)
         if not chat.conversation.raw:  # its PromptError, before anything is given up
             Tokenizer.load(path).encode_chat([{"role": "user", "content": "Hello"}])
         if self._fits_beside(chat.engine, config):

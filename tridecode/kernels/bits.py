@@ -3,7 +3,8 @@
 Two numbers an instruction. Both halves of a word hold a number at the same place, so one `lop3` masks both and sets
 bits beside them: a number written into the mantissa of 128.0 is 128 more than itself, which one `fma` takes off,
 exactly and together with the zero point; an e4m3's exponent and mantissa, moved to where bf16 has them, are 2 ** 120
-too small. model/formats/packed.py says what stands where. The interpreter knows no assembly: it does the same by arithmetic.
+too small. model/formats/packed.py says what stands where. The interpreter, which knows no assembly, does the same by
+arithmetic.
 """
 
 import triton
@@ -12,46 +13,47 @@ import triton.language as tl
 # v & 15 of both halves into 128.0 (0x4300), less $9, of four places: columns 0 and 1, 2 and 3, ...
 _INT4 = tl.constexpr(
     """{
-    .reg .b32 w1, w2, w3, a, z;
-    xor.b32 z, $9, 0x80008000;
+    .reg .b32 w1, w2, w3, a, z, one;
+    mov.b32 one, 0x3f803f80; xor.b32 z, $9, 0x80008000;
     shr.u32 w1, $8, 4; shr.u32 w2, $8, 8; shr.u32 w3, $8, 12;
-    lop3.b32 a, $8, 0x000f000f, 0x43004300, 0xea; fma.rn.bf16x2 a, a, 0x3f803f80, z; mov.b32 {$0, $1}, a;
-    lop3.b32 a, w1, 0x000f000f, 0x43004300, 0xea; fma.rn.bf16x2 a, a, 0x3f803f80, z; mov.b32 {$2, $3}, a;
-    lop3.b32 a, w2, 0x000f000f, 0x43004300, 0xea; fma.rn.bf16x2 a, a, 0x3f803f80, z; mov.b32 {$4, $5}, a;
-    lop3.b32 a, w3, 0x000f000f, 0x43004300, 0xea; fma.rn.bf16x2 a, a, 0x3f803f80, z; mov.b32 {$6, $7}, a;
+    lop3.b32 a, $8, 0x000f000f, 0x43004300, 0xea; fma.rn.bf16x2 a, a, one, z; mov.b32 {$0, $1}, a;
+    lop3.b32 a, w1, 0x000f000f, 0x43004300, 0xea; fma.rn.bf16x2 a, a, one, z; mov.b32 {$2, $3}, a;
+    lop3.b32 a, w2, 0x000f000f, 0x43004300, 0xea; fma.rn.bf16x2 a, a, one, z; mov.b32 {$4, $5}, a;
+    lop3.b32 a, w3, 0x000f000f, 0x43004300, 0xea; fma.rn.bf16x2 a, a, one, z; mov.b32 {$6, $7}, a;
     }"""
 )
 # Two's complement: the low seven bits into 128.0, less 128.0, or 256.0 where the sign, moved nowhere, makes it that.
 _INT8 = tl.constexpr(
     """{
-    .reg .b32 w1, a, b;
-    shr.u32 w1, $4, 8;
+    .reg .b32 w1, a, b, one;
+    mov.b32 one, 0x3f803f80; shr.u32 w1, $4, 8;
     lop3.b32 a, $4, 0x007f007f, 0x43004300, 0xea; lop3.b32 b, $4, 0x00800080, 0xc300c300, 0xea;
-    fma.rn.bf16x2 a, a, 0x3f803f80, b; mov.b32 {$0, $1}, a;
+    fma.rn.bf16x2 a, a, one, b; mov.b32 {$0, $1}, a;
     lop3.b32 a, w1, 0x007f007f, 0x43004300, 0xea; lop3.b32 b, w1, 0x00800080, 0xc300c300, 0xea;
-    fma.rn.bf16x2 a, a, 0x3f803f80, b; mov.b32 {$2, $3}, a;
+    fma.rn.bf16x2 a, a, one, b; mov.b32 {$2, $3}, a;
     }"""
 )
 # The same, less $5.
 _INT8_ZERO = tl.constexpr(
     """{
-    .reg .b32 w1, a, b, z;
-    xor.b32 z, $5, 0x80008000;
+    .reg .b32 w1, a, b, z, one;
+    mov.b32 one, 0x3f803f80; xor.b32 z, $5, 0x80008000;
     shr.u32 w1, $4, 8;
     lop3.b32 a, $4, 0x007f007f, 0x43004300, 0xea; lop3.b32 b, $4, 0x00800080, 0xc300c300, 0xea;
-    fma.rn.bf16x2 a, a, 0x3f803f80, b; fma.rn.bf16x2 a, a, 0x3f803f80, z; mov.b32 {$0, $1}, a;
+    fma.rn.bf16x2 a, a, one, b; fma.rn.bf16x2 a, a, one, z; mov.b32 {$0, $1}, a;
     lop3.b32 a, w1, 0x007f007f, 0x43004300, 0xea; lop3.b32 b, w1, 0x00800080, 0xc300c300, 0xea;
-    fma.rn.bf16x2 a, a, 0x3f803f80, b; fma.rn.bf16x2 a, a, 0x3f803f80, z; mov.b32 {$2, $3}, a;
+    fma.rn.bf16x2 a, a, one, b; fma.rn.bf16x2 a, a, one, z; mov.b32 {$2, $3}, a;
     }"""
 )
 # Seven bits below the sign go four places down; times 2 ** 120 (0x7b80).
 _E4M3 = tl.constexpr(
     """{
-    .reg .b32 a, t;
+    .reg .b32 a, t, up, nought;
+    mov.b32 up, 0x7b807b80; mov.b32 nought, 0x80008000;
     shl.b32 t, $4, 4; and.b32 t, t, 0x07f007f0; shl.b32 a, $4, 8; lop3.b32 a, a, 0x80008000, t, 0xea;
-    fma.rn.bf16x2 a, a, 0x7b807b80, 0x80008000; mov.b32 {$0, $1}, a;
+    fma.rn.bf16x2 a, a, up, nought; mov.b32 {$0, $1}, a;
     shr.u32 t, $4, 4; and.b32 t, t, 0x07f007f0; lop3.b32 a, $4, 0x80008000, t, 0xea;
-    fma.rn.bf16x2 a, a, 0x7b807b80, 0x80008000; mov.b32 {$2, $3}, a;
+    fma.rn.bf16x2 a, a, up, nought; mov.b32 {$2, $3}, a;
     }"""
 )
 _EVERY_4 = tl.constexpr("=h,=h,=h,=h,=h,=h,=h,=h,r,r")

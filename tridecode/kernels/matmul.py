@@ -27,16 +27,20 @@ def _places(WARPS: tl.constexpr, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _operand(tile, WARPS: tl.constexpr, ROWS: tl.constexpr):
+def _operand(tile, WARPS: tl.constexpr, ROWS: tl.constexpr, FOUR: tl.constexpr):
     """The tile as an operand [WARPS, ROWS, STEP_K] of the tensor cores.
 
     A lane has loaded eight neighbours of a row, and the instruction wants two and two of a lane in each half of 16
-    columns. The order of the columns is free as long as both operands agree: so what a lane has is renamed, and nothing
-    moves.
+    columns; as the compiler lays operands out that were joined, FOUR and four of 32. The order of the columns is free
+    as long as both operands agree: so what a lane has is renamed, and nothing moves.
     """
     tile = tl.permute(tile.reshape(ROWS // 8, WARPS, 8, _STEP_K), (1, 0, 2, 3))
-    tile = tile.reshape(WARPS, ROWS, 4, 2, 2, 2)  # lane, instruction, half, element
-    return tl.permute(tile, (0, 1, 3, 4, 2, 5)).reshape(WARPS, ROWS, _STEP_K)
+    if FOUR:
+        tile = tl.permute(tile.reshape(WARPS, ROWS, 4, 2, 4), (0, 1, 3, 2, 4))
+        return tile.reshape(WARPS, ROWS, _STEP_K)
+    else:
+        tile = tile.reshape(WARPS, ROWS, 4, 2, 2, 2)  # lane, instruction, half, element
+        return tl.permute(tile, (0, 1, 3, 4, 2, 5)).reshape(WARPS, ROWS, _STEP_K)
 
 
 @triton.jit
@@ -222,13 +226,13 @@ def _matmul_kernel(
                         xs, order_ptr, offs_xk, line_m < rows, c * PARTS + part + X_AHEAD, K, WARPS, PARTS, ORDERED
                     ),
                 )  # fmt: skip
-            columns = tl.permute(_operand(x[c * PARTS + part], WARPS, BLOCK_M), (0, 2, 1)).to(TYPE)
+            columns = tl.permute(_operand(x[c * PARTS + part], WARPS, BLOCK_M, FORM != "dense"), (0, 2, 1)).to(TYPE)
             if FORM == "dense":
                 tile = w[c]
             else:
                 zero = pair(z[c * ZERO_PARTS + part % ZERO_PARTS]) if ZEROS else 0
                 tile = unpack(w[c], zero, part, FORM, ZEROS, DOT_FP32)
-            tile = _operand(tile, WARPS, BLOCK_N).to(TYPE)
+            tile = _operand(tile, WARPS, BLOCK_N, FORM != "dense").to(TYPE)
             if not GROUPED:
                 acc = tl.dot(tile, columns, acc, input_precision="ieee")
             else:

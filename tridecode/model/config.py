@@ -62,6 +62,12 @@ class ModelConfig:
     quantise: Quantisation | None = None  # what the other weights become while they are loaded
 
     @property
+    def few_bits(self) -> str | None:
+        """The method by which weights have fewer bits, or None."""
+        which = self.quantisation or self.quantise
+        return which and which.method
+
+    @property
     def group_size(self) -> int:
         """Query heads that share one K/V head."""
         return self.num_heads // self.num_kv_heads

@@ -35,16 +35,15 @@ def _packed(weights: Weights, role: str):
 
 
 def few_bits_shape(linear, rows: int) -> MatmulShape:
-    """The tuned shape, or as many warps as have two tiles or more of a row each; the more rows of activations, the more
-    of the weights a program takes, since it reads all of them."""
+    """The tuned shape, or few warps, since each has the work before and after its sums to do. Programs of 16 rows of
+    the weights have their scales where they are wanted; many rows of activations want larger ones, which read them
+    less often."""
     N, K = linear.out_features, linear.in_features
     if found := TUNED[rows].get((linear.format, N, K)):
         return found
-    tile = linear.packed.tile
-    warps = 8
-    while warps > 2 and warps * tile * 2 > K:
-        warps //= 2
-    block_n = 16 if rows <= 8 and N < 8192 else 32 if rows <= 16 else 64
-    warps = min(warps, 4) if block_n > 16 else warps
-    ahead = {16: 8, 32: 4, 64: 2}[block_n]
-    return MatmulShape(block_n, warps, ahead, 8 if rows <= 8 else 4 if rows <= 16 else 2)
+    warps = 2 if K <= 3072 else 4 if K <= 8192 else 8
+    if rows > 16:  # sums of so many rows leave few registers for what is in flight
+        return MatmulShape(32 if rows == 32 else 16, min(warps, 4), 2, 1)
+    if rows > 8:
+        return MatmulShape(32, min(warps, 4), 4, 4)
+    return MatmulShape(16, warps, 10, 8)

@@ -15,6 +15,7 @@ from ...layout import RUN, STATUS
 from ...memory import free_memory, plan_memory
 from ...model.checkpoint import random_weights
 from ...model.presets import PRESETS
+from ...placement import to_quantise
 from ...sampling import SamplingParams
 from ...step.dispatch import Dispatcher
 from ...step.graphs import EagerSteps, StepGraphs, make_steps
@@ -44,7 +45,8 @@ def need_gpu() -> None:
 
 
 def preset_engine(
-    preset: str, capacity: int, graph: str = "full", slots: int = 1, kv_tokens: int | None = None, **more
+    preset: str, capacity: int, graph: str = "full", slots: int = 1, kv_tokens: int | None = None,
+    quantize: str | None = None, quantize_head: str = "fp8", **more,
 ) -> Engine:
     """An engine of a public shape with random weights, its cache filled with random K/V; kv_tokens: a multiple of PAGE.
     more: of Engine.build.
@@ -54,7 +56,8 @@ def preset_engine(
     if preset not in PRESETS:
         raise ParameterError(f"preset must be one of {', '.join(PRESETS)}, got {preset!r}")
     need_gpu()
-    config, device = PRESETS[preset], torch.device("cuda", torch.cuda.current_device())
+    config = to_quantise(PRESETS[preset], quantize, quantize_head)
+    device = torch.device("cuda", torch.cuda.current_device())
     plan = plan_memory(config, torch.bfloat16, device, slots)
     plan.kv_tokens(plan.capacity(capacity, str(device)), kv_tokens, str(device))  # an error before memory is spent
     weights = random_weights(config, device, torch.bfloat16)
@@ -67,6 +70,7 @@ def preset_engine(
 def bench_engine(args, capacity: int, slots: int = 1, kv_tokens: int | None = None, **more) -> Engine:
     """The engine of --model or --preset in bf16, for `slots` requests of `capacity` K/V positions at most. more: what
     Engine.load and Engine.build take alike."""
+    more |= dict(quantize=args.quantize, quantize_head=args.quantize_head)
     if args.model is None:
         return preset_engine(args.preset, capacity, slots=slots, kv_tokens=kv_tokens, **more)
     need_gpu()
@@ -162,8 +166,7 @@ def step_bytes(engine: Engine, context: int | Sequence[int], steps: int) -> int:
     K/V is that of the mean position of `steps` steps from `context`, one or that of each row, every layer in full.
     """
     weights = engine.model.weights
-    tied = weights.lm_head.weight.data_ptr() == weights.embed.data_ptr()
-    embed = 0 if tied else weights.embed.numel() * weights.dtype.itemsize
+    embed = 0 if weights.tied else weights.embed.numel() * weights.dtype.itemsize
     contexts = [context] if isinstance(context, int) else context
     positions = sum(contexts) + len(contexts) * (steps - 1) / 2
     return int(weights.nbytes() - embed + positions * kv_bytes_per_token(engine.config, weights.dtype))
@@ -197,7 +200,9 @@ def spread(values: list[float], scale: float = 1.0) -> tuple[float, float, float
 
 
 def model_facts(engine: Engine, args) -> dict:
-    return {"preset": args.preset} if args.model is None else {"model": engine.name}
+    facts = {"preset": args.preset} if args.model is None else {"model": engine.name}
+    few = engine.config.few_bits and {"quantize": f"{engine.config.few_bits}, head {engine.model.weights.lm_head.format}"}
+    return facts | (few or {})
 
 
 def run_facts(device: torch.device) -> dict:

@@ -13,7 +13,15 @@ from ...model.checkpoint import load_config
 from ...model.config import ModelConfig
 from ...model.hub import resolve_model
 from ...model.pieces import parameter_count
-from ...placement import GraphPlan, capture_support, plan_capacity, plan_graphs, resolve_device, resolve_dtype
+from ...placement import (
+    GraphPlan,
+    capture_support,
+    plan_capacity,
+    plan_graphs,
+    resolve_device,
+    resolve_dtype,
+    to_quantise,
+)
 from ...step.dispatch import Dispatcher
 from ...version import __version__
 from ..loading import slots_of
@@ -24,7 +32,7 @@ from . import doctor
 def info(args, output: Output) -> int:
     device, backend = resolve_device(args.device, args.backend)
     path = BUNDLED if args.model is None else resolve_model(args.model, weights=False)
-    config = load_config(path)
+    config = to_quantise(load_config(path), args.quantize, args.quantize_head)
     dtype = resolve_dtype(args.dtype, config, device)
     gpus, versions = doctor.gpu_facts(), version_facts()
     support = capture_support(backend, config, dtype, device)
@@ -61,7 +69,14 @@ def model_facts(config: ModelConfig, name: str, path: str) -> dict:
         "vocab_size": config.vocab_size,
         "max_position": config.max_position,
         "dtype": config.dtype,
+        "formats": formats(config),
     }
+
+
+def formats(config: ModelConfig) -> list[str]:
+    """Of the weights in fewer bits, in words; the first is the method."""
+    which = config.quantisation or config.quantise
+    return [which.method, *(scheme.describe() for scheme in which.schemes)] if which else []
 
 
 def graphs_of(args, chunk: int, support: tuple[bool, bool]) -> GraphPlan:
@@ -156,6 +171,7 @@ def as_text(report: dict) -> str:
     rows = [
         ("model", f"{model['name']}, family {model['family']}, {where}"),
         ("parameters", f"{model['parameters']:,}, {model['dtype']} in the checkpoint"),
+        *([("formats", "; ".join(model["formats"]))] if model["formats"] else []),
         ("layers", f"{model['layers']} of width {model['hidden_size']:,}; {heads}; vocabulary {model['vocab_size']:,}"),
         ("would run", f"{run['device']}, backend {run['backend']}, {run['dtype']}, {graph_words(run)}"),
         ("kernels", kernel_words(run, model["layers"])),
