@@ -6,7 +6,7 @@ import sys
 from contextlib import nullcontext, suppress
 
 from ..version import __version__
-from .bench_options import BENCH, add_benches, add_shape, add_verbose
+from .bench_options import BENCH, add_benches, add_quantize, add_shape, add_verbose
 from .serve_options import SERVE, serve_options
 from .terminal import one_line
 from .values import GRAPHS, ascending, logit_bias, minutes, positive, row_count, server_url, token_ids
@@ -50,6 +50,10 @@ PROFILE = """\
 Show where the time of one token step and of one prefill chunk goes, from the GPU's own activity records, kernel by
 kernel, against the read bandwidth measured in the same run. Prints tables and, as the last line, one JSON object. Needs
 a GPU. docs/profile.md says what each figure is.
+"""
+QUANTIZE = """\
+Write an unquantised checkpoint again with its weights in fewer bits, rounded to nearest, the scale of each group the best
+of a few. The format is compressed-tensors, which transformers and vLLM read as well; see docs/quantisation.md.
 """
 TUNE = """\
 Search the launch shapes that make one token step fastest on this GPU for one model's matrices, judged by the time of
@@ -138,9 +142,18 @@ def make_parser() -> argparse.ArgumentParser:
     words = dict(help="show what would run, without loading, and what stands in its way", description=INFO)
     info = commands.add_parser("info", aliases=["doctor"], parents=[engine], **words)
     info.add_argument("--json", action="store_true", help="print one JSON object (sizes in bytes)")
+    words = dict(help="write a checkpoint in fewer bits", description=QUANTIZE)
+    quantize = commands.add_parser("quantize", **words)
+    quantize.add_argument("model", metavar="MODEL", help="directory or Hugging Face id of an unquantised checkpoint")
+    quantize.add_argument("out", metavar="OUT", help="a new or an empty directory")
+    quantize.add_argument("--to", default="int4", choices=["fp8", "int8", "int4"], help="(int4)")
+    quantize.add_argument("--head", default="keep", choices=["keep", "fp8", "int8", "int4"], help="LM head (keep)")
+    quantize.add_argument("--quiet", action="store_true", help="no progress bar")
+    add_verbose(quantize)
     add_benches(commands.add_parser("bench", help="time this engine on a GPU", description=BENCH))
     profile = commands.add_parser("profile", help="show where a step's time goes", description=PROFILE)
     add_shape(profile, model=True)
+    add_quantize(profile)
     profile.add_argument("--context", type=positive, default=64, metavar="N", help="tokens before the first step (64)")
     profile.add_argument(
         "--prompt-tokens", type=positive, default=2048, metavar="N", help="of the prefill chunk, at most 2048 (2048)"

@@ -6,6 +6,7 @@ import triton.language as tl
 
 from .bits import pair, unpack
 from .common import interpreted, options
+from .op import Op
 
 BLOCK_N = 32
 
@@ -76,3 +77,14 @@ def dequantise(linear, first: int, end: int, out):
         interpreted(),
         **options(4),
     )
+
+
+def dequantise_ref(linear, first, end, out):
+    out.copy_(linear.matrix()[first:end])
+
+
+def dequantise_bytes(linear, first, end, out) -> int:
+    return linear.nbytes * (end - first) // linear.out_features + out.nbytes
+
+
+DEQUANTISE = Op(dequantise, dequantise_ref, dequantise_bytes, (_dequantise_kernel,), outputs=("out",))

@@ -201,8 +201,8 @@ def spread(values: list[float], scale: float = 1.0) -> tuple[float, float, float
 
 def model_facts(engine: Engine, args) -> dict:
     facts = {"preset": args.preset} if args.model is None else {"model": engine.name}
-    few = engine.config.few_bits and {"quantize": f"{engine.config.few_bits}, head {engine.model.weights.lm_head.format}"}
-    return facts | (few or {})
+    few = engine.config.few_bits
+    return facts | ({"quantize": few, "head": engine.model.weights.lm_head.format} if few else {})
 
 
 def run_facts(device: torch.device) -> dict:
