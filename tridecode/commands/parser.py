@@ -52,8 +52,8 @@ kernel, against the read bandwidth measured in the same run. Prints tables and, 
 a GPU. docs/profile.md says what each figure is.
 """
 QUANTIZE = """\
-Write an unquantised checkpoint again with its weights in fewer bits, rounded to nearest, the scale of each group the best
-of a few. The format is compressed-tensors, which transformers and vLLM read as well; see docs/quantisation.md.
+Write an unquantised checkpoint again with its weights in fewer bits, rounded to nearest, the scale of each group the
+best of a few. The format is compressed-tensors, which transformers reads as well; see docs/quantisation.md.
 """
 TUNE = """\
 Search the launch shapes that make one token step fastest on this GPU for one model's matrices, judged by the time of
