@@ -28,9 +28,8 @@ from tridecode import kernels
 from tridecode.cache.kv import PAGE, make_kv_cache
 from tridecode.kernels.dequantise import dequantise
 from tridecode.kernels.gather_kv import gather_kv
-from tridecode.model.checkpoint import _allocate, _assemble
+from tridecode.model.checkpoint import empty_weights
 from tridecode.model.formats.quantise import rules
-from tridecode.model.pieces import targets
 from tridecode.model.presets import PRESETS
 from tridecode.step import decode
 from tridecode.step.choose import choose_shapes
@@ -93,8 +92,7 @@ def meta_model(preset: str, dtype: torch.dtype, arch: int, capacity: int = 4096)
     """The model's tensors by shape only: no memory, no GPU."""
     config, device = MODELS[preset], torch.device("meta")
     rope = torch.empty(capacity, config.head_dim // 2, device=device)
-    plan = targets(config, packs=True)
-    weights = _assemble(config, plan, _allocate(plan, device, dtype))
+    weights = empty_weights(config, device, dtype, packs=True)
     return DecodeModel(
         config=config,
         weights=weights,

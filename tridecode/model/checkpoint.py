@@ -151,6 +151,15 @@ def random_weights(
     return _assemble(config, plan, places)
 
 
+def empty_weights(
+    config: ModelConfig, device: torch.device | str, dtype: torch.dtype, packs: bool | None = None
+) -> Weights:
+    """Weights that nobody has filled."""
+    device = torch.device(device)
+    plan = targets(config, device.type == "cuda" if packs is None else packs)
+    return _assemble(config, plan, _allocate(plan, device, dtype))
+
+
 def _allocate(
     plan: dict[str, Target], device: torch.device, dtype: torch.dtype
 ) -> dict[str, dict[str, torch.Tensor]]:

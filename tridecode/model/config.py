@@ -4,14 +4,16 @@ import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..arguments import shown
 from ..errors import CheckpointError, ParameterError, as_json
 from ..layout import MAX_STOP_IDS, NO_TOKEN
 from ..sampling import SamplingParams
 from .files import present, read_file, unique
-from .formats import methods
-from .formats.scheme import Quantisation
+
+if TYPE_CHECKING:
+    from .formats.scheme import Quantisation
 
 DTYPES = ("bfloat16", "float16", "float32")
 _JSON_LIMIT = 64 * 2**20  # bytes; a larger config or index is not one
@@ -58,8 +60,8 @@ class ModelConfig:
     bos_id: int | None = None
     stop_ids: tuple[int, ...] = ()
     generation_defaults: tuple[tuple[str, float], ...] = ()
-    quantisation: Quantisation | None = None  # of the checkpoint's weights
-    quantise: Quantisation | None = None  # what the other weights become while they are loaded
+    quantisation: "Quantisation | None" = None  # of the checkpoint's weights
+    quantise: "Quantisation | None" = None  # what the other weights become while they are loaded
 
     @property
     def few_bits(self) -> str | None:
@@ -340,8 +342,12 @@ def _rope(read: _Reader, max_position: int) -> RopeConfig:
     return RopeConfig(theta, kind, rope.number("factor"), low, high, original)
 
 
-def _quantisation(read: _Reader) -> Quantisation | None:
-    return None if read.get("quantization_config") is None else methods.parse(read.under("quantization_config"))
+def _quantisation(read: _Reader) -> "Quantisation | None":
+    if read.get("quantization_config") is None:
+        return None
+    from .formats import methods  # brings torch, which the command line's help needs not
+
+    return methods.parse(read.under("quantization_config"))
 
 
 def _dtype(read: _Reader) -> str:
