@@ -20,10 +20,12 @@ LARGE = ("_matmul_tiles_kernel", "_prompt_attention_kernel")
 MOST = {arch: 1024 * size for arch, size in MOST.items()}
 ODD = ("head_dim_80", "head_dim_96", "head_dim_256", "group_16", "qwen3-4b_fp16")
 KERNELS = set(re.findall(r"^def (_\w+_kernel)\(", "".join(file.read_text() for file in FOLDER.rglob("*.py")), re.M))
+FEW_BITS = "qwen3-0.6b_int4"  # its LM head is e4m3
 # The interpreter's machine compiles a few models for the two main targets and one for the others; a GPU machine, all.
-FEW = [(("qwen3-4b", "llama-3.2-1b", "qwen2.5-0.5b", *ODD), arch) for arch in (80, 90)]
-REST = [(("qwen3-4b",), arch) for arch in (86, 89, 100, 120)]
-ALL = [((*PRESETS, *ODD), arch) for arch in (80, 86, 89, 90, 100, 120)]
+FEW = [(("qwen3-4b", "llama-3.2-1b", "qwen2.5-0.5b", *ODD, FEW_BITS), arch) for arch in (80, 90)]
+REST = [(("qwen3-4b", FEW_BITS), arch) for arch in (86, 89, 100, 120)]
+MORE = ("qwen3-4b_fp8", "qwen3-4b_int8", "qwen3-4b_int4")
+ALL = [((*PRESETS, *ODD, *MORE), arch) for arch in (80, 86, 89, 90, 100, 120)]
 
 
 @pytest.mark.parametrize("models, arch", ALL if CUDA else FEW + REST, ids=lambda v: f"sm_{v}" if type(v) is int else "")
