@@ -43,7 +43,7 @@ def few_bits_shape(linear, rows: int) -> MatmulShape:
         return found
     warps = 2 if K <= 3072 else 4 if K <= 8192 else 8
     if rows > 16:  # sums of so many rows leave few registers for what is in flight
-        return MatmulShape(16, 4, 1, 1)
+        return MatmulShape(16, 8 if rows > 32 else 4, 1, 1)
     if rows > 8:
         return MatmulShape(32, 4, 2, 2)
     return MatmulShape(16, warps, 6 if linear.format == "int8" else 10, 8)  # scales of groups are in flight too
