@@ -103,17 +103,16 @@ class Engine:
         the prompt passes that are captured, ascending, by default a schedule up to prompt_graph_max_tokens.
         prompt_attention: of these, auto, triton, flash or cudnn; see docs/prompts.md. prompt_ms: milliseconds that a
         pass may take which reads prompts while others decode. prefix_sharing: K/V of equal beginnings are computed
-        once. max_queue: requests that may wait for a slot, None is any number. quantize: fp8, int8 or int4, what the
-        projections of an unquantised checkpoint become while they are loaded; quantize_head: the LM head, or keep.
+        once. max_queue: requests that may wait for a slot, None is any number. quantize, quantize_head: fp8, int8 or
+        int4, what projections and LM head (or keep) become while they are loaded; see docs/quantisation.md.
         progress(done_bytes, total_bytes) is called while weights load. On a CPU the engine sets PyTorch's threads: one
         for a tiny model, else as many as there are free cores; a number that OMP_NUM_THREADS or torch.set_num_threads
         has given stays.
         Raises CheckpointError, DeviceError, ParameterError; each says what was expected.
         """
-        graphs = dict(
-            graph_sizes=graph_sizes, attention=attention, prompt_graph_max_tokens=prompt_graph_max_tokens,
-            prompt_graph_sizes=prompt_graph_sizes, prompt_attention=prompt_attention,
-        )  # fmt: skip
+        sizes = dict(graph_sizes=graph_sizes, prompt_graph_sizes=prompt_graph_sizes)
+        most = dict(prompt_graph_max_tokens=prompt_graph_max_tokens)
+        graphs = dict(attention=attention, prompt_attention=prompt_attention, **sizes, **most)
         placement.check_dtype(dtype)
         function("progress", progress)
         slots = placement.check_limits(slots, max_seq_len)
@@ -133,11 +132,9 @@ class Engine:
         pages = None if pool == slots * capacity else -(-pool // page)
         cores = threads.FreeCores()
         weights = load_weights(path, config, place, torch_dtype, progress)
+        more = dict(notes=notes, slots=slots, pages=pages, page=page, **asdict(policy), **graphs)
         name = "bundled" if model is None else str(model)
-        engine = cls.build(
-            config, weights, tokenizer, capacity, backend, graph, plan=plan, name=name, notes=notes, slots=slots,
-            pages=pages, page=page, **asdict(policy), **graphs,
-        )  # fmt: skip
+        engine = cls.build(config, weights, tokenizer, capacity, backend, graph, plan=plan, name=name, **more)
         engine.threads = threads.choose(plan.weights, cores) if place.type == "cpu" else None
         return engine
 
