@@ -48,6 +48,7 @@ def load_model(args, model: str | None, max_seq_len: int | None, output: Output)
             prefix_sharing=args.prefix_sharing,
             quantize=args.quantize,
             quantize_head=args.quantize_head,
+            batch_invariant=args.batch_invariant,
             max_queue=getattr(args, "max_queue", None),
             progress=progress,
         )
@@ -116,7 +117,7 @@ class Loader:
         Raises DeviceError where it does not fit even alone.
         """
         dtype = resolve_dtype(self._args.dtype, config, old.device)
-        now = plan_memory(config, dtype, old.device, slots_of(self._args), self._args.chunk_tokens)
+        now = plan_memory(config, dtype, old.device, slots_of(self._args), old.policy.chunk_tokens)
         alone = replace(now, free=now.free + old.plan.needed(old.capacity, old.kv_tokens))
         asked = self._args.max_seq_len and min(self._args.max_seq_len, config.max_position)
         return now.max_context >= alone.capacity(asked, str(old.device))

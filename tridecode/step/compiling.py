@@ -1,6 +1,7 @@
 """Compiling what several lists launch, many kernels at a time: a first start waits for the longest, not for the sum."""
 
 import os
+import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -23,11 +24,12 @@ def compile_ahead(lists: Iterable[Callable[[Run], None]], run: Run, device: torc
     for lines in lists:
         lines(recorder)
     distinct = {launch.key(): launch for launch in recorder.launches if launch.op.kernels}
-    missing = {}
+    missing, me = {}, threading.get_ident()
 
     def note(*, key, fn, compile, **_) -> bool:
-        missing[fn.jit_function, key] = compile["specialization_data"]
-        return True  # which means: neither compile nor launch it
+        if threading.get_ident() == me:  # another thread's launch, of another engine, goes its way
+            missing[fn.jit_function, key] = compile["specialization_data"]
+        return threading.get_ident() == me  # True means: neither compile nor launch it
 
     with torch.cuda.device(device), knobs.runtime.scope():
         knobs.runtime.jit_cache_hook = note

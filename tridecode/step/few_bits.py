@@ -16,16 +16,17 @@ ROWS = (1, 8, 16, 32, 64)
 TUNED: dict[int, dict[tuple[str, int, int], MatmulShape]] = {rows: {} for rows in ROWS}
 
 
-def few_bits(shapes: dict[int, StepShapes], weights: Weights) -> dict[int, StepShapes]:
-    """`shapes` by rows, changed where weights have fewer bits."""
+def few_bits(
+    shapes: dict[int, StepShapes], weights: Weights, batch_invariant: bool = False
+) -> dict[int, StepShapes]:
+    """`shapes` by rows, changed where weights have fewer bits; batch_invariant: so that sums stay in one order."""
     formats = {role: linear for role in ROLES if (linear := _packed(weights, role)) is not None}
     if not formats:
         return shapes
-    by_rows = {}
-    for rows in ROWS:
+    by_rows, choose = {}, invariant_shape if batch_invariant else few_bits_shape
+    for rows in shapes if batch_invariant else ROWS:
         base = shapes[min((at for at in shapes if at >= rows), default=max(shapes))]
-        found = {role: few_bits_shape(linear, rows) for role, linear in formats.items()}
-        by_rows[rows] = replace(base, **found)
+        by_rows[rows] = replace(base, **{role: choose(linear, rows) for role, linear in formats.items()})
     return by_rows
 
 
@@ -47,3 +48,8 @@ def few_bits_shape(linear, rows: int) -> MatmulShape:
     if rows > 8:
         return MatmulShape(32, 4, 2, 2)
     return MatmulShape(16, warps, 6 if linear.format == "int8" else 10, 8)  # scales of groups are in flight too
+
+
+def invariant_shape(linear, rows: int) -> MatmulShape:
+    """The warps decide the order of the sums: as many for any number of rows."""
+    return MatmulShape(16, 8, *((4, 4) if rows <= 16 else (2, 2) if rows <= 32 else (1, 1)))
