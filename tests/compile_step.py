@@ -33,12 +33,10 @@ from tridecode.model.checkpoint import empty_weights
 from tridecode.model.formats.quantise import rules
 from tridecode.model.presets import PRESETS
 from tridecode.step import decode
-from tridecode.step.choose import choose_shapes, invariant_shapes
-from tridecode.step.few_bits import few_bits
 from tridecode.step.graphs import launcher
 from tridecode.step.prefill import finish, read
 from tridecode.step.shapes import PromptAttentionShape, StepShapes, WideShape
-from tridecode.step.state import DecodeModel
+from tridecode.step.state import DecodeModel, shapes_of
 from tridecode.step.workspace import make_prompt_buffers, make_workspace
 
 MODULES = [import_module(found.name) for found in walk_packages(kernels.__path__, f"{kernels.__name__}.")]
@@ -50,10 +48,11 @@ MODELS = PRESETS | {"qwen3-4b_fp16": PRESETS["qwen3-4b"]} | {
 } | {"group_16": replace(PRESETS["qwen3-0.6b"], num_heads=32, num_kv_heads=2, num_layers=2)}
 FEW_BITS = {f"{name}_{kind}": replace(PRESETS[name], quantise=rules(kind, "fp8"))
             for name in ("qwen3-4b", "qwen3-0.6b", "llama-3.1-8b") for kind in ("fp8", "int8", "int4")}  # fmt: skip
-MODELS |= FEW_BITS
+MODELS |= FEW_BITS | {f"{name}_kv8": replace(MODELS[name], fp8_kv=True)
+                      for name in ("qwen3-4b", "qwen3-0.6b", "head_dim_80", "head_dim_256", "group_16")}  # fmt: skip
 TYPES = {
     torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int32: "*i32", torch.int64: "*i64",
-    torch.int16: "*i16",
+    torch.int16: "*i16", torch.uint8: "*u8",
 }  # fmt: skip
 
 
@@ -102,7 +101,7 @@ def meta_model(preset: str, dtype: torch.dtype, arch: int, capacity: int = 4096)
         sin=rope,
         workspace=make_workspace(config, capacity, device, dtype, slots=64),
         prompt=make_prompt_buffers(config, 256, device, dtype, PromptAttentionShape()),
-        shapes_by_rows=few_bits(choose_shapes(config, dtype, arch), weights),
+        shapes_by_rows=shapes_of(config, weights, arch),
         pdl=arch >= 90,
     )
 
@@ -137,7 +136,7 @@ def run_all(preset: str, dtype: torch.dtype, arch: int) -> None:
         few = replace(model.of_rows(16), shapes_by_rows={16: wide(model.of_rows(16).shapes, arch)})
         decode.step(launcher(model), few, "greedy")
     if arch == 90:  # the batch-invariant mode, which other GPUs do not have
-        alike = few_bits(invariant_shapes(model.config, dtype, arch), model.weights, batch_invariant=True)
+        alike = shapes_of(model.config, model.weights, arch, batch_invariant=True)
         alike = replace(model, shapes_by_rows=alike)
         for rows in ROWS:
             decode.step(launcher(model), alike.of_rows(rows), "greedy")
@@ -145,7 +144,7 @@ def run_all(preset: str, dtype: torch.dtype, arch: int) -> None:
     read(run, model, 68)
     read(run, model, 132, decoding=64)
     table = model.kv.page_table[0]
-    gather_kv(table, model.kv.k[0], model.kv.v[0], 70, *model.kv.pool.new_empty(2, *model.kv.k[0][0].shape))
+    gather_kv(table, model.kv.k[0], model.kv.v[0], 70, *model.prompt.x.new_empty(2, *model.kv.k[0][0].shape))
     finish(launcher(model), model.of_rows(1), "greedy")
 
 

@@ -20,9 +20,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from tridecode.step import decode
-from tridecode.step.choose import invariant_shapes
-from tridecode.step.few_bits import few_bits
 from tridecode.step.graphs import launcher
+from tridecode.step.state import shapes_of
 
 ARCH = 90
 
@@ -40,7 +39,7 @@ def orders(kernel, signature, constants, attributes, options, pdl) -> str:
 def main() -> None:
     preset, rows = sys.argv[1], map(int, sys.argv[2].split(","))
     model = meta_model(preset, torch.bfloat16, ARCH)
-    shapes = few_bits(invariant_shapes(model.config, torch.bfloat16, ARCH), model.weights, batch_invariant=True)
+    shapes = shapes_of(model.config, model.weights, ARCH, batch_invariant=True)
     model = replace(model, shapes_by_rows=shapes)
     for count in rows:
         of_rows = model.of_rows(count)

@@ -58,7 +58,7 @@ ROOMS = {
     "model": {"arguments", "errors", "layout", "sampling"},
     "text": {"arguments", "errors", "model"},
     "prompt": {"arguments", "errors", "text"},
-    "cache": {"errors", "model"},
+    "cache": {"errors", "kernels", "model"},
     "step": {"cache", "kernels", "layout", "model", "version"},
     "memory": {"cache", "cgroup", "errors", "model", "step"},
     "placement": {"arguments", "cache", "errors", "memory", "model", "step", "prompt"},

@@ -19,6 +19,7 @@ from .step.dispatch import graph_sizes as graph_sizes_of
 from .step.prefill import CHUNK
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+KV_DTYPES = ("auto", "fp8")
 LONGEST = 2**31 - 2  # positions are 32-bit integers
 MAX_SLOTS = SIZES[-1]
 TILES_NEED = "a GPU of compute capability 9.x, bfloat16 or float16, and heads of at most 128"  # see prompt_tiles_fit
@@ -55,10 +56,11 @@ def check_dtype(dtype: str | torch.dtype) -> str:
     return choice("dtype", name, ("auto", *DTYPES))
 
 
-def to_quantise(config: ModelConfig, quantize: str | None, head: str) -> ModelConfig:
-    """The configuration of a checkpoint whose projections will be quantised while they are loaded. Raises
-    ParameterError."""
+def to_quantise(config: ModelConfig, quantize: str | None, head: str, kv_dtype: str = "auto") -> ModelConfig:
+    """The configuration of a checkpoint whose projections will be quantised while they are loaded, and its K/V while
+    they are written. Raises ParameterError."""
     choice("quantize_head", head, HEADS)
+    config = replace(config, fp8_kv=choice("kv_dtype", kv_dtype, KV_DTYPES) == "fp8")
     if quantize is None:
         return config
     choice("quantize", quantize, tuple(SCHEMES))
@@ -68,11 +70,12 @@ def to_quantise(config: ModelConfig, quantize: str | None, head: str) -> ModelCo
 
 
 def resolve_dtype(dtype: str, config: ModelConfig, device: torch.device) -> torch.dtype:
-    """What tensors run in that are not quantised. Beside weights in fewer bits it is bf16 on a GPU."""
+    """What tensors run in that are not quantised. Beside weights in fewer bits, or K/V, it is bf16 on a GPU."""
     dtype = check_dtype(dtype)
-    if config.few_bits and device.type == "cuda":
+    if (config.few_bits or config.fp8_kv) and device.type == "cuda":
         if dtype not in ("auto", "bfloat16"):
-            raise ParameterError(f"dtype must be bfloat16 on a GPU beside weights in fewer bits, got {dtype}")
+            what = "weights in fewer bits" if config.few_bits else "kv_dtype fp8"
+            raise ParameterError(f"dtype must be bfloat16 on a GPU beside {what}, got {dtype}")
         return torch.bfloat16
     if dtype == "auto":
         if device.type == "cpu":

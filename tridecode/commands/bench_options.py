@@ -139,13 +139,14 @@ def add_shape(parser, model: bool = False) -> None:
         group.add_argument("--model", metavar="DIR_OR_ID", help="a checkpoint instead of random weights")
     else:
         parser.set_defaults(model=None)
-    parser.set_defaults(quantize=None, quantize_head="fp8")
+    parser.set_defaults(quantize=None, quantize_head="fp8", kv_dtype="auto")
 
 
 def add_quantize(parser) -> None:
     words = "weights in fewer bits, as --quantize of generate"
     parser.add_argument("--quantize", choices=["fp8", "int8", "int4"], help=words)
     parser.add_argument("--quantize-head", default="fp8", choices=["keep", "fp8", "int8", "int4"], help="(fp8)")
+    parser.add_argument("--kv-dtype", default="auto", choices=["auto", "fp8"], help="of K/V (auto)")
 
 
 def add_steps(parser, context: str, sampling: bool = True) -> None:

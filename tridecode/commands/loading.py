@@ -49,6 +49,7 @@ def load_model(args, model: str | None, max_seq_len: int | None, output: Output)
             prefix_sharing=args.prefix_sharing,
             quantize=args.quantize,
             quantize_head=args.quantize_head,
+            kv_dtype=args.kv_dtype,
             batch_invariant=args.batch_invariant,
             max_queue=getattr(args, "max_queue", None),
             progress=progress,
@@ -86,7 +87,7 @@ class Loader:
         """
         model = None if name == "bundled" else name
         path = BUNDLED if model is None else resolve_model(model)
-        config = to_quantise(load_config(path), self._args.quantize, self._args.quantize_head)
+        config = to_quantise(load_config(path), self._args.quantize, self._args.quantize_head, self._args.kv_dtype)
         if not chat.conversation.raw:  # its PromptError, before anything is given up
             Tokenizer.load(path).encode_chat([{"role": "user", "content": "Hello"}])
         if self._fits_beside(chat.engine, config):

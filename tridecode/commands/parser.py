@@ -274,6 +274,8 @@ def engine_options() -> argparse.ArgumentParser:
     group.add_argument("--quantize", choices=["fp8", "int8", "int4"], help=words)
     words = "the LM head beside them (default: fp8)"
     group.add_argument("--quantize-head", default="fp8", choices=["keep", "fp8", "int8", "int4"], help=words)
+    words = "of K/V: auto, the dtype, or fp8, in which twice as many fit (default: auto)"
+    group.add_argument("--kv-dtype", default="auto", choices=["auto", "fp8"], help=words)
     group.add_argument(
         "--max-seq-len", type=int, metavar="N", help="context to allocate (default: what fits, on a CPU at most 8192)"
     )

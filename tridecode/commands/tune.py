@@ -288,7 +288,7 @@ class StepTimer:
     def _same(self) -> bool:
         """Whether the logits are those of the first shapes, over the same K/V: timings leave theirs in the cache."""
         generator = torch.Generator(self.engine.device).manual_seed(0)
-        self.engine.model.kv.pool.normal_(generator=generator)
+        self.engine.model.kv.fill(generator)
         self.engine.rewind(self.contexts[-1], GREEDY, self._rows)
         self.engine.enqueue(GREEDY, self._rows)
         logits = self.engine.model.workspace.logits.clone()

@@ -5,6 +5,7 @@ import triton.language as tl
 
 from .attention import attention_bytes, attention_ref
 from .common import META_WIDTH, POSITION, RUN, SLOT, STATUS, gdc_launch_dependents, gdc_wait, interpreted, options
+from .fp8_kv import from_e4m3, is_fp8, put_fp8, scales, scales_at
 from .op import Op
 from .pages import page_rows, pages_at
 from .rope import _partner, _rms_rope, _rotation
@@ -51,6 +52,8 @@ def _item(
 def _tile(
     k_ptr,
     v_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
     table_ptr,
     head,
     t,
@@ -58,17 +61,30 @@ def _tile(
     end,
     stride_kp,
     stride_kh,
+    stride_sp,
+    stride_sh,
     PAGE: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_T: tl.constexpr,
+    FP8: tl.constexpr,
 ):
-    """K and V [BLOCK_T, BLOCK_D] of the positions from t that lie in [start, end)."""
+    """K and V [BLOCK_T, BLOCK_D] of the positions from t that lie in [start, end), and their scales if FP8."""
     offs_t, offs_d = tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_D)
-    places = page_rows(pages_at(table_ptr, t, end, PAGE, BLOCK_T), t, stride_kp, PAGE, D, BLOCK_T) + offs_d[None, :]
+    pages = pages_at(table_ptr, t, end, PAGE, BLOCK_T)
+    places = page_rows(pages, t, stride_kp, PAGE, D, BLOCK_T) + offs_d[None, :]
     places += head.to(tl.int64) * stride_kh
-    mask = ((t + offs_t >= start) & (t + offs_t < end))[:, None] & (offs_d < D)[None, :]
-    return tl.load(k_ptr + places, mask=mask, other=0.0), tl.load(v_ptr + places, mask=mask, other=0.0)
+    seen = ((t + offs_t >= start) & (t + offs_t < end))[:, None]
+    mask = seen & (offs_d < D)[None, :]
+    k, v = tl.load(k_ptr + places, mask=mask, other=0.0), tl.load(v_ptr + places, mask=mask, other=0.0)
+    if FP8:
+        of_head = head.to(tl.int64) * stride_sh
+        k_scale, v_scale = scales_at(
+            k_scale_ptr + of_head, v_scale_ptr + of_head, pages, t, seen, stride_sp, PAGE, BLOCK_T
+        )
+    else:
+        k_scale, v_scale = 0, 0
+    return k, v, k_scale, v_scale
 
 
 @triton.jit
@@ -82,6 +98,8 @@ def _attention_rows_kernel(
     sin_ptr,
     k_ptr,
     v_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
     partial_ptr,
     lse_ptr,
     counter_ptr,
@@ -93,6 +111,8 @@ def _attention_rows_kernel(
     stride_table,
     stride_kp,
     stride_kh,
+    stride_sp,
+    stride_sh,
     rows,
     BLOCK_M: tl.constexpr,
     PAGE: tl.constexpr,
@@ -109,6 +129,7 @@ def _attention_rows_kernel(
     COMBINE: tl.constexpr,
     WINDOW: tl.constexpr,
     QK_NORM: tl.constexpr,
+    FP8: tl.constexpr,
     PROGRAMS: tl.constexpr,
     PDL: tl.constexpr,
     DOT_FP32: tl.constexpr,
@@ -123,7 +144,8 @@ def _attention_rows_kernel(
     pid = tl.program_id(0)
     if PDL:
         gdc_launch_dependents()
-    TYPE: tl.constexpr = tl.float32 if DOT_FP32 else k_ptr.dtype.element_ty
+    ELEMENT: tl.constexpr = tl.bfloat16 if FP8 else k_ptr.dtype.element_ty
+    TYPE: tl.constexpr = tl.float32 if DOT_FP32 else ELEMENT
     offs_m = tl.arange(0, BLOCK_M)
     mask_m = offs_m < rows
     positions = tl.load(meta_ptr + offs_m * META_WIDTH + POSITION, mask=mask_m, other=0)
@@ -149,9 +171,10 @@ def _attention_rows_kernel(
         tl.maximum(tl.minimum(pid, items - 1), 0), ends, active, positions, slots, offs_m, page_table_ptr, stride_table,
         KV_HEADS, BLOCK_T, LEAST, SPLITS, WINDOW,
     )  # fmt: skip
-    k_t, v_t = _tile(
-        k_ptr, v_ptr, table_ptr, head, first, start, end, stride_kp, stride_kh, PAGE, D, BLOCK_D, BLOCK_T
-    )
+    k_t, v_t, ks_t, vs_t = _tile(
+        k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, head, first, start, end, stride_kp, stride_kh, stride_sp,
+        stride_sh, PAGE, D, BLOCK_D, BLOCK_T, FP8,
+    )  # fmt: skip
     if PDL:
         gdc_wait()
     for item in range(pid, items, PROGRAMS):
@@ -167,45 +190,70 @@ def _attention_rows_kernel(
         q_partner = tl.load(q_ptrs + partner[None, :], mask=mask_q, other=0.0).to(tl.float32)
         new_k = tl.load(new_k_ptrs + offs_d[None, :], mask=mask_q, other=0.0).to(tl.float32)
         new_k_partner = tl.load(new_k_ptrs + partner[None, :], mask=mask_q, other=0.0).to(tl.float32)
-        new_v = tl.load(new_ptr + KV_HEADS * D + offs_d, mask=mask_d, other=0.0).to(v_ptr.dtype.element_ty)
+        new_v = tl.load(new_ptr + KV_HEADS * D + offs_d, mask=mask_d, other=0.0)
+        new_v = new_v.to(tl.float32 if FP8 else ELEMENT)
         q = _rms_rope(q, q_partner, q_cos, q_sin, eps, D, QK_NORM) * (scale * LOG2E)
-        dot_q = tl.trans(q.to(k_ptr.dtype.element_ty).to(TYPE))
+        dot_q = tl.trans(q.to(ELEMENT).to(TYPE))
         # The new token is attended as the cache will hold it; split 0 owns it, and begins with it.
-        new_k = _rms_rope(new_k, new_k_partner, k_cos, k_sin, eps, D, QK_NORM).to(k_ptr.dtype.element_ty)
-        if split == 0:
-            write = write_page * stride_kp + head.to(tl.int64) * stride_kh + (position % PAGE) * D
-            mask_k = (offs_g == 0)[:, None] & mask_d[None, :]
-            tl.store(k_ptr + write + (offs_g * 0)[:, None] + offs_d[None, :], new_k, mask=mask_k)
-            tl.store(v_ptr + write + offs_d, new_v, mask=mask_d)
+        new_k = _rms_rope(new_k, new_k_partner, k_cos, k_sin, eps, D, QK_NORM)
+        write = write_page * stride_kp + head.to(tl.int64) * stride_kh + (position % PAGE) * D
+        mask_k = (offs_g == 0)[:, None] & mask_d[None, :]
+        k_ptrs, v_ptrs = k_ptr + write + (offs_g * 0)[:, None] + offs_d[None, :], v_ptr + write + offs_d
+        if FP8:
+            cell = write_page * stride_sp + head.to(tl.int64) * stride_sh + position % PAGE
+            new_k, new_v = put_fp8(
+                new_k, new_v, k_ptrs, v_ptrs, k_scale_ptr + cell, v_scale_ptr + cell, mask_k, mask_d, split == 0
+            )
+        else:
+            new_k = new_k.to(ELEMENT)
+            if split == 0:
+                tl.store(k_ptrs, new_k, mask=mask_k)
+                tl.store(v_ptrs, new_v, mask=mask_d)
         # Positions are the rows of the first product, D of the second, the heads of the group the few columns of both.
         # Sums are kept for each place of a tile and added up at the end. Masked scores underflow to 0; where a window
         # hides a whole tile, a later score scales its sums to 0.
         m = tl.where(split == 0, tl.sum(q * new_k.to(tl.float32), 1), EMPTY)
         l_t = tl.zeros([BLOCK_T, DOT_N], tl.float32) + tl.where((offs_t == 0) & (split == 0), 1.0, 0.0)[:, None]
         acc = tl.zeros([BLOCK_D, DOT_N], tl.float32) + tl.where(split == 0, new_v.to(tl.float32), 0.0)[:, None]
+        if FP8:  # two turns are in flight, of half the bytes each
+            k_1, v_1, ks_1, vs_1 = _tile(
+                k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, head, first + BLOCK_T, start, end, stride_kp,
+                stride_kh, stride_sp, stride_sh, PAGE, D, BLOCK_D, BLOCK_T, FP8,
+            )  # fmt: skip
         for t in range(first, end, BLOCK_T):
-            k_next, v_next = _tile(  # in flight while the tile at t is attended to
-                k_ptr, v_ptr, table_ptr, head, t + BLOCK_T, start, end, stride_kp, stride_kh, PAGE, D, BLOCK_D, BLOCK_T
-            )
-            s = tl.dot(k_t.to(TYPE), dot_q, input_precision="ieee")
+            k_next, v_next, ks_next, vs_next = _tile(  # in flight while the tile at t is attended to
+                k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, head, t + (2 if FP8 else 1) * BLOCK_T, start, end,
+                stride_kp, stride_kh, stride_sp, stride_sh, PAGE, D, BLOCK_D, BLOCK_T, FP8,
+            )  # fmt: skip
+            k, v = (from_e4m3(k_t, DOT_FP32), from_e4m3(v_t, DOT_FP32)) if FP8 else (k_t, v_t)
+            s = tl.dot(k.to(TYPE), dot_q, input_precision="ieee")
+            if FP8:
+                s *= ks_t.to(tl.float32)
             s = tl.where(((t + offs_t >= start) & (t + offs_t < end))[:, None], s, EMPTY)
             m_new = tl.maximum(m, tl.max(s, 0))
             alpha = tl.exp2(m - m_new)
             p = tl.exp2(s - m_new[None, :])
             l_t = l_t * alpha[None, :] + p
-            p = p.to(v_ptr.dtype.element_ty).to(TYPE)
-            acc = tl.dot(tl.trans(v_t.to(TYPE)), p, acc * alpha[None, :], input_precision="ieee")
+            if FP8:
+                p *= vs_t.to(tl.float32)
+            p = p.to(ELEMENT).to(TYPE)
+            acc = tl.dot(tl.trans(v.to(TYPE)), p, acc * alpha[None, :], input_precision="ieee")
             m = m_new
-            k_t, v_t = k_next, v_next
+            if FP8:
+                k_t, v_t, ks_t, vs_t = k_1, v_1, ks_1, vs_1
+                k_1, v_1, ks_1, vs_1 = k_next, v_next, ks_next, vs_next
+            else:
+                k_t, v_t = k_next, v_next
         l = tl.sum(l_t, 0)
         this_row, this_head, this_split, active_splits = row, head, split, splits
         row, head, split, splits, position, table_ptr, start, first, end = _item(
             tl.minimum(item + PROGRAMS, items - 1), ends, active, positions, slots, offs_m, page_table_ptr,
             stride_table, KV_HEADS, BLOCK_T, LEAST, SPLITS, WINDOW,
         )  # fmt: skip
-        k_t, v_t = _tile(  # of the next item
-            k_ptr, v_ptr, table_ptr, head, first, start, end, stride_kp, stride_kh, PAGE, D, BLOCK_D, BLOCK_T
-        )
+        k_t, v_t, ks_t, vs_t = _tile(  # of the next item
+            k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, head, first, start, end, stride_kp, stride_kh, stride_sp,
+            stride_sh, PAGE, D, BLOCK_D, BLOCK_T, FP8,
+        )  # fmt: skip
         head_ptr = out_ptr + this_row * stride_om + this_head * GROUP * D
         if active_splits == 1:
             o = (acc / l[None, :]).to(out_ptr.dtype.element_ty)
@@ -250,7 +298,7 @@ def attention_rows(
 ):
     """attention for several rows at once."""
     _, kv_heads, page, head_dim = k_cache.shape
-    rows, group = len(out), out.shape[1] // (kv_heads * head_dim)
+    rows, group, k_scale, v_scale = len(out), out.shape[1] // (kv_heads * head_dim), scales(k_cache), scales(v_cache)
     spare = cos  # stands in for absent q/k norms
     assert shape.splits <= partial.shape[2], "more splits than partial has room for"
     assert shape.block_t % page == 0 or page % shape.block_t == 0, "a tile must be whole pages or a part of one"
@@ -264,6 +312,8 @@ def attention_rows(
         sin,
         k_cache,
         v_cache,
+        k_scale,
+        v_scale,
         partial,
         lse,
         counter,
@@ -275,6 +325,8 @@ def attention_rows(
         page_table.stride(0),
         k_cache.stride(0),
         k_cache.stride(1),
+        k_scale.stride(0),
+        k_scale.stride(1),
         rows,
         triton.next_power_of_2(rows),
         page,
@@ -291,6 +343,7 @@ def attention_rows(
         combine_splits(group, head_dim, shape),
         window,
         q_norm is not None,
+        is_fp8(k_cache),
         shape.programs,
         pdl,
         interpreted(),

@@ -132,14 +132,20 @@ def _eight(words, zero, ZEROS: tl.constexpr, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
+def e4m3_value(bits):
+    """What codes, in int32, stand for, fp32."""
+    exponent, mantissa = (bits >> 3) & 15, bits & 7
+    size = (mantissa + tl.where(exponent > 0, 8, 0)).to(tl.float32)
+    size *= tl.exp2((tl.maximum(exponent, 1) - 10).to(tl.float32))
+    return tl.where(bits > 127, -size, size)
+
+
+@triton.jit
 def _byte(words, zero, PLACE: tl.constexpr, FORM: tl.constexpr, ZEROS: tl.constexpr):
     """Of eight bits, in fp32."""
     bits = (words >> PLACE) & 255
     if FORM == "e4m3":
-        exponent, mantissa = (bits >> 3) & 15, bits & 7
-        size = (mantissa + tl.where(exponent > 0, 8, 0)).to(tl.float32)
-        size *= tl.exp2((tl.maximum(exponent, 1) - 10).to(tl.float32))
-        return tl.where(bits > 127, -size, size)
+        return e4m3_value(bits)
     else:
         value = (bits ^ 128).to(tl.float32) - 128.0
         return value - _zero_value(zero) if ZEROS else value

@@ -62,6 +62,7 @@ class ModelConfig:
     generation_defaults: tuple[tuple[str, float], ...] = ()
     quantisation: "Quantisation | None" = None  # of the checkpoint's weights
     quantise: "Quantisation | None" = None  # what the other weights become while they are loaded
+    fp8_kv: bool = False  # K/V in 8 bits, else in the weights' dtype
 
     @property
     def few_bits(self) -> str | None:

@@ -220,6 +220,11 @@ def attention_rows_shape(config: ModelConfig, dtype: torch.dtype) -> AttentionRo
     return AttentionRowsShape(64, splits, num_warps=8, least=4, programs=132)
 
 
+def fp8_kv_shape(shape: AttentionShape | AttentionRowsShape) -> AttentionShape | AttentionRowsShape:
+    """For K/V in 8 bits: nearly as many bytes in flight, as far as registers hold them beside the scales."""
+    return replace(shape, ahead=3) if isinstance(shape, AttentionShape) and shape.ahead > 1 else shape
+
+
 def prompt_tiles_fit(head_dim: int, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether attention of prompts by Triton has a launch shape there: elsewhere its tiles need more registers or more
     shared memory than there are, and torch's attention is faster."""

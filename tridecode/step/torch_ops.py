@@ -8,6 +8,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from ..kernels.chunks import listed
 from ..kernels.dequantise import dequantise
+from ..kernels.fp8_kv import held
 from ..kernels.gather_kv import gather_kv
 from ..kernels.op import Op
 from ..kernels.prompt_attention import prompt_attention_bytes
@@ -84,7 +85,9 @@ def block_attention(table, page_table, q, k_cache, v_cache, partial, lse, counte
         for first in range(chunk.start, chunk.end, page):
             end, row = min(first + page, chunk.end), chunk.first + first - chunk.start
             pages = page_table[chunk.slot, : first // page + 1].long()
-            keys, values = (cache[pages].transpose(0, 1).flatten(1, 2).float() for cache in (k_cache, v_cache))
+            keys, values = (
+                held(cache, (pages,)).transpose(0, 1).flatten(1, 2).float() for cache in (k_cache, v_cache)
+            )
             keys[:, end:], values[:, end:] = 0, 0  # not written yet: it may be anything
             rows = q[row : row + page].float().view(page, kv_heads, -1, D).permute(1, 2, 0, 3).flatten(1, 2)
             behind = torch.arange(first, first + page)[:, None] - torch.arange(first + page)

@@ -46,7 +46,7 @@ def need_gpu() -> None:
 
 def preset_engine(
     preset: str, capacity: int, graph: str = "full", slots: int = 1, kv_tokens: int | None = None,
-    quantize: str | None = None, quantize_head: str = "fp8", **more,
+    quantize: str | None = None, quantize_head: str = "fp8", kv_dtype: str = "auto", **more,
 ) -> Engine:
     """An engine of a public shape with random weights, its cache filled with random K/V; kv_tokens: a multiple of PAGE.
     more: of Engine.build.
@@ -56,7 +56,7 @@ def preset_engine(
     if preset not in PRESETS:
         raise ParameterError(f"preset must be one of {', '.join(PRESETS)}, got {preset!r}")
     need_gpu()
-    config = to_quantise(PRESETS[preset], quantize, quantize_head)
+    config = to_quantise(PRESETS[preset], quantize, quantize_head, kv_dtype)
     device = torch.device("cuda", torch.cuda.current_device())
     plan = plan_memory(config, torch.bfloat16, device, slots)
     plan.kv_tokens(plan.capacity(capacity, str(device)), kv_tokens, str(device))  # an error before memory is spent
@@ -70,7 +70,7 @@ def preset_engine(
 def bench_engine(args, capacity: int, slots: int = 1, kv_tokens: int | None = None, **more) -> Engine:
     """The engine of --model or --preset in bf16, for `slots` requests of `capacity` K/V positions at most. more: what
     Engine.load and Engine.build take alike."""
-    more |= dict(quantize=args.quantize, quantize_head=args.quantize_head)
+    more |= dict(quantize=args.quantize, quantize_head=args.quantize_head, kv_dtype=args.kv_dtype)
     if args.model is None:
         return preset_engine(args.preset, capacity, slots=slots, kv_tokens=kv_tokens, **more)
     need_gpu()
@@ -82,7 +82,7 @@ def bench_engine(args, capacity: int, slots: int = 1, kv_tokens: int | None = No
 
 def fill_cache(engine: Engine) -> None:
     """Random K/V at every position, so that a step may start anywhere."""
-    engine.model.kv.pool.normal_()
+    engine.model.kv.fill()
 
 
 @dataclass(frozen=True)
@@ -202,7 +202,8 @@ def spread(values: list[float], scale: float = 1.0) -> tuple[float, float, float
 def model_facts(engine: Engine, args) -> dict:
     facts = {"preset": args.preset} if args.model is None else {"model": engine.name}
     few = engine.config.few_bits
-    return facts | ({"quantize": few, "head": engine.model.weights.lm_head.format} if few else {})
+    facts |= {"quantize": few, "head": engine.model.weights.lm_head.format} if few else {}
+    return facts | ({"kv_dtype": "fp8"} if engine.config.fp8_kv else {})
 
 
 def run_facts(device: torch.device) -> dict:

@@ -33,7 +33,7 @@ from . import doctor
 def info(args, output: Output) -> int:
     device, backend = resolve_device(args.device, args.backend)
     path = BUNDLED if args.model is None else resolve_model(args.model, weights=False)
-    config = to_quantise(load_config(path), args.quantize, args.quantize_head)
+    config = to_quantise(load_config(path), args.quantize, args.quantize_head, args.kv_dtype)
     dtype = resolve_dtype(args.dtype, config, device)
     gpus, versions = doctor.gpu_facts(), version_facts()
     support = capture_support(backend, config, dtype, device)
