@@ -28,8 +28,9 @@ class Scheduler:
     steps, prompts: who runs decode passes, and prompt passes, now. ahead: passes that are enqueued before the one
     awaited has ended.
 
-    The roster says where each job stands. Jobs and what slots hold are the truth, all else follows from them. So whatever an interrupt or an error leaves half
-    done is thrown away: every job that has not ended begins again behind its last piece, as a preempted one does.
+    Where each job stands is the roster's. Jobs and what slots hold are the truth, all else follows from them. So
+    whatever an interrupt or an error leaves half done is thrown away: every job that has not ended begins again behind
+    its last piece, as a preempted one does.
     """
 
     def __init__(

@@ -2,9 +2,10 @@
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from functools import cache
+from functools import cache, partial
 
 import torch
 
@@ -65,6 +66,8 @@ class StepGraphs:
     a piecewise graph in place of the list's own. kinds: those to capture, all by default. run: the runner to capture,
     by default `launcher(model)`. With `check_addresses` every replay first asserts that no buffer moved since capture
     (a debug aid).
+
+    Passes with masks, which most never need, are compiled with the others and captured when they first come.
     """
 
     def __init__(
@@ -84,30 +87,25 @@ class StepGraphs:
         self._addresses = model.addresses()
         self._eager = EagerSteps(model, replaced(self._run, attention))
         sizes = sorted(self.dispatcher.sizes, reverse=True)
-        keys = [(kind, masked) for kind in kinds for masked in (False, True)]
-        batches = [BatchDescriptor(kind, rows, masked=masked) for rows in sizes for kind, masked in keys]
+        batches = [BatchDescriptor(kind, rows) for rows in sizes for kind in kinds]
         with torch.cuda.device(model.device):  # Triton launches on the current device
             self.place = Place(model.device)
             log.info("compiling the kernels of the step")
             model.workspace.meta[:, STATUS] = LIMIT_REACHED
-            compile_ahead([self._lines(batch) for batch in batches], self._run, model.device)
-            for batch in batches:
-                self._warm_up(batch)
+            ends = [partial(decode.hidden_to_token, m=model.of_rows(b.rows), kind=b.kind, masked=True) for b in batches]
+            compile_ahead([*map(self._lines, batches), *ends], self._run, model.device)
             log.info("capturing %d CUDA graphs of %s rows", len(batches), ", ".join(map(str, self.dispatcher.sizes)))
             # The largest first: the smaller ones find their memory in the pool.
-            self._graphs = {batch: self._capture(batch) for batch in batches}
+            self._graphs: dict[BatchDescriptor, Callable[[], None] | None] = {b: self._capture(b) for b in batches}
 
     def _lines(self, batch: BatchDescriptor) -> Callable[[Run], None]:
         model = self.model.of_rows(batch.rows)
         return lambda run: decode.step(run, model, batch.kind, batch.masked)
 
-    def _warm_up(self, batch: BatchDescriptor) -> None:
-        # With a status other than RUN the warm-up loads every kernel and writes nothing.
-        self.model.workspace.meta[:, STATUS] = LIMIT_REACHED
-        self.place.run(lambda: self._lines(batch)(replaced(self._run, self.attention)))
-
     def _capture(self, batch: BatchDescriptor) -> Callable[[], None]:
+        """No row may run: then the pass that runs first loads every kernel and writes nothing."""
         mode, _ = self.dispatcher.plan(batch.kind, batch.rows)
+        self.place.run(lambda: self._lines(batch)(replaced(self._run, self.attention)))
         replay, captures = self.place.capture(mode, self._run, self.attention, self._lines(batch))
         self.captures += captures
         return replay
@@ -119,10 +117,32 @@ class StepGraphs:
             moved = [name for name, a in self.model.addresses().items() if self._addresses.get(name) != a]
             assert not moved, f"buffers moved since capture: {', '.join(moved)}"
         mode, batch = self.dispatcher.dispatch(kind, rows or self.model.rows, masked)
-        if mode == "none":
+        if mode != "none" and batch not in self._graphs:
+            self._graphs[batch] = capture_late(self.model, batch, self._capture)
+        if (replay := self._graphs.get(batch)) is None:
             self._eager.run(batch)
         else:
-            self._graphs[batch]()
+            replay()
+
+
+@torch.inference_mode()
+def capture_late(
+    model: DecodeModel, batch: BatchDescriptor, capture: Callable[[BatchDescriptor], Callable[[], None] | None]
+) -> Callable[[], None] | None:
+    """What `capture` returns, between two passes of running requests: their rows idle meanwhile, in stream order. None,
+    which is said, where that fails: such passes stay eager."""
+    meta, started = model.workspace.meta, time.perf_counter()
+    kept = meta.clone()
+    meta[:, STATUS] = LIMIT_REACHED
+    try:
+        replay = capture(batch)
+        log.info("captured passes of %d rows with masks in %.0f ms", batch.rows, 1e3 * (time.perf_counter() - started))
+        return replay
+    except RuntimeError as error:
+        log.warning("passes of %d rows with masks stay uncaptured: %s", batch.rows, str(error).splitlines()[0][:200])
+        return None
+    finally:
+        meta.copy_(kept)
 
 
 def replaced(run: Run, attention: Op | None) -> Run:
