@@ -191,7 +191,7 @@ def _attention_kernel(
     if FP8:
         m, l_t, acc = fp8_turns(
             m, l_t, acc, dot_q, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, rest, end, stride_kp, stride_sp,
-            PAGE, D, BLOCK_D, BLOCK_T, TYPE, DOT_FP32,
+            PAGE, D, BLOCK_D, BLOCK_T, AHEAD - 1 if AHEAD > 1 else 1, TYPE, DOT_FP32,
         )  # fmt: skip
     elif rest < end:
         tiles = page_rows(rest_pages, rest, stride_kp, PAGE, D, BLOCK_T) + offs_d[None, :]

@@ -82,9 +82,9 @@ def _tile(
         k_scale, v_scale = scales_at(
             k_scale_ptr + of_head, v_scale_ptr + of_head, pages, t, seen, stride_sp, PAGE, BLOCK_T
         )
+        return k, v, k_scale, v_scale
     else:
-        k_scale, v_scale = 0, 0
-    return k, v, k_scale, v_scale
+        return k, v
 
 
 @triton.jit
@@ -171,7 +171,7 @@ def _attention_rows_kernel(
         tl.maximum(tl.minimum(pid, items - 1), 0), ends, active, positions, slots, offs_m, page_table_ptr, stride_table,
         KV_HEADS, BLOCK_T, LEAST, SPLITS, WINDOW,
     )  # fmt: skip
-    k_t, v_t, ks_t, vs_t = _tile(
+    tiles = _tile(
         k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, head, first, start, end, stride_kp, stride_kh, stride_sp,
         stride_sh, PAGE, D, BLOCK_D, BLOCK_T, FP8,
     )  # fmt: skip
@@ -215,42 +215,40 @@ def _attention_rows_kernel(
         m = tl.where(split == 0, tl.sum(q * new_k.to(tl.float32), 1), EMPTY)
         l_t = tl.zeros([BLOCK_T, DOT_N], tl.float32) + tl.where((offs_t == 0) & (split == 0), 1.0, 0.0)[:, None]
         acc = tl.zeros([BLOCK_D, DOT_N], tl.float32) + tl.where(split == 0, new_v.to(tl.float32), 0.0)[:, None]
-        if FP8:  # two turns are in flight, of half the bytes each
-            k_1, v_1, ks_1, vs_1 = _tile(
+        if FP8:  # of half the bytes each, two turns are in flight
+            tiles += _tile(
                 k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, head, first + BLOCK_T, start, end, stride_kp,
                 stride_kh, stride_sp, stride_sh, PAGE, D, BLOCK_D, BLOCK_T, FP8,
             )  # fmt: skip
         for t in range(first, end, BLOCK_T):
-            k_next, v_next, ks_next, vs_next = _tile(  # in flight while the tile at t is attended to
+            tiles += _tile(  # in flight while the tile at t is attended to
                 k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, head, t + (2 if FP8 else 1) * BLOCK_T, start, end,
                 stride_kp, stride_kh, stride_sp, stride_sh, PAGE, D, BLOCK_D, BLOCK_T, FP8,
             )  # fmt: skip
-            k, v = (from_e4m3(k_t, DOT_FP32), from_e4m3(v_t, DOT_FP32)) if FP8 else (k_t, v_t)
+            k, v = tiles[0], tiles[1]
+            if FP8:
+                k, v = from_e4m3(k, DOT_FP32), from_e4m3(v, DOT_FP32)
             s = tl.dot(k.to(TYPE), dot_q, input_precision="ieee")
             if FP8:
-                s *= ks_t.to(tl.float32)
+                s *= tiles[2].to(tl.float32)
             s = tl.where(((t + offs_t >= start) & (t + offs_t < end))[:, None], s, EMPTY)
             m_new = tl.maximum(m, tl.max(s, 0))
             alpha = tl.exp2(m - m_new)
             p = tl.exp2(s - m_new[None, :])
             l_t = l_t * alpha[None, :] + p
             if FP8:
-                p *= vs_t.to(tl.float32)
+                p *= tiles[3].to(tl.float32)
             p = p.to(ELEMENT).to(TYPE)
             acc = tl.dot(tl.trans(v.to(TYPE)), p, acc * alpha[None, :], input_precision="ieee")
             m = m_new
-            if FP8:
-                k_t, v_t, ks_t, vs_t = k_1, v_1, ks_1, vs_1
-                k_1, v_1, ks_1, vs_1 = k_next, v_next, ks_next, vs_next
-            else:
-                k_t, v_t = k_next, v_next
+            tiles = tiles[4 if FP8 else 2 :]
         l = tl.sum(l_t, 0)
         this_row, this_head, this_split, active_splits = row, head, split, splits
         row, head, split, splits, position, table_ptr, start, first, end = _item(
             tl.minimum(item + PROGRAMS, items - 1), ends, active, positions, slots, offs_m, page_table_ptr,
             stride_table, KV_HEADS, BLOCK_T, LEAST, SPLITS, WINDOW,
         )  # fmt: skip
-        k_t, v_t, ks_t, vs_t = _tile(  # of the next item
+        tiles = _tile(  # of the next item
             k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, head, first, start, end, stride_kp, stride_kh, stride_sp,
             stride_sh, PAGE, D, BLOCK_D, BLOCK_T, FP8,
         )  # fmt: skip

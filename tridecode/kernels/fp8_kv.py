@@ -102,37 +102,35 @@ def fp8_turns(
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_T: tl.constexpr,
+    DEPTH: tl.constexpr,
     TYPE: tl.constexpr,
     DOT_FP32: tl.constexpr,
 ):
-    """Attend to the positions [rest, end) of K/V in 8 bits: two turns are in flight, of half the bytes each."""
+    """Attend to the positions [rest, end) of K/V in 8 bits: DEPTH turns are in flight."""
     offs_t = tl.arange(0, BLOCK_T)
     if rest < end:
-        k_t, v_t, ks_t, vs_t = fp8_tile(
-            k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, rest, end, stride_kp, stride_sp, PAGE, D,
-            BLOCK_D, BLOCK_T,
-        )  # fmt: skip
-        k_1, v_1, ks_1, vs_1 = fp8_tile(
-            k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, rest + BLOCK_T, end, stride_kp, stride_sp, PAGE, D,
-            BLOCK_D, BLOCK_T,
-        )  # fmt: skip
-        for t in range(rest, end, BLOCK_T):
-            k_2, v_2, ks_2, vs_2 = fp8_tile(
-                k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, t + 2 * BLOCK_T, end, stride_kp, stride_sp, PAGE, D,
-                BLOCK_D, BLOCK_T,
+        tiles = ()
+        for i in tl.static_range(DEPTH):
+            tiles += fp8_tile(
+                k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, rest + i * BLOCK_T, end, stride_kp, stride_sp, PAGE,
+                D, BLOCK_D, BLOCK_T,
             )  # fmt: skip
-            s = tl.dot(from_e4m3(k_t, DOT_FP32).to(TYPE), dot_q, input_precision="ieee") * ks_t.to(tl.float32)
+        for t in range(rest, end, BLOCK_T):
+            tiles += fp8_tile(
+                k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, t + DEPTH * BLOCK_T, end, stride_kp, stride_sp, PAGE,
+                D, BLOCK_D, BLOCK_T,
+            )  # fmt: skip
+            s = tl.dot(from_e4m3(tiles[0], DOT_FP32).to(TYPE), dot_q, input_precision="ieee") * tiles[2].to(tl.float32)
             s = tl.where((t + offs_t < end)[:, None], s, EMPTY)
             m_new = tl.maximum(m, tl.max(s, 0))
             alpha = tl.exp2(m - m_new)
             p = tl.exp2(s - m_new[None, :])
             l_t = l_t * alpha[None, :] + p
-            p = (p * vs_t.to(tl.float32)).to(tl.bfloat16).to(TYPE)
-            v_t = tl.trans(from_e4m3(v_t, DOT_FP32).to(TYPE))
+            p = (p * tiles[3].to(tl.float32)).to(tl.bfloat16).to(TYPE)
+            v_t = tl.trans(from_e4m3(tiles[1], DOT_FP32).to(TYPE))
             acc = tl.dot(v_t, p, acc * alpha[None, :], input_precision="ieee")
             m = m_new
-            k_t, v_t, ks_t, vs_t = k_1, v_1, ks_1, vs_1
-            k_1, v_1, ks_1, vs_1 = k_2, v_2, ks_2, vs_2
+            tiles = tiles[4:]
     return m, l_t, acc
 
 

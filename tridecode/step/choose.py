@@ -220,8 +220,10 @@ def attention_rows_shape(config: ModelConfig, dtype: torch.dtype) -> AttentionRo
 
 
 def fp8_kv_shape(shape: AttentionShape | AttentionRowsShape) -> AttentionShape | AttentionRowsShape:
-    """For K/V in 8 bits: nearly as many bytes in flight, as far as registers hold them beside the scales."""
-    return replace(shape, ahead=3) if isinstance(shape, AttentionShape) and shape.ahead > 1 else shape
+    """For K/V in 8 bits: smaller tiles, and more of them in flight, leave registers for the scales."""
+    if isinstance(shape, AttentionRowsShape) or shape.block_t <= 64:
+        return shape
+    return replace(shape, block_t=64, ahead=shape.ahead * shape.block_t // 64)
 
 
 def prompt_tiles_fit(head_dim: int, dtype: torch.dtype, device: torch.device) -> bool:
