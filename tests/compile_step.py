@@ -36,7 +36,7 @@ from tridecode.step import decode
 from tridecode.step.graphs import launcher
 from tridecode.step.prefill import finish, read
 from tridecode.step.shapes import PromptAttentionShape, StepShapes, WideShape
-from tridecode.step.state import DecodeModel, shapes_of
+from tridecode.step.state import PROMPT_SHAPE, DecodeModel, shapes_of
 from tridecode.step.workspace import make_prompt_buffers, make_workspace
 
 MODULES = [import_module(found.name) for found in walk_packages(kernels.__path__, f"{kernels.__name__}.")]
@@ -103,6 +103,7 @@ def meta_model(preset: str, dtype: torch.dtype, arch: int, capacity: int = 4096)
         prompt=make_prompt_buffers(config, 256, device, dtype, PromptAttentionShape()),
         shapes_by_rows=shapes_of(config, weights, arch),
         pdl=arch >= 90,
+        prompt_shape=replace(PROMPT_SHAPE, stages=4) if config.fp8_kv else PROMPT_SHAPE,
     )
 
 

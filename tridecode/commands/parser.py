@@ -270,12 +270,7 @@ def engine_options() -> argparse.ArgumentParser:
         choices=["auto", "bfloat16", "float16", "float32"],
         help="default: auto, the checkpoint's (float32 ones: bfloat16 on a GPU); float32 on the CPU",
     )
-    words = "what the weights of an unquantised checkpoint become while they are loaded; see docs/quantisation.md"
-    group.add_argument("--quantize", choices=["fp8", "int8", "int4"], help=words)
-    words = "the LM head beside them (default: fp8)"
-    group.add_argument("--quantize-head", default="fp8", choices=["keep", "fp8", "int8", "int4"], help=words)
-    words = "of K/V: auto, the dtype, or fp8, in which twice as many fit (default: auto)"
-    group.add_argument("--kv-dtype", default="auto", choices=["auto", "fp8"], help=words)
+    add_quantize(group)
     group.add_argument(
         "--max-seq-len", type=int, metavar="N", help="context to allocate (default: what fits, on a CPU at most 8192)"
     )

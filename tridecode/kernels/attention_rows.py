@@ -146,6 +146,7 @@ def _attention_rows_kernel(
         gdc_launch_dependents()
     ELEMENT: tl.constexpr = tl.bfloat16 if FP8 else k_ptr.dtype.element_ty
     TYPE: tl.constexpr = tl.float32 if DOT_FP32 else ELEMENT
+    DEPTH: tl.constexpr = 2 if FP8 and D <= 128 else 1  # turns in flight; of 8 bits they have half the bytes
     offs_m = tl.arange(0, BLOCK_M)
     mask_m = offs_m < rows
     positions = tl.load(meta_ptr + offs_m * META_WIDTH + POSITION, mask=mask_m, other=0)
@@ -215,14 +216,14 @@ def _attention_rows_kernel(
         m = tl.where(split == 0, tl.sum(q * new_k.to(tl.float32), 1), EMPTY)
         l_t = tl.zeros([BLOCK_T, DOT_N], tl.float32) + tl.where((offs_t == 0) & (split == 0), 1.0, 0.0)[:, None]
         acc = tl.zeros([BLOCK_D, DOT_N], tl.float32) + tl.where(split == 0, new_v.to(tl.float32), 0.0)[:, None]
-        if FP8:  # of half the bytes each, two turns are in flight
+        if DEPTH == 2:
             tiles += _tile(
                 k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, head, first + BLOCK_T, start, end, stride_kp,
                 stride_kh, stride_sp, stride_sh, PAGE, D, BLOCK_D, BLOCK_T, FP8,
             )  # fmt: skip
         for t in range(first, end, BLOCK_T):
             tiles += _tile(  # in flight while the tile at t is attended to
-                k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, head, t + (2 if FP8 else 1) * BLOCK_T, start, end,
+                k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, head, t + DEPTH * BLOCK_T, start, end,
                 stride_kp, stride_kh, stride_sp, stride_sh, PAGE, D, BLOCK_D, BLOCK_T, FP8,
             )  # fmt: skip
             k, v = tiles[0], tiles[1]

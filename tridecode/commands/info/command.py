@@ -116,6 +116,7 @@ def memory_facts(
         "slots": slots,
         "kv_tokens": pool,
         "kv_bytes": pool * per_token,
+        "kv_dtype": "fp8" if config.fp8_kv else str(dtype).removeprefix("torch."),
         "problem": problem,
     }
 
@@ -247,7 +248,7 @@ def pool_words(memory: dict) -> str:
     if memory["problem"]:
         return ""
     slots = "1 slot has" if memory["slots"] == 1 else f"{memory['slots']} slots share"
-    return f"; {slots} {memory['kv_tokens']:,} positions, {size(memory['kv_bytes'])}"
+    return f"; {slots} {memory['kv_tokens']:,} positions, {memory['kv_dtype']}, {size(memory['kv_bytes'])}"
 
 
 def graph_words(run: dict) -> str:
