@@ -12,6 +12,7 @@ from .shapes import MatmulShape, StepShapes
 
 ROLES = ("qkv", "o_proj", "gate_up", "down", "lm_head")
 ROWS = (1, 8, 16, 32, 64)
+WARPS = 8 * 132  # of all programs together, two for each scheduler of the largest GPUs
 # Rows of a pass -> (format, rows, columns) of a weight -> the shape that was fastest in the whole step.
 TUNED: dict[int, dict[tuple[str, int, int], MatmulShape]] = {rows: {} for rows in ROWS}
 
@@ -36,17 +37,19 @@ def _packed(weights: Weights, role: str):
 
 
 def few_bits_shape(linear, rows: int) -> MatmulShape:
-    """The tuned shape, or few warps, since each has the work before and after its sums to do. Programs of 16 rows of
-    the weights have their scales where they are wanted; many rows of activations want larger ones, which read them
-    less often."""
+    """The tuned shape, or few warps, since each has the work before and after its sums to do, but enough for all
+    multiprocessors. Programs of 16 rows of the weights have their scales where they are wanted."""
     N, K = linear.out_features, linear.in_features
     if found := TUNED[rows].get((linear.format, N, K)):
         return found
-    warps = 2 if K <= 3072 else 4 if K <= 8192 else 8
     if rows > 16:  # sums of so many rows leave few registers for what is in flight
         return MatmulShape(16, 8 if rows > 32 else 4, 1, 1)
+    tiles = K // linear.packed.tile  # 16 bytes of a row for each of four lanes
+    warps = 2 if K <= 3072 else 4 if K <= 8192 else 8
+    while warps < 8 and -(-N // 16) * warps < WARPS and tiles > 2 * warps:
+        warps *= 2
     if rows > 8:
-        return MatmulShape(32, 4, 2, 2)
+        return MatmulShape(16, max(warps, 4), 4, 2)
     return MatmulShape(16, warps, 6 if linear.format == "int8" else 10, 8)  # scales of groups are in flight too
 
 
