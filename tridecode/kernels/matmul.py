@@ -278,6 +278,8 @@ def _launch(meta, x, linear, out, norm, normed, sumsq, n_sumsq, eps, residual, g
     parts = 1 if packed is None else packed.tile // STEP_K
     tiles = triton.cdiv(K, parts * STEP_K * shape.num_warps)  # of a row that a warp has
     spare = out  # stands in for pointers this variant does not read
+    # With tiles of 16 rows and more, 64 partial sums are added in the same order whatever the rows.
+    sumsq_block = max(triton.next_power_of_2(max(n_sumsq, 1)), 64 if shape.block_m > 8 else 1)
     _matmul_kernel[(triton.cdiv(N, shape.block_n // 2 if gated else shape.block_n),)](
         meta,
         x,
@@ -297,11 +299,11 @@ def _launch(meta, x, linear, out, norm, normed, sumsq, n_sumsq, eps, residual, g
         sumsq.stride(0),
         rows,
         n_sumsq,
-        max(triton.next_power_of_2(rows), 8),
+        max(triton.next_power_of_2(rows), shape.block_m),
         N,
         K,
         n_sumsq > 0,
-        triton.next_power_of_2(max(n_sumsq, 1)),
+        sumsq_block,
         bias is not None,
         residual,
         gated,

@@ -54,5 +54,7 @@ def few_bits_shape(linear, rows: int) -> MatmulShape:
 
 
 def invariant_shape(linear, rows: int) -> MatmulShape:
-    """The warps decide the order of the sums: as many for any number of rows."""
-    return MatmulShape(16, 8, *((4, 4) if rows <= 16 else (2, 2) if rows <= 32 else (1, 1)))
+    """The warps decide the order of the sums: as many for any number of rows, in tiles of as many that the sums of
+    squares are added alike."""
+    ahead = 4 if rows <= 16 else 2 if rows <= 32 else 1
+    return MatmulShape(16, 8, ahead, ahead, block_m=16)
