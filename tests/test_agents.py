@@ -144,15 +144,14 @@ def test_a_stream_says_a_calls_name_first_and_then_its_arguments(served):
     assert [chunk["choices"][0]["finish_reason"] for chunk in chunks][-1] == "tool_calls"
 
 
-BROKEN = 'Well.\n<tool_call>\n{"name": "get_weather", "arguments": {city}}\n</tool_call>'
-
-
-def test_a_malformed_call_comes_back_as_text(client, claude):
-    asked = {"model": "m", "messages": CHAT, "tools": [CHAT_TOOL], "extra_body": saying(BROKEN)}
+@pytest.mark.parametrize("arguments", ["{city}", '{"city": NaN}'])
+def test_a_malformed_call_comes_back_as_text(client, claude, arguments):
+    broken = f'Well.\n<tool_call>\n{{"name": "get_weather", "arguments": {arguments}}}\n</tool_call>'
+    asked = {"model": "m", "messages": CHAT, "tools": [CHAT_TOOL], "extra_body": saying(broken)}
     got = client.chat.completions.create(**asked).choices[0]
     assert got.message.tool_calls is None and got.finish_reason == "stop"
-    assert got.message.content == BROKEN.replace("\n<tool_call>", "<tool_call>", 1)
-    asked = {"model": "m", "messages": CHAT, "tools": [BLOCK_TOOL], "max_tokens": 99, "extra_body": saying(BROKEN)}
+    assert got.message.content == broken.replace("\n<tool_call>", "<tool_call>", 1)
+    asked = {"model": "m", "messages": CHAT, "tools": [BLOCK_TOOL], "max_tokens": 99, "extra_body": saying(broken)}
     assert claude.messages.create(**asked).stop_reason == "end_turn"
 
 
@@ -163,6 +162,30 @@ def test_a_schema_that_cannot_be_enforced_is_refused_by_name(client):
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"not": {}}}}
     with pytest.raises(openai.BadRequestError, match="response_format: Unimplemented keys"):
         client.chat.completions.create(model="m", messages=CHAT, response_format=form)
+
+
+def test_arguments_are_an_object_though_the_schema_may_not_say_so(client):
+    schema = {"properties": {"a": {"enum": ["x"]}}, "required": ["a"], "additionalProperties": False}
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    asked = {"model": "m", "messages": CHAT, "temperature": 0, "parallel_tool_calls": False, "max_tokens": 60}
+    got = client.chat.completions.create(tools=[tool], tool_choice="required", **asked)
+    assert got.choices[0].message.tool_calls[0].function.arguments == '{"a": "x"}'
+
+
+def test_a_choice_of_some_tools_leaves_the_others_out(client):
+    other = {"type": "function", "function": {"name": "now"}}
+    named = {"type": "function", "function": {"name": "now"}}
+    choice = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [named]}}
+    asked = {"model": "m", "messages": CHAT, "tools": [CHAT_TOOL, other], "temperature": 0}
+    got = client.chat.completions.create(tool_choice=choice, parallel_tool_calls=False, **asked)
+    assert [call.function.name for call in got.choices[0].message.tool_calls] == ["now"]
+    tools, mode = [TOOL, {"type": "function", "name": "now"}], {"type": "allowed_tools", "mode": "required"}
+    named = [{"type": "web_search"}, {"type": "function", "name": "now"}]
+    asked = {"model": "m", "input": "?", "tools": tools, "parallel_tool_calls": False}
+    got = client.responses.create(tool_choice=mode | {"tools": named}, **asked)
+    assert [item.name for item in got.output] == ["now"]
+    with pytest.raises(openai.BadRequestError, match='tool_choice: "nope" is none of the tools'):
+        client.responses.create(tool_choice=mode | {"tools": [{"type": "function", "name": "nope"}]}, **asked)
 
 
 # ---- forms
@@ -183,6 +206,30 @@ def test_forms_by_all_three_apis(client, claude):
     form = {"type": "json_object"}
     got = client.chat.completions.create(model="m", messages=CHAT, response_format=form, seed=3, temperature=1)
     assert got.choices[0].finish_reason == "length" or isinstance(json.loads(got.choices[0].message.content), dict)
+
+
+BESIDE_TOOLS = {
+    "choices": ({"choice": ["yes", "no"]}, ("yes", "no")),
+    "a_slash": ({"regex": r"a/b\/[/]\n"}, ("a/b//\n",)),
+    "json_text": ({"json": '{"const": "x"}'}, ('"x"',)),
+}
+
+
+@pytest.mark.parametrize("asked, texts", BESIDE_TOOLS.values(), ids=BESIDE_TOOLS)
+def test_a_form_beside_tools_is_kept_where_none_is_called(served, client, asked, texts):
+    tokenizer = served.engine.tokenizer
+    tags = [token for token in range(tokenizer.vocab_size) if tokenizer.token_bytes(token).startswith(b"<")]
+    more = {"logit_bias": dict.fromkeys(map(str, tags), -100), "extra_body": {"structured_outputs": asked}}
+    got = client.chat.completions.create(model="m", messages=CHAT, max_tokens=40, tools=[CHAT_TOOL], **more)
+    assert got.choices[0].message.content in texts
+
+
+@pytest.mark.parametrize("wrong", [{"json": "{"}, {"json": [1]}, {"choice": 5}, {"regex": 5}, {"regex": "("}], ids=str)
+@pytest.mark.parametrize("tools", [[], [CHAT_TOOL]], ids=["alone", "beside_tools"])
+def test_what_is_no_form_is_refused_beside_tools_too(served, wrong, tools):
+    body = {"model": "m", "messages": CHAT, "tools": tools, "structured_outputs": wrong}
+    got = served.post("/v1/chat/completions", body)
+    assert got.status_code == 400 and "internal" not in got.text, got.text
 
 
 # ---- /v1/responses
@@ -215,10 +262,26 @@ def test_a_conversation_goes_on_from_items(client):
     tools = [TOOL, {"type": "web_search"}, {"type": "custom", "name": "apply_patch"}, {"type": "namespace"}]
     got = client.responses.create(
         model="m", instructions="You are Codex.", input=items, tools=tools, max_output_tokens=4, store=False,
-        include=["reasoning.encrypted_content"], reasoning={"effort": "low"}, prompt_cache_key="k",
+        include=["reasoning.encrypted_content"], reasoning={"effort": "low", "summary": "auto"}, prompt_cache_key="k",
+        text={"verbosity": "low"},
     )  # fmt: skip
     assert got.status == "incomplete" and got.incomplete_details.reason == "max_output_tokens"
     assert got.usage.input_tokens > 100
+
+
+def test_what_codex_sends_beside_is_taken(served):
+    words = {"role": "user", "type": "message", "content": [{"type": "input_text", "text": "Show a.txt"}]}
+    tools = [TOOL | {"strict": False}, {"type": "web_search", "external_web_access": False},
+             {"type": "namespace", "name": "agents", "tools": [TOOL]}]  # fmt: skip
+    body = {
+        "model": "m", "stream": True, "input": [words | {"role": "developer"}, words], "tools": tools,
+        "tool_choice": "auto", "parallel_tool_calls": True, "reasoning": {"effort": "high", "summary": "auto"},
+        "store": False, "include": ["reasoning.encrypted_content"], "prompt_cache_key": "k",
+        "text": {"verbosity": "low"}, "client_metadata": {"session_id": "s"}, "service_tier": "auto",
+        "max_output_tokens": 2,
+    }  # fmt: skip
+    with served.stream(body, "/v1/responses") as got:
+        assert "response.incomplete" in list(got.iter_lines())[-3]
 
 
 def test_a_client_that_asks_whether_somebody_is_there_gets_an_answer(client):
@@ -233,6 +296,10 @@ REFUSED = {
     "an_image": ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "reads text only"),
     "an_unknown_item": ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]: expected a message"),
     "an_unknown_parameter": ({"extra_body": {"inputs": 1}}, "did you mean input?"),
+    "an_unknown_word_of_its_text": ({"text": {"fromat": {}}}, "text: object contains unknown field fromat"),
+    "an_unknown_word_of_its_reasoning": ({"reasoning": {"efort": "low"}}, "reasoning: object contains unknown field"),
+    "a_format_that_is_none": ({"text": {"format": 5}}, "text.format: expected object"),
+    "a_choice_of_no_kind": ({"tools": [TOOL], "tool_choice": "sometimes"}, "tool_choice: expected auto, none"),
 }
 
 
@@ -298,6 +365,19 @@ def test_a_round_with_a_tool_as_anthropics_client_plays_it(claude):
     assert claude.messages.create(messages=messages, **asked | {"max_tokens": 5}).stop_reason == "max_tokens"
 
 
+def test_what_claude_code_sends_beside_is_taken(served):
+    cached = {"type": "text", "text": "Show a.txt", "cache_control": {"type": "ephemeral"}}
+    tool = BLOCK_TOOL | {"input_schema": SCHEMA | {"$schema": "https://json-schema.org/draft/2020-12/schema"}}
+    body = {
+        "model": "m", "max_tokens": 2, "stream": True, "messages": [{"role": "user", "content": [cached]}],
+        "system": [cached], "tools": [tool | {"cache_control": {"type": "ephemeral"}}], "metadata": {"user_id": "u"},
+        "thinking": {"type": "adaptive", "display": "omitted"}, "output_config": {"effort": "high"},
+        "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+    }  # fmt: skip
+    with served.stream(body, "/v1/messages?beta=true") as got:
+        assert [line for line in got.iter_lines() if line.startswith("event: ")][-1] == "event: message_stop"
+
+
 def test_the_line_that_changes_with_each_request_hides_no_prefix(claude):
     def ask(code: str):
         system = [{"type": "text", "text": f"x-anthropic-billing-header: cc_version=2.1; cch={code};"},
@@ -331,6 +411,9 @@ MESSAGES_REFUSED = {
     "an_answer_to_go_on_with": (
         {"messages": [*CHAT, {"role": "assistant", "content": "I"}], "max_tokens": 1}, "the last must be the user's",
     ),
+    "thinking_of_no_kind": ({"thinking": {"type": "sometimes"}, "max_tokens": 1}, "thinking.type: invalid enum value"),
+    "an_unknown_word": ({"output_config": {"fromat": 1}, "max_tokens": 1}, "output_config: object contains unknown"),
+    "too_many_stops": ({"stop_sequences": ["a"] * 99, "max_tokens": 1}, "stop_sequences: at most 16 strings"),
     "a_choice_of_nothing": ({"tool_choice": {"type": "any"}, "max_tokens": 1}, "there are no tools"),
     "too_much": ({"messages": [{"role": "user", "content": "word " * 9000}], "max_tokens": 1}, "the context holds"),
 }  # fmt: skip

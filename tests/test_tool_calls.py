@@ -48,6 +48,12 @@ CASES = {
     "broken_arguments": (
         TaggedCalls, '<tool_call>{"name": "f", "arguments": {a}}</tool_call>', [F, (ARGUMENTS, "{a}")], [False],
     ),
+    "no_number": (
+        TaggedCalls,
+        '<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>',
+        [F, (ARGUMENTS, '{"a": NaN}')],
+        [False],
+    ),
     "text_alone": (TaggedCalls, " 1 < 2, <tool and <b>\n", [(TEXT, " 1 < 2, <tool and <b>\n")], []),
     "bare": (BareCalls, '{"name": "f", "parameters": {"a": 1}}', [F, ONE], [True]),
     "bare_behind_a_tag": (
@@ -264,7 +270,7 @@ REFUSED = {
     "no_name": ([{"type": "function", "function": {}}], None, "tools[0]: expected a name"),
     "no_schema": ([{"type": "function", "function": {"name": "f", "parameters": []}}], None, "parameters must be"),
     "a_name_twice": ([PING, PING], None, 'tools: "ping" is there twice'),
-    "a_choice_that_is_none": ([PING], "sometimes", "tool_choice must be auto, none, required or a function"),
+    "a_choice_that_is_none": ([PING], "sometimes", "tool_choice: expected auto, none"),
     "a_choice_of_another": ([PING], {"type": "function", "function": {"name": "pong"}}, '"pong" is none of the tools'),
     "a_choice_of_nothing": ([], "required", "there are no tools"),
 }  # fmt: skip

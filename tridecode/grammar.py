@@ -151,7 +151,8 @@ def _inexact(value) -> int | None:
 def reason(message: str) -> str:
     """What llguidance says is wrong, without the grammar around the place."""
     lines = [line for line in message.splitlines() if not re.match(r"\s*(\d+ \||\^+\s*$)", line)]
-    return brief(re.sub(r"^at \d+\(\d+\): |failed to compile JSON schema: ", "", "\n".join(lines)))
+    text = re.sub(r"^at \d+\(\d+\): |failed to compile JSON schema: ", "", "\n".join(lines))
+    return brief(re.sub(r"oneOf constraints are not .*", "oneOf: a value may fit two of them; use anyOf", text))
 
 
 def lark_of_choices(choices: Sequence[str]) -> str:

@@ -170,7 +170,7 @@ def make_parser() -> argparse.ArgumentParser:
     words = dict(help="answer one prompt, or a file of them", description=GENERATE)
     generate = commands.add_parser("generate", parents=running, **words)
     generate_options(generate)
-    words = dict(help="serve a model over HTTP, by OpenAI's API", description=SERVE)
+    words = dict(help="serve a model over HTTP, by OpenAI's and Anthropic's APIs", description=SERVE)
     serve_options(commands.add_parser("serve", parents=[engine], **words))
     words = dict(help="list, rename, delete and export saved conversations", description=SESSIONS)
     session_options(commands.add_parser("sessions", **words))

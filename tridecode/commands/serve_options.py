@@ -3,7 +3,8 @@
 from .values import port, positive, seconds
 
 SERVE = """\
-Serve a model over HTTP, by OpenAI's API: /v1/chat/completions, /v1/completions and more. docs/serving.md has all of it.
+Serve a model over HTTP, by OpenAI's and Anthropic's APIs: /v1/chat/completions, /v1/responses,
+/v1/messages and more. docs/serving.md has all of it.
 Ctrl-C or SIGTERM lets running requests finish for the grace time; a second one ends at once.
 """
 SERVE_CODES = """\

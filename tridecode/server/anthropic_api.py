@@ -4,7 +4,7 @@ import json
 import logging
 import re
 import secrets
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import msgspec
 
@@ -26,6 +26,18 @@ BILLING = re.compile(r"\s*x-anthropic-billing-header:[^\n]*\n?")  # another one 
 log = logging.getLogger("tridecode.server")
 
 
+class Thinking(msgspec.Struct, forbid_unknown_fields=True):
+    type: Literal["enabled", "adaptive", "disabled"]
+    budget_tokens: int | None = None
+    display: str | None = None
+
+
+class OutputConfig(msgspec.Struct, forbid_unknown_fields=True):
+    format: dict[str, Any] | None = None
+    effort: str | None = None
+    task_budget: dict[str, Any] | None = None
+
+
 class MessagesRequest(Generation, kw_only=True):
     """What of a message's fields changes the answer; max_tokens is required, but not to count tokens."""
 
@@ -40,10 +52,10 @@ class MessagesRequest(Generation, kw_only=True):
     messages: list[Any]
     system: str | list[Any] = ""
     stop_sequences: list[str] | None = None
-    thinking: dict[str, Any] | None = None
+    thinking: Thinking | None = None
     tools: list[Any] | None = None
     tool_choice: dict[str, Any] | None = None
-    output_config: dict[str, Any] | None = None
+    output_config: OutputConfig | None = None
     counts: ClassVar = False
 
     def check(self) -> None:
@@ -56,10 +68,10 @@ class MessagesRequest(Generation, kw_only=True):
 
     @property
     def structure(self) -> Structure | None:
-        given = (self.output_config or {}).get("format")
+        given = self.output_config and self.output_config.format
         if given is None:
             return super().structure
-        if not isinstance(given, dict) or given.get("type") != "json_schema" or "schema" not in given:
+        if given.get("type") != "json_schema" or "schema" not in given:
             expected = '{"type": "json_schema", "schema": {...}}'
             raise refusal(f"output_config.format: expected {expected}, got {as_json(given)}", "output_config")
         return "json_schema", given["schema"]
@@ -68,7 +80,7 @@ class MessagesRequest(Generation, kw_only=True):
         """Of the template: whether to think, where it can be told."""
         if SWITCH not in tokenizer.template_variables:
             return {}
-        return {SWITCH: self.thinking is not None and self.thinking.get("type") != "disabled"}
+        return {SWITCH: self.thinking is not None and self.thinking.type != "disabled"}
 
     def asked_tools(self) -> Tools:
         """Raises ApiError. Tools that Anthropic itself would run are left out."""

@@ -1,8 +1,10 @@
 """The form to which an answer is held, behind its thinking: that of a request's format, or of calls."""
 
 import json
+import re
 
 from ..grammar import lark_of_choices
+from ..sampling import SamplingParams
 from ..text.thinking import CLOSE, OPEN, SWITCH, ends_inside
 from ..text.tokenizer import Tokenizer
 from .errors import refusal
@@ -42,7 +44,7 @@ def thinking_off(effort: str | None, tokenizer: Tokenizer) -> dict:
 
 def held_to(structure: Structure | None, tools: Tools, tokenizer: Tokenizer, prompt: list[int] | None) -> dict:
     """The fields of SamplingParams that hold an answer to this. prompt: of a chat, whose answer may begin with
-    thinking. Raises ApiError."""
+    thinking. Raises ApiError and ParameterError."""
     if structure is None and not tools.enforced:
         return {}
     if structure is not None and tools.enforced:
@@ -54,7 +56,7 @@ def held_to(structure: Structure | None, tools: Tools, tokenizer: Tokenizer, pro
     several, rules = [], []
     if structure is not None:
         several.append("answer")
-        rules.append(f"answer: {expression(*structure)}")
+        rules.append(f"answer: {expression(*SamplingParams(**dict([structure])).structure)}")
     if tools.used:
         calls, more = tools.grammar(tokenizer)
         several.append("calls")
@@ -66,12 +68,11 @@ def held_to(structure: Structure | None, tools: Tools, tokenizer: Tokenizer, pro
     return {"grammar": "\n".join([f"start: {start}", *rules])}
 
 
-def expression(name: str, value) -> str:
-    """A structure as a Lark expression."""
+def expression(name: str, source: str) -> str:
+    """SamplingParams.structure as a Lark expression."""
     if name == "json_schema":
-        if isinstance(value, str):
-            value = json.loads(value)
-        return json_rule(value)
+        return json_rule(json.loads(source))
     if name == "choice":
-        return lark_of_choices(value).removeprefix("start: ")
-    return f"/{value.replace('/', chr(92) + '/')}/"
+        return lark_of_choices(json.loads(source)).removeprefix("start: ")
+    written = {"/": r"\/", "\n": r"\n"}  # what would end it, or its line
+    return "/" + re.sub(r"\\.|/|\n", lambda found: written.get(found[0], found[0]), source) + "/"

@@ -14,7 +14,8 @@ from .settings import ANSWERS, BIASES, STOP_CHARACTERS, STOPS, TOKENS
 
 # Without effect on the text, whatever they say; docs/serving.md lists them.
 WITHOUT_EFFECT = frozenset(
-    "user metadata service_tier prompt_cache_key prompt_cache_retention safety_identifier request_id priority".split()
+    "user metadata service_tier prompt_cache_key prompt_cache_retention safety_identifier request_id priority "
+    "verbosity".split()
 )
 # Accepted where they ask for nothing.
 NEUTRAL = {
@@ -99,7 +100,8 @@ class Generation(msgspec.Struct, kw_only=True):
             raise refusal("stream_options needs stream: true", "stream_options")
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
         if len(stops) > STOPS or any(len(stop) > STOP_CHARACTERS for stop in stops):
-            raise refusal(f"stop: at most {STOPS} strings of at most {STOP_CHARACTERS} characters each", "stop")
+            name = self.names.get("stop", "stop")
+            raise refusal(f"{name}: at most {STOPS} strings of at most {STOP_CHARACTERS} characters each", name)
         if self.logit_bias and len(self.logit_bias) > BIASES:
             raise refusal(f"logit_bias: at most {BIASES:,} tokens, got {len(self.logit_bias):,}", "logit_bias")
         self._check_min_tokens()

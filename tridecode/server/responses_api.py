@@ -5,6 +5,8 @@ import secrets
 import time
 from typing import Any, ClassVar
 
+import msgspec
+
 from ..errors import as_json
 from ..text.thinking import THINKING
 from ..text.tokenizer import Tokenizer
@@ -16,13 +18,26 @@ from .messages import call_of, in_turns
 from .protocol import Generation
 from .settings import MESSAGES
 from .shapes import Shape
-from .tools.asked import Tools, checked, function_of
+from .tools.asked import Tools, chosen, function_of
 from .tools.parser import ARGUMENTS, NAME, TEXT, Event
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 STORED = "this server stores no responses: send the whole conversation as input"
 log = logging.getLogger("tridecode.server")
+
+
+class Text(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+    format: dict[str, Any] | None = None
+    verbosity: str | None = None
+
+
+class Reasoning(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+    effort: str | None = None
+    summary: str | None = None
+    generate_summary: str | None = None
+    context: str | None = None
+    mode: str | None = None
 
 
 class ResponsesRequest(Generation, kw_only=True):
@@ -42,8 +57,8 @@ class ResponsesRequest(Generation, kw_only=True):
     max_output_tokens: int | None = None
     store: bool = False
     previous_response_id: str | None = None
-    text: dict[str, Any] | None = None
-    reasoning: dict[str, Any] | None = None
+    text: Text | None = None
+    reasoning: Reasoning | None = None
     tools: list[Any] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool = True
@@ -66,20 +81,17 @@ class ResponsesRequest(Generation, kw_only=True):
 
     @property
     def structure(self) -> Structure | None:
-        given = (self.text or {}).get("format")
-        if given is None:
+        if self.text is None or self.text.format is None:
             return super().structure
-        if not isinstance(given, dict):
-            raise refusal(f"text.format: expected an object with a type, got {as_json(given)}", "text")
-        return response_format(given, None)
+        return response_format(self.text.format, None)
 
     def variables(self, tokenizer: Tokenizer) -> dict:
-        return thinking_off((self.reasoning or {}).get("effort"), tokenizer)
+        return thinking_off(self.reasoning and self.reasoning.effort, tokenizer)
 
     def asked_tools(self) -> Tools:
         """Raises ApiError. Tools that are no functions are for servers that run them: they are left out, as clients
         that send them everywhere expect."""
-        functions, choice, one = [], self.tool_choice or "auto", None
+        functions = []
         for i, tool in enumerate(self.tools or ()):
             if not isinstance(tool, dict):
                 raise refusal(f"tools[{i}]: expected an object, got {as_json(tool)}", "tools")
@@ -88,12 +100,7 @@ class ResponsesRequest(Generation, kw_only=True):
                 continue
             given = tool.get("name"), tool.get("description"), tool.get("parameters")
             functions.append(function_of(*given, f"tools[{i}]"))
-        if isinstance(choice, dict) and choice.get("type") == "function":
-            choice, one = "one", choice.get("name")
-        elif choice not in ("auto", "none", "required"):
-            expected = "auto, none, required or a function"
-            raise refusal(f"tool_choice: expected {expected}, got {as_json(choice)}", "tool_choice")
-        return checked(functions, choice, one, self.parallel_tool_calls)
+        return chosen(functions, self.tool_choice, self.parallel_tool_calls)
 
     def conversation(self) -> list[dict]:
         """As chat templates take it. Raises ApiError."""

@@ -149,12 +149,29 @@ def openai_tools(tools: list | None, choice, parallel: bool | None) -> Tools:
         if not isinstance(tool, dict) or not isinstance(told := tool.get("function"), dict):
             raise refusal(f'{place}: expected {{"type": "function", "function": ...}}, got {as_json(tool)}', "tools")
         functions.append(function_of(told.get("name"), told.get("description"), told.get("parameters"), place))
-    one = None
-    if isinstance(choice, dict):
-        told = choice.get("function", choice)
-        if choice.get("type") != "function" or not isinstance(told, dict):
-            raise refusal(f"tool_choice: expected a function's name, got {as_json(choice)}", "tool_choice")
-        choice, one = "one", told.get("name")
-    elif choice not in (None, "auto", "none", "required"):
-        raise refusal(f"tool_choice must be auto, none, required or a function, got {as_json(choice)}", "tool_choice")
-    return checked(functions, choice or "auto", one, parallel is not False)
+    return chosen(functions, choice, parallel is not False)
+
+
+def chosen(functions: list[Function], choice, parallel: bool) -> Tools:
+    """By OpenAI's tool_choice, in the form of either of their APIs. Raises ApiError."""
+    if (name := _named(choice)) is not None:
+        return checked(functions, "one", name, parallel)
+    match choice:
+        case None | "auto" | "none" | "required":
+            return checked(functions, choice or "auto", None, parallel)
+        case {"type": "allowed_tools", "allowed_tools": {"mode": "auto" | "required" as mode, "tools": list(tools)}} | {
+            "type": "allowed_tools", "mode": "auto" | "required" as mode, "tools": list(tools),
+        }:  # fmt: skip
+            names = [name for tool in tools if (name := _named(tool)) is not None]
+            for name in names:
+                checked(functions, "one", name, parallel)
+            return checked([function for function in functions if function.name in names], mode, None, parallel)
+    expected = "auto, none, required, a function or allowed_tools"
+    raise refusal(f"tool_choice: expected {expected}, got {as_json(choice)}", "tool_choice")
+
+
+def _named(choice) -> str | None:
+    match choice:
+        case {"type": "function", "function": {"name": str(name)}} | {"type": "function", "name": str(name)}:
+            return name
+    return None

@@ -38,6 +38,7 @@ class Format:
     special: tuple[str, ...] = ()
 
 
+OBJECT = {"type": "object"}  # as all arguments are, though a schema may not say so
 TAGS = ("<tool_call>", "</tool_call>")
 TAGGED = Format("tagged", TaggedCalls, TAGS[:1], opens="<tool_call>\n", closes="\n</tool_call>", special=TAGS)
 FORMATS = (  # the first whose words a template has
@@ -82,7 +83,7 @@ def call_grammar(
     rules, names = [], []
     for i, function in enumerate(functions):
         parts = quoted(known.call, {"NAME": json.dumps(json.dumps(function.name)), "ARGUMENTS": f"arguments{i}"}, {})
-        rules += [f"call{i}: {parts}", f"arguments{i}: {json_rule(function.parameters)}"]
+        rules += [f"call{i}: {parts}", f"arguments{i}: {json_rule(function.parameters | OBJECT)}"]
         names.append(f"call{i}")
     opens, closes = quoted(known.opens, {}, marks), quoted(known.closes, {}, marks)
     any_call = f"({' | '.join(names)})"

@@ -2,6 +2,8 @@
 
 import json
 
+import msgspec
+
 
 class Value:
     """Finds where a JSON object ends that comes in pieces."""
@@ -39,9 +41,10 @@ def begins_at_end(text: str, mark: str) -> int:
 
 
 def is_object(text: str) -> bool:
+    """By JSON's own rules: Python would also read NaN."""
     try:
-        return isinstance(json.loads(text), dict)
-    except (ValueError, RecursionError):
+        return isinstance(msgspec.json.decode(text), dict)
+    except (msgspec.DecodeError, RecursionError, UnicodeError):
         return False
 
 
