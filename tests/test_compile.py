@@ -23,7 +23,7 @@ FEW_BITS = "qwen3-0.6b_int4"  # its LM head is e4m3
 # The interpreter's machine compiles a few models for the two main targets and one for the others; a GPU machine, all.
 FEW = [(("qwen3-4b", "llama-3.2-1b", "qwen2.5-0.5b", *ODD, FEW_BITS, "qwen3-4b_kv8"), arch) for arch in (80, 90)]
 REST = [(("qwen3-4b", FEW_BITS), arch) for arch in (86, 89, 100, 120)]
-MORE = ("qwen3-4b_fp8", "qwen3-4b_int8", "qwen3-4b_int4", "qwen3-4b_kv8")
+MORE = (FEW_BITS, "qwen3-4b_fp8", "qwen3-4b_kv8")
 ALL = [((*PRESETS, *ODD, *MORE), arch) for arch in (80, 86, 89, 90, 100, 120)]
 
 
