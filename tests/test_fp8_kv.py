@@ -29,7 +29,7 @@ def test_scores_are_near_those_of_whole_numbers(family, slots):
     build = {"slots": slots}
     exact = tiny_engine(build=build, **family).score(IDS)
     found = tiny_engine(build=build, fp8_kv=True, **family).score(IDS)
-    assert 0 < relative_rms(found, exact) < 0.05
+    assert 0 < relative_rms(found, exact) < (0.08 if CUDA else 0.05)
 
 
 def test_a_prompt_pass_and_the_token_step_agree():
@@ -37,7 +37,7 @@ def test_a_prompt_pass_and_the_token_step_agree():
     engine = tiny_engine(fp8_kv=True)
     by_steps = engine.score(IDS)[-1]
     engine.generate(IDS, replace(GREEDY, max_tokens=1))
-    assert relative_rms(engine.model.workspace.logits[0], by_steps) < (0.02 if CUDA else 2e-3)
+    assert relative_rms(engine.model.workspace.logits[0], by_steps) < (0.05 if CUDA else 2e-3)
 
 
 def test_requests_share_pages_and_answer_as_alone():
