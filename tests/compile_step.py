@@ -28,15 +28,16 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from tridecode import kernels
 from tridecode.cache.kv import PAGE, make_kv_cache
 from tridecode.cache.offload import Offload
+from tridecode.kernels.dequantise import dequantise
 from tridecode.kernels.gather_kv import gather_kv
-from tridecode.model.checkpoint import _allocate, _assemble
+from tridecode.model.checkpoint import empty_weights
+from tridecode.model.formats.quantise import rules
 from tridecode.model.presets import PRESETS
 from tridecode.step import decode
-from tridecode.step.choose import choose_shapes, invariant_shapes
 from tridecode.step.graphs import launcher
 from tridecode.step.prefill import finish, read
 from tridecode.step.shapes import PromptAttentionShape, StepShapes, WideShape
-from tridecode.step.state import DecodeModel
+from tridecode.step.state import PROMPT_SHAPE, DecodeModel, shapes_of
 from tridecode.step.workspace import make_prompt_buffers, make_workspace
 
 MODULES = [import_module(found.name) for found in walk_packages(kernels.__path__, f"{kernels.__name__}.")]
@@ -46,8 +47,13 @@ MODELS = PRESETS | {"qwen3-4b_fp16": PRESETS["qwen3-4b"]} | {
     f"head_dim_{d}": replace(PRESETS["qwen3-0.6b"], head_dim=d, num_heads=heads, num_kv_heads=kv, num_layers=2)
     for d, heads, kv in ((80, 5, 1), (96, 24, 8), (256, 8, 1))
 } | {"group_16": replace(PRESETS["qwen3-0.6b"], num_heads=32, num_kv_heads=2, num_layers=2)}
+FEW_BITS = {f"{name}_{kind}": replace(PRESETS[name], quantise=rules(kind, "fp8"))
+            for name in ("qwen3-4b", "qwen3-0.6b", "llama-3.1-8b") for kind in ("fp8", "int8", "int4")}  # fmt: skip
+MODELS |= FEW_BITS | {f"{name}_kv8": replace(MODELS[name], fp8_kv=True)
+                      for name in ("qwen3-4b", "qwen3-0.6b", "head_dim_80", "head_dim_256", "group_16")}  # fmt: skip
 TYPES = {
     torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int32: "*i32", torch.int64: "*i64",
+    torch.int16: "*i16", torch.uint8: "*u8",
 }  # fmt: skip
 
 
@@ -87,16 +93,18 @@ def meta_model(preset: str, dtype: torch.dtype, arch: int, capacity: int = 4096)
     """The model's tensors by shape only: no memory, no GPU."""
     config, device = MODELS[preset], torch.device("meta")
     rope = torch.empty(capacity, config.head_dim // 2, device=device)
+    weights = empty_weights(config, device, dtype, packs=True)
     return DecodeModel(
         config=config,
-        weights=_assemble(config, *_allocate(config, device, dtype)),
+        weights=weights,
         kv=make_kv_cache(config, capacity, device, dtype, page=PAGE),
         cos=rope,
         sin=rope,
         workspace=make_workspace(config, capacity, device, dtype, slots=64),
         prompt=make_prompt_buffers(config, 256, device, dtype, PromptAttentionShape()),
-        shapes_by_rows=choose_shapes(config, dtype, arch),
+        shapes_by_rows=shapes_of(config, weights, arch),
         pdl=arch >= 90,
+        prompt_shape=replace(PROMPT_SHAPE, stages=4) if config.fp8_kv else PROMPT_SHAPE,
     )
 
 
@@ -124,20 +132,26 @@ def run_all(preset: str, dtype: torch.dtype, arch: int) -> None:
         for kind in decode.KINDS:
             decode.step(launcher(model), model.of_rows(rows), kind)
             decode.step(launcher(model), model.of_rows(rows), kind, masked=True)
-    few = replace(model.of_rows(16), shapes_by_rows={16: wide(model.of_rows(16).shapes, arch)})
-    decode.step(launcher(model), few, "greedy")
+    if preset in FEW_BITS:
+        dequantise(model.weights.layers[0].qkv, 0, 1024, model.prompt.dequantised)
+    else:
+        few = replace(model.of_rows(16), shapes_by_rows={16: wide(model.of_rows(16).shapes, arch)})
+        decode.step(launcher(model), few, "greedy")
     if arch == 90:  # the batch-invariant mode, which other GPUs do not have
-        alike = replace(model, shapes_by_rows=invariant_shapes(model.config, dtype, arch))
+        alike = shapes_of(model.config, model.weights, arch, batch_invariant=True)
+        alike = replace(model, shapes_by_rows=alike)
         for rows in ROWS:
             decode.step(launcher(model), alike.of_rows(rows), "greedy")
     run = launch_ours if arch == 90 and model.config.head_dim <= 128 else launch_but_attention
     read(run, model, 68)
     read(run, model, 132, decoding=64)
     table = model.kv.page_table[0]
-    gather_kv(table, model.kv.k[0], model.kv.v[0], 70, *model.kv.pool.new_empty(2, *model.kv.k[0][0].shape))
+    gather_kv(table, model.kv.k[0], model.kv.v[0], 70, *model.prompt.x.new_empty(2, *model.kv.k[0][0].shape))
     finish(launcher(model), model.of_rows(1), "greedy")
+    if preset in FEW_BITS or model.config.fp8_kv:
+        return  # nothing of these lies on the host
     kv = make_kv_cache(model.config, 4096, model.device, dtype, page=PAGE, offload=Offload(host=8, ring=8))
-    weights = _assemble(model.config, *_allocate(model.config, model.device, dtype, on_host=3))
+    weights = empty_weights(model.config, model.device, dtype, on_host=3)
     offloaded = replace(model, kv=kv, weights=weights)
     decode.step(launch_ours, offloaded.of_rows(1), "greedy")
     read(run, offloaded, 132, decoding=64)

@@ -18,6 +18,7 @@ from models import CUDA, tiny_config, tiny_engine
 from tridecode import Engine, SamplingParams
 from tridecode.errors import ParameterError
 from tridecode.layout import Chunk
+from tridecode.model.formats.quantise import rules
 from tridecode.serve.policy import Policy
 from tridecode.step.choose import invariant_shapes
 
@@ -36,9 +37,9 @@ PARAMS = {
 }
 
 
-def engine_of(slots=SLOTS, **build) -> Engine:
+def engine_of(slots=SLOTS, few=None, **build) -> Engine:
     build |= {"slots": slots, "page": PAGE, "chunk_tokens": CHUNK, "batch_invariant": True}
-    engine = tiny_engine(capacity=CAPACITY, tie_word_embeddings=False, build=build)
+    engine = tiny_engine(capacity=CAPACITY, tie_word_embeddings=False, build=build, **few or {})
     engine.threads = 1
     return engine
 
@@ -142,6 +143,18 @@ def test_every_captured_size_has_the_same_logits(many, rows):
             many.synchronize()
             found.append(many.model.workspace.logits[count - 1].clone())
         assert torch.equal(*found), f"position {position}"
+
+
+@pytest.mark.parametrize(
+    "few", [dict(quantise=rules("int4", "fp8")), dict(quantise=rules("fp8", "fp8"), fp8_kv=True)], ids=["int4", "fp8"]
+)
+def test_weights_and_kv_in_fewer_bits(few):
+    alone, several = engine_of(1, few), engine_of(few=few)
+    lengths = (1, 17, PAGE + 1, CHUNK + 1, 40, 3, 64, 9)
+    wanted = [(prompt_of(base, length), "sampled", 6) for base, length in enumerate(lengths)]
+    expected = [bits(alone.generate(ids, params_of(*rest), reuse_prefix=False)) for ids, *rest in wanted]
+    assert run(several, wanted, [1] * len(wanted)) == expected
+    assert run(several, wanted[::-1], [0] * len(wanted)) == expected[::-1], "what others left is found"
 
 
 def test_a_preempted_request_goes_on_with_the_same_bits(alone, monkeypatch):

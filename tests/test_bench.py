@@ -19,7 +19,8 @@ from torch.autograd import DeviceType
 from tridecode.commands.bench import ablate, first_token, measure, peers, prefill, start, step_bytes, suite, time_decode
 from tridecode.commands.bench.stream import stream_figures
 from tridecode.errors import GenerationError, ParameterError
-from tridecode.model.checkpoint import parameter_count, random_weights
+from tridecode.model.checkpoint import random_weights
+from tridecode.model.pieces import parameter_count
 from tridecode.sampling import SamplingParams
 from tridecode.step.graphs import EagerSteps, launcher
 from tridecode.step.run import Allocating, refer

@@ -13,8 +13,9 @@ from safetensors.torch import load_file, save_file
 
 from tridecode.errors import CheckpointError, DeviceError
 from tridecode.model import checkpoint
-from tridecode.model.checkpoint import load_config, load_weights, parameter_count, random_weights, weight_bytes
+from tridecode.model.checkpoint import load_config, load_weights, random_weights
 from tridecode.model.config import parse_config
+from tridecode.model.pieces import parameter_count, weight_bytes
 
 
 @pytest.fixture(scope="module")

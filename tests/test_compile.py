@@ -15,14 +15,16 @@ from tridecode.model.presets import PRESETS
 FOLDER = Path(kernels.__path__[0])
 SHARED = 48 * 1024  # bytes; above, Triton asks for the largest carve-out, and the step's other kernels lose their L1
 MOST = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}  # KiB; what a program can have at most, for tiles
-LARGE = ("_matmul_tiles_kernel", "_prompt_attention_kernel")
+LARGE = ("_matmul_tiles_kernel", "_attention_rows_kernel", "_prompt_attention_kernel")  # beside others like them
 MOST = {arch: 1024 * size for arch, size in MOST.items()}
 ODD = ("head_dim_80", "head_dim_96", "head_dim_256", "group_16", "qwen3-4b_fp16")
 KERNELS = set(re.findall(r"^def (_\w+_kernel)\(", "".join(file.read_text() for file in FOLDER.rglob("*.py")), re.M))
+FEW_BITS = "qwen3-0.6b_int4"  # its LM head is e4m3
 # The interpreter's machine compiles a few models for the two main targets and one for the others; a GPU machine, all.
-FEW = [(("qwen3-4b", "llama-3.2-1b", "qwen2.5-0.5b", *ODD), arch) for arch in (80, 90)]
-REST = [(("qwen3-4b",), arch) for arch in (86, 89, 100, 120)]
-ALL = [((*PRESETS, *ODD), arch) for arch in (80, 86, 89, 90, 100, 120)]
+FEW = [(("qwen3-4b", "llama-3.2-1b", "qwen2.5-0.5b", *ODD, FEW_BITS, "qwen3-4b_kv8"), arch) for arch in (80, 90)]
+REST = [(("qwen3-4b", FEW_BITS), arch) for arch in (86, 89, 100, 120)]
+MORE = (FEW_BITS, "qwen3-4b_fp8", "qwen3-4b_kv8")
+ALL = [((*PRESETS, *ODD, *MORE), arch) for arch in (80, 86, 89, 90, 100, 120)]
 
 
 @pytest.mark.parametrize("models, arch", ALL if CUDA else FEW + REST, ids=lambda v: f"sm_{v}" if type(v) is int else "")
@@ -46,12 +48,13 @@ def run_script(script: str, *arguments: str) -> str:
     return done.stdout
 
 
-def test_passes_of_any_number_of_rows_add_in_one_order():
+@pytest.mark.parametrize("model, products", [("qwen3-0.6b", "wgmma"), (FEW_BITS, "mma.sync")])
+def test_passes_of_any_number_of_rows_add_in_one_order(model, products):
     """In the batch-invariant mode, as far as the compiler decides it."""
     found = {}
-    for line in run_script("sum_orders.py", "qwen3-0.6b", "1,64").splitlines():
+    for line in run_script("sum_orders.py", model, "1,64").splitlines():
         rows, rest = line.split(maxsplit=1)
         found.setdefault(rows, []).append(rest)
     assert list(found) == ["1", "64"] and len(found["1"]) > 5
-    assert "wgmma" in "".join(found["1"]), "the products that were meant"
+    assert products in "".join(found["1"]), "the products that were meant"
     assert found["1"] == found["64"]

@@ -13,17 +13,11 @@ from tridecode import Engine, SamplingParams, memory, pinned
 from tridecode.cache.offload import Offload
 from tridecode.errors import DeviceError, ParameterError
 from tridecode.memory import plan_memory
-from tridecode.model.checkpoint import (
-    host_layer_bytes,
-    load_config,
-    load_weights,
-    parameter_count,
-    random_weights,
-    weight_bytes,
-)
+from tridecode.model.checkpoint import load_config, load_weights, random_weights
+from tridecode.model.pieces import host_layer_bytes, parameter_count, weight_bytes
 from tridecode.model.presets import PRESETS
 from tridecode.model.weights import Linear
-from tridecode.placement import plan_capacity, plan_kv, plan_weights
+from tridecode.placement import plan_capacity, plan_kv, plan_weights, to_quantise
 from tridecode.step import decode
 from tridecode.step.graphs import EagerSteps, StepGraphs, launcher
 from tridecode.step.prefill import finish, read
@@ -252,6 +246,15 @@ def test_a_host_that_is_too_small_is_one_line(machine):
     machine["cpu"] = 4 * GIB
     with pytest.raises(DeviceError, match=r"31 layers take 5\.8 GiB of the host's memory, 4\.0 are free"):
         plan_weights(PRESETS["qwen3-4b"], torch.bfloat16, 6)
+
+
+def test_weights_in_fewer_bits_stay_on_the_device(machine):
+    config = to_quantise(PRESETS["qwen3-4b"], "int4", "fp8")
+    with pytest.raises(ParameterError, match=r"^weights_offload: weights in fewer bits \(int4\) are kept on the"):
+        plan_weights(config, torch.bfloat16, 6)
+    assert plan_weights(config, torch.bfloat16, None) == 0
+    with pytest.raises(ParameterError, match="weights in fewer bits"):
+        Engine.load(device=str(DEVICE), quantize="int8", weights_offload=0.02)
 
 
 def test_an_engine_loads_with_weights_of_the_host():

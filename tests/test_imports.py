@@ -59,7 +59,7 @@ ROOMS = {
     "model": {"arguments", "errors", "layout", "pinned", "sampling"},
     "text": {"arguments", "errors", "model"},
     "prompt": {"arguments", "errors", "text"},
-    "cache": {"errors", "model", "pinned"},
+    "cache": {"errors", "kernels", "model", "pinned"},
     "step": {"cache", "kernels", "layout", "model", "version"},
     "memory": {"cache", "cgroup", "errors", "model", "step"},
     "placement": {"arguments", "cache", "errors", "memory", "model", "step", "prompt"},

@@ -95,7 +95,7 @@ def test_the_plan_is_what_is_allocated(monkeypatch, preset, slots, capacity, chu
     """Every tensor beside the weights counted on the meta device; what others allocate is a number of its own."""
     monkeypatch.setattr(memory, "free_memory", lambda device: 0)
     config = replace(PRESETS[preset], max_position=capacity)  # so that the plan is one for this context
-    weights = checkpoint._assemble(config, *checkpoint._allocate(config, torch.device("meta"), dtype))
+    weights = checkpoint.empty_weights(config, "meta", dtype)
     model = make_model(config, weights, capacity, slots, prompt_rows=chunk)
     tensors = named_tensors(model.workspace) | {f"prompt.{name}": t for name, t in named_tensors(model.prompt).items()}
     tensors |= {"pool": model.kv.pool, "cos": model.cos, "sin": model.sin}

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from models import CUDA, tiny_engine
+from models import CUDA, DEVICE, tiny_engine
 
-from tridecode import SamplingParams, layout, memory
+from tridecode import Engine, SamplingParams, layout, memory
 from tridecode.cache.kv import make_kv_cache
 from tridecode.cache.offload import Offload
 from tridecode.commands.bench import offload as bench
@@ -338,9 +338,9 @@ def machine(monkeypatch):
     return free
 
 
-def planned(**asked):
+def planned(config=PRESETS["qwen3-0.6b"], **asked):
     asked = {"chunk": 512, "one_piece": False} | asked
-    return plan_kv(PRESETS["qwen3-0.6b"], torch.bfloat16, torch.device("cuda"), "triton", **asked)
+    return plan_kv(config, torch.bfloat16, torch.device("cuda"), "triton", **asked)
 
 
 @pytest.mark.parametrize("slots, kv_tokens", [(1, None), (1, 4096), (4, None), (4, 20_000)])
@@ -385,6 +385,13 @@ def test_what_cannot_be_had_is_one_line(machine, asked, words):
     with pytest.raises((ParameterError, DeviceError)) as raised:
         planned(**asked)
     assert words in str(raised.value) and "\n" not in str(raised.value)
+
+
+def test_kv_in_8_bits_stay_on_the_device(machine):
+    with pytest.raises(ParameterError, match="^kv_offload: K/V in kv_dtype fp8 are kept on the device; use"):
+        planned(replace(PRESETS["qwen3-0.6b"], fp8_kv=True), kv_offload=4)
+    with pytest.raises(ParameterError, match="^kv_offload: K/V in kv_dtype fp8"):
+        Engine.load(device=str(DEVICE), kv_dtype="fp8", kv_offload=0.1)
 
 
 @pytest.mark.parametrize("whole", [False, True], ids=["a_copy_a_page", "a_copy_a_layer"])
@@ -473,6 +480,8 @@ def test_the_bench_of_weights(benched):
     rows = benched("--context", str(6 * PAGE), "--weights", "0.1")
     assert [row["variant"] for row in rows] == ["eager", "a graph a layer", "one graph"]
     assert all(row["over_needed"] > 0 and row["host_layers"] == 3 for row in rows) and len(tables(rows)) == 1
+
+
 SAMPLED = SamplingParams(temperature=0.8, seed=3, max_tokens=2 * PAGE, ignore_eos=True)
 
 

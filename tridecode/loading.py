@@ -64,6 +64,9 @@ class Loaded:
         prompt_ms: float = PROMPT_MS,
         prefix_sharing: bool = True,
         batch_invariant: bool = False,
+        quantize: str | None = None,
+        quantize_head: str = "fp8",
+        kv_dtype: str = "auto",
         progress: Callable[[int, int], None] | None = None,
     ) -> Self:
         """Load a checkpoint directory or Hugging Face id; None is the bundled model.
@@ -82,10 +85,11 @@ class Loaded:
         docs/prompts.md. prompt_ms: milliseconds that a pass may take which reads prompts while others decode.
         prefix_sharing: K/V of equal beginnings are computed once. batch_invariant: a request's logits have the same
         bits alone and in any company, see docs/sharing.md. max_queue: requests that may wait for a slot, None is any
-        number. progress(done_bytes, total_bytes) is called while weights load. On a CPU the engine sets PyTorch's
-        threads: one for a tiny model, else as many as there are free cores; a number that OMP_NUM_THREADS or
-        torch.set_num_threads has given stays. Raises CheckpointError, DeviceError, ParameterError; each says what was
-        expected.
+        number. quantize, quantize_head: fp8, int8 or int4, what projections and LM head (or keep) become while they are
+        loaded; kv_dtype: auto (the dtype), or fp8, in which twice as many fit; see docs/quantisation.md.
+        progress(done_bytes, total_bytes) is called while weights load. On a CPU the engine sets PyTorch's threads: one
+        for a tiny model, else as many as there are free cores; a number that OMP_NUM_THREADS or torch.set_num_threads
+        has given stays. Raises CheckpointError, DeviceError, ParameterError; each says what was expected.
         """
         graphs = dict(
             graph_sizes=graph_sizes, attention=attention, prompt_graph_max_tokens=prompt_graph_max_tokens,
@@ -99,7 +103,7 @@ class Loaded:
         placement.plan_graphs(slots, chunk_tokens, False, False, graph=graph, **graphs)  # bad ones end here
         place, backend = placement.resolve_device(device, backend)
         path = BUNDLED if model is None else resolve_model(model)
-        config = load_config(path)
+        config = placement.to_quantise(load_config(path), quantize, quantize_head, kv_dtype)
         tokenizer = Tokenizer.load(path)
         torch_dtype = placement.resolve_dtype(dtype, config, place)
         support = placement.capture_support(backend, config, torch_dtype, place)

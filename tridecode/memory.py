@@ -10,8 +10,8 @@ from . import cgroup
 from .cache.kv import kv_bytes_per_token
 from .cache.offload import Offload
 from .errors import DeviceError
-from .model.checkpoint import host_layer_bytes, weight_bytes
 from .model.config import ModelConfig
+from .model.pieces import host_layer_bytes, weight_bytes
 from .step.prefill import CHUNK
 from .step.state import PROMPT_SHAPE
 from .step.workspace import make_prompt_buffers, make_workspace, named_tensors
@@ -153,7 +153,7 @@ def plan_memory(
     on_host: layers whose projections are in the host's memory."""
     rope_and_tokens, kv = 4 * config.head_dim + TOKEN, kv_bytes_per_token(config, dtype)
     gathered = 2 * config.kv_size * dtype.itemsize if one_piece else 0
-    weights = weight_bytes(config, dtype, on_host)
+    weights = weight_bytes(config, dtype, device.type == "cuda", on_host)
     rows, scratch = min(chunk, slots * config.max_position) + slots, SCRATCH[device.type]
     if device.type == "cpu":  # the references' own, of a row
         scratch += 16 * rows * (config.intermediate_size + config.q_size + config.kv_size)

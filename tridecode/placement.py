@@ -12,9 +12,10 @@ from .cache.kv import PAGE
 from .cache.offload import BUFFERS, Offload, least_pages, page_bytes
 from .errors import DeviceError, ParameterError
 from .memory import GIB, MemoryPlan, plan_memory
-from .model.checkpoint import host_layer_bytes
 from .model.config import ModelConfig
+from .model.formats.quantise import HEADS, SCHEMES, rules
 from .model.host_layers import BUFFERS as LAYER_BUFFERS
+from .model.pieces import host_layer_bytes
 from .prompt import listed
 from .step.choose import prompt_tiles_fit
 from .step.dispatch import ATTENTION, MODES, PROMPT_ATTENTION, PROMPT_MOST, SIZES, lowered, prompt_sizes
@@ -22,6 +23,7 @@ from .step.dispatch import graph_sizes as graph_sizes_of
 from .step.prefill import CHUNK
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+KV_DTYPES = ("auto", "fp8")
 LONGEST = 2**31 - 2  # positions are 32-bit integers
 MAX_SLOTS = SIZES[-1]
 TILES_NEED = "a GPU of compute capability 9.x, bfloat16 or float16, and heads of at most 128"  # see prompt_tiles_fit
@@ -58,8 +60,27 @@ def check_dtype(dtype: str | torch.dtype) -> str:
     return choice("dtype", name, ("auto", *DTYPES))
 
 
+def to_quantise(config: ModelConfig, quantize: str | None, head: str, kv_dtype: str = "auto") -> ModelConfig:
+    """The configuration of a checkpoint whose projections will be quantised while they are loaded, and its K/V while
+    they are written. Raises ParameterError."""
+    choice("quantize_head", head, HEADS)
+    config = replace(config, fp8_kv=choice("kv_dtype", kv_dtype, KV_DTYPES) == "fp8")
+    if quantize is None:
+        return config
+    choice("quantize", quantize, tuple(SCHEMES))
+    if config.quantisation is not None:
+        raise ParameterError(f"quantize {quantize}: the checkpoint is quantised already ({config.quantisation.method})")
+    return replace(config, quantise=rules(quantize, head))
+
+
 def resolve_dtype(dtype: str, config: ModelConfig, device: torch.device) -> torch.dtype:
+    """What tensors run in that are not quantised. Beside weights in fewer bits, or K/V, it is bf16 on a GPU."""
     dtype = check_dtype(dtype)
+    if (config.few_bits or config.fp8_kv) and device.type == "cuda":
+        if dtype not in ("auto", "bfloat16"):
+            what = "weights in fewer bits" if config.few_bits else "kv_dtype fp8"
+            raise ParameterError(f"dtype must be bfloat16 on a GPU beside {what}, got {dtype}")
+        return torch.bfloat16
     if dtype == "auto":
         if device.type == "cpu":
             return torch.float32
@@ -137,6 +158,8 @@ def plan_kv(
         pool = plan.kv_tokens(capacity, kv_tokens, where)
         pages = None if pool == slots * capacity else -(-pool // (page or capacity))
         return KVPlan(plan, capacity, pool, page, pages, None, notes)
+    if config.fp8_kv:
+        raise ParameterError("kv_offload: K/V in kv_dtype fp8 are kept on the device; use kv_dtype auto beside it")
     limit, page = config.max_position, page or PAGE
     if max_seq_len is not None:
         max_seq_len = integer("max_seq_len", max_seq_len, 1, limit, "the model's limit of ")
@@ -172,6 +195,11 @@ def plan_weights(config: ModelConfig, dtype: torch.dtype, weights_offload: float
     Raises ParameterError, DeviceError."""
     if weights_offload is None:
         return 0
+    if config.few_bits:
+        raise ParameterError(
+            f"weights_offload: weights in fewer bits ({config.few_bits}) are kept on the device; use an unquantised "
+            "checkpoint without quantize, or leave weights_offload out"
+        )
     each, least = host_layer_bytes(config, dtype), LAYER_BUFFERS + 1
     layers = min(int(real("weights_offload", weights_offload, 1e-3, 1e6) * GIB) // each, config.num_layers)
     if layers < least:

@@ -4,9 +4,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from util import CUDA, DEVICE, Case, assert_close, cases, poisoned, random
+from util import CUDA, DEVICE, Case, assert_close, cases, in_8_bits, poisoned, random
 
 from tridecode import layout
+from tridecode.kernels.fp8_kv import held
 from tridecode.kernels.prompt_attention import prompt_attention, prompt_attention_ref, scratch_sizes
 from tridecode.layout import Chunk
 from tridecode.step.shapes import PromptAttentionShape
@@ -40,7 +41,7 @@ def layouts(chunks):
     return found, first + 2  # rows of the pass, padding included
 
 
-def check(heads, kv, d, chunks, window, dtype, shape=SHAPE):
+def check(heads, kv, d, chunks, window, dtype, shape=SHAPE, fp8=False):
     """Positions that no row may see hold numbers that would be seen in any sum, or NaN."""
     chunks, rows = layouts(chunks)
     slots = 1 + max(chunk.slot for chunk in chunks)
@@ -59,8 +60,12 @@ def check(heads, kv, d, chunks, window, dtype, shape=SHAPE):
     partial, lse, counter = (poisoned(*size) for size in scratch_sizes(d, shape).values())
     counter = torch.zeros_like(counter, dtype=torch.int32)
     scratch = partial, lse, counter
-    prompt_attention(table, order, q, *pool[:, 1].unbind(1), *scratch, out, window, d**-0.5, shape=shape)
-    prompt_attention_ref(table, order, q.float(), *pool[:, 1].float().unbind(1), *scratch, ref, window, d**-0.5)
+    ours, exact = pool[:, 1].unbind(1), pool[:, 1].float().unbind(1)
+    if fp8:
+        _, *ours = in_8_bits(pool)
+        exact = [held(cache, (slice(None),)) for cache in ours]
+    prompt_attention(table, order, q, *ours, *scratch, out, window, d**-0.5, shape=shape)
+    prompt_attention_ref(table, order, q.float(), *exact, *scratch, ref, window, d**-0.5)
     assert not counter.any(), "counters are zero between launches"
     for chunk in chunks:
         assert_close(out[chunk.rows], ref[chunk.rows], TOLERANCE[dtype], str(chunk))
@@ -81,6 +86,13 @@ def test_chunks_match_the_reference(case, dtype, window):
 def test_any_layout_of_rows(dtype, lengths, window):
     chunks = [(slot, count, start) for slot, (count, start) in enumerate(lengths)]
     check(4, 2, 64, chunks, window, dtype)
+
+
+@CASES
+@pytest.mark.parametrize("window", [0, 5])
+def test_kv_in_8_bits(case, window):
+    chunks = [(0, LONG * PAGE - 3, 0), (2, 1, 0), (1, 7, PAGE + 3)]
+    check(**case.sizes, chunks=chunks, window=window, dtype=DTYPES[0], fp8=True)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

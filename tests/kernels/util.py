@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tridecode import layout
+from tridecode.kernels.fp8_kv import head_rows, put
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
@@ -52,6 +53,17 @@ def random(*shape, dtype=torch.float32, scale=1.0, seed=0) -> torch.Tensor:
 
 def norm_weight(n: int, dtype=torch.float32) -> torch.Tensor:
     return (torch.rand(n, generator=torch.Generator().manual_seed(n)) + 0.5).to(dtype).to(DEVICE)
+
+
+def in_8_bits(pool: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of a pool [pages, layers, 2, kv_heads, page, head_dim] the same in 8 bits, and K and V of its layer 1."""
+    *shape, page, D = pool.shape
+    found = torch.zeros(*shape, head_rows(page, D) * D, dtype=torch.uint8, device=pool.device)
+    numbers = found[..., : page * D].unflatten(-1, (page, D))
+    for layer in range(shape[1]):
+        for part in range(2):
+            put(numbers[:, layer, part], (slice(None),), pool[:, layer, part])
+    return found, *numbers[:, 1].unbind(1)
 
 
 def meta_rows(*positions: int, status: int = layout.RUN) -> torch.Tensor:

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from ..kernels.fp8_kv import head_rows, held, scales
 from ..model.config import ModelConfig
 from ..model.weights import short_repr
 from .offload import Offload, Offloaded, make_offloaded
@@ -13,15 +14,19 @@ PAGE = 64  # positions
 
 @dataclass(frozen=True)
 class KVCache:
-    """pool: [pages, layers, 2, kv_heads, page, head_dim], K then V; page_table: [slots, max_pages] int32.
+    """pool: [pages, layers, 2, kv_heads, page, head_dim], K then V, or of 8 bits uint8 [pages, layers, 2, kv_heads,
+    bytes of a head], its codes and then its scales, see kernels/fp8_kv.py; page_table: [slots, max_pages] int32.
 
-    k, v: of each layer [pages, kv_heads, page, head_dim] views, and tables: [slots, max_pages] int32, which of these
-    pages a slot has. Without offload the pool's part of the layer and the page table; with it all cells (offload.py).
+    k, v: of each layer [pages, kv_heads, page, head_dim] views, of 8 bits the codes, and tables: [slots, max_pages]
+    int32, which of these pages a slot has. Without offload the pool's part of the layer and the page table; with it all
+    cells (offload.py).
     """
 
     pool: torch.Tensor
     page_table: torch.Tensor
     capacity: int
+    page: int  # positions in a page
+    head_dim: int
     offload: Offloaded | None = None
     k: tuple[torch.Tensor, ...] = field(init=False)
     v: tuple[torch.Tensor, ...] = field(init=False)
@@ -33,7 +38,7 @@ class KVCache:
             k, v = self.offload.cells.unbind(1)
             k, v, tables = [k] * layers, [v] * layers, self.offload.tables.unbind(0)
         else:
-            k, v = (part.unbind(1) for part in self.pool.unbind(2))
+            k, v = (part.unbind(1) for part in self.numbers.unbind(2))
             tables = [self.page_table] * layers
         for name, parts in (("k", k), ("v", v), ("tables", tables)):
             object.__setattr__(self, name, tuple(parts))
@@ -42,9 +47,14 @@ class KVCache:
         return short_repr(self, self.pool, layers=len(self.k), pages=len(self.pool), capacity=self.capacity)
 
     @property
-    def page(self) -> int:
-        """Positions in a page."""
-        return self.pool.shape[4]
+    def fp8(self) -> bool:
+        return self.pool.dtype == torch.uint8
+
+    @property
+    def numbers(self) -> torch.Tensor:
+        """The pool without scales: [pages, layers, 2, kv_heads, page, head_dim]."""
+        codes = self.pool[..., : self.page * self.head_dim] if self.fp8 else self.pool
+        return codes.unflatten(-1, (self.page, self.head_dim)) if self.fp8 else codes
 
     @property
     def positions(self) -> int:
@@ -77,8 +87,19 @@ class KVCache:
         pages = torch.stack([self._page(number).to(self.pool.device) for number in numbers])
         return pages.permute(1, 2, 3, 0, 4, 5).flatten(3, 4)[..., :end, :]
 
+    def fill(self, generator: torch.Generator | None = None) -> None:
+        """Random numbers of about unit size everywhere, for benchmarks."""
+        if not self.fp8:
+            self.pool.normal_(generator=generator)
+            return
+        self.pool.random_(0, 256, generator=generator).bitwise_and_(0xBF)  # below 2, and no NaN
+        for cache in (*self.k, *self.v):
+            scales(cache).fill_(1)
+
     def _page(self, number: int) -> torch.Tensor:
-        """The page that an entry of page_table names."""
+        """The numbers of the page that an entry of page_table names, of 8 bits in fp32."""
+        if self.fp8:
+            return torch.stack([torch.stack([held(k, number), held(v, number)]) for k, v in zip(self.k, self.v)])
         if number < len(self.pool):
             return self.pool[number]
         return self.offload.host[self.offload.fetched[1 + number - len(self.pool)].item()]
@@ -97,13 +118,24 @@ def make_kv_cache(
     page = page or (capacity if torch.device(device).type == "cpu" else PAGE)
     longest = -(-capacity // page)
     pages = pages or slots * longest
-    shape = (pages, config.num_layers, 2, config.num_kv_heads, page, config.head_dim)
+    assert offload is None or not config.fp8_kv, "K/V in 8 bits are on the device"
+    shape = (pages, config.num_layers, 2, config.num_kv_heads)
+    if config.fp8_kv:
+        shape, dtype = (*shape, head_rows(page, config.head_dim) * config.head_dim), torch.uint8
+    else:
+        shape = (*shape, page, config.head_dim)
     table = torch.arange(slots * longest, dtype=torch.int32, device=device).remainder_(pages).view(slots, longest)
     if offload is None:
-        return KVCache(torch.zeros(shape, dtype=dtype, device=device), table, capacity)
+        pool = torch.zeros(shape, dtype=dtype, device=device)
+        return KVCache(pool, table, capacity, page, config.head_dim)
     offloaded = make_offloaded(config, device, dtype, table, page, pages, offload)
-    return KVCache(offloaded.cells[: pages * config.num_layers].view(shape), table, capacity, offloaded)
+    pool = offloaded.cells[: pages * config.num_layers].view(shape)
+    return KVCache(pool, table, capacity, page, config.head_dim, offloaded)
 
 
 def kv_bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:
-    return 2 * config.num_layers * config.kv_size * dtype.itemsize
+    """In pages of the usual size."""
+    row = config.head_dim * dtype.itemsize
+    if config.fp8_kv:
+        row = -(-head_rows(PAGE, config.head_dim) * config.head_dim // PAGE)
+    return 2 * config.num_layers * config.num_kv_heads * row

@@ -48,12 +48,14 @@ def add_benches(bench) -> None:
 
     decode = add("decode", "the token step, LM head and sampling included", runs=9)
     add_shape(decode, model=True)
+    add_quantize(decode)
     add_steps(decode, "tokens before the first step")
     decode.add_argument(
         "--ablate", action="store_true", help="the same step without its ideas: workspace, graph, dependent launch"
     )
     batch = add("batch", "the token step of many requests at once", runs=9)
     add_shape(batch, model=True)
+    add_quantize(batch)
     batch.add_argument("--rows", type=row_counts, metavar="N,N", help="requests at once, a row each (1,2,4,...,64)")
     batch.add_argument(
         "--context",
@@ -66,6 +68,7 @@ def add_benches(bench) -> None:
     add_sampling(batch)
     prefill = add("prefill", "a prompt to its first token", runs=9)
     add_shape(prefill, model=True)
+    add_quantize(prefill)
     prefill.add_argument(
         "--prompt-tokens", type=positives, default=[2048], metavar="N,N", help="lengths, a row each (2048)"
     )
@@ -75,6 +78,7 @@ def add_benches(bench) -> None:
     add_capacity(prefill)
     stream = add("stream", "the stream as its caller sees it, and the graph alone", runs=9)
     add_shape(stream, model=True)
+    add_quantize(stream)
     add_steps(stream, "prompt tokens")
     add_shape(add("start", "a process from its start to the first token", runs=7))
     peers = add("peers", "transformers on the same shape in the same run", runs=5)
@@ -83,6 +87,7 @@ def add_benches(bench) -> None:
     add_serve(add("serve", "a server through HTTP, this one or any with the OpenAI API, under load"))
     mix = add("serve-mix", "requests that decode while a prompt comes among them, and the prompt", runs=9)
     add_shape(mix, model=True)
+    add_quantize(mix)
     mix.add_argument("--requests", type=row_count, default=8, metavar="N", help="that decode (8)")
     mix.add_argument("--context", type=positive, default=64, metavar="N", help="tokens of their prompts (64)")
     tokens = "of the prompt that comes (2000)"
@@ -150,6 +155,16 @@ def add_shape(parser, model: bool = False) -> None:
         group.add_argument("--model", metavar="DIR_OR_ID", help="a checkpoint instead of random weights")
     else:
         parser.set_defaults(model=None)
+    parser.set_defaults(quantize=None, quantize_head="fp8", kv_dtype="auto")
+
+
+def add_quantize(parser) -> None:
+    words = "what the weights of an unquantised checkpoint become while they are loaded; see docs/quantisation.md"
+    parser.add_argument("--quantize", choices=["fp8", "int8", "int4"], help=words)
+    words = "the LM head beside them (default: fp8)"
+    parser.add_argument("--quantize-head", default="fp8", choices=["keep", "fp8", "int8", "int4"], help=words)
+    words = "of K/V: auto, the dtype, or fp8, in which twice as many fit (default: auto)"
+    parser.add_argument("--kv-dtype", default="auto", choices=["auto", "fp8"], help=words)
 
 
 def add_steps(parser, context: str, sampling: bool = True) -> None:

@@ -9,11 +9,12 @@ from ..memory import plan_memory
 from ..model.checkpoint import load_config
 from ..model.config import ModelConfig
 from ..model.hub import resolve_model
-from ..placement import resolve_dtype
+from ..placement import resolve_dtype, to_quantise
 from ..sampling import SamplingParams
 from ..text.tokenizer import Tokenizer
+from .engine_options import BATCH_SLOTS
 from .explain import LOADING, with_options
-from .parser import BATCH_SLOTS, sampling_overrides
+from .parser import sampling_overrides
 from .terminal import Output
 
 
@@ -50,6 +51,9 @@ def load_model(args, model: str | None, max_seq_len: int | None, output: Output)
             prompt_attention=args.prompt_attention,
             prompt_ms=args.prompt_ms,
             prefix_sharing=args.prefix_sharing,
+            quantize=args.quantize,
+            quantize_head=args.quantize_head,
+            kv_dtype=args.kv_dtype,
             batch_invariant=args.batch_invariant,
             max_queue=getattr(args, "max_queue", None),
             progress=progress,
@@ -87,7 +91,7 @@ class Loader:
         """
         model = None if name == "bundled" else name
         path = BUNDLED if model is None else resolve_model(model)
-        config = load_config(path)
+        config = to_quantise(load_config(path), self._args.quantize, self._args.quantize_head, self._args.kv_dtype)
         if not chat.conversation.raw:  # its PromptError, before anything is given up
             Tokenizer.load(path).encode_chat([{"role": "user", "content": "Hello"}])
         if self._fits_beside(chat.engine, config):

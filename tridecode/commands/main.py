@@ -121,6 +121,10 @@ def imported(name: str) -> Callable:
         from .tune import run as tune
 
         return tune
+    if name == "quantize":
+        from .quantize import quantize
+
+        return quantize
     from .info.command import info
 
     return info

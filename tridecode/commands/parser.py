@@ -7,24 +7,13 @@ from contextlib import nullcontext, suppress
 
 from ..errors import ParameterError
 from ..version import __version__
-from .bench_options import BENCH, add_benches, add_shape, add_verbose
+from .bench_options import BENCH, add_benches, add_quantize, add_shape, add_verbose
 from .completions import kinds
 from .configuration import Configuration, Setting
+from .engine_options import engine_options, graph_stats_option
 from .serve_options import SERVE, serve_options
 from .terminal import one_line
-from .values import (
-    GRAPHS,
-    amount,
-    ascending,
-    gib,
-    logit_bias,
-    minutes,
-    positive,
-    row_count,
-    server_url,
-    token_ids,
-    whole,
-)
+from .values import logit_bias, minutes, positive, row_count, server_url, token_ids
 
 EXAMPLES = """\
 examples:
@@ -66,11 +55,14 @@ SAMPLING = (  # the fields of SamplingParams, each an option
     "logit_bias", "seed", "max_tokens", "stop", "stop_token_ids", "ignore_eos", "logprobs",
     "json_schema", "regex", "choice", "grammar",
 )  # fmt: skip
-BATCH_SLOTS = 16  # of generate --jsonl and of serve
 PROFILE = """\
 Show where the time of one token step and of one prefill chunk goes, from the GPU's own activity records, kernel by
 kernel, against the read bandwidth measured in the same run. Prints tables and, as the last line, one JSON object. Needs
 a GPU. docs/profile.md says what each figure is.
+"""
+QUANTIZE = """\
+Write an unquantised checkpoint again with its weights in fewer bits, rounded to nearest, the scale of each group the
+best of a few. The format is compressed-tensors, which transformers reads as well; see docs/quantisation.md.
 """
 TUNE = """\
 Search the launch shapes that make one token step fastest on this GPU for one model's matrices, judged by the time of
@@ -185,6 +177,14 @@ def make_parser() -> argparse.ArgumentParser:
     words = dict(help="show what would run, without loading, and what stands in its way", description=INFO)
     info = commands.add_parser("info", aliases=["doctor"], parents=[engine], **words)
     info.add_argument("--json", action="store_true", help="print one JSON object (sizes in bytes)")
+    words = dict(help="write a checkpoint in fewer bits", description=QUANTIZE)
+    quantize = commands.add_parser("quantize", **words)
+    quantize.add_argument("model", metavar="MODEL", help="directory or Hugging Face id of an unquantised checkpoint")
+    quantize.add_argument("out", metavar="OUT", help="a new or an empty directory")
+    quantize.add_argument("--to", default="int4", choices=["fp8", "int8", "int4"], help="(int4)")
+    quantize.add_argument("--head", default="keep", choices=["keep", "fp8", "int8", "int4"], help="LM head (keep)")
+    quantize.add_argument("--quiet", action="store_true", help="no progress bar")
+    add_verbose(quantize)
     words = dict(help="show the settings and where each comes from", description=CONFIG)
     configuration = Configuration()
     commands.add_parser("config", **words).set_defaults(configuration=configuration)
@@ -193,6 +193,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_benches(commands.add_parser("bench", help="time this engine on a GPU", description=BENCH))
     profile = commands.add_parser("profile", help="show where a step's time goes", description=PROFILE)
     add_shape(profile, model=True)
+    add_quantize(profile)
     profile.add_argument("--context", type=positive, default=64, metavar="N", help="tokens before the first step (64)")
     profile.add_argument(
         "--prompt-tokens", type=positive, default=2048, metavar="N", help="of the prefill chunk, at most 2048 (2048)"
@@ -255,72 +256,6 @@ def session_options(sessions) -> None:
     export = actions.add_parser("export", help="write one as Markdown, to stdout or a file that is not there yet")
     export.add_argument("name", metavar="SESSION")
     export.add_argument("file", nargs="?", metavar="FILE")
-
-
-def engine_options() -> argparse.ArgumentParser:
-    options = argparse.ArgumentParser(add_help=False)
-    group = options.add_argument_group("engine")
-    group.add_argument("--model", metavar="DIR_OR_ID", help="directory or Hugging Face id (default: bundled)")
-    group.add_argument("--device", default="auto", metavar="DEVICE", help="auto, cpu, cuda or cuda:N (default: auto)")
-    group.add_argument("--backend", default="auto", choices=["auto", "triton", "torch"], help="default: auto")
-    group.add_argument(
-        "--dtype",
-        default="auto",
-        choices=["auto", "bfloat16", "float16", "float32"],
-        help="default: auto, the checkpoint's (float32 ones: bfloat16 on a GPU); float32 on the CPU",
-    )
-    context = "context to allocate (default: what fits, on a CPU at most 8192)"
-    group.add_argument("--max-seq-len", type=int, metavar="N", help=context)
-    slots = f"requests at a time (default: 1; with --jsonl, and for serve, {BATCH_SLOTS})"
-    group.add_argument("--slots", type=row_count, metavar="N", help=slots)
-    pool = "K/V positions that all slots share (default: what fits, at most the context for each)"
-    group.add_argument("--kv-tokens", type=positive, metavar="N", help=pool)
-    host = "of host memory for K/V beyond those; auto: half of what is free; see docs/offload.md (default: none)"
-    group.add_argument("--kv-offload", type=gib, metavar="GIB", help=f"GiB, or auto, {host}")
-    ring = "buffers of the device through which they come; 0: only what waits goes to the host (default: 2)"
-    group.add_argument("--kv-ring", type=whole, default=2, metavar="N", help=ring)
-    last = "of host memory for the last layers' weights, read anew in every pass (default: none)"
-    group.add_argument("--weights-offload", type=amount, metavar="GIB", help=f"GiB {last}")
-    chunk = "of prompts in one pass at most (default: 2048, with --batch-invariant 256)"
-    group.add_argument("--chunk-tokens", type=positive, metavar="N", help=chunk)
-    group.add_argument(
-        "--graph",
-        default="full",
-        choices=GRAPHS,
-        help="how a pass is captured as CUDA graphs: whole, in pieces between which attention runs by itself, or not "
-        "at all; see docs/graphs.md (default: full)",
-    )
-    sizes = "rows of the captured passes; others are padded to the next (default: 1,2,4,8,16,32,64 up to the slots)"
-    attention = "of the passes: triton's, or torch's, which no graph can hold (default: triton)"
-    group.add_argument("--attention", default="triton", choices=("triton", "torch"), help=attention)
-    group.add_argument("--graph-sizes", type=ascending, metavar="N,N", help=sizes)
-    most = "largest prompt pass of the usual schedule that is captured (default: 2048)"
-    group.add_argument("--prompt-graph-max-tokens", type=positive, default=2048, metavar="N", help=most)
-    sizes = "tokens of the captured prompt passes, in place of that schedule; others are padded to the next"
-    group.add_argument("--prompt-graph-sizes", type=ascending, metavar="N,N", help=sizes)
-    words = "launch prompt passes line by line: the same as --graph full_decode_only"
-    group.add_argument("--no-prompt-graphs", action="store_const", const="full_decode_only", dest="graph", help=words)
-    backends = "of prompt passes; torch's flash and cudnn stand between captured pieces (default: auto)"
-    named = ("auto", "triton", "flash", "cudnn")
-    group.add_argument("--prompt-attention", default="auto", choices=named, help=backends)
-    words = "compute the K/V of every prompt for itself alone, and keep none"
-    group.add_argument("--no-prefix-sharing", action="store_false", dest="prefix_sharing", help=words)
-    words = "the same bits for a request alone and in any company, see docs/sharing.md for what that costs"
-    group.add_argument("--batch-invariant", action="store_true", help=words)
-    words = "milliseconds that a pass may take which reads prompts while others decode (default: 15)"
-    group.add_argument("--prompt-ms", type=float, default=15.0, metavar="MS", help=words)
-    add_verbose(group)
-    return options
-
-
-def graph_stats_option() -> argparse.ArgumentParser:
-    """Of the commands that run passes."""
-    options = argparse.ArgumentParser(add_help=False)
-    words = "at the end show on stderr how many passes of how many rows were run in which way"
-    options.add_argument("--graph-stats", action="store_true", help=words)
-    words = "no notes on stderr, only errors; in a chat none before the first prompt, and none after an answer"
-    options.add_argument("--quiet", action="store_true", help=words)
-    return options
 
 
 def sampling_options() -> argparse.ArgumentParser:

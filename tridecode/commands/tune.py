@@ -13,7 +13,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from triton.errors import TritonError
 
 from ..engine import Engine
-from ..errors import DeviceError
+from ..errors import DeviceError, ParameterError
 from ..model.checkpoint import load_config
 from ..model.config import ModelConfig
 from ..model.hub import resolve_model
@@ -60,9 +60,11 @@ class Search:
 
 def run(args, output: Output) -> int:
     """Entry of `tune`: a line for each shape that changed, and one JSON line."""
+    config = PRESETS[args.preset] if args.model is None else load_config(resolve_model(args.model))
+    if config.few_bits:
+        raise ParameterError("model: tune searches launch shapes of bf16 weights; these have fewer bits")
     if not torch.cuda.is_available():
         raise DeviceError("tune needs an NVIDIA GPU and none is usable here")
-    config = PRESETS[args.preset] if args.model is None else load_config(resolve_model(args.model))
     contexts = CONTEXTS if args.rows == 1 else CONTEXTS_OF_SEVERAL
     engine = bench_engine(args, min(contexts[-1] + 256, config.max_position), slots=args.rows)
     measure, before = StepTimer(engine, contexts), engine.model.shapes
@@ -289,7 +291,7 @@ class StepTimer:
     def _same(self) -> bool:
         """Whether the logits are those of the first shapes, over the same K/V: timings leave theirs in the cache."""
         generator = torch.Generator(self.engine.device).manual_seed(0)
-        self.engine.model.kv.pool.normal_(generator=generator)
+        self.engine.model.kv.fill(generator)
         self.engine.rewind(self.contexts[-1], GREEDY, self._rows)
         self.engine.enqueue(GREEDY, self._rows)
         logits = self.engine.model.workspace.logits.clone()

@@ -16,6 +16,7 @@ from .common import (
     options,
     running,
 )
+from .fp8_kv import fp8_turns, from_e4m3, held, is_fp8, put, put_fp8, row_bytes, scales, scales_at
 from .op import Op
 from .pages import page_rows, pages_at
 from .rope import _partner, _rms_rope, _rotation, rms_norm, rotate
@@ -33,6 +34,8 @@ def _attention_kernel(
     sin_ptr,
     k_ptr,
     v_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
     partial_ptr,
     lse_ptr,
     counter_ptr,
@@ -44,6 +47,8 @@ def _attention_kernel(
     stride_table,
     stride_kp,
     stride_kh,
+    stride_sp,
+    stride_sh,
     PAGE: tl.constexpr,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -58,6 +63,7 @@ def _attention_kernel(
     COMBINE: tl.constexpr,
     WINDOW: tl.constexpr,
     QK_NORM: tl.constexpr,
+    FP8: tl.constexpr,
     PDL: tl.constexpr,
     DOT_FP32: tl.constexpr,
 ):
@@ -66,7 +72,8 @@ def _attention_kernel(
     meta: [rows, META_WIDTH] int32; page_table: [slots, max_pages] int32; qkv:
     [rows, (HEADS + 2 KV_HEADS) * D]; q_norm, k_norm: [D]; cos, sin: [capacity, D / 2] fp32; K, V:
     [pages, KV_HEADS, PAGE, D], one layer's part of each page (PAGE and BLOCK_T: one divides the other), one position
-    written; partial: [rows, HEADS, MAX_SPLITS, D] fp32, lse: [rows, HEADS, MAX_SPLITS, 2] fp32, counter:
+    written; if FP8 codes, with scales [pages, KV_HEADS, PAGE] (see fp8_kv.py); partial:
+    [rows, HEADS, MAX_SPLITS, D] fp32, lse: [rows, HEADS, MAX_SPLITS, 2] fp32, counter:
     [rows, KV_HEADS] int32, zero between launches (scratch); out: [rows, HEADS * D] (output).
     Moves 2 * KV_HEADS * D * itemsize bytes a position. Grid (KV_HEADS, SPLITS, rows).
     Splits without work leave at once, so that the next kernel's programs can start. The first AHEAD tiles are in flight
@@ -96,7 +103,8 @@ def _attention_kernel(
             gdc_wait()
         return
 
-    TYPE: tl.constexpr = tl.float32 if DOT_FP32 else k_ptr.dtype.element_ty
+    ELEMENT: tl.constexpr = tl.bfloat16 if FP8 else k_ptr.dtype.element_ty
+    TYPE: tl.constexpr = tl.float32 if DOT_FP32 else ELEMENT
     HOLD: tl.constexpr = TYPE != tl.float32  # the instruction takes two elements of 16 bits
     offs_g = tl.arange(0, DOT_N)
     offs_d = tl.arange(0, BLOCK_D)
@@ -113,14 +121,20 @@ def _attention_kernel(
     write_page = tl.load(table_ptr + position // PAGE).to(tl.int64)
     k_ptr += head.to(tl.int64) * stride_kh
     v_ptr += head.to(tl.int64) * stride_kh
-    k, v, seen = (), (), ()
+    k_scale_ptr += head.to(tl.int64) * stride_sh
+    v_scale_ptr += head.to(tl.int64) * stride_sh
+    k, v, seen, k_scale, v_scale = (), (), (), (), ()
     for i in tl.static_range(AHEAD):
         t = first + i * BLOCK_T
-        tiles = page_rows(pages_at(table_ptr, t, end, PAGE, BLOCK_T), t, stride_kp, PAGE, D, BLOCK_T) + offs_d[None, :]
+        pages = pages_at(table_ptr, t, end, PAGE, BLOCK_T)
+        tiles = page_rows(pages, t, stride_kp, PAGE, D, BLOCK_T) + offs_d[None, :]
         seen += (((t + offs_t >= start) & (t + offs_t < end))[:, None],)
         mask = seen[i] & mask_d[None, :]
         k += (tl.load(k_ptr + tiles, mask=mask, other=0.0),)
         v += (tl.load(v_ptr + tiles, mask=mask, other=0.0),)
+        if FP8:
+            of_k, of_v = scales_at(k_scale_ptr, v_scale_ptr, pages, t, seen[i], stride_sp, PAGE, BLOCK_T)
+            k_scale, v_scale = k_scale + (of_k,), v_scale + (of_v,)
     write = write_page * stride_kp + (position % PAGE) * D
     rest = first + AHEAD * BLOCK_T
     rest_pages = pages_at(table_ptr, rest, end, PAGE, BLOCK_T)
@@ -140,9 +154,10 @@ def _attention_kernel(
     q_partner = tl.load(q_ptrs + partner[None, :], mask=mask_q, other=0.0).to(tl.float32)
     new_k = tl.load(new_k_ptrs + offs_d[None, :], mask=mask_q, other=0.0).to(tl.float32)
     new_k_partner = tl.load(new_k_ptrs + partner[None, :], mask=mask_q, other=0.0).to(tl.float32)
-    new_v = tl.load(new_ptr + KV_HEADS * D + offs_d, mask=mask_d, other=0.0).to(v_ptr.dtype.element_ty)
+    new_v = tl.load(new_ptr + KV_HEADS * D + offs_d, mask=mask_d, other=0.0)
+    new_v = new_v.to(tl.float32 if FP8 else ELEMENT)
     q = _rms_rope(q, q_partner, q_cos, q_sin, eps, D, QK_NORM) * (scale * LOG2E)
-    dot_q = tl.trans(q.to(k_ptr.dtype.element_ty).to(TYPE))
+    dot_q = tl.trans(q.to(ELEMENT).to(TYPE))
 
     # Positions are the rows of the first product, D of the second, the heads of the group the few columns of both. The
     # tiles that were loaded ahead share one maximum; sums are kept for each place of a tile and added up at the end.
@@ -151,7 +166,12 @@ def _attention_kernel(
     for i in tl.static_range(AHEAD):
         s = tl.full([BLOCK_T, DOT_N], EMPTY, tl.float32)
         if first + i * BLOCK_T < end:
-            s = tl.dot(_held(k[i], position, HOLD).to(TYPE), dot_q, input_precision="ieee")
+            tile = _held(k[i], position, HOLD)
+            if FP8:
+                tile = from_e4m3(tile, DOT_FP32)
+            s = tl.dot(tile.to(TYPE), dot_q, input_precision="ieee")
+            if FP8:
+                s *= k_scale[i].to(tl.float32)
             s = tl.where(seen[i], s, EMPTY)
         scores += (s,)
     top = scores[0]
@@ -164,9 +184,16 @@ def _attention_kernel(
         if first + i * BLOCK_T < end:
             p = tl.exp2(scores[i] - m[None, :])
             l_t += p
-            p = p.to(v_ptr.dtype.element_ty).to(TYPE)
-            acc = tl.dot(tl.trans(_held(v[i], position, HOLD).to(TYPE)), p, acc, input_precision="ieee")
-    if rest < end:
+            tile = _held(v[i], position, HOLD)
+            if FP8:
+                tile, p = from_e4m3(tile, DOT_FP32), p * v_scale[i].to(tl.float32)
+            acc = tl.dot(tl.trans(tile.to(TYPE)), p.to(ELEMENT).to(TYPE), acc, input_precision="ieee")
+    if FP8:
+        m, l_t, acc = fp8_turns(
+            m, l_t, acc, dot_q, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, rest, end, stride_kp, stride_sp,
+            PAGE, D, BLOCK_D, BLOCK_T, AHEAD - 1 if AHEAD > 1 else 1, TYPE, DOT_FP32,
+        )  # fmt: skip
+    elif rest < end:
         tiles = page_rows(rest_pages, rest, stride_kp, PAGE, D, BLOCK_T) + offs_d[None, :]
         mask = (rest + offs_t < end)[:, None] & mask_d[None, :]
         k_t = tl.load(k_ptr + tiles, mask=mask, other=0.0)
@@ -182,7 +209,7 @@ def _attention_kernel(
             alpha = tl.exp2(m - m_new)
             p = tl.exp2(s - m_new[None, :])
             l_t = l_t * alpha[None, :] + p
-            p = p.to(v_ptr.dtype.element_ty).to(TYPE)
+            p = p.to(ELEMENT).to(TYPE)
             v_t = tl.trans(_held(v_t, position, HOLD).to(TYPE))
             acc = tl.dot(v_t, p, acc * alpha[None, :], input_precision="ieee")
             m = m_new
@@ -190,11 +217,19 @@ def _attention_kernel(
     l = tl.sum(l_t, 0)
 
     # The new token is attended as the cache will hold it; split 0 owns it.
-    new_k = _rms_rope(new_k, new_k_partner, k_cos, k_sin, eps, D, QK_NORM).to(k_ptr.dtype.element_ty)
-    if split == 0:
-        mask_k = (offs_g == 0)[:, None] & mask_d[None, :]
-        tl.store(k_ptr + write + (offs_g * 0)[:, None] + offs_d[None, :], new_k, mask=mask_k)
-        tl.store(v_ptr + write + offs_d, new_v, mask=mask_d)
+    new_k = _rms_rope(new_k, new_k_partner, k_cos, k_sin, eps, D, QK_NORM)
+    mask_k = (offs_g == 0)[:, None] & mask_d[None, :]
+    k_ptrs, v_ptrs = k_ptr + write + (offs_g * 0)[:, None] + offs_d[None, :], v_ptr + write + offs_d
+    if FP8:
+        cell = write_page * stride_sp + position % PAGE
+        new_k, new_v = put_fp8(
+            new_k, new_v, k_ptrs, v_ptrs, k_scale_ptr + cell, v_scale_ptr + cell, mask_k, mask_d, split == 0
+        )
+    else:
+        new_k = new_k.to(ELEMENT)
+        if split == 0:
+            tl.store(k_ptrs, new_k, mask=mask_k)
+            tl.store(v_ptrs, new_v, mask=mask_d)
     s_new = tl.where(split == 0, tl.sum(q * new_k.to(tl.float32), 1), EMPTY)
     m_new = tl.maximum(m, s_new)
     alpha = tl.exp2(m - m_new)
@@ -247,7 +282,7 @@ def attention(
 ):
     """out[row] = attention of the row's token; its K and V enter the cache. window: 0, or the positions attended to."""
     _, kv_heads, page, head_dim = k_cache.shape
-    group = out.shape[1] // (kv_heads * head_dim)
+    group, k_scale, v_scale = out.shape[1] // (kv_heads * head_dim), scales(k_cache), scales(v_cache)
     spare = cos  # stands in for absent q/k norms
     assert shape.splits <= partial.shape[2], "more splits than partial has room for"
     assert shape.block_t % page == 0 or page % shape.block_t == 0, "a tile must be whole pages or a part of one"
@@ -261,6 +296,8 @@ def attention(
         sin,
         k_cache,
         v_cache,
+        k_scale,
+        v_scale,
         partial,
         lse,
         counter,
@@ -272,6 +309,8 @@ def attention(
         page_table.stride(0),
         k_cache.stride(0),
         k_cache.stride(1),
+        k_scale.stride(0),
+        k_scale.stride(1),
         page,
         kv_heads,
         group,
@@ -286,6 +325,7 @@ def attention(
         combine_splits(group, head_dim, shape),
         window,
         q_norm is not None,
+        is_fp8(k_cache),
         pdl,
         interpreted(),
         **options(shape.num_warps, pdl, shape.registers),
@@ -304,16 +344,17 @@ def attention_ref(
         if q_norm is not None:
             q, k = rms_norm(q, q_norm, eps), rms_norm(k, k_norm, eps)
         q, k = rotate(q, cos[position], sin[position]), rotate(k, cos[position], sin[position])
-        k_cache[table[position // page], :, position % page] = k.to(k_cache.dtype)
-        v_cache[table[position // page], :, position % page] = v.to(v_cache.dtype)
+        cell = table[position // page], slice(None), position % page
+        put(k_cache, cell, k)
+        put(v_cache, cell, v)
         start = max(position - window + 1, 0) if window else 0
         if start // page == position // page:
-            held = table[start // page], slice(None), slice(start % page, position % page + 1)
-            keys, values = k_cache[held], v_cache[held]
+            cells = table[start // page], slice(None), slice(start % page, position % page + 1)
+            keys, values = held(k_cache, cells), held(v_cache, cells)
         else:
             t = torch.arange(start, position + 1, device=table.device)
-            keys = k_cache[table[t // page], :, t % page].transpose(0, 1)
-            values = v_cache[table[t // page], :, t % page].transpose(0, 1)
+            cells = table[t // page], slice(None), t % page
+            keys, values = held(k_cache, cells).transpose(0, 1), held(v_cache, cells).transpose(0, 1)
         q = q.view(kv_heads, -1, head_dim)
         scores = (q @ keys.float().transpose(1, 2)) * scale
         out[row] = (torch.softmax(scores, -1) @ values.float()).reshape(-1).to(out.dtype)
@@ -324,9 +365,8 @@ def attention_bytes(
     window,
 ) -> int:
     """K and V of the positions that the rows attend to now; queries, outputs and partial results are small beside."""
-    _, kv_heads, _, head_dim = k_cache.shape
     positions = meta[running(meta, out.shape[0]), POSITION.value].tolist()
-    return 2 * sum(min(position, window or position) for position in positions) * kv_heads * head_dim * k_cache.itemsize
+    return 2 * sum(min(position, window or position) for position in positions) * k_cache.shape[1] * row_bytes(k_cache)
 
 
 ATTENTION = Op(attention, attention_ref, attention_bytes, (_attention_kernel,), outputs=("partial", "lse", "out"))

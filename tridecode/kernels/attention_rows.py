@@ -5,6 +5,7 @@ import triton.language as tl
 
 from .attention import attention_bytes, attention_ref
 from .common import META_WIDTH, POSITION, RUN, SLOT, STATUS, gdc_launch_dependents, gdc_wait, interpreted, options
+from .fp8_kv import from_e4m3, is_fp8, paired_scales_at, put_fp8, scales, unpaired
 from .op import Op
 from .pages import page_rows, pages_at
 from .rope import _partner, _rms_rope, _rotation
@@ -51,6 +52,8 @@ def _item(
 def _tile(
     k_ptr,
     v_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
     table_ptr,
     head,
     t,
@@ -58,31 +61,63 @@ def _tile(
     end,
     stride_kp,
     stride_kh,
+    stride_sp,
+    stride_sh,
     PAGE: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_T: tl.constexpr,
+    FP8: tl.constexpr,
 ):
-    """K [BLOCK_T, BLOCK_D] and V [BLOCK_D, BLOCK_T] of the positions from t that lie in [start, end)."""
+    """K [BLOCK_T, BLOCK_D] and V [BLOCK_D, BLOCK_T] of the positions from t that lie in [start, end), and if FP8 the
+    scales of both, in pairs."""
     offs_t, offs_d = tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_D)
-    places = page_rows(pages_at(table_ptr, t, end, PAGE, BLOCK_T), t, stride_kp, PAGE, D, BLOCK_T)
+    pages = pages_at(table_ptr, t, end, PAGE, BLOCK_T)
+    places = page_rows(pages, t, stride_kp, PAGE, D, BLOCK_T)
     places += head.to(tl.int64) * stride_kh
     there, mask_d = (t + offs_t >= start) & (t + offs_t < end), offs_d < D
     k = tl.load(k_ptr + places + offs_d[None, :], mask=there[:, None] & mask_d[None, :], other=0.0)
-    return k, tl.load(v_ptr + tl.trans(places) + offs_d[:, None], mask=mask_d[:, None] & there[None, :], other=0.0)
+    v = tl.load(v_ptr + tl.trans(places) + offs_d[:, None], mask=mask_d[:, None] & there[None, :], other=0.0)
+    if FP8:
+        of_head = head.to(tl.int64) * stride_sh
+        k_scale = paired_scales_at(k_scale_ptr + of_head, pages, t, end, stride_sp, PAGE, BLOCK_T)
+        return k, v, k_scale, paired_scales_at(v_scale_ptr + of_head, pages, t, end, stride_sp, PAGE, BLOCK_T)
+    else:
+        return k, v
 
 
 @triton.jit
-def _attend(k_t, v_t, dot_q, m, l_t, acc, t, start, end, offs_t, V_TYPE: tl.constexpr, TYPE: tl.constexpr):
+def _attend(
+    tile,
+    dot_q,
+    m,
+    l_t,
+    acc,
+    t,
+    start,
+    end,
+    offs_t,
+    ELEMENT: tl.constexpr,
+    TYPE: tl.constexpr,
+    FP8: tl.constexpr,
+    DOT_FP32: tl.constexpr,
+):
     """The running maximum, sums of weights and sums of values with the tile of positions from t."""
-    s = tl.dot(k_t.to(TYPE), dot_q, input_precision="ieee")
+    k, v = tile[0], tile[1]
+    if FP8:
+        k, v = from_e4m3(k, DOT_FP32), from_e4m3(v, DOT_FP32)
+    s = tl.dot(k.to(TYPE), dot_q, input_precision="ieee")
+    if FP8:
+        s *= unpaired(tile[2])
     s = tl.where(((t + offs_t >= start) & (t + offs_t < end))[:, None], s, EMPTY)
     m_new = tl.maximum(m, tl.max(s, 0))
     alpha = tl.exp2(m - m_new)
     p = tl.exp2(s - m_new[None, :])
     l_t = l_t * alpha[None, :] + p
-    p = p.to(V_TYPE).to(TYPE)
-    acc = tl.dot(v_t.to(TYPE), p, acc * alpha[None, :], input_precision="ieee")
+    if FP8:
+        p = tl.where(s > EMPTY, p * unpaired(tile[3]), 0.0)  # a scale beside the last position may be anything
+    p = p.to(ELEMENT).to(TYPE)
+    acc = tl.dot(v.to(TYPE), p, acc * alpha[None, :], input_precision="ieee")
     return m_new, l_t, acc
 
 
@@ -97,6 +132,8 @@ def _attention_rows_kernel(
     sin_ptr,
     k_ptr,
     v_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
     partial_ptr,
     lse_ptr,
     counter_ptr,
@@ -108,6 +145,8 @@ def _attention_rows_kernel(
     stride_table,
     stride_kp,
     stride_kh,
+    stride_sp,
+    stride_sh,
     rows,
     BLOCK_M: tl.constexpr,
     PAGE: tl.constexpr,
@@ -124,6 +163,7 @@ def _attention_rows_kernel(
     COMBINE: tl.constexpr,
     WINDOW: tl.constexpr,
     QK_NORM: tl.constexpr,
+    FP8: tl.constexpr,
     PROGRAMS: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
@@ -139,7 +179,8 @@ def _attention_rows_kernel(
     pid = tl.program_id(0)
     if PDL:
         gdc_launch_dependents()
-    TYPE: tl.constexpr = tl.float32 if DOT_FP32 else k_ptr.dtype.element_ty
+    ELEMENT: tl.constexpr = tl.bfloat16 if FP8 else k_ptr.dtype.element_ty
+    TYPE: tl.constexpr = tl.float32 if DOT_FP32 else ELEMENT
     offs_m = tl.arange(0, BLOCK_M)
     mask_m = offs_m < rows
     positions = tl.load(meta_ptr + offs_m * META_WIDTH + POSITION, mask=mask_m, other=0)
@@ -165,9 +206,10 @@ def _attention_rows_kernel(
         tl.maximum(tl.minimum(pid, items - 1), 0), ends, active, positions, slots, offs_m, page_table_ptr, stride_table,
         KV_HEADS, BLOCK_T, LEAST, SPLITS, WINDOW,
     )  # fmt: skip
-    k_t, v_t = _tile(
-        k_ptr, v_ptr, table_ptr, head, first, start, end, stride_kp, stride_kh, PAGE, D, BLOCK_D, BLOCK_T
-    )
+    tile = _tile(
+        k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, head, first, start, end, stride_kp, stride_kh, stride_sp,
+        stride_sh, PAGE, D, BLOCK_D, BLOCK_T, FP8,
+    )  # fmt: skip
     if PDL:
         gdc_wait()
     for item in range(pid, items, PROGRAMS):
@@ -183,16 +225,26 @@ def _attention_rows_kernel(
         q_partner = tl.load(q_ptrs + partner[None, :], mask=mask_q, other=0.0).to(tl.float32)
         new_k = tl.load(new_k_ptrs + offs_d[None, :], mask=mask_q, other=0.0).to(tl.float32)
         new_k_partner = tl.load(new_k_ptrs + partner[None, :], mask=mask_q, other=0.0).to(tl.float32)
-        new_v = tl.load(new_ptr + KV_HEADS * D + offs_d, mask=mask_d, other=0.0).to(v_ptr.dtype.element_ty)
+        new_v = tl.load(new_ptr + KV_HEADS * D + offs_d, mask=mask_d, other=0.0)
+        new_v = new_v.to(tl.float32 if FP8 else ELEMENT)
         q = _rms_rope(q, q_partner, q_cos, q_sin, eps, D, QK_NORM) * (scale * LOG2E)
-        dot_q = tl.trans(q.to(k_ptr.dtype.element_ty).to(TYPE))
+        dot_q = tl.trans(q.to(ELEMENT).to(TYPE))
         # The new token is attended as the cache will hold it; split 0 owns it, and begins with it.
-        new_k = _rms_rope(new_k, new_k_partner, k_cos, k_sin, eps, D, QK_NORM).to(k_ptr.dtype.element_ty)
-        if split == 0:
-            write = write_page * stride_kp + head.to(tl.int64) * stride_kh + (position % PAGE) * D
-            mask_k = (offs_g == 0)[:, None] & mask_d[None, :]
-            tl.store(k_ptr + write + (offs_g * 0)[:, None] + offs_d[None, :], new_k, mask=mask_k)
-            tl.store(v_ptr + write + offs_d, new_v, mask=mask_d)
+        new_k = _rms_rope(new_k, new_k_partner, k_cos, k_sin, eps, D, QK_NORM)
+        if FP8:
+            write = write_page * stride_kp + head.to(tl.int64) * stride_kh + (position % PAGE) * D + offs_d
+            cell = write_page * stride_sp + head.to(tl.int64) * stride_sh + position % PAGE
+            new_k, new_v = put_fp8(
+                new_k, new_v, k_ptr + (offs_g * 0)[:, None] + write[None, :], v_ptr + write, k_scale_ptr + cell,
+                v_scale_ptr + cell, (offs_g == 0)[:, None] & mask_d[None, :], mask_d, split == 0,
+            )  # fmt: skip
+        else:
+            new_k = new_k.to(ELEMENT)
+            if split == 0:
+                write = write_page * stride_kp + head.to(tl.int64) * stride_kh + (position % PAGE) * D
+                mask_k = (offs_g == 0)[:, None] & mask_d[None, :]
+                tl.store(k_ptr + write + (offs_g * 0)[:, None] + offs_d[None, :], new_k, mask=mask_k)
+                tl.store(v_ptr + write + offs_d, new_v, mask=mask_d)
         # Positions are the rows of the first product, D of the second, the heads of the group the few columns of both.
         # Sums are kept for each place of a tile and added up at the end. Masked scores underflow to 0; where a window
         # hides a whole tile, a later score scales its sums to 0.
@@ -201,34 +253,36 @@ def _attention_rows_kernel(
         acc = tl.zeros([BLOCK_D, DOT_N], tl.float32) + tl.where(split == 0, new_v.to(tl.float32), 0.0)[:, None]
         if STAGES > 1:
             m, l_t, acc = _attend(
-                k_t, v_t, dot_q, m, l_t, acc, first, start, end, offs_t, v_ptr.dtype.element_ty, TYPE
-            )
+                tile, dot_q, m, l_t, acc, first, start, end, offs_t, ELEMENT, TYPE, FP8, DOT_FP32
+            )  # fmt: skip
             for t in tl.range(first + BLOCK_T, end, BLOCK_T, num_stages=STAGES):
-                k_t, v_t = _tile(
-                    k_ptr, v_ptr, table_ptr, head, t, start, end, stride_kp, stride_kh, PAGE, D, BLOCK_D, BLOCK_T
-                )
-                m, l_t, acc = _attend(
-                    k_t, v_t, dot_q, m, l_t, acc, t, start, end, offs_t, v_ptr.dtype.element_ty, TYPE
-                )
-        else:
-            for t in range(first, end, BLOCK_T):
-                k_next, v_next = _tile(  # in flight while the tile at t is attended to
-                    k_ptr, v_ptr, table_ptr, head, t + BLOCK_T, start, end, stride_kp, stride_kh, PAGE, D, BLOCK_D,
-                    BLOCK_T,
+                tile = _tile(
+                    k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, head, t, start, end, stride_kp, stride_kh,
+                    stride_sp, stride_sh, PAGE, D, BLOCK_D, BLOCK_T, FP8,
                 )  # fmt: skip
                 m, l_t, acc = _attend(
-                    k_t, v_t, dot_q, m, l_t, acc, t, start, end, offs_t, v_ptr.dtype.element_ty, TYPE
-                )
-                k_t, v_t = k_next, v_next
+                    tile, dot_q, m, l_t, acc, t, start, end, offs_t, ELEMENT, TYPE, FP8, DOT_FP32
+                )  # fmt: skip
+        else:
+            for t in range(first, end, BLOCK_T):
+                following = _tile(  # in flight while the tile at t is attended to
+                    k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, head, t + BLOCK_T, start, end, stride_kp,
+                    stride_kh, stride_sp, stride_sh, PAGE, D, BLOCK_D, BLOCK_T, FP8,
+                )  # fmt: skip
+                m, l_t, acc = _attend(
+                    tile, dot_q, m, l_t, acc, t, start, end, offs_t, ELEMENT, TYPE, FP8, DOT_FP32
+                )  # fmt: skip
+                tile = following
         l = tl.sum(l_t, 0)
         this_row, this_head, this_split, active_splits = row, head, split, splits
         row, head, split, splits, position, table_ptr, start, first, end = _item(
             tl.minimum(item + PROGRAMS, items - 1), ends, active, positions, slots, offs_m, page_table_ptr,
             stride_table, KV_HEADS, BLOCK_T, LEAST, SPLITS, WINDOW,
         )  # fmt: skip
-        k_t, v_t = _tile(  # of the next item
-            k_ptr, v_ptr, table_ptr, head, first, start, end, stride_kp, stride_kh, PAGE, D, BLOCK_D, BLOCK_T
-        )
+        tile = _tile(  # of the next item
+            k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, head, first, start, end, stride_kp, stride_kh, stride_sp,
+            stride_sh, PAGE, D, BLOCK_D, BLOCK_T, FP8,
+        )  # fmt: skip
         head_ptr = out_ptr + this_row * stride_om + this_head * GROUP * D
         if active_splits == 1:
             o = (acc / l[None, :]).to(out_ptr.dtype.element_ty)
@@ -273,7 +327,7 @@ def attention_rows(
 ):
     """attention for several rows at once."""
     _, kv_heads, page, head_dim = k_cache.shape
-    rows, group = len(out), out.shape[1] // (kv_heads * head_dim)
+    rows, group, k_scale, v_scale = len(out), out.shape[1] // (kv_heads * head_dim), scales(k_cache), scales(v_cache)
     spare = cos  # stands in for absent q/k norms
     assert shape.splits <= partial.shape[2], "more splits than partial has room for"
     assert shape.block_t % page == 0 or page % shape.block_t == 0, "a tile must be whole pages or a part of one"
@@ -287,6 +341,8 @@ def attention_rows(
         sin,
         k_cache,
         v_cache,
+        k_scale,
+        v_scale,
         partial,
         lse,
         counter,
@@ -298,6 +354,8 @@ def attention_rows(
         page_table.stride(0),
         k_cache.stride(0),
         k_cache.stride(1),
+        k_scale.stride(0),
+        k_scale.stride(1),
         rows,
         triton.next_power_of_2(rows),
         page,
@@ -314,6 +372,7 @@ def attention_rows(
         combine_splits(group, head_dim, shape),
         window,
         q_norm is not None,
+        is_fp8(k_cache),
         shape.programs,
         shape.stages,
         pdl,

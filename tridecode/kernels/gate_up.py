@@ -97,13 +97,13 @@ def gate_up_ref(meta, normed, linear, out, sumsq, n_sumsq, eps, split=None):
     for row in running(meta, out.shape[0]):
         x = normed[row].float()
         scale = torch.rsqrt(sumsq[row, :n_sumsq].sum() / x.numel() + eps)
-        gate, up = ((linear.weight.float() @ x) * scale).chunk(2)
+        gate, up = ((linear.matrix() @ x) * scale).chunk(2)
         out[row] = (torch.nn.functional.silu(gate) * up).to(out.dtype)
 
 
 def gate_up_bytes(meta, normed, linear, out, sumsq, n_sumsq, eps, split=None) -> int:
     """The weights once for all rows, the rows in and out."""
-    return linear.weight.nbytes + normed.nbytes + out.nbytes
+    return linear.nbytes + normed.nbytes + out.nbytes
 
 
 GATE_UP = Op(gate_up, gate_up_ref, gate_up_bytes, (_gate_up_kernel,), outputs=("out",))

@@ -2,11 +2,14 @@
 
 The forms and arguments of matvec and gate_up. The warps of a program share the columns: each multiplies its own part of
 BLOCK_N whole rows of the weights, loaded from memory straight into the registers where the tensor cores want them.
+Weights in fewer bits become bf16 there (bits.py); what scales a group of them is put on the group's part of the sum.
 """
 
+import torch
 import triton
 import triton.language as tl
 
+from .bits import pair, unpack
 from .common import META_WIDTH, RUN, STATUS, gdc_launch_dependents, gdc_wait, interpreted, options
 from .gate_up import gate_up_bytes, gate_up_ref
 from .matvec import matvec_bytes, matvec_normed_ref, matvec_residual_ref
@@ -24,37 +27,82 @@ def _places(WARPS: tl.constexpr, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _operand(tile, WARPS: tl.constexpr, ROWS: tl.constexpr):
+def _operand(tile, WARPS: tl.constexpr, ROWS: tl.constexpr, FOUR: tl.constexpr):
     """The tile as an operand [WARPS, ROWS, STEP_K] of the tensor cores.
 
     A lane has loaded eight neighbours of a row, and the instruction wants two and two of a lane in each half of 16
-    columns. The order of the columns is free as long as both operands agree: so what a lane has is renamed, and nothing
-    moves.
+    columns; as the compiler lays operands out that were joined, FOUR and four of 32. The order of the columns is free
+    as long as both operands agree: so what a lane has is renamed, and nothing moves.
     """
     tile = tl.permute(tile.reshape(ROWS // 8, WARPS, 8, _STEP_K), (1, 0, 2, 3))
-    tile = tile.reshape(WARPS, ROWS, 4, 2, 2, 2)  # lane, instruction, half, element
-    return tl.permute(tile, (0, 1, 3, 4, 2, 5)).reshape(WARPS, ROWS, _STEP_K)
+    if FOUR:
+        tile = tl.permute(tile.reshape(WARPS, ROWS, 4, 2, 4), (0, 1, 3, 2, 4))
+        return tile.reshape(WARPS, ROWS, _STEP_K)
+    else:
+        tile = tile.reshape(WARPS, ROWS, 4, 2, 2, 2)  # lane, instruction, half, element
+        return tl.permute(tile, (0, 1, 3, 4, 2, 5)).reshape(WARPS, ROWS, _STEP_K)
 
 
 @triton.jit
 def _load(
     ptrs,
-    offs_k,
+    offs,
     lines,
-    c: tl.constexpr,
-    K: tl.constexpr,
-    WARPS: tl.constexpr,
+    begin: tl.constexpr,
+    width: tl.constexpr,
+    LENGTH: tl.constexpr,
     MASKED: tl.constexpr,
     POLICY: tl.constexpr,
 ):
-    """Columns from c * WARPS * STEP_K on; MASKED where a line may not exist."""
-    k: tl.constexpr = c * WARPS * _STEP_K
-    if k + WARPS * _STEP_K > K:
-        return tl.load(ptrs + k, mask=lines & (offs_k + k < K), other=0.0, eviction_policy=POLICY)
+    """What stands from `begin` on, in rows of LENGTH; the warps' parts of it are `width` wide together. MASKED where a
+    line may not exist."""
+    if begin + width > LENGTH:
+        return tl.load(ptrs + begin, mask=lines & (offs + begin < LENGTH), other=0.0, eviction_policy=POLICY)
     elif MASKED:
-        return tl.load(ptrs + k, mask=lines, other=0.0, eviction_policy=POLICY)
+        return tl.load(ptrs + begin, mask=lines, other=0.0, eviction_policy=POLICY)
     else:
-        return tl.load(ptrs + k, eviction_policy=POLICY)
+        return tl.load(ptrs + begin, eviction_policy=POLICY)
+
+
+@triton.jit
+def _load_x(
+    xs,
+    order_ptr,
+    offs_xk,
+    lines,
+    i: tl.constexpr,
+    K: tl.constexpr,
+    WARPS: tl.constexpr,
+    PARTS: tl.constexpr,
+    ORDERED: tl.constexpr,
+):
+    """The columns of activations that the i-th parts of the warps' tiles multiply; in the weights' order if ORDERED."""
+    begin: tl.constexpr = i // PARTS * WARPS * PARTS * _STEP_K + i % PARTS * _STEP_K
+    if ORDERED:
+        within = offs_xk + begin < K
+        column = tl.load(order_ptr + offs_xk + begin, mask=within, other=0)
+        return tl.load(xs - offs_xk + column, mask=lines & within, other=0.0)
+    else:
+        return _load(xs, offs_xk, lines, begin, WARPS * PARTS * _STEP_K, K, False, "")
+
+
+@triton.jit
+def _load_group(
+    ptr,
+    rows_n,
+    warp,
+    mask_n,
+    c: tl.constexpr,
+    part: tl.constexpr,
+    K: tl.constexpr,
+    WARPS: tl.constexpr,
+    STEP: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """Of the group of each row in which a part of a warp's tile c lies: ptr's [rows, groups]."""
+    column = (c * WARPS + warp) * STEP + part * _STEP_K
+    GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
+    return tl.load(ptr + rows_n * GROUPS + column // GROUP, mask=mask_n & (column < K), other=0)
 
 
 @triton.jit
@@ -62,6 +110,9 @@ def _matmul_kernel(
     meta_ptr,
     x_ptr,
     weight_ptr,
+    scale_ptr,
+    zero_ptr,
+    order_ptr,
     bias_ptr,
     out_ptr,
     norm_ptr,
@@ -82,6 +133,11 @@ def _matmul_kernel(
     HAS_BIAS: tl.constexpr,
     RESIDUAL: tl.constexpr,
     GATED: tl.constexpr,
+    FORM: tl.constexpr,
+    GROUP: tl.constexpr,
+    SCALE_ROWS: tl.constexpr,
+    ZEROS: tl.constexpr,
+    ORDERED: tl.constexpr,
     BLOCK_N: tl.constexpr,
     WARPS: tl.constexpr,
     AHEAD: tl.constexpr,
@@ -93,6 +149,8 @@ def _matmul_kernel(
 
     meta: [rows, META_WIDTH] int32; x: [rows, K]; weight: [N, K], if GATED [2 * N, K], gate rows then up rows; bias:
     [N]; sumsq: [rows, partials] fp32, read if NORMED; out: [rows, N] (output), if GATED silu(gate(x)) * up(x).
+    FORM is "dense", or weight holds words of model/formats/packed.py: then scale: [N / SCALE_ROWS, K / GROUP]; zero:
+    [N, K / GROUP] bf16 as int16, read if ZEROS; order: [K] int32, the columns of x that theirs are, read if ORDERED.
     RESIDUAL: out is the residual stream, fp32; norm: [N]; outputs normed: [rows, N] = out * norm, and sumsq, one
     partial sum a program. Rows that do not run are not written. Moves the weights' bytes. Grid cdiv(N, outputs a
     program).
@@ -103,16 +161,34 @@ def _matmul_kernel(
     if PDL:
         gdc_launch_dependents()
     OUT_N: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
-    CHUNKS: tl.constexpr = (K + WARPS * _STEP_K - 1) // (WARPS * _STEP_K)
+    PARTS: tl.constexpr = 1 if FORM == "dense" else 4 if FORM == "int4" else 2  # of 32 columns in a warp's tile
+    LINE: tl.constexpr = _STEP_K if FORM == "dense" else 16  # elements of the weights that are a row of it
+    STEP: tl.constexpr = PARTS * _STEP_K
+    CHUNKS: tl.constexpr = (K + WARPS * STEP - 1) // (WARPS * STEP)
+    LENGTH: tl.constexpr = K if FORM == "dense" else (K + STEP - 1) // STEP * LINE
     MASKED: tl.constexpr = N % OUT_N != 0
-    TYPE: tl.constexpr = tl.float32 if DOT_FP32 else weight_ptr.dtype.element_ty
+    TYPE: tl.constexpr = tl.float32 if DOT_FP32 else x_ptr.dtype.element_ty
+    # Groups that hold more than a tile scale its sum, smaller ones that of their part; one group a row, all of it.
+    GROUPED: tl.constexpr = FORM != "dense" and GROUP < K
+    SCALES: tl.constexpr = (PARTS if GROUP < STEP else 1) if GROUPED else 0
+    ZERO_PARTS: tl.constexpr = (PARTS if GROUP < STEP else 1) if ZEROS else 0
     line, warp = _places(WARPS, BLOCK_N)
-    offs_k = warp * _STEP_K + tl.arange(0, _STEP_K)[None, :]
+    offs_k = warp * LINE + tl.arange(0, LINE)[None, :]
     lines_n = pid * OUT_N + line % OUT_N
-    weights = weight_ptr + (lines_n + line // OUT_N * N).to(tl.int64) * K + offs_k
-    w = ()
+    mask_lines = lines_n < N
+    weight_rows = lines_n + line // OUT_N * N
+    weights = weight_ptr + weight_rows.to(tl.int64) * LENGTH + offs_k
+    sum_n = tl.arange(0, BLOCK_N)[None, :, None]
+    sum_rows = (pid * OUT_N + sum_n % OUT_N + sum_n // OUT_N * N) // SCALE_ROWS
+    sum_warp = tl.arange(0, WARPS)[:, None, None]
+    sum_mask = pid * OUT_N + sum_n % OUT_N < N
+    w, s, z = (), (), ()
     for c in tl.static_range(min(AHEAD, CHUNKS)):
-        w += (_load(weights, offs_k, lines_n < N, c, K, WARPS, MASKED, "evict_first"),)
+        w += (_load(weights, offs_k, mask_lines, c * WARPS * LINE, WARPS * LINE, LENGTH, MASKED, "evict_first"),)
+        for part in tl.static_range(SCALES):
+            s += (_load_group(scale_ptr, sum_rows, sum_warp, sum_mask, c, part, K, WARPS, STEP, GROUP),)
+        for part in tl.static_range(ZERO_PARTS):
+            z += (_load_group(zero_ptr, weight_rows, warp, mask_lines, c, part, K, WARPS, STEP, GROUP),)
     offs_m = tl.arange(0, BLOCK_M)
     status = tl.load(meta_ptr + offs_m * META_WIDTH + STATUS, mask=offs_m < rows, other=-1)
     runs = (status == RUN)[None, :]
@@ -127,11 +203,11 @@ def _matmul_kernel(
     if some == 0:
         return
     line_m, warp_m = _places(WARPS, BLOCK_M)
-    offs_xk = warp_m * _STEP_K + tl.arange(0, _STEP_K)[None, :]
+    offs_xk = warp_m * STEP + tl.arange(0, _STEP_K)[None, :]
     xs = x_ptr + tl.minimum(line_m, rows - 1) * stride_xm + offs_xk
     x = ()
-    for c in tl.static_range(min(X_AHEAD, CHUNKS)):
-        x += (_load(xs, offs_xk, line_m < rows, c, K, WARPS, False, ""),)
+    for i in tl.static_range(min(X_AHEAD, CHUNKS * PARTS)):
+        x += (_load_x(xs, order_ptr, offs_xk, line_m < rows, i, K, WARPS, PARTS, ORDERED),)
     out_ptrs = out_ptr + offs_m[None, :] * stride_om + offs_n
     mask = runs & mask_n
     if RESIDUAL:
@@ -143,13 +219,43 @@ def _matmul_kernel(
         scale = tl.rsqrt(tl.sum(partials, 1) / K + eps)
     acc = tl.zeros([WARPS, BLOCK_N, BLOCK_M], tl.float32)
     for c in tl.static_range(CHUNKS):
-        if c + X_AHEAD < CHUNKS:
-            x += (_load(xs, offs_xk, line_m < rows, c + X_AHEAD, K, WARPS, False, ""),)
-        columns = tl.permute(_operand(x[c], WARPS, BLOCK_M), (0, 2, 1)).to(TYPE)
-        acc = tl.dot(_operand(w[c], WARPS, BLOCK_N).to(TYPE), columns, acc, input_precision="ieee")
+        for part in tl.static_range(PARTS):
+            if c * PARTS + part + X_AHEAD < CHUNKS * PARTS:
+                x += (
+                    _load_x(
+                        xs, order_ptr, offs_xk, line_m < rows, c * PARTS + part + X_AHEAD, K, WARPS, PARTS, ORDERED
+                    ),
+                )  # fmt: skip
+            columns = tl.permute(_operand(x[c * PARTS + part], WARPS, BLOCK_M, FORM != "dense"), (0, 2, 1)).to(TYPE)
+            if FORM == "dense":
+                tile = w[c]
+            else:
+                zero = pair(z[c * ZERO_PARTS + part % ZERO_PARTS]) if ZEROS else 0
+                tile = unpack(w[c], zero, part, FORM, ZEROS, DOT_FP32)
+            tile = _operand(tile, WARPS, BLOCK_N, FORM != "dense").to(TYPE)
+            if not GROUPED:
+                acc = tl.dot(tile, columns, acc, input_precision="ieee")
+            else:
+                if part % (PARTS // SCALES) == 0:
+                    of_group = tl.zeros([WARPS, BLOCK_N, BLOCK_M], tl.float32)
+                of_group = tl.dot(tile, columns, of_group, input_precision="ieee")
+                if (part + 1) % (PARTS // SCALES) == 0:
+                    acc += of_group * s[c * SCALES + part // (PARTS // SCALES)].to(tl.float32)
         if c + AHEAD < CHUNKS:
-            w += (_load(weights, offs_k, lines_n < N, c + AHEAD, K, WARPS, MASKED, "evict_first"),)
+            w += (
+                _load(
+                    weights, offs_k, mask_lines, (c + AHEAD) * WARPS * LINE, WARPS * LINE, LENGTH, MASKED, "evict_first"
+                ),
+            )
+            for part in tl.static_range(SCALES):
+                s += (_load_group(scale_ptr, sum_rows, sum_warp, sum_mask, c + AHEAD, part, K, WARPS, STEP, GROUP),)
+            for part in tl.static_range(ZERO_PARTS):
+                z += (_load_group(zero_ptr, weight_rows, warp, mask_lines, c + AHEAD, part, K, WARPS, STEP, GROUP),)
     y = tl.sum(acc, 0)
+    if FORM != "dense" and not GROUPED:
+        row = tl.arange(0, BLOCK_N)[:, None]
+        of_row = (pid * OUT_N + row % OUT_N + row // OUT_N * N) // SCALE_ROWS
+        y *= tl.load(scale_ptr + of_row, mask=pid * OUT_N + row % OUT_N < N, other=0.0).to(tl.float32)
     if NORMED:
         y = y * scale[None, :]
     if GATED:
@@ -167,14 +273,20 @@ def _matmul_kernel(
 
 
 def _launch(meta, x, linear, out, norm, normed, sumsq, n_sumsq, eps, residual, gated, shape, pdl):
-    weight, bias = linear.weight, linear.bias
-    rows, N = out.shape
-    tiles = triton.cdiv(weight.shape[1], STEP_K * shape.num_warps)  # of a row that a warp has
+    weight, bias, packed = linear.weight, linear.bias, linear.packed
+    (rows, N), K = out.shape, linear.in_features
+    parts = 1 if packed is None else packed.tile // STEP_K
+    tiles = triton.cdiv(K, parts * STEP_K * shape.num_warps)  # of a row that a warp has
     spare = out  # stands in for pointers this variant does not read
+    # With tiles of 16 rows and more, 64 partial sums are added in the same order whatever the rows.
+    sumsq_block = max(triton.next_power_of_2(max(n_sumsq, 1)), 64 if shape.block_m > 8 else 1)
     _matmul_kernel[(triton.cdiv(N, shape.block_n // 2 if gated else shape.block_n),)](
         meta,
         x,
         weight,
+        spare if packed is None else linear.scale,
+        linear.zero.view(torch.int16) if linear.zero is not None else spare,
+        spare if linear.order is None else linear.order,
         spare if bias is None else bias,
         out,
         norm if residual else spare,
@@ -187,18 +299,23 @@ def _launch(meta, x, linear, out, norm, normed, sumsq, n_sumsq, eps, residual, g
         sumsq.stride(0),
         rows,
         n_sumsq,
-        max(triton.next_power_of_2(rows), 8),
+        max(triton.next_power_of_2(rows), shape.block_m),
         N,
-        weight.shape[1],
+        K,
         n_sumsq > 0,
-        triton.next_power_of_2(max(n_sumsq, 1)),
+        sumsq_block,
         bias is not None,
         residual,
         gated,
+        linear.format,
+        K if packed is None else packed.group,
+        1 if packed is None else packed.rows,
+        linear.zero is not None,
+        linear.order is not None,
         shape.block_n,
         shape.num_warps,
         min(shape.ahead, tiles),
-        min(shape.x_ahead, tiles),
+        min(shape.x_ahead, tiles * parts),
         pdl,
         interpreted(),
         **options(shape.num_warps, pdl, shape.registers),

@@ -154,13 +154,13 @@ def matvec_normed_ref(meta, normed, linear, out, sumsq, n_sumsq, eps, split=None
     for row in running(meta, out.shape[0]):
         x = normed[row].float()
         scale = torch.rsqrt(sumsq[row, :n_sumsq].sum() / x.numel() + eps)
-        y = (linear.weight.float() @ x) * scale
+        y = (linear.matrix() @ x) * scale
         out[row] = y if linear.bias is None else y + linear.bias.float()
 
 
 def matvec_residual_ref(meta, x, linear, hidden, norm, normed, sumsq, split=None):
     for row in running(meta, hidden.shape[0]):
-        hidden[row] += linear.weight.float() @ x[row].float()
+        hidden[row] += linear.matrix() @ x[row].float()
         normed[row] = (hidden[row] * norm.float()).to(normed.dtype)
         sumsq[row] = 0
         sumsq[row, 0] = hidden[row].square().sum()
@@ -168,7 +168,7 @@ def matvec_residual_ref(meta, x, linear, hidden, norm, normed, sumsq, split=None
 
 def matvec_bytes(meta, x, linear, out, *rest) -> int:
     """The weights once for all rows, the rows in and out."""
-    return linear.weight.nbytes + x.nbytes + out.nbytes
+    return linear.nbytes + x.nbytes + out.nbytes
 
 
 MATVEC_NORMED = Op(matvec_normed, matvec_normed_ref, matvec_bytes, (_matvec_kernel,), outputs=("out",))

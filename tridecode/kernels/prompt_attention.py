@@ -8,6 +8,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .chunks import CHUNK_COUNT, CHUNK_FIRST, CHUNK_SLOT, CHUNK_START, CHUNK_WIDTH, MAX_CHUNKS, listed
 from .common import interpreted, options
+from .fp8_kv import from_e4m3, held, is_fp8, row_bytes, scales
 from .op import Op
 from .splits import EMPTY, LOG2E
 
@@ -22,6 +23,8 @@ def _turns(
     m,
     q,
     pool_desc,
+    k_scale_ptr,
+    v_scale_ptr,
     table_ptr,
     first,
     end,
@@ -29,19 +32,28 @@ def _turns(
     k_row,
     v_row,
     rows_of_page,
+    stride_sp,
     BLOCK_T: tl.constexpr,
     WINDOW: tl.constexpr,
     MASKED: tl.constexpr,
     STAGES: tl.constexpr,
+    FP8: tl.constexpr,
     TYPE: tl.constexpr,
+    DOT_FP32: tl.constexpr,
 ):
     """Attend to the positions [first, end), from the first of a page on; MASKED where a row may not see all of them."""
     last = tl.maximum(end - 1, 0) // BLOCK_T
     page = tl.load(table_ptr + tl.minimum(first // BLOCK_T, last))
     for t in tl.range(first, end, BLOCK_T, num_stages=STAGES):
         row = page * rows_of_page
+        scales_of_page = page.to(tl.int64) * stride_sp + tl.arange(0, BLOCK_T)
         page = tl.load(table_ptr + tl.minimum(t // BLOCK_T + 1, last))  # a turn ahead: nothing waits for it
-        s = tl.dot(q, pool_desc.load([row + k_row, 0]).to(TYPE).T, input_precision="ieee")
+        k = pool_desc.load([row + k_row, 0])
+        if FP8:
+            k = from_e4m3(k, DOT_FP32)
+        s = tl.dot(q, k.to(TYPE).T, input_precision="ieee")
+        if FP8:
+            s *= tl.load(k_scale_ptr + scales_of_page)[None, :].to(tl.float32)
         if MASKED:
             offs_t = (t + tl.arange(0, BLOCK_T))[None, :]
             seen = offs_t <= positions[:, None]
@@ -55,6 +67,10 @@ def _turns(
         alpha = tl.exp2(m - m_new)
         l = l * alpha + tl.sum(p, 1)
         v = pool_desc.load([row + v_row, 0])
+        if FP8:
+            v = from_e4m3(v, DOT_FP32)
+            scale = tl.load(v_scale_ptr + scales_of_page)[None, :].to(tl.float32)
+            p *= tl.where((t + tl.arange(0, BLOCK_T) < end)[None, :], scale, 0.0)
         if MASKED:  # what lies behind the last row's position may be anything, NaN too
             v = tl.where((t + tl.arange(0, BLOCK_T) < end)[:, None], v, 0.0)
         acc = tl.dot(p.to(v.dtype).to(TYPE), v.to(TYPE), acc * alpha[:, None], input_precision="ieee")
@@ -75,6 +91,8 @@ def _prompt_attention_kernel(
     page_table_ptr,
     q_ptr,
     pool_desc,
+    k_scale_ptr,
+    v_scale_ptr,
     partial_ptr,
     lse_ptr,
     counter_ptr,
@@ -84,6 +102,9 @@ def _prompt_attention_kernel(
     k_row,
     v_row,
     rows_of_page,
+    rows_of_head,
+    stride_sp,
+    stride_sh,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     D: tl.constexpr,
@@ -96,13 +117,15 @@ def _prompt_attention_kernel(
     SPLITS: tl.constexpr,
     LEAST: tl.constexpr,
     PIECE: tl.constexpr,
+    FP8: tl.constexpr,
     DOT_FP32: tl.constexpr,
 ):
     """Each row attends to the positions of its slot up to its own.
 
     chunks: [MAX_CHUNKS, CHUNK_WIDTH] int32; page_table: [slots, max_pages] int32; q: [rows, HEADS, D]; pool:
     descriptor of the whole of it as [pages * rows_of_page, D], a tile being the BLOCK_T positions of a page, whose K of
-    this layer begin at k_row and V at v_row, head by head; partial: [MOST, BLOCK_M, BLOCK_D] fp32 and lse:
+    this layer begin at k_row and V at v_row, rows_of_head for each head; if FP8 codes, with scales
+    [pages, KV_HEADS, PAGE] (see fp8_kv.py); partial: [MOST, BLOCK_M, BLOCK_D] fp32 and lse:
     [MOST, 2, BLOCK_M] fp32, scratch; counter: [MOST] int32, zero between launches; out: [rows, HEADS * D] (output), of
     which rows of no chunk are not written. Grid (programs,).
     The programs share items, a block of a chunk's rows and a head each, those with most to do first. Where there are
@@ -145,18 +168,21 @@ def _prompt_attention_kernel(
             q = (q.to(tl.float32) * (scale * LOG2E)).to(q_ptr.dtype.element_ty).to(TYPE)
             positions = start + tl.minimum(offs_m, count - 1)
             table_ptr = page_table_ptr + slot * stride_table
-            head_row = head // (HEADS // KV_HEADS) * BLOCK_T
+            kv_head = head // (HEADS // KV_HEADS)
+            head_row, head_scale = kv_head * rows_of_head, kv_head.to(tl.int64) * stride_sh
             acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
             l = tl.zeros([BLOCK_M], tl.float32)
             m = tl.full([BLOCK_M], EMPTY, tl.float32)
             if WINDOW == 0:
                 acc, l, m = _turns(
-                    acc, l, m, q, pool_desc, table_ptr, begin, whole, positions, k_row + head_row, v_row + head_row,
-                    rows_of_page, BLOCK_T, 0, False, STAGES, TYPE,
+                    acc, l, m, q, pool_desc, k_scale_ptr + head_scale, v_scale_ptr + head_scale, table_ptr, begin,
+                    whole, positions, k_row + head_row, v_row + head_row, rows_of_page, stride_sp, BLOCK_T, 0, False,
+                    STAGES, FP8, TYPE, DOT_FP32,
                 )  # fmt: skip
             acc, l, m = _turns(
-                acc, l, m, q, pool_desc, table_ptr, whole, end, positions, k_row + head_row, v_row + head_row,
-                rows_of_page, BLOCK_T, WINDOW, True, STAGES, TYPE,
+                acc, l, m, q, pool_desc, k_scale_ptr + head_scale, v_scale_ptr + head_scale, table_ptr, whole, end,
+                positions, k_row + head_row, v_row + head_row, rows_of_page, stride_sp, BLOCK_T, WINDOW, True, STAGES,
+                FP8, TYPE, DOT_FP32,
             )  # fmt: skip
             rows, left = first_row + within * BLOCK_M, count - within * BLOCK_M
             if used == 1:
@@ -236,7 +262,7 @@ def prompt_attention(chunks, page_table, q, k_cache, v_cache, partial, lse, coun
     _, heads, D = q.shape
     pages, kv_heads, page, _ = k_cache.shape
     block = [page, triton.next_power_of_2(D)]
-    rows_of_page = k_cache.stride(0) // D
+    rows_of_page, k_scale, v_scale = k_cache.stride(0) // D, scales(k_cache), scales(v_cache)
     pool = k_cache.as_strided((pages * rows_of_page, D), (D, 1), 0)  # one view for all layers
     assert partial.numel() >= shape.programs * shape.block_m * block[1], "less scratch than the launch shape needs"
     # With a program for each item it is the GPU that hands out the work, and better than any fixed share.
@@ -246,6 +272,8 @@ def prompt_attention(chunks, page_table, q, k_cache, v_cache, partial, lse, coun
         page_table,
         q,
         TensorDescriptor.from_tensor(pool, block),
+        k_scale,
+        v_scale,
         partial,
         lse,
         counter,
@@ -255,6 +283,9 @@ def prompt_attention(chunks, page_table, q, k_cache, v_cache, partial, lse, coun
         k_cache.storage_offset() // D,
         v_cache.storage_offset() // D,
         rows_of_page,
+        k_cache.stride(1) // D,
+        k_scale.stride(0),
+        k_scale.stride(1),
         heads,
         kv_heads,
         D,
@@ -267,6 +298,7 @@ def prompt_attention(chunks, page_table, q, k_cache, v_cache, partial, lse, coun
         shape.splits,
         shape.least,
         min(PIECE, block[1]),
+        is_fp8(k_cache),
         interpreted(),
         **options(shape.num_warps),
     )
@@ -279,10 +311,10 @@ def prompt_attention_ref(chunks, page_table, q, k_cache, v_cache, partial, lse, 
         first = max(chunk.start - window + 1, 0) // page if window else 0  # of the pages
         table = page_table[chunk.slot, first : -(-chunk.end // page)].long()
         if len(table) == 1:  # then nothing is copied
-            held = (cache[table[0]] for cache in (k_cache, v_cache))
+            found = (held(cache, (table[0],)) for cache in (k_cache, v_cache))
         else:
-            held = (cache[table].transpose(0, 1).flatten(1, 2) for cache in (k_cache, v_cache))
-        keys, values = (cache[None, :, : chunk.end - first * page] for cache in held)
+            found = (held(cache, (table,)).transpose(0, 1).flatten(1, 2) for cache in (k_cache, v_cache))
+        keys, values = (cache[None, :, : chunk.end - first * page].to(q.dtype) for cache in found)
         attend_masked(
             q[chunk.rows].transpose(0, 1)[None], keys, values,
             out[chunk.rows].view(chunk.count, heads, D).transpose(0, 1), window, scale,
@@ -309,7 +341,7 @@ def prompt_attention_bytes(
 ) -> int:
     """q and the output, and K and V of each slot once."""
     ends = sum(chunk.end for chunk in listed(chunks))
-    return q.nbytes + out.nbytes + 2 * ends * k_cache.shape[1] * k_cache.shape[3] * k_cache.itemsize
+    return q.nbytes + out.nbytes + 2 * ends * k_cache.shape[1] * row_bytes(k_cache)
 
 
 PROMPT_ATTENTION = Op(

@@ -5,6 +5,7 @@ import triton.language as tl
 
 from .chunks import chunk_of, listed
 from .common import options
+from .fp8_kv import e4m3_scale, is_fp8, put, scales, to_e4m3
 from .op import Op
 from .rope import _partner, _rms_rope, _rotation, rms_norm, rotate
 
@@ -21,10 +22,14 @@ def _rope_write_kernel(
     q_ptr,
     k_ptr,
     v_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
     eps,
     stride_table,
     stride_kp,
     stride_kh,
+    stride_sp,
+    stride_sh,
     PAGE: tl.constexpr,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -33,13 +38,15 @@ def _rope_write_kernel(
     KV_BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
     QK_NORM: tl.constexpr,
+    FP8: tl.constexpr,
 ):
     """q and k of a token, normalised where the family does and rotated; v as it is. A program a token.
 
     chunks: [MAX_CHUNKS, CHUNK_WIDTH] int32; page_table: [slots, max_pages] int32; qkv:
     [rows, (HEADS + 2 KV_HEADS) * D]; q_norm, k_norm: [D]; cos, sin: [capacity, D / 2] fp32; q: [rows, HEADS * D]
-    (output); k, v: the cache, [pages, KV_HEADS, PAGE, D], written at the tokens' positions (output). Rows of no chunk
-    are not written. Moves each element once in and once out; partners come from L1. Grid (rows,).
+    (output); k, v: the cache, [pages, KV_HEADS, PAGE, D], written at the tokens' positions (output), if FP8 codes, with
+    their scales [pages, KV_HEADS, PAGE] (output; see fp8_kv.py). Rows of no chunk are not written. Moves each element
+    once in and once out; partners come from L1. Grid (rows,).
     """
     row = tl.program_id(0)
     held, slot, position = chunk_of(chunks_ptr, row)
@@ -69,10 +76,24 @@ def _rope_write_kernel(
     k = tl.load(qkv_ptr + kv_heads * D + offs_d[None, :], mask=mask, other=0.0).to(tl.float32)
     k_partner = tl.load(qkv_ptr + kv_heads * D + partner[None, :], mask=mask, other=0.0).to(tl.float32)
     cos, sin = _rotation(cos_ptr, sin_ptr, k_norm_ptr, offs_d, D, QK_NORM)
-    k = _rms_rope(k, k_partner, cos, sin, eps, D, QK_NORM).to(k_ptr.dtype.element_ty)
-    tl.store(k_ptr + cache, k, mask=mask)
-    v = tl.load(qkv_ptr + (KV_HEADS + kv_heads) * D + offs_d[None, :], mask=mask)
-    tl.store(v_ptr + cache, v, mask=mask)
+    k = _rms_rope(k, k_partner, cos, sin, eps, D, QK_NORM)
+    v = tl.load(qkv_ptr + (KV_HEADS + kv_heads) * D + offs_d[None, :], mask=mask, other=0.0)
+    if FP8:
+        cells = page * stride_sp + tl.arange(0, KV_BLOCK).to(tl.int64) * stride_sh + position % PAGE
+        _store_fp8(k_ptr + cache, k_scale_ptr + cells, k, mask, tl.arange(0, KV_BLOCK) < KV_HEADS)
+        _store_fp8(v_ptr + cache, v_scale_ptr + cells, v.to(tl.float32), mask, tl.arange(0, KV_BLOCK) < KV_HEADS)
+    else:
+        tl.store(k_ptr + cache, k.to(k_ptr.dtype.element_ty), mask=mask)
+        tl.store(v_ptr + cache, v, mask=mask)
+
+
+@triton.jit
+def _store_fp8(ptrs, scale_ptrs, x, mask, mask_heads):
+    """Rows x, one a head, as codes and scales."""
+    scale, inverse = e4m3_scale(x, 1)
+    codes, _ = to_e4m3(x * inverse[:, None])
+    tl.store(ptrs, codes, mask=mask)
+    tl.store(scale_ptrs, scale.to(tl.bfloat16), mask=mask_heads)
 
 
 def rope_write(chunks, page_table, qkv, q_norm, k_norm, cos, sin, q, k_cache, v_cache, eps):
@@ -81,6 +102,7 @@ def rope_write(chunks, page_table, qkv, q_norm, k_norm, cos, sin, q, k_cache, v_
     [D] or None."""
     rows, heads, D = q.shape
     _, kv_heads, page, _ = k_cache.shape
+    k_scale, v_scale = scales(k_cache), scales(v_cache)
     spare = cos  # stands in for absent norms
     _rope_write_kernel[(rows,)](
         chunks,
@@ -93,10 +115,14 @@ def rope_write(chunks, page_table, qkv, q_norm, k_norm, cos, sin, q, k_cache, v_
         q,
         k_cache,
         v_cache,
+        k_scale,
+        v_scale,
         eps,
         page_table.stride(0),
         k_cache.stride(0),
         k_cache.stride(1),
+        k_scale.stride(0),
+        k_scale.stride(1),
         page,
         heads,
         kv_heads,
@@ -105,6 +131,7 @@ def rope_write(chunks, page_table, qkv, q_norm, k_norm, cos, sin, q, k_cache, v_
         triton.next_power_of_2(kv_heads),
         triton.next_power_of_2(D),
         q_norm is not None,
+        is_fp8(k_cache),
         **options(4),
     )
 
@@ -124,8 +151,8 @@ def rope_write_ref(chunks, page_table, qkv, q_norm, k_norm, cos, sin, q, k_cache
         for place in range(start // page, -(-end // page)):
             first, last = max(place * page, start), min((place + 1) * page, end)
             cells = table[place], slice(None), slice(first - place * page, last - place * page)
-            k_cache[cells] = new_k[first - start : last - start].transpose(0, 1).to(k_cache.dtype)
-            v_cache[cells] = new_v[first - start : last - start].transpose(0, 1).to(v_cache.dtype)
+            put(k_cache, cells, new_k[first - start : last - start].transpose(0, 1))
+            put(v_cache, cells, new_v[first - start : last - start].transpose(0, 1))
 
 
 def rope_write_bytes(chunks, page_table, qkv, q_norm, k_norm, cos, sin, q, k_cache, v_cache, eps) -> int:

@@ -14,7 +14,9 @@ def _held(x, position, HOLD: tl.constexpr):
     there are more than the 48 KiB beyond which the whole step is slower."""
     if HOLD:
         if position >= 0:
-            x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=True, pack=2)
+            x = tl.inline_asm_elementwise(
+                "mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=True, pack=32 // x.dtype.primitive_bitwidth
+            )
     return x
 
 

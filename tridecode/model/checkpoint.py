@@ -9,10 +9,9 @@ import json
 import math
 import re
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import BinaryIO
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -21,12 +20,16 @@ from ..arguments import shown
 from ..errors import CheckpointError, DeviceError, brief
 from .config import ModelConfig, read_config
 from .files import open_regular, present, unique, unreadable
-from .host_layers import BUFFERS, HostLayers, layer_bytes, make_host_layers
+from .formats.scheme import Stored
+from .host_layers import HostLayers, make_host_layers
 from .hub import INDEX, SINGLE, shard_map
+from .loading import Loader, quantise_into
+from .pieces import FLOATS, Piece, Target, device_bytes, pieces, stored, targets
 from .weights import LayerWeights, Linear, Weights
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # of safetensors
 _DTYPE_BYTES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2}
+_DTYPE_BYTES |= {"I8": 1, "U8": 1, "F8_E4M3": 1}
 _HEADER_LIMIT = 100_000_000  # bytes; safetensors' own limit
 _MOST_DIMENSIONS = 8  # of any tensor in a file; a product of more numbers than that may itself take minutes
 _PIECE = 64 * 2**20  # most bytes that travel to the device at once
@@ -42,64 +45,9 @@ class TensorInfo:
     shape: tuple[int, ...]
     begin: int
 
-
-@dataclass(frozen=True)
-class Piece:
-    """Where a checkpoint's tensor goes: rows `start` to `start + shape[0]` of the tensor called `target`."""
-
-    target: str
-    start: int
-    shape: tuple[int, ...]
-
-
-def _pieces(config: ModelConfig) -> dict[str, Piece]:
-    """Every tensor a checkpoint of this configuration must hold, by its name there; targets are named as in Weights."""
-    hidden, inner, q, kv = config.hidden_size, config.intermediate_size, config.q_size, config.kv_size
-    found = {"model.embed_tokens.weight": Piece("embed", 0, (config.vocab_size, hidden))}
-    for i in range(config.num_layers):
-        ours, theirs = f"layers.{i}.", f"model.layers.{i}."
-        found[theirs + "input_layernorm.weight"] = Piece(ours + "input_norm", 0, (hidden,))
-        for name, start, rows in (("q", 0, q), ("k", q, kv), ("v", q + kv, kv)):
-            found[f"{theirs}self_attn.{name}_proj.weight"] = Piece(ours + "qkv.weight", start, (rows, hidden))
-            if config.qkv_bias:
-                found[f"{theirs}self_attn.{name}_proj.bias"] = Piece(ours + "qkv.bias", start, (rows,))
-        if config.qk_norm:
-            found[theirs + "self_attn.q_norm.weight"] = Piece(ours + "q_norm", 0, (config.head_dim,))
-            found[theirs + "self_attn.k_norm.weight"] = Piece(ours + "k_norm", 0, (config.head_dim,))
-        found[theirs + "self_attn.o_proj.weight"] = Piece(ours + "o_proj.weight", 0, (hidden, q))
-        found[theirs + "post_attention_layernorm.weight"] = Piece(ours + "post_norm", 0, (hidden,))
-        found[theirs + "mlp.gate_proj.weight"] = Piece(ours + "gate_up.weight", 0, (inner, hidden))
-        found[theirs + "mlp.up_proj.weight"] = Piece(ours + "gate_up.weight", inner, (inner, hidden))
-        found[theirs + "mlp.down_proj.weight"] = Piece(ours + "down.weight", 0, (hidden, inner))
-    found["model.norm.weight"] = Piece("final_norm", 0, (hidden,))
-    if not config.tie_word_embeddings:
-        found["lm_head.weight"] = Piece("lm_head", 0, (config.vocab_size, hidden))
-    return found
-
-
-def _targets(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor on the device."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    for piece in _pieces(config).values():
-        rows = shapes.get(piece.target, (0,))[0] + piece.shape[0]
-        shapes[piece.target] = (rows, *piece.shape[1:])
-    return shapes
-
-
-def parameter_count(config: ModelConfig) -> int:
-    """Number of parameters; a tied LM head counts once."""
-    return sum(math.prod(shape) for shape in _targets(config).values())
-
-
-def weight_bytes(config: ModelConfig, dtype: torch.dtype, on_host: int = 0) -> int:
-    """Bytes that the weights take on the device in `dtype`; on_host: as load_weights takes it."""
-    total = parameter_count(config) * dtype.itemsize
-    return total - (on_host - BUFFERS) * host_layer_bytes(config, dtype) if on_host else total
-
-
-def host_layer_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
-    """Of one layer in the host's memory."""
-    return layer_bytes(_targets(config), dtype)
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * _DTYPE_BYTES[self.dtype]
 
 
 def load_config(path: Path) -> ModelConfig:
@@ -110,6 +58,12 @@ def load_config(path: Path) -> ModelConfig:
         embed = _tensors(path).get("model.embed_tokens.weight") if any(path.glob("*.safetensors")) else None
         if embed is not None and embed.dtype in DTYPES:
             config = replace(config, dtype=str(DTYPES[embed.dtype]).removeprefix("torch."))
+    for name, piece in pieces(config).items():
+        if (scheme := piece.scheme) and scheme.rows <= 1 and scheme.group and piece.shape[1] % scheme.group:
+            raise CheckpointError(
+                f"{path / 'config.json'}: quantization_config: groups of {scheme.group} do not divide the "
+                f"{piece.shape[1]:,} columns of {name}; check that both belong together"
+            )
     return config
 
 
@@ -120,56 +74,43 @@ def load_weights(
     dtype: torch.dtype,
     progress: Callable[[int, int], None] | None = None,
     on_host: int = 0,
+    packs: bool | None = None,
 ) -> Weights:
-    """Load the checkpoint in directory `path` onto `device`, every tensor converted to `dtype`; on_host: how many of
-    the last layers have their projections in the host's memory.
+    """Load the checkpoint in directory `path` onto `device`, every tensor converted to `dtype`, but for weights in
+    fewer bits, which are packed for the kernels; packs: whether, by default on a GPU, else they are dequantised.
+    on_host: how many of the last layers have their projections in the host's memory, all of them as they are.
 
     `progress(done, total)` is called with bytes of the checkpoint's files. Raises CheckpointError, before any memory is
     taken, for a tensor that is wrong, missing, extra or misshapen, and DeviceError when the device is too small.
     """
-    path = Path(path)
+    path, device = Path(path), torch.device(device)
+    packs = device.type == "cuda" if packs is None else packs
     tensors = _tensors(path)
-    pieces = _pieces(config)
-    _check(path, tensors, pieces, config)
-    by_file: dict[Path, list[str]] = {}
-    for name in sorted(pieces, key=lambda name: tensors[name].begin):  # files are read front to back
-        by_file.setdefault(tensors[name].file, []).append(name)
-    total = sum(math.prod(piece.shape) * DTYPES[tensors[name].dtype].itemsize for name, piece in pieces.items())
+    wanted = pieces(config)
+    needed = {name: of for piece in wanted for name, of in stored(piece, wanted[piece]).items()}
+    _check(path, tensors, needed, wanted, config)
+    for file in {tensors[name].file for name in needed}:
+        _check_with_safetensors(file)  # before memory is spent
+    total = sum(tensors[name].nbytes for name in needed)
+
+    def scale_dtype(name: str) -> torch.dtype:
+        scale = next(part for part in stored(name, wanted[name]) if "scale" in part.rpartition(".")[2])
+        return DTYPES[tensors[scale].dtype]
+
+    plan = targets(config, packs, scale_dtype)
     # A piece in flight may need a second copy, to change its dtype: small beside the weights, however small they are.
     limit = min(_PIECE, max(total // 64, 2**16))
-    done = 0
-    for file in by_file:
-        _check_with_safetensors(file)  # before memory is spent
-    targets, host = _allocate(config, torch.device(device), dtype, on_host)
-    row_bytes = {n: math.prod(p.shape[1:]) * DTYPES[tensors[n].dtype].itemsize for n, p in pieces.items()}
-    buffer = torch.empty(max(limit, *row_bytes.values()), dtype=torch.uint8)
-    for file in sorted(by_file):
-        with open_regular(file) as opened:
-            for name in by_file[file]:
-                piece, stored = pieces[name], DTYPES[tensors[name].dtype]
-                opened.seek(tensors[name].begin)
-                target = targets[piece.target][piece.start : piece.start + piece.shape[0]]
-                for place in target.split(max(limit // row_bytes[name], 1)):
-                    done += _read_into(place, stored, opened, file, buffer)
-                    if progress is not None:
-                        progress(done, total)
-    return _assemble(config, targets, host)
-
-
-def _read_into(place: torch.Tensor, stored: torch.dtype, opened: BinaryIO, file: Path, buffer: torch.Tensor) -> int:
-    """Fill `place` with the next bytes of `opened`, numbers of type `stored`; returns how many bytes those were."""
-    straight = place.dtype == stored and place.device.type == "cpu"
-    part = place if straight else buffer[: place.numel() * stored.itemsize].view(stored).view(place.shape)
-    try:
-        got = opened.readinto(part.view(torch.uint8).numpy())
-    except OSError as error:
-        raise unreadable(file, error) from None
-    if got < part.nbytes:
-        raise CheckpointError(f"{file}: became shorter while it was read; load it again once it is whole")
-    if not straight:
-        # A dtype is changed on the device: the bytes cross the bus as they are in the file.
-        place.copy_(part if stored == place.dtype else part.to(place.device))
-    return part.nbytes
+    with ExitStack() as opened:
+        places, host = _allocate(plan, device, dtype, config.num_layers, on_host)
+        loader = Loader(tensors, plan, places, limit, opened)
+        done = 0
+        first = {name: tensors[next(iter(stored(name, piece)))] for name, piece in wanted.items()}
+        for name in sorted(wanted, key=lambda name: (first[name].file, first[name].begin)):  # front to back
+            for count in loader.place(name, wanted[name]):
+                done += count
+                if progress is not None:
+                    progress(done, total)
+    return _assemble(config, plan, places, host)
 
 
 def _check_with_safetensors(file: Path) -> None:
@@ -185,18 +126,24 @@ def _check_with_safetensors(file: Path) -> None:
 
 @torch.no_grad()
 def random_weights(
-    config: ModelConfig, device: torch.device | str, dtype: torch.dtype, seed: int = 0, on_host: int = 0
-) -> Weights:
-    """Weights of the configuration's shapes, drawn on the device, with which activations stay near 1; on_host: as
-    load_weights takes it.
+    config: ModelConfig, device: torch.device | str, dtype: torch.dtype, seed: int = 0, on_host: int = 0,
+    packs: bool | None = None,
+) -> Weights:  # fmt: skip
+    """Weights of the configuration's shapes, drawn on the device, with which activations stay near 1; on_host, packs:
+    as load_weights takes them.
 
     For benchmarks and shape tests: the same seed gives the same numbers on the same kind of device only.
     """
     device = torch.device(device)
-    targets, host = _allocate(config, device, dtype, on_host)
+    plan = targets(config, device.type == "cuda" if packs is None else packs)
+    places, host = _allocate(plan, device, dtype, config.num_layers, on_host)
     generator = torch.Generator(device=device).manual_seed(seed)
-    for name, target in targets.items():
-        tensor = target if target.device.type == device.type else torch.empty_like(target, device=device)
+    for name, target in plan.items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue  # the embedding's numbers
+        tensor = place = places[name]["weight"]
+        if target.made is not None or place.device.type != device.type:
+            tensor = torch.empty(target.shape, dtype=dtype, device=device)
         if tensor.ndim == 2:
             # Each of the 2 * num_layers branches adds its share to the residual stream.
             branch = 2 * config.num_layers if name.endswith(("o_proj.weight", "down.weight")) else 1
@@ -205,21 +152,39 @@ def random_weights(
             tensor.normal_(0.0, 0.02, generator=generator)
         else:
             tensor.normal_(1.0, 0.1, generator=generator)
-        if tensor is not target:
-            target.copy_(tensor)
-    return _assemble(config, targets, host)
+        if target.made is not None:
+            quantise_into(places[name], target, 0, tensor)
+        elif tensor is not place:
+            place.copy_(tensor)
+    return _assemble(config, plan, places, host)
+
+
+def empty_weights(
+    config: ModelConfig, device: torch.device | str, dtype: torch.dtype, on_host: int = 0, packs: bool | None = None
+) -> Weights:
+    """Weights that nobody has filled."""
+    device = torch.device(device)
+    plan = targets(config, device.type == "cuda" if packs is None else packs)
+    return _assemble(config, plan, *_allocate(plan, device, dtype, config.num_layers, on_host))
 
 
 def _allocate(
-    config: ModelConfig, device: torch.device, dtype: torch.dtype, on_host: int = 0
-) -> tuple[dict[str, torch.Tensor], HostLayers | None]:
-    """Every tensor by its name, those of the last `on_host` layers' projections in the host's memory."""
-    needed, shapes, layers = weight_bytes(config, dtype, on_host), _targets(config), config.num_layers
+    plan: dict[str, Target], device: torch.device, dtype: torch.dtype, layers: int, on_host: int
+) -> tuple[dict[str, dict[str, torch.Tensor]], HostLayers | None]:
+    """Target -> part -> tensor, not filled, those of the last `on_host` layers' projections in the host's memory."""
     try:
+        shapes = {name: target.shape for name, target in plan.items()}
+        assert not on_host or all(target.packed is None for target in plan.values()), "words stay on the device"
         host = make_host_layers(shapes, device, dtype, layers - on_host, layers) if on_host else None
-        stored = host.stored if host else {}
-        empty = partial(torch.empty, dtype=dtype, device=device)
-        return {name: stored[name] if name in stored else empty(shape) for name, shape in shapes.items()}, host
+        places = {
+            name: {
+                part: torch.empty(shape, dtype=kind, device=device)
+                for part, (shape, kind) in target.tensors(dtype).items()
+            }
+            for name, target in plan.items()
+            if host is None or name not in host.stored
+        }
+        return places | {name: {"weight": tensor} for name, tensor in host.stored.items()} if host else places, host
     except torch.OutOfMemoryError:
         free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
         room = f"and about {free / 2**30:.2f} GiB are left"
@@ -227,21 +192,37 @@ def _allocate(
         if "alloc" not in str(error):
             raise
         room = "more than there is"
+    needed = device_bytes(plan, dtype, on_host)
     raise DeviceError(
         f"{device}: the weights need {needed / 2**30:.2f} GiB in {str(dtype).removeprefix('torch.')}, {room}; "
         "choose a smaller model or free memory"
     )
 
 
-def _assemble(config: ModelConfig, tensors: dict[str, torch.Tensor], host: HostLayers | None = None) -> Weights:
-    layers, tensors = [], tensors | (host.read if host else {})
+def _assemble(
+    config: ModelConfig, plan: dict[str, Target], places: dict[str, dict[str, torch.Tensor]], host: HostLayers | None
+) -> Weights:
+    if config.tie_word_embeddings and "lm_head.weight" in plan:  # the embedding again, in another format
+        quantise_into(places["lm_head.weight"], plan["lm_head.weight"], 0, places["embed"]["weight"])
+
+    if host:
+        places = places | {name: {"weight": tensor} for name, tensor in host.read.items()}
+
+    def linear(name: str) -> Linear:
+        bias = places.get(f"{name}.bias", {}).get("weight")
+        return Linear(**places[f"{name}.weight"], bias=bias, packed=plan[f"{name}.weight"].packed)
+
+    def plain(name: str) -> torch.Tensor | None:
+        return places.get(name, {}).get("weight")
+
+    layers = []
     for i in range(config.num_layers):
-        get = {name: tensors.get(f"layers.{i}.{name}") for name in ("input_norm", "q_norm", "k_norm", "post_norm")}
-        for name in ("qkv", "o_proj", "gate_up", "down"):
-            get[name] = Linear(tensors[f"layers.{i}.{name}.weight"], tensors.get(f"layers.{i}.{name}.bias"))
+        get = {name: plain(f"layers.{i}.{name}") for name in ("input_norm", "q_norm", "k_norm", "post_norm")}
+        get |= {name: linear(f"layers.{i}.{name}") for name in ("qkv", "o_proj", "gate_up", "down")}
         layers.append(LayerWeights(**get))
-    embed = tensors["embed"]
-    return Weights(embed, tuple(layers), tensors["final_norm"], Linear(tensors.get("lm_head", embed)), host)
+    embed = plain("embed")
+    head = linear("lm_head") if "lm_head.weight" in plan else Linear(embed)
+    return Weights(embed, tuple(layers), plain("final_norm"), head, host)
 
 
 def _tensors(path: Path) -> dict[str, TensorInfo]:
@@ -323,21 +304,32 @@ def _harmless(name: str, config: ModelConfig) -> bool:
     return name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and config.tie_word_embeddings)
 
 
-def _check(path: Path, tensors: dict[str, TensorInfo], pieces: dict[str, Piece], config: ModelConfig) -> None:
+def _check(
+    path: Path, tensors: dict[str, TensorInfo], needed: dict[str, Stored], wanted: dict[str, Piece], config: ModelConfig
+) -> None:
     """Names, shapes and dtypes of the checkpoint's tensors against what the configuration needs."""
-    extra = [name for name in tensors if name not in pieces and not _harmless(name, config)]
-    for name in extra:
-        if _QUANTISED.search(name):
-            raise CheckpointError(
-                f"{tensors[name].file}: tensor {shown(name)} belongs to a quantised checkpoint, "
-                "which is not supported; use the unquantised one"
-            )
-    missing = [name for name in pieces if name not in tensors]
+    harmless = {
+        name.removesuffix("weight") + suffix
+        for name, piece in wanted.items()
+        if piece.scheme is not None
+        for suffix in piece.scheme.read.harmless
+    }
+    extra = [name for name in tensors if name not in needed and name not in harmless and not _harmless(name, config)]
+    missing = [name for name in needed if name not in tensors]
+    if config.quantisation is None:
+        for name in extra:
+            if _QUANTISED.search(name):
+                raise CheckpointError(
+                    f"{tensors[name].file}: tensor {shown(name)} belongs to a quantised checkpoint, "
+                    "but config.json has no quantization_config; restore it, or use the unquantised one"
+                )
     if missing:
         more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
         fix = "download the checkpoint again"
         if missing == ["lm_head.weight"]:
             fix = "set tie_word_embeddings to true in config.json if the LM head is the embedding"
+        elif missing[0] not in wanted:
+            fix = f"quantization_config ({config.quantisation.method}) asks for it: both must belong together"
         raise CheckpointError(f"{path}: tensor {shown(missing[0])} is missing{more}; {fix}")
     if extra:
         more = f" (and {len(extra) - 1} more)" if len(extra) > 1 else ""
@@ -345,15 +337,23 @@ def _check(path: Path, tensors: dict[str, TensorInfo], pieces: dict[str, Piece],
             f"{tensors[extra[0]].file}: tensor {shown(extra[0])}{more} has no place in a {config.family} model of "
             f"{config.num_layers} layers; check config.json, or remove it from the file"
         )
-    for name, piece in pieces.items():
+    for name, of in needed.items():
         info = tensors[name]
-        if info.shape != piece.shape:
+        if _shape(info.shape) != _shape(of.shape):
             raise CheckpointError(
-                f"{info.file}: tensor {shown(name)} must have shape {list(piece.shape)} by config.json, not "
+                f"{info.file}: tensor {shown(name)} must have shape {list(of.shape)} by config.json, not "
                 f"{list(info.shape)}; check that both belong to the same model"
             )
-        if info.dtype not in DTYPES:
+        if info.dtype not in of.dtypes:
+            fix = "check that config.json belongs to it"
+            if of.dtypes == FLOATS:
+                fix = "use the unquantised checkpoint, or convert it with transformers' save_pretrained"
             raise CheckpointError(
-                f"{info.file}: tensor {shown(name)} must be one of {', '.join(DTYPES)}, got {shown(info.dtype)}; "
-                "use the unquantised checkpoint, or convert it with transformers' save_pretrained"
+                f"{info.file}: tensor {shown(name)} must be one of {', '.join(of.dtypes)}, got {shown(info.dtype)}; "
+                f"{fix}"
             )
+
+
+def _shape(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Without dimensions of 1 behind the first one: a scale a row is written as [n] or [n, 1], one as [] or [1]."""
+    return tuple(size for size in shape if size != 1) or (1,)

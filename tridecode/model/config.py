@@ -4,12 +4,16 @@ import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..arguments import shown
 from ..errors import CheckpointError, ParameterError, as_json
 from ..layout import MAX_STOP_IDS, NO_TOKEN
 from ..sampling import SamplingParams
 from .files import present, read_file, unique
+
+if TYPE_CHECKING:
+    from .formats.scheme import Quantisation
 
 DTYPES = ("bfloat16", "float16", "float32")
 _JSON_LIMIT = 64 * 2**20  # bytes; a larger config or index is not one
@@ -56,6 +60,15 @@ class ModelConfig:
     bos_id: int | None = None
     stop_ids: tuple[int, ...] = ()
     generation_defaults: tuple[tuple[str, float], ...] = ()
+    quantisation: "Quantisation | None" = None  # of the checkpoint's weights
+    quantise: "Quantisation | None" = None  # what the other weights become while they are loaded
+    fp8_kv: bool = False  # K/V in 8 bits, else in the weights' dtype
+
+    @property
+    def few_bits(self) -> str | None:
+        """The method by which weights have fewer bits, or None."""
+        which = self.quantisation or self.quantise
+        return which and which.method
 
     @property
     def group_size(self) -> int:
@@ -154,6 +167,23 @@ class _Reader:
             raise self.fail(key, f"a finite number above {low:g}" + (f", up to {high:g}" if high < math.inf else ""))
         return float(value)
 
+    def under(self, key: str) -> "_Reader":
+        """The reader of an object in this one."""
+        return _Reader(self.get(key, {}), self.source, f"{self.prefix}{key}.")
+
+    def choice(self, key: str, choices: tuple[str, ...], default: str | None) -> str:
+        value = self.get(key, default)
+        if not isinstance(value, str) or value not in choices:
+            raise self.fail(key, f"one of {', '.join(choices)}")
+        return value
+
+    def names(self, key: str) -> list[str]:
+        """A list of names, or nothing."""
+        value = self.get(key, [])
+        if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+            raise self.fail(key, "a list of names")
+        return value
+
     def flag(self, key: str, default: bool = False) -> bool:
         value = self.get(key, default)
         if not isinstance(value, bool):
@@ -201,6 +231,7 @@ def parse_config(config_json: dict, generation_json: dict | None = None, source=
         sliding_window=sliding_window,
         rope=_rope(read, sizes["max_position"]),
         dtype=_dtype(read),
+        quantisation=_quantisation(read),
         bos_id=bos[0] if bos else None,
         stop_ids=stops,
         generation_defaults=_generation_defaults(generation),
@@ -212,12 +243,6 @@ def _family(read: _Reader) -> Family:
     names = read.get("architectures")
     if not isinstance(names, list) or len(names) != 1 or str(names[0]) not in FAMILIES:
         raise read.fail("architectures", f"a list of one of {', '.join(FAMILIES)}")
-    if (quantization := read.get("quantization_config")) is not None:
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else None
-        raise CheckpointError(
-            f"{read.source}: quantization_config is set (quant_method {as_json(method)}), and quantised checkpoints "
-            "are not supported; use the unquantised checkpoint of this model"
-        )
     if (activation := read.get("hidden_act", "silu")) != "silu":
         raise CheckpointError(
             f"{read.source}: hidden_act must be \"silu\", got {as_json(activation)}: this model's MLP is not supported"
@@ -316,6 +341,14 @@ def _rope(read: _Reader, max_position: int) -> RopeConfig:
         raise rope.fail("high_freq_factor", f"above low_freq_factor ({low:g})")
     original = rope.integer("original_max_position_embeddings", 1, 2**31 - 1, default=max_position)
     return RopeConfig(theta, kind, rope.number("factor"), low, high, original)
+
+
+def _quantisation(read: _Reader) -> "Quantisation | None":
+    if read.get("quantization_config") is None:
+        return None
+    from .formats import methods  # brings torch, which the command line's help needs not
+
+    return methods.parse(read.under("quantization_config"))
 
 
 def _dtype(read: _Reader) -> str:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
+from .formats.packed import Packed
 from .host_layers import HostLayers
 
 
@@ -17,16 +18,24 @@ def short_repr(holder, tensor: torch.Tensor, **facts) -> str:
 class Linear:
     """A projection y = x @ weight.T + bias.
 
-    weight: [out_features, in_features]; bias: [out_features] or None; scale is for quantised formats, None today.
+    weight: [out_features, in_features], or the words of `packed`, with scale, zero and order as that says; bias:
+    [out_features] or None.
     """
 
     weight: torch.Tensor
     bias: torch.Tensor | None = None
     scale: torch.Tensor | None = None
-    format: str = "dense"
+    zero: torch.Tensor | None = None
+    order: torch.Tensor | None = None
+    packed: Packed | None = None
 
     def __repr__(self) -> str:
-        return short_repr(self, self.weight, shape=list(self.weight.shape), bias=self.bias is not None)
+        shape = [self.out_features, self.in_features]
+        return short_repr(self, self.weight, shape=shape, bias=self.bias is not None, format=self.format)
+
+    @property
+    def format(self) -> str:
+        return "dense" if self.packed is None else self.packed.name
 
     @property
     def out_features(self) -> int:
@@ -34,7 +43,20 @@ class Linear:
 
     @property
     def in_features(self) -> int:
-        return self.weight.shape[1]
+        return self.weight.shape[1] if self.packed is None else self.packed.k
+
+    @property
+    def nbytes(self) -> int:
+        """Of the weight and what is needed to read it, without the bias."""
+        return sum(tensor.nbytes for name, tensor in self.tensors().items() if name != "bias")
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        names = ("weight", "bias", "scale", "zero", "order")
+        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+
+    def matrix(self) -> torch.Tensor:
+        """The weight in fp32 [out_features, in_features]."""
+        return self.weight.float() if self.packed is None else self.packed.codes(self.tensors()).dequantised()
 
 
 @dataclass(frozen=True)
@@ -80,17 +102,25 @@ class Weights:
     def dtype(self) -> torch.dtype:
         return self.embed.dtype
 
+    @property
+    def tied(self) -> bool:
+        """Whether the LM head is the embedding itself."""
+        return self.lm_head.packed is None and self.lm_head.weight.data_ptr() == self.embed.data_ptr()
+
+    def formats(self) -> list[str]:
+        """Those of its projections, without repetition."""
+        linears = [v for layer in self.layers for v in vars(layer).values() if isinstance(v, Linear)]
+        return list(dict.fromkeys(linear.format for linear in (*linears, self.lm_head)))
+
     def tensors(self) -> dict[str, torch.Tensor]:
         """Every tensor by a dotted name, a tied lm_head once."""
         found = {"embed": self.embed, "final_norm": self.final_norm}
-        if self.lm_head.weight.data_ptr() != self.embed.data_ptr():
-            found["lm_head"] = self.lm_head.weight
+        if not self.tied:
+            found |= {f"lm_head.{name}": tensor for name, tensor in self.lm_head.tensors().items()}
         for i, layer in enumerate(self.layers):
             for name, value in vars(layer).items():
                 if isinstance(value, Linear):
-                    found[f"layers.{i}.{name}.weight"] = value.weight
-                    if value.bias is not None:
-                        found[f"layers.{i}.{name}.bias"] = value.bias
+                    found |= {f"layers.{i}.{name}.{part}": tensor for part, tensor in value.tensors().items()}
                 elif value is not None:
                     found[f"layers.{i}.{name}"] = value
         return found

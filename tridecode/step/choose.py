@@ -221,6 +221,17 @@ def attention_rows_shape(config: ModelConfig, dtype: torch.dtype, rows: int) -> 
     return AttentionRowsShape(64 if rows > 16 else 32, splits, num_warps=4, least=16, programs=2 * 132, stages=5)
 
 
+def fp8_kv_shape(shape: AttentionShape | AttentionRowsShape) -> AttentionShape | AttentionRowsShape:
+    """For K/V in 8 bits: smaller tiles, and more of them in flight, or more warps, leave registers for the scales."""
+    if isinstance(shape, AttentionRowsShape):
+        if shape.block_t < 32:
+            return shape
+        return replace(shape, block_t=64 if shape.stages > 1 else 32, num_warps=8, programs=132, stages=5)
+    if shape.block_t <= 64:
+        return shape
+    return replace(shape, block_t=64, ahead=shape.ahead * shape.block_t // 64)
+
+
 def prompt_tiles_fit(head_dim: int, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether attention of prompts by Triton has a launch shape there: elsewhere its tiles need more registers or more
     shared memory than there are, and torch's attention is faster."""

@@ -36,7 +36,7 @@ def read(run: Run, m: DecodeModel, rows: int, decoding: int = 0) -> None:
     for i, layer in enumerate(m.weights.layers):
         run("input_norm", ADD_NORM, p.hidden, p.delta if i else None, layer.input_norm, p.x, eps)
         hosted.weights_fetched(run, m, i)
-        run("qkv", LINEAR, p.x, layer.qkv, p.qkv)
+        run("qkv", LINEAR, p.x, layer.qkv, p.qkv, p.dequantised)
         run(
             "rope", ROPE_WRITE, p.chunks, kv.tables[i], p.qkv, layer.q_norm, layer.k_norm, m.cos, m.sin, p.q, kv.k[i],
             kv.v[i], eps,
@@ -56,11 +56,11 @@ def read(run: Run, m: DecodeModel, rows: int, decoding: int = 0) -> None:
                 d.workspace.attn_counter, p.attended[:decoding], m.scale, eps, c.window(i), shape=d.shapes.attention,
             )  # fmt: skip
         hosted.next_pages(run, m, None, i, layers)
-        run("o_proj", LINEAR, p.attended, layer.o_proj, p.delta)
+        run("o_proj", LINEAR, p.attended, layer.o_proj, p.delta, p.dequantised)
         run("post_norm", ADD_NORM, p.hidden, p.delta, layer.post_norm, p.x, eps)
-        run("gate_up", LINEAR, p.x, layer.gate_up, p.gate_up)
+        run("gate_up", LINEAR, p.x, layer.gate_up, p.gate_up, p.dequantised)
         run("silu_mul", SILU_MUL, p.gate_up, p.act)
-        run("down", LINEAR, p.act, layer.down, p.delta)
+        run("down", LINEAR, p.act, layer.down, p.delta, p.dequantised)
         hosted.next_weights(run, m, None, i)
 
 

@@ -31,7 +31,7 @@ class MatmulShape:
     rows together), its warps share their columns.
 
     ahead, x_ahead: tiles of 32 columns a warp in flight, of the weights (before the wait) and of the activations.
-    registers: the most a thread may use, 0 for no bound.
+    registers: the most a thread may use, 0 for no bound. block_m: rows of a tile, if a pass has fewer.
     """
 
     block_n: int = 16
@@ -39,6 +39,7 @@ class MatmulShape:
     ahead: int = 16
     x_ahead: int = 4
     registers: int = 0
+    block_m: int = 8
 
 
 @dataclass(frozen=True)

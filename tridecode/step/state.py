@@ -12,7 +12,8 @@ from ..kernels.attention_rows import ATTENTION_ROWS
 from ..kernels.op import Op
 from ..model.config import ModelConfig
 from ..model.weights import Weights, short_repr
-from .choose import choose_shapes, invariant_shapes
+from .choose import choose_shapes, fp8_kv_shape, invariant_shapes
+from .few_bits import few_bits
 from .rope import rope_tables
 from .shapes import AttentionRowsShape, FetchShape, PromptAttentionShape, StepShapes
 from .workspace import PromptBuffers, Workspace, first_rows, make_prompt_buffers, make_workspace, named_tensors
@@ -97,6 +98,18 @@ class DecodeModel:
         return {name: t.data_ptr() for name, t in tensors.items()}
 
 
+def shapes_of(
+    config: ModelConfig, weights: Weights, capability: int, gpu: str | None = None, batch_invariant: bool = False
+) -> dict[int, StepShapes]:
+    """Launch shapes by rows, for these weights and K/V on that GPU (see choose_shapes)."""
+    known = config, weights.dtype, capability
+    chosen = invariant_shapes(*known) if batch_invariant else choose_shapes(*known, gpu)
+    found = few_bits(chosen, weights, batch_invariant)
+    if config.fp8_kv:
+        found = {rows: replace(shapes, attention=fp8_kv_shape(shapes.attention)) for rows, shapes in found.items()}
+    return found
+
+
 def make_model(
     config: ModelConfig, weights: Weights, capacity: int, slots: int = 1, page: int | None = None,
     shapes: dict[int, StepShapes] | None = None, pages: int | None = None, rows: int | None = None,
@@ -116,8 +129,9 @@ def make_model(
         gpu = torch.cuda.get_device_name(device)
         major, minor = torch.cuda.get_device_capability(device)
         capability = 10 * major + minor
+    if config.fp8_kv:
+        prompt_shape = replace(prompt_shape, stages=4)  # more spills in some versions of Triton
     if batch_invariant:
-        shapes = shapes or invariant_shapes(config, dtype, capability)
         prompt_shape = replace(prompt_shape, splits=1)
     else:
         prompt_rows = min(prompt_rows, slots * capacity)
@@ -129,7 +143,7 @@ def make_model(
         sin=sin,
         workspace=make_workspace(config, capacity, device, dtype, slots, rows),
         prompt=make_prompt_buffers(config, prompt_rows + (rows or slots), device, dtype, prompt_shape),
-        shapes_by_rows=shapes or choose_shapes(config, dtype, capability, gpu),
+        shapes_by_rows=shapes or shapes_of(config, weights, capability, gpu, batch_invariant),
         pdl=capability >= 90,
         prompt_shape=prompt_shape,
         fixed_chunk=prompt_rows if batch_invariant else 0,

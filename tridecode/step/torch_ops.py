@@ -7,6 +7,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from ..kernels.chunks import listed
+from ..kernels.dequantise import dequantise
+from ..kernels.fp8_kv import held
 from ..kernels.gather_kv import gather_kv
 from ..kernels.op import Op
 from ..kernels.prompt_attention import prompt_attention_bytes
@@ -20,19 +22,42 @@ BACKENDS = {
 }
 
 
-def linear(x: torch.Tensor, weights: Linear, out: torch.Tensor) -> None:
-    """out [rows, out_features] = x [rows, in_features] @ weight.T + bias."""
-    if weights.bias is None:
-        torch.mm(x, weights.weight.T, out=out)
+def linear(x: torch.Tensor, weights: Linear, out: torch.Tensor, scratch: torch.Tensor) -> None:
+    """out [rows, out_features] = x [rows, in_features] @ weight.T + bias.
+
+    scratch: flat, of x's dtype. A weight in fewer bits is dequantised there, as many rows as it holds at a time.
+    """
+    if weights.packed is None:
+        _product(x, weights.weight, weights.bias, out)
+        return
+    K = weights.in_features
+    step = scratch.numel() // K
+    for first in range(0, weights.out_features, step):
+        end = min(first + step, weights.out_features)
+        rows = scratch[: (end - first) * K].view(-1, K)
+        dequantise(weights, first, end, rows)
+        _product(x, rows, weights.bias if weights.bias is None else weights.bias[first:end], out[:, first:end])
+
+
+def linear_ref(x: torch.Tensor, weights: Linear, out: torch.Tensor, scratch: torch.Tensor) -> None:
+    weight = weights.weight if weights.packed is None else weights.matrix().to(x.dtype)
+    _product(x, weight, weights.bias, out)
+
+
+def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+    if bias is None:
+        torch.mm(x, weight.T, out=out)
     else:
-        torch.addmm(weights.bias, x, weights.weight.T, out=out)
+        torch.addmm(bias, x, weight.T, out=out)
 
 
-def linear_bytes(x: torch.Tensor, weights: Linear, out: torch.Tensor) -> int:
-    return x.nbytes + weights.weight.nbytes + out.nbytes
+def linear_bytes(x: torch.Tensor, weights: Linear, out: torch.Tensor, scratch: torch.Tensor) -> int:
+    """A weight in fewer bits is written and read again in x's dtype."""
+    again = 0 if weights.packed is None else 2 * weights.out_features * weights.in_features * x.itemsize
+    return x.nbytes + weights.nbytes + again + out.nbytes
 
 
-LINEAR = Op(linear, linear, linear_bytes, outputs=("out",))
+LINEAR = Op(linear, linear_ref, linear_bytes, outputs=("out",))
 
 
 def torch_attention(backend: str, chunks: Sequence[Chunk]) -> Op:
@@ -60,7 +85,9 @@ def block_attention(table, page_table, q, k_cache, v_cache, partial, lse, counte
         for first in range(chunk.start, chunk.end, page):
             end, row = min(first + page, chunk.end), chunk.first + first - chunk.start
             pages = page_table[chunk.slot, : first // page + 1].long()
-            keys, values = (cache[pages].transpose(0, 1).flatten(1, 2).float() for cache in (k_cache, v_cache))
+            keys, values = (
+                held(cache, (pages,)).transpose(0, 1).flatten(1, 2).float() for cache in (k_cache, v_cache)
+            )
             keys[:, end:], values[:, end:] = 0, 0  # not written yet: it may be anything
             rows = q[row : row + page].float().view(page, kv_heads, -1, D).permute(1, 2, 0, 3).flatten(1, 2)
             behind = torch.arange(first, first + page)[:, None] - torch.arange(first + page)

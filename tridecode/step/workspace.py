@@ -22,6 +22,7 @@ from ..model.config import ModelConfig
 from ..model.weights import short_repr
 from .shapes import MAX_SPLITS, TILE_ROWS, PromptAttentionShape
 
+DEQUANTISED = 2**25  # numbers: the most of a weight in fewer bits that stand there in all their bits at once
 # By slot; all else is by row.
 OF_SLOTS = ("tokens", "counts", "bias", "mask", "mask_stamp", "out", "out_logprobs", "out_top_ids")
 
@@ -132,6 +133,7 @@ class PromptBuffers:
     attended: torch.Tensor  # [rows, q_size]
     gate_up: torch.Tensor  # [rows, 2 * intermediate]
     act: torch.Tensor  # [rows, intermediate]
+    dequantised: torch.Tensor  # flat: rows of a weight in fewer bits, in front of a product
     partial: torch.Tensor  # fp32, scratch of attention
     lse: torch.Tensor  # fp32
     counter: torch.Tensor  # int32, zero between launches
@@ -168,6 +170,7 @@ def make_prompt_buffers(
         attended=real(config.q_size),
         gate_up=real(2 * config.intermediate_size),
         act=real(config.intermediate_size),
+        dequantised=torch.empty(DEQUANTISED if config.few_bits else 0, dtype=dtype, device=device),
         partial=torch.empty(scratch["partial"], device=device),
         lse=torch.empty(scratch["lse"], device=device),
         counter=torch.zeros(scratch["counter"], dtype=torch.int32, device=device),

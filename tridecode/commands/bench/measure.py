@@ -15,6 +15,7 @@ from ...layout import RUN, STATUS
 from ...memory import free_memory, plan_memory
 from ...model.checkpoint import random_weights
 from ...model.presets import PRESETS
+from ...placement import to_quantise
 from ...sampling import SamplingParams
 from ...step.dispatch import Dispatcher
 from ...step.graphs import EagerSteps, StepGraphs, make_steps
@@ -44,7 +45,8 @@ def need_gpu() -> None:
 
 
 def preset_engine(
-    preset: str, capacity: int, graph: str = "full", slots: int = 1, kv_tokens: int | None = None, **more
+    preset: str, capacity: int, graph: str = "full", slots: int = 1, kv_tokens: int | None = None,
+    quantize: str | None = None, quantize_head: str = "fp8", kv_dtype: str = "auto", **more,
 ) -> Engine:
     """An engine of a public shape with random weights, its cache filled with random K/V; kv_tokens: a multiple of PAGE.
     more: of Engine.build.
@@ -54,7 +56,8 @@ def preset_engine(
     if preset not in PRESETS:
         raise ParameterError(f"preset must be one of {', '.join(PRESETS)}, got {preset!r}")
     need_gpu()
-    config, device = PRESETS[preset], torch.device("cuda", torch.cuda.current_device())
+    config = to_quantise(PRESETS[preset], quantize, quantize_head, kv_dtype)
+    device = torch.device("cuda", torch.cuda.current_device())
     plan = plan_memory(config, torch.bfloat16, device, slots)
     plan.kv_tokens(plan.capacity(capacity, str(device)), kv_tokens, str(device))  # an error before memory is spent
     weights = random_weights(config, device, torch.bfloat16)
@@ -67,6 +70,7 @@ def preset_engine(
 def bench_engine(args, capacity: int, slots: int = 1, kv_tokens: int | None = None, **more) -> Engine:
     """The engine of --model or --preset in bf16, for `slots` requests of `capacity` K/V positions at most. more: what
     Engine.load and Engine.build take alike."""
+    more |= dict(quantize=args.quantize, quantize_head=args.quantize_head, kv_dtype=args.kv_dtype)
     if args.model is None:
         return preset_engine(args.preset, capacity, slots=slots, kv_tokens=kv_tokens, **more)
     need_gpu()
@@ -78,7 +82,7 @@ def bench_engine(args, capacity: int, slots: int = 1, kv_tokens: int | None = No
 
 def fill_cache(engine: Engine) -> None:
     """Random K/V at every position, so that a step may start anywhere."""
-    engine.model.kv.pool.normal_()
+    engine.model.kv.fill()
 
 
 @dataclass(frozen=True)
@@ -165,8 +169,7 @@ def step_bytes(engine: Engine, context: int | Sequence[int], steps: int) -> int:
     K/V is that of the mean position of `steps` steps from `context`, one or that of each row, every layer in full.
     """
     weights = engine.model.weights
-    tied = weights.lm_head.weight.data_ptr() == weights.embed.data_ptr()
-    embed = 0 if tied else weights.embed.numel() * weights.dtype.itemsize
+    embed = 0 if weights.tied else weights.embed.numel() * weights.dtype.itemsize
     contexts = [context] if isinstance(context, int) else context
     positions = sum(contexts) + len(contexts) * (steps - 1) / 2
     return int(weights.nbytes() - embed + positions * kv_bytes_per_token(engine.config, weights.dtype))
@@ -200,7 +203,10 @@ def spread(values: list[float], scale: float = 1.0) -> tuple[float, float, float
 
 
 def model_facts(engine: Engine, args) -> dict:
-    return {"preset": args.preset} if args.model is None else {"model": engine.name}
+    facts = {"preset": args.preset} if args.model is None else {"model": engine.name}
+    few = engine.config.few_bits
+    facts |= {"quantize": few, "head": engine.model.weights.lm_head.format} if few else {}
+    return facts | ({"kv_dtype": "fp8"} if engine.config.fp8_kv else {})
 
 
 def run_facts(device: torch.device) -> dict:

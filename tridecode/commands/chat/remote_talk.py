@@ -7,7 +7,8 @@ from ...results import Piece
 from ...sampling import SamplingParams
 from ...text.thinking import SWITCH
 from ..api_key import api_key
-from ..parser import engine_options, sampling_overrides
+from ..engine_options import engine_options
+from ..parser import sampling_overrides
 from ..terminal import Output
 from .conversation import Conversation
 from .talk import Chat

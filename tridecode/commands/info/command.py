@@ -10,10 +10,20 @@ from ...cache.kv import PAGE, kv_bytes_per_token
 from ...errors import DeviceError
 from ...loading import BUNDLED
 from ...memory import plan_memory, prompt_bytes
-from ...model.checkpoint import host_layer_bytes, load_config, parameter_count
+from ...model.checkpoint import load_config
 from ...model.config import ModelConfig
 from ...model.hub import resolve_model
-from ...placement import GraphPlan, capture_support, plan_graphs, plan_kv, plan_weights, resolve_device, resolve_dtype
+from ...model.pieces import host_layer_bytes, parameter_count
+from ...placement import (
+    GraphPlan,
+    capture_support,
+    plan_graphs,
+    plan_kv,
+    plan_weights,
+    resolve_device,
+    resolve_dtype,
+    to_quantise,
+)
 from ...serve.policy import Policy
 from ...step.dispatch import Dispatcher
 from ...version import __version__
@@ -25,7 +35,7 @@ from . import doctor
 def info(args, output: Output) -> int:
     device, backend = resolve_device(args.device, args.backend)
     path = BUNDLED if args.model is None else resolve_model(args.model, weights=False)
-    config = load_config(path)
+    config = to_quantise(load_config(path), args.quantize, args.quantize_head, args.kv_dtype)
     dtype = resolve_dtype(args.dtype, config, device)
     gpus, versions = doctor.gpu_facts(), version_facts()
     support = capture_support(backend, config, dtype, device)
@@ -66,7 +76,14 @@ def model_facts(config: ModelConfig, name: str, path: str) -> dict:
         "vocab_size": config.vocab_size,
         "max_position": config.max_position,
         "dtype": config.dtype,
+        "formats": formats(config),
     }
+
+
+def formats(config: ModelConfig) -> list[str]:
+    """Of the weights in fewer bits, in words; the first is the method."""
+    which = config.quantisation or config.quantise
+    return [which.method, *(scheme.describe() for scheme in which.schemes)] if which else []
 
 
 def graphs_of(args, chunk: int, support: tuple[bool, bool]) -> GraphPlan:
@@ -108,6 +125,7 @@ def memory_facts(
         "slots": slots,
         "kv_tokens": pool,
         "kv_bytes": pool * per_token,
+        "kv_dtype": "fp8" if config.fp8_kv else str(dtype).removeprefix("torch."),
         "offload": offload and asdict(offload) | {"page": kv.page, "host_tokens": offload.host * kv.page},
         "problem": problem,
     }
@@ -177,6 +195,7 @@ def as_text(report: dict) -> str:
     rows = [
         ("model", f"{model['name']}, family {model['family']}, {where}"),
         ("parameters", f"{model['parameters']:,}, {model['dtype']} in the checkpoint"),
+        *([("formats", "; ".join(model["formats"]))] if model["formats"] else []),
         ("layers", f"{model['layers']} of width {model['hidden_size']:,}; {heads}; vocabulary {model['vocab_size']:,}"),
         ("would run", f"{run['device']}, backend {run['backend']}, {run['dtype']}, {graph_words(run)}"),
         ("kernels", kernel_words(run, model["layers"])),
@@ -249,7 +268,8 @@ def pool_words(memory: dict) -> str:
     if offload := memory["offload"]:
         most = offload["ring"] * offload["page"]
         host = f"; {offload['host_tokens']:,} more on the host, of which {most:,} can run"
-    return f"; {slots} {memory['kv_tokens']:,} positions, {size(memory['kv_bytes'])}{host}"
+    held = f"{memory['kv_tokens']:,} positions, {memory['kv_dtype']}, {size(memory['kv_bytes'])}"
+    return f"; {slots} {held}{host}"
 
 
 def graph_words(run: dict) -> str:

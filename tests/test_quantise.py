@@ -1,0 +1,120 @@
+"""Quantising: while a checkpoint is loaded, and into a checkpoint that others read."""
+
+import pytest
+import torch
+from checkpoints import write_tiny
+from quantised import WIDTHS, write_quantised
+
+from tridecode.commands.main import main
+from tridecode.engine import Engine
+from tridecode.errors import ParameterError
+from tridecode.model.checkpoint import load_config, load_weights, random_weights
+from tridecode.model.formats.quantise import SCHEMES, fitted, quantised, rules
+from tridecode.model.pieces import weight_bytes
+from tridecode.placement import to_quantise
+
+KINDS = pytest.mark.parametrize("kind, error", [("fp8", 0.03), ("int8", 0.007), ("int4", 0.11)])
+
+
+def relative_rms(out: torch.Tensor, ref: torch.Tensor) -> float:
+    return ((out.double() - ref.double()).norm() / ref.double().norm()).item()
+
+
+@KINDS
+def test_weights_are_near_what_they_were(kind, error):
+    weight = torch.randn(64, 256, generator=torch.Generator().manual_seed(1)) * 0.02
+    found = quantised(weight, SCHEMES[kind]).dequantised()
+    assert 0 < relative_rms(found, weight) < error
+
+
+def test_the_best_scale_is_no_worse_than_the_largest_number_says():
+    weight = torch.randn(64, 256, generator=torch.Generator().manual_seed(1))
+    best = (quantised(weight, SCHEMES["int4"]).dequantised() - weight).square().sum()
+    parts = weight.view(64, 2, 128)
+    scale = (parts.abs().amax(2, keepdim=True) / 7).bfloat16().float()
+    plain = ((parts / scale).round().clamp(-8, 7) * scale - parts).square().sum()
+    assert best < 0.95 * plain
+
+
+def test_zeros_stay_zeros():
+    for kind in SCHEMES:
+        assert not quantised(torch.zeros(4, 256), SCHEMES[kind]).dequantised().any()
+
+
+def test_groups_divide_the_columns():
+    assert [fitted(SCHEMES["int4"], k).group for k in (256, 192, 96, 80)] == [128, 64, 32, 0]
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3-tied", "qwen2"])
+@KINDS
+def test_loading_and_packing_agree(kind, error, family, tmp_path):
+    config = to_quantise(load_config(write_tiny(tmp_path, family)), kind, "fp8")
+    packed = load_weights(tmp_path, config, "cpu", torch.float32, packs=True)
+    wide = load_weights(tmp_path, config, "cpu", torch.float32, packs=False)
+    name = {"fp8": "e4m3"}.get(kind, kind)
+    assert packed.formats() == list(dict.fromkeys([name, "e4m3"])) and wide.formats() == ["dense"]
+    for ours, theirs in zip(packed.layers, wide.layers):
+        for role in ("qkv", "o_proj", "gate_up", "down"):
+            assert torch.equal(getattr(ours, role).matrix(), getattr(theirs, role).weight)
+    assert torch.equal(packed.lm_head.matrix(), wide.lm_head.weight)
+    assert not packed.tied
+
+
+@KINDS
+def test_an_engine_that_quantises_answers(kind, error, tmp_path):
+    write_tiny(tmp_path, "qwen3", **WIDTHS)
+    ids = [3, 40, 5, 106, 7]
+    exact = Engine.load(tmp_path, device="cpu").score(ids)
+    found = Engine.load(tmp_path, device="cpu", quantize=kind).score(ids)
+    assert 0 < relative_rms(found, exact) < 6 * error
+
+
+def test_the_memory_plan_counts_packed_weights(tmp_path):
+    config = to_quantise(load_config(write_tiny(tmp_path, "qwen3")), "int4", "fp8")
+    weights = random_weights(config, "cpu", torch.bfloat16, packs=True)
+    assert weights.nbytes() == weight_bytes(config, torch.bfloat16, packs=True)
+
+
+def test_a_quantised_checkpoint_is_not_quantised_again(tmp_path):
+    write_quantised(tmp_path, "awq")
+    with pytest.raises(ParameterError, match="quantize int4: the checkpoint is quantised already .awq."):
+        Engine.load(tmp_path, device="cpu", quantize="int4")
+    with pytest.raises(ParameterError, match="quantize must be fp8, int8 or int4"):
+        Engine.load(tmp_path, device="cpu", quantize="int3")
+
+
+@KINDS
+def test_a_written_checkpoint_is_what_loading_makes(kind, error, tmp_path):
+    source, out = write_tiny(tmp_path / "source", "qwen3", shards=3), tmp_path / "out"
+    assert main(["quantize", str(source), str(out), "--to", kind, "--head", "fp8", "--quiet"]) == 0
+    config = to_quantise(load_config(source), kind, "fp8")
+    made = load_weights(source, config, "cpu", torch.float32, packs=True)
+    read = load_weights(out, load_config(out), "cpu", torch.float32, packs=True)
+    expected, found = made.tensors(), read.tensors()
+    assert set(expected) == set(found)
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    assert main(["quantize", str(source), str(out), "--quiet"]) == 1
+
+
+def test_transformers_reads_a_written_checkpoint(tmp_path):
+    import transformers
+
+    source, out = write_tiny(tmp_path / "source", "qwen3", **WIDTHS), tmp_path / "out"
+    assert main(["quantize", str(source), str(out), "--to", "int4", "--quiet"]) == 0
+    ids = [3, 40, 5, 106, 7]
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
+    with torch.no_grad():
+        expected = theirs(torch.tensor([ids])).logits[0]
+    assert relative_rms(Engine.load(out, device="cpu").score(ids), expected) < 1e-4
+
+
+def test_rules_name_projections_and_the_head():
+    which = rules("int4", "keep")
+    assert which.scheme("model.layers.0.mlp.down_proj") is SCHEMES["int4"] and which.scheme("lm_head") is None
+    assert which.scheme("model.embed_tokens") is None and rules("int4", "fp8").scheme("lm_head") is SCHEMES["fp8"]
+
+
+def test_tune_has_no_shapes_for_fewer_bits(tmp_path, capsys):
+    write_quantised(tmp_path, "awq")
+    assert main(["tune", "--model", str(tmp_path)]) == 1
+    assert "--model: tune searches launch shapes of bf16 weights; these have fewer bits" in capsys.readouterr().err

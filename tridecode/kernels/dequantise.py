@@ -1,0 +1,90 @@
+"""dequantise: rows of a weight in fewer bits become bf16, in front of a matrix product of many rows."""
+
+import torch
+import triton
+import triton.language as tl
+
+from .bits import pair, unpack
+from .common import interpreted, options
+from .op import Op
+
+BLOCK_N = 32
+
+
+@triton.jit
+def _dequantise_kernel(
+    weight_ptr,
+    scale_ptr,
+    zero_ptr,
+    order_ptr,
+    out_ptr,
+    first,
+    end,
+    K: tl.constexpr,
+    FORM: tl.constexpr,
+    GROUP: tl.constexpr,
+    SCALE_ROWS: tl.constexpr,
+    ZEROS: tl.constexpr,
+    ORDERED: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """out[row - first] = the weight's row, for rows first to end - 1.
+
+    weight, scale, zero, order: as _matmul_kernel has them; out: [rows, K] (output). Moves the rows' words, and 2 * K
+    bytes a row. Grid (cdiv(rows, BLOCK_N), tiles of 16 words).
+    """
+    PARTS: tl.constexpr = 4 if FORM == "int4" else 2
+    GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
+    tile = tl.program_id(1)
+    rows = first + tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
+    mask = rows < end
+    words = (K + PARTS * 32 - 1) // (PARTS * 32) * 16
+    offs = tile * 16 + tl.arange(0, 16)[None, :]
+    w = tl.load(weight_ptr + rows.to(tl.int64) * words + offs, mask=mask, other=0)
+    for part in tl.static_range(PARTS):
+        column = tile * PARTS * 32 + part * 32
+        group = tl.minimum(column, K - 1) // GROUP
+        zero = pair(tl.load(zero_ptr + rows * GROUPS + group, mask=mask, other=0)) if ZEROS else 0
+        scale = tl.load(scale_ptr + rows // SCALE_ROWS * GROUPS + group, mask=mask, other=0.0).to(tl.float32)
+        value = unpack(w, zero, part, FORM, ZEROS, INTERPRETED).to(tl.float32) * scale
+        columns = column + tl.arange(0, 32)[None, :]
+        within = mask & (columns < K)
+        if ORDERED:
+            columns = tl.load(order_ptr + columns, mask=columns < K, other=0)
+        out_ptrs = out_ptr + (rows - first).to(tl.int64) * K + columns
+        tl.store(out_ptrs, value.to(out_ptr.dtype.element_ty), mask=within)
+
+
+def dequantise(linear, first: int, end: int, out):
+    """out [end - first, in_features] = rows first to end - 1 of the weight of a packed Linear."""
+    packed = linear.packed
+    _dequantise_kernel[(triton.cdiv(end - first, BLOCK_N), triton.cdiv(packed.k, packed.tile))](
+        linear.weight,
+        linear.scale,
+        out if linear.zero is None else linear.zero.view(torch.int16),
+        out if linear.order is None else linear.order,
+        out,
+        first,
+        end,
+        packed.k,
+        packed.name,
+        packed.group,
+        packed.rows,
+        linear.zero is not None,
+        linear.order is not None,
+        BLOCK_N,
+        interpreted(),
+        **options(4),
+    )
+
+
+def dequantise_ref(linear, first, end, out):
+    out.copy_(linear.matrix()[first:end])
+
+
+def dequantise_bytes(linear, first, end, out) -> int:
+    return linear.nbytes * (end - first) // linear.out_features + out.nbytes
+
+
+DEQUANTISE = Op(dequantise, dequantise_ref, dequantise_bytes, (_dequantise_kernel,), outputs=("out",))

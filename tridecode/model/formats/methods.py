@@ -1,0 +1,16 @@
+"""quantization_config of a config.json: the quant_method's own file reads the rest."""
+
+from . import awq, compressed_tensors, fp8_blocks, gptq
+from .scheme import Quantisation
+
+METHODS = {
+    "awq": awq.parse,
+    "compressed-tensors": compressed_tensors.parse,
+    "fp8": fp8_blocks.parse,
+    "gptq": gptq.parse,
+}
+
+
+def parse(read) -> Quantisation:
+    """read: a config reader of quantization_config. Raises CheckpointError, which names the key."""
+    return METHODS[read.choice("quant_method", tuple(METHODS), None)](read)

@@ -1,0 +1,102 @@
+"""Write an unquantised checkpoint's weights as compressed-tensors, a module at a time."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from .quantise import fitted, quantised
+from .scheme import Codes, Quantisation, Scheme
+
+SHARD = 4 * 2**30  # bytes of a file, a little more with its last tensor
+
+
+def pack(values: torch.Tensor, bits: int) -> torch.Tensor:
+    """int32 [n, k * bits / 32] of codes [n, k]: consecutive columns from the lowest bits on."""
+    parts = torch.nn.functional.pad(values, (0, -values.shape[1] % (32 // bits))).view(len(values), -1, 32 // bits)
+    words = torch.zeros(parts.shape[:2], dtype=torch.int32)
+    for place in range(32 // bits):
+        words |= parts[:, :, place].to(torch.int32) << (place * bits)
+    return words
+
+
+def tensors_of(codes: Codes) -> dict[str, torch.Tensor]:
+    """Suffix -> tensor of a module, its scales as the kernels have them."""
+    if codes.values.dtype == torch.float8_e4m3fn:
+        return {"weight": codes.values, "weight_scale": codes.scale}
+    return {
+        "weight_packed": pack(codes.values, codes.bits),
+        "weight_scale": codes.scale,
+        "weight_shape": torch.tensor(codes.values.shape),
+    }
+
+
+def described(schemes: dict[str, Scheme], ignored: list[str]) -> dict:
+    """quantization_config of modules with their schemes; module names as regular expressions."""
+    by_scheme: dict[Scheme, list[str]] = {}
+    for module, scheme in schemes.items():
+        by_scheme.setdefault(scheme, []).append(module)
+    groups = {}
+    for i, (scheme, modules) in enumerate(by_scheme.items()):
+        form = "float-quantized" if scheme.floating else "pack-quantized"
+        weights = {
+            "num_bits": scheme.bits, "type": "float" if scheme.floating else "int", "symmetric": True,
+            "strategy": "group" if scheme.group else "channel", "group_size": scheme.group or None, "dynamic": False,
+        }  # fmt: skip
+        groups[f"group_{i}"] = {"targets": modules, "weights": weights, "format": form}
+    forms = {group["format"] for group in groups.values()}
+    return {
+        "quant_method": "compressed-tensors", "format": forms.pop() if len(forms) == 1 else "mixed-precision",
+        "quantization_status": "compressed", "config_groups": groups, "ignore": ignored,
+    }  # fmt: skip
+
+
+def write(source: Path, out: Path, rules: Quantisation, progress: Callable[[int, int], None] | None = None) -> None:
+    """The checkpoint in `source` again in the empty directory `out`, with the weights of `rules` quantised."""
+    files = sorted(source.glob("*.safetensors"))
+    total, done, size = sum(file.stat().st_size for file in files), 0, 0
+    shard, shards, schemes, ignored, places = {}, 0, {}, [], {}
+
+    def flush() -> None:
+        nonlocal shard, shards, size
+        if shard:
+            shards += 1
+            name = f"model-{shards:05}.safetensors"
+            save_file(shard, out / name, metadata={"format": "pt"})
+            places.update(dict.fromkeys(shard, name))
+            shard, size = {}, 0
+
+    for file in files:
+        with safe_open(file, framework="pt", device="cpu") as opened:
+            for name in opened.keys():  # noqa: SIM118
+                tensor, module = opened.get_tensor(name), name.removesuffix(".weight")
+                done += tensor.nbytes
+                scheme = rules.scheme(module) if name.endswith(".weight") and tensor.ndim == 2 else None
+                if scheme is None:
+                    ignored += [module] if module == "lm_head" else []
+                    found = {name: tensor}
+                else:
+                    scheme = fitted(scheme, tensor.shape[1])
+                    schemes[module] = scheme
+                    found = {f"{module}.{part}": value for part, value in tensors_of(quantised(tensor, scheme)).items()}
+                shard |= {part: value.contiguous() for part, value in found.items()}
+                size += sum(value.nbytes for value in found.values())
+                if size >= SHARD:
+                    flush()
+                if progress is not None:
+                    progress(done, total)
+    flush()
+    index = {"metadata": {}, "weight_map": places}
+    (out / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+    for other in source.iterdir():
+        if other.is_file() and other.suffix != ".safetensors" and not other.name.endswith(".index.json"):
+            shutil.copyfile(other, out / other.name)
+    values = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    if values.get("tie_word_embeddings"):
+        ignored = ["lm_head"]
+    config = values | {"quantization_config": described(schemes, ignored)}
+    (out / "config.json").write_text(json.dumps(config, indent=2))

@@ -1,0 +1,60 @@
+"""Launch shapes of products whose weights have fewer bits: all by tensor cores, from one row on.
+
+What bounds them is how fast words become numbers, and one row leaves the tensor cores' other columns empty: so a pass
+of one row is a pass of few. Layers whose weight is left as it is, in a role where others have fewer bits, are
+multiplied by the same kernel.
+"""
+
+from dataclasses import replace
+
+from ..model.weights import Weights
+from .shapes import MatmulShape, StepShapes
+
+ROLES = ("qkv", "o_proj", "gate_up", "down", "lm_head")
+ROWS = (1, 8, 16, 32, 64)
+WARPS = 8 * 132  # of all programs together, two for each scheduler of the largest GPUs
+# Rows of a pass -> (format, rows, columns) of a weight -> the shape that was fastest in the whole step.
+TUNED: dict[int, dict[tuple[str, int, int], MatmulShape]] = {rows: {} for rows in ROWS}
+
+
+def few_bits(
+    shapes: dict[int, StepShapes], weights: Weights, batch_invariant: bool = False
+) -> dict[int, StepShapes]:
+    """`shapes` by rows, changed where weights have fewer bits; batch_invariant: so that sums stay in one order."""
+    formats = {role: linear for role in ROLES if (linear := _packed(weights, role)) is not None}
+    if not formats:
+        return shapes
+    by_rows, choose = {}, invariant_shape if batch_invariant else few_bits_shape
+    for rows in shapes if batch_invariant else ROWS:
+        base = shapes[min((at for at in shapes if at >= rows), default=max(shapes))]
+        by_rows[rows] = replace(base, **{role: choose(linear, rows) for role, linear in formats.items()})
+    return by_rows
+
+
+def _packed(weights: Weights, role: str):
+    linears = [weights.lm_head] if role == "lm_head" else [getattr(layer, role) for layer in weights.layers]
+    return next((linear for linear in linears if linear.packed is not None), None)
+
+
+def few_bits_shape(linear, rows: int) -> MatmulShape:
+    """The tuned shape, or few warps, since each has the work before and after its sums to do, but enough for all
+    multiprocessors. Programs of 16 rows of the weights have their scales where they are wanted."""
+    N, K = linear.out_features, linear.in_features
+    if found := TUNED[rows].get((linear.format, N, K)):
+        return found
+    if rows > 16:  # sums of so many rows leave few registers for what is in flight
+        return MatmulShape(16, 8 if rows > 32 else 4, 1, 1)
+    tiles = K // linear.packed.tile  # 16 bytes of a row for each of four lanes
+    warps = 2 if K <= 3072 else 4 if K <= 8192 else 8
+    while warps < 8 and -(-N // 16) * warps < WARPS and tiles > 2 * warps:
+        warps *= 2
+    if rows > 8:
+        return MatmulShape(16, max(warps, 4), 4, 2)
+    return MatmulShape(16, warps, 6 if linear.format == "int8" else 10, 8)  # scales of groups are in flight too
+
+
+def invariant_shape(linear, rows: int) -> MatmulShape:
+    """The warps decide the order of the sums: as many for any number of rows, in tiles of as many that the sums of
+    squares are added alike."""
+    ahead = 4 if rows <= 16 else 2 if rows <= 32 else 1
+    return MatmulShape(16, 8, ahead, ahead, block_m=16)
