@@ -12,6 +12,7 @@ from .shapes import (
     AttentionShape,
     MatmulShape,
     MatvecShape,
+    PromptAttentionShape,
     Shape,
     StepShapes,
     TilesShape,
@@ -219,6 +220,13 @@ def attention_rows_shape(config: ModelConfig, dtype: torch.dtype, rows: int) -> 
         return AttentionRowsShape(32, splits, num_warps=8, least=8, programs=132)
     splits = min(max(2 * 132 // config.num_kv_heads, 1), MAX_SPLITS)
     return AttentionRowsShape(64 if rows > 16 else 32, splits, num_warps=4, least=16, programs=2 * 132, stages=5)
+
+
+def prompt_attention_shape(capability: int, multiprocessors: int, batch_invariant: bool) -> PromptAttentionShape:
+    """In the batch-invariant mode no choice may go by the rows of a pass: nothing is split, and one kernel does all."""
+    if batch_invariant:
+        return PromptAttentionShape(splits=1)
+    return PromptAttentionShape(hopper=multiprocessors if capability == 90 else 0)
 
 
 def prompt_tiles_fit(head_dim: int, dtype: torch.dtype, device: torch.device) -> bool:
