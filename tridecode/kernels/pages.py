@@ -26,7 +26,7 @@ def page_rows(pages, t, stride_kp, PAGE: tl.constexpr, D: tl.constexpr, BLOCK_T:
 
 
 def pool_rows(cache):
-    """(the whole pool as rows of a position and head, [pages * rows, D], rows of a page), from a layer's part of it: one
-    view for all layers."""
+    """(the whole pool as [pages * rows, D], a row being a position of a head; rows of a page), from any layer's part
+    of it."""
     rows = cache.stride(0) // cache.shape[3]
     return cache.as_strided((len(cache) * rows, cache.shape[3]), (cache.shape[3], 1), 0), rows

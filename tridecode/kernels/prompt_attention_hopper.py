@@ -1,4 +1,5 @@
-"""Attention of long prompts on Hopper, in Gluon, which is Triton one level lower: one warp copies, two warpgroups reckon."""
+"""prompt_attention of many rows on Hopper, in Gluon, Triton's own language one level lower: one warp copies, two
+warpgroups compute."""
 
 import torch
 import triton
@@ -18,15 +19,15 @@ from .pages import pool_rows
 from .splits import EMPTY, LOG2E
 
 PAGE = gl.constexpr(64)
-COLUMNS = gl.constexpr(64)  # that lie side by side in shared memory, 128 bytes; further ones behind all rows of those
+COLUMNS = gl.constexpr(64)  # that lie side by side in shared memory, 128 bytes; the next ones behind all rows of those
 HALF = gl.constexpr(64)  # rows of a warpgroup
 BLOCK_M = gl.constexpr(128)  # rows of an item
 BLOCK_N = gl.constexpr(128)  # positions of a tile
 STAGES = gl.constexpr(3)  # tiles of K, and of V, on their way or in use
 THREADS = gl.constexpr(2 * 128 + 32)
-# Named barriers, by which stages are given back: those below 5 are Triton's own.
+# Named barriers, one a stage, at which the warpgroups give it back; those below 5 are Triton's own.
 K_READ = gl.constexpr(5)
-V_READ = gl.constexpr(5 + 3)
+V_READ = gl.constexpr(8)
 # Names that Triton has changed, 3.9's first.
 _copy = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 _view = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
@@ -47,9 +48,9 @@ def _pass(bar):
 
 @gluon.jit
 def _pass_after(l, bar):
-    """_pass, but not before the rows' sums l are known, of which each thread has two. ptxas moves the wait for the
-    products with V as it likes, also before the exponentials that are to run beside them; it does not move it past a
-    barrier, and this one's number depends on l as far as ptxas can know: no sum is ever -0."""
+    """_pass, but not before the rows' sums l are known, of which each thread has two. ptxas would move the wait for the
+    products with V before the exponentials, which are to run beside those. It does not move it past a barrier, and for
+    all it knows the number of this one depends on l; but no sum is -0, whatever the scores are."""
     gl.inline_asm_elementwise(
         "{ .reg .pred p; .reg .b32 x; or.b32 x, $2, $3; setp.eq.u32 p, x, 0x80000000; selp.b32 x, 0, $4, p; "
         "bar.arrive x, $6; mov.b32 $0, 0; mov.b32 $1, 0; }",
@@ -59,8 +60,8 @@ def _pass_after(l, bar):
 
 @gluon.jit
 def _uniform(x):
-    """x, which is the same in all threads, and ptxas is told so: with Triton 3.9 it would else not keep what follows
-    from it in uniform registers, and have too few of the others."""
+    """x, the same in all threads, which ptxas is told so: with Triton 3.9 it would else not keep what follows from x in
+    uniform registers, and spill."""
     return gl.inline_asm_elementwise("shfl.sync.idx.b32 $0, $1, 0, 31, -1;", "=r,r", [x], gl.int32, False, 1)
 
 
@@ -76,8 +77,8 @@ def _rounds(items):
 
 @gluon.jit
 def _item(i, chunk, before, chunks_ptr, total, HEADS: gl.constexpr):
-    """This program's i-th item: (head, block of its chunk, chunk, blocks of the chunks before), the latter two from the
-    item before it."""
+    """This program's i-th item: (head, block of its chunk, chunk, blocks of the chunks before); chunk and before are
+    given as those of the item before it."""
     place = gl.program_id(0)
     if i % 2 == 1:  # to and fro: who had the longest of one round has the shortest of the next
         place = gl.num_programs(0) - 1 - place
@@ -144,7 +145,7 @@ def _copy_items(
 
 @gluon.jit
 def _softmax(s, l, m, scale, first_t, positions, MASKED: gl.constexpr):
-    """(p, l, m, factor of what was summed before), with the scores s [HALF, BLOCK_N] of the positions from first_t on."""
+    """(p, l, m, factor of what was summed before) with the scores s, [HALF, BLOCK_N], of the positions from first_t."""
     S_L: gl.constexpr = s.type.layout
     if MASKED:
         offs_t = gl.arange(0, BLOCK_N, gl.SliceLayout(0, S_L))
@@ -159,8 +160,8 @@ def _softmax(s, l, m, scale, first_t, positions, MASKED: gl.constexpr):
 
 @gluon.jit
 def _tiles(acc, l, m, p, c, q, scale, first, end, tiles, positions, shared, MASKED: gl.constexpr):
-    """Of each tile [first, end), counted from the last, the scores, and of the one before it the product with V: the
-    exponentials of one run beside the products of the other, as in FlashAttention-3."""
+    """Of the tiles [first, end), counted from the last, each one's scores and the product with V of the one before:
+    exponentials run beside products, as in FlashAttention-3."""
     _, k_smem, v_smem, _, _, k_full, v_full = shared
     S_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     O_L: gl.constexpr = acc.type.layout
@@ -321,17 +322,19 @@ def fits(q, k_cache, window: int, multiprocessors: int) -> bool:
     return made_for and items >= 2 * multiprocessors
 
 
+def _descriptor(x, block: list[int]) -> TensorDescriptor:
+    return TensorDescriptor.from_tensor(x, block, gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16))
+
+
 def launch(chunks, page_table, q, k_cache, v_cache, out, scale: float, programs: int) -> None:
     """prompt_attention, where it `fits`, by so many programs."""
     rows, heads, D = q.shape
     pool, rows_of_page = pool_rows(k_cache)
-    q_block, pool_block = [HALF.value, D], [PAGE.value, COLUMNS.value]
-    q_layout, pool_layout = (gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16) for block in (q_block, pool_block))
     _prompt_attention_hopper_kernel[(programs,)](
         chunks,
         page_table,
-        TensorDescriptor.from_tensor(q.view(rows, heads * D), q_block, q_layout),
-        TensorDescriptor.from_tensor(pool, pool_block, pool_layout),
+        _descriptor(q.view(rows, heads * D), [HALF.value, D]),
+        _descriptor(pool, [PAGE.value, COLUMNS.value]),
         out,
         scale,
         page_table.stride(0),
