@@ -82,13 +82,13 @@ def test_long_prompts_by_the_kernel_for_hopper(monkeypatch):
     monkeypatch.setattr(prompt_attention_hopper, "launch", noted)
     sizes = dict(num_layers=3, num_heads=32, num_kv_heads=8, capacity=1536, max_position=1536)
     for graph, attention in (("full", "triton"), ("full_decode_only", "triton"), ("full", "flash")):
-        build = dict(page=64, prompt_graph_sizes=[1280], prompt_attention=attention)
+        build = dict(page=64, prompt_graph_sizes=[1200], prompt_attention=attention)
         engine = tiny_engine(graph=graph, dtype=DTYPE, build=build, **sizes)
         while engine.capture_next():
             pass
         before = len(launches)
         engine.generate(ids(1200), GREEDY)
-        assert (len(launches) > before) == (graph == "full_decode_only"), "launched eagerly there, captured or not here"
+        assert (len(launches) > before) == (graph == "full_decode_only"), "a captured pass launches nothing"
         found[graph, attention] = engine.model.kv.held(0, 1200)
     captured, launched, flash = found.values()
     assert launches and torch.equal(captured, launched) and close(captured, flash)

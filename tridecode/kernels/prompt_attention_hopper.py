@@ -41,14 +41,14 @@ def _meet(bar):
 
 
 @gluon.jit
-def _pass(bar):
-    """Come by at a named barrier, and go on."""
+def _arrive(bar):
+    """Come by at a named barrier and go on."""
     gl.inline_asm_elementwise("bar.arrive $1, $2; mov.b32 $0, 0;", "=r,r,r", [bar, THREADS], gl.int32, False, 1)
 
 
 @gluon.jit
-def _pass_after(l, bar):
-    """_pass, but not before the rows' sums l are known, of which each thread has two. ptxas would move the wait for the
+def _arrive_after(l, bar):
+    """_arrive, but not before the rows' sums l are known, of which each thread has two. ptxas would move the wait for the
     products with V before the exponentials, which are to run beside those. It does not move it past a barrier, and for
     all it knows the number of this one depends on l; but no sum is -0, whatever the scores are."""
     gl.inline_asm_elementwise(
@@ -174,10 +174,10 @@ def _tiles(acc, l, m, p, c, q, scale, first, end, tiles, positions, shared, MASK
         acc = warpgroup_mma(p, v_smem.index(earlier), acc, is_async=True)
         s = warpgroup_mma_wait(1, deps=[s])
         x, l, m, alpha = _softmax(s, l, m, scale, (tiles - 1 - i) * BLOCK_N, positions, MASKED)
-        _pass_after(l, K_READ + stage)
+        _arrive_after(l, K_READ + stage)
         p_next = gl.convert_layout(x.to(p.dtype), p.type.layout)
         acc, p, p_next = warpgroup_mma_wait(0, deps=[acc, p, p_next])
-        _pass(V_READ + earlier)
+        _arrive(V_READ + earlier)
         acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, O_L))[:, None]
         p = p_next
         c += 1
@@ -230,7 +230,7 @@ def _attend_items(chunks_ptr, out_ptr, scale, total, shared, HEADS: gl.constexpr
         mbarrier.wait(q_full.index(WARPGROUP), i & 1)
         mbarrier.wait(k_full.index(stage), c // STAGES & 1)
         s = warpgroup_mma(q, k_smem.index(stage).permute((1, 0)), zero, use_acc=False)
-        _pass(K_READ + stage)
+        _arrive(K_READ + stage)
         m = gl.full([HALF], EMPTY, gl.float32, ROW_S)
         l = gl.zeros([HALF], gl.float32, ROW_S)
         x, l, m, _ = _softmax(s, l, m, scale, (tiles - 1) * BLOCK_N, positions, True)
@@ -246,7 +246,7 @@ def _attend_items(chunks_ptr, out_ptr, scale, total, shared, HEADS: gl.constexpr
         stage = (c - 1) % STAGES
         mbarrier.wait(v_full.index(stage), (c - 1) // STAGES & 1)
         acc = warpgroup_mma(p, v_smem.index(stage), acc)
-        _pass(V_READ + stage)
+        _arrive(V_READ + stage)
         acc = acc * (1.0 / gl.convert_layout(l, ROW_O))[:, None]
         offs_m = first + gl.arange(0, HALF, ROW_O)
         offs_d = gl.arange(0, D, gl.SliceLayout(0, O_L))
