@@ -48,9 +48,9 @@ def _arrive(bar):
 
 @gluon.jit
 def _arrive_after(l, bar):
-    """_arrive, but not before the rows' sums l are known, of which each thread has two. ptxas would move the wait for the
-    products with V before the exponentials, which are to run beside those. It does not move it past a barrier, and for
-    all it knows the number of this one depends on l; but no sum is -0, whatever the scores are."""
+    """_arrive, but not before the rows' sums l are known, of which each thread has two. ptxas would move the wait for
+    the products with V before the exponentials, which are to run beside those. It does not move it past a barrier, and
+    for all it knows the number of this one depends on l; but no sum is -0, whatever the scores are."""
     gl.inline_asm_elementwise(
         "{ .reg .pred p; .reg .b32 x; or.b32 x, $2, $3; setp.eq.u32 p, x, 0x80000000; selp.b32 x, 0, $4, p; "
         "bar.arrive x, $6; mov.b32 $0, 0; mov.b32 $1, 0; }",
