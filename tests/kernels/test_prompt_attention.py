@@ -113,7 +113,7 @@ LAYOUTS = {
     "whole tiles": [(0, 256, 128)],
     "a row more": [(0, 257, 127)],
     "several": [(2, 200, 0), (0, 70, 300), (1, 129, 511), (3, 1, 64)],
-    "64 slots": [(slot, 1 + 5 * slot % 37, 131 * slot % 900) for slot in range(layout.MAX_CHUNKS)],
+    "64 slots": [(slot, 1 + 5 * slot % 37, 67 * slot % 400) for slot in range(layout.MAX_CHUNKS)],
 }
 
 
