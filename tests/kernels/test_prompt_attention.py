@@ -200,13 +200,14 @@ FITS = dict(rows=1100, heads=32, d=128, page=64, dtype=torch.bfloat16, window=0)
     [
         ({}, True), (dict(d=64), True), (dict(rows=1024), False), (dict(rows=1025), True), (dict(heads=29), False),
         (dict(d=96), False), (dict(page=16), False), (dict(dtype=torch.float16), False), (dict(window=700), False),
+        (dict(held=torch.uint8), False),
     ],
 )  # fmt: skip
 def test_what_is_left_to_hopper(other, fits):
     """132 multiprocessors: 264 blocks of 128 rows and a head."""
     of = FITS | other
     q = torch.empty(of["rows"], of["heads"], of["d"], dtype=of["dtype"], device="meta")
-    k = torch.empty(20, 4, of["page"], of["d"], dtype=of["dtype"], device="meta")
+    k = torch.empty(20, 4, of["page"], of["d"], dtype=of.get("held", of["dtype"]), device="meta")
     assert prompt_attention_hopper.fits(q, k, of["window"], 132) == fits
 
 

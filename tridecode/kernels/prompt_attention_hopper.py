@@ -318,7 +318,8 @@ def fits(q, k_cache, window: int, multiprocessors: int) -> bool:
     """Whether the kernel can do it, and has two items or more for each multiprocessor: with fewer many would idle."""
     rows, heads, D = q.shape
     items = triton.cdiv(rows, BLOCK_M.value) * heads
-    made_for = q.dtype == k_cache.dtype == torch.bfloat16 and D in (64, 128) and k_cache.shape[2] == PAGE.value and window == 0
+    bf16 = q.dtype == k_cache.dtype == torch.bfloat16
+    made_for = bf16 and D in (64, 128) and k_cache.shape[2] == PAGE.value and window == 0
     return made_for and items >= 2 * multiprocessors
 
 
