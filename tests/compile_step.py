@@ -23,6 +23,8 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tridecode import kernels
@@ -34,10 +36,11 @@ from tridecode.model.checkpoint import empty_weights
 from tridecode.model.formats.quantise import rules
 from tridecode.model.presets import PRESETS
 from tridecode.step import decode
+from tridecode.step.choose import prompt_attention_shape
 from tridecode.step.graphs import launcher
 from tridecode.step.prefill import finish, read
-from tridecode.step.shapes import PromptAttentionShape, StepShapes, WideShape
-from tridecode.step.state import PROMPT_SHAPE, DecodeModel, shapes_of
+from tridecode.step.shapes import StepShapes, WideShape
+from tridecode.step.state import DecodeModel, shapes_of
 from tridecode.step.workspace import make_prompt_buffers, make_workspace
 
 MODULES = [import_module(found.name) for found in walk_packages(kernels.__path__, f"{kernels.__name__}.")]
@@ -71,9 +74,10 @@ class Recorder:
                 if param.is_constexpr or value is None or (type(value) is int and value == 1):
                     signature[param.name], constants[param.name] = "constexpr", value
                     continue
-                if isinstance(value, TensorDescriptor):
+                if isinstance(value, TensorDescriptor | GluonDescriptor):
                     block = ", ".join(map(str, value.block_shape))
-                    signature[param.name] = f"tensordesc<{TYPES[value.base.dtype].lstrip('*')}[{block}]>"
+                    layout = f",{value.layout!r}" if isinstance(value, GluonDescriptor) else ""
+                    signature[param.name] = f"tensordesc<{TYPES[value.base.dtype].lstrip('*')}[{block}]{layout}>"
                     continue
                 if isinstance(value, torch.Tensor):
                     signature[param.name] = TYPES[value.dtype]
@@ -94,6 +98,7 @@ def meta_model(preset: str, dtype: torch.dtype, arch: int, capacity: int = 4096)
     config, device = MODELS[preset], torch.device("meta")
     rope = torch.empty(capacity, config.head_dim // 2, device=device)
     weights = empty_weights(config, device, dtype, packs=True)
+    prompt_shape = prompt_attention_shape(arch, 132, batch_invariant=False, fp8_kv=config.fp8_kv)
     return DecodeModel(
         config=config,
         weights=weights,
@@ -101,10 +106,10 @@ def meta_model(preset: str, dtype: torch.dtype, arch: int, capacity: int = 4096)
         cos=rope,
         sin=rope,
         workspace=make_workspace(config, capacity, device, dtype, slots=64),
-        prompt=make_prompt_buffers(config, 256, device, dtype, PromptAttentionShape()),
+        prompt=make_prompt_buffers(config, 2048, device, dtype, prompt_shape),
+        prompt_shape=prompt_shape,
         shapes_by_rows=shapes_of(config, weights, arch),
         pdl=arch >= 90,
-        prompt_shape=replace(PROMPT_SHAPE, stages=4) if config.fp8_kv else PROMPT_SHAPE,
     )
 
 
@@ -144,6 +149,7 @@ def run_all(preset: str, dtype: torch.dtype, arch: int) -> None:
             decode.step(launcher(model), alike.of_rows(rows), "greedy")
     run = launch_ours if arch == 90 and model.config.head_dim <= 128 else launch_but_attention
     read(run, model, 68)
+    read(run, model, 2048)
     read(run, model, 132, decoding=64)
     table = model.kv.page_table[0]
     gather_kv(table, model.kv.k[0], model.kv.v[0], 70, *model.prompt.x.new_empty(2, *model.kv.k[0][0].shape))
@@ -193,7 +199,7 @@ LAUNCHES = []  # filled before the pool forks: (preset, arch, launch)
 def compile_one(index: int) -> str:
     preset, arch, (kernel, signature, constants, attributes, options, pdl) = LAUNCHES[index]
     options = options | ({"launch_pdl": True} if pdl else {})
-    source = ASTSource(kernel, signature, constants, attributes)
+    source = (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, signature, constants, attributes)
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     found = (*resources(compiled.asm["cubin"]), compiled.metadata.shared)
     return " ".join(map(str, (preset, kernel.__name__, arch, *found)))

@@ -11,6 +11,7 @@ from models import CUDA, FAMILIES, tiny_engine
 from tridecode import SamplingParams
 from tridecode.commands.chat.idle import IdleCapture
 from tridecode.errors import ParameterError
+from tridecode.kernels import prompt_attention_hopper
 from tridecode.layout import Chunk
 from tridecode.placement import plan_graphs
 from tridecode.step.dispatch import PROMPT_SIZES, Dispatcher, prompt_sizes
@@ -65,6 +66,32 @@ def test_torchs_attention_stands_between_the_pieces(attention):
         engine.generate(ids(n), GREEDY)
         assert close(engine.model.kv.held(0, n), plain.model.kv.held(0, n))
     assert {stat.mode for stat in engine.graph_stats() if stat.kind == "prompt"} == {"piecewise"}
+
+
+@pytest.mark.skipif(
+    not CUDA or torch.cuda.get_device_capability() != (9, 0), reason="the kernel is for compute capability 9.0 only"
+)
+def test_long_prompts_by_the_kernel_for_hopper(monkeypatch):
+    """Captured as well as launched, the same bits; and close to torch's attention."""
+    found, launches, launch = {}, [], prompt_attention_hopper.launch
+
+    def noted(*args):
+        launches.append(args)
+        launch(*args)
+
+    monkeypatch.setattr(prompt_attention_hopper, "launch", noted)
+    sizes = dict(num_layers=3, num_heads=32, num_kv_heads=8, capacity=1536, max_position=1536)
+    for graph, attention in (("full", "triton"), ("full_decode_only", "triton"), ("full", "flash")):
+        build = dict(page=64, prompt_graph_sizes=[1200], prompt_attention=attention)
+        engine = tiny_engine(graph=graph, dtype=DTYPE, build=build, **sizes)
+        while engine.capture_next():
+            pass
+        before = len(launches)
+        engine.generate(ids(1200), GREEDY)
+        assert (len(launches) > before) == (graph == "full_decode_only"), "a captured pass launches nothing"
+        found[graph, attention] = engine.model.kv.held(0, 1200)
+    captured, launched, flash = found.values()
+    assert launches and torch.equal(captured, launched) and close(captured, flash)
 
 
 @needs_gpu

@@ -7,9 +7,11 @@ from hypothesis import strategies as st
 from util import CUDA, DEVICE, Case, assert_close, cases, in_8_bits, poisoned, random
 
 from tridecode import layout
+from tridecode.kernels import prompt_attention_hopper
 from tridecode.kernels.fp8_kv import held
 from tridecode.kernels.prompt_attention import prompt_attention, prompt_attention_ref, scratch_sizes
 from tridecode.layout import Chunk
+from tridecode.step.choose import prompt_attention_shape
 from tridecode.step.shapes import PromptAttentionShape
 
 PAGE = 64 if CUDA else 16
@@ -41,8 +43,9 @@ def layouts(chunks):
     return found, first + 2  # rows of the pass, padding included
 
 
-def check(heads, kv, d, chunks, window, dtype, shape=SHAPE, fp8=False):
-    """Positions that no row may see hold numbers that would be seen in any sum, or NaN."""
+def arguments(heads, kv, d, chunks, window, dtype, shape, fp8=False):
+    """The chunks, and what prompt_attention takes. Positions that no row may see hold numbers that would be seen in any
+    sum, or NaN."""
     chunks, rows = layouts(chunks)
     slots = 1 + max(chunk.slot for chunk in chunks)
     pages = -(-max(chunk.end for chunk in chunks) // PAGE)
@@ -56,21 +59,24 @@ def check(heads, kv, d, chunks, window, dtype, shape=SHAPE, fp8=False):
     table = torch.zeros(layout.MAX_CHUNKS, layout.CHUNK_WIDTH, dtype=torch.int32, device=DEVICE)
     table[: len(chunks)] = torch.tensor(chunks, dtype=torch.int32)
     order, q = order.int().to(DEVICE), random(rows, heads, d, dtype=dtype, seed=5)
-    out, ref = poisoned(rows, heads * d, dtype=dtype), poisoned(rows, heads * d)
     partial, lse, counter = (poisoned(*size) for size in scratch_sizes(d, shape).values())
-    counter = torch.zeros_like(counter, dtype=torch.int32)
-    scratch = partial, lse, counter
-    ours, exact = pool[:, 1].unbind(1), pool[:, 1].float().unbind(1)
-    if fp8:
-        _, *ours = in_8_bits(pool)
-        exact = [held(cache, (slice(None),)) for cache in ours]
-    prompt_attention(table, order, q, *ours, *scratch, out, window, d**-0.5, shape=shape)
-    prompt_attention_ref(table, order, q.float(), *exact, *scratch, ref, window, d**-0.5)
+    scratch, out = (partial, lse, torch.zeros_like(counter, dtype=torch.int32)), poisoned(rows, heads * d, dtype=dtype)
+    caches = in_8_bits(pool)[1:] if fp8 else pool[:, 1].unbind(1)
+    return chunks, (table, order, q, *caches, *scratch, out, window, d**-0.5)
+
+
+def check(heads, kv, d, chunks, window, dtype, shape=SHAPE, fp8=False):
+    chunks, args = arguments(heads, kv, d, chunks, window, dtype, shape, fp8)
+    prompt_attention(*args, shape=shape)
+    table, order, q, *caches, partial, lse, counter, out, window, scale = args
+    exact, ref = [held(cache, (slice(None),)).float() for cache in caches], poisoned(*out.shape)
+    prompt_attention_ref(table, order, q.float(), *exact, partial, lse, counter, ref, window, scale)
     assert not counter.any(), "counters are zero between launches"
     for chunk in chunks:
         assert_close(out[chunk.rows], ref[chunk.rows], TOLERANCE[dtype], str(chunk))
-    beyond = [*range(chunks[0].first), *range(chunks[-1].rows.stop, rows)]
+    beyond = [*range(chunks[0].first), *range(chunks[-1].rows.stop, len(out))]
     assert out[beyond].isnan().all(), "a row of no chunk was written"
+    return out
 
 
 @CASES
@@ -102,3 +108,118 @@ def test_other_launch_shapes(shape):
 
 def test_many_slots_share_a_pass():
     check(2, 1, 64, [(slot, 1 + slot % 3, slot % 5) for slot in range(layout.MAX_CHUNKS)], 0, DTYPES[0])
+
+
+# Attention of many rows on Hopper.
+hopper_only = pytest.mark.skipif(
+    not CUDA or torch.cuda.get_device_capability() != (9, 0),
+    reason="Gluon has no interpreter, and this kernel is for GPUs of compute capability 9.0",
+)
+LAYOUTS = {
+    "one": [(0, 700, 0)],
+    "later": [(0, 512, 300)],
+    "one row": [(0, 1, 700)],
+    "whole tiles": [(0, 256, 128)],
+    "a row more": [(0, 257, 127)],
+    "several": [(2, 200, 0), (0, 70, 300), (1, 129, 511), (3, 1, 64)],
+    "64 slots": [(slot, 1 + 5 * slot % 37, 67 * slot % 400) for slot in range(layout.MAX_CHUNKS)],
+}
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """How many programs each launch of the Hopper kernel had."""
+    programs, launch = [], prompt_attention_hopper.launch
+
+    def noted(*args):
+        programs.append(args[-1])
+        launch(*args)
+
+    monkeypatch.setattr(prompt_attention_hopper, "launch", noted)
+    return programs
+
+
+@hopper_only
+@pytest.mark.parametrize("programs", [1, 3])
+@pytest.mark.parametrize("chunks", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("heads, kv, d", [(8, 8, 64), (8, 2, 128), (8, 1, 128), (16, 4, 64)])
+def test_hopper_matches_the_reference(heads, kv, d, chunks, programs, launched):
+    check(heads, kv, d, chunks, 0, torch.bfloat16, PromptAttentionShape(hopper=programs))
+    assert launched == [programs]
+
+
+@hopper_only
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=st.lists(st.tuples(COUNTS, STARTS), min_size=1, max_size=5),
+    d=st.sampled_from([64, 128]),
+    programs=st.integers(1, 4),
+)
+def test_hopper_with_any_layout_of_rows(lengths, d, programs):
+    chunks = [(slot, count, start) for slot, (count, start) in enumerate(lengths)]
+    check(8, 2, d, chunks, 0, torch.bfloat16, PromptAttentionShape(hopper=programs))
+
+
+@hopper_only
+@pytest.mark.parametrize("d", [64, 128])
+def test_hopper_gives_the_same_bits_again_and_captured(d, launched):
+    """By as many programs as there are multiprocessors, and with lengths that the capture has not seen."""
+    shape = prompt_attention_shape(90, torch.cuda.get_device_properties(DEVICE).multi_processor_count, False)
+    sizes = 32, 8, d
+    _, args = arguments(*sizes, [(1, 1100, 0), (0, 300, 1000)], 0, torch.bfloat16, shape)
+    table, out = args[0], args[-3]
+    wanted, kept, graph = [], table.clone(), torch.cuda.CUDAGraph()
+    later = kept.clone()
+    later[1, layout.CHUNK_COUNT], later[1, layout.CHUNK_START] = 77, 5
+    for chunks in (kept, later):
+        table.copy_(chunks)
+        prompt_attention(*args, shape=shape)
+        wanted.append(out.clone())
+        out.fill_(float("nan"))
+    with torch.cuda.graph(graph):
+        prompt_attention(*args, shape=shape)
+    for chunks, expected in zip((kept, later), wanted):
+        for _ in range(2):
+            out.fill_(float("nan"))
+            table.copy_(chunks)
+            graph.replay()
+            rows = ~expected.isnan().any(1)
+            assert 1100 < rows.sum() <= 1400
+            assert torch.equal(out[rows], expected[rows]) and out[~rows].isnan().all()
+    assert len(launched) == 3
+
+
+@hopper_only
+@pytest.mark.parametrize("factor", [1e4, 1e30, float("inf")])
+def test_hopper_ends_with_scores_beyond_all_bounds(factor):
+    """Its warps wait for each other: no number may keep one from coming by. The next launch is as it ever was."""
+    shape = PromptAttentionShape(hopper=1)
+    _, args = arguments(8, 2, 128, [(0, 300, 500)], 0, torch.bfloat16, shape)
+    args[2].mul_(factor)
+    prompt_attention(*args, shape=shape)
+    torch.cuda.synchronize()
+    check(8, 2, 128, LAYOUTS["several"], 0, torch.bfloat16, shape)
+
+
+FITS = dict(rows=1100, heads=32, d=128, page=64, dtype=torch.bfloat16, window=0)
+
+
+@pytest.mark.parametrize(
+    "other, fits",
+    [
+        ({}, True), (dict(d=64), True), (dict(rows=1024), False), (dict(rows=1025), True), (dict(heads=29), False),
+        (dict(d=96), False), (dict(page=16), False), (dict(dtype=torch.float16), False), (dict(window=700), False),
+        (dict(held=torch.uint8), False),
+    ],
+)  # fmt: skip
+def test_what_is_left_to_hopper(other, fits):
+    """132 multiprocessors: 264 blocks of 128 rows and a head."""
+    of = FITS | other
+    q = torch.empty(of["rows"], of["heads"], of["d"], dtype=of["dtype"], device="meta")
+    k = torch.empty(20, 4, of["page"], of["d"], dtype=of.get("held", of["dtype"]), device="meta")
+    assert prompt_attention_hopper.fits(q, k, of["window"], 132) == fits
+
+
+def test_hopper_is_for_one_capability_and_never_batch_invariant():
+    chosen = [prompt_attention_shape(*facts).hopper for facts in ((90, 114, False), (90, 114, True), (100, 148, False))]
+    assert chosen == [114, 0, 0]

@@ -1,4 +1,4 @@
-"""Where positions of a slot lie in the pages of the K/V cache; for kernels."""
+"""Where positions of a slot lie in the pages of the K/V cache; for kernels and launchers."""
 
 import triton
 import triton.language as tl
@@ -23,3 +23,10 @@ def page_rows(pages, t, stride_kp, PAGE: tl.constexpr, D: tl.constexpr, BLOCK_T:
         page = tl.where(offs_t < i * PAGE, page, pages[i])
     within = t % PAGE + offs_t if BLOCK_T <= PAGE else offs_t % PAGE
     return (page.to(tl.int64) * stride_kp + within * D)[:, None]
+
+
+def pool_rows(cache):
+    """(the whole pool as [pages * rows, D], a row being a position of a head; rows of a page), from any layer's part
+    of it."""
+    rows = cache.stride(0) // cache.shape[3]
+    return cache.as_strided((len(cache) * rows, cache.shape[3]), (cache.shape[3], 1), 0), rows

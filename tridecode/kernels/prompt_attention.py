@@ -6,10 +6,12 @@ import triton.language as tl
 from torch.nn.functional import scaled_dot_product_attention
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from . import prompt_attention_hopper
 from .chunks import CHUNK_COUNT, CHUNK_FIRST, CHUNK_SLOT, CHUNK_START, CHUNK_WIDTH, MAX_CHUNKS, listed
 from .common import interpreted, options
 from .fp8_kv import from_e4m3, held, is_fp8, row_bytes, scales
 from .op import Op
+from .pages import pool_rows
 from .splits import EMPTY, LOG2E
 
 PIECE = 32  # columns of a tile
@@ -259,11 +261,13 @@ def prompt_attention(chunks, page_table, q, k_cache, v_cache, partial, lse, coun
     """out [rows, heads * D]: attention of the chunks' rows. q: [rows, heads, D]; k_cache, v_cache: a layer's part of
     the pool, [pages, kv_heads, page, D]; partial, lse, counter: scratch of `scratch_sizes`, the last zero. window: 0,
     or the positions attended to."""
+    if shape.hopper and prompt_attention_hopper.fits(q, k_cache, window, shape.hopper):
+        return prompt_attention_hopper.launch(chunks, page_table, q, k_cache, v_cache, out, scale, shape.hopper)
     _, heads, D = q.shape
-    pages, kv_heads, page, _ = k_cache.shape
+    _, kv_heads, page, _ = k_cache.shape
     block = [page, triton.next_power_of_2(D)]
-    rows_of_page, k_scale, v_scale = k_cache.stride(0) // D, scales(k_cache), scales(v_cache)
-    pool = k_cache.as_strided((pages * rows_of_page, D), (D, 1), 0)  # one view for all layers
+    pool, rows_of_page = pool_rows(k_cache)
+    k_scale, v_scale = scales(k_cache), scales(v_cache)
     assert partial.numel() >= shape.programs * shape.block_m * block[1], "less scratch than the launch shape needs"
     # With a program for each item it is the GPU that hands out the work, and better than any fixed share.
     items = triton.cdiv(len(q), shape.block_m) * heads
@@ -344,7 +348,7 @@ def prompt_attention_bytes(
     return q.nbytes + out.nbytes + 2 * ends * k_cache.shape[1] * row_bytes(k_cache)
 
 
-PROMPT_ATTENTION = Op(
+PROMPT_ATTENTION = Op(  # of many rows on Hopper, prompt_attention_hopper's kernel instead
     prompt_attention, prompt_attention_ref, prompt_attention_bytes, (_prompt_attention_kernel,),
     outputs=("partial", "lse", "out"),
 )

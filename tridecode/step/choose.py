@@ -12,6 +12,7 @@ from .shapes import (
     AttentionShape,
     MatmulShape,
     MatvecShape,
+    PromptAttentionShape,
     Shape,
     StepShapes,
     TilesShape,
@@ -230,6 +231,16 @@ def fp8_kv_shape(shape: AttentionShape | AttentionRowsShape) -> AttentionShape |
     if shape.block_t <= 64:
         return shape
     return replace(shape, block_t=64, ahead=shape.ahead * shape.block_t // 64)
+
+
+def prompt_attention_shape(
+    capability: int, multiprocessors: int, batch_invariant: bool, fp8_kv: bool = False
+) -> PromptAttentionShape:
+    """In the batch-invariant mode no choice may go by the rows of a pass: nothing is split, and one kernel does all."""
+    shape = PromptAttentionShape(stages=4) if fp8_kv else PromptAttentionShape()  # more spill in some Triton versions
+    if batch_invariant:
+        return replace(shape, splits=1)
+    return replace(shape, hopper=multiprocessors if capability == 90 else 0)
 
 
 def prompt_tiles_fit(head_dim: int, dtype: torch.dtype, device: torch.device) -> bool:

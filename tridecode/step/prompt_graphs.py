@@ -95,7 +95,8 @@ class PromptGraphs:
         sizes = sorted(self.dispatcher.sizes, reverse=True)
         batches = [BatchDescriptor(kind, rows) for rows in sizes for kind in KINDS if not fixed]
         compile_ahead([partial(self._lines, batch) for batch in batches], forked(model, launcher(model)), model.device)
-        reads = [partial(prefill.read, m=model, rows=4 + decoding, decoding=decoding) for decoding in mixed]
+        tokens = 4, model.prompt.rows - self._most  # with many, attention may be another kernel's
+        reads = [partial(prefill.read, m=model, rows=n + beside, decoding=beside) for n in tokens for beside in mixed]
         if attention is None:
             compile_ahead(reads, forked(model, launch), model.device)
         self._finish = {batch: self._capture_finish(batch) for batch in batches}

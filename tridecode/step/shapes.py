@@ -110,7 +110,8 @@ class AttentionRowsShape:
 @dataclass(frozen=True)
 class PromptAttentionShape:
     """Launch shape of attention of prompts: block_m rows of one head at a time, `stages` pages in flight. Where these
-    are fewer than `programs`, they are split, into up to `splits` parts of at least `least` pages each."""
+    are fewer than `programs`, they are split, into up to `splits` parts of at least `least` pages each. hopper: the
+    multiprocessors of a GPU that prompt_attention_hopper is for; what fits that kernel is left to it. 0: none is."""
 
     block_m: int = 64
     num_warps: int = 4
@@ -118,6 +119,7 @@ class PromptAttentionShape:
     programs: int = 264
     splits: int = 8
     least: int = 4
+    hopper: int = 0
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from ..kernels.attention_rows import ATTENTION_ROWS
 from ..kernels.op import Op
 from ..model.config import ModelConfig
 from ..model.weights import Weights, short_repr
-from .choose import choose_shapes, fp8_kv_shape, invariant_shapes
+from .choose import choose_shapes, fp8_kv_shape, invariant_shapes, prompt_attention_shape
 from .few_bits import few_bits
 from .rope import rope_tables
 from .shapes import AttentionRowsShape, FetchShape, PromptAttentionShape, StepShapes
@@ -113,8 +113,7 @@ def shapes_of(
 def make_model(
     config: ModelConfig, weights: Weights, capacity: int, slots: int = 1, page: int | None = None,
     shapes: dict[int, StepShapes] | None = None, pages: int | None = None, rows: int | None = None,
-    prompt_rows: int = 2048, prompt_shape: PromptAttentionShape = PROMPT_SHAPE, batch_invariant: bool = False,
-    offload: Offload | None = None,
+    prompt_rows: int = 2048, batch_invariant: bool = False, offload: Offload | None = None,
 ) -> DecodeModel:
     """Allocate the state of a model whose weights are loaded, for `slots` of `capacity` K/V positions.
 
@@ -124,16 +123,12 @@ def make_model(
     """
     device, dtype = weights.device, weights.dtype
     cos, sin = rope_tables(config, capacity, device)
-    capability, gpu = 0, None
+    capability, multiprocessors, gpu = 0, 0, None
     if device.type == "cuda":
-        gpu = torch.cuda.get_device_name(device)
-        major, minor = torch.cuda.get_device_capability(device)
-        capability = 10 * major + minor
-    if config.fp8_kv:
-        prompt_shape = replace(prompt_shape, stages=4)  # more spills in some versions of Triton
-    if batch_invariant:
-        prompt_shape = replace(prompt_shape, splits=1)
-    else:
+        facts = torch.cuda.get_device_properties(device)
+        capability, multiprocessors, gpu = 10 * facts.major + facts.minor, facts.multi_processor_count, facts.name
+    prompt_shape = prompt_attention_shape(capability, multiprocessors, batch_invariant, config.fp8_kv)
+    if not batch_invariant:
         prompt_rows = min(prompt_rows, slots * capacity)
     return DecodeModel(
         config=config,
