@@ -100,7 +100,8 @@ def draft(meta, tokens, wanted, keys, counter, drafts, *, most, pdl=False):
     rows, splits = keys.shape
     lanes = triton.next_power_of_2(most)
     _draft_kernel[(len(drafts), splits)](
-        meta, tokens, wanted, keys, counter, drafts, tokens.stride(0), splits, most, lanes, BLOCK, LONGEST, SHORTEST, **options(4, pdl),
+        meta, tokens, wanted, keys, counter, drafts, tokens.stride(0), splits, most, lanes, BLOCK, LONGEST, SHORTEST,
+        pdl, **options(4, pdl),
     )  # fmt: skip
 
 
