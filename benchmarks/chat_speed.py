@@ -74,7 +74,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=5)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
-        os.environ["XDG_STATE_HOME"] = f"{directory}/state"
+        os.environ |= {"XDG_STATE_HOME": f"{directory}/state", "XDG_CONFIG_HOME": f"{directory}/config"}
         args.model = None
         if args.preset:
             args.model = f"{directory}/{args.preset}"

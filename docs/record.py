@@ -113,6 +113,7 @@ class Recorder:
             "PS1": r"[$((SECONDS/60)):$(printf %02d $((SECONDS%60)))] $ ",
             "TERM": "xterm-256color",
             "XDG_STATE_HOME": f"{directory}/state",
+            "XDG_CONFIG_HOME": f"{directory}/config",
             "PIP_QUIET": "1",
             "BASH_SILENCE_DEPRECATION_WARNING": "1",
         }

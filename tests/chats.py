@@ -12,7 +12,7 @@ ROOT = Path(__file__).parent.parent
 # One thread: on a busy machine torch's threads wait for each other in small steps.
 ENVIRONMENT = os.environ | {"TERM": "xterm", "COLUMNS": "200", "OMP_NUM_THREADS": "1"}
 READY = "\x1b[?2004h"  # the prompt is there and reads keys
-STREAMS = r"\x1b\[\?2004l[^\n]*\n\x1b\[\?7;2004h[^\x1b]*[^\s\x1b]{30}"  # the prompt is gone, and text comes
+STREAMS = r"\x1b\[\?2004l(?:[^\n]*\n)?[^\n]*\x1b\[\?7;2004h[^\x1b]*[^\s\x1b]{30}"  # the prompt is gone, and text comes
 
 
 class Script:
@@ -33,6 +33,8 @@ class Script:
 
     def default_params(self, **given):
         return SamplingParams(**given)
+
+    scheduler = SimpleNamespace(reading=lambda: None)
 
     def stream(self, prompt, params, template_variables=None):
         self.prompts.append(prompt)

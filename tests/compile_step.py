@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from pkgutil import walk_packages
@@ -30,7 +31,7 @@ from tridecode.kernels.gather_kv import gather_kv
 from tridecode.model.checkpoint import _allocate, _assemble
 from tridecode.model.presets import PRESETS
 from tridecode.step import decode
-from tridecode.step.choose import choose_shapes
+from tridecode.step.choose import choose_shapes, invariant_shapes
 from tridecode.step.graphs import launcher
 from tridecode.step.prefill import finish, read
 from tridecode.step.shapes import PromptAttentionShape, StepShapes, WideShape
@@ -98,8 +99,8 @@ def meta_model(preset: str, dtype: torch.dtype, arch: int, capacity: int = 4096)
     )
 
 
-def record(preset: str, dtype: torch.dtype, arch: int) -> dict:
-    """Every distinct launch of all kinds of step, and of a prompt pass."""
+def recorded(run) -> dict:
+    """Every distinct launch of what `run` does."""
     launches: dict = {}
     originals = []
     for module in MODULES:
@@ -108,22 +109,32 @@ def record(preset: str, dtype: torch.dtype, arch: int) -> dict:
                 originals.append((module, name, value))
                 setattr(module, name, Recorder(value, launches))
     try:
-        model = meta_model(preset, dtype, arch)
-        for rows in ROWS:
-            for kind in decode.KINDS:
-                decode.step(launcher(model), model.of_rows(rows), kind)
-        few = replace(model.of_rows(16), shapes_by_rows={16: wide(model.of_rows(16).shapes, arch)})
-        decode.step(launcher(model), few, "greedy")
-        run = launch_ours if arch == 90 and model.config.head_dim <= 128 else launch_but_attention
-        read(run, model, 68)
-        read(run, model, 132, decoding=64)
-        table = model.kv.page_table[0]
-        gather_kv(table, model.kv.k[0], model.kv.v[0], 70, *model.kv.pool.new_empty(2, *model.kv.k[0][0].shape))
-        finish(launcher(model), model.of_rows(1), "greedy")
+        run()
     finally:
         for module, name, value in originals:
             setattr(module, name, value)
     return launches
+
+
+def run_all(preset: str, dtype: torch.dtype, arch: int) -> None:
+    """All kinds of step, and a prompt pass."""
+    model = meta_model(preset, dtype, arch)
+    for rows in ROWS:
+        for kind in decode.KINDS:
+            decode.step(launcher(model), model.of_rows(rows), kind)
+            decode.step(launcher(model), model.of_rows(rows), kind, masked=True)
+    few = replace(model.of_rows(16), shapes_by_rows={16: wide(model.of_rows(16).shapes, arch)})
+    decode.step(launcher(model), few, "greedy")
+    if arch == 90:  # the batch-invariant mode, which other GPUs do not have
+        alike = replace(model, shapes_by_rows=invariant_shapes(model.config, dtype, arch))
+        for rows in ROWS:
+            decode.step(launcher(model), alike.of_rows(rows), "greedy")
+    run = launch_ours if arch == 90 and model.config.head_dim <= 128 else launch_but_attention
+    read(run, model, 68)
+    read(run, model, 132, decoding=64)
+    table = model.kv.page_table[0]
+    gather_kv(table, model.kv.k[0], model.kv.v[0], 70, *model.kv.pool.new_empty(2, *model.kv.k[0][0].shape))
+    finish(launcher(model), model.of_rows(1), "greedy")
 
 
 def wide(shapes: StepShapes, arch: int) -> StepShapes:
@@ -174,7 +185,7 @@ def main() -> None:
         distinct = {}
         for preset in presets:
             dtype = torch.float16 if preset in FP16 else torch.bfloat16
-            for key, launch in record(preset, dtype, arch).items():
+            for key, launch in recorded(partial(run_all, preset, dtype, arch)).items():
                 distinct.setdefault(key, (preset, arch, launch))
         LAUNCHES.extend(distinct.values())
     with multiprocessing.get_context("fork").Pool(os.cpu_count()) as pool:

@@ -4,6 +4,7 @@ import io
 import json
 import os
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,10 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+# No test reads the settings of whoever runs it; the processes that tests start inherit this.
+os.environ["XDG_CONFIG_HOME"] = os.path.join(tempfile.gettempdir(), "tridecode-tests-without-settings")
+for name in [name for name in os.environ if name.startswith("TRIDECODE_")]:
+    del os.environ[name]
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "kernels")]
 
 

@@ -29,6 +29,7 @@ from tridecode.memory import plan_memory
 from tridecode.model.checkpoint import load_config
 from tridecode.model.presets import PRESETS
 from tridecode.results import Result, Timings, Usage
+from tridecode.serve.policy import Policy
 from tridecode.step.workspace import named_tensors
 
 ROOT = Path(__file__).parent.parent
@@ -88,6 +89,9 @@ def test_cli_py_is_the_program():
         ("chat --th", "--think"),
         ("chat --think ''", "on off hide"),
         ("chat --model tests/kern", "tests/kernels"),
+        ("chat --model Qw", "Qwen/Qwen3-4B"),
+        ("serve --model bun", "bundled"),
+        ("conf", "config"),
         ("generate --output cli.", "cli.py"),
         ("sess", "sessions"),
         ("sessions ren", "rename"),
@@ -102,8 +106,11 @@ def test_bash_completes(run, tmp_path, typed, completed):
     code, script, err = run("--print-completion", "bash")
     assert (code, err) == (0, "")
     (tmp_path / "script").write_text(script)
+    for name in ("Qwen--Qwen3-4B", "Qwen--$(touch x)"):
+        (tmp_path / "hub" / f"models--{name}").mkdir(parents=True)
     program = (
         "tridecode() { echo rivers; }\n"  # sessions --names
+        f"export HF_HUB_CACHE='{tmp_path}/hub'\n"
         f"source '{tmp_path}/script'; complete -p tridecode >/dev/null || exit 1\n"
         f"COMP_WORDS=(tridecode {typed}); COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1)); _shtab_tridecode\n"
         'echo "${COMPREPLY[@]}"'
@@ -230,6 +237,7 @@ def test_an_answer_that_ends_in_an_error_exits_1(run, monkeypatch):
         default_params=lambda **given: SamplingParams(**given),
         slots=1,
         submit=lambda prompt, params: Answer(),
+        scheduler=SimpleNamespace(reading=lambda: None),
     )
     monkeypatch.setattr(Engine, "load", lambda *args, **kwargs: engine)
     code, out, err = run("generate", "--prompt", "Hello", "--json")
@@ -256,7 +264,9 @@ def test_info_counts_without_loading(run, tiny, monkeypatch):
     assert report["memory"]["weights"] == 4 * parameters  # fp32 on the CPU
     assert report["memory"]["kv_per_token"] == 2 * 2 * 2 * 128 * 4  # K and V, layers, heads, head_dim, fp32
     assert (report["memory"]["context"], report["memory"]["largest_context"]) == (100, 512)
-    assert report["run"] == {"device": "cpu", "backend": "torch", "dtype": "float32", "graph": "none", "pdl": False}
+    assert report["run"] == {
+        "device": "cpu", "backend": "torch", "dtype": "float32", "graph": "none", "pdl": False, "batch_invariant": False
+    }  # fmt: skip
     assert report["versions"]["tridecode"] == __version__ and report["versions"]["python"] == sys.version.split()[0]
     code, out, err = run("info", "--model", tiny, "--device", "cpu")
     assert code == 0 and err == ""
@@ -291,31 +301,42 @@ def test_info_tells_how_prompts_would_be_read(run, tiny):
     report = json.loads(run(*argv, "--json")[1])
     nothing = {"mode": "none", "attention": "torch", "sizes": [], "largest": None, "graphs": 0}
     buffers = report["prompts"].pop("buffers")
-    assert report["prompts"] == nothing | {"chunk_tokens": 300}
+    assert report["prompts"] == nothing | {"chunk_tokens": 300, "sharing": True}
     with Engine.load(tiny, device="cpu", chunk_tokens=300) as engine:
         allocated = sum(tensor.nbytes for tensor in named_tensors(engine.model.prompt).values())
     assert buffers == allocated < report["memory"]["workspace"]
-    assert "\nprompts      in chunks of up to 300 tokens, launched line by line; attention by torch; buffers" in (
-        run(*argv)[1]
-    )
+    words = "in chunks of up to 300 tokens, launched line by line; what several have in common is read once"
+    assert f"\nprompts      {words}; attention by torch; buffers" in run(*argv)[1]
     assert json.loads(run(*argv, "--max-seq-len", 100, "--json")[1])["prompts"]["chunk_tokens"] == 100
+    assert "each is read for itself alone" in run(*argv, "--no-prefix-sharing")[1]
+
+
+def test_info_tells_of_the_batch_invariant_mode(run, tiny):
+    argv = ("info", "--model", tiny, "--device", "cpu", "--batch-invariant")
+    report = json.loads(run(*argv, "--json")[1])
+    assert report["run"]["batch_invariant"] and report["prompts"]["chunk_tokens"] == 256
+    assert "no graph, the same bits in any company" in run(*argv)[1]
+    code, _, err = run(*argv, "--chunk-tokens", 100)
+    assert code == 1 and "--chunk-tokens must be a multiple of 64 with --batch-invariant, got 100" in err
 
 
 @pytest.mark.parametrize(
     "options, expected",
     [
-        ({}, ("full", "triton", 2048, 22, "22 passes of 16 to 2,048 tokens captured whole; attention by triton")),
+        ({}, ("full", "triton", 2048, 22, "22 passes of 16 to 2,048 tokens captured whole; ")),
         (dict(slots=8), ("full", "triton", 2048, 44, "44 passes of 16 to 2,048 tokens captured whole")),
         (dict(prompt_attention="flash"), ("piecewise", "flash", 2048, 22, "captured in pieces between attention")),
+        (dict(slots=8, batch_invariant=None), ("full", "triton", 2048, 1, "1 pass of 2,048 tokens captured whole")),
         (dict(prompt_graph_max_tokens=64), ("full", "triton", 64, 4, "4 passes of 16 to 64 tokens")),
-        (dict(graph="full_decode_only"), ("none", "triton", None, 0, "launched line by line; attention by triton")),
+        (dict(graph="full_decode_only"), ("none", "triton", None, 0, "read once; attention by triton")),
     ],
 )
 def test_info_tells_which_prompt_passes_a_gpu_would_capture(options, expected):
-    words = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
+    words = [f"--{name.replace('_', '-')}" + f"={value}" * (value is not None) for name, value in options.items()]
     args = make_parser().parse_args(["info", *words])
     graphs = info.graphs_of(args, 2048, (True, True))
-    facts = info.prompt_facts(PRESETS["qwen3-4b"], torch.bfloat16, args.slots or 1, 2048, graphs, True)
+    policy = Policy(batch_invariant=args.batch_invariant)
+    facts = info.prompt_facts(PRESETS["qwen3-4b"], torch.bfloat16, args.slots or 1, 2048, graphs, True, policy)
     mode, attention, largest, count, words = expected
     assert (facts["mode"], facts["attention"], facts["largest"], facts["graphs"]) == (mode, attention, largest, count)
     assert words in info.prompt_words(facts) and 200 * 2**20 < facts["buffers"] < 250 * 2**20

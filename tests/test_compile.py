@@ -12,7 +12,6 @@ from models import CUDA
 from tridecode import kernels
 from tridecode.model.presets import PRESETS
 
-SCRIPT = Path(__file__).parent / "compile_step.py"
 FOLDER = Path(kernels.__path__[0])
 SHARED = 48 * 1024  # bytes; above, Triton asks for the largest carve-out, and the step's other kernels lose their L1
 MOST = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}  # KiB; what a program can have at most, for tiles
@@ -28,14 +27,31 @@ ALL = [((*PRESETS, *ODD), arch) for arch in (80, 86, 89, 90, 100, 120)]
 
 @pytest.mark.parametrize("models, arch", ALL if CUDA else FEW + REST, ids=lambda v: f"sm_{v}" if type(v) is int else "")
 def test_every_kernel_compiles_without_spills_or_much_shared_memory(models, arch):
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(SCRIPT.parent.parent), environment.get("PYTHONPATH", "")])
-    command = [sys.executable, SCRIPT, ",".join(models), str(arch)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr[-3000:]
-    rows = [line.split() for line in done.stdout.splitlines()]
+    lines = run_script("compile_step.py", ",".join(models), str(arch)).splitlines()
+    rows = [line.split() for line in lines]
     assert {row[1] for row in rows} == KERNELS - ({"_prompt_attention_kernel"} if arch != 90 else set())
     spilled = [row for row in rows if row[4] != "0" or row[5] != "0"]
     assert not spilled, f"kernels with stack or local memory: {spilled}"
     heavy = [row for row in rows if int(row[6]) > (MOST[arch] if row[1] in LARGE else SHARED)]
     assert not heavy, f"kernels with more than {SHARED} bytes of shared memory: {heavy}"
+
+
+def run_script(script: str, *arguments: str) -> str:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(FOLDER.parents[1]), environment.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, Path(__file__).parent / script, *arguments], capture_output=True, text=True, env=environment
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def test_passes_of_any_number_of_rows_add_in_one_order():
+    """In the batch-invariant mode, as far as the compiler decides it."""
+    found = {}
+    for line in run_script("sum_orders.py", "qwen3-0.6b", "1,64").splitlines():
+        rows, rest = line.split(maxsplit=1)
+        found.setdefault(rows, []).append(rest)
+    assert list(found) == ["1", "64"] and len(found["1"]) > 5
+    assert "wgmma" in "".join(found["1"]), "the products that were meant"
+    assert found["1"] == found["64"]

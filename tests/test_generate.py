@@ -21,7 +21,7 @@ def test_every_sampling_option_is_an_option():
         "--temperature", "0.5", "--top-k", "3", "--top-p", "0.9", "--min-p", "0.1", "--repetition-penalty", "1.1",
         "--presence-penalty", "-1", "--frequency-penalty", "0.5", "--logit-bias", "7=-1.5", "--logit-bias", "8=2",
         "--seed", "4", "--max-tokens", "9", "--stop", "a", "--stop", "b c", "--stop-token-ids", "1,2", "--ignore-eos",
-        "--logprobs", "2",
+        "--logprobs", "2", "--json-schema", "f", "--regex", "r", "--choice", "a", "--grammar", "g",
     ]  # fmt: skip
     given = sampling_overrides(make_parser().parse_args(["generate", *argv]))
     assert (
@@ -29,7 +29,10 @@ def test_every_sampling_option_is_an_option():
         == SAMPLING
         == tuple(sorted(SamplingParams.__dataclass_fields__, key=lambda name: SAMPLING.index(name)))
     )
+    for name in ("json_schema", "regex", "choice"):  # beside the fourth
+        del given[name]
     params = SamplingParams(**given)
+    assert params.grammar == "g"
     assert params.logit_bias == {7: -1.5, 8: 2.0} and params.stop == ("a", "b c") and params.stop_token_ids == (1, 2)
     assert params.ignore_eos is True and params.presence_penalty == -1
     assert sampling_overrides(make_parser().parse_args(["generate"])) == {}

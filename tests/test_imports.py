@@ -53,6 +53,7 @@ ROOMS = {
     "threads": {"cgroup"},
     "arguments": {"errors"},
     "sampling": {"arguments", "errors", "layout"},
+    "grammar": {"arguments", "errors", "sampling", "text"},
     "kernels": {"layout"},
     "model": {"arguments", "errors", "layout", "sampling"},
     "text": {"arguments", "errors", "model"},
@@ -61,7 +62,7 @@ ROOMS = {
     "step": {"cache", "kernels", "layout", "model", "version"},
     "memory": {"cache", "cgroup", "errors", "model", "step"},
     "placement": {"arguments", "cache", "errors", "memory", "model", "step", "prompt"},
-    "serve": {"arguments", "cache", "errors", "layout", "model", "results", "sampling", "step", "text"},
+    "serve": {"arguments", "cache", "errors", "grammar", "layout", "model", "results", "sampling", "step", "text"},
 }
 ROOMS["engine"] = set(ROOMS)
 ROOMS["server"] = set(ROOMS)

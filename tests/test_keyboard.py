@@ -74,7 +74,8 @@ def test_a_message_taller_than_the_window_is_printed_whole(terminal):
     child.send("\r")
     child.expect_exact("the context holds 200")
     child.expect_exact(READY)
-    printed = child.screen.getvalue().rpartition("> <000>")[2].partition("\x1b")[0]
+    shown = re.sub(r"\x1b\[[\d;]*m", "", child.screen.getvalue())
+    printed = shown.rpartition("> <000>")[2].partition("\x1b")[0]
     assert printed.replace("\r\n… ", "\n").strip() == text[5:].strip()
     child.sendeof()
     leaves(child)
@@ -229,3 +230,18 @@ def test_plain_input_tells_a_draft_from_an_empty_line(monkeypatch, lines, left, 
     with pytest.raises(Interrupted) as pressed:
         reader.read()
     assert not pressed.value.typed
+
+
+def test_the_message_is_opened_in_an_editor(terminal, state, tmp_path):
+    editor = tmp_path / "editor"
+    editor.write_text("#!/bin/sh\nprintf '%s' \"$(cat \"$1\") by hand\" > \"$1\"\n")
+    editor.chmod(0o755)
+    child = terminal("--max-tokens", 2, "--temperature", 0, EDITOR=str(editor), VISUAL="")
+    press(child, "written", "written")
+    press(child, "\x18\x05", "by hand")
+    press(child, "\r", "context ")
+    child.expect_exact(READY)
+    child.sendeof()
+    leaves(child)
+    (file,) = (state / "sessions").iterdir()
+    assert [user for user, _ in sessions.read(file).turns] == ["written by hand"]

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tridecode.cache.pages import PagePool
-from tridecode.cache.prefix import PrefixCache
+from tridecode.cache.prefix import HEAD_START, PrefixCache
 
 PAGE = 4
 
@@ -19,20 +19,26 @@ class Cache:
 
     def compute(self, ids, salt=""):
         """A request with these tokens: what it uses of the cache; its pages are then the cache's."""
-        match = self.cache.match(ids, salt)
+        match = self.find(ids, salt)
         shared = [node.page for node in match.nodes]
         self.pool.share(shared)
+        self.cache.use(match.end)
         own = -(-len(ids) // PAGE) - len(shared)
         if own > self.pool.free:
             self.cache.evict(own - self.pool.free)
         pages = shared + self.pool.take(own)
         self.cache.insert(ids, pages, salt)
+        self.cache.leave(match.end)
         self.pool.give_back(pages)
-        self.check()
         return match
 
-    def check(self, held=()):
-        self.cache.assert_consistent()
+    def find(self, ids, salt=""):
+        match = self.cache.match(ids, salt)
+        self.cache.find(match)
+        return match
+
+    def check(self, held=(), used=()):
+        self.cache.assert_consistent(used)
         self.pool.assert_consistent([self.cache.pages(), *held])
 
 
@@ -57,6 +63,7 @@ def test_what_goes_on_takes_the_place_of_what_ended_there():
     assert found(cache.cache.match(list(range(7)))) == 7 and len(cache.cache.pages()) == 2
     cache.compute([*range(6), 50])
     assert len(cache.cache.pages()) == 3, "two ways to go on"
+    cache.check()
 
 
 def test_tenants_do_not_see_each_other():
@@ -69,7 +76,7 @@ def test_ends_go_before_beginnings_and_the_longest_unused_first():
     cache = Cache()
     cache.compute(range(8))
     cache.compute([*range(4), 20, 21, 22, 23])
-    cache.cache.match(list(range(8)))
+    cache.find(list(range(8)))
     assert cache.cache.evict(1) == 1 and found(cache.cache.match([*range(4), 20, 21])) == 4
     assert cache.cache.evict(1) == 1 and found(cache.cache.match(list(range(8)))) == 4
     assert cache.cache.evict(5) == 1 and cache.pool.free == 16
@@ -82,11 +89,13 @@ def test_what_is_in_use_stays_with_all_before_it():
     cache.compute([30, 31, 32, 33])
     match = cache.cache.match(list(range(8)))
     used = [node.page for node in match.nodes]
+    cache.cache.use(match.end)
     cache.pool.share(used)
     assert cache.cache.evictable() == 2 and cache.cache.evict(9) == 2
     assert found(cache.cache.match(list(range(12)))) == 8
-    cache.check([used])
+    cache.check([used], [match.end])
     cache.pool.give_back(used)
+    cache.cache.leave(match.end)
     assert cache.cache.evictable() == 2
     cache.cache.clear()
     assert cache.pool.free == 16
@@ -112,8 +121,58 @@ def test_an_interrupt_loses_no_page(monkeypatch):
             patch.setattr(cache.pool, method, lambda pages: (_ for _ in ()).throw(KeyboardInterrupt))
             pages = cache.pool.take(3)
             cache.cache.insert([*range(6), 9, 9, 9], pages) if method == "share" else cache.cache.evict(1)
+        cache.cache.recover()
         cache.pool.recount([cache.cache.pages()])
         cache.check()
+
+
+def test_what_was_found_again_outlives_newer_pages_that_were_not():
+    """A conversation of three pages, and questions beside it that nobody asks a second time."""
+    cache = Cache(pages=6)
+    cache.compute(range(8))
+    cache.compute(range(12))
+    for i in range(20):
+        cache.compute([100 + i] * 8)
+        assert found(cache.cache.match(list(range(12)))) >= 8, "its two pages that were found"
+    for i in range(HEAD_START):
+        cache.compute([200 + i] * 8)
+    assert found(cache.cache.match(list(range(12)))) == 0, "nobody has come back to it"
+    cache.check()
+
+
+class Colliding(int):
+    """A token whose hash tells it from no other."""
+
+    def __hash__(self):
+        return 1
+
+
+def test_tokens_are_compared_where_hashes_are_equal():
+    cache = Cache()
+    texts = [[Colliding(i), Colliding(2), Colliding(3), Colliding(4), Colliding(i + j)] for i in (1, 7) for j in (0, 1)]
+    assert len({hash(tuple(text)) for text in texts}) == 1
+    for text in texts:
+        cache.compute(text)
+    for text in texts:
+        assert found(cache.cache.match(text)) == 5 and found(cache.cache.match([Colliding(3), *text[1:]])) == 0
+    pages = [cache.cache.match(text).tail.page for text in texts]
+    assert len(set(pages)) == 4
+    cache.check()
+
+
+def test_finding_and_evicting_does_not_take_longer_with_thousands_of_pages():
+    """What the cache looks at, counted: a fraction of a page for each that goes."""
+    cache = Cache(pages=8000)
+    for i in range(1000):
+        cache.compute([i] * 32)
+    seen, current = [], cache.cache._current
+    cache.cache._current = lambda entry: seen.append(entry) or current(entry)
+    assert cache.cache.evictable() == 8000 and cache.cache.evict(4000) == 4000
+    assert len(seen) < 8000
+    for _ in range(10_000):
+        cache.find([999] * 32)
+    assert len(cache.cache._ends) < 10_000, "outdated entries go too"
+    cache.check()
 
 
 IDS = st.lists(st.integers(0, 2), min_size=1, max_size=14)
@@ -126,6 +185,7 @@ def test_any_order_of_requests(requests):
     cache, known = Cache(pages=8), []
     for ids, salt in requests:
         match = cache.compute(ids, salt)
+        cache.check()
         best = max((common(ids, other) for other, tenant in known if tenant == salt), default=0)
         assert found(match) <= best
         again = cache.cache.match(ids, salt)

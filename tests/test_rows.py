@@ -10,6 +10,7 @@ from tridecode.layout import LIMIT_REACHED, STATUS
 from tridecode.model.checkpoint import random_weights
 from tridecode.sampling import SamplingParams
 from tridecode.serve.slots import Slots
+from tridecode.step.choose import invariant_shapes
 from tridecode.step.dispatch import MODES, SIZES, Dispatcher, Support, graph_sizes, lowered
 from tridecode.step.graphs import EagerSteps, StepGraphs, launcher, make_steps
 from tridecode.step.run import refer
@@ -26,6 +27,7 @@ TILES = replace(REGISTERS, **{op: TilesShape(32, 32, 2) for op in ("qkv", "o_pro
 _WIDE = WideShape(64, 32, 2) if CUDA else WideShape(32, 32, 2, num_warps=2)
 _SPLIT = replace(_WIDE, split=2)
 WIDE = replace(REGISTERS, qkv=_SPLIT, o_proj=_SPLIT, gate_up=_SPLIT, down=_SPLIT, lm_head=_WIDE)
+INVARIANT = invariant_shapes(tiny_config(), torch.bfloat16, 90)[16]
 ROWS = [1, 2, 3, 5, 8, 16, 31, 64] if CUDA else [3, 8]
 PARAMS = (  # a kind of request each
     SamplingParams(temperature=0, seed=1),
@@ -96,9 +98,11 @@ def test_every_row_is_that_of_the_reference(family, rows):
         assert model.workspace.logits[row].eq(0).all(), "a row that does not run was written"
 
 
-@pytest.mark.parametrize("shapes", [TILES, WIDE], ids=["tiles", "wide"])
-def test_other_forms_of_products_in_the_whole_step(shapes):
-    model, oracle = (model_of(4, shapes) for _ in range(2))
+@pytest.mark.parametrize(
+    "shapes, rows", [(TILES, 4), (WIDE, 4), (INVARIANT, 1)], ids=["tiles", "wide", "invariant, one row"]
+)
+def test_other_forms_of_products_in_the_whole_step(shapes, rows):
+    model, oracle = (model_of(rows, shapes) for _ in range(2))
     for m in (model, oracle):
         begin_all(m, known=2)
     run(EagerSteps(model, launcher(model)), "greedy", 2)

@@ -215,7 +215,7 @@ def test_thinking_comes_apart_from_the_answer(served, monkeypatch, stream):
     """The bundled model does not think: a template that begins its answers so does it for the tests."""
     tokenizer = served.engine.tokenizer
     monkeypatch.setattr(type(tokenizer), "thinks", True)
-    monkeypatch.setattr("tridecode.server.shapes.ends_inside", lambda text: True)
+    monkeypatch.setattr("tridecode.server.choice.ends_inside", lambda text: True)
     words = iter(f"so{CLOSE}\n\n17 is odd.")
 
     class Words:
@@ -310,7 +310,7 @@ REFUSED = {
     "no messages": ({"messages": None}, 400, "messages is required"),
     "no message": ({"messages": []}, 400, "at least one message"),
     "a message that is text": ({"messages": ["hi"]}, 400, "messages[0]: expected an object"),
-    "an unknown role": ({"messages": [{"role": "tool", "content": "x"}]}, 400, 'messages[0].role: expected system'),
+    "an unknown role": ({"messages": [{"role": "bot", "content": "x"}]}, 400, 'messages[0].role: expected system'),
     "no content": ({"messages": [{"role": "user"}]}, 400, "messages[0].content: expected text"),
     "an image": (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]}]},
@@ -322,13 +322,13 @@ REFUSED = {
         400,
         "messages[1].content[1]: input_audio is not supported",
     ),
-    "calls": ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, 400, "messages[0].tool_calls: not supported"),
-    "tools": ({"tools": [{"type": "function"}]}, 400, "tools is not supported"),
-    "a form": ({"response_format": {"type": "json_object"}}, 400, "response_format is not supported"),
+    "calls": ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, 400, "messages[0].tool_calls[0]: expected"),
+    "tools": ({"tools": [{"type": "function"}]}, 400, "tools[0]: expected"),
+    "a form": ({"response_format": {"type": "xml"}}, 400, "response_format: expected type text"),
     "the store": ({"store": True}, 400, "store is not supported"),
     "beams": ({"use_beam_search": True}, 400, "use_beam_search is not supported"),
     "a typing error": ({"temprature": 1}, 400, "did you mean temperature?"),
-    "an effort": ({"reasoning_effort": "low"}, 400, "reasoning_effort"),
+    "an effort": ({"reasoning_effort": 5}, 400, "reasoning_effort: expected str"),
     "a wrong type": ({"temperature": "hot"}, 400, "temperature: expected float, got str"),
     "a wrong type inside": ({"stop": [1]}, 400, "stop[0]: expected str, got int"),
     "out of range": ({"top_p": 0}, 400, "top_p must be a number above 0 to 1"),

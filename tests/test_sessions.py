@@ -149,7 +149,7 @@ def test_load_continues_a_session_by_its_name(session, tmp_path, monkeypatch):
     chat.read()
     assert chat.handle("/load rivers")
     out, err = chat.read()
-    assert out == "> Name three rivers.\nNile, Rhine, Po\n> And a lake?\nComo\n"
+    assert out == "> Name three rivers.\nNile, Rhine, Po\n\n> And a lake?\nComo\n"
     assert "continuing 2 turns" in err and "the one before stays in session work" in err
     chat.handle("more")
     assert chat.engine.prompts[-1] == said(*sum(RIVERS.turns, ()), "more")
@@ -171,9 +171,9 @@ def test_history_shows_what_was_said(session):
     chat.handle('"""a\nb"""'), chat.handle("c")
     chat.read()
     for line, shown in (
-        ("/history", "> a\n… b\none\ntwo\n> c\nYes\n"),
+        ("/history", "> a\n… b\none\ntwo\n\n> c\nYes\n"),
         ("/history 1", "> c\nYes\n"),
-        ("/history 9", "> a\n… b\none\ntwo\n> c\nYes\n"),
+        ("/history 9", "> a\n… b\none\ntwo\n\n> c\nYes\n"),
     ):
         assert chat.handle(line) and chat.read()[0] == shown
     for wrong in ("0", "x", "-1", "1.5"):
@@ -207,10 +207,22 @@ def test_resume_shows_the_last_turns_in_a_terminal(terminal):
     assert store.read(store.named("rivers")).title == "Water"
 
 
+def cached(tmp_path, monkeypatch, name: str, *weights: str) -> None:
+    """Put a model into the cache of this test."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    place = tmp_path / "hub" / f"models--{name}" / "snapshots" / "abc"
+    place.mkdir(parents=True)
+    for file in ("config.json", *weights):
+        (place / file).touch()
+
+
 def test_tab_completes_sessions_paths_and_words(tmp_path, monkeypatch):
     keep("rivers")
     place = tmp_path / "place"
     (place / "rooms").mkdir(parents=True)
+    (place / "Qwerty").mkdir()
+    cached(tmp_path, monkeypatch, "Qwen--Qwen3-4B", "model.safetensors")
+    cached(tmp_path, monkeypatch, "Qwen--Qwen3-8B")  # of which only the small files are there
     for name in ("river talk.json", ".hidden", "rooms/blue.md"):
         (place / name).touch()
     monkeypatch.chdir(place)
@@ -224,6 +236,9 @@ def test_tab_completes_sessions_paths_and_words(tmp_path, monkeypatch):
         ("/sessions re", (2, ["rename "])),
         ("/sessions delete r", (1, ["rivers"])),
         ("/think h", (1, ["hide"])),
+        ("/think o", (1, ["on", "off"])),
+        ("/model Qw", (2, ["Qwen/Qwen3-4B", "Qwerty/"])),
+        ("/model b", (1, ["bundled"])),
         ("/set temp", (4, ["temperature "])),
         ("/set overflow d", (1, ["drop-oldest"])),
         ("/set top_k ", (0, ["default"])),
@@ -233,4 +248,4 @@ def test_tab_completes_sessions_paths_and_words(tmp_path, monkeypatch):
         ("//sy", (0, [])),
     ):
         assert completed(typed) == found, typed
-    assert completed("/load ") == (0, ["rivers", "river talk.json", "rooms/"])
+    assert completed("/load ") == (0, ["rivers", "Qwerty/", "river talk.json", "rooms/"])

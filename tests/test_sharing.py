@@ -13,7 +13,9 @@ SYSTEM = [(11 * i) % 300 for i in range(70)]
 
 def engine_of(slots=4, **build):
     build |= {"slots": slots, "page": 16}
-    return tiny_engine(dtype=torch.float32, capacity=256, tie_word_embeddings=False, build=build)
+    engine = tiny_engine(dtype=torch.float32, capacity=256, tie_word_embeddings=False, build=build)
+    engine.threads = 1  # a tiny model's operations are shorter than a wait for another thread
+    return engine
 
 
 @pytest.fixture
@@ -55,6 +57,53 @@ def test_side_requests_push_no_conversation_out(engine, alone):
             assert engine.generate(asked, GREEDY).token_ids == alone(asked)
 
 
+def test_side_requests_push_no_conversation_out_where_pages_are_few(alone):
+    """More questions beside it than the pool holds: what the conversation has found again is there at its next turn."""
+    engine = engine_of(2, pages=24)
+    text, side = list(SYSTEM), 0
+    for turn in range(5):
+        before = len(text)
+        text += [30 + turn, 31, 32]
+        result = engine.generate(text, GREEDY)
+        assert result.token_ids == alone(text)
+        assert result.usage.reused_tokens == (before - 1 if turn else 0)
+        text += result.token_ids
+        for _ in range(8 if turn else 0):  # from the second one on it is known as a conversation
+            side += 1
+            asked = [side, *SYSTEM[:63]]
+            assert engine.generate(asked, GREEDY).token_ids == alone(asked)
+    engine.scheduler.assert_consistent()
+
+
+def test_a_preempted_request_resumes_from_what_is_there(alone, monkeypatch):
+    """Two that need more pages than there are: the younger one reads again only what had to go."""
+    engine, log = engine_of(2, pages=17), []
+    slots, admit = engine.scheduler.slots, engine.scheduler.slots.admit
+    monkeypatch.setattr(slots, "admit", lambda ids, *rest: log.append((len(ids), admit(ids, *rest))) or log[-1][1])
+    params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+    prompts = [SYSTEM, [5, *SYSTEM]]
+    requests = [engine.submit(prompt, params) for prompt in prompts]
+    for request, prompt in zip(requests, prompts):
+        assert request.result().token_ids == alone(prompt, params)
+    assert engine.scheduler.preemptions
+    admitted = [(length, found[1]) for length, found in log if found]
+    assert admitted[:2] == [(69, 0), (70, 0)]
+    assert all(length > 70 and read >= 64 for length, read in admitted[2:]), admitted
+    engine.scheduler.assert_consistent()
+
+
+def test_what_was_read_of_a_prompt_is_found_where_it_was_cancelled(alone):
+    """It began in the middle of a page, and went on beyond it before it had drawn anything."""
+    engine = engine_of(chunk_tokens=20)
+    engine.generate(SYSTEM[:21], SamplingParams(temperature=0, max_tokens=1, ignore_eos=True))
+    request = engine.submit(SYSTEM, GREEDY)
+    engine.step()
+    request.cancel()
+    engine.scheduler.assert_consistent()
+    result = engine.generate(SYSTEM, GREEDY)
+    assert result.token_ids == alone(SYSTEM) and result.usage.reused_tokens >= 32
+
+
 def test_whole_pages_are_there_while_their_prompt_is_still_read(alone):
     engine = engine_of(chunk_tokens=40)
     first = engine.submit([*SYSTEM, *SYSTEM, *SYSTEM, 1, 2], GREEDY)
@@ -75,6 +124,17 @@ def test_whoever_waits_for_a_prefix_computes_it_where_its_reader_was_cancelled(a
     first.cancel()
     assert second.result().token_ids == alone([*SYSTEM, 5, 6])
     engine.scheduler.assert_consistent()
+
+
+def test_a_prompt_that_ends_while_it_is_read_leaves_each_page_once(alone):
+    """It goes on with a part of a page, which its own whole page begins with when it is cancelled."""
+    engine = engine_of(chunk_tokens=20)
+    engine.generate(SYSTEM, GREEDY)
+    second = engine.submit([*SYSTEM, *SYSTEM, 1, 2], GREEDY)
+    engine.step()
+    second.cancel()
+    engine.scheduler.assert_consistent()
+    assert engine.generate([*SYSTEM, *SYSTEM], GREEDY).token_ids == alone([*SYSTEM, *SYSTEM])
 
 
 def test_what_gave_no_finite_logits_is_not_found_again(engine, alone):

@@ -17,7 +17,7 @@ from tridecode.commands.signals import Ended, ending
 pexpect = pytest.importorskip("pexpect")
 
 SHOWN, HIDDEN = "\x1b[?25h", "\x1b[?25l"
-STREAMING = r"> [A-Za-z ]+\r\n[\s\S]*[a-z]{3}[^\x1b]*[a-z]{3}"
+STREAMING = r"\x1b\[\?7;2004h[\s\S]*[a-z]{3}[^\x1b]*[a-z]{3}"
 
 # Runs cli.py; its import of the module argv[1] is interrupted, as by a Ctrl-C at this moment.
 INTERRUPTED_IMPORT = """

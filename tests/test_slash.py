@@ -277,6 +277,28 @@ def test_copy(session, monkeypatch):
     assert err == "asked the terminal to copy the last answer, 11 characters\n"
 
 
+def test_copy_takes_a_block_of_code(session, monkeypatch):
+    answer = "First:\n```sh\nls -l\n```\nThen\n- in a list:\n  ~~~\n  a\n\n  b\n  ~~~\n\n    indented\n"
+    chat = session([answer], ["no code"])
+    chat.output, chat.plain = as_terminal(monkeypatch), True
+    chat.handle("x")
+    chat.read()
+    for line, copied, words in (
+        ("/copy 1", "ls -l", "copy block 1 of 2, 5 characters"),
+        ("/copy 2", "a\n\nb", "copy block 2 of 2, 4 characters"),
+        ("/copy 3", None, "/copy takes the number of a block, not '3': the last answer has 2 blocks of code"),
+        ("/copy all", None, "not 'all'"),
+    ):
+        chat.handle(line)
+        out, err = chat.read()
+        assert out == ("" if copied is None else f"\x1b]52;c;{base64.b64encode(copied.encode()).decode()}\x07")
+        assert words in err
+    chat.handle("y")
+    chat.read()
+    chat.handle("/copy 1")
+    assert "the last answer has no block of code" in chat.read()[1]
+
+
 def test_plain(session, monkeypatch):
     answer = ["**one**"]
     chat = session(answer, answer, answer)

@@ -12,6 +12,7 @@ import torch
 from . import placement, threads
 from .arguments import flag, function, mapping, shown, string
 from .errors import EngineClosed, GenerationError, ParameterError, PromptError
+from .grammar import Grammars
 from .memory import MemoryPlan, allocating, plan_memory
 from .model.checkpoint import load_config, load_weights
 from .model.config import ModelConfig
@@ -27,7 +28,6 @@ from .serve.scheduler import Scheduler
 from .serve.slots import checked_positions
 from .step.dispatch import PROMPT_MOST, Dispatcher, GraphStat
 from .step.graphs import make_steps
-from .step.prefill import CHUNK
 from .step.prompt_graphs import make_prompts
 from .step.shapes import StepShapes
 from .step.state import DecodeModel, make_model
@@ -42,7 +42,7 @@ class Engine:
     """A loaded model with its captured step.
 
     As many requests run at a time as there are slots, others wait for one, in the order in which they came, from
-    whichever thread. Each slot keeps the K/V of its last conversation.
+    whichever thread. What requests before have left of K/V, those that follow find.
     """
 
     model: DecodeModel
@@ -60,10 +60,11 @@ class Engine:
         dispatcher = Dispatcher(graphs.graph, graphs.sizes, graphs.prompt_sizes, graphs.prompt_attention)
         self.steps = make_steps(self.model, self.backend, dispatcher, graphs.attention)
         self.prompts = make_prompts(self.model, self.steps, self.backend, graphs.prompt_attention)
-        self.prompts.capture_all(None if self.slots > 1 else FIRST_TURN)
+        self.prompts.capture_all(None if self.slots > 1 or self.policy.batch_invariant else FIRST_TURN)
         ahead = 1 if self.device.type == "cuda" and self.backend == "triton" else 0
-        runs = lambda: self.steps, lambda: self.prompts  # those of now: benchmarks put others in their place
-        scheduler = Scheduler(self.model, self.tokenizer, *runs, ahead, self.policy)
+        runners = (lambda: self.steps), (lambda: self.prompts)  # those of now: benchmarks put others in their place
+        scheduler = Scheduler(self.model, self.tokenizer, *runners, ahead, self.policy)
+        self._grammars = Grammars(self.tokenizer, self.config.vocab_size, self.config.stop_ids)
         self._driver = Driver(scheduler, lambda: threads.use(self.threads))
 
     @classmethod
@@ -80,13 +81,14 @@ class Engine:
         graph: str = "full",
         graph_sizes: Sequence[int] | None = None,
         attention: str = "triton",
-        chunk_tokens: int = CHUNK,
+        chunk_tokens: int | None = None,
         max_queue: int | None = None,
         prompt_graph_max_tokens: int = PROMPT_MOST,
         prompt_graph_sizes: Sequence[int] | None = None,
         prompt_attention: str = "auto",
         prompt_ms: float = PROMPT_MS,
         prefix_sharing: bool = True,
+        batch_invariant: bool = False,
         progress: Callable[[int, int], None] | None = None,
     ) -> "Engine":
         """Load a checkpoint directory or Hugging Face id; None is the bundled model.
@@ -97,24 +99,26 @@ class Engine:
         together, None is slots x max_seq_len or what fits. graph: how passes run, see docs/graphs.md: full (each is one
         captured CUDA graph), piecewise (captured but for attention), none (launched one by one), full_decode_only or
         full_and_piecewise. graph_sizes: rows of the decode passes that are captured, ascending. attention: of these,
-        triton, or torch, which no graph can hold. chunk_tokens: of prompts in one pass. prompt_graph_sizes: tokens of
-        the prompt passes that are captured, ascending, by default a schedule up to prompt_graph_max_tokens.
-        prompt_attention: of these, auto, triton, flash or cudnn; see docs/prompts.md. prompt_ms: milliseconds that a
-        pass may take which reads prompts while others decode. prefix_sharing: K/V of equal beginnings are computed
-        once. max_queue: requests that may wait for a slot, None is any number.
-        progress(done_bytes, total_bytes) is called while weights load. On a CPU the engine sets PyTorch's threads: one
-        for a tiny model, else as many as there are free cores; a number that OMP_NUM_THREADS or torch.set_num_threads
-        has given stays.
-        Raises CheckpointError, DeviceError, ParameterError; each says what was expected.
+        triton, or torch, which no graph can hold. chunk_tokens: of prompts in one pass, None is 2,048, or 256 with
+        batch_invariant. prompt_graph_sizes: tokens of the prompt passes that are captured, ascending, by default a
+        schedule up to prompt_graph_max_tokens. prompt_attention: of these, auto, triton, flash or cudnn; see
+        docs/prompts.md. prompt_ms: milliseconds that a pass may take which reads prompts while others decode.
+        prefix_sharing: K/V of equal beginnings are computed once. batch_invariant: a request's logits have the same
+        bits alone and in any company, see docs/sharing.md. max_queue: requests that may wait for a slot, None is any
+        number. progress(done_bytes, total_bytes) is called while weights load. On a CPU the engine sets PyTorch's
+        threads: one for a tiny model, else as many as there are free cores; a number that OMP_NUM_THREADS or
+        torch.set_num_threads has given stays. Raises CheckpointError, DeviceError, ParameterError; each says what was
+        expected.
         """
         graphs = dict(
             graph_sizes=graph_sizes, attention=attention, prompt_graph_max_tokens=prompt_graph_max_tokens,
-            prompt_graph_sizes=prompt_graph_sizes, prompt_attention=prompt_attention,
+            prompt_graph_sizes=prompt_graph_sizes, prompt_attention=prompt_attention, batch_invariant=batch_invariant,
         )  # fmt: skip
         placement.check_dtype(dtype)
         function("progress", progress)
         slots = placement.check_limits(slots, max_seq_len)
-        policy = Policy(chunk_tokens, max_queue, prompt_ms, prefix_sharing)
+        policy = Policy(chunk_tokens, max_queue, prompt_ms, prefix_sharing, batch_invariant)
+        chunk_tokens = policy.chunk_tokens
         placement.plan_graphs(slots, chunk_tokens, False, False, graph=graph, **graphs)  # bad ones end here
         place, backend = placement.resolve_device(device, backend)
         path = BUNDLED if model is None else resolve_model(model)
@@ -126,14 +130,15 @@ class Engine:
         plan, capacity, notes = placement.plan_capacity(
             config, torch_dtype, place, max_seq_len, slots, kv_tokens, chunk_tokens, planned.one_piece
         )
-        pool, page = plan.kv_tokens(capacity, kv_tokens, str(place)), placement.page_size(backend, slots) or capacity
+        pool = plan.kv_tokens(capacity, kv_tokens, str(place))
+        page = placement.page_size(backend, slots, batch_invariant) or capacity
         pages = None if pool == slots * capacity else -(-pool // page)
         cores = threads.FreeCores()
         weights = load_weights(path, config, place, torch_dtype, progress)
         name = "bundled" if model is None else str(model)
         engine = cls.build(
             config, weights, tokenizer, capacity, backend, graph, plan=plan, name=name, notes=notes, slots=slots,
-            pages=pages, page=page, **asdict(policy), **graphs,
+            pages=pages, page=page, **asdict(policy) | graphs,
         )  # fmt: skip
         engine.threads = threads.choose(plan.weights, cores) if place.type == "cpu" else None
         return engine
@@ -154,33 +159,30 @@ class Engine:
         slots: int = 1,
         pages: int | None = None,
         page: int | None = None,
-        chunk_tokens: int = CHUNK,
-        max_queue: int | None = None,
-        prompt_ms: float = PROMPT_MS,
-        prefix_sharing: bool = True,
-        **graphs,
+        **more,
     ) -> "Engine":
         """An engine from weights that are on their device already (load and the benchmarks end here); shapes: launch
         shapes other than those chosen for the GPU. pages: of the pool, by default what all slots can have; page:
-        positions in one. graphs: as placement.plan_graphs takes them."""
-        slots, policy = placement.check_limits(slots), Policy(chunk_tokens, max_queue, prompt_ms, prefix_sharing)
-        page = page or placement.page_size(backend, slots)
+        positions in one. more: what Policy and placement.plan_graphs take."""
+        slots, policy = placement.check_limits(slots), Policy.out_of(more)
+        invariant = policy.batch_invariant
+        page = page or placement.page_size(backend, slots, invariant)
         if pages is not None and pages * (page or capacity) < capacity:
             raise ParameterError(f"pages: {pages:,} hold fewer positions than a request's {capacity:,}")
-        chunk_tokens = min(chunk_tokens, slots * capacity)
+        chunk_tokens = policy.chunk(slots, capacity, page or capacity)
         support = placement.capture_support(backend, config, weights.dtype, weights.device)
-        planned = placement.plan_graphs(slots, chunk_tokens, *support, graph=graph, **graphs)
+        planned = placement.plan_graphs(slots, chunk_tokens, *support, graph=graph, batch_invariant=invariant, **more)
         plan = plan or plan_memory(config, weights.dtype, weights.device, slots, chunk_tokens, planned.one_piece)
         with allocating(capacity, weights.device):
-            rows = max(slots, *planned.sizes)
+            sizes = pages, max(slots, *planned.sizes), chunk_tokens
             model = make_model(
-                config, weights, capacity, slots, page, shapes and {1: shapes}, pages, rows, chunk_tokens
+                config, weights, capacity, slots, page, shapes and {1: shapes}, *sizes, batch_invariant=invariant
             )
         notes = [*notes, *filter(None, [planned.note])]
         return cls(model, tokenizer, backend, planned, plan, name, notes, None, policy)
 
     def close(self) -> None:
-        """Cancel what runs or waits, and give the memory back. What is called later raises EngineClosed."""
+        """Cancel what runs or waits, and give the memory back. Later calls raise EngineClosed."""
         if self.model is not None:
             self._driver.close()
             with suppress(RuntimeError):  # a lost GPU writes no more
@@ -278,18 +280,17 @@ class Engine:
         template_variables: dict | None = None,
         cache_salt: str = "",
     ) -> Request:
-        """Put a request in the queue, from any thread; it waits for nobody. See Request and `stream`. cache_salt: it
-        shares K/V with requests of the same one only. Raises PromptError, ParameterError, QueueFull and EngineClosed.
-        """
+        """Put a request in the queue, from any thread; see Request and `stream`. cache_salt: it shares K/V with those
+        of the same one only. Raises PromptError, ParameterError, QueueFull and EngineClosed."""
         return self._driver.submit(self._job(prompt, params, reuse_prefix, template_variables, cache_salt))
 
     def wait(self, requests: Sequence[Request]) -> None:
-        """Wait until one of the requests has ended; what it came to, its result() says."""
+        """Wait until one of the requests has ended; its result() says how."""
         self._driver.wait(lambda: any(request.finish_reason for request in requests))
 
     def step(self) -> bool:
-        """Run one pass, and a chunk of a prompt, for whatever runs or waits; False where nothing does afterwards. For a
-        thread that owns the device and does nothing else: who waits for a request steps by that already."""
+        """Run one pass for whatever runs or waits; False where nothing does afterwards. For a thread that owns the
+        device and does nothing else: who waits for a request steps by that already."""
         return self._driver.step()
 
     def stream(
@@ -302,10 +303,10 @@ class Engine:
     ) -> Iterator[Piece]:
         """Yield a Piece a token, then a last one with finish_reason, usage and timings.
 
-        prompt: text (raw), token ids, or chat messages. params None: the model's own defaults. reuse_prefix: use
-        the K/V of the longest beginning that requests before have left. template_variables: plain JSON values that the
-        chat template reads, like {"enable_thinking": False}. Closing the iterator early cancels the request.
-        Raises what `submit` does before the first piece.
+        prompt: text (raw), token ids, or chat messages. params None: the model's own defaults. reuse_prefix: use the
+        K/V of the longest beginning that requests before have left. template_variables: plain JSON values that the chat
+        template reads, like {"enable_thinking": False}. Closing the iterator early cancels the request. Raises what
+        `submit` does, before the first piece.
         """
         return iter(self.submit(prompt, params, reuse_prefix=reuse_prefix, template_variables=template_variables))
 
@@ -315,8 +316,8 @@ class Engine:
         params = self._params(params)
         flag("reuse_prefix", reuse_prefix)
         ids, chat = self.prepare(prompt, template_variables)
-        salt = string("cache_salt", cache_salt)
-        return generating(ids, chat, params, self.config, self.capacity, reuse_prefix, salt, started)
+        salt, grammar = string("cache_salt", cache_salt), self._grammars.of(params)
+        return generating(ids, chat, params, self.config, self.capacity, reuse_prefix, salt, started, grammar)
 
     def generate(
         self,

@@ -40,6 +40,7 @@ STEP = 33  # steps done in this request
 STATUS = 34
 SOURCE = 35  # row of the prompt pass that this row continues, written by the host; OWN: the one of its own number
 OWN = -1
+LATE = 36  # 1: when this pass wanted the row's mask it was not there yet, and the row does the same pass again
 
 # STATUS values: with anything but RUN every kernel of a step leaves without writing
 RUN = 0
@@ -51,6 +52,7 @@ WAIT = 4  # POSITION has reached ROOM
 # FLAGS bits
 FLAG_BIAS = 1  # add bias[slot] to the logits
 FLAG_PENALTIES = 2  # read counts[slot] and apply the three penalties
+FLAG_MASK = 4  # draw only what mask[slot] allows, once mask_stamp[slot] says that it is this position's
 
 # samp fields
 TEMPERATURE = 0  # 0: greedy
@@ -74,11 +76,22 @@ GENERATION_SHIFT = 40
 MAX_GENERATION = 2**23 - 1  # then they begin again at 1; an entry stays positive
 STEP_MASK = 2**20 - 1  # of the step its lower bits, far more than a ring has entries
 NO_TOKEN = 2**20 - 1  # the step's logits were not finite; a vocabulary is smaller
+LATE_TOKEN = 2**20 - 2  # the step drew none: its mask was late
 EMPTY = 0  # no request has generation 0
 
 
 def ring_entry(generation: int, step: int, token: int) -> int:
     return generation << GENERATION_SHIFT | (step & STEP_MASK) << STEP_SHIFT | token
+
+
+def mask_stamp(generation: int, position: int) -> int:
+    """Whose mask it is: of the request's pass that embeds the token at `position`."""
+    return generation << GENERATION_SHIFT | position
+
+
+def mask_words(vocab: int) -> int:
+    """int32 words of a mask: the lowest bit of the first is token 0, and a bit that is set allows its token."""
+    return -(-vocab // 32)
 
 
 class Chunk(NamedTuple):

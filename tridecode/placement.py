@@ -20,6 +20,7 @@ from .step.prefill import CHUNK
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 LONGEST = 2**31 - 2  # positions are 32-bit integers
 MAX_SLOTS = SIZES[-1]
+TILES_NEED = "a GPU of compute capability 9.x, bfloat16 or float16, and heads of at most 128"  # see prompt_tiles_fit
 log = logging.getLogger("tridecode")
 
 
@@ -133,22 +134,29 @@ def plan_graphs(
     prompt_graph_max_tokens: int = PROMPT_MOST,
     prompt_graph_sizes=None,
     prompt_attention: str = "auto",
+    batch_invariant: bool = False,
 ) -> GraphPlan:
     """For so many slots and chunks of so many tokens; captured: whether the device can capture, prompt_tiles: whether
-    Triton's attention of prompts fits it. Raises ParameterError."""
+    Triton's attention of prompts fits it; batch_invariant: all prompt passes have a chunk's rows. Raises
+    ParameterError."""
     choice("graph", graph, tuple(MODES))
     choice("attention", attention, tuple(ATTENTION))
     choice("prompt_attention", prompt_attention, ("auto", *PROMPT_ATTENTION))
     sizes = graph_sizes_of(slots, _ascending("graph_sizes", graph_sizes, SIZES[-1]))
     most = integer("prompt_graph_max_tokens", prompt_graph_max_tokens, 1, LONGEST)
     prompts = prompt_sizes(chunk_tokens, most, _ascending("prompt_graph_sizes", prompt_graph_sizes, LONGEST))
+    if batch_invariant:
+        if prompt_graph_sizes is not None:
+            raise ParameterError("prompt_graph_sizes: with batch_invariant the only size is chunk_tokens")
+        prompts = (chunk_tokens,) if chunk_tokens <= most else ()
+        if prompt_attention not in ("auto", "triton") or captured and not prompt_tiles:
+            raise ParameterError(f"batch_invariant needs prompt_attention triton, and that {TILES_NEED}; or the CPU")
     if not captured:
         graph = "none"
     if prompt_attention == "auto":
         prompt_attention = "triton" if prompt_tiles or not captured else "flash"
     if prompt_attention == "triton" and captured and not prompt_tiles:
-        needed = "a GPU of compute capability 9.x, bfloat16 or float16, and heads of at most 128"
-        raise ParameterError(f"prompt_attention triton needs {needed}; use flash")
+        raise ParameterError(f"prompt_attention triton needs {TILES_NEED}; use flash")
     below, note = lowered(graph, ATTENTION[attention]), None
     if below != graph:
         note = f"graph {graph} becomes {below}: {attention} attention cannot be captured"
@@ -167,9 +175,10 @@ def _ascending(name: str, sizes, most: int) -> list[int] | None:
     return found
 
 
-def page_size(backend: str, slots: int) -> int | None:
-    """Positions in a K/V page; None: the CPU's one conversation has a page for the whole of its context."""
-    return PAGE if backend == "triton" or slots > 1 else None
+def page_size(backend: str, slots: int, batch_invariant: bool = False) -> int | None:
+    """Positions in a K/V page; None: the CPU's one conversation has a page for the whole of its context, unless only
+    whole pages are shared."""
+    return PAGE if backend == "triton" or slots > 1 or batch_invariant else None
 
 
 def check_limits(slots, max_seq_len=None) -> int:

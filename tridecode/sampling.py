@@ -1,11 +1,15 @@
 """SamplingParams: how one generation draws its tokens and when it ends."""
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from .arguments import flag, shown
-from .errors import ParameterError
+from .errors import ParameterError, brief
 from .layout import MAX_LOGPROBS
+
+STRUCTURES = ("json_schema", "regex", "choice", "grammar")
+STRUCTURE_CHARACTERS = 1 << 18
 
 
 @dataclass(frozen=True)
@@ -19,7 +23,10 @@ class SamplingParams:
     seed: None draws one. max_tokens: None is up to the context's end. stop: strings, never shown.
     stop_token_ids: beside the model's own, at most 16 in all. ignore_eos: the model's own do not stop.
     logprobs: number of most likely tokens to report a step, 0 to 20; None reports nothing.
-    Order: bias, repetition, presence and frequency penalty, temperature, top-k, top-p, min-p; ties at a threshold stay.
+    json_schema (a dict, or its JSON text), regex, choice (strings) or grammar (Lark), one of them: the answer is such a
+    text, and ends where nothing can follow. What llguidance cannot follow is refused when a request is submitted.
+    Order: mask of these, bias, repetition, presence and frequency penalty, temperature, top-k, top-p, min-p; ties at a
+    threshold stay.
     """
 
     temperature: float = 1.0
@@ -36,6 +43,10 @@ class SamplingParams:
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    json_schema: Mapping | str | None = None
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None
 
     def __post_init__(self):
         if isinstance(self.stop, str):
@@ -72,6 +83,37 @@ class SamplingParams:
                 what = f"token {shown(token)} must have a number from -1e30 to 1e30"
                 raise ParameterError(f"logit_bias: {what}, got {shown(bias)}")
 
+        self._check_structure()
+
+    def _check_structure(self) -> None:
+        given = [name for name in STRUCTURES if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise ParameterError(f"{given[1]} cannot stand beside {given[0]}: an answer has one form")
+        if not given:
+            return
+        (name,), value = given, getattr(self, given[0])
+        if name == "choice":
+            if isinstance(value, str) or not isinstance(value, Sequence) or not value:
+                raise ParameterError(f"choice must be a list of at least one string, got {shown(value)}")
+            for text in value:
+                if not isinstance(text, str) or not text:
+                    raise ParameterError(f"choice: every entry must be a non-empty string, got {shown(text)}")
+            object.__setattr__(self, "choice", tuple(value))
+        elif name == "json_schema":
+            object.__setattr__(self, "json_schema", _schema(value))
+        elif not isinstance(value, str) or not value:
+            raise ParameterError(f"{name} must be a non-empty string, got {shown(value)}")
+        if (size := len(self.structure[1])) > STRUCTURE_CHARACTERS:
+            raise ParameterError(f"{name}: at most {STRUCTURE_CHARACTERS:,} characters are supported, got {size:,}")
+
+    @property
+    def structure(self) -> tuple[str, str] | None:
+        """Which of json_schema, regex, choice and grammar is given, and it as text."""
+        for name in STRUCTURES:
+            if (value := getattr(self, name)) is not None:
+                return name, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        return None
+
     def _number(self, name: str, low: float, high: float, low_open: bool = False):
         value = getattr(self, name)
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
@@ -94,3 +136,17 @@ class SamplingParams:
     def greedy(self) -> bool:
         """The plain argmax of the raw logits: the one-launch greedy step serves it."""
         return self.temperature == 0 and not self.penalties and not self.logit_bias
+
+
+def _schema(value) -> str:
+    """A JSON schema, which is an object or true, as JSON text. Raises ParameterError."""
+    try:
+        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        found = json.loads(text)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ParameterError(f"json_schema must be plain JSON: {brief(error)}") from None
+    if found is True:
+        return "{}"
+    if not isinstance(found, dict):
+        raise ParameterError(f"json_schema must be a JSON object, got {shown(found)}")
+    return text

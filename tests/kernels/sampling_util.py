@@ -8,6 +8,7 @@ from util import CUDA, DEVICE
 from tridecode import layout as m
 from tridecode.kernels.sampling.greedy import greedy, greedy_ref
 from tridecode.kernels.sampling.logprobs import logprobs, logprobs_ref
+from tridecode.kernels.sampling.mask import mask, mask_ref
 from tridecode.kernels.sampling.mass import WEIGHT_BITS, distance_ref, weight_ref
 from tridecode.kernels.sampling.sample import THRESHOLD, SamplerBuffers, make_buffers, sample, sample_ref
 from tridecode.sampling import SamplingParams
@@ -17,6 +18,7 @@ PDL = CUDA and torch.cuda.get_device_capability() >= (9, 0)
 CAPACITY = 40
 UNTOUCHED = -7  # in tokens
 POSITION, STEP, GENERATION = 9, 3, 5
+RINGS = ("out", "logprobs", "ids", "mask", "stamp")  # in host memory
 
 
 @dataclass
@@ -32,6 +34,8 @@ class Step:
     out: torch.Tensor
     logprobs: torch.Tensor
     ids: torch.Tensor
+    mask: torch.Tensor
+    stamp: torch.Tensor
     sampler: SamplerBuffers
 
     def copy(self, device=None) -> "Step":
@@ -42,7 +46,7 @@ class Step:
             return t.clone().pin_memory() if device is None and t.is_pinned() else t.clone()
 
         buffers = SamplerBuffers(**{f.name: clone(getattr(self.sampler, f.name)) for f in fields(SamplerBuffers)})
-        rings = {name: ring(getattr(self, name)) for name in ("out", "logprobs", "ids")}
+        rings = {name: ring(getattr(self, name)) for name in RINGS}
         plain = ("logits", "meta", "samp", "tokens", "counts", "bias")
         return Step(sampler=buffers, **rings, **{name: clone(getattr(self, name)) for name in plain})
 
@@ -95,22 +99,26 @@ def make_step(logits: torch.Tensor, *params: SamplingParams, stop_ids=(), seed: 
         out=torch.full((rows, m.RING), -1, dtype=torch.int64),
         logprobs=torch.full((rows, m.RING, 21), float("nan")),
         ids=torch.full((rows, m.RING, 20), UNTOUCHED, dtype=torch.int32),
+        mask=torch.zeros(rows, m.mask_words(vocab), dtype=torch.int32),
+        stamp=torch.zeros(rows, dtype=torch.int64),
         sampler=buffers,
     ).set(STEP=STEP)
     if not CUDA:
         return step
-    rings = {name: getattr(step, name).pin_memory() for name in ("out", "logprobs", "ids")}
+    rings = {name: getattr(step, name).pin_memory() for name in RINGS}
     return replace(step.copy(DEVICE), **rings)
 
 
-def run(kind: str, step: Step, with_logprobs: bool = False) -> Step:
+def run(kind: str, step: Step, with_logprobs: bool = False, masked: bool = False) -> Step:
     """One step by the kernels, in place; waits, since successive steps are fenced by the kernels before sampling."""
     s = step
     ring = s.logprobs if with_logprobs else None
+    if masked:
+        mask(s.logits, s.meta, s.mask, s.stamp, s.sampler, pdl=PDL)
     if kind == "greedy":
-        greedy(s.logits, s.meta, s.tokens, s.out, s.sampler, pdl=PDL)
+        greedy(s.logits, s.meta, s.tokens, s.out, s.sampler, masked, pdl=PDL)
     elif kind == "sample":
-        sample(s.logits, s.meta, s.samp, s.tokens, s.counts, s.bias, s.out, s.sampler, ring, pdl=PDL)
+        sample(s.logits, s.meta, s.samp, s.tokens, s.counts, s.bias, s.out, s.sampler, ring, masked, pdl=PDL)
     else:
         logprobs(s.logits, s.meta, s.logprobs, s.ids, s.sampler, pdl=PDL)
     if CUDA:
@@ -118,14 +126,16 @@ def run(kind: str, step: Step, with_logprobs: bool = False) -> Step:
     return s
 
 
-def run_ref(kind: str, step: Step, with_logprobs: bool = False) -> Step:
+def run_ref(kind: str, step: Step, with_logprobs: bool = False, masked: bool = False) -> Step:
     """One step by the references, on a copy in host memory."""
     s = step.copy("cpu")
     ring = s.logprobs if with_logprobs else None
+    if masked:
+        mask_ref(s.logits, s.meta, s.mask, s.stamp, s.sampler)
     if kind == "greedy":
-        greedy_ref(s.logits, s.meta, s.tokens, s.out, s.sampler)
+        greedy_ref(s.logits, s.meta, s.tokens, s.out, s.sampler, masked)
     elif kind == "sample":
-        sample_ref(s.logits, s.meta, s.samp, s.tokens, s.counts, s.bias, s.out, s.sampler, ring)
+        sample_ref(s.logits, s.meta, s.samp, s.tokens, s.counts, s.bias, s.out, s.sampler, ring, masked)
     else:
         logprobs_ref(s.logits, s.meta, s.logprobs, s.ids, s.sampler)
     return s

@@ -9,7 +9,7 @@ from tridecode.kernels.gate_up import gate_up_ref
 from tridecode.kernels.matmul_wide import make_buffers
 from tridecode.kernels.matvec import matvec_normed_ref, matvec_residual_ref
 from tridecode.model.weights import Linear
-from tridecode.step.choose import few_rows_shape
+from tridecode.step.choose import columns_split, few_rows_shape, invariant_shape
 from tridecode.step.products import products
 from tridecode.step.shapes import MatmulShape, TilesShape, WideShape
 
@@ -169,3 +169,46 @@ def test_tiles_refuse_a_buffer_without_room_for_their_rows():
         products(SMALL["tiles"]).normed.launch(
             idle(3), x, linear, poisoned(3, 32), partials, 5, EPS, shape=SMALL["tiles"]
         )
+
+
+def run_all(n, k, rows, shape, linears, x, partials):
+    """What the three products leave of the first `rows` rows: outputs, the next norm's, and its sums of squares."""
+    halves, whole = linears
+    meta, split, hidden = meta_rows(*([0] * rows)), split_buffers(2 * n, rows), random(64, n, seed=3)[:rows].clone()
+    normed_out, gated_out = poisoned(rows, n), poisoned(rows, n, dtype=DTYPE)
+    normed, sumsq, op = poisoned(rows, n, dtype=DTYPE), poisoned(rows, n), products(shape)
+    op.normed.launch(meta, x[:rows], whole, normed_out, partials[:rows], 5, EPS, split, shape=shape)
+    op.gate_up.launch(meta, x[:rows], halves, gated_out, partials[:rows], 5, EPS, split, shape=shape)
+    op.residual.launch(meta, x[:rows], whole, hidden, norm_weight(n, DTYPE), normed, sumsq, split, shape=shape)
+    return normed_out, gated_out, hidden, normed, sumsq[:, : op.partials(n, shape)]
+
+
+def invariant_inputs(n, k):
+    linears = [Linear(random(halves * n, k, dtype=DTYPE, scale=k**-0.5), None) for halves in (2, 1)]
+    return linears, factor(64, k), random(64, 5, seed=2).abs() * k / 3
+
+
+@pytest.mark.skipif(not CUDA, reason="the order of a tensor core's sums; the interpreter's are numpy's")
+@pytest.mark.parametrize("n, k", [(2560, 4096), (2560, 9728), (6144, 2560), (1024, 3072), (1001, 4872)])
+def test_a_row_has_the_same_bits_among_any_number_of_rows(n, k):
+    """In the shapes of the batch-invariant mode, whose tiles are as high as there are rows."""
+    given = invariant_inputs(n, k)
+    found = {rows: run_all(n, k, rows, invariant_shape(rows, columns_split(n, k)), *given) for rows in (1, 8, 16, 33)}
+    most = run_all(n, k, 64, invariant_shape(64, columns_split(n, k)), *given)
+    for rows, outputs in found.items():
+        for name, few, many in zip(("normed", "gated", "hidden", "norm", "sumsq"), outputs, most):
+            assert torch.equal(few, many[:rows]), f"{name} of {rows} rows"
+
+
+def test_tiles_may_be_higher_than_a_pass_has_rows():
+    n, k = 32, 96
+    shape = WideShape(32, 32, 2, 1, num_warps=1, split=2, block_m=16)
+    (halves, whole), x, partials = invariant_inputs(n, k)
+    normed, gated, hidden, _, sumsq = run_all(n, k, 1, shape, (halves, whole), x, partials)
+    expected = [poisoned(1, n), poisoned(1, n), random(64, n, seed=3)[:1].clone()]
+    matvec_normed_ref(meta_rows(0), x, whole, expected[0], partials, 5, EPS)
+    gate_up_ref(meta_rows(0), x, halves, expected[1], partials, 5, EPS)
+    matvec_residual_ref(meta_rows(0), x, whole, expected[2], norm_weight(n, DTYPE), poisoned(1, n), poisoned(1, n))
+    for got, wanted in zip((normed, gated, hidden), expected):
+        assert_close(got.float(), wanted, ROUNDED)
+    assert_close(sumsq.sum(1), expected[2].square().sum(1), TOLERANCE)

@@ -56,7 +56,8 @@ class PagePool:
     def assert_consistent(self, held: Iterable[Sequence[int]]) -> None:
         """Every page is free once, or held as often as it stands in the lists `held`."""
         counts = Counter(page for pages in held for page in pages)
-        assert len(set(self._free)) == len(self._free), "a page is free twice"
+        free = set(self._free)
+        assert len(free) == len(self._free), "a page is free twice"
         for page, holders in enumerate(self._holders):
             assert counts[page] == holders, f"page {page} is held {counts[page]} times, counted {holders}"
-            assert (page in self._free) == (holders == 0), f"page {page} has {holders} holders"
+            assert (page in free) == (holders == 0), f"page {page} has {holders} holders"

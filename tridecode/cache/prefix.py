@@ -1,23 +1,30 @@
 """PrefixCache: which pages hold the K/V of which tokens, whoever computed them."""
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 
 from .pages import PagePool
+
+HEAD_START = 64  # requests by which a page that was found again outlives one that was not
 
 
 @dataclass(eq=False)
 class Node:
     """A page of K/V that can be found: of `tokens`, at most a page of them, behind those of its parents.
 
-    used: when it was last wanted, by the cache's own clock.
+    wanted: when it was last, by the cache's own clock, and a HEAD_START more if it was found then. users: requests that
+    use it, or what stands behind it. entry: its number among those to go. gone: it is found no more.
     """
 
     page: int
     tokens: tuple[int, ...]
     parent: "Node | None"
-    used: int = 0
+    wanted: int = 0
+    users: int = 0
+    entry: int = 0
+    gone: bool = False
     children: dict[tuple[int, ...], "Node"] = field(default_factory=dict)
 
 
@@ -30,32 +37,46 @@ class Match:
     tail: Node | None
     common: int
 
+    @property
+    def end(self) -> Node | None:
+        """The last of all."""
+        return self.tail or (self.nodes[-1] if self.nodes else None)
+
+    @property
+    def goes_on(self) -> bool:
+        """Where nothing else has yet: a conversation's next turn does."""
+        end = self.end
+        return end is not None and not end.children and (end is not self.tail or self.common == len(end.tokens))
+
     def tokens(self, page: int) -> int:
         return len(self.nodes) * page + self.common
 
 
 class PrefixCache:
     """A tree of pages, each found by the tokens before and in it. It holds each of its pages once; whoever uses one
-    holds it once more, and so keeps it from being evicted.
+    says so by `use` until he says `leave`, which keeps it and all before it from being evicted.
 
-    page: positions in one. Nodes enter and leave the tree in one step each, before their pages are shared and after
-    which they are given back: whatever is interrupted, PagePool.recount with `pages` makes the counts right.
+    page: positions in one. What goes first was not wanted for the longest time, counted in requests; what was found
+    again has a HEAD_START, with what goes on behind it: so the questions beside a conversation, for its title or tags,
+    do not push it out.
+
+    Nodes enter and leave the tree in one step each, before their pages are shared and after which they are given back:
+    whatever is interrupted, `recover` and PagePool.recount with `pages` make the counts right.
     """
 
     def __init__(self, pool: PagePool, page: int):
         self._pool, self._page = pool, page
         self._roots: dict[str, Node] = {}  # by salt
         self._clock = self._entries = 0
-        self._ends: list[tuple[int, int, Node]] = []  # a heap of those to go, by when they were used; some are outdated
+        self._nodes = self._idle = 0  # nodes in the tree, and of these those without users
+        self._ends: list[tuple[int, int, Node]] = []  # a heap of those to go; some are outdated
 
     def match(self, ids: Sequence[int], salt: str = "") -> Match:
-        """The most that is there of `ids`; what it finds is now the latest used."""
-        self._clock += 1
+        """The most that is there of `ids`."""
         node, found, first = self._roots.get(salt), [], 0
         while node and (child := node.children.get(tuple(ids[first : first + self._page]))):
             if len(child.tokens) < self._page:
                 break
-            self._touch(child)
             node = child
             found.append(child)
             first += self._page
@@ -63,32 +84,55 @@ class PrefixCache:
         for child in node.children.values() if node else ():
             if (common := _common(child.tokens, ids, first)) > most:
                 tail, most = child, common
-        if tail:
-            self._touch(tail)
         return Match(tuple(found), tail, most)
 
-    def insert(self, ids: Sequence[int], pages: Sequence[int], salt: str = "") -> None:
-        """Let the K/V of `ids`, which `pages` hold, be found. Where their tokens are there already in a page that
-        somebody uses, it stays."""
+    def find(self, match: Match) -> None:
+        """A request goes on with what was matched: it is the latest wanted now."""
         self._clock += 1
+        for node in (*match.nodes, *filter(None, [match.tail])):
+            node.wanted = self._clock + HEAD_START
+            self._may_go(node)
+
+    def use(self, node: Node | None) -> None:
+        """Keep the node and all before it; None, where nothing was found, is no node."""
+        while node is not None and node.parent is not None:
+            self._idle -= not (node.users or node.gone)
+            node.users += 1
+            node = node.parent
+
+    def leave(self, node: Node | None) -> None:
+        """The end of a `use` of the same node."""
+        while node is not None and node.parent is not None:
+            node.users -= 1
+            self._idle += not (node.users or node.gone)
+            self._may_go(node)
+            node = node.parent
+
+    def insert(self, ids: Sequence[int], pages: Sequence[int], salt: str = "", goes_on: bool = False) -> Node:
+        """Let the K/V of `ids`, which `pages` hold, be found; returns the last node. Where their tokens are there
+        already in a page that somebody uses, it stays. goes_on: as their Match did."""
         node = self._roots.setdefault(salt, Node(-1, (), None))
         for place, page in enumerate(pages):
             tokens = tuple(ids[place * self._page : (place + 1) * self._page])
             if not tokens:
-                return
+                break
             child = node.children.get(tokens)
             if child is None:
                 self._drop_beginnings(node, tokens)
                 child = Node(page, tokens, node)
                 node.children[tokens] = child
+                self._nodes += 1
+                self._idle += 1
                 self._pool.share([page])
             elif child.page != page and self._pool.holders(child.page) == 1:
                 # Nobody uses the old one: kept, it could not go as long as what stands behind it is in use.
                 unused, child.page = child.page, page
                 self._pool.share([page])
                 self._pool.give_back([unused])
-            self._touch(child)
+            child.wanted = max(child.wanted, self._clock + HEAD_START * goes_on)
+            self._may_go(child)
             node = child
+        return node
 
     def _drop_beginnings(self, parent: Node, tokens: tuple[int, ...]) -> None:
         """Pages whose tokens the new one begins with are wanted no more."""
@@ -97,43 +141,40 @@ class PrefixCache:
                 self._remove(child)
 
     def evict(self, pages: int) -> int:
-        """Give back up to that many pages that nobody uses, the longest unused first, ends before beginnings; returns
+        """Give back up to that many pages that nobody uses, the longest unwanted first, ends before beginnings; returns
         how many."""
-        given, in_use = 0, []
+        given = 0
         while given < pages and self._ends:
             entry = heappop(self._ends)
-            used, _, node = entry
-            if node.children or node.used != used or node.parent.children.get(node.tokens) is not node:
-                continue  # it has been wanted or removed since, or something goes on behind it
-            if self._pool.holders(node.page) > 1:
-                in_use.append(entry)
-                continue
-            self._remove(node)
-            given += 1
-        for entry in in_use:
-            heappush(self._ends, entry)
+            if self._current(entry):
+                self._remove(entry[2])
+                given += 1
         return given
 
     def evictable(self) -> int:
-        """Pages that `evict` could give back: those behind which none is in use."""
-        kept, count = set(), 0
-        for node in self._nodes():  # ends first
-            if node in kept or self._pool.holders(node.page) > 1:
-                kept.add(node.parent)
-            else:
-                count += 1
-        return count
+        """Pages that `evict` could give back."""
+        return self._idle
 
-    def _touch(self, node: Node) -> None:
-        node.used = self._clock
-        if not node.children:
+    def _may_go(self, node: Node) -> None:
+        """Put it among those to go, if nobody uses it and nothing stands behind it."""
+        if not (node.children or node.users or node.gone):
             self._entries += 1
-            heappush(self._ends, (node.used, self._entries, node))
+            node.entry = self._entries
+            heappush(self._ends, (node.wanted, node.entry, node))
+            if len(self._ends) > 2 * self._nodes + 64:  # most are outdated
+                self._ends = list(filter(self._current, self._ends))
+                heapify(self._ends)
+
+    @staticmethod
+    def _current(entry: tuple[int, int, Node]) -> bool:
+        """Whether nothing has come between: no use, nothing behind it, no later entry."""
+        _, number, node = entry
+        return node.entry == number and not (node.children or node.users or node.gone)
 
     def hand_over(self, node: Node) -> bool:
-        """Let the page go to the one who holds it beside the cache, if there is but one and nothing stands behind it:
-        it is found no more."""
-        if node.children or self._pool.holders(node.page) != 2:
+        """Let the page go to its user, who holds it beside the cache, if he is alone and nothing stands behind it: it
+        is found no more."""
+        if node.children or node.users != 1 or self._pool.holders(node.page) != 2:
             return False
         self._remove(node)
         return True
@@ -146,10 +187,14 @@ class PrefixCache:
                 self._remove(node)
 
     def recover(self) -> None:
-        """After an interrupt: whatever is in the tree can go again."""
-        nodes = [node for node in self._nodes() if not node.children]
-        self._ends = sorted((node.used, place, node) for place, node in enumerate(nodes))
-        self._entries = len(nodes)
+        """After an interrupt: nobody uses anything, and whatever is in the tree can go again."""
+        nodes = list(self._all())
+        for node in nodes:
+            node.users, node.gone = 0, False
+        self._nodes = self._idle = len(nodes)
+        self._ends = []
+        for node in nodes:
+            self._may_go(node)
 
     def clear(self) -> None:
         for root in list(self._roots.values()):
@@ -159,12 +204,14 @@ class PrefixCache:
     def _remove(self, node: Node) -> None:
         parent = node.parent
         del parent.children[node.tokens]
+        node.gone = True
+        self._nodes -= 1
+        self._idle -= not node.users
         self._pool.give_back([node.page])
-        if parent.parent and not parent.children:
-            self._entries += 1
-            heappush(self._ends, (parent.used, self._entries, parent))
+        if parent.parent:
+            self._may_go(parent)
 
-    def _nodes(self) -> Iterator[Node]:
+    def _all(self) -> Iterator[Node]:
         for root in self._roots.values():
             yield from (node for node in self._below(root) if node is not root)
 
@@ -178,15 +225,24 @@ class PrefixCache:
 
     def pages(self) -> list[int]:
         """Those that it holds."""
-        return [node.page for node in self._nodes()]
+        return [node.page for node in self._all()]
 
-    def assert_consistent(self) -> None:
-        """Every node stands where its tokens say, only ends are less than a page, and no page is there twice."""
-        pages = self.pages()
-        assert len(set(pages)) == len(pages), "a page is in the tree twice"
-        for node in self._nodes():
-            assert node.parent.children[node.tokens] is node and 0 < len(node.tokens) <= self._page
+    def assert_consistent(self, used: Iterable[Node | None] = ()) -> None:
+        """Every node stands where its tokens say, only ends are less than a page, no page is there twice, and whoever
+        uses one, of whom `used` are all, is counted in it and those before it; what can go is among those to go."""
+        nodes, users = list(self._all()), Counter()
+        for node in used:
+            while node is not None and node.parent is not None:
+                users[id(node)] += 1
+                node = node.parent
+        waiting = {id(entry[2]) for entry in self._ends if self._current(entry)}
+        assert len({node.page for node in nodes}) == len(nodes), "a page is in the tree twice"
+        for node in nodes:
+            assert node.parent.children[node.tokens] is node and not node.gone and 0 < len(node.tokens) <= self._page
             assert len(node.tokens) == self._page or not node.children, "tokens follow those of half a page"
+            assert node.users == users[id(node)], f"page {node.page} has {users[id(node)]} users, counted {node.users}"
+            assert node.users or node.children or id(node) in waiting, f"page {node.page} would never go"
+        assert self._nodes == len(nodes) and self._idle == sum(not node.users for node in nodes)
 
 
 def _common(tokens: tuple[int, ...], ids: Sequence[int], first: int) -> int:

@@ -46,6 +46,7 @@ def load_model(args, model: str | None, max_seq_len: int | None, output: Output)
             prompt_attention=args.prompt_attention,
             prompt_ms=args.prompt_ms,
             prefix_sharing=args.prefix_sharing,
+            batch_invariant=args.batch_invariant,
             max_queue=getattr(args, "max_queue", None),
             progress=progress,
         )
@@ -114,7 +115,7 @@ class Loader:
         Raises DeviceError where it does not fit even alone.
         """
         dtype = resolve_dtype(self._args.dtype, config, old.device)
-        now = plan_memory(config, dtype, old.device, slots_of(self._args), self._args.chunk_tokens)
+        now = plan_memory(config, dtype, old.device, slots_of(self._args), old.policy.chunk_tokens)
         alone = replace(now, free=now.free + old.plan.needed(old.capacity, old.kv_tokens))
         asked = self._args.max_seq_len and min(self._args.max_seq_len, config.max_position)
         return now.max_context >= alone.capacity(asked, str(old.device))

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 
 from ..errors import DeviceError
-from .explain import explain
+from .explain import explain, option
 from .parser import SAMPLING, make_parser
 from .signals import Ended, ended_by_interrupt, ending
 from .terminal import Output, foreign_encoding, tolerant_streams
@@ -64,6 +64,8 @@ def guarded(argv: list[str] | None) -> int:
         if args is not None and args.verbose:
             logging.getLogger("tridecode").exception("%s failed", args.command)
         why = explain(error, [name for name in (*SAMPLING, "n") if hasattr(args, name)])
+        for name, origin in getattr(args, "origins", {}).items():
+            why += f" ({option(name)} is set by {origin})" if why.startswith(f"{option(name)} ") else ""
         if isinstance(error, DeviceError) and args.command in NEED_GPU:
             why += "; see tridecode doctor"
         output.error(why)
@@ -103,6 +105,10 @@ def imported(name: str) -> Callable:
         from .sessions import run as sessions
 
         return sessions
+    if name == "config":
+        from .configuration import show
+
+        return show
     if name == "bench":
         from .bench import run as bench
 

@@ -5,8 +5,11 @@ import difflib
 import sys
 from contextlib import nullcontext, suppress
 
+from ..errors import ParameterError
 from ..version import __version__
 from .bench_options import BENCH, add_benches, add_shape, add_verbose
+from .completions import kinds
+from .configuration import Configuration, Setting
 from .serve_options import SERVE, serve_options
 from .terminal import one_line
 from .values import GRAPHS, ascending, logit_bias, minutes, positive, row_count, server_url, token_ids
@@ -34,6 +37,11 @@ The text streams to stdout, everything else goes to stderr. With --json, stdout 
 SESSIONS = """\
 List the conversations that were saved, the newest first: name, when, turns, size, and the title or first words.
 """
+CONFIG = """\
+Show every setting as a line of the configuration file: those that are set with where they come from, the others as
+comments with their defaults. An option of the command line goes before a variable like TRIDECODE_MODEL, and that before
+the file.
+"""
 GENERATE_CODES = """\
 Exit codes: 0 done, 1 error (with --jsonl: of any line), 2 wrong options, 130 interrupted, 141 reader of stdout gone.
 """
@@ -44,6 +52,7 @@ downloaded.
 SAMPLING = (  # the fields of SamplingParams, each an option
     "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
     "logit_bias", "seed", "max_tokens", "stop", "stop_token_ids", "ignore_eos", "logprobs",
+    "json_schema", "regex", "choice", "grammar",
 )  # fmt: skip
 BATCH_SLOTS = 16  # of generate --jsonl and of serve
 PROFILE = """\
@@ -64,15 +73,42 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, *args, **kwargs):
         # No abbreviations: a script's --to must not change its meaning when an option is added.
         super().__init__(*args, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **kwargs)
+        self._command, self._configuration = None, None
+
+    def configure(self, command: str, configuration: Configuration) -> None:
+        """From now on options that are not given are what `configuration` says; args.origins names those."""
+        configuration.add(command, self)
+        self._command, self._configuration = command, configuration
 
     def parse_known_args(self, args=None, namespace=None):
         """Each command refuses what it does not know itself: argparse would leave that to the parser above it."""
+        namespace = namespace or argparse.Namespace()
+        keys = self._configuration.keys[self._command] if self._configuration else {}
+        for name in keys:
+            setattr(namespace, name, None)  # argparse's own defaults would look as if they were given
         namespace, unknown = super().parse_known_args(args, namespace)
         if unknown:
             near = self.near(unknown[0].split("=")[0].lstrip("-"))
             meant = f"; did you mean {' or '.join(near)}?" if near else ""
             self.error(f"unrecognized arguments: {' '.join(unknown)}{meant}")
+        if keys:
+            self._fill(namespace, keys)
         return namespace, unknown
+
+    def _fill(self, namespace, keys: dict[str, argparse.Action]) -> None:
+        """Those that were not given."""
+        try:
+            found = self._configuration.settings(self._command)
+        except ParameterError as error:
+            self.exit(2, f"tridecode: error: {one_line(error)}\n")
+        namespace.origins = {}
+        for name, action in keys.items():
+            if getattr(namespace, name) is None:
+                setting = found.get(name, Setting(action.default))
+                setattr(namespace, name, setting.value)
+                namespace.origins |= {name: setting.origin} if setting.origin else {}
+        if namespace.model == "bundled" and getattr(namespace, "url", None) is None:
+            namespace.model = None  # the way back from another one that is set
 
     def near(self, typed: str) -> list[str]:
         """Options that begin as `typed` does, or the nearest one. Their hyphens, which all of them share, count not."""
@@ -92,18 +128,17 @@ class Parser(argparse.ArgumentParser):
 
 
 class PrintCompletion(argparse.Action):
-    """Print the completion script of a shell. A metavar says what is completed: files, directories, sessions."""
+    """Print the completion script of a shell. A metavar says what is completed."""
 
     def __call__(self, parser, namespace, shell, option_string=None):
         import shtab  # here, because nothing else needs it
 
-        kinds = {"FILE": shtab.FILE, "DIR": shtab.DIRECTORY, "DIR_OR_ID": shtab.DIRECTORY}
-        kinds["SESSION"] = shtab.cmd("tridecode sessions --names 2>/dev/null")
+        known = kinds()
 
         def complete_paths(parser):
             for action in parser._actions:
-                if action.metavar in kinds:
-                    action.complete = kinds[action.metavar]
+                if action.metavar in known:
+                    action.complete = known[action.metavar]
                 for command in action.choices.values() if isinstance(action.choices, dict) else ():
                     complete_paths(command)
 
@@ -138,6 +173,11 @@ def make_parser() -> argparse.ArgumentParser:
     words = dict(help="show what would run, without loading, and what stands in its way", description=INFO)
     info = commands.add_parser("info", aliases=["doctor"], parents=[engine], **words)
     info.add_argument("--json", action="store_true", help="print one JSON object (sizes in bytes)")
+    words = dict(help="show the settings and where each comes from", description=CONFIG)
+    configuration = Configuration()
+    commands.add_parser("config", **words).set_defaults(configuration=configuration)
+    for command in ("chat", "generate", "serve", "info"):
+        commands.choices[command].configure(command, configuration)
     add_benches(commands.add_parser("bench", help="time this engine on a GPU", description=BENCH))
     profile = commands.add_parser("profile", help="show where a step's time goes", description=PROFILE)
     add_shape(profile, model=True)
@@ -224,8 +264,8 @@ def engine_options() -> argparse.ArgumentParser:
     group.add_argument("--slots", type=row_count, metavar="N", help=slots)
     pool = "K/V positions that all slots share (default: what fits, at most the context for each)"
     group.add_argument("--kv-tokens", type=positive, metavar="N", help=pool)
-    chunk = "of prompts in one pass at most (default: 2048)"
-    group.add_argument("--chunk-tokens", type=positive, default=2048, metavar="N", help=chunk)
+    chunk = "of prompts in one pass at most (default: 2048, with --batch-invariant 256)"
+    group.add_argument("--chunk-tokens", type=positive, metavar="N", help=chunk)
     group.add_argument(
         "--graph",
         default="full",
@@ -249,6 +289,8 @@ def engine_options() -> argparse.ArgumentParser:
     )
     words = "compute the K/V of every prompt for itself alone, and keep none"
     group.add_argument("--no-prefix-sharing", action="store_false", dest="prefix_sharing", help=words)
+    words = "the same bits for a request alone and in any company, see docs/sharing.md for what that costs"
+    group.add_argument("--batch-invariant", action="store_true", help=words)
     words = "milliseconds that a pass may take which reads prompts while others decode (default: 15)"
     group.add_argument("--prompt-ms", type=float, default=15.0, metavar="MS", help=words)
     add_verbose(group)
@@ -326,6 +368,11 @@ def generate_options(generate) -> None:
     generate.add_argument(
         "--logprobs", type=int, metavar="N", help="with --json: logprobs of each token and of the N likeliest"
     )
+    form = generate.add_argument_group("form of the answer", "One of these; docs/structured.md says more.")
+    form.add_argument("--json-schema", metavar="FILE", help="JSON that this schema allows")
+    form.add_argument("--regex", metavar="PATTERN", help="a text that the regular expression matches as a whole")
+    form.add_argument("--choice", action="append", metavar="TEXT", help="one of these texts; repeatable")
+    form.add_argument("--grammar", metavar="FILE", help="a text of this grammar in Lark's form")
     generate.add_argument("--no-reuse-prefix", action="store_true", help="compute every prompt from its first token")
 
 

@@ -7,10 +7,13 @@ import sys
 from collections.abc import Callable, Iterable
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
+from textwrap import wrap
 
 from rich.console import Console
 
 from .signals import suspendable
+
+USER = "cyan"  # what a user has typed
 
 # ESC, carriage return, backspace, C1: a terminal obeys them, so a model (or a file name) must not be able to send them.
 _CONTROLS = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\t"}
@@ -76,6 +79,7 @@ class Output:
         # rich's own answer can be forced by environment variables
         self.tty, self._unwrapped = sys.stdout.isatty(), not sys.stderr.isatty()
         self.quiet = False  # no notes and no bar
+        self.redraws = True  # whether what stands in a terminal may change, as a bar does
 
     def text(self, text: str) -> None:
         """Answer text, at once and as it is; on a terminal without its control characters."""
@@ -87,6 +91,10 @@ class Output:
             sys.stdout.write(text)
             sys.stdout.flush()
 
+    def user(self, text: str) -> None:
+        """What somebody has typed, with its prompt, in its colour."""
+        self.console.out(visible(text), style=USER if self.tty else None, highlight=False)
+
     def dim(self, text: str) -> None:
         """Text beside the answer on stdout, at once, dimmed."""
         self.console.out(visible(text), end="", style="dim", highlight=False)
@@ -97,6 +105,22 @@ class Output:
             return
         text = visible(message) if aligned else one_line(message)
         self.errors.print(text, style="dim", soft_wrap=self._unwrapped)
+
+    def say(self, message: str, style: str | None = None) -> None:
+        """What was asked for, on stderr: like a note whose spaces stay, but not dim."""
+        self.errors.print(visible(message), style=style, soft_wrap=self._unwrapped)
+
+    def entry(self, name: str, words: str, column: int = 24) -> None:
+        """A name, and beside it what it is, whose further lines are indented too; below it in a narrow window."""
+        width = None if self._unwrapped else self.errors.width
+        if width is None or width >= 2.5 * column:
+            first, rest = f"  {name:<{column - 3}} ", " " * column
+        else:
+            self.say(f"  {name}")
+            first = rest = " " * 4
+        fitted = [words] if width is None else wrap(words, max(width - len(rest) - 1, 8))
+        for i, line in enumerate(fitted):
+            self.say((rest if i else first) + line)
 
     def error(self, message: object) -> None:
         self.errors.print(f"tridecode: error: {one_line(message)}", style="red", soft_wrap=self._unwrapped)
@@ -111,9 +135,11 @@ class Output:
 
         columns = TextColumn("loading"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
         shows = self.errors.is_terminal and not self.quiet
-        with Progress(*columns, console=self.errors, transient=True, disable=not shows) as bar:
+        with Progress(*columns, console=self.errors, transient=True, disable=not (shows and self.redraws)) as bar:
             task = bar.add_task("loading", total=None, visible=False)
-            with logged(self.note) if shows else nullcontext(), suspendable(bar.stop, bar.start):
+            # What is typed meanwhile is for the first prompt, and would stand amid the bar.
+            typed = unechoed(shows and sys.stdin.isatty(), bar.stop, bar.start)
+            with logged(self.note) if shows else nullcontext(), typed:
                 yield lambda done, total: bar.update(task, completed=done, total=total, visible=True)
 
 

@@ -256,7 +256,7 @@ def _launch(meta, x, linear, out, norm, normed, sumsq, n_sumsq, eps, residual, g
         split.sums.stride(0) if shape.split > 1 else 0,
         rows,
         n_sumsq,
-        max(triton.next_power_of_2(rows), 8),
+        max(triton.next_power_of_2(rows), shape.block_m),
         N,
         weight.shape[1],
         n_sumsq > 0,

@@ -53,6 +53,17 @@ def resolve_model(model: str | Path, weights: bool = True) -> Path:
     return _download(model, weights)
 
 
+def cached_models() -> list[str]:
+    """Ids of the models that the Hugging Face cache has with their weights."""
+    from huggingface_hub import constants
+
+    found = set()
+    for file in Path(constants.HF_HUB_CACHE).glob("models--*--*/snapshots/*/*.safetensors"):
+        if (file.parent / "config.json").exists():
+            found.add("/".join(file.parents[2].name.split("--", 2)[1:]))
+    return sorted(found)
+
+
 def shard_map(index: Path) -> dict[str, str]:
     """The weight_map of an index file: tensor name -> shard file name.
 

@@ -55,8 +55,8 @@ class Output:
         for piece in job.pieces:
             self._text(piece.token_id)
 
-    def push(self, token: int, logprobs: TokenLogprobs | None) -> None:
-        """The next token, or NO_TOKEN: a step whose logits were not finite."""
+    def push(self, token: int, logprobs: TokenLogprobs | None, last: bool = False) -> None:
+        """The next token, or NO_TOKEN: a step whose logits were not finite. last: by its grammar."""
         job, now = self._job, time.perf_counter()
         job.first = job.first or now
         before = len(job.pieces)
@@ -66,7 +66,7 @@ class Output:
             return
         stopped = token in job.stop_ids
         piece = Piece(token, "" if stopped else self._text(token), logprobs)
-        if stopped or self._stops.hit:
+        if stopped or last or self._stops.hit:
             self.end("stop", pieces=[piece])
         elif before + 1 == (len(job.ids) if job.scores else job.limit - len(job.ids)):
             self.end("length", pieces=[piece])

@@ -1,28 +1,52 @@
 """Policy: how requests share the passes, as an engine was told."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from ..arguments import flag, integer, real
+from ..cache.kv import PAGE
+from ..errors import ParameterError
 from ..step.prefill import CHUNK
 
 PROMPT_MS = 15.0
+FIXED_CHUNK = 256  # of the batch-invariant mode, where a prompt's passes have all that many rows
 LONGEST = 2**31 - 2
 
 
 @dataclass(frozen=True)
 class Policy:
-    """chunk_tokens: of prompts in one pass; max_queue: requests that may wait for a slot, None is any number;
-    prompt_ms: milliseconds that a pass may take which reads prompts while others decode; prefix_sharing: K/V of equal
-    beginnings are computed once. Raises ParameterError."""
+    """chunk_tokens: of prompts in one pass, None is CHUNK, in the batch-invariant mode FIXED_CHUNK; max_queue: requests
+    that may wait for a slot, None is any number; prompt_ms: milliseconds that a pass may take which reads prompts while
+    others decode; prefix_sharing: K/V of equal beginnings are computed once; batch_invariant: a request's logits have
+    the same bits alone and in any company. Raises ParameterError."""
 
-    chunk_tokens: int = CHUNK
+    chunk_tokens: int | None = None
     max_queue: int | None = None
     prompt_ms: float = PROMPT_MS
     prefix_sharing: bool = True
+    batch_invariant: bool = False
 
     def __post_init__(self):
+        flag("batch_invariant", self.batch_invariant)
+        if self.chunk_tokens is None:
+            object.__setattr__(self, "chunk_tokens", FIXED_CHUNK if self.batch_invariant else CHUNK)
         object.__setattr__(self, "chunk_tokens", integer("chunk_tokens", self.chunk_tokens, 1, LONGEST))
         if self.max_queue is not None:
             object.__setattr__(self, "max_queue", integer("max_queue", self.max_queue, 0, LONGEST))
         real("prompt_ms", self.prompt_ms, 0.1, 1e6)
         flag("prefix_sharing", self.prefix_sharing)
+        if self.batch_invariant and self.chunk_tokens % PAGE:
+            raise ParameterError(
+                f"chunk_tokens must be a multiple of {PAGE} with batch_invariant, got {self.chunk_tokens:,}"
+            )
+        if self.batch_invariant and self.prompt_ms != PROMPT_MS:
+            raise ParameterError("prompt_ms: with batch_invariant all prompt passes are alike; use chunk_tokens")
+
+    @classmethod
+    def out_of(cls, options: dict) -> "Policy":
+        """Of what it takes of `options`; the others stay there."""
+        return cls(**{each.name: options.pop(each.name) for each in fields(cls) if each.name in options})
+
+    def chunk(self, slots: int, capacity: int, page: int) -> int:
+        """Tokens of prompts in one pass of an engine of that size; batch-invariant: whole pages, whatever the slots."""
+        most = -(-capacity // page) * page if self.batch_invariant else slots * capacity
+        return min(self.chunk_tokens, most)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from ..errors import ParameterError
+from ..grammar import Grammar
 from ..layout import MAX_STOP_IDS
 from ..model.config import ModelConfig
 from ..results import Piece
@@ -34,6 +35,7 @@ class Job:
     salt: str = ""
     scores: bool = False
     logits: torch.Tensor | None = None
+    grammar: Grammar | None = None  # which its output follows
     pieces: list[Piece] = field(default_factory=list)
     failure: Exception | None = None  # what ended it in place of a last piece
     first: float | None = None  # when its first token came
@@ -62,6 +64,7 @@ def generating(
     reuse_prefix: bool,
     salt: str,
     started: float,
+    grammar: Grammar | None = None,
 ) -> Job:
     """A job that continues `ids`, of a chat or not, within `capacity` positions. Raises ParameterError."""
     stop_ids = checked_stop_ids(params, config)
@@ -74,6 +77,7 @@ def generating(
         reuse_prefix=reuse_prefix,
         started=started,
         salt=salt,
+        grammar=grammar,
     )
 
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
+from .masks import Following
 from .output import Output
 from .request import Job
 
@@ -31,6 +32,8 @@ class Running:
     generation: int = 0
     seen: int = 0  # passes whose entries were read
     in_flight: int = 0  # and those that were not yet
+    mask: Following | None = None  # of a job with a grammar
+    given: int = 0  # passes to come whose tokens were drawn before it was preempted: they are the same
     gone: bool = False  # ended, cancelled or preempted: nothing of it is awaited
 
     @property
@@ -42,6 +45,11 @@ class Running:
     def runs(self) -> bool:
         """Takes part in the next pass."""
         return self.position < self.end and self.position < self.room
+
+    @property
+    def lacks_mask(self) -> bool:
+        """A pass that is enqueued now can do nothing for it, unless its mask comes meanwhile."""
+        return self.mask is not None and not self.in_flight and self.mask.late
 
     @property
     def needs_pages(self) -> bool:

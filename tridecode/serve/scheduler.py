@@ -5,14 +5,16 @@ from collections.abc import Callable
 
 import torch
 
-from ..errors import QueueFull
-from ..layout import NO_TOKEN, OWN, Chunk
+from ..errors import GenerationError, QueueFull
+from ..layout import LATE_TOKEN, NO_TOKEN, OWN, Chunk
+from ..results import TokenLogprobs
 from ..sampling import SamplingParams
 from ..step.decode import KINDS
 from ..step.graphs import EagerSteps, StepGraphs
 from ..step.prompt_graphs import EagerPrompts, PromptGraphs
 from ..step.state import DecodeModel
 from ..text.tokenizer import Tokenizer
+from .masks import Masks, wait_for
 from .output import Output, Ring
 from .policy import Policy
 from .request import Job
@@ -43,7 +45,8 @@ class Scheduler:
         self._model, self._tokenizer, self._ahead = model, tokenizer, ahead
         self._steps, self._prompts = steps, prompts
         self._policy, self._chunk = policy, min(policy.chunk_tokens, model.prompt.rows - model.rows)
-        self._ring = Ring(model)
+        self._ring, self._masks = Ring(model), Masks(model)
+        self._fixed = model.fixed_chunk
         self._jobs: dict[Job, None] = {}  # those that have not ended, in the order of arrival
         self._unsettled = False  # something was begun and not finished
         self.preemptions = 0
@@ -66,6 +69,13 @@ class Scheduler:
         jobs, pages = len(self._jobs), len(self._model.kv.pool)
         waiting = max(jobs - len(self._admitted), 0)
         return Load(jobs, waiting, len(self._rows), pages, self.slots.available(), self.preemptions)
+
+    def reading(self) -> tuple[int, int, int] | None:
+        """Of the oldest prompt that is being read, from any thread: tokens that were there already, those whose passes
+        were enqueued too (on a GPU two may be under way), and all. None where there is none."""
+        for running in tuple(self._reading):
+            return running.job.reused or 0, running.read, len(running.job.ids)
+        return None
 
     def check_queue(self, coming: int) -> None:
         """Raises QueueFull where one more, behind the `coming` that are about to be added, would be too many; to be
@@ -92,6 +102,7 @@ class Scheduler:
         self._unsettled = True
         while self._in_flight and (part := self._in_flight[0].part) and all(running.gone for running in part):
             self._in_flight.popleft()
+        self._await_masks()
         while len(self._in_flight) <= self._ahead and self._enqueue():
             pass
         if self._in_flight:
@@ -139,9 +150,10 @@ class Scheduler:
 
     def _choose(self) -> list[tuple[Running, int]]:
         """Whose prompts the next pass reads, and how many tokens of each: first come, first served, of those that wait
-        for a slot too. Who has but one token left to read gets a row instead, as if he decoded."""
+        for a slot too. Who has but one token left to read gets a row instead, as if he decoded. In the batch-invariant
+        mode it is one prompt, up to the next multiple of the fixed chunk, and never its last token."""
         most, chosen, reading = self._chunk, [], deque(self._reading)
-        if any(running.runs for running in self._rows) and (reading or self._waiting):
+        if not self._fixed and any(running.runs for running in self._rows) and (reading or self._waiting):
             start = reading[0].read if reading else 0
             most = self._prompts().tokens_within(self._policy.prompt_ms / 1e3, start, most)
         while most > 0 and (reading or self._admit()):
@@ -149,6 +161,9 @@ class Scheduler:
             if running.left == 1:
                 self._begin(running)
                 continue
+            if self._fixed:
+                chosen.append((running, min(running.left - 1, most - running.read % most)))
+                break
             chosen.append((running, min(running.left, most)))
             most -= chosen[-1][1]
         return chosen
@@ -158,15 +173,19 @@ class Scheduler:
         prompts, chunks = self._prompts(), []
         first = decoding = prompts.decoding(rows)
         for running, count in chosen:
+            if self._fixed:
+                first = running.read % self._fixed
             chunks.append(Chunk(running.slot, first, count, running.read))
             first += count
         self.slots.write_chunks(chunks)
-        prompts.read(chunks, first - decoding, decoding)
+        prompts.read(chunks, sum(chunk.count for chunk in chunks), decoding)
         for (running, count), chunk in zip(chosen, chunks):
             running.read += count
             self.slots.publish(running.slot, running.tokens[: running.read])
             if running.left == 0:
                 self._begin(running, chunk.rows.stop - 1)
+            elif self._fixed and running.left == 1:
+                self._begin(running)
 
     def _admit(self) -> bool:
         """Give the first in the queue a slot, and pages for its prompt, if both are there."""
@@ -176,7 +195,7 @@ class Scheduler:
             return False
         slots, job = self.slots, self._waiting[0]
         ids = job.tokens
-        position = 0 if job.scores else len(ids) - 1
+        position = 0 if job.scores else len(job.ids if self._fixed else ids) - 1
         wanted = ids[:position] if job.reuse_prefix else []
         if self._soon_there(wanted, job.salt) or (admitted := slots.admit(wanted, len(ids), job.salt)) is None:
             return False
@@ -186,6 +205,9 @@ class Scheduler:
         self._waiting.popleft()
         end, output = job.limit - 1, self._output(job)
         running = Running(job, output, slot, read, ids[:position], ids[position], position, end)
+        running.given = 0 if job.scores else len(ids) - 1 - position
+        if job.grammar:
+            running.mask = self._masks.follow(job.grammar, ids[len(job.ids) :])
         self._reading.append(running)
         self._admitted.append(running)
         needed = slots.pages_for(len(ids))
@@ -215,6 +237,8 @@ class Scheduler:
             prompt=len(job.ids),
             source=source,
         )
+        if running.mask:
+            running.mask.begin(running.slot, running.generation, running.position + running.given)
         running.row, running.room = len(self._rows), self.slots.room(running.slot)
         self._rows.append(running)
         self._reading.remove(running)
@@ -231,7 +255,7 @@ class Scheduler:
         before = [running for running in self._rows if running.runs]
         while chosen:
             try:
-                self._read(chosen, before[-1].row + 1 if before else 0)
+                self._read(chosen, before[-1].row + 1 if before and not self._fixed else 0)
                 break
             except Exception as error:  # out of memory, mostly: it is one prompt's alone
                 if len(chosen) == 1:
@@ -240,10 +264,10 @@ class Scheduler:
                     return True
                 chosen = chosen[:1]
         part = [running for running in self._rows if running.runs]
-        if not part and not chosen:
+        if not chosen and all(running.lacks_mask for running in part):
             return False
         if part:
-            self._draw(part, ends_prompts=bool(chosen))
+            self._draw(part, ends_prompts=bool(chosen) and not self._fixed)
         done = None
         if not part and self._model.device.type == "cuda":
             done = torch.cuda.current_stream(self._model.device).record_event()
@@ -254,7 +278,7 @@ class Scheduler:
         """Enqueue what draws their tokens: a decode pass, or the end of the prompt pass that they were in."""
         kind = part[0].job.kind if len(part) == 1 else max((r.job.kind for r in part), key=KINDS.index)
         draw = self._prompts().finish if ends_prompts else self._steps().replay
-        draw(kind, part[-1].row + 1)
+        draw(kind, part[-1].row + 1, any(running.mask for running in part))
         for running in part:
             if running.job.logits is not None:
                 running.job.logits[running.position].copy_(self._model.workspace.logits[running.row])
@@ -276,6 +300,18 @@ class Scheduler:
         slots.grow(running.slot, running.row, min(1 + slots.spare(1), lacking), wake=waits)
         running.room = slots.room(running.slot)
 
+    def _await_masks(self) -> None:
+        """Give masks that are on their way a moment where no pass is; a request whose mask cannot be made ends."""
+        masked = [running for running in self._rows if running.mask]
+        if masked and not self._in_flight:
+            wait_for([running.mask for running in masked])
+        for running in masked:
+            try:
+                running.mask.check()
+            except GenerationError as error:
+                running.output.end("error", str(error))
+                self._finish(running.job, running)
+
     def _drain(self) -> None:
         """Wait for the oldest pass; pieces go to their jobs. Of rows that have gone no entry is awaited: a pass that
         was enqueued before the host knew of their end leaves none."""
@@ -291,6 +327,9 @@ class Scheduler:
             logprobs = None if wanted is None else self._ring.logprobs(running.slot, running.seen, wanted)
             running.seen += 1
             running.in_flight -= 1
+            if token == LATE_TOKEN:
+                running.position -= 1
+                continue
             if token == NO_TOKEN:
                 others = held.shared > 0  # what it found may be another one's fault: then it computes all by itself
                 self.slots.discredit(running.slot, job.tokens)
@@ -302,9 +341,25 @@ class Scheduler:
                 running.tokens.append(running.embedded)  # its pass has run: its K/V are there
                 held.tokens = running.tokens
             running.embedded = token
-            running.output.push(token, logprobs)
+            if running.given and token != NO_TOKEN:
+                running.given -= 1
+                continue
+            self._push(running, token, logprobs)
             if job.ended:
                 self._finish(job, running)
+
+    def _push(self, running: Running, token: int, logprobs: TokenLogprobs | None) -> None:
+        """Tell of a drawn token; where there is a grammar, also ask what may follow."""
+        job, follows = running.job, running.mask
+        try:
+            if not follows or token == NO_TOKEN or token in job.stop_ids:
+                running.output.push(token, logprobs)
+                return
+            running.output.push(token, logprobs, last=follows.accept(token))
+            if not job.ended:
+                follows.next(running.position - running.in_flight)
+        except GenerationError as error:
+            running.output.end("error", str(error))
 
     # ---- ends
 
@@ -330,6 +385,8 @@ class Scheduler:
     def _vacate(self, running: Running) -> None:
         """Take its row; the last row fills the gap, so that passes stay small."""
         running.gone = True
+        if running.mask:
+            running.mask.drop()
         self._admitted.remove(running)
         if running in self._reading:
             self._reading.remove(running)
@@ -346,6 +403,9 @@ class Scheduler:
             self._jobs = {job: None for job in self._jobs if not job.ended}
             for job in self._jobs:
                 self._wait_again(job)
+            for running in self._admitted:
+                if running.mask:
+                    running.mask.drop()
             self.slots.recover()
             self._forget_runs()
             self._unsettled = False

@@ -10,7 +10,7 @@ import torch
 from .. import layout
 from ..arguments import integer
 from ..cache.pages import PagePool
-from ..cache.prefix import PrefixCache
+from ..cache.prefix import Match, Node, PrefixCache
 from ..errors import ParameterError
 from ..layout import Chunk
 from ..sampling import SamplingParams
@@ -45,11 +45,14 @@ class Records:
 @dataclass
 class Held:
     """What a slot's request has; an idle slot has nothing. tokens: those whose K/V its pages hold; pages: in the order
-    of positions; shared: positions of the first pages, which others may read as well."""
+    of positions; shared: positions of the first pages, which others may read as well; node: the last that it uses of
+    what can be found; goes_on: as the Match did that it began with."""
 
     tokens: list[int] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)
     shared: int = 0
+    node: Node | None = None
+    goes_on: bool = False
     salt: str = ""
     generation: int = 0
     busy: bool = False
@@ -88,13 +91,16 @@ class Slots:
         """Give an idle slot pages for the beginning of `ids`, as far as they are there, and have free those that it
         needs beside for `positions`; returns it with how many tokens are there, or None where pages are short."""
         match = self.cache.match(ids, salt)
+        goes_on = match.goes_on
+        if self.model.fixed_chunk:
+            match = Match(match.nodes, None, 0)  # in whole pages
         shared, tail = [node.page for node in match.nodes], match.tail
         slot = next(i for i, held in enumerate(self.held) if not held.busy)
         held = self.held[slot]
         held.pages = shared if tail is None else [*shared, tail.page]  # held, so that nobody evicts them
         self.pages.share(held.pages)
+        self._use(held, match.end)
         fresh = self.pages_for(positions) - len(shared)
-        goes_on = tail is not None and match.common == len(tail.tokens)
         if tail is not None and (goes_on or fresh > self.available()) and self.cache.hand_over(tail):
             fresh, tail = fresh - 1, None  # nobody else has it: what is written there needs no copy
         if fresh > self.available():
@@ -106,8 +112,11 @@ class Slots:
             self._copy_page(tail.page, own)
             held.pages[-1] = own
             self.pages.give_back([tail.page])
+        self.cache.find(match)
+        self._use(held, match.nodes[-1] if match.nodes else None)
         read = match.tokens(self.page)
-        held.busy, held.tokens, held.shared, held.salt = True, list(ids[:read]), len(shared) * self.page, salt
+        held.busy, held.tokens, held.shared = True, list(ids[:read]), len(shared) * self.page
+        held.salt, held.goes_on = salt, goes_on
         return slot, read
 
     @torch.inference_mode()
@@ -116,11 +125,20 @@ class Slots:
 
     def publish(self, slot: int, ids: Sequence[int]) -> None:
         """Let others find the whole pages of `ids`, whose K/V the passes enqueued so far write."""
-        self._insert(self.held[slot], ids[: len(ids) // self.page * self.page])
+        held = self.held[slot]
+        held.tokens = list(ids)[: len(ids) // self.page * self.page]
+        self._insert(held, ids[: len(ids) // self.page * self.page])
 
     def _insert(self, held: Held, ids: Sequence[int]) -> None:
         if self._sharing:
-            self.cache.insert(ids, held.pages[: self.pages_for(len(ids))], held.salt)
+            pages = held.pages[: self.pages_for(len(ids))]
+            self._use(held, self.cache.insert(ids, pages, held.salt, held.goes_on))
+
+    def _use(self, held: Held, node: Node | None) -> None:
+        """Of what can be found the slot uses this node now, with all before it, and no other one."""
+        before, held.node = held.node, node
+        self.cache.use(node)
+        self.cache.leave(before)
 
     def make_room(self, pages: int) -> bool:
         """Have that many pages free, if need be by forgetting what nobody uses."""
@@ -134,9 +152,11 @@ class Slots:
         return max(self.pages.free - max(needed, 0), 0) // len(self.held)
 
     def release(self, slot: int) -> None:
-        """The slot's request has gone; what it has computed can be found, and the other pages are free."""
+        """The slot's request has gone; what it has computed can be found, and the other pages are free. In the
+        batch-invariant mode only what was published: what decode passes write has other bits than a prompt's."""
         held = self.held[slot]
-        self._insert(held, held.tokens)
+        if not self.model.fixed_chunk:
+            self._insert(held, held.tokens)
         self._give_all_back(held)
         held.busy = False
 
@@ -146,6 +166,7 @@ class Slots:
         self.cache.forget(ids, salt=self.held[slot].salt)
 
     def _give_all_back(self, held: Held) -> None:
+        self._use(held, None)
         given, held.pages, held.tokens, held.shared = held.pages, [], [], 0
         self.pages.give_back(reversed(given))  # to be taken in their order again
 
@@ -153,6 +174,8 @@ class Slots:
     def recover(self) -> None:
         """Make all slots idle, on the device too, and count the pages anew, whatever was interrupted."""
         self.model.workspace.meta[:, layout.STATUS].fill_(layout.LIMIT_REACHED)
+        for held in self.held:
+            held.node = None
         self.cache.recover()
         self.pages.recount([*(held.pages for held in self.held), self.cache.pages()])
         for slot, held in enumerate(self.held):
@@ -176,7 +199,7 @@ class Slots:
         """Every page is free, a slot's, or can be found, and counted as often; only what can be found is two slots',
         and no slot claims more than its pages hold."""
         found = self.cache.pages()
-        self.cache.assert_consistent()
+        self.cache.assert_consistent(held.node for held in self.held)
         self.pages.assert_consistent([*(held.pages for held in self.held), found])
         own = [page for held in self.held for page in held.pages[held.shared // self.page :]]
         assert len(set(own)) == len(own), "a page is written by two slots"
@@ -302,6 +325,7 @@ def fill_meta(
     pages, 0 for all up to the limit."""
     row[:] = 0
     row[layout.FLAGS] = layout.FLAG_BIAS * bool(params.logit_bias) | layout.FLAG_PENALTIES * params.penalties
+    row[layout.FLAGS] |= layout.FLAG_MASK * (params.structure is not None)
     row[layout.SLOT], row[layout.GENERATION] = slot, generation
     row[layout.N_KNOWN], row[layout.LIMIT], row[layout.ROOM] = n_known, limit, room or limit
     row[layout.SEED_LO], row[layout.SEED_HI] = _as_int32(params.seed), _as_int32(params.seed >> 32)

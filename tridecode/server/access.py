@@ -14,7 +14,7 @@ from .errors import ApiError, outcome
 from .settings import BODY
 
 PUBLIC = ("/", "/health")  # without a key: a page that holds no secret, and whether the server is there
-GENERATIONS = ("/v1/chat/completions", "/v1/completions")
+GENERATIONS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 log = logging.getLogger("tridecode.server")
 
 
@@ -50,7 +50,7 @@ class Access:
             app = self._app
             if self._key is not None and scope["path"] not in PUBLIC and not self._allowed(scope):
                 error = ApiError(401, "a valid API key is needed: Authorization: Bearer KEY", code="invalid_api_key")
-                app = JSONResponse(error.body(), 401, error.headers)
+                app = JSONResponse(error.body(scope["path"]), 401, error.headers)
             await app(scope, receive, watched)
         finally:
             seconds = time.monotonic() - record.started
@@ -61,8 +61,10 @@ class Access:
             log.info("%s %s %d %.3f s %s", scope["method"], path, status, seconds, words)
 
     def _allowed(self, scope) -> bool:
-        given = dict(scope["headers"]).get(b"authorization", b"")
-        kind, _, key = given.partition(b" ")
+        headers = dict(scope["headers"])
+        kind, _, key = headers.get(b"authorization", b"").partition(b" ")
+        if b"x-api-key" in headers:  # as Anthropic's clients send it
+            kind, key = b"bearer", headers[b"x-api-key"]
         return hmac.compare_digest(key.strip(), self._key) and kind.lower() == b"bearer"
 
 

@@ -4,7 +4,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 
@@ -14,11 +14,12 @@ from ..prompt import Encoded
 from ..results import Piece
 from ..sampling import SamplingParams
 from . import events
+from .choice import Choice
 from .errors import ApiError, outcome, told
 from .loop import Call, Loop
 from .metrics import Metrics
 from .protocol import Generation
-from .shapes import Choice, Shape, usage
+from .shapes import Shape
 
 log = logging.getLogger("tridecode.server")
 
@@ -34,6 +35,7 @@ class Plan:
     params: list[SamplingParams]  # one for each of n answers
     choice: Callable[[int, Encoded], Choice]
     prompts: int = 1
+    form: Callable[[Encoded], dict] = lambda prompt: {}  # fields of SamplingParams that depend on it
 
     @property
     def requests(self) -> int:
@@ -49,6 +51,7 @@ class Answer:
         self._prompts: list[Encoded] = []
         self._choices: list[Choice] = []
         self._begun = False  # the head of the response was sent
+        self._opened = False  # and a stream's first event
 
     async def __call__(self, scope, receive, send) -> None:
         call, record = self._call, scope["tridecode.record"]
@@ -89,7 +92,12 @@ class Answer:
         prompts = self._prompts = plan.prepare()
         self._choices = [plan.choice(i, prompt) for i, prompt in enumerate(prompts) for _ in plan.params]
         sharing = {"reuse_prefix": plan.asked.cache_prompt, "cache_salt": plan.asked.cache_salt}
-        answers = [engine.submit(prompt, params, **sharing) for prompt in prompts for params in plan.params]
+        forms = [plan.form(prompt) for prompt in prompts]
+        answers = [
+            engine.submit(prompt, replace(params, **form), **sharing)
+            for prompt, form in zip(prompts, forms)
+            for params in plan.params
+        ]
         scored = prompts if plan.asked.scores_prompt else ()
         return answers + [engine.submit_score(prompt, plan.params[0].logprobs) for prompt in scored]
 
@@ -114,38 +122,27 @@ class Answer:
         for i, scores in enumerate(pieces[answers:]):
             for choice in self._choices[i * n : (i + 1) * n]:
                 choice.echo_logprobs(self._prompts[i].ids, scores)
-        shape, with_logprobs = self._plan.shape, self._with_logprobs
         said = [choice.add(new) for choice, new in zip(self._choices, pieces)]
-        made = [
-            shape.choice(i, said[i], choice.finish_reason, with_logprobs) for i, choice in enumerate(self._choices)
-        ]
-        await self._send_json(send, 200, shape.whole(made, usage(self._choices, n)))
+        await self._send_json(send, 200, self._plan.shape.whole(self._choices, said))
 
     async def _stream(self, send) -> None:
         """Events as tokens come. A silence before the first has comments in it, as any later one; a failure before
         anything was sent still has a status of its own."""
-        shape, with_usage, left = self._plan.shape, self._plan.asked.with_usage, len(self._choices)
+        shape, left = self._plan.shape, len(self._choices)
         while left:
             news = await self._news()
             data = b"" if news else events.KEEP_ALIVE
+            if news and not self._opened:
+                self._opened = True
+                data = shape.opening([len(prompt.ids) for prompt in self._prompts])
             for i, pieces in news:
                 choice = self._choices[i]
                 said = choice.add(pieces)
                 left -= choice.finish_reason is not None
-                if said["content"] or said["reasoning"] or said["logprobs"] or choice.finish_reason or not choice.begun:
-                    delta = shape.delta(i, said, choice.finish_reason, not choice.begun, self._with_logprobs)
-                    choice.begun = True
-                    data += events.event(shape.chunk([delta], with_usage))
+                data += shape.news(i, choice, said)
             if data:
                 await self._send(send, data)
-        data = events.DONE
-        if with_usage:
-            data = events.event(shape.chunk([], True, usage(self._choices, len(self._plan.params)))) + data
-        await self._send(send, data, more=False)
-
-    @property
-    def _with_logprobs(self) -> bool:
-        return self._plan.params[0].logprobs is not None
+        await self._send(send, shape.closing(self._choices), more=False)
 
     async def _send(self, send, data: bytes, more: bool = True) -> None:
         if not self._begun:
@@ -163,9 +160,9 @@ class Answer:
         """As a response, or within a stream as its last event."""
         with suppress(OSError):
             if self._begun:
-                await self._send(send, events.event(problem.body()) + events.DONE, more=False)
+                await self._send(send, self._plan.shape.failure(problem), more=False)
             else:
-                await self._send_json(send, problem.status, problem.body(), problem.headers)
+                await self._send_json(send, problem.status, self._plan.shape.refusal(problem), problem.headers)
 
 
 def _head(status: int, headers: dict[str, str]) -> dict:

@@ -23,14 +23,19 @@ from ..sampling import SamplingParams
 from ..version import __version__
 from .access import Access, body
 from .answer import Answer, Plan
+from .anthropic_api import CountRequest, MessagesRequest, MessagesShape
+from .choice import Choice
 from .errors import ApiError, refusal, told
+from .form import held_to, thinking_off
 from .loop import Loop
 from .messages import chat_messages
 from .metrics import Metrics
 from .page import page
 from .protocol import ChatRequest, CompletionRequest, DetokenizeRequest, Generation, TokenizeRequest, parsed
+from .responses_api import ResponsesRequest, ResponsesShape
 from .settings import Settings
-from .shapes import ChatShape, Choice, CompletionShape
+from .shapes import ChatShape, CompletionShape, Shape
+from .tools.asked import Tools, openai_tools
 
 log = logging.getLogger("tridecode.server")
 
@@ -53,6 +58,9 @@ class Server:
                 Route("/", self.root),
                 Route("/v1/chat/completions", self.chat, methods=["POST"]),
                 Route("/v1/completions", self.completions, methods=["POST"]),
+                Route("/v1/responses", self.responses, methods=["POST"]),
+                Route("/v1/messages", self.messages, methods=["POST"]),
+                Route("/v1/messages/count_tokens", self.count_tokens, methods=["POST"]),
                 Route("/v1/models", self.models),
                 Route("/v1/models/{model:path}", self.model),
                 Route("/tokenize", self.tokenize, methods=["POST"]),
@@ -72,23 +80,65 @@ class Server:
 
     async def chat(self, request: Request):
         asked, deadline = await self._asked(request, ChatRequest)
-        messages = chat_messages(asked.messages)
-        tokenizer, engine = self.engine.tokenizer, self.engine
+        tools = openai_tools(asked.tools, asked.tool_choice, asked.parallel_tool_calls)
+        shape = ChatShape(self.settings.model, self.engine.tokenizer, **shown(asked))
+        variables = thinking_off(asked.reasoning_effort, self.engine.tokenizer) | (asked.chat_template_kwargs or {})
+        return self._conversation(request, deadline, asked, shape, chat_messages(asked.messages), tools, variables)
 
-        def choice(number: int, prompt: Encoded) -> Choice:
-            return Choice(tokenizer, prompt.ids if tokenizer.thinks else None)
+    async def responses(self, request: Request):
+        asked, deadline = await self._asked(request, ResponsesRequest)
+        shape = ResponsesShape(asked.model or self.settings.model, self.engine.tokenizer, asked)
+        return self._agents(request, deadline, asked, shape)
+
+    async def messages(self, request: Request):
+        asked, deadline = await self._asked(request, MessagesRequest)
+        ends = self.engine.config.stop_ids
+        shape = MessagesShape(asked.model or self.settings.model, self.engine.tokenizer, asked.stop or [], ends)
+        return self._agents(request, deadline, asked, shape)
+
+    def _agents(self, request, deadline, asked: ResponsesRequest | MessagesRequest, shape: Shape) -> Answer:
+        messages, tools = asked.conversation(), asked.asked_tools()
+        return self._conversation(
+            request, deadline, asked, shape, messages, tools, asked.variables(self.engine.tokenizer)
+        )
+
+    async def count_tokens(self, request: Request) -> Response:
+        asked = await self._read(request, CountRequest)
+        self._check_model(asked.model, required=True)
+        messages, tools, tokenizer = asked.conversation(), asked.asked_tools(), self.engine.tokenizer
+
+        def count() -> int:
+            fitted, variables = tools.fit(messages, tokenizer)
+            return len(tokenizer.encode_chat(fitted, **asked.variables(tokenizer), **variables))
+
+        try:
+            return JSONResponse({"input_tokens": await self.loop.prepared(count)})
+        except TridecodeError as error:
+            raise told(error, tokenizer.directory, asked.names) from None
+
+    def _conversation(
+        self, request: Request, deadline: float | None, asked: Generation, shape: Shape, messages: list[dict],
+        tools: Tools, variables: dict,
+    ) -> Answer:  # fmt: skip
+        """The answer to a chat, by whichever API it came."""
+        tokenizer, engine, structure = self.engine.tokenizer, self.engine, asked.structure
+
+        def prepare() -> list[Encoded]:
+            fitted, told_tools = tools.fit(messages, tokenizer)
+            return [engine.prepare(fitted, variables | told_tools)]
 
         return self._answer(request, deadline, Plan(
             asked,
-            ChatShape(self.settings.model, tokenizer, tokenizer.thinks, asked.return_token_ids),
-            lambda: [engine.prepare(messages, asked.chat_template_kwargs)],
+            shape,
+            prepare,
             self._params(asked),
-            choice,
+            lambda number, prompt: Choice(tokenizer, prompt.ids if tokenizer.thinks else None, tools=tools),
+            form=lambda prompt: held_to(structure, tools, tokenizer, prompt.ids),
         ))
 
     async def completions(self, request: Request):
         asked, deadline = await self._asked(request, CompletionRequest)
-        prompts, tokenizer = asked.prompts, self.engine.tokenizer
+        prompts, tokenizer, structure = asked.prompts, self.engine.tokenizer, asked.structure
 
         def choice(number: int, prompt: Encoded) -> Choice:
             if not asked.echo:
@@ -98,11 +148,12 @@ class Server:
 
         return self._answer(request, deadline, Plan(
             asked,
-            CompletionShape(self.settings.model, tokenizer, with_ids=asked.return_token_ids),
+            CompletionShape(self.settings.model, tokenizer, **shown(asked)),
             lambda: [self.engine.prepare(prompt) for prompt in prompts],
             self._params(asked),
             choice,
             len(prompts),
+            lambda prompt: held_to(structure, Tools(), tokenizer, None),
         ))
 
     async def _asked(self, request: Request, form: type) -> tuple:
@@ -112,7 +163,7 @@ class Server:
         asked = await self._read(request, form)
         self._check_model(asked.model, required=True)
         if self.settings.log_prompts:
-            log.info("asked: %s", json.dumps(getattr(asked, "messages", None) or asked.prompt))
+            log.info("asked: %s", json.dumps(getattr(asked, "messages", None) or getattr(asked, "prompt", "")))
         return asked, None if timeout is None else started + timeout
 
     async def _read(self, request: Request, form: type):
@@ -195,14 +246,20 @@ class Server:
         return JSONResponse({"version": __version__})
 
 
+def shown(asked: Generation) -> dict:
+    """What of a request says how its answer looks."""
+    return {"n": asked.n, "with_logprobs": asked.logprobs not in (None, False), "with_usage": asked.with_usage,
+            "with_ids": asked.return_token_ids}
+
+
 async def refused(request: Request, error: ApiError) -> Response:
-    return JSONResponse(error.body(), error.status, error.headers)
+    return JSONResponse(error.body(request.url.path), error.status, error.headers)
 
 
 async def not_found(request: Request, error: HTTPException) -> Response:
     known = {404: "there is nothing at this path", 405: "this path does not take this method"}
     message = known.get(error.status_code, str(error.detail))
-    return JSONResponse(ApiError(error.status_code, message).body(), error.status_code, error.headers)
+    return JSONResponse(ApiError(error.status_code, message).body(request.url.path), error.status_code, error.headers)
 
 
 async def internal(request: Request, error: Exception) -> Response:

@@ -6,6 +6,8 @@ from pathlib import Path
 from ..errors import EngineClosed, GenerationError, ParameterError, PromptError, QueueFull, TooLong
 
 RETRY_AFTER = 1  # seconds, beside a status 503
+ANTHROPIC = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
+             503: "overloaded_error", 504: "timeout_error"}  # fmt: skip
 
 
 class ApiError(Exception):
@@ -21,7 +23,12 @@ class ApiError(Exception):
             return {"WWW-Authenticate": "Bearer"}
         return {"Retry-After": str(RETRY_AFTER)} if self.status == 503 else {}
 
-    def body(self) -> dict:
+    def body(self, path: str = "") -> dict:
+        """In Anthropic's form on their paths, else in OpenAI's."""
+        if path.startswith("/v1/messages"):
+            default = "invalid_request_error" if self.status < 500 else "api_error"
+            kind = ANTHROPIC.get(self.status, default)
+            return {"type": "error", "error": {"type": kind, "message": self.message}}
         kind = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error"}
         default = "invalid_request_error" if self.status < 500 else "server_error"
         told = {"message": self.message, "type": kind.get(self.status, default), "param": self.param, "code": self.code}

@@ -10,3 +10,8 @@ _encode = msgspec.json.Encoder().encode
 
 def event(value) -> bytes:
     return b"data: %b\n\n" % _encode(value)
+
+
+def named(value: dict) -> bytes:
+    """An event that says its type twice."""
+    return b"event: %b\ndata: %b\n\n" % (value["type"].encode(), _encode(value))

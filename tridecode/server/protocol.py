@@ -9,6 +9,7 @@ import msgspec
 from ..arguments import shown
 from ..errors import as_json
 from .errors import ApiError, refusal
+from .form import Structure, response_format
 from .settings import ANSWERS, BIASES, STOP_CHARACTERS, STOPS, TOKENS
 
 # Without effect on the text, whatever they say; docs/serving.md lists them.
@@ -22,17 +23,15 @@ NEUTRAL = {
     "functions": [[]],
     "length_penalty": [1],
     "modalities": [["text"]],
-    "parallel_tool_calls": [True, False],
-    "response_format": [{"type": "text"}],
     "skip_special_tokens": [True],
     "store": [False],
     "suffix": [""],
-    "tool_choice": ["none", "auto"],
-    "tools": [[]],
     "use_beam_search": [False],
 }
 OF_CHATS = {"add_generation_prompt": [True], "add_special_tokens": [False], "continue_final_message": [False]}
-OF_TEXTS = {"add_special_tokens": [True]}
+OF_TEXTS = {
+    "add_special_tokens": [True], "parallel_tool_calls": [True, False], "tool_choice": ["none", "auto"], "tools": [[]],
+}  # fmt: skip
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
@@ -64,6 +63,8 @@ class Generation(msgspec.Struct, kw_only=True):
     return_token_ids: bool = False
     cache_prompt: bool = True
     cache_salt: str = ""
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
 
     scores_prompt: ClassVar = False
 
@@ -78,8 +79,20 @@ class Generation(msgspec.Struct, kw_only=True):
             given["logit_bias"] = {_token(key): value for key, value in given["logit_bias"].items()}
         return given
 
+    @property
+    def structure(self) -> Structure | None:
+        return response_format(self.response_format, self.structured_outputs)
+
+    @property
+    def names(self) -> dict[str, str]:
+        """Fields of SamplingParams that this request calls otherwise."""
+        if self.response_format is None:
+            return {}
+        return {"json_schema": "response_format", "grammar": "response_format"}
+
     def check(self) -> None:
         """What no type says. Raises ApiError."""
+        _ = self.structure
         if not 1 <= self.n <= ANSWERS:
             raise refusal(f"n must be from 1 to {ANSWERS}, got {shown(self.n)}", "n")
         if self.stream_options is not None and not self.stream:
@@ -110,6 +123,10 @@ class ChatRequest(Generation, kw_only=True):
     logprobs: bool = False
     top_logprobs: int | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[Any] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
 
     def sampling(self) -> dict:
         given = super().sampling()
@@ -126,14 +143,14 @@ class ChatRequest(Generation, kw_only=True):
 
     @property
     def names(self) -> dict[str, str]:
-        """Fields of SamplingParams that this request calls otherwise."""
-        renamed = {"logprobs": "top_logprobs", "template_variables": "chat_template_kwargs"}
+        renamed = {"logprobs": "top_logprobs", "template_variables": "chat_template_kwargs"} | super().names
+        if self.tools and self.response_format is None:
+            renamed["grammar"] = "tools"
         return renamed if self.max_completion_tokens is None else renamed | {"max_tokens": "max_completion_tokens"}
 
 
 class CompletionRequest(Generation, kw_only=True):
     neutral: ClassVar = NEUTRAL | OF_TEXTS
-    names: ClassVar = {}
     prompt: str | list[str | int | list[int]]
     echo: bool = False
     logprobs: int | None = None
@@ -206,7 +223,8 @@ def parsed(body: bytes, form: type):
     given = {name: value for name, value in given.items() if value is not None}
     fields = form.__struct_fields__
     for name in [name for name in given if name not in fields]:
-        _check_other(name, given.pop(name), form.neutral, fields)
+        no_effect = WITHOUT_EFFECT | getattr(form, "without_effect", frozenset())
+        _check_other(name, given.pop(name), form.neutral, no_effect, fields)
     try:
         made = msgspec.convert(given, form)
     except (msgspec.ValidationError, RecursionError) as error:
@@ -215,13 +233,14 @@ def parsed(body: bytes, form: type):
     return made
 
 
-def _check_other(name: str, value, neutral: dict[str, list], fields: tuple[str, ...]) -> None:
+def _check_other(name: str, value, neutral: dict[str, list], no_effect: frozenset, fields: tuple[str, ...]) -> None:
     """A parameter that is not ours: it has no effect, or asks for nothing, or is refused."""
-    if name in WITHOUT_EFFECT or any(type(value) is type(fine) and value == fine for fine in neutral.get(name, ())):
+    if name in no_effect or any(type(value) is type(fine) and value == fine for fine in neutral.get(name, ())):
         return
     if name in neutral:
         known = " or ".join(as_json(fine) for fine in neutral[name])
-        message = f"{name} is not supported: leave it out (only {known} is accepted), got {as_json(value)}"
+        only = f" (only {known} is accepted)" if known else ""
+        message = f"{name} is not supported: leave it out{only}, got {as_json(value)}"
         raise refusal(message, name, "unsupported_parameter")
     shown_name = as_json(name).strip('"')
     near = difflib.get_close_matches(name[:100], fields, n=1)

@@ -3,82 +3,86 @@
 import secrets
 import time
 
-from ..results import Piece, TokenLogprobs, Usage
-from ..text.thinking import THINKING, ThinkSplitter, ends_inside
+from ..results import TokenLogprobs
+from ..text.thinking import THINKING
 from ..text.tokenizer import Tokenizer
+from . import events
+from .choice import Choice, Said
+from .errors import ApiError
+from .tools.parser import ARGUMENTS, NAME, TEXT
 
 IMPOSSIBLE = -9999.0  # the log-probability of what cannot be: JSON has no infinity
 
 
-class Choice:
-    """One answer as it grows: text apart from thinking, log-probabilities, and how it ended."""
-
-    def __init__(self, tokenizer: Tokenizer, prompt: list[int] | None, first_text: str = ""):
-        """prompt: of a chat whose model may think; first_text: what stands before the text."""
-        self._tokenizer, self._splitter = tokenizer, None
-        if prompt is not None:
-            opened = ends_inside(tokenizer.decode(prompt[-4:], skip_special=False))
-            self._splitter = ThinkSplitter(opened)
-        self._first_text, self._characters = first_text, len(first_text)
-        self._first_logprobs: list[tuple[int, TokenLogprobs | None, int]] = []
-        self.begun = False  # something of it was sent
-        self.finish_reason: str | None = None
-        self.usage: Usage | None = None
-
-    @property
-    def reasoning_tokens(self) -> int:
-        return self._splitter.tokens if self._splitter else 0
-
-    def echo_logprobs(self, prompt: list[int], scores: list[Piece]) -> None:
-        """Begin with the prompt's own: of its first token nothing is known, of the others what `scores` say."""
-        text, offset = self._tokenizer.detokenizer(skip_special=False), 0
-        for token, found in zip(prompt, (None, *(piece.logprobs for piece in scores))):
-            self._first_logprobs.append((token, found, offset))
-            offset += len(text.push(token))
-
-    def add(self, pieces: list[Piece]) -> dict:
-        """What these pieces bring: content, reasoning, token_ids and logprobs, a list of (id, TokenLogprobs, offset of
-        its text); of the last one finish_reason and usage are kept."""
-        content, reasoning, logprobs, ids = self._first_text, "", self._first_logprobs, []
-        self._first_text, self._first_logprobs = "", []
-        for piece in pieces:
-            if piece.token_id is not None:
-                ids.append(piece.token_id)
-                if piece.logprobs is not None:
-                    logprobs.append((piece.token_id, piece.logprobs, self._characters))
-            self._characters += len(piece.text)
-            pairs = [("", piece.text)]
-            if self._splitter:
-                pairs = self._splitter.feed(piece.text, int(piece.token_id is not None))
-                if piece.finish_reason:
-                    pairs += self._splitter.finish()
-            for kind, text in pairs:
-                if kind == THINKING:
-                    reasoning += text
-                else:
-                    content += text
-            if piece.finish_reason:
-                self.finish_reason, self.usage = piece.finish_reason, piece.usage
-        return {"content": content, "reasoning": reasoning, "token_ids": ids, "logprobs": logprobs}
-
-
 class Shape:
-    """What both endpoints' answers share. thinks: the model may, so answers have reasoning_content; with_ids: choices
-    have token_ids."""
+    """How an API says what an answer is: whole, or as the events of a stream.
+
+    n: answers a prompt; with_logprobs: they have been asked for; with_usage: a stream ends with it; with_ids: choices
+    have token_ids.
+    """
+
+    def __init__(self, model: str, tokenizer: Tokenizer, *, n: int = 1, with_logprobs: bool = False,
+                 with_usage: bool = False, with_ids: bool = False):  # fmt: skip
+        self.model, self._tokenizer, self._n = model, tokenizer, n
+        self._with_logprobs, self._with_usage, self._with_ids = with_logprobs, with_usage, with_ids
+
+    def whole(self, choices: list[Choice], said: list[Said]) -> dict:
+        raise NotImplementedError
+
+    def opening(self, prompts: list[int]) -> bytes:
+        """What a stream begins with; prompts: how many tokens each has."""
+        return b""
+
+    def news(self, number: int, choice: Choice, said: Said) -> bytes:
+        """What pieces have brought to the choice of this number."""
+        raise NotImplementedError
+
+    def closing(self, choices: list[Choice]) -> bytes:
+        raise NotImplementedError
+
+    def failure(self, problem: ApiError) -> bytes:
+        """The last event of a stream that fails."""
+        return events.event(problem.body()) + events.DONE
+
+    def refusal(self, problem: ApiError) -> dict:
+        """The body of a response that is an error."""
+        return problem.body()
+
+
+class OpenAI(Shape):
+    """What chats and completions share."""
 
     prefix, whole_object, chunk_object = "", "", ""
 
-    def __init__(self, model: str, tokenizer: Tokenizer, thinks: bool = False, with_ids: bool = False):
-        self._tokenizer, self._thinks, self._with_ids = tokenizer, thinks, with_ids
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
         self.id = f"{self.prefix}-{secrets.token_hex(16)}"
-        self._head = {"id": self.id, "created": int(time.time()), "model": model, "system_fingerprint": None}
+        self._head = {"id": self.id, "created": int(time.time()), "model": self.model, "system_fingerprint": None}
 
-    def whole(self, choices: list[dict], usage: dict) -> dict:
-        return self._head | {"object": self.whole_object, "choices": choices, "usage": usage}
+    def choice(self, number: int, choice: Choice, said: Said) -> dict:
+        raise NotImplementedError
 
-    def chunk(self, choices: list[dict], with_usage: bool, usage: dict | None = None) -> dict:
+    def deltas(self, number: int, choice: Choice, said: Said) -> list[dict]:
+        raise NotImplementedError
+
+    def whole(self, choices: list[Choice], said: list[Said]) -> dict:
+        made = [self.choice(i, choice, choice.settle(said[i])) for i, choice in enumerate(choices)]
+        return self._head | {"object": self.whole_object, "choices": made, "usage": usage(choices, self._n)}
+
+    def news(self, number: int, choice: Choice, said: Said) -> bytes:
+        if not (said.events or said.logprobs or choice.finish_reason) and choice.begun:
+            return b""
+        made = self.deltas(number, choice, said)
+        choice.begun = True
+        return b"".join(events.event(self._chunk([delta])) for delta in made)
+
+    def closing(self, choices: list[Choice]) -> bytes:
+        last = events.event(self._chunk([], usage(choices, self._n))) if self._with_usage else b""
+        return last + events.DONE
+
+    def _chunk(self, choices: list[dict], usage: dict | None = None) -> dict:
         made = self._head | {"object": self.chunk_object, "choices": choices}
-        return made | {"usage": usage} if with_usage else made
+        return made | {"usage": usage} if self._with_usage else made
 
     def _token(self, token: int) -> tuple[str, bytes]:
         data = self._tokenizer.token_bytes(token)
@@ -88,28 +92,52 @@ class Shape:
         return choice | {"token_ids": ids} if self._with_ids else choice
 
 
-class ChatShape(Shape):
+class ChatShape(OpenAI):
     prefix, whole_object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def choice(self, index: int, said: dict, reason: str, with_logprobs: bool) -> dict:
-        message = {"role": "assistant", "content": said["content"], "refusal": None, "annotations": None}
-        if self._thinks:
-            message["reasoning_content"] = said["reasoning"] or None
-        logprobs = self._logprobs(said["logprobs"]) if with_logprobs else None
-        made = {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
-        return self._ids(made, said["token_ids"])
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self._calls: dict[int, int] = {}  # by choice, how many have begun
 
-    def delta(self, index: int, said: dict, reason: str | None, first: bool, with_logprobs: bool) -> dict:
-        delta = {"role": "assistant", "content": ""} if first else {}
-        if said["content"]:
-            delta["content"] = said["content"]
-        if said["reasoning"]:
-            delta["reasoning_content"] = said["reasoning"]
-            if first and not said["content"]:
-                delta["content"] = None
-        logprobs = self._logprobs(said["logprobs"]) if with_logprobs and said["logprobs"] else None
-        made = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
-        return self._ids(made, said["token_ids"])
+    def choice(self, number: int, choice: Choice, said: Said) -> dict:
+        calls = []
+        for kind, text in said.events:
+            if kind == NAME:
+                calls.append(_call(text))
+            elif kind == ARGUMENTS:
+                calls[-1]["function"]["arguments"] += text
+        content = said.text(TEXT)
+        message = {"role": "assistant", "content": content if content or not calls else None}
+        message |= {"refusal": None, "annotations": None} | ({"tool_calls": calls} if calls else {})
+        if self._tokenizer.thinks:
+            message["reasoning_content"] = said.text(THINKING) or None
+        logprobs = self._logprobs(said.logprobs) if self._with_logprobs else None
+        made = {"index": number, "message": message, "logprobs": logprobs, "finish_reason": _reason(choice)}
+        return self._ids(made, said.token_ids)
+
+    def deltas(self, number: int, choice: Choice, said: Said) -> list[dict]:
+        """One for text and thinking together, then one for each piece of a call; the last says how it ended."""
+        first, parts = not choice.begun, []
+        for kind, text in said.events:
+            if kind == NAME:
+                self._calls[number] = self._calls.get(number, -1) + 1
+                parts.append({"tool_calls": [{"index": self._calls[number]} | _call(text)]})
+            elif kind == ARGUMENTS:
+                parts.append({"tool_calls": [{"index": self._calls[number], "function": {"arguments": text}}]})
+            else:
+                name = "reasoning_content" if kind == THINKING else "content"
+                if not parts or "tool_calls" in parts[-1]:
+                    parts.append({})
+                parts[-1][name] = parts[-1].get(name, "") + text
+        parts = parts or [{}]
+        if first:
+            content = None if parts[0].get("reasoning_content") or "tool_calls" in parts[0] else ""
+            parts[0] = {"role": "assistant", "content": content} | parts[0]
+        logprobs = self._logprobs(said.logprobs) if self._with_logprobs and said.logprobs else None
+        made = [{"index": number, "delta": part, "logprobs": None, "finish_reason": None} for part in parts]
+        made[0] = self._ids(made[0] | {"logprobs": logprobs}, said.token_ids)
+        made[-1]["finish_reason"] = _reason(choice)
+        return made
 
     def _logprobs(self, found: list[tuple[int, TokenLogprobs, int]]) -> dict:
         content = [
@@ -123,16 +151,19 @@ class ChatShape(Shape):
         return {"token": text, "logprob": max(logprob, IMPOSSIBLE), "bytes": list(data)}
 
 
-class CompletionShape(Shape):
+class CompletionShape(OpenAI):
     prefix, whole_object, chunk_object = "cmpl", "text_completion", "text_completion"
 
-    def choice(self, index: int, said: dict, reason: str | None, with_logprobs: bool) -> dict:
-        logprobs = self._logprobs(said["logprobs"]) if with_logprobs else None
-        made = {"index": index, "text": said["content"], "logprobs": logprobs, "finish_reason": reason}
-        return self._ids(made, said["token_ids"])
+    def choice(self, number: int, choice: Choice, said: Said) -> dict:
+        return self._made(number, choice, said, self._with_logprobs)
 
-    def delta(self, index: int, said: dict, reason: str | None, first: bool, with_logprobs: bool) -> dict:
-        return self.choice(index, said, reason, with_logprobs and bool(said["logprobs"]))
+    def deltas(self, number: int, choice: Choice, said: Said) -> list[dict]:
+        return [self._made(number, choice, said, self._with_logprobs and bool(said.logprobs))]
+
+    def _made(self, number: int, choice: Choice, said: Said, with_logprobs: bool) -> dict:
+        logprobs = self._logprobs(said.logprobs) if with_logprobs else None
+        made = {"index": number, "text": said.text(TEXT), "logprobs": logprobs, "finish_reason": choice.finish_reason}
+        return self._ids(made, said.token_ids)
 
     def _logprobs(self, found: list[tuple[int, TokenLogprobs | None, int]]) -> dict:
         return {
@@ -144,6 +175,14 @@ class CompletionShape(Shape):
             ],
             "text_offset": [offset for _, _, offset in found],
         }
+
+
+def _call(name: str) -> dict:
+    return {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": {"name": name, "arguments": ""}}
+
+
+def _reason(choice: Choice) -> str | None:
+    return "tool_calls" if choice.finish_reason == "stop" and choice.called else choice.finish_reason
 
 
 def usage(choices: list[Choice], n: int) -> dict:

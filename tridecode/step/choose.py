@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import torch
 
+from ..kernels.matmul_wide import MAX_SPLIT
 from ..model.config import ModelConfig
 from .shapes import (
     MAX_SPLITS,
@@ -168,6 +169,45 @@ def few_rows_shape(N: int, K: int, rows: int, gated: bool, capability: int = TUN
     if gated or N >= 2**16:
         return TilesShape(32, 64, 4, num_warps=4 if capability == TUNED_FOR else 8, block_m=64)
     return TilesShape(64, 128, 6, block_m=64) if capability == TUNED_FOR else TilesShape(32, 128, 3, block_m=64)
+
+
+def invariant_shapes(config: ModelConfig, dtype: torch.dtype, capability: int) -> dict[int, StepShapes]:
+    """Shapes with which the sums of a row are added in one order, whatever rows stand beside it and however many there
+    are: of products one form with one block and one split of the columns, of attention the one that goes by each row's
+    own length. By rows only what is in flight differs. The user's own table is not asked."""
+    if dtype != torch.bfloat16:
+        return {1: choose_shapes(config, dtype, capability)[2]}
+    hidden, inter = config.hidden_size, config.intermediate_size
+    sizes = {
+        "qkv": (config.q_size + 2 * config.kv_size, hidden),
+        "o_proj": (hidden, config.q_size),
+        "gate_up": (2 * inter, hidden),
+        "down": (hidden, inter),
+    }
+    attention, found = attention_rows_shape(config, dtype), {}
+    for rows in (16, 32, 64):
+        shapes = {op: invariant_shape(rows, columns_split(N, K)) for op, (N, K) in sizes.items()}
+        head = invariant_shape(rows, split=1)  # no buffer has room for its sums
+        found[rows] = StepShapes(**shapes, lm_head=head, attention=attention)
+    return found
+
+
+def invariant_shape(rows: int, split: int) -> WideShape:
+    """As those that were fastest for 16 rows, as long as the registers hold so much beside the rows. Tiles of eight
+    rows would be multiplied by another instruction than larger ones."""
+    if split > 3 and rows <= 32:
+        return WideShape(64, 128, 4, 3, split=split, block_m=16)
+    ahead = 3 if rows <= 32 else 2  # more spills in some versions of Triton
+    return WideShape(64, 128, ahead, 1, split=split, registers=168 if rows <= 16 else 0, block_m=16)
+
+
+def columns_split(N: int, K: int) -> int:
+    """Programs that share the columns of a matrix: two a multiprocessor of the largest GPUs, each with as many tiles as
+    it has in flight, and no more than compile in seconds."""
+    if isinstance(tuned := TUNED_ROWS[16].get((N, K)), WideShape):
+        return tuned.split
+    most = min(2 * 132 // -(-N // 64), K // (4 * 128))
+    return min(max(most, -(-K // (40 * 128)), 1), MAX_SPLIT)
 
 
 def attention_rows_shape(config: ModelConfig, dtype: torch.dtype) -> AttentionRowsShape:

@@ -3,12 +3,14 @@
 Five launches a layer, plus embed, lm_head and sampling. Nothing here allocates, synchronises or reads back; what
 changes between steps is read from the meta buffer, so the whole step is captured once as a CUDA graph and replayed.
 `run` says what becomes of a line (run.py): it is launched, captured, recorded, or its torch reference runs instead.
-`kind` is compile-time: "greedy", "sample" or "logprobs" (sample, and the most likely tokens reported).
+`kind` is compile-time: "greedy", "sample" or "logprobs" (sample, and the most likely tokens reported); so is `masked`:
+some rows may draw only what their masks allow.
 """
 
 from ..kernels.embed import EMBED, embed_partials
 from ..kernels.sampling.greedy import GREEDY
 from ..kernels.sampling.logprobs import LOGPROBS
+from ..kernels.sampling.mask import MASK
 from ..kernels.sampling.sample import SAMPLE
 from .products import products
 from .run import Run
@@ -17,14 +19,14 @@ from .state import DecodeModel
 KINDS = ("greedy", "sample", "logprobs")
 
 
-def step(run: Run, model: DecodeModel, kind: str) -> None:
+def step(run: Run, model: DecodeModel, kind: str, masked: bool = False) -> None:
     """Run one token step."""
     token_to_hidden(run, model)
     for layer in range(model.config.num_layers):
         qkv_product(run, model, layer)
         attention_block(run, model, layer)
         mlp_block(run, model, layer)
-    hidden_to_token(run, model, kind)
+    hidden_to_token(run, model, kind, masked)
 
 
 def token_to_hidden(run: Run, m: DecodeModel) -> None:
@@ -69,21 +71,25 @@ def mlp_block(run: Run, m: DecodeModel, i: int) -> None:
     )  # fmt: skip
 
 
-def hidden_to_token(run: Run, m: DecodeModel, kind: str) -> None:
+def hidden_to_token(run: Run, m: DecodeModel, kind: str, masked: bool) -> None:
     ws, head, eps = m.workspace, m.weights.lm_head, m.config.rms_norm_eps
     partials = sumsq_partials(m, after_embed=False)
     run(
         "lm_head", products(m.shapes.lm_head).normed, ws.meta, ws.normed, head, ws.logits, ws.sumsq, partials, eps,
         shape=m.shapes.lm_head,
     )  # fmt: skip
-    if kind == "greedy":
-        run("greedy", GREEDY, ws.logits, ws.meta, ws.tokens, ws.out, ws.sampler)
-        return
     ring = None
-    if kind == "logprobs":
+    if kind == "logprobs":  # of the raw logits
         ring = ws.out_logprobs
         run("logprobs", LOGPROBS, ws.logits, ws.meta, ring, ws.out_top_ids, ws.sampler)
-    run("sample", SAMPLE, ws.logits, ws.meta, ws.samp, ws.tokens, ws.counts, ws.bias, ws.out, ws.sampler, ring)
+    if masked:
+        run("mask", MASK, ws.logits, ws.meta, ws.mask, ws.mask_stamp, ws.sampler)
+    if kind == "greedy":
+        run("greedy", GREEDY, ws.logits, ws.meta, ws.tokens, ws.out, ws.sampler, masked)
+        return
+    run(
+        "sample", SAMPLE, ws.logits, ws.meta, ws.samp, ws.tokens, ws.counts, ws.bias, ws.out, ws.sampler, ring, masked
+    )
 
 
 def sumsq_partials(m: DecodeModel, after_embed: bool) -> int:

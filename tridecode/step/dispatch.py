@@ -36,17 +36,20 @@ PROMPT_ATTENTION = {"triton": Support.ALWAYS, "flash": Support.NEVER, "cudnn": S
 
 @dataclass(frozen=True)
 class BatchDescriptor:
-    """The key of a graph. kind: of sampling, the strongest of its rows; tokens: of each request."""
+    """The key of a graph. kind: of sampling, the strongest of its rows; tokens: of each request; masked: some rows have
+    masks."""
 
     kind: str
     rows: int
     tokens: int = 1
+    masked: bool = False
 
 
 @dataclass(frozen=True)
 class GraphStat:
-    """count passes of `kind` had `rows` rows, and ran as `mode` with `padded` rows. kind: of sampling; of passes that
-    read prompts, whose rows are their tokens, "prompt", or "mixed" where others decoded beside them."""
+    """count passes of `kind` had `rows` rows, and ran as `mode` with `padded` rows. kind: of sampling, with "+mask" for
+    rows that have one; of passes that read prompts, whose rows are their tokens, "prompt", or "mixed" where others
+    decoded beside them."""
 
     kind: str
     rows: int
@@ -92,15 +95,15 @@ class Dispatcher:
             self._prompt = "piecewise"
         self._counts: Counter[tuple[str, int, int, str]] = Counter()
 
-    def plan(self, kind: str, rows: int) -> tuple[str, BatchDescriptor]:
+    def plan(self, kind: str, rows: int, masked: bool = False) -> tuple[str, BatchDescriptor]:
         """none, piecewise or full, and the batch to run: padded to the next size, or beyond the largest as it is."""
         padded = next((size for size in self.sizes if size >= rows), None) if self._decode != "none" else None
-        return ("none" if padded is None else self._decode), BatchDescriptor(kind, padded or rows)
+        return ("none" if padded is None else self._decode), BatchDescriptor(kind, padded or rows, masked=masked)
 
-    def dispatch(self, kind: str, rows: int) -> tuple[str, BatchDescriptor]:
+    def dispatch(self, kind: str, rows: int, masked: bool = False) -> tuple[str, BatchDescriptor]:
         """plan, counted."""
-        mode, batch = self.plan(kind, rows)
-        self._counts[kind, rows, batch.rows, mode] += 1
+        mode, batch = self.plan(kind, rows, masked)
+        self._counts[kind + "+mask" * masked, rows, batch.rows, mode] += 1
         return mode, batch
 
     def plan_prompt(self, tokens: int) -> tuple[str, int]:

@@ -47,15 +47,15 @@ class EagerSteps:
         self.dispatcher = Dispatcher("none", ())
         self._of_rows = [model.of_rows(rows) for rows in range(1, model.rows + 1)]
 
-    def replay(self, kind: str, rows: int | None = None) -> None:
+    def replay(self, kind: str, rows: int | None = None, masked: bool = False) -> None:
         """Run one pass of the first `rows` rows, by default all; on a GPU it is enqueued on the current stream."""
-        _, batch = self.dispatcher.dispatch(kind, rows or self.model.rows)
+        _, batch = self.dispatcher.dispatch(kind, rows or self.model.rows, masked)
         self.run(batch)
 
     @torch.inference_mode()
     def run(self, batch: BatchDescriptor) -> None:
         with torch.cuda.device(self.model.device) if self.model.device.type == "cuda" else nullcontext():
-            decode.step(self._run, self._of_rows[batch.rows - 1], batch.kind)
+            decode.step(self._run, self._of_rows[batch.rows - 1], batch.kind, batch.masked)
 
 
 class StepGraphs:
@@ -84,7 +84,8 @@ class StepGraphs:
         self._addresses = model.addresses()
         self._eager = EagerSteps(model, replaced(self._run, attention))
         sizes = sorted(self.dispatcher.sizes, reverse=True)
-        batches = [BatchDescriptor(kind, rows) for rows in sizes for kind in kinds]
+        keys = [(kind, masked) for kind in kinds for masked in (False, True)]
+        batches = [BatchDescriptor(kind, rows, masked=masked) for rows in sizes for kind, masked in keys]
         with torch.cuda.device(model.device):  # Triton launches on the current device
             self.place = Place(model.device)
             log.info("compiling the kernels of the step")
@@ -98,7 +99,7 @@ class StepGraphs:
 
     def _lines(self, batch: BatchDescriptor) -> Callable[[Run], None]:
         model = self.model.of_rows(batch.rows)
-        return lambda run: decode.step(run, model, batch.kind)
+        return lambda run: decode.step(run, model, batch.kind, batch.masked)
 
     def _warm_up(self, batch: BatchDescriptor) -> None:
         # With a status other than RUN the warm-up loads every kernel and writes nothing.
@@ -111,13 +112,13 @@ class StepGraphs:
         self.captures += captures
         return replay
 
-    def replay(self, kind: str, rows: int | None = None) -> None:
+    def replay(self, kind: str, rows: int | None = None, masked: bool = False) -> None:
         """Enqueue one pass of at least the first `rows` rows, by default all, on the current stream. Those beyond must
         not run."""
         if self.check_addresses:
             moved = [name for name, a in self.model.addresses().items() if self._addresses.get(name) != a]
             assert not moved, f"buffers moved since capture: {', '.join(moved)}"
-        mode, batch = self.dispatcher.dispatch(kind, rows or self.model.rows)
+        mode, batch = self.dispatcher.dispatch(kind, rows or self.model.rows, masked)
         if mode == "none":
             self._eager.run(batch)
         else:

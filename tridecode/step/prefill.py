@@ -58,13 +58,13 @@ def read(run: Run, m: DecodeModel, rows: int, decoding: int = 0) -> None:
         run("down", LINEAR, p.act, layer.down, p.delta)
 
 
-def finish(run: Run, m: DecodeModel, kind: str) -> None:
+def finish(run: Run, m: DecodeModel, kind: str, masked: bool = False) -> None:
     """The rest of the last layer, and the token, of the model's rows: each goes on where meta's SOURCE says."""
     ws, last = m.workspace, m.config.num_layers - 1
     run("take_rows", TAKE_ROWS, ws.meta, m.prompt.hidden, m.prompt.qkv, ws.hidden, ws.qkv)
     decode.attention_block(run, m, last)
     decode.mlp_block(run, m, last)
-    decode.hidden_to_token(run, m, kind)
+    decode.hidden_to_token(run, m, kind, masked)
 
 
 @torch.inference_mode()

@@ -16,7 +16,7 @@ from .dispatch import BatchDescriptor, Dispatcher
 from .graphs import EagerSteps, StepGraphs, launcher, replaced
 from .run import Run, launch, refer
 from .state import DecodeModel
-from .torch_ops import torch_attention
+from .torch_ops import BLOCK_ATTENTION, torch_attention
 
 ATTENTION_RATE = 300e12  # FLOP a second, to reckon what attention adds to a pass that was timed without
 log = logging.getLogger("tridecode")
@@ -63,12 +63,13 @@ class EagerPrompts:
     @torch.inference_mode()
     def launch(self, chunks: Sequence[Chunk], tokens: int, decoding: int) -> None:
         self.chunks[:] = chunks
-        prefill.read(replaced(self._run, self.attention), self.model, decoding + tokens, decoding)
+        rows = self.model.fixed_chunk or decoding + tokens
+        prefill.read(replaced(self._run, self.attention), self.model, rows, decoding)
 
     @torch.inference_mode()
-    def finish(self, kind: str, rows: int) -> None:
+    def finish(self, kind: str, rows: int, masked: bool = False) -> None:
         """Enqueue the rest of that pass: a token for each of the first `rows` rows of meta."""
-        prefill.finish(self._finish_run, self.model.of_rows(rows), kind)
+        prefill.finish(self._finish_run, self.model.of_rows(rows), kind, masked)
 
 
 class PromptGraphs:
@@ -85,13 +86,15 @@ class PromptGraphs:
         self._read: dict[tuple[int, int], Callable[[], None]] = {}
         self._finish: dict[BatchDescriptor, Callable[[], None]] = {}
         self.seconds: dict[tuple[int, int], float] = {}  # of each captured size, without attention
-        mixed = (0, self._most) if len(model.workspace.tokens) > 1 else (0,)
+        fixed = model.fixed_chunk > 0  # then no rows decode beside, and none ends a prompt
+        mixed = (0,) if fixed or len(model.workspace.tokens) == 1 else (0, self._most)
         sizes = self.dispatcher.prompts if self.dispatcher.plan_prompt(1)[0] != "none" else ()
         self._wanted = [(size, decoding) for size in sizes for decoding in reversed(mixed)]
         self._failed: set[tuple[int, int]] = set()
         self._missed: set[tuple[int, int]] | None = set() if lazy else None
         sizes = sorted(self.dispatcher.sizes, reverse=True)
-        batches = [BatchDescriptor(kind, rows) for rows in sizes for kind in KINDS]
+        keys = [(kind, masked) for kind in KINDS for masked in (False, True) if not fixed]
+        batches = [BatchDescriptor(kind, rows, masked=masked) for rows in sizes for kind, masked in keys]
         compile_ahead([partial(self._lines, batch) for batch in batches], launcher(model), model.device)
         reads = [partial(prefill.read, m=model, rows=4 + decoding, decoding=decoding) for decoding in mixed]
         if attention is None:
@@ -119,7 +122,7 @@ class PromptGraphs:
             self._finish[batch], _ = self._place.capture(mode, run, attention, lines)
 
     def _lines(self, batch: BatchDescriptor, run: Run) -> None:
-        prefill.finish(run, self.model.of_rows(batch.rows), batch.kind)
+        prefill.finish(run, self.model.of_rows(batch.rows), batch.kind, batch.masked)
 
     def capture_next(self, most: int | None = None) -> bool:
         wanted = [key for key in self._wanted if key not in self._read and key not in self._failed]
@@ -177,11 +180,11 @@ class PromptGraphs:
         self._eager.chunks[:] = chunks
         replay()
 
-    def finish(self, kind: str, rows: int) -> None:
-        _, batch = self.dispatcher.plan(kind, rows)
+    def finish(self, kind: str, rows: int, masked: bool = False) -> None:
+        _, batch = self.dispatcher.plan(kind, rows, masked)
         replay = self._finish.get(batch)
         if replay is None:
-            self._eager.finish(kind, rows)
+            self._eager.finish(kind, rows, masked)
         else:
             replay()
 
@@ -195,5 +198,7 @@ def make_prompts(
     if isinstance(steps, StepGraphs):
         return PromptGraphs(model, steps, other, lazy=len(model.workspace.tokens) == 1)
     if backend == "torch":
-        return EagerPrompts(model, refer, refer, steps.dispatcher)
+        prompts = EagerPrompts(model, refer, refer, steps.dispatcher)
+        prompts.attention = BLOCK_ATTENTION if model.fixed_chunk else None
+        return prompts
     return EagerPrompts(model, launch, launcher(model), steps.dispatcher, other)

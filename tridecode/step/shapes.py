@@ -59,7 +59,7 @@ class WideShape:
     gate and up rows together), in tiles of block_k columns.
 
     ahead, x_ahead: tiles in flight, of the weights (before the wait) and of the activations. split: programs that share
-    the columns. registers: the most a thread may use, 0 for no bound.
+    the columns. registers: the most a thread may use, 0 for no bound. block_m: rows of a tile, if a pass has fewer.
     """
 
     block_n: int = 64
@@ -69,6 +69,7 @@ class WideShape:
     num_warps: int = 4
     split: int = 1
     registers: int = 0
+    block_m: int = 8
 
 
 Shape = MatvecShape | MatmulShape | TilesShape | WideShape

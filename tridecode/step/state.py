@@ -11,7 +11,7 @@ from ..kernels.attention_rows import ATTENTION_ROWS
 from ..kernels.op import Op
 from ..model.config import ModelConfig
 from ..model.weights import Weights, short_repr
-from .choose import choose_shapes
+from .choose import choose_shapes, invariant_shapes
 from .rope import rope_tables
 from .shapes import AttentionRowsShape, PromptAttentionShape, StepShapes
 from .workspace import PromptBuffers, Workspace, first_rows, make_prompt_buffers, make_workspace, named_tensors
@@ -23,7 +23,9 @@ PROMPT_SHAPE = PromptAttentionShape()
 class DecodeModel:
     """cos, sin: [capacity, head_dim / 2] fp32; `pdl` where the GPU has programmatic dependent launch.
 
-    shapes_by_rows: launch shapes for passes of up to so many rows; those for the most serve any above.
+    shapes_by_rows: launch shapes for passes of up to so many rows; those for the most serve any above. fixed_chunk: in
+    the batch-invariant mode the rows of every prompt pass, in which a position has the row of its number modulo them; a
+    prompt's last token is then always a decode pass's. 0: prompt passes have the rows that come.
     """
 
     config: ModelConfig
@@ -36,6 +38,7 @@ class DecodeModel:
     shapes_by_rows: dict[int, StepShapes]
     pdl: bool
     prompt_shape: PromptAttentionShape = PROMPT_SHAPE
+    fixed_chunk: int = 0
 
     def __repr__(self) -> str:
         facts = {"family": self.config.family, "layers": self.config.num_layers, "capacity": self.kv.capacity}
@@ -86,12 +89,13 @@ class DecodeModel:
 def make_model(
     config: ModelConfig, weights: Weights, capacity: int, slots: int = 1, page: int | None = None,
     shapes: dict[int, StepShapes] | None = None, pages: int | None = None, rows: int | None = None,
-    prompt_rows: int = 2048, prompt_shape: PromptAttentionShape = PROMPT_SHAPE,
+    prompt_rows: int = 2048, prompt_shape: PromptAttentionShape = PROMPT_SHAPE, batch_invariant: bool = False,
 ) -> DecodeModel:
     """Allocate the state of a model whose weights are loaded, for `slots` of `capacity` K/V positions.
 
     page, pages: see make_kv_cache. shapes: by rows, by default those chosen for the GPU. rows: of the largest pass, by
-    default as many as slots. prompt_rows: of the largest prompt pass, those that decode beside it not counted.
+    default as many as slots. prompt_rows: of the largest prompt pass, those that decode beside it not counted; with
+    batch_invariant of all.
     """
     device, dtype = weights.device, weights.dtype
     cos, sin = rope_tables(config, capacity, device)
@@ -100,6 +104,11 @@ def make_model(
         gpu = torch.cuda.get_device_name(device)
         major, minor = torch.cuda.get_device_capability(device)
         capability = 10 * major + minor
+    if batch_invariant:
+        shapes = shapes or invariant_shapes(config, dtype, capability)
+        prompt_shape = replace(prompt_shape, splits=1)
+    else:
+        prompt_rows = min(prompt_rows, slots * capacity)
     return DecodeModel(
         config=config,
         weights=weights,
@@ -107,10 +116,9 @@ def make_model(
         cos=cos,
         sin=sin,
         workspace=make_workspace(config, capacity, device, dtype, slots, rows),
-        prompt=make_prompt_buffers(
-            config, min(prompt_rows, slots * capacity) + (rows or slots), device, dtype, prompt_shape
-        ),
+        prompt=make_prompt_buffers(config, prompt_rows + (rows or slots), device, dtype, prompt_shape),
         shapes_by_rows=shapes or choose_shapes(config, dtype, capability, gpu),
         pdl=capability >= 90,
         prompt_shape=prompt_shape,
+        fixed_chunk=prompt_rows if batch_invariant else 0,
     )

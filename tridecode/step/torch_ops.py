@@ -6,6 +6,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from ..kernels.chunks import listed
 from ..kernels.gather_kv import gather_kv
 from ..kernels.op import Op
 from ..kernels.prompt_attention import prompt_attention_bytes
@@ -47,6 +48,30 @@ def torch_attention(backend: str, chunks: Sequence[Chunk]) -> Op:
                 attend(q[chunk.rows], keys, values, out[chunk.rows], window, scale)
 
     return Op(attend_chunks, attend_chunks, prompt_attention_bytes, outputs=("out",))
+
+
+def block_attention(table, page_table, q, k_cache, v_cache, partial, lse, counter, out, window, scale):
+    """prompt_attention by products whose shapes a row's position alone decides: the rows of a page together, whichever
+    of them the chunks have, over whole pages. So its bits do not depend on how the prompt was cut. Chunks begin with a
+    page, and a page's rows are all there."""
+    _, heads, D = q.shape
+    kv_heads, page = k_cache.shape[1:3]
+    for chunk in listed(table):
+        for first in range(chunk.start, chunk.end, page):
+            end, row = min(first + page, chunk.end), chunk.first + first - chunk.start
+            pages = page_table[chunk.slot, : first // page + 1].long()
+            keys, values = (cache[pages].transpose(0, 1).flatten(1, 2).float() for cache in (k_cache, v_cache))
+            keys[:, end:], values[:, end:] = 0, 0  # not written yet: it may be anything
+            rows = q[row : row + page].float().view(page, kv_heads, -1, D).permute(1, 2, 0, 3).flatten(1, 2)
+            behind = torch.arange(first, first + page)[:, None] - torch.arange(first + page)
+            seen = (behind >= 0) & (behind < window) if window else behind >= 0
+            scores = (rows @ keys.transpose(1, 2) * scale).view(kv_heads, -1, page, first + page)
+            weights = torch.softmax(scores.masked_fill(~seen.to(q.device), float("-inf")), -1).flatten(1, 2)
+            attended = (weights @ values).view(heads, page, D)[:, : end - first]
+            out[row : row + end - first] = attended.transpose(0, 1).flatten(1).to(out.dtype)
+
+
+BLOCK_ATTENTION = Op(block_attention, block_attention, prompt_attention_bytes, outputs=("out",))
 
 
 def attend(q, keys, values, out, window: int, scale: float) -> None:

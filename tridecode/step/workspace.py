@@ -16,19 +16,22 @@ from ..layout import (
     RING,
     SAMP_WIDTH,
     STATUS,
+    mask_words,
 )
 from ..model.config import ModelConfig
 from ..model.weights import short_repr
 from .shapes import MAX_SPLITS, TILE_ROWS, PromptAttentionShape
 
-OF_SLOTS = ("tokens", "counts", "bias", "out", "out_logprobs", "out_top_ids")  # by slot, all else by row
+# By slot; all else is by row.
+OF_SLOTS = ("tokens", "counts", "bias", "mask", "mask_stamp", "out", "out_logprobs", "out_top_ids")
 
 
 @dataclass(frozen=True)
 class Workspace:
     """Fixed addresses for state and activations, for passes of up to `rows` rows.
 
-    `out`, `out_logprobs` and `out_top_ids` are rings of RING entries in pinned host memory (plain memory on a CPU).
+    `out`, `out_logprobs` and `out_top_ids` are rings of RING entries in pinned host memory (plain memory on a CPU), as
+    are the masks, which the host writes while a pass runs.
     """
 
     # state
@@ -37,6 +40,8 @@ class Workspace:
     tokens: torch.Tensor  # int32 [slots, capacity + 1]
     counts: torch.Tensor  # int32 [slots, vocab]: 2 * occurrences in the output + (1 if in the prompt)
     bias: torch.Tensor  # fp32 [slots, vocab]
+    mask: torch.Tensor  # int32 [slots, vocab / 32]: see layout.mask_words
+    mask_stamp: torch.Tensor  # int64 [slots]: see layout.mask_stamp; written after the mask
     out: torch.Tensor  # int64 [slots, RING]: see layout.ring_entry
     out_logprobs: torch.Tensor  # fp32 [slots, RING, 1 + MAX_LOGPROBS]: of the drawn token, then of the most likely
     out_top_ids: torch.Tensor  # int32 [slots, RING, MAX_LOGPROBS]
@@ -92,6 +97,8 @@ def make_workspace(
         tokens=state(slots, capacity + 1),
         counts=state(slots, vocab),
         bias=real(slots, vocab),
+        mask=ring(slots, mask_words(vocab), dtype=torch.int32),
+        mask_stamp=ring(slots, dtype=torch.int64),
         out=ring(slots, RING, dtype=torch.int64),
         out_logprobs=ring(slots, RING, 1 + MAX_LOGPROBS, dtype=torch.float32),
         out_top_ids=ring(slots, RING, MAX_LOGPROBS, dtype=torch.int32),

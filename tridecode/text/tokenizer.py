@@ -95,6 +95,10 @@ class Tokenizer:
         return self._template is not None
 
     @property
+    def template_source(self) -> str:
+        return "" if self._template is None else self._template.source
+
+    @property
     def thinks(self) -> bool:
         """Whether the chat template knows think blocks: then its model's answers may begin with one."""
         return self._template is not None and CLOSE in self._template.source
@@ -107,6 +111,11 @@ class Tokenizer:
     def token_bytes(self, token: int) -> bytes:
         """Its part of a text; that of a special token is its name."""
         return self._token_bytes(token)
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """Those that no text shows."""
+        return self._token_bytes.special
 
     @cached_property
     def template_variables(self) -> frozenset[str]:
@@ -139,6 +148,10 @@ class Tokenizer:
         if not allow_special and self._count_control(ids) > self._control_around:
             ids = self._neutral(text, around=True)
         return ids
+
+    def encode_within(self, text: str) -> list[int]:
+        """Token ids of a part of a text, with nothing around it."""
+        return self._encode(_clean(text))
 
     def _count_control(self, ids: list[int]) -> int:
         return sum(token in self._control_ids for token in ids) if self._control_ids.intersection(ids) else 0

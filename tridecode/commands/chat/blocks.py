@@ -2,7 +2,7 @@
 
 from rich import box
 from rich.cells import cell_len
-from rich.markdown import CodeBlock, HorizontalRule, ListElement, ListItem, Markdown, TableElement
+from rich.markdown import CodeBlock, Heading, HorizontalRule, ListElement, ListItem, Markdown, TableElement
 from rich.padding import Padding
 from rich.rule import Rule
 from rich.segment import Segment
@@ -62,6 +62,12 @@ class Rows(TableElement):
         yield table
 
 
+class Title(Heading):
+    """A heading at the left, whichever its level: in the middle of a wide window it would stand alone."""
+
+    LEVEL_ALIGN = {}
+
+
 class Line(HorizontalRule):
     """A rule without the blank line below it."""
 
@@ -103,6 +109,7 @@ class Block(Markdown):
         "code_block": Code,
         "table_open": Rows,
         "hr": Line,
+        "heading_open": Title,
         "list_item_open": Item,
         "bullet_list_open": Items,
         "ordered_list_open": Items,

@@ -23,9 +23,9 @@ TURN = 0.0005  # seconds that the drawing thread may keep the token loop waiting
 
 def chat(args, output: Output) -> int:
     interactive = output.tty and sys.stdin.isatty()
-    if args.api_key_file is not None and args.url is None:
+    if args.api_key_file is not None and args.url is None and "api_key_file" not in args.origins:
         args.refuse("--api-key-file needs --url")
-    output.quiet = args.quiet
+    output.quiet, output.redraws = args.quiet, not args.plain
     conversation, store = open_session(args, output, interactive)
     kind, load = (Chat, load_engine) if args.url is None else (RemoteChat, connect)
     # No other name for the engine here: /model must be able to let it go.
@@ -107,13 +107,17 @@ def open_session(args, output: Output, interactive: bool) -> tuple[Conversation,
 
 def converse(talk: Chat, reader) -> int:
     """Read from the terminal until /exit, Ctrl-D, or Ctrl-C twice in a row."""
-    leaving = False
+    leaving = between = False  # between: whether something was said that a blank line parts from what comes
     while True:
         try:
             draft, talk.draft = talk.draft, None
+            if between:
+                talk.output.text("\n")
+            between = False
+            reader.redraws = talk.output.redraws = not talk.plain
             line = reader.read(draft or "")
             talk.editor = reader.is_editor
-            leaving = False
+            leaving, between = False, bool(line.strip())
             if not talk.handle(line, replaces=draft is not None):
                 return talk.exit_code
         except EOFError:

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Iterable, Iterator
 
+from ...model.hub import cached_models
 from . import sessions, slash
 from .settings import CHOICES, NAMES
 
@@ -41,6 +42,12 @@ def loadable(typed: str) -> Iterator[str]:
     yield from paths(typed)
 
 
+def of_model(typed: str) -> Iterator[str]:
+    yield "bundled"
+    yield from cached_models()
+    yield from (path for path in paths(typed) if path.endswith("/"))
+
+
 def of_sessions(typed: str) -> Iterable[str]:
     return sessions.names() if " " in typed else ("rename ", "delete ")
 
@@ -59,7 +66,8 @@ AFTER: dict[str, Callable[[str], Iterable[str]]] = {
     "/export": paths,
     "/sessions": of_sessions,
     "/set": of_set,
+    "/model": of_model,
     "/think": lambda typed: ("on", "off", "hide"),
     "/plain": lambda typed: ("on", "off"),
 }
-WHOLE = ("/load", "/save", "/export")  # what follows is one word, spaces and all
+WHOLE = ("/load", "/save", "/export", "/model")  # what follows is one word, spaces and all

@@ -5,17 +5,19 @@ import re
 from ...errors import PromptError
 from ...text.thinking import THINKING, ThinkSplitter, ends_inside
 from ..terminal import Output, counted
+from ..wrapping import Wrapped
 
 
 class PlainText:
     """The answer as it comes, and a newline after it; one that failed before its first character leaves nothing."""
 
     def __init__(self, output: Output):
-        self._output, self._wrote, self._ended = output, False, False
+        self._write = Wrapped(output.console, output.text) if output.tty else output.text
+        self._wrote = self._ended = False
 
     def push(self, text: str) -> None:
         self._wrote = self._wrote or bool(text)
-        self._output.text(text)
+        self._write(text)
 
     def finish(self) -> None:
         self._end(newline=True)
@@ -25,7 +27,7 @@ class PlainText:
 
     def _end(self, newline: bool) -> None:
         if newline and not self._ended:
-            self._output.text("\n")
+            self._write("\n")
         self._ended = True
 
     def pause(self) -> None:
@@ -42,6 +44,7 @@ class Thinking:
         """unit: what a push is."""
         self._output, self._answer, self._hide, self._unit = output, answer, hide, unit
         self._splitter = ThinkSplitter(opened)
+        self._dim = Wrapped(output.console, output.dim)
         self._open = self._said = False  # whether a block was begun, and whether its length was said
 
     def push(self, text: str) -> None:
@@ -68,7 +71,7 @@ class Thinking:
         if kind == THINKING:
             self._open = True
             if not self._hide:
-                self._output.dim(text)
+                self._dim(text)
         else:
             self._end()
             self._answer.push(text)
@@ -82,7 +85,7 @@ class Thinking:
         if self._open and not self._said:
             self._said = True
             if not self._hide:
-                self._output.text("\n")
+                self._dim("\n")
             length = counted(self._splitter.tokens, self._unit)
             self._output.note(f"thought for {length}, {self._splitter.seconds:.1f} s")
 

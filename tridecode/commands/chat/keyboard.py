@@ -12,14 +12,18 @@ from prompt_toolkit.completion import Completer, Completion
 from prompt_toolkit.history import FileHistory, InMemoryHistory
 from prompt_toolkit.input import create_input
 from prompt_toolkit.key_binding import KeyBindings
+from prompt_toolkit.lexers import SimpleLexer
+from prompt_toolkit.output import ColorDepth
 from prompt_toolkit.output.vt100 import Vt100_Output
 from prompt_toolkit.shortcuts import CompleteStyle
+from rich.cells import cell_len
 
-from ..terminal import one_line
+from ..terminal import USER, one_line
 from .lines import CONTINUED, PROMPT, Interrupted, PlainReader, unfinished
 from .sequences import Parser
 from .session import SessionError, state_dir
 
+TYPED = f"ansi{USER}"  # prompt_toolkit's name of the colour
 log = logging.getLogger("tridecode")
 
 
@@ -70,6 +74,7 @@ class Keyboard:
     def __init__(self, complete, output, keys=None, screen=None):
         """complete: as Words takes it. keys, screen: prompt_toolkit's input and output, by default the terminal's."""
         self.output, self._plain, self._touched = output, None, False
+        self.redraws = True  # without, a message that fits in the window stays as it was typed
         try:
             self.history = History(str(state_dir() / "history"))
         except SessionError as error:
@@ -85,11 +90,15 @@ class Keyboard:
         self.session = PromptSession(
             history=self.history,
             multiline=True,
-            key_bindings=_bindings(),
+            key_bindings=_bindings(self),
+            lexer=SimpleLexer(TYPED),
+            color_depth=ColorDepth.from_env(),  # NO_COLOR
+            enable_open_in_editor=True,
+            tempfile_suffix=".md",
             completer=Words(complete),
             complete_while_typing=False,
             complete_style=CompleteStyle.READLINE_LIKE,
-            prompt_continuation=lambda width, line, wrapped: " " * width if wrapped else CONTINUED.rjust(width),
+            prompt_continuation=lambda width, line, wrapped: [(TYPED, " " * width if wrapped else CONTINUED)],
             enable_suspend=True,
             # The editor shows no more than a window; what was typed is printed once, whole, when it is done.
             erase_when_done=True,
@@ -111,7 +120,8 @@ class Keyboard:
                 self.output.note(f"the line editor failed ({type(error).__name__}: {why}); plain line input from here")
                 self._plain, draft = PlainReader(), self.session.default_buffer.text or draft
             else:
-                self.output.text(PROMPT + text.replace("\n", "\n" + CONTINUED) + "\n")
+                if self.session.app.erase_when_done:
+                    self.output.user(PROMPT + text.replace("\n", "\n" + CONTINUED))
                 return text
         return self._plain.read(draft)
 
@@ -120,7 +130,14 @@ class Keyboard:
         """Whether the next read is the editor's, which knows pastes from keys."""
         return self._plain is None
 
+    def fits(self, text: str) -> bool:
+        """Whether the window shows all of a message."""
+        size = self.session.output.get_size()
+        rows = sum(1 + (len(CONTINUED) + cell_len(line.expandtabs())) // size.columns for line in text.split("\n"))
+        return rows < size.rows
+
     def _edit(self, draft: str) -> str:
+        self.session.app.erase_when_done = True
         # An exception in the middle of making or closing the event loop would leave it half made: until the prompt is
         # there, and once it has gone, a Ctrl-C is only noted.
         interrupts = []
@@ -139,7 +156,7 @@ class Keyboard:
 
         before = signal.signal(signal.SIGINT, lambda signum, frame: interrupts.append(signum))
         try:
-            text = self.session.prompt(PROMPT, default=draft, pre_run=begin, set_exception_handler=False)
+            text = self.session.prompt([(TYPED, PROMPT)], default=draft, pre_run=begin, set_exception_handler=False)
         finally:
             signal.signal(signal.SIGINT, before)
         if interrupts:
@@ -157,7 +174,7 @@ class Keyboard:
         return Interrupted(buffer.text, self._touched)
 
 
-def _bindings() -> KeyBindings:
+def _bindings(keyboard: Keyboard) -> KeyBindings:
     keys = KeyBindings()
 
     @keys.add("enter")
@@ -166,6 +183,7 @@ def _bindings() -> KeyBindings:
         if unfinished(buffer.text):
             buffer.insert_text("\n")
         else:
+            event.app.erase_when_done = keyboard.redraws or not keyboard.fits(buffer.text)
             buffer.validate_and_handle()
 
     @keys.add("escape", "enter")

@@ -48,6 +48,7 @@ class PlainReader:
     """input(), with readline where Python has it."""
 
     is_editor = False
+    redraws = True  # for whoever reads; this one never does
 
     def __init__(self):
         try:

@@ -249,6 +249,11 @@ def make_parser() -> MarkdownIt:
 PARSER = make_parser()
 
 
+def code_blocks(text: str) -> list[str]:
+    """The code between fences, also such as stands in a list, without the newline at its end."""
+    return [token.content.removesuffix("\n") for token in PARSER.parse(text) if token.type == "fence"]
+
+
 def split(text: str, final: bool = False) -> tuple[list[str], str, bool]:
     """The finished blocks of `text`, its unfinished rest, and whether that is inside a code fence.
 

@@ -26,6 +26,9 @@ class RemoteChat(Chat):
     def pieces(self, prompt, params) -> Iterator[Piece]:
         return self.engine.stream(prompt, params, self.given, self.variables)
 
+    def reading(self) -> None:
+        """A server does not tell."""
+
     def capacity_words(self) -> str:
         return super().capacity_words() if self.engine.capacity else "context of a length that the server does not tell"
 
@@ -88,22 +91,21 @@ class RemoteChat(Chat):
     def count(self, prompt) -> int:
         return self.engine.count(prompt, self.variables)
 
-    def report(self, last) -> None:
+    def cut(self, last) -> str:
         reason, usage, limit = last.finish_reason, last.usage, self.params.max_tokens
         if reason == "length":
             reached = limit is not None and (usage is None or usage.completion_tokens >= limit)
             why = f"max_tokens ({limit:,}) was reached" if reached else "the context is full, or the server has a limit"
-            self.output.note(f"the answer was cut: {why}")
-        elif reason != "stop":
-            self.output.note(f"the server ended the answer: {reason}")
-        self.tell_speed(last)
+            return f"the answer was cut: {why}"
+        return "" if reason == "stop" else f"the server ended the answer: {reason}"
 
 
 def connect(args, output: Output):
-    """The remote.RemoteModel that the options name. Raises TridecodeError."""
+    """The remote.RemoteModel that the options name. Raises TridecodeError. Settings of an engine, which are meant for
+    other chats, do not count here."""
     defaults = vars(engine_options().parse_args([]))
     for name, default in {**defaults, "graph_stats": False}.items():
-        if name not in ("model", "verbose") and getattr(args, name) != default:
+        if name not in ("model", "verbose", *args.origins) and getattr(args, name) != default:
             args.refuse(f"--{name.replace('_', '-')} is of an engine in this process; a server (--url) has its own")
     try:
         from .remote import RemoteModel
@@ -113,7 +115,10 @@ def connect(args, output: Output):
         raise TridecodeError("chat --url needs the package httpx; install it: pip install 'tridecode[serve]'") from None
     given = sampling_overrides(args)
     params = SamplingParams(**given)  # a wrong value fails here
-    model = RemoteModel(args.url, api_key(args.api_key_file, output), args.model, given)
+    name = None if "model" in args.origins else args.model
+    model = RemoteModel(args.url, api_key(args.api_key_file, output), name, given)
     if args.overflow not in (None, "error") and not model.counts:
-        args.refuse(f"--overflow {args.overflow} {COUNTING}")
+        if "overflow" not in args.origins:
+            args.refuse(f"--overflow {args.overflow} {COUNTING}")
+        args.overflow = "error"
     return model, params

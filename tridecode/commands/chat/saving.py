@@ -66,7 +66,7 @@ def listed(chat, rest: str) -> None:
     if not action:
         found = sessions.saved()
         for line in sessions.lines(found[:LISTED], chat.output.errors.width):
-            chat.output.note(line, aligned=True)
+            chat.output.say(line)
         if len(found) > LISTED:
             chat.output.note(f"and {counted(len(found) - LISTED, 'older one')}; tridecode sessions lists all")
         chat.output.note(f"this is session {mine}" if mine else "this conversation is not saved")
@@ -112,8 +112,10 @@ def show_last(chat) -> None:
 
 def show(chat, first: int) -> None:
     """The turns from `first` on as they looked, without the thinking."""
-    for user, answer in chat.conversation.turns[first:]:
-        chat.output.text(PROMPT + user.replace("\n", "\n" + CONTINUED) + "\n")
+    for number, (user, answer) in enumerate(chat.conversation.turns[first:]):
+        if number:
+            chat.output.text("\n")
+        chat.output.user(PROMPT + user.replace("\n", "\n" + CONTINUED))
         display = answer_display(chat.output, chat.plain)
         try:
             display.push(chat.answer_only(answer))

@@ -4,6 +4,7 @@ from ...errors import ParameterError, brief
 from ..terminal import counted, did_you_mean
 from . import saving, stats
 from .clipboard import copy
+from .markup import code_blocks
 from .settings import CHOICES, NAMES, full_name
 
 # Group -> name -> arguments and what it does, in the order of /help.
@@ -25,7 +26,7 @@ GROUPS = {
         "/save": ("FILE", "save the conversation as JSON, to FILE.md as Markdown"),
         "/load": ("FILE|SESSION", "continue a conversation that was saved"),
         "/export": ("FILE.md", "write the conversation as Markdown"),
-        "/copy": ("", "copy the last answer to the clipboard"),
+        "/copy": ("[N]", "copy the last answer, or its Nth block of code"),
     },
     "Model": {
         "/model": ("[PATH_OR_ID]", "another model (bundled is built in); alone says which"),
@@ -48,7 +49,8 @@ KEYS = {
     "Ctrl-D": "leaves",
     "Alt-Enter": "begins a new line; a pasted text stays one message",
     '"""': "begins and ends a message of several lines",
-    "Tab": "completes commands",
+    "Tab": "completes commands, and what may stand after them",
+    "Ctrl-X Ctrl-E": "opens the message in $EDITOR",
     "Up, Down": "go through what was typed before, in earlier chats too",
     "//": "begins a message that begins with one /",
     "Space": "a line that starts with a space is never a command",
@@ -89,14 +91,14 @@ def literal(message: str) -> str:
 
 def _help(chat, rest) -> None:
     for title, group in GROUPS.items():
-        chat.output.note(title)
+        chat.output.say(title, "bold")
         for name, (arguments, what) in group.items():
             if name == "/think" and not chat.thinks:
                 continue
-            chat.output.note(f"  {f'{name} {arguments}':<21} {what}", aligned=True)
-    chat.output.note("Keys")
+            chat.output.entry(f"{name} {arguments}", what)
+    chat.output.say("Keys", "bold")
     for key, what in KEYS.items():
-        chat.output.note(f"  {key:<21} {what}", aligned=True)
+        chat.output.entry(key, what)
 
 
 def _clear(chat, rest) -> None:
@@ -154,9 +156,9 @@ def _set(chat, rest) -> None:
     name, _, value = rest.partition(" ")
     if not name:
         for name in NAMES:
-            chat.output.note(f"{name:<20} {chat.setting(name)}", aligned=True)
+            chat.output.say(f"{name:<20} {chat.setting(name)}")
         for name in CHOICES:
-            chat.output.note(f"{name:<20} {getattr(chat, name)}", aligned=True)
+            chat.output.say(f"{name:<20} {getattr(chat, name)}")
         return
     try:
         if (found := full_name(name)) in CHOICES:
@@ -172,9 +174,16 @@ def _set(chat, rest) -> None:
 
 def _copy(chat, rest) -> None:
     if last := _last(chat):
-        answer = chat.answer_only(last[1])
-        copy(answer, chat.output)
-        chat.output.note(f"asked the terminal to copy the last answer, {counted(len(answer), 'character')}")
+        what, text = "the last answer", chat.answer_only(last[1])
+        if rest:
+            blocks = code_blocks(text)
+            if not (rest.isdecimal() and len(rest) < 10 and 0 < int(rest) <= len(blocks)):
+                there = f"has {counted(len(blocks), 'block')} of code" if blocks else "has no block of code"
+                chat.output.note(f"/copy takes the number of a block, not {quoted(rest)}: the last answer {there}")
+                return
+            what, text = f"block {rest} of {len(blocks)}", blocks[int(rest) - 1]
+        copy(text, chat.output)
+        chat.output.note(f"asked the terminal to copy {what}, {counted(len(text), 'character')}")
 
 
 def _model(chat, rest) -> None:
@@ -207,7 +216,7 @@ def _plain(chat, rest) -> None:
 
 def _stats(chat, rest) -> None:
     for line in stats.lines(chat):
-        chat.output.note(line)
+        chat.output.say(line)
 
 
 def quoted(text: str) -> str:

@@ -1,32 +1,28 @@
 """Chat: a conversation with a model, turn by turn."""
 
 import logging
-import secrets
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
 
 from ...engine import Engine
-from ...errors import GenerationError, ParameterError, TooLong
+from ...errors import ParameterError, TooLong
 from ...results import Piece
-from ...text.thinking import CLOSE, SWITCH, end_thinking, strip_thinking
+from ...text.thinking import CLOSE, SWITCH, strip_thinking
 from ..explain import explain
-from ..signals import one_interrupt
-from ..terminal import Output, counted, speed_line, unechoed
+from ..terminal import Output, counted
 from . import session, slash, stats
 from .conversation import Conversation
-from .display import answer_display, open_fence, opens_thinking
+from .display import opens_thinking
 from .idle import IdleCapture
 from .lines import unquoted
 from .overflow import Overflow, fit
 from .settings import CHOICES, as_typed, changed
+from .turn import Turn, with_seed
 
 log = logging.getLogger("tridecode")
 DEVICE_LOST = 3  # exit code
-SEEDS = 1_000_000  # that are drawn from where none is given
-COLUMNS = 80  # of the line after an answer, at most
 IMPATIENCE = 1.0  # seconds after an answer was stopped in which another Ctrl-C was meant for that answer
 
 
@@ -94,6 +90,10 @@ class Chat:
         if isinstance(prompt, list) and isinstance(prompt[0], int):  # the template has had its variables
             return self.engine.stream(prompt, params)
         return self.engine.stream(prompt, params, template_variables=self.variables)
+
+    def reading(self) -> tuple[int, int, int] | None:
+        """What Scheduler.reading tells; called from another thread."""
+        return self.engine.scheduler.reading()
 
     def capacity_words(self) -> str:
         return f"context of {self.engine.capacity:,} tokens"
@@ -189,7 +189,7 @@ class Chat:
         self.tries = tries
         try:
             base = self.conversation.without_last() if replaces and self.conversation.turns else self.conversation
-            self.turn(message, base, begun)
+            Turn(self, message, base, begun).run()
         except Overflow as error:
             self.fail(str(error))
             if self.overflow == "stop":
@@ -209,77 +209,8 @@ class Chat:
         if not self.interactive:
             self.exit_code = 1
 
-    def turn(self, line: str, base: Conversation, begun: str = "") -> None:
-        """Stream the answer, or its rest after `begun`; keep the turn unless it failed or was stopped before its first
-        character."""
-        # Around all of it: a second Ctrl-C must not lose what the first one stopped.
-        opened = self.opens_thinking and not begun  # its thinking is over
-        shown = answer_display(self.output, self.plain, opened, self.think == "hide", self.unit)
-        if begun and self.output.tty and not self.plain:
-            shown.push(open_fence(begun))
-        with one_interrupt(self.interactive), unechoed(self.interactive, shown.pause, shown.resume, self.editor):
-            said, tokens, last = [], 0, None
-            params = self.params_of_this_try()
-            started = time.perf_counter()
-            try:
-                base = self.make_room(base, line, begun)
-                for last in self.pieces(self.begun_prompt(base.prompt(line), begun), params):
-                    said.append(last.text)
-                    tokens += last.finish_reason is None
-                    shown.push(last.text)
-            except KeyboardInterrupt:
-                shown.abort()
-                if not self.interactive:
-                    raise
-                last, self.stopped_at = None, time.monotonic()
-            except BaseException:
-                shown.abort()
-                raise
-            answer, added = begun + "".join(said), bool("".join(said))
-            if last is None or last.finish_reason == "length":
-                answer = end_thinking(answer, self.opens_thinking)
-            failed = last is not None and last.finish_reason == "error"
-            self.used = None
-            if last is not None and last.usage is not None and not failed:
-                self.used = last.usage.prompt_tokens + last.usage.completion_tokens
-            if not failed and (added or last is not None):
-                self.conversation = base.plus(line, answer)
-            try:
-                (shown.abort if failed else shown.finish)()
-            finally:
-                self.save()
-            self.answers, self.tokens = self.answers + 1, self.tokens + tokens
-            self.seconds += time.perf_counter() - started
-            if failed:
-                self.fail(explain(GenerationError(last.error)))
-            elif last is None:
-                rest = "kept in the conversation" if answer else "the turn is not kept"
-                seconds = time.perf_counter() - started
-                self.output.note(f"stopped after {counted(tokens, self.unit)} and {seconds:.1f} s; {rest}")
-            else:
-                if begun and not added:
-                    self.output.note("the model has nothing to add")
-                self.last, self.seed = last, params.seed if params.temperature else None
-                self.report(last)
-
-    def params_of_this_try(self):
-        """Those that are set; a further try of the same message has another seed, which is told."""
-        if not self.tries:
-            return self.seeded()
-        if self.params.temperature == 0:
-            self.output.note("temperature is 0, so every try gives the same answer; /set temperature 0.7 changes that")
-        elif self.params.seed is not None:
-            seed = self.params.seed + self.tries
-            seed -= 2**64 if seed >= 2**64 else 0
-            self.output.note(f"try {self.tries + 1}, seed {seed}")
-            return replace(self.params, seed=seed)
-        return self.seeded()
-
     def seeded(self):
-        """The parameters with a seed that can be read and typed, so that an answer can be had again."""
-        if self.params.seed is not None or self.params.temperature == 0:
-            return self.params
-        return replace(self.params, seed=secrets.randbelow(SEEDS))
+        return with_seed(self.params)
 
     def begun_prompt(self, prompt, begun: str):
         """The prompt of an answer that goes on after `begun`."""
@@ -326,23 +257,14 @@ class Chat:
         except TooLong as error:
             return error.tokens  # the fewest; enough to know that it does not fit
 
-    def report(self, last) -> None:
-        if last.finish_reason == "length":
-            used = last.usage.prompt_tokens + last.usage.completion_tokens
-            full = used >= self.engine.capacity
-            why = f"the context of {self.engine.capacity:,} tokens is full"
-            if not full:
-                why = f"max_tokens ({self.params.max_tokens:,}) was reached"
-            self.output.note(f"the answer was cut: {why}" + ("; /continue goes on" if self.interactive else ""))
-        self.tell_speed(last)
-
-    def tell_speed(self, last) -> None:
-        """The line after an answer, as `stats` has it."""
-        if self.stats == "short":
-            self.output.note(" · ".join(speed_line(last.usage, last.timings).split(" · ")[:2]))
-        elif self.stats == "full":
-            width = min(COLUMNS, self.output.errors.width)
-            self.output.note(speed_line(last.usage, last.timings, self.engine.capacity, self.seed, width))
+    def cut(self, last) -> str:
+        """A line about an answer that was cut."""
+        if last.finish_reason != "length":
+            return ""
+        why = f"the context of {self.engine.capacity:,} tokens is full"
+        if last.usage.prompt_tokens + last.usage.completion_tokens < self.engine.capacity:
+            why = f"max_tokens ({self.params.max_tokens:,}) was reached"
+        return f"the answer was cut: {why}" + ("; /continue goes on" if self.interactive else "")
 
     def save(self) -> None:
         """Bring the session file up to date; where that fails, a line says so and the chat goes on."""

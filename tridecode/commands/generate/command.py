@@ -10,17 +10,21 @@ from dataclasses import replace
 from ...engine import Engine, Prompt, Request
 from ...errors import GenerationError, ParameterError
 from ...results import Piece
+from ...sampling import STRUCTURE_CHARACTERS
 from ..explain import explain
 from ..graph_stats import show_graph_stats
-from ..inputs import clean
+from ..inputs import clean, read_file
 from ..loading import load_engine
 from ..outputs import STDOUT, text_sink
 from ..terminal import Output, speed_line
+from ..waiting import Waiting
+from ..wrapping import Wrapped
 from .batch import batch
 from .prompts import encoded, read_prompt, reuse
 from .reports import report
 
 LAST_SEED = 2**64 - 1
+MOST = 4 * STRUCTURE_CHARACTERS  # bytes of a schema or a grammar
 
 
 def generate(args, output: Output) -> int:
@@ -28,6 +32,9 @@ def generate(args, output: Output) -> int:
     output.quiet = args.quiet
     if args.system is not None:
         args.system = clean(args.system, "--system", output)
+    for name in ("json_schema", "grammar"):
+        if (file := getattr(args, name)) is not None:
+            setattr(args, name, read_file(file, output, MOST))
     if args.jsonl is not None:
         return batch(args, output)
     prompt = read_prompt(args, output)
@@ -38,11 +45,14 @@ def generate(args, output: Output) -> int:
         for i, (seed, request) in enumerate(begun(engine, prompt, seeded(params, args.n), **reuse(args))):
             if args.n > 1 and not args.json:
                 output.note(f"answer {i + 1:,} of {args.n:,}, seed {seed}")
+            waiting = Waiting(output, engine.scheduler.reading)
             if args.json:
-                last = request.result()
+                with waiting:
+                    last = request.result()
                 write(json.dumps(report(last, engine)) + "\n")
             else:
-                last = write_text(request, write)
+                shows = output.tty and args.output is None
+                last = write_text(request, Wrapped(output.console, write) if shows else write, waiting)
                 if last.finish_reason != "error":
                     output.note(speed_line(last.usage, last.timings))
             if last.finish_reason == "error":
@@ -98,13 +108,15 @@ def begun(engine: Engine, prompt: Prompt, several: Iterable, **options) -> Itera
     yield from under_way
 
 
-def write_text(request: Request, write: Callable[[str], None]) -> Piece:
+def write_text(request: Request, write: Callable[[str], None], waiting: Waiting) -> Piece:
     """Write the text as it comes; returns the last piece. Whatever happens, a line that was begun is ended."""
     wrote = False
     try:
-        for piece in request:
-            write(piece.text)
-            wrote = wrote or bool(piece.text)
+        with waiting:
+            for piece in request:
+                waiting.end()
+                write(piece.text)
+                wrote = wrote or bool(piece.text)
         wrote = wrote or piece.finish_reason != "error"  # an answer may be empty
     finally:
         if wrote:

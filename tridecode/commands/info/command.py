@@ -5,7 +5,7 @@ import platform
 
 import torch
 
-from ...cache.kv import kv_bytes_per_token
+from ...cache.kv import PAGE, kv_bytes_per_token
 from ...engine import BUNDLED
 from ...errors import DeviceError
 from ...memory import plan_memory, prompt_bytes
@@ -13,6 +13,7 @@ from ...model.checkpoint import load_config, parameter_count
 from ...model.config import ModelConfig
 from ...model.hub import resolve_model
 from ...placement import GraphPlan, capture_support, plan_capacity, plan_graphs, resolve_device, resolve_dtype
+from ...serve.policy import Policy
 from ...step.dispatch import Dispatcher
 from ...version import __version__
 from ..loading import slots_of
@@ -27,14 +28,18 @@ def info(args, output: Output) -> int:
     dtype = resolve_dtype(args.dtype, config, device)
     gpus, versions = doctor.gpu_facts(), version_facts()
     support = capture_support(backend, config, dtype, device)
-    memory = memory_facts(config, dtype, device, args, graphs_of(args, args.chunk_tokens, support))
-    chunk = min(args.chunk_tokens, memory["slots"] * memory["context"] or args.chunk_tokens)
+    policy = Policy(
+        args.chunk_tokens, prompt_ms=args.prompt_ms, prefix_sharing=args.prefix_sharing,
+        batch_invariant=args.batch_invariant,
+    )  # fmt: skip
+    memory = memory_facts(config, dtype, device, args, policy, graphs_of(args, policy.chunk_tokens, support))
+    chunk = policy.chunk(memory["slots"], memory["context"] or policy.chunk_tokens, PAGE)
     graphs = graphs_of(args, chunk, support)
     report = {
         "model": model_facts(config, args.model or "bundled", str(path)),
         "memory": memory,
-        "run": run_facts(device, backend, dtype, graphs, support[0]),
-        "prompts": prompt_facts(config, dtype, memory["slots"], chunk, graphs, support[0]),
+        "run": run_facts(device, backend, dtype, graphs, support[0], policy),
+        "prompts": prompt_facts(config, dtype, memory["slots"], chunk, graphs, support[0], policy),
         "gpus": gpus,
         "versions": versions,
         "warnings": doctor.warnings(gpus, versions["driver"], versions["cuda"]),
@@ -66,17 +71,20 @@ def model_facts(config: ModelConfig, name: str, path: str) -> dict:
 def graphs_of(args, chunk: int, support: tuple[bool, bool]) -> GraphPlan:
     """How passes would run whose prompts come in chunks of that many tokens."""
     names = (
-        "graph", "graph_sizes", "attention", "prompt_graph_max_tokens", "prompt_graph_sizes", "prompt_attention"
+        "graph", "graph_sizes", "attention", "prompt_graph_max_tokens", "prompt_graph_sizes", "prompt_attention",
+        "batch_invariant",
     )  # fmt: skip
     return plan_graphs(slots_of(args), chunk, *support, **{name: getattr(args, name) for name in names})
 
 
-def memory_facts(config: ModelConfig, dtype: torch.dtype, device: torch.device, args, graphs: GraphPlan) -> dict:
+def memory_facts(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device, args, policy: Policy, graphs: GraphPlan
+) -> dict:
     """Sizes in bytes, contexts in tokens. `context` of each of the `slots` requests, and `kv_tokens` that all of them
     share: what would be allocated; 0, with `problem`, where it cannot be."""
     slots, per_token = slots_of(args), kv_bytes_per_token(config, dtype)
-    plan, problem = plan_memory(config, dtype, device, slots, args.chunk_tokens, graphs.one_piece), None
-    asked = args.max_seq_len, slots, args.kv_tokens, args.chunk_tokens, graphs.one_piece
+    plan, problem = plan_memory(config, dtype, device, slots, policy.chunk_tokens, graphs.one_piece), None
+    asked = args.max_seq_len, slots, args.kv_tokens, policy.chunk_tokens, graphs.one_piece
     try:
         _, context, _ = plan_capacity(config, dtype, device, *asked)
         pool = plan.kv_tokens(context, args.kv_tokens, str(device))
@@ -97,11 +105,11 @@ def memory_facts(config: ModelConfig, dtype: torch.dtype, device: torch.device, 
 
 
 def prompt_facts(
-    config: ModelConfig, dtype: torch.dtype, slots: int, chunk: int, graphs: GraphPlan, captured: bool
+    config: ModelConfig, dtype: torch.dtype, slots: int, chunk: int, graphs: GraphPlan, captured: bool, policy: Policy
 ) -> dict:
     """How prompts would be read: in chunks of at most `chunk_tokens`, by a graph of the next of `sizes` where `mode` is
-    not none, and beside rows that decode, where there are `slots` for them, by one of as many more. `buffers`: bytes,
-    part of the workspace."""
+    not none, and beside rows that decode, where there are `slots` for them, by one of as many more. `sharing`: whether
+    what earlier ones had in common with it is reused. `buffers`: bytes, part of the workspace."""
     mode, _ = Dispatcher(graphs.graph, graphs.sizes, graphs.prompt_sizes, graphs.prompt_attention).plan_prompt(1)
     sizes = list(graphs.prompt_sizes) if mode != "none" else []
     return {
@@ -110,18 +118,23 @@ def prompt_facts(
         "chunk_tokens": chunk,
         "sizes": sizes,
         "largest": max(sizes, default=None),
-        "graphs": len(sizes) * (1 if slots == 1 else 2),
+        "graphs": len(sizes) * (1 if slots == 1 or policy.batch_invariant else 2),
+        "sharing": policy.prefix_sharing,
         "buffers": prompt_bytes(config, dtype, chunk + max(slots, *graphs.sizes)),
     }
 
 
-def run_facts(device: torch.device, backend: str, dtype: torch.dtype, graphs: GraphPlan, captured: bool) -> dict:
-    """`pdl`: programmatic dependent launch, from compute capability 9.0 on."""
+def run_facts(
+    device: torch.device, backend: str, dtype: torch.dtype, graphs: GraphPlan, captured: bool, policy: Policy
+) -> dict:
+    """`batch_invariant`: whether a request has the same bits in any company. `pdl`: programmatic dependent launch, from
+    compute capability 9.0 on."""
     return {
         "device": str(device),
         "backend": backend,
         "dtype": str(dtype).removeprefix("torch."),
         "graph": graphs.graph,
+        "batch_invariant": policy.batch_invariant,
         "pdl": captured and torch.cuda.get_device_capability(device) >= (9, 0),
     }
 
@@ -205,9 +218,12 @@ def prompt_words(prompts: dict) -> str:
     ways = {"full": "whole", "piecewise": "in pieces between attention launches"}
     read = "launched line by line"
     if sizes:
-        read = f"{prompts['graphs']} passes of {sizes[0]:,} to {sizes[-1]:,} tokens captured {ways[prompts['mode']]}"
+        span = f"{sizes[0]:,} to {sizes[-1]:,}" if len(sizes) > 1 else f"{sizes[0]:,}"
+        passes = f"{prompts['graphs']} {'pass' if prompts['graphs'] == 1 else 'passes'}"
+        read = f"{passes} of {span} tokens captured {ways[prompts['mode']]}"
     chunks = f"in chunks of up to {prompts['chunk_tokens']:,} tokens"
-    return f"{chunks}, {read}; attention by {prompts['attention']}; buffers {size(prompts['buffers'])}"
+    shared = "what several have in common is read once" if prompts["sharing"] else "each is read for itself alone"
+    return f"{chunks}, {read}; {shared}; attention by {prompts['attention']}; buffers {size(prompts['buffers'])}"
 
 
 def pool_words(memory: dict) -> str:
@@ -218,10 +234,11 @@ def pool_words(memory: dict) -> str:
 
 
 def graph_words(run: dict) -> str:
+    company = ", the same bits in any company" if run["batch_invariant"] else ""
     if run["graph"] == "none":
-        return "no graph"
+        return f"no graph{company}"
     graphs = "CUDA graphs between attention launches" if run["graph"] == "piecewise" else "one CUDA graph a pass"
-    return f"{graphs} {'with' if run['pdl'] else 'without'} programmatic dependent launch"
+    return f"{graphs} {'with' if run['pdl'] else 'without'} programmatic dependent launch{company}"
 
 
 def size(count: int) -> str:

@@ -8,6 +8,7 @@ from ... import layout as m
 from ...layout import MAX_LOGPROBS
 from ..common import (
     GENERATION,
+    LATE,
     LIMIT,
     LIMIT_REACHED,
     MAX_STOP_IDS,
@@ -30,6 +31,7 @@ from .mass import HUGE
 
 GENERATION_SHIFT, STEP_SHIFT = tl.constexpr(m.GENERATION_SHIFT), tl.constexpr(m.STEP_SHIFT)
 NO_TOKEN, STEP_MASK = tl.constexpr(m.NO_TOKEN), tl.constexpr(m.STEP_MASK)
+LATE_TOKEN = tl.constexpr(m.LATE_TOKEN)
 LOWEST = tl.constexpr(-(2**63))  # the key of no token
 BAD = tl.constexpr(2**63 - 1)  # the key of a block with a NaN or an infinity, above every other
 SIGN_FREE = tl.constexpr(0x7FFFFFFF)
@@ -116,15 +118,21 @@ def finish_step(
     COUNT: tl.constexpr,
     LOGPROBS: tl.constexpr,
     FENCE: tl.constexpr,
+    MASKED: tl.constexpr,
 ):
     """End the step of a row: token, count, log-probability, status, position, step, and last the ring entry.
 
     Given tokens (below N_KNOWN) are reported, never overwritten, and do not stop. FENCE orders the ring of
-    log-probabilities, in host memory too, before the entry of `out` that the host polls.
+    log-probabilities, in host memory too, before the entry of `out` that the host polls. MASKED: a row whose mask was
+    late has drawn nothing, says so in its entry, and stays where it is.
     """
     slot, following, step, generation, known, given, ends, waits, stop_ids = state
     meta_ptr += row * META_WIDTH
-    drawn = (known | bad) == 0
+    stays = bad
+    if MASKED:  # the launch before wrote it, into a line that may have been read since
+        late = tl.load(meta_ptr + LATE, cache_modifier=".cg") != 0
+        stays = bad | late
+    drawn = (known | stays) == 0
     token = tl.where(known, given, token)
     stops = tl.sum((stop_ids == token).to(tl.int32), axis=0) * drawn.to(tl.int32)
     status = tl.where(stops > 0, STOP, tl.where(ends, LIMIT_REACHED, tl.where(waits, WAIT, RUN)))
@@ -135,8 +143,11 @@ def finish_step(
     if LOGPROBS:
         logit = tl.load(logits_ptr + row.to(tl.int64) * stride_logits + token)
         tl.store(logprobs_ptr + ring * LOGPROBS_WIDTH, logit - tl.load(lse_ptr + row), mask=bad == 0)
+    if MASKED:
+        status = tl.where(late, RUN, status)
+        token = tl.where(late, LATE_TOKEN, token)
     tl.store(meta_ptr + STATUS, tl.where(bad, NAN, status))
-    tl.store(meta_ptr + POSITION, tl.where(bad, following - 1, following))
+    tl.store(meta_ptr + POSITION, tl.where(stays, following - 1, following))
     tl.store(meta_ptr + STEP, step + 1)
     entry = (generation << GENERATION_SHIFT) | ((step & STEP_MASK).to(tl.int64) << STEP_SHIFT)
     entry |= tl.where(bad, NO_TOKEN, token)
@@ -148,9 +159,10 @@ def finish_step(
     tl.store(out_ptr + ring, entry)
 
 
-def finish_step_ref(row, token, bad, logits, meta, tokens, counts, out, lse=None, logprobs_ring=None):
+def finish_step_ref(row, token, bad, logits, meta, tokens, counts, out, lse=None, logprobs_ring=None, masked=False):
     """finish_step in torch; counts None: greedy keeps none."""
     state = meta[row].tolist()
+    late = masked and bool(state[m.LATE]) and not bad
     slot, position, step = state[m.SLOT], state[m.POSITION], state[m.STEP]
     following = position + 1
     known = following < state[m.N_KNOWN]
@@ -159,14 +171,16 @@ def finish_step_ref(row, token, bad, logits, meta, tokens, counts, out, lse=None
         status = m.LIMIT_REACHED
     if known:
         token = int(tokens[slot, following])
-    elif not bad:
+    elif not (bad or late):
         tokens[slot, following] = token
         if counts is not None:
             counts[slot, token] += 2
         if token in state[m.STOP_IDS : m.STOP_IDS + state[m.N_STOP]]:
             status = m.STOP
-    if logprobs_ring is not None and not bad:
+    if logprobs_ring is not None and not (bad or late):
         logprobs_ring[slot, step % m.RING, 0] = logits[row, token] - lse[row]
+    if late:
+        token, following, status = m.LATE_TOKEN, position, m.RUN
     changed = [position, step + 1, m.NAN] if bad else [following, step + 1, status]
     meta[row, m.POSITION : m.STATUS + 1] = torch.tensor(changed, dtype=torch.int32)
     out[slot, step % m.RING] = m.ring_entry(state[m.GENERATION], step, m.NO_TOKEN if bad else token)

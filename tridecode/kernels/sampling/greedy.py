@@ -26,6 +26,7 @@ def _greedy_kernel(
     stride_keys,
     BLOCK_N: tl.constexpr,
     BLOCKS: tl.constexpr,
+    MASKED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """The lowest id among the largest raw logits; the last program to arrive ends the step.
@@ -70,11 +71,12 @@ def _greedy_kernel(
                 COUNT=False,
                 LOGPROBS=False,
                 FENCE=False,
+                MASKED=MASKED,
             )
 
 
-def greedy(logits, meta, tokens, out, sampler, *, pdl=False):
-    """Take the most likely token of each row of logits and end the step."""
+def greedy(logits, meta, tokens, out, sampler, masked=False, *, pdl=False):
+    """Take the most likely token of each row of logits and end the step; masked: mask came before it."""
     rows, vocab = logits.shape
     blocks = triton.cdiv(vocab, BLOCK)
     _greedy_kernel[(blocks, rows)](
@@ -90,20 +92,21 @@ def greedy(logits, meta, tokens, out, sampler, *, pdl=False):
         sampler.keys.stride(0),
         BLOCK_N=BLOCK,
         BLOCKS=triton.next_power_of_2(blocks),
+        MASKED=masked,
         PDL=pdl,
         **options(WARPS, pdl),
     )
 
 
-def greedy_ref(logits, meta, tokens, out, sampler):
+def greedy_ref(logits, meta, tokens, out, sampler, masked=False):
     """greedy in torch."""
     for row in running(meta, logits.shape[0]):
         bad = not bool(torch.isfinite(logits[row]).all())
         token = 0 if bad else int(logits[row].argmax())
-        finish_step_ref(row, token, bad, logits, meta, tokens, None, out)
+        finish_step_ref(row, token, bad, logits, meta, tokens, None, out, masked=masked)
 
 
-def greedy_bytes(logits, meta, tokens, out, sampler) -> int:
+def greedy_bytes(logits, meta, tokens, out, sampler, masked=False) -> int:
     return logits.nbytes
 
 

@@ -132,6 +132,7 @@ def _draw_kernel(
     BLOCKS: tl.constexpr,
     LOGPROBS: tl.constexpr,
     FENCE: tl.constexpr,
+    MASKED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Weigh what the filters keep of each block, draw one token from it, and end the step.
@@ -220,11 +221,13 @@ def _draw_kernel(
                 COUNT=True,
                 LOGPROBS=LOGPROBS,
                 FENCE=FENCE,
+                MASKED=MASKED,
             )
 
 
-def sample(logits, meta, samp, tokens, counts, bias, out, sampler, logprobs_ring=None, *, pdl=False):
-    """Draw a token from each row of logits and end the step; logprobs_ring also gets its raw log-probability."""
+def sample(logits, meta, samp, tokens, counts, bias, out, sampler, logprobs_ring=None, masked=False, *, pdl=False):
+    """Draw a token from each row of logits and end the step; logprobs_ring also gets its raw log-probability; masked:
+    mask came before it."""
     rows, vocab = logits.shape
     blocks = triton.cdiv(vocab, BLOCK)
     s, grid, padded = sampler, (blocks, rows), max(2, triton.next_power_of_2(blocks))
@@ -303,6 +306,7 @@ def sample(logits, meta, samp, tokens, counts, bias, out, sampler, logprobs_ring
         BLOCKS=padded,
         LOGPROBS=logprobs_ring is not None,
         FENCE=logprobs_ring is not None and not interpreted(),
+        MASKED=masked,
         PDL=pdl,
         **launch,
     )
@@ -318,7 +322,7 @@ def _draw_ref(w, blocks, counter) -> int:
     return first + int(torch.searchsorted(upto, place, right=True))
 
 
-def sample_ref(logits, meta, samp, tokens, counts, bias, out, sampler, logprobs_ring=None):
+def sample_ref(logits, meta, samp, tokens, counts, bias, out, sampler, logprobs_ring=None, masked=False):
     """sample in torch: the same processed logits, the same threshold, the same token."""
     for row in running(meta, logits.shape[0]):
         x, state = logits[row], meta[row].tolist()
@@ -335,10 +339,10 @@ def sample_ref(logits, meta, samp, tokens, counts, bias, out, sampler, logprobs_
                 w = weight_ref(d[ids])
                 w.masked_fill_(w < math.ceil(float(min_p) * 2**WEIGHT_BITS), 0)
                 token = int(ids[_draw_ref(w, ids // BLOCK, [state[i] for i in (m.SEED_LO, m.SEED_HI, m.POSITION)])])
-        finish_step_ref(row, token, bad, logits, meta, tokens, counts, out, sampler.lse, logprobs_ring)
+        finish_step_ref(row, token, bad, logits, meta, tokens, counts, out, sampler.lse, logprobs_ring, masked)
 
 
-def sample_bytes(logits, meta, samp, tokens, counts, bias, out, sampler, logprobs_ring=None) -> int:
+def sample_bytes(logits, meta, samp, tokens, counts, bias, out, sampler, logprobs_ring=None, masked=False) -> int:
     """What every draw reads; counts and bias only where the request asks for them."""
     return logits.nbytes
 

@@ -1,0 +1,52 @@
+"""Print in which order the kernels of a decode pass add, in the batch-invariant mode; a script, not interpreted.
+
+    python sum_orders.py PRESET ROWS[,ROWS...]
+
+A line for each number of rows and each kernel that adds floats: rows, kernel, the instructions of its products with
+how many of them there are, and how the numbers that a reduction adds lie in the registers. The width of an instruction,
+which is that of the rows, is left out. Compiled for the H200, where the mode runs; no GPU is needed.
+"""
+
+import re
+import sys
+from collections import Counter
+from dataclasses import replace
+from functools import partial
+
+import torch
+import triton
+from compile_step import meta_model, recorded
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from tridecode.step import decode
+from tridecode.step.choose import invariant_shapes
+from tridecode.step.graphs import launcher
+
+ARCH = 90
+
+
+def orders(kernel, signature, constants, attributes, options, pdl) -> str:
+    source = ASTSource(kernel, signature, constants, attributes)
+    options = options | ({"launch_pdl": True} if pdl else {})
+    asm = triton.compile(source, target=GPUTarget("cuda", ARCH, 32), options=options).asm
+    products = Counter(re.sub(r"n\d+k", "nk", name) for name in re.findall(r"w?gmma[\w.]+|mma\.sync[\w.]+", asm["ptx"]))
+    layouts = dict(re.findall(r"(?m)^(#\w+) = (.*)$", asm["ttgir"]))
+    reduced = re.findall(r"\}\) : \(tensor<[\dx]*f32, ([^>]*)>+\) ->", asm["ttgir"])
+    return f"{dict(products)} {[re.sub(r'#[a-z]+[0-9]*$', lambda m: layouts[m[0]], name) for name in reduced]}"
+
+
+def main() -> None:
+    preset, rows = sys.argv[1], map(int, sys.argv[2].split(","))
+    model = meta_model(preset, torch.bfloat16, ARCH)
+    model = replace(model, shapes_by_rows=invariant_shapes(model.config, torch.bfloat16, ARCH))
+    for count in rows:
+        of_rows = model.of_rows(count)
+        for launch in recorded(partial(decode.step, launcher(of_rows), of_rows, "greedy")).values():
+            found = orders(*launch)
+            if found != "{} []":
+                print(count, launch[0].__name__, found, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,226 @@
+"""Structured output: what comes out is of the form that was asked for, and neighbours hear nothing of it."""
+
+import json
+import re
+import time
+from threading import Event
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tridecode import Engine, SamplingParams
+from tridecode.errors import GenerationError, ParameterError
+from tridecode.grammar import Matcher, exact
+
+CHAT = [{"role": "user", "content": "Tell me of a person."}]
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer", "minimum": 0, "maximum": 9}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+FORMS = {
+    "json_schema": (PERSON, lambda text: set(json.loads(text)) == {"name", "age"}),
+    "json_text": (json.dumps(PERSON), lambda text: 0 <= json.loads(text)["age"] <= 9),
+    "regex": (r"[a-z]{3}-\d{2}", re.compile(r"[a-z]{3}-\d{2}").fullmatch),
+    "choice": (('a "quoted" one', "bl\u00fce\n", "\\", "\u0001"), lambda text: text in FORMS["choice"][0]),
+    "grammar": ('start: "a" "b"+ "c"\n', re.compile("ab+c").fullmatch),
+}
+KINDS = {"greedy": dict(temperature=0), "sampled": dict(temperature=1.5, seed=4), "logprobs": dict(logprobs=2, seed=5)}
+
+
+def form(name: str, **more) -> SamplingParams:
+    field = "json_schema" if name == "json_text" else name
+    return SamplingParams(**{field: FORMS[name][0], "max_tokens": 80} | more)
+
+
+@pytest.fixture(scope="module")
+def bundled():
+    with Engine.load(slots=4, device="auto") as engine:
+        yield engine
+
+
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_answer_has_the_form_that_was_asked_for(bundled, name, kind):
+    result = bundled.generate(CHAT, form(name, **KINDS[kind]))
+    assert result.finish_reason == "stop" and FORMS[name][1](result.text), result
+    assert {stat.kind for stat in bundled.graph_stats()} >= {("sample" if kind == "sampled" else kind) + "+mask"}
+
+
+def test_the_end_of_a_form_ends_the_answer_even_where_the_models_own_end_does_not(bundled):
+    result = bundled.generate(CHAT, form("regex", ignore_eos=True))
+    assert result.finish_reason == "stop" and re.fullmatch(FORMS["regex"][0], result.text)
+
+
+def test_json_has_no_free_white_space(bundled):
+    result = bundled.generate(CHAT, form("json_schema", logit_bias={223: 50.0}, seed=1))  # a space
+    found = json.loads(result.text)
+    assert result.text == json.dumps(found, ensure_ascii=False)
+
+
+def test_neighbours_with_and_without_forms_have_the_texts_of_running_alone(bundled):
+    several = [form("json_schema", seed=1), SamplingParams(temperature=0, max_tokens=30), form("choice", seed=2),
+               SamplingParams(seed=3, max_tokens=30), form("regex", seed=6), form("json_schema", temperature=0)]
+    expected = [bundled.generate(CHAT, params).text for params in several]
+    assert [result.text for result in bundled.generate_many([CHAT] * len(several), several)] == expected
+
+
+def test_a_pass_without_forms_is_what_it_was(bundled):
+    before = {(stat.kind, stat.count) for stat in bundled.graph_stats() if "+mask" in stat.kind}
+    bundled.generate_many([CHAT] * 3, SamplingParams(temperature=0, max_tokens=9))
+    assert before == {(stat.kind, stat.count) for stat in bundled.graph_stats() if "+mask" in stat.kind}
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_a_row_that_waits_for_its_mask_holds_nobody_up(bundled, monkeypatch, ahead):
+    release, allowed = Event(), Matcher.allowed
+
+    def slow(self):
+        if len(masks) > 2:
+            release.wait(30)
+        masks.append(allowed(self))
+        return masks[-1]
+
+    masks = []
+    monkeypatch.setattr(Matcher, "allowed", slow)
+    monkeypatch.setattr(bundled.scheduler, "_ahead", ahead)
+    waiting = bundled.submit(CHAT, form("json_schema", seed=1))
+    others = [bundled.submit(CHAT, SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)) for _ in range(2)]
+    assert [other.result().usage.completion_tokens for other in others] == [30, 30]
+    assert waiting.finish_reason is None and waiting.completion_tokens <= 4
+    bundled.scheduler.assert_consistent()
+    release.set()
+    monkeypatch.undo()
+    assert waiting.result().text == bundled.generate(CHAT, form("json_schema", seed=1)).text
+
+
+def test_a_request_that_is_cancelled_leaves_no_mask_to_the_next_one(bundled, monkeypatch):
+    allowed = Matcher.allowed
+    monkeypatch.setattr(Matcher, "allowed", lambda self: (time.sleep(0.05), allowed(self))[1])
+    expected = None
+    for _ in range(4):
+        first = bundled.submit(CHAT, form("regex", seed=1))
+        bundled.step()
+        first.cancel()
+        text = bundled.generate(CHAT, form("choice", seed=1)).text
+        expected = expected or text
+        assert text == expected and text in FORMS["choice"][0]
+
+
+def test_a_preempted_request_goes_on_in_its_form():
+    with Engine.load(slots=3, device="cpu", max_seq_len=256, kv_tokens=256) as engine:
+        alone = [engine.generate(CHAT, form("json_schema", seed=i, max_tokens=150)) for i in range(3)]
+        several = [form("json_schema", seed=i, max_tokens=150) for i in range(3)]
+        found = engine.generate_many([CHAT] * 3, several)
+        assert [result.text for result in found] == [result.text for result in alone]
+
+
+def test_a_grammar_that_fails_later_ends_its_own_request(bundled, monkeypatch):
+    def fails(self):
+        raise GenerationError("the grammar cannot be followed: too much of it")
+
+    params = form("json_schema", seed=1)
+    bundled.generate(CHAT, params)
+    monkeypatch.setattr(Matcher, "allowed", fails)
+    failing, other = bundled.submit(CHAT, params), bundled.submit(CHAT, SamplingParams(max_tokens=20, temperature=0))
+    assert "too much of it" in failing.result().error and other.result().finish_reason in ("stop", "length")
+    bundled.scheduler.assert_consistent()
+
+
+REFUSED = {
+    "an_unknown_type": (dict(json_schema={"type": "nonsense"}), "json_schema: Invalid type: nonsense"),
+    "what_is_not_implemented": (dict(json_schema={"not": {}}), 'json_schema: Unimplemented keys: ["not"]'),
+    "a_reference_to_nothing": (dict(json_schema={"$ref": "#/nope"}), "json_schema: Pointer '/nope' does not exist"),
+    "what_nothing_satisfies": (dict(json_schema={"type": "integer", "minimum": 5, "maximum": 2}), "Unsatisfiable"),
+    "integers_beyond_floating_point": (dict(json_schema={"enum": [2**53 + 1]}), "9007199254740993 is too large"),
+    "no_schema": (dict(json_schema=[1]), "json_schema must be a JSON object, got [1]"),
+    "no_json": (dict(json_schema="{"), "json_schema must be plain JSON"),
+    "a_schema_too_deep": (dict(json_schema="[" * 100_000), "json_schema must be plain JSON"),
+    "a_schema_too_long": (dict(json_schema={"enum": ["x" * 300_000]}), "at most 262,144 characters"),
+    "a_broken_regex": (dict(regex="("), "unclosed group"),
+    "look_ahead": (dict(regex="(?=a)b"), "look-ahead"),
+    "broken_lark": (dict(grammar="nonsense"), "grammar: "),
+    "no_choices": (dict(choice=[]), "choice must be a list"),
+    "a_choice_of_nothing": (dict(choice=["a", ""]), "choice: every entry must be a non-empty string"),
+    "two_forms": (dict(choice=["a"], regex="a"), "choice cannot stand beside regex"),
+    "a_number": (dict(regex=5), "regex must be a non-empty string, got 5"),
+}
+
+
+@pytest.mark.parametrize("given, message", REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_followed_is_refused_with_the_reason(bundled, given, message):
+    started = time.monotonic()
+    with pytest.raises(ParameterError, match=re.escape(message)) as refused:
+        bundled.submit(CHAT, SamplingParams(**given))
+    assert "\n" not in str(refused.value) and time.monotonic() - started < 5
+
+
+def test_bounds_beyond_floating_point_are_drawn_in():
+    schema = {"maximum": 2**63 - 1, "minimum": -(2**63) - 1, "properties": {"enum": {"exclusiveMaximum": 2**53 + 1}}}
+    found = exact(schema | {"default": 2**53 + 1})
+    assert (found["maximum"], found["minimum"], found["default"]) == (2**63 - 1024, -(2**63), 2**53 + 1)
+    assert found["properties"]["enum"] == {"exclusiveMaximum": 2**53}
+
+
+def test_an_engine_without_a_tokenizer_says_so():
+    from models import tiny_engine
+
+    with pytest.raises(ParameterError, match="json_schema needs a tokenizer"):
+        tiny_engine().submit([1, 2], SamplingParams(json_schema={}))
+
+
+NAMES = st.sampled_from(["a", "b", "name", "\u00e9t\u00e9", 'quo"te', "two words"])
+SIMPLE = st.one_of(
+    st.just({"type": "boolean"}),
+    st.just({"type": "null"}),
+    st.integers(-9, 9).map(lambda low: {"type": "integer", "minimum": low, "maximum": low + 10}),
+    st.integers(0, 5).map(lambda low: {"type": "string", "minLength": low, "maxLength": low + 3}),
+    st.sampled_from(["[a-c]{2}", "x|yz", r"\d\d-\d\d"]).map(lambda p: {"type": "string", "pattern": f"^({p})$"}),
+    st.lists(st.one_of(st.text(max_size=4), st.integers(-(2**53), 2**53), st.booleans()), min_size=1, max_size=3).map(
+        lambda values: {"enum": values}
+    ),
+    st.sampled_from(["date", "uuid", "ipv4"]).map(lambda name: {"type": "string", "format": name}),
+)
+
+
+def larger(inner):
+    objects = st.dictionaries(NAMES, inner, max_size=3).flatmap(
+        lambda fields: st.sets(st.sampled_from(sorted(fields) or ["a"])).map(
+            lambda needed: {"type": "object", "properties": fields, "additionalProperties": False,
+                            "required": sorted(needed & fields.keys())}
+        )
+    )
+    arrays = st.tuples(inner, st.integers(0, 2)).map(
+        lambda made: {"type": "array", "items": made[0], "minItems": made[1], "maxItems": made[1] + 1}
+    )
+    return st.one_of(objects, arrays, st.lists(inner, min_size=1, max_size=2).map(lambda several: {"anyOf": several}))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.recursive(SIMPLE, larger, max_leaves=5), st.integers(0, 2**32))
+def test_whatever_the_schema_the_answer_validates(bundled, schema, seed):
+    result = bundled.generate(CHAT, SamplingParams(json_schema=schema, temperature=2.0, seed=seed, max_tokens=400))
+    assert result.finish_reason == "stop", result
+    pytest.importorskip("jsonschema").validate(json.loads(result.text), schema)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.text(min_size=1, max_size=8), min_size=1, max_size=4), st.integers(0, 2**32))
+def test_whatever_the_choices_one_of_them_is_the_answer(bundled, choices, seed):
+    choices = [choice.encode("utf-8", "replace").decode() for choice in choices]
+    result = bundled.generate("x", SamplingParams(choice=choices, temperature=2.0, seed=seed, max_tokens=50))
+    assert result.text in choices and result.finish_reason == "stop"
+
+
+def test_generate_takes_a_schema_from_a_file(tmp_path, capsys):
+    from tridecode import commands
+
+    (tmp_path / "person.json").write_text(json.dumps(PERSON))
+    options = ["--prompt", "A person", "--json-schema", str(tmp_path / "person.json"), "--quiet", "--seed", "1"]
+    assert commands.main(["generate", *options]) == 0
+    assert set(json.loads(capsys.readouterr().out)) == {"name", "age"}
+    (tmp_path / "person.json").write_text('{"type": "nonsense"}')
+    assert commands.main(["generate", *options]) == 1
+    assert "Invalid type: nonsense" in capsys.readouterr().err

@@ -1,0 +1,129 @@
+"""One turn of a chat: the answer from its prompt to the line after it."""
+
+import secrets
+import time
+from dataclasses import replace
+
+from ...errors import GenerationError
+from ...text.thinking import end_thinking
+from ..explain import explain
+from ..signals import one_interrupt
+from ..terminal import counted, speed_line, unechoed
+from ..waiting import Waiting
+from .conversation import Conversation
+from .display import answer_display, open_fence
+
+SEEDS = 1_000_000  # that are drawn from where none is given
+COLUMNS = 80  # of the line after an answer, at most
+
+
+class Turn:
+    """The answer to `line` in the conversation `base`, or its rest after `begun`. `chat` is a talk.Chat.
+
+    `run` streams it and keeps the turn, unless it failed or was stopped before its first character.
+    """
+
+    def __init__(self, chat, line: str, base: Conversation, begun: str = ""):
+        self.chat, self.line, self.base, self.begun = chat, line, base, begun
+        self.params = None
+        self.said: list[str] = []
+        self.tokens = 0
+        self.last = None  # the last piece, once it is there
+        self.started = 0.0
+
+    def run(self) -> None:
+        chat, output = self.chat, self.chat.output
+        # Around all of it: a second Ctrl-C must not lose what the first one stopped.
+        opened = chat.opens_thinking and not self.begun  # its thinking is over
+        shown = answer_display(output, chat.plain, opened, chat.think == "hide", chat.unit)
+        if self.begun and output.tty and not chat.plain:
+            shown.push(open_fence(self.begun))
+        waiting = Waiting(output, chat.reading, redraws=not chat.plain, shows=chat.interactive)
+        pause, resume = (lambda: (waiting.pause(), shown.pause())), (lambda: (shown.resume(), waiting.resume()))
+        with one_interrupt(chat.interactive), unechoed(chat.interactive, pause, resume, chat.editor):
+            self.params = params_of(chat)
+            self.started = time.perf_counter()
+            try:
+                self._stream(shown, waiting)
+            except KeyboardInterrupt:
+                shown.abort()
+                if not chat.interactive:
+                    raise
+                self.last, chat.stopped_at = None, time.monotonic()
+            except BaseException:
+                shown.abort()
+                raise
+            self._keep(shown)
+
+    def _stream(self, shown, waiting: Waiting) -> None:
+        chat = self.chat
+        self.base = chat.make_room(self.base, self.line, self.begun)
+        with waiting:
+            for piece in chat.pieces(chat.begun_prompt(self.base.prompt(self.line), self.begun), self.params):
+                waiting.end()
+                self.last = piece
+                self.said.append(piece.text)
+                self.tokens += piece.finish_reason is None
+                shown.push(piece.text)
+
+    def _keep(self, shown) -> None:
+        """What became of it: in the conversation, on the disk, and in a line."""
+        chat, last = self.chat, self.last
+        answer, added = self.begun + "".join(self.said), bool("".join(self.said))
+        if last is None or last.finish_reason == "length":
+            answer = end_thinking(answer, chat.opens_thinking)
+        failed = last is not None and last.finish_reason == "error"
+        chat.used = None
+        if last is not None and last.usage is not None and not failed:
+            chat.used = last.usage.prompt_tokens + last.usage.completion_tokens
+        if not failed and (added or last is not None):
+            chat.conversation = self.base.plus(self.line, answer)
+        try:
+            (shown.abort if failed else shown.finish)()
+        finally:
+            chat.save()
+        seconds = time.perf_counter() - self.started
+        chat.answers, chat.tokens, chat.seconds = chat.answers + 1, chat.tokens + self.tokens, chat.seconds + seconds
+        if failed:
+            chat.fail(explain(GenerationError(last.error)))
+        elif last is None:
+            rest = "kept in the conversation" if answer else "the turn is not kept"
+            chat.output.note(f"stopped after {counted(self.tokens, chat.unit)} and {seconds:.1f} s; {rest}")
+        else:
+            if self.begun and not added:
+                chat.output.note("the model has nothing to add")
+            chat.last, chat.seed = last, self.params.seed if self.params.temperature else None
+            if cut := chat.cut(last):
+                chat.output.note(cut)
+            tell_speed(chat, last)
+
+
+def params_of(chat):
+    """Those that are set; a further try of the same message has another seed, which is told."""
+    params = chat.params
+    if not chat.tries:
+        return chat.seeded()
+    if params.temperature == 0:
+        chat.output.note("temperature is 0, so every try gives the same answer; /set temperature 0.7 changes that")
+    elif params.seed is not None:
+        seed = params.seed + chat.tries
+        seed -= 2**64 if seed >= 2**64 else 0
+        chat.output.note(f"try {chat.tries + 1}, seed {seed}")
+        return replace(params, seed=seed)
+    return chat.seeded()
+
+
+def with_seed(params):
+    """The parameters with a seed that can be read and typed, so that an answer can be had again."""
+    if params.seed is not None or params.temperature == 0:
+        return params
+    return replace(params, seed=secrets.randbelow(SEEDS))
+
+
+def tell_speed(chat, last) -> None:
+    """The line after an answer, as `stats` has it."""
+    if chat.stats == "short":
+        chat.output.note(" · ".join(speed_line(last.usage, last.timings).split(" · ")[:2]))
+    elif chat.stats == "full":
+        width = min(COLUMNS, chat.output.errors.width)
+        chat.output.note(speed_line(last.usage, last.timings, chat.engine.capacity, chat.seed, width))

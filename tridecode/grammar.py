@@ -1,0 +1,181 @@
+"""Grammars: what an answer may be, from a JSON schema, a regular expression, a list of choices or Lark, by llguidance.
+
+A Grammar is compiled once; each request follows it with a Matcher of its own, which says after every token what may
+come next, as bits over the vocabulary.
+"""
+
+import json
+import math
+import re
+import threading
+from collections.abc import Sequence
+from functools import lru_cache
+
+import numpy as np
+
+from .arguments import shown
+from .errors import GenerationError, ParameterError, brief
+from .sampling import SamplingParams
+from .text.tokenizer import Tokenizer
+
+KEPT = 64  # grammars that stay compiled
+# JSON as most programs write it, on one line: a model that may write any white space can write it for ever.
+LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+STATES = 50_000  # of a lexer, of 1 to 2 kB each
+
+
+class Grammars:
+    """Compiles grammars for one model's tokens. stop_ids: those that end its texts."""
+
+    def __init__(self, tokenizer: Tokenizer | None, vocab_size: int, stop_ids: Sequence[int]):
+        self._tokenizer, self._vocab, self._stop_ids = tokenizer, vocab_size, tuple(stop_ids)
+        self._turn, self._tokens = threading.Lock(), None
+        self._compiled = lru_cache(KEPT)(self._compile)
+
+    def of(self, params: SamplingParams) -> "Grammar | None":
+        """What `params` ask for, compiled; None where they ask for nothing. Raises ParameterError with the reason."""
+        if params.structure is None:
+            return None
+        name, source = params.structure
+        with self._turn:
+            return self._compiled(name, source)
+
+    def _compile(self, name: str, source: str) -> "Grammar":
+        if self._tokenizer is None:
+            raise ParameterError(f"{name} needs a tokenizer, and this engine has none")
+        try:
+            import llguidance
+        except ModuleNotFoundError:
+            raise ParameterError(f"{name} needs the package llguidance; install it: pip install llguidance") from None
+        if self._tokens is None:
+            self._tokens = llguidance_tokens(self._tokenizer, self._vocab, self._stop_ids)
+        matcher, made = llguidance.LLMatcher, None
+        if name == "json_schema":
+            made = matcher.grammar_from_json_schema(exact(json.loads(source)), overrides=LAYOUT)
+        elif name == "regex":
+            made = matcher.grammar_from_regex(source)
+        else:
+            made = matcher.grammar_from_lark(source if name == "grammar" else lark_of_choices(json.loads(source)))
+        limits = llguidance.LLParserLimits(max_lexer_states=STATES, verbose_errors=False)
+        first = matcher(self._tokens, made, log_level=0, limits=limits)
+        if first.is_error():
+            raise ParameterError(f"{name}: {reason(first.get_error())}")
+        grammar = Grammar(first, self._vocab)
+        try:
+            grammar.first = grammar.matcher(()).allowed()
+        except GenerationError as error:
+            raise ParameterError(f"{name}: {error}") from None
+        return grammar
+
+
+class Grammar:
+    """first: the mask of an answer's first token, int32 [words]; see layout.mask_words."""
+
+    first: np.ndarray
+
+    def __init__(self, prototype, vocab: int):
+        self._prototype, self._vocab, self._turn = prototype, vocab, threading.Lock()
+
+    def matcher(self, drawn: Sequence[int]) -> "Matcher":
+        """That of a request which has drawn these tokens until now. Raises GenerationError."""
+        with self._turn:
+            own = self._prototype.deep_copy()
+        made = Matcher(own, self._vocab)
+        for token in drawn:
+            made.accept(token)
+        return made
+
+
+class Matcher:
+    """Where one answer stands in its grammar."""
+
+    def __init__(self, matcher, vocab: int):
+        self._matcher, self._words = matcher, -(-vocab // 32)
+
+    def accept(self, token: int) -> bool:
+        """Go on behind the token; True where nothing can follow it. Raises GenerationError."""
+        self._matcher.consume_token(token)
+        self._check()
+        return self._matcher.is_stopped()
+
+    def allowed(self) -> np.ndarray:
+        """The mask of the next token, int32 [words]. Raises GenerationError."""
+        mask = np.empty(self._words, np.int32)
+        self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        self._check()
+        return mask
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            raise GenerationError(f"the grammar cannot be followed: {brief(self._matcher.get_error())}")
+
+
+def exact(schema):
+    """A JSON schema whose integers llguidance can tell apart, which has floating point only: bounds that it cannot hold
+    are drawn in to the next that it can. Raises ParameterError for others, which would be other values."""
+    if isinstance(schema, list):
+        return [exact(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    made = {}
+    for name, value in schema.items():
+        if name in ("enum", "const") and (wrong := _inexact(value)) is not None:
+            raise ParameterError(f"json_schema: the integer {shown(wrong)} is too large to be told from its neighbours")
+        if name in _INWARD and _inexact(value) is not None:
+            held, inward = float(value), _INWARD[name]
+            if (int(held) - value) * inward < 0:
+                held = math.nextafter(held, inward * math.inf)
+            value = int(held)
+        if name in _NAMED and isinstance(value, dict):
+            made[name] = {key: exact(item) for key, item in value.items()}
+        else:
+            made[name] = value if name in _VALUES else exact(value)
+    return made
+
+
+_NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # whose keys are names
+_VALUES = ("enum", "const", "default", "examples")
+_INWARD = {"minimum": 1, "exclusiveMinimum": 1, "maximum": -1, "exclusiveMaximum": -1}
+
+
+def _inexact(value) -> int | None:
+    """An integer in a value that floating point does not hold."""
+    if isinstance(value, (list, dict)):
+        items = value.values() if isinstance(value, dict) else value
+        return next((found for item in items if (found := _inexact(item)) is not None), None)
+    if isinstance(value, int) and (abs(value) > 2**1000 or int(float(value)) != value):
+        return value
+    return None
+
+
+def reason(message: str) -> str:
+    """What llguidance says is wrong, without the grammar around the place."""
+    lines = [line for line in message.splitlines() if not re.match(r"\s*(\d+ \||\^+\s*$)", line)]
+    return brief(re.sub(r"^at \d+\(\d+\): |failed to compile JSON schema: ", "", "\n".join(lines)))
+
+
+def lark_of_choices(choices: Sequence[str]) -> str:
+    return "start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
+
+
+def llguidance_tokens(tokenizer: Tokenizer, vocab: int, stop_ids: Sequence[int]):
+    """The vocabulary as llguidance takes it: bytes of each token, special ones apart, none where the tokenizer ends."""
+    import llguidance
+
+    ends = [token for token in stop_ids if token < vocab] or [tokenizer.eos_id]
+    if ends[0] is None:
+        raise ParameterError("this model has no token that ends a text: no grammar can be followed")
+
+    class Vocabulary:
+        eos_token_id, bos_token_id = ends[0], None
+        tokens = [tokenizer.token_bytes(token) if token < tokenizer.vocab_size else b"" for token in range(vocab)]
+        special_token_ids = sorted(tokenizer.special_ids)
+
+        def __call__(self, text: bytes) -> list[int]:
+            """Tokens of a text whose continuation is certain."""
+            ids = tokenizer.encode_within(text.decode())
+            exact = b"".join(map(self.tokens.__getitem__, ids)) == text
+            return ids if exact else made.greedy_tokenize(text.decode())
+
+    made = llguidance.LLTokenizer(llguidance.TokenizerWrapper(Vocabulary()), n_vocab=vocab, eos_token=ends)
+    return made

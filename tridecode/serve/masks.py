@@ -1,0 +1,100 @@
+"""Masks: what the grammars of requests allow next, computed in threads while the device runs."""
+
+import os
+import threading
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+
+import numpy as np
+
+from .. import layout
+from ..errors import GenerationError
+from ..grammar import Grammar, Matcher
+from ..step.state import DecodeModel
+
+THREADS = min(8, os.cpu_count() or 1)
+PATIENCE = 2e-3  # seconds for which a pass that would have to do without a mask waits for it
+
+
+class Masks:
+    """Those of all slots of a model. A pass looks for a row's mask by its stamp, and without it leaves the row as it
+    is: nobody waits for a slow grammar but its own request."""
+
+    def __init__(self, model: DecodeModel):
+        self._masks, self._stamps = model.workspace.mask.numpy(), model.workspace.mask_stamp.numpy()
+        self._pool: ThreadPoolExecutor | None = None
+
+    def follow(self, grammar: Grammar, drawn: list[int]) -> "Following":
+        """Begin the masks of a request that has drawn these tokens until now."""
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(THREADS, "mask")
+        return Following(self, grammar, drawn)
+
+    def submit(self, work, *args) -> Future:
+        return self._pool.submit(work, *args)
+
+    def write(self, slot: int, mask: np.ndarray, stamp: int) -> None:
+        self._masks[slot] = mask
+        self._stamps[slot] = stamp  # last: who sees it finds the mask whole
+
+
+class Following:
+    """One request's way through its grammar: prepared while its prompt is read, then a mask a token."""
+
+    def __init__(self, masks: Masks, grammar: Grammar, drawn: list[int]):
+        self._masks, self._turn, self._gone = masks, threading.Lock(), False
+        self._matcher: Matcher | None = None
+        self._coming = masks.submit(self._prepare, grammar, drawn)
+
+    def _prepare(self, grammar: Grammar, drawn: list[int]) -> np.ndarray:
+        self._matcher = grammar.matcher(drawn)
+        return self._matcher.allowed() if drawn else grammar.first
+
+    def begin(self, slot: int, generation: int, position: int) -> None:
+        """The request has its row: its first mask goes where the pass at `position` looks for it."""
+        self._slot, self._generation = slot, generation
+        with suppress(GenerationError):  # `check` says it
+            self._put(self._coming.result(), position)
+
+    def accept(self, token: int) -> bool:
+        """Go on behind a drawn token; True where the answer ends with it. Raises GenerationError."""
+        return self._matcher.accept(token)
+
+    def next(self, position: int) -> None:
+        """Have the mask for the pass at `position` made."""
+        self._coming = self._masks.submit(self._make, position)
+
+    def _make(self, position: int) -> None:
+        self._put(self._matcher.allowed(), position)
+
+    def _put(self, mask: np.ndarray, position: int) -> None:
+        with self._turn:
+            if not self._gone:
+                self._masks.write(self._slot, mask, layout.mask_stamp(self._generation, position))
+
+    def check(self) -> None:
+        """Raises GenerationError where a mask could not be made."""
+        if self._coming.done():
+            self._coming.result()
+
+    def wait(self, seconds: float) -> None:
+        """Raises TimeoutError, and GenerationError as `check`."""
+        self._coming.result(seconds)
+
+    @property
+    def late(self) -> bool:
+        return not self._coming.done()
+
+    def drop(self) -> None:
+        """Nothing more is written: the slot may be another's."""
+        with self._turn:
+            self._gone = True
+
+
+def wait_for(followings: list[Following]) -> None:
+    """Until their masks are there, but for no longer than PATIENCE."""
+    end = time.perf_counter() + PATIENCE
+    for following in followings:
+        with suppress(TimeoutError, GenerationError):
+            following.wait(max(end - time.perf_counter(), 0))

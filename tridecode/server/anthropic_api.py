@@ -1,0 +1,276 @@
+"""Anthropic's API: /v1/messages, from its requests to answers and events in its form."""
+
+import json
+import logging
+import re
+import secrets
+from typing import Any, ClassVar
+
+import msgspec
+
+from ..errors import as_json
+from ..text.thinking import SWITCH, THINKING
+from ..text.tokenizer import Tokenizer
+from .choice import Choice, Said
+from .errors import ApiError, refusal
+from .events import named
+from .form import Structure
+from .messages import call_of, in_turns
+from .protocol import Generation
+from .settings import MESSAGES
+from .shapes import Shape
+from .tools.asked import Tools, checked, function_of
+from .tools.parser import NAME, TEXT
+
+BILLING = re.compile(r"\s*x-anthropic-billing-header:[^\n]*\n?")  # another one with each request: no prefix would match
+log = logging.getLogger("tridecode.server")
+
+
+class MessagesRequest(Generation, kw_only=True):
+    """What of a message's fields changes the answer; max_tokens is required, but not to count tokens."""
+
+    neutral: ClassVar = {"container": [], "mcp_servers": [[]]}
+    without_effect: ClassVar = frozenset(
+        "cache_control context_management diagnostics inference_geo speed user_profile_id workspace_id betas".split()
+    )
+    names: ClassVar = {
+        "stop": "stop_sequences", "template_variables": "thinking", "json_schema": "output_config", "grammar": "tools",
+    }  # fmt: skip
+    logprobs: ClassVar = None
+    messages: list[Any]
+    system: str | list[Any] = ""
+    stop_sequences: list[str] | None = None
+    thinking: dict[str, Any] | None = None
+    tools: list[Any] | None = None
+    tool_choice: dict[str, Any] | None = None
+    output_config: dict[str, Any] | None = None
+    counts: ClassVar = False
+
+    def check(self) -> None:
+        if self.max_tokens is None and not self.counts:
+            raise refusal("max_tokens is required", "max_tokens")
+        if self.n != 1:
+            raise refusal("n must be 1: a message is one answer", "n")
+        self.stop = self.stop_sequences or self.stop
+        super().check()
+
+    @property
+    def structure(self) -> Structure | None:
+        given = (self.output_config or {}).get("format")
+        if given is None:
+            return super().structure
+        if not isinstance(given, dict) or given.get("type") != "json_schema" or "schema" not in given:
+            expected = '{"type": "json_schema", "schema": {...}}'
+            raise refusal(f"output_config.format: expected {expected}, got {as_json(given)}", "output_config")
+        return "json_schema", given["schema"]
+
+    def variables(self, tokenizer: Tokenizer) -> dict:
+        """Of the template: whether to think, where it can be told."""
+        if SWITCH not in tokenizer.template_variables:
+            return {}
+        return {SWITCH: self.thinking is not None and self.thinking.get("type") != "disabled"}
+
+    def asked_tools(self) -> Tools:
+        """Raises ApiError. Tools that Anthropic itself would run are left out."""
+        functions, choice = [], self.tool_choice or {"type": "auto"}
+        for i, tool in enumerate(self.tools or ()):
+            place = f"tools[{i}]"
+            if not isinstance(tool, dict):
+                raise refusal(f"{place}: expected an object, got {as_json(tool)}", "tools")
+            if tool.get("type", "custom") not in (None, "custom"):
+                log.info("a tool of type %s is left out", as_json(tool["type"])[:100])
+                continue
+            given = tool.get("name"), tool.get("description"), tool.get("input_schema")
+            functions.append(function_of(*given, place))
+        kinds = {"auto": "auto", "any": "required", "tool": "one", "none": "none"}
+        if choice.get("type") not in kinds:
+            raise refusal(f"tool_choice: expected type {', '.join(kinds)}, got {as_json(choice)}", "tool_choice")
+        parallel = not choice.get("disable_parallel_tool_use", False)
+        return checked(functions, kinds[choice["type"]], choice.get("name"), parallel)
+
+    def conversation(self) -> list[dict]:
+        """As chat templates take it. Raises ApiError."""
+        if not self.messages or len(self.messages) > MESSAGES:
+            raise refusal(f"messages: expected from 1 to {MESSAGES:,}, got {len(self.messages):,}", "messages")
+        made = []
+        if system := _texts(self.system, "system", system=True):
+            made.append({"role": "system", "content": system})
+        for i, message in enumerate(self.messages):
+            made += _turns(message, f"messages[{i}]")
+        made = in_turns(made)
+        if made[-1]["role"] == "assistant":
+            raise refusal("messages: the last must be the user's; to go on with an answer is not supported", "messages")
+        return made
+
+
+class CountRequest(MessagesRequest, kw_only=True):
+    counts: ClassVar = True
+
+
+def _texts(content, place: str, system: bool = False) -> str:
+    """Text, or the texts of its blocks; of a system prompt without the line that changes with each request."""
+    if isinstance(content, str):
+        texts = [content]
+    elif isinstance(content, list):
+        texts = [_text(block, f"{place}[{i}]") for i, block in enumerate(content)]
+    else:
+        raise _refused(place, f"expected text or a list of blocks, got {as_json(content)}")
+    if system:
+        texts = [BILLING.sub("", text, count=1) if BILLING.match(text) else text for text in texts]
+    return "\n\n".join(text for text in texts if text)
+
+
+def _text(block, place: str) -> str:
+    if not isinstance(block, dict) or not isinstance(kind := block.get("type"), str):
+        raise _refused(place, f'expected {{"type": "text", "text": "..."}}, got {as_json(block)}')
+    if kind == "tool_reference":
+        return f"Tool {block.get('tool_name')} is there."
+    if kind != "text":
+        raise _refused(place, f"{as_json(kind)[1:-1]} is not supported: this model reads text only")
+    if not isinstance(block.get("text"), str):
+        raise _refused(f"{place}.text", f"expected text, got {as_json(block.get('text'))}")
+    return block["text"]
+
+
+def _turns(message, place: str) -> list[dict]:
+    """What a message is: results of tools come before the text beside them."""
+    role = message.get("role") if isinstance(message, dict) else None
+    if role not in ("user", "assistant", "system"):
+        raise _refused(place, f"expected a role of user, assistant or system, got {as_json(message)}")
+    content = message.get("content")
+    if isinstance(content, str) or role == "system":
+        return [{"role": role, "content": _texts(content, f"{place}.content", system=role == "system")}]
+    if not isinstance(content, list):
+        raise _refused(f"{place}.content", f"expected text or a list of blocks, got {as_json(content)}")
+    texts, results, calls, thoughts = [], [], [], []
+    for i, block in enumerate(content):
+        where = f"{place}.content[{i}]"
+        match block:
+            case {"type": "tool_use", "id": str(id), "name": str(name)} if role == "assistant":
+                calls.append(call_of(id, name, json.dumps(block.get("input") or {}, ensure_ascii=False)))
+            case {"type": "tool_result", "tool_use_id": str(id)} if role == "user":
+                text = _texts(block.get("content") or "", f"{where}.content")
+                text = f"Error: {text}" if block.get("is_error") else text
+                results.append({"role": "tool", "content": text, "tool_call_id": id})
+            case {"type": "thinking", "thinking": str(text)} if role == "assistant":
+                thoughts.append(text)
+            case {"type": "redacted_thinking"} if role == "assistant":
+                pass  # nobody here can read it
+            case _:
+                texts.append(_text(block, where))
+    made = {"role": role, "content": "\n\n".join(text for text in texts if text)}
+    if thoughts:
+        made["reasoning_content"] = "\n".join(thoughts)
+    if calls:
+        made["tool_calls"] = calls
+    return results if results and not texts else [*results, made]
+
+
+def _refused(place: str, message: str) -> ApiError:
+    return refusal(f"{place}: {message}", place.partition("[")[0])
+
+
+class MessagesShape(Shape):
+    """A message of blocks: thinking, text, tool_use."""
+
+    def __init__(self, model: str, tokenizer: Tokenizer, stops: list[str], stop_ids: tuple[int, ...]):
+        super().__init__(model, tokenizer)
+        self.id = f"msg_{secrets.token_hex(12)}"
+        self._stops, self._stop_ids = stops, stop_ids
+        self._open: str | None = None  # kind of the block that the stream is in
+        self._index = -1
+
+    def whole(self, choices: list[Choice], said: list[Said]) -> dict:
+        (choice,), blocks = choices, []
+        for kind, text in choice.settle(said[0]).events:
+            if kind in (TEXT, THINKING, NAME):
+                blocks.append(_block(kind, text if kind == NAME else ""))
+            if kind != NAME:
+                _extend(blocks[-1], text)
+        for block in blocks:
+            if block["type"] == "tool_use":
+                block["input"] = msgspec.json.decode(block["input"] or "{}")
+        return self._message(blocks, _usage(choice)) | self._end(choice)
+
+    def opening(self, prompts: list[int]) -> bytes:
+        usage = {"input_tokens": prompts[0], "output_tokens": 0}
+        usage |= {"cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
+        return named({"type": "message_start", "message": self._message([], usage)})
+
+    def news(self, number: int, choice: Choice, said: Said) -> bytes:
+        data = b""
+        for kind, text in said.events:
+            if kind == NAME or kind in (TEXT, THINKING) and kind != self._open:
+                data += self._close()
+                self._open, self._index = kind, self._index + 1
+                block = _block(kind, text if kind == NAME else "")
+                if kind == NAME:
+                    block["input"] = {}
+                data += named({"type": "content_block_start", "index": self._index, "content_block": block})
+            if kind != NAME and text:
+                delta = _DELTAS.get(kind, "input_json_delta"), _FIELDS.get(kind, "partial_json")
+                data += self._delta({"type": delta[0], delta[1]: text})
+        return data
+
+    def closing(self, choices: list[Choice]) -> bytes:
+        (choice,) = choices
+        delta = {"type": "message_delta", "delta": self._end(choice), "usage": _usage(choice)}
+        return self._close() + named(delta) + named({"type": "message_stop"})
+
+    def failure(self, problem: ApiError) -> bytes:
+        return named(self.refusal(problem))
+
+    def refusal(self, problem: ApiError) -> dict:
+        return problem.body("/v1/messages")
+
+    def _close(self) -> bytes:
+        if self._open is None:
+            return b""
+        signed = self._delta({"type": "signature_delta", "signature": self.id}) if self._open == THINKING else b""
+        self._open = None
+        return signed + named({"type": "content_block_stop", "index": self._index})
+
+    def _delta(self, delta: dict) -> bytes:
+        return named({"type": "content_block_delta", "index": self._index, "delta": delta})
+
+    def _message(self, blocks: list[dict], usage: dict) -> dict:
+        made = {"id": self.id, "type": "message", "role": "assistant", "model": self.model, "content": blocks}
+        return made | {"stop_reason": None, "stop_sequence": None, "usage": usage}
+
+    def _end(self, choice: Choice) -> dict:
+        stopped = choice.stopped_by(self._stops, self._stop_ids)
+        if choice.finish_reason == "length":
+            reason = "max_tokens"
+        elif choice.called:
+            reason = "tool_use"
+        else:
+            reason = "end_turn" if stopped is None else "stop_sequence"
+        return {"stop_reason": reason, "stop_sequence": stopped}
+
+
+_DELTAS = {TEXT: "text_delta", THINKING: "thinking_delta"}
+_FIELDS = {TEXT: "text", THINKING: "thinking"}
+
+
+def _block(kind: str, name: str) -> dict:
+    if kind == NAME:
+        return {"type": "tool_use", "id": f"toolu_{secrets.token_hex(12)}", "name": name, "input": ""}
+    if kind == THINKING:
+        return {"type": "thinking", "thinking": "", "signature": ""}
+    return {"type": "text", "text": "", "citations": None}
+
+
+def _extend(block: dict, text: str) -> None:
+    name = {"tool_use": "input", "thinking": "thinking"}.get(block["type"], "text")
+    block[name] += text
+
+
+def _usage(choice: Choice) -> dict:
+    usage = choice.usage
+    return {
+        "input_tokens": usage.prompt_tokens - usage.reused_tokens,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": usage.reused_tokens,
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"thinking_tokens": choice.reasoning_tokens},
+    }

@@ -1,0 +1,77 @@
+"""The form to which an answer is held, behind its thinking: that of a request's format, or of calls."""
+
+import json
+
+from ..grammar import lark_of_choices
+from ..text.thinking import CLOSE, OPEN, SWITCH, ends_inside
+from ..text.tokenizer import Tokenizer
+from .errors import refusal
+from .tools.asked import Tools
+from .tools.formats import json_rule
+
+Structure = tuple[str, object]  # a field of SamplingParams, and its value
+STRUCTURED = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "grammar"}
+
+
+def response_format(given: dict | None, structured: dict | None) -> Structure | None:
+    """What response_format or structured_outputs ask for. Raises ApiError."""
+    if structured is not None:
+        asked = {name: value for name, value in structured.items() if value is not None}
+        if given is not None or len(asked) != 1 or not asked.keys() <= STRUCTURED.keys():
+            expected = f"one of {', '.join(STRUCTURED)}, and no response_format beside it"
+            raise refusal(f"structured_outputs: expected {expected}", "structured_outputs")
+        ((name, value),) = asked.items()
+        return STRUCTURED[name], value
+    match given:
+        case None | {"type": "text"}:
+            return None
+        case {"type": "json_object"}:
+            return "json_schema", {"type": "object"}
+        case {"type": "json_schema", "json_schema": {"schema": dict(schema)}} | {
+            "type": "json_schema", "schema": dict(schema),
+        }:  # fmt: skip
+            return "json_schema", schema
+    expected = 'text, json_object or json_schema with {"json_schema": {"name": ..., "schema": {...}}}'
+    raise refusal(f"response_format: expected type {expected}", "response_format")
+
+
+def thinking_off(effort: str | None, tokenizer: Tokenizer) -> dict:
+    """The template's variable that switches thinking off where next to none is wanted, and it can be."""
+    return {SWITCH: False} if effort in ("none", "minimal") and SWITCH in tokenizer.template_variables else {}
+
+
+def held_to(structure: Structure | None, tools: Tools, tokenizer: Tokenizer, prompt: list[int] | None) -> dict:
+    """The fields of SamplingParams that hold an answer to this. prompt: of a chat, whose answer may begin with
+    thinking. Raises ApiError."""
+    if structure is None and not tools.enforced:
+        return {}
+    if structure is not None and tools.enforced:
+        raise refusal("tool_choice asks for a call, response_format for a text: an answer has one form", "tool_choice")
+    tail = "" if prompt is None else tokenizer.decode(prompt[-8:], skip_special=False)
+    thinks = prompt is not None and tokenizer.thinks and not tail.rstrip().endswith(CLOSE)
+    if structure is not None and not thinks and not tools.used or structure is not None and structure[0] == "grammar":
+        return dict([structure])
+    several, rules = [], []
+    if structure is not None:
+        several.append("answer")
+        rules.append(f"answer: {expression(*structure)}")
+    if tools.used:
+        calls, more = tools.grammar(tokenizer)
+        several.append("calls")
+        rules += [f"calls: {calls}", *more]
+    start = f"({' | '.join(several)})"
+    if thinks:
+        rules += [f"thinking[suffix={json.dumps(CLOSE)}]: /(.|\\n)*/", "gap: /\\s*/"]
+        start = f"thinking gap {start}" if ends_inside(tail) else f"({json.dumps(OPEN)} thinking gap)? {start}"
+    return {"grammar": "\n".join([f"start: {start}", *rules])}
+
+
+def expression(name: str, value) -> str:
+    """A structure as a Lark expression."""
+    if name == "json_schema":
+        if isinstance(value, str):
+            value = json.loads(value)
+        return json_rule(value)
+    if name == "choice":
+        return lark_of_choices(value).removeprefix("start: ")
+    return f"/{value.replace('/', chr(92) + '/')}/"

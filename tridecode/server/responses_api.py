@@ -1,0 +1,291 @@
+"""OpenAI's Responses API: /v1/responses, from its requests to answers and events in its form. Nothing is stored."""
+
+import logging
+import secrets
+import time
+from typing import Any, ClassVar
+
+from ..errors import as_json
+from ..text.thinking import THINKING
+from ..text.tokenizer import Tokenizer
+from .choice import Choice, Said
+from .errors import ApiError, refusal
+from .events import named
+from .form import Structure, response_format, thinking_off
+from .messages import call_of, in_turns
+from .protocol import Generation
+from .settings import MESSAGES
+from .shapes import Shape
+from .tools.asked import Tools, checked, function_of
+from .tools.parser import ARGUMENTS, NAME, TEXT, Event
+
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
+STORED = "this server stores no responses: send the whole conversation as input"
+log = logging.getLogger("tridecode.server")
+
+
+class ResponsesRequest(Generation, kw_only=True):
+    neutral: ClassVar = {
+        "background": [False], "conversation": [], "moderation": [], "prompt": [], "truncation": ["disabled"],
+        "top_logprobs": [0],
+    }  # fmt: skip
+    without_effect: ClassVar = frozenset(
+        "client_metadata include max_tool_calls prompt_cache_options stream_options context_management".split()
+    )
+    names: ClassVar = {
+        "max_tokens": "max_output_tokens", "template_variables": "reasoning", "json_schema": "text", "grammar": "tools",
+    }  # fmt: skip
+    logprobs: ClassVar = None
+    input: str | list[Any] = ""
+    instructions: str = ""
+    max_output_tokens: int | None = None
+    store: bool = False
+    previous_response_id: str | None = None
+    text: dict[str, Any] | None = None
+    reasoning: dict[str, Any] | None = None
+    tools: list[Any] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool = True
+    metadata: dict[str, Any] | None = None
+
+    def check(self) -> None:
+        if self.store:
+            raise refusal(f"store: {STORED}, and store: false", "store", "unsupported_parameter")
+        if self.previous_response_id is not None:
+            raise refusal(f"previous_response_id: {STORED}", "previous_response_id", "unsupported_parameter")
+        if self.n != 1:
+            raise refusal("n must be 1: a response is one answer", "n")
+        self.max_tokens = self.max_output_tokens or self.max_tokens
+        super().check()
+
+    @property
+    def messages(self):
+        """For the log of prompts."""
+        return self.input
+
+    @property
+    def structure(self) -> Structure | None:
+        given = (self.text or {}).get("format")
+        if given is None:
+            return super().structure
+        if not isinstance(given, dict):
+            raise refusal(f"text.format: expected an object with a type, got {as_json(given)}", "text")
+        return response_format(given, None)
+
+    def variables(self, tokenizer: Tokenizer) -> dict:
+        return thinking_off((self.reasoning or {}).get("effort"), tokenizer)
+
+    def asked_tools(self) -> Tools:
+        """Raises ApiError. Tools that are no functions are for servers that run them: they are left out, as clients
+        that send them everywhere expect."""
+        functions, choice, one = [], self.tool_choice or "auto", None
+        for i, tool in enumerate(self.tools or ()):
+            if not isinstance(tool, dict):
+                raise refusal(f"tools[{i}]: expected an object, got {as_json(tool)}", "tools")
+            if tool.get("type") != "function":
+                log.info("a tool of type %s is left out", as_json(tool.get("type"))[:100])
+                continue
+            given = tool.get("name"), tool.get("description"), tool.get("parameters")
+            functions.append(function_of(*given, f"tools[{i}]"))
+        if isinstance(choice, dict) and choice.get("type") == "function":
+            choice, one = "one", choice.get("name")
+        elif choice not in ("auto", "none", "required"):
+            expected = "auto, none, required or a function"
+            raise refusal(f"tool_choice: expected {expected}, got {as_json(choice)}", "tool_choice")
+        return checked(functions, choice, one, self.parallel_tool_calls)
+
+    def conversation(self) -> list[dict]:
+        """As chat templates take it. Raises ApiError."""
+        items = [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
+        if len(items) > MESSAGES:
+            raise refusal(f"input: at most {MESSAGES:,} items, got {len(items):,}", "input")
+        made = [{"role": "system", "content": self.instructions}] if self.instructions else []
+        made += [message for i, item in enumerate(items) if (message := _message(item, f"input[{i}]"))]
+        if not any(message["role"] in ("user", "tool") for message in made):
+            made.append({"role": "user", "content": ""})  # a client that asks whether there is somebody
+        return in_turns(made)
+
+
+def _message(item, place: str) -> dict | None:
+    """What an item of the input is, in a chat."""
+    if not isinstance(item, dict):
+        raise refusal(f"{place}: expected an object, got {as_json(item)}", "input")
+    match item:
+        case {"type": "function_call", "call_id": str(id), "name": str(name), "arguments": str(arguments)}:
+            return {"role": "assistant", "content": "", "tool_calls": [call_of(id, name, arguments)]}
+        case {"type": "function_call_output", "call_id": str(id)}:
+            return {"role": "tool", "content": _texts(item.get("output"), f"{place}.output"), "tool_call_id": id}
+        case {"type": "reasoning"}:
+            said = item.get("content") or item.get("summary") or ""
+            thought = _texts(said, f"{place}.content")
+            return {"role": "assistant", "content": "", "reasoning_content": thought} if thought else None
+        case {"role": str(role)} if item.get("type", "message") == "message" and role in ROLES:
+            return {"role": ROLES[role], "content": _texts(item.get("content"), f"{place}.content")}
+    raise refusal(f"{place}: expected a message, function_call, function_call_output or reasoning, got {as_json(item)}",
+                  "input")  # fmt: skip
+
+
+def _texts(content, place: str) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise refusal(f"{place}: expected text or a list of texts, got {as_json(content)}", "input")
+    texts = []
+    for i, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind not in TEXTS or not isinstance(part.get("text"), str):
+            raise refusal(f"{place}[{i}]: this model reads text only, got {as_json(part)}", "input")
+        texts.append(part["text"])
+    return "\n".join(texts)
+
+
+class ResponsesShape(Shape):
+    """A response of items: reasoning, message, function_call."""
+
+    def __init__(self, model: str, tokenizer: Tokenizer, asked: ResponsesRequest):
+        super().__init__(model, tokenizer)
+        self.id, self._asked, self._created = f"resp_{secrets.token_hex(16)}", asked, int(time.time())
+        self._sequence = 0
+        self._items: list[dict] = []  # of a stream: those that have begun, the last one being open
+        self._open = False
+
+    def whole(self, choices: list[Choice], said: list[Said]) -> dict:
+        (choice,) = choices
+        for event in choice.settle(said[0]).events:
+            self._take(event)
+        for item in self._items:
+            item["status"] = "completed"
+        return self._end(choice)
+
+    def opening(self, prompts: list[int]) -> bytes:
+        response = self._response("in_progress")
+        return self._event("response.created", response=response) + self._event(
+            "response.in_progress", response=response
+        )
+
+    def news(self, number: int, choice: Choice, said: Said) -> bytes:
+        data = b""
+        for event in said.events:
+            kind, text = event
+            if self._begins(event):
+                data += self._close()
+                self._take((kind, text if kind == NAME else ""))
+                data += self._begin()
+            if kind != NAME and text:
+                self._take(event)
+                data += self._part(f"{_DELTAS[kind]}.delta", delta=text, **({"logprobs": []} if kind == TEXT else {}))
+        return data
+
+    def closing(self, choices: list[Choice]) -> bytes:
+        data = self._close()
+        response = self._end(choices[0])
+        return data + self._event(f"response.{response['status']}", response=response)
+
+    def failure(self, problem: ApiError) -> bytes:
+        error = {"code": "server_error", "message": problem.message}
+        return self._event("response.failed", response=self._response("failed") | {"error": error})
+
+    # ---- items
+
+    def _begins(self, event: Event) -> bool:
+        kind, _ = event
+        return kind == NAME or not self._open or _ITEMS[kind] != self._items[-1]["type"]
+
+    def _take(self, event: Event) -> None:
+        """Add what came to the item that it belongs to, which may begin with it."""
+        kind, text = event
+        if self._begins(event):
+            self._items.append(_item(kind, text))
+            self._open = True
+        item = self._items[-1]
+        if kind == ARGUMENTS:
+            item["arguments"] += text
+        elif kind != NAME:
+            item["content"][0]["text"] += text
+
+    def _begin(self) -> bytes:
+        item = self._items[-1]
+        shown = item if item["type"] == "function_call" else item | {"content": []}
+        data = self._event("response.output_item.added", output_index=len(self._items) - 1, item=shown)
+        if item["type"] != "function_call":
+            data += self._part("response.content_part.added", part=dict(item["content"][0]))
+        return data
+
+    def _close(self) -> bytes:
+        if not self._open:
+            return b""
+        self._open, item = False, self._items[-1]
+        item["status"] = "completed"
+        if item["type"] == "function_call":
+            done = _DELTAS[ARGUMENTS], {"arguments": item["arguments"]}
+            data = self._part(f"{done[0]}.done", **done[1])
+        else:
+            kind, part = THINKING if item["type"] == "reasoning" else TEXT, item["content"][0]
+            logprobs = {"logprobs": []} if kind == TEXT else {}
+            data = self._part(f"{_DELTAS[kind]}.done", text=part["text"], **logprobs)
+            data += self._part("response.content_part.done", part=part)
+        return data + self._event("response.output_item.done", output_index=len(self._items) - 1, item=item)
+
+    def _part(self, kind: str, **more) -> bytes:
+        """An event of the last item."""
+        item = self._items[-1]
+        place = {"item_id": item["id"], "output_index": len(self._items) - 1}
+        if item["type"] != "function_call":
+            place["content_index"] = 0
+        return self._event(kind, **place, **more)
+
+    def _event(self, kind: str, **more) -> bytes:
+        self._sequence += 1
+        return named({"type": kind, "sequence_number": self._sequence - 1} | more)
+
+    # ---- the response itself
+
+    def _end(self, choice: Choice) -> dict:
+        usage, cut = choice.usage, choice.finish_reason == "length"
+        if cut and self._items:
+            self._items[-1]["status"] = "incomplete"
+        return self._response("incomplete" if cut else "completed") | {
+            "completed_at": None if cut else int(time.time()),
+            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+            "output": self._items,
+            "usage": {
+                "input_tokens": usage.prompt_tokens,
+                "input_tokens_details": {"cached_tokens": usage.reused_tokens, "cache_write_tokens": 0},
+                "output_tokens": usage.completion_tokens,
+                "output_tokens_details": {"reasoning_tokens": choice.reasoning_tokens},
+                "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+            },
+        }
+
+    def _response(self, status: str) -> dict:
+        asked = self._asked
+        return {
+            "id": self.id, "object": "response", "created_at": self._created, "status": status, "model": self.model,
+            "output": [], "error": None, "incomplete_details": None, "usage": None,
+            "instructions": asked.instructions or None, "max_output_tokens": asked.max_output_tokens,
+            "parallel_tool_calls": asked.parallel_tool_calls, "previous_response_id": None, "store": False,
+            "temperature": asked.temperature, "top_p": asked.top_p, "tools": asked.tools or [],
+            "tool_choice": asked.tool_choice or "auto", "text": asked.text or {"format": {"type": "text"}},
+            "reasoning": asked.reasoning or {"effort": None, "summary": None}, "truncation": "disabled",
+            "background": False, "metadata": asked.metadata or {},
+        }  # fmt: skip
+
+
+_DELTAS = {
+    TEXT: "response.output_text", THINKING: "response.reasoning_text", ARGUMENTS: "response.function_call_arguments",
+}  # fmt: skip
+_ITEMS = {TEXT: "message", THINKING: "reasoning", ARGUMENTS: "function_call"}
+
+
+def _item(kind: str, name: str) -> dict:
+    code = secrets.token_hex(12)
+    if kind == NAME:
+        made = {"id": f"fc_{code}", "type": "function_call", "call_id": f"call_{code}", "name": name, "arguments": ""}
+    elif kind == THINKING:
+        content = [{"type": "reasoning_text", "text": ""}]
+        made = {"id": f"rs_{code}", "type": "reasoning", "summary": [], "content": content}
+    else:
+        content = [{"type": "output_text", "text": "", "annotations": [], "logprobs": []}]
+        made = {"id": f"msg_{code}", "type": "message", "role": "assistant", "content": content}
+    return made | {"status": "in_progress"}
