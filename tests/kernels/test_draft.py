@@ -12,28 +12,29 @@ from tridecode.kernels.draft import BLOCK, draft, draft_ref
 POISON = 77
 
 
-def run(texts, wanted=7, most=7, splits=4, limit=None, room=None, status=None, capacity=None):
+def run(texts, wanted=7, most=7, splits=4, limit=None, room=None, status=None, known=0, flags=0):
     """(drafts of the kernel, of the reference, the tokens that both left) for a row for each text, rows and slots in
     opposite order."""
-    rows, capacity = len(texts), capacity or max(map(len, texts)) + 16
+    rows, capacity = len(texts), max(map(len, texts)) + 16
     meta = meta_rows(*(len(text) - 1 for text in texts))
     meta[:, layout.SLOT] = meta[:, layout.SLOT].flip(0)
     meta[:, layout.LIMIT] = limit or capacity + 1
     meta[:, layout.ROOM] = room or capacity
+    meta[:, layout.TRUST], meta[:, layout.DRAFTS] = wanted, POISON
+    meta[:, layout.N_KNOWN], meta[:, layout.FLAGS] = known, flags
     if status is not None:
         meta[0, layout.STATUS] = status
     tokens = torch.full((rows, capacity + 1), POISON, dtype=torch.int32)
     for row, text in enumerate(texts):
         tokens[rows - 1 - row, : len(text)] = torch.tensor(text)
-    want = torch.full((rows,), wanted, dtype=torch.int32, device=DEVICE)
-    found, expected = tokens.to(DEVICE), tokens.to(DEVICE)
+    found, expected, meta_ref = tokens.to(DEVICE), tokens.to(DEVICE), meta.clone()
     keys = torch.full((rows, splits), -(2**62), dtype=torch.int64, device=DEVICE)
     counter = torch.zeros(rows, dtype=torch.int32, device=DEVICE)
-    counts, counts_ref = (torch.full((rows,), POISON, dtype=torch.int32, device=DEVICE) for _ in range(2))
-    draft(meta, found, want, keys, counter, counts, most=most)
-    draft_ref(meta, expected, want, keys, counter, counts_ref, most)
+    draft(meta, found, keys, counter, most)
+    draft_ref(meta_ref, expected, keys, counter, most)
     assert not counter.any(), "the next launch would miscount"
-    assert torch.equal(counts, counts_ref) and torch.equal(found, expected)
+    assert torch.equal(meta, meta_ref) and torch.equal(found, expected)
+    counts = meta[:, layout.DRAFTS]
     return counts.tolist(), [found[rows - 1 - row, len(text) :].tolist() for row, text in enumerate(texts)]
 
 
@@ -68,12 +69,23 @@ def test_drafts_end_where_pages_do_and_where_the_text_must():
     assert run([text], room=7)[0] == [2], "positions 5 and 6 have pages"
     assert run([text], limit=7)[0] == [1], "a draft at 5, and behind it one drawn token at 6"
     assert run([text], limit=6)[0] == [0] and run([text], room=5)[0] == [0]
-    assert run([text], wanted=9, most=3)[0] == [3] and run([text], wanted=0)[0] == [0]
+
+
+def test_as_many_as_are_trusted_but_one_is_always_guessed():
+    text = [1, 2, 3, 1, 2]
+    assert run([text], wanted=9, most=3)[0] == [3] and run([text], wanted=2)[0] == [2]
+    assert run([text], wanted=0)[0] == [1]
+
+
+def test_none_where_the_next_token_is_given_or_has_a_mask():
+    text = [1, 2, 3, 1, 2]  # position 4
+    assert run([text], known=6)[0] == [0] and run([text], known=5)[0] == [7]
+    assert run([text], flags=layout.FLAG_MASK)[0] == [0] and run([text], flags=layout.FLAG_PENALTIES)[0] == [7]
 
 
 def test_a_row_that_does_not_run_has_none():
     counts, following = run([[1, 2, 1, 2], [1, 2, 1, 2]], status=layout.STOP)
-    assert counts == [0, 7] and set(following[0]) == {POISON}
+    assert counts == [POISON, 7] and set(following[0]) == {POISON}
 
 
 @pytest.mark.parametrize("length", [BLOCK, BLOCK + 1, 3 * BLOCK - 1, *((32_000,) if CUDA else ())])

@@ -110,12 +110,14 @@ def _attention_rows_kernel(
     WINDOW: tl.constexpr,
     QK_NORM: tl.constexpr,
     PROGRAMS: tl.constexpr,
+    EARLY: tl.constexpr,
     PDL: tl.constexpr,
     DOT_FP32: tl.constexpr,
 ):
     """Attention of each row's token over its slot's cached positions and itself; writes its K and V.
 
-    Arguments, and what they hold, as in _attention_kernel. Grid (PROGRAMS,): a row has a number of splits that its own
+    Arguments, and what they hold, as in _attention_kernel; without EARLY the launch before may have written some of the
+    cache. Grid (PROGRAMS,): a row has a number of splits that its own
     length decides, so that its result does not depend on its neighbours; the items of work, K/V heads of splits of
     rows, are counted out to the programs by what every program reads from meta before the wait. The last split of a
     head to end combines.
@@ -149,10 +151,12 @@ def _attention_rows_kernel(
         tl.maximum(tl.minimum(pid, items - 1), 0), ends, active, positions, slots, offs_m, page_table_ptr, stride_table,
         KV_HEADS, BLOCK_T, LEAST, SPLITS, WINDOW,
     )  # fmt: skip
+    if PDL and not EARLY:
+        gdc_wait()
     k_t, v_t = _tile(
         k_ptr, v_ptr, table_ptr, head, first, start, end, stride_kp, stride_kh, PAGE, D, BLOCK_D, BLOCK_T
     )
-    if PDL:
+    if PDL and EARLY:
         gdc_wait()
     for item in range(pid, items, PROGRAMS):
         rope = position.to(tl.int64) * (D // 2)
@@ -292,6 +296,7 @@ def attention_rows(
         window,
         q_norm is not None,
         shape.programs,
+        shape.early,
         pdl,
         interpreted(),
         **options(shape.num_warps, pdl, shape.registers),

@@ -5,15 +5,18 @@ import triton
 import triton.language as tl
 
 from .common import (
+    DRAFTS,
+    FLAG_MASK,
+    FLAGS,
     LIMIT,
     META_WIDTH,
+    N_KNOWN,
     POSITION,
     ROOM,
     RUN,
     SLOT,
     STATUS,
-    gdc_launch_dependents,
-    gdc_wait,
+    TRUST,
     options,
     running,
 )
@@ -41,10 +44,8 @@ def _place_key(tokens_ptr, i, end, last, LONGEST: tl.constexpr, SHORTEST: tl.con
 def _draft_kernel(
     meta_ptr,
     tokens_ptr,
-    wanted_ptr,
     keys_ptr,
     counter_ptr,
-    drafts_ptr,
     stride_tokens,
     SPLITS: tl.constexpr,
     MOST: tl.constexpr,
@@ -52,30 +53,26 @@ def _draft_kernel(
     BLOCK: tl.constexpr,
     LONGEST: tl.constexpr,
     SHORTEST: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     """Write drafts behind each row's position, and how many.
 
-    meta: [rows, META_WIDTH] int32; tokens: [slots, capacity + 1] int32, written behind POSITION; wanted: [slots] int32,
-    drafts that a slot wants, at most MOST; keys: [rows, SPLITS] int64, scratch; counter: [rows] int32, zero between
-    launches; drafts: [rows] int32 (output): how many there are, 0 for a row that does not run. As many as leave every
-    position below ROOM and every drawn token below LIMIT. Where the place found is so near that its continuation ends
-    at the position, it is repeated. Grid (rows, SPLITS).
+    meta: [rows, META_WIDTH] int32, DRAFTS is written; tokens: [slots, capacity + 1] int32, written behind POSITION;
+    keys: [rows, SPLITS] int64, scratch; counter: [rows] int32, zero between launches. At most MOST drafts and, beside
+    the first, as many as the row trusts; as many as leave every position below ROOM and every drawn token below LIMIT;
+    none where the next token is given or has a mask. Where the place found is so near that its continuation ends at the
+    position, it is repeated. Grid (rows, SPLITS), always launched without PDL: embed reads what is written here.
     """
     row, split = tl.program_id(0), tl.program_id(1)
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
     meta_ptr += row * META_WIDTH
     if tl.load(meta_ptr + STATUS) != RUN:
-        if split == 0:
-            tl.store(drafts_ptr + row, 0)
         return
     slot = tl.load(meta_ptr + SLOT).to(tl.int64)
     last = tl.load(meta_ptr + POSITION)
     tokens_ptr += slot * stride_tokens
     room = tl.minimum(tl.load(meta_ptr + ROOM) - 1, tl.load(meta_ptr + LIMIT) - 2) - last
-    count = tl.maximum(tl.minimum(tl.minimum(tl.load(wanted_ptr + slot), MOST), room), 0)
+    count = tl.minimum(tl.minimum(tl.maximum(tl.load(meta_ptr + TRUST), 1), MOST), room)
+    draws = (last + 1 >= tl.load(meta_ptr + N_KNOWN)) & ((tl.load(meta_ptr + FLAGS) & FLAG_MASK) == 0)
+    count = tl.where(draws, tl.maximum(count, 0), 0)
     share = tl.cdiv(tl.cdiv(last, SPLITS), BLOCK) * BLOCK
     best = tl.full([], NOWHERE, tl.int64)
     if count > 0:
@@ -92,46 +89,53 @@ def _draft_kernel(
         there = offs < count
         source = place + 1 + offs % tl.maximum(last - place, 1)
         tl.store(tokens_ptr + last + 1 + offs, tl.load(tokens_ptr + source, mask=there, other=0), mask=there)
-        tl.store(drafts_ptr + row, count)
+        tl.store(meta_ptr + DRAFTS, count)
 
 
-def draft(meta, tokens, wanted, keys, counter, drafts, *, most, pdl=False):
-    """drafts [rows]: how many tokens were written behind each row's position, at most `most`."""
+def draft(meta, tokens, keys, counter, most, *, pdl=False):
+    """Write at most `most` tokens behind each row's position, and into meta how many."""
     rows, splits = keys.shape
-    lanes = triton.next_power_of_2(most)
-    _draft_kernel[(len(drafts), splits)](
-        meta, tokens, wanted, keys, counter, drafts, tokens.stride(0), splits, most, lanes, BLOCK, LONGEST, SHORTEST,
-        pdl, **options(4, pdl),
+    _draft_kernel[(rows, splits)](
+        meta, tokens, keys, counter, tokens.stride(0), splits, most, triton.next_power_of_2(most), BLOCK, LONGEST,
+        SHORTEST, **options(4),
     )  # fmt: skip
 
 
-def draft_ref(meta, tokens, wanted, keys, counter, drafts, most):
-    drafts.zero_()
-    for row in running(meta, len(drafts)):
+def draft_ref(meta, tokens, keys, counter, most):
+    for row in running(meta, len(keys)):
         state = meta[row].tolist()
         slot, last = state[SLOT.value], state[POSITION.value]
         room = min(state[ROOM.value] - 1, state[LIMIT.value] - 2) - last
-        count = max(min(int(wanted[slot]), most, room), 0)
-        text = tokens[slot, : last + 1].tolist()
-        if count and (place := _latest(text)) is not None:
-            distance = last - place
-            found = [text[place + 1 + k % distance] for k in range(count)]
-            tokens[slot, last + 1 : last + 1 + count] = torch.tensor(found, dtype=tokens.dtype)
-            drafts[row] = count
+        count = max(min(max(state[TRUST.value], 1), most, room), 0)
+        if last + 1 < state[N_KNOWN.value] or state[FLAGS.value] & FLAG_MASK.value:
+            count = 0
+        text = tokens[slot, : last + 1]
+        place = latest_place(text) if count else None
+        if place is None:
+            count = 0
+        else:
+            following = place + 1 + torch.arange(count) % (last - place)
+            tokens[slot, last + 1 : last + 1 + count] = text[following.to(text.device)]
+        meta[row, DRAFTS.value] = count
 
 
-def _latest(text: list[int]) -> int | None:
-    """The last place before the end at which as many of the last tokens stood as stood anywhere."""
-    for length in range(LONGEST, SHORTEST - 1, -1):
-        wanted = text[-length:]
-        for place in range(len(text) - 2, length - 2, -1):
-            if len(wanted) == length and text[place - length + 1 : place + 1] == wanted:
-                return place
-    return None
+def latest_place(text: torch.Tensor) -> int | None:
+    """The last place before the end of text [n] int32 at which as many of its last tokens stood as stood anywhere."""
+    ends = text[:-1] == text[-1]
+    found = None
+    for back in range(1, LONGEST):
+        ends[:back] = False
+        if back < len(text):
+            ends[back:] &= text[: len(text) - 1 - back] == text[-1 - back]
+        if not ends.any():
+            break
+        if back + 1 >= SHORTEST:
+            found = int(ends.nonzero()[-1])
+    return found
 
 
-def draft_bytes(meta, tokens, wanted, keys, counter, drafts, most=0) -> int:
-    return sum(4 * (int(meta[row, POSITION.value]) + 1) for row in running(meta, len(drafts)))
+def draft_bytes(meta, tokens, keys, counter, most) -> int:
+    return sum(4 * (int(meta[row, POSITION.value]) + 1) for row in running(meta, len(keys)))
 
 
-DRAFT = Op(draft, draft_ref, draft_bytes, (_draft_kernel,), outputs=("keys", "drafts"))
+DRAFT = Op(draft, draft_ref, draft_bytes, (_draft_kernel,), outputs=("keys",))

@@ -4,6 +4,7 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import cache
 
 import torch
@@ -13,7 +14,7 @@ from ..kernels.op import Op
 from ..layout import LIMIT_REACHED, STATUS
 from . import decode
 from .compiling import compile_ahead
-from .dispatch import BatchDescriptor, Dispatcher
+from .dispatch import QUERIES, BatchDescriptor, Dispatcher, most_queries
 from .run import Run, launch, launch_dependent, refer
 from .state import DecodeModel
 
@@ -39,23 +40,37 @@ def launcher(model: DecodeModel) -> Run:
     return launch_dependent if model.pdl else launch
 
 
+def model_of(model: DecodeModel, batch: BatchDescriptor) -> DecodeModel:
+    """The model as that pass sees it. Rows with masks, which come one at a time, have no drafts."""
+    if model.verify and not batch.masked:
+        return model.of_queries(batch.rows, batch.tokens)
+    return model.of_rows(batch.rows)
+
+
 class EagerSteps:
     """Passes whose lines `run` runs one by one."""
 
     def __init__(self, model: DecodeModel, run: Run):
         self.model, self._run = model, run
         self.dispatcher = Dispatcher("none", ())
-        self._of_rows = [model.of_rows(rows) for rows in range(1, model.rows + 1)]
+        self._models: dict[tuple[int, int], DecodeModel] = {}
 
-    def replay(self, kind: str, rows: int | None = None, masked: bool = False) -> None:
-        """Run one pass of the first `rows` rows, by default all; on a GPU it is enqueued on the current stream."""
-        _, batch = self.dispatcher.dispatch(kind, rows or self.model.rows, masked)
+    def tokens(self, kind: str, rows: int, wanted: int) -> int:
+        """Rows of each request in a pass of `rows` requests of which one could use `wanted`."""
+        return most_queries(rows, wanted) if self.model.verify else 1
+
+    def replay(self, kind: str, rows: int | None = None, masked: bool = False, tokens: int = 1) -> None:
+        """Run one pass of the first `rows` requests, by default all, with `tokens` rows each; on a GPU it is enqueued
+        on the current stream."""
+        _, batch = self.dispatcher.dispatch(kind, rows or self.model.rows, masked, tokens)
         self.run(batch)
 
     @torch.inference_mode()
     def run(self, batch: BatchDescriptor) -> None:
+        key = batch.rows, 0 if batch.masked else batch.tokens
+        model = self._models.get(key) or self._models.setdefault(key, model_of(self.model, batch))
         with torch.cuda.device(self.model.device) if self.model.device.type == "cuda" else nullcontext():
-            decode.step(self._run, self._of_rows[batch.rows - 1], batch.kind, batch.masked)
+            decode.step(self._run, model, batch.kind, batch.masked)
 
 
 class StepGraphs:
@@ -96,14 +111,18 @@ class StepGraphs:
             log.info("capturing %d CUDA graphs of %s rows", len(batches), ", ".join(map(str, self.dispatcher.sizes)))
             # The largest first: the smaller ones find their memory in the pool.
             self._graphs = {batch: self._capture(batch) for batch in batches}
+        self._wanted = [
+            BatchDescriptor(kind, rows, tokens)
+            for rows in self.dispatcher.sizes for tokens in QUERIES[1:] for kind in kinds
+            if model.verify and tokens <= most_queries(rows)
+        ]  # fmt: skip
 
     def _lines(self, batch: BatchDescriptor) -> Callable[[Run], None]:
-        model = self.model.of_rows(batch.rows)
+        model = model_of(self.model, batch)
         return lambda run: decode.step(run, model, batch.kind, batch.masked)
 
     def _warm_up(self, batch: BatchDescriptor) -> None:
         # With a status other than RUN the warm-up loads every kernel and writes nothing.
-        self.model.workspace.meta[:, STATUS] = LIMIT_REACHED
         self.place.run(lambda: self._lines(batch)(replaced(self._run, self.attention)))
 
     def _capture(self, batch: BatchDescriptor) -> Callable[[], None]:
@@ -112,13 +131,36 @@ class StepGraphs:
         self.captures += captures
         return replay
 
-    def replay(self, kind: str, rows: int | None = None, masked: bool = False) -> None:
-        """Enqueue one pass of at least the first `rows` rows, by default all, on the current stream. Those beyond must
-        not run."""
+    @torch.inference_mode()
+    def capture_next(self) -> bool:
+        """Capture one more pass with several rows for each request; False where none is left. What is in flight ends
+        before."""
+        if self._wanted:
+            batch, meta = self._wanted.pop(0), self.model.workspace.meta
+            with torch.cuda.device(self.model.device):
+                status = meta[:, STATUS].clone()
+                try:
+                    meta[:, STATUS] = LIMIT_REACHED
+                    compile_ahead([self._lines(batch)], self._run, self.model.device)
+                    self._warm_up(batch)
+                    self._graphs[batch] = self._capture(batch)
+                finally:
+                    meta[:, STATUS] = status
+        return bool(self._wanted)
+
+    def tokens(self, kind: str, rows: int, wanted: int) -> int:
+        """Rows of each request in a pass of `rows` requests of which one could use `wanted`: as captured until now."""
+        _, batch = self.dispatcher.plan(kind, rows)
+        fitting = QUERIES[: QUERIES.index(most_queries(batch.rows, wanted)) + 1] if self.model.verify else ()
+        return max((each for each in fitting if replace(batch, tokens=each) in self._graphs), default=1)
+
+    def replay(self, kind: str, rows: int | None = None, masked: bool = False, tokens: int = 1) -> None:
+        """Enqueue one pass of at least the first `rows` requests, by default all, with `tokens` rows each, on the
+        current stream. Those beyond must not run."""
         if self.check_addresses:
             moved = [name for name, a in self.model.addresses().items() if self._addresses.get(name) != a]
             assert not moved, f"buffers moved since capture: {', '.join(moved)}"
-        mode, batch = self.dispatcher.dispatch(kind, rows or self.model.rows, masked)
+        mode, batch = self.dispatcher.dispatch(kind, rows or self.model.rows, masked, tokens)
         if mode == "none":
             self._eager.run(batch)
         else:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 MAX_SPLITS = 64  # of the K/V of one row, in attention
 TILE_ROWS = 64  # that a buffer has which tiles are read from
+DRAFT_SPLITS = 16  # programs that look through the tokens of one row for drafts
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,8 @@ class AttentionShape:
 @dataclass(frozen=True)
 class AttentionRowsShape:
     """Launch shape of attention of several rows: `programs` share the work, items of `block_t` positions a turn; a row
-    has at most `splits` items per K/V head, each of at least `least` turns. registers: as above."""
+    has at most `splits` items per K/V head, each of at least `least` turns. registers: as above. early: the first tile
+    is loaded before the wait, as no launch of this pass writes it."""
 
     block_t: int = 64
     splits: int = 32
@@ -102,6 +104,7 @@ class AttentionRowsShape:
     registers: int = 0
     least: int = 4
     programs: int = 132
+    early: bool = True
 
 
 @dataclass(frozen=True)

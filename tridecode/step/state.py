@@ -12,9 +12,18 @@ from ..kernels.op import Op
 from ..model.config import ModelConfig
 from ..model.weights import Weights, short_repr
 from .choose import choose_shapes, invariant_shapes
+from .dispatch import most_queries
 from .rope import rope_tables
 from .shapes import AttentionRowsShape, PromptAttentionShape, StepShapes
-from .workspace import PromptBuffers, Workspace, first_rows, make_prompt_buffers, make_workspace, named_tensors
+from .workspace import (
+    PromptBuffers,
+    Workspace,
+    first_rows,
+    make_prompt_buffers,
+    make_states,
+    make_workspace,
+    named_tensors,
+)
 
 PROMPT_SHAPE = PromptAttentionShape()
 
@@ -26,6 +35,8 @@ class DecodeModel:
     shapes_by_rows: launch shapes for passes of up to so many rows; those for the most serve any above. fixed_chunk: in
     the batch-invariant mode the rows of every prompt pass, in which a position has the row of its number modulo them; a
     prompt's last token is then always a decode pass's. 0: prompt passes have the rows that come.
+    verify: what passes that verify drafts see, None where there are none; its meta and samp are its own, all else is
+    the workspace's. requests: of such a pass (see of_queries) the workspace with the rows of the requests themselves.
     """
 
     config: ModelConfig
@@ -39,6 +50,8 @@ class DecodeModel:
     pdl: bool
     prompt_shape: PromptAttentionShape = PROMPT_SHAPE
     fixed_chunk: int = 0
+    verify: Workspace | None = None
+    requests: Workspace | None = None
 
     def __repr__(self) -> str:
         facts = {"family": self.config.family, "layers": self.config.num_layers, "capacity": self.kv.capacity}
@@ -64,10 +77,18 @@ class DecodeModel:
         fitting = [rows for rows in self.shapes_by_rows if rows >= self.rows]
         return min(fitting, default=max(self.shapes_by_rows))
 
+    @property
+    def queries(self) -> int:
+        """Rows of each request in a pass."""
+        return 1 if self.requests is None else self.rows // len(self.requests.meta)
+
     @cached_property
     def shapes(self) -> StepShapes:
         """Of a pass of all rows."""
-        return self.shapes_by_rows[self.shapes_for]
+        shapes = self.shapes_by_rows[self.shapes_for]
+        if self.queries == 1:
+            return shapes
+        return replace(shapes, attention=replace(shapes.attention, early=False))
 
     @property
     def attention(self) -> Op:
@@ -77,10 +98,19 @@ class DecodeModel:
         """The same model for passes of its first `rows` rows."""
         return self if rows == self.rows else replace(self, workspace=first_rows(self.workspace, rows))
 
+    def of_queries(self, requests: int, queries: int) -> "DecodeModel":
+        """The same model for passes of its first rows, so many for each request, which verify drafts."""
+        own = first_rows(self.workspace, requests)
+        return replace(
+            self, workspace=own if queries == 1 else first_rows(self.verify, requests * queries), requests=own
+        )
+
     def addresses(self) -> dict[str, int]:
         """Address of every tensor that a captured step holds."""
         tensors = {f"weights.{name}": t for name, t in self.weights.tensors().items()}
         tensors |= {f"workspace.{name}": t for name, t in named_tensors(self.workspace).items()}
+        if self.verify:
+            tensors |= {f"verify.{name}": getattr(self.verify, name) for name in ("meta", "samp")}
         tensors |= {f"prompt.{name}": t for name, t in named_tensors(self.prompt).items()}
         tensors |= {"pool": self.kv.pool, "page_table": self.kv.page_table, "cos": self.cos, "sin": self.sin}
         return {name: t.data_ptr() for name, t in tensors.items()}
@@ -90,12 +120,13 @@ def make_model(
     config: ModelConfig, weights: Weights, capacity: int, slots: int = 1, page: int | None = None,
     shapes: dict[int, StepShapes] | None = None, pages: int | None = None, rows: int | None = None,
     prompt_rows: int = 2048, prompt_shape: PromptAttentionShape = PROMPT_SHAPE, batch_invariant: bool = False,
+    speculate: bool = False,
 ) -> DecodeModel:
     """Allocate the state of a model whose weights are loaded, for `slots` of `capacity` K/V positions.
 
     page, pages: see make_kv_cache. shapes: by rows, by default those chosen for the GPU. rows: of the largest pass, by
     default as many as slots. prompt_rows: of the largest prompt pass, those that decode beside it not counted; with
-    batch_invariant of all.
+    batch_invariant of all. speculate: passes can verify drafts.
     """
     device, dtype = weights.device, weights.dtype
     cos, sin = rope_tables(config, capacity, device)
@@ -109,16 +140,26 @@ def make_model(
         prompt_shape = replace(prompt_shape, splits=1)
     else:
         prompt_rows = min(prompt_rows, slots * capacity)
+    rows = rows or slots
+    verifying = verify_rows(rows) if speculate else 0
+    workspace = make_workspace(config, capacity, device, dtype, slots, max(rows, verifying))
+    meta, samp = make_states(verifying, device)
     return DecodeModel(
         config=config,
         weights=weights,
         kv=make_kv_cache(config, capacity, device, dtype, slots, page, pages),
         cos=cos,
         sin=sin,
-        workspace=make_workspace(config, capacity, device, dtype, slots, rows),
-        prompt=make_prompt_buffers(config, prompt_rows + (rows or slots), device, dtype, prompt_shape),
+        workspace=first_rows(workspace, rows) if speculate else workspace,
+        prompt=make_prompt_buffers(config, prompt_rows + rows, device, dtype, prompt_shape),
         shapes_by_rows=shapes or choose_shapes(config, dtype, capability, gpu),
         pdl=capability >= 90,
         prompt_shape=prompt_shape,
         fixed_chunk=prompt_rows if batch_invariant else 0,
+        verify=replace(first_rows(workspace, verifying), meta=meta, samp=samp) if speculate else None,
     )
+
+
+def verify_rows(requests: int) -> int:
+    """Of the largest pass that verifies drafts of at most so many requests."""
+    return max(each * most_queries(each) for each in range(1, requests + 1) if most_queries(each) > 1)
