@@ -15,9 +15,9 @@ import time
 from types import SimpleNamespace
 
 from tridecode import Engine, SamplingParams
-from tridecode.engine import BUNDLED
 from tridecode.grammar import Grammars
 from tridecode.layout import LATE_TOKEN
+from tridecode.loading import BUNDLED
 from tridecode.text.tokenizer import Tokenizer
 
 WORDS = {"type": "array", "items": {"type": "string", "minLength": 5, "maxLength": 30}, "minItems": 10_000}

@@ -17,7 +17,7 @@ from openai.types.responses import Response
 from servers import CHAT, Running, events
 
 from tridecode import Engine
-from tridecode.engine import BUNDLED
+from tridecode.loading import BUNDLED
 
 SCHEMA = {
     "type": "object",

@@ -18,8 +18,8 @@ from checkpoints import sentencepiece, write_tokenizer
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tridecode.engine import BUNDLED
 from tridecode.errors import CheckpointError, PromptError
+from tridecode.loading import BUNDLED
 from tridecode.text import encoder
 from tridecode.text.encoder import Encoder
 from tridecode.text.token_set import TokenSet

@@ -9,9 +9,9 @@ from checkpoints import write_tiny
 from models import CUDA, DEVICE, tiny_engine
 
 from tridecode import Engine, SamplingParams
-from tridecode.engine import BUNDLED
 from tridecode.errors import GenerationError, ParameterError, PromptError
 from tridecode.kernels.prompt_attention import attend_masked
+from tridecode.loading import BUNDLED
 from tridecode.model.checkpoint import load_config, load_weights
 from tridecode.step.prefill import prefill
 from tridecode.text.stop_strings import StopStrings

@@ -64,6 +64,7 @@ ROOMS = {
     "placement": {"arguments", "cache", "errors", "memory", "model", "step", "prompt"},
     "serve": {"arguments", "cache", "errors", "grammar", "layout", "model", "results", "sampling", "step", "text"},
 }
+ROOMS["loading"] = set(ROOMS) - {"grammar"}
 ROOMS["engine"] = set(ROOMS)
 ROOMS["server"] = set(ROOMS)
 

@@ -6,7 +6,7 @@ from checkpoints import FAMILIES, write_tiny
 from models import CUDA, DEVICE
 
 from tridecode import Engine, SamplingParams
-from tridecode.engine import BUNDLED
+from tridecode.loading import BUNDLED
 from tridecode.serve.request import scoring
 
 transformers = pytest.importorskip("transformers")

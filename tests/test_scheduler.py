@@ -82,10 +82,10 @@ def same(result, expected) -> None:
 
 def finish(scheduler) -> None:
     for _ in range(20_000):
-        if not scheduler._jobs:
+        if not scheduler.roster.jobs:
             break
         scheduler.step()
-    assert not scheduler._jobs and not scheduler._rows
+    assert not scheduler.roster.jobs and not scheduler.roster.rows
     scheduler.assert_consistent()
 
 
@@ -119,7 +119,7 @@ def test_any_schedule_gives_the_tokens_of_running_alone(small, alone, actions, a
             if special < 3:
                 tokens = alone(prompt, *wanted).token_ids
                 wanted = (*wanted, tokens[special * len(tokens) // 3])
-            full = len(scheduler._jobs) == 3 + 4
+            full = len(scheduler.roster.jobs) == 3 + 4
             try:
                 request = small.submit(prompt, params_of(*wanted), reuse_prefix=reuse)
                 requests.append((request, prompt, wanted))
@@ -469,7 +469,7 @@ def test_an_interrupt_anywhere_harms_nobody_else(small, alone, driven):
                 for _ in own:
                     pass
             else:
-                while small.scheduler._jobs:
+                while small.scheduler.roster.jobs:
                     small.scheduler.step()
         small.scheduler.assert_consistent()
         finish(small.scheduler)

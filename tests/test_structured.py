@@ -6,12 +6,18 @@ import time
 from threading import Event
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from models import CUDA
 
 from tridecode import Engine, SamplingParams
 from tridecode.errors import GenerationError, ParameterError
 from tridecode.grammar import Matcher, exact
+from tridecode.step import graphs, prompt_graphs
+from tridecode.step.decode import KINDS as STEPS
+from tridecode.step.dispatch import Dispatcher
+from tridecode.step.run import refer
 
 CHAT = [{"role": "user", "content": "Tell me of a person."}]
 PERSON = {
@@ -71,6 +77,65 @@ def test_a_pass_without_forms_is_what_it_was(bundled):
     before = {(stat.kind, stat.count) for stat in bundled.graph_stats() if "+mask" in stat.kind}
     bundled.generate_many([CHAT] * 3, SamplingParams(temperature=0, max_tokens=9))
     assert before == {(stat.kind, stat.count) for stat in bundled.graph_stats() if "+mask" in stat.kind}
+
+
+class Replays:
+    """A Place on a machine that captures nothing: what would be replayed runs line by line."""
+
+    def __init__(self, device):
+        pass
+
+    def run(self, enqueue):
+        enqueue()
+
+    def free_memory(self):
+        return 0
+
+    def seconds(self, enqueue):
+        return 0.0
+
+    def capture(self, mode, run, attention, lines):
+        return torch.inference_mode()(lambda: lines(run)), 1
+
+
+@pytest.fixture
+def captured(monkeypatch):
+    """An engine whose passes are graphs, or on a CPU what stands for them."""
+    with Engine.load(slots=4, device="auto") as engine:
+        if not CUDA:
+            monkeypatch.setattr(torch.cuda, "device", torch.device)
+            monkeypatch.setattr(graphs, "Place", Replays)
+            for module in (graphs, prompt_graphs):
+                monkeypatch.setattr(module, "compile_ahead", lambda *lists: 0)
+                monkeypatch.setattr(module, "launcher", lambda model: refer)
+            monkeypatch.setattr(prompt_graphs, "launch", refer)
+            engine.steps = graphs.StepGraphs(engine.model, dispatcher=Dispatcher("full", (1, 2, 4), (64, 256)))
+            engine.prompts = prompt_graphs.PromptGraphs(engine.model, engine.steps, lazy=False)
+        yield engine
+
+
+def test_passes_with_masks_are_captured_when_they_first_come(captured, bundled):
+    """And beside running requests, which are none the worse for it."""
+    at_load, free = captured.steps.captures, SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    captured.generate_many([CHAT] * 4, free)
+    assert captured.steps.captures == at_load == 3 * len(STEPS)
+    several = [free, form("json_schema", temperature=0), free, form("choice", temperature=0)]
+    expected = [bundled.generate(CHAT, params).text for params in several]
+    with_masks = []
+    for _ in range(2):
+        assert [result.text for result in captured.generate_many([CHAT] * 4, several)] == expected
+        with_masks.append(captured.steps.captures - at_load)
+    assert with_masks[0] == with_masks[1] <= 3
+    assert {stat.mode for stat in captured.graph_stats() if stat.kind == "greedy+mask"} == {"full"}
+
+
+def test_passes_that_cannot_be_captured_later_are_launched(captured, bundled, monkeypatch):
+    def fails(*args):
+        raise RuntimeError("out of memory\nmore of it")
+
+    monkeypatch.setattr(captured.steps.place, "capture", fails)
+    params = form("json_schema", temperature=0)
+    assert captured.generate(CHAT, params).text == bundled.generate(CHAT, params).text
 
 
 @pytest.mark.parametrize("ahead", [0, 1])

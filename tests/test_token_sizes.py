@@ -10,8 +10,8 @@ from checkpoints import write_tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tridecode.engine import BUNDLED
 from tridecode.errors import TooLong
+from tridecode.loading import BUNDLED
 from tridecode.text.token_sizes import fewest
 from tridecode.text.tokenizer import Tokenizer
 

@@ -3,7 +3,8 @@
 from dataclasses import replace
 from pathlib import Path
 
-from ..engine import BUNDLED, Engine
+from ..engine import Engine
+from ..loading import BUNDLED
 from ..memory import plan_memory
 from ..model.checkpoint import load_config
 from ..model.config import ModelConfig

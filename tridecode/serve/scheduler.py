@@ -1,12 +1,12 @@
 """Scheduler: whose rows the next pass holds. It does nothing by itself: add, step, cancel."""
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 
 import torch
 
 from ..errors import GenerationError, QueueFull
-from ..layout import LATE_TOKEN, NO_TOKEN, OWN, Chunk
+from ..layout import LATE_TOKEN, NO_TOKEN, Chunk
 from ..results import TokenLogprobs
 from ..sampling import SamplingParams
 from ..step.decode import KINDS
@@ -14,12 +14,12 @@ from ..step.graphs import EagerSteps, StepGraphs
 from ..step.prompt_graphs import EagerPrompts, PromptGraphs
 from ..step.state import DecodeModel
 from ..text.tokenizer import Tokenizer
-from .masks import Masks, wait_for
-from .output import Output, Ring
+from .masks import wait_for
+from .output import Ring
 from .policy import Policy
 from .request import Job
+from .roster import Roster
 from .running import Load, Pass, Running
-from .slots import Slots, common_prefix
 
 
 class Scheduler:
@@ -28,8 +28,9 @@ class Scheduler:
     steps, prompts: who runs decode passes, and prompt passes, now. ahead: passes that are enqueued before the one
     awaited has ended.
 
-    Jobs and what slots hold are the truth, all else follows from them. So whatever an interrupt or an error leaves half
-    done is thrown away: every job that has not ended begins again behind its last piece, as a preempted one does.
+    Where each job stands is the roster's. Jobs and what slots hold are the truth, all else follows from them. So
+    whatever an interrupt or an error leaves half done is thrown away: every job that has not ended begins again behind
+    its last piece, as a preempted one does.
     """
 
     def __init__(
@@ -41,39 +42,31 @@ class Scheduler:
         ahead: int,
         policy: Policy,
     ):
-        self.slots = Slots(model, policy.prefix_sharing)
-        self._model, self._tokenizer, self._ahead = model, tokenizer, ahead
+        self.roster = Roster(model, tokenizer, policy)
+        self.slots = self.roster.slots
+        self._model, self._ring, self._ahead = model, Ring(model), ahead
         self._steps, self._prompts = steps, prompts
         self._policy, self._chunk = policy, min(policy.chunk_tokens, model.prompt.rows - model.rows)
-        self._ring, self._masks = Ring(model), Masks(model)
         self._fixed = model.fixed_chunk
-        self._jobs: dict[Job, None] = {}  # those that have not ended, in the order of arrival
+        self._in_flight: deque[Pass] = deque()
         self._unsettled = False  # something was begun and not finished
         self.preemptions = 0
-        self._forget_runs()
-
-    def _forget_runs(self) -> None:
-        self._waiting = deque(self._jobs)
-        self._admitted: list[Running] = []  # those that have a slot, the oldest first
-        self._reading: list[Running] = []  # of these those whose prompts are being read, always the youngest
-        self._rows: list[Running] = []  # and all others
-        self._in_flight: deque[Pass] = deque()
 
     @property
     def busy(self) -> bool:
         """Whether a job runs or waits."""
-        return bool(self._jobs)
+        return bool(self.roster.jobs)
 
     def load(self) -> Load:
         """How busy it is; to be called from any thread, between whose numbers a pass may come."""
-        jobs, pages = len(self._jobs), len(self._model.kv.pool)
-        waiting = max(jobs - len(self._admitted), 0)
-        return Load(jobs, waiting, len(self._rows), pages, self.slots.available(), self.preemptions)
+        jobs, pages = len(self.roster.jobs), len(self._model.kv.pool)
+        waiting = max(jobs - len(self.roster.admitted), 0)
+        return Load(jobs, waiting, len(self.roster.rows), pages, self.slots.available(), self.preemptions)
 
     def reading(self) -> tuple[int, int, int] | None:
         """Of the oldest prompt that is being read, from any thread: tokens that were there already, those whose passes
         were enqueued too (on a GPU two may be under way), and all. None where there is none."""
-        for running in tuple(self._reading):
+        for running in tuple(self.roster.reading):
             return running.job.reused or 0, running.read, len(running.job.ids)
         return None
 
@@ -81,7 +74,7 @@ class Scheduler:
         """Raises QueueFull where one more, behind the `coming` that are about to be added, would be too many; to be
         called from any thread."""
         slots, most = len(self.slots.held), self._policy.max_queue
-        if most is not None and len(self._jobs) + coming >= slots + most:
+        if most is not None and len(self.roster.jobs) + coming >= slots + most:
             raise QueueFull(
                 f"the queue is full: {slots:,} requests run and {most:,} wait; try again later, or raise max_queue"
             )
@@ -89,11 +82,10 @@ class Scheduler:
     def add(self, job: Job) -> None:
         """Put the job last in the queue, unless it is there."""
         self._settle()
-        if job in self._jobs:
+        if job in self.roster.jobs:
             return
         self._unsettled = True
-        self._jobs[job] = None
-        self._waiting.append(job)
+        self.roster.add(job)
         self._unsettled = False
 
     def step(self) -> None:
@@ -111,20 +103,20 @@ class Scheduler:
 
     def cancel(self, job: Job) -> bool:
         """End the job, unless it has ended; what it left in the cache stays."""
-        if job in self._jobs:
+        if job in self.roster.jobs:
             self._settle()
-        if job not in self._jobs:
+        if job not in self.roster.jobs:
             return False
         self._unsettled = True
-        running = next((running for running in self._admitted if running.job is job), None)
-        output = running.output if running else self._output(job)
+        running = next((running for running in self.roster.admitted if running.job is job), None)
+        output = running.output if running else self.roster.output(job)
         output.end("cancelled")
-        self._finish(job, running)
+        self.roster.finish(job, running)
         self._unsettled = False
         return True
 
     def cancel_all(self) -> None:
-        for job in list(self._jobs):
+        for job in list(self.roster.jobs):
             self.cancel(job)
 
     def rewind(self, positions: list[int], params: SamplingParams) -> None:
@@ -134,17 +126,8 @@ class Scheduler:
         self.slots.rewind(positions, params)
 
     def assert_consistent(self) -> None:
-        """Every job waits, is read or has a row, once; rows and slots are as they say; no page is lost."""
         self._settle()
-        admitted = self._admitted
-        known = [job for job in self._waiting if job in self._jobs] + [running.job for running in admitted]
-        assert len(known) == len(set(known)) and set(known) == set(self._jobs), "a job is lost, or known twice"
-        assert [running.row for running in self._rows] == list(range(len(self._rows)))
-        assert Counter(self._rows + self._reading) == Counter(admitted)
-        busy = {running.slot for running in admitted}
-        assert len(busy) == len(admitted) and busy == {i for i, held in enumerate(self.slots.held) if held.busy}
-        assert all(running.position <= running.room == self.slots.room(running.slot) for running in self._rows)
-        self.slots.assert_consistent()
+        self.roster.assert_consistent()
 
     # ---- prompts
 
@@ -152,14 +135,14 @@ class Scheduler:
         """Whose prompts the next pass reads, and how many tokens of each: first come, first served, of those that wait
         for a slot too. Who has but one token left to read gets a row instead, as if he decoded. In the batch-invariant
         mode it is one prompt, up to the next multiple of the fixed chunk, and never its last token."""
-        most, chosen, reading = self._chunk, [], deque(self._reading)
-        if not self._fixed and any(running.runs for running in self._rows) and (reading or self._waiting):
+        most, chosen, reading = self._chunk, [], deque(self.roster.reading)
+        if not self._fixed and any(running.runs for running in self.roster.rows) and (reading or self.roster.waiting):
             start = reading[0].read if reading else 0
             most = self._prompts().tokens_within(self._policy.prompt_ms / 1e3, start, most)
-        while most > 0 and (reading or self._admit()):
-            running = reading.popleft() if reading else self._reading[-1]
+        while most > 0 and (reading or self.roster.admit()):
+            running = reading.popleft() if reading else self.roster.reading[-1]
             if running.left == 1:
-                self._begin(running)
+                self.roster.begin(running)
                 continue
             if self._fixed:
                 chosen.append((running, min(running.left - 1, most - running.read % most)))
@@ -183,76 +166,20 @@ class Scheduler:
             running.read += count
             self.slots.publish(running.slot, running.tokens[: running.read])
             if running.left == 0:
-                self._begin(running, chunk.rows.stop - 1)
+                self.roster.begin(running, chunk.rows.stop - 1)
             elif self._fixed and running.left == 1:
-                self._begin(running)
-
-    def _admit(self) -> bool:
-        """Give the first in the queue a slot, and pages for its prompt, if both are there."""
-        while self._waiting and self._waiting[0] not in self._jobs:
-            self._waiting.popleft()
-        if not self._waiting or all(held.busy for held in self.slots.held):
-            return False
-        slots, job = self.slots, self._waiting[0]
-        ids = job.tokens
-        position = 0 if job.scores else len(job.ids if self._fixed else ids) - 1
-        wanted = ids[:position] if job.reuse_prefix else []
-        if self._soon_there(wanted, job.salt) or (admitted := slots.admit(wanted, len(ids), job.salt)) is None:
-            return False
-        slot, read = admitted
-        if job.reused is None:
-            job.reused = read
-        self._waiting.popleft()
-        end, output = job.limit - 1, self._output(job)
-        running = Running(job, output, slot, read, ids[:position], ids[position], position, end)
-        running.given = 0 if job.scores else len(ids) - 1 - position
-        if job.grammar:
-            running.mask = self._masks.follow(job.grammar, ids[len(job.ids) :])
-        self._reading.append(running)
-        self._admitted.append(running)
-        needed = slots.pages_for(len(ids))
-        needed += slots.spare(needed - len(slots.held[slot].pages))
-        slots.write_tokens(slot, ids, min(needed * slots.page, end))
-        return True
-
-    def _soon_there(self, ids: list[int], salt: str) -> bool:
-        """Whether a prompt that is being read has more whole pages of these than there are yet: worth a wait."""
-        if not self._policy.prefix_sharing:
-            return False
-        page, others = self.slots.page, (other.tokens for other in self._reading if other.job.salt == salt)
-        coming = max((common_prefix(tokens, ids) // page * page for tokens in others), default=0)
-        return coming > 0 and self.slots.cache.match(ids, salt).tokens(page) < coming
-
-    def _begin(self, running: Running, source: int = OWN) -> None:
-        """Its prompt is read, up to the last token or, in the row `source` of a pass, with it: it gets the next row."""
-        job = running.job
-        running.generation = self.slots.begin(
-            running.slot,
-            len(self._rows),
-            job.params,
-            position=running.position,
-            n_known=len(job.ids) + len(job.pieces),
-            limit=job.limit,
-            stop_ids=job.stop_ids,
-            prompt=len(job.ids),
-            source=source,
-        )
-        if running.mask:
-            running.mask.begin(running.slot, running.generation, running.position + running.given)
-        running.row, running.room = len(self._rows), self.slots.room(running.slot)
-        self._rows.append(running)
-        self._reading.remove(running)
+                self.roster.begin(running)
 
     # ---- passes
 
     def _enqueue(self) -> bool:
         """Enqueue a pass of what prompts are to be read and of the rows that can take part, of the strongest kind among
         them; False where there is neither."""
-        for running in [running for running in self._admitted if running.needs_pages]:
+        for running in [running for running in self.roster.admitted if running.needs_pages]:
             if not running.gone:
                 self._grow(running)
         chosen = self._choose()
-        before = [running for running in self._rows if running.runs]
+        before = [running for running in self.roster.rows if running.runs]
         while chosen:
             try:
                 self._read(chosen, before[-1].row + 1 if before and not self._fixed else 0)
@@ -260,10 +187,10 @@ class Scheduler:
             except Exception as error:  # out of memory, mostly: it is one prompt's alone
                 if len(chosen) == 1:
                     chosen[0][0].job.failure = error
-                    self._finish(chosen[0][0].job, chosen[0][0])
+                    self.roster.finish(chosen[0][0].job, chosen[0][0])
                     return True
                 chosen = chosen[:1]
-        part = [running for running in self._rows if running.runs]
+        part = [running for running in self.roster.rows if running.runs]
         if not chosen and all(running.lacks_mask for running in part):
             return False
         if part:
@@ -293,7 +220,7 @@ class Scheduler:
         while not slots.make_room(1):
             if not waits:
                 return
-            self._preempt(youngest := self._admitted[-1])
+            self._preempt(youngest := self.roster.admitted[-1])
             if youngest is running:
                 return
         lacking = slots.pages_for(running.end) - len(slots.held[running.slot].pages)
@@ -302,7 +229,7 @@ class Scheduler:
 
     def _await_masks(self) -> None:
         """Give masks that are on their way a moment where no pass is; a request whose mask cannot be made ends."""
-        masked = [running for running in self._rows if running.mask]
+        masked = [running for running in self.roster.rows if running.mask]
         if masked and not self._in_flight:
             wait_for([running.mask for running in masked])
         for running in masked:
@@ -310,7 +237,7 @@ class Scheduler:
                 running.mask.check()
             except GenerationError as error:
                 running.output.end("error", str(error))
-                self._finish(running.job, running)
+                self.roster.finish(running.job, running)
 
     def _drain(self) -> None:
         """Wait for the oldest pass; pieces go to their jobs. Of rows that have gone no entry is awaited: a pass that
@@ -335,7 +262,7 @@ class Scheduler:
                 self.slots.discredit(running.slot, job.tokens)
                 if others and job.reuse_prefix:
                     job.reuse_prefix = False
-                    self._put_off(running)
+                    self.roster.put_off(running)
                     continue
             else:
                 running.tokens.append(running.embedded)  # its pass has run: its K/V are there
@@ -346,7 +273,7 @@ class Scheduler:
                 continue
             self._push(running, token, logprobs)
             if job.ended:
-                self._finish(job, running)
+                self.roster.finish(job, running)
 
     def _push(self, running: Running, token: int, logprobs: TokenLogprobs | None) -> None:
         """Tell of a drawn token; where there is a grammar, also ask what may follow."""
@@ -361,58 +288,14 @@ class Scheduler:
         except GenerationError as error:
             running.output.end("error", str(error))
 
-    # ---- ends
-
-    def _finish(self, job: Job, running: Running | None) -> None:
-        """The job has ended. What is in flight belongs to a generation that nobody awaits any more."""
-        if running:
-            self._vacate(running)
-            self.slots.release(running.slot)
-        self._jobs.pop(job, None)
-
     def _preempt(self, running: Running) -> None:
         """Let a job that runs wait before all others, which are younger; what it has computed may go."""
         self.preemptions += 1
-        self._put_off(running)
-
-    def _put_off(self, running: Running) -> None:
-        """Let a job that runs wait again, before all others."""
-        self._vacate(running)
-        self.slots.release(running.slot)
-        self._wait_again(running.job)
-        self._waiting.appendleft(running.job)
-
-    def _vacate(self, running: Running) -> None:
-        """Take its row; the last row fills the gap, so that passes stay small."""
-        running.gone = True
-        if running.mask:
-            running.mask.drop()
-        self._admitted.remove(running)
-        if running in self._reading:
-            self._reading.remove(running)
-            return
-        last = self._rows.pop()
-        if last is not running:
-            self._rows[running.row] = last
-        self.slots.vacate(running.row, last.row)
-        last.row = running.row
+        self.roster.put_off(running)
 
     def _settle(self) -> None:
         """Throw away what an interrupt or an error left half done."""
         if self._unsettled:
-            self._jobs = {job: None for job in self._jobs if not job.ended}
-            for job in self._jobs:
-                self._wait_again(job)
-            for running in self._admitted:
-                if running.mask:
-                    running.mask.drop()
-            self.slots.recover()
-            self._forget_runs()
+            self.roster.recover()
+            self._in_flight.clear()
             self._unsettled = False
-
-    def _wait_again(self, job: Job) -> None:
-        if job.scores:
-            job.pieces.clear()  # it begins again at its first token
-
-    def _output(self, job: Job) -> Output:
-        return Output(job, None if job.scores else self._tokenizer, self._model.weights.dtype)

@@ -105,16 +105,21 @@ def choose_shapes(
 
 def few_rows_shapes(config: ModelConfig, attention: AttentionRowsShape, rows: int, capability: int) -> StepShapes:
     """Shapes of passes of up to `rows` rows: 8, 16, 32 or 64."""
+    matrices = matrix_sizes(config)
+    shapes = {op: few_rows_shape(*size, rows, op == "gate_up", capability) for op, size in matrices.items()}
+    return StepShapes(**shapes, attention=attention)
+
+
+def matrix_sizes(config: ModelConfig) -> dict[str, tuple[int, int]]:
+    """Rows and columns of the weights of each product, gate and up being one."""
     hidden, inter = config.hidden_size, config.intermediate_size
-    sizes = {
+    return {
         "qkv": (config.q_size + 2 * config.kv_size, hidden),
         "o_proj": (hidden, config.q_size),
         "gate_up": (2 * inter, hidden),
         "down": (hidden, inter),
         "lm_head": (config.vocab_size, hidden),
     }
-    shapes = {op: few_rows_shape(*size, rows, op == "gate_up", capability) for op, size in sizes.items()}
-    return StepShapes(**shapes, attention=attention)
 
 
 # Rows of a pass -> (rows, columns) of a weight matrix -> the shape that was fastest in the whole step on an H200.
@@ -177,19 +182,13 @@ def invariant_shapes(config: ModelConfig, dtype: torch.dtype, capability: int) -
     own length. By rows only what is in flight differs. The user's own table is not asked."""
     if dtype != torch.bfloat16:
         return {1: choose_shapes(config, dtype, capability)[2]}
-    hidden, inter = config.hidden_size, config.intermediate_size
-    sizes = {
-        "qkv": (config.q_size + 2 * config.kv_size, hidden),
-        "o_proj": (hidden, config.q_size),
-        "gate_up": (2 * inter, hidden),
-        "down": (hidden, inter),
+    attention = attention_rows_shape(config, dtype)
+    splits = {op: columns_split(N, K) for op, (N, K) in matrix_sizes(config).items()}
+    splits["lm_head"] = 1  # no buffer has room for its sums
+    return {
+        rows: StepShapes(**{op: invariant_shape(rows, split) for op, split in splits.items()}, attention=attention)
+        for rows in (16, 32, 64)
     }
-    attention, found = attention_rows_shape(config, dtype), {}
-    for rows in (16, 32, 64):
-        shapes = {op: invariant_shape(rows, columns_split(N, K)) for op, (N, K) in sizes.items()}
-        head = invariant_shape(rows, split=1)  # no buffer has room for its sums
-        found[rows] = StepShapes(**shapes, lm_head=head, attention=attention)
-    return found
 
 
 def invariant_shape(rows: int, split: int) -> WideShape:

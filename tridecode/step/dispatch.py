@@ -40,13 +40,17 @@ PROMPT_ATTENTION = {"triton": Support.ALWAYS, "flash": Support.NEVER, "cudnn": S
 
 @dataclass(frozen=True)
 class BatchDescriptor:
-    """The key of a graph. kind: of sampling, the strongest of its rows; tokens: of each request; masked: some rows have
-    masks."""
+    """The key of a graph. kind: of sampling, the strongest of its rows; rows: of requests, each of which has `tokens`
+    of the pass; masked: some have masks."""
 
     kind: str
     rows: int
     tokens: int = 1
     masked: bool = False
+
+    def __str__(self) -> str:
+        each = f" of {self.tokens} tokens" * (self.tokens > 1)
+        return f"a pass of {self.rows} rows{each}{' with masks' * self.masked}"
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,11 @@
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 
 import torch
 
@@ -55,8 +56,8 @@ class EagerSteps:
         self.dispatcher = Dispatcher("none", ())
         self._models: dict[tuple[int, int], DecodeModel] = {}
 
-    def tokens(self, kind: str, rows: int, wanted: int) -> int:
-        """Rows of each request in a pass of `rows` requests of which one could use `wanted`."""
+    def tokens(self, kind: str, rows: int, wanted: int, capture: bool) -> int:
+        """Rows of each request in a pass of so many requests of which one could use `wanted`."""
         return most_queries(rows, wanted) if self.model.verify else 1
 
     def replay(self, kind: str, rows: int | None = None, masked: bool = False, tokens: int = 1) -> None:
@@ -80,6 +81,9 @@ class StepGraphs:
     a piecewise graph in place of the list's own. kinds: those to capture, all by default. run: the runner to capture,
     by default `launcher(model)`. With `check_addresses` every replay first asserts that no buffer moved since capture
     (a debug aid).
+
+    Passes with masks, which most never need, are compiled with the others and captured when they first come; those that
+    verify drafts are compiled then too.
     """
 
     def __init__(
@@ -99,60 +103,54 @@ class StepGraphs:
         self._addresses = model.addresses()
         self._eager = EagerSteps(model, replaced(self._run, attention))
         sizes = sorted(self.dispatcher.sizes, reverse=True)
-        keys = [(kind, masked) for kind in kinds for masked in (False, True)]
-        batches = [BatchDescriptor(kind, rows, masked=masked) for rows in sizes for kind, masked in keys]
+        batches = [BatchDescriptor(kind, rows) for rows in sizes for kind in kinds]
         with torch.cuda.device(model.device):  # Triton launches on the current device
             self.place = Place(model.device)
             log.info("compiling the kernels of the step")
             model.workspace.meta[:, STATUS] = LIMIT_REACHED
-            compile_ahead([self._lines(batch) for batch in batches], self._run, model.device)
-            for batch in batches:
-                self._warm_up(batch)
+            ends = [partial(decode.hidden_to_token, m=model.of_rows(b.rows), kind=b.kind, masked=True) for b in batches]
+            compile_ahead([*map(self._lines, batches), *ends], self._run, model.device)
             log.info("capturing %d CUDA graphs of %s rows", len(batches), ", ".join(map(str, self.dispatcher.sizes)))
             # The largest first: the smaller ones find their memory in the pool.
-            self._graphs = {batch: self._capture(batch) for batch in batches}
-        self._wanted = [
-            BatchDescriptor(kind, rows, tokens)
-            for rows in self.dispatcher.sizes for tokens in QUERIES[1:] for kind in kinds
-            if model.verify and tokens <= most_queries(rows)
+            self._graphs: dict[BatchDescriptor, Callable[[], None] | None] = {b: self._capture(b) for b in batches}
+        self._verifying = [
+            replace(batch, tokens=tokens)
+            for tokens in QUERIES[1:] for batch in batches if model.verify and tokens <= most_queries(batch.rows)
         ]  # fmt: skip
 
     def _lines(self, batch: BatchDescriptor) -> Callable[[Run], None]:
         model = model_of(self.model, batch)
         return lambda run: decode.step(run, model, batch.kind, batch.masked)
 
-    def _warm_up(self, batch: BatchDescriptor) -> None:
-        # With a status other than RUN the warm-up loads every kernel and writes nothing.
-        self.place.run(lambda: self._lines(batch)(replaced(self._run, self.attention)))
-
     def _capture(self, batch: BatchDescriptor) -> Callable[[], None]:
+        """No row may run: then the pass that runs first loads every kernel and writes nothing."""
         mode, _ = self.dispatcher.plan(batch.kind, batch.rows)
+        self.place.run(lambda: self._lines(batch)(replaced(self._run, self.attention)))
         replay, captures = self.place.capture(mode, self._run, self.attention, self._lines(batch))
         self.captures += captures
         return replay
 
-    @torch.inference_mode()
     def capture_next(self) -> bool:
-        """Capture one more pass with several rows for each request; False where none is left. What is in flight ends
-        before."""
-        if self._wanted:
-            batch, meta = self._wanted.pop(0), self.model.workspace.meta
-            with torch.cuda.device(self.model.device):
-                status = meta[:, STATUS].clone()
-                try:
-                    meta[:, STATUS] = LIMIT_REACHED
-                    compile_ahead([self._lines(batch)], self._run, self.model.device)
-                    self._warm_up(batch)
-                    self._graphs[batch] = self._capture(batch)
-                finally:
-                    meta[:, STATUS] = status
-        return bool(self._wanted)
+        """Capture one more pass that verifies drafts; False where none is left."""
+        left = [batch for batch in self._verifying if batch not in self._graphs]
+        if left:
+            self._capture_late(left[0])
+        return len(left) > 1
 
-    def tokens(self, kind: str, rows: int, wanted: int) -> int:
-        """Rows of each request in a pass of `rows` requests of which one could use `wanted`: as captured until now."""
-        _, batch = self.dispatcher.plan(kind, rows)
-        fitting = QUERIES[: QUERIES.index(most_queries(batch.rows, wanted)) + 1] if self.model.verify else ()
-        return max((each for each in fitting if replace(batch, tokens=each) in self._graphs), default=1)
+    def tokens(self, kind: str, rows: int, wanted: int, capture: bool) -> int:
+        """Rows of each request in a pass of so many requests of which one could use `wanted`: as many as were captured
+        for until now, or, with `capture`, will be."""
+        batch = self.dispatcher.plan(kind, rows)[1]
+        fitting = [each for each in QUERIES if each <= most_queries(batch.rows, wanted)] if self.model.verify else [1]
+        if capture:
+            return fitting[-1]
+        return max((each for each in fitting if self._graphs.get(replace(batch, tokens=each))), default=1)
+
+    def _capture_late(self, batch: BatchDescriptor) -> None:
+        if batch in self._verifying:
+            with torch.cuda.device(self.model.device):
+                compile_ahead([self._lines(each) for each in self._verifying], self._run, self.model.device)
+        self._graphs[batch] = capture_late(self.model, batch, self._capture)
 
     def replay(self, kind: str, rows: int | None = None, masked: bool = False, tokens: int = 1) -> None:
         """Enqueue one pass of at least the first `rows` requests, by default all, with `tokens` rows each, on the
@@ -161,10 +159,32 @@ class StepGraphs:
             moved = [name for name, a in self.model.addresses().items() if self._addresses.get(name) != a]
             assert not moved, f"buffers moved since capture: {', '.join(moved)}"
         mode, batch = self.dispatcher.dispatch(kind, rows or self.model.rows, masked, tokens)
-        if mode == "none":
+        if mode != "none" and batch not in self._graphs:
+            self._capture_late(batch)
+        if (replay := self._graphs.get(batch)) is None:
             self._eager.run(batch)
         else:
-            self._graphs[batch]()
+            replay()
+
+
+@torch.inference_mode()
+def capture_late(
+    model: DecodeModel, batch: BatchDescriptor, capture: Callable[[BatchDescriptor], Callable[[], None] | None]
+) -> Callable[[], None] | None:
+    """What `capture` returns, between two passes of running requests: their rows idle meanwhile, in stream order. None,
+    which is said, where that fails: such passes stay eager."""
+    meta, started = model.workspace.meta, time.perf_counter()
+    kept = meta.clone()
+    meta[:, STATUS] = LIMIT_REACHED
+    try:
+        replay = capture(batch)
+        log.info("captured %s in %.0f ms", batch, 1e3 * (time.perf_counter() - started))
+        return replay
+    except RuntimeError as error:
+        log.warning("%s stays uncaptured: %s", batch, str(error).splitlines()[0][:200])
+        return None
+    finally:
+        meta.copy_(kept)
 
 
 def replaced(run: Run, attention: Op | None) -> Run:

@@ -13,7 +13,7 @@ from . import prefill
 from .compiling import compile_ahead
 from .decode import KINDS
 from .dispatch import BatchDescriptor, Dispatcher
-from .graphs import EagerSteps, StepGraphs, launcher, replaced
+from .graphs import EagerSteps, StepGraphs, capture_late, launcher, replaced
 from .run import Run, launch, refer
 from .state import DecodeModel
 from .torch_ops import BLOCK_ATTENTION, torch_attention
@@ -74,7 +74,8 @@ class EagerPrompts:
 
 class PromptGraphs:
     """Prompt passes of the dispatcher's sizes, each captured by `capture`; until then, and above the largest, they are
-    launched. A pass has no rows that decode, or as many as the model can have.
+    launched. A pass has no rows that decode, or as many as the model can have. Ends with masks are captured when they
+    first come, as StepGraphs does.
 
     lazy: a size is also captured when it comes for the second time; nothing else may run then.
     """
@@ -84,7 +85,6 @@ class PromptGraphs:
         self._eager = EagerPrompts(model, launch, launcher(model), self.dispatcher, attention)
         self._most = model.rows  # which may be more than the largest captured decode pass has
         self._read: dict[tuple[int, int], Callable[[], None]] = {}
-        self._finish: dict[BatchDescriptor, Callable[[], None]] = {}
         self.seconds: dict[tuple[int, int], float] = {}  # of each captured size, without attention
         fixed = model.fixed_chunk > 0  # then no rows decode beside, and none ends a prompt
         mixed = (0,) if fixed or len(model.workspace.tokens) == 1 else (0, self._most)
@@ -93,14 +93,12 @@ class PromptGraphs:
         self._failed: set[tuple[int, int]] = set()
         self._missed: set[tuple[int, int]] | None = set() if lazy else None
         sizes = sorted(self.dispatcher.sizes, reverse=True)
-        keys = [(kind, masked) for kind in KINDS for masked in (False, True) if not fixed]
-        batches = [BatchDescriptor(kind, rows, masked=masked) for rows in sizes for kind, masked in keys]
+        batches = [BatchDescriptor(kind, rows) for rows in sizes for kind in KINDS if not fixed]
         compile_ahead([partial(self._lines, batch) for batch in batches], launcher(model), model.device)
         reads = [partial(prefill.read, m=model, rows=4 + decoding, decoding=decoding) for decoding in mixed]
         if attention is None:
             compile_ahead(reads, launch, model.device)
-        for batch in batches:
-            self._capture_finish(batch)
+        self._finish = {batch: self._capture_finish(batch) for batch in batches}
 
     def decoding(self, rows: int) -> int:
         return self._most if rows else 0
@@ -114,12 +112,12 @@ class PromptGraphs:
         fitting = [tokens for tokens, spent in timed if spent + tokens * (start + tokens / 2) * pair <= seconds]
         return min(max(fitting, default=timed[0][0]), most)
 
-    def _capture_finish(self, batch: BatchDescriptor) -> None:
+    def _capture_finish(self, batch: BatchDescriptor) -> Callable[[], None] | None:
+        """None where its mode is to launch it: then all is loaded that it needs. No row may run."""
         mode, _ = self.dispatcher.plan(batch.kind, batch.rows)
         run, lines, attention = launcher(self.model), partial(self._lines, batch), self._steps.attention
         self._place.run(lambda: lines(replaced(run, attention)))
-        if mode != "none":
-            self._finish[batch], _ = self._place.capture(mode, run, attention, lines)
+        return None if mode == "none" else self._place.capture(mode, run, attention, lines)[0]
 
     def _lines(self, batch: BatchDescriptor, run: Run) -> None:
         prefill.finish(run, self.model.of_rows(batch.rows), batch.kind, batch.masked)
@@ -182,8 +180,9 @@ class PromptGraphs:
 
     def finish(self, kind: str, rows: int, masked: bool = False) -> None:
         _, batch = self.dispatcher.plan(kind, rows, masked)
-        replay = self._finish.get(batch)
-        if replay is None:
+        if masked and batch not in self._finish:
+            self._finish[batch] = capture_late(self.model, batch, self._capture_finish)
+        if (replay := self._finish.get(batch)) is None:
             self._eager.finish(kind, rows, masked)
         else:
             replay()

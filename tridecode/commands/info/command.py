@@ -6,8 +6,8 @@ import platform
 import torch
 
 from ...cache.kv import PAGE, kv_bytes_per_token
-from ...engine import BUNDLED
 from ...errors import DeviceError
+from ...loading import BUNDLED
 from ...memory import plan_memory, prompt_bytes
 from ...model.checkpoint import load_config, parameter_count
 from ...model.config import ModelConfig

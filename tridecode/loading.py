@@ -1,0 +1,193 @@
+"""Loaded: from a checkpoint, or weights, to a model on its device, and what was decided on the way."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Self
+
+import torch
+
+from . import placement, threads
+from .arguments import function, shown
+from .errors import EngineClosed, ParameterError
+from .memory import MemoryPlan, allocating, plan_memory
+from .model.checkpoint import load_config, load_weights
+from .model.config import ModelConfig
+from .model.hub import resolve_model
+from .model.weights import Weights, short_repr
+from .serve.policy import PROMPT_MS, Policy
+from .step.dispatch import PROMPT_MOST
+from .step.shapes import StepShapes
+from .step.state import DecodeModel, make_model
+from .text.tokenizer import Tokenizer
+
+BUNDLED = Path(__file__).parent / "bundled"
+
+
+@dataclass
+class Loaded:
+    """What an engine is before it runs anything: a model, and how its passes will run."""
+
+    model: DecodeModel
+    tokenizer: Tokenizer | None
+    backend: str
+    graphs: placement.GraphPlan
+    plan: MemoryPlan
+    name: str
+    notes: list[str] = field(default_factory=list)
+    threads: int | None = None  # of the CPU, unless the user has chosen
+    policy: Policy = Policy()
+
+    @classmethod
+    def load(
+        cls,
+        model: str | Path | None = None,
+        *,
+        device: str = "auto",
+        backend: str = "auto",
+        dtype: str = "auto",
+        max_seq_len: int | None = None,
+        slots: int = 1,
+        kv_tokens: int | None = None,
+        graph: str = "full",
+        graph_sizes: Sequence[int] | None = None,
+        attention: str = "triton",
+        chunk_tokens: int | None = None,
+        max_queue: int | None = None,
+        prompt_graph_max_tokens: int = PROMPT_MOST,
+        prompt_graph_sizes: Sequence[int] | None = None,
+        prompt_attention: str = "auto",
+        prompt_ms: float = PROMPT_MS,
+        prefix_sharing: bool = True,
+        batch_invariant: bool = False,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> Self:
+        """Load a checkpoint directory or Hugging Face id; None is the bundled model.
+
+        device: auto, cpu, cuda or cuda:N. backend: auto, triton or torch. dtype: auto (the checkpoint's; fp32 ones run
+        in bf16 on a GPU; fp32 on a CPU), bfloat16, float16 or float32. max_seq_len: K/V positions of one request, None
+        is the model's limit or what fits. slots: requests that run at a time. kv_tokens: K/V positions of all of them
+        together, None is slots x max_seq_len or what fits. graph: how passes run, see docs/graphs.md: full (each is one
+        captured CUDA graph), piecewise (captured but for attention), none (launched one by one), full_decode_only or
+        full_and_piecewise. graph_sizes: rows of the decode passes that are captured, ascending. attention: of these,
+        triton, or torch, which no graph can hold. chunk_tokens: of prompts in one pass, None is 2,048, or 256 with
+        batch_invariant. prompt_graph_sizes: tokens of the prompt passes that are captured, ascending, by default a
+        schedule up to prompt_graph_max_tokens. prompt_attention: of these, auto, triton, flash or cudnn; see
+        docs/prompts.md. prompt_ms: milliseconds that a pass may take which reads prompts while others decode.
+        prefix_sharing: K/V of equal beginnings are computed once. batch_invariant: a request's logits have the same
+        bits alone and in any company, see docs/sharing.md. max_queue: requests that may wait for a slot, None is any
+        number. progress(done_bytes, total_bytes) is called while weights load. On a CPU the engine sets PyTorch's
+        threads: one for a tiny model, else as many as there are free cores; a number that OMP_NUM_THREADS or
+        torch.set_num_threads has given stays. Raises CheckpointError, DeviceError, ParameterError; each says what was
+        expected.
+        """
+        graphs = dict(
+            graph_sizes=graph_sizes, attention=attention, prompt_graph_max_tokens=prompt_graph_max_tokens,
+            prompt_graph_sizes=prompt_graph_sizes, prompt_attention=prompt_attention, batch_invariant=batch_invariant,
+        )  # fmt: skip
+        placement.check_dtype(dtype)
+        function("progress", progress)
+        slots = placement.check_limits(slots, max_seq_len)
+        policy = Policy(chunk_tokens, max_queue, prompt_ms, prefix_sharing, batch_invariant)
+        chunk_tokens = policy.chunk_tokens
+        placement.plan_graphs(slots, chunk_tokens, False, False, graph=graph, **graphs)  # bad ones end here
+        place, backend = placement.resolve_device(device, backend)
+        path = BUNDLED if model is None else resolve_model(model)
+        config = load_config(path)
+        tokenizer = Tokenizer.load(path)
+        torch_dtype = placement.resolve_dtype(dtype, config, place)
+        support = placement.capture_support(backend, config, torch_dtype, place)
+        planned = placement.plan_graphs(slots, chunk_tokens, *support, graph=graph, **graphs)
+        plan, capacity, notes = placement.plan_capacity(
+            config, torch_dtype, place, max_seq_len, slots, kv_tokens, chunk_tokens, planned.one_piece
+        )
+        pool = plan.kv_tokens(capacity, kv_tokens, str(place))
+        page = placement.page_size(backend, slots, batch_invariant) or capacity
+        pages = None if pool == slots * capacity else -(-pool // page)
+        cores = threads.FreeCores()
+        weights = load_weights(path, config, place, torch_dtype, progress)
+        name = "bundled" if model is None else str(model)
+        engine = cls.build(
+            config, weights, tokenizer, capacity, backend, graph, plan=plan, name=name, notes=notes, slots=slots,
+            pages=pages, page=page, **asdict(policy) | graphs,
+        )  # fmt: skip
+        engine.threads = threads.choose(plan.weights, cores) if place.type == "cpu" else None
+        return engine
+
+    @classmethod
+    def build(
+        cls,
+        config: ModelConfig,
+        weights: Weights,
+        tokenizer: Tokenizer | None,
+        capacity: int,
+        backend: str,
+        graph: str = "full",
+        plan: MemoryPlan | None = None,
+        name: str = "",
+        notes: Sequence[str] = (),
+        shapes: StepShapes | None = None,
+        slots: int = 1,
+        pages: int | None = None,
+        page: int | None = None,
+        **more,
+    ) -> Self:
+        """An engine from weights that are on their device already (load and the benchmarks end here); shapes: launch
+        shapes other than those chosen for the GPU. pages: of the pool, by default what all slots can have; page:
+        positions in one. more: what Policy and placement.plan_graphs take."""
+        slots, policy = placement.check_limits(slots), Policy.out_of(more)
+        invariant = policy.batch_invariant
+        page = page or placement.page_size(backend, slots, invariant)
+        if pages is not None and pages * (page or capacity) < capacity:
+            raise ParameterError(f"pages: {pages:,} hold fewer positions than a request's {capacity:,}")
+        chunk_tokens = policy.chunk(slots, capacity, page or capacity)
+        support = placement.capture_support(backend, config, weights.dtype, weights.device)
+        planned = placement.plan_graphs(slots, chunk_tokens, *support, graph=graph, batch_invariant=invariant, **more)
+        plan = plan or plan_memory(config, weights.dtype, weights.device, slots, chunk_tokens, planned.one_piece)
+        with allocating(capacity, weights.device):
+            sizes = pages, max(slots, *planned.sizes), chunk_tokens
+            model = make_model(
+                config, weights, capacity, slots, page, shapes and {1: shapes}, *sizes, batch_invariant=invariant
+            )
+        notes = [*notes, *filter(None, [planned.note])]
+        return cls(model, tokenizer, backend, planned, plan, name, notes, None, policy)
+
+    def __repr__(self) -> str:
+        if self.model is None:
+            return f"Engine(name={shown(self.name)}, closed)"
+        facts = {"name": shown(self.name), "family": self.config.family, "backend": self.backend}
+        return short_repr(self, self.model.weights.embed, **facts, graph=self.graph, capacity=self.capacity)
+
+    @property
+    def graph(self) -> str:
+        """How passes run: one of dispatch.MODES."""
+        return self.graphs.graph
+
+    @property
+    def config(self) -> ModelConfig:
+        return self._open().config
+
+    @property
+    def device(self) -> torch.device:
+        return self._open().device
+
+    @property
+    def capacity(self) -> int:
+        """Positions of a request's context: prompt and output together."""
+        return self._open().kv.capacity
+
+    @property
+    def slots(self) -> int:
+        """Requests that run at a time."""
+        return len(self._open().workspace.tokens)
+
+    @property
+    def kv_tokens(self) -> int:
+        """K/V positions of all requests together."""
+        kv = self._open().kv
+        return len(kv.pool) * kv.page
+
+    def _open(self) -> DecodeModel:
+        if self.model is None:
+            raise EngineClosed("this engine is closed; load another one")
+        return self.model
