@@ -67,11 +67,13 @@ class Engine(Loaded):
         return self._driver.scheduler
 
     def capture_next(self) -> bool:
-        """Capture one more size of prompt passes, unless something runs; False where none is left. An engine of several
-        slots has captured all at load, one of one slot those of a first turn; whoever has time may do the rest."""
+        """Capture one more size of prompt passes, or passes that verify drafts, unless something runs; False where none
+        is left. An engine of several slots has captured all of the former at load, one of one slot those of a first
+        turn; whoever has time may do the rest."""
         if self.scheduler.busy:  # its lock is left to those who step
             return True
-        return self._driver.exclusively(lambda scheduler: scheduler.busy or self.prompts.capture_next())
+        capture = lambda: self.prompts.capture_next() or self.steps.capture_next()  # noqa: E731
+        return self._driver.exclusively(lambda scheduler: scheduler.busy or capture())
 
     def graph_stats(self) -> list[GraphStat]:
         """What the decode passes so far were: their rows, those that they were padded to, and how they ran."""

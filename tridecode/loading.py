@@ -60,6 +60,7 @@ class Loaded:
         prompt_ms: float = PROMPT_MS,
         prefix_sharing: bool = True,
         batch_invariant: bool = False,
+        speculate: str = "off",
         progress: Callable[[int, int], None] | None = None,
     ) -> Self:
         """Load a checkpoint directory or Hugging Face id; None is the bundled model.
@@ -76,8 +77,9 @@ class Loaded:
         docs/prompts.md. prompt_ms: milliseconds that a pass may take which reads prompts while others decode.
         prefix_sharing: K/V of equal beginnings are computed once. batch_invariant: a request's logits have the same
         bits alone and in any company, see docs/sharing.md. max_queue: requests that may wait for a slot, None is any
-        number. progress(done_bytes, total_bytes) is called while weights load. On a CPU the engine sets PyTorch's
-        threads: one for a tiny model, else as many as there are free cores; a number that OMP_NUM_THREADS or
+        number. speculate: ngram (what may come next is guessed from the text itself, and verified), or off; see
+        docs/speculation.md. progress(done_bytes, total_bytes) is called while weights load. On a CPU the engine sets
+        PyTorch's threads: one for a tiny model, else as many as there are free cores; a number that OMP_NUM_THREADS or
         torch.set_num_threads has given stays. Raises CheckpointError, DeviceError, ParameterError; each says what was
         expected.
         """
@@ -88,7 +90,7 @@ class Loaded:
         placement.check_dtype(dtype)
         function("progress", progress)
         slots = placement.check_limits(slots, max_seq_len)
-        policy = Policy(chunk_tokens, max_queue, prompt_ms, prefix_sharing, batch_invariant)
+        policy = Policy(chunk_tokens, max_queue, prompt_ms, prefix_sharing, batch_invariant, speculate)
         chunk_tokens = policy.chunk_tokens
         placement.plan_graphs(slots, chunk_tokens, False, False, graph=graph, **graphs)  # bad ones end here
         place, backend = placement.resolve_device(device, backend)
@@ -126,14 +128,14 @@ class Loaded:
         plan: MemoryPlan | None = None,
         name: str = "",
         notes: Sequence[str] = (),
-        shapes: StepShapes | None = None,
+        shapes: dict[int, StepShapes] | None = None,
         slots: int = 1,
         pages: int | None = None,
         page: int | None = None,
         **more,
     ) -> Self:
-        """An engine from weights that are on their device already (load and the benchmarks end here); shapes: launch
-        shapes other than those chosen for the GPU. pages: of the pool, by default what all slots can have; page:
+        """An engine from weights that are on their device already (load and the benchmarks end here); shapes: by
+        rows, other than those chosen for the GPU. pages: of the pool, by default what all slots can have; page:
         positions in one. more: what Policy and placement.plan_graphs take."""
         slots, policy = placement.check_limits(slots), Policy.out_of(more)
         invariant = policy.batch_invariant
@@ -147,8 +149,9 @@ class Loaded:
         with allocating(capacity, weights.device):
             sizes = pages, max(slots, *planned.sizes), chunk_tokens
             model = make_model(
-                config, weights, capacity, slots, page, shapes and {1: shapes}, *sizes, batch_invariant=invariant
-            )
+                config, weights, capacity, slots, page, shapes, *sizes, batch_invariant=invariant,
+                speculate=policy.speculate != "off",
+            )  # fmt: skip
         notes = [*notes, *filter(None, [planned.note])]
         return cls(model, tokenizer, backend, planned, plan, name, notes, None, policy)
 

@@ -271,8 +271,8 @@ class Slots:
             self.model.prompt.chunks.copy_(table, non_blocking=True)
 
     @torch.inference_mode()
-    def grow(self, slot: int, row: int, pages: int, wake: bool) -> None:
-        """Give the slot that many pages more; wake: its row waits for them. Numbers travel as arguments of launches:
+    def grow(self, slot: int, row: int, pages: int) -> None:
+        """Give the slot that many pages more; a row that waits for them runs. Numbers travel as arguments of launches:
         nothing is copied from the host, nothing waited for. Raises OutOfPages."""
         held, meta = self.held[slot], self.model.workspace.meta
         have = len(held.pages)
@@ -280,8 +280,8 @@ class Slots:
         for place in range(have, len(held.pages)):
             self.model.kv.page_table[slot, place].fill_(held.pages[place])
         meta[row, layout.ROOM].fill_(self.room(slot))
-        if wake:
-            meta[row, layout.STATUS].fill_(layout.RUN)
+        status = meta[row, layout.STATUS]
+        status.masked_fill_(status == layout.WAIT, layout.RUN)  # one that has ended meanwhile stays as it is
 
     @torch.inference_mode()
     def vacate(self, row: int, last: int) -> None:

@@ -60,6 +60,10 @@ class EagerSteps:
         """Rows of each request in a pass of so many requests of which one could use `wanted`."""
         return most_queries(rows, wanted) if self.model.verify else 1
 
+    def capture_next(self) -> bool:
+        """Capture one more pass; False where none is left."""
+        return False
+
     def replay(self, kind: str, rows: int | None = None, masked: bool = False, tokens: int = 1) -> None:
         """Run one pass of the first `rows` requests, by default all, with `tokens` rows each; on a GPU it is enqueued
         on the current stream."""
@@ -113,6 +117,7 @@ class StepGraphs:
             log.info("capturing %d CUDA graphs of %s rows", len(batches), ", ".join(map(str, self.dispatcher.sizes)))
             # The largest first: the smaller ones find their memory in the pool.
             self._graphs: dict[BatchDescriptor, Callable[[], None] | None] = {b: self._capture(b) for b in batches}
+        self._verifies = False
         self._verifying = [
             replace(batch, tokens=tokens)
             for tokens in QUERIES[1:] for batch in batches if model.verify and tokens <= most_queries(batch.rows)
@@ -125,6 +130,10 @@ class StepGraphs:
     def _capture(self, batch: BatchDescriptor) -> Callable[[], None]:
         """No row may run: then the pass that runs first loads every kernel and writes nothing."""
         mode, _ = self.dispatcher.plan(batch.kind, batch.rows)
+        if batch.tokens > 1 and not self._verifies:
+            self.model.verify.meta[:, STATUS] = LIMIT_REACHED
+            compile_ahead(map(self._lines, self._verifying), self._run, self.model.device)
+            self._verifies = True
         self.place.run(lambda: self._lines(batch)(replaced(self._run, self.attention)))
         replay, captures = self.place.capture(mode, self._run, self.attention, self._lines(batch))
         self.captures += captures
@@ -134,7 +143,7 @@ class StepGraphs:
         """Capture one more pass that verifies drafts; False where none is left."""
         left = [batch for batch in self._verifying if batch not in self._graphs]
         if left:
-            self._capture_late(left[0])
+            self._graphs[left[0]] = capture_late(self.model, left[0], self._capture)
         return len(left) > 1
 
     def tokens(self, kind: str, rows: int, wanted: int, capture: bool) -> int:
@@ -142,15 +151,7 @@ class StepGraphs:
         for until now, or, with `capture`, will be."""
         batch = self.dispatcher.plan(kind, rows)[1]
         fitting = [each for each in QUERIES if each <= most_queries(batch.rows, wanted)] if self.model.verify else [1]
-        if capture:
-            return fitting[-1]
-        return max((each for each in fitting if self._graphs.get(replace(batch, tokens=each))), default=1)
-
-    def _capture_late(self, batch: BatchDescriptor) -> None:
-        if batch in self._verifying:
-            with torch.cuda.device(self.model.device):
-                compile_ahead([self._lines(each) for each in self._verifying], self._run, self.model.device)
-        self._graphs[batch] = capture_late(self.model, batch, self._capture)
+        return max((each for each in fitting if self._graphs.get(replace(batch, tokens=each), capture)), default=1)
 
     def replay(self, kind: str, rows: int | None = None, masked: bool = False, tokens: int = 1) -> None:
         """Enqueue one pass of at least the first `rows` requests, by default all, with `tokens` rows each, on the
@@ -160,7 +161,7 @@ class StepGraphs:
             assert not moved, f"buffers moved since capture: {', '.join(moved)}"
         mode, batch = self.dispatcher.dispatch(kind, rows or self.model.rows, masked, tokens)
         if mode != "none" and batch not in self._graphs:
-            self._capture_late(batch)
+            self._graphs[batch] = capture_late(self.model, batch, self._capture)
         if (replay := self._graphs.get(batch)) is None:
             self._eager.run(batch)
         else:
