@@ -59,7 +59,7 @@ def qkv_product(run: Run, m: DecodeModel, i: int) -> None:
 
 def attention_block(run: Run, m: DecodeModel, i: int) -> None:
     ws, kv, layer, eps = m.workspace, m.kv, m.weights.layers[i], m.config.rms_norm_eps
-    if m.queries > 1:  # rows attend to what others of this pass write
+    if m.writes_first:  # rows attend to what others of this pass write
         run(
             "write_kv", WRITE_KV, ws.meta, kv.page_table, ws.qkv, layer.k_norm, m.cos, m.sin, kv.k[i], kv.v[i], eps,
             shape=m.shapes.attention,

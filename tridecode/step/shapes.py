@@ -96,7 +96,7 @@ class AttentionShape:
 class AttentionRowsShape:
     """Launch shape of attention of several rows: `programs` share the work, items of `block_t` positions a turn; a row
     has at most `splits` items per K/V head, each of at least `least` turns. registers: as above. early: the first tile
-    is loaded before the wait, as no launch of this pass writes it."""
+    is loaded before the wait, as no launch of this pass writes it. queries: rows of each request, attended together."""
 
     block_t: int = 64
     splits: int = 32
@@ -105,6 +105,7 @@ class AttentionRowsShape:
     least: int = 4
     programs: int = 132
     early: bool = True
+    queries: int = 1
 
 
 @dataclass(frozen=True)

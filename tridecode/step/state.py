@@ -7,6 +7,7 @@ import torch
 
 from ..cache.kv import KVCache, make_kv_cache
 from ..kernels.attention import ATTENTION
+from ..kernels.attention_queries import ATTENTION_QUERIES
 from ..kernels.attention_rows import ATTENTION_ROWS
 from ..kernels.op import Op
 from ..model.config import ModelConfig
@@ -88,10 +89,23 @@ class DecodeModel:
         shapes = self.shapes_by_rows[self.shapes_for]
         if self.queries == 1:
             return shapes
-        return replace(shapes, attention=replace(shapes.attention, early=False))
+        attention = replace(shapes.attention, early=False)
+        if not self.writes_first:
+            attention = replace(attention, queries=self.queries, least=min(attention.least, 2))
+        return replace(shapes, attention=attention)
+
+    @property
+    def writes_first(self) -> bool:
+        """K and V enter the cache before attention, in which each row of a request stands for itself, as it must where
+        its bits are those that it has alone; elsewhere all are attended together, if their tiles fit."""
+        columns = self.queries * self.config.num_heads // self.config.num_kv_heads
+        wide = columns > 64 or self.config.head_dim > 128 or self.weights.dtype == torch.float32
+        return self.queries > 1 and (self.fixed_chunk > 0 or wide and self.device.type == "cuda")
 
     @property
     def attention(self) -> Op:
+        if self.queries > 1 and not self.writes_first:
+            return ATTENTION_QUERIES
         return ATTENTION_ROWS if isinstance(self.shapes.attention, AttentionRowsShape) else ATTENTION
 
     def of_rows(self, rows: int) -> "DecodeModel":
