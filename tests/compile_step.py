@@ -86,13 +86,15 @@ def meta_model(preset: str, dtype: torch.dtype, arch: int, capacity: int = 4096)
     """The model's tensors by shape only: no memory, no GPU."""
     config, device = MODELS[preset], torch.device("meta")
     rope = torch.empty(capacity, config.head_dim // 2, device=device)
+    workspace = make_workspace(config, capacity, device, dtype, slots=64)
     return DecodeModel(
         config=config,
         weights=_assemble(config, _allocate(config, device, dtype)),
         kv=make_kv_cache(config, capacity, device, dtype, page=PAGE),
         cos=rope,
         sin=rope,
-        workspace=make_workspace(config, capacity, device, dtype, slots=64),
+        workspace=workspace,
+        verify=workspace,
         prompt=make_prompt_buffers(config, 256, device, dtype, PromptAttentionShape()),
         shapes_by_rows=choose_shapes(config, dtype, arch),
         pdl=arch >= 90,
@@ -123,6 +125,11 @@ def run_all(preset: str, dtype: torch.dtype, arch: int) -> None:
         for kind in decode.KINDS:
             decode.step(launcher(model), model.of_rows(rows), kind)
             decode.step(launcher(model), model.of_rows(rows), kind, masked=True)
+    for requests, queries in ((1, 1), (1, 8), (2, 2), (4, 4)):
+        for kind in decode.KINDS:
+            decode.step(launcher(model), model.of_queries(requests, queries), kind)
+    alone = replace(model.of_queries(4, 4), fixed_chunk=256)  # as in the batch-invariant mode
+    decode.step(launcher(model), alone, "greedy")
     few = replace(model.of_rows(16), shapes_by_rows={16: wide(model.of_rows(16).shapes, arch)})
     decode.step(launcher(model), few, "greedy")
     if arch == 90:  # the batch-invariant mode, which other GPUs do not have

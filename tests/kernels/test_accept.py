@@ -104,16 +104,27 @@ def test_the_end_at_every_place(kind, place):
     assert row[m.POSITION] == FIRST + place + (kind != "nan")
 
 
-def test_a_given_token_is_reported_and_not_drawn():
-    step = make_step(random(1, VOCAB))
-    step.set(N_KNOWN=FIRST + 2, DRAFTS=0, N_STOP=1, STOP_IDS=60)
-    step.tokens[0, FIRST + 1] = 60
-    ref = step.copy("cpu")
-    drawn = torch.full((4,), 50, dtype=torch.int32)
-    accept(drawn.to(DEVICE), step.meta, step.tokens, step.counts, step.out, step.logits, pdl=PDL)
-    accept_ref(drawn, ref.meta, ref.tokens, ref.counts, ref.out, ref.logits)
-    assert step.entry() == ref.entry() == (STEP, 60) and step.state()["STATUS"] == m.RUN
-    assert torch.equal(step.counts.cpu(), ref.counts) and torch.equal(step.meta.cpu(), ref.meta)
+@pytest.mark.parametrize("given", [1, 2, 3])
+def test_given_tokens_are_reported_whatever_was_drawn_and_teach_nothing(given):
+    """A token behind them is drawn, if there is a row for it."""
+    drafts = [60, 61, 62][:given]
+    for queries in (2, 4):
+        steps = []
+        for run, how in ((accept, dict(pdl=PDL)), (accept_ref, {})):
+            step = make_step(random(queries, VOCAB))
+            step.meta = step.meta[:1].contiguous()
+            step.set(N_KNOWN=FIRST + 1 + given, DRAFTS=given, TRUST=5, N_STOP=1, STOP_IDS=60)
+            step.tokens[0, FIRST + 1 : FIRST + 1 + given] = torch.tensor(drafts, dtype=torch.int32)
+            drawn = torch.full((queries,), 50, dtype=torch.int32, device=DEVICE)
+            run(drawn, step.meta, step.tokens, step.counts, step.out, step.logits, **how)
+            steps.append(step)
+        kernel, ref = steps
+        for name in ("meta", "tokens", "counts", "out"):
+            assert torch.equal(getattr(kernel, name), getattr(ref, name)), name
+        found = min(given + 1, queries)
+        tokens = [kernel.entry(step=STEP + place)[1] for place in range(found)]
+        assert tokens == [*drafts, 50][:found] and kernel.meta[0, m.TRUST] == 5
+        assert kernel.state() == dict(STATUS=m.RUN, POSITION=FIRST + found, STEP=STEP + found)
 
 
 def test_greedy_keeps_no_counts_and_without_logprobs_nothing_is_reported():

@@ -77,9 +77,16 @@ def test_as_many_as_are_trusted_but_one_is_always_guessed():
     assert run([text], wanted=0)[0] == [1]
 
 
-def test_none_where_the_next_token_is_given_or_has_a_mask():
+def test_given_tokens_are_drafts_as_they_stand():
     text = [1, 2, 3, 1, 2]  # position 4
-    assert run([text], known=6)[0] == [0] and run([text], known=5)[0] == [7]
+    counts, (following,) = run([text], known=8)
+    assert counts == [3] and set(following) == {POISON}
+    assert run([text], known=8, most=2)[0] == [2] and run([text], known=5)[0] == [7]
+    assert run([[5]], known=4)[0] == [3], "nothing need repeat"
+
+
+def test_none_where_there_is_a_mask():
+    text = [1, 2, 3, 1, 2]
     assert run([text], flags=layout.FLAG_MASK)[0] == [0] and run([text], flags=layout.FLAG_PENALTIES)[0] == [7]
 
 

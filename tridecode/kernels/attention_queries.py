@@ -4,9 +4,10 @@ import triton
 import triton.language as tl
 
 from .attention import attention_bytes, attention_ref
-from .attention_rows import _pick, _tile
+from .attention_rows import _pick
 from .common import META_WIDTH, POSITION, RUN, SLOT, STATUS, gdc_launch_dependents, gdc_wait, interpreted, options
 from .op import Op
+from .pages import page_rows, pages_at
 from .rope import _partner
 from .splits import EMPTY, LOG2E, _combined, combine_splits
 
@@ -33,6 +34,24 @@ def _rotated(
     if NORM:
         y *= tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
     return y
+
+
+@triton.jit
+def _tile(
+    table_ptr,
+    t,
+    start,
+    end,
+    stride_kp,
+    PAGE: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):
+    """Where the positions from t lie in a head of the cache, [BLOCK_T, BLOCK_D], and which are in [start, end)."""
+    offs_t, offs_d = tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_D)
+    places = page_rows(pages_at(table_ptr, t, end, PAGE, BLOCK_T), t, stride_kp, PAGE, D, BLOCK_T) + offs_d[None, :]
+    return places, ((t + offs_t >= start) & (t + offs_t < end))[:, None] & (offs_d < D)[None, :]
 
 
 @triton.jit
@@ -124,15 +143,14 @@ def _attention_queries_kernel(
         per_split = _pick(per_splits, offs_m, request)
         first = (_pick(first_blocks, offs_m, request) + split * per_split) * BLOCK_T
         end = tl.minimum(first + per_split * BLOCK_T, position)
-        k_t, v_t = _tile(
-            k_ptr, v_ptr, table_ptr, head, first, start, end, stride_kp, stride_kh, PAGE, D, BLOCK_D, BLOCK_T
-        )
-
         row_ptr = qkv_ptr + request * QUERIES * stride_qkv
         mask_c = query < count
         q_ptrs = row_ptr + query * stride_qkv + (head * GROUP + member) * D
         q = _rotated(q_ptrs, position + query, mask_c, cos_ptr, sin_ptr, q_norm_ptr, offs_d, eps, D, QK_NORM)
         dot_q = tl.trans((q * (scale * LOG2E)).to(k_ptr.dtype.element_ty).to(TYPE))
+        k_head, v_head = k_ptr + head.to(tl.int64) * stride_kh, v_ptr + head.to(tl.int64) * stride_kh
+        tile, mask = _tile(table_ptr, first, start, end, stride_kp, PAGE, D, BLOCK_D, BLOCK_T)
+        k_t = tl.load(k_head + tile, mask=mask, other=0.0)
         mask_n = offs_n < count
         new_ptrs = row_ptr + offs_n * stride_qkv + (KV_HEADS * GROUP + head) * D
         new_k = _rotated(new_ptrs, position + offs_n, mask_n, cos_ptr, sin_ptr, k_norm_ptr, offs_d, eps, D, QK_NORM)
@@ -143,9 +161,9 @@ def _attention_queries_kernel(
         if split == 0:
             new = position + offs_n
             page = tl.load(table_ptr + new // PAGE, mask=mask_n, other=0).to(tl.int64)
-            write = page * stride_kp + head.to(tl.int64) * stride_kh + (new % PAGE) * D
-            tl.store(k_ptr + write[:, None] + offs_d[None, :], new_k, mask=mask_new)
-            tl.store(v_ptr + write[:, None] + offs_d[None, :], new_v, mask=mask_new)
+            write = (page * stride_kp + (new % PAGE) * D)[:, None] + offs_d[None, :]
+            tl.store(k_head + write, new_k, mask=mask_new)
+            tl.store(v_head + write, new_v, mask=mask_new)
 
         # Positions are the rows of the first product, D of the second, the columns of both the heads of the group for
         # one query after another. Sums are kept for each place of a tile and added up at the end. Masked scores
@@ -153,17 +171,17 @@ def _attention_queries_kernel(
         seen_new = (offs_n[:, None] <= query[None, :]) & (mask_n[:, None] & (split == 0))
         if WINDOW > 0:
             seen_new = seen_new & (offs_n[:, None] > query[None, :] - WINDOW)
-        s = tl.where(seen_new, tl.dot(new_k.to(TYPE), dot_q, input_precision="ieee"), EMPTY)
-        m = tl.max(s, 0)
-        p = tl.where(seen_new, tl.exp2(s - m[None, :]), 0.0)
-        l_t = tl.zeros([BLOCK_T, COLUMNS], tl.float32) + tl.where(offs_t[:, None] == 0, tl.sum(p, 0)[None, :], 0.0)
+        s_new = tl.where(seen_new, tl.dot(new_k.to(TYPE), dot_q, input_precision="ieee"), EMPTY)
+        m = tl.max(s_new, 0)
+        p_new = tl.where(seen_new, tl.exp2(s_new - m[None, :]), 0.0)
+        l_t = tl.zeros([BLOCK_T, COLUMNS], tl.float32) + tl.where(offs_t[:, None] == 0, tl.sum(p_new, 0)[None, :], 0.0)
         acc = tl.zeros([BLOCK_D, COLUMNS], tl.float32)
-        p = p.to(v_ptr.dtype.element_ty).to(TYPE)
-        acc = tl.dot(tl.trans(new_v.to(TYPE)), p, acc, input_precision="ieee")
+        p_new = p_new.to(v_ptr.dtype.element_ty).to(TYPE)
+        acc = tl.dot(tl.trans(new_v.to(TYPE)), p_new, acc, input_precision="ieee")
         for t in range(first, end, BLOCK_T):
-            k_next, v_next = _tile(  # in flight while the tile at t is attended to
-                k_ptr, v_ptr, table_ptr, head, t + BLOCK_T, start, end, stride_kp, stride_kh, PAGE, D, BLOCK_D, BLOCK_T
-            )
+            v_t = tl.load(v_head + tile, mask=mask, other=0.0)
+            tile, mask = _tile(table_ptr, t + BLOCK_T, start, end, stride_kp, PAGE, D, BLOCK_D, BLOCK_T)
+            k_next = tl.load(k_head + tile, mask=mask, other=0.0)  # in flight while the tile at t is attended to
             s = tl.dot(k_t.to(TYPE), dot_q, input_precision="ieee")
             seen = (t + offs_t < end)[:, None] & (query >= 0)[None, :]
             if WINDOW > 0:
@@ -176,7 +194,7 @@ def _attention_queries_kernel(
             p = p.to(v_ptr.dtype.element_ty).to(TYPE)
             acc = tl.dot(tl.trans(v_t.to(TYPE)), p, acc * alpha[None, :], input_precision="ieee")
             m = m_new
-            k_t, v_t = k_next, v_next
+            k_t = k_next
         l = tl.sum(l_t, 0)
 
         out_ptrs = out_ptr + (request * QUERIES + query).to(tl.int64) * stride_om + (head * GROUP + member) * D

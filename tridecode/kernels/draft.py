@@ -59,8 +59,9 @@ def _draft_kernel(
     meta: [rows, META_WIDTH] int32, DRAFTS is written; tokens: [slots, capacity + 1] int32, written behind POSITION;
     keys: [rows, SPLITS] int64, scratch; counter: [rows] int32, zero between launches. At most MOST drafts and, beside
     the first, as many as the row trusts; as many as leave every position below ROOM and every drawn token below LIMIT;
-    none where the next token is given or has a mask. Where the place found is so near that its continuation ends at the
-    position, it is repeated. Grid (rows, SPLITS), always launched without PDL: embed reads what is written here.
+    none where there is a mask. Tokens that are given are drafts as they stand. Where the place found is so near that
+    its continuation ends at the position, it is repeated. Grid (rows, SPLITS), always launched without PDL: embed reads
+    what is written here.
     """
     row, split = tl.program_id(0), tl.program_id(1)
     meta_ptr += row * META_WIDTH
@@ -70,12 +71,12 @@ def _draft_kernel(
     last = tl.load(meta_ptr + POSITION)
     tokens_ptr += slot * stride_tokens
     room = tl.minimum(tl.load(meta_ptr + ROOM) - 1, tl.load(meta_ptr + LIMIT) - 2) - last
-    count = tl.minimum(tl.minimum(tl.maximum(tl.load(meta_ptr + TRUST), 1), MOST), room)
-    draws = (last + 1 >= tl.load(meta_ptr + N_KNOWN)) & ((tl.load(meta_ptr + FLAGS) & FLAG_MASK) == 0)
-    count = tl.where(draws, tl.maximum(count, 0), 0)
+    given = tl.load(meta_ptr + N_KNOWN) - 1 - last
+    count = tl.minimum(tl.where(given > 0, given, tl.maximum(tl.load(meta_ptr + TRUST), 1)), tl.minimum(MOST, room))
+    count = tl.where((tl.load(meta_ptr + FLAGS) & FLAG_MASK) != 0, 0, tl.maximum(count, 0))
     share = tl.cdiv(tl.cdiv(last, SPLITS), BLOCK) * BLOCK
     best = tl.full([], NOWHERE, tl.int64)
-    if count > 0:
+    if (count > 0) & (given <= 0):
         end = tl.minimum((split + 1) * share, last)
         for first in range(split * share, end, BLOCK):
             i = first + tl.arange(0, BLOCK)
@@ -84,9 +85,9 @@ def _draft_kernel(
     if arrive(counter_ptr + row, SPLITS):
         best = tl.max(tl.load(keys_ptr + row * SPLITS + tl.arange(0, SPLITS), cache_modifier=".cg"), 0)
         place = (best & 0xFFFFFFFF).to(tl.int32)
-        count = tl.where(best < 0, 0, count)
+        count = tl.where((best < 0) & (given <= 0), 0, count)
         offs = tl.arange(0, LANES)
-        there = offs < count
+        there = offs < tl.where(given > 0, 0, count)
         source = place + 1 + offs % tl.maximum(last - place, 1)
         tl.store(tokens_ptr + last + 1 + offs, tl.load(tokens_ptr + source, mask=there, other=0), mask=there)
         tl.store(meta_ptr + DRAFTS, count)
@@ -106,13 +107,14 @@ def draft_ref(meta, tokens, keys, counter, most):
         state = meta[row].tolist()
         slot, last = state[SLOT.value], state[POSITION.value]
         room = min(state[ROOM.value] - 1, state[LIMIT.value] - 2) - last
-        count = max(min(max(state[TRUST.value], 1), most, room), 0)
-        if last + 1 < state[N_KNOWN.value] or state[FLAGS.value] & FLAG_MASK.value:
+        given = max(state[N_KNOWN.value] - 1 - last, 0)
+        count = max(min(given or max(state[TRUST.value], 1), most, room), 0)
+        if state[FLAGS.value] & FLAG_MASK.value:
             count = 0
         text = tokens[slot, : last + 1]
-        place = latest_place(text) if count else None
+        place = latest_place(text) if count and not given else None
         if place is None:
-            count = 0
+            count = count if given else 0
         else:
             following = place + 1 + torch.arange(count) % (last - place)
             tokens[slot, last + 1 : last + 1 + count] = text[following.to(text.device)]

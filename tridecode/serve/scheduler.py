@@ -273,10 +273,9 @@ class Scheduler:
         if token == LATE_TOKEN:
             return
         running.position += 1
-        if entry.following:
-            job.accepted += 1
-        else:
-            job.drafted += entry.drafted
+        if not running.given:  # of what it draws
+            job.accepted += entry.following > 0
+            job.drafted += entry.drafted if not entry.following else 0
         if token == NO_TOKEN:
             others = held.shared > 0  # what it found may be another one's fault: then it computes all by itself
             self.slots.discredit(running.slot, job.tokens)

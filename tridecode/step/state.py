@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
+from triton import next_power_of_2
 
 from ..cache.kv import KVCache, make_kv_cache
 from ..kernels.attention import ATTENTION
@@ -98,9 +99,10 @@ class DecodeModel:
     def writes_first(self) -> bool:
         """K and V enter the cache before attention, in which each row of a request stands for itself, as it must where
         its bits are those that it has alone; elsewhere all are attended together, if their tiles fit."""
-        columns = self.queries * self.config.num_heads // self.config.num_kv_heads
-        wide = columns > 64 or self.config.head_dim > 128 or self.weights.dtype == torch.float32
-        return self.queries > 1 and (self.fixed_chunk > 0 or wide and self.device.type == "cuda")
+        dim, group = self.config.head_dim, self.config.num_heads // self.config.num_kv_heads
+        fits = next_power_of_2(self.queries * group) * dim <= 4096 and dim == next_power_of_2(dim)
+        alone = self.fixed_chunk > 0 or not fits or self.weights.dtype == torch.float32
+        return self.queries > 1 and alone
 
     @property
     def attention(self) -> Op:

@@ -71,7 +71,8 @@ def _accept_kernel(
     [slots, RING] int64 (out); with LOGPROBS logits: [rows * QUERIES, vocab] fp32, lse: [rows * QUERIES] fp32, logprobs:
     [slots, RING, LOGPROBS_WIDTH] fp32 (out). Moves a few hundred bytes a row. Grid (rows,).
     What finish_step does to one token happens here to all that are accepted, in lanes: a step that does not end with
-    RUN is the last. A row alone with its draft verifies it all the same, so that it learns when drafts are right.
+    RUN is the last. A row alone with its draft verifies it all the same, so that it learns when drafts are right; from
+    tokens that were given nothing is learned.
     """
     if PDL:
         gdc_launch_dependents()
@@ -102,7 +103,7 @@ def _accept_kernel(
         stops = tl.sum((stop_ids[None, :] == token[:, None]).to(tl.int32), 1) > 0
         status = tl.where(ends, LIMIT_REACHED, tl.where(waits, WAIT, RUN))
         status = tl.where(bad, NAN, tl.where(stops & draws, STOP, status))
-        right = draws & (lanes < drafts) & (token == there)
+        right = ran & (bad == 0) & (lanes < drafts) & (token == there)
         last = tl.minimum(_leading(right & (status == RUN)), verified)
         accepted = lanes <= last
         writes = accepted & draws
@@ -117,12 +118,14 @@ def _accept_kernel(
             tl.store(logprobs_ptr + ring * LOGPROBS_WIDTH, logit - tl.load(lse_ptr + source, mask=sound), mask=sound)
         hits = _leading(right)
         grown = tl.where(hits >= tl.minimum(drafts, QUERIES), tl.minimum(2 * trust + 1, MAX_DRAFTS), hits)
-        wanted = tl.where(drafts > 0, grown, 0)
+        given = tl.load(meta_ptr + N_KNOWN) - 1 - position
+        grown = tl.where((given > 0) | (drafts == 0), trust, grown)
+        wanted = tl.where(given > 0, tl.minimum(given, MAX_DRAFTS), tl.where(drafts > 0, grown, 0))
         failed = tl.sum(tl.where((lanes == last) & bad, 1, 0), 0)
         tl.store(meta_ptr + STATUS, tl.sum(tl.where(lanes == last, status, 0), 0))
         tl.store(meta_ptr + POSITION, position + 1 + last - failed)
         tl.store(meta_ptr + STEP, step + 1 + last)
-        tl.store(meta_ptr + TRUST, tl.where(drafts > 0, grown, trust))
+        tl.store(meta_ptr + TRUST, grown)
         told = (last - lanes) << FOLLOWING_SHIFT | verified << DRAFTED_SHIFT | wanted << WANTED_SHIFT
         entry = (generation << GENERATION_SHIFT) | (((step + lanes) & STEP_MASK).to(tl.int64) << STEP_SHIFT)
         entry |= (told | token).to(tl.int64)  # a bad one is NO_TOKEN
@@ -176,15 +179,18 @@ def accept_ref(drawn, meta, tokens, counts, out, logits, lse=None, logprobs_ring
                     source=row * queries + query,
                 )  # fmt: skip
                 done, last = int(meta[row, m.STATUS]) != m.RUN, query
-            right = not bad and query < drafts and token == guessed[query]
+            given = first + 1 + query < state[m.N_KNOWN]
+            right = not bad and query < drafts and (given or token == guessed[query])
             if not right:
                 break
             hits += 1
-        grown = min(2 * state[m.TRUST] + 1, m.MAX_DRAFTS) if hits >= min(drafts, queries) else hits
-        if drafts:
-            meta[row, m.TRUST] = grown
+        given, grown = state[m.N_KNOWN] - 1 - first, state[m.TRUST]
+        if drafts and given <= 0:
+            grown = min(2 * grown + 1, m.MAX_DRAFTS) if hits >= min(drafts, queries) else hits
+        meta[row, m.TRUST] = grown
+        wanted = min(given, m.MAX_DRAFTS) if given > 0 else grown * (drafts > 0)
         for query in range(last + 1):
-            out[slot, (step + query) % m.RING] |= m.ring_entry(0, 0, 0, last - query, verified, grown * (drafts > 0))
+            out[slot, (step + query) % m.RING] |= m.ring_entry(0, 0, 0, last - query, verified, wanted)
 
 
 def accept_bytes(drawn, meta, tokens, counts, out, logits, lse=None, logprobs_ring=None) -> int:

@@ -13,6 +13,7 @@ from ..common import (
     FLAGS,
     FREQUENCY_PENALTY,
     META_WIDTH,
+    N_KNOWN,
     POSITION,
     PRESENCE_PENALTY,
     REPETITION_PENALTY,
@@ -98,7 +99,8 @@ def _process_kernel(
     if QUERIES > 1:
         first = tl.load(meta_ptr + POSITION) - row % QUERIES
         for back in tl.static_range(1, QUERIES):
-            place = tl.where(back <= row % QUERIES, first + back, 0)
+            new = (back <= row % QUERIES) & (first + back >= tl.load(meta_ptr + N_KNOWN))  # what is given was counted
+            place = tl.where(new, first + back, 0)
             guessed = tl.load(tokens_ptr + slot.to(tl.int64) * stride_tokens + place)
             counts += tl.where((offs_n == guessed) & (offs_n < counted) & (place > 0), 2, 0)
     if PDL:

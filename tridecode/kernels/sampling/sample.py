@@ -357,7 +357,8 @@ def sample_ref(
         if not bad:
             seen, position = counts[slot], state[m.POSITION]
             if before := row % queries:  # the drafts that it comes behind
-                guessed = tokens[slot, position - before + 1 : position + 1].long()
+                first = max(position - before + 1, state[m.N_KNOWN])  # what is given was counted
+                guessed = tokens[slot, first : position + 1].long()
                 seen = seen.index_add(0, guessed, torch.full_like(guessed, 2, dtype=seen.dtype))
             y = sampler.processed[row].copy_(process_ref(x, seen, bias[slot], state[m.FLAGS], *penalties))
             token = int(y.argmax())
