@@ -1,7 +1,7 @@
 """Speculation: text that repeats comes several tokens a pass, and is the text without, whatever comes or goes.
 
-In fp32, where the rows of a pass have no influence on a text; on a GPU also in bf16 in the batch-invariant mode. A model
-with sharp logits repeats itself, sampled too.
+In fp32, where the rows of a pass have no influence on a text; on a GPU also in bf16 in the batch-invariant mode. A
+model with sharp logits repeats itself, sampled too.
 """
 
 from dataclasses import replace
@@ -18,15 +18,15 @@ from tridecode.model.checkpoint import random_weights
 from tridecode.step.dispatch import most_queries
 from tridecode.step.state import verify_rows
 
-POISON, CAPACITY = 301, 128
+POISON, CAPACITY, SHARP = 301, 128, 12.0
 PARAMS = {
     "greedy": SamplingParams(temperature=0.0),
-    "sampled": SamplingParams(temperature=0.8, top_k=40, top_p=0.95, seed=11),
+    "sampled": SamplingParams(temperature=0.4, top_k=40, top_p=0.95, seed=11),
     "penalties": SamplingParams(
-        temperature=0.7, repetition_penalty=1.05, presence_penalty=0.1, frequency_penalty=0.02, seed=5,
+        temperature=0.3, repetition_penalty=1.02, presence_penalty=0.1, frequency_penalty=0.02, seed=5,
         logit_bias={7: 2},
     ),
-    "logprobs": SamplingParams(temperature=0.8, min_p=0.01, seed=3, logprobs=3),
+    "logprobs": SamplingParams(temperature=0.4, min_p=0.01, seed=3, logprobs=3),
 }  # fmt: skip
 PROMPTS = [
     [5, 17, 42, 8] * 5,
@@ -42,7 +42,7 @@ def engine_of(slots=1, ahead=1, speculate="ngram", capacity=CAPACITY, dtype=torc
     weights = engine.model.weights.tensors()  # those of any machine
     for name, tensor in random_weights(engine.config, torch.device("cpu"), dtype, seed=0).tensors().items():
         weights[name].copy_(tensor)
-    engine.model.weights.final_norm.mul_(3)
+    engine.model.weights.final_norm.mul_(SHARP)
     engine.model.weights.embed[POISON] = float("nan")
     engine.scheduler._ahead = ahead
     engine.threads = 1
@@ -92,9 +92,10 @@ def test_the_text_is_the_one_without(engine, alone, kind):
         same(result, alone(prompt, params))
         usage = result.usage
         assert 0 <= usage.accepted <= usage.drafted and usage.completion_tokens == len(result.token_ids)
-        assert usage.tokens_per_pass == pytest.approx(80 / (80 - usage.accepted))
+        drawn = len(result.token_ids)
+        assert usage.tokens_per_pass == pytest.approx(drawn / (drawn - usage.accepted))
         accepted += usage.accepted
-    assert accepted > 40, "nothing was won"
+    assert accepted > 15, "nothing was won"
 
 
 def test_text_in_company_is_the_one_alone(alone):
@@ -110,10 +111,9 @@ def test_text_in_company_is_the_one_alone(alone):
 
 def test_the_end_at_any_token(engine, alone):
     whole = alone(PROMPTS[0], replace(PARAMS["greedy"], max_tokens=40)).token_ids
-    for most in range(1, 40):
-        for kind in ("greedy", "logprobs"):
-            params = replace(PARAMS[kind], max_tokens=most)
-            same(engine.generate(PROMPTS[0], params), alone(PROMPTS[0], params))
+    for most in range(1, 30):
+        params = replace(PARAMS["logprobs" if most % 2 else "greedy"], max_tokens=most)
+        same(engine.generate(PROMPTS[0], params), alone(PROMPTS[0], params))
     for token in set(whole):
         params = replace(PARAMS["greedy"], max_tokens=40, stop_token_ids=(token,))
         result = engine.generate(PROMPTS[0], params)
@@ -189,12 +189,12 @@ def test_a_preempted_request_goes_on_where_it_was(small, alone):
 
 def test_the_batch_invariant_mode_keeps_its_bits():
     dtype = torch.bfloat16 if CUDA else torch.float32
-    shape = dict(num_heads=4, num_kv_heads=2) if not CUDA else dict(hidden_size=1024, head_dim=128, intermediate_size=2048)
+    shape = dict(hidden_size=1024, head_dim=128, intermediate_size=2048) if CUDA else {}
     results = []
     for speculate in ("off", "ngram"):
         build = {"slots": 3, "speculate": speculate, "batch_invariant": True, "chunk_tokens": 64}
         engine = tiny_engine(dtype=dtype, capacity=256, tie_word_embeddings=False, build=build, **shape)
-        engine.model.weights.final_norm.mul_(3)
+        engine.model.weights.final_norm.mul_(SHARP)
         params = [replace(each, max_tokens=60) for each in PARAMS.values()]
         results.append([])
         for _ in range(2):  # graphs that verify come after the first answer
@@ -227,14 +227,11 @@ def test_stop_strings_cut_as_without(bundled, stop):
 
 
 def test_a_grammar_beside_text_that_repeats(bundled):
-    structured = SamplingParams(temperature=0, max_tokens=30, structure={"type": "regex", "pattern": "(ab|cd)+"})
+    structured = SamplingParams(temperature=0, max_tokens=30, regex="(ab|cd)+")
     free = SamplingParams(temperature=0, max_tokens=60)
     found = []
     for engine in bundled:
-        try:
-            requests = [engine.submit("one two one two one two", each) for each in (free, structured)]
-        except (ParameterError, TypeError) as error:
-            pytest.fail(str(error))
+        requests = [engine.submit("one two one two one two", each) for each in (free, structured)]
         found.append([request.result() for request in requests])
     for off, ngram in zip(*found):
         same(ngram, off)
@@ -266,7 +263,7 @@ def test_a_pass_of_kernels_does_what_the_references_do(kind, params):
     for engine in engines:
         begin(engine, ids, 0, replace(params, seed=3))
         engine.model.workspace.meta[0, layout.TRUST] = 3
-    for tokens in (4, 4, 4, 1, 2, 4) if not CUDA else (4, 8, 1, 2, 4, 8, 8):
+    for tokens in (4, 8, 1, 2, 4, 8, 8) if CUDA else (8, 1, 2, 4):
         for engine in engines:
             engine.steps.replay(kind, 1, tokens=tokens)
             engine.synchronize()

@@ -9,6 +9,7 @@ from .terminal import one_line
 LOADING = (  # arguments of Engine.load, each an option
     "model", "device", "backend", "dtype", "max_seq_len", "slots", "kv_tokens", "graph", "graph_sizes", "chunk_tokens",
     "prompt_graph_max_tokens", "prompt_graph_sizes", "prompt_attention", "prompt_ms", "batch_invariant", "max_queue",
+    "speculate",
 )  # fmt: skip
 
 

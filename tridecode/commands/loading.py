@@ -48,6 +48,7 @@ def load_model(args, model: str | None, max_seq_len: int | None, output: Output)
             prompt_ms=args.prompt_ms,
             prefix_sharing=args.prefix_sharing,
             batch_invariant=args.batch_invariant,
+            speculate=args.speculate,
             max_queue=getattr(args, "max_queue", None),
             progress=progress,
         )

@@ -4,7 +4,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
-from triton import next_power_of_2
 
 from ..cache.kv import KVCache, make_kv_cache
 from ..kernels.attention import ATTENTION
@@ -92,7 +91,7 @@ class DecodeModel:
             return shapes
         attention = replace(shapes.attention, early=False)
         if not self.writes_first:
-            attention = replace(attention, queries=self.queries, least=min(attention.least, 2))
+            attention = replace(attention, queries=self.queries, block_t=32, least=4)
         return replace(shapes, attention=attention)
 
     @property
@@ -100,7 +99,7 @@ class DecodeModel:
         """K and V enter the cache before attention, in which each row of a request stands for itself, as it must where
         its bits are those that it has alone; elsewhere all are attended together, if their tiles fit."""
         dim, group = self.config.head_dim, self.config.num_heads // self.config.num_kv_heads
-        fits = next_power_of_2(self.queries * group) * dim <= 4096 and dim == next_power_of_2(dim)
+        fits = self.queries * group <= 32 and dim in (64, 128)
         alone = self.fixed_chunk > 0 or not fits or self.weights.dtype == torch.float32
         return self.queries > 1 and alone
 

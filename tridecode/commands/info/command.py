@@ -30,7 +30,7 @@ def info(args, output: Output) -> int:
     support = capture_support(backend, config, dtype, device)
     policy = Policy(
         args.chunk_tokens, prompt_ms=args.prompt_ms, prefix_sharing=args.prefix_sharing,
-        batch_invariant=args.batch_invariant,
+        batch_invariant=args.batch_invariant, speculate=args.speculate,
     )  # fmt: skip
     memory = memory_facts(config, dtype, device, args, policy, graphs_of(args, policy.chunk_tokens, support))
     chunk = policy.chunk(memory["slots"], memory["context"] or policy.chunk_tokens, PAGE)
@@ -127,14 +127,15 @@ def prompt_facts(
 def run_facts(
     device: torch.device, backend: str, dtype: torch.dtype, graphs: GraphPlan, captured: bool, policy: Policy
 ) -> dict:
-    """`batch_invariant`: whether a request has the same bits in any company. `pdl`: programmatic dependent launch, from
-    compute capability 9.0 on."""
+    """`batch_invariant`: whether a request has the same bits in any company. `speculate`: as the option. `pdl`:
+    programmatic dependent launch, from compute capability 9.0 on."""
     return {
         "device": str(device),
         "backend": backend,
         "dtype": str(dtype).removeprefix("torch."),
         "graph": graphs.graph,
         "batch_invariant": policy.batch_invariant,
+        "speculate": policy.speculate,
         "pdl": captured and torch.cuda.get_device_capability(device) >= (9, 0),
     }
 
@@ -235,6 +236,7 @@ def pool_words(memory: dict) -> str:
 
 def graph_words(run: dict) -> str:
     company = ", the same bits in any company" if run["batch_invariant"] else ""
+    company += ", several tokens a pass where the text repeats" if run["speculate"] != "off" else ""
     if run["graph"] == "none":
         return f"no graph{company}"
     graphs = "CUDA graphs between attention launches" if run["graph"] == "piecewise" else "one CUDA graph a pass"
