@@ -206,6 +206,48 @@ def test_the_batch_invariant_mode_keeps_its_bits():
     assert sum(r.usage.accepted for r in ngram) > 40 and not any(r.usage.drafted for r in off)
 
 
+@pytest.mark.skipif(not CUDA, reason="CUDA graphs exist on a GPU only")
+def test_graphs_that_verify_come_after_the_first_answer():
+    engine = tiny_engine("triton", "full", capacity=256, build={"speculate": "ngram", "slots": 2})
+    params, steps = replace(PARAMS["greedy"], max_tokens=60), engine.steps
+    first, at_load = [], steps.captures
+    for _ in range(2):
+        first.append(engine.generate(PROMPTS[0], params, reuse_prefix=False))
+        assert (steps.captures == at_load) == (len(first) == 1), "after the first, and in the midst of the second"
+    while engine.capture_next():
+        pass
+    captured = steps.captures
+    assert captured == at_load + 3 * (3 + 3)
+    for _ in range(3):
+        requests = [engine.submit(prompt, each) for each in (params, PARAMS["sampled"]) for prompt in PROMPTS[:3]]
+        assert all(len(request.result().token_ids) > 1 for request in requests)
+    assert steps.captures == captured and any(" x8" in stat.kind for stat in engine.graph_stats())
+    eager = tiny_engine("triton", "none", capacity=256, build={"speculate": "ngram", "slots": 2})
+    steps.check_addresses = True
+    for kind in ("greedy", "logprobs"):  # the same passes, launched and replayed
+        for each in (engine, eager):
+            each.rewind(40, PARAMS[kind] if kind == "greedy" else replace(PARAMS[kind], seed=3), rows=2, given=30)
+            for tokens in (8, 4, 2, 8, 1):
+                each.steps.replay(kind, 2, tokens=tokens)
+            each.synchronize()
+        assert torch.equal(engine.model.workspace.meta, eager.model.workspace.meta), kind
+
+
+@pytest.mark.skipif(not CUDA, reason="allocations of a GPU")
+def test_passes_that_verify_allocate_nothing():
+    engine = tiny_engine("triton", "full", capacity=512, build={"speculate": "ngram"})
+    while engine.capture_next():
+        pass
+    engine.rewind(40, replace(PARAMS["greedy"], seed=1))
+    before = torch.cuda.memory_stats()
+    for tokens in (8, 4, 2, 1) * 20:
+        engine.enqueue(PARAMS["greedy"], tokens=tokens)
+    engine.synchronize()
+    after = torch.cuda.memory_stats()
+    for name in ("allocation.all.allocated", "segment.all.allocated"):
+        assert before[name] == after[name], name
+
+
 # ---- the bundled model: text, stop strings, grammars
 
 

@@ -43,7 +43,7 @@ SOURCE = 35  # row of the prompt pass that this row continues, written by the ho
 OWN = -1
 LATE = 36  # 1: when this pass wanted the row's mask it was not there yet, and the row does the same pass again
 DRAFTS = 37  # tokens behind POSITION that are guessed, in this pass
-TRUST = 38  # of them, how many may be guessed at a time: more after success, none after failure
+TRUST = 38  # how many may be guessed at a time: more after success, fewer and at last none after failure
 
 # STATUS values: with anything but RUN every kernel of a step leaves without writing
 RUN = 0

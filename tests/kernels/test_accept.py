@@ -73,10 +73,12 @@ def test_fewer_drafts_than_rows_and_none():
     assert tokens == [11] and row[m.TRUST] == 5 and (entry.drafted, entry.wanted) == (0, 0)
 
 
-def test_trust_grows_with_every_success_and_ends_with_failure():
+def test_trust_grows_with_every_success_and_is_lost_by_failures():
     grown = [verify([11] * (trust + 1), [11] * trust, queries=8, trust=trust)[1][m.TRUST] for trust in (1, 3, 7)]
     assert grown == [3, 7, 7]
-    assert verify([12], [11] * 7, queries=8, trust=7)[1][m.TRUST] == 0
+    lost = [verify([12], [11] * trust, queries=8, trust=trust)[1][m.TRUST] for trust in (7, 3, 1)]
+    assert lost == [3, 1, 0]
+    assert verify([11] * 5 + [12], [11] * 7, queries=8, trust=7)[1][m.TRUST] == 5
 
 
 @pytest.mark.parametrize("token, trust", [(11, 1), (12, 0)])

@@ -120,11 +120,11 @@ class Scheduler:
         for job in list(self.roster.jobs):
             self.cancel(job)
 
-    def rewind(self, positions: list[int], params: SamplingParams) -> None:
+    def rewind(self, positions: list[int], params: SamplingParams, given: int = 0) -> None:
         """Slots.rewind, for benchmarks. Whatever runs or waits is cancelled."""
         self.cancel_all()
         self._unsettled = True  # the next job finds all rows idle and all pages free
-        self.slots.rewind(positions, params)
+        self.slots.rewind(positions, params, given)
 
     def assert_consistent(self) -> None:
         self._settle()

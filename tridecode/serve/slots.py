@@ -183,17 +183,18 @@ class Slots:
                 held.tokens = []
             self.release(slot)
 
-    def rewind(self, positions: list[int], params: SamplingParams) -> None:
-        """Put rows and slots 0, 1, ... at `positions` with whatever the cache holds. Each has its share of the pages,
-        up to the capacity. Raises OutOfPages."""
+    def rewind(self, positions: list[int], params: SamplingParams, given: int = 0) -> None:
+        """Put rows and slots 0, 1, ... at `positions` with whatever the cache holds, and so many given tokens behind.
+        Each has its share of the pages, up to the capacity. Raises OutOfPages."""
         capacity = self.model.kv.capacity
         self.recover()
         self.cache.clear()
         for slot, position in enumerate(positions):
             spare = self.pages.free - sum(self.pages_for(later + 1) for later in positions[slot:])
             room = (self.pages_for(position + 1) + max(spare, 0) // (len(positions) - slot)) * self.page
-            self.write_tokens(slot, [0] * (position + 1), min(room, capacity))
-            self.begin(slot, slot, params, position=position, n_known=position + 1, limit=capacity + 1, stop_ids=())
+            known = min(position + 1 + given, capacity)
+            self.write_tokens(slot, [0] * known, min(room, capacity))
+            self.begin(slot, slot, params, position=position, n_known=known, limit=capacity + 1, stop_ids=())
 
     def assert_consistent(self) -> None:
         """Every page is free, a slot's, or can be found, and counted as often; only what can be found is two slots',

@@ -117,7 +117,8 @@ def _accept_kernel(
             logit = tl.load(logits_ptr + source.to(tl.int64) * stride_logits + token, mask=sound, other=0.0)
             tl.store(logprobs_ptr + ring * LOGPROBS_WIDTH, logit - tl.load(lse_ptr + source, mask=sound), mask=sound)
         hits = _leading(right)
-        grown = tl.where(hits >= tl.minimum(drafts, QUERIES), tl.minimum(2 * trust + 1, MAX_DRAFTS), hits)
+        lost = tl.maximum(hits, trust // 2)
+        grown = tl.where(hits >= tl.minimum(drafts, QUERIES), tl.minimum(2 * trust + 1, MAX_DRAFTS), lost)
         given = tl.load(meta_ptr + N_KNOWN) - 1 - position
         grown = tl.where((given > 0) | (drafts == 0), trust, grown)
         wanted = tl.where(given > 0, tl.minimum(given, MAX_DRAFTS), tl.where(drafts > 0, grown, 0))
@@ -186,7 +187,8 @@ def accept_ref(drawn, meta, tokens, counts, out, logits, lse=None, logprobs_ring
             hits += 1
         given, grown = state[m.N_KNOWN] - 1 - first, state[m.TRUST]
         if drafts and given <= 0:
-            grown = min(2 * grown + 1, m.MAX_DRAFTS) if hits >= min(drafts, queries) else hits
+            right = hits >= min(drafts, queries)
+            grown = min(2 * grown + 1, m.MAX_DRAFTS) if right else max(hits, grown // 2)
         meta[row, m.TRUST] = grown
         wanted = min(given, m.MAX_DRAFTS) if given > 0 else grown * (drafts > 0)
         for query in range(last + 1):
