@@ -101,8 +101,9 @@ class Loaded:
         support = placement.capture_support(backend, config, torch_dtype, place)
         planned = placement.plan_graphs(slots, chunk_tokens, *support, graph=graph, **graphs)
         plan, capacity, notes = placement.plan_capacity(
-            config, torch_dtype, place, max_seq_len, slots, kv_tokens, chunk_tokens, planned.one_piece
-        )
+            config, torch_dtype, place, max_seq_len, slots, kv_tokens, chunk_tokens, planned.one_piece,
+            policy.speculates,
+        )  # fmt: skip
         pool = plan.kv_tokens(capacity, kv_tokens, str(place))
         page = placement.page_size(backend, slots, batch_invariant) or capacity
         pages = None if pool == slots * capacity else -(-pool // page)
@@ -145,12 +146,13 @@ class Loaded:
         chunk_tokens = policy.chunk(slots, capacity, page or capacity)
         support = placement.capture_support(backend, config, weights.dtype, weights.device)
         planned = placement.plan_graphs(slots, chunk_tokens, *support, graph=graph, batch_invariant=invariant, **more)
-        plan = plan or plan_memory(config, weights.dtype, weights.device, slots, chunk_tokens, planned.one_piece)
+        place, how = weights.device, (slots, chunk_tokens, planned.one_piece, policy.speculates)
+        plan = plan or plan_memory(config, weights.dtype, place, *how)
         with allocating(capacity, weights.device):
             sizes = pages, max(slots, *planned.sizes), chunk_tokens
             model = make_model(
                 config, weights, capacity, slots, page, shapes, *sizes, batch_invariant=invariant,
-                speculate=policy.speculate != "off",
+                speculate=policy.speculates,
             )  # fmt: skip
         notes = [*notes, *filter(None, [planned.note])]
         return cls(model, tokenizer, backend, planned, plan, name, notes, None, policy)

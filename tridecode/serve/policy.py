@@ -45,6 +45,10 @@ class Policy:
         if self.batch_invariant and self.prompt_ms != PROMPT_MS:
             raise ParameterError("prompt_ms: with batch_invariant all prompt passes are alike; use chunk_tokens")
 
+    @property
+    def speculates(self) -> bool:
+        return self.speculate != "off"
+
     @classmethod
     def out_of(cls, options: dict) -> "Policy":
         """Of what it takes of `options`; the others stay there."""

@@ -83,10 +83,10 @@ def memory_facts(
     """Sizes in bytes, contexts in tokens. `context` of each of the `slots` requests, and `kv_tokens` that all of them
     share: what would be allocated; 0, with `problem`, where it cannot be."""
     slots, per_token = slots_of(args), kv_bytes_per_token(config, dtype)
-    plan, problem = plan_memory(config, dtype, device, slots, policy.chunk_tokens, graphs.one_piece), None
-    asked = args.max_seq_len, slots, args.kv_tokens, policy.chunk_tokens, graphs.one_piece
+    how, problem = (policy.chunk_tokens, graphs.one_piece, policy.speculates), None
+    plan = plan_memory(config, dtype, device, slots, *how)
     try:
-        _, context, _ = plan_capacity(config, dtype, device, *asked)
+        _, context, _ = plan_capacity(config, dtype, device, args.max_seq_len, slots, args.kv_tokens, *how)
         pool = plan.kv_tokens(context, args.kv_tokens, str(device))
     except DeviceError as error:
         context, pool, problem = 0, 0, str(error)
