@@ -25,7 +25,7 @@ KINDS = ("greedy", "sample", "logprobs")
 
 
 def step(run: Run, model: DecodeModel, kind: str, masked: bool = False) -> None:
-    """Run one token step, of a model of_queries several."""
+    """Run one token step; of a model of_queries as many as its guesses are right."""
     if model.requests is not None:
         guess(run, model)
     token_to_hidden(run, model)

@@ -34,7 +34,7 @@ class Support(IntEnum):
     ALWAYS = 3
 
 
-ATTENTION = {"triton": Support.UNIFORM_SINGLE_TOKEN_DECODE, "torch": Support.NEVER}  # backends of the decode pass
+ATTENTION = {"triton": Support.UNIFORM_BATCH, "torch": Support.NEVER}  # backends of the decode pass
 PROMPT_ATTENTION = {"triton": Support.ALWAYS, "flash": Support.NEVER, "cudnn": Support.NEVER}  # and of the prompt pass
 
 
