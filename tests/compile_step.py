@@ -99,13 +99,15 @@ def meta_model(preset: str, dtype: torch.dtype, arch: int, capacity: int = 4096)
     rope = torch.empty(capacity, config.head_dim // 2, device=device)
     weights = empty_weights(config, device, dtype, packs=True)
     prompt_shape = prompt_attention_shape(arch, 132, batch_invariant=False, fp8_kv=config.fp8_kv)
+    workspace = make_workspace(config, capacity, device, dtype, slots=64)
     return DecodeModel(
         config=config,
         weights=weights,
         kv=make_kv_cache(config, capacity, device, dtype, page=PAGE),
         cos=rope,
         sin=rope,
-        workspace=make_workspace(config, capacity, device, dtype, slots=64),
+        workspace=workspace,
+        verify=workspace,
         prompt=make_prompt_buffers(config, 2048, device, dtype, prompt_shape),
         prompt_shape=prompt_shape,
         shapes_by_rows=shapes_of(config, weights, arch),
@@ -137,6 +139,12 @@ def run_all(preset: str, dtype: torch.dtype, arch: int) -> None:
         for kind in decode.KINDS:
             decode.step(launcher(model), model.of_rows(rows), kind)
             decode.step(launcher(model), model.of_rows(rows), kind, masked=True)
+    if not model.config.fp8_kv:  # which are not verified
+        for requests, queries in ((1, 1), (1, 8), (2, 2), (4, 4)):
+            for kind in decode.KINDS:
+                decode.step(launcher(model), model.of_queries(requests, queries), kind)
+        alone = replace(model.of_queries(4, 4), fixed_chunk=256)  # as in the batch-invariant mode
+        decode.step(launcher(model), alone, "greedy")
     if preset in FEW_BITS:
         dequantise(model.weights.layers[0].qkv, 0, 1024, model.prompt.dequantised)
     else:

@@ -5,14 +5,14 @@ import torch
 from tridecode.engine import Engine
 from tridecode.model.checkpoint import random_weights
 from tridecode.model.config import ModelConfig, RopeConfig
-from tridecode.step.shapes import AttentionShape, MatvecShape, StepShapes
+from tridecode.step.shapes import AttentionRowsShape, AttentionShape, MatvecShape, StepShapes
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda", 0) if CUDA else torch.device("cpu")
 # few, large programs: the interpreter takes about 2 ms for each and each loop turn
-INTERPRETER_SHAPES = StepShapes(
-    *(MatvecShape(n, 1) for n in (128, 64, 64, 64, 128)), AttentionShape(block_t=32, splits=3)
-)
+_PRODUCTS = [MatvecShape(n, 1) for n in (128, 64, 64, 64, 128)]
+INTERPRETER_SHAPES = StepShapes(*_PRODUCTS, AttentionShape(block_t=32, splits=3))
+SEVERAL_ROWS = StepShapes(*_PRODUCTS, AttentionRowsShape(block_t=32, splits=3, least=1, programs=3))
 
 
 def tiny_config(**overrides) -> ModelConfig:
@@ -67,7 +67,7 @@ def tiny_engine(
     if backend == "auto":
         backend = "triton" if CUDA else "torch"
     weights = random_weights(config, DEVICE, dtype, seed, on_host)
-    shapes = None if CUDA else INTERPRETER_SHAPES
+    shapes = None if CUDA else {1: INTERPRETER_SHAPES, 2: SEVERAL_ROWS}
     return Engine.build(config, weights, None, capacity, backend, graph, shapes=shapes, **build or {})
 
 

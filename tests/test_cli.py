@@ -173,9 +173,21 @@ def test_generate_json_is_one_line_with_everything(run, tiny):
         "prompt_tokens": expected.usage.prompt_tokens,
         "reused_tokens": 0,
         "completion_tokens": 12,
+        "drafted": 0,
+        "accepted": 0,
     }
     assert set(report["timings"]) == {"ttft", "decode", "tokens_per_second"} and report["timings"]["ttft"] > 0
     assert isinstance(report["seed"], int) and "error" not in report
+
+
+def test_generate_speculates_when_told_to(run, tiny):
+    """Text that repeats itself, which this model's soon does."""
+    options = ["generate", "--model", tiny, "--json", "--prompt", "a b a b a b a b", *GREEDY, "--max-tokens", 60]
+    off, ngram = (json.loads(run(*options, "--speculate", each)[1]) for each in ("off", "ngram"))
+    assert ngram["token_ids"] == off["token_ids"] and ngram["text"] == off["text"]
+    assert 0 < ngram["usage"]["accepted"] <= ngram["usage"]["drafted"] and off["usage"]["drafted"] == 0
+    assert " a pass" in speed_line(Usage(5, 0, 60, 40, 30), Timings(0.1, 1.0, 59.0))
+    assert " a pass" not in speed_line(Usage(5, 0, 60), Timings(0.1, 1.0, 59.0))
 
 
 def test_generate_streams_the_same_text(run, tiny):
@@ -265,7 +277,8 @@ def test_info_counts_without_loading(run, tiny, monkeypatch):
     assert report["memory"]["kv_per_token"] == 2 * 2 * 2 * 128 * 4  # K and V, layers, heads, head_dim, fp32
     assert (report["memory"]["context"], report["memory"]["largest_context"]) == (100, 512)
     assert report["run"] == {
-        "device": "cpu", "backend": "torch", "dtype": "float32", "graph": "none", "pdl": False, "batch_invariant": False
+        "device": "cpu", "backend": "torch", "dtype": "float32", "graph": "none", "pdl": False,
+        "batch_invariant": False, "speculate": "off",
     }  # fmt: skip
     assert report["versions"]["tridecode"] == __version__ and report["versions"]["python"] == sys.version.split()[0]
     code, out, err = run("info", "--model", tiny, "--device", "cpu")
@@ -309,6 +322,12 @@ def test_info_tells_how_prompts_would_be_read(run, tiny):
     assert f"\nprompts      {words}; attention by torch; buffers" in run(*argv)[1]
     assert json.loads(run(*argv, "--max-seq-len", 100, "--json")[1])["prompts"]["chunk_tokens"] == 100
     assert "each is read for itself alone" in run(*argv, "--no-prefix-sharing")[1]
+
+
+def test_info_tells_of_speculation(run, tiny):
+    report = json.loads(run("info", "--model", tiny, "--json", "--speculate", "ngram")[1])
+    assert report["run"]["speculate"] == "ngram"
+    assert "several tokens a pass" in run("info", "--model", tiny, "--speculate", "ngram")[1]
 
 
 def test_info_tells_of_the_batch_invariant_mode(run, tiny):

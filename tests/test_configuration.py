@@ -177,7 +177,7 @@ def test_the_program_obeys_its_file(config, tmp_path):
     config('max_tokens = 3\ntemperature = 0\ndevice = "cpu"\n[generate]\nquiet = true\n')
     program = [sys.executable, "cli.py", "generate", "--prompt", "Hello", "--json"]
     done = subprocess.run(program, cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True)
-    assert done.returncode == 0 and '"completion_tokens": 3}' in done.stdout and done.stderr == ""
+    assert done.returncode == 0 and '"completion_tokens": 3,' in done.stdout and done.stderr == ""
 
 
 def test_no_test_reads_the_users_settings():

@@ -273,7 +273,7 @@ def test_a_prompt_whose_first_token_nobody_awaited_is_not_found_again(poisoned, 
     def interrupted(*place):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(poisoned.scheduler._ring, "token", interrupted)
+    monkeypatch.setattr(poisoned.scheduler._ring, "entry", interrupted)
     with pytest.raises(KeyboardInterrupt):
         poisoned.generate([*PROMPT, POISON, 7], GREEDY, reuse_prefix=False)
     monkeypatch.undo()

@@ -108,6 +108,25 @@ def test_the_plan_is_what_is_allocated(monkeypatch, preset, slots, capacity, chu
     assert with_torchs.per_token - plan.per_token == 2 * config.kv_size * dtype.itemsize
 
 
+@pytest.mark.parametrize("slots", [1, 3, 64])
+def test_the_plan_counts_rows_that_verify_drafts(monkeypatch, slots):
+    config, cpu = tiny_config(), torch.device("cpu")
+    monkeypatch.setattr(memory, "free_memory", lambda device: GIB)
+    weights = checkpoint.random_weights(config, cpu, torch.float32)
+
+    def allocated(speculate):
+        model = make_model(config, weights, 64, slots, page=64, speculate=speculate)
+        spaces = [model.workspace, model.verify] if speculate else [model.workspace]
+        found = [t.untyped_storage() for ws in spaces for t in named_tensors(ws).values()]
+        storages = {storage.data_ptr(): storage for storage in found}
+        return sum(storage.nbytes() for storage in storages.values())
+
+    off, ngram = (plan_memory(config, torch.float32, cpu, slots, speculate=each) for each in (False, True))
+    more = allocated(True) - allocated(False)
+    assert ngram.fixed - off.fixed == pytest.approx(more, rel=0.15, abs=6000), "but for rows that fill tiles"
+    assert (more > 10_000) == (slots < 64)
+
+
 def test_kv_tokens_and_context_bound_each_other(monkeypatch):
     monkeypatch.setattr(memory, "free_memory", lambda device: GIB)
     config, cpu = tiny_config(max_position=512), torch.device("cpu")

@@ -174,9 +174,9 @@ def test_an_interrupt_cancels_the_request_that_waits_and_no_other(engine, alone,
         calls.append(place)
         if len(calls) == 7:
             raise KeyboardInterrupt
-        return type(ring).token(ring, *place)
+        return type(ring).entry(ring, *place)
 
-    monkeypatch.setattr(ring, "token", interrupted)
+    monkeypatch.setattr(ring, "entry", interrupted)
     with pytest.raises(KeyboardInterrupt):
         own.result()
     assert own.finish_reason == "cancelled" and other.result().token_ids == alone(PROMPTS[0], SAMPLED)

@@ -200,18 +200,17 @@ def test_pages_are_given_as_they_are_needed(alone, monkeypatch):
     prompt = prompt_of(0, 5)
     for kind in PARAMS:
         same(engine.generate(prompt, params_of(kind, 90), reuse_prefix=False), alone(prompt, kind, 90))
-    assert [args for _, args in log] == [(0, 0, 1, False)] * 20
+    assert [args for _, args in log] == [(0, 0, 1)] * 20
     engine.scheduler.assert_consistent()
 
 
-def test_a_row_whose_pages_end_idles_until_there_are_more(small, alone, monkeypatch):
+def test_a_row_whose_pages_end_idles_until_there_are_more(small, alone):
     """The oldest waits at the end of its pages until its passes were seen, then takes those of the youngest."""
-    log = []
-    spied(monkeypatch, small.scheduler.slots, "grow", log)
+    before = small.scheduler.preemptions
     wanted = [(prompt_of(0, 40), "sampled", 50), (prompt_of(1, 17), "sampled", 60)]
     requests = [small.submit(prompt, params_of(*rest), reuse_prefix=False) for prompt, *rest in wanted]
     finish(small.scheduler)
-    assert any(wake for _, (_, _, _, wake) in log), "no row came to the end of its pages"
+    assert small.scheduler.preemptions > before, "no row came to the end of its pages"
     for request, expected in zip(requests, wanted):
         same(request.result(), alone(*expected))
 
@@ -223,7 +222,7 @@ def test_rows_decode_beside_the_chunks_of_a_prompt_and_no_more_passes_are_in_fli
     spied(monkeypatch, small.prompts, "read", log)
     spied(monkeypatch, small.prompts, "finish", log)
     spied(monkeypatch, small.steps, "replay", log)
-    spied(monkeypatch, scheduler._ring, "token", log)
+    spied(monkeypatch, scheduler._ring, "entry", log)
     first = small.submit(prompt_of(0, 5), params_of("greedy", 30), reuse_prefix=False)
     pieces = iter(first)
     next(pieces)
@@ -231,12 +230,12 @@ def test_rows_decode_beside_the_chunks_of_a_prompt_and_no_more_passes_are_in_fli
     names = [name for name, _ in log]
     read = [(*chunk[2:], args[2] > 0) for name, args in log if name == "read" for chunk in args[0]]
     assert read == [(5, 0, False), (24, 0, True), (24, 24, True), (12, 48, True)]
-    passes = "".join({"read": "c", "finish": "f", "replay": "p", "token": ""}[name] for name in names)
+    passes = "".join({"read": "c", "finish": "f", "replay": "p", "entry": ""}[name] for name in names)
     assert passes.startswith("cf") and passes[2:].strip("p") == "cfcfcf", "a row waited for a chunk"
-    enqueued, seen, slot = 0, 0, next(args[0] for name, args in log if name == "token")
+    enqueued, seen, slot = 0, 0, next(args[0] for name, args in log if name == "entry")
     for name, args in log:
         enqueued += name in ("replay", "finish")
-        seen = args[2] + 1 if name == "token" and args[0] == slot else seen
+        seen = args[2] + 1 if name == "entry" and args[0] == slot else seen
         assert enqueued - seen <= ahead + 1, "a pass was enqueued before the last but one was seen"
 
 

@@ -273,6 +273,7 @@ def test_health_version_and_metrics(served):
     assert served.metric("time_to_first_token_seconds_count") == first + 1
     text = served.get("/metrics").text
     for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "num_preemptions_total",
+                 "spec_decode_num_draft_tokens_total", "spec_decode_num_accepted_tokens_total",
                  "prefix_cache_hits_total", "inter_token_latency_seconds_bucket", "e2e_request_latency_seconds_sum",
                  "padding_rows_total", "active_rows"):  # fmt: skip
         assert f"\ntridecode:{name}{{" in text

@@ -67,11 +67,13 @@ class Engine(Loaded):
         return self._driver.scheduler
 
     def capture_next(self) -> bool:
-        """Capture one more size of prompt passes, unless something runs; False where none is left. An engine of several
-        slots has captured all at load, one of one slot those of a first turn; whoever has time may do the rest."""
+        """Capture one more size of prompt passes, or passes that verify drafts, unless something runs; False where none
+        is left. An engine of several slots has captured all of the former at load, one of one slot those of a first
+        turn; whoever has time may do the rest."""
         if self.scheduler.busy:  # its lock is left to those who step
             return True
-        return self._driver.exclusively(lambda scheduler: scheduler.busy or self.prompts.capture_next())
+        capture = lambda: self.prompts.capture_next() or self.steps.capture_next()  # noqa: E731
+        return self._driver.exclusively(lambda scheduler: scheduler.busy or capture())
 
     def graph_stats(self) -> list[GraphStat]:
         """What the decode passes so far were: their rows, those that they were padded to, and how they ran."""
@@ -205,21 +207,22 @@ class Engine(Loaded):
         likeliest, and of the one that would follow; see `submit` and `score`."""
         return self._driver.submit(scoring(self.encode(prompt), time.perf_counter(), logprobs))
 
-    def rewind(self, position: int | Sequence[int], params: SamplingParams, rows: int = 1) -> None:
+    def rewind(self, position: int | Sequence[int], params: SamplingParams, rows: int = 1, given: int = 0) -> None:
         """Put the first `rows` rows at `position`, or each at its own of a list, with whatever the cache holds, for
         benchmarks; `enqueue` then runs passes. Each row has a slot of its own and a share of the pages that are left.
 
-        Whatever runs or waits is cancelled. params: with a seed. Raises ParameterError, and OutOfPages where the rows
-        need more pages than there are.
+        Whatever runs or waits is cancelled. params: with a seed. given: tokens behind each position that are not drawn.
+        Raises ParameterError, and OutOfPages where the rows need more pages than there are.
         """
         positions = checked_positions(position, rows, self.slots, self.capacity)
-        self._driver.exclusively(Scheduler.rewind, positions, params)
+        self._driver.exclusively(Scheduler.rewind, positions, params, given)
 
-    def enqueue(self, params: SamplingParams, rows: int = 1) -> None:
-        """Enqueue one pass of `rows` rows, of the kind that `params` needs; returns before it has run on a GPU."""
+    def enqueue(self, params: SamplingParams, rows: int = 1, tokens: int = 1) -> None:
+        """Enqueue one pass of `rows` requests, of the kind that `params` needs, with `tokens` rows each where the
+        engine speculates; returns before it has run on a GPU."""
         self._open()
         threads.use(self.threads)
-        self.steps.replay(step_kind(params), rows)
+        self.steps.replay(step_kind(params), rows, tokens=tokens)
 
     def synchronize(self) -> None:
         """Wait until everything enqueued has run."""

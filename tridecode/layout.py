@@ -6,7 +6,8 @@ request begins.
 samp is fp32 [rows, SAMP_WIDTH] and holds the sampling parameters that are not integers.
 What is large stays where it is while its request runs: tokens, counts, bias, pages and ring are those of the slot that
 the field SLOT names. A kernel has a row's status and position after one load, as if there were no slots.
-An entry of the output ring is an int64: generation << GENERATION_SHIFT | step << STEP_SHIFT | token.
+An entry of the output ring is an int64: generation << GENERATION_SHIFT | step << STEP_SHIFT | what a pass that verifies
+drafts tells beside | token.
 chunks is int32 [MAX_CHUNKS, CHUNK_WIDTH] and says whose prompts a prompt pass reads: rows [FIRST, FIRST + COUNT) of the
 pass are the slot's tokens from position START on. Chunks without rows stand last.
 """
@@ -41,6 +42,8 @@ STATUS = 34
 SOURCE = 35  # row of the prompt pass that this row continues, written by the host; OWN: the one of its own number
 OWN = -1
 LATE = 36  # 1: when this pass wanted the row's mask it was not there yet, and the row does the same pass again
+DRAFTS = 37  # tokens behind POSITION that are guessed, in this pass
+TRUST = 38  # how many may be guessed at a time: more after success, fewer and at last none after failure
 
 # STATUS values: with anything but RUN every kernel of a step leaves without writing
 RUN = 0
@@ -53,6 +56,10 @@ WAIT = 4  # POSITION has reached ROOM
 FLAG_BIAS = 1  # add bias[slot] to the logits
 FLAG_PENALTIES = 2  # read counts[slot] and apply the three penalties
 FLAG_MASK = 4  # draw only what mask[slot] allows, once mask_stamp[slot] says that it is this position's
+
+# Drafts: tokens behind a row's position that a pass verifies, each in a row of its own, while it draws the next one.
+MAX_DRAFTS = 7
+MAX_QUERIES = MAX_DRAFTS + 1  # rows of a request in one pass
 
 # samp fields
 TEMPERATURE = 0  # 0: greedy
@@ -71,17 +78,38 @@ CHUNK_COUNT = 2
 CHUNK_START = 3
 
 # an entry of the output ring
-STEP_SHIFT = 20
+FOLLOWING_SHIFT = 20  # entries of the same pass behind it, 3 bits
+DRAFTED_SHIFT = 23  # drafts that the pass verified, 3 bits
+WANTED_SHIFT = 26  # drafts that the request could use in the next one, 3 bits
+STEP_SHIFT = 29
 GENERATION_SHIFT = 40
 MAX_GENERATION = 2**23 - 1  # then they begin again at 1; an entry stays positive
-STEP_MASK = 2**20 - 1  # of the step its lower bits, far more than a ring has entries
+STEP_MASK = 2**11 - 1  # of the step its lower bits, far more than a ring has entries
 NO_TOKEN = 2**20 - 1  # the step's logits were not finite; a vocabulary is smaller
 LATE_TOKEN = 2**20 - 2  # the step drew none: its mask was late
 EMPTY = 0  # no request has generation 0
 
 
-def ring_entry(generation: int, step: int, token: int) -> int:
-    return generation << GENERATION_SHIFT | (step & STEP_MASK) << STEP_SHIFT | token
+def ring_entry(generation: int, step: int, token: int, following: int = 0, drafted: int = 0, wanted: int = 0) -> int:
+    told = following << FOLLOWING_SHIFT | drafted << DRAFTED_SHIFT | wanted << WANTED_SHIFT
+    return generation << GENERATION_SHIFT | (step & STEP_MASK) << STEP_SHIFT | told | token
+
+
+class Entry(NamedTuple):
+    """What an entry of the output ring tells; see the shifts above."""
+
+    token: int
+    following: int
+    drafted: int
+    wanted: int
+
+
+def entry_of(value: int, generation: int, step: int) -> Entry | None:
+    """The entry of that step, or None where the ring's place holds another one."""
+    if value >> STEP_SHIFT != ring_entry(generation, step, 0) >> STEP_SHIFT:
+        return None
+    told = (value >> shift & MAX_DRAFTS for shift in (FOLLOWING_SHIFT, DRAFTED_SHIFT, WANTED_SHIFT))
+    return Entry(value & NO_TOKEN, *told)
 
 
 def mask_stamp(generation: int, position: int) -> int:

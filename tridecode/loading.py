@@ -67,6 +67,7 @@ class Loaded:
         quantize: str | None = None,
         quantize_head: str = "fp8",
         kv_dtype: str = "auto",
+        speculate: str = "off",
         progress: Callable[[int, int], None] | None = None,
     ) -> Self:
         """Load a checkpoint directory or Hugging Face id; None is the bundled model.
@@ -86,7 +87,8 @@ class Loaded:
         prefix_sharing: K/V of equal beginnings are computed once. batch_invariant: a request's logits have the same
         bits alone and in any company, see docs/sharing.md. max_queue: requests that may wait for a slot, None is any
         number. quantize, quantize_head: fp8, int8 or int4, what projections and LM head (or keep) become while they are
-        loaded; kv_dtype: auto (the dtype), or fp8, in which twice as many fit; see docs/quantisation.md.
+        loaded; kv_dtype: auto (the dtype), or fp8, in which twice as many fit; see docs/quantisation.md. speculate:
+        ngram (what may come next is guessed from the text itself, and verified), or off; see docs/speculation.md.
         progress(done_bytes, total_bytes) is called while weights load. On a CPU the engine sets PyTorch's threads: one
         for a tiny model, else as many as there are free cores; a number that OMP_NUM_THREADS or torch.set_num_threads
         has given stays. Raises CheckpointError, DeviceError, ParameterError; each says what was expected.
@@ -98,7 +100,7 @@ class Loaded:
         placement.check_dtype(dtype)
         function("progress", progress)
         slots = placement.check_limits(slots, max_seq_len)
-        policy = Policy(chunk_tokens, max_queue, prompt_ms, prefix_sharing, batch_invariant)
+        policy = Policy(chunk_tokens, max_queue, prompt_ms, prefix_sharing, batch_invariant, speculate)
         chunk_tokens = policy.chunk_tokens
         placement.plan_graphs(slots, chunk_tokens, False, False, graph=graph, **graphs)  # bad ones end here
         place, backend = placement.resolve_device(device, backend)
@@ -111,7 +113,7 @@ class Loaded:
         on_host = placement.plan_weights(config, torch_dtype, weights_offload)
         kv = placement.plan_kv(
             config, torch_dtype, place, backend, max_seq_len, slots, kv_tokens, chunk_tokens, planned.one_piece,
-            kv_offload, kv_ring, batch_invariant, on_host,
+            kv_offload, kv_ring, batch_invariant, on_host, policy.speculates,
         )  # fmt: skip
         if on_host:
             kv.notes.append(f"the weights of the last {on_host} layers come from the host in every pass")
@@ -137,15 +139,15 @@ class Loaded:
         plan: MemoryPlan | None = None,
         name: str = "",
         notes: Sequence[str] = (),
-        shapes: StepShapes | None = None,
+        shapes: dict[int, StepShapes] | None = None,
         slots: int = 1,
         pages: int | None = None,
         page: int | None = None,
         offload: Offload | None = None,
         **more,
     ) -> Self:
-        """An engine from weights that are on their device already (load and the benchmarks end here); shapes: launch
-        shapes other than those chosen for the GPU. pages: of the pool, by default what all slots can have; page:
+        """An engine from weights that are on their device already (load and the benchmarks end here); shapes: by
+        rows, other than those chosen for the GPU. pages: of the pool, by default what all slots can have; page:
         positions in one; offload: pages of the host's memory. more: what Policy and placement.plan_graphs take."""
         slots, policy = placement.check_limits(slots), Policy.out_of(more)
         invariant = policy.batch_invariant
@@ -154,12 +156,15 @@ class Loaded:
         placement.check_pages(pages, page or capacity, capacity, slots, offload, chunk_tokens if invariant else 1)
         support = placement.capture_support(backend, config, weights.dtype, weights.device)
         planned = placement.plan_graphs(slots, chunk_tokens, *support, graph=graph, batch_invariant=invariant, **more)
-        plan = plan or plan_memory(config, weights.dtype, weights.device, slots, chunk_tokens, planned.one_piece)
+        if policy.speculates:
+            placement.check_speculation(config, offload is not None, weights.host is not None)
+        how = dict(slots=slots, chunk=chunk_tokens, one_piece=planned.one_piece, speculate=policy.speculates)
+        plan = plan or plan_memory(config, weights.dtype, weights.device, **how)
         with allocating(capacity, weights.device):
             sizes = pages, max(slots, *planned.sizes), chunk_tokens
             model = make_model(
-                config, weights, capacity, slots, page, shapes and {1: shapes}, *sizes, batch_invariant=invariant,
-                offload=offload,
+                config, weights, capacity, slots, page, shapes, *sizes, batch_invariant=invariant, offload=offload,
+                speculate=policy.speculates,
             )  # fmt: skip
         notes = [*notes, *filter(None, [planned.note])]
         return cls(model, tokenizer, backend, planned, plan, name, notes, None, policy)

@@ -13,7 +13,7 @@ from .errors import DeviceError
 from .model.config import ModelConfig
 from .model.pieces import host_layer_bytes, weight_bytes
 from .step.prefill import CHUNK
-from .step.state import PROMPT_SHAPE
+from .step.state import PROMPT_SHAPE, verify_rows
 from .step.workspace import make_prompt_buffers, make_workspace, named_tensors
 
 GIB = 2**30
@@ -146,11 +146,11 @@ def allocating(capacity: int, device: torch.device):
 
 def plan_memory(
     config: ModelConfig, dtype: torch.dtype, device: torch.device, slots: int = 1, chunk: int = CHUNK,
-    one_piece: bool = True, on_host: int = 0,
+    one_piece: bool = True, on_host: int = 0, speculate: bool = False,
 ) -> MemoryPlan:
     """Plan for loading `config` in `dtype` on `device` as it is now, for `slots` requests at a time, their prompts read
     in chunks of `chunk` tokens; one_piece: by torch's attention, for which a layer's K/V of a slot are gathered;
-    on_host: layers whose projections are in the host's memory."""
+    on_host: layers whose projections are in the host's memory; speculate: passes can verify drafts."""
     rope_and_tokens, kv = 4 * config.head_dim + TOKEN, kv_bytes_per_token(config, dtype)
     gathered = 2 * config.kv_size * dtype.itemsize if one_piece else 0
     weights = weight_bytes(config, dtype, device.type == "cuda", on_host)
@@ -158,11 +158,15 @@ def plan_memory(
     if device.type == "cpu":  # the references' own, of a row
         scratch += 16 * rows * (config.intermediate_size + config.q_size + config.kv_size)
         weights += on_host * host_layer_bytes(config, dtype)
+    fixed = workspace_bytes(config, dtype, 1) + prompt_bytes(config, dtype, rows) + scratch
+    if speculate:
+        verifying = max(slots, verify_rows(slots))
+        fixed += workspace_bytes(config, dtype, slots, verifying) - workspace_bytes(config, dtype, slots)
     return MemoryPlan(
         free=free_memory(device),
         weights=weights,
         per_token=kv + gathered + rope_and_tokens,
-        fixed=workspace_bytes(config, dtype, 1) + prompt_bytes(config, dtype, rows) + scratch,
+        fixed=fixed,
         model_limit=config.max_position,
         headroom=HEADROOM[device.type],
         default_limit=CPU_CONTEXT if device.type == "cpu" else config.max_position,
@@ -179,9 +183,9 @@ def slot_bytes(config: ModelConfig, dtype: torch.dtype, slots: int) -> int:
     return -(-(workspace_bytes(config, dtype, slots) - workspace_bytes(config, dtype, 1)) // (slots - 1))
 
 
-def workspace_bytes(config: ModelConfig, dtype: torch.dtype, slots: int) -> int:
+def workspace_bytes(config: ModelConfig, dtype: torch.dtype, slots: int, rows: int | None = None) -> int:
     """Of the workspace without tokens: counted, not allocated. The rings are in the host's memory."""
-    tensors = named_tensors(make_workspace(config, 0, "meta", dtype, slots)).values()
+    tensors = named_tensors(make_workspace(config, 0, "meta", dtype, slots, rows)).values()
     return sum(tensor.nbytes for tensor in tensors if tensor.is_meta)
 
 

@@ -98,6 +98,7 @@ def plan_capacity(
     chunk: int = CHUNK,
     one_piece: bool = True,
     on_host: int = 0,
+    speculate: bool = False,
 ) -> tuple[MemoryPlan, int, list[str]]:
     """The memory plan (see plan_memory), the context of a request to allocate, and notes for the user. Raises
     ParameterError, DeviceError. The pool of all slots is `plan.kv_tokens`."""
@@ -106,7 +107,7 @@ def plan_capacity(
         max_seq_len = integer("max_seq_len", max_seq_len, 1, limit, "the model's limit of ")
     if kv_tokens is not None:
         kv_tokens = integer("kv_tokens", kv_tokens, max_seq_len or 1, LONGEST)
-    plan = plan_memory(config, dtype, device, slots, chunk, one_piece, on_host)
+    plan = plan_memory(config, dtype, device, slots, chunk, one_piece, on_host, speculate)
     capacity = plan.capacity(max_seq_len, str(device))
     why = f"that is what fits {device}"
     if capacity < min(max_seq_len or limit, plan.max_context):
@@ -145,15 +146,17 @@ def plan_kv(
     config: ModelConfig, dtype: torch.dtype, device: torch.device, backend: str, max_seq_len: int | None = None,
     slots: int = 1, kv_tokens: int | None = None, chunk: int = CHUNK, one_piece: bool = True,
     kv_offload: float | str | None = None, kv_ring: int = BUFFERS, batch_invariant: bool = False,
-    on_host: int = 0,
+    on_host: int = 0, speculate: bool = False,
 ) -> KVPlan:  # fmt: skip
     """As plan_capacity, and with kv_offload GiB of the host's memory for K/V ("auto": half of what is free), through
-    kv_ring buffers; 0: none, only what waits goes there. on_host: layers whose weights are in the host's memory. Raises
-    ParameterError, DeviceError."""
+    kv_ring buffers; 0: none, only what waits goes there. on_host: layers whose weights are in the host's memory;
+    speculate: passes can verify drafts. Raises ParameterError, DeviceError."""
+    if speculate:
+        check_speculation(config, kv_offload is not None, on_host > 0)
     buffers = integer("kv_ring", kv_ring, 0, 16)
     page, where = page_size(backend, slots, batch_invariant), str(device)
     if kv_offload is None:
-        asked = max_seq_len, slots, kv_tokens, chunk, one_piece, on_host
+        asked = max_seq_len, slots, kv_tokens, chunk, one_piece, on_host, speculate
         plan, capacity, notes = plan_capacity(config, dtype, device, *asked)
         pool = plan.kv_tokens(capacity, kv_tokens, where)
         pages = None if pool == slots * capacity else -(-pool // (page or capacity))
@@ -188,6 +191,14 @@ def plan_kv(
     held = f"{pages * page:,} K/V positions on {where}, {host * page:,} on the host"
     notes = [f"{held}, of which {ring * page:,} can run"]
     return KVPlan(plan.with_offload(config, offload, page), capacity, pages * page, page, pages, offload, notes)
+
+
+def check_speculation(config: ModelConfig, offloaded: bool, hosted: bool) -> None:
+    """Whether drafts can be verified where K/V (offloaded) or weights (hosted) lie on the host. Raises
+    ParameterError."""
+    beside = {"kv_dtype fp8": config.fp8_kv, "kv_offload": offloaded, "weights_offload": hosted}
+    if names := [name for name, given in beside.items() if given]:
+        raise ParameterError(f"speculate ngram does not work beside {' or '.join(names)}; use speculate off")
 
 
 def plan_weights(config: ModelConfig, dtype: torch.dtype, weights_offload: float | None) -> int:

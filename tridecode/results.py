@@ -5,11 +5,19 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Usage:
-    """Token counts. reused_tokens: prompt tokens whose K/V were still in the cache."""
+    """Token counts. reused_tokens: prompt tokens whose K/V were still in the cache. drafted: tokens that were guessed
+    and verified; accepted: those of them that were right, each a token without a pass of its own."""
 
     prompt_tokens: int
     reused_tokens: int
     completion_tokens: int
+    drafted: int = 0
+    accepted: int = 0
+
+    @property
+    def tokens_per_pass(self) -> float:
+        """Drawn in one pass, on average."""
+        return self.completion_tokens / max(self.completion_tokens - self.accepted, 1)
 
 
 @dataclass(frozen=True)

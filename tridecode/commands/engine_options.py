@@ -59,6 +59,9 @@ def engine_options() -> argparse.ArgumentParser:
     group.add_argument("--no-prefix-sharing", action="store_false", dest="prefix_sharing", help=words)
     words = "the same bits for a request alone and in any company, see docs/sharing.md for what that costs"
     group.add_argument("--batch-invariant", action="store_true", help=words)
+    words = "guess from the text what comes next and verify several tokens in a pass: the same text, sooner where it "
+    words += "repeats; see docs/speculation.md (default: off)"
+    group.add_argument("--speculate", default="off", choices=("ngram", "off"), help=words)
     words = "milliseconds that a pass may take which reads prompts while others decode (default: 15)"
     group.add_argument("--prompt-ms", type=float, default=15.0, metavar="MS", help=words)
     add_verbose(group)

@@ -55,6 +55,7 @@ def load_model(args, model: str | None, max_seq_len: int | None, output: Output)
             quantize_head=args.quantize_head,
             kv_dtype=args.kv_dtype,
             batch_invariant=args.batch_invariant,
+            speculate=args.speculate,
             max_queue=getattr(args, "max_queue", None),
             progress=progress,
         )
@@ -123,7 +124,9 @@ class Loader:
         Raises DeviceError where it does not fit even alone.
         """
         dtype = resolve_dtype(self._args.dtype, config, old.device)
-        now = plan_memory(config, dtype, old.device, slots_of(self._args), old.policy.chunk_tokens)
+        policy = old.policy
+        how = dict(chunk=policy.chunk_tokens, speculate=policy.speculates)
+        now = plan_memory(config, dtype, old.device, slots_of(self._args), **how)
         alone = replace(now, free=now.free + old.plan.needed(old.capacity, old.kv_tokens))
         asked = self._args.max_seq_len and min(self._args.max_seq_len, config.max_position)
         return now.max_context >= alone.capacity(asked, str(old.device))

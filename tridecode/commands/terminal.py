@@ -201,12 +201,13 @@ def counted(n: int, word: str) -> str:
     return f"{n:,} {word}{'' if n == 1 else 's'}"
 
 
-SHORTER = ("reused", "seed", "context", "first")  # what a line that is too long loses, in this order
+SHORTER = ("reused", "seed", "context", "first", "pass")  # what a line that is too long loses, in this order
 
 
 def speed_line(usage, timings, capacity: int | None = None, seed: int | None = None, width: int | None = None) -> str:
-    """The line after an answer: tokens, speed, time to first token, what was reused of the prompt and, with `capacity`,
-    how much of the context is used. Of a server's answer what it does not tell is left out.
+    """The line after an answer: tokens, speed, tokens a pass where some were guessed, time to first token, what was
+    reused of the prompt and, with `capacity`, how much of the context is used. Of a server's answer what it does not
+    tell is left out.
 
     width: columns that it may have; where it has more its words become shorter, then SHORTER counts. None: any number.
     """
@@ -225,6 +226,8 @@ def _speed(usage, timings, capacity, seed, short: bool = False) -> dict[str, str
     parts = {"tokens": counted(usage.completion_tokens, "token")} if usage else {}
     if rate := timings.tokens_per_second:
         parts["rate"] = f"{rate:,.{0 if rate >= 100 else 1}f} tok/s"
+    if usage and usage.accepted:
+        parts["pass"] = f"{usage.tokens_per_pass:.1f} a pass"
     parts["first"] = f"first {'' if short else 'token '}{timings.ttft:.2f} s"
     if usage and usage.reused_tokens is not None:
         both = number(usage.reused_tokens), number(usage.prompt_tokens)

@@ -166,12 +166,14 @@ def _attention_rows_kernel(
     FP8: tl.constexpr,
     PROGRAMS: tl.constexpr,
     STAGES: tl.constexpr,
+    EARLY: tl.constexpr,
     PDL: tl.constexpr,
     DOT_FP32: tl.constexpr,
 ):
     """Attention of each row's token over its slot's cached positions and itself; writes its K and V.
 
-    Arguments, and what they hold, as in _attention_kernel. Grid (PROGRAMS,): a row has a number of splits that its own
+    Arguments, and what they hold, as in _attention_kernel; without EARLY the launch before may have written some of the
+    cache. Grid (PROGRAMS,): a row has a number of splits that its own
     length decides, so that its result does not depend on its neighbours; the items of work, K/V heads of splits of
     rows, are counted out to the programs by what every program reads from meta before the wait. The last split of a
     head to end combines.
@@ -206,11 +208,13 @@ def _attention_rows_kernel(
         tl.maximum(tl.minimum(pid, items - 1), 0), ends, active, positions, slots, offs_m, page_table_ptr, stride_table,
         KV_HEADS, BLOCK_T, LEAST, SPLITS, WINDOW,
     )  # fmt: skip
+    if PDL and not EARLY:
+        gdc_wait()
     tile = _tile(
         k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, head, first, start, end, stride_kp, stride_kh, stride_sp,
         stride_sh, PAGE, D, BLOCK_D, BLOCK_T, FP8,
     )  # fmt: skip
-    if PDL:
+    if PDL and EARLY:
         gdc_wait()
     for item in range(pid, items, PROGRAMS):
         rope = position.to(tl.int64) * (D // 2)
@@ -375,6 +379,7 @@ def attention_rows(
         is_fp8(k_cache),
         shape.programs,
         shape.stages,
+        shape.early,
         pdl,
         interpreted(),
         **options(shape.num_warps, pdl, shape.registers),

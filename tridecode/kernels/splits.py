@@ -21,10 +21,9 @@ def _held(x, position, HOLD: tl.constexpr):
 
 
 @triton.jit
-def _combine(
+def _combined(
     partial_ptr,
     lse_ptr,
-    out_ptr,
     base,
     active,
     GROUP: tl.constexpr,
@@ -34,7 +33,7 @@ def _combine(
     MAX_SPLITS: tl.constexpr,
     COMBINE: tl.constexpr,
 ):
-    """The output of one K/V head's group, [GROUP, D] at out_ptr, from what its `active` splits left at `base`."""
+    """The output of one K/V head's group, [GROUP, D] padded, from what its `active` splits left at `base`."""
     offs_d = tl.arange(0, BLOCK_D)
     mask_d = offs_d < D
     # Maxima, sums and partial outputs of COMBINE splits are loaded at once, so their latencies overlap.
@@ -62,8 +61,28 @@ def _combine(
         o = o * rescale[:, None] + tl.sum(o_part * weight[:, :, None], 1)
         m_all = m_top
     denominator = tl.where(mask_q1, denominator, 1.0)
-    o = (o / denominator[:, None]).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + offs_q[:, None] * D + offs_d[None, :], o, mask=mask_q1[:, None] & mask_d[None, :])
+    return o / denominator[:, None]
+
+
+@triton.jit
+def _combine(
+    partial_ptr,
+    lse_ptr,
+    out_ptr,
+    base,
+    active,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+    COMBINE: tl.constexpr,
+):
+    """_combined, to [GROUP, D] at out_ptr."""
+    o = _combined(partial_ptr, lse_ptr, base, active, GROUP, D, BLOCK_D, BLOCK_G, MAX_SPLITS, COMBINE)
+    offs_q, offs_d = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
+    mask = (offs_q < GROUP)[:, None] & (offs_d < D)[None, :]
+    tl.store(out_ptr + offs_q[:, None] * D + offs_d[None, :], o.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 def combine_splits(group: int, head_dim: int, shape) -> int:

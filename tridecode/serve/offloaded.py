@@ -256,9 +256,9 @@ class OffloadedSlots(Slots):
         self._collect()
         super().write_tokens(slot, ids, positions)
 
-    def grow(self, slot: int, row: int, pages: int, wake: bool) -> None:
+    def grow(self, slot: int, row: int, pages: int) -> None:
         self._collect()
-        super().grow(slot, row, pages, wake)
+        super().grow(slot, row, pages)
 
     def _extend_table(self, slot: int, have: int) -> None:
         self._full[slot] = max(self._full[slot], have - 1)
@@ -309,9 +309,9 @@ class OffloadedSlots(Slots):
                 self._to_host(page)
         self.before_pass()
 
-    def rewind(self, positions: list[int], params: SamplingParams) -> None:
+    def rewind(self, positions: list[int], params: SamplingParams, given: int = 0) -> None:
         """As well, every page gets a place as if it had been written, the oldest on the host."""
-        super().rewind(positions, params)
+        super().rewind(positions, params, given)
         for slot in range(len(positions)):
             for first in range(0, self.room(slot), self.page):
                 self.ensure(slot, first, first + 1)

@@ -20,19 +20,18 @@ class Ring:
         self._workspace, self._device = model.workspace, model.device
         self._entries = model.workspace.out.numpy()
 
-    def token(self, slot: int, generation: int, step: int) -> int:
-        """The token of a step, or NO_TOKEN; waits for it. The device writes it there: no copy, no synchronisation.
+    def entry(self, slot: int, generation: int, step: int) -> layout.Entry:
+        """The entry of a step; waits for it. The device writes it there: no copy, no synchronisation.
 
         Raises GenerationError where everything enqueued has ended without it.
         """
-        place, polls = step % layout.RING, 0
-        wanted = layout.ring_entry(generation, step, 0)
-        while (value := int(self._entries[slot, place])) & ~layout.NO_TOKEN != wanted:
+        entries, place, polls = self._entries[slot], step % layout.RING, 0
+        while (found := layout.entry_of(int(entries[place]), generation, step)) is None:
             polls += 1
             time.sleep(0)  # let the thread that draws the screen run
-            if polls % 1024 == 0 and self._idle() and int(self._entries[slot, place]) & ~layout.NO_TOKEN != wanted:
+            if polls % 1024 == 0 and self._idle() and not layout.entry_of(int(entries[place]), generation, step):
                 raise GenerationError(f"step {step + 1} ended without a token")
-        return value & layout.NO_TOKEN
+        return found
 
     def _idle(self) -> bool:
         return self._device.type != "cuda" or torch.cuda.current_stream(self._device).query()
@@ -89,7 +88,7 @@ class Output:
             None,
             tail,
             finish_reason=reason,
-            usage=Usage(len(job.ids), job.reused or 0, tokens),
+            usage=Usage(len(job.ids), job.reused or 0, tokens, job.drafted, job.accepted),
             timings=Timings(first - job.started, decode, rate),
             error=error,
         )

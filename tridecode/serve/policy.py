@@ -2,13 +2,14 @@
 
 from dataclasses import dataclass, fields
 
-from ..arguments import flag, integer, real
+from ..arguments import choice, flag, integer, real
 from ..cache.kv import PAGE
 from ..errors import ParameterError
 from ..step.prefill import CHUNK
 
 PROMPT_MS = 15.0
 FIXED_CHUNK = 256  # of the batch-invariant mode, where a prompt's passes have all that many rows
+SPECULATE = ("off", "ngram")
 LONGEST = 2**31 - 2
 
 
@@ -17,16 +18,19 @@ class Policy:
     """chunk_tokens: of prompts in one pass, None is CHUNK, in the batch-invariant mode FIXED_CHUNK; max_queue: requests
     that may wait for a slot, None is any number; prompt_ms: milliseconds that a pass may take which reads prompts while
     others decode; prefix_sharing: K/V of equal beginnings are computed once; batch_invariant: a request's logits have
-    the same bits alone and in any company. Raises ParameterError."""
+    the same bits alone and in any company; speculate: ngram, tokens that may come next are guessed from the text and
+    verified several in one pass, or off. Raises ParameterError."""
 
     chunk_tokens: int | None = None
     max_queue: int | None = None
     prompt_ms: float = PROMPT_MS
     prefix_sharing: bool = True
     batch_invariant: bool = False
+    speculate: str = "off"
 
     def __post_init__(self):
         flag("batch_invariant", self.batch_invariant)
+        choice("speculate", self.speculate, SPECULATE)
         if self.chunk_tokens is None:
             object.__setattr__(self, "chunk_tokens", FIXED_CHUNK if self.batch_invariant else CHUNK)
         object.__setattr__(self, "chunk_tokens", integer("chunk_tokens", self.chunk_tokens, 1, LONGEST))
@@ -40,6 +44,10 @@ class Policy:
             )
         if self.batch_invariant and self.prompt_ms != PROMPT_MS:
             raise ParameterError("prompt_ms: with batch_invariant all prompt passes are alike; use chunk_tokens")
+
+    @property
+    def speculates(self) -> bool:
+        return self.speculate != "off"
 
     @classmethod
     def out_of(cls, options: dict) -> "Policy":

@@ -40,6 +40,8 @@ class Job:
     failure: Exception | None = None  # what ended it in place of a last piece
     first: float | None = None  # when its first token came
     reused: int | None = None  # positions whose K/V were there when its prompt was read first
+    drafted: int = 0  # tokens that were guessed and verified
+    accepted: int = 0  # and of these those that were right
 
     @property
     def ended(self) -> bool:

@@ -15,8 +15,9 @@ AHEAD = 16  # positions: with fewer left of its pages a row gets more
 class Running:
     """A job that has its slot, and once its prompt is read its row.
 
-    read: positions of the prompt whose K/V are there; position: of its next pass; end: the one at which it has no more;
-    room: the one at which its pages end. tokens: those whose passes were seen; embedded: the next one's.
+    read: positions of the prompt whose K/V are there; position: of its first pass that was not seen; end: the one at
+    which it has no more; room: the one at which its pages end. tokens: those whose passes were seen; embedded: the next
+    one's. A pass in flight takes it on by one position, or with drafts by up to as many as it has rows there.
     """
 
     job: Job
@@ -32,6 +33,8 @@ class Running:
     generation: int = 0
     seen: int = 0  # passes whose entries were read
     in_flight: int = 0  # and those that were not yet
+    rows_in_flight: int = 0  # its rows in these
+    wants: int = 1  # rows that it could use in a pass, as the last entry said
     mask: Following | None = None  # of a job with a grammar
     given: int = 0  # passes to come whose tokens were drawn before it was preempted: they are the same
     gone: bool = False  # ended, cancelled or preempted: nothing of it is awaited
@@ -44,7 +47,7 @@ class Running:
     @property
     def runs(self) -> bool:
         """Takes part in the next pass."""
-        return self.position < self.end and self.position < self.room
+        return self.position + self.in_flight < min(self.end, self.room)
 
     @property
     def lacks_mask(self) -> bool:
@@ -53,14 +56,18 @@ class Running:
 
     @property
     def needs_pages(self) -> bool:
-        return self.row is not None and self.room < self.end and self.position > self.room - AHEAD
+        reached = self.position + self.rows_in_flight
+        return self.row is not None and self.room < self.end and reached > self.room - AHEAD
 
 
 @dataclass(frozen=True, eq=False)
 class Pass:
-    """One that was enqueued: the running that take part in it; done: where none does, when it has ended on a GPU."""
+    """One that was enqueued: the running that take part in it, the positions at which their pages ended then, and the
+    rows that each has; done: where none takes part, when it has ended on a GPU."""
 
     part: list[Running]
+    rooms: list[int]
+    rows: int
     done: torch.cuda.Event | None = None
 
 

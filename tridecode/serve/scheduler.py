@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 
 from ..errors import GenerationError, QueueFull
-from ..layout import LATE_TOKEN, NO_TOKEN, Chunk
+from ..layout import LATE_TOKEN, NO_TOKEN, Chunk, Entry
 from ..results import TokenLogprobs
 from ..sampling import SamplingParams
 from ..step.decode import KINDS
@@ -50,6 +50,7 @@ class Scheduler:
         self._fixed = model.fixed_chunk
         self._in_flight: deque[Pass] = deque()
         self._unsettled = False  # something was begun and not finished
+        self._answered = False  # a job has ended by itself: until then nothing is captured that can wait
         self.preemptions = 0
 
     @property
@@ -119,11 +120,11 @@ class Scheduler:
         for job in list(self.roster.jobs):
             self.cancel(job)
 
-    def rewind(self, positions: list[int], params: SamplingParams) -> None:
+    def rewind(self, positions: list[int], params: SamplingParams, given: int = 0) -> None:
         """Slots.rewind, for benchmarks. Whatever runs or waits is cancelled."""
         self.cancel_all()
         self._unsettled = True  # the next job finds all rows idle and all pages free
-        self.slots.rewind(positions, params)
+        self.slots.rewind(positions, params, given)
 
     def assert_consistent(self) -> None:
         self._settle()
@@ -193,31 +194,38 @@ class Scheduler:
         part = [running for running in self.roster.rows if running.runs]
         if not chosen and all(running.lacks_mask for running in part):
             return False
-        if part:
-            self._draw(part, ends_prompts=bool(chosen) and not self._fixed)
+        rows = self._draw(part, ends_prompts=bool(chosen) and not self._fixed) if part else 0
         done = None
         if not part and self._model.device.type == "cuda":
             done = torch.cuda.current_stream(self._model.device).record_event()
-        self._in_flight.append(Pass(part, done))
+        self._in_flight.append(Pass(part, [running.room for running in part], rows, done))
         return True
 
-    def _draw(self, part: list[Running], ends_prompts: bool) -> None:
-        """Enqueue what draws their tokens: a decode pass, or the end of the prompt pass that they were in."""
+    def _draw(self, part: list[Running], ends_prompts: bool) -> int:
+        """Enqueue what draws their tokens: a decode pass, or the end of the prompt pass that they were in. Returns how
+        many rows each has in it."""
         kind = part[0].job.kind if len(part) == 1 else max((r.job.kind for r in part), key=KINDS.index)
-        draw = self._prompts().finish if ends_prompts else self._steps().replay
+        count, masked, rows = part[-1].row + 1, any(running.mask for running in part), 1
         self.slots.before_pass()
-        draw(kind, part[-1].row + 1, any(running.mask for running in part))
+        if ends_prompts:
+            self._prompts().finish(kind, count, masked)
+        else:
+            if self._model.verify and not masked and all(running.job.logits is None for running in part):
+                rows = self._steps().tokens(kind, count, max(running.wants for running in part), self._answered)
+            self._steps().replay(kind, count, masked, rows)
         for running in part:
             if running.job.logits is not None:
-                running.job.logits[running.position].copy_(self._model.workspace.logits[running.row])
-            running.position += 1
+                position = running.position + running.in_flight
+                running.job.logits[position].copy_(self._model.workspace.logits[running.row])
             running.in_flight += 1
+            running.rows_in_flight += rows
+        return rows
 
     def _grow(self, running: Running) -> None:
         """More pages for a row: ahead of need such as nobody has; at the end of its own those of the youngest."""
-        slots, waits = self.slots, running.position == running.room
+        slots, waits = self.slots, running.position + running.in_flight >= running.room
         if waits and running.in_flight:
-            return  # one of these passes may have ended it: then it must not be woken
+            return  # one of these passes may have ended it: then nobody else needs to go
         while not slots.make_room(1):
             if not waits:
                 return
@@ -225,7 +233,7 @@ class Scheduler:
             if youngest is running:
                 return
         lacking = slots.pages_for(running.end) - len(slots.held[running.slot].pages)
-        slots.grow(running.slot, running.row, min(1 + slots.spare(1), lacking), wake=waits)
+        slots.grow(running.slot, running.row, min(1 + slots.spare(1), lacking))
         running.room = slots.room(running.slot)
 
     def _await_masks(self) -> None:
@@ -242,39 +250,51 @@ class Scheduler:
 
     def _drain(self) -> None:
         """Wait for the oldest pass; pieces go to their jobs. Of rows that have gone no entry is awaited: a pass that
-        was enqueued before the host knew of their end leaves none."""
+        was enqueued before the host knew of their end leaves none. Nor of such as had come to the end of their pages
+        when it began."""
         passed = self._in_flight.popleft()
         if passed.done:
             passed.done.synchronize()
-        for running in passed.part:
-            if running.gone:
-                continue
-            job, held = running.job, self.slots.held[running.slot]
-            token = self._ring.token(running.slot, running.generation, running.seen)
-            wanted = job.params.logprobs
-            logprobs = None if wanted is None else self._ring.logprobs(running.slot, running.seen, wanted)
-            running.seen += 1
+        for running, room in zip(passed.part, passed.rooms):
             running.in_flight -= 1
-            if token == LATE_TOKEN:
-                running.position -= 1
-                continue
-            if token == NO_TOKEN:
-                others = held.shared > 0  # what it found may be another one's fault: then it computes all by itself
-                self.slots.discredit(running.slot, job.tokens)
-                if others and job.reuse_prefix:
-                    job.reuse_prefix = False
-                    self.roster.put_off(running)
-                    continue
-            else:
-                running.tokens.append(running.embedded)  # its pass has run: its K/V are there
-                held.tokens = running.tokens
-            running.embedded = token
-            if running.given and token != NO_TOKEN:
-                running.given -= 1
-                continue
-            self._push(running, token, logprobs)
-            if job.ended:
-                self.roster.finish(job, running)
+            running.rows_in_flight -= passed.rows
+            following = 0 if running.position < room else -1
+            while following >= 0 and not running.gone:
+                entry = self._ring.entry(running.slot, running.generation, running.seen)
+                self._take(running, entry)
+                following = entry.following - 1
+
+    def _take(self, running: Running, entry: Entry) -> None:
+        """One token of a running that a pass has drawn."""
+        job, held, token = running.job, self.slots.held[running.slot], entry.token
+        wanted = job.params.logprobs
+        logprobs = None if wanted is None else self._ring.logprobs(running.slot, running.seen, wanted)
+        running.seen += 1
+        running.wants = entry.wanted + 1
+        if token == LATE_TOKEN:
+            return
+        running.position += 1
+        if not running.given:  # of what it draws
+            job.accepted += entry.following > 0
+            job.drafted += entry.drafted if not entry.following else 0
+        if token == NO_TOKEN:
+            others = held.shared > 0  # what it found may be another one's fault: then it computes all by itself
+            self.slots.discredit(running.slot, job.tokens)
+            if others and job.reuse_prefix:
+                job.reuse_prefix = False
+                self.roster.put_off(running)
+                return
+        else:
+            running.tokens.append(running.embedded)  # its pass has run: its K/V are there
+            held.tokens = running.tokens
+        running.embedded = token
+        if running.given and token != NO_TOKEN:
+            running.given -= 1
+            return
+        self._push(running, token, logprobs)
+        if job.ended:
+            self._answered = True
+            self.roster.finish(job, running)
 
     def _push(self, running: Running, token: int, logprobs: TokenLogprobs | None) -> None:
         """Tell of a drawn token; where there is a grammar, also ask what may follow."""
@@ -285,7 +305,7 @@ class Scheduler:
                 return
             running.output.push(token, logprobs, last=follows.accept(token))
             if not job.ended:
-                follows.next(running.position - running.in_flight)
+                follows.next(running.position)
         except GenerationError as error:
             running.output.end("error", str(error))
 

@@ -187,17 +187,18 @@ class Slots:
                 held.tokens = []
             self.release(slot)
 
-    def rewind(self, positions: list[int], params: SamplingParams) -> None:
-        """Put rows and slots 0, 1, ... at `positions` with whatever the cache holds. Each has its share of the pages,
-        up to the capacity. Raises OutOfPages."""
+    def rewind(self, positions: list[int], params: SamplingParams, given: int = 0) -> None:
+        """Put rows and slots 0, 1, ... at `positions` with whatever the cache holds, and so many given tokens behind.
+        Each has its share of the pages, up to the capacity. Raises OutOfPages."""
         capacity = self.model.kv.capacity
         self.recover()
         self.cache.clear()
         for slot, position in enumerate(positions):
             spare = self.pages.free - sum(self.pages_for(later + 1) for later in positions[slot:])
             room = (self.pages_for(position + 1) + max(spare, 0) // (len(positions) - slot)) * self.page
-            self.write_tokens(slot, [0] * (position + 1), min(room, capacity))
-            self.begin(slot, slot, params, position=position, n_known=position + 1, limit=capacity + 1, stop_ids=())
+            known = min(position + 1 + given, capacity)
+            self.write_tokens(slot, [0] * known, min(room, capacity))
+            self.begin(slot, slot, params, position=position, n_known=known, limit=capacity + 1, stop_ids=())
 
     def assert_consistent(self) -> None:
         """Every page is free, a slot's, or can be found, and counted as often; only what can be found is two slots',
@@ -278,16 +279,16 @@ class Slots:
             self.model.prompt.chunks.copy_(table, non_blocking=True)
 
     @torch.inference_mode()
-    def grow(self, slot: int, row: int, pages: int, wake: bool) -> None:
-        """Give the slot that many pages more; wake: its row waits for them. Numbers travel as arguments of launches:
+    def grow(self, slot: int, row: int, pages: int) -> None:
+        """Give the slot that many pages more; a row that waits for them runs. Numbers travel as arguments of launches:
         nothing is copied from the host, nothing waited for. Raises OutOfPages."""
         held, meta = self.held[slot], self.model.workspace.meta
         have = len(held.pages)
         held.pages += self.pages.take(pages)
         self._extend_table(slot, have)
         meta[row, layout.ROOM].fill_(self.room(slot))
-        if wake:
-            meta[row, layout.STATUS].fill_(layout.RUN)
+        status = meta[row, layout.STATUS]
+        status.masked_fill_(status == layout.WAIT, layout.RUN)  # one that has ended meanwhile stays as it is
 
     def _extend_table(self, slot: int, have: int) -> None:
         """The entries of the slot's pages from the `have`th on."""

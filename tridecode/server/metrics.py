@@ -48,7 +48,7 @@ class Metrics:
     def __init__(self, engine: Engine, model: str):
         self._engine, self._model = engine, model
         self._outcomes = Counter(dict.fromkeys(OUTCOMES, 0))  # a rate wants a zero before the first
-        self._prompt = self._reused = self._drawn = 0
+        self._prompt = self._reused = self._drawn = self._drafted = self._accepted = 0
         self._first, self._between, self._whole = Histogram(FIRST), Histogram(BETWEEN), Histogram(WHOLE)
         self._registry = CollectorRegistry()
         self._registry.register(self)
@@ -79,6 +79,8 @@ class Metrics:
         for usage in usages:
             self._prompt += usage.prompt_tokens
             self._reused += usage.reused_tokens
+            self._drafted += usage.drafted
+            self._accepted += usage.accepted
 
     def ended(self, outcome: str, seconds: float) -> None:
         self._outcomes[outcome] += 1
@@ -105,6 +107,8 @@ class Metrics:
             "prefix_cache_queries": ("tokens of prompts that were looked up in kept prefixes", self._prompt),
             "prefix_cache_hits": ("of these those whose K/V were there", self._reused),
             "generation_tokens": ("tokens drawn", self._drawn),
+            "spec_decode_num_draft_tokens": ("tokens guessed for requests that ended", self._drafted),
+            "spec_decode_num_accepted_tokens": ("of these those that were right", self._accepted),
         }
         histograms = {
             "time_to_first_token_seconds": ("from a request's arrival to its first token", self._first),

@@ -4,14 +4,19 @@ Five launches a layer, plus embed, lm_head and sampling. Nothing here allocates,
 changes between steps is read from the meta buffer, so the whole step is captured once as a CUDA graph and replayed.
 `run` says what becomes of a line (run.py): it is launched, captured, recorded, or its torch reference runs instead.
 `kind` is compile-time: "greedy", "sample" or "logprobs" (sample, and the most likely tokens reported); so is `masked`:
-some rows may draw only what their masks allow.
+some rows may draw only what their masks allow. A model of_queries also guesses what comes next, from its own text, and
+verifies as many guesses as it has rows for: drafts are spread to rows of their own before, and accepted after.
 """
 
+from ..kernels.draft import DRAFT
 from ..kernels.embed import EMBED, embed_partials
+from ..kernels.sampling.accept import ACCEPT
 from ..kernels.sampling.greedy import GREEDY
 from ..kernels.sampling.logprobs import LOGPROBS
 from ..kernels.sampling.mask import MASK
 from ..kernels.sampling.sample import SAMPLE
+from ..kernels.spread import SPREAD
+from ..kernels.write_kv import WRITE_KV
 from .hosted import fetch_first, next_pages, next_weights, pages_fetched, weights_fetched
 from .products import products
 from .run import Run
@@ -21,9 +26,11 @@ KINDS = ("greedy", "sample", "logprobs")
 
 
 def step(run: Run, model: DecodeModel, kind: str, masked: bool = False) -> None:
-    """Run one token step."""
+    """Run one token step; of a model of_queries as many as its guesses are right."""
     meta, layers = model.workspace.meta, model.config.num_layers
     fetch_first(run, model, meta, layers)
+    if model.requests is not None:
+        guess(run, model)
     token_to_hidden(run, model)
     for layer in range(layers):
         weights_fetched(run, model, layer)
@@ -32,6 +39,13 @@ def step(run: Run, model: DecodeModel, kind: str, masked: bool = False) -> None:
         mlp_block(run, model, layer)
         next_weights(run, model, meta, layer)
     hidden_to_token(run, model, kind, masked)
+
+
+def guess(run: Run, m: DecodeModel) -> None:
+    ws, own = m.workspace, m.requests
+    run("draft", DRAFT, own.meta, own.tokens, own.draft_keys, own.draft_counter, max(m.queries - 1, 1))
+    if m.queries > 1:
+        run("spread", SPREAD, own.meta, own.samp, ws.meta, ws.samp)
 
 
 def token_to_hidden(run: Run, m: DecodeModel) -> None:
@@ -51,6 +65,11 @@ def qkv_product(run: Run, m: DecodeModel, i: int) -> None:
 def attention_block(run: Run, m: DecodeModel, i: int) -> None:
     ws, kv, layer, eps = m.workspace, m.kv, m.weights.layers[i], m.config.rms_norm_eps
     pages_fetched(run, m, i)
+    if m.writes_first:  # rows attend to what others of this pass write
+        run(
+            "write_kv", WRITE_KV, ws.meta, kv.tables[i], ws.qkv, layer.k_norm, m.cos, m.sin, kv.k[i], kv.v[i], eps,
+            shape=m.shapes.attention,
+        )  # fmt: skip
     run(
         "attention", m.attention, ws.meta, kv.tables[i], ws.qkv, layer.q_norm, layer.k_norm, m.cos, m.sin,
         kv.k[i], kv.v[i], ws.attn_partial, ws.attn_lse, ws.attn_counter, ws.attn_out, m.scale, eps, m.config.window(i),
@@ -91,12 +110,17 @@ def hidden_to_token(run: Run, m: DecodeModel, kind: str, masked: bool) -> None:
         run("logprobs", LOGPROBS, ws.logits, ws.meta, ring, ws.out_top_ids, ws.sampler)
     if masked:
         run("mask", MASK, ws.logits, ws.meta, ws.mask, ws.mask_stamp, ws.sampler)
+    own, counts, drawn = m.requests, None, None if m.requests is None else ws.drawn
     if kind == "greedy":
-        run("greedy", GREEDY, ws.logits, ws.meta, ws.tokens, ws.out, ws.sampler, masked)
-        return
-    run(
-        "sample", SAMPLE, ws.logits, ws.meta, ws.samp, ws.tokens, ws.counts, ws.bias, ws.out, ws.sampler, ring, masked
-    )
+        run("greedy", GREEDY, ws.logits, ws.meta, ws.tokens, ws.out, ws.sampler, masked, drawn)
+    else:
+        counts = ws.counts
+        run(
+            "sample", SAMPLE, ws.logits, ws.meta, ws.samp, ws.tokens, counts, ws.bias, ws.out, ws.sampler, ring, masked,
+            drawn, m.queries,
+        )  # fmt: skip
+    if own is not None:
+        run("accept", ACCEPT, drawn, own.meta, ws.tokens, counts, ws.out, ws.logits, ws.sampler.lse, ring)
 
 
 def sumsq_partials(m: DecodeModel, after_embed: bool) -> int:

@@ -5,12 +5,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
+from ..layout import MAX_QUERIES
+
 SIZES = (1, 2, 4, 8, 16, 32, 64)  # rows of the captured decode passes
 # Tokens of prompts in the captured prompt passes, after SGLang's schedule, without sizes that cost what the next does.
 PROMPT_SIZES = (
     *range(16, 65, 16), *range(96, 257, 32), *range(320, 513, 64), *range(640, 1025, 128), *range(1280, 4097, 256)
 )  # fmt: skip
 PROMPT_MOST = 2048
+QUERIES = (1, 2, 4, 8)  # rows of a request in the captured decode passes: the next token's, and drafts to verify
+MOST_QUERIES = {1: 8, 2: 8, 4: 4, 8: 2}  # by requests: more rows together than 16 cost more than they bring
 # Mode -> how a pass with chunks of prompts in it runs, and how a decode pass does.
 MODES = {
     "none": ("none", "none"),
@@ -30,26 +34,30 @@ class Support(IntEnum):
     ALWAYS = 3
 
 
-ATTENTION = {"triton": Support.UNIFORM_SINGLE_TOKEN_DECODE, "torch": Support.NEVER}  # backends of the decode pass
+ATTENTION = {"triton": Support.UNIFORM_BATCH, "torch": Support.NEVER}  # backends of the decode pass
 PROMPT_ATTENTION = {"triton": Support.ALWAYS, "flash": Support.NEVER, "cudnn": Support.NEVER}  # and of the prompt pass
 
 
 @dataclass(frozen=True)
 class BatchDescriptor:
-    """The key of a graph. kind: of sampling, the strongest of its rows; tokens: of each request; masked: some rows have
-    masks."""
+    """The key of a graph. kind: of sampling, the strongest of its rows; rows: of requests, each of which has `tokens`
+    of the pass; masked: some have masks."""
 
     kind: str
     rows: int
     tokens: int = 1
     masked: bool = False
 
+    def __str__(self) -> str:
+        each = f" of {self.tokens} tokens" * (self.tokens > 1)
+        return f"a pass of {self.rows} rows{each}{' with masks' * self.masked}"
+
 
 @dataclass(frozen=True)
 class GraphStat:
     """count passes of `kind` had `rows` rows, and ran as `mode` with `padded` rows. kind: of sampling, with "+mask" for
-    rows that have one; of passes that read prompts, whose rows are their tokens, "prompt", or "mixed" where others
-    decoded beside them."""
+    rows that have one, and "x2" to "x8" where each had so many to verify drafts; of passes that read prompts, whose
+    rows are their tokens, "prompt", or "mixed" where others decoded beside them."""
 
     kind: str
     rows: int
@@ -67,6 +75,12 @@ def graph_sizes(slots: int, sizes: Sequence[int] | None = None) -> tuple[int, ..
     if sizes is not None:
         return tuple(size for size in sizes if size < slots) + tuple(size for size in sizes if size >= slots)[:1]
     return tuple(size for size in SIZES if size < slots) + (min(slots, SIZES[-1]),)
+
+
+def most_queries(requests: int, wanted: int = MAX_QUERIES) -> int:
+    """Rows of each of so many requests in one pass, at least the `wanted` ones unless that is too many."""
+    most = next((most for limit, most in MOST_QUERIES.items() if limit >= requests), 1)
+    return next((queries for queries in QUERIES if min(wanted, most) <= queries), most)
 
 
 def lowered(mode: str, support: Support) -> str:
@@ -95,15 +109,15 @@ class Dispatcher:
             self._prompt = "piecewise"
         self._counts: Counter[tuple[str, int, int, str]] = Counter()
 
-    def plan(self, kind: str, rows: int, masked: bool = False) -> tuple[str, BatchDescriptor]:
+    def plan(self, kind: str, rows: int, masked: bool = False, tokens: int = 1) -> tuple[str, BatchDescriptor]:
         """none, piecewise or full, and the batch to run: padded to the next size, or beyond the largest as it is."""
         padded = next((size for size in self.sizes if size >= rows), None) if self._decode != "none" else None
-        return ("none" if padded is None else self._decode), BatchDescriptor(kind, padded or rows, masked=masked)
+        return ("none" if padded is None else self._decode), BatchDescriptor(kind, padded or rows, tokens, masked)
 
-    def dispatch(self, kind: str, rows: int, masked: bool = False) -> tuple[str, BatchDescriptor]:
+    def dispatch(self, kind: str, rows: int, masked: bool = False, tokens: int = 1) -> tuple[str, BatchDescriptor]:
         """plan, counted."""
-        mode, batch = self.plan(kind, rows, masked)
-        self._counts[kind + "+mask" * masked, rows, batch.rows, mode] += 1
+        mode, batch = self.plan(kind, rows, masked, tokens)
+        self._counts[kind + "+mask" * masked + f" x{tokens}" * (tokens > 1), rows, batch.rows, mode] += 1
         return mode, batch
 
     def plan_prompt(self, tokens: int) -> tuple[str, int]:

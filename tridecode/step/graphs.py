@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import cache, partial
 
 import torch
@@ -14,7 +15,7 @@ from ..kernels.op import Op
 from ..layout import LIMIT_REACHED, STATUS
 from . import decode
 from .compiling import compile_ahead
-from .dispatch import BatchDescriptor, Dispatcher
+from .dispatch import QUERIES, BatchDescriptor, Dispatcher, most_queries
 from .run import Forked, Run, launch, launch_dependent, refer
 from .state import DecodeModel
 
@@ -40,24 +41,42 @@ def launcher(model: DecodeModel) -> Run:
     return launch_dependent if model.pdl else launch
 
 
+def model_of(model: DecodeModel, batch: BatchDescriptor) -> DecodeModel:
+    """The model as that pass sees it. Rows with masks, which come one at a time, have no drafts."""
+    if model.verify and not batch.masked:
+        return model.of_queries(batch.rows, batch.tokens)
+    return model.of_rows(batch.rows)
+
+
 class EagerSteps:
     """Passes whose lines `run` runs one by one; attention: in the place of the list's own."""
 
     def __init__(self, model: DecodeModel, run: Run, attention: Op | None = None):
         self.model, self._run, self._attention = model, run, attention
         self.dispatcher = Dispatcher("none", ())
-        self._of_rows = [model.of_rows(rows) for rows in range(1, model.rows + 1)]
+        self._models: dict[tuple[int, int], DecodeModel] = {}
 
-    def replay(self, kind: str, rows: int | None = None, masked: bool = False) -> None:
-        """Run one pass of the first `rows` rows, by default all; on a GPU it is enqueued on the current stream."""
-        _, batch = self.dispatcher.dispatch(kind, rows or self.model.rows, masked)
+    def tokens(self, kind: str, rows: int, wanted: int, capture: bool) -> int:
+        """Rows of each request in a pass of so many requests of which one could use `wanted`."""
+        return most_queries(rows, wanted) if self.model.verify else 1
+
+    def capture_next(self) -> bool:
+        """Capture one more pass; False where none is left."""
+        return False
+
+    def replay(self, kind: str, rows: int | None = None, masked: bool = False, tokens: int = 1) -> None:
+        """Run one pass of the first `rows` requests, by default all, with `tokens` rows each; on a GPU it is enqueued
+        on the current stream."""
+        _, batch = self.dispatcher.dispatch(kind, rows or self.model.rows, masked, tokens)
         self.run(batch)
 
     @torch.inference_mode()
     def run(self, batch: BatchDescriptor) -> None:
+        key = batch.rows, 0 if batch.masked else batch.tokens
+        model = self._models.get(key) or self._models.setdefault(key, model_of(self.model, batch))
         with torch.cuda.device(self.model.device) if self.model.device.type == "cuda" else nullcontext():
             run = forked(self.model, self._run, self._attention)
-            decode.step(run, self._of_rows[batch.rows - 1], batch.kind, batch.masked)
+            decode.step(run, model, batch.kind, batch.masked)
 
 
 class StepGraphs:
@@ -68,7 +87,8 @@ class StepGraphs:
     default. run: the runner to capture, by default `launcher(model)`. With `check_addresses` every replay first asserts
     that no buffer moved since capture (a debug aid).
 
-    Passes with masks, which most never need, are compiled with the others and captured when they first come.
+    Passes with masks, which most never need, are compiled with the others and captured when they first come; those that
+    verify drafts are compiled then too.
     """
 
     def __init__(
@@ -99,27 +119,50 @@ class StepGraphs:
             log.info("capturing %d CUDA graphs of %s rows", len(batches), ", ".join(map(str, self.dispatcher.sizes)))
             # The largest first: the smaller ones find their memory in the pool.
             self._graphs: dict[BatchDescriptor, Callable[[], None] | None] = {b: self._capture(b) for b in batches}
+        self._verifies = False
+        self._verifying = [
+            replace(batch, tokens=tokens)
+            for tokens in QUERIES[1:] for batch in batches if model.verify and tokens <= most_queries(batch.rows)
+        ]  # fmt: skip
 
     def _lines(self, batch: BatchDescriptor) -> Callable[[Run], None]:
-        model = self.model.of_rows(batch.rows)
+        model = model_of(self.model, batch)
         return lambda run: decode.step(run, model, batch.kind, batch.masked)
 
     def _capture(self, batch: BatchDescriptor) -> Callable[[], None]:
         """No row may run: then the pass that runs first loads every kernel and writes nothing."""
         mode, _ = self.dispatcher.plan(batch.kind, batch.rows)
+        if batch.tokens > 1 and not self._verifies:
+            self.model.verify.meta[:, STATUS] = LIMIT_REACHED
+            compile_ahead(map(self._lines, self._verifying), forked(self.model, self._run), self.model.device)
+            self._verifies = True
         between = partial(forked, self.model, self._between, self.attention)
         self.place.run(lambda: self._lines(batch)(forked(self.model, self._run, self.attention)))
         replay, captures = self.place.capture(mode, forked(self.model, self._run), between, self._lines(batch))
         self.captures += captures
         return replay
 
-    def replay(self, kind: str, rows: int | None = None, masked: bool = False) -> None:
-        """Enqueue one pass of at least the first `rows` rows, by default all, on the current stream. Those beyond must
-        not run."""
+    def capture_next(self) -> bool:
+        """Capture one more pass that verifies drafts; False where none is left."""
+        left = [batch for batch in self._verifying if batch not in self._graphs]
+        if left:
+            self._graphs[left[0]] = capture_late(self.model, left[0], self._capture)
+        return len(left) > 1
+
+    def tokens(self, kind: str, rows: int, wanted: int, capture: bool) -> int:
+        """Rows of each request in a pass of so many requests of which one could use `wanted`: as many as were captured
+        for until now, or, with `capture`, will be."""
+        batch = self.dispatcher.plan(kind, rows)[1]
+        fitting = [each for each in QUERIES if each <= most_queries(batch.rows, wanted)] if self.model.verify else [1]
+        return max((each for each in fitting if self._graphs.get(replace(batch, tokens=each), capture)), default=1)
+
+    def replay(self, kind: str, rows: int | None = None, masked: bool = False, tokens: int = 1) -> None:
+        """Enqueue one pass of at least the first `rows` requests, by default all, with `tokens` rows each, on the
+        current stream. Those beyond must not run."""
         if self.check_addresses:
             moved = [name for name, a in self.model.addresses().items() if self._addresses.get(name) != a]
             assert not moved, f"buffers moved since capture: {', '.join(moved)}"
-        mode, batch = self.dispatcher.dispatch(kind, rows or self.model.rows, masked)
+        mode, batch = self.dispatcher.dispatch(kind, rows or self.model.rows, masked, tokens)
         if mode != "none" and batch not in self._graphs:
             self._graphs[batch] = capture_late(self.model, batch, self._capture)
         if (replay := self._graphs.get(batch)) is None:
@@ -139,10 +182,10 @@ def capture_late(
     meta[:, STATUS] = LIMIT_REACHED
     try:
         replay = capture(batch)
-        log.info("captured passes of %d rows with masks in %.0f ms", batch.rows, 1e3 * (time.perf_counter() - started))
+        log.info("captured %s in %.0f ms", batch, 1e3 * (time.perf_counter() - started))
         return replay
     except RuntimeError as error:
-        log.warning("passes of %d rows with masks stay uncaptured: %s", batch.rows, str(error).splitlines()[0][:200])
+        log.warning("%s stays uncaptured: %s", batch, str(error).splitlines()[0][:200])
         return None
     finally:
         meta.copy_(kept)

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 MAX_SPLITS = 64  # of the K/V of one row, in attention
 TILE_ROWS = 64  # that a buffer has which tiles are read from
+DRAFT_SPLITS = 16  # programs that look through the tokens of one row for drafts
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,9 @@ class AttentionShape:
 class AttentionRowsShape:
     """Launch shape of attention of several rows: `programs` share the work, items of `block_t` positions a turn; a row
     has at most `splits` items per K/V head, each of at least `least` turns. registers: as above. stages: of the loop
-    over an item's tiles, two for each tile on its way through shared memory and one; 1: the next one, in registers."""
+    over an item's tiles, two for each tile on its way through shared memory and one; 1: the next one, in registers.
+    early: the first tile is loaded before the wait, as no launch of this pass writes it. queries: rows of each request,
+    attended together."""
 
     block_t: int = 64
     splits: int = 32
@@ -105,6 +108,8 @@ class AttentionRowsShape:
     least: int = 4
     programs: int = 132
     stages: int = 1
+    early: bool = True
+    queries: int = 1
 
 
 @dataclass(frozen=True)

@@ -8,15 +8,25 @@ import torch
 from ..cache.kv import KVCache, make_kv_cache
 from ..cache.offload import Offload
 from ..kernels.attention import ATTENTION
+from ..kernels.attention_queries import ATTENTION_QUERIES
 from ..kernels.attention_rows import ATTENTION_ROWS
 from ..kernels.op import Op
 from ..model.config import ModelConfig
 from ..model.weights import Weights, short_repr
 from .choose import choose_shapes, fp8_kv_shape, invariant_shapes, prompt_attention_shape
+from .dispatch import most_queries
 from .few_bits import few_bits
 from .rope import rope_tables
 from .shapes import AttentionRowsShape, FetchShape, PromptAttentionShape, StepShapes
-from .workspace import PromptBuffers, Workspace, first_rows, make_prompt_buffers, make_workspace, named_tensors
+from .workspace import (
+    PromptBuffers,
+    Workspace,
+    first_rows,
+    make_prompt_buffers,
+    make_states,
+    make_workspace,
+    named_tensors,
+)
 
 PROMPT_SHAPE = PromptAttentionShape()
 
@@ -28,6 +38,8 @@ class DecodeModel:
     shapes_by_rows: launch shapes for passes of up to so many rows; those for the most serve any above. fixed_chunk: in
     the batch-invariant mode the rows of every prompt pass, in which a position has the row of its number modulo them; a
     prompt's last token is then always a decode pass's. 0: prompt passes have the rows that come.
+    verify: what passes that verify drafts see, None where there are none; its meta and samp are its own, all else is
+    the workspace's. requests: of such a pass (see of_queries) the workspace with the rows of the requests themselves.
     """
 
     config: ModelConfig
@@ -42,6 +54,8 @@ class DecodeModel:
     prompt_shape: PromptAttentionShape = PROMPT_SHAPE
     fetch_shape: FetchShape = FetchShape()
     fixed_chunk: int = 0
+    verify: Workspace | None = None
+    requests: Workspace | None = None
 
     def __repr__(self) -> str:
         facts = {"family": self.config.family, "layers": self.config.num_layers, "capacity": self.kv.capacity}
@@ -67,10 +81,31 @@ class DecodeModel:
         fitting = [rows for rows in self.shapes_by_rows if rows >= self.rows]
         return min(fitting, default=max(self.shapes_by_rows))
 
+    @property
+    def queries(self) -> int:
+        """Rows of each request in a pass."""
+        return 1 if self.requests is None else self.rows // len(self.requests.meta)
+
     @cached_property
     def shapes(self) -> StepShapes:
         """Of a pass of all rows."""
-        return self.shapes_by_rows[self.shapes_for]
+        shapes = self.shapes_by_rows[self.shapes_for]
+        if self.queries == 1:
+            return shapes
+        attention = replace(shapes.attention, early=False)
+        if not self.writes_first:
+            tiles = dict(block_t=32, least=4, num_warps=8, programs=132)
+            attention = replace(attention, queries=self.queries, **tiles)
+        return replace(shapes, attention=attention)
+
+    @property
+    def writes_first(self) -> bool:
+        """K and V enter the cache before attention, in which each row of a request stands for itself, as it must where
+        its bits are those that it has alone; elsewhere all are attended together, if their tiles fit."""
+        dim, group = self.config.head_dim, self.config.num_heads // self.config.num_kv_heads
+        fits = self.queries * group <= 32 and dim in (64, 128)
+        alone = self.fixed_chunk > 0 or not fits or self.weights.dtype == torch.float32
+        return self.queries > 1 and alone
 
     @property
     def hosted(self) -> bool:
@@ -79,16 +114,27 @@ class DecodeModel:
 
     @property
     def attention(self) -> Op:
+        if self.queries > 1 and not self.writes_first:
+            return ATTENTION_QUERIES
         return ATTENTION_ROWS if isinstance(self.shapes.attention, AttentionRowsShape) else ATTENTION
 
     def of_rows(self, rows: int) -> "DecodeModel":
         """The same model for passes of its first `rows` rows."""
         return self if rows == self.rows else replace(self, workspace=first_rows(self.workspace, rows))
 
+    def of_queries(self, requests: int, queries: int) -> "DecodeModel":
+        """The same model for passes of its first rows, so many for each request, which verify drafts."""
+        own = first_rows(self.workspace, requests)
+        return replace(
+            self, workspace=own if queries == 1 else first_rows(self.verify, requests * queries), requests=own
+        )
+
     def addresses(self) -> dict[str, int]:
         """Address of every tensor that a captured step holds."""
         tensors = {f"weights.{name}": t for name, t in self.weights.tensors().items()}
         tensors |= {f"workspace.{name}": t for name, t in named_tensors(self.workspace).items()}
+        if self.verify:
+            tensors |= {f"verify.{name}": getattr(self.verify, name) for name in ("meta", "samp")}
         tensors |= {f"prompt.{name}": t for name, t in named_tensors(self.prompt).items()}
         tensors |= {"pool": self.kv.pool, "page_table": self.kv.page_table, "cos": self.cos, "sin": self.sin}
         if self.kv.offload:
@@ -113,13 +159,13 @@ def shapes_of(
 def make_model(
     config: ModelConfig, weights: Weights, capacity: int, slots: int = 1, page: int | None = None,
     shapes: dict[int, StepShapes] | None = None, pages: int | None = None, rows: int | None = None,
-    prompt_rows: int = 2048, batch_invariant: bool = False, offload: Offload | None = None,
+    prompt_rows: int = 2048, batch_invariant: bool = False, offload: Offload | None = None, speculate: bool = False,
 ) -> DecodeModel:
     """Allocate the state of a model whose weights are loaded, for `slots` of `capacity` K/V positions.
 
     page, pages, offload: see make_kv_cache. shapes: by rows, by default those chosen for the GPU. rows: of the largest
     pass, by default as many as slots. prompt_rows: of the largest prompt pass, those that decode beside it not counted;
-    with batch_invariant of all.
+    with batch_invariant of all. speculate: passes can verify drafts.
     """
     device, dtype = weights.device, weights.dtype
     cos, sin = rope_tables(config, capacity, device)
@@ -130,16 +176,26 @@ def make_model(
     prompt_shape = prompt_attention_shape(capability, multiprocessors, batch_invariant, config.fp8_kv)
     if not batch_invariant:
         prompt_rows = min(prompt_rows, slots * capacity)
+    rows = rows or slots
+    verifying = verify_rows(rows) if speculate else 0
+    workspace = make_workspace(config, capacity, device, dtype, slots, max(rows, verifying))
+    meta, samp = make_states(verifying, device)
     return DecodeModel(
         config=config,
         weights=weights,
         kv=make_kv_cache(config, capacity, device, dtype, slots, page, pages, offload),
         cos=cos,
         sin=sin,
-        workspace=make_workspace(config, capacity, device, dtype, slots, rows),
-        prompt=make_prompt_buffers(config, prompt_rows + (rows or slots), device, dtype, prompt_shape),
+        workspace=first_rows(workspace, rows) if speculate else workspace,
+        prompt=make_prompt_buffers(config, prompt_rows + rows, device, dtype, prompt_shape),
         shapes_by_rows=shapes or shapes_of(config, weights, capability, gpu, batch_invariant),
         pdl=capability >= 90,
         prompt_shape=prompt_shape,
         fixed_chunk=prompt_rows if batch_invariant else 0,
+        verify=replace(first_rows(workspace, verifying), meta=meta, samp=samp) if speculate else None,
     )
+
+
+def verify_rows(requests: int) -> int:
+    """Of the largest pass that verifies drafts of at most so many requests."""
+    return max(each * most_queries(each) for each in range(1, requests + 1) if most_queries(each) > 1)

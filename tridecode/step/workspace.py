@@ -20,7 +20,7 @@ from ..layout import (
 )
 from ..model.config import ModelConfig
 from ..model.weights import short_repr
-from .shapes import MAX_SPLITS, TILE_ROWS, PromptAttentionShape
+from .shapes import DRAFT_SPLITS, MAX_SPLITS, TILE_ROWS, PromptAttentionShape
 
 DEQUANTISED = 2**25  # numbers: the most of a weight in fewer bits that stand there in all their bits at once
 # By slot; all else is by row.
@@ -57,6 +57,9 @@ class Workspace:
     attn_counter: torch.Tensor  # int32 [rows, kv_heads], zero between launches
     act: torch.Tensor  # act [rows, intermediate]
     logits: torch.Tensor  # fp32 [rows, vocab]: raw
+    drawn: torch.Tensor  # int32 [rows]: of passes that verify drafts
+    draft_keys: torch.Tensor  # int64 [rows, DRAFT_SPLITS]: scratch
+    draft_counter: torch.Tensor  # int32 [rows], zero between launches
     split: matmul_wide.SplitBuffers
     sampler: sample_op.SamplerBuffers
 
@@ -90,11 +93,10 @@ def make_workspace(
     def factor(columns):  # of a product by tiles, whose last rows nobody needs
         return real(rows if rows == 1 else max(rows, TILE_ROWS), columns, dtype=act_dtype)[:rows]
 
-    meta = state(rows, META_WIDTH)
-    meta[:, STATUS] = LIMIT_REACHED  # no row runs before a request has begun
+    meta, samp = make_states(rows, device)
     return Workspace(
         meta=meta,
-        samp=real(rows, SAMP_WIDTH),
+        samp=samp,
         tokens=state(slots, capacity + 1),
         counts=state(slots, vocab),
         bias=real(slots, vocab),
@@ -113,11 +115,21 @@ def make_workspace(
         attn_counter=state(rows, config.num_kv_heads),
         act=factor(config.intermediate_size),
         logits=real(rows, vocab),
+        drawn=state(rows),
+        draft_keys=state(rows, DRAFT_SPLITS, dtype=torch.int64),
+        draft_counter=state(rows),
         split=matmul_wide.make_buffers(
             max(config.q_size + 2 * config.kv_size, config.hidden_size, 2 * config.intermediate_size), rows, device
         ),
         sampler=sample_op.make_buffers(vocab, rows, device),
     )
+
+
+def make_states(rows: int, device) -> tuple[torch.Tensor, torch.Tensor]:
+    """meta and samp; no row runs before a request has begun."""
+    meta = torch.zeros(rows, META_WIDTH, dtype=torch.int32, device=device)
+    meta[:, STATUS] = LIMIT_REACHED
+    return meta, torch.zeros(rows, SAMP_WIDTH, device=device)
 
 
 @dataclass(frozen=True)

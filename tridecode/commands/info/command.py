@@ -41,7 +41,7 @@ def info(args, output: Output) -> int:
     support = capture_support(backend, config, dtype, device)
     policy = Policy(
         args.chunk_tokens, prompt_ms=args.prompt_ms, prefix_sharing=args.prefix_sharing,
-        batch_invariant=args.batch_invariant,
+        batch_invariant=args.batch_invariant, speculate=args.speculate,
     )  # fmt: skip
     memory = memory_facts(config, dtype, device, backend, args, policy, graphs_of(args, policy.chunk_tokens, support))
     chunk = policy.chunk(memory["slots"], memory["context"] or policy.chunk_tokens, PAGE)
@@ -103,13 +103,13 @@ def memory_facts(
     share: what would be allocated; 0, with `problem`, where it cannot be. `offload`: pages of the host and of each of
     the ring's buffers, if asked for; `weights_on_host`: bytes of the last `host_layers` layers."""
     slots, per_token = slots_of(args), kv_bytes_per_token(config, dtype)
-    plan, problem = plan_memory(config, dtype, device, slots, policy.chunk_tokens, graphs.one_piece), None
-    on_host = 0
+    how, problem = (slots, policy.chunk_tokens, graphs.one_piece), None
+    plan, on_host = plan_memory(config, dtype, device, *how, speculate=policy.speculates), 0
     asked = args.max_seq_len, slots, args.kv_tokens, policy.chunk_tokens, graphs.one_piece
     offload = args.kv_offload, args.kv_ring, policy.batch_invariant
     try:
         on_host = plan_weights(config, dtype, args.weights_offload)
-        kv = plan_kv(config, dtype, device, backend, *asked, *offload, on_host)
+        kv = plan_kv(config, dtype, device, backend, *asked, *offload, on_host, policy.speculates)
         plan, context, pool, offload = kv.memory, kv.capacity, kv.kv_tokens, kv.offload
     except DeviceError as error:
         context, pool, offload, problem = 0, 0, None, str(error)
@@ -154,14 +154,15 @@ def prompt_facts(
 def run_facts(
     device: torch.device, backend: str, dtype: torch.dtype, graphs: GraphPlan, captured: bool, policy: Policy
 ) -> dict:
-    """`batch_invariant`: whether a request has the same bits in any company. `pdl`: programmatic dependent launch, from
-    compute capability 9.0 on."""
+    """`batch_invariant`: whether a request has the same bits in any company. `speculate`: as the option. `pdl`:
+    programmatic dependent launch, from compute capability 9.0 on."""
     return {
         "device": str(device),
         "backend": backend,
         "dtype": str(dtype).removeprefix("torch."),
         "graph": graphs.graph,
         "batch_invariant": policy.batch_invariant,
+        "speculate": policy.speculate,
         "pdl": captured and torch.cuda.get_device_capability(device) >= (9, 0),
     }
 
@@ -274,6 +275,7 @@ def pool_words(memory: dict) -> str:
 
 def graph_words(run: dict) -> str:
     company = ", the same bits in any company" if run["batch_invariant"] else ""
+    company += ", several tokens a pass where the text repeats" if run["speculate"] != "off" else ""
     if run["graph"] == "none":
         return f"no graph{company}"
     graphs = "CUDA graphs between attention launches" if run["graph"] == "piecewise" else "one CUDA graph a pass"

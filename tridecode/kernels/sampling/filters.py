@@ -13,6 +13,8 @@ from ..common import (
     FLAGS,
     FREQUENCY_PENALTY,
     META_WIDTH,
+    N_KNOWN,
+    POSITION,
     PRESENCE_PENALTY,
     REPETITION_PENALTY,
     RUN,
@@ -49,6 +51,7 @@ def _process_kernel(
     samp_ptr,
     counts_ptr,
     bias_ptr,
+    tokens_ptr,
     keys_ptr,
     tops_ptr,
     processed_ptr,
@@ -58,11 +61,13 @@ def _process_kernel(
     vocab,
     stride_logits,
     stride_counts,
+    stride_tokens,
     stride_keys,
     stride_tops,
     stride_processed,
     BLOCK_N: tl.constexpr,
     CLEAR: tl.constexpr,
+    QUERIES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Add the bias, apply the penalties, leave each block's largest logits, and clear histograms and state.
@@ -70,6 +75,7 @@ def _process_kernel(
     logits: [rows, vocab] fp32. samp: [rows, SAMP_WIDTH] fp32. counts: [slots, vocab] int32. bias: [slots, vocab] fp32.
     keys: [rows, >= blocks] int64 (out). tops: [rows, >= blocks * TOPS] fp32 (out). processed: [rows, vocab] fp32
     (out). bins, bin_mass, state: see SamplerBuffers (out).
+    tokens: [slots, capacity + 1] int32, of which with QUERIES, rows of a request, the drafts before a row count too.
     Bytes: 8 * vocab a row, 4 * vocab more for each of bias and counts in use. Grid: (vocab blocks, rows).
     counts and bias are older than this step: their loads come before the wait. A NaN or an infinity among the raw
     logits makes its block's key BAD, which the launches after this one look for.
@@ -90,6 +96,13 @@ def _process_kernel(
     counted = tl.where((flags & FLAG_PENALTIES) != 0, vocab, 0)
     bias = tl.load(bias_ptr + of_slot + offs_n, mask=offs_n < biased, other=0.0)
     counts = tl.load(counts_ptr + of_slot + offs_n, mask=offs_n < counted, other=0)
+    if QUERIES > 1:
+        first = tl.load(meta_ptr + POSITION) - row % QUERIES
+        for back in tl.static_range(1, QUERIES):
+            new = (back <= row % QUERIES) & (first + back >= tl.load(meta_ptr + N_KNOWN))  # what is given was counted
+            place = tl.where(new, first + back, 0)
+            guessed = tl.load(tokens_ptr + slot.to(tl.int64) * stride_tokens + place)
+            counts += tl.where((offs_n == guessed) & (offs_n < counted) & (place > 0), 2, 0)
     if PDL:
         gdc_wait()
     if status == RUN:

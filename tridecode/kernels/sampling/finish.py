@@ -159,8 +159,11 @@ def finish_step(
     tl.store(out_ptr + ring, entry)
 
 
-def finish_step_ref(row, token, bad, logits, meta, tokens, counts, out, lse=None, logprobs_ring=None, masked=False):
-    """finish_step in torch; counts None: greedy keeps none."""
+def finish_step_ref(
+    row, token, bad, logits, meta, tokens, counts, out, lse=None, logprobs_ring=None, masked=False, source=None
+):
+    """finish_step in torch; counts None: greedy keeps none; source: the row of logits and lse, if it is another one."""
+    source = row if source is None else source
     state = meta[row].tolist()
     late = masked and bool(state[m.LATE]) and not bad
     slot, position, step = state[m.SLOT], state[m.POSITION], state[m.STEP]
@@ -178,7 +181,7 @@ def finish_step_ref(row, token, bad, logits, meta, tokens, counts, out, lse=None
         if token in state[m.STOP_IDS : m.STOP_IDS + state[m.N_STOP]]:
             status = m.STOP
     if logprobs_ring is not None and not (bad or late):
-        logprobs_ring[slot, step % m.RING, 0] = logits[row, token] - lse[row]
+        logprobs_ring[slot, step % m.RING, 0] = logits[source, token] - lse[source]
     if late:
         token, following, status = m.LATE_TOKEN, position, m.RUN
     changed = [position, step + 1, m.NAN] if bad else [following, step + 1, status]

@@ -40,7 +40,17 @@ from .filters import (
     process_ref,
     threshold_ref,
 )
-from .finish import BAD, arrive, finish_step, finish_step_ref, largest_key, packed_id, packed_value, step_state
+from .finish import (
+    BAD,
+    NO_TOKEN,
+    arrive,
+    finish_step,
+    finish_step_ref,
+    largest_key,
+    packed_id,
+    packed_value,
+    step_state,
+)
 from .mass import BINS, FARTHEST, WEIGHT_BITS, distance, distance_ref, grid_scale, weight, weight_ref
 from .nearest import NEAREST, TOPS, load_nearest, ranked_threshold
 from .philox import philox_bits, philox_bits_ref
@@ -124,6 +134,7 @@ def _draw_kernel(
     drawn_ptr,
     lse_ptr,
     logprobs_ptr,
+    tokens_out_ptr,
     vocab,
     stride_logits,
     stride_tokens,
@@ -135,6 +146,7 @@ def _draw_kernel(
     LOGPROBS: tl.constexpr,
     FENCE: tl.constexpr,
     MASKED: tl.constexpr,
+    DRAW: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Weigh what the filters keep of each block, draw one token from it, and end the step.
@@ -142,7 +154,8 @@ def _draw_kernel(
     processed: [rows, vocab] fp32. keys: [rows, >= blocks] int64. bins, state, near, ranks: see SamplerBuffers (state is
     out too). mass: [rows, >= blocks] int64, drawn: [rows, >= blocks] int32 (scratch). counter: [rows, 2] int32, zero
     (scratch).
-    meta, tokens, counts, out, and with LOGPROBS logprobs: [slots, RING, LOGPROBS_WIDTH] fp32 (out).
+    meta, tokens, counts, out, and with LOGPROBS logprobs: [slots, RING, LOGPROBS_WIDTH] fp32 (out). With DRAW instead
+    of these tokens_out: [rows] int32 (out), a token or NO_TOKEN; the step does not end.
     Bytes: 4 * vocab a row, and a program 12 * NEAREST, and 4 * BINS where the list does not decide.
     Grid: (vocab blocks, rows).
     Each block draws a token of its own, in order of their ids; the last program to arrive draws the block. Both draws
@@ -205,31 +218,36 @@ def _draw_kernel(
                 token = tl.sum(tl.where(offs_k == chosen, drawn, 0), axis=0)
                 tl.store(state_ptr + _THRESHOLD, threshold.to(tl.int64))
         if ends:
-            finish_step(
-                row,
-                token,
-                key == BAD,
-                state,
-                meta_ptr,
-                tokens_ptr,
-                counts_ptr,
-                out_ptr,
-                logits_ptr,
-                lse_ptr,
-                logprobs_ptr,
-                stride_tokens,
-                stride_counts,
-                stride_logits,
-                COUNT=True,
-                LOGPROBS=LOGPROBS,
-                FENCE=FENCE,
-                MASKED=MASKED,
-            )
+            if DRAW:
+                tl.store(tokens_out_ptr + row, tl.where(key == BAD, NO_TOKEN, token))
+            else:
+                finish_step(
+                    row,
+                    token,
+                    key == BAD,
+                    state,
+                    meta_ptr,
+                    tokens_ptr,
+                    counts_ptr,
+                    out_ptr,
+                    logits_ptr,
+                    lse_ptr,
+                    logprobs_ptr,
+                    stride_tokens,
+                    stride_counts,
+                    stride_logits,
+                    COUNT=True,
+                    LOGPROBS=LOGPROBS,
+                    FENCE=FENCE,
+                    MASKED=MASKED,
+                )
 
-
-def sample(logits, meta, samp, tokens, counts, bias, out, sampler, logprobs_ring=None, masked=False, *, pdl=False):
+def sample(
+    logits, meta, samp, tokens, counts, bias, out, sampler, logprobs_ring=None, masked=False, drawn=None, queries=1, *,
+    pdl=False,
+):  # fmt: skip
     """Draw a token from each row of logits and end the step; logprobs_ring also gets its raw log-probability; masked:
-    mask came before it."""
+    mask came before it; drawn: int32 [rows], where the tokens go if `accept` is to end it, `queries` rows a request."""
     rows, vocab = logits.shape
     blocks = triton.cdiv(vocab, BLOCK)
     s, grid, padded = sampler, (blocks, rows), max(2, triton.next_power_of_2(blocks))
@@ -241,6 +259,7 @@ def sample(logits, meta, samp, tokens, counts, bias, out, sampler, logprobs_ring
         samp,
         counts,
         bias,
+        tokens,
         s.keys,
         s.tops,
         s.processed,
@@ -250,11 +269,13 @@ def sample(logits, meta, samp, tokens, counts, bias, out, sampler, logprobs_ring
         vocab,
         logits.stride(0),
         counts.stride(0),
+        tokens.stride(0),
         s.keys.stride(0),
         s.tops.stride(0),
         s.processed.stride(0),
         BLOCK_N=BLOCK,
         CLEAR=triton.next_power_of_2(triton.cdiv(BINS, blocks)),
+        QUERIES=queries,
         PDL=pdl,
         **launch,
     )
@@ -298,6 +319,7 @@ def sample(logits, meta, samp, tokens, counts, bias, out, sampler, logprobs_ring
         s.drawn,
         s.lse,
         logprobs_ring,
+        drawn,
         vocab,
         logits.stride(0),
         tokens.stride(0),
@@ -309,6 +331,7 @@ def sample(logits, meta, samp, tokens, counts, bias, out, sampler, logprobs_ring
         LOGPROBS=logprobs_ring is not None,
         FENCE=logprobs_ring is not None and not interpreted(),
         MASKED=masked,
+        DRAW=drawn is not None,
         PDL=pdl,
         **launch,
     )
@@ -324,7 +347,9 @@ def _draw_ref(w, blocks, counter) -> int:
     return first + int(torch.searchsorted(upto, place, right=True))
 
 
-def sample_ref(logits, meta, samp, tokens, counts, bias, out, sampler, logprobs_ring=None, masked=False):
+def sample_ref(
+    logits, meta, samp, tokens, counts, bias, out, sampler, logprobs_ring=None, masked=False, drawn=None, queries=1
+):
     """sample in torch: the same processed logits, the same threshold, the same token."""
     for row in running(meta, logits.shape[0]):
         x, state = logits[row], meta[row].tolist()
@@ -332,7 +357,12 @@ def sample_ref(logits, meta, samp, tokens, counts, bias, out, sampler, logprobs_
         slot = state[m.SLOT]
         bad, token = not bool(torch.isfinite(x).all()), 0
         if not bad:
-            y = sampler.processed[row].copy_(process_ref(x, counts[slot], bias[slot], state[m.FLAGS], *penalties))
+            seen, position = counts[slot], state[m.POSITION]
+            if before := row % queries:  # the drafts that it comes behind
+                first = max(position - before + 1, state[m.N_KNOWN])  # what is given was counted
+                guessed = tokens[slot, first : position + 1].long()
+                seen = seen.index_add(0, guessed, torch.full_like(guessed, 2, dtype=seen.dtype))
+            y = sampler.processed[row].copy_(process_ref(x, seen, bias[slot], state[m.FLAGS], *penalties))
             token = int(y.argmax())
             if float(temperature) > 0:
                 d = distance_ref(y, y[token], temperature)
@@ -341,10 +371,15 @@ def sample_ref(logits, meta, samp, tokens, counts, bias, out, sampler, logprobs_
                 w = weight_ref(d[ids])
                 w.masked_fill_(w < math.ceil(float(min_p) * 2**WEIGHT_BITS), 0)
                 token = int(ids[_draw_ref(w, ids // BLOCK, [state[i] for i in (m.SEED_LO, m.SEED_HI, m.POSITION)])])
+        if drawn is not None:
+            drawn[row] = m.NO_TOKEN if bad else token
+            continue
         finish_step_ref(row, token, bad, logits, meta, tokens, counts, out, sampler.lse, logprobs_ring, masked)
 
 
-def sample_bytes(logits, meta, samp, tokens, counts, bias, out, sampler, logprobs_ring=None, masked=False) -> int:
+def sample_bytes(
+    logits, meta, samp, tokens, counts, bias, out, sampler, logprobs_ring=None, masked=False, drawn=None, queries=1
+) -> int:
     """What every draw reads; counts and bias only where the request asks for them."""
     return logits.nbytes
 

@@ -1,0 +1,335 @@
+"""Speculation: text that repeats comes several tokens a pass, and is the text without, whatever comes or goes.
+
+In fp32, where the rows of a pass have no influence on a text; on a GPU also in bf16 in the batch-invariant mode. A
+model with sharp logits repeats itself, sampled too.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from models import CUDA, DEVICE, begin, tiny_engine
+
+from tridecode import Engine, SamplingParams, layout
+from tridecode.errors import ParameterError
+from tridecode.model.checkpoint import random_weights
+from tridecode.step.dispatch import most_queries
+from tridecode.step.state import verify_rows
+
+POISON, CAPACITY, SHARP = 301, 128, 12.0
+PARAMS = {
+    "greedy": SamplingParams(temperature=0.0),
+    "sampled": SamplingParams(temperature=0.4, top_k=40, top_p=0.95, seed=11),
+    "penalties": SamplingParams(
+        temperature=0.3, repetition_penalty=1.02, presence_penalty=0.1, frequency_penalty=0.02, seed=5,
+        logit_bias={7: 2},
+    ),
+    "logprobs": SamplingParams(temperature=0.4, min_p=0.01, seed=3, logprobs=3),
+}  # fmt: skip
+PROMPTS = [
+    [5, 17, 42, 8] * 5,
+    [9, 9, 9, 9],
+    [1, 2, 3, 4, 5, 6, 7, 8, 1, 2, 3, 4, 50, 60, 1, 2],
+    [(97 + 13 * i) % 300 for i in range(40)],
+]
+
+
+def engine_of(slots=1, ahead=1, speculate="ngram", capacity=CAPACITY, dtype=torch.float32, **build):
+    build |= {"slots": slots, "speculate": speculate}
+    engine = tiny_engine(dtype=dtype, capacity=capacity, tie_word_embeddings=False, num_layers=1, build=build)
+    weights = engine.model.weights.tensors()  # those of any machine
+    for name, tensor in random_weights(engine.config, torch.device("cpu"), dtype, seed=0).tensors().items():
+        weights[name].copy_(tensor)
+    engine.model.weights.final_norm.mul_(SHARP)
+    engine.model.weights.embed[POISON] = float("nan")
+    engine.scheduler._ahead = ahead
+    engine.threads = 1
+    while engine.capture_next():
+        pass
+    return engine
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """What a request gives without speculation, in an engine of its own."""
+    engine, found = engine_of(speculate="off"), {}
+
+    def alone(prompt, params):
+        key = tuple(prompt), repr(params)
+        if key not in found:
+            found[key] = engine.generate(prompt, params, reuse_prefix=False)
+        return found[key]
+
+    return alone
+
+
+@pytest.fixture(scope="module", params=[0, 1], ids=["one pass at a time", "a pass ahead"])
+def engine(request):
+    return engine_of(ahead=1 if CUDA else request.param)
+
+
+@pytest.fixture(scope="module")
+def small():
+    """Three slots, and pages for little more than one request."""
+    return engine_of(slots=3, page=16, pages=9, chunk_tokens=24)
+
+
+def same(result, expected) -> None:
+    found = result.token_ids, result.finish_reason, result.error, result.text
+    assert found == (expected.token_ids, expected.finish_reason, expected.error, expected.text)
+    for got, wanted in zip(result.logprobs or (), expected.logprobs or (), strict=True):
+        assert got.logprob == pytest.approx(wanted.logprob, abs=1e-4)
+        assert [token for token, _ in got.top] == [token for token, _ in wanted.top]
+
+
+@pytest.mark.parametrize("kind", PARAMS)
+def test_the_text_is_the_one_without(engine, alone, kind):
+    params, accepted = replace(PARAMS[kind], max_tokens=80), 0
+    for prompt in PROMPTS:
+        result = engine.generate(prompt, params)
+        same(result, alone(prompt, params))
+        usage = result.usage
+        assert 0 <= usage.accepted <= usage.drafted and usage.completion_tokens == len(result.token_ids)
+        drawn = len(result.token_ids)
+        assert usage.tokens_per_pass == pytest.approx(drawn / (drawn - usage.accepted))
+        accepted += usage.accepted
+    assert accepted > 15, "nothing was won"
+
+
+def test_text_in_company_is_the_one_alone(alone):
+    engine = engine_of(slots=4, page=16)
+    params = [replace(each, max_tokens=60) for each in PARAMS.values()]
+    requests = [engine.submit(prompt, each) for each in params for prompt in PROMPTS]
+    expected = [alone(prompt, each) for each in params for prompt in PROMPTS]
+    for request, wanted in zip(requests, expected):
+        same(request.result(), wanted)
+    engine.scheduler.assert_consistent()
+    assert any(" x" in stat.kind and stat.rows > 1 for stat in engine.graph_stats())
+
+
+def test_the_end_at_any_token(engine, alone):
+    whole = alone(PROMPTS[0], replace(PARAMS["greedy"], max_tokens=40)).token_ids
+    for most in range(1, 30):
+        params = replace(PARAMS["logprobs" if most % 2 else "greedy"], max_tokens=most)
+        same(engine.generate(PROMPTS[0], params), alone(PROMPTS[0], params))
+    for token in set(whole):
+        params = replace(PARAMS["greedy"], max_tokens=40, stop_token_ids=(token,))
+        result = engine.generate(PROMPTS[0], params)
+        assert result.finish_reason == "stop" and result.token_ids == whole[: whole.index(token) + 1]
+
+
+@pytest.mark.parametrize("left", range(6))
+def test_the_capacitys_end(engine, alone, left):
+    prompt = (PROMPTS[0] * 8)[: CAPACITY - 20 - left]
+    same(engine.generate(prompt, PARAMS["greedy"]), alone(prompt, PARAMS["greedy"]))
+
+
+def test_a_poisoned_request_ends_as_without(engine, alone):
+    prompt = [*PROMPTS[0], POISON, *PROMPTS[0]]
+    params = replace(PARAMS["greedy"], max_tokens=20)
+    result = engine.generate(prompt, params)
+    assert result.finish_reason == "error" and result.error == alone(prompt, params).error
+    same(engine.generate(PROMPTS[0], params), alone(PROMPTS[0], params))
+
+
+def test_scores_are_those_without(engine):
+    ids, without = PROMPTS[2] * 3, engine_of(speculate="off")
+    assert torch.allclose(engine.score(ids), without.score(ids), atol=1e-4)
+    found, wanted = (each.submit_score(ids, 2).result() for each in (engine, without))
+    same(found, wanted)
+
+
+ACTION = st.one_of(
+    *[st.tuples(st.just("submit"), st.tuples(
+        st.integers(0, 3), st.sampled_from(sorted(PARAMS)), st.sampled_from([1, 7, 30, 60]), st.booleans(),
+    ))] * 3,
+    st.tuples(st.just("step"), st.integers(1, 12)),
+    st.tuples(st.just("cancel"), st.integers(0, 9)),
+)  # fmt: skip
+
+
+@settings(max_examples=200 if CUDA else 60, deadline=None)
+@given(actions=st.lists(ACTION, min_size=4, max_size=20), ahead=st.integers(0, 1))
+def test_any_schedule_gives_the_tokens_of_running_alone(small, alone, actions, ahead):
+    """Pages are short, so that requests wait at the end of theirs and are preempted in the middle of drafts."""
+    scheduler, requests, cancelled = small.scheduler, [], set()
+    scheduler._ahead = 1 if CUDA else ahead
+    for action, value in actions:
+        if action == "submit":
+            which, kind, most, reuse = value
+            params = replace(PARAMS[kind], max_tokens=most)
+            request = small.submit(PROMPTS[which], params, reuse_prefix=reuse)
+            requests.append((request, alone(PROMPTS[which], params)))
+        elif action == "cancel":
+            if value < len(requests) and requests[value][0].cancel():
+                cancelled.add(value)
+        else:
+            for _ in range(value):
+                scheduler.step()
+            scheduler.assert_consistent()
+    for number, (request, expected) in enumerate(requests):
+        result = request.result()
+        if number in cancelled:
+            assert result.token_ids == expected.token_ids[: len(result.token_ids)]
+        else:
+            same(result, expected)
+    scheduler.assert_consistent()
+
+
+def test_a_preempted_request_goes_on_where_it_was(small, alone):
+    before = small.scheduler.preemptions
+    params = [replace(PARAMS[kind], max_tokens=90) for kind in ("greedy", "sampled")]
+    requests = [small.submit(PROMPTS[0], each, reuse_prefix=False) for each in params]
+    for request, each in zip(requests, params):
+        same(request.result(), alone(PROMPTS[0], each))
+    assert small.scheduler.preemptions > before
+
+
+def test_the_batch_invariant_mode_keeps_its_bits():
+    dtype = torch.bfloat16 if CUDA else torch.float32
+    shape = dict(hidden_size=1024, head_dim=128, intermediate_size=2048) if CUDA else {}
+    results = []
+    for speculate in ("off", "ngram"):
+        build = {"slots": 3, "speculate": speculate, "batch_invariant": True, "chunk_tokens": 64}
+        engine = tiny_engine(dtype=dtype, capacity=256, tie_word_embeddings=False, build=build, **shape)
+        engine.model.weights.final_norm.mul_(SHARP)
+        params = [replace(each, max_tokens=60) for each in PARAMS.values()]
+        results.append([])
+        for _ in range(2):  # graphs that verify come after the first answer
+            requests = [engine.submit(prompt, each) for each in params for prompt in PROMPTS[:3]]
+            results[-1] += [request.result() for request in requests]
+    off, ngram = results
+    assert [r.token_ids for r in ngram] == [r.token_ids for r in off]
+    assert [r.logprobs for r in ngram] == [r.logprobs for r in off], "bit for bit"
+    assert sum(r.usage.accepted for r in ngram) > 40 and not any(r.usage.drafted for r in off)
+
+
+@pytest.mark.skipif(not CUDA, reason="CUDA graphs exist on a GPU only")
+def test_graphs_that_verify_come_after_the_first_answer():
+    engine = tiny_engine("triton", "full", capacity=256, build={"speculate": "ngram", "slots": 2})
+    params, steps = replace(PARAMS["greedy"], max_tokens=60), engine.steps
+    first, at_load = [], steps.captures
+    for _ in range(2):
+        first.append(engine.generate(PROMPTS[0], params, reuse_prefix=False))
+        assert (steps.captures == at_load) == (len(first) == 1), "after the first, and in the midst of the second"
+    while engine.capture_next():
+        pass
+    captured = steps.captures
+    assert captured == at_load + 3 * (3 + 3)
+    for _ in range(3):
+        requests = [engine.submit(prompt, each) for each in (params, PARAMS["sampled"]) for prompt in PROMPTS[:3]]
+        assert all(len(request.result().token_ids) > 1 for request in requests)
+    assert steps.captures == captured and any(" x8" in stat.kind for stat in engine.graph_stats())
+    eager = tiny_engine("triton", "none", capacity=256, build={"speculate": "ngram", "slots": 2})
+    steps.check_addresses = True
+    for kind in ("greedy", "logprobs"):  # the same passes, launched and replayed
+        for each in (engine, eager):
+            each.rewind(40, PARAMS[kind] if kind == "greedy" else replace(PARAMS[kind], seed=3), rows=2, given=30)
+            for tokens in (8, 4, 2, 8, 1):
+                each.steps.replay(kind, 2, tokens=tokens)
+            each.synchronize()
+        assert torch.equal(engine.model.workspace.meta, eager.model.workspace.meta), kind
+
+
+@pytest.mark.skipif(not CUDA, reason="allocations of a GPU")
+def test_passes_that_verify_allocate_nothing():
+    engine = tiny_engine("triton", "full", capacity=512, build={"speculate": "ngram"})
+    while engine.capture_next():
+        pass
+    engine.rewind(40, replace(PARAMS["greedy"], seed=1))
+    before = torch.cuda.memory_stats()
+    for tokens in (8, 4, 2, 1) * 20:
+        engine.enqueue(PARAMS["greedy"], tokens=tokens)
+    engine.synchronize()
+    after = torch.cuda.memory_stats()
+    for name in ("allocation.all.allocated", "segment.all.allocated"):
+        assert before[name] == after[name], name
+
+
+# ---- the bundled model: text, stop strings, grammars
+
+
+@pytest.fixture(scope="module")
+def bundled():
+    engines = [Engine.load(speculate=speculate, dtype="float32", slots=2) for speculate in ("off", "ngram")]
+    if CUDA:
+        while engines[1].capture_next():
+            pass
+    return engines
+
+
+@pytest.mark.parametrize("stop", [(), (" the",), ("e", "zz"), ("ing to",)], ids=repr)
+def test_stop_strings_cut_as_without(bundled, stop):
+    params = SamplingParams(temperature=0, max_tokens=60, stop=stop)
+    prompt = [{"role": "user", "content": "Say it again, say it again, say it again, say it"}]
+    off, ngram = (engine.generate(prompt, params) for engine in bundled)
+    same(ngram, off)
+
+
+def test_a_grammar_beside_text_that_repeats(bundled):
+    structured = SamplingParams(temperature=0, max_tokens=30, regex="(ab|cd)+")
+    free = SamplingParams(temperature=0, max_tokens=60)
+    found = []
+    for engine in bundled:
+        requests = [engine.submit("one two one two one two", each) for each in (free, structured)]
+        found.append([request.result() for request in requests])
+    for off, ngram in zip(*found):
+        same(ngram, off)
+
+
+def test_the_option_is_checked():
+    with pytest.raises(ParameterError, match="speculate must be off or ngram"):
+        Engine.load(speculate="draft")
+
+
+# ---- passes
+
+
+@pytest.mark.parametrize("beside", [dict(kv_dtype="fp8"), dict(kv_offload=0.1), dict(weights_offload=0.02)], ids=list)
+def test_what_does_not_go_together_is_one_line(beside):
+    (name,) = beside
+    with pytest.raises(ParameterError, match=f"^speculate ngram does not work beside {name}.*; use speculate off$"):
+        Engine.load(device=str(DEVICE), max_seq_len=64, speculate="ngram", **beside)
+
+
+def test_weights_in_fewer_bits_verify_too():
+    """Their products take the rows of drafts as any others; on a GPU in bf16, where rows may decide a text."""
+    asked = dict(device=str(DEVICE), max_seq_len=256, quantize="int8", batch_invariant=CUDA)
+    with Engine.load(**asked) as plain, Engine.load(speculate="ngram", **asked) as engine:
+        params = replace(PARAMS["greedy"], max_tokens=60, ignore_eos=True)
+        result = engine.generate(PROMPTS[0] * 3, params)
+        assert result.token_ids == plain.generate(PROMPTS[0] * 3, params).token_ids
+        assert result.usage.drafted > 0
+
+
+def test_rows_by_requests():
+    assert [most_queries(requests) for requests in (1, 2, 3, 4, 5, 8, 9, 64)] == [8, 8, 4, 4, 2, 2, 1, 1]
+    assert [most_queries(1, wanted) for wanted in (1, 2, 3, 5, 8)] == [1, 2, 4, 8, 8]
+    assert most_queries(4, 8) == 4 and most_queries(64, 8) == 1
+    assert [verify_rows(requests) for requests in (1, 2, 4, 64)] == [8, 16, 16, 16]
+
+
+@pytest.mark.parametrize("kind, params", [("greedy", PARAMS["greedy"]), ("sample", PARAMS["penalties"])])
+def test_a_pass_of_kernels_does_what_the_references_do(kind, params):
+    """Fp32 states after the same passes, with drafts that are given, found, right and wrong."""
+    engines = [
+        tiny_engine(backend, "none", torch.float32, capacity=64, num_layers=1, build={"speculate": "ngram"})
+        for backend in ("triton", "torch")
+    ]
+    ids = [5, 17, 42, 8, 5, 17, 42, 8, 5, 17]
+    for engine in engines:
+        begin(engine, ids, 0, replace(params, seed=3))
+        engine.model.workspace.meta[0, layout.TRUST] = 3
+    for tokens in (4, 8, 1, 2, 4, 8, 8) if CUDA else (8, 1, 2, 4):
+        for engine in engines:
+            engine.steps.replay(kind, 1, tokens=tokens)
+            engine.synchronize()
+        kernels, refs = (engine.model.workspace for engine in engines)
+        assert torch.equal(kernels.meta, refs.meta) and torch.equal(kernels.tokens, refs.tokens)
+        assert torch.equal(kernels.out, refs.out) and torch.equal(kernels.counts, refs.counts)
+        position = int(refs.meta[0, layout.POSITION])
+        for a, b in zip(*(engine.model.kv.held(0, position) for engine in engines)):
+            assert torch.allclose(a, b, atol=1e-4)
+    assert position > len(ids)

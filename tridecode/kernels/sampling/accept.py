@@ -1,0 +1,202 @@
+"""accept: how far the drafts of a pass were right, and with that the end of the step of each of its tokens."""
+
+import triton
+import triton.language as tl
+
+from ... import layout as m
+from ..common import (
+    DRAFTS,
+    GENERATION,
+    LIMIT,
+    LIMIT_REACHED,
+    MAX_DRAFTS,
+    MAX_STOP_IDS,
+    META_WIDTH,
+    N_KNOWN,
+    N_STOP,
+    NAN,
+    POSITION,
+    RING,
+    ROOM,
+    RUN,
+    SLOT,
+    STATUS,
+    STEP,
+    STOP,
+    STOP_IDS,
+    TRUST,
+    WAIT,
+    gdc_launch_dependents,
+    gdc_wait,
+    interpreted,
+    options,
+    running,
+)
+from ..op import Op
+from .finish import GENERATION_SHIFT, LOGPROBS_WIDTH, NO_TOKEN, STEP_MASK, STEP_SHIFT, finish_step_ref
+
+FOLLOWING_SHIFT, DRAFTED_SHIFT = tl.constexpr(m.FOLLOWING_SHIFT), tl.constexpr(m.DRAFTED_SHIFT)
+WANTED_SHIFT = tl.constexpr(m.WANTED_SHIFT)
+
+
+@triton.jit
+def _leading(true):
+    """How many of the first lanes are true, before one is not."""
+    return tl.sum((tl.cumsum(1 - true.to(tl.int32), 0) == 0).to(tl.int32), 0)
+
+
+@triton.jit
+def _accept_kernel(
+    drawn_ptr,
+    meta_ptr,
+    tokens_ptr,
+    counts_ptr,
+    out_ptr,
+    logits_ptr,
+    lse_ptr,
+    logprobs_ptr,
+    stride_tokens,
+    stride_counts,
+    stride_logits,
+    QUERIES: tl.constexpr,
+    COUNT: tl.constexpr,
+    LOGPROBS: tl.constexpr,
+    FENCE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """End the steps of a row: of the token drawn at its position, and of each behind it whose drafts were all drawn.
+
+    drawn: [rows * QUERIES] int32, a token or NO_TOKEN; meta: [rows, META_WIDTH] int32 (out); tokens:
+    [slots, capacity + 1] int32, the drafts behind POSITION (out); counts: [slots, vocab] int32 (out, if COUNT); out:
+    [slots, RING] int64 (out); with LOGPROBS logits: [rows * QUERIES, vocab] fp32, lse: [rows * QUERIES] fp32, logprobs:
+    [slots, RING, LOGPROBS_WIDTH] fp32 (out). Moves a few hundred bytes a row. Grid (rows,).
+    What finish_step does to one token happens here to all that are accepted, in lanes: a step that does not end with
+    RUN is the last. A row alone with its draft verifies it all the same, so that it learns when drafts are right; from
+    tokens that were given nothing is learned.
+    """
+    if PDL:
+        gdc_launch_dependents()
+    row = tl.program_id(0)
+    meta_ptr += row * META_WIDTH
+    lanes = tl.arange(0, QUERIES)
+    runs = tl.load(meta_ptr + STATUS) == RUN
+    slot, position, step = tl.load(meta_ptr + SLOT), tl.load(meta_ptr + POSITION), tl.load(meta_ptr + STEP)
+    drafts, trust = tl.load(meta_ptr + DRAFTS), tl.load(meta_ptr + TRUST)
+    generation = tl.load(meta_ptr + GENERATION).to(tl.int64)
+    verified = tl.minimum(drafts, QUERIES - 1)
+    ran = lanes <= verified
+    following = position + 1 + lanes
+    known = following < tl.load(meta_ptr + N_KNOWN)
+    ends = following + 1 >= tl.load(meta_ptr + LIMIT)
+    waits = following >= tl.load(meta_ptr + ROOM)
+    offs = tl.arange(0, MAX_STOP_IDS)
+    stop_ids = tl.load(meta_ptr + STOP_IDS + offs, mask=offs < tl.load(meta_ptr + N_STOP), other=-1)
+    tokens_ptr += slot.to(tl.int64) * stride_tokens + following
+    there = tl.load(tokens_ptr, mask=known | (lanes < drafts), other=-1)  # given, or guessed
+    if PDL:
+        gdc_wait()
+    if runs:
+        token = tl.load(drawn_ptr + row * QUERIES + lanes, mask=ran, other=0)
+        bad = token == NO_TOKEN
+        draws = ran & (known == 0) & (bad == 0)
+        token = tl.where(known, there, token)
+        stops = tl.sum((stop_ids[None, :] == token[:, None]).to(tl.int32), 1) > 0
+        status = tl.where(ends, LIMIT_REACHED, tl.where(waits, WAIT, RUN))
+        status = tl.where(bad, NAN, tl.where(stops & draws, STOP, status))
+        right = ran & (bad == 0) & (lanes < drafts) & (token == there)
+        last = tl.minimum(_leading(right & (status == RUN)), verified)
+        accepted = lanes <= last
+        writes = accepted & draws
+        tl.store(tokens_ptr, token, mask=writes)
+        if COUNT:
+            counts_ptr += slot.to(tl.int64) * stride_counts
+            tl.atomic_add(counts_ptr + token, 2, mask=writes, sem="relaxed")
+        ring = slot * RING + ((step + lanes) & (RING - 1))
+        if LOGPROBS:
+            source, sound = row * QUERIES + lanes, accepted & (bad == 0)
+            logit = tl.load(logits_ptr + source.to(tl.int64) * stride_logits + token, mask=sound, other=0.0)
+            tl.store(logprobs_ptr + ring * LOGPROBS_WIDTH, logit - tl.load(lse_ptr + source, mask=sound), mask=sound)
+        hits = _leading(right)
+        lost = tl.maximum(hits, trust // 2)
+        grown = tl.where(hits >= tl.minimum(drafts, QUERIES), tl.minimum(2 * trust + 1, MAX_DRAFTS), lost)
+        given = tl.load(meta_ptr + N_KNOWN) - 1 - position
+        grown = tl.where((given > 0) | (drafts == 0), trust, grown)
+        wanted = tl.where(given > 0, tl.minimum(given, MAX_DRAFTS), tl.where(drafts > 0, grown, 0))
+        failed = tl.sum(tl.where((lanes == last) & bad, 1, 0), 0)
+        tl.store(meta_ptr + STATUS, tl.sum(tl.where(lanes == last, status, 0), 0))
+        tl.store(meta_ptr + POSITION, position + 1 + last - failed)
+        tl.store(meta_ptr + STEP, step + 1 + last)
+        tl.store(meta_ptr + TRUST, grown)
+        told = (last - lanes) << FOLLOWING_SHIFT | verified << DRAFTED_SHIFT | wanted << WANTED_SHIFT
+        entry = (generation << GENERATION_SHIFT) | (((step + lanes) & STEP_MASK).to(tl.int64) << STEP_SHIFT)
+        entry |= (told | token).to(tl.int64)  # a bad one is NO_TOKEN
+        if FENCE:
+            tl.debug_barrier()
+            entry = tl.inline_asm_elementwise(
+                "fence.acq_rel.sys; mov.b64 $0, $1;", "=l,l", [entry], dtype=tl.int64, is_pure=False, pack=1
+            )
+        tl.store(out_ptr + ring, entry, mask=accepted)
+
+
+def accept(drawn, meta, tokens, counts, out, logits, lse=None, logprobs_ring=None, *, pdl=False):
+    """End the steps of meta's rows [rows] by what was drawn [rows * queries] behind their drafts. counts None: greedy
+    keeps none."""
+    logprobs = logprobs_ring is not None
+    _accept_kernel[(len(meta),)](
+        drawn,
+        meta,
+        tokens,
+        counts,
+        out,
+        logits,
+        lse,
+        logprobs_ring,
+        tokens.stride(0),
+        0 if counts is None else counts.stride(0),
+        logits.stride(0),
+        QUERIES=len(drawn) // len(meta),
+        COUNT=counts is not None,
+        LOGPROBS=logprobs,
+        FENCE=logprobs and not interpreted(),
+        PDL=pdl,
+        **options(1, pdl),
+    )
+
+
+def accept_ref(drawn, meta, tokens, counts, out, logits, lse=None, logprobs_ring=None):
+    """accept in torch: finish_step_ref, as long as the token is the one that was guessed."""
+    queries = len(drawn) // len(meta)
+    for row in running(meta, len(meta)):
+        state = meta[row].tolist()
+        slot, first, step, drafts = state[m.SLOT], state[m.POSITION], state[m.STEP], state[m.DRAFTS]
+        guessed = tokens[slot, first + 1 : first + 1 + drafts].tolist()
+        verified, hits, done = min(drafts, queries - 1), 0, False
+        for query in range(verified + 1):
+            token = int(drawn[row * queries + query])
+            bad = token == m.NO_TOKEN
+            if not done:
+                finish_step_ref(
+                    row, 0 if bad else token, bad, logits, meta, tokens, counts, out, lse, logprobs_ring,
+                    source=row * queries + query,
+                )  # fmt: skip
+                done, last = int(meta[row, m.STATUS]) != m.RUN, query
+            given = first + 1 + query < state[m.N_KNOWN]
+            right = not bad and query < drafts and (given or token == guessed[query])
+            if not right:
+                break
+            hits += 1
+        given, grown = state[m.N_KNOWN] - 1 - first, state[m.TRUST]
+        if drafts and given <= 0:
+            right = hits >= min(drafts, queries)
+            grown = min(2 * grown + 1, m.MAX_DRAFTS) if right else max(hits, grown // 2)
+        meta[row, m.TRUST] = grown
+        wanted = min(given, m.MAX_DRAFTS) if given > 0 else grown * (drafts > 0)
+        for query in range(last + 1):
+            out[slot, (step + query) % m.RING] |= m.ring_entry(0, 0, 0, last - query, verified, wanted)
+
+
+def accept_bytes(drawn, meta, tokens, counts, out, logits, lse=None, logprobs_ring=None) -> int:
+    return drawn.nbytes + meta.nbytes
+
+
+ACCEPT = Op(accept, accept_ref, accept_bytes, (_accept_kernel,))
