@@ -15,7 +15,7 @@ from tridecode.model.presets import PRESETS
 FOLDER = Path(kernels.__path__[0])
 SHARED = 48 * 1024  # bytes; above, Triton asks for the largest carve-out, and the step's other kernels lose their L1
 MOST = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}  # KiB; what a program can have at most, for tiles
-LARGE = ("_matmul_tiles_kernel", "_prompt_attention_kernel")
+LARGE = ("_matmul_tiles_kernel", "_attention_rows_kernel", "_prompt_attention_kernel")  # beside others like them
 MOST = {arch: 1024 * size for arch, size in MOST.items()}
 ODD = ("head_dim_80", "head_dim_96", "head_dim_256", "group_16", "qwen3-4b_fp16")
 KERNELS = set(re.findall(r"^def (_\w+_kernel)\(", "".join(file.read_text() for file in FOLDER.rglob("*.py")), re.M))
