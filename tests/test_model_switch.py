@@ -10,6 +10,7 @@ from checkpoints import write_tiny, write_tokenizer
 from tridecode import Engine
 from tridecode.commands import loading
 from tridecode.commands.chat import session as sessions
+from tridecode.commands.chat.settings import CHOICES, NAMES
 from tridecode.commands.loading import Loader
 from tridecode.commands.parser import make_parser
 from tridecode.errors import CheckpointError, DeviceError
@@ -132,6 +133,6 @@ def test_sampling_options_that_were_asked_for_stay(piped, models, tmp_path):
     lines = f"/set top_k 3\n/set min_p 0.5\n/set min_p default\n/model {warm}\n/set\n"
     code, _, err = piped(lines, "--model", models["qwen"], *FEW)
     assert code == 0 and "top_p 0.8, min_p 0.1 from generation_config.json" in err
-    shown = dict(line.split(maxsplit=1) for line in err.splitlines()[-16:])
+    shown = dict(line.split(maxsplit=1) for line in err.splitlines()[-len((*NAMES, *CHOICES)) :])
     names = ("temperature", "top_k", "top_p", "min_p")
     assert [shown[name] for name in names] == ["0.0", "3", "0.8", "0.1"]
