@@ -183,7 +183,7 @@ def test_keys_during_an_answer_are_for_the_next_prompt(terminal, endless):
     child.expect(r"[^\s\x1b]{20}")
     child.send("/set top_k 7")
     child.expect_exact("context ")
-    assert "/set" not in child.screen.getvalue()
+    assert "/set" not in child.before  # behind it the next prompt may be there already
     child.expect_exact(READY)
     child.send("\r")
     child.expect_exact("top_k is 7")
