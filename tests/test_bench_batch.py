@@ -14,8 +14,8 @@ from models import CUDA, tiny_config
 from tridecode import commands
 from tridecode.cache.kv import PAGE
 from tridecode.commands.bench import batch, measure, report, serve_mix, suite
-from tridecode.commands.parser import GRAPHS, make_parser
-from tridecode.commands.values import MOST_ROWS, mix
+from tridecode.commands.parser import make_parser
+from tridecode.commands.values import GRAPHS, MOST_ROWS, mix
 from tridecode.engine import Engine
 from tridecode.errors import GenerationError
 from tridecode.layout import POSITION, RUN, STATUS

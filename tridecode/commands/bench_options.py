@@ -155,7 +155,6 @@ def add_shape(parser, model: bool = False) -> None:
         group.add_argument("--model", metavar="DIR_OR_ID", help="a checkpoint instead of random weights")
     else:
         parser.set_defaults(model=None)
-    parser.set_defaults(quantize=None, quantize_head="fp8", kv_dtype="auto")
 
 
 def add_quantize(parser) -> None:
