@@ -213,13 +213,16 @@ def attention_rows_shape(config: ModelConfig, dtype: torch.dtype, rows: int) -> 
     """Two programs a multiprocessor of the largest GPUs, each with two tiles on their way; a long row alone is split
     into as many items. For few rows tiles are smaller: with more than 48 KiB of shared memory a kernel leaves those
     that run beside it little L1 cache, through which the products of few rows have all their tiles."""
-    splits = min(max(3 * 132 // config.num_kv_heads, 1), MAX_SPLITS)
+
+    def splits(items: int) -> int:
+        return min(max(items // config.num_kv_heads, 1), MAX_SPLITS)
+
     if config.head_dim > 128 or dtype == torch.float32:
-        return AttentionRowsShape(16, splits, num_warps=4, least=16, programs=3 * 132)
+        return AttentionRowsShape(16, splits(3 * 132), num_warps=4, least=16, programs=3 * 132)
     if config.num_heads // config.num_kv_heads > 8:
-        return AttentionRowsShape(32, splits, num_warps=8, least=8, programs=132)
-    splits = min(max(2 * 132 // config.num_kv_heads, 1), MAX_SPLITS)
-    return AttentionRowsShape(64 if rows > 16 else 32, splits, num_warps=4, least=16, programs=2 * 132, stages=5)
+        return AttentionRowsShape(32, splits(3 * 132), num_warps=8, least=8, programs=132)
+    block_t = 64 if rows > 16 else 32
+    return AttentionRowsShape(block_t, splits(2 * 132), num_warps=4, least=16, programs=2 * 132, stages=5)
 
 
 def fp8_kv_shape(shape: AttentionShape | AttentionRowsShape) -> AttentionShape | AttentionRowsShape:

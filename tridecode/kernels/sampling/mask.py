@@ -32,7 +32,7 @@ WARPS = 8  # of the program that fetches a row's mask
 
 @triton.jit
 def _wants(meta_ptr):
-    """Whether the row draws a token that its mask must allow, and of the next pass LATE."""
+    """Whether the row draws a token that its mask must allow."""
     draws = tl.load(meta_ptr + POSITION) + 1 >= tl.load(meta_ptr + N_KNOWN)  # else its token is given
     return (tl.load(meta_ptr + STATUS) == RUN) & ((tl.load(meta_ptr + FLAGS) & FLAG_MASK) != 0) & draws
 

@@ -33,6 +33,7 @@ class Machine:
     """
 
     opens: tuple[str, ...] = ()
+    closes: str = ""
 
     def __init__(self, schemas: dict[str, dict]):
         """schemas: of each function's arguments, by name."""
@@ -111,6 +112,15 @@ class Machine:
         self._say(self._held[:sure])
         self._held = self._held[sure:]
         return False
+
+    def _skip_close(self) -> bool:
+        """Take the tag that closes a call, if it is there; False where it may still come."""
+        held = self._held.lstrip()
+        if len(held) < len(self.closes) and self.closes.startswith(held):
+            return False
+        if held.startswith(self.closes):
+            self._take(len(self._held) - len(held) + len(self.closes))
+        return True
 
     def _head(self) -> bool:
         raise NotImplementedError
@@ -202,11 +212,8 @@ class TaggedCalls(JsonCalls):
     opens, closes = ("<tool_call>",), "</tool_call>"
 
     def _tail(self) -> bool:
-        held = self._held.lstrip()
-        if len(held) < len(self.closes) and self.closes.startswith(held):
+        if not self._skip_close():
             return False
-        if held.startswith(self.closes):
-            self._take(len(self._held) - len(held) + len(self.closes))
         return super()._tail()
 
     def _end(self) -> None:
@@ -345,11 +352,8 @@ class XmlCalls(Machine):
         return json.dumps(value, ensure_ascii=False)
 
     def _tail(self) -> bool:
-        held = self._held.lstrip()
-        if len(held) < len(self.closes) and self.closes.startswith(held):
+        if not self._skip_close():
             return False
-        if held.startswith(self.closes):
-            self._take(len(self._held) - len(held) + len(self.closes))
         self._close(self._raw)
         self._raw, self._state = "", self._text
         return True
