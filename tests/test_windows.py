@@ -1,5 +1,6 @@
 """Windows that are small, or change in mid-answer: everything is shown once, in a model of a terminal and in tmux."""
 
+import os
 import re
 import shutil
 import subprocess
@@ -127,7 +128,8 @@ def test_tmux_shows_every_word_once(tmp_path):
     def tmux(*arguments):
         return subprocess.run(["tmux", "-S", tmp_path / "socket", *arguments], capture_output=True, text=True).stdout
 
-    program = f"PYTHONPATH={Path(__file__).parent.parent} exec {sys.executable} {tmp_path / 'player.py'}"
+    path = os.pathsep.join([str(Path(__file__).parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    program = f"PYTHONPATH={path} exec {sys.executable} {tmp_path / 'player.py'}"
     try:
         tmux("-f", "/dev/null", "new-session", "-d", "-x", "200", "-y", "24", program)
         shown, began = "", time.monotonic()
