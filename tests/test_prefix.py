@@ -72,6 +72,14 @@ def test_tenants_do_not_see_each_other():
     assert found(cache.cache.match(list(range(8)), "b")) == 0 and found(cache.cache.match(list(range(8)), "a")) == 8
 
 
+def test_nothing_is_kept_of_a_tenant_whose_pages_are_gone():
+    cache = Cache()
+    for i in range(50):
+        cache.compute(range(8), salt=str(i))
+        cache.cache.evict(2)
+    assert len(cache.cache._roots) == 1 and not cache.cache.pages()
+
+
 def test_ends_go_before_beginnings_and_the_longest_unused_first():
     cache = Cache()
     cache.compute(range(8))

@@ -330,6 +330,7 @@ REFUSED = {
     "beams": ({"use_beam_search": True}, 400, "use_beam_search is not supported"),
     "a typing error": ({"temprature": 1}, 400, "did you mean temperature?"),
     "an effort": ({"reasoning_effort": 5}, 400, "reasoning_effort: expected str"),
+    "no effort": ({"reasoning_effort": "huge"}, 400, "reasoning_effort must be one of none, minimal, low, medium"),
     "a wrong type": ({"temperature": "hot"}, 400, "temperature: expected float, got str"),
     "a wrong type inside": ({"stop": [1]}, 400, "stop[0]: expected str, got int"),
     "out of range": ({"top_p": 0}, 400, "top_p must be a number above 0 to 1"),

@@ -136,6 +136,26 @@ def test_moved_buffer_is_caught():
         engine.steps.replay("greedy")
 
 
+@needs_gpu
+def test_a_capture_that_fails_half_way_leaves_nothing_captured():
+    engine, fails = tiny_engine("triton", "full"), True
+    wanted = run_steps(engine, GREEDY, 4)
+
+    def run(role, op, *args, **how):
+        if fails and role == "down" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("no more")
+        launcher(engine.model)(role, op, *args, **how)
+
+    engine.steps._run = run
+    batch = replace(engine.steps.dispatcher.plan("greedy", 1)[1], masked=True)
+    with torch.inference_mode():
+        with pytest.raises(RuntimeError, match="no more"):
+            engine.steps._capture(batch)
+        assert run_steps(engine, GREEDY, 4) == wanted
+        fails = False
+        assert engine.steps._capture(batch) is not None, "the stream captures again"
+
+
 def step_backends():
     return ["triton", "torch"]
 

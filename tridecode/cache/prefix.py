@@ -111,6 +111,8 @@ class PrefixCache:
     def insert(self, ids: Sequence[int], pages: Sequence[int], salt: str = "", goes_on: bool = False) -> Node:
         """Let the K/V of `ids`, which `pages` hold, be found; returns the last node. Where their tokens are there
         already in a page that somebody uses, it stays. goes_on: as their Match did."""
+        if salt not in self._roots:  # of others, those that nothing is left of go
+            self._roots = {other: root for other, root in self._roots.items() if root.children}
         node = self._roots.setdefault(salt, Node(-1, (), None))
         for place, page in enumerate(pages):
             tokens = tuple(ids[place * self._page : (place + 1) * self._page])

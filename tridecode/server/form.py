@@ -3,6 +3,7 @@
 import json
 import re
 
+from ..arguments import shown
 from ..grammar import lark_of_choices
 from ..sampling import SamplingParams
 from ..text.thinking import CLOSE, OPEN, SWITCH, ends_inside
@@ -12,6 +13,7 @@ from .tools.asked import Tools
 from .tools.formats import json_rule
 
 Structure = tuple[str, object]  # a field of SamplingParams, and its value
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 STRUCTURED = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "grammar"}
 
 
@@ -37,8 +39,13 @@ def response_format(given: dict | None, structured: dict | None) -> Structure | 
     raise refusal(f"response_format: expected type {expected}", "response_format")
 
 
-def thinking_off(effort: str | None, tokenizer: Tokenizer) -> dict:
-    """The template's variable that switches thinking off where next to none is wanted, and it can be."""
+def thinking_off(effort: str | None, tokenizer: Tokenizer, name: str = "reasoning_effort") -> dict:
+    """The template's variable that switches thinking off where next to none is wanted, and it can be.
+
+    name: of the parameter. Raises ApiError.
+    """
+    if effort is not None and effort not in EFFORTS:
+        raise refusal(f"{name} must be one of {', '.join(EFFORTS)}, got {shown(effort)}", name)
     return {SWITCH: False} if effort in ("none", "minimal") and SWITCH in tokenizer.template_variables else {}
 
 

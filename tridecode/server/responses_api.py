@@ -86,7 +86,7 @@ class ResponsesRequest(Generation, kw_only=True):
         return response_format(self.text.format, None)
 
     def variables(self, tokenizer: Tokenizer) -> dict:
-        return thinking_off(self.reasoning and self.reasoning.effort, tokenizer)
+        return thinking_off(self.reasoning and self.reasoning.effort, tokenizer, "reasoning.effort")
 
     def asked_tools(self) -> Tools:
         """Raises ApiError. Tools that are no functions are for servers that run them: they are left out, as clients

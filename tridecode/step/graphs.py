@@ -4,7 +4,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import cache, partial
 
@@ -266,8 +266,12 @@ class Place:
         as Pieces takes it."""
         pieces = Pieces(run, between, self._pool, cut=mode == "piecewise")
         with self._turn, torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            lines(pieces)
-            graphs = pieces.end()
+            try:
+                lines(pieces)
+                graphs = pieces.end()
+            except BaseException:
+                pieces.abandon()  # else all that this stream is told later would be captured
+                raise
         return (graphs[0].replay if mode == "full" else pieces.replay), len(graphs)
 
 
@@ -298,6 +302,13 @@ class Pieces:
             self._capturing.capture_end()
             self._capturing = None
         return [part for part in self._parts if isinstance(part, torch.cuda.CUDAGraph)]
+
+    def abandon(self) -> None:
+        """End what is being captured, which is of no use."""
+        if self._capturing is not None:
+            with suppress(RuntimeError):  # it may be invalid already
+                self._capturing.capture_end()
+            self._capturing = None
 
     @torch.inference_mode()
     def replay(self) -> None:
