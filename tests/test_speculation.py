@@ -290,7 +290,7 @@ def test_the_option_is_checked():
 @pytest.mark.parametrize("beside", [dict(kv_dtype="fp8"), dict(kv_offload=0.1), dict(weights_offload=0.02)], ids=list)
 def test_what_does_not_go_together_is_one_line(beside):
     (name,) = beside
-    with pytest.raises(ParameterError, match=f"^speculate ngram does not work beside {name}.*; use speculate off$"):
+    with pytest.raises(ParameterError, match=f'^speculate="ngram" does not work beside {name}.*; use speculate="off"$'):
         Engine.load(device=str(DEVICE), max_seq_len=64, speculate="ngram", **beside)
 
 

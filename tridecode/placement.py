@@ -196,9 +196,9 @@ def plan_kv(
 def check_speculation(config: ModelConfig, offloaded: bool, hosted: bool) -> None:
     """Whether drafts can be verified where K/V (offloaded) or weights (hosted) lie on the host. Raises
     ParameterError."""
-    beside = {"kv_dtype fp8": config.fp8_kv, "kv_offload": offloaded, "weights_offload": hosted}
+    beside = {'kv_dtype="fp8"': config.fp8_kv, "kv_offload": offloaded, "weights_offload": hosted}
     if names := [name for name, given in beside.items() if given]:
-        raise ParameterError(f"speculate ngram does not work beside {' or '.join(names)}; use speculate off")
+        raise ParameterError(f'speculate="ngram" does not work beside {" or ".join(names)}; use speculate="off"')
 
 
 def plan_weights(config: ModelConfig, dtype: torch.dtype, weights_offload: float | None) -> int:
@@ -208,8 +208,8 @@ def plan_weights(config: ModelConfig, dtype: torch.dtype, weights_offload: float
         return 0
     if config.few_bits:
         raise ParameterError(
-            f"weights_offload: weights in fewer bits ({config.few_bits}) are kept on the device; use an unquantised "
-            "checkpoint without quantize, or leave weights_offload out"
+            f"weights_offload: weights in fewer bits ({config.few_bits}) are kept on the device; use weights of 16 "
+            "bits, or leave weights_offload out"
         )
     each, least = host_layer_bytes(config, dtype), LAYER_BUFFERS + 1
     layers = min(int(real("weights_offload", weights_offload, 1e-3, 1e6) * GIB) // each, config.num_layers)
