@@ -16,7 +16,7 @@ from tridecode.errors import DeviceError
 from tridecode.model.presets import PRESETS
 from tridecode.step import choose, tuned
 from tridecode.step.choose import choose_shapes, matvec_shape
-from tridecode.step.shapes import AttentionRowsShape, MatmulShape, TilesShape, WideShape
+from tridecode.step.shapes import AttentionRowsShape, HopperShape, MatmulShape, TilesShape, WideShape
 from tridecode.version import __version__
 
 CUDA = torch.cuda.is_available()
@@ -203,7 +203,7 @@ def test_no_table_may_share_the_columns_of_the_lm_head():
 
 @pytest.mark.parametrize("rows", [2, 16, 33, 64])
 def test_candidates_of_several_rows_are_what_the_gpu_holds_and_a_table_may_say(rows):
-    gpu = SimpleNamespace(multi_processor_count=132, shared_memory_per_block_optin=232448)
+    gpu = SimpleNamespace(major=9, multi_processor_count=132, shared_memory_per_block_optin=232448)
     start = next(step for most, step in choose_shapes(CONFIG, BF16, 90).items() if most > 1 and most >= rows)
     found = tune.candidates_of_several(CONFIG, rows, start, gpu)
     assert {op for op, _ in found} == set(tune.ORDER)
@@ -215,10 +215,10 @@ def test_candidates_of_several_rows_are_what_the_gpu_holds_and_a_table_may_say(r
             if isinstance(shape, TilesShape):
                 weights = shape.block_n * (2 if op == "gate_up" else 1)
                 assert 2 * shape.stages * shape.block_k * (max(shape.block_m, rows) + weights) < 232448
-            if isinstance(shape, WideShape):
+            if isinstance(shape, WideShape | HopperShape):
                 assert op != "lm_head" or shape.split == 1, "whose sums have no room"
     forms = {type(values) for op, tried in found if op == "o_proj" for values in tried}
-    assert forms >= ({MatmulShape} if rows <= 16 else set()) | {TilesShape, WideShape}
+    assert forms >= {MatmulShape if rows <= 16 else HopperShape, TilesShape, WideShape}
 
 
 def test_the_shipped_table_is_for_its_own_gpus_only(monkeypatch):

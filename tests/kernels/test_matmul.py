@@ -1,5 +1,7 @@
 """Products of a few rows: all forms against the references, and each row as if it were alone."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from util import CUDA, DEVICE, Case, assert_close, cases, meta_rows, norm_weight, poisoned, random
@@ -11,7 +13,7 @@ from tridecode.kernels.matvec import matvec_normed_ref, matvec_residual_ref
 from tridecode.model.weights import Linear
 from tridecode.step.choose import columns_split, few_rows_shape, invariant_shape
 from tridecode.step.products import products
-from tridecode.step.shapes import MatmulShape, TilesShape, WideShape
+from tridecode.step.shapes import HopperShape, MatmulShape, TilesShape, WideShape
 
 EPS = 1e-6
 DTYPE = torch.bfloat16 if CUDA else torch.float32  # the interpreter multiplies in fp32 anyway
@@ -23,6 +25,14 @@ SMALL = {
     "wide": WideShape(32, 32, 9, 1, num_warps=1),
     "split": WideShape(16, 32, 3, 2, num_warps=1, split=3),
 }
+HOPPER = CUDA and torch.cuda.get_device_capability()[0] == 9
+if HOPPER:
+    SMALL |= {
+        "hopper": HopperShape(64, 128, 4, 4),
+        "hopper_split": HopperShape(64, 64, 7, 4, split=3, num_warps=8),
+        "hopper_rows_shared": HopperShape(128, 64, 5, 3, programs=3),
+        "hopper_copier": HopperShape(128, 128, 3, 2, lag=1, registers=80, copier=1),
+    }
 CASES = cases(
     Case("qwen2.5-0.5b_qkv", gpu=dict(n=1152, k=896), small=dict(n=27, k=96)),
     Case("qwen3-4b_down", gpu=dict(n=2560, k=9728), small=dict(n=32, k=352)),
@@ -39,6 +49,8 @@ def shape_for(form, n, k, rows, gated=False):
     if not CUDA:
         return SMALL[form]
     bucket = next(size for size in (8, 16, 32, 64) if rows <= size)
+    if isinstance(SMALL[form], HopperShape):
+        return replace(SMALL[form], split=1) if gated else SMALL[form]
     chosen = few_rows_shape(2 * n if gated else n, k, bucket, gated)
     if isinstance(chosen, type(SMALL[form])):
         return chosen

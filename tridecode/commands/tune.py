@@ -19,7 +19,15 @@ from ..model.config import ModelConfig
 from ..model.hub import resolve_model
 from ..model.presets import PRESETS
 from ..step.graphs import StepGraphs
-from ..step.shapes import AttentionRowsShape, MatmulShape, MatvecShape, StepShapes, TilesShape, WideShape
+from ..step.shapes import (
+    AttentionRowsShape,
+    HopperShape,
+    MatmulShape,
+    MatvecShape,
+    StepShapes,
+    TilesShape,
+    WideShape,
+)
 from ..step.tuned import VALUES, merged_table, searched, table_keys, table_path
 from .bench.measure import GREEDY, bench_engine, model_facts, run_facts, time_decode
 from .chat import session
@@ -45,6 +53,9 @@ IN_FLIGHT = ((4, 4), (8, 4), (8, 8), (12, 4), (12, 8), (16, 4), (5, 4))
 MOST_TILES = 40  # of a program, which are unrolled: beyond, compiling takes a minute
 WIDE = ((128, 2, 1), (128, 2, 2), (128, 3, 1), (128, 3, 2), (128, 4, 3), (64, 3, 1), (64, 4, 2), (64, 6, 3))
 STAGES = (2, 3, 4, 6, 8)
+# Of the kernel for Hopper: rows and columns of a tile, tiles in flight of weights and activations.
+HOPPER = ((64, 128, 4, 4), (64, 128, 4, 2), (64, 64, 8, 4), (128, 64, 4, 4), (128, 64, 5, 3))
+HOPPER_ALONE = ((128, 128, 5, 5), (128, 64, 8, 6))  # on a multiprocessor, program after program
 
 
 @dataclass
@@ -216,7 +227,8 @@ def candidates_of_several(config: ModelConfig, rows: int, shapes: StepShapes, gp
         else:
             whole = columns.get(op, config.hidden_size)
             wide = wide_of(high, whole, op != "lm_head")
-            found.append((op, [*matmuls(high, whole), *tiles_of(high, whole, op == "gate_up", gpu), *wide]))
+            hopper = hopper_of(high, whole, op, gpu) if gpu.major == 9 and high > 16 else []
+            found.append((op, [*hopper, *matmuls(high, whole), *tiles_of(high, whole, op == "gate_up", gpu), *wide]))
     return found
 
 
@@ -252,6 +264,29 @@ def wide_of(high: int, K: int, shared: bool) -> list[WideShape]:
         if registers <= 240 and ahead * block_k * split <= K <= MOST_TILES * block_k * split:
             found.append(WideShape(16 * warps, block_k, ahead, x_ahead, warps, split, bound))
     return found
+
+
+def hopper_of(high: int, K: int, op: str, gpu) -> list[HopperShape]:
+    """Shapes of which two programs fit a multiprocessor, that share the columns where there are few outputs; and of one
+    each, for what has more rows than all of them take at a time."""
+    memory, found = gpu.shared_memory_per_block_optin, []
+    ways = [(split, 0) for split in (1, 2, 3, 4)] if op in ("qkv", "o_proj", "down") else [(1, 0), (1, 1)]
+    for tile, (split, lag) in product(HOPPER, ways):
+        block_n, block_k, stages, _ = tile
+        if 2 * (hopper_bytes(*tile, high) + 2048) <= memory and stages * block_k * split <= K:
+            found.append(HopperShape(*tile, split, num_warps=8 if high > 32 else 4, lag=lag))
+            warps = 8 if block_n * high > 64 * 64 else 4
+            found.append(HopperShape(*tile, split, num_warps=warps, lag=lag, copier=1, registers=80))
+    for tile in HOPPER_ALONE if op == "lm_head" else ():
+        if hopper_bytes(*tile, high) + 2048 <= memory:
+            warps, programs = 8 if high > 32 else 4, gpu.multi_processor_count
+            found.append(HopperShape(*tile, num_warps=warps, programs=programs, copier=1, registers=88))
+    return found
+
+
+def hopper_bytes(block_n: int, block_k: int, stages: int, x_stages: int, high: int) -> int:
+    """Of shared memory for tiles."""
+    return 2 * block_k * (stages * block_n + x_stages * high)
 
 
 def with_registers(tiles: list[dict], row: int, bounded: bool, shared: bool = False) -> list[dict]:

@@ -74,7 +74,31 @@ class WideShape:
     block_m: int = 8
 
 
-Shape = MatvecShape | MatmulShape | TilesShape | WideShape
+@dataclass(frozen=True)
+class HopperShape:
+    """Launch shape of a product of up to 64 rows on Hopper: a program takes block_n rows of the weights (gate and up
+    rows together), in tiles of block_k columns.
+
+    stages, x_stages: tiles in flight, of the weights (before the wait) and of the activations. split: programs that
+    share the columns, not of gate and up. programs: how many share the rows, each taking its next ones while it
+    multiplies; 0 for one each block_n rows. lag: 1 where a tile's place is free only when the next one is multiplied.
+    copier: 1 where a warp of its own copies; three that idle go along, and what these four leave of their registers
+    those who multiply have. registers: the most a thread may use.
+    """
+
+    block_n: int = 64
+    block_k: int = 128
+    stages: int = 4
+    x_stages: int = 4
+    split: int = 1
+    num_warps: int = 4
+    programs: int = 0
+    lag: int = 0
+    copier: int = 0
+    registers: int = 128
+
+
+Shape = MatvecShape | MatmulShape | TilesShape | WideShape | HopperShape
 
 
 @dataclass(frozen=True)

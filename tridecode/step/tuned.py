@@ -16,6 +16,7 @@ from .shapes import (
     MAX_SPLITS,
     AttentionRowsShape,
     AttentionShape,
+    HopperShape,
     MatmulShape,
     MatvecShape,
     StepShapes,
@@ -57,6 +58,18 @@ VALUES = {
         "split": range(1, MAX_SPLIT + 1),
         "registers": range(0, 256, 8),
     },
+    HopperShape: {
+        "block_n": (64, 128),
+        "block_k": (64, 128),
+        "stages": range(2, 17),
+        "x_stages": range(2, 17),
+        "split": range(1, MAX_SPLIT + 1),
+        "num_warps": (4, 8),
+        "programs": range(2**16),
+        "lag": (0, 1),
+        "copier": (0, 1),
+        "registers": range(64, 256, 8),
+    },
     AttentionShape: {
         "block_t": (32, 64, 128),
         "splits": (4, 8, 16, 32, 64),
@@ -75,7 +88,7 @@ VALUES = {
     },
 }
 NAMES = {form: form.__name__.removesuffix("Shape").lower() for form in VALUES}
-SEVERAL = (MatmulShape, TilesShape, WideShape)  # each can take another's place
+SEVERAL = (MatmulShape, TilesShape, WideShape, HopperShape)  # each can take another's place
 
 
 class TableError(ValueError):
@@ -141,7 +154,10 @@ def changed(shape, entry, key: str):
     for name, allowed in VALUES[form].items():
         if type(entry[name]) is not int or entry[name] not in (*allowed, getattr(present, name)):
             raise TableError(f"{name} of {key!r} must be one of {', '.join(map(str, allowed))}")
-    if key.startswith("lm_head") and entry.get("split", 1) != 1:  # too many outputs for the buffer of sums
+    alone = key.startswith("lm_head")  # too many outputs for the buffer of sums
+    if form is HopperShape:
+        alone |= key.startswith("gate_up") or entry["programs"] > 0
+    if alone and entry.get("split", 1) != 1:
         raise TableError(f"split of {key!r} must be 1")
     return replace(present, **{name: entry[name] for name in VALUES[form]})
 

@@ -1,0 +1,202 @@
+"""Products of 17 to 64 rows on Hopper, in the shapes that engines have; test_matmul.py has more forms and sizes."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from test_matmul import EPS, HOPPER, ROUNDED, TOLERANCE
+from util import DEVICE, assert_close, meta_rows, norm_weight, random
+
+from tridecode import layout
+from tridecode.kernels.gate_up import gate_up_ref
+from tridecode.kernels.matmul_wide import make_buffers
+from tridecode.kernels.matvec import matvec_normed_ref, matvec_residual_ref
+from tridecode.model.presets import PRESETS
+from tridecode.model.weights import Linear
+from tridecode.step.choose import choose_shapes, few_rows_shape, hopper_shape, invariant_shapes, matrix_sizes
+from tridecode.step.products import products
+from tridecode.step.shapes import HopperShape, TilesShape
+
+hopper_only = pytest.mark.skipif(
+    not HOPPER, reason="Gluon has no interpreter, and this kernel is for GPUs of compute capability 9.0"
+)
+SIZES = matrix_sizes(PRESETS["qwen3-4b"])
+SHAPES = {
+    (role, rows): few_rows_shape(*size, rows, role == "gate_up", 90)
+    for role, size in SIZES.items()
+    for rows in (32, 64)
+}
+ROLES = pytest.mark.parametrize("role", SIZES)
+PARTIALS, SPARE = 20, 64  # partial sums of squares; columns of a buffer that a launch has no business with
+
+
+class Product:
+    """The arguments of one product, with poisoned outputs, and of the reference. Rows `idle` do not run. SPARE columns
+    lie between the rows of every buffer where `strided`."""
+
+    def __init__(self, role, n, k, rows, dtype=torch.bfloat16, bias=False, idle=(1,), strided=False):
+        self.role, self.rows, self.n, self.dtype = role, rows, n, dtype
+        self.gated, self.residual = role == "gate_up", role in ("o_proj", "down")
+        self.between = SPARE if strided else 0
+        weight = random(n * (2 if self.gated else 1), k, dtype=dtype, scale=k**-0.5)
+        self.linear = Linear(weight, random(n, dtype=dtype) if bias else None)
+        self.meta = meta_rows(*([0] * rows))
+        self.meta[list(idle), layout.STATUS] = layout.STOP
+        self.runs = self.meta[:, layout.STATUS] == layout.RUN
+        self.x = self.buffer(k, dtype, 64)[:rows]
+        self.x.copy_(random(rows, k, dtype=dtype, seed=1))
+        self.partials = random(rows, PARTIALS, seed=2).abs() * k / 16
+        self.hidden, self.norm = random(rows, n, seed=3), norm_weight(n, dtype)
+        self.split = make_buffers(n, rows, DEVICE)
+        self.split.sums.fill_(float("nan"))
+        self.outputs = self.buffer(n, dtype if self.gated else torch.float32), self.buffer(n, dtype), self.buffer(n)
+        self.poison()
+
+    def buffer(self, columns, dtype=torch.float32, rows=None):
+        whole = torch.full((rows or self.rows, columns + self.between), float("nan"), dtype=dtype, device=DEVICE)
+        return whole[:, :columns]
+
+    def poison(self):
+        for output in self.outputs:
+            output.fill_(float("nan"))
+        if self.residual:
+            self.outputs[0].copy_(self.hidden)
+
+    def arguments(self, out, normed, sumsq):
+        if self.residual:
+            return self.meta, self.x, self.linear, out, self.norm, normed, sumsq, self.split
+        return self.meta, self.x, self.linear, out, self.partials, PARTIALS, EPS, self.split
+
+    def enqueue(self, shape, pdl=False):
+        forms = products(shape)
+        op = forms.residual if self.residual else forms.gate_up if self.gated else forms.normed
+        op.launch(*self.arguments(*self.outputs), shape=shape, pdl=pdl)
+
+    def launch(self, shape):
+        """The outputs, as they are after a launch."""
+        self.poison()
+        self.enqueue(shape)
+        return [output.clone() for output in self.outputs]
+
+    def check(self, shape):
+        found = self.launch(shape)
+        out, normed, sumsq = found
+        wanted = [self.buffer(self.n) for _ in range(3)]
+        if self.residual:
+            wanted[0].copy_(self.hidden)
+        ref = matvec_residual_ref if self.residual else gate_up_ref if self.gated else matvec_normed_ref
+        ref(*self.arguments(*wanted))
+        runs, idle = self.runs, ~self.runs
+        assert_close(out[runs].float(), wanted[0][runs], ROUNDED if self.gated else TOLERANCE, "out")
+        if self.residual:
+            left = products(shape).partials(self.n, shape)
+            assert_close(normed[runs].float(), wanted[1][runs], ROUNDED, "normed")
+            assert_close(sumsq[runs, :left].sum(1), wanted[2][runs, 0], TOLERANCE, "sumsq")
+            assert sumsq[runs, left:].isnan().all(), "sums beyond the last were written"
+            assert torch.equal(out[idle], self.hidden[idle]), "a row that does not run was written"
+        else:
+            assert out[idle].isnan().all(), "a row that does not run was written"
+        assert normed[idle].isnan().all() and sumsq[idle].isnan().all(), "a row that does not run was written"
+        assert not self.split.counter.any(), "the next launch would miscount"
+        for output in self.outputs if self.between else ():
+            assert output.as_strided((self.rows, SPARE), output.stride(), self.n).isnan().all(), "between the rows"
+        assert same(found, self.launch(shape)), "not the same twice"
+
+
+def same(some, others) -> bool:
+    return all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(some, others, strict=True))
+
+
+def sizes(role) -> tuple[int, int]:
+    """Outputs and columns, of a small vocabulary."""
+    n, k = SIZES[role]
+    return {"gate_up": n // 2, "lm_head": 19456}.get(role, n), k
+
+
+@hopper_only
+@pytest.mark.parametrize("rows", [32, 64, 17, 63])
+@ROLES
+def test_shapes_of_engines_match_the_reference(role, rows):
+    Product(role, *sizes(role), rows).check(SHAPES[role, 32 if rows <= 32 else 64])
+
+
+@hopper_only
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("n, k", [(1000, 4872), (1001, 4872), (65, 1032)])
+@pytest.mark.parametrize("rows", [32, 64])
+@ROLES
+def test_tiles_that_reach_beyond_the_matrix(role, rows, n, k, dtype):
+    """Programs that share the rows have no, one or two tiles each."""
+    shape = SHAPES[role, rows]
+    shape = replace(shape, programs=min(shape.programs, 5))
+    Product(role, n, k, rows - 3, dtype, bias=role in ("qkv", "lm_head")).check(shape)
+
+
+@hopper_only
+@pytest.mark.parametrize("rows", [32, 64])
+@ROLES
+def test_rows_that_lie_apart(role, rows):
+    Product(role, 1024, 2560, rows, strided=True).check(SHAPES[role, rows])
+
+
+@hopper_only
+@pytest.mark.parametrize("rows", [32, 64])
+@ROLES
+def test_nothing_is_written_where_no_row_runs_and_the_next_launch_is_right(role, rows):
+    product = Product(role, *sizes(role), rows)
+    kept = product.meta.clone()
+    product.meta[:, layout.STATUS] = layout.STOP
+    out, normed, sumsq = product.launch(SHAPES[role, rows])
+    assert torch.equal(out, product.hidden) if product.residual else out.isnan().all()
+    assert normed.isnan().all() and sumsq.isnan().all() and not product.split.counter.any()
+    product.meta.copy_(kept)
+    product.check(SHAPES[role, rows])
+
+
+@hopper_only
+@pytest.mark.parametrize("rows", [32, 64])
+def test_launches_that_depend_on_each_other_give_the_same_bits_captured(rows):
+    """Each starts while the one before it runs, and those that share columns have the same counter and sums."""
+    given = [Product(role, *sizes(role), rows) for role in SIZES]
+    largest = max((product.split for product in given), key=lambda split: split.sums.numel())
+    for product in given:
+        product.split = largest
+    wanted = [product.launch(SHAPES[product.role, rows]) for product in given]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for product in given:
+            product.poison()
+        for product in given:
+            product.enqueue(SHAPES[product.role, rows], pdl=True)
+    for _ in range(5):
+        graph.replay()
+        for product, expected in zip(given, wanted):
+            assert same(product.outputs, expected), product.role
+
+
+@pytest.mark.parametrize("preset", ["qwen3-4b", "llama-3.1-8b", "qwen3-8b"])
+def test_engines_on_hopper_have_these_products_for_more_than_sixteen_rows(preset):
+    for capability, expected in ((90, {HopperShape}), (80, {TilesShape}), (120, {TilesShape})):
+        found = choose_shapes(PRESETS[preset], torch.bfloat16, capability)
+        shapes = [getattr(found[32], role) for role in SIZES]
+        assert set(map(type, shapes)) == expected
+        few = [getattr(found[rows], role) for rows in (1, 8, 16) for role in SIZES]
+        assert HopperShape not in map(type, few)
+    assert HopperShape not in map(type, vars(choose_shapes(PRESETS[preset], torch.float32, 90)[2]).values())
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_row_that_must_not_know_the_others_has_other_products(preset):
+    for shapes in invariant_shapes(PRESETS[preset], torch.bfloat16, 90).values():
+        assert HopperShape not in map(type, vars(shapes).values())
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_programs_that_share_columns_are_enough_and_have_enough(preset):
+    for role, (n, k) in matrix_sizes(PRESETS[preset]).items():
+        if shape := hopper_shape(n, k, role == "gate_up"):
+            tiles = -(-n // shape.block_n)
+            assert (shape.programs or tiles * shape.split) >= 96
+            assert k >= 1024 * shape.split and (shape.split == 1 or role not in ("gate_up", "lm_head"))
+    assert hopper_shape(4096, 1024, False) is None, "of Qwen3-0.6B"
+    assert hopper_shape(16384, 2048, True) is None, "of Llama-3.2-1B"
