@@ -278,7 +278,7 @@ def test_info_counts_without_loading(run, tiny, monkeypatch):
     assert (report["memory"]["context"], report["memory"]["largest_context"]) == (100, 512)
     assert report["run"] == {
         "device": "cpu", "backend": "torch", "dtype": "float32", "graph": "none", "pdl": False,
-        "batch_invariant": False, "speculate": "off",
+        "batch_invariant": False, "speculate": "off", "speculate_ngram": None,
     }  # fmt: skip
     assert report["versions"]["tridecode"] == __version__ and report["versions"]["python"] == sys.version.split()[0]
     code, out, err = run("info", "--model", tiny, "--device", "cpu")
@@ -326,7 +326,13 @@ def test_info_tells_how_prompts_would_be_read(run, tiny):
 
 def test_info_tells_of_speculation(run, tiny):
     report = json.loads(run("info", "--model", tiny, "--json", "--speculate", "ngram")[1])
-    assert report["run"]["speculate"] == "ngram"
+    assert report["run"]["speculate"] == "ngram" and report["run"]["speculate_ngram"] == [4, 2]
+    argv = ("info", "--model", tiny, "--json", "--speculate", "ngram", "--speculate-ngram")
+    assert json.loads(run(*argv, "6:3")[1])["run"]["speculate_ngram"] == [6, 3]
+    code, out, err = run(*argv, "2:3")
+    assert (code, out, err.count("\n")) == (1, "", 1) and "--speculate-ngram must be two numbers from 16 down to" in err
+    code, out, err = run("info", "--model", tiny, "--speculate-ngram", "4:2")
+    assert (code, out, err.count("\n")) == (1, "", 1) and "--speculate-ngram: nothing is guessed" in err
     assert "several tokens a pass" in run("info", "--model", tiny, "--speculate", "ngram")[1]
 
 

@@ -282,6 +282,20 @@ def test_a_grammar_beside_text_that_repeats(bundled):
 def test_the_option_is_checked():
     with pytest.raises(ParameterError, match="speculate must be off or ngram"):
         Engine.load(speculate="draft")
+    for wrong in (4, "4:2", (2, 4), (17, 2), (2, 0), (4, 2.0), (True, 1), (4, 3, 2)):
+        with pytest.raises(ParameterError, match="speculate_ngram must be two numbers from 16 down to 1, the larger"):
+            Engine.load(speculate="ngram", speculate_ngram=wrong)
+    with pytest.raises(ParameterError, match="^speculate_ngram: nothing is guessed; use it with speculate ngram$"):
+        Engine.load(speculate_ngram=(4, 2))
+
+
+@pytest.mark.parametrize("ngram", [(1, 1), (16, 16)], ids=str)
+def test_guesses_need_as_many_tokens_that_agree(alone, ngram):
+    params = replace(PARAMS["greedy"], max_tokens=14)
+    engine = engine_of(speculate_ngram=ngram)
+    result = engine.generate(PROMPTS[1], params)
+    same(result, alone(PROMPTS[1], params))
+    assert (result.usage.drafted > 0) == (ngram == (1, 1)), "nowhere do sixteen tokens agree"
 
 
 # ---- passes
