@@ -175,6 +175,7 @@ def test_generate_json_is_one_line_with_everything(run, tiny):
         "completion_tokens": 12,
         "drafted": 0,
         "accepted": 0,
+        "tokens_per_pass": 1.0,
     }
     assert set(report["timings"]) == {"ttft", "decode", "tokens_per_second"} and report["timings"]["ttft"] > 0
     assert isinstance(report["seed"], int) and "error" not in report
@@ -185,7 +186,10 @@ def test_generate_speculates_when_told_to(run, tiny):
     options = ["generate", "--model", tiny, "--json", "--prompt", "a b a b a b a b", *GREEDY, "--max-tokens", 60]
     off, ngram = (json.loads(run(*options, "--speculate", each)[1]) for each in ("off", "ngram"))
     assert ngram["token_ids"] == off["token_ids"] and ngram["text"] == off["text"]
-    assert 0 < ngram["usage"]["accepted"] <= ngram["usage"]["drafted"] and off["usage"]["drafted"] == 0
+    usage = ngram["usage"]
+    assert 0 < usage["accepted"] <= usage["drafted"] and off["usage"]["drafted"] == 0
+    passes = usage["completion_tokens"] - usage["accepted"]
+    assert usage["tokens_per_pass"] == pytest.approx(usage["completion_tokens"] / passes, abs=1e-3)
     assert " a pass" in speed_line(Usage(5, 0, 60, 40, 30), Timings(0.1, 1.0, 59.0))
     assert " a pass" not in speed_line(Usage(5, 0, 60), Timings(0.1, 1.0, 59.0))
 

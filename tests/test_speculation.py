@@ -4,6 +4,7 @@ In fp32, where the rows of a pass have no influence on a text; on a GPU also in 
 model with sharp logits repeats itself, sampled too.
 """
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import CUDA, DEVICE, begin, tiny_engine
+from servers import Running
 
 from tridecode import Engine, SamplingParams, layout
 from tridecode.errors import ParameterError
@@ -266,6 +268,24 @@ def test_stop_strings_cut_as_without(bundled, stop):
     prompt = [{"role": "user", "content": "Say it again, say it again, say it again, say it"}]
     off, ngram = (engine.generate(prompt, params) for engine in bundled)
     same(ngram, off)
+    assert ngram.usage.accepted <= ngram.usage.drafted, "also where a string cuts what a pass has brought"
+
+
+def test_a_server_counts_guesses(bundled):
+    """One token for ever, which nothing but guesses that are right can follow."""
+    body = {"model": "bundled", "prompt": "Again", "temperature": 0, "max_tokens": 60, "logit_bias": {"300": 100}}
+    names = [f"spec_decode_num_{kind}_tokens_total" for kind in ("draft", "accepted")]
+    with Running(bundled[1]) as running:
+        before = [running.metric(name) for name in names]
+        assert running.post("/v1/completions", body).json()["usage"]["completion_tokens"] == 60
+        drafted, accepted = (running.metric(name) - old for name, old in zip(names, before))
+    assert drafted >= accepted > 40
+
+
+def test_the_line_after_an_answer_tells_the_tokens_of_a_pass(piped):
+    few = ("--raw", "--temperature", 0, "--max-tokens", 60, "--logit-bias", "300=100", "--max-seq-len", 256)
+    assert re.search(r"60 tokens .* [4-7]\.\d a pass", piped("Again\n", *few, "--speculate", "ngram")[2])
+    assert " a pass" not in piped("Again\n", *few)[2]
 
 
 def test_a_grammar_beside_text_that_repeats(bundled):

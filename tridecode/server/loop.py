@@ -73,8 +73,8 @@ class Loop:
             self._tell()
 
     def _capture(self) -> bool:
-        """Use time in which nothing runs for one of the captures that could wait: whoever comes meanwhile waits for this
-        one alone, and before the first answer for none. False where none is left."""
+        """Use time in which nothing runs for one of the captures that could wait: whoever comes meanwhile waits for it
+        alone, and before the first answer for none. False where none is left."""
         return not self._work.is_set() and self.engine.scheduler.answered and self.engine.capture_next()
 
     def _tell(self) -> None:
