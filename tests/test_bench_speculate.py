@@ -1,13 +1,15 @@
 """bench speculate: costs of passes, texts that are played, and the speed-up of both, on a tiny model with a clock."""
 
+import importlib
 import json
 from collections import Counter
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 from benches import FACTS, Clock, run_bench
-from models import CUDA, tiny_config
+from models import CUDA, tiny_config, tiny_engine
 
 from tridecode import layout
 from tridecode.cache.kv import PAGE
@@ -18,6 +20,7 @@ from tridecode.engine import Engine
 from tridecode.errors import ParameterError
 from tridecode.model.checkpoint import random_weights
 
+ROOT = Path(__file__).parent.parent
 SMALL = ("speculate", "--context", "20", "--steps", "2", "--runs", "1", "--history", "300")
 
 
@@ -117,3 +120,42 @@ def test_on_a_machine_without_a_gpu_it_says_so(capsys):
     if not CUDA:
         code, out, err = run_bench(capsys, "speculate")
         assert (code, out, err.count("\n")) == (1, "", 1) and "needs an NVIDIA GPU" in err
+
+
+# ---- a draft model
+
+
+@pytest.fixture
+def draft_model(monkeypatch):
+    """The script of that name."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    return importlib.import_module("draft_model")
+
+
+def test_a_cycle_of_two_models_is_timed_and_advances_both(draft_model, monkeypatch):
+    if not CUDA:
+        monkeypatch.setattr(torch.cuda, "Event", Clock)
+    positions = draft_model.room(20, 2)
+    large = tiny_engine(graph="none", capacity=positions, build={"speculate": "ngram"})
+    small = tiny_engine(graph="none", capacity=positions, num_layers=1)
+    rows = draft_model.measure(large, small, context=20, steps=2, runs=1)
+    assert [row["guesses"] for row in rows] == [1, 3, 7]
+    for row in rows:
+        assert row["passes"] == pytest.approx(row["cycle_us"] / row["large_us"], abs=1e-3)
+        assert all(row[name] > 0 for name in ("large_us", "small_us", "verify_us", "cycle_us"))
+    torch.cuda.synchronize() if CUDA else None
+    at = [engine.model.workspace.meta[0, layout.POSITION].item() for engine in (large, small)]
+    assert at == [20 + 3 * 8, 20 + 3 * 7], "three cycles of seven guesses, all of which were right"
+
+
+def test_break_even(draft_model):
+    assert draft_model.expected(0.5, 3) == 1.875 and draft_model.expected(1.0, 7) == 8
+    assert draft_model.break_even(1.875, 3) == 0.5 and draft_model.break_even(8.0, 7) == 1.0
+    assert draft_model.break_even(1.0, 3) == 0.0 and draft_model.break_even(4.1, 3) is None
+
+
+@pytest.mark.skipif(not CUDA, reason="times public shapes on a GPU")
+def test_the_draft_model_of_a_public_shape(draft_model, capsys):
+    draft_model.main(["--large", "qwen3-0.6b", "--small", "qwen3-0.6b"])
+    rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
+    assert all(row["cycle_us"] > row["verify_us"] for row in rows)

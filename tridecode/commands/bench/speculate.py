@@ -124,10 +124,10 @@ def draft_us(engine: Engine, history: int, runs: int) -> float:
     return round(spread(times[WARM_UP:], 1e3)[0], 2)
 
 
-def captured(device: torch.device, lines: Callable[[Run], None]) -> Callable[[], None]:
-    """What replays `lines` in one graph; without a GPU their references."""
+def captured(device: torch.device, lines: Callable[[Run], None], run: Run = launch) -> Callable[[], None]:
+    """What replays `lines`, launched by `run`, in one graph; without a GPU their references. No row may run."""
     if device.type != "cuda":
-        return lambda: lines(refer)
+        return torch.inference_mode()(lambda: lines(refer))
     place = Place(device)
-    place.run(lambda: lines(launch))
-    return place.capture("full", launch, lambda: launch, lines)[0]
+    place.run(lambda: lines(run))
+    return place.capture("full", run, lambda: run, lines)[0]
