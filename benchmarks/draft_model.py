@@ -125,7 +125,7 @@ def main(argv: list[str] | None = None) -> None:
     rows = measure(large, small, args.context)
     for row in rows:
         shares = ", ".join(f"{share:.0%}: {factor}" for share, factor in row["speed_up"].items())
-        print(f"{row['guesses']} guesses: {row['cycle_us']:,} µs a cycle, {row['passes']} passes of the large model alone")
+        print(f"{row['guesses']} guesses: {row['cycle_us']:,} µs a cycle, {row['passes']} passes of the large one")
         print(f"  even with {row['break_even']} of them right; speed-up with {shares}")
     what = {"bench": "draft-model", "large": args.large, "small": args.small, "context": args.context}
     print(json.dumps(what | run_facts(large.device) | {"rows": rows}))
