@@ -48,8 +48,7 @@ def engine_of(slots=1, ahead=1, speculate="ngram", capacity=CAPACITY, dtype=torc
     engine.model.weights.embed[POISON] = float("nan")
     engine.scheduler._ahead = ahead
     engine.threads = 1
-    while engine.capture_next():
-        pass
+    engine.scheduler.answered = True  # passes that verify are captured when they are first wanted, and no others
     return engine
 
 
@@ -67,9 +66,9 @@ def alone():
     return alone
 
 
-@pytest.fixture(scope="module", params=[0, 1], ids=["one pass at a time", "a pass ahead"])
+@pytest.fixture(scope="module", params=[1] if CUDA else [0, 1], ids=lambda ahead: f"{ahead} passes ahead")
 def engine(request):
-    return engine_of(ahead=1 if CUDA else request.param)
+    return engine_of(ahead=request.param)
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +151,7 @@ ACTION = st.one_of(
 )  # fmt: skip
 
 
-@settings(max_examples=200 if CUDA else 60, deadline=None)
+@settings(max_examples=30 if CUDA else 60, deadline=None)  # a GPU that others share answers late
 @given(actions=st.lists(ACTION, min_size=4, max_size=20), ahead=st.integers(0, 1))
 def test_any_schedule_gives_the_tokens_of_running_alone(small, alone, actions, ahead):
     """Pages are short, so that requests wait at the end of theirs and are preempted in the middle of drafts."""
@@ -194,7 +193,7 @@ def test_the_batch_invariant_mode_keeps_its_bits():
     shape = dict(hidden_size=1024, head_dim=128, intermediate_size=2048) if CUDA else {}
     results = []
     for speculate in ("off", "ngram"):
-        build = {"slots": 3, "speculate": speculate, "batch_invariant": True, "chunk_tokens": 64}
+        build = {"slots": 2, "speculate": speculate, "batch_invariant": True, "chunk_tokens": 64}
         engine = tiny_engine(dtype=dtype, capacity=256, tie_word_embeddings=False, build=build, **shape)
         engine.model.weights.final_norm.mul_(SHARP)
         params = [replace(each, max_tokens=60) for each in PARAMS.values()]
@@ -238,9 +237,10 @@ def test_graphs_that_verify_come_after_the_first_answer():
 @pytest.mark.skipif(not CUDA, reason="allocations of a GPU")
 def test_passes_that_verify_allocate_nothing():
     engine = tiny_engine("triton", "full", capacity=512, build={"speculate": "ngram"})
-    while engine.capture_next():
-        pass
     engine.rewind(40, replace(PARAMS["greedy"], seed=1))
+    for tokens in (8, 4, 2, 1):
+        engine.enqueue(PARAMS["greedy"], tokens=tokens)  # captured when it first comes
+    engine.synchronize()
     before = torch.cuda.memory_stats()
     for tokens in (8, 4, 2, 1) * 20:
         engine.enqueue(PARAMS["greedy"], tokens=tokens)
@@ -256,9 +256,7 @@ def test_passes_that_verify_allocate_nothing():
 @pytest.fixture(scope="module")
 def bundled():
     engines = [Engine.load(speculate=speculate, dtype="float32", slots=2) for speculate in ("off", "ngram")]
-    if CUDA:
-        while engines[1].capture_next():
-            pass
+    engines[1].scheduler.answered = True
     return engines
 
 
@@ -356,7 +354,7 @@ def test_a_pass_of_kernels_does_what_the_references_do(kind, params):
     for engine in engines:
         begin(engine, ids, 0, replace(params, seed=3))
         engine.model.workspace.meta[0, layout.TRUST] = 3
-    for tokens in (4, 8, 1, 2, 4, 8, 8) if CUDA else (8, 1, 2, 4):
+    for tokens in (8, 1, 2, 8):
         for engine in engines:
             engine.steps.replay(kind, 1, tokens=tokens)
             engine.synchronize()

@@ -118,7 +118,7 @@ def test_long_texts(length):
 TEXTS = st.lists(st.integers(0, 2), min_size=1, max_size=40)
 
 
-@settings(max_examples=200 if CUDA else 40, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.lists(TEXTS, min_size=1, max_size=3), st.sampled_from([1, 4]), st.sampled_from([(4, 2), (3, 1), (5, 5)]))
 def test_any_text(texts, splits, ngram):
     run(texts, splits=splits, ngram=ngram)
