@@ -30,10 +30,10 @@ def speculate(args, output) -> list[dict]:
     costs, drafts, facts = [], [], {"tridecode": __version__}
     where = {} if args.model is None else {"model": args.model}
     if not args.texts_only:
-        capacity = max(room_of(args.context, layout.MAX_QUERIES * (args.steps + 2)), room_of(args.history, 2))
-        slots = max(args.requests)
-        more = dict(speculate="ngram", speculate_ngram=args.speculate_ngram)
-        engine = bench_engine(args, capacity, slots, slots * capacity, **more)
+        room, slots = room_of(args.context, layout.MAX_QUERIES * (args.steps + 2)), max(args.requests)
+        capacity = max(room, room_of(args.history, layout.MAX_QUERIES))
+        more = dict(speculate="ngram", speculate_ngram=args.speculate_ngram, graph="full_decode_only")
+        engine = bench_engine(args, capacity, slots, max(slots * room, capacity), **more)
         where, facts = model_facts(engine, args), run_facts(engine.device)
         how = {"context": args.context, "steps": args.steps, "runs": args.runs}
         found = passes(engine, args)
@@ -104,7 +104,7 @@ def draft_us(engine: Engine, history: int, runs: int) -> float:
     ws, model = engine.model.of_queries(1, 1).workspace, engine.model
     ws.meta[0] = 0
     ws.meta[0, layout.POSITION], ws.meta[0, layout.N_KNOWN] = history, 1
-    ws.meta[0, [layout.LIMIT, layout.ROOM]] = history + 32
+    ws.meta[0, [layout.LIMIT, layout.ROOM]] = history + layout.MAX_QUERIES
     ws.tokens[0, : history + 1] = 7
     args = ws.meta, ws.tokens, ws.draft_keys, ws.draft_counter, layout.MAX_DRAFTS, model.ngram
 
