@@ -175,6 +175,7 @@ def test_generate_json_is_one_line_with_everything(run, tiny):
         "completion_tokens": 12,
         "drafted": 0,
         "accepted": 0,
+        "tokens_per_pass": 1.0,
     }
     assert set(report["timings"]) == {"ttft", "decode", "tokens_per_second"} and report["timings"]["ttft"] > 0
     assert isinstance(report["seed"], int) and "error" not in report
@@ -185,7 +186,10 @@ def test_generate_speculates_when_told_to(run, tiny):
     options = ["generate", "--model", tiny, "--json", "--prompt", "a b a b a b a b", *GREEDY, "--max-tokens", 60]
     off, ngram = (json.loads(run(*options, "--speculate", each)[1]) for each in ("off", "ngram"))
     assert ngram["token_ids"] == off["token_ids"] and ngram["text"] == off["text"]
-    assert 0 < ngram["usage"]["accepted"] <= ngram["usage"]["drafted"] and off["usage"]["drafted"] == 0
+    usage = ngram["usage"]
+    assert 0 < usage["accepted"] <= usage["drafted"] and off["usage"]["drafted"] == 0
+    passes = usage["completion_tokens"] - usage["accepted"]
+    assert usage["tokens_per_pass"] == pytest.approx(usage["completion_tokens"] / passes, abs=1e-3)
     assert " a pass" in speed_line(Usage(5, 0, 60, 40, 30), Timings(0.1, 1.0, 59.0))
     assert " a pass" not in speed_line(Usage(5, 0, 60), Timings(0.1, 1.0, 59.0))
 
@@ -278,7 +282,7 @@ def test_info_counts_without_loading(run, tiny, monkeypatch):
     assert (report["memory"]["context"], report["memory"]["largest_context"]) == (100, 512)
     assert report["run"] == {
         "device": "cpu", "backend": "torch", "dtype": "float32", "graph": "none", "pdl": False,
-        "batch_invariant": False, "speculate": "off",
+        "batch_invariant": False, "speculate": "off", "speculate_ngram": None,
     }  # fmt: skip
     assert report["versions"]["tridecode"] == __version__ and report["versions"]["python"] == sys.version.split()[0]
     code, out, err = run("info", "--model", tiny, "--device", "cpu")
@@ -326,7 +330,13 @@ def test_info_tells_how_prompts_would_be_read(run, tiny):
 
 def test_info_tells_of_speculation(run, tiny):
     report = json.loads(run("info", "--model", tiny, "--json", "--speculate", "ngram")[1])
-    assert report["run"]["speculate"] == "ngram"
+    assert report["run"]["speculate"] == "ngram" and report["run"]["speculate_ngram"] == [4, 2]
+    argv = ("info", "--model", tiny, "--json", "--speculate", "ngram", "--speculate-ngram")
+    assert json.loads(run(*argv, "6:3")[1])["run"]["speculate_ngram"] == [6, 3]
+    code, out, err = run(*argv, "2:3")
+    assert (code, out, err.count("\n")) == (1, "", 1) and "--speculate-ngram must be two numbers from 16 down to" in err
+    code, out, err = run("info", "--model", tiny, "--speculate-ngram", "4:2")
+    assert (code, out, err.count("\n")) == (1, "", 1) and "--speculate-ngram: nothing is guessed" in err
     assert "several tokens a pass" in run("info", "--model", tiny, "--speculate", "ngram")[1]
 
 

@@ -9,7 +9,8 @@ import torch
 from models import CUDA, tiny_engine
 
 from tridecode import Engine, Request, SamplingParams
-from tridecode.errors import EngineClosed, ParameterError, PromptError, QueueFull
+from tridecode.errors import EngineClosed, GenerationError, ParameterError, PromptError, QueueFull
+from tridecode.serve import output
 
 PROMPTS = [[5, 17, 300, 42, 8, 8, 99], [1, 2], [200, 100, 50, 25], [7] * 30, [9, 9, 8]]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
@@ -490,3 +491,16 @@ def test_rewind_checks_what_it_is_given(engine):
     engine.rewind([255, 3], params, rows=2)
     engine.enqueue(params, rows=2)
     assert len(engine.generate([1], GREEDY).token_ids) == 12
+
+
+@pytest.mark.parametrize("ends, message", [(True, "ended without a token"), (False, "the GPU hangs")])
+def test_a_pass_that_leaves_no_token_is_not_awaited_for_ever(engine, monkeypatch, ends, message):
+    """Neither where the device has nothing left to do, nor where it never ends."""
+    monkeypatch.setattr(output, "PATIENCE", 0.05)
+    monkeypatch.setattr(output.Ring, "_idle", lambda ring: ends)
+    monkeypatch.setattr(engine.steps, "replay", lambda *args: None)
+    request = engine.submit(PROMPTS[0], GREEDY, reuse_prefix=False)
+    with pytest.raises(GenerationError, match=message):
+        request.result()
+    monkeypatch.undo()
+    assert engine.generate(PROMPTS[0], GREEDY).finish_reason == "length", "the engine goes on"

@@ -194,6 +194,45 @@ def test_an_engine_that_dies_is_told_of(monkeypatch):
         monkeypatch.undo()
 
 
+def test_what_can_be_captured_later_is_while_nobody_waits(monkeypatch):
+    """After the first answer, one at a time: whoever comes meanwhile waits for the one that is under way."""
+    with Engine.load(device="cpu", slots=2) as engine:
+        began, beside, left = [], [], [8]
+
+        def capture_next() -> bool:
+            began.append(time.monotonic())
+            beside.append(engine.scheduler.busy)
+            time.sleep(0.2)
+            left[0] -= 1
+            return left[0] > 0
+
+        monkeypatch.setattr(engine.steps, "capture_next", capture_next)
+        with Running(engine) as running:
+            time.sleep(0.3)
+            assert not began, "the first answer comes first"
+            running.post("/v1/chat/completions", GREEDY)
+            until(lambda: began)
+            before = len(began)
+            assert running.post("/v1/chat/completions", GREEDY).json()["choices"][0]["message"]["content"] == ANSWER
+            assert len(began) - before <= 1 and left[0] > 0
+            until(lambda: left[0] == 0)
+            time.sleep(0.3)
+            assert len(began) == 8 and not any(beside)
+        assert running.server.loop.failure is None
+
+
+def test_a_server_stops_between_two_captures(monkeypatch):
+    with Engine.load(device="cpu", slots=2) as engine:
+        began = []
+        monkeypatch.setattr(engine.steps, "capture_next", lambda: began.append(time.sleep(0.05)) or True)
+        with Running(engine) as running:
+            running.post("/v1/chat/completions", GREEDY)
+            until(lambda: began)
+        ended = len(began)
+        time.sleep(0.2)
+        assert len(began) == ended
+
+
 # ---- the storm
 
 

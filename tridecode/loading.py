@@ -11,6 +11,7 @@ from . import placement, threads
 from .arguments import function, shown
 from .cache.offload import BUFFERS, Offload
 from .errors import EngineClosed
+from .layout import NGRAM
 from .memory import MemoryPlan, allocating, plan_memory
 from .model.checkpoint import load_config, load_weights
 from .model.config import ModelConfig
@@ -68,6 +69,7 @@ class Loaded:
         quantize_head: str = "fp8",
         kv_dtype: str = "auto",
         speculate: str = "off",
+        speculate_ngram: tuple[int, int] | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> Self:
         """Load a checkpoint directory or Hugging Face id; None is the bundled model.
@@ -88,10 +90,12 @@ class Loaded:
         bits alone and in any company, see docs/sharing.md. max_queue: requests that may wait for a slot, None is any
         number. quantize, quantize_head: fp8, int8 or int4, what projections and LM head (or keep) become while they are
         loaded; kv_dtype: auto (the dtype), or fp8, in which twice as many fit; see docs/quantisation.md. speculate:
-        ngram (what may come next is guessed from the text itself, and verified), or off; see docs/speculation.md.
-        progress(done_bytes, total_bytes) is called while weights load. On a CPU the engine sets PyTorch's threads: one
-        for a tiny model, else as many as there are free cores; a number that OMP_NUM_THREADS or torch.set_num_threads
-        has given stays. Raises CheckpointError, DeviceError, ParameterError; each says what was expected.
+        ngram (what may come next is guessed from the text itself, and verified), or off; speculate_ngram: for that the
+        last tokens are looked for that stood there before, at most and at least so many, None is (4, 2); see
+        docs/speculation.md. progress(done_bytes, total_bytes) is called while weights load. On a CPU the engine sets
+        PyTorch's threads: one for a tiny model, else as many as there are free cores; a number that OMP_NUM_THREADS or
+        torch.set_num_threads has given stays. Raises CheckpointError, DeviceError, ParameterError; each says what was
+        expected.
         """
         graphs = dict(
             graph_sizes=graph_sizes, attention=attention, prompt_graph_max_tokens=prompt_graph_max_tokens,
@@ -100,7 +104,9 @@ class Loaded:
         placement.check_dtype(dtype)
         function("progress", progress)
         slots = placement.check_limits(slots, max_seq_len)
-        policy = Policy(chunk_tokens, max_queue, prompt_ms, prefix_sharing, batch_invariant, speculate)
+        policy = Policy(
+            chunk_tokens, max_queue, prompt_ms, prefix_sharing, batch_invariant, speculate, speculate_ngram
+        )
         chunk_tokens = policy.chunk_tokens
         placement.plan_graphs(slots, chunk_tokens, False, False, graph=graph, **graphs)  # bad ones end here
         place, backend = placement.resolve_device(device, backend)
@@ -164,7 +170,7 @@ class Loaded:
             sizes = pages, max(slots, *planned.sizes), chunk_tokens
             model = make_model(
                 config, weights, capacity, slots, page, shapes, *sizes, batch_invariant=invariant, offload=offload,
-                speculate=policy.speculates,
+                speculate=policy.speculates, ngram=policy.speculate_ngram or NGRAM,
             )  # fmt: skip
         notes = [*notes, *filter(None, [planned.note])]
         return cls(model, tokenizer, backend, planned, plan, name, notes, None, policy)

@@ -136,7 +136,7 @@ def test_greedy_keeps_no_counts_and_without_logprobs_nothing_is_reported():
 TOKENS = st.integers(1, 3)
 
 
-@settings(max_examples=200 if CUDA else 40, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.lists(TOKENS, max_size=7), st.lists(TOKENS, min_size=8, max_size=8), st.integers(0, 7), st.integers(1, 9))
 def test_any_drafts(drafts, drawn, trust, left):
     queries = 8
@@ -167,7 +167,7 @@ def test_a_row_for_the_token_and_each_draft():
 def test_k_and_v_of_every_row_that_runs(norm):
     heads, kv_heads, dim, page = 4, 2, 80, 16
     step = make_step(random(5, 16))
-    step.meta[:, m.POSITION] = torch.tensor([14, 15, 16, 17, 30], dtype=torch.int32)
+    step.meta[:, m.POSITION] = torch.tensor([14, 15, 16, 2**30, 30], dtype=torch.int32)  # of an idle row any
     step.meta[:, m.SLOT] = torch.tensor([1, 1, 1, 1, 0], dtype=torch.int32)
     step.meta[3, m.STATUS] = m.WAIT
     table = torch.tensor([[3, 1], [0, 2]], dtype=torch.int32, device=DEVICE)

@@ -12,7 +12,7 @@ from tridecode.kernels.draft import BLOCK, draft, draft_ref
 POISON = 77
 
 
-def run(texts, wanted=7, most=7, splits=4, limit=None, room=None, status=None, known=0, flags=0):
+def run(texts, wanted=7, most=7, splits=4, limit=None, room=None, status=None, known=0, flags=0, ngram=layout.NGRAM):
     """(drafts of the kernel, of the reference, the tokens that both left) for a row for each text, rows and slots in
     opposite order."""
     rows, capacity = len(texts), max(map(len, texts)) + 16
@@ -30,8 +30,8 @@ def run(texts, wanted=7, most=7, splits=4, limit=None, room=None, status=None, k
     found, expected, meta_ref = tokens.to(DEVICE), tokens.to(DEVICE), meta.clone()
     keys = torch.full((rows, splits), -(2**62), dtype=torch.int64, device=DEVICE)
     counter = torch.zeros(rows, dtype=torch.int32, device=DEVICE)
-    draft(meta, found, keys, counter, most)
-    draft_ref(meta_ref, expected, keys, counter, most)
+    draft(meta, found, keys, counter, most, ngram)
+    draft_ref(meta_ref, expected, keys, counter, most, ngram)
     assert not counter.any(), "the next launch would miscount"
     assert torch.equal(meta, meta_ref) and torch.equal(found, expected)
     counts = meta[:, layout.DRAFTS]
@@ -49,6 +49,13 @@ def test_the_longest_agreement_wins_and_then_the_latest():
     assert following[0] == 50, "four tokens agree"
     counts, (following,) = run([[8, 3, 4, 60, 9, 3, 4, 70, 1, 3, 4]], wanted=1)
     assert following[0] == 70, "two agree at either place"
+
+
+def test_as_many_must_agree_as_were_asked_for():
+    text = [1, 2, 3, 4, 50, 9, 3, 4, 60, 9, 4, 70, 1, 2, 3, 4]
+    found = {ngram: run([text], wanted=1, ngram=ngram)[1][0][0] for ngram in ((4, 2), (3, 3), (2, 2), (1, 1), (2, 1))}
+    assert found == {(4, 2): 50, (3, 3): 50, (2, 2): 60, (1, 1): 70, (2, 1): 60}
+    assert run([text], ngram=(8, 5))[0] == [0] and run([[3, 3]], ngram=(1, 1))[0] == [7]
 
 
 def test_text_that_repeats_itself_goes_on_so():
@@ -111,7 +118,7 @@ def test_long_texts(length):
 TEXTS = st.lists(st.integers(0, 2), min_size=1, max_size=40)
 
 
-@settings(max_examples=200 if CUDA else 40, deadline=None)
-@given(st.lists(TEXTS, min_size=1, max_size=3), st.sampled_from([1, 2, 4]))
-def test_any_text(texts, splits):
-    run(texts, splits=splits)
+@settings(max_examples=40, deadline=None)
+@given(st.lists(TEXTS, min_size=1, max_size=3), st.sampled_from([1, 4]), st.sampled_from([(4, 2), (3, 1), (5, 5)]))
+def test_any_text(texts, splits, ngram):
+    run(texts, splits=splits, ngram=ngram)

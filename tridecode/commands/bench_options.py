@@ -8,6 +8,7 @@ from .values import (
     amount,
     contexts,
     graph_modes,
+    ngram,
     percentiles,
     positive,
     positives,
@@ -22,8 +23,8 @@ from .values import (
 
 BENCH = """\
 Time this engine with random weights in the shape of a public model (or with a checkpoint's), against a limit measured
-in the same run; serve times a server through HTTP. Prints a table and, as the last line, one JSON object. All but serve
-and report need a GPU. docs/benchmarks.md says what each figure is.
+in the same run; serve times a server through HTTP. Prints a table and, as the last line, one JSON object. All but
+serve, report and speculate --texts-only need a GPU. docs/benchmarks.md says what each figure is.
 """
 
 
@@ -111,6 +112,22 @@ def add_benches(bench) -> None:
     words = "instead: GiB of the last layers' weights on the host, and all K/V on the device"
     host.add_argument("--weights", type=amount, metavar="GIB", help=words)
     host.add_argument("--kv-gib", type=amount, default=4.0, metavar="GIB", help="of the device for such a prompt (4)")
+    guess = add("speculate", "passes that verify guesses, and the tokens that come out of one on real texts", runs=7)
+    add_shape(guess, model=True)
+    add_quantize(guess)
+    most = "at a time, a row each (1,2,4,8)"
+    guess.add_argument("--requests", type=row_counts, default=[1, 2, 4, 8], metavar="N,N", help=most)
+    first = "tokens before the first pass (1024)"
+    guess.add_argument("--context", type=positive, default=1024, metavar="N", help=first)
+    guess.add_argument("--steps", type=positive, default=32, metavar="N", help="passes a run (32)")
+    long = "tokens that are looked through for a guess (32000)"
+    guess.add_argument("--history", type=positive, default=32000, metavar="N", help=long)
+    agree = "as of generate (4:2)"
+    guess.add_argument("--speculate-ngram", type=ngram, metavar="N:M", help=agree)
+    words = "of the texts (default: the checkpoint's, of a preset the bundled one)"
+    guess.add_argument("--tokenizer", metavar="DIR", help=words)
+    words = "play the texts alone, on any machine; no pass is timed"
+    guess.add_argument("--texts-only", action="store_true", help=words)
     suite = add("suite", "every row of one of the files in benchmarks/, in one process")
     suites = ["targets", "batch", "prompts", "ladder", "peers", "offload"]
     suite.add_argument("suite", nargs="?", choices=suites, default="targets", help="(targets)")

@@ -10,7 +10,7 @@ LOADING = (  # arguments of Engine.load, each an option
     "model", "device", "backend", "dtype", "max_seq_len", "slots", "kv_tokens", "kv_offload", "kv_ring",
     "weights_offload", "graph", "graph_sizes", "chunk_tokens", "prompt_graph_max_tokens", "prompt_graph_sizes",
     "prompt_attention", "prompt_ms", "batch_invariant", "max_queue", "quantize", "quantize_head", "kv_dtype",
-    "speculate",
+    "speculate", "speculate_ngram",
 )  # fmt: skip
 
 

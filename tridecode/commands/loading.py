@@ -56,6 +56,7 @@ def load_model(args, model: str | None, max_seq_len: int | None, output: Output)
             kv_dtype=args.kv_dtype,
             batch_invariant=args.batch_invariant,
             speculate=args.speculate,
+            speculate_ngram=args.speculate_ngram,
             max_queue=getattr(args, "max_queue", None),
             progress=progress,
         )

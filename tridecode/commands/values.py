@@ -30,6 +30,13 @@ def positive(text: str) -> int:
     return value
 
 
+def ngram(text: str) -> tuple[int, int]:
+    longest, _, shortest = text.partition(":")
+    if not (longest.isdecimal() and shortest.isdecimal() and len(text) < 10):
+        raise argparse.ArgumentTypeError(f"expected N:M, tokens that are to agree at most and at least, got {text!r}")
+    return int(longest), int(shortest)
+
+
 def gib(text: str) -> float | str:
     try:
         value = text if text == "auto" else float(text)

@@ -24,13 +24,13 @@ from .op import Op
 from .sampling.finish import arrive
 
 BLOCK = 1024  # places that a program looks at in one turn
-LONGEST, SHORTEST = 4, 2  # tokens that must agree: the more, the better; the later of two equally good places
 NOWHERE = tl.constexpr(-1)
 
 
 @triton.jit
 def _place_key(tokens_ptr, i, end, last, LONGEST: tl.constexpr, SHORTEST: tl.constexpr):
-    """Of places i < end the best: how many tokens up to it agree with those up to `last`, at most LONGEST, over i."""
+    """Of places i < end the best: how many tokens up to it agree with those up to `last`, SHORTEST to LONGEST, over i.
+    The more, the better; of two equally good places the later."""
     agree = i < end
     length = tl.zeros_like(i)
     for back in tl.static_range(LONGEST):
@@ -93,16 +93,18 @@ def _draft_kernel(
         tl.store(meta_ptr + DRAFTS, count)
 
 
-def draft(meta, tokens, keys, counter, most, *, pdl=False):
-    """Write at most `most` tokens behind each row's position, and into meta how many."""
+def draft(meta, tokens, keys, counter, most, ngram, *, pdl=False):
+    """Write at most `most` tokens behind each row's position, and into meta how many; ngram: how many tokens are to
+    agree, at most and at least."""
     rows, splits = keys.shape
+    longest, shortest = ngram
     _draft_kernel[(rows, splits)](
-        meta, tokens, keys, counter, tokens.stride(0), splits, most, triton.next_power_of_2(most), BLOCK, LONGEST,
-        SHORTEST, **options(4),
+        meta, tokens, keys, counter, tokens.stride(0), splits, most, triton.next_power_of_2(most), BLOCK, longest,
+        shortest, **options(4),
     )  # fmt: skip
 
 
-def draft_ref(meta, tokens, keys, counter, most):
+def draft_ref(meta, tokens, keys, counter, most, ngram):
     for row in running(meta, len(keys)):
         state = meta[row].tolist()
         slot, last = state[SLOT.value], state[POSITION.value]
@@ -112,7 +114,7 @@ def draft_ref(meta, tokens, keys, counter, most):
         if state[FLAGS.value] & FLAG_MASK.value:
             count = 0
         text = tokens[slot, : last + 1]
-        place = latest_place(text) if count and not given else None
+        place = latest_place(text, *ngram) if count and not given else None
         if place is None:
             count = count if given else 0
         else:
@@ -121,22 +123,22 @@ def draft_ref(meta, tokens, keys, counter, most):
         meta[row, DRAFTS.value] = count
 
 
-def latest_place(text: torch.Tensor) -> int | None:
-    """The last place before the end of text [n] int32 at which as many of its last tokens stood as stood anywhere."""
-    ends = text[:-1] == text[-1]
+def latest_place(text: torch.Tensor, longest: int, shortest: int) -> int | None:
+    """The last place before the end of text [n] int32 at which as many of its last tokens stood as stood anywhere, of
+    `longest`, if they are `shortest` or more."""
+    ends = torch.ones_like(text[:-1], dtype=torch.bool)
     found = None
-    for back in range(1, LONGEST):
+    for back in range(min(longest, len(text) - 1)):
         ends[:back] = False
-        if back < len(text):
-            ends[back:] &= text[: len(text) - 1 - back] == text[-1 - back]
+        ends[back:] &= text[: len(text) - 1 - back] == text[-1 - back]
         if not ends.any():
             break
-        if back + 1 >= SHORTEST:
+        if back + 1 >= shortest:
             found = int(ends.nonzero()[-1])
     return found
 
 
-def draft_bytes(meta, tokens, keys, counter, most) -> int:
+def draft_bytes(meta, tokens, keys, counter, most, ngram) -> int:
     return sum(4 * (int(meta[row, POSITION.value]) + 1) for row in running(meta, len(keys)))
 
 

@@ -43,7 +43,8 @@ def _write_kv_kernel(
     if PDL:
         gdc_launch_dependents()
     meta_ptr += row * META_WIDTH
-    status, position = tl.load(meta_ptr + STATUS), tl.load(meta_ptr + POSITION)
+    status = tl.load(meta_ptr + STATUS)
+    position = tl.where(status == RUN, tl.load(meta_ptr + POSITION), 0)  # that of an idle row may be beyond all tables
     page = tl.load(page_table_ptr + tl.load(meta_ptr + SLOT) * stride_table + position // PAGE).to(tl.int64)
     offs_g, offs_d = tl.arange(0, TILE), tl.arange(0, BLOCK_D)
     mask_d = offs_d < D

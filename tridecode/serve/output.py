@@ -12,6 +12,8 @@ from ..text.stop_strings import StopStrings
 from ..text.tokenizer import Tokenizer
 from .request import Job
 
+PATIENCE = 120.0  # seconds for which a pass is awaited
+
 
 class Ring:
     """Reads the entries that steps leave in host memory."""
@@ -23,14 +25,18 @@ class Ring:
     def entry(self, slot: int, generation: int, step: int) -> layout.Entry:
         """The entry of a step; waits for it. The device writes it there: no copy, no synchronisation.
 
-        Raises GenerationError where everything enqueued has ended without it.
+        Raises GenerationError where everything enqueued has ended without it, or does not end.
         """
-        entries, place, polls = self._entries[slot], step % layout.RING, 0
+        entries, place, polls, since = self._entries[slot], step % layout.RING, 0, time.monotonic()
         while (found := layout.entry_of(int(entries[place]), generation, step)) is None:
             polls += 1
             time.sleep(0)  # let the thread that draws the screen run
-            if polls % 1024 == 0 and self._idle() and not layout.entry_of(int(entries[place]), generation, step):
-                raise GenerationError(f"step {step + 1} ended without a token")
+            if polls % 1024:
+                continue
+            idle, late = self._idle(), time.monotonic() - since > PATIENCE
+            if (idle or late) and not layout.entry_of(int(entries[place]), generation, step):
+                how = "ended without a token" if idle else f"has not ended in {PATIENCE:.0f} seconds; the GPU hangs"
+                raise GenerationError(f"step {step + 1} {how}")
         return found
 
     def _idle(self) -> bool:

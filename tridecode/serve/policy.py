@@ -1,10 +1,12 @@
 """Policy: how requests share the passes, as an engine was told."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-from ..arguments import choice, flag, integer, real
+from ..arguments import choice, flag, integer, real, shown
 from ..cache.kv import PAGE
 from ..errors import ParameterError
+from ..layout import MAX_NGRAM, NGRAM
 from ..step.prefill import CHUNK
 
 PROMPT_MS = 15.0
@@ -19,7 +21,8 @@ class Policy:
     that may wait for a slot, None is any number; prompt_ms: milliseconds that a pass may take which reads prompts while
     others decode; prefix_sharing: K/V of equal beginnings are computed once; batch_invariant: a request's logits have
     the same bits alone and in any company; speculate: ngram, tokens that may come next are guessed from the text and
-    verified several in one pass, or off. Raises ParameterError."""
+    verified several in one pass, or off; speculate_ngram: how many tokens are to agree with what stands before, at most
+    and at least, None is layout.NGRAM. Raises ParameterError."""
 
     chunk_tokens: int | None = None
     max_queue: int | None = None
@@ -27,10 +30,12 @@ class Policy:
     prefix_sharing: bool = True
     batch_invariant: bool = False
     speculate: str = "off"
+    speculate_ngram: tuple[int, int] | None = None
 
     def __post_init__(self):
         flag("batch_invariant", self.batch_invariant)
         choice("speculate", self.speculate, SPECULATE)
+        object.__setattr__(self, "speculate_ngram", self._ngram())
         if self.chunk_tokens is None:
             object.__setattr__(self, "chunk_tokens", FIXED_CHUNK if self.batch_invariant else CHUNK)
         object.__setattr__(self, "chunk_tokens", integer("chunk_tokens", self.chunk_tokens, 1, LONGEST))
@@ -44,6 +49,21 @@ class Policy:
             )
         if self.batch_invariant and self.prompt_ms != PROMPT_MS:
             raise ParameterError("prompt_ms: with batch_invariant all prompt passes are alike; use chunk_tokens")
+
+    def _ngram(self) -> tuple[int, int] | None:
+        """None where nothing is guessed. Raises ParameterError."""
+        given = self.speculate_ngram
+        if given is None:
+            return NGRAM if self.speculates else None
+        whole = isinstance(given, Sequence) and len(given) == 2 and all(type(each) is int for each in given)
+        if not whole or not 1 <= given[1] <= given[0] <= MAX_NGRAM:
+            raise ParameterError(
+                f"speculate_ngram must be two numbers from {MAX_NGRAM} down to 1, the larger first, like "
+                f"{NGRAM[0]}:{NGRAM[1]}, got {shown(given)}"
+            )
+        if not self.speculates:
+            raise ParameterError("speculate_ngram: nothing is guessed; use it with speculate ngram")
+        return tuple(given)
 
     @property
     def speculates(self) -> bool:

@@ -50,7 +50,7 @@ class Scheduler:
         self._fixed = model.fixed_chunk
         self._in_flight: deque[Pass] = deque()
         self._unsettled = False  # something was begun and not finished
-        self._answered = False  # a job has ended by itself: until then nothing is captured that can wait
+        self.answered = False  # a job has ended by itself: until then nothing is captured that can wait
         self.preemptions = 0
 
     @property
@@ -211,7 +211,7 @@ class Scheduler:
             self._prompts().finish(kind, count, masked)
         else:
             if self._model.verify and not masked and all(running.job.logits is None for running in part):
-                rows = self._steps().tokens(kind, count, max(running.wants for running in part), self._answered)
+                rows = self._steps().tokens(kind, count, max(running.wants for running in part), self.answered)
             self._steps().replay(kind, count, masked, rows)
         for running in part:
             if running.job.logits is not None:
@@ -258,11 +258,15 @@ class Scheduler:
         for running, room in zip(passed.part, passed.rooms):
             running.in_flight -= 1
             running.rows_in_flight -= passed.rows
-            following = 0 if running.position < room else -1
+            following, place = 0 if running.position < room else -1, 0
+            guesses = not running.given  # else its drafts are tokens that it has drawn before
             while following >= 0 and not running.gone:
                 entry = self._ring.entry(running.slot, running.generation, running.seen)
+                if guesses:
+                    running.job.drafted += entry.drafted if place == 0 else 0
+                    running.job.accepted += place > 0
                 self._take(running, entry)
-                following = entry.following - 1
+                following, place = entry.following - 1, place + 1
 
     def _take(self, running: Running, entry: Entry) -> None:
         """One token of a running that a pass has drawn."""
@@ -274,9 +278,6 @@ class Scheduler:
         if token == LATE_TOKEN:
             return
         running.position += 1
-        if not running.given:  # of what it draws
-            job.accepted += entry.following > 0
-            job.drafted += entry.drafted if not entry.following else 0
         if token == NO_TOKEN:
             others = held.shared > 0  # what it found may be another one's fault: then it computes all by itself
             self.slots.discredit(running.slot, job.tokens)
@@ -293,7 +294,7 @@ class Scheduler:
             return
         self._push(running, token, logprobs)
         if job.ended:
-            self._answered = True
+            self.answered = True
             self.roster.finish(job, running)
 
     def _push(self, running: Running, token: int, logprobs: TokenLogprobs | None) -> None:

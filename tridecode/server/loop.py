@@ -63,13 +63,19 @@ class Loop:
                 while self.engine.step() and not self._stopping:
                     self._tell()
                 self._tell()
-                self._work.wait()
+                if not self._capture():
+                    self._work.wait()
         except EngineClosed:
             pass
         except BaseException as error:
             self.failure = error
             log.exception("the engine failed")
             self._tell()
+
+    def _capture(self) -> bool:
+        """Use time in which nothing runs for one of the captures that could wait: whoever comes meanwhile waits for it
+        alone, and before the first answer for none. False where none is left."""
+        return not self._work.is_set() and self.engine.scheduler.answered and self.engine.capture_next()
 
     def _tell(self) -> None:
         if not self._told and not self._asyncio.is_closed():

@@ -11,6 +11,7 @@ from triton import knobs
 from .run import Recorder, Run
 
 MOST = 16  # threads; each compiles in LLVM and ptxas, outside of Python
+_hooking = threading.Lock()  # the hook is the whole process's: who sets it puts back what was there
 
 
 def compile_ahead(lists: Iterable[Callable[[Run], None]], run: Run, device: torch.device) -> int:
@@ -31,7 +32,7 @@ def compile_ahead(lists: Iterable[Callable[[Run], None]], run: Run, device: torc
             missing[fn.jit_function, key] = compile["specialization_data"]
         return threading.get_ident() == me  # True means: neither compile nor launch it
 
-    with torch.cuda.device(device), knobs.runtime.scope():
+    with _hooking, torch.cuda.device(device), knobs.runtime.scope():
         knobs.runtime.jit_cache_hook = note
         for launch in distinct.values():
             run(launch.role, launch.op, *launch.args, **launch.how)

@@ -43,7 +43,8 @@ def step(run: Run, model: DecodeModel, kind: str, masked: bool = False) -> None:
 
 def guess(run: Run, m: DecodeModel) -> None:
     ws, own = m.workspace, m.requests
-    run("draft", DRAFT, own.meta, own.tokens, own.draft_keys, own.draft_counter, max(m.queries - 1, 1))
+    most = max(m.queries - 1, 1)
+    run("draft", DRAFT, own.meta, own.tokens, own.draft_keys, own.draft_counter, most, m.ngram)
     if m.queries > 1:
         run("spread", SPREAD, own.meta, own.samp, ws.meta, ws.samp)
 

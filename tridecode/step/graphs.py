@@ -88,7 +88,7 @@ class StepGraphs:
     that no buffer moved since capture (a debug aid).
 
     Passes with masks, which most never need, are compiled with the others and captured when they first come; those that
-    verify drafts are compiled then too.
+    verify drafts are compiled then too, each by itself: nobody waits for more than one.
     """
 
     def __init__(
@@ -119,7 +119,6 @@ class StepGraphs:
             log.info("capturing %d CUDA graphs of %s rows", len(batches), ", ".join(map(str, self.dispatcher.sizes)))
             # The largest first: the smaller ones find their memory in the pool.
             self._graphs: dict[BatchDescriptor, Callable[[], None] | None] = {b: self._capture(b) for b in batches}
-        self._verifies = False
         self._verifying = [
             replace(batch, tokens=tokens)
             for tokens in QUERIES[1:] for batch in batches if model.verify and tokens <= most_queries(batch.rows)
@@ -132,10 +131,9 @@ class StepGraphs:
     def _capture(self, batch: BatchDescriptor) -> Callable[[], None]:
         """No row may run: then the pass that runs first loads every kernel and writes nothing."""
         mode, _ = self.dispatcher.plan(batch.kind, batch.rows)
-        if batch.tokens > 1 and not self._verifies:
+        if batch.tokens > 1:
             self.model.verify.meta[:, STATUS] = LIMIT_REACHED
-            compile_ahead(map(self._lines, self._verifying), forked(self.model, self._run), self.model.device)
-            self._verifies = True
+            compile_ahead([self._lines(batch)], forked(self.model, self._run), self.model.device)
         between = partial(forked, self.model, self._between, self.attention)
         self.place.run(lambda: self._lines(batch)(forked(self.model, self._run, self.attention)))
         replay, captures = self.place.capture(mode, forked(self.model, self._run), between, self._lines(batch))

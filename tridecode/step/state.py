@@ -11,6 +11,7 @@ from ..kernels.attention import ATTENTION
 from ..kernels.attention_queries import ATTENTION_QUERIES
 from ..kernels.attention_rows import ATTENTION_ROWS
 from ..kernels.op import Op
+from ..layout import NGRAM
 from ..model.config import ModelConfig
 from ..model.weights import Weights, short_repr
 from .choose import choose_shapes, fp8_kv_shape, invariant_shapes, prompt_attention_shape
@@ -40,6 +41,7 @@ class DecodeModel:
     prompt's last token is then always a decode pass's. 0: prompt passes have the rows that come.
     verify: what passes that verify drafts see, None where there are none; its meta and samp are its own, all else is
     the workspace's. requests: of such a pass (see of_queries) the workspace with the rows of the requests themselves.
+    ngram: how many tokens are to agree where drafts are found, at most and at least.
     """
 
     config: ModelConfig
@@ -56,6 +58,7 @@ class DecodeModel:
     fixed_chunk: int = 0
     verify: Workspace | None = None
     requests: Workspace | None = None
+    ngram: tuple[int, int] = NGRAM
 
     def __repr__(self) -> str:
         facts = {"family": self.config.family, "layers": self.config.num_layers, "capacity": self.kv.capacity}
@@ -160,12 +163,13 @@ def make_model(
     config: ModelConfig, weights: Weights, capacity: int, slots: int = 1, page: int | None = None,
     shapes: dict[int, StepShapes] | None = None, pages: int | None = None, rows: int | None = None,
     prompt_rows: int = 2048, batch_invariant: bool = False, offload: Offload | None = None, speculate: bool = False,
+    ngram: tuple[int, int] = NGRAM,
 ) -> DecodeModel:
     """Allocate the state of a model whose weights are loaded, for `slots` of `capacity` K/V positions.
 
     page, pages, offload: see make_kv_cache. shapes: by rows, by default those chosen for the GPU. rows: of the largest
     pass, by default as many as slots. prompt_rows: of the largest prompt pass, those that decode beside it not counted;
-    with batch_invariant of all. speculate: passes can verify drafts.
+    with batch_invariant of all. speculate: passes can verify drafts; ngram: see DecodeModel.
     """
     device, dtype = weights.device, weights.dtype
     cos, sin = rope_tables(config, capacity, device)
@@ -193,6 +197,7 @@ def make_model(
         prompt_shape=prompt_shape,
         fixed_chunk=prompt_rows if batch_invariant else 0,
         verify=replace(first_rows(workspace, verifying), meta=meta, samp=samp) if speculate else None,
+        ngram=ngram,
     )
 
 

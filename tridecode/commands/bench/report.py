@@ -182,6 +182,34 @@ COLUMNS = {
         "ratio": number("ratio", 1),
         "GB/s, out and in": number("both_ways_gbs", 1),
     },
+    "speculate": {
+        "requests": text("variant"),
+        "shape": name,
+        "context": number("context"),
+        "µs a pass without": number("off_us"),
+        **{
+            column: figure
+            for rows in (1, 2, 4, 8)
+            for column, figure in {
+                f"{rows} row{'s' * (rows > 1)} of each": number(f"us_{rows}"),
+                f"{rows}: ratio": number(f"ratio_{rows}", 3),
+            }.items()
+        },
+    },
+    "speculate-draft": {
+        "looking for a draft": name,
+        "tokens before": number("history"),
+        "µs": number("draft_us", 2),
+    },
+    "speculate-text": {
+        "text": text("variant"),
+        "from": text("source"),
+        "licence": text("licence"),
+        "tokens": number("tokens"),
+        "tokens a pass": number("tokens_per_pass", 2),
+        **{f"passes of {rows}": number(f"passes_{rows}") for rows in (1, 2, 4, 8)},
+        "speed-up": number("speed_up", 2),
+    },
     "peers": {"program": text("variant"), "shape": name, "context": number("context"), **STEP},
 }
 # The figures of which two runs are compared.
@@ -198,6 +226,9 @@ COMPARED = {
     "offload-weights": ("us_per_token",),
     "offload-prompt": ("ttft_s", "us_per_token"),
     "offload-swap": ("back_ms", "anew_ms"),
+    "speculate": ("off_us", "us_1", "us_2", "us_4", "us_8"),
+    "speculate-draft": ("draft_us",),
+    "speculate-text": ("tokens_per_pass", "speed_up"),
     "peers": ("us_per_token",),
 }
 

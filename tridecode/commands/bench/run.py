@@ -14,6 +14,7 @@ from .prefill import prefill
 from .report import FORMATS, deviations, read_rows, render, show
 from .serve import serve
 from .serve_mix import serve_mix
+from .speculate import speculate
 from .start import start
 from .stream import stream
 from .suite import command_of, suite
@@ -25,6 +26,7 @@ BENCHES = {
     "stream": stream,
     "start": start,
     "offload": offload,
+    "speculate": speculate,
     "peers": peers,
     "serve": serve,
     "serve-mix": serve_mix,

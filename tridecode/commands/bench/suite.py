@@ -76,8 +76,10 @@ def command_of(args, **changes) -> str:
     return shlex.join(words)
 
 
-def numbers(value: float | list) -> str:
-    return ",".join(map(str, value)) if isinstance(value, list) else str(value)
+def numbers(value: float | list | tuple) -> str:
+    """As its option reads it: numbers of a list are separated by commas, those of a pair like 4:2 by a colon."""
+    between = {list: ",", tuple: ":"}.get(type(value))
+    return between.join(map(str, value)) if between else str(value)
 
 
 def suite(args, output, measure) -> tuple[list[dict], list[str]]:

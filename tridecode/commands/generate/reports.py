@@ -16,7 +16,7 @@ def report(result: Result, engine: Engine) -> dict:
         "token_ids": result.token_ids,
         "text": result.text,
         "finish_reason": result.finish_reason,
-        "usage": asdict(result.usage),
+        "usage": asdict(result.usage) | {"tokens_per_pass": round(result.usage.tokens_per_pass, 3)},
         "timings": asdict(result.timings),
         "seed": result.seed,
     }

@@ -41,7 +41,7 @@ def info(args, output: Output) -> int:
     support = capture_support(backend, config, dtype, device)
     policy = Policy(
         args.chunk_tokens, prompt_ms=args.prompt_ms, prefix_sharing=args.prefix_sharing,
-        batch_invariant=args.batch_invariant, speculate=args.speculate,
+        batch_invariant=args.batch_invariant, speculate=args.speculate, speculate_ngram=args.speculate_ngram,
     )  # fmt: skip
     memory = memory_facts(config, dtype, device, backend, args, policy, graphs_of(args, policy.chunk_tokens, support))
     chunk = policy.chunk(memory["slots"], memory["context"] or policy.chunk_tokens, PAGE)
@@ -154,8 +154,9 @@ def prompt_facts(
 def run_facts(
     device: torch.device, backend: str, dtype: torch.dtype, graphs: GraphPlan, captured: bool, policy: Policy
 ) -> dict:
-    """`batch_invariant`: whether a request has the same bits in any company. `speculate`: as the option. `pdl`:
-    programmatic dependent launch, from compute capability 9.0 on."""
+    """`batch_invariant`: whether a request has the same bits in any company. `speculate`, `speculate_ngram`: as the
+    options, the latter null where nothing is guessed. `pdl`: programmatic dependent launch, from compute capability 9.0
+    on."""
     return {
         "device": str(device),
         "backend": backend,
@@ -163,6 +164,7 @@ def run_facts(
         "graph": graphs.graph,
         "batch_invariant": policy.batch_invariant,
         "speculate": policy.speculate,
+        "speculate_ngram": policy.speculate_ngram,
         "pdl": captured and torch.cuda.get_device_capability(device) >= (9, 0),
     }
 

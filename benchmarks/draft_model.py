@@ -1,0 +1,135 @@
+"""What a draft model would bring: K steps of a small model and one verifying pass of a large one, in one graph.
+
+    python benchmarks/draft_model.py --large qwen3-4b --small qwen3-0.6b
+
+Both have random weights and stand on one GPU. The large model's pass has a row for its own token and one for each of
+the K tokens that the small one has drawn; all rows run. Who is right is not measured but asked: `break_even` is the
+share of guesses, each by itself, that must be right for such a cycle to give as many tokens a second as the large
+model's own passes, null where even all of them are too few; `speed_up` is what comes of some shares. What a real one
+would do beside (hand the tokens over, and let the small model read the last of them) is left out, in its favour. The
+last line is one JSON object.
+"""
+
+import argparse
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from tridecode import layout
+from tridecode.commands.bench.measure import GREEDY, WARM_UP, check_running, preset_engine, run_facts, spread
+from tridecode.commands.bench.speculate import captured
+from tridecode.engine import Engine
+from tridecode.model.presets import PRESETS
+from tridecode.step import decode
+from tridecode.step.compiling import compile_ahead
+from tridecode.step.graphs import launcher
+from tridecode.step.run import Run
+
+GUESSES = (1, 3, 7)
+SHARES = (0.5, 0.7, 0.8, 0.9, 1.0)
+CONTEXT, STEPS, RUNS = 1024, 32, 5
+
+Lines = Callable[[Run], None]
+
+
+def cycle(large: Engine, small: Engine, guesses: int, run: Run) -> None:
+    """`guesses` steps of the small model, then the large one's pass of a row more."""
+    for _ in range(guesses):
+        decode.step(run, small.model, "greedy")
+    decode.step(run, large.model.of_queries(1, guesses + 1), "greedy")
+
+
+def measure(large: Engine, small: Engine, context: int = CONTEXT, steps: int = STEPS, runs: int = RUNS) -> list[dict]:
+    """A row for each of GUESSES. large: an engine that speculates; both of one slot, without graphs of their own, and
+    with room for `room(context, steps)` positions."""
+    plain = replace(large.model, verify=None)
+    alone: dict[str, Lines] = {
+        "large": lambda run: decode.step(run, plain, "greedy"),
+        "small": lambda run: decode.step(run, small.model, "greedy"),
+    }
+    verifying = {k: partial(decode.step, model=large.model.of_queries(1, k + 1), kind="greedy") for k in GUESSES}
+    cycles = {k: partial(cycle, large, small, k) for k in GUESSES}
+    lists = {**alone, **{("pass", k): lines for k, lines in verifying.items()}, **cycles}
+    run = launcher(large.model)
+    if large.device.type == "cuda":
+        compile_ahead(lists.values(), run, large.device)
+    replays = {name: captured(large.device, lines, run) for name, lines in lists.items()}
+
+    def us(name, guesses: int = 0) -> float:
+        return cycle_us(large, small, replays[name], context, steps, runs, guesses)
+
+    large_us, small_us, rows = us("large"), us("small"), []
+    for k in GUESSES:
+        row = {"guesses": k, "large_us": large_us, "small_us": small_us, "verify_us": us(("pass", k), k)}
+        row["cycle_us"] = us(k, k)
+        needed = row["cycle_us"] / large_us
+        row |= {"passes": round(needed, 3), "break_even": break_even(needed, k)}
+        row["speed_up"] = {share: round(expected(share, k) / needed, 2) for share in SHARES}
+        rows.append(row)
+    return rows
+
+
+def cycle_us(large: Engine, small: Engine, replay, context: int, steps: int, runs: int, guesses: int) -> float:
+    """Tokens behind the large model's position are given: every guess is right."""
+    times, given = [], (guesses + 1) * (steps + 2) if guesses else 0
+    for count in range(runs + WARM_UP):
+        large.rewind(context, GREEDY, given=given)
+        small.rewind(context, GREEDY)
+        replay()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(steps):
+            replay()
+        end.record()
+        end.synchronize()
+        if count >= WARM_UP:
+            times.append(start.elapsed_time(end) / steps)
+    for engine in (large, small):
+        check_running(engine, engine.name)
+    return round(spread(times, 1e3)[0], 2)
+
+
+def room(context: int, steps: int) -> int:
+    """K/V positions for `measure`, in whole pages."""
+    return -(-(context + layout.MAX_QUERIES * (steps + 3)) // 64) * 64
+
+
+def expected(share: float, guesses: int) -> float:
+    """Tokens of a cycle whose guesses are right with that probability, each where those before it were."""
+    return sum(share**n for n in range(guesses + 1))
+
+
+def break_even(needed: float, guesses: int) -> float | None:
+    """The share with which `needed` tokens are expected; None where more are needed than there can be."""
+    if needed > guesses + 1:
+        return None
+    low, high = 0.0, 1.0
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (middle, high) if expected(middle, guesses) < needed else (low, middle)
+    return round(high, 3)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--large", choices=list(PRESETS), default="qwen3-4b")
+    parser.add_argument("--small", choices=list(PRESETS), default="qwen3-0.6b")
+    parser.add_argument("--context", type=int, default=CONTEXT, help=f"tokens before the first pass ({CONTEXT})")
+    args = parser.parse_args(argv)
+    positions = room(args.context, STEPS)
+    large = preset_engine(args.large, positions, graph="none", speculate="ngram")
+    small = preset_engine(args.small, positions, graph="none")
+    rows = measure(large, small, args.context)
+    for row in rows:
+        shares = ", ".join(f"{share:.0%}: {factor}" for share, factor in row["speed_up"].items())
+        print(f"{row['guesses']} guesses: {row['cycle_us']:,} µs a cycle, {row['passes']} passes of the large one")
+        print(f"  even with {row['break_even']} of them right; speed-up with {shares}")
+    what = {"bench": "draft-model", "large": args.large, "small": args.small, "context": args.context}
+    print(json.dumps(what | run_facts(large.device) | {"rows": rows}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""Texts that bench speculate plays through what guesses and verifies, as if a model had drawn them: acceptance is real,
+and no checkpoint is needed. All are files of this repository, or made from them."""
+
+from collections import Counter, deque
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from ... import layout
+from ...errors import ParameterError
+from ...kernels.draft import DRAFT
+from ...kernels.sampling.accept import ACCEPT
+from ...step.dispatch import most_queries
+
+ROOT = Path(__file__).parents[3]
+LICENCE = "Apache-2.0"  # of the repository, and so of all these
+LAG = 2  # passes by which the rows of a pass follow what was asked for, as on a GPU
+
+
+class Text(NamedTuple):
+    """before: what stood there; drawn: what a model would have drawn; source: the file of both."""
+
+    name: str
+    source: str
+    before: str
+    drawn: str
+
+
+def texts() -> list[Text]:
+    """Raises ParameterError where the files are not there."""
+
+    def read(source: str) -> str:
+        try:
+            return (ROOT / source).read_text(encoding="utf-8")
+        except OSError:
+            raise ParameterError(f"bench speculate: {ROOT / source} is not there; run it in a checkout") from None
+
+    code, page = "tridecode/serve/slots.py", "docs/sharing.md"
+    rows, prose, chat = "benchmarks/h200-batch.json", "docs/first-minutes.md", "training/content/advice.txt"
+    asked = [line.split("=>") for line in read(chat).splitlines() if "=>" in line][:60]
+    turns = "\n".join(f"{ask.split('|')[0].strip()}\n{answer.strip()}" for ask, answer, *_ in asked)
+    edit = f"Call held kept, everywhere in this file:\n{read(code)}\n"
+    quoted = read(page)[read(page).index("## Equal") :][:3000]
+    return [
+        Text("code edit: a name changed everywhere", code, edit, read(code).replace("held", "kept")[:8000]),
+        Text("quotation of a part of a page", page, f"{read(page)}\nQuote the part about equal prefixes.\n", quoted),
+        Text("JSON: a list of records", rows, f"Go on with these rows:\n{read(rows)[:2000]}\n", read(rows)[:6000]),
+        Text("prose that was not there before", prose, "Describe the first minutes with it.\n", read(prose)),
+        Text("chat: sixty short answers", chat, "A conversation with short answers.\n", turns),
+    ]
+
+
+def play(before: list[int], drawn: list[int], ngram: tuple[int, int]) -> Counter:
+    """Passes by their rows in which one request draws these tokens."""
+    text = before + drawn
+    meta = torch.zeros(1, layout.META_WIDTH, dtype=torch.int32)
+    meta[0, layout.POSITION], meta[0, layout.N_KNOWN] = len(before) - 1, len(before)
+    meta[0, layout.LIMIT] = meta[0, layout.ROOM] = len(text)
+    meta[0, layout.GENERATION] = 1
+    tokens = torch.zeros(1, len(text) + layout.MAX_QUERIES, dtype=torch.int32)
+    tokens[0, : len(before)] = torch.tensor(before, dtype=torch.int32)
+    keys, counter = torch.zeros(1, 1, dtype=torch.int64), torch.zeros(1, dtype=torch.int32)
+    out, passes, asked = torch.zeros(1, layout.RING, dtype=torch.int64), Counter(), deque([1] * LAG)
+    while int(meta[0, layout.STATUS]) == layout.RUN:
+        queries = most_queries(1, asked.popleft())
+        position, step = int(meta[0, layout.POSITION]), int(meta[0, layout.STEP])
+        DRAFT.ref(meta, tokens, keys, counter, max(queries - 1, 1), ngram)
+        following = text[position + 1 : position + 1 + queries]
+        rows = torch.tensor(following + [0] * (queries - len(following)), dtype=torch.int32)
+        ACCEPT.ref(rows, meta, tokens, None, out, None)
+        asked.append(layout.entry_of(int(out[0, step % layout.RING]), 1, step).wanted + 1)
+        passes[queries] += 1
+    assert tokens[0, : len(text)].tolist() == text, "another text was drawn"
+    return passes
