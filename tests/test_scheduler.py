@@ -481,7 +481,7 @@ def test_an_interrupt_anywhere_harms_nobody_else(small, alone, driven):
 
     total = run(0)
     assert total > 10_000
-    for at in range(1, total, total // (400 if CUDA else 60)):
+    for at in range(1, total, total // (120 if CUDA else 60)):
         run(at)
 
 

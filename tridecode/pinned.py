@@ -42,6 +42,9 @@ def host_memory(count: int, stride: int, device: torch.device, option: str) -> t
     for first in range(0, size, piece):
         code = runtime.cudaHostRegister(address + first, min(piece, size - first), 3)  # portable | mapped
         if int(code):
+            if torch.cuda.is_available():
+                with suppress(RuntimeError):
+                    torch.zeros(1, device=device)  # the next launch tells of the error too, and then it is forgotten
             raise DeviceError(
                 f"{option}: the driver refuses to pin more than {first / 2**30:,.1f} of {size / 2**30:,.1f} GiB "
                 f"(CUDA error {int(code)}); ask for less, or raise the limit of locked memory"

@@ -50,7 +50,9 @@ class OffloadedSlots(Slots):
         return min(super().available(), self._left())
 
     def make_room(self, pages: int) -> bool:
-        return pages <= self._left() and super().make_room(pages)
+        made = pages <= self._left() and super().make_room(pages)
+        self._collect()  # what was evicted for it lies nowhere: its number may come again as another page's
+        return made
 
     def spare(self, needed: int) -> int:
         return 0  # a page that is not written yet need not be on the device
@@ -148,6 +150,9 @@ class OffloadedSlots(Slots):
             self._stale.add(slot)
 
     def _to_device(self, pages: list[int]) -> None:
+        for page in self._ring.keys() & pages:  # before others leave, which may want its place
+            self._ring_free.append(self._ring.pop(page))
+            self._fetched_stale = True
         self._free_on_device(len(pages))
         for page in pages:
             place, before = self._device_free.pop(), self._where[page]
@@ -155,9 +160,6 @@ class OffloadedSlots(Slots):
                 self._kv.pool[place].copy_(self._offload.host[~before], non_blocking=True)
                 self._host_free.append(~before)
             self._where[page] = place
-            if page in self._ring:
-                self._ring_free.append(self._ring.pop(page))
-                self._fetched_stale = True
             self._moved(page)
 
     def _free_on_device(self, count: int) -> None:
