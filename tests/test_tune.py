@@ -201,6 +201,14 @@ def test_no_table_may_share_the_columns_of_the_lm_head():
         tuned.changed(WideShape(), entry, "lm_head 8x8 bfloat16 for 8 rows")
 
 
+def test_no_table_may_share_columns_where_the_kernel_for_hopper_does_not():
+    entry, both = (tuned.searched(HopperShape(split=2, programs=programs)) for programs in (0, 132))
+    assert tuned.changed(TilesShape(), entry, "down 8x8 bfloat16 for 32 rows") == HopperShape(split=2)
+    for wrong, op in ((entry, "lm_head"), (entry, "gate_up"), (both, "down")):
+        with pytest.raises(tuned.TableError, match=f"split of '{op} 8x8 bfloat16 for 32 rows' must be 1"):
+            tuned.changed(TilesShape(), wrong, f"{op} 8x8 bfloat16 for 32 rows")
+
+
 @pytest.mark.parametrize("rows", [2, 16, 33, 64])
 def test_candidates_of_several_rows_are_what_the_gpu_holds_and_a_table_may_say(rows):
     gpu = SimpleNamespace(major=9, multi_processor_count=132, shared_memory_per_block_optin=232448)

@@ -9,14 +9,14 @@ times. A tile that is multiplied leaves its place to the one STAGES later: all w
 COPIER, come by at a second barrier, at which a warp that does nothing else waits. With LAG 1 a tile counts as
 multiplied when the next product has begun, so that one is always on its way.
 
-Dependent launch: no kernel of a pass writes weights, so their first STAGES tiles are on their way before the wait. All
-else that kernels of this pass write is read behind it, and nothing is written before.
+Dependent launch: no kernel that may still run writes weights (what follows a fetch from the host is launched plainly),
+so their first STAGES tiles are on their way before the wait. What other kernels of the pass write is read behind it.
 
 Programs that share the columns (SPLIT) leave their sums in memory and count themselves; the last one adds all, its own
 too, in the order of the columns. So it does not matter who was last: results are the same every time.
 
 A descriptor for TMA holds an address and sizes: of a weight it is made once, when its line is captured, and stays in
-the graph as all arguments do. What lies at the address may change between passes.
+the graph as all arguments do. What lies there may change, as in the buffers of layers that lie on the host.
 """
 
 import torch

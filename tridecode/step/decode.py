@@ -103,7 +103,7 @@ def hidden_to_token(run: Run, m: DecodeModel, kind: str, masked: bool) -> None:
     partials = sumsq_partials(m, after_embed=False)
     run(
         "lm_head", products(m.shapes.lm_head).normed, ws.meta, ws.normed, head, ws.logits, ws.sumsq, partials, eps,
-        shape=m.shapes.lm_head,
+        ws.split, shape=m.shapes.lm_head,
     )  # fmt: skip
     ring = None
     if kind == "logprobs":  # of the raw logits
