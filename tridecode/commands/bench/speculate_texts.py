@@ -37,7 +37,7 @@ def texts() -> list[Text]:
             raise ParameterError(f"bench speculate: {ROOT / source} is not there; run it in a checkout") from None
 
     code, page = "tridecode/serve/slots.py", "docs/sharing.md"
-    rows, prose, chat = "benchmarks/h200-batch.json", "docs/first-minutes.md", "training/content/advice.txt"
+    rows, prose, chat = "benchmarks/h200-batch.json", "docs/faults.md", "training/content/advice.txt"
     asked = [line.split("=>") for line in read(chat).splitlines() if "=>" in line][:60]
     turns = "\n".join(f"{ask.split('|')[0].strip()}\n{answer.strip()}" for ask, answer, *_ in asked)
     edit = f"Call held kept, everywhere in this file:\n{read(code)}\n"
@@ -45,8 +45,8 @@ def texts() -> list[Text]:
     return [
         Text("code edit: a name changed everywhere", code, edit, read(code).replace("held", "kept")[:8000]),
         Text("quotation of a part of a page", page, f"{read(page)}\nQuote the part about equal prefixes.\n", quoted),
-        Text("JSON: a list of records", rows, f"Go on with these rows:\n{read(rows)[:2000]}\n", read(rows)[:6000]),
-        Text("prose that was not there before", prose, "Describe the first minutes with it.\n", read(prose)),
+        Text("JSON: a list of records", rows, f"Go on with these rows:\n{read(rows)[:2000]}", read(rows)[2000:8000]),
+        Text("prose that was not there before", prose, "Describe what it does where something fails.\n", read(prose)[:8000]),
         Text("chat: sixty short answers", chat, "A conversation with short answers.\n", turns),
     ]
 
