@@ -330,7 +330,7 @@ def test_info_tells_how_prompts_would_be_read(run, tiny):
 
 def test_info_tells_of_speculation(run, tiny):
     report = json.loads(run("info", "--model", tiny, "--json", "--speculate", "ngram")[1])
-    assert report["run"]["speculate"] == "ngram" and report["run"]["speculate_ngram"] == [4, 2]
+    assert report["run"]["speculate"] == "ngram" and report["run"]["speculate_ngram"] == [8, 2]
     argv = ("info", "--model", tiny, "--json", "--speculate", "ngram", "--speculate-ngram")
     assert json.loads(run(*argv, "6:3")[1])["run"]["speculate_ngram"] == [6, 3]
     code, out, err = run(*argv, "2:3")

@@ -61,7 +61,7 @@ FLAG_MASK = 4  # draw only what mask[slot] allows, once mask_stamp[slot] says th
 MAX_DRAFTS = 7
 MAX_QUERIES = MAX_DRAFTS + 1  # rows of a request in one pass
 MAX_NGRAM = 16  # tokens that may have to agree before what followed them is guessed
-NGRAM = 4, 2  # those looked for, and those that will do
+NGRAM = 8, 2  # those looked for, and those that will do
 
 # samp fields
 TEMPERATURE = 0  # 0: greedy

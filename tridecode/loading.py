@@ -91,7 +91,7 @@ class Loaded:
         number. quantize, quantize_head: fp8, int8 or int4, what projections and LM head (or keep) become while they are
         loaded; kv_dtype: auto (the dtype), or fp8, in which twice as many fit; see docs/quantisation.md. speculate:
         ngram (what may come next is guessed from the text itself, and verified), or off; speculate_ngram: for that the
-        last tokens are looked for that stood there before, at most and at least so many, None is (4, 2); see
+        last tokens are looked for that stood there before, at most and at least so many, None is (8, 2); see
         docs/speculation.md. progress(done_bytes, total_bytes) is called while weights load. On a CPU the engine sets
         PyTorch's threads: one for a tiny model, else as many as there are free cores; a number that OMP_NUM_THREADS or
         torch.set_num_threads has given stays. Raises CheckpointError, DeviceError, ParameterError; each says what was

@@ -122,7 +122,7 @@ def add_benches(bench) -> None:
     guess.add_argument("--steps", type=positive, default=32, metavar="N", help="passes a run (32)")
     long = "tokens that are looked through for a guess (32000)"
     guess.add_argument("--history", type=positive, default=32000, metavar="N", help=long)
-    agree = "as of generate (4:2)"
+    agree = "as of generate (8:2)"
     guess.add_argument("--speculate-ngram", type=ngram, metavar="N:M", help=agree)
     words = "of the texts (default: the checkpoint's, of a preset the bundled one)"
     guess.add_argument("--tokenizer", metavar="DIR", help=words)

@@ -62,7 +62,7 @@ def engine_options() -> argparse.ArgumentParser:
     words = "guess from the text what comes next and verify several tokens in a pass: the same text, sooner where it "
     words += "repeats; see docs/speculation.md (default: off)"
     group.add_argument("--speculate", default="off", choices=("ngram", "off"), help=words)
-    words = "for that look for the last N tokens where they stood before, or fewer, down to M (default: 4:2)"
+    words = "for that look for the last N tokens where they stood before, or fewer, down to M (default: 8:2)"
     group.add_argument("--speculate-ngram", type=ngram, metavar="N:M", help=words)
     words = "milliseconds that a pass may take which reads prompts while others decode (default: 15)"
     group.add_argument("--prompt-ms", type=float, default=15.0, metavar="MS", help=words)
