@@ -46,7 +46,7 @@ def texts() -> list[Text]:
         Text("code edit: a name changed everywhere", code, edit, read(code).replace("held", "kept")[:8000]),
         Text("quotation of a part of a page", page, f"{read(page)}\nQuote the part about equal prefixes.\n", quoted),
         Text("JSON: a list of records", rows, f"Go on with these rows:\n{read(rows)[:2000]}", read(rows)[2000:8000]),
-        Text("prose that was not there before", prose, "Describe what it does where something fails.\n", read(prose)[:8000]),
+        Text("prose that was not there before", prose, "Describe what fails how.\n", read(prose)[:8000]),
         Text("chat: sixty short answers", chat, "A conversation with short answers.\n", turns),
     ]
 
