@@ -262,6 +262,51 @@ def test_any_schedule_gives_the_texts_of_running_alone(seed, ring, alone):
             assert request.result().token_ids == alone(text, params)
 
 
+@pytest.mark.parametrize("cut", [9 * PAGE + 2, 8 * PAGE + 7, 3 * PAGE + 7])
+@pytest.mark.parametrize("pages", [4, 6, 8])
+def test_a_message_that_is_edited(pages, cut, alone):
+    """What was found fills the device, and makes room for the copy of the page in which the texts part."""
+    engine = engine_of(pages, ring=12)
+    engine.generate(LONG, GREEDY)
+    edited = [*LONG[:cut], 299, 298, 297]
+    result = engine.generate(edited, GREEDY)
+    assert result.token_ids == alone(edited) and result.usage.reused_tokens == cut
+    engine.scheduler.assert_consistent()
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_conversations_that_go_on_and_are_edited(seed):
+    choose = random.Random(seed)
+    slots, ring = choose.choice([1, 2, 3]), choose.choice([0, 3, 6, 12])
+    pages = max(choose.choice([4, 7, 10]), 3 * slots + 1)
+    context, host = min(16, pages + ring), max(ring, choose.choice([3, ring + 4, 20]))
+    chunk = choose.choice([PAGE, PAGE + 8, 4 * PAGE])
+    engine = engine_of(pages, ring, host, slots=slots, context=context, layers=1, chunk_tokens=chunk)
+    alone = engine_of(layers=1)
+    talks, asked = [[(7 * i + 31 * k) % 300 for i in range(choose.randint(3, 3 * PAGE))] for k in range(3)], []
+    for _ in range(10):
+        talk, ids = choose.choice(list(enumerate(talks)))
+        if choose.random() < 0.35:
+            ids = ids[: choose.randint(1, len(ids))] + [choose.randrange(300) for _ in range(3)]
+        answer = choose.choice([1, 3, PAGE])
+        more = [choose.randrange(300) for _ in range(choose.choice([1, 5, PAGE, 4 * PAGE]))]
+        ids = (ids + more)[: context * PAGE - answer - 1]
+        request = engine.submit(ids, replace(GREEDY, max_tokens=answer))
+        asked.append((request, ids, answer))
+        for _ in range(choose.choice([2, 10, 200])):
+            engine.step()
+            engine.scheduler.assert_consistent()
+        if request.finish_reason:
+            talks[talk] = [*ids, *request.result().token_ids]
+        elif choose.random() < 0.3:
+            request.cancel()
+    drive(engine, [request for request, _, _ in asked])
+    for request, ids, answer in asked:
+        if request.finish_reason != "cancelled":
+            wanted = alone.generate(ids, replace(GREEDY, max_tokens=answer), reuse_prefix=False)
+            assert request.result().token_ids == wanted.token_ids
+
+
 # ---- what is launched
 
 

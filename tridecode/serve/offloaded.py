@@ -187,9 +187,11 @@ class OffloadedSlots(Slots):
         for page in self.cache.pages():
             if page not in held and self._on_device(page) and page not in self._leaving:
                 yield page
-        for place in range(max(self._full)):
+        # Where a slot is being filled, all that was found is full but for its end.
+        full = [most if its.busy else len(its.pages) - 1 for most, its in zip(self._full, self.held)]
+        for place in range(max(full)):
             for slot, its in enumerate(self.held):
-                if place < self._full[slot] and self._ring_free and self._on_device(page := its.pages[place]):
+                if place < full[slot] and self._ring_free and self._on_device(page := its.pages[place]):
                     if page not in self._leaving:
                         yield page
 

@@ -107,6 +107,11 @@ class Slots:
         fresh = self.pages_for(positions) - len(shared)
         if tail is not None and (goes_on or fresh > self.available()) and self.cache.hand_over(tail):
             fresh, tail = fresh - 1, None  # nobody else has it: what is written there needs no copy
+        if tail is not None and fresh > self.available():  # it is held, and may be the very page that lacks
+            self._use(held, match.nodes[-1] if match.nodes else None)
+            held.pages = shared
+            self.pages.give_back([tail.page])
+            match, tail = Match(match.nodes, None, 0), None
         if fresh > self.available():
             self._give_all_back(held)
             return None
