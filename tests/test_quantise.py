@@ -1,5 +1,7 @@
 """Quantising: while a checkpoint is loaded, and into a checkpoint that others read."""
 
+import shutil
+
 import pytest
 import torch
 from checkpoints import write_tiny
@@ -94,6 +96,28 @@ def test_a_written_checkpoint_is_what_loading_makes(kind, error, tmp_path):
     assert set(expected) == set(found)
     assert all(torch.equal(expected[name], found[name]) for name in expected)
     assert main(["quantize", str(source), str(out), "--quiet"]) == 1
+
+
+def test_what_is_no_checkpoint_is_refused_before_anything_is_written(tmp_path, capsys):
+    source, out = write_tiny(tmp_path / "source", "qwen3"), tmp_path / "out"
+
+    def refused() -> str:
+        capsys.readouterr()
+        assert main(["quantize", str(source), str(out), "--quiet"]) == 1 and not out.exists()
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1
+        return error
+
+    (source / "other.safetensors").write_bytes(b"of another program")
+    (source / "model.gguf").write_bytes(b"of another program")
+    assert main(["quantize", str(source), str(out), "--quiet"]) == 0
+    assert not (out / "model.gguf").exists() and Engine.load(out, device="cpu").score([3, 40, 5]).isfinite().all()
+    shutil.rmtree(out)
+    weights = source / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    assert str(weights) in refused()
+    weights.unlink()
+    assert "no model.safetensors and no model.safetensors.index.json" in refused()
 
 
 def test_transformers_reads_a_written_checkpoint(tmp_path):

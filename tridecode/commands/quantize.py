@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from ..errors import ParameterError
-from ..model.checkpoint import load_config
+from ..model.checkpoint import load_config, stored_tensors
 from ..model.formats.quantise import rules
 from ..model.formats.write import write
 from ..model.hub import resolve_model
@@ -15,11 +15,15 @@ def quantize(args, output: Output) -> int:
     source, out = resolve_model(args.model), Path(args.out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ParameterError(f"{out}: must be a new or an empty directory")
-    config = to_quantise(load_config(source), args.to, args.head)  # refused before anything is written
+    plain = load_config(source)
+    config = to_quantise(plain, args.to, args.head)  # refused before anything is written
     if config.tie_word_embeddings and args.head != "keep":
         raise ParameterError(f"--head {args.head}: the LM head is the embedding, which stays as it is; use --head keep")
+    files: dict[Path, list[str]] = {}
+    for name, info in sorted(stored_tensors(source, plain).items(), key=lambda item: (item[1].file, item[1].begin)):
+        files.setdefault(info.file, []).append(name)
     out.mkdir(parents=True, exist_ok=True)
     with output.loading() as progress:
-        write(source, out, rules(args.to, args.head), progress)
+        write(source, out, files, rules(args.to, args.head), progress)
     output.note(f"{out}: {args.to}, LM head {args.head}")
     return 0

@@ -85,13 +85,8 @@ def load_weights(
     """
     path, device = Path(path), torch.device(device)
     packs = device.type == "cuda" if packs is None else packs
-    tensors = _tensors(path)
-    wanted = pieces(config)
-    needed = {name: of for piece in wanted for name, of in stored(piece, wanted[piece]).items()}
-    _check(path, tensors, needed, wanted, config)
-    for file in {tensors[name].file for name in needed}:
-        _check_with_safetensors(file)  # before memory is spent
-    total = sum(tensors[name].nbytes for name in needed)
+    tensors, wanted = stored_tensors(path, config), pieces(config)
+    total = sum(info.nbytes for info in tensors.values())
 
     def scale_dtype(name: str) -> torch.dtype:
         scale = next(part for part in stored(name, wanted[name]) if "scale" in part.rpartition(".")[2])
@@ -111,6 +106,18 @@ def load_weights(
                 if progress is not None:
                     progress(done, total)
     return _assemble(config, plan, places, host)
+
+
+def stored_tensors(path: Path, config: ModelConfig) -> dict[str, TensorInfo]:
+    """Of each tensor that the model is made of where it stands in `path`. Raises CheckpointError, before memory is
+    spent, for one that is wrong, missing, extra or misshapen."""
+    tensors, wanted = _tensors(path), pieces(config)
+    needed = {name: of for piece in wanted for name, of in stored(piece, wanted[piece]).items()}
+    _check(path, tensors, needed, wanted, config)
+    found = {name: tensors[name] for name in needed}
+    for file in {info.file for info in found.values()}:
+        _check_with_safetensors(file)
+    return found
 
 
 def _check_with_safetensors(file: Path) -> None:

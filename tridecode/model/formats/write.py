@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from .quantise import fitted, quantised
 from .scheme import Codes, Quantisation, Scheme
 
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack")  # files that are not copied
 SHARD = 4 * 2**30  # bytes of a file, a little more with its last tensor
 
 
@@ -55,9 +56,15 @@ def described(schemes: dict[str, Scheme], ignored: list[str]) -> dict:
     }  # fmt: skip
 
 
-def write(source: Path, out: Path, rules: Quantisation, progress: Callable[[int, int], None] | None = None) -> None:
-    """The checkpoint in `source` again in the empty directory `out`, with the weights of `rules` quantised."""
-    files = sorted(source.glob("*.safetensors"))
+def write(
+    source: Path,
+    out: Path,
+    files: dict[Path, list[str]],
+    rules: Quantisation,
+    progress: Callable[[int, int], None] | None = None,
+) -> None:
+    """The checkpoint in `source` again in the empty directory `out`, with the weights of `rules` quantised. files: of
+    each of its files the tensors to take."""
     total, done, size = sum(file.stat().st_size for file in files), 0, 0
     shard, shards, schemes, ignored, places = {}, 0, {}, [], {}
 
@@ -70,9 +77,9 @@ def write(source: Path, out: Path, rules: Quantisation, progress: Callable[[int,
             places.update(dict.fromkeys(shard, name))
             shard, size = {}, 0
 
-    for file in files:
+    for file, names in files.items():
         with safe_open(file, framework="pt", device="cpu") as opened:
-            for name in opened.keys():  # noqa: SIM118
+            for name in names:
                 tensor, module = opened.get_tensor(name), name.removesuffix(".weight")
                 done += tensor.nbytes
                 scheme = rules.scheme(module) if name.endswith(".weight") and tensor.ndim == 2 else None
@@ -93,7 +100,7 @@ def write(source: Path, out: Path, rules: Quantisation, progress: Callable[[int,
     index = {"metadata": {}, "weight_map": places}
     (out / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
     for other in source.iterdir():
-        if other.is_file() and other.suffix != ".safetensors" and not other.name.endswith(".index.json"):
+        if other.is_file() and other.suffix not in WEIGHTS and not other.name.endswith(".index.json"):
             shutil.copyfile(other, out / other.name)
     values = json.loads((source / "config.json").read_text(encoding="utf-8"))
     if values.get("tie_word_embeddings"):
