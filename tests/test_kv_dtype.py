@@ -86,6 +86,6 @@ def test_what_is_refused(tmp_path):
     path = write_tiny(tmp_path, "qwen3")
     with pytest.raises(ParameterError, match="kv_dtype must be auto or fp8, got 'fp4'"):
         Engine.load(path, device="cpu", kv_dtype="fp4")
-    config = to_quantise(tiny_config(), None, "fp8", "fp8")
+    config = to_quantise(tiny_config(), None, kv_dtype="fp8")
     with pytest.raises(ParameterError, match="dtype must be bfloat16 on a GPU beside kv_dtype fp8, got float16"):
         resolve_dtype("float16", config, torch.device("cuda", 0))

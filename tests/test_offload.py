@@ -418,6 +418,7 @@ def test_what_all_fits_on_the_device_has_no_ring(machine):
         (dict(kv_offload=True), "kv_offload must be a number"),
         (dict(kv_offload=120), "kv_offload: 120.0 GiB are asked for, the host has 100.0"),
         (dict(kv_offload=0.005), "kv_offload: a page takes 0.0068 GiB of the host's memory"),
+        (dict(kv_ring=3), "kv_ring: nothing lies on the host; use it with kv_offload"),
         (dict(kv_offload=4, kv_ring=-1), "kv_ring must be an integer from 0 to 16"),
         (dict(kv_offload=4, kv_tokens=64), "kv_tokens must be an integer from 256"),
         (dict(kv_offload=4, kv_tokens=30_000, max_seq_len=2000), "what 1 slots of 2,000 positions hold, 2,000,"),

@@ -77,6 +77,11 @@ def test_the_memory_plan_counts_packed_weights(tmp_path):
     assert weights.nbytes() == weight_bytes(config, torch.bfloat16, packs=True)
 
 
+def test_a_head_is_quantised_beside_the_rest_only(tmp_path):
+    with pytest.raises(ParameterError, match="^quantize_head: nothing is quantised; use it with quantize"):
+        Engine.load(write_tiny(tmp_path, "qwen3"), device="cpu", quantize_head="int4")
+
+
 def test_a_quantised_checkpoint_is_not_quantised_again(tmp_path):
     write_quantised(tmp_path, "awq")
     with pytest.raises(ParameterError, match="quantize int4: the checkpoint is quantised already .awq."):

@@ -337,6 +337,11 @@ def test_weights_in_fewer_bits_verify_too():
         assert result.usage.drafted > 0
 
 
+def test_sizes_that_leave_no_room_are_refused():
+    with pytest.raises(ParameterError, match="^graph_sizes: .*the smallest must be at most 8, got 16"):
+        Engine.load(speculate="ngram", slots=16, graph_sizes=(16,))
+
+
 def test_rows_by_requests():
     assert [most_queries(requests) for requests in (1, 2, 3, 4, 5, 8, 9, 64)] == [8, 8, 4, 4, 2, 2, 1, 1]
     assert [most_queries(1, wanted) for wanted in (1, 2, 3, 5, 8)] == [1, 2, 4, 8, 8]

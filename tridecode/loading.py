@@ -9,7 +9,7 @@ import torch
 
 from . import placement, threads
 from .arguments import function, shown
-from .cache.offload import BUFFERS, Offload
+from .cache.offload import Offload
 from .errors import EngineClosed
 from .layout import NGRAM
 from .memory import MemoryPlan, allocating, plan_memory
@@ -52,7 +52,7 @@ class Loaded:
         slots: int = 1,
         kv_tokens: int | None = None,
         kv_offload: float | str | None = None,
-        kv_ring: int = BUFFERS,
+        kv_ring: int | None = None,
         weights_offload: float | None = None,
         graph: str = "full",
         graph_sizes: Sequence[int] | None = None,
@@ -66,7 +66,7 @@ class Loaded:
         prefix_sharing: bool = True,
         batch_invariant: bool = False,
         quantize: str | None = None,
-        quantize_head: str = "fp8",
+        quantize_head: str | None = None,
         kv_dtype: str = "auto",
         speculate: str = "off",
         speculate_ngram: tuple[int, int] | None = None,
@@ -109,6 +109,7 @@ class Loaded:
         )
         chunk_tokens = policy.chunk_tokens
         placement.plan_graphs(slots, chunk_tokens, False, False, graph=graph, **graphs)  # bad ones end here
+        placement.check_verifying(policy.speculates, slots, graph_sizes)
         place, backend = placement.resolve_device(device, backend)
         path = BUNDLED if model is None else resolve_model(model)
         config = placement.to_quantise(load_config(path), quantize, quantize_head, kv_dtype)

@@ -2,6 +2,7 @@
 
 import logging
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -14,11 +15,21 @@ from .errors import DeviceError, ParameterError
 from .memory import GIB, MemoryPlan, plan_memory
 from .model.config import ModelConfig
 from .model.formats.quantise import HEADS, SCHEMES, rules
-from .model.host_layers import BUFFERS as LAYER_BUFFERS
+from .model.host_layers import LAYER_BUFFERS
 from .model.pieces import host_layer_bytes
 from .prompt import listed
 from .step.choose import prompt_tiles_fit
-from .step.dispatch import ATTENTION, MODES, PROMPT_ATTENTION, PROMPT_MOST, SIZES, lowered, prompt_sizes
+from .step.dispatch import (
+    ATTENTION,
+    MODES,
+    MOST_QUERIES,
+    PROMPT_ATTENTION,
+    PROMPT_MOST,
+    SIZES,
+    lowered,
+    most_queries,
+    prompt_sizes,
+)
 from .step.dispatch import graph_sizes as graph_sizes_of
 from .step.prefill import CHUNK
 
@@ -60,10 +71,14 @@ def check_dtype(dtype: str | torch.dtype) -> str:
     return choice("dtype", name, ("auto", *DTYPES))
 
 
-def to_quantise(config: ModelConfig, quantize: str | None, head: str, kv_dtype: str = "auto") -> ModelConfig:
-    """The configuration of a checkpoint whose projections will be quantised while they are loaded, and its K/V while
-    they are written. Raises ParameterError."""
-    choice("quantize_head", head, HEADS)
+def to_quantise(
+    config: ModelConfig, quantize: str | None, head: str | None = None, kv_dtype: str = "auto"
+) -> ModelConfig:
+    """The configuration of a checkpoint whose projections will be quantised while they are loaded, its LM head to
+    `head`, by default fp8, and its K/V while they are written. Raises ParameterError."""
+    if head is not None and quantize is None:
+        raise ParameterError("quantize_head: nothing is quantised; use it with quantize")
+    head = choice("quantize_head", head or "fp8", HEADS)
     config = replace(config, fp8_kv=choice("kv_dtype", kv_dtype, KV_DTYPES) == "fp8")
     if quantize is None:
         return config
@@ -145,15 +160,17 @@ class KVPlan:
 def plan_kv(
     config: ModelConfig, dtype: torch.dtype, device: torch.device, backend: str, max_seq_len: int | None = None,
     slots: int = 1, kv_tokens: int | None = None, chunk: int = CHUNK, one_piece: bool = True,
-    kv_offload: float | str | None = None, kv_ring: int = BUFFERS, batch_invariant: bool = False,
+    kv_offload: float | str | None = None, kv_ring: int | None = None, batch_invariant: bool = False,
     on_host: int = 0, speculate: bool = False,
 ) -> KVPlan:  # fmt: skip
     """As plan_capacity, and with kv_offload GiB of the host's memory for K/V ("auto": half of what is free), through
-    kv_ring buffers; 0: none, only what waits goes there. on_host: layers whose weights are in the host's memory;
-    speculate: passes can verify drafts. Raises ParameterError, DeviceError."""
+    kv_ring buffers, by default BUFFERS; 0: none, only what waits goes there. on_host: layers whose weights are in the
+    host's memory; speculate: passes can verify drafts. Raises ParameterError, DeviceError."""
     if speculate:
         check_speculation(config, kv_offload is not None, on_host > 0)
-    buffers = integer("kv_ring", kv_ring, 0, 16)
+    if kv_ring is not None and kv_offload is None:
+        raise ParameterError("kv_ring: nothing lies on the host; use it with kv_offload")
+    buffers = BUFFERS if kv_ring is None else integer("kv_ring", kv_ring, 0, 16)
     page, where = page_size(backend, slots, batch_invariant), str(device)
     if kv_offload is None:
         asked = max_seq_len, slots, kv_tokens, chunk, one_piece, on_host, speculate
@@ -191,6 +208,16 @@ def plan_kv(
     held = f"{pages * page:,} K/V positions on {where}, {host * page:,} on the host"
     notes = [f"{held}, of which {ring * page:,} can run"]
     return KVPlan(plan.with_offload(config, offload, page), capacity, pages * page, page, pages, offload, notes)
+
+
+def check_verifying(speculates: bool, slots: int, sizes: Sequence[int] | None) -> None:
+    """Whether the smallest pass that is captured leaves room for drafts. Raises ParameterError."""
+    smallest = graph_sizes_of(slots, sizes)[0]
+    if speculates and most_queries(smallest) == 1:
+        raise ParameterError(
+            f'graph_sizes: beside speculate="ngram" the smallest must be at most {max(MOST_QUERIES)}, got {smallest}: '
+            "passes of more requests verify nothing"
+        )
 
 
 def check_speculation(config: ModelConfig, offloaded: bool, hosted: bool) -> None:

@@ -178,7 +178,7 @@ def add_quantize(parser) -> None:
     words = "what the weights of an unquantised checkpoint become while they are loaded; see docs/quantisation.md"
     parser.add_argument("--quantize", choices=["fp8", "int8", "int4"], help=words)
     words = "the LM head beside them (default: fp8)"
-    parser.add_argument("--quantize-head", default="fp8", choices=["keep", "fp8", "int8", "int4"], help=words)
+    parser.add_argument("--quantize-head", choices=["keep", "fp8", "int8", "int4"], help=words)
     words = "of K/V: auto, the dtype, or fp8, in which twice as many fit (default: auto)"
     parser.add_argument("--kv-dtype", default="auto", choices=["auto", "fp8"], help=words)
 

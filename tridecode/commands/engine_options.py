@@ -30,7 +30,7 @@ def engine_options() -> argparse.ArgumentParser:
     host = "of host memory for K/V beyond those; auto: half of what is free; see docs/offload.md (default: none)"
     group.add_argument("--kv-offload", type=gib, metavar="GIB", help=f"GiB, or auto, {host}")
     ring = "buffers of the device through which they come; 0: only what waits goes to the host (default: 2)"
-    group.add_argument("--kv-ring", type=whole, default=2, metavar="N", help=ring)
+    group.add_argument("--kv-ring", type=whole, metavar="N", help=ring)
     last = "of host memory for the last layers' weights, read anew in every pass (default: none)"
     group.add_argument("--weights-offload", type=amount, metavar="GIB", help=f"GiB {last}")
     chunk = "of prompts in one pass at most (default: 2048, with --batch-invariant 256)"

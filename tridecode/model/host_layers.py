@@ -8,7 +8,7 @@ import torch
 
 from ..pinned import aligned, host_memory
 
-BUFFERS = 2  # of the device, of a layer each: one is filled while the other is read
+LAYER_BUFFERS = 2  # of the device, of a layer each: one is filled while the other is read
 ALIGNED = 256  # bytes: of a matrix within its layer
 PROJECTION = re.compile(r"layers\.(\d+)\.(\w+\.weight)")
 Shapes = dict[str, tuple[int, ...]]  # of a model's tensors, by the names that Weights gives them
@@ -42,10 +42,10 @@ def layer_bytes(shapes: Shapes, dtype: torch.dtype) -> int:
 def make_host_layers(shapes: Shapes, device: torch.device, dtype: torch.dtype, first: int, layers: int) -> HostLayers:
     """Allocate the projections of layers `first` to `layers` - 1, and the buffers. Raises DeviceError."""
     size = layer_bytes(shapes, dtype)
-    ring = torch.empty(BUFFERS, size, dtype=torch.uint8, device=device)
+    ring = torch.empty(LAYER_BUFFERS, size, dtype=torch.uint8, device=device)
     host = host_memory(layers - first, size, device, "weights_offload")
     stored, read = {}, {}
-    buffers = [ring[i % BUFFERS] for i in range(layers - first)]
+    buffers = [ring[i % LAYER_BUFFERS] for i in range(layers - first)]
     for layer, (ours, buffer) in enumerate(zip(host, buffers), first):
         at = 0
         for name, shape in _projections(shapes).items():

@@ -10,7 +10,7 @@ from .config import ModelConfig
 from .formats.packed import Packed, packed_form
 from .formats.quantise import fitted
 from .formats.scheme import Scheme, Stored
-from .host_layers import BUFFERS, layer_bytes
+from .host_layers import LAYER_BUFFERS, layer_bytes
 
 FLOATS = ("F32", "F16", "BF16")
 
@@ -141,7 +141,7 @@ def host_layer_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
 def device_bytes(found: dict[str, Target], dtype: torch.dtype, on_host: int) -> int:
     parts = [part for target in found.values() for part in target.tensors(dtype).values()]
     total = sum(math.prod(shape) * dtype.itemsize for shape, dtype in parts)
-    return total - (on_host - BUFFERS) * _layer_bytes(found, dtype) if on_host else total
+    return total - (on_host - LAYER_BUFFERS) * _layer_bytes(found, dtype) if on_host else total
 
 
 def _layer_bytes(found: dict[str, Target], dtype: torch.dtype) -> int:

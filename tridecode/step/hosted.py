@@ -5,7 +5,7 @@ beside what comes behind it; with "fetched" the list waits for it. Where nothing
 """
 
 from ..kernels.fetch import FETCH, FETCHED
-from ..model.host_layers import BUFFERS
+from ..model.host_layers import LAYER_BUFFERS
 from .run import Run
 from .state import DecodeModel
 
@@ -16,7 +16,7 @@ def fetch_first(run: Run, m: DecodeModel, meta, end: int) -> None:
     for i in range(min(m.kv.buffers, end)):
         fetch_pages(run, m, meta, i)
     if host := m.weights.host:
-        for i in range(host.first, min(host.first + BUFFERS, host.end)):
+        for i in range(host.first, min(host.first + LAYER_BUFFERS, host.end)):
             _fetch_weights(run, m, meta, i)
 
 
@@ -52,5 +52,5 @@ def weights_fetched(run: Run, m: DecodeModel, i: int) -> None:
 
 def next_weights(run: Run, m: DecodeModel, meta, i: int) -> None:
     """After the last product of layer i."""
-    if (host := m.weights.host) and host.first <= i < host.end - BUFFERS:
-        _fetch_weights(run, m, meta, i + BUFFERS)
+    if (host := m.weights.host) and host.first <= i < host.end - LAYER_BUFFERS:
+        _fetch_weights(run, m, meta, i + LAYER_BUFFERS)
