@@ -1,5 +1,5 @@
-"""What a chat does while its user thinks: prompt passes of more sizes are captured, and after the first answer passes
-that verify drafts, one at a time."""
+"""What a chat does while its user thinks: prompt passes of more sizes, and passes that verify drafts, are captured, one
+at a time."""
 
 import threading
 import weakref
