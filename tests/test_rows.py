@@ -111,7 +111,7 @@ def test_other_forms_of_products_in_the_whole_step(shapes, rows):
     assert ((a - b).norm() / b.norm()).item() < (3e-2 if CUDA else 1e-4)
 
 
-@pytest.mark.parametrize("kind", ["sample", "logprobs"])
+@pytest.mark.parametrize("kind", ["sample", "logprobs"] if CUDA else ["logprobs"])  # which samples too
 def test_each_row_draws_as_it_would_alone(kind):
     """In passes of as many rows, the others idle: a greedy row among sampling ones too."""
     rows = 5

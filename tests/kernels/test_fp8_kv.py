@@ -83,7 +83,7 @@ def test_attention_matches_reference(form, case, position):
 
 
 @FORMS
-@pytest.mark.parametrize("ahead", [1, 2, 4])
+@pytest.mark.parametrize("ahead", [1, 2, 4] if CUDA else [1, 4])
 @pytest.mark.parametrize("window", [0, 50])
 def test_several_rows_tiles_ahead_and_windows(form, ahead, window):
     args = buffers((70, 0, 130, 255), 2, 2, 64, page=64, pages=4, dtype=torch.bfloat16, qk_norm=False)
