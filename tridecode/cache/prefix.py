@@ -48,6 +48,11 @@ class Match:
         end = self.end
         return end is not None and not end.children and (end is not self.tail or self.common == len(end.tokens))
 
+    @property
+    def whole(self) -> "Match":
+        """Without what is there of a page in part."""
+        return Match(self.nodes, None, 0)
+
     def tokens(self, page: int) -> int:
         return len(self.nodes) * page + self.common
 

@@ -50,9 +50,11 @@ class OffloadedSlots(Slots):
         return min(super().available(), self._left())
 
     def make_room(self, pages: int) -> bool:
-        made = pages <= self._left() and super().make_room(pages)
-        self._collect()  # what was evicted for it lies nowhere: its number may come again as another page's
-        return made
+        return pages <= self._left() and super().make_room(pages)
+
+    def _take(self, pages: int) -> list[int]:
+        self._collect()  # what is free lies nowhere: its number comes again as another page's
+        return super()._take(pages)
 
     def spare(self, needed: int) -> int:
         return 0  # a page that is not written yet need not be on the device
@@ -255,14 +257,6 @@ class OffloadedSlots(Slots):
 
     def _write_table(self, slot: int, table: torch.Tensor, pages: Sequence[int]) -> None:
         self._stale.add(slot)
-
-    def write_tokens(self, slot: int, ids: Sequence[int], positions: int) -> None:
-        self._collect()
-        super().write_tokens(slot, ids, positions)
-
-    def grow(self, slot: int, row: int, pages: int) -> None:
-        self._collect()
-        super().grow(slot, row, pages)
 
     def _extend_table(self, slot: int, have: int) -> None:
         self._full[slot] = max(self._full[slot], have - 1)

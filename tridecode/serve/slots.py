@@ -10,7 +10,7 @@ import torch
 from .. import layout
 from ..arguments import integer
 from ..cache.pages import PagePool
-from ..cache.prefix import Match, Node, PrefixCache
+from ..cache.prefix import Node, PrefixCache
 from ..errors import ParameterError
 from ..layout import Chunk
 from ..sampling import SamplingParams
@@ -97,7 +97,7 @@ class Slots:
         match = self.cache.match(ids, salt)
         goes_on = match.goes_on
         if self.model.fixed_chunk:
-            match = Match(match.nodes, None, 0)  # in whole pages
+            match = match.whole
         shared, tail = [node.page for node in match.nodes], match.tail
         slot = next(i for i, held in enumerate(self.held) if not held.busy)
         held = self.held[slot]
@@ -108,16 +108,16 @@ class Slots:
         if tail is not None and (goes_on or fresh > self.available()) and self.cache.hand_over(tail):
             fresh, tail = fresh - 1, None  # nobody else has it: what is written there needs no copy
         if tail is not None and fresh > self.available():  # it is held, and may be the very page that lacks
-            self._use(held, match.nodes[-1] if match.nodes else None)
-            held.pages = shared
+            match, held.pages = match.whole, shared
+            self._use(held, match.end)
             self.pages.give_back([tail.page])
-            match, tail = Match(match.nodes, None, 0), None
+            tail = None
         if fresh > self.available():
             self._give_all_back(held)
             return None
         self.make_room(fresh)
         if tail is not None:
-            (own,) = self.pages.take(1)
+            (own,) = self._take(1)
             self._copy_page(tail.page, own)
             held.pages[-1] = own
             self.pages.give_back([tail.page])
@@ -154,6 +154,10 @@ class Slots:
         if pages > self.pages.free:
             self.cache.evict(pages - self.pages.free)
         return pages <= self.pages.free
+
+    def _take(self, pages: int) -> list[int]:
+        """So many free pages. Raises OutOfPages."""
+        return self.pages.take(pages)
 
     def spare(self, needed: int) -> int:
         """Pages that a request may take beyond those that it needs: a share of what is free then, an equal one for each
@@ -224,7 +228,7 @@ class Slots:
         """Put a request's tokens, and pages for `positions`, where prompts and steps find them. The slot must have no
         running request; `begin` follows. Raises OutOfPages."""
         ws, held = self.model.workspace, self.held[slot]
-        held.pages += self.pages.take(max(self.pages_for(positions) - len(held.pages), 0))
+        held.pages += self._take(max(self.pages_for(positions) - len(held.pages), 0))
         with self._texts.next() as (tokens, table):
             tokens.numpy()[: len(ids)] = ids
             ws.tokens[slot, : len(ids)].copy_(tokens[: len(ids)], non_blocking=True)
@@ -289,7 +293,7 @@ class Slots:
         nothing is copied from the host, nothing waited for. Raises OutOfPages."""
         held, meta = self.held[slot], self.model.workspace.meta
         have = len(held.pages)
-        held.pages += self.pages.take(pages)
+        held.pages += self._take(pages)
         self._extend_table(slot, have)
         meta[row, layout.ROOM].fill_(self.room(slot))
         status = meta[row, layout.STATUS]
