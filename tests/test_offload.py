@@ -279,7 +279,7 @@ def test_conversations_that_go_on_and_are_edited(seed):
     choose = random.Random(seed)
     slots, ring = choose.choice([1, 2, 3]), choose.choice([0, 3, 6, 12])
     pages = max(choose.choice([4, 7, 10]), 3 * slots + 1)
-    context, host = min(16, pages + ring), max(ring, choose.choice([3, ring + 4, 20]))
+    context, host = min(16, pages + ring), max(ring + 1, choose.choice([3, ring + 4, 20]))
     chunk = choose.choice([PAGE, PAGE + 8, 4 * PAGE])
     engine = engine_of(pages, ring, host, slots=slots, context=context, layers=1, chunk_tokens=chunk)
     alone = engine_of(layers=1)
@@ -396,6 +396,7 @@ def test_the_plan_fits_and_is_what_is_allocated(machine, slots, kv_tokens, ring)
     kv = planned(max_seq_len=30_000, slots=slots, kv_tokens=kv_tokens, kv_offload=20, kv_ring=ring)
     config, device = PRESETS["qwen3-0.6b"], torch.device("meta")
     assert kv.capacity == 30_000 and (kv.pages + kv.offload.ring) * 64 >= 30_000
+    assert kv.offload.ring < kv.offload.host, "a page of the host is left through which others change places"
     assert kv_tokens is None or kv.kv_tokens == -(-kv_tokens // 64) * 64
     cache = make_kv_cache(config, kv.capacity, device, torch.bfloat16, slots, 64, kv.pages, kv.offload)
     plan, plain = kv.memory, plan_memory(config, torch.bfloat16, torch.device("cuda"), slots, 512, one_piece=False)

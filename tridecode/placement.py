@@ -201,7 +201,7 @@ def plan_kv(
     plan = plan_memory(config, dtype, device, slots, chunk, one_piece, on_host)
     if device.type == "cpu":  # the same memory
         plan = replace(plan, free=plan.free - host * each)
-    of_ring = host if buffers else 0
+    of_ring = host - 1 if buffers else 0  # one is left, through which pages change places
     asked = max_seq_len, kv_tokens, of_ring, max(buffers, 1)
     capacity, pages, ring = plan.offloaded(config, page, least, *asked, where)
     offload = Offload(host, ring, max(buffers, 1))

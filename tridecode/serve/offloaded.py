@@ -155,8 +155,8 @@ class OffloadedSlots(Slots):
         for page in self._ring.keys() & pages:  # before others leave, which may want its place
             self._ring_free.append(self._ring.pop(page))
             self._fetched_stale = True
-        self._free_on_device(len(pages))
-        for page in pages:
+        for page in pages:  # one by one: each that comes leaves a host page to the next that goes
+            self._free_a_place()
             place, before = self._device_free.pop(), self._where[page]
             if before is not None:
                 self._kv.pool[place].copy_(self._offload.host[~before], non_blocking=True)
@@ -164,23 +164,20 @@ class OffloadedSlots(Slots):
             self._where[page] = place
             self._moved(page)
 
-    def _free_on_device(self, count: int) -> None:
-        """Have that many places free on the device: what can leave does."""
-        if count > len(self._device_free):
+    def _free_a_place(self) -> None:
+        """Have a place free on the device: what can leave does."""
+        if self._device_free:
+            return
+        self._collect()
+        self._let_leave()
+        while not (self._device_free or self._host_free):
+            if not self.cache.evict(1):
+                raise OutOfPages("no page of the host is free")
             self._collect()
-            self._let_leave()
-        while count > len(self._device_free):
-            if not self._host_free:
-                if not self.cache.evict(1):
-                    raise OutOfPages("no page of the host is free")
-                self._collect()
-                continue
-            leaving = self._may_leave()
-            before = len(self._device_free)
-            while self._host_free and count > len(self._device_free) and (page := next(leaving, None)) is not None:
-                self._to_host(page)
-            if len(self._device_free) == before:
+        if not self._device_free:
+            if (page := next(self._may_leave(), None)) is None:
                 raise OutOfPages(f"none of {len(self._kv.pool)} pages can leave the device")
+            self._to_host(page)
 
     def _may_leave(self) -> Iterator[int]:
         """Pages of the device that nobody writes, those that no request uses first, then by their place in a request:
