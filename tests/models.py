@@ -5,6 +5,7 @@ import torch
 from tridecode.engine import Engine
 from tridecode.model.checkpoint import random_weights
 from tridecode.model.config import ModelConfig, RopeConfig
+from tridecode.step.run import launch
 from tridecode.step.shapes import AttentionRowsShape, AttentionShape, MatvecShape, StepShapes
 
 CUDA = torch.cuda.is_available()
@@ -69,6 +70,17 @@ def tiny_engine(
     weights = random_weights(config, DEVICE, dtype, seed, on_host)
     shapes = None if CUDA else {1: INTERPRETER_SHAPES, 2: SEVERAL_ROWS}
     return Engine.build(config, weights, None, capacity, backend, graph, shapes=shapes, **build or {})
+
+
+def slowed(late: str):
+    """Launches, before each of which of this role its stream sleeps for a millisecond."""
+
+    def run(role, op, *args, **how):
+        if role == late:
+            torch.cuda._sleep(2_000_000)
+        launch(role, op, *args, **how)
+
+    return run
 
 
 def begin(engine: Engine, ids, position, params, stop_ids=(), limit=None) -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from checkpoints import write_tiny
-from models import CUDA, DEVICE, tiny_config, tiny_engine
+from models import CUDA, DEVICE, slowed, tiny_config, tiny_engine
 
 from tridecode import Engine, SamplingParams, memory, pinned
 from tridecode.cache.offload import Offload
@@ -284,14 +284,8 @@ def logits_of(engine, run) -> torch.Tensor:
 @pytest.mark.parametrize("late", ["fetch", "qkv", "down"])
 def test_neither_stream_overtakes_the_other(late):
     engine = engine_of(4)
-
-    def slowed(role, op, *args, **how):
-        if role == late:
-            torch.cuda._sleep(2_000_000)  # a millisecond
-        launch(role, op, *args, **how)
-
     wanted = logits_of(engine, launch)
-    assert wanted.isfinite().all() and torch.equal(logits_of(engine, slowed), wanted)
+    assert wanted.isfinite().all() and torch.equal(logits_of(engine, slowed(late)), wanted)
     assert torch.equal(logits_of(engine, launcher(engine.model)), wanted), "with dependent launches"
 
 

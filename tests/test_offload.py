@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from models import CUDA, DEVICE, tiny_engine
+from models import CUDA, DEVICE, slowed, tiny_engine
 
 from tridecode import Engine, SamplingParams, layout, memory, pinned
 from tridecode.cache.kv import make_kv_cache
@@ -587,14 +587,8 @@ def logits_of(engine, run) -> torch.Tensor:
 def test_neither_stream_overtakes_the_other(late):
     """With each fetch late, or the pass itself: what is read or overwritten too early is seen."""
     engine = gpu_engine(4, ring=16, context=10)
-
-    def slowed(role, op, *args, **how):
-        if role == late:
-            torch.cuda._sleep(2_000_000)  # a millisecond
-        launch(role, op, *args, **how)
-
     wanted = logits_of(engine, launch)
-    assert wanted.isfinite().all() and torch.equal(logits_of(engine, slowed), wanted)
+    assert wanted.isfinite().all() and torch.equal(logits_of(engine, slowed(late)), wanted)
     assert torch.equal(logits_of(engine, launcher(engine.model)), wanted), "with dependent launches"
 
 

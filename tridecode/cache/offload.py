@@ -19,8 +19,8 @@ BUFFERS = 2  # of the ring: one is filled while another is read
 @dataclass(frozen=True)
 class Offload:
     """How much there is beside the device's pages. host: pages in the host's memory; ring: pages of one layer that each
-    of `buffers` buffers holds, and so host pages that the requests which run may have together, fewer than host; 0: none,
-    what runs is all on the device and the host has what waits."""
+    of `buffers` buffers holds, and so host pages that the requests which run may have together, fewer than host; 0:
+    none, what runs is all on the device and the host has what waits."""
 
     host: int
     ring: int
