@@ -16,6 +16,7 @@ from servers import Running
 
 from tridecode import Engine, SamplingParams, layout
 from tridecode.errors import ParameterError
+from tridecode.layout import GENERATION
 from tridecode.model.checkpoint import random_weights
 from tridecode.step.dispatch import most_queries
 from tridecode.step.state import verify_rows
@@ -231,7 +232,9 @@ def test_graphs_that_verify_come_after_the_first_answer():
             for tokens in (8, 4, 2, 8, 1):
                 each.steps.replay(kind, 2, tokens=tokens)
             each.synchronize()
-        assert torch.equal(engine.model.workspace.meta, eager.model.workspace.meta), kind
+        replayed, launched = (each.model.workspace.meta.clone() for each in (engine, eager))
+        replayed[:, GENERATION] = launched[:, GENERATION] = 0  # one of the two has had requests before
+        assert torch.equal(replayed, launched), kind
 
 
 @pytest.mark.skipif(not CUDA, reason="allocations of a GPU")
