@@ -178,12 +178,13 @@ class PrefixCache:
         _, number, node = entry
         return node.entry == number and not (node.children or node.users or node.gone)
 
-    def hand_over(self, node: Node) -> bool:
-        """Let the page go to its user, who holds it beside the cache, if he is alone and nothing stands behind it: it
-        is found no more."""
-        if node.children or node.users != 1 or self._pool.holders(node.page) != 2:
+    def hand_over(self, node: Node, with_more: bool = False) -> bool:
+        """Let the page go to its user, who holds it beside the cache, if he is alone and nothing stands behind it, or
+        with_more: with what does. They are found no more."""
+        if node.users != 1 or self._pool.holders(node.page) != 2 or node.children and not with_more:
             return False
-        self._remove(node)
+        for each in list(self._below(node)):
+            self._remove(each)
         return True
 
     def forget(self, ids: Sequence[int], salt: str = "") -> None:

@@ -105,13 +105,9 @@ class Slots:
         self.pages.share(held.pages)
         self._use(held, match.end)
         fresh = self.pages_for(positions) - len(shared)
-        if tail is not None and (goes_on or fresh > self.available()) and self.cache.hand_over(tail):
+        lacks = fresh - self.available()
+        if tail is not None and (goes_on or lacks > 0) and self.cache.hand_over(tail, with_more=lacks == 1):
             fresh, tail = fresh - 1, None  # nobody else has it: what is written there needs no copy
-        if tail is not None and fresh > self.available():  # it is held, and may be the very page that lacks
-            match, held.pages = match.whole, shared
-            self._use(held, match.end)
-            self.pages.give_back([tail.page])
-            tail = None
         if fresh > self.available():
             self._give_all_back(held)
             return None
