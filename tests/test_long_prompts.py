@@ -67,6 +67,8 @@ def test_prompt_passes_are_no_worse_than_transformers_bf16_at_real_widths(name, 
     """4,001 tokens, of which a sliding window shows a quarter; no end leaves one token behind a last whole chunk."""
     family, widths = REAL_WIDTHS[name]
     widths |= {"max_position_embeddings": 8192} | ({"sliding_window": 1024} if "sliding_window" in widths else {})
+    widths["tie_word_embeddings"] = False  # tied, random and two layers deep, the last token is all but certain to be
+    # the next one: the divergence then is one logit's error at one position (seen from 0.01 to 1.4 of transformers')
     check_contract(write_tiny(tmp_path / name, family, dtype=torch.bfloat16, **widths), tokens=4001, few=512)
 
 

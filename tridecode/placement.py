@@ -21,8 +21,8 @@ from .prompt import listed
 from .step.choose import prompt_tiles_fit
 from .step.dispatch import (
     ATTENTION,
+    COSTS,
     MODES,
-    MOST_QUERIES,
     PROMPT_ATTENTION,
     PROMPT_MOST,
     SIZES,
@@ -215,7 +215,7 @@ def check_verifying(speculates: bool, slots: int, sizes: Sequence[int] | None) -
     smallest = graph_sizes_of(slots, sizes)[0]
     if speculates and most_queries(smallest) == 1:
         raise ParameterError(
-            f'graph_sizes: beside speculate="ngram" the smallest must be at most {max(MOST_QUERIES)}, got {smallest}: '
+            f'graph_sizes: beside speculate="ngram" the smallest must be at most {max(COSTS)}, got {smallest}: '
             "passes of more requests verify nothing"
         )
 

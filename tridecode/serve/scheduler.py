@@ -211,7 +211,7 @@ class Scheduler:
             self._prompts().finish(kind, count, masked)
         else:
             if self._model.verify and not masked and all(running.job.logits is None for running in part):
-                rows = self._steps().tokens(kind, count, max(running.wants for running in part), self.answered)
+                rows = self._steps().tokens(kind, count, [running.wants for running in part], self.answered)
             self._steps().replay(kind, count, masked, rows)
         for running in part:
             if running.job.logits is not None:

@@ -1,11 +1,9 @@
 """Which graph runs a pass: modes and dispatch by size, after vLLM's (its CUDA graph modes, and BatchDescriptor)."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-
-from ..layout import MAX_QUERIES
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)  # rows of the captured decode passes
 # Tokens of prompts in the captured prompt passes, after SGLang's schedule, without sizes that cost what the next does.
@@ -14,7 +12,10 @@ PROMPT_SIZES = (
 )  # fmt: skip
 PROMPT_MOST = 2048
 QUERIES = (1, 2, 4, 8)  # rows of a request in the captured decode passes: the next token's, and drafts to verify
-MOST_QUERIES = {1: 8, 2: 8, 4: 4, 8: 2}  # by requests: more rows together than 16 cost more than they bring
+# By requests: what a pass of 1, 2, 4, 8 rows of each costs over one of one. More rows together than 16 never pay. Of
+# Qwen3-4B on an H200 at a context of 1,024 (docs/speculation.md).
+COSTS = {1: (1.0, 1.19, 1.21, 1.29), 2: (1.0, 1.06, 1.09, 1.21), 4: (1.0, 1.20, 1.25), 8: (1.0, 1.48)}
+RIGHT = 0.75  # of the guesses that a request is trusted with
 # Mode -> how a pass with chunks of prompts in it runs, and how a decode pass does.
 MODES = {
     "none": ("none", "none"),
@@ -77,10 +78,21 @@ def graph_sizes(slots: int, sizes: Sequence[int] | None = None) -> tuple[int, ..
     return tuple(size for size in SIZES if size < slots) + (min(slots, SIZES[-1]),)
 
 
-def most_queries(requests: int, wanted: int = MAX_QUERIES) -> int:
-    """Rows of each of so many requests in one pass, at least the `wanted` ones unless that is too many."""
-    most = next((most for limit, most in MOST_QUERIES.items() if limit >= requests), 1)
-    return next((queries for queries in QUERIES if min(wanted, most) <= queries), most)
+def query_costs(requests: int) -> dict[int, float]:
+    """Rows that each of so many requests may have in one pass, and what it costs then."""
+    return dict(zip(QUERIES, next((costs for limit, costs in COSTS.items() if limit >= requests), (1.0,))))
+
+
+def most_queries(requests: int) -> int:
+    """Rows that each of so many requests has in one pass at most."""
+    return max(query_costs(requests))
+
+
+def best_queries(requests: int, wants: Sequence[int], there: Container[int] = QUERIES) -> int:
+    """Rows of each request in a pass padded to `requests` of them, of those in `there`: what brings most tokens for
+    what it costs, where `wants` are the rows that each could use. One row is always there."""
+    costs = {rows: cost for rows, cost in query_costs(requests).items() if rows == 1 or rows in there}
+    return max(costs, key=lambda rows: sum(1 + RIGHT * (min(want, rows) - 1) for want in wants) / costs[rows])
 
 
 def lowered(mode: str, support: Support) -> str:

@@ -15,7 +15,7 @@ from ..kernels.op import Op
 from ..layout import LIMIT_REACHED, STATUS
 from . import decode
 from .compiling import compile_ahead
-from .dispatch import QUERIES, BatchDescriptor, Dispatcher, most_queries
+from .dispatch import QUERIES, BatchDescriptor, Dispatcher, best_queries, most_queries
 from .run import Forked, Run, launch, launch_dependent, refer
 from .state import DecodeModel
 
@@ -56,9 +56,9 @@ class EagerSteps:
         self.dispatcher = Dispatcher("none", ())
         self._models: dict[tuple[int, int], DecodeModel] = {}
 
-    def tokens(self, kind: str, rows: int, wanted: int, capture: bool) -> int:
-        """Rows of each request in a pass of so many requests of which one could use `wanted`."""
-        return most_queries(rows, wanted) if self.model.verify else 1
+    def tokens(self, kind: str, rows: int, wants: Sequence[int], capture: bool) -> int:
+        """Rows of each request in a pass of so many requests, of which each could use what it wants."""
+        return best_queries(rows, wants) if self.model.verify else 1
 
     def capture_next(self) -> bool:
         """Capture one more pass; False where none is left."""
@@ -147,12 +147,14 @@ class StepGraphs:
             self._graphs[left[0]] = capture_late(self.model, left[0], self._capture)
         return len(left) > 1
 
-    def tokens(self, kind: str, rows: int, wanted: int, capture: bool) -> int:
-        """Rows of each request in a pass of so many requests of which one could use `wanted`: as many as were captured
-        for until now, or, with `capture`, will be."""
+    def tokens(self, kind: str, rows: int, wants: Sequence[int], capture: bool) -> int:
+        """Rows of each request in a pass of so many requests, of which each could use what it wants: as passes were
+        captured for until now, or, with `capture`, will be."""
+        if not self.model.verify or max(wants) == 1:
+            return 1
         batch = self.dispatcher.plan(kind, rows)[1]
-        fitting = [each for each in QUERIES if each <= most_queries(batch.rows, wanted)] if self.model.verify else [1]
-        return max((each for each in fitting if self._graphs.get(replace(batch, tokens=each), capture)), default=1)
+        there = [each for each in QUERIES if self._graphs.get(replace(batch, tokens=each), capture)]
+        return best_queries(batch.rows, wants, there)
 
     def replay(self, kind: str, rows: int | None = None, masked: bool = False, tokens: int = 1) -> None:
         """Enqueue one pass of at least the first `rows` requests, by default all, with `tokens` rows each, on the

@@ -143,7 +143,7 @@ COLUMNS = {
         "p95": number("us_p95"),
         "PCIe GB/s": number("pcie_gbs", 1),
         "fetch alone": number("fetch_gbs", 1),
-        "copies alone": number("copy_gbs", 1),
+        "page copies alone": number("copy_gbs", 1),
         "% of fetch": number("pct_fetch", 1),
         "to the bytes' time": number("over_needed", 3),
         "graphs": number("captures"),

@@ -11,7 +11,7 @@ from ... import layout
 from ...errors import ParameterError
 from ...kernels.draft import DRAFT
 from ...kernels.sampling.accept import ACCEPT
-from ...step.dispatch import most_queries
+from ...step.dispatch import best_queries
 
 ROOT = Path(__file__).parents[3]
 LICENCE = "Apache-2.0"  # of the repository, and so of all these
@@ -63,7 +63,7 @@ def play(before: list[int], drawn: list[int], ngram: tuple[int, int]) -> Counter
     keys, counter = torch.zeros(1, 1, dtype=torch.int64), torch.zeros(1, dtype=torch.int32)
     out, passes, asked = torch.zeros(1, layout.RING, dtype=torch.int64), Counter(), deque([1] * LAG)
     while int(meta[0, layout.STATUS]) == layout.RUN:
-        queries = most_queries(1, asked.popleft())
+        queries = best_queries(1, [asked.popleft()])
         position, step = int(meta[0, layout.POSITION]), int(meta[0, layout.STEP])
         DRAFT.ref(meta, tokens, keys, counter, max(queries - 1, 1), ngram)
         following = text[position + 1 : position + 1 + queries]
