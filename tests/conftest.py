@@ -18,6 +18,10 @@ os.environ["XDG_CONFIG_HOME"] = os.path.join(tempfile.gettempdir(), "tridecode-t
 for name in [name for name in os.environ if name.startswith("TRIDECODE_")]:
     del os.environ[name]
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "kernels")]
+if not torch.cuda.is_available():
+    from interpreter import quicken
+
+    quicken()
 
 
 def pytest_addoption(parser):

@@ -1,5 +1,6 @@
 """The line editor: drafts, tall messages, what is no key, and what happens where it fails."""
 
+import os
 import re
 import shutil
 import subprocess
@@ -190,6 +191,24 @@ def test_sequences_at_the_prompt(terminal, state):
     assert [user for user, _ in sessions.read(file).turns] == ["hello"]
 
 
+@pytest.mark.parametrize("ahead", ["", "x"])
+def test_an_end_that_is_typed_before_the_prompt_is_no_less_one(monkeypatch, state, ahead):
+    """The kernel keeps it as NUL; typed at the prompt that is Ctrl-Space, which leaves nothing."""
+    terminal, program = os.openpty()
+    with open(terminal, "r+b", buffering=0), open(program) as stdin:
+        monkeypatch.setattr("sys.stdin", stdin)
+        keyboard = Keyboard(lambda typed: (0, []), Output(), screen=DummyOutput())
+        if ahead:
+            os.write(terminal, f"{ahead}\n".encode())
+            assert keyboard.read() == ahead
+        os.write(terminal, b"\x04")
+        with pytest.raises(EOFError):
+            keyboard.read()
+        typed = [b"\0y\r"]
+        keyboard.session.app.after_render += lambda app: typed and os.write(terminal, typed.pop())
+        assert keyboard.read() == "y"
+
+
 @pytest.mark.parametrize("where", ["key", "drawing"])
 def test_an_editor_that_fails_is_replaced_by_plain_input(monkeypatch, capsys, state, where):
     drafts = []
@@ -238,8 +257,8 @@ def test_the_message_is_opened_in_an_editor(terminal, state, tmp_path):
     editor.chmod(0o755)
     child = terminal("--max-tokens", 2, "--temperature", 0, EDITOR=str(editor), VISUAL="")
     press(child, "written", "written")
-    press(child, "\x18\x05", "by hand")
-    press(child, "\r", "context ")
+    press(child, "\x18\x05", "by hand")  # what is saved there is the message, without Enter
+    child.expect_exact("context ")
     child.expect_exact(READY)
     child.sendeof()
     leaves(child)

@@ -470,8 +470,8 @@ def test_texts_of_requests_that_waited_for_pages():
     prompts = [[{"role": "user", "content": text}] for text in ("Tell me a story", "Who are you?", "Tell me a tale.")]
     one = Engine.load(device="cpu", max_seq_len=192)
     for params in (
-        SamplingParams(temperature=0, max_tokens=150, ignore_eos=True),
-        SamplingParams(temperature=1.5, seed=2, max_tokens=150, ignore_eos=True, stop=["zzz", "the the"]),
+        SamplingParams(temperature=0, max_tokens=90, ignore_eos=True),
+        SamplingParams(temperature=1.5, seed=2, max_tokens=90, ignore_eos=True, stop=["zzz", "the the"]),
     ):
         texts = [result.text for result in engine.generate_many(prompts, params)]
         assert texts == [one.generate(prompt, params).text for prompt in prompts]

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import os
+import select
 import signal
 import sys
 
@@ -73,16 +74,17 @@ class Keyboard:
 
     def __init__(self, complete, output, keys=None, screen=None):
         """complete: as Words takes it. keys, screen: prompt_toolkit's input and output, by default the terminal's."""
-        self.output, self._plain, self._touched = output, None, False
+        self.output, self._plain, self._touched, self._drawn = output, None, False, False
         self.redraws = True  # without, a message that fits in the window stays as it was typed
         try:
             self.history = History(str(state_dir() / "history"))
         except SessionError as error:
             self.history = InMemoryHistory()
             output.note(f"what you type is not remembered: {error}")
+        self._parser = None
         if keys is None:
             keys = create_input()
-            keys.vt100_parser = Parser(keys.vt100_parser.feed_key_callback)
+            keys.vt100_parser = self._parser = Parser(keys.vt100_parser.feed_key_callback)
         if screen is None:
             screen = Screen.from_pty(sys.stdout, term=os.environ.get("TERM"))
             # Nobody reads the terminal's answer about the cursor while a model talks; it would be taken for typing.
@@ -107,6 +109,7 @@ class Keyboard:
             output=screen,
         )
         self.session.default_buffer.on_text_changed += self._touch
+        self.session.app.before_render += self._look
 
     def read(self, draft: str = "") -> str:
         if self._plain is None:
@@ -143,7 +146,7 @@ class Keyboard:
         interrupts = []
 
         def begin():
-            self._touched = False
+            self._touched, self._drawn = False, False
             asyncio.get_running_loop().set_exception_handler(fail)
             if interrupts:
                 interrupts.clear()
@@ -165,6 +168,12 @@ class Keyboard:
 
     def _touch(self, buffer) -> None:
         self._touched = True
+
+    def _look(self, app) -> None:
+        """Before the prompt is drawn, and behind the change of the terminal's mode: was anything typed already?"""
+        if self._parser and not self._drawn:
+            self._parser.ahead = bool(select.select([app.input.fileno()], [], [], 0)[0])
+        self._drawn = True
 
     def _interrupted(self) -> Interrupted:
         buffer = self.session.default_buffer

@@ -26,11 +26,15 @@ _PASTE_ENDS = re.compile(r"\x1b(?:\[(?:2(?:01?)?)?)?\Z")
 class Parser(Vt100Parser):
     """Keys from what a terminal sends. A pasted text stays as it is; a sequence that is no key is dropped."""
 
+    ahead = False  # whether what comes next was typed before the prompt was there
+
     def __init__(self, feed_key_callback):
         super().__init__(feed_key_callback)
         self._held, self._pasting = "", False
 
     def feed(self, data: str) -> None:
+        if self.ahead:  # while nobody edits, the kernel keeps a Ctrl-D as NUL, which else is Ctrl-Space
+            data, self.ahead = data.replace("\0", "\x04"), False
         data, self._held = self._held + data, ""
         while data:
             data = self._paste(data) if self._pasting else self._keys(data)
