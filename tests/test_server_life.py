@@ -23,7 +23,7 @@ from servers import ANSWER, CERTIFICATE, GREEDY, KEY, LONG, Running, events, slo
 from tridecode import Engine, SamplingParams
 
 ROOT = Path(__file__).parents[1]
-STORM = 6.0  # seconds
+STORM = 15.0  # seconds
 
 
 @pytest.fixture(scope="module")
