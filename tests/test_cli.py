@@ -336,7 +336,7 @@ def test_info_tells_of_speculation(run, tiny):
     code, out, err = run(*argv, "2:3")
     assert (code, out, err.count("\n")) == (1, "", 1) and "--speculate-ngram must be two numbers from 16 down to" in err
     code, out, err = run("info", "--model", tiny, "--speculate-ngram", "4:2")
-    assert (code, out, err.count("\n")) == (1, "", 1) and "--speculate-ngram: nothing is guessed" in err
+    assert (code, out, err.count("\n")) == (1, "", 1) and "use it with --speculate ngram" in err.replace("\n", " ")
     assert "several tokens a pass" in run("info", "--model", tiny, "--speculate", "ngram")[1]
 
 

@@ -517,6 +517,8 @@ def test_a_certificate_makes_it_https(process, tmp_path):
         (["--port", "70000"], 2, "expected a port from 0 to 65535"),
         (["--timeout", "soon"], 2, "expected seconds"),
         (["--slots", "65"], 2, "from 1 to 64"),
+        (["--cors", "https://chat.example/"], 2, "expected * or an origin"),
+        (["--served-model-name", ""], 2, "expected a name"),
         (["--ssl-keyfile", "key.pem"], 2, "--ssl-keyfile needs --ssl-certfile"),
         (["--ssl-certfile", "no.pem"], 1, "the certificate no.pem or its key cannot be used"),
         (["--api-key-file", "no.txt"], 1, "no.txt: No such file or directory"),

@@ -77,7 +77,7 @@ def to_quantise(
     """The configuration of a checkpoint whose projections will be quantised while they are loaded, its LM head to
     `head`, by default fp8, and its K/V while they are written. Raises ParameterError."""
     if head is not None and quantize is None:
-        raise ParameterError("quantize_head: nothing is quantised; use it with quantize")
+        raise ParameterError('quantize_head: nothing is quantised; use it with quantize="int4"')
     head = choice("quantize_head", head or "fp8", HEADS)
     config = replace(config, fp8_kv=choice("kv_dtype", kv_dtype, KV_DTYPES) == "fp8")
     if quantize is None:
