@@ -10,7 +10,7 @@ from tridecode.commands.chat import session as sessions
 from tridecode.commands.chat.conversation import Conversation
 from tridecode.commands.chat.display import open_fence
 from tridecode.commands.chat.overflow import Overflow, fit
-from tridecode.errors import PromptError
+from tridecode.errors import PromptError, TooLong
 
 
 def test_a_turn_that_does_not_fit_is_refused(session):
@@ -81,6 +81,16 @@ def test_a_message_that_is_too_long_alone_says_what_helps(system, largest, choic
     assert str(error.value).endswith(f"the context holds 100{fix}") and "/clear" not in str(error.value)
     with pytest.raises(Overflow, match="shorten it or take the system turn away"):
         fit(Conversation(False, "x" * 90), "y" * 20, characters, 100, choice.replace("stop", "error"), None, 100)
+
+
+def test_a_message_that_is_not_counted_says_so():
+    def count(prompt):
+        raise TooLong(300, 100, or_more=True)
+
+    with pytest.raises(Overflow, match="alone needs 300 tokens or more, .* --max-seq-len 900"):
+        fit(Conversation(), "y", count, 100, "error", None, 900)
+    with pytest.raises(Overflow, match="alone needs 300 tokens or more"):
+        fit(Conversation(turns=(("a", "b"),)), "y", count, 100, "drop-oldest", None, 100)
 
 
 @pytest.mark.parametrize("choice", ["error", "drop-oldest"])

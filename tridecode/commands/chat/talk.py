@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from ...engine import Engine
-from ...errors import ParameterError, TooLong
+from ...errors import ParameterError
 from ...results import Piece
 from ...text.thinking import CLOSE, SWITCH, strip_thinking
 from ..explain import explain
@@ -117,6 +117,8 @@ class Chat:
     def choose(self, name: str, value: str) -> None:
         """Set one of CHOICES. Raises ParameterError."""
         if value not in CHOICES[name]:
+            if not value:
+                raise ParameterError(f"/set {name} needs a value; it is {getattr(self, name)}")
             raise ParameterError(f"{name} must be one of {', '.join(CHOICES[name])}, got {value[:80]!r}")
         setattr(self, name, value)
 
@@ -249,13 +251,11 @@ class Chat:
         return self.engine.config.max_position
 
     def count(self, prompt) -> int:
+        """Tokens of a prompt. Raises TooLong, without counting, for what is far longer than the context."""
         tokenizer, context = self.engine.tokenizer, self.engine.capacity
-        try:
-            if isinstance(prompt, str):
-                return len(tokenizer.encode(prompt, context=context))
-            return len(tokenizer.encode_chat(prompt, context, **self.variables or {}))
-        except TooLong as error:
-            return error.tokens  # the fewest; enough to know that it does not fit
+        if isinstance(prompt, str):
+            return len(tokenizer.encode(prompt, context=context))
+        return len(tokenizer.encode_chat(prompt, context, **self.variables or {}))
 
     def cut(self, last) -> str:
         """A line about an answer that was cut."""
