@@ -175,6 +175,21 @@ def test_room_is_made_for_the_rest_of_an_answer(piped):
     assert "turn 1 is no longer sent to the model" in err
 
 
+def test_an_answer_that_fills_the_context_is_not_said_to_go_on(session):
+    chat = session(interactive=True, overflow="drop-oldest")
+    full = SimpleNamespace(finish_reason="length", usage=SimpleNamespace(prompt_tokens=3, completion_tokens=97))
+    chat.conversation = Conversation(turns=(("a", "b"), ("c", "d")))
+    assert chat.cut(full) == "the answer was cut: the context of 100 tokens is full; /continue goes on"
+    chat.conversation = Conversation(turns=(("a", "b"), ("c", "d")), dropped=1)
+    assert chat.cut(full) == "the answer was cut: the context of 100 tokens is full"
+    with pytest.raises(Overflow) as error:
+        fit(Conversation(), "y" * 101, characters, 100, "drop-oldest", None, 100, begun=True)
+    says = "this message and its answer alone need 101 tokens, the context holds 100; ask for the rest in a message of "
+    assert str(error.value).startswith(says)
+    with pytest.raises(Overflow, match="this message, its answer and the system turn alone need"):
+        fit(Conversation(False, "x"), "y" * 101, characters, 100, "error", None, 100, begun=True)
+
+
 def test_a_block_of_code_goes_on_as_code():
     for text, fence in (
         ("a\n```python\nx = 1", "```python\n"),

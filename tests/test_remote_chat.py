@@ -93,6 +93,7 @@ def test_what_a_template_cannot_do_is_the_servers_line(asked):
     code, out, err = asked("Hello", "--think", "off")
     [line] = errors(err)
     assert (code, out) == (1, "") and line.startswith("the server answers 400: ") and "enable_thinking" in line
+    assert "chat_template_kwargs" in line and "/think on leaves thinking to the server" in line
 
 
 def test_a_turn_that_does_not_fit(asked, served):

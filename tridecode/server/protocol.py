@@ -201,6 +201,7 @@ class CompletionRequest(Generation, kw_only=True):
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):
     neutral: ClassVar = {}
+    names: ClassVar = {"template_variables": "chat_template_kwargs"}
     model: str | None = None
     prompt: str | None = None
     messages: list[Any] | None = None

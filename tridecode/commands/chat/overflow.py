@@ -20,11 +20,12 @@ def fit(
     choice: str,
     max_tokens: int | None,
     largest: int,
+    begun: bool = False,
 ):
     """The conversation that `line` can be asked in, and a line to show ("" where nothing had to change).
 
     count(prompt) is its number of tokens; where it is too long it may raise TooLong with the fewest that it has.
-    largest: the context that the model could have.
+    largest: the context that the model could have. begun: count adds an answer, which is to go on.
     choice: of --overflow; drop-oldest leaves an eighth of the context for the answer (or max_tokens, if that is less)
     and keeps the system turn. Raises Overflow where there is no way.
     """
@@ -50,12 +51,12 @@ def fit(
     words = f"more than {needed:,} tokens" if first > dropped else _said(needed, or_more)
     if choice != "drop-oldest":
         if tokens(turns) > capacity:
-            raise Overflow(_alone(conversation, line, count, capacity, largest, choice))
+            raise Overflow(_alone(conversation, line, count, capacity, largest, choice, begun))
         fix = "/undo, /clear or /set overflow drop-oldest make room" if choice == "error" else "the chat ends"
         raise Overflow(f"this turn needs {words}, the context holds {capacity:,}; {fix}")
     chosen = bisect_left(range(first, turns), True, key=lambda n: tokens(n) <= capacity - room) + first
     if tokens(chosen) > capacity:
-        raise Overflow(_alone(conversation, line, count, capacity, largest, choice))
+        raise Overflow(_alone(conversation, line, count, capacity, largest, choice, begun))
     if chosen == dropped:
         return conversation, ""
     first, last = dropped + 1, chosen
@@ -74,12 +75,16 @@ def _newest(turns: tuple, size: int) -> int:
     return 0
 
 
-def _alone(conversation: Conversation, line: str, count: Callable, capacity: int, largest: int, choice: str) -> str:
+def _alone(
+    conversation: Conversation, line: str, count: Callable, capacity: int, largest: int, choice: str, begun: bool
+) -> str:
     """What is wrong with a message that does not fit even where nothing was said before it."""
     system = conversation.system is not None
-    what = "this message and the system turn alone need" if system else "this message alone needs"
+    parts = ["this message", *["its answer"] * begun, *["the system turn"] * system]
+    what = " and ".join([", ".join(parts[:-1]), parts[-1]] if parts[1:] else parts)
+    what += " alone need" if parts[1:] else " alone needs"
     needed, or_more = _counted(count, Conversation(conversation.raw, conversation.system).prompt(line))
-    fixes = ["shorten it"]
+    fixes = ["ask for the rest in a message of its own" if begun else "shorten it"]
     if system and _counted(count, Conversation(conversation.raw).prompt(line))[0] <= capacity:
         fixes.append("take the system turn away (/system -)")
     if needed <= largest:

@@ -193,7 +193,7 @@ class Chat:
             base = self.conversation.without_last() if replaces and self.conversation.turns else self.conversation
             Turn(self, message, base, begun).run()
         except Overflow as error:
-            self.fail(str(error))
+            self.fail(str(error), begun)
             if self.overflow == "stop":
                 self.exit_code = 1
                 return False
@@ -201,13 +201,13 @@ class Chat:
             raise
         except Exception as error:
             log.debug("a turn failed", exc_info=True)
-            self.fail(explain(error))
+            self.fail(explain(error), begun)
             return self.goes_on(error)
         return True
 
-    def fail(self, what: str) -> None:
+    def fail(self, what: str, begun: str = "") -> None:
         """One line; a pipe, where nobody may have read it, says so again with its exit code."""
-        self.output.error(f"{what}; the turn is not kept")
+        self.output.error(f"{what}; {'the answer stays as it was' if begun else 'the turn is not kept'}")
         if not self.interactive:
             self.exit_code = 1
 
@@ -241,7 +241,8 @@ class Chat:
             return self.count(prompt) + more
 
         more = len(self.answer_ids(begun)) if begun and not base.raw else 0
-        base, note = fit(base, line, count, capacity, self.overflow, self.params.max_tokens, self.largest())
+        most = self.params.max_tokens
+        base, note = fit(base, line, count, capacity, self.overflow, most, self.largest(), bool(begun))
         if note:
             self.output.note(note)
         return base
@@ -262,9 +263,10 @@ class Chat:
         if last.finish_reason != "length":
             return ""
         why = f"the context of {self.engine.capacity:,} tokens is full"
+        more = self.overflow == "drop-oldest" and len(self.conversation.turns) - self.conversation.dropped > 1
         if last.usage.prompt_tokens + last.usage.completion_tokens < self.engine.capacity:
-            why = f"max_tokens ({self.params.max_tokens:,}) was reached"
-        return f"the answer was cut: {why}" + ("; /continue goes on" if self.interactive else "")
+            why, more = f"max_tokens ({self.params.max_tokens:,}) was reached", True
+        return f"the answer was cut: {why}" + ("; /continue goes on" if self.interactive and more else "")
 
     def save(self) -> None:
         """Bring the session file up to date; where that fails, a line says so and the chat goes on."""
