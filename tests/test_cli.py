@@ -376,7 +376,7 @@ def test_more_slots_or_positions_than_fit_are_one_line(run, tiny, monkeypatch, c
     monkeypatch.setattr("tridecode.loading.load_weights", None)  # told before any weight is read
     argv = (*command, "--model", tiny, "--device", "cpu", "--slots", 4)
     code, out, err = run(*argv, "--kv-tokens", 10**6)
-    assert (code, out, err.count("\n")) == (1, "", 1) and "--kv-tokens: 4 slots of 512 positions hold at most" in err
+    assert (code, out, err.count("\n")) == (1, "", 1) and "--kv-tokens: 4 slots of 512 positions can have at" in err
     plan = plan_memory(load_config(tiny), torch.float32, torch.device("cpu"), 64)
     free = int(replace(plan, slots=5).needed(500) / (1 - plan.headroom))
     monkeypatch.setattr("tridecode.memory.free_memory", lambda device: free)
