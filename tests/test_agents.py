@@ -290,6 +290,7 @@ def test_a_client_that_asks_whether_somebody_is_there_gets_an_answer(client):
         assert client.responses.create(model="m", input=nothing, max_output_tokens=1).usage.output_tokens == 1
 
 
+FORM = {"type": "json_schema", "name": "x", "schema": SCHEMA}
 REFUSED = {
     "a_stored_response": ({"store": True}, "store: this server stores no responses"),
     "a_response_before": ({"previous_response_id": "resp_1"}, "previous_response_id: this server stores no responses"),
@@ -300,6 +301,11 @@ REFUSED = {
     "an_unknown_word_of_its_text": ({"text": {"fromat": {}}}, "text: object contains unknown field fromat"),
     "an_unknown_word_of_its_reasoning": ({"reasoning": {"efort": "low"}}, "reasoning: object contains unknown field"),
     "a_format_that_is_none": ({"text": {"format": 5}}, "text.format: expected object"),
+    "a_kind_of_format_that_is_none": ({"text": {"format": {"type": "xml"}}}, "text.format: expected type text"),
+    "two_forms": ({"text": {"format": FORM}, "extra_body": {"structured_outputs": {"regex": "x"}}}, "give one"),
+    "no_tokens": ({"max_output_tokens": 0}, "max_output_tokens must be an integer from 1"),
+    "two_counts": ({"max_output_tokens": 3, "extra_body": {"max_tokens": 4}}, "max_tokens and max_output_tokens say"),
+    "ids_of_its_tokens": ({"extra_body": {"return_token_ids": True}}, "return_token_ids: a response has no place"),
     "a_choice_of_no_kind": ({"tools": [TOOL], "tool_choice": "sometimes"}, "tool_choice: expected auto, none"),
 }
 
@@ -415,6 +421,11 @@ MESSAGES_REFUSED = {
     "thinking_of_no_kind": ({"thinking": {"type": "sometimes"}, "max_tokens": 1}, "thinking.type: invalid enum value"),
     "an_unknown_word": ({"output_config": {"fromat": 1}, "max_tokens": 1}, "output_config: object contains unknown"),
     "too_many_stops": ({"stop_sequences": ["a"] * 99, "max_tokens": 1}, "stop_sequences: at most 16 strings"),
+    "two_lists_of_stops": ({"stop_sequences": ["a"], "stop": ["b"], "max_tokens": 1}, "stop and stop_sequences say"),
+    "two_forms": (
+        {"output_config": {"format": FORM}, "response_format": {"type": "json_object"}, "max_tokens": 1}, "give one",
+    ),
+    "ids_of_its_tokens": ({"return_token_ids": True, "max_tokens": 1}, "return_token_ids: a message has no place"),
     "a_choice_of_nothing": ({"tool_choice": {"type": "any"}, "max_tokens": 1}, "there are no tools"),
     "too_much": ({"messages": [{"role": "user", "content": "word " * 9000}], "max_tokens": 1}, "the context holds"),
 }  # fmt: skip

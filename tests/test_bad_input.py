@@ -97,6 +97,8 @@ def test_config_that_is_no_json(failure, copy):
         ("--top-k", "1.5", "'1.5'"),
         ("--max-seq-len", "many", "'many'"),
         ("--prompt-ids", "1,x", "'1,x'"),
+        ("--kv-ring", "-1", "expected 0 or a positive integer"),
+        ("--prompt-ms", "soon", "expected a number, more than 0"),
         ("--tempera", "1", "--tempera"),
     ],
 )
@@ -188,6 +190,18 @@ def test_engine_option_out_of_range(failure, good, option, value, named):
     assert named in failure("generate", "--prompt", "x", "--model", good, option, value)
 
 
+@pytest.mark.parametrize(
+    "options, fix",
+    [
+        (("--quantize-head", "keep"), "use it with --quantize int4"),
+        (("--speculate-ngram", "4:2"), "use it with --speculate ngram"),
+        (("--kv-ring", "2"), "use it with --kv-offload"),
+    ],
+)
+def test_engine_options_that_lack_another(failure, good, options, fix):
+    assert fix in failure("generate", "--prompt", "x", "--model", good, *options)
+
+
 def test_prompt_longer_than_the_context(failure, good):
     line = failure("generate", "--model", good, "--device", "cpu", "--max-seq-len", "16", "--prompt", "word " * 5)
     assert "the context holds 16: shorten it or raise --max-seq-len" in line
@@ -230,6 +244,10 @@ def test_bench_without_a_gpu(failure):
 @pytest.mark.parametrize("options", [("--preset", "gpt-2"), ("--steps", "0"), ("--context", "-1")])
 def test_wrong_bench_options(failure, options):
     assert repr(options[1]) in failure("bench", "decode", *options, code=2)
+
+
+def test_what_bench_offload_measures_is_one_thing(failure):
+    assert "not allowed with" in failure("bench", "offload", "--swap", "--weights", "4", code=2)
 
 
 def test_a_gpu_number_that_is_absent(failure, good):

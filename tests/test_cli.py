@@ -336,7 +336,7 @@ def test_info_tells_of_speculation(run, tiny):
     code, out, err = run(*argv, "2:3")
     assert (code, out, err.count("\n")) == (1, "", 1) and "--speculate-ngram must be two numbers from 16 down to" in err
     code, out, err = run("info", "--model", tiny, "--speculate-ngram", "4:2")
-    assert (code, out, err.count("\n")) == (1, "", 1) and "--speculate-ngram: nothing is guessed" in err
+    assert (code, out, err.count("\n")) == (1, "", 1) and "use it with --speculate ngram" in err.replace("\n", " ")
     assert "several tokens a pass" in run("info", "--model", tiny, "--speculate", "ngram")[1]
 
 
@@ -376,7 +376,7 @@ def test_more_slots_or_positions_than_fit_are_one_line(run, tiny, monkeypatch, c
     monkeypatch.setattr("tridecode.loading.load_weights", None)  # told before any weight is read
     argv = (*command, "--model", tiny, "--device", "cpu", "--slots", 4)
     code, out, err = run(*argv, "--kv-tokens", 10**6)
-    assert (code, out, err.count("\n")) == (1, "", 1) and "--kv-tokens: 4 slots of 512 positions hold at most" in err
+    assert (code, out, err.count("\n")) == (1, "", 1) and "--kv-tokens: 4 slots of 512 positions can have at" in err
     plan = plan_memory(load_config(tiny), torch.float32, torch.device("cpu"), 64)
     free = int(replace(plan, slots=5).needed(500) / (1 - plan.headroom))
     monkeypatch.setattr("tridecode.memory.free_memory", lambda device: free)

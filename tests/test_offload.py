@@ -422,7 +422,7 @@ def test_what_all_fits_on_the_device_has_no_ring(machine):
         (dict(kv_ring=3), "kv_ring: nothing lies on the host; use it with kv_offload"),
         (dict(kv_offload=4, kv_ring=-1), "kv_ring must be an integer from 0 to 16"),
         (dict(kv_offload=4, kv_tokens=64), "kv_tokens must be an integer from 256"),
-        (dict(kv_offload=4, kv_tokens=30_000, max_seq_len=2000), "what 1 slots of 2,000 positions hold, 2,000,"),
+        (dict(kv_offload=4, kv_tokens=30_000, max_seq_len=2000), "what 1 slot of 2,000 positions can have, 2,000,"),
         (dict(kv_offload=0.5, max_seq_len=40_000), "kv_offload: 40,000 positions are asked for, "),
         (dict(kv_offload=4, kv_tokens=40_000), "not enough memory on cuda: kv_tokens asks for 40,000 positions"),
     ],

@@ -10,7 +10,7 @@ from tridecode.commands.chat import session as sessions
 from tridecode.commands.chat.conversation import Conversation
 from tridecode.commands.chat.display import open_fence
 from tridecode.commands.chat.overflow import Overflow, fit
-from tridecode.errors import PromptError
+from tridecode.errors import PromptError, TooLong
 
 
 def test_a_turn_that_does_not_fit_is_refused(session):
@@ -81,6 +81,16 @@ def test_a_message_that_is_too_long_alone_says_what_helps(system, largest, choic
     assert str(error.value).endswith(f"the context holds 100{fix}") and "/clear" not in str(error.value)
     with pytest.raises(Overflow, match="shorten it or take the system turn away"):
         fit(Conversation(False, "x" * 90), "y" * 20, characters, 100, choice.replace("stop", "error"), None, 100)
+
+
+def test_a_message_that_is_not_counted_says_so():
+    def count(prompt):
+        raise TooLong(300, 100, or_more=True)
+
+    with pytest.raises(Overflow, match="alone needs 300 tokens or more, .* --max-seq-len 900"):
+        fit(Conversation(), "y", count, 100, "error", None, 900)
+    with pytest.raises(Overflow, match="alone needs 300 tokens or more"):
+        fit(Conversation(turns=(("a", "b"),)), "y", count, 100, "drop-oldest", None, 100)
 
 
 @pytest.mark.parametrize("choice", ["error", "drop-oldest"])
@@ -163,6 +173,21 @@ def test_room_is_made_for_the_rest_of_an_answer(piped):
     code, out, err = piped(lines, *GREEDY, "--max-seq-len", 54, "--overflow", "drop-oldest")
     assert code == 0 and "the answer was cut: the context of 54 tokens is full" in err
     assert "turn 1 is no longer sent to the model" in err
+
+
+def test_an_answer_that_fills_the_context_is_not_said_to_go_on(session):
+    chat = session(interactive=True, overflow="drop-oldest")
+    full = SimpleNamespace(finish_reason="length", usage=SimpleNamespace(prompt_tokens=3, completion_tokens=97))
+    chat.conversation = Conversation(turns=(("a", "b"), ("c", "d")))
+    assert chat.cut(full) == "the answer was cut: the context of 100 tokens is full; /continue goes on"
+    chat.conversation = Conversation(turns=(("a", "b"), ("c", "d")), dropped=1)
+    assert chat.cut(full) == "the answer was cut: the context of 100 tokens is full"
+    with pytest.raises(Overflow) as error:
+        fit(Conversation(), "y" * 101, characters, 100, "drop-oldest", None, 100, begun=True)
+    says = "this message and its answer alone need 101 tokens, the context holds 100; ask for the rest in a message of "
+    assert str(error.value).startswith(says)
+    with pytest.raises(Overflow, match="this message, its answer and the system turn alone need"):
+        fit(Conversation(False, "x"), "y" * 101, characters, 100, "error", None, 100, begun=True)
 
 
 def test_a_block_of_code_goes_on_as_code():

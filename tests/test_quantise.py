@@ -6,10 +6,12 @@ import pytest
 import torch
 from checkpoints import write_tiny
 from quantised import WIDTHS, write_quantised
+from safetensors import SafetensorError
 
 from tridecode.commands.main import main
 from tridecode.engine import Engine
 from tridecode.errors import ParameterError
+from tridecode.loading import BUNDLED
 from tridecode.model.checkpoint import load_config, load_weights, random_weights
 from tridecode.model.formats.quantise import SCHEMES, fitted, quantised, rules
 from tridecode.model.pieces import weight_bytes
@@ -123,6 +125,29 @@ def test_what_is_no_checkpoint_is_refused_before_anything_is_written(tmp_path, c
     assert str(weights) in refused()
     weights.unlink()
     assert "no model.safetensors and no model.safetensors.index.json" in refused()
+
+
+def test_a_disk_that_is_full_is_one_line(tmp_path, capsys, monkeypatch):
+    def full(*args, **options):
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr("tridecode.model.formats.write.save_file", full)
+    source = write_tiny(tmp_path / "source", "qwen3")
+    assert main(["quantize", str(source), str(tmp_path / "out"), "--quiet"]) == 1
+    error = " ".join(capsys.readouterr().err.split())
+    assert "model-00001.safetensors: cannot be written" in error and "No space" in error and "traceback" not in error
+
+
+def test_the_bundled_model_has_its_name_here_too(tmp_path, monkeypatch):
+    monkeypatch.setattr("tridecode.commands.quantize.write", lambda source, *args: found.append(source))
+    found = []
+    assert main(["quantize", "bundled", str(tmp_path / "out"), "--quiet"]) == 0 and found == [BUNDLED]
+
+
+def test_a_written_checkpoint_is_readable_as_other_files_are(tmp_path):
+    source, out = write_tiny(tmp_path / "source", "qwen3"), tmp_path / "out"
+    assert main(["quantize", str(source), str(out), "--quiet"]) == 0
+    assert len({file.stat().st_mode for file in out.iterdir() if file.name.startswith("model")}) == 1
 
 
 def test_transformers_reads_a_written_checkpoint(tmp_path):

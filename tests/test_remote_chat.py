@@ -73,12 +73,12 @@ def test_only_options_that_were_given_are_sent(asked, served, monkeypatch):
 
 
 def test_commands(asked, served):
-    lines = f"{QUESTION}\n/stats\n/set\n/set logprobs 3\n/model\n/model other\n/model bundled\n/think\n/retry\n"
+    lines = f"{QUESTION}\n/stats\n/set\n/set regex x\n/model\n/model other\n/model bundled\n/think\n/retry\n"
     code, out, err = asked(lines, "--temperature", 0)
     assert out == f"{ANSWER}\n" * 2 and code == 0
     assert f"model bundled at {served.url}, a server of tridecode\n1 turn\nlast answer: 12 tokens" in err
     assert "temperature          0.0\ntop_k                as the server has it\n" in err
-    assert "logprobs: not known to a server of tridecode, which might" in err
+    assert "regex: not known to a server of tridecode, which might" in err
     assert errors(err) == [f"the server at {served.url} has no model 'other'; it has bundled"]
     assert f"bundled on {served.url}: context of 2,048 tokens" in err and "thinking is on" in err
 
@@ -93,6 +93,7 @@ def test_what_a_template_cannot_do_is_the_servers_line(asked):
     code, out, err = asked("Hello", "--think", "off")
     [line] = errors(err)
     assert (code, out) == (1, "") and line.startswith("the server answers 400: ") and "enable_thinking" in line
+    assert "chat_template_kwargs" in line and "/think on leaves thinking to the server" in line
 
 
 def test_a_turn_that_does_not_fit(asked, served):

@@ -425,7 +425,7 @@ def test_a_thread_that_waits_hears_of_the_end(alone):
         ({"max_queue": -1}, "max_queue must be an integer from 0"),
         ({"kv_tokens": 0}, "kv_tokens must be an integer from 1"),
         ({"kv_tokens": 100, "max_seq_len": 200}, "kv_tokens must be an integer from 200"),
-        ({"kv_tokens": 500, "max_seq_len": 200, "slots": 2}, "2 slots of 200 positions hold at most 400, got 500"),
+        ({"kv_tokens": 500, "max_seq_len": 200, "slots": 2}, "2 slots of 200 positions can have at most 400, got 500"),
     ],
 )
 def test_options_are_refused_by_name(options, message):

@@ -335,6 +335,7 @@ REFUSED = {
     "a wrong type inside": ({"stop": [1]}, 400, "stop[0]: expected str, got int"),
     "out of range": ({"top_p": 0}, 400, "top_p must be a number above 0 to 1"),
     "a count by its own name": ({"max_completion_tokens": 0}, 400, "max_completion_tokens must be"),
+    "a negative count": ({"max_tokens": -1}, 400, "max_tokens must be an integer from 1"),
     "two counts": ({"max_completion_tokens": 4, "max_tokens": 5}, 400, "give one"),
     "a bias on no token": ({"logit_bias": {"x": 1}}, 400, "logit_bias: every key must be a token id"),
     "a bias beyond the vocabulary": ({"logit_bias": {"4096": 1}}, 400, "not in the vocabulary"),

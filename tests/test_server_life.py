@@ -21,6 +21,8 @@ from hypothesis import strategies as st
 from servers import ANSWER, CERTIFICATE, GREEDY, KEY, LONG, Running, events, slow_passes, until
 
 from tridecode import Engine, SamplingParams
+from tridecode.errors import QueueFull
+from tridecode.server.errors import told
 
 ROOT = Path(__file__).parents[1]
 STORM = 15.0  # seconds
@@ -132,6 +134,13 @@ def test_a_full_queue_is_told_at_once(engine, monkeypatch):
         until(lambda: engine.scheduler.load().jobs == 0)
         assert running.post("/v1/chat/completions", GREEDY).status_code == 200
     consistent(engine)
+
+
+def test_a_queue_that_only_the_engine_finds_full_is_told_in_words_for_clients():
+    """As for two passes behind requests that ended by themselves."""
+    problem = told(QueueFull("the queue is full: 2 requests run and 2 wait; try again later, or raise max_queue"), None)
+    assert (problem.status, problem.code, problem.headers) == (503, "queue_full", {"Retry-After": "1"})
+    assert problem.message == "the queue is full; try again later"
 
 
 def test_a_deadline_ends_what_runs_and_what_waits(engine, monkeypatch):
@@ -517,6 +526,8 @@ def test_a_certificate_makes_it_https(process, tmp_path):
         (["--port", "70000"], 2, "expected a port from 0 to 65535"),
         (["--timeout", "soon"], 2, "expected seconds"),
         (["--slots", "65"], 2, "from 1 to 64"),
+        (["--cors", "https://chat.example/"], 2, "expected * or an origin"),
+        (["--served-model-name", ""], 2, "expected a name"),
         (["--ssl-keyfile", "key.pem"], 2, "--ssl-keyfile needs --ssl-certfile"),
         (["--ssl-certfile", "no.pem"], 1, "the certificate no.pem or its key cannot be used"),
         (["--api-key-file", "no.txt"], 1, "no.txt: No such file or directory"),

@@ -211,7 +211,7 @@ REFUSED = {
     "broken_lark": (dict(grammar="nonsense"), "grammar: "),
     "no_choices": (dict(choice=[]), "choice must be a list"),
     "a_choice_of_nothing": (dict(choice=["a", ""]), "choice: every entry must be a non-empty string"),
-    "two_forms": (dict(choice=["a"], regex="a"), "choice cannot stand beside regex"),
+    "two_forms": (dict(choice=["a"], regex="a"), "choice: an answer has one form, and regex is given too"),
     "a_number": (dict(regex=5), "regex must be a non-empty string, got 5"),
 }
 

@@ -25,7 +25,7 @@ class TooLong(PromptError):
     def __init__(self, tokens: int, context: int, or_more: bool = False, fix: str = ""):
         least = " or more" if or_more else ""
         super().__init__(f"the prompt has {tokens:,} tokens{least}, the context holds {context:,}{fix}")
-        self.tokens = tokens
+        self.tokens, self.or_more = tokens, or_more
 
 
 class ParameterError(TridecodeError, ValueError):

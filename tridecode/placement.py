@@ -77,7 +77,7 @@ def to_quantise(
     """The configuration of a checkpoint whose projections will be quantised while they are loaded, its LM head to
     `head`, by default fp8, and its K/V while they are written. Raises ParameterError."""
     if head is not None and quantize is None:
-        raise ParameterError("quantize_head: nothing is quantised; use it with quantize")
+        raise ParameterError('quantize_head: nothing is quantised; use it with quantize="int4"')
     head = choice("quantize_head", head or "fp8", HEADS)
     config = replace(config, fp8_kv=choice("kv_dtype", kv_dtype, KV_DTYPES) == "fp8")
     if quantize is None:
@@ -130,7 +130,7 @@ def plan_capacity(
     if kv_tokens is not None and kv_tokens < capacity:
         capacity, why = kv_tokens, "that is what kv_tokens asks for"
     if kv_tokens is not None and kv_tokens > slots * capacity:
-        most = f"{slots:,} slots of {capacity:,} positions hold at most {slots * capacity:,}"
+        most = f"{slots:,} slot{'s' * (slots > 1)} of {capacity:,} positions can have at most {slots * capacity:,}"
         raise ParameterError(f"kv_tokens: {most}, got {kv_tokens:,}")
     notes = []
     if capacity < (max_seq_len or limit):
@@ -186,7 +186,7 @@ def plan_kv(
     longest = max_seq_len or limit
     least = least_pages(slots, page, min(chunk, longest) if batch_invariant else 1)
     if kv_tokens is not None:
-        which = f"what {slots:,} slots of {longest:,} positions hold, "
+        which = f"what {slots:,} slot{'s' * (slots > 1)} of {longest:,} positions can have, "
         kv_tokens = integer("kv_tokens", kv_tokens, least * page, max(slots * longest, least * page), which)
     each = page_bytes(config.num_layers, config.kv_size, page, dtype)
     free = memory.free_memory(torch.device("cpu")) - on_host * host_layer_bytes(config, dtype)

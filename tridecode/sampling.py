@@ -88,7 +88,7 @@ class SamplingParams:
     def _check_structure(self) -> None:
         given = [name for name in STRUCTURES if getattr(self, name) is not None]
         if len(given) > 1:
-            raise ParameterError(f"{given[1]} cannot stand beside {given[0]}: an answer has one form")
+            raise ParameterError(f"{given[1]}: an answer has one form, and {given[0]} is given too")
         if not given:
             return
         (name,), value = given, getattr(self, given[0])

@@ -106,12 +106,14 @@ def add_benches(bench) -> None:
     host.add_argument("--host", type=shares_of_one, default=[1.0, 0.5, 0.0], metavar="S,S", help=shares)
     host.add_argument("--ring", type=positive, default=2, metavar="N", help="buffers of the device (2)")
     tokens = "of a prompt to read instead, and to go on with, a row each"
-    host.add_argument("--prompt-tokens", type=positives, metavar="N,N", help=tokens)
+    instead = host.add_mutually_exclusive_group()
+    instead.add_argument("--prompt-tokens", type=positives, metavar="N,N", help=tokens)
     words = "instead: a conversation of --context tokens that comes back from the host, and one computed again"
-    host.add_argument("--swap", action="store_true", help=words)
+    instead.add_argument("--swap", action="store_true", help=words)
     words = "instead: GiB of the last layers' weights on the host, and all K/V on the device"
-    host.add_argument("--weights", type=amount, metavar="GIB", help=words)
-    host.add_argument("--kv-gib", type=amount, default=4.0, metavar="GIB", help="of the device for such a prompt (4)")
+    instead.add_argument("--weights", type=amount, metavar="GIB", help=words)
+    words = "of the device, for --prompt-tokens (4)"
+    host.add_argument("--kv-gib", type=amount, default=4.0, metavar="GIB", help=words)
     guess = add("speculate", "passes that verify guesses, and the tokens that come out of one on real texts", runs=7)
     add_shape(guess, model=True)
     add_quantize(guess)

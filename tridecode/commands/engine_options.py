@@ -65,7 +65,7 @@ def engine_options() -> argparse.ArgumentParser:
     words = "for that look for the last N tokens where they stood before, or fewer, down to M (default: 8:2)"
     group.add_argument("--speculate-ngram", type=ngram, metavar="N:M", help=words)
     words = "milliseconds that a pass may take which reads prompts while others decode (default: 15)"
-    group.add_argument("--prompt-ms", type=float, default=15.0, metavar="MS", help=words)
+    group.add_argument("--prompt-ms", type=amount, default=15.0, metavar="MS", help=words)
     add_verbose(group)
     return options
 

@@ -179,7 +179,8 @@ def make_parser() -> argparse.ArgumentParser:
     info.add_argument("--json", action="store_true", help="print one JSON object (sizes in bytes)")
     words = dict(help="write a checkpoint in fewer bits", description=QUANTIZE)
     quantize = commands.add_parser("quantize", **words)
-    quantize.add_argument("model", metavar="MODEL", help="directory or Hugging Face id of an unquantised checkpoint")
+    source = "directory or Hugging Face id of an unquantised checkpoint, or bundled"
+    quantize.add_argument("model", metavar="MODEL", help=source)
     quantize.add_argument("out", metavar="OUT", help="a new or an empty directory")
     quantize.add_argument("--to", default="int4", choices=["fp8", "int8", "int4"], help="(int4)")
     quantize.add_argument("--head", default="keep", choices=["keep", "fp8", "int8", "int4"], help="LM head (keep)")

@@ -1,6 +1,6 @@
 """The options of `serve`. Nothing here imports torch: `--help` answers at once."""
 
-from .values import port, positive, seconds
+from .values import name, origin, port, positive, seconds
 
 SERVE = """\
 Serve a model over HTTP, by OpenAI's and Anthropic's APIs: /v1/chat/completions, /v1/responses,
@@ -19,7 +19,8 @@ def serve_options(serve) -> None:
     group = serve.add_argument_group("server")
     group.add_argument("--host", default="127.0.0.1", metavar="HOST", help="address to listen on (127.0.0.1)")
     group.add_argument("--port", type=port, default=8000, metavar="N", help="0 takes any that is free (8000)")
-    group.add_argument("--served-model-name", metavar="NAME", help="of the model (its id, or its directory's name)")
+    words = "of the model (its id, or its directory's name)"
+    group.add_argument("--served-model-name", type=name, metavar="NAME", help=words)
     group.add_argument("--any-model", action="store_true", help="serve requests for any model, or for none, with it")
     queue = "requests that may wait for a slot; more are told to come again (256)"
     group.add_argument("--max-queue", type=positive, default=256, metavar="N", help=queue)
@@ -29,5 +30,5 @@ def serve_options(serve) -> None:
     group.add_argument("--ssl-certfile", metavar="FILE", help="a certificate: serve https")
     group.add_argument("--ssl-keyfile", metavar="FILE", help="its key, if another file has it")
     origins = "a web page's origin that may ask, like https://chat.example, or *; repeatable (default: none)"
-    group.add_argument("--cors", action="append", metavar="ORIGIN", help=origins)
+    group.add_argument("--cors", action="append", type=origin, metavar="ORIGIN", help=origins)
     group.add_argument("--log-prompts", action="store_true", help="log what is asked too")

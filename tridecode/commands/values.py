@@ -2,6 +2,7 @@
 
 import argparse
 import math
+import re
 from urllib.parse import urlsplit
 
 MOST_ROWS = 64  # of a pass, and so requests at a time
@@ -166,7 +167,22 @@ def percentiles(text: str) -> list[float]:
 
 
 def whole(text: str) -> int:
-    return 0 if text == "0" else positive(text)
+    if not (text.isdecimal() and len(text) < 40):
+        raise argparse.ArgumentTypeError(f"expected 0 or a positive integer, got {text!r}")
+    return int(text)
+
+
+def name(text: str) -> str:
+    if not text.strip():
+        raise argparse.ArgumentTypeError(f"expected a name, got {text!r}")
+    return text
+
+
+def origin(text: str) -> str:
+    """As a browser names the origin of a page, or * for all of them."""
+    if text != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^\s/?#A-Z]+", text):
+        raise argparse.ArgumentTypeError(f"expected * or an origin like https://chat.example, no path, got {text!r}")
+    return text
 
 
 def server_url(text: str) -> str:

@@ -62,7 +62,7 @@ class Policy:
                 f"{NGRAM[0]}:{NGRAM[1]}, got {shown(given)}"
             )
         if not self.speculates:
-            raise ParameterError("speculate_ngram: nothing is guessed; use it with speculate ngram")
+            raise ParameterError('speculate_ngram: nothing is guessed; use it with speculate="ngram"')
         return tuple(given)
 
     @property

@@ -61,9 +61,9 @@ class MessagesRequest(Generation, kw_only=True):
     def check(self) -> None:
         if self.max_tokens is None and not self.counts:
             raise refusal("max_tokens is required", "max_tokens")
-        if self.n != 1:
-            raise refusal("n must be 1: a message is one answer", "n")
-        self.stop = self.stop_sequences or self.stop
+        self.single("a message")
+        self.keep("stop_sequences", "stop")
+        self.keep_format(self.output_config and self.output_config.format, "output_config.format")
         super().check()
 
     @property

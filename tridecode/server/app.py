@@ -207,7 +207,7 @@ class Server:
         try:
             ids = await self.loop.prepared(lambda: self.engine.encode(prompt, asked.chat_template_kwargs))
         except TridecodeError as error:
-            raise told(error, self.engine.tokenizer.directory) from None
+            raise told(error, self.engine.tokenizer.directory, asked.names) from None
         return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": self.engine.capacity})
 
     async def detokenize(self, request: Request) -> Response:

@@ -64,7 +64,7 @@ def told(error: Exception, directory: Path | None, rename: dict[str, str] | None
     if isinstance(error, EngineClosed):
         return ApiError(503, "this server is stopping", code="stopping")
     if isinstance(error, QueueFull):
-        return ApiError(503, text, code="queue_full")
+        return ApiError(503, "the queue is full; try again later", code="queue_full")  # max_queue is not the client's
     if isinstance(error, GenerationError):
         return ApiError(500, text, code="generation_failed")
     if type(error).__name__ == "OutOfMemoryError" or isinstance(error, MemoryError):

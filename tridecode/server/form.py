@@ -17,8 +17,8 @@ EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 STRUCTURED = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "grammar"}
 
 
-def response_format(given: dict | None, structured: dict | None) -> Structure | None:
-    """What response_format or structured_outputs ask for. Raises ApiError."""
+def response_format(given: dict | None, structured: dict | None, name: str = "response_format") -> Structure | None:
+    """What response_format, as which an API may have another name, or structured_outputs ask for. Raises ApiError."""
     if structured is not None:
         asked = {name: value for name, value in structured.items() if value is not None}
         if given is not None or len(asked) != 1 or not asked.keys() <= STRUCTURED.keys():
@@ -36,7 +36,7 @@ def response_format(given: dict | None, structured: dict | None) -> Structure | 
         }:  # fmt: skip
             return "json_schema", schema
     expected = 'text, json_object or json_schema with {"json_schema": {"name": ..., "schema": {...}}}'
-    raise refusal(f"response_format: expected type {expected}", "response_format")
+    raise refusal(f"{name}: expected type {expected}", name)
 
 
 def thinking_off(effort: str | None, tokenizer: Tokenizer, name: str = "reasoning_effort") -> dict:

@@ -91,6 +91,25 @@ class Generation(msgspec.Struct, kw_only=True):
             return {}
         return {"json_schema": "response_format", "grammar": "response_format"}
 
+    def keep(self, name: str, general: str) -> None:
+        """The field that an API calls `name`, kept under its `general` name. Raises ApiError where both differ."""
+        value = getattr(self, name)
+        if value is not None and getattr(self, general) not in (None, value):
+            raise refusal(f"{general} and {name} say the same; give one", name)
+        setattr(self, general, getattr(self, general) if value is None else value)
+
+    def keep_format(self, given: dict[str, Any] | None, name: str) -> None:
+        """The same for the form of an answer, which other APIs have elsewhere."""
+        if given is not None and (self.response_format is not None or self.structured_outputs is not None):
+            raise refusal(f"{name}, response_format and structured_outputs say the same; give one", name)
+
+    def single(self, what: str) -> None:
+        """Refuse what an API with one answer a request, `what`, has no place for."""
+        if self.n != 1:
+            raise refusal(f"n must be 1: {what} is one answer", "n")
+        if self.return_token_ids:
+            raise refusal(f"return_token_ids: {what} has no place for them; leave it out", "return_token_ids")
+
     def check(self) -> None:
         """What no type says. Raises ApiError."""
         _ = self.structure
@@ -108,7 +127,7 @@ class Generation(msgspec.Struct, kw_only=True):
 
     def _check_min_tokens(self) -> None:
         """The sampler cannot keep a stop token from being drawn for a while; where nothing stops it, it need not."""
-        if self.min_tokens < 0 or self.min_tokens > (self.max_tokens or self.min_tokens):
+        if self.min_tokens < 0 or 0 < (self.max_tokens or 0) < self.min_tokens:
             raise refusal(f"min_tokens must be from 0 to max_tokens, got {shown(self.min_tokens)}", "min_tokens")
         if self.min_tokens and (not self.ignore_eos or self.stop or self.stop_token_ids):
             raise refusal(
@@ -135,10 +154,7 @@ class ChatRequest(Generation, kw_only=True):
         return given | {"logprobs": self.top_logprobs or 0} if self.logprobs else given
 
     def check(self) -> None:
-        if self.max_completion_tokens is not None:
-            if self.max_tokens not in (None, self.max_completion_tokens):
-                raise refusal("max_tokens and max_completion_tokens say the same; give one", "max_completion_tokens")
-            self.max_tokens = self.max_completion_tokens
+        self.keep("max_completion_tokens", "max_tokens")
         if self.top_logprobs is not None and not self.logprobs:
             raise refusal("top_logprobs needs logprobs: true", "top_logprobs")
         super().check()
@@ -185,6 +201,7 @@ class CompletionRequest(Generation, kw_only=True):
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):
     neutral: ClassVar = {}
+    names: ClassVar = {"template_variables": "chat_template_kwargs"}
     model: str | None = None
     prompt: str | None = None
     messages: list[Any] | None = None

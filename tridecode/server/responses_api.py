@@ -69,9 +69,9 @@ class ResponsesRequest(Generation, kw_only=True):
             raise refusal(f"store: {STORED}, and store: false", "store", "unsupported_parameter")
         if self.previous_response_id is not None:
             raise refusal(f"previous_response_id: {STORED}", "previous_response_id", "unsupported_parameter")
-        if self.n != 1:
-            raise refusal("n must be 1: a response is one answer", "n")
-        self.max_tokens = self.max_output_tokens or self.max_tokens
+        self.single("a response")
+        self.keep("max_output_tokens", "max_tokens")
+        self.keep_format(self.text and self.text.format, "text.format")
         super().check()
 
     @property
@@ -83,7 +83,7 @@ class ResponsesRequest(Generation, kw_only=True):
     def structure(self) -> Structure | None:
         if self.text is None or self.text.format is None:
             return super().structure
-        return response_format(self.text.format, None)
+        return response_format(self.text.format, None, "text.format")
 
     def variables(self, tokenizer: Tokenizer) -> dict:
         return thinking_off(self.reasoning and self.reasoning.effort, tokenizer, "reasoning.effort")

@@ -100,15 +100,15 @@ class RemoteModel:
         check_option(option, self.owner)
 
     def count(self, prompt, variables: dict | None = None) -> int:
-        """Tokens of a prompt. Raises ServerError."""
+        """Tokens of a prompt. Raises ServerError, and TooLong where the server does not count so many."""
         asked = {"prompt": prompt} if isinstance(prompt, str) else {"messages": sent(prompt)}
         with failing(self.device):
             response = self._post("/tokenize", self._body(asked, {}, variables))
             try:
                 check(response)
                 return int(response.json()["count"])
-            except TooLong as error:
-                return error.tokens
+            except TooLong:  # a ValueError as well
+                raise
             except (ValueError, LookupError, TypeError):
                 raise ServerError(f"{self.device}/tokenize counts no tokens") from None
 
@@ -269,7 +269,7 @@ class Refused(TooLong):
 
     def __init__(self, said: str, tokens: int):
         PromptError.__init__(self, said)
-        self.tokens = tokens
+        self.tokens, self.or_more = tokens, "tokens or more" in said
 
 
 @contextmanager

@@ -89,6 +89,10 @@ class RemoteChat(Chat):
     def largest(self) -> int:
         return 0  # the server's matter
 
+    def fail(self, what: str, begun: str = "") -> None:
+        switched = self.variables is not None and SWITCH in what
+        super().fail(what + "; /think on leaves thinking to the server" * switched, begun)
+
     def count(self, prompt) -> int:
         return self.engine.count(prompt, self.variables)
 

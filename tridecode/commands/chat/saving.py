@@ -35,6 +35,9 @@ def load(chat, rest: str) -> None:
         except session.SessionError as error:
             if path.suffix.lower() in sessions.MARKDOWN and path.is_file():
                 raise session.SessionError(f"{error}; /load reads JSON, Markdown is only for people") from None
+            if not os.path.lexists(path) and path.name == rest and not path.suffix:
+                words = "no session of this name, and no file; /sessions lists them"
+                raise session.SessionError(f"{rest}: {words}") from None
             raise
     if loaded.raw != chat.conversation.raw:
         chat.output.note(f"this conversation needs a chat {'with' if loaded.raw else 'without'} --raw")

@@ -9,7 +9,7 @@ from ..terminal import did_you_mean
 
 # Settings of the chat itself, beside the sampling options.
 CHOICES = {"overflow": ("error", "drop-oldest", "stop"), "stats": ("full", "short", "off")}
-NAMES = tuple(field.name for field in fields(SamplingParams))
+NAMES = tuple(field.name for field in fields(SamplingParams) if field.name != "logprobs")  # which a chat shows nowhere
 _WORDS = {"none": None, "null": None, "on": True, "true": True, "off": False, "false": False}
 
 

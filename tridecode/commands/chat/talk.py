@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from ...engine import Engine
-from ...errors import ParameterError, TooLong
+from ...errors import ParameterError
 from ...results import Piece
 from ...text.thinking import CLOSE, SWITCH, strip_thinking
 from ..explain import explain
@@ -117,6 +117,8 @@ class Chat:
     def choose(self, name: str, value: str) -> None:
         """Set one of CHOICES. Raises ParameterError."""
         if value not in CHOICES[name]:
+            if not value:
+                raise ParameterError(f"/set {name} needs a value; it is {getattr(self, name)}")
             raise ParameterError(f"{name} must be one of {', '.join(CHOICES[name])}, got {value[:80]!r}")
         setattr(self, name, value)
 
@@ -191,7 +193,7 @@ class Chat:
             base = self.conversation.without_last() if replaces and self.conversation.turns else self.conversation
             Turn(self, message, base, begun).run()
         except Overflow as error:
-            self.fail(str(error))
+            self.fail(str(error), begun)
             if self.overflow == "stop":
                 self.exit_code = 1
                 return False
@@ -199,13 +201,13 @@ class Chat:
             raise
         except Exception as error:
             log.debug("a turn failed", exc_info=True)
-            self.fail(explain(error))
+            self.fail(explain(error), begun)
             return self.goes_on(error)
         return True
 
-    def fail(self, what: str) -> None:
+    def fail(self, what: str, begun: str = "") -> None:
         """One line; a pipe, where nobody may have read it, says so again with its exit code."""
-        self.output.error(f"{what}; the turn is not kept")
+        self.output.error(f"{what}; {'the answer stays as it was' if begun else 'the turn is not kept'}")
         if not self.interactive:
             self.exit_code = 1
 
@@ -239,7 +241,8 @@ class Chat:
             return self.count(prompt) + more
 
         more = len(self.answer_ids(begun)) if begun and not base.raw else 0
-        base, note = fit(base, line, count, capacity, self.overflow, self.params.max_tokens, self.largest())
+        most = self.params.max_tokens
+        base, note = fit(base, line, count, capacity, self.overflow, most, self.largest(), bool(begun))
         if note:
             self.output.note(note)
         return base
@@ -249,22 +252,21 @@ class Chat:
         return self.engine.config.max_position
 
     def count(self, prompt) -> int:
+        """Tokens of a prompt. Raises TooLong, without counting, for what is far longer than the context."""
         tokenizer, context = self.engine.tokenizer, self.engine.capacity
-        try:
-            if isinstance(prompt, str):
-                return len(tokenizer.encode(prompt, context=context))
-            return len(tokenizer.encode_chat(prompt, context, **self.variables or {}))
-        except TooLong as error:
-            return error.tokens  # the fewest; enough to know that it does not fit
+        if isinstance(prompt, str):
+            return len(tokenizer.encode(prompt, context=context))
+        return len(tokenizer.encode_chat(prompt, context, **self.variables or {}))
 
     def cut(self, last) -> str:
         """A line about an answer that was cut."""
         if last.finish_reason != "length":
             return ""
         why = f"the context of {self.engine.capacity:,} tokens is full"
+        more = self.overflow == "drop-oldest" and len(self.conversation.turns) - self.conversation.dropped > 1
         if last.usage.prompt_tokens + last.usage.completion_tokens < self.engine.capacity:
-            why = f"max_tokens ({self.params.max_tokens:,}) was reached"
-        return f"the answer was cut: {why}" + ("; /continue goes on" if self.interactive else "")
+            why, more = f"max_tokens ({self.params.max_tokens:,}) was reached", True
+        return f"the answer was cut: {why}" + ("; /continue goes on" if self.interactive and more else "")
 
     def save(self) -> None:
         """Bring the session file up to date; where that fails, a line says so and the chat goes on."""

@@ -85,7 +85,7 @@ class Turn:
         seconds = time.perf_counter() - self.started
         chat.answers, chat.tokens, chat.seconds = chat.answers + 1, chat.tokens + self.tokens, chat.seconds + seconds
         if failed:
-            chat.fail(explain(GenerationError(last.error)))
+            chat.fail(explain(GenerationError(last.error)), self.begun)
         elif last is None:
             rest = "kept in the conversation" if answer else "the turn is not kept"
             chat.output.note(f"stopped after {counted(self.tokens, chat.unit)} and {seconds:.1f} s; {rest}")

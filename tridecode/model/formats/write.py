@@ -6,9 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from ...errors import CheckpointError, brief
 from .quantise import fitted, quantised
 from .scheme import Codes, Quantisation, Scheme
 
@@ -64,7 +65,7 @@ def write(
     progress: Callable[[int, int], None] | None = None,
 ) -> None:
     """The checkpoint in `source` again in the empty directory `out`, with the weights of `rules` quantised. files: of
-    each of its files the tensors to take."""
+    each of its files the tensors to take. Raises CheckpointError and OSError where it cannot be written."""
     total, done, size = sum(file.stat().st_size for file in files), 0, 0
     shard, shards, schemes, ignored, places = {}, 0, {}, [], {}
 
@@ -73,7 +74,10 @@ def write(
         if shard:
             shards += 1
             name = f"model-{shards:05}.safetensors"
-            save_file(shard, out / name, metadata={"format": "pt"})
+            try:
+                save_file(shard, out / name, metadata={"format": "pt"})
+            except SafetensorError as error:  # a full disk
+                raise CheckpointError(f"{out / name}: cannot be written ({brief(error)})") from None
             places.update(dict.fromkeys(shard, name))
             shard, size = {}, 0
 
@@ -99,6 +103,8 @@ def write(
     flush()
     index = {"metadata": {}, "weight_map": places}
     (out / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+    for name in set(places.values()):  # safetensors makes its files readable for their owner only
+        shutil.copymode(out / "model.safetensors.index.json", out / name)
     for other in source.iterdir():
         if other.is_file() and other.suffix not in WEIGHTS and not other.name.endswith(".index.json"):
             shutil.copyfile(other, out / other.name)
