@@ -18,6 +18,7 @@ import triton
 from compile_step import meta_model, recorded
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 
 from tridecode.step import decode
 from tridecode.step.graphs import launcher
@@ -27,12 +28,14 @@ ARCH = 90
 
 
 def orders(kernel, signature, constants, attributes, options, pdl) -> str:
-    source = ASTSource(kernel, signature, constants, attributes)
+    source = (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, signature, constants, attributes)
     options = options | ({"launch_pdl": True} if pdl else {})
     asm = triton.compile(source, target=GPUTarget("cuda", ARCH, 32), options=options).asm
     products = Counter(re.sub(r"n\d+k", "nk", name) for name in re.findall(r"w?gmma[\w.]+|mma\.sync[\w.]+", asm["ptx"]))
     if kernel.__name__ == "_matmul_kernel":  # its instructions take eight rows each; what counts is those of one row
         products = {name: count * 8 // constants["BLOCK_M"] for name, count in products.items()}
+    if kernel.is_gluon():  # it loops over tiles; which columns are which program's, its shape says
+        products = dict.fromkeys(products, 1)
     layouts = dict(re.findall(r"(?m)^(#\w+) = (.*)$", asm["ttgir"]))
     reduced = re.findall(r"\}\) : \(tensor<[\dx]*f32, ([^>]*)>+\) ->", asm["ttgir"])
     return f"{dict(products)} {[re.sub(r'#[a-z]+[0-9]*$', lambda m: layouts[m[0]], name) for name in reduced]}"

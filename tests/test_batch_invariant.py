@@ -250,7 +250,7 @@ def test_chunks_are_small_unless_they_are_asked_for():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_shapes_add_the_columns_in_one_order_for_all_rows(dtype):
     """Of products and attention what decides the order of sums is one for all; what is in flight may differ."""
-    for hidden, inter in ((96, 160), (2560, 9728), (4096, 14336)):
+    for hidden, inter in ((96, 160), (2048, 8192)):  # of larger ones see tests/kernels/test_matmul_hopper.py
         config = tiny_config(hidden_size=hidden, intermediate_size=inter)
         found = invariant_shapes(config, dtype, 90)
         for op in ("qkv", "o_proj", "gate_up", "down", "lm_head", "attention"):

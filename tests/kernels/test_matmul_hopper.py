@@ -13,7 +13,15 @@ from tridecode.kernels.matmul_wide import make_buffers
 from tridecode.kernels.matvec import matvec_normed_ref, matvec_residual_ref
 from tridecode.model.presets import PRESETS
 from tridecode.model.weights import Linear
-from tridecode.step.choose import choose_shapes, few_rows_shape, hopper_shape, invariant_shapes, matrix_sizes
+from tridecode.step.choose import (
+    choose_shapes,
+    few_rows_shape,
+    hopper_shape,
+    invariant_products,
+    invariant_shapes,
+    matrix_sizes,
+    parts_of_columns,
+)  # fmt: skip
 from tridecode.step.products import products
 from tridecode.step.shapes import HopperShape, TilesShape
 
@@ -107,9 +115,9 @@ def same(some, others) -> bool:
     return all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(some, others, strict=True))
 
 
-def sizes(role) -> tuple[int, int]:
+def sizes(role, preset="qwen3-4b") -> tuple[int, int]:
     """Outputs and columns, of a small vocabulary."""
-    n, k = SIZES[role]
+    n, k = matrix_sizes(PRESETS[preset])[role]
     return {"gate_up": n // 2, "lm_head": 19456}.get(role, n), k
 
 
@@ -174,6 +182,23 @@ def test_launches_that_depend_on_each_other_give_the_same_bits_captured(rows):
             assert same(product.outputs, expected), product.role
 
 
+@hopper_only
+@pytest.mark.parametrize("preset", ["qwen3-4b", "llama-3.1-8b"])
+@ROLES
+def test_a_row_has_the_same_bits_among_any_number_of_rows(role, preset):
+    """In the shapes of the batch-invariant mode, whose instructions are as wide as there are rows."""
+    shapes = invariant_products(*matrix_sizes(PRESETS[preset])[role], role, 90)
+    most = Product(role, *sizes(role, preset), 64, idle=())
+    wanted = most.launch(shapes[64])
+    for rows in (1, 8, 16, 17, 32, 33):
+        few = Product(role, *sizes(role, preset), rows, idle=())
+        few.linear, few.norm = most.linear, most.norm
+        for name in ("x", "partials", "hidden"):
+            getattr(few, name).copy_(getattr(most, name)[:rows])
+        found = few.launch(shapes[min(size for size in shapes if size >= rows)])
+        assert same(found, [output[:rows] for output in wanted]), f"{rows} rows"
+
+
 @pytest.mark.parametrize("preset", ["qwen3-4b", "llama-3.1-8b", "qwen3-8b"])
 def test_engines_on_hopper_have_these_products_for_more_than_sixteen_rows(preset):
     for capability, expected in ((90, {HopperShape}), (80, {TilesShape}), (120, {TilesShape})):
@@ -186,9 +211,15 @@ def test_engines_on_hopper_have_these_products_for_more_than_sixteen_rows(preset
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_a_row_that_must_not_know_the_others_has_other_products(preset):
-    for shapes in invariant_shapes(PRESETS[preset], torch.bfloat16, 90).values():
-        assert HopperShape not in map(type, vars(shapes).values())
+def test_rows_that_must_not_know_each_other_are_added_in_one_order(preset):
+    """Tiles may differ, not which columns are added together, nor how many sums of squares there are."""
+    found = invariant_shapes(PRESETS[preset], torch.bfloat16, 90).values()
+    for op, (n, k) in matrix_sizes(PRESETS[preset]).items():
+        shapes = [getattr(shapes, op) for shapes in found]
+        assert (HopperShape in map(type, shapes)) == (hopper_shape(n, k, op == "gate_up") is not None)
+        if HopperShape in map(type, shapes):
+            assert len({(type(shape), shape.block_n, *parts_of_columns(shape, k)) for shape in shapes}) == 1
+            assert op != "lm_head" or shapes[0].split == 1
 
 
 @pytest.mark.parametrize("preset", PRESETS)

@@ -206,12 +206,30 @@ def invariant_shapes(config: ModelConfig, dtype: torch.dtype, capability: int) -
     if dtype != torch.bfloat16:
         return {1: choose_shapes(config, dtype, capability)[2]}
     attention = attention_rows_shape(config, dtype, 64)
-    splits = {op: columns_split(N, K) for op, (N, K) in matrix_sizes(config).items()}
-    splits["lm_head"] = 1  # no buffer has room for its sums
+    by_op = {op: invariant_products(N, K, op, capability) for op, (N, K) in matrix_sizes(config).items()}
     return {
-        rows: StepShapes(**{op: invariant_shape(rows, split) for op, split in splits.items()}, attention=attention)
+        rows: StepShapes(**{op: shapes[rows] for op, shapes in by_op.items()}, attention=attention)
         for rows in (16, 32, 64)
     }
+
+
+def invariant_products(N: int, K: int, op: str, capability: int) -> dict[int, Shape]:
+    """Of one matrix, by rows."""
+    if capability == TUNED_FOR and (few := hopper_shape(N, K, op == "gate_up")):
+        few, most = (few_rows_shape(N, K, rows, op == "gate_up", capability) for rows in (32, 64))
+        if not isinstance(most, HopperShape):  # more of the rows' sums want more warps
+            most = replace(few, x_stages=2, num_warps=8, registers=88 if few.copier else few.registers)
+        if parts_of_columns(few, K) != parts_of_columns(most, K):
+            few = most
+        return {16: few, 32: few, 64: most}
+    split = 1 if op == "lm_head" else columns_split(N, K)  # no buffer has room for the head's sums
+    return {rows: invariant_shape(rows, split) for rows in (16, 32, 64)}
+
+
+def parts_of_columns(shape: HopperShape, K: int) -> list[int]:
+    """Where the columns of each program begin: what decides the order of the sums."""
+    tiles = -(-K // shape.block_k)
+    return [part * tiles // shape.split * shape.block_k for part in range(shape.split)]
 
 
 def invariant_shape(rows: int, split: int) -> WideShape:
