@@ -18,7 +18,9 @@ from tridecode.commands.bench.speculate_texts import Text, play, texts
 from tridecode.commands.parser import make_parser
 from tridecode.engine import Engine
 from tridecode.errors import ParameterError
+from tridecode.loading import BUNDLED
 from tridecode.model.checkpoint import random_weights
+from tridecode.text.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parent.parent
 SMALL = ("speculate", "--context", "20", "--steps", "2", "--runs", "1", "--history", "300")
@@ -87,15 +89,23 @@ def test_the_texts_are_there_and_are_what_they_are_called():
     found = {text.name.split()[0].rstrip(":"): text for text in texts()}
     assert list(found) == ["code", "quotation", "JSON", "prose", "chat"]
     for text in found.values():
-        assert (speculate_texts.ROOT / text.source).is_file() and len(text.drawn) > 2000
+        assert (ROOT / text.source).parent == ROOT / "benchmarks/texts" and len(text.drawn) > 2000
     assert found["code"].drawn != found["code"].before and "kept" in found["code"].drawn
     assert found["quotation"].drawn in found["quotation"].before
     assert found["prose"].drawn[:200] not in found["prose"].before
 
 
+def test_what_is_recorded_of_the_texts_is_of_these():
+    """No edit of another file changes a figure; an edit of these has to be played and recorded again."""
+    recorded = json.loads((ROOT / "benchmarks/speculation-texts.json").read_text())
+    tokenizer = Tokenizer.load(BUNDLED)
+    found = [(text.name, text.source, len(tokenizer.encode(text.drawn))) for text in texts()]
+    assert found == [(row["variant"], row["source"], row["tokens"]) for row in recorded]
+
+
 def test_without_the_files_it_is_one_line(monkeypatch, tmp_path):
     monkeypatch.setattr(speculate_texts, "ROOT", tmp_path)
-    with pytest.raises(ParameterError, match="advice.txt is not there; run it in a checkout$"):
+    with pytest.raises(ParameterError, match="benchmarks/texts/code.txt is not there; run it in a checkout$"):
         texts()
 
 
