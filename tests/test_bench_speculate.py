@@ -82,7 +82,26 @@ def test_texts_alone_need_no_gpu_and_no_engine(bench):
     rows = json.loads(out)
     assert code == 0 and not bench.made and [row["variant"] for row in rows] == ["twice", "once"]
     assert not any("speed_up" in row or "gpu" in row for row in rows)
-    assert "--speculate-ngram 5:3 --texts-only" in rows[0]["command"]
+    assert rows[0]["command"] == "python cli.py bench speculate --speculate-ngram 5:3 --texts-only"
+
+
+@pytest.mark.parametrize(
+    "given",
+    ["--preset qwen3-4b", "--runs 7", "--requests 1", "--context 64", "--steps 2", "--history 300", "--quantize int4",
+     "--quantize-head fp8", "--kv-dtype auto"],
+)  # fmt: skip
+def test_texts_alone_refuse_what_is_of_passes(capsys, given):
+    """Even at its default."""
+    with pytest.raises(SystemExit, match="^2$"):
+        make_parser().parse_args(["bench", "speculate", *given.split(), "--texts-only"])
+    err, option = capsys.readouterr().err, given.split()[0]
+    assert err.count("\n") == 1 and f"error: {option} does not go with --texts-only" in err
+
+
+def test_without_texts_only_the_defaults_are_what_help_says():
+    args = make_parser().parse_args(["bench", "speculate", "--steps", "5"])
+    assert (args.preset, args.runs, args.requests, args.context) == ("qwen3-4b", 7, [1, 2, 4, 8], 1024)
+    assert (args.steps, args.history, args.quantize, args.kv_dtype) == (5, 32000, None, "auto")
 
 
 def test_the_texts_are_there_and_are_what_they_are_called():
