@@ -42,7 +42,7 @@ def add_benches(bench) -> None:
             default="table",
             help="of stdout, or of the file with --output (table)",
         )
-        parser.add_argument("--output", metavar="FILE", help="write the rows there; its suffix says the format")
+        parser.add_argument("--output", metavar="FILE", help="write the rows there, as its suffix says (.json)")
         parser.add_argument("--compare", metavar="FILE", help="say how far the rows are from those of that JSON file")
         add_verbose(parser)
         return parser
