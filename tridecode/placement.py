@@ -193,7 +193,7 @@ def plan_kv(
     if kv_offload == "auto":
         host = min(free // 2 // each, slots * -(-longest // page))
     else:
-        host = int(real("kv_offload", kv_offload, 1e-3, 1e6) * GIB) // each
+        host = int(real("kv_offload", kv_offload, 1e-3, 1e6, ' or "auto"') * GIB) // each
         if host * each > free:
             raise DeviceError(f"kv_offload: {host * each / GIB:,.1f} GiB are asked for, the host has {free / GIB:,.1f}")
     if host == 0:
