@@ -104,7 +104,7 @@ class Chat:
 
     def setting(self, name: str) -> str:
         """The value of a sampling option, as /set takes it."""
-        return as_typed(getattr(self.params, name))
+        return as_typed(name, getattr(self.params, name))
 
     def change(self, name: str, text: str) -> str:
         """Set a sampling option from what was typed; returns its full name. Raises ParameterError."""
