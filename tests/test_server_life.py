@@ -236,7 +236,7 @@ def test_what_can_be_captured_later_is_while_nobody_waits(monkeypatch):
             until(lambda: began)
             before = len(began)
             assert running.post("/v1/chat/completions", GREEDY).json()["choices"][0]["message"]["content"] == ANSWER
-            assert len(began) - before <= 1 and left[0] > 0
+            assert len(began) - before <= 2 and left[0] > 0
             until(lambda: left[0] == 0)
             time.sleep(0.3)
             assert len(began) == 8 and not any(beside)
