@@ -196,9 +196,11 @@ def test_engine_option_out_of_range(failure, good, option, value, named):
         (("--quantize-head", "keep"), "use it with --quantize int4"),
         (("--speculate-ngram", "4:2"), "use it with --speculate ngram"),
         (("--kv-ring", "2"), "use it with --kv-offload"),
+        (("--prompt-graph-sizes", "16", "--no-prompt-graphs"), "captured with --graph full_decode_only; leave one"),
+        (("--prompt-graph-sizes", "16", "--prompt-graph-max-tokens", "2048"), "not go with --prompt-graph-max-tokens"),
     ],
 )
-def test_engine_options_that_lack_another(failure, good, options, fix):
+def test_engine_options_that_lack_or_contradict_another(failure, good, options, fix):
     assert fix in failure("generate", "--prompt", "x", "--model", good, *options)
 
 

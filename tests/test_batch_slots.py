@@ -17,7 +17,7 @@ from generating import LIMITS, lines
 from tridecode import Engine, commands
 from tridecode.commands.generate import batch, reports
 from tridecode.commands.generate.lines import Lines, split
-from tridecode.commands.graph_stats import show_graph_stats
+from tridecode.commands.graph_stats import SPARED, show_graph_stats
 from tridecode.commands.progress import progress
 from tridecode.commands.terminal import make_console
 from tridecode.serve.driver import Request
@@ -271,7 +271,7 @@ def test_n_answers_share_the_slots(several, monkeypatch, capsys):
 
 STATS = [
     SimpleNamespace(rows=1, padded=1, padding=0, mode="full", kind="greedy", count=12345),
-    SimpleNamespace(rows=19, padded=20, padding=1, mode="full_decode_only", kind="logprobs", count=7),
+    SimpleNamespace(rows=19, padded=20, padding=1, mode="full", kind="logprobs+mask", count=7),
 ]
 
 
@@ -290,18 +290,22 @@ def test_the_bar_fits_in_one_line(width):
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-@pytest.mark.parametrize("width", [40, 200])
+@pytest.mark.parametrize("width", [30, 40, 200])
 def test_statistics_are_a_table(monkeypatch, terminal, width):
     screen = io.StringIO()
     output = SimpleNamespace(errors=make_console(file=screen, width=width, force_terminal=terminal))
     show_graph_stats(SimpleNamespace(graph_stats=lambda: STATS), output)
     shown = re.sub(r"\x1b\[[0-9;]*m", "", screen.getvalue())
     assert ("───" in shown) == terminal and all(len(line) <= width for line in shown.splitlines())
-    assert "…" not in shown  # nothing is cut
+    rows = [line.split() for line in shown.splitlines()]
+    figures = dict(rows="19", padded="20", padding="1", count="7", mode="full", kind="logprobs+mask").items()
+    fewer = [[each for each in figures if each[0] not in SPARED[:spared]] for spared in range(4)]
+    found = next(columns for columns in fewer if [name for name, _ in columns] in rows)
+    assert [value for _, value in found] in rows, "no word is broken"
+    assert len(found) == {30: 4 - terminal, 40: 5 - terminal, 200: 6}[width]
     if width == 200:
-        rows = [line.split() for line in shown.splitlines()]
         assert ["1", "1", "0", "12,345", "full", "greedy"] in rows
-        assert ["19", "20", "1", "7", "full_decode_only", "logprobs"] in rows
+        assert ["19", "20", "1", "7", "full", "logprobs+mask"] in rows
 
 
 def test_statistics_come_at_the_end_and_on_stderr(run, several, monkeypatch):

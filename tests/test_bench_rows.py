@@ -134,6 +134,15 @@ def test_the_suffix_of_the_output_names_its_format(bench, tmp_path, name, starts
     assert json.loads(out.split("\n")[-2]) == ROW
 
 
+def test_a_suffix_of_no_format_is_refused_before_anything_is_measured(bench, tmp_path):
+    (tmp_path / "rows.json").write_text(json.dumps([ROW]))
+    argv = ("report", str(tmp_path / "rows.json"), "--output", str(tmp_path / "rows.xml"))
+    code, out, err = bench(*argv)
+    assert (code, out, err.count("\n")) == (1, "", 1) and not (tmp_path / "rows.xml").exists()
+    assert "rows.xml: the suffix must be one of .md, .csv, .json, .jsonl, or give --format" in err
+    assert bench(*argv, "--format", "csv")[0] == 0 and (tmp_path / "rows.xml").read_text().startswith("command,")
+
+
 def test_several_rows_are_one_object_at_the_end(bench, tmp_path):
     (tmp_path / "rows.json").write_text(json.dumps([ROW, ROW]))
     _, out, _ = bench("report", str(tmp_path / "rows.json"))

@@ -18,7 +18,9 @@ from tridecode.commands.bench.speculate_texts import Text, play, texts
 from tridecode.commands.parser import make_parser
 from tridecode.engine import Engine
 from tridecode.errors import ParameterError
+from tridecode.loading import BUNDLED
 from tridecode.model.checkpoint import random_weights
+from tridecode.text.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parent.parent
 SMALL = ("speculate", "--context", "20", "--steps", "2", "--runs", "1", "--history", "300")
@@ -80,22 +82,49 @@ def test_texts_alone_need_no_gpu_and_no_engine(bench):
     rows = json.loads(out)
     assert code == 0 and not bench.made and [row["variant"] for row in rows] == ["twice", "once"]
     assert not any("speed_up" in row or "gpu" in row for row in rows)
-    assert "--speculate-ngram 5:3 --texts-only" in rows[0]["command"]
+    assert rows[0]["command"] == "python cli.py bench speculate --speculate-ngram 5:3 --texts-only"
+
+
+@pytest.mark.parametrize(
+    "given",
+    ["--preset qwen3-4b", "--runs 7", "--requests 1", "--context 64", "--steps 2", "--history 300", "--quantize int4",
+     "--quantize-head fp8", "--kv-dtype auto"],
+)  # fmt: skip
+def test_texts_alone_refuse_what_is_of_passes(capsys, given):
+    """Even at its default."""
+    with pytest.raises(SystemExit, match="^2$"):
+        make_parser().parse_args(["bench", "speculate", *given.split(), "--texts-only"])
+    err, option = capsys.readouterr().err, given.split()[0]
+    assert err.count("\n") == 1 and f"error: {option} does not go with --texts-only" in err
+
+
+def test_without_texts_only_the_defaults_are_what_help_says():
+    args = make_parser().parse_args(["bench", "speculate", "--steps", "5"])
+    assert (args.preset, args.runs, args.requests, args.context) == ("qwen3-4b", 7, [1, 2, 4, 8], 1024)
+    assert (args.steps, args.history, args.quantize, args.kv_dtype) == (5, 32000, None, "auto")
 
 
 def test_the_texts_are_there_and_are_what_they_are_called():
     found = {text.name.split()[0].rstrip(":"): text for text in texts()}
     assert list(found) == ["code", "quotation", "JSON", "prose", "chat"]
     for text in found.values():
-        assert (speculate_texts.ROOT / text.source).is_file() and len(text.drawn) > 2000
+        assert (ROOT / text.source).parent == ROOT / "benchmarks/texts" and len(text.drawn) > 2000
     assert found["code"].drawn != found["code"].before and "kept" in found["code"].drawn
     assert found["quotation"].drawn in found["quotation"].before
     assert found["prose"].drawn[:200] not in found["prose"].before
 
 
+def test_what_is_recorded_of_the_texts_is_of_these():
+    """No edit of another file changes a figure; an edit of these has to be played and recorded again."""
+    recorded = json.loads((ROOT / "benchmarks/speculation-texts.json").read_text())
+    tokenizer = Tokenizer.load(BUNDLED)
+    found = [(text.name, text.source, len(tokenizer.encode(text.drawn))) for text in texts()]
+    assert found == [(row["variant"], row["source"], row["tokens"]) for row in recorded]
+
+
 def test_without_the_files_it_is_one_line(monkeypatch, tmp_path):
     monkeypatch.setattr(speculate_texts, "ROOT", tmp_path)
-    with pytest.raises(ParameterError, match="advice.txt is not there; run it in a checkout$"):
+    with pytest.raises(ParameterError, match="benchmarks/texts/code.txt is not there; run it in a checkout$"):
         texts()
 
 

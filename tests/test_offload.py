@@ -415,7 +415,7 @@ def test_what_all_fits_on_the_device_has_no_ring(machine):
 @pytest.mark.parametrize(
     "asked, words",
     [
-        (dict(kv_offload="much"), "kv_offload must be a number"),
+        (dict(kv_offload="much"), 'kv_offload must be a number from 0.001 to 1e+06 or "auto", got'),
         (dict(kv_offload=True), "kv_offload must be a number"),
         (dict(kv_offload=120), "kv_offload: 120.0 GiB are asked for, the host has 100.0"),
         (dict(kv_offload=0.005), "kv_offload: a page takes 0.0068 GiB of the host's memory"),

@@ -40,10 +40,11 @@ def close(a, b) -> bool:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("tokens", [5, 16, 70, 200])
 def test_captured_passes_are_bit_equal_to_those_in_pieces_and_to_launched_ones(family, tokens):
-    """Of one size: what is launched line by line is padded as well."""
+    """Of one size, which is the prompt's: nothing is padded."""
     found = []
     for mode, attention in (("full", "triton"), ("full_and_piecewise", "triton"), ("full_decode_only", "triton")):
-        engine = engine_of(graph=mode, family=family, prompt_graph_sizes=[tokens], prompt_attention=attention)
+        sizes = {} if mode == "full_decode_only" else {"prompt_graph_sizes": [tokens]}
+        engine = engine_of(graph=mode, family=family, prompt_attention=attention, **sizes)
         while engine.capture_next():
             pass
         result = engine.generate(ids(tokens), SAMPLED)
@@ -82,7 +83,8 @@ def test_long_prompts_by_the_kernel_for_hopper(monkeypatch):
     monkeypatch.setattr(prompt_attention_hopper, "launch", noted)
     sizes = dict(num_layers=3, num_heads=32, num_kv_heads=8, capacity=1536, max_position=1536)
     for graph, attention in (("full", "triton"), ("full_decode_only", "triton"), ("full", "flash")):
-        build = dict(page=64, prompt_graph_sizes=[1200], prompt_attention=attention)
+        build = dict(page=64, prompt_attention=attention)
+        build |= {} if graph == "full_decode_only" else {"prompt_graph_sizes": [1200]}
         engine = tiny_engine(graph=graph, dtype=DTYPE, build=build, **sizes)
         while engine.capture_next():
             pass
@@ -239,6 +241,9 @@ def test_a_pass_beside_decoding_rows_is_as_long_as_it_may_be():
         (dict(prompt_graph_sizes=[64, 16]), "prompt_graph_sizes must ascend, got 64, 16"),
         (dict(prompt_graph_sizes=7), "prompt_graph_sizes must be a list of numbers, got 7"),
         (dict(prompt_graph_max_tokens=0), "prompt_graph_max_tokens must be an integer from 1 to"),
+        (dict(prompt_graph_sizes=[64], prompt_graph_max_tokens=64), "does not go with prompt_graph_max_tokens; leave"),
+        (dict(prompt_graph_sizes=[64], graph="full_decode_only"), "prompt_graph_sizes: no prompt pass is captured"),
+        (dict(prompt_graph_max_tokens=2048, graph="none"), 'no prompt pass is captured with graph="none"; leave one'),
         (dict(prompt_attention="triton"), "prompt_attention triton needs a GPU of compute capability 9.x"),
     ],
 )

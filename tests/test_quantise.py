@@ -14,6 +14,7 @@ from tridecode.errors import ParameterError
 from tridecode.loading import BUNDLED
 from tridecode.model.checkpoint import load_config, load_weights, random_weights
 from tridecode.model.formats.quantise import SCHEMES, fitted, quantised, rules
+from tridecode.model.formats.write import write
 from tridecode.model.pieces import weight_bytes
 from tridecode.placement import to_quantise
 
@@ -148,6 +149,21 @@ def test_a_written_checkpoint_is_readable_as_other_files_are(tmp_path):
     source, out = write_tiny(tmp_path / "source", "qwen3"), tmp_path / "out"
     assert main(["quantize", str(source), str(out), "--quiet"]) == 0
     assert len({file.stat().st_mode for file in out.iterdir() if file.name.startswith("model")}) == 1
+
+
+def test_only_what_a_checkpoint_needs_is_copied(tmp_path):
+    source, out = tmp_path / "source", tmp_path / "out"
+    needed = {"LICENSE", "README.md", "NOTICE", "chat_template.jinja", "generation_config.json", "tokenizer.json",
+              "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
+              "tokenizer.model"}  # fmt: skip
+    others = {"__init__.py", "modeling_x.py", "training.log", "pytorch_model.bin", "optimizer.pt", ".gitattributes"}
+    for directory in (source, out):
+        directory.mkdir()
+    for name in needed | others | {"config.json"}:
+        (source / name).write_text("{}")
+    write(source, out, {}, rules("int4", "keep"))
+    written = {"config.json", "model.safetensors.index.json"}
+    assert {file.name for file in out.iterdir()} == needed | written
 
 
 def test_transformers_reads_a_written_checkpoint(tmp_path):

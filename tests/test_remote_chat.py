@@ -1,6 +1,7 @@
 """The chat with a server's model: the bundled one through tridecode's own server, and servers that go wrong."""
 
 import json
+import re
 import sys
 
 import pytest
@@ -9,7 +10,7 @@ from openai_server import FakeServer
 from servers import ANSWER, CHAT, Running, slow_passes, until
 
 from tridecode import Engine, SamplingParams
-from tridecode.commands.chat.remote import Answer, RemoteModel, ServerError, events, sent
+from tridecode.commands.chat.remote import OURS, Answer, RemoteModel, ServerError, events, sent
 
 QUESTION = CHAT[0]["content"]
 
@@ -78,6 +79,8 @@ def test_commands(asked, served):
     assert out == f"{ANSWER}\n" * 2 and code == 0
     assert f"model bundled at {served.url}, a server of tridecode\n1 turn\nlast answer: 12 tokens" in err
     assert "temperature          0.0\ntop_k                as the server has it\n" in err
+    listed = re.findall(r"^(\w+) +as the server has it$", err, re.MULTILINE)
+    assert sorted([*listed, "temperature"]) == sorted(OURS), "what would be refused is not listed"
     assert "regex: not known to a server of tridecode, which might" in err
     assert errors(err) == [f"the server at {served.url} has no model 'other'; it has bundled"]
     assert f"bundled on {served.url}: context of 2,048 tokens" in err and "thinking is on" in err

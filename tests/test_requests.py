@@ -324,6 +324,18 @@ def test_a_full_queue_refuses_and_harms_nobody(alone):
     assert [result.token_ids for result in many] == [alone(prompt) for prompt in PROMPTS]
 
 
+def test_what_is_about_to_be_cancelled_has_no_place_any_more(alone):
+    """A server drops its requests while a pass runs: whoever steps next cancels them."""
+    engine = build(1, max_queue=0)
+    first = engine.submit(PROMPTS[0], LONG)
+    for _ in range(2):
+        first.drop()  # a second one frees nothing
+    second = engine.submit(PROMPTS[1], GREEDY)
+    with pytest.raises(QueueFull):
+        engine.submit(PROMPTS[2], GREEDY)
+    assert second.result().token_ids == alone(PROMPTS[1]) and first.finish_reason == "cancelled"
+
+
 def test_a_queue_of_none_takes_what_can_run_at_once(alone):
     engine = build(2, max_queue=0)
     assert [r.token_ids for r in engine.generate_many(PROMPTS, GREEDY)] == [alone(prompt) for prompt in PROMPTS]

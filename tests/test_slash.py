@@ -140,6 +140,13 @@ def test_set(session, typed, name, value):
     assert chat.read()[1].startswith(f"{name} is ")
 
 
+def test_a_schema_is_shown_as_it_can_be_typed(session):
+    chat, schema = session(), '{"type": "string"}'
+    assert chat.handle(f"/set json_schema {schema}") and chat.read()[1] == f"json_schema is {schema}\n"
+    assert chat.handle("/set") and f"json_schema          {schema}\n" in chat.read()[1]
+    assert chat.handle("/set json_schema none") and chat.read()[1] == "json_schema is none\n"
+
+
 @pytest.mark.parametrize(
     "typed, says",
     [

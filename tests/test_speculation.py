@@ -306,7 +306,7 @@ def test_the_option_is_checked():
     for wrong in (4, "4:2", (2, 4), (17, 2), (2, 0), (4, 2.0), (True, 1), (4, 3, 2)):
         with pytest.raises(ParameterError, match="speculate_ngram must be two numbers from 16 down to 1, the larger"):
             Engine.load(speculate="ngram", speculate_ngram=wrong)
-    with pytest.raises(ParameterError, match="^speculate_ngram: nothing is guessed; use it with speculate ngram$"):
+    with pytest.raises(ParameterError, match="^speculate_ngram: nothing is guessed; use it with speculate=\"ngram\"$"):
         Engine.load(speculate_ngram=(4, 2))
 
 

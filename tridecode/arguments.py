@@ -37,10 +37,10 @@ def integer(name: str, value, low: int, high: int, which: str = "") -> int:
     return number
 
 
-def real(name: str, value, low: float, high: float) -> float:
-    """`value`, a number from `low` to `high`."""
+def real(name: str, value, low: float, high: float, other: str = "") -> float:
+    """`value`, a number from `low` to `high`; other: what else the error names."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
-        raise ParameterError(f"{name} must be a number from {low:,g} to {high:,g}, got {shown(value)}")
+        raise ParameterError(f"{name} must be a number from {low:,g} to {high:,g}{other}, got {shown(value)}")
     return float(value)
 
 

@@ -18,7 +18,6 @@ from .model.config import ModelConfig
 from .model.hub import resolve_model
 from .model.weights import Weights, short_repr
 from .serve.policy import PROMPT_MS, Policy
-from .step.dispatch import PROMPT_MOST
 from .step.shapes import StepShapes
 from .step.state import DecodeModel, make_model
 from .text.tokenizer import Tokenizer
@@ -59,7 +58,7 @@ class Loaded:
         attention: str = "triton",
         chunk_tokens: int | None = None,
         max_queue: int | None = None,
-        prompt_graph_max_tokens: int = PROMPT_MOST,
+        prompt_graph_max_tokens: int | None = None,
         prompt_graph_sizes: Sequence[int] | None = None,
         prompt_attention: str = "auto",
         prompt_ms: float = PROMPT_MS,
@@ -84,7 +83,7 @@ class Loaded:
         full_and_piecewise. graph_sizes: rows of the decode passes that are captured, ascending. attention: of these,
         triton, or torch, which no graph can hold. chunk_tokens: of prompts in one pass, None is 2,048, or 256 with
         batch_invariant. prompt_graph_sizes: tokens of the prompt passes that are captured, ascending, by default a
-        schedule up to prompt_graph_max_tokens. prompt_attention: of these, auto, triton, flash or cudnn; see
+        schedule up to prompt_graph_max_tokens (2,048). prompt_attention: of these, auto, triton, flash or cudnn; see
         docs/prompts.md. prompt_ms: milliseconds that a pass may take which reads prompts while others decode.
         prefix_sharing: K/V of equal beginnings are computed once. batch_invariant: a request's logits have the same
         bits alone and in any company, see docs/sharing.md. max_queue: requests that may wait for a slot, None is any

@@ -193,7 +193,7 @@ def plan_kv(
     if kv_offload == "auto":
         host = min(free // 2 // each, slots * -(-longest // page))
     else:
-        host = int(real("kv_offload", kv_offload, 1e-3, 1e6) * GIB) // each
+        host = int(real("kv_offload", kv_offload, 1e-3, 1e6, ' or "auto"') * GIB) // each
         if host * each > free:
             raise DeviceError(f"kv_offload: {host * each / GIB:,.1f} GiB are asked for, the host has {free / GIB:,.1f}")
     if host == 0:
@@ -281,7 +281,7 @@ def plan_graphs(
     graph: str = "full",
     graph_sizes=None,
     attention: str = "triton",
-    prompt_graph_max_tokens: int = PROMPT_MOST,
+    prompt_graph_max_tokens: int | None = None,
     prompt_graph_sizes=None,
     prompt_attention: str = "auto",
     batch_invariant: bool = False,
@@ -293,8 +293,15 @@ def plan_graphs(
     choice("attention", attention, tuple(ATTENTION))
     choice("prompt_attention", prompt_attention, ("auto", *PROMPT_ATTENTION))
     sizes = graph_sizes_of(slots, _ascending("graph_sizes", graph_sizes, SIZES[-1]))
-    most = integer("prompt_graph_max_tokens", prompt_graph_max_tokens, 1, LONGEST)
+    largest = PROMPT_MOST if prompt_graph_max_tokens is None else prompt_graph_max_tokens
+    most = integer("prompt_graph_max_tokens", largest, 1, LONGEST)
     prompts = prompt_sizes(chunk_tokens, most, _ascending("prompt_graph_sizes", prompt_graph_sizes, LONGEST))
+    asked = {"prompt_graph_sizes": prompt_graph_sizes, "prompt_graph_max_tokens": prompt_graph_max_tokens}
+    given = [name for name, value in asked.items() if value is not None]
+    if len(given) > 1:
+        raise ParameterError("prompt_graph_sizes: does not go with prompt_graph_max_tokens; leave one of them out")
+    if given and MODES[graph][0] == "none":
+        raise ParameterError(f'{given[0]}: no prompt pass is captured with graph="{graph}"; leave one of them out')
     if batch_invariant:
         if prompt_graph_sizes is not None:
             raise ParameterError("prompt_graph_sizes: with batch_invariant the only size is chunk_tokens")

@@ -42,7 +42,7 @@ def add_benches(bench) -> None:
             default="table",
             help="of stdout, or of the file with --output (table)",
         )
-        parser.add_argument("--output", metavar="FILE", help="write the rows there; its suffix says the format")
+        parser.add_argument("--output", metavar="FILE", help="write the rows there, as its suffix says (.json)")
         parser.add_argument("--compare", metavar="FILE", help="say how far the rows are from those of that JSON file")
         add_verbose(parser)
         return parser
@@ -130,6 +130,8 @@ def add_benches(bench) -> None:
     guess.add_argument("--tokenizer", metavar="DIR", help=words)
     words = "play the texts alone, on any machine; no pass is timed"
     guess.add_argument("--texts-only", action="store_true", help=words)
+    of_passes = ("preset", "runs", "requests", "context", "steps", "history", "quantize", "quantize_head", "kv_dtype")
+    guess.without("texts_only", *of_passes)
     suite = add("suite", "every row of one of the files in benchmarks/, in one process")
     suites = ["targets", "batch", "prompts", "ladder", "peers", "offload"]
     suite.add_argument("suite", nargs="?", choices=suites, default="targets", help="(targets)")

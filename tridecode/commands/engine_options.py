@@ -47,7 +47,7 @@ def engine_options() -> argparse.ArgumentParser:
     group.add_argument("--attention", default="triton", choices=("triton", "torch"), help=attention)
     group.add_argument("--graph-sizes", type=ascending, metavar="N,N", help=sizes)
     most = "largest prompt pass of the usual schedule that is captured (default: 2048)"
-    group.add_argument("--prompt-graph-max-tokens", type=positive, default=2048, metavar="N", help=most)
+    group.add_argument("--prompt-graph-max-tokens", type=positive, metavar="N", help=most)
     sizes = "tokens of the captured prompt passes, in place of that schedule; others are padded to the next"
     group.add_argument("--prompt-graph-sizes", type=ascending, metavar="N,N", help=sizes)
     words = "launch prompt passes line by line: the same as --graph full_decode_only"

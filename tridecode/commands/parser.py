@@ -11,6 +11,7 @@ from .bench_options import BENCH, add_benches, add_quantize, add_shape, add_verb
 from .completions import kinds
 from .configuration import Configuration, Setting
 from .engine_options import engine_options, graph_stats_option
+from .explain import option
 from .serve_options import SERVE, serve_options
 from .terminal import one_line
 from .values import logit_bias, minutes, positive, row_count, server_url, token_ids
@@ -78,17 +79,22 @@ class Parser(argparse.ArgumentParser):
         # No abbreviations: a script's --to must not change its meaning when an option is added.
         super().__init__(*args, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **kwargs)
         self._command, self._configuration = None, None
+        self._without: dict[str, tuple[str, ...]] = {}
 
     def configure(self, command: str, configuration: Configuration) -> None:
         """From now on options that are not given are what `configuration` says; args.origins names those."""
         configuration.add(command, self)
         self._command, self._configuration = command, configuration
 
+    def without(self, flag: str, *names: str) -> None:
+        """Refuse options of these names beside the option `flag`; where that is given they are None."""
+        self._without[flag] = names
+
     def parse_known_args(self, args=None, namespace=None):
         """Each command refuses what it does not know itself: argparse would leave that to the parser above it."""
         namespace = namespace or argparse.Namespace()
         keys = self._configuration.keys[self._command] if self._configuration else {}
-        for name in keys:
+        for name in (*keys, *(name for names in self._without.values() for name in names)):
             setattr(namespace, name, None)  # argparse's own defaults would look as if they were given
         namespace, unknown = super().parse_known_args(args, namespace)
         if unknown:
@@ -97,7 +103,19 @@ class Parser(argparse.ArgumentParser):
             self.error(f"unrecognized arguments: {' '.join(unknown)}{meant}")
         if keys:
             self._fill(namespace, keys)
+        for flag, names in self._without.items():
+            self._part(namespace, flag, names)
         return namespace, unknown
+
+    def _part(self, namespace, flag: str, names: tuple[str, ...]) -> None:
+        """Refuse `names` beside `flag`, and give them their defaults where it is not given."""
+        given = next((name for name in names if getattr(namespace, name) is not None), None)
+        if not getattr(namespace, flag):
+            for name in names:
+                if getattr(namespace, name) is None:
+                    setattr(namespace, name, self.get_default(name))
+        elif given:
+            self.error(f"{option(given)} does not go with {option(flag)}, which has no use for it; leave out one")
 
     def _fill(self, namespace, keys: dict[str, argparse.Action]) -> None:
         """Those that were not given."""

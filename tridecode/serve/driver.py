@@ -81,7 +81,7 @@ class Driver:
         scheduler = self.scheduler
         if scheduler is None:
             raise EngineClosed("this engine is closed; load another one")
-        scheduler.check_queue(len(self._submitted))
+        scheduler.check_queue(len(self._submitted), len(self._dropped))
         self._submitted.append(job)  # where the engine is closed meanwhile, that is heard by who waits for the request
         if self._lock.acquire(blocking=False):
             try:
@@ -97,14 +97,15 @@ class Driver:
     def drop(self, job: Job) -> None:
         """Cancel it without ever waiting: garbage is collected at any moment, in the middle of a step too."""
         if not job.ended:
-            self._dropped.append(job)
+            self.drop_later(job)
             if not self._lock.locked() and not sys.is_finalizing():
                 with suppress(EngineClosed, RuntimeError):  # of a lost GPU hears who steps next
                     self.exclusively(lambda scheduler: None)
 
     def drop_later(self, job: Job) -> None:
-        """Let whoever steps next cancel it."""
-        if not job.ended:
+        """Let whoever steps next cancel it; its place in the queue is free at once."""
+        if not (job.ended or job.gone):
+            job.gone = True
             self._dropped.append(job)
 
     def gather(

@@ -42,6 +42,7 @@ class Job:
     reused: int | None = None  # positions whose K/V were there when its prompt was read first
     drafted: int = 0  # tokens that were guessed and verified
     accepted: int = 0  # and of these those that were right
+    gone: bool = False  # nobody reads it any more: who steps next cancels it
 
     @property
     def ended(self) -> bool:

@@ -71,11 +71,12 @@ class Scheduler:
             return running.job.reused or 0, running.read, len(running.job.ids)
         return None
 
-    def check_queue(self, coming: int) -> None:
+    def check_queue(self, coming: int, going: int) -> None:
         """Raises QueueFull where one more, behind the `coming` that are about to be added, would be too many; to be
-        called from any thread."""
+        called from any thread. The `going`, which the next step cancels, count no more, as far as they are no more than
+        there may be."""
         slots, most = len(self.slots.held), self._policy.max_queue
-        if most is not None and len(self.roster.jobs) + coming >= slots + most:
+        if most is not None and len(self.roster.jobs) + coming - min(going, slots + most) >= slots + most:
             raise QueueFull(
                 f"the queue is full: {slots:,} requests run and {most:,} wait; try again later, or raise max_queue"
             )

@@ -156,7 +156,10 @@ class Call:
 
     @property
     def open(self) -> int:
-        """Of its requests those that have not ended."""
+        """Of its requests those that have not ended; one that the server has ended counts no more, though its pass may
+        still run."""
+        if self.ended:
+            return 0
         if not self._requests:
             return self.expected
         return sum(request.finish_reason is None for request in self._requests)

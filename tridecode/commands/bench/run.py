@@ -36,6 +36,7 @@ BENCHES = {
 def run(args) -> int:
     """Exit code 1 when a row of a suite failed; the others are written all the same."""
     output = Output()
+    form = file_format(args) if args.output is not None else args.format
     earlier = read_rows(args.compare) if args.compare is not None else None
     failed = []
     with text_sink(args.output, output) if args.output is not None else nullcontext() as write:
@@ -48,9 +49,9 @@ def run(args) -> int:
         if not rows:
             raise GenerationError(f"bench {args.what}: every row failed")
         if write:
-            write(render(rows, file_format(args)))
-    if args.output is None and args.format != "table":
-        output.text(render(rows, args.format))
+            write(render(rows, form))
+    if args.output is None and form != "table":
+        output.text(render(rows, form))
     else:
         show(rows, output)
     if earlier is not None:
@@ -73,9 +74,12 @@ def alone(row: dict) -> dict:
 
 
 def file_format(args) -> str:
-    """--format, or what the name of --output says, or JSON."""
-    suffix = Path(args.output).suffix[1:]
-    return args.format if args.format != "table" else suffix if suffix in FORMATS[1:] else "json"
+    """--format, or what the suffix of --output says; JSON where it has none. Raises ParameterError for another."""
+    suffix = Path(args.output).suffix[1:].lower() or "json"
+    if args.format == "table" and suffix not in FORMATS[1:]:
+        known = ", ".join(f".{form}" for form in FORMATS[1:])
+        raise ParameterError(f"--output {args.output}: the suffix must be one of {known}, or give --format")
+    return suffix if args.format == "table" else args.format
 
 
 def compare(rows: list[dict], earlier: list[dict], path: str, output: Output) -> None:

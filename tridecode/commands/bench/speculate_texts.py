@@ -1,5 +1,6 @@
 """Texts that bench speculate plays through what guesses and verifies, as if a model had drawn them: acceptance is real,
-and no checkpoint is needed. All are files of this repository, or made from them."""
+and no checkpoint is needed. They are excerpts of this repository as it once was, in files of their own, so that figures
+of them can be compared."""
 
 from collections import Counter, deque
 from pathlib import Path
@@ -14,6 +15,7 @@ from ...kernels.sampling.accept import ACCEPT
 from ...step.dispatch import best_queries
 
 ROOT = Path(__file__).parents[3]
+TEXTS, NAMES = "benchmarks/texts", ("code", "page", "records", "prose", "chat")
 LICENCE = "Apache-2.0"  # of the repository, and so of all these
 LAG = 2  # passes by which the rows of a pass follow what was asked for, as on a GPU
 
@@ -30,24 +32,22 @@ class Text(NamedTuple):
 def texts() -> list[Text]:
     """Raises ParameterError where the files are not there."""
 
-    def read(source: str) -> str:
+    def read(name: str) -> tuple[str, str]:
+        source = f"{TEXTS}/{name}.txt"
         try:
-            return (ROOT / source).read_text(encoding="utf-8")
+            return source, (ROOT / source).read_text(encoding="utf-8")
         except OSError:
             raise ParameterError(f"bench speculate: {ROOT / source} is not there; run it in a checkout") from None
 
-    code, page = "tridecode/serve/slots.py", "docs/sharing.md"
-    rows, prose, chat = "benchmarks/h200-batch.json", "docs/faults.md", "training/content/advice.txt"
-    asked = [line.split("=>") for line in read(chat).splitlines() if "=>" in line][:60]
-    turns = "\n".join(f"{ask.split('|')[0].strip()}\n{answer.strip()}" for ask, answer, *_ in asked)
-    edit = f"Call held kept, everywhere in this file:\n{read(code)}\n"
-    quoted = read(page)[read(page).index("## Equal") :][:3000]
+    (at_code, code), (at_page, page), (at_rows, rows), (at_prose, prose), (at_chat, chat) = map(read, NAMES)
+    edit = f"Call held kept, everywhere in this file:\n{code}\n"
+    quoted = page[page.index("## Equal") :][:3000]
     return [
-        Text("code edit: a name changed everywhere", code, edit, read(code).replace("held", "kept")[:8000]),
-        Text("quotation of a part of a page", page, f"{read(page)}\nQuote the part about equal prefixes.\n", quoted),
-        Text("JSON: a list of records", rows, f"Go on with these rows:\n{read(rows)[:2000]}", read(rows)[2000:8000]),
-        Text("prose that was not there before", prose, "Describe what fails how.\n", read(prose)[:8000]),
-        Text("chat: sixty short answers", chat, "A conversation with short answers.\n", turns),
+        Text("code edit: a name changed everywhere", at_code, edit, code.replace("held", "kept")),
+        Text("quotation of a part of a page", at_page, f"{page}\nQuote the part about equal prefixes.\n", quoted),
+        Text("JSON: a list of records", at_rows, f"Go on with these rows:\n{rows[:2000]}", rows[2000:]),
+        Text("prose that was not there before", at_prose, "Describe what fails how.\n", prose),
+        Text("chat: sixty short answers", at_chat, "A conversation with short answers.\n", chat),
     ]
 
 

@@ -95,6 +95,11 @@ class RemoteModel:
         """Whether the server hands variables to the chat template."""
         return self.owner in OPTIONS
 
+    @property
+    def options(self) -> Iterable[str]:
+        """The names of the sampling options that the server takes."""
+        return known_options(self.owner)
+
     def check(self, option: str) -> None:
         """Raises ParameterError for a sampling option that the server might ignore."""
         check_option(option, self.owner)
@@ -143,16 +148,21 @@ class RemoteModel:
         return self._http.post(path, **encoded(body))
 
     def _body(self, asked: dict, options: dict, variables: dict | None) -> dict:
-        body, names = {"model": self.name} | asked, OPTIONS.get(self.owner, OPENAI)
+        body, names = {"model": self.name} | asked, known_options(self.owner)
         for name, value in options.items():
             if value not in (None, (), {}):
                 body[names[name]] = value
         return body | ({"chat_template_kwargs": variables} if variables else {})
 
 
+def known_options(owner: str) -> dict[str, str]:
+    """Our names of the sampling options that a server takes, and its own."""
+    return OPTIONS.get(owner, OPENAI)
+
+
 def check_option(name: str, owner: str) -> None:
     """Raises ParameterError for a sampling option that a server might ignore."""
-    if name not in OPTIONS.get(owner, OPENAI):
+    if name not in known_options(owner):
         raise ParameterError(f"{name}: not known to a server of {owner}, which might ignore it; leave it out")
 
 

@@ -48,6 +48,9 @@ class RemoteChat(Chat):
         self.thinks = not raw  # nobody can tell
         self.variables = {SWITCH: False} if mode == "off" else None
 
+    def settings(self) -> list[str]:
+        return [name for name in super().settings() if name in self.engine.options]
+
     def setting(self, name: str) -> str:
         return super().setting(name) if name in self.given else "as the server has it"
 

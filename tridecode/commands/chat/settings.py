@@ -13,8 +13,10 @@ NAMES = tuple(field.name for field in fields(SamplingParams) if field.name != "l
 _WORDS = {"none": None, "null": None, "on": True, "true": True, "off": False, "false": False}
 
 
-def as_typed(value) -> str:
-    """A value as /set takes it."""
+def as_typed(name: str, value) -> str:
+    """The value of an option as /set takes it."""
+    if name == "json_schema" and value is not None:
+        value = json.loads(value)  # kept as JSON text
     return json.dumps(value, ensure_ascii=False) if value is not None else "none"
 
 
@@ -30,7 +32,7 @@ def changed(params: SamplingParams, defaults: SamplingParams, name: str, text: s
         fix = did_you_mean(found, (*NAMES, *CHOICES)) or "/set shows all"
         raise ParameterError(f"there is no option {name}; {fix}")
     if not text:
-        raise ParameterError(f"/set {found} needs a value; it is {as_typed(getattr(params, found))}")
+        raise ParameterError(f"/set {found} needs a value; it is {as_typed(found, getattr(params, found))}")
     if text == "default":
         return replace(params, **{found: getattr(defaults, found)}), found
     try:

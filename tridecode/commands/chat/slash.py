@@ -5,7 +5,7 @@ from ..terminal import counted, did_you_mean
 from . import saving, stats
 from .clipboard import copy
 from .markup import code_blocks
-from .settings import CHOICES, NAMES, full_name
+from .settings import CHOICES, full_name
 
 # Group -> name -> arguments and what it does, in the order of /help.
 GROUPS = {
@@ -155,7 +155,7 @@ def _undo(chat, rest) -> None:
 def _set(chat, rest) -> None:
     name, _, value = rest.partition(" ")
     if not name:
-        for name in NAMES:
+        for name in chat.settings():
             chat.output.say(f"{name:<20} {chat.setting(name)}")
         for name in CHOICES:
             chat.output.say(f"{name:<20} {getattr(chat, name)}")

@@ -1,7 +1,7 @@
 """Chat: a conversation with a model, turn by turn."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -18,7 +18,7 @@ from .display import opens_thinking
 from .idle import IdleCapture
 from .lines import unquoted
 from .overflow import Overflow, fit
-from .settings import CHOICES, as_typed, changed
+from .settings import CHOICES, NAMES, as_typed, changed
 from .turn import Turn, with_seed
 
 log = logging.getLogger("tridecode")
@@ -102,9 +102,13 @@ class Chat:
         """The lines of /stats about what runs."""
         return stats.engine_lines(self.engine, self.last)
 
+    def settings(self) -> Sequence[str]:
+        """The names of the sampling options that can be set."""
+        return NAMES
+
     def setting(self, name: str) -> str:
         """The value of a sampling option, as /set takes it."""
-        return as_typed(getattr(self.params, name))
+        return as_typed(name, getattr(self.params, name))
 
     def change(self, name: str, text: str) -> str:
         """Set a sampling option from what was typed; returns its full name. Raises ParameterError."""

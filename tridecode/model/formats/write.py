@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import torch
@@ -13,7 +14,12 @@ from ...errors import CheckpointError, brief
 from .quantise import fitted, quantised
 from .scheme import Codes, Quantisation, Scheme
 
-WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack")  # files that are not copied
+# What is copied as it is, in small letters: the tokenizer with its template, sampling defaults, licence and card.
+COPIED = (
+    "generation_config.json", "tokenizer*.json", "tokenizer.model*", "special_tokens_map.json", "added_tokens.json",
+    "vocab.json", "vocab.txt", "merges.txt", "tekken.json", "chat_template.*", "licen[cs]e*", "notice*", "copying*",
+    "use_policy*", "readme*", "model_card*",
+)  # fmt: skip
 SHARD = 4 * 2**30  # bytes of a file, a little more with its last tensor
 
 
@@ -106,7 +112,7 @@ def write(
     for name in set(places.values()):  # safetensors makes its files readable for their owner only
         shutil.copymode(out / "model.safetensors.index.json", out / name)
     for other in source.iterdir():
-        if other.is_file() and other.suffix not in WEIGHTS and not other.name.endswith(".index.json"):
+        if other.is_file() and any(fnmatchcase(other.name.lower(), pattern) for pattern in COPIED):
             shutil.copyfile(other, out / other.name)
     values = json.loads((source / "config.json").read_text(encoding="utf-8"))
     if values.get("tie_word_embeddings"):
