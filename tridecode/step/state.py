@@ -155,7 +155,8 @@ def shapes_of(
     chosen = invariant_shapes(*known) if batch_invariant else choose_shapes(*known, gpu)
     found = few_bits(chosen, weights, batch_invariant)
     if config.fp8_kv:
-        found = {rows: replace(shapes, attention=fp8_kv_shape(shapes.attention)) for rows, shapes in found.items()}
+        of = {rows: fp8_kv_shape(shapes.attention, capability) for rows, shapes in found.items()}
+        found = {rows: replace(shapes, attention=of[rows]) for rows, shapes in found.items()}
     return found
 
 
