@@ -291,9 +291,12 @@ def fp8_attend(
     CONVERTS: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """(maxima [HEADS], sums of weights [HEADS], sums of values [BLOCK_D, HEADS]), of 8 or 16, of the positions [max(first, start),
-    end); first: a multiple of BLOCK_T; keys, values: of the BLOCK_T from there; pages: of those behind them. q: of
-    fp8_queries. Masked scores underflow to 0, or a later one scales their sums to 0."""
+    """(maxima [HEADS], sums of weights [HEADS], sums of values [BLOCK_D, HEADS]), HEADS 8 or 16, of the positions
+    [max(first, start), end).
+
+    first: a multiple of BLOCK_T; keys, values: of the BLOCK_T positions from there; pages: of those behind them; q: of
+    fp8_queries. Masked scores underflow to 0, or a later one scales their sums to 0.
+    """
     BLOCK_D: tl.constexpr = q.shape[2]
     WARPS: tl.constexpr = q.shape[0]
     ROWS: tl.constexpr = BLOCK_T // WARPS

@@ -26,6 +26,17 @@ _E4M3 = tl.constexpr(
     }"""
 )
 
+_E4M3_WORDS = tl.constexpr(
+    """{
+    .reg .b32 w, t, up, nought;
+    mov.b32 up, 0x7b807b80; mov.b32 nought, 0x80008000;
+    prmt.b32 w, $4, 0, 0x1404; shr.u32 t, w, 4; and.b32 t, t, 0x07f007f0;
+    lop3.b32 w, w, 0x80008000, t, 0xea; fma.rn.bf16x2 w, w, up, nought; mov.b32 {$0, $1}, w;
+    prmt.b32 w, $4, 0, 0x3424; shr.u32 t, w, 4; and.b32 t, t, 0x07f007f0;
+    lop3.b32 w, w, 0x80008000, t, 0xea; fma.rn.bf16x2 w, w, up, nought; mov.b32 {$2, $3}, w;
+    }"""
+)
+
 
 @triton.jit
 def from_e4m3(codes, INTERPRETED: tl.constexpr):
@@ -34,6 +45,20 @@ def from_e4m3(codes, INTERPRETED: tl.constexpr):
         return e4m3_value(codes.to(tl.int32))
     else:
         return tl.inline_asm_elementwise(_E4M3, "=r,=r,r", [codes], dtype=tl.bfloat16, is_pure=True, pack=4)
+
+
+@triton.jit
+def words_to_bf16(words, INTERPRETED: tl.constexpr):
+    """The same of words of four codes, [..., 2, 2]. Codes loaded as such may be taken apart and put together again."""
+    if INTERPRETED:
+        a, b = e4m3_value(words & 255), e4m3_value((words >> 8) & 255)
+        c, d = e4m3_value((words >> 16) & 255), e4m3_value((words >> 24) & 255)
+        return tl.join(tl.join(a, c), tl.join(b, d))
+    else:
+        a, b, c, d = tl.inline_asm_elementwise(
+            _E4M3_WORDS, "=h,=h,=h,=h,r", [words], dtype=(tl.int16, tl.int16, tl.int16, tl.int16), is_pure=True, pack=1
+        )
+        return tl.join(tl.join(a, c), tl.join(b, d)).to(tl.bfloat16, bitcast=True)
 
 
 @triton.jit

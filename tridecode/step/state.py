@@ -185,14 +185,16 @@ def make_model(
     verifying = verify_rows(rows) if speculate else 0
     workspace = make_workspace(config, capacity, device, dtype, slots, max(rows, verifying))
     meta, samp = make_states(verifying, device)
+    kv = make_kv_cache(config, capacity, device, dtype, slots, page, pages, offload)
+    expanded = len(kv.pool) if kv.fp8 and prompt_shape.hopper else 0  # pages
     return DecodeModel(
         config=config,
         weights=weights,
-        kv=make_kv_cache(config, capacity, device, dtype, slots, page, pages, offload),
+        kv=kv,
         cos=cos,
         sin=sin,
         workspace=first_rows(workspace, rows) if speculate else workspace,
-        prompt=make_prompt_buffers(config, prompt_rows + rows, device, dtype, prompt_shape),
+        prompt=make_prompt_buffers(config, prompt_rows + rows, device, dtype, prompt_shape, expanded, kv.page),
         shapes_by_rows=shapes or shapes_of(config, weights, capability, gpu, batch_invariant),
         pdl=capability >= 90,
         prompt_shape=prompt_shape,
