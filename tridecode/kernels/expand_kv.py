@@ -48,7 +48,7 @@ def _expand_kv_kernel(
     ends = tl.cumsum(pages, 0)
     row, word = tl.arange(0, PAGE)[:, None], tl.arange(0, D // 4)[None, :]
     for item in range(tl.program_id(0), tl.sum(pages, 0) * KV_HEADS, tl.num_programs(0)):
-        place, head = item // KV_HEADS, (item % KV_HEADS).to(tl.int64)
+        place, head = item // KV_HEADS, item % KV_HEADS
         chunk = tl.sum((ends <= place).to(tl.int32), 0)
         within = place - tl.sum(tl.where(offs_c == chunk, ends - pages, 0), 0)
         slot = tl.load(chunks_ptr + chunk * CHUNK_WIDTH + CHUNK_SLOT)

@@ -60,7 +60,7 @@ def _pages(table_ptr, t, warp, end, PAGE: tl.constexpr, ROWS: tl.constexpr):
 
 @triton.jit
 def fp8_pages(table_ptr, t, end, PAGE: tl.constexpr, BLOCK_T: tl.constexpr):
-    """On which pages the BLOCK_T positions from t stand: of each warp, for what its lanes load of codes and of scales."""
+    """The pages of the BLOCK_T positions from t: of each warp, as its lanes load codes and as they load scales."""
     ROWS: tl.constexpr = min(_ROWS, BLOCK_T, PAGE)
     WARPS: tl.constexpr = BLOCK_T // ROWS
     of_codes = _pages(table_ptr, t, tl.arange(0, WARPS * 8)[:, None] // 8, end, PAGE, ROWS)
