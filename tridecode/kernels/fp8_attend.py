@@ -91,8 +91,7 @@ def _scale_pairs(ptr, pages, t, end, stride_p, PAGE: tl.constexpr, BLOCK_T: tl.c
     ROWS: tl.constexpr = min(_ROWS, BLOCK_T, PAGE)
     first = t + tl.arange(0, BLOCK_T // ROWS)[:, None, None] * ROWS
     places = pages[1].to(tl.int64) * (stride_p // 2) + first % PAGE // 2
-    offs = tl.arange(0, ROWS // 2)[None, None, :]
-    return tl.load(ptr.to(tl.pointer_type(tl.int32)) + places + offs, mask=first + 2 * offs < end, other=0)
+    return tl.load(ptr.to(tl.pointer_type(tl.int32)) + places + tl.arange(0, ROWS // 2)[None, None, :], first < end, 0)
 
 
 @triton.jit
