@@ -72,7 +72,7 @@ def _tile(
 ):
     """K [BLOCK_T, BLOCK_D] and V [BLOCK_D, BLOCK_T] of the positions from t that lie in [start, end); if FP8, what
     fp8_attend wants of them."""
-    pages = fp8_pages(table_ptr, t, end, PAGE, BLOCK_T) if FP8 else pages_at(table_ptr, t, end, PAGE, BLOCK_T)
+    pages = fp8_pages(table_ptr, t, end, PAGE, D, BLOCK_T) if FP8 else pages_at(table_ptr, t, end, PAGE, BLOCK_T)
     k_ptr += head.to(tl.int64) * stride_kh
     v_ptr += head.to(tl.int64) * stride_kh
     if FP8:
@@ -80,7 +80,7 @@ def _tile(
         v_scale_ptr += head.to(tl.int64) * stride_sh
         k = fp8_keys(k_ptr, k_scale_ptr, pages, t, end, stride_kp, stride_sp, PAGE, D, BLOCK_D, BLOCK_T)
         v = fp8_values(v_ptr, v_scale_ptr, pages, t, end, stride_kp, stride_sp, PAGE, D, BLOCK_D, BLOCK_T)
-        return k, v, fp8_pages(table_ptr, t + BLOCK_T, end, PAGE, BLOCK_T)
+        return k, v, fp8_pages(table_ptr, t + BLOCK_T, end, PAGE, D, BLOCK_T)
     else:
         offs_t, offs_d = tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_D)
         places = page_rows(pages, t, stride_kp, PAGE, D, BLOCK_T)
@@ -239,7 +239,7 @@ def _attention_rows_kernel(
         if FP8:
             of_head, of_scales = head.to(tl.int64) * stride_kh, head.to(tl.int64) * stride_sh
             m_all, l, acc = fp8_attend(
-                fp8_queries(q, PAGE, BLOCK_T, DOT_FP32), tile[0], tile[1], tile[2], k_ptr + of_head, v_ptr + of_head,
+                fp8_queries(q, PAGE, D, BLOCK_T, DOT_FP32), tile[0], tile[1], tile[2], k_ptr + of_head, v_ptr + of_head,
                 k_scale_ptr + of_scales, v_scale_ptr + of_scales, table_ptr, first, start, end, stride_kp, stride_sp,
                 PAGE, D, BLOCK_T, DOT_N, CONVERTS, DOT_FP32,
             )  # fmt: skip

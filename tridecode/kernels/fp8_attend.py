@@ -13,7 +13,6 @@ from .bits import e4m3_value
 from .splits import EMPTY
 
 _HEADS = tl.constexpr(16)  # the fewest rows of a product
-_ROWS = tl.constexpr(32)  # positions of a warp in a turn
 
 # To fp16: below the sign one place down, and times 2 ** 8 (0x5c00); bytes 0 and 1, then 2 and 3.
 _FP16 = tl.constexpr(
@@ -59,9 +58,9 @@ def _pages(table_ptr, t, warp, end, PAGE: tl.constexpr, ROWS: tl.constexpr):
 
 
 @triton.jit
-def fp8_pages(table_ptr, t, end, PAGE: tl.constexpr, BLOCK_T: tl.constexpr):
+def fp8_pages(table_ptr, t, end, PAGE: tl.constexpr, D: tl.constexpr, BLOCK_T: tl.constexpr):
     """The pages of the BLOCK_T positions from t: of each warp, as its lanes load codes and as they load scales."""
-    ROWS: tl.constexpr = min(_ROWS, BLOCK_T, PAGE)
+    ROWS: tl.constexpr = min(16 if D > 128 else 32, BLOCK_T, PAGE)
     WARPS: tl.constexpr = BLOCK_T // ROWS
     of_codes = _pages(table_ptr, t, tl.arange(0, WARPS * 8)[:, None] // 8, end, PAGE, ROWS)
     return of_codes, _pages(table_ptr, t, tl.arange(0, WARPS)[:, None, None], end, PAGE, ROWS)
@@ -79,16 +78,16 @@ def _codes(
     BLOCK_T: tl.constexpr,
 ):
     """(pointers to the first word of each warp's positions, of eight lines a warp; which warps have any)."""
-    ROWS: tl.constexpr = min(_ROWS, BLOCK_T, PAGE)
+    ROWS: tl.constexpr = min(16 if D > 128 else 32, BLOCK_T, PAGE)
     first = t + tl.arange(0, BLOCK_T // ROWS * 8)[:, None] // 8 * ROWS
     places = pages[0].to(tl.int64) * (stride_p // 4) + first % PAGE * (D // 4)
     return ptr.to(tl.pointer_type(tl.int32)) + places, first < end
 
 
 @triton.jit
-def _scale_pairs(ptr, pages, t, end, stride_p, PAGE: tl.constexpr, BLOCK_T: tl.constexpr):
+def _scale_pairs(ptr, pages, t, end, stride_p, PAGE: tl.constexpr, D: tl.constexpr, BLOCK_T: tl.constexpr):
     """Scales of the positions from t, in words of two: int32 [warps, 1, positions / 2]."""
-    ROWS: tl.constexpr = min(_ROWS, BLOCK_T, PAGE)
+    ROWS: tl.constexpr = min(16 if D > 128 else 32, BLOCK_T, PAGE)
     first = t + tl.arange(0, BLOCK_T // ROWS)[:, None, None] * ROWS
     places = pages[1].to(tl.int64) * (stride_p // 2) + first % PAGE // 2
     return tl.load(ptr.to(tl.pointer_type(tl.int32)) + places + tl.arange(0, ROWS // 2)[None, None, :], first < end, 0)
@@ -110,7 +109,7 @@ def fp8_keys(
 ):
     """K of the positions from t, which stand on `pages`: words [warps * 8, 16], 64 codes of eight positions of each
     warp, for all of the head and of the warp's positions; and scales. What lies behind `end` may be anything."""
-    ROWS: tl.constexpr = min(_ROWS, BLOCK_T, PAGE)
+    ROWS: tl.constexpr = min(16 if D > 128 else 32, BLOCK_T, PAGE)
     line, word = tl.arange(0, BLOCK_T // ROWS * 8)[:, None], tl.arange(0, 16)[None, :]
     ptrs, some = _codes(k_ptr, pages, t, end, stride_p, PAGE, D, BLOCK_T)
     ptrs += line % 8 * (D // 4) + word
@@ -119,7 +118,7 @@ def fp8_keys(
         for i in tl.static_range(ROWS // 8):
             mask = some if part * 64 + 64 <= D else some & (part * 16 + word < D // 4)
             words += (tl.load(ptrs + (i * 8 * (D // 4) + part * 16), mask=mask, other=0),)
-    return words + (_scale_pairs(scale_ptr, pages, t, end, stride_sp, PAGE, BLOCK_T),)
+    return words + (_scale_pairs(scale_ptr, pages, t, end, stride_sp, PAGE, D, BLOCK_T),)
 
 
 @triton.jit
@@ -137,7 +136,7 @@ def fp8_values(
     BLOCK_T: tl.constexpr,
 ):
     """V of the same positions: words [warps * 8, 4 * words of a lane], of four positions of each warp; and scales."""
-    ROWS: tl.constexpr = min(_ROWS, BLOCK_T, PAGE)
+    ROWS: tl.constexpr = min(16 if D > 128 else 32, BLOCK_T, PAGE)
     WIDE: tl.constexpr = min(BLOCK_D, 128) // 32  # words of V that a lane loads at once
     line, word = tl.arange(0, BLOCK_T // ROWS * 8)[:, None], tl.arange(0, 4 * WIDE)[None, :]
     ptrs, some = _codes(v_ptr, pages, t, end, stride_p, PAGE, D, BLOCK_T)
@@ -149,7 +148,7 @@ def fp8_values(
         for part in tl.static_range(BLOCK_D // (32 * WIDE)):
             mask = some if (part + 1) * 32 * WIDE <= D else some & (part * 8 * WIDE + column < D // 4)
             words += (tl.load(ptrs + (row * (D // 4) + part * 8 * WIDE), mask=mask, other=0),)
-    return words + (_scale_pairs(scale_ptr, pages, t, end, stride_sp, PAGE, BLOCK_T),)
+    return words + (_scale_pairs(scale_ptr, pages, t, end, stride_sp, PAGE, D, BLOCK_T),)
 
 
 @triton.jit
@@ -215,9 +214,9 @@ def _joined(parts, COUNT: tl.constexpr):
 
 
 @triton.jit
-def fp8_queries(q, PAGE: tl.constexpr, BLOCK_T: tl.constexpr, INTERPRETED: tl.constexpr):
+def fp8_queries(q, PAGE: tl.constexpr, D: tl.constexpr, BLOCK_T: tl.constexpr, INTERPRETED: tl.constexpr):
     """q [8 or 16, BLOCK_D], fp32, as fp8_scores wants them; of eight heads the others are nought."""
-    WARPS: tl.constexpr = BLOCK_T // min(_ROWS, BLOCK_T, PAGE)
+    WARPS: tl.constexpr = BLOCK_T // min(16 if D > 128 else 32, BLOCK_T, PAGE)
     BLOCK_D: tl.constexpr = q.shape[1]
     if q.shape[0] < _HEADS:
         q = tl.permute(tl.join(q, q * 0.0), (2, 0, 1)).reshape(_HEADS, BLOCK_D)
@@ -316,7 +315,7 @@ def fp8_attend(
         values = fp8_values(
             v_ptr, v_scale_ptr, pages, t + BLOCK_T, end, stride_p, stride_sp, PAGE, D, BLOCK_D, BLOCK_T
         )  # fmt: skip
-        pages = fp8_pages(table_ptr, t + 2 * BLOCK_T, end, PAGE, BLOCK_T)
+        pages = fp8_pages(table_ptr, t + 2 * BLOCK_T, end, PAGE, D, BLOCK_T)
         m = m_new
     if HEADS < _HEADS:
         m, l, acc = _eight(m), _eight(l), _eight(acc)

@@ -251,13 +251,13 @@ def attention_rows_shape(config: ModelConfig, dtype: torch.dtype, rows: int) -> 
 def fp8_kv_shape(
     shape: AttentionShape | AttentionRowsShape, capability: int = TUNED_FOR
 ) -> AttentionShape | AttentionRowsShape:
-    """For K/V in 8 bits: 32 positions a warp, of which the next ones on their way are enough, in registers."""
+    """For K/V in 8 bits: 32 positions a warp (16 of wide heads), of which the next ones on their way are enough, in registers."""
     converts = capability >= 89  # has an instruction for it
     if isinstance(shape, AttentionRowsShape):
-        least = max(shape.least * shape.block_t // 128, 1)
-        return replace(shape, block_t=128, num_warps=4, least=least, programs=264, stages=1, converts=converts)
-    warps = 8 if shape.block_t > 32 else 4  # sums of wide heads take twice the shared memory where warps meet
-    return replace(shape, block_t=32 * warps, num_warps=warps, ahead=1, converts=converts)
+        block_t = 128 if shape.block_t > 16 else 64
+        least = max(shape.least * shape.block_t // block_t, 1)
+        return replace(shape, block_t=block_t, num_warps=4, least=least, programs=264, stages=1, converts=converts)
+    return replace(shape, block_t=256 if shape.block_t > 32 else 128, num_warps=8, ahead=1, converts=converts)
 
 
 def prompt_attention_shape(
