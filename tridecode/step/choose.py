@@ -251,7 +251,7 @@ def attention_rows_shape(config: ModelConfig, dtype: torch.dtype, rows: int) -> 
 def fp8_kv_shape(
     shape: AttentionShape | AttentionRowsShape, capability: int = TUNED_FOR
 ) -> AttentionShape | AttentionRowsShape:
-    """For K/V in 8 bits: 32 positions a warp (16 of wide heads), of which the next ones on their way are enough, in registers."""
+    """For K/V in 8 bits: 32 positions a warp (16 of wide heads), and the next ones on their way in registers."""
     converts = capability >= 89  # has an instruction for it
     if isinstance(shape, AttentionRowsShape):
         block_t = 128 if shape.block_t > 16 else 64
