@@ -15,7 +15,6 @@ from ..kernels.add_norm import ADD_NORM
 from ..kernels.embed_rows import EMBED_ROWS
 from ..kernels.expand_kv import EXPAND_KV
 from ..kernels.prompt_attention import PROMPT_ATTENTION
-from ..kernels.prompt_attention_hopper import fits
 from ..kernels.rope_write import ROPE_WRITE
 from ..kernels.silu_mul import SILU_MUL
 from ..kernels.take_rows import TAKE_ROWS
@@ -47,7 +46,7 @@ def read(run: Run, m: DecodeModel, rows: int, decoding: int = 0) -> None:
             return
         hosted.pages_fetched(run, m, i)
         keys, values = kv.k[i], kv.v[i]
-        if p.kv.numel() and fits(p.q, p.kv[:, 0], c.window(i), m.prompt_shape.hopper):
+        if m.expands(p.q, i):
             keys, values = p.kv.unbind(1)
             run("expand_kv", EXPAND_KV, p.chunks, kv.tables[i], kv.k[i], kv.v[i], keys, values)
         run(

@@ -7,6 +7,7 @@ import torch
 
 from ..cache.kv import KVCache, make_kv_cache
 from ..cache.offload import Offload
+from ..kernels import prompt_attention_hopper
 from ..kernels.attention import ATTENTION
 from ..kernels.attention_queries import ATTENTION_QUERIES
 from ..kernels.attention_rows import ATTENTION_ROWS
@@ -120,6 +121,11 @@ class DecodeModel:
         if self.queries > 1 and not self.writes_first:
             return ATTENTION_QUERIES
         return ATTENTION_ROWS if isinstance(self.shapes.attention, AttentionRowsShape) else ATTENTION
+
+    def expands(self, q: torch.Tensor, layer: int) -> bool:
+        """Whether attention of a prompt pass with these queries wants K/V in 8 bits expanded to bf16 first."""
+        keys, window, multiprocessors = self.prompt.kv[:, 0], self.config.window(layer), self.prompt_shape.hopper
+        return keys.numel() > 0 and prompt_attention_hopper.fits(q, keys, window, multiprocessors)
 
     def of_rows(self, rows: int) -> "DecodeModel":
         """The same model for passes of its first `rows` rows."""
