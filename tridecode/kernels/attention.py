@@ -16,8 +16,8 @@ from .common import (
     options,
     running,
 )
-from .fp8_tiles import fp8_attend, fp8_keys, fp8_pages, fp8_queries, fp8_values
 from .fp8_kv import held, is_fp8, put, put_fp8, row_bytes, scales
+from .fp8_tiles import fp8_attend, fp8_keys, fp8_pages, fp8_queries, fp8_values
 from .op import Op
 from .pages import page_rows, pages_at
 from .rope import _partner, _rms_rope, _rotation, rms_norm, rotate

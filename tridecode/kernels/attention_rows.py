@@ -5,8 +5,8 @@ import triton.language as tl
 
 from .attention import attention_bytes, attention_ref
 from .common import META_WIDTH, POSITION, RUN, SLOT, STATUS, gdc_launch_dependents, gdc_wait, interpreted, options
-from .fp8_tiles import fp8_attend, fp8_keys, fp8_pages, fp8_queries, fp8_values
 from .fp8_kv import is_fp8, put_fp8, scales
+from .fp8_tiles import fp8_attend, fp8_keys, fp8_pages, fp8_queries, fp8_values
 from .op import Op
 from .pages import page_rows, pages_at
 from .rope import _partner, _rms_rope, _rotation
