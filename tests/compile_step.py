@@ -100,15 +100,17 @@ def meta_model(preset: str, dtype: torch.dtype, arch: int, capacity: int = 4096)
     weights = empty_weights(config, device, dtype, packs=True)
     prompt_shape = prompt_attention_shape(arch, 132, batch_invariant=False, fp8_kv=config.fp8_kv)
     workspace = make_workspace(config, capacity, device, dtype, slots=64)
+    kv = make_kv_cache(config, capacity, device, dtype, page=PAGE)
+    expanded = len(kv.pool) if kv.fp8 and prompt_shape.hopper else 0
     return DecodeModel(
         config=config,
         weights=weights,
-        kv=make_kv_cache(config, capacity, device, dtype, page=PAGE),
+        kv=kv,
         cos=rope,
         sin=rope,
         workspace=workspace,
         verify=workspace,
-        prompt=make_prompt_buffers(config, 2048, device, dtype, prompt_shape),
+        prompt=make_prompt_buffers(config, 2048, device, dtype, prompt_shape, expanded, PAGE),
         prompt_shape=prompt_shape,
         shapes_by_rows=shapes_of(config, weights, arch),
         pdl=arch >= 90,

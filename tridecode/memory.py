@@ -152,7 +152,10 @@ def plan_memory(
     in chunks of `chunk` tokens; one_piece: by torch's attention, for which a layer's K/V of a slot are gathered;
     on_host: layers whose projections are in the host's memory; speculate: passes can verify drafts."""
     rope_and_tokens, kv = 4 * config.head_dim + TOKEN, kv_bytes_per_token(config, dtype)
-    gathered = 2 * config.kv_size * dtype.itemsize if one_piece else 0
+    layer = 2 * config.kv_size * dtype.itemsize
+    gathered = layer if one_piece else 0
+    if config.fp8_kv and not one_piece and device.type == "cuda":  # a layer's K/V expanded, see PromptBuffers
+        kv += layer
     weights = weight_bytes(config, dtype, device.type == "cuda", on_host)
     rows, scratch = min(chunk, slots * config.max_position) + slots, SCRATCH[device.type]
     if device.type == "cpu":  # the references' own, of a row

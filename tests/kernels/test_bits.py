@@ -14,7 +14,7 @@ from tridecode.model.weights import Linear
 from tridecode.step.few_bits import few_bits_shape
 from tridecode.step.products import products
 from tridecode.step.shapes import MatmulShape
-from tridecode.step.torch_ops import LINEAR
+from tridecode.step.torch_ops import LINEAR, piece_rows
 
 EPS, DTYPE, TOLERANCE, ROUNDED = 1e-6, torch.bfloat16, 2e-5, BF16_ROUNDING + 2e-3
 CASES = cases(
@@ -141,3 +141,9 @@ def test_a_product_of_many_rows_by_pieces_of_the_weight(form):
     out, scratch = poisoned(128, 1001, dtype=DTYPE), poisoned(300 * 2560, dtype=DTYPE)
     LINEAR.launch(x, linear, out, scratch)
     assert_close(out.float(), x.float() @ linear.matrix().T, 6e-3)
+
+
+def test_pieces_of_a_weight_are_alike_and_begin_at_whole_tiles():
+    assert piece_rows(19456, 2**25 // 2560) == 9728 and piece_rows(6144, 2**25 // 2560) == 6144
+    assert piece_rows(1001, 300) == 256 and piece_rows(28672, 2**25 // 4096) == 7168
+    assert piece_rows(40, 16) == 16 and piece_rows(1000, 200) == 128

@@ -1,5 +1,7 @@
 """Attention of prompts: chunks of slots anywhere, through shuffled pages, against the reference in fp32."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -8,6 +10,7 @@ from util import CUDA, DEVICE, Case, assert_close, cases, in_8_bits, poisoned, r
 
 from tridecode import layout
 from tridecode.kernels import prompt_attention_hopper
+from tridecode.kernels.expand_kv import expand_kv
 from tridecode.kernels.fp8_kv import held
 from tridecode.kernels.prompt_attention import prompt_attention, prompt_attention_ref, scratch_sizes
 from tridecode.layout import Chunk
@@ -108,6 +111,21 @@ def test_other_launch_shapes(shape):
 
 def test_many_slots_share_a_pass():
     check(2, 1, 64, [(slot, 1 + slot % 3, slot % 5) for slot in range(layout.MAX_CHUNKS)], 0, DTYPES[0])
+
+
+@pytest.mark.parametrize("d", [64, 128])
+def test_kv_in_8_bits_expanded_in_front(d):
+    """As prompts on Hopper have it."""
+    chunks = [(0, LONG * PAGE - 3, 0), (2, 1, 0), (1, 7, PAGE + 3)]
+    shape = replace(SHAPE, hopper=3 if CUDA and torch.cuda.get_device_capability() == (9, 0) else 0)
+    chunks, (table, order, q, k, v, *rest) = arguments(8, 2, d, chunks, 0, DTYPES[0], shape, fp8=True)
+    keys, values = poisoned(len(k), 2, 2, PAGE, d, dtype=q.dtype).unbind(1)
+    expand_kv(table, order, k, v, keys, values)
+    prompt_attention(table, order, q, keys, values, *rest, shape=shape)
+    exact, out, ref = [held(cache, (slice(None),)).float() for cache in (k, v)], rest[3], poisoned(*rest[3].shape)
+    prompt_attention_ref(table, order, q.float(), *exact, *rest[:3], ref, *rest[4:])
+    for chunk in chunks:
+        assert_close(out[chunk.rows], ref[chunk.rows], TOLERANCE[DTYPES[0]], str(chunk))
 
 
 # Attention of many rows on Hopper.

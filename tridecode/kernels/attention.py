@@ -16,7 +16,8 @@ from .common import (
     options,
     running,
 )
-from .fp8_kv import fp8_turns, from_e4m3, held, is_fp8, put, put_fp8, row_bytes, scales, scales_at
+from .fp8_kv import held, is_fp8, put, put_fp8, row_bytes, scales
+from .fp8_tiles import fp8_attend, fp8_keys, fp8_pages, fp8_queries, fp8_values
 from .op import Op
 from .pages import page_rows, pages_at
 from .rope import _partner, _rms_rope, _rotation, rms_norm, rotate
@@ -64,6 +65,7 @@ def _attention_kernel(
     WINDOW: tl.constexpr,
     QK_NORM: tl.constexpr,
     FP8: tl.constexpr,
+    CONVERTS: tl.constexpr,
     PDL: tl.constexpr,
     DOT_FP32: tl.constexpr,
 ):
@@ -123,22 +125,25 @@ def _attention_kernel(
     v_ptr += head.to(tl.int64) * stride_kh
     k_scale_ptr += head.to(tl.int64) * stride_sh
     v_scale_ptr += head.to(tl.int64) * stride_sh
-    k, v, seen, k_scale, v_scale = (), (), (), (), ()
-    for i in tl.static_range(AHEAD):
-        t = first + i * BLOCK_T
-        pages = pages_at(table_ptr, t, end, PAGE, BLOCK_T)
-        tiles = page_rows(pages, t, stride_kp, PAGE, D, BLOCK_T) + offs_d[None, :]
-        seen += (((t + offs_t >= start) & (t + offs_t < end))[:, None],)
-        mask = seen[i] & mask_d[None, :]
-        k += (tl.load(k_ptr + tiles, mask=mask, other=0.0),)
-        v += (tl.load(v_ptr + tiles, mask=mask, other=0.0),)
-        if FP8:
-            of_k, of_v = scales_at(k_scale_ptr, v_scale_ptr, pages, t, seen[i], stride_sp, PAGE, BLOCK_T)
-            k_scale, v_scale = k_scale + (of_k,), v_scale + (of_v,)
+    if FP8:
+        pages = fp8_pages(table_ptr, first, end, PAGE, D, BLOCK_T)
+        k = fp8_keys(k_ptr, k_scale_ptr, pages, first, end, stride_kp, stride_sp, PAGE, D, BLOCK_D, BLOCK_T)
+        v = fp8_values(v_ptr, v_scale_ptr, pages, first, end, stride_kp, stride_sp, PAGE, D, BLOCK_D, BLOCK_T)
+        next_pages = fp8_pages(table_ptr, first + BLOCK_T, end, PAGE, D, BLOCK_T)
+    else:
+        k, v, seen = (), (), ()
+        for i in tl.static_range(AHEAD):
+            t = first + i * BLOCK_T
+            pages = pages_at(table_ptr, t, end, PAGE, BLOCK_T)
+            tiles = page_rows(pages, t, stride_kp, PAGE, D, BLOCK_T) + offs_d[None, :]
+            seen += (((t + offs_t >= start) & (t + offs_t < end))[:, None],)
+            mask = seen[i] & mask_d[None, :]
+            k += (tl.load(k_ptr + tiles, mask=mask, other=0.0),)
+            v += (tl.load(v_ptr + tiles, mask=mask, other=0.0),)
+        rest = first + AHEAD * BLOCK_T
+        rest_pages = pages_at(table_ptr, rest, end, PAGE, BLOCK_T)
+        next_pages = pages_at(table_ptr, rest + BLOCK_T, end, PAGE, BLOCK_T)
     write = write_page * stride_kp + (position % PAGE) * D
-    rest = first + AHEAD * BLOCK_T
-    rest_pages = pages_at(table_ptr, rest, end, PAGE, BLOCK_T)
-    next_pages = pages_at(table_ptr, rest + BLOCK_T, end, PAGE, BLOCK_T)
     if PDL:
         gdc_wait()
 
@@ -157,64 +162,59 @@ def _attention_kernel(
     new_v = tl.load(new_ptr + KV_HEADS * D + offs_d, mask=mask_d, other=0.0)
     new_v = new_v.to(tl.float32 if FP8 else ELEMENT)
     q = _rms_rope(q, q_partner, q_cos, q_sin, eps, D, QK_NORM) * (scale * LOG2E)
-    dot_q = tl.trans(q.to(ELEMENT).to(TYPE))
-
-    # Positions are the rows of the first product, D of the second, the heads of the group the few columns of both. The
-    # tiles that were loaded ahead share one maximum; sums are kept for each place of a tile and added up at the end.
-    # Masked scores underflow to 0. Where a window hides a whole tile, the new token's score scales its sums to 0.
-    scores = ()
-    for i in tl.static_range(AHEAD):
-        s = tl.full([BLOCK_T, DOT_N], EMPTY, tl.float32)
-        if first + i * BLOCK_T < end:
-            tile = _held(k[i], position, HOLD)
-            if FP8:
-                tile = from_e4m3(tile, DOT_FP32)
-            s = tl.dot(tile.to(TYPE), dot_q, input_precision="ieee")
-            if FP8:
-                s *= k_scale[i].to(tl.float32)
-            s = tl.where(seen[i], s, EMPTY)
-        scores += (s,)
-    top = scores[0]
-    for i in tl.static_range(1, AHEAD):
-        top = tl.maximum(top, scores[i])
-    m = tl.max(top, 0)
-    l_t = tl.zeros([BLOCK_T, DOT_N], tl.float32)
-    acc = tl.zeros([BLOCK_D, DOT_N], tl.float32)
-    for i in tl.static_range(AHEAD):
-        if first + i * BLOCK_T < end:
-            p = tl.exp2(scores[i] - m[None, :])
-            l_t += p
-            tile = _held(v[i], position, HOLD)
-            if FP8:
-                tile, p = from_e4m3(tile, DOT_FP32), p * v_scale[i].to(tl.float32)
-            acc = tl.dot(tl.trans(tile.to(TYPE)), p.to(ELEMENT).to(TYPE), acc, input_precision="ieee")
     if FP8:
-        m, l_t, acc = fp8_turns(
-            m, l_t, acc, dot_q, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, rest, end, stride_kp, stride_sp,
-            PAGE, D, BLOCK_D, BLOCK_T, AHEAD - 1 if AHEAD > 1 else 1, TYPE, DOT_FP32,
+        q_fp8 = fp8_queries(q, PAGE, D, BLOCK_T, DOT_FP32)
+        m, l, acc = fp8_attend(
+            q_fp8, k, v, next_pages, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, first, start, end, stride_kp,
+            stride_sp, PAGE, D, BLOCK_T, DOT_N, CONVERTS, DOT_FP32,
         )  # fmt: skip
-    elif rest < end:
-        tiles = page_rows(rest_pages, rest, stride_kp, PAGE, D, BLOCK_T) + offs_d[None, :]
-        mask = (rest + offs_t < end)[:, None] & mask_d[None, :]
-        k_t = tl.load(k_ptr + tiles, mask=mask, other=0.0)
-        for t in range(rest, end, BLOCK_T):
-            v_t = tl.load(v_ptr + tiles, mask=mask, other=0.0)
-            seen_t = (t + offs_t < end)[:, None]
-            tiles = page_rows(next_pages, t + BLOCK_T, stride_kp, PAGE, D, BLOCK_T) + offs_d[None, :]
-            next_pages = pages_at(table_ptr, t + 2 * BLOCK_T, end, PAGE, BLOCK_T)  # a turn before they are needed
-            mask = (t + BLOCK_T + offs_t < end)[:, None] & mask_d[None, :]
-            k_next = tl.load(k_ptr + tiles, mask=mask, other=0.0)  # in flight while the tile at t is attended to
-            s = tl.where(seen_t, tl.dot(k_t.to(TYPE), dot_q, input_precision="ieee"), EMPTY)
-            m_new = tl.maximum(m, tl.max(s, 0))
-            alpha = tl.exp2(m - m_new)
-            p = tl.exp2(s - m_new[None, :])
-            l_t = l_t * alpha[None, :] + p
-            p = p.to(ELEMENT).to(TYPE)
-            v_t = tl.trans(_held(v_t, position, HOLD).to(TYPE))
-            acc = tl.dot(v_t, p, acc * alpha[None, :], input_precision="ieee")
-            m = m_new
-            k_t = k_next
-    l = tl.sum(l_t, 0)
+    else:
+        dot_q = tl.trans(q.to(ELEMENT).to(TYPE))
+        # Positions are the rows of the first product, D of the second, the heads of the group the few columns of both.
+        # The tiles that were loaded ahead share one maximum; sums are kept for each place of a tile and added up at the
+        # end. Masked scores underflow to 0. Where a window hides a whole tile, the new token's score scales its sums
+        # to 0.
+        scores = ()
+        for i in tl.static_range(AHEAD):
+            s = tl.full([BLOCK_T, DOT_N], EMPTY, tl.float32)
+            if first + i * BLOCK_T < end:
+                s = tl.dot(_held(k[i], position, HOLD).to(TYPE), dot_q, input_precision="ieee")
+                s = tl.where(seen[i], s, EMPTY)
+            scores += (s,)
+        top = scores[0]
+        for i in tl.static_range(1, AHEAD):
+            top = tl.maximum(top, scores[i])
+        m = tl.max(top, 0)
+        l_t = tl.zeros([BLOCK_T, DOT_N], tl.float32)
+        acc = tl.zeros([BLOCK_D, DOT_N], tl.float32)
+        for i in tl.static_range(AHEAD):
+            if first + i * BLOCK_T < end:
+                p = tl.exp2(scores[i] - m[None, :])
+                l_t += p
+                tile = tl.trans(_held(v[i], position, HOLD).to(TYPE))
+                acc = tl.dot(tile, p.to(ELEMENT).to(TYPE), acc, input_precision="ieee")
+        if rest < end:
+            tiles = page_rows(rest_pages, rest, stride_kp, PAGE, D, BLOCK_T) + offs_d[None, :]
+            mask = (rest + offs_t < end)[:, None] & mask_d[None, :]
+            k_t = tl.load(k_ptr + tiles, mask=mask, other=0.0)
+            for t in range(rest, end, BLOCK_T):
+                v_t = tl.load(v_ptr + tiles, mask=mask, other=0.0)
+                seen_t = (t + offs_t < end)[:, None]
+                tiles = page_rows(next_pages, t + BLOCK_T, stride_kp, PAGE, D, BLOCK_T) + offs_d[None, :]
+                next_pages = pages_at(table_ptr, t + 2 * BLOCK_T, end, PAGE, BLOCK_T)  # a turn before they are needed
+                mask = (t + BLOCK_T + offs_t < end)[:, None] & mask_d[None, :]
+                k_next = tl.load(k_ptr + tiles, mask=mask, other=0.0)  # in flight while the tile at t is attended to
+                s = tl.where(seen_t, tl.dot(k_t.to(TYPE), dot_q, input_precision="ieee"), EMPTY)
+                m_new = tl.maximum(m, tl.max(s, 0))
+                alpha = tl.exp2(m - m_new)
+                p = tl.exp2(s - m_new[None, :])
+                l_t = l_t * alpha[None, :] + p
+                p = p.to(ELEMENT).to(TYPE)
+                v_t = tl.trans(_held(v_t, position, HOLD).to(TYPE))
+                acc = tl.dot(v_t, p, acc * alpha[None, :], input_precision="ieee")
+                m = m_new
+                k_t = k_next
+        l = tl.sum(l_t, 0)
 
     # The new token is attended as the cache will hold it; split 0 owns it.
     new_k = _rms_rope(new_k, new_k_partner, k_cos, k_sin, eps, D, QK_NORM)
@@ -283,7 +283,7 @@ def attention(
     """out[row] = attention of the row's token; its K and V enter the cache. window: 0, or the positions attended to."""
     _, kv_heads, page, head_dim = k_cache.shape
     group, k_scale, v_scale = out.shape[1] // (kv_heads * head_dim), scales(k_cache), scales(v_cache)
-    spare = cos  # stands in for absent q/k norms
+    spare, fp8 = cos, is_fp8(k_cache)  # stands in for absent q/k norms
     assert shape.splits <= partial.shape[2], "more splits than partial has room for"
     assert shape.block_t % page == 0 or page % shape.block_t == 0, "a tile must be whole pages or a part of one"
     _attention_kernel[(kv_heads, shape.splits, out.shape[0])](
@@ -315,7 +315,7 @@ def attention(
         kv_heads,
         group,
         head_dim,
-        triton.next_power_of_2(head_dim),
+        max(triton.next_power_of_2(head_dim), 64 if fp8 else 1),
         triton.next_power_of_2(group),
         max(triton.next_power_of_2(group), 8),
         shape.block_t,
@@ -325,7 +325,8 @@ def attention(
         combine_splits(group, head_dim, shape),
         window,
         q_norm is not None,
-        is_fp8(k_cache),
+        fp8,
+        shape.converts,
         pdl,
         interpreted(),
         **options(shape.num_warps, pdl, shape.registers),

@@ -5,7 +5,8 @@ import triton.language as tl
 
 from .attention import attention_bytes, attention_ref
 from .common import META_WIDTH, POSITION, RUN, SLOT, STATUS, gdc_launch_dependents, gdc_wait, interpreted, options
-from .fp8_kv import from_e4m3, is_fp8, paired_scales_at, put_fp8, scales, unpaired
+from .fp8_kv import is_fp8, put_fp8, scales
+from .fp8_tiles import fp8_attend, fp8_keys, fp8_pages, fp8_queries, fp8_values
 from .op import Op
 from .pages import page_rows, pages_at
 from .rope import _partner, _rms_rope, _rotation
@@ -69,55 +70,36 @@ def _tile(
     BLOCK_T: tl.constexpr,
     FP8: tl.constexpr,
 ):
-    """K [BLOCK_T, BLOCK_D] and V [BLOCK_D, BLOCK_T] of the positions from t that lie in [start, end), and if FP8 the
-    scales of both, in pairs."""
-    offs_t, offs_d = tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_D)
-    pages = pages_at(table_ptr, t, end, PAGE, BLOCK_T)
-    places = page_rows(pages, t, stride_kp, PAGE, D, BLOCK_T)
-    places += head.to(tl.int64) * stride_kh
-    there, mask_d = (t + offs_t >= start) & (t + offs_t < end), offs_d < D
-    k = tl.load(k_ptr + places + offs_d[None, :], mask=there[:, None] & mask_d[None, :], other=0.0)
-    v = tl.load(v_ptr + tl.trans(places) + offs_d[:, None], mask=mask_d[:, None] & there[None, :], other=0.0)
+    """K [BLOCK_T, BLOCK_D] and V [BLOCK_D, BLOCK_T] of the positions from t that lie in [start, end); if FP8, what
+    fp8_attend wants of them."""
+    pages = fp8_pages(table_ptr, t, end, PAGE, D, BLOCK_T) if FP8 else pages_at(table_ptr, t, end, PAGE, BLOCK_T)
+    k_ptr += head.to(tl.int64) * stride_kh
+    v_ptr += head.to(tl.int64) * stride_kh
     if FP8:
-        of_head = head.to(tl.int64) * stride_sh
-        k_scale = paired_scales_at(k_scale_ptr + of_head, pages, t, end, stride_sp, PAGE, BLOCK_T)
-        return k, v, k_scale, paired_scales_at(v_scale_ptr + of_head, pages, t, end, stride_sp, PAGE, BLOCK_T)
+        k_scale_ptr += head.to(tl.int64) * stride_sh
+        v_scale_ptr += head.to(tl.int64) * stride_sh
+        k = fp8_keys(k_ptr, k_scale_ptr, pages, t, end, stride_kp, stride_sp, PAGE, D, BLOCK_D, BLOCK_T)
+        v = fp8_values(v_ptr, v_scale_ptr, pages, t, end, stride_kp, stride_sp, PAGE, D, BLOCK_D, BLOCK_T)
+        return k, v, fp8_pages(table_ptr, t + BLOCK_T, end, PAGE, D, BLOCK_T)
     else:
+        offs_t, offs_d = tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_D)
+        places = page_rows(pages, t, stride_kp, PAGE, D, BLOCK_T)
+        there, mask_d = (t + offs_t >= start) & (t + offs_t < end), offs_d < D
+        k = tl.load(k_ptr + places + offs_d[None, :], mask=there[:, None] & mask_d[None, :], other=0.0)
+        v = tl.load(v_ptr + tl.trans(places) + offs_d[:, None], mask=mask_d[:, None] & there[None, :], other=0.0)
         return k, v
 
 
 @triton.jit
-def _attend(
-    tile,
-    dot_q,
-    m,
-    l_t,
-    acc,
-    t,
-    start,
-    end,
-    offs_t,
-    ELEMENT: tl.constexpr,
-    TYPE: tl.constexpr,
-    FP8: tl.constexpr,
-    DOT_FP32: tl.constexpr,
-):
+def _attend(tile, dot_q, m, l_t, acc, t, start, end, offs_t, ELEMENT: tl.constexpr, TYPE: tl.constexpr):
     """The running maximum, sums of weights and sums of values with the tile of positions from t."""
-    k, v = tile[0], tile[1]
-    if FP8:
-        k, v = from_e4m3(k, DOT_FP32), from_e4m3(v, DOT_FP32)
-    s = tl.dot(k.to(TYPE), dot_q, input_precision="ieee")
-    if FP8:
-        s *= unpaired(tile[2])
+    s = tl.dot(tile[0].to(TYPE), dot_q, input_precision="ieee")
     s = tl.where(((t + offs_t >= start) & (t + offs_t < end))[:, None], s, EMPTY)
     m_new = tl.maximum(m, tl.max(s, 0))
     alpha = tl.exp2(m - m_new)
     p = tl.exp2(s - m_new[None, :])
     l_t = l_t * alpha[None, :] + p
-    if FP8:
-        p = tl.where(s > EMPTY, p * unpaired(tile[3]), 0.0)  # a scale beside the last position may be anything
-    p = p.to(ELEMENT).to(TYPE)
-    acc = tl.dot(v.to(TYPE), p, acc * alpha[None, :], input_precision="ieee")
+    acc = tl.dot(tile[1].to(TYPE), p.to(ELEMENT).to(TYPE), acc * alpha[None, :], input_precision="ieee")
     return m_new, l_t, acc
 
 
@@ -164,6 +146,7 @@ def _attention_rows_kernel(
     WINDOW: tl.constexpr,
     QK_NORM: tl.constexpr,
     FP8: tl.constexpr,
+    CONVERTS: tl.constexpr,
     PROGRAMS: tl.constexpr,
     STAGES: tl.constexpr,
     EARLY: tl.constexpr,
@@ -252,32 +235,39 @@ def _attention_rows_kernel(
         # Positions are the rows of the first product, D of the second, the heads of the group the few columns of both.
         # Sums are kept for each place of a tile and added up at the end. Masked scores underflow to 0; where a window
         # hides a whole tile, a later score scales its sums to 0.
-        m = tl.where(split == 0, tl.sum(q * new_k.to(tl.float32), 1), EMPTY)
-        l_t = tl.zeros([BLOCK_T, DOT_N], tl.float32) + tl.where((offs_t == 0) & (split == 0), 1.0, 0.0)[:, None]
-        acc = tl.zeros([BLOCK_D, DOT_N], tl.float32) + tl.where(split == 0, new_v.to(tl.float32), 0.0)[:, None]
-        if STAGES > 1:
-            m, l_t, acc = _attend(
-                tile, dot_q, m, l_t, acc, first, start, end, offs_t, ELEMENT, TYPE, FP8, DOT_FP32
+        s_new = tl.where(split == 0, tl.sum(q * new_k.to(tl.float32), 1), EMPTY)
+        if FP8:
+            of_head, of_scales = head.to(tl.int64) * stride_kh, head.to(tl.int64) * stride_sh
+            m_all, l, acc = fp8_attend(
+                fp8_queries(q, PAGE, D, BLOCK_T, DOT_FP32), tile[0], tile[1], tile[2], k_ptr + of_head, v_ptr + of_head,
+                k_scale_ptr + of_scales, v_scale_ptr + of_scales, table_ptr, first, start, end, stride_kp, stride_sp,
+                PAGE, D, BLOCK_T, DOT_N, CONVERTS, DOT_FP32,
             )  # fmt: skip
-            for t in tl.range(first + BLOCK_T, end, BLOCK_T, num_stages=STAGES):
-                tile = _tile(
-                    k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, head, t, start, end, stride_kp, stride_kh,
-                    stride_sp, stride_sh, PAGE, D, BLOCK_D, BLOCK_T, FP8,
-                )  # fmt: skip
-                m, l_t, acc = _attend(
-                    tile, dot_q, m, l_t, acc, t, start, end, offs_t, ELEMENT, TYPE, FP8, DOT_FP32
-                )  # fmt: skip
+            m = tl.maximum(m_all, s_new)
+            alpha, p_new = tl.exp2(m_all - m), tl.where(split == 0, tl.exp2(s_new - m), 0.0)
+            l = l * alpha + p_new
+            acc = acc * alpha[None, :] + p_new[None, :] * new_v[:, None]
         else:
-            for t in range(first, end, BLOCK_T):
-                following = _tile(  # in flight while the tile at t is attended to
-                    k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, head, t + BLOCK_T, start, end, stride_kp,
-                    stride_kh, stride_sp, stride_sh, PAGE, D, BLOCK_D, BLOCK_T, FP8,
-                )  # fmt: skip
-                m, l_t, acc = _attend(
-                    tile, dot_q, m, l_t, acc, t, start, end, offs_t, ELEMENT, TYPE, FP8, DOT_FP32
-                )  # fmt: skip
-                tile = following
-        l = tl.sum(l_t, 0)
+            m = s_new
+            l_t = tl.zeros([BLOCK_T, DOT_N], tl.float32) + tl.where((offs_t == 0) & (split == 0), 1.0, 0.0)[:, None]
+            acc = tl.zeros([BLOCK_D, DOT_N], tl.float32) + tl.where(split == 0, new_v.to(tl.float32), 0.0)[:, None]
+            if STAGES > 1:
+                m, l_t, acc = _attend(tile, dot_q, m, l_t, acc, first, start, end, offs_t, ELEMENT, TYPE)
+                for t in tl.range(first + BLOCK_T, end, BLOCK_T, num_stages=STAGES):
+                    tile = _tile(
+                        k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, head, t, start, end, stride_kp, stride_kh,
+                        stride_sp, stride_sh, PAGE, D, BLOCK_D, BLOCK_T, FP8,
+                    )  # fmt: skip
+                    m, l_t, acc = _attend(tile, dot_q, m, l_t, acc, t, start, end, offs_t, ELEMENT, TYPE)
+            else:
+                for t in range(first, end, BLOCK_T):
+                    following = _tile(  # in flight while the tile at t is attended to
+                        k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, head, t + BLOCK_T, start, end, stride_kp,
+                        stride_kh, stride_sp, stride_sh, PAGE, D, BLOCK_D, BLOCK_T, FP8,
+                    )  # fmt: skip
+                    m, l_t, acc = _attend(tile, dot_q, m, l_t, acc, t, start, end, offs_t, ELEMENT, TYPE)
+                    tile = following
+            l = tl.sum(l_t, 0)
         this_row, this_head, this_split, active_splits = row, head, split, splits
         row, head, split, splits, position, table_ptr, start, first, end = _item(
             tl.minimum(item + PROGRAMS, items - 1), ends, active, positions, slots, offs_m, page_table_ptr,
@@ -331,8 +321,10 @@ def attention_rows(
 ):
     """attention for several rows at once."""
     _, kv_heads, page, head_dim = k_cache.shape
+    fp8 = is_fp8(k_cache)
     rows, group, k_scale, v_scale = len(out), out.shape[1] // (kv_heads * head_dim), scales(k_cache), scales(v_cache)
     spare = cos  # stands in for absent q/k norms
+    assert not fp8 or shape.stages == 1, "K/V in 8 bits are on their way in registers"
     assert shape.splits <= partial.shape[2], "more splits than partial has room for"
     assert shape.block_t % page == 0 or page % shape.block_t == 0, "a tile must be whole pages or a part of one"
     _attention_rows_kernel[(shape.programs,)](
@@ -366,7 +358,7 @@ def attention_rows(
         kv_heads,
         group,
         head_dim,
-        triton.next_power_of_2(head_dim),
+        max(triton.next_power_of_2(head_dim), 64 if fp8 else 1),
         triton.next_power_of_2(group),
         max(triton.next_power_of_2(group), 8),
         shape.block_t,
@@ -376,7 +368,8 @@ def attention_rows(
         combine_splits(group, head_dim, shape),
         window,
         q_norm is not None,
-        is_fp8(k_cache),
+        fp8,
+        shape.converts,
         shape.programs,
         shape.stages,
         shape.early,

@@ -10,8 +10,6 @@ import triton
 import triton.language as tl
 
 from .bits import e4m3_value
-from .pages import page_rows, pages_at
-from .splits import EMPTY
 
 LARGEST = 448.0  # of e4m3
 SCALE_BYTES = 2
@@ -28,6 +26,17 @@ _E4M3 = tl.constexpr(
     }"""
 )
 
+_E4M3_WORDS = tl.constexpr(
+    """{
+    .reg .b32 w, t, up, nought;
+    mov.b32 up, 0x7b807b80; mov.b32 nought, 0x80008000;
+    prmt.b32 w, $4, 0, 0x1404; shr.u32 t, w, 4; and.b32 t, t, 0x07f007f0;
+    lop3.b32 w, w, 0x80008000, t, 0xea; fma.rn.bf16x2 w, w, up, nought; mov.b32 {$0, $1}, w;
+    prmt.b32 w, $4, 0, 0x3424; shr.u32 t, w, 4; and.b32 t, t, 0x07f007f0;
+    lop3.b32 w, w, 0x80008000, t, 0xea; fma.rn.bf16x2 w, w, up, nought; mov.b32 {$2, $3}, w;
+    }"""
+)
+
 
 @triton.jit
 def from_e4m3(codes, INTERPRETED: tl.constexpr):
@@ -36,6 +45,20 @@ def from_e4m3(codes, INTERPRETED: tl.constexpr):
         return e4m3_value(codes.to(tl.int32))
     else:
         return tl.inline_asm_elementwise(_E4M3, "=r,=r,r", [codes], dtype=tl.bfloat16, is_pure=True, pack=4)
+
+
+@triton.jit
+def words_to_bf16(words, INTERPRETED: tl.constexpr):
+    """The same of words of four codes, [..., 2, 2]. Codes loaded as such may be taken apart and put together again."""
+    if INTERPRETED:
+        a, b = e4m3_value(words & 255), e4m3_value((words >> 8) & 255)
+        c, d = e4m3_value((words >> 16) & 255), e4m3_value((words >> 24) & 255)
+        return tl.join(tl.join(a, c), tl.join(b, d))
+    else:
+        a, b, c, d = tl.inline_asm_elementwise(
+            _E4M3_WORDS, "=h,=h,=h,=h,r", [words], dtype=(tl.int16, tl.int16, tl.int16, tl.int16), is_pure=True, pack=1
+        )
+        return tl.join(tl.join(a, c), tl.join(b, d)).to(tl.bfloat16, bitcast=True)
 
 
 @triton.jit
@@ -61,33 +84,6 @@ def to_e4m3(x):
 
 
 @triton.jit
-def scales_at(k_scale_ptr, v_scale_ptr, pages, t, mask, stride_sp, PAGE: tl.constexpr, BLOCK_T: tl.constexpr):
-    """Scales of K and V of the BLOCK_T positions from t on `pages`, [BLOCK_T, 1] bf16; 0 where mask is false."""
-    places = page_rows(pages, t, stride_sp, PAGE, 1, BLOCK_T)
-    return tl.load(k_scale_ptr + places, mask=mask, other=0.0), tl.load(v_scale_ptr + places, mask=mask, other=0.0)
-
-
-@triton.jit
-def paired_scales_at(scale_ptr, pages, t, end, stride_sp, PAGE: tl.constexpr, BLOCK_T: tl.constexpr):
-    """Of K or V, two in a word: int32 [BLOCK_T // 2, 1]. Copies on their way through shared memory are of words."""
-    offs = tl.arange(0, BLOCK_T // 2)
-    page = pages[0]
-    for i in tl.static_range(1, BLOCK_T // PAGE):
-        page = tl.where(offs < i * PAGE // 2, page, pages[i])
-    within = t % PAGE // 2 + offs if BLOCK_T <= PAGE else offs % (PAGE // 2)
-    places = page.to(tl.int64) * (stride_sp // 2) + within
-    pairs = scale_ptr.to(tl.pointer_type(tl.int32)) + places
-    return tl.load(pairs[:, None], mask=(t + 2 * offs < end)[:, None], other=0)
-
-
-@triton.jit
-def unpaired(pairs):
-    """Scales fp32 [BLOCK_T, 1] of such words."""
-    low, high = (pairs << 16).to(tl.float32, bitcast=True), (pairs & -65536).to(tl.float32, bitcast=True)
-    return tl.reshape(tl.join(low, high), [2 * pairs.shape[0], 1])
-
-
-@triton.jit
 def put_fp8(new_k, new_v, k_ptrs, v_ptrs, k_scale_ptr, v_scale_ptr, mask_k, mask_d, write):
     """A token's K (in every row) and V, fp32, as the cache will hold them; stored if `write`."""
     k_scale, k_inverse = e4m3_scale(new_k, 1)
@@ -101,83 +97,6 @@ def put_fp8(new_k, new_v, k_ptrs, v_ptrs, k_scale_ptr, v_scale_ptr, mask_k, mask
         tl.store(k_scale_ptr + rows * 0, k_scale.to(tl.bfloat16), mask=rows == 0)
         tl.store(v_scale_ptr, v_scale.to(tl.bfloat16))
     return new_k * k_scale[:, None], new_v * v_scale
-
-
-@triton.jit
-def fp8_turns(
-    m,
-    l_t,
-    acc,
-    dot_q,
-    k_ptr,
-    v_ptr,
-    k_scale_ptr,
-    v_scale_ptr,
-    table_ptr,
-    rest,
-    end,
-    stride_kp,
-    stride_sp,
-    PAGE: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    DEPTH: tl.constexpr,
-    TYPE: tl.constexpr,
-    DOT_FP32: tl.constexpr,
-):
-    """Attend to the positions [rest, end) of K/V in 8 bits: DEPTH turns are in flight."""
-    offs_t = tl.arange(0, BLOCK_T)
-    if rest < end:
-        tiles = ()
-        for i in tl.static_range(DEPTH):
-            tiles += fp8_tile(
-                k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, rest + i * BLOCK_T, end, stride_kp, stride_sp, PAGE,
-                D, BLOCK_D, BLOCK_T,
-            )  # fmt: skip
-        for t in range(rest, end, BLOCK_T):
-            tiles += fp8_tile(
-                k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, t + DEPTH * BLOCK_T, end, stride_kp, stride_sp, PAGE,
-                D, BLOCK_D, BLOCK_T,
-            )  # fmt: skip
-            s = tl.dot(from_e4m3(tiles[0], DOT_FP32).to(TYPE), dot_q, input_precision="ieee") * tiles[2].to(tl.float32)
-            s = tl.where((t + offs_t < end)[:, None], s, EMPTY)
-            m_new = tl.maximum(m, tl.max(s, 0))
-            alpha = tl.exp2(m - m_new)
-            p = tl.exp2(s - m_new[None, :])
-            l_t = l_t * alpha[None, :] + p
-            p = (p * tiles[3].to(tl.float32)).to(tl.bfloat16).to(TYPE)
-            v_t = tl.trans(from_e4m3(tiles[1], DOT_FP32).to(TYPE))
-            acc = tl.dot(v_t, p, acc * alpha[None, :], input_precision="ieee")
-            m = m_new
-            tiles = tiles[4:]
-    return m, l_t, acc
-
-
-@triton.jit
-def fp8_tile(
-    k_ptr,
-    v_ptr,
-    k_scale_ptr,
-    v_scale_ptr,
-    table_ptr,
-    t,
-    end,
-    stride_kp,
-    stride_sp,
-    PAGE: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-):
-    """Codes of K and V [BLOCK_T, BLOCK_D] of the positions from t that lie before end, and their scales."""
-    offs_d = tl.arange(0, BLOCK_D)
-    pages = pages_at(table_ptr, t, end, PAGE, BLOCK_T)
-    tiles = page_rows(pages, t, stride_kp, PAGE, D, BLOCK_T) + offs_d[None, :]
-    seen = (t + tl.arange(0, BLOCK_T) < end)[:, None]
-    mask = seen & (offs_d < D)[None, :]
-    ks, vs = scales_at(k_scale_ptr, v_scale_ptr, pages, t, seen, stride_sp, PAGE, BLOCK_T)
-    return tl.load(k_ptr + tiles, mask=mask, other=0), tl.load(v_ptr + tiles, mask=mask, other=0), ks, vs
 
 
 def is_fp8(cache: torch.Tensor) -> bool:

@@ -266,15 +266,16 @@ def attention_rows_shape(config: ModelConfig, dtype: torch.dtype, rows: int) -> 
     return AttentionRowsShape(block_t, splits(2 * 132), num_warps=4, least=16, programs=2 * 132, stages=5)
 
 
-def fp8_kv_shape(shape: AttentionShape | AttentionRowsShape) -> AttentionShape | AttentionRowsShape:
-    """For K/V in 8 bits: smaller tiles, and more of them in flight, or more warps, leave registers for the scales."""
+def fp8_kv_shape(
+    shape: AttentionShape | AttentionRowsShape, capability: int = TUNED_FOR
+) -> AttentionShape | AttentionRowsShape:
+    """For K/V in 8 bits: 32 positions a warp (16 of wide heads), and the next ones on their way in registers."""
+    converts = capability >= 89  # has an instruction for it
     if isinstance(shape, AttentionRowsShape):
-        if shape.block_t < 32:
-            return shape
-        return replace(shape, block_t=64 if shape.stages > 1 else 32, num_warps=8, programs=132, stages=5)
-    if shape.block_t <= 64:
-        return shape
-    return replace(shape, block_t=64, ahead=shape.ahead * shape.block_t // 64)
+        block_t = 128 if shape.block_t > 16 else 64
+        least = max(shape.least * shape.block_t // block_t, 1)
+        return replace(shape, block_t=block_t, num_warps=4, least=least, programs=264, stages=1, converts=converts)
+    return replace(shape, block_t=256 if shape.block_t > 32 else 128, num_warps=8, ahead=1, converts=converts)
 
 
 def prompt_attention_shape(

@@ -13,6 +13,7 @@ import torch
 
 from ..kernels.add_norm import ADD_NORM
 from ..kernels.embed_rows import EMBED_ROWS
+from ..kernels.expand_kv import EXPAND_KV
 from ..kernels.prompt_attention import PROMPT_ATTENTION
 from ..kernels.rope_write import ROPE_WRITE
 from ..kernels.silu_mul import SILU_MUL
@@ -44,8 +45,12 @@ def read(run: Run, m: DecodeModel, rows: int, decoding: int = 0) -> None:
         if i == layers:
             return
         hosted.pages_fetched(run, m, i)
+        keys, values = kv.k[i], kv.v[i]
+        if m.expands(p.q, i):
+            keys, values = p.kv.unbind(1)
+            run("expand_kv", EXPAND_KV, p.chunks, kv.tables[i], kv.k[i], kv.v[i], keys, values)
         run(
-            "attention", PROMPT_ATTENTION, p.chunks, kv.tables[i], p.q, kv.k[i], kv.v[i], p.partial, p.lse, p.counter,
+            "attention", PROMPT_ATTENTION, p.chunks, kv.tables[i], p.q, keys, values, p.partial, p.lse, p.counter,
             p.attended, c.window(i), m.scale, shape=m.prompt_shape,
         )  # fmt: skip
         if decoding:

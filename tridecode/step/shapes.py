@@ -107,7 +107,8 @@ class AttentionShape:
     `splits` programs per K/V head.
 
     ahead: the turns of a split whose K and V are loaded before the wait; where all positions fit in as many, one split
-    takes them. registers: the most a thread may use, 0 for no bound.
+    takes them. Of K/V in 8 bits one turn is, and converts says that the GPU has an instruction for them. registers: the
+    most a thread may use, 0 for no bound.
     """
 
     block_t: int = 64
@@ -115,6 +116,7 @@ class AttentionShape:
     num_warps: int = 4
     registers: int = 0
     ahead: int = 1
+    converts: bool = False
 
 
 @dataclass(frozen=True)
@@ -123,7 +125,7 @@ class AttentionRowsShape:
     has at most `splits` items per K/V head, each of at least `least` turns. registers: as above. stages: of the loop
     over an item's tiles, two for each tile on its way through shared memory and one; 1: the next one, in registers.
     early: the first tile is loaded before the wait, as no launch of this pass writes it. queries: rows of each request,
-    attended together."""
+    attended together. converts: as above."""
 
     block_t: int = 64
     splits: int = 32
@@ -134,6 +136,7 @@ class AttentionRowsShape:
     stages: int = 1
     early: bool = True
     queries: int = 1
+    converts: bool = False
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ import torch
 
 from ..cache.kv import KVCache, make_kv_cache
 from ..cache.offload import Offload
+from ..kernels import prompt_attention_hopper
 from ..kernels.attention import ATTENTION
 from ..kernels.attention_queries import ATTENTION_QUERIES
 from ..kernels.attention_rows import ATTENTION_ROWS
@@ -121,6 +122,11 @@ class DecodeModel:
             return ATTENTION_QUERIES
         return ATTENTION_ROWS if isinstance(self.shapes.attention, AttentionRowsShape) else ATTENTION
 
+    def expands(self, q: torch.Tensor, layer: int) -> bool:
+        """Whether attention of a prompt pass with these queries wants K/V in 8 bits expanded to bf16 first."""
+        keys, window, multiprocessors = self.prompt.kv[:, 0], self.config.window(layer), self.prompt_shape.hopper
+        return keys.numel() > 0 and prompt_attention_hopper.fits(q, keys, window, multiprocessors)
+
     def of_rows(self, rows: int) -> "DecodeModel":
         """The same model for passes of its first `rows` rows."""
         return self if rows == self.rows else replace(self, workspace=first_rows(self.workspace, rows))
@@ -155,7 +161,8 @@ def shapes_of(
     chosen = invariant_shapes(*known) if batch_invariant else choose_shapes(*known, gpu)
     found = few_bits(chosen, weights, batch_invariant)
     if config.fp8_kv:
-        found = {rows: replace(shapes, attention=fp8_kv_shape(shapes.attention)) for rows, shapes in found.items()}
+        of = {rows: fp8_kv_shape(shapes.attention, capability) for rows, shapes in found.items()}
+        found = {rows: replace(shapes, attention=of[rows]) for rows, shapes in found.items()}
     return found
 
 
@@ -184,14 +191,16 @@ def make_model(
     verifying = verify_rows(rows) if speculate else 0
     workspace = make_workspace(config, capacity, device, dtype, slots, max(rows, verifying))
     meta, samp = make_states(verifying, device)
+    kv = make_kv_cache(config, capacity, device, dtype, slots, page, pages, offload)
+    expanded = len(kv.pool) if kv.fp8 and prompt_shape.hopper else 0  # pages
     return DecodeModel(
         config=config,
         weights=weights,
-        kv=make_kv_cache(config, capacity, device, dtype, slots, page, pages, offload),
+        kv=kv,
         cos=cos,
         sin=sin,
         workspace=first_rows(workspace, rows) if speculate else workspace,
-        prompt=make_prompt_buffers(config, prompt_rows + rows, device, dtype, prompt_shape),
+        prompt=make_prompt_buffers(config, prompt_rows + rows, device, dtype, prompt_shape, expanded, kv.page),
         shapes_by_rows=shapes or shapes_of(config, weights, capability, gpu, batch_invariant),
         pdl=capability >= 90,
         prompt_shape=prompt_shape,

@@ -31,12 +31,20 @@ def linear(x: torch.Tensor, weights: Linear, out: torch.Tensor, scratch: torch.T
         _product(x, weights.weight, weights.bias, out)
         return
     K = weights.in_features
-    step = scratch.numel() // K
+    step = piece_rows(weights.out_features, scratch.numel() // K)
     for first in range(0, weights.out_features, step):
         end = min(first + step, weights.out_features)
         rows = scratch[: (end - first) * K].view(-1, K)
         dequantise(weights, first, end, rows)
         _product(x, rows, weights.bias if weights.bias is None else weights.bias[first:end], out[:, first:end])
+
+
+def piece_rows(rows: int, most: int) -> int:
+    """Of a weight of `rows` rows how many stand there at a time, at most `most`: the same in all pieces, whole tiles of
+    the product. Columns of `out` that do not begin at a multiple of 16 bytes take cuBLAS several times as long."""
+    each = -(-rows // -(-rows // most))
+    whole = -(-each // 128) * 128
+    return min(whole, most // 128 * 128 or most)
 
 
 def linear_ref(x: torch.Tensor, weights: Linear, out: torch.Tensor, scratch: torch.Tensor) -> None:

@@ -149,6 +149,7 @@ class PromptBuffers:
     partial: torch.Tensor  # fp32, scratch of attention
     lse: torch.Tensor  # fp32
     counter: torch.Tensor  # int32, zero between launches
+    kv: torch.Tensor  # [pages, 2, kv_heads, page, head_dim]: a layer's K and V, for attention that reads no 8 bits
 
     def __repr__(self) -> str:
         return short_repr(self, self.x, rows=self.rows, nbytes=sum(t.nbytes for t in named_tensors(self).values()))
@@ -164,9 +165,10 @@ class PromptBuffers:
 
 
 def make_prompt_buffers(
-    config: ModelConfig, rows: int, device, dtype: torch.dtype, shape: PromptAttentionShape
-) -> PromptBuffers:
-    """Allocate them for passes of up to `rows` rows, their attention launched in that shape."""
+    config: ModelConfig, rows: int, device, dtype: torch.dtype, shape: PromptAttentionShape, pages: int = 0,
+    page: int = 0,
+) -> PromptBuffers:  # fmt: skip
+    """Allocate them for passes of up to `rows` rows, their attention launched in that shape, over so many pages."""
     scratch = scratch_sizes(config.head_dim, shape)
 
     def real(*shape, dtype=dtype):
@@ -186,6 +188,7 @@ def make_prompt_buffers(
         partial=torch.empty(scratch["partial"], device=device),
         lse=torch.empty(scratch["lse"], device=device),
         counter=torch.zeros(scratch["counter"], dtype=torch.int32, device=device),
+        kv=torch.empty(pages, 2, config.num_kv_heads, page, config.head_dim, dtype=dtype, device=device),
     )
 
 
