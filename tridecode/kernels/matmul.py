@@ -55,11 +55,11 @@ def _load(
     POLICY: tl.constexpr,
 ):
     """What stands from `begin` on, in rows of LENGTH; the warps' parts of it are `width` wide together. MASKED where a
-    line may not exist."""
+    line may not exist: it is anything then, which no other line's sum sees."""
     if begin + width > LENGTH:
         return tl.load(ptrs + begin, mask=lines & (offs + begin < LENGTH), other=0.0, eviction_policy=POLICY)
     elif MASKED:
-        return tl.load(ptrs + begin, mask=lines, other=0.0, eviction_policy=POLICY)
+        return tl.load(ptrs + begin, mask=lines, eviction_policy=POLICY)
     else:
         return tl.load(ptrs + begin, eviction_policy=POLICY)
 
@@ -106,6 +106,66 @@ def _load_group(
 
 
 @triton.jit
+def _load_tile(
+    weight_ptr,
+    scale_ptr,
+    zero_ptr,
+    block,
+    c: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    LENGTH: tl.constexpr,
+    STEP: tl.constexpr,
+    GROUP: tl.constexpr,
+    SCALE_ROWS: tl.constexpr,
+    SCALES: tl.constexpr,
+    ZERO_PARTS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    OUT_N: tl.constexpr,
+    LINE: tl.constexpr,
+    WARPS: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """The warps' tiles c of a block of rows, as tuples: of the weights, of the scales of groups and of their zeros."""
+    line, warp = _places(WARPS, BLOCK_N)
+    offs_k = warp * LINE + tl.arange(0, LINE)[None, :]
+    lines_n = block * OUT_N + line % OUT_N
+    weight_rows = lines_n + line // OUT_N * N
+    weights = weight_ptr + weight_rows.to(tl.int64) * LENGTH + offs_k
+    sum_n = tl.arange(0, BLOCK_N)[None, :, None]
+    sum_rows = (block * OUT_N + sum_n % OUT_N + sum_n // OUT_N * N) // SCALE_ROWS
+    sum_mask = block * OUT_N + sum_n % OUT_N < N
+    sum_warp = tl.arange(0, WARPS)[:, None, None]
+    w = (_load(weights, offs_k, lines_n < N, c * WARPS * LINE, WARPS * LINE, LENGTH, MASKED, "evict_first"),)
+    s, z = (), ()
+    for part in tl.static_range(SCALES):
+        s += (_load_group(scale_ptr, sum_rows, sum_warp, sum_mask, c, part, K, WARPS, STEP, GROUP),)
+    for part in tl.static_range(ZERO_PARTS):
+        z += (_load_group(zero_ptr, weight_rows, warp, lines_n < N, c, part, K, WARPS, STEP, GROUP),)
+    return w, s, z
+
+
+@triton.jit
+def _in_place(acc, INTERPRETED: tl.constexpr):
+    """The same; loads stay where they are, before or after it: left alone, ptxas puts those of the next block last."""
+    if INTERPRETED:
+        return acc
+    else:
+        return tl.inline_asm_elementwise(
+            "bar.warp.sync -1; mov.b32 $0, $4; mov.b32 $1, $5; mov.b32 $2, $6; mov.b32 $3, $7;", "=r,=r,=r,=r,r,r,r,r",
+            [acc], dtype=tl.float32, is_pure=False, pack=4,
+        )  # fmt: skip
+
+
+@triton.jit
+def _load_row_scales(ptr, block, N, SCALE_ROWS: tl.constexpr, BLOCK_N: tl.constexpr, OUT_N: tl.constexpr):
+    """Of rows that have one scale: [BLOCK_N, 1]."""
+    row = tl.arange(0, BLOCK_N)[:, None]
+    of_row = (block * OUT_N + row % OUT_N + row // OUT_N * N) // SCALE_ROWS
+    return tl.load(ptr + of_row, mask=block * OUT_N + row % OUT_N < N, other=0.0)
+
+
+@triton.jit
 def _matmul_kernel(
     meta_ptr,
     x_ptr,
@@ -142,6 +202,8 @@ def _matmul_kernel(
     WARPS: tl.constexpr,
     AHEAD: tl.constexpr,
     X_AHEAD: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    PROGRAMS: tl.constexpr,
     PDL: tl.constexpr,
     DOT_FP32: tl.constexpr,
 ):
@@ -152,8 +214,9 @@ def _matmul_kernel(
     FORM is "dense", or weight holds words of model/formats/packed.py: then scale: [N / SCALE_ROWS, K / GROUP]; zero:
     [N, K / GROUP] bf16 as int16, read if ZEROS; order: [K] int32, the columns of x that theirs are, read if ORDERED.
     RESIDUAL: out is the residual stream, fp32; norm: [N]; outputs normed: [rows, N] = out * norm, and sumsq, one
-    partial sum a program. Rows that do not run are not written. Moves the weights' bytes. Grid cdiv(N, outputs a
-    program).
+    partial sum a program. Rows that do not run are not written. Moves the weights' bytes. Grid PROGRAMS, of which each
+    takes its next BLOCK_N rows of the weights, of BLOCKS, while it multiplies; its activations stay in registers if all
+    tiles of them are in flight at once.
     The first AHEAD tiles of the weights are in flight before the wait. Sums are in one fixed order whatever the row and
     its neighbours: a row is a column of the tensor cores' product, and sees no other.
     """
@@ -165,6 +228,7 @@ def _matmul_kernel(
     LINE: tl.constexpr = _STEP_K if FORM == "dense" else 16  # elements of the weights that are a row of it
     STEP: tl.constexpr = PARTS * _STEP_K
     CHUNKS: tl.constexpr = (K + WARPS * STEP - 1) // (WARPS * STEP)
+    TILES_X: tl.constexpr = CHUNKS * PARTS
     LENGTH: tl.constexpr = K if FORM == "dense" else (K + STEP - 1) // STEP * LINE
     MASKED: tl.constexpr = N % OUT_N != 0
     TYPE: tl.constexpr = tl.float32 if DOT_FP32 else x_ptr.dtype.element_ty
@@ -172,32 +236,25 @@ def _matmul_kernel(
     GROUPED: tl.constexpr = FORM != "dense" and GROUP < K
     SCALES: tl.constexpr = (PARTS if GROUP < STEP else 1) if GROUPED else 0
     ZERO_PARTS: tl.constexpr = (PARTS if GROUP < STEP else 1) if ZEROS else 0
-    line, warp = _places(WARPS, BLOCK_N)
-    offs_k = warp * LINE + tl.arange(0, LINE)[None, :]
-    lines_n = pid * OUT_N + line % OUT_N
-    mask_lines = lines_n < N
-    weight_rows = lines_n + line // OUT_N * N
-    weights = weight_ptr + weight_rows.to(tl.int64) * LENGTH + offs_k
-    sum_n = tl.arange(0, BLOCK_N)[None, :, None]
-    sum_rows = (pid * OUT_N + sum_n % OUT_N + sum_n // OUT_N * N) // SCALE_ROWS
-    sum_warp = tl.arange(0, WARPS)[:, None, None]
-    sum_mask = pid * OUT_N + sum_n % OUT_N < N
     w, s, z = (), (), ()
-    for c in tl.static_range(min(AHEAD, CHUNKS)):
-        w += (_load(weights, offs_k, mask_lines, c * WARPS * LINE, WARPS * LINE, LENGTH, MASKED, "evict_first"),)
-        for part in tl.static_range(SCALES):
-            s += (_load_group(scale_ptr, sum_rows, sum_warp, sum_mask, c, part, K, WARPS, STEP, GROUP),)
-        for part in tl.static_range(ZERO_PARTS):
-            z += (_load_group(zero_ptr, weight_rows, warp, mask_lines, c, part, K, WARPS, STEP, GROUP),)
+    for c in tl.static_range(AHEAD):
+        first = _load_tile(
+            weight_ptr, scale_ptr, zero_ptr, pid, c, N, K, LENGTH, STEP, GROUP, SCALE_ROWS, SCALES, ZERO_PARTS, BLOCK_N,
+            OUT_N, LINE, WARPS, MASKED,
+        )  # fmt: skip
+        w, s, z = w + first[0], s + first[1], z + first[2]
     offs_m = tl.arange(0, BLOCK_M)
     status = tl.load(meta_ptr + offs_m * META_WIDTH + STATUS, mask=offs_m < rows, other=-1)
     runs = (status == RUN)[None, :]
     some = tl.max((status == RUN).to(tl.int32), 0)
     offs_n = pid * OUT_N + tl.arange(0, OUT_N)[:, None]
-    mask_n = offs_n < N
+    # What the end of a block needs beside its sums is loaded a block ahead too.
     extra_ptr = bias_ptr if HAS_BIAS else norm_ptr
+    extra, of_row = 0.0, 0.0
     if HAS_BIAS or RESIDUAL:
-        extra = tl.load(extra_ptr + offs_n, mask=mask_n, other=0.0).to(tl.float32)
+        extra = tl.load(extra_ptr + offs_n, mask=offs_n < N, other=0.0)
+    if FORM != "dense" and not GROUPED:
+        of_row = _load_row_scales(scale_ptr, pid, N, SCALE_ROWS, BLOCK_N, OUT_N)
     if PDL:
         gdc_wait()
     if some == 0:
@@ -205,71 +262,91 @@ def _matmul_kernel(
     line_m, warp_m = _places(WARPS, BLOCK_M)
     offs_xk = warp_m * STEP + tl.arange(0, _STEP_K)[None, :]
     xs = x_ptr + tl.minimum(line_m, rows - 1) * stride_xm + offs_xk
-    x = ()
-    for i in tl.static_range(min(X_AHEAD, CHUNKS * PARTS)):
-        x += (_load_x(xs, order_ptr, offs_xk, line_m < rows, i, K, WARPS, PARTS, ORDERED),)
-    out_ptrs = out_ptr + offs_m[None, :] * stride_om + offs_n
-    mask = runs & mask_n
-    if RESIDUAL:
-        residual = tl.load(out_ptrs, mask=mask, other=0.0)
+    kept = ()
+    if X_AHEAD == TILES_X:
+        for i in tl.static_range(TILES_X):
+            kept += (_load_x(xs, order_ptr, offs_xk, line_m < rows, i, K, WARPS, PARTS, ORDERED),)
     if NORMED:
         offs_s = tl.arange(0, SUMSQ_BLOCK)[None, :]
         mask_s = (offs_s < n_sumsq) & (offs_m < rows)[:, None]
         partials = tl.load(sumsq_ptr + offs_m[:, None] * stride_sumsq + offs_s, mask=mask_s, other=0.0)
         scale = tl.rsqrt(tl.sum(partials, 1) / K + eps)
-    acc = tl.zeros([WARPS, BLOCK_N, BLOCK_M], tl.float32)
-    for c in tl.static_range(CHUNKS):
-        for part in tl.static_range(PARTS):
-            if c * PARTS + part + X_AHEAD < CHUNKS * PARTS:
-                x += (
-                    _load_x(
-                        xs, order_ptr, offs_xk, line_m < rows, c * PARTS + part + X_AHEAD, K, WARPS, PARTS, ORDERED
-                    ),
+    squares = tl.zeros([OUT_N, BLOCK_M], tl.float32)
+    for turn in range((BLOCKS + PROGRAMS - 1) // PROGRAMS):
+        block = pid + turn * PROGRAMS
+        offs_n = block * OUT_N + tl.arange(0, OUT_N)[:, None]
+        mask_n = offs_n < N
+        out_ptrs = out_ptr + offs_m[None, :] * stride_om + offs_n
+        mask = runs & mask_n
+        x = kept
+        if X_AHEAD < TILES_X:
+            for i in tl.static_range(X_AHEAD):
+                x += (_load_x(xs, order_ptr, offs_xk, line_m < rows, i, K, WARPS, PARTS, ORDERED),)
+        if RESIDUAL:
+            residual = tl.load(out_ptrs, mask=mask, other=0.0)
+        extra_next, of_row_next = extra, of_row
+        if BLOCKS > PROGRAMS:
+            if HAS_BIAS or RESIDUAL:
+                offs_next = offs_n + PROGRAMS * OUT_N
+                extra_next = tl.load(extra_ptr + offs_next, mask=offs_next < N, other=0.0)
+            if FORM != "dense" and not GROUPED:
+                of_row_next = _load_row_scales(scale_ptr, block + PROGRAMS, N, SCALE_ROWS, BLOCK_N, OUT_N)
+        tiles, scales, zeros = w, s, z
+        acc = tl.zeros([WARPS, BLOCK_N, BLOCK_M], tl.float32)
+        for c in tl.static_range(CHUNKS):
+            for part in tl.static_range(PARTS):
+                if c * PARTS + part + X_AHEAD < TILES_X:
+                    x += (
+                        _load_x(
+                            xs, order_ptr, offs_xk, line_m < rows, c * PARTS + part + X_AHEAD, K, WARPS, PARTS, ORDERED
+                        ),
+                    )  # fmt: skip
+                columns = tl.permute(_operand(x[c * PARTS + part], WARPS, BLOCK_M, FORM != "dense"), (0, 2, 1)).to(TYPE)
+                if FORM == "dense":
+                    tile = tiles[c]
+                else:
+                    zero = pair(zeros[c * ZERO_PARTS + part % ZERO_PARTS]) if ZEROS else 0
+                    tile = unpack(tiles[c], zero, part, FORM, ZEROS, DOT_FP32)
+                tile = _operand(tile, WARPS, BLOCK_N, FORM != "dense").to(TYPE)
+                if not GROUPED:
+                    acc = tl.dot(tile, columns, acc, input_precision="ieee")
+                else:
+                    if part % (PARTS // SCALES) == 0:
+                        of_group = tl.zeros([WARPS, BLOCK_N, BLOCK_M], tl.float32)
+                    of_group = tl.dot(tile, columns, of_group, input_precision="ieee")
+                    if (part + 1) % (PARTS // SCALES) == 0:
+                        acc += of_group * scales[c * SCALES + part // (PARTS // SCALES)].to(tl.float32)
+            # AHEAD tiles later there is one of this block, or of the next one.
+            if c + AHEAD < CHUNKS or BLOCKS > PROGRAMS:
+                following = _load_tile(
+                    weight_ptr, scale_ptr, zero_ptr, block if c + AHEAD < CHUNKS else block + PROGRAMS,
+                    c + AHEAD if c + AHEAD < CHUNKS else c + AHEAD - CHUNKS, N, K, LENGTH, STEP, GROUP, SCALE_ROWS,
+                    SCALES, ZERO_PARTS, BLOCK_N, OUT_N, LINE, WARPS, MASKED or c + AHEAD >= CHUNKS,
                 )  # fmt: skip
-            columns = tl.permute(_operand(x[c * PARTS + part], WARPS, BLOCK_M, FORM != "dense"), (0, 2, 1)).to(TYPE)
-            if FORM == "dense":
-                tile = w[c]
-            else:
-                zero = pair(z[c * ZERO_PARTS + part % ZERO_PARTS]) if ZEROS else 0
-                tile = unpack(w[c], zero, part, FORM, ZEROS, DOT_FP32)
-            tile = _operand(tile, WARPS, BLOCK_N, FORM != "dense").to(TYPE)
-            if not GROUPED:
-                acc = tl.dot(tile, columns, acc, input_precision="ieee")
-            else:
-                if part % (PARTS // SCALES) == 0:
-                    of_group = tl.zeros([WARPS, BLOCK_N, BLOCK_M], tl.float32)
-                of_group = tl.dot(tile, columns, of_group, input_precision="ieee")
-                if (part + 1) % (PARTS // SCALES) == 0:
-                    acc += of_group * s[c * SCALES + part // (PARTS // SCALES)].to(tl.float32)
-        if c + AHEAD < CHUNKS:
-            w += (
-                _load(
-                    weights, offs_k, mask_lines, (c + AHEAD) * WARPS * LINE, WARPS * LINE, LENGTH, MASKED, "evict_first"
-                ),
-            )
-            for part in tl.static_range(SCALES):
-                s += (_load_group(scale_ptr, sum_rows, sum_warp, sum_mask, c + AHEAD, part, K, WARPS, STEP, GROUP),)
-            for part in tl.static_range(ZERO_PARTS):
-                z += (_load_group(zero_ptr, weight_rows, warp, mask_lines, c + AHEAD, part, K, WARPS, STEP, GROUP),)
-    y = tl.sum(acc, 0)
-    if FORM != "dense" and not GROUPED:
-        row = tl.arange(0, BLOCK_N)[:, None]
-        of_row = (pid * OUT_N + row % OUT_N + row // OUT_N * N) // SCALE_ROWS
-        y *= tl.load(scale_ptr + of_row, mask=pid * OUT_N + row % OUT_N < N, other=0.0).to(tl.float32)
-    if NORMED:
-        y = y * scale[None, :]
-    if GATED:
-        gate, up = tl.split(tl.permute(y.reshape(2, OUT_N, BLOCK_M), (1, 2, 0)))
-        y = gate * tl.sigmoid(gate) * up
-    if HAS_BIAS:
-        y += extra
+                tiles, scales, zeros = tiles + following[0], scales + following[1], zeros + following[2]
+                if BLOCKS > PROGRAMS:
+                    acc = _in_place(acc, DOT_FP32)
+        if BLOCKS > PROGRAMS:
+            w, s, z = tiles[CHUNKS:], scales[CHUNKS * SCALES :], zeros[CHUNKS * ZERO_PARTS :]
+        y = tl.sum(acc, 0)
+        if FORM != "dense" and not GROUPED:
+            y *= of_row.to(tl.float32)
+        if NORMED:
+            y = y * scale[None, :]
+        if GATED:
+            gate, up = tl.split(tl.permute(y.reshape(2, OUT_N, BLOCK_M), (1, 2, 0)))
+            y = gate * tl.sigmoid(gate) * up
+        if HAS_BIAS:
+            y += extra.to(tl.float32)
+        if RESIDUAL:
+            y += residual
+            normed_ptrs = normed_ptr + offs_m[None, :] * stride_normed + offs_n
+            tl.store(normed_ptrs, (y * extra.to(tl.float32)).to(normed_ptr.dtype.element_ty), mask=mask)
+            squares += tl.where(mask_n, y * y, 0.0)
+        tl.store(out_ptrs, y.to(out_ptr.dtype.element_ty), mask=mask)
+        extra, of_row = extra_next, of_row_next
     if RESIDUAL:
-        y += residual
-        normed_ptrs = normed_ptr + offs_m[None, :] * stride_normed + offs_n
-        tl.store(normed_ptrs, (y * extra).to(normed_ptr.dtype.element_ty), mask=mask)
-        sumsq = tl.sum(tl.where(mask_n, y * y, 0.0), 0)
-        tl.store(sumsq_ptr + offs_m * stride_sumsq + pid, sumsq, mask=status == RUN)
-    tl.store(out_ptrs, y.to(out_ptr.dtype.element_ty), mask=mask)
+        tl.store(sumsq_ptr + offs_m * stride_sumsq + pid, tl.sum(squares, 0), mask=status == RUN)
 
 
 def _launch(meta, x, linear, out, norm, normed, sumsq, n_sumsq, eps, residual, gated, shape, pdl):
@@ -277,10 +354,11 @@ def _launch(meta, x, linear, out, norm, normed, sumsq, n_sumsq, eps, residual, g
     (rows, N), K = out.shape, linear.in_features
     parts = 1 if packed is None else packed.tile // STEP_K
     tiles = triton.cdiv(K, parts * STEP_K * shape.num_warps)  # of a row that a warp has
+    blocks, programs = shape.grid(2 * N if gated else N)
     spare = out  # stands in for pointers this variant does not read
     # With tiles of 16 rows and more, 64 partial sums are added in the same order whatever the rows.
     sumsq_block = max(triton.next_power_of_2(max(n_sumsq, 1)), 64 if shape.block_m > 8 else 1)
-    _matmul_kernel[(triton.cdiv(N, shape.block_n // 2 if gated else shape.block_n),)](
+    _matmul_kernel[(programs,)](
         meta,
         x,
         weight,
@@ -316,6 +394,8 @@ def _launch(meta, x, linear, out, norm, normed, sumsq, n_sumsq, eps, residual, g
         shape.num_warps,
         min(shape.ahead, tiles),
         min(shape.x_ahead, tiles * parts),
+        blocks,
+        programs,
         pdl,
         interpreted(),
         **options(shape.num_warps, pdl, shape.registers),
@@ -339,7 +419,7 @@ def matmul_gate_up(meta, normed, linear, out, sumsq, n_sumsq, eps, split=None, *
 
 def matmul_partials(N: int, shape) -> int:
     """Partial sums of squares that matmul_residual leaves: one a program."""
-    return triton.cdiv(N, shape.block_n)
+    return shape.grid(N)[1]
 
 
 _KERNELS = (_matmul_kernel,)
