@@ -31,15 +31,15 @@ def _operand(tile, WARPS: tl.constexpr, ROWS: tl.constexpr, FOUR: tl.constexpr):
     """The tile as an operand [WARPS, ROWS, STEP_K] of the tensor cores.
 
     A lane has loaded eight neighbours of a row, and the instruction wants two and two of a lane in each half of 16
-    columns; as the compiler lays operands out that were joined, FOUR and four of 32. The order of the columns is free
-    as long as both operands agree: so what a lane has is renamed, and nothing moves.
+    columns; as the compiler lays operands out that were joined, FOUR: two of each four in each half of 32. The order of
+    the columns is free as long as both operands agree: so what a lane has is renamed, and nothing moves: neighbours in
+    memory stay neighbours in the registers.
     """
     tile = tl.permute(tile.reshape(ROWS // 8, WARPS, 8, _STEP_K), (1, 0, 2, 3))
+    tile = tile.reshape(WARPS, ROWS, 4, 2, 2, 2)  # lane, instruction, half, element
     if FOUR:
-        tile = tl.permute(tile.reshape(WARPS, ROWS, 4, 2, 4), (0, 1, 3, 2, 4))
-        return tile.reshape(WARPS, ROWS, _STEP_K)
+        return tl.permute(tile, (0, 1, 4, 2, 3, 5)).reshape(WARPS, ROWS, _STEP_K)
     else:
-        tile = tile.reshape(WARPS, ROWS, 4, 2, 2, 2)  # lane, instruction, half, element
         return tl.permute(tile, (0, 1, 3, 4, 2, 5)).reshape(WARPS, ROWS, _STEP_K)
 
 
@@ -87,74 +87,84 @@ def _load_x(
 
 
 @triton.jit
+def _block(
+    weight_ptr,
+    scale_ptr,
+    zero_ptr,
+    block,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    LENGTH: tl.constexpr,
+    GROUP: tl.constexpr,
+    SCALE_ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    OUT_N: tl.constexpr,
+    LINE: tl.constexpr,
+    WARPS: tl.constexpr,
+):
+    """Where a block of rows begins: its tiles' lines, and the groups' scales [1, BLOCK_N, 1] and zeros of its rows; and
+    which of them exist."""
+    GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
+    line, warp = _places(WARPS, BLOCK_N)
+    sum_n = tl.arange(0, BLOCK_N)[None, :, None]
+    rows, sum_rows = line, sum_n
+    if OUT_N < BLOCK_N:
+        rows, sum_rows = line % OUT_N + line // OUT_N * N, sum_n % OUT_N + sum_n // OUT_N * N
+    weights = weight_ptr + (rows + block * OUT_N).to(tl.int64) * LENGTH + (warp * LINE + tl.arange(0, LINE)[None, :])
+    scales = scale_ptr + (sum_rows + block * OUT_N) // SCALE_ROWS * GROUPS
+    zeros = zero_ptr + (rows + block * OUT_N) * GROUPS
+    return weights, scales, zeros, block * OUT_N + line % OUT_N < N, block * OUT_N + sum_n % OUT_N < N
+
+
+@triton.jit
 def _load_group(
-    ptr,
-    rows_n,
+    ptrs,
     warp,
-    mask_n,
+    rows,
     c: tl.constexpr,
     part: tl.constexpr,
     K: tl.constexpr,
     WARPS: tl.constexpr,
     STEP: tl.constexpr,
     GROUP: tl.constexpr,
+    MASKED: tl.constexpr,
 ):
-    """Of the group of each row in which a part of a warp's tile c lies: ptr's [rows, groups]."""
+    """Of the group of each row in which a part of a warp's tile c lies."""
     column = (c * WARPS + warp) * STEP + part * _STEP_K
-    GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
-    return tl.load(ptr + rows_n * GROUPS + column // GROUP, mask=mask_n & (column < K), other=0)
+    if (c + 1) * WARPS * STEP > K:
+        return tl.load(ptrs + column // GROUP, mask=rows & (column < K), other=0)
+    elif MASKED:
+        return tl.load(ptrs + column // GROUP, mask=rows, other=0)
+    else:
+        return tl.load(ptrs + column // GROUP)
 
 
 @triton.jit
 def _load_tile(
-    weight_ptr,
-    scale_ptr,
-    zero_ptr,
-    block,
+    of,
     c: tl.constexpr,
-    N: tl.constexpr,
     K: tl.constexpr,
     LENGTH: tl.constexpr,
     STEP: tl.constexpr,
     GROUP: tl.constexpr,
-    SCALE_ROWS: tl.constexpr,
     SCALES: tl.constexpr,
     ZERO_PARTS: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    OUT_N: tl.constexpr,
     LINE: tl.constexpr,
     WARPS: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """The warps' tiles c of a block of rows, as tuples: of the weights, of the scales of groups and of their zeros."""
-    line, warp = _places(WARPS, BLOCK_N)
+    """The warps' tiles c of a block, as tuples: of the weights, of the scales of groups and of their zeros."""
+    weights, scales, zeros, lines, rows = of
+    _, warp = _places(WARPS, BLOCK_N)
     offs_k = warp * LINE + tl.arange(0, LINE)[None, :]
-    lines_n = block * OUT_N + line % OUT_N
-    weight_rows = lines_n + line // OUT_N * N
-    weights = weight_ptr + weight_rows.to(tl.int64) * LENGTH + offs_k
-    sum_n = tl.arange(0, BLOCK_N)[None, :, None]
-    sum_rows = (block * OUT_N + sum_n % OUT_N + sum_n // OUT_N * N) // SCALE_ROWS
-    sum_mask = block * OUT_N + sum_n % OUT_N < N
     sum_warp = tl.arange(0, WARPS)[:, None, None]
-    w = (_load(weights, offs_k, lines_n < N, c * WARPS * LINE, WARPS * LINE, LENGTH, MASKED, "evict_first"),)
-    s, z = (), ()
+    w, s, z = (_load(weights, offs_k, lines, c * WARPS * LINE, WARPS * LINE, LENGTH, MASKED, "evict_first"),), (), ()
     for part in tl.static_range(SCALES):
-        s += (_load_group(scale_ptr, sum_rows, sum_warp, sum_mask, c, part, K, WARPS, STEP, GROUP),)
+        s += (_load_group(scales, sum_warp, rows, c, part, K, WARPS, STEP, GROUP, MASKED),)
     for part in tl.static_range(ZERO_PARTS):
-        z += (_load_group(zero_ptr, weight_rows, warp, lines_n < N, c, part, K, WARPS, STEP, GROUP),)
+        z += (_load_group(zeros, warp, lines, c, part, K, WARPS, STEP, GROUP, MASKED),)
     return w, s, z
-
-
-@triton.jit
-def _in_place(acc, INTERPRETED: tl.constexpr):
-    """The same; loads stay where they are, before or after it: left alone, ptxas puts those of the next block last."""
-    if INTERPRETED:
-        return acc
-    else:
-        return tl.inline_asm_elementwise(
-            "bar.warp.sync -1; mov.b32 $0, $4; mov.b32 $1, $5; mov.b32 $2, $6; mov.b32 $3, $7;", "=r,=r,=r,=r,r,r,r,r",
-            [acc], dtype=tl.float32, is_pure=False, pack=4,
-        )  # fmt: skip
 
 
 @triton.jit
@@ -237,11 +247,11 @@ def _matmul_kernel(
     SCALES: tl.constexpr = (PARTS if GROUP < STEP else 1) if GROUPED else 0
     ZERO_PARTS: tl.constexpr = (PARTS if GROUP < STEP else 1) if ZEROS else 0
     w, s, z = (), (), ()
+    of = _block(
+        weight_ptr, scale_ptr, zero_ptr, pid, N, K, LENGTH, GROUP, SCALE_ROWS, BLOCK_N, OUT_N, LINE, WARPS
+    )  # fmt: skip
     for c in tl.static_range(AHEAD):
-        first = _load_tile(
-            weight_ptr, scale_ptr, zero_ptr, pid, c, N, K, LENGTH, STEP, GROUP, SCALE_ROWS, SCALES, ZERO_PARTS, BLOCK_N,
-            OUT_N, LINE, WARPS, MASKED,
-        )  # fmt: skip
+        first = _load_tile(of, c, K, LENGTH, STEP, GROUP, SCALES, ZERO_PARTS, BLOCK_N, LINE, WARPS, MASKED)
         w, s, z = w + first[0], s + first[1], z + first[2]
     offs_m = tl.arange(0, BLOCK_M)
     status = tl.load(meta_ptr + offs_m * META_WIDTH + STATUS, mask=offs_m < rows, other=-1)
@@ -284,8 +294,12 @@ def _matmul_kernel(
                 x += (_load_x(xs, order_ptr, offs_xk, line_m < rows, i, K, WARPS, PARTS, ORDERED),)
         if RESIDUAL:
             residual = tl.load(out_ptrs, mask=mask, other=0.0)
-        extra_next, of_row_next = extra, of_row
+        of_next, extra_next, of_row_next = of, extra, of_row
         if BLOCKS > PROGRAMS:
+            of_next = _block(
+                weight_ptr, scale_ptr, zero_ptr, block + PROGRAMS, N, K, LENGTH, GROUP, SCALE_ROWS, BLOCK_N, OUT_N,
+                LINE, WARPS,
+            )  # fmt: skip
             if HAS_BIAS or RESIDUAL:
                 offs_next = offs_n + PROGRAMS * OUT_N
                 extra_next = tl.load(extra_ptr + offs_next, mask=offs_next < N, other=0.0)
@@ -317,15 +331,24 @@ def _matmul_kernel(
                     if (part + 1) % (PARTS // SCALES) == 0:
                         acc += of_group * scales[c * SCALES + part // (PARTS // SCALES)].to(tl.float32)
             # AHEAD tiles later there is one of this block, or of the next one.
-            if c + AHEAD < CHUNKS or BLOCKS > PROGRAMS:
+            if c + AHEAD < CHUNKS:
                 following = _load_tile(
-                    weight_ptr, scale_ptr, zero_ptr, block if c + AHEAD < CHUNKS else block + PROGRAMS,
-                    c + AHEAD if c + AHEAD < CHUNKS else c + AHEAD - CHUNKS, N, K, LENGTH, STEP, GROUP, SCALE_ROWS,
-                    SCALES, ZERO_PARTS, BLOCK_N, OUT_N, LINE, WARPS, MASKED or c + AHEAD >= CHUNKS,
+                    of, c + AHEAD, K, LENGTH, STEP, GROUP, SCALES, ZERO_PARTS, BLOCK_N, LINE, WARPS, MASKED
                 )  # fmt: skip
                 tiles, scales, zeros = tiles + following[0], scales + following[1], zeros + following[2]
-                if BLOCKS > PROGRAMS:
-                    acc = _in_place(acc, DOT_FP32)
+            elif BLOCKS > PROGRAMS:
+                if block + PROGRAMS < BLOCKS:
+                    following = _load_tile(
+                        of_next, c + AHEAD - CHUNKS, K, LENGTH, STEP, GROUP, SCALES, ZERO_PARTS, BLOCK_N, LINE, WARPS,
+                        MASKED,
+                    )  # fmt: skip
+                else:
+                    following = (
+                        tiles[c : c + 1],
+                        scales[c * SCALES : (c + 1) * SCALES],
+                        zeros[c * ZERO_PARTS : (c + 1) * ZERO_PARTS],
+                    )
+                tiles, scales, zeros = tiles + following[0], scales + following[1], zeros + following[2]
         if BLOCKS > PROGRAMS:
             w, s, z = tiles[CHUNKS:], scales[CHUNKS * SCALES :], zeros[CHUNKS * ZERO_PARTS :]
         y = tl.sum(acc, 0)
@@ -344,7 +367,7 @@ def _matmul_kernel(
             tl.store(normed_ptrs, (y * extra.to(tl.float32)).to(normed_ptr.dtype.element_ty), mask=mask)
             squares += tl.where(mask_n, y * y, 0.0)
         tl.store(out_ptrs, y.to(out_ptr.dtype.element_ty), mask=mask)
-        extra, of_row = extra_next, of_row_next
+        of, extra, of_row = of_next, extra_next, of_row_next
     if RESIDUAL:
         tl.store(sumsq_ptr + offs_m * stride_sumsq + pid, tl.sum(squares, 0), mask=status == RUN)
 
