@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .bits import pair, unpack
+from .bits import factor, pair, unpack
 from .common import interpreted, options
 from .op import Op
 
@@ -47,7 +47,7 @@ def _dequantise_kernel(
         group = tl.minimum(column, K - 1) // GROUP
         zero = pair(tl.load(zero_ptr + rows * GROUPS + group, mask=mask, other=0)) if ZEROS else 0
         scale = tl.load(scale_ptr + rows // SCALE_ROWS * GROUPS + group, mask=mask, other=0.0).to(tl.float32)
-        value = unpack(w, zero, part, FORM, ZEROS, INTERPRETED).to(tl.float32) * scale
+        value = unpack(w, zero, part, FORM, ZEROS, INTERPRETED).to(tl.float32) * factor(FORM) * scale
         columns = column + tl.arange(0, 32)[None, :]
         within = mask & (columns < K)
         if ORDERED:

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .bits import pair, unpack
+from .bits import factor, pair, raised, unpack
 from .common import META_WIDTH, RUN, STATUS, gdc_launch_dependents, gdc_wait, interpreted, options
 from .gate_up import gate_up_bytes, gate_up_ref
 from .matvec import matvec_bytes, matvec_normed_ref, matvec_residual_ref
@@ -315,7 +315,8 @@ def _matmul_kernel(
                             xs, order_ptr, offs_xk, line_m < rows, c * PARTS + part + X_AHEAD, K, WARPS, PARTS, ORDERED
                         ),
                     )  # fmt: skip
-                columns = tl.permute(_operand(x[c * PARTS + part], WARPS, BLOCK_M, FORM != "dense"), (0, 2, 1)).to(TYPE)
+                columns = raised(x[c * PARTS + part], FORM, DOT_FP32)
+                columns = tl.permute(_operand(columns, WARPS, BLOCK_M, FORM != "dense"), (0, 2, 1)).to(TYPE)
                 if FORM == "dense":
                     tile = tiles[c]
                 else:
@@ -351,7 +352,7 @@ def _matmul_kernel(
                 tiles, scales, zeros = tiles + following[0], scales + following[1], zeros + following[2]
         if BLOCKS > PROGRAMS:
             w, s, z = tiles[CHUNKS:], scales[CHUNKS * SCALES :], zeros[CHUNKS * ZERO_PARTS :]
-        y = tl.sum(acc, 0)
+        y = tl.sum(acc, 0) * factor(FORM, True)
         if FORM != "dense" and not GROUPED:
             y *= of_row.to(tl.float32)
         if NORMED:
