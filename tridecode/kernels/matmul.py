@@ -267,42 +267,46 @@ def _matmul_kernel(
         of_row = _load_row_scales(scale_ptr, pid, N, SCALE_ROWS, BLOCK_N, OUT_N)
     if PDL:
         gdc_wait()
-    if some == 0:
-        return
     line_m, warp_m = _places(WARPS, BLOCK_M)
     offs_xk = warp_m * STEP + tl.arange(0, _STEP_K)[None, :]
     xs = x_ptr + tl.minimum(line_m, rows - 1) * stride_xm + offs_xk
-    kept = ()
-    if X_AHEAD == TILES_X:
-        for i in tl.static_range(TILES_X):
-            kept += (_load_x(xs, order_ptr, offs_xk, line_m < rows, i, K, WARPS, PARTS, ORDERED),)
+    first_x = ()
+    for i in tl.static_range(X_AHEAD):
+        first_x += (_load_x(xs, order_ptr, offs_xk, line_m < rows, i, K, WARPS, PARTS, ORDERED),)
+    out_rows = out_ptr + offs_m[None, :] * stride_om
+    residual, scale = 0.0, 1.0
+    if RESIDUAL:
+        residual = tl.load(out_rows + offs_n, mask=runs & (offs_n < N), other=0.0)
     if NORMED:
         offs_s = tl.arange(0, SUMSQ_BLOCK)[None, :]
         mask_s = (offs_s < n_sumsq) & (offs_m < rows)[:, None]
         partials = tl.load(sumsq_ptr + offs_m[:, None] * stride_sumsq + offs_s, mask=mask_s, other=0.0)
+    if some == 0:  # asked here, as no load is put behind a branch: all are on their way together
+        return
+    if NORMED:
         scale = tl.rsqrt(tl.sum(partials, 1) / K + eps)
     squares = tl.zeros([OUT_N, BLOCK_M], tl.float32)
-    for turn in range((BLOCKS + PROGRAMS - 1) // PROGRAMS):
+    for turn in range(1 if BLOCKS == PROGRAMS else (BLOCKS - pid + PROGRAMS - 1) // PROGRAMS):
         block = pid + turn * PROGRAMS
         offs_n = block * OUT_N + tl.arange(0, OUT_N)[:, None]
         mask_n = offs_n < N
-        out_ptrs = out_ptr + offs_m[None, :] * stride_om + offs_n
         mask = runs & mask_n
-        x = kept
-        if X_AHEAD < TILES_X:
+        x = first_x
+        if X_AHEAD < TILES_X and BLOCKS > PROGRAMS:
+            x = ()
             for i in tl.static_range(X_AHEAD):
                 x += (_load_x(xs, order_ptr, offs_xk, line_m < rows, i, K, WARPS, PARTS, ORDERED),)
-        if RESIDUAL:
-            residual = tl.load(out_ptrs, mask=mask, other=0.0)
-        of_next, extra_next, of_row_next = of, extra, of_row
+        of_next, extra_next, of_row_next, residual_next = of, extra, of_row, residual
         if BLOCKS > PROGRAMS:
             of_next = _block(
                 weight_ptr, scale_ptr, zero_ptr, block + PROGRAMS, N, K, LENGTH, GROUP, SCALE_ROWS, BLOCK_N, OUT_N,
                 LINE, WARPS,
             )  # fmt: skip
+            offs_next = offs_n + PROGRAMS * OUT_N
             if HAS_BIAS or RESIDUAL:
-                offs_next = offs_n + PROGRAMS * OUT_N
                 extra_next = tl.load(extra_ptr + offs_next, mask=offs_next < N, other=0.0)
+            if RESIDUAL:
+                residual_next = tl.load(out_rows + offs_next, mask=runs & (offs_next < N), other=0.0)
             if FORM != "dense" and not GROUPED:
                 of_row_next = _load_row_scales(scale_ptr, block + PROGRAMS, N, SCALE_ROWS, BLOCK_N, OUT_N)
         tiles, scales, zeros = w, s, z
@@ -367,8 +371,8 @@ def _matmul_kernel(
             normed_ptrs = normed_ptr + offs_m[None, :] * stride_normed + offs_n
             tl.store(normed_ptrs, (y * extra.to(tl.float32)).to(normed_ptr.dtype.element_ty), mask=mask)
             squares += tl.where(mask_n, y * y, 0.0)
-        tl.store(out_ptrs, y.to(out_ptr.dtype.element_ty), mask=mask)
-        of, extra, of_row = of_next, extra_next, of_row_next
+        tl.store(out_rows + offs_n, y.to(out_ptr.dtype.element_ty), mask=mask)
+        of, extra, of_row, residual = of_next, extra_next, of_row_next, residual_next
     if RESIDUAL:
         tl.store(sumsq_ptr + offs_m * stride_sumsq + pid, tl.sum(squares, 0), mask=status == RUN)
 
