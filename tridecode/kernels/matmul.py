@@ -12,167 +12,9 @@ import triton.language as tl
 from .bits import factor, pair, raised, unpack
 from .common import META_WIDTH, RUN, STATUS, gdc_launch_dependents, gdc_wait, interpreted, options
 from .gate_up import gate_up_bytes, gate_up_ref
+from .matmul_parts import STEP_COLUMNS, STEP_K, block_of_rows, load_row_scales, load_tile, load_x, operand, places
 from .matvec import matvec_bytes, matvec_normed_ref, matvec_residual_ref
 from .op import Op
-
-STEP_K = 32  # columns of a row that four lanes hold, 16 bytes each
-_STEP_K = tl.constexpr(STEP_K)
-
-
-@triton.jit
-def _places(WARPS: tl.constexpr, ROWS: tl.constexpr):
-    """Of each line of a tile [WARPS * ROWS, STEP_K], [lines, 1]: its row, and the warp whose registers hold it."""
-    line = tl.arange(0, WARPS * ROWS)[:, None]
-    return line // (8 * WARPS) * 8 + line % 8, line // 8 % WARPS
-
-
-@triton.jit
-def _operand(tile, WARPS: tl.constexpr, ROWS: tl.constexpr, FOUR: tl.constexpr):
-    """The tile as an operand [WARPS, ROWS, STEP_K] of the tensor cores.
-
-    A lane has loaded eight neighbours of a row, and the instruction wants two and two of a lane in each half of 16
-    columns; as the compiler lays operands out that were joined, FOUR: two of each four in each half of 32. The order of
-    the columns is free as long as both operands agree: so what a lane has is renamed, and nothing moves: neighbours in
-    memory stay neighbours in the registers.
-    """
-    tile = tl.permute(tile.reshape(ROWS // 8, WARPS, 8, _STEP_K), (1, 0, 2, 3))
-    tile = tile.reshape(WARPS, ROWS, 4, 2, 2, 2)  # lane, instruction, half, element
-    if FOUR:
-        return tl.permute(tile, (0, 1, 4, 2, 3, 5)).reshape(WARPS, ROWS, _STEP_K)
-    else:
-        return tl.permute(tile, (0, 1, 3, 4, 2, 5)).reshape(WARPS, ROWS, _STEP_K)
-
-
-@triton.jit
-def _load(
-    ptrs,
-    offs,
-    lines,
-    begin: tl.constexpr,
-    width: tl.constexpr,
-    LENGTH: tl.constexpr,
-    MASKED: tl.constexpr,
-    POLICY: tl.constexpr,
-):
-    """What stands from `begin` on, in rows of LENGTH; the warps' parts of it are `width` wide together. MASKED where a
-    line may not exist: it is anything then, which no other line's sum sees."""
-    if begin + width > LENGTH:
-        return tl.load(ptrs + begin, mask=lines & (offs + begin < LENGTH), other=0.0, eviction_policy=POLICY)
-    elif MASKED:
-        return tl.load(ptrs + begin, mask=lines, eviction_policy=POLICY)
-    else:
-        return tl.load(ptrs + begin, eviction_policy=POLICY)
-
-
-@triton.jit
-def _load_x(
-    xs,
-    order_ptr,
-    offs_xk,
-    lines,
-    i: tl.constexpr,
-    K: tl.constexpr,
-    WARPS: tl.constexpr,
-    PARTS: tl.constexpr,
-    ORDERED: tl.constexpr,
-):
-    """The columns of activations that the i-th parts of the warps' tiles multiply; in the weights' order if ORDERED."""
-    begin: tl.constexpr = i // PARTS * WARPS * PARTS * _STEP_K + i % PARTS * _STEP_K
-    if ORDERED:
-        within = offs_xk + begin < K
-        column = tl.load(order_ptr + offs_xk + begin, mask=within, other=0)
-        return tl.load(xs - offs_xk + column, mask=lines & within, other=0.0)
-    else:
-        return _load(xs, offs_xk, lines, begin, WARPS * PARTS * _STEP_K, K, False, "")
-
-
-@triton.jit
-def _block(
-    weight_ptr,
-    scale_ptr,
-    zero_ptr,
-    block,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    LENGTH: tl.constexpr,
-    GROUP: tl.constexpr,
-    SCALE_ROWS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    OUT_N: tl.constexpr,
-    LINE: tl.constexpr,
-    WARPS: tl.constexpr,
-):
-    """Where a block of rows begins: its tiles' lines, and the groups' scales [1, BLOCK_N, 1] and zeros of its rows; and
-    which of them exist."""
-    GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
-    line, warp = _places(WARPS, BLOCK_N)
-    sum_n = tl.arange(0, BLOCK_N)[None, :, None]
-    rows, sum_rows = line, sum_n
-    if OUT_N < BLOCK_N:
-        rows, sum_rows = line % OUT_N + line // OUT_N * N, sum_n % OUT_N + sum_n // OUT_N * N
-    weights = weight_ptr + (rows + block * OUT_N).to(tl.int64) * LENGTH + (warp * LINE + tl.arange(0, LINE)[None, :])
-    scales = scale_ptr + (sum_rows + block * OUT_N) // SCALE_ROWS * GROUPS
-    zeros = zero_ptr + (rows + block * OUT_N) * GROUPS
-    return weights, scales, zeros, block * OUT_N + line % OUT_N < N, block * OUT_N + sum_n % OUT_N < N
-
-
-@triton.jit
-def _load_group(
-    ptrs,
-    warp,
-    rows,
-    c: tl.constexpr,
-    part: tl.constexpr,
-    K: tl.constexpr,
-    WARPS: tl.constexpr,
-    STEP: tl.constexpr,
-    GROUP: tl.constexpr,
-    MASKED: tl.constexpr,
-):
-    """Of the group of each row in which a part of a warp's tile c lies."""
-    column = (c * WARPS + warp) * STEP + part * _STEP_K
-    if (c + 1) * WARPS * STEP > K:
-        return tl.load(ptrs + column // GROUP, mask=rows & (column < K), other=0)
-    elif MASKED:
-        return tl.load(ptrs + column // GROUP, mask=rows, other=0)
-    else:
-        return tl.load(ptrs + column // GROUP)
-
-
-@triton.jit
-def _load_tile(
-    of,
-    c: tl.constexpr,
-    K: tl.constexpr,
-    LENGTH: tl.constexpr,
-    STEP: tl.constexpr,
-    GROUP: tl.constexpr,
-    SCALES: tl.constexpr,
-    ZERO_PARTS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    LINE: tl.constexpr,
-    WARPS: tl.constexpr,
-    MASKED: tl.constexpr,
-):
-    """The warps' tiles c of a block, as tuples: of the weights, of the scales of groups and of their zeros."""
-    weights, scales, zeros, lines, rows = of
-    _, warp = _places(WARPS, BLOCK_N)
-    offs_k = warp * LINE + tl.arange(0, LINE)[None, :]
-    sum_warp = tl.arange(0, WARPS)[:, None, None]
-    w, s, z = (_load(weights, offs_k, lines, c * WARPS * LINE, WARPS * LINE, LENGTH, MASKED, "evict_first"),), (), ()
-    for part in tl.static_range(SCALES):
-        s += (_load_group(scales, sum_warp, rows, c, part, K, WARPS, STEP, GROUP, MASKED),)
-    for part in tl.static_range(ZERO_PARTS):
-        z += (_load_group(zeros, warp, lines, c, part, K, WARPS, STEP, GROUP, MASKED),)
-    return w, s, z
-
-
-@triton.jit
-def _load_row_scales(ptr, block, N, SCALE_ROWS: tl.constexpr, BLOCK_N: tl.constexpr, OUT_N: tl.constexpr):
-    """Of rows that have one scale: [BLOCK_N, 1]."""
-    row = tl.arange(0, BLOCK_N)[:, None]
-    of_row = (block * OUT_N + row % OUT_N + row // OUT_N * N) // SCALE_ROWS
-    return tl.load(ptr + of_row, mask=block * OUT_N + row % OUT_N < N, other=0.0)
 
 
 @triton.jit
@@ -235,8 +77,8 @@ def _matmul_kernel(
         gdc_launch_dependents()
     OUT_N: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
     PARTS: tl.constexpr = 1 if FORM == "dense" else 4 if FORM == "int4" else 2  # of 32 columns in a warp's tile
-    LINE: tl.constexpr = _STEP_K if FORM == "dense" else 16  # elements of the weights that are a row of it
-    STEP: tl.constexpr = PARTS * _STEP_K
+    LINE: tl.constexpr = STEP_COLUMNS if FORM == "dense" else 16  # elements of the weights that are a row of it
+    STEP: tl.constexpr = PARTS * STEP_COLUMNS
     CHUNKS: tl.constexpr = (K + WARPS * STEP - 1) // (WARPS * STEP)
     TILES_X: tl.constexpr = CHUNKS * PARTS
     LENGTH: tl.constexpr = K if FORM == "dense" else (K + STEP - 1) // STEP * LINE
@@ -247,11 +89,11 @@ def _matmul_kernel(
     SCALES: tl.constexpr = (PARTS if GROUP < STEP else 1) if GROUPED else 0
     ZERO_PARTS: tl.constexpr = (PARTS if GROUP < STEP else 1) if ZEROS else 0
     w, s, z = (), (), ()
-    of = _block(
+    of = block_of_rows(
         weight_ptr, scale_ptr, zero_ptr, pid, N, K, LENGTH, GROUP, SCALE_ROWS, BLOCK_N, OUT_N, LINE, WARPS
     )  # fmt: skip
     for c in tl.static_range(AHEAD):
-        first = _load_tile(of, c, K, LENGTH, STEP, GROUP, SCALES, ZERO_PARTS, BLOCK_N, LINE, WARPS, MASKED)
+        first = load_tile(of, c, K, LENGTH, STEP, GROUP, SCALES, ZERO_PARTS, BLOCK_N, LINE, WARPS, MASKED)
         w, s, z = w + first[0], s + first[1], z + first[2]
     offs_m = tl.arange(0, BLOCK_M)
     status = tl.load(meta_ptr + offs_m * META_WIDTH + STATUS, mask=offs_m < rows, other=-1)
@@ -264,15 +106,15 @@ def _matmul_kernel(
     if HAS_BIAS or RESIDUAL:
         extra = tl.load(extra_ptr + offs_n, mask=offs_n < N, other=0.0)
     if FORM != "dense" and not GROUPED:
-        of_row = _load_row_scales(scale_ptr, pid, N, SCALE_ROWS, BLOCK_N, OUT_N)
+        of_row = load_row_scales(scale_ptr, pid, N, SCALE_ROWS, BLOCK_N, OUT_N)
     if PDL:
         gdc_wait()
-    line_m, warp_m = _places(WARPS, BLOCK_M)
-    offs_xk = warp_m * STEP + tl.arange(0, _STEP_K)[None, :]
+    line_m, warp_m = places(WARPS, BLOCK_M)
+    offs_xk = warp_m * STEP + tl.arange(0, STEP_COLUMNS)[None, :]
     xs = x_ptr + tl.minimum(line_m, rows - 1) * stride_xm + offs_xk
     first_x = ()
     for i in tl.static_range(X_AHEAD):
-        first_x += (_load_x(xs, order_ptr, offs_xk, line_m < rows, i, K, WARPS, PARTS, ORDERED),)
+        first_x += (load_x(xs, order_ptr, offs_xk, line_m < rows, i, K, WARPS, PARTS, ORDERED),)
     out_rows = out_ptr + offs_m[None, :] * stride_om
     residual, scale = 0.0, 1.0
     if RESIDUAL:
@@ -295,10 +137,10 @@ def _matmul_kernel(
         if X_AHEAD < TILES_X and BLOCKS > PROGRAMS:
             x = ()
             for i in tl.static_range(X_AHEAD):
-                x += (_load_x(xs, order_ptr, offs_xk, line_m < rows, i, K, WARPS, PARTS, ORDERED),)
+                x += (load_x(xs, order_ptr, offs_xk, line_m < rows, i, K, WARPS, PARTS, ORDERED),)
         of_next, extra_next, of_row_next, residual_next = of, extra, of_row, residual
         if BLOCKS > PROGRAMS:
-            of_next = _block(
+            of_next = block_of_rows(
                 weight_ptr, scale_ptr, zero_ptr, block + PROGRAMS, N, K, LENGTH, GROUP, SCALE_ROWS, BLOCK_N, OUT_N,
                 LINE, WARPS,
             )  # fmt: skip
@@ -308,25 +150,25 @@ def _matmul_kernel(
             if RESIDUAL:
                 residual_next = tl.load(out_rows + offs_next, mask=runs & (offs_next < N), other=0.0)
             if FORM != "dense" and not GROUPED:
-                of_row_next = _load_row_scales(scale_ptr, block + PROGRAMS, N, SCALE_ROWS, BLOCK_N, OUT_N)
+                of_row_next = load_row_scales(scale_ptr, block + PROGRAMS, N, SCALE_ROWS, BLOCK_N, OUT_N)
         tiles, scales, zeros = w, s, z
         acc = tl.zeros([WARPS, BLOCK_N, BLOCK_M], tl.float32)
         for c in tl.static_range(CHUNKS):
             for part in tl.static_range(PARTS):
                 if c * PARTS + part + X_AHEAD < TILES_X:
                     x += (
-                        _load_x(
+                        load_x(
                             xs, order_ptr, offs_xk, line_m < rows, c * PARTS + part + X_AHEAD, K, WARPS, PARTS, ORDERED
                         ),
                     )  # fmt: skip
                 columns = raised(x[c * PARTS + part], FORM, DOT_FP32)
-                columns = tl.permute(_operand(columns, WARPS, BLOCK_M, FORM != "dense"), (0, 2, 1)).to(TYPE)
+                columns = tl.permute(operand(columns, WARPS, BLOCK_M, FORM != "dense"), (0, 2, 1)).to(TYPE)
                 if FORM == "dense":
                     tile = tiles[c]
                 else:
                     zero = pair(zeros[c * ZERO_PARTS + part % ZERO_PARTS]) if ZEROS else 0
                     tile = unpack(tiles[c], zero, part, FORM, ZEROS, DOT_FP32)
-                tile = _operand(tile, WARPS, BLOCK_N, FORM != "dense").to(TYPE)
+                tile = operand(tile, WARPS, BLOCK_N, FORM != "dense").to(TYPE)
                 if not GROUPED:
                     acc = tl.dot(tile, columns, acc, input_precision="ieee")
                 else:
@@ -337,13 +179,13 @@ def _matmul_kernel(
                         acc += of_group * scales[c * SCALES + part // (PARTS // SCALES)].to(tl.float32)
             # AHEAD tiles later there is one of this block, or of the next one.
             if c + AHEAD < CHUNKS:
-                following = _load_tile(
+                following = load_tile(
                     of, c + AHEAD, K, LENGTH, STEP, GROUP, SCALES, ZERO_PARTS, BLOCK_N, LINE, WARPS, MASKED
                 )  # fmt: skip
                 tiles, scales, zeros = tiles + following[0], scales + following[1], zeros + following[2]
             elif BLOCKS > PROGRAMS:
                 if block + PROGRAMS < BLOCKS:
-                    following = _load_tile(
+                    following = load_tile(
                         of_next, c + AHEAD - CHUNKS, K, LENGTH, STEP, GROUP, SCALES, ZERO_PARTS, BLOCK_N, LINE, WARPS,
                         MASKED,
                     )  # fmt: skip

@@ -31,10 +31,10 @@ class MatmulShape:
     """Launch shape of a product of few rows: a program takes block_n rows of the weights (a multiple of 16, gate and up
     rows together) at a time, its warps share their columns.
 
-    ahead: tiles of 32 columns (128 of 4 bits, 64 of 8) a warp in flight, of the weights, before the wait. x_ahead: tiles
-    of 32 columns of the activations; if all are, they are loaded once a program. registers: the most a thread may use,
-    0 for no bound. block_m: rows of a tile, if a pass has fewer. programs: how many share the rows, each taking its next
-    ones while it multiplies; 0 for one program each block_n rows.
+    ahead: tiles of 32 columns (of 4 bits 128, of 8 bits 64) a warp in flight, of the weights, before the wait. x_ahead:
+    tiles of 32 columns of the activations; if these are all, they are loaded once a program. registers: the most a
+    thread may use, 0 for no bound. block_m: rows of a tile, if a pass has fewer. programs: how many share the rows,
+    each taking its next ones while it multiplies; 0 for one program each block_n rows.
     """
 
     block_n: int = 16
