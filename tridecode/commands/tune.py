@@ -228,7 +228,8 @@ def candidates_of_several(config: ModelConfig, rows: int, shapes: StepShapes, gp
             whole = columns.get(op, config.hidden_size)
             wide = wide_of(high, whole, op != "lm_head")
             hopper = hopper_of(high, whole, op, gpu) if gpu.major == 9 and high > 16 else []
-            found.append((op, [*hopper, *matmuls(high, whole, gpu), *tiles_of(high, whole, op == "gate_up", gpu), *wide]))
+            tiles = tiles_of(high, whole, op == "gate_up", gpu)
+            found.append((op, [*hopper, *matmuls(high, whole, gpu), *tiles, *wide]))
     return found
 
 

@@ -56,9 +56,10 @@ def few_bits_shape(linear, rows: int) -> MatmulShape:
         warps *= 2
     if rows > 8:
         return MatmulShape(16, max(warps, 4), 4, 2)
-    ahead = 6 if linear.format == "int8" else 8 if warps == 8 else 10  # scales of groups are in flight too
+    ahead = 10 if warps < 8 else 4 if linear.format == "int4" else 8  # scales of groups are in flight too
+    ahead = min(ahead, 6) if linear.format == "int8" else ahead
     # Two of eight warps fit a multiprocessor: few rows of weights are all multiplied at a time.
-    return MatmulShape(16, warps, ahead, 16 if tiles <= 4 * warps else 8, registers=128 if warps == 8 else 0)
+    return MatmulShape(16, warps, ahead, 8, registers=128 if warps == 8 else 0)
 
 
 def programs_shape(linear, rows: int) -> MatmulShape | None:
