@@ -14,7 +14,7 @@ ROLES = ("qkv", "o_proj", "gate_up", "down", "lm_head")
 ROWS = (1, 8, 16, 32, 64)
 WARPS = 8 * 132  # of all programs together, two for each scheduler of the largest GPUs
 SHARED = True  # whether programs may share the rows of a matrix; one each 16 rows else
-PROGRAMS = 2 * 132  # that do, of the largest GPUs: two a multiprocessor leave registers for the next kernel's
+PROGRAMS = 2 * 132  # of four warps, that do: two a multiprocessor leave registers for the next kernel's
 MOST_X = 20  # tiles of activations that a warp keeps, 4 registers each
 # Rows of a pass -> (format, rows, columns) of a weight -> the shape that was fastest in the whole step.
 TUNED: dict[int, dict[tuple[str, int, int], MatmulShape]] = {rows: {} for rows in ROWS}
@@ -67,9 +67,10 @@ def programs_shape(linear, rows: int) -> MatmulShape | None:
     registers. None for others."""
     N, K = linear.out_features, linear.in_features
     warps = next((warps for warps in (2, 4) if -(-K // (32 * warps)) <= MOST_X), 0)  # eight leave too few registers
-    if rows > 8 or not warps or linear.format == "int8" or -(-N // 16) < 2 * PROGRAMS:
+    programs = PROGRAMS * 4 // max(warps, 1)
+    if rows > 8 or not warps or linear.format == "int8" or -(-N // 16) < 2 * programs:
         return None
-    return MatmulShape(16, warps, 5, MOST_X, programs=PROGRAMS)
+    return MatmulShape(16, warps, 5, MOST_X, programs=programs)
 
 
 def invariant_shape(linear, rows: int) -> MatmulShape:
