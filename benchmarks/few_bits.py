@@ -1,6 +1,7 @@
-"""Search launch shapes of products whose weights have fewer bits, for one model and pass; needs a GPU.
+"""Search launch shapes of products of few rows, for one model and pass; needs a GPU.
 
     python benchmarks/few_bits.py search qwen3-4b int4 --rows 1 --seconds 100
+    python benchmarks/few_bits.py search qwen3-4b dense --rows 8 --role gate_up --role down
 
 Each matrix alone: launches chained with dependent launch in one graph, over copies that no cache holds. What is like
 the shape in use comes first, and the time is shared among the matrices. Prints for each the best shapes, best first,
@@ -22,17 +23,23 @@ from tridecode.model.formats.packed import packed_form
 from tridecode.model.formats.quantise import SCHEMES, fitted
 from tridecode.model.presets import PRESETS
 from tridecode.model.weights import Linear
+from tridecode.step.choose import few_rows_shape
 from tridecode.step.compiling import compile_ahead
-from tridecode.step.few_bits import ROWS, few_bits_shape
+from tridecode.step.few_bits import ROLES, ROWS, few_bits_shape
 from tridecode.step.shapes import MatmulShape
 
 COLD = 240e6  # bytes of weights between two uses of the same ones
-GRID = {"block_n": (16, 32), "num_warps": (2, 4, 8, 16), "ahead": (1, 2, 3, 4, 6, 8, 10, 14), "x_ahead": (1, 2, 4, 8)}
+GRID = {
+    "block_n": (16, 32), "num_warps": (2, 4, 8, 16), "ahead": (1, 2, 3, 4, 5, 6, 8, 10, 12), "x_ahead": (2, 4, 8, 20),
+    "registers": (0, 128, 168), "block_m": (8,), "programs": (0, 132, 264, 396, 528),
+}  # fmt: skip
 BATCH = 16  # shapes that are compiled at a time
 BEST = 3  # shapes that are printed for each matrix
 
 
 def random_linear(N: int, K: int, kind: str) -> Linear:
+    if kind == "dense":
+        return Linear(torch.randn(N, K, dtype=torch.bfloat16, device="cuda"), None)
     scheme = fitted(SCHEMES[kind], K)
     form = packed_form(scheme, K, [0], torch.float32 if scheme.floating else torch.bfloat16)
     tensors = {part: torch.empty(shape, dtype=dtype, device="cuda") for part, (shape, dtype) in form.shapes(N).items()}
@@ -82,22 +89,34 @@ def product(role: str, N: int, K: int, rows: int):
     return line
 
 
-def candidates(linear: Linear, rows: int) -> list[MatmulShape]:
+def in_use(linear: Linear, rows: int, gated: bool) -> MatmulShape:
+    if linear.packed is not None:
+        return few_bits_shape(linear, rows)
+    shape = few_rows_shape(linear.out_features, linear.in_features, max(rows, 8), gated)
+    return shape if isinstance(shape, MatmulShape) else MatmulShape(16, 4, 8, 4)
+
+
+def candidates(linear: Linear, rows: int, used: MatmulShape) -> list[MatmulShape]:
     """Those that registers may hold, the shape in use first, then the nearest to it."""
-    used = few_bits_shape(linear, rows)
+    N, K, packed = linear.out_features, linear.in_features, linear.packed
+    parts = 1 if packed is None else packed.tile // 32
 
     def distance(shape):
-        """Other numbers of warps come early: nothing changes more."""
-        far = {name: abs(math.log2(getattr(shape, name) / getattr(used, name))) for name in GRID}
-        return sum(far.values()) - 0.6 * far["num_warps"]
+        """Other numbers of warps and of programs come early: nothing changes more."""
+        far = {name: abs(math.log2((getattr(shape, name) or 96) / (getattr(used, name) or 96))) for name in GRID}
+        return sum(far.values()) - 0.6 * far["num_warps"] - 0.6 * far["programs"]
 
     found = {used}
     for values in itertools.product(*GRID.values()):
         shape = MatmulShape(**dict(zip(GRID, values)))
-        tiles = -(-linear.in_features // (linear.packed.tile * shape.num_warps))
-        weights = shape.block_n // 2 * min(shape.ahead, tiles)  # registers of a thread
-        sums = shape.block_n * max(rows, 8) // 32 * (1 if linear.packed.group == linear.in_features else 2)
-        if weights + sums <= 144 and min(shape.ahead, shape.x_ahead) <= tiles:
+        threads, tiles = 32 * shape.num_warps, -(-K // (32 * parts * shape.num_warps))
+        # Registers of a thread: tiles of the weights and of the activations, two sums, and all else.
+        needed = shape.block_n // 2 * min(shape.ahead, tiles) + max(rows, 8) // 2 * min(shape.x_ahead, tiles * parts)
+        needed += shape.block_n * max(rows, 8) // 32 * 2 + 40
+        most = shape.registers or min(65536 // threads, 255)
+        blocks = -(-N // shape.block_n)
+        fits = needed <= most and (not shape.registers or threads * shape.registers <= 65536)
+        if fits and shape.ahead <= tiles and (not shape.programs or 2 * shape.programs <= blocks):
             found.add(shape)
     return sorted(found, key=distance)
 
@@ -126,37 +145,37 @@ def search(args) -> None:
         "qkv": (c.q_size + 2 * c.kv_size, c.hidden_size), "o_proj": (c.hidden_size, c.q_size),
         "lm_head": (c.vocab_size, c.hidden_size),
     }  # fmt: skip
-    sizes = {role: size for role, size in sizes.items() if args.role in (None, role)}
-    end = time.monotonic() + args.seconds
+    sizes = {role: size for role, size in sizes.items() if not args.role or role in args.role}
+    end, cases = time.monotonic() + args.seconds, list(itertools.product(sizes.items(), args.rows or [1]))
 
     def run(role, op, *args, **how):
         op.launch(*args, **how, pdl=pdl)
 
-    for left, (role, (N, K)) in zip(range(len(sizes), 0, -1), sizes.items()):
-        kind = args.head if role == "lm_head" else args.kind
+    for left, ((role, (N, K)), rows) in zip(range(len(cases), 0, -1), cases):
+        kind = args.head if role == "lm_head" and args.kind != "dense" else args.kind
         one = random_linear(N, K, kind)
         linears = [one, *(random_linear(N, K, kind) for _ in range(min(int(COLD / one.nbytes), 200)))]
-        seconds = (end - time.monotonic()) / left
-        found = best(product(role, N, K, args.rows), linears, candidates(one, args.rows), seconds, run)
-        used, name = found[0], one.packed.name
-        print(f"# {role}, {args.rows} rows: {len(found)} tried, in use {used[0]:.2f} us {used[1]}")
+        seconds, shapes = (end - time.monotonic()) / left, candidates(one, rows, in_use(one, rows, role == "gate_up"))
+        found = best(product(role, N, K, rows), linears, shapes, seconds, run)
+        name = "" if one.packed is None else f"{one.packed.name!r}, "
+        print(f"# {role}, {rows} rows: {len(found)} tried of {len(shapes)}, in use {found[0][0]:.2f} us {found[0][1]}")
         for us, shape in sorted(found, key=lambda entry: entry[0])[:BEST]:
             share = 100 * one.nbytes / us / 1e-6 / bandwidth
             values = ", ".join(str(getattr(shape, field)) for field in GRID)
-            print(f"        ({name!r}, {N}, {K}): MatmulShape({values}),  # {us:.2f} us, {share:.0f}%", flush=True)
+            print(f"        ({name}{N}, {K}): MatmulShape({values}),  # {us:.2f} us, {share:.0f}%", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(required=True)
-    parser = commands.add_parser("search", help="launch shapes")
-    parser.add_argument("preset", choices=list(PRESETS))
-    parser.add_argument("kind", choices=list(SCHEMES))
-    parser.add_argument("--head", default="fp8", choices=list(SCHEMES), help="the LM head (fp8)")
-    parser.add_argument("--rows", type=int, default=1, choices=ROWS)
-    parser.add_argument("--role", choices=["qkv", "o_proj", "gate_up", "down", "lm_head"], help="only this one")
-    parser.add_argument("--seconds", type=float, default=100.0, help="for all matrices together (100)")
-    parser.set_defaults(run=search)
+    command = commands.add_parser("search", help="launch shapes")
+    command.add_argument("preset", choices=list(PRESETS))
+    command.add_argument("kind", choices=[*SCHEMES, "dense"], help="dense: bf16")
+    command.add_argument("--head", default="fp8", choices=list(SCHEMES), help="the LM head, if not dense (fp8)")
+    command.add_argument("--rows", type=int, action="append", choices=(2, 4, *ROWS), help="of a pass (1); repeatable")
+    command.add_argument("--role", action="append", choices=ROLES, help="only this one; repeatable")
+    command.add_argument("--seconds", type=float, default=100.0, help="for all matrices together (100)")
+    command.set_defaults(run=search)
     args = parser.parse_args()
     args.run(args)
 

@@ -115,14 +115,30 @@ def test_gate_up_matches_reference(form):
     assert_close(out.float(), ref, ROUNDED)
 
 
-@pytest.mark.parametrize("shape", [MatmulShape(32, 4, 2, 3), MatmulShape(64, 2, 4, 8)], ids=["32_rows", "64_rows"])
-@pytest.mark.parametrize("form", ["int4", "int8_zeros", "e4m3_blocks"])
+SHAPES = {
+    "32_rows": MatmulShape(32, 4, 2, 3),
+    "64_rows": MatmulShape(64, 2, 4, 8),
+    "rows_shared": MatmulShape(16, 2, 3, 32, programs=2),
+    "rows_shared_streamed": MatmulShape(16, 4, 2, 3, programs=1),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("form", ["int4", "int4_ordered", "int8_zeros", "e4m3", "e4m3_blocks"])
 def test_every_launch_shape_gives_the_same_answer(form, shape):
-    linear, (x, partials) = linear_of(form, 48, 640), activations(2, 640)
-    out, ref = poisoned(2, 48), poisoned(2, 48)
-    products(shape).normed.launch(idle(2), x, linear, out, partials, 5, EPS, shape=shape)
-    matvec_normed_ref(idle(2), x, linear, ref, partials, 5, EPS)
+    shape, n, rows = SHAPES[shape], 44, 2
+    linear, (x, partials) = linear_of(form, n, 640), activations(rows, 640)
+    out, ref = poisoned(rows, n), poisoned(rows, n)
+    products(shape).normed.launch(idle(rows), x, linear, out, partials, 5, EPS, shape=shape)
+    matvec_normed_ref(idle(rows), x, linear, ref, partials, 5, EPS)
     assert_close(out, ref, TOLERANCE)
+    hidden, norm = random(rows, n, seed=3), norm_weight(n, DTYPE)
+    expected, normed, sumsq = hidden.clone(), poisoned(rows, n, dtype=DTYPE), poisoned(rows, n)
+    products(shape).residual.launch(idle(rows), x, linear, hidden, norm, normed, sumsq, shape=shape)
+    matvec_residual_ref(idle(rows), x, linear, expected, norm, poisoned(rows, n), poisoned(rows, n))
+    assert_close(hidden, expected, TOLERANCE)
+    left = products(shape).partials(n, shape)
+    assert_close(sumsq[:, :left].sum(1), expected.square().sum(1), TOLERANCE, "sumsq")
 
 
 @FORM

@@ -21,6 +21,7 @@ TOLERANCE = 2e-5 if CUDA else 1e-5  # bf16 products are exact in fp32: left are 
 ROUNDED = 3e-3 if CUDA else 1e-5  # of outputs in bf16
 SMALL = {
     "registers": MatmulShape(16, 2, 2, 1),
+    "rows_shared": MatmulShape(16, 2, 1, 32, programs=2),
     "tiles": TilesShape(16, 32, 2),
     "wide": WideShape(32, 32, 9, 1, num_warps=1),
     "split": WideShape(16, 32, 3, 2, num_warps=1, split=3),
@@ -51,6 +52,8 @@ def shape_for(form, n, k, rows, gated=False):
     bucket = next(size for size in (8, 16, 32, 64) if rows <= size)
     if isinstance(SMALL[form], HopperShape):
         return replace(SMALL[form], split=1) if gated else SMALL[form]
+    if form == "rows_shared":  # the activations stay in registers, or pass through them, by what fits
+        return MatmulShape(16, 4, 4, 2 if rows > 8 or k > 2560 else 32, programs=60)
     chosen = few_rows_shape(2 * n if gated else n, k, bucket, gated)
     if isinstance(chosen, type(SMALL[form])):
         return chosen
@@ -193,6 +196,21 @@ def run_all(n, k, rows, shape, linears, x, partials):
     op.gate_up.launch(meta, x[:rows], halves, gated_out, partials[:rows], 5, EPS, split, shape=shape)
     op.residual.launch(meta, x[:rows], whole, hidden, norm_weight(n, DTYPE), normed, sumsq, split, shape=shape)
     return normed_out, gated_out, hidden, normed, sumsq[:, : op.partials(n, shape)]
+
+
+@pytest.mark.parametrize("x_ahead", [1, 32], ids=["streamed", "kept"])
+@pytest.mark.parametrize("programs", [1, 2, 3, 7])
+def test_any_number_of_programs_leaves_the_same(programs, x_ahead):
+    """One turn or several, the last one whole or not, with fewer blocks than programs, and tiles beyond the columns."""
+    n, k, rows = 88, 320, 3
+    linears, x, partials = invariant_inputs(n, k)
+    shape = MatmulShape(16, 2, 3, x_ahead)
+    alone = run_all(n, k, rows, shape, linears, x, partials)
+    shared = run_all(n, k, rows, replace(shape, programs=programs), linears, x, partials)
+    assert shared[-1].shape == (rows, min(programs, 6))
+    for name, one, other in zip(("normed", "gated", "hidden", "norm"), alone, shared):
+        assert torch.equal(one, other), name
+    assert_close(shared[-1].sum(1), alone[-1].sum(1), TOLERANCE)
 
 
 def invariant_inputs(n, k):

@@ -228,18 +228,22 @@ def candidates_of_several(config: ModelConfig, rows: int, shapes: StepShapes, gp
             whole = columns.get(op, config.hidden_size)
             wide = wide_of(high, whole, op != "lm_head")
             hopper = hopper_of(high, whole, op, gpu) if gpu.major == 9 and high > 16 else []
-            found.append((op, [*hopper, *matmuls(high, whole), *tiles_of(high, whole, op == "gate_up", gpu), *wide]))
+            tiles = tiles_of(high, whole, op == "gate_up", gpu)
+            found.append((op, [*hopper, *matmuls(high, whole, gpu), *tiles, *wide]))
     return found
 
 
-def matmuls(high: int, K: int) -> list[MatmulShape]:
-    """Shapes for K columns whose tiles and sums fit in 200 registers, and the sums of all warps in 48 KiB."""
+def matmuls(high: int, K: int, gpu) -> list[MatmulShape]:
+    """Shapes for K columns whose tiles and sums fit in 200 registers, and the sums of all warps in 48 KiB; and of those
+    that keep all activations in registers, the ones whose programs share the rows of the weights."""
     found = []
-    for block_n, warps, (ahead, x_ahead) in product((16, 32), (2, 4, 8), IN_FLIGHT):
+    for block_n, warps, (ahead, x_ahead) in product((16, 32), (2, 4, 8), (*IN_FLIGHT, (6, 32), (10, 32))):
         tiles = -(-K // (32 * warps))
         registers = block_n * min(ahead, tiles) // 2 + high * min(x_ahead, tiles) // 2 + block_n * high // 32
         if registers <= 200 and 4 * warps * block_n * high <= 48 * 1024 and tiles >= 4:
-            found.append(MatmulShape(block_n, warps, ahead, x_ahead))
+            kept = x_ahead >= tiles
+            shares = [gpu.multi_processor_count * share for share in (1, 2, 3)] if kept else [0]
+            found += [MatmulShape(block_n, warps, ahead, x_ahead, programs=programs) for programs in shares]
     return found
 
 

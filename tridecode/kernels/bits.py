@@ -1,25 +1,26 @@
 """Weights in fewer bits become numbers in registers: from words of 32 bits to pairs of bf16 for the tensor cores.
 
-Two numbers an instruction. Both halves of a word hold a number at the same place, so one `lop3` masks both and sets
-bits beside them: a number written into the mantissa of 128.0 is 128 more than itself, which one `fma` takes off,
-exactly and together with the zero point; an e4m3's exponent and mantissa, moved to where bf16 has them, are 2 ** 120
-too small. model/formats/packed.py says what stands where. The interpreter, which knows no assembly, does the same by
-arithmetic.
+Two numbers an instruction. Both halves of a word hold a number at the same place. The low byte of a bf16 whose other
+bits are 0 is that many times 2 ** -133, its last bit being the lowest of the exponent, which changes nothing there: so
+one `and` makes a number of four bits from either half of a byte, and one `fma` scales it and takes the zero point off,
+exactly. An e4m3's exponent and mantissa, moved to where bf16 has them, are 2 ** 120 too small, and so they stay: the
+activations are 2 ** 64 times as large (`raised`), the sum is scaled by the rest. model/formats/packed.py says what
+stands where. The interpreter, which knows no assembly, does the same by arithmetic.
 """
 
 import triton
 import triton.language as tl
 
-# v & 15 of both halves into 128.0 (0x4300), less $9, of four places: columns 0 and 1, 2 and 3, ...
+_RAISED = 64
+# v & 15 and v & 240 of both halves and of what is 8 higher, times 2 ** 127 and 2 ** 123, less $9: columns 0 and 1, ...
 _INT4 = tl.constexpr(
     """{
-    .reg .b32 w1, w2, w3, a, z, one;
-    mov.b32 one, 0x3f803f80; xor.b32 z, $9, 0x80008000;
-    shr.u32 w1, $8, 4; shr.u32 w2, $8, 8; shr.u32 w3, $8, 12;
-    lop3.b32 a, $8, 0x000f000f, 0x43004300, 0xea; fma.rn.bf16x2 a, a, one, z; mov.b32 {$0, $1}, a;
-    lop3.b32 a, w1, 0x000f000f, 0x43004300, 0xea; fma.rn.bf16x2 a, a, one, z; mov.b32 {$2, $3}, a;
-    lop3.b32 a, w2, 0x000f000f, 0x43004300, 0xea; fma.rn.bf16x2 a, a, one, z; mov.b32 {$4, $5}, a;
-    lop3.b32 a, w3, 0x000f000f, 0x43004300, 0xea; fma.rn.bf16x2 a, a, one, z; mov.b32 {$6, $7}, a;
+    .reg .b32 w, a, z, up, less;
+    mov.b32 up, 0x7f007f00; mov.b32 less, 0x7d007d00; xor.b32 z, $9, 0x80008000; shr.u32 w, $8, 8;
+    and.b32 a, $8, 0x000f000f; fma.rn.bf16x2 a, a, up, z; mov.b32 {$0, $1}, a;
+    and.b32 a, $8, 0x00f000f0; fma.rn.bf16x2 a, a, less, z; mov.b32 {$2, $3}, a;
+    and.b32 a, w, 0x000f000f; fma.rn.bf16x2 a, a, up, z; mov.b32 {$4, $5}, a;
+    and.b32 a, w, 0x00f000f0; fma.rn.bf16x2 a, a, less, z; mov.b32 {$6, $7}, a;
     }"""
 )
 # Two's complement: the low seven bits into 128.0, less 128.0, or 256.0 where the sign, moved nowhere, makes it that.
@@ -45,15 +46,20 @@ _INT8_ZERO = tl.constexpr(
     fma.rn.bf16x2 a, a, one, b; fma.rn.bf16x2 a, a, one, z; mov.b32 {$2, $3}, a;
     }"""
 )
-# Seven bits below the sign go four places down; times 2 ** 120 (0x7b80).
+# One pair is in place, the other four places off, to either side.
 _E4M3 = tl.constexpr(
     """{
-    .reg .b32 a, t, up, nought;
-    mov.b32 up, 0x7b807b80; mov.b32 nought, 0x80008000;
-    shl.b32 t, $4, 4; and.b32 t, t, 0x07f007f0; shl.b32 a, $4, 8; lop3.b32 a, a, 0x80008000, t, 0xea;
-    fma.rn.bf16x2 a, a, up, nought; mov.b32 {$0, $1}, a;
-    shr.u32 t, $4, 4; and.b32 t, t, 0x07f007f0; lop3.b32 a, $4, 0x80008000, t, 0xea;
-    fma.rn.bf16x2 a, a, up, nought; mov.b32 {$2, $3}, a;
+    .reg .b32 a, t, u;
+    and.b32 a, $4, 0x87f087f0; mov.b32 {$0, $1}, a;
+    shl.b32 t, $4, 4; and.b32 t, t, 0x80f080f0; shr.u32 u, $4, 4; lop3.b32 a, u, 0x07000700, t, 0xea;
+    mov.b32 {$2, $3}, a;
+    }"""
+)
+_TIMES_2_64 = tl.constexpr(
+    """{
+    .reg .b32 up, nought;
+    mov.b32 up, 0x5f805f80; mov.b32 nought, 0x80008000;
+    fma.rn.bf16x2 $0, $1, up, nought;
     }"""
 )
 _EVERY_4 = tl.constexpr("=h,=h,=h,=h,=h,=h,=h,=h,r,r")
@@ -68,9 +74,27 @@ def pair(zero):
     return bits | (bits << 16)
 
 
+@triton.constexpr_function
+def factor(form: str, raised: bool = False) -> float:
+    """What numbers, or their products with raised activations, are to be multiplied by."""
+    return 2.0 ** ({"int4": 6, "e4m3": 120}.get(form, 0) - (_RAISED if raised and form == "e4m3" else 0))
+
+
+@triton.jit
+def raised(x, FORM: tl.constexpr, INTERPRETED: tl.constexpr):
+    """Activations, bf16, as weights of this form want them."""
+    if FORM != "e4m3":
+        return x
+    elif INTERPRETED:
+        return x.to(tl.float32) * 2.0**64
+    else:
+        return tl.inline_asm_elementwise(_TIMES_2_64, "=r,r", [x], dtype=tl.bfloat16, is_pure=True, pack=2)
+
+
 @triton.jit
 def unpack(words, zero, part: tl.constexpr, FORM: tl.constexpr, ZEROS: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Columns part * 32 to part * 32 + 31 of tiles, [lines, 32], bf16 (fp32 if INTERPRETED).
+    """Columns part * 32 to part * 32 + 31 of tiles, [lines, 32], bf16 (fp32 if INTERPRETED); to be multiplied by
+    `factor(FORM)`.
 
     words: [lines, 16] int32, the tiles; zero: [lines, 1] int32, `pair` of what to take off as packed.py has it, read if
     ZEROS. Nothing moves between lanes.
@@ -107,14 +131,14 @@ def _zero_value(zero):
 
 @triton.jit
 def _nibble(words, zero, PLACE: tl.constexpr):
-    return ((words >> PLACE) & 15).to(tl.float32) + 128.0 - _zero_value(zero)
+    return ((words >> PLACE) & 15).to(tl.float32) / 64 - _zero_value(zero)
 
 
 @triton.jit
 def _eight(words, zero, ZEROS: tl.constexpr, INTERPRETED: tl.constexpr):
     """The columns of words [lines, 4] of four bits."""
     if not ZEROS:
-        zero = tl.full([1, 1], 0x43084308, tl.int32)  # 128 + 8
+        zero = tl.full([1, 1], 0x3E003E00, tl.int32)  # 8 / 64
     zero = tl.broadcast_to(zero, words.shape)
     if INTERPRETED:
         a, b = _nibble(words, zero, 0), _nibble(words, zero, 16)
@@ -143,11 +167,14 @@ def e4m3_value(bits):
 @triton.jit
 def _byte(words, zero, PLACE: tl.constexpr, FORM: tl.constexpr, ZEROS: tl.constexpr):
     """Of eight bits, in fp32."""
-    bits = (words >> PLACE) & 255
     if FORM == "e4m3":
-        return e4m3_value(bits)
+        half = words >> (PLACE // 16 * 16)
+        if PLACE % 16 == 0:
+            return e4m3_value((half >> 8 & 128) | (half >> 4 & 127)) * 2.0**-120
+        else:
+            return e4m3_value((half >> 4 & 128) | (half >> 8 & 112) | (half & 15)) * 2.0**-120
     else:
-        value = (bits ^ 128).to(tl.float32) - 128.0
+        value = (((words >> PLACE) & 255) ^ 128).to(tl.float32) - 128.0
         return value - _zero_value(zero) if ZEROS else value
 
 

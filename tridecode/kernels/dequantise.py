@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .bits import pair, unpack
+from .bits import factor, pair, unpack
 from .common import interpreted, options
 from .op import Op
 
@@ -58,7 +58,7 @@ def _dequantise_kernel(
     for i in tl.static_range(TILES):
         for part in tl.static_range(PARTS):
             zero = pair(z[i * EACH + part % EACH]) if ZEROS else 0
-            value = unpack(w[i], zero, part, FORM, ZEROS, INTERPRETED).to(tl.float32)
+            value = unpack(w[i], zero, part, FORM, ZEROS, INTERPRETED).to(tl.float32) * factor(FORM)
             value *= s[i * EACH + part % EACH].to(tl.float32)
             columns = (tile + i) * PARTS * 32 + part * 32 + tl.arange(0, 32)[None, :]
             within = mask & (columns < K)

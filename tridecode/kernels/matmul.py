@@ -9,100 +9,12 @@ import torch
 import triton
 import triton.language as tl
 
-from .bits import pair, unpack
+from .bits import factor, pair, raised, unpack
 from .common import META_WIDTH, RUN, STATUS, gdc_launch_dependents, gdc_wait, interpreted, options
 from .gate_up import gate_up_bytes, gate_up_ref
+from .matmul_parts import STEP_COLUMNS, STEP_K, block_of_rows, load_row_scales, load_tile, load_x, operand, places
 from .matvec import matvec_bytes, matvec_normed_ref, matvec_residual_ref
 from .op import Op
-
-STEP_K = 32  # columns of a row that four lanes hold, 16 bytes each
-_STEP_K = tl.constexpr(STEP_K)
-
-
-@triton.jit
-def _places(WARPS: tl.constexpr, ROWS: tl.constexpr):
-    """Of each line of a tile [WARPS * ROWS, STEP_K], [lines, 1]: its row, and the warp whose registers hold it."""
-    line = tl.arange(0, WARPS * ROWS)[:, None]
-    return line // (8 * WARPS) * 8 + line % 8, line // 8 % WARPS
-
-
-@triton.jit
-def _operand(tile, WARPS: tl.constexpr, ROWS: tl.constexpr, FOUR: tl.constexpr):
-    """The tile as an operand [WARPS, ROWS, STEP_K] of the tensor cores.
-
-    A lane has loaded eight neighbours of a row, and the instruction wants two and two of a lane in each half of 16
-    columns; as the compiler lays operands out that were joined, FOUR and four of 32. The order of the columns is free
-    as long as both operands agree: so what a lane has is renamed, and nothing moves.
-    """
-    tile = tl.permute(tile.reshape(ROWS // 8, WARPS, 8, _STEP_K), (1, 0, 2, 3))
-    if FOUR:
-        tile = tl.permute(tile.reshape(WARPS, ROWS, 4, 2, 4), (0, 1, 3, 2, 4))
-        return tile.reshape(WARPS, ROWS, _STEP_K)
-    else:
-        tile = tile.reshape(WARPS, ROWS, 4, 2, 2, 2)  # lane, instruction, half, element
-        return tl.permute(tile, (0, 1, 3, 4, 2, 5)).reshape(WARPS, ROWS, _STEP_K)
-
-
-@triton.jit
-def _load(
-    ptrs,
-    offs,
-    lines,
-    begin: tl.constexpr,
-    width: tl.constexpr,
-    LENGTH: tl.constexpr,
-    MASKED: tl.constexpr,
-    POLICY: tl.constexpr,
-):
-    """What stands from `begin` on, in rows of LENGTH; the warps' parts of it are `width` wide together. MASKED where a
-    line may not exist."""
-    if begin + width > LENGTH:
-        return tl.load(ptrs + begin, mask=lines & (offs + begin < LENGTH), other=0.0, eviction_policy=POLICY)
-    elif MASKED:
-        return tl.load(ptrs + begin, mask=lines, other=0.0, eviction_policy=POLICY)
-    else:
-        return tl.load(ptrs + begin, eviction_policy=POLICY)
-
-
-@triton.jit
-def _load_x(
-    xs,
-    order_ptr,
-    offs_xk,
-    lines,
-    i: tl.constexpr,
-    K: tl.constexpr,
-    WARPS: tl.constexpr,
-    PARTS: tl.constexpr,
-    ORDERED: tl.constexpr,
-):
-    """The columns of activations that the i-th parts of the warps' tiles multiply; in the weights' order if ORDERED."""
-    begin: tl.constexpr = i // PARTS * WARPS * PARTS * _STEP_K + i % PARTS * _STEP_K
-    if ORDERED:
-        within = offs_xk + begin < K
-        column = tl.load(order_ptr + offs_xk + begin, mask=within, other=0)
-        return tl.load(xs - offs_xk + column, mask=lines & within, other=0.0)
-    else:
-        return _load(xs, offs_xk, lines, begin, WARPS * PARTS * _STEP_K, K, False, "")
-
-
-@triton.jit
-def _load_group(
-    ptr,
-    rows_n,
-    warp,
-    mask_n,
-    c: tl.constexpr,
-    part: tl.constexpr,
-    K: tl.constexpr,
-    WARPS: tl.constexpr,
-    STEP: tl.constexpr,
-    GROUP: tl.constexpr,
-):
-    """Of the group of each row in which a part of a warp's tile c lies: ptr's [rows, groups]."""
-    column = (c * WARPS + warp) * STEP + part * _STEP_K
-    GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
-    return tl.load(ptr + rows_n * GROUPS + column // GROUP, mask=mask_n & (column < K), other=0)
 
 
 @triton.jit
@@ -142,6 +54,8 @@ def _matmul_kernel(
     WARPS: tl.constexpr,
     AHEAD: tl.constexpr,
     X_AHEAD: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    PROGRAMS: tl.constexpr,
     PDL: tl.constexpr,
     DOT_FP32: tl.constexpr,
 ):
@@ -152,8 +66,9 @@ def _matmul_kernel(
     FORM is "dense", or weight holds words of model/formats/packed.py: then scale: [N / SCALE_ROWS, K / GROUP]; zero:
     [N, K / GROUP] bf16 as int16, read if ZEROS; order: [K] int32, the columns of x that theirs are, read if ORDERED.
     RESIDUAL: out is the residual stream, fp32; norm: [N]; outputs normed: [rows, N] = out * norm, and sumsq, one
-    partial sum a program. Rows that do not run are not written. Moves the weights' bytes. Grid cdiv(N, outputs a
-    program).
+    partial sum a program. Rows that do not run are not written. Moves the weights' bytes. Grid PROGRAMS, of which each
+    takes its next BLOCK_N rows of the weights, of BLOCKS, while it multiplies; its activations stay in registers if all
+    tiles of them are in flight at once.
     The first AHEAD tiles of the weights are in flight before the wait. Sums are in one fixed order whatever the row and
     its neighbours: a row is a column of the tensor cores' product, and sees no other.
     """
@@ -162,9 +77,10 @@ def _matmul_kernel(
         gdc_launch_dependents()
     OUT_N: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
     PARTS: tl.constexpr = 1 if FORM == "dense" else 4 if FORM == "int4" else 2  # of 32 columns in a warp's tile
-    LINE: tl.constexpr = _STEP_K if FORM == "dense" else 16  # elements of the weights that are a row of it
-    STEP: tl.constexpr = PARTS * _STEP_K
+    LINE: tl.constexpr = STEP_COLUMNS if FORM == "dense" else 16  # elements of the weights that are a row of it
+    STEP: tl.constexpr = PARTS * STEP_COLUMNS
     CHUNKS: tl.constexpr = (K + WARPS * STEP - 1) // (WARPS * STEP)
+    TILES_X: tl.constexpr = CHUNKS * PARTS
     LENGTH: tl.constexpr = K if FORM == "dense" else (K + STEP - 1) // STEP * LINE
     MASKED: tl.constexpr = N % OUT_N != 0
     TYPE: tl.constexpr = tl.float32 if DOT_FP32 else x_ptr.dtype.element_ty
@@ -172,104 +88,135 @@ def _matmul_kernel(
     GROUPED: tl.constexpr = FORM != "dense" and GROUP < K
     SCALES: tl.constexpr = (PARTS if GROUP < STEP else 1) if GROUPED else 0
     ZERO_PARTS: tl.constexpr = (PARTS if GROUP < STEP else 1) if ZEROS else 0
-    line, warp = _places(WARPS, BLOCK_N)
-    offs_k = warp * LINE + tl.arange(0, LINE)[None, :]
-    lines_n = pid * OUT_N + line % OUT_N
-    mask_lines = lines_n < N
-    weight_rows = lines_n + line // OUT_N * N
-    weights = weight_ptr + weight_rows.to(tl.int64) * LENGTH + offs_k
-    sum_n = tl.arange(0, BLOCK_N)[None, :, None]
-    sum_rows = (pid * OUT_N + sum_n % OUT_N + sum_n // OUT_N * N) // SCALE_ROWS
-    sum_warp = tl.arange(0, WARPS)[:, None, None]
-    sum_mask = pid * OUT_N + sum_n % OUT_N < N
     w, s, z = (), (), ()
-    for c in tl.static_range(min(AHEAD, CHUNKS)):
-        w += (_load(weights, offs_k, mask_lines, c * WARPS * LINE, WARPS * LINE, LENGTH, MASKED, "evict_first"),)
-        for part in tl.static_range(SCALES):
-            s += (_load_group(scale_ptr, sum_rows, sum_warp, sum_mask, c, part, K, WARPS, STEP, GROUP),)
-        for part in tl.static_range(ZERO_PARTS):
-            z += (_load_group(zero_ptr, weight_rows, warp, mask_lines, c, part, K, WARPS, STEP, GROUP),)
+    of = block_of_rows(
+        weight_ptr, scale_ptr, zero_ptr, pid, N, K, LENGTH, GROUP, SCALE_ROWS, BLOCK_N, OUT_N, LINE, WARPS
+    )  # fmt: skip
+    for c in tl.static_range(AHEAD):
+        first = load_tile(of, c, K, LENGTH, STEP, GROUP, SCALES, ZERO_PARTS, BLOCK_N, LINE, WARPS, MASKED)
+        w, s, z = w + first[0], s + first[1], z + first[2]
     offs_m = tl.arange(0, BLOCK_M)
     status = tl.load(meta_ptr + offs_m * META_WIDTH + STATUS, mask=offs_m < rows, other=-1)
     runs = (status == RUN)[None, :]
     some = tl.max((status == RUN).to(tl.int32), 0)
     offs_n = pid * OUT_N + tl.arange(0, OUT_N)[:, None]
-    mask_n = offs_n < N
+    # What the end of a block needs beside its sums is loaded a block ahead too.
     extra_ptr = bias_ptr if HAS_BIAS else norm_ptr
+    extra, of_row = 0.0, 0.0
     if HAS_BIAS or RESIDUAL:
-        extra = tl.load(extra_ptr + offs_n, mask=mask_n, other=0.0).to(tl.float32)
+        extra = tl.load(extra_ptr + offs_n, mask=offs_n < N, other=0.0)
+    if FORM != "dense" and not GROUPED:
+        of_row = load_row_scales(scale_ptr, pid, N, SCALE_ROWS, BLOCK_N, OUT_N)
     if PDL:
         gdc_wait()
-    if some == 0:
-        return
-    line_m, warp_m = _places(WARPS, BLOCK_M)
-    offs_xk = warp_m * STEP + tl.arange(0, _STEP_K)[None, :]
+    line_m, warp_m = places(WARPS, BLOCK_M)
+    offs_xk = warp_m * STEP + tl.arange(0, STEP_COLUMNS)[None, :]
     xs = x_ptr + tl.minimum(line_m, rows - 1) * stride_xm + offs_xk
-    x = ()
-    for i in tl.static_range(min(X_AHEAD, CHUNKS * PARTS)):
-        x += (_load_x(xs, order_ptr, offs_xk, line_m < rows, i, K, WARPS, PARTS, ORDERED),)
-    out_ptrs = out_ptr + offs_m[None, :] * stride_om + offs_n
-    mask = runs & mask_n
+    first_x = ()
+    for i in tl.static_range(X_AHEAD):
+        first_x += (load_x(xs, order_ptr, offs_xk, line_m < rows, i, K, WARPS, PARTS, ORDERED),)
+    out_rows = out_ptr + offs_m[None, :] * stride_om
+    residual, scale = 0.0, 1.0
     if RESIDUAL:
-        residual = tl.load(out_ptrs, mask=mask, other=0.0)
+        residual = tl.load(out_rows + offs_n, mask=runs & (offs_n < N), other=0.0)
     if NORMED:
         offs_s = tl.arange(0, SUMSQ_BLOCK)[None, :]
         mask_s = (offs_s < n_sumsq) & (offs_m < rows)[:, None]
         partials = tl.load(sumsq_ptr + offs_m[:, None] * stride_sumsq + offs_s, mask=mask_s, other=0.0)
-        scale = tl.rsqrt(tl.sum(partials, 1) / K + eps)
-    acc = tl.zeros([WARPS, BLOCK_N, BLOCK_M], tl.float32)
-    for c in tl.static_range(CHUNKS):
-        for part in tl.static_range(PARTS):
-            if c * PARTS + part + X_AHEAD < CHUNKS * PARTS:
-                x += (
-                    _load_x(
-                        xs, order_ptr, offs_xk, line_m < rows, c * PARTS + part + X_AHEAD, K, WARPS, PARTS, ORDERED
-                    ),
-                )  # fmt: skip
-            columns = tl.permute(_operand(x[c * PARTS + part], WARPS, BLOCK_M, FORM != "dense"), (0, 2, 1)).to(TYPE)
-            if FORM == "dense":
-                tile = w[c]
-            else:
-                zero = pair(z[c * ZERO_PARTS + part % ZERO_PARTS]) if ZEROS else 0
-                tile = unpack(w[c], zero, part, FORM, ZEROS, DOT_FP32)
-            tile = _operand(tile, WARPS, BLOCK_N, FORM != "dense").to(TYPE)
-            if not GROUPED:
-                acc = tl.dot(tile, columns, acc, input_precision="ieee")
-            else:
-                if part % (PARTS // SCALES) == 0:
-                    of_group = tl.zeros([WARPS, BLOCK_N, BLOCK_M], tl.float32)
-                of_group = tl.dot(tile, columns, of_group, input_precision="ieee")
-                if (part + 1) % (PARTS // SCALES) == 0:
-                    acc += of_group * s[c * SCALES + part // (PARTS // SCALES)].to(tl.float32)
-        if c + AHEAD < CHUNKS:
-            w += (
-                _load(
-                    weights, offs_k, mask_lines, (c + AHEAD) * WARPS * LINE, WARPS * LINE, LENGTH, MASKED, "evict_first"
-                ),
-            )
-            for part in tl.static_range(SCALES):
-                s += (_load_group(scale_ptr, sum_rows, sum_warp, sum_mask, c + AHEAD, part, K, WARPS, STEP, GROUP),)
-            for part in tl.static_range(ZERO_PARTS):
-                z += (_load_group(zero_ptr, weight_rows, warp, mask_lines, c + AHEAD, part, K, WARPS, STEP, GROUP),)
-    y = tl.sum(acc, 0)
-    if FORM != "dense" and not GROUPED:
-        row = tl.arange(0, BLOCK_N)[:, None]
-        of_row = (pid * OUT_N + row % OUT_N + row // OUT_N * N) // SCALE_ROWS
-        y *= tl.load(scale_ptr + of_row, mask=pid * OUT_N + row % OUT_N < N, other=0.0).to(tl.float32)
+    if some == 0:  # asked here, as no load is put behind a branch: all are on their way together
+        return
     if NORMED:
-        y = y * scale[None, :]
-    if GATED:
-        gate, up = tl.split(tl.permute(y.reshape(2, OUT_N, BLOCK_M), (1, 2, 0)))
-        y = gate * tl.sigmoid(gate) * up
-    if HAS_BIAS:
-        y += extra
+        scale = tl.rsqrt(tl.sum(partials, 1) / K + eps)
+    squares = tl.zeros([OUT_N, BLOCK_M], tl.float32)
+    for turn in range(1 if BLOCKS == PROGRAMS else (BLOCKS - pid + PROGRAMS - 1) // PROGRAMS):
+        block = pid + turn * PROGRAMS
+        offs_n = block * OUT_N + tl.arange(0, OUT_N)[:, None]
+        mask_n = offs_n < N
+        mask = runs & mask_n
+        x = first_x
+        if X_AHEAD < TILES_X and BLOCKS > PROGRAMS:
+            x = ()
+            for i in tl.static_range(X_AHEAD):
+                x += (load_x(xs, order_ptr, offs_xk, line_m < rows, i, K, WARPS, PARTS, ORDERED),)
+        of_next, extra_next, of_row_next, residual_next = of, extra, of_row, residual
+        if BLOCKS > PROGRAMS:
+            of_next = block_of_rows(
+                weight_ptr, scale_ptr, zero_ptr, block + PROGRAMS, N, K, LENGTH, GROUP, SCALE_ROWS, BLOCK_N, OUT_N,
+                LINE, WARPS,
+            )  # fmt: skip
+            offs_next = offs_n + PROGRAMS * OUT_N
+            if HAS_BIAS or RESIDUAL:
+                extra_next = tl.load(extra_ptr + offs_next, mask=offs_next < N, other=0.0)
+            if RESIDUAL:
+                residual_next = tl.load(out_rows + offs_next, mask=runs & (offs_next < N), other=0.0)
+            if FORM != "dense" and not GROUPED:
+                of_row_next = load_row_scales(scale_ptr, block + PROGRAMS, N, SCALE_ROWS, BLOCK_N, OUT_N)
+        tiles, scales, zeros = w, s, z
+        acc = tl.zeros([WARPS, BLOCK_N, BLOCK_M], tl.float32)
+        for c in tl.static_range(CHUNKS):
+            for part in tl.static_range(PARTS):
+                if c * PARTS + part + X_AHEAD < TILES_X:
+                    x += (
+                        load_x(
+                            xs, order_ptr, offs_xk, line_m < rows, c * PARTS + part + X_AHEAD, K, WARPS, PARTS, ORDERED
+                        ),
+                    )  # fmt: skip
+                columns = raised(x[c * PARTS + part], FORM, DOT_FP32)
+                columns = tl.permute(operand(columns, WARPS, BLOCK_M, FORM != "dense"), (0, 2, 1)).to(TYPE)
+                if FORM == "dense":
+                    tile = tiles[c]
+                else:
+                    zero = pair(zeros[c * ZERO_PARTS + part % ZERO_PARTS]) if ZEROS else 0
+                    tile = unpack(tiles[c], zero, part, FORM, ZEROS, DOT_FP32)
+                tile = operand(tile, WARPS, BLOCK_N, FORM != "dense").to(TYPE)
+                if not GROUPED:
+                    acc = tl.dot(tile, columns, acc, input_precision="ieee")
+                else:
+                    if part % (PARTS // SCALES) == 0:
+                        of_group = tl.zeros([WARPS, BLOCK_N, BLOCK_M], tl.float32)
+                    of_group = tl.dot(tile, columns, of_group, input_precision="ieee")
+                    if (part + 1) % (PARTS // SCALES) == 0:
+                        acc += of_group * scales[c * SCALES + part // (PARTS // SCALES)].to(tl.float32)
+            # AHEAD tiles later there is one of this block, or of the next one.
+            if c + AHEAD < CHUNKS:
+                following = load_tile(
+                    of, c + AHEAD, K, LENGTH, STEP, GROUP, SCALES, ZERO_PARTS, BLOCK_N, LINE, WARPS, MASKED
+                )  # fmt: skip
+                tiles, scales, zeros = tiles + following[0], scales + following[1], zeros + following[2]
+            elif BLOCKS > PROGRAMS:
+                if block + PROGRAMS < BLOCKS:
+                    following = load_tile(
+                        of_next, c + AHEAD - CHUNKS, K, LENGTH, STEP, GROUP, SCALES, ZERO_PARTS, BLOCK_N, LINE, WARPS,
+                        MASKED,
+                    )  # fmt: skip
+                else:
+                    following = (
+                        tiles[c : c + 1],
+                        scales[c * SCALES : (c + 1) * SCALES],
+                        zeros[c * ZERO_PARTS : (c + 1) * ZERO_PARTS],
+                    )
+                tiles, scales, zeros = tiles + following[0], scales + following[1], zeros + following[2]
+        if BLOCKS > PROGRAMS:
+            w, s, z = tiles[CHUNKS:], scales[CHUNKS * SCALES :], zeros[CHUNKS * ZERO_PARTS :]
+        y = tl.sum(acc, 0) * factor(FORM, True)
+        if FORM != "dense" and not GROUPED:
+            y *= of_row.to(tl.float32)
+        if NORMED:
+            y = y * scale[None, :]
+        if GATED:
+            gate, up = tl.split(tl.permute(y.reshape(2, OUT_N, BLOCK_M), (1, 2, 0)))
+            y = gate * tl.sigmoid(gate) * up
+        if HAS_BIAS:
+            y += extra.to(tl.float32)
+        if RESIDUAL:
+            y += residual
+            normed_ptrs = normed_ptr + offs_m[None, :] * stride_normed + offs_n
+            tl.store(normed_ptrs, (y * extra.to(tl.float32)).to(normed_ptr.dtype.element_ty), mask=mask)
+            squares += tl.where(mask_n, y * y, 0.0)
+        tl.store(out_rows + offs_n, y.to(out_ptr.dtype.element_ty), mask=mask)
+        of, extra, of_row, residual = of_next, extra_next, of_row_next, residual_next
     if RESIDUAL:
-        y += residual
-        normed_ptrs = normed_ptr + offs_m[None, :] * stride_normed + offs_n
-        tl.store(normed_ptrs, (y * extra).to(normed_ptr.dtype.element_ty), mask=mask)
-        sumsq = tl.sum(tl.where(mask_n, y * y, 0.0), 0)
-        tl.store(sumsq_ptr + offs_m * stride_sumsq + pid, sumsq, mask=status == RUN)
-    tl.store(out_ptrs, y.to(out_ptr.dtype.element_ty), mask=mask)
+        tl.store(sumsq_ptr + offs_m * stride_sumsq + pid, tl.sum(squares, 0), mask=status == RUN)
 
 
 def _launch(meta, x, linear, out, norm, normed, sumsq, n_sumsq, eps, residual, gated, shape, pdl):
@@ -277,10 +224,11 @@ def _launch(meta, x, linear, out, norm, normed, sumsq, n_sumsq, eps, residual, g
     (rows, N), K = out.shape, linear.in_features
     parts = 1 if packed is None else packed.tile // STEP_K
     tiles = triton.cdiv(K, parts * STEP_K * shape.num_warps)  # of a row that a warp has
+    blocks, programs = shape.grid(2 * N if gated else N)
     spare = out  # stands in for pointers this variant does not read
     # With tiles of 16 rows and more, 64 partial sums are added in the same order whatever the rows.
     sumsq_block = max(triton.next_power_of_2(max(n_sumsq, 1)), 64 if shape.block_m > 8 else 1)
-    _matmul_kernel[(triton.cdiv(N, shape.block_n // 2 if gated else shape.block_n),)](
+    _matmul_kernel[(programs,)](
         meta,
         x,
         weight,
@@ -316,6 +264,8 @@ def _launch(meta, x, linear, out, norm, normed, sumsq, n_sumsq, eps, residual, g
         shape.num_warps,
         min(shape.ahead, tiles),
         min(shape.x_ahead, tiles * parts),
+        blocks,
+        programs,
         pdl,
         interpreted(),
         **options(shape.num_warps, pdl, shape.registers),
@@ -339,7 +289,7 @@ def matmul_gate_up(meta, normed, linear, out, sumsq, n_sumsq, eps, split=None, *
 
 def matmul_partials(N: int, shape) -> int:
     """Partial sums of squares that matmul_residual leaves: one a program."""
-    return triton.cdiv(N, shape.block_n)
+    return shape.grid(N)[1]
 
 
 _KERNELS = (_matmul_kernel,)

@@ -13,6 +13,9 @@ from .shapes import MatmulShape, StepShapes
 ROLES = ("qkv", "o_proj", "gate_up", "down", "lm_head")
 ROWS = (1, 8, 16, 32, 64)
 WARPS = 8 * 132  # of all programs together, two for each scheduler of the largest GPUs
+SHARED = True  # whether programs may share the rows of a matrix; one each 16 rows else
+PROGRAMS = 2 * 132  # of four warps, that do: two a multiprocessor leave registers for the next kernel's
+MOST_X = 20  # tiles of activations that a warp keeps, 4 registers each
 # Rows of a pass -> (format, rows, columns) of a weight -> the shape that was fastest in the whole step.
 TUNED: dict[int, dict[tuple[str, int, int], MatmulShape]] = {rows: {} for rows in ROWS}
 
@@ -37,10 +40,13 @@ def _packed(weights: Weights, role: str):
 
 
 def few_bits_shape(linear, rows: int) -> MatmulShape:
-    """The tuned shape, or few warps, since each has the work before and after its sums to do, but enough for all
-    multiprocessors. Programs of 16 rows of the weights have their scales where they are wanted."""
+    """The tuned shape; or programs that share the rows of the weights; or few warps, since each has the work before and
+    after its sums to do, but enough for all multiprocessors. Programs of 16 rows of the weights have their scales where
+    they are wanted."""
     N, K = linear.out_features, linear.in_features
     if found := TUNED[rows].get((linear.format, N, K)):
+        return found
+    if SHARED and (found := programs_shape(linear, rows)):
         return found
     if rows > 16:  # sums of so many rows leave few registers for what is in flight
         return MatmulShape(16, 8 if rows > 32 else 4, 1, 1)
@@ -50,7 +56,21 @@ def few_bits_shape(linear, rows: int) -> MatmulShape:
         warps *= 2
     if rows > 8:
         return MatmulShape(16, max(warps, 4), 4, 2)
-    return MatmulShape(16, warps, 6 if linear.format == "int8" else 10, 8)  # scales of groups are in flight too
+    ahead = 10 if warps < 8 else 4 if linear.format == "int4" else 8  # scales of groups are in flight too
+    ahead = min(ahead, 6) if linear.format == "int8" else ahead
+    # Two of eight warps fit a multiprocessor: few rows of weights are all multiplied at a time.
+    return MatmulShape(16, warps, ahead, 8, registers=128 if warps == 8 else 0)
+
+
+def programs_shape(linear, rows: int) -> MatmulShape | None:
+    """For matrices with rows enough that each program takes several blocks, by as few warps as keep the activations in
+    registers. None for others."""
+    N, K = linear.out_features, linear.in_features
+    warps = next((warps for warps in (2, 4) if -(-K // (32 * warps)) <= MOST_X), 0)  # eight leave too few registers
+    programs = PROGRAMS * 4 // max(warps, 1)
+    if rows > 8 or not warps or linear.format == "int8" or -(-N // 16) < 2 * programs:
+        return None
+    return MatmulShape(16, warps, 5, MOST_X, programs=programs)
 
 
 def invariant_shape(linear, rows: int) -> MatmulShape:

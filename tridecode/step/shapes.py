@@ -29,10 +29,12 @@ class MatvecShape:
 @dataclass(frozen=True)
 class MatmulShape:
     """Launch shape of a product of few rows: a program takes block_n rows of the weights (a multiple of 16, gate and up
-    rows together), its warps share their columns.
+    rows together) at a time, its warps share their columns.
 
-    ahead, x_ahead: tiles of 32 columns a warp in flight, of the weights (before the wait) and of the activations.
-    registers: the most a thread may use, 0 for no bound. block_m: rows of a tile, if a pass has fewer.
+    ahead: tiles of 32 columns (of 4 bits 128, of 8 bits 64) a warp in flight, of the weights, before the wait. x_ahead:
+    tiles of 32 columns of the activations; if these are all, they are loaded once a program. registers: the most a
+    thread may use, 0 for no bound. block_m: rows of a tile, if a pass has fewer. programs: how many share the rows,
+    each taking its next ones while it multiplies; 0 for one program each block_n rows.
     """
 
     block_n: int = 16
@@ -41,6 +43,12 @@ class MatmulShape:
     x_ahead: int = 4
     registers: int = 0
     block_m: int = 8
+    programs: int = 0
+
+    def grid(self, N: int) -> tuple[int, int]:
+        """Blocks of N rows, and programs to launch."""
+        blocks = -(-N // self.block_n)
+        return blocks, min(self.programs or blocks, blocks)
 
 
 @dataclass(frozen=True)

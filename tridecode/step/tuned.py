@@ -26,7 +26,7 @@ from .shapes import (
 
 log = logging.getLogger("tridecode")
 
-FORMAT = 3  # of the table; another one when the kernels read the fields of a shape differently
+FORMAT = 4  # of the table; another one when the kernels read the fields of a shape differently
 # Form of a shape -> its fields that are searched -> the values that may be tried, and that a table may hold.
 VALUES = {
     MatvecShape: {
@@ -41,6 +41,7 @@ VALUES = {
         "ahead": range(1, 33),
         "x_ahead": range(1, 33),
         "registers": range(0, 256, 8),
+        "programs": range(2**16),
     },
     TilesShape: {
         "block_n": (16, 32, 64, 128),

@@ -3,7 +3,8 @@
 A row is cut into tiles of 16 words: 128 columns of 4 bits, or 64 of 8. Four lanes of a warp read one, 16 bytes each. Of
 each 32 columns a lane has eight neighbours, as it has of 16-bit weights and of activations (kernels/matmul.py). Of the
 eight, columns 0 and 1 stand in the two halves of one word at equal places, so do 2 and 3, and so on: what tensor cores
-want as a pair of bf16 is made by operations on both at once (kernels/bits.py).
+want as a pair of bf16 is made by operations on both at once (kernels/bits.py). Of two e4m3 of a half, the first stands
+where bf16 has its bits, the second in those that it leaves.
 """
 
 from dataclasses import dataclass
@@ -67,8 +68,8 @@ class Packed:
             tensors["order"].copy_(codes.order)
 
     def offset(self, zero: torch.Tensor) -> torch.Tensor:
-        """What kernels take from a value as they first have it: 128 + v of four bits, v - 128 of eight."""
-        return zero.float() + (128 if self.bits == 4 else -128)
+        """What kernels take from a value as they have it: v / 64 of four bits, v - 128 of eight."""
+        return zero.float() / 64 if self.bits == 4 else zero.float() - 128
 
     def words(self, values: torch.Tensor) -> torch.Tensor:
         """int32 [n, words] of values [n, k]."""
@@ -84,14 +85,32 @@ class Packed:
         words = torch.zeros(parts.shape[:-2], dtype=torch.int32, device=values.device)
         for plane in range(planes):
             for element in range(2):
-                words |= parts[..., plane, element] << (self.bits * plane + 16 * element)
+                words |= self._placed(parts[..., plane, element], plane) << (16 * element)
         return words.reshape(n, -1)
+
+    def _placed(self, codes: torch.Tensor, plane: int) -> torch.Tensor:
+        """The bits of a half of a word that hold codes, int32, of a plane."""
+        if self.name != "e4m3":
+            return codes << (self.bits * plane)
+        if plane == 0:
+            return (codes & 128) << 8 | (codes & 127) << 4
+        return (codes & 112) << 8 | (codes & 128) << 4 | codes & 15
+
+    def _taken(self, halves: torch.Tensor, plane: int) -> torch.Tensor:
+        """The inverse of `_placed`, uint8."""
+        if self.name != "e4m3":
+            codes = halves >> (self.bits * plane) & (2**self.bits - 1)
+        elif plane == 0:
+            codes = halves >> 8 & 128 | halves >> 4 & 127
+        else:
+            codes = halves >> 8 & 112 | halves >> 4 & 128 | halves & 15
+        return codes.to(torch.uint8)
 
     def values(self, words: torch.Tensor) -> torch.Tensor:
         """The inverse of `words`."""
         n, planes = len(words), 16 // self.bits
-        places = [self.bits * plane + 16 * element for plane in range(planes) for element in range(2)]
-        parts = torch.stack([((words >> place) & (2**self.bits - 1)).to(torch.uint8) for place in places], -1)
+        places = [(plane, element) for plane in range(planes) for element in range(2)]
+        parts = torch.stack([self._taken(words >> (16 * element), plane) for plane, element in places], -1)
         shape = (n, -1, 4, self.tile // 32, 4 // planes, planes, 2)
         codes = parts.view(shape).permute(0, 1, 3, 2, 4, 5, 6).reshape(n, -1)[:, : self.k]
         if self.name == "e4m3":
@@ -102,7 +121,8 @@ class Packed:
         """What `write` has put into the tensors."""
         zero = None
         if self.zeros:
-            zero = (tensors["zero"].float() - self.offset(torch.zeros(()))).to(torch.uint8)
+            zero = tensors["zero"].float()
+            zero = (zero * 64 if self.bits == 4 else zero + 128).to(torch.uint8)
         order = tensors["order"].long() if self.ordered else None
         values = self.values(tensors["weight"])
         return Codes(values, tensors["scale"], self.rows, self.group, self.bits, zero, order)
