@@ -33,9 +33,9 @@ def _place_key(tokens_ptr, i, end, last, LONGEST: tl.constexpr, SHORTEST: tl.con
     The more, the better; of two equally good places the later."""
     agree = i < end
     length = tl.zeros_like(i)
-    for back in tl.static_range(LONGEST):
+    for back in tl.static_range(LONGEST):  # no load waits for what another one found
         wanted = tl.load(tokens_ptr + tl.maximum(last - back, 0))
-        agree = agree & (i >= back) & (tl.load(tokens_ptr + i - back, mask=agree & (i >= back), other=-1) == wanted)
+        agree = agree & (tl.load(tokens_ptr + i - back, mask=(i < end) & (i >= back), other=-1) == wanted)
         length += agree.to(tl.int32)
     return tl.max(tl.where(length >= SHORTEST, (length.to(tl.int64) << 32) | i.to(tl.int64), NOWHERE), 0)
 
@@ -65,8 +65,7 @@ def _draft_kernel(
     """
     row, split = tl.program_id(0), tl.program_id(1)
     meta_ptr += row * META_WIDTH
-    if tl.load(meta_ptr + STATUS) != RUN:
-        return
+    status = tl.load(meta_ptr + STATUS)
     slot = tl.load(meta_ptr + SLOT).to(tl.int64)
     last = tl.load(meta_ptr + POSITION)
     tokens_ptr += slot * stride_tokens
@@ -74,6 +73,8 @@ def _draft_kernel(
     given = tl.load(meta_ptr + N_KNOWN) - 1 - last
     count = tl.minimum(tl.where(given > 0, given, tl.maximum(tl.load(meta_ptr + TRUST), 1)), tl.minimum(MOST, room))
     count = tl.where((tl.load(meta_ptr + FLAGS) & FLAG_MASK) != 0, 0, tl.maximum(count, 0))
+    if status != RUN:
+        return
     share = tl.cdiv(tl.cdiv(last, SPLITS), BLOCK) * BLOCK
     best = tl.full([], NOWHERE, tl.int64)
     if (count > 0) & (given <= 0):

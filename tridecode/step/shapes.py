@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 MAX_SPLITS = 64  # of the K/V of one row, in attention
 TILE_ROWS = 64  # that a buffer has which tiles are read from
-DRAFT_SPLITS = 16  # programs that look through the tokens of one row for drafts
+DRAFT_SPLITS = 32  # programs that look through the tokens of one row for drafts
 
 
 @dataclass(frozen=True)
