@@ -90,13 +90,14 @@ def test_several_rows_tiles_ahead_and_windows(form, ahead, window):
 
 @FORMS
 @pytest.mark.parametrize("position", [5, 129, 300] + ([1023, 4000] if CUDA else []))
-def test_the_shapes_that_engines_use(form, position):
+@pytest.mark.parametrize("capability", [80, 90])
+def test_the_shapes_that_engines_use(form, capability, position):
     pages = 64 if CUDA else 6
     args = in_fp8(buffers((position,), 1, 4, 128, page=PAGE, pages=pages, dtype=torch.bfloat16, qk_norm=True))
     ref = args | {"out": args["out"].float()}
-    one = attention_shape(128, torch.bfloat16, capability=90)
+    one = attention_shape(128, torch.bfloat16, capability)
     rows = attention_rows_shape(tiny_config(head_dim=128), torch.bfloat16, 64)
-    form(**args, shape=fp8_kv_shape(one if form is attention else rows))
+    form(**args, shape=fp8_kv_shape(one if form is attention else rows, capability))
     attention_ref(**ref)
     assert_close(args["out"], ref["out"], BF16)
 

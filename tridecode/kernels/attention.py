@@ -17,7 +17,7 @@ from .common import (
     running,
 )
 from .fp8_kv import held, is_fp8, put, put_fp8, row_bytes, scales
-from .fp8_tiles import fp8_attend, fp8_keys, fp8_pages, fp8_queries, fp8_values
+from .fp8_tiles import fp8_attend, fp8_keys, fp8_pages, fp8_queries, fp8_values, warp_positions
 from .op import Op
 from .pages import page_rows, pages_at
 from .rope import _partner, _rms_rope, _rotation, rms_norm, rotate
@@ -65,6 +65,7 @@ def _attention_kernel(
     WINDOW: tl.constexpr,
     QK_NORM: tl.constexpr,
     FP8: tl.constexpr,
+    WARP_T: tl.constexpr,
     CONVERTS: tl.constexpr,
     PDL: tl.constexpr,
     DOT_FP32: tl.constexpr,
@@ -126,10 +127,10 @@ def _attention_kernel(
     k_scale_ptr += head.to(tl.int64) * stride_sh
     v_scale_ptr += head.to(tl.int64) * stride_sh
     if FP8:
-        pages = fp8_pages(table_ptr, first, end, PAGE, D, BLOCK_T)
-        k = fp8_keys(k_ptr, k_scale_ptr, pages, first, end, stride_kp, stride_sp, PAGE, D, BLOCK_D, BLOCK_T)
-        v = fp8_values(v_ptr, v_scale_ptr, pages, first, end, stride_kp, stride_sp, PAGE, D, BLOCK_D, BLOCK_T)
-        next_pages = fp8_pages(table_ptr, first + BLOCK_T, end, PAGE, D, BLOCK_T)
+        pages = fp8_pages(table_ptr, first, end, PAGE, WARP_T, BLOCK_T)
+        k = fp8_keys(k_ptr, k_scale_ptr, pages, first, end, stride_kp, stride_sp, PAGE, D, BLOCK_D, WARP_T, BLOCK_T)
+        v = fp8_values(v_ptr, v_scale_ptr, pages, first, end, stride_kp, stride_sp, PAGE, D, BLOCK_D, WARP_T, BLOCK_T)
+        next_pages = fp8_pages(table_ptr, first + BLOCK_T, end, PAGE, WARP_T, BLOCK_T)
     else:
         k, v, seen = (), (), ()
         for i in tl.static_range(AHEAD):
@@ -163,7 +164,7 @@ def _attention_kernel(
     new_v = new_v.to(tl.float32 if FP8 else ELEMENT)
     q = _rms_rope(q, q_partner, q_cos, q_sin, eps, D, QK_NORM) * (scale * LOG2E)
     if FP8:
-        q_fp8 = fp8_queries(q, PAGE, D, BLOCK_T, DOT_FP32)
+        q_fp8 = fp8_queries(q, BLOCK_T // WARP_T, DOT_FP32)
         m, l, acc = fp8_attend(
             q_fp8, k, v, next_pages, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, first, start, end, stride_kp,
             stride_sp, PAGE, D, BLOCK_T, DOT_N, CONVERTS, DOT_FP32,
@@ -326,6 +327,7 @@ def attention(
         window,
         q_norm is not None,
         fp8,
+        warp_positions(shape, page),
         shape.converts,
         pdl,
         interpreted(),

@@ -6,7 +6,7 @@ import triton.language as tl
 from .attention import attention_bytes, attention_ref
 from .common import META_WIDTH, POSITION, RUN, SLOT, STATUS, gdc_launch_dependents, gdc_wait, interpreted, options
 from .fp8_kv import is_fp8, put_fp8, scales
-from .fp8_tiles import fp8_attend, fp8_keys, fp8_pages, fp8_queries, fp8_values
+from .fp8_tiles import fp8_attend, fp8_keys, fp8_pages, fp8_queries, fp8_values, warp_positions
 from .op import Op
 from .pages import page_rows, pages_at
 from .rope import _partner, _rms_rope, _rotation
@@ -69,18 +69,19 @@ def _tile(
     BLOCK_D: tl.constexpr,
     BLOCK_T: tl.constexpr,
     FP8: tl.constexpr,
+    WARP_T: tl.constexpr,
 ):
     """K [BLOCK_T, BLOCK_D] and V [BLOCK_D, BLOCK_T] of the positions from t that lie in [start, end); if FP8, what
     fp8_attend wants of them."""
-    pages = fp8_pages(table_ptr, t, end, PAGE, D, BLOCK_T) if FP8 else pages_at(table_ptr, t, end, PAGE, BLOCK_T)
+    pages = fp8_pages(table_ptr, t, end, PAGE, WARP_T, BLOCK_T) if FP8 else pages_at(table_ptr, t, end, PAGE, BLOCK_T)
     k_ptr += head.to(tl.int64) * stride_kh
     v_ptr += head.to(tl.int64) * stride_kh
     if FP8:
         k_scale_ptr += head.to(tl.int64) * stride_sh
         v_scale_ptr += head.to(tl.int64) * stride_sh
-        k = fp8_keys(k_ptr, k_scale_ptr, pages, t, end, stride_kp, stride_sp, PAGE, D, BLOCK_D, BLOCK_T)
-        v = fp8_values(v_ptr, v_scale_ptr, pages, t, end, stride_kp, stride_sp, PAGE, D, BLOCK_D, BLOCK_T)
-        return k, v, fp8_pages(table_ptr, t + BLOCK_T, end, PAGE, D, BLOCK_T)
+        k = fp8_keys(k_ptr, k_scale_ptr, pages, t, end, stride_kp, stride_sp, PAGE, D, BLOCK_D, WARP_T, BLOCK_T)
+        v = fp8_values(v_ptr, v_scale_ptr, pages, t, end, stride_kp, stride_sp, PAGE, D, BLOCK_D, WARP_T, BLOCK_T)
+        return k, v, fp8_pages(table_ptr, t + BLOCK_T, end, PAGE, WARP_T, BLOCK_T)
     else:
         offs_t, offs_d = tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_D)
         places = page_rows(pages, t, stride_kp, PAGE, D, BLOCK_T)
@@ -146,6 +147,7 @@ def _attention_rows_kernel(
     WINDOW: tl.constexpr,
     QK_NORM: tl.constexpr,
     FP8: tl.constexpr,
+    WARP_T: tl.constexpr,
     CONVERTS: tl.constexpr,
     PROGRAMS: tl.constexpr,
     STAGES: tl.constexpr,
@@ -195,7 +197,7 @@ def _attention_rows_kernel(
         gdc_wait()
     tile = _tile(
         k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, head, first, start, end, stride_kp, stride_kh, stride_sp,
-        stride_sh, PAGE, D, BLOCK_D, BLOCK_T, FP8,
+        stride_sh, PAGE, D, BLOCK_D, BLOCK_T, FP8, WARP_T,
     )  # fmt: skip
     if PDL and EARLY:
         gdc_wait()
@@ -239,9 +241,9 @@ def _attention_rows_kernel(
         if FP8:
             of_head, of_scales = head.to(tl.int64) * stride_kh, head.to(tl.int64) * stride_sh
             m_all, l, acc = fp8_attend(
-                fp8_queries(q, PAGE, D, BLOCK_T, DOT_FP32), tile[0], tile[1], tile[2], k_ptr + of_head, v_ptr + of_head,
-                k_scale_ptr + of_scales, v_scale_ptr + of_scales, table_ptr, first, start, end, stride_kp, stride_sp,
-                PAGE, D, BLOCK_T, DOT_N, CONVERTS, DOT_FP32,
+                fp8_queries(q, BLOCK_T // WARP_T, DOT_FP32), tile[0], tile[1], tile[2], k_ptr + of_head,
+                v_ptr + of_head, k_scale_ptr + of_scales, v_scale_ptr + of_scales, table_ptr, first, start, end,
+                stride_kp, stride_sp, PAGE, D, BLOCK_T, DOT_N, CONVERTS, DOT_FP32,
             )  # fmt: skip
             m = tl.maximum(m_all, s_new)
             alpha, p_new = tl.exp2(m_all - m), tl.where(split == 0, tl.exp2(s_new - m), 0.0)
@@ -256,14 +258,14 @@ def _attention_rows_kernel(
                 for t in tl.range(first + BLOCK_T, end, BLOCK_T, num_stages=STAGES):
                     tile = _tile(
                         k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, head, t, start, end, stride_kp, stride_kh,
-                        stride_sp, stride_sh, PAGE, D, BLOCK_D, BLOCK_T, FP8,
+                        stride_sp, stride_sh, PAGE, D, BLOCK_D, BLOCK_T, FP8, WARP_T,
                     )  # fmt: skip
                     m, l_t, acc = _attend(tile, dot_q, m, l_t, acc, t, start, end, offs_t, ELEMENT, TYPE)
             else:
                 for t in range(first, end, BLOCK_T):
                     following = _tile(  # in flight while the tile at t is attended to
                         k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, head, t + BLOCK_T, start, end, stride_kp,
-                        stride_kh, stride_sp, stride_sh, PAGE, D, BLOCK_D, BLOCK_T, FP8,
+                        stride_kh, stride_sp, stride_sh, PAGE, D, BLOCK_D, BLOCK_T, FP8, WARP_T,
                     )  # fmt: skip
                     m, l_t, acc = _attend(tile, dot_q, m, l_t, acc, t, start, end, offs_t, ELEMENT, TYPE)
                     tile = following
@@ -275,7 +277,7 @@ def _attention_rows_kernel(
         )  # fmt: skip
         tile = _tile(  # of the next item
             k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, head, first, start, end, stride_kp, stride_kh, stride_sp,
-            stride_sh, PAGE, D, BLOCK_D, BLOCK_T, FP8,
+            stride_sh, PAGE, D, BLOCK_D, BLOCK_T, FP8, WARP_T,
         )  # fmt: skip
         head_ptr = out_ptr + this_row * stride_om + this_head * GROUP * D
         if active_splits == 1:
@@ -369,6 +371,7 @@ def attention_rows(
         window,
         q_norm is not None,
         fp8,
+        warp_positions(shape, page),
         shape.converts,
         shape.programs,
         shape.stages,

@@ -51,19 +51,23 @@ _PAIRS = tl.constexpr(
 )
 
 
+def warp_positions(shape, page: int) -> int:
+    """WARP_T of the kernels: how many of the block_t positions of a turn each warp attends to."""
+    return min(max(shape.block_t // shape.num_warps, 16), 32, page)  # a product takes a multiple of 16
+
+
 @triton.jit
-def _pages(table_ptr, t, warp, end, PAGE: tl.constexpr, ROWS: tl.constexpr):
+def _pages(table_ptr, t, warp, end, PAGE: tl.constexpr, WARP_T: tl.constexpr):
     """The page of each warp's positions; 0 where all of them lie behind the last."""
-    return tl.load(table_ptr + (t + warp * ROWS) // PAGE, mask=t + warp * ROWS < end, other=0)
+    return tl.load(table_ptr + (t + warp * WARP_T) // PAGE, mask=t + warp * WARP_T < end, other=0)
 
 
 @triton.jit
-def fp8_pages(table_ptr, t, end, PAGE: tl.constexpr, D: tl.constexpr, BLOCK_T: tl.constexpr):
+def fp8_pages(table_ptr, t, end, PAGE: tl.constexpr, WARP_T: tl.constexpr, BLOCK_T: tl.constexpr):
     """The pages of the BLOCK_T positions from t: of each warp, as its lanes load codes and as they load scales."""
-    ROWS: tl.constexpr = min(16 if D > 128 else 32, BLOCK_T, PAGE)
-    WARPS: tl.constexpr = BLOCK_T // ROWS
-    of_codes = _pages(table_ptr, t, tl.arange(0, WARPS * 8)[:, None] // 8, end, PAGE, ROWS)
-    return of_codes, _pages(table_ptr, t, tl.arange(0, WARPS)[:, None, None], end, PAGE, ROWS)
+    WARPS: tl.constexpr = BLOCK_T // WARP_T
+    of_codes = _pages(table_ptr, t, tl.arange(0, WARPS * 8)[:, None] // 8, end, PAGE, WARP_T)
+    return of_codes, _pages(table_ptr, t, tl.arange(0, WARPS)[:, None, None], end, PAGE, WARP_T)
 
 
 @triton.jit
@@ -75,22 +79,22 @@ def _codes(
     stride_p,
     PAGE: tl.constexpr,
     D: tl.constexpr,
+    WARP_T: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
     """(pointers to the first word of each warp's positions, of eight lines a warp; which warps have any)."""
-    ROWS: tl.constexpr = min(16 if D > 128 else 32, BLOCK_T, PAGE)
-    first = t + tl.arange(0, BLOCK_T // ROWS * 8)[:, None] // 8 * ROWS
+    first = t + tl.arange(0, BLOCK_T // WARP_T * 8)[:, None] // 8 * WARP_T
     places = pages[0].to(tl.int64) * (stride_p // 4) + first % PAGE * (D // 4)
     return ptr.to(tl.pointer_type(tl.int32)) + places, first < end
 
 
 @triton.jit
-def _scale_pairs(ptr, pages, t, end, stride_p, PAGE: tl.constexpr, D: tl.constexpr, BLOCK_T: tl.constexpr):
+def _scale_pairs(ptr, pages, t, end, stride_p, PAGE: tl.constexpr, WARP_T: tl.constexpr, BLOCK_T: tl.constexpr):
     """Scales of the positions from t, in words of two: int32 [warps, 1, positions / 2]."""
-    ROWS: tl.constexpr = min(16 if D > 128 else 32, BLOCK_T, PAGE)
-    first = t + tl.arange(0, BLOCK_T // ROWS)[:, None, None] * ROWS
+    first = t + tl.arange(0, BLOCK_T // WARP_T)[:, None, None] * WARP_T
     places = pages[1].to(tl.int64) * (stride_p // 2) + first % PAGE // 2
-    return tl.load(ptr.to(tl.pointer_type(tl.int32)) + places + tl.arange(0, ROWS // 2)[None, None, :], first < end, 0)
+    ptr = ptr.to(tl.pointer_type(tl.int32))
+    return tl.load(ptr + places + tl.arange(0, WARP_T // 2)[None, None, :], first < end, 0)
 
 
 @triton.jit
@@ -105,20 +109,20 @@ def fp8_keys(
     PAGE: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    WARP_T: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
     """K of the positions from t, which stand on `pages`: words [warps * 8, 16], 64 codes of eight positions of each
     warp, for all of the head and of the warp's positions; and scales. What lies behind `end` may be anything."""
-    ROWS: tl.constexpr = min(16 if D > 128 else 32, BLOCK_T, PAGE)
-    line, word = tl.arange(0, BLOCK_T // ROWS * 8)[:, None], tl.arange(0, 16)[None, :]
-    ptrs, some = _codes(k_ptr, pages, t, end, stride_p, PAGE, D, BLOCK_T)
+    line, word = tl.arange(0, BLOCK_T // WARP_T * 8)[:, None], tl.arange(0, 16)[None, :]
+    ptrs, some = _codes(k_ptr, pages, t, end, stride_p, PAGE, D, WARP_T, BLOCK_T)
     ptrs += line % 8 * (D // 4) + word
     words = ()
     for part in tl.static_range(BLOCK_D // 64):
-        for i in tl.static_range(ROWS // 8):
+        for i in tl.static_range(WARP_T // 8):
             mask = some if part * 64 + 64 <= D else some & (part * 16 + word < D // 4)
             words += (tl.load(ptrs + (i * 8 * (D // 4) + part * 16), mask=mask, other=0),)
-    return words + (_scale_pairs(scale_ptr, pages, t, end, stride_sp, PAGE, D, BLOCK_T),)
+    return words + (_scale_pairs(scale_ptr, pages, t, end, stride_sp, PAGE, WARP_T, BLOCK_T),)
 
 
 @triton.jit
@@ -133,22 +137,22 @@ def fp8_values(
     PAGE: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    WARP_T: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
     """V of the same positions: words [warps * 8, 4 * words of a lane], of four positions of each warp; and scales."""
-    ROWS: tl.constexpr = min(16 if D > 128 else 32, BLOCK_T, PAGE)
     WIDE: tl.constexpr = min(BLOCK_D, 128) // 32  # words of V that a lane loads at once
-    line, word = tl.arange(0, BLOCK_T // ROWS * 8)[:, None], tl.arange(0, 4 * WIDE)[None, :]
-    ptrs, some = _codes(v_ptr, pages, t, end, stride_p, PAGE, D, BLOCK_T)
+    line, word = tl.arange(0, BLOCK_T // WARP_T * 8)[:, None], tl.arange(0, 4 * WIDE)[None, :]
+    ptrs, some = _codes(v_ptr, pages, t, end, stride_p, PAGE, D, WARP_T, BLOCK_T)
     column = line % 8 * WIDE + word % WIDE
     ptrs += word // WIDE * 2 * (D // 4) + column
     words = ()
-    for i in tl.static_range(ROWS // 4):
+    for i in tl.static_range(WARP_T // 4):
         row = i // 4 * 16 + i // 2 % 2 * 8 + i % 2
         for part in tl.static_range(BLOCK_D // (32 * WIDE)):
             mask = some if (part + 1) * 32 * WIDE <= D else some & (part * 8 * WIDE + column < D // 4)
             words += (tl.load(ptrs + (row * (D // 4) + part * 8 * WIDE), mask=mask, other=0),)
-    return words + (_scale_pairs(scale_ptr, pages, t, end, stride_sp, PAGE, D, BLOCK_T),)
+    return words + (_scale_pairs(scale_ptr, pages, t, end, stride_sp, PAGE, WARP_T, BLOCK_T),)
 
 
 @triton.jit
@@ -214,9 +218,8 @@ def _joined(parts, COUNT: tl.constexpr):
 
 
 @triton.jit
-def fp8_queries(q, PAGE: tl.constexpr, D: tl.constexpr, BLOCK_T: tl.constexpr, INTERPRETED: tl.constexpr):
+def fp8_queries(q, WARPS: tl.constexpr, INTERPRETED: tl.constexpr):
     """q [8 or 16, BLOCK_D], fp32, as fp8_scores wants them; of eight heads the others are nought."""
-    WARPS: tl.constexpr = BLOCK_T // min(16 if D > 128 else 32, BLOCK_T, PAGE)
     BLOCK_D: tl.constexpr = q.shape[1]
     if q.shape[0] < _HEADS:
         q = tl.permute(tl.join(q, q * 0.0), (2, 0, 1)).reshape(_HEADS, BLOCK_D)
@@ -230,14 +233,14 @@ def fp8_scores(keys, q, seen, CONVERTS: tl.constexpr, INTERPRETED: tl.constexpr)
     """Scores [warps, HEADS, positions] with what fp8_keys has loaded; seen: [warps, 1, positions]."""
     WARPS: tl.constexpr = q.shape[0]
     BLOCK_D: tl.constexpr = q.shape[2]
-    ROWS: tl.constexpr = seen.shape[2]
+    WARP_T: tl.constexpr = seen.shape[2]
     k = ()
-    for i in tl.static_range(BLOCK_D // 64 * ROWS // 8):
+    for i in tl.static_range(BLOCK_D // 64 * WARP_T // 8):
         k += (_four(keys[i], CONVERTS, INTERPRETED),)
-    k = _joined(k, BLOCK_D // 64 * ROWS // 8)
-    k = k.reshape(WARPS, 8, 4, 4, 4, BLOCK_D // 64, ROWS // 8)  # line, lane, word, byte, part, eight
-    k = tl.permute(k, (0, 5, 3, 2, 4, 6, 1)).reshape(WARPS, BLOCK_D, ROWS)
-    s = tl.dot(q, k, input_precision="ieee") * _scales(keys[BLOCK_D // 64 * ROWS // 8])
+    k = _joined(k, BLOCK_D // 64 * WARP_T // 8)
+    k = k.reshape(WARPS, 8, 4, 4, 4, BLOCK_D // 64, WARP_T // 8)  # line, lane, word, byte, part, eight
+    k = tl.permute(k, (0, 5, 3, 2, 4, 6, 1)).reshape(WARPS, BLOCK_D, WARP_T)
+    s = tl.dot(q, k, input_precision="ieee") * _scales(keys[BLOCK_D // 64 * WARP_T // 8])
     return tl.where(seen, s, EMPTY)
 
 
@@ -246,23 +249,23 @@ def fp8_summed_values(values, p, acc, seen, INTERPRETED: tl.constexpr):
     """acc [warps, HEADS, BLOCK_D] and what fp8_values has loaded, weighted by p [warps, HEADS, positions]."""
     WARPS: tl.constexpr = acc.shape[0]
     BLOCK_D: tl.constexpr = acc.shape[2]
-    ROWS: tl.constexpr = p.shape[2]
+    WARP_T: tl.constexpr = p.shape[2]
     WIDE: tl.constexpr = min(BLOCK_D, 128) // 32
     PARTS: tl.constexpr = BLOCK_D // (32 * WIDE)
     # The scale of a position behind the last may be anything. What a lane has of p is renamed as what it has of V.
-    p = tl.where(seen, p * _scales(values[ROWS // 4 * PARTS]), 0.0).to(tl.bfloat16)
-    p = tl.permute(p.reshape(WARPS, _HEADS, ROWS // 16, 2, 4, 2), (0, 1, 2, 4, 3, 5)).reshape(WARPS, _HEADS, ROWS)
+    p = tl.where(seen, p * _scales(values[WARP_T // 4 * PARTS]), 0.0).to(tl.bfloat16)
+    p = tl.permute(p.reshape(WARPS, _HEADS, WARP_T // 16, 2, 4, 2), (0, 1, 2, 4, 3, 5)).reshape(WARPS, _HEADS, WARP_T)
     p = p.to(tl.float32 if INTERPRETED else tl.bfloat16)
     v = ()
     for part in tl.static_range(PARTS):
         of_part = ()
-        for i in tl.static_range(ROWS // 8):
+        for i in tl.static_range(WARP_T // 8):
             first, second = values[2 * i * PARTS + part], values[(2 * i + 1) * PARTS + part]
             of_part += (_pairs(first, second, INTERPRETED),)
-        v += (_joined(of_part, ROWS // 8),)
+        v += (_joined(of_part, WARP_T // 8),)
     v = _joined(v, PARTS)
-    v = v.reshape(WARPS, 8, 4, WIDE, 4, 2, ROWS // 16, 2, PARTS)  # line, lane, word, byte, of two, 16, eight, part
-    v = tl.permute(v, (0, 6, 2, 7, 5, 8, 3, 4, 1)).reshape(WARPS, ROWS, BLOCK_D)
+    v = v.reshape(WARPS, 8, 4, WIDE, 4, 2, WARP_T // 16, 2, PARTS)  # line, lane, word, byte, of two, 16, eight, part
+    v = tl.permute(v, (0, 6, 2, 7, 5, 8, 3, 4, 1)).reshape(WARPS, WARP_T, BLOCK_D)
     return tl.dot(p, v, acc, input_precision="ieee")
 
 
@@ -297,15 +300,15 @@ def fp8_attend(
     """
     BLOCK_D: tl.constexpr = q.shape[2]
     WARPS: tl.constexpr = q.shape[0]
-    ROWS: tl.constexpr = BLOCK_T // WARPS
+    WARP_T: tl.constexpr = BLOCK_T // WARPS
     m, l = tl.full([WARPS, _HEADS], EMPTY, tl.float32), tl.zeros([WARPS, _HEADS], tl.float32)
     acc = tl.zeros([WARPS, _HEADS, BLOCK_D], tl.float32)
-    offs = tl.arange(0, WARPS)[:, None, None] * ROWS + tl.arange(0, ROWS)[None, None, :]
+    offs = tl.arange(0, WARPS)[:, None, None] * WARP_T + tl.arange(0, WARP_T)[None, None, :]
     for t in range(first, end, BLOCK_T):
         seen = (t + offs >= start) & (t + offs < end)
         s = fp8_scores(keys, q, seen, CONVERTS, INTERPRETED)
         keys = fp8_keys(  # in flight from here on, as V is from the end of the turn
-            k_ptr, k_scale_ptr, pages, t + BLOCK_T, end, stride_p, stride_sp, PAGE, D, BLOCK_D, BLOCK_T
+            k_ptr, k_scale_ptr, pages, t + BLOCK_T, end, stride_p, stride_sp, PAGE, D, BLOCK_D, WARP_T, BLOCK_T
         )  # fmt: skip
         m_new = tl.maximum(m, tl.max(s, 2))
         alpha = tl.exp2(m - m_new)
@@ -313,9 +316,9 @@ def fp8_attend(
         l = l * alpha + tl.sum(p, 2)
         acc = fp8_summed_values(values, p, acc * alpha[:, :, None], seen, INTERPRETED)
         values = fp8_values(
-            v_ptr, v_scale_ptr, pages, t + BLOCK_T, end, stride_p, stride_sp, PAGE, D, BLOCK_D, BLOCK_T
+            v_ptr, v_scale_ptr, pages, t + BLOCK_T, end, stride_p, stride_sp, PAGE, D, BLOCK_D, WARP_T, BLOCK_T
         )  # fmt: skip
-        pages = fp8_pages(table_ptr, t + 2 * BLOCK_T, end, PAGE, D, BLOCK_T)
+        pages = fp8_pages(table_ptr, t + 2 * BLOCK_T, end, PAGE, WARP_T, BLOCK_T)
         m = m_new
     if HEADS < _HEADS:
         m, l, acc = _eight(m), _eight(l), _eight(acc)

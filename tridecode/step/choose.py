@@ -269,13 +269,16 @@ def attention_rows_shape(config: ModelConfig, dtype: torch.dtype, rows: int) -> 
 def fp8_kv_shape(
     shape: AttentionShape | AttentionRowsShape, capability: int = TUNED_FOR
 ) -> AttentionShape | AttentionRowsShape:
-    """For K/V in 8 bits: 32 positions a warp (16 of wide heads), and the next ones on their way in registers."""
-    converts = capability >= 89  # has an instruction for it
-    if isinstance(shape, AttentionRowsShape):
-        block_t = 128 if shape.block_t > 16 else 64
-        least = max(shape.least * shape.block_t // block_t, 1)
-        return replace(shape, block_t=block_t, num_warps=4, least=least, programs=264, stages=1, converts=converts)
-    return replace(shape, block_t=256 if shape.block_t > 32 else 128, num_warps=8, ahead=1, converts=converts)
+    """For K/V in 8 bits: 32 positions a warp, and the next ones on their way in registers; half as many of wide heads
+    and before Hopper, where more spill in some Triton versions."""
+    rows = isinstance(shape, AttentionRowsShape)
+    wide = shape.block_t <= (16 if rows else 32)
+    num_warps = 4 if rows else 8
+    block_t = num_warps * (16 if wide or capability < 90 else 32)
+    found = replace(shape, block_t=block_t, num_warps=num_warps, converts=capability >= 89)  # has an instruction for it
+    if rows:
+        return replace(found, least=max(shape.least * shape.block_t // block_t, 1), programs=264, stages=1)
+    return replace(found, ahead=1)
 
 
 def prompt_attention_shape(
