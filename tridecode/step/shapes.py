@@ -124,6 +124,7 @@ class AttentionShape:
     num_warps: int = 4
     registers: int = 0
     ahead: int = 1
+    stages: int = 1
     converts: bool = False
 
 
