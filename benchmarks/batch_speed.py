@@ -41,6 +41,7 @@ def options(args, file: str, output: str):
     """Of the run that counts, as the command line reads them."""
     found = ["generate", "--jsonl", file, "--output", output, "--slots", str(args.slots), "--ignore-eos"]
     found += ["--temperature", "0", "--no-reuse-prefix", "--max-seq-len", str(args.prompt_tokens + args.tokens)]
+    found += ["--speculate", "off"]  # a token a pass, whose sizes are timed
     return make_parser().parse_args([*found, *(["--model", args.model] if args.model else [])])
 
 
@@ -155,7 +156,7 @@ def measure(args, folder: Path) -> dict:
 
 def come_and_go(args) -> None:
     """From one request at a time to 20 and back, of 8 to 64 tokens, every tenth sampled."""
-    engine, draw = Engine.load(args.model, slots=20, max_seq_len=256), random.Random(0)
+    engine, draw = Engine.load(args.model, slots=20, max_seq_len=256, speculate="off"), random.Random(0)
     under_way, begun = [], 0
     for wanted in [*range(1, 21), *range(19, -1, -1)]:
         for _ in range(5):  # of them end, and others take their places

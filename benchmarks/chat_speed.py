@@ -26,7 +26,7 @@ PROMPT = "Tell me a long story about a snail."
 
 
 def command(kind: str, args, *more: str) -> list[str]:
-    options = ["--max-tokens", str(args.tokens), "--ignore-eos", "--seed", "1", *more]
+    options = ["--max-tokens", str(args.tokens), "--ignore-eos", "--seed", "1", "--speculate", "off", *more]
     return [sys.executable, str(ROOT / "cli.py"), kind, *options, *(["--model", args.model] if args.model else [])]
 
 

@@ -47,7 +47,8 @@ def conversations(args) -> None:
         if args.preset:
             engine = preset_engine(args.preset, 2048, slots=4, kv_tokens=args.kv_tokens, prefix_sharing=sharing)
         else:
-            engine = Engine.load(max_seq_len=2048, slots=4, kv_tokens=args.kv_tokens, prefix_sharing=sharing)
+            how = dict(kv_tokens=args.kv_tokens, prefix_sharing=sharing, speculate="off")
+            engine = Engine.load(max_seq_len=2048, slots=4, **how)
         with engine:
             print(json.dumps({"bench": "conversations", "sharing": sharing} | talk(engine)), flush=True)
 

@@ -41,7 +41,7 @@ SCHEMAS = {"words": WORDS, "people": PEOPLE}
 
 def make_engine(args) -> Engine:
     if args.preset is None:
-        return Engine.load(slots=args.rows)
+        return Engine.load(slots=args.rows, speculate="off")
     from tridecode.commands.bench.measure import bench_engine
 
     wanted = SimpleNamespace(model=None, preset=args.preset)

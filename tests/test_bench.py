@@ -22,6 +22,7 @@ from tridecode.errors import GenerationError, ParameterError
 from tridecode.model.checkpoint import random_weights
 from tridecode.model.pieces import parameter_count
 from tridecode.sampling import SamplingParams
+from tridecode.serve.policy import Policy
 from tridecode.step.graphs import EagerSteps, launcher
 from tridecode.step.run import Allocating, refer
 
@@ -390,6 +391,18 @@ def test_peers_without_transformers(bench, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     code, out, err = bench("peers")
     assert code == 1 and out == "" and err.count("\n") == 1 and "pip install transformers" in err
+
+
+def test_nothing_speculates_in_a_bench_unless_the_bench_says_so(monkeypatch):
+    found = []
+    monkeypatch.setattr(measure, "need_gpu", lambda: None)
+    monkeypatch.setattr(measure, "fill_cache", lambda engine: None)
+    monkeypatch.setattr(measure, "preset_engine", lambda *args, **more: found.append(more["speculate"]))
+    monkeypatch.setattr(measure, "Engine", SimpleNamespace(load=measure.preset_engine))
+    for model in (None, "a checkpoint"):
+        measure.bench_engine(SimpleNamespace(model=model, preset="qwen3-4b"), 64)
+        measure.bench_engine(SimpleNamespace(model=model, preset="qwen3-4b"), 64, speculate="ngram")
+    assert found == ["off", "ngram"] * 2 and Policy().speculate == "off"
 
 
 # a GPU

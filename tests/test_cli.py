@@ -283,6 +283,7 @@ def test_info_counts_without_loading(run, tiny, monkeypatch):
     assert report["run"] == {
         "device": "cpu", "backend": "torch", "dtype": "float32", "graph": "none", "pdl": False,
         "batch_invariant": False, "speculate": "off", "speculate_ngram": None,
+        "speculate_off": "pays on a GPU only, where decode passes are captured and attention is Triton's",
     }  # fmt: skip
     assert report["versions"]["tridecode"] == __version__ and report["versions"]["python"] == sys.version.split()[0]
     code, out, err = run("info", "--model", tiny, "--device", "cpu")
@@ -335,9 +336,16 @@ def test_info_tells_of_speculation(run, tiny):
     assert json.loads(run(*argv, "6:3")[1])["run"]["speculate_ngram"] == [6, 3]
     code, out, err = run(*argv, "2:3")
     assert (code, out, err.count("\n")) == (1, "", 1) and "--speculate-ngram must be two numbers from 16 down to" in err
-    code, out, err = run("info", "--model", tiny, "--speculate-ngram", "4:2")
-    assert (code, out, err.count("\n")) == (1, "", 1) and "use it with --speculate ngram" in err.replace("\n", " ")
-    assert "several tokens a pass" in run("info", "--model", tiny, "--speculate", "ngram")[1]
+    text = ("info", "--model", tiny, "--device", "cpu")
+    code, out, err = run(*text, "--speculate", "off", "--speculate-ngram", "4:2")
+    assert (code, out, err.count("\n")) == (1, "", 1) and "guessed with --speculate off" in err.replace("\n", " ")
+    several = "\nspeculation  ngram, by the last {} tokens: several tokens a pass where the text repeats\n"
+    assert several.format("8 to 2") in run(*text, "--speculate", "ngram")[1]
+    assert several.format("4 to 3") in run(*text, "--speculate-ngram", "4:3")[1], "who says how asks for it"
+    assert "\nspeculation  off\n" in run(*text, "--speculate", "off")[1]
+    assert "\nspeculation  off: it pays on a GPU only, where decode passes are captured and" in run(*text)[1]
+    code, out, err = run(*text, "--speculate", "ngram", "--weights-offload", "1")
+    assert (code, out) == (1, "") and "--speculate ngram does not work beside --weights-offload; use --speculate" in err
 
 
 def test_info_tells_of_the_batch_invariant_mode(run, tiny):

@@ -180,7 +180,7 @@ def test_the_models_own_stop_ids_and_ignore_eos(engine):
 
 
 def test_a_stop_string_ends_the_generation():
-    engine = Engine.load(device=str(DEVICE))
+    engine = Engine.load(device=str(DEVICE), speculate="off")  # texts are compared, in bf16 on a GPU
     params = SamplingParams(temperature=0.0, max_tokens=40)
     messages = [{"role": "user", "content": "Hello"}]
     whole = engine.generate(messages, params)

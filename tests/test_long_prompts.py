@@ -41,7 +41,7 @@ def check_contract(path, tokens, few):
     exact = reference_logits(path, ids, ends, torch.float32)
     bf16_kl, bf16_rms = errors(reference_logits(path, ids, ends, torch.bfloat16), exact)
     for way, chunk, reuse_prefix in (("one chunk", tokens, False), ("chunks", few, False), ("prefix", few, True)):
-        sizes = dict(max_seq_len=tokens + 2, chunk_tokens=chunk, prompt_graph_max_tokens=tokens)
+        sizes = dict(max_seq_len=tokens + 2, chunk_tokens=chunk, prompt_graph_max_tokens=tokens, speculate="off")
         with Engine.load(path, device=str(DEVICE), **sizes) as engine:
             while engine.capture_next():
                 pass

@@ -18,6 +18,7 @@ from tridecode import Engine, SamplingParams, layout
 from tridecode.errors import ParameterError
 from tridecode.layout import GENERATION
 from tridecode.model.checkpoint import random_weights
+from tridecode.placement import plan_graphs, resolve_speculation
 from tridecode.step.dispatch import best_queries, most_queries
 from tridecode.step.state import verify_rows
 
@@ -301,13 +302,65 @@ def test_a_grammar_beside_text_that_repeats(bundled):
 
 
 def test_the_option_is_checked():
-    with pytest.raises(ParameterError, match="speculate must be off or ngram"):
+    with pytest.raises(ParameterError, match="speculate must be auto, ngram or off, got 'draft'"):
         Engine.load(speculate="draft")
     for wrong in (4, "4:2", (2, 4), (17, 2), (2, 0), (4, 2.0), (True, 1), (4, 3, 2)):
         with pytest.raises(ParameterError, match="speculate_ngram must be two numbers from 16 down to 1, the larger"):
             Engine.load(speculate="ngram", speculate_ngram=wrong)
-    with pytest.raises(ParameterError, match="^speculate_ngram: nothing is guessed; use it with speculate=\"ngram\"$"):
-        Engine.load(speculate_ngram=(4, 2))
+    with pytest.raises(ParameterError, match='^speculate_ngram: nothing is guessed with speculate="off"; leave one of'):
+        Engine.load(speculate="off", speculate_ngram=(4, 2))
+
+
+RESOLVED = [  # on a GPU, how passes run, beside what: what auto comes to, and what stands in the way of ngram
+    (True, {}, (), "ngram", None),
+    (True, dict(slots=64), (), "ngram", None),
+    (True, dict(slots=16, graph_sizes=(8, 16)), (), "ngram", None),
+    (True, dict(graph="piecewise"), (), "ngram", None),
+    (True, dict(graph="full_decode_only"), (), "ngram", None),
+    (True, dict(batch_invariant=True), (), "ngram", None),
+    (True, dict(graph="none"), (), "off", None),
+    (True, dict(attention="torch"), (), "off", None),
+    (True, dict(slots=16, graph_sizes=(16,)), (), "off", "at most 8 requests, and the smallest of graph_sizes is 16"),
+    (True, {}, ("fp8_kv",), "off", 'does not work beside kv_dtype="fp8"'),
+    (True, {}, ("kv_offload",), "off", "does not work beside kv_offload"),
+    (True, {}, ("kv_offload", "weights_offload"), "off", "does not work beside kv_offload or weights_offload"),
+    (False, {}, (), "off", None),
+    (False, {}, ("weights_offload",), "off", "does not work beside weights_offload"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("gpu, how, beside, auto, hindrance", RESOLVED, ids=str)
+def test_what_is_asked_for_and_what_it_comes_to(gpu, how, beside, auto, hindrance):
+    graphs = plan_graphs(how.get("slots", 1), 2048, gpu, gpu, **{name: how[name] for name in how if name != "slots"})
+    given = {name: name in beside for name in ("fp8_kv", "kv_offload", "weights_offload")}
+    found, why = resolve_speculation("auto", graphs, **given)
+    assert found == auto and (why is None) == (auto == "ngram")
+    assert resolve_speculation("off", graphs, **given) == ("off", None)
+    if hindrance is None:
+        assert resolve_speculation("ngram", graphs, **given) == ("ngram", None)
+    else:
+        with pytest.raises(ParameterError, match=f'^speculate="ngram" .*{hindrance}; use speculate="off"$'):
+            resolve_speculation("ngram", graphs, **given)
+        assert hindrance in why or not gpu
+
+
+def test_the_default_is_what_pays_on_this_machine():
+    with Engine.load(device=str(DEVICE), max_seq_len=64) as engine:
+        assert engine.policy.speculates == CUDA == (engine.model.verify is not None)
+
+
+def test_who_says_how_to_guess_asks_for_it():
+    with Engine.load(device=str(DEVICE), max_seq_len=64, speculate_ngram=(4, 2)) as engine:
+        assert engine.policy.speculate == "ngram" and engine.model.ngram == (4, 2) and engine.model.verify
+
+
+def test_memory_is_planned_for_what_auto_comes_to(monkeypatch):
+    asked = dict(device=str(DEVICE), max_seq_len=64)
+    with Engine.load(speculate="off", **asked) as plain:
+        fixed = plain.plan.fixed
+    monkeypatch.setattr("tridecode.placement.resolve_speculation", lambda *how: ("ngram", None))
+    with Engine.load(**asked) as engine:
+        assert engine.model.verify is not None and engine.plan.fixed > fixed
 
 
 @pytest.mark.parametrize("ngram", [(1, 1), (16, 16)], ids=str)
@@ -327,12 +380,14 @@ def test_what_does_not_go_together_is_one_line(beside):
     (name,) = beside
     with pytest.raises(ParameterError, match=f'^speculate="ngram" does not work beside {name}.*; use speculate="off"$'):
         Engine.load(device=str(DEVICE), max_seq_len=64, speculate="ngram", **beside)
+    with Engine.load(device=str(DEVICE), max_seq_len=64, **beside) as engine:
+        assert not engine.policy.speculates and engine.model.verify is None
 
 
 def test_weights_in_fewer_bits_verify_too():
     """Their products take the rows of drafts as any others; on a GPU in bf16, where rows may decide a text."""
     asked = dict(device=str(DEVICE), max_seq_len=256, quantize="int8", batch_invariant=CUDA)
-    with Engine.load(**asked) as plain, Engine.load(speculate="ngram", **asked) as engine:
+    with Engine.load(speculate="off", **asked) as plain, Engine.load(speculate="ngram", **asked) as engine:
         params = replace(PARAMS["greedy"], max_tokens=60, ignore_eos=True)
         engine.scheduler.answered = True  # else passes that verify are captured after the first answer only
         result = engine.generate(PROMPTS[0] * 3, params)
@@ -341,7 +396,7 @@ def test_weights_in_fewer_bits_verify_too():
 
 
 def test_sizes_that_leave_no_room_are_refused():
-    with pytest.raises(ParameterError, match="^graph_sizes: .*the smallest must be at most 8, got 16"):
+    with pytest.raises(ParameterError, match='^speculate="ngram" .* at most 8 requests, .* graph_sizes is 16; use'):
         Engine.load(speculate="ngram", slots=16, graph_sizes=(16,))
 
 

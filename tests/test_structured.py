@@ -44,7 +44,7 @@ def form(name: str, **more) -> SamplingParams:
 @pytest.fixture(scope="module")
 def bundled():
     # On a GPU texts are those of running alone in this mode only.
-    with Engine.load(slots=4, device="auto", batch_invariant=CUDA) as engine:
+    with Engine.load(slots=4, device="auto", batch_invariant=CUDA, speculate="off") as engine:
         yield engine
 
 
@@ -102,7 +102,7 @@ class Replays:
 @pytest.fixture
 def captured(monkeypatch):
     """An engine whose passes are graphs, or on a CPU what stands for them; in fp32, where rows have no influence."""
-    with Engine.load(slots=4, device="auto", dtype="float32") as engine:
+    with Engine.load(slots=4, device="auto", dtype="float32", speculate="off") as engine:
         if not CUDA:
             monkeypatch.setattr(torch.cuda, "device", torch.device)
             monkeypatch.setattr(graphs, "Place", Replays)

@@ -1,7 +1,7 @@
 """Loaded: from a checkpoint, or weights, to a model on its device, and what was decided on the way."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Self
 
@@ -67,7 +67,7 @@ class Loaded:
         quantize: str | None = None,
         quantize_head: str | None = None,
         kv_dtype: str = "auto",
-        speculate: str = "off",
+        speculate: str = "auto",
         speculate_ngram: tuple[int, int] | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> Self:
@@ -89,12 +89,12 @@ class Loaded:
         bits alone and in any company, see docs/sharing.md. max_queue: requests that may wait for a slot, None is any
         number. quantize, quantize_head: fp8, int8 or int4, what projections and LM head (or keep) become while they are
         loaded; kv_dtype: auto (the dtype), or fp8, in which twice as many fit; see docs/quantisation.md. speculate:
-        ngram (what may come next is guessed from the text itself, and verified), or off; speculate_ngram: for that the
-        last tokens are looked for that stood there before, at most and at least so many, None is (8, 2); see
-        docs/speculation.md. progress(done_bytes, total_bytes) is called while weights load. On a CPU the engine sets
-        PyTorch's threads: one for a tiny model, else as many as there are free cores; a number that OMP_NUM_THREADS or
-        torch.set_num_threads has given stays. Raises CheckpointError, DeviceError, ParameterError; each says what was
-        expected.
+        ngram (what may come next is guessed from the text itself, and verified), off, or auto: ngram on a GPU, off
+        where that cannot be or does not pay; speculate_ngram: for ngram, which it asks for, the last tokens are looked
+        for that stood there before, at most and at least so many, None is (8, 2); see docs/speculation.md.
+        progress(done_bytes, total_bytes) is called while weights load. On a CPU the engine sets PyTorch's threads: one
+        for a tiny model, else as many as there are free cores; a number that OMP_NUM_THREADS or torch.set_num_threads
+        has given stays. Raises CheckpointError, DeviceError, ParameterError; each says what was expected.
         """
         graphs = dict(
             graph_sizes=graph_sizes, attention=attention, prompt_graph_max_tokens=prompt_graph_max_tokens,
@@ -107,9 +107,12 @@ class Loaded:
             chunk_tokens, max_queue, prompt_ms, prefix_sharing, batch_invariant, speculate, speculate_ngram
         )
         chunk_tokens = policy.chunk_tokens
-        placement.plan_graphs(slots, chunk_tokens, False, False, graph=graph, **graphs)  # bad ones end here
-        placement.check_verifying(policy.speculates, slots, graph_sizes)
         place, backend = placement.resolve_device(device, backend)
+        on_gpu = backend == "triton"
+        planned = placement.plan_graphs(slots, chunk_tokens, on_gpu, on_gpu, graph=graph, **graphs)  # bad ones end here
+        host = kv_offload is not None, weights_offload is not None
+        speculate, _ = placement.resolve_speculation(policy.speculate, planned, kv_dtype == "fp8", *host)
+        policy = replace(policy, speculate=speculate)
         path = BUNDLED if model is None else resolve_model(model)
         config = placement.to_quantise(load_config(path), quantize, quantize_head, kv_dtype)
         tokenizer = Tokenizer.load(path)
@@ -162,8 +165,9 @@ class Loaded:
         placement.check_pages(pages, page or capacity, capacity, slots, offload, chunk_tokens if invariant else 1)
         support = placement.capture_support(backend, config, weights.dtype, weights.device)
         planned = placement.plan_graphs(slots, chunk_tokens, *support, graph=graph, batch_invariant=invariant, **more)
-        if policy.speculates:
-            placement.check_speculation(config, offload is not None, weights.host is not None)
+        host = offload is not None, weights.host is not None
+        speculate, _ = placement.resolve_speculation(policy.speculate, planned, config.fp8_kv, *host)
+        policy = replace(policy, speculate=speculate)
         how = dict(slots=slots, chunk=chunk_tokens, one_piece=planned.one_piece, speculate=policy.speculates)
         plan = plan or plan_memory(config, weights.dtype, weights.device, **how)
         with allocating(capacity, weights.device):

@@ -2,7 +2,6 @@
 
 import logging
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -26,6 +25,7 @@ from .step.dispatch import (
     PROMPT_ATTENTION,
     PROMPT_MOST,
     SIZES,
+    Support,
     lowered,
     most_queries,
     prompt_sizes,
@@ -166,8 +166,6 @@ def plan_kv(
     """As plan_capacity, and with kv_offload GiB of the host's memory for K/V ("auto": half of what is free), through
     kv_ring buffers, by default BUFFERS; 0: none, only what waits goes there. on_host: layers whose weights are in the
     host's memory; speculate: passes can verify drafts. Raises ParameterError, DeviceError."""
-    if speculate:
-        check_speculation(config, kv_offload is not None, on_host > 0)
     if kv_ring is not None and kv_offload is None:
         raise ParameterError("kv_ring: nothing lies on the host; use it with kv_offload")
     buffers = BUFFERS if kv_ring is None else integer("kv_ring", kv_ring, 0, 16)
@@ -208,24 +206,6 @@ def plan_kv(
     held = f"{pages * page:,} K/V positions on {where}, {host * page:,} on the host"
     notes = [f"{held}, of which {ring * page:,} can run"]
     return KVPlan(plan.with_offload(config, offload, page), capacity, pages * page, page, pages, offload, notes)
-
-
-def check_verifying(speculates: bool, slots: int, sizes: Sequence[int] | None) -> None:
-    """Whether the smallest pass that is captured leaves room for drafts. Raises ParameterError."""
-    smallest = graph_sizes_of(slots, sizes)[0]
-    if speculates and most_queries(smallest) == 1:
-        raise ParameterError(
-            f'graph_sizes: beside speculate="ngram" the smallest must be at most {max(COSTS)}, got {smallest}: '
-            "passes of more requests verify nothing"
-        )
-
-
-def check_speculation(config: ModelConfig, offloaded: bool, hosted: bool) -> None:
-    """Whether drafts can be verified where K/V (offloaded) or weights (hosted) lie on the host. Raises
-    ParameterError."""
-    beside = {'kv_dtype="fp8"': config.fp8_kv, "kv_offload": offloaded, "weights_offload": hosted}
-    if names := [name for name, given in beside.items() if given]:
-        raise ParameterError(f'speculate="ngram" does not work beside {" or ".join(names)}; use speculate="off"')
 
 
 def plan_weights(config: ModelConfig, dtype: torch.dtype, weights_offload: float | None) -> int:
@@ -319,6 +299,27 @@ def plan_graphs(
         note = f"graph {graph} becomes {below}: {attention} attention cannot be captured"
     one_piece = prompt_attention != "triton" or not captured
     return GraphPlan(below, sizes, attention, prompts, prompt_attention, note, one_piece)
+
+
+def resolve_speculation(
+    asked: str, graphs: GraphPlan, fp8_kv: bool, kv_offload: bool, weights_offload: bool
+) -> tuple[str, str | None]:
+    """What speculate=`asked` comes to for passes that run so: ngram or off, and if auto is off, why: what follows
+    "it". fp8_kv: K/V are in 8 bits; kv_offload, weights_offload: some lie on the host. Raises ParameterError where
+    ngram is asked for and cannot be."""
+    given = {'kv_dtype="fp8"': fp8_kv, "kv_offload": kv_offload, "weights_offload": weights_offload}
+    smallest, why = graphs.sizes[0], None
+    if beside := [name for name, is_given in given.items() if is_given]:
+        why = f"does not work beside {' or '.join(beside)}"
+    elif most_queries(smallest) == 1:
+        why = f"verifies in passes of at most {max(COSTS)} requests, and the smallest of graph_sizes is {smallest}"
+    if asked == "ngram" and why:
+        raise ParameterError(f'speculate="ngram" {why}; use speculate="off"')
+    if asked != "auto":
+        return asked, None
+    if MODES[graphs.graph][1] == "none" or ATTENTION[graphs.attention] < Support.UNIFORM_BATCH:
+        why = "pays on a GPU only, where decode passes are captured and attention is Triton's"
+    return ("off", why) if why else ("ngram", None)
 
 
 def _ascending(name: str, sizes, most: int) -> list[int] | None:

@@ -59,10 +59,10 @@ def engine_options() -> argparse.ArgumentParser:
     group.add_argument("--no-prefix-sharing", action="store_false", dest="prefix_sharing", help=words)
     words = "the same bits for a request alone and in any company, see docs/sharing.md for what that costs"
     group.add_argument("--batch-invariant", action="store_true", help=words)
-    words = "guess from the text what comes next and verify several tokens in a pass: the same text, sooner where it "
-    words += "repeats; see docs/speculation.md (default: off)"
-    group.add_argument("--speculate", default="off", choices=("ngram", "off"), help=words)
-    words = "for that look for the last N tokens where they stood before, or fewer, down to M (default: 8:2)"
+    words = "guess from the text what comes next and verify several tokens in a pass: sooner where text repeats; auto: "
+    words += "on a GPU, unless it cannot be or does not pay; see docs/speculation.md (default: auto)"
+    group.add_argument("--speculate", default="auto", choices=("auto", "ngram", "off"), help=words)
+    words = "ngram, looking for the last N tokens where they stood before, or fewer, down to M (default: 8:2)"
     group.add_argument("--speculate-ngram", type=ngram, metavar="N:M", help=words)
     words = "milliseconds that a pass may take which reads prompts while others decode (default: 15)"
     group.add_argument("--prompt-ms", type=amount, default=15.0, metavar="MS", help=words)

@@ -11,7 +11,7 @@ from ..step.prefill import CHUNK
 
 PROMPT_MS = 15.0
 FIXED_CHUNK = 256  # of the batch-invariant mode, where a prompt's passes have all that many rows
-SPECULATE = ("off", "ngram")
+SPECULATE = ("auto", "ngram", "off")
 LONGEST = 2**31 - 2
 
 
@@ -21,8 +21,9 @@ class Policy:
     that may wait for a slot, None is any number; prompt_ms: milliseconds that a pass may take which reads prompts while
     others decode; prefix_sharing: K/V of equal beginnings are computed once; batch_invariant: a request's logits have
     the same bits alone and in any company; speculate: ngram, tokens that may come next are guessed from the text and
-    verified several in one pass, or off; speculate_ngram: how many tokens are to agree with what stands before, at most
-    and at least, None is layout.NGRAM. Raises ParameterError."""
+    verified several in one pass, off, or auto, which placement.resolve_speculation decides before there is an engine;
+    speculate_ngram: how many tokens are to agree with what stands before, at most and at least, None is layout.NGRAM;
+    beside auto it asks for ngram. Raises ParameterError."""
 
     chunk_tokens: int | None = None
     max_queue: int | None = None
@@ -35,6 +36,8 @@ class Policy:
     def __post_init__(self):
         flag("batch_invariant", self.batch_invariant)
         choice("speculate", self.speculate, SPECULATE)
+        if self.speculate == "auto" and self.speculate_ngram is not None:
+            object.__setattr__(self, "speculate", "ngram")
         object.__setattr__(self, "speculate_ngram", self._ngram())
         if self.chunk_tokens is None:
             object.__setattr__(self, "chunk_tokens", FIXED_CHUNK if self.batch_invariant else CHUNK)
@@ -62,12 +65,12 @@ class Policy:
                 f"{NGRAM[0]}:{NGRAM[1]}, got {shown(given)}"
             )
         if not self.speculates:
-            raise ParameterError('speculate_ngram: nothing is guessed; use it with speculate="ngram"')
+            raise ParameterError('speculate_ngram: nothing is guessed with speculate="off"; leave one of them out')
         return tuple(given)
 
     @property
     def speculates(self) -> bool:
-        return self.speculate != "off"
+        return self.speculate == "ngram"
 
     @classmethod
     def out_of(cls, options: dict) -> "Policy":

@@ -69,8 +69,8 @@ def preset_engine(
 
 def bench_engine(args, capacity: int, slots: int = 1, kv_tokens: int | None = None, **more) -> Engine:
     """The engine of --model or --preset in bf16, for `slots` requests of `capacity` K/V positions at most. more: what
-    Engine.load and Engine.build take alike."""
-    names = ("quantize", "quantize_head", "kv_dtype")
+    Engine.load and Engine.build take alike; nothing speculates unless it says so."""
+    names, more = ("quantize", "quantize_head", "kv_dtype"), {"speculate": "off"} | more
     more |= {name: value for name, value in vars(args).items() if name in names}  # those that the bench knows
     if args.model is None:
         return preset_engine(args.preset, capacity, slots=slots, kv_tokens=kv_tokens, **more)

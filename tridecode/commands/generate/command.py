@@ -40,7 +40,8 @@ def generate(args, output: Output) -> int:
     prompt = read_prompt(args, output)
     with text_sink(args.output, output) as write:  # opened before the model, so that a wrong name costs no time
         engine, params = load_engine(args, output)
-        engine.scheduler.answered = True  # this answer may be the only one: what verifies guesses is captured for it
+        if args.speculate == "ngram" or args.speculate_ngram:
+            engine.scheduler.answered = True  # graphs that verify are captured for this answer, maybe the only one
         prompt = encoded(prompt, args, engine)
         failed = 0
         for i, (seed, request) in enumerate(begun(engine, prompt, seeded(params, args.n), **reuse(args))):

@@ -2,7 +2,7 @@
 
 import json
 import platform
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import torch
 
@@ -22,11 +22,13 @@ from ...placement import (
     plan_weights,
     resolve_device,
     resolve_dtype,
+    resolve_speculation,
     to_quantise,
 )
 from ...serve.policy import Policy
 from ...step.dispatch import Dispatcher
 from ...version import __version__
+from ..explain import LOADING, with_options
 from ..loading import slots_of
 from ..terminal import Output, counted, visible
 from . import doctor
@@ -43,13 +45,17 @@ def info(args, output: Output) -> int:
         args.chunk_tokens, prompt_ms=args.prompt_ms, prefix_sharing=args.prefix_sharing,
         batch_invariant=args.batch_invariant, speculate=args.speculate, speculate_ngram=args.speculate_ngram,
     )  # fmt: skip
-    memory = memory_facts(config, dtype, device, backend, args, policy, graphs_of(args, policy.chunk_tokens, support))
+    graphs = graphs_of(args, policy.chunk_tokens, support)
+    host = args.kv_offload is not None, args.weights_offload is not None
+    speculate, why_off = resolve_speculation(policy.speculate, graphs, config.fp8_kv, *host)
+    policy = replace(policy, speculate=speculate)
+    memory = memory_facts(config, dtype, device, backend, args, policy, graphs)
     chunk = policy.chunk(memory["slots"], memory["context"] or policy.chunk_tokens, PAGE)
     graphs = graphs_of(args, chunk, support)
     report = {
         "model": model_facts(config, args.model or "bundled", str(path)),
         "memory": memory,
-        "run": run_facts(device, backend, dtype, graphs, support[0], policy),
+        "run": run_facts(device, backend, dtype, graphs, support[0], policy, why_off),
         "prompts": prompt_facts(config, dtype, memory["slots"], chunk, graphs, support[0], policy),
         "gpus": gpus,
         "versions": versions,
@@ -152,11 +158,12 @@ def prompt_facts(
 
 
 def run_facts(
-    device: torch.device, backend: str, dtype: torch.dtype, graphs: GraphPlan, captured: bool, policy: Policy
+    device: torch.device, backend: str, dtype: torch.dtype, graphs: GraphPlan, captured: bool, policy: Policy,
+    why_off: str | None,
 ) -> dict:
-    """`batch_invariant`: whether a request has the same bits in any company. `speculate`, `speculate_ngram`: as the
-    options, the latter null where nothing is guessed. `pdl`: programmatic dependent launch, from compute capability 9.0
-    on."""
+    """`batch_invariant`: whether a request has the same bits in any company. `speculate`, `speculate_ngram`: ngram with
+    what the options say, or off and null; `speculate_off`: why, where it was left to the engine. `pdl`: programmatic
+    dependent launch, from compute capability 9.0 on."""
     return {
         "device": str(device),
         "backend": backend,
@@ -165,6 +172,7 @@ def run_facts(
         "batch_invariant": policy.batch_invariant,
         "speculate": policy.speculate,
         "speculate_ngram": policy.speculate_ngram,
+        "speculate_off": why_off,
         "pdl": captured and torch.cuda.get_device_capability(device) >= (9, 0),
     }
 
@@ -203,6 +211,7 @@ def as_text(report: dict) -> str:
         ("would run", f"{run['device']}, backend {run['backend']}, {run['dtype']}, {graph_words(run)}"),
         ("kernels", kernel_words(run, model["layers"])),
         ("prompts", prompt_words(report["prompts"])),
+        ("speculation", speculation_words(run)),
         ("weights", weight_words(memory)),
         ("K/V", f"{memory['kv_per_token']:,} bytes per token{pool_words(memory)}"),
         ("workspace", size(memory["workspace"])),
@@ -277,11 +286,18 @@ def pool_words(memory: dict) -> str:
 
 def graph_words(run: dict) -> str:
     company = ", the same bits in any company" if run["batch_invariant"] else ""
-    company += ", several tokens a pass where the text repeats" if run["speculate"] != "off" else ""
     if run["graph"] == "none":
         return f"no graph{company}"
     graphs = "CUDA graphs between attention launches" if run["graph"] == "piecewise" else "one CUDA graph a pass"
     return f"{graphs} {'with' if run['pdl'] else 'without'} programmatic dependent launch{company}"
+
+
+def speculation_words(run: dict) -> str:
+    if run["speculate"] == "off":
+        why = run["speculate_off"]
+        return with_options(f"off: it {why}", LOADING) if why else "off"
+    most, least = run["speculate_ngram"]
+    return f"{run['speculate']}, by the last {most} to {least} tokens: several tokens a pass where the text repeats"
 
 
 def size(count: int) -> str:
