@@ -8,7 +8,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import prompt_attention_hopper
 from .chunks import listed
-from .common import gdc_wait, interpreted, options
+from .common import gdc_launch_dependents, gdc_wait, interpreted, options
 from .fp8_kv import from_e4m3, held, is_fp8, row_bytes, scales
 from .op import Op
 from .pages import pool_rows
@@ -144,13 +144,15 @@ def _prompt_attention_kernel(
     """
     ROWS: tl.constexpr = BLOCK_M // TOGETHER
     PARTS: tl.constexpr = HEADS // TOGETHER
+    if APART and not DOT_FP32:  # the interpreter has neither
+        gdc_launch_dependents()
     total = tl.sum(blocks_of(chunks_ptr, ROWS), 0)
+    if PDL and total == 0:
+        gdc_wait()
     splits = splits_of(total, PARTS, MOST, MOST_SPLITS)
     TYPE: tl.constexpr = tl.float32 if DOT_FP32 else q_ptr.dtype.element_ty
     offs_d = tl.arange(0, BLOCK_D)
     tile = tl.arange(0, BLOCK_M)
-    if PDL:
-        gdc_wait()
     for item in range(tl.program_id(0), total * PARTS * splits, tl.num_programs(0)):
         part, split = item % PARTS, item // PARTS % splits
         slot, first_row, left, lowest = block_of(chunks_ptr, total - 1 - item // PARTS // splits, ROWS)
@@ -163,6 +165,8 @@ def _prompt_attention_kernel(
             whole = tl.maximum(tl.minimum(whole, end), begin)
             table_ptr = page_table_ptr + slot * stride_table
             page = tl.load(table_ptr + begin // BLOCK_T)  # before q, so that one latency hides the other
+            if PDL:
+                gdc_wait()  # the first split of a block always comes here, and once more is nothing
             head = part * TOGETHER
             rows = tile // TOGETHER
             places = (first_row + rows).to(tl.int64) * HEADS + head + tile % TOGETHER

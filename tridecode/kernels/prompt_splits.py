@@ -125,12 +125,14 @@ def _prompt_splits_kernel(
     ROWS: tl.constexpr = BLOCK_M // TOGETHER
     total = tl.sum(blocks_of(chunks_ptr, ROWS), 0)
     splits = splits_of(total, PARTS, MOST, MOST_SPLITS)
-    if PDL:
+    if PDL and total == 0:
         gdc_wait()
     for piece in range(tl.program_id(0), total * PARTS * PIECES, tl.num_programs(0)):
         first, part, block = piece % PIECES * AT_ONCE, piece // PIECES % PARTS, piece // (PIECES * PARTS)
         _, first_row, left, lowest = block_of(chunks_ptr, total - 1 - block, ROWS)
         _, _, used = shares(lowest, lowest + tl.minimum(left, ROWS), splits, WINDOW, LEAST, PAGE)
+        if PDL:
+            gdc_wait()  # once more is nothing
         if used > 1:
             sum_splits(
                 partial_ptr, lse_ptr, block * splits * PARTS + part, used, out_ptr, first, first_row, left,
