@@ -151,8 +151,8 @@ def test_rows_do_not_depend_on_their_neighbours(shape):
 
 
 @pytest.mark.parametrize("apart", [False, True])
-def test_padding_does_not_split_what_no_launch_adds_up(apart):
-    """A pass of so many rows that nothing is split, of which a chunk has one."""
+def test_a_row_among_padding_is_split_and_added_up(apart):
+    """In a pass of so many rows that for all of them nothing would be split."""
     shape = replace(SHAPE, heads=4, apart=apart)
     rows = shape.block_m * shape.programs // 8 + 1
     _, (table, order, q, *rest) = arguments(4, 1, 32, [(0, 1, LONG * PAGE)], 0, DTYPES[0], shape)

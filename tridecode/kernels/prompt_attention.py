@@ -233,10 +233,8 @@ def prompt_attention(chunks, page_table, q, k_cache, v_cache, partial, lse, coun
     together = heads_together(heads // kv_heads, shape.heads)
     parts = heads // together
     items = triton.cdiv(rows, shape.block_m // together) * parts
-    splits, warps, pdl = shape.splits, shape.num_warps, shape.dependent and not interpreted()
-    if shape.apart and 2 * items > shape.programs:  # then no launch adds them up, and this pass has none, padded or not
-        splits = 1
-    wide = triton.next_power_of_2(splits)
+    apart = shape.apart and 2 * items <= shape.programs  # else nothing is split, but in a pass of much padding
+    wide, pdl = triton.next_power_of_2(shape.splits), shape.dependent and not interpreted()
     # With a program for each item it is the GPU that hands out the work, and better than any fixed share.
     _prompt_attention_kernel[(max(shape.programs, min(items, 8 * shape.programs)),)](
         chunks,
@@ -266,18 +264,18 @@ def prompt_attention(chunks, page_table, q, k_cache, v_cache, partial, lse, coun
         window,
         shape.stages,
         shape.programs,
-        splits,
+        shape.splits,
         wide,
         shape.least,
         together,
-        shape.apart,
-        rows_at_once(wide * block[1], 64, warps, shape.block_m),
+        apart,
+        rows_at_once(wide * block[1], 64, shape.num_warps, shape.block_m),
         is_fp8(k_cache),
         interpreted(),
         pdl,
-        **options(warps, pdl),
+        **options(shape.num_warps, pdl),
     )
-    if shape.apart and splits > 1:
+    if apart:
         at_once = rows_at_once(wide * block[1], 64, 4, shape.block_m)
         _prompt_splits_kernel[(items * shape.block_m // at_once,)](
             chunks,
@@ -291,7 +289,7 @@ def prompt_attention(chunks, page_table, q, k_cache, v_cache, partial, lse, coun
             page,
             window,
             shape.programs,
-            splits,
+            shape.splits,
             shape.least,
             together,
             wide,
