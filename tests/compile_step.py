@@ -159,6 +159,7 @@ def run_all(preset: str, dtype: torch.dtype, arch: int) -> None:
             decode.step(launcher(model), alike.of_rows(rows), "greedy")
     run = launch_ours if arch == 90 and model.config.head_dim <= 128 else launch_but_attention
     read(run, model, 68)
+    read(run, model, 512)  # where no launch of its own adds up splits
     read(run, model, 2048)
     read(run, model, 132, decoding=64)
     table = model.kv.page_table[0]

@@ -27,6 +27,12 @@ SHAPES = [
     PromptAttentionShape(32, 4, 2, programs=7), PromptAttentionShape(32, 4, 2, programs=40, splits=3, least=2),
     *([PromptAttentionShape(128, 8, 3)] if CUDA else ()),
 ]  # fmt: skip
+TOGETHER = {
+    "last": replace(SHAPE, heads=16),
+    "apart": replace(SHAPE, heads=16, apart=True, dependent=True),
+    "many": replace(SHAPE, heads=2, apart=True, splits=13, least=1, programs=300),
+    **({"wide": PromptAttentionShape(128, 8, 5, 132, heads=16, apart=True, dependent=True)} if CUDA else {}),
+}
 CASES = cases(
     Case("qwen3-4b_g4_d128", gpu=dict(heads=32, kv=8, d=128), small=dict(heads=4, kv=1, d=128)),
     Case("llama_g4_d64", gpu=dict(heads=32, kv=8, d=64), small=dict(heads=4, kv=2, d=64)),
@@ -109,8 +115,59 @@ def test_other_launch_shapes(shape):
     check(4, 1, 128, [(0, 2 * PAGE + 5, 9)], 0, DTYPES[0], shape)
 
 
+@pytest.mark.parametrize("shape", TOGETHER.values(), ids=TOGETHER)
+@pytest.mark.parametrize("window", [0, 5, 24 if not CUDA else 700])
+@pytest.mark.parametrize("heads, kv, d", [(8, 2, 64), (6, 2, 64), (3, 1, 96), (32, 2, 128) if CUDA else (16, 1, 32)])
+def test_heads_that_share_a_block(heads, kv, d, window, shape):
+    """Of 4, 3 and 16 a K/V head, of which 4, 1 and 16 share one: in chunks of odd sizes behind what is cached."""
+    check(heads, kv, d, [(0, 7, LONG * PAGE + 3), (2, 1, 0), (1, PAGE + 3, 2 * PAGE)], window, DTYPES[0], shape)
+
+
+@pytest.mark.parametrize("shape", TOGETHER.values(), ids=TOGETHER)
+@settings(max_examples=60 if CUDA else 8, deadline=None)
+@given(lengths=st.lists(st.tuples(COUNTS, STARTS), min_size=1, max_size=5), window=st.sampled_from([0, 0, 1, 17]))
+def test_any_layout_of_heads_that_share_a_block(shape, lengths, window):
+    check(4, 1, 64, [(slot, count, start) for slot, (count, start) in enumerate(lengths)], window, DTYPES[0], shape)
+
+
+@pytest.mark.parametrize("shape", TOGETHER.values(), ids=TOGETHER)
+def test_a_block_of_shared_kv_in_8_bits(shape):
+    check(4, 1, 64, [(0, 7, LONG * PAGE + 3), (2, 1, 0)], 0, DTYPES[0], shape, fp8=True)
+
+
+@pytest.mark.parametrize("shape", TOGETHER.values(), ids=TOGETHER)
+def test_rows_do_not_depend_on_their_neighbours(shape):
+    """What stands in another chunk of the pass, in its pages or in rows of no chunk, NaN too, changes no bit."""
+    chunks, args = arguments(4, 1, 64, [(0, 5, LONG * PAGE), (1, 9, PAGE + 1)], 0, DTYPES[0], shape)
+    table, order, q, keys, values, *rest = args
+    prompt_attention(*args, shape=shape)
+    mine = rest[3][chunks[0].rows].clone()
+    other = [*range(chunks[0].first), *range(chunks[0].rows.stop, len(q))]
+    q[other] = float("nan")
+    keys[order[1].long()] = values[order[1].long()] = float("nan")
+    prompt_attention(*args, shape=shape)
+    assert torch.equal(rest[3][chunks[0].rows], mine)
+    assert rest[3][chunks[1].rows].isnan().all()
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_a_row_among_padding_is_split_and_added_up(apart):
+    """In a pass of so many rows that for all of them nothing would be split."""
+    shape = replace(SHAPE, heads=4, apart=apart)
+    rows = shape.block_m * shape.programs // 8 + 1
+    _, (table, order, q, *rest) = arguments(4, 1, 32, [(0, 1, LONG * PAGE)], 0, DTYPES[0], shape)
+    q, keys, values, *scratch, out, window, scale = q.new_zeros(rows, 4, 32).copy_(q[:1]), *rest
+    out, ref = poisoned(rows, 128, dtype=q.dtype), poisoned(rows, 128)
+    table[0, layout.CHUNK_FIRST] = 0
+    prompt_attention(table, order, q, keys, values, *scratch, out, window, scale, shape=shape)
+    prompt_attention_ref(table, order, q.float(), keys.float(), values.float(), *scratch, ref, window, scale)
+    assert_close(out[:1], ref[:1], TOLERANCE[q.dtype])
+    assert out[1:].isnan().all()
+
+
 def test_many_slots_share_a_pass():
-    check(2, 1, 64, [(slot, 1 + slot % 3, slot % 5) for slot in range(layout.MAX_CHUNKS)], 0, DTYPES[0])
+    for shape in (SHAPE, TOGETHER["apart"]):
+        check(2, 1, 64, [(slot, 1 + slot % 3, slot % 5) for slot in range(layout.MAX_CHUNKS)], 0, DTYPES[0], shape)
 
 
 @pytest.mark.parametrize("d", [64, 128])
@@ -241,3 +298,9 @@ def test_what_is_left_to_hopper(other, fits):
 def test_hopper_is_for_one_capability_and_never_batch_invariant():
     chosen = [prompt_attention_shape(*facts).hopper for facts in ((90, 114, False), (90, 114, True), (100, 148, False))]
     assert chosen == [114, 0, 0]
+
+
+def test_batch_invariant_passes_split_nothing_and_take_a_head_at_a_time():
+    assert prompt_attention_shape(90, 132, True) == PromptAttentionShape(splits=1)
+    assert prompt_attention_shape(90, 132, True, fp8_kv=True) == PromptAttentionShape(splits=1, stages=4)
+    assert prompt_attention_shape(90, 132, False).heads > 1

@@ -7,14 +7,24 @@ from torch.nn.functional import scaled_dot_product_attention
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import prompt_attention_hopper
-from .chunks import CHUNK_COUNT, CHUNK_FIRST, CHUNK_SLOT, CHUNK_START, CHUNK_WIDTH, MAX_CHUNKS, listed
-from .common import interpreted, options
+from .chunks import listed
+from .common import gdc_launch_dependents, gdc_wait, interpreted, options
 from .fp8_kv import from_e4m3, held, is_fp8, row_bytes, scales
 from .op import Op
 from .pages import pool_rows
+from .prompt_splits import (
+    _prompt_splits_kernel,
+    block_of,
+    blocks_of,
+    heads_together,
+    rows_at_once,
+    shares,
+    splits_of,
+    store_rows,
+    sum_splits,
+)
 from .splits import EMPTY, LOG2E
 
-PIECE = 32  # columns of a tile
 MASK_LIMIT = 2**21  # entries of a reference's mask
 
 
@@ -28,6 +38,7 @@ def _turns(
     k_scale_ptr,
     v_scale_ptr,
     table_ptr,
+    page,
     first,
     end,
     positions,
@@ -43,9 +54,8 @@ def _turns(
     TYPE: tl.constexpr,
     DOT_FP32: tl.constexpr,
 ):
-    """Attend to the positions [first, end), from the first of a page on; MASKED where a row may not see all of them."""
+    """Attend to the positions [first, end), from the first of `page` on; MASKED where a row may not see all of them."""
     last = tl.maximum(end - 1, 0) // BLOCK_T
-    page = tl.load(table_ptr + tl.minimum(first // BLOCK_T, last))
     for t in tl.range(first, end, BLOCK_T, num_stages=STAGES):
         row = page * rows_of_page
         scales_of_page = page.to(tl.int64) * stride_sp + tl.arange(0, BLOCK_T)
@@ -81,13 +91,6 @@ def _turns(
 
 
 @triton.jit
-def _blocks(chunks_ptr, BLOCK_M: tl.constexpr):
-    """Of each chunk how many blocks of rows it has."""
-    counts = tl.load(chunks_ptr + tl.arange(0, MAX_CHUNKS) * CHUNK_WIDTH + CHUNK_COUNT)
-    return (counts + BLOCK_M - 1) // BLOCK_M
-
-
-@triton.jit
 def _prompt_attention_kernel(
     chunks_ptr,
     page_table_ptr,
@@ -116,11 +119,15 @@ def _prompt_attention_kernel(
     WINDOW: tl.constexpr,
     STAGES: tl.constexpr,
     MOST: tl.constexpr,
+    MOST_SPLITS: tl.constexpr,
     SPLITS: tl.constexpr,
     LEAST: tl.constexpr,
-    PIECE: tl.constexpr,
+    TOGETHER: tl.constexpr,
+    APART: tl.constexpr,
+    AT_ONCE: tl.constexpr,
     FP8: tl.constexpr,
     DOT_FP32: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Each row attends to the positions of its slot up to its own.
 
@@ -130,46 +137,43 @@ def _prompt_attention_kernel(
     [pages, KV_HEADS, PAGE] (see fp8_kv.py); partial: [MOST, BLOCK_M, BLOCK_D] fp32 and lse:
     [MOST, 2, BLOCK_M] fp32, scratch; counter: [MOST] int32, zero between launches; out: [rows, HEADS * D] (output), of
     which rows of no chunk are not written. Grid (programs,).
-    The programs share items, a block of a chunk's rows and a head each, those with most to do first. Where there are
-    few, an item is split over its positions, into MOST items at most of LEAST pages or more, and the last split adds up
-    all of them in their order. Nothing of lengths, places or pages is an argument, so one launch serves all.
+    The programs share items, a block of a chunk's rows in TOGETHER heads of one K/V head each, BLOCK_M of both, those
+    with most to do first. Where there are few, an item is split over its positions, into MOST items at most of LEAST
+    pages or more, and the last split adds up all of them; if APART, prompt_splits.py's kernel does. Nothing of
+    lengths, places or pages is an argument, so one launch serves all.
     """
-    total = tl.sum(_blocks(chunks_ptr, BLOCK_M), 0)
-    splits = tl.maximum(tl.minimum(MOST // tl.maximum(total * HEADS, 1), SPLITS), 1)
+    ROWS: tl.constexpr = BLOCK_M // TOGETHER
+    PARTS: tl.constexpr = HEADS // TOGETHER
+    if APART and not DOT_FP32:  # the interpreter has neither
+        gdc_launch_dependents()
+    total = tl.sum(blocks_of(chunks_ptr, ROWS), 0)
+    if PDL and total == 0:
+        gdc_wait()
+    splits = splits_of(total, PARTS, MOST, MOST_SPLITS)
     TYPE: tl.constexpr = tl.float32 if DOT_FP32 else q_ptr.dtype.element_ty
     offs_d = tl.arange(0, BLOCK_D)
     tile = tl.arange(0, BLOCK_M)
-    for item in range(tl.program_id(0), total * HEADS * splits, tl.num_programs(0)):
-        head, split = item % HEADS, item // HEADS % splits
-        block = total - 1 - item // HEADS // splits
-        blocks = _blocks(chunks_ptr, BLOCK_M)  # anew for each item: registers are what this kernel has least of
-        ends = tl.cumsum(blocks, 0)
-        chunk = tl.sum((ends <= block).to(tl.int32), 0)
-        within = block - tl.sum(tl.where(tl.arange(0, MAX_CHUNKS) == chunk, ends - blocks, 0), 0)
-        chunk_ptr = chunks_ptr + chunk * CHUNK_WIDTH
-        slot, first_row = tl.load(chunk_ptr + CHUNK_SLOT), tl.load(chunk_ptr + CHUNK_FIRST)
-        count, start = tl.load(chunk_ptr + CHUNK_COUNT), tl.load(chunk_ptr + CHUNK_START)
-        lowest = start + within * BLOCK_M
-        end = start + tl.minimum(within * BLOCK_M + BLOCK_M, count)
-        begin = 0
-        whole = (lowest + 1) // BLOCK_T * BLOCK_T  # up to here are whole pages that all rows see
-        if WINDOW > 0:
-            begin = tl.maximum(lowest - WINDOW + 1, 0) // BLOCK_T * BLOCK_T
-            whole = begin
-        pages = (end - begin + BLOCK_T - 1) // BLOCK_T
-        share = tl.maximum((pages + splits - 1) // splits, LEAST)
-        used = (pages + share - 1) // share
+    for item in range(tl.program_id(0), total * PARTS * splits, tl.num_programs(0)):
+        part, split = item % PARTS, item // PARTS % splits
+        slot, first_row, left, lowest = block_of(chunks_ptr, total - 1 - item // PARTS // splits, ROWS)
+        end = lowest + tl.minimum(left, ROWS)
+        begin, share, used = shares(lowest, end, splits, WINDOW, LEAST, BLOCK_T)
+        whole = begin if WINDOW > 0 else (lowest + 1) // BLOCK_T * BLOCK_T  # up to here are pages that all rows see
         if split < used:
             begin += split * share * BLOCK_T
             end = tl.minimum(end, begin + share * BLOCK_T)
             whole = tl.maximum(tl.minimum(whole, end), begin)
-            offs_m = within * BLOCK_M + tile
-            places = ((first_row + offs_m).to(tl.int64) * HEADS + head)[:, None] * D + offs_d[None, :]
-            mask = (offs_m < count)[:, None] & (offs_d < D)[None, :]
-            q = tl.load(q_ptr + places, mask=mask, other=0.0)
-            q = (q.to(tl.float32) * (scale * LOG2E)).to(q_ptr.dtype.element_ty).to(TYPE)
-            positions = start + tl.minimum(offs_m, count - 1)
             table_ptr = page_table_ptr + slot * stride_table
+            page = tl.load(table_ptr + begin // BLOCK_T)  # before q, so that one latency hides the other
+            if PDL:
+                gdc_wait()  # the first split of a block always comes here, and once more is nothing
+            head = part * TOGETHER
+            rows = tile // TOGETHER
+            places = (first_row + rows).to(tl.int64) * HEADS + head + tile % TOGETHER
+            mask = (rows < left)[:, None] & (offs_d < D)[None, :]
+            q = tl.load(q_ptr + places[:, None] * D + offs_d[None, :], mask=mask, other=0.0)
+            q = (q.to(tl.float32) * (scale * LOG2E)).to(q_ptr.dtype.element_ty).to(TYPE)
+            positions = lowest + tl.minimum(rows, left - 1)
             kv_head = head // (HEADS // KV_HEADS)
             head_row, head_scale = kv_head * rows_of_head, kv_head.to(tl.int64) * stride_sh
             acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
@@ -177,78 +181,35 @@ def _prompt_attention_kernel(
             m = tl.full([BLOCK_M], EMPTY, tl.float32)
             if WINDOW == 0:
                 acc, l, m = _turns(
-                    acc, l, m, q, pool_desc, k_scale_ptr + head_scale, v_scale_ptr + head_scale, table_ptr, begin,
-                    whole, positions, k_row + head_row, v_row + head_row, rows_of_page, stride_sp, BLOCK_T, 0, False,
-                    STAGES, FP8, TYPE, DOT_FP32,
+                    acc, l, m, q, pool_desc, k_scale_ptr + head_scale, v_scale_ptr + head_scale, table_ptr, page,
+                    begin, whole, positions, k_row + head_row, v_row + head_row, rows_of_page, stride_sp, BLOCK_T, 0,
+                    False, STAGES, FP8, TYPE, DOT_FP32,
                 )  # fmt: skip
+                page = tl.load(table_ptr + tl.minimum(whole, end - 1) // BLOCK_T)
             acc, l, m = _turns(
-                acc, l, m, q, pool_desc, k_scale_ptr + head_scale, v_scale_ptr + head_scale, table_ptr, whole, end,
-                positions, k_row + head_row, v_row + head_row, rows_of_page, stride_sp, BLOCK_T, WINDOW, True, STAGES,
-                FP8, TYPE, DOT_FP32,
+                acc, l, m, q, pool_desc, k_scale_ptr + head_scale, v_scale_ptr + head_scale, table_ptr, page,
+                whole, end, positions, k_row + head_row, v_row + head_row, rows_of_page, stride_sp, BLOCK_T, WINDOW,
+                True, STAGES, FP8, TYPE, DOT_FP32,
             )  # fmt: skip
-            rows, left = first_row + within * BLOCK_M, count - within * BLOCK_M
             if used == 1:
-                _store(out_ptr, acc / l[:, None], rows, left, head, offs_d, HEADS, D, BLOCK_M)
+                store_rows(out_ptr, acc / l[:, None], tile, first_row, left, head, HEADS, TOGETHER, D)
             else:
+                mine = rows < left
                 cells = tile[:, None] * BLOCK_D + offs_d[None, :]
-                tl.store(partial_ptr + item * (BLOCK_M * BLOCK_D) + cells, acc)
-                tl.store(lse_ptr + item * (2 * BLOCK_M) + tile, m)
-                tl.store(lse_ptr + item * (2 * BLOCK_M) + BLOCK_M + tile, l)
-                tl.debug_barrier()
-                counter = counter_ptr + item // (HEADS * splits) * HEADS + head
-                if tl.atomic_add(counter, 1) == used - 1:
+                tl.store(partial_ptr + item * (BLOCK_M * BLOCK_D) + cells, acc, mask=mine[:, None])
+                tl.store(lse_ptr + item * (2 * BLOCK_M) + tile, m, mask=mine)
+                tl.store(lse_ptr + item * (2 * BLOCK_M) + BLOCK_M + tile, l, mask=mine)
+                if not APART:
                     tl.debug_barrier()
-                    tl.store(counter, 0)
-                    _sum_splits(
-                        partial_ptr, lse_ptr, item - split * HEADS, used, out_ptr, rows, left, head, HEADS, D, BLOCK_M,
-                        BLOCK_D, PIECE,
-                    )  # fmt: skip
-
-
-@triton.jit
-def _store(out_ptr, x, first_row, count, head, offs_d, HEADS: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Columns offs_d of one head in `count` rows from first_row."""
-    tile = tl.arange(0, BLOCK_M)
-    places = ((first_row + tile).to(tl.int64) * HEADS + head)[:, None] * D + offs_d[None, :]
-    tl.store(out_ptr + places, x.to(out_ptr.dtype.element_ty), mask=(tile < count)[:, None] & (offs_d < D)[None, :])
-
-
-@triton.jit
-def _sum_splits(
-    partial_ptr,
-    lse_ptr,
-    item,
-    used,
-    out_ptr,
-    first_row,
-    count,
-    head,
-    HEADS: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    PIECE: tl.constexpr,
-):
-    """out of a block of `count` rows, from what its `used` splits have left, the first of them as `item`; PIECE columns
-    at a time, which is all that registers are left for."""
-    tile = tl.arange(0, BLOCK_M)
-    for piece in tl.static_range(0, BLOCK_D, PIECE):
-        offs_d = piece + tl.arange(0, PIECE)
-        cells = tile[:, None] * BLOCK_D + offs_d[None, :]
-        acc = tl.zeros([BLOCK_M, PIECE], tl.float32)
-        l = tl.zeros([BLOCK_M], tl.float32)
-        m = tl.full([BLOCK_M], EMPTY, tl.float32)
-        for split in range(0, used):
-            here = item + split * HEADS
-            m_split = tl.load(lse_ptr + here * (2 * BLOCK_M) + tile, cache_modifier=".cg")
-            l_split = tl.load(lse_ptr + here * (2 * BLOCK_M) + BLOCK_M + tile, cache_modifier=".cg")
-            o_split = tl.load(partial_ptr + here * (BLOCK_M * BLOCK_D) + cells, cache_modifier=".cg")
-            m_new = tl.maximum(m, m_split)
-            alpha, beta = tl.exp2(m - m_new), tl.exp2(m_split - m_new)
-            acc = acc * alpha[:, None] + o_split * beta[:, None]
-            l = l * alpha + l_split * beta
-            m = m_new
-        _store(out_ptr, acc / l[:, None], first_row, count, head, offs_d, HEADS, D, BLOCK_M)
+                    counter = counter_ptr + item // (PARTS * splits) * PARTS + part
+                    if tl.atomic_add(counter, 1) == used - 1:
+                        tl.debug_barrier()
+                        tl.store(counter, 0)
+                        for first in range(0, tl.minimum(left * TOGETHER, BLOCK_M), AT_ONCE):
+                            sum_splits(
+                                partial_ptr, lse_ptr, item - split * PARTS, used, out_ptr, first, first_row, left,
+                                head, HEADS, TOGETHER, D, BLOCK_M, BLOCK_D, SPLITS, AT_ONCE,
+                            )  # fmt: skip
 
 
 def scratch_sizes(head_dim: int, shape) -> dict[str, tuple[int, ...]]:
@@ -263,14 +224,18 @@ def prompt_attention(chunks, page_table, q, k_cache, v_cache, partial, lse, coun
     or the positions attended to."""
     if shape.hopper and prompt_attention_hopper.fits(q, k_cache, window, shape.hopper):
         return prompt_attention_hopper.launch(chunks, page_table, q, k_cache, v_cache, out, scale, shape.hopper)
-    _, heads, D = q.shape
+    rows, heads, D = q.shape
     _, kv_heads, page, _ = k_cache.shape
     block = [page, triton.next_power_of_2(D)]
     pool, rows_of_page = pool_rows(k_cache)
     k_scale, v_scale = scales(k_cache), scales(v_cache)
     assert partial.numel() >= shape.programs * shape.block_m * block[1], "less scratch than the launch shape needs"
+    together = heads_together(heads // kv_heads, shape.heads)
+    parts = heads // together
+    items = triton.cdiv(rows, shape.block_m // together) * parts
+    apart = shape.apart and 2 * items <= shape.programs  # else nothing is split, but in a pass of much padding
+    wide, pdl = triton.next_power_of_2(shape.splits), shape.dependent and not interpreted()
     # With a program for each item it is the GPU that hands out the work, and better than any fixed share.
-    items = triton.cdiv(len(q), shape.block_m) * heads
     _prompt_attention_kernel[(max(shape.programs, min(items, 8 * shape.programs)),)](
         chunks,
         page_table,
@@ -300,12 +265,38 @@ def prompt_attention(chunks, page_table, q, k_cache, v_cache, partial, lse, coun
         shape.stages,
         shape.programs,
         shape.splits,
+        wide,
         shape.least,
-        min(PIECE, block[1]),
+        together,
+        apart,
+        rows_at_once(wide * block[1], 64, shape.num_warps, shape.block_m),
         is_fp8(k_cache),
         interpreted(),
-        **options(shape.num_warps),
+        pdl,
+        **options(shape.num_warps, pdl),
     )
+    if apart:
+        at_once = rows_at_once(wide * block[1], 64, 4, shape.block_m)
+        _prompt_splits_kernel[(items * shape.block_m // at_once,)](
+            chunks,
+            partial,
+            lse,
+            out,
+            heads,
+            D,
+            shape.block_m,
+            block[1],
+            page,
+            window,
+            shape.programs,
+            shape.splits,
+            shape.least,
+            together,
+            wide,
+            at_once,
+            not interpreted(),
+            **options(4, pdl=not interpreted()),
+        )
 
 
 def prompt_attention_ref(chunks, page_table, q, k_cache, v_cache, partial, lse, counter, out, window, scale):
@@ -348,7 +339,8 @@ def prompt_attention_bytes(
     return q.nbytes + out.nbytes + 2 * ends * k_cache.shape[1] * row_bytes(k_cache)
 
 
-PROMPT_ATTENTION = Op(  # of many rows on Hopper, prompt_attention_hopper's kernel instead
+# Behind it, where positions are split, _prompt_splits_kernel; of many rows on Hopper prompt_attention_hopper's instead.
+PROMPT_ATTENTION = Op(
     prompt_attention, prompt_attention_ref, prompt_attention_bytes, (_prompt_attention_kernel,),
     outputs=("partial", "lse", "out"),
 )

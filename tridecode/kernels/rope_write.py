@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from .chunks import chunk_of, listed
-from .common import options
+from .common import gdc_launch_dependents, interpreted, options
 from .fp8_kv import e4m3_scale, is_fp8, put, scales, to_e4m3
 from .op import Op
 from .rope import _partner, _rms_rope, _rotation, rms_norm, rotate
@@ -39,6 +39,7 @@ def _rope_write_kernel(
     BLOCK_D: tl.constexpr,
     QK_NORM: tl.constexpr,
     FP8: tl.constexpr,
+    FOLLOWED: tl.constexpr,
 ):
     """q and k of a token, normalised where the family does and rotated; v as it is. A program a token.
 
@@ -48,6 +49,8 @@ def _rope_write_kernel(
     their scales [pages, KV_HEADS, PAGE] (output; see fp8_kv.py). Rows of no chunk are not written. Moves each element
     once in and once out; partners come from L1. Grid (rows,).
     """
+    if FOLLOWED:
+        gdc_launch_dependents()
     row = tl.program_id(0)
     held, slot, position = chunk_of(chunks_ptr, row)
     if not held:
@@ -96,10 +99,10 @@ def _store_fp8(ptrs, scale_ptrs, x, mask, mask_heads):
     tl.store(scale_ptrs, scale.to(tl.bfloat16), mask=mask_heads)
 
 
-def rope_write(chunks, page_table, qkv, q_norm, k_norm, cos, sin, q, k_cache, v_cache, eps):
+def rope_write(chunks, page_table, qkv, q_norm, k_norm, cos, sin, q, k_cache, v_cache, eps, *, followed: bool = False):
     """qkv [rows, (heads + 2 kv_heads) * D] of the chunks' rows -> q [rows, heads, D]; K/V into k_cache, v_cache
     [pages, kv_heads, page, D] through page_table [slots, max_pages]. cos, sin [capacity, D / 2] fp32. q_norm, k_norm:
-    [D] or None."""
+    [D] or None. followed: what is launched next may begin meanwhile, and waits for it by itself (sm_90 and above)."""
     rows, heads, D = q.shape
     _, kv_heads, page, _ = k_cache.shape
     k_scale, v_scale = scales(k_cache), scales(v_cache)
@@ -132,6 +135,7 @@ def rope_write(chunks, page_table, qkv, q_norm, k_norm, cos, sin, q, k_cache, v_
         triton.next_power_of_2(D),
         q_norm is not None,
         is_fp8(k_cache),
+        followed and not interpreted(),
         **options(4),
     )
 

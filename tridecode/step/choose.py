@@ -288,7 +288,8 @@ def prompt_attention_shape(
     shape = PromptAttentionShape(stages=4) if fp8_kv else PromptAttentionShape()  # more spill in some Triton versions
     if batch_invariant:
         return replace(shape, splits=1)
-    return replace(shape, hopper=multiprocessors if capability == 90 else 0)
+    hopper = multiprocessors if capability == 90 else 0
+    return replace(shape, heads=16, apart=True, dependent=capability >= 90, hopper=hopper)
 
 
 def prompt_tiles_fit(head_dim: int, dtype: torch.dtype, device: torch.device) -> bool:

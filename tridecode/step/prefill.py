@@ -40,7 +40,7 @@ def read(run: Run, m: DecodeModel, rows: int, decoding: int = 0) -> None:
         run("qkv", LINEAR, p.x, layer.qkv, p.qkv, p.dequantised)
         run(
             "rope", ROPE_WRITE, p.chunks, kv.tables[i], p.qkv, layer.q_norm, layer.k_norm, m.cos, m.sin, p.q, kv.k[i],
-            kv.v[i], eps,
+            kv.v[i], eps, followed=m.prompt_shape.dependent,
         )  # fmt: skip
         if i == layers:
             return

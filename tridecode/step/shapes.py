@@ -150,9 +150,11 @@ class AttentionRowsShape:
 
 @dataclass(frozen=True)
 class PromptAttentionShape:
-    """Launch shape of attention of prompts: block_m rows of one head at a time, `stages` pages in flight. Where these
-    are fewer than `programs`, they are split, into up to `splits` parts of at least `least` pages each. hopper: the
-    multiprocessors of a GPU that prompt_attention_hopper is for; what fits that kernel is left to it. 0: none is."""
+    """Launch shape of attention of prompts: block_m rows at a time, of one head or, of the same positions, of up to
+    `heads` that share K and V; `stages` pages in flight. Where these blocks are fewer than `programs`, they are split,
+    into up to `splits` parts of at least `least` pages each. apart: a launch of its own adds up the parts, else the
+    last of them. dependent: launched while the kernel before drains. hopper: the multiprocessors of a GPU that
+    prompt_attention_hopper is for; what fits that kernel is left to it. 0: none is."""
 
     block_m: int = 64
     num_warps: int = 4
@@ -160,6 +162,9 @@ class PromptAttentionShape:
     programs: int = 264
     splits: int = 8
     least: int = 4
+    heads: int = 1
+    apart: bool = False
+    dependent: bool = False
     hopper: int = 0
 
 

@@ -192,6 +192,8 @@ def make_model(
     workspace = make_workspace(config, capacity, device, dtype, slots, max(rows, verifying))
     meta, samp = make_states(verifying, device)
     kv = make_kv_cache(config, capacity, device, dtype, slots, page, pages, offload)
+    if kv.rings:  # then attention waits for more than the kernel before
+        prompt_shape = replace(prompt_shape, dependent=False)
     expanded = len(kv.pool) if kv.fp8 and prompt_shape.hopper else 0  # pages
     return DecodeModel(
         config=config,
