@@ -12,7 +12,17 @@ import triton.language as tl
 from .bits import factor, pair, raised, taken_off, unpack, zero_point
 from .common import META_WIDTH, RUN, STATUS, gdc_launch_dependents, gdc_wait, interpreted, options
 from .gate_up import gate_up_bytes, gate_up_ref
-from .matmul_parts import STEP_COLUMNS, STEP_K, block_of_rows, fetch_block, load_row_scales, load_tile, load_x, operand, places
+from .matmul_parts import (
+    STEP_COLUMNS,
+    STEP_K,
+    block_of_rows,
+    fetch_block,
+    load_row_scales,
+    load_tile,
+    load_x,
+    operand,
+    places,
+)
 from .matvec import matvec_bytes, matvec_normed_ref, matvec_residual_ref
 from .op import Op
 
@@ -104,7 +114,9 @@ def _matmul_kernel(
         )  # fmt: skip
         w, s, z = w + first[0], s + first[1], z + first[2]
     for i in tl.static_range(0 if AHEAD < CHUNKS else 1, FETCH):
-        fetch_block(weight_ptr, scale_ptr, zero_ptr, pid + i * PROGRAMS, N, K, LENGTH, GROUP, SCALES, ZEROS, OUT_N, GATED)
+        fetch_block(
+            weight_ptr, scale_ptr, zero_ptr, pid + i * PROGRAMS, N, K, LENGTH, GROUP, SCALES, ZEROS, OUT_N, GATED
+        )  # fmt: skip
     offs_m = tl.arange(0, BLOCK_M)
     status = tl.load(meta_ptr + offs_m * META_WIDTH + STATUS, mask=offs_m < rows, other=-1)
     runs = (status == RUN)[None, :]
@@ -167,8 +179,8 @@ def _matmul_kernel(
             )  # fmt: skip
             if FETCH > 0 and FETCH * PROGRAMS < BLOCKS:
                 fetch_block(
-                    weight_ptr, scale_ptr, zero_ptr, block + FETCH * PROGRAMS, N, K, LENGTH, GROUP, SCALES, ZEROS, OUT_N,
-                    GATED,
+                    weight_ptr, scale_ptr, zero_ptr, block + FETCH * PROGRAMS, N, K, LENGTH, GROUP, SCALES, ZEROS,
+                    OUT_N, GATED,
                 )  # fmt: skip
             offs_next = offs_n + PROGRAMS * OUT_N
             if HAS_BIAS or RESIDUAL:
