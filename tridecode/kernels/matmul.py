@@ -115,7 +115,7 @@ def _matmul_kernel(
         w, s, z = w + first[0], s + first[1], z + first[2]
     for i in tl.static_range(0 if AHEAD < CHUNKS else 1, FETCH):
         fetch_block(
-            weight_ptr, scale_ptr, zero_ptr, pid + i * PROGRAMS, N, K, LENGTH, GROUP, SCALES, ZEROS, OUT_N, GATED
+            weight_ptr, scale_ptr, zero_ptr, pid + i * PROGRAMS, N, K, LENGTH, GROUP, SCALE_ROWS, ZEROS, OUT_N, GATED
         )  # fmt: skip
     offs_m = tl.arange(0, BLOCK_M)
     status = tl.load(meta_ptr + offs_m * META_WIDTH + STATUS, mask=offs_m < rows, other=-1)
@@ -179,8 +179,8 @@ def _matmul_kernel(
             )  # fmt: skip
             if FETCH > 0 and FETCH * PROGRAMS < BLOCKS:
                 fetch_block(
-                    weight_ptr, scale_ptr, zero_ptr, block + FETCH * PROGRAMS, N, K, LENGTH, GROUP, SCALES, ZEROS,
-                    OUT_N, GATED,
+                    weight_ptr, scale_ptr, zero_ptr, block + FETCH * PROGRAMS, N, K, LENGTH, GROUP,
+                    SCALE_ROWS, ZEROS, OUT_N, GATED,
                 )  # fmt: skip
             offs_next = offs_n + PROGRAMS * OUT_N
             if HAS_BIAS or RESIDUAL:

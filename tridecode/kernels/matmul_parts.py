@@ -178,18 +178,18 @@ def fetch_block(
     K: tl.constexpr,
     LENGTH: tl.constexpr,
     GROUP: tl.constexpr,
-    SCALES: tl.constexpr,
+    SCALE_ROWS: tl.constexpr,
     ZEROS: tl.constexpr,
     OUT_N: tl.constexpr,
     GATED: tl.constexpr,
 ):
-    """Bring a block of rows of packed weights into the L2 cache, with the groups' scales and zeros, if there is one."""
+    """Bring a block of rows of packed weights into the L2 cache, if there is one, and what scales groups of them."""
     GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
     rows = tl.minimum(N - block * OUT_N, OUT_N)
     for half in tl.static_range(2 if GATED else 1):
         first = (block * OUT_N + half * N).to(tl.int64)
         _fetch(weight_ptr + first * LENGTH, rows * (LENGTH * 4))
-        if SCALES > 0:
+        if GROUP < K and SCALE_ROWS == 1:
             _fetch(scale_ptr + first * GROUPS, rows * (GROUPS * scale_ptr.dtype.element_ty.primitive_bitwidth // 8))
         if ZEROS:
             _fetch(zero_ptr + first * GROUPS, rows * (GROUPS * 2))
