@@ -109,14 +109,14 @@ def microseconds(run, linears: list[Linear], repeats: int = 7) -> float:
 
 
 def product(case: Case, device: str):
-    """run, linear, shape -> the line of a list that multiplies."""
+    """(run, linear, shape -> the line of a list that multiplies; x; what it writes)."""
     role, N, K, rows = case.role, case.N, case.K, case.rows
     meta = torch.zeros(rows, layout.META_WIDTH, dtype=torch.int32, device=device)
     meta[:, layout.STATUS] = layout.RUN
-    x = torch.ones(rows, K, dtype=torch.bfloat16, device=device)
+    x = torch.randn(ROWS[-1], K, generator=torch.Generator().manual_seed(1)).to(device, torch.bfloat16)[:rows]
     sums = torch.ones(rows, N, device=device)
     norm = torch.ones(N, dtype=torch.bfloat16, device=device)
-    out = torch.zeros(rows, N, device=device)
+    out = torch.zeros(rows, N, device=device)  # of o_proj and down: what is added to
     short = torch.empty(rows, N, dtype=torch.bfloat16, device=device)
 
     def line(run, linear, shape):
@@ -127,7 +127,19 @@ def product(case: Case, device: str):
         else:
             run(role, MATMUL_NORMED, meta, x, linear, out, sums, 4, 1e-6, shape=shape)
 
-    return line
+    return line, x, short[:, : N // 2] if role == "gate_up" else out
+
+
+def check(case: Case, y: torch.Tensor, out: torch.Tensor) -> None:
+    """That `out` is what `product` makes of y, x @ weight.T in fp32."""
+    if case.role not in ("o_proj", "down"):
+        y = y * (4 / case.K + 1e-6) ** -0.5
+    if case.role == "gate_up":
+        gate, up = y.chunk(2, 1)
+        y = torch.nn.functional.silu(gate) * up
+    error = ((out.float() - y).abs().max() / y.abs().max()).item()
+    if not error < (1e-2 if case.role == "gate_up" else 1e-3):
+        raise RuntimeError(f"the product is wrong by {error:.2g} of its largest number")
 
 
 def in_use(linear: Linear, rows: int, gated: bool) -> MatmulShape:
@@ -220,6 +232,7 @@ def compiled(work: list, seconds: float, workers: int) -> Iterator[tuple]:
 
 
 _copies: dict = {}  # in the process that times: (kind, N, K) -> weights
+_exact: dict = {}  # case -> its product
 
 
 def time_one(case: Case, shape: MatmulShape) -> float:
@@ -229,7 +242,12 @@ def time_one(case: Case, shape: MatmulShape) -> float:
         one = random_linear(case.N, case.K, case.kind, "cuda")
         more = min(int(COLD / one.nbytes), 200)
         _copies[key] = [one, *(random_linear(case.N, case.K, case.kind, "cuda") for _ in range(more))]
-    return microseconds(partial(product(case, "cuda"), launch, shape=shape), _copies[key])
+    line, x, out = product(case, "cuda")
+    if case not in _exact:
+        _exact[case] = x.float() @ _copies[key][0].matrix().float().T
+    line(launch, _copies[key][0], shape)
+    check(case, _exact[case], out)
+    return microseconds(partial(line, launch, shape=shape), _copies[key])
 
 
 def launch(role, op, *args, **how) -> None:
@@ -266,7 +284,7 @@ def search_cases(cases: list[Case], args, run, timed: Callable, bandwidth: float
     sizes = {}
     for case in cases:
         linear = random_linear(case.N, case.K, case.kind, "meta")
-        used[case], line = in_use(linear, case.rows, case.role == "gate_up"), product(case, "meta")
+        used[case], (line, _, _) = in_use(linear, case.rows, case.role == "gate_up"), product(case, "meta")
         found[case], sizes[case] = [], linear.nbytes
         for place, shape in enumerate(candidates(linear, case.rows, used[case])):
             try:
