@@ -1,48 +1,87 @@
-"""Search launch shapes of products of few rows, for one model and pass; needs a GPU.
+"""Search launch shapes of products of few rows, for one model; needs a GPU.
 
-    python benchmarks/few_bits.py search qwen3-4b int4 --rows 1 --seconds 100
+    python benchmarks/few_bits.py search qwen3-4b int4 fp8 --rows 1 --rows 8 --rows 16 --compiling 60 --seconds 100
     python benchmarks/few_bits.py search qwen3-4b dense --rows 8 --role gate_up --role down
 
-Each matrix alone: launches chained with dependent launch in one graph, over copies that no cache holds. What is like
-the shape in use comes first, and the time is shared among the matrices. Prints for each the best shapes, best first,
-as lines for TUNED in step/few_bits.py, with microseconds and % of the read bandwidth of the run, and what is in use.
+Each matrix alone: launches chained with dependent launch in one graph, over copies that no cache holds. Processes
+compile, each its share; what is compiled is timed at once, while the others compile. The candidates of all matrices
+take turns, those first that change most. Prints each time as it comes, at the end for each matrix the best shapes, as
+lines for TUNED in step/few_bits.py, with microseconds and % of the read bandwidth of the run, and what is in use.
 """
 
 import argparse
 import itertools
-import math
+import json
+import multiprocessing
+import os
+import sys
 import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import astuple, dataclass, replace
 from functools import partial
+from pathlib import Path
 
 import torch
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
 
 from tridecode import layout
 from tridecode.commands.bench.read import measure_read_bandwidth
+from tridecode.kernels import matmul
 from tridecode.kernels.matmul import MATMUL_GATE_UP, MATMUL_NORMED, MATMUL_RESIDUAL
 from tridecode.model.formats.packed import packed_form
 from tridecode.model.formats.quantise import SCHEMES, fitted
 from tridecode.model.presets import PRESETS
 from tridecode.model.weights import Linear
 from tridecode.step.choose import few_rows_shape
-from tridecode.step.compiling import compile_ahead
 from tridecode.step.few_bits import ROLES, ROWS, few_bits_shape
 from tridecode.step.shapes import MatmulShape
 
 COLD = 240e6  # bytes of weights between two uses of the same ones
-GRID = {
-    "block_n": (16, 32), "num_warps": (2, 4, 8, 16), "ahead": (1, 2, 3, 4, 5, 6, 8, 10, 12), "x_ahead": (2, 4, 8, 20),
-    "registers": (0, 128, 168), "block_m": (8,), "programs": (0, 132, 264, 396, 528),
-}  # fmt: skip
-BATCH = 16  # shapes that are compiled at a time
+MOST = 24  # candidates of a matrix
 BEST = 3  # shapes that are printed for each matrix
+ALL = 1000  # tiles
+# block_n, num_warps, ahead, x_ahead, registers, programs, mixed, fetch; first what is hoped most of and differs most.
+SHARED = (
+    (16, 4, 10, ALL, 0, 264, 1, 2), (32, 4, 10, ALL, 0, 264, 0, 2), (16, 8, 3, ALL, 0, 132, 1, 2),
+    (16, 4, 10, ALL, 0, 264, 0, 0), (16, 4, 10, ALL, 0, 264, 1, 0), (16, 4, 5, 4, 128, 528, 1, 2),
+    (16, 4, 10, ALL, 0, 264, 0, 2), (16, 4, 4, 4, 128, 0, 0, 1), (32, 4, 10, ALL, 0, 264, 0, 0),
+    (16, 4, 6, ALL, 0, 264, 1, 2), (16, 4, 10, ALL, 0, 264, 1, 8), (16, 8, 10, ALL, 0, 132, 0, 2),
+    (16, 8, 3, ALL, 0, 132, 0, 0), (16, 4, 4, 4, 168, 396, 0, 2), (16, 4, 3, 4, 128, 528, 0, 2),
+    (32, 8, 3, ALL, 0, 132, 0, 2), (16, 4, 6, ALL, 0, 192, 1, 2), (16, 4, 5, 8, 128, 528, 0, 0),
+    (16, 4, 3, ALL, 168, 396, 1, 2), (32, 4, 3, 4, 128, 528, 0, 2), (16, 4, 6, ALL, 0, 264, 0, 0),
+    (32, 4, 6, ALL, 0, 264, 1, 2), (16, 2, 5, 8, 128, 792, 1, 2),
+)  # fmt: skip
+EACH = (
+    (16, 8, 4, 8, 128, 0, 0, 1), (16, 8, 3, 4, 128, 0, 0, 1), (16, 4, 10, 8, 0, 0, 0, 1), (16, 16, 3, 2, 64, 0, 0, 1),
+    (16, 8, 10, 8, 0, 0, 0, 1), (32, 8, 3, 4, 0, 0, 0, 1), (16, 4, 4, 4, 128, 0, 0, 1), (16, 8, 4, 4, 128, 0, 0, 0),
+    (64, 8, 2, 2, 0, 0, 0, 1), (16, 4, 8, 8, 0, 0, 0, 0), (16, 8, 3, 4, 80, 0, 0, 1), (32, 4, 4, 4, 0, 0, 0, 1),
+    (16, 8, 2, 8, 128, 0, 0, 1), (16, 16, 3, 4, 128, 0, 0, 0), (64, 4, 2, 4, 0, 0, 0, 1), (16, 2, 10, 8, 0, 0, 0, 0),
+    (16, 2, 5, 8, 128, 0, 0, 1), (32, 8, 5, 4, 0, 0, 0, 0), (16, 8, 8, 16, 0, 0, 0, 1), (32, 16, 3, 4, 128, 0, 0, 1),
+)  # fmt: skip
 
 
-def random_linear(N: int, K: int, kind: str) -> Linear:
+@dataclass(frozen=True)
+class Case:
+    kind: str  # of the weight
+    role: str
+    N: int
+    K: int
+    rows: int
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.role} {self.N} x {self.K}, {self.rows} rows"
+
+
+def random_linear(N: int, K: int, kind: str, device: str) -> Linear:
     if kind == "dense":
-        return Linear(torch.randn(N, K, dtype=torch.bfloat16, device="cuda"), None)
+        return Linear(torch.randn(N, K, dtype=torch.bfloat16, device=device), None)
     scheme = fitted(SCHEMES[kind], K)
     form = packed_form(scheme, K, [0], torch.float32 if scheme.floating else torch.bfloat16)
-    tensors = {part: torch.empty(shape, dtype=dtype, device="cuda") for part, (shape, dtype) in form.shapes(N).items()}
+    tensors = {part: torch.empty(shape, dtype=dtype, device=device) for part, (shape, dtype) in form.shapes(N).items()}
     tensors["weight"].random_(-(2**31), 2**31 - 1).bitwise_and_(-0x40404041)  # no NaN of e4m3
     tensors["scale"].fill_(1e-3)
     return Linear(**tensors, packed=form)
@@ -60,6 +99,7 @@ def microseconds(run, linears: list[Linear], repeats: int = 7) -> float:
     times = []
     for _ in range(repeats):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(1_500_000)  # until all that follows has been asked for, on a CPU that others use too
         start.record()
         graph.replay()
         end.record()
@@ -68,15 +108,16 @@ def microseconds(run, linears: list[Linear], repeats: int = 7) -> float:
     return sorted(times)[repeats // 2]
 
 
-def product(role: str, N: int, K: int, rows: int):
-    """run, linear, shape -> the line of a list that multiplies."""
-    meta = torch.zeros(rows, layout.META_WIDTH, dtype=torch.int32, device="cuda")
+def product(case: Case, device: str):
+    """(run, linear, shape -> the line of a list that multiplies; x; what it writes)."""
+    role, N, K, rows = case.role, case.N, case.K, case.rows
+    meta = torch.zeros(rows, layout.META_WIDTH, dtype=torch.int32, device=device)
     meta[:, layout.STATUS] = layout.RUN
-    x = torch.ones(rows, K, dtype=torch.bfloat16, device="cuda")
-    sums = torch.ones(rows, N, device="cuda")
-    norm = torch.ones(N, dtype=torch.bfloat16, device="cuda")
-    out = torch.zeros(rows, N, device="cuda")
-    short = torch.empty(rows, N, dtype=torch.bfloat16, device="cuda")
+    x = torch.randn(ROWS[-1], K, generator=torch.Generator().manual_seed(1)).to(device, torch.bfloat16)[:rows]
+    sums = torch.ones(rows, N, device=device)
+    norm = torch.ones(N, dtype=torch.bfloat16, device=device)
+    out = torch.zeros(rows, N, device=device)  # of o_proj and down: what is added to
+    short = torch.empty(rows, N, dtype=torch.bfloat16, device=device)
 
     def line(run, linear, shape):
         if role == "gate_up":
@@ -86,7 +127,19 @@ def product(role: str, N: int, K: int, rows: int):
         else:
             run(role, MATMUL_NORMED, meta, x, linear, out, sums, 4, 1e-6, shape=shape)
 
-    return line
+    return line, x, short[:, : N // 2] if role == "gate_up" else out
+
+
+def check(case: Case, y: torch.Tensor, out: torch.Tensor) -> None:
+    """That `out` is what `product` makes of y, x @ weight.T in fp32."""
+    if case.role not in ("o_proj", "down"):
+        y = y * (4 / case.K + 1e-6) ** -0.5
+    if case.role == "gate_up":
+        gate, up = y.chunk(2, 1)
+        y = torch.nn.functional.silu(gate) * up
+    error = ((out.float() - y).abs().max() / y.abs().max()).item()
+    if not error < (1e-2 if case.role == "gate_up" else 1e-3):
+        raise RuntimeError(f"the product is wrong by {error:.2g} of its largest number")
 
 
 def in_use(linear: Linear, rows: int, gated: bool) -> MatmulShape:
@@ -97,72 +150,219 @@ def in_use(linear: Linear, rows: int, gated: bool) -> MatmulShape:
 
 
 def candidates(linear: Linear, rows: int, used: MatmulShape) -> list[MatmulShape]:
-    """Those that registers may hold, the shape in use first, then the nearest to it."""
+    """Those that registers may hold, the shape in use first, then by what is hoped of them."""
     N, K, packed = linear.out_features, linear.in_features, linear.packed
-    parts = 1 if packed is None else packed.tile // 32
-
-    def distance(shape):
-        """Other numbers of warps and of programs come early: nothing changes more."""
-        far = {name: abs(math.log2((getattr(shape, name) or 96) / (getattr(used, name) or 96))) for name in GRID}
-        return sum(far.values()) - 0.6 * far["num_warps"] - 0.6 * far["programs"]
-
-    found = {used}
-    for values in itertools.product(*GRID.values()):
-        shape = MatmulShape(**dict(zip(GRID, values)))
-        threads, tiles = 32 * shape.num_warps, -(-K // (32 * parts * shape.num_warps))
-        # Registers of a thread: tiles of the weights and of the activations, two sums, and all else.
-        needed = shape.block_n // 2 * min(shape.ahead, tiles) + max(rows, 8) // 2 * min(shape.x_ahead, tiles * parts)
-        needed += shape.block_n * max(rows, 8) // 32 * 2 + 40
-        most = shape.registers or min(65536 // threads, 255)
-        blocks = -(-N // shape.block_n)
-        fits = needed <= most and (not shape.registers or threads * shape.registers <= 65536)
-        if fits and shape.ahead <= tiles and (not shape.programs or 2 * shape.programs <= blocks):
-            found.add(shape)
-    return sorted(found, key=distance)
+    parts, found = 1 if packed is None else packed.tile // 32, [used]
+    in_turn = [values for pair in itertools.zip_longest(EACH, SHARED) for values in pair if values]
+    for values in EACH + SHARED if K > 2560 else SHARED + EACH if N > 16384 else in_turn:
+        wanted = MatmulShape(*values[:5], 8, *values[5:])
+        tiles = -(-K // (32 * parts * wanted.num_warps))
+        shape = replace(wanted, ahead=min(wanted.ahead, tiles), x_ahead=min(wanted.x_ahead, tiles * parts))
+        # Registers of a thread: tiles of the weights and of the activations, sums, and all else.
+        needed = shape.block_n // 2 * shape.ahead + max(rows, 8) // 2 * shape.x_ahead
+        sums, kept = shape.block_n * max(rows, 8) // 32, shape.x_ahead == tiles * parts and shape.programs
+        needed += 2 * sums + 32 + (sums * tiles if kept and linear.format == "int4" else 0)
+        most = shape.registers or min(65536 // (32 * shape.num_warps), 255)
+        takes_turns = not shape.programs or shape.programs < shape.grid(N)[0]
+        wide = shape.block_n == 16 or rows > 8 or N > 16384
+        if needed <= most and takes_turns and wide and (packed is not None or not shape.fetch) and shape not in found:
+            found.append(shape)
+    return found[:MOST]
 
 
-def best(line, linears: list[Linear], shapes: list[MatmulShape], seconds: float, run) -> list:
-    """(microseconds, shape) of those that are reached in that time, in the order of `shapes`."""
-    end, found = time.monotonic() + seconds, []
-    for first in range(0, len(shapes), BATCH):
-        batch = shapes[first : first + BATCH]
-        compile_ahead([partial(line, linear=linears[0], shape=shape) for shape in batch], run, torch.device("cuda", 0))
-        for shape in batch:
-            if found and time.monotonic() > end:
-                return found
-            found.append((microseconds(partial(line, run, shape=shape), linears), shape))
-        if time.monotonic() > end:
+class NoGPU:
+    """A driver for processes that only compile: they need no context on the GPU."""
+
+    def __init__(self, target: GPUTarget):
+        self.target = target
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def begin_compiling(target: tuple) -> None:
+    """In a process of its own."""
+    torch.set_num_threads(1)
+    driver.set_active(NoGPU(GPUTarget(*target)))
+
+
+def compile_one(work: tuple) -> tuple:
+    """(what it is, None or why it was not compiled). Triton's cache has the rest."""
+    entry, specialization = work
+    try:
+        matmul._matmul_kernel.preload(specialization)
+    except Exception as error:  # one shape's, whatever it is: the others go on
+        return entry, f"{type(error).__name__}: {error}".splitlines()[0][:200]
+    return entry, None
+
+
+def specialized(line, linear: Linear, shape: MatmulShape, run) -> str | None:
+    """What Triton would compile for a launch; None if it is there."""
+    found = []
+
+    def note(*, compile, **_) -> bool:
+        found.append(compile["specialization_data"])
+        return True  # neither compile nor launch it
+
+    with knobs.runtime.scope():
+        knobs.runtime.jit_cache_hook = note
+        line(run, linear, shape)
+    return found[0] if found else None
+
+
+def compiled(work: list, seconds: float, workers: int) -> Iterator[tuple]:
+    """(entry, None or why not) of each (entry, specialization), as they come, for so long."""
+    end, target = time.monotonic() + seconds, driver.active.get_current_target()
+    begin = (target.backend, target.arch, target.warp_size)
+    pool = multiprocessing.get_context("spawn").Pool(workers, begin_compiling, (begin,))
+    try:
+        results = pool.imap_unordered(compile_one, work)
+        for _ in work:
+            yield results.next(max(end - time.monotonic(), 0.01))
+    except multiprocessing.TimeoutError:
+        return
+    finally:
+        pool.terminate()
+
+
+_copies: dict = {}  # in the process that times: (kind, N, K) -> weights
+_exact: dict = {}  # case -> its product
+
+
+def time_one(case: Case, shape: MatmulShape) -> float:
+    """Microseconds, in the process that times."""
+    key = (case.kind, case.N, case.K)
+    if key not in _copies:
+        one = random_linear(case.N, case.K, case.kind, "cuda")
+        more = min(int(COLD / one.nbytes), 200)
+        _copies[key] = [one, *(random_linear(case.N, case.K, case.kind, "cuda") for _ in range(more))]
+    line, x, out = product(case, "cuda")
+    if case not in _exact:
+        _exact[case] = x.float() @ _copies[key][0].matrix().float().T
+    line(launch, _copies[key][0], shape)
+    check(case, _exact[case], out)
+    return microseconds(partial(line, launch, shape=shape), _copies[key])
+
+
+def launch(role, op, *args, **how) -> None:
+    op.launch(*args, **how, pdl=torch.cuda.get_device_capability() >= (9, 0))
+
+
+class Timer:
+    """A process that times: another one if a shape has ended it, or left its GPU unusable."""
+
+    def __init__(self):
+        self.pool = None
+
+    def __call__(self, case: Case, shape: MatmulShape) -> float:
+        if self.pool is None:
+            self.pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
+        try:
+            return self.pool.submit(time_one, case, shape).result(60)
+        except Exception as error:
+            if isinstance(error, (BrokenProcessPool, TimeoutError)) or "CUDA" in str(error):
+                self.close()
+            raise
+
+    def close(self) -> None:
+        if self.pool is not None:
+            for process in list((self.pool._processes or {}).values()):
+                process.kill()
+            self.pool.shutdown(wait=False, cancel_futures=True)
+            self.pool = None
+
+
+def search_cases(cases: list[Case], args, run, timed: Callable, bandwidth: float) -> dict:
+    """Case -> [(microseconds, shape)], those in use first; prints as it goes."""
+    start, found, failed, work, used = time.monotonic(), {}, 0, [], {}
+    sizes = {}
+    for case in cases:
+        linear = random_linear(case.N, case.K, case.kind, "meta")
+        used[case], (line, _, _) = in_use(linear, case.rows, case.role == "gate_up"), product(case, "meta")
+        found[case], sizes[case] = [], linear.nbytes
+        for place, shape in enumerate(candidates(linear, case.rows, used[case])):
+            try:
+                work.append((place, (case, shape), specialized(line, linear, shape, run)))
+            except Exception as error:
+                print(f"# {case}, {astuple(shape)}: {type(error).__name__}: {error}", flush=True)
+    work.sort(key=lambda entry: entry[0])  # the first of each matrix, then the second, ...
+    work = [(entry, specialization) for _, entry, specialization in work if specialization is not None]
+    print(f"# {len(work)} shapes of {len(cases)} products to compile, {time.monotonic() - start:.1f} s", flush=True)
+    harmful = 0  # errors of shapes that fetch into the L2 cache
+    for (case, shape), why in compiled(work, args.compiling, args.workers):
+        if time.monotonic() - start > args.seconds:
             break
+        if shape.fetch and harmful >= 2 and not any(shape.fetch for of in found.values() for _, shape in of):
+            continue
+        try:
+            if why is not None:
+                raise RuntimeError(why)
+            us = timed(case, shape)
+        except Exception as error:
+            failed, harmful = failed + 1, harmful + (why is None and shape.fetch > 0)
+            print(f"# {case}, {astuple(shape)}: {type(error).__name__}: {str(error)[:300]}", flush=True)
+            continue
+        found[case].append((us, shape))
+        share, mark = 100 * sizes[case] / us / 1e-6 / bandwidth, ", in use" if shape == used[case] else ""
+        at = time.monotonic() - start
+        print(f"{at:6.1f} s {case}: {us:.2f} us, {share:.0f}%, {astuple(shape)}{mark}", flush=True)
+        save(args.out, found, sizes, bandwidth)
+    print(f"# {sum(map(len, found.values()))} timed, {failed} failed, of {len(work)}", flush=True)
+    for case, entries in found.items():
+        before = next((f"{us:.2f} us" for us, shape in entries if shape == used[case]), "not timed")
+        print(f"# {case}: {len(entries)} timed, in use {before} {astuple(used[case])}")
+        name = "" if case.kind == "dense" else f"{named(case)!r}, "
+        for us, shape in sorted(entries, key=lambda entry: entry[0])[:BEST]:
+            share, values = 100 * sizes[case] / us / 1e-6 / bandwidth, ", ".join(map(str, astuple(shape)))
+            print(f"        ({name}{case.N}, {case.K}): MatmulShape({values}),  # {us:.2f} us, {share:.0f}%")
+    sys.stdout.flush()
     return found
 
 
-def search(args) -> None:
-    c, pdl = PRESETS[args.preset], torch.cuda.get_device_capability() >= (9, 0)
-    bandwidth = measure_read_bandwidth(torch.device("cuda"))
-    print(f"{torch.cuda.get_device_name()}: {bandwidth / 1e9:,.0f} GB/s")
+def named(case: Case) -> str:
+    """The format's name in TUNED."""
+    return random_linear(case.N, case.K, case.kind, "meta").format
+
+
+def save(path: Path | None, found: dict, sizes: dict, bandwidth: float) -> None:
+    if path is None:
+        return
+    lines = [
+        {"kind": case.kind, "role": case.role, "N": case.N, "K": case.K, "rows": case.rows, "us": us,
+         "share": sizes[case] / us / 1e-6 / bandwidth, "shape": list(astuple(shape))}
+        for case, entries in found.items() for us, shape in sorted(entries, key=lambda entry: entry[0])
+    ]  # fmt: skip
+    path.write_text(json.dumps(lines, indent=0))
+
+
+def cases_of(args) -> list[Case]:
+    c = PRESETS[args.preset]
     sizes = {
         "gate_up": (2 * c.intermediate_size, c.hidden_size), "down": (c.hidden_size, c.intermediate_size),
         "qkv": (c.q_size + 2 * c.kv_size, c.hidden_size), "o_proj": (c.hidden_size, c.q_size),
         "lm_head": (c.vocab_size, c.hidden_size),
     }  # fmt: skip
-    sizes = {role: size for role, size in sizes.items() if not args.role or role in args.role}
-    end, cases = time.monotonic() + args.seconds, list(itertools.product(sizes.items(), args.rows or [1]))
+    roles = args.role or [role for role in sizes if role != "lm_head"]
+    found = [
+        Case(args.head if role == "lm_head" and kind != "dense" else kind, role, *sizes[role], rows)
+        for rows, kind, role in itertools.product(args.rows or [1], args.kinds, roles)
+    ]
+    return list(dict.fromkeys(found))
 
-    def run(role, op, *args, **how):
-        op.launch(*args, **how, pdl=pdl)
 
-    for left, ((role, (N, K)), rows) in zip(range(len(cases), 0, -1), cases):
-        kind = args.head if role == "lm_head" and args.kind != "dense" else args.kind
-        one = random_linear(N, K, kind)
-        linears = [one, *(random_linear(N, K, kind) for _ in range(min(int(COLD / one.nbytes), 200)))]
-        seconds, shapes = (end - time.monotonic()) / left, candidates(one, rows, in_use(one, rows, role == "gate_up"))
-        found = best(product(role, N, K, rows), linears, shapes, seconds, run)
-        name = "" if one.packed is None else f"{one.packed.name!r}, "
-        print(f"# {role}, {rows} rows: {len(found)} tried of {len(shapes)}, in use {found[0][0]:.2f} us {found[0][1]}")
-        for us, shape in sorted(found, key=lambda entry: entry[0])[:BEST]:
-            share = 100 * one.nbytes / us / 1e-6 / bandwidth
-            values = ", ".join(str(getattr(shape, field)) for field in GRID)
-            print(f"        ({name}{N}, {K}): MatmulShape({values}),  # {us:.2f} us, {share:.0f}%", flush=True)
+def search(args) -> None:
+    bandwidth, timer = measure_read_bandwidth(torch.device("cuda")), Timer()
+    print(f"{torch.cuda.get_device_name()}: {bandwidth / 1e9:,.0f} GB/s", flush=True)
+    try:
+        search_cases(cases_of(args), args, launch, timer, bandwidth)
+    finally:
+        timer.close()
 
 
 def main() -> None:
@@ -170,11 +370,15 @@ def main() -> None:
     commands = parser.add_subparsers(required=True)
     command = commands.add_parser("search", help="launch shapes")
     command.add_argument("preset", choices=list(PRESETS))
-    command.add_argument("kind", choices=[*SCHEMES, "dense"], help="dense: bf16")
+    command.add_argument("kinds", nargs="+", choices=[*SCHEMES, "dense"], help="of the weights; dense: bf16")
     command.add_argument("--head", default="fp8", choices=list(SCHEMES), help="the LM head, if not dense (fp8)")
     command.add_argument("--rows", type=int, action="append", choices=(2, 4, *ROWS), help="of a pass (1); repeatable")
-    command.add_argument("--role", action="append", choices=ROLES, help="only this one; repeatable")
-    command.add_argument("--seconds", type=float, default=100.0, help="for all matrices together (100)")
+    command.add_argument("--role", action="append", choices=ROLES, help="only this one; repeatable (all but lm_head)")
+    command.add_argument("--compiling", type=float, default=70.0, help="seconds of it, for all together (70)")
+    command.add_argument("--seconds", type=float, default=100.0, help="for all together, timing too (100)")
+    command.add_argument("--workers", type=int, default=max((os.cpu_count() or 1) - 2, 1), help="that compile")
+    out = os.environ.get("OUT")
+    command.add_argument("--out", type=Path, default=out and Path(out, "few_bits.json"), help="JSON of all times")
     command.set_defaults(run=search)
     args = parser.parse_args()
     args.run(args)

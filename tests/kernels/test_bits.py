@@ -16,6 +16,7 @@ from tridecode.step.products import products
 from tridecode.step.shapes import MatmulShape
 from tridecode.step.torch_ops import LINEAR, piece_rows
 
+PDL = CUDA and torch.cuda.get_device_capability() >= (9, 0)
 EPS, DTYPE, TOLERANCE, ROUNDED = 1e-6, torch.bfloat16, 2e-5, BF16_ROUNDING + 2e-3
 CASES = cases(
     Case("qwen3-4b_down", gpu=dict(n=2560, k=9728), small=dict(n=24, k=384)),
@@ -120,6 +121,9 @@ SHAPES = {
     "64_rows": MatmulShape(64, 2, 4, 8),
     "rows_shared": MatmulShape(16, 2, 3, 32, programs=2),
     "rows_shared_streamed": MatmulShape(16, 4, 2, 3, programs=1),
+    "tiles_mixed": MatmulShape(32, 2, 3, 32, programs=1, mixed=1),
+    "fetched": MatmulShape(16, 2, 2, 3, fetch=1),
+    "rows_shared_fetched": MatmulShape(16, 2, 3, 32, programs=2, mixed=1, fetch=2),
 }
 
 
@@ -129,12 +133,12 @@ def test_every_launch_shape_gives_the_same_answer(form, shape):
     shape, n, rows = SHAPES[shape], 44, 2
     linear, (x, partials) = linear_of(form, n, 640), activations(rows, 640)
     out, ref = poisoned(rows, n), poisoned(rows, n)
-    products(shape).normed.launch(idle(rows), x, linear, out, partials, 5, EPS, shape=shape)
+    products(shape).normed.launch(idle(rows), x, linear, out, partials, 5, EPS, shape=shape, pdl=PDL)
     matvec_normed_ref(idle(rows), x, linear, ref, partials, 5, EPS)
     assert_close(out, ref, TOLERANCE)
     hidden, norm = random(rows, n, seed=3), norm_weight(n, DTYPE)
     expected, normed, sumsq = hidden.clone(), poisoned(rows, n, dtype=DTYPE), poisoned(rows, n)
-    products(shape).residual.launch(idle(rows), x, linear, hidden, norm, normed, sumsq, shape=shape)
+    products(shape).residual.launch(idle(rows), x, linear, hidden, norm, normed, sumsq, shape=shape, pdl=PDL)
     matvec_residual_ref(idle(rows), x, linear, expected, norm, poisoned(rows, n), poisoned(rows, n))
     assert_close(hidden, expected, TOLERANCE)
     left = products(shape).partials(n, shape)

@@ -9,10 +9,20 @@ import torch
 import triton
 import triton.language as tl
 
-from .bits import factor, pair, raised, unpack
+from .bits import factor, pair, raised, taken_off, unpack, zero_point
 from .common import META_WIDTH, RUN, STATUS, gdc_launch_dependents, gdc_wait, interpreted, options
 from .gate_up import gate_up_bytes, gate_up_ref
-from .matmul_parts import STEP_COLUMNS, STEP_K, block_of_rows, load_row_scales, load_tile, load_x, operand, places
+from .matmul_parts import (
+    STEP_COLUMNS,
+    STEP_K,
+    block_of_rows,
+    fetch_block,
+    load_row_scales,
+    load_tile,
+    load_x,
+    operand,
+    places,
+)
 from .matvec import matvec_bytes, matvec_normed_ref, matvec_residual_ref
 from .op import Op
 
@@ -56,6 +66,8 @@ def _matmul_kernel(
     X_AHEAD: tl.constexpr,
     BLOCKS: tl.constexpr,
     PROGRAMS: tl.constexpr,
+    MIXED: tl.constexpr,
+    FETCH: tl.constexpr,
     PDL: tl.constexpr,
     DOT_FP32: tl.constexpr,
 ):
@@ -87,14 +99,24 @@ def _matmul_kernel(
     # Groups that hold more than a tile scale its sum, smaller ones that of their part; one group a row, all of it.
     GROUPED: tl.constexpr = FORM != "dense" and GROUP < K
     SCALES: tl.constexpr = (PARTS if GROUP < STEP else 1) if GROUPED else 0
+    GROUP_PARTS: tl.constexpr = PARTS // SCALES if GROUPED else PARTS  # of a tile, that are summed before the scale
+    # Zero points of four bits are taken off the sums where the sums of activations, computed once, serve many blocks.
+    OFF: tl.constexpr = FORM == "int4" and X_AHEAD == TILES_X and BLOCKS > PROGRAMS
     ZERO_PARTS: tl.constexpr = (PARTS if GROUP < STEP else 1) if ZEROS else 0
     w, s, z = (), (), ()
     of = block_of_rows(
-        weight_ptr, scale_ptr, zero_ptr, pid, N, K, LENGTH, GROUP, SCALE_ROWS, BLOCK_N, OUT_N, LINE, WARPS
+        weight_ptr, scale_ptr, zero_ptr, pid, N, K, LENGTH, GROUP, SCALE_ROWS, BLOCK_N, OUT_N, LINE, WARPS,
+        OFF,
     )  # fmt: skip
     for c in tl.static_range(AHEAD):
-        first = load_tile(of, c, K, LENGTH, STEP, GROUP, SCALES, ZERO_PARTS, BLOCK_N, LINE, WARPS, MASKED)
+        first = load_tile(
+            of, c, K, LENGTH, STEP, GROUP, SCALES, ZERO_PARTS, BLOCK_N, LINE, WARPS, MASKED, OFF
+        )  # fmt: skip
         w, s, z = w + first[0], s + first[1], z + first[2]
+    for i in tl.static_range(0 if AHEAD < CHUNKS else 1, FETCH):
+        fetch_block(
+            weight_ptr, scale_ptr, zero_ptr, pid + i * PROGRAMS, N, K, LENGTH, GROUP, SCALE_ROWS, ZEROS, OUT_N, GATED
+        )  # fmt: skip
     offs_m = tl.arange(0, BLOCK_M)
     status = tl.load(meta_ptr + offs_m * META_WIDTH + STATUS, mask=offs_m < rows, other=-1)
     runs = (status == RUN)[None, :]
@@ -127,6 +149,17 @@ def _matmul_kernel(
         return
     if NORMED:
         scale = tl.rsqrt(tl.sum(partials, 1) / K + eps)
+    off = ()
+    if OFF:
+        whole = taken_off(ZEROS, WARPS, BLOCK_N, DOT_FP32).to(TYPE)
+        for i in tl.static_range(TILES_X):
+            if i % GROUP_PARTS == 0:
+                off_group = tl.zeros([WARPS, BLOCK_N, BLOCK_M], tl.float32)
+            columns = operand(raised(first_x[i], FORM, DOT_FP32), WARPS, BLOCK_M, True)
+            columns = tl.permute(columns, (0, 2, 1)).to(TYPE)
+            off_group = tl.dot(whole, columns, off_group, input_precision="ieee")
+            if (i + 1) % GROUP_PARTS == 0:
+                off += (off_group,)
     squares = tl.zeros([OUT_N, BLOCK_M], tl.float32)
     for turn in range(1 if BLOCKS == PROGRAMS else (BLOCKS - pid + PROGRAMS - 1) // PROGRAMS):
         block = pid + turn * PROGRAMS
@@ -142,8 +175,13 @@ def _matmul_kernel(
         if BLOCKS > PROGRAMS:
             of_next = block_of_rows(
                 weight_ptr, scale_ptr, zero_ptr, block + PROGRAMS, N, K, LENGTH, GROUP, SCALE_ROWS, BLOCK_N, OUT_N,
-                LINE, WARPS,
+                LINE, WARPS, OFF,
             )  # fmt: skip
+            if FETCH > 0 and FETCH * PROGRAMS < BLOCKS:
+                fetch_block(
+                    weight_ptr, scale_ptr, zero_ptr, block + FETCH * PROGRAMS, N, K, LENGTH, GROUP,
+                    SCALE_ROWS, ZEROS, OUT_N, GATED,
+                )  # fmt: skip
             offs_next = offs_n + PROGRAMS * OUT_N
             if HAS_BIAS or RESIDUAL:
                 extra_next = tl.load(extra_ptr + offs_next, mask=offs_next < N, other=0.0)
@@ -161,44 +199,52 @@ def _matmul_kernel(
                             xs, order_ptr, offs_xk, line_m < rows, c * PARTS + part + X_AHEAD, K, WARPS, PARTS, ORDERED
                         ),
                     )  # fmt: skip
-                columns = raised(x[c * PARTS + part], FORM, DOT_FP32)
+                columns = x[c * PARTS + part]
+                if FORM == "e4m3" or OFF:
+                    columns = raised(columns, FORM, DOT_FP32)
                 columns = tl.permute(operand(columns, WARPS, BLOCK_M, FORM != "dense"), (0, 2, 1)).to(TYPE)
                 if FORM == "dense":
                     tile = tiles[c]
                 else:
-                    zero = pair(zeros[c * ZERO_PARTS + part % ZERO_PARTS]) if ZEROS else 0
-                    tile = unpack(tiles[c], zero, part, FORM, ZEROS, DOT_FP32)
+                    zero = pair(zeros[c * ZERO_PARTS + part % ZERO_PARTS]) if ZEROS and not OFF else 0
+                    tile = unpack(tiles[c], zero, part, FORM, ZEROS and not OFF, DOT_FP32, OFF)
                 tile = operand(tile, WARPS, BLOCK_N, FORM != "dense").to(TYPE)
-                if not GROUPED:
-                    acc = tl.dot(tile, columns, acc, input_precision="ieee")
-                else:
-                    if part % (PARTS // SCALES) == 0:
-                        of_group = tl.zeros([WARPS, BLOCK_N, BLOCK_M], tl.float32)
-                    of_group = tl.dot(tile, columns, of_group, input_precision="ieee")
-                    if (part + 1) % (PARTS // SCALES) == 0:
-                        acc += of_group * scales[c * SCALES + part // (PARTS // SCALES)].to(tl.float32)
+                if part % GROUP_PARTS == 0:
+                    of_group = tl.zeros([WARPS, BLOCK_N, BLOCK_M], tl.float32) if GROUPED else acc
+                    if OFF:
+                        start = off[(c * PARTS + part) // GROUP_PARTS]
+                        if ZEROS:
+                            start *= zero_point(zeros[c * ZERO_PARTS + part // GROUP_PARTS % ZERO_PARTS])
+                        of_group = start if GROUPED else acc + start
+                of_group = tl.dot(tile, columns, of_group, input_precision="ieee")
+                if (part + 1) % GROUP_PARTS == 0:
+                    if GROUPED:
+                        acc += of_group * scales[c * SCALES + part // GROUP_PARTS].to(tl.float32)
+                    else:
+                        acc = of_group
             # AHEAD tiles later there is one of this block, or of the next one.
             if c + AHEAD < CHUNKS:
                 following = load_tile(
-                    of, c + AHEAD, K, LENGTH, STEP, GROUP, SCALES, ZERO_PARTS, BLOCK_N, LINE, WARPS, MASKED
+                    of, c + AHEAD, K, LENGTH, STEP, GROUP, SCALES, ZERO_PARTS, BLOCK_N, LINE, WARPS, MASKED,
+                    OFF,
                 )  # fmt: skip
                 tiles, scales, zeros = tiles + following[0], scales + following[1], zeros + following[2]
             elif BLOCKS > PROGRAMS:
-                if block + PROGRAMS < BLOCKS:
+                following = (
+                    tiles[c : c + 1],
+                    scales[c * SCALES : (c + 1) * SCALES],
+                    zeros[c * ZERO_PARTS : (c + 1) * ZERO_PARTS],
+                )
+                # A branch keeps the tiles apart: each is loaded where it is said here.
+                if MIXED or block + PROGRAMS < BLOCKS:
                     following = load_tile(
                         of_next, c + AHEAD - CHUNKS, K, LENGTH, STEP, GROUP, SCALES, ZERO_PARTS, BLOCK_N, LINE, WARPS,
-                        MASKED,
+                        MIXED or MASKED, OFF,
                     )  # fmt: skip
-                else:
-                    following = (
-                        tiles[c : c + 1],
-                        scales[c * SCALES : (c + 1) * SCALES],
-                        zeros[c * ZERO_PARTS : (c + 1) * ZERO_PARTS],
-                    )
                 tiles, scales, zeros = tiles + following[0], scales + following[1], zeros + following[2]
         if BLOCKS > PROGRAMS:
             w, s, z = tiles[CHUNKS:], scales[CHUNKS * SCALES :], zeros[CHUNKS * ZERO_PARTS :]
-        y = tl.sum(acc, 0) * factor(FORM, True)
+        y = tl.sum(acc, 0) * factor(FORM, OFF or FORM == "e4m3")
         if FORM != "dense" and not GROUPED:
             y *= of_row.to(tl.float32)
         if NORMED:
@@ -266,6 +312,9 @@ def _launch(meta, x, linear, out, norm, normed, sumsq, n_sumsq, eps, residual, g
         min(shape.x_ahead, tiles * parts),
         blocks,
         programs,
+        bool(shape.mixed),
+        # Pieces begin at multiples of 16 bytes; and what has dependent launch has copies in bulk.
+        shape.fetch if pdl and packed is not None and N % 8 == 0 else 0,
         pdl,
         interpreted(),
         **options(shape.num_warps, pdl, shape.registers),

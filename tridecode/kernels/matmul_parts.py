@@ -89,9 +89,10 @@ def block_of_rows(
     OUT_N: tl.constexpr,
     LINE: tl.constexpr,
     WARPS: tl.constexpr,
+    OF_SUMS: tl.constexpr,
 ):
-    """Where a block of rows begins: its tiles' lines, and the groups' scales [1, BLOCK_N, 1] and zeros of its rows; and
-    which of them exist."""
+    """Where a block of rows begins: its tiles' lines, and the groups' scales [1, BLOCK_N, 1] and zeros of its rows, as
+    the scales if OF_SUMS, else of the lines; and which of them exist."""
     GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
     line, warp = places(WARPS, BLOCK_N)
     sum_n = tl.arange(0, BLOCK_N)[None, :, None]
@@ -100,7 +101,7 @@ def block_of_rows(
         rows, sum_rows = line % OUT_N + line // OUT_N * N, sum_n % OUT_N + sum_n // OUT_N * N
     weights = weight_ptr + (rows + block * OUT_N).to(tl.int64) * LENGTH + (warp * LINE + tl.arange(0, LINE)[None, :])
     scales = scale_ptr + (sum_rows + block * OUT_N) // SCALE_ROWS * GROUPS
-    zeros = zero_ptr + (rows + block * OUT_N) * GROUPS
+    zeros = zero_ptr + ((sum_rows if OF_SUMS else rows) + block * OUT_N) * GROUPS
     return weights, scales, zeros, block * OUT_N + line % OUT_N < N, block * OUT_N + sum_n % OUT_N < N
 
 
@@ -141,6 +142,7 @@ def load_tile(
     LINE: tl.constexpr,
     WARPS: tl.constexpr,
     MASKED: tl.constexpr,
+    OF_SUMS: tl.constexpr,
 ):
     """The warps' tiles c of a block, as tuples: of the weights, of the scales of groups and of their zeros."""
     weights, scales, zeros, lines, rows = of
@@ -151,7 +153,10 @@ def load_tile(
     for part in tl.static_range(SCALES):
         s += (_load_group(scales, sum_warp, rows, c, part, K, WARPS, STEP, GROUP, MASKED),)
     for part in tl.static_range(ZERO_PARTS):
-        z += (_load_group(zeros, warp, lines, c, part, K, WARPS, STEP, GROUP, MASKED),)
+        if OF_SUMS:
+            z += (_load_group(zeros, sum_warp, rows, c, part, K, WARPS, STEP, GROUP, MASKED),)
+        else:
+            z += (_load_group(zeros, warp, lines, c, part, K, WARPS, STEP, GROUP, MASKED),)
     return w, s, z
 
 
@@ -161,3 +166,43 @@ def load_row_scales(ptr, block, N, SCALE_ROWS: tl.constexpr, BLOCK_N: tl.constex
     row = tl.arange(0, BLOCK_N)[:, None]
     of_row = (block * OUT_N + row % OUT_N + row // OUT_N * N) // SCALE_ROWS
     return tl.load(ptr + of_row, mask=block * OUT_N + row % OUT_N < N, other=0.0)
+
+
+@triton.jit
+def fetch_block(
+    weight_ptr,
+    scale_ptr,
+    zero_ptr,
+    block,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    LENGTH: tl.constexpr,
+    GROUP: tl.constexpr,
+    SCALE_ROWS: tl.constexpr,
+    ZEROS: tl.constexpr,
+    OUT_N: tl.constexpr,
+    GATED: tl.constexpr,
+):
+    """Bring a block of rows of packed weights into the L2 cache, if there is one, and what scales groups of them."""
+    GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
+    rows = tl.minimum(N - block * OUT_N, OUT_N)
+    for half in tl.static_range(2 if GATED else 1):
+        first = (block * OUT_N + half * N).to(tl.int64)
+        _fetch(weight_ptr + first * LENGTH, rows * (LENGTH * 4))
+        if GROUP < K and SCALE_ROWS == 1:
+            _fetch(scale_ptr + first * GROUPS, rows * (GROUPS * scale_ptr.dtype.element_ty.primitive_bitwidth // 8))
+        if ZEROS:
+            _fetch(zero_ptr + first * GROUPS, rows * (GROUPS * 2))
+
+
+@triton.jit
+def _fetch(ptr, size):
+    """One thread asks, for a multiple of 16 bytes."""
+    tl.inline_asm_elementwise(
+        """{
+        .reg .pred one; .reg .b32 thread;
+        mov.u32 thread, %tid.x; mov.u32 $0, 0; setp.eq.u32 one, thread, 0; setp.gt.and.s32 one, $2, 0, one;
+        @one cp.async.bulk.prefetch.L2.global [$1], $2;
+        }""",
+        "=r,l,r", [ptr.to(tl.uint64), size], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip

@@ -54,8 +54,8 @@ def few_bits_shape(linear, rows: int) -> MatmulShape:
     warps = 2 if K <= 3072 else 4 if K <= 8192 else 8
     while warps < 8 and -(-N // 16) * warps < WARPS and tiles > 2 * warps:
         warps *= 2
-    if rows > 8:
-        return MatmulShape(16, max(warps, 4), 4, 2)
+    if rows > 8:  # two of eight warps too
+        return MatmulShape(16, max(warps, 4), 4, 4, registers=128)
     ahead = 10 if warps < 8 else 4 if linear.format == "int4" else 8  # scales of groups are in flight too
     ahead = min(ahead, 6) if linear.format == "int8" else ahead
     # Two of eight warps fit a multiprocessor: few rows of weights are all multiplied at a time.
@@ -66,15 +66,18 @@ def programs_shape(linear, rows: int) -> MatmulShape | None:
     """For matrices with rows enough that each program takes several blocks, by as few warps as keep the activations in
     registers. None for others."""
     N, K = linear.out_features, linear.in_features
-    warps = next((warps for warps in (2, 4) if -(-K // (32 * warps)) <= MOST_X), 0)  # eight leave too few registers
+    most = MOST_X if rows <= 8 else MOST_X * 3 // 5  # of twice as many registers
+    choice = (2, 4) if rows <= 8 else (4, 8)  # eight, two of which are to fit, leave too few registers
+    tile = linear.packed.tile
+    warps = next((warps for warps in choice if -(-K // (tile * warps)) * tile // 32 <= most), 0)
     programs = PROGRAMS * 4 // max(warps, 1)
-    if rows > 8 or not warps or linear.format == "int8" or -(-N // 16) < 2 * programs:
+    if rows > 16 or not warps or linear.format == "int8" or -(-N // 16) < 2 * programs:
         return None
-    return MatmulShape(16, warps, 5, MOST_X, programs=programs)
+    return MatmulShape(16, warps, 5 if rows <= 8 else 3, MOST_X, programs=programs)
 
 
 def invariant_shape(linear, rows: int) -> MatmulShape:
     """The warps decide the order of the sums: as many for any number of rows, in tiles of as many that the sums of
     squares are added alike."""
     ahead = 4 if rows <= 16 else 2 if rows <= 32 else 1
-    return MatmulShape(16, 8, ahead, ahead, block_m=16)
+    return MatmulShape(16, 8, ahead, ahead, registers=128 if rows <= 16 else 0, block_m=16)
