@@ -264,7 +264,7 @@ class Timer:
         if self.pool is None:
             self.pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
         try:
-            return self.pool.submit(time_one, case, shape).result(60)
+            return self.pool.submit(time_one, case, shape).result(45)
         except Exception as error:
             if isinstance(error, (BrokenProcessPool, TimeoutError)) or "CUDA" in str(error):
                 self.close()

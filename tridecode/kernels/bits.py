@@ -3,10 +3,11 @@
 Two numbers an instruction. Both halves of a word hold a number at the same place. The low byte of a bf16 whose other
 bits are 0 is that many times 2 ** -133, its last bit being the lowest of the exponent, which changes nothing there: so
 one `and` makes a number of four bits from either half of a byte, and one `fma` scales it and takes the zero point off,
-exactly. Or it stays that small, and its zero point on: where activations are kept for many rows, they are as much
-larger (`raised`), and what they make of the zero points is computed once (`taken_off`). An e4m3's exponent and mantissa, moved to where bf16 has them, are 2 ** 120 too small, and so they stay: the
-activations are 2 ** 64 times as large (`raised`), the sum is scaled by the rest. model/formats/packed.py says what
-stands where. The interpreter, which knows no assembly, does the same by arithmetic.
+exactly. Or it stays that small, and its zero point on: where activations are kept for many rows of weights, they are as
+much larger (`raised`), and what they make of the zero points is computed once (`taken_off`). An e4m3's exponent and
+mantissa, moved to where bf16 has them, are 2 ** 120 too small, and so they stay: the activations are 2 ** 64 times as
+large, the sum is scaled by the rest. model/formats/packed.py says what stands where. The interpreter, which knows no
+assembly, does the same by arithmetic.
 """
 
 import triton
