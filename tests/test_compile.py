@@ -18,8 +18,9 @@ MOST = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}  # KiB; what a prog
 PROMPTS = {"_prompt_attention_kernel", "_prompt_attention_hopper_kernel", "_expand_kv_kernel"}  # for 9.0 only
 HOPPER = {"_matmul_hopper_kernel", *PROMPTS}
 LARGE = {"_matmul_tiles_kernel", "_attention_rows_kernel"} | HOPPER  # beside others like them
-# Bytes of a thread's stack, not in what runs once a tile: where Triton 3.9 puts part of an item's first tile.
-STACK = {"_attention_rows_kernel": 104}
+# Bytes of a thread's stack, not in what runs once a tile: where Triton 3.9 puts part of an item's first tile, and the
+# numbers of an item that are wanted again at its end.
+STACK = {"_attention_rows_kernel": 104, "_prompt_attention_kernel": 24}
 MOST = {arch: 1024 * size for arch, size in MOST.items()}
 ODD = ("head_dim_80", "head_dim_96", "head_dim_256", "group_16", "qwen3-4b_fp16")
 KERNELS = set(re.findall(r"^def (_\w+_kernel)\(", "".join(file.read_text() for file in FOLDER.rglob("*.py")), re.M))
