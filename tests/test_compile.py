@@ -15,7 +15,8 @@ from tridecode.model.presets import PRESETS
 FOLDER = Path(kernels.__path__[0])
 SHARED = 48 * 1024  # bytes; above, Triton asks for the largest carve-out, and the step's other kernels lose their L1
 MOST = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}  # KiB; what a program can have at most, for tiles
-PROMPTS = {"_prompt_attention_kernel", "_prompt_attention_hopper_kernel", "_expand_kv_kernel"}  # for 9.0 only
+# For 9.0 only.
+PROMPTS = {f"_{name}_kernel" for name in ("prompt_attention", "prompt_splits", "prompt_attention_hopper", "expand_kv")}
 HOPPER = {"_matmul_hopper_kernel", *PROMPTS}
 LARGE = {"_matmul_tiles_kernel", "_attention_rows_kernel"} | HOPPER  # beside others like them
 # Bytes of a thread's stack, not in what runs once a tile: where Triton 3.9 puts part of an item's first tile, and the
