@@ -59,7 +59,6 @@ def _attention_kernel(
     DOT_N: tl.constexpr,
     BLOCK_T: tl.constexpr,
     AHEAD: tl.constexpr,
-    STAGES: tl.constexpr,
     SPLITS: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
     COMBINE: tl.constexpr,
@@ -168,7 +167,7 @@ def _attention_kernel(
         q_fp8 = fp8_queries(q, BLOCK_T // WARP_T, DOT_FP32)
         m, l, acc = fp8_attend(
             q_fp8, k, v, next_pages, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, first, start, end, stride_kp,
-            stride_sp, PAGE, D, BLOCK_T, DOT_N, STAGES, CONVERTS, DOT_FP32,
+            stride_sp, PAGE, D, BLOCK_T, DOT_N, CONVERTS, DOT_FP32,
         )  # fmt: skip
     else:
         dot_q = tl.trans(q.to(ELEMENT).to(TYPE))
@@ -322,7 +321,6 @@ def attention(
         max(triton.next_power_of_2(group), 8),
         shape.block_t,
         shape.ahead,
-        shape.stages,
         shape.splits,
         partial.shape[2],
         combine_splits(group, head_dim, shape),

@@ -243,7 +243,7 @@ def _attention_rows_kernel(
             m_all, l, acc = fp8_attend(
                 fp8_queries(q, BLOCK_T // WARP_T, DOT_FP32), tile[0], tile[1], tile[2], k_ptr + of_head,
                 v_ptr + of_head, k_scale_ptr + of_scales, v_scale_ptr + of_scales, table_ptr, first, start, end,
-                stride_kp, stride_sp, PAGE, D, BLOCK_T, DOT_N, STAGES, CONVERTS, DOT_FP32,
+                stride_kp, stride_sp, PAGE, D, BLOCK_T, DOT_N, CONVERTS, DOT_FP32,
             )  # fmt: skip
             m = tl.maximum(m_all, s_new)
             alpha, p_new = tl.exp2(m_all - m), tl.where(split == 0, tl.exp2(s_new - m), 0.0)
@@ -326,6 +326,7 @@ def attention_rows(
     fp8 = is_fp8(k_cache)
     rows, group, k_scale, v_scale = len(out), out.shape[1] // (kv_heads * head_dim), scales(k_cache), scales(v_cache)
     spare = cos  # stands in for absent q/k norms
+    assert not fp8 or shape.stages == 1, "K/V in 8 bits are on their way in registers"
     assert shape.splits <= partial.shape[2], "more splits than partial has room for"
     assert shape.block_t % page == 0 or page % shape.block_t == 0, "a tile must be whole pages or a part of one"
     _attention_rows_kernel[(shape.programs,)](

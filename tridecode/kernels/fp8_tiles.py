@@ -270,15 +270,6 @@ def fp8_summed_values(values, p, acc, seen, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
-def _weights(s, m, l):
-    """(maxima, sums of weights, weights, what earlier sums are scaled by), after the scores s."""
-    m_new = tl.maximum(m, tl.max(s, 2))
-    alpha = tl.exp2(m - m_new)
-    p = tl.exp2(s - m_new[:, :, None])
-    return m_new, l * alpha + tl.sum(p, 2), p, alpha
-
-
-@triton.jit
 def fp8_attend(
     q,
     keys,
@@ -298,7 +289,6 @@ def fp8_attend(
     D: tl.constexpr,
     BLOCK_T: tl.constexpr,
     HEADS: tl.constexpr,
-    STAGES: tl.constexpr,
     CONVERTS: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
@@ -314,31 +304,22 @@ def fp8_attend(
     m, l = tl.full([WARPS, _HEADS], EMPTY, tl.float32), tl.zeros([WARPS, _HEADS], tl.float32)
     acc = tl.zeros([WARPS, _HEADS, BLOCK_D], tl.float32)
     offs = tl.arange(0, WARPS)[:, None, None] * WARP_T + tl.arange(0, WARP_T)[None, None, :]
-    if STAGES == 1:
-        for t in range(first, end, BLOCK_T):
-            seen = (t + offs >= start) & (t + offs < end)
-            s = fp8_scores(keys, q, seen, CONVERTS, INTERPRETED)
-            keys = fp8_keys(  # in flight from here on, as V is from the end of the turn
-                k_ptr, k_scale_ptr, pages, t + BLOCK_T, end, stride_p, stride_sp, PAGE, D, BLOCK_D, WARP_T, BLOCK_T
-            )  # fmt: skip
-            m, l, p, alpha = _weights(s, m, l)
-            acc = fp8_summed_values(values, p, acc * alpha[:, :, None], seen, INTERPRETED)
-            values = fp8_values(
-                v_ptr, v_scale_ptr, pages, t + BLOCK_T, end, stride_p, stride_sp, PAGE, D, BLOCK_D, WARP_T, BLOCK_T
-            )  # fmt: skip
-            pages = fp8_pages(table_ptr, t + 2 * BLOCK_T, end, PAGE, WARP_T, BLOCK_T)
-    else:
-        if first < end:
-            seen = (first + offs >= start) & (first + offs < end)
-            m, l, p, alpha = _weights(fp8_scores(keys, q, seen, CONVERTS, INTERPRETED), m, l)
-            acc = fp8_summed_values(values, p, acc, seen, INTERPRETED)
-        for t in tl.range(first + BLOCK_T, end, BLOCK_T, num_stages=STAGES):
-            at = fp8_pages(table_ptr, t, end, PAGE, WARP_T, BLOCK_T)
-            k = fp8_keys(k_ptr, k_scale_ptr, at, t, end, stride_p, stride_sp, PAGE, D, BLOCK_D, WARP_T, BLOCK_T)
-            v = fp8_values(v_ptr, v_scale_ptr, at, t, end, stride_p, stride_sp, PAGE, D, BLOCK_D, WARP_T, BLOCK_T)
-            seen = t + offs < end
-            m, l, p, alpha = _weights(fp8_scores(k, q, seen, CONVERTS, INTERPRETED), m, l)
-            acc = fp8_summed_values(v, p, acc * alpha[:, :, None], seen, INTERPRETED)
+    for t in range(first, end, BLOCK_T):
+        seen = (t + offs >= start) & (t + offs < end)
+        s = fp8_scores(keys, q, seen, CONVERTS, INTERPRETED)
+        keys = fp8_keys(  # in flight from here on, as V is from the end of the turn
+            k_ptr, k_scale_ptr, pages, t + BLOCK_T, end, stride_p, stride_sp, PAGE, D, BLOCK_D, WARP_T, BLOCK_T
+        )  # fmt: skip
+        m_new = tl.maximum(m, tl.max(s, 2))
+        alpha = tl.exp2(m - m_new)
+        p = tl.exp2(s - m_new[:, :, None])
+        l = l * alpha + tl.sum(p, 2)
+        acc = fp8_summed_values(values, p, acc * alpha[:, :, None], seen, INTERPRETED)
+        values = fp8_values(
+            v_ptr, v_scale_ptr, pages, t + BLOCK_T, end, stride_p, stride_sp, PAGE, D, BLOCK_D, WARP_T, BLOCK_T
+        )  # fmt: skip
+        pages = fp8_pages(table_ptr, t + 2 * BLOCK_T, end, PAGE, WARP_T, BLOCK_T)
+        m = m_new
     if HEADS < _HEADS:
         m, l, acc = _eight(m), _eight(l), _eight(acc)
     top = tl.max(m, 0)

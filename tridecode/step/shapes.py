@@ -128,7 +128,6 @@ class AttentionShape:
     num_warps: int = 4
     registers: int = 0
     ahead: int = 1
-    stages: int = 1
     converts: bool = False
 
 
