@@ -121,9 +121,9 @@ SHAPES = {
     "64_rows": MatmulShape(64, 2, 4, 8),
     "rows_shared": MatmulShape(16, 2, 3, 32, programs=2),
     "rows_shared_streamed": MatmulShape(16, 4, 2, 3, programs=1),
-    "tiles_mixed": MatmulShape(32, 2, 3, 32, programs=1, mixed=1),
+    "32_rows_shared": MatmulShape(32, 2, 3, 32, programs=1),
     "fetched": MatmulShape(16, 2, 2, 3, fetch=1),
-    "rows_shared_fetched": MatmulShape(16, 2, 3, 32, programs=2, mixed=1, fetch=2),
+    "rows_shared_fetched": MatmulShape(16, 2, 3, 32, programs=2, fetch=2),
 }
 
 

@@ -66,7 +66,6 @@ def _matmul_kernel(
     X_AHEAD: tl.constexpr,
     BLOCKS: tl.constexpr,
     PROGRAMS: tl.constexpr,
-    MIXED: tl.constexpr,
     FETCH: tl.constexpr,
     PDL: tl.constexpr,
     DOT_FP32: tl.constexpr,
@@ -236,10 +235,10 @@ def _matmul_kernel(
                     zeros[c * ZERO_PARTS : (c + 1) * ZERO_PARTS],
                 )
                 # A branch keeps the tiles apart: each is loaded where it is said here.
-                if MIXED or block + PROGRAMS < BLOCKS:
+                if block + PROGRAMS < BLOCKS:
                     following = load_tile(
                         of_next, c + AHEAD - CHUNKS, K, LENGTH, STEP, GROUP, SCALES, ZERO_PARTS, BLOCK_N, LINE, WARPS,
-                        MIXED or MASKED, OFF,
+                        MASKED, OFF,
                     )  # fmt: skip
                 tiles, scales, zeros = tiles + following[0], scales + following[1], zeros + following[2]
         if BLOCKS > PROGRAMS:
@@ -312,7 +311,6 @@ def _launch(meta, x, linear, out, norm, normed, sumsq, n_sumsq, eps, residual, g
         min(shape.x_ahead, tiles * parts),
         blocks,
         programs,
-        bool(shape.mixed),
         # Pieces begin at multiples of 16 bytes; and what has dependent launch has copies in bulk.
         shape.fetch if pdl and packed is not None and N % 8 == 0 else 0,
         pdl,

@@ -98,16 +98,16 @@ def choose_shapes(
     if dtype != torch.bfloat16:  # activations are fp32 then, and do not fit in bounds found with 16-bit ones
         shapes = StepShapes(**{op: replace(shape, registers=0) for op, shape in vars(shapes).items()})
     if dtype == torch.bfloat16:
-        by_rows = {1: shapes} | {rows: few_rows_shapes(config, dtype, rows, capability) for rows in (8, 16, 32, 64)}
+        by_rows = {1: shapes} | {rows: few_rows_shapes(config, dtype, rows, capability) for rows in (4, 8, 16, 32, 64)}
     else:  # the weights are read once a row
         by_rows = {1: shapes, 2: replace(shapes, attention=attention_rows_shape(config, dtype, 64))}
     return by_rows if gpu is None else with_table(by_rows, config, dtype, gpu)
 
 
 def few_rows_shapes(config: ModelConfig, dtype: torch.dtype, rows: int, capability: int) -> StepShapes:
-    """Shapes of passes of up to `rows` rows: 8, 16, 32 or 64."""
+    """Shapes of passes of up to `rows` rows: 4, 8, 16, 32 or 64; products of up to 4 have those of 8."""
     matrices = matrix_sizes(config)
-    shapes = {op: few_rows_shape(*size, rows, op == "gate_up", capability) for op, size in matrices.items()}
+    shapes = {op: few_rows_shape(*size, max(rows, 8), op == "gate_up", capability) for op, size in matrices.items()}
     return StepShapes(**shapes, attention=attention_rows_shape(config, dtype, rows))
 
 
@@ -130,7 +130,7 @@ TUNED_ROWS = {
         (2560, 4096): MatmulShape(16, 4, 12, 4),
         (19456, 2560): MatmulShape(16, 4, 12, 8),
         (2560, 9728): MatmulShape(32, 8, 5, 4),
-        (151936, 2560): MatmulShape(16, 8, 10, 8),
+        (151936, 2560): MatmulShape(16, 8, 10, 8, registers=128),  # two programs a multiprocessor
         (4096, 1024): MatmulShape(16, 4, 8, 8),  # Qwen3-0.6B
         (1024, 2048): MatmulShape(16, 4, 12, 8),
         (6144, 1024): MatmulShape(16, 2, 16, 4),
@@ -152,8 +152,8 @@ TUNED_ROWS = {
         (19456, 2560): HopperShape(128, 64, 4, 4, lag=1),
         (2560, 9728): HopperShape(64, 128, 4, 4, split=3),
         (151936, 2560): HopperShape(128, 128, 5, 5, programs=132, copier=1, registers=80),
-        (4096, 1024): TilesShape(32, 128, 8, block_m=64),
-        (1024, 2048): TilesShape(32, 256, 4, block_m=32),
+        (4096, 1024): HopperShape(64, 64, 8, 4, copier=1, registers=80),
+        (1024, 2048): HopperShape(64, 64, 8, 4, split=4),
         (6144, 1024): TilesShape(32, 128, 4, block_m=64),
         (1024, 3072): WideShape(64, 128, 4, 3, split=6),
     },
@@ -262,6 +262,8 @@ def attention_rows_shape(config: ModelConfig, dtype: torch.dtype, rows: int) -> 
         return AttentionRowsShape(16, splits(3 * 132), num_warps=4, least=16, programs=3 * 132)
     if config.num_heads // config.num_kv_heads > 8:
         return AttentionRowsShape(32, splits(3 * 132), num_warps=8, least=8, programs=132)
+    if rows <= 4 and dtype == torch.bfloat16:  # a long row is shared by more, as few others are there
+        return AttentionRowsShape(64, splits(2 * 132), num_warps=4, least=4, programs=2 * 132, stages=2)
     block_t = 64 if rows > 16 else 32
     return AttentionRowsShape(block_t, splits(2 * 132), num_warps=4, least=16, programs=2 * 132, stages=5)
 
@@ -269,16 +271,16 @@ def attention_rows_shape(config: ModelConfig, dtype: torch.dtype, rows: int) -> 
 def fp8_kv_shape(
     shape: AttentionShape | AttentionRowsShape, capability: int = TUNED_FOR
 ) -> AttentionShape | AttentionRowsShape:
-    """For K/V in 8 bits: 32 positions a warp, and the next ones on their way in registers; half as many of wide heads
-    and before Hopper, where more spill in some Triton versions."""
+    """For K/V in 8 bits: 32 positions a warp, and the next ones on their way in registers, two programs of four warps a
+    multiprocessor; half as many positions of wide heads and before Hopper, where more spill in some Triton versions."""
     rows = isinstance(shape, AttentionRowsShape)
-    wide = shape.block_t <= (16 if rows else 32)
-    num_warps = 4 if rows else 8
-    block_t = num_warps * (16 if wide or capability < 90 else 32)
+    half = capability < 90 or shape.block_t <= (16 if rows else 32)
+    num_warps = 8 if half and not rows else 4
+    block_t = num_warps * (16 if half else 32)
     found = replace(shape, block_t=block_t, num_warps=num_warps, converts=capability >= 89)  # has an instruction for it
     if rows:
         return replace(found, least=max(shape.least * shape.block_t // block_t, 1), programs=264, stages=1)
-    return replace(found, ahead=1)
+    return replace(found, ahead=1, splits=shape.splits * 8 // num_warps)
 
 
 def prompt_attention_shape(

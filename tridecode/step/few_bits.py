@@ -12,12 +12,22 @@ from .shapes import MatmulShape, StepShapes
 
 ROLES = ("qkv", "o_proj", "gate_up", "down", "lm_head")
 ROWS = (1, 8, 16, 32, 64)
-WARPS = 8 * 132  # of all programs together, two for each scheduler of the largest GPUs
-SHARED = True  # whether programs may share the rows of a matrix; one each 16 rows else
-PROGRAMS = 2 * 132  # of four warps, that do: two a multiprocessor leave registers for the next kernel's
+PROGRAMS = 2 * 132  # of four warps, that share the rows of a matrix: two a multiprocessor
 MOST_X = 20  # tiles of activations that a warp keeps, 4 registers each
-# Rows of a pass -> (format, rows, columns) of a weight -> the shape that was fastest in the whole step.
-TUNED: dict[int, dict[tuple[str, int, int], MatmulShape]] = {rows: {} for rows in ROWS}
+# Rows of a pass -> (format, rows, columns) of a weight -> the shape that was fastest on an H200.
+TUNED: dict[int, dict[tuple[str, int, int], MatmulShape]] = {
+    1: {
+        ("e4m3", 6144, 2560): MatmulShape(16, 4, 10, 20, programs=264),  # Qwen3-4B
+        ("e4m3", 2560, 4096): MatmulShape(16, 4, 10, 8, fetch=1),
+        ("int4", 2560, 4096): MatmulShape(16, 4, 8, 8),
+    },
+    8: {
+        ("e4m3", 6144, 2560): MatmulShape(16, 4, 10, 20, programs=264),
+        ("e4m3", 2560, 4096): MatmulShape(16, 4, 10, 8, fetch=1),
+        ("int4", 2560, 4096): MatmulShape(16, 4, 8, 8),
+        ("int4", 2560, 9728): MatmulShape(16, 4, 10, 8, fetch=1),
+    },
+}
 
 
 def few_bits(
@@ -44,36 +54,36 @@ def few_bits_shape(linear, rows: int) -> MatmulShape:
     after its sums to do, but enough for all multiprocessors. Programs of 16 rows of the weights have their scales where
     they are wanted."""
     N, K = linear.out_features, linear.in_features
-    if found := TUNED[rows].get((linear.format, N, K)):
-        return found
-    if SHARED and (found := programs_shape(linear, rows)):
+    blocks = -(-N // 16)
+    if found := TUNED.get(rows, {}).get((linear.format, N, K)):
         return found
     if rows > 16:  # sums of so many rows leave few registers for what is in flight
         return MatmulShape(16, 8 if rows > 32 else 4, 1, 1)
+    if rows > 8:  # four programs a multiprocessor, if there are so many
+        return MatmulShape(16, 4, 10, 8, fetch=1) if blocks < PROGRAMS else MatmulShape(16, 4, 4, 4, 128, fetch=1)
+    if found := programs_shape(linear):
+        return found
     tiles = K // linear.packed.tile  # 16 bytes of a row for each of four lanes
     warps = 2 if K <= 3072 else 4 if K <= 8192 else 8
-    while warps < 8 and -(-N // 16) * warps < WARPS and tiles > 2 * warps:
+    while warps < 8 and blocks * warps < 4 * PROGRAMS and tiles > 2 * warps:
         warps *= 2
-    if rows > 8:  # two of eight warps too
-        return MatmulShape(16, max(warps, 4), 4, 4, registers=128)
     ahead = 10 if warps < 8 else 4 if linear.format == "int4" else 8  # scales of groups are in flight too
     ahead = min(ahead, 6) if linear.format == "int8" else ahead
     # Two of eight warps fit a multiprocessor: few rows of weights are all multiplied at a time.
     return MatmulShape(16, warps, ahead, 8, registers=128 if warps == 8 else 0)
 
 
-def programs_shape(linear, rows: int) -> MatmulShape | None:
-    """For matrices with rows enough that each program takes several blocks, by as few warps as keep the activations in
-    registers. None for others."""
+def programs_shape(linear) -> MatmulShape | None:
+    """Of up to 8 rows, for matrices with rows enough that each program takes several blocks, by as few warps as keep
+    the activations in registers. None for others."""
     N, K = linear.out_features, linear.in_features
-    most = MOST_X if rows <= 8 else MOST_X * 3 // 5  # of twice as many registers
-    choice = (2, 4) if rows <= 8 else (4, 8)  # eight, two of which are to fit, leave too few registers
     tile = linear.packed.tile
-    warps = next((warps for warps in choice if -(-K // (tile * warps)) * tile // 32 <= most), 0)
+    # Eight leave too few registers.
+    warps = next((warps for warps in (2, 4) if -(-K // (tile * warps)) * tile // 32 <= MOST_X), 0)
     programs = PROGRAMS * 4 // max(warps, 1)
-    if rows > 16 or not warps or linear.format == "int8" or -(-N // 16) < 2 * programs:
+    if not warps or linear.format == "int8" or -(-N // 16) < 2 * programs:
         return None
-    return MatmulShape(16, warps, 5 if rows <= 8 else 3, MOST_X, programs=programs)
+    return MatmulShape(16, warps, 10, MOST_X, programs=programs)
 
 
 def invariant_shape(linear, rows: int) -> MatmulShape:

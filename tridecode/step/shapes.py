@@ -34,9 +34,8 @@ class MatmulShape:
     ahead: tiles of 32 columns (of 4 bits 128, of 8 bits 64) a warp in flight, of the weights, before the wait. x_ahead:
     tiles of 32 columns of the activations; if these are all, they are loaded once a program. registers: the most a
     thread may use, 0 for no bound. block_m: rows of a tile, if a pass has fewer. programs: how many share the rows,
-    each taking its next ones while it multiplies; 0 for one program each block_n rows. mixed: 1 where the compiler may
-    mix the work on a program's tiles, whose sums wait for each other less; else each is loaded anew as soon as it is
-    multiplied. fetch: blocks of packed weights that are on their way to the L2 cache, with the one in registers.
+    each taking its next ones while it multiplies; 0 for one program each block_n rows. fetch: blocks of
+    packed weights that are on their way to the L2 cache, with the one in registers.
     """
 
     block_n: int = 16
@@ -46,7 +45,6 @@ class MatmulShape:
     registers: int = 0
     block_m: int = 8
     programs: int = 0
-    mixed: int = 0
     fetch: int = 0
 
     def grid(self, N: int) -> tuple[int, int]:
