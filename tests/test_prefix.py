@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tridecode.cache import prefix
 from tridecode.cache.pages import PagePool
 from tridecode.cache.prefix import HEAD_START, PrefixCache
 
@@ -183,6 +184,40 @@ def test_finding_and_evicting_does_not_take_longer_with_thousands_of_pages():
     cache.check()
 
 
+def test_many_pages_that_begin_alike_are_not_compared_token_by_token(monkeypatch):
+    """Conversations behind one system prompt, which ends within a page."""
+    cache = Cache(pages=1001)
+    for i in range(1000):
+        cache.compute([1, 2, 3, i])
+    compared, common = [], prefix._common
+    monkeypatch.setattr(prefix, "_common", lambda *both: compared.append(both) or common(*both))
+    assert found(cache.cache.match([1, 2, 3, 1000])) == 3 and found(cache.cache.match([1, 2, 9])) == 2
+    assert len(compared) < 5
+
+
+class Watched(list):
+    """Ids that keep count of the pages that are read of them."""
+
+    read = 0
+
+    def __getitem__(self, key):
+        self.read += 1
+        return super().__getitem__(key)
+
+
+def test_of_a_text_that_goes_on_only_new_pages_are_looked_for():
+    cache = Cache()
+    ids, pages = Watched(range(22)), cache.pool.take(6)
+    known = cache.cache.insert(ids[:16], pages[:4])
+    ids.read = 0
+    cache.cache.insert(ids, pages, behind=known)
+    assert ids.read == 2 and found(cache.cache.match(list(range(22)))) == 22
+    cache.cache.forget(list(range(22)))
+    cache.cache.insert(ids, pages, behind=known)
+    assert found(cache.cache.match(list(range(22)))) == 22, "those that have gone are put there again"
+    cache.check([pages])
+
+
 IDS = st.lists(st.integers(0, 2), min_size=1, max_size=14)
 
 
@@ -201,6 +236,41 @@ def test_any_order_of_requests(requests):
         known.append((ids, salt))
     cache.cache.clear()
     assert cache.pool.free == 8
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(IDS, st.integers(0, 3), st.sampled_from(["", "", "evict", "forget"])), max_size=20))
+def test_going_on_from_a_known_page_is_the_same_as_from_the_first(requests):
+    """Requests that publish their whole pages, while others run, and at their end the rest: in one cache from the page
+    that they use on, in the other one from the beginning, with a use and a leave for each move."""
+    caches, running = (Cache(pages=12), Cache(pages=12)), []
+    for ids, keep, other in requests:
+        begun = []
+        for cache in caches:
+            tree, whole = cache.cache, len(ids) // PAGE
+            pages = cache.pool.take(min(-(-len(ids) // PAGE), cache.pool.free))
+            ids = ids[: len(pages) * PAGE]
+            known = tree.insert(ids[: whole * PAGE], pages[:whole])
+            tree.use(known)
+            if other:
+                getattr(tree, other)(ids if other == "forget" else 1)
+            begun.append((tree, ids, pages, known))
+        running.append(begun)
+        while len(running) > keep:
+            for short, cache, (tree, ids, pages, known) in zip((True, False), caches, running.pop(0)):
+                last = tree.insert(ids, pages, behind=known if short else None)
+                if short:
+                    tree.use(last, known)
+                else:
+                    tree.use(last)
+                    tree.leave(known)
+                tree.leave(last)
+                cache.pool.give_back(pages)
+        for place, cache in enumerate(caches):
+            cache.check([begun[place][2] for begun in running], [begun[place][3] for begun in running])
+        one, other = ([(n.tokens, n.page, n.depth, n.wanted, n.users) for n in c.cache._all()] for c in caches)
+        assert one == other
+        assert caches[0].cache.evictable() == caches[1].cache.evictable()
 
 
 def common(a, b):

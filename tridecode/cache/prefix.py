@@ -14,13 +14,15 @@ HEAD_START = 64  # requests by which a page that was found again outlives one th
 class Node:
     """A page of K/V that can be found: of `tokens`, at most a page of them, behind those of its parents.
 
-    wanted: when it was last, by the cache's own clock, and a HEAD_START more if it was found then. users: requests that
-    use it, or what stands behind it. entry: its number among those to go. gone: it is found no more.
+    depth: pages up to and with it, 0 of a root, which has none. wanted: when it was last, by the cache's own clock, and
+    a HEAD_START more if it was found then. users: requests that use it, or what stands behind it. entry: its number
+    among those to go. gone: it is found no more.
     """
 
     page: int
     tokens: tuple[int, ...]
     parent: "Node | None"
+    depth: int = 0
     wanted: int = 0
     users: int = 0
     entry: int = 0
@@ -85,9 +87,9 @@ class PrefixCache:
             node = child
             found.append(child)
             first += self._page
-        tail, most = None, 0
+        tail, most, rest = None, 0, tuple(ids[first : first + self._page])
         for child in node.children.values() if node else ():
-            if (common := _common(child.tokens, ids, first)) > most:
+            if child.tokens[: most + 1] == rest[: most + 1] and (common := _common(child.tokens, rest)) > most:
                 tail, most = child, common
         return Match(tuple(found), tail, most)
 
@@ -98,35 +100,50 @@ class PrefixCache:
             node.wanted = self._clock + HEAD_START
             self._may_go(node)
 
-    def use(self, node: Node | None) -> None:
-        """Keep the node and all before it; None, where nothing was found, is no node."""
-        while node is not None and node.parent is not None:
+    def use(self, node: Node | None, before: Node | None = None) -> None:
+        """Keep the node and all in front of it, for one who used `before` until now: what is in front of both stays as
+        it is. None, where nothing was found, is no node."""
+        fork = _fork(node, before)
+        while node is not fork and node.parent is not None:
             self._idle -= not (node.users or node.gone)
             node.users += 1
             node = node.parent
+        while before is not fork and before.parent is not None:
+            before.users -= 1
+            self._idle += not (before.users or before.gone)
+            self._may_go(before)
+            before = before.parent
 
     def leave(self, node: Node | None) -> None:
         """The end of a `use` of the same node."""
-        while node is not None and node.parent is not None:
-            node.users -= 1
-            self._idle += not (node.users or node.gone)
-            self._may_go(node)
-            node = node.parent
+        self.use(None, node)
 
-    def insert(self, ids: Sequence[int], pages: Sequence[int], salt: str = "", goes_on: bool = False) -> Node:
+    def insert(
+        self,
+        ids: Sequence[int],
+        pages: Sequence[int],
+        salt: str = "",
+        goes_on: bool = False,
+        behind: Node | None = None,
+    ) -> Node:
         """Let the K/V of `ids`, which `pages` hold, be found; returns the last node. Where their tokens are there
-        already in a page that somebody uses, it stays. goes_on: as their Match did."""
+        already in a page that somebody uses, it stays. goes_on: as their Match did. behind: the node of their first
+        whole pages, as far as it is known already; they are looked for only where it has gone."""
         if salt not in self._roots:  # of others, those that nothing is left of go
             self._roots = {other: root for other, root in self._roots.items() if root.children}
-        node = self._roots.setdefault(salt, Node(-1, (), None))
+        node, known = self._roots.setdefault(salt, Node(-1, (), None)), _path(behind)
+        wanted = self._clock + HEAD_START * goes_on
         for place, page in enumerate(pages):
-            tokens = tuple(ids[place * self._page : (place + 1) * self._page])
-            if not tokens:
-                break
-            child = node.children.get(tokens)
+            if place < len(known):
+                child = known[place]
+            else:
+                tokens = tuple(ids[place * self._page : (place + 1) * self._page])
+                if not tokens:
+                    break
+                child = node.children.get(tokens)
             if child is None:
                 self._drop_beginnings(node, tokens)
-                child = Node(page, tokens, node)
+                child = Node(page, tokens, node, node.depth + 1)
                 node.children[tokens] = child
                 self._nodes += 1
                 self._idle += 1
@@ -136,7 +153,7 @@ class PrefixCache:
                 unused, child.page = child.page, page
                 self._pool.share([page])
                 self._pool.give_back([unused])
-            child.wanted = max(child.wanted, self._clock + HEAD_START * goes_on)
+            child.wanted = max(child.wanted, wanted)
             self._may_go(child)
             node = child
         return node
@@ -253,7 +270,28 @@ class PrefixCache:
         assert self._nodes == len(nodes) and self._idle == sum(not node.users for node in nodes)
 
 
-def _common(tokens: tuple[int, ...], ids: Sequence[int], first: int) -> int:
-    """Leading tokens that a page and `ids` from `first` on have in common."""
-    most = min(len(tokens), len(ids) - first)
-    return next((i for i in range(most) if tokens[i] != ids[first + i]), max(most, 0))
+def _fork(one: Node | None, other: Node | None) -> Node | None:
+    """The last node that is, or is in front of, both; None where nothing is."""
+    while one is not other:
+        if one is None or other is None:
+            return None
+        if one.depth >= other.depth:
+            one = one.parent
+        else:
+            other = other.parent
+    return one
+
+
+def _path(node: Node | None) -> list[Node]:
+    """The pages up to and with this one, none if it has gone."""
+    path = []
+    while node is not None and node.parent is not None and not node.gone:
+        path.append(node)
+        node = node.parent
+    return path[::-1]
+
+
+def _common(tokens: tuple[int, ...], ids: tuple[int, ...]) -> int:
+    """Leading tokens that both have."""
+    most = min(len(tokens), len(ids))
+    return next((i for i in range(most) if tokens[i] != ids[i]), most)
