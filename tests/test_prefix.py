@@ -172,6 +172,7 @@ def test_many_pages_that_begin_alike_are_not_compared_token_by_token(monkeypatch
     compared, common = [], prefix._common
     monkeypatch.setattr(prefix, "_common", lambda *both: compared.append(both) or common(*both))
     assert found(cache.cache.match([1, 2, 3, 1000])) == 3 and found(cache.cache.match([1, 2, 9])) == 2
+    assert found(cache.cache.match([1, 2, 3])) == 3 and found(cache.cache.match([])) == 0
     assert len(compared) < 5
 
 

@@ -8,7 +8,7 @@ from heapq import heapify, heappop, heappush
 from ..layout import packed
 from .pages import PagePool
 
-TOKEN = 4  # bytes
+TOKEN = 4  # bytes of one
 HEAD_START = 64  # requests by which a page that was found again outlives one that was not
 
 
@@ -98,6 +98,8 @@ class PrefixCache:
         tail, most, rest = None, 0, tokens[first : first + page]
         more = rest[:TOKEN]
         for child in node.children.values() if node else ():
+            if len(rest) == most * TOKEN:
+                break
             if child.tokens.startswith(more) and (common := _common(child.tokens, rest)) > most:
                 tail, most, more = child, common, rest[: (common + 1) * TOKEN]
         return Match(tuple(found), tail, most)
