@@ -6,6 +6,7 @@ from checkpoints import FAMILIES, write_tiny
 from models import CUDA, DEVICE
 
 from tridecode import Engine, SamplingParams
+from tridecode.layout import packed
 from tridecode.loading import BUNDLED
 from tridecode.serve.request import scoring
 
@@ -73,7 +74,7 @@ def check_contract_of_rows(path, rows):
     texts = [torch.randint(0, 380, (TOKENS,), generator=generator).tolist() for _ in range(rows)]
     with Engine.load(path, device=str(DEVICE), slots=rows, max_seq_len=2 * TOKENS) as engine:
         shape = TOKENS, engine.config.vocab_size
-        jobs = [scoring(ids, 0.0, logits=torch.empty(shape, device=DEVICE)) for ids in texts]
+        jobs = [scoring(packed(ids), 0.0, logits=torch.empty(shape, device=DEVICE)) for ids in texts]
         for request in [engine._driver.submit(job) for job in jobs]:  # all before the first pass
             assert request.result().error is None
         logits = [job.logits for job in jobs]

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tridecode.cache import prefix
 from tridecode.cache.pages import PagePool
 from tridecode.cache.prefix import HEAD_START, PrefixCache
 
@@ -148,26 +149,6 @@ def test_what_was_found_again_outlives_newer_pages_that_were_not():
     cache.check()
 
 
-class Colliding(int):
-    """A token whose hash tells it from no other."""
-
-    def __hash__(self):
-        return 1
-
-
-def test_tokens_are_compared_where_hashes_are_equal():
-    cache = Cache()
-    texts = [[Colliding(i), Colliding(2), Colliding(3), Colliding(4), Colliding(i + j)] for i in (1, 7) for j in (0, 1)]
-    assert len({hash(tuple(text)) for text in texts}) == 1
-    for text in texts:
-        cache.compute(text)
-    for text in texts:
-        assert found(cache.cache.match(text)) == 5 and found(cache.cache.match([Colliding(3), *text[1:]])) == 0
-    pages = [cache.cache.match(text).tail.page for text in texts]
-    assert len(set(pages)) == 4
-    cache.check()
-
-
 def test_finding_and_evicting_does_not_take_longer_with_thousands_of_pages():
     """What the cache looks at, counted: a fraction of a page for each that goes."""
     cache = Cache(pages=8000)
@@ -181,6 +162,30 @@ def test_finding_and_evicting_does_not_take_longer_with_thousands_of_pages():
         cache.find([999] * 32)
     assert len(cache.cache._ends) < 10_000, "outdated entries go too"
     cache.check()
+
+
+def test_many_pages_that_begin_alike_are_not_compared_token_by_token(monkeypatch):
+    """Conversations behind one system prompt, which ends within a page."""
+    cache = Cache(pages=1001)
+    for i in range(1000):
+        cache.compute([1, 2, 3, i])
+    compared, common = [], prefix._common
+    monkeypatch.setattr(prefix, "_common", lambda *both: compared.append(both) or common(*both))
+    assert found(cache.cache.match([1, 2, 3, 1000])) == 3 and found(cache.cache.match([1, 2, 9])) == 2
+    assert found(cache.cache.match([1, 2, 3])) == 3 and found(cache.cache.match([])) == 0
+    assert len(compared) < 5
+
+
+def test_of_a_text_that_goes_on_only_new_pages_are_looked_for():
+    cache = Cache()
+    ids, pages = list(range(22)), cache.pool.take(6)
+    known = cache.cache.insert(ids[:16], pages[:4])
+    cache.cache.insert([77] * 16 + ids[16:], pages, behind=known)
+    assert found(cache.cache.match(ids)) == 22, "what stands in front of them is not looked at"
+    cache.cache.forget(ids)
+    cache.cache.insert(ids, pages, behind=known)
+    assert found(cache.cache.match(ids)) == 22, "those that have gone are put there again"
+    cache.check([pages])
 
 
 IDS = st.lists(st.integers(0, 2), min_size=1, max_size=14)
@@ -201,6 +206,41 @@ def test_any_order_of_requests(requests):
         known.append((ids, salt))
     cache.cache.clear()
     assert cache.pool.free == 8
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(IDS, st.integers(0, 3), st.sampled_from(["", "", "evict", "forget"])), max_size=20))
+def test_going_on_from_a_known_page_is_the_same_as_from_the_first(requests):
+    """Requests that publish their whole pages, while others run, and at their end the rest: in one cache from the page
+    that they use on, in the other one from the beginning, with a use and a leave for each move."""
+    caches, running = (Cache(pages=12), Cache(pages=12)), []
+    for ids, keep, other in requests:
+        begun = []
+        for cache in caches:
+            tree, whole = cache.cache, len(ids) // PAGE
+            pages = cache.pool.take(min(-(-len(ids) // PAGE), cache.pool.free))
+            ids = ids[: len(pages) * PAGE]
+            known = tree.insert(ids[: whole * PAGE], pages[:whole])
+            tree.use(known)
+            if other:
+                getattr(tree, other)(ids if other == "forget" else 1)
+            begun.append((tree, ids, pages, known))
+        running.append(begun)
+        while len(running) > keep:
+            for short, cache, (tree, ids, pages, known) in zip((True, False), caches, running.pop(0)):
+                last = tree.insert(ids, pages, behind=known if short else None)
+                if short:
+                    tree.use(last, known)
+                else:
+                    tree.use(last)
+                    tree.leave(known)
+                tree.leave(last)
+                cache.pool.give_back(pages)
+        for place, cache in enumerate(caches):
+            cache.check([begun[place][2] for begun in running], [begun[place][3] for begun in running])
+        one, other = ([(n.tokens, n.page, n.depth, n.wanted, n.users) for n in c.cache._all()] for c in caches)
+        assert one == other
+        assert caches[0].cache.evictable() == caches[1].cache.evictable()
 
 
 def common(a, b):

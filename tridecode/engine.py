@@ -143,9 +143,9 @@ class Engine(Loaded):
         self._open()
         params = self._params(params)
         flag("reuse_prefix", reuse_prefix)
-        ids, chat = self.prepare(prompt, template_variables)
+        tokens, chat = self.prepare(prompt, template_variables)
         salt, grammar = string("cache_salt", cache_salt), self._grammars.of(params)
-        return generating(ids, chat, params, self.config, self.capacity, reuse_prefix, salt, started, grammar)
+        return generating(tokens, chat, params, self.config, self.capacity, reuse_prefix, salt, started, grammar)
 
     def generate(
         self,
@@ -195,7 +195,7 @@ class Engine(Loaded):
         """
         if (ids := listed(token_ids)) is None:
             raise PromptError(f"token_ids must be a sequence of token ids, got {shown(token_ids)}")
-        ids = self.encode(ids)
+        ids = self.prepare(ids).tokens
         logits = torch.empty(len(ids), self.config.vocab_size, device=self.device)
         job = scoring(ids, time.perf_counter(), logits=logits)
         if error := self._driver.submit(job).result().error:
@@ -205,7 +205,7 @@ class Engine(Loaded):
     def submit_score(self, prompt: Prompt, logprobs: int) -> Request:
         """A request whose pieces tell of each token after the prompt's first one how likely it was, with the `logprobs`
         likeliest, and of the one that would follow; see `submit` and `score`."""
-        return self._driver.submit(scoring(self.encode(prompt), time.perf_counter(), logprobs))
+        return self._driver.submit(scoring(self.prepare(prompt).tokens, time.perf_counter(), logprobs))
 
     def rewind(self, position: int | Sequence[int], params: SamplingParams, rows: int = 1, given: int = 0) -> None:
         """Put the first `rows` rows at `position`, or each at its own of a list, with whatever the cache holds, for

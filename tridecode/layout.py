@@ -12,6 +12,9 @@ chunks is int32 [MAX_CHUNKS, CHUNK_WIDTH] and says whose prompts a prompt pass r
 pass are the slot's tokens from position START on. Chunks without rows stand last.
 """
 
+from array import array
+from collections.abc import Sequence
+from struct import pack
 from typing import NamedTuple
 
 META_WIDTH = 64
@@ -90,6 +93,11 @@ STEP_MASK = 2**11 - 1  # of the step its lower bits, far more than a ring has en
 NO_TOKEN = 2**20 - 1  # the step's logits were not finite; a vocabulary is smaller
 LATE_TOKEN = 2**20 - 2  # the step drew none: its mask was late
 EMPTY = 0  # no request has generation 0
+
+
+def packed(ids: Sequence[int]) -> array:
+    """Token ids as the device has them, int32: what is one already stays itself. Raises struct.error for more bits."""
+    return ids if isinstance(ids, array) else array("i", pack(f"{len(ids)}i", *ids))  # twice as fast as array(ids)
 
 
 def ring_entry(generation: int, step: int, token: int, following: int = 0, drafted: int = 0, wanted: int = 0) -> int:

@@ -1,20 +1,29 @@
 """From a prompt, which may be text, token ids or a chat, to the token ids that a model takes."""
 
 import operator
+import struct
+from array import array
 from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
 from typing import NamedTuple
 
+import numpy as np
+
 from .arguments import shown
 from .errors import PromptError, TooLong, brief
+from .layout import packed
 from .text.tokenizer import Tokenizer
 
 
 class Encoded(NamedTuple):
-    """A prompt that was checked and turned into token ids; chat: an answer to it begins a text of its own."""
+    """A prompt that was checked and turned into token ids, int32; chat: an answer to it begins a text of its own."""
 
-    ids: list[int]
+    tokens: array
     chat: bool
+
+    @property
+    def ids(self) -> list[int]:
+        return self.tokens.tolist()
 
 
 Prompt = str | Sequence[int] | Sequence[dict] | Encoded
@@ -42,7 +51,7 @@ def prompt_ids(
             ids = tokenizer.encode(prompt, context=capacity)
         elif chat:
             ids = tokenizer.encode_chat(items, capacity, **variables)
-        elif set(map(type, items)) == {int}:  # mostly, and long prompts should not wait for the others
+        elif [*map(type, items)].count(int) == len(items):  # mostly, and long prompts should not wait for the others
             ids = items
         else:
             ids = [_token_id(token, vocab_size) for token in items]
@@ -50,12 +59,10 @@ def prompt_ids(
         raise TooLong(error.tokens, capacity, or_more=True, fix=fix) from None
     if not ids:
         raise PromptError("the prompt is empty: at least one token is needed")
-    for token in (min(ids), max(ids)):  # a tokenizer may know more tokens than the model
-        if not 0 <= token < vocab_size:
-            raise _outside(token, vocab_size)
+    tokens = _packed(ids, vocab_size)  # a tokenizer may know more tokens than the model
     if len(ids) > capacity:
         raise TooLong(len(ids), capacity, fix=fix)
-    return Encoded(ids, chat)
+    return Encoded(tokens, chat)
 
 
 def listed(prompt) -> list | None:
@@ -74,6 +81,15 @@ def _check_variables(variables: dict, tokenizer: Tokenizer | None) -> None:
     if unknown := sorted(variables.keys() - known):
         has = f"it reads {brief(', '.join(sorted(known)))}" if known else "it reads none, or this prompt is no chat"
         raise PromptError(f"template_variables: the chat template has no variable {shown(unknown[0])}; {has}")
+
+
+def _packed(ids: list[int], vocab_size: int) -> array:
+    """Raises PromptError for one that the vocabulary lacks."""
+    with suppress(struct.error):  # some take more than 32 bits
+        tokens = packed(ids)
+        if np.frombuffer(tokens, np.uint32).max() < vocab_size:  # without a sign negative ones are large
+            return tokens
+    raise _outside(min(ids) if min(ids) < 0 else max(ids), vocab_size)
 
 
 def _token_id(token, vocab_size: int) -> int:

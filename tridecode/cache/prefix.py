@@ -5,27 +5,36 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 
+from ..layout import packed
 from .pages import PagePool
 
+TOKEN = 4  # bytes of one
 HEAD_START = 64  # requests by which a page that was found again outlives one that was not
 
 
 @dataclass(eq=False)
 class Node:
-    """A page of K/V that can be found: of `tokens`, at most a page of them, behind those of its parents.
+    """A page of K/V that can be found: of `tokens`, int32 and at most a page of them, behind those of its parents.
 
-    wanted: when it was last, by the cache's own clock, and a HEAD_START more if it was found then. users: requests that
-    use it, or what stands behind it. entry: its number among those to go. gone: it is found no more.
+    depth: pages up to and with it, 0 of a root, which has none. wanted: when it was last, by the cache's own clock, and
+    a HEAD_START more if it was found then. users: requests that use it, or what stands behind it. entry: its number
+    among those to go. gone: it is found no more.
     """
 
     page: int
-    tokens: tuple[int, ...]
+    tokens: bytes
     parent: "Node | None"
+    depth: int = 0
     wanted: int = 0
     users: int = 0
     entry: int = 0
     gone: bool = False
-    children: dict[tuple[int, ...], "Node"] = field(default_factory=dict)
+    children: dict[bytes, "Node"] = field(default_factory=dict)
+
+    @property
+    def count(self) -> int:
+        """Of its tokens."""
+        return len(self.tokens) // TOKEN
 
 
 @dataclass(frozen=True)
@@ -46,7 +55,7 @@ class Match:
     def goes_on(self) -> bool:
         """Where nothing else has yet: a conversation's next turn does."""
         end = self.end
-        return end is not None and not end.children and (end is not self.tail or self.common == len(end.tokens))
+        return end is not None and not end.children and (end is not self.tail or self.common == end.count)
 
     @property
     def whole(self) -> "Match":
@@ -78,17 +87,21 @@ class PrefixCache:
 
     def match(self, ids: Sequence[int], salt: str = "") -> Match:
         """The most that is there of `ids`."""
+        tokens, page = packed(ids).tobytes(), self._page * TOKEN
         node, found, first = self._roots.get(salt), [], 0
-        while node and (child := node.children.get(tuple(ids[first : first + self._page]))):
-            if len(child.tokens) < self._page:
+        while node and (child := node.children.get(tokens[first : first + page])):
+            if len(child.tokens) < page:
                 break
             node = child
             found.append(child)
-            first += self._page
-        tail, most = None, 0
+            first += page
+        tail, most, rest = None, 0, tokens[first : first + page]
+        more = rest[:TOKEN]
         for child in node.children.values() if node else ():
-            if (common := _common(child.tokens, ids, first)) > most:
-                tail, most = child, common
+            if len(rest) == most * TOKEN:
+                break
+            if child.tokens.startswith(more) and (common := _common(child.tokens, rest)) > most:
+                tail, most, more = child, common, rest[: (common + 1) * TOKEN]
         return Match(tuple(found), tail, most)
 
     def find(self, match: Match) -> None:
@@ -98,35 +111,51 @@ class PrefixCache:
             node.wanted = self._clock + HEAD_START
             self._may_go(node)
 
-    def use(self, node: Node | None) -> None:
-        """Keep the node and all before it; None, where nothing was found, is no node."""
-        while node is not None and node.parent is not None:
+    def use(self, node: Node | None, before: Node | None = None) -> None:
+        """Keep the node and all in front of it, for one who used `before` until now: what is in front of both stays as
+        it is. None, where nothing was found, is no node."""
+        fork = _fork(node, before)
+        while node is not fork and node.parent is not None:
             self._idle -= not (node.users or node.gone)
             node.users += 1
             node = node.parent
+        while before is not fork and before.parent is not None:
+            before.users -= 1
+            self._idle += not (before.users or before.gone)
+            self._may_go(before)
+            before = before.parent
 
     def leave(self, node: Node | None) -> None:
         """The end of a `use` of the same node."""
-        while node is not None and node.parent is not None:
-            node.users -= 1
-            self._idle += not (node.users or node.gone)
-            self._may_go(node)
-            node = node.parent
+        self.use(None, node)
 
-    def insert(self, ids: Sequence[int], pages: Sequence[int], salt: str = "", goes_on: bool = False) -> Node:
+    def insert(
+        self,
+        ids: Sequence[int],
+        pages: Sequence[int],
+        salt: str = "",
+        goes_on: bool = False,
+        behind: Node | None = None,
+    ) -> Node:
         """Let the K/V of `ids`, which `pages` hold, be found; returns the last node. Where their tokens are there
-        already in a page that somebody uses, it stays. goes_on: as their Match did."""
+        already in a page that somebody uses, it stays. goes_on: as their Match did. behind: the node of their first
+        whole pages, as far as it is known already; they are looked for only where it has gone."""
         if salt not in self._roots:  # of others, those that nothing is left of go
             self._roots = {other: root for other, root in self._roots.items() if root.children}
-        node = self._roots.setdefault(salt, Node(-1, (), None))
+        node, known = self._roots.setdefault(salt, Node(-1, b"", None)), _path(behind)
+        text, size = packed(ids).tobytes(), self._page * TOKEN
+        wanted = self._clock + HEAD_START * goes_on
         for place, page in enumerate(pages):
-            tokens = tuple(ids[place * self._page : (place + 1) * self._page])
-            if not tokens:
-                break
-            child = node.children.get(tokens)
+            if place < len(known):
+                child = known[place]
+            else:
+                tokens = text[place * size : (place + 1) * size]
+                if not tokens:
+                    break
+                child = node.children.get(tokens)
             if child is None:
                 self._drop_beginnings(node, tokens)
-                child = Node(page, tokens, node)
+                child = Node(page, tokens, node, node.depth + 1)
                 node.children[tokens] = child
                 self._nodes += 1
                 self._idle += 1
@@ -136,16 +165,15 @@ class PrefixCache:
                 unused, child.page = child.page, page
                 self._pool.share([page])
                 self._pool.give_back([unused])
-            child.wanted = max(child.wanted, self._clock + HEAD_START * goes_on)
+            child.wanted = max(child.wanted, wanted)
             self._may_go(child)
             node = child
         return node
 
-    def _drop_beginnings(self, parent: Node, tokens: tuple[int, ...]) -> None:
+    def _drop_beginnings(self, parent: Node, tokens: bytes) -> None:
         """Pages whose tokens the new one begins with are wanted no more."""
-        for child in [child for child in parent.children.values() if len(child.tokens) < len(tokens)]:
-            if child.tokens == tokens[: len(child.tokens)]:
-                self._remove(child)
+        for child in [child for child in parent.children.values() if tokens.startswith(child.tokens)]:
+            self._remove(child)
 
     def evict(self, pages: int) -> int:
         """Give back up to that many pages that nobody uses, the longest unwanted first, ends before beginnings; returns
@@ -246,14 +274,35 @@ class PrefixCache:
         waiting = {id(entry[2]) for entry in self._ends if self._current(entry)}
         assert len({node.page for node in nodes}) == len(nodes), "a page is in the tree twice"
         for node in nodes:
-            assert node.parent.children[node.tokens] is node and not node.gone and 0 < len(node.tokens) <= self._page
-            assert len(node.tokens) == self._page or not node.children, "tokens follow those of half a page"
+            assert node.parent.children[node.tokens] is node and not node.gone and 0 < node.count <= self._page
+            assert node.count == self._page or not node.children, "tokens follow those of half a page"
             assert node.users == users[id(node)], f"page {node.page} has {users[id(node)]} users, counted {node.users}"
             assert node.users or node.children or id(node) in waiting, f"page {node.page} would never go"
         assert self._nodes == len(nodes) and self._idle == sum(not node.users for node in nodes)
 
 
-def _common(tokens: tuple[int, ...], ids: Sequence[int], first: int) -> int:
-    """Leading tokens that a page and `ids` from `first` on have in common."""
-    most = min(len(tokens), len(ids) - first)
-    return next((i for i in range(most) if tokens[i] != ids[first + i]), max(most, 0))
+def _fork(one: Node | None, other: Node | None) -> Node | None:
+    """The last node that is, or is in front of, both; None where nothing is."""
+    while one is not other:
+        if one is None or other is None:
+            return None
+        if one.depth >= other.depth:
+            one = one.parent
+        else:
+            other = other.parent
+    return one
+
+
+def _path(node: Node | None) -> list[Node]:
+    """The pages up to and with this one, none if it has gone."""
+    path = []
+    while node is not None and node.parent is not None and not node.gone:
+        path.append(node)
+        node = node.parent
+    return path[::-1]
+
+
+def _common(one: bytes, other: bytes) -> int:
+    """Leading tokens that both have."""
+    pairs = zip(memoryview(one).cast("i"), memoryview(other).cast("i"))
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)) // TOKEN)

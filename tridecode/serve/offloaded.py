@@ -1,5 +1,6 @@
 """OffloadedSlots: slots whose pages lie on the device or in the host's memory, and move between them."""
 
+from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from itertools import islice
@@ -89,7 +90,7 @@ class OffloadedSlots(Slots):
         places = set(ring.values())
         self._ring_free = [place for place in reversed(range(self._offload.plan.ring)) if place not in places]
 
-    def admit(self, ids: Sequence[int], positions: int, salt: str = "") -> tuple[int, int] | None:
+    def admit(self, ids: array, positions: int, salt: str = "") -> tuple[int, int] | None:
         self._collect()
         admitted = super().admit(ids, positions, salt)
         if admitted is not None:
@@ -111,7 +112,7 @@ class OffloadedSlots(Slots):
         for page in reversed(back):
             self._to_device([page])
 
-    def publish(self, slot: int, ids: Sequence[int]) -> None:
+    def publish(self, slot: int, ids: array) -> None:
         self._full[slot] = len(ids) // self.page
         super().publish(slot, ids)
 

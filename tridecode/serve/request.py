@@ -1,6 +1,7 @@
 """Job: one generation, from its prompt's ids to its last piece, as the scheduler knows it."""
 
 import secrets
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -8,7 +9,7 @@ import torch
 
 from ..errors import ParameterError
 from ..grammar import Grammar
-from ..layout import MAX_STOP_IDS
+from ..layout import MAX_STOP_IDS, packed
 from ..model.config import ModelConfig
 from ..results import Piece
 from ..sampling import SamplingParams
@@ -16,16 +17,16 @@ from ..sampling import SamplingParams
 
 @dataclass(eq=False)
 class Job:
-    """ids: the prompt; before: what of it the text continues (none in a chat); params: with a seed; stop_ids: the
-    model's and params'; limit: tokens, prompt and output, at which it ends; started: by time.perf_counter;
-    salt: it shares K/V with jobs of the same one only.
+    """ids: the prompt, int32; before: what of it the text continues (none in a chat); params: with a seed; stop_ids:
+    the model's and params'; limit: tokens, prompt and output, at which it ends; started: by time.perf_counter; salt: it
+    shares K/V with jobs of the same one only.
 
     scores: its passes begin at the prompt's first token, and its pieces are what follows each; logits: where such a one
     leaves those of each pass, fp32 [len(ids), vocab].
     `pieces` only grows, a token with what ends it at once: whatever else the scheduler knows of a job follows from it.
     """
 
-    ids: list[int]
+    ids: array
     before: Sequence[int]
     params: SamplingParams
     stop_ids: tuple[int, ...]
@@ -49,9 +50,9 @@ class Job:
         return self.failure is not None or bool(self.pieces) and self.pieces[-1].finish_reason is not None
 
     @property
-    def tokens(self) -> list[int]:
+    def tokens(self) -> array:
         """The prompt, and what was drawn until now."""
-        return self.ids + [piece.token_id for piece in self.pieces]
+        return self.ids + packed([piece.token_id for piece in self.pieces])
 
     @property
     def kind(self) -> str:
@@ -59,7 +60,7 @@ class Job:
 
 
 def generating(
-    ids: list[int],
+    ids: array,
     chat: bool,
     params: SamplingParams,
     config: ModelConfig,
@@ -84,7 +85,7 @@ def generating(
     )
 
 
-def scoring(ids: list[int], started: float, logprobs: int | None = None, logits: torch.Tensor | None = None) -> Job:
+def scoring(ids: array, started: float, logprobs: int | None = None, logits: torch.Tensor | None = None) -> Job:
     """A job that tells how likely each token of `ids` was: by the logits, or its pieces' log-probabilities."""
     params = SamplingParams(temperature=0, seed=0, logprobs=logprobs)
     return Job(ids, (), params, (), len(ids) + 1, reuse_prefix=False, started=started, scores=True, logits=logits)

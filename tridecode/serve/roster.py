@@ -1,5 +1,6 @@
 """Roster: where each job stands: it waits, its prompt is being read, or it has a row."""
 
+from array import array
 from collections import Counter, deque
 
 from ..layout import OWN
@@ -49,7 +50,7 @@ class Roster:
         slots, job = self.slots, self.waiting[0]
         ids = job.tokens
         position = 0 if job.scores else len(job.ids if self._fixed else ids) - 1
-        wanted = ids[:position] if job.reuse_prefix else []
+        wanted = ids[: position if job.reuse_prefix else 0]
         if self._soon_there(wanted, job.salt) or (admitted := slots.admit(wanted, position + 1, job.salt)) is None:
             return False
         slot, read = admitted
@@ -60,7 +61,7 @@ class Roster:
         running = Running(job, output, slot, read, ids[:position], ids[position], position, end)
         running.given = 0 if job.scores else len(ids) - 1 - position
         if job.grammar:
-            running.mask = self._masks.follow(job.grammar, ids[len(job.ids) :])
+            running.mask = self._masks.follow(job.grammar, ids[len(job.ids) :].tolist())
         self.reading.append(running)
         self.admitted.append(running)
         needed = slots.pages_for(position + 1)
@@ -68,7 +69,7 @@ class Roster:
         slots.write_tokens(slot, ids, min(needed * slots.page, end))
         return True
 
-    def _soon_there(self, ids: list[int], salt: str) -> bool:
+    def _soon_there(self, ids: array, salt: str) -> bool:
         """Whether a prompt that is being read has more whole pages of these than there are yet: worth a wait."""
         if not self._sharing:
             return False

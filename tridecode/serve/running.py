@@ -1,5 +1,6 @@
 """What a scheduler knows of the jobs that have a slot, and of the passes in flight."""
 
+from array import array
 from dataclasses import dataclass
 
 import torch
@@ -24,7 +25,7 @@ class Running:
     output: Output
     slot: int
     read: int
-    tokens: list[int]
+    tokens: array
     embedded: int
     position: int
     end: int

@@ -1,5 +1,6 @@
 """Slots: writes one request's state to its own place on the device, in stream order, waiting for nobody."""
 
+from array import array
 from collections.abc import Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ from ..arguments import integer
 from ..cache.pages import PagePool
 from ..cache.prefix import Node, PrefixCache
 from ..errors import ParameterError
-from ..layout import Chunk
+from ..layout import Chunk, packed
 from ..sampling import SamplingParams
 from ..step.state import DecodeModel
 
@@ -48,7 +49,7 @@ class Held:
     of positions; shared: positions of the first pages, which others may read as well; node: the last that it uses of
     what can be found; goes_on: as the Match did that it began with."""
 
-    tokens: list[int] = field(default_factory=list)
+    tokens: array = field(default_factory=lambda: packed(()))
     pages: list[int] = field(default_factory=list)
     shared: int = 0
     node: Node | None = None
@@ -91,7 +92,7 @@ class Slots:
         """Pages that are free, or would be without what nobody uses."""
         return self.pages.free + self.cache.evictable()
 
-    def admit(self, ids: Sequence[int], positions: int, salt: str = "") -> tuple[int, int] | None:
+    def admit(self, ids: array, positions: int, salt: str = "") -> tuple[int, int] | None:
         """Give an idle slot pages for the beginning of `ids`, as far as they are there, and have free those that it
         needs beside for `positions`; returns it with how many tokens are there, or None where pages are short."""
         match = self.cache.match(ids, salt)
@@ -120,7 +121,7 @@ class Slots:
         self.cache.find(match)
         self._use(held, match.nodes[-1] if match.nodes else None)
         read = match.tokens(self.page)
-        held.busy, held.tokens, held.shared = True, list(ids[:read]), len(shared) * self.page
+        held.busy, held.tokens, held.shared = True, ids[:read], len(shared) * self.page
         held.salt, held.goes_on = salt, goes_on
         return slot, read
 
@@ -128,22 +129,21 @@ class Slots:
     def _copy_page(self, source: int, target: int) -> None:
         self.model.kv.pool[target].copy_(self.model.kv.pool[source])
 
-    def publish(self, slot: int, ids: Sequence[int]) -> None:
+    def publish(self, slot: int, ids: array) -> None:
         """Let others find the whole pages of `ids`, whose K/V the passes enqueued so far write."""
         held = self.held[slot]
-        held.tokens = list(ids)[: len(ids) // self.page * self.page]
-        self._insert(held, ids[: len(ids) // self.page * self.page])
+        held.tokens = ids[: len(ids) // self.page * self.page]
+        self._insert(held, held.tokens)
 
-    def _insert(self, held: Held, ids: Sequence[int]) -> None:
+    def _insert(self, held: Held, ids: array) -> None:
         if self._sharing:
             pages = held.pages[: self.pages_for(len(ids))]
-            self._use(held, self.cache.insert(ids, pages, held.salt, held.goes_on))
+            self._use(held, self.cache.insert(ids, pages, held.salt, held.goes_on, held.node))
 
     def _use(self, held: Held, node: Node | None) -> None:
         """Of what can be found the slot uses this node now, with all before it, and no other one."""
         before, held.node = held.node, node
-        self.cache.use(node)
-        self.cache.leave(before)
+        self.cache.use(node, before)
 
     def make_room(self, pages: int) -> bool:
         """Have that many pages free, if need be by forgetting what nobody uses."""
@@ -171,12 +171,12 @@ class Slots:
 
     def discredit(self, slot: int, ids: Sequence[int]) -> None:
         """What the slot's request has found and computed of `ids` is not to be trusted."""
-        self.held[slot].tokens = []
+        self.held[slot].tokens = packed(())
         self.cache.forget(ids, salt=self.held[slot].salt)
 
     def _give_all_back(self, held: Held) -> None:
         self._use(held, None)
-        given, held.pages, held.tokens, held.shared = held.pages, [], [], 0
+        given, held.pages, held.tokens, held.shared = held.pages, [], packed(()), 0
         self.pages.give_back(reversed(given))  # to be taken in their order again
 
     @torch.inference_mode()
@@ -189,7 +189,7 @@ class Slots:
         self.pages.recount([*(held.pages for held in self.held), self.cache.pages()])
         for slot, held in enumerate(self.held):
             if len(held.tokens) > self.room(slot):
-                held.tokens = []
+                held.tokens = packed(())
             self.release(slot)
 
     def rewind(self, positions: list[int], params: SamplingParams, given: int = 0) -> None:
@@ -226,7 +226,7 @@ class Slots:
         ws, held = self.model.workspace, self.held[slot]
         held.pages += self._take(max(self.pages_for(positions) - len(held.pages), 0))
         with self._texts.next() as (tokens, table):
-            tokens.numpy()[: len(ids)] = ids
+            tokens.numpy()[: len(ids)] = packed(ids)
             ws.tokens[slot, : len(ids)].copy_(tokens[: len(ids)], non_blocking=True)
             self._write_table(slot, table, held.pages)
 
@@ -322,7 +322,7 @@ def checked_positions(position, rows: int, slots: int, capacity: int) -> list[in
     return [integer("position", each, 0, capacity - 1) for each in positions]
 
 
-def common_prefix(held: list[int], ids: list[int]) -> int:
+def common_prefix(held: array, ids: array) -> int:
     """Leading tokens that both have."""
     most, first, step = min(len(held), len(ids)), 0, 256
     while first < most and held[first : first + step] == ids[first : first + step]:  # far faster than one by one
