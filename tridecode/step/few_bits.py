@@ -16,17 +16,8 @@ PROGRAMS = 2 * 132  # of four warps, that share the rows of a matrix: two a mult
 MOST_X = 20  # tiles of activations that a warp keeps, 4 registers each
 # Rows of a pass -> (format, rows, columns) of a weight -> the shape that was fastest on an H200.
 TUNED: dict[int, dict[tuple[str, int, int], MatmulShape]] = {
-    1: {
-        ("e4m3", 6144, 2560): MatmulShape(16, 4, 10, 20, programs=264),  # Qwen3-4B
-        ("e4m3", 2560, 4096): MatmulShape(16, 4, 10, 8, fetch=1),
-        ("int4", 2560, 4096): MatmulShape(16, 4, 8, 8),
-    },
-    8: {
-        ("e4m3", 6144, 2560): MatmulShape(16, 4, 10, 20, programs=264),
-        ("e4m3", 2560, 4096): MatmulShape(16, 4, 10, 8, fetch=1),
-        ("int4", 2560, 4096): MatmulShape(16, 4, 8, 8),
-        ("int4", 2560, 9728): MatmulShape(16, 4, 10, 8, fetch=1),
-    },
+    1: {("int4", 2560, 4096): MatmulShape(16, 4, 8, 8)},  # Qwen3-4B
+    8: {("int4", 2560, 4096): MatmulShape(16, 4, 8, 8), ("int4", 2560, 9728): MatmulShape(16, 4, 10, 8, fetch=1)},
 }
 
 
