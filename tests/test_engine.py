@@ -1,8 +1,11 @@
 """Engine: streams, limits, prefix reuse, seeds, early ends. Runs on the backend that this machine has."""
 
 import itertools
+import re
 import threading
+from array import array
 
+import numpy as np
 import pytest
 import torch
 from checkpoints import write_tiny
@@ -317,6 +320,19 @@ def test_a_tokenizer_that_knows_more_tokens_than_the_model_is_refused(prompt):
 
 def test_ids_of_any_integer_type_are_taken(engine):
     assert engine.encode(torch.tensor([3, 4])) == engine.encode(iter([3, 4])) == [3, 4]
+    for ids in (array("q", [3, 4]), np.array([3, 4], np.uint16), torch.tensor([3, 4], dtype=torch.int8)):
+        assert engine.encode(ids) == [3, 4]
+
+
+@pytest.mark.parametrize("of", [np.array, torch.tensor], ids=["numpy", "torch"])
+def test_an_array_of_other_things_than_ids_is_refused_as_their_list_is(engine, of):
+    for wrong in ([True], [[3], [4]], [1.0], [331], [2**40]):
+        with pytest.raises(PromptError, match=f"token id {re.escape(str(wrong[0]))} is not in the vocabulary"):
+            engine.encode(of(wrong))
+    with pytest.raises(PromptError, match="the prompt is empty"):
+        engine.encode(of([]))
+    with pytest.raises(PromptError, match="the prompt must be text, token ids or a list"):
+        engine.encode(of(3))
 
 
 def test_ids_outside_the_vocabulary_are_refused(engine):

@@ -71,7 +71,8 @@ def listed(prompt) -> list | None:
     if isinstance(prompt, (str, bytes, bytearray, memoryview, Set, Mapping)):
         return None
     try:
-        return list(prompt)
+        # Arrays and tensors make Python's numbers, and its bools, of theirs at once.
+        return list(prompt.tolist() if hasattr(prompt, "tolist") else prompt)
     except TypeError:  # no iterable, or one that only looks like it, such as a tensor without dimensions
         return None
 
