@@ -13,10 +13,12 @@ from models import tiny_config, tiny_engine
 from tridecode import commands
 from tridecode.commands import tune
 from tridecode.errors import DeviceError
+from tridecode.model.checkpoint import empty_weights
 from tridecode.model.presets import PRESETS
 from tridecode.step import choose, tuned
 from tridecode.step.choose import choose_shapes, matvec_shape
-from tridecode.step.shapes import AttentionRowsShape, HopperShape, MatmulShape, TilesShape, WideShape
+from tridecode.step.shapes import MAX_SPLITS, AttentionRowsShape, HopperShape, MatmulShape, TilesShape, WideShape
+from tridecode.step.state import shapes_of
 from tridecode.version import __version__
 
 CUDA = torch.cuda.is_available()
@@ -180,6 +182,16 @@ def test_the_users_table_comes_first_then_the_shipped_one_then_the_rule(cache, m
     assert choose_shapes(CONFIG, BF16, 90, "Another GPU") == shipped
     assert choose_shapes(CONFIG, torch.float16, 90, GPU) == choose_shapes(CONFIG, torch.float16, 90)
     assert choose_shapes(CONFIG, BF16, 90) == shipped, "without a GPU's name no table is read"
+
+
+@pytest.mark.parametrize("block_t", [32, 64, 128])
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_attention_to_kv_in_8_bits_has_room_for_the_splits_of_any_table(cache, block_t, capability):
+    key = tuned.table_keys(CONFIG, BF16)["attention"]
+    write({key: fields("attention", block_t=block_t, splits=64)})
+    weights = empty_weights(CONFIG, "meta", BF16)
+    attention = shapes_of(replace(CONFIG, fp8_kv=True), weights, capability, GPU)[1].attention
+    assert attention.splits == MAX_SPLITS
 
 
 def test_a_table_has_shapes_for_several_rows_in_either_form(cache):

@@ -280,7 +280,7 @@ def fp8_kv_shape(
     found = replace(shape, block_t=block_t, num_warps=num_warps, converts=capability >= 89)  # has an instruction for it
     if rows:
         return replace(found, least=max(shape.least * shape.block_t // block_t, 1), programs=264, stages=1)
-    return replace(found, ahead=1, splits=shape.splits * 8 // num_warps)
+    return replace(found, ahead=1, splits=min(shape.splits * 8 // num_warps, MAX_SPLITS))
 
 
 def prompt_attention_shape(
