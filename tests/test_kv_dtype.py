@@ -7,13 +7,17 @@ import torch
 from checkpoints import write_tiny
 from models import CUDA, tiny_config, tiny_engine
 
+from tridecode import memory
 from tridecode.cache.kv import PAGE, kv_bytes_per_token, make_kv_cache
 from tridecode.engine import Engine
 from tridecode.errors import ParameterError
 from tridecode.memory import plan_memory
+from tridecode.model.checkpoint import empty_weights
 from tridecode.model.presets import PRESETS
 from tridecode.placement import resolve_dtype, to_quantise
 from tridecode.sampling import SamplingParams
+from tridecode.step import state
+from tridecode.step.choose import prompt_attention_shape
 
 IDS = [i * 37 % 331 for i in range(150)]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -71,6 +75,20 @@ def test_nearly_twice_as_many_fit(preset):
     assert pool.nbytes == 640 * fp8, "the plan is what is allocated"
     plans = [plan_memory(config, torch.bfloat16, torch.device("cpu")) for config in configs]
     assert plans[1].kv_per_token == fp8 and plans[1].per_token < plans[0].per_token
+
+
+@pytest.mark.parametrize("one_piece", [False, True], ids=["triton", "torch"])
+def test_what_is_expanded_is_planned(monkeypatch, one_piece):
+    """On Hopper Triton's attention of prompts has a layer's K/V in bf16; torch's gathers those of a request."""
+    hopper = prompt_attention_shape(90, 132, False, fp8_kv=True)
+    monkeypatch.setattr(state, "prompt_attention_shape", lambda *args: hopper)
+    monkeypatch.setattr(memory, "free_memory", lambda device: 0)
+    config, slots = replace(PRESETS["qwen3-4b"], fp8_kv=True), 4
+    weights = empty_weights(config, "meta", torch.bfloat16)
+    model = state.make_model(config, weights, 640, slots, page=PAGE, one_piece=one_piece)
+    plan = plan_memory(config, torch.bfloat16, torch.device("cuda"), slots, one_piece=one_piece)
+    assert model.kv.pool.nbytes + model.prompt.kv.nbytes == slots * 640 * plan.kv_per_token
+    assert (model.prompt.kv.nbytes > 0) is not one_piece
 
 
 @pytest.mark.parametrize("slots", [1, 3])

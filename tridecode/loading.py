@@ -174,7 +174,7 @@ class Loaded:
             sizes = pages, max(slots, *planned.sizes), chunk_tokens
             model = make_model(
                 config, weights, capacity, slots, page, shapes, *sizes, batch_invariant=invariant, offload=offload,
-                speculate=policy.speculates, ngram=policy.speculate_ngram or NGRAM,
+                speculate=policy.speculates, ngram=policy.speculate_ngram or NGRAM, one_piece=planned.one_piece,
             )  # fmt: skip
         notes = [*notes, *filter(None, [planned.note])]
         return cls(model, tokenizer, backend, planned, plan, name, notes, None, policy)

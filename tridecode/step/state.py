@@ -170,13 +170,14 @@ def make_model(
     config: ModelConfig, weights: Weights, capacity: int, slots: int = 1, page: int | None = None,
     shapes: dict[int, StepShapes] | None = None, pages: int | None = None, rows: int | None = None,
     prompt_rows: int = 2048, batch_invariant: bool = False, offload: Offload | None = None, speculate: bool = False,
-    ngram: tuple[int, int] = NGRAM,
+    ngram: tuple[int, int] = NGRAM, one_piece: bool = False,
 ) -> DecodeModel:
     """Allocate the state of a model whose weights are loaded, for `slots` of `capacity` K/V positions.
 
     page, pages, offload: see make_kv_cache. shapes: by rows, by default those chosen for the GPU. rows: of the largest
     pass, by default as many as slots. prompt_rows: of the largest prompt pass, those that decode beside it not counted;
-    with batch_invariant of all. speculate: passes can verify drafts; ngram: see DecodeModel.
+    with batch_invariant of all. speculate: passes can verify drafts; ngram: see DecodeModel. one_piece: prompts are
+    attended to by torch, for which no K/V are expanded.
     """
     device, dtype = weights.device, weights.dtype
     cos, sin = rope_tables(config, capacity, device)
@@ -194,7 +195,7 @@ def make_model(
     kv = make_kv_cache(config, capacity, device, dtype, slots, page, pages, offload)
     if kv.rings:  # then attention waits for more than the kernel before
         prompt_shape = replace(prompt_shape, dependent=False)
-    expanded = len(kv.pool) if kv.fp8 and prompt_shape.hopper else 0  # pages
+    expanded = len(kv.pool) if kv.fp8 and prompt_shape.hopper and not one_piece else 0  # pages
     return DecodeModel(
         config=config,
         weights=weights,
