@@ -57,9 +57,12 @@ def of_rows(shape: AttentionShape, programs: int) -> AttentionRowsShape:
 
 
 def check(args, shape, tolerance):
-    """Both forms; what that of one row left stays in args."""
+    """All forms; what that of one row left stays in args."""
     check_form(attention_rows, clone(args), of_rows(shape, programs=3), tolerance)
     check_form(attention_rows, clone(args), replace(of_rows(shape, programs=2), stages=3), tolerance)
+    if len(args["out"]) > 1:
+        for few, turns in ((1, 1), (1, 3), (2, 64)):
+            check_form(attention, clone(args), replace(shape, few=few, turns=turns), tolerance)
     check_form(attention, args, shape, tolerance)
 
 
@@ -77,7 +80,12 @@ def check_form(form, args, shape, tolerance):
         assert_close(written, expected, BF16_ROUNDING if args[name].dtype == torch.bfloat16 else 2e-4, name)
 
 
-FORMS = pytest.mark.parametrize("form", [attention, attention_rows], ids=["one row", "rows"])
+FORMS = pytest.mark.parametrize(
+    "form, of",
+    [(attention, lambda shape: shape), (attention, lambda shape: replace(shape, few=1, turns=2)),
+     (attention_rows, lambda shape: of_rows(shape, programs=5))],
+    ids=["one row", "few rows", "rows"],
+)  # fmt: skip
 CASES = cases(
     Case("qwen3_g2_d128", dict(kv_heads=8, group=2, head_dim=128), dict(kv_heads=1, group=2, head_dim=128)),
     Case("qwen3-4b_g4_d128", dict(kv_heads=8, group=4, head_dim=128), dict(kv_heads=2, group=4, head_dim=128)),
@@ -177,14 +185,37 @@ def test_sliding_window(window, position, ahead):
     check({**args, "window": window}, AttentionShape(block_t=16, splits=SPLITS, ahead=ahead), TOLERANCE[torch.float16])
 
 
+FEW = pytest.mark.parametrize("few, turns", [(1, 2), (2, 1), (3, 64)], ids=["long rows have more", "each turn", "few"])
+
+
+@CASES
+@FEW
+def test_few_rows_have_few_splits(case, few, turns):
+    page, pages = (64, 4) if DEVICE == "cpu" else (256, 16)
+    positions = (0, 200, 33) if DEVICE == "cpu" else (0, 4000, 65, 1023, 500)
+    args = buffers(positions, **case.sizes, page=page, pages=pages, dtype=torch.bfloat16, qk_norm=True)
+    shape = AttentionShape(block_t=32, splits=SPLITS, ahead=2, few=few, turns=turns)
+    check_form(attention, args, shape, TOLERANCE[torch.bfloat16])
+
+
+@pytest.mark.parametrize("few, turns, position, splits", [
+    (2, 4, 16, 0), (2, 4, 60, 2), (2, 4, 128, 2), (2, 4, 129, 3), (2, 4, 255, 4), (1, 64, 255, 0), (9, 1, 255, 8),
+])  # fmt: skip
+def test_the_splits_of_a_row_go_by_its_length(few, turns, position, splits):
+    args = buffers((position, 3), 1, 2, 64, page=64, pages=4, dtype=torch.float16, qk_norm=True)
+    shape = AttentionShape(block_t=16, splits=8, ahead=1, few=few, turns=turns)
+    check_form(attention, args, shape, TOLERANCE[torch.float16])
+    used = (~args["partial"].isnan()).any(-1).sum(-1)  # partial results of each head
+    assert used[0].eq(splits).all() and used[1].eq(0).all()
+
+
 @FORMS
 @pytest.mark.parametrize("ahead", [1, 2])
-def test_rows_have_their_own_positions_pages_and_status(form, ahead):
+def test_rows_have_their_own_positions_pages_and_status(form, of, ahead):
     args = buffers((70, 0, 130), 2, 2, 64, page=64, pages=4, dtype=torch.float16, qk_norm=True)
     args["meta"][1, layout.STATUS] = layout.STOP
     before = args["k_cache"][args["page_table"][1].long()].clone()
-    shape = AttentionShape(block_t=32, splits=SPLITS, ahead=ahead)
-    form(**args, shape=shape if form is attention else of_rows(shape, programs=5))
+    form(**args, shape=of(AttentionShape(block_t=32, splits=SPLITS, ahead=ahead)))
     assert args["out"][1].isnan().all()
     after = args["k_cache"][args["page_table"][1].long()]
     assert torch.equal(after.isnan(), before.isnan()), "a dead row wrote K"
@@ -194,13 +225,12 @@ def test_rows_have_their_own_positions_pages_and_status(form, ahead):
 
 
 @FORMS
-def test_a_row_takes_its_slots_state_whichever_row_it_is(form):
+def test_a_row_takes_its_slots_state_whichever_row_it_is(form, of):
     found = []
     for order in ((0, 1, 2), (2, 0, 1)):
         args = buffers((70, 0, 130), 2, 2, 64, page=64, pages=4, dtype=torch.float16, qk_norm=True)
         args["meta"], args["qkv"] = args["meta"][list(order)], args["qkv"][list(order)]
-        shape = AttentionShape(block_t=32, splits=SPLITS)
-        form(**args, shape=shape if form is attention else of_rows(shape, programs=2))
+        form(**args, shape=of(AttentionShape(block_t=32, splits=SPLITS)))
         found.append((args["out"][torch.tensor(order).argsort().to(DEVICE)], args["k_cache"], args["v_cache"]))
     for first, second in zip(*found):
         assert torch.equal(first.nan_to_num(7.0), second.nan_to_num(7.0))
@@ -218,23 +248,25 @@ def test_any_number_of_programs_does_the_work_of_all_rows(programs):
     assert args["counter"].eq(0).all()
 
 
-def test_a_row_is_bit_equal_whatever_stands_beside_it():
+@FORMS
+def test_a_row_is_bit_equal_whatever_stands_beside_it(form, of):
     found = []
-    for others in ((), (5, 255, 90), (200, 0)):
+    for others in ((9,), (5, 255, 90), (200, 0)):
         args = buffers((130, *others), 2, 2, 64, page=64, pages=4, dtype=torch.float16, qk_norm=True)
         alone = buffers((130,), 2, 2, 64, page=64, pages=4, dtype=torch.float16, qk_norm=True)
         for name in ("k_cache", "v_cache"):
             args[name][args["page_table"][0].long()] = alone[name][alone["page_table"][0].long()]
         args["qkv"][0] = alone["qkv"][0]
-        attention_rows(**args, shape=AttentionRowsShape(block_t=16, splits=SPLITS, least=1, programs=3))
+        form(**args, shape=of(AttentionShape(block_t=16, splits=SPLITS)))
         found.append(args["out"][0])
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
 
 
-def test_no_running_row_at_all():
+@FORMS
+def test_no_running_row_at_all(form, of):
     args = buffers((70, 12), 2, 2, 64, page=64, pages=4, dtype=torch.float16, qk_norm=True)
     args["meta"][:, layout.STATUS] = layout.STOP
-    attention_rows(**args, shape=AttentionRowsShape(block_t=32, splits=SPLITS, least=1, programs=2))
+    form(**args, shape=of(AttentionShape(block_t=32, splits=SPLITS)))
     assert args["out"].isnan().all()
 
 

@@ -21,6 +21,7 @@ from ..model.presets import PRESETS
 from ..step.graphs import StepGraphs
 from ..step.shapes import (
     AttentionRowsShape,
+    AttentionShape,
     HopperShape,
     MatmulShape,
     MatvecShape,
@@ -215,7 +216,13 @@ def candidates_of_several(config: ModelConfig, rows: int, shapes: StepShapes, gp
     columns = {"o_proj": config.q_size, "down": config.intermediate_size}
     found = []
     for op in ORDER:
-        if op == "attention":
+        if isinstance(shapes.attention, AttentionShape) and op == "attention":
+            tiles = product((32, 64, 128), (4, 8))
+            found.append((op, [{"block_t": t, "num_warps": warps, "registers": 0} for t, warps in tiles]))
+            found.append((op, [{"ahead": ahead} for ahead in VALUES[AttentionShape]["ahead"]]))
+            found.append((op, [{"few": few} for few in (1, 2, 3, 4, 6, 8, 12, 16)]))
+            found.append((op, [{"turns": turns} for turns in (8, 16, 32, 64)]))
+        elif op == "attention":
             programs = [gpu.multi_processor_count * share for share in (1, 2, 3, 4)]
             tiles = product(VALUES[AttentionRowsShape]["block_t"], VALUES[AttentionRowsShape]["num_warps"])
             found.append((op, [{"block_t": t, "num_warps": warps, "registers": 0} for t, warps in tiles]))

@@ -60,6 +60,8 @@ def _attention_kernel(
     BLOCK_T: tl.constexpr,
     AHEAD: tl.constexpr,
     SPLITS: tl.constexpr,
+    FEW: tl.constexpr,
+    TURNS: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
     COMBINE: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -70,7 +72,7 @@ def _attention_kernel(
     PDL: tl.constexpr,
     DOT_FP32: tl.constexpr,
 ):
-    """Attention of the token at `position` over the cached positions and itself; writes its K and V.
+    """Attention of each row's token, at `position`, over the cached positions and itself; writes its K and V.
 
     meta: [rows, META_WIDTH] int32; page_table: [slots, max_pages] int32; qkv:
     [rows, (HEADS + 2 KV_HEADS) * D]; q_norm, k_norm: [D]; cos, sin: [capacity, D / 2] fp32; K, V:
@@ -78,13 +80,14 @@ def _attention_kernel(
     written; if FP8 codes, with scales [pages, KV_HEADS, PAGE] (see fp8_kv.py); partial:
     [rows, HEADS, MAX_SPLITS, D] fp32, lse: [rows, HEADS, MAX_SPLITS, 2] fp32, counter:
     [rows, KV_HEADS] int32, zero between launches (scratch); out: [rows, HEADS * D] (output).
-    Moves 2 * KV_HEADS * D * itemsize bytes a position. Grid (KV_HEADS, SPLITS, rows).
-    Splits without work leave at once, so that the next kernel's programs can start. The first AHEAD tiles are in flight
-    before the wait, since only earlier steps wrote them.
+    Moves 2 * KV_HEADS * D * itemsize bytes a position. Grid (KV_HEADS, rows, SPLITS), the first splits of all rows
+    first. A row has as many splits as its own length says, so that its result does not depend on its neighbours: FEW,
+    or one for TURNS blocks; SPLITS if FEW is 0. Those without work leave at once, so that the next kernel's programs
+    can start. The first AHEAD tiles are in flight before the wait, since only earlier steps wrote them.
     """
     head = tl.program_id(0)
-    split = tl.program_id(1)
-    row = tl.program_id(2)
+    row = tl.program_id(1)
+    split = tl.program_id(2)
     if PDL:
         gdc_launch_dependents()
     meta_ptr += row * META_WIDTH
@@ -97,7 +100,11 @@ def _attention_kernel(
     first_block = start // BLOCK_T
     blocks = tl.cdiv(position, BLOCK_T) - first_block
     # Few blocks stay in one split: what is loaded before the wait costs less than combining.
-    blocks_per_split = AHEAD if blocks <= AHEAD else tl.cdiv(blocks, SPLITS)
+    if FEW == 0:
+        blocks_per_split = AHEAD if blocks <= AHEAD else tl.cdiv(blocks, SPLITS)
+    else:
+        splits = tl.minimum(tl.maximum(tl.cdiv(blocks, TURNS), FEW), SPLITS)
+        blocks_per_split = AHEAD if blocks <= AHEAD else tl.cdiv(blocks, splits)
     active = tl.maximum(tl.cdiv(blocks, blocks_per_split), 1)
     if split >= active:
         return  # no wait: the grid ends after its predecessor as long as split 0, which always waits, does
@@ -287,7 +294,7 @@ def attention(
     spare, fp8 = cos, is_fp8(k_cache)  # stands in for absent q/k norms
     assert shape.splits <= partial.shape[2], "more splits than partial has room for"
     assert shape.block_t % page == 0 or page % shape.block_t == 0, "a tile must be whole pages or a part of one"
-    _attention_kernel[(kv_heads, shape.splits, out.shape[0])](
+    _attention_kernel[(kv_heads, out.shape[0], shape.splits)](
         meta,
         page_table,
         qkv,
@@ -322,6 +329,8 @@ def attention(
         shape.block_t,
         shape.ahead,
         shape.splits,
+        min(shape.few, shape.splits),
+        shape.turns,
         partial.shape[2],
         combine_splits(group, head_dim, shape),
         window,

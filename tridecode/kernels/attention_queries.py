@@ -94,15 +94,16 @@ def _attention_queries_kernel(
     WINDOW: tl.constexpr,
     QK_NORM: tl.constexpr,
     PROGRAMS: tl.constexpr,
+    EARLY: tl.constexpr,
     PDL: tl.constexpr,
     DOT_FP32: tl.constexpr,
 ):
     """Attention of QUERIES rows of each request, at consecutive positions, over its cached positions and each other.
 
-    Arguments, and what they hold, as in _attention_rows_kernel; rows [r * QUERIES, (r + 1) * QUERIES) are a request's,
-    of which the first ones run. Grid (PROGRAMS,); items of work as there, but for all rows of a request together: its K
-    and V are read once, for QUERIES * GROUP columns. New keys and values are taken from qkv, never from the cache, in a
-    tile of their own, which split 0 begins with and writes.
+    Arguments, and what they hold, as in _attention_rows_kernel, without EARLY too; rows
+    [r * QUERIES, (r + 1) * QUERIES) are a request's, of which the first ones run. Grid (PROGRAMS,); items of work as
+    there, but for all rows of a request together: its K and V are read once, for QUERIES * GROUP columns. New keys and
+    values are taken from qkv, never from the cache, in a tile of their own, which split 0 begins with and writes.
     """
     pid = tl.program_id(0)
     if PDL:
@@ -124,7 +125,7 @@ def _attention_queries_kernel(
     items = tl.sum(active, 0) * KV_HEADS
     if (pid >= items) & (pid > 0):
         return  # no wait: the grid ends after its predecessor as long as program 0, which always waits, does
-    if PDL:
+    if PDL and not EARLY:
         gdc_wait()
     offs_c = tl.arange(0, COLUMNS)
     offs_d = tl.arange(0, BLOCK_D)
@@ -143,14 +144,17 @@ def _attention_queries_kernel(
         per_split = _pick(per_splits, offs_m, request)
         first = (_pick(first_blocks, offs_m, request) + split * per_split) * BLOCK_T
         end = tl.minimum(first + per_split * BLOCK_T, position)
+        k_head, v_head = k_ptr + head.to(tl.int64) * stride_kh, v_ptr + head.to(tl.int64) * stride_kh
+        tile, mask = _tile(table_ptr, first, start, end, stride_kp, PAGE, D, BLOCK_D, BLOCK_T)
+        k_t = tl.load(k_head + tile, mask=mask, other=0.0)
+        v_t = tl.load(v_head + tile, mask=mask, other=0.0)
+        if PDL and EARLY:
+            gdc_wait()  # of further items there is nothing left to wait for
         row_ptr = qkv_ptr + request * QUERIES * stride_qkv
         mask_c = query < count
         q_ptrs = row_ptr + query * stride_qkv + (head * GROUP + member) * D
         q = _rotated(q_ptrs, position + query, mask_c, cos_ptr, sin_ptr, q_norm_ptr, offs_d, eps, D, QK_NORM)
         dot_q = tl.trans((q * (scale * LOG2E)).to(k_ptr.dtype.element_ty).to(TYPE))
-        k_head, v_head = k_ptr + head.to(tl.int64) * stride_kh, v_ptr + head.to(tl.int64) * stride_kh
-        tile, mask = _tile(table_ptr, first, start, end, stride_kp, PAGE, D, BLOCK_D, BLOCK_T)
-        k_t = tl.load(k_head + tile, mask=mask, other=0.0)
         mask_n = offs_n < count
         new_ptrs = row_ptr + offs_n * stride_qkv + (KV_HEADS * GROUP + head) * D
         new_k = _rotated(new_ptrs, position + offs_n, mask_n, cos_ptr, sin_ptr, k_norm_ptr, offs_d, eps, D, QK_NORM)
@@ -179,9 +183,9 @@ def _attention_queries_kernel(
         p_new = p_new.to(v_ptr.dtype.element_ty).to(TYPE)
         acc = tl.dot(tl.trans(new_v.to(TYPE)), p_new, acc, input_precision="ieee")
         for t in range(first, end, BLOCK_T):
-            v_t = tl.load(v_head + tile, mask=mask, other=0.0)
             tile, mask = _tile(table_ptr, t + BLOCK_T, start, end, stride_kp, PAGE, D, BLOCK_D, BLOCK_T)
             k_next = tl.load(k_head + tile, mask=mask, other=0.0)  # in flight while the tile at t is attended to
+            v_next = tl.load(v_head + tile, mask=mask, other=0.0)
             s = tl.dot(k_t.to(TYPE), dot_q, input_precision="ieee")
             seen = (t + offs_t < end)[:, None] & (query >= 0)[None, :]
             if WINDOW > 0:
@@ -193,8 +197,7 @@ def _attention_queries_kernel(
             l_t = l_t * alpha[None, :] + p
             p = p.to(v_ptr.dtype.element_ty).to(TYPE)
             acc = tl.dot(tl.trans(v_t.to(TYPE)), p, acc * alpha[None, :], input_precision="ieee")
-            m = m_new
-            k_t = k_next
+            m, k_t, v_t = m_new, k_next, v_next
         l = tl.sum(l_t, 0)
 
         out_ptrs = out_ptr + (request * QUERIES + query).to(tl.int64) * stride_om + (head * GROUP + member) * D
@@ -290,6 +293,7 @@ def attention_queries(
         window,
         q_norm is not None,
         shape.programs,
+        shape.early,
         pdl,
         interpreted(),
         **options(shape.num_warps, pdl, shape.registers),

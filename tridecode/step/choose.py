@@ -108,7 +108,7 @@ def few_rows_shapes(config: ModelConfig, dtype: torch.dtype, rows: int, capabili
     """Shapes of passes of up to `rows` rows: 4, 8, 16, 32 or 64; products of up to 4 have those of 8."""
     matrices = matrix_sizes(config)
     shapes = {op: few_rows_shape(*size, max(rows, 8), op == "gate_up", capability) for op, size in matrices.items()}
-    return StepShapes(**shapes, attention=attention_rows_shape(config, dtype, rows))
+    return StepShapes(**shapes, attention=few_rows_attention(config, dtype, rows, capability))
 
 
 def matrix_sizes(config: ModelConfig) -> dict[str, tuple[int, int]]:
@@ -250,6 +250,18 @@ def columns_split(N: int, K: int) -> int:
     return min(max(most, -(-K // (40 * 128)), 1), MAX_SPLIT)
 
 
+def few_rows_attention(
+    config: ModelConfig, dtype: torch.dtype, rows: int, capability: int
+) -> AttentionShape | AttentionRowsShape:
+    """Up to 16 rows: as for one, by two programs a multiprocessor if no row is long; a split more for each 2,048
+    positions of one that is, so that it takes about as long as alone."""
+    wide = config.head_dim > 128 or config.num_heads // config.num_kv_heads > 8
+    if rows > 16 or capability != TUNED_FOR or dtype != torch.bfloat16 or wide:
+        return attention_rows_shape(config, dtype, rows)
+    few = min(max(2 * 132 // (rows * config.num_kv_heads), 1), 16)
+    return AttentionShape(block_t=64, splits=16, num_warps=4, ahead=2, few=few, turns=32)
+
+
 def attention_rows_shape(config: ModelConfig, dtype: torch.dtype, rows: int) -> AttentionRowsShape:
     """Two programs a multiprocessor of the largest GPUs, each with two tiles on their way; a long row alone is split
     into as many items. For few rows tiles are smaller: with more than 48 KiB of shared memory a kernel leaves those
@@ -268,6 +280,13 @@ def attention_rows_shape(config: ModelConfig, dtype: torch.dtype, rows: int) -> 
     return AttentionRowsShape(block_t, splits(2 * 132), num_warps=4, least=16, programs=2 * 132, stages=5)
 
 
+def queries_shape(config: ModelConfig, queries: int) -> AttentionRowsShape:
+    """Of passes with several rows of each request, attended to together: a program a multiprocessor, as their sums take
+    many registers."""
+    splits = min(max(2 * 132 // config.num_kv_heads, 1), MAX_SPLITS)
+    return AttentionRowsShape(32, splits, num_warps=8, least=4, programs=132, queries=queries)
+
+
 def fp8_kv_shape(
     shape: AttentionShape | AttentionRowsShape, capability: int = TUNED_FOR
 ) -> AttentionShape | AttentionRowsShape:
@@ -280,7 +299,8 @@ def fp8_kv_shape(
     found = replace(shape, block_t=block_t, num_warps=num_warps, converts=capability >= 89)  # has an instruction for it
     if rows:
         return replace(found, least=max(shape.least * shape.block_t // block_t, 1), programs=264, stages=1)
-    return replace(found, ahead=1, splits=min(shape.splits * 8 // num_warps, MAX_SPLITS))
+    turns = max(shape.turns * shape.block_t // block_t, 1)
+    return replace(found, ahead=1, splits=min(shape.splits * 8 // num_warps, MAX_SPLITS), turns=turns)
 
 
 def prompt_attention_shape(

@@ -113,8 +113,11 @@ Shape = MatvecShape | MatmulShape | TilesShape | WideShape | HopperShape
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """Launch shape of attention of one row: `block_t` positions a turn (a multiple or a divisor of the page), at most
-    `splits` programs per K/V head.
+    """Launch shape of attention of one row, or few: `block_t` positions a turn (a multiple or a divisor of the page),
+    at most `splits` programs per K/V head and row.
+
+    few: splits of a row, as long as none has more than `turns` turns; a longer row has more of them. 0: as many as
+    there may be.
 
     ahead: the turns of a split whose K and V are loaded before the wait; where all positions fit in as many, one split
     takes them. Of K/V in 8 bits one turn is, and converts says that the GPU has an instruction for them. registers: the
@@ -127,6 +130,8 @@ class AttentionShape:
     registers: int = 0
     ahead: int = 1
     converts: bool = False
+    few: int = 0
+    turns: int = 32
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,14 @@ from ..kernels.op import Op
 from ..layout import NGRAM
 from ..model.config import ModelConfig
 from ..model.weights import Weights, short_repr
-from .choose import choose_shapes, fp8_kv_shape, invariant_shapes, prompt_attention_shape
+from .choose import (
+    attention_rows_shape,
+    choose_shapes,
+    fp8_kv_shape,
+    invariant_shapes,
+    prompt_attention_shape,
+    queries_shape,
+)
 from .dispatch import most_queries
 from .few_bits import few_bits
 from .rope import rope_tables
@@ -96,10 +103,12 @@ class DecodeModel:
         shapes = self.shapes_by_rows[self.shapes_for]
         if self.queries == 1:
             return shapes
-        attention = replace(shapes.attention, early=False)
         if not self.writes_first:
-            tiles = dict(block_t=32, least=4, num_warps=8, programs=132)
-            attention = replace(attention, queries=self.queries, **tiles)
+            attention = queries_shape(self.config, self.queries)
+        elif isinstance(shapes.attention, AttentionRowsShape):
+            attention = replace(shapes.attention, early=False)
+        else:
+            attention = replace(attention_rows_shape(self.config, self.weights.dtype, self.rows), early=False)
         return replace(shapes, attention=attention)
 
     @property

@@ -26,7 +26,7 @@ from .shapes import (
 
 log = logging.getLogger("tridecode")
 
-FORMAT = 4  # of the table; another one when the kernels read the fields of a shape differently
+FORMAT = 5  # of the table; another one when the kernels read the fields of a shape differently
 # Form of a shape -> its fields that are searched -> the values that may be tried, and that a table may hold.
 VALUES = {
     MatvecShape: {
@@ -77,6 +77,8 @@ VALUES = {
         "num_warps": (1, 2, 4, 8, 16),
         "registers": range(0, 256, 8),
         "ahead": (1, 2),
+        "few": range(MAX_SPLITS + 1),
+        "turns": range(1, 1025),
     },
     AttentionRowsShape: {
         "block_t": (16, 32, 64),
@@ -89,7 +91,8 @@ VALUES = {
     },
 }
 NAMES = {form: form.__name__.removesuffix("Shape").lower() for form in VALUES}
-SEVERAL = (MatmulShape, TilesShape, WideShape, HopperShape)  # each can take another's place
+# Of each of these the members can take each other's place.
+SEVERAL = ((MatmulShape, TilesShape, WideShape, HopperShape), (AttentionShape, AttentionRowsShape))
 
 
 class TableError(ValueError):
@@ -146,7 +149,8 @@ def with_table(
 def changed(shape, entry, key: str):
     """The shape that a table's entry says, in the place of `shape`. Raises TableError for anything that tune would not
     write."""
-    forms = {NAMES[form]: form for form in (SEVERAL if type(shape) in SEVERAL else (type(shape),))}
+    own = (type(shape),)
+    forms = {NAMES[form]: form for form in next((group for group in SEVERAL if own[0] in group), own)}
     form = forms.get(str(entry.get("form"))) if isinstance(entry, dict) else None
     if form is None or set(entry) != {"form", *VALUES[form]}:
         known = " or ".join(f"{name} with {', '.join(VALUES[form])}" for name, form in forms.items())
