@@ -200,13 +200,21 @@ def test_few_rows_have_few_splits(case, few, turns):
 
 @pytest.mark.parametrize("few, turns, position, splits", [
     (2, 4, 16, 0), (2, 4, 60, 2), (2, 4, 128, 2), (2, 4, 129, 3), (2, 4, 255, 4), (1, 64, 255, 0), (9, 1, 255, 8),
+    (2, 1, 128, 8), (2, 1, 144, 5),
 ])  # fmt: skip
 def test_the_splits_of_a_row_go_by_its_length(few, turns, position, splits):
-    args = buffers((position, 3), 1, 2, 64, page=64, pages=4, dtype=torch.float16, qk_norm=True)
+    args = buffers((position, 3, 145), 1, 2, 64, page=64, pages=4, dtype=torch.float16, qk_norm=True)
     shape = AttentionShape(block_t=16, splits=8, ahead=1, few=few, turns=turns)
     check_form(attention, args, shape, TOLERANCE[torch.float16])
     used = (~args["partial"].isnan()).any(-1).sum(-1)  # partial results of each head
     assert used[0].eq(splits).all() and used[1].eq(0).all()
+
+
+@pytest.mark.parametrize("positions", [(255, 240), (240, 255), (200, 255, 241)])
+def test_windows_of_few_rows_begin_anywhere_in_a_block(positions):
+    args = buffers(positions, 1, 2, 64, page=64, pages=4, dtype=torch.float16, qk_norm=False)
+    shape = AttentionShape(block_t=16, splits=8, ahead=1, few=1, turns=1)
+    check_form(attention, {**args, "window": 82}, shape, TOLERANCE[torch.float16])
 
 
 @FORMS

@@ -253,13 +253,13 @@ def columns_split(N: int, K: int) -> int:
 def few_rows_attention(
     config: ModelConfig, dtype: torch.dtype, rows: int, capability: int
 ) -> AttentionShape | AttentionRowsShape:
-    """Up to 16 rows: as for one, by two programs a multiprocessor if no row is long; a split more for each 2,048
-    positions of one that is, so that it takes about as long as alone."""
+    """Up to 16 rows: as for one, in as few splits as fill the multiprocessors if no row is long; a long one has more,
+    so that it takes about as long as alone."""
     wide = config.head_dim > 128 or config.num_heads // config.num_kv_heads > 8
     if rows > 16 or capability != TUNED_FOR or dtype != torch.bfloat16 or wide:
         return attention_rows_shape(config, dtype, rows)
-    few = min(max(2 * 132 // (rows * config.num_kv_heads), 1), 16)
-    return AttentionShape(block_t=64, splits=16, num_warps=4, ahead=2, few=few, turns=32)
+    few = min(max(2 * 132 // (rows * config.num_kv_heads), 1), 32)
+    return AttentionShape(64, splits=32, num_warps=4, ahead=2, few=few, turns=4 if rows <= 4 else 16)
 
 
 def attention_rows_shape(config: ModelConfig, dtype: torch.dtype, rows: int) -> AttentionRowsShape:
