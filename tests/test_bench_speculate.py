@@ -18,8 +18,8 @@ from tridecode.commands.bench.speculate_texts import Text, play, texts
 from tridecode.commands.parser import make_parser
 from tridecode.engine import Engine
 from tridecode.errors import ParameterError
-from tridecode.loading import BUNDLED
 from tridecode.model.checkpoint import random_weights
+from tridecode.model.hub import BUNDLED
 from tridecode.text.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parent.parent

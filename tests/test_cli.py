@@ -406,6 +406,16 @@ def test_the_bundled_model_is_the_default(run):
 
 
 @BUNDLED
+def test_the_bundled_model_loads_by_the_name_that_info_prints(run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code, out, _ = run("info", "--model", "bundled", "--json")
+    assert code == 0 and json.loads(run("info", "--json")[1])["model"] == json.loads(out)["model"]
+    assert "in the package" in run("info", "--model", "bundled")[1]
+    with Engine.load(json.loads(out)["model"]["name"], device="cpu") as engine:
+        assert engine.name == "bundled" and "bundled" in repr(engine)
+
+
+@BUNDLED
 def test_the_readmes_python_examples_print_what_the_readme_says(capsys):
     section = (ROOT / "README.md").read_text().split("From Python:")[1]
     _, example, between, shown, _, several, _, answers, *_ = re.split(r"```(?:python|text)?\n", section)

@@ -11,10 +11,10 @@ from safetensors import SafetensorError
 from tridecode.commands.main import main
 from tridecode.engine import Engine
 from tridecode.errors import ParameterError
-from tridecode.loading import BUNDLED
 from tridecode.model.checkpoint import load_config, load_weights, random_weights
 from tridecode.model.formats.quantise import SCHEMES, fitted, quantised, rules
 from tridecode.model.formats.write import write
+from tridecode.model.hub import BUNDLED
 from tridecode.model.pieces import weight_bytes
 from tridecode.placement import to_quantise
 

@@ -129,8 +129,6 @@ class Parser(argparse.ArgumentParser):
                 setting = found.get(name, Setting(action.default))
                 setattr(namespace, name, setting.value)
                 namespace.origins |= {name: setting.origin} if setting.origin else {}
-        if namespace.model == "bundled" and getattr(namespace, "url", None) is None:
-            namespace.model = None  # the way back from another one that is set
 
     def near(self, typed: str) -> list[str]:
         """Options that begin as `typed` does, or the nearest one. Their hyphens, which all of them share, count not."""

@@ -3,7 +3,6 @@
 from pathlib import Path
 
 from ..errors import ParameterError
-from ..loading import BUNDLED
 from ..model.checkpoint import load_config, stored_tensors
 from ..model.formats.quantise import rules
 from ..model.formats.write import write
@@ -13,7 +12,7 @@ from .terminal import Output
 
 
 def quantize(args, output: Output) -> int:
-    source, out = BUNDLED if args.model == "bundled" else resolve_model(args.model), Path(args.out)
+    source, out = resolve_model(args.model), Path(args.out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ParameterError(f"{out}: must be a new or an empty directory")
     plain = load_config(source)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from ..engine import Engine
 from ..errors import TridecodeError
+from ..model.hub import BUNDLED
 from .api_key import VARIABLE, api_key
 from .loading import load_model
 from .terminal import Output
@@ -70,7 +71,7 @@ def tell(output: Output, engine: Engine, settings, address: tuple, scheme: str) 
 def public_name(model: str | None) -> str:
     """The name that clients give: a Hugging Face id, or the last part of a directory's path, never the path."""
     if model is None:
-        return "bundled"
+        return BUNDLED.name
     return Path(model).resolve().name if Path(model).is_dir() else model
 
 

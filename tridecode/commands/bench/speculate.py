@@ -11,7 +11,6 @@ import torch
 from ... import layout
 from ...engine import Engine
 from ...kernels.draft import DRAFT
-from ...loading import BUNDLED
 from ...model.hub import resolve_model
 from ...step.dispatch import QUERIES, Dispatcher, most_queries
 from ...step.graphs import Place, make_steps
@@ -48,7 +47,7 @@ def speculate(args, output) -> list[dict]:
 def text_rows(args, alone: dict | None) -> list[dict]:
     """alone: the row of one request, from which the speed-up follows."""
     ngram, found = args.speculate_ngram or layout.NGRAM, []
-    path = Path(args.tokenizer) if args.tokenizer else BUNDLED if args.model is None else resolve_model(args.model)
+    path = Path(args.tokenizer) if args.tokenizer else resolve_model(args.model)
     tokenizer = Tokenizer.load(path)
     for text in texts():
         ids = tokenizer.encode(text.drawn)

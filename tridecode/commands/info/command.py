@@ -8,11 +8,10 @@ import torch
 
 from ...cache.kv import PAGE, kv_bytes_per_token
 from ...errors import DeviceError
-from ...loading import BUNDLED
 from ...memory import plan_memory, prompt_bytes
 from ...model.checkpoint import load_config
 from ...model.config import ModelConfig
-from ...model.hub import resolve_model
+from ...model.hub import BUNDLED, resolve_model
 from ...model.pieces import host_layer_bytes, parameter_count
 from ...placement import (
     GraphPlan,
@@ -36,7 +35,7 @@ from . import doctor
 
 def info(args, output: Output) -> int:
     device, backend = resolve_device(args.device, args.backend)
-    path = BUNDLED if args.model is None else resolve_model(args.model, weights=False)
+    path = resolve_model(args.model, weights=False)
     config = to_quantise(load_config(path), args.quantize, args.quantize_head, args.kv_dtype)
     dtype = resolve_dtype(args.dtype, config, device)
     gpus, versions = doctor.gpu_facts(), version_facts()
@@ -53,7 +52,7 @@ def info(args, output: Output) -> int:
     chunk = policy.chunk(memory["slots"], memory["context"] or policy.chunk_tokens, PAGE)
     graphs = graphs_of(args, chunk, support)
     report = {
-        "model": model_facts(config, args.model or "bundled", str(path)),
+        "model": model_facts(config, args.model or BUNDLED.name, str(path)),
         "memory": memory,
         "run": run_facts(device, backend, dtype, graphs, support[0], policy, why_off),
         "prompts": prompt_facts(config, dtype, memory["slots"], chunk, graphs, support[0], policy),
@@ -202,7 +201,7 @@ def as_text(report: dict) -> str:
     model, memory, run = report["model"], report["memory"], report["run"]
     context = memory["problem"] or f"{memory['context']:,} tokens"
     heads = f"{model['heads']} heads, {model['kv_heads']} for K/V, of {model['head_dim']}"
-    where = "in the package" if model["name"] == "bundled" else model["path"]
+    where = "in the package" if model["path"] == str(BUNDLED) else model["path"]
     rows = [
         ("model", f"{model['name']}, family {model['family']}, {where}"),
         ("parameters", f"{model['parameters']:,}, {model['dtype']} in the checkpoint"),
