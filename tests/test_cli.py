@@ -487,6 +487,7 @@ def test_counts_have_separators():
     line = speed_line(Usage(123456, 1000, 2345), Timings(0.1, 0.1, 12345.6), 131072)
     assert line.startswith("2,345 tokens · 12,346 tok/s · first token 0.10 s · 1,000 of 123,456 reused · context 125,")
     assert counted(1, "turn") == "1 turn" and counted(300_000, "turn") == "300,000 turns"
+    assert counted(1, "pass") == "1 pass" and counted(2, "pass") == "2 passes" and counted(3, "launch") == "3 launches"
 
 
 def test_errors_name_options_on_the_command_line_and_arguments_in_python():

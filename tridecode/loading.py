@@ -10,7 +10,7 @@ import torch
 from . import placement, threads
 from .arguments import function, shown
 from .cache.offload import Offload
-from .errors import EngineClosed
+from .errors import EngineClosed, counted
 from .layout import NGRAM
 from .memory import MemoryPlan, allocating, plan_memory
 from .model.checkpoint import load_config, load_weights
@@ -124,7 +124,7 @@ class Loaded:
             kv_offload, kv_ring, batch_invariant, on_host, policy.speculates,
         )  # fmt: skip
         if on_host:
-            kv.notes.append(f"the weights of the last {on_host} layers come from the host in every pass")
+            kv.notes.append(f"the weights of the last {counted(on_host, 'layer')} come from the host in every pass")
         cores = threads.FreeCores()
         weights = load_weights(path, config, place, torch_dtype, progress, on_host)
         name = BUNDLED.name if model is None else str(model)

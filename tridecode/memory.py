@@ -9,7 +9,7 @@ import torch
 from . import cgroup
 from .cache.kv import kv_bytes_per_token
 from .cache.offload import Offload
-from .errors import DeviceError
+from .errors import DeviceError, counted
 from .model.config import ModelConfig
 from .model.pieces import host_layer_bytes, weight_bytes
 from .step.prefill import CHUNK
@@ -66,10 +66,10 @@ class MemoryPlan:
             left = self.usable - replace(self, slots=1).needed(wanted)
             most = 1 + left // max(self.per_slot + wanted * TOKEN, 1)
             if self.slots > 1 and most >= 1:
-                what, advice = f" {self.slots:,} slots with", f"at most {most:,} slots fit"
+                what, advice = f" {self.slots:,} slots with", f"at most {counted(most, 'slot')} fit"
             else:
                 what = ""
-                advice = f"at most {fits:,} positions fit" if fits else "choose a smaller model or free memory"
+                advice = f"at most {counted(fits, 'position')} fit" if fits else "choose a smaller model or free memory"
             raise DeviceError(f"not enough memory on {where}:{what}{self._lack(wanted, wanted)}; {advice}")
         return requested or min(fits, self.default_limit)
 
@@ -126,8 +126,9 @@ class MemoryPlan:
 
     def _lack(self, capacity: int, kv_tokens: int) -> str:
         return (
-            f" {kv_tokens:,} positions need {self.needed(capacity, kv_tokens) / GIB:,.2f} GiB "
-            f"({self.weights / GIB:,.2f} GiB of weights), {self.free / GIB:,.2f} GiB are free"
+            f" {counted(kv_tokens, 'position')} need{'s' * (kv_tokens == 1)} "
+            f"{self.needed(capacity, kv_tokens) / GIB:,.2f} GiB ({self.weights / GIB:,.2f} GiB of weights), "
+            f"{self.free / GIB:,.2f} GiB are free"
         )
 
 
@@ -140,7 +141,8 @@ def allocating(capacity: int, device: torch.device):
         if not isinstance(error, torch.OutOfMemoryError) and "DefaultCPUAllocator" not in str(error):
             raise
         raise DeviceError(
-            f"not enough memory on {device} for a context of {capacity:,} positions; choose a smaller max_seq_len"
+            f"not enough memory on {device} for a context of {counted(capacity, 'position')}; "
+            "choose a smaller max_seq_len"
         ) from None
 
 

@@ -10,7 +10,7 @@ from . import memory
 from .arguments import choice, integer, real, shown
 from .cache.kv import PAGE
 from .cache.offload import BUFFERS, Offload, least_pages, page_bytes
-from .errors import DeviceError, ParameterError
+from .errors import DeviceError, ParameterError, counted
 from .memory import GIB, MemoryPlan, plan_memory
 from .model.config import ModelConfig
 from .model.formats.quantise import HEADS, SCHEMES, rules
@@ -51,7 +51,8 @@ def resolve_device(device: str, backend: str) -> tuple[torch.device, str]:
     kind, _, index = device.partition(":")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if kind == "cuda" and int(index or 0) >= count:
-        raise DeviceError(f'device {device} was asked for, but {count} CUDA GPUs are usable here; use device="cpu"')
+        usable = f"{counted(count, 'CUDA GPU')} {'is' if count == 1 else 'are'} usable here"
+        raise DeviceError(f'device {device} was asked for, but {usable}; use device="cpu"')
     if kind == "auto":
         usable = count and backend != "torch" and torch.cuda.get_device_capability(0) >= (8, 0)
         kind = "cuda" if usable else "cpu"
@@ -130,7 +131,7 @@ def plan_capacity(
     if kv_tokens is not None and kv_tokens < capacity:
         capacity, why = kv_tokens, "that is what kv_tokens asks for"
     if kv_tokens is not None and kv_tokens > slots * capacity:
-        most = f"{slots:,} slot{'s' * (slots > 1)} of {capacity:,} positions can have at most {slots * capacity:,}"
+        most = f"{counted(slots, 'slot')} of {counted(capacity, 'position')} can have at most {slots * capacity:,}"
         raise ParameterError(f"kv_tokens: {most}, got {kv_tokens:,}")
     notes = []
     if capacity < (max_seq_len or limit):
@@ -184,7 +185,7 @@ def plan_kv(
     longest = max_seq_len or limit
     least = least_pages(slots, page, min(chunk, longest) if batch_invariant else 1)
     if kv_tokens is not None:
-        which = f"what {slots:,} slot{'s' * (slots > 1)} of {longest:,} positions can have, "
+        which = f"what {counted(slots, 'slot')} of {counted(longest, 'position')} can have, "
         kv_tokens = integer("kv_tokens", kv_tokens, least * page, max(slots * longest, least * page), which)
     each = page_bytes(config.num_layers, config.kv_size, page, dtype)
     free = memory.free_memory(torch.device("cpu")) - on_host * host_layer_bytes(config, dtype)
@@ -349,7 +350,7 @@ def check_pages(
     if (pages + (offload.ring if offload else 0)) * page < capacity:
         raise ParameterError(f"pages: {pages:,} hold fewer positions than a request's {capacity:,}")
     if offload and pages < (least := least_pages(slots, page, chunk)):
-        raise ParameterError(f"pages: {slots:,} slots write to {least:,} at least, got {pages:,}")
+        raise ParameterError(f"pages must be at least {least:,} for {counted(slots, 'slot')}, got {pages:,}")
 
 
 def check_limits(slots, max_seq_len=None) -> int:

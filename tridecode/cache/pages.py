@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from ..errors import TridecodeError
+from ..errors import TridecodeError, counted
 
 
 class OutOfPages(TridecodeError):
@@ -27,7 +27,7 @@ class PagePool:
     def take(self, count: int) -> list[int]:
         """`count` free pages, each held once from now on. Raises OutOfPages, and takes none then."""
         if count > len(self._free):
-            raise OutOfPages(f"{count} pages are needed, {len(self._free)} of {len(self._holders)} are free")
+            raise OutOfPages(f"{counted(count, 'page')} wanted, {len(self._free)} of {len(self._holders)} free")
         taken = [self._free.pop() for _ in range(count)]
         for page in taken:
             self._holders[page] = 1

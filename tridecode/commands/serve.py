@@ -11,7 +11,7 @@ from ..errors import TridecodeError
 from ..model.hub import BUNDLED
 from .api_key import VARIABLE, api_key
 from .loading import load_model
-from .terminal import Output
+from .terminal import Output, counted
 
 SWITCH = 5e-4  # seconds for which a thread may keep others from running: the device's must not wait for the network's
 
@@ -65,7 +65,7 @@ def tell(output: Output, engine: Engine, settings, address: tuple, scheme: str) 
     output.note(f"serving {settings.model} at {place}")
     if settings.api_key is None and not ip_address(host).is_loopback:
         output.note(f"whoever reaches this address can use it: {VARIABLE} sets a key")
-    output.note(f"{engine.slots:,} requests at a time, a context of {engine.capacity:,}; Ctrl-C stops")
+    output.note(f"{counted(engine.slots, 'request')} at a time, a context of {engine.capacity:,}; Ctrl-C stops")
 
 
 def public_name(model: str | None) -> str:

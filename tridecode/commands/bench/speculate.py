@@ -18,6 +18,7 @@ from ...step.graphs import Place, make_steps
 from ...step.run import Run, launch, refer
 from ...text.tokenizer import Tokenizer
 from ...version import __version__
+from ..terminal import counted
 from .batch import room_of
 from .measure import GREEDY, WARM_UP, bench_engine, check_running, model_facts, run_facts, spread
 from .speculate_texts import LICENCE, play, texts
@@ -96,7 +97,7 @@ def pass_us(engine: Engine, args, requests: int, rows: int, enqueue: Callable[[]
         end.synchronize()
         if run >= WARM_UP:
             times.append(start.elapsed_time(end) / args.steps)
-    check_running(engine, f"{requests} requests of {rows} rows", requests)
+    check_running(engine, f"{counted(requests, 'request')} of {counted(rows, 'row')}", requests)
     return round(spread(times, 1e3)[0], 2)
 
 

@@ -199,8 +199,8 @@ def triton_version() -> str | None:
 
 def as_text(report: dict) -> str:
     model, memory, run = report["model"], report["memory"], report["run"]
-    context = memory["problem"] or f"{memory['context']:,} tokens"
-    heads = f"{model['heads']} heads, {model['kv_heads']} for K/V, of {model['head_dim']}"
+    context = memory["problem"] or f"{counted(memory['context'], 'token')}"
+    heads = f"{counted(model['heads'], 'head')}, {model['kv_heads']} for K/V, of {model['head_dim']}"
     where = "in the package" if model["path"] == str(BUNDLED) else model["path"]
     rows = [
         ("model", f"{model['name']}, family {model['family']}, {where}"),
@@ -212,7 +212,7 @@ def as_text(report: dict) -> str:
         ("prompts", prompt_words(report["prompts"])),
         ("speculation", speculation_words(run)),
         ("weights", weight_words(memory)),
-        ("K/V", f"{memory['kv_per_token']:,} bytes per token{pool_words(memory)}"),
+        ("K/V", f"{counted(memory['kv_per_token'], 'byte')} per token{pool_words(memory)}"),
         ("workspace", size(memory["workspace"])),
         ("free memory", f"{size(memory['free'])} on {run['device']}"),
         ("context", f"{context}; the largest that fits: {memory['largest_context']:,} of {model['max_position']:,}"),
@@ -254,7 +254,8 @@ def kernel_words(run: dict, layers: int) -> str:
 
 def weight_words(memory: dict) -> str:
     if layers := memory["host_layers"]:
-        return f"{size(memory['weights'])}; the last {layers} layers' {size(memory['weights_on_host'])} on the host"
+        last = f"the last {counted(layers, 'layer')}, {size(memory['weights_on_host'])}"
+        return f"{size(memory['weights'])}; {last}, on the host"
     return size(memory["weights"])
 
 
@@ -263,10 +264,10 @@ def prompt_words(prompts: dict) -> str:
     ways = {"full": "whole", "piecewise": "in pieces between attention launches"}
     read = "launched line by line"
     if sizes:
-        span = f"{sizes[0]:,} to {sizes[-1]:,}" if len(sizes) > 1 else f"{sizes[0]:,}"
-        passes = f"{prompts['graphs']} {'pass' if prompts['graphs'] == 1 else 'passes'}"
-        read = f"{passes} of {span} tokens captured {ways[prompts['mode']]}"
-    chunks = f"in chunks of up to {prompts['chunk_tokens']:,} tokens"
+        span = f"{sizes[0]:,} to {sizes[-1]:,} tokens" if len(sizes) > 1 else counted(sizes[0], "token")
+        passes = f"{counted(prompts['graphs'], 'pass')}"
+        read = f"{passes} of {span} captured {ways[prompts['mode']]}"
+    chunks = f"in chunks of up to {counted(prompts['chunk_tokens'], 'token')}"
     shared = "what several have in common is read once" if prompts["sharing"] else "each is read for itself alone"
     return f"{chunks}, {read}; {shared}; attention by {prompts['attention']}; buffers {size(prompts['buffers'])}"
 
@@ -279,7 +280,7 @@ def pool_words(memory: dict) -> str:
     if offload := memory["offload"]:
         most = offload["ring"] * offload["page"]
         host = f"; {offload['host_tokens']:,} more on the host, of which {most:,} can run"
-    held = f"{memory['kv_tokens']:,} positions, {memory['kv_dtype']}, {size(memory['kv_bytes'])}"
+    held = f"{counted(memory['kv_tokens'], 'position')}, {memory['kv_dtype']}, {size(memory['kv_bytes'])}"
     return f"; {slots} {held}{host}"
 
 
@@ -303,4 +304,4 @@ def size(count: int) -> str:
     for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if count >= scale:
             return f"{count / scale:.2f} {unit}"
-    return f"{count} bytes"
+    return counted(count, "byte")
