@@ -227,7 +227,8 @@ def test_engine_option_out_of_range(failure, good, option, value, named):
     [
         (("--quantize-head", "keep"), "use it with --quantize int4"),
         (("--speculate", "off", "--speculate-ngram", "4:2"), "is guessed with --speculate off; leave one of them out"),
-        (("--speculate-ngram", "4:2", "--kv-dtype", "fp8"), "--speculate ngram does not work beside --kv-dtype fp8"),
+        (("--speculate-ngram", "4:2", "--kv-dtype", "fp8"), "--speculate-ngram does not work beside --kv-dtype fp8"),
+        (("--speculate", "ngram", "--kv-dtype", "fp8"), "--speculate ngram does not work beside --kv-dtype fp8"),
         (("--kv-ring", "2"), "use it with --kv-offload"),
         (("--prompt-graph-sizes", "16", "--no-prompt-graphs"), "captured with --graph full_decode_only; leave one"),
         (("--prompt-graph-sizes", "16", "--prompt-graph-max-tokens", "2048"), "not go with --prompt-graph-max-tokens"),

@@ -109,8 +109,8 @@ class Loaded:
         place, backend = placement.resolve_device(device, backend)
         on_gpu = backend == "triton"
         planned = placement.plan_graphs(slots, chunk_tokens, on_gpu, on_gpu, graph=graph, **graphs)  # bad ones end here
-        host = kv_offload is not None, weights_offload is not None
-        speculate, _ = placement.resolve_speculation(policy.speculate, planned, kv_dtype == "fp8", *host)
+        host, given = (kv_offload is not None, weights_offload is not None), policy.speculate_ngram is not None
+        speculate, _ = placement.resolve_speculation(policy.speculate, planned, kv_dtype == "fp8", *host, given)
         policy = replace(policy, speculate=speculate)
         path = resolve_model(model)
         config = placement.to_quantise(load_config(path), quantize, quantize_head, kv_dtype)
@@ -165,7 +165,8 @@ class Loaded:
         support = placement.capture_support(backend, config, weights.dtype, weights.device)
         planned = placement.plan_graphs(slots, chunk_tokens, *support, graph=graph, batch_invariant=invariant, **more)
         host = offload is not None, weights.host is not None
-        speculate, _ = placement.resolve_speculation(policy.speculate, planned, config.fp8_kv, *host)
+        given = policy.speculate_ngram is not None
+        speculate, _ = placement.resolve_speculation(policy.speculate, planned, config.fp8_kv, *host, given)
         policy = replace(policy, speculate=speculate)
         how = dict(slots=slots, chunk=chunk_tokens, one_piece=planned.one_piece, speculate=policy.speculates)
         plan = plan or plan_memory(config, weights.dtype, weights.device, **how)

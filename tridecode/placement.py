@@ -303,11 +303,12 @@ def plan_graphs(
 
 
 def resolve_speculation(
-    asked: str, graphs: GraphPlan, fp8_kv: bool, kv_offload: bool, weights_offload: bool
+    asked: str, graphs: GraphPlan, fp8_kv: bool, kv_offload: bool, weights_offload: bool, ngram: bool = False
 ) -> tuple[str, str | None]:
     """What speculate=`asked` comes to for passes that run so: ngram or off, and if auto is off, why: what follows
-    "it". fp8_kv: K/V are in 8 bits; kv_offload, weights_offload: some lie on the host. Raises ParameterError where
-    ngram is asked for and cannot be."""
+    "it". fp8_kv: K/V are in 8 bits; kv_offload, weights_offload: some lie on the host; ngram:
+    speculate_ngram is given, which asks for it beside auto. Raises ParameterError where ngram is asked for and cannot
+    be."""
     given = {'kv_dtype="fp8"': fp8_kv, "kv_offload": kv_offload, "weights_offload": weights_offload}
     smallest, why = graphs.sizes[0], None
     if beside := [name for name, is_given in given.items() if is_given]:
@@ -316,8 +317,12 @@ def resolve_speculation(
         why = f"verifies in passes of at most {max(COSTS)} requests, and the smallest of graph_sizes is {smallest}"
     if asked == "ngram" and why:
         raise ParameterError(f'speculate="ngram" {why}; use speculate="off"')
+    if asked == "auto" and ngram and why:
+        raise ParameterError(f"speculate_ngram {why}; leave it out")
     if asked != "auto":
         return asked, None
+    if ngram:
+        return "ngram", None
     if MODES[graphs.graph][1] == "none" or ATTENTION[graphs.attention] < Support.UNIFORM_BATCH:
         why = "pays on a GPU only, where decode passes are captured and attention is Triton's"
     return ("off", why) if why else ("ngram", None)

@@ -46,7 +46,8 @@ def info(args, output: Output) -> int:
     )  # fmt: skip
     graphs = graphs_of(args, policy.chunk_tokens, support)
     host = args.kv_offload is not None, args.weights_offload is not None
-    speculate, why_off = resolve_speculation(policy.speculate, graphs, config.fp8_kv, *host)
+    given = args.speculate_ngram is not None
+    speculate, why_off = resolve_speculation(policy.speculate, graphs, config.fp8_kv, *host, given)
     policy = replace(policy, speculate=speculate)
     memory = memory_facts(config, dtype, device, backend, args, policy, graphs)
     chunk = policy.chunk(memory["slots"], memory["context"] or policy.chunk_tokens, PAGE)
