@@ -168,8 +168,8 @@ class Loaded:
         given = policy.speculate_ngram is not None
         speculate, _ = placement.resolve_speculation(policy.speculate, planned, config.fp8_kv, *host, given)
         policy = replace(policy, speculate=speculate)
-        how = dict(slots=slots, chunk=chunk_tokens, one_piece=planned.one_piece, speculate=policy.speculates)
-        plan = plan or plan_memory(config, weights.dtype, weights.device, **how)
+        how = slots, chunk_tokens, planned.one_piece, 0, policy.speculates, invariant
+        plan = plan or plan_memory(config, weights.dtype, weights.device, *how)
         with allocating(capacity, weights.device):
             sizes = pages, max(slots, *planned.sizes), chunk_tokens
             model = make_model(

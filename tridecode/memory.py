@@ -13,7 +13,7 @@ from .errors import DeviceError, counted
 from .model.config import ModelConfig
 from .model.pieces import host_layer_bytes, weight_bytes
 from .step.prefill import CHUNK
-from .step.state import PROMPT_SHAPE, verify_rows
+from .step.state import PROMPT_SHAPE, expands_kv, verify_rows
 from .step.workspace import make_prompt_buffers, make_workspace, named_tensors
 
 GIB = 2**30
@@ -148,15 +148,16 @@ def allocating(capacity: int, device: torch.device):
 
 def plan_memory(
     config: ModelConfig, dtype: torch.dtype, device: torch.device, slots: int = 1, chunk: int = CHUNK,
-    one_piece: bool = True, on_host: int = 0, speculate: bool = False,
+    one_piece: bool = True, on_host: int = 0, speculate: bool = False, batch_invariant: bool = False,
 ) -> MemoryPlan:
     """Plan for loading `config` in `dtype` on `device` as it is now, for `slots` requests at a time, their prompts read
     in chunks of `chunk` tokens; one_piece: by torch's attention, for which a layer's K/V of a slot are gathered;
-    on_host: layers whose projections are in the host's memory; speculate: passes can verify drafts."""
+    on_host: layers whose projections are in the host's memory; speculate: passes can verify drafts;
+    batch_invariant: prompts take one kernel on every GPU."""
     rope_and_tokens, kv = 4 * config.head_dim + TOKEN, kv_bytes_per_token(config, dtype)
     layer = 2 * config.kv_size * dtype.itemsize
     gathered = layer if one_piece else 0
-    if config.fp8_kv and not one_piece and device.type == "cuda":  # a layer's K/V expanded, see PromptBuffers
+    if expands_kv(config, device, batch_invariant, one_piece):
         kv += layer
     weights = weight_bytes(config, dtype, device.type == "cuda", on_host)
     rows, scratch = min(chunk, slots * config.max_position) + slots, SCRATCH[device.type]

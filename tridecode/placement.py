@@ -115,6 +115,7 @@ def plan_capacity(
     one_piece: bool = True,
     on_host: int = 0,
     speculate: bool = False,
+    batch_invariant: bool = False,
 ) -> tuple[MemoryPlan, int, list[str]]:
     """The memory plan (see plan_memory), the context of a request to allocate, and notes for the user. Raises
     ParameterError, DeviceError. The pool of all slots is `plan.kv_tokens`."""
@@ -123,7 +124,7 @@ def plan_capacity(
         max_seq_len = integer("max_seq_len", max_seq_len, 1, limit, "the model's limit of ")
     if kv_tokens is not None:
         kv_tokens = integer("kv_tokens", kv_tokens, max_seq_len or 1, LONGEST)
-    plan = plan_memory(config, dtype, device, slots, chunk, one_piece, on_host, speculate)
+    plan = plan_memory(config, dtype, device, slots, chunk, one_piece, on_host, speculate, batch_invariant)
     capacity = plan.capacity(max_seq_len, str(device))
     why = f"that is what fits {device}"
     if capacity < min(max_seq_len or limit, plan.max_context):
@@ -172,7 +173,7 @@ def plan_kv(
     buffers = BUFFERS if kv_ring is None else integer("kv_ring", kv_ring, 0, 16)
     page, where = page_size(backend, slots, batch_invariant), str(device)
     if kv_offload is None:
-        asked = max_seq_len, slots, kv_tokens, chunk, one_piece, on_host, speculate
+        asked = max_seq_len, slots, kv_tokens, chunk, one_piece, on_host, speculate, batch_invariant
         plan, capacity, notes = plan_capacity(config, dtype, device, *asked)
         pool = plan.kv_tokens(capacity, kv_tokens, where)
         pages = None if pool == slots * capacity else -(-pool // (page or capacity))

@@ -110,7 +110,8 @@ def memory_facts(
     the ring's buffers, if asked for; `weights_on_host`: bytes of the last `host_layers` layers."""
     slots, per_token = slots_of(args), kv_bytes_per_token(config, dtype)
     how, problem = (slots, policy.chunk_tokens, graphs.one_piece), None
-    plan, on_host = plan_memory(config, dtype, device, *how, speculate=policy.speculates), 0
+    passes = dict(speculate=policy.speculates, batch_invariant=policy.batch_invariant)
+    plan, on_host = plan_memory(config, dtype, device, *how, **passes), 0
     asked = args.max_seq_len, slots, args.kv_tokens, policy.chunk_tokens, graphs.one_piece
     offload = args.kv_offload, args.kv_ring, policy.batch_invariant
     try:
