@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from tridecode.commands.bench.peers import peer_model
-from tridecode.loading import BUNDLED
+from tridecode.model.hub import BUNDLED
 from tridecode.model.presets import PRESETS as SHAPES
 
 PRESETS = [name for name in SHAPES if name.startswith("qwen3")]

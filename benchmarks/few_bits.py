@@ -24,7 +24,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
@@ -37,6 +36,7 @@ from tridecode.model.formats.quantise import SCHEMES, fitted
 from tridecode.model.presets import PRESETS
 from tridecode.model.weights import Linear
 from tridecode.step.choose import few_rows_shape
+from tridecode.step.compiling import missing
 from tridecode.step.few_bits import ROLES, ROWS, few_bits_shape
 from tridecode.step.shapes import MatmulShape
 
@@ -200,16 +200,7 @@ def compile_one(work: tuple) -> tuple:
 
 def specialized(line, linear: Linear, shape: MatmulShape, run) -> str | None:
     """What Triton would compile for a launch; None if it is there."""
-    found = []
-
-    def note(*, compile, **_) -> bool:
-        found.append(compile["specialization_data"])
-        return True  # neither compile nor launch it
-
-    with knobs.runtime.scope():
-        knobs.runtime.jit_cache_hook = note
-        line(run, linear, shape)
-    return found[0] if found else None
+    return next((specialization for _, specialization in missing(lambda: line(run, linear, shape))), None)
 
 
 def compiled(work: list, seconds: float, workers: int) -> Iterator[tuple]:

@@ -17,7 +17,7 @@ from types import SimpleNamespace
 from tridecode import Engine, SamplingParams
 from tridecode.grammar import Grammars
 from tridecode.layout import LATE_TOKEN
-from tridecode.loading import BUNDLED
+from tridecode.model.hub import BUNDLED
 from tridecode.text.tokenizer import Tokenizer
 
 WORDS = {"type": "array", "items": {"type": "string", "minLength": 5, "maxLength": 30}, "minItems": 10_000}

@@ -18,7 +18,7 @@ from openai.types.responses import Response
 from servers import CHAT, Running, events, until
 
 from tridecode import Engine
-from tridecode.loading import BUNDLED
+from tridecode.model.hub import BUNDLED
 
 SCHEMA = {
     "type": "object",

@@ -3,12 +3,14 @@
 import io
 import json
 import re
+import shlex
 
 import pytest
 import torch
 from checkpoints import VOCAB_SIZE, write_tiny
 
 from tridecode import commands
+from tridecode.commands.parser import make_parser
 
 
 @pytest.fixture(scope="module")
@@ -135,6 +137,36 @@ def test_only_a_near_option_is_suggested(failure, typed, meant):
 
 
 @pytest.mark.parametrize(
+    "typed, meant",
+    [
+        ("generate hi", "--prompt hi"),
+        ("generate --quiet hi there --seed 3", "--prompt 'hi there' --quiet --seed 3"),
+        ("generate 3 --seed 3", "--prompt 3 --seed 3"),
+        ("generate --prompt explain this", "--prompt 'explain this'"),
+        ("generate --prompt=explain this", "--prompt 'explain this'"),
+        ("chat Qwen/Qwen3-4B --think off", "--model Qwen/Qwen3-4B --think off"),
+        ("serve ./model", "--model ./model"),
+        ("info bundled", "--model bundled"),
+    ],
+)
+def test_words_by_themselves_are_put_where_they_belong(failure, typed, meant):
+    """The line ends with what can be typed instead."""
+    command, *rest = typed.split()
+    line = failure(command, *rest, code=2)
+    assert line.endswith(f"; did you mean: tridecode {command} {meant}\n")
+    args = make_parser().parse_args([command, *shlex.split(meant)])
+    assert (args.prompt if command == "generate" else args.model) == shlex.split(meant)[1]
+
+
+@pytest.mark.parametrize(
+    "typed", ["chat hi", "chat --model a b/c", "generate --prompt-ids 1,2 3", "generate hi --nope", "info a/b c"]
+)
+def test_words_that_belong_nowhere_are_put_nowhere(failure, typed):
+    line = failure(*typed.split(), code=2)
+    assert "unrecognized arguments: " in line and "did you mean" not in line
+
+
+@pytest.mark.parametrize(
     "option, digits, code",
     [
         ("--seed", 5000, 2),  # more than Python reads
@@ -195,7 +227,8 @@ def test_engine_option_out_of_range(failure, good, option, value, named):
     [
         (("--quantize-head", "keep"), "use it with --quantize int4"),
         (("--speculate", "off", "--speculate-ngram", "4:2"), "is guessed with --speculate off; leave one of them out"),
-        (("--speculate-ngram", "4:2", "--kv-dtype", "fp8"), "--speculate ngram does not work beside --kv-dtype fp8"),
+        (("--speculate-ngram", "4:2", "--kv-dtype", "fp8"), "--speculate-ngram does not work beside --kv-dtype fp8"),
+        (("--speculate", "ngram", "--kv-dtype", "fp8"), "--speculate ngram does not work beside --kv-dtype fp8"),
         (("--kv-ring", "2"), "use it with --kv-offload"),
         (("--prompt-graph-sizes", "16", "--no-prompt-graphs"), "captured with --graph full_decode_only; leave one"),
         (("--prompt-graph-sizes", "16", "--prompt-graph-max-tokens", "2048"), "not go with --prompt-graph-max-tokens"),

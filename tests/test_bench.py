@@ -173,7 +173,7 @@ def test_a_prompt_that_was_read_from_another_token_on_is_no_figure(tiny):
     cache = engine.scheduler.slots.cache
     match = cache.match
     cache.match = lambda ids, salt: match(ids[:-5], salt)
-    with pytest.raises(GenerationError, match="19 tokens were in the cache, not 20"):
+    with pytest.raises(GenerationError, match="the cache held 19 tokens, not 20"):
         prefill.time_prefill(engine, 5, 1, 20)
 
 

@@ -18,8 +18,8 @@ from tridecode.commands.bench.speculate_texts import Text, play, texts
 from tridecode.commands.parser import make_parser
 from tridecode.engine import Engine
 from tridecode.errors import ParameterError
-from tridecode.loading import BUNDLED
 from tridecode.model.checkpoint import random_weights
+from tridecode.model.hub import BUNDLED
 from tridecode.text.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parent.parent
@@ -88,7 +88,7 @@ def test_texts_alone_need_no_gpu_and_no_engine(bench):
 @pytest.mark.parametrize(
     "given",
     ["--preset qwen3-4b", "--runs 7", "--requests 1", "--context 64", "--steps 2", "--history 300", "--quantize int4",
-     "--quantize-head fp8", "--kv-dtype auto"],
+     "--quantize-head fp8"],
 )  # fmt: skip
 def test_texts_alone_refuse_what_is_of_passes(capsys, given):
     """Even at its default."""
@@ -98,10 +98,27 @@ def test_texts_alone_refuse_what_is_of_passes(capsys, given):
     assert err.count("\n") == 1 and f"error: {option} does not go with --texts-only" in err
 
 
+@pytest.mark.parametrize("more", [(), ("--texts-only",)], ids=["passes", "texts"])
+@pytest.mark.parametrize("given", ["99:2", "2:8", "0:0"])
+def test_numbers_that_engines_refuse_are_refused(bench, given, more):
+    code, out, err = bench("speculate", *more, "--speculate-ngram", given)
+    assert code == 1 and not bench.made and not out
+    expected = f"--speculate-ngram must be two numbers from {layout.MAX_NGRAM} down to 1, the larger first, like 8:2"
+    assert " ".join(err.split()).startswith(f"tridecode: error: {expected}, got ({given.replace(':', ', ')})")
+
+
+def test_kv_in_8_bits_is_not_offered(capsys):
+    """Nothing verifies it."""
+    with pytest.raises(SystemExit, match="^2$"):
+        make_parser().parse_args(["bench", "speculate", "--kv-dtype", "fp8"])
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and "error: unrecognized arguments: --kv-dtype fp8 (see" in err
+
+
 def test_without_texts_only_the_defaults_are_what_help_says():
     args = make_parser().parse_args(["bench", "speculate", "--steps", "5"])
     assert (args.preset, args.runs, args.requests, args.context) == ("qwen3-4b", 7, [1, 2, 4, 8], 1024)
-    assert (args.steps, args.history, args.quantize, args.kv_dtype) == (5, 32000, None, "auto")
+    assert (args.steps, args.history, args.quantize) == (5, 32000, None)
 
 
 def test_the_texts_are_there_and_are_what_they_are_called():

@@ -406,6 +406,16 @@ def test_the_bundled_model_is_the_default(run):
 
 
 @BUNDLED
+def test_the_bundled_model_loads_by_the_name_that_info_prints(run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code, out, _ = run("info", "--model", "bundled", "--json")
+    assert code == 0 and json.loads(run("info", "--json")[1])["model"] == json.loads(out)["model"]
+    assert "in the package" in run("info", "--model", "bundled")[1]
+    with Engine.load(json.loads(out)["model"]["name"], device="cpu") as engine:
+        assert engine.name == "bundled" and "bundled" in repr(engine)
+
+
+@BUNDLED
 def test_the_readmes_python_examples_print_what_the_readme_says(capsys):
     section = (ROOT / "README.md").read_text().split("From Python:")[1]
     _, example, between, shown, _, several, _, answers, *_ = re.split(r"```(?:python|text)?\n", section)
@@ -477,6 +487,7 @@ def test_counts_have_separators():
     line = speed_line(Usage(123456, 1000, 2345), Timings(0.1, 0.1, 12345.6), 131072)
     assert line.startswith("2,345 tokens · 12,346 tok/s · first token 0.10 s · 1,000 of 123,456 reused · context 125,")
     assert counted(1, "turn") == "1 turn" and counted(300_000, "turn") == "300,000 turns"
+    assert counted(1, "pass") == "1 pass" and counted(2, "pass") == "2 passes" and counted(3, "launch") == "3 launches"
 
 
 def test_errors_name_options_on_the_command_line_and_arguments_in_python():

@@ -49,6 +49,11 @@ def test_every_kernel_compiles_without_spills_or_much_shared_memory(models, arch
     assert not heavy, f"kernels with more than {SHARED} bytes of shared memory: {heavy}"
 
 
+def test_what_a_launch_lacks_is_told_and_neither_compiled_nor_launched():
+    """By the same function for engines that start and for the search of launch shapes."""
+    assert run_script("compile_missing.py").splitlines() == ["_matmul_kernel", "True", "True"]
+
+
 def run_script(script: str, *arguments: str) -> str:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join([str(FOLDER.parents[1]), environment.get("PYTHONPATH", "")])

@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tridecode.errors import CheckpointError, PromptError
-from tridecode.loading import BUNDLED
+from tridecode.model.hub import BUNDLED
 from tridecode.text import encoder
 from tridecode.text.encoder import Encoder
 from tridecode.text.token_set import TokenSet

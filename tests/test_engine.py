@@ -14,8 +14,8 @@ from models import CUDA, DEVICE, tiny_engine
 from tridecode import Engine, SamplingParams
 from tridecode.errors import GenerationError, ParameterError, PromptError
 from tridecode.kernels.prompt_attention import attend_masked
-from tridecode.loading import BUNDLED
 from tridecode.model.checkpoint import load_config, load_weights
+from tridecode.model.hub import BUNDLED
 from tridecode.step.prefill import prefill
 from tridecode.text.stop_strings import StopStrings
 from tridecode.text.tokenizer import Tokenizer

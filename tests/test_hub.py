@@ -21,7 +21,7 @@ import pytest
 from checkpoints import write_tiny, write_tokenizer
 
 from tridecode.errors import CheckpointError
-from tridecode.model.hub import resolve_model
+from tridecode.model.hub import BUNDLED, resolve_model
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 ROOT = Path(__file__).parent.parent
@@ -294,6 +294,16 @@ def test_neither_directory_nor_id(name, tmp_path, monkeypatch):
 def test_empty_name(name):
     with pytest.raises(CheckpointError, match="name is empty; give a directory"):
         resolve_model(name)
+
+
+def test_the_bundled_model_has_a_name(tmp_path, monkeypatch):
+    """A directory of that name goes before it."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bundled").write_text("a file is no model")
+    assert resolve_model(None) == resolve_model("bundled") == BUNDLED
+    (tmp_path / "bundled").unlink()
+    (tmp_path / "bundled").mkdir()
+    assert resolve_model("bundled") == Path("bundled") and resolve_model(None) == BUNDLED
 
 
 def test_file_instead_of_directory(tmp_path):

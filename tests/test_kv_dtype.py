@@ -17,7 +17,6 @@ from tridecode.model.presets import PRESETS
 from tridecode.placement import resolve_dtype, to_quantise
 from tridecode.sampling import SamplingParams
 from tridecode.step import state
-from tridecode.step.choose import prompt_attention_shape
 
 IDS = [i * 37 % 331 for i in range(150)]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -77,18 +76,20 @@ def test_nearly_twice_as_many_fit(preset):
     assert plans[1].kv_per_token == fp8 and plans[1].per_token < plans[0].per_token
 
 
-@pytest.mark.parametrize("one_piece", [False, True], ids=["triton", "torch"])
-def test_what_is_expanded_is_planned(monkeypatch, one_piece):
-    """On Hopper Triton's attention of prompts has a layer's K/V in bf16; torch's gathers those of a request."""
-    hopper = prompt_attention_shape(90, 132, False, fp8_kv=True)
-    monkeypatch.setattr(state, "prompt_attention_shape", lambda *args: hopper)
+@pytest.mark.parametrize(
+    "how", [{}, {"one_piece": True}, {"batch_invariant": True}], ids=["triton", "torch", "batch-invariant"]
+)
+def test_what_is_expanded_is_planned(monkeypatch, how):
+    """On Hopper a kernel for it attends to a layer's K/V in bf16; torch's gathers those of a request, and in the
+    batch-invariant mode prompts are attended to in 8 bits."""
+    monkeypatch.setattr(state, "gpu_of", lambda device: (90, 132, None))
     monkeypatch.setattr(memory, "free_memory", lambda device: 0)
     config, slots = replace(PRESETS["qwen3-4b"], fp8_kv=True), 4
     weights = empty_weights(config, "meta", torch.bfloat16)
-    model = state.make_model(config, weights, 640, slots, page=PAGE, one_piece=one_piece)
-    plan = plan_memory(config, torch.bfloat16, torch.device("cuda"), slots, one_piece=one_piece)
+    model = state.make_model(config, weights, 640, slots, page=PAGE, **how)
+    plan = plan_memory(config, torch.bfloat16, torch.device("cuda"), slots, **{"one_piece": False} | how)
     assert model.kv.pool.nbytes + model.prompt.kv.nbytes == slots * 640 * plan.kv_per_token
-    assert (model.prompt.kv.nbytes > 0) is not one_piece
+    assert (model.prompt.kv.nbytes > 0) is not any(how.values())
 
 
 @pytest.mark.parametrize("slots", [1, 3])

@@ -29,7 +29,7 @@ def test_a_shared_page_is_free_once_everybody_gave_it_back():
 def test_what_is_not_there_is_not_taken():
     pool = PagePool(3)
     pool.take(2)
-    with pytest.raises(OutOfPages, match="2 pages are needed, 1 of 3 are free"):
+    with pytest.raises(OutOfPages, match="2 pages wanted, 1 of 3 free"):
         pool.take(2)
     assert pool.free == 1, "nothing was taken"
 

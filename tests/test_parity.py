@@ -7,7 +7,7 @@ from models import CUDA, DEVICE
 
 from tridecode import Engine, SamplingParams
 from tridecode.layout import packed
-from tridecode.loading import BUNDLED
+from tridecode.model.hub import BUNDLED
 from tridecode.serve.request import scoring
 
 transformers = pytest.importorskip("transformers")

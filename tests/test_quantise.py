@@ -1,5 +1,6 @@
 """Quantising: while a checkpoint is loaded, and into a checkpoint that others read."""
 
+import json
 import shutil
 
 import pytest
@@ -11,10 +12,11 @@ from safetensors import SafetensorError
 from tridecode.commands.main import main
 from tridecode.engine import Engine
 from tridecode.errors import ParameterError
-from tridecode.loading import BUNDLED
 from tridecode.model.checkpoint import load_config, load_weights, random_weights
+from tridecode.model.formats.code import code_files
 from tridecode.model.formats.quantise import SCHEMES, fitted, quantised, rules
 from tridecode.model.formats.write import write
+from tridecode.model.hub import BUNDLED
 from tridecode.model.pieces import weight_bytes
 from tridecode.placement import to_quantise
 
@@ -164,6 +166,59 @@ def test_only_what_a_checkpoint_needs_is_copied(tmp_path):
     write(source, out, {}, rules("int4", "keep"))
     written = {"config.json", "model.safetensors.index.json"}
     assert {file.name for file in out.iterdir()} == needed | written
+
+
+CODE = """
+from transformers import Qwen3Config
+from .numbers_x import SEVEN
+
+class XConfig(Qwen3Config):
+    model_type = "qwen3"
+    seven = SEVEN
+"""
+
+
+@pytest.fixture
+def with_code(tmp_path):
+    """A checkpoint whose configuration is a class of its own, in Python of which nothing may run here."""
+    source = write_tiny(tmp_path / "source", "qwen3")
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"auto_map": {"AutoConfig": "configuration_x.XConfig"}}))
+    (source / "configuration_x.py").write_text(CODE)
+    (source / "numbers_x.py").write_text("SEVEN = 7")
+    (source / "other_x.py").write_text("")
+    return source
+
+
+def test_the_python_that_a_checkpoint_names_is_copied(with_code, tmp_path, monkeypatch):
+    import transformers
+
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    out = tmp_path / "out"
+    assert main(["quantize", str(with_code), str(out), "--quiet"]) == 0
+    assert {file.name for file in out.glob("*.py")} == {"configuration_x.py", "numbers_x.py"}
+    assert (out / "configuration_x.py").read_text() == CODE
+    assert transformers.AutoConfig.from_pretrained(out, trust_remote_code=True).seven == 7
+
+
+def test_of_a_repository_its_python_stays_there(with_code, tmp_path, monkeypatch):
+    monkeypatch.setattr("tridecode.commands.quantize.resolve_model", lambda model: with_code)
+    tokenizer = {"auto_map": {"AutoTokenizer": [None, "tokenization_x.X"]}, "a": 1}
+    (with_code / "tokenizer_config.json").write_text(json.dumps(tokenizer))
+    out = tmp_path / "out"
+    assert main(["quantize", "owner/name", str(out), "--quiet"]) == 0
+    assert not list(out.glob("*.py"))
+    config, tokenizer = (json.loads((out / f"{name}.json").read_text()) for name in ("config", "tokenizer_config"))
+    assert config["auto_map"] == {"AutoConfig": "owner/name--configuration_x.XConfig"}
+    assert tokenizer == {"auto_map": {"AutoTokenizer": [None, "owner/name--tokenization_x.X"]}, "a": 1}
+
+
+@pytest.mark.parametrize("named", [5, ["a"], {"AutoModel": "../x.X"}, {"AutoModel": "o/n--m.X"}, {"AutoModel": None}])
+def test_what_names_no_file_here_copies_none(named, tmp_path):
+    (tmp_path / "source").mkdir()
+    (tmp_path / "x.py").write_text("")
+    (tmp_path / "source" / "m.py").write_text("")
+    assert code_files(tmp_path / "source", {"auto_map": named}) == []
 
 
 def test_transformers_reads_a_written_checkpoint(tmp_path):

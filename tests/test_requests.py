@@ -314,7 +314,7 @@ def test_a_full_queue_refuses_and_harms_nobody(alone):
     engine = build(1, max_queue=2)
     requests = [engine.submit(prompt, GREEDY) for prompt in PROMPTS[:3]]
     for call in (engine.submit, engine.generate, engine.stream):
-        with pytest.raises(QueueFull, match="1 requests run and 2 wait; try again later, or raise max_queue"):
+        with pytest.raises(QueueFull, match="1 request under way and 2 waiting; try again later, or raise max_queue"):
             call(PROMPTS[3], GREEDY)
     requests.pop().cancel()
     requests.append(engine.submit(PROMPTS[3], GREEDY))

@@ -154,6 +154,38 @@ def test_any_schedule_gives_the_tokens_of_running_alone(small, alone, actions, a
             same(result, expected)
 
 
+def test_who_waits_for_pages_is_matched_once(monkeypatch):
+    """And again when pages may have come."""
+    small, looked = engine_of(slots=2, page=16, pages=7), []
+    first, second = (small.submit(prompt_of(base, 60), params_of("greedy", 30)) for base in (0, 1))
+    slots, admit = small.scheduler.slots, small.scheduler.slots.admit
+    monkeypatch.setattr(slots, "admit", lambda *args: looked.append(first.finish_reason) or admit(*args))
+    finish(small.scheduler)
+    assert len(second.result().token_ids) == 30 and small.scheduler.preemptions == 0
+    assert looked.count(None) <= 3, "one for the first, and for the second before and after what that has published"
+    assert len(looked) == looked.count(None) + 1
+
+
+@settings(max_examples=100, deadline=None)
+@given(actions=st.lists(ACTION, min_size=4, max_size=24))
+def test_nobody_waits_who_could_be_admitted(small, actions):
+    scheduler, roster, requests = small.scheduler, small.scheduler.roster, []
+    for action, value in actions:
+        if action == "submit" and len(roster.jobs) < 3 + 4:
+            base, length, kind, most, reuse, special = value
+            prompt = prompt_of(base, length, poisoned=special == 9)
+            requests.append(small.submit(prompt, params_of(kind, most), reuse_prefix=reuse))
+        elif action == "step":
+            for _ in range(value):
+                scheduler.step()
+                if roster._refused and not roster.admit():
+                    roster._refused = None
+                    assert not roster.admit()
+        elif requests:
+            requests[value % len(requests)].cancel()
+    finish(scheduler)
+
+
 def spied(monkeypatch, owner, name, log):
     """Calls of owner.name go to `log` as (name, arguments) before they are made."""
     function = getattr(owner, name)

@@ -15,6 +15,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from servers import ANSWER, CHAT, GREEDY, LONG, Running, events, slow_passes, until
 
 from tridecode import Engine, SamplingParams
+from tridecode.prompt import Encoded
 from tridecode.server import settings
 from tridecode.text.thinking import CLOSE, OPEN
 from tridecode.version import __version__
@@ -70,6 +71,15 @@ def test_a_chat_streams_with_its_role_on_the_first_token(client):
     assert [chunk.choices[0].finish_reason for chunk in tokens[-2:]] == [None, "stop"]
     assert last.choices == [] and last.usage.completion_tokens == 12 and all(c.usage is None for c in tokens)
     assert len({chunk.id for chunk in chunks}) == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_no_prompt_becomes_a_list_of_numbers(client, served, monkeypatch, stream):
+    """A long one would cost memory and time at each; a chat that may think, or is held to a form, reads its end."""
+    monkeypatch.setattr(type(served.engine.tokenizer), "thinks", True)
+    monkeypatch.setattr(Encoded, "ids", property(lambda self: pytest.fail("all ids became numbers")))
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["yes"]}}}
+    assert list(client.chat.completions.create(**GREEDY, response_format=form, max_tokens=8, stream=stream))
 
 
 def test_a_stream_without_usage_has_no_such_field_and_ends_with_done(served):

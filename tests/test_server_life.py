@@ -143,7 +143,7 @@ def test_a_request_that_was_ended_has_no_place_any_more():
     loop = Loop(SimpleNamespace(slots=1), 0, 1.0)
     call = loop.call(0.0, None)
     call.follow([SimpleNamespace(finish_reason=None, drop=lambda: None)])
-    with pytest.raises(ApiError, match="1 requests run and wait already"):
+    with pytest.raises(ApiError, match="1 request under way or waiting, as many as may be"):
         loop.check()
     call.end(ApiError(504, "too long", code="timeout"))
     loop.check()
@@ -151,7 +151,8 @@ def test_a_request_that_was_ended_has_no_place_any_more():
 
 def test_a_queue_that_only_the_engine_finds_full_is_told_in_words_for_clients():
     """As for two passes behind requests that ended by themselves."""
-    problem = told(QueueFull("the queue is full: 2 requests run and 2 wait; try again later, or raise max_queue"), None)
+    full = "the queue is full: 2 requests under way and 2 waiting; try again later, or raise max_queue"
+    problem = told(QueueFull(full), None)
     assert (problem.status, problem.code, problem.headers) == (503, "queue_full", {"Retry-After": "1"})
     assert problem.message == "the queue is full; try again later"
 

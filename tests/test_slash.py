@@ -17,6 +17,7 @@ from tridecode.commands.chat.settings import CHOICES, NAMES
 from tridecode.commands.chat.slash import COMMANDS, GROUPS
 from tridecode.commands.terminal import Output
 from tridecode.errors import PromptError
+from tridecode.serve.policy import Policy
 
 
 def test_commands(session):
@@ -271,6 +272,10 @@ def test_stats(session):
     shown = chat.read()[1]
     for part in ("script on", "backend triton, graph full", "\n1 turn\n", "context 12 / 100", "2 tokens in 1 answer"):
         assert part in shown
+    assert ", speculation off\n" in shown
+    chat.engine.policy = Policy(speculate="ngram", speculate_ngram=(5, 2))
+    chat.handle("/stats")
+    assert ", speculation ngram 5:2\n" in chat.read()[1]
 
 
 def test_copy(session, monkeypatch):

@@ -338,9 +338,12 @@ def test_what_is_asked_for_and_what_it_comes_to(gpu, how, beside, auto, hindranc
     assert resolve_speculation("off", graphs, **given) == ("off", None)
     if hindrance is None:
         assert resolve_speculation("ngram", graphs, **given) == ("ngram", None)
+        assert resolve_speculation("auto", graphs, **given, ngram=True) == ("ngram", None)
     else:
         with pytest.raises(ParameterError, match=f'^speculate="ngram" .*{hindrance}; use speculate="off"$'):
             resolve_speculation("ngram", graphs, **given)
+        with pytest.raises(ParameterError, match=f"^speculate_ngram .*{hindrance}; leave it out$"):
+            resolve_speculation("auto", graphs, **given, ngram=True)
         assert hindrance in why or not gpu
 
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tridecode.errors import TooLong
-from tridecode.loading import BUNDLED
+from tridecode.model.hub import BUNDLED
 from tridecode.text.token_sizes import fewest
 from tridecode.text.tokenizer import Tokenizer
 

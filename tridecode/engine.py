@@ -10,7 +10,7 @@ import torch
 
 from . import threads
 from .arguments import flag, function, mapping, shown, string
-from .errors import GenerationError, ParameterError, PromptError
+from .errors import GenerationError, ParameterError, PromptError, counted
 from .grammar import Grammars
 from .loading import Loaded
 from .prompt import Encoded, Prompt, listed, prompt_ids
@@ -177,7 +177,8 @@ class Engine(Loaded):
             raise ParameterError("prompts must be a list of prompts; for one prompt there is generate")
         params = list(params) if isinstance(params, (list, tuple)) else [self._params(params)] * len(prompts)
         if len(params) != len(prompts):
-            raise ParameterError(f"params: a list has one for each of {len(prompts):,} prompts, got {len(params):,}")
+            wanted = counted(len(prompts), "prompt")
+            raise ParameterError(f"params: a list has one for each of {wanted}, got {len(params):,}")
         function("progress", progress)
         flag("reuse_prefix", reuse_prefix)
         self._open()

@@ -3,6 +3,11 @@
 import json
 
 
+def counted(n: int, word: str) -> str:
+    """1 token, 2 tokens, 1,000 tokens, 3 passes."""
+    return f"{n:,} {word}{'' if n == 1 else 'es' if word.endswith(('s', 'ch')) else 's'}"
+
+
 class TridecodeError(Exception):
     """Base of all errors raised on purpose; the command line prints its message and exits non-zero, no traceback."""
 
@@ -24,7 +29,7 @@ class TooLong(PromptError):
 
     def __init__(self, tokens: int, context: int, or_more: bool = False, fix: str = ""):
         least = " or more" if or_more else ""
-        super().__init__(f"the prompt has {tokens:,} tokens{least}, the context holds {context:,}{fix}")
+        super().__init__(f"the prompt has {counted(tokens, 'token')}{least}, the context holds {context:,}{fix}")
         self.tokens, self.or_more = tokens, or_more
 
 

@@ -10,19 +10,17 @@ import torch
 from . import placement, threads
 from .arguments import function, shown
 from .cache.offload import Offload
-from .errors import EngineClosed
+from .errors import EngineClosed, counted
 from .layout import NGRAM
 from .memory import MemoryPlan, allocating, plan_memory
 from .model.checkpoint import load_config, load_weights
 from .model.config import ModelConfig
-from .model.hub import resolve_model
+from .model.hub import BUNDLED, resolve_model
 from .model.weights import Weights, short_repr
 from .serve.policy import PROMPT_MS, Policy
 from .step.shapes import StepShapes
 from .step.state import DecodeModel, make_model
 from .text.tokenizer import Tokenizer
-
-BUNDLED = Path(__file__).parent / "bundled"
 
 
 @dataclass
@@ -71,7 +69,8 @@ class Loaded:
         speculate_ngram: tuple[int, int] | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> Self:
-        """Load a checkpoint directory or Hugging Face id; None is the bundled model.
+        """Load a checkpoint directory or Hugging Face id; None is the bundled model, and "bundled" where no such
+        directory is.
 
         device: auto, cpu, cuda or cuda:N. backend: auto, triton or torch. dtype: auto (the checkpoint's; fp32 ones run
         in bf16 on a GPU; fp32 on a CPU), bfloat16, float16 or float32. max_seq_len: K/V positions of one request, None
@@ -110,10 +109,10 @@ class Loaded:
         place, backend = placement.resolve_device(device, backend)
         on_gpu = backend == "triton"
         planned = placement.plan_graphs(slots, chunk_tokens, on_gpu, on_gpu, graph=graph, **graphs)  # bad ones end here
-        host = kv_offload is not None, weights_offload is not None
-        speculate, _ = placement.resolve_speculation(policy.speculate, planned, kv_dtype == "fp8", *host)
+        host, given = (kv_offload is not None, weights_offload is not None), policy.speculate_ngram is not None
+        speculate, _ = placement.resolve_speculation(policy.speculate, planned, kv_dtype == "fp8", *host, given)
         policy = replace(policy, speculate=speculate)
-        path = BUNDLED if model is None else resolve_model(model)
+        path = resolve_model(model)
         config = placement.to_quantise(load_config(path), quantize, quantize_head, kv_dtype)
         tokenizer = Tokenizer.load(path)
         torch_dtype = placement.resolve_dtype(dtype, config, place)
@@ -125,10 +124,10 @@ class Loaded:
             kv_offload, kv_ring, batch_invariant, on_host, policy.speculates,
         )  # fmt: skip
         if on_host:
-            kv.notes.append(f"the weights of the last {on_host} layers come from the host in every pass")
+            kv.notes.append(f"the weights of the last {counted(on_host, 'layer')} come from the host in every pass")
         cores = threads.FreeCores()
         weights = load_weights(path, config, place, torch_dtype, progress, on_host)
-        name = "bundled" if model is None else str(model)
+        name = BUNDLED.name if model is None else str(model)
         engine = cls.build(
             config, weights, tokenizer, kv.capacity, backend, graph, plan=kv.memory, name=name, notes=kv.notes,
             slots=slots, pages=kv.pages, page=kv.page, offload=kv.offload, **asdict(policy) | graphs,
@@ -166,10 +165,11 @@ class Loaded:
         support = placement.capture_support(backend, config, weights.dtype, weights.device)
         planned = placement.plan_graphs(slots, chunk_tokens, *support, graph=graph, batch_invariant=invariant, **more)
         host = offload is not None, weights.host is not None
-        speculate, _ = placement.resolve_speculation(policy.speculate, planned, config.fp8_kv, *host)
+        given = policy.speculate_ngram is not None
+        speculate, _ = placement.resolve_speculation(policy.speculate, planned, config.fp8_kv, *host, given)
         policy = replace(policy, speculate=speculate)
-        how = dict(slots=slots, chunk=chunk_tokens, one_piece=planned.one_piece, speculate=policy.speculates)
-        plan = plan or plan_memory(config, weights.dtype, weights.device, **how)
+        how = slots, chunk_tokens, planned.one_piece, 0, policy.speculates, invariant
+        plan = plan or plan_memory(config, weights.dtype, weights.device, *how)
         with allocating(capacity, weights.device):
             sizes = pages, max(slots, *planned.sizes), chunk_tokens
             model = make_model(

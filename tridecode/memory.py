@@ -9,11 +9,11 @@ import torch
 from . import cgroup
 from .cache.kv import kv_bytes_per_token
 from .cache.offload import Offload
-from .errors import DeviceError
+from .errors import DeviceError, counted
 from .model.config import ModelConfig
 from .model.pieces import host_layer_bytes, weight_bytes
 from .step.prefill import CHUNK
-from .step.state import PROMPT_SHAPE, verify_rows
+from .step.state import PROMPT_SHAPE, expands_kv, verify_rows
 from .step.workspace import make_prompt_buffers, make_workspace, named_tensors
 
 GIB = 2**30
@@ -66,10 +66,10 @@ class MemoryPlan:
             left = self.usable - replace(self, slots=1).needed(wanted)
             most = 1 + left // max(self.per_slot + wanted * TOKEN, 1)
             if self.slots > 1 and most >= 1:
-                what, advice = f" {self.slots:,} slots with", f"at most {most:,} slots fit"
+                what, advice = f" {self.slots:,} slots with", f"at most {counted(most, 'slot')} fit"
             else:
                 what = ""
-                advice = f"at most {fits:,} positions fit" if fits else "choose a smaller model or free memory"
+                advice = f"at most {counted(fits, 'position')} fit" if fits else "choose a smaller model or free memory"
             raise DeviceError(f"not enough memory on {where}:{what}{self._lack(wanted, wanted)}; {advice}")
         return requested or min(fits, self.default_limit)
 
@@ -126,8 +126,9 @@ class MemoryPlan:
 
     def _lack(self, capacity: int, kv_tokens: int) -> str:
         return (
-            f" {kv_tokens:,} positions need {self.needed(capacity, kv_tokens) / GIB:,.2f} GiB "
-            f"({self.weights / GIB:,.2f} GiB of weights), {self.free / GIB:,.2f} GiB are free"
+            f" {counted(kv_tokens, 'position')} need{'s' * (kv_tokens == 1)} "
+            f"{self.needed(capacity, kv_tokens) / GIB:,.2f} GiB ({self.weights / GIB:,.2f} GiB of weights), "
+            f"{self.free / GIB:,.2f} GiB are free"
         )
 
 
@@ -140,21 +141,23 @@ def allocating(capacity: int, device: torch.device):
         if not isinstance(error, torch.OutOfMemoryError) and "DefaultCPUAllocator" not in str(error):
             raise
         raise DeviceError(
-            f"not enough memory on {device} for a context of {capacity:,} positions; choose a smaller max_seq_len"
+            f"not enough memory on {device} for a context of {counted(capacity, 'position')}; "
+            "choose a smaller max_seq_len"
         ) from None
 
 
 def plan_memory(
     config: ModelConfig, dtype: torch.dtype, device: torch.device, slots: int = 1, chunk: int = CHUNK,
-    one_piece: bool = True, on_host: int = 0, speculate: bool = False,
+    one_piece: bool = True, on_host: int = 0, speculate: bool = False, batch_invariant: bool = False,
 ) -> MemoryPlan:
     """Plan for loading `config` in `dtype` on `device` as it is now, for `slots` requests at a time, their prompts read
     in chunks of `chunk` tokens; one_piece: by torch's attention, for which a layer's K/V of a slot are gathered;
-    on_host: layers whose projections are in the host's memory; speculate: passes can verify drafts."""
+    on_host: layers whose projections are in the host's memory; speculate: passes can verify drafts;
+    batch_invariant: prompts take one kernel on every GPU."""
     rope_and_tokens, kv = 4 * config.head_dim + TOKEN, kv_bytes_per_token(config, dtype)
     layer = 2 * config.kv_size * dtype.itemsize
     gathered = layer if one_piece else 0
-    if config.fp8_kv and not one_piece and device.type == "cuda":  # a layer's K/V expanded, see PromptBuffers
+    if expands_kv(config, device, batch_invariant, one_piece):
         kv += layer
     weights = weight_bytes(config, dtype, device.type == "cuda", on_host)
     rows, scratch = min(chunk, slots * config.max_position) + slots, SCRATCH[device.type]

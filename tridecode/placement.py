@@ -10,7 +10,7 @@ from . import memory
 from .arguments import choice, integer, real, shown
 from .cache.kv import PAGE
 from .cache.offload import BUFFERS, Offload, least_pages, page_bytes
-from .errors import DeviceError, ParameterError
+from .errors import DeviceError, ParameterError, counted
 from .memory import GIB, MemoryPlan, plan_memory
 from .model.config import ModelConfig
 from .model.formats.quantise import HEADS, SCHEMES, rules
@@ -51,7 +51,8 @@ def resolve_device(device: str, backend: str) -> tuple[torch.device, str]:
     kind, _, index = device.partition(":")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if kind == "cuda" and int(index or 0) >= count:
-        raise DeviceError(f'device {device} was asked for, but {count} CUDA GPUs are usable here; use device="cpu"')
+        usable = f"{counted(count, 'CUDA GPU')} {'is' if count == 1 else 'are'} usable here"
+        raise DeviceError(f'device {device} was asked for, but {usable}; use device="cpu"')
     if kind == "auto":
         usable = count and backend != "torch" and torch.cuda.get_device_capability(0) >= (8, 0)
         kind = "cuda" if usable else "cpu"
@@ -114,6 +115,7 @@ def plan_capacity(
     one_piece: bool = True,
     on_host: int = 0,
     speculate: bool = False,
+    batch_invariant: bool = False,
 ) -> tuple[MemoryPlan, int, list[str]]:
     """The memory plan (see plan_memory), the context of a request to allocate, and notes for the user. Raises
     ParameterError, DeviceError. The pool of all slots is `plan.kv_tokens`."""
@@ -122,7 +124,7 @@ def plan_capacity(
         max_seq_len = integer("max_seq_len", max_seq_len, 1, limit, "the model's limit of ")
     if kv_tokens is not None:
         kv_tokens = integer("kv_tokens", kv_tokens, max_seq_len or 1, LONGEST)
-    plan = plan_memory(config, dtype, device, slots, chunk, one_piece, on_host, speculate)
+    plan = plan_memory(config, dtype, device, slots, chunk, one_piece, on_host, speculate, batch_invariant)
     capacity = plan.capacity(max_seq_len, str(device))
     why = f"that is what fits {device}"
     if capacity < min(max_seq_len or limit, plan.max_context):
@@ -130,7 +132,7 @@ def plan_capacity(
     if kv_tokens is not None and kv_tokens < capacity:
         capacity, why = kv_tokens, "that is what kv_tokens asks for"
     if kv_tokens is not None and kv_tokens > slots * capacity:
-        most = f"{slots:,} slot{'s' * (slots > 1)} of {capacity:,} positions can have at most {slots * capacity:,}"
+        most = f"{counted(slots, 'slot')} of {counted(capacity, 'position')} can have at most {slots * capacity:,}"
         raise ParameterError(f"kv_tokens: {most}, got {kv_tokens:,}")
     notes = []
     if capacity < (max_seq_len or limit):
@@ -171,7 +173,7 @@ def plan_kv(
     buffers = BUFFERS if kv_ring is None else integer("kv_ring", kv_ring, 0, 16)
     page, where = page_size(backend, slots, batch_invariant), str(device)
     if kv_offload is None:
-        asked = max_seq_len, slots, kv_tokens, chunk, one_piece, on_host, speculate
+        asked = max_seq_len, slots, kv_tokens, chunk, one_piece, on_host, speculate, batch_invariant
         plan, capacity, notes = plan_capacity(config, dtype, device, *asked)
         pool = plan.kv_tokens(capacity, kv_tokens, where)
         pages = None if pool == slots * capacity else -(-pool // (page or capacity))
@@ -184,7 +186,7 @@ def plan_kv(
     longest = max_seq_len or limit
     least = least_pages(slots, page, min(chunk, longest) if batch_invariant else 1)
     if kv_tokens is not None:
-        which = f"what {slots:,} slot{'s' * (slots > 1)} of {longest:,} positions can have, "
+        which = f"what {counted(slots, 'slot')} of {counted(longest, 'position')} can have, "
         kv_tokens = integer("kv_tokens", kv_tokens, least * page, max(slots * longest, least * page), which)
     each = page_bytes(config.num_layers, config.kv_size, page, dtype)
     free = memory.free_memory(torch.device("cpu")) - on_host * host_layer_bytes(config, dtype)
@@ -302,11 +304,12 @@ def plan_graphs(
 
 
 def resolve_speculation(
-    asked: str, graphs: GraphPlan, fp8_kv: bool, kv_offload: bool, weights_offload: bool
+    asked: str, graphs: GraphPlan, fp8_kv: bool, kv_offload: bool, weights_offload: bool, ngram: bool = False
 ) -> tuple[str, str | None]:
     """What speculate=`asked` comes to for passes that run so: ngram or off, and if auto is off, why: what follows
-    "it". fp8_kv: K/V are in 8 bits; kv_offload, weights_offload: some lie on the host. Raises ParameterError where
-    ngram is asked for and cannot be."""
+    "it". fp8_kv: K/V are in 8 bits; kv_offload, weights_offload: some lie on the host; ngram:
+    speculate_ngram is given, which asks for it beside auto. Raises ParameterError where ngram is asked for and cannot
+    be."""
     given = {'kv_dtype="fp8"': fp8_kv, "kv_offload": kv_offload, "weights_offload": weights_offload}
     smallest, why = graphs.sizes[0], None
     if beside := [name for name, is_given in given.items() if is_given]:
@@ -315,8 +318,12 @@ def resolve_speculation(
         why = f"verifies in passes of at most {max(COSTS)} requests, and the smallest of graph_sizes is {smallest}"
     if asked == "ngram" and why:
         raise ParameterError(f'speculate="ngram" {why}; use speculate="off"')
+    if asked == "auto" and ngram and why:
+        raise ParameterError(f"speculate_ngram {why}; leave it out")
     if asked != "auto":
         return asked, None
+    if ngram:
+        return "ngram", None
     if MODES[graphs.graph][1] == "none" or ATTENTION[graphs.attention] < Support.UNIFORM_BATCH:
         why = "pays on a GPU only, where decode passes are captured and attention is Triton's"
     return ("off", why) if why else ("ngram", None)
@@ -349,7 +356,7 @@ def check_pages(
     if (pages + (offload.ring if offload else 0)) * page < capacity:
         raise ParameterError(f"pages: {pages:,} hold fewer positions than a request's {capacity:,}")
     if offload and pages < (least := least_pages(slots, page, chunk)):
-        raise ParameterError(f"pages: {slots:,} slots write to {least:,} at least, got {pages:,}")
+        raise ParameterError(f"pages must be at least {least:,} for {counted(slots, 'slot')}, got {pages:,}")
 
 
 def check_limits(slots, max_seq_len=None) -> int:

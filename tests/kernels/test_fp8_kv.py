@@ -4,6 +4,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from models import tiny_config
 from test_attention import CASES, SPLITS, TOLERANCE, buffers, of_rows
 from util import CUDA, DEVICE, assert_close, in_8_bits, norm_weight, poisoned, random
@@ -12,8 +14,18 @@ from tridecode import layout
 from tridecode.cache.kv import PAGE
 from tridecode.kernels.attention import attention, attention_ref
 from tridecode.kernels.attention_rows import attention_rows
+from tridecode.kernels.common import interpreted
 from tridecode.kernels.expand_kv import expand_kv, expand_kv_ref
-from tridecode.kernels.fp8_kv import head_rows, held, put, quantised, scales
+from tridecode.kernels.fp8_kv import (
+    from_e4m3,
+    head_rows,
+    held,
+    put,
+    quantised,
+    scales,
+    two_words_to_bf16,
+    words_to_numbers,
+)
 from tridecode.kernels.gather_kv import gather_kv, gather_kv_ref
 from tridecode.kernels.rope_write import rope_write, rope_write_ref
 from tridecode.layout import Chunk
@@ -73,6 +85,32 @@ def test_rounding_is_to_the_nearest_and_a_power_of_two_scales():
     for bad in (float("nan"), float("inf")):
         assert quantised(torch.tensor([[1.0, bad]]))[1].isnan().all()
     assert not quantised(torch.zeros(1, 4))[0].any()
+
+
+@triton.jit
+def _numbers_kernel(codes_ptr, out_ptr, FORM: tl.constexpr, CONVERTS: tl.constexpr, INTERPRETED: tl.constexpr):
+    words = tl.load(codes_ptr.to(tl.pointer_type(tl.int32)) + tl.arange(0, 64))
+    if FORM == "codes":
+        numbers = from_e4m3(tl.load(codes_ptr + tl.arange(0, 256)), INTERPRETED)
+    elif FORM == "two words":  # every word beside itself
+        numbers, _ = tl.split(two_words_to_bf16(words, words, INTERPRETED))
+        numbers = numbers.reshape(256)
+    elif FORM == "fp16":
+        numbers = words_to_numbers(words, tl.float16, CONVERTS, INTERPRETED).reshape(256)
+    else:
+        numbers = words_to_numbers(words, tl.bfloat16, CONVERTS, INTERPRETED).reshape(256)
+    tl.store(out_ptr + tl.arange(0, 256), numbers.to(tl.float32))
+
+
+@pytest.mark.parametrize("form", ["codes", "fp16", "fp16 by an instruction", "bf16", "two words"])
+def test_every_code_becomes_its_number(form):
+    if form == "fp16 by an instruction" and CUDA and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("this GPU has none")
+    codes = torch.arange(256, dtype=torch.uint8, device=DEVICE)
+    out = torch.full((256,), torch.nan, device=DEVICE)
+    _numbers_kernel[(1,)](codes, out, form.partition(" by")[0], "by" in form, interpreted())
+    finite = codes & 127 != 127  # the two others are never written
+    assert torch.equal(out[finite], codes.view(torch.float8_e4m3fn).float()[finite])
 
 
 @FORMS

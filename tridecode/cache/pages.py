@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from ..errors import TridecodeError
+from ..errors import TridecodeError, counted
 
 
 class OutOfPages(TridecodeError):
@@ -11,11 +11,15 @@ class OutOfPages(TridecodeError):
 
 
 class PagePool:
-    """Pages 0 to pages - 1, all free at first. The host's book-keeping only: nothing is written to a device."""
+    """Pages 0 to pages - 1, all free at first. The host's book-keeping only: nothing is written to a device.
+
+    changes: counts what may let somebody in who found too few: as long as it stays there are no more pages for him.
+    """
 
     def __init__(self, pages: int):
         self._free = list(range(pages - 1, -1, -1))  # the lowest is taken first
         self._holders = [0] * pages
+        self.changes = 0
 
     @property
     def free(self) -> int:
@@ -27,7 +31,7 @@ class PagePool:
     def take(self, count: int) -> list[int]:
         """`count` free pages, each held once from now on. Raises OutOfPages, and takes none then."""
         if count > len(self._free):
-            raise OutOfPages(f"{count} pages are needed, {len(self._free)} of {len(self._holders)} are free")
+            raise OutOfPages(f"{counted(count, 'page')} wanted, {len(self._free)} of {len(self._holders)} free")
         taken = [self._free.pop() for _ in range(count)]
         for page in taken:
             self._holders[page] = 1
@@ -35,12 +39,14 @@ class PagePool:
 
     def share(self, pages: Iterable[int]) -> None:
         """Hold each of these pages, which somebody holds already, once more."""
+        self.changes += 1
         for page in pages:
             assert self._holders[page] > 0, f"page {page} is free: nobody can share it"
             self._holders[page] += 1
 
     def give_back(self, pages: Iterable[int]) -> None:
         """Hold each of these pages once less; what nobody holds any more is free."""
+        self.changes += 1
         for page in pages:
             assert self._holders[page] > 0, f"page {page} is free already"
             self._holders[page] -= 1
@@ -49,6 +55,7 @@ class PagePool:
 
     def recount(self, held: Iterable[Sequence[int]]) -> None:
         """Believe the lists `held` alone: what stands in none of them is free."""
+        self.changes += 1
         counts = Counter(page for pages in held for page in pages)
         self._holders = [counts[page] for page in range(len(self._holders))]
         self._free = [page for page in reversed(range(len(self._holders))) if not counts[page]]

@@ -122,6 +122,7 @@ class PrefixCache:
         while before is not fork and before.parent is not None:
             before.users -= 1
             self._idle += not (before.users or before.gone)
+            self._pool.changes += 1
             self._may_go(before)
             before = before.parent
 

@@ -116,7 +116,7 @@ def add_benches(bench) -> None:
     host.add_argument("--kv-gib", type=amount, default=4.0, metavar="GIB", help=words)
     guess = add("speculate", "passes that verify guesses, and the tokens that come out of one on real texts", runs=7)
     add_shape(guess, model=True)
-    add_quantize(guess)
+    add_quantize(guess, kv_dtype=False)  # K/V in 8 bits are not verified
     most = "at a time, a row each (1,2,4,8)"
     guess.add_argument("--requests", type=row_counts, default=[1, 2, 4, 8], metavar="N,N", help=most)
     first = "tokens before the first pass (1024)"
@@ -130,7 +130,7 @@ def add_benches(bench) -> None:
     guess.add_argument("--tokenizer", metavar="DIR", help=words)
     words = "play the texts alone, on any machine; no pass is timed"
     guess.add_argument("--texts-only", action="store_true", help=words)
-    of_passes = ("preset", "runs", "requests", "context", "steps", "history", "quantize", "quantize_head", "kv_dtype")
+    of_passes = ("preset", "runs", "requests", "context", "steps", "history", "quantize", "quantize_head")
     guess.without("texts_only", *of_passes)
     suite = add("suite", "every row of one of the files in benchmarks/, in one process")
     suites = ["targets", "batch", "prompts", "ladder", "peers", "offload"]
@@ -178,11 +178,13 @@ def add_shape(parser, model: bool = False) -> None:
         parser.set_defaults(model=None)
 
 
-def add_quantize(parser) -> None:
+def add_quantize(parser, kv_dtype: bool = True) -> None:
     words = "what the weights of an unquantised checkpoint become while they are loaded; see docs/quantisation.md"
     parser.add_argument("--quantize", choices=["fp8", "int8", "int4"], help=words)
     words = "the LM head beside them (default: fp8)"
     parser.add_argument("--quantize-head", choices=["keep", "fp8", "int8", "int4"], help=words)
+    if not kv_dtype:
+        return
     words = "of K/V: auto, the dtype, or fp8, in which twice as many fit (default: auto)"
     parser.add_argument("--kv-dtype", default="auto", choices=["auto", "fp8"], help=words)
 

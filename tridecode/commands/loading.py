@@ -4,11 +4,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..engine import Engine
-from ..loading import BUNDLED
 from ..memory import plan_memory
 from ..model.checkpoint import load_config
 from ..model.config import ModelConfig
-from ..model.hub import resolve_model
+from ..model.hub import BUNDLED, resolve_model
 from ..placement import resolve_dtype, to_quantise
 from ..sampling import SamplingParams
 from ..text.tokenizer import Tokenizer
@@ -91,32 +90,31 @@ class Loader:
         Only where both models do not fit the old one goes first, and comes back if the new one fails. If even that
         fails, chat.engine is None.
         """
-        model = None if name == "bundled" else name
-        path = BUNDLED if model is None else resolve_model(model)
+        path = resolve_model(name)
         config = to_quantise(load_config(path), self._args.quantize, self._args.quantize_head, self._args.kv_dtype)
         if not chat.conversation.raw:  # its PromptError, before anything is given up
             Tokenizer.load(path).encode_chat([{"role": "user", "content": "Hello"}])
         if self._fits_beside(chat.engine, config):
-            chat.use(self._load(model, path, config))
+            chat.use(self._load(name, path, config))
         else:
             self._output.note(f"{chat.engine.name} and {name} do not fit together: the first is let go before")
             chat.engine, failure = None, None
             try:
-                chat.use(self._load(model, path, config))
+                chat.use(self._load(name, path, config))
             except BaseException as error:
                 failure = error.with_traceback(None)  # which holds what was loaded so far
             if failure is not None:
-                before = BUNDLED if self.model is None else resolve_model(self.model)
+                before = resolve_model(self.model)
                 chat.use(self._load(self.model, before, load_config(before)))
                 raise failure
-        self.model = model
+        self.model = name
         show_defaults(chat.engine, chat.given, self._output)
 
     def _load(self, model: str | None, path: Path, config: ModelConfig) -> Engine:
         # The path was resolved already; the name is what people see.
         limit = self._args.max_seq_len and min(self._args.max_seq_len, config.max_position)
         engine = load_model(self._args, path, limit, self._output)
-        engine.name = model or "bundled"
+        engine.name = model or BUNDLED.name
         return engine
 
     def _fits_beside(self, old: Engine, config: ModelConfig) -> bool:

@@ -2,7 +2,9 @@
 
 import argparse
 import difflib
+import shlex
 import sys
+from collections.abc import Callable
 from contextlib import nullcontext, suppress
 
 from ..errors import ParameterError
@@ -80,6 +82,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(*args, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **kwargs)
         self._command, self._configuration = None, None
         self._without: dict[str, tuple[str, ...]] = {}
+        self._words: tuple[str, Callable[[list[str]], bool]] | None = None
 
     def configure(self, command: str, configuration: Configuration) -> None:
         """From now on options that are not given are what `configuration` says; args.origins names those."""
@@ -90,6 +93,10 @@ class Parser(argparse.ArgumentParser):
         """Refuse options of these names beside the option `flag`; where that is given they are None."""
         self._without[flag] = names
 
+    def words(self, option: str, fit: Callable[[list[str]], bool]) -> None:
+        """Words that stand by themselves, of which there may be none, are meant for that option where they `fit`."""
+        self._words = option, fit
+
     def parse_known_args(self, args=None, namespace=None):
         """Each command refuses what it does not know itself: argparse would leave that to the parser above it."""
         namespace = namespace or argparse.Namespace()
@@ -97,8 +104,12 @@ class Parser(argparse.ArgumentParser):
         for name in (*keys, *(name for names in self._without.values() for name in names)):
             setattr(namespace, name, None)  # argparse's own defaults would look as if they were given
         namespace, unknown = super().parse_known_args(args, namespace)
+        if unknown and (command := self._meant(args, unknown, namespace)):
+            message = f"unrecognized arguments: {' '.join(unknown)}; did you mean: {command}"
+            self.exit(2, f"tridecode: error: {one_line(message)}\n")
         if unknown:
-            near = self.near(unknown[0].split("=")[0].lstrip("-"))
+            typed = next((word for word in unknown if word.startswith("-")), "")
+            near = self.near(typed.split("=")[0].lstrip("-"))
             meant = f"; did you mean {' or '.join(near)}?" if near else ""
             self.error(f"unrecognized arguments: {' '.join(unknown)}{meant}")
         if keys:
@@ -106,6 +117,24 @@ class Parser(argparse.ArgumentParser):
         for flag, names in self._without.items():
             self._part(namespace, flag, names)
         return namespace, unknown
+
+    def _meant(self, args: list[str], unknown: list[str], namespace) -> str | None:
+        """The command with the words that nothing takes behind the option that they are meant for, if that is one."""
+        if self._words is None:
+            return None
+        (name, fit), options = self._words, self._option_string_actions
+        groups = (group._group_actions for group in self._mutually_exclusive_groups)
+        beside = {other.dest for group in groups if options[name] in group for other in group} - {options[name].dest}
+        words, rest, taker = [], [], None
+        parts = (part for arg in args for part in (arg.split("=", 1) if arg.startswith(f"{name}=") else [arg]))
+        for arg in parts:
+            mine = taker == name or not taker and not arg.startswith("-")
+            if mine or arg != name:
+                (words if mine else rest).append(arg)
+            taker = arg if not taker and arg in options and options[arg].nargs != 0 else None
+        if not set(unknown) <= set(words) or not fit(words) or any(getattr(namespace, other) for other in beside):
+            return None
+        return f"{self.prog} {shlex.join([name, ' '.join(words), *rest])}"
 
     def _part(self, namespace, flag: str, names: tuple[str, ...]) -> None:
         """Refuse `names` beside `flag`, and give them their defaults where it is not given."""
@@ -129,8 +158,6 @@ class Parser(argparse.ArgumentParser):
                 setting = found.get(name, Setting(action.default))
                 setattr(namespace, name, setting.value)
                 namespace.origins |= {name: setting.origin} if setting.origin else {}
-        if namespace.model == "bundled" and getattr(namespace, "url", None) is None:
-            namespace.model = None  # the way back from another one that is set
 
     def near(self, typed: str) -> list[str]:
         """Options that begin as `typed` does, or the nearest one. Their hyphens, which all of them share, count not."""
@@ -147,6 +174,11 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message):
         self.exit(2, f"tridecode: error: {one_line(message)} (see {self.prog} --help)\n")
+
+
+def is_model(words: list[str]) -> bool:
+    """Whether they look like a model's name, and not like a message."""
+    return len(words) == 1 and ("/" in words[0] or words[0] == "bundled")
 
 
 class PrintCompletion(argparse.Action):
@@ -209,6 +241,7 @@ def make_parser() -> argparse.ArgumentParser:
     commands.add_parser("config", **words).set_defaults(configuration=configuration)
     for command in ("chat", "generate", "serve", "info"):
         commands.choices[command].configure(command, configuration)
+        commands.choices[command].words(*(("--prompt", bool) if command == "generate" else ("--model", is_model)))
     add_benches(commands.add_parser("bench", help="time this engine on a GPU", description=BENCH))
     profile = commands.add_parser("profile", help="show where a step's time goes", description=PROFILE)
     add_shape(profile, model=True)

@@ -3,17 +3,16 @@
 from pathlib import Path
 
 from ..errors import ParameterError
-from ..loading import BUNDLED
 from ..model.checkpoint import load_config, stored_tensors
 from ..model.formats.quantise import rules
 from ..model.formats.write import write
-from ..model.hub import resolve_model
+from ..model.hub import BUNDLED, resolve_model
 from ..placement import to_quantise
 from .terminal import Output
 
 
 def quantize(args, output: Output) -> int:
-    source, out = BUNDLED if args.model == "bundled" else resolve_model(args.model), Path(args.out)
+    source, out = resolve_model(args.model), Path(args.out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ParameterError(f"{out}: must be a new or an empty directory")
     plain = load_config(source)
@@ -24,7 +23,8 @@ def quantize(args, output: Output) -> int:
     for name, info in sorted(stored_tensors(source, plain).items(), key=lambda item: (item[1].file, item[1].begin)):
         files.setdefault(info.file, []).append(name)
     out.mkdir(parents=True, exist_ok=True)
+    repo = None if source in (BUNDLED, Path(args.model).expanduser()) else args.model
     with output.loading() as progress:
-        write(source, out, files, rules(args.to, args.head), progress)
+        write(source, out, files, rules(args.to, args.head), progress, repo)
     output.note(f"{out}: {args.to}, LM head {args.head}")
     return 0

@@ -8,9 +8,10 @@ from pathlib import Path
 
 from ..engine import Engine
 from ..errors import TridecodeError
+from ..model.hub import BUNDLED
 from .api_key import VARIABLE, api_key
 from .loading import load_model
-from .terminal import Output
+from .terminal import Output, counted
 
 SWITCH = 5e-4  # seconds for which a thread may keep others from running: the device's must not wait for the network's
 
@@ -64,13 +65,13 @@ def tell(output: Output, engine: Engine, settings, address: tuple, scheme: str) 
     output.note(f"serving {settings.model} at {place}")
     if settings.api_key is None and not ip_address(host).is_loopback:
         output.note(f"whoever reaches this address can use it: {VARIABLE} sets a key")
-    output.note(f"{engine.slots:,} requests at a time, a context of {engine.capacity:,}; Ctrl-C stops")
+    output.note(f"{counted(engine.slots, 'request')} at a time, a context of {engine.capacity:,}; Ctrl-C stops")
 
 
 def public_name(model: str | None) -> str:
     """The name that clients give: a Hugging Face id, or the last part of a directory's path, never the path."""
     if model is None:
-        return "bundled"
+        return BUNDLED.name
     return Path(model).resolve().name if Path(model).is_dir() else model
 
 

@@ -11,6 +11,7 @@ from textwrap import wrap
 
 from rich.console import Console
 
+from ..errors import counted
 from .signals import suspendable
 
 USER = "cyan"  # what a user has typed
@@ -194,11 +195,6 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     """A question that names the one of `known` that `word` resembles; "" where none does."""
     near = difflib.get_close_matches(word, known, n=1)
     return f"did you mean {near[0]}?" if near else ""
-
-
-def counted(n: int, word: str) -> str:
-    """1 token, 2 tokens, 1,000 tokens."""
-    return f"{n:,} {word}{'' if n == 1 else 's'}"
 
 
 SHORTER = ("reused", "seed", "context", "first", "pass")  # what a line that is too long loses, in this order

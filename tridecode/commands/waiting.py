@@ -4,7 +4,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from .terminal import Output
+from .terminal import Output, counted
 
 DELAY, PAUSE = 0.3, 0.2  # seconds until something is shown, and between two looks
 LINE_START = "\x1b[G"  # rich keeps a carriage return for itself
@@ -65,7 +65,7 @@ class Waiting:
                 if self._done.is_set():
                     return
                 if not self._redraws and found:
-                    self._output.note(f"reading a prompt of {found[2]:,} tokens")
+                    self._output.note(f"reading a prompt of {counted(found[2], 'token')}")
                     return
                 if self._redraws and not self._paused:
                     self._draw(self._line(found, time.monotonic() - self._began))
@@ -76,7 +76,7 @@ class Waiting:
         there, done, all_of_it = found
         pace = f"{(done - there) / seconds:,.0f} tok/s" if done > there else f"{seconds:.0f} s"
         words = "reading the prompt: " if self._output.errors.width >= WIDE else ""
-        return f"{words}{done:,} of {all_of_it:,} tokens, {pace}"
+        return f"{words}{done:,} of {counted(all_of_it, 'token')}, {pace}"
 
     def _draw(self, line: str) -> None:
         self._drawn = True

@@ -5,7 +5,7 @@ import triton.language as tl
 
 from .chunks import CHUNK_COUNT, CHUNK_SLOT, CHUNK_START, CHUNK_WIDTH, MAX_CHUNKS, listed
 from .common import interpreted, options
-from .fp8_kv import held, row_bytes, scales, words_to_bf16
+from .fp8_kv import held, row_bytes, scales, words_to_numbers
 from .op import Op
 
 PROGRAMS = 8 * 132  # all that the largest GPUs run at once
@@ -60,7 +60,8 @@ def _expand_kv_kernel(
         v = tl.load(v_ptr.to(tl.pointer_type(tl.int32)) + source)
         k_scale, v_scale = tl.load(k_scale_ptr + cells), tl.load(v_scale_ptr + cells)
         offs = tl.arange(0, D)[None, :]
-        k, v = words_to_bf16(k, INTERPRETED).reshape(PAGE, D), words_to_bf16(v, INTERPRETED).reshape(PAGE, D)
+        k = words_to_numbers(k, tl.bfloat16, False, INTERPRETED).reshape(PAGE, D)
+        v = words_to_numbers(v, tl.bfloat16, False, INTERPRETED).reshape(PAGE, D)
         tl.store(keys_ptr + target + offs, (k * k_scale).to(keys_ptr.dtype.element_ty))
         tl.store(values_ptr + target + offs, (v * v_scale).to(values_ptr.dtype.element_ty))
 

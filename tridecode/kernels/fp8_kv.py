@@ -14,28 +14,40 @@ from .bits import e4m3_value
 LARGEST = 448.0  # of e4m3
 SCALE_BYTES = 2
 
-# Codes go to the upper bytes of two halves, below the sign four places down, and are times 2 ** 120 (0x7b80) there.
-_E4M3 = tl.constexpr(
-    """{
-    .reg .b32 w, t, up, nought;
-    mov.b32 up, 0x7b807b80; mov.b32 nought, 0x80008000;
-    prmt.b32 w, $2, 0, 0x1404; shr.u32 t, w, 4; and.b32 t, t, 0x07f007f0;
-    lop3.b32 w, w, 0x80008000, t, 0xea; fma.rn.bf16x2 $0, w, up, nought;
-    prmt.b32 w, $2, 0, 0x3424; shr.u32 t, w, 4; and.b32 t, t, 0x07f007f0;
-    lop3.b32 w, w, 0x80008000, t, 0xea; fma.rn.bf16x2 $1, w, up, nought;
-    }"""
-)
+_PLACES = {"f16": (1, "0x3f803f80", "0x5c005c00"), "bf16": (4, "0x07f007f0", "0x7b807b80")}  # times 2 ** 8, 2 ** 120
 
-_E4M3_WORDS = tl.constexpr(
+
+def _conversion(kind: str, source: str, *pairs: tuple[str, str]) -> tl.constexpr:
+    """Assembly that makes numbers of codes in `source`, two registers (0: none). Pairs: which bytes, and where to.
+
+    Codes go to the upper bytes of two halves, below the sign some places down, and are multiplied there.
+    """
+    places, bits, up = _PLACES[kind]
+    text = f".reg .b32 w, t, up, nought; mov.b32 up, {up}; mov.b32 nought, 0x80008000;"
+    for chosen, target in pairs:
+        text += f"""
+    prmt.b32 w, {source}, {chosen}; shr.u32 t, w, {places}; and.b32 t, t, {bits};
+    lop3.b32 w, w, 0x80008000, t, 0xea; fma.rn.{kind}x2 w, w, up, nought; mov.b32 {target}, w;"""
+    return tl.constexpr(f"{{ {text} }}")
+
+
+_CODES_BF16 = _conversion("bf16", "$2, 0", ("0x1404", "$0"), ("0x3424", "$1"))
+_WORD_BF16 = _conversion("bf16", "$4, 0", ("0x1404", "{$0, $1}"), ("0x3424", "{$2, $3}"))
+_WORD_FP16 = _conversion("f16", "$4, 0", ("0x1404", "{$0, $1}"), ("0x3424", "{$2, $3}"))
+# The same by one instruction of newer GPUs.
+_WORD_FP16_89 = tl.constexpr(
     """{
-    .reg .b32 w, t, up, nought;
-    mov.b32 up, 0x7b807b80; mov.b32 nought, 0x80008000;
-    prmt.b32 w, $4, 0, 0x1404; shr.u32 t, w, 4; and.b32 t, t, 0x07f007f0;
-    lop3.b32 w, w, 0x80008000, t, 0xea; fma.rn.bf16x2 w, w, up, nought; mov.b32 {$0, $1}, w;
-    prmt.b32 w, $4, 0, 0x3424; shr.u32 t, w, 4; and.b32 t, t, 0x07f007f0;
-    lop3.b32 w, w, 0x80008000, t, 0xea; fma.rn.bf16x2 w, w, up, nought; mov.b32 {$2, $3}, w;
+    .reg .b16 l, h; .reg .b32 w;
+    mov.b32 {l, h}, $4;
+    cvt.rn.f16x2.e4m3x2 w, l; mov.b32 {$0, $1}, w;
+    cvt.rn.f16x2.e4m3x2 w, h; mov.b32 {$2, $3}, w;
     }"""
 )
+# Bytes of two words side by side.
+_TWO_WORDS_BF16 = _conversion(
+    "bf16", "$8, $9",
+    ("0x4000", "{$0, $1}"), ("0x5010", "{$2, $3}"), ("0x6020", "{$4, $5}"), ("0x7030", "{$6, $7}"),
+)  # fmt: skip
 
 
 @triton.jit
@@ -44,21 +56,41 @@ def from_e4m3(codes, INTERPRETED: tl.constexpr):
     if INTERPRETED:
         return e4m3_value(codes.to(tl.int32))
     else:
-        return tl.inline_asm_elementwise(_E4M3, "=r,=r,r", [codes], dtype=tl.bfloat16, is_pure=True, pack=4)
+        return tl.inline_asm_elementwise(_CODES_BF16, "=r,=r,r", [codes], dtype=tl.bfloat16, is_pure=True, pack=4)
 
 
 @triton.jit
-def words_to_bf16(words, INTERPRETED: tl.constexpr):
-    """The same of words of four codes, [..., 2, 2]. Codes loaded as such may be taken apart and put together again."""
+def words_to_numbers(words, NUMBERS: tl.constexpr, CONVERTS: tl.constexpr, INTERPRETED: tl.constexpr):
+    """The same of words of four codes, [..., 2, 2], as NUMBERS: fp16, which CONVERTS says that the GPU has an
+    instruction for, or bf16. Codes loaded as such may be taken apart and put together again."""
     if INTERPRETED:
         a, b = e4m3_value(words & 255), e4m3_value((words >> 8) & 255)
         c, d = e4m3_value((words >> 16) & 255), e4m3_value((words >> 24) & 255)
         return tl.join(tl.join(a, c), tl.join(b, d))
     else:
+        FP16: tl.constexpr = _WORD_FP16_89 if CONVERTS else _WORD_FP16
         a, b, c, d = tl.inline_asm_elementwise(
-            _E4M3_WORDS, "=h,=h,=h,=h,r", [words], dtype=(tl.int16, tl.int16, tl.int16, tl.int16), is_pure=True, pack=1
-        )
-        return tl.join(tl.join(a, c), tl.join(b, d)).to(tl.bfloat16, bitcast=True)
+            FP16 if NUMBERS == tl.float16 else _WORD_BF16, "=h,=h,=h,=h,r", [words],
+            dtype=(tl.int16, tl.int16, tl.int16, tl.int16), is_pure=True, pack=1,
+        )  # fmt: skip
+        return tl.join(tl.join(a, c), tl.join(b, d)).to(NUMBERS, bitcast=True)
+
+
+@triton.jit
+def two_words_to_bf16(first, second, INTERPRETED: tl.constexpr):
+    """The same of two words, [..., 2, 2, 2], the last dimension being the word; where halves of a register are numbers
+    of both."""
+    if INTERPRETED:
+        one = words_to_numbers(first, tl.bfloat16, False, True)
+        return tl.join(one, words_to_numbers(second, tl.bfloat16, False, True))
+    else:
+        a, e, b, f, c, g, d, h = tl.inline_asm_elementwise(
+            _TWO_WORDS_BF16, "=h,=h,=h,=h,=h,=h,=h,=h,r,r", [first, second],
+            dtype=(tl.int16, tl.int16, tl.int16, tl.int16, tl.int16, tl.int16, tl.int16, tl.int16),
+            is_pure=True, pack=1,
+        )  # fmt: skip
+        one = tl.join(tl.join(a, c), tl.join(b, d))
+        return tl.join(one, tl.join(tl.join(e, g), tl.join(f, h))).to(tl.bfloat16, bitcast=True)
 
 
 @triton.jit

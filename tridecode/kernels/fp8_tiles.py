@@ -9,46 +9,10 @@ nothing moves between lanes, and no turn has a barrier: warps meet when all posi
 import triton
 import triton.language as tl
 
-from .bits import e4m3_value
+from .fp8_kv import two_words_to_bf16, words_to_numbers
 from .splits import EMPTY
 
 _HEADS = tl.constexpr(16)  # the fewest rows of a product
-
-# To fp16: below the sign one place down, and times 2 ** 8 (0x5c00); bytes 0 and 1, then 2 and 3.
-_FP16 = tl.constexpr(
-    """{
-    .reg .b32 w, t, up, nought;
-    mov.b32 up, 0x5c005c00; mov.b32 nought, 0x80008000;
-    prmt.b32 w, $4, 0, 0x1404; shr.u32 t, w, 1; and.b32 t, t, 0x3f803f80;
-    lop3.b32 w, w, 0x80008000, t, 0xea; fma.rn.f16x2 w, w, up, nought; mov.b32 {$0, $1}, w;
-    prmt.b32 w, $4, 0, 0x3424; shr.u32 t, w, 1; and.b32 t, t, 0x3f803f80;
-    lop3.b32 w, w, 0x80008000, t, 0xea; fma.rn.f16x2 w, w, up, nought; mov.b32 {$2, $3}, w;
-    }"""
-)
-# The same by one instruction of newer GPUs.
-_FP16_89 = tl.constexpr(
-    """{
-    .reg .b16 l, h; .reg .b32 w;
-    mov.b32 {l, h}, $4;
-    cvt.rn.f16x2.e4m3x2 w, l; mov.b32 {$0, $1}, w;
-    cvt.rn.f16x2.e4m3x2 w, h; mov.b32 {$2, $3}, w;
-    }"""
-)
-# To bf16, bytes of two words side by side: below the sign four places down, and times 2 ** 120 (0x7b80).
-_PAIRS = tl.constexpr(
-    """{
-    .reg .b32 w, t, up, nought;
-    mov.b32 up, 0x7b807b80; mov.b32 nought, 0x80008000;
-    prmt.b32 w, $8, $9, 0x4000; shr.u32 t, w, 4; and.b32 t, t, 0x07f007f0;
-    lop3.b32 w, w, 0x80008000, t, 0xea; fma.rn.bf16x2 w, w, up, nought; mov.b32 {$0, $1}, w;
-    prmt.b32 w, $8, $9, 0x5010; shr.u32 t, w, 4; and.b32 t, t, 0x07f007f0;
-    lop3.b32 w, w, 0x80008000, t, 0xea; fma.rn.bf16x2 w, w, up, nought; mov.b32 {$2, $3}, w;
-    prmt.b32 w, $8, $9, 0x6020; shr.u32 t, w, 4; and.b32 t, t, 0x07f007f0;
-    lop3.b32 w, w, 0x80008000, t, 0xea; fma.rn.bf16x2 w, w, up, nought; mov.b32 {$4, $5}, w;
-    prmt.b32 w, $8, $9, 0x7030; shr.u32 t, w, 4; and.b32 t, t, 0x07f007f0;
-    lop3.b32 w, w, 0x80008000, t, 0xea; fma.rn.bf16x2 w, w, up, nought; mov.b32 {$6, $7}, w;
-    }"""
-)
 
 
 def warp_positions(shape, page: int) -> int:
@@ -163,39 +127,6 @@ def _scales(pairs):
 
 
 @triton.jit
-def _four(words, HARDWARE: tl.constexpr, INTERPRETED: tl.constexpr):
-    """The codes of words as numbers, [..., 2, 2], fp16 (fp32 if INTERPRETED)."""
-    if INTERPRETED:
-        a, b = e4m3_value(words & 255), e4m3_value((words >> 8) & 255)
-        c, d = e4m3_value((words >> 16) & 255), e4m3_value((words >> 24) & 255)
-    else:
-        a, b, c, d = tl.inline_asm_elementwise(
-            _FP16_89 if HARDWARE else _FP16, "=h,=h,=h,=h,r", [words],
-            dtype=(tl.int16, tl.int16, tl.int16, tl.int16), is_pure=True, pack=1,
-        )  # fmt: skip
-    both = tl.join(tl.join(a, c), tl.join(b, d))
-    return both if INTERPRETED else both.to(tl.float16, bitcast=True)
-
-
-@triton.jit
-def _pairs(first, second, INTERPRETED: tl.constexpr):
-    """The codes of two words as numbers, [..., 2, 2, 2], the last dimension being the word; bf16."""
-    if INTERPRETED:
-        a, b, c, d = first & 255, (first >> 8) & 255, (first >> 16) & 255, (first >> 24) & 255
-        e, f, g, h = second & 255, (second >> 8) & 255, (second >> 16) & 255, (second >> 24) & 255
-        one = tl.join(tl.join(e4m3_value(a), e4m3_value(c)), tl.join(e4m3_value(b), e4m3_value(d)))
-        return tl.join(one, tl.join(tl.join(e4m3_value(e), e4m3_value(g)), tl.join(e4m3_value(f), e4m3_value(h))))
-    else:
-        a, e, b, f, c, g, d, h = tl.inline_asm_elementwise(
-            _PAIRS, "=h,=h,=h,=h,=h,=h,=h,=h,r,r", [first, second],
-            dtype=(tl.int16, tl.int16, tl.int16, tl.int16, tl.int16, tl.int16, tl.int16, tl.int16),
-            is_pure=True, pack=1,
-        )  # fmt: skip
-        one = tl.join(tl.join(a, c), tl.join(b, d))
-        return tl.join(one, tl.join(tl.join(e, g), tl.join(f, h))).to(tl.bfloat16, bitcast=True)
-
-
-@triton.jit
 def _halved(parts, HALF: tl.constexpr):
     both = ()
     for i in tl.static_range(HALF):
@@ -236,7 +167,7 @@ def fp8_scores(keys, q, seen, CONVERTS: tl.constexpr, INTERPRETED: tl.constexpr)
     WARP_T: tl.constexpr = seen.shape[2]
     k = ()
     for i in tl.static_range(BLOCK_D // 64 * WARP_T // 8):
-        k += (_four(keys[i], CONVERTS, INTERPRETED),)
+        k += (words_to_numbers(keys[i], tl.float16, CONVERTS, INTERPRETED),)
     k = _joined(k, BLOCK_D // 64 * WARP_T // 8)
     k = k.reshape(WARPS, 8, 4, 4, 4, BLOCK_D // 64, WARP_T // 8)  # line, lane, word, byte, part, eight
     k = tl.permute(k, (0, 5, 3, 2, 4, 6, 1)).reshape(WARPS, BLOCK_D, WARP_T)
@@ -261,7 +192,7 @@ def fp8_summed_values(values, p, acc, seen, INTERPRETED: tl.constexpr):
         of_part = ()
         for i in tl.static_range(WARP_T // 8):
             first, second = values[2 * i * PARTS + part], values[(2 * i + 1) * PARTS + part]
-            of_part += (_pairs(first, second, INTERPRETED),)
+            of_part += (two_words_to_bf16(first, second, INTERPRETED),)
         v += (_joined(of_part, WARP_T // 8),)
     v = _joined(v, PARTS)
     v = v.reshape(WARPS, 8, 4, WIDE, 4, 2, WARP_T // 16, 2, PARTS)  # line, lane, word, byte, of two, 16, eight, part

@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from ..arguments import shown
-from ..errors import CheckpointError, DeviceError, brief
+from ..errors import CheckpointError, DeviceError, brief, counted
 from .config import ModelConfig, read_config
 from .files import open_regular, present, unique, unreadable
 from .formats.scheme import Stored
@@ -62,7 +62,7 @@ def load_config(path: Path) -> ModelConfig:
         if (scheme := piece.scheme) and scheme.rows <= 1 and scheme.group and piece.shape[1] % scheme.group:
             raise CheckpointError(
                 f"{path / 'config.json'}: quantization_config: groups of {scheme.group} do not divide the "
-                f"{piece.shape[1]:,} columns of {name}; check that both belong together"
+                f"{counted(piece.shape[1], 'column')} of {name}; check that both belong together"
             )
     return config
 
@@ -342,7 +342,7 @@ def _check(
         more = f" (and {len(extra) - 1} more)" if len(extra) > 1 else ""
         raise CheckpointError(
             f"{tensors[extra[0]].file}: tensor {shown(extra[0])}{more} has no place in a {config.family} model of "
-            f"{config.num_layers} layers; check config.json, or remove it from the file"
+            f"{counted(config.num_layers, 'layer')}; check config.json, or remove it from the file"
         )
     for name, of in needed.items():
         info = tensors[name]

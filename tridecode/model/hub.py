@@ -8,6 +8,7 @@ from ..arguments import shown
 from ..errors import CheckpointError, ParameterError, brief
 from .config import read_config, read_json
 
+BUNDLED = Path(__file__).parents[1] / "bundled"  # the model in the package, which has that name
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 SMALL_FILES = (
@@ -23,13 +24,16 @@ _LONGEST_NAME = 255  # bytes of a file's name, on any usual file system
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+", re.ASCII)
 
 
-def resolve_model(model: str | Path, weights: bool = True) -> Path:
-    """The directory of `model`: a local directory as it is, else a Hugging Face id ("owner/name"), downloaded.
+def resolve_model(model: str | Path | None, weights: bool = True) -> Path:
+    """The directory of `model`: a local directory as it is, else the model in the package (None, or its name), else a
+    Hugging Face id ("owner/name"), downloaded.
 
     Only the files that are read come down, first the small ones: a model that is not supported costs no download of
     weights, and with `weights` false none come at all. Cache, token, offline mode and progress bars are
     huggingface_hub's. Raises CheckpointError.
     """
+    if model is None:
+        return BUNDLED
     if not isinstance(model, (str, Path)):
         raise ParameterError(f"model must be a directory or a Hugging Face id, got {shown(model)}")
     if not str(model).strip():
@@ -44,6 +48,8 @@ def resolve_model(model: str | Path, weights: bool = True) -> Path:
         raise ParameterError(f"model {shown(str(model))}: {error.strerror}; give a directory or an id") from None
     if there:
         return path
+    if model == BUNDLED.name:
+        return BUNDLED
     if found:
         raise CheckpointError(f"{model}: is a file; give the directory that holds config.json and {SINGLE}")
     if isinstance(model, Path) or not _ID.fullmatch(model) or ".." in model:

@@ -36,8 +36,6 @@ class Policy:
     def __post_init__(self):
         flag("batch_invariant", self.batch_invariant)
         choice("speculate", self.speculate, SPECULATE)
-        if self.speculate == "auto" and self.speculate_ngram is not None:
-            object.__setattr__(self, "speculate", "ngram")
         object.__setattr__(self, "speculate_ngram", self._ngram())
         if self.chunk_tokens is None:
             object.__setattr__(self, "chunk_tokens", FIXED_CHUNK if self.batch_invariant else CHUNK)
@@ -64,7 +62,7 @@ class Policy:
                 f"speculate_ngram must be two numbers from {MAX_NGRAM} down to 1, the larger first, like "
                 f"{NGRAM[0]}:{NGRAM[1]}, got {shown(given)}"
             )
-        if not self.speculates:
+        if self.speculate == "off":
             raise ParameterError('speculate_ngram: nothing is guessed with speculate="off"; leave one of them out')
         return tuple(given)
 

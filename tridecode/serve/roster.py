@@ -36,6 +36,7 @@ class Roster:
         self.admitted: list[Running] = []
         self.reading: list[Running] = []
         self.rows: list[Running] = []
+        self._refused: tuple | None = None  # who could not be admitted, and in which state of all else
 
     def add(self, job: Job) -> None:
         self.jobs[job] = None
@@ -48,11 +49,15 @@ class Roster:
         if not self.waiting or all(held.busy for held in self.slots.held):
             return False
         slots, job = self.slots, self.waiting[0]
+        if self._refused == (job, slots.pages.changes, self.reading):  # a long prompt is not looked for in each pass
+            return False
         ids = job.tokens
         position = 0 if job.scores else len(job.ids if self._fixed else ids) - 1
         wanted = ids[: position if job.reuse_prefix else 0]
         if self._soon_there(wanted, job.salt) or (admitted := slots.admit(wanted, position + 1, job.salt)) is None:
+            self._refused = job, slots.pages.changes, [*self.reading]
             return False
+        self._refused = None
         slot, read = admitted
         if job.reused is None:
             job.reused = read
@@ -103,6 +108,7 @@ class Roster:
             self._vacate(running)
             self.slots.release(running.slot)
         self.jobs.pop(job, None)
+        self._refused = None
 
     def put_off(self, running: Running) -> None:
         """Let a job that runs wait again, before all others."""

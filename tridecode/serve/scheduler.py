@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import torch
 
-from ..errors import GenerationError, QueueFull
+from ..errors import GenerationError, QueueFull, counted
 from ..layout import LATE_TOKEN, NO_TOKEN, Chunk, Entry
 from ..results import TokenLogprobs
 from ..sampling import SamplingParams
@@ -78,7 +78,8 @@ class Scheduler:
         slots, most = len(self.slots.held), self._policy.max_queue
         if most is not None and len(self.roster.jobs) + coming - min(going, slots + most) >= slots + most:
             raise QueueFull(
-                f"the queue is full: {slots:,} requests run and {most:,} wait; try again later, or raise max_queue"
+                f"the queue is full: {counted(slots, 'request')} under way and {most:,} waiting; try again later, or "
+                "raise max_queue"
             )
 
     def add(self, job: Job) -> None:

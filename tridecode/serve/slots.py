@@ -12,7 +12,7 @@ from .. import layout
 from ..arguments import integer
 from ..cache.pages import PagePool
 from ..cache.prefix import Node, PrefixCache
-from ..errors import ParameterError
+from ..errors import ParameterError, counted
 from ..layout import Chunk, packed
 from ..sampling import SamplingParams
 from ..step.state import DecodeModel
@@ -318,7 +318,7 @@ def checked_positions(position, rows: int, slots: int, capacity: int) -> list[in
     rows = integer("rows", rows, 1, slots, "the engine's slots, ")
     positions = [position] * rows if isinstance(position, int) else list(position)
     if len(positions) != rows:
-        raise ParameterError(f"position: a list has one for each of {rows:,} rows, got {len(positions):,}")
+        raise ParameterError(f"position: a list has one for each of {counted(rows, 'row')}, got {len(positions):,}")
     return [integer("position", each, 0, capacity - 1) for each in positions]
 
 

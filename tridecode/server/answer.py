@@ -121,7 +121,7 @@ class Answer:
                 left -= new[-1].finish_reason is not None
         for i, scores in enumerate(pieces[answers:]):
             for choice in self._choices[i * n : (i + 1) * n]:
-                choice.echo_logprobs(self._prompts[i].ids, scores)
+                choice.echo_logprobs(self._prompts[i].tokens, scores)
         said = [choice.add(new) for choice, new in zip(self._choices, pieces)]
         await self._send_json(send, 200, self._plan.shape.whole(self._choices, said))
 
@@ -134,7 +134,7 @@ class Answer:
             data = b"" if news else events.KEEP_ALIVE
             if news and not self._opened:
                 self._opened = True
-                data = shape.opening([len(prompt.ids) for prompt in self._prompts])
+                data = shape.opening([len(prompt.tokens) for prompt in self._prompts])
             for i, pieces in news:
                 choice = self._choices[i]
                 said = choice.add(pieces)

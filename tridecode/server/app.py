@@ -132,8 +132,8 @@ class Server:
             shape,
             prepare,
             self._params(asked),
-            lambda number, prompt: Choice(tokenizer, prompt.ids if tokenizer.thinks else None, tools=tools),
-            form=lambda prompt: held_to(structure, tools, tokenizer, prompt.ids),
+            lambda number, prompt: Choice(tokenizer, prompt.tokens if tokenizer.thinks else None, tools=tools),
+            form=lambda prompt: held_to(structure, tools, tokenizer, prompt.tokens),
         ))
 
     async def completions(self, request: Request):

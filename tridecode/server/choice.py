@@ -1,5 +1,6 @@
 """Choice: one answer as it grows, told apart into thinking, text and calls."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ..results import Piece, TokenLogprobs, Usage
@@ -28,12 +29,12 @@ class Choice:
     """Text apart from thinking and calls, log-probabilities, and how it ended."""
 
     def __init__(
-        self, tokenizer: Tokenizer, prompt: list[int] | None, first_text: str = "", tools: Tools | None = None
+        self, tokenizer: Tokenizer, prompt: Sequence[int] | None, first_text: str = "", tools: Tools | None = None
     ):
         """prompt: of a chat whose model may think; first_text: what stands before the text."""
         self._tokenizer, self._splitter = tokenizer, None
         if prompt is not None:
-            opened = ends_inside(tokenizer.decode(prompt[-4:], skip_special=False))
+            opened = ends_inside(tokenizer.decode(list(prompt[-4:]), skip_special=False))
             self._splitter = ThinkSplitter(opened)
         self._machine = tools.machine(tokenizer) if tools else None
         self._special = tools.special(tokenizer) if tools else {}
@@ -53,7 +54,7 @@ class Choice:
         """Whether it has calls."""
         return bool(self._machine and self._machine.calls)
 
-    def echo_logprobs(self, prompt: list[int], scores: list[Piece]) -> None:
+    def echo_logprobs(self, prompt: Sequence[int], scores: list[Piece]) -> None:
         """Begin with the prompt's own: of its first token nothing is known, of the others what `scores` say."""
         text, offset = self._tokenizer.detokenizer(skip_special=False), 0
         for token, found in zip(prompt, (None, *(piece.logprobs for piece in scores))):

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Sequence
 
 from ..arguments import shown
 from ..grammar import lark_of_choices
@@ -49,14 +50,14 @@ def thinking_off(effort: str | None, tokenizer: Tokenizer, name: str = "reasonin
     return {SWITCH: False} if effort in ("none", "minimal") and SWITCH in tokenizer.template_variables else {}
 
 
-def held_to(structure: Structure | None, tools: Tools, tokenizer: Tokenizer, prompt: list[int] | None) -> dict:
+def held_to(structure: Structure | None, tools: Tools, tokenizer: Tokenizer, prompt: Sequence[int] | None) -> dict:
     """The fields of SamplingParams that hold an answer to this. prompt: of a chat, whose answer may begin with
     thinking. Raises ApiError and ParameterError."""
     if structure is None and not tools.enforced:
         return {}
     if structure is not None and tools.enforced:
         raise refusal("tool_choice asks for a call, response_format for a text: an answer has one form", "tool_choice")
-    tail = "" if prompt is None else tokenizer.decode(prompt[-8:], skip_special=False)
+    tail = "" if prompt is None else tokenizer.decode(list(prompt[-8:]), skip_special=False)
     thinks = prompt is not None and tokenizer.thinks and not tail.rstrip().endswith(CLOSE)
     if structure is not None and not thinks and not tools.used or structure is not None and structure[0] == "grammar":
         return dict([structure])

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from ..engine import Engine
-from ..errors import EngineClosed
+from ..errors import EngineClosed, counted
 from ..results import Piece
 from ..serve.driver import Request
 from .errors import ApiError
@@ -109,7 +109,8 @@ class Loop:
         if self.refusing:
             raise ApiError(503, self.refusing, code="stopping")
         if sum(call.open for call in self._calls) + count > self._most:
-            raise ApiError(503, f"{self._most:,} requests run and wait already; try again later", code="queue_full")
+            most = counted(self._most, "request")
+            raise ApiError(503, f"{most} under way or waiting, as many as may be; try again later", code="queue_full")
 
     async def prepared(self, work: Callable):
         """The result of work(), in a thread where it may take its time."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
-from triton import knobs
+from triton import JITFunction, knobs
 
 from .run import Recorder, Run
 
@@ -25,23 +25,35 @@ def compile_ahead(lists: Iterable[Callable[[Run], None]], run: Run, device: torc
     for lines in lists:
         lines(recorder)
     distinct = {launch.key(): launch for launch in recorder.launches if launch.op.kernels}
-    missing, me = {}, threading.get_ident()
 
-    def note(*, key, fn, compile, **_) -> bool:
-        if threading.get_ident() == me:  # another thread's launch, of another engine, goes its way
-            missing[fn.jit_function, key] = compile["specialization_data"]
-        return threading.get_ident() == me  # True means: neither compile nor launch it
-
-    with _hooking, torch.cuda.device(device), knobs.runtime.scope():
-        knobs.runtime.jit_cache_hook = note
+    def launches() -> None:
         for launch in distinct.values():
             run(launch.role, launch.op, *launch.args, **launch.how)
 
-    def compile_one(entry) -> None:
-        (function, _), specialization = entry
+    with torch.cuda.device(device):
+        wanted = missing(launches)
+
+    def compile_one(entry: tuple[JITFunction, str]) -> None:
+        function, specialization = entry
         with torch.cuda.device(device):  # which is each thread's own
             function.preload(specialization)
 
     with ThreadPoolExecutor(min(os.cpu_count() or 1, MOST)) as pool:
-        list(pool.map(compile_one, missing.items()))
-    return len(missing)
+        list(pool.map(compile_one, wanted))
+    return len(wanted)
+
+
+def missing(launches: Callable[[], None]) -> list[tuple[JITFunction, str]]:
+    """What Triton would have to compile for these launches: kernels, each with what its `preload` takes. Launches that
+    lack their kernel are not made."""
+    found, me = {}, threading.get_ident()
+
+    def note(*, key, fn, compile, **_) -> bool:
+        if threading.get_ident() == me:  # another thread's launch, of another engine, goes its way
+            found[fn.jit_function, key] = compile["specialization_data"]
+        return threading.get_ident() == me  # True means: neither compile nor launch it
+
+    with _hooking, knobs.runtime.scope():
+        knobs.runtime.jit_cache_hook = note
+        launches()
+    return [(function, specialization) for (function, _), specialization in found.items()]

@@ -51,7 +51,7 @@ class BatchDescriptor:
 
     def __str__(self) -> str:
         each = f" of {self.tokens} tokens" * (self.tokens > 1)
-        return f"a pass of {self.rows} rows{each}{' with masks' * self.masked}"
+        return f"a pass of {self.rows} row{'s' * (self.rows != 1)}{each}{' with masks' * self.masked}"
 
 
 @dataclass(frozen=True)

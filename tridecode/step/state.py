@@ -175,6 +175,23 @@ def shapes_of(
     return found
 
 
+def gpu_of(device: torch.device) -> tuple[int, int, str | None]:
+    """(compute capability, multiprocessors, name); 0, 0 and None if it is none."""
+    if device.type != "cuda":
+        return 0, 0, None
+    facts = torch.cuda.get_device_properties(device)
+    return 10 * facts.major + facts.minor, facts.multi_processor_count, facts.name
+
+
+def expands_kv(config: ModelConfig, device: torch.device, batch_invariant: bool, one_piece: bool) -> bool:
+    """Whether prompts have a layer's K/V in bf16 beside the cache's in 8 bits: what the kernel for Hopper attends to.
+    one_piece: prompts are attended to by torch."""
+    if not config.fp8_kv or one_piece:
+        return False
+    capability, multiprocessors, _ = gpu_of(device)
+    return prompt_attention_shape(capability, multiprocessors, batch_invariant, config.fp8_kv).hopper > 0
+
+
 def make_model(
     config: ModelConfig, weights: Weights, capacity: int, slots: int = 1, page: int | None = None,
     shapes: dict[int, StepShapes] | None = None, pages: int | None = None, rows: int | None = None,
@@ -190,10 +207,7 @@ def make_model(
     """
     device, dtype = weights.device, weights.dtype
     cos, sin = rope_tables(config, capacity, device)
-    capability, multiprocessors, gpu = 0, 0, None
-    if device.type == "cuda":
-        facts = torch.cuda.get_device_properties(device)
-        capability, multiprocessors, gpu = 10 * facts.major + facts.minor, facts.multi_processor_count, facts.name
+    capability, multiprocessors, gpu = gpu_of(device)
     prompt_shape = prompt_attention_shape(capability, multiprocessors, batch_invariant, config.fp8_kv)
     if not batch_invariant:
         prompt_rows = min(prompt_rows, slots * capacity)
@@ -204,7 +218,7 @@ def make_model(
     kv = make_kv_cache(config, capacity, device, dtype, slots, page, pages, offload)
     if kv.rings:  # then attention waits for more than the kernel before
         prompt_shape = replace(prompt_shape, dependent=False)
-    expanded = len(kv.pool) if kv.fp8 and prompt_shape.hopper and not one_piece else 0  # pages
+    expanded = len(kv.pool) if expands_kv(config, device, batch_invariant, one_piece) else 0  # pages
     return DecodeModel(
         config=config,
         weights=weights,

@@ -2,6 +2,7 @@
 
 from ...cache.kv import PAGE
 from ...errors import ParameterError
+from ..terminal import counted
 from ..values import mix
 from .measure import (
     SAMPLING,
@@ -27,7 +28,7 @@ def batch(args, output) -> list[dict]:
 
     def times(contexts: list[int]) -> list[float]:
         found = time_decode(engine, contexts, args.steps, args.runs, params, len(contexts))
-        check_running(engine, f"{len(contexts)} rows", len(contexts))
+        check_running(engine, counted(len(contexts), "row"), len(contexts))
         return found
 
     alone = {context: spread(times([context]), 1e6)[0] for context in {max(contexts) for _, contexts in cases}}

@@ -18,6 +18,7 @@ from ...placement import plan_weights
 from ...step.dispatch import Dispatcher
 from ...step.graphs import EagerSteps, StepGraphs, launcher
 from ...step.run import Run, launch
+from ..terminal import counted
 from .ablate import stepping
 from .measure import GREEDY, WARM_UP, check_running, fill_cache, model_facts, need_gpu, run_facts, spread, time_decode
 from .prefill import prompt_ids
@@ -237,7 +238,7 @@ def weights(args, output) -> list[dict]:
         row |= {"context": args.context, "steps": args.steps, "runs": args.runs}
         row |= offload_figures(times, nbytes, rates) | {"captures": getattr(steps, "captures", 0)}
         rows.append(row | run_facts(engine.device))
-        output.note(f"{on_host} layers on the host, {name}: {row['us_per_token']:,.0f} µs a token")
+        output.note(f"{counted(on_host, 'layer')} on the host, {name}: {row['us_per_token']:,.0f} µs a token")
     return rows
 
 

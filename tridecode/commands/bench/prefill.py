@@ -7,6 +7,7 @@ import torch
 from ...engine import Engine
 from ...errors import GenerationError
 from ...model.config import ModelConfig
+from ..terminal import counted
 from .measure import (
     GREEDY,
     WARM_UP,
@@ -68,7 +69,7 @@ def checked(result, cached: int) -> None:
     if result.error:
         raise GenerationError(result.error)
     if result.usage.reused_tokens != cached:
-        raise GenerationError(f"{result.usage.reused_tokens} tokens were in the cache, not {cached}: no figure")
+        raise GenerationError(f"the cache held {counted(result.usage.reused_tokens, 'token')}, not {cached}: no figure")
 
 
 def prompt_ids(config: ModelConfig, tokens: int) -> list[int]:

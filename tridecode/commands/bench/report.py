@@ -9,7 +9,7 @@ from rich.table import Table
 
 from ...errors import ParameterError, PromptError
 from ..inputs import loads, read_bytes
-from ..terminal import visible
+from ..terminal import counted, visible
 
 FORMATS = ("table", "md", "csv", "json", "jsonl")
 
@@ -191,7 +191,7 @@ COLUMNS = {
             column: figure
             for rows in (1, 2, 4, 8)
             for column, figure in {
-                f"{rows} row{'s' * (rows > 1)} of each": number(f"us_{rows}"),
+                f"{counted(rows, 'row')} of each": number(f"us_{rows}"),
                 f"{rows}: ratio": number(f"ratio_{rows}", 3),
             }.items()
         },

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from ...errors import GenerationError, ParameterError
 from ..outputs import text_sink
-from ..terminal import Output
+from ..terminal import Output, counted
 from .batch import batch
 from .decode import decode
 from .offload import offload
@@ -90,4 +90,4 @@ def compare(rows: list[dict], earlier: list[dict], path: str, output: Output) ->
     for command, figure, percent in found:
         output.note(f"{percent:+6.2f}%  {figure}  {command}")
     _, figure, percent = max(found, key=lambda row: abs(row[2]))
-    output.note(f"largest deviation of {len(found)} rows from {path}: {percent:+.2f}% ({figure})")
+    output.note(f"largest deviation of {counted(len(found), 'row')} from {path}: {percent:+.2f}% ({figure})")

@@ -7,6 +7,7 @@ import numpy as np
 
 from ...engine import Engine
 from ...errors import GenerationError, ParameterError
+from ..terminal import counted
 from ..values import MOST_ROWS
 from .batch import room_of
 from .measure import (
@@ -90,7 +91,8 @@ def time_mix(engine: Engine, requests: int, context: int, tokens: int, steps: in
             if start >= together:
                 gaps["before" if end <= came else "during" if end <= first else "after"].append(end - start)
     if min(map(len, gaps.values())) == 0 or min(seen[-1] for seen in decoding) <= first:
-        raise GenerationError(f"{steps} steps are too few: the requests ended before the prompt was read")
+        few = counted(steps, "step")
+        raise GenerationError(f"the requests ended before the prompt was read, after {few}; give more --steps")
     return Mix(gaps, first - came, lost)
 
 

@@ -11,13 +11,14 @@ import torch
 from ... import layout
 from ...engine import Engine
 from ...kernels.draft import DRAFT
-from ...loading import BUNDLED
 from ...model.hub import resolve_model
+from ...serve.policy import Policy
 from ...step.dispatch import QUERIES, Dispatcher, most_queries
 from ...step.graphs import Place, make_steps
 from ...step.run import Run, launch, refer
 from ...text.tokenizer import Tokenizer
 from ...version import __version__
+from ..terminal import counted
 from .batch import room_of
 from .measure import GREEDY, WARM_UP, bench_engine, check_running, model_facts, run_facts, spread
 from .speculate_texts import LICENCE, play, texts
@@ -27,12 +28,13 @@ LAUNCHES = 20  # of the draft kernel in one graph
 
 def speculate(args, output) -> list[dict]:
     """A row for each number of --requests, one for the draft kernel, and one for each text; with --texts-only these."""
+    policy = Policy(speculate="ngram", speculate_ngram=args.speculate_ngram)  # what is wrong ends here
     costs, drafts, facts = [], [], {"tridecode": __version__}
     where = {} if args.model is None else {"model": args.model}
     if not args.texts_only:
         room, slots = room_of(args.context, layout.MAX_QUERIES * (args.steps + 2)), max(args.requests)
         capacity = max(room, room_of(args.history, layout.MAX_QUERIES))
-        more = dict(speculate="ngram", speculate_ngram=args.speculate_ngram, graph="full_decode_only")
+        more = dict(speculate="ngram", speculate_ngram=policy.speculate_ngram, graph="full_decode_only")
         engine = bench_engine(args, capacity, slots, max(slots * room, capacity), **more)
         where, facts = model_facts(engine, args), run_facts(engine.device)
         how = {"context": args.context, "steps": args.steps, "runs": args.runs}
@@ -41,14 +43,14 @@ def speculate(args, output) -> list[dict]:
         drafts = [{"bench": "speculate-draft", "variant": "draft"} | where | {"history": args.history}]
         drafts[0]["draft_us"] = draft_us(engine, args.history, args.runs)
     alone = next((row for row in costs if row["requests"] == 1), None)
-    played = [{"bench": "speculate-text"} | where | row for row in text_rows(args, alone)]
+    played = [{"bench": "speculate-text"} | where | row for row in text_rows(args, alone, policy.speculate_ngram)]
     return [row | facts for row in (*costs, *drafts, *played)]
 
 
-def text_rows(args, alone: dict | None) -> list[dict]:
+def text_rows(args, alone: dict | None, ngram: tuple[int, int]) -> list[dict]:
     """alone: the row of one request, from which the speed-up follows."""
-    ngram, found = args.speculate_ngram or layout.NGRAM, []
-    path = Path(args.tokenizer) if args.tokenizer else BUNDLED if args.model is None else resolve_model(args.model)
+    found = []
+    path = Path(args.tokenizer) if args.tokenizer else resolve_model(args.model)
     tokenizer = Tokenizer.load(path)
     for text in texts():
         ids = tokenizer.encode(text.drawn)
@@ -95,7 +97,7 @@ def pass_us(engine: Engine, args, requests: int, rows: int, enqueue: Callable[[]
         end.synchronize()
         if run >= WARM_UP:
             times.append(start.elapsed_time(end) / args.steps)
-    check_running(engine, f"{requests} requests of {rows} rows", requests)
+    check_running(engine, f"{counted(requests, 'request')} of {counted(rows, 'row')}", requests)
     return round(spread(times, 1e3)[0], 2)
 
 

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable, Iterable, Iterator
 
-from ...model.hub import cached_models
+from ...model.hub import BUNDLED, cached_models
 from . import sessions, slash
 from .settings import CHOICES, NAMES
 
@@ -43,7 +43,7 @@ def loadable(typed: str) -> Iterator[str]:
 
 
 def of_model(typed: str) -> Iterator[str]:
-    yield "bundled"
+    yield BUNDLED.name
     yield from cached_models()
     yield from (path for path in paths(typed) if path.endswith("/"))
 

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from ...errors import PromptError, TooLong
+from ..terminal import counted
 from .conversation import Conversation
 
 
@@ -30,11 +31,11 @@ def fit(
     and keeps the system turn. Raises Overflow where there is no way.
     """
 
-    def counted(dropped: int) -> tuple[int, bool]:
+    def measured(dropped: int) -> tuple[int, bool]:
         return _counted(count, replace(conversation, dropped=dropped).prompt(line))
 
     def tokens(dropped: int) -> int:
-        return counted(dropped)[0]
+        return measured(dropped)[0]
 
     dropped, turns = conversation.dropped, len(conversation.turns)
     room = min(max_tokens or capacity, capacity // 8) if choice == "drop-oldest" else 0
@@ -42,13 +43,13 @@ def fit(
     size = 16 * capacity
     while True:
         first = max(_newest(conversation.turns, size), dropped)
-        needed, or_more = counted(first)
+        needed, or_more = measured(first)
         if needed > capacity - room or first == dropped:
             break
         size *= 4
     if needed <= capacity - room:
         return conversation, ""
-    words = f"more than {needed:,} tokens" if first > dropped else _said(needed, or_more)
+    words = f"more than {counted(needed, 'token')}" if first > dropped else _said(needed, or_more)
     if choice != "drop-oldest":
         if tokens(turns) > capacity:
             raise Overflow(_alone(conversation, line, count, capacity, largest, choice, begun))
@@ -102,4 +103,4 @@ def _counted(count: Callable, prompt) -> tuple[int, bool]:
 
 
 def _said(tokens: int, or_more: bool) -> str:
-    return f"{tokens:,} tokens{' or more' if or_more else ''}"
+    return f"{counted(tokens, 'token')}{' or more' if or_more else ''}"

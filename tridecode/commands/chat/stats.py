@@ -27,7 +27,10 @@ def lines(chat) -> list[str]:
 
 
 def engine_lines(engine, last) -> list[str]:
-    found = [f"model {engine.name} on {engine.device}, backend {engine.backend}, graph {engine.graph}"]
+    facts = [f"model {engine.name} on {engine.device}", f"backend {engine.backend}", f"graph {engine.graph}"]
+    policy = engine.policy
+    guessed = " {}:{}".format(*policy.speculate_ngram) if policy.speculates else ""
+    found = [", ".join([*facts, f"speculation {policy.speculate}{guessed}"])]
     return found + (gpu_lines(engine, last) if engine.device.type == "cuda" else [])
 
 

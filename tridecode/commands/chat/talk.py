@@ -96,7 +96,7 @@ class Chat:
         return self.engine.scheduler.reading()
 
     def capacity_words(self) -> str:
-        return f"context of {self.engine.capacity:,} tokens"
+        return f"context of {counted(self.engine.capacity, 'token')}"
 
     def facts(self) -> list[str]:
         """The lines of /stats about what runs."""
@@ -266,7 +266,7 @@ class Chat:
         """A line about an answer that was cut."""
         if last.finish_reason != "length":
             return ""
-        why = f"the context of {self.engine.capacity:,} tokens is full"
+        why = f"the context of {counted(self.engine.capacity, 'token')} is full"
         more = self.overflow == "drop-oldest" and len(self.conversation.turns) - self.conversation.dropped > 1
         if last.usage.prompt_tokens + last.usage.completion_tokens < self.engine.capacity:
             why, more = f"max_tokens ({self.params.max_tokens:,}) was reached", True

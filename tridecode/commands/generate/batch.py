@@ -17,7 +17,7 @@ from ..inputs import read_file
 from ..loading import load_engine
 from ..parser import SAMPLING
 from ..progress import progress
-from ..terminal import Output, unechoed
+from ..terminal import Output, counted, unechoed
 from .lines import Lines, Request
 from .prompts import encoded, reuse
 from .reports import report
@@ -36,7 +36,8 @@ def batch(args, output: Output, load: Callable = load_engine) -> int:
     with open_results(args.output, lines.answered, output) as (done, write):
         left = len(lines) - len(done)
         if not left:
-            output.note(f"{args.output}: all {len(lines):,} lines are answered")
+            all_of_it = "the line is" if len(lines) == 1 else f"all {len(lines):,} lines are"
+            output.note(f"{args.output}: {all_of_it} answered")
             return 0
         answers = Answers(args, output, write, left, len(done))
         try:
@@ -168,7 +169,7 @@ class Answers:
         left = self._left - self.answered - self.failed
         words += [f"{left:,} left"] if left else []
         seconds = time.perf_counter() - self._started
-        return ", ".join(words) + f" · {self.tokens:,} tokens in {seconds:,.1f} s"
+        return ", ".join(words) + f" · {counted(self.tokens, 'token')} in {seconds:,.1f} s"
 
     def rate(self) -> float:
         """Tokens a second, of answers that go on too; called by the thread that draws."""

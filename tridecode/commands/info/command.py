@@ -8,11 +8,10 @@ import torch
 
 from ...cache.kv import PAGE, kv_bytes_per_token
 from ...errors import DeviceError
-from ...loading import BUNDLED
 from ...memory import plan_memory, prompt_bytes
 from ...model.checkpoint import load_config
 from ...model.config import ModelConfig
-from ...model.hub import resolve_model
+from ...model.hub import BUNDLED, resolve_model
 from ...model.pieces import host_layer_bytes, parameter_count
 from ...placement import (
     GraphPlan,
@@ -36,7 +35,7 @@ from . import doctor
 
 def info(args, output: Output) -> int:
     device, backend = resolve_device(args.device, args.backend)
-    path = BUNDLED if args.model is None else resolve_model(args.model, weights=False)
+    path = resolve_model(args.model, weights=False)
     config = to_quantise(load_config(path), args.quantize, args.quantize_head, args.kv_dtype)
     dtype = resolve_dtype(args.dtype, config, device)
     gpus, versions = doctor.gpu_facts(), version_facts()
@@ -47,13 +46,14 @@ def info(args, output: Output) -> int:
     )  # fmt: skip
     graphs = graphs_of(args, policy.chunk_tokens, support)
     host = args.kv_offload is not None, args.weights_offload is not None
-    speculate, why_off = resolve_speculation(policy.speculate, graphs, config.fp8_kv, *host)
+    given = args.speculate_ngram is not None
+    speculate, why_off = resolve_speculation(policy.speculate, graphs, config.fp8_kv, *host, given)
     policy = replace(policy, speculate=speculate)
     memory = memory_facts(config, dtype, device, backend, args, policy, graphs)
     chunk = policy.chunk(memory["slots"], memory["context"] or policy.chunk_tokens, PAGE)
     graphs = graphs_of(args, chunk, support)
     report = {
-        "model": model_facts(config, args.model or "bundled", str(path)),
+        "model": model_facts(config, args.model or BUNDLED.name, str(path)),
         "memory": memory,
         "run": run_facts(device, backend, dtype, graphs, support[0], policy, why_off),
         "prompts": prompt_facts(config, dtype, memory["slots"], chunk, graphs, support[0], policy),
@@ -110,7 +110,8 @@ def memory_facts(
     the ring's buffers, if asked for; `weights_on_host`: bytes of the last `host_layers` layers."""
     slots, per_token = slots_of(args), kv_bytes_per_token(config, dtype)
     how, problem = (slots, policy.chunk_tokens, graphs.one_piece), None
-    plan, on_host = plan_memory(config, dtype, device, *how, speculate=policy.speculates), 0
+    passes = dict(speculate=policy.speculates, batch_invariant=policy.batch_invariant)
+    plan, on_host = plan_memory(config, dtype, device, *how, **passes), 0
     asked = args.max_seq_len, slots, args.kv_tokens, policy.chunk_tokens, graphs.one_piece
     offload = args.kv_offload, args.kv_ring, policy.batch_invariant
     try:
@@ -200,9 +201,9 @@ def triton_version() -> str | None:
 
 def as_text(report: dict) -> str:
     model, memory, run = report["model"], report["memory"], report["run"]
-    context = memory["problem"] or f"{memory['context']:,} tokens"
-    heads = f"{model['heads']} heads, {model['kv_heads']} for K/V, of {model['head_dim']}"
-    where = "in the package" if model["name"] == "bundled" else model["path"]
+    context = memory["problem"] or f"{counted(memory['context'], 'token')}"
+    heads = f"{counted(model['heads'], 'head')}, {model['kv_heads']} for K/V, of {model['head_dim']}"
+    where = "in the package" if model["path"] == str(BUNDLED) else model["path"]
     rows = [
         ("model", f"{model['name']}, family {model['family']}, {where}"),
         ("parameters", f"{model['parameters']:,}, {model['dtype']} in the checkpoint"),
@@ -213,7 +214,7 @@ def as_text(report: dict) -> str:
         ("prompts", prompt_words(report["prompts"])),
         ("speculation", speculation_words(run)),
         ("weights", weight_words(memory)),
-        ("K/V", f"{memory['kv_per_token']:,} bytes per token{pool_words(memory)}"),
+        ("K/V", f"{counted(memory['kv_per_token'], 'byte')} per token{pool_words(memory)}"),
         ("workspace", size(memory["workspace"])),
         ("free memory", f"{size(memory['free'])} on {run['device']}"),
         ("context", f"{context}; the largest that fits: {memory['largest_context']:,} of {model['max_position']:,}"),
@@ -255,7 +256,8 @@ def kernel_words(run: dict, layers: int) -> str:
 
 def weight_words(memory: dict) -> str:
     if layers := memory["host_layers"]:
-        return f"{size(memory['weights'])}; the last {layers} layers' {size(memory['weights_on_host'])} on the host"
+        last = f"the last {counted(layers, 'layer')}, {size(memory['weights_on_host'])}"
+        return f"{size(memory['weights'])}; {last}, on the host"
     return size(memory["weights"])
 
 
@@ -264,10 +266,10 @@ def prompt_words(prompts: dict) -> str:
     ways = {"full": "whole", "piecewise": "in pieces between attention launches"}
     read = "launched line by line"
     if sizes:
-        span = f"{sizes[0]:,} to {sizes[-1]:,}" if len(sizes) > 1 else f"{sizes[0]:,}"
-        passes = f"{prompts['graphs']} {'pass' if prompts['graphs'] == 1 else 'passes'}"
-        read = f"{passes} of {span} tokens captured {ways[prompts['mode']]}"
-    chunks = f"in chunks of up to {prompts['chunk_tokens']:,} tokens"
+        span = f"{sizes[0]:,} to {sizes[-1]:,} tokens" if len(sizes) > 1 else counted(sizes[0], "token")
+        passes = f"{counted(prompts['graphs'], 'pass')}"
+        read = f"{passes} of {span} captured {ways[prompts['mode']]}"
+    chunks = f"in chunks of up to {counted(prompts['chunk_tokens'], 'token')}"
     shared = "what several have in common is read once" if prompts["sharing"] else "each is read for itself alone"
     return f"{chunks}, {read}; {shared}; attention by {prompts['attention']}; buffers {size(prompts['buffers'])}"
 
@@ -280,7 +282,7 @@ def pool_words(memory: dict) -> str:
     if offload := memory["offload"]:
         most = offload["ring"] * offload["page"]
         host = f"; {offload['host_tokens']:,} more on the host, of which {most:,} can run"
-    held = f"{memory['kv_tokens']:,} positions, {memory['kv_dtype']}, {size(memory['kv_bytes'])}"
+    held = f"{counted(memory['kv_tokens'], 'position')}, {memory['kv_dtype']}, {size(memory['kv_bytes'])}"
     return f"; {slots} {held}{host}"
 
 
@@ -304,4 +306,4 @@ def size(count: int) -> str:
     for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if count >= scale:
             return f"{count / scale:.2f} {unit}"
-    return f"{count} bytes"
+    return counted(count, "byte")

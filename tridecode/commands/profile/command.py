@@ -14,7 +14,7 @@ from ...engine import Engine
 from ...errors import DeviceError, ParameterError
 from ...step.prefill import CHUNK, prefill
 from ..bench.measure import GREEDY, bench_engine, model_facts, read_bandwidth, run_facts, time_decode
-from ..terminal import Output
+from ..terminal import Output, counted
 from . import draw
 from .records import Span, apart, chained, read_records, split_steps, summarise, typical
 from .step import add_bytes, bytes_by_kernel, bytes_by_role, prompt_launches, roles_and_kernels, step_launches
@@ -120,7 +120,7 @@ def pictures(report: dict, name: str, step: list[Span]) -> dict[str, str]:
     """File name -> SVG."""
     decode, chunk, gpu = report["decode"], report["prefill"], report["gpu"]
     title = f"{name}, {at(report)}, one token step on {gpu}"
-    prompt = f"{name}, prefill of {report['prompt_tokens']:,} tokens on {gpu}"
+    prompt = f"{name}, prefill of {counted(report['prompt_tokens'], 'token')} on {gpu}"
     return {
         "decode_timeline.svg": draw.timeline(title, step),
         "decode_shares.svg": draw.shares(f"{title}: {decode['wall_us']:,.0f} µs", decode["kernels"]),
@@ -153,7 +153,7 @@ def as_text(report: dict, name: str) -> str:
         f"{decode['us_without_profiler']:,.1f} µs without the profiler",
         *table(decode),
         "",
-        f"prefill of {report['prompt_tokens']:,} tokens, median of {chunk['steps']}",
+        f"prefill of {counted(report['prompt_tokens'], 'token')}, median of {chunk['steps']}",
         *table(chunk),
     ]
     return "\n".join(lines) + "\n\n"
@@ -165,7 +165,7 @@ def table(part: dict) -> list[str]:
     head += f" {'bytes':>13} {'% of bandwidth':>15}" if with_bytes else ""
     lines = [
         f"wall {part['wall_us']:,.1f} µs, compute {part['compute_us']:,.1f}, gap {part['gap_us']:,.1f} "
-        f"({part['gap_pct']:.1f}%), {part['launches']} launches",
+        f"({part['gap_pct']:.1f}%), {counted(part['launches'], 'launch')}",
         head,
     ]
     for role in part["kernels"][:SHOWN]:

@@ -11,6 +11,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from ...errors import CheckpointError, brief
+from ..config import read_json
+from . import code
 from .quantise import fitted, quantised
 from .scheme import Codes, Quantisation, Scheme
 
@@ -69,9 +71,12 @@ def write(
     files: dict[Path, list[str]],
     rules: Quantisation,
     progress: Callable[[int, int], None] | None = None,
+    repo: str | None = None,
 ) -> None:
     """The checkpoint in `source` again in the empty directory `out`, with the weights of `rules` quantised. files: of
-    each of its files the tensors to take. Raises CheckpointError and OSError where it cannot be written."""
+    each of its files the tensors to take; repo: on the Hugging Face hub, if it came from there. Raises CheckpointError
+    and OSError where it cannot be written."""
+    values, tokenizer = (_with_code(source, out, name, repo) for name in ("config.json", "tokenizer_config.json"))
     total, done, size = sum(file.stat().st_size for file in files), 0, 0
     shard, shards, schemes, ignored, places = {}, 0, {}, [], {}
 
@@ -114,8 +119,19 @@ def write(
     for other in source.iterdir():
         if other.is_file() and any(fnmatchcase(other.name.lower(), pattern) for pattern in COPIED):
             shutil.copyfile(other, out / other.name)
-    values = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    if repo and code.KEY in tokenizer:
+        (out / "tokenizer_config.json").write_text(json.dumps(tokenizer, indent=2))
     if values.get("tie_word_embeddings"):
         ignored = ["lm_head"]
     config = values | {"quantization_config": described(schemes, ignored)}
     (out / "config.json").write_text(json.dumps(config, indent=2))
+
+
+def _with_code(source: Path, out: Path, name: str, repo: str | None) -> dict:
+    """The configuration in that file, so that it finds its own Python, if any: a copy beside it, or in `repo`."""
+    values = read_json(source / name) if (source / name).exists() else {}
+    if repo:
+        return code.of_repository(values, repo)
+    for file in code.code_files(source, values):
+        shutil.copyfile(file, out / file.name)
+    return values
