@@ -25,6 +25,7 @@ CASES = cases(
 )
 FORMS = {  # name -> bits, columns and rows of a scale (0: all), zero points, an order of columns
     "int4": (4, 64, 1, False, False),
+    "int4_groups_of_128": (4, 128, 1, False, False),
     "int4_groups_of_32": (4, 32, 1, True, False),
     "int4_a_row": (4, 0, 1, False, False),
     "int4_ordered": (4, 64, 1, True, True),

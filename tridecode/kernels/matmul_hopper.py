@@ -47,7 +47,7 @@ _view = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_m
 _barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 
-def _record(names: str):
+def record(names: str):
     """A class of values that go from function to function as one; it is made of them in the order of their names."""
 
     def init(self, *values):
@@ -63,7 +63,7 @@ def _record(names: str):
 # stage: w_full and x_full say that a tile has come (one for both where both have as many stages), free, with a copier,
 # that it has been multiplied. tiles: along the rows, of all programs; begin, n: the first one along the columns, and so
 # many, of this one; turns: how often, each time of other rows; total: turns * n.
-_Work = _record(
+_Work = record(
     "meta_ptr x_desc weight_desc bias_ptr out_ptr norm_ptr normed_ptr sumsq_ptr sums_ptr counter_ptr eps stride_om "
     "stride_normed stride_sumsq rows N K n_sumsq BLOCK_M NORMED SUMSQ_BLOCK HAS_BIAS RESIDUAL GATED BLOCK_N BLOCK_K "
     "STAGES X_STAGES SPLIT PERSISTENT COPIER LAG WARPS PDL w_ring x_ring w_full x_full free pid tiles begin n turns "
@@ -88,7 +88,7 @@ def _sums_layout(block_m, block_n, warps):
 
 
 @gluon.jit
-def _barriers(STAGES: gl.constexpr):
+def barriers(STAGES: gl.constexpr):
     found = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(found.index(i), count=1)
@@ -319,9 +319,9 @@ def _matmul_hopper_kernel(
     TILE_L: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     w_ring = gl.allocate_shared_memory(weight_desc.dtype, [STAGES, BLOCK_N, BLOCK_K], TILE_L)
     x_ring = gl.allocate_shared_memory(x_desc.dtype, [X_STAGES, BLOCK_M, BLOCK_K], TILE_L)
-    w_full = _barriers(STAGES)
-    x_full = _barriers(X_STAGES) if STAGES != X_STAGES else w_full
-    free = _barriers(STAGES) if COPIER else w_full
+    w_full = barriers(STAGES)
+    x_full = barriers(X_STAGES) if STAGES != X_STAGES else w_full
+    free = barriers(STAGES) if COPIER else w_full
     fence_async_shared()
     _barrier()
     pid = gl.program_id(0)

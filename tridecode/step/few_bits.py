@@ -8,7 +8,7 @@ multiplied by the same kernel.
 from dataclasses import replace
 
 from ..model.weights import Weights
-from .shapes import MatmulShape, StepShapes
+from .shapes import MatmulShape, RingShape, StepShapes
 
 ROLES = ("qkv", "o_proj", "gate_up", "down", "lm_head")
 ROWS = (1, 8, 16, 32, 64)
@@ -75,6 +75,25 @@ def programs_shape(linear) -> MatmulShape | None:
     if not warps or linear.format == "int8" or -(-N // 16) < 2 * programs:
         return None
     return MatmulShape(16, warps, 10, MOST_X, programs=programs)
+
+
+def ring_shape(linear, rows: int) -> RingShape | None:
+    """Of up to 16 rows on Hopper, whose weights pass through a ring: as many programs as there are multiprocessors for
+    matrices of several blocks for each, else one a block. None for what that kernel does not carry."""
+    N, K, packed = linear.out_features, linear.in_features, linear.packed
+    tile = 32 if packed is None else packed.tile
+    if rows > 16 or N % 16 or K % (2 * tile):
+        return None
+    if packed is not None:
+        whole = packed.group == K or packed.group % tile == 0
+        if packed.zeros or packed.ordered or packed.name == "int8" or not whole:
+            return None
+    several = N // 16 >= PROGRAMS
+    warps = 4 if several else 8
+    tiles = -(-K // (warps * tile))  # that each warp has of a row
+    stages = min(tiles, 40 // warps)
+    copier, ahead = several or tiles > stages, 0 if rows == 1 else 2 if rows <= 8 else 1
+    return RingShape(warps, 1, stages, ahead, PROGRAMS // 2 * several, int(copier), 96 if copier and several else 128)
 
 
 def invariant_shape(linear, rows: int) -> MatmulShape:

@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from ..kernels.gate_up import GATE_UP
 from ..kernels.matmul import MATMUL_GATE_UP, MATMUL_NORMED, MATMUL_RESIDUAL, matmul_partials
 from ..kernels.matmul_hopper import HOPPER_GATE_UP, HOPPER_NORMED, HOPPER_RESIDUAL, hopper_partials
+from ..kernels.matmul_ring import RING_GATE_UP, RING_NORMED, RING_RESIDUAL, ring_partials
 from ..kernels.matmul_tiles import TILES_GATE_UP, TILES_NORMED, TILES_RESIDUAL, tiles_partials
 from ..kernels.matmul_wide import WIDE_GATE_UP, WIDE_NORMED, WIDE_RESIDUAL, wide_partials
 from ..kernels.matvec import MATVEC_NORMED, MATVEC_RESIDUAL, residual_partials
 from ..kernels.op import Op
-from .shapes import HopperShape, MatmulShape, MatvecShape, Shape, TilesShape, WideShape
+from .shapes import HopperShape, MatmulShape, MatvecShape, RingShape, Shape, TilesShape, WideShape
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ FORMS = {
     TilesShape: Products(TILES_NORMED, TILES_RESIDUAL, TILES_GATE_UP, tiles_partials),
     WideShape: Products(WIDE_NORMED, WIDE_RESIDUAL, WIDE_GATE_UP, wide_partials),
     HopperShape: Products(HOPPER_NORMED, HOPPER_RESIDUAL, HOPPER_GATE_UP, hopper_partials),
+    RingShape: Products(RING_NORMED, RING_RESIDUAL, RING_GATE_UP, ring_partials),
 }
 
 
