@@ -32,6 +32,7 @@ from tridecode.cache.kv import PAGE, make_kv_cache
 from tridecode.cache.offload import Offload
 from tridecode.kernels.dequantise import dequantise
 from tridecode.kernels.gather_kv import gather_kv
+from tridecode.kernels.matmul_ring import _matmul_ring_kernel
 from tridecode.model.checkpoint import empty_weights
 from tridecode.model.formats.quantise import rules
 from tridecode.model.presets import PRESETS
@@ -147,6 +148,10 @@ def run_all(preset: str, dtype: torch.dtype, arch: int) -> None:
                 decode.step(launcher(model), model.of_queries(requests, queries), kind)
         alone = replace(model.of_queries(4, 4), fixed_chunk=256)  # as in the batch-invariant mode
         decode.step(launcher(model), alone, "greedy")
+    if preset in FEW_BITS and arch == 90:
+        for kind in ("int4", "fp8"):  # the only sizes that have a ring
+            one = meta_model(f"qwen3-4b_{kind}", dtype, arch).of_rows(1)
+            decode.step(partial(launch_rings, launcher(one)), one, "greedy")
     if preset in FEW_BITS:
         dequantise(model.weights.layers[0].qkv, 0, 1024, model.prompt.dequantised)
     else:
@@ -185,6 +190,12 @@ def launch_ours(role: str, op, *args, **how) -> None:
     """Launch what has a kernel here; torch's own products and attention are compiled already."""
     if op.kernels:
         op.launch(*args, **how)
+
+
+def launch_rings(run, role: str, op, *args, **how) -> None:
+    """Launch what `matmul_ring` multiplies."""
+    if _matmul_ring_kernel in op.kernels:
+        run(role, op, *args, **how)
 
 
 def launch_but_attention(role: str, op, *args, **how) -> None:

@@ -17,11 +17,11 @@ SHARED = 48 * 1024  # bytes; above, Triton asks for the largest carve-out, and t
 MOST = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}  # KiB; what a program can have at most, for tiles
 # For 9.0 only.
 PROMPTS = {f"_{name}_kernel" for name in ("prompt_attention", "prompt_splits", "prompt_attention_hopper", "expand_kv")}
-HOPPER = {"_matmul_hopper_kernel", *PROMPTS}
+HOPPER = {"_matmul_hopper_kernel", "_matmul_ring_kernel", *PROMPTS}
 LARGE = {"_matmul_tiles_kernel", "_attention_rows_kernel"} | HOPPER  # beside others like them
 # Bytes of a thread's stack, not in what runs once a tile: where Triton 3.9 puts part of an item's first tile, and the
-# numbers of an item that are wanted again at its end.
-STACK = {"_attention_rows_kernel": 104, "_prompt_attention_kernel": 24}
+# numbers of an item that are wanted again at its end; in a program with 64 registers two that are once.
+STACK = {"_attention_rows_kernel": 104, "_prompt_attention_kernel": 24, "_matmul_ring_kernel": 8}
 MOST = {arch: 1024 * size for arch, size in MOST.items()}
 ODD = ("head_dim_80", "head_dim_96", "head_dim_256", "group_16", "qwen3-4b_fp16")
 KERNELS = set(re.findall(r"^def (_\w+_kernel)\(", "".join(file.read_text() for file in FOLDER.rglob("*.py")), re.M))

@@ -1,4 +1,4 @@
-"""Products of few rows on Hopper by a ring in shared memory: forms, launch shapes and rows, against the references."""
+"""Products of one row on Hopper by a ring in shared memory: forms and launch shapes, against the references."""
 
 from dataclasses import replace
 
@@ -10,108 +10,113 @@ from util import assert_close, norm_weight, poisoned, random
 
 from tridecode.kernels.gate_up import gate_up_ref
 from tridecode.kernels.matvec import matvec_normed_ref, matvec_residual_ref
+from tridecode.model.checkpoint import empty_weights
+from tridecode.model.formats.quantise import rules
 from tridecode.model.presets import PRESETS
-from tridecode.model.weights import Linear
-from tridecode.step.few_bits import ring_shape
+from tridecode.step.few_bits import RINGS, few_bits_shape, ring_shape
 from tridecode.step.products import products
-from tridecode.step.shapes import RingShape
+from tridecode.step.shapes import MatmulShape, RingShape
+from tridecode.step.state import shapes_of
 
 on_hopper = pytest.mark.skipif(not HOPPER, reason="Gluon has no interpreter")
 SHAPES = {
-    "whole_rows": RingShape(4, 5, 1, 5),
-    "rows_shared": RingShape(4, 5, 2, 5, programs=7),
-    "rows_shared_copier": RingShape(4, 5, 2, 5, programs=7, copier=1, registers=128),
-    "x_streamed": RingShape(8, 2, 2, 2, registers=128),
-    "x_streamed_copier": RingShape(8, 1, 3, 1, programs=5, copier=1, registers=112),
-    "x_shared": RingShape(8, 1, 5, 0, registers=128),
-    "x_shared_copier": RingShape(4, 2, 3, 0, programs=6, copier=1, registers=112),
-    "two_warps": RingShape(2, 3, 3, 4, registers=255),
+    "whole_rows": RingShape(4, 5, 1),
+    "rows_shared": RingShape(4, 5, 2, programs=7),
+    "rows_shared_copier": RingShape(4, 5, 2, programs=7, copier=1, registers=168),
+    "more_stages_than_rows": RingShape(4, 5, 6, programs=20),
+    "x_shared": RingShape(8, 1, 4, x_shared=True, registers=128),
+    "x_shared_copier": RingShape(4, 2, 3, x_shared=True, programs=6, copier=1, registers=112),
+    "two_warps": RingShape(2, 3, 3, x_shared=True, registers=255),
 }
-FORMS = {"int4": 128, "int4_a_row": 0, "e4m3": 0, "e4m3_blocks": 128, "dense": 0}
+FORMS = {"int4": "int4_groups_of_128", "int4_a_row": "int4_a_row", "e4m3": "e4m3", "e4m3_blocks": "e4m3_blocks"}
 FORM = pytest.mark.parametrize("form", FORMS)
-ROWS_AND_SHAPE = pytest.mark.parametrize(
-    "rows, shape",
-    [
-        pytest.param(rows, shape, id=f"{rows}-{name}")
-        for rows in (1, 3, 8, 16)
-        for name, shape in SHAPES.items()
-        if rows <= 8 or shape.x_ahead
-    ],
-)
+SHAPE = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 
 
-def weight(form, n, k, bias=None):
-    if form == "dense":
-        return Linear(random(n, k, dtype=torch.bfloat16, scale=k**-0.5), bias)
-    return linear_of("int4_groups_of_128" if form == "int4" else form, n, k, bias)
+def gate_up(shape, linear, out, x, partials):
+    products(shape).gate_up.launch(idle(1), x, linear, out, partials, 5, EPS, shape=shape, pdl=PDL)
 
 
-@on_hopper
-@FORM
-@ROWS_AND_SHAPE
-def test_normed_matches_reference(form, rows, shape):
-    n, k = 400, 2560
-    linear = weight(form, n, k, random(n, dtype=torch.bfloat16))
-    x, partials = activations(rows, k)
-    out, ref, meta = poisoned(rows, n), poisoned(rows, n), idle(rows, *([1] if rows > 1 else []))
+def normed(shape, linear, out, x, partials, meta=None):
+    meta = idle(1) if meta is None else meta
     products(shape).normed.launch(meta, x, linear, out, partials, 5, EPS, shape=shape, pdl=PDL)
-    matvec_normed_ref(meta, x, linear, ref, partials, 5, EPS)
-    runs = torch.arange(rows) != 1
-    assert_close(out[runs], ref[runs], TOLERANCE)
-    assert rows == 1 or out[1].isnan().all(), "a row that does not run was written"
 
 
 @on_hopper
-@pytest.mark.parametrize("n, k", [(2560, 4096), (2560, 9728), (1024, 3072), (2048, 8192), (4096, 14336)])
-@pytest.mark.parametrize("form", ["int4", "e4m3", "dense"])
-@pytest.mark.parametrize("rows", [1, 8])
-def test_residual_matches_reference(form, rows, n, k):
-    linear, (x, _) = weight(form, n, k), activations(rows, k)
-    for shape in (ring_shape(linear, rows), RingShape(8, 2, 2, 2, copier=1, registers=96)):
-        hidden, norm, meta = random(rows, n, seed=3), norm_weight(n, torch.bfloat16), idle(rows)
-        expected = hidden.clone()
-        normed, expected_normed = poisoned(rows, n, dtype=torch.bfloat16), poisoned(rows, n)
-        sumsq, expected_sumsq = poisoned(rows, n), poisoned(rows, n)
-        products(shape).residual.launch(meta, x, linear, hidden, norm, normed, sumsq, shape=shape, pdl=PDL)
-        matvec_residual_ref(meta, x, linear, expected, norm, expected_normed, expected_sumsq)
-        assert_close(hidden, expected, TOLERANCE, "hidden")
-        assert_close(normed.float(), expected_normed, ROUNDED, "normed")
-        left = products(shape).partials(n, shape)
-        assert_close(sumsq[:, :left].sum(1), expected_sumsq[:, 0], TOLERANCE, "sumsq")
-
-
-@on_hopper
+@SHAPE
 @FORM
-@ROWS_AND_SHAPE
-def test_gate_up_matches_reference(form, rows, shape):
+def test_normed_matches_reference(form, shape):
+    """Of columns that leave some warps' last tiles empty."""
+    n, k = 400, 2304
+    linear, (x, partials) = linear_of(FORMS[form], n, k, random(n, dtype=torch.bfloat16)), activations(1, k)
+    out, ref = poisoned(1, n), poisoned(1, n)
+    normed(shape, linear, out, x, partials)
+    matvec_normed_ref(idle(1), x, linear, ref, partials, 5, EPS)
+    assert_close(out, ref, TOLERANCE)
+
+
+@on_hopper
+@SHAPE
+@pytest.mark.parametrize("form", ["int4", "e4m3"])
+def test_gate_up_matches_reference(form, shape):
     n, k = 408, 2560
-    linear, (x, partials) = weight(form, 2 * n, k), activations(rows, k)
-    out, ref = poisoned(rows, n, dtype=torch.bfloat16), poisoned(rows, n)
-    products(shape).gate_up.launch(idle(rows), x, linear, out, partials, 5, EPS, shape=shape, pdl=PDL)
-    gate_up_ref(idle(rows), x, linear, ref, partials, 5, EPS)
+    linear, (x, partials) = linear_of(FORMS[form], 2 * n, k), activations(1, k)
+    out, ref = poisoned(1, n, dtype=torch.bfloat16), poisoned(1, n)
+    gate_up(shape, linear, out, x, partials)
+    gate_up_ref(idle(1), x, linear, ref, partials, 5, EPS)
     assert_close(out.float(), ref, ROUNDED)
 
 
+def assert_residual_close(linear, shape):
+    n, (x, _) = linear.out_features, activations(1, linear.in_features)
+    hidden, norm = random(1, n, seed=3), norm_weight(n, torch.bfloat16)
+    expected = hidden.clone()
+    found, expected_normed = poisoned(1, n, dtype=torch.bfloat16), poisoned(1, n)
+    sumsq, expected_sumsq = poisoned(1, n), poisoned(1, n)
+    products(shape).residual.launch(idle(1), x, linear, hidden, norm, found, sumsq, shape=shape, pdl=PDL)
+    matvec_residual_ref(idle(1), x, linear, expected, norm, expected_normed, expected_sumsq)
+    assert_close(hidden, expected, TOLERANCE, "hidden")
+    assert_close(found.float(), expected_normed, ROUNDED, "normed")
+    left = products(shape).partials(n, shape)
+    assert_close(sumsq[:, :left].sum(1), expected_sumsq[:, 0], TOLERANCE, "sumsq")
+
+
 @on_hopper
-@pytest.mark.parametrize("form", ["int4", "e4m3", "dense"])
-def test_a_row_is_bit_equal_beside_whatever_and_in_any_number_of_programs(form):
-    n, k = 816, 2560
-    linear, (x, partials) = weight(form, n, k), activations(16, k)
+@SHAPE
+@pytest.mark.parametrize("form", ["int4", "e4m3_blocks"])
+def test_residual_matches_reference(form, shape):
+    assert_residual_close(linear_of(FORMS[form], 400, 2560), shape)
+
+
+@on_hopper
+@pytest.mark.parametrize("form, n, k", RINGS)
+def test_shapes_in_use_match_the_reference(form, n, k):
+    linear, shape = linear_of(FORMS[form], n, k), RINGS[form, n, k]
+    if n == 2560:
+        return assert_residual_close(linear, shape)
+    x, partials = activations(1, k)
+    if n == 19456:
+        out, ref = poisoned(1, n // 2, dtype=torch.bfloat16), poisoned(1, n // 2)
+        gate_up(shape, linear, out, x, partials)
+        gate_up_ref(idle(1), x, linear, ref, partials, 5, EPS)
+        return assert_close(out.float(), ref, ROUNDED)
+    out, ref = poisoned(1, n), poisoned(1, n)
+    normed(shape, linear, out, x, partials)
+    matvec_normed_ref(idle(1), x, linear, ref, partials, 5, EPS)
+    assert_close(out, ref, TOLERANCE)
+
+
+@on_hopper
+@pytest.mark.parametrize("form", ["int4", "e4m3"])
+def test_programs_copier_and_place_of_the_activations_leave_the_bits_alone(form):
+    linear, (x, partials) = linear_of(FORMS[form], 816, 2560), activations(1, 2560)
+    alike = ("whole_rows", "rows_shared", "rows_shared_copier", "more_stages_than_rows")
+    shapes = {name: SHAPES[name] for name in alike} | {"x_shared": replace(SHAPES["rows_shared"], x_shared=True)}
     found = {}
-    for name in ("whole_rows", "rows_shared", "rows_shared_copier", "x_shared_same"):
-        shape = SHAPES.get(name, replace(SHAPES["rows_shared"], x_ahead=0))
-        for rows, place in ((1, 0), (8, 7), (16, 9)) if shape.x_ahead else ((1, 0), (8, 7)):
-            others = random(rows, k, dtype=torch.bfloat16, seed=place + 20)
-            others_partials = random(rows, 5, seed=place).abs() * k / 3
-            others[place], others_partials[place] = x[0], partials[0]
-            if place:
-                others[0] = float("nan")
-            out = poisoned(rows, n)
-            products(shape).normed.launch(
-                idle(rows), others, linear, out, others_partials, 5, EPS, shape=shape, pdl=PDL
-            )
-            found[name, rows] = out[place]
-    first = found.pop(("whole_rows", 1))
+    for name, shape in shapes.items():
+        found[name] = poisoned(1, 816)
+        normed(shape, linear, found[name], x, partials)
+    first = found.pop("whole_rows")
     assert not first.isnan().any()
     for name, other in found.items():
         assert torch.equal(first, other), name
@@ -119,26 +124,73 @@ def test_a_row_is_bit_equal_beside_whatever_and_in_any_number_of_programs(form):
 
 @on_hopper
 @pytest.mark.parametrize("copier", [0, 1])
-def test_nothing_is_written_where_no_row_runs(copier):
-    shape = RingShape(4, 2, 3, 1, programs=2, copier=copier, registers=128)
-    linear, (x, partials) = weight("int4", 80, 2560), activations(4, 2560)
-    out = poisoned(4, 80)
+def test_nothing_is_written_where_the_row_does_not_run(copier):
+    shape = RingShape(4, 2, 3, x_shared=True, programs=2, copier=copier, registers=128)
+    linear, (x, partials) = linear_of(FORMS["int4"], 80, 2560), activations(1, 2560)
+    out = poisoned(1, 80)
     for _ in range(3):  # what one launch left behind would trouble the next
-        products(shape).normed.launch(idle(4, 0, 1, 2, 3), x, linear, out, partials, 5, EPS, shape=shape, pdl=PDL)
+        normed(shape, linear, out, x, partials, idle(1, 0))
     assert out.isnan().all()
-    products(shape).normed.launch(idle(4), x, linear, out, partials, 5, EPS, shape=shape, pdl=PDL)
+    normed(shape, linear, out, x, partials)
     assert not out.isnan().any()
 
 
-def test_shapes_are_for_what_the_kernel_carries():
-    for form, bits in (("int4", 4), ("e4m3", 8)):
-        for config in PRESETS.values():
-            for k in (config.hidden_size, config.intermediate_size):
-                linear = linear_of("int4_groups_of_128" if bits == 4 else form, 32, k) if k % 256 == 0 else None
-                assert linear is None or isinstance(ring_shape(linear, 1), RingShape)
-    for form in ("int4", "int4_ordered", "int8", "int8_zeros"):  # groups of 64, orders, zero points, other codes
-        assert ring_shape(linear_of(form, 32, 512), 1) is None, form
-    assert ring_shape(linear_of("int4_groups_of_128", 24, 512), 1) is None, "rows that fill no block"
-    assert ring_shape(linear_of("e4m3", 32, 192), 1) is None, "columns that fill no pair of tiles"
-    assert ring_shape(linear_of("e4m3", 32, 512), 32) is None, "more rows than the kernel has sums for"
-    assert replace(ring_shape(linear_of("e4m3", 32, 512), 16), programs=5).grid(32) == (2, 2)
+def test_what_the_kernel_does_not_carry_is_not_launched():
+    x, partials = activations(2, 512)
+    for form, rows in (("int4_groups_of_32", 1), ("int4_ordered", 1), ("int8", 1), ("int4_groups_of_128", 2)):
+        with pytest.raises(AssertionError, match="not what the kernel multiplies"):
+            normed(RingShape(), linear_of(form, 32, 512), poisoned(rows, 32), x[:rows], partials, idle(rows))
+
+
+def shapes_for(kind, capability=90, preset="qwen3-4b", **how):
+    """Launch shapes by rows, and the weights that they are for."""
+    config = replace(PRESETS[preset], quantise=rules(kind, "fp8"), num_layers=2)
+    weights = empty_weights(config, "meta", torch.bfloat16, packs=True)
+    return shapes_of(config, weights, capability, **how), weights
+
+
+def rings(shapes):
+    """Roles whose products go by the ring."""
+    return {role for role, shape in vars(shapes).items() if isinstance(shape, RingShape)}
+
+
+def test_one_row_goes_by_the_ring_on_hopper_where_it_was_measured():
+    found = {kind: shapes_for(kind)[0] for kind in ("int4", "fp8", "int8")}
+    assert rings(found["int4"][1]) == {"qkv", "o_proj", "gate_up"}
+    assert rings(found["fp8"][1]) == {"qkv", "o_proj", "gate_up", "down"}
+    assert rings(found["int8"][1]) == set()
+    for shapes in found.values():
+        assert not set.union(*(rings(shapes[rows]) for rows in shapes if rows > 1)), "more rows than the kernel takes"
+    for capability in (80, 89, 100, 120):
+        assert not rings(shapes_for("int4", capability)[0][1]), capability
+    assert not rings(shapes_for("int4", preset="llama-3.1-8b")[0][1]), "sizes that nobody measured"
+    assert not rings(shapes_for("fp8", batch_invariant=True)[0][16])
+
+
+def test_a_role_goes_by_the_ring_if_the_kernel_carries_all_of_its_layers():
+    shapes, weights = shapes_for("int4")
+    layer = weights.layers[0]
+    assert ring_shape([layer.qkv, layer.qkv]) == shapes[1].qkv == RINGS["int4", 6144, 2560]
+    packed = layer.qkv.packed
+    other = {
+        "groups of 64": replace(layer.qkv, packed=replace(packed, group=64)),
+        "zero points": replace(layer.qkv, packed=replace(packed, zeros=True)),
+        "an order": replace(layer.qkv, packed=replace(packed, ordered=True)),
+        "16 bits": replace(layer.qkv, weight=torch.empty(6144, 2560, device="meta"), packed=None),
+    }
+    for name, linear in other.items():
+        assert ring_shape([layer.qkv, linear]) is None, name
+    fp8 = shapes_for("fp8")[1].layers[0].qkv
+    assert ring_shape([fp8]) == RINGS["e4m3", 6144, 2560]
+    assert ring_shape([replace(fp8, packed=replace(fp8.packed, group=128, rows=128))]) is None, "scales of groups"
+    mixed = replace(weights, layers=[replace(layer, qkv=other["zero points"]), *weights.layers[1:]])
+    config = replace(PRESETS["qwen3-4b"], quantise=rules("int4", "fp8"), num_layers=2)
+    one = shapes_of(config, mixed, 90)[1]
+    assert one.qkv == few_bits_shape(layer.qkv, 1) and isinstance(one.qkv, MatmulShape)
+    assert rings(one) == {"o_proj", "gate_up"}
+
+
+def test_a_grid_has_no_more_programs_than_blocks():
+    assert RingShape(programs=5).grid(32) == (2, 2) and RingShape().grid(160) == (10, 10)
+    for (_, n, _), shape in RINGS.items():
+        assert shape.grid(n) == (n // 16, shape.programs or n // 16)

@@ -1,14 +1,16 @@
-"""matmul for up to 16 rows on Hopper, in Gluon: weights, also in fewer bits, come through a ring in shared memory.
+"""matmul for one row on Hopper, in Gluon: weights in fewer bits come through a ring in shared memory.
 
 The forms and arguments of matvec and gate_up. A program multiplies 16 whole rows of the weights at a time, if gated
 eight of gate and eight of up; its warps share the columns (matmul_ring_parts.py). The weights come by TMA into STAGES
-stages, each of TILES tiles a warp: so many are on their way at any time, whatever registers hold, and a stage is waited
+stages of STAGE_TILES tiles a warp: so many are on their way at any time, whatever registers hold, and a stage is waited
 for alone, by its own barrier. As soon as all warps have a stage in registers, the one STAGES later is asked for.
+
+The instruction multiplies eight rows of activations. Each of them is the one row there is, and what comes of the first
+is written.
 
 Dependent launch: no kernel that may still run writes weights, so the whole ring is filled before the wait.
 """
 
-import torch
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -59,9 +61,9 @@ def _warps_layout(warps, gated):
 # with a copier, that all warps have it in registers. total: stages of this program.
 _Work = record(
     "meta_ptr x_ptr weight_desc scale_ptr bias_ptr out_ptr norm_ptr normed_ptr sumsq_ptr eps stride_xm stride_om "
-    "stride_normed stride_sumsq rows n_sumsq BLOCK_M N K NORMED SUMSQ_BLOCK HAS_BIAS RESIDUAL GATED FORM GROUP "
-    "SCALE_ROWS STAGE_TILES STAGES X_AHEAD WARPS BLOCKS PROGRAMS COPIER PDL PARTS TILES OF_BLOCK OUT_N ring full free "
-    "kept_sums x_shared turns total"
+    "stride_normed stride_sumsq rows n_sumsq N K NORMED SUMSQ_BLOCK HAS_BIAS RESIDUAL GATED FORM GROUP SCALE_ROWS "
+    "STAGE_TILES STAGES X_SHARED WARPS BLOCKS PROGRAMS COPIER PDL PARTS TILES OF_BLOCK OUT_N ring full free kept_sums "
+    "x_shared turns total"
 )
 
 
@@ -85,20 +87,9 @@ def _copy_first(w):
 
 
 @gluon.jit
-def _scale(w, M: gl.constexpr, L: gl.constexpr):
-    """1 / root mean square of 8 rows from M on, from the partial sums of their squares."""
-    SUMS_L: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [w.WARPS, 1], [1, 0])
-    offs_m = M + gl.arange(0, 8, gl.SliceLayout(1, SUMS_L))[:, None]
-    offs_s = gl.arange(0, w.SUMSQ_BLOCK, gl.SliceLayout(0, SUMS_L))[None, :]
-    mask = (offs_s < w.n_sumsq) & (offs_m < w.rows)
-    partials = gl.load(w.sumsq_ptr + offs_m * w.stride_sumsq + offs_s, mask=mask, other=0.0)
-    return gl.convert_layout(gl.rsqrt(gl.sum(partials, 1) / w.K + w.eps), gl.SliceLayout(0, L))
-
-
-@gluon.jit
 def _some_run(w, WARPS: gl.constexpr):
-    """Whether a row of the pass runs. May be asked before the wait: only the last kernels of a pass change it."""
-    offs_m = gl.arange(0, w.BLOCK_M, gl.BlockedLayout([1], [32], [WARPS], [0]))
+    """Whether the row runs. May be asked before the wait: only the last kernels of a pass change it."""
+    offs_m = gl.arange(0, 8, gl.BlockedLayout([1], [32], [WARPS], [0]))
     status = gl.load(w.meta_ptr + offs_m * META_WIDTH + STATUS, mask=offs_m < w.rows, other=-1)
     return gl.max((status == RUN).to(gl.int32), 0)
 
@@ -114,22 +105,70 @@ def _copy_all(w):
 
 
 @gluon.jit
+def _scale(w, L: gl.constexpr):
+    """1 / root mean square of the row, from the partial sums of its squares."""
+    SUMS_L: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [w.WARPS, 1], [1, 0])
+    offs_m = gl.arange(0, 8, gl.SliceLayout(1, SUMS_L))[:, None]
+    offs_s = gl.arange(0, w.SUMSQ_BLOCK, gl.SliceLayout(0, SUMS_L))[None, :]
+    mask = (offs_s < w.n_sumsq) & (offs_m < w.rows)
+    partials = gl.load(w.sumsq_ptr + offs_m * w.stride_sumsq + offs_s, mask=mask, other=0.0)
+    return gl.convert_layout(gl.rsqrt(gl.sum(partials, 1) / w.K + w.eps), gl.SliceLayout(0, L))
+
+
+@gluon.jit
+def _block_sums(w, turn, x, off, scales, L: gl.constexpr):
+    """Each lane's part of the products of a block of rows, fp32 [threads, 4]. x: of each tile, for several blocks
+    raised already, or (); off: what its zero points make of them, or (); scales: of its groups, or ()."""
+    GROUPED: gl.constexpr = w.GROUP < w.K
+    FRESH: gl.constexpr = GROUPED or w.FORM == "int4"  # sums begin with each tile
+    TURNS: gl.constexpr = w.BLOCKS > w.PROGRAMS
+    FLAT_L: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
+    acc, chains = (), ()
+    for _ in gl.static_range(2):
+        acc += (gl.zeros([w.WARPS * 32, 4], gl.float32, L),)
+        chains += ((gl.zeros([w.WARPS * 32, 4], gl.float32, L), gl.zeros([w.WARPS * 32, 4], gl.float32, L)),)
+    for s in gl.static_range(w.OF_BLOCK):
+        at = turn * w.OF_BLOCK + s
+        stage = at % w.STAGES
+        mbarrier.wait(w.full.index(stage), at // w.STAGES & 1)
+        tiles = ()
+        for i in gl.static_range(w.STAGE_TILES):
+            if s * w.STAGE_TILES + i < w.TILES:
+                piece = _view(w.ring[i].index(stage), gl.int32, [8 * w.WARPS, WORDS], FLAT_L)
+                tiles += (load_words(piece, w.WARPS),)
+        if TURNS or w.OF_BLOCK > w.STAGES:  # as soon as all warps have it
+            if w.COPIER:
+                mbarrier.arrive(w.free.index(stage), count=1)
+            else:
+                _barrier()
+                if at + w.STAGES < w.total:
+                    _copy_stage(w, at + w.STAGES)
+        for i in gl.static_range(w.STAGE_TILES):
+            if s * w.STAGE_TILES + i < w.TILES:
+                if w.X_SHARED:
+                    of_tile = load_shared_x(w.x_shared[s * w.STAGE_TILES + i], w.WARPS, w.PARTS)
+                else:
+                    of_tile = x[s * w.STAGE_TILES + i] if TURNS else all_raised(x[s * w.STAGE_TILES + i], w.FORM)
+                acc, chains = add_tile(
+                    acc, chains, tiles[i], of_tile, off, scales, s * w.STAGE_TILES + i, FRESH, GROUPED, w.FORM, L
+                )
+    if FRESH:
+        return acc[0] + acc[1]
+    else:
+        return (chains[0][0] + chains[0][1]) + (chains[1][0] + chains[1][1])
+
+
+@gluon.jit
 def _multiply(w):
     """What all other warps do."""
     WARPS: gl.constexpr = w.WARPS
     L: gl.constexpr = lanes_layout(WARPS)
     OUT_L: gl.constexpr = _out_layout(WARPS, w.GATED)
     WARPS_L: gl.constexpr = _warps_layout(WARPS, w.GATED)
-    FLAT_L: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
-    GROUPED: gl.constexpr = w.FORM != "dense" and w.GROUP < w.K
-    FRESH: gl.constexpr = GROUPED or w.FORM == "int4"  # sums begin with each tile
+    GROUPED: gl.constexpr = w.GROUP < w.K
     TURNS: gl.constexpr = w.BLOCKS > w.PROGRAMS
-    FIRST: gl.constexpr = min(w.X_AHEAD, w.TILES)
-    SHARED: gl.constexpr = w.X_AHEAD == 0
-    KEPT: gl.constexpr = TURNS and FIRST == w.TILES
-    GROUPS_M: gl.constexpr = w.BLOCK_M // 8
     HALVES: gl.constexpr = 2 if w.GATED else 1
-    FACTOR: gl.constexpr = factor(w.FORM, w.FORM != "dense")
+    FACTOR: gl.constexpr = factor(w.FORM, True)
     thread = gl.arange(0, WARPS * 32, gl.SliceLayout(1, L))
     warp, lane = thread // 32, thread % 32
     row = lane // 8 + lane // 4 % 2 * 4  # of the weights; the other one is eight rows on
@@ -144,154 +183,85 @@ def _multiply(w):
             if c < w.total:
                 mbarrier.wait(w.full.index(c), 0)
     else:
-        columns = (warp * (w.PARTS * 32) + lane % 4 * 8)[:, None]
-        words = columns // 2 + gl.arange(0, 4, gl.SliceLayout(0, L))[None, :]
-        x_words = w.x_ptr.to(gl.pointer_type(gl.int32), bitcast=True)
-        xs = ()
-        for m in gl.static_range(GROUPS_M):
-            xs += (x_words + gl.minimum(m * 8 + lane // 4, w.rows - 1)[:, None] * (w.stride_xm // 2) + words,)
-        first_x, off = (), ()
-        if KEPT or not TURNS:
-            for c in gl.static_range(FIRST):
-                for m in gl.static_range(GROUPS_M):
-                    first_x += (load_x(w, xs[m], columns, c),)
-        scale = ()
+        loaded, x, off = (), (), ()
+        if not w.X_SHARED:
+            for c in gl.static_range(w.TILES):
+                loaded += (load_x(w, warp, lane, c, L),)
         if w.NORMED:
-            for m in gl.static_range(GROUPS_M):
-                scale += (_scale(w, m * 8, OUT_L),)
-        if SHARED:
+            scale = _scale(w, OUT_L)
+        if w.X_SHARED:
             share_x(w)
-        if KEPT:
-            ready = ()
-            for i in gl.static_range(w.TILES * GROUPS_M):
-                ready += (all_raised(first_x[i], w.FORM),)
-            first_x = ready
-        if w.FORM == "int4" and TURNS and (KEPT or SHARED):
-            for i in gl.static_range(w.TILES * GROUPS_M):
-                if SHARED:
-                    off += (off_of(load_shared_x(w.x_shared[i], WARPS, w.PARTS)),)
+        for c in gl.static_range(len(loaded)):  # for one block: as each tile wants them
+            x += (all_raised(loaded[c], w.FORM) if TURNS else loaded[c],)
+        if w.FORM == "int4" and TURNS:
+            for c in gl.static_range(w.TILES):
+                if w.X_SHARED:
+                    off += (off_of(load_shared_x(w.x_shared[c], WARPS, w.PARTS)),)
                 else:
-                    off += (off_of(first_x[i]),)
-        squares, runs = (), ()
-        for m in gl.static_range(GROUPS_M):
-            squares += (gl.zeros([w.OUT_N, 8], gl.float32, OUT_L),)
-            of_m = m * 8 + gl.arange(0, 8, gl.SliceLayout(0, OUT_L))
-            runs += (gl.load(w.meta_ptr + of_m * META_WIDTH + STATUS, mask=of_m < w.rows, other=-1) == RUN,)
+                    off += (off_of(x[c]),)
+        squares = gl.zeros([w.OUT_N, 8], gl.float32, OUT_L)
+        of_m = gl.arange(0, 8, gl.SliceLayout(0, OUT_L))
+        runs = gl.load(w.meta_ptr + of_m * META_WIDTH + STATUS, mask=of_m < w.rows, other=-1) == RUN
         in_block = gl.arange(0, w.OUT_N, gl.SliceLayout(1, OUT_L))[:, None]
-        in_m = gl.arange(0, 8, gl.SliceLayout(0, OUT_L))[None, :]
+        offs_m = of_m[None, :]
+        mask = runs[None, :] & (in_block >= 0)
         for turn in range(w.turns):
             block = gl.program_id(0) + turn * w.PROGRAMS
             offs_n = block * w.OUT_N + in_block
-            x, scales_next = first_x, scales
-            if TURNS and not KEPT:
-                x = ()
-                for c in gl.static_range(FIRST):
-                    for m in gl.static_range(GROUPS_M):
-                        x += (load_x(w, xs[m], columns, c),)
             # What the end of a block needs beside its sums, and what the next block's sums need.
             if w.HAS_BIAS or w.RESIDUAL:
                 extra = gl.load((w.norm_ptr if w.RESIDUAL else w.bias_ptr) + offs_n)
-            residual = ()
             if w.RESIDUAL:
-                for m in gl.static_range(GROUPS_M):
-                    offs_m = m * 8 + in_m
-                    residual += (
-                        gl.load(w.out_ptr + offs_m * w.stride_om + offs_n, mask=offs_m < w.rows, other=0.0),
-                    )  # fmt: skip
-            of_row = ()
-            if w.FORM != "dense" and not GROUPED:
+                residual = gl.load(w.out_ptr + offs_m * w.stride_om + offs_n, mask=offs_m < w.rows, other=0.0)
+            of_row, scales_next = (), scales
+            if not GROUPED:
                 for half in gl.static_range(HALVES):
                     of_row += (gl.load(w.scale_ptr + (offs_n + half * w.N) // w.SCALE_ROWS).to(gl.float32),)
-            if GROUPED and TURNS:
+            elif TURNS:
                 scales_next = load_scales(w, gl.minimum(block + w.PROGRAMS, w.BLOCKS - 1), warp, row)
-            acc, chains = (), ()
-            for _ in gl.static_range(2 * GROUPS_M):
-                acc += (gl.zeros([WARPS * 32, 4], gl.float32, L),)
-                chains += ((gl.zeros([WARPS * 32, 4], gl.float32, L), gl.zeros([WARPS * 32, 4], gl.float32, L)),)
-            for s in gl.static_range(w.OF_BLOCK):
-                at = turn * w.OF_BLOCK + s
-                stage = at % w.STAGES
-                mbarrier.wait(w.full.index(stage), at // w.STAGES & 1)
-                tiles = ()
-                for i in gl.static_range(w.STAGE_TILES):
-                    if s * w.STAGE_TILES + i < w.TILES:
-                        piece = _view(w.ring[i].index(stage), gl.int32, [8 * WARPS, WORDS], FLAT_L)
-                        tiles += (load_words(piece, WARPS),)
-                if TURNS or w.OF_BLOCK > w.STAGES:  # as soon as all warps have it
-                    if w.COPIER:
-                        mbarrier.arrive(w.free.index(stage), count=1)
-                    else:
-                        _barrier()
-                        if at + w.STAGES < w.total:
-                            _copy_stage(w, at + w.STAGES)
-                for i in gl.static_range(w.STAGE_TILES):
-                    if s * w.STAGE_TILES + i < w.TILES:
-                        for m in gl.static_range(GROUPS_M):
-                            if not SHARED and s * w.STAGE_TILES + i + w.X_AHEAD < w.TILES:
-                                x += (load_x(w, xs[m], columns, s * w.STAGE_TILES + i + w.X_AHEAD),)
-                            if SHARED:
-                                of_tile = load_shared_x(w.x_shared[s * w.STAGE_TILES + i], WARPS, w.PARTS)
-                            elif KEPT:
-                                of_tile = x[(s * w.STAGE_TILES + i) * GROUPS_M + m]
-                            else:
-                                of_tile = all_raised(x[(s * w.STAGE_TILES + i) * GROUPS_M + m], w.FORM)
-                            acc, chains = add_tile(
-                                acc, chains, tiles[i], of_tile, off, scales, s * w.STAGE_TILES + i, m, GROUPS_M, FRESH,
-                                GROUPED, w.FORM, L,
-                            )  # fmt: skip
-            for m in gl.static_range(GROUPS_M):
-                if FRESH:
-                    sums = acc[m] + acc[GROUPS_M + m]
-                else:
-                    sums = (chains[m][0] + chains[m][1]) + (chains[GROUPS_M + m][0] + chains[GROUPS_M + m][1])
-                parts = sums_of(sums, w.GATED, WARPS)
-                for half in gl.static_range(HALVES):
-                    w.kept_sums[m * HALVES + half].store(parts[half])
-            for m in gl.static_range(GROUPS_M):
-                offs_m = m * 8 + in_m
-                mask = runs[m][None, :] & (in_block >= 0)
-                ys = ()
-                for half in gl.static_range(HALVES):
-                    y = gl.sum(w.kept_sums[m * HALVES + half].load(WARPS_L), 0)
-                    y = gl.convert_layout(y, OUT_L, assert_trivial=True) * FACTOR
-                    if w.FORM != "dense" and not GROUPED:
-                        y *= of_row[half]
-                    if w.NORMED:
-                        y *= scale[m][None, :]
-                    ys += (y,)
-                y = ys[0]
-                if w.GATED:
-                    y = y * (1.0 / (1.0 + gl.exp(-y))) * ys[1]
-                if w.HAS_BIAS:
-                    y += extra.to(gl.float32)
-                if w.RESIDUAL:
-                    y += residual[m]
-                    normed_ptrs = w.normed_ptr + offs_m * w.stride_normed + offs_n
-                    gl.store(normed_ptrs, (y * extra.to(gl.float32)).to(w.normed_ptr.dtype.element_ty), mask=mask)
-                    squares = squares[:m] + (squares[m] + y * y,) + squares[m + 1 :]
-                gl.store(w.out_ptr + offs_m * w.stride_om + offs_n, y.to(w.out_ptr.dtype.element_ty), mask=mask)
+            parts = sums_of(_block_sums(w, turn, x, off, scales, L), w.GATED, WARPS)
+            for half in gl.static_range(HALVES):
+                w.kept_sums[half].store(parts[half])
+            ys = ()
+            for half in gl.static_range(HALVES):
+                y = gl.sum(w.kept_sums[half].load(WARPS_L), 0)
+                y = gl.convert_layout(y, OUT_L, assert_trivial=True) * FACTOR
+                if not GROUPED:
+                    y *= of_row[half]
+                if w.NORMED:
+                    y *= scale[None, :]
+                ys += (y,)
+            y = ys[0]
+            if w.GATED:
+                y = y * (1.0 / (1.0 + gl.exp(-y))) * ys[1]
+            if w.HAS_BIAS:
+                y += extra.to(gl.float32)
+            if w.RESIDUAL:
+                y += residual
+                normed_ptrs = w.normed_ptr + offs_m * w.stride_normed + offs_n
+                gl.store(normed_ptrs, (y * extra.to(gl.float32)).to(w.normed_ptr.dtype.element_ty), mask=mask)
+                squares += y * y
+            gl.store(w.out_ptr + offs_m * w.stride_om + offs_n, y.to(w.out_ptr.dtype.element_ty), mask=mask)
             scales = scales_next
         if w.RESIDUAL:
-            for m in gl.static_range(GROUPS_M):
-                offs_m = m * 8 + gl.arange(0, 8, gl.SliceLayout(0, OUT_L))
-                sums_ptrs = w.sumsq_ptr + offs_m * w.stride_sumsq + gl.program_id(0)
-                gl.store(sums_ptrs, gl.sum(squares[m], 0), mask=runs[m])
+            gl.store(w.sumsq_ptr + of_m * w.stride_sumsq + gl.program_id(0), gl.sum(squares, 0), mask=runs)
 
 
 @gluon.jit(do_not_specialize=["n_sumsq", "rows"])  # else it is compiled again for every shape of the kernel before it
 def _matmul_ring_kernel(
     meta_ptr, x_ptr, weight_desc, scale_ptr, bias_ptr, out_ptr, norm_ptr, normed_ptr, sumsq_ptr, eps, stride_xm,
-    stride_om, stride_normed, stride_sumsq, rows, n_sumsq, BLOCK_M: gl.constexpr, N: gl.constexpr, K: gl.constexpr,
-    NORMED: gl.constexpr, SUMSQ_BLOCK: gl.constexpr, HAS_BIAS: gl.constexpr, RESIDUAL: gl.constexpr,
-    GATED: gl.constexpr, FORM: gl.constexpr, GROUP: gl.constexpr, SCALE_ROWS: gl.constexpr,
-    STAGE_TILES: gl.constexpr, STAGES: gl.constexpr, X_AHEAD: gl.constexpr, WARPS: gl.constexpr, BLOCKS: gl.constexpr,
-    PROGRAMS: gl.constexpr, COPIER: gl.constexpr, ONE_ROW: gl.constexpr, PDL: gl.constexpr,
+    stride_om, stride_normed, stride_sumsq, rows, n_sumsq, N: gl.constexpr, K: gl.constexpr, NORMED: gl.constexpr,
+    SUMSQ_BLOCK: gl.constexpr, HAS_BIAS: gl.constexpr, RESIDUAL: gl.constexpr, GATED: gl.constexpr, FORM: gl.constexpr,
+    GROUP: gl.constexpr, SCALE_ROWS: gl.constexpr, STAGE_TILES: gl.constexpr, STAGES: gl.constexpr,
+    X_SHARED: gl.constexpr, WARPS: gl.constexpr, BLOCKS: gl.constexpr, PROGRAMS: gl.constexpr, COPIER: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
-    """As _matmul_kernel, without zero points and orders of columns.
+    """As _matmul_kernel, of one row, without zero points and orders of columns.
 
-    weight: [N, K] bf16 or words of model/formats/packed.py, of which two tiles are 128 bytes of a row, as a descriptor
+    weight: [N, K] in words of model/formats/packed.py, of which two tiles are 128 bytes of a row, as a descriptor
     [pairs of tiles, 2, rows, 32] int32: of blocks of 8 rows, and 8 rows that are 8 rows on, or N if GATED.
-    Groups, if rows have several, are whole tiles. BLOCK_M: 8 or 16, no less than `rows`. Grid: PROGRAMS.
+    N (of both halves): a multiple of 16; K: of two tiles; groups, if rows have several, are whole tiles. rows: 1.
+    Grid: PROGRAMS.
     """
     if PDL:
         gdc_launch_dependents()
@@ -301,24 +271,18 @@ def _matmul_ring_kernel(
     OUT_N: gl.constexpr = 8 if GATED else 16
     RING_L: gl.constexpr = gl.NVMMASharedLayout(128, 32, 4)
     SUMS_L: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+    X_L: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     # Pieces apart, so that the compiler sees that one does not overwrite another.
     ring = ()
     for _ in gl.static_range(STAGE_TILES):
         ring += (gl.allocate_shared_memory(gl.int32, [STAGES, WARPS // 2, 2, 8, WORDS], RING_L),)
     kept_sums = ()
-    for _ in gl.static_range(BLOCK_M // 8 * (16 // OUT_N)):
+    for _ in gl.static_range(16 // OUT_N):
         kept_sums += (gl.allocate_shared_memory(gl.float32, [WARPS, OUT_N, 8], SUMS_L),)
     x_shared = ()
-    if X_AHEAD == 0:
-        gl.static_assert(BLOCK_M == 8)
-        # Of eight rows so that lanes that are served at once, of two rows, have different banks.
-        ROWS_L: gl.constexpr = gl.SwizzledSharedLayout(16, 1, 2, [1, 0])
-        ONE_L: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    if X_SHARED:
         for _ in gl.static_range(TILES):
-            if ONE_ROW:
-                x_shared += (gl.allocate_shared_memory(gl.int32, [WARPS * PARTS * 16], ONE_L),)
-            else:
-                x_shared += (gl.allocate_shared_memory(gl.int32, [8, WARPS * PARTS * 16], ROWS_L),)
+            x_shared += (gl.allocate_shared_memory(gl.int32, [WARPS * PARTS * 16], X_L),)
     full = barriers(STAGES)
     free = barriers(STAGES) if COPIER else full
     fence_async_shared()
@@ -326,10 +290,9 @@ def _matmul_ring_kernel(
     turns = (BLOCKS - gl.program_id(0) + PROGRAMS - 1) // PROGRAMS if BLOCKS > PROGRAMS else 1
     w = _Work(
         meta_ptr, x_ptr, weight_desc, scale_ptr, bias_ptr, out_ptr, norm_ptr, normed_ptr, sumsq_ptr, eps, stride_xm,
-        stride_om, stride_normed, stride_sumsq, rows, n_sumsq, BLOCK_M, N, K, NORMED, SUMSQ_BLOCK, HAS_BIAS, RESIDUAL,
-        GATED, FORM, GROUP, SCALE_ROWS, STAGE_TILES, STAGES, X_AHEAD, WARPS, BLOCKS, PROGRAMS, COPIER, PDL, PARTS,
-        TILES, OF_BLOCK, OUT_N, ring, full, free, kept_sums, x_shared, turns,
-        turns * OF_BLOCK,
+        stride_om, stride_normed, stride_sumsq, rows, n_sumsq, N, K, NORMED, SUMSQ_BLOCK, HAS_BIAS, RESIDUAL, GATED,
+        FORM, GROUP, SCALE_ROWS, STAGE_TILES, STAGES, X_SHARED, WARPS, BLOCKS, PROGRAMS, COPIER, PDL, PARTS, TILES,
+        OF_BLOCK, OUT_N, ring, full, free, kept_sums, x_shared, turns, turns * OF_BLOCK,
     )  # fmt: skip
     if COPIER:
         gl.warp_specialize([(_multiply, (w,)), (_copy_all, (w,))], [1], [COPIER_REGISTERS])
@@ -340,42 +303,42 @@ def _matmul_ring_kernel(
 
 def _descriptor(linear, n: int, gated: bool, warps: int) -> TensorDescriptor:
     """Of the words of a weight, n rows of it or of each half of it."""
-    words = linear.weight if linear.weight.dtype == torch.int32 else linear.weight.view(torch.int32)
-    length, block = words.shape[1], [warps // 2, 2, 8, WORDS.value]
+    length, block = linear.weight.shape[1], [warps // 2, 2, 8, WORDS.value]
     shape, strides = [length // WORDS.value, 2, n if gated else n - 8, WORDS.value], [WORDS.value, 0, length, 1]
     strides[1] = length * (n if gated else 8)
-    return TensorDescriptor(words, shape, strides, block, gl.NVMMASharedLayout(128, 32, 4))
+    return TensorDescriptor(linear.weight, shape, strides, block, gl.NVMMASharedLayout(128, 32, 4))
 
 
 def _launch(meta, x, linear, out, norm, normed, sumsq, n_sumsq, eps, residual, gated, shape, pdl):
     bias, packed = linear.bias, linear.packed
     (rows, N), K = out.shape, linear.in_features
+    carried = packed and packed.name in ("int4", "e4m3") and not packed.zeros and not packed.ordered
+    assert rows == 1 and carried, "not what the kernel multiplies"
     blocks, programs = shape.grid(2 * N if gated else N)
     spare = out  # stands in for pointers this variant does not read
     _matmul_ring_kernel[(programs,)](
-        meta, x, _descriptor(linear, N, gated, shape.num_warps), spare if packed is None else linear.scale,
-        spare if bias is None else bias, out, norm if residual else spare, normed if residual else spare, sumsq, eps,
-        x.stride(0), out.stride(0), normed.stride(0) if residual else 0, sumsq.stride(0), rows, n_sumsq,
-        8 if rows <= 8 else 16, N, K, n_sumsq > 0, max(triton.next_power_of_2(n_sumsq), 32), bias is not None, residual,
-        gated, linear.format, K if packed is None else packed.group, 1 if packed is None else packed.rows, shape.tiles,
-        shape.stages, shape.x_ahead, shape.num_warps, blocks, programs,
-        shape.copier > 0, rows == 1, pdl,
+        meta, x, _descriptor(linear, N, gated, shape.num_warps), linear.scale, spare if bias is None else bias, out,
+        norm if residual else spare, normed if residual else spare, sumsq, eps,
+        x.stride(0), out.stride(0), normed.stride(0) if residual else 0, sumsq.stride(0), rows, n_sumsq, N, K,
+        n_sumsq > 0, max(triton.next_power_of_2(n_sumsq), 32), bias is not None, residual, gated, packed.name,
+        packed.group, packed.rows, shape.tiles, shape.stages, shape.x_shared, shape.num_warps, blocks, programs,
+        shape.copier > 0, pdl,
         **options(shape.num_warps, pdl, shape.registers),
     )  # fmt: skip
 
 
 def ring_normed(meta, normed, linear, out, sumsq, n_sumsq, eps, split=None, *, shape, pdl=False):
-    """matvec_normed for up to 16 rows at once."""
+    """matvec_normed for one row."""
     _launch(meta, normed, linear, out, None, None, sumsq, n_sumsq, eps, False, False, shape, pdl)
 
 
 def ring_residual(meta, x, linear, hidden, norm, normed, sumsq, split=None, *, shape, pdl=False):
-    """matvec_residual for up to 16 rows at once; leaves `ring_partials(N, shape)` sums in sumsq."""
+    """matvec_residual for one row; leaves `ring_partials(N, shape)` sums in sumsq."""
     _launch(meta, x, linear, hidden, norm, normed, sumsq, 0, 0.0, True, False, shape, pdl)
 
 
 def ring_gate_up(meta, normed, linear, out, sumsq, n_sumsq, eps, split=None, *, shape, pdl=False):
-    """gate_up for up to 16 rows at once."""
+    """gate_up for one row."""
     _launch(meta, normed, linear, out, None, None, sumsq, n_sumsq, eps, False, True, shape, pdl)
 
 

@@ -15,7 +15,7 @@ WORDS = gl.constexpr(32)  # that lie side by side in shared memory: 128 bytes, o
 @gluon.constexpr_function
 def parts_of(form):
     """Pieces of 32 columns, of which a lane has eight, in a tile."""
-    return {"dense": 1, "int4": 4}.get(form, 2)
+    return 4 if form == "int4" else 2
 
 
 @gluon.constexpr_function
@@ -51,8 +51,6 @@ def _mma(to, a, b):
 @gluon.constexpr_function
 def _unpacked(form, words, of):
     """Assembly that makes eight columns of a row, in registers {of}0 to {of}3, from a list of words."""
-    if form == "dense":
-        return " ".join(f"mov.b32 {of}{i}, {word};" for i, word in enumerate(words))
     if form == "int4":
         low, high, w = f"{of}0", f"{of}1", words[0]
         return (
@@ -70,7 +68,7 @@ def _unpacked(form, words, of):
 def tile_asm(form):
     """Two chains of sums go on: ($0-$3, $4-$7) = the last eight operands + the tile's product. Operands: the four words
     of a row and of that eight rows on, then four registers of activations for each part."""
-    parts = {"dense": 1, "int4": 4}.get(form, 2)
+    parts = 4 if form == "int4" else 2
     of_part, first = 4 // parts, 16 + 4 * parts
     lines = [".reg .b32 t, u, l0, l1, l2, l3, h0, h1, h2, h3; .reg .f32 a0, a1, a2, a3, b0, b1, b2, b3;"]
     lines += [f"mov.f32 {chain}{i}, ${first + 4 * at + i};" for at, chain in enumerate("ab") for i in range(4)]
@@ -87,7 +85,7 @@ def tile_asm(form):
 
 @gluon.constexpr_function
 def tile_operands(form):
-    parts = {"dense": 1, "int4": 4}.get(form, 2)
+    parts = 4 if form == "int4" else 2
     return ",".join(["=f"] * 8 + ["r"] * (8 + 4 * parts) + ["f"] * 8)
 
 
@@ -128,10 +126,7 @@ SCALED_OPERANDS = gl.constexpr(",".join(["=f"] * 4 + ["f"] * 20))
 @gluon.jit
 def raised(x, FORM: gl.constexpr):
     """Activations, int32 [..., a multiple of 2], from an even register on."""
-    if FORM == "dense":
-        return x
-    else:
-        return gl.inline_asm_elementwise(raised_asm(FORM), "=r,=r,r,r", [x], dtype=gl.int32, is_pure=True, pack=2)
+    return gl.inline_asm_elementwise(raised_asm(FORM), "=r,=r,r,r", [x], dtype=gl.int32, is_pure=True, pack=2)
 
 
 @gluon.jit
@@ -191,19 +186,13 @@ def load_words(piece, WARPS: gl.constexpr):
 
 @gluon.jit
 def load_shared_x(piece, WARPS: gl.constexpr, PARTS: gl.constexpr):
-    """Of each lane its activations, a tuple of int32 [threads, 4] for each part of a tile; piece: in shared memory, of
-    eight rows [8, WARPS * PARTS * 16] int32, or of one that all eight are."""
+    """Of each lane its activations, a tuple of int32 [threads, 4] for each part of a tile; piece: in shared memory,
+    [WARPS * PARTS * 16] int32."""
     L: gl.constexpr = lanes_layout(WARPS)
     X_L: gl.constexpr = x_layout(WARPS, PARTS)
-    if len(piece.shape) == 1:
-        one = piece.load(gl.SliceLayout(0, X_L))[None, :]
-        x = one + gl.zeros([8, WARPS * PARTS * 16], gl.int32, X_L)
-    else:
-        x = piece.load(X_L)
+    x = piece.load(gl.SliceLayout(0, X_L))[None, :] + gl.zeros([8, WARPS * PARTS * 16], gl.int32, X_L)
     x = gl.permute(gl.reshape(x, [8, WARPS, PARTS, 4, 4]), (1, 0, 3, 4, 2))
-    if PARTS == 1:
-        found = (gl.reshape(x, [WARPS * 32, 4]),)
-    elif PARTS == 2:
+    if PARTS == 2:
         found = gl.split(gl.reshape(x, [WARPS * 32, 4, 2]))
     else:
         even, odd = gl.split(gl.reshape(x, [WARPS * 32, 4, 2, 2]))
@@ -228,14 +217,18 @@ def sums_of(acc, GATED: gl.constexpr, WARPS: gl.constexpr):
 
 
 @gluon.jit
-def load_x(w, xs, tile_column, c: gl.constexpr):
+def load_x(w, warp, lane, c: gl.constexpr, L: gl.constexpr):
     """The activations of the warps' tiles c: of each part int32 [threads, 4]. Beyond the columns they are 0."""
     STEP: gl.constexpr = w.WARPS * w.PARTS * 32
+    column = (warp * (w.PARTS * 32) + lane % 4 * 8)[:, None]
+    x_words = w.x_ptr.to(gl.pointer_type(gl.int32), bitcast=True)
+    words = column // 2 + gl.arange(0, 4, gl.SliceLayout(0, L))[None, :]
+    xs = x_words + gl.minimum(lane // 4, w.rows - 1)[:, None] * (w.stride_xm // 2) + words
     found = ()
     for part in gl.static_range(w.PARTS):
         ptrs = xs + (c * STEP // 2 + part * 16)
         if (c + 1) * STEP > w.K:
-            found += (gl.load(ptrs, mask=tile_column + c * STEP < w.K, other=0),)
+            found += (gl.load(ptrs, mask=column + c * STEP < w.K, other=0),)
         else:
             found += (gl.load(ptrs),)
     return found
@@ -262,21 +255,12 @@ def load_scales(w, block, warp, row):
 def share_x(w):
     """All activations into shared memory, as weights of the form want them; beyond the columns they are 0."""
     WORDS_X: gl.constexpr = w.WARPS * w.PARTS * 16
-    ONE: gl.constexpr = len(w.x_shared[0].shape) == 1
-    L: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [1, w.WARPS], [1, 0])
-    words = gl.arange(0, WORDS_X, gl.SliceLayout(0, L))
-    x_words = w.x_ptr.to(gl.pointer_type(gl.int32), bitcast=True)
-    if ONE:
-        ptrs = x_words + words
-        column = words * 2
-    else:
-        rows = gl.minimum(gl.arange(0, 8, gl.SliceLayout(1, L)), w.rows - 1)[:, None]
-        ptrs = x_words + rows * (w.stride_xm // 2) + words[None, :]
-        column = words[None, :] * 2
+    words = gl.arange(0, WORDS_X, gl.SliceLayout(0, gl.BlockedLayout([1, 2], [1, 32], [1, w.WARPS], [1, 0])))
+    ptrs = w.x_ptr.to(gl.pointer_type(gl.int32), bitcast=True) + words
     found = ()
     for c in gl.static_range(w.TILES):
         if (c + 1) * WORDS_X * 2 > w.K:
-            found += (gl.load(ptrs + c * WORDS_X, mask=column + c * WORDS_X * 2 < w.K, other=0),)
+            found += (gl.load(ptrs + c * WORDS_X, mask=words * 2 + c * WORDS_X * 2 < w.K, other=0),)
         else:
             found += (gl.load(ptrs + c * WORDS_X),)
     for c in gl.static_range(w.TILES):
@@ -292,21 +276,19 @@ def add_tile(
     off,
     scales,
     c: gl.constexpr,
-    m: gl.constexpr,
-    GROUPS_M: gl.constexpr,
     FRESH: gl.constexpr,
     GROUPED: gl.constexpr,
     FORM: gl.constexpr,
     L: gl.constexpr,
 ):
-    """The warps' tiles c times eight rows of activations: to what stands in acc, if FRESH, or in the chains. off: a
-    tuple, for the zero points of four bits; if empty, that is computed here."""
-    to: gl.constexpr = c % 2 * GROUPS_M + m
+    """The warps' tiles c times the activations: to what stands in acc, if FRESH, or in the chains. off: a tuple, for
+    the zero points of four bits; if empty, that is computed here."""
+    to: gl.constexpr = c % 2
     if FRESH:
         b = gl.zeros([L.warps_per_cta[0] * 32, 4], gl.float32, L)
         a = b
         if FORM == "int4":
-            a = of_both_rows(off[c * GROUPS_M + m] if len(off) > 0 else off_of(of_tile), L)
+            a = of_both_rows(off[c] if len(off) > 0 else off_of(of_tile), L)
         a, b = multiply(words, of_tile, a, b, FORM)
         if GROUPED:
             now = scaled(acc[to], a, b, scales[2 * c].to(gl.float32), scales[2 * c + 1].to(gl.float32))

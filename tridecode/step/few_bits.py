@@ -7,7 +7,8 @@ multiplied by the same kernel.
 
 from dataclasses import replace
 
-from ..model.weights import Weights
+from ..model.weights import Linear, Weights
+from .choose import TUNED_FOR
 from .shapes import MatmulShape, RingShape, StepShapes
 
 ROLES = ("qkv", "o_proj", "gate_up", "down", "lm_head")
@@ -20,24 +21,53 @@ TUNED: dict[int, dict[tuple[str, int, int], MatmulShape]] = {
     8: {("int4", 2560, 4096): MatmulShape(16, 4, 8, 8), ("int4", 2560, 9728): MatmulShape(16, 4, 10, 8, fetch=1)},
 }
 
+# Of one row on Hopper alone: (format, rows, columns) of a weight -> the shape with which Qwen3-4B's whole step was
+# faster on an H200 than without. The four of e4m3 belong together: each alone makes the step slower, as more than
+# 48 KiB of shared memory takes the L1 cache from the kernels beside it, through which they have their tiles.
+RINGS = {
+    ("int4", 19456, 2560): RingShape(4, 5, 2, programs=PROGRAMS),
+    ("int4", 2560, 4096): RingShape(8, 1, 4, x_shared=True, registers=96),
+    ("int4", 6144, 2560): RingShape(4, 5, 1, registers=168),
+    ("e4m3", 19456, 2560): RingShape(4, 5, 2, x_shared=True, programs=PROGRAMS, copier=1, registers=64),
+    ("e4m3", 2560, 9728): RingShape(8, 2, 5, x_shared=True, copier=1, registers=64),
+    ("e4m3", 2560, 4096): RingShape(8, 2, 4, x_shared=True, registers=64),
+    ("e4m3", 6144, 2560): RingShape(4, 10, 1, registers=128),
+}
+
 
 def few_bits(
-    shapes: dict[int, StepShapes], weights: Weights, batch_invariant: bool = False
+    shapes: dict[int, StepShapes], weights: Weights, capability: int, batch_invariant: bool = False
 ) -> dict[int, StepShapes]:
     """`shapes` by rows, changed where weights have fewer bits; batch_invariant: so that sums stay in one order."""
-    formats = {role: linear for role in ROLES if (linear := _packed(weights, role)) is not None}
+    linears = {role: _linears(weights, role) for role in ROLES}
+    packed = {role: [linear for linear in found if linear.packed] for role, found in linears.items()}
+    formats = {role: found[0] for role, found in packed.items() if found}
     if not formats:
         return shapes
     by_rows, choose = {}, invariant_shape if batch_invariant else few_bits_shape
     for rows in shapes if batch_invariant else ROWS:
         base = shapes[min((at for at in shapes if at >= rows), default=max(shapes))]
         by_rows[rows] = replace(base, **{role: choose(linear, rows) for role, linear in formats.items()})
+    if capability == TUNED_FOR and not batch_invariant:
+        rings = {role: shape for role, found in linears.items() if (shape := ring_shape(found))}
+        by_rows[1] = replace(by_rows[1], **rings)
     return by_rows
 
 
-def _packed(weights: Weights, role: str):
-    linears = [weights.lm_head] if role == "lm_head" else [getattr(layer, role) for layer in weights.layers]
-    return next((linear for linear in linears if linear.packed is not None), None)
+def _linears(weights: Weights, role: str) -> list[Linear]:
+    return [weights.lm_head] if role == "lm_head" else [getattr(layer, role) for layer in weights.layers]
+
+
+def ring_shape(linears: list[Linear]) -> RingShape | None:
+    """The shape with which matmul_ring multiplies all of these by one row, None where it was not measured or the kernel
+    does not carry one of them: it has neither zero points nor orders of columns. Of e4m3 scales of groups would take
+    registers that these shapes leave nobody."""
+    for linear in linears:
+        packed, K = linear.packed, linear.in_features
+        if packed is None or packed.zeros or packed.ordered or packed.group != (128 if packed.name == "int4" else K):
+            return None
+    found = {RINGS.get((linear.format, linear.out_features, linear.in_features)) for linear in linears}
+    return found.pop() if len(found) == 1 else None
 
 
 def few_bits_shape(linear, rows: int) -> MatmulShape:
@@ -75,25 +105,6 @@ def programs_shape(linear) -> MatmulShape | None:
     if not warps or linear.format == "int8" or -(-N // 16) < 2 * programs:
         return None
     return MatmulShape(16, warps, 10, MOST_X, programs=programs)
-
-
-def ring_shape(linear, rows: int) -> RingShape | None:
-    """Of up to 16 rows on Hopper, whose weights pass through a ring: as many programs as there are multiprocessors for
-    matrices of several blocks for each, else one a block. None for what that kernel does not carry."""
-    N, K, packed = linear.out_features, linear.in_features, linear.packed
-    tile = 32 if packed is None else packed.tile
-    if rows > 16 or N % 16 or K % (2 * tile):
-        return None
-    if packed is not None:
-        whole = packed.group == K or packed.group % tile == 0
-        if packed.zeros or packed.ordered or packed.name == "int8" or not whole:
-            return None
-    several = N // 16 >= PROGRAMS
-    warps = 4 if several else 8
-    tiles = -(-K // (warps * tile))  # that each warp has of a row
-    stages = min(tiles, 40 // warps)
-    copier, ahead = several or tiles > stages, 0 if rows == 1 else 2 if rows <= 8 else 1
-    return RingShape(warps, 1, stages, ahead, PROGRAMS // 2 * several, int(copier), 96 if copier and several else 128)
 
 
 def invariant_shape(linear, rows: int) -> MatmulShape:

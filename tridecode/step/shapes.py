@@ -110,21 +110,20 @@ class HopperShape:
 
 @dataclass(frozen=True)
 class RingShape:
-    """Launch shape of a product of up to 16 rows on Hopper: a program takes 16 whole rows of the weights at a time
-    (gate and up rows together), its warps share their columns.
+    """Launch shape of a product of one row on Hopper, of weights in fewer bits: a program takes 16 whole rows of the
+    weights at a time (gate and up rows together), its warps share their columns.
 
     tiles: of 64 bytes of a row, that each warp has of a stage. stages: in flight, before the wait too; a stage is
-    tiles * num_warps KiB of shared memory. x_ahead: tiles of a warp whose activations are in registers; if these are
-    all, they are loaded once a program; 0 where all are in shared memory, of up to 8 rows. programs: how many share the
-    rows, each taking its next ones while it multiplies; 0 for one each 16 rows. copier: 1 where a warp of its own
-    copies, as in HopperShape; for programs that take several blocks, or one of more stages than the ring has.
-    registers: the most a thread may use, 0 for no bound.
+    tiles * num_warps KiB of shared memory. x_shared: the activations are in shared memory, else in registers.
+    programs: how many share the rows, each taking its next ones while it multiplies; 0 for one each 16 rows. copier: 1
+    where a warp of its own copies, as in HopperShape; for programs that take several blocks, or one of more stages than
+    the ring has. registers: the most a thread may use, 0 for no bound.
     """
 
     num_warps: int = 4
     tiles: int = 5
     stages: int = 2
-    x_ahead: int = 5
+    x_shared: bool = False
     programs: int = 0
     copier: int = 0
     registers: int = 0

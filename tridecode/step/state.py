@@ -168,7 +168,7 @@ def shapes_of(
     """Launch shapes by rows, for these weights and K/V on that GPU (see choose_shapes)."""
     known = config, weights.dtype, capability
     chosen = invariant_shapes(*known) if batch_invariant else choose_shapes(*known, gpu)
-    found = few_bits(chosen, weights, batch_invariant)
+    found = few_bits(chosen, weights, capability, batch_invariant)
     if config.fp8_kv:
         of = {rows: fp8_kv_shape(shapes.attention, capability) for rows, shapes in found.items()}
         found = {rows: replace(shapes, attention=of[rows]) for rows, shapes in found.items()}
