@@ -149,7 +149,7 @@ def test_a_report_compares_rows(bench, tmp_path, capsys):
         argv = (server, "--num-prompts", 2, "--output-tokens", 3)
         bench(*argv, "--output", path)
         _, _, _, err = bench(*argv, "--compare", path)
-    assert "largest deviation of 1 rows" in err
+    assert "largest deviation of 1 row" in err
     code, out, _ = run_bench(capsys, "report", str(path))
     assert code == 0 and "Serving Benchmark Result" in out
     path.write_text(json.dumps(2 * json.loads(path.read_text())))

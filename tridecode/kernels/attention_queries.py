@@ -147,7 +147,8 @@ def _attention_queries_kernel(
         k_head, v_head = k_ptr + head.to(tl.int64) * stride_kh, v_ptr + head.to(tl.int64) * stride_kh
         tile, mask = _tile(table_ptr, first, start, end, stride_kp, PAGE, D, BLOCK_D, BLOCK_T)
         k_t = tl.load(k_head + tile, mask=mask, other=0.0)
-        v_t = tl.load(v_head + tile, mask=mask, other=0.0)
+        if PDL:  # elsewhere registers do not hold values too
+            v_t = tl.load(v_head + tile, mask=mask, other=0.0)
         if PDL and EARLY:
             gdc_wait()  # of further items there is nothing left to wait for
         row_ptr = qkv_ptr + request * QUERIES * stride_qkv
@@ -183,9 +184,12 @@ def _attention_queries_kernel(
         p_new = p_new.to(v_ptr.dtype.element_ty).to(TYPE)
         acc = tl.dot(tl.trans(new_v.to(TYPE)), p_new, acc, input_precision="ieee")
         for t in range(first, end, BLOCK_T):
+            if not PDL:
+                v_t = tl.load(v_head + tile, mask=mask, other=0.0)
             tile, mask = _tile(table_ptr, t + BLOCK_T, start, end, stride_kp, PAGE, D, BLOCK_D, BLOCK_T)
             k_next = tl.load(k_head + tile, mask=mask, other=0.0)  # in flight while the tile at t is attended to
-            v_next = tl.load(v_head + tile, mask=mask, other=0.0)
+            if PDL:
+                v_next = tl.load(v_head + tile, mask=mask, other=0.0)
             s = tl.dot(k_t.to(TYPE), dot_q, input_precision="ieee")
             seen = (t + offs_t < end)[:, None] & (query >= 0)[None, :]
             if WINDOW > 0:
@@ -197,7 +201,9 @@ def _attention_queries_kernel(
             l_t = l_t * alpha[None, :] + p
             p = p.to(v_ptr.dtype.element_ty).to(TYPE)
             acc = tl.dot(tl.trans(v_t.to(TYPE)), p, acc * alpha[None, :], input_precision="ieee")
-            m, k_t, v_t = m_new, k_next, v_next
+            m, k_t = m_new, k_next
+            if PDL:
+                v_t = v_next
         l = tl.sum(l_t, 0)
 
         out_ptrs = out_ptr + (request * QUERIES + query).to(tl.int64) * stride_om + (head * GROUP + member) * D
