@@ -21,14 +21,7 @@ from .fp8_kv import held, is_fp8, put, row_bytes, scales
 from .fp8_tiles import warp_positions
 from .op import Op
 from .rope import rms_norm, rotate
-from .splits import combine_splits
-
-
-@triton.jit
-def _blocks(position, BLOCK_T: tl.constexpr, WINDOW: tl.constexpr):
-    """Of rows at `position`: the first position attended to, its block, and how many blocks."""
-    start = tl.maximum(position - WINDOW + 1, 0) if WINDOW > 0 else position * 0
-    return start, start // BLOCK_T, tl.cdiv(position, BLOCK_T) - start // BLOCK_T
+from .splits import blocks_seen, combine_splits
 
 
 @triton.jit
@@ -117,7 +110,7 @@ def _attention_kernel(
     if SPLITS == FEW or place < ROWS * FEW:
         row, split = place % ROWS, place // ROWS
         status, position, table_ptr = _row(meta_ptr, page_table_ptr, row, stride_table)
-        start, first_block, blocks = _blocks(position, BLOCK_T, WINDOW)
+        start, first_block, blocks = blocks_seen(position, BLOCK_T, WINDOW)
         # Few blocks stay in one split: what is loaded before the wait costs less than combining.
         turns = AHEAD if blocks <= AHEAD else tl.cdiv(blocks, _most_splits(blocks, SPLITS, FEW, TURNS))
         active = tl.maximum(tl.cdiv(blocks, turns), 1)
@@ -139,13 +132,13 @@ def _attention_kernel(
     else:
         offs_m = tl.arange(0, BLOCK_M)
         positions = tl.load(meta_ptr + offs_m * META_WIDTH + POSITION, mask=offs_m < ROWS, other=0)
-        _, _, all_blocks = _blocks(positions, BLOCK_T, WINDOW)
+        _, _, all_blocks = blocks_seen(positions, BLOCK_T, WINDOW)
         if _most_splits(tl.max(all_blocks, 0), SPLITS, FEW, TURNS) <= FEW:
             return
         before = 0  # splits beyond FEW of the rows before, which are dealt out to these programs in turn
         for row in tl.range(0, ROWS, num_stages=1, disable_licm=True):
             status, position, table_ptr = _row(meta_ptr, page_table_ptr, row, stride_table)
-            start, first_block, blocks = _blocks(position, BLOCK_T, WINDOW)
+            start, first_block, blocks = blocks_seen(position, BLOCK_T, WINDOW)
             turns = AHEAD if blocks <= AHEAD else tl.cdiv(blocks, _most_splits(blocks, SPLITS, FEW, TURNS))
             active = tl.cdiv(blocks, turns)
             split = FEW + (place + before) % (SPLITS - FEW)

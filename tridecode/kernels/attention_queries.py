@@ -9,7 +9,7 @@ from .common import META_WIDTH, POSITION, RUN, SLOT, STATUS, gdc_launch_dependen
 from .op import Op
 from .pages import page_rows, pages_at
 from .rope import _partner
-from .splits import EMPTY, LOG2E, _combined, combine_splits
+from .splits import EMPTY, LOG2E, _combined, blocks_seen, combine_splits
 
 NEW = 16  # new positions in their tile: the fewest rows that are multiplied at once, no fewer than a request has
 
@@ -117,8 +117,7 @@ def _attention_queries_kernel(
     counts = positions * 0
     for query in tl.static_range(QUERIES):
         counts += (tl.load(state_ptrs + query * META_WIDTH + STATUS, mask=mask_m, other=-1) == RUN).to(tl.int32)
-    first_blocks = tl.maximum(positions - WINDOW + 1, 0) // BLOCK_T if WINDOW > 0 else positions * 0
-    blocks = tl.cdiv(positions, BLOCK_T) - first_blocks
+    _, first_blocks, blocks = blocks_seen(positions, BLOCK_T, WINDOW)
     per_splits = tl.maximum(tl.cdiv(blocks, SPLITS), LEAST)
     active = tl.where(counts > 0, tl.maximum(tl.cdiv(blocks, per_splits), 1), 0)
     ends = tl.cumsum(active, 0)

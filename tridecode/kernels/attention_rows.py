@@ -10,7 +10,7 @@ from .fp8_tiles import fp8_attend, fp8_keys, fp8_pages, fp8_queries, fp8_values,
 from .op import Op
 from .pages import page_rows, pages_at
 from .rope import _partner, _rms_rope, _rotation
-from .splits import EMPTY, LOG2E, _combine, combine_splits
+from .splits import EMPTY, LOG2E, _combine, blocks_seen, combine_splits
 
 
 @triton.jit
@@ -41,9 +41,8 @@ def _item(
     split = unit - _pick(ends, offs_m, row) + splits
     position = _pick(positions, offs_m, row)
     table_ptr = page_table_ptr + _pick(slots, offs_m, row) * stride_table
-    start = tl.maximum(position - WINDOW + 1, 0) if WINDOW > 0 else position * 0
-    first_block = start // BLOCK_T
-    per_split = tl.maximum(tl.cdiv(tl.cdiv(position, BLOCK_T) - first_block, SPLITS), LEAST)
+    start, first_block, blocks = blocks_seen(position, BLOCK_T, WINDOW)
+    per_split = tl.maximum(tl.cdiv(blocks, SPLITS), LEAST)
     first = (first_block + split * per_split) * BLOCK_T
     end = tl.minimum(first + per_split * BLOCK_T, position)
     return row, head, split, splits, position, table_ptr, start, first, end
@@ -173,8 +172,7 @@ def _attention_rows_kernel(
     positions = tl.load(meta_ptr + offs_m * META_WIDTH + POSITION, mask=mask_m, other=0)
     slots = tl.load(meta_ptr + offs_m * META_WIDTH + SLOT, mask=mask_m, other=0)
     runs = tl.load(meta_ptr + offs_m * META_WIDTH + STATUS, mask=mask_m, other=-1) == RUN
-    first_blocks = tl.maximum(positions - WINDOW + 1, 0) // BLOCK_T if WINDOW > 0 else positions * 0
-    blocks = tl.cdiv(positions, BLOCK_T) - first_blocks
+    _, _, blocks = blocks_seen(positions, BLOCK_T, WINDOW)
     active = tl.cdiv(blocks, tl.maximum(tl.cdiv(blocks, SPLITS), LEAST))
     active = tl.where(runs, tl.maximum(active, 1), 0)
     ends = tl.cumsum(active, 0)

@@ -8,6 +8,13 @@ EMPTY = tl.constexpr(-1e30)  # running maximum of a split that saw no position
 
 
 @triton.jit
+def blocks_seen(position, BLOCK_T: tl.constexpr, WINDOW: tl.constexpr):
+    """Of rows at `position`: the first position attended to, its block, and how many blocks."""
+    start = tl.maximum(position - WINDOW + 1, 0) if WINDOW > 0 else position * 0
+    return start, start // BLOCK_T, tl.cdiv(position, BLOCK_T) - start // BLOCK_T
+
+
+@triton.jit
 def _held(x, position, HOLD: tl.constexpr):
     """x as it is, in registers until here. Without an instruction that the compiler cannot see through, in a branch it
     does not know is always taken (Triton 3.6 needs both), a tile goes to shared memory where it was loaded. All tiles

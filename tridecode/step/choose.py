@@ -250,6 +250,11 @@ def columns_split(N: int, K: int) -> int:
     return min(max(most, -(-K // (40 * 128)), 1), MAX_SPLIT)
 
 
+def share(programs: int, among: int, most: int = MAX_SPLITS) -> int:
+    """What each of `among` has of so many programs: one at least."""
+    return min(max(programs // among, 1), most)
+
+
 def few_rows_attention(
     config: ModelConfig, dtype: torch.dtype, rows: int, capability: int
 ) -> AttentionShape | AttentionRowsShape:
@@ -258,7 +263,7 @@ def few_rows_attention(
     wide = config.head_dim > 128 or config.num_heads // config.num_kv_heads > 8
     if rows > 16 or capability != TUNED_FOR or dtype != torch.bfloat16 or wide:
         return attention_rows_shape(config, dtype, rows)
-    few = min(max(2 * 132 // (rows * config.num_kv_heads), 1), 32)
+    few = share(2 * 132, rows * config.num_kv_heads, 32)
     return AttentionShape(64, splits=32, num_warps=4, ahead=2, few=few, turns=4 if rows <= 4 else 16)
 
 
@@ -266,25 +271,15 @@ def attention_rows_shape(config: ModelConfig, dtype: torch.dtype, rows: int) -> 
     """Two programs a multiprocessor of the largest GPUs, each with two tiles on their way; a long row alone is split
     into as many items. For few rows tiles are smaller: with more than 48 KiB of shared memory a kernel leaves those
     that run beside it little L1 cache, through which the products of few rows have all their tiles."""
-
-    def splits(items: int) -> int:
-        return min(max(items // config.num_kv_heads, 1), MAX_SPLITS)
-
+    heads = config.num_kv_heads
     if config.head_dim > 128 or dtype == torch.float32:
-        return AttentionRowsShape(16, splits(3 * 132), num_warps=4, least=16, programs=3 * 132)
+        return AttentionRowsShape(16, share(3 * 132, heads), num_warps=4, least=16, programs=3 * 132)
     if config.num_heads // config.num_kv_heads > 8:
-        return AttentionRowsShape(32, splits(3 * 132), num_warps=8, least=8, programs=132)
+        return AttentionRowsShape(32, share(3 * 132, heads), num_warps=8, least=8, programs=132)
     if rows <= 4 and dtype == torch.bfloat16:  # a long row is shared by more, as few others are there
-        return AttentionRowsShape(64, splits(2 * 132), num_warps=4, least=4, programs=2 * 132, stages=2)
+        return AttentionRowsShape(64, share(2 * 132, heads), num_warps=4, least=4, programs=2 * 132, stages=2)
     block_t = 64 if rows > 16 else 32
-    return AttentionRowsShape(block_t, splits(2 * 132), num_warps=4, least=16, programs=2 * 132, stages=5)
-
-
-def queries_shape(config: ModelConfig, queries: int) -> AttentionRowsShape:
-    """Of passes with several rows of each request, attended to together: a program a multiprocessor, as their sums take
-    many registers."""
-    splits = min(max(2 * 132 // config.num_kv_heads, 1), MAX_SPLITS)
-    return AttentionRowsShape(32, splits, num_warps=8, least=4, programs=132, queries=queries)
+    return AttentionRowsShape(block_t, share(2 * 132, heads), num_warps=4, least=16, programs=2 * 132, stages=5)
 
 
 def fp8_kv_shape(

@@ -1,14 +1,24 @@
 """Launch shapes: how the kernels of a pass are launched."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 MAX_SPLITS = 64  # of the K/V of one row, in attention
 TILE_ROWS = 64  # that a buffer has which tiles are read from
 DRAFT_SPLITS = 32  # programs that look through the tokens of one row for drafts
 
 
+class _Blocks:
+    """Launch shapes whose programs take block_n rows of the weights at a time."""
+
+    def grid(self, N: int) -> tuple[int, int]:
+        """Blocks of N rows, and programs to launch."""
+        blocks = -(-N // self.block_n)
+        return blocks, min(self.programs or blocks, blocks)
+
+
 @dataclass(frozen=True)
-class MatvecShape:
+class MatvecShape(_Blocks):
     """A program takes block_n whole rows at a time.
 
     registers: the most a thread may use, 0 for no bound. programs: how many share the rows, each taking its next ones
@@ -20,14 +30,9 @@ class MatvecShape:
     registers: int = 0
     programs: int = 0
 
-    def grid(self, N: int) -> tuple[int, int]:
-        """Blocks of N rows, and programs to launch."""
-        blocks = -(-N // self.block_n)
-        return blocks, min(self.programs or blocks, blocks)
-
 
 @dataclass(frozen=True)
-class MatmulShape:
+class MatmulShape(_Blocks):
     """Launch shape of a product of few rows: a program takes block_n rows of the weights (a multiple of 16, gate and up
     rows together) at a time, its warps share their columns.
 
@@ -46,11 +51,6 @@ class MatmulShape:
     block_m: int = 8
     programs: int = 0
     fetch: int = 0
-
-    def grid(self, N: int) -> tuple[int, int]:
-        """Blocks of N rows, and programs to launch."""
-        blocks = -(-N // self.block_n)
-        return blocks, min(self.programs or blocks, blocks)
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class HopperShape:
 
 
 @dataclass(frozen=True)
-class RingShape:
+class RingShape(_Blocks):
     """Launch shape of a product of one row on Hopper, of weights in fewer bits: a program takes 16 whole rows of the
     weights at a time (gate and up rows together), its warps share their columns.
 
@@ -120,6 +120,7 @@ class RingShape:
     the ring has. registers: the most a thread may use, 0 for no bound.
     """
 
+    block_n: ClassVar[int] = 16
     num_warps: int = 4
     tiles: int = 5
     stages: int = 2
@@ -127,11 +128,6 @@ class RingShape:
     programs: int = 0
     copier: int = 0
     registers: int = 0
-
-    def grid(self, N: int) -> tuple[int, int]:
-        """Blocks of N rows, and programs to launch."""
-        blocks = N // 16
-        return blocks, min(self.programs or blocks, blocks)
 
 
 Shape = MatvecShape | MatmulShape | TilesShape | WideShape | HopperShape | RingShape

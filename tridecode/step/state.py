@@ -15,14 +15,7 @@ from ..kernels.op import Op
 from ..layout import NGRAM
 from ..model.config import ModelConfig
 from ..model.weights import Weights, short_repr
-from .choose import (
-    attention_rows_shape,
-    choose_shapes,
-    fp8_kv_shape,
-    invariant_shapes,
-    prompt_attention_shape,
-    queries_shape,
-)
+from .choose import attention_rows_shape, choose_shapes, fp8_kv_shape, invariant_shapes, prompt_attention_shape
 from .dispatch import most_queries
 from .few_bits import few_bits
 from .rope import rope_tables
@@ -103,12 +96,14 @@ class DecodeModel:
         shapes = self.shapes_by_rows[self.shapes_for]
         if self.queries == 1:
             return shapes
-        if not self.writes_first:
-            attention = queries_shape(self.config, self.queries)
-        elif isinstance(shapes.attention, AttentionRowsShape):
-            attention = replace(shapes.attention, early=False)
+        attention = shapes.attention
+        if not isinstance(attention, AttentionRowsShape):
+            attention = attention_rows_shape(self.config, self.weights.dtype, self.rows)
+        if self.writes_first:
+            attention = replace(attention, early=False)
         else:
-            attention = replace(attention_rows_shape(self.config, self.weights.dtype, self.rows), early=False)
+            tiles = dict(block_t=32, least=4, num_warps=8, programs=132)
+            attention = replace(attention, queries=self.queries, **tiles)
         return replace(shapes, attention=attention)
 
     @property
