@@ -1,18 +1,20 @@
 """What signals leave behind: Ctrl-C in the first moment, Ctrl-Z, SIGTERM and SIGHUP."""
 
+import asyncio
 import os
 import re
 import shutil
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 
 import pytest
 from chats import ENVIRONMENT, READY, ROOT
 
 from tridecode.commands.chat import session as sessions
 from tridecode.commands.chat.conversation import Conversation
-from tridecode.commands.signals import Ended, ending
+from tridecode.commands.signals import Ended, ending, ending_task
 
 pexpect = pytest.importorskip("pexpect")
 
@@ -94,6 +96,25 @@ def test_an_error_on_the_way_does_not_hide_the_signal():
             os.kill(os.getpid(), signal.SIGTERM)
         finally:
             raise OSError("the terminal is gone")
+
+
+def test_a_signal_ends_a_task_though_its_loop_swallows_what_callbacks_raise():
+    went_on = []
+
+    def callback():  # such as the arrival of data, in uvloop
+        with suppress(BaseException):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    async def task():
+        with ending_task():
+            asyncio.get_running_loop().call_soon(callback)
+            await asyncio.sleep(60)
+        went_on.append(True)
+
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(Ended), ending():
+        asyncio.run(task())
+    assert not went_on and signal.getsignal(signal.SIGTERM) is before
 
 
 def test_a_signal_that_the_caller_ignores_stays_ignored():

@@ -56,6 +56,32 @@ def ending():
             signal.signal(each, signal.SIG_DFL)
 
 
+@contextmanager
+def ending_task():
+    """Within, in a task of an event loop, a signal for `ending` cancels the task instead, as asyncio does for Ctrl-C: what
+    is raised in a loop's callbacks can be swallowed there. `ending` raises Ended once the loop has ended."""
+    import asyncio  # not for the start of every command
+
+    task, loop = asyncio.current_task(), asyncio.get_running_loop()
+
+    def end(signum, frame):
+        try:
+            before[signum](signum, frame)
+        except Ended:
+            task.cancel()
+            loop.call_soon_threadsafe(lambda: None)  # wakes a loop that waits
+
+    before = {each: signal.getsignal(each) for each in _ENDS if callable(signal.getsignal(each))}
+    for each in before:
+        signal.signal(each, end)
+    try:
+        yield
+    finally:
+        for each in before:
+            if signal.getsignal(each) is end:
+                signal.signal(each, before[each])
+
+
 def in_background() -> bool:
     """Whether the terminal of stdin is another program's now, such as that of the shell."""
     with suppress(OSError, ValueError):  # no terminal

@@ -18,6 +18,7 @@ from ...version import __version__
 from ..api_key import api_key
 from ..inputs import check_messages, parse_json, read_file
 from ..progress import progress
+from ..signals import ending_task
 from ..terminal import counted, unechoed
 from .report import console_form
 
@@ -109,7 +110,7 @@ def serve(args, output) -> list[dict]:
             load = make_load(args, model, lines, seed, http.ENDPOINTS[args.endpoint])
             bar = progress("serving", output, load.rate)
             task = bar.add_task("serving", total=len(load.bodies))
-            with bar, unechoed(not bar.disable, bar.stop, bar.start):
+            with bar, unechoed(not bar.disable, bar.stop, bar.start), ending_task():
                 await load.run(client, lambda: bar.advance(task))
 
     model = load = None
