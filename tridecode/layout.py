@@ -116,10 +116,10 @@ class Entry(NamedTuple):
 
 def entry_of(value: int, generation: int, step: int) -> Entry | None:
     """The entry of that step, or None where the ring's place holds another one."""
-    if value >> STEP_SHIFT != ring_entry(generation, step, 0) >> STEP_SHIFT:
+    if value >> STEP_SHIFT != generation << GENERATION_SHIFT - STEP_SHIFT | step & STEP_MASK:
         return None
-    told = (value >> shift & MAX_DRAFTS for shift in (FOLLOWING_SHIFT, DRAFTED_SHIFT, WANTED_SHIFT))
-    return Entry(value & NO_TOKEN, *told)
+    following, drafted, wanted = value >> FOLLOWING_SHIFT, value >> DRAFTED_SHIFT, value >> WANTED_SHIFT
+    return Entry(value & NO_TOKEN, following & MAX_DRAFTS, drafted & MAX_DRAFTS, wanted & MAX_DRAFTS)
 
 
 def mask_stamp(generation: int, position: int) -> int:

@@ -20,21 +20,28 @@ class Ring:
 
     def __init__(self, model: DecodeModel):
         self._workspace, self._device = model.workspace, model.device
-        self._entries = model.workspace.out.numpy()
+        self._entries = memoryview(model.workspace.out.numpy())  # which gives Python's numbers, and sooner than numpy
 
     def entry(self, slot: int, generation: int, step: int) -> layout.Entry:
         """The entry of a step; waits for it. The device writes it there: no copy, no synchronisation.
 
         Raises GenerationError where everything enqueued has ended without it, or does not end.
         """
-        entries, place, polls, since = self._entries[slot], step % layout.RING, 0, time.monotonic()
-        while (found := layout.entry_of(int(entries[place]), generation, step)) is None:
+        found = self._look(slot, generation, step)
+        return self._wait(slot, generation, step) if found is None else found
+
+    def _look(self, slot: int, generation: int, step: int) -> layout.Entry | None:
+        return layout.entry_of(self._entries[slot, step % layout.RING], generation, step)
+
+    def _wait(self, slot: int, generation: int, step: int) -> layout.Entry:
+        polls, since = 0, time.monotonic()
+        while (found := self._look(slot, generation, step)) is None:
             polls += 1
             time.sleep(0)  # let the thread that draws the screen run
             if polls % 1024:
                 continue
             idle, late = self._idle(), time.monotonic() - since > PATIENCE
-            if (idle or late) and not layout.entry_of(int(entries[place]), generation, step):
+            if (idle or late) and not self._look(slot, generation, step):
                 how = "ended without a token" if idle else f"has not ended in {PATIENCE:.0f} seconds; the GPU hangs"
                 raise GenerationError(f"step {step + 1} {how}")
         return found
@@ -62,8 +69,8 @@ class Output:
 
     def push(self, token: int, logprobs: TokenLogprobs | None, last: bool = False) -> None:
         """The next token, or NO_TOKEN: a step whose logits were not finite. last: by its grammar."""
-        job, now = self._job, time.perf_counter()
-        job.first = job.first or now
+        job = self._job
+        job.first = job.first or time.perf_counter()
         before = len(job.pieces)
         if token == layout.NO_TOKEN:
             position = before if job.scores else len(job.ids) + before - 1

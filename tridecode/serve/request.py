@@ -4,6 +4,7 @@ import secrets
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 
@@ -54,7 +55,7 @@ class Job:
         """The prompt, and what was drawn until now."""
         return self.ids + packed([piece.token_id for piece in self.pieces])
 
-    @property
+    @cached_property
     def kind(self) -> str:
         return step_kind(self.params)
 
