@@ -58,8 +58,8 @@ def ending():
 
 @contextmanager
 def ending_task():
-    """Within, in a task of an event loop, a signal for `ending` cancels the task instead, as asyncio does for Ctrl-C: what
-    is raised in a loop's callbacks can be swallowed there. `ending` raises Ended once the loop has ended."""
+    """Within, in a task of an event loop, a signal for `ending` cancels the task instead, as asyncio does for Ctrl-C:
+    what is raised in a loop's callbacks can be swallowed there. `ending` raises Ended once the loop has ended."""
     import asyncio  # not for the start of every command
 
     task, loop = asyncio.current_task(), asyncio.get_running_loop()
