@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import triton
 from models import CUDA
 
 from tridecode import kernels
@@ -52,6 +53,15 @@ def test_every_kernel_compiles_without_spills_or_much_shared_memory(models, arch
 def test_what_a_launch_lacks_is_told_and_neither_compiled_nor_launched():
     """By the same function for engines that start and for the search of launch shapes."""
     assert run_script("compile_missing.py").splitlines() == ["_matmul_kernel", "True", "True"]
+
+
+def test_what_engines_launch_on_a_gpu_is_found_without_one():
+    """With keys as Triton makes them, whosever files they are of."""
+    folder = str(Path(triton.__file__).parents[1])
+    rows = ["qwen3-0.6b,322,1", "qwen3-0.6b,322,1", "qwen3-0.6b,320,8,2560,int4"]
+    found = run_script("../benchmarks/precompile.py", *rows, "--count", "--triton", folder)
+    kernels, engines = re.fullmatch(r"(\d+) kernels of (\d) engines\n", found).groups()
+    assert engines == "2" and int(kernels) > 30
 
 
 def run_script(script: str, *arguments: str) -> str:

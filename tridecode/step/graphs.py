@@ -48,6 +48,23 @@ def model_of(model: DecodeModel, batch: BatchDescriptor) -> DecodeModel:
     return model.of_rows(batch.rows)
 
 
+def list_of(model: DecodeModel, batch: BatchDescriptor) -> Callable[[Run], None]:
+    """The list of that pass."""
+    model = model_of(model, batch)
+    return lambda run: decode.step(run, model, batch.kind, batch.masked)
+
+
+def first_batches(sizes: Sequence[int], kinds: Sequence[str] = decode.KINDS) -> list[BatchDescriptor]:
+    """The passes that are captured at load, the largest first: the smaller ones find their memory in the pool."""
+    return [BatchDescriptor(kind, rows) for rows in sorted(sizes, reverse=True) for kind in kinds]
+
+
+def first_lists(model: DecodeModel, batches: Sequence[BatchDescriptor]) -> list[Callable[[Run], None]]:
+    """What is compiled for them, the ends of those with masks included."""
+    ends = [partial(decode.hidden_to_token, m=model.of_rows(b.rows), kind=b.kind, masked=True) for b in batches]
+    return [*(list_of(model, batch) for batch in batches), *ends]
+
+
 class EagerSteps:
     """Passes whose lines `run` runs one by one; attention: in the place of the list's own."""
 
@@ -108,35 +125,28 @@ class StepGraphs:
         self._run, self.attention, self._between = run or launcher(model), attention, between
         self._addresses = model.addresses()
         self._eager = EagerSteps(model, self._run, attention)
-        sizes = sorted(self.dispatcher.sizes, reverse=True)
-        batches = [BatchDescriptor(kind, rows) for rows in sizes for kind in kinds]
+        batches = first_batches(self.dispatcher.sizes, kinds)
         with torch.cuda.device(model.device):  # Triton launches on the current device
             self.place = Place(model.device)
             log.info("compiling the kernels of the step")
             model.workspace.meta[:, STATUS] = LIMIT_REACHED
-            ends = [partial(decode.hidden_to_token, m=model.of_rows(b.rows), kind=b.kind, masked=True) for b in batches]
-            compile_ahead([*map(self._lines, batches), *ends], forked(model, self._run), model.device)
+            compile_ahead(first_lists(model, batches), forked(model, self._run), model.device)
             log.info("capturing %d CUDA graphs of %s rows", len(batches), ", ".join(map(str, self.dispatcher.sizes)))
-            # The largest first: the smaller ones find their memory in the pool.
             self._graphs: dict[BatchDescriptor, Callable[[], None] | None] = {b: self._capture(b) for b in batches}
         self._verifying = [
             replace(batch, tokens=tokens)
             for tokens in QUERIES[1:] for batch in batches if model.verify and tokens <= most_queries(batch.rows)
         ]  # fmt: skip
 
-    def _lines(self, batch: BatchDescriptor) -> Callable[[Run], None]:
-        model = model_of(self.model, batch)
-        return lambda run: decode.step(run, model, batch.kind, batch.masked)
-
     def _capture(self, batch: BatchDescriptor) -> Callable[[], None]:
         """No row may run: then the pass that runs first loads every kernel and writes nothing."""
-        mode, _ = self.dispatcher.plan(batch.kind, batch.rows)
+        (mode, _), lines = self.dispatcher.plan(batch.kind, batch.rows), list_of(self.model, batch)
         if batch.tokens > 1:
             self.model.verify.meta[:, STATUS] = LIMIT_REACHED
-            compile_ahead([self._lines(batch)], forked(self.model, self._run), self.model.device)
+            compile_ahead([lines], forked(self.model, self._run), self.model.device)
         between = partial(forked, self.model, self._between, self.attention)
-        self.place.run(lambda: self._lines(batch)(forked(self.model, self._run, self.attention)))
-        replay, captures = self.place.capture(mode, forked(self.model, self._run), between, self._lines(batch))
+        self.place.run(lambda: lines(forked(self.model, self._run, self.attention)))
+        replay, captures = self.place.capture(mode, forked(self.model, self._run), between, lines)
         self.captures += captures
         return replay
 

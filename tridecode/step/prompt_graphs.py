@@ -11,15 +11,32 @@ from ..kernels.op import Op
 from ..layout import Chunk
 from . import prefill
 from .compiling import compile_ahead
-from .decode import KINDS
 from .dispatch import BatchDescriptor, Dispatcher
-from .graphs import EagerSteps, StepGraphs, capture_late, forked, launcher
+from .graphs import EagerSteps, StepGraphs, capture_late, first_batches, forked, launcher
 from .run import Run, launch, refer
 from .state import DecodeModel
 from .torch_ops import BLOCK_ATTENTION, torch_attention
 
 ATTENTION_RATE = 300e12  # FLOP a second, to reckon what attention adds to a pass that was timed without
 log = logging.getLogger("tridecode")
+
+
+def decoding_beside(model: DecodeModel) -> tuple[int, ...]:
+    """The rows that may decode in a captured prompt pass: none, or as many as the model can have."""
+    return (0,) if model.fixed_chunk or len(model.workspace.tokens) == 1 else (0, model.rows)
+
+
+def end_of(model: DecodeModel, batch: BatchDescriptor) -> Callable[[Run], None]:
+    """The list of the end of a prompt pass whose rows are those of that decode pass."""
+    return lambda run: prefill.finish(run, model.of_rows(batch.rows), batch.kind, batch.masked)
+
+
+def first_reads(model: DecodeModel) -> list[Callable[[Run], None]]:
+    """What is compiled for the passes themselves: of few tokens, and of as many as fit, as attention of many may be
+    another kernel's."""
+    tokens = 4, model.prompt.rows - model.rows
+    sizes = [(each + beside, beside) for each in tokens for beside in decoding_beside(model)]
+    return [partial(prefill.read, m=model, rows=rows, decoding=beside) for rows, beside in sizes]
 
 
 class EagerPrompts:
@@ -86,19 +103,15 @@ class PromptGraphs:
         self._most = model.rows  # which may be more than the largest captured decode pass has
         self._read: dict[tuple[int, int], Callable[[], None]] = {}
         self.seconds: dict[tuple[int, int], float] = {}  # of each captured size, without attention
-        fixed = model.fixed_chunk > 0  # then no rows decode beside, and none ends a prompt
-        mixed = (0,) if fixed or len(model.workspace.tokens) == 1 else (0, self._most)
+        mixed = decoding_beside(model)
         sizes = self.dispatcher.prompts if self.dispatcher.plan_prompt(1)[0] != "none" else ()
         self._wanted = [(size, decoding) for size in sizes for decoding in reversed(mixed)]
         self._failed: set[tuple[int, int]] = set()
         self._missed: set[tuple[int, int]] | None = set() if lazy else None
-        sizes = sorted(self.dispatcher.sizes, reverse=True)
-        batches = [BatchDescriptor(kind, rows) for rows in sizes for kind in KINDS if not fixed]
-        compile_ahead([partial(self._lines, batch) for batch in batches], forked(model, launcher(model)), model.device)
-        tokens = 4, model.prompt.rows - self._most  # with many, attention may be another kernel's
-        reads = [partial(prefill.read, m=model, rows=n + beside, decoding=beside) for n in tokens for beside in mixed]
+        batches = [] if model.fixed_chunk else first_batches(self.dispatcher.sizes)  # there none ends a prompt
+        compile_ahead([end_of(model, batch) for batch in batches], forked(model, launcher(model)), model.device)
         if attention is None:
-            compile_ahead(reads, forked(model, launch), model.device)
+            compile_ahead(first_reads(model), forked(model, launch), model.device)
         self._finish = {batch: self._capture_finish(batch) for batch in batches}
 
     def decoding(self, rows: int) -> int:
@@ -116,15 +129,12 @@ class PromptGraphs:
     def _capture_finish(self, batch: BatchDescriptor) -> Callable[[], None] | None:
         """None where its mode is to launch it: then all is loaded that it needs. No row may run."""
         mode, _ = self.dispatcher.plan(batch.kind, batch.rows)
-        run, lines, attention = launcher(self.model), partial(self._lines, batch), self._steps.attention
+        run, lines, attention = launcher(self.model), end_of(self.model, batch), self._steps.attention
         self._place.run(lambda: lines(forked(self.model, run, attention)))
         if mode == "none":
             return None
         between = partial(forked, self.model, launch, attention)
         return self._place.capture(mode, forked(self.model, run), between, lines)[0]
-
-    def _lines(self, batch: BatchDescriptor, run: Run) -> None:
-        prefill.finish(run, self.model.of_rows(batch.rows), batch.kind, batch.masked)
 
     def capture_next(self, most: int | None = None) -> bool:
         wanted = [key for key in self._wanted if key not in self._read and key not in self._failed]

@@ -1,0 +1,121 @@
+"""Fill a Triton cache, on a machine without a GPU, with what engines launch on an H200: there they compile nothing.
+
+    TRITON_CACHE_DIR=/tmp/cache python benchmarks/precompile.py targets batch prompts
+    TRITON_CACHE_DIR=/tmp/cache python benchmarks/precompile.py qwen3-4b,4096,1 qwen3-4b,1024,64,40960,int4 --count
+
+Takes the names of suites of `bench`, of whose rows it compiles what their engines launch, or engines: preset, positions
+of a request, slots, positions of all, and weights in fewer bits. With --count it compiles nothing, and prints how many
+kernels there are. The cache goes to the other machine with its path unchanged, and needs *.json and *.cubin only.
+
+Triton finds a kernel by a key that holds a hash of its own files: the version must be the one that runs there. Where
+the Python there is another one than here, its wheel of that version, unpacked, is named by --triton.
+"""
+
+import argparse
+import inspect
+import multiprocessing
+import os
+from contextlib import nullcontext
+
+import torch
+import triton.runtime.cache
+from few_bits import NoGPU
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+
+from tridecode.commands.bench.batch import cases_of, room_of
+from tridecode.commands.bench.decode import capacity_of
+from tridecode.commands.bench.suite import SUITES, suite_args
+from tridecode.errors import counted
+from tridecode.model.checkpoint import empty_weights
+from tridecode.model.presets import PRESETS
+from tridecode.placement import page_size, plan_graphs, to_quantise
+from tridecode.serve.policy import Policy
+from tridecode.step import state
+from tridecode.step.compiling import missing
+from tridecode.step.graphs import first_batches, first_lists, launcher
+from tridecode.step.prompt_graphs import end_of, first_reads
+from tridecode.step.run import launch
+
+GPU = 90, 132, None  # compute capability, multiprocessors, no name: a user's own table of shapes is of no concern
+FOUND: list = []  # filled before the processes fork
+
+
+def engines_of(suite: str) -> list[tuple]:
+    """(preset, positions of a request, slots, positions of all or None, quantize) of each row that has an engine."""
+    found = []
+    for args in suite_args(suite):
+        quantize = getattr(args, "quantize", None)
+        if args.what == "batch":
+            room = [[room_of(context, args.steps) for context in contexts] for _, contexts in cases_of(args)]
+            found.append((args.preset, max(map(max, room)), max(map(len, room)), max(map(sum, room)), quantize))
+        elif args.what in ("decode", "stream"):
+            found.append((args.preset, capacity_of(args), 1, None, quantize))
+        elif args.what == "prefill":
+            found.append((args.preset, args.capacity or args.cached + max(args.prompt_tokens) + 1, 1, None, quantize))
+    return found
+
+
+def engine_of(words: str) -> tuple:
+    preset, *numbers = words.split(",")
+    quantize = numbers.pop() if numbers and not numbers[-1].isdecimal() else None
+    capacity, slots, kv_tokens = [*map(int, numbers), None][:3]
+    return preset, capacity, slots, kv_tokens, quantize
+
+
+def kernels_of(preset: str, capacity: int, slots: int, kv_tokens: int | None, quantize: str | None) -> list:
+    """What such an engine compiles at load, each with what its `preload` takes: its tensors by shape only."""
+    config, device = to_quantise(PRESETS[preset], quantize, None, "auto"), torch.device("meta")
+    page = page_size("triton", slots)
+    chunk = Policy().chunk(slots, capacity, page)
+    planned = plan_graphs(slots, chunk, captured=True, prompt_tiles=True)
+    sizes = kv_tokens and kv_tokens // page, max(slots, *planned.sizes), chunk
+    weights = empty_weights(config, device, torch.bfloat16, packs=True)
+    model = state.make_model(config, weights, capacity, slots, page, None, *sizes)
+    batches = first_batches(planned.sizes)
+    ends = [end_of(model, batch) for batch in batches]
+    found = missing(lambda: [lines(launcher(model)) for lines in [*first_lists(model, batches), *ends]])
+    return found + missing(lambda: [lines(launch_ours) for lines in first_reads(model)])
+
+
+def launch_ours(role: str, op, *args, **how) -> None:
+    if op.kernels:
+        launch(role, op, *args, **how)
+
+
+def compile_one(index: int) -> None:
+    function, specialization = FOUND[index]
+    function.preload(specialization)
+
+
+def as_triton_of(folder: str) -> None:
+    """Keys as the Triton in this folder makes them."""
+    key = inspect.unwrap(triton.runtime.cache.triton_key)
+    names = key.__globals__
+    here, names["__file__"] = names["__file__"], os.path.join(folder, "triton/runtime/cache.py")  # beside what it reads
+    there = key()
+    names["__file__"], names["triton_key"] = here, lambda: there
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("engines", nargs="+", metavar="SUITE|ENGINE")
+    parser.add_argument("--triton", metavar="DIR")
+    parser.add_argument("--count", action="store_true")
+    args = parser.parse_args()
+    driver.set_active(NoGPU(GPUTarget("cuda", GPU[0], 32)))
+    state.gpu_of = lambda device: GPU
+    torch.cuda.device = lambda device: nullcontext()
+    if args.triton:
+        as_triton_of(args.triton)
+    wanted = [engines_of(words) if words in SUITES else [engine_of(words)] for words in args.engines]
+    engines = dict.fromkeys(engine for each in wanted for engine in each)
+    FOUND.extend(dict.fromkeys(kernel for engine in engines for kernel in kernels_of(*engine)))
+    print(f"{counted(len(FOUND), 'kernel')} of {counted(len(engines), 'engine')}", flush=True)
+    if not args.count:
+        with multiprocessing.get_context("fork").Pool(os.cpu_count()) as pool:
+            pool.map(compile_one, range(len(FOUND)), chunksize=1)
+
+
+if __name__ == "__main__":
+    main()
