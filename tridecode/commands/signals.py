@@ -71,7 +71,8 @@ def ending_task():
             task.cancel()
             loop.call_soon_threadsafe(lambda: None)  # wakes a loop that waits
 
-    before = {each: signal.getsignal(each) for each in _ENDS if callable(signal.getsignal(each))}
+    main = threading.current_thread() is threading.main_thread()  # elsewhere signals cannot be set
+    before = {each: signal.getsignal(each) for each in _ENDS if main and callable(signal.getsignal(each))}
     for each in before:
         signal.signal(each, end)
     try:
