@@ -178,6 +178,9 @@ def test_dtype(name):
 WINDOWS = {
     # name: (file, changes, windows of the layers)
     "mistral slides everywhere": (MISTRAL, {"num_hidden_layers": 3}, [4096] * 3),
+    "mistral whose file says nothing of a window": (
+        without(MISTRAL, "sliding_window"), {"num_hidden_layers": 3}, [4096] * 3,
+    ),  # fmt: skip
     "mistral without a window": (MISTRAL, {"num_hidden_layers": 3, "sliding_window": None}, [0] * 3),
     "a window as long as the context": (MISTRAL, {"num_hidden_layers": 3, "sliding_window": 32768}, [0] * 3),
     "qwen2 that does not use its window": (QWEN2, {"num_hidden_layers": 3, "sliding_window": 16}, [0] * 3),

@@ -66,6 +66,13 @@ def test_whoever_waits_steps_for_all_and_tokens_are_kept(engine, alone):
     assert first.result().token_ids == alone(PROMPTS[0])
 
 
+def test_nothing_to_wait_for_is_no_wait(engine):
+    engine.wait([])
+    for wrong in (None, engine.submit(PROMPTS[0], GREEDY), [5]):
+        with pytest.raises(ParameterError, match="^requests must be a list of what submit gave, got "):
+            engine.wait(wrong)
+
+
 def test_more_requests_than_slots_wait_in_their_order(engine, alone):
     requests = [engine.submit(prompt, SAMPLED) for prompt in PROMPTS]
     assert requests[-1].result().token_ids == alone(PROMPTS[-1], SAMPLED)

@@ -113,8 +113,10 @@ class Engine(Loaded):
         return self._driver.submit(self._job(prompt, params, reuse_prefix, template_variables, cache_salt))
 
     def wait(self, requests: Sequence[Request]) -> None:
-        """Wait until one of the requests has ended; its result() says how."""
-        self._driver.wait(lambda: any(request.finish_reason for request in requests))
+        """Wait until one of the requests has ended; its result() says how. For none there is nothing to wait for."""
+        if not isinstance(requests, Sequence) or not all(isinstance(request, Request) for request in requests):
+            raise ParameterError(f"requests must be a list of what submit gave, got {shown(requests)}")
+        self._driver.wait(lambda: not requests or any(request.finish_reason for request in requests))
 
     def step(self) -> bool:
         """Run one pass for whatever runs or waits; False where nothing does afterwards. For a thread that owns the

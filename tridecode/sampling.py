@@ -103,8 +103,12 @@ class SamplingParams:
             object.__setattr__(self, "json_schema", _schema(value))
         elif not isinstance(value, str) or not value:
             raise ParameterError(f"{name} must be a non-empty string, got {shown(value)}")
-        if (size := len(self.structure[1])) > STRUCTURE_CHARACTERS:
+        if (size := len(text := self.structure[1])) > STRUCTURE_CHARACTERS:
             raise ParameterError(f"{name}: at most {STRUCTURE_CHARACTERS:,} characters are supported, got {size:,}")
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise ParameterError(f"{name}: lone surrogates are no text, got {shown(value)}") from None
 
     @property
     def structure(self) -> tuple[str, str] | None:
@@ -143,6 +147,7 @@ def _schema(value) -> str:
     try:
         text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
         found = json.loads(text)
+        json.dumps(found, ensure_ascii=False).encode()  # an escape may be a lone surrogate
     except (TypeError, ValueError, RecursionError) as error:
         raise ParameterError(f"json_schema must be plain JSON: {brief(error)}") from None
     if found is True:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 DTYPES = ("bfloat16", "float16", "float32")
 _JSON_LIMIT = 64 * 2**20  # bytes; a larger config or index is not one
+MISTRAL_WINDOW = 4096  # where the key is absent; null is none
 MAX_GROUP = 16  # query heads a K/V head: rows of one tensor-core tile in attention
 
 
@@ -92,7 +93,7 @@ class ModelConfig:
 class Family:
     """What an architecture name implies beyond the numbers of its config.json.
 
-    windows: which layers slide. "none"; "all", where sliding_window is set; "upper", layers from max_window_layers on,
+    windows: which layers slide. "none"; "all", unless sliding_window is null; "upper", those from max_window_layers on,
     where use_sliding_window is true, unless layer_types says otherwise.
     """
 
@@ -283,8 +284,8 @@ def _sizes(read: _Reader) -> dict[str, int]:
 def _layer_types(read: _Reader, family: Family, num_layers: int, max_position: int):
     """The kind of each layer, and the window of those that slide or None. A window no prompt can outgrow is none."""
     window, first = None, num_layers
-    if family.windows == "all" and read.get("sliding_window") is not None:
-        window, first = read.integer("sliding_window", 1, 2**31 - 1), 0
+    if family.windows == "all" and read.values.get("sliding_window", MISTRAL_WINDOW) is not None:
+        window, first = read.integer("sliding_window", 1, 2**31 - 1, default=MISTRAL_WINDOW), 0
     if family.windows == "upper" and read.flag("use_sliding_window"):
         window = read.integer("sliding_window", 1, 2**31 - 1)
         first = read.integer("max_window_layers", 0, 2**31 - 1, default=28)
@@ -296,7 +297,7 @@ def _layer_types(read: _Reader, family: Family, num_layers: int, max_position: i
         if family.windows != "upper" and tuple(given) != types:
             raise CheckpointError(
                 f"{read.source}: layer_types must be all {types[0]} in a {family.name} model with sliding_window "
-                f"{as_json(read.get('sliding_window'))}; remove the key"
+                f"{as_json(window)}; remove the key"
             )
         if "sliding_attention" in given and window is None:
             raise read.fail("sliding_window", "set, with use_sliding_window true, since layer_types has sliding layers")
