@@ -300,6 +300,20 @@ def test_info_says_what_does_not_fit(run, tiny, monkeypatch):
     assert "not enough memory" in run("info", "--model", tiny, "--device", "cpu")[1]
 
 
+@pytest.mark.parametrize("left, why", [(None, "no model.safetensors and no"), (2000, "model.safetensors: truncated: ")])
+def test_info_says_what_a_directory_lacks(run, tiny, tmp_path, left, why):
+    path = tmp_path / "cut"
+    shutil.copytree(tiny, path)
+    weights = (path / "model.safetensors").read_bytes()
+    (path / "model.safetensors").unlink()
+    if left is not None:
+        (path / "model.safetensors").write_bytes(weights[: len(weights) - left])
+    code, out, _ = run("info", "--model", path, "--device", "cpu")
+    name, verdict = out.splitlines()[-1].split(maxsplit=1)
+    assert code == 0 and name == "verdict" and verdict.startswith(f"does not run: {path}") and why in verdict
+    assert why in json.loads(run("info", "--model", path, "--device", "cpu", "--json")[1])["model"]["problem"]
+
+
 def test_info_tells_the_slots_and_the_pool_that_they_share(run, tiny):
     argv = ("info", "--model", tiny, "--device", "cpu", "--max-seq-len", 100)
     alone = json.loads(run(*argv, "--json")[1])["memory"]

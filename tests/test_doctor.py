@@ -108,7 +108,7 @@ def test_info_shows_them(capsys, tmp_path, machine, monkeypatch):
     ],
 )
 def test_the_verdict(device, gpus, cuda, warnings, problem, says):
-    report = {"model": {"name": "m"}, "run": {"device": device}, "gpus": gpus, "warnings": warnings}
+    report = {"model": {"name": "m", "problem": None}, "run": {"device": device}, "gpus": gpus, "warnings": warnings}
     found = verdict(report | {"versions": {"cuda": cuda}, "memory": {"problem": problem}})
     assert found.endswith(says) and found.startswith("m ")
 

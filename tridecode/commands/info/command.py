@@ -3,13 +3,14 @@
 import json
 import platform
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import torch
 
 from ...cache.kv import PAGE, kv_bytes_per_token
-from ...errors import DeviceError
+from ...errors import CheckpointError, DeviceError
 from ...memory import plan_memory, prompt_bytes
-from ...model.checkpoint import load_config
+from ...model.checkpoint import load_config, told_tensors
 from ...model.config import ModelConfig
 from ...model.hub import BUNDLED, resolve_model
 from ...model.pieces import host_layer_bytes, parameter_count
@@ -36,7 +37,8 @@ from . import doctor
 def info(args, output: Output) -> int:
     device, backend = resolve_device(args.device, args.backend)
     path = resolve_model(args.model, weights=False)
-    config = to_quantise(load_config(path), args.quantize, args.quantize_head, args.kv_dtype)
+    stored = load_config(path)
+    config = to_quantise(stored, args.quantize, args.quantize_head, args.kv_dtype)
     dtype = resolve_dtype(args.dtype, config, device)
     gpus, versions = doctor.gpu_facts(), version_facts()
     support = capture_support(backend, config, dtype, device)
@@ -52,8 +54,11 @@ def info(args, output: Output) -> int:
     memory = memory_facts(config, dtype, device, backend, args, policy, graphs)
     chunk = policy.chunk(memory["slots"], memory["context"] or policy.chunk_tokens, PAGE)
     graphs = graphs_of(args, chunk, support)
+    # What an id names comes when it is wanted; a directory has to have it.
+    directory = path == BUNDLED or path == Path(args.model).expanduser()
+    problem = weights_problem(path, stored) if directory else None
     report = {
-        "model": model_facts(config, args.model or BUNDLED.name, str(path)),
+        "model": model_facts(config, args.model or BUNDLED.name, str(path)) | {"problem": problem},
         "memory": memory,
         "run": run_facts(device, backend, dtype, graphs, support[0], policy, why_off),
         "prompts": prompt_facts(config, dtype, memory["slots"], chunk, graphs, support[0], policy),
@@ -66,6 +71,15 @@ def info(args, output: Output) -> int:
     else:
         output.text(visible(as_text(report)) + "\n")
     return 0
+
+
+def weights_problem(path: Path, config: ModelConfig) -> str | None:
+    """Why the weights in a directory cannot be loaded, as far as their files' headers tell."""
+    try:
+        told_tensors(path, config)
+    except CheckpointError as error:
+        return str(error)
+    return None
 
 
 def model_facts(config: ModelConfig, name: str, path: str) -> dict:
@@ -235,6 +249,8 @@ def as_text(report: dict) -> str:
 def verdict(report: dict) -> str:
     """Whether the model runs here and on what; the last line."""
     model, run, gpus = report["model"]["name"], report["run"], report["gpus"]
+    if report["model"]["problem"]:
+        return f"does not run: {report['model']['problem']}"
     if report["memory"]["problem"]:
         return f"{model} does not run here so; see context above"
     if run["device"] != "cpu":
