@@ -125,6 +125,15 @@ def test_logprobs_of_a_completion_have_offsets(client):
     assert len(found.tokens) == len(found.token_logprobs) == len(found.top_logprobs) == 6
 
 
+@pytest.mark.parametrize("echo", [False, True])
+def test_no_logprobs_beside_those_of_the_tokens_themselves(client, echo):
+    asked = {"model": "bundled", "prompt": "Once", "temperature": 0, "max_tokens": 3, "echo": echo}
+    none, one = (client.completions.create(**asked, logprobs=count).choices[0].logprobs for count in (0, 1))
+    assert none.tokens == one.tokens
+    assert none.token_logprobs[echo:] == pytest.approx(one.token_logprobs[echo:], abs=1e-4)
+    assert none.top_logprobs[echo:] == [{}] * 3
+
+
 def test_echo_with_logprobs_tells_of_the_prompt(client, served):
     prompts = ["Once upon a time", "Hi"]
     got = client.completions.create(model="bundled", prompt=prompts, temperature=0, max_tokens=3, logprobs=2, echo=True)

@@ -248,7 +248,8 @@ class Server:
 
 def shown(asked: Generation) -> dict:
     """What of a request says how its answer looks."""
-    return {"n": asked.n, "with_logprobs": asked.logprobs not in (None, False), "with_usage": asked.with_usage,
+    with_logprobs = asked.logprobs is not None and asked.logprobs is not False  # 0 asks for those of drawn tokens
+    return {"n": asked.n, "with_logprobs": with_logprobs, "with_usage": asked.with_usage,
             "with_ids": asked.return_token_ids}
 
 
