@@ -427,6 +427,8 @@ MESSAGES_REFUSED = {
     ),
     "ids_of_its_tokens": ({"return_token_ids": True, "max_tokens": 1}, "return_token_ids: a message has no place"),
     "a_choice_of_nothing": ({"tool_choice": {"type": "any"}, "max_tokens": 1}, "there are no tools"),
+    "a_choice_of_no_kind": ({"tool_choice": {}, "max_tokens": 1}, "tool_choice: expected type auto, any"),
+    "a_choice_of_several_kinds": ({"tool_choice": {"type": ["any"]}, "max_tokens": 1}, "expected type auto"),
     "too_much": ({"messages": [{"role": "user", "content": "word " * 9000}], "max_tokens": 1}, "the context holds"),
 }  # fmt: skip
 

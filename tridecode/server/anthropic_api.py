@@ -84,7 +84,7 @@ class MessagesRequest(Generation, kw_only=True):
 
     def asked_tools(self) -> Tools:
         """Raises ApiError. Tools that Anthropic itself would run are left out."""
-        functions, choice = [], self.tool_choice or {"type": "auto"}
+        functions, choice = [], {"type": "auto"} if self.tool_choice is None else self.tool_choice
         for i, tool in enumerate(self.tools or ()):
             place = f"tools[{i}]"
             if not isinstance(tool, dict):
@@ -95,10 +95,10 @@ class MessagesRequest(Generation, kw_only=True):
             given = tool.get("name"), tool.get("description"), tool.get("input_schema")
             functions.append(function_of(*given, place))
         kinds = {"auto": "auto", "any": "required", "tool": "one", "none": "none"}
-        if choice.get("type") not in kinds:
+        if not isinstance(kind := choice.get("type"), str) or kind not in kinds:
             raise refusal(f"tool_choice: expected type {', '.join(kinds)}, got {as_json(choice)}", "tool_choice")
         parallel = not choice.get("disable_parallel_tool_use", False)
-        return checked(functions, kinds[choice["type"]], choice.get("name"), parallel)
+        return checked(functions, kinds[kind], choice.get("name"), parallel)
 
     def conversation(self) -> list[dict]:
         """As chat templates take it. Raises ApiError."""
