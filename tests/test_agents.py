@@ -252,6 +252,17 @@ def test_a_response_and_its_events_in_their_order(client):
     assert found[-1].response.output[0].content[0].text == got.output_text
 
 
+def test_an_item_that_is_cut_is_incomplete_in_each_event_that_has_it(client):
+    asked = {"model": "m", "input": "Weather?", "tools": [TOOL], "max_output_tokens": 30}
+    long = SCHEMA | {"properties": SCHEMA["properties"] | {"city": {"type": "string", "minLength": 200}}}
+    call = {"tools": [TOOL | {"parameters": long}], "tool_choice": "required"}
+    for more, kind in (({"max_output_tokens": 2}, "message"), (call, "function_call")):
+        found = list(client.responses.create(**asked | more, stream=True))
+        done = [event.item for event in found if event.type == "response.output_item.done"]
+        for item in (done[-1], found[-1].response.output[-1]):
+            assert (item.type, item.status) == (kind, "incomplete")
+
+
 def test_a_conversation_goes_on_from_items(client):
     items = [
         {"role": "developer", "content": [{"type": "input_text", "text": "Be brief."}]},

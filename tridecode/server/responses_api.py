@@ -185,7 +185,7 @@ class ResponsesShape(Shape):
         return data
 
     def closing(self, choices: list[Choice]) -> bytes:
-        data = self._close()
+        data = self._close("incomplete" if choices[0].finish_reason == "length" else "completed")
         response = self._end(choices[0])
         return data + self._event(f"response.{response['status']}", response=response)
 
@@ -219,11 +219,11 @@ class ResponsesShape(Shape):
             data += self._part("response.content_part.added", part=dict(item["content"][0]))
         return data
 
-    def _close(self) -> bytes:
+    def _close(self, status: str = "completed") -> bytes:
         if not self._open:
             return b""
         self._open, item = False, self._items[-1]
-        item["status"] = "completed"
+        item["status"] = status
         if item["type"] == "function_call":
             done = _DELTAS[ARGUMENTS], {"arguments": item["arguments"]}
             data = self._part(f"{done[0]}.done", **done[1])
