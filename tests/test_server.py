@@ -461,6 +461,20 @@ def test_errors_name_no_path_and_show_no_stack(served, monkeypatch, caplog):
     assert got.status_code == 500 and "secret" not in got.text and "Traceback" not in got.text
 
 
+def test_an_unforeseen_error_is_said_in_each_apis_form_and_counted(served, monkeypatch, caplog):
+    def broken(*args):
+        raise RuntimeError("secret")
+
+    monkeypatch.setattr("tridecode.server.app.parsed", broken)
+    with caplog.at_level(logging.INFO, "tridecode.server"):
+        got, other = served.post("/v1/chat/completions", {}), served.post("/v1/messages", {})
+    assert got.status_code == other.status_code == 500 and "secret" not in got.text + other.text
+    assert got.json()["error"]["type"] == "server_error" and got.json().keys() == {"error"}
+    assert other.json()["type"] == "error" and other.json()["error"]["type"] == "api_error"
+    lines = [record.getMessage() for record in caplog.records if record.name == "tridecode.server"]
+    assert len(lines) == 2 and all(" 500 " in line and line.endswith(" failed") for line in lines)
+
+
 # ---- who may ask
 
 

@@ -58,6 +58,9 @@ class Access:
                 error = ApiError(401, "a valid API key is needed: Authorization: Bearer KEY", code="invalid_api_key")
                 app = JSONResponse(error.body(scope["path"]), 401, error.headers)
             await app(scope, receive, watched)
+        except Exception:  # the 500 for it is sent by who calls this
+            status = status or 500
+            raise
         finally:
             seconds = time.monotonic() - record.started
             if scope["path"] in GENERATIONS:

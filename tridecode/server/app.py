@@ -264,4 +264,4 @@ async def not_found(request: Request, error: HTTPException) -> Response:
 
 
 async def internal(request: Request, error: Exception) -> Response:
-    return JSONResponse(ApiError(500, "internal error; the server's log says more").body(), 500)
+    return JSONResponse(ApiError(500, "internal error; the server's log says more").body(request.url.path), 500)
