@@ -202,3 +202,12 @@ def test_ctrl_z_in_mid_answer(shell):
     shell.expect_exact(READY)
     shell.send("/exit\r")
     shell.expect_exact("shell: ")
+
+
+def test_a_program_in_the_background_goes_on(shell):
+    """It leaves the terminal, which is the shell's then, as it is: to change it would stop the program."""
+    shell.send("/exit\r")
+    shell.expect_exact("shell: ")
+    shell.send(f"{sys.executable} cli.py generate --device cpu --prompt Hi --max-tokens 4 & wait; echo went''on\r")
+    shell.expect("Stopped|wenton")
+    assert shell.after == "wenton"

@@ -12,7 +12,7 @@ from textwrap import wrap
 from rich.console import Console
 
 from ..errors import counted
-from .signals import suspendable
+from .signals import in_background, suspendable
 
 USER = "cyan"  # what a user has typed
 
@@ -180,6 +180,8 @@ def unechoed(enabled: bool, pause: Callable[[], None], resume: Callable[[], None
 def _echo(on: bool, editor: bool) -> None:
     import termios
 
+    if in_background():  # the terminal is the shell's, and to change it there would stop this program
+        return
     # The kernel's own lines have 4,096 bytes and lose what comes after: the end of a long paste.
     flags = termios.ECHO | (termios.ICANON if editor else 0)
     with suppress(termios.error, OSError, ValueError):  # stdin is no terminal, or one that is gone
