@@ -86,6 +86,12 @@ def test_commands(asked, served):
     assert f"bundled on {served.url}: context of 2,048 tokens" in err and "thinking is on" in err
 
 
+def test_set_without_a_value_tells_what_counts(asked):
+    _, _, err = asked("/set top_k\n/set seed\n/set top_k 7\n/set top-k\n", "--seed", 4, "--quiet")
+    needs = "/set top_k needs a value; it is as the server has it\n/set seed needs a value; it is 4\n"
+    assert err == f"{needs}top_k is 7\n/set top_k needs a value; it is 7\n"
+
+
 def test_an_answer_is_not_continued(asked):
     code, out, err = asked(f"{QUESTION}\n/continue\n/set overflow drop-oldest\n", "--temperature", 0, "--quiet")
     assert (code, out) == (0, f"{ANSWER}\n")

@@ -25,18 +25,21 @@ def full_name(name: str) -> str:
     return name.lower().lstrip("-").replace("-", "_")
 
 
-def changed(params: SamplingParams, defaults: SamplingParams, name: str, text: str) -> tuple[SamplingParams, str]:
-    """`params` with the option `name` set to what `text` says, and the option's full name. Raises ParameterError."""
+def known(name: str) -> str:
+    """The full name of the sampling option `name`. Raises ParameterError."""
     found = full_name(name)
     if found not in NAMES:
         fix = did_you_mean(found, (*NAMES, *CHOICES)) or "/set shows all"
         raise ParameterError(f"there is no option {name}; {fix}")
-    if not text:
-        raise ParameterError(f"/set {found} needs a value; it is {as_typed(found, getattr(params, found))}")
+    return found
+
+
+def changed(params: SamplingParams, defaults: SamplingParams, found: str, text: str) -> SamplingParams:
+    """`params` with the option of the full name `found` set to what `text` says. Raises ParameterError."""
     if text == "default":
-        return replace(params, **{found: getattr(defaults, found)}), found
+        return replace(params, **{found: getattr(defaults, found)})
     try:
-        return replace(params, **{found: _value(found, text)}), found
+        return replace(params, **{found: _value(found, text)})
     except (TypeError, ValueError, AttributeError) as error:  # a list where a number should be, and the like
         if isinstance(error, ParameterError):
             raise

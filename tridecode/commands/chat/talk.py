@@ -18,7 +18,7 @@ from .display import opens_thinking
 from .idle import IdleCapture
 from .lines import unquoted
 from .overflow import Overflow, fit
-from .settings import CHOICES, NAMES, as_typed, changed
+from .settings import CHOICES, NAMES, as_typed, changed, known
 from .turn import Turn, with_seed
 
 log = logging.getLogger("tridecode")
@@ -112,7 +112,10 @@ class Chat:
 
     def change(self, name: str, text: str) -> str:
         """Set a sampling option from what was typed; returns its full name. Raises ParameterError."""
-        self.params, name = changed(self.params, self.engine.default_params(), name, text)
+        name = known(name)
+        if not text:
+            raise ParameterError(f"/set {name} needs a value; it is {self.setting(name)}")
+        self.params = changed(self.params, self.engine.default_params(), name, text)
         self.given[name] = getattr(self.params, name)
         if text == "default":
             del self.given[name]
