@@ -52,7 +52,8 @@ MODELS = PRESETS | {"qwen3-4b_fp16": PRESETS["qwen3-4b"]} | {
     for d, heads, kv in ((80, 5, 1), (96, 24, 8), (256, 8, 1))
 } | {"group_16": replace(PRESETS["qwen3-0.6b"], num_heads=32, num_kv_heads=2, num_layers=2)}
 FEW_BITS = {f"{name}_{kind}": replace(PRESETS[name], quantise=rules(kind, "fp8"))
-            for name in ("qwen3-4b", "qwen3-0.6b", "llama-3.1-8b") for kind in ("fp8", "int8", "int4")}  # fmt: skip
+            for name in ("qwen3-4b", "qwen3-0.6b", "llama-3.1-8b", "llama-3.2-3b")
+            for kind in ("fp8", "int8", "int4")}  # fmt: skip
 MODELS |= FEW_BITS | {f"{name}_kv8": replace(MODELS[name], fp8_kv=True)
                       for name in ("qwen3-4b", "qwen3-0.6b", "head_dim_80", "head_dim_256", "group_16")}  # fmt: skip
 TYPES = {
@@ -149,8 +150,8 @@ def run_all(preset: str, dtype: torch.dtype, arch: int) -> None:
         alone = replace(model.of_queries(4, 4), fixed_chunk=256)  # as in the batch-invariant mode
         decode.step(launcher(model), alone, "greedy")
     if preset in FEW_BITS and arch == 90:
-        for kind in ("int4", "fp8"):  # the only sizes that have a ring
-            one = meta_model(f"qwen3-4b_{kind}", dtype, arch).of_rows(1)
+        for name in FEW_BITS:  # every form of the ring
+            one = meta_model(name, dtype, arch).of_rows(1)
             decode.step(partial(launch_rings, launcher(one)), one, "greedy")
     if preset in FEW_BITS:
         dequantise(model.weights.layers[0].qkv, 0, 1024, model.prompt.dequantised)

@@ -21,10 +21,10 @@ PROMPTS = {f"_{name}_kernel" for name in ("prompt_attention", "prompt_splits", "
 HOPPER = {"_matmul_hopper_kernel", "_matmul_ring_kernel", *PROMPTS}
 LARGE = {"_matmul_tiles_kernel", "_attention_rows_kernel"} | HOPPER  # beside others like them
 # Bytes of a thread's stack, not in what runs once a tile: where Triton 3.9 puts part of an item's first tile, and the
-# numbers of an item that are wanted again at its end; in a program with 64 registers two that are once. But of groups
+# numbers of an item that are wanted again at its end; in a program with 64 or 80 registers up to four. But of groups
 # of 3 and 7 heads Triton 3.6 has up to eight numbers of 16 bits there, in turns of splits that are dealt out.
 STACK = {
-    "_attention_kernel": 16, "_attention_rows_kernel": 104, "_matmul_ring_kernel": 8, "_prompt_attention_kernel": 24,
+    "_attention_kernel": 16, "_attention_rows_kernel": 104, "_matmul_ring_kernel": 16, "_prompt_attention_kernel": 24,
 }  # fmt: skip
 MOST = {arch: 1024 * size for arch, size in MOST.items()}
 ODD = ("head_dim_80", "head_dim_96", "head_dim_256", "group_16", "qwen3-4b_fp16")

@@ -1,6 +1,7 @@
 """Products of one row on Hopper by a ring in shared memory: forms and launch shapes, against the references."""
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from tridecode.kernels.matvec import matvec_normed_ref, matvec_residual_ref
 from tridecode.model.checkpoint import empty_weights
 from tridecode.model.formats.quantise import rules
 from tridecode.model.presets import PRESETS
-from tridecode.step.few_bits import RINGS, few_bits_shape, ring_shape
+from tridecode.step.few_bits import RINGS, ROLES, few_bits_shape, ring_shape, ring_shapes
 from tridecode.step.products import products
 from tridecode.step.shapes import MatmulShape, RingShape
 from tridecode.step.state import shapes_of
@@ -24,6 +25,7 @@ SHAPES = {
     "rows_shared": RingShape(4, 5, 2, programs=7),
     "rows_shared_copier": RingShape(4, 5, 2, programs=7, copier=1, registers=168),
     "more_stages_than_rows": RingShape(4, 5, 6, programs=20),
+    "rows_and_x_shared": RingShape(4, 5, 3, x_shared=True, programs=7),
     "x_shared": RingShape(8, 1, 4, x_shared=True, registers=128),
     "x_shared_copier": RingShape(4, 2, 3, x_shared=True, programs=6, copier=1, registers=112),
     "two_warps": RingShape(2, 3, 3, x_shared=True, registers=255),
@@ -88,14 +90,42 @@ def test_residual_matches_reference(form, shape):
     assert_residual_close(linear_of(FORMS[form], 400, 2560), shape)
 
 
+def shapes_for(kind, capability=90, preset="qwen3-4b", **how):
+    """Launch shapes by rows, and the weights that they are for."""
+    config = replace(PRESETS[preset], quantise=rules(kind, "fp8"), num_layers=2)
+    weights = empty_weights(config, "meta", torch.bfloat16, packs=True)
+    return shapes_of(config, weights, capability, **how), weights
+
+
+def rings(shapes):
+    """Roles whose products go by the ring."""
+    return {role for role, shape in vars(shapes).items() if isinstance(shape, RingShape)}
+
+
+def in_use():
+    """(format, role, rows, columns), and shape, of every product that goes by the ring."""
+    found = {}
+    for preset, kind in product(PRESETS, ("int4", "fp8")):
+        shapes, weights = shapes_for(kind, preset=preset)
+        for role in rings(shapes[1]):
+            linear = weights.lm_head if role == "lm_head" else getattr(weights.layers[0], role)
+            size = linear.format, role, linear.out_features, linear.in_features
+            assert found.setdefault(size, shape := getattr(shapes[1], role)) == shape
+    return found
+
+
+IN_USE = in_use()
+
+
 @on_hopper
-@pytest.mark.parametrize("form, n, k", RINGS)
-def test_shapes_in_use_match_the_reference(form, n, k):
-    linear, shape = linear_of(FORMS[form], n, k), RINGS[form, n, k]
-    if n == 2560:
+@pytest.mark.parametrize("form, role, n, k", IN_USE)
+def test_shapes_in_use_match_the_reference(form, role, n, k):
+    shape, n = IN_USE[form, role, n, k], min(n, 28672)  # an LM head has more of the same
+    linear = linear_of(FORMS[form], n, k)
+    if role in ("o_proj", "down"):
         return assert_residual_close(linear, shape)
     x, partials = activations(1, k)
-    if n == 19456:
+    if role == "gate_up":
         out, ref = poisoned(1, n // 2, dtype=torch.bfloat16), poisoned(1, n // 2)
         gate_up(shape, linear, out, x, partials)
         gate_up_ref(idle(1), x, linear, ref, partials, 5, EPS)
@@ -110,8 +140,8 @@ def test_shapes_in_use_match_the_reference(form, n, k):
 @pytest.mark.parametrize("form", ["int4", "e4m3"])
 def test_programs_copier_and_place_of_the_activations_leave_the_bits_alone(form):
     linear, (x, partials) = linear_of(FORMS[form], 816, 2560), activations(1, 2560)
-    alike = ("whole_rows", "rows_shared", "rows_shared_copier", "more_stages_than_rows")
-    shapes = {name: SHAPES[name] for name in alike} | {"x_shared": replace(SHAPES["rows_shared"], x_shared=True)}
+    alike = ("whole_rows", "rows_shared", "rows_shared_copier", "more_stages_than_rows", "rows_and_x_shared")
+    shapes = {name: SHAPES[name] for name in alike}
     found = {}
     for name, shape in shapes.items():
         found[name] = poisoned(1, 816)
@@ -142,55 +172,63 @@ def test_what_the_kernel_does_not_carry_is_not_launched():
             normed(RingShape(), linear_of(form, 32, 512), poisoned(rows, 32), x[:rows], partials, idle(rows))
 
 
-def shapes_for(kind, capability=90, preset="qwen3-4b", **how):
-    """Launch shapes by rows, and the weights that they are for."""
-    config = replace(PRESETS[preset], quantise=rules(kind, "fp8"), num_layers=2)
-    weights = empty_weights(config, "meta", torch.bfloat16, packs=True)
-    return shapes_of(config, weights, capability, **how), weights
-
-
-def rings(shapes):
-    """Roles whose products go by the ring."""
-    return {role for role, shape in vars(shapes).items() if isinstance(shape, RingShape)}
-
-
 def test_one_row_goes_by_the_ring_on_hopper_where_it_was_measured():
+    layers = {"qkv", "o_proj", "gate_up", "down"}
     found = {kind: shapes_for(kind)[0] for kind in ("int4", "fp8", "int8")}
-    assert rings(found["int4"][1]) == {"qkv", "o_proj", "gate_up"}
-    assert rings(found["fp8"][1]) == {"qkv", "o_proj", "gate_up", "down"}
+    assert rings(found["int4"][1]) == {"qkv", "o_proj", "gate_up", "lm_head"}
+    assert rings(found["fp8"][1]) == layers | {"lm_head"}
     assert rings(found["int8"][1]) == set()
+    assert rings(shapes_for("int4", preset="qwen3-0.6b")[0][1]) == layers | {"lm_head"}
     for shapes in found.values():
         assert not set.union(*(rings(shapes[rows]) for rows in shapes if rows > 1)), "more rows than the kernel takes"
     for capability in (80, 89, 100, 120):
         assert not rings(shapes_for("int4", capability)[0][1]), capability
-    assert not rings(shapes_for("int4", preset="llama-3.1-8b")[0][1]), "sizes that nobody measured"
+    for preset in ("qwen3-14b", "qwen2.5-0.5b"):
+        assert not rings(shapes_for("int4", preset=preset)[0][1]), "sizes that nobody measured"
     assert not rings(shapes_for("fp8", batch_invariant=True)[0][16])
 
 
 def test_a_role_goes_by_the_ring_if_the_kernel_carries_all_of_its_layers():
     shapes, weights = shapes_for("int4")
     layer = weights.layers[0]
-    assert ring_shape([layer.qkv, layer.qkv]) == shapes[1].qkv == RINGS["int4", 6144, 2560]
+    assert ring_shape([layer.qkv, layer.qkv], "qkv", 2560) == shapes[1].qkv == RINGS["int4", 6144, 2560]
     packed = layer.qkv.packed
     other = {
         "groups of 64": replace(layer.qkv, packed=replace(packed, group=64)),
         "zero points": replace(layer.qkv, packed=replace(packed, zeros=True)),
         "an order": replace(layer.qkv, packed=replace(packed, ordered=True)),
         "16 bits": replace(layer.qkv, weight=torch.empty(6144, 2560, device="meta"), packed=None),
+        "another size": layer.o_proj,
+        "rows that 16 do not divide": replace(layer.qkv, weight=layer.qkv.weight[:-8]),
     }
     for name, linear in other.items():
-        assert ring_shape([layer.qkv, linear]) is None, name
+        assert ring_shape([layer.qkv, linear], "qkv", 2560) is None, name
     fp8 = shapes_for("fp8")[1].layers[0].qkv
-    assert ring_shape([fp8]) == RINGS["e4m3", 6144, 2560]
-    assert ring_shape([replace(fp8, packed=replace(fp8.packed, group=128, rows=128))]) is None, "scales of groups"
+    assert ring_shape([fp8], "qkv", 2560) == RINGS["e4m3", 6144, 2560]
+    grouped = replace(fp8, packed=replace(fp8.packed, group=128, rows=128))
+    assert ring_shape([grouped], "qkv", 2560) is None, "scales of groups"
+    int8 = shapes_for("int8")[1].layers[0].qkv
+    assert ring_shape([replace(int8, packed=replace(int8.packed, group=2560))], "qkv", 2560) is None, "8 bits a row"
     mixed = replace(weights, layers=[replace(layer, qkv=other["zero points"]), *weights.layers[1:]])
     config = replace(PRESETS["qwen3-4b"], quantise=rules("int4", "fp8"), num_layers=2)
     one = shapes_of(config, mixed, 90)[1]
     assert one.qkv == few_bits_shape(layer.qkv, 1) and isinstance(one.qkv, MatmulShape)
-    assert rings(one) == {"o_proj", "gate_up"}
+    assert rings(one) == {"o_proj", "gate_up", "lm_head"}
+
+
+def test_e4m3_goes_by_the_ring_in_all_roles_of_the_layers_or_in_none():
+    """One alone has taken longer than none."""
+    weights = shapes_for("fp8")[1]
+    linears = {role: [getattr(layer, role) for layer in weights.layers] for role in ROLES if role != "lm_head"}
+    linears |= {"lm_head": [weights.lm_head]}
+    assert set(ring_shapes(linears)) == set(ROLES)
+    dense = [replace(each, weight=torch.empty(2560, 9728, device="meta"), packed=None) for each in linears["down"]]
+    assert not ring_shapes(linears | {"down": dense})
+    few = shapes_for("int4")[1].layers
+    assert set(ring_shapes(linears | {"qkv": [layer.qkv for layer in few], "down": dense})) == {"qkv", "lm_head"}
 
 
 def test_a_grid_has_no_more_programs_than_blocks():
     assert RingShape(programs=5).grid(32) == (2, 2) and RingShape().grid(160) == (10, 10)
-    for (_, n, _), shape in RINGS.items():
+    for (_, _, n, _), shape in IN_USE.items():
         assert shape.grid(n) == (n // 16, shape.programs or n // 16)

@@ -21,17 +21,23 @@ TUNED: dict[int, dict[tuple[str, int, int], MatmulShape]] = {
     8: {("int4", 2560, 4096): MatmulShape(16, 4, 8, 8), ("int4", 2560, 9728): MatmulShape(16, 4, 10, 8, fetch=1)},
 }
 
-# Of one row on Hopper alone: (format, rows, columns) of a weight -> the shape with which Qwen3-4B's whole step was
-# faster on an H200 than without. The four of e4m3 belong together: each alone makes the step slower, as more than
-# 48 KiB of shared memory takes the L1 cache from the kernels beside it, through which they have their tiles.
+# Of one row on Hopper alone: (format, rows, columns) of a weight -> the shape with which the whole step was fastest on
+# an H200, where that is not what ring_rule says.
 RINGS = {
+    ("int4", 6144, 2560): RingShape(4, 5, 1, registers=168),  # Qwen3-4B
     ("int4", 19456, 2560): RingShape(4, 5, 2, programs=PROGRAMS),
-    ("int4", 2560, 4096): RingShape(8, 1, 4, x_shared=True, registers=96),
-    ("int4", 6144, 2560): RingShape(4, 5, 1, registers=168),
-    ("e4m3", 19456, 2560): RingShape(4, 5, 2, x_shared=True, programs=PROGRAMS, copier=1, registers=64),
-    ("e4m3", 2560, 9728): RingShape(8, 2, 5, x_shared=True, copier=1, registers=64),
-    ("e4m3", 2560, 4096): RingShape(8, 2, 4, x_shared=True, registers=64),
-    ("e4m3", 6144, 2560): RingShape(4, 10, 1, registers=128),
+    ("e4m3", 6144, 2560): RingShape(4, 10, 1, x_shared=True),
+    ("int4", 4096, 14336): RingShape(8, 2, 4, x_shared=True, copier=1, registers=80),  # Llama-3.1-8B
+    ("int4", 5120, 3072): RingShape(4, 6, 1, x_shared=True),  # Llama-3.2-3B
+    ("int4", 4096, 1024): RingShape(8, 1, 1, x_shared=True),  # Qwen3-0.6B
+    ("int4", 1024, 2048): RingShape(4, 4, 1, x_shared=True),
+    ("int4", 6144, 1024): RingShape(2, 4, 1),
+    ("int4", 1024, 3072): RingShape(4, 6, 1, x_shared=True),
+    ("e4m3", 4096, 1024): RingShape(4, 4, 1, x_shared=True),
+    ("e4m3", 1024, 2048): RingShape(8, 2, 2, x_shared=True, registers=64),
+    ("e4m3", 6144, 1024): RingShape(4, 2, 2, x_shared=True, registers=64),
+    ("e4m3", 1024, 3072): RingShape(8, 2, 3, x_shared=True, registers=64),
+    ("e4m3", 151936, 1024): RingShape(4, 4, 4, x_shared=True, programs=PROGRAMS, copier=1, registers=64),
 }
 
 
@@ -49,8 +55,7 @@ def few_bits(
         base = shapes[min((at for at in shapes if at >= rows), default=max(shapes))]
         by_rows[rows] = replace(base, **{role: choose(linear, rows) for role, linear in formats.items()})
     if capability == TUNED_FOR and not batch_invariant:
-        rings = {role: shape for role, found in linears.items() if (shape := ring_shape(found))}
-        by_rows[1] = replace(by_rows[1], **rings)
+        by_rows[1] = replace(by_rows[1], **ring_shapes(linears))
     return by_rows
 
 
@@ -58,16 +63,63 @@ def _linears(weights: Weights, role: str) -> list[Linear]:
     return [weights.lm_head] if role == "lm_head" else [getattr(layer, role) for layer in weights.layers]
 
 
-def ring_shape(linears: list[Linear]) -> RingShape | None:
-    """The shape with which matmul_ring multiplies all of these by one row, None where it was not measured or the kernel
+def ring_shapes(linears: dict[str, list[Linear]]) -> dict[str, RingShape]:
+    """Of those of the roles that go by the ring. e4m3 layers do so in all roles or in none: with more than 48 KiB of
+    shared memory a kernel takes the L1 cache from those beside it, through which others have their tiles. The LM head
+    goes along with layers."""
+    hidden, layers = linears["qkv"][0].in_features, [role for role in ROLES if role != "lm_head"]
+    found = {role: shape for role, alike in linears.items() if (shape := ring_shape(alike, role, hidden))}
+    if not all(role in found for role in layers):
+        found = {role: shape for role, shape in found.items() if role == "lm_head" or not has_e4m3(linears[role])}
+    return found if any(role in found for role in layers) else {}
+
+
+def has_e4m3(linears: list[Linear]) -> bool:
+    return any(linear.format == "e4m3" for linear in linears)
+
+
+def ring_shape(linears: list[Linear], role: str, hidden: int) -> RingShape | None:
+    """The shape with which matmul_ring multiplies all of these by one row, None where none was faster or the kernel
     does not carry one of them: it has neither zero points nor orders of columns. Of e4m3 scales of groups would take
     registers that these shapes leave nobody."""
     for linear in linears:
         packed, K = linear.packed, linear.in_features
-        if packed is None or packed.zeros or packed.ordered or packed.group != (128 if packed.name == "int4" else K):
+        groups = {"int4": 128, "e4m3": K}
+        if packed is None or packed.zeros or packed.ordered or packed.group != groups.get(packed.name):
             return None
-    found = {RINGS.get((linear.format, linear.out_features, linear.in_features)) for linear in linears}
-    return found.pop() if len(found) == 1 else None
+        if linear.out_features % 16 or K % (2 * packed.tile):
+            return None
+    sizes = {(linear.format, linear.out_features, linear.in_features) for linear in linears}
+    if len(sizes) > 1:
+        return None
+    return RINGS.get(size := sizes.pop()) or ring_rule(*size, role, hidden)
+
+
+def ring_rule(form: str, N: int, K: int, role: str, hidden: int) -> RingShape | None:
+    """What was fastest in the steps of models with a hidden size from 2,048 (Qwen3-1.7B) to 4,096 (Llama-3.1-8B,
+    Qwen3-8B), or nearly so. None where a role was no faster by the ring there, and for other sizes."""
+    if not 2048 <= hidden <= 4096 or K > 14336:
+        return None
+    row = -(-K // (512 if form == "int4" else 256))  # tiles that each of four warps has of one
+    if form == "int4":
+        match role:
+            case "gate_up":
+                wide = hidden > 2560
+                return RingShape(4, row, 1 if wide else 2, x_shared=wide, programs=PROGRAMS)
+            case "qkv" if hidden <= 2560:
+                return RingShape(4, row, 1, registers=168)
+            case "o_proj" if 2560 <= hidden and K <= 4096:
+                return RingShape(8, 1, 4, x_shared=True, registers=96)
+        return None
+    if role == "lm_head" or (role == "gate_up" and hidden >= 2560):
+        return RingShape(4, 4, 5, x_shared=True, programs=PROGRAMS, copier=1, registers=64)
+    if hidden < 2560:
+        return None
+    if role == "qkv":
+        return RingShape(4, row, 1, registers=168)
+    if role == "o_proj" and N < 4096:
+        return RingShape(8, -(-row // 2), 1, x_shared=True) if K <= 4096 else None
+    return RingShape(8, 2, 5 if role == "down" else 3, x_shared=True, copier=1, registers=64)
 
 
 def few_bits_shape(linear, rows: int) -> MatmulShape:
