@@ -154,8 +154,9 @@ TUNED_ROWS = {
         (151936, 2560): HopperShape(128, 128, 5, 5, programs=132, copier=1, registers=80),
         (4096, 1024): HopperShape(64, 64, 8, 4, copier=1, registers=80),
         (1024, 2048): HopperShape(64, 64, 8, 4, split=4),
-        (6144, 1024): TilesShape(32, 128, 4, block_m=64),
+        (6144, 1024): HopperShape(64, 128, 4, 4, lag=1),
         (1024, 3072): WideShape(64, 128, 4, 3, split=6),
+        (151936, 1024): HopperShape(128, 128, 5, 5, programs=132, copier=1, registers=80),
     },
     64: {
         (6144, 2560): HopperShape(64, 64, 8, 4, copier=1, registers=80),
@@ -163,8 +164,11 @@ TUNED_ROWS = {
         (19456, 2560): HopperShape(128, 64, 4, 4, num_warps=8, lag=1, copier=1, registers=80),
         (2560, 9728): HopperShape(64, 128, 4, 2, split=4, num_warps=8),
         (151936, 2560): HopperShape(128, 64, 8, 6, num_warps=8, programs=132, copier=1, registers=88),
+        (4096, 1024): HopperShape(64, 128, 4, 4),
+        (1024, 2048): TilesShape(16, 256, 5, block_m=64),
         (6144, 1024): TilesShape(16, 128, 4),
-        (1024, 3072): TilesShape(32, 128, 8),
+        (1024, 3072): TilesShape(16, 256, 5, block_m=64),
+        (151936, 1024): HopperShape(128, 64, 8, 6, num_warps=8, programs=132, copier=1, registers=88),
     },
 }
 
