@@ -107,7 +107,7 @@ def in_use():
     found = {}
     for preset, kind in product(PRESETS, ("int4", "fp8")):
         shapes, weights = shapes_for(kind, preset=preset)
-        for role in rings(shapes[1]):
+        for role in sorted(rings(shapes[1])):
             linear = weights.lm_head if role == "lm_head" else getattr(weights.layers[0], role)
             size = linear.format, role, linear.out_features, linear.in_features
             assert found.setdefault(size, shape := getattr(shapes[1], role)) == shape
