@@ -11,7 +11,7 @@ import torch
 from models import tiny_config, tiny_engine
 
 from tridecode import commands
-from tridecode.commands import tune
+from tridecode.commands import candidates, tune
 from tridecode.errors import DeviceError
 from tridecode.model.checkpoint import empty_weights
 from tridecode.model.presets import PRESETS
@@ -121,7 +121,7 @@ def test_fields_that_are_not_searched_stay():
 
 def test_candidates_are_what_registers_hold_and_a_table_may_say():
     start = choose_shapes(CONFIG, BF16, 90)[1]
-    found = tune.candidates(CONFIG, 2, start, 132)
+    found = candidates.candidates(CONFIG, 2, start, 132)
     assert {op for op, _ in found} == set(tune.ORDER) == set(vars(start))
     for op, tried in found:
         assert tried
@@ -133,11 +133,11 @@ def test_candidates_are_what_registers_hold_and_a_table_may_say():
     assert {(1, 2), (2, 4), (4, 8), (8, 16)} <= set(down)
     assert not {(1, 1), (8, 8), (1, 16)} & set(down)  # too many bytes a thread, or too few
     tiles = [{"block_n": 2, "num_warps": 1}, {"block_n": 2, "num_warps": 4}]
-    assert tune.with_registers(tiles, 2 * 9728, bounded=True) == [{"block_n": 2, "num_warps": 4, "registers": 80 + 40}]
-    assert tune.with_registers(tiles, 2 * 9728, bounded=True, shared=True)[0]["registers"] == 0
+    assert candidates.with_registers(tiles, 2 * 9728, bounded=True) == [{"block_n": 2, "num_warps": 4, "registers": 80 + 40}]
+    assert candidates.with_registers(tiles, 2 * 9728, bounded=True, shared=True)[0]["registers"] == 0
     for programs in (0, 132):  # where the search begins decides; a bound that two turns do not fit in is never tried
         begin = replace(start, down=replace(start.down, programs=programs))
-        tiles = [t for op, tried in tune.candidates(CONFIG, 2, begin, 132) if op == "down" for t in tried]
+        tiles = [t for op, tried in candidates.candidates(CONFIG, 2, begin, 132) if op == "down" for t in tried]
         assert all((t["registers"] == 0) == (programs > 0) for t in tiles if "block_n" in t)
     names = set().union(*(values for op, tried in found if op == "attention" for values in tried))
     assert names >= {"block_t", "num_warps", "splits"}
@@ -225,7 +225,7 @@ def test_no_table_may_share_columns_where_the_kernel_for_hopper_does_not():
 def test_candidates_of_several_rows_are_what_the_gpu_holds_and_a_table_may_say(rows):
     gpu = SimpleNamespace(major=9, multi_processor_count=132, shared_memory_per_block_optin=232448)
     start = next(step for most, step in choose_shapes(CONFIG, BF16, 90).items() if most > 1 and most >= rows)
-    found = tune.candidates_of_several(CONFIG, rows, start, gpu)
+    found = candidates.candidates_of_several(CONFIG, rows, start, gpu)
     assert {op for op, _ in found} == set(tune.ORDER)
     for op, tried in found:
         assert tried
