@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass
 from functools import partial
 from pathlib import Path
 
@@ -29,6 +29,7 @@ from triton.runtime.driver import driver
 
 from tridecode import layout
 from tridecode.commands.bench.read import measure_read_bandwidth
+from tridecode.commands.candidates import packed_products
 from tridecode.kernels import matmul
 from tridecode.kernels.matmul import MATMUL_GATE_UP, MATMUL_NORMED, MATMUL_RESIDUAL
 from tridecode.model.formats.packed import packed_form
@@ -41,24 +42,7 @@ from tridecode.step.few_bits import ROLES, ROWS, few_bits_shape
 from tridecode.step.shapes import MatmulShape
 
 COLD = 240e6  # bytes of weights between two uses of the same ones
-MOST = 24  # candidates of a matrix
 BEST = 3  # shapes that are printed for each matrix
-ALL = 1000  # tiles
-# block_n, num_warps, ahead, x_ahead, registers, programs, fetch; first what is hoped most of and differs most.
-SHARED = (
-    (16, 4, 10, ALL, 0, 264, 0), (16, 4, 10, ALL, 0, 264, 2), (16, 4, 3, 4, 128, 528, 2), (16, 4, 4, 4, 128, 0, 1),
-    (32, 4, 10, ALL, 0, 264, 0), (16, 4, 4, 4, 168, 396, 2), (16, 8, 3, ALL, 0, 132, 0), (16, 4, 10, 8, 0, 0, 1),
-    (32, 4, 10, ALL, 0, 264, 2), (16, 4, 5, 8, 128, 528, 0), (16, 8, 10, ALL, 0, 132, 2), (32, 4, 3, 4, 128, 528, 2),
-    (16, 4, 6, ALL, 0, 264, 0), (32, 8, 3, ALL, 0, 132, 2), (16, 2, 10, ALL, 0, 528, 0), (16, 4, 5, 4, 128, 528, 0),
-)  # fmt: skip
-EACH = (
-    (16, 4, 10, 8, 0, 0, 1), (16, 4, 8, 8, 0, 0, 0), (16, 8, 4, 8, 128, 0, 1), (16, 8, 3, 4, 128, 0, 1),
-    (16, 16, 3, 2, 64, 0, 1), (16, 8, 10, 8, 0, 0, 1), (32, 8, 3, 4, 0, 0, 1), (16, 4, 4, 4, 128, 0, 1),
-    (16, 8, 4, 4, 128, 0, 0), (64, 8, 2, 2, 0, 0, 1), (16, 8, 3, 4, 80, 0, 1), (32, 4, 4, 4, 0, 0, 1),
-    (16, 8, 2, 8, 128, 0, 1), (16, 16, 3, 4, 128, 0, 0), (64, 4, 2, 4, 0, 0, 1), (16, 2, 10, 8, 0, 0, 0),
-    (16, 2, 5, 8, 128, 0, 1), (32, 8, 5, 4, 0, 0, 0), (16, 8, 8, 16, 0, 0, 1), (32, 16, 3, 4, 128, 0, 1),
-)  # fmt: skip
-
 
 @dataclass(frozen=True)
 class Case:
@@ -143,27 +127,6 @@ def in_use(linear: Linear, rows: int, gated: bool) -> MatmulShape:
         return few_bits_shape(linear, rows)
     shape = few_rows_shape(linear.out_features, linear.in_features, max(rows, 8), gated)
     return shape if isinstance(shape, MatmulShape) else MatmulShape(16, 4, 8, 4)
-
-
-def candidates(linear: Linear, rows: int, used: MatmulShape) -> list[MatmulShape]:
-    """Those that registers may hold, the shape in use first, then by what is hoped of them."""
-    N, K, packed = linear.out_features, linear.in_features, linear.packed
-    parts, found = 1 if packed is None else packed.tile // 32, [used]
-    in_turn = [values for pair in itertools.zip_longest(EACH, SHARED) for values in pair if values]
-    for values in EACH + SHARED if K > 2560 else SHARED + EACH if N > 16384 else in_turn:
-        wanted = MatmulShape(*values[:5], 8, *values[5:])
-        tiles = -(-K // (32 * parts * wanted.num_warps))
-        shape = replace(wanted, ahead=min(wanted.ahead, tiles), x_ahead=min(wanted.x_ahead, tiles * parts))
-        # Registers of a thread: tiles of the weights and of the activations, sums, and all else.
-        needed = shape.block_n // 2 * shape.ahead + max(rows, 8) // 2 * shape.x_ahead
-        sums, kept = shape.block_n * max(rows, 8) // 32, shape.x_ahead == tiles * parts and shape.programs
-        needed += 2 * sums + 32 + (sums * tiles if kept and linear.format == "int4" else 0)
-        most = shape.registers or min(65536 // (32 * shape.num_warps), 255)
-        takes_turns = not shape.programs or shape.programs < shape.grid(N)[0]
-        wide = shape.block_n == 16 or rows > 8 or N > 16384
-        if needed <= most and takes_turns and wide and (packed is not None or not shape.fetch) and shape not in found:
-            found.append(shape)
-    return found[:MOST]
 
 
 class NoGPU:
@@ -273,7 +236,7 @@ def search_cases(cases: list[Case], args, run, timed: Callable, bandwidth: float
         linear = random_linear(case.N, case.K, case.kind, "meta")
         used[case], (line, _, _) = in_use(linear, case.rows, case.role == "gate_up"), product(case, "meta")
         found[case], sizes[case] = [], linear.nbytes
-        for place, shape in enumerate(candidates(linear, case.rows, used[case])):
+        for place, shape in enumerate(packed_products(linear, case.rows, used[case])):
             try:
                 work.append((place, (case, shape), specialized(line, linear, shape, run)))
             except Exception as error:

@@ -14,10 +14,20 @@ from tridecode import commands
 from tridecode.commands import candidates, tune
 from tridecode.errors import DeviceError
 from tridecode.model.checkpoint import empty_weights
+from tridecode.model.formats.quantise import rules
 from tridecode.model.presets import PRESETS
 from tridecode.step import choose, tuned
 from tridecode.step.choose import choose_shapes, matvec_shape
-from tridecode.step.shapes import MAX_SPLITS, AttentionRowsShape, HopperShape, MatmulShape, TilesShape, WideShape
+from tridecode.step.few_bits import packings
+from tridecode.step.shapes import (
+    MAX_SPLITS,
+    AttentionRowsShape,
+    HopperShape,
+    MatmulShape,
+    RingShape,
+    TilesShape,
+    WideShape,
+)
 from tridecode.step.state import shapes_of
 from tridecode.version import __version__
 
@@ -37,6 +47,15 @@ def write(found: dict[str, dict], gpu: str = GPU) -> None:
     path = tuned.table_path(gpu)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(tuned.merged_table(path, gpu, found))
+
+
+def with_table(config, dtype, capability: int, gpu: str):
+    """What an engine on that GPU has of 16-bit weights."""
+    return tuned.with_table(choose_shapes(config, dtype, capability), config, dtype, gpu)
+
+
+def changed(shape, entry: dict, key: str):
+    return tuned.changed(shape, entry, key, tuned.forms_of(shape, None, 8))
 
 
 # The search
@@ -133,7 +152,8 @@ def test_candidates_are_what_registers_hold_and_a_table_may_say():
     assert {(1, 2), (2, 4), (4, 8), (8, 16)} <= set(down)
     assert not {(1, 1), (8, 8), (1, 16)} & set(down)  # too many bytes a thread, or too few
     tiles = [{"block_n": 2, "num_warps": 1}, {"block_n": 2, "num_warps": 4}]
-    assert candidates.with_registers(tiles, 2 * 9728, bounded=True) == [{"block_n": 2, "num_warps": 4, "registers": 80 + 40}]
+    bounded = candidates.with_registers(tiles, 2 * 9728, bounded=True)
+    assert bounded == [{"block_n": 2, "num_warps": 4, "registers": 80 + 40}]
     assert candidates.with_registers(tiles, 2 * 9728, bounded=True, shared=True)[0]["registers"] == 0
     for programs in (0, 132):  # where the search begins decides; a bound that two turns do not fit in is never tried
         begin = replace(start, down=replace(start.down, programs=programs))
@@ -169,19 +189,21 @@ def test_the_users_table_comes_first_then_the_shipped_one_then_the_rule(cache, m
     assert keys["attention"] == "attention 32/8x128 bfloat16"
     shipped = choose_shapes(CONFIG, BF16, 90)
     assert shipped[1].qkv == choose.TUNED[6144, 2560]
-    assert choose_shapes(CONFIG, BF16, 90, GPU) == shipped, "no table, no change"
+    assert with_table(CONFIG, BF16, 90, GPU) == shipped, "no table, no change"
     write({
         keys["qkv"]: fields("qkv", block_n=4, num_warps=8),
         keys["attention"]: fields("attention", block_t=32, splits=64, num_warps=2),
         "down 1x1 bfloat16": fields("down", block_n=4, num_warps=1),
     })  # fmt: skip
-    mine = choose_shapes(CONFIG, BF16, 90, GPU)[1]
+    mine = with_table(CONFIG, BF16, 90, GPU)[1]
     assert (mine.qkv.block_n, mine.qkv.num_warps) == (4, 8)
     assert (mine.attention.block_t, mine.attention.splits, mine.attention.num_warps) == (32, 64, 2)
     assert replace(mine, qkv=shipped[1].qkv, attention=shipped[1].attention) == shipped[1]
-    assert choose_shapes(CONFIG, BF16, 90, "Another GPU") == shipped
-    assert choose_shapes(CONFIG, torch.float16, 90, GPU) == choose_shapes(CONFIG, torch.float16, 90)
-    assert choose_shapes(CONFIG, BF16, 90) == shipped, "without a GPU's name no table is read"
+    assert with_table(CONFIG, BF16, 90, "Another GPU") == shipped
+    assert with_table(CONFIG, torch.float16, 90, GPU) == choose_shapes(CONFIG, torch.float16, 90)
+    weights = empty_weights(CONFIG, "meta", BF16)
+    assert shapes_of(CONFIG, weights, 90, GPU)[1].qkv == mine.qkv
+    assert shapes_of(CONFIG, weights, 90) == shipped, "without a GPU's name no table is read"
 
 
 @pytest.mark.parametrize("block_t", [32, 64, 128])
@@ -201,24 +223,24 @@ def test_a_table_has_shapes_for_several_rows_in_either_form(cache):
     mine = {"qkv": TilesShape(16, 64, 5), "o_proj": WideShape(64, 64, 3, split=4), "down": MatmulShape(32, 4, 3, 2)}
     mine |= {"attention": AttentionRowsShape(16, 7)}
     write({keys[op]: tuned.searched(shape) for op, shape in mine.items()})
-    found = choose_shapes(CONFIG, BF16, 90, GPU)
+    found = with_table(CONFIG, BF16, 90, GPU)
     assert found == shipped | {16: replace(shipped[16], **mine)}
     assert type(shipped[16].qkv) is MatmulShape, "the other form"
 
 
 def test_no_table_may_share_the_columns_of_the_lm_head():
     entry = tuned.searched(WideShape(split=2))
-    assert tuned.changed(WideShape(), entry, "qkv 8x8 bfloat16 for 8 rows") == WideShape(split=2)
+    assert changed(WideShape(), entry, "qkv 8x8 bfloat16 for 8 rows") == WideShape(split=2)
     with pytest.raises(tuned.TableError, match="split of 'lm_head 8x8 bfloat16 for 8 rows' must be 1"):
-        tuned.changed(WideShape(), entry, "lm_head 8x8 bfloat16 for 8 rows")
+        changed(WideShape(), entry, "lm_head 8x8 bfloat16 for 8 rows")
 
 
 def test_no_table_may_share_columns_where_the_kernel_for_hopper_does_not():
     entry, both = (tuned.searched(HopperShape(split=2, programs=programs)) for programs in (0, 132))
-    assert tuned.changed(TilesShape(), entry, "down 8x8 bfloat16 for 32 rows") == HopperShape(split=2)
+    assert changed(TilesShape(), entry, "down 8x8 bfloat16 for 32 rows") == HopperShape(split=2)
     for wrong, op in ((entry, "lm_head"), (entry, "gate_up"), (both, "down")):
         with pytest.raises(tuned.TableError, match=f"split of '{op} 8x8 bfloat16 for 32 rows' must be 1"):
-            tuned.changed(TilesShape(), wrong, f"{op} 8x8 bfloat16 for 32 rows")
+            changed(TilesShape(), wrong, f"{op} 8x8 bfloat16 for 32 rows")
 
 
 @pytest.mark.parametrize("rows", [2, 16, 33, 64])
@@ -231,7 +253,7 @@ def test_candidates_of_several_rows_are_what_the_gpu_holds_and_a_table_may_say(r
         assert tried
         for values in tried:
             shape = replace(getattr(start, op), **values) if isinstance(values, dict) else values
-            assert tuned.changed(getattr(start, op), tuned.searched(shape), "key") == shape
+            assert changed(getattr(start, op), tuned.searched(shape), "key") == shape
             if isinstance(shape, TilesShape):
                 weights = shape.block_n * (2 if op == "gate_up" else 1)
                 assert 2 * shape.stages * shape.block_k * (max(shape.block_m, rows) + weights) < 232448
@@ -239,6 +261,85 @@ def test_candidates_of_several_rows_are_what_the_gpu_holds_and_a_table_may_say(r
                 assert op != "lm_head" or shape.split == 1, "whose sums have no room"
     forms = {type(values) for op, tried in found if op == "o_proj" for values in tried}
     assert forms >= {MatmulShape if rows <= 16 else HopperShape, TilesShape, WideShape}
+
+
+HOPPER = SimpleNamespace(major=9, minor=0, multi_processor_count=132, shared_memory_per_block_optin=232448)
+
+
+def packed_weights(kind: str, preset: str = "qwen3-4b"):
+    config = replace(PRESETS[preset], quantise=rules(kind, "fp8"), num_layers=2)
+    return config, empty_weights(config, "meta", BF16, packs=True)
+
+
+def test_a_table_has_shapes_for_weights_in_fewer_bits(cache):
+    config, weights = packed_weights("int4")
+    packed = packings(weights, 90)
+    keys, of_16 = (tuned.table_keys(config, BF16, rows, packed) for rows in (1, 16))
+    assert keys["qkv"] == "qkv 6144x2560 int4/128" and keys["lm_head"] == "lm_head 151936x2560 e4m3/row"
+    assert of_16["down"] == "down 2560x9728 int4/128 for 16 rows"
+    shipped, mine = shapes_of(config, weights, 90), RingShape(8, 1, 2, x_shared=True, copier=1, registers=64)
+    other = MatmulShape(32, 4, 3, 2, fetch=2)
+    found = {keys["down"]: mine, keys["qkv"]: other, of_16["down"]: other, "o_proj 2560x4096 bfloat16": mine}
+    write({key: tuned.searched(shape) for key, shape in found.items()})
+    assert shapes_of(config, weights, 90, GPU) == shipped | {
+        1: replace(shipped[1], down=mine, qkv=other), 16: replace(shipped[16], down=other)
+    }  # fmt: skip
+    assert shapes_of(config, weights, 90, GPU, batch_invariant=True) == shapes_of(config, weights, 90, None, True)
+
+
+@pytest.mark.parametrize("capability, kind, rows", [(90, "int4", 8), (89, "int4", 1), (90, "int8", 1)])
+def test_no_table_has_the_ring_where_its_kernel_does_not_run(cache, caplog, capability, kind, rows):
+    config, weights = packed_weights(kind)
+    key = tuned.table_keys(config, BF16, rows, packings(weights, capability))["qkv"]
+    write({key: tuned.searched(RingShape(4, 5, 1))})
+    with caplog.at_level(logging.WARNING, "tridecode"):
+        assert shapes_of(config, weights, capability, GPU) == shapes_of(config, weights, capability)
+    (record,) = caplog.records
+    assert "expected form matmul with block_n, num_warps" in record.getMessage()
+
+
+def test_what_weights_in_fewer_bits_are_is_in_the_key():
+    config, weights = packed_weights("int4")
+    layer, packed = weights.layers[0], weights.layers[0].qkv.packed
+    for change, said in ((dict(group=64), "int4/64"), (dict(zeros=True), "int4/128 zeros"),
+                         (dict(ordered=True), "int4/128 ordered"), (dict(group=2560), "int4/row")):  # fmt: skip
+        other = replace(layer.qkv, packed=replace(packed, **change))
+        found = packings(replace(weights, layers=[replace(layer, qkv=other)]), 90)["qkv"]
+        assert found == tuned.Packing(said, ring=False)
+
+
+@pytest.mark.parametrize("kind", ["int4", "int8", "fp8"])
+@pytest.mark.parametrize("rows", [1, 8, 16, 64])
+def test_candidates_for_fewer_bits_are_what_the_gpu_holds_and_a_table_may_say(kind, rows):
+    config, weights = packed_weights(kind)
+    packed, start = packings(weights, 90), shapes_of(config, weights, 90)[rows]
+    tried = candidates.packed_candidates(weights, packed, rows, HOPPER)
+    if rows == 1:
+        found = candidates.candidates(config, 2, start, 132, tried)
+    else:
+        found = candidates.candidates_of_several(config, rows, start, HOPPER, tried)
+    assert {op for op, _ in found} == set(candidates.ORDER)
+    assert [shapes for op, shapes in found if op == "down"] == [tried["down"]]
+    for op, shapes in tried.items():
+        assert len(shapes) > 4 and len(set(shapes)) == len(shapes)
+        for shape in shapes:
+            forms = tuned.forms_of(getattr(start, op), packed[op], rows)
+            assert tuned.changed(getattr(start, op), tuned.searched(shape), "key", forms) == shape
+            if isinstance(shape, RingShape):
+                assert 1024 * shape.num_warps * shape.tiles * shape.stages < 232448
+        rings = [shape for shape in shapes if isinstance(shape, RingShape)]
+        assert bool(rings) == (rows == 1 and (op == "lm_head" or kind != "int8"))
+
+
+def test_the_shapes_that_are_in_use_are_among_what_is_tried_for_fewer_bits():
+    """But for registers and the like."""
+    for kind in ("int4", "fp8"):
+        config, weights = packed_weights(kind)
+        tried = candidates.packed_candidates(weights, packings(weights, 90), 1, HOPPER)
+        for op, shape in vars(shapes_of(config, weights, 90)[1]).items():
+            if isinstance(shape, RingShape):
+                known = [each for each in tried[op] if isinstance(each, RingShape)]
+                assert shape in [replace(each, registers=shape.registers) for each in known], (kind, op)
 
 
 def test_the_shipped_table_is_for_its_own_gpus_only(monkeypatch):
@@ -279,19 +380,19 @@ def test_a_table_that_cannot_be_used_is_ignored_with_one_warning(cache, caplog, 
     write({})
     tuned.table_path(GPU).write_text(text)
     with caplog.at_level(logging.WARNING, "tridecode"):
-        assert choose_shapes(CONFIG, BF16, 90, GPU) == choose_shapes(CONFIG, BF16, 90)
+        assert with_table(CONFIG, BF16, 90, GPU) == choose_shapes(CONFIG, BF16, 90)
     (record,) = caplog.records
     message = record.getMessage()
     assert message.startswith(str(tuned.table_path(GPU))) and "\n" not in message
     assert re.search(reason, message), message
     write({QKV: fields("qkv", num_warps=1)})  # a new search replaces what it cannot read
-    assert choose_shapes(CONFIG, BF16, 90, GPU)[1].qkv.num_warps == 1
+    assert with_table(CONFIG, BF16, 90, GPU)[1].qkv.num_warps == 1
 
 
 def test_a_table_that_cannot_be_opened_is_ignored(cache, caplog):
     tuned.table_path(GPU).mkdir(parents=True)
     with caplog.at_level(logging.WARNING, "tridecode"):
-        assert choose_shapes(CONFIG, BF16, 90, GPU) == choose_shapes(CONFIG, BF16, 90)
+        assert with_table(CONFIG, BF16, 90, GPU) == choose_shapes(CONFIG, BF16, 90)
     assert len(caplog.records) == 1
 
 
@@ -318,7 +419,7 @@ def fake(cache, monkeypatch):
     names = SimpleNamespace(
         is_available=lambda: True,
         get_device_name=lambda device: GPU,
-        get_device_properties=lambda device: SimpleNamespace(multi_processor_count=132),
+        get_device_properties=lambda device: HOPPER,
     )
     monkeypatch.setattr(tune, "torch", SimpleNamespace(cuda=names))
     return engine
@@ -401,3 +502,12 @@ def test_a_real_step_is_timed_and_shapes_that_do_not_compile_are_skipped():
     assert timer(replace(start, qkv=replace(start.qkv, block_n=3))) is None  # no power of two
     assert 0 < timer(replace(start, attention=replace(start.attention, splits=1))) < 0.1
     assert 0 < timer(start) < 0.1
+
+
+@pytest.mark.skipif(not CUDA, reason="captures and times steps on an NVIDIA GPU")
+def test_a_real_step_of_weights_in_fewer_bits_is_tuned(cache, capsys):
+    args = ["tune", "--preset", "qwen3-0.6b", "--quantize", "int4", "--minutes", "0.2"]
+    assert commands.main(args) == 0
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert report["quantize"] == "int4" and report["tried"] > report["skipped"]
+    assert {shape["form"] for shape in report["shapes"].values()} >= {"attention", "ring"}

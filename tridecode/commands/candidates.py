@@ -1,19 +1,25 @@
 """What `tridecode tune` tries: launch shapes for each part of a step, as the GPU's registers and memory hold them."""
 
-from itertools import product
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import product, zip_longest
+from types import MappingProxyType
 
 from ..model.config import ModelConfig
+from ..model.weights import Linear, Weights
+from ..step.few_bits import few_bits_shape, linears_of
 from ..step.shapes import (
     AttentionRowsShape,
     AttentionShape,
     HopperShape,
     MatmulShape,
     MatvecShape,
+    RingShape,
     StepShapes,
     TilesShape,
     WideShape,
 )
-from ..step.tuned import VALUES
+from ..step.tuned import VALUES, Packing
 
 # The largest parts of the step first: the time may not be enough for all.
 ORDER = ("gate_up", "down", "qkv", "o_proj", "attention", "lm_head")
@@ -33,15 +39,49 @@ STAGES = (2, 3, 4, 6, 8)
 # Of the kernel for Hopper: rows and columns of a tile, tiles in flight of weights and activations.
 HOPPER = ((64, 128, 4, 4), (64, 128, 4, 2), (64, 64, 8, 4), (128, 64, 4, 4), (128, 64, 5, 3))
 HOPPER_ALONE = ((128, 128, 5, 5), (128, 64, 8, 6))  # on a multiprocessor, program after program
+# Of weights in fewer bits: block_n, num_warps, ahead, x_ahead, registers, programs of a multiprocessor, fetch; first
+# what is hoped most of and differs most.
+ALL = 1000  # tiles
+PACKED_SHARED = (
+    (16, 4, 10, ALL, 0, 2, 0), (16, 4, 10, ALL, 0, 2, 2), (16, 4, 3, 4, 128, 4, 2), (16, 4, 4, 4, 128, 0, 1),
+    (32, 4, 10, ALL, 0, 2, 0), (16, 4, 4, 4, 168, 3, 2), (16, 8, 3, ALL, 0, 1, 0), (16, 4, 10, 8, 0, 0, 1),
+    (32, 4, 10, ALL, 0, 2, 2), (16, 4, 5, 8, 128, 4, 0), (16, 8, 10, ALL, 0, 1, 2), (32, 4, 3, 4, 128, 4, 2),
+    (16, 4, 6, ALL, 0, 2, 0), (32, 8, 3, ALL, 0, 1, 2), (16, 2, 10, ALL, 0, 4, 0), (16, 4, 5, 4, 128, 4, 0),
+)  # fmt: skip
+PACKED_EACH = (
+    (16, 4, 10, 8, 0, 0, 1), (16, 4, 8, 8, 0, 0, 0), (16, 8, 4, 8, 128, 0, 1), (16, 8, 3, 4, 128, 0, 1),
+    (16, 16, 3, 2, 64, 0, 1), (16, 8, 10, 8, 0, 0, 1), (32, 8, 3, 4, 0, 0, 1), (16, 4, 4, 4, 128, 0, 1),
+    (16, 8, 4, 4, 128, 0, 0), (64, 8, 2, 2, 0, 0, 1), (16, 8, 3, 4, 80, 0, 1), (32, 4, 4, 4, 0, 0, 1),
+    (16, 8, 2, 8, 128, 0, 1), (16, 16, 3, 4, 128, 0, 0), (64, 4, 2, 4, 0, 0, 1), (16, 2, 10, 8, 0, 0, 0),
+    (16, 2, 5, 8, 128, 0, 1), (32, 8, 5, 4, 0, 0, 0), (16, 8, 8, 16, 0, 0, 1), (32, 16, 3, 4, 128, 0, 1),
+)  # fmt: skip
+PACKED_MANY = (  # of more than 16 rows, whose sums leave few registers
+    (16, 8, 1, 1, 0, 0, 0), (16, 4, 1, 1, 0, 0, 0), (16, 8, 2, 1, 0, 0, 0), (16, 4, 2, 1, 0, 0, 0),
+    (16, 8, 2, 2, 0, 0, 0), (16, 4, 2, 2, 0, 0, 0), (16, 8, 3, 1, 0, 0, 1), (32, 8, 1, 1, 0, 0, 0),
+)  # fmt: skip
+MOST_PACKED = 24  # of these for a matrix
+# And by the ring: warps, tiles and stages of one program for each 16 rows of the weights, and of programs that share
+# them; 0 tiles are a whole row.
+RING_EACH = ((4, 0, 1), (8, 0, 1), (2, 0, 1), (8, 1, 4), (8, 2, 3), (8, 2, 4), (8, 2, 5), (8, 4, 2))
+RING_SHARED = ((4, 0, 1), (4, 0, 2), (4, 4, 5), (4, 4, 4), (8, 4, 3))
+RING_X, RING_TILES = 128, 20  # registers of a thread for the activations at most, and tiles that are unrolled
 
 
 def candidates(
-    config: ModelConfig, itemsize: int, shapes: StepShapes, multiprocessors: int
-) -> list[tuple[str, list[dict]]]:
-    """What to try for each part of the step, but for tiles of weights that cannot be the best."""
+    config: ModelConfig,
+    itemsize: int,
+    shapes: StepShapes,
+    multiprocessors: int,
+    packed: Mapping[str, list] = MappingProxyType({}),
+) -> list[tuple[str, list]]:
+    """What to try for each part of the step, but for tiles of weights that cannot be the best. packed: that of the
+    parts whose weights have fewer bits."""
     columns = {"o_proj": config.q_size, "down": config.intermediate_size}
     found = []
     for op in ORDER:
+        if op in packed:
+            found.append((op, packed[op]))
+            continue
         values_of = VALUES[type(getattr(shapes, op))]
         names = set(values_of)
         row = itemsize * columns.get(op, config.hidden_size) * (2 if op == "gate_up" else 1)
@@ -61,13 +101,18 @@ def candidates(
     return found
 
 
-def candidates_of_several(config: ModelConfig, rows: int, shapes: StepShapes, gpu) -> list[tuple[str, list]]:
-    """What to try for each part of a step of `rows` rows: what registers, or the GPU's shared memory, hold."""
+def candidates_of_several(
+    config: ModelConfig, rows: int, shapes: StepShapes, gpu, packed: Mapping[str, list] = MappingProxyType({})
+) -> list[tuple[str, list]]:
+    """What to try for each part of a step of `rows` rows: what registers, or the GPU's shared memory, hold; packed: as
+    in candidates."""
     high = max(1 << (rows - 1).bit_length(), 8)  # rows of a tile
     columns = {"o_proj": config.q_size, "down": config.intermediate_size}
     found = []
     for op in ORDER:
-        if isinstance(shapes.attention, AttentionShape) and op == "attention":
+        if op in packed:
+            found.append((op, packed[op]))
+        elif isinstance(shapes.attention, AttentionShape) and op == "attention":
             tiles = product((32, 64, 128), (4, 8))
             found.append((op, [{"block_t": t, "num_warps": warps, "registers": 0} for t, warps in tiles]))
             found.append((op, [{"ahead": ahead} for ahead in VALUES[AttentionShape]["ahead"]]))
@@ -160,4 +205,61 @@ def with_registers(tiles: list[dict], row: int, bounded: bool, shared: bool = Fa
         if weights <= MOST and (weights >= FEWEST or tile["num_warps"] == 1):
             registers = 0 if shared else -(-weights // 8) * 8 + OTHERS
             found.append(tile | ({"registers": registers} if bounded else {}))
+    return found
+
+
+def packed_candidates(weights: Weights, packed: Mapping[str, Packing], rows: int, gpu) -> dict[str, list]:
+    """What to try for each part of a step whose weights have fewer bits."""
+    found = {}
+    for op, packing in packed.items():
+        linear = next(linear for linear in linears_of(weights, op) if linear.packed)
+        found[op] = packed_products(linear, rows, few_bits_shape(linear, rows), gpu.multi_processor_count)
+        if packing.ring and rows == 1:
+            found[op] += ring_products(linear, gpu)
+    return found
+
+
+def packed_products(linear: Linear, rows: int, used: MatmulShape, multiprocessors: int = 132) -> list[MatmulShape]:
+    """Those for weights in fewer bits that registers may hold, the shape in use first, then by what is hoped of them;
+    for those in 16 bits too."""
+    N, K, packed = linear.out_features, linear.in_features, linear.packed
+    parts, found = 1 if packed is None else packed.tile // 32, [used]
+    in_turn = [values for pair in zip_longest(PACKED_EACH, PACKED_SHARED) for values in pair if values]
+    lists = PACKED_EACH + PACKED_SHARED if K > 2560 else PACKED_SHARED + PACKED_EACH if N > 16384 else in_turn
+    for values in PACKED_MANY if rows > 16 else lists:
+        wanted = MatmulShape(*values[:5], 8, values[5] * multiprocessors, values[6])
+        tiles = -(-K // (32 * parts * wanted.num_warps))
+        shape = replace(wanted, ahead=min(wanted.ahead, tiles), x_ahead=min(wanted.x_ahead, tiles * parts))
+        # Registers of a thread: tiles of the weights and of the activations, sums, and all else.
+        needed = shape.block_n // 2 * shape.ahead + max(rows, 8) // 2 * shape.x_ahead
+        sums, kept = shape.block_n * max(rows, 8) // 32, shape.x_ahead == tiles * parts and shape.programs
+        needed += 2 * sums + 32 + (sums * tiles if kept and linear.format == "int4" else 0)
+        most = shape.registers or min(65536 // (32 * shape.num_warps), 255)
+        takes_turns = not shape.programs or shape.programs < shape.grid(N)[0]
+        wide = shape.block_n == 16 or rows > 8 or N > 16384
+        if needed <= most and takes_turns and wide and (packed is not None or not shape.fetch) and shape not in found:
+            found.append(shape)
+    return found[:MOST_PACKED]
+
+
+def ring_products(linear: Linear, gpu) -> list[RingShape]:
+    """Shapes of the ring whose stages, and activations where they are there too, fit in shared memory; else these in
+    registers. A warp that copies is for rings that are filled again."""
+    K, tile, found = linear.in_features, linear.packed.tile, []
+    shared = 2 * gpu.multi_processor_count
+    ways = [(0, RING_EACH)] + ([(shared, RING_SHARED)] if linear.out_features // 16 > shared else [])
+    for programs, forms in ways:
+        for warps, tiles, stages in forms:
+            row = -(-K // (tile * warps))  # tiles that a warp has of one
+            tiles = tiles or row
+            if tiles > min(row, RING_TILES):
+                continue
+            again = programs > 0 or -(-row // tiles) > stages
+            kinds = [(True, 1, 64), (True, 1, 80)] if again else []
+            kinds += [(True, 0, 0), (True, 0, 96), (False, 0, 0)] + ([(False, 0, 168)] if warps < 8 else [])
+            for x_shared, copier, registers in kinds:
+                memory = 1024 * warps * (tiles * stages + 1) + (2 * K if x_shared else 0)
+                kept = x_shared or row * tile // 8 <= RING_X
+                if kept and memory + 2048 <= gpu.shared_memory_per_block_optin:
+                    found.append(RingShape(warps, tiles, stages, x_shared, programs, copier, registers))
     return found

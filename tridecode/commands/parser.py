@@ -255,6 +255,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_verbose(profile)
     tune = commands.add_parser("tune", help="search launch shapes for this GPU", description=TUNE)
     add_shape(tune, model=True)
+    add_quantize(tune, kv_dtype=False)
     rows_help = "tune steps of so many requests, 1 to 64 (1)"
     tune.add_argument("--rows", type=row_count, default=1, metavar="N", help=rows_help)
     tune.add_argument("--minutes", type=minutes, default=5.0, metavar="M", help="the longest that it may search (5)")

@@ -321,7 +321,7 @@ def _launch(meta, x, linear, out, norm, normed, sumsq, n_sumsq, eps, residual, g
         norm if residual else spare, normed if residual else spare, sumsq, eps,
         x.stride(0), out.stride(0), normed.stride(0) if residual else 0, sumsq.stride(0), rows, n_sumsq, N, K,
         n_sumsq > 0, max(triton.next_power_of_2(n_sumsq), 32), bias is not None, residual, gated, packed.name,
-        packed.group, packed.rows, shape.tiles, shape.stages, shape.x_shared, shape.num_warps, blocks, programs,
+        packed.group, packed.rows, shape.tiles, shape.stages, shape.x_shared > 0, shape.num_warps, blocks, programs,
         shape.copier > 0, pdl,
         **options(shape.num_warps, pdl, shape.registers),
     )  # fmt: skip

@@ -19,7 +19,6 @@ from .shapes import (
     TilesShape,
     WideShape,
 )
-from .tuned import with_table
 
 TUNED_FOR = 90  # the compute capability of the H100 and H200; other GPUs get what is right for most matrices
 # (rows, columns) of a weight matrix, gate and up being one -> the shape that was fastest in the whole step on an H200.
@@ -78,13 +77,9 @@ def attention_shape(head_dim: int, dtype: torch.dtype, capability: int) -> Atten
     return AttentionShape(block_t=128, splits=16, num_warps=8, ahead=2 if capability == TUNED_FOR else 1)
 
 
-def choose_shapes(
-    config: ModelConfig, dtype: torch.dtype, capability: int, gpu: str | None = None
-) -> dict[int, StepShapes]:
+def choose_shapes(config: ModelConfig, dtype: torch.dtype, capability: int) -> dict[int, StepShapes]:
     """Shapes for passes of up to so many rows, for one model on one GPU; capability is 10 * major + minor (90 for an
-    H100 or H200).
-
-    With the GPU's name the user's own table comes first (see tuned.py), then TUNED and TUNED_ROWS, then the rules.
+    H100 or H200): those of TUNED and TUNED_ROWS, else by the rules. The user's own table (tuned.py) comes before them.
     """
     hidden, inter = config.hidden_size, config.intermediate_size
     shapes = StepShapes(
@@ -98,10 +93,9 @@ def choose_shapes(
     if dtype != torch.bfloat16:  # activations are fp32 then, and do not fit in bounds found with 16-bit ones
         shapes = StepShapes(**{op: replace(shape, registers=0) for op, shape in vars(shapes).items()})
     if dtype == torch.bfloat16:
-        by_rows = {1: shapes} | {rows: few_rows_shapes(config, dtype, rows, capability) for rows in (4, 8, 16, 32, 64)}
-    else:  # the weights are read once a row
-        by_rows = {1: shapes, 2: replace(shapes, attention=attention_rows_shape(config, dtype, 64))}
-    return by_rows if gpu is None else with_table(by_rows, config, dtype, gpu)
+        return {1: shapes} | {rows: few_rows_shapes(config, dtype, rows, capability) for rows in (4, 8, 16, 32, 64)}
+    # The weights are read once a row.
+    return {1: shapes, 2: replace(shapes, attention=attention_rows_shape(config, dtype, 64))}
 
 
 def few_rows_shapes(config: ModelConfig, dtype: torch.dtype, rows: int, capability: int) -> StepShapes:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from ..model.weights import Linear, Weights
 from .choose import TUNED_FOR
 from .shapes import MatmulShape, RingShape, StepShapes
+from .tuned import Packing
 
 ROLES = ("qkv", "o_proj", "gate_up", "down", "lm_head")
 ROWS = (1, 8, 16, 32, 64)
@@ -45,7 +46,7 @@ def few_bits(
     shapes: dict[int, StepShapes], weights: Weights, capability: int, batch_invariant: bool = False
 ) -> dict[int, StepShapes]:
     """`shapes` by rows, changed where weights have fewer bits; batch_invariant: so that sums stay in one order."""
-    linears = {role: _linears(weights, role) for role in ROLES}
+    linears = {role: linears_of(weights, role) for role in ROLES}
     packed = {role: [linear for linear in found if linear.packed] for role, found in linears.items()}
     formats = {role: found[0] for role, found in packed.items() if found}
     if not formats:
@@ -59,7 +60,8 @@ def few_bits(
     return by_rows
 
 
-def _linears(weights: Weights, role: str) -> list[Linear]:
+def linears_of(weights: Weights, role: str) -> list[Linear]:
+    """Of all layers, or the LM head."""
     return [weights.lm_head] if role == "lm_head" else [getattr(layer, role) for layer in weights.layers]
 
 
@@ -80,19 +82,39 @@ def has_e4m3(linears: list[Linear]) -> bool:
 
 def ring_shape(linears: list[Linear], role: str, hidden: int) -> RingShape | None:
     """The shape with which matmul_ring multiplies all of these by one row, None where none was faster or the kernel
-    does not carry one of them: it has neither zero points nor orders of columns. Of e4m3 scales of groups would take
-    registers that these shapes leave nobody."""
+    does not carry them."""
+    if not ring_carries(linears):
+        return None
+    one = linears[0]
+    size = one.format, one.out_features, one.in_features
+    return RINGS.get(size) or ring_rule(*size, role, hidden)
+
+
+def ring_carries(linears: list[Linear]) -> bool:
+    """Whether matmul_ring multiplies all of these: it has neither zero points nor orders of columns. Of e4m3 scales of
+    groups would take registers that its shapes leave nobody."""
     for linear in linears:
         packed, K = linear.packed, linear.in_features
         groups = {"int4": 128, "e4m3": K}
         if packed is None or packed.zeros or packed.ordered or packed.group != groups.get(packed.name):
-            return None
+            return False
         if linear.out_features % 16 or K % (2 * packed.tile):
-            return None
-    sizes = {(linear.format, linear.out_features, linear.in_features) for linear in linears}
-    if len(sizes) > 1:
-        return None
-    return RINGS.get(size := sizes.pop()) or ring_rule(*size, role, hidden)
+            return False
+    return len({(linear.format, linear.out_features, linear.in_features) for linear in linears}) == 1
+
+
+def packings(weights: Weights, capability: int) -> dict[str, Packing]:
+    """Of the roles that have weights in fewer bits: what a table of launch shapes says of them."""
+    found = {}
+    for role in ROLES:
+        linears = linears_of(weights, role)
+        if one := next((linear for linear in linears if linear.packed), None):
+            packed = one.packed
+            more = [word for word, there in (("zeros", packed.zeros), ("ordered", packed.ordered)) if there]
+            group = "row" if packed.group == one.in_features else packed.group
+            kind = " ".join([f"{packed.name}/{group}", *more])
+            found[role] = Packing(kind, capability == TUNED_FOR and ring_carries(linears))
+    return found
 
 
 def ring_rule(form: str, N: int, K: int, role: str, hidden: int) -> RingShape | None:

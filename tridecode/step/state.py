@@ -17,9 +17,10 @@ from ..model.config import ModelConfig
 from ..model.weights import Weights, short_repr
 from .choose import attention_rows_shape, choose_shapes, fp8_kv_shape, invariant_shapes, prompt_attention_shape
 from .dispatch import most_queries
-from .few_bits import few_bits
+from .few_bits import few_bits, packings
 from .rope import rope_tables
 from .shapes import AttentionRowsShape, FetchShape, PromptAttentionShape, StepShapes
+from .tuned import with_table
 from .workspace import (
     PromptBuffers,
     Workspace,
@@ -160,10 +161,13 @@ class DecodeModel:
 def shapes_of(
     config: ModelConfig, weights: Weights, capability: int, gpu: str | None = None, batch_invariant: bool = False
 ) -> dict[int, StepShapes]:
-    """Launch shapes by rows, for these weights and K/V on that GPU (see choose_shapes)."""
+    """Launch shapes by rows, for these weights and K/V on that GPU (see choose_shapes); with its name those of the
+    user's own table, if there are."""
     known = config, weights.dtype, capability
-    chosen = invariant_shapes(*known) if batch_invariant else choose_shapes(*known, gpu)
+    chosen = invariant_shapes(*known) if batch_invariant else choose_shapes(*known)
     found = few_bits(chosen, weights, capability, batch_invariant)
+    if gpu is not None and not batch_invariant:
+        found = with_table(found, config, weights.dtype, gpu, packings(weights, capability))
     if config.fp8_kv:
         of = {rows: fp8_kv_shape(shapes.attention, capability) for rows, shapes in found.items()}
         found = {rows: replace(shapes, attention=of[rows]) for rows, shapes in found.items()}

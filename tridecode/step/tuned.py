@@ -3,8 +3,10 @@
 import json
 import logging
 import re
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 
 import platformdirs
 import torch
@@ -19,6 +21,7 @@ from .shapes import (
     HopperShape,
     MatmulShape,
     MatvecShape,
+    RingShape,
     StepShapes,
     TilesShape,
     WideShape,
@@ -26,7 +29,7 @@ from .shapes import (
 
 log = logging.getLogger("tridecode")
 
-FORMAT = 5  # of the table; another one when the kernels read the fields of a shape differently
+FORMAT = 6  # of the table; another one when the kernels read the fields of a shape differently
 # Form of a shape -> its fields that are searched -> the values that may be tried, and that a table may hold.
 VALUES = {
     MatvecShape: {
@@ -39,9 +42,10 @@ VALUES = {
         "block_n": (16, 32, 64),
         "num_warps": (2, 4, 8, 16),
         "ahead": range(1, 33),
-        "x_ahead": range(1, 33),
+        "x_ahead": range(1, 65),
         "registers": range(0, 256, 8),
         "programs": range(2**16),
+        "fetch": range(3),
     },
     TilesShape: {
         "block_n": (16, 32, 64, 128),
@@ -71,6 +75,15 @@ VALUES = {
         "copier": (0, 1),
         "registers": range(64, 256, 8),
     },
+    RingShape: {
+        "num_warps": (2, 4, 8, 16),
+        "tiles": range(1, 33),
+        "stages": range(1, 17),
+        "x_shared": (0, 1),
+        "programs": range(2**16),
+        "copier": (0, 1),
+        "registers": range(0, 256, 8),
+    },
     AttentionShape: {
         "block_t": (32, 64, 128),
         "splits": (4, 8, 16, 32, 64),
@@ -95,6 +108,14 @@ NAMES = {form: form.__name__.removesuffix("Shape").lower() for form in VALUES}
 SEVERAL = ((MatmulShape, TilesShape, WideShape, HopperShape), (AttentionShape, AttentionRowsShape))
 
 
+@dataclass(frozen=True)
+class Packing:
+    """What a table's key says of weights in fewer bits, and whether `matmul_ring` multiplies them by one row."""
+
+    kind: str
+    ring: bool
+
+
 class TableError(ValueError):
     """A table that is not one of this version of tridecode for this GPU."""
 
@@ -105,9 +126,11 @@ def table_path(gpu: str) -> Path:
     return Path(platformdirs.user_cache_dir("tridecode", appauthor=False)) / "shapes" / f"{name}.json"
 
 
-def table_keys(config: ModelConfig, dtype: torch.dtype, rows: int = 1) -> dict[str, str]:
+def table_keys(
+    config: ModelConfig, dtype: torch.dtype, rows: int = 1, packed: Mapping[str, Packing] = MappingProxyType({})
+) -> dict[str, str]:
     """Field of StepShapes -> its key in a table: the matrix's rows and columns (of gate_up those of one half), or the
-    heads, the dtype, and of several the rows of a pass."""
+    heads, the dtype or how the weights are packed, and of several the rows of a pass."""
     hidden, inter, kind = config.hidden_size, config.intermediate_size, str(dtype).removeprefix("torch.")
     sizes = {
         "qkv": (config.q_size + 2 * config.kv_size, hidden),
@@ -118,25 +141,32 @@ def table_keys(config: ModelConfig, dtype: torch.dtype, rows: int = 1) -> dict[s
     }
     of = "" if rows == 1 else f" for {rows} rows"
     heads = f"attention {config.num_heads}/{config.num_kv_heads}x{config.head_dim} {kind}{of}"
-    return {op: f"{op} {N}x{K} {kind}{of}" for op, (N, K) in sizes.items()} | {"attention": heads}
+    kinds = dict.fromkeys(sizes, kind) | {op: packing.kind for op, packing in packed.items()}
+    return {op: f"{op} {N}x{K} {kinds[op]}{of}" for op, (N, K) in sizes.items()} | {"attention": heads}
 
 
 def searched(shape) -> dict:
     """The form of a shape, and its fields that tune searches: an entry of a table."""
-    return {"form": NAMES[type(shape)]} | {name: getattr(shape, name) for name in VALUES[type(shape)]}
+    return {"form": NAMES[type(shape)]} | {name: int(getattr(shape, name)) for name in VALUES[type(shape)]}
 
 
 def with_table(
-    shapes: dict[int, StepShapes], config: ModelConfig, dtype: torch.dtype, gpu: str
+    shapes: dict[int, StepShapes],
+    config: ModelConfig,
+    dtype: torch.dtype,
+    gpu: str,
+    packed: Mapping[str, Packing] = MappingProxyType({}),
 ) -> dict[int, StepShapes]:
-    """`shapes` by rows with what the user's table of this GPU has for the model. A table that cannot be used is left
-    alone, with a warning in the log."""
+    """`shapes` by rows with what the user's table of this GPU has for the model; packed: of the roles whose weights
+    have fewer bits. A table that cannot be used is left alone, with a warning in the log."""
     path = table_path(gpu)
     try:
         table, found = read_table(path, gpu), {}
         for rows, step in shapes.items():
-            keys = table_keys(config, dtype, rows)
-            mine = {op: changed(getattr(step, op), table[key], key) for op, key in keys.items() if key in table}
+            keys = table_keys(config, dtype, rows, packed)
+            known = {op: key for op, key in keys.items() if key in table}
+            forms = {op: forms_of(getattr(step, op), packed.get(op), rows) for op in known}
+            mine = {op: changed(getattr(step, op), table[key], key, forms[op]) for op, key in known.items()}
             found[rows] = replace(step, **mine)
     except FileNotFoundError:
         return shapes
@@ -146,11 +176,17 @@ def with_table(
     return found
 
 
-def changed(shape, entry, key: str):
-    """The shape that a table's entry says, in the place of `shape`. Raises TableError for anything that tune would not
-    write."""
-    own = (type(shape),)
-    forms = {NAMES[form]: form for form in next((group for group in SEVERAL if own[0] in group), own)}
+def forms_of(shape, packing: Packing | None, rows: int) -> tuple[type, ...]:
+    """Those that can take the place of `shape`, itself among them."""
+    if packing is not None:
+        return (MatmulShape, RingShape) if packing.ring and rows == 1 else (MatmulShape,)
+    return next((group for group in SEVERAL if type(shape) in group), (type(shape),))
+
+
+def changed(shape, entry, key: str, own: tuple[type, ...]):
+    """The shape that a table's entry says, of one of the forms `own`, in the place of `shape`. Raises TableError for
+    anything that tune would not write."""
+    forms = {NAMES[form]: form for form in own}
     form = forms.get(str(entry.get("form"))) if isinstance(entry, dict) else None
     if form is None or set(entry) != {"form", *VALUES[form]}:
         known = " or ".join(f"{name} with {', '.join(VALUES[form])}" for name, form in forms.items())
