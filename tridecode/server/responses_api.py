@@ -48,9 +48,7 @@ class ResponsesRequest(Generation, kw_only=True):
     without_effect: ClassVar = frozenset(
         "client_metadata include max_tool_calls prompt_cache_options stream_options context_management".split()
     )
-    names: ClassVar = {
-        "max_tokens": "max_output_tokens", "template_variables": "reasoning", "json_schema": "text", "grammar": "tools",
-    }  # fmt: skip
+    names: ClassVar = {"max_tokens": "max_output_tokens", "template_variables": "reasoning"}
     logprobs: ClassVar = None
     input: str | list[Any] = ""
     instructions: str = ""
