@@ -360,12 +360,15 @@ REFUSED = {
     "an_unknown_word_of_its_reasoning": ({"reasoning": {"efort": "low"}}, "reasoning: object contains unknown field"),
     "a_format_that_is_none": ({"text": {"format": 5}}, "text.format: expected object"),
     "a_kind_of_format_that_is_none": ({"text": {"format": {"type": "xml"}}}, "text.format: expected type text"),
+    "a_format_without_a_schema": (
+        {"text": {"format": {"type": "json_schema", "name": "x"}}}, 'json_schema with {"name": ..., "schema": {...}}',
+    ),
     "two_forms": ({"text": {"format": FORM}, "extra_body": {"structured_outputs": {"regex": "x"}}}, "give one"),
     "no_tokens": ({"max_output_tokens": 0}, "max_output_tokens must be an integer from 1"),
     "two_counts": ({"max_output_tokens": 3, "extra_body": {"max_tokens": 4}}, "max_tokens and max_output_tokens say"),
     "ids_of_its_tokens": ({"extra_body": {"return_token_ids": True}}, "return_token_ids: a response has no place"),
     "a_choice_of_no_kind": ({"tools": [TOOL], "tool_choice": "sometimes"}, "tool_choice: expected auto, none"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("wrong, message", REFUSED.values(), ids=REFUSED)

@@ -31,8 +31,12 @@ class Structure(NamedTuple):
         return {self.field: self.value}
 
 
-def response_format(given: dict | None, structured: dict | None, name: str = "response_format") -> Structure | None:
-    """What response_format, as which an API may have another name, or structured_outputs ask for. Raises ApiError."""
+def response_format(
+    given: dict | None, structured: dict | None, name: str = "response_format",
+    schema: str = '{"json_schema": {"name": ..., "schema": {...}}}',
+) -> Structure | None:  # fmt: skip
+    """What response_format, for which an API may have another name and another place of the schema, or
+    structured_outputs ask for. Raises ApiError."""
     if structured is not None:
         asked = {name: value for name, value in structured.items() if value is not None}
         if given is not None or len(asked) != 1 or not asked.keys() <= STRUCTURED.keys():
@@ -45,12 +49,11 @@ def response_format(given: dict | None, structured: dict | None, name: str = "re
             return None
         case {"type": "json_object"}:
             return Structure("json_schema", {"type": "object"}, name)
-        case {"type": "json_schema", "json_schema": {"schema": dict(schema)}} | {
-            "type": "json_schema", "schema": dict(schema),
+        case {"type": "json_schema", "json_schema": {"schema": dict(value)}} | {
+            "type": "json_schema", "schema": dict(value),
         }:  # fmt: skip
-            return Structure("json_schema", schema, name)
-    expected = 'text, json_object or json_schema with {"json_schema": {"name": ..., "schema": {...}}}'
-    raise refusal(f"{name}: expected type {expected}", name)
+            return Structure("json_schema", value, name)
+    raise refusal(f"{name}: expected type text, json_object or json_schema with {schema}", name)
 
 
 def thinking_off(effort: str | None, tokenizer: Tokenizer, name: str = "reasoning_effort") -> dict:

@@ -81,7 +81,7 @@ class ResponsesRequest(Generation, kw_only=True):
     def structure(self) -> Structure | None:
         if self.text is None or self.text.format is None:
             return super().structure
-        return response_format(self.text.format, None, "text.format")
+        return response_format(self.text.format, None, "text.format", '{"name": ..., "schema": {...}}')
 
     def variables(self, tokenizer: Tokenizer) -> dict:
         return thinking_off(self.reasoning and self.reasoning.effort, tokenizer, "reasoning.effort")
