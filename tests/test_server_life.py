@@ -178,6 +178,7 @@ def test_a_body_that_never_comes_is_given_up(engine):
         client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
         client.settimeout(20)
         assert client.recv(1000).startswith(b"HTTP/1.1 408 ")
+        until(lambda: running.metric("requests_total", 'outcome="refused"') == 1)
 
 
 # ---- one request's failure
