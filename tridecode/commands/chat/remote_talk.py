@@ -114,7 +114,7 @@ def connect(args, output: Output):
     defaults = vars(engine_options().parse_args([]))
     for name, default in {**defaults, "graph_stats": False}.items():
         if name not in ("model", "verbose", *args.origins) and getattr(args, name) != default:
-            args.refuse(f"--{name.replace('_', '-')} is of an engine in this process; a server (--url) has its own")
+            args.refuse(f"{args.typed[name]} is of an engine in this process; a server (--url) has its own")
     try:
         from .remote import RemoteModel
     except ModuleNotFoundError as error:
