@@ -233,6 +233,53 @@ def test_what_is_no_form_is_refused_beside_tools_too(served, wrong, tools):
     assert got.status_code == 400 and "internal" not in got.text, got.text
 
 
+NOT = {"not": {}}
+EXACT = {"const": 2**53 + 1}  # no floating-point number
+PLACES = {  # a path, what is sent beside its conversation, and the place that the error names
+    "json": ("chat/completions", {"structured_outputs": {"json": [1]}}, "structured_outputs.json"),
+    "json_text": ("completions", {"structured_outputs": {"json": "{"}}, "structured_outputs.json"),
+    "a_keyword": ("responses", {"structured_outputs": {"json": NOT}}, "structured_outputs.json"),
+    "regex": ("messages", {"structured_outputs": {"regex": "("}}, "structured_outputs.regex"),
+    "choice": ("completions", {"structured_outputs": {"choice": [""]}}, "structured_outputs.choice"),
+    "grammar": ("responses", {"structured_outputs": {"grammar": "start: ("}}, "structured_outputs.grammar"),
+    "grammar_of_a_message": ("messages", {"structured_outputs": {"grammar": "x"}}, "structured_outputs.grammar"),
+    "grammar_beside_tools": (
+        "chat/completions", {"structured_outputs": {"grammar": 5}, "tools": [CHAT_TOOL]}, "structured_outputs.grammar",
+    ),
+    "one_of_two": (
+        "chat/completions", {"structured_outputs": {"json": NOT}, "tools": [CHAT_TOOL]},
+        "structured_outputs.json or tools",
+    ),
+    "a_number": (
+        "chat/completions", {"structured_outputs": {"json": EXACT}, "tools": [CHAT_TOOL]}, "structured_outputs.json",
+    ),
+    "a_number_of_a_tool": (
+        "responses", {"tools": [TOOL | {"parameters": {"items": EXACT}}], "tool_choice": "required"}, "tools",
+    ),
+    "text": ("responses", {"text": {"format": {"type": "json_schema", "name": "x", "schema": NOT}}}, "text.format"),
+    "output_config": (
+        "messages", {"output_config": {"format": {"type": "json_schema", "schema": 5}}}, "output_config.format.schema",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("path, sent, place", PLACES.values(), ids=PLACES)
+def test_a_form_that_cannot_be_is_named_as_it_was_sent(served, path, sent, place):
+    said = {"completions": {"prompt": "x"}, "responses": {"input": "x"}}.get(path, {"messages": CHAT})
+    got = served.post(f"/v1/{path}", {"model": "m", "max_tokens": 3} | said | sent)
+    error = got.json()["error"]
+    assert got.status_code == 400 and error["message"].startswith((f"{place}: ", f"{place} must ")), got.text
+    assert path == "messages" or error["param"] == (None if " or " in place else place)
+
+
+def test_a_call_and_a_form_are_named_as_they_were_sent(served):
+    beside = {"tools": [TOOL], "tool_choice": "required"}
+    for form, place in (({"text": {"format": {"type": "json_object"}}}, "text.format"),
+                        ({"structured_outputs": {"regex": "a"}}, "structured_outputs.regex")):  # fmt: skip
+        got = served.post("/v1/responses", {"model": "m", "input": "x"} | beside | form)
+        assert f"tool_choice asks for a call, {place} for a text" in got.json()["error"]["message"], got.text
+
+
 # ---- /v1/responses
 
 
@@ -313,12 +360,15 @@ REFUSED = {
     "an_unknown_word_of_its_reasoning": ({"reasoning": {"efort": "low"}}, "reasoning: object contains unknown field"),
     "a_format_that_is_none": ({"text": {"format": 5}}, "text.format: expected object"),
     "a_kind_of_format_that_is_none": ({"text": {"format": {"type": "xml"}}}, "text.format: expected type text"),
+    "a_format_without_a_schema": (
+        {"text": {"format": {"type": "json_schema", "name": "x"}}}, 'json_schema with {"name": ..., "schema": {...}}',
+    ),
     "two_forms": ({"text": {"format": FORM}, "extra_body": {"structured_outputs": {"regex": "x"}}}, "give one"),
     "no_tokens": ({"max_output_tokens": 0}, "max_output_tokens must be an integer from 1"),
     "two_counts": ({"max_output_tokens": 3, "extra_body": {"max_tokens": 4}}, "max_tokens and max_output_tokens say"),
     "ids_of_its_tokens": ({"extra_body": {"return_token_ids": True}}, "return_token_ids: a response has no place"),
     "a_choice_of_no_kind": ({"tools": [TOOL], "tool_choice": "sometimes"}, "tool_choice: expected auto, none"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("wrong, message", REFUSED.values(), ids=REFUSED)

@@ -203,6 +203,10 @@ def test_what_a_server_does_not_tell_is_left_out(asked):
     (("--graph", "none"), "--graph is of an engine in this process"),
     (("--max-seq-len", "64"), "--max-seq-len is of an engine in this process"),
     (("--graph-stats",), "--graph-stats is of an engine in this process"),
+    (("--no-prefix-sharing",), "--no-prefix-sharing is of an engine in this process"),
+    (("--no-prompt-graphs",), "--no-prompt-graphs is of an engine in this process"),
+    (("--prompt-ms=15",), "--prompt-ms is of an engine in this process"),  # as by default
+    (("--device", "auto"), "--device is of an engine in this process"),
     (("--overflow", "drop-oldest"), "--overflow drop-oldest needs a server that counts tokens"),
     (("--top-k", "3"), "--top-k: not known to a server of no known kind, which might ignore it"),
     (("--top-p", "3"), "--top-p must be a number above 0 to 1"),

@@ -19,12 +19,26 @@ import pytest
 from hypothesis import HealthCheck, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
-from servers import ANSWER, CERTIFICATE, GREEDY, KEY, LONG, Running, events, slow_passes, until
+from servers import (
+    ANSWER,
+    CERTIFICATE,
+    ED25519_KEY,
+    ENCRYPTED_KEY,
+    GREEDY,
+    KEY,
+    LONG,
+    OTHER_KEY,
+    Running,
+    events,
+    slow_passes,
+    until,
+)
 
 from tridecode import Engine, SamplingParams
-from tridecode.errors import QueueFull
+from tridecode.errors import QueueFull, TridecodeError
 from tridecode.server.errors import ApiError, told
 from tridecode.server.loop import Loop
+from tridecode.server.tls import Tls
 
 ROOT = Path(__file__).parents[1]
 STORM = 15.0  # seconds
@@ -178,6 +192,7 @@ def test_a_body_that_never_comes_is_given_up(engine):
         client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
         client.settimeout(20)
         assert client.recv(1000).startswith(b"HTTP/1.1 408 ")
+        until(lambda: running.metric("requests_total", 'outcome="refused"') == 1)
 
 
 # ---- one request's failure
@@ -534,6 +549,47 @@ def test_a_certificate_makes_it_https(process, tmp_path):
     assert got.json()["choices"][0]["message"]["content"] == ANSWER
 
 
+NO_CERTIFICATE = "no certificate can be read in {cert}: expected a PEM file, with -----BEGIN CERTIFICATE----- to"
+NO_KEY = "no key can be read in {key}: expected a PEM file, with -----BEGIN PRIVATE KEY----- to"
+TLS = {  # what is in the two files, and the error
+    "no_certificate": ("hello", KEY, NO_CERTIFICATE),
+    "nothing": ("", KEY, NO_CERTIFICATE),
+    "a_cut_certificate": (CERTIFICATE[:400], KEY, NO_CERTIFICATE),
+    "a_key_for_it": (KEY, KEY, NO_CERTIFICATE),
+    "no_key": (CERTIFICATE, "hello", NO_KEY),
+    "a_cut_key": (CERTIFICATE, KEY[:150], NO_KEY),
+    "a_certificate_for_it": (CERTIFICATE, CERTIFICATE, NO_KEY),
+    "another_key": (CERTIFICATE, OTHER_KEY, "the key {key} does not belong to the certificate {cert}; name the one"),
+    "another_kind_of_key": (CERTIFICATE, ED25519_KEY, "the key {key} does not belong to the certificate {cert}; name"),
+    "an_encrypted_key": (CERTIFICATE, ENCRYPTED_KEY, "the key {key} is encrypted: expected one without a pass phrase"),
+    "an_encrypted_key_beside_it": (CERTIFICATE + ENCRYPTED_KEY, None, "the key {cert} is encrypted: expected"),
+    "none_beside_it": (CERTIFICATE, None, NO_KEY.replace("{key}", "{cert}")),
+}
+
+
+@pytest.mark.parametrize("certificate, key, says", TLS.values(), ids=TLS)
+def test_a_certificate_or_key_that_cannot_be_is_named(tmp_path, certificate, key, says):
+    paths = tmp_path / "cert.pem", tmp_path / "key.pem"
+    for path, text in zip(paths, (certificate, key)):
+        path.write_text(text or "")
+    with pytest.raises(TridecodeError) as error:
+        Tls(str(paths[0]), None if key is None else str(paths[1])).check()
+    assert str(error.value).startswith(says.format(cert=paths[0], key=paths[1]))
+
+
+def test_an_encrypted_key_asks_nothing_on_the_terminal(tmp_path):
+    pexpect = pytest.importorskip("pexpect")
+    (tmp_path / "cert.pem").write_text(CERTIFICATE + ENCRYPTED_KEY)
+    argv = ["cli.py", "serve", "--ssl-certfile", str(tmp_path / "cert.pem")]
+    child = pexpect.spawn(sys.executable, argv, cwd=str(ROOT), timeout=60, encoding="utf-8", dimensions=(50, 200))
+    try:
+        assert child.expect(["pass phrase:", pexpect.EOF]) == 1, child.before
+        assert "encrypted:" in child.before
+    finally:
+        child.close(force=True)
+    assert child.exitstatus == 1
+
+
 @pytest.mark.parametrize(
     "argv, code, message",
     [
@@ -543,7 +599,7 @@ def test_a_certificate_makes_it_https(process, tmp_path):
         (["--cors", "https://chat.example/"], 2, "expected * or an origin"),
         (["--served-model-name", ""], 2, "expected a name"),
         (["--ssl-keyfile", "key.pem"], 2, "--ssl-keyfile needs --ssl-certfile"),
-        (["--ssl-certfile", "no.pem"], 1, "the certificate no.pem or its key cannot be used"),
+        (["--ssl-certfile", "no.pem"], 1, "the certificate no.pem cannot be read: No such file"),
         (["--api-key-file", "no.txt"], 1, "no.txt: No such file or directory"),
         (["--host", "256.0.0.1"], 1, "cannot listen on 256.0.0.1"),
     ],

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tridecode.grammar import Grammars
 from tridecode.sampling import SamplingParams
 from tridecode.server.errors import ApiError
-from tridecode.server.form import held_to, thinking_off
+from tridecode.server.form import Structure, held_to, thinking_off
 from tridecode.server.tools.asked import as_text, openai_tools, with_objects, with_short_ids
 from tridecode.server.tools.formats import FORMATS, TAGGED
 from tridecode.server.tools.parser import ARGUMENTS, NAME, TEXT, BareCalls, MistralCalls, TaggedCalls, XmlCalls
@@ -206,7 +206,8 @@ def test_a_special_token_that_begins_calls_is_enforced_as_a_token(bundled):
 def test_who_thinks_does_so_before_the_form(bundled, opened):
     tokenizer = Told(bundled.tokenizer, "</think>", (), thinks=True)
     prompt = bundled.encode("assistant\n<think>\n" if opened else "assistant\n")
-    form = held_to(("json_schema", {"enum": [5]}), openai_tools(None, None, None), tokenizer, prompt)
+    five = Structure("json_schema", {"enum": [5]}, "response_format")
+    form = held_to(five, openai_tools(None, None, None), tokenizer, prompt)
     grammar = Grammars(bundled.tokenizer, bundled.config.vocab_size, bundled.config.stop_ids).of(SamplingParams(**form))
 
     def fits(text: str) -> bool:
@@ -218,7 +219,8 @@ def test_who_thinks_does_so_before_the_form(bundled, opened):
     assert fits("hm, 5?</think>\n\n5" if opened else "<think>\nhm, 5?\n</think>\n\n5")
     assert fits("hm, 5") is opened and fits("5")
     done = bundled.encode("<think>\n\n</think>\n\n")
-    assert held_to(("regex", "a"), openai_tools(None, None, None), tokenizer, done) == {"regex": "a"}
+    regex = Structure("regex", "a", "structured_outputs.regex")
+    assert held_to(regex, openai_tools(None, None, None), tokenizer, done) == {"regex": "a"}
 
 
 def test_thinking_is_switched_off_where_the_template_can(bundled):
@@ -229,7 +231,7 @@ def test_thinking_is_switched_off_where_the_template_can(bundled):
 
 def test_calls_or_the_format_where_both_may_be(bundled):
     tools = openai_tools([PING], "auto", False)
-    form = held_to(("json_schema", {"enum": ["yes"]}), tools, bundled.tokenizer, [1])
+    form = held_to(Structure("json_schema", {"enum": ["yes"]}, "response_format"), tools, bundled.tokenizer, [1])
     texts = {bundled.generate("x", SamplingParams(temperature=2, seed=seed, **form)).text for seed in range(8)}
     assert texts == {'"yes"', '<tool_call>\n{"name": "ping", "arguments": {}}\n</tool_call>'}
 

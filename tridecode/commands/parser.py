@@ -6,6 +6,7 @@ import shlex
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
+from itertools import takewhile
 
 from ..errors import ParameterError
 from ..version import __version__
@@ -85,7 +86,8 @@ class Parser(argparse.ArgumentParser):
         self._words: tuple[str, Callable[[list[str]], bool]] | None = None
 
     def configure(self, command: str, configuration: Configuration) -> None:
-        """From now on options that are not given are what `configuration` says; args.origins names those."""
+        """From now on options that are not given are what `configuration` says; args.origins names those, args.typed
+        has those of the command line as they were written."""
         configuration.add(command, self)
         self._command, self._configuration = command, configuration
 
@@ -113,10 +115,16 @@ class Parser(argparse.ArgumentParser):
             meant = f"; did you mean {' or '.join(near)}?" if near else ""
             self.error(f"unrecognized arguments: {' '.join(unknown)}{meant}")
         if keys:
+            namespace.typed = self._typed(args)
             self._fill(namespace, keys)
         for flag, names in self._without.items():
             self._part(namespace, flag, names)
         return namespace, unknown
+
+    def _typed(self, args: list[str]) -> dict[str, str]:
+        """The options of a command line, by what they set: several may set the same."""
+        words = (arg.split("=", 1)[0] for arg in takewhile("--".__ne__, args))
+        return {self._option_string_actions[word].dest: word for word in words if word in self._option_string_actions}
 
     def _meant(self, args: list[str], unknown: list[str], namespace) -> str | None:
         """The command with the words that nothing takes behind the option that they are meant for, if that is one."""

@@ -18,9 +18,10 @@ SWITCH = 5e-4  # seconds for which a thread may keep others from running: the de
 
 def serve(args, output: Output) -> int:
     try:
-        from ..server.run import Tls, bind
+        from ..server.run import bind
         from ..server.run import serve as run
         from ..server.settings import Settings
+        from ..server.tls import Tls
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("tridecode"):
             raise

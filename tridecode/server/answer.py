@@ -4,7 +4,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
@@ -36,6 +36,7 @@ class Plan:
     choice: Callable[[int, Encoded], Choice]
     prompts: int = 1
     form: Callable[[Encoded], dict] = lambda prompt: {}  # fields of SamplingParams that depend on it
+    places: dict[str, str] = field(default_factory=dict)  # where the request has those
 
     @property
     def requests(self) -> int:
@@ -64,7 +65,8 @@ class Answer:
                 await self._whole(send)
             record.outcome = self._choices[0].finish_reason
         except Exception as error:
-            problem = told(error, self._engine.tokenizer.directory, self._plan.asked.names)
+            names = self._plan.asked.names | self._plan.places
+            problem = told(error, self._engine.tokenizer.directory, names)
             if problem is None:
                 log.exception("a request failed")
                 problem = ApiError(500, "internal error; the server's log says more")

@@ -45,9 +45,7 @@ class MessagesRequest(Generation, kw_only=True):
     without_effect: ClassVar = frozenset(
         "cache_control context_management diagnostics inference_geo speed user_profile_id workspace_id betas".split()
     )
-    names: ClassVar = {
-        "stop": "stop_sequences", "template_variables": "thinking", "json_schema": "output_config", "grammar": "tools",
-    }  # fmt: skip
+    names: ClassVar = {"stop": "stop_sequences", "template_variables": "thinking"}
     logprobs: ClassVar = None
     messages: list[Any]
     system: str | list[Any] = ""
@@ -74,7 +72,7 @@ class MessagesRequest(Generation, kw_only=True):
         if given.get("type") != "json_schema" or "schema" not in given:
             expected = '{"type": "json_schema", "schema": {...}}'
             raise refusal(f"output_config.format: expected {expected}, got {as_json(given)}", "output_config")
-        return "json_schema", given["schema"]
+        return Structure("json_schema", given["schema"], "output_config.format.schema")
 
     def variables(self, tokenizer: Tokenizer) -> dict:
         """Of the template: whether to think, where it can be told."""

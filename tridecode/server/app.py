@@ -26,7 +26,7 @@ from .answer import Answer, Plan
 from .anthropic_api import CountRequest, MessagesRequest, MessagesShape
 from .choice import Choice
 from .errors import ApiError, refusal, told
-from .form import held_to, thinking_off
+from .form import held_to, places, thinking_off
 from .loop import Loop
 from .messages import chat_messages
 from .metrics import Metrics
@@ -134,6 +134,7 @@ class Server:
             self._params(asked),
             lambda number, prompt: Choice(tokenizer, prompt.tokens if tokenizer.thinks else None, tools=tools),
             form=lambda prompt: held_to(structure, tools, tokenizer, prompt.tokens),
+            places=places(structure, tools),
         ))
 
     async def completions(self, request: Request):
@@ -154,6 +155,7 @@ class Server:
             choice,
             len(prompts),
             lambda prompt: held_to(structure, Tools(), tokenizer, None),
+            places(structure, Tools()),
         ))
 
     async def _asked(self, request: Request, form: type) -> tuple:

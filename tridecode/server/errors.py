@@ -49,7 +49,7 @@ def told(error: Exception, directory: Path | None, rename: dict[str, str] | None
     """What the client hears of an engine's error, None where that is nobody's business.
 
     directory: the checkpoint's, which messages lose. rename: arguments that the client calls otherwise; messages begin
-    with the argument's name where they are about one.
+    with the argument's name where they are about one. A new name may be "one or another": then no param is told.
     """
     if isinstance(error, ApiError):
         return error
@@ -60,7 +60,8 @@ def told(error: Exception, directory: Path | None, rename: dict[str, str] | None
     if isinstance(error, TooLong):
         return refusal(text, code="context_length_exceeded")
     if isinstance(error, ParameterError | PromptError):
-        return refusal(text, name if "_" in name or isinstance(error, ParameterError) else None)
+        one = " or " not in name and ("_" in name or isinstance(error, ParameterError))
+        return refusal(text, name if one else None)
     if isinstance(error, EngineClosed):
         return ApiError(503, "this server is stopping", code="stopping")
     if isinstance(error, QueueFull):

@@ -3,41 +3,57 @@
 import json
 import re
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from ..arguments import shown
+from ..errors import ParameterError
 from ..grammar import lark_of_choices
-from ..sampling import SamplingParams
+from ..sampling import STRUCTURES, SamplingParams
 from ..text.thinking import CLOSE, OPEN, SWITCH, ends_inside
 from ..text.tokenizer import Tokenizer
-from .errors import refusal
+from .errors import refusal, told
 from .tools.asked import Tools
 from .tools.formats import json_rule
 
-Structure = tuple[str, object]  # a field of SamplingParams, and its value
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 STRUCTURED = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "grammar"}
 
 
-def response_format(given: dict | None, structured: dict | None, name: str = "response_format") -> Structure | None:
-    """What response_format, as which an API may have another name, or structured_outputs ask for. Raises ApiError."""
+class Structure(NamedTuple):
+    """A field of SamplingParams, its value, and where the request has it."""
+
+    field: str
+    value: object
+    place: str
+
+    @property
+    def params(self) -> dict:
+        return {self.field: self.value}
+
+
+def response_format(
+    given: dict | None, structured: dict | None, name: str = "response_format",
+    schema: str = '{"json_schema": {"name": ..., "schema": {...}}}',
+) -> Structure | None:  # fmt: skip
+    """What response_format, for which an API may have another name and another place of the schema, or
+    structured_outputs ask for. Raises ApiError."""
     if structured is not None:
         asked = {name: value for name, value in structured.items() if value is not None}
         if given is not None or len(asked) != 1 or not asked.keys() <= STRUCTURED.keys():
             expected = f"one of {', '.join(STRUCTURED)}, and no response_format beside it"
             raise refusal(f"structured_outputs: expected {expected}", "structured_outputs")
         ((name, value),) = asked.items()
-        return STRUCTURED[name], value
+        return Structure(STRUCTURED[name], value, f"structured_outputs.{name}")
     match given:
         case None | {"type": "text"}:
             return None
         case {"type": "json_object"}:
-            return "json_schema", {"type": "object"}
-        case {"type": "json_schema", "json_schema": {"schema": dict(schema)}} | {
-            "type": "json_schema", "schema": dict(schema),
+            return Structure("json_schema", {"type": "object"}, name)
+        case {"type": "json_schema", "json_schema": {"schema": dict(value)}} | {
+            "type": "json_schema", "schema": dict(value),
         }:  # fmt: skip
-            return "json_schema", schema
-    expected = 'text, json_object or json_schema with {"json_schema": {"name": ..., "schema": {...}}}'
-    raise refusal(f"{name}: expected type {expected}", name)
+            return Structure("json_schema", value, name)
+    raise refusal(f"{name}: expected type text, json_object or json_schema with {schema}", name)
 
 
 def thinking_off(effort: str | None, tokenizer: Tokenizer, name: str = "reasoning_effort") -> dict:
@@ -56,17 +72,21 @@ def held_to(structure: Structure | None, tools: Tools, tokenizer: Tokenizer, pro
     if structure is None and not tools.enforced:
         return {}
     if structure is not None and tools.enforced:
-        raise refusal("tool_choice asks for a call, response_format for a text: an answer has one form", "tool_choice")
+        two = f"tool_choice asks for a call, {structure.place} for a text"
+        raise refusal(f"{two}: an answer has one form", "tool_choice")
     tail = "" if prompt is None else tokenizer.decode(list(prompt[-8:]), skip_special=False)
     thinks = prompt is not None and tokenizer.thinks and not tail.rstrip().endswith(CLOSE)
-    if structure is not None and not thinks and not tools.used or structure is not None and structure[0] == "grammar":
-        return dict([structure])
+    if structure is not None and (not thinks and not tools.used or structure.field == "grammar"):
+        return structure.params
     several, rules = [], []
     if structure is not None:
         several.append("answer")
-        rules.append(f"answer: {expression(*SamplingParams(**dict([structure])).structure)}")
+        rules.append(f"answer: {expression(*SamplingParams(**structure.params).structure)}")
     if tools.used:
-        calls, more = tools.grammar(tokenizer)
+        try:
+            calls, more = tools.grammar(tokenizer)
+        except ParameterError as error:
+            raise told(error, None, {"json_schema": "tools"}) from None
         several.append("calls")
         rules += [f"calls: {calls}", *more]
     start = f"({' | '.join(several)})"
@@ -74,6 +94,14 @@ def held_to(structure: Structure | None, tools: Tools, tokenizer: Tokenizer, pro
         rules += [f"thinking[suffix={json.dumps(CLOSE)}]: /(.|\\n)*/", "gap: /\\s*/"]
         start = f"thinking gap {start}" if ends_inside(tail) else f"({json.dumps(OPEN)} thinking gap)? {start}"
     return {"grammar": "\n".join([f"start: {start}", *rules])}
+
+
+def places(structure: Structure | None, tools: Tools) -> dict[str, str]:
+    """Where the request has what `held_to` makes fields of SamplingParams of, for its errors."""
+    if structure is None:
+        return {"grammar": "tools"}
+    beside = tools.used and structure.field != "grammar"  # one grammar is made of both
+    return dict.fromkeys(STRUCTURES, structure.place) | ({"grammar": f"{structure.place} or tools"} if beside else {})
 
 
 def expression(name: str, source: str) -> str:

@@ -68,6 +68,7 @@ class Generation(msgspec.Struct, kw_only=True):
     structured_outputs: dict[str, Any] | None = None
 
     scores_prompt: ClassVar = False
+    names: ClassVar = {}  # fields of SamplingParams that this request calls otherwise
 
     @property
     def with_usage(self) -> bool:
@@ -83,13 +84,6 @@ class Generation(msgspec.Struct, kw_only=True):
     @property
     def structure(self) -> Structure | None:
         return response_format(self.response_format, self.structured_outputs)
-
-    @property
-    def names(self) -> dict[str, str]:
-        """Fields of SamplingParams that this request calls otherwise."""
-        if self.response_format is None:
-            return {}
-        return {"json_schema": "response_format", "grammar": "response_format"}
 
     def keep(self, name: str, general: str) -> None:
         """The field that an API calls `name`, kept under its `general` name. Raises ApiError where both differ."""
@@ -161,9 +155,7 @@ class ChatRequest(Generation, kw_only=True):
 
     @property
     def names(self) -> dict[str, str]:
-        renamed = {"logprobs": "top_logprobs", "template_variables": "chat_template_kwargs"} | super().names
-        if self.tools and self.response_format is None:
-            renamed["grammar"] = "tools"
+        renamed = {"logprobs": "top_logprobs", "template_variables": "chat_template_kwargs"}
         return renamed if self.max_completion_tokens is None else renamed | {"max_tokens": "max_completion_tokens"}
 
 

@@ -48,9 +48,7 @@ class ResponsesRequest(Generation, kw_only=True):
     without_effect: ClassVar = frozenset(
         "client_metadata include max_tool_calls prompt_cache_options stream_options context_management".split()
     )
-    names: ClassVar = {
-        "max_tokens": "max_output_tokens", "template_variables": "reasoning", "json_schema": "text", "grammar": "tools",
-    }  # fmt: skip
+    names: ClassVar = {"max_tokens": "max_output_tokens", "template_variables": "reasoning"}
     logprobs: ClassVar = None
     input: str | list[Any] = ""
     instructions: str = ""
@@ -83,7 +81,7 @@ class ResponsesRequest(Generation, kw_only=True):
     def structure(self) -> Structure | None:
         if self.text is None or self.text.format is None:
             return super().structure
-        return response_format(self.text.format, None, "text.format")
+        return response_format(self.text.format, None, "text.format", '{"name": ..., "schema": {...}}')
 
     def variables(self, tokenizer: Tokenizer) -> dict:
         return thinking_off(self.reasoning and self.reasoning.effort, tokenizer, "reasoning.effort")

@@ -3,11 +3,9 @@
 import os
 import signal
 import socket
-import ssl
 import sys
 from collections.abc import Callable
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import uvicorn
 
@@ -16,24 +14,11 @@ from ..errors import TridecodeError
 from .app import Server
 from .errors import ApiError
 from .settings import DYING, Settings
+from .tls import Tls
 
 ENGINE_FAILED = 3
 UNREAD = 1 << 16  # bytes of an answer that the kernel holds for its reader; beyond it tokens wait to be sent together
 STUCK = 600  # seconds that it may be full where requests have no deadline
-
-
-@dataclass(frozen=True)
-class Tls:
-    certificate: str
-    key: str | None = None
-
-    def check(self) -> None:
-        """Raises TridecodeError."""
-        try:
-            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(self.certificate, self.key)
-        except (OSError, ssl.SSLError) as error:
-            reason = error.strerror or str(error)
-            raise TridecodeError(f"the certificate {self.certificate} or its key cannot be used: {reason}") from None
 
 
 def bind(host: str, port: int, timeout: float | None = None) -> socket.socket:

@@ -111,10 +111,10 @@ class RemoteChat(Chat):
 def connect(args, output: Output):
     """The remote.RemoteModel that the options name. Raises TridecodeError. Settings of an engine, which are meant for
     other chats, do not count here."""
-    defaults = vars(engine_options().parse_args([]))
-    for name, default in {**defaults, "graph_stats": False}.items():
-        if name not in ("model", "verbose", *args.origins) and getattr(args, name) != default:
-            args.refuse(f"--{name.replace('_', '-')} is of an engine in this process; a server (--url) has its own")
+    local = {*vars(engine_options().parse_args([])), "graph_stats"} - {"model", "verbose"}
+    for name, word in args.typed.items():
+        if name in local:
+            args.refuse(f"{word} is of an engine in this process; a server (--url) has its own")
     try:
         from .remote import RemoteModel
     except ModuleNotFoundError as error:
