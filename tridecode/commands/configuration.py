@@ -202,6 +202,10 @@ def line(name: str, setting: Setting | None, action: Action) -> str:
 
 
 def show(args, output) -> int:
-    """`tridecode config`."""
-    output.text("".join(f"{each}\n" for each in lines(args.configuration)))
+    """`tridecode config`. args.wrong ends as in the other commands."""
+    try:
+        shown = lines(args.configuration)
+    except ParameterError as error:
+        args.wrong(error)
+    output.text("".join(f"{each}\n" for each in shown))
     return 0

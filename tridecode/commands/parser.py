@@ -151,7 +151,7 @@ class Parser(argparse.ArgumentParser):
         try:
             found = self._configuration.settings(self._command)
         except ParameterError as error:
-            self.exit(2, f"tridecode: error: {one_line(error)}\n")
+            self.wrong(error)
         namespace.origins = {}
         for name, action in keys.items():
             if getattr(namespace, name) is None:
@@ -171,6 +171,10 @@ class Parser(argparse.ArgumentParser):
         with suppress(OSError) if file is sys.stderr else nullcontext():  # an exit code still tells
             file.write(message)
             file.flush()
+
+    def wrong(self, error: ParameterError) -> None:
+        """End as wrong options do, but for the help, which tells nothing of settings."""
+        self.exit(2, f"tridecode: error: {one_line(error)}\n")
 
     def error(self, message):
         self.exit(2, f"tridecode: error: {one_line(message)} (see {self.prog} --help)\n")
@@ -238,7 +242,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_verbose(quantize)
     words = dict(help="show the settings and where each comes from", description=CONFIG)
     configuration = Configuration()
-    commands.add_parser("config", **words).set_defaults(configuration=configuration)
+    commands.add_parser("config", **words).set_defaults(configuration=configuration, wrong=parser.wrong)
     for command in ("chat", "generate", "serve", "info"):
         commands.choices[command].configure(command, configuration)
         commands.choices[command].words(*(("--prompt", bool) if command == "generate" else ("--model", is_model)))
