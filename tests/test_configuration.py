@@ -132,6 +132,11 @@ def test_a_value_out_of_range_says_where_it_comes_from(config, capsys):
     assert "--temperature must be" in said and said.endswith(" (--temperature is set by config.toml)\n")
 
 
+def test_a_byte_order_mark_before_the_text_is_no_fault(config):
+    config("\ufeffslots = 2\r\n[generate]\r\nslots = 3\r\n")
+    assert (parsed("chat").slots, parsed("generate").slots) == (2, 3)
+
+
 def test_a_directory_in_place_of_the_file(config, capsys):
     config()
     config_path().unlink()

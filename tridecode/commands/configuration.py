@@ -97,7 +97,7 @@ class Configuration:
     def _parsed(self) -> dict:
         try:
             text = read_bytes(str(self.path), LARGEST, "a file with settings") if self.path.exists() else b""
-            return tomllib.loads(text.decode())
+            return tomllib.loads(text.decode("utf-8-sig"))  # editors of Windows put a mark before the text
         except TridecodeError as error:
             raise ParameterError(str(error)) from None
         except UnicodeDecodeError:
