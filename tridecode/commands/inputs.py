@@ -51,9 +51,10 @@ def read_stdin(output: Output, most: int | None = None, way_out: str = "") -> st
 
 def stdin_lines() -> Iterator[str]:
     """The lines of stdin as they come; PromptError at one that is too long, such as all of /dev/zero."""
-    pieces, size = [], 0
+    pieces, size, mark = [], 0, "\ufeff"  # which the first line may begin with
     while piece := sys.stdin.readline(PIECE):
-        pieces.append(piece)
+        pieces.append(piece.removeprefix(mark))
+        mark = ""
         size += len(piece)
         if size > LARGEST:
             raise PromptError(f"stdin: a line longer than {LARGEST:,} characters, the most that is read; end it before")
