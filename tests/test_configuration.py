@@ -137,11 +137,14 @@ def test_a_byte_order_mark_before_the_text_is_no_fault(config):
     assert (parsed("chat").slots, parsed("generate").slots) == (2, 3)
 
 
-def test_a_directory_in_place_of_the_file(config, capsys):
+@pytest.mark.parametrize("make", [os.mkdir, os.mkfifo, lambda path: os.symlink("/dev/zero", path)])
+def test_what_is_no_file_in_place_of_the_file(config, capsys, make):
     config()
     config_path().unlink()
-    config_path().mkdir()
-    assert "not a file; give a file with settings" in refused(capsys, "chat")
+    make(config_path())
+    for command in ("chat", "config"):
+        said = refused(capsys, command)
+        assert said == f"{config_path()}: not a file; give a regular file with settings"
 
 
 def test_other_commands_and_help_need_no_file(config, capsys):

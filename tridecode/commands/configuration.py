@@ -96,7 +96,9 @@ class Configuration:
 
     def _parsed(self) -> dict:
         try:
-            text = read_bytes(str(self.path), LARGEST, "a file with settings") if self.path.exists() else b""
+            text = b""
+            if self.path.exists():  # a pipe there is nobody's on purpose, and would be waited for for ever
+                text = read_bytes(str(self.path), LARGEST, "a regular file with settings", pipes=False)
             return tomllib.loads(text.decode("utf-8-sig"))  # editors of Windows put a mark before the text
         except TridecodeError as error:
             raise ParameterError(str(error)) from None
