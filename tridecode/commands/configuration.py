@@ -172,6 +172,8 @@ def toml(value) -> str:
         if value and isinstance(value[0], tuple):  # of logit_bias
             return "{" + ", ".join(f"{key} = {bias}" for key, bias in value) + "}"
         return "[" + ", ".join(map(toml, value)) + "]"
+    if isinstance(value, tuple):  # of speculate_ngram
+        value = ":".join(map(str, value))
     return json.dumps(value, ensure_ascii=False)
 
 
