@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import nullcontext, suppress
 
 from ..errors import ParameterError
+from ..model.hub import BUNDLED
 from ..version import __version__
 from .bench_options import BENCH, add_benches, add_quantize, add_shape, add_verbose
 from .completions import kinds
@@ -182,7 +183,7 @@ class Parser(argparse.ArgumentParser):
 
 def is_model(words: list[str]) -> bool:
     """Whether they look like a model's name, and not like a message."""
-    return len(words) == 1 and ("/" in words[0] or words[0] == "bundled")
+    return len(words) == 1 and ("/" in words[0] or words[0] == BUNDLED.name)
 
 
 class PrintCompletion(argparse.Action):
