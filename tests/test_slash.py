@@ -109,6 +109,9 @@ def test_the_system_turn(session):
     chat.handle("/system")
     assert "system: Be brief." in chat.read()[1]
     chat.handle("/system -")
+    assert chat.read()[1] == "the system turn is removed\n"
+    chat.handle("/system -")
+    assert chat.read()[1] == "there is no system turn to remove\n"
     chat.handle("c")
     assert chat.engine.prompts[2] == said("b", "two", "c")
     chat = session(raw=True)
