@@ -208,7 +208,18 @@ def test_the_line_after_an_answer_can_be_shorter(session, mode, shown):
     chat.handle("one")
     assert chat.read()[1] == shown
     chat.handle("/set --stats none")
-    assert chat.read()[1] == "stats must be one of full, short, off, got 'none'\n" and chat.stats == mode
+    assert chat.read()[1] == "stats must be one of full, short, off, default, got 'none'\n" and chat.stats == mode
+
+
+def test_default_leads_back_to_what_the_chat_began_with(session):
+    chat = session(stats="short")
+    for line, words in (
+        ("/set stats off", "stats is off\n"),
+        ("/set stats default", "stats is short\n"),
+        ("/set overflow stop", "overflow is stop\n"),
+        ("/set overflow default", "overflow is error\n"),
+    ):
+        assert chat.handle(line) and chat.read()[1] == words
 
 
 def test_the_seed_of_an_answer_is_shown_and_gives_it_again(session):

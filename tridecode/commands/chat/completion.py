@@ -56,7 +56,7 @@ def of_set(typed: str) -> Iterable[str]:
     name, space, _ = typed.partition(" ")
     if not space:
         return (f"{option} " for option in (*NAMES, *CHOICES))
-    return CHOICES.get(name, ("on", "off", "default") if name == "ignore_eos" else ("default",))
+    return (*CHOICES.get(name, ("on", "off") if name == "ignore_eos" else ()), "default")
 
 
 # Command -> what may stand after it, from what does so far.

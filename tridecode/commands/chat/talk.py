@@ -56,6 +56,7 @@ class Chat:
         self.conversation, self.system = conversation, system
         self.given, self.loader = dict(given or {}), loader
         self.interactive, self.store, self.overflow, self.stats = interactive, store, overflow, stats
+        self.begun_with = {name: getattr(self, name) for name in CHOICES}
         self.plain = plain or conversation.raw  # a text that is continued is no Markdown
         self.idle: IdleCapture | None = None
         self.stopped_at = -IMPATIENCE
@@ -122,12 +123,12 @@ class Chat:
         return name
 
     def choose(self, name: str, value: str) -> None:
-        """Set one of CHOICES. Raises ParameterError."""
-        if value not in CHOICES[name]:
+        """Set one of CHOICES; default is what it was when the chat began. Raises ParameterError."""
+        if value not in (*CHOICES[name], "default"):
             if not value:
                 raise ParameterError(f"/set {name} needs a value; it is {getattr(self, name)}")
-            raise ParameterError(f"{name} must be one of {', '.join(CHOICES[name])}, got {value[:80]!r}")
-        setattr(self, name, value)
+            raise ParameterError(f"{name} must be one of {', '.join(CHOICES[name])}, default, got {value[:80]!r}")
+        setattr(self, name, self.begun_with[name] if value == "default" else value)
 
     def switch(self, name: str) -> None:
         self.loader.switch(self, name)
