@@ -11,7 +11,7 @@ from ...errors import ParameterError
 from ...results import Piece
 from ...text.thinking import CLOSE, SWITCH, strip_thinking
 from ..explain import explain
-from ..terminal import Output, counted
+from ..terminal import Output, counted, joined
 from . import session, slash, stats
 from .conversation import Conversation
 from .display import opens_thinking
@@ -215,7 +215,7 @@ class Chat:
 
     def fail(self, what: str, begun: str = "") -> None:
         """One line; a pipe, where nobody may have read it, says so again with its exit code."""
-        self.output.error(f"{what}; {'the answer stays as it was' if begun else 'the turn is not kept'}")
+        self.output.error(joined(what, "the answer stays as it was" if begun else "the turn is not kept"))
         if not self.interactive:
             self.exit_code = 1
 
