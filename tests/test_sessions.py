@@ -250,4 +250,5 @@ def test_tab_completes_sessions_paths_and_words(tmp_path, monkeypatch):
         ("//sy", (0, [])),
     ):
         assert completed(typed) == found, typed
+    assert completed("/set to", ["top_p", "seed"]) == (2, ["top_p "]), "what a server takes"
     assert completed("/load ") == (0, ["rivers", "Qwerty/", "river talk.json", "rooms/"])
