@@ -91,6 +91,7 @@ WRONG = {
     "text": ("model = 4", "model: expected a text, got 4"),
     "switch": ('plain = "maybe"', 'plain: expected true or false, got "maybe"'),
     "not a switch": ("slots = true", "slots: expected a text or a number, got true"),
+    "choice far from all": ('stats = "zzzz"', 'stats: expected one of full, short, off, got "zzzz"\n'),
     "choice": ('overflow = "drop-oldst"', "overflow: expected one of error, drop-oldest, stop"),
     "switch that is a date": ("plain = 2026-01-01", "plain: expected true or false, got \"2026-01-01\""),
     "table that is a date": ("serve = 2026-01-01", "serve must be a table, [serve], got \"2026-01-01\""),
@@ -108,7 +109,7 @@ def test_what_is_wrong_with_the_file_is_one_line(config, capsys, text, words):
     config_path().write_bytes(text.encode("utf-8", "surrogateescape"))
     for command in ("chat", "generate", "serve", "info", "config"):
         said = refused(capsys, command)
-        assert said.startswith(f"{config_path()}: ") and words in said
+        assert said.startswith(f"{config_path()}: ") and words in f"{said}\n"
 
 
 def test_what_is_wrong_with_the_environment_is_one_line(config, capsys, monkeypatch):

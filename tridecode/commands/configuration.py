@@ -163,7 +163,8 @@ def one(action: Action, value, where: str):
         raise ParameterError(f"{where}: expected {EXPECTED[action.type]}, got {as_json(value)}") from None
     if action.choices and value not in action.choices:
         near = did_you_mean(value, action.choices)
-        raise ParameterError(f"{where}: expected one of {', '.join(action.choices)}, got {as_json(value)}; {near}")
+        got = f"{as_json(value)}; {near}" if near else as_json(value)
+        raise ParameterError(f"{where}: expected one of {', '.join(action.choices)}, got {got}")
     return value
 
 
