@@ -18,7 +18,7 @@ GOOD = [
     {"prompt": "Hello", "id": "a"},
     {"messages": [user("Hi")], "max_tokens": 3, "stop": "zzz"},
     {"prompt": "Hello", "temperature": 1.0, "seed": 3, "logit_bias": {"7": -1}, "stop_token_ids": [5]},
-    {"prompt_ids": [5, 17, 300], "seed": 4},
+    {"prompt_ids": [5, 17, 300], "seed": 4, "id": 0},
 ]
 BAD = [
     ("{", "not JSON"), ("[1]", "expected an object"), ("{}", "none"),
@@ -29,7 +29,10 @@ BAD = [
     ('{"prompt": "a", "logit_bias": [1]}', "logit_bias"), ('{"prompt": "a", "ignore_eos": 1}', "ignore_eos"),
     ('{"prompt": "a", "logit_bias": {"388000": 1}}', "vocabulary"), (json.dumps({"prompt": "long " * 600}), "context"),
     (json.dumps({"prompt": "a", "logit_bias": {"9" * 5000: 1}}), "digits"),
-    ('{"prompt": "a", "id": [1]}', "id must be"), ('{"prompt": "a", "id": 1e400}', "1e400 is out of range"),
+    ('{"prompt": "a", "id": [1]}', "id must be"), ('{"prompt": "a", "id": null}', "a string or an integer, got null"),
+    ('{"prompt": "a", "id": true}', "id must be a string or an integer, got true"),
+    ('{"prompt": "a", "id": 1.5}', "id must be a string or an integer, got 1.5"),
+    ('{"prompt": "a", "id": 1e400}', "1e400 is out of range"),
     ('{"prompt": "a", "id": -1e999}', "out of range"), ('{"prompt": "a", "id": NaN}', "NaN is no number"),
     (json.dumps({"prompt": "a", "seed": 7})[:-1] + "7" * 5000 + "}", "a number of 5,001 digits"),
     ('{"messages": [{"role": "usr", "content": "a"}]}', "role must be one of system, developer, user, assistant, tool"),
@@ -47,7 +50,7 @@ def test_a_batch_answers_as_single_runs_do(generate, engine, tmp_path):
     code, out, err = generate("--jsonl", file, *LIMITS)
     found = lines(out)
     assert code == 0 and [entry["index"] for entry in found] == [0, 2, 4, 6]
-    assert found[0]["id"] == "a" and "id" not in found[1]
+    assert found[0]["id"] == "a" and "id" not in found[1] and found[3]["id"] == 0
     params = engine.default_params(temperature=0, max_tokens=5)
     assert found[0]["token_ids"] == list(engine.generate([user("Hello")], params).token_ids)
     assert found[1]["usage"]["completion_tokens"] == 3 and found[2]["seed"] == 3

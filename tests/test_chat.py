@@ -77,6 +77,11 @@ def test_a_line_that_never_ends_is_refused(piped, monkeypatch):
     assert piped("Hello\nHello", "--max-tokens", 2)[1].count("\n") == 2
 
 
+def test_a_byte_order_mark_is_no_part_of_the_first_line(piped):
+    code, out, err = piped("\ufeff/set seed 7\n\ufeff/exit\n", "--max-tokens", 2)
+    assert code == 0 and "seed is 7\n" in err and out.count("\n") == 1, "only the first one is a mark"
+
+
 def test_a_prompt_that_does_not_fit_ends_its_turn_only(piped, tiny):
     text = "hello\n" + "word " * 100 + "\nagain\n"
     code, out, err = piped(text, "--model", tiny, "--max-tokens", 4, "--temperature", 0, "--max-seq-len", 60)

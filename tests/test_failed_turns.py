@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from tridecode import commands
 from tridecode.commands.chat import session as sessions
 from tridecode.commands.chat.command import DEVICE_LOST
+from tridecode.errors import TridecodeError
 from tridecode.text.tokenizer import Tokenizer
 
 
@@ -46,6 +47,16 @@ def test_an_error_that_nobody_foresaw_ends_its_turn_only(session, caplog):
         assert chat.handle("one") and chat.handle("two")
     assert "KeyError: 'layers' (--verbose shows the traceback); the turn is not kept" in chat.read()[1]
     assert "Traceback" in caplog.text and chat.engine.prompts[1] == said("two")
+
+
+@pytest.mark.parametrize("words, line", [
+    ("no such file", "no such file; the turn is not kept"),
+    ("refused; is a server there?", "refused; is a server there? The turn is not kept"),
+    ("You have no quota left.", "You have no quota left. The turn is not kept"),
+])  # fmt: skip
+def test_what_follows_from_an_error_is_joined_to_its_words(session, words, line):
+    chat = session([TridecodeError(words)])
+    assert chat.handle("one") and chat.read()[1] == f"tridecode: error: {line}\n"
 
 
 @pytest.mark.parametrize("texts, shown", [([], ""), ([""], ""), (["", "Half"], "Half\n")])

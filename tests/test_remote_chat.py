@@ -151,6 +151,15 @@ def test_ctrl_c_stops_the_answer_and_the_servers_work(terminal, monkeypatch, tmp
         leaves(child)
 
 
+def test_tab_offers_the_options_that_the_server_takes(terminal, served):
+    child = terminal("--url", served.url, TRIDECODE_API_KEY="")
+    child.send("/set re\t1.5\r")  # and no regex
+    child.expect_exact("repetition_penalty is 1.5")
+    child.expect_exact(READY)
+    child.sendeof()
+    leaves(child)
+
+
 # ---- with servers of other kinds
 
 

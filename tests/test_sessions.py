@@ -240,7 +240,9 @@ def test_tab_completes_sessions_paths_and_words(tmp_path, monkeypatch):
         ("/model Qw", (2, ["Qwen/Qwen3-4B", "Qwerty/"])),
         ("/model b", (1, ["bundled"])),
         ("/set temp", (4, ["temperature "])),
-        ("/set overflow d", (1, ["drop-oldest"])),
+        ("/set overflow d", (1, ["drop-oldest", "default"])),
+        ("/set stats ", (0, ["full", "short", "off", "default"])),
+        ("/set ignore_eos o", (1, ["on", "off"])),
         ("/set top_k ", (0, ["default"])),
         ("/nothing h", (1, [])),
         ("/load \0", (1, [])),
@@ -248,4 +250,5 @@ def test_tab_completes_sessions_paths_and_words(tmp_path, monkeypatch):
         ("//sy", (0, [])),
     ):
         assert completed(typed) == found, typed
+    assert completed("/set to", ["top_p", "seed"]) == (2, ["top_p "]), "what a server takes"
     assert completed("/load ") == (0, ["rivers", "Qwerty/", "river talk.json", "rooms/"])

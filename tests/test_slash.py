@@ -109,6 +109,9 @@ def test_the_system_turn(session):
     chat.handle("/system")
     assert "system: Be brief." in chat.read()[1]
     chat.handle("/system -")
+    assert chat.read()[1] == "the system turn is removed\n"
+    chat.handle("/system -")
+    assert chat.read()[1] == "there is no system turn to remove\n"
     chat.handle("c")
     assert chat.engine.prompts[2] == said("b", "two", "c")
     chat = session(raw=True)
@@ -126,6 +129,9 @@ def test_the_system_turn(session):
         ("stop ###", "stop", ("###",)),
         ('stop ["a", "\\n"]', "stop", ("a", "\n")),
         ("stop 7", "stop", ("7",)),
+        ("stop [END]", "stop", ("[END]",)),
+        ('stop "', "stop", ('"',)),
+        ('stop "[\\"a"', "stop", ('["a',)),
         ("stop none", "stop", ()),
         ("stop_token_ids 1, 2", "stop_token_ids", (1, 2)),
         ('logit_bias {"5": -3.5}', "logit_bias", {5: -3.5}),
@@ -160,7 +166,10 @@ def test_a_schema_is_shown_as_it_can_be_typed(session):
         ("temprature 1", "did you mean temperature?"),
         ("xyz 1", "/set shows all"),
         ("top_p [1]", "top_p must be"),
-        ("stop_token_ids a", "stop_token_ids"),
+        ("stop_token_ids a", "stop_token_ids must be token ids like 1, 2, got 'a'"),
+        ("stop_token_ids [1, 2", "stop_token_ids must be token ids like 1, 2, got '[1, 2'"),
+        ('stop ["a"', 'stop must be a text, or a whole JSON list like ["a", "b"], got \'["a"\''),
+        ("stop ['a']", "a whole JSON list like"),
         ("stop []", None),
         ('stop [""]', "non-empty"),
         ("logit_bias 5", "logit_bias must be like"),
@@ -199,7 +208,18 @@ def test_the_line_after_an_answer_can_be_shorter(session, mode, shown):
     chat.handle("one")
     assert chat.read()[1] == shown
     chat.handle("/set --stats none")
-    assert chat.read()[1] == "stats must be one of full, short, off, got 'none'\n" and chat.stats == mode
+    assert chat.read()[1] == "stats must be one of full, short, off, default, got 'none'\n" and chat.stats == mode
+
+
+def test_default_leads_back_to_what_the_chat_began_with(session):
+    chat = session(stats="short")
+    for line, words in (
+        ("/set stats off", "stats is off\n"),
+        ("/set stats default", "stats is short\n"),
+        ("/set overflow stop", "overflow is stop\n"),
+        ("/set overflow default", "overflow is error\n"),
+    ):
+        assert chat.handle(line) and chat.read()[1] == words
 
 
 def test_the_seed_of_an_answer_is_shown_and_gives_it_again(session):

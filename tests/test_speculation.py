@@ -304,9 +304,11 @@ def test_a_grammar_beside_text_that_repeats(bundled):
 def test_the_option_is_checked():
     with pytest.raises(ParameterError, match="speculate must be auto, ngram or off, got 'draft'"):
         Engine.load(speculate="draft")
-    for wrong in (4, "4:2", (2, 4), (17, 2), (2, 0), (4, 2.0), (True, 1), (4, 3, 2)):
+    for wrong in (4, "4:2", (2, 4), (17, 2), (10**5000, 1), (2, 0), (4, 2.0), (True, 1), (4, 3, 2)):
         with pytest.raises(ParameterError, match="speculate_ngram must be two numbers from 16 down to 1, the larger"):
             Engine.load(speculate="ngram", speculate_ngram=wrong)
+    with pytest.raises(ParameterError, match="the larger first, like 8 and 2, got 2 and 8$"):
+        Engine.load(speculate_ngram=(2, 8))
     with pytest.raises(ParameterError, match='^speculate_ngram: nothing is guessed with speculate="off"; leave one of'):
         Engine.load(speculate="off", speculate_ngram=(4, 2))
 

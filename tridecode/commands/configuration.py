@@ -96,8 +96,10 @@ class Configuration:
 
     def _parsed(self) -> dict:
         try:
-            text = read_bytes(str(self.path), LARGEST, "a file with settings") if self.path.exists() else b""
-            return tomllib.loads(text.decode())
+            text = b""
+            if self.path.exists():  # a pipe there is nobody's on purpose, and would be waited for for ever
+                text = read_bytes(str(self.path), LARGEST, "a regular file with settings", pipes=False)
+            return tomllib.loads(text.decode("utf-8-sig"))  # editors of Windows put a mark before the text
         except TridecodeError as error:
             raise ParameterError(str(error)) from None
         except UnicodeDecodeError:
@@ -161,7 +163,8 @@ def one(action: Action, value, where: str):
         raise ParameterError(f"{where}: expected {EXPECTED[action.type]}, got {as_json(value)}") from None
     if action.choices and value not in action.choices:
         near = did_you_mean(value, action.choices)
-        raise ParameterError(f"{where}: expected one of {', '.join(action.choices)}, got {as_json(value)}; {near}")
+        got = f"{as_json(value)}; {near}" if near else as_json(value)
+        raise ParameterError(f"{where}: expected one of {', '.join(action.choices)}, got {got}")
     return value
 
 
@@ -170,6 +173,8 @@ def toml(value) -> str:
         if value and isinstance(value[0], tuple):  # of logit_bias
             return "{" + ", ".join(f"{key} = {bias}" for key, bias in value) + "}"
         return "[" + ", ".join(map(toml, value)) + "]"
+    if isinstance(value, tuple):  # of speculate_ngram
+        value = ":".join(map(str, value))
     return json.dumps(value, ensure_ascii=False)
 
 
@@ -202,6 +207,10 @@ def line(name: str, setting: Setting | None, action: Action) -> str:
 
 
 def show(args, output) -> int:
-    """`tridecode config`."""
-    output.text("".join(f"{each}\n" for each in lines(args.configuration)))
+    """`tridecode config`. args.wrong ends as in the other commands."""
+    try:
+        shown = lines(args.configuration)
+    except ParameterError as error:
+        args.wrong(error)
+    output.text("".join(f"{each}\n" for each in shown))
     return 0

@@ -27,10 +27,11 @@ def read_file(path: str, output: Output, most: int | None = None) -> str:
     return clean(data.decode("utf-8-sig", "surrogateescape"), path, output)
 
 
-def read_bytes(path: str, most: int | None, expected: str) -> bytes:
-    """What is in a regular file or a pipe; `expected` is told to whoever named something else (PromptError)."""
+def read_bytes(path: str, most: int | None, expected: str, pipes: bool = True) -> bytes:
+    """What is in a regular file or, with `pipes`, a pipe; `expected` is told to whoever named something else
+    (PromptError)."""
     try:
-        if not is_file(os.stat(path).st_mode):
+        if not (is_file if pipes else stat.S_ISREG)(os.stat(path).st_mode):
             raise PromptError(f"{path}: not a file; give {expected}")
         with open(path, "rb") as file:
             return read_all(file.read, path, most)
@@ -51,9 +52,10 @@ def read_stdin(output: Output, most: int | None = None, way_out: str = "") -> st
 
 def stdin_lines() -> Iterator[str]:
     """The lines of stdin as they come; PromptError at one that is too long, such as all of /dev/zero."""
-    pieces, size = [], 0
+    pieces, size, mark = [], 0, "\ufeff"  # which the first line may begin with
     while piece := sys.stdin.readline(PIECE):
-        pieces.append(piece)
+        pieces.append(piece.removeprefix(mark))
+        mark = ""
         size += len(piece)
         if size > LARGEST:
             raise PromptError(f"stdin: a line longer than {LARGEST:,} characters, the most that is read; end it before")

@@ -9,6 +9,7 @@ from contextlib import nullcontext, suppress
 from itertools import takewhile
 
 from ..errors import ParameterError
+from ..model.hub import BUNDLED
 from ..version import __version__
 from .bench_options import BENCH, add_benches, add_quantize, add_shape, add_verbose
 from .completions import kinds
@@ -159,7 +160,7 @@ class Parser(argparse.ArgumentParser):
         try:
             found = self._configuration.settings(self._command)
         except ParameterError as error:
-            self.exit(2, f"tridecode: error: {one_line(error)}\n")
+            self.wrong(error)
         namespace.origins = {}
         for name, action in keys.items():
             if getattr(namespace, name) is None:
@@ -180,13 +181,17 @@ class Parser(argparse.ArgumentParser):
             file.write(message)
             file.flush()
 
+    def wrong(self, error: ParameterError) -> None:
+        """End as wrong options do, but for the help, which tells nothing of settings."""
+        self.exit(2, f"tridecode: error: {one_line(error)}\n")
+
     def error(self, message):
         self.exit(2, f"tridecode: error: {one_line(message)} (see {self.prog} --help)\n")
 
 
 def is_model(words: list[str]) -> bool:
     """Whether they look like a model's name, and not like a message."""
-    return len(words) == 1 and ("/" in words[0] or words[0] == "bundled")
+    return len(words) == 1 and ("/" in words[0] or words[0] == BUNDLED.name)
 
 
 class PrintCompletion(argparse.Action):
@@ -246,7 +251,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_verbose(quantize)
     words = dict(help="show the settings and where each comes from", description=CONFIG)
     configuration = Configuration()
-    commands.add_parser("config", **words).set_defaults(configuration=configuration)
+    commands.add_parser("config", **words).set_defaults(configuration=configuration, wrong=parser.wrong)
     for command in ("chat", "generate", "serve", "info"):
         commands.choices[command].configure(command, configuration)
         commands.choices[command].words(*(("--prompt", bool) if command == "generate" else ("--model", is_model)))

@@ -199,6 +199,11 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f"did you mean {near[0]}?" if near else ""
 
 
+def joined(said: str, more: str) -> str:
+    """A line and what follows from it, behind a semicolon, or as a sentence where the line ends one itself."""
+    return f"{said} {more[0].upper()}{more[1:]}" if said.endswith((".", "?", "!")) else f"{said}; {more}"
+
+
 SHORTER = ("reused", "seed", "context", "first", "pass")  # what a line that is too long loses, in this order
 
 

@@ -1,7 +1,6 @@
 """ModelConfig: what a checkpoint's config.json says, as frozen data. Families differ in flags, not in classes."""
 
 import json
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -161,11 +160,11 @@ class _Reader:
             raise self.fail(key, f"an integer from {low} to {high}")
         return value
 
-    def number(self, key: str, default: float | None = None, low: float = 0.0, high: float = math.inf) -> float:
-        """A finite number above `low`, up to `high`."""
+    def number(self, key: str, low: float, high: float, default: float | None = None) -> float:
+        """A number from `low` to `high`: in fp32 what is far beyond the published ones is 0, infinite or NaN."""
         value = self.get(key, default)
-        if not _is_number(value) or not low < value <= high:
-            raise self.fail(key, f"a finite number above {low:g}" + (f", up to {high:g}" if high < math.inf else ""))
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
+            raise self.fail(key, f"a number from {low:g} to {high:g}")
         return float(value)
 
     def under(self, key: str) -> "_Reader":
@@ -224,7 +223,7 @@ def parse_config(config_json: dict, generation_json: dict | None = None, source=
     return ModelConfig(
         family=family.name,
         **sizes,
-        rms_norm_eps=read.number("rms_norm_eps", 1e-6, high=1.0),
+        rms_norm_eps=read.number("rms_norm_eps", 1e-30, 1, default=1e-6),
         tie_word_embeddings=read.flag("tie_word_embeddings"),
         qk_norm=family.qk_norm,
         qkv_bias=family.qkv_bias,
@@ -334,14 +333,14 @@ def _rope(read: _Reader, max_position: int) -> RopeConfig:
                 "partial rotary embeddings are not supported"
             )
     owner = rope if "rope_theta" in rope.values else read
-    theta = owner.number("rope_theta") if "rope_theta" in owner.values else 10000.0  # null is no number
+    theta = owner.number("rope_theta", 1, 1e30) if "rope_theta" in owner.values else 10000.0  # null is no number
     if kind == "default":
         return RopeConfig(theta=theta)
-    low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
+    low, high = rope.number("low_freq_factor", 1e-4, 1e4), rope.number("high_freq_factor", 1e-4, 1e4)
     if high <= low:
         raise rope.fail("high_freq_factor", f"above low_freq_factor ({low:g})")
     original = rope.integer("original_max_position_embeddings", 1, 2**31 - 1, default=max_position)
-    return RopeConfig(theta, kind, rope.number("factor"), low, high, original)
+    return RopeConfig(theta, kind, rope.number("factor", 1, 1e5), low, high, original)
 
 
 def _quantisation(read: _Reader) -> "Quantisation | None":
@@ -374,7 +373,3 @@ def _generation_defaults(read: _Reader) -> tuple[tuple[str, float], ...]:
 
 def _is_integer(value) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_number(value) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e300  # NaN is not

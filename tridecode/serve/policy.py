@@ -58,9 +58,10 @@ class Policy:
             return NGRAM if self.speculates else None
         whole = isinstance(given, Sequence) and len(given) == 2 and all(type(each) is int for each in given)
         if not whole or not 1 <= given[1] <= given[0] <= MAX_NGRAM:
+            got = " and ".join(map(shown, given)) if whole else shown(given)
             raise ParameterError(
                 f"speculate_ngram must be two numbers from {MAX_NGRAM} down to 1, the larger first, like "
-                f"{NGRAM[0]}:{NGRAM[1]}, got {shown(given)}"
+                f"{NGRAM[0]} and {NGRAM[1]}, got {got}"
             )
         if self.speculate == "off":
             raise ParameterError('speculate_ngram: nothing is guessed with speculate="off"; leave one of them out')

@@ -10,8 +10,9 @@ from .settings import CHOICES, NAMES
 MOST = 200  # files of a directory that are offered
 
 
-def completed(typed: str) -> tuple[int, list[str]]:
-    """What `typed`, the text before the cursor, may go on as: how many characters of it are replaced, and by what."""
+def completed(typed: str, options: Iterable[str] = NAMES) -> tuple[int, list[str]]:
+    """What `typed`, the text before the cursor, may go on as: how many characters of it are replaced, and by what.
+    options: the sampling options that can be set."""
     if not typed.startswith("/") or typed.startswith("//") or "\n" in typed:
         return 0, []
     command, space, rest = typed.partition(" ")
@@ -19,7 +20,7 @@ def completed(typed: str) -> tuple[int, list[str]]:
         return len(typed), [name for name in slash.COMMANDS if name.startswith(typed.lower())]
     rest = rest.lstrip()
     after = AFTER.get(slash.ALIASES.get(command.lower(), command.lower()))
-    found = after(rest) if after else ()
+    found = after(rest, options) if after is of_set else after(rest) if after else ()
     word = rest if command in WHOLE else rest.rpartition(" ")[2]
     return len(word), list(dict.fromkeys(text for text in found if text.startswith(word) and text != word))
 
@@ -52,15 +53,15 @@ def of_sessions(typed: str) -> Iterable[str]:
     return sessions.names() if " " in typed else ("rename ", "delete ")
 
 
-def of_set(typed: str) -> Iterable[str]:
+def of_set(typed: str, options: Iterable[str]) -> Iterable[str]:
     name, space, _ = typed.partition(" ")
     if not space:
-        return (f"{option} " for option in (*NAMES, *CHOICES))
-    return CHOICES.get(name, ("on", "off", "default") if name == "ignore_eos" else ("default",))
+        return (f"{option} " for option in (*options, *CHOICES))
+    return (*CHOICES.get(name, ("on", "off") if name == "ignore_eos" else ()), "default")
 
 
 # Command -> what may stand after it, from what does so far.
-AFTER: dict[str, Callable[[str], Iterable[str]]] = {
+AFTER: dict[str, Callable[..., Iterable[str]]] = {
     "/load": loadable,
     "/save": paths,
     "/export": paths,

@@ -13,7 +13,7 @@ from ...results import Piece, Timings, Usage
 from ...sampling import SamplingParams
 from ...text.thinking import CLOSE, OPEN, strip_thinking
 from ..bench.client import message_of
-from ..terminal import did_you_mean
+from ..terminal import did_you_mean, joined
 
 TIMEOUT = httpx.Timeout(600.0, connect=10.0)  # seconds without a byte
 LONGEST = 1 << 24  # bytes of an event
@@ -268,10 +268,11 @@ def check(response: httpx.Response) -> None:
         said, code = brief(response.text), None
     if code == "context_length_exceeded" and (numbers := re.search(r"(\d[\d,]*) tokens.*?(\d[\d,]*)", said)):
         raise Refused(said, int(numbers[1].replace(",", "")))
-    hints = {401: "; give TRIDECODE_API_KEY or --api-key-file"}
+    hints = {401: "give TRIDECODE_API_KEY or --api-key-file"}
     if wait := response.headers.get("retry-after"):
-        hints[503] = hints[429] = f"; it can be asked again in {brief(wait, 40)}{' s' if wait.isdecimal() else ''}"
-    raise ServerError(f"the server answers {status}: {said or response.reason_phrase}{hints.get(status, '')}")
+        hints[503] = hints[429] = f"it can be asked again in {brief(wait, 40)}{' s' if wait.isdecimal() else ''}"
+    said = f"the server answers {status}: {said or response.reason_phrase}"
+    raise ServerError(joined(said, hints[status]) if status in hints else said)
 
 
 class Refused(TooLong):

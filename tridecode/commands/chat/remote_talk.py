@@ -9,7 +9,7 @@ from ...text.thinking import SWITCH
 from ..api_key import api_key
 from ..engine_options import engine_options
 from ..parser import sampling_overrides
-from ..terminal import Output
+from ..terminal import Output, joined
 from .conversation import Conversation
 from .talk import Chat
 
@@ -94,7 +94,7 @@ class RemoteChat(Chat):
 
     def fail(self, what: str, begun: str = "") -> None:
         switched = self.variables is not None and SWITCH in what
-        super().fail(what + "; /think on leaves thinking to the server" * switched, begun)
+        super().fail(joined(what, "/think on leaves thinking to the server") if switched else what, begun)
 
     def count(self, prompt) -> int:
         return self.engine.count(prompt, self.variables)

@@ -1,6 +1,7 @@
 """/set: a sampling option from what was typed."""
 
 import json
+import re
 from dataclasses import fields, replace
 
 from ...errors import ParameterError
@@ -11,6 +12,7 @@ from ..terminal import did_you_mean
 CHOICES = {"overflow": ("error", "drop-oldest", "stop"), "stats": ("full", "short", "off")}
 NAMES = tuple(field.name for field in fields(SamplingParams) if field.name != "logprobs")  # which a chat shows nowhere
 _WORDS = {"none": None, "null": None, "on": True, "true": True, "off": False, "false": False}
+_LIST = re.compile(r"""\[\s*["']""")  # the beginning of a list of texts
 
 
 def as_typed(name: str, value) -> str:
@@ -49,12 +51,15 @@ def changed(params: SamplingParams, defaults: SamplingParams, found: str, text: 
 def _value(name: str, text: str):
     if name in ("stop", "stop_token_ids", "logit_bias") and text.lower() in ("none", "off"):
         return {} if name == "logit_bias" else ()
-    if name == "stop_token_ids" and not text.startswith("["):
-        text = f"[{text}]"
+    read = f"[{text}]" if name == "stop_token_ids" and not text.startswith("[") else text
     try:
-        value = _WORDS[text.lower()] if text.lower() in _WORDS and name != "stop" else json.loads(text)
+        value = _WORDS[text.lower()] if text.lower() in _WORDS and name != "stop" else json.loads(read)
     except (ValueError, RecursionError):
         value = text
+    if name == "stop_token_ids" and not isinstance(value, list):
+        raise ParameterError(f"stop_token_ids must be token ids like 1, 2, got {text[:80]!r}")
+    if name == "stop" and value is text and _LIST.match(text):  # [END] is a text, but this hardly
+        raise ParameterError(f'stop must be a text, or a whole JSON list like ["a", "b"], got {text[:80]!r}')
     if name == "stop" and not isinstance(value, (str, list)):
         value = text
     if name == "ignore_eos" and not isinstance(value, bool):

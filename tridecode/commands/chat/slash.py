@@ -112,6 +112,8 @@ def _system(chat, rest) -> None:
     elif not rest:
         system = chat.conversation.system
         chat.output.note("there is no system turn" if system is None else f"system: {system}")
+    elif rest == "-" and chat.conversation.system is None and chat.system is None:
+        chat.output.note("there is no system turn to remove")
     else:
         chat.set_system(None if rest == "-" else rest)
         chat.output.note("the system turn is " + ("removed" if rest == "-" else "set"))

@@ -11,7 +11,7 @@ from ...errors import ParameterError
 from ...results import Piece
 from ...text.thinking import CLOSE, SWITCH, strip_thinking
 from ..explain import explain
-from ..terminal import Output, counted
+from ..terminal import Output, counted, joined
 from . import session, slash, stats
 from .conversation import Conversation
 from .display import opens_thinking
@@ -56,6 +56,7 @@ class Chat:
         self.conversation, self.system = conversation, system
         self.given, self.loader = dict(given or {}), loader
         self.interactive, self.store, self.overflow, self.stats = interactive, store, overflow, stats
+        self.begun_with = {name: getattr(self, name) for name in CHOICES}
         self.plain = plain or conversation.raw  # a text that is continued is no Markdown
         self.idle: IdleCapture | None = None
         self.stopped_at = -IMPATIENCE
@@ -122,12 +123,12 @@ class Chat:
         return name
 
     def choose(self, name: str, value: str) -> None:
-        """Set one of CHOICES. Raises ParameterError."""
-        if value not in CHOICES[name]:
+        """Set one of CHOICES; default is what it was when the chat began. Raises ParameterError."""
+        if value not in (*CHOICES[name], "default"):
             if not value:
                 raise ParameterError(f"/set {name} needs a value; it is {getattr(self, name)}")
-            raise ParameterError(f"{name} must be one of {', '.join(CHOICES[name])}, got {value[:80]!r}")
-        setattr(self, name, value)
+            raise ParameterError(f"{name} must be one of {', '.join(CHOICES[name])}, default, got {value[:80]!r}")
+        setattr(self, name, self.begun_with[name] if value == "default" else value)
 
     def switch(self, name: str) -> None:
         self.loader.switch(self, name)
@@ -214,7 +215,7 @@ class Chat:
 
     def fail(self, what: str, begun: str = "") -> None:
         """One line; a pipe, where nobody may have read it, says so again with its exit code."""
-        self.output.error(f"{what}; {'the answer stays as it was' if begun else 'the turn is not kept'}")
+        self.output.error(joined(what, "the answer stays as it was" if begun else "the turn is not kept"))
         if not self.interactive:
             self.exit_code = 1
 

@@ -75,8 +75,8 @@ def read_request(index: int, key: int, line: str, args, output: Output) -> Reque
         found = parse_json(line, f"line {index + 1}", output)
         if not isinstance(found, dict):
             raise PromptError(f'expected an object like {{"prompt": "..."}}, got {as_json(found)}')
-        if not isinstance(found.get("id", ""), (str, int, float)):
-            raise PromptError(f"id must be a string or a number, got {as_json(found['id'])}")
+        if type(found.get("id", "")) not in (str, int):  # no bool, and a fraction may come back written otherwise
+            raise PromptError(f"id must be a string or an integer, got {as_json(found['id'])}")
         request.id = found.get("id")
         for name in found:
             if name not in FIELDS:
