@@ -237,9 +237,3 @@ def test_rules_name_projections_and_the_head():
     which = rules("int4", "keep")
     assert which.scheme("model.layers.0.mlp.down_proj") is SCHEMES["int4"] and which.scheme("lm_head") is None
     assert which.scheme("model.embed_tokens") is None and rules("int4", "fp8").scheme("lm_head") is SCHEMES["fp8"]
-
-
-def test_tune_has_no_shapes_for_fewer_bits(tmp_path, capsys):
-    write_quantised(tmp_path, "awq")
-    assert main(["tune", "--model", str(tmp_path)]) == 1
-    assert "--model: tune searches launch shapes of bf16 weights; these have fewer bits" in capsys.readouterr().err
