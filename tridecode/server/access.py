@@ -16,7 +16,7 @@ from .settings import BODY
 
 PUBLIC = ("/", "/health")  # without a key: a page that holds no secret, and whether the server is there
 GENERATIONS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
-ID_HEADERS = (b"x-request-id", b"request-id")  # where OpenAI's and Anthropic's clients look
+ID_HEADERS = ("x-request-id", "request-id")  # where OpenAI's and Anthropic's clients look
 log = logging.getLogger("tridecode.server")
 
 
@@ -29,6 +29,11 @@ class Record:
     started: float = field(default_factory=time.monotonic)
     outcome: str | None = None
     tokens: str = ""
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """What a client needs to name the request."""
+        return dict.fromkeys(ID_HEADERS, self.id)
 
 
 class Access:
@@ -48,7 +53,7 @@ class Access:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                told = [(name, record.id.encode()) for name in ID_HEADERS]
+                told = [(name.encode(), id.encode()) for name, id in record.headers.items()]
                 message = message | {"headers": [*message.get("headers", ()), *told]}
             await send(message)
 

@@ -266,4 +266,5 @@ async def not_found(request: Request, error: HTTPException) -> Response:
 
 
 async def internal(request: Request, error: Exception) -> Response:
-    return JSONResponse(ApiError(500, "internal error; the server's log says more").body(request.url.path), 500)
+    said = ApiError(500, "internal error; the server's log says more").body(request.url.path)
+    return JSONResponse(said, 500, request.scope["tridecode.record"].headers)  # sent past Access
