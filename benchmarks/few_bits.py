@@ -44,6 +44,7 @@ from tridecode.step.shapes import MatmulShape
 COLD = 240e6  # bytes of weights between two uses of the same ones
 BEST = 3  # shapes that are printed for each matrix
 
+
 @dataclass(frozen=True)
 class Case:
     kind: str  # of the weight

@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 from ..model.config import ModelConfig
 from ..model.weights import Linear, Weights
-from ..step.few_bits import few_bits_shape, linears_of
+from ..step.few_bits import few_bits_shape, packed_linears
 from ..step.shapes import (
     AttentionRowsShape,
     AttentionShape,
@@ -210,9 +210,9 @@ def with_registers(tiles: list[dict], row: int, bounded: bool, shared: bool = Fa
 
 def packed_candidates(weights: Weights, packed: Mapping[str, Packing], rows: int, gpu) -> dict[str, list]:
     """What to try for each part of a step whose weights have fewer bits."""
-    found = {}
+    found, linears = {}, packed_linears(weights)
     for op, packing in packed.items():
-        linear = next(linear for linear in linears_of(weights, op) if linear.packed)
+        linear = linears[op]
         found[op] = packed_products(linear, rows, few_bits_shape(linear, rows), gpu.multi_processor_count)
         if packing.ring and rows == 1:
             found[op] += ring_products(linear, gpu)

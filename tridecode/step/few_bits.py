@@ -46,9 +46,7 @@ def few_bits(
     shapes: dict[int, StepShapes], weights: Weights, capability: int, batch_invariant: bool = False
 ) -> dict[int, StepShapes]:
     """`shapes` by rows, changed where weights have fewer bits; batch_invariant: so that sums stay in one order."""
-    linears = {role: linears_of(weights, role) for role in ROLES}
-    packed = {role: [linear for linear in found if linear.packed] for role, found in linears.items()}
-    formats = {role: found[0] for role, found in packed.items() if found}
+    formats = packed_linears(weights)
     if not formats:
         return shapes
     by_rows, choose = {}, invariant_shape if batch_invariant else few_bits_shape
@@ -56,13 +54,19 @@ def few_bits(
         base = shapes[min((at for at in shapes if at >= rows), default=max(shapes))]
         by_rows[rows] = replace(base, **{role: choose(linear, rows) for role, linear in formats.items()})
     if capability == TUNED_FOR and not batch_invariant:
-        by_rows[1] = replace(by_rows[1], **ring_shapes(linears))
+        by_rows[1] = replace(by_rows[1], **ring_shapes({role: linears_of(weights, role) for role in ROLES}))
     return by_rows
 
 
 def linears_of(weights: Weights, role: str) -> list[Linear]:
     """Of all layers, or the LM head."""
     return [weights.lm_head] if role == "lm_head" else [getattr(layer, role) for layer in weights.layers]
+
+
+def packed_linears(weights: Weights) -> dict[str, Linear]:
+    """Of each role that has weights in fewer bits the first of these."""
+    packed = {role: [linear for linear in linears_of(weights, role) if linear.packed] for role in ROLES}
+    return {role: found[0] for role, found in packed.items() if found}
 
 
 def ring_shapes(linears: dict[str, list[Linear]]) -> dict[str, RingShape]:
@@ -106,14 +110,12 @@ def ring_carries(linears: list[Linear]) -> bool:
 def packings(weights: Weights, capability: int) -> dict[str, Packing]:
     """Of the roles that have weights in fewer bits: what a table of launch shapes says of them."""
     found = {}
-    for role in ROLES:
-        linears = linears_of(weights, role)
-        if one := next((linear for linear in linears if linear.packed), None):
-            packed = one.packed
-            more = [word for word, there in (("zeros", packed.zeros), ("ordered", packed.ordered)) if there]
-            group = "row" if packed.group == one.in_features else packed.group
-            kind = " ".join([f"{packed.name}/{group}", *more])
-            found[role] = Packing(kind, capability == TUNED_FOR and ring_carries(linears))
+    for role, linear in packed_linears(weights).items():
+        packed = linear.packed
+        more = [word for word, there in (("zeros", packed.zeros), ("ordered", packed.ordered)) if there]
+        group = "row" if packed.group == linear.in_features else packed.group
+        kind = " ".join([f"{packed.name}/{group}", *more])
+        found[role] = Packing(kind, capability == TUNED_FOR and ring_carries(linears_of(weights, role)))
     return found
 
 
