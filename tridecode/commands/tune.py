@@ -29,9 +29,8 @@ CONTEXTS = (128, 4096)  # the step is as fast as its mean over these
 CONTEXTS_OF_SEVERAL = (128, 1024)  # rows
 RUN_SECONDS, RUNS = 0.05, 5  # of a timing
 MARGIN = 0.001  # a candidate must be faster by this part of the step; below that timings do not agree
-# Relative RMS between the logits of two shapes. Only the order of sums differs, of which random weights in fewer bits
-# make more than 0.05; a product that is wrong makes more than 1.
-TOLERANCE = 0.2
+TOLERANCE = 0.05  # relative RMS between the logits of two shapes; only the order of sums differs
+FEW_BITS_TOLERANCE = 0.2  # of random weights in fewer bits, of which that alone has made more than 0.05
 
 
 @dataclass
@@ -168,6 +167,7 @@ class StepTimer:
         room = engine.capacity - 66  # positions that a timing may need
         self.contexts = [min(context, room) for context in contexts if context <= room] or [max(room, 1)]
         self._logits = None
+        self._tolerance = FEW_BITS_TOLERANCE if engine.config.few_bits else TOLERANCE
         self._steps = 16
 
     def __call__(self, shapes: StepShapes) -> float | None:
@@ -191,7 +191,7 @@ class StepTimer:
         if self._logits is None:
             self._logits = logits
         error = (logits - self._logits).square().mean().sqrt() / self._logits.square().mean().sqrt()
-        return bool(error <= TOLERANCE)  # False for NaN
+        return bool(error <= self._tolerance)  # False for NaN
 
     def _time(self, context: int) -> float:
         seconds = median(time_decode(self.engine, context, self._steps, RUNS, rows=self._rows))
