@@ -106,6 +106,17 @@ def test_steps_that_have_ended_in_any_row_are_no_figure():
         measure.check_running(engine, "both", 2)
 
 
+def test_every_run_has_the_same_pages():
+    """Else `tune` would find other logits, where the K/V that it has filled in are another row's."""
+    engine = engine_of(256, 3)
+    tables = []
+    for _ in range(3):
+        engine.rewind([70, 5, 200], measure.GREEDY, 3)
+        engine.synchronize()
+        tables.append(engine.model.kv.page_table.clone())
+    assert tables[0].equal(tables[1]) and tables[0].equal(tables[2])
+
+
 @pytest.mark.parametrize("contexts, steps", [([64] * 7, 128), ([1000, 64, 63, 1], 63), ([32, 96], 30)])
 def test_the_pool_has_room_for_every_step(contexts, steps):
     room = [batch.room_of(context, steps) for context in contexts]

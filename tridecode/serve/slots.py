@@ -194,10 +194,11 @@ class Slots:
 
     def rewind(self, positions: list[int], params: SamplingParams, given: int = 0) -> None:
         """Put rows and slots 0, 1, ... at `positions` with whatever the cache holds, and so many given tokens behind.
-        Each has its share of the pages, up to the capacity. Raises OutOfPages."""
+        Each has its share of the pages, up to the capacity, and the same ones every time. Raises OutOfPages."""
         capacity = self.model.kv.capacity
         self.recover()
         self.cache.clear()
+        self.pages.recount(held.pages for held in self.held)
         for slot, position in enumerate(positions):
             spare = self.pages.free - sum(self.pages_for(later + 1) for later in positions[slot:])
             room = (self.pages_for(position + 1) + max(spare, 0) // (len(positions) - slot)) * self.page
