@@ -199,7 +199,7 @@ def _attention_rows_kernel(
     )  # fmt: skip
     if PDL and EARLY:
         gdc_wait()
-    for item in range(pid, items, PROGRAMS):
+    for item in tl.range(pid, items, PROGRAMS, num_stages=1, disable_licm=True):
         rope = position.to(tl.int64) * (D // 2)
         q_cos, q_sin = _rotation(cos_ptr + rope, sin_ptr + rope, q_norm_ptr, offs_d, D, QK_NORM)
         k_cos, k_sin = _rotation(cos_ptr + rope, sin_ptr + rope, k_norm_ptr, offs_d, D, QK_NORM)
