@@ -40,7 +40,7 @@ def several(
 def check(args, queries, dtype=torch.bfloat16, **shape):
     runs = args["meta"][:, layout.STATUS] == layout.RUN
     args["out"][~runs] = 0  # of nobody
-    how = dict(block_t=32, splits=4, num_warps=4, least=1, programs=3) | shape
+    how = dict(block_t=32, splits=4, num_warps=4, least=1) | shape
     check_form(attention_queries, args, AttentionRowsShape(queries=queries, **how), TOLERANCE[dtype])
 
 
@@ -69,3 +69,21 @@ def test_a_window_ends_for_each_position_elsewhere(window):
 
 def test_fp32():
     check(several((37,), (4,), 4, dtype=torch.float32), 4, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("position", [0, 63, 64, 500, 1000, 4000] if CUDA else [3, 100, 240])
+@pytest.mark.parametrize("queries, group", [(2, 4), (2, 7), (8, 4), (8, 1)])
+def test_programs_that_add_up_together(queries, group, position):
+    """Launched twice, as the counters are theirs only once all have left."""
+    sizes = dict(kv_heads=8, group=group, head_dim=128) if CUDA else dict(kv_heads=1, group=group, head_dim=64)
+    args = several((position,), (queries - 1,), queries, **sizes, pages=64 if CUDA else 4)
+    shape = dict(splits=16, num_warps=8, together=True)
+    for _ in range(2):
+        check(args, queries, **shape)
+
+
+def test_nobody_runs():
+    args = several((70, 3), (0, 0), 4)
+    shape = AttentionRowsShape(block_t=32, splits=8, num_warps=8, least=1, queries=4, together=True)
+    attention_queries(**args, shape=shape)
+    assert args["out"].isnan().all() and not args["counter"].any()

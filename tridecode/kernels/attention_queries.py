@@ -7,10 +7,10 @@ from .attention import attention_bytes, attention_ref
 from .attention_rows import _pick
 from .common import META_WIDTH, POSITION, RUN, SLOT, STATUS, gdc_launch_dependents, gdc_wait, interpreted, options
 from .op import Op
-from .pages import page_rows, pages_at
 from .rope import _partner
-from .splits import EMPTY, LOG2E, _combined, blocks_seen, combine_splits
+from .splits import EMPTY, LOG2E, _combined, attend_tiles, blocks_seen, combine_splits, tiles_ahead
 
+EACH = tl.constexpr(2)  # columns that are added up at once; there are at least two queries
 NEW = 16  # new positions in their tile: the fewest rows that are multiplied at once, no fewer than a request has
 
 
@@ -34,24 +34,6 @@ def _rotated(
     if NORM:
         y *= tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
     return y
-
-
-@triton.jit
-def _tile(
-    table_ptr,
-    t,
-    start,
-    end,
-    stride_kp,
-    PAGE: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-):
-    """Where the positions from t lie in a head of the cache, [BLOCK_T, BLOCK_D], and which are in [start, end)."""
-    offs_t, offs_d = tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_D)
-    places = page_rows(pages_at(table_ptr, t, end, PAGE, BLOCK_T), t, stride_kp, PAGE, D, BLOCK_T) + offs_d[None, :]
-    return places, ((t + offs_t >= start) & (t + offs_t < end))[:, None] & (offs_d < D)[None, :]
 
 
 @triton.jit
@@ -87,13 +69,14 @@ def _attention_queries_kernel(
     BLOCK_D: tl.constexpr,
     COLUMNS: tl.constexpr,
     BLOCK_T: tl.constexpr,
+    AHEAD: tl.constexpr,
     LEAST: tl.constexpr,
     SPLITS: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
     COMBINE: tl.constexpr,
     WINDOW: tl.constexpr,
     QK_NORM: tl.constexpr,
-    PROGRAMS: tl.constexpr,
+    TOGETHER: tl.constexpr,
     EARLY: tl.constexpr,
     PDL: tl.constexpr,
     DOT_FP32: tl.constexpr,
@@ -101,14 +84,18 @@ def _attention_queries_kernel(
     """Attention of QUERIES rows of each request, at consecutive positions, over its cached positions and each other.
 
     Arguments, and what they hold, as in _attention_rows_kernel, without EARLY too; rows
-    [r * QUERIES, (r + 1) * QUERIES) are a request's, of which the first ones run. Grid (PROGRAMS,); items of work as
-    there, but for all rows of a request together: its K and V are read once, for QUERIES * GROUP columns. New keys and
-    values are taken from qkv, never from the cache, in a tile of their own, which split 0 begins with and writes.
+    [r * QUERIES, (r + 1) * QUERIES) are a request's, of which the first ones run. Grid (requests * KV_HEADS * SPLITS,):
+    a request has as many splits as its length says, all requests' are counted out to the first programs, and those
+    behind leave at once: a loop over several would fill the registers with its addresses. The rows of a request are
+    attended to together: its K and V are read once, for QUERIES * GROUP columns. New keys and values are taken from
+    qkv, never from the cache, in a tile of their own, which split 0 ends with and writes. The last split of a head to
+    end combines; if TOGETHER, which wants all programs to run at once, those of a head wait for each other, and each
+    adds up some of the columns.
     """
+    TYPE: tl.constexpr = tl.float32 if DOT_FP32 else k_ptr.dtype.element_ty
     pid = tl.program_id(0)
     if PDL:
         gdc_launch_dependents()
-    TYPE: tl.constexpr = tl.float32 if DOT_FP32 else k_ptr.dtype.element_ty
     offs_m = tl.arange(0, BLOCK_M)
     mask_m = offs_m < requests
     state_ptrs = meta_ptr + offs_m * (QUERIES * META_WIDTH)
@@ -122,112 +109,108 @@ def _attention_queries_kernel(
     active = tl.where(counts > 0, tl.maximum(tl.cdiv(blocks, per_splits), 1), 0)
     ends = tl.cumsum(active, 0)
     items = tl.sum(active, 0) * KV_HEADS
-    if (pid >= items) & (pid > 0):
-        return  # no wait: the grid ends after its predecessor as long as program 0, which always waits, does
+    if pid >= items:
+        if PDL and pid == 0:
+            gdc_wait()  # the others need not: the grid ends after its predecessor as long as one of them waits
+        return
     if PDL and not EARLY:
         gdc_wait()
     offs_c = tl.arange(0, COLUMNS)
     offs_d = tl.arange(0, BLOCK_D)
-    offs_t = tl.arange(0, BLOCK_T)
     offs_n = tl.arange(0, NEW)
     query, member = offs_c // GROUP, offs_c % GROUP
-    for each in range(pid, items, PROGRAMS):
-        item = tl.minimum(each, items - 1)  # a tensor in the interpreter too
-        unit, head = item // KV_HEADS, item % KV_HEADS
-        request = tl.sum((ends <= unit).to(tl.int32), 0)
-        splits, count = _pick(active, offs_m, request), _pick(counts, offs_m, request)
-        split = unit - _pick(ends, offs_m, request) + splits
-        position = _pick(positions, offs_m, request)
-        table_ptr = page_table_ptr + _pick(slots, offs_m, request) * stride_table
-        start = tl.maximum(position - WINDOW + 1, 0) if WINDOW > 0 else position * 0
-        per_split = _pick(per_splits, offs_m, request)
-        first = (_pick(first_blocks, offs_m, request) + split * per_split) * BLOCK_T
-        end = tl.minimum(first + per_split * BLOCK_T, position)
-        k_head, v_head = k_ptr + head.to(tl.int64) * stride_kh, v_ptr + head.to(tl.int64) * stride_kh
-        tile, mask = _tile(table_ptr, first, start, end, stride_kp, PAGE, D, BLOCK_D, BLOCK_T)
-        k_t = tl.load(k_head + tile, mask=mask, other=0.0)
-        if PDL:  # elsewhere registers do not hold values too
-            v_t = tl.load(v_head + tile, mask=mask, other=0.0)
-        if PDL and EARLY:
-            gdc_wait()  # of further items there is nothing left to wait for
-        row_ptr = qkv_ptr + request * QUERIES * stride_qkv
-        mask_c = query < count
-        q_ptrs = row_ptr + query * stride_qkv + (head * GROUP + member) * D
-        q = _rotated(q_ptrs, position + query, mask_c, cos_ptr, sin_ptr, q_norm_ptr, offs_d, eps, D, QK_NORM)
-        dot_q = tl.trans((q * (scale * LOG2E)).to(k_ptr.dtype.element_ty).to(TYPE))
-        mask_n = offs_n < count
-        new_ptrs = row_ptr + offs_n * stride_qkv + (KV_HEADS * GROUP + head) * D
-        new_k = _rotated(new_ptrs, position + offs_n, mask_n, cos_ptr, sin_ptr, k_norm_ptr, offs_d, eps, D, QK_NORM)
-        new_k = new_k.to(k_ptr.dtype.element_ty)
-        mask_new = mask_n[:, None] & (offs_d < D)[None, :]
-        new_v = tl.load(new_ptrs[:, None] + KV_HEADS * D + offs_d[None, :], mask=mask_new, other=0.0)
-        new_v = new_v.to(v_ptr.dtype.element_ty)
-        if split == 0:
-            new = position + offs_n
-            page = tl.load(table_ptr + new // PAGE, mask=mask_n, other=0).to(tl.int64)
-            write = (page * stride_kp + (new % PAGE) * D)[:, None] + offs_d[None, :]
-            tl.store(k_head + write, new_k, mask=mask_new)
-            tl.store(v_head + write, new_v, mask=mask_new)
+    unit, head = pid // KV_HEADS, pid % KV_HEADS
+    request = tl.sum((ends <= unit).to(tl.int32), 0)
+    splits, count = _pick(active, offs_m, request), _pick(counts, offs_m, request)
+    split = unit - _pick(ends, offs_m, request) + splits
+    position = _pick(positions, offs_m, request)
+    table_ptr = page_table_ptr + _pick(slots, offs_m, request) * stride_table
+    start = tl.maximum(position - WINDOW + 1, 0) if WINDOW > 0 else position * 0
+    per_split = _pick(per_splits, offs_m, request)
+    first = (_pick(first_blocks, offs_m, request) + split * per_split) * BLOCK_T
+    end = tl.minimum(first + per_split * BLOCK_T, position)
+    k_head, v_head = k_ptr + head.to(tl.int64) * stride_kh, v_ptr + head.to(tl.int64) * stride_kh
+    k, v, seen, pages = tiles_ahead(
+        k_head, v_head, table_ptr, first, start, end, stride_kp, PAGE, D, BLOCK_D, BLOCK_T, AHEAD
+    )
+    if PDL and EARLY:
+        gdc_wait()
+    row_ptr = qkv_ptr + request * QUERIES * stride_qkv
+    mask_c = query < count
+    q_ptrs = row_ptr + query * stride_qkv + (head * GROUP + member) * D
+    q = _rotated(q_ptrs, position + query, mask_c, cos_ptr, sin_ptr, q_norm_ptr, offs_d, eps, D, QK_NORM)
+    dot_q = tl.trans((q * (scale * LOG2E)).to(k_ptr.dtype.element_ty).to(TYPE))
+    mask_n = offs_n < tl.where(split == 0, count, 0)  # which has the new positions
+    new_ptrs = row_ptr + offs_n * stride_qkv + (KV_HEADS * GROUP + head) * D
+    new_k = _rotated(new_ptrs, position + offs_n, mask_n, cos_ptr, sin_ptr, k_norm_ptr, offs_d, eps, D, QK_NORM)
+    new_k = new_k.to(k_ptr.dtype.element_ty)
+    mask_new = mask_n[:, None] & (offs_d < D)[None, :]
+    new_v = tl.load(new_ptrs[:, None] + KV_HEADS * D + offs_d[None, :], mask=mask_new, other=0.0)
+    new_v = new_v.to(v_ptr.dtype.element_ty)
 
-        # Positions are the rows of the first product, D of the second, the columns of both the heads of the group for
-        # one query after another. Sums are kept for each place of a tile and added up at the end. Masked scores
-        # underflow to 0; where a window hides a whole tile, a later score scales its sums to 0.
-        seen_new = (offs_n[:, None] <= query[None, :]) & (mask_n[:, None] & (split == 0))
+    m, l, acc = attend_tiles(
+        dot_q, k, v, seen, pages, position + query - WINDOW + 1, k_head, v_head, table_ptr, position, first, end,
+        stride_kp, PAGE, D, BLOCK_D, BLOCK_T, COLUMNS, AHEAD, WINDOW > 0, k_ptr.dtype.element_ty, DOT_FP32,
+    )  # fmt: skip
+    if split == 0:
+        seen_new = (offs_n[:, None] <= query[None, :]) & mask_n[:, None]
         if WINDOW > 0:
             seen_new = seen_new & (offs_n[:, None] > query[None, :] - WINDOW)
         s_new = tl.where(seen_new, tl.dot(new_k.to(TYPE), dot_q, input_precision="ieee"), EMPTY)
-        m = tl.max(s_new, 0)
-        p_new = tl.where(seen_new, tl.exp2(s_new - m[None, :]), 0.0)
-        l_t = tl.zeros([BLOCK_T, COLUMNS], tl.float32) + tl.where(offs_t[:, None] == 0, tl.sum(p_new, 0)[None, :], 0.0)
-        acc = tl.zeros([BLOCK_D, COLUMNS], tl.float32)
+        m_new = tl.maximum(m, tl.max(s_new, 0))
+        alpha = tl.exp2(m - m_new)
+        p_new = tl.where(seen_new, tl.exp2(s_new - m_new[None, :]), 0.0)
+        l = l * alpha + tl.sum(p_new, 0)
         p_new = p_new.to(v_ptr.dtype.element_ty).to(TYPE)
-        acc = tl.dot(tl.trans(new_v.to(TYPE)), p_new, acc, input_precision="ieee")
-        for t in range(first, end, BLOCK_T):
-            if not PDL:
-                v_t = tl.load(v_head + tile, mask=mask, other=0.0)
-            tile, mask = _tile(table_ptr, t + BLOCK_T, start, end, stride_kp, PAGE, D, BLOCK_D, BLOCK_T)
-            k_next = tl.load(k_head + tile, mask=mask, other=0.0)  # in flight while the tile at t is attended to
-            if PDL:
-                v_next = tl.load(v_head + tile, mask=mask, other=0.0)
-            s = tl.dot(k_t.to(TYPE), dot_q, input_precision="ieee")
-            seen = (t + offs_t < end)[:, None] & (query >= 0)[None, :]
-            if WINDOW > 0:
-                seen = seen & ((t + offs_t)[:, None] > (position + query)[None, :] - WINDOW)
-            s = tl.where(seen, s, EMPTY)
-            m_new = tl.maximum(m, tl.max(s, 0))
-            alpha = tl.exp2(m - m_new)
-            p = tl.exp2(s - m_new[None, :])
-            l_t = l_t * alpha[None, :] + p
-            p = p.to(v_ptr.dtype.element_ty).to(TYPE)
-            acc = tl.dot(tl.trans(v_t.to(TYPE)), p, acc * alpha[None, :], input_precision="ieee")
-            m, k_t = m_new, k_next
-            if PDL:
-                v_t = v_next
-        l = tl.sum(l_t, 0)
+        acc = tl.dot(tl.trans(new_v.to(TYPE)), p_new, acc * alpha[None, :], input_precision="ieee")
+        m = m_new
+        new = position + offs_n
+        page = tl.load(table_ptr + new // PAGE, mask=mask_n, other=0).to(tl.int64)
+        write = (page * stride_kp + (new % PAGE) * D)[:, None] + offs_d[None, :]
+        tl.store(k_head + write, new_k, mask=mask_new)
+        tl.store(v_head + write, new_v, mask=mask_new)
 
-        out_ptrs = out_ptr + (request * QUERIES + query).to(tl.int64) * stride_om + (head * GROUP + member) * D
-        if splits == 1:
-            o = (acc / l[None, :]).to(out_ptr.dtype.element_ty)
-            tl.store(out_ptrs[None, :] + offs_d[:, None], o, mask=(offs_d < D)[:, None] & mask_c[None, :])
-        else:
-            base = (request * KV_HEADS + head).to(tl.int64) * (QUERIES * GROUP * MAX_SPLITS)
-            place = base + offs_c * MAX_SPLITS + split
-            mask_p = offs_c < QUERIES * GROUP
-            tl.store(
-                partial_ptr + place[None, :] * D + offs_d[:, None], acc, mask=(offs_d < D)[:, None] & mask_p[None, :]
-            )
-            tl.store(lse_ptr + place * 2, m, mask=mask_p)
-            tl.store(lse_ptr + place * 2 + 1, l, mask=mask_p)
+    out_ptrs = out_ptr + (request * QUERIES + query).to(tl.int64) * stride_om + (head * GROUP + member) * D
+    if splits == 1:
+        o = (acc / l[None, :]).to(out_ptr.dtype.element_ty)
+        tl.store(out_ptrs[None, :] + offs_d[:, None], o, mask=(offs_d < D)[:, None] & mask_c[None, :])
+    else:
+        base = (request * KV_HEADS + head).to(tl.int64) * (QUERIES * GROUP * MAX_SPLITS)
+        place = base + offs_c * MAX_SPLITS + split
+        mask_p = offs_c < QUERIES * GROUP
+        tl.store(
+            partial_ptr + place[None, :] * D + offs_d[:, None], acc, mask=(offs_d < D)[:, None] & mask_p[None, :]
+        )
+        tl.store(lse_ptr + place * 2, m, mask=mask_p)
+        tl.store(lse_ptr + place * 2 + 1, l, mask=mask_p)
+        tl.debug_barrier()
+        counter = counter_ptr + request * KV_HEADS + head
+        arrived = tl.atomic_add(counter, 1)
+        if TOGETHER:
+            there = arrived + 1
+            while there < splits:
+                there = tl.atomic_add(counter, 0, sem="acquire")
             tl.debug_barrier()
-            arrived = tl.atomic_add(counter_ptr + request * KV_HEADS + head, 1)
-            if arrived == splits - 1:
-                tl.debug_barrier()
+            for column in range(split * EACH, QUERIES * GROUP, splits * EACH):
                 o = _combined(
-                    partial_ptr, lse_ptr, base, splits, QUERIES * GROUP, D, BLOCK_D, COLUMNS, MAX_SPLITS, COMBINE
-                )
-                mask_o = mask_c[:, None] & (offs_d < D)[None, :]
-                tl.store(out_ptrs[:, None] + offs_d[None, :], o.to(out_ptr.dtype.element_ty), mask=mask_o)
-                tl.store(counter_ptr + request * KV_HEADS + head, 0)
+                    partial_ptr, lse_ptr, base + column * MAX_SPLITS, splits, EACH, D, BLOCK_D, EACH, MAX_SPLITS,
+                    COMBINE,
+                )  # fmt: skip
+                offs_e = column + tl.arange(0, EACH)
+                rows = request * QUERIES + offs_e // GROUP
+                o_ptrs = out_ptr + rows.to(tl.int64) * stride_om + (head * GROUP + offs_e % GROUP) * D
+                mask_o = (offs_e // GROUP < count)[:, None] & (offs_d < D)[None, :]
+                tl.store(o_ptrs[:, None] + offs_d[None, :], o.to(out_ptr.dtype.element_ty), mask=mask_o)
+            if tl.atomic_add(counter, 1, sem="relaxed") == 2 * splits - 1:  # nobody waits any more
+                tl.store(counter, 0)
+        elif arrived == splits - 1:
+            tl.debug_barrier()
+            o = _combined(
+                partial_ptr, lse_ptr, base, splits, QUERIES * GROUP, D, BLOCK_D, COLUMNS, MAX_SPLITS, COMBINE
+            )
+            mask_o = mask_c[:, None] & (offs_d < D)[None, :]
+            tl.store(out_ptrs[:, None] + offs_d[None, :], o.to(out_ptr.dtype.element_ty), mask=mask_o)
+            tl.store(counter, 0)
 
 
 def attention_queries(
@@ -257,9 +240,10 @@ def attention_queries(
     requests, columns = len(out) // queries, max(triton.next_power_of_2(queries * group), 8)
     spare = cos  # stands in for absent q/k norms
     assert queries <= NEW and len(out) == requests * queries
+    together = shape.together and not interpreted()  # where programs run one after the other
     assert shape.splits <= partial.shape[2], "more splits than partial has room for"
     assert shape.block_t % page == 0 or page % shape.block_t == 0, "a tile must be whole pages or a part of one"
-    _attention_queries_kernel[(shape.programs,)](
+    _attention_queries_kernel[(requests * kv_heads * shape.splits,)](
         meta,
         page_table,
         qkv,
@@ -291,13 +275,14 @@ def attention_queries(
         triton.next_power_of_2(head_dim),
         columns,
         shape.block_t,
+        shape.ahead,
         shape.least,
         shape.splits,
         partial.shape[2],
-        combine_splits(columns, head_dim, shape),
+        combine_splits(EACH.value if together else columns, head_dim, shape),
         window,
         q_norm is not None,
-        shape.programs,
+        together,
         shape.early,
         pdl,
         interpreted(),

@@ -6,9 +6,8 @@ import triton.language as tl
 from .common import gdc_wait
 from .fp8_kv import put_fp8
 from .fp8_tiles import fp8_attend, fp8_keys, fp8_pages, fp8_queries, fp8_values
-from .pages import page_rows, pages_at
 from .rope import _partner, _rms_rope, _rotation
-from .splits import EMPTY, LOG2E, _combine, _held
+from .splits import EMPTY, LOG2E, _combine, attend_tiles, tiles_ahead
 
 
 @triton.jit
@@ -66,10 +65,8 @@ def attend_split(
     ends last combines all `active` ones. Tensors and numbers as in _attention_kernel."""
     ELEMENT: tl.constexpr = tl.bfloat16 if FP8 else k_ptr.dtype.element_ty
     TYPE: tl.constexpr = tl.float32 if DOT_FP32 else ELEMENT
-    HOLD: tl.constexpr = TYPE != tl.float32  # the instruction takes two elements of 16 bits
     offs_g = tl.arange(0, DOT_N)
     offs_d = tl.arange(0, BLOCK_D)
-    offs_t = tl.arange(0, BLOCK_T)
     mask_g = offs_g < GROUP
     mask_d = offs_d < D
     cos_ptr += position.to(tl.int64) * (D // 2)
@@ -88,18 +85,9 @@ def attend_split(
         v = fp8_values(v_ptr, v_scale_ptr, pages, first, end, stride_kp, stride_sp, PAGE, D, BLOCK_D, WARP_T, BLOCK_T)
         next_pages = fp8_pages(table_ptr, first + BLOCK_T, end, PAGE, WARP_T, BLOCK_T)
     else:
-        k, v, seen = (), (), ()
-        for i in tl.static_range(AHEAD):
-            t = first + i * BLOCK_T
-            pages = pages_at(table_ptr, t, end, PAGE, BLOCK_T)
-            tiles = page_rows(pages, t, stride_kp, PAGE, D, BLOCK_T) + offs_d[None, :]
-            seen += (((t + offs_t >= start) & (t + offs_t < end))[:, None],)
-            mask = seen[i] & mask_d[None, :]
-            k += (tl.load(k_ptr + tiles, mask=mask, other=0.0),)
-            v += (tl.load(v_ptr + tiles, mask=mask, other=0.0),)
-        rest = first + AHEAD * BLOCK_T
-        rest_pages = pages_at(table_ptr, rest, end, PAGE, BLOCK_T)
-        next_pages = pages_at(table_ptr, rest + BLOCK_T, end, PAGE, BLOCK_T)
+        k, v, seen, pages = tiles_ahead(
+            k_ptr, v_ptr, table_ptr, first, start, end, stride_kp, PAGE, D, BLOCK_D, BLOCK_T, AHEAD
+        )
     write = write_page * stride_kp + (position % PAGE) * D
     if PDL:
         gdc_wait()
@@ -127,51 +115,10 @@ def attend_split(
         )  # fmt: skip
     else:
         dot_q = tl.trans(q.to(ELEMENT).to(TYPE))
-        # Positions are the rows of the first product, D of the second, the heads of the group the few columns of both.
-        # The tiles that were loaded ahead share one maximum; sums are kept for each place of a tile and added up at the
-        # end. Masked scores underflow to 0. Where a window hides a whole tile, the new token's score scales its sums
-        # to 0.
-        scores = ()
-        for i in tl.static_range(AHEAD):
-            s = tl.full([BLOCK_T, DOT_N], EMPTY, tl.float32)
-            if first + i * BLOCK_T < end:
-                s = tl.dot(_held(k[i], position, HOLD).to(TYPE), dot_q, input_precision="ieee")
-                s = tl.where(seen[i], s, EMPTY)
-            scores += (s,)
-        top = scores[0]
-        for i in tl.static_range(1, AHEAD):
-            top = tl.maximum(top, scores[i])
-        m = tl.max(top, 0)
-        l_t = tl.zeros([BLOCK_T, DOT_N], tl.float32)
-        acc = tl.zeros([BLOCK_D, DOT_N], tl.float32)
-        for i in tl.static_range(AHEAD):
-            if first + i * BLOCK_T < end:
-                p = tl.exp2(scores[i] - m[None, :])
-                l_t += p
-                tile = tl.trans(_held(v[i], position, HOLD).to(TYPE))
-                acc = tl.dot(tile, p.to(ELEMENT).to(TYPE), acc, input_precision="ieee")
-        if rest < end:
-            tiles = page_rows(rest_pages, rest, stride_kp, PAGE, D, BLOCK_T) + offs_d[None, :]
-            mask = (rest + offs_t < end)[:, None] & mask_d[None, :]
-            k_t = tl.load(k_ptr + tiles, mask=mask, other=0.0)
-            for t in range(rest, end, BLOCK_T):
-                v_t = tl.load(v_ptr + tiles, mask=mask, other=0.0)
-                seen_t = (t + offs_t < end)[:, None]
-                tiles = page_rows(next_pages, t + BLOCK_T, stride_kp, PAGE, D, BLOCK_T) + offs_d[None, :]
-                next_pages = pages_at(table_ptr, t + 2 * BLOCK_T, end, PAGE, BLOCK_T)  # a turn before they are needed
-                mask = (t + BLOCK_T + offs_t < end)[:, None] & mask_d[None, :]
-                k_next = tl.load(k_ptr + tiles, mask=mask, other=0.0)  # in flight while the tile at t is attended to
-                s = tl.where(seen_t, tl.dot(k_t.to(TYPE), dot_q, input_precision="ieee"), EMPTY)
-                m_new = tl.maximum(m, tl.max(s, 0))
-                alpha = tl.exp2(m - m_new)
-                p = tl.exp2(s - m_new[None, :])
-                l_t = l_t * alpha[None, :] + p
-                p = p.to(ELEMENT).to(TYPE)
-                v_t = tl.trans(_held(v_t, position, HOLD).to(TYPE))
-                acc = tl.dot(v_t, p, acc * alpha[None, :], input_precision="ieee")
-                m = m_new
-                k_t = k_next
-        l = tl.sum(l_t, 0)
+        m, l, acc = attend_tiles(
+            dot_q, k, v, seen, pages, 0, k_ptr, v_ptr, table_ptr, position, first, end, stride_kp, PAGE, D, BLOCK_D,
+            BLOCK_T, DOT_N, AHEAD, False, ELEMENT, DOT_FP32,
+        )  # fmt: skip
 
     # The new token is attended as the cache will hold it; split 0 owns it.
     new_k = _rms_rope(new_k, new_k_partner, k_cos, k_sin, eps, D, QK_NORM)

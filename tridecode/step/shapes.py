@@ -162,7 +162,8 @@ class AttentionRowsShape:
     has at most `splits` items per K/V head, each of at least `least` turns. registers: as above. stages: of the loop
     over an item's tiles, two for each tile on its way through shared memory and one; 1: the next one, in registers.
     early: the first tile is loaded before the wait, as no launch of this pass writes it. queries: rows of each request,
-    attended together. converts: as above."""
+    attended together, each item by a program of its own that loads `ahead` tiles before the wait. together: all
+    programs run at once, and those of a head add up its splits together. converts: as above."""
 
     block_t: int = 64
     splits: int = 32
@@ -173,6 +174,8 @@ class AttentionRowsShape:
     stages: int = 1
     early: bool = True
     queries: int = 1
+    ahead: int = 1
+    together: bool = False
     converts: bool = False
 
 

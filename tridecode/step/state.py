@@ -15,7 +15,14 @@ from ..kernels.op import Op
 from ..layout import NGRAM
 from ..model.config import ModelConfig
 from ..model.weights import Weights, short_repr
-from .choose import attention_rows_shape, choose_shapes, fp8_kv_shape, invariant_shapes, prompt_attention_shape
+from .choose import (
+    attention_rows_shape,
+    choose_shapes,
+    fp8_kv_shape,
+    invariant_shapes,
+    prompt_attention_shape,
+    queries_shape,
+)
 from .dispatch import most_queries
 from .few_bits import few_bits, packings
 from .rope import rope_tables
@@ -103,8 +110,8 @@ class DecodeModel:
         if self.writes_first:
             attention = replace(attention, early=False)
         else:
-            tiles = dict(block_t=32, least=4, num_warps=8, programs=132)
-            attention = replace(attention, queries=self.queries, **tiles)
+            capability, multiprocessors, _ = gpu_of(self.device)
+            attention = queries_shape(attention, self.config, self.queries, self.rows, capability, multiprocessors)
         return replace(shapes, attention=attention)
 
     @property
