@@ -12,9 +12,9 @@ PROMPT_SIZES = (
 )  # fmt: skip
 PROMPT_MOST = 2048
 QUERIES = (1, 2, 4, 8)  # rows of a request in the captured decode passes: the next token's, and drafts to verify
-# By requests: what a pass of 1, 2, 4, 8 rows of each costs over one of one. More rows together than 16 never pay. Of
-# Qwen3-4B on an H200 at a context of 1,024 (docs/speculation.md).
-COSTS = {1: (1.0, 1.19, 1.21, 1.29), 2: (1.0, 1.06, 1.09, 1.21), 4: (1.0, 1.20, 1.25), 8: (1.0, 1.48)}
+# By requests: what a pass of 1, 2, 4, 8 rows of each costs over one of one. Of Qwen3-4B on an H200 at a context of
+# 1,024 (docs/speculation.md).
+COSTS = {1: (1.0, 1.12, 1.16, 1.22), 2: (1.0, 1.07, 1.15, 1.22), 4: (1.0, 1.06, 1.14), 8: (1.0, 1.10)}
 RIGHT = 0.75  # of the guesses that a request is trusted with
 # Mode -> how a pass with chunks of prompts in it runs, and how a decode pass does.
 MODES = {
