@@ -18,8 +18,11 @@ from tridecode import Engine, SamplingParams, layout
 from tridecode.errors import ParameterError
 from tridecode.layout import GENERATION
 from tridecode.model.checkpoint import random_weights
+from tridecode.model.presets import PRESETS
 from tridecode.placement import plan_graphs, resolve_speculation
+from tridecode.step.choose import queries_shape
 from tridecode.step.dispatch import best_queries, most_queries
+from tridecode.step.shapes import AttentionRowsShape
 from tridecode.step.state import verify_rows
 
 POISON, CAPACITY, SHARP = 301, 128, 12.0
@@ -410,6 +413,21 @@ def test_rows_by_requests():
     assert [best_queries(1, [wants]) for wants in (1, 2, 3, 4, 5, 8)] == [1, 2, 4, 4, 8, 8]
     assert best_queries(4, [8] * 4) == 4 and best_queries(64, [8] * 64) == 1
     assert best_queries(2, [1, 8]) == 8 and best_queries(1, [8], there=[1, 2]) == 2
+
+
+@pytest.mark.parametrize("multiprocessors", [132, 114, 78, 7])
+def test_programs_that_wait_for_each_other_all_run_at_once(multiprocessors):
+    """One on each multiprocessor at most: others would wait for programs that do not begin before they end."""
+    alone = set()
+    for config in PRESETS.values():
+        for requests, queries in ((1, 2), (1, 8), (2, 2), (8, 2)):
+            rows = requests * queries
+            shape = queries_shape(AttentionRowsShape(), config, queries, rows, 90, multiprocessors)
+            programs = requests * config.num_kv_heads * shape.splits
+            assert shape.queries == queries and (not shape.together or programs <= multiprocessors)
+            if requests == 1:
+                alone.add(shape.together)
+    assert alone == ({True} if multiprocessors > 7 else {False, True})
 
 
 def test_one_request_that_repeats_itself_does_not_slow_seven_others():
