@@ -22,7 +22,6 @@ from tridecode.model.presets import PRESETS
 from tridecode.placement import plan_graphs, resolve_speculation
 from tridecode.step.choose import queries_shape
 from tridecode.step.dispatch import best_queries, most_queries
-from tridecode.step.shapes import AttentionRowsShape
 from tridecode.step.state import verify_rows
 
 POISON, CAPACITY, SHARP = 301, 128, 12.0
@@ -421,8 +420,7 @@ def test_programs_that_wait_for_each_other_all_run_at_once(multiprocessors):
     alone = set()
     for config in PRESETS.values():
         for requests, queries in ((1, 2), (1, 8), (2, 2), (8, 2)):
-            rows = requests * queries
-            shape = queries_shape(AttentionRowsShape(), config, queries, rows, 90, multiprocessors)
+            shape = queries_shape(config, requests, queries, 90, multiprocessors)
             programs = requests * config.num_kv_heads * shape.splits
             assert shape.queries == queries and (not shape.together or programs <= multiprocessors)
             if requests == 1:

@@ -7,7 +7,7 @@ from util import CUDA, Case, cases, meta_rows, poisoned, random
 
 from tridecode import layout
 from tridecode.kernels.attention_queries import attention_queries
-from tridecode.step.shapes import MAX_SPLITS, AttentionRowsShape
+from tridecode.step.shapes import MAX_SPLITS, QueriesShape
 
 CASES = cases(
     Case("qwen3-4b_g4_d128", dict(kv_heads=8, group=4, head_dim=128), dict(kv_heads=2, group=4, head_dim=128)),
@@ -41,7 +41,7 @@ def check(args, queries, dtype=torch.bfloat16, **shape):
     runs = args["meta"][:, layout.STATUS] == layout.RUN
     args["out"][~runs] = 0  # of nobody
     how = dict(block_t=32, splits=4, num_warps=4, least=1) | shape
-    check_form(attention_queries, args, AttentionRowsShape(queries=queries, **how), TOLERANCE[dtype])
+    check_form(attention_queries, args, QueriesShape(queries, **how), TOLERANCE[dtype])
 
 
 @CASES
@@ -84,6 +84,6 @@ def test_programs_that_add_up_together(queries, group, position):
 
 def test_nobody_runs():
     args = several((70, 3), (0, 0), 4)
-    shape = AttentionRowsShape(block_t=32, splits=8, num_warps=8, least=1, queries=4, together=True)
+    shape = QueriesShape(queries=4, splits=8, least=1, together=True)
     attention_queries(**args, shape=shape)
     assert args["out"].isnan().all() and not args["counter"].any()

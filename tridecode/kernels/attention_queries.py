@@ -77,13 +77,12 @@ def _attention_queries_kernel(
     WINDOW: tl.constexpr,
     QK_NORM: tl.constexpr,
     TOGETHER: tl.constexpr,
-    EARLY: tl.constexpr,
     PDL: tl.constexpr,
     DOT_FP32: tl.constexpr,
 ):
     """Attention of QUERIES rows of each request, at consecutive positions, over its cached positions and each other.
 
-    Arguments, and what they hold, as in _attention_rows_kernel, without EARLY too; rows
+    Arguments, and what they hold, as in _attention_rows_kernel with EARLY; rows
     [r * QUERIES, (r + 1) * QUERIES) are a request's, of which the first ones run. Grid (requests * KV_HEADS * SPLITS,):
     a request has as many splits as its length says, all requests' are counted out to the first programs, and those
     behind leave at once: a loop over several would fill the registers with its addresses. The rows of a request are
@@ -113,8 +112,6 @@ def _attention_queries_kernel(
         if PDL and pid == 0:
             gdc_wait()  # the others need not: the grid ends after its predecessor as long as one of them waits
         return
-    if PDL and not EARLY:
-        gdc_wait()
     offs_c = tl.arange(0, COLUMNS)
     offs_d = tl.arange(0, BLOCK_D)
     offs_n = tl.arange(0, NEW)
@@ -133,7 +130,7 @@ def _attention_queries_kernel(
     k, v, seen, pages = tiles_ahead(
         k_head, v_head, table_ptr, first, start, end, stride_kp, PAGE, D, BLOCK_D, BLOCK_T, AHEAD
     )
-    if PDL and EARLY:
+    if PDL:
         gdc_wait()
     row_ptr = qkv_ptr + request * QUERIES * stride_qkv
     mask_c = query < count
@@ -283,10 +280,9 @@ def attention_queries(
         window,
         q_norm is not None,
         together,
-        shape.early,
         pdl,
         interpreted(),
-        **options(shape.num_warps, pdl, shape.registers),
+        **options(shape.num_warps, pdl),
     )
 
 

@@ -14,6 +14,7 @@ from .shapes import (
     MatmulShape,
     MatvecShape,
     PromptAttentionShape,
+    QueriesShape,
     Shape,
     StepShapes,
     TilesShape,
@@ -281,17 +282,16 @@ def attention_rows_shape(config: ModelConfig, dtype: torch.dtype, rows: int) -> 
 
 
 def queries_shape(
-    shape: AttentionRowsShape, config: ModelConfig, queries: int, rows: int, capability: int, multiprocessors: int
-) -> AttentionRowsShape:
-    """Of `rows` rows, `queries` of each request, as `shape` is for as many requests. A request alone has a program on
-    each multiprocessor: all run at once, so that each adds up a part."""
-    heads = rows // queries * config.num_kv_heads
-    together = rows == queries and capability == TUNED_FOR and heads <= multiprocessors
+    config: ModelConfig, requests: int, queries: int, capability: int, multiprocessors: int
+) -> QueriesShape:
+    """Of `queries` rows of each of so many requests. A request alone has a program on each multiprocessor: all run at
+    once, so that each adds up a part."""
+    heads = requests * config.num_kv_heads
+    together = requests == 1 and capability == TUNED_FOR and heads <= multiprocessors
     splits = share(multiprocessors if together else 2 * 132, heads)
     block_t = 64 if queries * (config.num_heads // config.num_kv_heads) <= 8 else 32
     ahead = 2 if capability >= 90 else 1  # more spills
-    shape = replace(shape, block_t=block_t, ahead=ahead, least=2, splits=splits, num_warps=8)
-    return replace(shape, queries=queries, together=together)
+    return QueriesShape(queries, block_t, splits, ahead=ahead, together=together)
 
 
 def fp8_kv_shape(

@@ -161,9 +161,7 @@ class AttentionRowsShape:
     """Launch shape of attention of several rows: `programs` share the work, items of `block_t` positions a turn; a row
     has at most `splits` items per K/V head, each of at least `least` turns. registers: as above. stages: of the loop
     over an item's tiles, two for each tile on its way through shared memory and one; 1: the next one, in registers.
-    early: the first tile is loaded before the wait, as no launch of this pass writes it. queries: rows of each request,
-    attended together, each item by a program of its own that loads `ahead` tiles before the wait. together: all
-    programs run at once, and those of a head add up its splits together. converts: as above."""
+    early: the first tile is loaded before the wait, as no launch of this pass writes it. converts: as above."""
 
     block_t: int = 64
     splits: int = 32
@@ -173,10 +171,22 @@ class AttentionRowsShape:
     programs: int = 132
     stages: int = 1
     early: bool = True
-    queries: int = 1
+    converts: bool = False
+
+
+@dataclass(frozen=True)
+class QueriesShape:
+    """Launch shape of attention of `queries` rows of each request, which are attended to together: items as in
+    AttentionRowsShape, at most `splits` for each K/V head of a request, each by a program of its own that loads `ahead`
+    tiles before the wait. together: all programs run at once, and those of a head add up its splits together."""
+
+    queries: int
+    block_t: int = 32
+    splits: int = 32
+    num_warps: int = 8
+    least: int = 2
     ahead: int = 1
     together: bool = False
-    converts: bool = False
 
 
 @dataclass(frozen=True)
@@ -216,4 +226,4 @@ class StepShapes:
     gate_up: Shape
     down: Shape
     lm_head: Shape
-    attention: AttentionShape | AttentionRowsShape
+    attention: AttentionShape | AttentionRowsShape | QueriesShape

@@ -105,13 +105,13 @@ class DecodeModel:
         if self.queries == 1:
             return shapes
         attention = shapes.attention
-        if not isinstance(attention, AttentionRowsShape):
-            attention = attention_rows_shape(self.config, self.weights.dtype, self.rows)
-        if self.writes_first:
+        if not self.writes_first:
+            requests, (capability, multiprocessors, _) = self.rows // self.queries, gpu_of(self.device)
+            attention = queries_shape(self.config, requests, self.queries, capability, multiprocessors)
+        elif isinstance(attention, AttentionRowsShape):
             attention = replace(attention, early=False)
         else:
-            capability, multiprocessors, _ = gpu_of(self.device)
-            attention = queries_shape(attention, self.config, self.queries, self.rows, capability, multiprocessors)
+            attention = replace(attention_rows_shape(self.config, self.weights.dtype, self.rows), early=False)
         return replace(shapes, attention=attention)
 
     @property
