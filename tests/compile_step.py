@@ -116,6 +116,7 @@ def meta_model(preset: str, dtype: torch.dtype, arch: int, capacity: int = 4096)
         prompt_shape=prompt_shape,
         shapes_by_rows=shapes_of(config, weights, arch),
         pdl=arch >= 90,
+        gpu=(arch, 132),
     )
 
 

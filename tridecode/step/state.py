@@ -50,7 +50,8 @@ class DecodeModel:
     prompt's last token is then always a decode pass's. 0: prompt passes have the rows that come.
     verify: what passes that verify drafts see, None where there are none; its meta and samp are its own, all else is
     the workspace's. requests: of such a pass (see of_queries) the workspace with the rows of the requests themselves.
-    ngram: how many tokens are to agree where drafts are found, at most and at least.
+    ngram: how many tokens are to agree where drafts are found, at most and at least. gpu: (compute capability,
+    multiprocessors), (0, 0) if there is none.
     """
 
     config: ModelConfig
@@ -68,6 +69,7 @@ class DecodeModel:
     verify: Workspace | None = None
     requests: Workspace | None = None
     ngram: tuple[int, int] = NGRAM
+    gpu: tuple[int, int] = (0, 0)
 
     def __repr__(self) -> str:
         facts = {"family": self.config.family, "layers": self.config.num_layers, "capacity": self.kv.capacity}
@@ -106,8 +108,7 @@ class DecodeModel:
             return shapes
         attention = shapes.attention
         if not self.writes_first:
-            requests, (capability, multiprocessors, _) = self.rows // self.queries, gpu_of(self.device)
-            attention = queries_shape(self.config, requests, self.queries, capability, multiprocessors)
+            attention = queries_shape(self.config, self.rows // self.queries, self.queries, *self.gpu)
         elif isinstance(attention, AttentionRowsShape):
             attention = replace(attention, early=False)
         else:
@@ -239,6 +240,7 @@ def make_model(
         fixed_chunk=prompt_rows if batch_invariant else 0,
         verify=replace(first_rows(workspace, verifying), meta=meta, samp=samp) if speculate else None,
         ngram=ngram,
+        gpu=(capability, multiprocessors),
     )
 
 
