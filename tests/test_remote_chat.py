@@ -163,6 +163,19 @@ def test_tab_offers_the_options_that_the_server_takes(terminal, served):
 # ---- with servers of other kinds
 
 
+def test_tab_offers_the_models_of_the_server_and_no_overflow_that_it_cannot_have(terminal):
+    with FakeServer(tokens=1) as server:
+        child = terminal("--url", server.url, TRIDECODE_API_KEY="")
+        child.send("/model an\t\r")
+        child.expect_exact(f"another on {server.url}: ")
+        child.expect_exact(READY)
+        child.send("/set overflow d\t\r")  # and no drop-oldest
+        child.expect_exact("overflow is error")
+        child.expect_exact(READY)
+        child.sendeof()
+        leaves(child)
+
+
 @pytest.mark.parametrize("how, says", [
     ("500", "the server answers 500: out of luck"),
     ("503", "the server answers 503: 256 requests wait already; it can be asked again in 2 s"),

@@ -10,8 +10,9 @@ from rich.cells import cell_len
 from tridecode import commands
 from tridecode.commands.chat import session as store
 from tridecode.commands.chat import sessions
-from tridecode.commands.chat.completion import completed
+from tridecode.commands.chat.completion import Offer, completed
 from tridecode.commands.chat.conversation import Conversation
+from tridecode.commands.chat.settings import CHOICES
 
 RIVERS = Conversation(turns=(("Name three rivers.", "Nile, Rhine, Po"), ("And a lake?", "Como")))
 pytestmark = pytest.mark.usefixtures("state")
@@ -250,5 +251,8 @@ def test_tab_completes_sessions_paths_and_words(tmp_path, monkeypatch):
         ("//sy", (0, [])),
     ):
         assert completed(typed) == found, typed
-    assert completed("/set to", ["top_p", "seed"]) == (2, ["top_p "]), "what a server takes"
+    assert completed("/set to", Offer(["top_p", "seed"])) == (2, ["top_p "]), "what a server takes"
+    other = Offer(choices=CHOICES | {"overflow": ("error",)}, models=["a-model", "another"])
+    assert completed("/model ", other) == (0, ["a-model", "another"])
+    assert completed("/set overflow ", other) == (0, ["error", "default"])
     assert completed("/load ") == (0, ["rivers", "Qwerty/", "river talk.json", "rooms/"])

@@ -62,7 +62,7 @@ def chat(args, output: Output) -> int:
             place = f" at {talk.engine.device}" if args.url else ""
             output.note(f"{talk.engine.name}{place}: {talk.capacity_words()}; /help lists the commands")
             output.quiet = False  # what is asked for from here on is shown
-            code = converse(talk, open_reader(lambda typed: completed(typed, talk.settings()), output))
+            code = converse(talk, open_reader(lambda typed: completed(typed, talk.offer()), output))
         else:
             output.quiet = False
             for line in join_blocks(stdin_lines()):

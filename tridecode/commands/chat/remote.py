@@ -41,7 +41,7 @@ class ServerError(TridecodeError):
 class RemoteModel:
     """A model of one server; `device` is the server's address. Nothing is kept there between two answers.
 
-    capacity: positions of the context, None where the server does not tell.
+    capacity: positions of the context, None where the server does not tell. names: of the server's models.
     """
 
     def __init__(self, url: str, key: str | None, name: str | None = None, options: Iterable[str] = ()):
@@ -75,7 +75,7 @@ class RemoteModel:
         owner = brief(owner, 40) if isinstance(owner, str) else "no known kind"
         for option in options:
             check_option(option, owner)
-        self.name, self.owner = name, owner
+        self.name, self.owner, self.names = name, owner, [*cards]
         told = card.get("max_model_len") or (meta.get("n_ctx") if isinstance(meta, dict) else None)
         self.capacity = told if type(told) is int and told > 0 else None
 

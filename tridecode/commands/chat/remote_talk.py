@@ -10,7 +10,9 @@ from ..api_key import api_key
 from ..engine_options import engine_options
 from ..parser import sampling_overrides
 from ..terminal import Output, joined
+from .completion import Offer
 from .conversation import Conversation
+from .settings import CHOICES
 from .talk import Chat
 
 COUNTING = "needs a server that counts tokens, as tridecode's and vLLM's do"
@@ -50,6 +52,10 @@ class RemoteChat(Chat):
 
     def settings(self) -> list[str]:
         return [name for name in super().settings() if name in self.engine.options]
+
+    def offer(self) -> Offer:
+        fixed = {} if self.engine.counts else {"overflow": ("error",)}
+        return Offer(self.settings(), CHOICES | fixed, [name for name in self.engine.names if name.isprintable()])
 
     def setting(self, name: str) -> str:
         return super().setting(name) if name in self.given else "as the server has it"
@@ -125,8 +131,8 @@ def connect(args, output: Output):
     params = SamplingParams(**given)  # a wrong value fails here
     name = None if "model" in args.origins else args.model
     model = RemoteModel(args.url, api_key(args.api_key_file, output), name, given)
-    if args.overflow not in (None, "error") and not model.counts:
-        if "overflow" not in args.origins:
+    if not model.counts:
+        if args.overflow not in (None, "error") and "overflow" not in args.origins:
             args.refuse(f"--overflow {args.overflow} {COUNTING}")
         args.overflow = "error"
     return model, params

@@ -13,6 +13,7 @@ from ...text.thinking import CLOSE, SWITCH, strip_thinking
 from ..explain import explain
 from ..terminal import Output, counted, joined
 from . import session, slash, stats
+from .completion import Offer
 from .conversation import Conversation
 from .display import opens_thinking
 from .idle import IdleCapture
@@ -106,6 +107,10 @@ class Chat:
     def settings(self) -> Sequence[str]:
         """The names of the sampling options that can be set."""
         return NAMES
+
+    def offer(self) -> Offer:
+        """What Tab completes."""
+        return Offer(self.settings())
 
     def setting(self, name: str) -> str:
         """The value of a sampling option, as /set takes it."""
