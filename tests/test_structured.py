@@ -162,6 +162,26 @@ def test_a_row_that_waits_for_its_mask_holds_nobody_up(bundled, monkeypatch, ahe
     assert waiting.result().text == bundled.generate(CHAT, form("json_schema", seed=1)).text
 
 
+@pytest.mark.parametrize("most", [3, 5, 7])
+@pytest.mark.parametrize("reads", [False, True])
+def test_a_mask_that_is_late_for_the_last_token_is_waited_for(bundled, monkeypatch, most, reads):
+    """Whatever pass comes meanwhile, of others' rows or of another one's prompt."""
+    params = SamplingParams(regex="[a-z 0-9]{40}", temperature=0, max_tokens=most)
+    alone = bundled.generate(CHAT, params)
+    monkeypatch.setattr(bundled.scheduler, "_ahead", 1)
+    held = bundled.submit(CHAT, params)
+    rows = bundled.scheduler.roster.rows
+    for _ in range(1000):
+        bundled.step()
+        if rows and rows[0].position == rows[0].end - 1 and rows[0].in_flight:
+            break
+    other = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    beside = bundled.submit([7, 8, 9, 10, 11, 12] if reads else [7], other, reuse_prefix=False)
+    result = held.result()
+    assert (result.text, result.finish_reason) == (alone.text, "length") and beside.result().error is None
+    bundled.scheduler.assert_consistent()
+
+
 def test_a_request_that_is_cancelled_leaves_no_mask_to_the_next_one(bundled, monkeypatch):
     allowed = Matcher.allowed
     monkeypatch.setattr(Matcher, "allowed", lambda self: (time.sleep(0.05), allowed(self))[1])

@@ -18,7 +18,8 @@ class Running:
 
     read: positions of the prompt whose K/V are there; position: of its first pass that was not seen; end: the one at
     which it has no more; room: the one at which its pages end. tokens: those whose passes were seen; embedded: the next
-    one's. A pass in flight takes it on by one position, or with drafts by up to as many as it has rows there.
+    one's. A pass in flight takes it on by one position, with drafts by up to as many as it has rows there, and not at all
+    where its mask is late.
     """
 
     job: Job
@@ -47,8 +48,10 @@ class Running:
 
     @property
     def runs(self) -> bool:
-        """Takes part in the next pass."""
-        return self.position + self.in_flight < min(self.end, self.room)
+        """May take part in the next pass. One with a mask does for longer than it has to: a pass in flight for which
+        its mask is late takes it no further, and a pass that did not count it would still run its row."""
+        surely = 0 if self.mask else self.in_flight
+        return self.position + surely < min(self.end, self.room)
 
     @property
     def lacks_mask(self) -> bool:
