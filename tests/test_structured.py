@@ -13,7 +13,7 @@ from models import CUDA
 
 from tridecode import Engine, SamplingParams
 from tridecode.errors import GenerationError, ParameterError
-from tridecode.grammar import Matcher, exact
+from tridecode.grammar import Grammar, Matcher, exact
 from tridecode.step import graphs, prompt_graphs
 from tridecode.step.decode import KINDS as STEPS
 from tridecode.step.dispatch import Dispatcher
@@ -182,6 +182,18 @@ def test_a_mask_that_is_late_for_the_last_token_is_waited_for(bundled, monkeypat
     bundled.scheduler.assert_consistent()
 
 
+def test_a_grammar_that_is_prepared_slowly_holds_nobody_up(bundled, monkeypatch):
+    release, matcher = Event(), Grammar.matcher
+    params = form("json_schema", seed=1)
+    expected = bundled.generate(CHAT, params).text
+    monkeypatch.setattr(Grammar, "matcher", lambda *args: (release.wait(30), matcher(*args))[1])
+    waiting = bundled.submit(CHAT, params)
+    other = bundled.submit(CHAT, SamplingParams(temperature=0, max_tokens=30, ignore_eos=True))
+    assert other.result().usage.completion_tokens == 30 and waiting.completion_tokens == 0
+    release.set()
+    assert waiting.result().text == expected
+
+
 def test_a_request_that_is_cancelled_leaves_no_mask_to_the_next_one(bundled, monkeypatch):
     allowed = Matcher.allowed
     monkeypatch.setattr(Matcher, "allowed", lambda self: (time.sleep(0.05), allowed(self))[1])
@@ -203,13 +215,19 @@ def test_a_preempted_request_goes_on_in_its_form():
         assert [result.text for result in found] == [result.text for result in alone]
 
 
-def test_a_grammar_that_fails_later_ends_its_own_request(bundled, monkeypatch):
-    def fails(self):
-        raise GenerationError("the grammar cannot be followed: too much of it")
+class Panic(BaseException):
+    """As extensions in Rust raise it."""
+
+
+@pytest.mark.parametrize("method", ["allowed", "accept"])
+@pytest.mark.parametrize("error", [GenerationError, MemoryError, Panic])
+def test_a_grammar_that_fails_later_ends_its_own_request(bundled, monkeypatch, error, method):
+    def fails(*args):
+        raise error("too much of it")
 
     params = form("json_schema", seed=1)
     bundled.generate(CHAT, params)
-    monkeypatch.setattr(Matcher, "allowed", fails)
+    monkeypatch.setattr(Matcher, method, fails)
     failing, other = bundled.submit(CHAT, params), bundled.submit(CHAT, SamplingParams(max_tokens=20, temperature=0))
     assert "too much of it" in failing.result().error and other.result().finish_reason in ("stop", "length")
     bundled.scheduler.assert_consistent()

@@ -3,13 +3,15 @@
 import os
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from functools import wraps
 
 import numpy as np
 
 from .. import layout
-from ..errors import GenerationError
+from ..errors import GenerationError, brief
 from ..grammar import Grammar, Matcher
 from ..step.state import DecodeModel
 
@@ -39,6 +41,22 @@ class Masks:
         self._stamps[slot] = stamp  # last: who sees it finds the mask whole
 
 
+def failing_alone(work: Callable) -> Callable:
+    """`work` for one request, of which whatever it raises is a GenerationError: it ends this request and no other."""
+
+    @wraps(work)
+    def go(*args):
+        try:
+            return work(*args)
+        except (GenerationError, KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # a panic of the library is no Exception
+            why = f"{type(error).__name__}: {brief(error)}"
+            raise GenerationError(f"the grammar cannot be followed: {why}") from error
+
+    return go
+
+
 class Following:
     """One request's way through its grammar: prepared while its prompt is read, then a mask a token."""
 
@@ -47,16 +65,24 @@ class Following:
         self._matcher: Matcher | None = None
         self._coming = masks.submit(self._prepare, grammar, drawn)
 
+    @failing_alone
     def _prepare(self, grammar: Grammar, drawn: list[int]) -> np.ndarray:
         self._matcher = grammar.matcher(drawn)
         return self._matcher.allowed() if drawn else grammar.first
 
     def begin(self, slot: int, generation: int, position: int) -> None:
         """The request has its row: its first mask goes where the pass at `position` looks for it."""
-        self._slot, self._generation = slot, generation
-        with suppress(GenerationError):  # `check` says it
-            self._put(self._coming.result(), position)
+        self._slot, self._generation, prepared = slot, generation, self._coming
+        if prepared.done():
+            with suppress(GenerationError):  # `check` says it
+                self._first(prepared, position)
+        else:
+            self._coming = self._masks.submit(self._first, prepared, position)
 
+    def _first(self, prepared: Future, position: int) -> None:
+        self._put(prepared.result(), position)
+
+    @failing_alone
     def accept(self, token: int) -> bool:
         """Go on behind a drawn token; True where the answer ends with it. Raises GenerationError."""
         return self._matcher.accept(token)
@@ -65,6 +91,7 @@ class Following:
         """Have the mask for the pass at `position` made."""
         self._coming = self._masks.submit(self._make, position)
 
+    @failing_alone
     def _make(self, position: int) -> None:
         self._put(self._matcher.allowed(), position)
 
