@@ -12,7 +12,7 @@ from checkpoints import write_tiny
 from models import CUDA, DEVICE, tiny_engine
 
 from tridecode import Engine, SamplingParams
-from tridecode.errors import GenerationError, ParameterError, PromptError
+from tridecode.errors import GenerationError, ParameterError, PromptError, TooLong
 from tridecode.kernels.prompt_attention import attend_masked
 from tridecode.model.checkpoint import load_config, load_weights
 from tridecode.model.hub import BUNDLED
@@ -316,6 +316,16 @@ def test_a_tokenizer_that_knows_more_tokens_than_the_model_is_refused(prompt):
     engine.tokenizer = Tokenizer.load(BUNDLED)
     with pytest.raises(PromptError, match=r"token id \d+ is not in the vocabulary \(0 to 330\)"):
         engine.generate(prompt, GREEDY)
+
+
+def test_a_prompt_that_another_engine_has_prepared_is_checked(engine):
+    other = tiny_engine(vocab_size=engine.config.vocab_size + 8, capacity=engine.capacity + 8)
+    with pytest.raises(PromptError, match=f"token id {engine.config.vocab_size + 7} is not in the vocabulary"):
+        engine.submit(other.prepare([1, engine.config.vocab_size + 7]))
+    with pytest.raises(TooLong):
+        engine.submit(other.prepare([1] * (engine.capacity + 1)))
+    prepared = other.prepare([1, 2, 3])
+    assert engine.prepare(prepared) == prepared
 
 
 def test_ids_of_any_integer_type_are_taken(engine):

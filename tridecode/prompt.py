@@ -33,8 +33,9 @@ def prompt_ids(
     prompt: Prompt, variables: dict, tokenizer: Tokenizer | None, vocab_size: int, capacity: int, limit: int
 ) -> Encoded:
     """The ids, and whether the prompt was a chat. limit: positions that the model could have; raises PromptError."""
+    fix = ": shorten it" + (" or raise max_seq_len" if capacity < limit else "")
     if isinstance(prompt, Encoded):
-        return prompt
+        return _fitting(*prompt, vocab_size, capacity, fix)  # it may be of another engine
     items = listed(prompt)
     chat = bool(items) and isinstance(items[0], Mapping)
     if items is None and not isinstance(prompt, str):
@@ -43,7 +44,6 @@ def prompt_ids(
     if tokenizer is None and (chat or items is None):
         raise PromptError("this engine has no tokenizer: give token ids")
     _check_variables(variables, tokenizer if chat else None)
-    fix = ": shorten it" + (" or raise max_seq_len" if capacity < limit else "")
     if items is not None and not chat and len(items) > capacity:  # before each is looked at
         raise TooLong(len(items), capacity, fix=fix)
     try:
@@ -59,10 +59,7 @@ def prompt_ids(
         raise TooLong(error.tokens, capacity, or_more=True, fix=fix) from None
     if not ids:
         raise PromptError("the prompt is empty: at least one token is needed")
-    tokens = _packed(ids, vocab_size)  # a tokenizer may know more tokens than the model
-    if len(ids) > capacity:
-        raise TooLong(len(ids), capacity, fix=fix)
-    return Encoded(tokens, chat)
+    return _fitting(ids, chat, vocab_size, capacity, fix)
 
 
 def listed(prompt) -> list | None:
@@ -84,7 +81,15 @@ def _check_variables(variables: dict, tokenizer: Tokenizer | None) -> None:
         raise PromptError(f"template_variables: the chat template has no variable {shown(unknown[0])}; {has}")
 
 
-def _packed(ids: list[int], vocab_size: int) -> array:
+def _fitting(ids: Sequence[int], chat: bool, vocab_size: int, capacity: int, fix: str) -> Encoded:
+    """Raises PromptError."""
+    tokens = _packed(ids, vocab_size)  # a tokenizer may know more tokens than the model
+    if len(ids) > capacity:
+        raise TooLong(len(ids), capacity, fix=fix)
+    return Encoded(tokens, chat)
+
+
+def _packed(ids: Sequence[int], vocab_size: int) -> array:
     """Raises PromptError for one that the vocabulary lacks."""
     with suppress(struct.error):  # some take more than 32 bits
         tokens = packed(ids)
