@@ -3,6 +3,7 @@
 import gc
 import threading
 import time
+from contextlib import suppress
 
 import pytest
 import torch
@@ -237,6 +238,74 @@ def test_no_thread_keeps_the_lock_from_another(engine, alone):
     assert len(rest) == 199 and arrived[0][0] == alone(PROMPTS[1]) and arrived[0][1] < ended
 
 
+def test_who_is_dropped_as_he_comes_does_not_run(engine, monkeypatch):
+    """While somebody cancels others: a submission that he has not seen yet, and its end."""
+    cancel, late = engine.scheduler.cancel, []
+
+    def cancelling(job):
+        if not late:
+            late.append(engine.submit(PROMPTS[1], LONG))
+            late[0].drop()
+        return cancel(job)
+
+    first = engine.submit(PROMPTS[0], LONG)
+    engine.step()
+    monkeypatch.setattr(engine.scheduler, "cancel", cancelling)
+    with engine._driver._lock:
+        first.drop()
+    while engine.step():
+        pass
+    assert (late[0].finish_reason, late[0].completion_tokens) == ("cancelled", 0)
+
+
+def test_the_last_place_in_the_queue_is_one_requests(alone):
+    with build(1, max_queue=0) as engine:
+        check, there = engine.scheduler.check_queue, threading.Barrier(4)
+        engine.scheduler.check_queue = lambda *args: (check(*args), time.sleep(0.01))
+        taken = []
+
+        def come():
+            there.wait(30)
+            with suppress(QueueFull):
+                taken.append(engine.submit(PROMPTS[0], GREEDY))
+
+        engine._driver._lock.acquire()  # as whoever steps has it
+        threads = [threading.Thread(target=come) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+        engine._driver._lock.release()
+        (request,) = taken
+        assert request.result().token_ids == alone(PROMPTS[0])
+
+
+def test_scores_of_a_closed_engine_are_none(engine):
+    def scores(end):
+        raised = []
+
+        def score(own):
+            try:
+                own.score(PROMPTS[3] * 3)
+            except GenerationError as error:
+                raised.append(error)
+
+        with build(1) as own:
+            thread = threading.Thread(target=score, args=(own,))
+            with own._driver._lock:  # it is submitted and waits
+                thread.start()
+                while not own._driver._submitted:
+                    time.sleep(0.001)
+            end(own)
+            thread.join(30)
+        return raised
+
+    (closed,) = scores(Engine.close)
+    assert isinstance(closed, EngineClosed)
+    (cancelled,) = scores(lambda own: own._driver.exclusively(type(own.scheduler).cancel_all))
+    assert "score was cancelled" in str(cancelled) and not isinstance(cancelled, EngineClosed)
+
+
 def test_threads_of_which_one_scores(engine, alone):
     expected, found = engine.score(PROMPTS[3]), []
     thread = threading.Thread(target=lambda: found.append(engine.score(PROMPTS[3])))
@@ -418,6 +487,21 @@ def test_a_closed_engine_gives_its_memory_back():
         assert torch.cuda.memory_allocated() > before
     gc.collect()
     assert torch.cuda.memory_allocated() == before
+
+
+def test_an_engine_that_is_being_closed_says_so():
+    """While it waits for the GPU."""
+    engine, raised = build(1), []
+
+    def synchronize():
+        for call in (engine.capture_next, lambda: engine.scheduler, lambda: engine.submit([1])):
+            with pytest.raises(EngineClosed):
+                call()
+            raised.append(call)
+
+    engine.synchronize = synchronize
+    engine.close()
+    assert len(raised) == 3
 
 
 def test_a_thread_that_waits_hears_of_the_end(alone):

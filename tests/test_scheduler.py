@@ -342,6 +342,23 @@ def test_a_score_runs_beside_others(small, alone):
     same(request.result(), alone(prompt_of(0, 17), "sampled", 60))
 
 
+def test_a_score_that_is_preempted_goes_on_where_it_was(alone):
+    """Its pieces are never fewer than they were: who reads them has some of them already."""
+    engine = engine_of(slots=2, page=16, pages=7)
+    ids, kept = prompt_of(2, 80), []
+    expected = engine.submit_score(ids, 2).result()
+    older = engine.submit(prompt_of(0, 17), params_of("greedy", 60))
+    score = engine.submit_score(ids, 2)
+    while score.finish_reason is None:
+        engine.step()
+        assert score.pieces[: len(kept)] == kept
+        kept = [*score.pieces]
+    assert engine.scheduler.preemptions > 0 and kept[-1].usage.completion_tokens == len(ids)
+    same(score.result(), expected)
+    same(older.result(), alone(prompt_of(0, 17), "greedy", 60))
+    engine.scheduler.assert_consistent()
+
+
 def test_rewound_rows_are_no_requests(small, alone):
     params = SamplingParams(temperature=0, seed=1)
     small.rewind([20, 3], params, rows=2)

@@ -63,8 +63,7 @@ class Engine(Loaded):
 
     @property
     def scheduler(self) -> Scheduler:
-        self._open()
-        return self._driver.scheduler
+        return self._driver.opened()
 
     def capture_next(self) -> bool:
         """Capture one more size of prompt passes, or passes that verify drafts, unless something runs; False where none
@@ -194,15 +193,20 @@ class Engine(Loaded):
         """fp32 logits [tokens, vocab] on the model's device; row i predicts token i + 1. Runs the decode step, in a
         slot as any request does.
 
-        Raises PromptError for ids outside the vocabulary or more than the context, GenerationError for NaN or Inf.
+        Raises PromptError for ids outside the vocabulary or more than the context, GenerationError for NaN or Inf and
+        if it is cancelled, EngineClosed if that is so.
         """
         if (ids := listed(token_ids)) is None:
             raise PromptError(f"token_ids must be a sequence of token ids, got {shown(token_ids)}")
         ids = self.prepare(ids).tokens
         logits = torch.empty(len(ids), self.config.vocab_size, device=self.device)
         job = scoring(ids, time.perf_counter(), logits=logits)
-        if error := self._driver.submit(job).result().error:
-            raise GenerationError(error)
+        result = self._driver.submit(job).result()
+        if result.error:
+            raise GenerationError(result.error)
+        if result.finish_reason == "cancelled":
+            self._driver.opened()
+            raise GenerationError("score was cancelled before all logits were there")
         return job.logits
 
     def submit_score(self, prompt: Prompt, logprobs: int) -> Request:

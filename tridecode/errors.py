@@ -46,7 +46,10 @@ class QueueFull(TridecodeError):
 
 
 class EngineClosed(GenerationError):
-    """The engine was closed: load another one."""
+    """The engine was closed."""
+
+    def __init__(self):
+        super().__init__("this engine is closed; load another one")
 
 
 NO_CHAT = "give plain text in place of a chat"  # a fix that the command line calls --raw

@@ -215,5 +215,5 @@ class Loaded:
 
     def _open(self) -> DecodeModel:
         if self.model is None:
-            raise EngineClosed("this engine is closed; load another one")
+            raise EngineClosed
         return self.model

@@ -17,16 +17,23 @@ HANDOVER = 2e-5  # seconds that who has stepped leaves the lock to others who wa
 
 
 class Driver:
-    """prepare: called in the thread that steps, before each step."""
+    """scheduler: None from `close` on. prepare: called in the thread that steps, before each step."""
 
     def __init__(self, scheduler: Scheduler, prepare: Callable[[], None]):
-        self.scheduler, self._prepare = scheduler, prepare
+        self.scheduler: Scheduler | None = scheduler
+        self._prepare = prepare
         self._slots = len(scheduler.slots.held)
         self._lock = threading.Lock()  # held while the device state changes, never while a caller has control
         self._wanting: set[int] = set()  # threads that wait for it
         self._submitted: deque[Job] = deque()  # who has the lock puts them in the queue: a submission waits for no pass
+        self._entrance = threading.Lock()  # so that no two take the last place in the queue
         self._dropped: deque[Job] = deque()  # jobs whose readers have gone; who has the lock cancels them
-        self._closed = False
+
+    def opened(self) -> Scheduler:
+        """Raises EngineClosed."""
+        if (scheduler := self.scheduler) is None:
+            raise EngineClosed
+        return scheduler
 
     def exclusively(self, action: Callable, *args):
         """The result of action(scheduler, *args), which nobody else's step comes between. Raises EngineClosed."""
@@ -35,20 +42,22 @@ class Driver:
             self._wanting.add(me)
         try:
             with self._lock:
-                if self._closed:
-                    raise EngineClosed("this engine is closed; load another one")
+                scheduler = self.opened()
                 self._catch_up()
-                return action(self.scheduler, *args)
+                return action(scheduler, *args)
         finally:
             self._wanting.discard(me)
 
     def _catch_up(self) -> None:
-        """Do what others have left to who has the lock."""
-        while self._submitted:
-            self.scheduler.add(self._submitted[0])
-            self._submitted.popleft()
-        while self._dropped:
-            self.scheduler.cancel(self._dropped[0])
+        """Do what others have left to who has the lock. What is seen to be dropped was submitted before."""
+        while True:
+            dropped = self._dropped[0] if self._dropped else None
+            while self._submitted:
+                self.scheduler.add(self._submitted[0])
+                self._submitted.popleft()
+            if dropped is None:
+                return
+            self.scheduler.cancel(dropped)
             self._dropped.popleft()
 
     def wait(self, ready: Callable[[], bool]) -> None:
@@ -77,15 +86,14 @@ class Driver:
 
     def submit(self, job: Job) -> "Request":
         """Raises QueueFull and EngineClosed."""
-        request = Request(self, job)  # first: whatever interrupts what follows, the job goes with it
-        scheduler = self.scheduler
-        if scheduler is None:
-            raise EngineClosed("this engine is closed; load another one")
-        scheduler.check_queue(len(self._submitted), len(self._dropped))
-        self._submitted.append(job)  # where the engine is closed meanwhile, that is heard by who waits for the request
+        scheduler = self.opened()
+        with self._entrance:
+            scheduler.check_queue(len(self._submitted), len(self._dropped))
+            request = Request(self, job)  # before the job is there: whatever interrupts what follows, it goes with it
+            self._submitted.append(job)  # if the engine is closed meanwhile, who waits for the request hears it
         if self._lock.acquire(blocking=False):
             try:
-                if not self._closed:
+                if self.scheduler is not None:
                     self._catch_up()
             finally:
                 self._lock.release()
@@ -144,12 +152,12 @@ class Driver:
     def close(self) -> None:
         """Cancel all that runs or waits; whatever comes after is refused."""
         with self._lock:
-            if not self._closed:
+            if self.scheduler is not None:
                 try:
                     self._catch_up()
                     self.scheduler.cancel_all()
                 finally:
-                    self._closed, self.scheduler = True, None  # with all that it holds
+                    self.scheduler = None  # with all that it holds
 
 
 class Request:

@@ -53,7 +53,12 @@ class Job:
     @property
     def tokens(self) -> array:
         """The prompt, and what was drawn until now."""
-        return self.ids + packed([piece.token_id for piece in self.pieces])
+        return self.ids if self.scores else self.ids + packed([piece.token_id for piece in self.pieces])
+
+    @property
+    def known(self) -> int:
+        """How many these are."""
+        return len(self.ids) + (0 if self.scores else len(self.pieces))
 
     @cached_property
     def kind(self) -> str:

@@ -64,7 +64,7 @@ class Roster:
         self.waiting.popleft()
         end, output = job.limit - 1, self.output(job)
         running = Running(job, output, slot, read, ids[:position], ids[position], position, end)
-        running.given = 0 if job.scores else len(ids) - 1 - position
+        running.given = len(job.pieces) if job.scores else len(ids) - 1 - position
         if job.grammar:
             running.mask = self._masks.follow(job.grammar, ids[len(job.ids) :].tolist())
         self.reading.append(running)
@@ -90,7 +90,7 @@ class Roster:
             len(self.rows),
             job.params,
             position=running.position,
-            n_known=len(job.ids) + len(job.pieces),
+            n_known=job.known,
             limit=job.limit,
             stop_ids=job.stop_ids,
             prompt=len(job.ids),
@@ -114,7 +114,6 @@ class Roster:
         """Let a job that runs wait again, before all others."""
         self._vacate(running)
         self.slots.release(running.slot)
-        self._wait_again(running.job)
         self.waiting.appendleft(running.job)
 
     def _vacate(self, running: Running) -> None:
@@ -135,17 +134,11 @@ class Roster:
     def recover(self) -> None:
         """Let all jobs that have not ended wait again, whatever was interrupted."""
         self.jobs = {job: None for job in self.jobs if not job.ended}
-        for job in self.jobs:
-            self._wait_again(job)
         for running in self.admitted:
             if running.mask:
                 running.mask.drop()
         self.slots.recover()
         self.reset()
-
-    def _wait_again(self, job: Job) -> None:
-        if job.scores:
-            job.pieces.clear()  # it begins again at its first token
 
     def output(self, job: Job) -> Output:
         """What makes the job's pieces, behind those that it has."""
