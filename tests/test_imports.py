@@ -60,7 +60,7 @@ ROOMS = {
     "text": {"arguments", "errors", "model"},
     "prompt": {"arguments", "errors", "layout", "text"},
     "cache": {"errors", "kernels", "layout", "model", "pinned"},
-    "step": {"cache", "kernels", "layout", "model", "version"},
+    "step": {"cache", "errors", "kernels", "layout", "model", "version"},
     "memory": {"cache", "cgroup", "errors", "model", "step"},
     "placement": {"arguments", "cache", "errors", "memory", "model", "step", "prompt"},
     "serve": {"arguments", "cache", "errors", "grammar", "layout", "model", "results", "sampling", "step", "text"},

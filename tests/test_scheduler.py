@@ -342,6 +342,18 @@ def test_a_score_runs_beside_others(small, alone):
     same(request.result(), alone(prompt_of(0, 17), "sampled", 60))
 
 
+def test_of_a_prompt_no_more_is_read_than_there_is(alone):
+    """Neither of one that was preempted, which reads what it has drawn, too."""
+    engine, told = engine_of(slots=2, page=16, pages=7, chunk_tokens=8), set()
+    requests = [engine.submit(prompt_of(base, 30), params_of("greedy", 60)) for base in range(2)]
+    while engine.step():
+        told.add(engine.scheduler.reading())
+    assert engine.scheduler.preemptions and all(0 <= kept <= read <= of for kept, read, of in told - {None})
+    assert max(of for _, _, of in told - {None}) > 30
+    for base, request in enumerate(requests):
+        same(request.result(), alone(prompt_of(base, 30), "greedy", 60))
+
+
 def test_a_score_that_is_preempted_goes_on_where_it_was(alone):
     """Its pieces are never fewer than they were: who reads them has some of them already."""
     engine = engine_of(slots=2, page=16, pages=7)

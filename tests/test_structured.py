@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import CUDA
+from triton.runtime.errors import OutOfResources
 
 from tridecode import Engine, SamplingParams
 from tridecode.errors import GenerationError, ParameterError
@@ -131,9 +132,10 @@ def test_passes_with_masks_are_captured_when_they_first_come(captured):
     assert {stat.mode for stat in captured.graph_stats() if stat.kind == "greedy+mask"} == {"full"}
 
 
-def test_passes_that_cannot_be_captured_later_are_launched(captured, monkeypatch):
+@pytest.mark.parametrize("error", [RuntimeError("out of\nmemory"), OutOfResources(300, 200, "shared")])
+def test_passes_that_cannot_be_captured_later_are_launched(captured, monkeypatch, error):
     def fails(*args):
-        raise RuntimeError("out of memory\nmore of it")
+        raise error
 
     monkeypatch.setattr(captured.steps.place, "capture", fails)
     assert FORMS["json_schema"][1](captured.generate(CHAT, form("json_schema")).text)

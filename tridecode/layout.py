@@ -90,8 +90,8 @@ STEP_SHIFT = 29
 GENERATION_SHIFT = 40
 MAX_GENERATION = 2**23 - 1  # then they begin again at 1; an entry stays positive
 STEP_MASK = 2**11 - 1  # of the step its lower bits, far more than a ring has entries
-NO_TOKEN = 2**20 - 1  # the step's logits were not finite; a vocabulary is smaller
-LATE_TOKEN = 2**20 - 2  # the step drew none: its mask was late
+NO_TOKEN = 2**20 - 1  # the step's logits were not finite
+LATE_TOKEN = 2**20 - 2  # the step drew none: its mask was late; a vocabulary has no more
 EMPTY = 0  # no request has generation 0
 
 

@@ -73,9 +73,9 @@ class MemoryPlan:
             raise DeviceError(f"not enough memory on {where}:{what}{self._lack(wanted, wanted)}; {advice}")
         return requested or min(fits, self.default_limit)
 
-    def kv_tokens(self, capacity: int, requested: int | None, where: str) -> int:
-        """The number of positions in the pool of all slots, by default what these can fill or what fits; DeviceError
-        when what is asked for does not fit."""
+    def kv_tokens(self, capacity: int, requested: int | None, where: str, page: int = 1) -> int:
+        """The number of positions in the pool of all slots, by default what these can fill, in whole pages, or what
+        fits; DeviceError when what is asked for does not fit."""
         if self.slots == 1:
             return capacity
         left = self.usable - self.needed(capacity)
@@ -83,7 +83,7 @@ class MemoryPlan:
         if (requested or 0) > fits:
             lack = self._lack(capacity, requested)
             raise DeviceError(f"not enough memory on {where}: kv_tokens:{lack}; at most {fits:,} fit")
-        return requested or max(min(fits, self.slots * capacity), capacity)
+        return requested or max(min(fits, self.slots * -(-capacity // page) * page), capacity)
 
     def offloaded(
         self, config: ModelConfig, page: int, least: int, capacity: int | None, kv_tokens: int | None, host: int,

@@ -175,8 +175,9 @@ def plan_kv(
     if kv_offload is None:
         asked = max_seq_len, slots, kv_tokens, chunk, one_piece, on_host, speculate, batch_invariant
         plan, capacity, notes = plan_capacity(config, dtype, device, *asked)
-        pool = plan.kv_tokens(capacity, kv_tokens, where)
-        pages = None if pool == slots * capacity else -(-pool // (page or capacity))
+        pool = plan.kv_tokens(capacity, kv_tokens, where, page or capacity)
+        pages, whole = -(-pool // (page or capacity)), slots * -(-capacity // (page or capacity))
+        pages = None if kv_tokens == slots * capacity or pages >= whole else pages
         return KVPlan(plan, capacity, pool, page, pages, None, notes)
     if config.fp8_kv:
         raise ParameterError("kv_offload: K/V in kv_dtype fp8 are kept on the device; use kv_dtype auto beside it")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ..arguments import shown
 from ..errors import CheckpointError, ParameterError, as_json
-from ..layout import MAX_STOP_IDS, NO_TOKEN
+from ..layout import LATE_TOKEN, MAX_STOP_IDS
 from ..sampling import SamplingParams
 from .files import present, read_file, unique
 
@@ -259,7 +259,7 @@ def _sizes(read: _Reader) -> dict[str, int]:
         "intermediate_size": read.integer("intermediate_size", 1, 2**20),
         "num_layers": read.integer("num_hidden_layers", 1, 4096),
         "num_heads": read.integer("num_attention_heads", 1, 4096),
-        "vocab_size": read.integer("vocab_size", 2, NO_TOKEN),
+        "vocab_size": read.integer("vocab_size", 2, LATE_TOKEN),
         "max_position": read.integer("max_position_embeddings", 1, 2**31 - 1),
     }
     hidden, heads = sizes["hidden_size"], sizes["num_heads"]

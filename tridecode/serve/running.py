@@ -18,8 +18,8 @@ class Running:
 
     read: positions of the prompt whose K/V are there; position: of its first pass that was not seen; end: the one at
     which it has no more; room: the one at which its pages end. tokens: those whose passes were seen; embedded: the next
-    one's. A pass in flight takes it on by one position, with drafts by up to as many as it has rows there, and not at all
-    where its mask is late.
+    one's. A pass in flight takes it on by one position, with drafts by up to as many as it has rows there, and with a
+    mask that is late not at all.
     """
 
     job: Job

@@ -66,9 +66,10 @@ class Scheduler:
 
     def reading(self) -> tuple[int, int, int] | None:
         """Of the oldest prompt that is being read, from any thread: tokens that were there already, those whose passes
-        were enqueued too (on a GPU two may be under way), and all. None where there is none."""
+        were enqueued too (on a GPU two may be under way), and all; of one that was preempted also what it has drawn.
+        None where there is none."""
         for running in tuple(self.roster.reading):
-            return running.job.reused or 0, running.read, len(running.job.ids)
+            return running.job.reused or 0, running.read, running.position + 1
         return None
 
     def check_queue(self, coming: int, going: int) -> None:
@@ -154,8 +155,8 @@ class Scheduler:
             most -= chosen[-1][1]
         return chosen
 
-    def _read(self, chosen: list[tuple[Running, int]], rows: int) -> None:
-        """Enqueue a pass that reads what was chosen, beside the first `rows` rows; whose prompt ends gets a row."""
+    def _read(self, chosen: list[tuple[Running, int]], rows: int) -> list[Chunk]:
+        """Enqueue a pass that reads what was chosen, beside the first `rows` rows; what it reads as its chunks."""
         prompts, chunks = self._prompts(), []
         first = decoding = prompts.decoding(rows)
         for running, count in chosen:
@@ -165,6 +166,10 @@ class Scheduler:
             first += count
         self.slots.write_chunks(chunks)
         prompts.read(chunks, sum(chunk.count for chunk in chunks), decoding)
+        return chunks
+
+    def _have_read(self, chosen: list[tuple[Running, int]], chunks: list[Chunk]) -> None:
+        """What a pass that was enqueued reads is there for all; whose prompt ends gets a row."""
         for (running, count), chunk in zip(chosen, chunks):
             running.read += count
             self.slots.publish(running.slot, running.tokens[: running.read])
@@ -185,14 +190,16 @@ class Scheduler:
         before = [running for running in self.roster.rows if running.runs]
         while chosen:
             try:
-                self._read(chosen, before[-1].row + 1 if before and not self._fixed else 0)
-                break
+                chunks = self._read(chosen, before[-1].row + 1 if before and not self._fixed else 0)
             except Exception as error:  # out of memory, mostly: it is one prompt's alone
                 if len(chosen) == 1:
                     chosen[0][0].job.failure = error
                     self.roster.finish(chosen[0][0].job, chosen[0][0])
                     return True
                 chosen = chosen[:1]
+            else:
+                self._have_read(chosen, chunks)
+                break
         part = [running for running in self.roster.rows if running.runs]
         if not chosen and all(running.lacks_mask for running in part):
             return False

@@ -38,9 +38,11 @@ class Records:
         self._used += 1
         if self._copied[number] is not None:
             self._copied[number].synchronize()  # done long ago, unless RECORDS requests began within a pass
-        yield self._rows[number]
-        if self._copied[number] is not None:
-            self._copied[number].record(torch.cuda.current_stream(self._device))
+        try:
+            yield self._rows[number]
+        finally:  # also where an interrupt came behind the first copy
+            if self._copied[number] is not None:
+                self._copied[number].record(torch.cuda.current_stream(self._device))
 
 
 @dataclass

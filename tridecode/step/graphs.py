@@ -10,6 +10,7 @@ from functools import cache, partial
 
 import torch
 
+from ..errors import brief
 from ..kernels.attention import attention_bytes, attention_ref
 from ..kernels.op import Op
 from ..layout import LIMIT_REACHED, STATUS
@@ -194,8 +195,8 @@ def capture_late(
         replay = capture(batch)
         log.info("captured %s in %.0f ms", batch, 1e3 * (time.perf_counter() - started))
         return replay
-    except RuntimeError as error:
-        log.warning("%s stays uncaptured: %s", batch, str(error).splitlines()[0][:200])
+    except Exception as error:  # Triton's own are no RuntimeErrors
+        log.warning("%s stays uncaptured: %s", batch, brief(error))
         return None
     finally:
         meta.copy_(kept)

@@ -7,6 +7,7 @@ from functools import partial
 
 import torch
 
+from ..errors import brief
 from ..kernels.op import Op
 from ..layout import Chunk
 from . import prefill
@@ -172,8 +173,8 @@ class PromptGraphs:
                 "captured prompts of %d tokens beside %d rows (%s) in %.0f ms, %.1f MiB: %.2f ms and attention",
                 tokens, decoding, mode, 1e3 * spent, taken / 2**20, 1e3 * self.seconds[key],
             )  # fmt: skip
-        except RuntimeError as error:
-            log.warning("prompts of %d tokens stay uncaptured: %s", tokens, str(error).splitlines()[0][:200])
+        except Exception as error:  # Triton's own are no RuntimeErrors
+            log.warning("prompts of %d tokens stay uncaptured: %s", tokens, brief(error))
             self._failed.add(key)
         finally:
             chunks.copy_(kept)
