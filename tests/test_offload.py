@@ -11,6 +11,7 @@ from models import CUDA, DEVICE, slowed, tiny_engine
 from tridecode import Engine, SamplingParams, layout, memory, pinned
 from tridecode.cache.kv import make_kv_cache
 from tridecode.cache.offload import Offload
+from tridecode.cache.prefix import PrefixCache
 from tridecode.commands.bench import offload as bench
 from tridecode.commands.bench.offload import Copies
 from tridecode.commands.bench.report import tables
@@ -171,6 +172,19 @@ def test_a_page_that_was_copied_ahead_and_goes_on_is_copied_anew(alone):
     assert engine.generate(LONG, SHORT).token_ids == alone(LONG, SHORT)
     more = [*text, 5, *other.token_ids, 6]
     assert engine.generate(more, GREEDY).token_ids == alone(more)
+
+
+def test_whose_pages_go_is_looked_up_once_a_chunk(monkeypatch):
+    """However many of them, of a full device and a full host."""
+    engine = engine_of(10, ring=8, host=20)
+    for prompt in prompts_of(*[8 * PAGE] * 4):
+        engine.generate(prompt[::-1], GREEDY)
+    chunks = lambda: sum(stat.count for stat in engine.graph_stats() if stat.kind == "prompt")  # noqa: E731
+    walks, pages = [], PrefixCache.pages
+    monkeypatch.setattr(PrefixCache, "pages", lambda self: walks.append(1) or pages(self))
+    before = chunks()
+    engine.generate(LONG, GREEDY)
+    assert 0 < len(walks) <= 2 * (chunks() - before)
 
 
 @pytest.mark.parametrize("pages", [4, 8], ids=lambda pages: f"{pages}_of_9_pages")

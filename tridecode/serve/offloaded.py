@@ -39,6 +39,7 @@ class OffloadedSlots(Slots):
         self._leaving: dict[int, int] = {}  # page of the device -> host page, where a copy of it is, or will soon be
         self._out = torch.cuda.Stream(model.device) if model.device.type == "cuda" else None
         self._tables = Records(model.kv.page_table, self._offload.fetched[None])
+        self._collected: int | None = None  # the pool's changes that _collect has seen
         self._collect()
 
     # ---- the host's book-keeping
@@ -74,7 +75,10 @@ class OffloadedSlots(Slots):
         return self._where[page] is not None and self._where[page] >= 0
 
     def _collect(self) -> None:
-        """Believe the pool's counts, `_where` and what slots hold alone; all else follows."""
+        """Believe the pool's counts, `_where` and what slots hold alone; all else follows. Where nothing was given back
+        since, all else is as it should be."""
+        if self._collected == self.pages.changes:
+            return
         held = self._held_pages()
         for page, where in enumerate(self._where):
             if where is not None and not self.pages.holders(page):
@@ -89,6 +93,7 @@ class OffloadedSlots(Slots):
         self._ring = ring
         places = set(ring.values())
         self._ring_free = [place for place in reversed(range(self._offload.plan.ring)) if place not in places]
+        self._collected = self.pages.changes
 
     def admit(self, ids: array, positions: int, salt: str = "") -> tuple[int, int] | None:
         self._collect()
@@ -128,9 +133,14 @@ class OffloadedSlots(Slots):
         self._stale, self._fetched_stale = set(range(len(self.held))), True
 
     def assert_consistent(self) -> None:
-        """As well: no two pages in one place, every host page of a slot in the ring, and none that is written there."""
+        """As well: no two pages in one place, every place free or a page's, every host page of a slot in the ring, and
+        none that is written there."""
         super().assert_consistent()
         self._collect()
+        free = [sorted(places) for places in (self._device_free, self._host_free, self._ring_free)]
+        self._collected = None
+        self._collect()
+        assert free == [sorted(places) for places in (self._device_free, self._host_free, self._ring_free)]
         held, places = self._held_pages(), [where for where in self._where if where is not None]
         places += [~place for place in self._leaving.values()]
         assert len(set(places)) == len(places), "two pages in one place"
@@ -156,8 +166,9 @@ class OffloadedSlots(Slots):
         for page in self._ring.keys() & pages:  # before others leave, which may want its place
             self._ring_free.append(self._ring.pop(page))
             self._fetched_stale = True
-        for page in pages:  # one by one: each that comes leaves a host page to the next that goes
-            self._free_a_place()
+        leaving = self._may_leave()
+        for number, page in enumerate(pages):  # one by one: each that comes leaves a host page to the next that goes
+            self._free_a_place(leaving, pages[number:])
             place, before = self._device_free.pop(), self._where[page]
             if before is not None:
                 self._kv.pool[place].copy_(self._offload.host[~before], non_blocking=True)
@@ -165,18 +176,18 @@ class OffloadedSlots(Slots):
             self._where[page] = place
             self._moved(page)
 
-    def _free_a_place(self) -> None:
-        """Have a place free on the device: what can leave does."""
+    def _free_a_place(self, leaving: Iterator[int], coming: list[int]) -> None:
+        """Have a place free on the device for the first of those that come: what can leave does."""
         if self._device_free:
             return
         self._collect()
         self._let_leave()
-        while not (self._device_free or self._host_free):
-            if not self.cache.evict(1):
+        while not (self._device_free or self._host_free):  # then each new page is one too many
+            if not self.cache.evict(max(sum(self._where[page] is None for page in coming), 1)):
                 raise OutOfPages("no page of the host is free")
             self._collect()
         if not self._device_free:
-            if (page := next(self._may_leave(), None)) is None:
+            if (page := next(leaving, None)) is None:
                 raise OutOfPages(f"none of {len(self._kv.pool)} pages can leave the device")
             self._to_host(page)
 
@@ -232,9 +243,11 @@ class OffloadedSlots(Slots):
 
     def _forget_leaving(self) -> None:
         """What comes next on the stream finds the copies done."""
-        if self._leaving and self._out is not None:
+        if not self._leaving:
+            return
+        if self._out is not None:
             torch.cuda.current_stream(self.model.device).wait_stream(self._out)
-        self._leaving = {}
+        self._leaving, self._collected = {}, None
 
     def _to_ring(self, page: int) -> None:
         self._ring[page] = self._ring_free.pop()
