@@ -1,4 +1,4 @@
-"""Slots: writes one request's state to its own place on the device, in stream order, waiting for nobody."""
+"""Slots: writes one request's state to its own place on the device, in stream order."""
 
 from array import array
 from collections.abc import Sequence
@@ -17,27 +17,26 @@ from ..layout import Chunk, packed
 from ..sampling import SamplingParams
 from ..step.state import DecodeModel
 
-RECORDS = 4  # requests whose writes may wait for the GPU before the host waits for the oldest
+RECORDS = 4  # writes of one kind that may wait for the GPU before the host waits for the oldest
 
 
 class Records:
-    """Host memory from which rows of some tensors are written: pinned, so that the copies need not be waited for."""
+    """Host memory from which rows of some tensors are written: pinned, so that no copy need be waited for before
+    `count` others have begun."""
 
-    def __init__(self, *tensors: torch.Tensor):
+    def __init__(self, *tensors: torch.Tensor, count: int = RECORDS):
         self._device, self._used = tensors[0].device, 0
         pin = self._device.type == "cuda"
-        self._rows = [
-            [torch.zeros(t.shape[1:], dtype=t.dtype, pin_memory=pin) for t in tensors] for _ in range(RECORDS)
-        ]
-        self._copied = [torch.cuda.Event() if pin else None for _ in range(RECORDS)]
+        self._rows = list(zip(*(torch.zeros(count, *t.shape[1:], dtype=t.dtype, pin_memory=pin) for t in tensors)))
+        self._copied = [torch.cuda.Event() if pin else None for _ in range(count)]
 
     @contextmanager
     def next(self):
         """A row of each tensor that no copy reads any more; those that begin within are waited for before its reuse."""
-        number = self._used % RECORDS
+        number = self._used % len(self._rows)
         self._used += 1
         if self._copied[number] is not None:
-            self._copied[number].synchronize()  # done long ago, unless RECORDS requests began within a pass
+            self._copied[number].synchronize()  # mostly done long ago
         try:
             yield self._rows[number]
         finally:  # also where an interrupt came behind the first copy
@@ -74,8 +73,10 @@ class Slots:
         self.cache = PrefixCache(self.pages, self.page)
         self.held = [Held() for _ in range(len(model.workspace.tokens))]
         ws = model.workspace
-        self._texts, self._states = Records(ws.tokens, model.kv.page_table), Records(ws.meta, ws.samp, ws.bias)
-        self._chunks = Records(model.prompt.chunks[None])
+        several = max(len(self.held), RECORDS)  # as many requests may begin within a pass
+        self._texts = Records(ws.tokens, model.kv.page_table, count=several)
+        self._states = Records(ws.meta, ws.samp, count=several)
+        self._biases, self._chunks = Records(ws.bias), Records(model.prompt.chunks[None])
 
     # ---- the host's book-keeping
 
@@ -260,7 +261,13 @@ class Slots:
         ws, held = self.model.workspace, self.held[slot]
         prompt = n_known if prompt is None else prompt
         held.generation = held.generation % layout.MAX_GENERATION + 1
-        with self._states.next() as (meta, samp, bias):
+        if params.logit_bias:
+            with self._biases.next() as (bias,):
+                bias.zero_()
+                for token, value in params.logit_bias.items():
+                    bias[token] = value
+                ws.bias[slot].copy_(bias, non_blocking=True)
+        with self._states.next() as (meta, samp):
             state = slot, held.generation, position, n_known, limit, stop_ids, self.room(slot)
             fill_meta(meta.numpy(), params, *state)
             meta[layout.SOURCE] = source
@@ -270,11 +277,6 @@ class Slots:
                 given, drawn = ws.tokens[slot, :n_known].long().tensor_split([prompt])
                 ws.counts[slot].zero_().index_fill_(0, given, 1)
                 ws.counts[slot].index_add_(0, drawn, torch.full_like(drawn, 2, dtype=ws.counts.dtype))
-            if params.logit_bias:
-                bias.zero_()
-                for token, value in params.logit_bias.items():
-                    bias[token] = value
-                ws.bias[slot].copy_(bias, non_blocking=True)
             ws.meta[row].copy_(meta, non_blocking=True)
         return held.generation
 
