@@ -29,7 +29,7 @@ class Cache:
             self.cache.evict(own - self.pool.free)
         pages = shared + self.pool.take(own)
         self.cache.insert(ids, pages, salt)
-        self.cache.leave(match.end)
+        self.cache.use(None, match.end)
         self.pool.give_back(pages)
         return match
 
@@ -104,7 +104,7 @@ def test_what_is_in_use_stays_with_all_before_it():
     assert found(cache.cache.match(list(range(12)))) == 8
     cache.check([used], [match.end])
     cache.pool.give_back(used)
-    cache.cache.leave(match.end)
+    cache.cache.use(None, match.end)
     assert cache.cache.evictable() == 2
     cache.cache.clear()
     assert cache.pool.free == 16
@@ -233,8 +233,8 @@ def test_going_on_from_a_known_page_is_the_same_as_from_the_first(requests):
                     tree.use(last, known)
                 else:
                     tree.use(last)
-                    tree.leave(known)
-                tree.leave(last)
+                    tree.use(None, known)
+                tree.use(None, last)
                 cache.pool.give_back(pages)
         for place, cache in enumerate(caches):
             cache.check([begun[place][2] for begun in running], [begun[place][3] for begun in running])

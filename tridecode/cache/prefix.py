@@ -68,7 +68,7 @@ class Match:
 
 class PrefixCache:
     """A tree of pages, each found by the tokens before and in it. It holds each of its pages once; whoever uses one
-    says so by `use` until he says `leave`, which keeps it and all before it from being evicted.
+    says so by `use`, until he uses another one or None, which keeps it and all before it from being evicted.
 
     page: positions in one. What goes first was not wanted for the longest time, counted in requests; what was found
     again has a HEAD_START, with what goes on behind it: so the questions beside a conversation, for its title or tags,
@@ -125,10 +125,6 @@ class PrefixCache:
             self._pool.changes += 1
             self._may_go(before)
             before = before.parent
-
-    def leave(self, node: Node | None) -> None:
-        """The end of a `use` of the same node."""
-        self.use(None, node)
 
     def insert(
         self,

@@ -12,7 +12,7 @@ from ..cache.pages import OutOfPages
 from ..layout import Chunk
 from ..sampling import SamplingParams
 from ..step.state import DecodeModel
-from .slots import Records, Slots
+from .slots import RECORDS, Records, Slots
 
 
 class OffloadedSlots(Slots):
@@ -38,7 +38,7 @@ class OffloadedSlots(Slots):
         self._fetched_stale = False
         self._leaving: dict[int, int] = {}  # page of the device -> host page, where a copy of it is, or will soon be
         self._out = torch.cuda.Stream(model.device) if model.device.type == "cuda" else None
-        self._tables = Records(model.kv.page_table, self._offload.fetched[None])
+        self._tables = Records(model.kv.page_table, self._offload.fetched[None], count=max(len(self.held), RECORDS))
         self._collected: int | None = None  # the pool's changes that _collect has seen
         self._collect()
 

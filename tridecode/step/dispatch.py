@@ -13,7 +13,7 @@ PROMPT_SIZES = (
 PROMPT_MOST = 2048
 QUERIES = (1, 2, 4, 8)  # rows of a request in the captured decode passes: the next token's, and drafts to verify
 # By requests: what a pass of 1, 2, 4, 8 rows of each costs over one of one. Of Qwen3-4B on an H200 at a context of
-# 1,024 (docs/speculation.md); what more rows together than 16 cost has not been measured since these are so cheap.
+# 1,024 (docs/speculation.md); no pass that verifies has more than 16 rows: what more cost is not measured.
 COSTS = {1: (1.0, 1.12, 1.16, 1.22), 2: (1.0, 1.07, 1.15, 1.22), 4: (1.0, 1.06, 1.14), 8: (1.0, 1.10)}
 RIGHT = 0.75  # of the guesses that a request is trusted with
 # Mode -> how a pass with chunks of prompts in it runs, and how a decode pass does.

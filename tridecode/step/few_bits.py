@@ -49,7 +49,7 @@ def few_bits(
     formats = packed_linears(weights)
     if not formats:
         return shapes
-    by_rows, choose = {}, invariant_shape if batch_invariant else few_bits_shape
+    by_rows, choose = {}, invariant_bits_shape if batch_invariant else few_bits_shape
     for rows in shapes if batch_invariant else ROWS:
         base = shapes[min((at for at in shapes if at >= rows), default=max(shapes))]
         by_rows[rows] = replace(base, **{role: choose(linear, rows) for role, linear in formats.items()})
@@ -183,7 +183,7 @@ def programs_shape(linear) -> MatmulShape | None:
     return MatmulShape(16, warps, 10, MOST_X, programs=programs)
 
 
-def invariant_shape(linear, rows: int) -> MatmulShape:
+def invariant_bits_shape(linear, rows: int) -> MatmulShape:
     """The warps decide the order of the sums: as many for any number of rows, in tiles of as many that the sums of
     squares are added alike."""
     ahead = 4 if rows <= 16 else 2 if rows <= 32 else 1
