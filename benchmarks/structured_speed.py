@@ -54,22 +54,22 @@ def make_engine(args) -> Engine:
 def run(engine: Engine, params: list[SamplingParams]) -> tuple[list[list[float]], int]:
     """Seconds between tokens of each request, and passes that were sat out."""
     prompt = [5 + i % 1000 for i in range(64)]
-    late, token = 0, engine.scheduler._ring.token
+    late, entry = 0, engine.scheduler._ring.entry
 
     def counted(*args):
         nonlocal late
-        found = token(*args)
-        late += found == LATE_TOKEN
+        found = entry(*args)
+        late += found.token == LATE_TOKEN
         return found
 
-    engine.scheduler._ring.token = counted
+    engine.scheduler._ring.entry = counted
     requests = [engine.submit(prompt, own, reuse_prefix=False) for own in params]
     times: list[list[float]] = [[] for _ in params]
     while engine.step():
         now = time.perf_counter()
         for request, found in zip(requests, times):
             found += [now] * (request.completion_tokens - len(found))
-    del engine.scheduler._ring.token
+    del engine.scheduler._ring.entry
     for request in requests:
         assert request.result().error is None, request.result().error
     return [[b - a for a, b in zip(found, found[1:])] for found in times], late

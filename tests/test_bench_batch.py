@@ -2,7 +2,9 @@
 
 import importlib
 import json
+import time
 from functools import partial
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,6 +20,7 @@ from tridecode.commands.parser import make_parser
 from tridecode.commands.values import GRAPHS, MOST_ROWS, mix
 from tridecode.engine import Engine
 from tridecode.errors import GenerationError
+from tridecode.grammar import Matcher
 from tridecode.layout import POSITION, RUN, STATUS
 from tridecode.model.checkpoint import random_weights
 from tridecode.placement import MAX_SLOTS
@@ -283,6 +286,16 @@ def test_the_script_compares_a_file_with_its_passes(batch_speed, monkeypatch, ca
     assert found["passes_s"] == pytest.approx(total, abs=1e-3) and found["wall_s"] > 0
     rounding = 0.0006 * (1 + found["ratio"])  # to milliseconds
     assert found["ratio"] * found["passes_s"] == pytest.approx(found["wall_s"], abs=rounding)
+
+
+def test_the_script_of_structured_output_counts_the_rows_that_are_late(monkeypatch, capsys):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    script, allowed, calls = importlib.import_module("structured_speed"), Matcher.allowed, count(1)
+    monkeypatch.setattr(Matcher, "allowed", lambda self: (next(calls) % 4 or time.sleep(0.3), allowed(self))[1])
+    monkeypatch.setattr("sys.argv", ["structured_speed.py", "--rows", "2", "--tokens", "8", "--runs", "1"])
+    script.main()
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert min(found[name] for name in ("late", "without", "beside", "held")) > 0
 
 
 @pytest.mark.skipif(not CUDA, reason="times a public shape on a GPU")
