@@ -198,7 +198,7 @@ def record(directory: str) -> Recorder:
     user.command('echo "Name three rivers." | python cli.py chat', "a question came from a pipe")
     user.command('echo "17 + 25?" | python cli.py generate --prompt "What is -"')
     user.command('python cli.py generate --json --prompt "Name three rivers." --temperature 0', "generate gave JSON")
-    user.command("python cli.py chat --model missing; echo $?", "a wrong option was one line")
+    user.command("python cli.py chat --model missing; echo $?", "a wrong model's name was one line")
     user.child.sendeof()
     user.child.expect(pexpect.EOF)
     return user
