@@ -133,7 +133,7 @@ class Metrics:
 
     def _passes(self):
         labels = ["model_name", "mode", "kind", "rows", "padded"]
-        passes = CounterMetricFamily("tridecode:passes", "decode passes by how they ran", labels=labels)
+        passes = CounterMetricFamily("tridecode:passes", "passes by how they ran", labels=labels)
         padding = 0
         for stat in self._engine.graph_stats():
             passes.add_metric([self._model, stat.mode, stat.kind, str(stat.rows), str(stat.padded)], stat.count)
