@@ -54,6 +54,33 @@ CASES = {
         [F, (ARGUMENTS, '{"a": NaN}')],
         [False],
     ),
+    "white_space_behind_what_is_no_call": (
+        TaggedCalls,
+        '<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call> hello',
+        [F, (ARGUMENTS, '{"a": NaN}'), (TEXT, " hello")],
+        [False],
+    ),
+    "a_name_that_is_no_json": (
+        TaggedCalls, NO_JSON := '<tool_call>{"name": "a\\x", "arguments": {}}</tool_call>', [(TEXT, NO_JSON)], [],
+    ),
+    "half_a_character_in_a_name": (
+        TaggedCalls, HALF := '<tool_call>{"name": "a\\ud800", "arguments": {}}</tool_call>', [(TEXT, HALF)], [],
+    ),
+    "and_in_another_order": (
+        TaggedCalls, ODD := '<tool_call>{"arguments": {}, "name": "\\ud800"}</tool_call>', [(TEXT, ODD)], [],
+    ),
+    "half_a_character_before_the_name": (
+        TaggedCalls,
+        EARLY := '<tool_call>{"arguments": {"a": "\\ud800"}, "name": "f"}</tool_call>',
+        [(TEXT, EARLY)],
+        [],
+    ),
+    "a_number_too_large_before_the_name": (
+        TaggedCalls,
+        LARGE := '<tool_call>{"arguments": {"a": 1e999}, "name": "f"}</tool_call>',
+        [(TEXT, LARGE)],
+        [],
+    ),
     "text_alone": (TaggedCalls, " 1 < 2, <tool and <b>\n", [(TEXT, " 1 < 2, <tool and <b>\n")], []),
     "bare": (BareCalls, '{"name": "f", "parameters": {"a": 1}}', [F, ONE], [True]),
     "bare_behind_a_tag": (
@@ -128,6 +155,36 @@ def test_nothing_is_lost_nor_depends_on_the_cuts(machine, words, random):
     assert read(machine, [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)])]) == (whole, good)
     if not good:  # no call: the text as it was
         assert "".join(part for _, part in whole) == text
+
+
+ANY = {
+    "maybe": ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, {"5": 5, "null": None, "None": None, "x": "x"}),
+    "list": ({"anyOf": [{"type": "array"}, {"type": "null"}]}, {"[1, 2]": [1, 2], "null": None}),
+    "enum": ({"enum": [1, 2]}, {"1": 1}),
+    "const": ({"const": True}, {"True": True}),
+    "ref": ({"$ref": "#/$defs/Size"}, {"3": 3}),
+    "circle": ({"$ref": "#/$defs/Circle"}, {"3": "3"}),
+    "text_or_none": ({"type": ["string", "null"]}, {"5": "5", "true": "true", "null": None}),
+    "number": ({"type": "number"}, {"1.5": 1.5, "NaN": "NaN", "1e999": "1e999"}),
+    "nothing": ({}, {"5": "5"}),
+    "no_schema": (True, {"5": "5"}),
+}
+
+
+@pytest.mark.parametrize("schema, values", ANY.values(), ids=ANY)
+def test_arguments_in_xml_have_the_types_of_their_schemas(schema, values):
+    defs = {"Size": {"type": "integer"}, "Circle": {"$ref": "#/$defs/Circle"}}
+    for written, value in values.items():
+        machine = XmlCalls({"f": {"properties": {"x": schema}, "$defs": defs}})
+        machine.feed(f"<tool_call><function=f><parameter=x>{written}</parameter></function></tool_call>")
+        assert json.loads(machine.calls[0].arguments) == {"x": value} and not machine.calls[0].broken
+
+
+@pytest.mark.parametrize("properties", [[], None, "x"])
+def test_a_schema_without_properties_says_nothing(properties):
+    machine = XmlCalls({"f": {"properties": properties}})
+    machine.feed("<tool_call><function=f><parameter=x>5</parameter></function></tool_call>")
+    assert machine.calls[0].arguments == '{"x": "5"}'
 
 
 def test_arguments_come_in_pieces_behind_the_name():
@@ -267,6 +324,10 @@ def test_arguments_that_are_no_object_go_back_as_they_were():
     assert with_short_ids({"role": "tool", "tool_call_id": "abcdefgh1"})["tool_call_id"] == "abcdefgh1"
 
 
+def allowed(*tools) -> dict:
+    return {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": list(tools)}}
+
+
 REFUSED = {
     "no_function": ([{"type": "web_search"}], None, "tools[0]: expected"),
     "no_name": ([{"type": "function", "function": {}}], None, "tools[0]: expected a name"),
@@ -274,6 +335,8 @@ REFUSED = {
     "a_name_twice": ([PING, PING], None, 'tools: "ping" is there twice'),
     "a_choice_that_is_none": ([PING], "sometimes", "tool_choice: expected auto, none"),
     "a_choice_of_another": ([PING], {"type": "function", "function": {"name": "pong"}}, '"pong" is none of the tools'),
+    "an_allowed_name_alone": ([PING], allowed("ping"), 'allowed_tools.tools[0]: expected {"type": "function"'),
+    "an_allowed_function_without_a_name": ([PING], allowed(PING, {"type": "function"}), "allowed_tools.tools[1]"),
     "a_choice_of_nothing": ([], "required", "there are no tools"),
 }  # fmt: skip
 

@@ -162,6 +162,11 @@ def chosen(functions: list[Function], choice, parallel: bool) -> Tools:
         case {"type": "allowed_tools", "allowed_tools": {"mode": "auto" | "required" as mode, "tools": list(tools)}} | {
             "type": "allowed_tools", "mode": "auto" | "required" as mode, "tools": list(tools),
         }:  # fmt: skip
+            for i, tool in enumerate(tools):
+                other = isinstance(tool, dict) and tool.get("type") not in (None, "function")
+                if not other and _named(tool) is None:
+                    place, form = f"tool_choice: allowed_tools.tools[{i}]", '{"type": "function", ...} with a name'
+                    raise refusal(f"{place}: expected {form}, got {as_json(tool)}", "tool_choice")
             names = [name for tool in tools if (name := _named(tool)) is not None]
             for name in names:
                 checked(functions, "one", name, parallel)

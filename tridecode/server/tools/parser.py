@@ -9,9 +9,10 @@ import json
 import re
 from dataclasses import dataclass
 
-from .pieces import Value, begins_at_end, call_of, first_of, is_object
+from .pieces import Value, begins_at_end, call_of, first_of, is_json, is_object, kinds_of, text_of
 
 TEXT, NAME, ARGUMENTS = "text", "name", "arguments"
+PYTHONS = {"True": "true", "False": "false", "None": "null"}  # as a template's Python wrote them
 Event = tuple[str, str]
 
 
@@ -70,7 +71,7 @@ class Machine:
         return joined
 
     def _say(self, text: str) -> None:
-        if self.calls and not self._begun_since:
+        if self.calls and not self._begun_since and not self.calls[-1].broken:
             text = text.lstrip()
         self._begun_since = self._begun_since or bool(text)
         self._events.append((TEXT, text))
@@ -148,8 +149,10 @@ class JsonCalls(Machine):
 
     def _head(self) -> bool:
         if begun := self._begins.match(self._held):
+            if (name := text_of(begun[1])) is None:
+                return self._no_call()
             self._take(begun.end())
-            self._call(json.loads(begun[1], strict=False))
+            self._call(name)
             self._value, self._state = Value(), self._arguments
             return True
         return self._whole()
@@ -341,15 +344,13 @@ class XmlCalls(Machine):
 
     def _typed(self, key: str, value: str) -> str:
         """The value as JSON: text, unless its schema says that it is something else."""
-        schema = self._schemas.get(self.calls[-1].name, {}).get("properties", {})
-        kind = schema.get(key, {}).get("type") if isinstance(schema.get(key), dict) else None
-        if kind not in (None, "string"):
-            try:
-                return json.dumps(json.loads(value.strip()), ensure_ascii=False)
-            except (ValueError, RecursionError):
-                if value.strip() in ("True", "False", "None"):  # as its template's Python wrote it
-                    return {"True": "true", "False": "false", "None": "null"}[value.strip()]
-        return json.dumps(value, ensure_ascii=False)
+        schema, kinds = self._schemas.get(self.calls[-1].name, {}), set()
+        if isinstance(properties := schema.get("properties"), dict):
+            kinds = kinds_of(properties.get(key), schema)
+        word = value.strip()
+        word = PYTHONS.get(word, word)
+        wanted = word == "null" and "null" in kinds if "string" in kinds else bool(kinds)
+        return word if wanted and is_json(word) else json.dumps(value, ensure_ascii=False)
 
     def _tail(self) -> bool:
         if not self._skip_close():

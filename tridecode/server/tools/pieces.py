@@ -4,6 +4,8 @@ import json
 
 import msgspec
 
+TYPES = {str: "string", bool: "boolean", type(None): "null", list: "array", dict: "object"}  # others are numbers
+
 
 class Value:
     """Finds where a JSON object ends that comes in pieces."""
@@ -40,12 +42,49 @@ def begins_at_end(text: str, mark: str) -> int:
     return next(n for n in range(min(len(mark) - 1, len(text)), -1, -1) if text.endswith(mark[:n]))
 
 
-def is_object(text: str) -> bool:
-    """By JSON's own rules: Python would also read NaN."""
+def is_json(text: str, kind: type = object) -> bool:
+    """Whether it is a value of that type by JSON's own rules: Python would also read NaN, and half a character."""
     try:
-        return isinstance(msgspec.json.decode(text), dict)
+        return isinstance(msgspec.json.decode(text), kind)
     except (msgspec.DecodeError, RecursionError, UnicodeError):
         return False
+
+
+def is_object(text: str) -> bool:
+    return is_json(text, dict)
+
+
+def text_of(written: str) -> str | None:
+    """What a JSON string says, None where it is none."""
+    return json.loads(written) if is_json(written, str) else None
+
+
+def kinds_of(schema, root: dict, depth: int = 8) -> set[str]:
+    """The types that a JSON schema within `root` allows, as far as it says so. Deeper than `depth` it is not read."""
+    if not isinstance(schema, dict) or not depth:
+        return set()
+    if "type" in schema:
+        return {kind for kind in _listed(schema["type"]) if isinstance(kind, str)}
+    values = [*_listed(schema.get("enum", [])), *([schema["const"]] if "const" in schema else [])]
+    kinds = {TYPES.get(type(value), "number") for value in values}
+    for name in ("anyOf", "oneOf", "allOf"):
+        for part in _listed(schema.get(name, [])):
+            kinds |= kinds_of(part, root, depth - 1)
+    if isinstance(path := schema.get("$ref"), str):
+        kinds |= kinds_of(_pointed(path, root), root, depth - 1)
+    return kinds
+
+
+def _listed(value) -> list:
+    return value if isinstance(value, list) else [value]
+
+
+def _pointed(path: str, root: dict):
+    """What a reference like #/$defs/name stands for, None for another one."""
+    found = root
+    for name in path.removeprefix("#/").split("/") if path.startswith("#/") else ["#"]:
+        found = found.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(found, dict) else None
+    return found
 
 
 def call_of(text: str, key: str) -> tuple[str | None, str]:
@@ -55,8 +94,7 @@ def call_of(text: str, key: str) -> tuple[str | None, str]:
     except (ValueError, RecursionError):
         return None, ""
     name, arguments = found.get("name"), found.get(key, {})
-    if isinstance(arguments, str) and is_object(arguments):
-        return (name, arguments) if isinstance(name, str) and name else (None, "")
-    if not isinstance(name, str) or not name or not isinstance(arguments, dict):
+    written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    if not isinstance(name, str) or not name or not is_json(json.dumps(name)) or not is_object(written):
         return None, ""
-    return name, json.dumps(arguments, ensure_ascii=False)
+    return name, written
