@@ -78,6 +78,12 @@ def test_unordered_answers_come_as_they_end(run):
     assert {entry["index"]: entry["text"] for entry in found} == {entry["index"]: entry["text"] for entry in ordered}
 
 
+def test_a_line_that_cannot_be_written_is_not_counted(run):
+    """Of a reader that has gone, or on a full disk."""
+    code, _, err = run(prompts(*LENGTHS[:3]), "--output", "/dev/full")
+    assert code == 1 and "0 answered, 0 failed, 3 left" in err
+
+
 @pytest.mark.parametrize("order", [(), ("--unordered",)])
 def test_what_cannot_be_answered_fails_alone_among_others(run, order):
     given = prompts(6, 5, 4, 3, 2)

@@ -97,6 +97,9 @@ WRONG = {
     "table that is a date": ("serve = 2026-01-01", "serve must be a table, [serve], got \"2026-01-01\""),
     "list of lists": ("graph_sizes = [[1], [2]]", "graph_sizes: expected a text or a number, got [[1], [2]]"),
     "range": ("slots = 65", "slots: expected a number from 1 to 64, got '65'"),
+    "table for a list": ("stop = {a = 1}", 'stop: expected a text or a number, got {"a": 1}'),
+    "key in both forms": ("max_tokens = 1\nmax-tokens = 2", "max_tokens and max-tokens are one setting; leave one of"),
+    "no finite number": ("temperature = inf", "temperature: expected a finite number, got inf"),
     "date": ("model = 2026-01-01", "model: expected a text or a number, got 2026-01-01"),
     "not TOML": ("model = ", "not TOML ("),
     "not UTF-8": ("model = \udcff", "not UTF-8"),
@@ -157,7 +160,7 @@ def test_other_commands_and_help_need_no_file(config, capsys):
 
 
 def test_config_shows_values_and_where_they_come_from(config, capsys):
-    text = 'model = "Qwen/Qwen3-4B"\nlogit_bias = {42 = -1.5}\nstop = ["é"]\n[serve]\nslots = 16\nport = 9000\n'
+    text = 'model = "Qwen/Qwen3-4B"\nlogit_bias = {42 = -1.5}\nstop = ["é", "a\\u007fb"]\n[serve]\nslots = 16\nport = 9000\n'
     text = f'speculate_ngram = "8:2"\n{text}'
     config(text, STATS="short")
     assert commands.main(["config"]) == 0

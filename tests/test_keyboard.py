@@ -1,5 +1,6 @@
 """The line editor: drafts, tall messages, what is no key, and what happens where it fails."""
 
+import io
 import os
 import re
 import shutil
@@ -14,6 +15,7 @@ from prompt_toolkit.input import create_pipe_input
 from prompt_toolkit.keys import Keys
 from prompt_toolkit.output import DummyOutput
 
+from tridecode.commands import terminal as terminals
 from tridecode.commands.chat import session as sessions
 from tridecode.commands.chat.keyboard import Keyboard
 from tridecode.commands.chat.lines import Interrupted, PlainReader
@@ -64,6 +66,30 @@ TALL = {
     "100 lines": "\n".join(f"<{n:03}> of the paste" for n in range(100)),
     "500 words": " ".join(f"<{n:03}>" for n in range(500)),
 }
+
+
+def test_enter_takes_what_a_search_found(terminal, state):
+    child = terminal()
+    for keys, shown in (("/set top_k 7\r", "k is 7"), ("/plain on\r", "plain text"), ("\x12top_k\r\r", "k is 7")):
+        press(child, keys, shown)
+        child.expect_exact(READY)
+    child.send("/set seed 4\x1b\n\x7f5\r")  # a new line as it comes from a line that nobody edits, and back
+    child.expect_exact("seed is 45")
+    child.expect_exact(READY)
+    child.sendeof()
+    leaves(child)
+
+
+def test_what_is_typed_while_a_model_loads_is_for_the_editor(monkeypatch):
+    """So a paste stays one text, and none of its lines is a command."""
+    changed, output = [], Output()
+    monkeypatch.setattr(terminals, "_echo", lambda on, editor: changed.append((on, editor)))
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
+    output.errors = terminals.Console(force_terminal=True, file=io.StringIO())
+    output.editor = True
+    with output.loading():
+        assert changed == [(False, True)]
+    assert changed == [(False, True), (True, True)]
 
 
 def test_a_message_taller_than_the_window_is_printed_whole(terminal):

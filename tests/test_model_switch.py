@@ -1,7 +1,9 @@
 """/model: another model in the same conversation, and what happens where it cannot be loaded."""
 
 import gc
+import signal
 import weakref
+from types import SimpleNamespace
 
 import pytest
 from chats import said
@@ -10,9 +12,12 @@ from checkpoints import write_tiny, write_tokenizer
 from tridecode import Engine
 from tridecode.commands import loading
 from tridecode.commands.chat import session as sessions
+from tridecode.commands.chat.conversation import Conversation
 from tridecode.commands.chat.settings import CHOICES, NAMES
+from tridecode.commands.chat.talk import Chat
 from tridecode.commands.loading import Loader
 from tridecode.commands.parser import make_parser
+from tridecode.commands.terminal import Output
 from tridecode.errors import CheckpointError, DeviceError
 
 FEW = ("--max-tokens", 4, "--temperature", 0)
@@ -87,6 +92,22 @@ def test_the_old_model_is_let_go_before_where_both_do_not_fit(piped, models, cro
     monkeypatch.setattr(loading, "load_model", counting)
     code, out, err = piped(f"hello\n/model {models['llama']}\nagain\n", "--model", models["qwen"], *FEW)
     assert code == 0 and len(engines) == 2 and out.count("\n") == 2, err
+
+
+def test_ctrl_c_leaves_the_model_that_is_there(models, crowded, monkeypatch, capsys):
+    """One more, while that is loaded again, changes nothing."""
+    args = make_parser().parse_args(["chat", "--model", str(models["qwen"])])
+    output = Output()
+    loader, loads = Loader(args, output), []
+    loader._load = lambda model, *args: (loads.append(model), signal.raise_signal(signal.SIGINT), model)[2]
+    chat = Chat.__new__(Chat)
+    chat.interactive, chat.output, chat.loader, chat.stopped_at = True, output, loader, 0.0
+    chat.engine, chat.conversation = SimpleNamespace(name="qwen"), Conversation()
+    chat.use = lambda engine: setattr(chat, "engine", engine)
+    chat.switch(str(models["llama"]))
+    assert loads == [str(models["llama"]), str(models["qwen"])] and chat.engine == str(models["qwen"])
+    assert "stopped; the model stays" in capsys.readouterr().err and chat.stopped_at > 0
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_without_any_model_the_chat_ends(piped, models, crowded, monkeypatch, state):

@@ -81,6 +81,29 @@ def test_a_name_can_be_changed(run):
         assert (code, out, err.count("\n")) == (1, "", 1) and says in err
 
 
+def test_a_file_of_any_name_is_a_session(run, piped):
+    """Whoever has put it there."""
+    keep("plain")
+    odd = store.named("plain").rename(store.sessions_dir() / "my ü talk.json")
+    assert sessions.names() == ["my ü talk"]
+    code, _, err = piped("hello\n/load my ü talk\n", "--session", "my ü talk", "--max-tokens", 2)
+    assert code == 0 and "my ü talk" in err and len(store.read(odd).turns) == 3
+    assert "continuing 3 turns" in err and "the one before" not in err, "it is the one that was open"
+    assert run("rename", "plain", "my b")[0] == 1 and run("rename", "my ü talk", "my b")[0] == 1
+    assert run("rename", "my ü talk", "tame")[0] == 0 and sessions.names() == ["tame"]
+    odd.write_text("{}")
+    assert run("delete", "my ü talk")[0] == 0 and not odd.exists()
+
+
+def test_a_directory_that_cannot_be_read_is_told(run, monkeypatch):
+    def scandir(path):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    code, out, err = run()
+    assert (code, out, err.count("\n")) == (1, "", 1) and "sessions: Permission denied" in err
+
+
 def test_sessions_are_deleted_all_or_none(run):
     keep("a"), keep("b")
     code, _, err = run("delete", "a", "absent")

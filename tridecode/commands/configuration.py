@@ -5,6 +5,7 @@ One mechanism for all: a key is the name of an option, and its value is read as 
 
 import argparse
 import json
+import math
 import os
 import tomllib
 from argparse import Action, ArgumentParser
@@ -121,10 +122,12 @@ class Configuration:
     def entry(self, table: str | None, name: str, content: dict) -> Setting | None:
         """What the file says of a key, in a table or above all tables."""
         values = content.get(table, {}) if table else content
-        for key in (name, name.replace("_", "-")):
-            if key in values:
-                action = self.actions(table)[name.replace("-", "_")]
-                return Setting(converted(action, values[key], f"{self.path}: {key}"), self.path.name)
+        keys = [key for key in dict.fromkeys((name, name.replace("_", "-"))) if key in values]
+        if len(keys) > 1:
+            raise ParameterError(f"{self.path}: {keys[0]} and {keys[1]} are one setting; leave one of them out")
+        for key in keys:
+            action = self.actions(table)[name.replace("-", "_")]
+            return Setting(converted(action, values[key], f"{self.path}: {key}"), self.path.name)
         return None
 
     def variable(self, name: str) -> Setting | None:
@@ -141,7 +144,7 @@ def converted(action: Action, value, where: str):
             raise ParameterError(f"{where}: expected true or false, got {as_json(value)}")
         return value
     if isinstance(action, argparse._AppendAction):
-        if isinstance(value, dict):  # of logit_bias
+        if isinstance(value, dict) and action.dest == "logit_bias":
             value = [f"{key}={bias}" for key, bias in value.items()]
         return [one(action, each, where) for each in (value if isinstance(value, list) else [value])]
     if isinstance(value, list) and not any(isinstance(each, (list, dict)) for each in value):
@@ -161,6 +164,8 @@ def one(action: Action, value, where: str):
         raise ParameterError(f"{where}: {error}") from None
     except ValueError:
         raise ParameterError(f"{where}: expected {EXPECTED[action.type]}, got {as_json(value)}") from None
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ParameterError(f"{where}: expected a finite number, got {value}")
     if action.choices and value not in action.choices:
         near = did_you_mean(value, action.choices)
         got = f"{as_json(value)}; {near}" if near else as_json(value)
@@ -175,7 +180,7 @@ def toml(value) -> str:
         return "[" + ", ".join(map(toml, value)) + "]"
     if isinstance(value, tuple):  # of speculate_ngram
         value = ":".join(map(str, value))
-    return json.dumps(value, ensure_ascii=False)
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", r"\u007f")  # which TOML takes escaped only
 
 
 def lines(configuration: Configuration) -> list[str]:

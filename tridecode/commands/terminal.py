@@ -81,6 +81,7 @@ class Output:
         self.tty, self._unwrapped = sys.stdout.isatty(), not sys.stderr.isatty()
         self.quiet = False  # no notes and no bar
         self.redraws = True  # whether what stands in a terminal may change, as a bar does
+        self.editor = False  # whether what is typed while something loads is for a line editor
 
     def text(self, text: str) -> None:
         """Answer text, at once and as it is; on a terminal without its control characters."""
@@ -139,7 +140,7 @@ class Output:
         with Progress(*columns, console=self.errors, transient=True, disable=not (shows and self.redraws)) as bar:
             task = bar.add_task("loading", total=None, visible=False)
             # What is typed meanwhile is for the first prompt, and would stand amid the bar.
-            typed = unechoed(shows and sys.stdin.isatty(), bar.stop, bar.start)
+            typed = unechoed(shows and sys.stdin.isatty(), bar.stop, bar.start, self.editor)
             with logged(self.note) if shows else nullcontext(), typed:
                 yield lambda done, total: bar.update(task, completed=done, total=total, visible=True)
 

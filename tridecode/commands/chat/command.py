@@ -14,7 +14,7 @@ from . import saving, session
 from .completion import completed
 from .conversation import Conversation
 from .lines import Interrupted, join_blocks
-from .reader import open_reader
+from .reader import open_reader, shows_editor
 from .remote_talk import RemoteChat, connect
 from .talk import DEVICE_LOST, IMPATIENCE, Chat
 
@@ -26,6 +26,7 @@ def chat(args, output: Output) -> int:
     if args.api_key_file is not None and args.url is None and "api_key_file" not in args.origins:
         args.refuse("--api-key-file needs --url")
     output.quiet, output.redraws = args.quiet, not args.plain
+    output.editor = interactive and shows_editor()
     conversation, store = open_session(args, output, interactive)
     kind, load = (Chat, load_engine) if args.url is None else (RemoteChat, connect)
     # No other name for the engine here: /model must be able to let it go.
@@ -116,7 +117,7 @@ def converse(talk: Chat, reader) -> int:
             between = False
             reader.redraws = talk.output.redraws = not talk.plain
             line = reader.read(draft or "")
-            talk.editor = reader.is_editor
+            talk.editor = talk.output.editor = reader.is_editor
             leaving, between = False, bool(line.strip())
             if not talk.handle(line, replaces=draft is not None):
                 return talk.exit_code

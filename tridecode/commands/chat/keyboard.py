@@ -10,6 +10,8 @@ import sys
 from prompt_toolkit import PromptSession
 from prompt_toolkit.application import get_app
 from prompt_toolkit.completion import Completer, Completion
+from prompt_toolkit.enums import DEFAULT_BUFFER
+from prompt_toolkit.filters import has_focus
 from prompt_toolkit.history import FileHistory, InMemoryHistory
 from prompt_toolkit.input import create_input
 from prompt_toolkit.key_binding import KeyBindings
@@ -186,7 +188,7 @@ class Keyboard:
 def _bindings(keyboard: Keyboard) -> KeyBindings:
     keys = KeyBindings()
 
-    @keys.add("enter")
+    @keys.add("enter", filter=has_focus(DEFAULT_BUFFER))  # and not in the field of a search
     def _(event):
         buffer = event.current_buffer
         if unfinished(buffer.text):
@@ -196,6 +198,7 @@ def _bindings(keyboard: Keyboard) -> KeyBindings:
             buffer.validate_and_handle()
 
     @keys.add("escape", "enter")
+    @keys.add("escape", "c-j")  # as it comes where it was typed while nobody edited
     def _(event):
         event.current_buffer.insert_text("\n")
 

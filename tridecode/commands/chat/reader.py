@@ -6,9 +6,14 @@ from collections.abc import Callable
 from .lines import PlainReader
 
 
+def shows_editor() -> bool:
+    """Whether the terminal can show a line editor."""
+    return os.environ.get("TERM", "dumb") not in ("dumb", "unknown")
+
+
 def open_reader(complete: Callable, output):
     """A line editor where the terminal can show one; complete: what its Tab does, see completion.completed."""
-    if os.environ.get("TERM", "dumb") not in ("dumb", "unknown"):
+    if shows_editor():
         try:
             from .keyboard import Keyboard
 

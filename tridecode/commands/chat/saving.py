@@ -26,7 +26,7 @@ def load(chat, rest: str) -> None:
     """A session by its name, which is then continued, or else a file, which goes on in a session of its own."""
     store = None
     if rest in sessions.names():
-        store = session.Store(session.named(rest), chat.engine.name)
+        store = session.Store(sessions.existing(rest), chat.engine.name)
         loaded = store.load()
     else:
         path = path_of(rest)
@@ -46,7 +46,8 @@ def load(chat, rest: str) -> None:
     if store and chat.store:
         chat.store = store
     show_last(chat)
-    chat.output.note(chat.describe() + chat.kept_in())
+    goes_on = chat.store and chat.store.name == chat.kept  # what was open was loaded again
+    chat.output.note(chat.describe() + ("" if goes_on else chat.kept_in()))
 
 
 def export(chat, rest: str) -> None:

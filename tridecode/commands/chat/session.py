@@ -38,8 +38,10 @@ def sessions_dir() -> Path:
 
 
 def named(name: str) -> Path:
-    """The file of the session `name`."""
+    """The file of the session `name`. One that is there may be called anything."""
     if not _NAME.fullmatch(name):
+        if found := next((path for path in files() if path.stem == name), None):
+            return found
         raise SessionError(f"session name {name!r}: use letters, digits, '.', '_' and '-', at most 80")
     return sessions_dir() / f"{name}.json"
 
@@ -50,11 +52,17 @@ def new_path() -> Path:
 
 def files() -> list[Path]:
     """Of all sessions, the one that was saved last at the end."""
-    found = []
-    for path in sessions_dir().glob("*.json"):
+    found, where = [], sessions_dir()
+    try:
+        entries = [entry for entry in os.scandir(where) if entry.name.endswith(".json")]
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise SessionError(f"{where}: {error.strerror}") from None
+    for entry in entries:
         with suppress(OSError):  # a link that leads nowhere
-            if path.is_file():
-                found.append((path.stat().st_mtime_ns, path))
+            if entry.is_file():
+                found.append((entry.stat().st_mtime_ns, where / entry.name))
     return [path for _, path in sorted(found)]
 
 

@@ -1,6 +1,7 @@
 """Chat: a conversation with a model, turn by turn."""
 
 import logging
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -11,6 +12,7 @@ from ...errors import ParameterError
 from ...results import Piece
 from ...text.thinking import CLOSE, SWITCH, strip_thinking
 from ..explain import explain
+from ..signals import one_interrupt
 from ..terminal import Output, counted, joined
 from . import session, slash, stats
 from .completion import Offer
@@ -136,7 +138,15 @@ class Chat:
         setattr(self, name, self.begun_with[name] if value == "default" else value)
 
     def switch(self, name: str) -> None:
-        self.loader.switch(self, name)
+        """Another model; Ctrl-C leaves the one that is there."""
+        with one_interrupt(self.interactive):  # while that comes back, too
+            try:
+                self.loader.switch(self, name)
+            except KeyboardInterrupt:
+                if not self.interactive or self.engine is None:
+                    raise
+                self.stopped_at = time.monotonic()
+                self.output.note("stopped; the model stays")
 
     def use_idle_time(self) -> None:
         """From now on, while nobody waits."""

@@ -87,7 +87,7 @@ class Answers:
         for first in requests:
             if first.error is None:
                 break
-            self._write(self._failed(first, {}))
+            self._put(first, self._failed(first, {}))
         else:
             return
         self.engine, self._params = load(self._args, self._output)
@@ -109,7 +109,7 @@ class Answers:
         except (KeyboardInterrupt, SystemExit):
             for each in self._under_way:
                 if each.ended:
-                    self._write(self._line(each))
+                    self._put(each.request, self._line(each))
             raise
         finally:
             for each in self._under_way:
@@ -132,7 +132,15 @@ class Answers:
         each = self._first_ended() if self._args.unordered else self._under_way[0]
         line = self._line(each)
         self._under_way.remove(each)
+        self._put(each.request, line)
+
+    def _put(self, request: Request, line: str) -> None:
+        """Write a line, which counts once it stands there."""
         self._write(line)
+        if request.error is None:
+            self.answered += 1
+        else:
+            self.failed += 1
 
     def _first_ended(self) -> UnderWay:
         """Waits for one of those that have a slot: of all under way the oldest."""
@@ -155,11 +163,9 @@ class Answers:
                 each.fail(error)
         if request.error is not None:
             return self._failed(request, found)
-        self.answered += 1
         return request.entry(**found)
 
     def _failed(self, request: Request, found: dict) -> str:
-        self.failed += 1
         self._output.error(f"{self._args.jsonl}: line {request.index + 1}: {request.error}")
         return request.entry(**found | {"error": f"line {request.index + 1}: {request.error}"})
 
