@@ -223,6 +223,21 @@ def test_token_ids_are_returned_where_asked_for(served):
     assert [token for chunk in chunks for token in chunk["choices"][0]["token_ids"]] == expected
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+@pytest.mark.parametrize(
+    "more",
+    [{"structured_outputs": {"choice": ["😀🚀 ✓"]}}, {"stop": ["= 42", "ever after"]}],
+    ids=["parts_of_characters", "what_may_begin_a_stop"],
+)
+def test_a_stream_has_the_ids_of_tokens_without_text_too(served, path, more):
+    said = {"prompt": "What is 17 + 25?"} if path == "/v1/completions" else {"messages": CHAT}
+    asked = {"model": "bundled", "temperature": 0, "max_tokens": 30, "return_token_ids": True} | said | more
+    expected = served.post(path, asked).json()["choices"][0]["token_ids"]
+    with served.stream(asked, path) as stream:
+        chunks = events(stream.iter_lines())[:-1]
+    assert [token for chunk in chunks for token in chunk["choices"][0].get("token_ids", ())] == expected
+
+
 def test_a_stop_string_never_shows(served):
     with served.stream(GREEDY | {"stop": ["= 42"]}, "/v1/chat/completions") as got:
         chunks = events(got.iter_lines())[:-1]

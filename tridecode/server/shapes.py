@@ -70,7 +70,8 @@ class OpenAI(Shape):
         return self._head | {"object": self.whole_object, "choices": made, "usage": usage(choices, self._n)}
 
     def news(self, number: int, choice: Choice, said: Said) -> bytes:
-        if not (said.events or said.logprobs or choice.finish_reason) and choice.begun:
+        ids = self._with_ids and said.token_ids
+        if not (said.events or said.logprobs or ids or choice.finish_reason) and choice.begun:
             return b""
         made = self.deltas(number, choice, said)
         choice.begun = True
