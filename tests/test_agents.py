@@ -466,10 +466,24 @@ def test_system_blocks_in_the_middle_stay_where_they_are(claude):
     assert count > claude.messages.count_tokens(model="m", messages=[*messages[:2], messages[3]]).input_tokens
 
 
-def test_a_stop_sequence_is_named(claude):
-    extra = saying("one two three")
-    got = claude.messages.create(model="m", messages=CHAT, max_tokens=30, stop_sequences=["x", "two"], extra_body=extra)
-    assert (got.stop_reason, got.stop_sequence, got.content[0].text) == ("stop_sequence", "two", "one ")
+LONG_STOP = "abcdefgh " * 25  # of more than a hundred tokens
+STOPPED = {  # what would be said, the stops, and the text and stop that come
+    "one_of_two": ("one two three", ["x", "two"], "one ", "two"),
+    "the_first_in_a_token": ("I think so", ["th", "nk", "ink"], "I ", "th"),
+    "the_longer_of_two_that_end_together": ("x ab y", ["b", "ab"], "x ", "ab"),
+    "a_long_one": (f"one {LONG_STOP}end", ["x", LONG_STOP], "one ", LONG_STOP),
+    "none": ("one two", ["three"], "one two", None),
+}
+
+
+@pytest.mark.parametrize("said, stops, text, stopped", STOPPED.values(), ids=STOPPED)
+def test_the_stop_sequence_that_cut_the_text_is_named(claude, said, stops, text, stopped):
+    asked = {"model": "m", "messages": CHAT, "max_tokens": 300, "stop_sequences": stops, "extra_body": saying(said)}
+    with claude.messages.stream(**asked) as stream:
+        streamed = stream.get_final_message()
+    for got in (claude.messages.create(**asked), streamed):
+        assert (got.content[0].text, got.stop_sequence) == (text, stopped)
+        assert got.stop_reason == ("stop_sequence" if stopped else "end_turn")
 
 
 MESSAGES_REFUSED = {

@@ -424,6 +424,6 @@ CUT = "abcabxabcd--stop here"
 def test_stop_strings_do_not_depend_on_the_pieces(stops, size):
     filter = StopStrings(stops)
     shown = "".join(filter.push(CUT[i : i + size]) for i in range(0, len(CUT), size)) + filter.flush()
-    ends = [(CUT.find(s) + len(s), CUT.find(s)) for s in stops if s in CUT]
+    ends = [(CUT.find(s) + len(s), CUT.find(s), s) for s in stops if s in CUT]
     assert shown == (CUT[: min(ends)[1]] if ends else CUT)
-    assert filter.hit == bool(ends)
+    assert filter.hit == (min(ends)[2] if ends else None)

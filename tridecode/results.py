@@ -42,7 +42,8 @@ class Piece:
     """One token of a stream, and the text that became certain with it (may be empty).
 
     The last piece has no token (token_id None) but any held-back text, finish_reason ("stop", "length", "error" or
-    "cancelled"), usage, timings, and with "error" a one-line `error`.
+    "cancelled"), usage, timings, with "error" a one-line `error`, and where one of SamplingParams.stop has cut the text
+    that `stop_string`.
     """
 
     token_id: int | None
@@ -52,6 +53,7 @@ class Piece:
     usage: Usage | None = None
     timings: Timings | None = None
     error: str | None = None
+    stop_string: str | None = None
 
 
 @dataclass(frozen=True)

@@ -104,5 +104,6 @@ class Output:
             usage=Usage(len(job.ids), job.reused or 0, tokens, job.drafted, job.accepted),
             timings=Timings(first - job.started, decode, rate),
             error=error,
+            stop_string=self._stops.hit,
         )
         job.pieces.extend((*pieces, last))

@@ -183,10 +183,9 @@ def _refused(place: str, message: str) -> ApiError:
 class MessagesShape(Shape):
     """A message of blocks: thinking, text, tool_use."""
 
-    def __init__(self, model: str, tokenizer: Tokenizer, stops: list[str], stop_ids: tuple[int, ...]):
+    def __init__(self, model: str, tokenizer: Tokenizer):
         super().__init__(model, tokenizer)
         self.id = f"msg_{secrets.token_hex(12)}"
-        self._stops, self._stop_ids = stops, stop_ids
         self._open: str | None = None  # kind of the block that the stream is in
         self._index = -1
 
@@ -248,7 +247,7 @@ class MessagesShape(Shape):
         return made | {"stop_reason": None, "stop_sequence": None, "usage": usage}
 
     def _end(self, choice: Choice) -> dict:
-        stopped = choice.stopped_by(self._stops, self._stop_ids)
+        stopped = choice.stop_string if choice.finish_reason == "stop" else None
         if choice.finish_reason == "length":
             reason = "max_tokens"
         elif choice.called:

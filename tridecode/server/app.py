@@ -92,8 +92,7 @@ class Server:
 
     async def messages(self, request: Request):
         asked, deadline = await self._asked(request, MessagesRequest)
-        ends = self.engine.config.stop_ids
-        shape = MessagesShape(asked.model or self.settings.model, self.engine.tokenizer, asked.stop or [], ends)
+        shape = MessagesShape(asked.model or self.settings.model, self.engine.tokenizer)
         return self._agents(request, deadline, asked, shape)
 
     def _agents(self, request, deadline, asked: ResponsesRequest | MessagesRequest, shape: Shape) -> Answer:

@@ -9,8 +9,6 @@ from ..text.tokenizer import Tokenizer
 from .tools.asked import Tools
 from .tools.parser import ARGUMENTS, NAME, TEXT, Event
 
-TAIL = 64  # last tokens that are kept, to see which string stopped an answer
-
 
 @dataclass
 class Said:
@@ -40,9 +38,9 @@ class Choice:
         self._special = tools.special(tokenizer) if tools else {}
         self._first_text, self._characters = first_text, len(first_text)
         self._first_logprobs: list[tuple[int, TokenLogprobs | None, int]] = []
-        self._tail: list[int] = []
         self.begun = False  # something of it was sent
         self.finish_reason: str | None = None
+        self.stop_string: str | None = None  # that has cut it
         self.usage: Usage | None = None
 
     @property
@@ -62,7 +60,7 @@ class Choice:
             offset += len(text.push(token))
 
     def add(self, pieces: list[Piece]) -> Said:
-        """What these pieces bring; of the last one finish_reason and usage are kept."""
+        """What these pieces bring; of the last one finish_reason, stop_string and usage are kept."""
         said = Said([(TEXT, self._first_text)] if self._first_text else [], logprobs=self._first_logprobs)
         self._first_text, self._first_logprobs = "", []
         for piece in pieces:
@@ -86,8 +84,7 @@ class Choice:
             if piece.finish_reason:
                 if self._machine:
                     said.events += self._machine.finish()
-                self.finish_reason, self.usage = piece.finish_reason, piece.usage
-        self._tail = (self._tail + said.token_ids)[-TAIL:]
+                self.finish_reason, self.stop_string, self.usage = piece.finish_reason, piece.stop_string, piece.usage
         return said
 
     def settle(self, said: Said) -> Said:
@@ -104,10 +101,3 @@ class Choice:
         if self._machine:
             self._machine.calls = [call for call in calls if not call.broken]
         return Said(events, said.token_ids, said.logprobs)
-
-    def stopped_by(self, stops: list[str], stop_ids: tuple[int, ...]) -> str | None:
-        """Which of the strings has ended it; None where something else did."""
-        if self.finish_reason != "stop" or not stops or self._tail and self._tail[-1] in stop_ids:
-            return None
-        text = self._tokenizer.decode(self._tail)
-        return max((stop for stop in stops if stop in text), key=text.rfind, default=None)

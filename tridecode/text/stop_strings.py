@@ -9,7 +9,7 @@ class StopStrings:
     def __init__(self, stops: Sequence[str]):
         self._stops = tuple(stops)
         self._held = ""
-        self.hit = False
+        self.hit: str | None = None  # the one that ended the text
 
     def push(self, text: str) -> str:
         """Text that is safe to show now. After a hit nothing more comes out."""
@@ -17,9 +17,10 @@ class StopStrings:
             return "" if self.hit else text
         self._held += text
         # The stop string that is complete first ends the text, however the text was cut into pieces.
-        found = [(at + len(s), at) for s in self._stops if (at := self._held.find(s)) >= 0]
+        found = [(at + len(s), at, s) for s in self._stops if (at := self._held.find(s)) >= 0]
         if found:
-            shown, self._held, self.hit = self._held[: min(found)[1]], "", True
+            _, at, self.hit = min(found)
+            shown, self._held = self._held[:at], ""
             return shown
         keep = max(self._partial(s) for s in self._stops)
         shown, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
