@@ -496,6 +496,24 @@ def test_sigterm_cancels_what_outlasts_the_grace(process):
     assert all(answer[-2]["error"]["code"] == "stopping" for answer in found)
 
 
+def test_a_body_that_still_comes_when_the_server_ends_is_told_why(process):
+    server = process("--slots", "2", "--grace", "0")
+    paths, answers, data = ("/v1/chat/completions", "/v1/messages", "/tokenize"), [], json.dumps(GREEDY).encode()
+    clients = [socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), 20) for _ in paths]
+    for client, path in zip(clients, paths):
+        client.sendall(f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data[:-5])
+    httpx.get(f"{server.url}/health")  # those before it are there too
+    server.process.send_signal(signal.SIGTERM)
+    for client in clients:
+        head, _, body = b"".join(iter(lambda client=client: client.recv(1 << 16), b"")).partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 503 "), head
+        answers.append(json.loads(body)["error"])
+    code, log = server.end()
+    assert code == 0 and "Traceback" not in log and " 503 " in log, log
+    assert {answer["message"] for answer in answers} == {"this server is stopping"}
+    assert answers[0]["code"] == "stopping" and answers[1]["type"] == "overloaded_error"
+
+
 def test_a_second_signal_ends_at_once(process):
     server = process("--slots", "2", "--grace", "60")
     found, threads = loaded(server, LONG, 2)

@@ -1,5 +1,6 @@
 """What stands before the routes: a line in the log, the API key, and a body of bounded size."""
 
+import asyncio
 import hmac
 import json
 import logging
@@ -11,7 +12,7 @@ from dataclasses import dataclass, field
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
-from .errors import ApiError, outcome
+from .errors import ApiError, outcome, stopping
 from .settings import BODY
 
 PUBLIC = ("/", "/health")  # without a key: a page that holds no secret, and whether the server is there
@@ -63,6 +64,12 @@ class Access:
                 error = ApiError(401, "a valid API key is needed: Authorization: Bearer KEY", code="invalid_api_key")
                 app = JSONResponse(error.body(scope["path"]), 401, error.headers)
             await app(scope, receive, watched)
+        except asyncio.CancelledError:  # the server stops, and this body does not come or this client does not read
+            if status:
+                record.outcome = record.outcome or "cancelled"
+            else:
+                error = stopping()
+                await JSONResponse(error.body(scope["path"]), 503, error.headers)(scope, receive, watched)
         except Exception:  # the 500 for it is sent by who calls this
             status = status or 500
             raise

@@ -15,7 +15,7 @@ from ..results import Piece
 from ..sampling import SamplingParams
 from . import events
 from .choice import Choice
-from .errors import ApiError, outcome, told
+from .errors import ApiError, outcome, stopping, told
 from .loop import Call, Loop
 from .metrics import Metrics
 from .protocol import Generation
@@ -72,8 +72,6 @@ class Answer:
                 problem = ApiError(500, "internal error; the server's log says more")
             record.outcome = outcome(problem.status)
             await self._tell(problem, send)
-        except asyncio.CancelledError:  # the server stops, and this client does not read
-            record.outcome = "cancelled"
         finally:
             gone.cancel()
             call.close()
@@ -110,7 +108,7 @@ class Answer:
             if last.finish_reason == "error":
                 raise GenerationError(last.error)
             if last.finish_reason == "cancelled":  # by whoever closed the engine
-                raise self._call.ended or ApiError(503, "the server is stopping", code="stopping")
+                raise self._call.ended or stopping()
         self._metrics.heard(self._call, [(i, pieces) for i, pieces in news if i < len(self._choices)])
         return news
 

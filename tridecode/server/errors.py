@@ -45,6 +45,10 @@ def refusal(message: str, param: str | None = None, code: str | None = None) -> 
     return ApiError(400, message, param, code)
 
 
+def stopping() -> ApiError:
+    return ApiError(503, "this server is stopping", code="stopping")
+
+
 def told(error: Exception, directory: Path | None, rename: dict[str, str] | None = None) -> ApiError | None:
     """What the client hears of an engine's error, None where that is nobody's business.
 
@@ -63,7 +67,7 @@ def told(error: Exception, directory: Path | None, rename: dict[str, str] | None
         one = " or " not in name and ("_" in name or isinstance(error, ParameterError))
         return refusal(text, name if one else None)
     if isinstance(error, EngineClosed):
-        return ApiError(503, "this server is stopping", code="stopping")
+        return stopping()
     if isinstance(error, QueueFull):
         return ApiError(503, "the queue is full; try again later", code="queue_full")  # max_queue is not the client's
     if isinstance(error, GenerationError):

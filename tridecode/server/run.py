@@ -12,7 +12,7 @@ import uvicorn
 from ..engine import Engine
 from ..errors import TridecodeError
 from .app import Server
-from .errors import ApiError
+from .errors import stopping
 from .settings import DYING, Settings
 from .tls import Tls
 
@@ -55,8 +55,9 @@ class Uvicorn(uvicorn.Server):
 
     async def shutdown(self, sockets=None) -> None:
         loop = self.face.loop
-        loop.refusing = "this server is stopping"
-        loop.later(self._settings.grace, lambda: loop.end_all(ApiError(503, loop.refusing, code="stopping")))
+        problem = stopping()
+        loop.refusing = problem.message
+        loop.later(self._settings.grace, lambda: loop.end_all(problem))
         await super().shutdown(sockets)
         loop.stop()
 
