@@ -134,9 +134,6 @@ def test_a_reader_that_never_reads_is_let_go(engine):
 
 def test_a_full_queue_is_told_at_once(engine, monkeypatch):
     with Running(engine, max_queue=2) as running:
-        with pytest.raises(openai.InternalServerError) as full:
-            running.client().chat.completions.create(**GREEDY, n=7)
-        assert full.value.status_code == 503
         running.client().chat.completions.create(**GREEDY, n=6)
         slow_passes(engine, monkeypatch)
         blockers = [RawClient(running, LONG | {"stream": True}) for _ in range(6)]
@@ -150,6 +147,17 @@ def test_a_full_queue_is_told_at_once(engine, monkeypatch):
         until(lambda: engine.scheduler.load().jobs == 0)
         assert running.post("/v1/chat/completions", GREEDY).status_code == 200
     consistent(engine)
+
+
+def test_what_can_never_find_a_place_is_no_matter_of_later(engine):
+    with Running(engine, max_queue=2) as running:
+        never = "requests: this server takes at most 6 at a time; ask for fewer"
+        texts = {"model": "bundled", "prompt": ["a"] * 4, "max_tokens": 1, "logprobs": 1, "echo": True}
+        for path, asked, count in (("chat/completions", GREEDY | {"n": 7}, 7), ("completions", texts, 8)):
+            got = running.post(f"/v1/{path}", asked)
+            assert got.status_code == 400 and "retry-after" not in got.headers, got.text
+            assert f"come to {count} {never}" in got.json()["error"]["message"]
+        assert running.post("/v1/completions", texts | {"prompt": ["a"] * 3}).status_code == 200
 
 
 def test_a_request_that_was_ended_has_no_place_any_more():

@@ -16,7 +16,7 @@ from ..engine import Engine
 from ..errors import EngineClosed, counted
 from ..results import Piece
 from ..serve.driver import Request
-from .errors import ApiError
+from .errors import ApiError, refusal
 from .settings import TICK
 
 PREPARING = 8  # prompts that are rendered and encoded at the same time
@@ -103,11 +103,14 @@ class Loop:
                     call.look(anyway=True)
 
     def check(self, count: int = 1) -> None:
-        """Raises ApiError where `count` more requests cannot be taken now."""
+        """Raises ApiError where `count` more requests cannot be taken now, or never."""
         if self.failure is not None:
             raise ApiError(503, "the engine has failed; this server is about to end", code="engine_failed")
         if self.refusing:
             raise ApiError(503, self.refusing, code="stopping")
+        if count > self._most:
+            asked = f"prompts times n, and each prompt again for echo with logprobs, come to {count:,} requests"
+            raise refusal(f"{asked}: this server takes at most {self._most:,} at a time; ask for fewer")
         if sum(call.open for call in self._calls) + count > self._most:
             most = counted(self._most, "request")
             raise ApiError(503, f"{most} under way or waiting, as many as may be; try again later", code="queue_full")
