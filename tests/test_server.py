@@ -380,6 +380,14 @@ REFUSED = {
     "too many messages": ({"messages": CHAT * 4097}, 400, "at most 4,096"),
     "too many answers": ({"n": 129}, 400, "n must be from 1 to 128"),
     "minimum where a stop may come": ({"min_tokens": 3}, 400, "together with ignore_eos"),
+    "minimum of a form": (
+        {"min_tokens": 3, "ignore_eos": True, "structured_outputs": {"choice": ["yes"]}}, 400,
+        "structured_outputs.choice says where the answer ends",
+    ),
+    "minimum of a call": (
+        {"min_tokens": 3, "ignore_eos": True, "tool_choice": "required",
+         "tools": [{"type": "function", "function": {"name": "f"}}]}, 400, "tool_choice says where the answer ends",
+    ),
     "minimum beyond the maximum": ({"min_tokens": 3, "max_tokens": 2, "ignore_eos": True}, 400, "from 0 to max_tokens"),
     "top_logprobs alone": ({"top_logprobs": 3}, 400, "top_logprobs needs logprobs"),
     "too many top_logprobs": ({"logprobs": True, "top_logprobs": 21}, 400, "top_logprobs must be"),

@@ -121,6 +121,8 @@ class Server:
     ) -> Answer:  # fmt: skip
         """The answer to a chat, by whichever API it came."""
         tokenizer, engine, structure = self.engine.tokenizer, self.engine, asked.structure
+        if tools.enforced:
+            asked.check_ended_by("tool_choice")
 
         def prepare() -> list[Encoded]:
             fitted, told_tools = tools.fit(messages, tokenizer)

@@ -106,7 +106,7 @@ class Generation(msgspec.Struct, kw_only=True):
 
     def check(self) -> None:
         """What no type says. Raises ApiError."""
-        _ = self.structure
+        structure = self.structure
         if not 1 <= self.n <= ANSWERS:
             raise refusal(f"n must be from 1 to {ANSWERS}, got {shown(self.n)}", "n")
         if self.stream_options is not None and not self.stream:
@@ -118,6 +118,8 @@ class Generation(msgspec.Struct, kw_only=True):
         if self.logit_bias and len(self.logit_bias) > BIASES:
             raise refusal(f"logit_bias: at most {BIASES:,} tokens, got {len(self.logit_bias):,}", "logit_bias")
         self._check_min_tokens()
+        if structure is not None:
+            self.check_ended_by(structure.place)
 
     def _check_min_tokens(self) -> None:
         """The sampler cannot keep a stop token from being drawn for a while; where nothing stops it, it need not."""
@@ -129,6 +131,11 @@ class Generation(msgspec.Struct, kw_only=True):
                 "leave it out, or set ignore_eos",
                 "min_tokens",
             )
+
+    def check_ended_by(self, place: str) -> None:
+        """Refuse min_tokens where `place` asks for a form, which may be whole sooner."""
+        if self.min_tokens:
+            raise refusal(f"min_tokens: {place} says where the answer ends; leave one of them out", "min_tokens")
 
 
 class ChatRequest(Generation, kw_only=True):
