@@ -125,6 +125,13 @@ def test_logprobs_of_a_completion_have_offsets(client):
     assert len(found.tokens) == len(found.token_logprobs) == len(found.top_logprobs) == 6
 
 
+def test_offsets_are_the_same_where_text_is_held_back_for_a_stop_string(client):
+    asked = {"model": "bundled", "prompt": "Once upon a time", "temperature": 0, "max_tokens": 6, "logprobs": 1}
+    free, held = (client.completions.create(**asked, stop=stop).choices[0] for stop in (None, "there was"))
+    assert free.text == held.text and " the" in held.logprobs.tokens  # which might go on
+    assert held.logprobs.text_offset == free.logprobs.text_offset
+
+
 @pytest.mark.parametrize("echo", [False, True])
 def test_no_logprobs_beside_those_of_the_tokens_themselves(client, echo):
     asked = {"model": "bundled", "prompt": "Once", "temperature": 0, "max_tokens": 3, "echo": echo}

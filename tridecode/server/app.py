@@ -143,10 +143,9 @@ class Server:
         prompts, tokenizer, structure = asked.prompts, self.engine.tokenizer, asked.structure
 
         def choice(number: int, prompt: Encoded) -> Choice:
-            if not asked.echo:
-                return Choice(tokenizer, None)
-            given = prompts[number]
-            return Choice(tokenizer, None, given if isinstance(given, str) else tokenizer.decode(given, False))
+            given = prompts[number] if asked.echo else ""
+            text = given if isinstance(given, str) else tokenizer.decode(given, False)
+            return Choice(tokenizer, None, text, before=prompt.tokens)
 
         return self._answer(request, deadline, Plan(
             asked,

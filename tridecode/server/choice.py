@@ -27,9 +27,11 @@ class Choice:
     """Text apart from thinking and calls, log-probabilities, and how it ended."""
 
     def __init__(
-        self, tokenizer: Tokenizer, prompt: Sequence[int] | None, first_text: str = "", tools: Tools | None = None
-    ):
-        """prompt: of a chat whose model may think; first_text: what stands before the text."""
+        self, tokenizer: Tokenizer, prompt: Sequence[int] | None, first_text: str = "", tools: Tools | None = None,
+        before: Sequence[int] = (),
+    ):  # fmt: skip
+        """prompt: of a chat whose model may think; first_text: what stands before the text; before: the ids of a prompt
+        that the text continues."""
         self._tokenizer, self._splitter = tokenizer, None
         if prompt is not None:
             opened = ends_inside(tokenizer.decode(list(prompt[-4:]), skip_special=False))
@@ -37,6 +39,7 @@ class Choice:
         self._machine = tools.machine(tokenizer) if tools else None
         self._special = tools.special(tokenizer) if tools else {}
         self._first_text, self._characters = first_text, len(first_text)
+        self._text = tokenizer.detokenizer(before)  # without stop strings, which hold text back: for offsets
         self._first_logprobs: list[tuple[int, TokenLogprobs | None, int]] = []
         self.begun = False  # something of it was sent
         self.finish_reason: str | None = None
@@ -70,7 +73,7 @@ class Choice:
                 text = self._special.get(piece.token_id, "") + text
                 if piece.logprobs is not None:
                     said.logprobs.append((piece.token_id, piece.logprobs, self._characters))
-            self._characters += len(piece.text)
+                    self._characters += len(self._text.push(piece.token_id))
             pairs = [(TEXT, text)] if text else []
             if self._splitter:
                 pairs = self._splitter.feed(text, int(piece.token_id is not None))
