@@ -445,12 +445,23 @@ def test_a_completion_that_cannot_be_is_refused(served, wrong, message):
 
 @pytest.mark.parametrize(
     "body",
-    [b"", b"{", b"[]", b'"x"', b"\xff\xfe", b"[" * 100_000, b'{"model": "\\ud800"}', b"nan"],
+    [b"", b"{", b"[]", b'"x"', b"\xff\xfe", b"[" * 100_000, b'{"model": NaN}', b"nan"],
     ids=lambda body: repr(body[:9]),
 )
 def test_a_body_that_is_no_object_is_refused(served, body):
     got = served.post("/v1/chat/completions", body)
     assert got.status_code == 400 and got.json()["error"]["message"].startswith("the body ")
+
+
+@pytest.mark.parametrize("half", ["\ud83d", "\ude00", "\ud83d\ud83d"], ids=ascii)
+@pytest.mark.parametrize("after", [" def", "\\", ""])
+def test_half_of_a_surrogate_pair_is_read_as_the_engine_does(served, half, after):
+    """JavaScript sends them where it has cut a text in an emoji."""
+    text, read = (f"abc 😀 \\{character}{after}" for character in (half, "\ufffd" * len(half)))
+    expected = served.engine.encode(text)
+    assert served.post("/tokenize", {"prompt": text}).json()["tokens"] == expected == served.engine.encode(read)
+    got = served.post("/v1/completions", {"model": "bundled", "prompt": text, "max_tokens": 1, "echo": True}).json()
+    assert got["choices"][0]["text"].startswith(read) and got["usage"]["prompt_tokens"] == len(expected)
 
 
 def test_a_body_that_is_too_long_is_refused_early(served, monkeypatch):

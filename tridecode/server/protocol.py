@@ -1,6 +1,7 @@
 """Requests: from a body to checked values. What would change the text and is not known here is refused by name."""
 
 import difflib
+import json
 import re
 from typing import Any, ClassVar
 
@@ -233,7 +234,7 @@ _SAMPLING = (
 def parsed(body: bytes, form: type):
     """The checked `form` that a body holds. null counts as absent. Raises ApiError (400)."""
     try:
-        given = msgspec.json.decode(body)
+        given = _decoded(body)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise refusal(f"the body is not JSON: {error}", code="invalid_json") from None
     if not isinstance(given, dict):
@@ -249,6 +250,18 @@ def parsed(body: bytes, form: type):
         raise _invalid(str(error)) from None
     made.check()
     return made
+
+
+def _decoded(body: bytes):
+    """Its JSON; half of a surrogate pair, as of an emoji that was cut, is U+FFFD there, as for the tokenizer."""
+    try:
+        return msgspec.json.decode(body)
+    except msgspec.DecodeError as error:  # msgspec takes no such half
+        try:
+            text = json.dumps(json.loads(body.decode()), ensure_ascii=False)
+        except ValueError:
+            raise error from None
+        return msgspec.json.decode(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
 
 
 def _check_other(name: str, value, neutral: dict[str, list], no_effect: frozenset, fields: tuple[str, ...]) -> None:
