@@ -35,7 +35,7 @@ from servers import (
 )
 
 from tridecode import Engine, SamplingParams
-from tridecode.errors import QueueFull, TridecodeError
+from tridecode.errors import EngineClosed, QueueFull, TridecodeError
 from tridecode.server.errors import ApiError, told
 from tridecode.server.loop import Loop
 from tridecode.server.tls import Tls
@@ -237,6 +237,39 @@ def test_an_engine_that_dies_is_told_of(monkeypatch):
         assert (running.get("/health").status_code, running.get("/health").json()) == (503, {"status": "failed"})
         got = running.post("/v1/chat/completions", GREEDY)
         assert got.status_code == 503 and "retry-after" in got.headers
+        monkeypatch.undo()
+
+
+def test_an_engine_that_is_closed_is_told_of_at_once():
+    with Engine.load(device="cpu", slots=2) as engine, Running(engine, keep_alive=20) as running:
+
+        def step():
+            engine.close()
+            return type(engine).step(engine)
+
+        with running.stream(LONG) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            began, engine.step = time.monotonic(), step
+            *_, error, done = events(lines)
+        assert (error["error"]["code"], done) == ("stopping", "[DONE]") and time.monotonic() - began < 10
+        for path in ("/metrics", "/v1/models"):
+            got = running.get(path)
+            assert (got.status_code, got.json()["error"]["code"]) == (503, "stopping")
+        assert running.server.loop.failure is None
+
+
+@pytest.mark.parametrize("name, what", [("scheduler", property), ("capture_next", lambda closing: closing)])
+def test_an_engine_that_closes_while_nothing_runs_has_not_failed(monkeypatch, name, what):
+    def closing(engine):
+        raise EngineClosed
+
+    with Engine.load(device="cpu", slots=2) as engine, Running(engine) as running:
+        monkeypatch.setattr(Engine, name, what(closing))
+        assert running.post("/v1/chat/completions", GREEDY).status_code == 200
+        until(lambda: not running.server.loop._thread.is_alive())
+        assert running.server.loop.failure is None
+        assert running.get("/metrics").status_code == (503 if name == "scheduler" else 200)
         monkeypatch.undo()
 
 

@@ -17,7 +17,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from ..engine import Engine
-from ..errors import TridecodeError
+from ..errors import EngineClosed, TridecodeError
 from ..prompt import Encoded
 from ..sampling import SamplingParams
 from ..version import __version__
@@ -25,7 +25,7 @@ from .access import Access, body
 from .answer import Answer, Plan
 from .anthropic_api import CountRequest, MessagesRequest, MessagesShape
 from .choice import Choice
-from .errors import ApiError, refusal, told
+from .errors import ApiError, refusal, stopping, told
 from .form import held_to, places, thinking_off
 from .loop import Loop
 from .messages import chat_messages
@@ -70,7 +70,7 @@ class Server:
                 Route("/version", self.version),
             ],
             middleware=middleware,
-            exception_handlers={ApiError: refused, HTTPException: not_found, 500: internal},
+            exception_handlers={ApiError: refused, EngineClosed: closed, HTTPException: not_found, 500: internal},
         )
 
     async def start(self) -> None:
@@ -257,6 +257,10 @@ def shown(asked: Generation) -> dict:
 
 async def refused(request: Request, error: ApiError) -> Response:
     return JSONResponse(error.body(request.url.path), error.status, error.headers)
+
+
+async def closed(request: Request, error: EngineClosed) -> Response:
+    return await refused(request, stopping())
 
 
 async def not_found(request: Request, error: HTTPException) -> Response:

@@ -65,8 +65,8 @@ class Loop:
                 self._tell()
                 if not self._capture():
                     self._work.wait()
-        except EngineClosed:
-            pass
+        except EngineClosed:  # which has cancelled what ran
+            self._tell()
         except BaseException as error:
             self.failure = error
             log.exception("the engine failed")
