@@ -160,8 +160,8 @@ def test_other_commands_and_help_need_no_file(config, capsys):
 
 
 def test_config_shows_values_and_where_they_come_from(config, capsys):
-    text = 'model = "Qwen/Qwen3-4B"\nlogit_bias = {42 = -1.5}\nstop = ["é", "a\\u007fb"]\n[serve]\nslots = 16\nport = 9000\n'
-    text = f'speculate_ngram = "8:2"\n{text}'
+    text = 'model = "Qwen/Qwen3-4B"\nlogit_bias = {42 = -1.5}\n[serve]\nslots = 16\nport = 9000\n'
+    text = f'speculate_ngram = "8:2"\nstop = ["é", "a\\u007fb"]\n{text}'
     config(text, STATS="short")
     assert commands.main(["config"]) == 0
     out = capsys.readouterr().out
