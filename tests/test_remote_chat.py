@@ -197,6 +197,12 @@ def test_a_turn_that_fails_is_one_line_and_the_chat_goes_on(asked, how, says):
         assert server.bodies[2]["stream_options"] == {"include_usage": True}
 
 
+def test_a_try_that_failed_is_none(asked):
+    with FakeServer(tokens=1, behave=lambda number: "500" if number in (2, 3) else "ok") as server:
+        asked("one\n/retry\n/retry\n/retry\n/retry\n", "--seed", 3, url=server.url)
+        assert [body["seed"] for body in server.bodies] == [3, 4, 5, 5, 5]
+
+
 def test_a_server_that_is_gone_is_told_for_each_turn(asked):
     def behave(number):
         raise ConnectionError

@@ -75,6 +75,6 @@ def graph_stats_option() -> argparse.ArgumentParser:
     options = argparse.ArgumentParser(add_help=False)
     words = "at the end show on stderr how many passes of how many rows were run in which way"
     options.add_argument("--graph-stats", action="store_true", help=words)
-    words = "no notes on stderr, only errors; in a chat none before the first prompt, and none after an answer"
+    words = "no notes on stderr, only errors; in a chat none before the first prompt, and no figures after an answer"
     options.add_argument("--quiet", action="store_true", help=words)
     return options

@@ -211,11 +211,12 @@ class Chat:
 
         tries: how often this message was asked before, which changes the seed. begun: the answer that is continued.
         """
-        self.tries = tries
+        before, self.tries = self.tries, tries
         try:
             base = self.conversation.without_last() if replaces and self.conversation.turns else self.conversation
             Turn(self, message, base, begun).run()
         except Overflow as error:
+            self.tries = before
             self.fail(str(error), begun)
             if self.overflow == "stop":
                 self.exit_code = 1
@@ -224,6 +225,7 @@ class Chat:
             raise
         except Exception as error:
             log.debug("a turn failed", exc_info=True)
+            self.tries = before
             self.fail(explain(error), begun)
             return self.goes_on(error)
         return True
