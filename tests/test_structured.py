@@ -14,7 +14,7 @@ from triton.runtime.errors import OutOfResources
 
 from tridecode import Engine, SamplingParams
 from tridecode.errors import GenerationError, ParameterError
-from tridecode.grammar import Grammar, Matcher, exact
+from tridecode.grammar import Grammar, Grammars, Matcher, exact
 from tridecode.step import graphs, prompt_graphs
 from tridecode.step.decode import KINDS as STEPS
 from tridecode.step.dispatch import Dispatcher
@@ -242,6 +242,14 @@ REFUSED = {
     "a_reference_to_nothing": (dict(json_schema={"$ref": "#/nope"}), "json_schema: Pointer '/nope' does not exist"),
     "what_nothing_satisfies": (dict(json_schema={"type": "integer", "minimum": 5, "maximum": 2}), "Unsatisfiable"),
     "integers_beyond_floating_point": (dict(json_schema={"enum": [2**53 + 1]}), "9007199254740993 is too large"),
+    "neighbours_of_64_bits": (dict(json_schema={"const": 2**63}), "9223372036854775808 is too large"),
+    "an_integer_that_recurses_for_ever": (dict(json_schema={"const": [-(2**63)]}), "is too large"),
+    "a_bound_of_integers_below_64_bits": (dict(json_schema={"maximum": -1e299}), "json_schema: maximum: numbers of"),
+    "the_same_in_lark": (dict(grammar='start: %json {"default": {"const": -9223372036854775808}, "$ref": "#/default"}'),
+                         "grammar: in its json_schema"),
+    "a_bound_beyond_floating_point": (dict(json_schema={"minimum": 10**310}), "json_schema: minimum: numbers of"),
+    "a_length_beyond_64_bits": (dict(json_schema={"maxLength": 10**30}), "json_schema: maxLength: numbers of"),
+    "lists_too_deep": (dict(json_schema='{"anyOf": [' * 440 + "{}" + "]}" * 440), "in it are nested too deeply"),
     "no_schema": (dict(json_schema=[1]), "json_schema must be a JSON object, got [1]"),
     "no_json": (dict(json_schema="{"), "json_schema must be plain JSON"),
     "a_schema_too_deep": (dict(json_schema="[" * 100_000), "json_schema must be plain JSON"),
@@ -269,10 +277,26 @@ def test_what_cannot_be_followed_is_refused_with_the_reason(bundled, given, mess
 
 
 def test_bounds_beyond_floating_point_are_drawn_in():
-    schema = {"maximum": 2**63 - 1, "minimum": -(2**63) - 1, "properties": {"enum": {"exclusiveMaximum": 2**53 + 1}}}
-    found = exact(schema | {"default": 2**53 + 1})
-    assert (found["maximum"], found["minimum"], found["default"]) == (2**63 - 1024, -(2**63), 2**53 + 1)
+    bounds = {"maximum": 2**63 - 1, "minimum": -(2**63) - 1}
+    found = exact(bounds | {"properties": {"enum": {"exclusiveMaximum": 2**53 + 1}}})
+    assert (found["maximum"], found["minimum"]) == (2**63 - 1024, 1024 - 2**63)
     assert found["properties"]["enum"] == {"exclusiveMaximum": 2**53}
+    assert exact({"maximum": 10**310, "minimum": -1e300}) == {"maximum": 2**63 - 1024, "minimum": 1024 - 2**63}
+
+
+@pytest.mark.parametrize("most", [2**64, 10**310, 1e300])
+def test_numbers_that_hold_nothing_may_be_of_any_size(bundled, most):
+    schema = {"type": "integer", "minimum": -(2**63), "maximum": most, "default": 10**400, "examples": [2**64]}
+    int(bundled.generate(CHAT, SamplingParams(json_schema=schema, seed=1, max_tokens=40)).text)
+
+
+def test_whatever_compiling_raises_is_an_error_of_the_parameter(bundled, monkeypatch):
+    def panics(*args):
+        raise type("Panic", (BaseException,), {})("index out of bounds")
+
+    monkeypatch.setattr(Grammars, "_made_of", panics)
+    with pytest.raises(ParameterError, match="regex cannot be compiled: Panic: index out of bounds"):
+        bundled.submit(CHAT, SamplingParams(regex="panic"))
 
 
 def test_an_engine_without_a_tokenizer_says_so():

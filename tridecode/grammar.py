@@ -41,6 +41,14 @@ class Grammars:
             return self._compiled(name, source)
 
     def _compile(self, name: str, source: str) -> "Grammar":
+        try:
+            return self._made_of(name, source)
+        except ParameterError:
+            raise
+        except BaseException as error:  # a panic of llguidance is no Exception
+            raise ParameterError(f"{name} cannot be compiled: {type(error).__name__}: {brief(error)}") from error
+
+    def _made_of(self, name: str, source: str) -> "Grammar":
         if self._tokenizer is None:
             raise ParameterError(f"{name} needs a tokenizer, and this engine has none")
         try:
@@ -55,7 +63,8 @@ class Grammars:
         elif name == "regex":
             made = matcher.grammar_from_regex(source)
         else:
-            made = matcher.grammar_from_lark(source if name == "grammar" else lark_of_choices(json.loads(source)))
+            lark = checked(source) if name == "grammar" else lark_of_choices(json.loads(source))
+            made = matcher.grammar_from_lark(lark)
         limits = llguidance.LLParserLimits(max_lexer_states=STATES, verbose_errors=False)
         first = matcher(self._tokens, made, log_level=0, limits=limits)
         if first.is_error():
@@ -111,41 +120,84 @@ class Matcher:
 
 
 def exact(schema):
-    """A JSON schema whose integers llguidance can tell apart, which has floating point only: bounds that it cannot hold
-    are drawn in to the next that it can. Raises ParameterError for others, which would be other values."""
-    if isinstance(schema, list):
-        return [exact(item) for item in schema]
-    if not isinstance(schema, dict):
-        return schema
+    """A JSON schema with numbers that llguidance holds, which has floating point and integers of 64 bits: bounds that
+    it cannot hold are drawn in to the next that it can. Raises ParameterError for others, which would be other values.
+    """
+    try:
+        return _exact("json_schema", schema)
+    except RecursionError:
+        raise ParameterError("json_schema: lists and objects in it are nested too deeply") from None
+
+
+def checked(lark: str) -> str:
+    """A text in Lark. Raises ParameterError for what `exact` refuses in a schema within: llguidance would recurse for
+    ever with some of it, and end the process."""
+    for found in re.finditer(r"%json\s*", lark):
+        try:
+            schema = _ALL_READ.raw_decode(lark, found.end())[0]
+        except (ValueError, RecursionError):  # llguidance says it
+            continue
+        try:
+            exact(schema)
+        except ParameterError as error:
+            raise ParameterError(f"grammar: in its {error}") from None
+    return lark
+
+
+def _exact(place: str, value):
+    if isinstance(value, list):
+        return [_exact(place, item) for item in value]
+    if not isinstance(value, dict):
+        return _held(place, value)
     made = {}
-    for name, value in schema.items():
-        if name in ("enum", "const") and (wrong := _inexact(value)) is not None:
-            raise ParameterError(f"json_schema: the integer {shown(wrong)} is too large to be told from its neighbours")
-        if name in _INWARD and _inexact(value) is not None:
-            held, inward = float(value), _INWARD[name]
-            if (int(held) - value) * inward < 0:
-                held = math.nextafter(held, inward * math.inf)
-            value = int(held)
-        if name in _NAMED and isinstance(value, dict):
-            made[name] = {key: exact(item) for key, item in value.items()}
-        else:
-            made[name] = value if name in _VALUES else exact(value)
+    for name, item in value.items():
+        if name in ("enum", "const"):
+            made[name] = _told_apart(item)
+        elif name in _INWARD and _number(item):
+            made[name] = _drawn_in(name, item)
+        elif name in _NAMED and isinstance(item, dict):
+            made[name] = {key: _exact(name, schema) for key, schema in item.items()}
+        elif name not in _UNREAD:
+            made[name] = _exact(name, item)
     return made
 
 
 _NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # whose keys are names
-_VALUES = ("enum", "const", "default", "examples")
+_UNREAD = ("default", "examples")  # which hold no answer to anything
 _INWARD = {"minimum": 1, "exclusiveMinimum": 1, "maximum": -1, "exclusiveMaximum": -1}
+_MOST = 2**63 - 1024  # the largest that both hold
+# A $ref may lead to what `exact` leaves out.
+_ALL_READ = json.JSONDecoder(object_hook=lambda made: {f"${k}" if k in _UNREAD else k: v for k, v in made.items()})
 
 
-def _inexact(value) -> int | None:
-    """An integer in a value that floating point does not hold."""
-    if isinstance(value, (list, dict)):
-        items = value.values() if isinstance(value, dict) else value
-        return next((found for item in items if (found := _inexact(item)) is not None), None)
-    if isinstance(value, int) and (abs(value) > 2**1000 or int(float(value)) != value):
+def _number(value) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _held(place: str, value):
+    if _number(value) and abs(value) > _MOST:
+        raise ParameterError(f"json_schema: {place}: numbers of up to 63 bits are supported, got {shown(value)}")
+    return value
+
+
+def _told_apart(value):
+    """A value that an answer may be."""
+    for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        _told_apart(item)
+    if _number(value) and (abs(value) > _MOST or int(float(value)) != int(value)):
+        raise ParameterError(f"json_schema: the number {shown(value)} is too large to be told from its neighbours")
+    return value
+
+
+def _drawn_in(name: str, value):
+    inward = _INWARD[name]
+    value = _held(name, max(value, -_MOST) if inward > 0 else min(value, _MOST))
+    if isinstance(value, float):
         return value
-    return None
+    held = float(value)
+    if (int(held) - value) * inward < 0:
+        held = math.nextafter(held, inward * math.inf)
+    return int(held)
 
 
 def reason(message: str) -> str:
