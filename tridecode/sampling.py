@@ -146,8 +146,8 @@ def _schema(value) -> str:
     """A JSON schema, which is an object or true, as JSON text. Raises ParameterError."""
     try:
         text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-        found = json.loads(text)
-        json.dumps(found, ensure_ascii=False).encode()  # an escape may be a lone surrogate
+        found = json.loads(text, parse_constant=_no_number)
+        json.dumps(found, ensure_ascii=False, allow_nan=False).encode()  # 1e999, and lone surrogates by escapes
     except (TypeError, ValueError, RecursionError) as error:
         raise ParameterError(f"json_schema must be plain JSON: {brief(error)}") from None
     if found is True:
@@ -155,3 +155,7 @@ def _schema(value) -> str:
     if not isinstance(found, dict):
         raise ParameterError(f"json_schema must be a JSON object, got {shown(found)}")
     return text
+
+
+def _no_number(name: str):
+    raise ValueError(f"{name} is no number of it")
