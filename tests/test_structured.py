@@ -2,7 +2,10 @@
 
 import json
 import re
+import subprocess
+import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from threading import Event
 
 import pytest
@@ -10,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import CUDA
+from servers import until
 from triton.runtime.errors import OutOfResources
 
 from tridecode import Engine, SamplingParams
@@ -300,6 +304,62 @@ def test_whatever_compiling_raises_is_an_error_of_the_parameter(bundled, monkeyp
     monkeypatch.setattr(Grammars, "_made_of", panics)
     with pytest.raises(ParameterError, match="regex cannot be compiled: Panic: index out of bounds"):
         bundled.submit(CHAT, SamplingParams(regex="panic"))
+
+
+DEEP = """
+import json
+from tridecode import Engine, SamplingParams
+
+def chain(n, name, last):
+    return f"start: {name}0\\n" + "".join(f"{name}{i}: {name}{i + 1}\\n" for i in range(n)) + f"{name}{n}: {last}"
+
+def reference(i):
+    return {"type": "object", "properties": {"x": {"$ref": f"#/$defs/a{i + 1}"}}, "required": ["x"]}
+
+defs = {f"a{i}": reference(i) for i in range(2000)} | {"a2000": {"type": "null"}}
+forms = [
+    dict(grammar=chain(8_000, "a", '"x"')),
+    dict(grammar=chain(8_000, "A", '"x"')),
+    dict(json_schema={"$ref": "#/$defs/a0", "$defs": defs}),
+]
+with Engine.load(slots=1, device="cpu") as engine:
+    for form in forms:
+        print(engine.generate("x", SamplingParams(max_tokens=9, temperature=0, **form)).text)
+"""
+
+
+def test_grammars_may_be_as_deep_as_their_length_allows():
+    """In a process of its own, which would end."""
+    done = subprocess.run([sys.executable, "-c", DEEP], capture_output=True, text=True, timeout=60)
+    first, second, third = done.stdout.splitlines()
+    assert (first, second) == ("x", "x") and third.startswith('{"x": {"x')
+
+
+@pytest.fixture
+def slow(monkeypatch):
+    """Grammars of slow.* that are ready when it is set. The sources that are compiled: slow.begun."""
+    made, ready = Grammars._made_of, Event()
+    ready.begun = []
+
+    def compiled(self, name, source):
+        ready.begun.append(source)
+        if source.startswith("slow"):
+            assert ready.wait(30)
+        return made(self, name, source)
+
+    monkeypatch.setattr(Grammars, "_made_of", compiled)
+    yield ready
+    ready.set()
+
+
+def test_a_slow_grammar_is_compiled_once_and_others_beside_it(bundled, slow):
+    with ThreadPoolExecutor(3) as pool:
+        same = [pool.submit(bundled._grammars.of, SamplingParams(regex="slow once")) for _ in range(3)]
+        until(lambda: slow.begun)
+        assert bundled._grammars.of(SamplingParams(regex="quick"))
+        slow.set()
+        assert len({id(each.result()) for each in same}) == 1
+    assert slow.begun == ["slow once", "quick"]
 
 
 def test_an_engine_without_a_tokenizer_says_so():

@@ -8,8 +8,8 @@ import json
 import math
 import re
 import threading
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 
 import numpy as np
 
@@ -22,6 +22,7 @@ KEPT = 64  # grammars that stay compiled
 # JSON as most programs write it, on one line: a model that may write any white space can write it for ever.
 LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 STATES = 50_000  # of a lexer, of 1 to 2 kB each
+STACK = 1 << 30  # of a thread that compiles; only what is used of it is memory
 
 
 class Grammars:
@@ -30,15 +31,23 @@ class Grammars:
     def __init__(self, tokenizer: Tokenizer | None, vocab_size: int, stop_ids: Sequence[int]):
         self._tokenizer, self._vocab, self._stop_ids = tokenizer, vocab_size, tuple(stop_ids)
         self._turn, self._tokens = threading.Lock(), None
-        self._compiled = lru_cache(KEPT)(self._compile)
+        self._made: dict[tuple[str, str], Future] = {}  # by name and source, the last used behind the others
 
     def of(self, params: SamplingParams) -> "Grammar | None":
-        """What `params` ask for, compiled; None where they ask for nothing. Raises ParameterError with the reason."""
-        if params.structure is None:
+        """What `params` ask for, compiled; None where they ask for nothing. Raises ParameterError with the reason.
+
+        Whoever asks waits for a grammar of its own only, and those who ask for the same one for the same thread.
+        """
+        if (asked := params.structure) is None:
             return None
-        name, source = params.structure
         with self._turn:
-            return self._compiled(name, source)
+            made = self._made.pop(asked, None)
+            if made is None or made.done() and made.exception():
+                made = in_deep_thread(self._compile, *asked)
+            self._made[asked] = made
+            if len(self._made) > KEPT:
+                del self._made[next(iter(self._made))]
+        return made.result()
 
     def _compile(self, name: str, source: str) -> "Grammar":
         try:
@@ -55,8 +64,9 @@ class Grammars:
             import llguidance
         except ModuleNotFoundError:
             raise ParameterError(f"{name} needs the package llguidance; install it: pip install llguidance") from None
-        if self._tokens is None:
-            self._tokens = llguidance_tokens(self._tokenizer, self._vocab, self._stop_ids)
+        with self._turn:
+            if self._tokens is None:
+                self._tokens = llguidance_tokens(self._tokenizer, self._vocab, self._stop_ids)
         matcher, made = llguidance.LLMatcher, None
         if name == "json_schema":
             made = matcher.grammar_from_json_schema(exact(json.loads(source)), overrides=LAYOUT)
@@ -75,6 +85,29 @@ class Grammars:
         except GenerationError as error:
             raise ParameterError(f"{name}: {error}") from None
         return grammar
+
+
+def in_deep_thread(work: Callable, *args) -> Future:
+    """work(*args), in a thread for llguidance, which recurses as deep as a grammar goes and ends the process where a
+    stack does."""
+    made = Future()
+
+    def run():
+        try:
+            made.set_result(work(*args))
+        except BaseException as error:
+            made.set_exception(error)
+
+    with _starting:
+        usual = threading.stack_size(STACK)
+        try:
+            threading.Thread(target=run, name="grammar", daemon=True).start()  # an end of the process waits for none
+        finally:
+            threading.stack_size(usual)
+    return made
+
+
+_starting = threading.Lock()  # the size of a stack is said to the whole process
 
 
 class Grammar:
