@@ -13,12 +13,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import CUDA
-from servers import until
+from servers import GREEDY, Running, until
 from triton.runtime.errors import OutOfResources
 
 from tridecode import Engine, SamplingParams
 from tridecode.errors import GenerationError, ParameterError
 from tridecode.grammar import Grammar, Grammars, Matcher, exact
+from tridecode.server.loop import PREPARING
 from tridecode.step import graphs, prompt_graphs
 from tridecode.step.decode import KINDS as STEPS
 from tridecode.step.dispatch import Dispatcher
@@ -360,6 +361,20 @@ def test_a_slow_grammar_is_compiled_once_and_others_beside_it(bundled, slow):
         slow.set()
         assert len({id(each.result()) for each in same}) == 1
     assert slow.begun == ["slow once", "quick"]
+
+
+def test_requests_that_wait_for_a_grammar_keep_none_of_a_server_waiting(bundled, slow):
+    regex = {"structured_outputs": {"regex": "quick [a-z]"}}
+    with Running(bundled) as server, ThreadPoolExecutor(PREPARING) as pool:
+        held = [{"structured_outputs": {"regex": f"slow {i}"}} for i in range(PREPARING)]
+        several = [pool.submit(server.post, "/v1/chat/completions", GREEDY | one) for one in held]
+        until(lambda: len(slow.begun) == PREPARING)
+        for beside in ({"max_tokens": 3}, regex):
+            assert server.post("/v1/chat/completions", GREEDY | beside).status_code == 200
+        assert not any(each.done() for each in several)
+        slow.set()
+        texts = [each.result().json()["choices"][0]["message"]["content"] for each in several]
+    assert texts == [f"slow {i}" for i in range(PREPARING)]
 
 
 def test_an_engine_without_a_tokenizer_says_so():

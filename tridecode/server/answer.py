@@ -37,6 +37,7 @@ class Plan:
     prompts: int = 1
     form: Callable[[Encoded], dict] = lambda prompt: {}  # fields of SamplingParams that depend on it
     places: dict[str, str] = field(default_factory=dict)  # where the request has those
+    formed: bool = False  # whether there are any
 
     @property
     def requests(self) -> int:
@@ -58,7 +59,7 @@ class Answer:
         call, record = self._call, scope["tridecode.record"]
         gone = asyncio.create_task(self._watch(receive))
         try:
-            await self._loop.begin(call, self._plan.requests, self._submit)
+            await self._loop.begin(call, self._plan.requests, self._submit, self._plan.formed)
             if self._plan.asked.stream:
                 await self._stream(send)
             else:

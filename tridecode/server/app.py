@@ -136,6 +136,7 @@ class Server:
             lambda number, prompt: Choice(tokenizer, prompt.tokens if tokenizer.thinks else None, tools=tools),
             form=lambda prompt: held_to(structure, tools, tokenizer, prompt.tokens),
             places=places(structure, tools),
+            formed=structure is not None or tools.enforced,
         ))
 
     async def completions(self, request: Request):
@@ -156,6 +157,7 @@ class Server:
             len(prompts),
             lambda prompt: held_to(structure, Tools(), tokenizer, None),
             places(structure, Tools()),
+            structure is not None,
         ))
 
     async def _asked(self, request: Request, form: type) -> tuple:

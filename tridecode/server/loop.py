@@ -20,6 +20,7 @@ from .errors import ApiError, refusal
 from .settings import TICK
 
 PREPARING = 8  # prompts that are rendered and encoded at the same time
+FORMS = 16  # and those beside them whose requests may wait for a grammar
 log = logging.getLogger("tridecode.server")
 
 
@@ -36,7 +37,7 @@ class Loop:
         self._asyncio: asyncio.AbstractEventLoop | None = None
         self._work, self._told, self._stopping = threading.Event(), False, False
         self._thread = threading.Thread(target=self._run, name="device", daemon=True)
-        self._pool = ThreadPoolExecutor(PREPARING, "prompt")
+        self._pool, self._forms = ThreadPoolExecutor(PREPARING, "prompt"), ThreadPoolExecutor(FORMS, "form")
         self.failure: BaseException | None = None  # what ended the engine
         self.refusing: str | None = None  # why new calls are turned away
 
@@ -51,7 +52,8 @@ class Loop:
         self._stopping = True
         self._work.set()
         self._ticker.cancel()
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._pool, self._forms):
+            pool.shutdown(wait=False, cancel_futures=True)
         self._thread.join(timeout=60)
 
     # ---- the thread
@@ -119,12 +121,13 @@ class Loop:
         """The result of work(), in a thread where it may take its time."""
         return await self._asyncio.run_in_executor(self._pool, work)
 
-    async def begin(self, call: "Call", count: int, submit: Callable[[], list[Request]]) -> None:
-        """Give `call` the `count` requests that submit() returns. Raises ApiError, and what that raises."""
+    async def begin(self, call: "Call", count: int, submit: Callable[[], list[Request]], formed: bool = False) -> None:
+        """Give `call` the `count` requests that submit() returns, which may wait for a grammar where they are formed.
+        Raises ApiError, and what that raises."""
         self.check(count)
         call.expected = count
         try:
-            call.follow(await self.prepared(submit))
+            call.follow(await self._asyncio.run_in_executor(self._forms if formed else self._pool, submit))
         finally:
             self._work.set()
 
