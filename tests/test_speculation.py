@@ -421,7 +421,7 @@ def test_programs_that_wait_for_each_other_all_run_at_once(multiprocessors):
     for config in PRESETS.values():
         for requests, queries in ((1, 2), (1, 8), (2, 2), (8, 2)):
             shape = queries_shape(config, requests, queries, 90, multiprocessors)
-            programs = requests * config.num_kv_heads * shape.splits
+            programs = requests * config.num_kv_heads * shape.few
             assert shape.queries == queries and (not shape.together or programs <= multiprocessors)
             if requests == 1:
                 alone.add(shape.together)

@@ -82,6 +82,32 @@ def test_programs_that_add_up_together(queries, group, position):
         check(args, queries, **shape)
 
 
+LENGTHS = [(70, 0, 15, 200), (250, 250, 250), (1, 250, 1, 1, 1, 1, 1, 1), (0, 0, 0, 0)]
+
+
+@pytest.mark.parametrize("positions", [*LENGTHS, (4000, 63, 1, 700), (1000,) * 8] if CUDA else LENGTHS)
+@pytest.mark.parametrize("few, turns", [(1, 2), (2, 4), (2, 64)])
+def test_a_long_request_has_more_splits_than_its_share(positions, few, turns):
+    """Launched twice, as before."""
+    counts = [(1, 4, 0, 3)[request % 4] for request in range(len(positions))]
+    sizes = dict(kv_heads=8, head_dim=128) if CUDA else dict(kv_heads=1)
+    args = several(positions, counts, 4, **sizes, pages=64 if CUDA else 4)
+    for _ in range(2):
+        check(args, 4, splits=8, num_warps=8, few=few, turns=turns, ahead=2, together=few == 2)
+
+
+@pytest.mark.parametrize("splits, few", [(8, 8), (8, 2)])
+def test_a_request_has_the_same_bits_beside_any_others(splits, few):
+    """Alone its splits add up together, beside a long one the last of them does."""
+    shape = QueriesShape(4, splits=splits, few=few, turns=3, least=1, together=True)
+    outs = []
+    for position, count in ((20, 4), (250, 1), (0, 0)):
+        args = several((60, position), (3, count), 4, **(dict(kv_heads=8, head_dim=128) if CUDA else {}))
+        attention_queries(**args, shape=shape)
+        outs.append(args["out"][:3].clone())
+    assert not outs[0].isnan().any() and all(torch.equal(out, outs[0]) for out in outs)
+
+
 def test_nobody_runs():
     args = several((70, 3), (0, 0), 4)
     shape = QueriesShape(queries=4, splits=8, least=1, together=True)

@@ -3,8 +3,7 @@
 import triton
 import triton.language as tl
 
-from .attention import attention_bytes, attention_ref
-from .attention_rows import _pick
+from .attention import _most_splits, attention_bytes, attention_ref
 from .common import META_WIDTH, POSITION, RUN, SLOT, STATUS, gdc_launch_dependents, gdc_wait, interpreted, options
 from .op import Op
 from .rope import _partner
@@ -37,6 +36,154 @@ def _rotated(
 
 
 @triton.jit
+def _attend_queries(
+    request,
+    head,
+    split,
+    splits,
+    together,
+    count,
+    position,
+    table_ptr,
+    start,
+    first,
+    end,
+    qkv_ptr,
+    q_norm_ptr,
+    k_norm_ptr,
+    cos_ptr,
+    sin_ptr,
+    k_ptr,
+    v_ptr,
+    partial_ptr,
+    lse_ptr,
+    counter_ptr,
+    out_ptr,
+    scale,
+    eps,
+    stride_qkv,
+    stride_om,
+    stride_kp,
+    stride_kh,
+    QUERIES: tl.constexpr,
+    NEW: tl.constexpr,
+    PAGE: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    AHEAD: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+    COMBINE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    QK_NORM: tl.constexpr,
+    PDL: tl.constexpr,
+    DOT_FP32: tl.constexpr,
+):
+    """Attention of one split of a request's cached positions, [first, end), for its first `count` rows and the heads
+    that share a K/V head; split 0 ends with the new positions. The split that ends last adds up all `splits`; if
+    `together`, they wait for each other, and each adds up some of the columns, the same way. Tensors and numbers as in
+    _attention_queries_kernel."""
+    TYPE: tl.constexpr = tl.float32 if DOT_FP32 else k_ptr.dtype.element_ty
+    offs_c = tl.arange(0, COLUMNS)
+    offs_d = tl.arange(0, BLOCK_D)
+    offs_n = tl.arange(0, NEW)
+    query, member = offs_c // GROUP, offs_c % GROUP
+    k_ptr += head.to(tl.int64) * stride_kh
+    v_ptr += head.to(tl.int64) * stride_kh
+    k, v, seen, pages = tiles_ahead(
+        k_ptr, v_ptr, table_ptr, first, start, end, stride_kp, PAGE, D, BLOCK_D, BLOCK_T, AHEAD
+    )
+    if PDL:
+        gdc_wait()
+    row_ptr = qkv_ptr + request * QUERIES * stride_qkv
+    mask_c = query < count
+    q_ptrs = row_ptr + query * stride_qkv + (head * GROUP + member) * D
+    q = _rotated(q_ptrs, position + query, mask_c, cos_ptr, sin_ptr, q_norm_ptr, offs_d, eps, D, QK_NORM)
+    dot_q = tl.trans((q * (scale * LOG2E)).to(k_ptr.dtype.element_ty).to(TYPE))
+    mask_n = offs_n < tl.where(split == 0, count, 0)  # which has the new positions
+    new_ptrs = row_ptr + offs_n * stride_qkv + (KV_HEADS * GROUP + head) * D
+    new_k = _rotated(new_ptrs, position + offs_n, mask_n, cos_ptr, sin_ptr, k_norm_ptr, offs_d, eps, D, QK_NORM)
+    new_k = new_k.to(k_ptr.dtype.element_ty)
+    mask_new = mask_n[:, None] & (offs_d < D)[None, :]
+    new_v = tl.load(new_ptrs[:, None] + KV_HEADS * D + offs_d[None, :], mask=mask_new, other=0.0)
+    new_v = new_v.to(v_ptr.dtype.element_ty)
+
+    m, l, acc = attend_tiles(
+        dot_q, k, v, seen, pages, position + query - WINDOW + 1, k_ptr, v_ptr, table_ptr, position, first, end,
+        stride_kp, PAGE, D, BLOCK_D, BLOCK_T, COLUMNS, AHEAD, WINDOW > 0, k_ptr.dtype.element_ty, DOT_FP32,
+    )  # fmt: skip
+    if split == 0:
+        seen_new = (offs_n[:, None] <= query[None, :]) & mask_n[:, None]
+        if WINDOW > 0:
+            seen_new = seen_new & (offs_n[:, None] > query[None, :] - WINDOW)
+        s_new = tl.where(seen_new, tl.dot(new_k.to(TYPE), dot_q, input_precision="ieee"), EMPTY)
+        m_new = tl.maximum(m, tl.max(s_new, 0))
+        alpha = tl.exp2(m - m_new)
+        p_new = tl.where(seen_new, tl.exp2(s_new - m_new[None, :]), 0.0)
+        l = l * alpha + tl.sum(p_new, 0)
+        p_new = p_new.to(v_ptr.dtype.element_ty).to(TYPE)
+        acc = tl.dot(tl.trans(new_v.to(TYPE)), p_new, acc * alpha[None, :], input_precision="ieee")
+        m = m_new
+        new = position + offs_n
+        page = tl.load(table_ptr + new // PAGE, mask=mask_n, other=0).to(tl.int64)
+        write = (page * stride_kp + (new % PAGE) * D)[:, None] + offs_d[None, :]
+        tl.store(k_ptr + write, new_k, mask=mask_new)
+        tl.store(v_ptr + write, new_v, mask=mask_new)
+
+    if splits == 1:
+        out_ptrs = out_ptr + (request * QUERIES + query).to(tl.int64) * stride_om + (head * GROUP + member) * D
+        o = (acc / l[None, :]).to(out_ptr.dtype.element_ty)
+        tl.store(out_ptrs[None, :] + offs_d[:, None], o, mask=(offs_d < D)[:, None] & mask_c[None, :])
+    else:
+        base = (request * KV_HEADS + head).to(tl.int64) * (QUERIES * GROUP * MAX_SPLITS)
+        place = base + offs_c * MAX_SPLITS + split
+        mask_p = offs_c < QUERIES * GROUP
+        tl.store(
+            partial_ptr + place[None, :] * D + offs_d[:, None], acc, mask=(offs_d < D)[:, None] & mask_p[None, :]
+        )
+        tl.store(lse_ptr + place * 2, m, mask=mask_p)
+        tl.store(lse_ptr + place * 2 + 1, l, mask=mask_p)
+        tl.debug_barrier()
+        counter_ptr += request * KV_HEADS + head
+        arrived = tl.atomic_add(counter_ptr, 1)
+        there = tl.where(together, arrived + 1, splits)
+        while there < splits:
+            there = tl.atomic_add(counter_ptr, 0, sem="acquire")
+        tl.debug_barrier()
+        mine = tl.where(arrived == splits - 1, 0, QUERIES * GROUP)  # none but of the last
+        step = tl.where(together, splits, 1) * EACH
+        for column in range(tl.where(together, split * EACH, mine), QUERIES * GROUP, step):
+            o = _combined(
+                partial_ptr, lse_ptr, base + column * MAX_SPLITS, splits, EACH, D, BLOCK_D, EACH, MAX_SPLITS, COMBINE
+            )
+            offs_e = column + tl.arange(0, EACH)
+            rows = request * QUERIES + offs_e // GROUP
+            o_ptrs = out_ptr + rows.to(tl.int64) * stride_om + (head * GROUP + offs_e % GROUP) * D
+            mask_o = (offs_e // GROUP < count)[:, None] & (offs_d < D)[None, :]
+            tl.store(o_ptrs[:, None] + offs_d[None, :], o.to(out_ptr.dtype.element_ty), mask=mask_o)
+        left = splits + arrived
+        if together:
+            left = tl.atomic_add(counter_ptr, 1, sem="relaxed")
+        if left == 2 * splits - 1:  # nobody waits any more
+            tl.store(counter_ptr, 0)
+
+
+@triton.jit
+def _request(meta_ptr, page_table_ptr, request, stride_table, QUERIES: tl.constexpr):
+    """Of a request: how many of its rows run, the position of the first, and its page table."""
+    meta_ptr += request * (QUERIES * META_WIDTH)
+    position = tl.load(meta_ptr + POSITION)
+    table_ptr = page_table_ptr + tl.load(meta_ptr + SLOT) * stride_table
+    count = position * 0
+    for query in tl.static_range(QUERIES):
+        count += (tl.load(meta_ptr + query * META_WIDTH + STATUS) == RUN).to(tl.int32)
+    return count, position, table_ptr
+
+
+@triton.jit
 def _attention_queries_kernel(
     meta_ptr,
     page_table_ptr,
@@ -58,7 +205,7 @@ def _attention_queries_kernel(
     stride_table,
     stride_kp,
     stride_kh,
-    requests,
+    REQUESTS: tl.constexpr,
     QUERIES: tl.constexpr,
     BLOCK_M: tl.constexpr,
     NEW: tl.constexpr,
@@ -72,6 +219,8 @@ def _attention_queries_kernel(
     AHEAD: tl.constexpr,
     LEAST: tl.constexpr,
     SPLITS: tl.constexpr,
+    FEW: tl.constexpr,
+    TURNS: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
     COMBINE: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -82,132 +231,63 @@ def _attention_queries_kernel(
 ):
     """Attention of QUERIES rows of each request, at consecutive positions, over its cached positions and each other.
 
-    Arguments, and what they hold, as in _attention_rows_kernel with EARLY; rows
-    [r * QUERIES, (r + 1) * QUERIES) are a request's, of which the first ones run. Grid (requests * KV_HEADS * SPLITS,):
-    a request has as many splits as its length says, all requests' are counted out to the first programs, and those
-    behind leave at once: a loop over several would fill the registers with its addresses. The rows of a request are
-    attended to together: its K and V are read once, for QUERIES * GROUP columns. New keys and values are taken from
-    qkv, never from the cache, in a tile of their own, which split 0 ends with and writes. The last split of a head to
-    end combines; if TOGETHER, which wants all programs to run at once, those of a head wait for each other, and each
-    adds up some of the columns.
+    Arguments, and what they hold, as in _attention_kernel; rows [r * QUERIES, (r + 1) * QUERIES) are a request's, of
+    which the first ones run. They are attended to together: the request's K and V are read once, for QUERIES * GROUP
+    columns. New keys and values are taken from qkv, never from the cache, in a tile of their own. Splits of a request,
+    and the grid (KV_HEADS, REQUESTS * FEW + SPLITS - FEW), as in _attention_kernel, in splits of LEAST turns or more.
+    TOGETHER, where the first FEW of all requests run at once: if nobody has more, they add up together.
     """
-    TYPE: tl.constexpr = tl.float32 if DOT_FP32 else k_ptr.dtype.element_ty
-    pid = tl.program_id(0)
+    head = tl.program_id(0)
+    place = tl.program_id(1)
     if PDL:
         gdc_launch_dependents()
-    offs_m = tl.arange(0, BLOCK_M)
-    mask_m = offs_m < requests
-    state_ptrs = meta_ptr + offs_m * (QUERIES * META_WIDTH)
-    positions = tl.load(state_ptrs + POSITION, mask=mask_m, other=0)
-    slots = tl.load(state_ptrs + SLOT, mask=mask_m, other=0)
-    counts = positions * 0
-    for query in tl.static_range(QUERIES):
-        counts += (tl.load(state_ptrs + query * META_WIDTH + STATUS, mask=mask_m, other=-1) == RUN).to(tl.int32)
-    _, first_blocks, blocks = blocks_seen(positions, BLOCK_T, WINDOW)
-    per_splits = tl.maximum(tl.cdiv(blocks, SPLITS), LEAST)
-    active = tl.where(counts > 0, tl.maximum(tl.cdiv(blocks, per_splits), 1), 0)
-    ends = tl.cumsum(active, 0)
-    items = tl.sum(active, 0) * KV_HEADS
-    if pid >= items:
-        if PDL and pid == 0:
-            gdc_wait()  # the others need not: the grid ends after its predecessor as long as one of them waits
-        return
-    offs_c = tl.arange(0, COLUMNS)
-    offs_d = tl.arange(0, BLOCK_D)
-    offs_n = tl.arange(0, NEW)
-    query, member = offs_c // GROUP, offs_c % GROUP
-    unit, head = pid // KV_HEADS, pid % KV_HEADS
-    request = tl.sum((ends <= unit).to(tl.int32), 0)
-    splits, count = _pick(active, offs_m, request), _pick(counts, offs_m, request)
-    split = unit - _pick(ends, offs_m, request) + splits
-    position = _pick(positions, offs_m, request)
-    table_ptr = page_table_ptr + _pick(slots, offs_m, request) * stride_table
-    start = tl.maximum(position - WINDOW + 1, 0) if WINDOW > 0 else position * 0
-    per_split = _pick(per_splits, offs_m, request)
-    first = (_pick(first_blocks, offs_m, request) + split * per_split) * BLOCK_T
-    end = tl.minimum(first + per_split * BLOCK_T, position)
-    k_head, v_head = k_ptr + head.to(tl.int64) * stride_kh, v_ptr + head.to(tl.int64) * stride_kh
-    k, v, seen, pages = tiles_ahead(
-        k_head, v_head, table_ptr, first, start, end, stride_kp, PAGE, D, BLOCK_D, BLOCK_T, AHEAD
-    )
-    if PDL:
-        gdc_wait()
-    row_ptr = qkv_ptr + request * QUERIES * stride_qkv
-    mask_c = query < count
-    q_ptrs = row_ptr + query * stride_qkv + (head * GROUP + member) * D
-    q = _rotated(q_ptrs, position + query, mask_c, cos_ptr, sin_ptr, q_norm_ptr, offs_d, eps, D, QK_NORM)
-    dot_q = tl.trans((q * (scale * LOG2E)).to(k_ptr.dtype.element_ty).to(TYPE))
-    mask_n = offs_n < tl.where(split == 0, count, 0)  # which has the new positions
-    new_ptrs = row_ptr + offs_n * stride_qkv + (KV_HEADS * GROUP + head) * D
-    new_k = _rotated(new_ptrs, position + offs_n, mask_n, cos_ptr, sin_ptr, k_norm_ptr, offs_d, eps, D, QK_NORM)
-    new_k = new_k.to(k_ptr.dtype.element_ty)
-    mask_new = mask_n[:, None] & (offs_d < D)[None, :]
-    new_v = tl.load(new_ptrs[:, None] + KV_HEADS * D + offs_d[None, :], mask=mask_new, other=0.0)
-    new_v = new_v.to(v_ptr.dtype.element_ty)
-
-    m, l, acc = attend_tiles(
-        dot_q, k, v, seen, pages, position + query - WINDOW + 1, k_head, v_head, table_ptr, position, first, end,
-        stride_kp, PAGE, D, BLOCK_D, BLOCK_T, COLUMNS, AHEAD, WINDOW > 0, k_ptr.dtype.element_ty, DOT_FP32,
-    )  # fmt: skip
-    if split == 0:
-        seen_new = (offs_n[:, None] <= query[None, :]) & mask_n[:, None]
-        if WINDOW > 0:
-            seen_new = seen_new & (offs_n[:, None] > query[None, :] - WINDOW)
-        s_new = tl.where(seen_new, tl.dot(new_k.to(TYPE), dot_q, input_precision="ieee"), EMPTY)
-        m_new = tl.maximum(m, tl.max(s_new, 0))
-        alpha = tl.exp2(m - m_new)
-        p_new = tl.where(seen_new, tl.exp2(s_new - m_new[None, :]), 0.0)
-        l = l * alpha + tl.sum(p_new, 0)
-        p_new = p_new.to(v_ptr.dtype.element_ty).to(TYPE)
-        acc = tl.dot(tl.trans(new_v.to(TYPE)), p_new, acc * alpha[None, :], input_precision="ieee")
-        m = m_new
-        new = position + offs_n
-        page = tl.load(table_ptr + new // PAGE, mask=mask_n, other=0).to(tl.int64)
-        write = (page * stride_kp + (new % PAGE) * D)[:, None] + offs_d[None, :]
-        tl.store(k_head + write, new_k, mask=mask_new)
-        tl.store(v_head + write, new_v, mask=mask_new)
-
-    out_ptrs = out_ptr + (request * QUERIES + query).to(tl.int64) * stride_om + (head * GROUP + member) * D
-    if splits == 1:
-        o = (acc / l[None, :]).to(out_ptr.dtype.element_ty)
-        tl.store(out_ptrs[None, :] + offs_d[:, None], o, mask=(offs_d < D)[:, None] & mask_c[None, :])
+    together = TOGETHER
+    if SPLITS > FEW:
+        offs_m = tl.arange(0, BLOCK_M)
+        positions = tl.load(meta_ptr + offs_m * (QUERIES * META_WIDTH) + POSITION, mask=offs_m < REQUESTS, other=0)
+        _, _, all_blocks = blocks_seen(positions, BLOCK_T, WINDOW)
+        longest = _most_splits(tl.max(all_blocks, 0), SPLITS, FEW, TURNS)
+        together = TOGETHER and longest == FEW
+    if SPLITS == FEW or place < REQUESTS * FEW:
+        request, split = place % REQUESTS, place // REQUESTS
+        count, position, table_ptr = _request(meta_ptr, page_table_ptr, request, stride_table, QUERIES)
+        start, first_block, blocks = blocks_seen(position, BLOCK_T, WINDOW)
+        turns = tl.maximum(tl.cdiv(blocks, _most_splits(blocks, SPLITS, FEW, TURNS)), LEAST)
+        splits = tl.maximum(tl.cdiv(blocks, turns), 1)
+        if split >= splits:
+            return  # no wait: the grid ends after its predecessor as long as split 0, which always waits, does
+        if count == 0:
+            if PDL:
+                gdc_wait()
+            return
+        first = (first_block + split * turns) * BLOCK_T
+        end = tl.minimum(first + turns * BLOCK_T, position)
+        _attend_queries(
+            request, head, split, splits, together, count, position, table_ptr, start, first, end, qkv_ptr, q_norm_ptr,
+            k_norm_ptr, cos_ptr, sin_ptr, k_ptr, v_ptr, partial_ptr, lse_ptr, counter_ptr, out_ptr, scale, eps,
+            stride_qkv, stride_om, stride_kp, stride_kh, QUERIES, NEW, PAGE, KV_HEADS, GROUP, D, BLOCK_D, COLUMNS,
+            BLOCK_T, AHEAD, MAX_SPLITS, COMBINE, WINDOW, QK_NORM, PDL, DOT_FP32,
+        )  # fmt: skip
     else:
-        base = (request * KV_HEADS + head).to(tl.int64) * (QUERIES * GROUP * MAX_SPLITS)
-        place = base + offs_c * MAX_SPLITS + split
-        mask_p = offs_c < QUERIES * GROUP
-        tl.store(
-            partial_ptr + place[None, :] * D + offs_d[:, None], acc, mask=(offs_d < D)[:, None] & mask_p[None, :]
-        )
-        tl.store(lse_ptr + place * 2, m, mask=mask_p)
-        tl.store(lse_ptr + place * 2 + 1, l, mask=mask_p)
-        tl.debug_barrier()
-        counter = counter_ptr + request * KV_HEADS + head
-        arrived = tl.atomic_add(counter, 1)
-        if TOGETHER:
-            there = arrived + 1
-            while there < splits:
-                there = tl.atomic_add(counter, 0, sem="acquire")
-            tl.debug_barrier()
-            for column in range(split * EACH, QUERIES * GROUP, splits * EACH):
-                o = _combined(
-                    partial_ptr, lse_ptr, base + column * MAX_SPLITS, splits, EACH, D, BLOCK_D, EACH, MAX_SPLITS,
-                    COMBINE,
+        if longest == FEW:
+            return
+        before = 0  # splits beyond FEW of the requests before, which are dealt out to these programs in turn
+        for request in tl.range(0, REQUESTS, num_stages=1, disable_licm=True):
+            count, position, table_ptr = _request(meta_ptr, page_table_ptr, request, stride_table, QUERIES)
+            start, first_block, blocks = blocks_seen(position, BLOCK_T, WINDOW)
+            turns = tl.maximum(tl.cdiv(blocks, _most_splits(blocks, SPLITS, FEW, TURNS)), LEAST)
+            splits = tl.cdiv(blocks, turns)
+            split = FEW + (place + before) % (SPLITS - FEW)
+            before += tl.maximum(splits - FEW, 0)
+            if (split < splits) & (count > 0):
+                first = (first_block + split * turns) * BLOCK_T
+                end = tl.minimum(first + turns * BLOCK_T, position)
+                _attend_queries(
+                    request, head, split, splits, together, count, position, table_ptr, start, first, end, qkv_ptr,
+                    q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, k_ptr, v_ptr, partial_ptr, lse_ptr, counter_ptr, out_ptr,
+                    scale, eps, stride_qkv, stride_om, stride_kp, stride_kh, QUERIES, NEW, PAGE, KV_HEADS, GROUP, D,
+                    BLOCK_D, COLUMNS, BLOCK_T, AHEAD, MAX_SPLITS, COMBINE, WINDOW, QK_NORM, PDL, DOT_FP32,
                 )  # fmt: skip
-                offs_e = column + tl.arange(0, EACH)
-                rows = request * QUERIES + offs_e // GROUP
-                o_ptrs = out_ptr + rows.to(tl.int64) * stride_om + (head * GROUP + offs_e % GROUP) * D
-                mask_o = (offs_e // GROUP < count)[:, None] & (offs_d < D)[None, :]
-                tl.store(o_ptrs[:, None] + offs_d[None, :], o.to(out_ptr.dtype.element_ty), mask=mask_o)
-            if tl.atomic_add(counter, 1, sem="relaxed") == 2 * splits - 1:  # nobody waits any more
-                tl.store(counter, 0)
-        elif arrived == splits - 1:
-            tl.debug_barrier()
-            o = _combined(
-                partial_ptr, lse_ptr, base, splits, QUERIES * GROUP, D, BLOCK_D, COLUMNS, MAX_SPLITS, COMBINE
-            )
-            mask_o = mask_c[:, None] & (offs_d < D)[None, :]
-            tl.store(out_ptrs[:, None] + offs_d[None, :], o.to(out_ptr.dtype.element_ty), mask=mask_o)
-            tl.store(counter, 0)
 
 
 def attention_queries(
@@ -236,11 +316,11 @@ def attention_queries(
     queries, group = shape.queries, out.shape[1] // (kv_heads * head_dim)
     requests, columns = len(out) // queries, max(triton.next_power_of_2(queries * group), 8)
     spare = cos  # stands in for absent q/k norms
+    few = min(shape.few or shape.splits, shape.splits)
     assert queries <= NEW and len(out) == requests * queries
-    together = shape.together and not interpreted()  # where programs run one after the other
     assert shape.splits <= partial.shape[2], "more splits than partial has room for"
     assert shape.block_t % page == 0 or page % shape.block_t == 0, "a tile must be whole pages or a part of one"
-    _attention_queries_kernel[(requests * kv_heads * shape.splits,)](
+    _attention_queries_kernel[(kv_heads, requests * few + shape.splits - few)](
         meta,
         page_table,
         qkv,
@@ -275,11 +355,13 @@ def attention_queries(
         shape.ahead,
         shape.least,
         shape.splits,
+        few,
+        shape.turns,
         partial.shape[2],
-        combine_splits(EACH.value if together else columns, head_dim, shape),
+        combine_splits(EACH.value, head_dim, shape),
         window,
         q_norm is not None,
-        together,
+        shape.together and not interpreted(),  # where programs run one after the other
         pdl,
         interpreted(),
         **options(shape.num_warps, pdl),

@@ -284,14 +284,16 @@ def attention_rows_shape(config: ModelConfig, dtype: torch.dtype, rows: int) -> 
 def queries_shape(
     config: ModelConfig, requests: int, queries: int, capability: int, multiprocessors: int
 ) -> QueriesShape:
-    """Of `queries` rows of each of so many requests. A request alone has a program on each multiprocessor: all run at
-    once, so that each adds up a part."""
-    heads = requests * config.num_kv_heads
-    together = requests == 1 and capability == TUNED_FOR and heads <= multiprocessors
-    splits = share(multiprocessors if together else 2 * 132, heads)
+    """Of `queries` rows of each of so many requests, which share the multiprocessors if none is long: all programs run
+    at once, so that each adds up a part. A long one has as many more splits as if it were alone."""
+    heads = config.num_kv_heads
+    together = capability == TUNED_FOR and requests * heads <= multiprocessors
+    splits = share(multiprocessors, heads)
+    few = min(share(multiprocessors, requests * heads), splits)
     block_t = 64 if queries * (config.num_heads // config.num_kv_heads) <= 8 else 32
     ahead = 2 if capability >= 90 else 1  # more spills
-    return QueriesShape(queries, block_t, splits, ahead=ahead, together=together)
+    turns = 2048 // block_t
+    return QueriesShape(queries, block_t, splits, ahead=ahead, few=few, turns=turns, together=together)
 
 
 def fp8_kv_shape(

@@ -176,16 +176,18 @@ class AttentionRowsShape:
 
 @dataclass(frozen=True)
 class QueriesShape:
-    """Launch shape of attention of `queries` rows of each request, which are attended to together: items as in
-    AttentionRowsShape, at most `splits` for each K/V head of a request, each by a program of its own that loads `ahead`
-    tiles before the wait. together: all programs run at once, and those of a head add up its splits together."""
+    """Launch shape of attention of `queries` rows of each request, which are attended to together; fields as of
+    AttentionShape for a request, whose splits have `least` turns or more. together: where no request has more than
+    `few` splits, all programs run at once, and those of a head add up together."""
 
     queries: int
     block_t: int = 32
     splits: int = 32
     num_warps: int = 8
-    least: int = 2
     ahead: int = 1
+    few: int = 0
+    turns: int = 32
+    least: int = 2
     together: bool = False
 
 
