@@ -117,8 +117,8 @@ def add_benches(bench) -> None:
     guess = add("speculate", "passes that verify guesses, and the tokens that come out of one on real texts", runs=7)
     add_shape(guess, model=True)
     add_quantize(guess, kv_dtype=False)  # K/V in 8 bits are not verified
-    most = "at a time, a row each (1,2,4,8)"
-    guess.add_argument("--requests", type=row_counts, default=[1, 2, 4, 8], metavar="N,N", help=most)
+    most = "at a time, a row each (1,2,4,8,16)"
+    guess.add_argument("--requests", type=row_counts, default=[1, 2, 4, 8, 16], metavar="N,N", help=most)
     first = "tokens before the first pass (1024)"
     guess.add_argument("--context", type=positive, default=1024, metavar="N", help=first)
     guess.add_argument("--steps", type=positive, default=32, metavar="N", help="passes a run (32)")

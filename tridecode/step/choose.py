@@ -166,6 +166,8 @@ TUNED_ROWS = {
         (151936, 1024): HopperShape(128, 64, 8, 6, num_warps=8, programs=132, copier=1, registers=88),
     },
 }
+# Likewise, of any rows in the batch-invariant mode.
+TUNED_INVARIANT = {(6144, 2560): HopperShape(64, 128, 4, 4)}
 
 
 def few_rows_shape(N: int, K: int, rows: int, gated: bool, capability: int = TUNED_FOR) -> Shape:
@@ -214,6 +216,8 @@ def invariant_shapes(config: ModelConfig, dtype: torch.dtype, capability: int) -
 
 def invariant_products(N: int, K: int, op: str, capability: int) -> dict[int, Shape]:
     """Of one matrix, by rows."""
+    if capability == TUNED_FOR and (N, K) in TUNED_INVARIANT:
+        return dict.fromkeys((16, 32, 64), TUNED_INVARIANT[N, K])
     if capability == TUNED_FOR and (few := hopper_shape(N, K, op == "gate_up")):
         few, most = (few_rows_shape(N, K, rows, op == "gate_up", capability) for rows in (32, 64))
         if not isinstance(most, HopperShape):  # more of the rows' sums want more warps
