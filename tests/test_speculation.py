@@ -324,7 +324,7 @@ RESOLVED = [  # on a GPU, how passes run, beside what: what auto comes to, and w
     (True, dict(batch_invariant=True), (), "ngram", None),
     (True, dict(graph="none"), (), "off", None),
     (True, dict(attention="torch"), (), "off", None),
-    (True, dict(slots=16, graph_sizes=(16,)), (), "off", "at most 8 requests, and the smallest of graph_sizes is 16"),
+    (True, dict(slots=32, graph_sizes=(32,)), (), "off", "at most 16 requests, and the smallest of graph_sizes is 32"),
     (True, {}, ("fp8_kv",), "off", 'does not work beside kv_dtype="fp8"'),
     (True, {}, ("kv_offload",), "off", "does not work beside kv_offload"),
     (True, {}, ("kv_offload", "weights_offload"), "off", "does not work beside kv_offload or weights_offload"),
@@ -403,14 +403,14 @@ def test_weights_in_fewer_bits_verify_too():
 
 
 def test_sizes_that_leave_no_room_are_refused():
-    with pytest.raises(ParameterError, match='^speculate="ngram" .* at most 8 requests, .* graph_sizes is 16; use'):
-        Engine.load(speculate="ngram", slots=16, graph_sizes=(16,))
+    with pytest.raises(ParameterError, match='^speculate="ngram" .* at most 16 requests, .* graph_sizes is 32; use'):
+        Engine.load(speculate="ngram", slots=32, graph_sizes=(32,))
 
 
 def test_rows_by_requests():
-    assert [most_queries(requests) for requests in (1, 2, 3, 4, 5, 8, 9, 64)] == [8, 8, 8, 8, 4, 4, 2, 1]
+    assert [most_queries(requests) for requests in (1, 2, 3, 4, 5, 8, 9, 17)] == [8, 8, 8, 8, 4, 4, 2, 1]
     assert [best_queries(1, [wants]) for wants in (1, 2, 3, 4, 5, 8)] == [1, 2, 4, 4, 8, 8]
-    assert best_queries(4, [8] * 4) == 4 and best_queries(64, [8] * 64) == 1
+    assert best_queries(4, [8] * 4) == 8 and best_queries(64, [8] * 64) == 1
     assert best_queries(2, [1, 8]) == 8 and best_queries(1, [8], there=[1, 2]) == 2
 
 
@@ -419,7 +419,7 @@ def test_programs_that_wait_for_each_other_all_run_at_once(multiprocessors):
     """One on each multiprocessor at most: others would wait for programs that do not begin before they end."""
     alone = set()
     for config in PRESETS.values():
-        for requests, queries in ((1, 2), (1, 8), (2, 2), (8, 2)):
+        for requests, queries in ((1, 2), (1, 8), (2, 2), (8, 2), (16, 2)):
             shape = queries_shape(config, requests, queries, 90, multiprocessors)
             programs = requests * config.num_kv_heads * shape.few
             assert shape.queries == queries and (not shape.together or programs <= multiprocessors)
@@ -432,7 +432,7 @@ def test_one_request_that_repeats_itself_does_not_slow_seven_others():
     """A pass of two rows of each of eight costs a little more."""
     assert best_queries(8, [2] + [1] * 7) == 2 and best_queries(8, [2] * 4 + [1] * 4) == 2
     assert best_queries(8, [2] * 8) == 2 and best_queries(4, [4, 1, 1, 1]) == 4
-    assert [verify_rows(requests) for requests in (1, 2, 4, 64)] == [8, 16, 16, 16]
+    assert [verify_rows(requests) for requests in (1, 2, 4, 64)] == [8, 16, 32, 32]
 
 
 @pytest.mark.parametrize("kind, params", [("greedy", PARAMS["greedy"]), ("sample", PARAMS["penalties"])])
