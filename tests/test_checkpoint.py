@@ -340,7 +340,7 @@ def test_more_than_any_memory():
             "num_attention_heads": 4096,
             "head_dim": 256,
             "max_position_embeddings": 4096,
-            "vocab_size": 2**20 - 1,
+            "vocab_size": 2**20 - 2,
         }
     )
     with pytest.raises(DeviceError, match=r"cpu: the weights need \d{8,}\.\d+ GiB in bfloat16"):

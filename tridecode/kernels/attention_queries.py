@@ -77,6 +77,7 @@ def _attend_queries(
     AHEAD: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
     COMBINE: tl.constexpr,
+    COMBINE_ALL: tl.constexpr,
     WINDOW: tl.constexpr,
     QK_NORM: tl.constexpr,
     PDL: tl.constexpr,
@@ -84,8 +85,8 @@ def _attend_queries(
 ):
     """Attention of one split of a request's cached positions, [first, end), for its first `count` rows and the heads
     that share a K/V head; split 0 ends with the new positions. The split that ends last adds up all `splits`; if
-    `together`, they wait for each other, and each adds up some of the columns, the same way. Tensors and numbers as in
-    _attention_queries_kernel."""
+    `together`, and there are enough of them, they wait for each other, and each adds up some of the columns, the same
+    way. Tensors and numbers as in _attention_queries_kernel."""
     TYPE: tl.constexpr = tl.float32 if DOT_FP32 else k_ptr.dtype.element_ty
     offs_c = tl.arange(0, COLUMNS)
     offs_d = tl.arange(0, BLOCK_D)
@@ -149,26 +150,38 @@ def _attend_queries(
         tl.debug_barrier()
         counter_ptr += request * KV_HEADS + head
         arrived = tl.atomic_add(counter_ptr, 1)
-        there = tl.where(together, arrived + 1, splits)
-        while there < splits:
-            there = tl.atomic_add(counter_ptr, 0, sem="acquire")
-        tl.debug_barrier()
-        mine = tl.where(arrived == splits - 1, 0, QUERIES * GROUP)  # none but of the last
-        step = tl.where(together, splits, 1) * EACH
-        for column in range(tl.where(together, split * EACH, mine), QUERIES * GROUP, step):
-            o = _combined(
-                partial_ptr, lse_ptr, base + column * MAX_SPLITS, splits, EACH, D, BLOCK_D, EACH, MAX_SPLITS, COMBINE
-            )
-            offs_e = column + tl.arange(0, EACH)
-            rows = request * QUERIES + offs_e // GROUP
-            o_ptrs = out_ptr + rows.to(tl.int64) * stride_om + (head * GROUP + offs_e % GROUP) * D
-            mask_o = (offs_e // GROUP < count)[:, None] & (offs_d < D)[None, :]
-            tl.store(o_ptrs[:, None] + offs_d[None, :], o.to(out_ptr.dtype.element_ty), mask=mask_o)
-        left = splits + arrived
-        if together:
-            left = tl.atomic_add(counter_ptr, 1, sem="relaxed")
-        if left == 2 * splits - 1:  # nobody waits any more
-            tl.store(counter_ptr, 0)
+        if splits * EACH * 2 < QUERIES * GROUP:  # so few would take their columns in more than two turns
+            if arrived == splits - 1:
+                tl.debug_barrier()
+                o = _combined(
+                    partial_ptr, lse_ptr, base, splits, QUERIES * GROUP, D, BLOCK_D, COLUMNS, MAX_SPLITS, COMBINE_ALL
+                )
+                out_ptrs = out_ptr + (request * QUERIES + query).to(tl.int64) * stride_om + (head * GROUP + member) * D
+                mask_o = mask_c[:, None] & (offs_d < D)[None, :]
+                tl.store(out_ptrs[:, None] + offs_d[None, :], o.to(out_ptr.dtype.element_ty), mask=mask_o)
+                tl.store(counter_ptr, 0)
+        else:
+            there = tl.where(together, arrived + 1, splits)
+            while there < splits:
+                there = tl.atomic_add(counter_ptr, 0, sem="acquire")
+            tl.debug_barrier()
+            mine = tl.where(arrived == splits - 1, 0, QUERIES * GROUP)  # none but of the last
+            step = tl.where(together, splits, 1) * EACH
+            for column in range(tl.where(together, split * EACH, mine), QUERIES * GROUP, step):
+                o = _combined(
+                    partial_ptr, lse_ptr, base + column * MAX_SPLITS, splits, EACH, D, BLOCK_D, EACH, MAX_SPLITS,
+                    COMBINE,
+                )  # fmt: skip
+                offs_e = column + tl.arange(0, EACH)
+                rows = request * QUERIES + offs_e // GROUP
+                o_ptrs = out_ptr + rows.to(tl.int64) * stride_om + (head * GROUP + offs_e % GROUP) * D
+                mask_o = (offs_e // GROUP < count)[:, None] & (offs_d < D)[None, :]
+                tl.store(o_ptrs[:, None] + offs_d[None, :], o.to(out_ptr.dtype.element_ty), mask=mask_o)
+            left = splits + arrived
+            if together:
+                left = tl.atomic_add(counter_ptr, 1, sem="relaxed")
+            if left == 2 * splits - 1:  # nobody waits any more
+                tl.store(counter_ptr, 0)
 
 
 @triton.jit
@@ -223,6 +236,7 @@ def _attention_queries_kernel(
     TURNS: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
     COMBINE: tl.constexpr,
+    COMBINE_ALL: tl.constexpr,
     WINDOW: tl.constexpr,
     QK_NORM: tl.constexpr,
     TOGETHER: tl.constexpr,
@@ -266,7 +280,7 @@ def _attention_queries_kernel(
             request, head, split, splits, together, count, position, table_ptr, start, first, end, qkv_ptr, q_norm_ptr,
             k_norm_ptr, cos_ptr, sin_ptr, k_ptr, v_ptr, partial_ptr, lse_ptr, counter_ptr, out_ptr, scale, eps,
             stride_qkv, stride_om, stride_kp, stride_kh, QUERIES, NEW, PAGE, KV_HEADS, GROUP, D, BLOCK_D, COLUMNS,
-            BLOCK_T, AHEAD, MAX_SPLITS, COMBINE, WINDOW, QK_NORM, PDL, DOT_FP32,
+            BLOCK_T, AHEAD, MAX_SPLITS, COMBINE, COMBINE_ALL, WINDOW, QK_NORM, PDL, DOT_FP32,
         )  # fmt: skip
     else:
         if longest == FEW:
@@ -286,7 +300,7 @@ def _attention_queries_kernel(
                     request, head, split, splits, together, count, position, table_ptr, start, first, end, qkv_ptr,
                     q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, k_ptr, v_ptr, partial_ptr, lse_ptr, counter_ptr, out_ptr,
                     scale, eps, stride_qkv, stride_om, stride_kp, stride_kh, QUERIES, NEW, PAGE, KV_HEADS, GROUP, D,
-                    BLOCK_D, COLUMNS, BLOCK_T, AHEAD, MAX_SPLITS, COMBINE, WINDOW, QK_NORM, PDL, DOT_FP32,
+                    BLOCK_D, COLUMNS, BLOCK_T, AHEAD, MAX_SPLITS, COMBINE, COMBINE_ALL, WINDOW, QK_NORM, PDL, DOT_FP32,
                 )  # fmt: skip
 
 
@@ -359,12 +373,13 @@ def attention_queries(
         shape.turns,
         partial.shape[2],
         combine_splits(EACH.value, head_dim, shape),
+        combine_splits(columns, head_dim, shape),
         window,
         q_norm is not None,
         shape.together and not interpreted(),  # where programs run one after the other
         pdl,
         interpreted(),
-        **options(shape.num_warps, pdl),
+        **options(shape.num_warps, pdl, shape.registers),
     )
 
 

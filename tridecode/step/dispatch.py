@@ -15,8 +15,8 @@ QUERIES = (1, 2, 4, 8)  # rows of a request in the captured decode passes: the n
 # By requests: what a pass of 1, 2, 4, 8 rows of each costs over one of one. Of Qwen3-4B on an H200 at a context of
 # 1,024 (docs/speculation.md).
 COSTS = {
-    1: (1.0, 1.12, 1.16, 1.22), 2: (1.0, 1.03, 1.09, 1.13), 4: (1.0, 1.04, 1.12, 1.3), 8: (1.0, 1.06, 1.3),
-    16: (1.0, 1.3),
+    1: (1.0, 1.12, 1.16, 1.22), 2: (1.0, 1.03, 1.08, 1.14), 4: (1.0, 1.04, 1.10, 1.24), 8: (1.0, 1.07, 1.19),
+    16: (1.0, 1.11),
 }  # fmt: skip
 RIGHT = 0.75  # of the guesses that a request is trusted with
 # Mode -> how a pass with chunks of prompts in it runs, and how a decode pass does.

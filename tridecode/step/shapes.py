@@ -189,6 +189,7 @@ class QueriesShape:
     turns: int = 32
     least: int = 2
     together: bool = False
+    registers: int = 0
 
 
 @dataclass(frozen=True)
