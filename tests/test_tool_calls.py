@@ -1,6 +1,7 @@
 """Tool calls in text: read the same however the text is cut, told to models by their templates, and enforced."""
 
 import json
+import time
 
 import pytest
 from hypothesis import given, settings
@@ -164,6 +165,9 @@ ANY = {
     "const": ({"const": True}, {"True": True}),
     "ref": ({"$ref": "#/$defs/Size"}, {"3": 3}),
     "circle": ({"$ref": "#/$defs/Circle"}, {"3": "3"}),
+    "wide": ({"$ref": "#/$defs/Wide"}, {"3": 3}),
+    "root": ({"$ref": "#"}, {'{"x": 3}': {"x": 3}}),
+    "anchor": ({"$ref": "#Size"}, {"3": "3"}),
     "text_or_none": ({"type": ["string", "null"]}, {"5": "5", "true": "true", "null": None}),
     "number": ({"type": "number"}, {"1.5": 1.5, "NaN": "NaN", "1e999": "1e999"}),
     "nothing": ({}, {"5": "5"}),
@@ -173,10 +177,13 @@ ANY = {
 
 @pytest.mark.parametrize("schema, values", ANY.values(), ids=ANY)
 def test_arguments_in_xml_have_the_types_of_their_schemas(schema, values):
-    defs = {"Size": {"type": "integer"}, "Circle": {"$ref": "#/$defs/Circle"}}
+    wide = [*({"$ref": "#/$defs/Wide"} for _ in range(100)), {"$ref": "#/$defs/Size"}]  # of itself, again and again
+    defs = {"Size": {"type": "integer"}, "Circle": {"$ref": "#/$defs/Circle"}, "Wide": {"anyOf": wide}}
     for written, value in values.items():
-        machine = XmlCalls({"f": {"properties": {"x": schema}, "$defs": defs}})
+        machine = XmlCalls({"f": {"type": "object", "properties": {"x": schema}, "$defs": defs}})
+        begun = time.monotonic()
         machine.feed(f"<tool_call><function=f><parameter=x>{written}</parameter></function></tool_call>")
+        assert time.monotonic() - begun < 1
         assert json.loads(machine.calls[0].arguments) == {"x": value} and not machine.calls[0].broken
 
 

@@ -59,19 +59,22 @@ def text_of(written: str) -> str | None:
     return json.loads(written) if is_json(written, str) else None
 
 
-def kinds_of(schema, root: dict, depth: int = 8) -> set[str]:
-    """The types that a JSON schema within `root` allows, as far as it says so. Deeper than `depth` it is not read."""
-    if not isinstance(schema, dict) or not depth:
-        return set()
-    if "type" in schema:
-        return {kind for kind in _listed(schema["type"]) if isinstance(kind, str)}
-    values = [*_listed(schema.get("enum", [])), *([schema["const"]] if "const" in schema else [])]
-    kinds = {TYPES.get(type(value), "number") for value in values}
-    for name in ("anyOf", "oneOf", "allOf"):
-        for part in _listed(schema.get(name, [])):
-            kinds |= kinds_of(part, root, depth - 1)
-    if isinstance(path := schema.get("$ref"), str):
-        kinds |= kinds_of(_pointed(path, root), root, depth - 1)
+def kinds_of(schema, root: dict) -> set[str]:
+    """The types that a JSON schema within `root` allows, as far as it says so."""
+    kinds, seen, left = set(), set(), [schema]  # each part once: they may refer to one another
+    while left:
+        part = left.pop()
+        if not isinstance(part, dict) or id(part) in seen:
+            continue
+        seen.add(id(part))
+        if "type" in part:
+            kinds |= {kind for kind in _listed(part["type"]) if isinstance(kind, str)}
+            continue
+        values = [*_listed(part.get("enum", [])), *([part["const"]] if "const" in part else [])]
+        kinds |= {TYPES.get(type(value), "number") for value in values}
+        for name in ("anyOf", "oneOf", "allOf"):
+            left += _listed(part.get(name, []))
+        left.append(_pointed(part.get("$ref"), root))
     return kinds
 
 
@@ -79,10 +82,11 @@ def _listed(value) -> list:
     return value if isinstance(value, list) else [value]
 
 
-def _pointed(path: str, root: dict):
-    """What a reference like #/$defs/name stands for, None for another one."""
-    found = root
-    for name in path.removeprefix("#/").split("/") if path.startswith("#/") else ["#"]:
+def _pointed(path, root: dict):
+    """What a reference like # or #/$defs/name stands for, None for another one."""
+    first, *names = path.split("/") if isinstance(path, str) else [None]
+    found = root if first == "#" else None
+    for name in names:
         found = found.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(found, dict) else None
     return found
 
