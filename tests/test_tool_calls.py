@@ -344,6 +344,7 @@ REFUSED = {
     "a_choice_of_another": ([PING], {"type": "function", "function": {"name": "pong"}}, '"pong" is none of the tools'),
     "an_allowed_name_alone": ([PING], allowed("ping"), 'allowed_tools.tools[0]: expected {"type": "function"'),
     "an_allowed_function_without_a_name": ([PING], allowed(PING, {"type": "function"}), "allowed_tools.tools[1]"),
+    "an_allowed_tool_of_no_kind": ([PING], allowed({"type": ["function"]}), "allowed_tools.tools[0]"),
     "a_choice_of_nothing": ([], "required", "there are no tools"),
 }  # fmt: skip
 

@@ -163,7 +163,8 @@ def chosen(functions: list[Function], choice, parallel: bool) -> Tools:
             "type": "allowed_tools", "mode": "auto" | "required" as mode, "tools": list(tools),
         }:  # fmt: skip
             for i, tool in enumerate(tools):
-                other = isinstance(tool, dict) and tool.get("type") not in (None, "function")
+                kind = tool.get("type") if isinstance(tool, dict) else None
+                other = isinstance(kind, str) and kind != "function"  # which is left out
                 if not other and _named(tool) is None:
                     place, form = f"tool_choice: allowed_tools.tools[{i}]", '{"type": "function", ...} with a name'
                     raise refusal(f"{place}: expected {form}, got {as_json(tool)}", "tool_choice")
