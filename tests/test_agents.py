@@ -156,6 +156,20 @@ def test_a_malformed_call_comes_back_as_text(client, claude, arguments):
     assert claude.messages.create(**asked).stop_reason == "end_turn"
 
 
+def test_a_stream_whose_only_call_is_malformed_does_not_end_as_one_with_calls(served):
+    good, broken = (
+        f'<tool_call>{{"name": "get_weather", "arguments": {{"city": {city}}}}}</tool_call>' for city in ('"x"', "NaN")
+    )
+    for text, ends in ((broken, ("stop", "end_turn")), (broken + good, ("tool_calls", "tool_use"))):
+        asked = {"model": "m", "messages": CHAT, "max_tokens": 200} | saying(text)
+        with served.stream(asked | {"tools": [CHAT_TOOL]}, "/v1/chat/completions") as got:
+            chunks = events(got.iter_lines())
+        assert chunks[-2]["choices"][0]["finish_reason"] == ends[0]
+        with served.stream(asked | {"tools": [BLOCK_TOOL]}, "/v1/messages") as got:
+            chunks = events(got.iter_lines())
+        assert chunks[-3]["delta"]["stop_reason"] == ends[1]  # before the last event and its name
+
+
 def test_a_schema_that_cannot_be_enforced_is_refused_by_name(client):
     tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "not": {}}}}
     with pytest.raises(openai.BadRequestError, match='tools: Unimplemented keys: ."not'):

@@ -52,8 +52,8 @@ class Choice:
 
     @property
     def called(self) -> bool:
-        """Whether it has calls."""
-        return bool(self._machine and self._machine.calls)
+        """Whether it has calls that came to a good end."""
+        return bool(self._machine) and any(not call.broken for call in self._machine.calls)
 
     def echo_logprobs(self, prompt: Sequence[int], scores: list[Piece]) -> None:
         """Begin with the prompt's own: of its first token nothing is known, of the others what `scores` say."""
