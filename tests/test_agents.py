@@ -151,7 +151,7 @@ def test_a_malformed_call_comes_back_as_text(client, claude, arguments):
     asked = {"model": "m", "messages": CHAT, "tools": [CHAT_TOOL], "extra_body": saying(broken)}
     got = client.chat.completions.create(**asked).choices[0]
     assert got.message.tool_calls is None and got.finish_reason == "stop"
-    assert got.message.content == broken.replace("\n<tool_call>", "<tool_call>", 1)
+    assert got.message.content == broken
     asked = {"model": "m", "messages": CHAT, "tools": [BLOCK_TOOL], "max_tokens": 99, "extra_body": saying(broken)}
     assert claude.messages.create(**asked).stop_reason == "end_turn"
 

@@ -2,13 +2,16 @@
 
 import json
 import time
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tridecode.grammar import Grammars
+from tridecode.results import Piece
 from tridecode.sampling import SamplingParams
+from tridecode.server.choice import Choice
 from tridecode.server.errors import ApiError
 from tridecode.server.form import Structure, held_to, thinking_off
 from tridecode.server.tools.asked import as_text, openai_tools, with_objects, with_short_ids
@@ -142,20 +145,42 @@ def test_calls_are_read_the_same_wherever_the_text_is_cut(name):
     assert read(machine, text) == (events, good)
 
 
+def whole(machine, text) -> str:
+    """The text of an answer that is not streamed."""
+    tokenizer = SimpleNamespace(detokenizer=lambda before: None)
+    choice = Choice(tokenizer, None, tools=SimpleNamespace(machine=lambda _: machine(TYPES), special=lambda _: {}))
+    return choice.settle(choice.add([Piece(None, text, finish_reason="stop")])).text(TEXT)
+
+
+BROKEN = '{"name": "f", "arguments": {"a": NaN}}'
+LOST = {
+    "tagged": (TaggedCalls, f"Well. \n<tool_call>{BROKEN}</tool_call>\n<tool_call>{BROKEN}</tool_call>\n"),
+    "list": (MistralCalls, f"Well.\n[TOOL_CALLS] [{BROKEN} , {BROKEN} ]\n"),
+    "name": (MistralCalls, '\n[TOOL_CALLS]f{"a": NaN} [TOOL_CALLS]f{"a": NaN}'),
+    "bare": (BareCalls, f"\n{BROKEN}; {BROKEN};\n".replace("arguments", "parameters")),
+    "xml": (XmlCalls, "Well.\n<tool_call>\n<function=f>\n<parameter=a>"),
+}
+
+
+@pytest.mark.parametrize("machine, text", LOST.values(), ids=LOST)
+def test_an_answer_whose_calls_are_all_malformed_is_the_text_that_it_was(machine, text):
+    assert whole(machine, text) == text
+
+
 @pytest.mark.parametrize("machine", [TaggedCalls, BareCalls, MistralCalls, XmlCalls])
 @settings(max_examples=150, deadline=None)
 @given(st.lists(st.sampled_from([
     "<tool_call>", "</tool_call>", '{"name": "f", ', '"arguments": ', '"parameters": ', "{}", "}", "{", '"', "\\", " ",
     "\n", "x", "[TOOL_CALLS]", "[", "]", ", ", "f", "[ARGS]", "<function=f>", "<parameter=a>", "</parameter>",
-    "</function>", "<|python_tag|>", ";", "5",
+    "</function>", "<|python_tag|>", ";", "5", '{"a": NaN}',
 ]), max_size=14), st.randoms())  # fmt: skip
 def test_nothing_is_lost_nor_depends_on_the_cuts(machine, words, random):
     text = "".join(words)
-    whole, good = read(machine, [text])
+    found, good = read(machine, [text])
     cuts = sorted(random.randrange(len(text) + 1) for _ in range(3))
-    assert read(machine, [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)])]) == (whole, good)
-    if not good:  # no call: the text as it was
-        assert "".join(part for _, part in whole) == text
+    assert read(machine, [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)])]) == (found, good)
+    if not any(good):  # no call: the text as it was
+        assert whole(machine, text) == text
 
 
 ANY = {

@@ -18,7 +18,8 @@ Event = tuple[str, str]
 
 @dataclass
 class Call:
-    """One that was begun. raw: the text that it was read from."""
+    """One that was begun. raw: the text that it was read from, with white space before it and what parts it from
+    others."""
 
     name: str
     arguments: str = ""
@@ -70,14 +71,17 @@ class Machine:
                 joined.append((kind, text))
         return joined
 
+    def _behind(self, text: str) -> str:
+        """What is kept of a text that comes next: of one behind a call not its white space."""
+        return text.lstrip() if self.calls and not self._begun_since and not self.calls[-1].broken else text
+
     def _say(self, text: str) -> None:
-        if self.calls and not self._begun_since and not self.calls[-1].broken:
-            text = text.lstrip()
+        text = self._behind(text)
         self._begun_since = self._begun_since or bool(text)
         self._events.append((TEXT, text))
 
     def _call(self, name: str) -> None:
-        self._lead = ""
+        self._raw, self._lead = self._behind(self._lead) + self._raw, ""
         self.calls.append(Call(name))
         self._begun_since = False
         self._events.append((NAME, name))
@@ -283,7 +287,7 @@ class MistralCalls(JsonCalls):
     @property
     def _in_object(self) -> bool:
         """Whether the arguments stand in an object with their name."""
-        return self._listed or self._raw.removeprefix(self.opens[0]).lstrip().startswith("{")
+        return self._listed or self._raw.lstrip().removeprefix(self.opens[0]).lstrip().startswith("{")
 
     def _tail(self) -> bool:
         if not self._listed:
@@ -291,13 +295,10 @@ class MistralCalls(JsonCalls):
         held = self._held.lstrip()
         if not held:
             return False
+        self._listed = held[0] == ","
+        self._take(len(self._held) - len(held) + (held[0] in ",]"))
         self._close(self._raw)
-        self._raw = ""
-        if held[0] == ",":
-            self._held = held[1:]
-            self._state = self._head
-        else:
-            self._held, self._listed, self._state = held.removeprefix("]"), False, self._text
+        self._raw, self._state = "", self._head if self._listed else self._text
         return True
 
     def _end(self) -> None:
