@@ -26,39 +26,27 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-from triton.language.core import _aggregate, base_value
 
 from .common import META_WIDTH, RUN, STATUS, gdc_launch_dependents, gdc_wait, options
 from .gate_up import gate_up_bytes, gate_up_ref
+from .matmul_hopper_parts import (
+    COLUMNS,
+    COPIER_REGISTERS,
+    barrier,
+    barriers,
+    copy_first_rows,
+    copy_next,
+    copy_weights,
+    record,
+)
 from .matvec import matvec_bytes, matvec_normed_ref, matvec_residual_ref
 from .op import Op
 
-COLUMNS = gl.constexpr(64)  # that lie side by side in shared memory, 128 bytes; the next ones behind all rows of those
 LEAST_ROWS = 16  # of a tile of the activations
-COPIER_REGISTERS = gl.constexpr(24)
-# Names that Triton has changed, 3.9's first.
-_copy = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-_view = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
-_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
-
-
-def record(names: str):
-    """A class of values that go from function to function as one; it is made of them in the order of their names."""
-
-    def init(self, *values):
-        for name, value in zip(names.split(), values, strict=True):
-            setattr(self, name, value)
-
-    init.__triton_builtin__ = True
-    types = dict.fromkeys(names.split(), base_value)
-    return _aggregate(type("_Record", (), {"__init__": init, "__annotations__": types}))
-
-
 # What a program has: the arguments of the kernel, then its rings [stages, rows, columns] and their barriers, one a
 # stage: w_full and x_full say that a tile has come (one for both where both have as many stages), free, with a copier,
 # that it has been multiplied. tiles: along the rows, of all programs; begin, n: the first one along the columns, and so
@@ -88,64 +76,6 @@ def _sums_layout(block_m, block_n, warps):
 
 
 @gluon.jit
-def barriers(STAGES: gl.constexpr):
-    found = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(found.index(i), count=1)
-    return found
-
-
-@gluon.jit
-def _copy_weights(w, c):
-    """Tile c of the weights into its stage, which also waits for that of the activations where both have as many. In
-    shared memory a tile lies 64 columns at a time, GATED the gate's rows of these, then those of up."""
-    HALVES: gl.constexpr = 2 if w.GATED else 1
-    ROWS: gl.constexpr = w.BLOCK_N // HALVES
-    PIECES: gl.constexpr = w.BLOCK_K // COLUMNS
-    X_ROWS: gl.constexpr = w.BLOCK_M if w.STAGES == w.X_STAGES else 0
-    stage = c % w.STAGES
-    if w.PERSISTENT:
-        row, column = (w.pid + c // w.n * gl.num_programs(0)) * ROWS, c % w.n * w.BLOCK_K
-    else:
-        row, column = w.pid % w.tiles * ROWS, (w.begin + c) * w.BLOCK_K
-    mbarrier.expect(w.w_full.index(stage), (ROWS * HALVES + X_ROWS) * w.BLOCK_K * 2)
-    parts = _view(w.w_ring.index(stage), w.w_ring.dtype, [PIECES * HALVES, ROWS, COLUMNS], w.weight_desc.layout)
-    for x in gl.static_range(PIECES):
-        for half in gl.static_range(HALVES):
-            place = [row + half * w.N, column + x * COLUMNS]
-            _copy(w.weight_desc, place, w.w_full.index(stage), parts.index(x * HALVES + half))
-
-
-@gluon.jit
-def _copy_rows(w, c):
-    """Tile c of the activations into its stage."""
-    PIECES: gl.constexpr = w.BLOCK_K // COLUMNS
-    stage = c % w.X_STAGES
-    column = (c % w.n if w.PERSISTENT else w.begin + c) * w.BLOCK_K
-    if w.STAGES != w.X_STAGES:
-        mbarrier.expect(w.x_full.index(stage), w.BLOCK_M * w.BLOCK_K * 2)
-    parts = _view(w.x_ring.index(stage), w.x_ring.dtype, [PIECES, w.BLOCK_M, COLUMNS], w.x_desc.layout)
-    for x in gl.static_range(PIECES):
-        _copy(w.x_desc, [0, column + x * COLUMNS], w.x_full.index(stage), parts.index(x))
-
-
-@gluon.jit
-def _copy_first_rows(w):
-    for c in gl.static_range(w.X_STAGES):
-        if c < w.total:
-            _copy_rows(w, c)
-
-
-@gluon.jit
-def _copy_next(w, c):
-    """The tiles that come into the places of tile c, if there are such."""
-    if c + w.STAGES < w.total:
-        _copy_weights(w, c + w.STAGES)
-    if c + w.X_STAGES < w.total:
-        _copy_rows(w, c + w.X_STAGES)
-
-
-@gluon.jit
 def _sums(w, first, ACC_L: gl.constexpr):
     """The products of an item's tiles, from `first` on, added up: [BLOCK_N, BLOCK_M] fp32."""
     acc = gl.zeros([w.BLOCK_N, w.BLOCK_M], gl.float32, ACC_L)
@@ -160,9 +90,9 @@ def _sums(w, first, ACC_L: gl.constexpr):
             if c >= w.LAG:
                 mbarrier.arrive(w.free.index((c - w.LAG) % w.STAGES), count=1)
         else:
-            _barrier()  # all warps are done with that tile
+            barrier()  # all warps are done with that tile
             if c >= w.LAG:
-                _copy_next(w, c - w.LAG)
+                copy_next(w, c - w.LAG)
     return warpgroup_mma_wait(0, deps=[acc])
 
 
@@ -197,9 +127,9 @@ def _end(w, acc, tile, partials, ACC_L: gl.constexpr):
         sums_m = gl.arange(0, w.BLOCK_M, gl.SliceLayout(0, ACC_L))[None, :]
         to = w.sums_ptr + (w.pid * w.rows + sums_m) * w.BLOCK_N
         gl.store(to + gl.arange(0, w.BLOCK_N, gl.SliceLayout(1, ACC_L))[:, None], acc, mask=sums_m < w.rows)
-        _barrier()
+        barrier()
         last = gl.atomic_add(w.counter_ptr + tile, 1) == w.SPLIT - 1
-        _barrier()
+        barrier()
     if last:
         in_tile = gl.arange(0, OUT_N, gl.SliceLayout(1, OUT_L))
         offs_n = tile * OUT_N + in_tile
@@ -265,11 +195,11 @@ def _copy_all(w):
     some = _some_run(w, 1)
     if w.PDL:
         gdc_wait()
-    _copy_first_rows(w)
+    copy_first_rows(w)
     if some != 0:
         for c in range(w.total - min(w.STAGES, w.X_STAGES)):  # no tile follows into the other places
             mbarrier.wait(w.free.index(c % w.STAGES), c // w.STAGES & 1)
-            _copy_next(w, c)
+            copy_next(w, c)
 
 
 @gluon.jit
@@ -280,7 +210,7 @@ def _multiply(w):
     if w.PDL:
         gdc_wait()
     if not w.COPIER:
-        _copy_first_rows(w)
+        copy_first_rows(w)
     if some == 0:  # what is on its way must have come before this memory is another program's
         for c in gl.static_range(w.STAGES):
             if c < w.total:
@@ -323,7 +253,7 @@ def _matmul_hopper_kernel(
     x_full = barriers(X_STAGES) if STAGES != X_STAGES else w_full
     free = barriers(STAGES) if COPIER else w_full
     fence_async_shared()
-    _barrier()
+    barrier()
     pid = gl.program_id(0)
     tiles = (N + OUT_N - 1) // OUT_N
     chunks = (K + BLOCK_K - 1) // BLOCK_K
@@ -339,7 +269,7 @@ def _matmul_hopper_kernel(
     )  # fmt: skip
     for c in gl.static_range(STAGES):
         if c < w.total:
-            _copy_weights(w, c)
+            copy_weights(w, c)
     if COPIER:
         gl.warp_specialize([(_multiply, (w,)), (_copy_all, (w,))], [1], [COPIER_REGISTERS])
     else:

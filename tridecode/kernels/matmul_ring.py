@@ -14,13 +14,13 @@ Dependent launch: no kernel that may still run writes weights, so the whole ring
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .bits import factor
 from .common import META_WIDTH, RUN, STATUS, gdc_launch_dependents, gdc_wait, options
 from .gate_up import gate_up_bytes, gate_up_ref
-from .matmul_hopper import COPIER_REGISTERS, barriers, record
+from .matmul_hopper_parts import COPIER_REGISTERS, barrier, barriers, copy, record, view
 from .matmul_ring_parts import (
     WORDS,
     add_tile,
@@ -37,11 +37,6 @@ from .matmul_ring_parts import (
 )
 from .matvec import matvec_bytes, matvec_normed_ref, matvec_residual_ref
 from .op import Op
-
-# Names that Triton has changed, 3.9's first.
-_copy = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-_view = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
-_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 
 @gluon.constexpr_function
@@ -76,7 +71,7 @@ def _copy_stage(w, c):
     mbarrier.expect(w.full.index(stage), w.STAGE_TILES * w.WARPS * 1024)
     for i in gl.static_range(w.STAGE_TILES):
         place = [pair + i * (w.WARPS // 2), 0, row, 0]
-        _copy(w.weight_desc, place, w.full.index(stage), w.ring[i].index(stage))
+        copy(w.weight_desc, place, w.full.index(stage), w.ring[i].index(stage))
 
 
 @gluon.jit
@@ -134,13 +129,13 @@ def _block_sums(w, turn, x, off, scales, L: gl.constexpr):
         tiles = ()
         for i in gl.static_range(w.STAGE_TILES):
             if s * w.STAGE_TILES + i < w.TILES:
-                piece = _view(w.ring[i].index(stage), gl.int32, [8 * w.WARPS, WORDS], FLAT_L)
+                piece = view(w.ring[i].index(stage), gl.int32, [8 * w.WARPS, WORDS], FLAT_L)
                 tiles += (load_words(piece, w.WARPS),)
         if TURNS or w.OF_BLOCK > w.STAGES:  # as soon as all warps have it
             if w.COPIER:
                 mbarrier.arrive(w.free.index(stage), count=1)
             else:
-                _barrier()
+                barrier()
                 if at + w.STAGES < w.total:
                     _copy_stage(w, at + w.STAGES)
         for i in gl.static_range(w.STAGE_TILES):
@@ -286,7 +281,7 @@ def _matmul_ring_kernel(
     full = barriers(STAGES)
     free = barriers(STAGES) if COPIER else full
     fence_async_shared()
-    _barrier()
+    barrier()
     turns = (BLOCKS - gl.program_id(0) + PROGRAMS - 1) // PROGRAMS if BLOCKS > PROGRAMS else 1
     w = _Work(
         meta_ptr, x_ptr, weight_desc, scale_ptr, bias_ptr, out_ptr, norm_ptr, normed_ptr, sumsq_ptr, eps, stride_xm,
