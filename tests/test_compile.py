@@ -36,7 +36,7 @@ FEW = [
     (("qwen3-4b", "llama-3.2-1b", "qwen2.5-0.5b", *ODD, FEW_BITS, "qwen3-4b_kv8"), (80, 90)),
     (("qwen3-4b", FEW_BITS), (86, 89, 100, 120)),
 ]
-MORE = (FEW_BITS, "qwen3-4b_fp8", "qwen3-4b_kv8")
+MORE = (FEW_BITS, "qwen3-4b_int4", "qwen3-4b_fp8", "qwen3-4b_kv8")
 ALL = [((*PRESETS, *ODD, *MORE), (arch,)) for arch in (80, 86, 89, 90, 100, 120)]
 CASES = ALL if CUDA else FEW
 

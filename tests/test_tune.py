@@ -320,15 +320,29 @@ def test_candidates_for_fewer_bits_are_what_the_gpu_holds_and_a_table_may_say(ki
         found = candidates.candidates_of_several(config, rows, start, HOPPER, tried)
     assert {op for op, _ in found} == set(candidates.ORDER)
     assert [shapes for op, shapes in found if op == "down"] == [tried["down"]]
+    keys = tuned.table_keys(config, torch.bfloat16, rows, packed)
     for op, shapes in tried.items():
         assert len(shapes) > 4 and len(set(shapes)) == len(shapes)
         for shape in shapes:
             forms = tuned.forms_of(getattr(start, op), packed[op], rows)
-            assert tuned.changed(getattr(start, op), tuned.searched(shape), "key", forms) == shape
+            assert tuned.changed(getattr(start, op), tuned.searched(shape), keys[op], forms) == shape
             if isinstance(shape, RingShape):
                 assert 1024 * shape.num_warps * shape.tiles * shape.stages < 232448
         rings = [shape for shape in shapes if isinstance(shape, RingShape)]
         assert bool(rings) == (rows == 1 and (op == "lm_head" or kind != "int8"))
+        wide = [shape for shape in shapes if isinstance(shape, HopperShape)]
+        assert bool(wide) == (rows > 8 and (op == "lm_head" or kind != "int8"))
+        assert not wide or isinstance(shapes[0], HopperShape) or rows == 16, "what is in use first"
+
+
+def test_a_table_says_no_tiles_of_columns_that_are_not_whole_lines():
+    entry, own = tuned.searched(HopperShape()), (HopperShape,)
+    for key, block_k in (("qkv 4096x1024 int4/128 for 64 rows", 128), ("qkv 4096x1024 e4m3/row for 64 rows", 64),
+                         ("qkv 4096x1024 bfloat16 for 64 rows", 256)):  # fmt: skip
+        with pytest.raises(tuned.TableError, match="^block_k of 'qkv"):
+            tuned.changed(HopperShape(), entry | {"block_k": block_k}, key, own)
+    entry |= {"block_k": 256}
+    assert tuned.changed(HopperShape(), entry, "qkv 4096x1024 int4/128 for 64 rows", own).block_k == 256
 
 
 def test_the_shapes_that_are_in_use_are_among_what_is_tried_for_fewer_bits():

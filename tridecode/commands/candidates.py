@@ -5,9 +5,10 @@ from dataclasses import replace
 from itertools import product, zip_longest
 from types import MappingProxyType
 
+from ..kernels.matmul_hopper_parts import COLUMNS_OF
 from ..model.config import ModelConfig
 from ..model.weights import Linear, Weights
-from ..step.few_bits import few_bits_shape, packed_linears
+from ..step.few_bits import few_bits_shape, hopper_bits_shape, packed_linears
 from ..step.shapes import (
     AttentionRowsShape,
     AttentionShape,
@@ -191,9 +192,9 @@ def hopper_of(high: int, K: int, op: str, gpu) -> list[HopperShape]:
     return found
 
 
-def hopper_bytes(block_n: int, block_k: int, stages: int, x_stages: int, high: int) -> int:
-    """Of shared memory for tiles."""
-    return 2 * block_k * (stages * block_n + x_stages * high)
+def hopper_bytes(block_n: int, block_k: int, stages: int, x_stages: int, high: int, row: int = 0) -> int:
+    """Of shared memory for tiles; row: bytes of a row of one of the weights, if it is not of 16 bits."""
+    return stages * block_n * (row or 2 * block_k) + 2 * block_k * x_stages * high
 
 
 def with_registers(tiles: list[dict], row: int, bounded: bool, shared: bool = False) -> list[dict]:
@@ -216,7 +217,22 @@ def packed_candidates(weights: Weights, packed: Mapping[str, Packing], rows: int
         found[op] = packed_products(linear, rows, few_bits_shape(linear, rows), gpu.multi_processor_count)
         if packing.ring and rows == 1:
             found[op] += ring_products(linear, gpu)
+        elif packing.hopper and rows > 8:
+            found[op] = hopper_packed(linear, rows, op, gpu) + found[op]
     return found
+
+
+def hopper_packed(linear: Linear, rows: int, op: str, gpu) -> list[HopperShape]:
+    """Shapes for weights in fewer bits whose tiles fit in shared memory, the one in use first."""
+    columns, high = COLUMNS_OF[linear.format], max(1 << (rows - 1).bit_length(), 16)
+    found, shared = [hopper_bits_shape(linear, op, rows)], op not in ("gate_up", "lm_head")
+    for block_n, stages, split in product((64, 128), (4, 3), (1, 2, 3, 4, 6, 8) if shared else (1,)):
+        if hopper_bytes(block_n, columns, stages, stages, high, 128) + 2048 > gpu.shared_memory_per_block_optin:
+            continue
+        if split * columns <= linear.in_features:
+            whole = HopperShape(block_n, columns, stages, stages, split, block_n // 16, registers=168)
+            found += [whole, replace(whole, copier=1, registers=80)]
+    return list(dict.fromkeys(found))
 
 
 def packed_products(linear: Linear, rows: int, used: MatmulShape, multiprocessors: int = 132) -> list[MatmulShape]:

@@ -1,7 +1,8 @@
 """matmul for up to 64 rows on Hopper, in Gluon, Triton's own language one level lower.
 
 The forms and arguments of matvec and gate_up, as in matmul_wide. A program multiplies tiles of the weights, one after
-the other; these are the rows of wgmma, and the rows of the pass are its columns.
+the other; these are the rows of wgmma, and the rows of the pass are its columns. Weights in fewer bits go from shared
+memory through registers, where they become numbers (matmul_hopper_parts.py).
 
 The ring: tiles of the weights come by TMA into STAGES places in shared memory, those of the activations into X_STAGES.
 A place has a barrier that counts its bytes; tile c is there when that of place c % STAGES has been full c // STAGES + 1
@@ -34,13 +35,15 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from .common import META_WIDTH, RUN, STATUS, gdc_launch_dependents, gdc_wait, options
 from .gate_up import gate_up_bytes, gate_up_ref
 from .matmul_hopper_parts import (
-    COLUMNS,
+    COLUMNS_OF,
     COPIER_REGISTERS,
     barrier,
     barriers,
+    columns_of,
     copy_first_rows,
     copy_next,
     copy_weights,
+    packed_sums,
     record,
 )
 from .matvec import matvec_bytes, matvec_normed_ref, matvec_residual_ref
@@ -52,10 +55,10 @@ LEAST_ROWS = 16  # of a tile of the activations
 # that it has been multiplied. tiles: along the rows, of all programs; begin, n: the first one along the columns, and so
 # many, of this one; turns: how often, each time of other rows; total: turns * n.
 _Work = record(
-    "meta_ptr x_desc weight_desc bias_ptr out_ptr norm_ptr normed_ptr sumsq_ptr sums_ptr counter_ptr eps stride_om "
-    "stride_normed stride_sumsq rows N K n_sumsq BLOCK_M NORMED SUMSQ_BLOCK HAS_BIAS RESIDUAL GATED BLOCK_N BLOCK_K "
-    "STAGES X_STAGES SPLIT PERSISTENT COPIER LAG WARPS PDL w_ring x_ring w_full x_full free pid tiles begin n turns "
-    "total"
+    "meta_ptr x_desc weight_desc scale_ptr bias_ptr out_ptr norm_ptr normed_ptr sumsq_ptr sums_ptr counter_ptr eps "
+    "stride_om stride_normed stride_sumsq rows N K n_sumsq BLOCK_M NORMED SUMSQ_BLOCK HAS_BIAS RESIDUAL GATED FORM "
+    "GROUP SCALE_ROWS BLOCK_N BLOCK_K STAGES X_STAGES SPLIT PERSISTENT COPIER LAG WARPS PDL w_ring x_ring w_full "
+    "x_full free pid tiles begin n turns total"
 )
 
 
@@ -224,22 +227,29 @@ def _multiply(w):
         if w.NORMED and w.SPLIT == 1:  # on their way while weights are multiplied
             partials = _partials(w, 0, w.BLOCK_M)
         for turn in range(w.turns):
-            acc = _sums(w, turn * w.n, ACC_L)
-            _end(w, acc, w.pid % w.tiles + turn * gl.num_programs(0), partials, ACC_L)
+            tile = w.pid % w.tiles + turn * gl.num_programs(0)
+            if w.FORM == "dense":
+                acc = _sums(w, turn * w.n, ACC_L)
+            else:
+                acc = packed_sums(w, tile, turn * w.n, ACC_L)
+            _end(w, acc, tile, partials, ACC_L)
 
 
 @gluon.jit(do_not_specialize=["n_sumsq"])  # else it is compiled again for every shape of the kernel before it
 def _matmul_hopper_kernel(
-    meta_ptr, x_desc, weight_desc, bias_ptr, out_ptr, norm_ptr, normed_ptr, sumsq_ptr, sums_ptr, counter_ptr, eps,
-    stride_om, stride_normed, stride_sumsq, rows, N, K, n_sumsq, BLOCK_M: gl.constexpr, NORMED: gl.constexpr,
-    SUMSQ_BLOCK: gl.constexpr, HAS_BIAS: gl.constexpr, RESIDUAL: gl.constexpr, GATED: gl.constexpr,
-    BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, X_STAGES: gl.constexpr, SPLIT: gl.constexpr,
+    meta_ptr, x_desc, weight_desc, scale_ptr, bias_ptr, out_ptr, norm_ptr, normed_ptr, sumsq_ptr, sums_ptr,
+    counter_ptr, eps, stride_om, stride_normed, stride_sumsq, rows, N, K, n_sumsq, BLOCK_M: gl.constexpr,
+    NORMED: gl.constexpr, SUMSQ_BLOCK: gl.constexpr, HAS_BIAS: gl.constexpr, RESIDUAL: gl.constexpr,
+    GATED: gl.constexpr, FORM: gl.constexpr, GROUP: gl.constexpr, SCALE_ROWS: gl.constexpr, BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr, STAGES: gl.constexpr, X_STAGES: gl.constexpr, SPLIT: gl.constexpr,
     PERSISTENT: gl.constexpr, COPIER: gl.constexpr, LAG: gl.constexpr, WARPS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """As _matmul_kernel, with tiles [BLOCK_N, BLOCK_K] of weights, GATED half of their rows gate and half up.
 
-    x: [BLOCK_M, K], of which the first `rows` rows count, and weight: [N, K] (GATED: [2 * N, K]), as descriptors of
-    blocks of 64 columns. sums: fp32 [SPLIT * tiles, rows, BLOCK_N]; counter: [tiles] int32, zero before and after.
+    x: [BLOCK_M, K], of which the first `rows` rows count, as a descriptor of blocks of 64 columns; weight: [N, K]
+    (GATED: [2 * N, K]), as one of blocks of 128 bytes: FORM is "dense", or "int4" or "e4m3" of model/formats/packed.py,
+    without zero points and orders of columns: then scale: [N / SCALE_ROWS, K / GROUP], GROUP 128, or 0 for all columns.
+    sums: fp32 [SPLIT * tiles, rows, BLOCK_N]; counter: [tiles] int32, zero before and after.
     Grid: SPLIT * tiles; or, PERSISTENT, any number of programs, of which each takes its next rows while it multiplies.
     """
     if PDL:
@@ -247,7 +257,9 @@ def _matmul_hopper_kernel(
     gl.static_assert(SPLIT == 1 or not (PERSISTENT or GATED))
     OUT_N: gl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
     TILE_L: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    w_ring = gl.allocate_shared_memory(weight_desc.dtype, [STAGES, BLOCK_N, BLOCK_K], TILE_L)
+    WEIGHTS_L: gl.constexpr = gl.NVMMASharedLayout(128, 16 if FORM == "dense" else 32, 2)
+    LENGTH: gl.constexpr = BLOCK_K // columns_of(FORM) * weight_desc.block_type.shape[1]
+    w_ring = gl.allocate_shared_memory(weight_desc.dtype, [STAGES, BLOCK_N, LENGTH], WEIGHTS_L)
     x_ring = gl.allocate_shared_memory(x_desc.dtype, [X_STAGES, BLOCK_M, BLOCK_K], TILE_L)
     w_full = barriers(STAGES)
     x_full = barriers(X_STAGES) if STAGES != X_STAGES else w_full
@@ -262,10 +274,10 @@ def _matmul_hopper_kernel(
     n = (part + 1) * chunks // SPLIT - begin
     turns = (tiles - pid + gl.num_programs(0) - 1) // gl.num_programs(0) if PERSISTENT else 1
     w = _Work(
-        meta_ptr, x_desc, weight_desc, bias_ptr, out_ptr, norm_ptr, normed_ptr, sumsq_ptr, sums_ptr, counter_ptr, eps,
-        stride_om, stride_normed, stride_sumsq, rows, N, K, n_sumsq, BLOCK_M, NORMED, SUMSQ_BLOCK, HAS_BIAS, RESIDUAL,
-        GATED, BLOCK_N, BLOCK_K, STAGES, X_STAGES, SPLIT, PERSISTENT, COPIER, LAG, WARPS, PDL, w_ring, x_ring, w_full,
-        x_full, free, pid, tiles, begin, n, turns, turns * n,
+        meta_ptr, x_desc, weight_desc, scale_ptr, bias_ptr, out_ptr, norm_ptr, normed_ptr, sumsq_ptr, sums_ptr,
+        counter_ptr, eps, stride_om, stride_normed, stride_sumsq, rows, N, K, n_sumsq, BLOCK_M, NORMED, SUMSQ_BLOCK,
+        HAS_BIAS, RESIDUAL, GATED, FORM, GROUP, SCALE_ROWS, BLOCK_N, BLOCK_K, STAGES, X_STAGES, SPLIT, PERSISTENT,
+        COPIER, LAG, WARPS, PDL, w_ring, x_ring, w_full, x_full, free, pid, tiles, begin, n, turns, turns * n,
     )  # fmt: skip
     for c in gl.static_range(STAGES):
         if c < w.total:
@@ -277,29 +289,33 @@ def _matmul_hopper_kernel(
 
 
 def _launch(meta, x, linear, out, norm, normed, sumsq, n_sumsq, eps, residual, gated, split, shape, pdl):
-    weight, bias = linear.weight, linear.bias
+    weight, bias, packed = linear.weight, linear.bias, linear.packed
     rows, N = out.shape
-    K, block_m = weight.shape[1], max(triton.next_power_of_2(rows), LEAST_ROWS)
+    K, block_m = linear.in_features, max(triton.next_power_of_2(rows), LEAST_ROWS)
     tiles = triton.cdiv(N, shape.block_n // 2 if gated else shape.block_n)
+    known = packed is None or (packed.name in COLUMNS_OF and packed.group in (128, K))
+    assert known and not (packed and (packed.zeros or packed.ordered)), "not what the kernel multiplies"
     spare = out  # stands in for pointers this variant does not read
     shared = shape.split > 1
     # A tile that reached beyond the buffer would be slower than one whose last rows nobody needs.
     whole = torch.as_strided(x, (block_m, K), (x.stride(0), 1))
     _matmul_hopper_kernel[(shape.programs or tiles * shape.split,)](
         meta, _descriptor(whole, block_m), _descriptor(weight, shape.block_n // 2 if gated else shape.block_n),
-        spare if bias is None else bias, out, norm if residual else spare, normed if residual else spare, sumsq,
+        spare if packed is None else linear.scale, spare if bias is None else bias, out, norm if residual else spare,
+        normed if residual else spare, sumsq,
         split.sums if shared else spare, split.counter if shared else spare, eps, out.stride(0),
         normed.stride(0) if residual else 0, sumsq.stride(0), rows, N, K, n_sumsq, block_m, n_sumsq > 0,
-        max(triton.next_power_of_2(n_sumsq), 64), bias is not None, residual, gated, shape.block_n, shape.block_k,
+        max(triton.next_power_of_2(n_sumsq), 64), bias is not None, residual, gated, linear.format,
+        packed.group % K if packed else 0, packed.rows if packed else 1, shape.block_n, shape.block_k,
         shape.stages, shape.x_stages, shape.split, shape.programs > 0, shape.copier > 0, shape.lag, shape.num_warps,
         pdl, **options(shape.num_warps, pdl, shape.registers),
     )  # fmt: skip
 
 
 def _descriptor(tensor, rows: int):
-    """Of tiles of so many rows, 64 columns each."""
-    block = [rows, COLUMNS.value]
-    return TensorDescriptor.from_tensor(tensor, block, gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16))
+    """Of tiles of so many rows, 128 bytes each."""
+    block = [rows, 128 // tensor.itemsize]
+    return TensorDescriptor.from_tensor(tensor, block, gl.NVMMASharedLayout(128, 8 * tensor.itemsize, 2))
 
 
 def hopper_normed(meta, normed, linear, out, sumsq, n_sumsq, eps, split=None, *, shape, pdl=False):

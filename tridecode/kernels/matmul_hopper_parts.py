@@ -1,16 +1,49 @@
-"""Parts of the products in Gluon: what both kernels for Hopper share, and the rings of matmul_hopper."""
+"""Parts of the products in Gluon: what both kernels for Hopper share, the rings of matmul_hopper, and how weights in
+fewer bits become the operand of wgmma that lies in registers.
+
+A lane has of 16 columns two neighbours in either half, of two rows. In memory (model/formats/packed.py) eight
+neighbours are one word of four bits, or two of eight: so all four lanes of a row load the words of a row, and each
+takes the pair out of them that is its own. The activations, which come by TMA, stay in their order.
+"""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 from triton.language.core import _aggregate, base_value
 
-COLUMNS = gl.constexpr(64)  # that lie side by side in shared memory, 128 bytes; the next ones behind all rows of those
 COPIER_REGISTERS = gl.constexpr(24)
+COLUMNS = gl.constexpr(64)  # of activations side by side in shared memory, 128 bytes; the next behind all rows of those
+COLUMNS_OF = {"dense": 64, "e4m3": 128, "int4": 256}  # of weights, that are 128 bytes
 # Names that Triton has changed, 3.9's first.
 copy = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 view = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+
+# A pair's four bits, moved to the low ones of both halves, added to 128.0 by their bits; less 136 it is their value.
+_INT4 = gl.constexpr(
+    """{
+    .reg .b32 a, one, less;
+    mov.b32 one, 0x3f803f80; mov.b32 less, 0xc308c308;
+    shr.u32 a, $2, $3; lop3.b32 a, a, 0x000f000f, 0x43004300, 0xea; fma.rn.bf16x2 a, a, one, less;
+    mov.b32 {$0, $1}, a;
+    }"""
+)
+# A pair in place, $3 = 0, $4 = 0x87f087f0 and $5 = 0, or the one four bits off, $3 = 4, $4 = 0x80f080f0 and $5 =
+# 0x07000700; times 2 ** 120.
+_E4M3 = gl.constexpr(
+    """{
+    .reg .b32 a, b, up, nought;
+    mov.b32 up, 0x7b807b80; mov.b32 nought, 0x80008000;
+    shl.b32 a, $2, $3; shr.u32 b, $2, $3; and.b32 b, b, $5; lop3.b32 a, a, $4, b, 0xea;
+    fma.rn.bf16x2 a, a, up, nought;
+    mov.b32 {$0, $1}, a;
+    }"""
+)
 
 
 def record(names: str):
@@ -33,24 +66,31 @@ def barriers(STAGES: gl.constexpr):
     return found
 
 
+@gluon.constexpr_function
+def columns_of(form):
+    """Columns of the weights that lie side by side in shared memory, 128 bytes."""
+    return COLUMNS_OF[form]
+
+
 @gluon.jit
 def copy_weights(w, c):
     """Tile c of the weights into its stage, which also waits for that of the activations where both have as many. In
-    shared memory a tile lies 64 columns at a time, GATED the gate's rows of these, then those of up."""
+    shared memory a tile lies 128 bytes of its rows at a time, GATED the rows of the gate, then those of up."""
     HALVES: gl.constexpr = 2 if w.GATED else 1
     ROWS: gl.constexpr = w.BLOCK_N // HALVES
-    PIECES: gl.constexpr = w.BLOCK_K // COLUMNS
+    PIECES: gl.constexpr = w.BLOCK_K // columns_of(w.FORM)
+    SIDE: gl.constexpr = w.weight_desc.block_type.shape[1]
     X_ROWS: gl.constexpr = w.BLOCK_M if w.STAGES == w.X_STAGES else 0
     stage = c % w.STAGES
     if w.PERSISTENT:
-        row, column = (w.pid + c // w.n * gl.num_programs(0)) * ROWS, c % w.n * w.BLOCK_K
+        row, piece = (w.pid + c // w.n * gl.num_programs(0)) * ROWS, c % w.n * PIECES
     else:
-        row, column = w.pid % w.tiles * ROWS, (w.begin + c) * w.BLOCK_K
-    mbarrier.expect(w.w_full.index(stage), (ROWS * HALVES + X_ROWS) * w.BLOCK_K * 2)
-    parts = view(w.w_ring.index(stage), w.w_ring.dtype, [PIECES * HALVES, ROWS, COLUMNS], w.weight_desc.layout)
+        row, piece = w.pid % w.tiles * ROWS, (w.begin + c) * PIECES
+    mbarrier.expect(w.w_full.index(stage), ROWS * HALVES * PIECES * 128 + X_ROWS * w.BLOCK_K * 2)
+    parts = view(w.w_ring.index(stage), w.w_ring.dtype, [PIECES * HALVES, ROWS, SIDE], w.weight_desc.layout)
     for x in gl.static_range(PIECES):
         for half in gl.static_range(HALVES):
-            place = [row + half * w.N, column + x * COLUMNS]
+            place = [row + half * w.N, (piece + x) * SIDE]
             copy(w.weight_desc, place, w.w_full.index(stage), parts.index(x * HALVES + half))
 
 
@@ -81,3 +121,162 @@ def copy_next(w, c):
         copy_weights(w, c + w.STAGES)
     if c + w.X_STAGES < w.total:
         _copy_rows(w, c + w.X_STAGES)
+
+
+@gluon.constexpr_function
+def _rows_of(block_n, warps):
+    """Registers and warps, as bases, of the rows of a tile: 16 of them a warp, as wgmma has them."""
+    high = min(warps, block_n // 16)
+    own = [16 << i for i in range(high.bit_length() - 1)] + [0] * ((warps // high).bit_length() - 1)
+    return [8] + [16 * high << i for i in range((block_n // (16 * high)).bit_length() - 1)], own
+
+
+@gluon.constexpr_function
+def _words_layout(form, block_n, warps):
+    """Of words [block_n, 32] as all lanes of a row load them; of e4m3 half of them, those that hold a lane's pairs."""
+    rows, own = _rows_of(block_n, warps)
+    lane = [[0, 0], [0, 0] if form == "int4" else [0, 1]]
+    first = 0 if form == "int4" else 1
+    regs = [[0, 1 << i] for i in range(first, 5)] + [[row, 0] for row in rows]
+    lanes = [*lane, [1, 0], [2, 0], [4, 0]]
+    return gl.DistributedLinearLayout(regs, lanes, [[row, 0] for row in own], [], [block_n, 32])
+
+
+@gluon.constexpr_function
+def _pairs_layout(block_n, warps):
+    """Of pairs [block_n, 8, 4]: the pieces of eight neighbours, and the lanes that have their pairs."""
+    rows, own = _rows_of(block_n, warps)
+    regs = [[0, 1 << i, 0] for i in range(3)] + [[row, 0, 0] for row in rows]
+    lanes = [[0, 0, 1], [0, 0, 2], [1, 0, 0], [2, 0, 0], [4, 0, 0]]
+    return gl.DistributedLinearLayout(regs, lanes, [[row, 0, 0] for row in own], [], [block_n, 8, 4])
+
+
+@gluon.constexpr_function
+def _halves_layout(block_n, warps):
+    """As `_pairs_layout`, a word's own pairs apart: [block_n, 8, 2, 2]."""
+    rows, own = _rows_of(block_n, warps)
+    regs = [[0, 1 << i, 0, 0] for i in range(3)] + [[row, 0, 0, 0] for row in rows]
+    lanes = [[0, 0, 0, 1], [0, 0, 1, 0], [1, 0, 0, 0], [2, 0, 0, 0], [4, 0, 0, 0]]
+    return gl.DistributedLinearLayout(regs, lanes, [[row, 0, 0, 0] for row in own], [], [block_n, 8, 2, 2])
+
+
+@gluon.jit
+def _operand(low, high, BLOCK_N: gl.constexpr, A_L: gl.constexpr):
+    """Pairs' numbers, as int16 [BLOCK_N, 4 lanes that had them, 2 parts of 32 columns, 4 pairs], as [BLOCK_N, 64]."""
+    both = gl.join(low.to(gl.bfloat16, bitcast=True), high.to(gl.bfloat16, bitcast=True))
+    both = gl.permute(gl.reshape(both, [BLOCK_N, 4, 2, 4, 2]), (0, 2, 1, 3, 4))
+    return gl.convert_layout(gl.reshape(both, [BLOCK_N, 64]), A_L, assert_trivial=True)
+
+
+@gluon.jit
+def _of_four_bits(words, BLOCK_N: gl.constexpr, WARPS: gl.constexpr, A_L: gl.constexpr):
+    """64 columns from words [BLOCK_N, 8]."""
+    L: gl.constexpr = _pairs_layout(BLOCK_N, WARPS)
+    words = gl.convert_layout(words, gl.SliceLayout(2, L), assert_trivial=True)[:, :, None]
+    place = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(0, L)))[None, :][None, :, :] * 4
+    nought = gl.zeros([BLOCK_N, 8, 4], gl.int32, L)
+    words, place = gl.broadcast(words, nought)[0], gl.broadcast(place, nought)[0]
+    low, high = gl.inline_asm_elementwise(
+        _INT4, "=h,=h,r,r", [words, place], dtype=(gl.int16, gl.int16), is_pure=True, pack=1
+    )
+    return _operand(low, high, BLOCK_N, A_L)
+
+
+@gluon.jit
+def _of_eight_bits(words, BLOCK_N: gl.constexpr, WARPS: gl.constexpr, A_L: gl.constexpr):
+    """64 columns from words [BLOCK_N, 8, 2]: of eight neighbours a lane has the word in which its pair is."""
+    L: gl.constexpr = _halves_layout(BLOCK_N, WARPS)
+    words = gl.convert_layout(words, gl.SliceLayout(3, L), assert_trivial=True)[:, :, :, None]
+    nought = gl.zeros([BLOCK_N, 8, 2, 2], gl.int32, L)
+    plane = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(0, gl.SliceLayout(0, L))))
+    plane = gl.broadcast(plane[None, :][None, :, :][None, :, :, :], nought)[0]
+    words = gl.broadcast(words, nought)[0]
+    mask, other = plane * -0x07000700 - 0x780F7810, plane * 0x07000700
+    low, high = gl.inline_asm_elementwise(
+        _E4M3, "=h,=h,r,r,r,r", [words, plane * 4, mask, other], dtype=(gl.int16, gl.int16), is_pure=True, pack=1
+    )
+    return _operand(low, high, BLOCK_N, A_L)
+
+
+@gluon.jit
+def _numbers(piece, FORM: gl.constexpr, BLOCK_N: gl.constexpr, WARPS: gl.constexpr, A_L: gl.constexpr):
+    """Weights in bf16, a tuple of operands [BLOCK_N, 64]: of a piece [BLOCK_N, 32] int32 in shared memory."""
+    words = piece.load(_words_layout(FORM, BLOCK_N, WARPS))
+    found = ()
+    if FORM == "int4":
+        words = gl.reshape(words, [BLOCK_N, 2, 4, 2, 2])  # tile, lane, half of the tile, part of it
+        words = gl.reshape(gl.permute(words, (0, 2, 4, 1, 3)), [BLOCK_N, 8, 2, 2])
+        even, odd = gl.split(words)  # by the halves
+        first, third = gl.split(even)
+        second, fourth = gl.split(odd)
+        for of in gl.static_range(4):
+            of_piece = first if of == 0 else second if of == 1 else third if of == 2 else fourth
+            found += (_of_four_bits(of_piece, BLOCK_N, WARPS, A_L),)
+    else:
+        words = gl.reshape(words, [BLOCK_N, 2, 8, 2])  # tile, eight neighbours, word of theirs
+        first, second = gl.split(gl.permute(words, (0, 2, 3, 1)))
+        found += (_of_eight_bits(first, BLOCK_N, WARPS, A_L), _of_eight_bits(second, BLOCK_N, WARPS, A_L))
+    return found
+
+
+@gluon.jit
+def _scales_of(w, tile, group, L: gl.constexpr):
+    """What scales a group of the rows of a tile, fp32 [BLOCK_N]."""
+    OUT_N: gl.constexpr = w.BLOCK_N // 2 if w.GATED else w.BLOCK_N
+    in_tile = gl.arange(0, w.BLOCK_N, L)
+    row = gl.minimum(tile * OUT_N + in_tile % OUT_N, w.N - 1) + in_tile // OUT_N * w.N
+    groups = w.K // w.GROUP if w.GROUP > 0 else 1
+    return gl.load(w.scale_ptr + row // w.SCALE_ROWS * groups + gl.minimum(group, groups - 1)).to(gl.float32)
+
+
+@gluon.jit
+def _scales(w, tile, c, L: gl.constexpr):
+    """Of tile c of the weights, those of all groups."""
+    found = ()
+    for group in gl.static_range(w.BLOCK_K // w.GROUP):
+        found += (_scales_of(w, tile, c * (w.BLOCK_K // w.GROUP) + group, L),)
+    return found
+
+
+@gluon.jit
+def packed_sums(w, tile, first, ACC_L: gl.constexpr):
+    """As `_sums`, of weights in fewer bits: they become numbers in registers, and the products of a group of columns
+    are scaled before they are added."""
+    A_L: gl.constexpr = gl.DotOperandLayout(0, ACC_L, 2)
+    ROWS_L: gl.constexpr = gl.SliceLayout(1, ACC_L)
+    PIECES: gl.constexpr = w.BLOCK_K // columns_of(w.FORM)
+    OF_PIECE: gl.constexpr = columns_of(w.FORM) // COLUMNS
+    GROUPED: gl.constexpr = w.GROUP > 0
+    OF_GROUP: gl.constexpr = max(w.GROUP // COLUMNS, 1)
+    acc = gl.zeros([w.BLOCK_N, w.BLOCK_M], gl.float32, ACC_L)
+    scales = _scales(w, tile, w.begin, ROWS_L) if GROUPED else (_scales_of(w, tile, 0, ROWS_L),)
+    for c in range(first, first + w.n):
+        stage, x_stage = c % w.STAGES, c % w.X_STAGES
+        following = _scales(w, tile, w.begin + c - first + 1, ROWS_L) if GROUPED else scales
+        mbarrier.wait(w.w_full.index(stage), c // w.STAGES & 1)
+        if w.STAGES != w.X_STAGES:
+            mbarrier.wait(w.x_full.index(x_stage), c // w.X_STAGES & 1)
+        pieces = view(w.w_ring.index(stage), gl.int32, [PIECES, w.BLOCK_N, 32], w.weight_desc.layout)
+        xs = view(w.x_ring.index(x_stage), w.x_ring.dtype, [PIECES * OF_PIECE, w.BLOCK_M, COLUMNS], w.x_desc.layout)
+        for i in gl.static_range(PIECES):
+            of_piece = _numbers(pieces.index(i), w.FORM, w.BLOCK_N, w.WARPS, A_L)
+            for j in gl.static_range(OF_PIECE):
+                x = xs.index(i * OF_PIECE + j).permute((1, 0))
+                if GROUPED:
+                    if j % OF_GROUP == 0:
+                        of_group = gl.zeros([w.BLOCK_N, w.BLOCK_M], gl.float32, ACC_L)
+                    of_group = warpgroup_mma(of_piece[j], x, of_group, use_acc=j % OF_GROUP > 0, is_async=True)
+                    if (j + 1) % OF_GROUP == 0:
+                        of_group = warpgroup_mma_wait(0, deps=[of_group])
+                        acc += of_group * scales[(i * OF_PIECE + j) // OF_GROUP][:, None]
+                else:
+                    acc = warpgroup_mma(of_piece[j], x, acc, is_async=True)
+        if not GROUPED:
+            acc = warpgroup_mma_wait(0, deps=[acc])
+        if w.COPIER:
+            mbarrier.arrive(w.free.index(stage), count=1)
+        else:
+            barrier()
+            copy_next(w, c)
+        scales = following
+    return acc if GROUPED else acc * scales[0][:, None]

@@ -7,14 +7,17 @@ multiplied by the same kernel.
 
 from dataclasses import replace
 
+from ..kernels.matmul_hopper_parts import COLUMNS_OF
+from ..kernels.matmul_wide import MAX_SPLIT
 from ..model.weights import Linear, Weights
 from .choose import TUNED_FOR
-from .shapes import MatmulShape, RingShape, StepShapes
+from .shapes import HopperShape, MatmulShape, RingShape, StepShapes
 from .tuned import Packing
 
 ROLES = ("qkv", "o_proj", "gate_up", "down", "lm_head")
 ROWS = (1, 8, 16, 32, 64)
-PROGRAMS = 2 * 132  # of four warps, that share the rows of a matrix: two a multiprocessor
+MULTIPROCESSORS, SHARED = 132, 228 * 1024  # of the GPU that these were measured on, and bytes of each
+PROGRAMS = 2 * MULTIPROCESSORS  # of four warps, that share the rows of a matrix: two a multiprocessor
 MOST_X = 20  # tiles of activations that a warp keeps, 4 registers each
 # Rows of a pass -> (format, rows, columns) of a weight -> the shape that was fastest on an H200.
 TUNED: dict[int, dict[tuple[str, int, int], MatmulShape]] = {
@@ -54,7 +57,10 @@ def few_bits(
         base = shapes[min((at for at in shapes if at >= rows), default=max(shapes))]
         by_rows[rows] = replace(base, **{role: choose(linear, rows) for role, linear in formats.items()})
     if capability == TUNED_FOR and not batch_invariant:
-        by_rows[1] = replace(by_rows[1], **ring_shapes({role: linears_of(weights, role) for role in ROLES}))
+        linears = {role: linears_of(weights, role) for role in ROLES}
+        by_rows[1] = replace(by_rows[1], **ring_shapes(linears))
+        for rows in ROWS[2:]:
+            by_rows[rows] = replace(by_rows[rows], **hopper_shapes(linears, rows))
     return by_rows
 
 
@@ -78,6 +84,44 @@ def ring_shapes(linears: dict[str, list[Linear]]) -> dict[str, RingShape]:
     if not all(role in found for role in layers):
         found = {role: shape for role, shape in found.items() if role == "lm_head" or not has_e4m3(linears[role])}
     return found if any(role in found for role in layers) else {}
+
+
+def hopper_shapes(linears: dict[str, list[Linear]], rows: int) -> dict[str, HopperShape]:
+    """Those of the roles that go by wgmma. Of 16 rows all roles of the layers do, or none, see `ring_shapes`, and none
+    of small models: those of Qwen3-0.6B took a fifth longer so, of Qwen3-4B a seventh less."""
+    carried = {role: alike[0] for role, alike in linears.items() if hopper_carries(alike)}
+    large = linears["qkv"][0].in_features >= 2560
+    if rows <= 16 and not (large and all(role in carried for role in ROLES if role != "lm_head")):
+        return {}
+    return {role: hopper_bits_shape(linear, role, rows) for role, linear in carried.items()}
+
+
+def hopper_carries(linears: list[Linear]) -> bool:
+    """Whether matmul_hopper multiplies all of these: as matmul_ring, but e4m3 with scales of groups too."""
+    for linear in linears:
+        packed, K = linear.packed, linear.in_features
+        groups = {"int4": (128,), "e4m3": (128, K)}
+        if packed is None or packed.zeros or packed.ordered or packed.group not in groups.get(packed.name, ()):
+            return False
+        if K % COLUMNS_OF[packed.name]:
+            return False
+    return len({(linear.format, linear.out_features, linear.in_features) for linear in linears}) == 1
+
+
+def hopper_bits_shape(linear: Linear, role: str, rows: int) -> HopperShape:
+    """What was fastest for Qwen3-4B and Llama-3.1-8B, or nearly so: columns shared by as many programs as fit the GPU
+    at once. Where tiles of the activations are the larger ones, more rows of the weights share them."""
+    columns, high = COLUMNS_OF[linear.format], max(rows, 16)
+    shape = HopperShape(64, columns, 4, 4, copier=1, registers=112 if high * columns > 4096 else 80)
+    if linear.format == "int4" and rows > 32:
+        shape = HopperShape(128, columns, 4, 4, num_warps=8, registers=240)
+    elif rows > 32:
+        shape = HopperShape(64, columns, 4, 4, registers=240)
+    if role in ("gate_up", "lm_head"):
+        return shape
+    fit = MULTIPROCESSORS * (SHARED // (4 * (128 * shape.block_n + 2 * columns * high) + 2048))
+    tiles = -(-linear.out_features // shape.block_n)
+    return replace(shape, split=max(min(fit // tiles, MAX_SPLIT, linear.in_features // columns), 1))
 
 
 def has_e4m3(linears: list[Linear]) -> bool:
@@ -115,7 +159,8 @@ def packings(weights: Weights, capability: int) -> dict[str, Packing]:
         more = [word for word, there in (("zeros", packed.zeros), ("ordered", packed.ordered)) if there]
         group = "row" if packed.group == linear.in_features else packed.group
         kind = " ".join([f"{packed.name}/{group}", *more])
-        found[role] = Packing(kind, capability == TUNED_FOR and ring_carries(linears_of(weights, role)))
+        ours, alike = capability == TUNED_FOR, linears_of(weights, role)
+        found[role] = Packing(kind, ours and ring_carries(alike), ours and hopper_carries(alike))
     return found
 
 

@@ -87,7 +87,7 @@ class WideShape:
 @dataclass(frozen=True)
 class HopperShape:
     """Launch shape of a product of up to 64 rows on Hopper: a program takes block_n rows of the weights (gate and up
-    rows together), in tiles of block_k columns.
+    rows together), in tiles of block_k columns: 128 bytes of a row, or a multiple of that.
 
     stages, x_stages: tiles in flight, of the weights (before the wait) and of the activations. split: programs that
     share the columns, not of gate and up. programs: how many share the rows, each taking its next ones while it

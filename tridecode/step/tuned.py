@@ -11,6 +11,7 @@ from types import MappingProxyType
 import platformdirs
 import torch
 
+from ..kernels.matmul_hopper_parts import COLUMNS_OF
 from ..kernels.matmul_wide import MAX_SPLIT
 from ..model.config import ModelConfig
 from ..version import __version__
@@ -65,7 +66,7 @@ VALUES = {
     },
     HopperShape: {
         "block_n": (64, 128),
-        "block_k": (64, 128),
+        "block_k": (64, 128, 256),
         "stages": range(2, 17),
         "x_stages": range(2, 17),
         "split": range(1, MAX_SPLIT + 1),
@@ -110,10 +111,12 @@ SEVERAL = ((MatmulShape, TilesShape, WideShape, HopperShape), (AttentionShape, A
 
 @dataclass(frozen=True)
 class Packing:
-    """What a table's key says of weights in fewer bits, and whether `matmul_ring` multiplies them by one row."""
+    """What a table's key says of weights in fewer bits, and whether `matmul_ring` multiplies them by one row, and
+    `matmul_hopper` by more than eight."""
 
     kind: str
     ring: bool
+    hopper: bool = False
 
 
 class TableError(ValueError):
@@ -178,8 +181,10 @@ def with_table(
 
 def forms_of(shape, packing: Packing | None, rows: int) -> tuple[type, ...]:
     """Those that can take the place of `shape`, itself among them."""
+    if packing is not None and packing.ring and rows == 1:
+        return MatmulShape, RingShape
     if packing is not None:
-        return (MatmulShape, RingShape) if packing.ring and rows == 1 else (MatmulShape,)
+        return (MatmulShape, HopperShape) if packing.hopper and rows > 8 else (MatmulShape,)
     return next((group for group in SEVERAL if type(shape) in group), (type(shape),))
 
 
@@ -197,6 +202,9 @@ def changed(shape, entry, key: str, own: tuple[type, ...]):
             raise TableError(f"{name} of {key!r} must be one of {', '.join(map(str, allowed))}")
     alone = key.startswith("lm_head")  # too many outputs for the buffer of sums
     if form is HopperShape:
+        columns = next((columns for name, columns in COLUMNS_OF.items() if f" {name}/" in key), 0)
+        if (entry["block_k"] % columns) if columns else entry["block_k"] > 128:
+            raise TableError(f"block_k of {key!r} must be {columns or '64 or 128'}")
         alone |= key.startswith("gate_up") or entry["programs"] > 0
     if alone and entry.get("split", 1) != 1:
         raise TableError(f"split of {key!r} must be 1")
