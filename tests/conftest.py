@@ -150,13 +150,14 @@ def endless(tmp_path_factory):
 
 @pytest.fixture
 def terminal(state):
-    """Start a chat in a pseudo-terminal; `child.screen` is all that it showed."""
+    """Start a chat in a pseudo-terminal; `child.screen` is all that it showed. `early` is typed while it starts, and
+    then nothing is waited for."""
     from chats import ENVIRONMENT, READY, ROOT
 
     pexpect = pytest.importorskip("pexpect")
     children = []
 
-    def terminal(*argv, **environment):
+    def terminal(*argv, early=None, **environment):
         child = pexpect.spawn(
             sys.executable,
             ["cli.py", "chat", *(() if "--url" in argv else ("--device", "cpu")), *map(str, argv)],
@@ -169,6 +170,10 @@ def terminal(state):
         )
         children.append(child)
         child.screen = child.logfile_read = io.StringIO()
+        if early is not None:
+            child.expect_exact("2004h")  # a terminal marks pastes from here on
+            child.send(early)
+            return child
         child.expect_exact("/help lists the commands")
         child.expect_exact(READY)
         return child

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import time
+from importlib import import_module
 from types import SimpleNamespace
 
 import pytest
@@ -90,6 +91,20 @@ def test_what_is_typed_while_a_model_loads_is_for_the_editor(monkeypatch):
     with output.loading():
         assert changed == [(False, True)]
     assert changed == [(False, True), (True, True)]
+
+
+@pytest.mark.parametrize("command, expected", [("chat", [(False, True), (True, True)]), ("generate", [])])
+def test_what_is_typed_while_the_program_starts_is_for_the_editor(monkeypatch, command, expected):
+    """While the imports take their time: before the chat is told of."""
+    changed, seen, output = [], [], Output()
+    program = import_module("tridecode.commands.main")
+    monkeypatch.setattr(terminals, "_echo", lambda on, editor: changed.append((on, editor)))
+    monkeypatch.setattr(program, "imported", lambda name: seen.extend(changed) or (lambda args, output: 7))
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    output.tty = True
+    assert program.run(SimpleNamespace(command=command), output) == 7
+    assert seen == expected[:1] and changed == expected
 
 
 def test_a_message_taller_than_the_window_is_printed_whole(terminal):

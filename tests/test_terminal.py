@@ -4,6 +4,7 @@ import os
 import re
 import signal
 import stat
+import termios
 import time
 
 import pytest
@@ -247,6 +248,31 @@ def test_a_long_paste_is_one_message(terminal, state):
     child.sendeof()
     leaves(child)
     assert [user for user, _ in only_session(state).turns] == [lines[:100]]
+
+
+def test_a_paste_while_the_program_starts_is_one_message(terminal, endless, state):
+    """Before anything of torch is imported; of more than the 4,096 bytes that the kernel keeps of a line."""
+    text = "x" * 5000 + "\n/exit\nthe last line"
+    child = terminal("--model", endless, "--max-tokens", 2, early="\x1b[200~" + text.replace("\n", "\r") + "\x1b[201~")
+    child.expect_exact("/help lists the commands")
+    assert "the last line" not in child.screen.getvalue(), "shown before the prompt was there"
+    child.expect_exact("the last line")
+    child.send("\r")
+    child.expect_exact("context ")
+    child.expect_exact(READY)
+    child.sendeof()
+    leaves(child)
+    assert [user for user, _ in only_session(state).turns] == [text]
+
+
+def test_ctrl_c_while_the_program_starts_leaves_the_terminal_as_it_was(terminal):
+    child = terminal(early="\x03")
+    child.expect(pexpect.EOF)
+    kept = termios.tcgetattr(child.child_fd)[3]
+    child.close()
+    assert child.signalstatus == signal.SIGINT
+    assert kept & termios.ECHO and kept & termios.ICANON
+    assert child.screen.getvalue().endswith("\x1b[?2004l")
 
 
 def only_session(state) -> Conversation:

@@ -9,7 +9,7 @@ from ..errors import DeviceError
 from .explain import explain, option
 from .parser import SAMPLING, make_parser
 from .signals import Ended, ended_by_interrupt, ending
-from .terminal import Output, foreign_encoding, tolerant_streams
+from .terminal import Output, foreign_encoding, tolerant_streams, unechoed
 
 NEED_GPU = ("bench", "profile", "tune")
 INTERRUPTED = 130
@@ -82,9 +82,20 @@ def drop_unwritten() -> None:
 
 
 def run(args, output: Output) -> int:
-    with ended_by_interrupt():
-        command = imported(args.command)
+    if args.command == "chat" and output.tty and sys.stdin.isatty():
+        from .chat.reader import shows_editor
+
+        # The imports take a second or two: what is typed or pasted meanwhile is for the first prompt.
+        with unechoed(True, nothing, nothing, shows_editor()) as put_away, ended_by_interrupt(put_away):
+            command = imported(args.command)
+    else:
+        with ended_by_interrupt():
+            command = imported(args.command)
     return command(args, output)
+
+
+def nothing() -> None:
+    """Where Ctrl-Z has nothing drawn to put away."""
 
 
 def imported(name: str) -> Callable:

@@ -91,14 +91,20 @@ def in_background() -> bool:
 
 
 @contextmanager
-def ended_by_interrupt():
-    """Within, Ctrl-C ends the program as the system does it. For imports: torch swallows a KeyboardInterrupt that comes
-    while it starts, and would be left half made."""
+def ended_by_interrupt(put_away: Callable[[], None] | None = None):
+    """Within, Ctrl-C ends the program as the system does it, once `put_away` has returned. For imports: torch swallows
+    a KeyboardInterrupt that comes while it starts, and would be left half made."""
     main = threading.current_thread() is threading.main_thread()
     if not main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield
         return
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    def end(signum, frame):
+        put_away()
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        signal.raise_signal(signal.SIGINT)
+
+    signal.signal(signal.SIGINT, end if put_away else signal.SIG_DFL)
     try:
         yield
     finally:

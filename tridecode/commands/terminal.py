@@ -167,13 +167,13 @@ def unechoed(enabled: bool, pause: Callable[[], None], resume: Callable[[], None
     """Within, the terminal shows no typed keys, not even Ctrl-C's ^C: they would stand amid what is being drawn there.
 
     The next prompt gets what was typed; if that is a line `editor`, also what was pasted, as one text. Ctrl-Z calls
-    `pause` and leaves the terminal as a shell needs it until it calls `resume`.
+    `pause` and leaves the terminal as a shell needs it until it calls `resume`. Yields what leaves it so at once.
     """
     echo = partial(_echo, editor=editor) if enabled else lambda on: None
     with suspendable(lambda: (pause(), echo(True)), lambda: (echo(False), resume())):
         try:
             echo(False)
-            yield
+            yield partial(echo, True)
         finally:
             echo(True)
 
