@@ -27,10 +27,12 @@ FORMS = {  # name -> bits, columns and rows of a scale (0: all), zero points, an
     "int4": (4, 64, 1, False, False),
     "int4_groups_of_128": (4, 128, 1, False, False),
     "int4_groups_of_32": (4, 32, 1, True, False),
+    "int4_zeros": (4, 128, 1, True, False),
     "int4_a_row": (4, 0, 1, False, False),
     "int4_ordered": (4, 64, 1, True, True),
     "int8": (8, 32, 1, False, False),
     "int8_zeros": (8, 64, 1, True, False),
+    "int8_a_row": (8, 0, 1, False, False),
     "e4m3": (8, 0, 1, False, False),
     "e4m3_blocks": (8, 128, 16, False, False),
 }

@@ -1,6 +1,7 @@
 """Products of 17 to 64 rows on Hopper, in the shapes that engines have; test_matmul.py has more forms and sizes."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -110,6 +111,47 @@ class Product:
             assert output.as_strided((self.rows, SPARE), output.stride(), self.n).isnan().all(), "between the rows"
         assert same(found, self.launch(shape)), "not the same twice"
 
+    def check_idle(self, shape):
+        """Nothing is written where no row runs, and the next launch is right."""
+        kept = self.meta.clone()
+        self.meta[:, layout.STATUS] = layout.STOP
+        out, normed, sumsq = self.launch(shape)
+        assert torch.equal(out, self.hidden) if self.residual else out.isnan().all()
+        assert normed.isnan().all() and sumsq.isnan().all() and not self.split.counter.any()
+        self.meta.copy_(kept)
+        self.check(shape)
+
+
+def check_captured(given, shapes):
+    """Products launched one after the other, each while the one before it runs, have the bits that they have alone;
+    those that share columns have the same counter and sums. shapes: one each."""
+    largest = max((product.split for product in given), key=lambda split: split.sums.numel())
+    for product in given:
+        product.split = largest
+    wanted = [product.launch(shape) for product, shape in zip(given, shapes)]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for product in given:
+            product.poison()
+        for product, shape in zip(given, shapes):
+            product.enqueue(shape, pdl=True)
+    for _ in range(5):
+        graph.replay()
+        for product, expected in zip(given, wanted):
+            assert same(product.outputs, expected), product.role
+
+
+def check_alike(most, few, shapes):
+    """A row has the same bits among any number of rows; few: makes a product of so many like `most`, that has 64."""
+    wanted = most.launch(shapes[64])
+    for rows in (1, 8, 16, 17, 32, 33):
+        product = few(rows)
+        product.linear, product.norm = most.linear, most.norm
+        for name in ("x", "partials", "hidden"):
+            getattr(product, name).copy_(getattr(most, name)[:rows])
+        found = product.launch(shapes[min(size for size in shapes if size >= rows)])
+        assert same(found, [output[:rows] for output in wanted]), f"{rows} rows"
+
 
 def same(some, others) -> bool:
     return all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(some, others, strict=True))
@@ -151,35 +193,13 @@ def test_rows_that_lie_apart(role, rows):
 @pytest.mark.parametrize("rows", [32, 64])
 @ROLES
 def test_nothing_is_written_where_no_row_runs_and_the_next_launch_is_right(role, rows):
-    product = Product(role, *sizes(role), rows)
-    kept = product.meta.clone()
-    product.meta[:, layout.STATUS] = layout.STOP
-    out, normed, sumsq = product.launch(SHAPES[role, rows])
-    assert torch.equal(out, product.hidden) if product.residual else out.isnan().all()
-    assert normed.isnan().all() and sumsq.isnan().all() and not product.split.counter.any()
-    product.meta.copy_(kept)
-    product.check(SHAPES[role, rows])
+    Product(role, *sizes(role), rows).check_idle(SHAPES[role, rows])
 
 
 @hopper_only
 @pytest.mark.parametrize("rows", [32, 64])
 def test_launches_that_depend_on_each_other_give_the_same_bits_captured(rows):
-    """Each starts while the one before it runs, and those that share columns have the same counter and sums."""
-    given = [Product(role, *sizes(role), rows) for role in SIZES]
-    largest = max((product.split for product in given), key=lambda split: split.sums.numel())
-    for product in given:
-        product.split = largest
-    wanted = [product.launch(SHAPES[product.role, rows]) for product in given]
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for product in given:
-            product.poison()
-        for product in given:
-            product.enqueue(SHAPES[product.role, rows], pdl=True)
-    for _ in range(5):
-        graph.replay()
-        for product, expected in zip(given, wanted):
-            assert same(product.outputs, expected), product.role
+    check_captured([Product(role, *sizes(role), rows) for role in SIZES], [SHAPES[role, rows] for role in SIZES])
 
 
 @hopper_only
@@ -188,15 +208,8 @@ def test_launches_that_depend_on_each_other_give_the_same_bits_captured(rows):
 def test_a_row_has_the_same_bits_among_any_number_of_rows(role, preset):
     """In the shapes of the batch-invariant mode, whose instructions are as wide as there are rows."""
     shapes = invariant_products(*matrix_sizes(PRESETS[preset])[role], role, 90)
-    most = Product(role, *sizes(role, preset), 64, idle=())
-    wanted = most.launch(shapes[64])
-    for rows in (1, 8, 16, 17, 32, 33):
-        few = Product(role, *sizes(role, preset), rows, idle=())
-        few.linear, few.norm = most.linear, most.norm
-        for name in ("x", "partials", "hidden"):
-            getattr(few, name).copy_(getattr(most, name)[:rows])
-        found = few.launch(shapes[min(size for size in shapes if size >= rows)])
-        assert same(found, [output[:rows] for output in wanted]), f"{rows} rows"
+    few = partial(Product, role, *sizes(role, preset), idle=())
+    check_alike(few(64), few, shapes)
 
 
 @pytest.mark.parametrize("preset", ["qwen3-4b", "llama-3.1-8b", "qwen3-8b"])

@@ -1,21 +1,22 @@
 """Products of 9 to 64 rows on Hopper, of weights in fewer bits: forms, launch shapes, those in use."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
-import torch
 from test_bits import linear_of
-from test_matmul_hopper import Product, hopper_only, same
-from test_matmul_ring import shapes_for
+from test_matmul_hopper import Product, check_alike, check_captured, hopper_only, same
+from test_matmul_ring import not_carried, shapes_for
 
-from tridecode import layout
 from tridecode.kernels.matmul_hopper import HOPPER_NORMED
 from tridecode.kernels.matmul_hopper_parts import COLUMNS_OF
 from tridecode.kernels.matmul_wide import MAX_SPLIT
-from tridecode.step.few_bits import ROLES, hopper_carries, hopper_shapes
+from tridecode.step.few_bits import ROLES, UNSHARED, hopper_carries, hopper_shapes, invariant_hopper_shape
 from tridecode.step.shapes import HopperShape
 
-FORMS = {"int4": "int4_groups_of_128", "int4_a_row": "int4_a_row", "e4m3": "e4m3", "e4m3_blocks": "e4m3_blocks"}
+FORMS = (
+    "int4_groups_of_128", "int4", "int4_zeros", "int4_a_row", "int8_a_row", "int8_zeros", "e4m3", "e4m3_blocks"
+)  # fmt: skip
 FORM = pytest.mark.parametrize("form", FORMS)
 SHAPES = {
     "one": HopperShape(64, 256, 4, 4, registers=168),
@@ -28,7 +29,8 @@ SHAPES = {
     "turns_copier": HopperShape(128, 256, 3, 2, num_warps=8, programs=2, copier=1, registers=120),
     "split": HopperShape(64, 256, 4, 4, split=3, registers=168),
 }
-CARRIED = pytest.mark.parametrize("kind", ["int4", "fp8"])
+MADE = {"int4": "int4_groups_of_128", "fp8": "e4m3"}  # by --quantize
+CARRIED = pytest.mark.parametrize("kind", MADE)
 
 
 class PackedProduct(Product):
@@ -36,7 +38,7 @@ class PackedProduct(Product):
 
     def __init__(self, form, role, n, k, rows, **how):
         super().__init__(role, n, k, rows, **how)
-        self.linear = replace(linear_of(FORMS[form], n * (2 if self.gated else 1), k), bias=self.linear.bias)
+        self.linear = replace(linear_of(form, n * (2 if self.gated else 1), k), bias=self.linear.bias)
 
 
 @hopper_only
@@ -82,17 +84,9 @@ def test_shapes_in_use_match_the_reference(form, role, rows, n, k):
 
 @hopper_only
 @CARRIED
-def test_nothing_is_written_where_no_row_runs_and_the_next_launch_is_right(kind):
-    form = "int4" if kind == "int4" else "e4m3"
-    for role, shape in (("qkv", SHAPES["copier"]), ("o_proj", SHAPES["split"])):
-        product = PackedProduct(form, role, 320, 2560, 16)
-        kept = product.meta.clone()
-        product.meta[:, layout.STATUS] = layout.STOP
-        out, normed, sumsq = product.launch(shape)
-        assert torch.equal(out, product.hidden) if product.residual else out.isnan().all()
-        assert normed.isnan().all() and sumsq.isnan().all() and not product.split.counter.any()
-        product.meta.copy_(kept)
-        product.check(shape)
+@pytest.mark.parametrize("role, shape", [("qkv", "copier"), ("o_proj", "split")])
+def test_nothing_is_written_where_no_row_runs_and_the_next_launch_is_right(role, shape, kind):
+    PackedProduct(MADE[kind], role, 320, 2560, 16).check_idle(SHAPES[shape])
 
 
 @hopper_only
@@ -106,28 +100,26 @@ def test_a_copier_turns_stages_and_the_rows_of_a_tile_leave_the_bits_alone(form)
         assert same(first, found), name
 
 
+SIZES = {"qkv": (6144, 2560), "o_proj": (2560, 4096), "gate_up": (9728, 2560), "down": (2560, 9728)}  # Qwen3-4B
+
+
 @hopper_only
 @pytest.mark.parametrize("rows", [16, 32, 64])
 @CARRIED
 def test_launches_that_depend_on_each_other_give_the_same_bits_captured(kind, rows):
-    form = "int4" if kind == "int4" else "e4m3"
-    shapes = {role: s for (f, role, r, n, _), s in IN_USE.items() if f == form and r == rows and n != 151936}
-    sizes = {"qkv": (6144, 2560), "o_proj": (2560, 4096), "gate_up": (9728, 2560), "down": (2560, 9728)}
-    given = [PackedProduct(form, role, *size, rows) for role, size in sizes.items()]
-    largest = max((product.split for product in given), key=lambda split: split.sums.numel())
-    for product in given:
-        product.split = largest
-    wanted = [product.launch(shapes[product.role]) for product in given]
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for product in given:
-            product.poison()
-        for product in given:
-            product.enqueue(shapes[product.role], pdl=True)
-    for _ in range(5):
-        graph.replay()
-        for product, expected in zip(given, wanted):
-            assert same(product.outputs, expected), product.role
+    shapes = shapes_for(kind)[0][rows]
+    given = [PackedProduct(MADE[kind], role, *size, rows) for role, size in SIZES.items()]
+    check_captured(given, [getattr(shapes, role) for role in SIZES])
+
+
+@hopper_only
+@pytest.mark.parametrize("role", SIZES)
+@pytest.mark.parametrize("form", [*MADE.values(), "int4_zeros"])
+def test_a_row_has_the_same_bits_among_any_number_of_rows(form, role):
+    """In the shapes of the batch-invariant mode."""
+    few = partial(PackedProduct, form, role, *SIZES[role], idle=())
+    most = few(64)
+    check_alike(most, few, {rows: invariant_hopper_shape(most.linear, role, rows) for rows in (16, 32, 64)})
 
 
 def roles_of(shapes):
@@ -152,9 +144,19 @@ def test_more_than_eight_rows_go_this_way_on_hopper(kind):
     assert not roles_of(small[16]) and roles_of(small[32]) == roles_of(small[64]) == set(ROLES)
     for capability in (80, 89, 100, 120):
         assert not roles_of(shapes_for(kind, capability)[0][64]), capability
-    assert not roles_of(shapes_for(kind, batch_invariant=True)[0][64])
-    eight = shapes_for("int8")[0]
-    assert not roles_of(eight[16]) and roles_of(eight[64]) == {"lm_head"}, "which is fp8"
+
+
+@pytest.mark.parametrize("preset", ["qwen3-0.6b", "qwen3-4b", "llama-3.1-8b"])
+@pytest.mark.parametrize("kind", ["int4", "int8", "fp8"])
+def test_rows_that_must_not_know_each_other_are_added_in_one_order(kind, preset):
+    """What differs is how many rows of the weights a program has, where these leave no sums of squares."""
+    found = shapes_for(kind, preset=preset, batch_invariant=True)[0]
+    assert sorted(found) == [16, 32, 64]
+    for role in ROLES:
+        shapes = [getattr(found[rows], role) for rows in found]
+        assert {type(shape) for shape in shapes} == {HopperShape}
+        alike = {(shape.split, shape.block_k) + (() if role in UNSHARED else (shape.block_n,)) for shape in shapes}
+        assert len(alike) == 1, role
 
 
 def test_a_role_goes_this_way_if_the_kernel_carries_all_of_its_layers():
@@ -162,12 +164,10 @@ def test_a_role_goes_this_way_if_the_kernel_carries_all_of_its_layers():
     layer = weights.layers[0]
     packed = layer.qkv.packed
     assert hopper_carries([layer.qkv, layer.qkv])
-    other = {
-        "groups of 64": replace(layer.qkv, packed=replace(packed, group=64)),
-        "zero points": replace(layer.qkv, packed=replace(packed, zeros=True)),
-        "an order": replace(layer.qkv, packed=replace(packed, ordered=True)),
-        "16 bits": replace(layer.qkv, weight=torch.empty(6144, 2560, device="meta"), packed=None),
-        "another size": layer.o_proj,
+    for how in (dict(group=64), dict(zeros=True), dict(group=2560, name="int8", bits=8)):
+        assert hopper_carries([replace(layer.qkv, packed=replace(packed, **how))]), how
+    other = not_carried(layer) | {
+        "groups of 32": replace(layer.qkv, packed=replace(packed, group=32)),
         "columns that 256 do not divide": replace(layer.qkv, packed=replace(packed, k=2432)),
     }
     for name, linear in other.items():
@@ -181,7 +181,7 @@ def test_a_role_goes_this_way_if_the_kernel_carries_all_of_its_layers():
 
 
 def test_what_the_kernel_does_not_carry_is_not_launched():
-    for form in ("int4_groups_of_32", "int4_ordered", "int8"):
+    for form in ("int4_groups_of_32", "int4_ordered", "int8"):  # in groups of 32
         product = Product("qkv", 64, 512, 16)
         product.linear = linear_of(form, 64, 512)
         with pytest.raises(AssertionError, match="not what the kernel multiplies"):

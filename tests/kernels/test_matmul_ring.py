@@ -188,17 +188,23 @@ def test_one_row_goes_by_the_ring_on_hopper_where_it_was_measured():
     assert not rings(shapes_for("fp8", batch_invariant=True)[0][16])
 
 
+def not_carried(layer):
+    """What neither kernel of Gluon takes in the place of a layer's int4 qkv."""
+    return {
+        "an order": replace(layer.qkv, packed=replace(layer.qkv.packed, ordered=True)),
+        "16 bits": replace(layer.qkv, weight=torch.empty(6144, 2560, device="meta"), packed=None),
+        "another size": layer.o_proj,
+    }
+
+
 def test_a_role_goes_by_the_ring_if_the_kernel_carries_all_of_its_layers():
     shapes, weights = shapes_for("int4")
     layer = weights.layers[0]
     assert ring_shape([layer.qkv, layer.qkv], "qkv", 2560) == shapes[1].qkv == RINGS["int4", 6144, 2560]
     packed = layer.qkv.packed
-    other = {
+    other = not_carried(layer) | {
         "groups of 64": replace(layer.qkv, packed=replace(packed, group=64)),
         "zero points": replace(layer.qkv, packed=replace(packed, zeros=True)),
-        "an order": replace(layer.qkv, packed=replace(packed, ordered=True)),
-        "16 bits": replace(layer.qkv, weight=torch.empty(6144, 2560, device="meta"), packed=None),
-        "another size": layer.o_proj,
         "rows that 16 do not divide": replace(layer.qkv, weight=layer.qkv.weight[:-8]),
     }
     for name, linear in other.items():

@@ -55,10 +55,10 @@ LEAST_ROWS = 16  # of a tile of the activations
 # that it has been multiplied. tiles: along the rows, of all programs; begin, n: the first one along the columns, and so
 # many, of this one; turns: how often, each time of other rows; total: turns * n.
 _Work = record(
-    "meta_ptr x_desc weight_desc scale_ptr bias_ptr out_ptr norm_ptr normed_ptr sumsq_ptr sums_ptr counter_ptr eps "
-    "stride_om stride_normed stride_sumsq rows N K n_sumsq BLOCK_M NORMED SUMSQ_BLOCK HAS_BIAS RESIDUAL GATED FORM "
-    "GROUP SCALE_ROWS BLOCK_N BLOCK_K STAGES X_STAGES SPLIT PERSISTENT COPIER LAG WARPS PDL w_ring x_ring w_full "
-    "x_full free pid tiles begin n turns total"
+    "meta_ptr x_desc weight_desc scale_ptr zero_ptr bias_ptr out_ptr norm_ptr normed_ptr sumsq_ptr sums_ptr "
+    "counter_ptr eps stride_om stride_normed stride_sumsq rows N K n_sumsq BLOCK_M NORMED SUMSQ_BLOCK HAS_BIAS "
+    "RESIDUAL GATED FORM GROUP SCALE_ROWS ZEROS BLOCK_N BLOCK_K STAGES X_STAGES SPLIT PERSISTENT COPIER LAG WARPS PDL "
+    "w_ring x_ring w_full x_full free pid tiles begin n turns total"
 )
 
 
@@ -237,18 +237,19 @@ def _multiply(w):
 
 @gluon.jit(do_not_specialize=["n_sumsq"])  # else it is compiled again for every shape of the kernel before it
 def _matmul_hopper_kernel(
-    meta_ptr, x_desc, weight_desc, scale_ptr, bias_ptr, out_ptr, norm_ptr, normed_ptr, sumsq_ptr, sums_ptr,
+    meta_ptr, x_desc, weight_desc, scale_ptr, zero_ptr, bias_ptr, out_ptr, norm_ptr, normed_ptr, sumsq_ptr, sums_ptr,
     counter_ptr, eps, stride_om, stride_normed, stride_sumsq, rows, N, K, n_sumsq, BLOCK_M: gl.constexpr,
     NORMED: gl.constexpr, SUMSQ_BLOCK: gl.constexpr, HAS_BIAS: gl.constexpr, RESIDUAL: gl.constexpr,
-    GATED: gl.constexpr, FORM: gl.constexpr, GROUP: gl.constexpr, SCALE_ROWS: gl.constexpr, BLOCK_N: gl.constexpr,
-    BLOCK_K: gl.constexpr, STAGES: gl.constexpr, X_STAGES: gl.constexpr, SPLIT: gl.constexpr,
+    GATED: gl.constexpr, FORM: gl.constexpr, GROUP: gl.constexpr, SCALE_ROWS: gl.constexpr, ZEROS: gl.constexpr,
+    BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, X_STAGES: gl.constexpr, SPLIT: gl.constexpr,
     PERSISTENT: gl.constexpr, COPIER: gl.constexpr, LAG: gl.constexpr, WARPS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """As _matmul_kernel, with tiles [BLOCK_N, BLOCK_K] of weights, GATED half of their rows gate and half up.
 
     x: [BLOCK_M, K], of which the first `rows` rows count, as a descriptor of blocks of 64 columns; weight: [N, K]
-    (GATED: [2 * N, K]), as one of blocks of 128 bytes: FORM is "dense", or "int4" or "e4m3" of model/formats/packed.py,
-    without zero points and orders of columns: then scale: [N / SCALE_ROWS, K / GROUP], GROUP 128, or 0 for all columns.
+    (GATED: [2 * N, K]), as one of blocks of 128 bytes: FORM is "dense", or of model/formats/packed.py, without an order
+    of columns: then scale: [N / SCALE_ROWS, K / GROUP], zero: [N, K / GROUP], read if ZEROS; GROUP 64, 128, or 0 for
+    all columns.
     sums: fp32 [SPLIT * tiles, rows, BLOCK_N]; counter: [tiles] int32, zero before and after.
     Grid: SPLIT * tiles; or, PERSISTENT, any number of programs, of which each takes its next rows while it multiplies.
     """
@@ -274,10 +275,11 @@ def _matmul_hopper_kernel(
     n = (part + 1) * chunks // SPLIT - begin
     turns = (tiles - pid + gl.num_programs(0) - 1) // gl.num_programs(0) if PERSISTENT else 1
     w = _Work(
-        meta_ptr, x_desc, weight_desc, scale_ptr, bias_ptr, out_ptr, norm_ptr, normed_ptr, sumsq_ptr, sums_ptr,
-        counter_ptr, eps, stride_om, stride_normed, stride_sumsq, rows, N, K, n_sumsq, BLOCK_M, NORMED, SUMSQ_BLOCK,
-        HAS_BIAS, RESIDUAL, GATED, FORM, GROUP, SCALE_ROWS, BLOCK_N, BLOCK_K, STAGES, X_STAGES, SPLIT, PERSISTENT,
-        COPIER, LAG, WARPS, PDL, w_ring, x_ring, w_full, x_full, free, pid, tiles, begin, n, turns, turns * n,
+        meta_ptr, x_desc, weight_desc, scale_ptr, zero_ptr, bias_ptr, out_ptr, norm_ptr, normed_ptr, sumsq_ptr,
+        sums_ptr, counter_ptr, eps, stride_om, stride_normed, stride_sumsq, rows, N, K, n_sumsq, BLOCK_M, NORMED,
+        SUMSQ_BLOCK, HAS_BIAS, RESIDUAL, GATED, FORM, GROUP, SCALE_ROWS, ZEROS, BLOCK_N, BLOCK_K, STAGES, X_STAGES,
+        SPLIT, PERSISTENT, COPIER, LAG, WARPS, PDL, w_ring, x_ring, w_full, x_full, free, pid, tiles, begin, n, turns,
+        turns * n,
     )  # fmt: skip
     for c in gl.static_range(STAGES):
         if c < w.total:
@@ -293,23 +295,29 @@ def _launch(meta, x, linear, out, norm, normed, sumsq, n_sumsq, eps, residual, g
     rows, N = out.shape
     K, block_m = linear.in_features, max(triton.next_power_of_2(rows), LEAST_ROWS)
     tiles = triton.cdiv(N, shape.block_n // 2 if gated else shape.block_n)
-    known = packed is None or (packed.name in COLUMNS_OF and packed.group in (128, K))
-    assert known and not (packed and (packed.zeros or packed.ordered)), "not what the kernel multiplies"
+    assert packed is None or multiplies(packed), "not what the kernel multiplies"
     spare = out  # stands in for pointers this variant does not read
     shared = shape.split > 1
     # A tile that reached beyond the buffer would be slower than one whose last rows nobody needs.
     whole = torch.as_strided(x, (block_m, K), (x.stride(0), 1))
     _matmul_hopper_kernel[(shape.programs or tiles * shape.split,)](
         meta, _descriptor(whole, block_m), _descriptor(weight, shape.block_n // 2 if gated else shape.block_n),
-        spare if packed is None else linear.scale, spare if bias is None else bias, out, norm if residual else spare,
-        normed if residual else spare, sumsq,
+        spare if packed is None else linear.scale, spare if linear.zero is None else linear.zero,
+        spare if bias is None else bias, out, norm if residual else spare, normed if residual else spare, sumsq,
         split.sums if shared else spare, split.counter if shared else spare, eps, out.stride(0),
         normed.stride(0) if residual else 0, sumsq.stride(0), rows, N, K, n_sumsq, block_m, n_sumsq > 0,
         max(triton.next_power_of_2(n_sumsq), 64), bias is not None, residual, gated, linear.format,
-        packed.group % K if packed else 0, packed.rows if packed else 1, shape.block_n, shape.block_k,
-        shape.stages, shape.x_stages, shape.split, shape.programs > 0, shape.copier > 0, shape.lag, shape.num_warps,
-        pdl, **options(shape.num_warps, pdl, shape.registers),
+        packed.group % K if packed else 0, packed.rows if packed else 1, bool(packed and packed.zeros), shape.block_n,
+        shape.block_k, shape.stages, shape.x_stages, shape.split, shape.programs > 0, shape.copier > 0, shape.lag,
+        shape.num_warps, pdl, **options(shape.num_warps, pdl, shape.registers),
     )  # fmt: skip
+
+
+def multiplies(packed) -> bool:
+    """Whether these kernels read weights that are packed so; packed: see model/formats/packed.py."""
+    if packed.name not in COLUMNS_OF or packed.k % COLUMNS_OF[packed.name]:
+        return False
+    return not packed.ordered and packed.group in (64, 128, packed.k)
 
 
 def _descriptor(tensor, rows: int):

@@ -18,18 +18,28 @@ from triton.language.core import _aggregate, base_value
 
 COPIER_REGISTERS = gl.constexpr(24)
 COLUMNS = gl.constexpr(64)  # of activations side by side in shared memory, 128 bytes; the next behind all rows of those
-COLUMNS_OF = {"dense": 64, "e4m3": 128, "int4": 256}  # of weights, that are 128 bytes
+COLUMNS_OF = {"dense": 64, "e4m3": 128, "int8": 128, "int4": 256}  # of weights, that are 128 bytes
 # Names that Triton has changed, 3.9's first.
 copy = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 view = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
-# A pair's four bits, moved to the low ones of both halves, added to 128.0 by their bits; less 136 it is their value.
+# A pair's four bits, moved to the low ones of both halves, added to 128.0 by their bits; and $4, less what they had.
 _INT4 = gl.constexpr(
     """{
-    .reg .b32 a, one, less;
-    mov.b32 one, 0x3f803f80; mov.b32 less, 0xc308c308;
-    shr.u32 a, $2, $3; lop3.b32 a, a, 0x000f000f, 0x43004300, 0xea; fma.rn.bf16x2 a, a, one, less;
+    .reg .b32 a, one;
+    mov.b32 one, 0x3f803f80;
+    shr.u32 a, $2, $3; lop3.b32 a, a, 0x000f000f, 0x43004300, 0xea; fma.rn.bf16x2 a, a, one, $4;
+    mov.b32 {$0, $1}, a;
+    }"""
+)
+# Of a pair's eight bits, two's complement, the low seven so, less 128.0, or 256.0 where the sign makes it that; and $4.
+_INT8 = gl.constexpr(
+    """{
+    .reg .b32 a, b, one;
+    mov.b32 one, 0x3f803f80; shr.u32 b, $2, $3;
+    lop3.b32 a, b, 0x007f007f, 0x43004300, 0xea; lop3.b32 b, b, 0x00800080, 0xc300c300, 0xea;
+    fma.rn.bf16x2 a, a, one, b; fma.rn.bf16x2 a, a, one, $4;
     mov.b32 {$0, $1}, a;
     }"""
 )
@@ -69,7 +79,7 @@ def barriers(STAGES: gl.constexpr):
 @gluon.constexpr_function
 def columns_of(form):
     """Columns of the weights that lie side by side in shared memory, 128 bytes."""
-    return COLUMNS_OF[form]
+    return COLUMNS_OF[str(form)]  # Triton's preload takes the text "int8" for its type of that name
 
 
 @gluon.jit
@@ -169,72 +179,118 @@ def _operand(low, high, BLOCK_N: gl.constexpr, A_L: gl.constexpr):
 
 
 @gluon.jit
-def _of_four_bits(words, BLOCK_N: gl.constexpr, WARPS: gl.constexpr, A_L: gl.constexpr):
+def _of_four_bits(words, less, BLOCK_N: gl.constexpr, WARPS: gl.constexpr, A_L: gl.constexpr):
     """64 columns from words [BLOCK_N, 8]."""
     L: gl.constexpr = _pairs_layout(BLOCK_N, WARPS)
-    words = gl.convert_layout(words, gl.SliceLayout(2, L), assert_trivial=True)[:, :, None]
+    WORDS_L: gl.constexpr = gl.SliceLayout(2, L)
+    words = gl.convert_layout(words, WORDS_L, assert_trivial=True)[:, :, None]
+    less = gl.convert_layout(less, gl.SliceLayout(1, WORDS_L), assert_trivial=True)[:, None][:, :, None]
     place = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(0, L)))[None, :][None, :, :] * 4
     nought = gl.zeros([BLOCK_N, 8, 4], gl.int32, L)
-    words, place = gl.broadcast(words, nought)[0], gl.broadcast(place, nought)[0]
+    words, place, less = gl.broadcast(words, nought)[0], gl.broadcast(place, nought)[0], gl.broadcast(less, nought)[0]
     low, high = gl.inline_asm_elementwise(
-        _INT4, "=h,=h,r,r", [words, place], dtype=(gl.int16, gl.int16), is_pure=True, pack=1
+        _INT4, "=h,=h,r,r,r", [words, place, less], dtype=(gl.int16, gl.int16), is_pure=True, pack=1
     )
     return _operand(low, high, BLOCK_N, A_L)
 
 
 @gluon.jit
-def _of_eight_bits(words, BLOCK_N: gl.constexpr, WARPS: gl.constexpr, A_L: gl.constexpr):
+def _of_eight_bits(words, less, FORM: gl.constexpr, BLOCK_N: gl.constexpr, WARPS: gl.constexpr, A_L: gl.constexpr):
     """64 columns from words [BLOCK_N, 8, 2]: of eight neighbours a lane has the word in which its pair is."""
     L: gl.constexpr = _halves_layout(BLOCK_N, WARPS)
-    words = gl.convert_layout(words, gl.SliceLayout(3, L), assert_trivial=True)[:, :, :, None]
+    WORDS_L: gl.constexpr = gl.SliceLayout(3, L)
+    words = gl.convert_layout(words, WORDS_L, assert_trivial=True)[:, :, :, None]
     nought = gl.zeros([BLOCK_N, 8, 2, 2], gl.int32, L)
     plane = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(0, gl.SliceLayout(0, L))))
     plane = gl.broadcast(plane[None, :][None, :, :][None, :, :, :], nought)[0]
     words = gl.broadcast(words, nought)[0]
-    mask, other = plane * -0x07000700 - 0x780F7810, plane * 0x07000700
-    low, high = gl.inline_asm_elementwise(
-        _E4M3, "=h,=h,r,r,r,r", [words, plane * 4, mask, other], dtype=(gl.int16, gl.int16), is_pure=True, pack=1
-    )
+    if FORM == "e4m3":
+        mask, other = plane * -0x07000700 - 0x780F7810, plane * 0x07000700
+        low, high = gl.inline_asm_elementwise(
+            _E4M3, "=h,=h,r,r,r,r", [words, plane * 4, mask, other], dtype=(gl.int16, gl.int16), is_pure=True, pack=1
+        )
+    else:
+        less = gl.convert_layout(less, gl.SliceLayout(1, gl.SliceLayout(2, WORDS_L)), assert_trivial=True)
+        less = gl.broadcast(less[:, None][:, :, None][:, :, :, None], nought)[0]
+        low, high = gl.inline_asm_elementwise(
+            _INT8, "=h,=h,r,r,r", [words, plane * 8, less], dtype=(gl.int16, gl.int16), is_pure=True, pack=1
+        )
     return _operand(low, high, BLOCK_N, A_L)
 
 
 @gluon.jit
-def _numbers(piece, FORM: gl.constexpr, BLOCK_N: gl.constexpr, WARPS: gl.constexpr, A_L: gl.constexpr):
-    """Weights in bf16, a tuple of operands [BLOCK_N, 64]: of a piece [BLOCK_N, 32] int32 in shared memory."""
+def _numbers(piece, less, FORM: gl.constexpr, BLOCK_N: gl.constexpr, WARPS: gl.constexpr, A_L: gl.constexpr):
+    """Weights in bf16, a tuple of operands [BLOCK_N, 64]: of a piece [BLOCK_N, 32] int32 in shared memory; less: of
+    each operand, see `_less`."""
     words = piece.load(_words_layout(FORM, BLOCK_N, WARPS))
-    found = ()
     if FORM == "int4":
         words = gl.reshape(words, [BLOCK_N, 2, 4, 2, 2])  # tile, lane, half of the tile, part of it
         words = gl.reshape(gl.permute(words, (0, 2, 4, 1, 3)), [BLOCK_N, 8, 2, 2])
         even, odd = gl.split(words)  # by the halves
         first, third = gl.split(even)
         second, fourth = gl.split(odd)
-        for of in gl.static_range(4):
-            of_piece = first if of == 0 else second if of == 1 else third if of == 2 else fourth
-            found += (_of_four_bits(of_piece, BLOCK_N, WARPS, A_L),)
+        return (
+            _of_four_bits(first, less[0], BLOCK_N, WARPS, A_L),
+            _of_four_bits(second, less[1], BLOCK_N, WARPS, A_L),
+            _of_four_bits(third, less[2], BLOCK_N, WARPS, A_L),
+            _of_four_bits(fourth, less[3], BLOCK_N, WARPS, A_L),
+        )
     else:
         words = gl.reshape(words, [BLOCK_N, 2, 8, 2])  # tile, eight neighbours, word of theirs
         first, second = gl.split(gl.permute(words, (0, 2, 3, 1)))
-        found += (_of_eight_bits(first, BLOCK_N, WARPS, A_L), _of_eight_bits(second, BLOCK_N, WARPS, A_L))
-    return found
+        return (
+            _of_eight_bits(first, less[0], FORM, BLOCK_N, WARPS, A_L),
+            _of_eight_bits(second, less[1], FORM, BLOCK_N, WARPS, A_L),
+        )
 
 
 @gluon.jit
-def _scales_of(w, tile, group, L: gl.constexpr):
-    """What scales a group of the rows of a tile, fp32 [BLOCK_N]."""
+def _rows_and_groups(w, tile, L: gl.constexpr):
+    """The rows [BLOCK_N] of a tile in the matrix, and the groups of its columns."""
     OUT_N: gl.constexpr = w.BLOCK_N // 2 if w.GATED else w.BLOCK_N
     in_tile = gl.arange(0, w.BLOCK_N, L)
     row = gl.minimum(tile * OUT_N + in_tile % OUT_N, w.N - 1) + in_tile // OUT_N * w.N
-    groups = w.K // w.GROUP if w.GROUP > 0 else 1
+    return row, w.K // w.GROUP if w.GROUP > 0 else 1
+
+
+@gluon.jit
+def _scale_of(w, tile, group, L: gl.constexpr):
+    """What scales a group of the rows of a tile, fp32 [BLOCK_N]."""
+    row, groups = _rows_and_groups(w, tile, L)
     return gl.load(w.scale_ptr + row // w.SCALE_ROWS * groups + gl.minimum(group, groups - 1)).to(gl.float32)
 
 
 @gluon.jit
-def _scales(w, tile, c, L: gl.constexpr):
-    """Of tile c of the weights, those of all groups."""
+def _less_of(w, tile, group, L: gl.constexpr):
+    """What the numbers of a group are less than those that their bits make, negated: of both halves of a word, int32
+    [BLOCK_N]."""
+    row, groups = _rows_and_groups(w, tile, L)
+    zero = gl.load(w.zero_ptr + row * groups + gl.minimum(group, groups - 1)).to(gl.float32)
+    less = -128.0 - 64.0 * zero if w.FORM == "int4" else -zero  # as model/formats/packed.py has it
+    bits = less.to(gl.bfloat16).to(gl.int16, bitcast=True).to(gl.int32) & 0xFFFF
+    return bits | bits << 16
+
+
+@gluon.jit
+def _of_groups(w, tile, c, OF: gl.constexpr, L: gl.constexpr):
+    """`OF` of all groups of tile c of the weights, or of all columns."""
     found = ()
-    for group in gl.static_range(w.BLOCK_K // w.GROUP):
-        found += (_scales_of(w, tile, c * (w.BLOCK_K // w.GROUP) + group, L),)
+    for group in gl.static_range(w.BLOCK_K // w.GROUP if w.GROUP > 0 else 1):
+        found += (OF(w, tile, c * (w.BLOCK_K // w.GROUP) + group if w.GROUP > 0 else 0, L),)
+    return found
+
+
+@gluon.jit
+def _less(w, zeros, first, L: gl.constexpr):
+    """A tuple, of each operand of a piece that begins with operand `first` of its tile; zeros: as `_less_of` has them,
+    of groups."""
+    OF_GROUP: gl.constexpr = max(w.GROUP // COLUMNS, 1)
+    found = ()
+    for j in gl.static_range(columns_of(w.FORM) // COLUMNS):
+        if w.ZEROS:
+            found += (zeros[(first + j) // OF_GROUP if w.GROUP > 0 else 0],)
+        else:  # 136.0, or nothing
+            found += (gl.full([w.BLOCK_N], -0x3CF73CF8 if w.FORM == "int4" else -0x7FFF8000, gl.int32, L),)
     return found
 
 
@@ -249,17 +305,22 @@ def packed_sums(w, tile, first, ACC_L: gl.constexpr):
     GROUPED: gl.constexpr = w.GROUP > 0
     OF_GROUP: gl.constexpr = max(w.GROUP // COLUMNS, 1)
     acc = gl.zeros([w.BLOCK_N, w.BLOCK_M], gl.float32, ACC_L)
-    scales = _scales(w, tile, w.begin, ROWS_L) if GROUPED else (_scales_of(w, tile, 0, ROWS_L),)
+    scales = _of_groups(w, tile, w.begin, _scale_of, ROWS_L)
+    zeros = _of_groups(w, tile, w.begin, _less_of, ROWS_L) if w.ZEROS else scales
     for c in range(first, first + w.n):
         stage, x_stage = c % w.STAGES, c % w.X_STAGES
-        following = _scales(w, tile, w.begin + c - first + 1, ROWS_L) if GROUPED else scales
+        next_scales, next_zeros = scales, zeros
+        if GROUPED:  # on their way while this tile is multiplied
+            next_scales = _of_groups(w, tile, w.begin + c - first + 1, _scale_of, ROWS_L)
+            next_zeros = _of_groups(w, tile, w.begin + c - first + 1, _less_of, ROWS_L) if w.ZEROS else next_scales
         mbarrier.wait(w.w_full.index(stage), c // w.STAGES & 1)
         if w.STAGES != w.X_STAGES:
             mbarrier.wait(w.x_full.index(x_stage), c // w.X_STAGES & 1)
         pieces = view(w.w_ring.index(stage), gl.int32, [PIECES, w.BLOCK_N, 32], w.weight_desc.layout)
         xs = view(w.x_ring.index(x_stage), w.x_ring.dtype, [PIECES * OF_PIECE, w.BLOCK_M, COLUMNS], w.x_desc.layout)
         for i in gl.static_range(PIECES):
-            of_piece = _numbers(pieces.index(i), w.FORM, w.BLOCK_N, w.WARPS, A_L)
+            less = _less(w, zeros, i * OF_PIECE, ROWS_L)
+            of_piece = _numbers(pieces.index(i), less, w.FORM, w.BLOCK_N, w.WARPS, A_L)
             for j in gl.static_range(OF_PIECE):
                 x = xs.index(i * OF_PIECE + j).permute((1, 0))
                 if GROUPED:
@@ -278,5 +339,5 @@ def packed_sums(w, tile, first, ACC_L: gl.constexpr):
         else:
             barrier()
             copy_next(w, c)
-        scales = following
+        scales, zeros = next_scales, next_zeros
     return acc if GROUPED else acc * scales[0][:, None]

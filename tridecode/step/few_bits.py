@@ -7,6 +7,7 @@ multiplied by the same kernel.
 
 from dataclasses import replace
 
+from ..kernels.matmul_hopper import multiplies
 from ..kernels.matmul_hopper_parts import COLUMNS_OF
 from ..kernels.matmul_wide import MAX_SPLIT
 from ..model.weights import Linear, Weights
@@ -15,6 +16,7 @@ from .shapes import HopperShape, MatmulShape, RingShape, StepShapes
 from .tuned import Packing
 
 ROLES = ("qkv", "o_proj", "gate_up", "down", "lm_head")
+UNSHARED = ("gate_up", "lm_head")  # no programs share the columns of these
 ROWS = (1, 8, 16, 32, 64)
 MULTIPROCESSORS, SHARED = 132, 228 * 1024  # of the GPU that these were measured on, and bytes of each
 PROGRAMS = 2 * MULTIPROCESSORS  # of four warps, that share the rows of a matrix: two a multiprocessor
@@ -56,11 +58,12 @@ def few_bits(
     for rows in shapes if batch_invariant else ROWS:
         base = shapes[min((at for at in shapes if at >= rows), default=max(shapes))]
         by_rows[rows] = replace(base, **{role: choose(linear, rows) for role, linear in formats.items()})
-    if capability == TUNED_FOR and not batch_invariant:
+    if capability == TUNED_FOR:
         linears = {role: linears_of(weights, role) for role in ROLES}
-        by_rows[1] = replace(by_rows[1], **ring_shapes(linears))
-        for rows in ROWS[2:]:
-            by_rows[rows] = replace(by_rows[rows], **hopper_shapes(linears, rows))
+        if not batch_invariant:
+            by_rows[1] = replace(by_rows[1], **ring_shapes(linears))
+        for rows in by_rows.keys() & set(ROWS[2:]):
+            by_rows[rows] = replace(by_rows[rows], **hopper_shapes(linears, rows, batch_invariant))
     return by_rows
 
 
@@ -86,10 +89,12 @@ def ring_shapes(linears: dict[str, list[Linear]]) -> dict[str, RingShape]:
     return found if any(role in found for role in layers) else {}
 
 
-def hopper_shapes(linears: dict[str, list[Linear]], rows: int) -> dict[str, HopperShape]:
+def hopper_shapes(linears: dict[str, list[Linear]], rows: int, batch_invariant: bool = False) -> dict[str, HopperShape]:
     """Those of the roles that go by wgmma. Of 16 rows all roles of the layers do, or none, see `ring_shapes`, and none
     of small models: those of Qwen3-0.6B took a fifth longer so, of Qwen3-4B a seventh less."""
     carried = {role: alike[0] for role, alike in linears.items() if hopper_carries(alike)}
+    if batch_invariant:
+        return {role: invariant_hopper_shape(linear, role, rows) for role, linear in carried.items()}
     large = linears["qkv"][0].in_features >= 2560
     if rows <= 16 and not (large and all(role in carried for role in ROLES if role != "lm_head")):
         return {}
@@ -97,31 +102,40 @@ def hopper_shapes(linears: dict[str, list[Linear]], rows: int) -> dict[str, Hopp
 
 
 def hopper_carries(linears: list[Linear]) -> bool:
-    """Whether matmul_hopper multiplies all of these: as matmul_ring, but e4m3 with scales of groups too."""
-    for linear in linears:
-        packed, K = linear.packed, linear.in_features
-        groups = {"int4": (128,), "e4m3": (128, K)}
-        if packed is None or packed.zeros or packed.ordered or packed.group not in groups.get(packed.name, ()):
-            return False
-        if K % COLUMNS_OF[packed.name]:
-            return False
-    return len({(linear.format, linear.out_features, linear.in_features) for linear in linears}) == 1
+    """Whether matmul_hopper multiplies all of these, by one launch shape."""
+    alike = len({(linear.format, linear.out_features, linear.in_features) for linear in linears}) == 1
+    return alike and all(linear.packed and multiplies(linear.packed) for linear in linears)
 
 
 def hopper_bits_shape(linear: Linear, role: str, rows: int) -> HopperShape:
     """What was fastest for Qwen3-4B and Llama-3.1-8B, or nearly so: columns shared by as many programs as fit the GPU
     at once. Where tiles of the activations are the larger ones, more rows of the weights share them."""
-    columns, high = COLUMNS_OF[linear.format], max(rows, 16)
-    shape = HopperShape(64, columns, 4, 4, copier=1, registers=112 if high * columns > 4096 else 80)
+    columns, high, packed = COLUMNS_OF[linear.format], max(rows, 16), linear.packed
+    scales = columns // packed.group * (2 if packed.zeros else 1)  # and zero points of a row that are in registers
+    large = high * columns > 4096 or scales > 2
+    shape = HopperShape(64, columns, 4, 4, copier=1, registers=112 if large else 80)
     if linear.format == "int4" and rows > 32:
-        shape = HopperShape(128, columns, 4, 4, num_warps=8, registers=240)
+        shape = HopperShape(128, columns, 4, 4, num_warps=8, registers=248)
     elif rows > 32:
         shape = HopperShape(64, columns, 4, 4, registers=240)
-    if role in ("gate_up", "lm_head"):
-        return shape
-    fit = MULTIPROCESSORS * (SHARED // (4 * (128 * shape.block_n + 2 * columns * high) + 2048))
-    tiles = -(-linear.out_features // shape.block_n)
-    return replace(shape, split=max(min(fit // tiles, MAX_SPLIT, linear.in_features // columns), 1))
+    return shape if role in UNSHARED else shared_columns(shape, linear, high)
+
+
+def shared_columns(shape: HopperShape, linear: Linear, rows: int) -> HopperShape:
+    """`shape`, whose programs share the columns of `linear`."""
+    tiles = shape.stages * 128 * shape.block_n + shape.x_stages * 2 * shape.block_k * rows
+    fit = MULTIPROCESSORS * (SHARED // (tiles + 2048)) // -(-linear.out_features // shape.block_n)
+    return replace(shape, split=max(min(fit, MAX_SPLIT, linear.in_features // shape.block_k), 1))
+
+
+def invariant_hopper_shape(linear: Linear, role: str, rows: int) -> HopperShape:
+    """The programs that share columns, and how many rows of the weights leave one sum of squares, decide the order of
+    sums: both are for any number of rows what is right for 64."""
+    if role in UNSHARED:
+        return hopper_bits_shape(linear, role, rows)
+    columns = COLUMNS_OF[linear.format]
+    most = shared_columns(HopperShape(64, columns, 4, 512 // columns, registers=240), linear, 64)
+    return most if rows > 32 else replace(hopper_bits_shape(linear, role, rows), split=most.split)
 
 
 def has_e4m3(linears: list[Linear]) -> bool:
@@ -139,16 +153,12 @@ def ring_shape(linears: list[Linear], role: str, hidden: int) -> RingShape | Non
 
 
 def ring_carries(linears: list[Linear]) -> bool:
-    """Whether matmul_ring multiplies all of these: it has neither zero points nor orders of columns. Of e4m3 scales of
-    groups would take registers that its shapes leave nobody."""
-    for linear in linears:
-        packed, K = linear.packed, linear.in_features
-        groups = {"int4": 128, "e4m3": K}
-        if packed is None or packed.zeros or packed.ordered or packed.group != groups.get(packed.name):
-            return False
-        if linear.out_features % 16 or K % (2 * packed.tile):
-            return False
-    return len({(linear.format, linear.out_features, linear.in_features) for linear in linears}) == 1
+    """Whether matmul_ring multiplies all of these: it has no zero points, and of each format one size of groups. Of
+    e4m3 scales of groups would take registers that its shapes leave nobody."""
+    if not hopper_carries(linears) or linears[0].out_features % 16:
+        return False
+    groups = {"int4": 128, "e4m3": linears[0].in_features}
+    return all(one.packed.group == groups.get(one.format) and not one.packed.zeros for one in linears)
 
 
 def packings(weights: Weights, capability: int) -> dict[str, Packing]:
