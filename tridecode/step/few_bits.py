@@ -109,32 +109,27 @@ def hopper_carries(linears: list[Linear]) -> bool:
 
 def hopper_bits_shape(linear: Linear, role: str, rows: int) -> HopperShape:
     """What was fastest for Qwen3-4B and Llama-3.1-8B, or nearly so: columns shared by as many programs as fit the GPU
-    at once. Where tiles of the activations are the larger ones, more rows of the weights share them."""
+    at once. Where tiles of the activations are the larger ones, more rows of the weights share them, or fewer are on
+    their way."""
     columns, high, packed = COLUMNS_OF[linear.format], max(rows, 16), linear.packed
-    scales = columns // packed.group * (2 if packed.zeros else 1)  # and zero points of a row that are in registers
-    large = high * columns > 4096 or scales > 2
-    shape = HopperShape(64, columns, 4, 4, copier=1, registers=112 if large else 80)
-    if linear.format == "int4" and rows > 32:
-        shape = HopperShape(128, columns, 4, 4, num_warps=8, registers=248)
-    elif rows > 32:
-        shape = HopperShape(64, columns, 4, 4, registers=240)
-    return shape if role in UNSHARED else shared_columns(shape, linear, high)
-
-
-def shared_columns(shape: HopperShape, linear: Linear, rows: int) -> HopperShape:
-    """`shape`, whose programs share the columns of `linear`."""
-    tiles = shape.stages * 128 * shape.block_n + shape.x_stages * 2 * shape.block_k * rows
+    if rows > 32:
+        shape = HopperShape(64, columns, 4, 512 // columns, registers=240)
+        if linear.format == "int4" and role in UNSHARED:
+            return HopperShape(128, columns, 4, 4, num_warps=8, registers=248)
+    else:
+        scales = columns // packed.group * (2 if packed.zeros else 1)  # and zero points of a row that are in registers
+        large = high * columns > 4096 or scales > 2
+        shape = HopperShape(64, columns, 4, 4, copier=1, registers=112 if large else 80)
+    if role in UNSHARED:
+        return shape
+    tiles = shape.stages * 128 * shape.block_n + shape.x_stages * 2 * columns * high
     fit = MULTIPROCESSORS * (SHARED // (tiles + 2048)) // -(-linear.out_features // shape.block_n)
-    return replace(shape, split=max(min(fit, MAX_SPLIT, linear.in_features // shape.block_k), 1))
+    return replace(shape, split=max(min(fit, MAX_SPLIT, linear.in_features // columns), 1))
 
 
 def invariant_hopper_shape(linear: Linear, role: str, rows: int) -> HopperShape:
-    """The programs that share columns, and how many rows of the weights leave one sum of squares, decide the order of
-    sums: both are for any number of rows what is right for 64."""
-    if role in UNSHARED:
-        return hopper_bits_shape(linear, role, rows)
-    columns = COLUMNS_OF[linear.format]
-    most = shared_columns(HopperShape(64, columns, 4, 512 // columns, registers=240), linear, 64)
+    """The programs that share columns decide the order of sums: they are for any number of rows those of 64."""
+    most = hopper_bits_shape(linear, role, 64)
     return most if rows > 32 else replace(hopper_bits_shape(linear, role, rows), split=most.split)
 
 

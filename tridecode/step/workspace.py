@@ -91,7 +91,7 @@ def make_workspace(
         return torch.zeros(shape, dtype=dtype, device=device)
 
     def factor(columns):  # of a product by tiles, whose last rows nobody needs
-        return real(rows if rows == 1 else max(rows, TILE_ROWS), columns, dtype=act_dtype)[:rows]
+        return real(max(rows, TILE_ROWS), columns, dtype=act_dtype)[:rows]
 
     meta, samp = make_states(rows, device)
     return Workspace(
