@@ -18,7 +18,8 @@ from .tuned import Packing
 ROLES = ("qkv", "o_proj", "gate_up", "down", "lm_head")
 UNSHARED = ("gate_up", "lm_head")  # no programs share the columns of these
 ROWS = (1, 8, 16, 32, 64)
-MULTIPROCESSORS, SHARED = 132, 228 * 1024  # of the GPU that these were measured on, and bytes of each
+# Of the GPU that these were measured on, and bytes of shared memory and registers of each.
+MULTIPROCESSORS, SHARED, REGISTERS = 132, 228 * 1024, 2**16
 PROGRAMS = 2 * MULTIPROCESSORS  # of four warps, that share the rows of a matrix: two a multiprocessor
 MOST_X = 20  # tiles of activations that a warp keeps, 4 registers each
 # Rows of a pass -> (format, rows, columns) of a weight -> the shape that was fastest on an H200.
@@ -109,22 +110,22 @@ def hopper_carries(linears: list[Linear]) -> bool:
 
 def hopper_bits_shape(linear: Linear, role: str, rows: int) -> HopperShape:
     """What was fastest for Qwen3-4B and Llama-3.1-8B, or nearly so: columns shared by as many programs as fit the GPU
-    at once. Where tiles of the activations are the larger ones, more rows of the weights share them, or fewer are on
-    their way."""
+    at once. Tiles of the activations, where they are the larger ones, are fewer."""
     columns, high, packed = COLUMNS_OF[linear.format], max(rows, 16), linear.packed
+    scales = columns // packed.group * (2 if packed.zeros else 1)  # and zero points of a row that are in registers
     if rows > 32:
-        shape = HopperShape(64, columns, 4, 512 // columns, registers=240)
-        if linear.format == "int4" and role in UNSHARED:
-            return HopperShape(128, columns, 4, 4, num_warps=8, registers=248)
+        shape = HopperShape(64, columns, 4, 512 // columns, registers=248)
+    elif high * columns > 4096 or scales > 4:
+        shape = HopperShape(64, columns, 4, 4, copier=1, registers=112)
     else:
-        scales = columns // packed.group * (2 if packed.zeros else 1)  # and zero points of a row that are in registers
-        large = high * columns > 4096 or scales > 2
-        shape = HopperShape(64, columns, 4, 4, copier=1, registers=112 if large else 80)
+        shape = HopperShape(64, columns, 4, 4, copier=1, registers=80)
     if role in UNSHARED:
         return shape
     tiles = shape.stages * 128 * shape.block_n + shape.x_stages * 2 * columns * high
-    fit = MULTIPROCESSORS * (SHARED // (tiles + 2048)) // -(-linear.out_features // shape.block_n)
-    return replace(shape, split=max(min(fit, MAX_SPLIT, linear.in_features // columns), 1))
+    warps = shape.num_warps + 4 * shape.copier  # a warp that copies takes the registers of four
+    fit = MULTIPROCESSORS * min(SHARED // (tiles + 2048), REGISTERS // (32 * warps * shape.registers))
+    split = min(fit // -(-linear.out_features // shape.block_n), MAX_SPLIT, linear.in_features // columns)
+    return replace(shape, split=max(split, 1))
 
 
 def invariant_hopper_shape(linear: Linear, role: str, rows: int) -> HopperShape:
