@@ -150,7 +150,7 @@ def test_defaults_of_the_checkpoint_are_shown_unless_an_option_replaces_them(run
     shown = run("generate", *few, "--verbose")[2]
     assert "temperature 0.6, top_k 20, top_p 0.95 from generation_config.json\n" in shown
     shown = run("generate", *few, "--verbose", "--temperature", 0, "--top-p", 1)[2]
-    assert "top_k 20 from generation_config.json\n" in shown and "0.6" not in shown
+    assert shown.startswith("top_k 20 from generation_config.json\n")
     (path / "generation_config.json").write_text('{"do_sample": false, "temperature": 0.6}')
     assert "temperature 0.0 from generation_config.json\n" in run("generate", *few, "--verbose")[2]
     greedy = json.loads(run("generate", *few, "--json")[1])["token_ids"]

@@ -114,18 +114,25 @@ def hopper_bits_shape(linear: Linear, role: str, rows: int) -> HopperShape:
     columns, high, packed = COLUMNS_OF[linear.format], max(rows, 16), linear.packed
     scales = columns // packed.group * (2 if packed.zeros else 1)  # and zero points of a row that are in registers
     if rows > 32:
-        shape = HopperShape(64, columns, 4, 512 // columns, registers=248)
+        shape = HopperShape(64, columns, 4, 512 // columns, copier=1, registers=128)
     elif high * columns > 4096 or scales > 4:
         shape = HopperShape(64, columns, 4, 4, copier=1, registers=112)
     else:
         shape = HopperShape(64, columns, 4, 4, copier=1, registers=80)
-    if role in UNSHARED:
-        return shape
-    tiles = shape.stages * 128 * shape.block_n + shape.x_stages * 2 * columns * high
-    warps = shape.num_warps + 4 * shape.copier  # a warp that copies takes the registers of four
-    fit = MULTIPROCESSORS * min(SHARED // (tiles + 2048), REGISTERS // (32 * warps * shape.registers))
-    split = min(fit // -(-linear.out_features // shape.block_n), MAX_SPLIT, linear.in_features // columns)
-    return replace(shape, split=max(split, 1))
+    tiles, fit = -(-linear.out_features // shape.block_n), at_once(shape, high)
+    if role not in UNSHARED:
+        return replace(shape, split=max(min(fit // tiles, MAX_SPLIT, linear.in_features // columns), 1))
+    if role == "gate_up" and rows <= 32:
+        three = replace(shape, x_stages=2, copier=0, registers=168)  # a multiprocessor, instead of two turns of two
+        return three if fit < tiles <= at_once(three, high) else shape
+    return shape
+
+
+def at_once(shape: HopperShape, rows: int) -> int:
+    """Programs of weights in fewer bits that run on the GPU at a time."""
+    tiles = shape.stages * 128 * shape.block_n + shape.x_stages * 2 * shape.block_k * rows
+    warps = shape.num_warps + 4 * shape.copier  # a warp that copies is given the registers of four
+    return MULTIPROCESSORS * min(SHARED // (tiles + 2048), REGISTERS // (32 * warps * shape.registers))
 
 
 def invariant_hopper_shape(linear: Linear, role: str, rows: int) -> HopperShape:
