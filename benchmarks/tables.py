@@ -12,7 +12,14 @@ from pathlib import Path
 from tridecode.commands.bench.report import caption, read_rows, render
 
 ROOT = Path(__file__).parent.parent
-DOCUMENTS = ("README.md", "docs/benchmarks.md", "docs/offload.md", "docs/prompts.md", "docs/speculation.md")
+DOCUMENTS = (
+    "README.md",
+    "docs/benchmarks.md",
+    "docs/offload.md",
+    "docs/prompts.md",
+    "docs/quantisation.md",
+    "docs/speculation.md",
+)
 BLOCK = re.compile(r"(<!-- table: (\S+) -->\n)(.*?)(<!-- end of table -->\n)", re.DOTALL)
 
 

@@ -176,6 +176,9 @@ def test_the_suite_has_the_rows_that_are_published():
         ("qwen3-4b", "greedy", 32, 1024),
         ("qwen3-4b", "greedy", 32, "32000x1+64x31"),
     }
+    few = {(args.preset, args.quantize, *args.rows) for args in suite.suite_args("few-bits")}
+    presets = ("qwen3-0.6b", "qwen3-4b", "llama-3.1-8b")
+    assert few == {(preset, kind, 1, 8, 16, 32, 64) for preset in presets for kind in ("fp8", "int4")}
 
 
 def test_the_table_has_a_row_for_each_case():
@@ -185,6 +188,8 @@ def test_the_table_has_a_row_for_each_case():
     assert "| batch | rows | context | µs per step | one row | tokens per second | GB per step |\n" in text
     assert "| qwen3-4b, all sampling filters | 32 | 32000x1+64x31 | 4,100 | 3,400 | 7,804 | 10.000 |\n" in text
     assert "| 32 | 1,024 |" in text
+    few = report.render([row | {"quantize": "int4", "kv_dtype": "fp8"}], "md")
+    assert "| qwen3-4b, int4, K/V in fp8, all sampling filters | 32 |" in few
 
 
 # a prompt among requests

@@ -133,7 +133,7 @@ def add_benches(bench) -> None:
     of_passes = ("preset", "runs", "requests", "context", "steps", "history", "quantize", "quantize_head")
     guess.without("texts_only", *of_passes)
     suite = add("suite", "every row of one of the files in benchmarks/, in one process")
-    suites = ["targets", "batch", "prompts", "ladder", "peers", "offload"]
+    suites = ["targets", "batch", "few-bits", "prompts", "ladder", "peers", "offload"]
     suite.add_argument("suite", nargs="?", choices=suites, default="targets", help="(targets)")
     report = add("report", "show a JSON file that a bench wrote; measures nothing")
     report.add_argument("file", metavar="FILE", help="a JSON list of rows")

@@ -15,9 +15,11 @@ FORMATS = ("table", "md", "csv", "json", "jsonl")
 
 
 def name(row: dict) -> str:
-    known = str(row.get("preset") or row.get("model") or "")
-    sampling = {"all": ", all sampling filters", "temperature": ", temperature"}
-    return known + sampling.get(row.get("sampling"), "")
+    known = [str(row.get("preset") or row.get("model") or "")]
+    known += [row["quantize"]] if row.get("quantize") else []
+    known += ["K/V in fp8"] if row.get("kv_dtype") == "fp8" else []
+    known += {"all": ["all sampling filters"], "temperature": ["temperature"]}.get(row.get("sampling"), [])
+    return ", ".join(known)
 
 
 def number(key: str, digits: int = 0, scale: float = 1.0) -> Callable[[dict], str]:

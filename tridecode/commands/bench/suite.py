@@ -34,6 +34,14 @@ SUITES = {
         batch --preset qwen3-0.6b --rows 1,2,4,8,16,32,64 --context 64
         batch --preset qwen3-0.6b --rows 8 --context 64 --sampling all
     """,
+    "few-bits": """
+        batch --preset qwen3-0.6b --quantize fp8 --rows 1,8,16,32,64 --context 64 --runs 5
+        batch --preset qwen3-0.6b --quantize int4 --rows 1,8,16,32,64 --context 64 --runs 5
+        batch --preset qwen3-4b --quantize fp8 --rows 1,8,16,32,64 --context 64 --runs 5
+        batch --preset qwen3-4b --quantize int4 --rows 1,8,16,32,64 --context 64 --runs 5
+        batch --preset llama-3.1-8b --quantize fp8 --rows 1,8,16,32,64 --context 64 --runs 5
+        batch --preset llama-3.1-8b --quantize int4 --rows 1,8,16,32,64 --context 64 --runs 5
+    """,
     "prompts": """
         prefill --preset qwen3-4b --prompt-tokens 64,512,2048,8192,32000 --graph MODES
         prefill --preset qwen3-4b --prompt-tokens 64 --cached 2000 --graph MODES
