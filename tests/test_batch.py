@@ -25,7 +25,7 @@ BAD = [
     ('{"prompt": "a", "messages": []}', "prompt and messages"), ('{"prompt": " "}', "empty"),
     ('{"messages": [1]}', "message 1"),
     ('{"prompt": "a", "temprature": 1}', "did you mean temperature?"), ('{"prompt": "a", "zz": 1}', "known are"),
-    ('{"prompt": "a", "top_p": 5}', "top_p"), ('{"prompt": "a", "stop": 5}', "stop must be a list"),
+    ('{"prompt": "a", "top_p": 5}', "top_p"), ('{"prompt": "a", "stop": 5}', "stop must be a text or a list of texts"),
     ('{"prompt": "a", "logit_bias": [1]}', "logit_bias"), ('{"prompt": "a", "ignore_eos": 1}', "ignore_eos"),
     ('{"prompt": "a", "logit_bias": {"388000": 1}}', "vocabulary"), (json.dumps({"prompt": "long " * 600}), "context"),
     (json.dumps({"prompt": "a", "logit_bias": {"9" * 5000: 1}}), "digits"),

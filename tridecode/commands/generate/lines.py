@@ -120,9 +120,10 @@ def sampling_field(name: str, value):
         if (longest := max(map(len, value), default=0)) > DIGITS:
             raise ParameterError(f"logit_bias: a key of {longest:,} digits is no token id")
         return {int(key): bias for key, bias in value.items()}
-    lists = {"stop": (str, list), "stop_token_ids": list}
-    if not isinstance(value, lists.get(name, object)):
-        raise ParameterError(f"{name} must be a list, got {as_json(value)}")
+    if name == "stop" and not isinstance(value, (str, list)):
+        raise ParameterError(f"stop must be a text or a list of texts, got {as_json(value)}")
+    if name == "stop_token_ids" and not isinstance(value, list):
+        raise ParameterError(f"stop_token_ids must be a list, got {as_json(value)}")
     if name == "ignore_eos" and not isinstance(value, bool):
         raise ParameterError(f"ignore_eos must be true or false, got {as_json(value)}")
     return value
