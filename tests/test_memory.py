@@ -12,6 +12,7 @@ from tridecode.memory import MemoryPlan, plan_memory
 from tridecode.model import checkpoint
 from tridecode.model.presets import PRESETS
 from tridecode.placement import plan_capacity
+from tridecode.step.shapes import TILE_ROWS
 from tridecode.step.state import make_model
 from tridecode.step.workspace import make_workspace, named_tensors
 
@@ -106,6 +107,16 @@ def test_the_plan_is_what_is_allocated(monkeypatch, preset, slots, capacity, chu
     assert allocated == pytest.approx(planned, abs=100 * slots)
     with_torchs = plan_memory(config, dtype, torch.device("cuda"), slots, chunk)
     assert with_torchs.per_token - plan.per_token == 2 * config.kv_size * dtype.itemsize
+
+
+@pytest.mark.parametrize("slots", [1, 3, 65])
+def test_what_products_read_has_the_rows_of_a_tile(slots):
+    """In the batch-invariant mode one row too is multiplied in tiles."""
+    workspace = make_workspace(tiny_config(), 100, torch.device("cpu"), torch.bfloat16, slots)
+    for name in ("normed", "attn_out", "act"):
+        given = getattr(workspace, name)
+        assert len(given) == slots
+        assert given.untyped_storage().nbytes() >= max(slots, TILE_ROWS) * given.shape[1] * given.itemsize, name
 
 
 @pytest.mark.parametrize("slots", [1, 3, 64])
