@@ -52,7 +52,7 @@ def linear_of(form: str, n: int, k: int, bias=None) -> Linear:
         values = (values & 0xBF).view(torch.float8_e4m3fn)
     elif zeros:
         half = 2 ** (bits - 1)
-        zero = torch.randint(half - 3, half + 4, (n, k // group), generator=generator).to(torch.uint8)
+        zero = torch.randint(half - 3, half + 4, (n, -(-k // group)), generator=generator).to(torch.uint8)
     order = torch.randperm(k, generator=generator) if ordered else None
     form = Packed(name, bits, k, group, rows, zeros, ordered, torch.float32 if name == "e4m3" else torch.float16)
     codes = Codes(values, scale.to(form.scale_dtype), rows, group, bits, zero, order)
