@@ -16,8 +16,10 @@ from tridecode.errors import DeviceError
 from tridecode.model.checkpoint import empty_weights
 from tridecode.model.formats.quantise import rules
 from tridecode.model.presets import PRESETS
-from tridecode.step import choose, tuned
+from tridecode.step import choose, graphs, tuned
 from tridecode.step.choose import choose_shapes, matvec_shape
+from tridecode.step.compiling import missing
+from tridecode.step.dispatch import BatchDescriptor
 from tridecode.step.few_bits import packings
 from tridecode.step.shapes import (
     MAX_SPLITS,
@@ -130,6 +132,20 @@ def test_what_is_faster_by_less_than_the_noise_changes_nothing():
         Step(), CHOICES, lambda step: 1 if step == Step() else 1 - tune.MARGIN / 2, deadline=1, clock=lambda: 0
     )
     assert found.shapes == Step() and found.tried == 16
+
+
+def test_candidates_are_compiled_before_they_are_timed_and_so_many_at_a_time(monkeypatch):
+    monkeypatch.setattr(tune, "AT_ONCE", 5)
+    compiled, timed = [], []
+
+    def measure(step):
+        assert not timed or step in compiled[-1], "not compiled with those that came last"
+        timed.append(step)
+        return distance(step)
+
+    tune.search(Step(), CHOICES, measure, deadline=1, prepare=compiled.append, clock=lambda: 0)
+    assert [step for several in compiled for step in several] == timed[1:]
+    assert [len(several) for several in compiled[:4]] == [5, 3, 5, 3], "eight of each part are new"
 
 
 def test_fields_that_are_not_searched_stay():
@@ -445,6 +461,9 @@ class Timer:
     def __call__(self, shapes) -> float:
         return 1e-3 / sum(getattr(shapes, op).num_warps for op in tune.ORDER)
 
+    def compile(self, several) -> None:
+        assert several
+
 
 def test_the_command_writes_what_the_next_engine_reads(fake, capsys):
     assert commands.main(["tune", "--preset", "qwen3-4b", "--minutes", "1"]) == 0
@@ -517,6 +536,19 @@ def test_a_real_step_is_timed_and_shapes_that_do_not_compile_are_skipped():
     assert timer(replace(start, qkv=replace(start.qkv, block_n=3))) is None  # no power of two
     assert 0 < timer(replace(start, attention=replace(start.attention, splits=1))) < 0.1
     assert 0 < timer(start) < 0.1
+
+
+@pytest.mark.skipif(not CUDA, reason="compiles and launches on an NVIDIA GPU")
+def test_shapes_are_compiled_ahead_whatever_fails_beside_them():
+    timer = tune.StepTimer(tiny_engine())
+    start = timer.engine.model.shapes
+    wrong, right = replace(start.qkv, block_n=3), replace(start.qkv, num_warps=2 * start.qkv.num_warps)
+    lines = graphs.list_of(timer._model(replace(start, qkv=right)), BatchDescriptor("greedy", 1))
+    run = graphs.launcher(timer.engine.model)
+    timer(start)
+    assert len(missing(lambda: lines(run))) == 1
+    timer.compile([replace(start, qkv=wrong), replace(start, qkv=right)])
+    assert not missing(lambda: lines(run))
 
 
 @pytest.mark.skipif(not CUDA, reason="captures and times steps on an NVIDIA GPU")

@@ -3,7 +3,7 @@
 import json
 import time
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from statistics import mean, median
 
@@ -13,12 +13,16 @@ from triton.errors import TritonError
 
 from ..engine import Engine
 from ..errors import DeviceError
+from ..layout import LIMIT_REACHED, STATUS
 from ..model.checkpoint import load_config
 from ..model.hub import resolve_model
 from ..model.presets import PRESETS
+from ..step.compiling import compile_ahead, threads
+from ..step.dispatch import BatchDescriptor
 from ..step.few_bits import packings
-from ..step.graphs import StepGraphs
+from ..step.graphs import StepGraphs, launcher, list_of
 from ..step.shapes import StepShapes
+from ..step.state import DecodeModel
 from ..step.tuned import merged_table, searched, table_keys, table_path
 from .bench.measure import GREEDY, bench_engine, model_facts, run_facts, time_decode
 from .candidates import ORDER, candidates, candidates_of_several, packed_candidates
@@ -28,6 +32,7 @@ from .terminal import Output
 CONTEXTS = (128, 4096)  # the step is as fast as its mean over these
 CONTEXTS_OF_SEVERAL = (128, 1024)  # rows
 RUN_SECONDS, RUNS = 0.05, 5  # of a timing
+AT_ONCE = 2 * threads()  # candidates that are compiled before they are timed
 MARGIN = 0.001  # a candidate must be faster by this part of the step; below that timings do not agree
 TOLERANCE = 0.05  # relative RMS between the logits of two shapes; only the order of sums differs
 FEW_BITS_TOLERANCE = 0.2  # of random weights in fewer bits, of which that alone has made more than 0.05
@@ -60,7 +65,7 @@ def run(args, output: Output) -> int:
     else:
         choices = candidates_of_several(config, args.rows, before, gpu, tried)
     with progress(output) as report:
-        found = search(before, choices, measure, time.monotonic() + 60 * args.minutes, report)
+        found = search(before, choices, measure, time.monotonic() + 60 * args.minutes, report, measure.compile)
     # The search takes the luckiest of many timings; two more of both say what is true.
     before_us, after_us = (confirmed(measure, shapes) * 1e6 for shapes in (before, found.shapes))
     name = torch.cuda.get_device_name(engine.device)
@@ -121,13 +126,15 @@ def search(
     measure: Callable[[StepShapes], float | None],
     deadline: float,
     report: Callable[[Search, int, str], None] = lambda found, total, op: None,
+    prepare: Callable[[list[StepShapes]], None] = lambda several: None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Search:
     """Greedy coordinate search: for one part of the step after the other the best of its choices, all else as it is,
     until a round changes nothing or `deadline` of `clock` has passed.
 
     choices: (field of StepShapes, fields of its shape to try, or whole shapes). measure: seconds a step, None where
-    they do not run. report(found, candidates of a round, part) is called before each measurement.
+    they do not run. report(found, candidates of a round, part) is called before each measurement, prepare before those
+    of so many of a part.
     """
     first = measure(start)
     if first is None:
@@ -139,15 +146,16 @@ def search(
         at_start = found.shapes
         for op, tried in choices:
             base = found.shapes
-            for values in tried:
-                shape = replace(getattr(base, op), **values) if isinstance(values, dict) else values
-                candidate = replace(base, **{op: shape})
-                if candidate in known:
-                    continue
+            shapes = [replace(getattr(base, op), **v) if isinstance(v, dict) else v for v in tried]
+            new = dict.fromkeys(replace(base, **{op: shape}) for shape in shapes)
+            new = [candidate for candidate in new if candidate not in known]
+            known.update(new)
+            for i, candidate in enumerate(new):
                 if clock() >= deadline:
                     return found
-                known.add(candidate)
                 report(found, total, op)
+                if i % AT_ONCE == 0:
+                    prepare(new[i : i + AT_ONCE])
                 seconds = measure(candidate)
                 found.tried += 1
                 if seconds is None:
@@ -173,13 +181,23 @@ class StepTimer:
     def __call__(self, shapes: StepShapes) -> float | None:
         engine = self.engine
         try:
-            engine.steps = StepGraphs(replace(engine.model, shapes_by_rows={self._rows: shapes}), kinds=("greedy",))
+            engine.steps = StepGraphs(self._model(shapes), kinds=("greedy",))
             if not self._same():
                 return None
             return mean(self._time(context) for context in self.contexts)
         except (TritonError, RuntimeError):
             torch.cuda.synchronize(engine.device)  # raises if the GPU itself has failed: nothing can follow that
             return None
+
+    def _model(self, shapes: StepShapes) -> DecodeModel:
+        return replace(self.engine.model, shapes_by_rows={self._rows: shapes})
+
+    def compile(self, several: list[StepShapes]) -> None:
+        """What steps with these shapes launch, many kernels at a time. What fails here will when it is timed."""
+        model, greedy = self.engine.model, BatchDescriptor("greedy", self._rows)
+        model.workspace.meta[:, STATUS] = LIMIT_REACHED  # no row may run
+        with suppress(TritonError, RuntimeError):
+            compile_ahead([list_of(self._model(shapes), greedy) for shapes in several], launcher(model), model.device)
 
     def _same(self) -> bool:
         """Whether the logits are those of the first shapes, over the same K/V: timings leave theirs in the cache."""

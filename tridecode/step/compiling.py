@@ -14,6 +14,11 @@ MOST = 16  # threads; each compiles in LLVM and ptxas, outside of Python
 _hooking = threading.Lock()  # the hook is the whole process's: who sets it puts back what was there
 
 
+def threads() -> int:
+    """Kernels that are compiled at a time."""
+    return min(os.cpu_count() or 1, MOST)
+
+
 def compile_ahead(lists: Iterable[Callable[[Run], None]], run: Run, device: torch.device) -> int:
     """Compile what every distinct line of `lists` that is a kernel of ours needs, from several threads. Lines whose
     kernels are there already are launched by `run`: nothing may run, so that they write nothing. Returns how many were
@@ -38,7 +43,7 @@ def compile_ahead(lists: Iterable[Callable[[Run], None]], run: Run, device: torc
         with torch.cuda.device(device):  # which is each thread's own
             function.preload(specialization)
 
-    with ThreadPoolExecutor(min(os.cpu_count() or 1, MOST)) as pool:
+    with ThreadPoolExecutor(threads()) as pool:
         list(pool.map(compile_one, wanted))
     return len(wanted)
 
