@@ -305,3 +305,25 @@ def test_the_message_is_opened_in_an_editor(terminal, state, tmp_path):
     leaves(child)
     (file,) = (state / "sessions").iterdir()
     assert [user for user, _ in sessions.read(file).turns] == ["written by hand"]
+
+
+UNREADABLE = [("printf 'caf\\351' > $1", "can't decode byte 0xe9"), ("rm $1", "No such file")]
+
+
+@pytest.mark.parametrize("script, why", UNREADABLE)
+def test_what_an_editor_leaves_may_be_no_text(terminal, state, tmp_path, script, why):
+    editor = tmp_path / "editor"
+    editor.write_text(f"#!/bin/sh\n{script}\n")
+    editor.chmod(0o755)
+    child = terminal("--max-tokens", 2, "--temperature", 0, EDITOR=str(editor), VISUAL="")
+    press(child, "written", "written")
+    press(child, "\x18\x05", "what the editor left could not be read")
+    child.expect_exact(why)
+    child.expect_exact("the message is as it was")
+    press(child, " here", "here")
+    press(child, "\r", "context ")
+    child.expect_exact(READY)
+    child.sendeof()
+    leaves(child)
+    (file,) = (state / "sessions").iterdir()
+    assert [user for user, _ in sessions.read(file).turns] == ["written here"]

@@ -6,9 +6,10 @@ from itertools import product, zip_longest
 from types import MappingProxyType
 
 from ..kernels.matmul_hopper_parts import COLUMNS_OF
+from ..kernels.matmul_wide import MAX_SPLIT
 from ..model.config import ModelConfig
 from ..model.weights import Linear, Weights
-from ..step.few_bits import few_bits_shape, hopper_bits_shape, packed_linears
+from ..step.few_bits import UNSHARED, at_once, few_bits_shape, hopper_bits_shape, packed_linears
 from ..step.shapes import (
     AttentionRowsShape,
     AttentionShape,
@@ -61,6 +62,14 @@ PACKED_MANY = (  # of more than 16 rows, whose sums leave few registers
     (16, 8, 2, 2, 0, 0, 0), (16, 4, 2, 2, 0, 0, 0), (16, 8, 3, 1, 0, 0, 1), (32, 8, 1, 1, 0, 0, 0),
 )  # fmt: skip
 MOST_PACKED = 24  # of these for a matrix
+# And by wgmma: rows of the weights, tiles in flight of these and of the activations; for so many rows of a pass, whether
+# a warp copies, and registers.
+HOPPER_PACKED = ((64, 4, 4), (64, 4, 2), (64, 3, 3), (64, 2, 2), (64, 6, 4), (128, 4, 4), (128, 4, 2))
+HOPPER_WAYS = {
+    16: ((1, 80), (1, 64), (0, 168), (0, 128)),
+    32: ((1, 112), (1, 80), (0, 168), (0, 128)),
+    64: ((1, 128), (1, 112), (0, 168)),
+}
 # And by the ring: warps, tiles and stages of one program for each 16 rows of the weights, and of programs that share
 # them; 0 tiles are a whole row.
 RING_EACH = ((4, 0, 1), (8, 0, 1), (2, 0, 1), (8, 1, 4), (8, 2, 3), (8, 2, 4), (8, 2, 5), (8, 4, 2))
@@ -225,13 +234,15 @@ def packed_candidates(weights: Weights, packed: Mapping[str, Packing], rows: int
 def hopper_packed(linear: Linear, rows: int, op: str, gpu) -> list[HopperShape]:
     """Shapes for weights in fewer bits whose tiles fit in shared memory, the one in use first."""
     columns, high = COLUMNS_OF[linear.format], max(1 << (rows - 1).bit_length(), 16)
-    found, shared = [hopper_bits_shape(linear, op, rows)], op not in ("gate_up", "lm_head")
-    for block_n, stages, split in product((64, 128), (4, 3), (1, 2, 3, 4, 6, 8) if shared else (1,)):
-        if hopper_bytes(block_n, columns, stages, stages, high, 128) + 2048 > gpu.shared_memory_per_block_optin:
+    found = [hopper_bits_shape(linear, op, rows)]
+    for (block_n, stages, x_stages), (copier, registers) in product(HOPPER_PACKED, HOPPER_WAYS[high]):
+        if hopper_bytes(block_n, columns, stages, x_stages, high, 128) + 2048 > gpu.shared_memory_per_block_optin:
             continue
-        if split * columns <= linear.in_features:
-            whole = HopperShape(block_n, columns, stages, stages, split, block_n // 16, registers=168)
-            found += [whole, replace(whole, copier=1, registers=80)]
+        how = dict(num_warps=block_n // 16, copier=copier, registers=registers)
+        shape = HopperShape(block_n, columns, stages, x_stages, **how)
+        fit = at_once(shape, high) // -(-linear.out_features // block_n)
+        most = 1 if op in UNSHARED else max(min(fit, MAX_SPLIT, linear.in_features // columns), 1)
+        found += [replace(shape, split=split) for split in (most, most - 1, most // 2) if split > 0]
     return list(dict.fromkeys(found))
 
 

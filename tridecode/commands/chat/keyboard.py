@@ -8,7 +8,7 @@ import signal
 import sys
 
 from prompt_toolkit import PromptSession
-from prompt_toolkit.application import get_app
+from prompt_toolkit.application import get_app, run_in_terminal
 from prompt_toolkit.completion import Completer, Completion
 from prompt_toolkit.enums import DEFAULT_BUFFER
 from prompt_toolkit.filters import has_focus
@@ -26,6 +26,7 @@ from .lines import CONTINUED, PROMPT, Interrupted, PlainReader, unfinished
 from .sequences import Parser
 from .session import SessionError, state_dir
 
+LEFT = (UnicodeDecodeError, FileNotFoundError)  # of a file that was written by an editor outside, or removed
 TYPED = f"ansi{USER}"  # prompt_toolkit's name of the colour
 log = logging.getLogger("tridecode")
 
@@ -155,6 +156,11 @@ class Keyboard:
                 get_app().key_processor.send_sigint()
 
         def fail(loop, context):
+            if isinstance(context.get("exception"), LEFT):
+                why = one_line(context["exception"])[:100]
+                text = f"what the editor left could not be read ({why}); the message is as it was"
+                run_in_terminal(lambda: self.output.note(text))
+                return
             future = self.session.app.future
             if future and not future.done():
                 future.set_exception(context.get("exception") or RuntimeError(context["message"]))
