@@ -62,8 +62,8 @@ PACKED_MANY = (  # of more than 16 rows, whose sums leave few registers
     (16, 8, 2, 2, 0, 0, 0), (16, 4, 2, 2, 0, 0, 0), (16, 8, 3, 1, 0, 0, 1), (32, 8, 1, 1, 0, 0, 0),
 )  # fmt: skip
 MOST_PACKED = 24  # of these for a matrix
-# And by wgmma: rows of the weights, tiles in flight of these and of the activations; for so many rows of a pass, whether
-# a warp copies, and registers.
+# And by wgmma: rows of the weights, tiles in flight of these and of the activations; of so many rows: whether a warp
+# copies, registers.
 HOPPER_PACKED = ((64, 4, 4), (64, 4, 2), (64, 3, 3), (64, 2, 2), (64, 6, 4), (128, 4, 4), (128, 4, 2))
 HOPPER_WAYS = {
     16: ((1, 80), (1, 64), (0, 168), (0, 128)),
