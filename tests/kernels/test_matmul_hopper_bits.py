@@ -79,7 +79,7 @@ IN_USE = in_use()
 @pytest.mark.parametrize("form, role, rows, n, k", IN_USE)
 def test_shapes_in_use_match_the_reference(form, role, rows, n, k):
     outputs = n // 2 if role == "gate_up" else min(n, 19456)  # an LM head has more of the same
-    PackedProduct(form, role, outputs, k, rows - 1).check(IN_USE[form, role, rows, n, k])
+    PackedProduct(MADE.get(form, form), role, outputs, k, rows - 1).check(IN_USE[form, role, rows, n, k])
 
 
 @hopper_only

@@ -21,6 +21,7 @@ ROWS = (1, 8, 16, 32, 64)
 # Of the GPU that these were measured on, and bytes of shared memory and registers of each.
 MULTIPROCESSORS, SHARED, REGISTERS = 132, 228 * 1024, 2**16
 PROGRAMS = 2 * MULTIPROCESSORS  # of four warps, that share the rows of a matrix: two a multiprocessor
+FEWEST = 640  # columns of a program among those that share them, for more than 16 rows
 MOST_X = 20  # tiles of activations that a warp keeps, 4 registers each
 # Rows of a pass -> (format, rows, columns) of a weight -> the shape that was fastest on an H200.
 TUNED: dict[int, dict[tuple[str, int, int], MatmulShape]] = {
@@ -109,23 +110,38 @@ def hopper_carries(linears: list[Linear]) -> bool:
 
 
 def hopper_bits_shape(linear: Linear, role: str, rows: int) -> HopperShape:
-    """What was fastest for Qwen3-4B and Llama-3.1-8B, or nearly so: columns shared by as many programs as fit the GPU
-    at once. Tiles of the activations, where they are the larger ones, are fewer."""
+    """What was fastest for Qwen3-4B, Llama-3.1-8B and, of more than 16 rows, Qwen3-0.6B, or nearly so: columns shared
+    by as many programs as fit the GPU at once. Tiles of the activations, where they are the larger ones, are fewer."""
     columns, high, packed = COLUMNS_OF[linear.format], max(rows, 16), linear.packed
     scales = columns // packed.group * (2 if packed.zeros else 1)  # and zero points of a row that are in registers
     if rows > 32:
         shape = HopperShape(64, columns, 4, 512 // columns, copier=1, registers=128)
-    elif high * columns > 4096 or scales > 4:
-        shape = HopperShape(64, columns, 4, 4, copier=1, registers=112)
+    elif high * columns > 4096:
+        shape = HopperShape(64, columns, 3, 3, copier=1, registers=112)
     else:
-        shape = HopperShape(64, columns, 4, 4, copier=1, registers=80)
+        shape = HopperShape(64, columns, 4, 4, copier=1, registers=112 if scales > 4 else 80)
     tiles, fit = -(-linear.out_features // shape.block_n), at_once(shape, high)
-    if role not in UNSHARED:
-        return replace(shape, split=max(min(fit // tiles, MAX_SPLIT, linear.in_features // columns), 1))
-    if role == "gate_up" and rows <= 32:
-        three = replace(shape, x_stages=2, copier=0, registers=168)  # a multiprocessor, instead of two turns of two
-        return three if fit < tiles <= at_once(three, high) else shape
+    if role == "gate_up":
+        turns = of_one_turn(shape, high) if fit < tiles and rows <= 32 else ()
+        shape = next((one for one in turns if at_once(one, high) * one.block_n >= linear.out_features), shape)
+    elif role != "lm_head":
+        least = FEWEST if rows > 16 else columns
+        shape = replace(shape, split=max(min(fit // tiles, MAX_SPLIT, linear.in_features // least), 1))
+    if rows > 32 and role != "lm_head" and tiles * shape.split <= MULTIPROCESSORS:  # each has one to itself
+        return replace(shape, stages=768 // columns, x_stages=768 // columns)
+    if rows <= 16 and columns == 256 and role not in UNSHARED:  # no more stages than a program has tiles
+        stages = min(max(linear.in_features // columns // shape.split, 2), 4)
+        return replace(shape, stages=stages, x_stages=stages)
     return shape
+
+
+def of_one_turn(shape: HopperShape, rows: int) -> tuple[HopperShape, ...]:
+    """Shapes of gate and up for at most 32 rows of which more programs fit the GPU, or fewer are needed."""
+    if shape.block_k == 256:  # three a multiprocessor
+        return (replace(shape, stages=4, x_stages=2, copier=0, registers=168),)
+    if rows <= 16:  # four
+        return (replace(shape, registers=64),)
+    return (HopperShape(128, shape.block_k, 4, 4, num_warps=8, copier=1, registers=80),)
 
 
 def at_once(shape: HopperShape, rows: int) -> int:
