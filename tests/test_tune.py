@@ -546,7 +546,7 @@ def test_shapes_are_compiled_ahead_whatever_fails_beside_them():
     lines = graphs.list_of(timer._model(replace(start, qkv=right)), BatchDescriptor("greedy", 1))
     run = graphs.launcher(timer.engine.model)
     timer(start)
-    assert len(missing(lambda: lines(run))) == 1
+    assert missing(lambda: lines(run))
     timer.compile([replace(start, qkv=wrong), replace(start, qkv=right)])
     assert not missing(lambda: lines(run))
 
