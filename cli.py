@@ -4,7 +4,7 @@
 import sys
 
 try:
-    from tridecode.commands import main
+    from tridecode.cli import main
 except KeyboardInterrupt:
     sys.exit(130)
 except ModuleNotFoundError as error:

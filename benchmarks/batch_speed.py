@@ -25,14 +25,14 @@ import torch
 from checkpoint import PRESETS, write_checkpoint
 
 from tridecode import Engine, SamplingParams
-from tridecode.commands.bench.measure import GREEDY, check_running
-from tridecode.commands.generate.batch import batch
-from tridecode.commands.graph_stats import show_graph_stats
-from tridecode.commands.loading import load_engine
-from tridecode.commands.parser import make_parser
-from tridecode.commands.terminal import Output
+from tridecode.cli.bench.measure import GREEDY, check_running
+from tridecode.cli.generate.batch import batch
+from tridecode.cli.graph_stats import show_graph_stats
+from tridecode.cli.loading import load_engine
+from tridecode.cli.parser import make_parser
+from tridecode.cli.terminal import Output
 from tridecode.layout import LIMIT_REACHED, STATUS, Chunk
-from tridecode.step.prefill import write_chunks
+from tridecode.step.prompt import write_chunks
 
 STEPS, RUNS, WARM_UP = 32, 7, 2  # passes in a row, and how often, to time a size
 

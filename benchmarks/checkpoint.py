@@ -6,9 +6,9 @@ from pathlib import Path
 
 import torch
 
-from tridecode.commands.bench.peers import peer_model
-from tridecode.model.hub import BUNDLED
-from tridecode.model.presets import PRESETS as SHAPES
+from tridecode.checkpoint.hub import BUNDLED
+from tridecode.cli.bench.peers import peer_model
+from tridecode.models.presets import PRESETS as SHAPES
 
 PRESETS = [name for name in SHAPES if name.startswith("qwen3")]
 

@@ -19,10 +19,10 @@ from functools import partial
 import torch
 
 from tridecode import layout
-from tridecode.commands.bench.measure import GREEDY, WARM_UP, check_running, preset_engine, run_facts, spread
-from tridecode.commands.bench.speculate import captured
+from tridecode.cli.bench.measure import GREEDY, WARM_UP, check_running, preset_engine, run_facts, spread
+from tridecode.cli.bench.speculate import captured
 from tridecode.engine import Engine
-from tridecode.model.presets import PRESETS
+from tridecode.models.presets import PRESETS
 from tridecode.step import decode
 from tridecode.step.compiling import compile_ahead
 from tridecode.step.graphs import launcher

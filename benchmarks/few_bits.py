@@ -6,7 +6,7 @@
 Each matrix alone: launches chained with dependent launch in one graph, over copies that no cache holds. Processes
 compile, each its share; what is compiled is timed at once, while the others compile. The candidates of all matrices
 take turns, those first that change most. Prints each time as it comes, at the end for each matrix the best shapes, as
-lines for TUNED in step/few_bits.py, with microseconds and % of the read bandwidth of the run, and what is in use.
+lines for TUNED in tuning/few_bits.py, with microseconds and % of the read bandwidth of the run, and what is in use.
 """
 
 import argparse
@@ -28,18 +28,18 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
 from tridecode import layout
-from tridecode.commands.bench.read import measure_read_bandwidth
-from tridecode.commands.candidates import packed_products
-from tridecode.kernels import matmul
-from tridecode.kernels.matmul import MATMUL_GATE_UP, MATMUL_NORMED, MATMUL_RESIDUAL
-from tridecode.model.formats.packed import packed_form
-from tridecode.model.formats.quantise import SCHEMES, fitted
-from tridecode.model.presets import PRESETS
-from tridecode.model.weights import Linear
-from tridecode.step.choose import few_rows_shape
+from tridecode.checkpoint.formats.quantize import SCHEMES, fitted
+from tridecode.checkpoint.formats.scheme import packed_form
+from tridecode.cli.bench.read import measure_read_bandwidth
+from tridecode.cli.candidates import packed_products
+from tridecode.kernels.linear import matmul
+from tridecode.kernels.linear.matmul import MATMUL_GATE_UP, MATMUL_NORMED, MATMUL_RESIDUAL
+from tridecode.kernels.linear.weight import Linear
+from tridecode.models.presets import PRESETS
 from tridecode.step.compiling import missing
-from tridecode.step.few_bits import ROLES, ROWS, few_bits_shape
-from tridecode.step.shapes import MatmulShape
+from tridecode.tuning.choose import few_rows_shape
+from tridecode.tuning.few_bits import ROLES, ROWS, few_bits_shape
+from tridecode.tuning.shapes import MatmulShape
 
 COLD = 240e6  # bytes of weights between two uses of the same ones
 BEST = 3  # shapes that are printed for each matrix

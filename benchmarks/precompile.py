@@ -23,15 +23,15 @@ from few_bits import NoGPU
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
-from tridecode.commands.bench.batch import cases_of, room_of
-from tridecode.commands.bench.decode import capacity_of
-from tridecode.commands.bench.suite import SUITES, suite_args
+from tridecode.checkpoint.load import empty_weights
+from tridecode.cli.bench.batch import cases_of, room_of
+from tridecode.cli.bench.decode import capacity_of
+from tridecode.cli.bench.suite import SUITES, suite_args
 from tridecode.errors import counted
-from tridecode.model.checkpoint import empty_weights
-from tridecode.model.presets import PRESETS
-from tridecode.placement import page_size, plan_graphs, to_quantise
+from tridecode.models.presets import PRESETS
+from tridecode.plan.placement import page_size, plan_graphs, to_quantise
 from tridecode.serve.policy import Policy
-from tridecode.step import state
+from tridecode.step import model as state
 from tridecode.step.compiling import missing
 from tridecode.step.graphs import first_batches, first_lists, launcher
 from tridecode.step.prompt_graphs import end_of, first_reads

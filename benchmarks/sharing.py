@@ -17,7 +17,7 @@ import statistics
 import time
 
 from tridecode import Engine, SamplingParams
-from tridecode.commands.bench.measure import GREEDY, preset_engine, read_bandwidth, run_facts, time_decode
+from tridecode.cli.bench.measure import GREEDY, preset_engine, read_bandwidth, run_facts, time_decode
 
 RUNS, STEPS = 7, 64
 

@@ -15,9 +15,9 @@ import time
 from types import SimpleNamespace
 
 from tridecode import Engine, SamplingParams
-from tridecode.grammar import Grammars
+from tridecode.checkpoint.hub import BUNDLED
 from tridecode.layout import LATE_TOKEN
-from tridecode.model.hub import BUNDLED
+from tridecode.text.grammar import Grammars
 from tridecode.text.tokenizer import Tokenizer
 
 WORDS = {"type": "array", "items": {"type": "string", "minLength": 5, "maxLength": 30}, "minItems": 10_000}
@@ -42,7 +42,7 @@ SCHEMAS = {"words": WORDS, "people": PEOPLE}
 def make_engine(args) -> Engine:
     if args.preset is None:
         return Engine.load(slots=args.rows, speculate="off")
-    from tridecode.commands.bench.measure import bench_engine
+    from tridecode.cli.bench.measure import bench_engine
 
     wanted = SimpleNamespace(model=None, preset=args.preset)
     engine = bench_engine(wanted, args.tokens + 256, args.rows)

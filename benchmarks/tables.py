@@ -9,7 +9,7 @@ import re
 import sys
 from pathlib import Path
 
-from tridecode.commands.bench.report import caption, read_rows, render
+from tridecode.cli.bench.report import caption, read_rows, render
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = (

@@ -2,7 +2,7 @@
 
 import time
 
-from tridecode import commands
+from tridecode import cli as commands
 
 FACTS = {"dtype": "bfloat16", "gpu": "a clock", "tridecode": "0", "torch": "0", "triton": "0"}
 

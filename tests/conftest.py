@@ -64,9 +64,9 @@ def session(capsys, state):
     from chats import Script
 
     from tridecode import SamplingParams
-    from tridecode.commands.chat.conversation import Conversation
-    from tridecode.commands.chat.talk import Chat
-    from tridecode.commands.terminal import Output
+    from tridecode.cli.chat.conversation import Conversation
+    from tridecode.cli.chat.talk import Chat
+    from tridecode.cli.terminal import Output
 
     def make(*answers, raw=False, params=None, **options):
         chat = Chat(Script(*answers), params or SamplingParams(), Output(), Conversation(raw), **options)
@@ -79,7 +79,7 @@ def session(capsys, state):
 @pytest.fixture
 def piped(capsys, monkeypatch, state):
     """Run `chat` on lines from a pipe; returns exit code, stdout, stderr."""
-    from tridecode import commands
+    from tridecode import cli as commands
 
     def piped(text, *argv):
         monkeypatch.setattr("sys.stdin", io.StringIO(text))

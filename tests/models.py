@@ -2,11 +2,11 @@
 
 import torch
 
+from tridecode.checkpoint.load import random_weights
 from tridecode.engine import Engine
-from tridecode.model.checkpoint import random_weights
-from tridecode.model.config import ModelConfig, RopeConfig
+from tridecode.models.config import ModelConfig, RopeConfig
 from tridecode.step.run import launch
-from tridecode.step.shapes import AttentionRowsShape, AttentionShape, MatvecShape, StepShapes
+from tridecode.tuning.shapes import AttentionRowsShape, AttentionShape, MatvecShape, StepShapes
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda", 0) if CUDA else torch.device("cpu")

@@ -18,7 +18,7 @@ from openai.types.responses import Response
 from servers import CHAT, Running, events, until
 
 from tridecode import Engine
-from tridecode.model.hub import BUNDLED
+from tridecode.checkpoint.hub import BUNDLED
 
 SCHEMA = {
     "type": "object",

@@ -9,8 +9,8 @@ import pytest
 import torch
 from checkpoints import VOCAB_SIZE, write_tiny
 
-from tridecode import commands
-from tridecode.commands.parser import make_parser
+from tridecode import cli as commands
+from tridecode.cli.parser import make_parser
 
 
 @pytest.fixture(scope="module")
@@ -291,7 +291,7 @@ def test_a_gpu_number_that_is_absent(failure, good):
 
 
 def test_not_enough_memory(failure, good, monkeypatch):
-    monkeypatch.setattr("tridecode.memory.free_memory", lambda device: 40 * 2**20)
+    monkeypatch.setattr("tridecode.plan.memory.free_memory", lambda device: 40 * 2**20)
     line = failure("generate", "--prompt", "x", "--model", good, "--device", "cpu")
     assert "not enough memory" in line and "GiB" in line
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from markdown_it import MarkdownIt
 
-from tridecode.commands.parser import make_parser
+from tridecode.cli.parser import make_parser
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [

@@ -12,11 +12,11 @@ from checkpoints import write_tiny
 from models import CUDA, DEVICE, tiny_engine
 
 from tridecode import Engine, SamplingParams
+from tridecode.checkpoint.hub import BUNDLED
+from tridecode.checkpoint.load import load_config, load_weights
 from tridecode.errors import GenerationError, ParameterError, PromptError, TooLong
-from tridecode.kernels.prompt_attention import attend_masked
-from tridecode.model.checkpoint import load_config, load_weights
-from tridecode.model.hub import BUNDLED
-from tridecode.step.prefill import prefill
+from tridecode.kernels.attention.prompt_attention import attend_masked
+from tridecode.step.prompt import prefill
 from tridecode.text.stop_strings import StopStrings
 from tridecode.text.tokenizer import Tokenizer
 
@@ -372,7 +372,7 @@ def test_cpu_attention_in_blocks_of_rows(window, monkeypatch):
     q, k, v = torch.randn(1, 4, 50, 64), torch.randn(1, 2, 90, 64), torch.randn(1, 2, 90, 64)
     whole, parts = torch.full((2, 4, 50, 64), float("nan"))
     attend_masked(q, k, v, whole, window, 0.125)
-    monkeypatch.setattr("tridecode.kernels.prompt_attention.MASK_LIMIT", 90 * 7)
+    monkeypatch.setattr("tridecode.kernels.attention.prompt_attention.MASK_LIMIT", 90 * 7)
     attend_masked(q, k, v, parts, window, 0.125)
     assert torch.allclose(parts, whole, rtol=0, atol=1e-6)
 

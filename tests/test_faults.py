@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tridecode.commands.chat.command import DEVICE_LOST
-from tridecode.commands.main import BROKEN_PIPE, INTERRUPTED
+from tridecode.cli.chat.command import DEVICE_LOST
+from tridecode.cli.main import BROKEN_PIPE, INTERRUPTED
 
 TESTS = Path(__file__).parent
 ROWS = [

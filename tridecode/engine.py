@@ -8,21 +8,21 @@ from functools import partial
 
 import torch
 
-from . import threads
 from .arguments import flag, function, mapping, shown, string
 from .errors import GenerationError, ParameterError, PromptError, counted
-from .grammar import Grammars
 from .loading import Loaded
-from .prompt import Encoded, Prompt, listed, prompt_ids
+from .plan import threads
 from .results import Piece, Result
 from .sampling import SamplingParams
 from .serve.driver import Driver, Request
 from .serve.request import Job, generating, scoring, step_kind
 from .serve.scheduler import Scheduler
-from .serve.slots import checked_positions
+from .state.slots import checked_positions
 from .step.dispatch import Dispatcher, GraphStat
 from .step.graphs import make_steps
 from .step.prompt_graphs import make_prompts
+from .text.grammar import Grammars
+from .text.prompt import Encoded, Prompt, listed, prompt_ids
 
 FIRST_TURN = 64  # tokens of a prompt whose passes a one-slot engine captures before it is ready
 

@@ -7,20 +7,21 @@ from typing import Self
 
 import torch
 
-from . import placement, threads
 from .arguments import function, shown
-from .cache.offload import Offload
+from .blocks.weights import Weights
+from .checkpoint.hub import BUNDLED, resolve_model
+from .checkpoint.load import load_config, load_weights
 from .errors import EngineClosed, counted
 from .layout import NGRAM
-from .memory import MemoryPlan, allocating, plan_memory
-from .model.checkpoint import load_config, load_weights
-from .model.config import ModelConfig
-from .model.hub import BUNDLED, resolve_model
-from .model.weights import Weights, short_repr
+from .models.config import ModelConfig
+from .plan import placement, threads
+from .plan.memory import MemoryPlan, allocating, plan_memory
 from .serve.policy import PROMPT_MS, Policy
-from .step.shapes import StepShapes
-from .step.state import DecodeModel, make_model
+from .state.offload import Offload
+from .step.model import DecodeModel, make_model
+from .tensors import short_repr
 from .text.tokenizer import Tokenizer
+from .tuning.shapes import StepShapes
 
 
 @dataclass

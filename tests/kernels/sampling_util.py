@@ -12,7 +12,7 @@ from tridecode.kernels.sampling.mask import mask, mask_ref
 from tridecode.kernels.sampling.mass import WEIGHT_BITS, distance_ref, weight_ref
 from tridecode.kernels.sampling.sample import THRESHOLD, SamplerBuffers, make_buffers, sample, sample_ref
 from tridecode.sampling import SamplingParams
-from tridecode.serve.slots import fill_meta, fill_samp
+from tridecode.state.slots import fill_meta, fill_samp
 
 PDL = CUDA and torch.cuda.get_device_capability() >= (9, 0)
 CAPACITY = 40

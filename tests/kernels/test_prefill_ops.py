@@ -7,13 +7,13 @@ from util import BF16_ROUNDING, DEVICE, Case, assert_close, cases, meta_rows, no
 
 from tridecode import layout
 from tridecode.kernels.add_norm import add_norm, add_norm_ref
+from tridecode.kernels.attention.gather_kv import gather_kv, gather_kv_ref
+from tridecode.kernels.attention.rope_write import rope_write, rope_write_ref
 from tridecode.kernels.embed_rows import embed_rows, embed_rows_ref
-from tridecode.kernels.gather_kv import gather_kv, gather_kv_ref
-from tridecode.kernels.rope_write import rope_write, rope_write_ref
 from tridecode.kernels.silu_mul import silu_mul, silu_mul_ref
 from tridecode.kernels.take_rows import take_rows, take_rows_ref
 from tridecode.layout import Chunk
-from tridecode.step.prefill import read, write_chunks
+from tridecode.step.prompt import read, write_chunks
 from tridecode.step.run import launch, refer
 
 EPS = 1e-6

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tridecode import layout
-from tridecode.kernels.fp8_kv import head_rows, put
+from tridecode.kernels.attention.fp8_kv import head_rows, put
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"

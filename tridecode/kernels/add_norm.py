@@ -3,9 +3,9 @@
 import triton
 import triton.language as tl
 
+from .attention.rope import rms_norm
 from .common import options
 from .op import Op
-from .rope import rms_norm
 
 
 @triton.jit

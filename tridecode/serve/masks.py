@@ -12,8 +12,8 @@ import numpy as np
 
 from .. import layout
 from ..errors import GenerationError, brief
-from ..grammar import Grammar, Matcher
-from ..step.state import DecodeModel
+from ..step.model import DecodeModel
+from ..text.grammar import Grammar, Matcher
 
 THREADS = min(8, os.cpu_count() or 1)
 PATIENCE = 2e-3  # seconds for which a pass that would have to do without a mask waits for it

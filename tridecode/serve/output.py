@@ -7,7 +7,7 @@ import torch
 from .. import layout
 from ..errors import GenerationError, not_finite
 from ..results import Piece, Timings, TokenLogprobs, Usage
-from ..step.state import DecodeModel
+from ..step.model import DecodeModel
 from ..text.stop_strings import StopStrings
 from ..text.tokenizer import Tokenizer
 from .request import Job

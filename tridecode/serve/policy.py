@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from ..arguments import choice, flag, integer, real, shown
-from ..cache.kv import PAGE
 from ..errors import ParameterError
 from ..layout import MAX_NGRAM, NGRAM
-from ..step.prefill import CHUNK
+from ..state.kv import PAGE
+from ..step.prompt import CHUNK
 
 PROMPT_MS = 15.0
 FIXED_CHUNK = 256  # of the batch-invariant mode, where a prompt's passes have all that many rows

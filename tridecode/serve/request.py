@@ -9,11 +9,11 @@ from functools import cached_property
 import torch
 
 from ..errors import ParameterError
-from ..grammar import Grammar
 from ..layout import MAX_STOP_IDS, packed
-from ..model.config import ModelConfig
+from ..models.config import ModelConfig
 from ..results import Piece
 from ..sampling import SamplingParams
+from ..text.grammar import Grammar
 
 
 @dataclass(eq=False)

@@ -4,15 +4,15 @@ from array import array
 from collections import Counter, deque
 
 from ..layout import OWN
-from ..step.state import DecodeModel
+from ..state.offloaded_slots import OffloadedSlots
+from ..state.slots import Slots, common_prefix
+from ..step.model import DecodeModel
 from ..text.tokenizer import Tokenizer
 from .masks import Masks
-from .offloaded import OffloadedSlots
 from .output import Output
 from .policy import Policy
 from .request import Job
 from .running import Running
-from .slots import Slots, common_prefix
 
 
 class Roster:

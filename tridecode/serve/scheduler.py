@@ -11,8 +11,8 @@ from ..results import TokenLogprobs
 from ..sampling import SamplingParams
 from ..step.decode import KINDS
 from ..step.graphs import EagerSteps, StepGraphs
+from ..step.model import DecodeModel
 from ..step.prompt_graphs import EagerPrompts, PromptGraphs
-from ..step.state import DecodeModel
 from ..text.tokenizer import Tokenizer
 from .masks import wait_for
 from .output import Ring

@@ -1,1 +1,1 @@
-"""The HTTP server: OpenAI's API over an Engine. It needs the extra `serve`; commands/serve.py starts it."""
+"""The HTTP server: OpenAI's API over an Engine. It needs the extra `serve`; cli/serve.py starts it."""

@@ -10,9 +10,9 @@ import msgspec
 
 from ..engine import Engine
 from ..errors import GenerationError
-from ..prompt import Encoded
 from ..results import Piece
 from ..sampling import SamplingParams
+from ..text.prompt import Encoded
 from . import events
 from .choice import Choice
 from .errors import ApiError, outcome, stopping, told

@@ -18,8 +18,8 @@ from starlette.routing import Route
 
 from ..engine import Engine
 from ..errors import EngineClosed, TridecodeError
-from ..prompt import Encoded
 from ..sampling import SamplingParams
+from ..text.prompt import Encoded
 from ..version import __version__
 from .access import Access, body
 from .answer import Answer, Plan

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from ..arguments import shown
 from ..errors import ParameterError
-from ..grammar import lark_of_choices
 from ..sampling import STRUCTURES, SamplingParams
+from ..text.grammar import lark_of_choices
 from ..text.thinking import CLOSE, OPEN, SWITCH, ends_inside
 from ..text.tokenizer import Tokenizer
 from .errors import refusal, told

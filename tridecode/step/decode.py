@@ -8,19 +8,19 @@ some rows may draw only what their masks allow. A model of_queries also guesses 
 verifies as many guesses as it has rows for: drafts are spread to rows of their own before, and accepted after.
 """
 
-from ..kernels.draft import DRAFT
+from ..kernels.attention.write_kv import WRITE_KV
 from ..kernels.embed import EMBED, embed_partials
 from ..kernels.sampling.accept import ACCEPT
+from ..kernels.sampling.draft import DRAFT
 from ..kernels.sampling.greedy import GREEDY
 from ..kernels.sampling.logprobs import LOGPROBS
 from ..kernels.sampling.mask import MASK
 from ..kernels.sampling.sample import SAMPLE
-from ..kernels.spread import SPREAD
-from ..kernels.write_kv import WRITE_KV
+from ..kernels.sampling.spread import SPREAD
+from ..tuning.products import products
 from .hosted import fetch_first, next_pages, next_weights, pages_fetched, weights_fetched
-from .products import products
+from .model import DecodeModel
 from .run import Run
-from .state import DecodeModel
 
 KINDS = ("greedy", "sample", "logprobs")
 

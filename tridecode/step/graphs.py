@@ -11,14 +11,14 @@ from functools import cache, partial
 import torch
 
 from ..errors import brief
-from ..kernels.attention import attention_bytes, attention_ref
+from ..kernels.attention.attention import attention_bytes, attention_ref
 from ..kernels.op import Op
 from ..layout import LIMIT_REACHED, STATUS
 from . import decode
 from .compiling import compile_ahead
 from .dispatch import QUERIES, BatchDescriptor, Dispatcher, best_queries, most_queries
+from .model import DecodeModel
 from .run import Forked, Run, launch, launch_dependent, refer
-from .state import DecodeModel
 
 log = logging.getLogger("tridecode")
 

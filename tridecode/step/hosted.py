@@ -4,10 +4,10 @@ Each has a ring of buffers on the device. A "fetch" fills a buffer as soon as wh
 beside what comes behind it; with "fetched" the list waits for it. Where nothing lies on the host there are no lines.
 """
 
-from ..kernels.fetch import FETCH, FETCHED
-from ..model.host_layers import LAYER_BUFFERS
+from ..blocks.host_layers import LAYER_BUFFERS
+from ..kernels.transfer.fetch import FETCH, FETCHED
+from .model import DecodeModel
 from .run import Run
-from .state import DecodeModel
 
 
 def fetch_first(run: Run, m: DecodeModel, meta, end: int) -> None:

@@ -9,14 +9,14 @@ import torch
 
 from ..errors import brief
 from ..kernels.op import Op
+from ..kernels.torch_ops import BLOCK_ATTENTION, torch_attention
 from ..layout import Chunk
-from . import prefill
+from . import prompt as prefill
 from .compiling import compile_ahead
 from .dispatch import BatchDescriptor, Dispatcher
 from .graphs import EagerSteps, StepGraphs, capture_late, first_batches, forked, launcher
+from .model import DecodeModel
 from .run import Run, launch, refer
-from .state import DecodeModel
-from .torch_ops import BLOCK_ATTENTION, torch_attention
 
 ATTENTION_RATE = 300e12  # FLOP a second, to reckon what attention adds to a pass that was timed without
 log = logging.getLogger("tridecode")

@@ -4,8 +4,8 @@ from dataclasses import dataclass, fields, replace
 
 import torch
 
-from ..kernels import matmul_wide
-from ..kernels.prompt_attention import scratch_sizes
+from ..kernels.attention.prompt_attention import scratch_sizes
+from ..kernels.linear import matmul_wide
 from ..kernels.sampling import sample as sample_op
 from ..layout import (
     CHUNK_WIDTH,
@@ -18,9 +18,9 @@ from ..layout import (
     STATUS,
     mask_words,
 )
-from ..model.config import ModelConfig
-from ..model.weights import short_repr
-from .shapes import DRAFT_SPLITS, MAX_SPLITS, TILE_ROWS, PromptAttentionShape
+from ..models.config import ModelConfig
+from ..tensors import short_repr
+from ..tuning.shapes import DRAFT_SPLITS, MAX_SPLITS, TILE_ROWS, PromptAttentionShape
 
 DEQUANTISED = 2**25  # numbers: the most of a weight in fewer bits that stand there in all their bits at once
 # By slot; all else is by row.

@@ -3,7 +3,7 @@
 import json
 from dataclasses import dataclass
 
-from ...grammar import LAYOUT, exact
+from ...text.grammar import LAYOUT, exact
 from ...text.tokenizer import Tokenizer
 from .parser import BareCalls, Machine, MistralCalls, TaggedCalls, XmlCalls
 

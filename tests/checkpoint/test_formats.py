@@ -1,0 +1,238 @@
+"""Weights in fewer bits: files of each format, written by hand and by others, dequantised and packed alike."""
+
+import json
+import re
+
+import pytest
+import torch
+from checkpoints import write_tiny
+from quantised import WIDTHS, change_config, write_quantised
+from safetensors.torch import load_file, save_file
+
+from tridecode.checkpoint.load import load_config, load_weights
+from tridecode.engine import Engine
+from tridecode.errors import CheckpointError
+from tridecode.kernels.linear.weight import Linear
+
+FORMATS = {
+    "awq": ("awq", {}),
+    "awq_without_zeros": ("awq", dict(zeros=False, group=32)),
+    "gptq": ("gptq", {}),
+    "gptq_8_bits": ("gptq", dict(bits=8, group=32)),
+    "gptq_desc_act": ("gptq", dict(ordered=True)),
+    "gptq_v2_a_row": ("gptq", dict(version=2, group=-1)),
+    "packed_int4": ("pack-quantized", {}),
+    "packed_int4_zeros": ("pack-quantized", dict(zeros=True, group=32)),
+    "packed_int8": ("pack-quantized", dict(bits=8)),
+    "packed_int8_zeros_a_row": ("pack-quantized", dict(bits=8, zeros=True, group=-1)),
+    "packed_actorder": ("pack-quantized", dict(ordered=True)),
+    "float_tensor": ("float-quantized", dict(shared="tensor")),
+    "float_channel": ("float-quantized", dict(shared="channel")),
+    "float_block": ("float-quantized", dict(shared="block")),
+    "fp8_blocks": ("fp8", {}),
+    "fp8_blocks_but_some": ("fp8", dict(skip=("lm_head", "layers.1.mlp.down_proj", "layers.0.self_attn"))),
+}
+ROWS = {"qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "o_proj": ("self_attn.o_proj",)}
+ROWS |= {"gate_up": ("mlp.gate_proj", "mlp.up_proj"), "down": ("mlp.down_proj",)}
+
+
+def compare(weights, truth: dict[str, torch.Tensor], tolerance=0.0) -> int:
+    """Each projection that is quantised against what its file stands for; returns how many were packed."""
+    packed = 0
+    for i, layer in enumerate(weights.layers):
+        for name, parts in ROWS.items():
+            names = [f"model.layers.{i}.{part}" for part in parts]
+            if names[0] in truth:
+                linear = getattr(layer, name)
+                expected = torch.cat([truth[part] for part in names])
+                torch.testing.assert_close(linear.matrix(), expected, rtol=tolerance, atol=0, msg=f"{i} {name}")
+                packed += linear.packed is not None
+    return packed
+
+
+@pytest.mark.parametrize("packs", [False, True], ids=["dequantised", "packed"])
+@pytest.mark.parametrize("case", FORMATS)
+def test_weights_are_what_the_file_stands_for(case, packs, tmp_path):
+    method, how = FORMATS[case]
+    truth = write_quantised(tmp_path, method, **how)
+    seen = []
+    weights = load_weights(
+        tmp_path, load_config(tmp_path), "cpu", torch.float32, lambda *at: seen.append(at), packs=packs
+    )
+    packed = compare(weights, truth)
+    assert packed == (sum(name.endswith(("q_proj", "o_proj", "gate_proj", "down_proj")) for name in truth) * packs)
+    assert seen[-1][0] == seen[-1][1] and weights.lm_head.format == "dense"
+
+
+def test_an_engine_answers_as_with_the_dequantised_checkpoint(tmp_path):
+    truth = write_quantised(tmp_path / "few", "awq")
+    write_tiny(tmp_path / "all", "qwen3", **WIDTHS)
+    tensors = load_file(tmp_path / "all" / "model.safetensors")
+    tensors |= {f"{name}.weight": weight.contiguous() for name, weight in truth.items()}
+    save_file(tensors, tmp_path / "all" / "model.safetensors", metadata={"format": "pt"})
+    ids = [3, 40, 5, 106, 7]
+    few, every = (Engine.load(tmp_path / name, device="cpu").score(ids) for name in ("few", "all"))
+    assert torch.equal(few, every)
+
+
+def test_a_quantised_lm_head(tmp_path):
+    truth = write_quantised(tmp_path, "float-quantized", skip=())
+    weights = load_weights(tmp_path, load_config(tmp_path), "cpu", torch.float32, packs=True)
+    assert weights.lm_head.format == "e4m3" and torch.equal(weights.lm_head.matrix(), truth["lm_head"])
+    assert not weights.tied and {"lm_head.weight", "lm_head.scale"} <= set(weights.tensors())
+
+
+@pytest.mark.parametrize("strategy", ["tensor", "channel", "group", "group_zeros", "int8"])
+def test_files_of_compressed_tensors(strategy, tmp_path):
+    """Compressed by that program, and compared with its own decompression."""
+    pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed")
+    from compressed_tensors.compressors.base import BaseCompressor
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+
+    form = "float-quantized" if strategy in ("tensor", "channel") else "pack-quantized"
+    values = dict(num_bits=8, type="float", strategy=strategy)
+    if form == "pack-quantized":
+        bits = 8 if strategy == "int8" else 4
+        values = dict(num_bits=bits, type="int", strategy="group", group_size=32, symmetric="zeros" not in strategy)
+    args = QuantizationArgs(**values)
+    compressor = BaseCompressor.get_value_from_registry(form)
+    scheme = QuantizationScheme(targets=["Linear"], weights=args)
+    columns = args.group_size
+    write_tiny(tmp_path, "qwen3", **WIDTHS)
+    tensors, truth = load_file(tmp_path / "model.safetensors"), {}
+    for name in [n for n in tensors if n.endswith("_proj.weight")]:
+        weight, module = tensors.pop(name), name.removesuffix(".weight")
+        n, k = weight.shape
+        parts = weight.view(1, 1, -1) if strategy == "tensor" else weight.view(n, -1, columns or k)
+        peak = parts.abs().amax(-1)
+        scale = peak / (2 ** (args.num_bits - 1) if columns else 448)
+        state = {"weight": weight, "weight_scale": scale.view(1) if strategy == "tensor" else scale}
+        if not args.symmetric:
+            state["weight_zero_point"] = torch.randint(-3, 4, peak.shape, dtype=torch.int8)
+        found = compressor.compress(state, scheme)
+        truth[module] = compressor.decompress(found, scheme)["weight"].float()
+        tensors |= {f"{module}.{part}": value.contiguous() for part, value in found.items()}
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    group = {"targets": ["Linear"], "weights": args.model_dump(mode="json"), "format": form}
+    said = {"quant_method": "compressed-tensors", "format": form, "ignore": ["lm_head"]}
+    change_config(tmp_path, quantization_config=said | {"config_groups": {"group_0": group}})
+    for packs in (False, True):
+        weights = load_weights(tmp_path, load_config(tmp_path), "cpu", torch.float32, packs=packs)
+        assert compare(weights, truth, tolerance=1e-6) == 8 * packs
+
+
+def refused(path, words, monkeypatch):
+    monkeypatch.setattr("tridecode.checkpoint.load._allocate", None)  # told before memory is spent
+    with pytest.raises(CheckpointError) as caught:
+        load_weights(path, load_config(path), "cpu", torch.float32)
+    message = str(caught.value)
+    assert "\n" not in message
+    for word in words:
+        assert word in message, message
+
+
+CONFIGS = {
+    "unknown_method": ("awq", {"quant_method": "bitsandbytes"}, ["quant_method", "compressed-tensors", "bitsandbytes"]),
+    "bits_of_gptq": ("gptq", {"bits": 3}, ["bits", "4 or 8", "3"]),
+    "bits_of_awq": ("awq", {"bits": 8}, ["bits", "4", "8"]),
+    "version_of_awq": ("awq", {"version": "gemv"}, ["version", "gemm", "gemv"]),
+    "group_size": ("gptq", {"group_size": 48}, ["group_size", "32, 64, 128", "48"]),
+    "group_that_does_not_divide": ("awq", {"group_size": 128}, ["groups of 128", "192", "q_proj"]),
+    "rules_of_gptq": ("gptq", {"dynamic": {"-:.*down": {}}}, ["dynamic", "not supported"]),
+    "blocks_of_fp8": ("fp8", {"weight_block_size": [64, 64]}, ["weight_block_size", "[128, 128]"]),
+    "format": ("pack-quantized", {"format": "nvfp4-pack-quantized"}, ["format", "pack-quantized", "nvfp4"]),
+    "no_regular_expression": ("pack-quantized", {"ignore": ["re:("]}, ["ignore", "regular expression"]),
+    "no_groups": ("pack-quantized", {"config_groups": {}}, ["config_groups", "at least one group"]),
+    "no_object": ("awq", None, ["quantization_config", "object"]),
+    "other_format_in_the_file": ("awq", {"quant_method": "gptq"}, ["q_proj.g_idx", "missing", "gptq"]),
+}
+
+
+@pytest.mark.parametrize("case", CONFIGS)
+def test_a_configuration_is_refused(case, tmp_path, monkeypatch):
+    method, changes, words = CONFIGS[case]
+    write_quantised(tmp_path, method)
+    before = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    change_config(tmp_path, quantization_config="awq" if changes is None else before | changes)
+    refused(tmp_path, words, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    "key, value, words",
+    [
+        ("num_bits", 3, ["config_groups.group_0.weights.num_bits", "4 or 8", "3"]),
+        ("type", "float", ["num_bits", "int"]),
+        ("strategy", "tensor_group", ["strategy", "group"]),
+        ("group_size", 48, ["group_size", "32, 64 or 128"]),
+    ],
+    ids=["bits", "type", "strategy", "group"],
+)
+def test_weights_of_compressed_tensors_are_refused(key, value, words, tmp_path, monkeypatch):
+    write_quantised(tmp_path, "pack-quantized")
+    values = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    values["config_groups"]["group_0"]["weights"][key] = value
+    change_config(tmp_path, quantization_config=values)
+    refused(tmp_path, words, monkeypatch)
+
+
+def change_tensors(path, change):
+    tensors = load_file(path / "model.safetensors")
+    change(tensors)
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+
+
+NAME = "model.layers.1.mlp.down_proj"
+
+
+def narrower(tensors):
+    tensors[f"{NAME}.qweight"] = tensors[f"{NAME}.qweight"][:, :-1].contiguous()
+
+
+FILES = {
+    "missing_scales": ("float-quantized", lambda t: t.pop(f"{NAME}.weight_scale"), [f"{NAME}.weight_scale", "missing"]),
+    "wrong_packing": ("awq", narrower, [f"{NAME}.qweight", "[320, 24]", "[320, 23]"]),
+    "wrong_dtype": (
+        "fp8",
+        lambda t: t.update({f"{NAME}.weight": t[f"{NAME}.weight"].float()}),
+        [f"{NAME}.weight", "F8_E4M3", "F32"],
+    ),
+    "extra": ("awq", lambda t: t.update({f"{NAME}.g_idx": torch.zeros(320)}), [f"{NAME}.g_idx", "no place"]),
+}
+
+
+@pytest.mark.parametrize("case", FILES)
+def test_a_file_is_refused(case, tmp_path, monkeypatch):
+    method, change, words = FILES[case]
+    write_quantised(tmp_path, method)
+    change_tensors(tmp_path, change)
+    refused(tmp_path, words, monkeypatch)
+
+
+def uneven(tensors):
+    tensors[f"{NAME}.g_idx"][:70] = 0
+
+
+def test_groups_of_uneven_size_are_refused(tmp_path):
+    write_quantised(tmp_path, "gptq", ordered=True)
+    change_tensors(tmp_path, uneven)
+    with pytest.raises(CheckpointError, match=re.escape(NAME) + ".*must have 64 columns"):
+        load_weights(tmp_path, load_config(tmp_path), "cpu", torch.float32)
+
+
+def test_projections_of_one_product_that_order_their_columns_differently(tmp_path):
+    write_quantised(tmp_path, "gptq", ordered=True)
+    change_tensors(tmp_path, lambda t: t.update({k: v.flip(0) for k, v in t.items() if k.endswith("k_proj.g_idx")}))
+    config = load_config(tmp_path)
+    with pytest.raises(CheckpointError, match="q_proj orders its columns otherwise"):
+        load_weights(tmp_path, config, "cpu", torch.float32, packs=True)
+    load_weights(tmp_path, config, "cpu", torch.float32)
+
+
+def test_a_linear_says_its_format(tmp_path):
+    write_quantised(tmp_path, "pack-quantized")
+    weights = load_weights(tmp_path, load_config(tmp_path), "cpu", torch.float32, packs=True)
+    linear = weights.layers[0].down
+    assert "format=int4" in repr(linear) and linear.in_features == 320 and linear.out_features == 192
+    assert weights.formats() == ["int4", "dense"]
+    assert linear.nbytes == 192 * (3 * 64 + 2 * 5)  # three tiles of 128 columns, a scale for each 64
+    assert Linear(torch.zeros(3, 5)).format == "dense"

@@ -1,0 +1,351 @@
+"""Models larger than the device: the last layers' weights in host memory give the texts of weights on the device."""
+
+import gc
+from contextlib import nullcontext
+from dataclasses import replace
+
+import pytest
+import torch
+from checkpoints import write_tiny
+from models import CUDA, DEVICE, slowed, tiny_config, tiny_engine
+
+from tridecode import Engine, SamplingParams, memory, pinned
+from tridecode.checkpoint.load import load_config, load_weights, random_weights
+from tridecode.checkpoint.slices import host_layer_bytes, parameter_count, weight_bytes
+from tridecode.errors import DeviceError, ParameterError
+from tridecode.kernels.linear.weight import Linear
+from tridecode.models.presets import PRESETS
+from tridecode.plan.memory import plan_memory
+from tridecode.plan.placement import plan_capacity, plan_kv, plan_weights, to_quantise
+from tridecode.state.offload import Offload
+from tridecode.step import decode
+from tridecode.step.graphs import EagerSteps, StepGraphs, launcher
+from tridecode.step.prompt import finish, read
+from tridecode.step.run import Forked, Recorder, launch, refer
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+SAMPLED = SamplingParams(temperature=0.8, seed=3, max_tokens=12, ignore_eos=True, logprobs=2)
+PAGE = 64 if CUDA else 16
+PROMPT = [(11 * i + i // 7) % 300 for i in range(9 * PAGE + 5)]
+LAYERS = 6
+PROJECTIONS = ("qkv", "o_proj", "gate_up", "down")
+
+
+def engine_of(on_host=0, offload=None, pages=None, **more):
+    build = dict(page=PAGE, pages=pages, offload=offload, chunk_tokens=5 * PAGE) | more
+    fields = dict(num_layers=LAYERS, max_position=16 * PAGE, capacity=16 * PAGE, on_host=on_host)
+    if CUDA:
+        fields |= dict(head_dim=128, num_heads=8, num_kv_heads=2)
+    else:
+        fields |= dict(dtype=torch.float32)
+    engine = tiny_engine(graph=build.pop("graph", "full"), build=build, **fields)
+    engine.threads = 1
+    return engine
+
+
+def said(engine, params, prompt=PROMPT):
+    result = engine.generate(prompt, params, reuse_prefix=False)
+    return result.token_ids, [each.logprob for each in result.logprobs or ()]
+
+
+@pytest.fixture(scope="module")
+def alone():
+    return engine_of()
+
+
+@pytest.mark.parametrize("on_host", [3, 4, 5, LAYERS], ids=lambda layers: f"{layers}_of_{LAYERS}_layers")
+@pytest.mark.parametrize("graph", ["full", "piecewise", "none"] if CUDA else ["none"])
+def test_a_text_is_the_same_wherever_the_weights_lie(graph, on_host, alone):
+    """The same products of the same numbers: equal to the bit."""
+    engine = engine_of(on_host, graph=graph)
+    for params in (GREEDY, SAMPLED):
+        for prompt in (PROMPT, PROMPT[:5]):
+            assert said(engine, params, prompt) == said(alone, params, prompt)
+
+
+def test_weights_and_pages_of_the_host_come_beside_each_other(alone):
+    engine = engine_of(4, Offload(host=40, ring=16), pages=8, chunk_tokens=5 * PAGE)
+    assert said(engine, GREEDY) == said(alone, GREEDY)
+    assert said(engine, SAMPLED) == said(alone, SAMPLED)
+
+
+def test_several_requests_run_on_weights_of_the_host():
+    plain, engine = (engine_of(layers, slots=3, prompt_ms=1e6) for layers in (0, 4))
+    prompts = [PROMPT[: 3 + 50 * i] for i in range(5)]
+    found = [[result.token_ids for result in e.generate_many(prompts, GREEDY)] for e in (plain, engine)]
+    assert found[0] == found[1]
+
+
+# ---- what is launched
+
+
+def lists(kind):
+    """A pass's list, and the layers whose weights it reads, in their order."""
+    if kind == "decode":
+        return lambda run, model: decode.step(run, model, "greedy")
+
+    def prompt(run, model):
+        read(run, model, 5, decoding=1)
+        finish(run, model, "greedy")
+
+    return prompt
+
+
+@pytest.mark.parametrize("kind", ["decode", "prompt"])
+@pytest.mark.parametrize("on_host", [3, LAYERS])
+def test_weights_are_fetched_before_they_are_read_and_after_their_buffers_last_reader(on_host, kind):
+    model = engine_of(on_host).model
+    host, recorder = model.weights.host, Recorder()
+    lists(kind)(recorder, model)
+    buffers = {target.data_ptr(): None for target in host.target}
+    assert len(buffers) == 2
+    waited, reads = set(), []
+    for line in recorder.launches:
+        if line.role == "fetch":
+            layer = next(i for i, source in enumerate(host.source) if source.data_ptr() == line.args[2].data_ptr())
+            address = line.args[3].data_ptr()
+            before = buffers[address]
+            assert before is None or (before, "down") in reads, "a buffer is filled while it is to be read"
+            buffers[address] = layer
+            waited.discard(address)
+        elif line.role == "fetched":
+            waited.add(line.args[0].data_ptr())
+        elif line.role in PROJECTIONS:
+            linear = next(arg for arg in line.args if isinstance(arg, Linear))
+            layer = sum(role == line.role for _, role in reads) - (LAYERS - on_host)
+            if layer >= 0:
+                address = host.target[layer].data_ptr()
+                assert address <= linear.weight.data_ptr() < address + host.target[layer].nbytes
+                assert buffers[address] == layer and address in waited
+            reads.append((layer, line.role))
+    assert [role for _, role in reads] == [*PROJECTIONS] * LAYERS
+
+
+class Stream:
+    """What a stream is told, in the log of all of them."""
+
+    def __init__(self, name, log):
+        self.name, self._log = name, log
+
+    def wait_stream(self, other):
+        self._log.append(f"{self.name} waits for {other.name}")
+
+    def record_event(self):
+        self._log.append(f"{self.name} is marked")
+        return f"mark {len(self._log)}"
+
+    def wait_event(self, mark):
+        self._log.append(f"{self.name} waits for {mark}")
+
+
+@pytest.mark.parametrize("capturing", [False, True])
+def test_fetches_run_beside_the_list_and_are_waited_for_one_by_one(capturing, monkeypatch):
+    """What follows a wait is launched plainly, for it has two predecessors."""
+    log = []
+    main, side, captured = (Stream(name, log) for name in ("main", "side", "captured"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: main)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    run = Forked(lambda role, *_: log.append(role), lambda role, *_: log.append(f"plain {role}"), side, captured)
+    rings = torch.zeros(2, 8)
+    for role, *args in [
+        ("fetch", 0, rings[0]), ("fetch", 1, rings[1]), ("embed",), ("fetched", rings[1]), ("qkv",),
+        ("fetched", rings[0]), ("attention",), ("o_proj",), ("fetched", rings[0]), ("down",),
+    ]:  # fmt: skip
+        run(role, None, *args)
+    name = "captured" if capturing else "side"
+    assert log == [
+        f"{name} waits for main", "plain fetch", f"{name} is marked", f"{name} waits for main", "plain fetch",
+        f"{name} is marked", "embed", "main waits for mark 6", "plain qkv", "main waits for mark 3", "plain attention",
+        "o_proj", "down",
+    ]  # fmt: skip
+
+
+def test_lists_in_the_interpreter_give_what_the_references_give():
+    found = []
+    for run in (launch, refer):
+        engine = engine_of(3)
+        engine.rewind(7, replace(GREEDY, seed=1))
+        EagerSteps(engine.model, run).replay("greedy")
+        engine.synchronize()
+        found.append(engine.model.workspace.logits[0].cpu().clone())
+    error = (found[0] - found[1]).norm() / found[1].norm()
+    assert error < (2e-2 if CUDA else 1e-4)
+
+
+# ---- loading, and memory
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_checkpoint_is_read_into_the_hosts_memory(dtype, tmp_path):
+    path = write_tiny(tmp_path, "qwen2", num_hidden_layers=5)
+    config = load_config(path)
+    plain, weights = (load_weights(path, config, DEVICE, dtype, on_host=layers) for layers in (0, 4))
+    stored, host = plain.tensors(), weights.host
+    assert len(host.stored) == 4 * len(PROJECTIONS) and host.first == 1 and host.end == 5
+    for name, tensor in weights.tensors().items():
+        held = host.stored.get(name, tensor)
+        assert torch.equal(held.cpu(), stored[name].cpu()), name
+        if name in host.stored:
+            assert tensor.shape == held.shape and tensor.data_ptr() % 64 == 0 and held.device.type == "cpu"
+
+
+def test_the_bytes_of_the_device_are_those_that_are_allocated():
+    config, dtype = tiny_config(num_layers=7), torch.bfloat16
+    weights = random_weights(config, DEVICE, dtype, on_host=5)
+    held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in weights.tensors().values()}
+    padding = 4096 * 7
+    assert 0 <= sum(held.values()) - weight_bytes(config, dtype, on_host=5) <= padding
+    assert weights.host.source[0].nbytes == host_layer_bytes(config, dtype)
+    assert weight_bytes(config, dtype) == 2 * parameter_count(config)
+
+
+GIB = 2**30
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    free = {"cuda": 5 * GIB, "cpu": 20 * GIB}
+    monkeypatch.setattr(memory, "free_memory", lambda device: free[device.type])
+    return free
+
+
+def test_a_model_larger_than_the_device_is_planned(machine):
+    """Qwen3-4B's 7.5 GiB of weights on a device of 5."""
+    config, cuda, dtype = PRESETS["qwen3-4b"], torch.device("cuda"), torch.bfloat16
+    with pytest.raises(DeviceError, match="not enough memory"):
+        plan_capacity(config, dtype, cuda, 1000)
+    assert plan_weights(config, dtype, None) == 0 and plan_weights(config, dtype, 19) == 36, "never more than all"
+    layers = plan_weights(config, dtype, 6)
+    assert layers == int(6 * GIB / host_layer_bytes(config, dtype)) and 28 < layers < 36
+    plan, capacity, _ = plan_capacity(config, dtype, cuda, 1000, on_host=layers)
+    assert capacity == 1000 and plan.needed(1000) < 5 * GIB
+    kv = plan_kv(config, dtype, cuda, "triton", 40_000, kv_offload="auto", on_host=layers)
+    assert kv.offload.ring > 0 and kv.memory.needed(40_000, kv.kv_tokens) <= kv.memory.usable
+    assert kv.offload.host <= (20 * GIB - layers * host_layer_bytes(config, dtype)) / 2 / (64 * 147_456) + 1
+    on_cpu = plan_memory(config, dtype, torch.device("cpu"), on_host=layers)
+    assert on_cpu.weights > weight_bytes(config, dtype), "the same memory holds the buffers too"
+
+
+@pytest.mark.parametrize(
+    "asked, words",
+    [
+        ("much", "weights_offload must be a number"),
+        (0, "weights_offload must be a number"),
+        (0.3, "weights_offload: 3 layers or more, 0.564 GiB, must go to the host"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_had_is_one_line(machine, asked, words):
+    with pytest.raises((ParameterError, DeviceError)) as raised:
+        plan_weights(PRESETS["qwen3-4b"], torch.bfloat16, asked)
+    assert words in str(raised.value) and "\n" not in str(raised.value)
+
+
+def test_a_host_that_is_too_small_is_one_line(machine):
+    machine["cpu"] = 4 * GIB
+    with pytest.raises(DeviceError, match=r"31 layers take 5\.8 GiB of the host's memory, 4\.0 are free"):
+        plan_weights(PRESETS["qwen3-4b"], torch.bfloat16, 6)
+
+
+def test_weights_in_fewer_bits_stay_on_the_device(machine):
+    config = to_quantise(PRESETS["qwen3-4b"], "int4", "fp8")
+    with pytest.raises(ParameterError, match=r"^weights_offload: weights in fewer bits \(int4\) are kept on the"):
+        plan_weights(config, torch.bfloat16, 6)
+    assert plan_weights(config, torch.bfloat16, None) == 0
+    with pytest.raises(ParameterError, match="weights in fewer bits"):
+        Engine.load(device=str(DEVICE), quantize="int8", weights_offload=0.02)
+
+
+def test_an_engine_loads_with_weights_of_the_host():
+    asked = dict(device=str(DEVICE), max_seq_len=64)
+    with Engine.load(speculate="off", **asked) as plain, Engine.load(weights_offload=0.02, **asked) as engine:
+        assert engine.model.weights.host.end == engine.config.num_layers and not engine.policy.speculates
+        assert said(engine, SAMPLED, "Hello") == said(plain, SAMPLED, "Hello")
+
+
+# ---- on a GPU: one graph, two streams
+
+needs_gpu = pytest.mark.skipif(not CUDA, reason="streams and graphs are a GPU's")
+
+
+def logits_of(engine, run) -> torch.Tensor:
+    """Of one step, whose buffers hold NaN before."""
+    steps = StepGraphs(engine.model, kinds=("greedy",), run=run)
+    engine.rewind(7, replace(GREEDY, seed=1))
+    for buffer in engine.model.weights.host.target:
+        buffer.fill_(-1)  # NaN, in any format
+    steps.replay("greedy", 1)
+    engine.synchronize()
+    return engine.model.workspace.logits[0].clone()
+
+
+@needs_gpu
+@pytest.mark.parametrize("late", ["fetch", "qkv", "down"])
+def test_neither_stream_overtakes_the_other(late):
+    engine = engine_of(4)
+    wanted = logits_of(engine, launch)
+    assert wanted.isfinite().all() and torch.equal(logits_of(engine, slowed(late)), wanted)
+    assert torch.equal(logits_of(engine, launcher(engine.model)), wanted), "with dependent launches"
+
+
+@needs_gpu
+def test_a_graph_is_captured_once():
+    engine = engine_of(4)
+    engine.steps.check_addresses = True
+    captures = engine.steps.captures
+    said(engine, GREEDY)
+    said(engine, SAMPLED)
+    assert engine.steps.captures == captures == len(decode.KINDS)
+    assert {stat.mode for stat in engine.graph_stats() if stat.kind in decode.KINDS} == {"full"}
+
+
+# ---- host memory itself
+
+
+class Driver:
+    """What registers memory, and refuses the piece after so many."""
+
+    def __init__(self, most):
+        self.most, self.pieces = most, {}
+
+    def cudaHostRegister(self, address, length, flags):
+        if len(self.pieces) == self.most:
+            return 2
+        self.pieces[address] = length
+        return 0
+
+    def cudaHostUnregister(self, address):
+        del self.pieces[address]
+
+
+@pytest.fixture
+def driver(monkeypatch):
+    made = Driver(9)
+    monkeypatch.setattr(pinned, "PIECE", 5 * 4096)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: made)
+    return made
+
+
+def test_host_memory_is_registered_in_pieces_of_whole_rows_and_given_back(driver):
+    memory = pinned.host_memory(7, 2 * 4096, torch.device("cuda"), "weights_offload")
+    first = memory.data_ptr()
+    assert memory.shape == (7, 8192) and not memory.any() and first % 4096 == 0
+    assert driver.pieces == {first: 16_384, first + 16_384: 16_384, first + 32_768: 16_384, first + 49_152: 8192}
+    part = memory[3, :8]
+    del memory
+    gc.collect()
+    assert len(driver.pieces) == 4, "part of it is held"
+    del part
+    gc.collect()
+    assert driver.pieces == {}
+
+
+def test_a_driver_that_pins_no_more_is_one_line(driver):
+    driver.most = 2
+    with pytest.raises(DeviceError) as raised:
+        pinned.host_memory(7, 2 * 4096, torch.device("cuda"), "kv_offload")
+    assert str(raised.value).startswith("kv_offload: the driver refuses to pin more than 0.0 of 0.0 GiB (CUDA error 2)")
+    del raised
+    gc.collect()
+    assert driver.pieces == {}, "what was pinned is given back"

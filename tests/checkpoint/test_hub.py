@@ -1,0 +1,312 @@
+"""Model names: directories, and Hugging Face ids against a loopback hub, each in a process of its own.
+
+Published checkpoints are not downloaded here: what is tested is which files are asked for, the cache, the offline mode
+and the message of each failure.
+"""
+
+import errno
+import hashlib
+import http.server
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.parse
+from pathlib import Path
+
+import pytest
+from checkpoints import write_tiny, write_tokenizer
+
+from tridecode.checkpoint.hub import BUNDLED, resolve_model
+from tridecode.errors import CheckpointError
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+ROOT = Path(__file__).parents[2]
+RESOLVE = """
+import sys
+from tridecode.errors import CheckpointError
+from tridecode.checkpoint.hub import resolve_model
+try:
+    print("path", resolve_model(sys.argv[1], weights="small" not in sys.argv[2:]))
+except CheckpointError as error:
+    print("error", error)
+"""
+
+
+class Hub(http.server.ThreadingHTTPServer):
+    """What huggingface_hub asks of the hub: a repository's commit, its list of files, the files."""
+
+    def __init__(self):
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.repos: dict[str, dict[str, bytes]] = {}
+        self.status: dict[str, tuple[int, str]] = {}  # answer to every request for a file
+        self.always: bytes | None = None  # answer to whatever is asked, as a network that wants a login gives
+        self.fetched: list[str] = []
+        self.url = f"http://127.0.0.1:{self.server_address[1]}"
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    def log_message(self, *_):
+        pass
+
+    def do_HEAD(self):
+        self.do_GET()
+
+    def do_GET(self):
+        parts = urllib.parse.unquote(urllib.parse.urlsplit(self.path).path).strip("/").split("/")
+        api = parts[:2] == ["api", "models"]
+        repo, rest = "/".join(parts[2:4] if api else parts[:2]), parts[4:] if api else parts[2:]
+        files = self.server.repos.get(repo)
+        if self.server.always is not None:
+            self.answer(200, {"Content-Type": "text/html"}, self.server.always)
+        elif files is None:
+            self.answer(401, {"X-Error-Code": "RepoNotFound"}, b"Repository not found")
+        elif api and rest[:1] == ["tree"]:
+            entries = [{"type": "file", "path": n, "size": len(d), "oid": self.oid(d)} for n, d in files.items()]
+            self.answer(200, {"Content-Type": "application/json"}, json.dumps(entries).encode())
+        elif api:
+            siblings = [{"rfilename": name} for name in files]
+            info = {"_id": "1", "id": repo, "modelId": repo, "sha": COMMIT, "private": False, "siblings": siblings}
+            self.answer(200, {"Content-Type": "application/json"}, json.dumps(info | {"tags": []}).encode())
+        elif repo in self.server.status:
+            status, code = self.server.status[repo]
+            self.answer(status, {"X-Error-Code": code}, b"no")
+        elif (name := "/".join(rest[2:])) in files:
+            if self.command == "GET":
+                self.server.fetched.append(name)
+            self.answer(200, {"ETag": f'"{self.oid(files[name])}"', "X-Repo-Commit": COMMIT}, files[name])
+        else:
+            self.answer(404, {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": COMMIT}, b"no such file")
+
+    @staticmethod
+    def oid(data: bytes) -> str:
+        return hashlib.sha1(data).hexdigest()
+
+    def answer(self, status: int, headers: dict, body: bytes):
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+
+@pytest.fixture
+def hub():
+    server = Hub()
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield server
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory) -> dict[str, bytes]:
+    """A sharded repository, with the files beside it that published ones have and nobody here needs."""
+    path = write_tiny(tmp_path_factory.mktemp("published"), "llama", shards=3)
+    found = {file.name: file.read_bytes() for file in path.iterdir()}
+    unneeded = ("README.md", "consolidated.safetensors", "original/consolidated.00.pth", "pytorch_model.bin",
+                "model-00009-of-00009.safetensors", "original/model.safetensors", "onnx/config.json")
+    return found | {name: b"unneeded" for name in unneeded}
+
+
+def needed(files: dict[str, bytes]) -> set[str]:
+    shards = set(json.loads(files["model.safetensors.index.json"])["weight_map"].values())
+    small = {"config.json", "generation_config.json", "model.safetensors.index.json", "tokenizer.json"}
+    return small | shards | {"tokenizer_config.json"}
+
+
+def resolve(model: str, home: Path, endpoint: str, *more: str, offline: bool = False, **environment: str) -> str:
+    """The outcome of resolve_model in a fresh process, "path ..." or "error ..." on one line, and no warning."""
+    ours = ("HF_", "HUGGING", "http_", "https_", "all_", "HTTP_", "HTTPS_", "ALL_")  # a proxy serves no loopback
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+    env = inherited | {"HF_HOME": str(home), "HF_ENDPOINT": endpoint, "PYTHONPATH": str(ROOT)}
+    env |= {"HF_HUB_OFFLINE": "1" if offline else "0"} | environment
+    command = [sys.executable, "-c", RESOLVE, model, *more]
+    run = subprocess.run(command, env=env, cwd=home.parent, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0 and "Traceback" not in run.stderr and "Warning" not in run.stderr, run.stderr
+    assert run.stdout.count("\n") == 1, run.stdout
+    return run.stdout.strip()
+
+
+def test_download_then_offline_then_no_network(hub, files, tmp_path):
+    hub.repos["owner/tiny-model"] = files
+    home = tmp_path / "home"
+    found = resolve("owner/tiny-model", home, hub.url)
+    path = home / "hub" / "models--owner--tiny-model" / "snapshots" / COMMIT
+    assert found == f"path {path}"
+    assert sorted(hub.fetched) == sorted(needed(files)), "each needed file once, and no other"
+    assert {str(file.relative_to(path)) for file in path.rglob("*")} == needed(files)
+    assert all((path / name).read_bytes() == files[name] for name in needed(files))
+
+    hub.fetched.clear()
+    assert resolve("owner/tiny-model", home, hub.url) == found
+    assert resolve("owner/tiny-model", home, hub.url, offline=True) == found
+    assert hub.fetched == [], "the cache serves"
+    assert resolve("owner/tiny-model", home, "http://127.0.0.1:9") == found
+
+
+def test_hand_made_cache(files, tmp_path):
+    repo = tmp_path / "home" / "hub" / "models--owner--name"
+    snapshot = repo / "snapshots" / COMMIT
+    snapshot.mkdir(parents=True)
+    (repo / "refs").mkdir()
+    (repo / "refs" / "main").write_text(COMMIT)
+    for name in needed(files):
+        (snapshot / name).write_bytes(files[name])
+    assert resolve("owner/name", tmp_path / "home", "http://127.0.0.1:9", offline=True) == f"path {snapshot}"
+    (shard,) = snapshot.glob("model-00001-of-*")
+    shard.unlink()
+    outcome = resolve("owner/name", tmp_path / "home", "http://127.0.0.1:9", offline=True)
+    assert outcome.startswith("error owner/name: ") and "HF_HUB_OFFLINE=0" in outcome
+
+
+def test_one_file_without_index(hub, files, tmp_path):
+    single = {"model.safetensors": b"weights", "config.json": files["config.json"]}
+    hub.repos["owner/single"] = single | {"tokenizer.json": files["tokenizer.json"], "pytorch_model.bin": b"no"}
+    assert resolve("owner/single", tmp_path / "home", hub.url).startswith("path ")
+    assert sorted(hub.fetched) == ["config.json", "model.safetensors", "tokenizer.json"]
+
+
+def test_no_weights_are_fetched_where_none_are_wanted(hub, files, tmp_path):
+    hub.repos["owner/small"] = files
+    assert resolve("owner/small", tmp_path / "home", hub.url, "small").startswith("path ")
+    assert set(hub.fetched) == {name for name in needed(files) if not name.endswith(".safetensors")}
+
+
+REFUSED = {
+    # name: (changes to the files, None: the file is not there; words of the message)
+    "unsupported architecture": (
+        {"config.json": b'{"architectures": ["GemmaForCausalLM"]}'},
+        ["config.json: architectures must be", "GemmaForCausalLM"],
+    ),
+    "no config": ({"config.json": None}, ["owner/broken: the repository has no config.json"]),
+    "no tokenizer": ({"tokenizer.json": None}, ["owner/broken: the repository has no tokenizer.json"]),
+    "no safetensors": (
+        {"model.safetensors.index.json": None},
+        ["owner/broken: the repository has no model.safetensors", "save_pretrained"],
+    ),
+    "shard outside": (
+        {"model.safetensors.index.json": b'{"weight_map": {"model.norm.weight": "../../x.safetensors"}}'},
+        ["model.norm.weight", "'../../x.safetensors'"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_before_the_weights(case, hub, files, tmp_path):
+    changes, words = REFUSED[case]
+    hub.repos["owner/broken"] = {name: data for name, data in (files | changes).items() if data is not None}
+    outcome = resolve("owner/broken", tmp_path / "home", hub.url)
+    assert outcome.startswith("error ") and all(word in outcome for word in words), outcome
+    assert not [name for name in hub.fetched if name.endswith(".safetensors")]
+
+
+FAILURES = {
+    # name: (id, status and code of the files, offline, endpoint answers, words)
+    "unknown id": ("owner/nothing", None, False, True, ["neither a directory", "check the spelling", "hf auth login"]),
+    "gated": ("owner/gated", (403, "GatedRepo"), False, True, ["accept its terms at", "/owner/gated", "HF_TOKEN"]),
+    "forbidden": ("owner/gated", (403, ""), False, True, ["status 403", "hf auth login"]),
+    "server fails": ("owner/gated", (501, ""), False, True, ["status 501", "try again later"]),
+    "no network": ("owner/nothing", None, False, False, ["no network", "cannot be reached", "local directory"]),
+    "offline": ("owner/nothing", None, True, True, ["offline mode is on", "in the cache", "HF_HUB_OFFLINE=0"]),
+}
+
+
+@pytest.mark.parametrize("case", FAILURES)
+def test_failures(case, hub, files, tmp_path):
+    repo, status, offline, answers, words = FAILURES[case]
+    hub.repos["owner/gated"] = files
+    if status:
+        hub.status[repo] = status
+    outcome = resolve(repo, tmp_path / "home", hub.url if answers else "http://127.0.0.1:9", offline=offline)
+    assert outcome.startswith(f"error {repo}: ") and all(word in outcome for word in words), outcome
+
+
+@pytest.mark.parametrize("answer", [b"<html>Log in</html>", b"[]", b"{}", b'{"id": "owner/name", "sha": 5}', b""])
+def test_answers_that_are_none_of_a_hub(answer, hub, tmp_path):
+    hub.always = answer
+    outcome = resolve("owner/name", tmp_path / "home", hub.url)
+    assert outcome.startswith(f"error owner/name: {hub.url} does not answer as a hub does (") and len(outcome) < 500
+    assert outcome.endswith("whether this network wants you to log in first, or give a local directory")
+
+
+def test_a_hub_that_never_answers(files, tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # connections wait in its queue
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        began = time.monotonic()
+        outcome = resolve("owner/name", tmp_path / "home", url, HF_HUB_ETAG_TIMEOUT="1")
+        assert time.monotonic() - began < 30
+    assert outcome.startswith(f"error owner/name: {url} did not answer in time, and the model is not in the cache; try")
+    assert "HF_HUB_ETAG_TIMEOUT" in outcome
+
+
+def test_requests_have_their_bound_only_while_a_model_is_sought(monkeypatch):
+    """The session is the whole process's: what else it sends may take its time."""
+    import huggingface_hub
+
+    session = huggingface_hub.get_session()
+    before, inside = session.event_hooks, []
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: inside.append(session.event_hooks))
+    with pytest.raises(CheckpointError):
+        resolve_model("owner/name")
+    assert len(inside[0]["request"]) == len(before["request"]) + 1 and session.event_hooks == before
+
+
+def test_full_disk(monkeypatch):
+    def snapshot_download(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    with pytest.raises(CheckpointError, match=r"^owner/name: the download failed \(No space left on device\); check "):
+        resolve_model("owner/name")
+
+
+def test_directory_as_it_is(tmp_path):
+    assert resolve_model(tmp_path) == tmp_path
+    assert resolve_model(str(tmp_path)) == tmp_path
+
+
+def test_home_directory(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "model").mkdir()
+    assert resolve_model("~/model") == tmp_path / "model"
+
+
+NO_NAMES = ["nothing", "./nothing", "/nothing/here", "a/b/c", "../x", "a/..", "owner/na me", "-x/y"]
+
+
+@pytest.mark.parametrize("name", NO_NAMES)
+def test_neither_directory_nor_id(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckpointError, match="no such directory, and not a Hugging Face id") as caught:
+        resolve_model(name)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["", " "])
+def test_empty_name(name):
+    with pytest.raises(CheckpointError, match="name is empty; give a directory"):
+        resolve_model(name)
+
+
+def test_the_bundled_model_has_a_name(tmp_path, monkeypatch):
+    """A directory of that name goes before it."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bundled").write_text("a file is no model")
+    assert resolve_model(None) == resolve_model("bundled") == BUNDLED
+    (tmp_path / "bundled").unlink()
+    (tmp_path / "bundled").mkdir()
+    assert resolve_model("bundled") == Path("bundled") and resolve_model(None) == BUNDLED
+
+
+def test_file_instead_of_directory(tmp_path):
+    write_tokenizer(tmp_path)
+    with pytest.raises(CheckpointError, match="is a file; give the directory"):
+        resolve_model(tmp_path / "tokenizer.json")

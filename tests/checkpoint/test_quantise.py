@@ -1,0 +1,239 @@
+"""Quantising: while a checkpoint is loaded, and into a checkpoint that others read."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from checkpoints import write_tiny
+from quantised import WIDTHS, write_quantised
+from safetensors import SafetensorError
+
+from tridecode.checkpoint.formats.code import code_files
+from tridecode.checkpoint.formats.quantize import SCHEMES, fitted, quantised, rules
+from tridecode.checkpoint.formats.write import write
+from tridecode.checkpoint.hub import BUNDLED
+from tridecode.checkpoint.load import load_config, load_weights, random_weights
+from tridecode.checkpoint.slices import weight_bytes
+from tridecode.cli.main import main
+from tridecode.engine import Engine
+from tridecode.errors import ParameterError
+from tridecode.plan.placement import to_quantise
+
+KINDS = pytest.mark.parametrize("kind, error", [("fp8", 0.03), ("int8", 0.007), ("int4", 0.11)])
+
+
+def relative_rms(out: torch.Tensor, ref: torch.Tensor) -> float:
+    return ((out.double() - ref.double()).norm() / ref.double().norm()).item()
+
+
+@KINDS
+def test_weights_are_near_what_they_were(kind, error):
+    weight = torch.randn(64, 256, generator=torch.Generator().manual_seed(1)) * 0.02
+    found = quantised(weight, SCHEMES[kind]).dequantised()
+    assert 0 < relative_rms(found, weight) < error
+
+
+def test_the_best_scale_is_no_worse_than_the_largest_number_says():
+    weight = torch.randn(64, 256, generator=torch.Generator().manual_seed(1))
+    best = (quantised(weight, SCHEMES["int4"]).dequantised() - weight).square().sum()
+    parts = weight.view(64, 2, 128)
+    scale = (parts.abs().amax(2, keepdim=True) / 7).bfloat16().float()
+    plain = ((parts / scale).round().clamp(-8, 7) * scale - parts).square().sum()
+    assert best < 0.95 * plain
+
+
+def test_zeros_stay_zeros():
+    for kind in SCHEMES:
+        assert not quantised(torch.zeros(4, 256), SCHEMES[kind]).dequantised().any()
+
+
+def test_groups_divide_the_columns():
+    assert [fitted(SCHEMES["int4"], k).group for k in (256, 192, 96, 80)] == [128, 64, 32, 0]
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3-tied", "qwen2"])
+@KINDS
+def test_loading_and_packing_agree(kind, error, family, tmp_path):
+    config = to_quantise(load_config(write_tiny(tmp_path, family)), kind, "fp8")
+    packed = load_weights(tmp_path, config, "cpu", torch.float32, packs=True)
+    wide = load_weights(tmp_path, config, "cpu", torch.float32, packs=False)
+    name = {"fp8": "e4m3"}.get(kind, kind)
+    assert packed.formats() == list(dict.fromkeys([name, "e4m3"])) and wide.formats() == ["dense"]
+    for ours, theirs in zip(packed.layers, wide.layers):
+        for role in ("qkv", "o_proj", "gate_up", "down"):
+            assert torch.equal(getattr(ours, role).matrix(), getattr(theirs, role).weight)
+    assert torch.equal(packed.lm_head.matrix(), wide.lm_head.weight)
+    assert not packed.tied
+
+
+@KINDS
+def test_an_engine_that_quantises_answers(kind, error, tmp_path):
+    write_tiny(tmp_path, "qwen3", **WIDTHS)
+    ids = [3, 40, 5, 106, 7]
+    exact = Engine.load(tmp_path, device="cpu").score(ids)
+    found = Engine.load(tmp_path, device="cpu", quantize=kind).score(ids)
+    assert 0 < relative_rms(found, exact) < 6 * error
+
+
+def test_the_memory_plan_counts_packed_weights(tmp_path):
+    config = to_quantise(load_config(write_tiny(tmp_path, "qwen3")), "int4", "fp8")
+    weights = random_weights(config, "cpu", torch.bfloat16, packs=True)
+    assert weights.nbytes() == weight_bytes(config, torch.bfloat16, packs=True)
+
+
+def test_a_head_is_quantised_beside_the_rest_only(tmp_path):
+    with pytest.raises(ParameterError, match="^quantize_head: nothing is quantised; use it with quantize"):
+        Engine.load(write_tiny(tmp_path, "qwen3"), device="cpu", quantize_head="int4")
+
+
+def test_a_quantised_checkpoint_is_not_quantised_again(tmp_path):
+    write_quantised(tmp_path, "awq")
+    with pytest.raises(ParameterError, match="quantize int4: the checkpoint is quantised already .awq."):
+        Engine.load(tmp_path, device="cpu", quantize="int4")
+    with pytest.raises(ParameterError, match="quantize must be fp8, int8 or int4"):
+        Engine.load(tmp_path, device="cpu", quantize="int3")
+
+
+@KINDS
+def test_a_written_checkpoint_is_what_loading_makes(kind, error, tmp_path):
+    source, out = write_tiny(tmp_path / "source", "qwen3", shards=3), tmp_path / "out"
+    assert main(["quantize", str(source), str(out), "--to", kind, "--head", "fp8", "--quiet"]) == 0
+    config = to_quantise(load_config(source), kind, "fp8")
+    made = load_weights(source, config, "cpu", torch.float32, packs=True)
+    read = load_weights(out, load_config(out), "cpu", torch.float32, packs=True)
+    expected, found = made.tensors(), read.tensors()
+    assert set(expected) == set(found)
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    assert main(["quantize", str(source), str(out), "--quiet"]) == 1
+
+
+def test_what_is_no_checkpoint_is_refused_before_anything_is_written(tmp_path, capsys):
+    source, out = write_tiny(tmp_path / "source", "qwen3"), tmp_path / "out"
+
+    def refused() -> str:
+        capsys.readouterr()
+        assert main(["quantize", str(source), str(out), "--quiet"]) == 1 and not out.exists()
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1
+        return error
+
+    (source / "other.safetensors").write_bytes(b"of another program")
+    (source / "model.gguf").write_bytes(b"of another program")
+    assert main(["quantize", str(source), str(out), "--quiet"]) == 0
+    assert not (out / "model.gguf").exists() and Engine.load(out, device="cpu").score([3, 40, 5]).isfinite().all()
+    shutil.rmtree(out)
+    weights = source / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    assert str(weights) in refused()
+    weights.unlink()
+    assert "no model.safetensors and no model.safetensors.index.json" in refused()
+
+
+def test_a_disk_that_is_full_is_one_line(tmp_path, capsys, monkeypatch):
+    def full(*args, **options):
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr("tridecode.checkpoint.formats.write.save_file", full)
+    source = write_tiny(tmp_path / "source", "qwen3")
+    assert main(["quantize", str(source), str(tmp_path / "out"), "--quiet"]) == 1
+    error = " ".join(capsys.readouterr().err.split())
+    assert "model-00001.safetensors: cannot be written" in error and "No space" in error and "traceback" not in error
+
+
+def test_the_bundled_model_has_its_name_here_too(tmp_path, monkeypatch):
+    monkeypatch.setattr("tridecode.cli.quantize.write", lambda source, *args: found.append(source))
+    found = []
+    assert main(["quantize", "bundled", str(tmp_path / "out"), "--quiet"]) == 0 and found == [BUNDLED]
+
+
+def test_a_written_checkpoint_is_readable_as_other_files_are(tmp_path):
+    source, out = write_tiny(tmp_path / "source", "qwen3"), tmp_path / "out"
+    assert main(["quantize", str(source), str(out), "--quiet"]) == 0
+    assert len({file.stat().st_mode for file in out.iterdir() if file.name.startswith("model")}) == 1
+
+
+def test_only_what_a_checkpoint_needs_is_copied(tmp_path):
+    source, out = tmp_path / "source", tmp_path / "out"
+    needed = {"LICENSE", "README.md", "NOTICE", "chat_template.jinja", "generation_config.json", "tokenizer.json",
+              "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
+              "tokenizer.model"}  # fmt: skip
+    others = {"__init__.py", "modeling_x.py", "training.log", "pytorch_model.bin", "optimizer.pt", ".gitattributes"}
+    for directory in (source, out):
+        directory.mkdir()
+    for name in needed | others | {"config.json"}:
+        (source / name).write_text("{}")
+    write(source, out, {}, rules("int4", "keep"))
+    written = {"config.json", "model.safetensors.index.json"}
+    assert {file.name for file in out.iterdir()} == needed | written
+
+
+CODE = """
+from transformers import Qwen3Config
+from .numbers_x import SEVEN
+
+class XConfig(Qwen3Config):
+    model_type = "qwen3"
+    seven = SEVEN
+"""
+
+
+@pytest.fixture
+def with_code(tmp_path):
+    """A checkpoint whose configuration is a class of its own, in Python of which nothing may run here."""
+    source = write_tiny(tmp_path / "source", "qwen3")
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"auto_map": {"AutoConfig": "configuration_x.XConfig"}}))
+    (source / "configuration_x.py").write_text(CODE)
+    (source / "numbers_x.py").write_text("SEVEN = 7")
+    (source / "other_x.py").write_text("")
+    return source
+
+
+def test_the_python_that_a_checkpoint_names_is_copied(with_code, tmp_path, monkeypatch):
+    import transformers
+
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    out = tmp_path / "out"
+    assert main(["quantize", str(with_code), str(out), "--quiet"]) == 0
+    assert {file.name for file in out.glob("*.py")} == {"configuration_x.py", "numbers_x.py"}
+    assert (out / "configuration_x.py").read_text() == CODE
+    assert transformers.AutoConfig.from_pretrained(out, trust_remote_code=True).seven == 7
+
+
+def test_of_a_repository_its_python_stays_there(with_code, tmp_path, monkeypatch):
+    monkeypatch.setattr("tridecode.cli.quantize.resolve_model", lambda model: with_code)
+    tokenizer = {"auto_map": {"AutoTokenizer": [None, "tokenization_x.X"]}, "a": 1}
+    (with_code / "tokenizer_config.json").write_text(json.dumps(tokenizer))
+    out = tmp_path / "out"
+    assert main(["quantize", "owner/name", str(out), "--quiet"]) == 0
+    assert not list(out.glob("*.py"))
+    config, tokenizer = (json.loads((out / f"{name}.json").read_text()) for name in ("config", "tokenizer_config"))
+    assert config["auto_map"] == {"AutoConfig": "owner/name--configuration_x.XConfig"}
+    assert tokenizer == {"auto_map": {"AutoTokenizer": [None, "owner/name--tokenization_x.X"]}, "a": 1}
+
+
+@pytest.mark.parametrize("named", [5, ["a"], {"AutoModel": "../x.X"}, {"AutoModel": "o/n--m.X"}, {"AutoModel": None}])
+def test_what_names_no_file_here_copies_none(named, tmp_path):
+    (tmp_path / "source").mkdir()
+    (tmp_path / "x.py").write_text("")
+    (tmp_path / "source" / "m.py").write_text("")
+    assert code_files(tmp_path / "source", {"auto_map": named}) == []
+
+
+def test_transformers_reads_a_written_checkpoint(tmp_path):
+    import transformers
+
+    source, out = write_tiny(tmp_path / "source", "qwen3", **WIDTHS), tmp_path / "out"
+    assert main(["quantize", str(source), str(out), "--to", "int4", "--quiet"]) == 0
+    ids = [3, 40, 5, 106, 7]
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
+    with torch.no_grad():
+        expected = theirs(torch.tensor([ids])).logits[0]
+    assert relative_rms(Engine.load(out, device="cpu").score(ids), expected) < 1e-4
+
+
+def test_rules_name_projections_and_the_head():
+    which = rules("int4", "keep")
+    assert which.scheme("model.layers.0.mlp.down_proj") is SCHEMES["int4"] and which.scheme("lm_head") is None
+    assert which.scheme("model.embed_tokens") is None and rules("int4", "fp8").scheme("lm_head") is SCHEMES["fp8"]

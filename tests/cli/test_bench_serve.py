@@ -1,0 +1,448 @@
+"""bench serve against a server with known delays: what it asks, when, and what it says of what came."""
+
+import csv
+import json
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from benches import run_bench
+from openai_server import FakeServer
+
+from tridecode.cli.bench import report, serve
+from tridecode.cli.bench.client import Answer, Failed
+from tridecode.cli.parser import make_parser
+
+ROOT = Path(__file__).parents[2]
+TIMES = [f"{figure}_{of}_ms" for of in ("ttft", "tpot", "itl", "e2el") for figure in ("mean", "median", "std", "p99")]
+FIELDS = ["date", "model_id", "num_prompts", "request_rate", "max_concurrency", "duration", "completed", "failed"] + [
+    "total_input_tokens", "total_output_tokens", "request_throughput", "output_throughput", "total_token_throughput",
+    *TIMES,
+]  # fmt: skip
+
+
+@pytest.fixture
+def bench(capsys):
+    """Run `bench serve` against a server; returns exit code, the row at the end of stdout, stdout and stderr."""
+
+    def bench(server, *argv):
+        url = server if isinstance(server, str) else server.url
+        code, out, err = run_bench(capsys, "serve", "--url", url, *map(str, argv))
+        return code, json.loads(out.split("\n")[-2]) if out else None, out, err
+
+    return bench
+
+
+@pytest.fixture
+def options(tmp_path):
+    return lambda *argv: make_parser().parse_args(["bench", "serve", *map(str, argv)])
+
+
+# what it says
+
+
+@pytest.mark.parametrize("endpoint", ["completions", "chat"])
+def test_times_are_those_of_the_server(bench, endpoint):
+    with FakeServer(first=0.2, gap=0.03) as server:
+        load = ("--num-prompts", 6, "--max-concurrency", 3, "--output-tokens", 11, "--input-tokens", 9)
+        code, row, _, err = bench(server, "--endpoint", endpoint, *load)
+    assert (code, err) == (0, "")
+    # What is late on a busy machine moves the ends of a stream by little, one gap by more.
+    for figure, known in (("median_ttft", 200), ("median_tpot", 30), ("mean_itl", 30), ("median_e2el", 500)):
+        assert 0.9 * known < row[f"{figure}_ms"] < 1.5 * known, figure
+    assert row["mean_e2el_ms"] == pytest.approx(row["mean_ttft_ms"] + 10 * row["mean_tpot_ms"], 1e-3)
+    assert 1.0 < row["duration"] < 2.5  # two rounds of three requests
+    assert (row["completed"], row["failed"], row["total_output_tokens"]) == (6, 0, 66)
+    assert row["total_input_tokens"] == (54 if endpoint == "completions" else 42)  # as the server says
+    assert row["request_throughput"] == pytest.approx(6 / row["duration"], 1e-3)
+    assert row["output_throughput"] == pytest.approx(66 / row["duration"], 1e-3)
+    total = row["total_input_tokens"] + 66
+    assert row["total_token_throughput"] == pytest.approx(total / row["duration"], 1e-3)
+
+
+def test_the_row_has_the_fields_of_vllm(bench):
+    with FakeServer() as server:
+        _, row, _, _ = bench(server, "--num-prompts", 2, "--output-tokens", 3)
+    assert list(row) == ["command", "bench", *FIELDS, "seed", "tridecode"]
+    assert (row["model_id"], row["request_rate"], row["max_concurrency"]) == ("a-model", "inf", None)
+    again = make_parser().parse_args(row["command"].split()[2:])
+    assert (again.num_prompts, again.output_tokens, again.url, again.warm_up) == (2, 3, server.url, 1)
+
+
+def test_the_console_form_is_that_of_vllm():
+    row = {"bench": "serve", "completed": 100, "failed": 0, "max_concurrency": None, "request_rate": "inf"} | {
+        "duration": 11.409, "total_input_tokens": 23260, "total_output_tokens": 21657, "request_throughput": 8.77,
+        "output_throughput": 1898.67, "total_token_throughput": 3937.88,
+    } | {name: 76.371 for name in TIMES}  # fmt: skip
+    lines = report.console_form(row, 160).split("\n")
+    assert lines[:9] == [
+        "============ Serving Benchmark Result ============",
+        "Successful requests:                     100",
+        "Failed requests:                         0",
+        "Benchmark duration (s):                  11.41",
+        "Total input tokens:                      23260",
+        "Total generated tokens:                  21657",
+        "Request throughput (req/s):              8.77",
+        "Output token throughput (tok/s):         1898.67",
+        "Total Token throughput (tok/s):          3937.88",
+    ]
+    assert lines[9:17] == [
+        "---------------Time to First Token----------------",
+        "Mean TTFT (ms):                          76.37",
+        "Median TTFT (ms):                        76.37",
+        "P99 TTFT (ms):                           76.37",
+        "-----Time per Output Token (excl. 1st token)------",
+        "Mean TPOT (ms):                          76.37",
+        "Median TPOT (ms):                        76.37",
+        "P99 TPOT (ms):                           76.37",
+    ]
+    assert lines[17] == "---------------Inter-token Latency----------------" and lines[-2:] == ["=" * 50, ""]
+    limited = report.console_form(row | {"max_concurrency": 8, "request_rate": 2.5, "mean_itl_ms": None}, 40)
+    assert "Maximum request concurrency:   8\n" in limited and "Request rate configured (RPS): 2.50\n" in limited
+    assert "Mean ITL (ms):                 -\n" in limited
+    assert max(map(len, limited.split("\n"))) == 40
+
+
+def test_percentiles_are_numpys(bench):
+    with FakeServer(gap=0.002) as server:
+        _, row, out, _ = bench(server, "--num-prompts", 3, "--output-tokens", 4, "--percentiles", "50,99.9,90")
+    assert (
+        row["p50_itl_ms"] == row["median_itl_ms"] <= row["p90_itl_ms"] <= row["p99.9_itl_ms"]
+        and "p99_itl_ms" not in row
+    )
+    assert "P99.9 E2EL (ms):" in out
+    assert serve.spread([0.001, 0.002, 0.004], [50, 75]) == {
+        "mean": 2.3333, "median": 2.0, "std": round(float(np.std([1, 2, 4])), 4), "p50": 2.0, "p75": 3.0,
+    }  # fmt: skip
+
+
+def test_answers_of_one_token_have_no_time_between_tokens(bench):
+    with FakeServer() as server:
+        code, row, out, _ = bench(server, "--num-prompts", 2, "--output-tokens", 1)
+    assert code == 0 and row["mean_tpot_ms"] is None and row["p99_itl_ms"] is None and row["mean_ttft_ms"] > 0
+    assert "Mean TPOT (ms):                          -\n" in out
+
+
+@pytest.mark.parametrize("form", ["json", "jsonl", "csv", "md"])
+def test_files(bench, tmp_path, form):
+    path = tmp_path / f"row.{form}"
+    with FakeServer() as server:
+        _, row, _, _ = bench(server, "--num-prompts", 2, "--output-tokens", 2, "--output", path)
+    text = path.read_text()
+    if form == "md":
+        assert text.startswith("| serve | requests |") and "| a-model | 2 |" in text
+    elif form == "csv":
+        (found,) = csv.DictReader(text.splitlines())
+        assert found["mean_ttft_ms"] == str(row["mean_ttft_ms"]) and found["max_concurrency"] == ""
+    else:
+        assert json.loads(text) == ([row] if form == "json" else row)
+
+
+def test_a_report_compares_rows(bench, tmp_path, capsys):
+    path = tmp_path / "row.json"
+    with FakeServer(gap=0.002) as server:
+        argv = (server, "--num-prompts", 2, "--output-tokens", 3)
+        bench(*argv, "--output", path)
+        _, _, _, err = bench(*argv, "--compare", path)
+    assert "largest deviation of 1 row" in err
+    code, out, _ = run_bench(capsys, "report", str(path))
+    assert code == 0 and "Serving Benchmark Result" in out
+    path.write_text(json.dumps(2 * json.loads(path.read_text())))
+    assert "TTFT ms" in run_bench(capsys, "report", str(path))[1]
+
+
+# what it asks
+
+
+def test_random_prompts(bench):
+    with FakeServer() as server:
+        load = ("--num-prompts", 3, "--input-tokens", 12, "--output-tokens", 2, "--warm-up", 2)
+        bench(server, *load, "--seed", 5)
+        first = server.bodies
+        bench(server, *load, "--seed", 5)
+        assert server.bodies[5:] == first
+        bench(server, *load)
+        assert {str(body["prompt"]) for body in server.bodies[10:]}.isdisjoint(str(body["prompt"]) for body in first)
+        bench(server, *load, "--endpoint", "chat", "--no-ignore-eos", "--temperature", 0.5, "--model", "another")
+    assert {path for _, path, _, _ in server.got[:15]} == {"/v1/completions"}
+    prompts = [body.pop("prompt") for body in first]
+    assert len({str(prompt) for prompt in prompts}) == 5  # that of the warm-up is asked once
+    assert all(len(prompt) == 12 and all(1000 <= token < 4000 for token in prompt) for prompt in prompts)
+    usage = {"stream": True, "stream_options": {"include_usage": True}}
+    assert first[0] == {"model": "a-model", "max_tokens": 2, "temperature": 0.0, "ignore_eos": True} | usage
+    _, path, _, body = server.got[-1]
+    (message,) = body.pop("messages")
+    assert path == "/v1/chat/completions" and message["role"] == "user" and len(message["content"].split()) == 12
+    assert body == {"model": "another", "max_tokens": 2, "temperature": 0.5} | usage
+
+
+def test_prompts_from_a_file(bench, tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "Hello"}\n\n{"prompt_ids": [5, 6], "max_tokens": 3}\n')
+    with FakeServer() as server:
+        code, row, _, _ = bench(server, "--jsonl", path, "--output-tokens", 2, "--warm-up", 0)
+        assert code == 0 and row["num_prompts"] == 2
+        assert sorted((str(b["prompt"]), b["max_tokens"]) for b in server.bodies) == [("Hello", 2), ("[5, 6]", 3)]
+        assert not any("ignore_eos" in body for body in server.bodies)
+        path.write_text('{"messages": [{"role": "user", "content": "Hi"}]}\n{"prompt": "Hello"}\n')
+        argv = ("--jsonl", path, "--endpoint", "chat", "--ignore-eos", "--warm-up", 0)
+        bench(server, *argv, "--num-prompts", 1)
+    assert (
+        server.bodies[2]["messages"] == [{"role": "user", "content": "Hi"}] and server.bodies[2]["ignore_eos"] is True
+    )
+    assert len(server.bodies) == 3
+
+
+@pytest.mark.parametrize(
+    ("line", "endpoint", "message"),
+    [
+        ("", "chat", "no prompts in it"),
+        ("[1]", "chat", "line 2: expected an object"),
+        ("{}", "chat", "line 2: expected one of prompt, messages, prompt_ids, got none"),
+        ('{"prompt": "a", "prompt_ids": [1]}', "chat", "got prompt and prompt_ids"),
+        ('{"prompt": "a", "temperature": 1}', "chat", 'unknown field "temperature"'),
+        ('{"prompt": ""}', "chat", "prompt must be a text"),
+        ('{"prompt": "a", "max_tokens": true}', "chat", "max_tokens must be a positive integer, got true"),
+        ('{"prompt_ids": [1]}', "chat", "prompt_ids need --endpoint completions"),
+        ('{"messages": [{"role": "user"}]}', "completions", "messages need --endpoint chat"),
+        ('{"messages": [{"role": "user"}]}', "chat", "message 1: content must be a string"),
+        ('{"prompt_ids": ["a"]}', "completions", "prompt_ids must be a list of token ids"),
+        ('{"prompt": "a"', "completions", "line 2: not JSON"),
+    ],
+)
+def test_lines_that_hold_no_prompt(bench, tmp_path, line, endpoint, message):
+    (tmp_path / "prompts.jsonl").write_text(f"\n{line}\n")
+    code, _, out, err = bench("http://127.0.0.1:9", "--jsonl", tmp_path / "prompts.jsonl", "--endpoint", endpoint)
+    assert (code, out) == (1, "") and message in err and err.count("\n") == 1
+
+
+def test_fewer_lines_than_prompts(bench, tmp_path):
+    (tmp_path / "a").write_text('{"prompt": "a"}\n')
+    code, _, _, err = bench("http://127.0.0.1:9", "--jsonl", tmp_path / "a", "--num-prompts", 2)
+    assert code == 1 and err.endswith("1 prompt, fewer than --num-prompts 2\n")
+
+
+def test_an_api_key_is_sent_and_not_shown(bench, tmp_path, monkeypatch):
+    (tmp_path / "key").write_text("from-a-file\n")
+    monkeypatch.setenv("TRIDECODE_API_KEY", "from-the-environment")
+    with FakeServer() as server:
+        load = ("--num-prompts", 1, "--output-tokens", 1, "--warm-up", 0)
+        _, _, first, _ = bench(server, *load)
+        _, _, second, _ = bench(server, *load, "--api-key-file", tmp_path / "key")
+    keys = [headers["authorization"] for _, _, headers, _ in server.got]
+    assert keys == ["Bearer from-the-environment", "Bearer from-a-file"]
+    assert "from-" not in first + second and str(tmp_path) not in second
+    for text in ("ключ", "\n", "one\ntwo"):
+        (tmp_path / "key").write_text(text)
+        _, _, _, err = bench(server, "--api-key-file", tmp_path / "key")
+        assert err.endswith("key: expected one line of printable ASCII characters, the API key\n")
+
+
+# when it asks
+
+
+def test_at_most_so_many_requests_at_once(bench):
+    with FakeServer(first=0.05) as server:
+        bench(server, "--num-prompts", 12, "--max-concurrency", 3, "--output-tokens", 2, "--warm-up", 5)
+        assert server.most == 3
+        bench(server, "--num-prompts", 12, "--output-tokens", 2, "--warm-up", 0)
+    assert server.most == 12
+
+
+def test_the_times_of_arrival(options):
+    rng = np.random.default_rng(0)
+    times = serve.arrivals(20_000, 4.0, 1.0, rng)
+    gaps = np.diff(times)
+    assert times[0] == 0 and len(times) == 20_000
+    assert gaps.mean() == pytest.approx(0.25, 0.03) and gaps.std() == pytest.approx(0.25, 0.03)  # exponential
+    even = np.diff(serve.arrivals(20_000, 4.0, 100.0, rng))
+    assert even.mean() == pytest.approx(0.25, 0.03) and even.std() == pytest.approx(0.025, 0.05)
+    assert serve.arrivals(3, options().request_rate, 1.0, rng).tolist() == [0, 0, 0]
+    assert len(serve.arrivals(1, 4.0, 1.0, rng)) == 1
+
+
+def test_requests_are_sent_at_their_times(bench, options):
+    args = ("--num-prompts", 12, "--request-rate", 20, "--output-tokens", 1, "--seed", 3, "--warm-up", 0)
+    with FakeServer(first=0.3) as server:  # which none of them waits for
+        _, row, _, _ = bench(server, *args)
+    expected = serve.make_load(options(*args), "m", None, 3, "/").times
+    late = np.array([at - server.got[0][0] for at, *_ in server.got]) - expected
+    assert row["request_rate"] == 20.0 and expected[-1] > 0.2
+    assert np.abs(np.median(late)) < 0.05 and late.max() < 0.25
+
+
+# what goes wrong
+
+
+def test_failures_are_counted_with_their_reasons(bench):
+    kinds = ["ok", "500", "cut", "garbage", "error", "no usage", "text", "ok"]
+    with FakeServer(behave=lambda number: kinds[number % 8]) as server:
+        code, row, _, err = bench(server, "--num-prompts", 16, "--output-tokens", 6, "--warm-up", 0)
+    assert code == 0 and (row["completed"], row["failed"], row["total_output_tokens"]) == (4, 12, 24)
+    lines = err.splitlines()
+    assert len(lines) == 6 and all(line.startswith("tridecode: error: 2 requests failed: ") for line in lines)
+    for reason in ("500: out of luck", "peer closed connection", 'none of this API: {"choices": [}', "the engine died"):
+        assert reason in err
+    assert "ended without usage" in err and "502: <html>Bad gateway</html>" in err
+
+
+def test_all_failed(bench, tmp_path):
+    with FakeServer(behave=lambda number: "500" if number else "ok") as server:
+        code, _, out, err = bench(server, "--num-prompts", 3, "--output", tmp_path / "row.json")
+    assert (code, out) == (1, "") and not (tmp_path / "row.json").exists()
+    assert err.splitlines() == [
+        "tridecode: error: 3 requests failed: 500: out of luck",
+        "tridecode: error: bench serve: 3 requests, all failed",
+    ]
+
+
+def test_a_warm_up_that_fails_ends_it(bench):
+    with FakeServer(behave=lambda number: "500") as server:
+        code, _, _, err = bench(server, "--num-prompts", 50)
+    assert code == 1 and len(server.got) == 1 and err.count("\n") == 1
+    assert err == "tridecode: error: the warm-up failed: 500: out of luck\n"
+
+
+def test_a_key_that_is_missing(bench):
+    with FakeServer(behave=lambda number: "401") as server:
+        code, _, _, err = bench(server)
+    assert code == 1 and "401: no key; give TRIDECODE_API_KEY or --api-key-file" in err
+
+
+@pytest.mark.parametrize("model", [(), ("--model", "m"), ("--model", "m", "--warm-up", "0", "--num-prompts", "7")])
+def test_no_server_there(bench, model):
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))  # and does not listen
+        code, _, out, err = bench(f"http://127.0.0.1:{unused.getsockname()[1]}", *model)
+    assert (code, out) == (1, "") and "cannot connect" in err
+    assert "7 requests failed" in err if len(model) > 2 else err.count("\n") == 1
+
+
+def test_an_answer_that_does_not_end(bench):
+    with FakeServer(behave=lambda number: "stuck" if number == 1 else "ok") as server:
+        started = time.perf_counter()
+        code, row, _, err = bench(server, "--num-prompts", 2, "--warm-up", 0, "--timeout", 1, "--output-tokens", 4)
+    assert code == 0 and row["failed"] == 1 and "1 request failed: no end within 1 s (--timeout)" in err
+    assert 1 < time.perf_counter() - started < 5
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"1", b"null", b"[]", b'{"choices": 1}', b'{"choices": [1]}', b'{"choices": [{"delta": 1}]}', b"\xff", b"{"]
+    + [b'{"usage": {"tokens": 1}}', b'{"usage": {"prompt_tokens": "x", "completion_tokens": 1}}', b'{"usage": 1}'],
+)
+def test_events_that_are_none(data):
+    with pytest.raises(Failed, match="none of this API"):
+        Answer(0.0).event(data, 1.0)
+
+
+def test_events_with_text_are_what_is_timed():
+    answer = Answer(1.0)
+    answer.event(b'{"choices": [{"delta": {"role": "assistant", "content": ""}}]}', 2.0)
+    answer.event(b'{"choices": [{"delta": {"reasoning_content": "a"}}], "usage": null}', 3.0)
+    answer.event(b'{"choices": [{"delta": {"content": "b"}}], "error": null}', 5.0)
+    answer.event(b'{"choices": [{"delta": {}, "finish_reason": "stop"}]}', 5.5)
+    answer.event(b'{"choices": [], "usage": {"prompt_tokens": 4, "completion_tokens": 6}}', 8.0)
+    answer.finish()
+    assert (answer.ttft, answer.gaps, answer.latency, answer.tpot) == (2.0, [2.0], 7.0, 1.0)
+
+
+def test_an_answer_without_text_has_its_times():
+    answer = Answer(1.0)
+    answer.event(b'{"choices": [{"text": "", "finish_reason": "stop"}]}', 2.0)
+    answer.event(b'{"usage": {"prompt_tokens": 4, "completion_tokens": 1}}', 2.5)
+    answer.finish()
+    assert (answer.ttft, answer.latency, answer.tpot) == (1.5, 1.5, None)
+
+
+def test_a_server_that_names_no_model(bench, monkeypatch):
+    with FakeServer() as server:
+        code, _, _, err = bench(f"{server.url}/other")
+    assert code == 1 and "other/v1/models names no model; give --model" in err
+
+
+def test_without_the_extra_one_line_says_what_to_install(bench, monkeypatch):
+    monkeypatch.setitem(sys.modules, "httpx", None)
+    monkeypatch.delitem(sys.modules, "tridecode.cli.bench.client")
+    monkeypatch.delattr("tridecode.cli.bench.client")
+    code, _, out, err = bench("http://127.0.0.1:9")
+    assert (code, out) == (1, "") and err == (
+        'tridecode: error: bench serve needs httpx; pip install "tridecode[serve]"\n'
+    )
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("--url", url) for url in ("127.0.0.1:8000", "ftp://a", "http://a:99999", "http://", "http://[", "http://a/?b=c")]
+    + [("--request-rate", "0"), ("--request-rate", "nan"), ("--burstiness", "inf"), ("--num-prompts", "0")]
+    + [("--percentiles", "50,101"), ("--percentiles", ""), ("--timeout", "-1"), ("--temperature", "-1")]
+    + [("--warm-up", "-1"), ("--endpoint", "responses"), ("--seed", "x")],
+)
+def test_wrong_options(options, capsys, option, value):
+    with pytest.raises(SystemExit) as exit:
+        options(f"{option}={value}")
+    err = capsys.readouterr().err
+    assert exit.value.code == 2 and err.count("\n") == 1 and option in err
+
+
+@pytest.mark.parametrize("url", ["http://a:8000", "http://a:8000/", "http://a:8000/v1", "http://a:8000/v1/"])
+def test_the_base_of_a_server(options, url):
+    assert options("--url", url).url == "http://a:8000"
+
+
+# at a terminal
+
+
+@pytest.fixture
+def process(tmp_path):
+    """Start `bench serve` as a process of its own."""
+    started = []
+
+    def process(server, *argv, **streams):
+        command = [sys.executable, "cli.py", "bench", "serve", "--url", server.url, *map(str, argv)]
+        started.append(subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+        return started[-1]
+
+    yield process
+    for child in started:
+        child.kill()
+        child.communicate()
+
+
+def waited_for(condition):
+    for _ in range(600):
+        if condition():
+            return True
+        time.sleep(0.05)
+    return False
+
+
+@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_shows_the_figures_so_far(process, tmp_path, end):
+    with FakeServer(first=0.02) as server:
+        child = process(
+            server, "--num-prompts", 3000, "--max-concurrency", 2, "--output-tokens", 2, "--output", tmp_path / "row"
+        )
+        assert waited_for(lambda: len(server.got) > 10)
+        child.send_signal(end)
+        out, err = child.communicate(timeout=30)
+    assert "Traceback" not in err and not (tmp_path / "row").exists()
+    if end == signal.SIGTERM:
+        assert child.returncode == -end and out == ""
+        return
+    assert child.returncode == 130 and "Serving Benchmark Result" in out and '"bench"' not in out
+    assert "interrupted: partial figures, " in err and "of 3,000 requests had ended" in err
+
+
+def test_an_interrupt_before_any_answer(process):
+    with FakeServer(first=60) as server:
+        child = process(server, "--num-prompts", 2, "--warm-up", 0)
+        assert waited_for(lambda: len(server.got) == 2)
+        child.send_signal(signal.SIGINT)
+        out, err = child.communicate(timeout=30)
+    assert (child.returncode, out, err.strip()) == (130, "", "")

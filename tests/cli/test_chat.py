@@ -1,0 +1,367 @@
+"""The chat: piped, and with an engine that follows a script."""
+
+import asyncio
+import os
+import shutil
+import signal
+import time
+from types import SimpleNamespace
+
+import pytest
+from chats import said
+from checkpoints import write_tiny, write_tokenizer
+
+from tridecode import Engine, SamplingParams
+from tridecode.cli.chat import session as sessions
+from tridecode.cli.chat.command import converse
+from tridecode.cli.chat.conversation import Conversation
+from tridecode.cli.chat.display import Thinking, opens_thinking
+from tridecode.cli.chat.lines import PlainReader, join_blocks, unfinished, unquoted
+from tridecode.cli.signals import one_interrupt
+from tridecode.cli.terminal import Output
+from tridecode.errors import PromptError
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    return write_tiny(tmp_path_factory.mktemp("chat") / "qwen3", "qwen3")
+
+
+def test_a_line_is_a_turn(piped, tiny):
+    code, out, err = piped("hello\n\nagain", "--model", tiny, "--max-tokens", 6, "--temperature", 0)
+    assert code == 0
+    notes = err.splitlines()
+    assert notes[0] == "running on the CPU" and err.count("running on the CPU") == 1
+    speeds = [line for line in notes if line.startswith("6 tokens · ")]
+    assert len(speeds) == 2, "an empty line is no turn"
+    assert " 0 of 14 reused" in speeds[0]
+    engine = Engine.load(tiny, device="cpu")
+    params = engine.default_params(temperature=0, max_tokens=6)
+    first = engine.generate(said("hello"), params)
+    second = engine.generate(said("hello", first.text, "again"), params)
+    assert out == f"{first.text}\n{second.text}\n"
+    reused, total = speeds[1].split(" · ")[-2].split(" of ")
+    assert int(reused) >= 14 and int(total.split()[0]) == second.usage.prompt_tokens
+
+
+def test_the_checkpoints_defaults_are_shown_once(piped, tiny, tmp_path):
+    path = tmp_path / "model"
+    shutil.copytree(tiny, path)
+    (path / "generation_config.json").write_text('{"temperature": 0.6, "top_p": 0.95}')
+    few = ("--model", path, "--max-tokens", 2)
+    err = piped("hello\nagain\n", *few)[2]
+    assert err.startswith("temperature 0.6, top_p 0.95 from generation_config.json\n")
+    assert err.count("generation_config") == 1
+    assert "top_p 0.95 from generation_config.json\n" in piped("", *few, "--temperature", 0)[2]
+
+
+def test_quiet_leaves_the_answer_alone(piped, tiny):
+    few = ("--model", tiny, "--max-tokens", 2, "--temperature", 0, "--quiet")
+    assert piped("hello\n", *few)[::2] == (0, "the answer was cut: max_tokens (2) was reached\n")
+    assert "2 tokens" in piped("hello\n", *few, "--stats", "short")[2]
+    assert piped("x " * 3000, *few, "--max-seq-len", 60)[2].startswith("tridecode: error: "), "errors are shown"
+
+
+def test_end_of_input_and_exit(piped, tiny):
+    assert piped("", "--model", tiny)[:2] == (0, "")
+    code, out, err = piped("/exit\nhello\n", "--model", tiny)
+    assert (code, out) == (0, "") and "tokens" not in err
+
+
+def test_a_line_that_never_ends_is_refused(piped, monkeypatch):
+    monkeypatch.setattr("tridecode.cli.inputs.LARGEST", 1_000_000)
+    code, out, err = piped("Hello\n" + "0" * 2_000_000, "--max-tokens", 2)
+    assert code == 1 and out.count("\n") == 1
+    assert err.splitlines()[-1].startswith("tridecode: error: stdin: a line longer than 1,000,000 characters")
+    monkeypatch.setattr("tridecode.cli.inputs.PIECE", 2)
+    assert piped("Hello\nHello", "--max-tokens", 2)[1].count("\n") == 2
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_line(piped):
+    code, out, err = piped("\ufeff/set seed 7\n\ufeff/exit\n", "--max-tokens", 2)
+    assert code == 0 and "seed is 7\n" in err and out.count("\n") == 1, "only the first one is a mark"
+
+
+def test_a_prompt_that_does_not_fit_ends_its_turn_only(piped, tiny):
+    text = "hello\n" + "word " * 100 + "\nagain\n"
+    code, out, err = piped(text, "--model", tiny, "--max-tokens", 4, "--temperature", 0, "--max-seq-len", 60)
+    errors = [line for line in err.splitlines() if line.startswith("tridecode: error")]
+    assert code == 1 and len(errors) == 1
+    assert "60" in errors[0] and errors[0].endswith("the turn is not kept")
+    assert err.count("4 tokens · ") == 2
+
+
+def test_a_model_without_a_template_is_refused_before_the_first_turn(piped, tmp_path):
+    path = write_tiny(tmp_path / "base", "llama")
+    write_tokenizer(path, chat_template=None)
+    code, out, err = piped("hello\nagain\n", "--model", path)
+    assert (code, out) == (1, "") and err.count("tridecode: error") == 1 and "--raw" in err.splitlines()[-1]
+    assert piped("hello\n", "--model", path, "--raw", "--max-tokens", 2)[0] == 0
+
+
+def test_what_is_kept(session):
+    chat = session(["Hi", " there"], PromptError("too long"), (["Half"], "error"), ["Yes"], ["New"])
+    for line in ("hello", "much too long", "what", "and now"):
+        assert chat.handle(line)
+    assert chat.engine.prompts[-1] == said("hello", "Hi there", "and now")
+    chat.handle("/clear")
+    chat.handle("fresh")
+    assert chat.engine.prompts[-1] == said("fresh")
+    out, err = chat.read()
+    assert out == "Hi there\nHalf\nYes\nNew\n"
+    assert "tridecode: error: too long; the turn is not kept\n" in err
+    assert "tridecode: error: step 2 gave NaN; the turn is not kept\n" in err
+
+
+def test_raw_turns_continue_one_text(session):
+    chat = session([" there"], [" was"], raw=True)
+    chat.handle("  Hello")
+    chat.handle("Once")
+    assert chat.engine.prompts == ["  Hello", "  Hello there\nOnce"]
+
+
+def test_the_line_after_an_answer(session):
+    params = SamplingParams(temperature=0, max_tokens=20)
+    chat = session(["a", "b"], (["c"] * 20, "length"), (["d"] * 91, "length"), params=params)
+    chat.handle("one")
+    speed = "2 tokens · 8.0 tok/s · first token 0.25 s · 4 of 10 reused"
+    assert chat.read()[1] == f"{speed} · context 12 / 100\n"
+    chat.handle("two")
+    assert chat.read()[1].startswith("the answer was cut: max_tokens (20) was reached\n20 tokens")
+    chat.handle("three")
+    shown = chat.read()[1]
+    assert shown.startswith("the answer was cut: the context of 100 tokens is full\n91 tokens")
+    assert shown.endswith("context 100 / 100\n"), "the last token is never stored"
+
+
+def test_an_interrupted_answer_is_kept(session):
+    chat = session(["Half", KeyboardInterrupt()], [KeyboardInterrupt()], ["fine"], interactive=True)
+    for line in ("one", "two", "three"):
+        assert chat.handle(line)
+    assert chat.engine.prompts[1:] == [said("one", "Half", "two"), said("one", "Half", "three")]
+    out, err = chat.read()
+    assert out == "Half\nfine\n"
+    assert "stopped after 1 token and" in err and err.count("the turn is not kept") == 1
+
+
+def test_more_interrupts_lose_nothing(session, monkeypatch):
+    chat = session(["Half", KeyboardInterrupt()], ["fine"], interactive=True)
+    note = chat.output.note
+
+    def interrupted_note(message):
+        os.kill(os.getpid(), signal.SIGINT)
+        note(message)
+
+    stream = chat.engine.stream
+    monkeypatch.setattr(chat.output, "note", interrupted_note)
+    monkeypatch.setattr(chat.engine, "stream", lambda *args, **options: interrupting(stream(*args, **options)))
+    assert chat.handle("one")
+    chat.output.note, chat.engine.stream = note, stream
+    assert chat.handle("two")
+    assert chat.engine.prompts[1] == said("one", "Half", "two")
+
+
+def interrupting(pieces):
+    """The pieces, with a real Ctrl-C where the script has one."""
+    try:
+        yield from pieces
+    except KeyboardInterrupt:
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_an_interrupt_ends_a_piped_chat(session):
+    with pytest.raises(KeyboardInterrupt):
+        session([KeyboardInterrupt()]).handle("one")
+
+
+def test_impatience_is_one_interrupt():
+    seen = 0
+    before = signal.getsignal(signal.SIGINT)
+    with one_interrupt(True):
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+        except KeyboardInterrupt:
+            seen += 1
+            os.kill(os.getpid(), signal.SIGINT)
+    assert seen == 1 and signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_conversation_does_not_keep_what_it_only_asked():
+    conversation = Conversation(raw=False)
+    assert conversation.prompt("x") == conversation.prompt("x") == said("x")
+
+
+def test_blocks():
+    lines = ["one\n", '"""two\n', "\n", '/three"""\n', '"""four"""\r\n', '"""five\n', "six"]
+    assert list(join_blocks(lines)) == ["one", '"""two\n\n/three"""', '"""four"""', '"""five\nsix']
+    assert unquoted('"""two\n\n/three"""') == "two\n\n/three" and unquoted('"""five\nsix') == "five\nsix"
+    assert unquoted("one") is None and unquoted('""""""') == ""
+    assert list(join_blocks(['"""\n', '"""\n', '""""\n', '""\n', 'a""" \n', '"""\n'])) == [
+        '"""\n"""',
+        '""""\n""\na""" ',
+        '"""',
+    ]
+    assert unfinished('"""') and unfinished('"""a') and unfinished('"""\n""') and not unfinished('"""a""" ')
+
+
+def test_a_long_block_costs_no_more_than_its_length():
+    began = time.monotonic()
+    (block,) = join_blocks(['"""\n', *["a line of the block\n"] * 200_000, '"""\n'])
+    assert len(block) == 200_000 * 20 + 7 and time.monotonic() - began < 3
+
+
+def test_a_block_is_never_a_command(session):
+    chat = session(["one"])
+    assert chat.handle('"""\n/exit\nnow\n"""') and chat.engine.prompts == [said("/exit\nnow")]
+
+
+def test_turns_are_saved_as_they_are_complete(session, state):
+    store = sessions.Store(sessions.named("work"), "m")
+    chat = session(["one"], (["Half"], "error"), ["two"], ["three"], store=store)
+    chat.handle("a")
+    chat.handle("b")
+    assert sessions.read(store.path).turns == (("a", "one"),)
+    chat.handle("/undo")
+    assert sessions.read(store.path).turns == ()
+    chat.handle("c")
+    first = store.path
+    chat.handle("/clear")
+    assert "stays in session work" in chat.read()[1]
+    chat.handle("d")
+    assert sessions.read(first).turns == (("c", "two"),) and sessions.read(store.path).turns == (("d", "three"),)
+    assert sessions.last_path() == store.path != first
+
+
+def test_a_session_that_cannot_be_saved_goes_on(session, state):
+    state.mkdir(parents=True)
+    (state / "sessions").write_text("in the way")
+    chat = session(["one"], ["two"], store=sessions.Store(sessions.named("work"), "m"))
+    assert chat.handle("a") and chat.handle("b")
+    assert chat.engine.prompts[1] == said("a", "one", "b")
+    assert chat.read()[1].count("tridecode: error: the session is not saved: ") == 2
+
+
+def test_resume_and_named_sessions(piped, tiny, state):
+    few = ("--model", tiny, "--max-tokens", 3, "--temperature", 0)
+    code, _, err = piped("", *few, "--resume")
+    assert code == 1 and "no session to continue" in err and err.count("\n") == 1
+    assert piped("hello\n", *few)[0] == 0 and not (state / "sessions").exists(), "pipes keep nothing unless asked"
+    assert piped("hello\n", *few, "--session", "work", "--system", "Be brief.")[0] == 0
+    code, _, err = piped("/system\nagain\n", *few, "--resume")
+    assert code == 0 and "session work: continuing 1 turn, the last was 'hello'" in err and "Be brief." in err
+    saved = sessions.read(sessions.named("work"))
+    assert [user for user, _ in saved.turns] == ["hello", "again"] and saved.system == "Be brief."
+    code, _, err = piped("", *few, "--session", "work", "--raw")
+    assert code == 1 and "leave out --raw" in err
+    file = sessions.named("work")
+    file.write_bytes(file.read_bytes()[:50])
+    for option in (["--resume"], ["--session", "work"]):
+        code, _, err = piped("more\n", *few, *option)
+        assert code == 1 and "not a session" in err and err.count("\n") == 1
+    assert len(file.read_bytes()) == 50
+    code, _, err = piped("", *few, "--session", "../x")
+    assert code == 1 and "session name" in err
+
+
+class Answer:
+    """Where an answer is shown."""
+
+    def __init__(self):
+        self.shown = []
+        self.finish = self.abort = lambda: self.shown.append("|")
+        self.push = self.shown.append
+
+
+@pytest.mark.parametrize(
+    "pieces, opened, hide, out, answer",
+    [
+        (["<thi", "nk>\n", "Let me ", "see.\n</think>", "\n\nYes"], False, False, "Let me see.\n", "Yes"),
+        (["Let me ", "see.", "</think>\n\nYes"], True, False, "Let me see.\n", "Yes"),
+        (["<think>", "Let me ", "see.", "</think>Yes"], False, True, "", "Yes"),
+        (["<think>", "Let", " me \x1b[2J"], False, False, "Let me ␛[2J\n", ""),
+        (["Yes <think>", " no"], False, False, "", "Yes <think> no"),
+        (["<think>\n\n</think>\n\n", "Yes"], False, False, "", "Yes"),
+    ],
+)
+def test_thinking_is_shown_apart(capsys, pieces, opened, hide, out, answer):
+    shows = Answer()
+    display = Thinking(Output(), shows, opened, hide)
+    for piece in pieces:
+        display.push(piece)
+    display.finish()
+    display.abort()
+    read = capsys.readouterr()
+    assert read.out == out and "".join(shows.shown) == answer + "||"
+    assert ("thought for " in read.err) == (bool(out) or hide)
+
+
+@pytest.mark.parametrize("hide, out", [(True, "Yes\n"), (False, "<think>Hm.</think>Yes\n")], ids=["hide", "on"])
+def test_thinking_in_plain_text(session, hide, out):
+    chat = session(["<think>", "Hm.", "</think>", "Yes"], plain=True, think="hide" if hide else "on")
+    chat.handle("one")
+    shown, notes = chat.read()
+    assert shown == out and ("thought for 3 tokens" in notes) == hide
+    assert chat.conversation.turns[0][1] == "<think>Hm.</think>Yes"
+
+
+def test_templates_that_begin_the_thinking():
+    for text, opens in (("<|im_start|>assistant\n<think>\n", True), ("assistant\n", False)):
+        tokenizer = SimpleNamespace(encode_chat=lambda messages: [1], decode=lambda ids, skip_special, t=text: t)
+        assert opens_thinking(tokenizer) == opens
+
+
+@pytest.mark.parametrize("when", ["making", "closing"])
+def test_an_interrupt_leaves_no_event_loop_behind(monkeypatch, state, when):
+    from prompt_toolkit.input import create_pipe_input
+    from prompt_toolkit.output import DummyOutput
+
+    from tridecode.cli.chat.keyboard import Keyboard
+
+    loops = []
+
+    class Loop(asyncio.SelectorEventLoop):
+        def __init__(self):
+            loops.append(self)
+            self.interrupt("making")
+            super().__init__()
+
+        def close(self):
+            self.interrupt("closing")
+            super().close()
+
+        def interrupt(self, now):
+            if now == when:
+                os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr("asyncio.events.new_event_loop", Loop)
+    before = signal.getsignal(signal.SIGINT)
+    with create_pipe_input() as keys:
+        keyboard = Keyboard((), Output(), keys, DummyOutput())
+        keys.send_text("hello\r")
+        with pytest.raises(KeyboardInterrupt):
+            keyboard.read()
+    assert [loop.is_closed() for loop in loops] == [True] and signal.getsignal(signal.SIGINT) is before
+
+
+@pytest.mark.parametrize(
+    "typed, asked",
+    [
+        ([KeyboardInterrupt, KeyboardInterrupt], 0),
+        ([KeyboardInterrupt, "one", KeyboardInterrupt, EOFError], 1),
+        (["one", "/exit", "two"], 1),
+    ],
+)
+def test_only_two_interrupts_in_a_row_leave(session, monkeypatch, typed, asked):
+    keys = iter(typed)
+
+    def type_next(prompt):
+        key = next(keys)
+        if isinstance(key, str):
+            return key
+        raise key
+
+    monkeypatch.setattr("builtins.input", type_next)
+    chat = session(["fine"], interactive=True)
+    assert converse(chat, PlainReader()) == 0
+    assert len(chat.engine.prompts) == asked
+    assert next(keys, None) == ("two" if "two" in typed else None)

@@ -1,0 +1,553 @@
+"""The commands generate and info, and what the shell sees of every command."""
+
+import io
+import json
+import logging
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from checkpoints import write_tiny
+from models import CUDA
+
+from tridecode import Engine, SamplingParams, __version__, commands
+from tridecode.checkpoint.load import load_config
+from tridecode.cli.explain import explain
+from tridecode.cli.info import command as info
+from tridecode.cli.main import set_up_logging
+from tridecode.cli.parser import make_parser, sampling_overrides
+from tridecode.cli.terminal import Output, counted, speed_line
+from tridecode.errors import NO_CHAT, ParameterError, PromptError
+from tridecode.models.presets import PRESETS
+from tridecode.plan.memory import plan_memory
+from tridecode.results import Result, Timings, Usage
+from tridecode.serve.policy import Policy
+from tridecode.step.workspace import named_tensors
+
+ROOT = Path(__file__).parents[2]
+GREEDY = ("--temperature", "0", "--max-tokens", "12", "--device", "cpu")
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    return write_tiny(tmp_path_factory.mktemp("cli") / "qwen3", "qwen3")
+
+
+@pytest.fixture
+def run(capsys):
+    """Run the program in this process; returns exit code, stdout, stderr."""
+
+    def run(*argv):
+        try:
+            code = commands.main([str(arg) for arg in argv])
+        except SystemExit as exit:
+            code = exit.code
+        return code, *capsys.readouterr()
+
+    return run
+
+
+def test_help_and_version_answer_without_torch():
+    program = (
+        "import sys; from tridecode.cli import main\n"
+        "for argv in (['--version'], ['--help'], ['chat', '--help'], ['info', '--nonsense']):\n"
+        "    try: main(argv)\n"
+        "    except SystemExit: pass\n"
+        "assert 'torch' not in sys.modules and 'tokenizers' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"tridecode {__version__}\n")
+
+
+def test_alone_it_shows_help_with_examples(run):
+    code, out, err = run()
+    assert (code, err) == (0, "") and out.count("\n  tridecode ") + out.count("| tridecode ") == 3
+    for example in out.split("examples:\n")[1].splitlines():
+        words = shlex.split(example.split("tridecode", 1)[1].split("    ")[0])
+        assert make_parser().parse_args(words).command == words[0]
+
+
+def test_cli_py_is_the_program():
+    done = subprocess.run([sys.executable, "cli.py", "--version"], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"tridecode {__version__}\n", "")
+
+
+@pytest.mark.parametrize(
+    "typed, completed",
+    [
+        ("ch", "chat"),
+        ("doc", "doctor"),
+        ("chat --th", "--think"),
+        ("chat --think ''", "on off hide"),
+        ("chat --model tests/kern", "tests/kernels"),
+        ("chat --model Qw", "Qwen/Qwen3-4B"),
+        ("serve --model bun", "bundled"),
+        ("conf", "config"),
+        ("generate --output cli.", "cli.py"),
+        ("sess", "sessions"),
+        ("sessions ren", "rename"),
+        ("chat --session ri", "rivers"),
+        ("sessions delete ri", "rivers"),
+    ],
+)
+def test_bash_completes(run, tmp_path, typed, completed):
+    bash = shutil.which("bash")
+    if bash is None:
+        pytest.skip("there is no bash here")
+    code, script, err = run("--print-completion", "bash")
+    assert (code, err) == (0, "")
+    (tmp_path / "script").write_text(script)
+    for name in ("Qwen--Qwen3-4B", "Qwen--$(touch x)"):
+        (tmp_path / "hub" / f"models--{name}").mkdir(parents=True)
+    program = (
+        "tridecode() { echo rivers; }\n"  # sessions --names
+        f"export HF_HUB_CACHE='{tmp_path}/hub'\n"
+        f"source '{tmp_path}/script'; complete -p tridecode >/dev/null || exit 1\n"
+        f"COMP_WORDS=(tridecode {typed}); COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1)); _shtab_tridecode\n"
+        'echo "${COMPREPLY[@]}"'
+    )
+    done = subprocess.run([bash, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, completed + "\n", "")
+
+
+def test_the_completion_lines_of_the_docs_work_in_an_empty_home(tmp_path):
+    lines = (ROOT / "docs" / "chat.md").read_text().split("## Completion in the shell")[1].split("```")[1]
+    program = f"set -e; tridecode() {{ '{sys.executable}' '{ROOT}/cli.py' \"$@\"; }}\n{lines.removeprefix('sh')}"
+    home = os.environ | {"HOME": str(tmp_path)}
+    done = subprocess.run(["sh", "-c", program], env=home, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    found = [path.name for path in tmp_path.rglob("*") if path.is_file() and path.stat().st_size > 1000]
+    assert sorted(found) == ["_tridecode", "tridecode"]
+
+
+def test_the_selection_in_contributing_selects_tests():
+    file, word = re.search(r"pytest (tests/\S+\.py) -k (\w+)", (ROOT / "CONTRIBUTING.md").read_text()).groups()
+    assert re.search(rf"^def test_\w*{word}", (ROOT / file).read_text(), re.MULTILINE)
+
+
+def test_scripts_for_other_shells(run):
+    for shell in ("zsh", "fish", "tcsh"):
+        code, script, err = run("--print-completion", shell)
+        assert (code, err) == (0, "") and "tridecode" in script and "generate" in script
+    assert run("--print-completion", "csh")[0] == 2
+
+
+def test_defaults_of_the_checkpoint_are_shown_unless_an_option_replaces_them(run, tiny, tmp_path):
+    path = tmp_path / "model"
+    shutil.copytree(tiny, path)
+    (path / "generation_config.json").write_text('{"temperature": 0.6, "top_k": 20, "top_p": 0.95}')
+    few = ("--model", path, "--prompt", "Hello", "--max-tokens", 2, "--device", "cpu")
+    assert "generation_config" not in run("generate", *few)[2]
+    shown = run("generate", *few, "--verbose")[2]
+    assert "temperature 0.6, top_k 20, top_p 0.95 from generation_config.json\n" in shown
+    shown = run("generate", *few, "--verbose", "--temperature", 0, "--top-p", 1)[2]
+    assert shown.startswith("top_k 20 from generation_config.json\n")
+    (path / "generation_config.json").write_text('{"do_sample": false, "temperature": 0.6}')
+    assert "temperature 0.0 from generation_config.json\n" in run("generate", *few, "--verbose")[2]
+    greedy = json.loads(run("generate", *few, "--json")[1])["token_ids"]
+    (path / "generation_config.json").write_text('{"temperature": 5.0}')
+    assert json.loads(run("generate", *few, "--json", "--temperature", 0)[1])["token_ids"] == greedy
+
+
+def test_generate_json_is_one_line_with_everything(run, tiny):
+    code, out, err = run("generate", "--model", tiny, "--json", "--prompt", "Hello", *GREEDY)
+    assert code == 0 and err == ""
+    assert out.endswith("\n") and out.count("\n") == 1
+    report = json.loads(out)
+    engine = Engine.load(tiny, device="cpu")
+    prompt = [{"role": "user", "content": "Hello"}]
+    expected = engine.generate(prompt, engine.default_params(temperature=0, max_tokens=12))
+    assert report["token_ids"] == list(expected.token_ids) and len(report["token_ids"]) == 12
+    assert report["text"] == expected.text
+    assert report["finish_reason"] == "length"
+    assert report["usage"] == {
+        "prompt_tokens": expected.usage.prompt_tokens,
+        "reused_tokens": 0,
+        "completion_tokens": 12,
+        "drafted": 0,
+        "accepted": 0,
+        "tokens_per_pass": 1.0,
+    }
+    assert set(report["timings"]) == {"ttft", "decode", "tokens_per_second"} and report["timings"]["ttft"] > 0
+    assert isinstance(report["seed"], int) and "error" not in report
+
+
+def test_generate_speculates_when_told_to(run, tiny):
+    """Text that repeats itself, which this model's soon does."""
+    options = ["generate", "--model", tiny, "--json", "--prompt", "a b a b a b a b", *GREEDY, "--max-tokens", 60]
+    off, ngram = (json.loads(run(*options, "--speculate", each)[1]) for each in ("off", "ngram"))
+    assert ngram["token_ids"] == off["token_ids"] and ngram["text"] == off["text"]
+    usage = ngram["usage"]
+    assert 0 < usage["accepted"] <= usage["drafted"] and off["usage"]["drafted"] == 0
+    passes = usage["completion_tokens"] - usage["accepted"]
+    assert usage["tokens_per_pass"] == pytest.approx(usage["completion_tokens"] / passes, abs=1e-3)
+    assert " a pass" in speed_line(Usage(5, 0, 60, 40, 30), Timings(0.1, 1.0, 59.0))
+    assert " a pass" not in speed_line(Usage(5, 0, 60), Timings(0.1, 1.0, 59.0))
+
+
+def test_generate_streams_the_same_text(run, tiny):
+    _, line, _ = run("generate", "--model", tiny, "--json", "--prompt", "Hello", *GREEDY)
+    code, out, err = run("generate", "--model", tiny, "--prompt", "Hello", *GREEDY)
+    assert code == 0 and out == json.loads(line)["text"] + "\n"
+    assert err.startswith("12 tokens · ") and err.count("\n") == 1
+
+
+def test_template_raw_ids_and_stdin(run, tiny, monkeypatch):
+    def ids(*argv):
+        code, out, err = run("generate", "--model", tiny, "--json", *GREEDY, *argv)
+        assert code == 0, err
+        report = json.loads(out)
+        return report["usage"]["prompt_tokens"], report["token_ids"]
+
+    engine = Engine.load(tiny, device="cpu")
+    raw = engine.tokenizer.encode("Hello")
+    chat = engine.tokenizer.encode_chat([{"role": "user", "content": "Hello"}])
+    assert ids("--prompt", "Hello")[0] == len(chat) > len(raw)
+    assert ids("--prompt", "Hello", "--raw")[0] == len(raw)
+    assert ids("--prompt-ids", ",".join(map(str, chat))) == ids("--prompt", "Hello")
+    monkeypatch.setattr("sys.stdin", io.StringIO("Hello\n"))
+    assert ids() == ids("--prompt", "Hello")
+
+
+def test_a_seed_repeats_its_tokens(run, tiny):
+    def tokens(seed):
+        arguments = ("--prompt", "Hello", "--max-tokens", "8", "--temperature", "1", "--seed", seed, "--device", "cpu")
+        report = json.loads(run("generate", "--model", tiny, "--json", *arguments)[1])
+        assert report["seed"] == seed
+        return report["token_ids"]
+
+    assert tokens(7) == tokens(7) != tokens(8)
+
+
+def test_only_given_options_override_the_models_defaults():
+    args = make_parser().parse_args(["generate", "--temperature", "0", "--top-k", "0"])
+    assert sampling_overrides(args) == {"temperature": 0.0, "top_k": 0}
+    assert sampling_overrides(make_parser().parse_args(["chat"])) == {}
+
+
+def test_an_answer_that_ends_in_an_error_exits_1(run, monkeypatch):
+    result = Result("Hel", (5, 6), "error", Usage(3, 0, 2), Timings(0.1, 0.1, 10.0), 1, None, "step 3 gave NaN")
+    last = SimpleNamespace(
+        token_id=None, text="Hel", finish_reason="error", usage=result.usage, timings=result.timings, error=result.error
+    )
+
+    class Answer:
+        def __iter__(self):
+            return iter([last])
+
+        def result(self):
+            return result
+
+    engine = SimpleNamespace(
+        device=SimpleNamespace(type="cuda"),
+        notes=["context lowered"],
+        default_params=lambda **given: SamplingParams(**given),
+        slots=1,
+        submit=lambda prompt, params: Answer(),
+        scheduler=SimpleNamespace(reading=lambda: None),
+    )
+    monkeypatch.setattr(Engine, "load", lambda *args, **kwargs: engine)
+    code, out, err = run("generate", "--prompt", "Hello", "--json")
+    assert code == 1 and json.loads(out)["error"] == "step 3 gave NaN" and out.count("\n") == 1
+    assert err == "context lowered\ntridecode: error: step 3 gave NaN\n"
+    code, out, err = run("generate", "--prompt", "Hello")
+    assert code == 1 and out == "Hel\n"
+    assert err == "context lowered\ntridecode: error: step 3 gave NaN\n"
+    last.text = ""
+    assert run("generate", "--prompt", "Hello")[:2] == (1, "")
+
+
+def test_info_counts_without_loading(run, tiny, monkeypatch):
+    from safetensors import safe_open
+
+    with safe_open(tiny / "model.safetensors", "pt") as file:
+        parameters = sum(file.get_tensor(name).numel() for name in file.keys())
+    monkeypatch.setattr("tridecode.loading.load_weights", None)
+    monkeypatch.setattr("tridecode.checkpoint.load.safe_open", None)
+    code, out, err = run("info", "--model", tiny, "--json", "--device", "cpu", "--max-seq-len", 100)
+    report = json.loads(out)
+    assert code == 0 and err == "" and out.count("\n") == 1
+    assert report["model"]["parameters"] == parameters and report["model"]["family"] == "qwen3"
+    assert report["memory"]["weights"] == 4 * parameters  # fp32 on the CPU
+    assert report["memory"]["kv_per_token"] == 2 * 2 * 2 * 128 * 4  # K and V, layers, heads, head_dim, fp32
+    assert (report["memory"]["context"], report["memory"]["largest_context"]) == (100, 512)
+    assert report["run"] == {
+        "device": "cpu", "backend": "torch", "dtype": "float32", "graph": "none", "pdl": False,
+        "batch_invariant": False, "speculate": "off", "speculate_ngram": None,
+        "speculate_off": "pays on a GPU only, where decode passes are captured and attention is Triton's",
+    }  # fmt: skip
+    assert report["versions"]["tridecode"] == __version__ and report["versions"]["python"] == sys.version.split()[0]
+    code, out, err = run("info", "--model", tiny, "--device", "cpu")
+    assert code == 0 and err == ""
+    rows = dict(line.split(maxsplit=1) for line in out.splitlines())
+    assert rows["parameters"].startswith(f"{parameters:,}") and f"tridecode {__version__}" in rows["versions"]
+
+
+def test_info_says_what_does_not_fit(run, tiny, monkeypatch):
+    monkeypatch.setattr("tridecode.plan.memory.free_memory", lambda device: 2**20)
+    code, out, _ = run("info", "--model", tiny, "--device", "cpu", "--json")
+    memory = json.loads(out)["memory"]
+    assert code == 0 and memory["context"] == 0 and memory["problem"].startswith("not enough memory")
+    assert "not enough memory" in run("info", "--model", tiny, "--device", "cpu")[1]
+
+
+@pytest.mark.parametrize("left, why", [(None, "no model.safetensors and no"), (2000, "model.safetensors: truncated: ")])
+def test_info_says_what_a_directory_lacks(run, tiny, tmp_path, left, why):
+    path = tmp_path / "cut"
+    shutil.copytree(tiny, path)
+    weights = (path / "model.safetensors").read_bytes()
+    (path / "model.safetensors").unlink()
+    if left is not None:
+        (path / "model.safetensors").write_bytes(weights[: len(weights) - left])
+    code, out, _ = run("info", "--model", path, "--device", "cpu")
+    name, verdict = out.splitlines()[-1].split(maxsplit=1)
+    assert code == 0 and name == "verdict" and verdict.startswith(f"does not run: {path}") and why in verdict
+    assert why in json.loads(run("info", "--model", path, "--device", "cpu", "--json")[1])["model"]["problem"]
+
+
+def test_info_tells_the_slots_and_the_pool_that_they_share(run, tiny):
+    argv = ("info", "--model", tiny, "--device", "cpu", "--max-seq-len", 100)
+    alone = json.loads(run(*argv, "--json")[1])["memory"]
+    assert (alone["slots"], alone["context"], alone["kv_tokens"]) == (1, 100, 100)
+    several = json.loads(run(*argv, "--slots", 8, "--json")[1])["memory"]
+    assert (several["slots"], several["context"]) == (8, 100) and several["kv_tokens"] >= 800
+    assert several["kv_bytes"] == several["kv_tokens"] * several["kv_per_token"]
+    assert several["workspace"] > alone["workspace"]
+    fewer = json.loads(run(*argv, "--slots", 8, "--kv-tokens", 300, "--json")[1])["memory"]
+    assert fewer["kv_tokens"] == 300
+    assert "; 8 slots share 300 positions, " in run(*argv, "--slots", 8, "--kv-tokens", 300)[1]
+    assert "; 1 slot has 100 positions, " in run(*argv)[1]
+
+
+def test_info_tells_how_prompts_would_be_read(run, tiny):
+    argv = ("info", "--model", tiny, "--device", "cpu", "--chunk-tokens", 300)
+    report = json.loads(run(*argv, "--json")[1])
+    nothing = {"mode": "none", "attention": "torch", "sizes": [], "largest": None, "graphs": 0}
+    buffers = report["prompts"].pop("buffers")
+    assert report["prompts"] == nothing | {"chunk_tokens": 300, "sharing": True}
+    with Engine.load(tiny, device="cpu", chunk_tokens=300) as engine:
+        allocated = sum(tensor.nbytes for tensor in named_tensors(engine.model.prompt).values())
+    assert buffers == allocated < report["memory"]["workspace"]
+    words = "in chunks of up to 300 tokens, launched line by line; what several have in common is read once"
+    assert f"\nprompts      {words}; attention by torch; buffers" in run(*argv)[1]
+    assert json.loads(run(*argv, "--max-seq-len", 100, "--json")[1])["prompts"]["chunk_tokens"] == 100
+    assert "each is read for itself alone" in run(*argv, "--no-prefix-sharing")[1]
+
+
+def test_info_tells_of_speculation(run, tiny):
+    report = json.loads(run("info", "--model", tiny, "--json", "--speculate", "ngram")[1])
+    assert report["run"]["speculate"] == "ngram" and report["run"]["speculate_ngram"] == [8, 2]
+    argv = ("info", "--model", tiny, "--json", "--speculate", "ngram", "--speculate-ngram")
+    assert json.loads(run(*argv, "6:3")[1])["run"]["speculate_ngram"] == [6, 3]
+    code, out, err = run(*argv, "2:3")
+    assert (code, out, err.count("\n")) == (1, "", 1) and "--speculate-ngram must be two numbers from 16 down to" in err
+    text = ("info", "--model", tiny, "--device", "cpu")
+    code, out, err = run(*text, "--speculate", "off", "--speculate-ngram", "4:2")
+    assert (code, out, err.count("\n")) == (1, "", 1) and "guessed with --speculate off" in err.replace("\n", " ")
+    several = "\nspeculation  ngram, by the last {} tokens: several tokens a pass where the text repeats\n"
+    assert several.format("8 to 2") in run(*text, "--speculate", "ngram")[1]
+    assert several.format("4 to 3") in run(*text, "--speculate-ngram", "4:3")[1], "who says how asks for it"
+    assert "\nspeculation  off\n" in run(*text, "--speculate", "off")[1]
+    assert "\nspeculation  off: it pays on a GPU only, where decode passes are captured and" in run(*text)[1]
+    code, out, err = run(*text, "--speculate", "ngram", "--weights-offload", "1")
+    assert (code, out) == (1, "") and "--speculate ngram does not work beside --weights-offload; use --speculate" in err
+
+
+def test_info_tells_of_the_batch_invariant_mode(run, tiny):
+    argv = ("info", "--model", tiny, "--device", "cpu", "--batch-invariant")
+    report = json.loads(run(*argv, "--json")[1])
+    assert report["run"]["batch_invariant"] and report["prompts"]["chunk_tokens"] == 256
+    assert "no graph, the same bits in any company" in run(*argv)[1]
+    code, _, err = run(*argv, "--chunk-tokens", 100)
+    assert code == 1 and "--chunk-tokens must be a multiple of 64 with --batch-invariant, got 100" in err
+
+
+@pytest.mark.parametrize(
+    "options, expected",
+    [
+        ({}, ("full", "triton", 2048, 22, "22 passes of 16 to 2,048 tokens captured whole; ")),
+        (dict(slots=8), ("full", "triton", 2048, 44, "44 passes of 16 to 2,048 tokens captured whole")),
+        (dict(prompt_attention="flash"), ("piecewise", "flash", 2048, 22, "captured in pieces between attention")),
+        (dict(slots=8, batch_invariant=None), ("full", "triton", 2048, 1, "1 pass of 2,048 tokens captured whole")),
+        (dict(prompt_graph_max_tokens=64), ("full", "triton", 64, 4, "4 passes of 16 to 64 tokens")),
+        (dict(graph="full_decode_only"), ("none", "triton", None, 0, "read once; attention by triton")),
+    ],
+)
+def test_info_tells_which_prompt_passes_a_gpu_would_capture(options, expected):
+    words = [f"--{name.replace('_', '-')}" + f"={value}" * (value is not None) for name, value in options.items()]
+    args = make_parser().parse_args(["info", *words])
+    graphs = info.graphs_of(args, 2048, (True, True))
+    policy = Policy(batch_invariant=args.batch_invariant)
+    facts = info.prompt_facts(PRESETS["qwen3-4b"], torch.bfloat16, args.slots or 1, 2048, graphs, True, policy)
+    mode, attention, largest, count, words = expected
+    assert (facts["mode"], facts["attention"], facts["largest"], facts["graphs"]) == (mode, attention, largest, count)
+    assert words in info.prompt_words(facts) and 200 * 2**20 < facts["buffers"] < 250 * 2**20
+
+
+@pytest.mark.parametrize("command", [("info",), ("generate", "--prompt", "x")])
+def test_more_slots_or_positions_than_fit_are_one_line(run, tiny, monkeypatch, command):
+    monkeypatch.setattr("tridecode.loading.load_weights", None)  # told before any weight is read
+    argv = (*command, "--model", tiny, "--device", "cpu", "--slots", 4)
+    code, out, err = run(*argv, "--kv-tokens", 10**6)
+    assert (code, out, err.count("\n")) == (1, "", 1) and "--kv-tokens: 4 slots of 512 positions can have at" in err
+    plan = plan_memory(load_config(tiny), torch.float32, torch.device("cpu"), 64)
+    free = int(replace(plan, slots=5).needed(500) / (1 - plan.headroom))
+    monkeypatch.setattr("tridecode.plan.memory.free_memory", lambda device: free)
+    code, out, err = run(*argv[:-2], "--slots", 64, "--max-seq-len", 500)
+    assert code == (0 if command == ("info",) else 1)
+    assert "not enough memory on cpu: 64 slots with" in out + err and "slots fit" in out + err
+    assert (out + err).count("not enough") == 1
+
+
+BUNDLED = pytest.mark.skipif(
+    not (ROOT / "tridecode" / "bundled" / "config.json").is_file(), reason="this checkout holds no bundled model"
+)
+
+
+@BUNDLED
+def test_the_bundled_model_is_the_default(run):
+    code, out, err = run("generate", "--json", "--prompt", "Hello", *GREEDY)
+    assert code == 0 and err == "" and json.loads(out)["text"].strip()
+
+
+@BUNDLED
+def test_the_bundled_model_loads_by_the_name_that_info_prints(run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code, out, _ = run("info", "--model", "bundled", "--json")
+    assert code == 0 and json.loads(run("info", "--json")[1])["model"] == json.loads(out)["model"]
+    assert "in the package" in run("info", "--model", "bundled")[1]
+    with Engine.load(json.loads(out)["model"]["name"], device="cpu") as engine:
+        assert engine.name == "bundled" and "bundled" in repr(engine)
+
+
+@BUNDLED
+def test_the_readmes_python_examples_print_what_the_readme_says(capsys):
+    section = (ROOT / "README.md").read_text().split("From Python:")[1]
+    _, example, between, shown, _, several, _, answers, *_ = re.split(r"```(?:python|text)?\n", section)
+    assert between.strip() == "On a CPU it prints:"
+    scope = {}
+    for code, output in ((example, shown), (several, answers)):
+        exec(code, scope)
+        assert CUDA or capsys.readouterr().out == output  # bf16 may draw other words
+    assert scope["piece"].finish_reason and scope["result"].text
+    assert scope["logits"].shape == (len(scope["ids"]), 4096)
+
+
+@pytest.mark.parametrize(
+    "error, line",
+    [
+        (KeyError("x"), "tridecode: error: KeyError: 'x' (--verbose shows the traceback)\n"),
+        (RuntimeError("a\nb\x1b[2J"), "tridecode: error: RuntimeError: a b␛[2J (--verbose shows the traceback)\n"),
+        (OSError(28, "No space left on device"), "tridecode: error: No space left on device\n"),
+        (MemoryError(), "tridecode: error: out of memory on this machine; shorten the input or end other programs\n"),
+    ],
+)
+def test_an_unforeseen_error_is_one_line(run, monkeypatch, error, line):
+    def fail(*args, **kwargs):
+        raise error
+
+    monkeypatch.setattr(Engine, "load", fail)
+    assert run("generate", "--prompt", "x") == (1, "", line)
+    code, out, err = run("--verbose", "generate", "--prompt", "x")
+    assert (code, out) == (1, "") and "Traceback" in err and err.endswith(line)
+
+
+def test_verbose_counts_before_and_after_the_command():
+    for argv in (["--verbose", "info"], ["info", "--verbose"]):
+        assert make_parser().parse_args(argv).verbose is True
+    assert make_parser().parse_args(["info"]).verbose is False
+
+
+def test_ctrl_c_exits_130(run, monkeypatch):
+    def interrupted(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Engine, "load", interrupted)
+    code, out, err = run("generate", "--prompt", "x")
+    assert (code, out, err.strip()) == (130, "", "")
+
+
+@pytest.mark.parametrize("stream", ["stdin", "stdout", "stderr"])
+def test_closed_streams(run, tiny, monkeypatch, stream):
+    monkeypatch.setattr(sys, stream, None)
+    argv = ("generate", "--model", tiny, *GREEDY, *(() if stream == "stdin" else ("--prompt", "Hello")))
+    assert run(*argv)[0] == (1 if stream == "stdin" else 0)
+    assert getattr(sys, stream) is not None
+
+
+@pytest.mark.parametrize("width", [20, 40, 60, 80])
+@pytest.mark.parametrize("seed", [None, 999_999, 2**64 - 1])
+@pytest.mark.parametrize("scale", [1, 1000, 131_072])
+def test_the_line_of_an_answer_fits(width, seed, scale):
+    usage, timings = Usage(scale, scale - 1, scale), Timings(123.45, 1.0, 11_433.0)
+    line = speed_line(usage, timings, 2 * scale, seed, width)
+    assert line.startswith(f"{scale:,} token") and len(line) <= max(width, 31)
+    if width == 80 and seed != 2**64 - 1:
+        assert (seed is None or f" · seed {seed}" in line) and " · first " in line and " · context " in line
+    whole = speed_line(usage, timings, 2 * scale, seed)
+    assert f"{scale - 1:,} of {scale:,} reused · context {2 * scale:,} / " in whole
+
+
+def test_counts_have_separators():
+    line = speed_line(Usage(123456, 1000, 2345), Timings(0.1, 0.1, 12345.6), 131072)
+    assert line.startswith("2,345 tokens · 12,346 tok/s · first token 0.10 s · 1,000 of 123,456 reused · context 125,")
+    assert counted(1, "turn") == "1 turn" and counted(300_000, "turn") == "300,000 turns"
+    assert counted(1, "pass") == "1 pass" and counted(2, "pass") == "2 passes" and counted(3, "launch") == "3 launches"
+
+
+def test_errors_name_options_on_the_command_line_and_arguments_in_python():
+    names = ("stop", "top_p", "n", "seed")
+    for text, shown in (
+        ("max_seq_len must be from 1 to 512, got 600", "--max-seq-len must be from 1 to 512, got 600"),
+        ("it is full: shorten it or raise max_seq_len", "it is full: shorten it or raise --max-seq-len"),
+        ('device cuda:1 is absent; use device="cpu"', "device cuda:1 is absent; use --device cpu"),
+        ("stop: every entry must be a string", "--stop: every entry must be a string"),
+        ("n must be at most 3", "--n must be at most 3"),
+        ("graph_sizes: must be ascending, with graph full", "--graph-sizes: must be ascending, with graph full"),
+        ("slots must be from 1 to 64; kv_tokens is full", "--slots must be from 1 to 64; --kv-tokens is full"),
+        ("the device must stop; --top-p is my_top_p_file", "the device must stop; --top-p is my_top_p_file"),
+        ("unknown model; a seed must be sown", "unknown model; a seed must be sown"),
+        (f"there is no template; {NO_CHAT}", "there is no template; use --raw"),
+    ):
+        assert explain(PromptError(text), names) == shown
+    assert explain(PromptError("top_p must be 1 in /set and in JSON lines")).startswith("top_p must")
+    with pytest.raises(ParameterError, match="^max_seq_len must be"):
+        Engine.load(max_seq_len=0)
+    with pytest.raises(ParameterError, match="^top_p must be"):
+        SamplingParams(top_p=7)
+
+
+def test_logging_is_silent_unless_asked(run, monkeypatch, tiny):
+    def load(*args, **kwargs):
+        logging.getLogger("tridecode").warning("a note")
+        raise KeyError("stop")
+
+    monkeypatch.setattr(Engine, "load", load)
+    assert "a note" not in run("generate", "--prompt", "x")[2]
+    assert "tridecode: WARNING: a note" in run("generate", "--prompt", "x", "--verbose")[2]
+
+
+def test_loading_on_a_terminal_shows_its_steps(monkeypatch):
+    screen = io.StringIO()
+    screen.isatty = lambda: True
+    monkeypatch.setattr("sys.stderr", screen)
+    monkeypatch.setenv("TERM", "xterm")
+    set_up_logging(verbose=False)
+    log = logging.getLogger("tridecode")
+    with Output().loading() as progress:
+        progress(50, 100)
+        log.info("compiling the kernels")
+        log.warning("shown elsewhere")
+    log.info("after")
+    shown = screen.getvalue()
+    assert "loading" in shown and "50/100 bytes" in shown and "compiling the kernels" in shown
+    assert "elsewhere" not in shown and "after" not in shown

@@ -1,0 +1,194 @@
+"""Settings: the command line over the environment over the user's file."""
+
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from chats import ROOT
+
+from tridecode import cli as commands
+from tridecode.cli.configuration import OTHERS, PREFIX, config_path
+from tridecode.cli.parser import make_parser, sampling_overrides
+
+
+@pytest.fixture
+def config(tmp_path, monkeypatch):
+    """Write the user's file; variables in capitals are those of the environment."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+
+    def config(text="", **variables):
+        config_path().parent.mkdir(exist_ok=True)
+        config_path().write_text(text)
+        for name, value in variables.items():
+            monkeypatch.setenv(PREFIX + name, value)
+
+    return config
+
+
+def parsed(*argv):
+    return make_parser().parse_args(argv)
+
+
+def refused(capsys, *argv) -> str:
+    """The one line with which wrong settings end."""
+    with pytest.raises(SystemExit) as end:
+        commands.main(argv) if argv == ("config",) else parsed(*argv)
+    out, err = capsys.readouterr()
+    assert end.value.code == 2 and out == "" and err.startswith("tridecode: error: ") and err.count("\n") == 1
+    return err.removeprefix("tridecode: error: ").strip()
+
+
+def test_options_go_before_the_environment_and_that_before_the_file(config):
+    config('model = "file"\nslots = 2\ntemperature = 0.5\nstats = "off"\n', SLOTS="3", STATS="short")
+    args = parsed("chat", "--stats", "full")
+    assert (args.model, args.slots, args.temperature, args.stats) == ("file", 3, 0.5, "full")
+    assert args.origins == {"model": "config.toml", "slots": "TRIDECODE_SLOTS", "temperature": "config.toml"}
+    assert (args.device, args.overflow, args.plain) == ("auto", None, False), "as without a file"
+
+
+def test_every_kind_of_value(config):
+    config(
+        'plain = true\nprefix-sharing = false\nseed = 7\ngraph_sizes = [1, 2, 4]\nstop = ["\\n\\n", "###"]\n'
+        "logit_bias = {42 = -1.5, 7 = 2}\nstop_token_ids = [5, 6]\nprompt_ms = 20\nignore_eos = true\n",
+        QUIET="on",
+    )
+    args = parsed("chat")
+    assert args.plain is args.quiet is True and args.prefix_sharing is False and args.prompt_ms == 20.0
+    assert args.graph_sizes == [1, 2, 4] and args.stop_token_ids == [5, 6]
+    given = {"seed": 7, "stop": ["\n\n", "###"], "logit_bias": {42: -1.5, 7: 2.0}, "stop_token_ids": [5, 6]}
+    assert sampling_overrides(args) == given | {"ignore_eos": True}
+    args = parsed("chat", "--stop", "x", "--logit-bias", "1=1")
+    assert args.stop == ["x"] and args.logit_bias == [(1, 1.0)], "an option takes the place of a list"
+
+
+def test_a_table_is_for_its_command(config):
+    config("slots = 2\nmax_queue = 9\n[serve]\nslots = 16\nport = 9000\n[generate]\ntemperature = 0\n")
+    assert (parsed("serve").slots, parsed("serve").port, parsed("serve").max_queue) == (16, 9000, 9)
+    assert (parsed("chat").slots, parsed("chat").temperature) == (2, None)
+    assert (parsed("generate").slots, parsed("generate").temperature) == (2, 0.0)
+    assert parsed("generate").max_queue is None, "of a batch, one call's matter"
+    assert (parsed("info").slots, parsed("doctor").slots) == (2, 2)
+    config("", PORT="9001", SLOTS="8")
+    assert (parsed("serve").port, parsed("serve").slots) == (9001, 8), "the environment goes before tables too"
+
+
+def test_the_bundled_model_can_be_asked_for(config):
+    config('model = "Qwen/Qwen3-4B"\n')
+    assert parsed("chat").model == "Qwen/Qwen3-4B" and parsed("chat", "--model", "bundled").model == "bundled"
+
+
+WRONG = {
+    "key": ("temprature = 1", "there is no key temprature; did you mean temperature?"),
+    "key of a call": ('prompt = "Hi"', "there is no key prompt; "),
+    "key of a table": ("[serve]\nprot = 1", "in [serve] there is no key prot; did you mean port?"),
+    "table": ("[sevre]\nport = 1", "there is no key sevre; did you mean serve?"),
+    "table that is none": ("serve = 1", "serve must be a table, [serve], got 1"),
+    "word": ('temperature = "hot"', 'temperature: expected a number, got "hot"'),
+    "number": ("max_tokens = 1.5", "max_tokens: expected a whole number, got 1.5"),
+    "text": ("model = 4", "model: expected a text, got 4"),
+    "switch": ('plain = "maybe"', 'plain: expected true or false, got "maybe"'),
+    "not a switch": ("slots = true", "slots: expected a text or a number, got true"),
+    "choice far from all": ('stats = "zzzz"', 'stats: expected one of full, short, off, got "zzzz"\n'),
+    "choice": ('overflow = "drop-oldst"', "overflow: expected one of error, drop-oldest, stop"),
+    "switch that is a date": ("plain = 2026-01-01", "plain: expected true or false, got \"2026-01-01\""),
+    "table that is a date": ("serve = 2026-01-01", "serve must be a table, [serve], got \"2026-01-01\""),
+    "list of lists": ("graph_sizes = [[1], [2]]", "graph_sizes: expected a text or a number, got [[1], [2]]"),
+    "range": ("slots = 65", "slots: expected a number from 1 to 64, got '65'"),
+    "table for a list": ("stop = {a = 1}", 'stop: expected a text or a number, got {"a": 1}'),
+    "key in both forms": ("max_tokens = 1\nmax-tokens = 2", "max_tokens and max-tokens are one setting; leave one of"),
+    "no finite number": ("temperature = inf", "temperature: expected a finite number, got inf"),
+    "date": ("model = 2026-01-01", "model: expected a text or a number, got 2026-01-01"),
+    "not TOML": ("model = ", "not TOML ("),
+    "not UTF-8": ("model = \udcff", "not UTF-8"),
+}
+
+
+@pytest.mark.parametrize("text, words", WRONG.values(), ids=WRONG)
+def test_what_is_wrong_with_the_file_is_one_line(config, capsys, text, words):
+    config()
+    config_path().write_bytes(text.encode("utf-8", "surrogateescape"))
+    for command in ("chat", "generate", "serve", "info", "config"):
+        said = refused(capsys, command)
+        assert said.startswith(f"{config_path()}: ") and words in f"{said}\n"
+
+
+def test_what_is_wrong_with_the_environment_is_one_line(config, capsys, monkeypatch):
+    config("", MODLE="x")
+    for command in ("chat", "config"):
+        assert refused(capsys, command) == "TRIDECODE_MODLE is no option's variable; did you mean TRIDECODE_MODEL?"
+    monkeypatch.delenv("TRIDECODE_MODLE")
+    config("", SLOTS="many")
+    for command in ("chat", "config"):
+        assert refused(capsys, command) == "TRIDECODE_SLOTS: expected a positive integer, got 'many'"
+    config("", SLOTS="")
+    assert parsed("chat").slots is None, "an empty one is none"
+    config("", API_KEY="secret")
+    assert parsed("chat").api_key_file is None
+
+
+def test_a_value_out_of_range_says_where_it_comes_from(config, capsys):
+    config("temperature = -1\n")
+    assert commands.main(["generate", "--prompt", "Hello"]) == 1
+    said = capsys.readouterr().err
+    assert "--temperature must be" in said and said.endswith(" (--temperature is set by config.toml)\n")
+
+
+def test_a_byte_order_mark_before_the_text_is_no_fault(config):
+    config("\ufeffslots = 2\r\n[generate]\r\nslots = 3\r\n")
+    assert (parsed("chat").slots, parsed("generate").slots) == (2, 3)
+
+
+@pytest.mark.parametrize("make", [os.mkdir, os.mkfifo, lambda path: os.symlink("/dev/zero", path)])
+def test_what_is_no_file_in_place_of_the_file(config, capsys, make):
+    config()
+    config_path().unlink()
+    make(config_path())
+    for command in ("chat", "config"):
+        said = refused(capsys, command)
+        assert said == f"{config_path()}: not a file; give a regular file with settings"
+
+
+def test_other_commands_and_help_need_no_file(config, capsys):
+    config("nonsense")
+    assert parsed("sessions").command == "sessions" and parsed("bench", "decode").what == "decode"
+    with pytest.raises(SystemExit) as end:
+        parsed("chat", "--help")
+    assert end.value.code == 0 and "--model" in capsys.readouterr().out
+
+
+def test_config_shows_values_and_where_they_come_from(config, capsys):
+    text = 'model = "Qwen/Qwen3-4B"\nlogit_bias = {42 = -1.5}\n[serve]\nslots = 16\nport = 9000\n'
+    text = f'speculate_ngram = "8:2"\nstop = ["é", "a\\u007fb"]\n{text}'
+    config(text, STATS="short")
+    assert commands.main(["config"]) == 0
+    out = capsys.readouterr().out
+    shown = [" ".join(line.split()) for line in out.splitlines()]
+    assert shown[0] == f"# {config_path()}"
+    assert 'model = "Qwen/Qwen3-4B" # config.toml' in shown and 'stats = "short" # TRIDECODE_STATS' in shown
+    assert "# temperature =" in shown and '# device = "auto"' in shown and '# think = "on"' in shown
+    assert shown.index("slots = 16 # config.toml") > shown.index("[serve]") and "# slots =" in shown
+    assert tomllib.loads(out) == tomllib.loads(text) | {"stats": "short"}, "what is shown can be the file"
+    config_path().unlink()
+    commands.main(["config"])
+    assert "config.toml, which is not there yet" in capsys.readouterr().out
+
+
+def test_an_engines_settings_do_not_stand_in_the_way_of_a_servers_chat(config):
+    config('model = "file"\nslots = 4\napi_key_file = "key"\noverflow = "stop"\n')
+    args = parsed("chat", "--url", "http://127.0.0.1:1")
+    assert {"model", "slots", "overflow", "api_key_file"} <= args.origins.keys()
+
+
+def test_the_program_obeys_its_file(config, tmp_path):
+    config('max_tokens = 3\ntemperature = 0\ndevice = "cpu"\n[generate]\nquiet = true\n')
+    program = [sys.executable, "cli.py", "generate", "--prompt", "Hello", "--json"]
+    done = subprocess.run(program, cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    assert done.returncode == 0 and '"completion_tokens": 3,' in done.stdout and done.stderr == ""
+
+
+def test_no_test_reads_the_users_settings():
+    assert not config_path().exists() and config_path().parent != Path.home() / ".config" / "tridecode"
+    assert [name for name in os.environ if name.startswith(PREFIX) and name not in OTHERS] == []

@@ -1,0 +1,184 @@
+"""A turn that fails is only that: what is said, what is kept, and what the shell sees."""
+
+import errno
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from chats import ROOT, said
+from checkpoints import write_tiny
+from safetensors.torch import load_file, save_file
+
+from tridecode import cli as commands
+from tridecode.cli.chat import session as sessions
+from tridecode.cli.chat.command import DEVICE_LOST
+from tridecode.errors import TridecodeError
+from tridecode.text.tokenizer import Tokenizer
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    return write_tiny(tmp_path_factory.mktemp("failed") / "qwen3", "qwen3")
+
+
+@pytest.fixture(scope="module")
+def poisoned(tmp_path_factory):
+    """A model that gives NaN to every prompt with the token of an exclamation mark."""
+    path = write_tiny(tmp_path_factory.mktemp("failed") / "poisoned", "qwen3")
+    tensors = load_file(path / "model.safetensors")
+    tensors["model.embed_tokens.weight"][Tokenizer.load(path).encode("!")] = float("nan")
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    return path
+
+
+def test_out_of_memory_ends_its_turn_only(session):
+    chat = session([RuntimeError("CUDA out of memory")], ["fine"])
+    assert chat.handle("one") and chat.handle("two")
+    assert chat.engine.prompts[1] == said("two")
+    assert "CUDA out of memory" in chat.read()[1]
+
+
+def test_an_error_that_nobody_foresaw_ends_its_turn_only(session, caplog):
+    chat = session([KeyError("layers")], ["fine"])
+    with caplog.at_level("DEBUG", logger="tridecode"):
+        assert chat.handle("one") and chat.handle("two")
+    assert "KeyError: 'layers' (--verbose shows the traceback); the turn is not kept" in chat.read()[1]
+    assert "Traceback" in caplog.text and chat.engine.prompts[1] == said("two")
+
+
+@pytest.mark.parametrize("words, line", [
+    ("no such file", "no such file; the turn is not kept"),
+    ("refused; is a server there?", "refused; is a server there? The turn is not kept"),
+    ("You have no quota left.", "You have no quota left. The turn is not kept"),
+])  # fmt: skip
+def test_what_follows_from_an_error_is_joined_to_its_words(session, words, line):
+    chat = session([TridecodeError(words)])
+    assert chat.handle("one") and chat.read()[1] == f"tridecode: error: {line}\n"
+
+
+@pytest.mark.parametrize("texts, shown", [([], ""), ([""], ""), (["", "Half"], "Half\n")])
+def test_a_failed_turn_shows_its_error_and_no_empty_line(session, texts, shown):
+    chat = session((texts, "error"), ["fine"])
+    assert chat.handle("one") and chat.handle("two")
+    out, err = chat.read()
+    assert out == f"{shown}fine\n"
+    assert err.splitlines()[0] == "tridecode: error: step 2 gave NaN; the turn is not kept"
+
+
+def test_one_poisoned_line_fails_alone(poisoned, tmp_path, capsys):
+    """In a batch and in a chat the next request computes anew what it shares with the failed one."""
+    lines = [json.dumps({"prompt": text}) for text in ("Hello, world!", "Hello", "Hello, world!")]
+    (tmp_path / "in.jsonl").write_text("\n".join(lines))
+    options = ["--model", poisoned, "--device", "cpu", "--max-tokens", "3", "--temperature", "0"]
+    assert commands.main(["generate", "--jsonl", str(tmp_path / "in.jsonl"), *map(str, options)]) == 1
+    out, err = capsys.readouterr()
+    errors = ["error" in json.loads(line) for line in out.splitlines()]
+    assert errors == [True, False, True] and err.count("NaN or Inf") == 2
+
+
+def test_the_chat_goes_on_after_a_poisoned_turn(poisoned, piped):
+    options = ["--model", poisoned, "--max-tokens", "3", "--temperature", "0"]
+    code, out, err = piped("Hello, world!\nHello\nHello, world!\n/clear\nHello\n", *options)
+    assert code == 1 and err.count("NaN or Inf") == 2
+    first, second = out.splitlines()
+    assert first == second
+
+
+def test_a_poisoned_answer_comes_alone(poisoned, capsys, tmp_path):
+    target = tmp_path / "answer.txt"
+    target.write_text("before")
+    options = ["--model", poisoned, "--device", "cpu", "--prompt", "Hello, world!"]
+    assert commands.main(["generate", *map(str, options)]) == 1
+    out, err = capsys.readouterr()
+    assert out == "" and len(err.splitlines()) == 1 and err.endswith("download it again\n")
+    assert commands.main(["generate", *map(str, options), "--output", str(target)]) == 1
+    assert target.read_text() == "before"
+
+
+def test_a_terminal_that_has_gone_ends_the_chat(session):
+    with pytest.raises(OSError, match="Input/output"):
+        session([OSError(5, "Input/output error")]).handle("one")
+
+
+@pytest.fixture
+def lost(monkeypatch):
+    """A GPU that takes no calls any more."""
+
+    def fail(device):
+        raise torch.AcceleratorError("CUDA error: device-side assert triggered")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", fail)
+
+
+@pytest.mark.parametrize("command", ["two", "/retry"])
+def test_a_lost_gpu_ends_the_chat_and_loses_no_turn(session, lost, state, command):
+    store = sessions.Store(sessions.named("work"), "m")
+    chat = session(["fine"], [RuntimeError("CUDA error: device-side assert triggered")], store=store)
+    chat.engine.device = torch.device("cuda", 0)
+    assert chat.handle("one") and not chat.handle(command)
+    assert chat.exit_code == 3 == DEVICE_LOST
+    assert chat.read()[1].endswith("tridecode: error: cuda:0 can no longer be used by this program; the chat ends\n")
+    assert sessions.read(store.path).turns == (("one", "fine"),)
+
+
+def test_a_gpu_out_of_memory_is_not_lost(session, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    chat = session([torch.OutOfMemoryError("CUDA out of memory")], ["fine"])
+    chat.engine.device = torch.device("cuda", 0)
+    assert chat.handle("one") and chat.handle("two")
+    assert "error: out of memory; choose a smaller" in chat.read()[1] and len(chat.conversation.turns) == 1
+
+
+def test_a_reader_that_leaves_ends_the_chat_and_loses_no_turn(tiny, state):
+    """`chat | head`: the turns before the one that could not be written are saved."""
+    argv = ["cli.py", "chat", "--model", tiny, "--device", "cpu", "--max-tokens", "3", "--session", "work"]
+    chat = subprocess.Popen([sys.executable, *argv], cwd=ROOT, stdin=-1, stdout=-1, stderr=-1, text=True, bufsize=1)
+    chat.stdin.write("one\n")
+    assert chat.stdout.readline()
+    saved = sessions.named("work")
+    while not saved.exists():
+        assert chat.poll() is None
+        time.sleep(0.01)
+    chat.stdout.close()
+    err = chat.communicate("two\n")[1]
+    assert chat.returncode == 141 and "Traceback" not in err
+    assert [user for user, _ in sessions.read(saved).turns][0] == "one"
+
+
+def test_a_piped_chat_whose_session_is_not_saved_exits_1(piped, tiny, monkeypatch):
+    few = ("--model", tiny, "--max-tokens", 2, "--session", "work")
+
+    def full(handle):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(sessions.os, "fsync", full)
+    code, out, err = piped("one\n", *few)
+    assert code == 1 and out and "the session is not saved" in err and "No space left on device" in err
+    monkeypatch.undo()
+
+
+CHAT_ON_A_BROKEN_GPU = """
+import sys, torch
+from tridecode import cli as commands
+from tridecode.step.prompt_graphs import PromptGraphs
+
+def read(self, chunks, tokens, decoding):
+    if tokens > 40:  # the second turn
+        torch.zeros(1, device=self.model.device)[torch.tensor([9], device=self.model.device)]
+
+PromptGraphs.read = read
+sys.exit(commands.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="breaks a GPU's context, so it needs an NVIDIA GPU")
+def test_a_device_side_assert(tiny, state):
+    argv = ["chat", "--model", tiny, "--device", "cuda", "--max-tokens", "3", "--session", "work"]
+    program = [sys.executable, "-c", CHAT_ON_A_BROKEN_GPU, *map(str, argv)]
+    done = subprocess.run(program, cwd=ROOT, input=f"one\n{'two ' * 40}\nthree\n", capture_output=True, text=True)
+    assert done.returncode == DEVICE_LOST, done.stderr
+    assert "cuda:0 can no longer be used by this program" in done.stderr
+    assert [user for user, _ in sessions.read(sessions.named("work")).turns] == ["one"]

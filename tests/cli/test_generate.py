@@ -1,0 +1,208 @@
+"""generate: its options, what is reported, where it goes."""
+
+import os
+import stat
+import sys
+import tracemalloc
+
+import pytest
+from checkpoints import TOKENIZER_VOCAB_SIZE
+from generating import LIMITS, lines
+
+from tridecode import Engine
+from tridecode.cli.generate.reports import logprob_entry
+from tridecode.cli.parser import SAMPLING, make_parser, sampling_overrides
+from tridecode.cli.terminal import visible
+from tridecode.sampling import SamplingParams
+
+
+def test_every_sampling_option_is_an_option():
+    argv = [
+        "--temperature", "0.5", "--top-k", "3", "--top-p", "0.9", "--min-p", "0.1", "--repetition-penalty", "1.1",
+        "--presence-penalty", "-1", "--frequency-penalty", "0.5", "--logit-bias", "7=-1.5", "--logit-bias", "8=2",
+        "--seed", "4", "--max-tokens", "9", "--stop", "a", "--stop", "b c", "--stop-token-ids", "1,2", "--ignore-eos",
+        "--logprobs", "2", "--json-schema", "f", "--regex", "r", "--choice", "a", "--grammar", "g",
+    ]  # fmt: skip
+    given = sampling_overrides(make_parser().parse_args(["generate", *argv]))
+    assert (
+        tuple(given)
+        == SAMPLING
+        == tuple(sorted(SamplingParams.__dataclass_fields__, key=lambda name: SAMPLING.index(name)))
+    )
+    for name in ("json_schema", "regex", "choice"):  # beside the fourth
+        del given[name]
+    params = SamplingParams(**given)
+    assert params.grammar == "g"
+    assert params.logit_bias == {7: -1.5, 8: 2.0} and params.stop == ("a", "b c") and params.stop_token_ids == (1, 2)
+    assert params.ignore_eos is True and params.presence_penalty == -1
+    assert sampling_overrides(make_parser().parse_args(["generate"])) == {}
+
+
+@pytest.mark.parametrize(
+    "argv, named",
+    [
+        (("--prompt", "x", "--allow-special"), "--raw"),
+        (("--prompt", "x", "--logprobs", "2"), "--json"),
+        (("--jsonl", "x", "--n", "2"), "--n"),
+        (("--messages", "x", "--raw"), "--raw"),
+        (("--prompt", "x", "--raw", "--system", "s"), "--raw"),
+        (("--prompt-ids", "1", "--system", "s"), "--prompt-ids"),
+        (("--jsonl", "x", "--output", "x"), "overwrite"),
+        (("--messages", "x", "--output", "./x"), "overwrite"),
+        (("--prompt", "x", "--jsonl", "y"), "not allowed"),
+        (("--n", "0"), "positive"),
+        (("--logit-bias", "5"), "ID=VALUE"),
+        (("--stop-token-ids", "x"), "'x'"),
+    ],
+)
+def test_options_that_contradict_each_other(generate, argv, named):
+    code, out, err = generate(*argv)
+    assert (code, out, err.count("\n")) == (2, "", 1) and err.startswith("tridecode: error: ") and named in err
+
+
+def test_logprobs_name_their_tokens(generate, engine):
+    code, out, _ = generate("--prompt", "Hello", "--json", "--logprobs", "3", *LIMITS)
+    (report,) = lines(out)
+    assert code == 0 and [entry["token_id"] for entry in report["logprobs"]] == report["token_ids"]
+    for entry in report["logprobs"]:
+        assert len(entry["top"]) == 3 and entry["top"][0] == {k: entry[k] for k in ("token_id", "text", "logprob")}
+        assert entry["logprob"] <= 0 and entry["text"] == engine.tokenizer.decode([entry["token_id"]], False)
+    assert logprob_entry(engine.tokenizer, 2, -1.0)["text"] == "<|im_end|>"
+    assert logprob_entry(engine.tokenizer, TOKENIZER_VOCAB_SIZE, -1.0)["text"] == "\ufffd"
+    assert "logprobs" not in lines(generate("--prompt", "Hello", "--json", *LIMITS)[1])[0]
+
+
+def test_n_answers_are_those_of_their_seeds(generate):
+    options = ("--prompt", "Hello", "--temperature", "1", "--max-tokens", "5", "--json")
+    code, out, _ = generate(*options, "--n", "3", "--seed", "7")
+    reports = lines(out)
+    assert code == 0 and [report["seed"] for report in reports] == [7, 8, 9]
+    for report in reports:
+        assert lines(generate(*options, "--seed", report["seed"])[1])[0]["token_ids"] == report["token_ids"]
+    first, second = (report["seed"] for report in lines(generate(*options, "--n", "2")[1]))
+    assert second == first + 1
+    code, out, err = generate("--prompt", "Hello", *LIMITS, "--n", "2", "--seed", "7")
+    assert code == 0 and "answer 2 of 2, seed 8\n" in err
+    code, out, err = generate(*options, "--n", "2", "--seed", 2**64 - 1)
+    assert (code, out) == (1, "") and "seed" in err
+
+
+def test_a_stop_string_is_not_shown(generate):
+    text = generate("--prompt", "Hello", *LIMITS)[1].rstrip("\n")
+    stop = text[2:4]
+    shown = generate("--prompt", "Hello", *LIMITS, "--stop", "unseen", "--stop", stop)[1]
+    assert shown == text[: text.index(stop)] + "\n"
+
+
+def test_allow_special_reads_control_tokens(generate, seen, engine):
+    for option, ids in (((), 8), (("--allow-special",), 1)):
+        assert generate("--prompt", "<|im_end|>", "--raw", *option, *LIMITS)[0] == 0
+        assert len(engine.encode(seen[-1][0])) >= ids
+    assert seen[-1][0] == [2]
+
+
+@pytest.mark.parametrize("asked", [(), ("--speculate", "ngram"), ("--speculate-ngram", "4:2")], ids=" ".join)
+def test_who_asks_for_guesses_has_their_graphs_for_a_first_answer(generate, engine, monkeypatch, asked):
+    found, submit = [], engine.submit
+    monkeypatch.setattr(engine.scheduler, "answered", False)
+    monkeypatch.setattr(engine, "submit", lambda *a, **b: found.append(engine.scheduler.answered) or submit(*a, **b))
+    assert generate("--prompt", "Hello", *LIMITS, *asked)[0] == 0 and found == [bool(asked)]
+
+
+def test_no_reuse_prefix(generate, seen):
+    options = ("--prompt", "Hello", "--json", "--n", "2", *LIMITS)
+    assert lines(generate(*options)[1])[1]["usage"]["reused_tokens"] > 0
+    assert [report["usage"]["reused_tokens"] for report in lines(generate(*options, "--no-reuse-prefix")[1])] == [0, 0]
+
+
+def test_output_is_written_whole_or_not_at_all(generate, engine, monkeypatch, tmp_path):
+    options = ("--prompt", "Hello", *LIMITS)
+    shown = generate(*options)[1]
+    assert generate(*options, "--output", "-")[1] == shown
+    file = tmp_path / "o.txt"
+    code, out, err = generate(*options, "--output", file)
+    assert (code, out) == (0, "") and file.read_text() == shown and err.startswith("5 tokens")
+    (plain := tmp_path / "plain").touch()
+    assert file.stat().st_mode == plain.stat().st_mode
+    plain.unlink()
+    file.write_text("before")
+    file.chmod(0o600)
+    link = tmp_path / "link"
+    link.symlink_to(file)
+    assert generate(*options, "--json", "--output", link)[0] == 0
+    assert link.is_symlink() and lines(file.read_text())[0]["text"] + "\n" == shown
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+
+    def interrupted(*args, **kwargs):
+        yield next(stream)
+        raise KeyboardInterrupt
+
+    file.write_text("before")
+    stream = engine.stream("Hello")
+    monkeypatch.setattr(engine, "submit", interrupted)
+    assert generate(*options, "--output", file)[0] == 130 and file.read_text() == "before"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "o.txt"]
+
+
+def test_output_goes_to_a_descriptor_that_is_open(generate, tmp_path):
+    """What >(command) and /dev/stdout are: the open file itself, of which nothing is lost."""
+    options = ("--prompt", "Hello", *LIMITS)
+    shown = generate(*options)[1]
+    assert generate(*options, "--output", "/dev/stdout")[1] == shown
+    with (tmp_path / "log").open("a+") as log:
+        log.write("before\n")
+        log.flush()
+        assert generate(*options, "--output", f"/dev/fd/{log.fileno()}")[:2] == (0, "")
+        log.seek(0)
+        assert log.read() == "before\n" + shown
+    read, write = os.pipe()
+    assert generate(*options, "--output", f"/proc/self/fd/{write}")[0] == 0
+    os.close(write)
+    with os.fdopen(read) as given:
+        assert given.read() == shown
+    code, _, err = generate(*options, "--output", "/dev/fd/999")
+    assert (code, err.count("\n")) == (1, 1) and err.endswith("(Bad file descriptor): /dev/fd/999\n")
+    leader, follower = os.openpty()
+    assert generate(*options, "--output", os.ttyname(follower))[0] == 0
+    assert os.read(leader, 1000).decode().replace("\r\n", "\n") == visible(shown)
+    os.close(leader)
+    os.close(follower)
+
+
+def test_many_answers_are_not_prepared_before_the_first(generate, engine, monkeypatch):
+    prompts = []
+
+    def interrupted(prompt, params, **options):
+        prompts.append(params.seed)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(engine, "submit", interrupted)
+    tracemalloc.start()
+    try:
+        assert generate("--prompt", "x", "--json", "--n", "1000000", "--seed", "7")[0] == 130 and prompts == [7]
+        assert tracemalloc.get_traced_memory()[1] < 4 << 20
+    finally:
+        tracemalloc.stop()
+    assert "--n" in generate("--prompt", "x", "--json", "--n", 10**30)[2]
+
+
+@pytest.mark.parametrize("path, named", [("absent/o", "No such file"), (".", "Is a directory")])
+def test_an_output_that_cannot_be_is_told_before_loading(generate, monkeypatch, tmp_path, path, named):
+    monkeypatch.setattr(Engine, "load", None)
+    for output in (tmp_path / path, *([""] if path == "." else [])):
+        code, out, err = generate("--prompt", "x", "--output", output)
+        assert (code, out, err.count("\n")) == (1, "", 1) and "--output" in err and named in err
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/dev/full is Linux's")
+def test_a_full_disk_is_one_line(generate, tmp_path):
+    file = tmp_path / "b.jsonl"
+    file.write_text('{"prompt": "x"}\n')
+    for source in (("--prompt", "x", "--json"), ("--jsonl", file)):
+        code, out, err = generate(*source, *LIMITS, "--output", "/dev/full")
+        assert code == 1 and err.splitlines()[-1].endswith("(No space left on device): /dev/full"), err
+
+
+def test_help_tells_the_exit_codes(generate):
+    code, out, _ = generate("--help")
+    assert code == 0 and "Exit codes: 0 done" in out and "141" in out

@@ -1,0 +1,223 @@
+"""Where prompts come from: stdin, files of messages, saved sessions; what is refused, and what is bounded."""
+
+import io
+import json
+import os
+import socket
+import threading
+
+import pytest
+from generating import LIMITS, user
+
+from tridecode.cli.generate.prompts import STDIN
+from tridecode.cli.inputs import clean
+from tridecode.cli.terminal import Output
+
+SESSION = {
+    "format": "tridecode session", "version": 1, "model": "m", "raw": False, "system": None,
+    "turns": [{"user": "Hi", "assistant": "Hello"}, {"user": "Bye", "assistant": "See you"}],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "prompt, text",
+    [
+        ("-", "IN"),
+        ("Shorten: -", "Shorten: IN"),
+        ("Text:\n-\nShorten it.", "Text:\nIN\nShorten it."),
+        ("5 - 3 = ?", "5 - 3 = ?"),
+        ("- a\n- b", "- a\n- b"),
+        ("a-", "a-"),
+        ("--", "--"),
+        ("well-known", "well-known"),
+    ],
+)
+def test_a_hyphen_that_stands_for_stdin(prompt, text):
+    assert STDIN.sub(lambda _: "IN", prompt) == text
+
+
+def test_stdin_inside_the_prompt(generate, seen):
+    code, _, err = generate("--prompt", "Shorten: -", *LIMITS, stdin=b"\\1 a river\n")
+    assert code == 0 and seen[0][0] == [user("Shorten: \\1 a river")] and err.count("\n") == 1
+    _, _, err = generate("--prompt", "Shorten: -", *LIMITS, stdin=b"")
+    assert err.startswith("stdin, which the - in --prompt stands for, is empty\n")
+
+
+def test_what_is_no_unicode_is_replaced_with_a_note(generate, seen, tmp_path):
+    code, _, err = generate(*LIMITS, stdin=b"a \xff b\n")
+    assert code == 0 and seen[-1][0] == [user("a \ufffd b")] and err.startswith("stdin: what is not valid UTF-8")
+    code, _, err = generate("--prompt", "x", "--system", "\ud800", *LIMITS)
+    assert code == 0 and seen[-1][0][0]["content"] == "\ufffd" and err.count("\n") == 2
+    code, _, err = generate("--prompt", "x\udcff", *LIMITS)  # as an argument that is not UTF-8 arrives
+    assert code == 0 and seen[-1][0] == [user("x\ufffd")] and err.startswith("--prompt: ")
+    file = tmp_path / "m.json"
+    file.write_bytes(b'\xef\xbb\xbf[{"role": "user", "content": "\\ud800 \\ud83d\\ude00 \xfe"}]')
+    code, _, err = generate("--messages", file, *LIMITS)
+    assert code == 0 and seen[-1][0] == [user("\ufffd 😀 \ufffd")] and str(file) in err
+
+
+def test_valid_text_has_no_note(capsys):
+    assert clean("😀 \ufeff\ufffd\x00é", "x", Output()) == "😀 \ufeff\ufffd\x00é"
+    assert capsys.readouterr().err == ""
+
+
+def test_messages_and_system(generate, seen, tmp_path):
+    chat = [user("Hi"), {"role": "assistant", "content": "Hello"}, user("Bye")]
+    file = tmp_path / "m.json"
+    for content in (chat, {"messages": chat}):
+        file.write_text(json.dumps(content))
+        assert generate("--messages", file, *LIMITS)[0] == 0 and seen[-1][0] == chat
+    assert generate("--messages", "-", *LIMITS, stdin=json.dumps(chat).encode())[0] == 0 and seen[-1][0] == chat
+    assert generate("--messages", file, "--system", "Be brief", *LIMITS)[0] == 0
+    assert seen[-1][0] == [{"role": "system", "content": "Be brief"}, *chat]
+    assert generate("--prompt", "Hi", "--system", "S", *LIMITS)[0] == 0
+    assert seen[-1][0] == [{"role": "system", "content": "S"}, user("Hi")]
+
+
+def test_a_saved_session_is_answered_anew(generate, seen, tmp_path):
+    file = tmp_path / "s.json"
+    file.write_text(json.dumps(SESSION | {"system": "S"}))
+    code, _, err = generate("--messages", file, *LIMITS)
+    said = [user("Hi"), {"role": "assistant", "content": "Hello"}, user("Bye")]
+    assert code == 0 and seen[-1][0] == [{"role": "system", "content": "S"}, *said]
+    assert err.startswith(f"{file}: a saved session; its last message is answered anew\n")
+    file.write_text(json.dumps(SESSION))
+    assert generate("--messages", file, "--system", "T", *LIMITS)[0] == 0
+    assert seen[-1][0] == [{"role": "system", "content": "T"}, *said]
+
+
+@pytest.mark.parametrize(
+    "text, named",
+    [
+        ("{", "not JSON"),
+        ("", "not JSON"),
+        ("[" * 100_000, "not JSON"),
+        ("1" * 5000, "a number of 5,000 digits"),
+        ("[1e999]", "1e999 is out of range"),
+        ("[]", "got []"),
+        ('{"role": "user"}', "expected a list"),
+        ('["x"]', "message 1"),
+        ('[{"role": "user", "content": "a"}, {"role": "user"}]', "message 2: content must be a string, got none"),
+        ('[{"role": 1, "content": "a"}]', "message 1: role must be a string, got 1"),
+        ('[{"role": "user", "content": "a"}, {"role": "bot", "content": "b"}]', "message 2: role must be one of"),
+        ('{"format": "tridecode session", "version": 1}', "raw, system, title or turns is missing"),
+        (json.dumps(SESSION | {"raw": True}), "made with --raw"),
+        (json.dumps(SESSION | {"turns": []}), "it has no turns"),
+        ('[{"role": "system", "content": "a"}]', "leave out --system"),
+    ],
+)
+def test_messages_that_are_none(generate, tmp_path, text, named):
+    file = tmp_path / "m.json"
+    file.write_text(text)
+    code, out, err = generate("--messages", file, "--system", "S", *LIMITS)
+    assert (code, out, err.count("\n")) == (1, "", 1) and str(file) in err and named in err
+
+
+def test_a_file_that_is_absent(generate, tmp_path):
+    for option in ("--messages", "--jsonl"):
+        code, out, err = generate(option, tmp_path / "absent")
+        assert (code, out, err.count("\n")) == (1, "", 1) and "absent: No such file" in err
+
+
+@pytest.fixture
+def pipe():
+    """A stream that gives a pipe's bytes, and the open end that writes to it."""
+    streams = []
+
+    def pipe(data=b""):
+        read, write = os.pipe()
+        os.write(write, data)
+        streams.extend((os.fdopen(read, encoding="utf-8"), os.fdopen(write, "wb")))
+        return streams[-2:]
+
+    yield pipe
+    for stream in streams:
+        stream.close()
+
+
+@pytest.mark.parametrize(
+    "prompt, given, text",
+    [
+        ("Explain:", b"a diff\n", "Explain:\na diff"),
+        ("Explain:\n", b"a\nb\n\n", "Explain:\na\nb\n"),
+        ("Explain:", b"", "Explain:"),
+        ("", b"a diff\n", "a diff"),
+        ("Explain: -", b"a diff\n", "Explain: a diff"),
+        ("-\nis what?", b"a diff\n", "a diff\nis what?"),
+    ],
+)
+def test_stdin_beside_the_prompt_comes_after_it(generate, seen, pipe, prompt, given, text):
+    stdin, end = pipe(given)
+    end.close()
+    code, _, err = generate("--prompt", prompt, *LIMITS, "--raw", stdin=stdin)
+    assert (code, seen[-1][0], err.count("\n")) == (0, text, 1)
+
+
+def test_a_file_on_stdin_comes_after_the_prompt(generate, seen, tmp_path):
+    (file := tmp_path / "f").write_text("a file")
+    with file.open() as stdin:
+        assert generate("--prompt", "Explain:", *LIMITS, stdin=stdin)[0] == 0
+    assert seen[-1][0] == [user("Explain:\na file")]
+
+
+def test_other_kinds_of_stdin_are_not_read_unasked(generate, seen):
+    ours, theirs = socket.socketpair()
+    leader, follower = os.openpty()
+    theirs.sendall(b"not for us")
+    for stdin in (ours.makefile("r"), os.fdopen(follower), open(os.devnull), open("/dev/zero")):
+        with stdin:
+            assert generate("--prompt", "Hi", *LIMITS, stdin=stdin)[0] == 0
+        assert seen[-1][0] == [user("Hi")]
+    for each in (ours, theirs):
+        each.close()
+    os.close(leader)
+
+
+def test_a_pipe_that_stays_open_is_told(generate, seen, pipe, monkeypatch):
+    stdin, end = pipe()
+    writer = threading.Timer(0.3, lambda: (end.write(b"late"), end.close()))
+    writer.start()
+    monkeypatch.setattr("tridecode.cli.inputs.PATIENCE", 0.05)
+    code, _, err = generate("--prompt", "Hi", *LIMITS, stdin=stdin)
+    assert code == 0 and seen[-1][0] == [user("Hi\nlate")]
+    assert err.startswith("waiting for stdin, which is open and gives nothing; </dev/null leaves it out of the prompt")
+    writer.join()
+
+
+@pytest.mark.parametrize("option", ["--messages", "--jsonl"])
+@pytest.mark.parametrize("path", ["/dev/zero", "/dev/null", "."])
+def test_what_is_no_file_is_refused(generate, option, path):
+    code, out, err = generate(option, path)
+    told = f"tridecode: error: {path}: not a file; give a regular file or a pipe, or - for stdin\n"
+    assert (code, out, err) == (1, "", told)
+
+
+def test_a_pipe_is_read_where_a_file_is_named(generate, seen, pipe):
+    stdin, end = pipe(json.dumps([user("Hi")]).encode())
+    end.close()
+    assert generate("--messages", f"/dev/fd/{stdin.fileno()}", *LIMITS)[0] == 0 and seen[-1][0] == [user("Hi")]
+
+
+class Endless(io.TextIOBase):
+    """A stdin that never ends."""
+
+    given = 0
+
+    def read(self, size=-1):
+        assert size > 0, "all of it would never be there"
+        self.given += size
+        return "0" * size
+
+
+def test_what_never_ends_is_refused_when_it_is_too_long(generate, monkeypatch, tmp_path):
+    monkeypatch.setattr("tridecode.cli.inputs.LARGEST", 3_000_000)
+    monkeypatch.setattr("tridecode.cli.generate.batch.LARGEST", 5_000_000)
+    for argv, most in (((), 3), (("--prompt", "Is: -"), 3), (("--messages", "-"), 3), (("--jsonl", "-"), 5)):
+        stdin = Endless()
+        code, out, err = generate(*argv, stdin=stdin)
+        assert (code, out, err.count("\n")) == (1, "", 1) and f"stdin: longer than {most},000,000 characters" in err
+        assert stdin.given < (most + 2) << 20
+    with (tmp_path / "sparse").open("wb") as file:
+        file.truncate(1 << 40)
+    for option, most in (("--messages", 3), ("--jsonl", 5)):
+        assert f"sparse: longer than {most},000,000 bytes" in generate(option, tmp_path / "sparse")[2]

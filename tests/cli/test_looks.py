@@ -1,0 +1,178 @@
+"""How things look in a terminal: words that stay whole, indents, colours, and none where they are not wanted."""
+
+import io
+import re
+import sys
+
+import pytest
+from chats import ENVIRONMENT, READY, ROOT, leaves
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.cells import cell_len
+from rich.console import Console
+from screens import Terminal
+
+from tridecode.cli.chat.markdown import Painter
+from tridecode.cli.chat.slash import COMMANDS
+from tridecode.cli.terminal import Output
+from tridecode.cli.wrapping import Wrapped
+
+pexpect = pytest.importorskip("pexpect")
+
+COLOUR = re.compile(r"\x1b\[(?:\d+;)*(?:3[0-7]|4[0-7]|9[0-7]|38|48)[;\dm]")
+
+
+def wrapped(text: str, width: int, size: int = 3) -> str:
+    """What a terminal of that width gets of a text that comes in pieces of `size`."""
+    console, written = Console(file=io.StringIO(), width=width, _environ={}), []
+    write = Wrapped(console, written.append)
+    for at in range(0, len(text), size):
+        write(text[at : at + size])
+    write("\n")
+    return "".join(written).removesuffix("\n")
+
+
+WRAPPED = {
+    "words": ("one two three four", 10, "one two\nthree\nfour"),
+    "paragraphs": ("one two\n\nthree four five", 12, "one two\n\nthree four\nfive"),
+    "spaces inside stay": ("a  b   c", 20, "a  b   c"),
+    "spaces before a break go": ("abcdef   ghi", 8, "abcdef\nghi"),
+    "an indented line": ("   one two three", 12, "   one two\n   three"),
+    "a bullet": ("- one two three four", 13, "- one two\n  three four"),
+    "a number": ("12. one two three", 12, "12. one two\n    three"),
+    "a minus alone is none": ("-5 one two three", 12, "-5 one two\nthree"),
+    "a word that is too long": ("see https://example.org/a/long/path\nnow", 12, "see\nhttps://example.org/a/long/path\nnow"),
+    "code": ("```\nx = one + two + three\n```\none two three", 12, "```\nx = one + two + three\n```\none two\nthree"),
+    "Chinese": ("你好世界你好", 9, "你好世界\n你好"),
+    "deep indents": (" " * 30 + "one two three", 20, " " * 30 + "one\ntwo three"),
+    "nothing": ("", 10, ""),
+}
+
+
+@pytest.mark.parametrize("text, width, shown", WRAPPED.values(), ids=WRAPPED)
+@pytest.mark.parametrize("size", [1, 3, 100])
+def test_lines_are_broken_between_words(text, width, shown, size):
+    assert wrapped(text, width, size) == shown
+
+
+@given(st.text(st.sampled_from("ab \n-1.`你\t"), max_size=60), st.integers(1, 30), st.integers(1, 9))
+def test_nothing_is_lost_between_words(text, width, size):
+    shown = wrapped(text, width, size)
+    assert re.sub(r"\s", "", shown) == re.sub(r"\s", "", text)
+    if "```" not in text and "\t" not in text:
+        for line in shown.split("\n"):
+            assert cell_len(line) < max(width, 2) or len(line.split()) <= 1, "only a word alone may be too long"
+
+
+def test_a_word_is_held_until_its_end():
+    console, written = Console(file=io.StringIO(), width=40, _environ={}), []
+    write = Wrapped(console, written.append)
+    for piece in ("Hel", "lo wor", "ld", "!\n"):
+        write(piece)
+    assert written == ["Hello", " world!\n"]
+
+
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_help_fits_the_window_and_is_not_dim(session, width):
+    chat, stream = session(), io.StringIO()
+    chat.output = Output()
+    chat.output.errors = Console(file=stream, force_terminal=True, width=width, _environ={"TERM": "xterm"})
+    chat.output._unwrapped = False
+    assert chat.handle("/help")
+    shown = stream.getvalue()
+    assert "\x1b[2m" not in shown and "\x1b[1mKeys\x1b[0m" in shown
+    lines = re.sub(r"\x1b\[[\d;]*m", "", shown).splitlines()
+    assert max(map(len, lines)) < width
+    assert all(any(line.startswith(f"  {name}") for line in lines) for name in COMMANDS if name != "/think")
+    (at,) = [i for i, line in enumerate(lines) if line.startswith("  /history")]
+    if width == 40:
+        assert lines[at : at + 3] == ["  /history [N]", "    show what was said, or the last N", "    turns of it"]
+    else:
+        assert lines[at] == "  /history [N]          show what was said, or the last N turns of it"
+
+
+def test_a_title_stands_at_the_left():
+    terminal = Terminal(200, 20)
+    Painter(terminal.console).frame("# Mean and median\n\nThe mean is ...", final=True)
+    assert terminal.shown.startswith("Mean and median\n")
+
+
+def ask(child, message: str) -> None:
+    child.send(f"{message}\r")
+    child.expect_exact("tok/s")
+    child.expect_exact(READY)
+
+
+def test_turns_are_told_apart(terminal):
+    child = terminal("--temperature", 0)
+    ask(child, "Hello")
+    child.send("/set seed\r")
+    child.expect_exact("needs a value")
+    child.expect_exact(READY)
+    ask(child, "Thanks, bye!")
+    child.sendeof()
+    leaves(child)
+    shown = child.screen.getvalue()
+    assert "\x1b[36m> Hello\x1b[0m" in shown and "\x1b[36m> Thanks, bye!\x1b[0m" in shown, "in a colour"
+    screen = pyte_lines(shown)
+    starts = [i for i, line in enumerate(screen) if line.startswith("> ")]
+    assert len(starts) >= 3 and all(screen[i - 1] == "" for i in starts[1:]) and screen[starts[0] - 1] != ""
+
+
+def pyte_lines(written: str) -> list[str]:
+    """The lines that a terminal shows in the end."""
+    pyte = pytest.importorskip("pyte")
+    screen = pyte.HistoryScreen(200, 50, history=1000)
+    pyte.Stream(screen).feed(written)
+    return [line.rstrip() for line in screen.display]
+
+
+def test_no_color_is_obeyed(terminal):
+    child = terminal("--temperature", 0, NO_COLOR="1")
+    ask(child, "Hello")
+    child.send("/nothing\r")
+    child.expect_exact("there is no command")
+    child.expect_exact(READY)
+    child.sendeof()
+    leaves(child)
+    assert not COLOUR.search(child.screen.getvalue())
+
+
+def test_plain_takes_nothing_back(terminal, endless):
+    """What a screen reader has read is never written again: of an answer, of a message, or of a prompt that is read."""
+    child = terminal("--plain", "--model", endless, "--max-tokens", 40, "--seed", 3, "--max-seq-len", 60_000)
+    before = len(child.screen.getvalue())
+    ask(child, "Hello there")
+    shown = child.screen.getvalue()[before:]
+    assert "\x1b[36m> Hello there" not in shown, "typed, and not printed once more"
+    answer = shown.partition("2004h")[2].partition("\x1b[2m")[0]
+    assert answer.strip() and "\x1b" not in answer and "\r" not in answer.replace("\r\n", "")
+    child.send("\x1b[200~" + "word " * 6000 + "\x1b[201~\r")
+    child.expect_exact("reading a prompt of ")
+    child.expect_exact("tok/s")
+    child.expect_exact(READY)
+    child.sendeof()
+    leaves(child)
+    assert "\x1b[G" not in child.screen.getvalue() and "loading \x1b" not in child.screen.getvalue()
+
+
+def test_plain_text_is_wrapped_in_a_terminal_only(terminal, piped):
+    child = terminal("--plain", "--temperature", 0, COLUMNS="")
+    child.setwinsize(50, 40)
+    ask(child, "How do I make a cup of tea?")
+    child.sendeof()
+    leaves(child)
+    answer = child.screen.getvalue().rpartition("2004hB")[2].partition("\x1b")[0].split("\r\n")[:-1]
+    assert len(answer) > 2 and max(map(len, answer)) < 40 and min(map(len, answer[:-1])) > 25, answer
+    whole = piped("How do I make a cup of tea?\n", "--temperature", "0")[1]
+    assert whole == "B" + " ".join(answer) + "\n"
+
+
+def test_generate_wraps_in_a_terminal(state):
+    options = ["--device", "cpu", "--quiet", "--temperature", "0", "--prompt", "How do I make a cup of tea?"]
+    program = ["cli.py", "generate", *options]
+    environment = ENVIRONMENT | {"COLUMNS": "40"}
+    child = pexpect.spawn(sys.executable, program, cwd=str(ROOT), env=environment, encoding="utf-8", timeout=30)
+    child.expect(pexpect.EOF)
+    lines = child.before.split("\r\n")
+    assert len(lines) > 3 and max(map(len, lines)) < 40

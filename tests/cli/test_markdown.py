@@ -1,0 +1,373 @@
+"""Markdown as it streams: where blocks end, what reaches the terminal, and how often anything is rendered."""
+
+import io
+import re
+import time
+import unicodedata
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+from screens import screen
+
+from tridecode.cli.chat import blocks, markdown
+from tridecode.cli.chat.blocks import Block
+from tridecode.cli.chat.markdown import MarkdownStream, Painter
+from tridecode.cli.chat.markup import split
+
+ANSWER = """\
+# Title
+
+Hello **world**: `code`, [/INST] [bold]x[/bold] <think> &amp; &#27; [link](http://a.example "t") ![image](u.png).
+<div>
+
+- a
+- b
+
+  more
+  ```python
+  def f(): return 1
+
+  ```
+
+12 apples
+
+1. one
+2. two
+
+| name | size |
+|:-----|-----:|
+| [red]x[/] | 2 |
+next
+
+> quote
+
+> other
+
+```python title
+def f(x):
+
+    return "~~~"
+```
+~~~
+```
+~~~
+
+    indented
+
+    code
+
+[a]: http://b.example
+
+Head
+----
+***
+the end"""
+FRAGMENTS = [
+    "a", "foo bar", "\n", "\n\n", "- ", "* ", "+ b\n", "1. ", "2) ", "12", "> ", "\n> ", "\n- ", "```", "~~~", "````",
+    "``` py\n", " ", "    ", "\n    ", "\t", "|", "|a|b|\n|-|-|\n", "|x|\n", "--", "---", "===", "# ", "**", "_", "`",
+    "[", "](", "http://x", ")", "![", "<b>", "<div>\n", "<!--", "<think>", "[/INST]", "[bold]", "[/]", "\\", "&#27;",
+    "[a]: b\n", "é", "#", "=", ":", "\x1b[2J", "\x9b", "\r", "\r\n", "\x00", "\x07", "\ud800", "\U0001f600", "漢",
+]  # fmt: skip
+TEXTS = st.lists(st.sampled_from(FRAGMENTS) | st.text(max_size=3), max_size=25).map("".join)
+CUTS = st.lists(st.integers(0, 200), max_size=10)
+
+
+def pieces_of(text, cuts):
+    edges = [0, *sorted(cut % (len(text) + 1) for cut in cuts), len(text)]
+    return [text[start:end] for start, end in zip(edges, edges[1:])]
+
+
+def console_to(terminal=False, width=80, height=24, **options):
+    options = {"color_system": None, "_environ": {"TERM": "xterm"}} | options
+    return Console(file=io.StringIO(), force_terminal=terminal, width=width, height=height, **options)
+
+
+def streamed(pieces, console):
+    """What a whole stream writes, without its thread's clock: a frame for each piece."""
+    painter = Painter(console)
+    for piece in pieces:
+        painter.frame(piece)
+    painter.frame("", final=True)
+    painter.close()
+    return console.file.getvalue()
+
+
+def blocks_of(text):
+    return split(text, final=True)[0]
+
+
+@pytest.fixture
+def rendered(monkeypatch):
+    """The sources of all blocks that were rendered."""
+    sources = []
+    render = Block.__rich_console__
+
+    def counted(self, console, options):
+        sources.append(self.markup)
+        return render(self, console, options)
+
+    monkeypatch.setattr(Block, "__rich_console__", counted)
+    return sources
+
+
+def test_where_blocks_end():
+    blocks = blocks_of(ANSWER)
+    assert [block.split("\n")[0][:12] for block in blocks] == [
+        "# Title", "Hello **worl", "- a", "12 apples", "1. one", "| name | siz", "> quote", "> other", "```python ti",
+        "~~~", "    indented", "[a]: http://", "Head", "----", "***", "the end",
+    ]  # fmt: skip
+    assert blocks[2].endswith("\n  ```") and blocks[5].endswith("\nnext") and blocks[9] == "~~~\n```\n~~~"
+    assert blocks[8].endswith('\n    return "~~~"\n```') and blocks[10].endswith("\n    code")
+
+
+@pytest.mark.parametrize(
+    "text, rest",
+    [
+        ("a\n", "a\n"),
+        ("a\n\n", ""),
+        ("a\n\nb", "b"),
+        ("# a\n", ""),
+        ("# a|b\n", "# a|b\n"),  # a table's head, if |-|-| comes next
+        ("```\na\n\nb\n", "```\na\n\nb\n"),
+        ("```\na\n```\n", ""),
+        ("~~~ x\n```\n", "~~~ x\n```\n"),
+        ("- a\n\n", "- a\n\n"),
+        ("- a\n\n-", "- a\n\n-"),
+        ("- a\n\nb", "b"),
+        ("- a\n\n  b", "- a\n\n  b"),
+        ("1. a\n\n2", "1. a\n\n2"),
+        ("> a\n", "> a\n"),
+        ("> a\n\n", ""),
+        ("|a|\n|-|\n|b|\n", "|a|\n|-|\n|b|\n"),
+        ("|a|\n|-|\n|b|\n\n", ""),
+        ("    a\n\n", "    a\n\n"),
+        ("    a\n\nb", "b"),
+        ("\n \n", "\n \n"),
+    ],
+)
+def test_what_is_unfinished(text, rest):
+    assert split(text)[1].strip("\n") == rest.strip("\n")
+
+
+@settings(deadline=None, max_examples=250)
+@given(TEXTS, CUTS)
+def test_blocks_end_where_they_do_in_the_whole_text(text, cuts):
+    text = markdown.visible(text)
+    got = []
+    for pieces in (pieces_of(text, cuts), text):
+        rest = ""
+        for piece in pieces:
+            blocks, rest, _ = split(rest + piece)
+            got += blocks
+        got += blocks_of(rest)
+        assert got == blocks_of(text)
+        got.clear()
+
+
+@settings(deadline=None, max_examples=60)
+@given(TEXTS, CUTS)
+@example("aaaa\r\n# aaaaaaaaa😀a", [55])  # a centred row with a character of two columns
+def test_the_screen_ends_as_if_printed_at_once(text, cuts):
+    text = markdown.visible(text.replace("\ud800", "?"))
+    at_once = screen(streamed([text], console_to()))
+    console = console_to(terminal=True, height=1000)
+    written = streamed(pieces_of(text, cuts), console)
+    assert screen(written) == at_once
+    assert written.count("\x1b[?25l") == written.count("\x1b[?25h"), "the cursor is back"
+
+
+@pytest.mark.parametrize("size", [1, 7, 10_000])
+def test_an_answer_in_pieces_of_any_size(size):
+    pieces = [ANSWER[i : i + size] for i in range(0, len(ANSWER), size)]
+    shown = screen(streamed(pieces, console_to(terminal=True, height=1000)))
+    assert shown == screen(streamed([ANSWER], console_to()))
+
+
+@settings(deadline=None, max_examples=60)
+@given(TEXTS, CUTS)
+def test_no_control_sequence_reaches_the_terminal(text, cuts):
+    for terminal in (False, True):
+        console = console_to(terminal)
+        stream = MarkdownStream(console)
+        for piece in pieces_of(text, cuts):
+            stream.push(piece)
+        stream.finish()
+        written = console.file.getvalue()
+        ours = r"\x1b\[(\?25[lh]|J|\d+[AD])|\r" if terminal else "(?!)"
+        left = re.sub(ours, "", written)
+        assert not [c for c in left if unicodedata.category(c) in ("Cc", "Cs") and c != "\n"]
+
+
+def test_what_is_shown():
+    shown = screen(streamed([ANSWER], console_to(width=130)))
+    for part in (
+        "Hello world: code, [/INST] [bold]x[/bold] <think> &amp; &#27; ",
+        '&#27; [link](http://a.example "t") ![image](u.png).\n<div>\n',
+        "\n\n • a\n • b\n   more\n     def f(): return 1\n\n12 apples\n\n 1. one\n 2. two\n\n",
+        "\nname        size\n────────────────\n[red]x[/]      2\nnext\n",
+        '▌ quote\n\n▌ other\n\n  python title\n  def f(x):\n\n      return "~~~"\n\n  ```\n\n',
+        "\n\n  indented\n\n  code\n\n[a]: http://b.example",
+    ):
+        assert part in shown
+    assert shown.endswith("\n\nthe end")
+
+
+def test_code_is_highlighted():
+    for language, colours in (("python", True), ("no-such-language", False), ("", False), ("{.python}", False)):
+        console = console_to(terminal=True, color_system="truecolor")
+        written = streamed([f"```{language}\nreturn 1\n```"], console)
+        assert bool(re.search(r"\x1b\[[\d;]*m\s*return", written)) == colours
+        assert "return" in written
+
+
+@pytest.mark.parametrize("text", ["", " ", "\n\n"])
+def test_an_empty_answer_writes_nothing(text):
+    console = console_to(terminal=True)
+    stream = MarkdownStream(console)
+    if text:
+        stream.push(text)
+    stream.finish()
+    stream.finish()
+    stream.abort()
+    stream.push("too late")
+    time.sleep(2 * markdown.FRAME)
+    assert console.file.getvalue() == ""
+
+
+@pytest.mark.parametrize("space", ["\u3000", "\xa0", "\u2028", "\u200b", "    ", "\t"])
+def test_blocks_of_white_space(space):
+    for text in (f"a\n\n{space}\n\nb", f"{space}\n\n```\na\n```\n\nb", f"{space}\n"):
+        at_once = screen(streamed([text], console_to()))
+        assert "".join(at_once.split()).replace("\u200b", "") == ("" if text == f"{space}\n" else "ab")
+        assert screen(streamed(text, console_to(terminal=True))) == at_once
+
+
+@pytest.mark.parametrize("text", [">" * 200 + " deep", "- " * 200 + "deep", "[" * 3000 + "deep", "**" * 3000 + "deep"])
+def test_deep_nesting_is_shown_as_it_is(text):
+    assert "".join(text.split()) == "".join(streamed([text], console_to()).split())
+
+
+@pytest.mark.parametrize("width", [1, 3, 10])
+def test_narrow_terminals(width):
+    assert "d" in streamed([ANSWER], console_to(terminal=True, width=width, height=3))
+
+
+def long_answer():
+    """About 4,000 words of every kind of block."""
+    part = ANSWER.replace("the end", "words and more words, " * 12)
+    return "\n\n".join([part] * 36)
+
+
+def test_what_stands_there_is_not_written_again():
+    text = long_answer()
+    console = console_to(terminal=True)
+    written = streamed([text[i : i + 25] for i in range(0, len(text), 25)], console)
+    assert len(written) < 1.5 * len(streamed([text], console_to()))
+
+
+def test_only_the_unfinished_block_is_rendered_again(rendered):
+    text = long_answer()
+    assert len(text.split()) > 4000
+    blocks = blocks_of(text)
+    streamed([text[i : i + 25] for i in range(0, len(text), 25)], console_to(terminal=True))
+    assert max(map(len, rendered)) <= max(map(len, blocks)) + 50
+    assert len(rendered) <= len(blocks) + -(-len(text) // 25) + 1
+
+
+def test_a_finished_block_is_left_alone_before_the_next_begins():
+    painter = Painter(console_to(terminal=True))
+    painter.frame("one\n")
+    assert len(painter._rows) == 1
+    painter.frame("\n")
+    assert painter._rows == []
+    painter.close()
+
+
+def test_a_long_code_block_is_neither_split_nor_highlighted_again_for_every_frame(monkeypatch, rendered):
+    calls = []
+    monkeypatch.setattr(markdown, "split", lambda *args: calls.append(args) or split(*args))
+    painter = Painter(console_to(terminal=True))
+    lines = [f"x{i} = 1\n" + "\n" * (i % 10 == 0) for i in range(2 * markdown.LONG)]
+    for line in lines:
+        painter.frame(line if calls else f"```python\n{line}")
+    assert len(calls) == 1 and max(source.count("\n") for source in rendered) <= markdown.LONG + 15
+    painter.frame("```\n\ny\n\nz")
+    assert len(calls) == 2
+    painter.frame("", final=True)
+    painter.close()
+    assert screen(painter.console.file.getvalue()).split() == [*"".join(lines).split(), "y", "z"]
+
+
+def test_at_most_30_frames_a_second(monkeypatch):
+    console = console_to(terminal=True)
+    stream = MarkdownStream(console)
+    frames = []
+    frame = stream._painter.frame
+    monkeypatch.setattr(stream._painter, "frame", lambda *args, **options: frames.append(frame(*args, **options)))
+    started = time.perf_counter()
+    for _ in range(400):
+        stream.push("word ")
+        time.sleep(0.0005)
+    stream.finish()
+    assert 2 <= len(frames) <= (time.perf_counter() - started) * 30 + 2
+    assert screen(console.file.getvalue()).count("word") == 400
+
+
+def test_nothing_is_drawn_while_another_program_has_the_terminal():
+    console = console_to(terminal=True)
+    out = console.file
+    stream = MarkdownStream(console)
+    stream.push("one ")
+    time.sleep(3 * markdown.FRAME)
+    stream.pause()
+    left = out.getvalue()
+    stream.push("two ")
+    time.sleep(3 * markdown.FRAME)
+    assert out.getvalue() == left and left.endswith("\x1b[?25h")
+    stream.resume()
+    stream.push("three")
+    stream.finish()
+    assert screen(out.getvalue()).split() == ["one", "two", "three"]
+
+
+def test_abort_shows_what_came():
+    console = console_to(terminal=True)
+    stream = MarkdownStream(console)
+    stream.push("Half **a sen")
+    stream.abort()
+    assert screen(console.file.getvalue()) == "Half **a sen"
+    stream.push("tence")  # too late, and harmless
+    stream.finish()
+    assert screen(console.file.getvalue()) == "Half **a sen"
+
+
+@pytest.mark.parametrize("error", [OSError("input/output error"), BrokenPipeError("gone")])
+@pytest.mark.parametrize("wait", [0, 0.1])
+def test_a_terminal_that_is_gone(monkeypatch, error, wait):
+    """finish says so, abort does not; neither hangs nor exits, whether the thread or the caller finds out."""
+    monkeypatch.setattr("os.dup2", lambda *args: None)  # rich would turn this process's stdout to the null device
+
+    def write(text):
+        raise error
+
+    for end in ("finish", "abort"):
+        console = console_to(terminal=True)
+        monkeypatch.setattr(console.file, "write", write)
+        stream = MarkdownStream(console)
+        stream.push("text\n\nmore")
+        time.sleep(wait)
+        if end == "finish":
+            with pytest.raises(type(error)):
+                stream.finish()
+        else:
+            stream.abort()
+
+
+def test_a_block_that_cannot_be_rendered_is_shown_as_it_is(monkeypatch):
+    def broken(source):
+        raise RuntimeError("a bug of the renderer")
+
+    monkeypatch.setattr(blocks.PARSER, "parse", broken)
+    assert streamed(["*a* [b]", "\n\nc"], console_to()) == "*a* [b]\n\nc\n"

@@ -1,0 +1,200 @@
+"""Turns that do not fit: what is refused, what is dropped, and which way out is named."""
+
+import time
+from types import SimpleNamespace
+
+import pytest
+from chats import READY, leaves, said
+
+from tridecode.cli.chat import session as sessions
+from tridecode.cli.chat.conversation import Conversation
+from tridecode.cli.chat.display import open_fence
+from tridecode.cli.chat.overflow import Overflow, fit
+from tridecode.errors import PromptError, TooLong
+
+
+def test_a_turn_that_does_not_fit_is_refused(session):
+    chat = session(["x" * 60], ["fine"])
+    assert chat.handle("one") and chat.handle("y" * 60)
+    shown = chat.read()[1]
+    assert "this turn needs 123 tokens, the context holds 100" in shown and "/set overflow drop-oldest" in shown
+    assert chat.handle("two"), "the conversation goes on"
+    assert chat.engine.prompts[1] == said("one", "x" * 60, "two")
+
+
+def test_overflow_can_end_the_chat(session):
+    chat = session(["x" * 60], overflow="stop")
+    assert chat.handle("one") and not chat.handle("y" * 60)
+    assert chat.exit_code == 1 and "needs 123 tokens, the context holds 100" in chat.read()[1]
+    assert chat.conversation.turns == (("one", "x" * 60),)
+
+
+def test_overflow_can_drop_the_oldest_turns(session):
+    chat = session(["a" * 20], ["b" * 20], ["c" * 20], ["d"], ["e"], overflow="drop-oldest")
+    chat.handle("/system Sys")
+    for line in ("one", "two", "six"):
+        chat.handle(line)
+    assert "no longer sent" not in chat.read()[1]
+    chat.handle("z" * 40)
+    assert chat.engine.prompts[-1] == [{"role": "system", "content": "Sys"}, *said("six", "c" * 20, "z" * 40)]
+    note = "112 tokens do not fit in the context of 100: turns 1 to 2 are no longer sent to the model"
+    assert note in chat.read()[1]
+    assert len(chat.conversation.turns) == 4, "they stay in the conversation"
+    chat.handle("y" * 30)
+    assert chat.engine.prompts[-1][1:] == said("z" * 40, "d", "y" * 30)
+    assert "97 tokens do not fit in the context of 100 with room for the answer (12): turn 3 is" in chat.read()[1]
+    chat.handle("w" * 98)
+    says = "this message and the system turn alone need 101 tokens, the context holds 100; shorten it or take"
+    assert says in chat.read()[1]
+    assert chat.conversation.dropped == 3 and len(chat.conversation.turns) == 5
+
+
+def test_tokens_are_counted_only_where_they_could_be_too_many(session):
+    counted = []
+    chat = session(["a"], ["b"], ["c"], ["d"])
+    chat.engine.capacity = 10_000
+    chat.engine.tokenizer = SimpleNamespace(encode_chat=lambda messages, context: counted.append(len(messages)) or [0])
+    for line in ("one", "two", "x" * 3000, "/system Sys", "four"):
+        chat.handle(line)
+    assert counted == [1, 5, 8], "the first, one that is long, and one after the system turn changed"
+
+
+def characters(prompt) -> int:
+    return len(prompt) if isinstance(prompt, str) else sum(len(message["content"]) for message in prompt)
+
+
+@pytest.mark.parametrize(
+    "system, largest, choice, fix",
+    [
+        (None, 100, "error", "; shorten it"),
+        (None, 1000, "drop-oldest", "; shorten it or start the chat with --max-seq-len 240"),
+        (None, 200, "error", "; shorten it or start the chat with --max-seq-len 200"),
+        ("x" * 30, 100, "error", "; shorten it"),
+        (None, 1000, "stop", "; the chat ends"),
+    ],
+)
+def test_a_message_that_is_too_long_alone_says_what_helps(system, largest, choice, fix):
+    """Neither /undo nor /clear would."""
+    talk = Conversation(False, system, (("hello", "hi"),))
+    with pytest.raises(Overflow) as error:
+        fit(talk, "y" * 120, characters, 100, choice, None, largest)
+    assert str(error.value).endswith(f"the context holds 100{fix}") and "/clear" not in str(error.value)
+    with pytest.raises(Overflow, match="shorten it or take the system turn away"):
+        fit(Conversation(False, "x" * 90), "y" * 20, characters, 100, choice.replace("stop", "error"), None, 100)
+
+
+def test_a_message_that_is_not_counted_says_so():
+    def count(prompt):
+        raise TooLong(300, 100, or_more=True)
+
+    with pytest.raises(Overflow, match="alone needs 300 tokens or more, .* --max-seq-len 900"):
+        fit(Conversation(), "y", count, 100, "error", None, 900)
+    with pytest.raises(Overflow, match="alone needs 300 tokens or more"):
+        fit(Conversation(turns=(("a", "b"),)), "y", count, 100, "drop-oldest", None, 100)
+
+
+@pytest.mark.parametrize("choice", ["error", "drop-oldest"])
+def test_a_conversation_of_many_turns_is_never_rendered_as_a_whole(choice):
+    rendered = []
+
+    def count(prompt):
+        rendered.append(len(prompt))
+        if len(prompt) > 10_000:
+            raise PromptError("the chat template needs more than 512 MiB of memory")
+        return characters(prompt)
+
+    talk = Conversation(turns=(("hello", "hi"),) * 300_000)
+    began = time.monotonic()
+    if choice == "error":
+        with pytest.raises(Overflow, match="more than .* tokens, the context holds 2,048; /undo, /clear or /set"):
+            fit(talk, "and now?", count, 2048, choice, None, 2048)
+    else:
+        talk, note = fit(talk, "and now?", count, 2048, choice, 100, 2048)
+        assert len(talk.turns) - talk.dropped == (2048 - 100 - 8) // 7
+        assert note.startswith("more than ") and note.endswith("turns 1 to 299,723 are no longer sent to the model")
+    assert len(rendered) < 20 and time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize("turns", [1, 7, 500])
+def test_what_fits_is_found_whatever_the_turns_take(turns):
+    """Texts that are far longer than their tokens: the first look at the newest turns is not enough."""
+    talk = Conversation(turns=(("x" * 5000, "y" * 5000),) * turns)
+    count = lambda prompt: len(prompt)  # noqa: E731
+    assert fit(talk, "z", count, 2000, "error", None, 2000) == (talk, "")
+    left, note = fit(talk, "z", count, 800, "drop-oldest", None, 2000)
+    assert left.dropped == (151 if turns == 500 else 0) and bool(note) == (turns == 500)
+
+
+def test_the_choice_can_be_changed_in_the_chat(session):
+    chat = session(["x" * 60], ["fine"])
+    assert chat.handle("one") and chat.handle("y" * 40) and "/set overflow drop-oldest" in chat.read()[1]
+    assert chat.handle("/set overflow drop-oldest") and chat.read()[1] == "overflow is drop-oldest\n"
+    assert chat.handle("y" * 40) and chat.engine.prompts[1] == said("y" * 40)
+    assert "turn 1 is no longer sent" in chat.read()[1]
+    assert chat.handle("/set overflow oldest") and "must be one of error, drop-oldest, stop" in chat.read()[1]
+
+
+QUESTION = "Tell me a short story about a snail."
+GREEDY = ("--temperature", 0, "--quiet")
+
+
+def test_a_terminal_makes_room_and_a_pipe_refuses(terminal, piped):
+    story = f"{QUESTION}\n"
+    code, out, err = piped(story * 2, *GREEDY, "--max-seq-len", 70)
+    assert code == 1 and "this turn needs" in err and out.count("\n") == 1
+    child = terminal("--temperature", 0, "--max-seq-len", 70)
+    for _ in range(2):
+        child.send(f"{QUESTION}\r")
+        child.expect_exact("tok/s")
+        child.expect_exact(READY)
+    assert "turn 1 is no longer sent to the model" in child.screen.getvalue()
+    child.sendeof()
+    leaves(child)
+
+
+@pytest.mark.parametrize("kind", [(), ("--raw",)], ids=["chat", "raw"])
+def test_an_answer_that_was_cut_is_continued(piped, kind, tmp_path):
+    whole = piped(QUESTION, *GREEDY, *kind, "--max-tokens", 30)[1]
+    file = tmp_path / "talk.json"
+    lines = f"{QUESTION}\n/set max_tokens 22\n/continue\n/save {file}\n"
+    code, out, err = piped(lines, *GREEDY, *kind, "--max-tokens", 8)
+    assert code == 0 and out.count("\n") == whole.count("\n") + 1
+    ((user, answer),) = sessions.read(file).turns
+    assert (user, answer) == (QUESTION, whole.removesuffix("\n"))
+
+
+def test_a_whole_answer_has_nothing_to_be_continued(piped):
+    code, _, err = piped("/continue\nWhat is 17 + 25?\n/continue\n/history\n", *GREEDY)
+    assert code == 0 and err == "nothing was said yet\nthe model has nothing to add\n"
+
+
+def test_room_is_made_for_the_rest_of_an_answer(piped):
+    lines = f"Hello\n{QUESTION}\n/continue\n"
+    code, out, err = piped(lines, *GREEDY, "--max-seq-len", 54, "--overflow", "drop-oldest")
+    assert code == 0 and "the answer was cut: the context of 54 tokens is full" in err
+    assert "turn 1 is no longer sent to the model" in err
+
+
+def test_an_answer_that_fills_the_context_is_not_said_to_go_on(session):
+    chat = session(interactive=True, overflow="drop-oldest")
+    full = SimpleNamespace(finish_reason="length", usage=SimpleNamespace(prompt_tokens=3, completion_tokens=97))
+    chat.conversation = Conversation(turns=(("a", "b"), ("c", "d")))
+    assert chat.cut(full) == "the answer was cut: the context of 100 tokens is full; /continue goes on"
+    chat.conversation = Conversation(turns=(("a", "b"), ("c", "d")), dropped=1)
+    assert chat.cut(full) == "the answer was cut: the context of 100 tokens is full"
+    with pytest.raises(Overflow) as error:
+        fit(Conversation(), "y" * 101, characters, 100, "drop-oldest", None, 100, begun=True)
+    says = "this message and its answer alone need 101 tokens, the context holds 100; ask for the rest in a message of "
+    assert str(error.value).startswith(says)
+    with pytest.raises(Overflow, match="this message, its answer and the system turn alone need"):
+        fit(Conversation(False, "x"), "y" * 101, characters, 100, "error", None, 100, begun=True)
+
+
+def test_a_block_of_code_goes_on_as_code():
+    for text, fence in (
+        ("a\n```python\nx = 1", "```python\n"),
+        ("```\nx\n```\nb", ""),
+        ("~~~ sh\n```\nx", "~~~ sh\n"),
+        ("a ``` b", ""),
+    ):
+        assert open_fence(text) == fence

@@ -1,0 +1,314 @@
+"""profile: from activity records to figures and pictures; on a GPU, the command itself."""
+
+import gzip
+import json
+from dataclasses import replace
+from types import SimpleNamespace
+from xml.etree import ElementTree
+
+import pytest
+import torch
+from compile_step import meta_model
+from models import tiny_engine
+from torch.profiler import ProfilerActivity
+
+from tridecode import cli as commands
+from tridecode import layout
+from tridecode.cli.bench.measure import GREEDY
+from tridecode.cli.profile import command, draw, records, step
+from tridecode.cli.profile.records import ProfileError, Record, Span, attribute, chained, split_steps, summarise
+from tridecode.models.presets import PRESETS
+from tridecode.state.kv import kv_bytes_per_token
+from tridecode.step import decode
+from tridecode.step.run import Recorder
+
+CUDA = torch.cuda.is_available()
+LAYER = ("qkv", "attention", "o_proj", "gate_up", "down")
+NAMES = ("embed", *LAYER, "lm_head", "greedy")
+_LAYER_KERNELS = ("_matvec_kernel", "_attention_kernel", "_matvec_kernel", "_gate_up_kernel", "_matvec_kernel")
+
+
+def roles_and_kernels(layers: int) -> tuple[list[str], list[str]]:
+    """What a greedy step's list is expected to say."""
+    kernels = ["_embed_kernel", *_LAYER_KERNELS * layers, "_matvec_kernel", "_greedy_kernel"]
+    return ["embed", *LAYER * layers, "lm_head", "greedy"], kernels
+
+
+ROLES, KERNELS = roles_and_kernels(3)
+
+
+def event(name, ts, dur, cat="kernel"):
+    return {"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur}
+
+
+def step_trace(steps: int, layers: int, cost: float = 2.0, gap: float = 0.5) -> dict:
+    """Steps of kernels that start 1 µs before the one before them ends; embed alone starts `gap` after it."""
+    events, end = [], 100.0
+    for _ in range(steps):
+        for op, kernel in zip(*roles_and_kernels(layers)):
+            start = end + gap if op == "embed" else end - 1
+            end += gap + cost if op == "embed" else cost
+            events.append(event(kernel, start, end - start))
+    return {"traceEvents": events, "host_name": "somewhere"}
+
+
+def test_only_work_on_the_gpu_is_read_and_in_the_order_of_its_starts():
+    trace = {
+        "traceEvents": [
+            event("late", 30.5, 1.25),
+            event("cudaGraphLaunch", 1, 5, "cuda_runtime"),
+            event("copy", 10, 2, "gpu_memcpy"),
+            {"ph": "M", "name": "process_name", "ts": 0},
+            event("fill", 5, 1, "gpu_memset"),
+        ]
+    }
+    assert records.read_records(trace) == [Record("fill", 5, 6), Record("copy", 10, 12), Record("late", 30.5, 31.75)]
+    assert records.read_records({}) == []
+
+
+def test_an_overlapping_kernel_costs_what_it_adds_and_costs_add_up_to_the_wall():
+    step = [Record("a", 12, 20), Record("b", 14, 26), Record("c", 15, 24), Record("d", 29, 33)]
+    spans = attribute(step, "abcd", before=10.0)
+    assert [span.cost for span in spans] == [10, 6, 0, 7]  # c ended within b
+    assert [span.gap for span in spans] == [2, 0, 0, 3]
+    assert records.wall(spans) == 33 - 10
+
+
+def test_steps_are_counted_from_the_end_of_the_step_before_and_the_first_are_dropped():
+    found = split_steps([Record("k", t, t + 4) for t in (0, 10, 20, 31)], 4)
+    steps = chained(found, ["op"], drop=2)
+    assert [(span.before, span.cost, span.gap) for (span,) in steps] == [(14, 10, 6), (24, 11, 7)]
+
+
+def test_medians_over_steps_shares_and_gaps():
+    def one(a_end, b_start, b_end):
+        return attribute([Record("a", 0, a_end), Record("b", b_start, b_end)], ["x", "y"], before=0)
+
+    found = summarise([one(6, 6, 8), one(6, 7, 10), one(60, 120, 130)])
+    assert (found["steps"], found["launches"], found["wall_us"]) == (3, 2, 10)
+    assert (found["compute_us"], found["gap_us"], found["gap_pct"]) == (9, 1, 10)
+    x, y = found["kernels"]
+    assert (x["op"], x["us_per_step"], x["mean_us"], x["recorded_us"]) == ("x", 6, 6, 6)
+    assert (y["op"], y["us_per_step"], y["recorded_us"]) == ("y", 4, 3)  # its gap is part of its cost
+    assert [role["share_pct"] for role in (x, y)] == [60, 40]
+    assert found["gaps"] == {"<1": 4, "1-5": 1, "5-10": 0, "10-50": 0, ">50": 1}
+
+
+def test_costs_are_by_launch():
+    spans = attribute([Record("k", t, t + 2) for t in (0, 2, 4)], ["x", "y", "x"], before=0)
+    roles = {role["op"]: role for role in summarise([spans])["kernels"]}
+    assert (roles["x"]["launches"], roles["x"]["us_per_step"], roles["x"]["mean_us"]) == (2, 4, 2)
+
+
+@pytest.mark.parametrize("gap, name", [(0, "<1"), (0.99, "<1"), (1, "1-5"), (5, "5-10"), (10, "10-50"), (50, ">50")])
+def test_borders_of_the_gap_classes(gap, name):
+    found = summarise([attribute([Record("k", gap, gap + 1)], ["op"], before=0)])["gaps"]
+    assert found.pop(name) == 1 and not any(found.values())
+
+
+def test_roles_come_from_the_place_in_the_step():
+    found = records.read_records(step_trace(4, 3))
+    steps = chained(split_steps(found, 4, KERNELS), ROLES, drop=1)
+    roles = {role["op"]: role for role in summarise(steps)["kernels"]}
+    assert set(roles) == set(NAMES)
+    assert {op: role["launches"] for op, role in roles.items()} == {op: 3 if op in LAYER else 1 for op in NAMES}
+    assert roles["down"]["mean_us"] == pytest.approx(2) and roles["down"]["recorded_us"] == pytest.approx(3)
+    assert roles["embed"]["mean_us"] == pytest.approx(2.5) and roles["embed"]["recorded_us"] == pytest.approx(2)
+    assert sum(role["share_pct"] for role in roles.values()) == pytest.approx(100)
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (lambda found: found[:-1], r"recorded 71 activities in 4 steps, expected 72 \(18 a step\)"),
+        (lambda found: [], "recorded 0 activities"),
+        (lambda found: found + [Record("x", 1e6, 1e6 + 1)] * 4, "recorded 76 activities"),
+        (lambda found: [found[1], found[0], *found[2:]], "launch 1 of a step was '_matvec_kernel', expected '_embed_"),
+    ],
+)
+def test_records_of_another_step_are_refused(change, words):
+    found = change(records.read_records(step_trace(4, 3)))
+    with pytest.raises(ProfileError, match=words):
+        split_steps(found, 4, KERNELS)
+
+
+def test_prefill_chunks_are_counted_from_their_own_start():
+    found = [Record("void at::native::f<float>(int)", t, t + 3) for t in (0, 4, 1000, 1004)]
+    (spans,) = records.apart(split_steps(found, 2), drop=1)
+    assert [(span.op, span.cost) for span in spans] == [("f", 3), ("f", 4)]
+
+
+@pytest.mark.parametrize(
+    "name, short",
+    [
+        (
+            "void at::native::vectorized_elementwise_kernel<4, at::native::A<float> >(int, X)",
+            "vectorized_elementwise_kernel",
+        ),
+        ("void at::native::(anonymous namespace)::elementwise<X>(Y)", "elementwise"),
+        ("nvjet_tst_128x256_64x4_1x2_h_bz_coopA_TNT", "nvjet_tst_128x256_64x4_1x2_h_bz_coopA_TNT"),
+        ("Memcpy HtoD (Pageable -> Device)", "Memcpy HtoD"),
+        ("_embed_kernel", "_embed_kernel"),
+    ],
+)
+def test_short_names(name, short):
+    assert records.short_name(name) == short
+
+
+def test_roles_and_kernels_are_those_of_the_list():
+    roles, kernels = step.roles_and_kernels(step.step_launches(tiny_engine("torch", num_layers=3).model))
+    assert roles == ROLES and kernels == KERNELS
+
+
+def test_a_launch_of_several_kernels_has_its_role_several_times():
+    recorder = Recorder()
+    decode.step(recorder, tiny_engine("torch").model, "sample")
+    roles, kernels = step.roles_and_kernels(recorder.launches[-1:])
+    assert set(roles) == {"sample"} and kernels[0] == "_process_kernel" and kernels[-1] == "_draw_kernel"
+    assert len(roles) == len(kernels) == 5
+
+
+@pytest.mark.parametrize("preset", ["qwen3-4b", "llama-3.1-8b"])
+def test_bytes_are_those_of_the_matrices(preset):
+    config = PRESETS[preset]
+    model = meta_model(preset, torch.bfloat16, 90).of_rows(1)
+    state = torch.zeros(1, layout.META_WIDTH, dtype=torch.int32)
+    state[0, layout.POSITION] = 1000
+    model = replace(model, workspace=replace(model.workspace, meta=state))
+    launches = step.step_launches(model)
+    moved = step.bytes_by_role(launches)
+    layer = config.hidden_size * (2 * config.q_size + 2 * config.kv_size + 3 * config.intermediate_size)
+    weights = 2 * (config.num_layers * layer + config.vocab_size * config.hidden_size)
+    needed = weights + 1000 * kv_bytes_per_token(config, torch.bfloat16)
+    assert needed < sum(launch.bytes() for launch in launches) < 1.005 * needed
+    assert moved["attention"] == 1000 * kv_bytes_per_token(config, torch.bfloat16) / config.num_layers
+
+
+def test_bytes_of_attention_end_at_the_window():
+    config = dict(sliding_window=24, layer_types=("sliding_attention", "full_attention"))
+    engine = tiny_engine("torch", dtype=torch.bfloat16, **config)
+    engine.rewind(100, GREEDY)
+    moved = step.bytes_by_role(step.step_launches(engine.model))["attention"]
+    assert moved == 2 * 2 * 64 * 2 * (24 + 100) / 2  # K and V, heads, head_dim, bytes
+
+
+def test_bytes_of_a_prompts_own_kernels():
+    """Those of what a launch reads and writes: the tensors it is given, but for norms, and of the cache its rows."""
+    engine = tiny_engine("torch", num_layers=2, dtype=torch.bfloat16)
+    c, rows = engine.config, 5
+    moved = step.bytes_by_kernel(step.prompt_launches(engine.model, rows))
+    kv, q = 2 * rows * c.kv_size, 2 * rows * c.q_size
+    first, later = rows * c.hidden_size * (4 + 2), rows * c.hidden_size * (4 + 4 + 2 + 2)
+    assert moved == {
+        "_embed_rows_kernel": rows * c.hidden_size * (2 + 4),
+        "_prompt_attention_kernel": 2 * q + 2 * kv,
+        "_add_norm_kernel": (first + 2 * later) / 3,  # the last layer ends with K/V
+        "_rope_write_kernel": 2 * (q + 2 * kv) + 2 * rows * 32 * 4,
+        "_silu_mul_kernel": 2 * rows * 3 * c.intermediate_size,
+    }
+
+
+def test_bandwidth_of_a_role():
+    kernels = [{"op": "embed", "mean_us": 2.0}, {"op": "qkv", "mean_us": 0.0}, {"op": "gemm", "mean_us": 1.0}]
+    step.add_bytes(kernels, {"embed": 1000, "qkv": 5}, bandwidth=1e9)
+    assert "bytes" not in kernels[2]
+    assert kernels[0]["bytes"] == 1000 and kernels[0]["pct_bandwidth"] == pytest.approx(50)
+    assert kernels[1]["pct_bandwidth"] is None
+
+
+def texts(svg: str) -> list[str]:
+    return [node.text for node in ElementTree.fromstring(svg).iter() if node.tag.endswith("text")]
+
+
+def test_the_timeline_shows_the_whole_step_and_one_layer():
+    (spans,) = chained(split_steps(records.read_records(step_trace(2, 3)), 2), ROLES, drop=1)
+    svg = draw.timeline("a <title> & more", spans)
+    words = texts(svg)
+    assert "a <title> & more" in words
+    assert any(word.startswith("the whole step, 18 launches") for word in words)
+    assert any(word.startswith("layer 2 of 3") for word in words)
+    assert {f"{op} 2.0" for op in LAYER} <= set(words)
+    assert "prefers-color-scheme: dark" in svg
+
+
+def test_the_bars_are_as_long_as_the_shares():
+    roles = [
+        {"op": "a<b", "share_pct": 75.0, "launches": 3, "mean_us": 1.0, "pct_bandwidth": 50.0},
+        {"op": "c", "share_pct": 25.0, "launches": 1, "mean_us": 1.0},
+    ]
+    svg = draw.shares("title", roles)
+    bars = [
+        float(node.get("width"))
+        for node in ElementTree.fromstring(svg).iter()
+        if node.tag.endswith("rect") and node.get("fill")
+    ]
+    assert bars[0] == 3 * bars[1]
+    assert "a<b" in texts(svg) and "75.0% · 3 x 1.00 µs · 50% of bandwidth" in texts(svg)
+
+
+def test_the_typical_step_is_that_of_median_wall():
+    steps = [[Span("op", 0, end, 0)] for end in (9, 3, 5, 4)]
+    assert records.typical(steps)[0].end == 4
+
+
+def test_the_command_writes_tables_files_and_one_json_line(monkeypatch, capsys, tmp_path):
+    engine = tiny_engine()
+    layers = engine.config.num_layers
+    chunk = {"traceEvents": [event(f"k{i % 3}", 10 * i, 8) for i in range(21)], "host_name": "somewhere"}
+    traces = iter([{}, step_trace(24, layers), chunk])
+    monkeypatch.setattr(command, "torch", SimpleNamespace(cuda=SimpleNamespace(is_available=lambda: True)))
+    monkeypatch.setattr(command, "record_on_gpu", lambda work: next(traces))
+    monkeypatch.setattr(command, "bench_engine", lambda *args: engine)
+    monkeypatch.setattr(command, "prefill", lambda *args: None)
+    monkeypatch.setattr(command, "read_bandwidth", lambda device: 1e12)
+    monkeypatch.setattr(command, "time_decode", lambda *args: [9e-6, 8e-6, 7e-6])
+    monkeypatch.setattr(command, "run_facts", lambda device: {"gpu": "A GPU"})
+    assert commands.main(["profile", "--preset", "qwen3-0.6b", "--output", str(tmp_path / "out")]) == 0
+    out = capsys.readouterr().out
+    report = json.loads(out.splitlines()[-1])
+    assert (report["preset"], report["rows"], report["context"], report["prompt_tokens"]) == ("qwen3-0.6b", 1, 64, 2048)
+    decode, prefill = report["decode"], report["prefill"]
+    assert decode["steps"] == 20 and decode["launches"] == 3 + 5 * layers and decode["us_without_profiler"] == 8
+    assert decode["wall_us"] == pytest.approx(2 * decode["launches"] + 0.5) and decode["gap_us"] == pytest.approx(0.5)
+    assert {role["op"] for role in decode["kernels"]} == set(NAMES)
+    assert all(role["bytes"] > 0 and role["pct_bandwidth"] > 0 for role in decode["kernels"])
+    assert prefill["steps"] == 5 and prefill["launches"] == 3 and prefill["wall_us"] == 28
+    assert "lm_head" in out and f"gaps (µs): <1: {20 * decode['launches']}" in out
+    files = {path.name for path in (tmp_path / "out").iterdir()}
+    assert files == {
+        "decode_timeline.svg", "decode_shares.svg", "prefill_shares.svg", "decode_trace.json.gz",
+        "prefill_trace.json.gz", "profile.json",
+    }  # fmt: skip
+    assert json.loads((tmp_path / "out" / "profile.json").read_text()) == report
+    with gzip.open(tmp_path / "out" / "prefill_trace.json.gz", "rt") as file:
+        assert len(json.load(file)["traceEvents"]) == 21
+
+
+def test_a_step_of_several_rows_says_so():
+    assert command.at({"rows": 8, "context": 1024}) == "8 rows at context 1,024"
+    assert command.at({"rows": 1, "context": 64}) == "context 64"
+
+
+@pytest.mark.skipif(CUDA, reason="what is said without a GPU")
+def test_no_gpu_is_one_line(capsys):
+    assert commands.main(["profile"]) == 1
+    said = "needs an NVIDIA GPU and none is usable here; see tridecode doctor"
+    assert capsys.readouterr().err == f"tridecode: error: profile {said}\n"
+
+
+def test_a_trace_does_not_name_the_machine(monkeypatch):
+    if not CUDA:
+        monkeypatch.setattr(command.torch.cuda, "synchronize", lambda: None)
+        monkeypatch.setattr(command, "ProfilerActivity", SimpleNamespace(CUDA=ProfilerActivity.CPU))
+    trace = command.record_on_gpu(lambda: None)
+    assert "traceEvents" in trace and not {"host_name", "traceName"} & set(trace)
+
+
+@pytest.mark.skipif(not CUDA, reason="records activity of an NVIDIA GPU")
+def test_the_records_of_a_real_step_are_complete():
+    command.record_on_gpu(lambda: torch.zeros(1, device="cuda"))
+    engine = tiny_engine()
+    steps = command.decode_spans(command.decode_trace(engine, 16), engine)
+    found = summarise(steps)
+    assert found["steps"] == command.STEPS and found["wall_us"] > 0
+    assert found["compute_us"] + found["gap_us"] == pytest.approx(found["wall_us"], rel=0.2)

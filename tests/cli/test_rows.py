@@ -1,0 +1,245 @@
+"""Passes of several rows: against the references, graphs of every size and mode against eager launches, dispatch."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from models import CUDA, DEVICE, FAMILIES, tiny_config
+
+from tridecode.checkpoint.load import random_weights
+from tridecode.layout import LIMIT_REACHED, STATUS
+from tridecode.sampling import SamplingParams
+from tridecode.state.slots import Slots
+from tridecode.step.dispatch import MODES, SIZES, Dispatcher, Support, graph_sizes, lowered
+from tridecode.step.graphs import EagerSteps, StepGraphs, launcher, make_steps
+from tridecode.step.model import make_model
+from tridecode.step.run import refer
+from tridecode.tuning.choose import invariant_shapes
+from tridecode.tuning.shapes import AttentionRowsShape, MatmulShape, StepShapes, TilesShape, WideShape
+
+needs_gpu = pytest.mark.skipif(not CUDA, reason="CUDA graphs exist on a GPU only")
+DTYPE = torch.bfloat16 if CUDA else torch.float32
+REGISTERS = StepShapes(
+    *(MatmulShape(n, 1, 2, 2) for n in (64, 32, 64, 32, 128)),
+    AttentionRowsShape(block_t=32, splits=3, least=1, programs=3),
+)
+TILES = replace(REGISTERS, **{op: TilesShape(32, 32, 2) for op in ("qkv", "o_proj", "gate_up", "down", "lm_head")})
+_WIDE = WideShape(64, 32, 2) if CUDA else WideShape(32, 32, 2, num_warps=2)
+_SPLIT = replace(_WIDE, split=2)
+WIDE = replace(REGISTERS, qkv=_SPLIT, o_proj=_SPLIT, gate_up=_SPLIT, down=_SPLIT, lm_head=_WIDE)
+INVARIANT = invariant_shapes(tiny_config(), torch.bfloat16, 90)[16]
+ROWS = [1, 2, 3, 5, 8, 16, 31, 64] if CUDA else [3, 8]
+PARAMS = (  # a kind of request each
+    SamplingParams(temperature=0, seed=1),
+    SamplingParams(temperature=0.9, top_k=50, top_p=0.9, seed=7),
+    SamplingParams(temperature=1.1, repetition_penalty=1.2, frequency_penalty=0.1, logit_bias={3: 2.0}, seed=3),
+    SamplingParams(temperature=0, logprobs=3, seed=5),
+    SamplingParams(temperature=0.7, min_p=0.02, presence_penalty=0.3, logprobs=0, seed=9),
+)
+
+
+def model_of(rows, shapes=None, dtype=DTYPE, page=16, **overrides):
+    """`rows` slots whose pages of 16 positions are shuffled among each other, everything in them poisoned."""
+    config = tiny_config(**overrides)
+    if shapes is None and not CUDA:
+        shapes = REGISTERS
+    model = make_model(
+        config, random_weights(config, DEVICE, dtype, seed=0), 64, slots=rows, page=page, shapes=shapes and {1: shapes}
+    )
+    model.kv.pool.fill_(float("nan"))
+    return model
+
+
+def begin_all(model, params=PARAMS[:1], idle=(), known=1):
+    """A request in every slot, of another length each, at least `known`; those in `idle` then do not run. Returns their
+    prompts."""
+    slots, rows = Slots(model), model.rows
+    order = torch.randperm(4 * rows, generator=torch.Generator().manual_seed(4)).tolist()
+    slots.pages.take(4 * rows)
+    prompts = []
+    for row in range(rows):
+        slots.held[row].pages = order[4 * row : 4 * row + 4]
+        ids = [(7 * i + 3 * row) % 331 for i in range(known + row % 5)]
+        slots.write_tokens(row, ids, 60)
+        slots.begin(
+            row, row, params[row % len(params)], position=0, n_known=len(ids), limit=60, stop_ids=()
+        )
+        prompts.append(ids)
+    model.workspace.meta[list(idle), STATUS] = LIMIT_REACHED
+    return prompts
+
+
+def run(steps, kind, passes, rows=None):
+    for _ in range(passes):
+        steps.replay(kind, rows)
+    if CUDA:
+        torch.cuda.synchronize()
+
+
+def state(model):
+    ws = model.workspace
+    return {name: getattr(ws, name).clone() for name in ("meta", "tokens", "counts", "logits", "out")}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("rows", ROWS)
+def test_every_row_is_that_of_the_reference(family, rows):
+    model, oracle = (model_of(rows, **FAMILIES[family]) for _ in range(2))
+    idle = {rows // 2} if rows > 2 else set()
+    for m in (model, oracle):  # no pass embeds what another has drawn: where two tokens are as likely, they may differ
+        begin_all(m, idle=idle, known=3)
+    run(EagerSteps(model, launcher(model)), "greedy", 3)
+    run(EagerSteps(oracle, refer), "greedy", 3)
+    for row in set(range(rows)) - idle:
+        a, b = (m.workspace.logits[row].double() for m in (model, oracle))
+        error = ((a - b).norm() / b.norm()).item()
+        assert error < (3e-2 if CUDA else 1e-4), f"row {row} of {rows}: {error:.1e}"
+    for row in idle:
+        assert model.workspace.logits[row].eq(0).all(), "a row that does not run was written"
+
+
+@pytest.mark.parametrize(
+    "shapes, rows", [(TILES, 4), (WIDE, 4), (INVARIANT, 1)], ids=["tiles", "wide", "invariant, one row"]
+)
+def test_other_forms_of_products_in_the_whole_step(shapes, rows):
+    model, oracle = (model_of(rows, shapes) for _ in range(2))
+    for m in (model, oracle):
+        begin_all(m, known=2)
+    run(EagerSteps(model, launcher(model)), "greedy", 2)
+    run(EagerSteps(oracle, refer), "greedy", 2)
+    a, b = (m.workspace.logits.double() for m in (model, oracle))
+    assert ((a - b).norm() / b.norm()).item() < (3e-2 if CUDA else 1e-4)
+
+
+@pytest.mark.parametrize("kind", ["sample", "logprobs"] if CUDA else ["logprobs"])  # which samples too
+def test_each_row_draws_as_it_would_alone(kind):
+    """In passes of as many rows, the others idle: a greedy row among sampling ones too."""
+    rows, steps = 5, 4 if CUDA else 2
+    together = model_of(rows)
+    begin_all(together, PARAMS)
+    run(EagerSteps(together, launcher(together)), kind, steps)
+    for row in range(rows):
+        alone = model_of(rows)
+        begin_all(alone, PARAMS, idle=set(range(rows)) - {row})
+        run(EagerSteps(alone, launcher(alone)), kind, steps)
+        assert torch.equal(alone.workspace.tokens[row], together.workspace.tokens[row])
+        assert torch.equal(alone.workspace.logits[row], together.workspace.logits[row]), "not bit-equal"
+    greedy = model_of(rows)
+    begin_all(greedy, PARAMS, idle=set(range(1, rows)))
+    run(EagerSteps(greedy, launcher(greedy)), "greedy", steps)
+    assert torch.equal(greedy.workspace.tokens[0], together.workspace.tokens[0])
+
+
+def test_a_row_with_nan_ends_alone():
+    model, well = (model_of(4) for _ in range(2))
+    for m in (model, well):
+        begin_all(m)
+    page = model.kv.page_table[2, 0].long()
+    model.kv.pool[page, 0, :, :, :8] = float("nan")
+    steps = EagerSteps(model, launcher(model))
+    run(steps, "greedy", 2)
+    model.kv.pool[page, 1, :, :, 0] = float("inf")  # what a pass before this one left
+    run(steps, "greedy", 1)
+    run(EagerSteps(well, launcher(well)), "greedy", 3)
+    assert model.workspace.meta[2, STATUS] == 3
+    for row in (0, 1, 3):
+        assert torch.equal(model.workspace.tokens[row], well.workspace.tokens[row])
+        assert torch.equal(model.workspace.logits[row], well.workspace.logits[row])
+
+
+@needs_gpu
+@pytest.mark.parametrize("kind", ["greedy", "sample", "logprobs"])
+@pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "none"])
+def test_graphs_are_bit_equal_to_eager_launches(mode, kind):
+    for rows in (1, 2, 3, 8, 13, 64):
+        found = []
+        for graphs in (True, False):
+            model = model_of(rows)
+            sizes = graph_sizes(rows)
+            steps = EagerSteps(model, launcher(model))
+            if graphs:
+                steps = StepGraphs(model, True, dispatcher=Dispatcher(mode, sizes), kinds=(kind,))
+            begin_all(model, PARAMS)
+            run(steps, kind, 4)
+            found.append(state(model))
+        for name, a in found[0].items():
+            assert torch.equal(a, found[1][name]), f"{rows} rows: {name}"
+
+
+@needs_gpu
+def test_padding_rows_write_nothing_and_change_nothing():
+    model, exact = model_of(8), model_of(8)
+    steps = StepGraphs(model, dispatcher=Dispatcher("full", (1, 2, 8)), kinds=("greedy",))
+    for m in (model, exact):
+        begin_all(m, idle=range(5, 8))
+    run(steps, "greedy", 3, rows=5)
+    run(EagerSteps(exact, launcher(exact)), "greedy", 3)
+    for name, a in state(exact).items():
+        assert torch.equal(a, state(model)[name]), name
+
+
+@needs_gpu
+def test_torch_attention_between_the_pieces():
+    model, oracle = model_of(3), model_of(3)
+    steps = make_steps(model, "triton", Dispatcher(lowered("full", Support.NEVER), (1, 2, 3)), "torch")
+    for m in (model, oracle):
+        begin_all(m, known=3)
+    run(steps, "greedy", 3)
+    run(EagerSteps(oracle, refer), "greedy", 3)
+    a, b = (m.workspace.logits.double() for m in (model, oracle))
+    assert ((a - b).norm() / b.norm()).item() < 3e-2
+    assert [row.mode for row in steps.dispatcher.stats()] == ["piecewise"]
+
+
+@needs_gpu
+def test_buffers_that_moved_are_found_at_replay():
+    model = model_of(2)
+    steps = StepGraphs(model, check_addresses=True, kinds=("greedy",))
+    object.__setattr__(model, "cos", model.cos.clone())
+    with pytest.raises(AssertionError, match="buffers moved since capture: cos"):
+        steps.replay("greedy")
+
+
+@pytest.mark.parametrize(
+    "slots, sizes, expected",
+    [
+        (1, None, (1,)),
+        (5, None, (1, 2, 4, 5)),
+        (16, None, (1, 2, 4, 8, 16)),
+        (64, None, SIZES),
+        (6, (2, 4, 8, 16), (2, 4, 8)),
+        (6, (2, 4), (2, 4)),
+    ],
+)
+def test_sizes_are_those_that_the_slots_need(slots, sizes, expected):
+    assert graph_sizes(slots, sizes) == expected
+
+
+def test_dispatch_pads_to_the_next_size_and_counts():
+    dispatcher = Dispatcher("full", (1, 4))
+    for rows, mode, padded in ((1, "full", 1), (3, "full", 4), (3, "full", 4), (5, "none", 5)):
+        got, batch = dispatcher.dispatch("greedy", rows)
+        assert (got, batch.rows) == (mode, padded)
+    rows = [(s.rows, s.padded, s.padding, s.mode, s.count) for s in dispatcher.stats()]
+    assert rows == [(1, 1, 0, "full", 1), (3, 4, 1, "full", 2), (5, 5, 0, "none", 1)]
+
+
+@pytest.mark.parametrize("mode, decode", [(mode, halves[1]) for mode, halves in MODES.items()])
+def test_a_mode_says_how_decode_passes_run(mode, decode):
+    assert Dispatcher(mode, (1,)).dispatch("greedy", 1)[0] == decode
+
+
+@pytest.mark.parametrize(
+    "mode, support, expected",
+    [
+        ("full", Support.NEVER, "piecewise"),
+        ("full_and_piecewise", Support.NEVER, "piecewise"),
+        ("full_decode_only", Support.NEVER, "none"),
+        ("piecewise", Support.NEVER, "piecewise"),
+        ("none", Support.NEVER, "none"),
+        *((mode, Support.UNIFORM_SINGLE_TOKEN_DECODE, mode) for mode in MODES),
+        *((mode, Support.ALWAYS, mode) for mode in MODES),
+    ],
+)
+def test_a_mode_is_lowered_to_what_attention_can_be_captured_for(mode, support, expected):
+    assert lowered(mode, support) == expected

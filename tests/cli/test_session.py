@@ -1,0 +1,202 @@
+"""Conversations on disk: what comes back, who may read it, and what is refused and left alone."""
+
+import json
+import os
+import stat
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tridecode.cli.chat import session
+from tridecode.cli.chat.conversation import Conversation
+
+TALK = Conversation(False, "Be brief.", (("Hello", "Hi"), ("zwei\nZeilen \ud800", "日本 <|im_end|>")))
+texts = st.text(max_size=20)
+quick = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+pytestmark = pytest.mark.usefixtures("state")
+
+
+@quick
+@given(st.booleans(), st.none() | texts, st.lists(st.tuples(texts, texts), max_size=4))
+def test_what_is_written_is_read(raw, system, turns):
+    talk = Conversation(raw, system, tuple(turns))
+    assert session.loads(session.dumps(talk, "model")) == talk
+
+
+def test_dropped_turns_are_in_the_file():
+    assert session.loads(session.dumps(Conversation(turns=TALK.turns, dropped=1), "m")).turns == TALK.turns
+
+
+def test_a_store_saves_for_its_owner_only(state):
+    store = session.Store(session.named("work"), "m")
+    assert store.save(Conversation()) == "" and not state.joinpath("sessions").exists(), "nothing said, no file"
+    assert store.save(TALK) == ""
+    assert stat.S_IMODE(store.path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(state.stat().st_mode) == stat.S_IMODE(store.path.parent.stat().st_mode) == 0o700
+    assert os.listdir(store.path.parent) == ["work.json"], "no temporary file is left"
+    again = session.Store(session.named("work"), "m")
+    assert again.load() == TALK
+    again.save(TALK.without_last())
+    assert session.read(store.path) == TALK.without_last()
+
+
+def test_the_last_session_is_the_one_saved_last(state):
+    with pytest.raises(session.SessionError, match="no session to continue"):
+        session.last_path()
+    for at, name in enumerate(["b", "c", "a"]):
+        store = session.Store(session.named(name), "m")
+        store.save(TALK)
+        os.utime(store.path, (at, at))
+    assert session.last_path().stem == "a"
+
+
+def test_a_link_that_leads_nowhere_hides_no_session(state):
+    session.Store(session.named("good"), "m").save(TALK)
+    (session.sessions_dir() / "gone.json").symlink_to(state / "absent.json")
+    (session.sessions_dir() / "directory.json").mkdir()
+    assert session.last_path().stem == "good"
+
+
+@pytest.mark.parametrize("name", ["", "../up", ".hidden", "a/b", "a b", "x" * 81, "a\0b", "ä"])
+def test_names(name):
+    with pytest.raises(session.SessionError, match="session name"):
+        session.named(name)
+
+
+WHOLE = session.dumps(TALK, "m")
+FOREIGN = {
+    "empty": b"",
+    "text": b"Dear diary\n",
+    "not UTF-8": b"\xff\xfe\x00",
+    "deep": b"[" * 100_000,
+    "list": b"[1, 2]",
+    "other JSON": b'{"messages": []}',
+    "newer": WHOLE.replace('"version": 1', '"version": 2').encode(),
+    "version true": WHOLE.replace('"version": 1', '"version": true').encode(),
+    "no turns": json.dumps({"format": session.FORMAT, "version": 1, "raw": False, "system": None}).encode(),
+    "half a turn": WHOLE.replace('"assistant"', '"assistent"', 1).encode(),
+    "number as text": WHOLE.replace('"Hi"', "7").encode(),
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_foreign_files_are_refused_and_left_alone(tmp_path, name):
+    path = tmp_path / "file.json"
+    path.write_bytes(FOREIGN[name])
+    with pytest.raises(session.SessionError) as error:
+        session.Store(path, "m").load()
+    assert str(path) in str(error.value) and "\n" not in str(error.value)
+    assert path.read_bytes() == FOREIGN[name]
+
+
+@quick
+@given(st.integers(0, len(WHOLE) - 3))
+def test_truncated_files_are_refused(tmp_path, length):
+    path = tmp_path / "cut.json"
+    path.write_text(WHOLE[:length])
+    with pytest.raises(session.SessionError, match="not a session"):
+        session.read(path)
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | texts,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3),
+    max_leaves=8,
+)
+FIELDS = {
+    "format": st.just(session.FORMAT) | VALUES,
+    "version": st.just(session.VERSION) | VALUES,
+    "raw": st.booleans() | VALUES,
+    "system": st.none() | texts | VALUES,
+    "turns": st.lists(st.fixed_dictionaries({"user": texts | VALUES, "assistant": texts}) | VALUES, max_size=3)
+    | VALUES,
+}
+
+
+def opened(path, content: bytes):
+    """The conversation in a file with this content, or None where it is refused; the file stays as it was."""
+    path.write_bytes(content)
+    store = session.Store(path, "m")
+    try:
+        found = store.load()
+    except session.SessionError as error:
+        found = None
+        assert str(path) in str(error) and "\n" not in str(error)
+        # A chat that goes on regardless gets a file of its own.
+        assert "goes on in" in store.save(TALK) and store.path != path and session.read(store.path) == TALK
+    assert path.read_bytes() == content
+    return found
+
+
+@quick
+@given(st.binary() | VALUES.map(lambda value: json.dumps(value).encode()))
+def test_any_other_file_is_refused(tmp_path, content):
+    assert opened(tmp_path / "other.json", content) is None
+
+
+@settings(quick, max_examples=150)
+@given(st.lists(st.tuples(st.integers(0, len(WHOLE) - 1), st.integers(0, 255)), max_size=4))
+def test_damaged_files_are_read_or_refused(tmp_path, changes):
+    content = bytearray(WHOLE.encode())
+    for at, byte in changes:
+        content[at] = byte
+    found = opened(tmp_path / "damaged.json", bytes(content))
+    if found is not None:  # the damage hit a text
+        assert len(found.turns) == 2 and session.loads(session.dumps(found, "m")) == found
+
+
+@settings(quick, max_examples=150)
+@given(st.fixed_dictionaries(FIELDS) | st.fixed_dictionaries({}, optional=FIELDS))
+def test_any_fields_are_read_or_refused(tmp_path, content):
+    found = opened(tmp_path / "fields.json", json.dumps(content).encode())
+    if found is not None:
+        given = content["raw"], content.get("system"), len(content["turns"])
+        assert (found.raw, found.system, len(found.turns)) == given
+        assert session.loads(session.dumps(found, "m")) == found
+
+
+def test_what_is_no_file_is_refused(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for path, why in ((tmp_path, "not a file"), (tmp_path / "pipe", "not a file"), (tmp_path / "no", "no such file")):
+        with pytest.raises(session.SessionError, match=why):
+            session.read(path)
+    huge = tmp_path / "huge"
+    with open(huge, "wb") as file:
+        file.truncate(session.LARGEST + 1)
+    with pytest.raises(session.SessionError, match="not a session"):
+        session.read(huge)
+
+
+def test_a_write_that_fails_leaves_the_file(tmp_path, monkeypatch):
+    store = session.Store(tmp_path / "talk.json", "m")
+    store.save(TALK)
+    before = store.path.read_bytes()
+
+    def full(handle):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(session.SessionError, match="No space left"):
+        store.save(TALK.plus("more", "text"))
+    assert store.path.read_bytes() == before and os.listdir(tmp_path) == ["talk.json"]
+    monkeypatch.undo()
+    store.save(TALK.plus("more", "text"))
+    assert session.read(store.path) == TALK.plus("more", "text")
+
+
+def test_two_chats_of_one_session_overwrite_nothing():
+    one, two = (session.Store(session.named("work"), "m") for _ in range(2))
+    one.save(TALK)
+    assert two.load() == TALK
+    one.save(TALK.plus("from", "one"))
+    assert "changed by another program" in two.save(TALK.plus("from", "two"))
+    assert session.read(session.named("work")) == TALK.plus("from", "one")
+    assert two.path != one.path and session.read(two.path) == TALK.plus("from", "two")
+
+
+def test_a_state_directory_that_cannot_be_made(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
+    with pytest.raises(session.SessionError, match="XDG_STATE_HOME"):
+        session.last_path()

@@ -1,0 +1,281 @@
+"""Saved sessions as people see them: the list, names and titles, and what is shown when one is continued."""
+
+import json
+import os
+
+import pytest
+from chats import READY, leaves, said
+from rich.cells import cell_len
+
+from tridecode import cli as commands
+from tridecode.cli.chat import session as store
+from tridecode.cli.chat import sessions
+from tridecode.cli.chat.completion import Offer, completed
+from tridecode.cli.chat.conversation import Conversation
+from tridecode.cli.chat.settings import CHOICES
+
+RIVERS = Conversation(turns=(("Name three rivers.", "Nile, Rhine, Po"), ("And a lake?", "Como")))
+pytestmark = pytest.mark.usefixtures("state")
+
+
+def keep(name, talk=RIVERS, at=0):
+    path = store.named(name)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    store.write(path, store.dumps(talk, "m"))
+    os.utime(path, (at, at))
+    return path
+
+
+@pytest.fixture
+def run(capsys):
+    def run(*argv):
+        try:
+            code = commands.main(["sessions", *map(str, argv)])
+        except SystemExit as exit:
+            code = exit.code
+        return code, *capsys.readouterr()
+
+    return run
+
+
+def test_the_list_has_the_newest_first(run):
+    keep("old", at=1), keep("new", Conversation(title="Lakes", turns=RIVERS.turns[1:]), at=2)
+    keep("bad", at=3).write_text("no session")
+    os.utime(store.named("bad"), (3, 3))
+    code, out, err = run()
+    assert (code, err) == (0, "") and [line.split()[0] for line in out.splitlines()] == ["bad", "new", "old"]
+    bad, new, old = out.splitlines()
+    assert " damaged " in bad and new.endswith(" Lakes") and " 1 turn " in new
+    assert old.endswith(" B  Name three rivers.") and " 2 turns " in old and " 1970 " in old
+    found = [json.loads(line) for line in run("--json")[1].splitlines()]
+    assert [one["turns"] for one in found] == [None, 1, 2] and found[1]["title"] == "Lakes" and found[2]["saved"] == 1
+    assert run("--names")[1] == "bad\nnew\nold\n"
+
+
+def test_an_empty_list_says_where_it_looked(run, state):
+    code, out, err = run()
+    assert (code, out) == (0, "") and str(state / "sessions") in err.replace("\n", "") and "no session yet" in err
+
+
+@pytest.mark.parametrize("width", [20, 40, 60, 80, 200])
+def test_the_list_fits_its_window(width):
+    keep("20261122-043416-3fa1", Conversation(turns=(("日本語 " * 100, "y" * 10_000),) * 40))
+    keep("x" * 80, RIVERS)
+    lines = sessions.lines(sessions.saved(), width)
+    assert max(map(cell_len, lines)) <= width
+    assert any(line.startswith("20261122-043416-3fa1"[: width - 1]) for line in lines)
+    assert len(lines) == (6 if width < 80 else 4 if width < 200 else 2), "the long name alone needs three lines"
+
+
+def test_a_name_can_be_changed(run):
+    keep("old"), keep("taken")
+    assert run("rename", "old", "new")[::2] == (0, "session old is now called new\n")
+    assert store.read(store.named("new")) == RIVERS and sessions.names().count("old") == 0
+    for argv, says in (
+        (("old", "x"), "there is no session old"),
+        (("new", "taken"), "session taken exists already"),
+        (("new", "a/b"), "session name 'a/b'"),
+        (("ne", "x"), "did you mean new?"),
+    ):
+        code, out, err = run("rename", *argv)
+        assert (code, out, err.count("\n")) == (1, "", 1) and says in err
+
+
+def test_a_file_of_any_name_is_a_session(run, piped):
+    """Whoever has put it there."""
+    keep("plain")
+    odd = store.named("plain").rename(store.sessions_dir() / "my ü talk.json")
+    assert sessions.names() == ["my ü talk"]
+    code, _, err = piped("hello\n/load my ü talk\n", "--session", "my ü talk", "--max-tokens", 2)
+    assert code == 0 and "my ü talk" in err and len(store.read(odd).turns) == 3
+    assert "continuing 3 turns" in err and "the one before" not in err, "it is the one that was open"
+    assert run("rename", "plain", "my b")[0] == 1 and run("rename", "my ü talk", "my b")[0] == 1
+    assert run("rename", "my ü talk", "tame")[0] == 0 and sessions.names() == ["tame"]
+    odd.write_text("{}")
+    assert run("delete", "my ü talk")[0] == 0 and not odd.exists()
+
+
+def test_a_directory_that_cannot_be_read_is_told(run, monkeypatch):
+    def scandir(path):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    code, out, err = run()
+    assert (code, out, err.count("\n")) == (1, "", 1) and "sessions: Permission denied" in err
+
+
+def test_sessions_are_deleted_all_or_none(run):
+    keep("a"), keep("b")
+    code, _, err = run("delete", "a", "absent")
+    assert code == 1 and "there is no session absent" in err and sorted(sessions.names()) == ["a", "b"]
+    assert run("rm", "a", "b", "a")[::2] == (0, "deleted 2 sessions\n") and sessions.names() == []
+    assert run("delete")[0] == 2
+
+
+def test_a_session_is_exported_as_markdown(run, tmp_path):
+    keep("rivers", Conversation(turns=(("Name one.", "<think>\nhm\n</think>\n\nNile"),)))
+    whole = "# Conversation\n\n## User\n\nName one.\n\n## Assistant\n\nNile\n"
+    assert run("export", "rivers")[:2] == (0, whole)
+    file = tmp_path / "rivers.md"
+    assert run("export", "rivers", file)[:2] == (0, "") and file.read_text() == whole
+    code, _, err = run("export", "rivers", file)
+    assert code == 1 and "exists already" in err
+    assert "must end in .md" in run("export", "rivers", tmp_path / "rivers.txt")[2]
+    keep("opened", Conversation(turns=(("Name one.", "hm\n</think>\n\nNile"),)))
+    assert run("export", "opened")[1] == whole, "the template had begun the thinking"
+
+
+def test_titles_are_kept_with_the_session(session):
+    chat = session(["one"], ["two"], store=store.Store(store.named("work"), "m"))
+    chat.handle("/title")
+    assert "no title yet" in chat.read()[1]
+    chat.handle("Name three rivers.")
+    chat.handle("/title My   rivers")
+    assert store.read(store.named("work")).title == "My   rivers"
+    assert sessions.lines(sessions.saved(), 80)[0].endswith("  My rivers")
+    chat.handle("and lakes")
+    assert store.read(store.named("work")).title == "My   rivers"
+    chat.handle("/title -")
+    assert store.read(store.named("work")).title is None and "the title is Name three rivers." in chat.read()[1]
+    chat.handle("/title x"), chat.handle("/clear")
+    assert chat.conversation.title is None
+
+
+def test_sessions_in_the_chat(session):
+    chat = session(["one"], store=store.Store(store.named("work"), "m"), interactive=True)
+    chat.handle("Hello")
+    keep("rivers"), keep("b")
+    chat.read()
+    for line, says in (
+        ("/sessions", "this is session work"),
+        ("/sessions rename play", "session work is now called play"),
+        ("/sessions rename b c", "session b is now called c"),
+        ("/sessions rename rivers", "session rivers exists already"),
+        ("/sessions delete play", "/clear begins another"),
+        ("/sessions delete c", "deleted 1 session"),
+        ("/sessions remove c", "takes nothing, rename [OLD] NEW, or delete NAME"),
+        ("/sessions delete d", "there is no session d"),
+    ):
+        assert chat.handle(line) and says in chat.read()[1]
+    chat.engine.answers = [["two"]]
+    chat.handle("again")
+    chat.read()
+    assert sorted(sessions.names()) == ["play", "rivers"] and len(store.read(store.named("play")).turns) == 2
+    assert chat.handle("/sessions") and chat.read()[1].splitlines()[0].startswith("play ")
+
+
+def test_load_continues_a_session_by_its_name(session, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rivers").write_text("no session")
+    keep("rivers")
+    chat = session(["one"], ["two"], store=store.Store(store.named("work"), "m"), interactive=True)
+    chat.handle("Hello")
+    chat.read()
+    assert chat.handle("/load rivers")
+    out, err = chat.read()
+    assert out == "> Name three rivers.\nNile, Rhine, Po\n\n> And a lake?\nComo\n"
+    assert "continuing 2 turns" in err and "the one before stays in session work" in err
+    chat.handle("more")
+    assert chat.engine.prompts[-1] == said(*sum(RIVERS.turns, ()), "more")
+    assert len(store.read(store.named("rivers")).turns) == 3 and len(store.read(store.named("work")).turns) == 1
+    assert chat.handle("/load ./rivers") and "not a session" in chat.read()[1], "a path is never a session's name"
+
+
+def test_a_piped_chat_loads_a_session_without_writing_to_it(session):
+    keep("rivers")
+    chat = session(["one"])
+    chat.handle("/load rivers")
+    chat.handle("more")
+    assert chat.read()[0] == "one\n" and store.read(store.named("rivers")) == RIVERS
+
+
+def test_history_shows_what_was_said(session):
+    chat = session(["one\ntwo"], ["<think>hm</think>Yes"])
+    assert chat.handle("/history") and "nothing was said yet" in chat.read()[1]
+    chat.handle('"""a\nb"""'), chat.handle("c")
+    chat.read()
+    for line, shown in (
+        ("/history", "> a\n… b\none\ntwo\n\n> c\nYes\n"),
+        ("/history 1", "> c\nYes\n"),
+        ("/history 9", "> a\n… b\none\ntwo\n\n> c\nYes\n"),
+    ):
+        assert chat.handle(line) and chat.read()[0] == shown
+    for wrong in ("0", "x", "-1", "1.5"):
+        assert chat.handle(f"/history {wrong}") and "takes a number of turns" in chat.read()[1]
+
+
+@pytest.mark.parametrize(
+    "lengths, shown", [([10, 10, 10], 3), ([200, 1500, 400], 2), ([5000], 1), ([10, 5000], 1), ([5000, 10], 1), ([], 0)]
+)
+def test_the_last_turns_are_shown_when_a_conversation_is_continued(session, lengths, shown):
+    keep("long", Conversation(turns=tuple(("q", "x" * (n - 1)) for n in lengths)))
+    chat = session(interactive=True)
+    chat.handle("/load long")
+    out, err = chat.read()
+    assert out.count("> q\n") == shown
+    assert (f"{len(lengths) - shown} earlier turn" in err) == (shown < len(lengths))
+
+
+def test_resume_shows_the_last_turns_in_a_terminal(terminal):
+    keep("rivers")
+    child = terminal("--resume")
+    assert "And a lake?" in child.screen.getvalue() and "Como" in child.screen.getvalue()
+    child.send("/title Water\r")
+    child.expect_exact("the title is Water")
+    child.expect_exact(READY)
+    child.send("/load riv\t\r")
+    child.expect_exact("continuing 2 turns")
+    child.expect_exact(READY)
+    child.sendeof()
+    leaves(child)
+    assert store.read(store.named("rivers")).title == "Water"
+
+
+def cached(tmp_path, monkeypatch, name: str, *weights: str) -> None:
+    """Put a model into the cache of this test."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    place = tmp_path / "hub" / f"models--{name}" / "snapshots" / "abc"
+    place.mkdir(parents=True)
+    for file in ("config.json", *weights):
+        (place / file).touch()
+
+
+def test_tab_completes_sessions_paths_and_words(tmp_path, monkeypatch):
+    keep("rivers")
+    place = tmp_path / "place"
+    (place / "rooms").mkdir(parents=True)
+    (place / "Qwerty").mkdir()
+    cached(tmp_path, monkeypatch, "Qwen--Qwen3-4B", "model.safetensors")
+    cached(tmp_path, monkeypatch, "Qwen--Qwen3-8B")  # of which only the small files are there
+    for name in ("river talk.json", ".hidden", "rooms/blue.md"):
+        (place / name).touch()
+    monkeypatch.chdir(place)
+    for typed, found in (
+        ("/ti", (3, ["/title"])),
+        ("/load ri", (2, ["rivers", "river talk.json"])),
+        ("/load river t", (7, ["river talk.json"])),
+        ("/save rooms/", (6, ["rooms/blue.md"])),
+        ("/save ro", (2, ["rooms/"])),
+        ("/export .h", (2, [".hidden"])),
+        ("/sessions re", (2, ["rename "])),
+        ("/sessions delete r", (1, ["rivers"])),
+        ("/think h", (1, ["hide"])),
+        ("/think o", (1, ["on", "off"])),
+        ("/model Qw", (2, ["Qwen/Qwen3-4B", "Qwerty/"])),
+        ("/model b", (1, ["bundled"])),
+        ("/set temp", (4, ["temperature "])),
+        ("/set overflow d", (1, ["drop-oldest", "default"])),
+        ("/set stats ", (0, ["full", "short", "off", "default"])),
+        ("/set ignore_eos o", (1, ["on", "off"])),
+        ("/set top_k ", (0, ["default"])),
+        ("/nothing h", (1, [])),
+        ("/load \0", (1, [])),
+        ("hello", (0, [])),
+        ("//sy", (0, [])),
+    ):
+        assert completed(typed) == found, typed
+    assert completed("/set to", Offer(["top_p", "seed"])) == (2, ["top_p "]), "what a server takes"
+    other = Offer(choices=CHOICES | {"overflow": ("error",)}, models=["a-model", "another"])
+    assert completed("/model ", other) == (0, ["a-model", "another"])
+    assert completed("/set overflow ", other) == (0, ["error", "default"])
+    assert completed("/load ") == (0, ["rivers", "Qwerty/", "river talk.json", "rooms/"])

@@ -1,0 +1,213 @@
+"""What signals leave behind: Ctrl-C in the first moment, Ctrl-Z, SIGTERM and SIGHUP."""
+
+import asyncio
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+
+import pytest
+from chats import ENVIRONMENT, READY, ROOT
+
+from tridecode.cli.chat import session as sessions
+from tridecode.cli.chat.conversation import Conversation
+from tridecode.cli.signals import Ended, ending, ending_task
+
+pexpect = pytest.importorskip("pexpect")
+
+SHOWN, HIDDEN = "\x1b[?25h", "\x1b[?25l"
+STREAMING = r"\x1b\[\?7;2004h[\s\S]*[a-z]{3}[^\x1b]*[a-z]{3}"
+
+# Runs cli.py; its import of the module argv[1] is interrupted, as by a Ctrl-C at this moment.
+INTERRUPTED_IMPORT = """
+import os, runpy, signal, sys
+
+class Interrupting:
+    def find_spec(self, name, path=None, target=None):
+        if name == interrupted:
+            os.kill(os.getpid(), signal.SIGINT)
+
+interrupted = sys.argv.pop(1)
+sys.meta_path.insert(0, Interrupting())
+sys.argv[0] = "cli.py"
+runpy.run_path("cli.py", run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize(
+    "module, code",
+    [
+        ("tridecode.version", 130),
+        ("argparse", 130),
+        ("tridecode.models.presets", 130),
+        ("torch", -signal.SIGINT),  # which a shell calls 130 too
+    ],
+)
+def test_ctrl_c_in_the_first_moment(module, code):
+    program = [sys.executable, "-c", INTERRUPTED_IMPORT, module, "info"]
+    done = subprocess.run(program, cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (code, "", "")
+
+
+@pytest.mark.parametrize("plain", [False, True], ids=["markdown", "plain"])
+def test_sigterm_in_mid_answer(terminal, state, plain):
+    child = terminal("--ignore-eos", "--seed", 3, "--max-tokens", 4, *["--plain"] * plain)
+    child.send("first\r")
+    child.expect_exact("context ")
+    child.expect_exact(READY)
+    child.send("/set max_tokens none\r")
+    child.expect_exact(READY)
+    child.send("second\r")
+    child.expect(STREAMING)
+    child.kill(signal.SIGTERM)
+    child.expect(pexpect.EOF)
+    shown = child.screen.getvalue()
+    assert shown.rfind(SHOWN) >= shown.rfind(HIDDEN), "the cursor is hidden"
+    assert child.getecho(), "the shell after it shows what is typed"
+    child.close()
+    assert child.signalstatus == signal.SIGTERM
+    (name,) = os.listdir(state / "sessions")
+    assert [user for user, _ in sessions.read(state / "sessions" / name).turns] == ["first"]
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT])
+def test_no_temporary_file_is_left(state, monkeypatch, signum):
+    """The signal comes while a session is written, and comes again while things are put in order."""
+    before = signal.getsignal(signum)
+
+    def interrupted(handle):
+        os.kill(os.getpid(), signum)
+
+    unlink = os.unlink
+    monkeypatch.setattr(sessions.os, "fsync", interrupted)
+    monkeypatch.setattr(sessions.os, "unlink", lambda path: (interrupted(0), unlink(path)))
+    with pytest.raises(Ended) as asked, ending():
+        sessions.Store(sessions.named("work"), "m").save(Conversation(turns=(("one", "two"),)))
+    assert asked.value.signum == signum and os.listdir(state / "sessions") == []
+    assert signal.getsignal(signum) is before
+
+
+def test_an_error_on_the_way_does_not_hide_the_signal():
+    with pytest.raises(Ended), ending():
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+        finally:
+            raise OSError("the terminal is gone")
+
+
+def test_a_signal_ends_a_task_though_its_loop_swallows_what_callbacks_raise():
+    went_on = []
+
+    def callback():  # such as the arrival of data, in uvloop
+        with suppress(BaseException):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    async def task():
+        with ending_task():
+            asyncio.get_running_loop().call_soon(callback)
+            await asyncio.sleep(60)
+        went_on.append(True)
+
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(Ended), ending():
+        asyncio.run(task())
+    assert not went_on and signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_signal_that_the_caller_ignores_stays_ignored():
+    """As under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with ending():
+            os.kill(os.getpid(), signal.SIGHUP)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+@pytest.fixture
+def shell(state):
+    """A shell with job control, and a chat that it runs."""
+    bash = shutil.which("bash")
+    if bash is None:
+        pytest.skip("there is no bash here")
+    child = pexpect.spawn(
+        bash,
+        ["--norc", "--noprofile", "-i"],
+        cwd=str(ROOT),
+        env=ENVIRONMENT | {"XDG_STATE_HOME": str(state.parent), "PS1": "shell: ", "COLUMNS": ""},
+        encoding="utf-8",
+        codec_errors="replace",
+        timeout=30,
+        dimensions=(50, 200),
+    )
+    child.expect_exact("shell: ")
+    child.send(f"{sys.executable} cli.py chat --device cpu --ignore-eos --seed 3\r")
+    child.expect_exact("lists the commands")
+    child.expect_exact(READY)
+    yield child
+    child.close(force=True)
+
+
+def suspended(child) -> None:
+    child.send("\x1a")
+    child.expect_exact("Stopped")
+    child.expect_exact("shell: ")
+    child.send("stty -a | tr ' ' '\\n' | grep -x -e -echo -e echo\r")
+    child.expect(r"[\r\n](-?echo)\r")
+    assert child.match[1] == "echo"
+    child.expect_exact("shell: ")
+
+
+def test_ctrl_z_at_the_prompt(shell):
+    shell.send("a draft")
+    shell.expect_exact("draft")
+    suspended(shell)
+    shell.send("fg\r")
+    shell.expect_exact("> ")
+    shell.expect_exact("a draft")
+    shell.send("\x15/exit\r")
+    shell.expect_exact("shell: ")
+
+
+@pytest.mark.parametrize("answering", [False, True], ids=["prompt", "answer"])
+def test_a_suspended_chat_can_be_ended(shell, answering):
+    if answering:
+        shell.send("Tell me a story\r")
+        shell.expect(STREAMING)
+    suspended(shell)
+    shell.send("kill %1; sleep 1\r")
+    shell.expect_exact("sleep 1")
+    shell.expect("Terminated|Stopped")
+    assert shell.after == "Terminated"
+    shell.expect_exact("shell: ")
+
+
+def test_ctrl_z_in_mid_answer(shell):
+    shell.send("Tell me a story\r")
+    shell.expect(STREAMING)
+    for _ in range(2):
+        shell.send("\x1a")
+        shell.expect_exact("Stopped")
+        before = shell.before
+        assert before.rfind(SHOWN) > before.rfind(HIDDEN), "the shell has a cursor"
+        shell.expect_exact("shell: ")
+        shell.send("fg\r")
+        shell.expect(r"[a-z]{3}[^\x1b]*[a-z]{3}[\s\S]*\x1b\[\?25l[\s\S]*[a-z]{3}")
+    shell.sendintr()
+    shell.expect(r"stopped after \d+ tokens? and [\d.]+ s; kept in the conversation")
+    assert "^C" not in re.sub(r"[\s\S]*fg", "", shell.before), "after it typed keys are not shown"
+    shell.expect_exact(READY)
+    shell.send("/exit\r")
+    shell.expect_exact("shell: ")
+
+
+def test_a_program_in_the_background_goes_on(shell):
+    """It leaves the terminal, which is the shell's then, as it is: to change it would stop the program."""
+    shell.send("/exit\r")
+    shell.expect_exact("shell: ")
+    shell.send(f"{sys.executable} cli.py generate --device cpu --prompt Hi --max-tokens 4 & wait; echo went''on\r")
+    shell.expect("Stopped|wenton")
+    assert shell.after == "wenton"

@@ -1,0 +1,405 @@
+"""The commands of the chat, with an engine that follows a script."""
+
+import base64
+import stat
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+from chats import said
+
+from tridecode import SamplingParams
+from tridecode.cli.chat import stats
+from tridecode.cli.chat.clipboard import LARGEST
+from tridecode.cli.chat.command import converse
+from tridecode.cli.chat.settings import CHOICES, NAMES
+from tridecode.cli.chat.slash import COMMANDS, GROUPS
+from tridecode.cli.terminal import Output
+from tridecode.errors import PromptError
+from tridecode.serve.policy import Policy
+
+
+def test_commands(session):
+    chat = session(["/ok"], ["ok"])
+    assert chat.handle("/help") and "/clear" in chat.read()[1]
+    assert chat.handle("/claer") and "did you mean /clear?" in chat.read()[1]
+    assert chat.handle("/HELP") and "/clear" in chat.read()[1]
+    assert not chat.handle("/bye") and not chat.handle("/quit"), "what other chats call /exit"
+    assert chat.handle("/?") and "/clear" in chat.read()[1] and chat.handle("/h") and "/clear" in chat.read()[1]
+    assert not chat.engine.prompts and chat.exit_code == 1, "a pipe's reader is told with the exit code"
+    assert chat.handle(" /exit") and chat.engine.prompts[0] == said("/exit")
+    assert not chat.handle("/exit")
+
+
+@pytest.mark.parametrize("line", ["/", "/usr/bin is what?", "/zzz", "/2 + 2", "/* a comment */", "/ exit", "/help/me"])
+def test_what_begins_with_a_slash_is_no_message(session, line):
+    chat = session(["fine"], interactive=True)
+    assert chat.handle(line) and not chat.engine.prompts and chat.exit_code == 0
+    shown = chat.read()[1]
+    assert f"there is no command {line.split()[0]}; " in shown and "// begins a message with a /" in shown
+    assert chat.handle(f"/{line}") and chat.engine.prompts == [said(line)]
+
+
+@pytest.mark.parametrize("word, command", [("help", "/help"), ("exit", "/exit"), ("Quit ", "/exit")])
+def test_a_bare_word_asks_whether_the_command_was_meant(session, word, command):
+    chat = session(["fine"], ["fine"], interactive=True)
+    assert chat.handle(word) and not chat.engine.prompts
+    assert f"did you mean {command}?" in chat.read()[1]
+    assert chat.handle(f" {word}") and chat.engine.prompts == [said(word.strip())]
+    chat.handle("/edit")
+    assert chat.draft == f" {word.strip()}", "what is edited is sent as it was"
+    chat.interactive = False
+    assert chat.handle(word) and len(chat.engine.prompts) == 2, "a line of a pipe is a message"
+
+
+def test_a_retry_has_another_seed(session):
+    chat = session(["one"], ["two"], ["three"], ["b"], ["again"], params=SamplingParams(seed=7))
+    seeds, stream = [], chat.engine.stream
+    chat.engine.stream = lambda prompt, params, **more: seeds.append(params.seed) or stream(prompt, params, **more)
+    for line in ("a", "/retry", "/retry", "b", "/retry"):
+        assert chat.handle(line)
+    assert seeds == [7, 8, 9, 7, 8] and chat.params.seed == 7
+    shown = chat.read()[1]
+    assert shown.count("try 2, seed 8\n") == 2 and shown.count("try 3, seed 9\n") == 1
+
+
+def test_a_retry_of_a_greedy_answer_says_that_it_will_be_the_same(session):
+    chat = session(["one"], ["one"], params=SamplingParams(temperature=0, seed=2**64 - 1))
+    assert chat.handle("a") and chat.handle("/retry")
+    assert "every try gives the same answer" in chat.read()[1]
+    chat = session(["one"], ["one"], params=SamplingParams(seed=2**64 - 1))
+    assert chat.handle("a") and chat.handle("/retry") and "try 2, seed 0" in chat.read()[1]
+
+
+def test_retry_undo_and_edit(session):
+    chat = session(["one"], ["two"], ["three"], ["four"], PromptError("no"), ["five"])
+    for line in ("/retry", "/undo", "/edit x"):
+        assert chat.handle(line) and chat.read()[1] == "nothing was said yet\n"
+    for line in ("a", "b", "/retry"):
+        assert chat.handle(line)
+    assert chat.engine.prompts[2] == said("a", "one", "b")
+    assert chat.handle("/edit c") and chat.engine.prompts[3] == said("a", "one", "c")
+    assert chat.handle("/retry")
+    assert chat.conversation.turns == (("a", "one"), ("c", "four")), "an answer that fails replaces none"
+    assert chat.handle("/undo") and chat.conversation.turns == (("a", "one"),)
+    assert "took back 'c'; 1 turn left" in chat.read()[1]
+    assert chat.handle("/edit") and "needs TEXT" in chat.read()[1]
+
+
+def test_edit_puts_the_message_into_the_prompt(session):
+    chat = session(["one"], ["two"], interactive=True)
+    chat.handle(" /etc/passwd is what?")
+    chat.handle("/edit")
+    typed, drafts = ["//etc/shadow is what?", "/exit"], []
+    reader = SimpleNamespace(read=lambda draft: drafts.append(draft) or typed.pop(0), is_editor=True)
+    assert converse(chat, reader) == 0
+    assert drafts == [" /etc/passwd is what?", ""]
+    assert chat.conversation.turns == (("/etc/shadow is what?", "two"),)
+
+
+def test_the_system_turn(session):
+    chat = session(["one"], ["two"], ["three"])
+    system = [{"role": "system", "content": "Be brief."}]
+    chat.handle("/system Be brief.")
+    chat.handle("a")
+    chat.handle("/clear")
+    chat.handle("b")
+    assert chat.engine.prompts == [system + said("a"), system + said("b")]
+    chat.handle("/system")
+    assert "system: Be brief." in chat.read()[1]
+    chat.handle("/system -")
+    assert chat.read()[1] == "the system turn is removed\n"
+    chat.handle("/system -")
+    assert chat.read()[1] == "there is no system turn to remove\n"
+    chat.handle("c")
+    assert chat.engine.prompts[2] == said("b", "two", "c")
+    chat = session(raw=True)
+    assert chat.handle("/system x") and "--raw" in chat.read()[1] and chat.conversation.system is None
+
+
+@pytest.mark.parametrize(
+    "typed, name, value",
+    [
+        ("temperature 0", "temperature", 0),
+        ("top-p 0.5", "top_p", 0.5),
+        ("--top_k 3", "top_k", 3),
+        ("seed 7", "seed", 7),
+        ("seed none", "seed", None),
+        ("stop ###", "stop", ("###",)),
+        ('stop ["a", "\\n"]', "stop", ("a", "\n")),
+        ("stop 7", "stop", ("7",)),
+        ("stop [END]", "stop", ("[END]",)),
+        ('stop "', "stop", ('"',)),
+        ('stop "[\\"a"', "stop", ('["a',)),
+        ("stop none", "stop", ()),
+        ("stop_token_ids 1, 2", "stop_token_ids", (1, 2)),
+        ('logit_bias {"5": -3.5}', "logit_bias", {5: -3.5}),
+        ("ignore_eos on", "ignore_eos", True),
+        ("max_tokens 5", "max_tokens", 5),
+        ("min_p default", "min_p", 0.0),
+    ],
+)
+def test_set(session, typed, name, value):
+    chat = session(params=SamplingParams(seed=1, min_p=0.3))
+    assert chat.handle(f"/set {typed}")
+    assert getattr(chat.params, name) == value
+    assert chat.read()[1].startswith(f"{name} is ")
+
+
+def test_a_schema_is_shown_as_it_can_be_typed(session):
+    chat, schema = session(), '{"type": "string"}'
+    assert chat.handle(f"/set json_schema {schema}") and chat.read()[1] == f"json_schema is {schema}\n"
+    assert chat.handle("/set") and f"json_schema          {schema}\n" in chat.read()[1]
+    assert chat.handle("/set json_schema none") and chat.read()[1] == "json_schema is none\n"
+
+
+@pytest.mark.parametrize(
+    "typed, says",
+    [
+        ("temperature warm", "temperature must be a number from 0 to 100, got 'warm'"),
+        ("temperature NaN", "temperature must be"),
+        ("temperature true", "temperature must be"),
+        ("temperature", "needs a value; it is 1.0"),
+        ("overflow", "needs a value; it is error"),
+        ("logprobs 3", "there is no option logprobs"),
+        ("temprature 1", "did you mean temperature?"),
+        ("xyz 1", "/set shows all"),
+        ("top_p [1]", "top_p must be"),
+        ("stop_token_ids a", "stop_token_ids must be token ids like 1, 2, got 'a'"),
+        ("stop_token_ids [1, 2", "stop_token_ids must be token ids like 1, 2, got '[1, 2'"),
+        ('stop ["a"', 'stop must be a text, or a whole JSON list like ["a", "b"], got \'["a"\''),
+        ("stop ['a']", "a whole JSON list like"),
+        ("stop []", None),
+        ('stop [""]', "non-empty"),
+        ("logit_bias 5", "logit_bias must be like"),
+        ("ignore_eos maybe", "on or off"),
+        ("seed " + "9" * 5000, "seed must be"),
+        ("top_k " + "[" * 2000, "top_k must be"),
+    ],
+)
+def test_set_refuses(session, typed, says):
+    chat = session()
+    assert chat.handle(f"/set {typed}") and chat.params == SamplingParams()
+    shown = chat.read()[1]
+    assert shown.count("\n") == 1 and (says or "stop is []") in shown
+
+
+def test_set_alone_shows_every_option(session):
+    chat = session(params=SamplingParams(stop=["x"]))
+    assert chat.handle("/set")
+    lines = chat.read()[1].splitlines()
+    assert [line.split()[0] for line in lines] == [*NAMES, *CHOICES]
+    assert 'stop                 ["x"]' in lines and "seed                 none" in lines
+
+
+@pytest.mark.parametrize(
+    "mode, shown",
+    [
+        ("full", "2 tokens · 8.0 tok/s · first token 0.25 s · 4 of 10 reused · context 12 / 100\n"),
+        ("short", "2 tokens · 8.0 tok/s\n"),
+        ("off", ""),
+    ],
+)
+def test_the_line_after_an_answer_can_be_shorter(session, mode, shown):
+    chat = session(["a", "b"], params=SamplingParams(temperature=0), stats="full")
+    chat.handle(f"/set stats {mode}")
+    assert chat.read()[1] == f"stats is {mode}\n"
+    chat.handle("one")
+    assert chat.read()[1] == shown
+    chat.handle("/set --stats none")
+    assert chat.read()[1] == "stats must be one of full, short, off, default, got 'none'\n" and chat.stats == mode
+
+
+def test_default_leads_back_to_what_the_chat_began_with(session):
+    chat = session(stats="short")
+    for line, words in (
+        ("/set stats off", "stats is off\n"),
+        ("/set stats default", "stats is short\n"),
+        ("/set overflow stop", "overflow is stop\n"),
+        ("/set overflow default", "overflow is error\n"),
+    ):
+        assert chat.handle(line) and chat.read()[1] == words
+
+
+def test_the_seed_of_an_answer_is_shown_and_gives_it_again(session):
+    chat = session(["a"], ["b"], ["c"])
+    seeds, stream = [], chat.engine.stream
+    chat.engine.stream = lambda prompt, params, **more: seeds.append(params.seed) or stream(prompt, params, **more)
+    for line in ("one", "two", "/set seed 7", "three"):
+        chat.handle(line)
+    assert seeds[0] != seeds[1] and max(seeds) < 1_000_000 and seeds[2] == 7
+    assert [line.split("seed ")[1] for line in chat.read()[1].splitlines() if "tok/s" in line] == list(map(str, seeds))
+
+
+def test_save_load_and_export(session, tmp_path):
+    chat = session(["one"], ["two"])
+    chat.handle("a")
+    file, notes = tmp_path / "my talk.json", tmp_path / "notes.txt"
+    assert chat.handle(f"/save '{file}'") and stat.S_IMODE(file.stat().st_mode) == 0o600
+    chat.handle("b")
+    chat.handle(f"/save {file}")
+    chat.handle("/clear")
+    chat.handle(f"/load {file}")
+    assert chat.conversation.turns == (("a", "one"), ("b", "two"))
+    assert "continuing 2 turns, the last was 'b'" in chat.read()[1]
+    chat.handle(f"/export {tmp_path / 'talk.md'}")
+    chat.handle(f"/save {tmp_path / 'same.MD'}")
+    assert (tmp_path / "same.MD").read_text() == (tmp_path / "talk.md").read_text()
+    whole = "# Conversation\n\n## User\n\na\n\n## Assistant\n\none\n\n## User\n\nb\n\n## Assistant\n\ntwo\n"
+    assert (tmp_path / "talk.md").read_text() == whole
+    notes.write_text("mine")
+    chat.read()
+    for command, says in (
+        (f"/save {notes}", "not a session"),
+        (f"/load {notes}", "not a session"),
+        (f"/load {tmp_path / 'absent'}", "no such file"),
+        ("/load absent", "absent: no session of this name, and no file"),
+        (f"/load {tmp_path}", "not a file"),
+        ("/load ~nobody-at-all/\0", "no such file"),
+        ("/save a\0b", "null"),
+        (f"/save {tmp_path / 'no' / 'where'}", "No such file"),
+        (f"/export {tmp_path / 'talk.md'}", "exists already"),
+        (f"/save {tmp_path / 'talk.md'}", "exists already"),
+        (f"/load {tmp_path / 'talk.md'}", "/load reads JSON"),
+        (f"/export {notes}", "must end in .md"),
+        ("/export", "needs FILE.md"),
+        ("/save", "needs FILE"),
+        ("/undo it", "takes nothing"),
+    ):
+        assert chat.handle(command)
+        shown = chat.read()[1]
+        assert says in shown and shown.count("\n") == 1, (command, shown)
+    assert notes.read_text() == "mine" and len(chat.conversation.turns) == 2
+
+
+def test_every_command_is_in_the_help(session):
+    chat = session()
+    chat.thinks = True  # /think is only for models that can
+    chat.handle("/help")
+    lines = chat.read()[1].splitlines()
+    assert [line.split()[0] for line in lines if line.startswith("  /")] == [*COMMANDS, "//"]
+    assert [line for line in lines if not line.startswith(" ")] == [*GROUPS, "Keys"]
+    assert max(map(len, lines)) <= 80 and "a line that starts with a space is never a command" in lines[-1]
+
+
+def test_stats(session):
+    chat = session(["a", "b"])
+    chat.handle("/stats")
+    assert "no complete answer yet" in chat.read()[1]
+    chat.handle("x")
+    chat.handle("/stats")
+    shown = chat.read()[1]
+    for part in ("script on", "backend triton, graph full", "\n1 turn\n", "context 12 / 100", "2 tokens in 1 answer"):
+        assert part in shown
+    assert ", speculation off\n" in shown
+    chat.engine.policy = Policy(speculate="ngram", speculate_ngram=(5, 2))
+    chat.handle("/stats")
+    assert ", speculation ngram 5:2\n" in chat.read()[1]
+
+
+def test_copy(session, monkeypatch):
+    chat = session(["<think>hm</think>\n\n**Yes**\x1b[2J"])
+    chat.handle("/copy")
+    assert chat.read()[1] == "nothing was said yet\n"
+    chat.handle("one")
+    chat.read()
+    assert chat.handle("/copy") and "/copy needs a terminal; /export FILE.md" in chat.read()[1]
+    chat.output = as_terminal(monkeypatch)
+    chat.handle("/copy")
+    out, err = chat.read()
+    assert out == f"\x1b]52;c;{base64.b64encode('**Yes**␛[2J'.encode()).decode()}\x07"
+    assert err == "asked the terminal to copy the last answer, 11 characters\n"
+
+
+def test_copy_takes_a_block_of_code(session, monkeypatch):
+    answer = "First:\n```sh\nls -l\n```\nThen\n- in a list:\n  ~~~\n  a\n\n  b\n  ~~~\n\n    indented\n"
+    chat = session([answer], ["no code"])
+    chat.output, chat.plain = as_terminal(monkeypatch), True
+    chat.handle("x")
+    chat.read()
+    for line, copied, words in (
+        ("/copy 1", "ls -l", "copy block 1 of 2, 5 characters"),
+        ("/copy 2", "a\n\nb", "copy block 2 of 2, 4 characters"),
+        ("/copy 3", None, "/copy takes the number of a block, not '3': the last answer has 2 blocks of code"),
+        ("/copy all", None, "not 'all'"),
+    ):
+        chat.handle(line)
+        out, err = chat.read()
+        assert out == ("" if copied is None else f"\x1b]52;c;{base64.b64encode(copied.encode()).decode()}\x07")
+        assert words in err
+    chat.handle("y")
+    chat.read()
+    chat.handle("/copy 1")
+    assert "the last answer has no block of code" in chat.read()[1]
+
+
+def test_plain(session, monkeypatch):
+    answer = ["**one**"]
+    chat = session(answer, answer, answer)
+    chat.output = as_terminal(monkeypatch)
+    for line, words in (("/plain", "shown as Markdown"), ("/plain on", "plain text"), ("/plain 1", "on or off")):
+        assert chat.handle(line) and words in chat.read()[1]
+    for line, shown in (("a", "**one**\n"), ("/plain off", ""), ("b", "one\n"), ("/plain on", ""), ("c", "**one**\n")):
+        assert chat.handle(line) and chat.read()[0] == shown
+    chat = session(raw=True)
+    assert chat.handle("/plain off") and "with --raw" in chat.read()[1] and chat.plain
+
+
+def test_an_answer_too_long_for_the_clipboard(session, monkeypatch):
+    chat = session(["x" * LARGEST], ["x" * (LARGEST - 2) + "é" * 2])
+    chat.output = as_terminal(monkeypatch)
+    chat.plain = True
+    chat.engine.capacity = 10**6
+    for line, copied in (("one", True), ("two", False)):
+        chat.handle(line)
+        chat.read()
+        chat.handle("/copy")
+        out, err = chat.read()
+        assert ("\x1b]52;" in out) == copied and (f"{LARGEST + 2:,} bytes" in err) != copied
+        assert len(out) <= 100_000
+
+
+def as_terminal(monkeypatch) -> Output:
+    monkeypatch.setenv("TERM", "xterm")
+    output = Output()
+    output.tty = True
+    return output
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A GPU of 100 GiB with 40 free, whose reads reach 4 TB/s, and a step that needs 100 GB."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (40 * 2**30, 100 * 2**30))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 50 * 2**30)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
+    monkeypatch.setattr(stats, "free_memory", lambda device: 40 * 2**30)
+    monkeypatch.setattr(stats, "step_bytes", lambda engine, context, steps: 10**11)
+    measured = []
+    monkeypatch.setattr(stats, "measure_read_bandwidth", lambda device, nbytes: measured.append(nbytes) or 4e12)
+    stats.read_bandwidth.cache_clear()
+    yield measured
+    stats.read_bandwidth.cache_clear()
+
+
+def test_stats_of_a_gpu(session, gpu):
+    chat = session(["a", "b"], ["c"])
+    chat.engine.device = torch.device("cuda", 0)
+    chat.handle("/stats")
+    shown = chat.read()[1]
+    assert "GPU memory: 50.0 GiB by this chat, 60.0 of 100.0 GiB in use" in shown and not gpu, "no answer yet"
+    for line in ("x", "/stats", "y", "/stats"):
+        chat.handle(line)
+    # the script's 8 tokens a second of 100 GB each
+    assert chat.read()[1].count("20% of the read bandwidth (4,000 GB/s, 100.00 GB a token)") == 2
+    assert gpu == [2**32], "measured once"
+
+
+def test_bandwidth_is_left_out_where_no_memory_is_free(session, gpu, monkeypatch):
+    monkeypatch.setattr(stats, "free_memory", lambda device: 2**20)
+    chat = session(["a", "b"])
+    chat.engine.device = torch.device("cuda", 0)
+    for line in ("x", "/stats"):
+        chat.handle(line)
+    assert "too little memory is free to measure" in chat.read()[1] and not gpu

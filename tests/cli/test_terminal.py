@@ -1,0 +1,347 @@
+"""The chat in a pseudo-terminal: keys, Ctrl-C, what is on the screen and what is on the disk."""
+
+import os
+import re
+import signal
+import stat
+import termios
+import time
+
+import pytest
+from chats import READY, STREAMS, leaves
+
+from tridecode.cli.chat import session as sessions
+from tridecode.cli.chat.conversation import Conversation
+from tridecode.cli.chat.slash import COMMANDS
+
+pexpect = pytest.importorskip("pexpect")
+
+ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+
+
+def test_in_a_terminal(endless, terminal):
+    child = terminal("--model", endless, "--seed", 3, "--temperature", 0.7, "--plain")
+    for line in ("hello", "again"):
+        child.send(f"{line}\r")
+        child.expect(STREAMS)  # it streams: this model never ends its answer by itself
+        began = time.monotonic()
+        child.sendintr()
+        child.expect(r"stopped after (\d+) tokens? and [\d.]+ s; kept in the conversation")
+        assert int(child.match[1]) > 0 and time.monotonic() - began < 2
+        child.expect_exact(READY)
+    child.send("/stats\r")
+    child.expect_exact("2 turns")
+    child.expect_exact(READY)
+    time.sleep(1)  # a Ctrl-C right after an answer was stopped was meant for that answer
+    child.sendintr()
+    child.expect_exact("leaves")
+    child.expect_exact(READY)
+    child.sendintr()
+    leaves(child)
+    controls = {chr(code) for code in range(32)} - set("\r\n\t\x1b\x07\x08")
+    assert not set(child.screen.getvalue()) & controls, "the model's control characters"
+
+
+def test_markdown_in_a_terminal(endless, terminal, state):
+    child = terminal("--model", endless, "--seed", 3)
+    child.send("hello\r")
+    child.expect_exact("\x1b[?2004l")
+    child.expect(r"[^\s\x1b]{20}")
+    time.sleep(0.5)
+    began = time.monotonic()
+    child.sendintr()
+    child.expect(r"stopped after \d+ tokens? and [\d.]+ s; kept in the conversation")
+    assert time.monotonic() - began < 2
+    child.expect_exact(READY)
+    time.sleep(1)
+    child.sendeof()
+    leaves(child)
+    assert child.screen.getvalue().count("\x1b[?25l") <= child.screen.getvalue().count("\x1b[?25h"), "cursor hidden"
+    (file,) = (state / "sessions").iterdir()
+    assert len(sessions.read(file).turns[0][1]) > 20
+
+
+def test_lines_are_edited(terminal, state):
+    child = terminal("--max-tokens", 2, "--temperature", 0)
+
+    def ask(keys):
+        child.send(keys)
+        child.expect_exact("context ")
+        child.expect_exact(READY)
+
+    ask("\x1b[200~pasted one\n/exit\nthree\n\x1b[201~\r")
+    ask("alt\x1b\renter\r")
+    ask('"""quoted\r/exit\r"""\r')
+    child.send("/syx\x7f\t Be brief.\r")
+    child.expect_exact("the system turn is set")
+    child.expect_exact(READY)
+    child.send("/edit\r")
+    child.expect_exact("/exit")
+    child.sendintr()
+    child.expect_exact("Up brings it back")
+    child.expect_exact(READY)
+    child.sendeof()
+    leaves(child)
+    (file,) = (state / "sessions").iterdir()
+    saved = sessions.read(file)
+    users = [user for user, _ in saved.turns]
+    assert users[:3] == ["pasted one\n/exit\nthree", "alt\nenter", "quoted\n/exit"]
+    assert saved.system == "Be brief.", "completed from /sy"
+    history = state / "history"
+    assert stat.S_IMODE(history.stat().st_mode) == 0o600
+
+    child = terminal("--max-tokens", 2, "--resume")
+    assert f"session {file.stem}: continuing {len(users)} turns" in child.screen.getvalue()
+    child.send("\x1b[A\r")  # /edit, the last line of the chat before
+    child.expect_exact("/exit")
+    child.send("\x1b\rmore\r")
+    child.expect_exact("context ")
+    child.expect_exact(READY)
+    child.sendeof()
+    leaves(child)
+    assert len(sessions.read(file).turns) == len(users) and sessions.read(file).turns[-1][0].endswith("\nmore")
+
+
+# What each command is typed with, and words of what it shows.
+TYPED = {
+    "/help": ("", "a line that starts with a space"),
+    "/system": ("Be brief.", "the system turn is set"),
+    "/retry": ("", "context "),
+    "/continue": ("", "context"),
+    "/edit": ("Hello again", "context "),
+    "/history": ("", "Hello again"),
+    "/title": ("A greeting", "the title is A greeting"),
+    "/sessions": ("", "this is session"),
+    "/save": ("{path}/talk.json", "saved to"),
+    "/load": ("{path}/talk.json", "continuing 1 turn"),
+    "/export": ("{path}/talk.md", "exported to"),
+    "/copy": ("", "c"),
+    "/model": ("", "bundled"),
+    "/think": ("", "think"),
+    "/plain": ("on", "answers are plain text"),
+    "/set": ("temperature 0", "temperature is 0"),
+    "/stats": ("", "1 turn"),
+    "/undo": ("", "0 turns left"),
+    "/clear": ("", "a new conversation begins"),
+}
+
+
+def test_every_command_is_accepted(terminal, tmp_path):
+    child = terminal("--max-tokens", 4, "--temperature", 0)
+    ask(child, "Hello")
+    for name, (rest, words) in TYPED.items():
+        child.send(f"{name} {rest.format(path=tmp_path)}".rstrip() + "\r")
+        child.expect(f"(?i){re.escape(words)}")
+        child.expect_exact(READY)
+    child.send("/exit\r")
+    leaves(child)
+    assert {*TYPED, "/exit"} == set(COMMANDS)
+    shown = child.screen.getvalue()
+    assert "there is no command" not in shown and "tridecode: error" not in shown
+    assert sessions.read(tmp_path / "talk.json").turns[0][0] == "Hello again" and (tmp_path / "talk.md").exists()
+
+
+def ask(child, message: str, shows: str = "context ") -> None:
+    """A whole turn; shows: a part of the line after it."""
+    child.send(f"{message}\r")
+    child.expect_exact(shows)
+    child.expect_exact(READY)
+
+
+def interrupt(child) -> float:
+    """Ctrl-C; seconds until the note about it is there."""
+    began = time.monotonic()
+    child.sendintr()
+    child.expect(r"stopped after (\d+) tokens? and")
+    return time.monotonic() - began
+
+
+# Where nothing else runs an interrupt takes a few hundredths of a second; the tests leave room for a busy machine.
+AT_ONCE = 1.0
+
+
+@pytest.mark.parametrize("options", [(), ("--plain",)], ids=["markdown", "plain"])
+def test_an_answer_stops_at_once(terminal, endless, options):
+    child = terminal("--model", endless, "--seed", 3, *options)
+    seconds = []
+    for line in ("one", "two", "three"):
+        child.send(f"{line}\r")
+        child.expect_exact("\x1b[?2004l")
+        child.expect(r"[^\s\x1b]{20}")  # it streams
+        seconds.append(interrupt(child))
+        child.expect_exact(READY)
+    assert sorted(seconds)[1] < AT_ONCE, seconds
+    assert "^C" not in child.screen.getvalue(), "it would shift what is drawn"
+    child.sendeof()
+    child.expect(pexpect.EOF)
+    assert child.getecho(), "the shell after it shows what is typed"
+
+
+def test_keys_during_an_answer_are_for_the_next_prompt(terminal, endless):
+    child = terminal("--model", endless, "--seed", 3, "--max-tokens", 300)
+    child.send("one\r")
+    child.expect_exact("\x1b[?2004l")
+    child.expect(r"[^\s\x1b]{20}")
+    child.send("/set top_k 7")
+    child.expect_exact("context ")
+    assert "/set" not in child.before  # behind it the next prompt may be there already
+    child.expect_exact(READY)
+    child.send("\r")
+    child.expect_exact("top_k is 7")
+    child.expect_exact(READY)
+    child.sendeof()
+    leaves(child)
+
+
+def test_a_paste_during_an_answer_is_one_message(terminal, endless, state):
+    """Of more than the 4,096 bytes that the kernel keeps of a line."""
+    text = "x" * 5000 + "\n/exit\nthe last line"
+    child = terminal("--model", endless, "--seed", 3, "--max-tokens", 300)
+    child.send("one\r")
+    child.expect_exact("2004h")  # a terminal marks pastes from here on
+    child.expect(r"[^\s\x1b]{20}")
+    child.send("\x1b[200~" + text.replace("\n", "\r") + "\x1b[201~")
+    child.expect_exact("context ")
+    child.expect_exact(READY)
+    child.expect_exact("the last line")
+    child.send("\r")
+    child.expect_exact("context ")
+    child.expect_exact(READY)
+    child.sendeof()
+    leaves(child)
+    assert [user for user, _ in only_session(state).turns] == ["one", text]
+
+
+def test_a_long_prompt_stops_at_once(terminal, endless, state):
+    """Ctrl-C while the prompt is computed: the turn is gone, the conversation and the chat are not."""
+    store = sessions.Store(sessions.named("long"), "m")
+    store.save(Conversation(turns=(("word " * 12_000, "fine"),)))
+    child = terminal("--model", endless, "--session", "long", "--max-tokens", 4, "--max-seq-len", 60_000)
+    for _ in range(3):
+        child.send("hello\r")
+        child.expect_exact("\x1b[?2004l")
+        child.expect(r"reading the prompt: [\d,]+ of [\d,]+ tokens, ")  # it needs ten times what this takes to come
+        assert interrupt(child) < AT_ONCE
+        assert child.match[1] == "0"
+        child.expect_exact("the turn is not kept")
+        child.expect_exact(READY)
+    assert store.load().turns == (("word " * 12_000, "fine"),)
+    child.send("/clear\r")
+    child.expect_exact("stays in session long")
+    child.expect_exact(READY)
+    ask(child, "hello")
+    child.sendeof()
+    leaves(child)
+
+
+def test_a_long_paste_is_one_message(terminal, state):
+    lines = "\n".join(f"{n}. /exit, then\tthe rest" for n in range(300))
+    child = terminal("--max-tokens", 2, "--max-seq-len", 200)
+    child.send("\x1b[200~" + lines.replace("\n", "\r") + "\x1b[201~")
+    child.expect_exact("299.")
+    child.send("\r")
+    child.expect_exact("holds 200")
+    child.expect_exact(READY)
+    child.send("\x1b[200~" + lines[:100].replace("\n", "\r") + "\x1b[201~\r")
+    child.expect_exact("context ")
+    child.expect_exact(READY)
+    child.sendeof()
+    leaves(child)
+    assert [user for user, _ in only_session(state).turns] == [lines[:100]]
+
+
+def test_a_paste_while_the_program_starts_is_one_message(terminal, endless, state):
+    """Before anything of torch is imported; of more than the 4,096 bytes that the kernel keeps of a line."""
+    text = "x" * 5000 + "\n/exit\nthe last line"
+    child = terminal("--model", endless, "--max-tokens", 2, early="\x1b[200~" + text.replace("\n", "\r") + "\x1b[201~")
+    child.expect_exact("/help lists the commands")
+    assert "the last line" not in child.screen.getvalue(), "shown before the prompt was there"
+    child.expect_exact("the last line")
+    child.send("\r")
+    child.expect_exact("context ")
+    child.expect_exact(READY)
+    child.sendeof()
+    leaves(child)
+    assert [user for user, _ in only_session(state).turns] == [text]
+
+
+def test_ctrl_c_while_the_program_starts_leaves_the_terminal_as_it_was(terminal):
+    child = terminal(early="\x03")
+    child.expect(pexpect.EOF)
+    kept = termios.tcgetattr(child.child_fd)[3]
+    child.close()
+    assert child.signalstatus == signal.SIGINT
+    assert kept & termios.ECHO and kept & termios.ICANON
+    assert child.screen.getvalue().endswith("\x1b[?2004l")
+
+
+def only_session(state) -> Conversation:
+    (file,) = (state / "sessions").iterdir()
+    return sessions.read(file)
+
+
+def test_resumed_after_a_kill(terminal, endless, state):
+    """kill -9 in mid-answer: what was complete is there again, and the conversation goes on."""
+    child = terminal("--model", endless, "--seed", 3, "--max-tokens", 5, "--plain")
+    ask(child, "first")
+    child.send("/set max_tokens none\r")
+    child.expect_exact(READY)
+    child.send("second\r")
+    child.expect(STREAMS)
+    child.kill(signal.SIGKILL)
+    child.wait()
+    child = terminal("--model", endless, "--resume", "--max-tokens", 5)
+    assert "continuing 1 turn, the last was 'first'" in child.screen.getvalue()
+    ask(child, "third")
+    child.sendeof()
+    leaves(child)
+    assert [user for user, _ in only_session(state).turns] == ["first", "third"]
+
+
+@pytest.mark.parametrize("answering", [False, True], ids=["at the prompt", "in mid-answer"])
+def test_a_terminal_that_is_closed(terminal, endless, state, answering):
+    child = terminal("--model", endless, "--seed", 3, "--max-tokens", 5, "--plain")
+    ask(child, "first")
+    if answering:
+        child.send("/set max_tokens none\r")
+        child.expect_exact(READY)
+        child.send("second\r")
+        child.expect(STREAMS)
+    pty = child.ptyproc
+    pty.fileobj.close()  # as when its window is closed: the kernel sends SIGHUP
+    pty.closed = True
+    pty.wait()
+    assert pty.signalstatus == signal.SIGHUP
+    turns = only_session(state).turns
+    assert turns[0][0] == "first" and len(turns) <= 1 + answering
+    assert sorted(os.listdir(state)) == ["history", "sessions"], "nothing half written is left"
+
+
+def test_a_terminal_that_becomes_narrow(terminal, state):
+    child = terminal("--ignore-eos", "--seed", 3, COLUMNS="")
+    child.send("Tell me a story.\r")
+    child.expect_exact("\x1b[?2004l")
+    child.expect(r"[a-z]{3}[^\x1b]*[a-z]{3}")
+    child.setwinsize(50, 20)
+    for _ in range(5):  # rows drawn since, the first ones for the wide window
+        child.expect_exact("\n")
+    before = len(child.screen.getvalue())
+    for _ in range(10):
+        child.expect_exact("\n")
+    drawn = ANSI.sub("", child.screen.getvalue()[before:])
+    assert max(map(len, re.split(r"[\r\n]+", drawn))) <= 20
+    child.setwinsize(3, 20)  # less than the answer takes
+    child.expect_exact("\n")
+    child.setwinsize(50, 200)
+    assert interrupt(child) < AT_ONCE
+    child.expect_exact(READY)
+    child.setwinsize(50, 20)
+    wide = "a line that is wider than the screen"
+    child.send("/set max_tokens 4\r")
+    child.expect_exact("max_tokens is 4")
+    child.expect_exact(READY)
+    ask(child, wide, "tok/s")
+    child.sendeof()
+    leaves(child)
+    turns = only_session(state).turns
+    assert [user for user, _ in turns] == ["Tell me a story.", wide] and len(turns[0][1]) > 100

@@ -1,0 +1,81 @@
+"""Signs of life while a prompt is read."""
+
+import io
+import time
+
+import pytest
+from rich.console import Console
+
+from tridecode.cli.terminal import Output
+from tridecode.cli.waiting import DELAY, LINE_START, PAUSE, Waiting
+
+
+@pytest.fixture
+def output(state):
+    """An Output whose stderr is a terminal of 80 columns; .written() is all that it got."""
+    output, stream = Output(), io.StringIO()
+    output.errors = Console(file=stream, force_terminal=True, width=80, color_system=None, _environ={"TERM": "xterm"})
+    output._unwrapped, output.written = False, stream.getvalue
+    return output
+
+
+def waited(waiting: Waiting, seconds: float) -> None:
+    with waiting:
+        time.sleep(seconds)
+
+
+def test_a_prompt_that_is_read_at_once_shows_nothing(output):
+    waiting = Waiting(output, lambda: (0, 10, 20))
+    waited(waiting, 0)
+    time.sleep(DELAY + PAUSE)
+    assert output.written() == ""
+
+
+def test_the_line_changes_and_goes(output):
+    found = iter([(100, 100, 4100), (100, 2148, 4100), None, None])
+    waited(Waiting(output, lambda: next(found, None)), DELAY + 3.5 * PAUSE)
+    first, second, third, *_, last = output.written().split(LINE_START)[1:]
+    assert first == "reading the prompt: 100 of 4,100 tokens, 0 s\x1b[K"
+    assert second.startswith("reading the prompt: 2,148 of 4,100 tokens, ") and second.endswith(" tok/s\x1b[K")
+    assert third.startswith("reading the prompt: 4,100 of 4,100 tokens, "), "the last pass is under way"
+    assert last == "\x1b[K"
+
+
+def test_a_narrow_window_gets_the_numbers(output):
+    output.errors.width = 40
+    waited(Waiting(output, lambda: (0, 28_000, 30_000)), DELAY + PAUSE)
+    line = output.written().split(LINE_START)[1].removesuffix("\x1b[K")
+    assert line.startswith("28,000 of 30,000 tokens, ") and len(line) < 40
+
+
+def test_without_redraws_it_is_said_once(output):
+    waited(Waiting(output, lambda: (0, 10, 4100), redraws=False), DELAY + 3 * PAUSE)
+    assert output.written() == "reading a prompt of 4,100 tokens\n"
+
+
+def test_a_server_that_tells_nothing(output):
+    waited(Waiting(output, lambda: None), DELAY + PAUSE)
+    assert output.written().startswith("\x1b[Gwaiting for the first token, 0 s")
+
+
+@pytest.mark.parametrize("why", ["quiet", "no terminal", "a pipe for input"])
+def test_nothing_is_shown_where_nobody_looks(output, why):
+    output.quiet = why == "quiet"
+    if why == "no terminal":
+        output.errors = Console(file=(stream := io.StringIO()), width=80)
+        output.written = stream.getvalue
+    waited(Waiting(output, lambda: (0, 10, 4100), shows=why != "a pipe for input"), DELAY + PAUSE)
+    assert output.written() == ""
+
+
+def test_while_it_is_suspended_nothing_is_drawn(output):
+    with Waiting(output, lambda: (0, 10, 4100)) as waiting:
+        time.sleep(DELAY + PAUSE)
+        waiting.pause()
+        before = output.written()
+        assert before.endswith("\x1b[G\x1b[K")
+        time.sleep(2 * PAUSE)
+        assert output.written() == before
+        waiting.resume()
+        time.sleep(2 * PAUSE)
+        assert "4,100" in output.written().removeprefix(before)

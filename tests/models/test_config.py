@@ -1,0 +1,411 @@
+"""config.json of every family, as transformers 4 and 5 write it; what is refused, and in which words."""
+
+
+import pytest
+
+from tridecode.errors import CheckpointError
+from tridecode.models.config import FAMILIES, ModelConfig, RopeConfig, parse_config, read_json
+
+LLAMA3_SCALING = {
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+    "rope_type": "llama3",
+}
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "attention_bias": False,
+    "bos_token_id": 128000,
+    "eos_token_id": 128001,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 16,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": LLAMA3_SCALING,
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 128256,
+}
+
+QWEN3 = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "attention_bias": False,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 2560,
+    "intermediate_size": 9728,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 36,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 36,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": None,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+
+QWEN2 = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+    "hidden_act": "silu",
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "max_position_embeddings": 32768,
+    "max_window_layers": 21,
+    "num_attention_heads": 14,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "sliding_window": 32768,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+
+MISTRAL = {
+    "architectures": ["MistralForCausalLM"],
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 32768,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 10000.0,
+    "sliding_window": 4096,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 32000,
+}
+
+PUBLISHED = {"qwen3": QWEN3, "llama": LLAMA, "mistral": MISTRAL, "qwen2": QWEN2}
+
+
+def without(config, *keys):
+    return {key: value for key, value in config.items() if key not in keys}
+
+
+def test_llama_file_of_transformers_4():
+    config = parse_config(LLAMA)
+    assert config == ModelConfig(
+        family="llama",
+        hidden_size=2048,
+        intermediate_size=8192,
+        num_layers=16,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=64,
+        vocab_size=128256,
+        max_position=131072,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=True,
+        layer_types=("full_attention",) * 16,
+        rope=RopeConfig(500000.0, "llama3", 32.0, 1.0, 4.0, 8192),
+        dtype="bfloat16",
+        bos_id=128000,
+        stop_ids=(128001,),
+    )
+    assert (config.group_size, config.q_size, config.kv_size) == (4, 2048, 512)
+
+
+def test_transformers_5_keys_mean_the_same():
+    renamed = without(LLAMA, "rope_scaling", "rope_theta", "torch_dtype")
+    renamed |= {"rope_parameters": LLAMA3_SCALING | {"rope_theta": 500000.0}, "dtype": "bfloat16"}
+    assert parse_config(renamed) == parse_config(LLAMA)
+
+
+def test_old_name_of_rope_type():
+    scaling = without(LLAMA3_SCALING, "rope_type") | {"type": "llama3"}
+    assert parse_config(LLAMA | {"rope_scaling": scaling}) == parse_config(LLAMA)
+
+
+FLAGS = {"qwen3": (True, False), "llama": (False, False), "mistral": (False, False), "qwen2": (False, True)}
+
+
+@pytest.mark.parametrize("family", FLAGS)
+def test_family_flags(family):
+    config = parse_config(PUBLISHED[family])
+    assert (config.qk_norm, config.qkv_bias) == FLAGS[family]
+
+
+@pytest.mark.parametrize("family, group, head_dim", [("qwen3", 4, 128), ("qwen2", 7, 64), ("mistral", 4, 128)])
+def test_shapes(family, group, head_dim):
+    config = parse_config(PUBLISHED[family])
+    assert (config.group_size, config.head_dim) == (group, head_dim)
+
+
+@pytest.mark.parametrize("head_dim", [None, "absent"])
+def test_head_dim_null_or_absent_is_hidden_over_heads(head_dim):
+    values = without(LLAMA, "head_dim") | ({} if head_dim == "absent" else {"head_dim": head_dim})
+    assert parse_config(values | {"hidden_size": 3072}).head_dim == 96
+
+
+def test_kv_heads_absent_is_multi_head_attention():
+    assert parse_config(without(LLAMA, "num_key_value_heads")).group_size == 1
+
+
+def test_rope_theta_absent_is_10000():
+    assert parse_config(without(MISTRAL, "rope_theta")).rope == RopeConfig(theta=10000.0)
+
+
+@pytest.mark.parametrize("name", ["float16", "float32", "torch.bfloat16"])
+def test_dtype(name):
+    assert parse_config(LLAMA | {"torch_dtype": name}).dtype == name.removeprefix("torch.")
+
+
+WINDOWS = {
+    # name: (file, changes, windows of the layers)
+    "mistral slides everywhere": (MISTRAL, {"num_hidden_layers": 3}, [4096] * 3),
+    "mistral whose file says nothing of a window": (
+        without(MISTRAL, "sliding_window"), {"num_hidden_layers": 3}, [4096] * 3,
+    ),  # fmt: skip
+    "mistral without a window": (MISTRAL, {"num_hidden_layers": 3, "sliding_window": None}, [0] * 3),
+    "a window as long as the context": (MISTRAL, {"num_hidden_layers": 3, "sliding_window": 32768}, [0] * 3),
+    "qwen2 that does not use its window": (QWEN2, {"num_hidden_layers": 3, "sliding_window": 16}, [0] * 3),
+    "qwen2 slides in its upper layers": (
+        QWEN2,
+        {"num_hidden_layers": 3, "sliding_window": 16, "use_sliding_window": True, "max_window_layers": 1},
+        [0, 16, 16],
+    ),
+    "qwen3 with max_window_layers above all": (
+        QWEN3,
+        {"num_hidden_layers": 3, "sliding_window": 16, "use_sliding_window": True},
+        [0, 0, 0],
+    ),
+    "qwen3 with layer_types": (
+        QWEN3,
+        {
+            "num_hidden_layers": 3,
+            "sliding_window": 16,
+            "use_sliding_window": True,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+        [16, 0, 16],
+    ),
+    "llama with plain layer_types": (LLAMA, {"num_hidden_layers": 2, "layer_types": ["full_attention"] * 2}, [0, 0]),
+}
+
+
+@pytest.mark.parametrize("case", WINDOWS)
+def test_windows(case):
+    values, changes, windows = WINDOWS[case]
+    config = parse_config(values | changes)
+    assert [config.window(i) for i in range(config.num_layers)] == windows
+    assert len(config.layer_types) == config.num_layers
+
+
+STOPS = {
+    "config alone": (128001, None, (128001,)),
+    "a list": ([128001, 128008], None, (128001, 128008)),
+    "union, each once": (128001, [128001, 128008, 128009], (128001, 128008, 128009)),
+    "generation_config alone": (None, 128009, (128009,)),
+    "none": (None, None, ()),
+}
+
+
+@pytest.mark.parametrize("case", STOPS)
+def test_stop_ids(case):
+    ours, theirs, expected = STOPS[case]
+    assert parse_config(LLAMA | {"eos_token_id": ours}, {"eos_token_id": theirs}).stop_ids == expected
+
+
+DEFAULTS = {
+    "sampling": (
+        {"do_sample": True, "temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0, "repetition_penalty": 1.1},
+        {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0, "repetition_penalty": 1.1},
+    ),
+    "greedy": ({"do_sample": False, "temperature": 0.6}, {"temperature": 0.0}),
+    "nothing said": ({"max_length": 4096, "top_p": None}, {}),
+}
+
+
+@pytest.mark.parametrize("case", DEFAULTS)
+def test_generation_defaults(case):
+    given, expected = DEFAULTS[case]
+    assert dict(parse_config(LLAMA, given).generation_defaults) == expected
+
+
+REFUSED = {
+    # name: (file, changes, words of the message)
+    "unknown architecture": (LLAMA, {"architectures": ["GemmaForCausalLM"]}, ["architectures", "Gemma", *FAMILIES]),
+    "no architecture": (LLAMA, {"architectures": None}, ["architectures", "got null"]),
+    "architecture of another type": (LLAMA, {"architectures": [["LlamaForCausalLM"]]}, ["architectures"]),
+    "classifier": (LLAMA, {"architectures": ["LlamaForSequenceClassification"]}, ["architectures", "Classification"]),
+    "quantised": (LLAMA, {"quantization_config": {"quant_method": "hqq"}}, ["quantization_config.quant_method", "hqq"]),
+    "activation": (LLAMA, {"hidden_act": "gelu"}, ["hidden_act", "silu", "gelu"]),
+    "attention bias": (LLAMA, {"attention_bias": True}, ["attention_bias", "o_proj"]),
+    "mlp bias": (LLAMA, {"mlp_bias": True}, ["mlp_bias"]),
+    "yarn": (QWEN3, {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, ["rope_scaling.rope_type", "yarn"]),
+    "linear, old name": (LLAMA, {"rope_scaling": {"type": "linear", "factor": 4.0}}, ["rope_scaling", "linear"]),
+    "rope of transformers 5": (QWEN3, {"rope_parameters": {"rope_type": "dynamic"}}, ["rope_parameters", "dynamic"]),
+    "partial rotary": (LLAMA, {"partial_rotary_factor": 0.5}, ["partial_rotary_factor", "0.5"]),
+    "llama3 without its factor": (LLAMA, {"rope_scaling": without(LLAMA3_SCALING, "factor")}, ["rope_scaling.factor"]),
+    "llama3 with equal factors": (
+        LLAMA,
+        {"rope_scaling": LLAMA3_SCALING | {"high_freq_factor": 1.0}},
+        ["rope_scaling.high_freq_factor"],
+    ),
+    "factor huge": (
+        LLAMA,
+        {"rope_scaling": LLAMA3_SCALING | {"factor": 1e299}},
+        ["rope_scaling.factor", "from 1 to 100000", "got 1e+299"],
+    ),
+    "low_freq_factor tiny": (
+        LLAMA,
+        {"rope_scaling": LLAMA3_SCALING | {"low_freq_factor": 1e-300}},
+        ["rope_scaling.low_freq_factor", "from 0.0001 to 10000", "got 1e-300"],
+    ),
+    "high_freq_factor not a number": (
+        LLAMA,
+        {"rope_scaling": LLAMA3_SCALING | {"high_freq_factor": float("nan")}},
+        ["rope_scaling.high_freq_factor", "from 0.0001 to 10000", "NaN"],
+    ),
+    "rope no object": (LLAMA, {"rope_scaling": "llama3"}, ["rope_scaling", "object"]),
+    "rope type null": (QWEN3, {"rope_parameters": {"rope_type": None}}, ["rope_parameters.rope_type", "got null"]),
+    "rope type null, old name": (LLAMA, {"rope_scaling": {"type": None}}, ["rope_scaling.rope_type", "got null"]),
+    "rope of each kind of layer": (
+        QWEN3,
+        {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e6}}},
+        ["rope_parameters", "'full_attention'", "between layers"],
+    ),
+    "two ropes": (
+        LLAMA,
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+        ["rope_parameters and rope_scaling", "remove one"],
+    ),
+    "theta null": (LLAMA, {"rope_theta": None}, ["rope_theta", "got null"]),
+    "theta null in rope_parameters": (QWEN3, {"rope_parameters": {"rope_theta": None}}, ["rope_parameters.rope_theta"]),
+    "theta zero": (LLAMA, {"rope_theta": 0}, ["rope_theta", "from 1 to 1e+30", "got 0"]),
+    "theta negative": (LLAMA, {"rope_theta": -1e4}, ["rope_theta", "from 1 to 1e+30", "got -10000.0"]),
+    "theta tiny": (LLAMA, {"rope_theta": 1e-30}, ["rope_theta", "from 1 to 1e+30", "got 1e-30"]),
+    "theta beyond fp32": (LLAMA, {"rope_theta": 1e39}, ["rope_theta", "from 1 to 1e+30", "got 1e+39"]),
+    "theta as large as floats go": (
+        QWEN3,
+        {"rope_parameters": {"rope_theta": 1e308}},
+        ["rope_parameters.rope_theta", "from 1 to 1e+30", "got 1e+308"],
+    ),
+    "theta infinite": (LLAMA, {"rope_theta": float("inf")}, ["rope_theta", "Infinity"]),
+    "theta not a number": (LLAMA, {"rope_theta": float("nan")}, ["rope_theta", "NaN"]),
+    "theta huge": (LLAMA, {"rope_theta": 10**400}, ["rope_theta"]),
+    "hidden size missing": (LLAMA, {"hidden_size": None}, ["hidden_size", "integer", "got null"]),
+    "hidden size negative": (LLAMA, {"hidden_size": -1}, ["hidden_size", "got -1"]),
+    "hidden size a string": (LLAMA, {"hidden_size": "2048"}, ["hidden_size", '"2048"']),
+    "hidden size a boolean": (LLAMA, {"hidden_size": True}, ["hidden_size", "got true"]),
+    "hidden size a fraction": (LLAMA, {"hidden_size": 2048.0}, ["hidden_size", "2048.0"]),
+    "layers without end": (LLAMA, {"num_hidden_layers": 10**9}, ["num_hidden_layers"]),
+    "heads that do not divide": (LLAMA, {"num_key_value_heads": 5}, ["num_key_value_heads", "32", "got 5"]),
+    "too many heads share one": (LLAMA, {"num_key_value_heads": 1}, ["num_key_value_heads", "16th", "got 1"]),
+    "head_dim not given, not whole": (LLAMA, {"head_dim": None, "hidden_size": 2049}, ["head_dim", "2049", "32"]),
+    "head_dim too large": (LLAMA, {"head_dim": 320}, ["head_dim", "256", "320"]),
+    "head_dim odd": (LLAMA, {"head_dim": 72}, ["head_dim", "multiple of 16", "72"]),
+    "eps zero": (LLAMA, {"rms_norm_eps": 0.0}, ["rms_norm_eps", "from 1e-30 to 1", "got 0.0"]),
+    "eps that is zero in fp32": (LLAMA, {"rms_norm_eps": 1e-300}, ["rms_norm_eps", "from 1e-30 to 1", "got 1e-300"]),
+    "tied is no boolean": (LLAMA, {"tie_word_embeddings": 1}, ["tie_word_embeddings", "true or false"]),
+    "eos outside the vocabulary": (LLAMA, {"eos_token_id": 128256}, ["eos_token_id", "128256"]),
+    "eos a list of strings": (LLAMA, {"eos_token_id": ["</s>"]}, ["eos_token_id", "</s>"]),
+    "too many eos": (LLAMA, {"eos_token_id": list(range(17))}, ["eos_token_id", "17", "16"]),
+    "dtype": (LLAMA, {"torch_dtype": "float8_e4m3fn"}, ["torch_dtype", "float8", "bfloat16"]),
+    "dtype of another type": (LLAMA, {"dtype": 16}, ["dtype", "16"]),
+    "window zero": (MISTRAL, {"sliding_window": 0}, ["sliding_window", "got 0"]),
+    "layer_types too short": (QWEN3, {"layer_types": ["full_attention"]}, ["layer_types", "36"]),
+    "layer_types unknown": (QWEN3, {"layer_types": ["linear_attention"] * 36}, ["layer_types", "linear_attention"]),
+    "sliding layers without a window": (QWEN3, {"layer_types": ["sliding_attention"] * 36}, ["sliding_window"]),
+    "llama that slides": (LLAMA, {"layer_types": ["sliding_attention"] * 16}, ["layer_types", "full_attention"]),
+    "mistral of two kinds": (
+        MISTRAL,
+        {"layer_types": ["full_attention", "sliding_attention"] * 16},
+        ["layer_types", "sliding_attention"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused(case):
+    values, changes, words = REFUSED[case]
+    parse_config(values)
+    with pytest.raises(CheckpointError) as caught:
+        parse_config(values | changes, source="somewhere/config.json")
+    message = str(caught.value)
+    assert message.startswith("somewhere/config.json: ") and "\n" not in message and len(message) < 400
+    for word in words:
+        assert word in message
+
+
+REFUSED_GENERATION = {
+    "temperature": {"temperature": -0.5},
+    "top_p": {"top_p": 0},
+    "top_k": {"top_k": 20.5},
+    "repetition_penalty": {"repetition_penalty": 0.0},
+    "repetition_penalty that sampling refuses": {"repetition_penalty": 1e-9},
+    "min_p": {"min_p": "0.1"},
+    "do_sample": {"do_sample": "yes"},
+    "eos_token_id": {"eos_token_id": -1},
+}
+
+
+@pytest.mark.parametrize("case", REFUSED_GENERATION)
+def test_refused_generation_config(case):
+    (key,) = REFUSED_GENERATION[case]
+    with pytest.raises(CheckpointError, match=f"^somewhere/generation_config.json: {key} must be"):
+        parse_config(LLAMA, REFUSED_GENERATION[case], source="somewhere/config.json")
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3-tied", "llama", "qwen2", "mistral", "mistral-full"])
+def test_agrees_with_transformers(family, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    from checkpoints import STOP_IDS, write_tiny
+
+    path = write_tiny(tmp_path, family, num_hidden_layers=3)
+    config = parse_config(read_json(path / "config.json"), read_json(path / "generation_config.json"))
+    theirs = transformers.AutoConfig.from_pretrained(path)
+    window = getattr(theirs, "sliding_window", None)
+    assert config.hidden_size == theirs.hidden_size and config.vocab_size == theirs.vocab_size
+    assert config.rope.theta == theirs.rope_parameters["rope_theta"]
+    assert config.rope.kind == theirs.rope_parameters["rope_type"]
+    assert config.rms_norm_eps == theirs.rms_norm_eps
+    assert config.tie_word_embeddings == theirs.tie_word_embeddings
+    assert [config.window(i) for i in range(3)] == [window or 0] * 3
+    assert set(config.stop_ids) == set(STOP_IDS)
+    assert config.dtype == "float32"
+
+
+ODD_NUMBERS = [-1, 0, 1, 3, 10**30, 0.5, float("nan"), float("-inf")]
+ODD_VALUES = [*ODD_NUMBERS, None, True, "", "default", [], [1], ["x"], {}, {"a": 1}]
+ABSENT = dict.fromkeys(["rope_parameters", "layer_types", "quantization_config", "dtype"])
+
+
+@pytest.mark.parametrize("family", PUBLISHED)
+def test_odd_values_end_in_one_clear_line(family):
+    """Whatever stands at a key: a configuration, or a CheckpointError that names the file."""
+    values = PUBLISHED[family] | ABSENT
+    refused = 0
+    for key in values:
+        for value in ODD_VALUES:
+            try:
+                assert isinstance(parse_config(values | {key: value}, {key: value}), ModelConfig)
+            except CheckpointError as error:
+                assert "config.json: " in str(error) and "\n" not in str(error)
+                refused += 1
+    assert refused > 200

@@ -1,0 +1,211 @@
+"""The memory plan: what fits, what does not, and a container's own limit."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from models import tiny_config
+
+from tridecode import Engine, cgroup, memory
+from tridecode.checkpoint import load as checkpoint
+from tridecode.errors import DeviceError
+from tridecode.models.presets import PRESETS
+from tridecode.plan.memory import MemoryPlan, plan_memory
+from tridecode.plan.placement import plan_capacity
+from tridecode.step.model import make_model
+from tridecode.step.workspace import make_workspace, named_tensors
+from tridecode.tuning.shapes import TILE_ROWS
+
+GIB = 2**30
+
+
+def test_the_context_is_what_fits_beside_the_weights():
+    plan = MemoryPlan(free=10 * GIB, weights=6 * GIB, per_token=2**20, fixed=GIB, model_limit=8192, headroom=0.1)
+    assert plan.max_context == 2048
+    assert plan.capacity(None, "x") == 2048 and plan.capacity(1000, "x") == 1000
+    with pytest.raises(DeviceError, match=r"3,000 positions need 9\.93 GiB .* at most 2,048 positions fit"):
+        plan.capacity(3000, "x")
+
+
+def test_weights_that_do_not_fit():
+    plan = MemoryPlan(free=5 * GIB, weights=6 * GIB, per_token=2**20, fixed=GIB, model_limit=8192)
+    with pytest.raises(DeviceError, match="choose a smaller model"):
+        plan.capacity(None, "x")
+
+
+def test_a_cpu_gets_a_moderate_context_unless_asked_for_more(monkeypatch):
+    monkeypatch.setattr(memory, "free_memory", lambda device: 8 * GIB)
+    config, cpu = tiny_config(max_position=2**30), torch.device("cpu")
+    plan, capacity, notes = plan_capacity(config, torch.float32, cpu, None)
+    assert capacity == memory.CPU_CONTEXT and plan.max_context > 2**20
+    (note,) = notes
+    assert f"lowered to {capacity:,} of the model's {2**30:,}" in note and f"up to {plan.max_context:,} " in note
+    assert plan_capacity(config, torch.float32, cpu, 2**20)[1:] == (2**20, [])
+    assert plan_capacity(tiny_config(max_position=512), torch.float32, cpu, None)[1:] == (512, [])
+
+
+def test_slots_share_what_fits():
+    plan = MemoryPlan(
+        free=10 * GIB, weights=6 * GIB, per_token=2**20, fixed=GIB, model_limit=8192, kv_per_token=2**19,
+        per_slot=2**26, slots=4,
+    )  # fmt: skip
+    left = 3 * GIB - 3 * 2**26
+    assert plan.max_context == left // (2**20 + 3 * 4) < 3072
+    for capacity, pool in ((100, 400), (1000, 4000), (2000, 3759)):
+        assert plan.capacity(capacity, "x") == capacity and plan.kv_tokens(capacity, None, "x") == pool
+        assert plan.needed(capacity, pool) <= plan.free
+    assert plan.needed(2000, 3759 + 1) > plan.free, "it is all that fits"
+    assert plan.kv_tokens(1000, 1500, "x") == 1500
+    with pytest.raises(DeviceError, match=r"kv_tokens: 5,000 positions need .* at most 4,\d\d\d fit$"):
+        plan.kv_tokens(1000, 5000, "x")
+
+
+def test_more_slots_than_memory_is_one_line_that_says_how_many_fit():
+    plan = MemoryPlan(
+        free=10 * GIB, weights=6 * GIB, per_token=2**20, fixed=GIB, model_limit=8192, kv_per_token=2**19,
+        per_slot=2**26, slots=64,
+    )  # fmt: skip
+    wanted = r"^not enough memory on x: 64 slots with 100 positions need 11\.\d\d GiB \(6\.00 GiB of weights\), "
+    with pytest.raises(DeviceError, match=wanted + r"10\.00 GiB are free; at most 47 slots fit$"):
+        plan.capacity(100, "x")
+    assert replace(plan, slots=47).capacity(100, "x") == 100
+    with pytest.raises(DeviceError, match="at most 46 slots fit"):
+        replace(plan, slots=47).capacity(140, "x")
+    with pytest.raises(DeviceError, match="choose a smaller model"):
+        replace(plan, free=GIB).capacity(100, "x")
+
+
+def test_the_plan_counts_what_a_slot_takes():
+    config, cpu = tiny_config(), torch.device("cpu")
+    assert plan_memory(config, torch.float32, cpu).per_slot == 0
+
+    def total(slots):
+        tensors = named_tensors(make_workspace(config, 100, cpu, torch.float32, slots))
+        return sum(t.nbytes for name, t in tensors.items() if not name.startswith(("out", "mask")))
+
+    for slots in (2, 16):
+        plan = plan_memory(config, torch.float32, cpu, slots)
+        allocated = total(slots) - total(1) - 4 * 101 * (slots - 1)
+        assert allocated <= (slots - 1) * plan.per_slot <= allocated + 16 * slots
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("slots, capacity, chunk", [(1, 8192, 2048), (1, 100, 2048), (16, 4096, 512), (64, 1024, 8192)])
+@pytest.mark.parametrize("preset", ["qwen3-0.6b", "qwen3-4b", "llama-3.1-8b", "qwen2.5-7b", "mistral-7b"])
+def test_the_plan_is_what_is_allocated(monkeypatch, preset, slots, capacity, chunk, dtype):
+    """Every tensor beside the weights counted on the meta device; what others allocate is a number of its own."""
+    monkeypatch.setattr(memory, "free_memory", lambda device: 0)
+    config = replace(PRESETS[preset], max_position=capacity)  # so that the plan is one for this context
+    weights = checkpoint.empty_weights(config, "meta", dtype)
+    model = make_model(config, weights, capacity, slots, prompt_rows=chunk)
+    tensors = named_tensors(model.workspace) | {f"prompt.{name}": t for name, t in named_tensors(model.prompt).items()}
+    tensors |= {"pool": model.kv.pool, "cos": model.cos, "sin": model.sin}
+    allocated = sum(t.nbytes for t in tensors.values() if t.is_meta)
+    plan = plan_memory(config, dtype, torch.device("cuda"), slots, chunk, one_piece=False)
+    pages = -(-capacity // 64) * 64  # whole ones
+    planned = plan.needed(capacity, slots * pages) - plan.weights - memory.SCRATCH["cuda"]
+    assert allocated == pytest.approx(planned, abs=100 * slots)
+    with_torchs = plan_memory(config, dtype, torch.device("cuda"), slots, chunk)
+    assert with_torchs.per_token - plan.per_token == 2 * config.kv_size * dtype.itemsize
+
+
+@pytest.mark.parametrize("slots", [1, 3, 65])
+def test_what_products_read_has_the_rows_of_a_tile(slots):
+    """In the batch-invariant mode one row too is multiplied in tiles."""
+    workspace = make_workspace(tiny_config(), 100, torch.device("cpu"), torch.bfloat16, slots)
+    for name in ("normed", "attn_out", "act"):
+        given = getattr(workspace, name)
+        assert len(given) == slots
+        assert given.untyped_storage().nbytes() >= max(slots, TILE_ROWS) * given.shape[1] * given.itemsize, name
+
+
+@pytest.mark.parametrize("slots", [1, 3, 64])
+def test_the_plan_counts_rows_that_verify_drafts(monkeypatch, slots):
+    config, cpu = tiny_config(), torch.device("cpu")
+    monkeypatch.setattr(memory, "free_memory", lambda device: GIB)
+    weights = checkpoint.random_weights(config, cpu, torch.float32)
+
+    def allocated(speculate):
+        model = make_model(config, weights, 64, slots, page=64, speculate=speculate)
+        spaces = [model.workspace, model.verify] if speculate else [model.workspace]
+        found = [t.untyped_storage() for ws in spaces for t in named_tensors(ws).values()]
+        storages = {storage.data_ptr(): storage for storage in found}
+        return sum(storage.nbytes() for storage in storages.values())
+
+    off, ngram = (plan_memory(config, torch.float32, cpu, slots, speculate=each) for each in (False, True))
+    more = allocated(True) - allocated(False)
+    assert ngram.fixed - off.fixed == pytest.approx(more, rel=0.15, abs=11_000), "but for rows that fill tiles"
+    assert (more > 11_000) == (slots < 64)
+
+
+def test_kv_tokens_and_context_bound_each_other(monkeypatch):
+    monkeypatch.setattr(memory, "free_memory", lambda device: GIB)
+    config, cpu = tiny_config(max_position=512), torch.device("cpu")
+    assert plan_capacity(config, torch.float32, cpu, None, 4, 1000)[1:] == (512, [])
+    _, capacity, (note,) = plan_capacity(config, torch.float32, cpu, None, 4, 300)
+    assert capacity == 300 and note.endswith("to 300 of the model's 512 positions: that is what kv_tokens asks for")
+    needed = plan_memory(config, torch.float32, cpu, 8).needed(512, 2000)
+    monkeypatch.setattr(memory, "free_memory", lambda device: needed * 4 // 3 + 9)
+    plan, capacity, (note,) = plan_capacity(config, torch.float32, cpu, None, 8)
+    assert (capacity, plan.kv_tokens(512, None, "cpu")) == (512, 2000)
+    assert note == "8 slots share 2,000 K/V positions: that is what fits cpu"
+
+
+def test_a_gpus_context_is_what_fits(monkeypatch):
+    monkeypatch.setattr(memory, "free_memory", lambda device: 4 * GIB)
+    plan, capacity, notes = plan_capacity(tiny_config(max_position=2**30), torch.float32, torch.device("cuda"), None)
+    assert capacity == plan.max_context > 2**20 and notes[0].endswith("that is what fits cuda")
+
+
+def test_a_model_beyond_the_limit_of_its_group_is_refused_before_it_is_read(monkeypatch, tmp_path):
+    monkeypatch.setattr("tridecode.loading.load_weights", None)
+    (tmp_path / "own").write_text(V2)
+    for name, text in (("memory.max", str(50 << 20)), ("memory.current", str(20 << 20))):
+        (tmp_path / "app").mkdir(exist_ok=True)
+        (tmp_path / "app" / name).write_text(text)
+    left = cgroup.free_memory(tmp_path, tmp_path / "own")
+    monkeypatch.setattr(cgroup, "free_memory", lambda: left)
+    with pytest.raises(DeviceError, match="not enough memory on cpu: .* 0.03 GiB are free; choose a smaller model"):
+        Engine.load(device="cpu")
+
+
+def test_a_context_that_cannot_be_allocated_names_its_cause(monkeypatch):
+    def full(*args):
+        raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes.")
+
+    monkeypatch.setattr("tridecode.step.model.make_kv_cache", full)
+    with pytest.raises(DeviceError, match="context of 64 positions; choose a smaller max_seq_len"):
+        Engine.load(device="cpu", max_seq_len=64)
+
+
+def test_the_plan_leaves_a_share_of_the_memory(monkeypatch):
+    monkeypatch.setattr(memory, "free_memory", lambda device: GIB)
+    plan = plan_memory(tiny_config(max_position=2**24), torch.float32, torch.device("cpu"))
+    assert plan.needed(plan.max_context) <= 0.75 * GIB < plan.needed(plan.max_context + 1)
+
+
+V2, V1 = "0::/app\n", "4:memory:/app\n"
+CACHE = "anon 100\ninactive_file 200\nactive_file 50\ntotal_inactive_file 300\ntotal_active_file 60\n"
+
+
+@pytest.mark.parametrize(
+    "own, files, expected",
+    [
+        (V2, {"memory.max": "1000", "memory.current": "400"}, 600),
+        (V2, {"memory.max": "1000", "memory.current": "1400"}, 0),
+        (V2, {"memory.max": "max", "memory.current": "400"}, float("inf")),
+        (V2, {"app/memory.max": "700", "app/memory.current": "400", "memory.max": "999", "memory.current": "9"}, 300),
+        (V2, {"app/memory.max": "1000", "app/memory.current": "700", "app/memory.stat": CACHE}, 550),
+        (V1, {"memory/memory.limit_in_bytes": "900", "memory/memory.usage_in_bytes": "100"}, 800),
+        (V1, {"memory/app/memory.limit_in_bytes": "900", "memory/app/memory.usage_in_bytes": "100"}, 800),
+        (V1, {f"memory/{n}": t for n, t in (("memory.limit_in_bytes", "900"), ("memory.usage_in_bytes", "800"),
+                                            ("memory.stat", CACHE))}, 460),
+        ("", {}, float("inf")),
+    ],
+    ids=["v2", "over", "unlimited", "own_group", "file_cache", "v1", "v1_own_group", "v1_file_cache", "none"],
+)  # fmt: skip
+def test_container_memory(own, files, expected, tmp_path):
+    for name, text in ({"own": own} | files).items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text + "\n")
+    assert cgroup.free_memory(tmp_path, tmp_path / "own") == expected

@@ -1,0 +1,159 @@
+"""/model: another model in the same conversation, and what happens where it cannot be loaded."""
+
+import gc
+import signal
+import weakref
+from types import SimpleNamespace
+
+import pytest
+from chats import said
+from checkpoints import write_tiny, write_tokenizer
+
+from tridecode import Engine
+from tridecode.cli import loading
+from tridecode.cli.chat import session as sessions
+from tridecode.cli.chat.conversation import Conversation
+from tridecode.cli.chat.settings import CHOICES, NAMES
+from tridecode.cli.chat.talk import Chat
+from tridecode.cli.loading import Loader
+from tridecode.cli.parser import make_parser
+from tridecode.cli.terminal import Output
+from tridecode.errors import CheckpointError, DeviceError
+
+FEW = ("--max-tokens", 4, "--temperature", 0)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """Two models, and three directories that are none: too short weights, no chat template, nothing."""
+    path = tmp_path_factory.mktemp("models")
+    found = {name: write_tiny(path / name, family) for name, family in (("qwen", "qwen3"), ("llama", "llama"))}
+    found["cut"] = write_tiny(path / "cut", "llama")
+    weights = found["cut"] / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:5000])
+    found["base"] = write_tiny(path / "base", "llama")
+    write_tokenizer(found["base"], chat_template=None)
+    return found | {"nothing": path / "nothing"}
+
+
+@pytest.fixture
+def crowded(monkeypatch):
+    """Two models never fit together."""
+    monkeypatch.setattr(Loader, "_fits_beside", lambda *args: False)
+
+
+def answers(engine, *turns):
+    return engine.generate(said(*turns), engine.default_params(temperature=0, max_tokens=4)).text
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_the_conversation_goes_on_with_the_other_model(piped, models, state, request, together):
+    if not together:
+        request.getfixturevalue("crowded")
+    lines = f"hello\n/model '{models['llama']}'\nagain\n/model\n"
+    code, out, err = piped(lines, "--model", models["qwen"], *FEW, "--session", "work")
+    assert code == 0, err
+    first = answers(Engine.load(models["qwen"], device="cpu"), "hello")
+    second = answers(Engine.load(models["llama"], device="cpu"), "hello", first, "again")
+    assert out == f"{first}\n{second}\n"
+    assert err.count(f"{models['llama']} on cpu: context of 512 tokens") == 2
+    assert ("do not fit together" in err) != together
+    assert f'"model": "{models["llama"]}"' in sessions.named("work").read_text()
+
+
+@pytest.mark.parametrize("together", [True, False])
+@pytest.mark.parametrize("name, says", [
+    ("nothing", "no such directory"),
+    ("cut", "model.safetensors"),
+    ("base", "no chat template"),
+])  # fmt: skip
+def test_a_model_that_cannot_be_loaded_costs_nothing(piped, models, request, name, says, together):
+    if not together:
+        request.getfixturevalue("crowded")
+    code, out, err = piped(f"hello\n/model {models[name]}\nagain\n", "--model", models["qwen"], *FEW)
+    assert code == 0
+    (error,) = (line for line in err.splitlines() if line.startswith("tridecode: error"))
+    assert says in error
+    engine = Engine.load(models["qwen"], device="cpu")
+    first = answers(engine, "hello")
+    assert out == f"{first}\n{answers(engine, 'hello', first, 'again')}\n"
+
+
+def test_the_old_model_is_let_go_before_where_both_do_not_fit(piped, models, crowded, monkeypatch):
+    engines, load = [], loading.load_model
+
+    def counting(*args):
+        gc.collect()
+        assert not [engine for engine in engines if engine() is not None], "one model at a time"
+        engine = load(*args)
+        engines.append(weakref.ref(engine))
+        return engine
+
+    monkeypatch.setattr(loading, "load_model", counting)
+    code, out, err = piped(f"hello\n/model {models['llama']}\nagain\n", "--model", models["qwen"], *FEW)
+    assert code == 0 and len(engines) == 2 and out.count("\n") == 2, err
+
+
+def test_ctrl_c_leaves_the_model_that_is_there(models, crowded, monkeypatch, capsys):
+    """One more, while that is loaded again, changes nothing."""
+    args = make_parser().parse_args(["chat", "--model", str(models["qwen"])])
+    output = Output()
+    loader, loads = Loader(args, output), []
+    loader._load = lambda model, *args: (loads.append(model), signal.raise_signal(signal.SIGINT), model)[2]
+    chat = Chat.__new__(Chat)
+    chat.interactive, chat.output, chat.loader, chat.stopped_at = True, output, loader, 0.0
+    chat.engine, chat.conversation = SimpleNamespace(name="qwen"), Conversation()
+    chat.use = lambda engine: setattr(chat, "engine", engine)
+    chat.switch(str(models["llama"]))
+    assert loads == [str(models["llama"]), str(models["qwen"])] and chat.engine == str(models["qwen"])
+    assert "stopped; the model stays" in capsys.readouterr().err and chat.stopped_at > 0
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_without_any_model_the_chat_ends(piped, models, crowded, monkeypatch, state):
+    load = loading.load_model
+
+    def once(args, model, *rest):
+        monkeypatch.setattr(loading, "load_model", broken)
+        return load(args, model, *rest)
+
+    def broken(*args):
+        raise CheckpointError("the disk is gone")
+
+    monkeypatch.setattr(loading, "load_model", once)
+    lines = f"hello\n/model {models['llama']}\nagain\n"
+    code, out, err = piped(lines, "--model", models["qwen"], *FEW, "--session", "work")
+    assert code == 1 and out.count("\n") == 1 and "the disk is gone" in err
+    assert err.splitlines()[-1] == "tridecode: error: there is no model any more; the chat ends"
+    assert [user for user, _ in sessions.read(sessions.named("work")).turns] == ["hello"]
+
+
+@pytest.mark.parametrize("free, beside", [(2**30, True), (2**24, False)])
+def test_both_fit_where_the_new_one_gets_all_of_its_context(models, monkeypatch, free, beside):
+    old = Engine.load(models["qwen"], device="cpu")
+    loader = Loader(make_parser().parse_args(["chat"]), None)
+    monkeypatch.setattr("tridecode.plan.memory.free_memory", lambda device: free)
+    assert loader._fits_beside(old, loading.load_config(models["llama"])) is beside
+
+
+def test_a_model_too_large_even_alone_is_refused_before_anything_is_given_up(models, monkeypatch):
+    old = Engine.load(models["qwen"], device="cpu", max_seq_len=1)
+    loader = Loader(make_parser().parse_args(["chat"]), None)
+    monkeypatch.setattr("tridecode.plan.memory.free_memory", lambda device: -old.plan.needed(old.capacity))
+    with pytest.raises(DeviceError, match="not enough memory"):
+        loader._fits_beside(old, loading.load_config(models["llama"]))
+
+
+def test_sampling_options_that_were_asked_for_stay(piped, models, tmp_path):
+    warm = tmp_path / "warm"
+    warm.mkdir()
+    for file in models["llama"].iterdir():
+        (warm / file.name).symlink_to(file)
+    (warm / "generation_config.json").unlink()
+    (warm / "generation_config.json").write_text('{"temperature": 0.7, "top_k": 11, "top_p": 0.8, "min_p": 0.1}')
+    lines = f"/set top_k 3\n/set min_p 0.5\n/set min_p default\n/model {warm}\n/set\n"
+    code, _, err = piped(lines, "--model", models["qwen"], *FEW)
+    assert code == 0 and "top_p 0.8, min_p 0.1 from generation_config.json" in err
+    shown = dict(line.split(maxsplit=1) for line in err.splitlines()[-len((*NAMES, *CHOICES)) :])
+    names = ("temperature", "top_k", "top_p", "min_p")
+    assert [shown[name] for name in names] == ["0.0", "3", "0.8", "0.1"]

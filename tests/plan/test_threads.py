@@ -1,0 +1,130 @@
+"""CPU threads: one for a tiny model, free cores for others, and whatever the user has said."""
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from chats import ROOT
+
+from tridecode.plan import cgroup, threads
+
+SCENARIOS = {
+    # what a program does -> the numbers of threads it sees
+    "untouched": ("load(); print(torch.get_num_threads())", "1"),
+    "set before, as many as PyTorch's own": (
+        "torch.set_num_threads(N); load(); print(torch.get_num_threads() == N)",
+        "True",
+    ),
+    "set before": ("torch.set_num_threads(3); load(); print(torch.get_num_threads())", "3"),
+    "set after": ("e = load(); torch.set_num_threads(3); answer(e); print(torch.get_num_threads())", "3"),
+    "loaded and used in threads of their own": (
+        "torch.ones(2) + 1; e = elsewhere(load); answer(e); print(torch.get_num_threads());"
+        "print(elsewhere(lambda: (answer(e), torch.get_num_threads())[1]))",
+        "1 1",
+    ),
+    "one engine after another": (
+        "a, b = load(), load(); b.threads = 2;"
+        "answer(b); print(torch.get_num_threads()); answer(a); print(torch.get_num_threads())",
+        "2 1",
+    ),
+}
+PROGRAM = """
+import torch
+from concurrent.futures import ThreadPoolExecutor
+from tridecode import Engine, SamplingParams
+
+def answer(engine):
+    engine.generate("Hello", SamplingParams(max_tokens=2))
+
+def load():
+    engine = Engine.load(device="cpu")
+    answer(engine)
+    return engine
+
+def elsewhere(call):
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(call).result()
+
+N = torch.get_num_threads()
+"""
+
+
+def run(code: str, **environment) -> list[str]:
+    kept = {name: value for name, value in os.environ.items() if name not in threads.VARIABLES}
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM + code], cwd=ROOT, env=kept | environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_the_number_of_threads(name):
+    code, expected = SCENARIOS[name]
+    assert run(code) == expected.split()
+
+
+def test_the_environment_chooses():
+    assert run("load(); print(torch.get_num_threads())", OMP_NUM_THREADS="2") == ["2"]
+
+
+class Free:
+    def count(self):
+        return 7
+
+
+def test_a_tiny_model_takes_one_thread_and_others_the_free_cores():
+    assert threads.choose(threads.TINY - 1, Free()) == 1
+    assert threads.choose(threads.TINY, Free()) == 7
+
+
+@pytest.mark.parametrize("idle, own, cores", [(4.0, 0, 4), (3.0, 1.0, 4), (1.9, 0.9, 3), (0.2, 0.6, 1), (0, 0, 1)])
+def test_cores_that_others_use_are_not_free(monkeypatch, idle, own, cores):
+    """idle: cores idle, own: cores busy with this process, of four."""
+    clock = {"now": 100.0}
+    monkeypatch.setattr(threads, "DEFAULT", 4)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 3})
+    monkeypatch.setattr(cgroup, "cpus", lambda: float("inf"))
+    monkeypatch.setattr(threads, "_idle_seconds", lambda: idle * clock["now"])
+    monkeypatch.setattr(time, "monotonic", lambda: clock["now"])
+    monkeypatch.setattr(time, "process_time", lambda: own * clock["now"])
+    watched = threads.FreeCores()
+    clock["now"] += 2.0
+    assert watched.count() == cores
+
+
+@pytest.mark.parametrize("quota, affinity, cores", [(1.5, {0, 1, 2, 3}, 1), (2.0, {0, 1, 2, 3}, 2), (0.5, {1}, 1)])
+def test_a_quota_and_an_affinity_bound_the_cores(monkeypatch, quota, affinity, cores):
+    monkeypatch.setattr(threads, "DEFAULT", 4)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: affinity)
+    monkeypatch.setattr(cgroup, "cpus", lambda: quota)
+    monkeypatch.setattr(threads, "_idle_seconds", lambda: 4 * time.monotonic())
+    assert threads.FreeCores().count() == cores
+
+
+def test_the_machine_tells_its_idle_time():
+    assert threads._idle_seconds() > 0
+    assert 1 <= threads.FreeCores().count() <= max(torch.get_num_threads(), threads.DEFAULT)
+
+
+CGROUPS = {
+    "v2": ("0::/user/app\n", {"user/app/cpu.max": "150000 100000"}, 1.5),
+    "v2, the tightest is further up": ("0::/user/app\n", {"user/app/cpu.max": "max 100000", "cpu.max": "2 1"}, 2.0),
+    "v2, its own name is not visible": ("0::/gone/app\n", {"cpu.max": "200000 100000"}, 2.0),
+    "v2, outside of what is visible": ("0::/../../app\n", {"cpu.max": "200000 100000"}, 2.0),
+    "v1": ("3:cpu,cpuacct:/app\n", {"cpu/app/cpu.cfs_quota_us": "50000", "cpu/app/cpu.cfs_period_us": "100000"}, 0.5),
+    "v1 without a quota": ("3:cpu:/\n", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, None),
+    "none": ("", {}, None),
+}
+
+
+@pytest.mark.parametrize("name", CGROUPS)
+def test_quotas(name, tmp_path):
+    own, files, expected = CGROUPS[name]
+    for file, text in ({"own": own} | files).items():
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_text(text)
+    assert cgroup.cpus(tmp_path, tmp_path / "own") == (expected or float("inf"))

@@ -1,0 +1,280 @@
+"""Prompt passes: captured, in pieces and launched; padded, shared by several prompts, and beside rows that decode."""
+
+import re
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from models import CUDA, FAMILIES, tiny_engine
+
+from tridecode import SamplingParams
+from tridecode.cli.chat.idle import IdleCapture
+from tridecode.errors import ParameterError
+from tridecode.kernels.attention import prompt_attention_hopper
+from tridecode.layout import Chunk
+from tridecode.plan.placement import plan_graphs
+from tridecode.step.dispatch import PROMPT_SIZES, Dispatcher, prompt_sizes
+from tridecode.step.prompt_graphs import PromptGraphs
+
+needs_gpu = pytest.mark.skipif(not CUDA, reason="CUDA graphs exist on a GPU only")
+GREEDY = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
+SAMPLED = SamplingParams(temperature=0.9, top_p=0.9, seed=4, max_tokens=9, ignore_eos=True, logprobs=2)
+DTYPE = torch.bfloat16 if CUDA else torch.float32
+
+
+def ids(n: int, base: int = 1) -> list[int]:
+    return [(base * 41 + 13 * i) % 300 for i in range(n)]
+
+
+def engine_of(slots=1, graph="full", family="qwen3", **build):
+    build = {"slots": slots, "page": 64} | build
+    return tiny_engine(graph=graph, dtype=DTYPE, capacity=512, max_position=512, build=build, **FAMILIES[family])
+
+
+def close(a, b) -> bool:
+    return ((a.double() - b.double()).norm() / b.double().norm()).item() < (2e-2 if CUDA else 1e-5)
+
+
+@needs_gpu
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("tokens", [5, 16, 70, 200])
+def test_captured_passes_are_bit_equal_to_those_in_pieces_and_to_launched_ones(family, tokens):
+    """Of one size, which is the prompt's: nothing is padded."""
+    found = []
+    for mode, attention in (("full", "triton"), ("full_and_piecewise", "triton"), ("full_decode_only", "triton")):
+        sizes = {} if mode == "full_decode_only" else {"prompt_graph_sizes": [tokens]}
+        engine = engine_of(graph=mode, family=family, prompt_attention=attention, **sizes)
+        while engine.capture_next():
+            pass
+        result = engine.generate(ids(tokens), SAMPLED)
+        (stat,) = [stat for stat in engine.graph_stats() if stat.kind == "prompt"]
+        assert stat.mode == {"full": "full", "full_and_piecewise": "piecewise"}.get(mode, "none")
+        found.append((result.token_ids, result.logprobs, engine.model.kv.held(0, tokens)))
+    for tokens_of, logprobs, held in found[1:]:
+        assert tokens_of == found[0][0] and logprobs == found[0][1] and torch.equal(held, found[0][2])
+
+
+@needs_gpu
+@pytest.mark.parametrize("attention", ["flash", "cudnn"])
+def test_torchs_attention_stands_between_the_pieces(attention):
+    plain = engine_of()
+    engine = engine_of(prompt_attention=attention)
+    while engine.capture_next():
+        pass
+    for n in (40, 70):  # the second begins with the first
+        plain.generate(ids(n), GREEDY)
+        engine.generate(ids(n), GREEDY)
+        assert close(engine.model.kv.held(0, n), plain.model.kv.held(0, n))
+    assert {stat.mode for stat in engine.graph_stats() if stat.kind == "prompt"} == {"piecewise"}
+
+
+@pytest.mark.skipif(
+    not CUDA or torch.cuda.get_device_capability() != (9, 0), reason="the kernel is for compute capability 9.0 only"
+)
+def test_long_prompts_by_the_kernel_for_hopper(monkeypatch):
+    """Captured as well as launched, the same bits; and close to torch's attention."""
+    found, launches, launch = {}, [], prompt_attention_hopper.launch
+
+    def noted(*args):
+        launches.append(args)
+        launch(*args)
+
+    monkeypatch.setattr(prompt_attention_hopper, "launch", noted)
+    sizes = dict(num_layers=3, num_heads=32, num_kv_heads=8, capacity=1536, max_position=1536)
+    for graph, attention in (("full", "triton"), ("full_decode_only", "triton"), ("full", "flash")):
+        build = dict(page=64, prompt_attention=attention)
+        build |= {} if graph == "full_decode_only" else {"prompt_graph_sizes": [1200]}
+        engine = tiny_engine(graph=graph, dtype=DTYPE, build=build, **sizes)
+        while engine.capture_next():
+            pass
+        before = len(launches)
+        engine.generate(ids(1200), GREEDY)
+        assert (len(launches) > before) == (graph == "full_decode_only"), "a captured pass launches nothing"
+        found[graph, attention] = engine.model.kv.held(0, 1200)
+    captured, launched, flash = found.values()
+    assert launches and torch.equal(captured, launched) and close(captured, flash)
+
+
+@needs_gpu
+def test_padding_is_never_seen():
+    """Whatever the buffers hold, and whatever lies in pages that a prompt does not have."""
+    exact, padded = engine_of(prompt_graph_sizes=[21]), engine_of(prompt_graph_sizes=[64])
+    for engine in (exact, padded):
+        while engine.capture_next():
+            pass
+        engine.model.kv.pool.fill_(float("nan"))
+        for name in ("hidden", "delta", "x", "qkv", "q", "attended", "gate_up", "act", "partial", "lse"):
+            getattr(engine.model.prompt, name).fill_(float("nan"))
+    a, b = (engine.generate(ids(21), SAMPLED) for engine in (exact, padded))
+    assert a.error is None and a.token_ids == b.token_ids
+    assert close(padded.model.kv.held(0, 21), exact.model.kv.held(0, 21))
+
+
+@needs_gpu
+def test_nothing_is_captured_or_allocated_once_all_sizes_are_there():
+    engine = engine_of(slots=4)
+    assert not engine.capture_next(), "an engine of several slots has captured all at load"
+    engine.generate_many([ids(n, n) for n in (3, 70, 200, 5)], GREEDY)
+    before, sizes = torch.cuda.memory_stats()["allocation.all.allocated"], len(engine.prompts.seconds)
+    for n in (3, 70, 200, 5):
+        engine.submit(ids(n, n + 1), GREEDY).result()
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] - before <= 4 * 4, "a pass allocates"
+    assert len(engine.prompts.seconds) == sizes
+    assert {stat.mode for stat in engine.graph_stats()} == {"full"}
+
+
+@needs_gpu
+def test_a_size_that_comes_again_is_captured_on_the_way_and_one_that_cannot_be_stays_as_it_was(monkeypatch, caplog):
+    engine = engine_of()
+    expected = engine.generate(ids(200), GREEDY, reuse_prefix=False).token_ids
+    for _ in range(2):
+        assert engine.generate(ids(200), GREEDY, reuse_prefix=False).token_ids == expected
+    reads = {(stat.mode, stat.count) for stat in engine.graph_stats() if stat.kind == "prompt"}
+    assert reads == {("none", 1), ("full", 2)}
+
+    def fails(*args):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(engine.prompts._place, "capture", fails)
+    for _ in range(3):
+        engine.generate(ids(130), GREEDY, reuse_prefix=False)
+    assert "prompts of 160 tokens stay uncaptured: operation not permitted" in caplog.text
+    assert engine.generate(ids(130), GREEDY, reuse_prefix=False).error is None
+
+
+@needs_gpu
+def test_what_was_captured_is_logged_with_its_time_and_memory(caplog):
+    caplog.set_level("DEBUG", "tridecode")
+    engine = engine_of(slots=2, prompt_graph_sizes=[16, 64])
+    each = re.findall(r"captured prompts of (\d+) tokens beside (\d) rows \(full\) in \d+ ms, ", caplog.text)
+    assert [tuple(map(int, found)) for found in each] == list(engine.prompts.seconds)
+    assert re.search(r"captured 4 prompt passes in \d+\.\d s, -?\d+ MiB", caplog.text)
+
+
+@needs_gpu
+def test_more_rows_decode_than_the_largest_captured_pass_has():
+    """Prompts read beside them take rows of their own: no request's tokens are drawn from another's row."""
+    engine, exact = (engine_of(slots=6, graph=mode, graph_sizes=[2, 4]) for mode in ("full", "none"))
+    prompts = [ids(20 + i, i) for i in range(14)]
+    params = [replace(GREEDY, max_tokens=3 + i % 5) for i in range(14)]  # not all end, and are read, in the same pass
+    found = [[r.token_ids for r in e.generate_many(prompts, params, reuse_prefix=False)] for e in (engine, exact)]
+    assert any(stat.kind == "mixed" and stat.mode == "full" for stat in engine.graph_stats())
+    assert sum(a == b for a, b in zip(*found)) >= 12, "more than a token that tipped"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_several_prompts_share_a_pass(family):
+    engine, alone = engine_of(slots=4, family=family), engine_of(family=family)
+    lengths = (5, 64, 1, 30)
+    results = engine.generate_many([ids(n, n) for n in lengths], GREEDY)
+    reads = [stat for stat in engine.graph_stats() if stat.kind in ("prompt", "mixed")]
+    assert [(stat.rows, stat.count) for stat in reads] == [(5 + 64 + 30, 1)], "the prompt of one token is decoded"
+    for n, result in zip(lengths, results):
+        expected = alone.generate(ids(n, n), GREEDY, reuse_prefix=False)
+        assert result.usage == expected.usage
+        if not CUDA:  # in bf16 a token may tip
+            assert result.token_ids == expected.token_ids
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_mixed_pass_against_passes_apart(family):
+    """K/V of a prompt read beside a row that decodes, and of that row, are those of either alone."""
+    engine, alone = (engine_of(slots=2, family=family, chunk_tokens=40) for _ in range(2))
+    first = engine.submit(ids(20), SamplingParams(temperature=0, max_tokens=30, ignore_eos=True))
+    pieces = iter(first)
+    next(pieces)
+    engine.submit(ids(100, 7), GREEDY).result()
+    assert sum(stat.count for stat in engine.graph_stats() if stat.kind == "mixed") == 3
+    text = [*ids(20), *first.result().token_ids]
+    alone.score(text)
+    wanted = alone.model.kv.held(0, 40)
+    assert close(engine.model.kv.held(0, 40), wanted)  # the page tables stay as they were
+    alone.generate(ids(100, 7), GREEDY, reuse_prefix=False)
+    assert close(engine.model.kv.held(1, 100), alone.model.kv.held(0, 100))
+
+
+def test_a_prompt_that_is_there_already_costs_a_decode_pass():
+    engine = engine_of()
+    engine.generate(ids(30), GREEDY)
+    before = {stat: stat.count for stat in engine.graph_stats()}
+    assert engine.generate(ids(30), GREEDY).usage.reused_tokens == 29
+    assert {stat.kind for stat in engine.graph_stats() if stat not in before} <= {"greedy"}
+
+
+# ---- sizes, modes and time
+
+
+def test_sizes_are_those_that_chunks_need():
+    assert prompt_sizes(2048) == tuple(size for size in PROMPT_SIZES if size <= 2048)
+    assert prompt_sizes(100) == (16, 32, 48, 64, 96, 100) and prompt_sizes(4096)[-1] == 2048
+    assert prompt_sizes(2048, 200) == (16, 32, 48, 64, 96, 128, 160, 192)
+    assert prompt_sizes(100, sizes=[8, 64, 128, 512]) == (8, 64, 128) and prompt_sizes(100, sizes=[8]) == (8,)
+
+
+@pytest.mark.parametrize(
+    "mode, attention, expected",
+    [
+        ("full", "triton", "full"), ("full", "flash", "piecewise"), ("full_and_piecewise", "triton", "piecewise"),
+        ("full_decode_only", "triton", "none"), ("none", "flash", "none"), ("piecewise", "cudnn", "piecewise"),
+    ],
+)  # fmt: skip
+def test_how_a_prompt_pass_runs(mode, attention, expected):
+    dispatcher = Dispatcher(mode, (1,), (16, 64), attention)
+    assert dispatcher.plan_prompt(17) == ((expected, 64) if expected != "none" else ("none", 17))
+    assert dispatcher.plan_prompt(65) == ("none", 65), "above the largest size it is launched"
+
+
+def test_a_pass_beside_decoding_rows_is_as_long_as_it_may_be():
+    model = SimpleNamespace(config=SimpleNamespace(q_size=4096, num_layers=36))
+    seconds = {(16, 0): 1e-9, (16, 8): 0.003, (512, 8): 0.006, (1024, 8): 0.011, (2048, 8): 0.02}
+    within = PromptGraphs.tokens_within.__get__(SimpleNamespace(seconds=seconds, model=model))
+    assert [within(limit, 0, 4096) for limit in (0.001, 0.004, 0.015, 1.0)] == [16, 16, 1024, 2048]
+    assert within(0.015, 30_000, 4096) < 1024, "attention to what stands before counts"
+    assert within(0.015, 0, 700) == 700
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (dict(prompt_attention="fast"), "prompt_attention must be auto, triton, flash or cudnn, got 'fast'"),
+        (dict(prompt_graph_sizes=[64, 16]), "prompt_graph_sizes must ascend, got 64, 16"),
+        (dict(prompt_graph_sizes=7), "prompt_graph_sizes must be a list of numbers, got 7"),
+        (dict(prompt_graph_max_tokens=0), "prompt_graph_max_tokens must be an integer from 1 to"),
+        (dict(prompt_graph_sizes=[64], prompt_graph_max_tokens=64), "does not go with prompt_graph_max_tokens; leave"),
+        (dict(prompt_graph_sizes=[64], graph="full_decode_only"), "prompt_graph_sizes: no prompt pass is captured"),
+        (dict(prompt_graph_max_tokens=2048, graph="none"), 'no prompt pass is captured with graph="none"; leave one'),
+        (dict(prompt_attention="triton"), "prompt_attention triton needs a GPU of compute capability 9.x"),
+    ],
+)
+def test_options_that_cannot_be(options, message):
+    with pytest.raises(ParameterError, match=message.replace("(", "\\(")):
+        plan_graphs(4, 2048, captured=True, prompt_tiles=False, **options)
+
+
+def test_milliseconds_that_are_none():
+    for wrong in (0, -1, "5", True, float("nan")):
+        with pytest.raises(ParameterError, match="prompt_ms must be a number from 0.1 to"):
+            engine_of(prompt_ms=wrong)
+
+
+def test_idle_time_is_used_until_all_is_captured_or_it_ends():
+    class Engine:
+        def __init__(self, *left):
+            self.left = list(left)
+
+        def capture_next(self):
+            return self.left.pop(0)
+
+    engine = Engine(True, True, False, True)
+    IdleCapture(engine).join()
+    assert engine.left == [True]
+    engine = Engine(*[True] * 10_000)
+    idle = IdleCapture(engine)
+    idle.end()
+    assert not idle.is_alive()
+
+
+def test_chunks_say_whose_rows_they_are():
+    chunk = Chunk(slot=2, first=5, count=3, start=9)
+    assert chunk.rows == slice(5, 8) and chunk.end == 12

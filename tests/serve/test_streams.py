@@ -1,0 +1,134 @@
+"""The streams: a reader that has gone, a full device, odd encodings and windows, and what a terminal must not get."""
+
+import io
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from checkpoints import write_tiny
+
+from tridecode import cli as commands
+from tridecode.cli.terminal import Output, visible
+
+ROOT = Path(__file__).parents[2]
+FULL = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/dev/full is Linux's")
+SHOWS = (
+    ("--help",),
+    ("--version",),
+    ("generate", "--help"),
+    ("--print-completion", "zsh"),
+    ("info", "--device", "cpu"),
+    ("info", "--device", "cpu", "--json"),
+    ("bench", "report", "ROWS"),
+    ("bench", "report", "ROWS", "--format", "csv"),
+    ("generate", "--prompt", "Hello", "--max-tokens", "4", "--device", "cpu"),
+)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    return write_tiny(tmp_path_factory.mktemp("streams") / "qwen3", "qwen3")
+
+
+@pytest.fixture
+def run_into(monkeypatch, tmp_path, tiny, capsys):
+    """Run the program with a file of the system as stdout or stderr; returns exit code and what stderr shows."""
+
+    def run_into(argv, stream, name="stdout"):
+        rows = tmp_path / "rows.json"
+        rows.write_text('[{"bench": "decode", "preset": "qwen3-4b", "context": 64, "us_per_token": 2096}]')
+        monkeypatch.setattr(sys, name, stream)
+        monkeypatch.setattr(sys, "stdin", None)
+        argv = [str(rows) if arg == "ROWS" else arg for arg in argv]
+        argv += ["--model", str(tiny)] if "--device" in argv else []
+        try:
+            code = commands.main(argv)
+        except SystemExit as exit:
+            code = exit.code
+        stream.flush()  # as Python does at exit: what the program could not write must be gone
+        return code, capsys.readouterr().err
+
+    return run_into
+
+
+@pytest.mark.parametrize("argv", SHOWS, ids=" ".join)
+def test_a_reader_that_has_gone_is_exit_code_141_and_silence(run_into, argv):
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w") as gone:
+        assert run_into(argv, gone) == (141, "")
+
+
+@pytest.mark.parametrize("argv", [("info", "--model", "/absent"), SHOWS[-1]], ids=" ".join)
+def test_a_reader_of_stderr_that_has_gone_is_the_same(run_into, argv):
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w") as gone:
+        assert run_into(argv, gone, "stderr")[0] == 141
+
+
+@FULL
+@pytest.mark.parametrize("argv", SHOWS, ids=" ".join)
+def test_a_full_device_is_one_line(run_into, argv):
+    with open("/dev/full", "w") as full:
+        code, err = run_into(argv, full)
+    assert code == 1 and err.endswith("tridecode: error: No space left on device\n") and err.count("\n") == 1
+
+
+@FULL
+def test_wrong_options_are_code_2_even_where_nobody_can_be_told(run_into):
+    with open("/dev/full", "w") as full:
+        assert run_into(("--nope",), full, "stderr")[0] == 2
+
+
+def test_a_reader_that_leaves_is_no_error(tiny):
+    argv = [sys.executable, "cli.py", "generate", "--model", tiny, "--prompt", "Hello", "--device", "cpu"]
+    read, write = os.pipe()
+    os.close(read)  # gone before the first character
+    done = subprocess.run(argv, cwd=ROOT, stdout=write, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-32-be"])
+def test_an_encoding_that_no_terminal_shows_is_refused(encoding):
+    argv = [sys.executable, "cli.py", "generate", "--prompt", "Hello", "--max-tokens", "2"]
+    environment = os.environ | {"PYTHONIOENCODING": encoding}
+    done = subprocess.run(argv, cwd=ROOT, capture_output=True, stdin=subprocess.DEVNULL, text=True, env=environment)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert f"as {encoding}; unset PYTHONIOENCODING" in done.stderr and done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("size", ["0", "00", ""])
+def test_a_window_of_no_size_is_not_believed(monkeypatch, size):
+    monkeypatch.setenv("COLUMNS", size)
+    monkeypatch.setenv("LINES", size)
+    screen = io.StringIO()
+    monkeypatch.setattr("sys.stdout", screen)
+    output = Output()
+    output.console.print("an answer")
+    assert screen.getvalue() == "an answer\n" and output.console.width >= 80
+
+
+def test_what_turns_the_direction_of_writing_is_not_obeyed():
+    assert visible("a\u202eb\u2066c\u202c\u2069 \u05d0\u200f") == "a\ufffdb\ufffdc\ufffd\ufffd \u05d0\u200f"
+
+
+def test_a_terminal_gets_no_control_characters(monkeypatch):
+    text = "\x1b]0;title\x07 \x9b2J\x08[bold]x[/] [/INST]\r\nA\tb\rc :smile:\n"
+    screen = io.StringIO()
+    screen.isatty = lambda: True
+    monkeypatch.setattr("sys.stdout", screen)
+    monkeypatch.setenv("TERM", "xterm")
+    Output().text(text)
+    shown = screen.getvalue()
+    assert shown == "␛]0;title␇ \ufffd2J␈[bold]x[/] [/INST]\nA       b␍c :smile:\n"
+    assert visible("ok\t\n") == "ok\t\n"
+
+
+def test_a_pipe_gets_the_text_as_it_is(capsys):
+    text = "\x1b[1m [/INST] \t\r\n"
+    Output().text(text)
+    assert capsys.readouterr().out == text

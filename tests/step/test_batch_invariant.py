@@ -1,0 +1,262 @@
+"""Batch-invariant mode: a request's log-probabilities have the same bits alone and in any company.
+
+As SGLang's deterministic test has them: the same prompt in batches of any size, prompts of several lengths mixed, and
+prompts that share a beginning, 50 trials each on a GPU. What is compared is exact: the log-probability of every drawn
+token and of the likeliest beside it, each of which hears of all logits.
+"""
+
+import random
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from models import CUDA, tiny_config, tiny_engine
+
+from tridecode import Engine, SamplingParams
+from tridecode.checkpoint.formats.quantize import rules
+from tridecode.errors import ParameterError
+from tridecode.layout import Chunk
+from tridecode.serve.policy import Policy
+from tridecode.tuning.choose import invariant_shapes
+
+PAGE = 64 if CUDA else 16
+CHUNK = 128 if CUDA else 64
+SLOTS = 64 if CUDA else 8
+CAPACITY = 640 if CUDA else 256
+TRIALS = 50 if CUDA else 20
+PARAMS = {
+    "greedy": SamplingParams(temperature=0.0, logprobs=5),
+    "sampled": SamplingParams(temperature=1.2, top_k=40, top_p=0.95, seed=11, logprobs=5),
+    "penalties": SamplingParams(
+        temperature=0.9, repetition_penalty=1.5, presence_penalty=0.5, frequency_penalty=0.7, seed=5, logprobs=5
+    ),
+    "plain": SamplingParams(temperature=1.0, seed=3),  # such passes have another kind than its neighbours'
+}
+
+
+def engine_of(slots=SLOTS, few=None, **build) -> Engine:
+    build |= {"slots": slots, "page": PAGE, "chunk_tokens": CHUNK, "batch_invariant": True}
+    engine = tiny_engine(capacity=CAPACITY, tie_word_embeddings=False, build=build, **few or {})
+    engine.threads = 1
+    return engine
+
+
+@pytest.fixture(scope="module")
+def many():
+    return engine_of()
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """What a request gives in an engine of its own, that has no other slot and finds nothing."""
+    engine = engine_of(1)
+
+    @cache
+    def alone(ids, kind="greedy", tokens=8):
+        return bits(engine.generate(ids, params_of(kind, tokens), reuse_prefix=False))
+
+    return alone
+
+
+def params_of(kind: str, tokens: int = 8) -> SamplingParams:
+    return replace(PARAMS[kind], max_tokens=tokens, ignore_eos=True)
+
+
+def bits(result):
+    assert result.finish_reason == "length"
+    return result.token_ids, result.logprobs
+
+
+@cache
+def prompt_of(base: int, length: int) -> tuple[int, ...]:
+    """One of a few texts, cut: many share a beginning."""
+    return tuple((base * 97 + i * (13 + base)) % 300 for i in range(length))
+
+
+def run(engine: Engine, wanted, steps) -> list:
+    """The results of `wanted`, (prompt, kind, tokens) each, of which the next comes after so many steps."""
+    requests = []
+    for (prompt, *rest), count in zip(wanted, steps):
+        requests.append(engine.submit(prompt, params_of(*rest)))
+        for _ in range(count):
+            engine.step()
+    found = [bits(request.result()) for request in requests]
+    engine.scheduler.assert_consistent()
+    return found
+
+
+# ---- SGLang's three cases
+
+
+def test_single(many, alone):
+    """One prompt, as often as there are rows, in passes of every size."""
+    draw, prompt = random.Random(0), prompt_of(0, 40)
+    for trial in range(TRIALS):
+        count = draw.randint(1, SLOTS)
+        many.scheduler.slots.cache.clear()
+        found = run(many, [(prompt, "greedy", 8)] * count, [0] * count)
+        assert set(found) == {alone(prompt)}, f"trial {trial}: {count} rows"
+
+
+def test_mixed(many, alone):
+    """Short and long prompts, of all kinds of sampling, that come and go."""
+    draw = random.Random(1)
+    for trial in range(TRIALS):
+        wanted = [
+            (prompt_of(draw.randint(0, 9), draw.choice([1, 2, 17, PAGE, PAGE + 1, CHUNK, CHUNK + 1, 200])), kind, 8)
+            for kind in draw.choices(sorted(PARAMS), k=draw.randint(2, SLOTS // (1 if CUDA else 2)))
+        ]
+        found = run(many, wanted, [draw.randint(0, 3) for _ in wanted])
+        assert found == [alone(*each) for each in wanted], f"trial {trial}"
+
+
+def test_prefix(many, alone):
+    """A beginning of any length that has been read before, by another one, or not."""
+    draw = random.Random(2)
+    for trial in range(TRIALS):
+        if draw.random() < 0.3:
+            many.scheduler.slots.cache.clear()
+        common = prompt_of(20 + draw.randint(0, 2), draw.choice([1, PAGE - 1, PAGE, 3 * PAGE, CHUNK + 5, 200]))
+        wanted = [(common + prompt_of(draw.randint(0, 9), draw.randint(1, 40)), "sampled", 8) for _ in range(4)]
+        found = run(many, wanted, [draw.choice([0, 0, 5]) for _ in wanted])
+        assert found == [alone(*each) for each in wanted], f"trial {trial}"
+
+
+# ---- what else might tell neighbours apart
+
+
+@pytest.mark.parametrize("rows", [1, 2, 4, 8, 16, 32, 64] if CUDA else [1, 2, 4, 8])
+def test_every_captured_size_has_the_same_logits(many, rows):
+    """The logits themselves: the last row's, at positions where attention has one split and many. All pages are alike
+    before."""
+    page = torch.randn_like(many.model.kv.pool[0])
+    for position in (0, 5, PAGE, CAPACITY - 20):
+        found = []
+        for count in (1, rows):
+            many.model.kv.pool.copy_(page.expand_as(many.model.kv.pool))
+            many.rewind([position] * count, SamplingParams(temperature=0.0, seed=1), count)
+            for _ in range(3):
+                many.enqueue(SamplingParams(temperature=0.0, seed=1), count)
+            many.synchronize()
+            found.append(many.model.workspace.logits[count - 1].clone())
+        assert torch.equal(*found), f"position {position}"
+
+
+@pytest.mark.parametrize(
+    "few", [dict(quantise=rules("int4", "fp8")), dict(quantise=rules("fp8", "fp8"), fp8_kv=True)], ids=["int4", "fp8"]
+)
+def test_weights_and_kv_in_fewer_bits(few):
+    alone, several = engine_of(1, few), engine_of(few=few)
+    lengths = (1, 17, PAGE + 1, CHUNK + 1, 40, 3, 64, 9)
+    wanted = [(prompt_of(base, length), "sampled", 6) for base, length in enumerate(lengths)]
+    expected = [bits(alone.generate(ids, params_of(*rest), reuse_prefix=False)) for ids, *rest in wanted]
+    assert run(several, wanted, [1] * len(wanted)) == expected
+    assert run(several, wanted[::-1], [0] * len(wanted)) == expected[::-1], "what others left is found"
+
+
+def test_a_preempted_request_goes_on_with_the_same_bits(alone, monkeypatch):
+    """Two that need more pages than there are: the younger one replays what it has drawn, pass by pass."""
+    engine = engine_of(3, pages=CAPACITY // PAGE + 1)
+    preempted, preempt = [], engine.scheduler._preempt
+    monkeypatch.setattr(engine.scheduler, "_preempt", lambda running: (preempted.append(running), preempt(running)))
+    tokens = CAPACITY * 3 // 4
+    for kind in ("greedy", "penalties"):
+        wanted = [(prompt_of(base, PAGE + 1), kind, tokens) for base in (0, 1)]
+        assert run(engine, wanted, [0, 0]) == [alone(*each) for each in wanted]
+    assert preempted
+
+
+def test_a_score_has_the_same_bits(many):
+    ids = prompt_of(3, 40)
+    expected = many.score(ids)
+    request = many.submit(prompt_of(0, 70), params_of("sampled", 60))
+    next(pieces := iter(request))
+    assert torch.equal(many.score(ids), expected)
+    assert len(list(pieces)) == 60
+
+
+def test_only_what_prompt_passes_wrote_is_found_in_whole_pages(many, alone):
+    many.scheduler.slots.cache.clear()
+    text = prompt_of(4, PAGE + 5)
+    answer = many.generate(text, params_of("greedy", PAGE + 8)).token_ids
+    result = many.generate(text + answer + (7,), params_of("greedy"))
+    assert result.usage.reused_tokens == PAGE, "the page of the prompt, none of the answer"
+    assert bits(result) == alone(text + answer + (7,))
+    assert many.generate(prompt_of(4, PAGE), params_of("greedy")).usage.reused_tokens == 0, "its last token is computed"
+
+
+def test_a_position_always_stands_in_the_same_row(monkeypatch):
+    """One prompt a pass, up to multiples of the chunk, beside no row that decodes."""
+    engine, log = engine_of(4), []
+    read = engine.prompts.read
+    monkeypatch.setattr(engine.prompts, "read", lambda *args: log.append(args) or read(*args))
+    long = prompt_of(0, CHUNK + PAGE + 3)
+    run(engine, [(long, "greedy", 20), (long[: PAGE + 2], "greedy", 20)], [4, 0])
+    engine.generate(long[: CHUNK + PAGE + 2], params_of("greedy"))
+    assert [(chunks, tokens, decoding) for chunks, tokens, decoding in log] == [
+        ([Chunk(0, 0, CHUNK, 0)], CHUNK, 0),
+        ([Chunk(0, 0, PAGE + 2, CHUNK)], PAGE + 2, 0),
+        ([Chunk(1, PAGE % CHUNK, 1, PAGE)], 1, 0),
+        ([Chunk(0, PAGE, 1, CHUNK + PAGE)], 1, 0),
+    ]
+
+
+@settings(max_examples=60 if CUDA else 30, deadline=None)
+@given(
+    wanted=st.lists(
+        st.tuples(
+            st.integers(0, 2), st.sampled_from([1, 5, PAGE, PAGE + 1, 70, 150]), st.sampled_from(sorted(PARAMS)),
+            st.sampled_from([1, 8, 30]), st.integers(0, 9),
+        ),
+        min_size=1, max_size=10,
+    ),
+)  # fmt: skip
+def test_any_schedule_of_equal_prefixes_in_few_pages(tight, alone, wanted):
+    prompts = [(prompt_of(base, length), kind, tokens) for base, length, kind, tokens, _ in wanted]
+    assert run(tight, prompts, [steps for *_, steps in wanted]) == [alone(*each) for each in prompts]
+
+
+@pytest.fixture(scope="module")
+def tight():
+    return engine_of(3, pages=CAPACITY // PAGE + 2)
+
+
+# ---- what it refuses
+
+
+@pytest.mark.parametrize(
+    "options, named",
+    [
+        ({"chunk_tokens": 100}, "chunk_tokens must be a multiple of 64 with batch_invariant, got 100"),
+        ({"prompt_graph_sizes": [64]}, "prompt_graph_sizes: with batch_invariant the only size is chunk_tokens"),
+        ({"prompt_attention": "flash"}, "batch_invariant needs prompt_attention triton"),
+        ({"prompt_ms": 3.0}, "prompt_ms: with batch_invariant all prompt passes are alike"),
+        ({"batch_invariant": 1}, "batch_invariant must be True or False"),
+    ],
+)
+def test_what_it_cannot_keep_is_refused(options, named):
+    with pytest.raises(ParameterError, match=named):
+        Engine.load(device="cpu", **{"batch_invariant": True} | options)
+
+
+def test_chunks_are_small_unless_they_are_asked_for():
+    assert Policy().chunk_tokens == 2048 and Policy(batch_invariant=True).chunk_tokens == 256
+    assert [Policy(512, batch_invariant=True).chunk(slots, 100, 64) for slots in (1, 9)] == [128, 128]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_shapes_add_the_columns_in_one_order_for_all_rows(dtype):
+    """Of products and attention what decides the order of sums is one for all; what is in flight may differ."""
+    for hidden, inter in ((96, 160), (2048, 8192)):  # of larger ones see tests/kernels/linear/test_matmul_hopper.py
+        config = tiny_config(hidden_size=hidden, intermediate_size=inter)
+        found = invariant_shapes(config, dtype, 90)
+        for op in ("qkv", "o_proj", "gate_up", "down", "lm_head", "attention"):
+            orders = {
+                replace(shape, ahead=1, x_ahead=1, registers=0) if hasattr(shape, "x_ahead") else shape
+                for shape in (getattr(step, op) for step in found.values())
+            }
+            assert len(orders) == 1, op
+        assert all(getattr(step.lm_head, "split", 1) == 1 for step in found.values())

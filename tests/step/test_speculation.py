@@ -1,0 +1,459 @@
+"""Speculation: text that repeats comes several tokens a pass, and is the text without, whatever comes or goes.
+
+In fp32, where the rows of a pass have no influence on a text; on a GPU also in bf16 in the batch-invariant mode. A
+model with sharp logits repeats itself, sampled too.
+"""
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from models import CUDA, DEVICE, begin, tiny_engine
+from servers import Running
+
+from tridecode import Engine, SamplingParams, layout
+from tridecode.checkpoint.load import random_weights
+from tridecode.errors import ParameterError
+from tridecode.layout import GENERATION
+from tridecode.models.presets import PRESETS
+from tridecode.plan.placement import plan_graphs, resolve_speculation
+from tridecode.step.dispatch import best_queries, most_queries
+from tridecode.step.model import verify_rows
+from tridecode.tuning.choose import queries_shape
+
+POISON, CAPACITY, SHARP = 301, 128, 12.0
+PARAMS = {
+    "greedy": SamplingParams(temperature=0.0),
+    "sampled": SamplingParams(temperature=0.4, top_k=40, top_p=0.95, seed=11),
+    "penalties": SamplingParams(
+        temperature=0.3, repetition_penalty=1.02, presence_penalty=0.1, frequency_penalty=0.02, seed=5,
+        logit_bias={7: 2},
+    ),
+    "logprobs": SamplingParams(temperature=0.4, min_p=0.01, seed=3, logprobs=3),
+}  # fmt: skip
+PROMPTS = [
+    [5, 17, 42, 8] * 5,
+    [9, 9, 9, 9],
+    [1, 2, 3, 4, 5, 6, 7, 8, 1, 2, 3, 4, 50, 60, 1, 2],
+    [(97 + 13 * i) % 300 for i in range(40)],
+]
+
+
+def engine_of(slots=1, ahead=1, speculate="ngram", capacity=CAPACITY, dtype=torch.float32, **build):
+    build |= {"slots": slots, "speculate": speculate}
+    engine = tiny_engine(dtype=dtype, capacity=capacity, tie_word_embeddings=False, num_layers=1, build=build)
+    weights = engine.model.weights.tensors()  # those of any machine
+    for name, tensor in random_weights(engine.config, torch.device("cpu"), dtype, seed=0).tensors().items():
+        weights[name].copy_(tensor)
+    engine.model.weights.final_norm.mul_(SHARP)
+    engine.model.weights.embed[POISON] = float("nan")
+    engine.scheduler._ahead = ahead
+    engine.threads = 1
+    engine.scheduler.answered = True  # passes that verify are captured when they are first wanted, and no others
+    return engine
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """What a request gives without speculation, in an engine of its own."""
+    engine, found = engine_of(speculate="off"), {}
+
+    def alone(prompt, params):
+        key = tuple(prompt), repr(params)
+        if key not in found:
+            found[key] = engine.generate(prompt, params, reuse_prefix=False)
+        return found[key]
+
+    return alone
+
+
+@pytest.fixture(scope="module", params=[1] if CUDA else [0, 1], ids=lambda ahead: f"{ahead} passes ahead")
+def engine(request):
+    return engine_of(ahead=request.param)
+
+
+@pytest.fixture(scope="module")
+def small():
+    """Three slots, and pages for little more than one request."""
+    return engine_of(slots=3, page=16, pages=9, chunk_tokens=24)
+
+
+def same(result, expected) -> None:
+    found = result.token_ids, result.finish_reason, result.error, result.text
+    assert found == (expected.token_ids, expected.finish_reason, expected.error, expected.text)
+    for got, wanted in zip(result.logprobs or (), expected.logprobs or (), strict=True):
+        assert got.logprob == pytest.approx(wanted.logprob, abs=1e-4)
+        assert [token for token, _ in got.top] == [token for token, _ in wanted.top]
+
+
+@pytest.mark.parametrize("kind", PARAMS)
+def test_the_text_is_the_one_without(engine, alone, kind):
+    params, accepted = replace(PARAMS[kind], max_tokens=80), 0
+    for prompt in PROMPTS:
+        result = engine.generate(prompt, params)
+        same(result, alone(prompt, params))
+        usage = result.usage
+        assert 0 <= usage.accepted <= usage.drafted and usage.completion_tokens == len(result.token_ids)
+        drawn = len(result.token_ids)
+        assert usage.tokens_per_pass == pytest.approx(drawn / (drawn - usage.accepted))
+        accepted += usage.accepted
+    assert accepted > 15, "nothing was won"
+
+
+def test_text_in_company_is_the_one_alone(alone):
+    engine = engine_of(slots=4, page=16)
+    params = [replace(each, max_tokens=60) for each in PARAMS.values()]
+    requests = [engine.submit(prompt, each) for each in params for prompt in PROMPTS]
+    expected = [alone(prompt, each) for each in params for prompt in PROMPTS]
+    for request, wanted in zip(requests, expected):
+        same(request.result(), wanted)
+    engine.scheduler.assert_consistent()
+    assert any(" x" in stat.kind and stat.rows > 1 for stat in engine.graph_stats())
+
+
+def test_the_end_at_any_token(engine, alone):
+    whole = alone(PROMPTS[0], replace(PARAMS["greedy"], max_tokens=40)).token_ids
+    for most in range(1, 30):
+        params = replace(PARAMS["logprobs" if most % 2 else "greedy"], max_tokens=most)
+        same(engine.generate(PROMPTS[0], params), alone(PROMPTS[0], params))
+    for token in set(whole):
+        params = replace(PARAMS["greedy"], max_tokens=40, stop_token_ids=(token,))
+        result = engine.generate(PROMPTS[0], params)
+        assert result.finish_reason == "stop" and result.token_ids == whole[: whole.index(token) + 1]
+
+
+@pytest.mark.parametrize("left", range(6))
+def test_the_capacitys_end(engine, alone, left):
+    prompt = (PROMPTS[0] * 8)[: CAPACITY - 20 - left]
+    same(engine.generate(prompt, PARAMS["greedy"]), alone(prompt, PARAMS["greedy"]))
+
+
+def test_a_poisoned_request_ends_as_without(engine, alone):
+    prompt = [*PROMPTS[0], POISON, *PROMPTS[0]]
+    params = replace(PARAMS["greedy"], max_tokens=20)
+    result = engine.generate(prompt, params)
+    assert result.finish_reason == "error" and result.error == alone(prompt, params).error
+    same(engine.generate(PROMPTS[0], params), alone(PROMPTS[0], params))
+
+
+def test_scores_are_those_without(engine):
+    ids, without = PROMPTS[2] * 3, engine_of(speculate="off")
+    assert torch.allclose(engine.score(ids), without.score(ids), atol=1e-4)
+    found, wanted = (each.submit_score(ids, 2).result() for each in (engine, without))
+    same(found, wanted)
+
+
+ACTION = st.one_of(
+    *[st.tuples(st.just("submit"), st.tuples(
+        st.integers(0, 3), st.sampled_from(sorted(PARAMS)), st.sampled_from([1, 7, 30, 60]), st.booleans(),
+    ))] * 3,
+    st.tuples(st.just("step"), st.integers(1, 12)),
+    st.tuples(st.just("cancel"), st.integers(0, 9)),
+)  # fmt: skip
+
+
+@settings(max_examples=30 if CUDA else 60, deadline=None)  # a GPU that others share answers late
+@given(actions=st.lists(ACTION, min_size=4, max_size=20), ahead=st.integers(0, 1))
+def test_any_schedule_gives_the_tokens_of_running_alone(small, alone, actions, ahead):
+    """Pages are short, so that requests wait at the end of theirs and are preempted in the middle of drafts."""
+    scheduler, requests, cancelled = small.scheduler, [], set()
+    scheduler._ahead = 1 if CUDA else ahead
+    for action, value in actions:
+        if action == "submit":
+            which, kind, most, reuse = value
+            params = replace(PARAMS[kind], max_tokens=most)
+            request = small.submit(PROMPTS[which], params, reuse_prefix=reuse)
+            requests.append((request, alone(PROMPTS[which], params)))
+        elif action == "cancel":
+            if value < len(requests) and requests[value][0].cancel():
+                cancelled.add(value)
+        else:
+            for _ in range(value):
+                scheduler.step()
+            scheduler.assert_consistent()
+    for number, (request, expected) in enumerate(requests):
+        result = request.result()
+        if number in cancelled:
+            assert result.token_ids == expected.token_ids[: len(result.token_ids)]
+        else:
+            same(result, expected)
+    scheduler.assert_consistent()
+
+
+def test_a_preempted_request_goes_on_where_it_was(small, alone):
+    before = small.scheduler.preemptions
+    params = [replace(PARAMS[kind], max_tokens=90) for kind in ("greedy", "sampled")]
+    requests = [small.submit(PROMPTS[0], each, reuse_prefix=False) for each in params]
+    for request, each in zip(requests, params):
+        same(request.result(), alone(PROMPTS[0], each))
+    assert small.scheduler.preemptions > before
+
+
+def test_the_batch_invariant_mode_keeps_its_bits():
+    dtype = torch.bfloat16 if CUDA else torch.float32
+    shape = dict(hidden_size=1024, head_dim=128, intermediate_size=2048) if CUDA else {}
+    results = []
+    for speculate in ("off", "ngram"):
+        build = {"slots": 2, "speculate": speculate, "batch_invariant": True, "chunk_tokens": 64}
+        engine = tiny_engine(dtype=dtype, capacity=256, tie_word_embeddings=False, build=build, **shape)
+        engine.model.weights.final_norm.mul_(SHARP)
+        params = [replace(each, max_tokens=60) for each in PARAMS.values()]
+        results.append([])
+        for _ in range(2):  # graphs that verify come after the first answer
+            requests = [engine.submit(prompt, each) for each in params for prompt in PROMPTS[:3]]
+            results[-1] += [request.result() for request in requests]
+    off, ngram = results
+    assert [r.token_ids for r in ngram] == [r.token_ids for r in off]
+    assert [r.logprobs for r in ngram] == [r.logprobs for r in off], "bit for bit"
+    assert sum(r.usage.accepted for r in ngram) > 40 and not any(r.usage.drafted for r in off)
+
+
+@pytest.mark.skipif(not CUDA, reason="CUDA graphs exist on a GPU only")
+def test_graphs_that_verify_come_after_the_first_answer():
+    engine = tiny_engine("triton", "full", capacity=256, build={"speculate": "ngram", "slots": 2})
+    params, steps = replace(PARAMS["greedy"], max_tokens=60), engine.steps
+    first, at_load = [], steps.captures
+    for _ in range(2):
+        first.append(engine.generate(PROMPTS[0], params, reuse_prefix=False))
+        assert (steps.captures == at_load) == (len(first) == 1), "after the first, and in the midst of the second"
+    while engine.capture_next():
+        pass
+    captured = steps.captures
+    assert captured == at_load + 3 * (3 + 3)
+    for _ in range(3):
+        requests = [engine.submit(prompt, each) for each in (params, PARAMS["sampled"]) for prompt in PROMPTS[:3]]
+        assert all(len(request.result().token_ids) > 1 for request in requests)
+    assert steps.captures == captured and any(" x8" in stat.kind for stat in engine.graph_stats())
+    eager = tiny_engine("triton", "none", capacity=256, build={"speculate": "ngram", "slots": 2})
+    steps.check_addresses = True
+    for kind in ("greedy", "logprobs"):  # the same passes, launched and replayed
+        for each in (engine, eager):
+            each.rewind(40, replace(PARAMS[kind], seed=3), rows=2, given=30)
+            for tokens in (8, 4, 2, 8, 1):
+                each.steps.replay(kind, 2, tokens=tokens)
+            each.synchronize()
+        replayed, launched = (each.model.workspace.meta.clone() for each in (engine, eager))
+        replayed[:, GENERATION] = launched[:, GENERATION] = 0  # one of the two has had requests before
+        assert torch.equal(replayed, launched), kind
+
+
+@pytest.mark.skipif(not CUDA, reason="allocations of a GPU")
+def test_passes_that_verify_allocate_nothing():
+    engine = tiny_engine("triton", "full", capacity=512, build={"speculate": "ngram"})
+    engine.rewind(40, replace(PARAMS["greedy"], seed=1))
+    for tokens in (8, 4, 2, 1):
+        engine.enqueue(PARAMS["greedy"], tokens=tokens)  # captured when it first comes
+    engine.synchronize()
+    before = torch.cuda.memory_stats()
+    for tokens in (8, 4, 2, 1) * 20:
+        engine.enqueue(PARAMS["greedy"], tokens=tokens)
+    engine.synchronize()
+    after = torch.cuda.memory_stats()
+    for name in ("allocation.all.allocated", "segment.all.allocated"):
+        assert before[name] == after[name], name
+
+
+# ---- the bundled model: text, stop strings, grammars
+
+
+@pytest.fixture(scope="module")
+def bundled():
+    engines = [Engine.load(speculate=speculate, dtype="float32", slots=2) for speculate in ("off", "ngram")]
+    engines[1].scheduler.answered = True
+    return engines
+
+
+@pytest.mark.parametrize("stop", [(), (" the",), ("e", "zz"), ("ing to",)], ids=repr)
+def test_stop_strings_cut_as_without(bundled, stop):
+    params = SamplingParams(temperature=0, max_tokens=60, stop=stop)
+    prompt = [{"role": "user", "content": "Say it again, say it again, say it again, say it"}]
+    off, ngram = (engine.generate(prompt, params) for engine in bundled)
+    same(ngram, off)
+    assert ngram.usage.accepted <= ngram.usage.drafted, "also where a string cuts what a pass has brought"
+
+
+def test_a_server_counts_guesses(bundled):
+    """One token for ever, which nothing but guesses that are right can follow."""
+    body = {"model": "bundled", "prompt": "Again", "temperature": 0, "max_tokens": 60, "logit_bias": {"300": 100}}
+    names = [f"spec_decode_num_{kind}_tokens_total" for kind in ("draft", "accepted")]
+    with Running(bundled[1]) as running:
+        before = [running.metric(name) for name in names]
+        assert running.post("/v1/completions", body).json()["usage"]["completion_tokens"] == 60
+        drafted, accepted = (running.metric(name) - old for name, old in zip(names, before))
+    assert drafted >= accepted > 40
+
+
+def test_the_line_after_an_answer_tells_the_tokens_of_a_pass(piped):
+    few = ("--raw", "--temperature", 0, "--max-tokens", 60, "--logit-bias", "300=100", "--max-seq-len", 256)
+    assert re.search(r"60 tokens .* [4-7]\.\d a pass", piped("Again\n", *few, "--speculate", "ngram")[2])
+    assert " a pass" not in piped("Again\n", *few)[2]
+
+
+def test_a_grammar_beside_text_that_repeats(bundled):
+    structured = SamplingParams(temperature=0, max_tokens=30, regex="(ab|cd)+")
+    free = SamplingParams(temperature=0, max_tokens=60)
+    found = []
+    for engine in bundled:
+        requests = [engine.submit("one two one two one two", each) for each in (free, structured)]
+        found.append([request.result() for request in requests])
+    for off, ngram in zip(*found):
+        same(ngram, off)
+
+
+def test_the_option_is_checked():
+    with pytest.raises(ParameterError, match="speculate must be auto, ngram or off, got 'draft'"):
+        Engine.load(speculate="draft")
+    for wrong in (4, "4:2", (2, 4), (17, 2), (10**5000, 1), (2, 0), (4, 2.0), (True, 1), (4, 3, 2)):
+        with pytest.raises(ParameterError, match="speculate_ngram must be two numbers from 16 down to 1, the larger"):
+            Engine.load(speculate="ngram", speculate_ngram=wrong)
+    with pytest.raises(ParameterError, match="the larger first, like 8 and 2, got 2 and 8$"):
+        Engine.load(speculate_ngram=(2, 8))
+    with pytest.raises(ParameterError, match='^speculate_ngram: nothing is guessed with speculate="off"; leave one of'):
+        Engine.load(speculate="off", speculate_ngram=(4, 2))
+
+
+RESOLVED = [  # on a GPU, how passes run, beside what: what auto comes to, and what stands in the way of ngram
+    (True, {}, (), "ngram", None),
+    (True, dict(slots=64), (), "ngram", None),
+    (True, dict(slots=16, graph_sizes=(8, 16)), (), "ngram", None),
+    (True, dict(graph="piecewise"), (), "ngram", None),
+    (True, dict(graph="full_decode_only"), (), "ngram", None),
+    (True, dict(batch_invariant=True), (), "ngram", None),
+    (True, dict(graph="none"), (), "off", None),
+    (True, dict(attention="torch"), (), "off", None),
+    (True, dict(slots=32, graph_sizes=(32,)), (), "off", "at most 16 requests, and the smallest of graph_sizes is 32"),
+    (True, {}, ("fp8_kv",), "off", 'does not work beside kv_dtype="fp8"'),
+    (True, {}, ("kv_offload",), "off", "does not work beside kv_offload"),
+    (True, {}, ("kv_offload", "weights_offload"), "off", "does not work beside kv_offload or weights_offload"),
+    (False, {}, (), "off", None),
+    (False, {}, ("weights_offload",), "off", "does not work beside weights_offload"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("gpu, how, beside, auto, hindrance", RESOLVED, ids=str)
+def test_what_is_asked_for_and_what_it_comes_to(gpu, how, beside, auto, hindrance):
+    graphs = plan_graphs(how.get("slots", 1), 2048, gpu, gpu, **{name: how[name] for name in how if name != "slots"})
+    given = {name: name in beside for name in ("fp8_kv", "kv_offload", "weights_offload")}
+    found, why = resolve_speculation("auto", graphs, **given)
+    assert found == auto and (why is None) == (auto == "ngram")
+    assert resolve_speculation("off", graphs, **given) == ("off", None)
+    if hindrance is None:
+        assert resolve_speculation("ngram", graphs, **given) == ("ngram", None)
+        assert resolve_speculation("auto", graphs, **given, ngram=True) == ("ngram", None)
+    else:
+        with pytest.raises(ParameterError, match=f'^speculate="ngram" .*{hindrance}; use speculate="off"$'):
+            resolve_speculation("ngram", graphs, **given)
+        with pytest.raises(ParameterError, match=f"^speculate_ngram .*{hindrance}; leave it out$"):
+            resolve_speculation("auto", graphs, **given, ngram=True)
+        assert hindrance in why or not gpu
+
+
+def test_the_default_is_what_pays_on_this_machine():
+    with Engine.load(device=str(DEVICE), max_seq_len=64) as engine:
+        assert engine.policy.speculates == CUDA == (engine.model.verify is not None)
+
+
+def test_who_says_how_to_guess_asks_for_it():
+    with Engine.load(device=str(DEVICE), max_seq_len=64, speculate_ngram=(4, 2)) as engine:
+        assert engine.policy.speculate == "ngram" and engine.model.ngram == (4, 2) and engine.model.verify
+
+
+def test_memory_is_planned_for_what_auto_comes_to(monkeypatch):
+    asked = dict(device=str(DEVICE), max_seq_len=64)
+    with Engine.load(speculate="off", **asked) as plain:
+        fixed = plain.plan.fixed
+    monkeypatch.setattr("tridecode.plan.placement.resolve_speculation", lambda *how: ("ngram", None))
+    with Engine.load(**asked) as engine:
+        assert engine.model.verify is not None and engine.plan.fixed > fixed
+
+
+@pytest.mark.parametrize("ngram", [(1, 1), (16, 16)], ids=str)
+def test_guesses_need_as_many_tokens_that_agree(alone, ngram):
+    params = replace(PARAMS["greedy"], max_tokens=14)
+    engine = engine_of(speculate_ngram=ngram)
+    result = engine.generate(PROMPTS[1], params)
+    same(result, alone(PROMPTS[1], params))
+    assert (result.usage.drafted > 0) == (ngram == (1, 1)), "nowhere do sixteen tokens agree"
+
+
+# ---- passes
+
+
+@pytest.mark.parametrize("beside", [dict(kv_dtype="fp8"), dict(kv_offload=0.1), dict(weights_offload=0.02)], ids=list)
+def test_what_does_not_go_together_is_one_line(beside):
+    (name,) = beside
+    with pytest.raises(ParameterError, match=f'^speculate="ngram" does not work beside {name}.*; use speculate="off"$'):
+        Engine.load(device=str(DEVICE), max_seq_len=64, speculate="ngram", **beside)
+    with Engine.load(device=str(DEVICE), max_seq_len=64, **beside) as engine:
+        assert not engine.policy.speculates and engine.model.verify is None
+
+
+def test_weights_in_fewer_bits_verify_too():
+    """Their products take the rows of drafts as any others; on a GPU in bf16, where rows may decide a text."""
+    asked = dict(device=str(DEVICE), max_seq_len=256, quantize="int8", batch_invariant=CUDA)
+    with Engine.load(speculate="off", **asked) as plain, Engine.load(speculate="ngram", **asked) as engine:
+        params = replace(PARAMS["greedy"], max_tokens=60, ignore_eos=True)
+        engine.scheduler.answered = True  # else passes that verify are captured after the first answer only
+        result = engine.generate(PROMPTS[0] * 3, params)
+        assert result.token_ids == plain.generate(PROMPTS[0] * 3, params).token_ids
+        assert result.usage.drafted > 0
+
+
+def test_sizes_that_leave_no_room_are_refused():
+    with pytest.raises(ParameterError, match='^speculate="ngram" .* at most 16 requests, .* graph_sizes is 32; use'):
+        Engine.load(speculate="ngram", slots=32, graph_sizes=(32,))
+
+
+def test_rows_by_requests():
+    assert [most_queries(requests) for requests in (1, 2, 3, 4, 5, 8, 9, 17)] == [8, 8, 8, 8, 4, 4, 2, 1]
+    assert [best_queries(1, [wants]) for wants in (1, 2, 3, 4, 5, 8)] == [1, 2, 4, 4, 8, 8]
+    assert best_queries(4, [8] * 4) == 8 and best_queries(64, [8] * 64) == 1
+    assert best_queries(2, [1, 8]) == 8 and best_queries(1, [8], there=[1, 2]) == 2
+
+
+@pytest.mark.parametrize("multiprocessors", [132, 114, 78, 7])
+def test_programs_that_wait_for_each_other_all_run_at_once(multiprocessors):
+    """One on each multiprocessor at most: others would wait for programs that do not begin before they end."""
+    alone = set()
+    for config in PRESETS.values():
+        for requests, queries in ((1, 2), (1, 8), (2, 2), (8, 2), (16, 2)):
+            shape = queries_shape(config, requests, queries, 90, multiprocessors)
+            programs = requests * config.num_kv_heads * shape.few
+            assert shape.queries == queries and (not shape.together or programs <= multiprocessors)
+            if requests == 1:
+                alone.add(shape.together)
+    assert alone == ({True} if multiprocessors > 7 else {False, True})
+
+
+def test_one_request_that_repeats_itself_does_not_slow_seven_others():
+    """A pass of two rows of each of eight costs a little more."""
+    assert best_queries(8, [2] + [1] * 7) == 2 and best_queries(8, [2] * 4 + [1] * 4) == 2
+    assert best_queries(8, [2] * 8) == 2 and best_queries(4, [4, 1, 1, 1]) == 4
+    assert [verify_rows(requests) for requests in (1, 2, 4, 64)] == [8, 16, 32, 32]
+
+
+@pytest.mark.parametrize("kind, params", [("greedy", PARAMS["greedy"]), ("sample", PARAMS["penalties"])])
+def test_a_pass_of_kernels_does_what_the_references_do(kind, params):
+    """Fp32 states after the same passes, with drafts that are given, found, right and wrong."""
+    engines = [
+        tiny_engine(backend, "none", torch.float32, capacity=64, num_layers=1, build={"speculate": "ngram"})
+        for backend in ("triton", "torch")
+    ]
+    ids = [5, 17, 42, 8, 5, 17, 42, 8, 5, 17]
+    for engine in engines:
+        begin(engine, ids, 0, replace(params, seed=3))
+        engine.model.workspace.meta[0, layout.TRUST] = 3
+    for tokens in (8, 1, 2, 8):
+        for engine in engines:
+            engine.steps.replay(kind, 1, tokens=tokens)
+            engine.synchronize()
+        kernels, refs = (engine.model.workspace for engine in engines)
+        assert torch.equal(kernels.meta, refs.meta) and torch.equal(kernels.tokens, refs.tokens)
+        assert torch.equal(kernels.out, refs.out) and torch.equal(kernels.counts, refs.counts)
+        position = int(refs.meta[0, layout.POSITION])
+        for a, b in zip(*(engine.model.kv.held(0, position) for engine in engines)):
+            assert torch.allclose(a, b, atol=1e-4)
+    assert position > len(ids)

@@ -1,0 +1,95 @@
+"""Texts that cannot fit in a context are refused by their size, and no text that fits is."""
+
+import json
+import random
+import unicodedata
+
+import pytest
+import tokenizers
+from checkpoints import write_tokenizer
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tridecode.checkpoint.hub import BUNDLED
+from tridecode.errors import TooLong
+from tridecode.text.token_sizes import fewest
+from tridecode.text.tokenizer import Tokenizer
+
+SPLIT = {"type": "Split", "pattern": {"String": " "}, "invert": False}
+
+
+@pytest.fixture(scope="module")
+def changed(tmp_path_factory):
+    """The tiny tokenizer with other values in its tokenizer.json."""
+
+    def changed(**values):
+        path = tmp_path_factory.mktemp("sizes")
+        write_tokenizer(path)
+        file = path / "tokenizer.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | values))
+        return Tokenizer.load(path)
+
+    return changed
+
+
+@pytest.fixture(scope="module")
+def composing(changed):
+    return changed(normalizer={"type": "NFC"})
+
+
+def test_what_cannot_fit_is_refused_before_it_is_tokenised(tokenizer, monkeypatch):
+    text = "a" * 100_000
+    assert len(tokenizer.encode(text)) > 512 > tokenizer._longest
+    monkeypatch.setattr(tokenizer, "_tokenizer", None)
+    with pytest.raises(TooLong, match="tokens or more, the context holds 512$") as refused:
+        tokenizer.encode(text, context=512)
+    assert 512 < refused.value.tokens <= len(text)
+    with pytest.raises(TooLong):
+        tokenizer.encode_chat([{"role": "user", "content": text}], 512)
+
+
+@given(st.text(max_size=400))
+def test_no_text_that_fits_is_refused(tokenizer, composing, text):
+    for each in (tokenizer, composing):
+        assert fewest(text, each._longest) <= len(each.encode(text))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_longest_tokens_in_a_row_fit(seed):
+    bundled, draw = Tokenizer.load(BUNDLED), random.Random(seed)
+    lengths = {token: bundled._token_bytes.size(token) for token in range(bundled.vocab_size)}
+    most = [token for token, size in lengths.items() if size > bundled._longest - 3]
+    text = bundled.decode(draw.choices(most, k=300))
+    assert fewest(text, bundled._longest) <= len(bundled.encode(text))
+    assert bundled._longest == max(lengths.values())
+
+
+def test_a_text_that_its_normaliser_shortens_fits(composing):
+    syllables = unicodedata.normalize("NFD", "각" * 3000)
+    assert len(syllables.encode()) == 3 * len("각".encode()) * 3000
+    assert fewest(syllables, composing._longest) == fewest("각" * 3000, composing._longest)
+
+
+@pytest.mark.parametrize(
+    "values, bounded",
+    [
+        ({"normalizer": None}, True),
+        ({"normalizer": {"type": "Sequence", "normalizers": [{"type": "NFC"}]}}, True),
+        ({"normalizer": {"type": "Strip", "strip_left": True, "strip_right": True}}, False),
+        ({"normalizer": {"type": "Replace", "pattern": {"Regex": " +"}, "content": " "}}, False),
+        ({"normalizer": {"type": "Replace", "pattern": {"String": " "}, "content": ""}}, False),
+        ({"pre_tokenizer": SPLIT | {"behavior": "Removed"}}, False),
+        ({"pre_tokenizer": SPLIT | {"behavior": "Isolated"}}, True),
+        ({"pre_tokenizer": {"type": "Whitespace"}}, False),
+    ],
+)
+def test_only_tokenizers_that_leave_nothing_out_have_a_bound(changed, values, bounded):
+    tokenizer = changed(**values)
+    assert (tokenizer._longest < 1000) is bounded
+    assert bounded or tokenizer.encode(" " * 50_000 + "a", context=50_001)
+
+
+def test_a_token_that_swallows_spaces_takes_the_bound_away(path):
+    made = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
+    made.add_tokens([tokenizers.AddedToken("<mask>", lstrip=True)])
+    assert Tokenizer(made, {})._longest == float("inf")

@@ -1,0 +1,270 @@
+"""Tokenizers that run away: known ones read any text here, others in a child process that is stopped; no panic ends a
+program or writes to its stderr."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import tokenizers
+from checkpoints import sentencepiece, write_tokenizer
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tridecode.checkpoint.hub import BUNDLED
+from tridecode.errors import CheckpointError, PromptError
+from tridecode.text import encoder
+from tridecode.text.encoder import Encoder
+from tridecode.text.token_set import TokenSet
+from tridecode.text.tokenizer import Tokenizer
+
+BACKTRACKS = {"type": "Split", "pattern": {"Regex": "(a|aa)+$"}, "behavior": "Isolated", "invert": False}
+RUNAWAY = "a" * 60 + "b"
+DOUBLES = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
+CHAT = [{"role": "user", "content": RUNAWAY}]
+
+
+@pytest.fixture
+def changed(tmp_path):
+    """The tiny tokenizer's directory with some parts of its tokenizer.json changed."""
+
+    def changed(**parts) -> Path:
+        write_tokenizer(tmp_path)
+        state = json.loads((tmp_path / "tokenizer.json").read_text()) | parts
+        (tmp_path / "tokenizer.json").write_text(json.dumps(state))
+        return tmp_path
+
+    return changed
+
+
+# ---- which tokenizers are read in this process
+
+
+def split(pattern: str) -> dict:
+    return BACKTRACKS | {"pattern": {"Regex": pattern}}
+
+
+QWEN = next(p for p in encoder._KNOWN_PATTERNS if r"\p{N}| ?" in p and "{Lu}" not in p)
+HARMLESS = {
+    "byte-level": {},
+    "qwen": {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [split(QWEN)]}},
+    "a replacement no longer": {"normalizer": DOUBLES | {"content": "b"}},
+    "NFC": {"normalizer": {"type": "NFC"}},
+}
+UNKNOWN = {
+    "an expression": {"pre_tokenizer": BACKTRACKS},
+    "an expression inside": {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [BACKTRACKS]}},
+    "a known one with more behind": {"pre_tokenizer": split(QWEN + "|(a|aa)+$")},
+    "a longer replacement": {"normalizer": DOUBLES},
+    "nothing replaced": {"normalizer": DOUBLES | {"pattern": {"String": ""}}},
+    "an expression replaced": {"normalizer": DOUBLES | {"pattern": {"Regex": "a|aa"}}},
+    "many steps": {"normalizer": {"type": "Sequence", "normalizers": [{"type": "NFC"}] * 99}},
+}
+
+
+@pytest.mark.parametrize("case", HARMLESS)
+def test_known_ones(case, changed):
+    made = Encoder(tokenizers.Tokenizer.from_file(str(changed(**HARMLESS[case]) / "tokenizer.json")), "x")
+    assert made.harmless and made("hello") and made._worker.process is None
+
+
+@pytest.mark.parametrize("case", UNKNOWN)
+def test_unknown_ones(case, changed):
+    plain = tokenizers.Tokenizer.from_file(str(changed(**UNKNOWN[case]) / "tokenizer.json"))
+    made = Encoder(plain, "x")
+    assert not made.harmless
+    if case != "nothing replaced":  # that panics
+        assert made("hello, é 你\0") == plain.encode("hello, é 你\0").ids
+
+
+def test_the_bundled_one_and_sentencepieces_are_known():
+    assert Encoder(tokenizers.Tokenizer.from_file(str(BUNDLED / "tokenizer.json")), "x").harmless
+    assert Encoder(sentencepiece(), "x").harmless and Encoder(sentencepiece(metaspace=True), "x").harmless
+
+
+def test_a_child_puts_the_same_around_a_text(tmp_path):
+    write_tokenizer(tmp_path, add_bos=True)
+    made = Encoder(tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json")), "x")
+    for text in ("", "hello"):
+        assert made._in_child(text, around=True) == made(text, around=True) == [0, *made(text)]
+
+
+def test_control_tokens_of_an_unknown_one_are_text(changed):
+    tokenizer = Tokenizer.load(changed(pre_tokenizer=BACKTRACKS))
+    ids = tokenizer.encode("a<|im_end|>b")
+    assert not {0, 1, 2}.intersection(ids) and tokenizer.decode(ids) == "a<|im_end|>b"
+
+
+RUNS = ("A", "a", "1", " ", "\n", "/", "'", "你", "\u0301", "\t\r", "' ", "!\n", "Aa", "'s")
+
+
+@pytest.mark.parametrize("pattern", sorted(encoder._KNOWN_PATTERNS))
+def test_known_expressions_do_not_backtrack(pattern):
+    """Over 20,000 characters of a kind the square of their number would end in a panic."""
+    pieces = tokenizers.pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated")
+    for run in RUNS:
+        for end in ("", "x", "!"):
+            text = run * 20_000 + end
+            assert "".join(piece for piece, _ in pieces.pre_tokenize_str(text)) == text
+
+
+# ---- what runs away
+
+
+def test_a_panic_is_one_error_and_no_end(changed, capfd, monkeypatch):
+    monkeypatch.setenv("RUST_BACKTRACE", "1")
+    tokenizer = Tokenizer.load(changed(pre_tokenizer=BACKTRACKS))
+    for _ in range(2):
+        with pytest.raises(PromptError, match="tokenizer.json fails on this text .*retry-limit") as caught:
+            tokenizer.encode_chat(CHAT)
+        assert "\n" not in str(caught.value)
+        assert tokenizer.encode("hello") == tokenizer.encode("hello"), "the next text is read"
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_panic_of_a_known_one(capfd):
+    """Millions of spaces: no expression is safe from them."""
+    tokenizer = Tokenizer.load(BUNDLED)
+    with pytest.raises(PromptError, match="fails on this text .*retry-limit"):
+        tokenizer.encode(" " * 11_000_000)
+    assert capfd.readouterr() == ("", "") and tokenizer.encode("hello")
+
+
+def test_a_text_that_doubles_again_and_again(changed, monkeypatch):
+    monkeypatch.setattr(encoder, "MEMORY", 256 << 20)
+    tokenizer = Tokenizer.load(changed(normalizer={"type": "Sequence", "normalizers": [DOUBLES] * 60}))
+    with pytest.raises(PromptError, match="its process ended with code -6: .*GiB of memory; change the text"):
+        tokenizer.encode("a")
+    assert tokenizer.encode("hello") == tokenizer.encode("hello")
+
+
+def test_a_text_that_takes_too_long(changed, monkeypatch):
+    monkeypatch.setattr(encoder, "SECONDS", 1)
+    tokenizer = Tokenizer.load(changed(pre_tokenizer=BACKTRACKS))
+    with pytest.raises(PromptError, match="its process was stopped after 2 s"):
+        tokenizer.encode(("a" * 30 + "b") * 1000)  # each word takes nearly as long as it may
+
+
+def test_an_interrupt_stops_it(changed):
+    tokenizer = Tokenizer.load(changed(pre_tokenizer=BACKTRACKS))
+    tokenizer.encode("hello")
+    child = tokenizer._encode._worker.process
+    timer = threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT))
+    timer.start()
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        tokenizer.encode(("a" * 30 + "b") * 1000)
+    assert time.monotonic() - began < 5 and child.returncode == -signal.SIGKILL
+    assert tokenizer.encode("hello")
+
+
+def test_a_vocabulary_without_its_unknown_token(changed):
+    vocab = {"hello": 0}
+    path = changed(model={"type": "WordLevel", "vocab": vocab, "unk_token": "[UNK]"}, added_tokens=[])
+    with pytest.raises(PromptError, match="tokenizer.json fails on this text .*UNK.*; change the text, or check the"):
+        Tokenizer.load(path).encode("world")
+
+
+def test_an_error_of_the_library_is_one_line(changed):
+    """Also in this process, where no child is between."""
+    model = json.loads((changed() / "tokenizer.json").read_text())["model"]
+    del model["vocab"]["Ġ"]
+    model |= {"unk_token": "[UNK]", "merges": []}
+    tokenizer = Tokenizer.load(changed(model=model))
+    assert tokenizer._encode.harmless
+    with pytest.raises(PromptError, match="fails on this text .*; change the text, or check the tokenizer"):
+        tokenizer.encode("a b")
+
+
+CHARSMAPS = {"short": "AAAA", "empty": "", "long": "/////w=="}
+
+
+@pytest.mark.parametrize("case", CHARSMAPS)
+def test_a_panic_while_it_is_loaded(case, changed, capfd):
+    path = changed(normalizer={"type": "Precompiled", "precompiled_charsmap": CHARSMAPS[case]})
+    with pytest.raises(CheckpointError, match="tokenizer.json: not a tokenizer .*; download the file again"):
+        Tokenizer.load(path)
+    assert capfd.readouterr() == ("", "")
+
+
+DECODERS = {
+    "a longer replacement": {"type": "Sequence", "decoders": [DOUBLES] * 9},
+    "nothing replaced": DOUBLES | {"pattern": {"String": ""}},
+    "many steps": {"type": "Sequence", "decoders": [{"type": "Fuse"}] * 99},
+}
+
+
+@pytest.mark.parametrize("case", DECODERS)
+def test_decoders_that_would_run_away(case, changed):
+    with pytest.raises(CheckpointError, match="supported"):
+        Tokenizer.load(changed(decoder=DECODERS[case]))
+
+
+def test_a_long_decoder_is_shown_in_part(changed):
+    with pytest.raises(CheckpointError) as caught:
+        Tokenizer.load(changed(decoder=DOUBLES | {"content": "x" * 10**6}))
+    assert len(str(caught.value)) < 600
+
+
+def test_a_chat_goes_on_after_a_panic(piped, tmp_path):
+    path = shutil.copytree(BUNDLED, tmp_path / "model")
+    state = json.loads((path / "tokenizer.json").read_text()) | {"pre_tokenizer": BACKTRACKS}
+    (path / "tokenizer.json").write_text(json.dumps(state))
+    code, out, err = piped(f"{RUNAWAY}\nhello\n", "--model", path, "--max-tokens", "2")
+    assert code == 1 and err.count("tridecode: error: ") == 1 and "retry-limit" in err and "Traceback" not in err
+    assert out.strip(), "the second turn is answered"
+
+
+# ---- control tokens, however many
+
+MARKS = ["<|im_end|>", "<|im_", "<", "<<", "a", "ab", "abc", "b"]
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.sets(st.sampled_from(MARKS)), st.lists(st.sampled_from([*MARKS, "x", "é", "end|>"])))
+def test_tokens_are_found_as_an_expression_would(tokens, pieces):
+    text, found = "".join(pieces), TokenSet(tokens)
+    longest_first = "|".join(map(re.escape, sorted(tokens, key=len, reverse=True))) or "(?!)"
+    assert found.spans(text) == [match.span() for match in re.finditer(longest_first, text)]
+    assert found.replace(text, str.upper) == re.sub(longest_first, lambda match: match[0].upper(), text)
+    for i in range(len(text)):
+        assert found.starts_at(text, i) == text.startswith(tuple(tokens), i)
+        assert found.begins(text[i:]) == any(token.startswith(text[i:]) for token in tokens)
+
+
+def test_many_control_tokens_and_a_long_text(changed):
+    token = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    added = [token | {"id": 1000 + i, "content": f"<custom_token_{i}>"} for i in range(20_000)]
+    tokenizer = Tokenizer.load(changed(added_tokens=added))
+    text = "<" * 200_000 + "<custom_token_7>"
+    began = time.monotonic()
+    ids = tokenizer.encode_chat([{"role": "user", "content": text}])
+    assert time.monotonic() - began < 10, "in each place every token was tried: some 20 s"
+    assert 1007 not in ids and text in tokenizer.decode(ids)
+
+
+def test_a_control_token_without_end(changed):
+    token = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    with pytest.raises(CheckpointError, match=r"the added token '<+\.\.\.<+' has 1,000,000 characters") as caught:
+        Tokenizer.load(changed(added_tokens=[token | {"id": 1000, "content": "<" * 1_000_000}]))
+    assert len(str(caught.value)) < 600
+
+
+def test_a_child_ends_with_its_parent(tmp_path):
+    write_tokenizer(tmp_path)
+    code = (
+        "import tokenizers; from tridecode.text.encoder import Encoder\n"
+        f"made = Encoder(tokenizers.Tokenizer.from_file({str(tmp_path / 'tokenizer.json')!r}), 'x')\n"
+        "made._in_child('hello', False); print(made._worker.process.pid)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(done.stdout), 0)
+    assert done.stderr == ""

@@ -1,0 +1,396 @@
+"""Chat templates: public ones equal to transformers' rendering, hostile ones stopped, and no input forges a token."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+
+import jinja2
+import pytest
+import tokenizers
+from checkpoints import ADDED_TOKENS, EOS_ID, SPECIAL_TOKENS, write_tiny, write_tokenizer
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from tridecode import cli as commands
+from tridecode.errors import PromptError
+from tridecode.text import chat_template
+from tridecode.text.chat_template import ChatTemplate, Limits
+from tridecode.text.tokenizer import DEEPEST, Tokenizer
+
+USER = [{"role": "user", "content": "Hello"}]
+quick = settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+def render(source: str, messages=USER, limits: Limits | None = None, **variables) -> str:
+    return ChatTemplate(source, {}, "x.jinja", limits).render(messages, variables)
+
+
+# ---- what runs too long or grows too large
+
+LOOPS = "{% for i in range(99999) %}{% for j in range(99999) %}%s{% endfor %}{% endfor %}"
+HOSTILE = {
+    # name: (template, words of the message)
+    "a long range": ("{% for i in range(10**9) %}{% endfor %}", "failed on these messages: Range too big"),
+    "loops": (LOOPS.replace("%s", ""), "was stopped after 0.5 s"),
+    "loops that write": (LOOPS.replace("%s", "a line of text"), "wrote more than 100,000 characters"),
+    "arithmetic": ("{{ 7**(7**messages[0].content|length) % 2 }}{{ 7**(7**11) }}", "was stopped after 0.5 s"),
+    "arithmetic when compiled": ("{{ 7**(7**11) }}", "was stopped after 0.5 s"),
+    "a long text": ("{{ 'x' * 10**9 }}", "needs more than 256 MiB"),
+    "a long list": ("{{ (messages * 10**9) | length }}", "needs more than 256 MiB"),
+    "one large piece": ("{{ 'x' * 10**6 }}", "wrote more than 100,000 characters"),
+    "recursion": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "maximum recursion depth"),
+    "nesting": ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "recursion"),
+    "a long refusal": ("{{ raise_exception('no' * 9999) }}", "refused these messages: nono[no]*n…$"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_hostile_templates_end_in_one_line(case):
+    source, words = HOSTILE[case]
+    seconds = 0.5 if "was stopped" in words else 20
+    template = ChatTemplate(source, {}, "x.jinja", Limits(seconds, 256 << 20, 100_000))
+    for _ in range(2):  # and again, perhaps by a new process
+        began = time.monotonic()
+        with pytest.raises(PromptError, match=words) as caught:
+            template.render(USER, {})
+        assert "the chat template in x.jinja" in str(caught.value) and len(str(caught.value)) < 500
+        assert time.monotonic() - began < 30
+
+
+def test_the_limits_are_for_each_render():
+    """A template may use a good part of its time, memory and output again and again."""
+    source = "{% for i in range(messages[0].n) %}{{ 'x' * 1000 }}{% endfor %}"
+    template = ChatTemplate(source, {}, limits=Limits(10, 256 << 20, 1_000_000))
+    for _ in range(5):
+        assert len(template.render([{"n": 900}], {})) == 900_000
+    with pytest.raises(PromptError, match="wrote more than"):
+        template.render([{"n": 1100}], {})
+    assert len(template.render([{"n": 3}], {})) == 3000
+
+
+def test_a_template_has_no_files_and_no_processes():
+    """Were the sandbox to fail: what runs in the child may open nothing."""
+    source = (
+        Path(chat_template.WORKER)
+        .read_text()
+        .replace("def _raise_exception(message):", "def _raise_exception(message):\n    eval(message)")
+    )
+    for attempt, words in (
+        ("open('/etc/passwd')", "Too many open files"),
+        ("open('new', 'w')", "Too many open files"),
+        ("__import__('socket').socket()", "Too many open files"),
+    ):
+        reply = run_worker(source, f"{{{{ raise_exception({attempt!r}) }}}}")
+        assert reply["failure"] == "failed" and words in reply["reason"]
+
+
+def run_worker(worker: str, template: str) -> dict:
+    lines = f"{json.dumps(template)}\n{json.dumps({})}\n"
+    argv = [sys.executable, "-c", worker, str(512 << 20), "10", "1000"]
+    done = subprocess.run(argv, input=lines, capture_output=True, text=True, timeout=60, check=True)
+    ready, reply = map(json.loads, done.stdout.splitlines())
+    assert ready == "ready"
+    return reply
+
+
+# ---- the child process
+
+
+def test_the_child_is_ended_with_its_template():
+    template = ChatTemplate("{{ messages[0].content }}", {})
+    assert template.render(USER, {}) == "Hello"
+    child = template._workers.first.process
+    assert child.poll() is None
+    del template
+    assert child.returncode == -signal.SIGKILL, "ended, and waited for: no zombie"
+
+
+def test_a_child_that_is_gone_is_replaced():
+    template = ChatTemplate("{{ messages[0].content }}", {})
+    template.start()
+    for _ in range(2):
+        template._workers.first.process.kill()
+        template._workers.first.process.wait()
+        assert template.render(USER, {}) == "Hello"
+
+
+SOMETIMES = "{% if messages[0].busy %}" + LOOPS.replace("%s", "") + "{% endif %}yes"
+BUSY, IDLE = [{"busy": True}], [{"busy": False}]
+
+
+def busy(process) -> None:
+    """Wait until the process has begun to loop."""
+    began = cpu_seconds(process)
+    while cpu_seconds(process) < began + 0.1:
+        time.sleep(0.01)
+
+
+def cpu_seconds(process) -> float:
+    user, system = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+
+def while_it_renders(template, action) -> threading.Thread:
+    def act():
+        busy(template._workers.first.process)
+        action()
+
+    thread = threading.Thread(target=act)
+    thread.start()
+    return thread
+
+
+def test_a_child_that_is_killed_while_it_renders():
+    template = ChatTemplate(SOMETIMES, {}, limits=Limits(seconds=60))
+    assert template.render(IDLE, {}) == "yes"
+    thread = while_it_renders(template, template._workers.first.process.kill)
+    with pytest.raises(PromptError, match="its process ended with code -9"):
+        template.render(BUSY, {})
+    thread.join()
+    assert template.render(IDLE, {}) == "yes"
+
+
+def test_an_interrupt_ends_the_render():
+    template = ChatTemplate(SOMETIMES, {}, limits=Limits(seconds=60))
+    assert template.render(IDLE, {}) == "yes"
+    child = template._workers.first.process
+    thread = while_it_renders(template, lambda: os.kill(os.getpid(), signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        template.render(BUSY, {})
+    thread.join()
+    assert child.returncode == -signal.SIGKILL
+    assert template.render(IDLE, {}) == "yes"
+
+
+def test_the_terminal_reaches_the_parent_only():
+    """Ctrl-C goes to a whole process group; the child has its own."""
+    template = ChatTemplate("yes", {})
+    template.start()
+    assert os.getpgid(template._workers.first.process.pid) == template._workers.first.process.pid != os.getpgrp()
+
+
+def test_a_child_ends_with_its_parent(tmp_path):
+    """Even if the parent is killed while a template loops: its processor time is bounded."""
+    code = (
+        "from tridecode.text.chat_template import ChatTemplate, Limits\n"
+        f"template = ChatTemplate({SOMETIMES!r}, {{}}, limits=Limits(seconds=1))\n"
+        "template.render([{}], {})\n"
+        "print(template._workers.first.process.pid, flush=True)\n"
+        "input()\n"
+        "template.render([{'busy': True}], {})\n"
+    )
+    for is_busy in (False, True):
+        parent = subprocess.Popen(
+            [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        child = SimpleNamespace(pid=int(parent.stdout.readline()))
+        if is_busy:
+            parent.stdin.write("\n")
+            parent.stdin.flush()
+            busy(child)
+        parent.kill()
+        parent.communicate()
+        until = time.monotonic() + 30
+        while running(child.pid):
+            assert time.monotonic() < until
+            time.sleep(0.02)
+
+
+def running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_a_fork_has_a_child_of_its_own():
+    template = ChatTemplate("{{ messages[0].content }}", {})
+    assert template.render(USER, {}) == "Hello"
+    child = template._workers.first.process
+    pid = os.fork()
+    if pid == 0:
+        fine = False
+        try:
+            fine = template.render([{"content": "fork"}], {}) == "fork" and template._workers.first.process is not child
+        finally:
+            os._exit(0 if fine else 1)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert template.render(USER, {}) == "Hello" and template._workers.first.process is child
+
+
+def test_a_process_that_cannot_be_started(monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/no/python")
+    template = ChatTemplate("yes", {})
+    template.start()  # says nothing: the prompt may be raw text
+    with pytest.raises(PromptError, match="no process can be started for it .No such file"):
+        template.render(USER, {})
+    monkeypatch.undo()
+    assert template.render(USER, {}) == "yes"
+
+
+def test_many_callers():
+    template = ChatTemplate("{{ messages[0].content }}", {})
+    with ThreadPoolExecutor(8) as pool:
+        texts = [str(n) for n in range(200)]
+        assert list(pool.map(lambda text: template.render([{"content": text}], {}), texts)) == texts
+
+
+def test_a_hostile_checkpoint_ends_in_one_line(tmp_path, capsys):
+    write_tiny(tmp_path, "qwen3")
+    write_tokenizer(tmp_path, "{{ 'x' * 10**9 }}")
+    capsys.readouterr()
+    code = commands.main(["generate", "--model", str(tmp_path), "--device", "cpu", "--prompt", "Hello"])
+    out, err = capsys.readouterr()
+    where = tmp_path / "tokenizer_config.json"
+    assert (code, out) == (1, "")
+    assert err == f"tridecode: error: the chat template in {where} needs more than 512 MiB of memory; use --raw\n"
+
+
+# ---- public families, as transformers renders them
+
+ANSWERED = [*USER, {"role": "assistant", "content": " Hi! \n"}]
+PUBLIC_CHATS = {
+    "one turn": USER,
+    "system": [{"role": "system", "content": " Be brief.\n"}, *USER],
+    "several turns": [*ANSWERED, {"role": "user", "content": "Why?\n\n你好 "}],
+    "system and several turns": [{"role": "system", "content": "S"}, *ANSWERED, {"role": "user", "content": ""}],
+    "answered": ANSWERED,
+    "thinking": [*USER, {"role": "assistant", "content": "<think>\nhm\n</think>\n\nYes"}, *USER],
+    "two users": [*USER, *USER],
+    "the assistant first": ANSWERED[::-1],
+    "tool turn": [*ANSWERED, {"role": "tool", "content": "4"}],
+}
+VARIABLES = {
+    "prompt": {"add_generation_prompt": True},
+    "no prompt": {"add_generation_prompt": False},
+    "thinking on": {"add_generation_prompt": True, "enable_thinking": True},
+    "thinking off": {"add_generation_prompt": True, "enable_thinking": False},
+}
+NAMED = {"bos_token": "<s>", "eos_token": "</s>"}
+
+
+def pytest_generate_tests(metafunc):
+    if "public" in metafunc.fixturenames:
+        folder = metafunc.config.getoption("--template-dir")
+        files = sorted(Path(folder).glob("*.jinja")) if folder else []
+        why = f"no *.jinja in {folder}" if folder else "--template-dir names no folder of public templates"
+        cases = [pytest.param(file, id=file.stem) for file in files]
+        metafunc.parametrize("public", cases or [pytest.param(None, id="none", marks=pytest.mark.skip(reason=why))])
+
+
+@pytest.fixture(scope="module")
+def theirs(tmp_path_factory):
+    transformers = pytest.importorskip("transformers")
+    path = tmp_path_factory.mktemp("theirs")
+    write_tokenizer(path, None)
+    return transformers.AutoTokenizer.from_pretrained(path, **NAMED)
+
+
+def outcome(work) -> tuple[str, str]:
+    """The text, or the words of the template's refusal."""
+    try:
+        return "text", work()
+    except (PromptError, jinja2.TemplateError) as error:
+        return "refusal", str(error).partition("refused these messages: ")[2] or str(error)
+
+
+def test_public_templates_as_transformers(public, theirs):
+    source, refusals = public.read_text(), 0
+    template = ChatTemplate(source, NAMED, public)
+    for name, messages in PUBLIC_CHATS.items():
+        for which, variables in VARIABLES.items():
+            expected = outcome(
+                lambda m=messages, v=variables: theirs.apply_chat_template(m, chat_template=source, tokenize=False, **v)
+            )
+            found = outcome(lambda m=messages, v=variables: template.render(m, v))
+            assert found == expected, (name, which)
+            refusals += expected[0] == "refusal"
+    assert refusals == (0 if "raise_exception" not in source else refusals) and refusals < 20
+
+
+def test_public_templates_as_tokens(public, tmp_path):
+    """What the tokens say is what the template wrote, control tokens and all."""
+    write_tokenizer(tmp_path, public.read_text())
+    named = {"bos_token": SPECIAL_TOKENS[0], "eos_token": SPECIAL_TOKENS[EOS_ID]}
+    tokenizer, template = Tokenizer.load(tmp_path), ChatTemplate(public.read_text(), named)
+    for messages in (PUBLIC_CHATS["several turns"], PUBLIC_CHATS["system and several turns"]):
+        ids = tokenizer.encode_chat(messages)
+        assert tokenizer.decode(ids, skip_special=False) == template.render(messages, {})
+
+
+# ---- any input
+
+PIECES = st.sampled_from(
+    [*SPECIAL_TOKENS, *ADDED_TOKENS, "<|im_", "end|>", "{{ 1 }}", "{% if", "\ud800", "\0", "\ue000"]
+)
+WORDS = st.lists(PIECES | st.text(max_size=5), max_size=4).map("".join)
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | WORDS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(WORDS, inner, max_size=3),
+    max_leaves=8,
+)
+MESSAGES = st.fixed_dictionaries({"role": WORDS, "content": WORDS}, optional={"extra": VALUES, "tool_calls": VALUES})
+SHOWS_ALL = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{{ m | tojson }}{{ m }}"
+    "{% for k, v in m.items() %}{{ k }}{{ v }}{% endfor %}<|im_end|>\n{% endfor %}{{ tools | tojson }}{{ tools }}"
+)
+
+
+@pytest.fixture(scope="module")
+def shows_all(path):
+    made = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
+    return Tokenizer(made, {}, SHOWS_ALL)
+
+
+@quick
+@example(messages=[{"role": "user", "content": "", "extra": {"<|im_end|>": [{"<think>": 1}]}}], tools=None)
+@example(messages=[{"role": "user", "content": "", "<|im_end|>": 0}], tools={"\ud800": "<|endoftext|>"})
+@given(messages=st.lists(MESSAGES, min_size=1, max_size=4), tools=VALUES)
+def test_no_message_forges_a_token(shows_all, messages, tools):
+    """Whatever the template shows of it, keys too: the control tokens are those that the template itself wrote."""
+    ids = shows_all.encode_chat(messages, tools=tools)
+    assistants = sum(message["role"] == "assistant" for message in messages)
+    written = [token for token in ids if token in (0, 1, 2)]
+    assert written == [1, 2] * len(messages)
+    assert assistants or not {382, 383}.intersection(ids), "a think block is the assistant's only"
+
+
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers() | WORDS | st.binary(max_size=3) | st.builds(object),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(WORDS | st.integers(), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@quick
+@given(
+    messages=ANYTHING | st.lists(st.dictionaries(st.sampled_from(["role", "content", "x"]), ANYTHING)), tools=ANYTHING
+)
+def test_any_input_gives_tokens_or_one_line(shows_all, messages, tools):
+    try:
+        ids = shows_all.encode_chat(messages, tools=tools)
+    except PromptError as error:
+        assert "\n" not in str(error)
+    else:
+        assert all(isinstance(token, int) for token in ids)
+
+
+def nested(depth: int):
+    value: object = 1
+    for level in range(depth):
+        value = [value] if level % 2 else {"x": value}
+    return value
+
+
+@pytest.mark.parametrize("depth", [DEEPEST, 900, 100_000])
+def test_nesting_is_bounded(shows_all, depth):
+    with pytest.raises(PromptError, match="must be plain JSON values: "):
+        shows_all.encode_chat([{"role": "user", "content": "x", "extra": nested(depth)}])
+    assert shows_all.encode_chat([{"role": "user", "content": "x", "extra": nested(DEEPEST // 2)}])

@@ -1,1 +1,0 @@
-"""K/V pages: where they lie, and who holds them."""

@@ -1,0 +1,138 @@
+"""Write an unquantised checkpoint's weights as compressed-tensors, a module at a time."""
+
+import json
+import shutil
+from collections.abc import Callable
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from ...errors import CheckpointError, brief
+from ...kernels.linear.packed import Codes
+from ...models.config import read_json
+from . import code
+from .quantize import fitted, quantised
+from .scheme import Quantisation, Scheme
+
+# What is copied as it is, in small letters: the tokenizer with its template, sampling defaults, licence and card.
+COPIED = (
+    "generation_config.json", "tokenizer*.json", "tokenizer.model*", "special_tokens_map.json", "added_tokens.json",
+    "vocab.json", "vocab.txt", "merges.txt", "tekken.json", "chat_template.*", "licen[cs]e*", "notice*", "copying*",
+    "use_policy*", "readme*", "model_card*",
+)  # fmt: skip
+SHARD = 4 * 2**30  # bytes of a file, a little more with its last tensor
+
+
+def pack(values: torch.Tensor, bits: int) -> torch.Tensor:
+    """int32 [n, k * bits / 32] of codes [n, k]: consecutive columns from the lowest bits on."""
+    parts = torch.nn.functional.pad(values, (0, -values.shape[1] % (32 // bits))).view(len(values), -1, 32 // bits)
+    words = torch.zeros(parts.shape[:2], dtype=torch.int32)
+    for place in range(32 // bits):
+        words |= parts[:, :, place].to(torch.int32) << (place * bits)
+    return words
+
+
+def tensors_of(codes: Codes) -> dict[str, torch.Tensor]:
+    """Suffix -> tensor of a module, its scales as the kernels have them."""
+    if codes.values.dtype == torch.float8_e4m3fn:
+        return {"weight": codes.values, "weight_scale": codes.scale}
+    return {
+        "weight_packed": pack(codes.values, codes.bits),
+        "weight_scale": codes.scale,
+        "weight_shape": torch.tensor(codes.values.shape),
+    }
+
+
+def described(schemes: dict[str, Scheme], ignored: list[str]) -> dict:
+    """quantization_config of modules with their schemes; module names as regular expressions."""
+    by_scheme: dict[Scheme, list[str]] = {}
+    for module, scheme in schemes.items():
+        by_scheme.setdefault(scheme, []).append(module)
+    groups = {}
+    for i, (scheme, modules) in enumerate(by_scheme.items()):
+        form = "float-quantized" if scheme.floating else "pack-quantized"
+        weights = {
+            "num_bits": scheme.bits, "type": "float" if scheme.floating else "int", "symmetric": True,
+            "strategy": "group" if scheme.group else "channel", "group_size": scheme.group or None, "dynamic": False,
+        }  # fmt: skip
+        groups[f"group_{i}"] = {"targets": modules, "weights": weights, "format": form}
+    forms = {group["format"] for group in groups.values()}
+    return {
+        "quant_method": "compressed-tensors", "format": forms.pop() if len(forms) == 1 else "mixed-precision",
+        "quantization_status": "compressed", "config_groups": groups, "ignore": ignored,
+    }  # fmt: skip
+
+
+def write(
+    source: Path,
+    out: Path,
+    files: dict[Path, list[str]],
+    rules: Quantisation,
+    progress: Callable[[int, int], None] | None = None,
+    repo: str | None = None,
+) -> None:
+    """The checkpoint in `source` again in the empty directory `out`, with the weights of `rules` quantised. files: of
+    each of its files the tensors to take; repo: on the Hugging Face hub, if it came from there. Raises CheckpointError
+    and OSError where it cannot be written."""
+    values, tokenizer = (_with_code(source, out, name, repo) for name in ("config.json", "tokenizer_config.json"))
+    total, done, size = sum(file.stat().st_size for file in files), 0, 0
+    shard, shards, schemes, ignored, places = {}, 0, {}, [], {}
+
+    def flush() -> None:
+        nonlocal shard, shards, size
+        if shard:
+            shards += 1
+            name = f"model-{shards:05}.safetensors"
+            try:
+                save_file(shard, out / name, metadata={"format": "pt"})
+            except SafetensorError as error:  # a full disk
+                raise CheckpointError(f"{out / name}: cannot be written ({brief(error)})") from None
+            places.update(dict.fromkeys(shard, name))
+            shard, size = {}, 0
+
+    for file, names in files.items():
+        with safe_open(file, framework="pt", device="cpu") as opened:
+            for name in names:
+                tensor, module = opened.get_tensor(name), name.removesuffix(".weight")
+                done += tensor.nbytes
+                scheme = rules.scheme(module) if name.endswith(".weight") and tensor.ndim == 2 else None
+                if scheme is None:
+                    ignored += [module] if module == "lm_head" else []
+                    found = {name: tensor}
+                else:
+                    scheme = fitted(scheme, tensor.shape[1])
+                    schemes[module] = scheme
+                    found = {f"{module}.{part}": value for part, value in tensors_of(quantised(tensor, scheme)).items()}
+                shard |= {part: value.contiguous() for part, value in found.items()}
+                size += sum(value.nbytes for value in found.values())
+                if size >= SHARD:
+                    flush()
+                if progress is not None:
+                    progress(done, total)
+    flush()
+    index = {"metadata": {}, "weight_map": places}
+    (out / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+    for name in set(places.values()):  # safetensors makes its files readable for their owner only
+        shutil.copymode(out / "model.safetensors.index.json", out / name)
+    for other in source.iterdir():
+        if other.is_file() and any(fnmatchcase(other.name.lower(), pattern) for pattern in COPIED):
+            shutil.copyfile(other, out / other.name)
+    if repo and code.KEY in tokenizer:
+        (out / "tokenizer_config.json").write_text(json.dumps(tokenizer, indent=2))
+    if values.get("tie_word_embeddings"):
+        ignored = ["lm_head"]
+    config = values | {"quantization_config": described(schemes, ignored)}
+    (out / "config.json").write_text(json.dumps(config, indent=2))
+
+
+def _with_code(source: Path, out: Path, name: str, repo: str | None) -> dict:
+    """The configuration in that file, so that it finds its own Python, if any: a copy beside it, or in `repo`."""
+    values = read_json(source / name) if (source / name).exists() else {}
+    if repo:
+        return code.of_repository(values, repo)
+    for file in code.code_files(source, values):
+        shutil.copyfile(file, out / file.name)
+    return values

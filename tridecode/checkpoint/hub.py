@@ -1,0 +1,189 @@
+"""From what the user typed after --model to a directory with the files of one checkpoint."""
+
+import re
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
+
+from ..arguments import shown
+from ..errors import CheckpointError, ParameterError, brief
+from ..models.config import read_config, read_json
+
+BUNDLED = Path(__file__).parents[1] / "bundled"  # the model in the package, which has that name
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+SMALL_FILES = (
+    "config.json",
+    "generation_config.json",
+    INDEX,
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+)
+_LONGEST_NAME = 255  # bytes of a file's name, on any usual file system
+_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+", re.ASCII)
+
+
+def resolve_model(model: str | Path | None, weights: bool = True) -> Path:
+    """The directory of `model`: a local directory as it is, else the model in the package (None, or its name), else a
+    Hugging Face id ("owner/name"), downloaded.
+
+    Only the files that are read come down, first the small ones: a model that is not supported costs no download of
+    weights, and with `weights` false none come at all. Cache, token, offline mode and progress bars are
+    huggingface_hub's. Raises CheckpointError.
+    """
+    if model is None:
+        return BUNDLED
+    if not isinstance(model, (str, Path)):
+        raise ParameterError(f"model must be a directory or a Hugging Face id, got {shown(model)}")
+    if not str(model).strip():
+        raise CheckpointError("the model's name is empty; give a directory or a Hugging Face id (like Qwen/Qwen3-4B)")
+    try:
+        path = Path(model).expanduser()
+    except RuntimeError:
+        raise CheckpointError(f"{model}: there is no such user; give a directory or a Hugging Face id") from None
+    try:
+        there, found = path.is_dir(), path.exists()
+    except OSError as error:  # such as a name that is too long
+        raise ParameterError(f"model {shown(str(model))}: {error.strerror}; give a directory or an id") from None
+    if there:
+        return path
+    if model == BUNDLED.name:
+        return BUNDLED
+    if found:
+        raise CheckpointError(f"{model}: is a file; give the directory that holds config.json and {SINGLE}")
+    if isinstance(model, Path) or not _ID.fullmatch(model) or ".." in model:
+        raise CheckpointError(
+            f"{model}: no such directory, and not a Hugging Face id (like Qwen/Qwen3-4B); check the spelling"
+        )
+    return _download(model, weights)
+
+
+def cached_models() -> list[str]:
+    """Ids of the models that the Hugging Face cache has with their weights."""
+    from huggingface_hub import constants
+
+    found = set()
+    for file in Path(constants.HF_HUB_CACHE).glob("models--*--*/snapshots/*/*.safetensors"):
+        if (file.parent / "config.json").exists():
+            found.add("/".join(file.parents[2].name.split("--", 2)[1:]))
+    return sorted(found)
+
+
+def shard_map(index: Path) -> dict[str, str]:
+    """The weight_map of an index file: tensor name -> shard file name.
+
+    Shards lie beside their index: a name with a directory in it, absolute or with "..", is a CheckpointError.
+    """
+    names = read_json(index).get("weight_map")
+    if not isinstance(names, dict) or not names:
+        raise CheckpointError(f"{index}: weight_map must name a file for each tensor; download the file again")
+    for tensor, name in names.items():
+        plain = isinstance(name, str) and PurePosixPath(name).name == name and not re.search(r"[\\:\0]", name)
+        if not plain or not name.endswith(".safetensors") or len(name.encode("utf-8", "replace")) > _LONGEST_NAME:
+            raise CheckpointError(
+                f"{index}: weight_map of {shown(tensor)} must name a .safetensors file beside the index, got "
+                f"{shown(name)}; do not use this checkpoint unless you trust its source"
+            )
+    return names
+
+
+def _download(repo: str, weights: bool) -> Path:
+    small = _snapshot(repo, list(SMALL_FILES), None)
+    _require(repo, small, "config.json")
+    read_config(small)
+    _require(repo, small, "tokenizer.json")
+    if not weights:
+        return small
+    index = small / INDEX
+    shards = sorted(set(shard_map(index).values())) if index.is_file() else [SINGLE]
+    if not all((small / name).is_file() for name in shards):
+        # The same commit as the small files: the repository may change between the two calls.
+        _snapshot(repo, shards, small.name)
+    for name in shards:
+        _require(repo, small, name)
+    return small
+
+
+def _require(repo: str, path: Path, name: str) -> None:
+    if (path / name).is_file():
+        return
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        raise CheckpointError(f"{repo}: the cached copy {path} lacks {name}; run once with HF_HUB_OFFLINE=0")
+    fix = "choose one that does, or save it again with transformers' save_pretrained and give that directory"
+    raise CheckpointError(f"{repo}: the repository has no {name}; {fix}")
+
+
+def _snapshot(repo: str, patterns: list[str], revision: str | None) -> Path:
+    """huggingface_hub's snapshot_download, with each failure as one line and its fix."""
+    import huggingface_hub  # here, since a local directory needs none of it
+    from huggingface_hub import constants, errors
+
+    try:
+        with _impatient(huggingface_hub, constants.HF_HUB_ETAG_TIMEOUT):
+            return Path(huggingface_hub.snapshot_download(repo, revision=revision, allow_patterns=patterns))
+    except errors.GatedRepoError:
+        reason = "the repository is gated"
+        fix = f"accept its terms at {constants.ENDPOINT}/{repo}, then log in with `hf auth login` or set HF_TOKEN"
+    except errors.RepositoryNotFoundError:
+        reason = "neither a directory here nor a repository on the Hugging Face hub that you may read"
+        fix = "check the spelling; for a private repository log in with `hf auth login`"
+    except errors.HFValidationError:
+        reason, fix = "not a valid Hugging Face id", "give owner/name, like Qwen/Qwen3-4B, or an existing directory"
+    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:
+        status = getattr(getattr(error.__cause__, "response", None), "status_code", None)
+        if constants.HF_HUB_OFFLINE:
+            reason = "offline mode is on (HF_HUB_OFFLINE) and the model is not, or not wholly, in the cache"
+            fix = f"run once with HF_HUB_OFFLINE=0, or give a local directory; the cache is {constants.HF_HUB_CACHE}"
+        elif status is not None:
+            reason, fix = _refusal(constants.ENDPOINT, status)
+        elif "Timeout" in type(error.__cause__).__name__:
+            reason = f"{constants.ENDPOINT} did not answer in time, and the model is not in the cache"
+            fix = "try again later, raise HF_HUB_ETAG_TIMEOUT (seconds), or give a local directory"
+        else:
+            reason = f"no network: {constants.ENDPOINT} cannot be reached, and the model is not in the cache"
+            fix = "check the connection, or give a local directory"
+    except errors.HfHubHTTPError as error:
+        reason, fix = _refusal(constants.ENDPOINT, getattr(error.response, "status_code", None))
+    except OSError as error:
+        reason = f"the download failed ({_words(error)})"
+        fix = f"check the connection and the free space of {constants.HF_HUB_CACHE}, and run again: it resumes"
+    except Exception as error:  # the HTTP client's own, which differ between versions of huggingface_hub
+        if type(error).__module__.startswith(("httpx", "httpcore", "requests", "urllib3", "hf_xet")):
+            reason, fix = f"the download failed ({_words(error)})", "check the connection and run again: it resumes"
+        else:  # what huggingface_hub stumbles over in an answer of another kind
+            stumble = f"{type(error).__name__}: {brief(error)}"
+            reason = f"{constants.ENDPOINT} does not answer as a hub does ({stumble})"
+            fix = "check HF_ENDPOINT and whether this network wants you to log in first, or give a local directory"
+    raise CheckpointError(f"{repo}: {reason}; {fix}")
+
+
+@contextmanager
+def _impatient(huggingface_hub, seconds: float):
+    """Give up on requests that would wait for ever, as huggingface_hub's questions about a repository do."""
+
+    def bound(request):
+        timeout = request.extensions.get("timeout", {})
+        request.extensions["timeout"] = {name: seconds if value is None else value for name, value in timeout.items()}
+
+    if not hasattr(huggingface_hub, "set_client_factory"):  # versions before 1.0, which have no such hooks
+        yield
+        return
+    session = huggingface_hub.get_session()
+    before = session.event_hooks
+    session.event_hooks = before | {"request": [*before["request"], bound]}
+    try:
+        yield
+    finally:
+        session.event_hooks = before
+
+
+def _refusal(endpoint: str, status: int | None) -> tuple[str, str]:
+    fix = "log in with `hf auth login` or set HF_TOKEN" if status in (401, 403) else "try again later"
+    return f"{endpoint} answered with status {status}, and the model is not wholly in the cache", fix
+
+
+def _words(error: Exception) -> str:
+    return brief(getattr(error, "strerror", None) or error) or type(error).__name__

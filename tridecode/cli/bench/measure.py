@@ -1,0 +1,221 @@
+"""What every bench stands on: engines of public shapes with random weights, timers, limits measured in the run."""
+
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import triton
+
+from ...checkpoint.load import random_weights
+from ...engine import Engine
+from ...errors import DeviceError, GenerationError, ParameterError
+from ...layout import RUN, STATUS
+from ...models.presets import PRESETS
+from ...plan.memory import free_memory, plan_memory
+from ...plan.placement import to_quantise
+from ...sampling import SamplingParams
+from ...state.kv import PAGE, kv_bytes_per_token
+from ...step.dispatch import Dispatcher
+from ...step.graphs import EagerSteps, StepGraphs, make_steps
+from ...step.prompt_graphs import EagerPrompts, PromptGraphs, make_prompts
+from ...version import __version__
+from .read import measure_read_bandwidth
+
+ALL_FILTERS = SamplingParams(
+    temperature=0.8,
+    top_k=200,
+    top_p=0.95,
+    min_p=0.01,
+    repetition_penalty=1.1,
+    presence_penalty=0.1,
+    frequency_penalty=0.1,
+    logit_bias={7: 1.0},
+    seed=1,
+)
+GREEDY = SamplingParams(temperature=0.0, seed=1)
+SAMPLING = {"greedy": GREEDY, "temperature": SamplingParams(temperature=0.8, seed=1), "all": ALL_FILTERS}
+WARM_UP = 2  # runs before those that count
+
+
+def need_gpu() -> None:
+    if not torch.cuda.is_available():
+        raise DeviceError("bench needs an NVIDIA GPU and none is usable here")
+
+
+def preset_engine(
+    preset: str, capacity: int, graph: str = "full", slots: int = 1, kv_tokens: int | None = None,
+    quantize: str | None = None, quantize_head: str | None = None, kv_dtype: str = "auto", **more,
+) -> Engine:
+    """An engine of a public shape with random weights, its cache filled with random K/V; kv_tokens: a multiple of PAGE.
+    more: of Engine.build.
+
+    Raises ParameterError for an unknown preset, DeviceError without a GPU or with too little memory.
+    """
+    if preset not in PRESETS:
+        raise ParameterError(f"preset must be one of {', '.join(PRESETS)}, got {preset!r}")
+    need_gpu()
+    config = to_quantise(PRESETS[preset], quantize, quantize_head, kv_dtype)
+    device = torch.device("cuda", torch.cuda.current_device())
+    plan = plan_memory(config, torch.bfloat16, device, slots)
+    plan.kv_tokens(plan.capacity(capacity, str(device)), kv_tokens, str(device))  # an error before memory is spent
+    weights = random_weights(config, device, torch.bfloat16)
+    more |= dict(plan=plan, name=preset, slots=slots, pages=kv_tokens and kv_tokens // PAGE)
+    engine = Engine.build(config, weights, None, capacity, "triton", graph, **more)
+    fill_cache(engine)
+    return engine
+
+
+def bench_engine(args, capacity: int, slots: int = 1, kv_tokens: int | None = None, **more) -> Engine:
+    """The engine of --model or --preset in bf16, for `slots` requests of `capacity` K/V positions at most. more: what
+    Engine.load and Engine.build take alike; nothing speculates unless it says so."""
+    names, more = ("quantize", "quantize_head", "kv_dtype"), {"speculate": "off"} | more
+    more |= {name: value for name, value in vars(args).items() if name in names}  # those that the bench knows
+    if args.model is None:
+        return preset_engine(args.preset, capacity, slots=slots, kv_tokens=kv_tokens, **more)
+    need_gpu()
+    more |= dict(max_seq_len=capacity, slots=slots, kv_tokens=kv_tokens)
+    engine = Engine.load(args.model, device="cuda", dtype="bfloat16", **more)
+    fill_cache(engine)
+    return engine
+
+
+def fill_cache(engine: Engine) -> None:
+    """Random K/V at every position, so that a step may start anywhere."""
+    engine.model.kv.fill()
+
+
+@dataclass(frozen=True)
+class Runners:
+    """Who runs the passes of an engine in one mode, every size captured."""
+
+    steps: EagerSteps | StepGraphs
+    prompts: EagerPrompts | PromptGraphs
+
+    def reads(self) -> dict[tuple, int]:
+        """Passes so far that read prompts, by kind, rows, padded rows and mode."""
+        stats = self.steps.dispatcher.stats()
+        return {(s.kind, s.rows, s.padded, s.mode): s.count for s in stats if s.kind in ("prompt", "mixed")}
+
+
+def make_runners(engine: Engine, modes: Sequence[str]) -> dict[str, Runners]:
+    """Those of each of `modes`, all on the engine's weights, cache and buffers."""
+    found, graphs = {}, engine.graphs
+    for mode in modes:
+        steps, prompts = engine.steps, engine.prompts
+        if mode != engine.graph:
+            dispatcher = Dispatcher(mode, graphs.sizes, graphs.prompt_sizes, graphs.prompt_attention)
+            steps = make_steps(engine.model, engine.backend, dispatcher, graphs.attention)
+            prompts = make_prompts(engine.model, steps, engine.backend, graphs.prompt_attention)
+        while prompts.capture_next():
+            pass
+        found[mode] = Runners(steps, prompts)
+    return found
+
+
+@contextmanager
+def running(engine: Engine, runners: Runners):
+    """The engine with other runners."""
+    own = engine.steps, engine.prompts
+    engine.steps, engine.prompts = runners.steps, runners.prompts
+    try:
+        yield engine
+    finally:
+        engine.steps, engine.prompts = own
+
+
+def read_modes(before: dict[tuple, int], after: dict[tuple, int]) -> str:
+    """How the passes between two `reads` ran that read prompts, like "full"; of none of them nothing."""
+    return ", ".join(sorted({key[-1] for key, count in after.items() if count > before.get(key, 0)}))
+
+
+def time_decode(
+    engine: Engine,
+    context: int | Sequence[int],
+    steps: int,
+    runs: int,
+    params: SamplingParams = GREEDY,
+    rows: int = 1,
+    before: Callable[[], None] | None = None,
+) -> list[float]:
+    """Seconds a step of `runs` runs of `steps` steps from `context`, one or that of each row; state is reset outside
+    the timed region, and then `before` called."""
+    times = []
+    for run in range(runs + WARM_UP):
+        engine.rewind(context, params, rows)
+        if before is not None:
+            before()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(steps):
+            engine.enqueue(params, rows)
+        end.record()
+        end.synchronize()
+        if run >= WARM_UP:
+            times.append(start.elapsed_time(end) / 1e3 / steps)
+    return times
+
+
+def check_running(engine: Engine, name: str, rows: int = 1) -> None:
+    """Steps that have ended do nothing, quickly: their time would be no figure."""
+    for status in engine.model.workspace.meta[:rows, STATUS].tolist():
+        if status != RUN:
+            raise GenerationError(f"{name}: the steps ended early (status {status}); no time was measured")
+
+
+def step_bytes(engine: Engine, context: int | Sequence[int], steps: int) -> int:
+    """Bytes a step must read: every weight once (the embedding is one row unless it is also the head), and K/V.
+
+    K/V is that of the mean position of `steps` steps from `context`, one or that of each row, every layer in full.
+    """
+    weights = engine.model.weights
+    embed = 0 if weights.tied else weights.embed.numel() * weights.dtype.itemsize
+    contexts = [context] if isinstance(context, int) else context
+    positions = sum(contexts) + len(contexts) * (steps - 1) / 2
+    return int(weights.nbytes() - embed + positions * kv_bytes_per_token(engine.config, weights.dtype))
+
+
+def read_bandwidth(device: torch.device) -> float:
+    """Bytes a second that a plain read kernel reaches, over at most 8.6 GB."""
+    return measure_read_bandwidth(device, min(2**33, free_memory(device) // 2))
+
+
+def matmul_rate(device: torch.device, size: int = 8192, repeats: int = 20) -> float:
+    """FLOP a second of torch's bf16 matmul of two [size, size] matrices, median of `repeats`."""
+    a, b = (torch.empty(size, size, dtype=torch.bfloat16, device=device).normal_() for _ in range(2))
+    out = torch.empty_like(a)
+    times = []
+    for run in range(repeats + WARM_UP):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        torch.mm(a, b, out=out)
+        end.record()
+        end.synchronize()
+        if run >= WARM_UP:
+            times.append(start.elapsed_time(end) / 1e3)
+    return 2 * size**3 / float(np.median(times))
+
+
+def spread(values: list[float], scale: float = 1.0) -> tuple[float, float, float]:
+    """Median, 5th and 95th percentile of `values`, each times `scale`."""
+    p5, median, p95 = (float(value) * scale for value in np.percentile(values, (5, 50, 95)))
+    return median, p5, p95
+
+
+def model_facts(engine: Engine, args) -> dict:
+    facts = {"preset": args.preset} if args.model is None else {"model": engine.name}
+    few = engine.config.few_bits
+    facts |= {"quantize": few, "head": engine.model.weights.lm_head.format} if few else {}
+    return facts | ({"kv_dtype": "fp8"} if engine.config.fp8_kv else {})
+
+
+def run_facts(device: torch.device) -> dict:
+    """Where a row was measured, and with what."""
+    return {
+        "dtype": "bfloat16",
+        "gpu": torch.cuda.get_device_name(device),
+        "tridecode": __version__,
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+    }

@@ -1,0 +1,115 @@
+"""bench prefill: a prompt to its first token, cold or behind what is cached, against the matmul rate of the run."""
+
+from dataclasses import replace
+
+import torch
+
+from ...engine import Engine
+from ...errors import GenerationError
+from ...models.config import ModelConfig
+from ..terminal import counted
+from .measure import (
+    GREEDY,
+    WARM_UP,
+    bench_engine,
+    make_runners,
+    matmul_rate,
+    model_facts,
+    read_modes,
+    run_facts,
+    running,
+    spread,
+)
+
+
+def prefill(args, output) -> list[dict]:
+    """A row for each number of --prompt-tokens in each mode of --graph, all on one engine."""
+    engine = bench_engine(args, args.capacity or args.cached + max(args.prompt_tokens) + 1)
+    rate, rows = matmul_rate(engine.device), []
+    modes = make_runners(engine, args.graph)
+    for tokens in args.prompt_tokens:
+        flops = prefill_flops(engine.config, tokens, args.cached)
+        for mode, runners in modes.items():
+            before = runners.reads()
+            with running(engine, runners):
+                device, host = time_prefill(engine, tokens, args.runs, args.cached)
+            where = {"prompt_tokens": tokens, "cached": args.cached, "graph": mode, "runs": args.runs}
+            row = {"bench": "prefill"} | model_facts(engine, args) | where
+            row |= {"reads": read_modes(before, runners.reads())} | prefill_figures(device, host, flops, rate)
+            rows.append(row | run_facts(engine.device))
+    return rows
+
+
+def time_prefill(engine: Engine, tokens: int, runs: int, cached: int = 0) -> tuple[list[float], list[float]]:
+    """Seconds by CUDA events, and as the host sees the first token, of prompts whose last `tokens` tokens are new.
+
+    The `cached` before them are those of a first turn that is not timed. The new ones differ at each run.
+    """
+    params = replace(GREEDY, max_tokens=1, ignore_eos=True)
+    device, host, turn = [], [], prompt_ids(engine.config, cached)
+    if cached:
+        checked(engine.generate(turn, params, reuse_prefix=False), 0)
+    for run in range(runs + WARM_UP):
+        ids = turn + [(token + run) % engine.config.vocab_size for token in prompt_ids(engine.config, tokens)]
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize(engine.device)
+        start.record()
+        result = engine.generate(ids, params, reuse_prefix=cached > 0)
+        end.record()
+        end.synchronize()
+        checked(result, cached)
+        if run >= WARM_UP:
+            device.append(start.elapsed_time(end) / 1e3)
+            host.append(result.timings.ttft)
+    return device, host
+
+
+def checked(result, cached: int) -> None:
+    """Raises GenerationError where a prompt failed, or was read from another token on than the first new one."""
+    if result.error:
+        raise GenerationError(result.error)
+    if result.usage.reused_tokens != cached:
+        raise GenerationError(f"the cache held {counted(result.usage.reused_tokens, 'token')}, not {cached}: no figure")
+
+
+def prompt_ids(config: ModelConfig, tokens: int) -> list[int]:
+    """Ids all over the vocabulary, the same at every run."""
+    return [(7919 * i + 1) % config.vocab_size for i in range(tokens)]
+
+
+def prefill_flops(config: ModelConfig, tokens: int, cached: int = 0) -> int:
+    """Floating-point operations of `tokens` tokens behind `cached` up to the first new one, as they are computed here.
+
+    Two a weight and token, four a query element and position attended to. Of the last layer only the last token needs
+    more than q, k and v, and only that token needs the LM head.
+    """
+    c, before = config, tokens - 1
+    qkv = c.hidden_size * (c.q_size + 2 * c.kv_size)
+    rest = c.hidden_size * (c.q_size + 3 * c.intermediate_size)
+    matmul = 2 * tokens * (c.num_layers * qkv + (c.num_layers - 1) * rest) + 2 * (rest + c.hidden_size * c.vocab_size)
+    attention, end = 0, cached + tokens
+    for layer in range(c.num_layers):
+        window = c.window(layer) or end
+        positions = seen(cached + before, window) - seen(cached, window) if layer + 1 < c.num_layers else 0
+        attention += 4 * c.q_size * (positions + min(end, window))
+    return matmul + attention
+
+
+def seen(tokens: int, window: int) -> int:
+    """Positions that the first `tokens` tokens attend to together: each to all up to its own, at most to a window."""
+    full = min(tokens, window)
+    return full * (full + 1) // 2 + (tokens - full) * window
+
+
+def prefill_figures(device: list[float], host: list[float], flops: int, rate: float) -> dict:
+    """From seconds, FLOP of one prompt and FLOP a second of the matmul."""
+    median, p5, p95 = spread(device)
+    return {
+        "prefill_ms": round(1e3 * median, 3),
+        "prefill_ms_p5": round(1e3 * p5, 3),
+        "prefill_ms_p95": round(1e3 * p95, 3),
+        "ttft_ms": round(1e3 * spread(host)[0], 3),
+        "flops": flops,
+        "matmul_tflops": round(rate / 1e12, 1),
+        "pct_matmul": round(100 * flops / median / rate, 1),
+    }

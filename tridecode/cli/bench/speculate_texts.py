@@ -1,0 +1,75 @@
+"""Texts that bench speculate plays through what guesses and verifies, as if a model had drawn them: acceptance is real,
+and no checkpoint is needed. They are excerpts of this repository as it once was, in files of their own, so that figures
+of them can be compared."""
+
+from collections import Counter, deque
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from ... import layout
+from ...errors import ParameterError
+from ...kernels.sampling.accept import ACCEPT
+from ...kernels.sampling.draft import DRAFT
+from ...step.dispatch import best_queries
+
+ROOT = Path(__file__).parents[3]
+TEXTS, NAMES = "benchmarks/texts", ("code", "page", "records", "prose", "chat")
+LICENCE = "Apache-2.0"  # of the repository, and so of all these
+LAG = 2  # passes by which the rows of a pass follow what was asked for, as on a GPU
+
+
+class Text(NamedTuple):
+    """before: what stood there; drawn: what a model would have drawn; source: the file of both."""
+
+    name: str
+    source: str
+    before: str
+    drawn: str
+
+
+def texts() -> list[Text]:
+    """Raises ParameterError where the files are not there."""
+
+    def read(name: str) -> tuple[str, str]:
+        source = f"{TEXTS}/{name}.txt"
+        try:
+            return source, (ROOT / source).read_text(encoding="utf-8")
+        except OSError:
+            raise ParameterError(f"bench speculate: {ROOT / source} is not there; run it in a checkout") from None
+
+    (at_code, code), (at_page, page), (at_rows, rows), (at_prose, prose), (at_chat, chat) = map(read, NAMES)
+    edit = f"Call held kept, everywhere in this file:\n{code}\n"
+    quoted = page[page.index("## Equal") :][:3000]
+    return [
+        Text("code edit: a name changed everywhere", at_code, edit, code.replace("held", "kept")),
+        Text("quotation of a part of a page", at_page, f"{page}\nQuote the part about equal prefixes.\n", quoted),
+        Text("JSON: a list of records", at_rows, f"Go on with these rows:\n{rows[:2000]}", rows[2000:]),
+        Text("prose that was not there before", at_prose, "Describe what fails how.\n", prose),
+        Text("chat: sixty short answers", at_chat, "A conversation with short answers.\n", chat),
+    ]
+
+
+def play(before: list[int], drawn: list[int], ngram: tuple[int, int]) -> Counter:
+    """Passes by their rows in which one request draws these tokens."""
+    text = before + drawn
+    meta = torch.zeros(1, layout.META_WIDTH, dtype=torch.int32)
+    meta[0, layout.POSITION], meta[0, layout.N_KNOWN] = len(before) - 1, len(before)
+    meta[0, layout.LIMIT] = meta[0, layout.ROOM] = len(text)
+    meta[0, layout.GENERATION] = 1
+    tokens = torch.zeros(1, len(text) + layout.MAX_QUERIES, dtype=torch.int32)
+    tokens[0, : len(before)] = torch.tensor(before, dtype=torch.int32)
+    keys, counter = torch.zeros(1, 1, dtype=torch.int64), torch.zeros(1, dtype=torch.int32)
+    out, passes, asked = torch.zeros(1, layout.RING, dtype=torch.int64), Counter(), deque([1] * LAG)
+    while int(meta[0, layout.STATUS]) == layout.RUN:
+        queries = best_queries(1, [asked.popleft()])
+        position, step = int(meta[0, layout.POSITION]), int(meta[0, layout.STEP])
+        DRAFT.ref(meta, tokens, keys, counter, max(queries - 1, 1), ngram)
+        following = text[position + 1 : position + 1 + queries]
+        rows = torch.tensor(following + [0] * (queries - len(following)), dtype=torch.int32)
+        ACCEPT.ref(rows, meta, tokens, None, out, None)
+        asked.append(layout.entry_of(int(out[0, step % layout.RING]), 1, step).wanted + 1)
+        passes[queries] += 1
+    assert tokens[0, : len(text)].tolist() == text, "another text was drawn"
+    return passes

@@ -1,0 +1,72 @@
+"""bench start: a process from nothing to its first token, with an empty kernel cache and with a filled one."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+from ...errors import GenerationError
+from ...plan.memory import free_memory
+from .measure import need_gpu, run_facts, spread
+
+ROOT = Path(__file__).parents[3]  # what holds the package, installed or not
+
+
+def start(args, output) -> list[dict]:
+    """One row: seconds of the first start, and of --runs starts after it."""
+    need_gpu()
+    device = torch.device("cuda", torch.cuda.current_device())
+    free_memory(device)  # the child needs what an engine before this one held
+    with tempfile.TemporaryDirectory(prefix="tridecode-") as cache:
+        output.note("first start, with an empty kernel cache:")
+        first, first_parts = time_start(args.preset, cache)
+        later = []
+        for run in range(args.runs):
+            output.note(f"start {run + 2}:")
+            later.append(time_start(args.preset, cache))
+    row = {"bench": "start", "preset": args.preset, "runs": args.runs}
+    return [row | start_figures(first, first_parts, later) | run_facts(device)]
+
+
+def time_start(preset: str, cache: str) -> tuple[float, dict]:
+    """Seconds from before a process is started to its first token, with Triton's cache in directory `cache`."""
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    environment = os.environ | {"TRITON_CACHE_DIR": cache, "PYTHONPATH": path}
+    command = [sys.executable, "-m", "tridecode.cli.bench.first_token", preset, str(time.time())]
+    return time_to_first_line(command, environment)
+
+
+def time_to_first_line(command: list[str], environment: dict) -> tuple[float, dict]:
+    """Seconds until `command` writes its first line on stdout, and the JSON object that the line is."""
+    started = time.perf_counter()
+    with subprocess.Popen(
+        command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            line = process.stdout.readline()
+            seconds = time.perf_counter() - started
+            process.wait()
+        finally:
+            process.kill()  # after an interrupt; nothing happens to one that has ended
+    if process.returncode or not line.strip():
+        raise GenerationError(f"a started process ended with exit code {process.returncode} before its first token")
+    return seconds, json.loads(line)
+
+
+def start_figures(first: float, first_parts: dict, later: list[tuple[float, dict]]) -> dict:
+    """Seconds; the parts (import, build, prompt) are those of the median later start."""
+    median, p5, p95 = spread([seconds for seconds, _ in later])
+    _, parts = sorted(later, key=lambda run: run[0])[(len(later) - 1) // 2]
+    return {
+        "first_start_s": round(first, 2),
+        "first_start_kernels_compiled": first_parts["kernels_compiled"],
+        "second_start_s": round(median, 2),
+        "second_start_s_p5": round(p5, 2),
+        "second_start_s_p95": round(p95, 2),
+        **{name: round(value, 2) for name, value in parts.items() if name.endswith("_s")},
+    }

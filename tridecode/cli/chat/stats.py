@@ -1,0 +1,67 @@
+"""The lines of /stats: the model, the GPU's memory and its speed, the conversation."""
+
+from functools import cache
+
+import torch
+
+from ...plan.memory import GIB, free_memory
+from ..bench.measure import step_bytes
+from ..bench.read import measure_read_bandwidth
+from ..terminal import counted, speed_line
+
+LEAST = 2**28  # bytes to read for a measurement: more than any cache holds
+
+
+def lines(chat) -> list[str]:
+    found, turns, dropped = chat.facts(), len(chat.conversation.turns), chat.conversation.dropped
+    found.append(counted(turns, "turn") + (f", {turns - dropped:,} of them sent to the model" if dropped else ""))
+    if chat.last is None:
+        found.append(f"{chat.capacity_words()}, no complete answer yet")
+    else:
+        found.append(f"last answer: {speed_line(chat.last.usage, chat.last.timings, chat.engine.capacity, chat.seed)}")
+    answers = counted(chat.answers, "answer")
+    found.append(f"{counted(chat.tokens, chat.unit)} in {answers} since the start, {chat.seconds:.1f} s in all")
+    if chat.store:
+        found.append(f"session {chat.store.name} in {chat.store.path.parent}")
+    return found
+
+
+def engine_lines(engine, last) -> list[str]:
+    facts = [f"model {engine.name} on {engine.device}", f"backend {engine.backend}", f"graph {engine.graph}"]
+    policy = engine.policy
+    guessed = " {}:{}".format(*policy.speculate_ngram) if policy.speculates else ""
+    found = [", ".join([*facts, f"speculation {policy.speculate}{guessed}"])]
+    return found + (gpu_lines(engine, last) if engine.device.type == "cuda" else [])
+
+
+def gpu_lines(engine, last) -> list[str]:
+    """Memory, and what share of the read bandwidth the last answer used."""
+    free, whole = torch.cuda.mem_get_info(engine.device)
+    mine = torch.cuda.memory_reserved(engine.device)
+    found = [f"GPU memory: {gib(mine)} GiB by this chat, {gib(whole - free)} of {gib(whole)} GiB in use"]
+    rate = 0.0 if last is None else last.timings.tokens_per_second
+    if rate:
+        bandwidth = read_bandwidth(engine.device)
+        if bandwidth is None:
+            found.append("bandwidth: too little memory is free to measure it")
+        else:
+            needed = step_bytes(engine, last.usage.prompt_tokens, last.usage.completion_tokens)
+            rates = f"{bandwidth / 1e9:,.0f} GB/s, {needed / 1e9:.2f} GB a token"
+            found.append(f"{100 * needed * rate / bandwidth:.0f}% of the read bandwidth ({rates})")
+    return found
+
+
+@cache
+def read_bandwidth(device: torch.device) -> float | None:
+    """Bytes per second, measured at the first call; None where too little memory is free."""
+    nbytes = min(2**32, free_memory(device) // 2)
+    if nbytes < LEAST:
+        return None
+    with torch.cuda.device(device):  # Triton launches on the current device
+        found = measure_read_bandwidth(device, nbytes)
+        torch.cuda.empty_cache()  # its buffer
+    return found
+
+
+def gib(nbytes: int) -> str:
+    return f"{nbytes / GIB:.1f}"

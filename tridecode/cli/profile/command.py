@@ -1,0 +1,181 @@
+"""Runs the work under torch's profiler, and shows what its records say."""
+
+import gzip
+import json
+import tempfile
+from functools import partial
+from pathlib import Path
+from statistics import median
+
+import torch
+from torch.profiler import ProfilerActivity
+
+from ...engine import Engine
+from ...errors import DeviceError, ParameterError
+from ...step.prompt import CHUNK, prefill
+from ..bench.measure import GREEDY, bench_engine, model_facts, read_bandwidth, run_facts, time_decode
+from ..terminal import Output, counted
+from . import draw
+from .records import Span, apart, chained, read_records, split_steps, summarise, typical
+from .step import add_bytes, bytes_by_kernel, bytes_by_role, prompt_launches, roles_and_kernels, step_launches
+
+STEPS, DROPPED = 20, 4  # decode steps that count, and those before them
+CHUNKS, DROPPED_CHUNKS = 5, 2
+SHOWN = 12  # roles in a table
+
+
+def run(args, output: Output) -> int:
+    """Entry of `profile`: a table for the step, one for the prefill chunk, and one JSON line."""
+    if not torch.cuda.is_available():
+        raise DeviceError("profile needs an NVIDIA GPU and none is usable here")
+    if args.prompt_tokens > CHUNK:
+        raise ParameterError(f"--prompt-tokens must be at most {CHUNK}, one chunk, got {args.prompt_tokens}")
+    folder = None if args.output is None else Path(args.output)
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+    record_on_gpu(lambda: torch.zeros(1, device="cuda"))  # the profiler is attached before the step is captured
+    engine = bench_engine(args, max(args.context + DROPPED + STEPS + 2, args.prompt_tokens), args.rows)
+    bandwidth = read_bandwidth(engine.device)
+    clean = median(time_decode(engine, args.context, STEPS, 5, GREEDY, args.rows)) * 1e6
+    name = args.model or args.preset
+    step_trace = decode_trace(engine, args.context, args.rows)
+    steps = decode_spans(step_trace, engine, args.rows)
+    chunk_trace = prefill_trace(engine, args.prompt_tokens)
+    chunks = apart(split_steps(read_records(chunk_trace), CHUNKS + DROPPED_CHUNKS), DROPPED_CHUNKS)
+    report = {
+        "command": "profile",
+        **model_facts(engine, args),
+        "rows": args.rows,
+        "context": args.context,
+        "prompt_tokens": args.prompt_tokens,
+        "read_bandwidth_gbs": bandwidth / 1e9,
+        "decode": {"us_without_profiler": clean} | summarise(steps),
+        "prefill": summarise(chunks),
+        **run_facts(engine.device),
+    }
+    engine.rewind(args.context + DROPPED + STEPS // 2, GREEDY, args.rows)  # where those that count were half done
+    add_bytes(report["decode"]["kernels"], bytes_by_role(step_launches(engine.model, args.rows)), bandwidth)
+    chunk_launches = prompt_launches(engine.model, args.prompt_tokens)
+    add_bytes(report["prefill"]["kernels"], bytes_by_kernel(chunk_launches), bandwidth)
+    report = rounded(report)
+    if folder is not None:
+        write(folder / "decode_trace.json.gz", step_trace)
+        write(folder / "prefill_trace.json.gz", chunk_trace)
+        for file, content in pictures(report, name, typical(steps)).items():
+            (folder / file).write_text(content, encoding="utf-8")
+        (folder / "profile.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        output.note(f"pictures, traces and figures are in {folder}")
+    output.text(as_text(report, name))
+    output.text(json.dumps(report) + "\n")
+    return 0
+
+
+def decode_trace(engine: Engine, context: int, rows: int = 1) -> dict:
+    def steps():
+        for _ in range(DROPPED + STEPS):
+            engine.enqueue(GREEDY, rows)
+
+    engine.rewind(context, GREEDY, rows)
+    return record_on_gpu(steps)
+
+
+def decode_spans(trace: dict, engine: Engine, rows: int = 1) -> list[list[Span]]:
+    roles, kernels = roles_and_kernels(step_launches(engine.model, rows))
+    return chained(split_steps(read_records(trace), DROPPED + STEPS, kernels), roles, DROPPED)
+
+
+def prefill_trace(engine: Engine, tokens: int) -> dict:
+    once = partial(prefill, engine.model, 0, tokens)
+
+    def chunks():
+        for _ in range(DROPPED_CHUNKS + CHUNKS):
+            once()
+            torch.cuda.synchronize()
+
+    once()  # libraries choose and load their kernels
+    return record_on_gpu(chunks)
+
+
+def record_on_gpu(work) -> dict:
+    """The Chrome trace of what `work` makes the GPU do, without the name of the machine."""
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        work()
+        torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(file))
+        trace = json.loads(file.read_text(encoding="utf-8", errors="replace"), strict=False)
+    trace.pop("host_name", None)
+    trace.pop("traceName", None)  # the temporary file's
+    return trace
+
+
+def write(path: Path, trace: dict) -> None:
+    with gzip.open(path, "wt", encoding="utf-8") as file:
+        json.dump(trace, file)
+
+
+def pictures(report: dict, name: str, step: list[Span]) -> dict[str, str]:
+    """File name -> SVG."""
+    decode, chunk, gpu = report["decode"], report["prefill"], report["gpu"]
+    title = f"{name}, {at(report)}, one token step on {gpu}"
+    prompt = f"{name}, prefill of {counted(report['prompt_tokens'], 'token')} on {gpu}"
+    return {
+        "decode_timeline.svg": draw.timeline(title, step),
+        "decode_shares.svg": draw.shares(f"{title}: {decode['wall_us']:,.0f} µs", decode["kernels"]),
+        "prefill_shares.svg": draw.shares(f"{prompt}: {chunk['wall_us'] / 1e3:,.1f} ms", chunk["kernels"][:SHOWN]),
+    }
+
+
+def at(report: dict) -> str:
+    """Where the step was: context 64, or 8 rows at context 64."""
+    rows = f"{report['rows']} rows at " if report["rows"] > 1 else ""
+    return f"{rows}context {report['context']:,}"
+
+
+def rounded(value):
+    """The report with numbers to three places."""
+    if isinstance(value, dict):
+        return {key: rounded(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [rounded(item) for item in value]
+    return round(value, 3) if isinstance(value, float) else value
+
+
+def as_text(report: dict, name: str) -> str:
+    decode, chunk = report["decode"], report["prefill"]
+    bandwidth = report["read_bandwidth_gbs"]
+    lines = [
+        f"{name}, {report['gpu']}, read bandwidth {bandwidth:,.0f} GB/s",
+        "",
+        f"token step at {at(report)}, median of {decode['steps']}; "
+        f"{decode['us_without_profiler']:,.1f} µs without the profiler",
+        *table(decode),
+        "",
+        f"prefill of {counted(report['prompt_tokens'], 'token')}, median of {chunk['steps']}",
+        *table(chunk),
+    ]
+    return "\n".join(lines) + "\n\n"
+
+
+def table(part: dict) -> list[str]:
+    with_bytes = any("bytes" in role for role in part["kernels"])
+    head = f"{'kernel':<40} {'share %':>8} {'launches':>8} {'mean µs':>9} {'recorded':>9}"
+    head += f" {'bytes':>13} {'% of bandwidth':>15}" if with_bytes else ""
+    lines = [
+        f"wall {part['wall_us']:,.1f} µs, compute {part['compute_us']:,.1f}, gap {part['gap_us']:,.1f} "
+        f"({part['gap_pct']:.1f}%), {counted(part['launches'], 'launch')}",
+        head,
+    ]
+    for role in part["kernels"][:SHOWN]:
+        line = f"{role['op'][:40]:<40} {role['share_pct']:>8.1f} {role['launches']:>8} {role['mean_us']:>9.2f}"
+        line += f" {role['recorded_us']:>9.2f}"
+        if "bytes" in role:
+            percent = "" if role["pct_bandwidth"] is None else f"{role['pct_bandwidth']:.1f}"
+            line += f" {role['bytes']:>13,} {percent:>15}"
+        lines.append(line)
+    if rest := part["kernels"][SHOWN:]:
+        lines.append(f"{f'{len(rest)} more':<40} {sum(role['share_pct'] for role in rest):>8.1f}")
+    lines.append("gaps (µs): " + ", ".join(f"{name}: {count}" for name, count in part["gaps"].items()))
+    return lines

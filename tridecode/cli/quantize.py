@@ -1,0 +1,30 @@
+"""`tridecode quantize`: a checkpoint in fewer bits, in a form that others read too."""
+
+from pathlib import Path
+
+from ..checkpoint.formats.quantize import rules
+from ..checkpoint.formats.write import write
+from ..checkpoint.hub import BUNDLED, resolve_model
+from ..checkpoint.load import load_config, stored_tensors
+from ..errors import ParameterError
+from ..plan.placement import to_quantise
+from .terminal import Output
+
+
+def quantize(args, output: Output) -> int:
+    source, out = resolve_model(args.model), Path(args.out)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ParameterError(f"{out}: must be a new or an empty directory")
+    plain = load_config(source)
+    config = to_quantise(plain, args.to, args.head)  # refused before anything is written
+    if config.tie_word_embeddings and args.head != "keep":
+        raise ParameterError(f"--head {args.head}: the LM head is the embedding, which stays as it is; use --head keep")
+    files: dict[Path, list[str]] = {}
+    for name, info in sorted(stored_tensors(source, plain).items(), key=lambda item: (item[1].file, item[1].begin)):
+        files.setdefault(info.file, []).append(name)
+    out.mkdir(parents=True, exist_ok=True)
+    repo = None if source in (BUNDLED, Path(args.model).expanduser()) else args.model
+    with output.loading() as progress:
+        write(source, out, files, rules(args.to, args.head), progress, repo)
+    output.note(f"{out}: {args.to}, LM head {args.head}")
+    return 0

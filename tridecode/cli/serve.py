@@ -1,0 +1,86 @@
+"""serve: the HTTP server, from its options to its end."""
+
+import gc
+import logging
+import sys
+from ipaddress import ip_address
+from pathlib import Path
+
+from ..checkpoint.hub import BUNDLED
+from ..engine import Engine
+from ..errors import TridecodeError
+from .api_key import VARIABLE, api_key
+from .loading import load_model
+from .terminal import Output, counted
+
+SWITCH = 5e-4  # seconds for which a thread may keep others from running: the device's must not wait for the network's
+
+
+def serve(args, output: Output) -> int:
+    try:
+        from ..server.run import bind
+        from ..server.run import serve as run
+        from ..server.settings import Settings
+        from ..server.tls import Tls
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("tridecode"):
+            raise
+        missing = f"serve needs the package {error.name}"
+        raise TridecodeError(f"{missing}; install it: pip install 'tridecode[serve]'") from None
+    if args.ssl_keyfile and not args.ssl_certfile:
+        args.refuse("--ssl-keyfile needs --ssl-certfile")
+    tls = None
+    if args.ssl_certfile:
+        tls = Tls(args.ssl_certfile, args.ssl_keyfile)
+        tls.check()
+    settings = Settings(
+        model=args.served_model_name or public_name(args.model),
+        any_model=args.any_model,
+        max_queue=args.max_queue,
+        timeout=args.timeout or None,
+        grace=args.grace,
+        api_key=api_key(args.api_key_file, output),
+        cors=tuple(args.cors or ()),
+        log_prompts=args.log_prompts,
+    )
+    bound = bind(args.host, args.port, settings.timeout)
+    engine = load_model(args, args.model, args.max_seq_len, output)
+    log_requests()
+    sys.setswitchinterval(SWITCH)
+    gc.collect()
+    gc.freeze()  # what is loaded stays: later collections, which stop all threads, need not look at it
+
+    def ready() -> None:
+        tell(output, engine, settings, bound.getsockname(), "https" if tls else "http")
+
+    code = run(engine, settings, bound, tls, ready)
+    gc.unfreeze()  # or extension modules tell of what was left
+    if code == 0:  # a lost GPU has nothing to give back
+        engine.close()
+    return code
+
+
+def tell(output: Output, engine: Engine, settings, address: tuple, scheme: str) -> None:
+    host, port = address[:2]
+    place = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}/v1"
+    output.note(f"serving {settings.model} at {place}")
+    if settings.api_key is None and not ip_address(host).is_loopback:
+        output.note(f"whoever reaches this address can use it: {VARIABLE} sets a key")
+    output.note(f"{counted(engine.slots, 'request')} at a time, a context of {engine.capacity:,}; Ctrl-C stops")
+
+
+def public_name(model: str | None) -> str:
+    """The name that clients give: a Hugging Face id, or the last part of a directory's path, never the path."""
+    if model is None:
+        return BUNDLED.name
+    return Path(model).resolve().name if Path(model).is_dir() else model
+
+
+def log_requests() -> None:
+    """A line for each request on stderr."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
+    for name in ("tridecode.server", "uvicorn.error"):
+        logger = logging.getLogger(name)
+        logger.handlers[:], logger.propagate = [handler], False
+        logger.setLevel(logging.INFO if name == "tridecode.server" else logging.ERROR)

@@ -1,0 +1,1 @@
+"""Attention of decode and prompt passes, and the K/V cache."""

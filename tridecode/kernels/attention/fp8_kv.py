@@ -1,0 +1,179 @@
+"""K/V in 8 bits: an e4m3 a number, and for each position and head a scale, a power of two in bf16.
+
+A head's part of a page is its codes [page, head_dim], then its scales [page]; see state/kv.py. A number with its scale
+is a bf16 exactly, so what is attended to is the same wherever the scale is put on. A scale is NaN where a number was
+not finite.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from ..linear.bits import e4m3_value
+
+LARGEST = 448.0  # of e4m3
+SCALE_BYTES = 2
+
+_PLACES = {"f16": (1, "0x3f803f80", "0x5c005c00"), "bf16": (4, "0x07f007f0", "0x7b807b80")}  # times 2 ** 8, 2 ** 120
+
+
+def _conversion(kind: str, source: str, *pairs: tuple[str, str]) -> tl.constexpr:
+    """Assembly that makes numbers of codes in `source`, two registers (0: none). Pairs: which bytes, and where to.
+
+    Codes go to the upper bytes of two halves, below the sign some places down, and are multiplied there.
+    """
+    places, bits, up = _PLACES[kind]
+    text = f".reg .b32 w, t, up, nought; mov.b32 up, {up}; mov.b32 nought, 0x80008000;"
+    for chosen, target in pairs:
+        text += f"""
+    prmt.b32 w, {source}, {chosen}; shr.u32 t, w, {places}; and.b32 t, t, {bits};
+    lop3.b32 w, w, 0x80008000, t, 0xea; fma.rn.{kind}x2 w, w, up, nought; mov.b32 {target}, w;"""
+    return tl.constexpr(f"{{ {text} }}")
+
+
+_CODES_BF16 = _conversion("bf16", "$2, 0", ("0x1404", "$0"), ("0x3424", "$1"))
+_WORD_BF16 = _conversion("bf16", "$4, 0", ("0x1404", "{$0, $1}"), ("0x3424", "{$2, $3}"))
+_WORD_FP16 = _conversion("f16", "$4, 0", ("0x1404", "{$0, $1}"), ("0x3424", "{$2, $3}"))
+# The same by one instruction of newer GPUs.
+_WORD_FP16_89 = tl.constexpr(
+    """{
+    .reg .b16 l, h; .reg .b32 w;
+    mov.b32 {l, h}, $4;
+    cvt.rn.f16x2.e4m3x2 w, l; mov.b32 {$0, $1}, w;
+    cvt.rn.f16x2.e4m3x2 w, h; mov.b32 {$2, $3}, w;
+    }"""
+)
+# Bytes of two words side by side.
+_TWO_WORDS_BF16 = _conversion(
+    "bf16", "$8, $9",
+    ("0x4000", "{$0, $1}"), ("0x5010", "{$2, $3}"), ("0x6020", "{$4, $5}"), ("0x7030", "{$6, $7}"),
+)  # fmt: skip
+
+
+@triton.jit
+def from_e4m3(codes, INTERPRETED: tl.constexpr):
+    """What codes (uint8) stand for without their scale, bf16 (fp32 if INTERPRETED)."""
+    if INTERPRETED:
+        return e4m3_value(codes.to(tl.int32))
+    else:
+        return tl.inline_asm_elementwise(_CODES_BF16, "=r,=r,r", [codes], dtype=tl.bfloat16, is_pure=True, pack=4)
+
+
+@triton.jit
+def words_to_numbers(words, NUMBERS: tl.constexpr, CONVERTS: tl.constexpr, INTERPRETED: tl.constexpr):
+    """The same of words of four codes, [..., 2, 2], as NUMBERS: fp16, which CONVERTS says that the GPU has an
+    instruction for, or bf16. Codes loaded as such may be taken apart and put together again."""
+    if INTERPRETED:
+        a, b = e4m3_value(words & 255), e4m3_value((words >> 8) & 255)
+        c, d = e4m3_value((words >> 16) & 255), e4m3_value((words >> 24) & 255)
+        return tl.join(tl.join(a, c), tl.join(b, d))
+    else:
+        FP16: tl.constexpr = _WORD_FP16_89 if CONVERTS else _WORD_FP16
+        a, b, c, d = tl.inline_asm_elementwise(
+            FP16 if NUMBERS == tl.float16 else _WORD_BF16, "=h,=h,=h,=h,r", [words],
+            dtype=(tl.int16, tl.int16, tl.int16, tl.int16), is_pure=True, pack=1,
+        )  # fmt: skip
+        return tl.join(tl.join(a, c), tl.join(b, d)).to(NUMBERS, bitcast=True)
+
+
+@triton.jit
+def two_words_to_bf16(first, second, INTERPRETED: tl.constexpr):
+    """The same of two words, [..., 2, 2, 2], the last dimension being the word; where halves of a register are numbers
+    of both."""
+    if INTERPRETED:
+        one = words_to_numbers(first, tl.bfloat16, False, True)
+        return tl.join(one, words_to_numbers(second, tl.bfloat16, False, True))
+    else:
+        a, e, b, f, c, g, d, h = tl.inline_asm_elementwise(
+            _TWO_WORDS_BF16, "=h,=h,=h,=h,=h,=h,=h,=h,r,r", [first, second],
+            dtype=(tl.int16, tl.int16, tl.int16, tl.int16, tl.int16, tl.int16, tl.int16, tl.int16),
+            is_pure=True, pack=1,
+        )  # fmt: skip
+        one = tl.join(tl.join(a, c), tl.join(b, d))
+        return tl.join(one, tl.join(tl.join(e, g), tl.join(f, h))).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def e4m3_scale(x, axis: tl.constexpr):
+    """(scale, 1 / scale) of the rows of x, fp32: the smallest power of two with which none is beyond e4m3."""
+    top = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis)
+    exponent = tl.maximum(((top + 0x1FFFFF) >> 23) - 8, 1)  # 448 is 1.75 * 2 ** 8
+    bits = tl.where(top > 0x7F7FFFFF, 0x7FC00000, exponent << 23)
+    return bits.to(tl.float32, bitcast=True), ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def to_e4m3(x):
+    """(codes, what they stand for) of x, fp32 of at most 448, rounded to nearest, ties to even."""
+    bits = x.to(tl.int32, bitcast=True)
+    size = bits & 0x7FFFFFFF
+    normal = (size + 0x7FFFF + ((size >> 20) & 1)) & 0x7FF00000
+    small = (tl.abs(x) * 512.0 + 8388608.0).to(tl.int32, bitcast=True) - 0x4B000000  # subnormals: multiples of 1 / 512
+    is_small = size < 0x3C800000
+    code = tl.where(is_small, small, (normal >> 20) - 960) | ((bits >> 24) & 128)
+    value = tl.where(is_small, small.to(tl.float32) * 0.001953125, normal.to(tl.float32, bitcast=True))
+    return code.to(tl.uint8), tl.where(bits < 0, -value, value)
+
+
+@triton.jit
+def put_fp8(new_k, new_v, k_ptrs, v_ptrs, k_scale_ptr, v_scale_ptr, mask_k, mask_d, write):
+    """A token's K (in every row) and V, fp32, as the cache will hold them; stored if `write`."""
+    k_scale, k_inverse = e4m3_scale(new_k, 1)
+    v_scale, v_inverse = e4m3_scale(new_v, 0)
+    k_codes, new_k = to_e4m3(new_k * k_inverse[:, None])
+    v_codes, new_v = to_e4m3(new_v * v_inverse)
+    if write:
+        tl.store(k_ptrs, k_codes, mask=mask_k)
+        tl.store(v_ptrs, v_codes, mask=mask_d)
+        rows = tl.arange(0, k_scale.shape[0])
+        tl.store(k_scale_ptr + rows * 0, k_scale.to(tl.bfloat16), mask=rows == 0)
+        tl.store(v_scale_ptr, v_scale.to(tl.bfloat16))
+    return new_k * k_scale[:, None], new_v * v_scale
+
+
+def is_fp8(cache: torch.Tensor) -> bool:
+    return cache.dtype == torch.uint8
+
+
+def scales(cache: torch.Tensor) -> torch.Tensor:
+    """Of K or V of a layer, [pages, kv_heads, page, head_dim] uint8: [pages, kv_heads, page] bf16, which stand behind
+    each head's codes. Other K/V have none, and give themselves."""
+    if not is_fp8(cache):
+        return cache
+    pages, heads, page, D = cache.shape
+    size, strides = (pages, heads, SCALE_BYTES * page), (*cache.stride()[:2], 1)
+    return cache.as_strided(size, strides, cache.storage_offset() + page * D).view(torch.bfloat16)
+
+
+def head_rows(page: int, head_dim: int) -> int:
+    """Rows of head_dim bytes that a head's part of a page has."""
+    return -(-page * (head_dim + SCALE_BYTES) // head_dim)
+
+
+def row_bytes(cache: torch.Tensor) -> int:
+    """Bytes of a position of a head."""
+    return cache.shape[3] * cache.itemsize + (SCALE_BYTES if is_fp8(cache) else 0)
+
+
+def quantised(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(codes, scales) of x [..., head_dim] fp32: uint8 like it, and [...] bf16."""
+    top = x.abs().amax(-1, keepdim=True)
+    mantissa, exponent = torch.frexp(top)
+    exponent = (exponent - 9 + (mantissa > LARGEST / 512)).clamp(-126, 127)
+    scale = torch.where(top.isfinite(), torch.ldexp(torch.ones_like(top), exponent), torch.nan)
+    return (x / scale).to(torch.float8_e4m3fn).view(torch.uint8), scale[..., 0].bfloat16()
+
+
+def held(cache: torch.Tensor, index) -> torch.Tensor:
+    """cache[index], in fp32 if in 8 bits; index: of pages, heads and positions."""
+    if not is_fp8(cache):
+        return cache[index]
+    return cache[index].contiguous().view(torch.float8_e4m3fn).float() * scales(cache)[index].float()[..., None]
+
+
+def put(cache: torch.Tensor, index, x: torch.Tensor) -> None:
+    """cache[index] = x, fp32."""
+    if not is_fp8(cache):
+        cache[index] = x.to(cache.dtype)
+        return
+    cache[index], scales(cache)[index] = quantised(x.float())

@@ -1,0 +1,350 @@
+"""prompt_attention of many rows on Hopper, in Gluon, Triton's own language one level lower: one warp copies, two
+warpgroups compute."""
+
+import torch
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from ..chunks import CHUNK_COUNT, CHUNK_FIRST, CHUNK_SLOT, CHUNK_START, CHUNK_WIDTH, MAX_CHUNKS
+from .pages import pool_rows
+from .splits import EMPTY, LOG2E
+
+PAGE = gl.constexpr(64)
+COLUMNS = gl.constexpr(64)  # that lie side by side in shared memory, 128 bytes; the next ones behind all rows of those
+HALF = gl.constexpr(64)  # rows of a warpgroup
+BLOCK_M = gl.constexpr(128)  # rows of an item
+BLOCK_N = gl.constexpr(128)  # positions of a tile
+STAGES = gl.constexpr(3)  # tiles of K, and of V, on their way or in use
+THREADS = gl.constexpr(2 * 128 + 32)
+# Named barriers, one a stage, at which the warpgroups give it back; those below 5 are Triton's own.
+K_READ = gl.constexpr(5)
+V_READ = gl.constexpr(8)
+# Names that Triton has changed, 3.9's first.
+_copy = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+_view = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
+_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+
+
+@gluon.jit
+def _meet(bar):
+    """Wait at a named barrier until all threads have come by."""
+    gl.inline_asm_elementwise("bar.sync $1, $2; mov.b32 $0, 0;", "=r,r,r", [bar, THREADS], gl.int32, False, 1)
+
+
+@gluon.jit
+def _arrive(bar):
+    """Come by at a named barrier and go on."""
+    gl.inline_asm_elementwise("bar.arrive $1, $2; mov.b32 $0, 0;", "=r,r,r", [bar, THREADS], gl.int32, False, 1)
+
+
+@gluon.jit
+def _arrive_after(l, bar):
+    """_arrive, but not before the rows' sums l are known, of which each thread has two. ptxas would move the wait for
+    the products with V before the exponentials, which are to run beside those. It does not move it past a barrier, and
+    for all it knows the number of this one depends on l; but no sum is -0, whatever the scores are."""
+    gl.inline_asm_elementwise(
+        "{ .reg .pred p; .reg .b32 x; or.b32 x, $2, $3; setp.eq.u32 p, x, 0x80000000; selp.b32 x, 0, $4, p; "
+        "bar.arrive x, $6; mov.b32 $0, 0; mov.b32 $1, 0; }",
+        "=r,=r,r,r,r,r,r,r", [l.to(gl.int32, bitcast=True), bar, THREADS], gl.int32, False, 2,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _uniform(x):
+    """x, the same in all threads, which ptxas is told so: with Triton 3.9 it would else not keep what follows from x in
+    uniform registers, and spill."""
+    return gl.inline_asm_elementwise("shfl.sync.idx.b32 $0, $1, 0, 31, -1;", "=r,r", [x], gl.int32, False, 1)
+
+
+@gluon.jit
+def _rounds(items):
+    """How many items this program has."""
+    place = gl.program_id(0)
+    whole = items // gl.num_programs(0)
+    if whole % 2 == 1:
+        place = gl.num_programs(0) - 1 - place
+    return whole + (whole * gl.num_programs(0) + place < items).to(gl.int32)
+
+
+@gluon.jit
+def _item(i, chunk, before, chunks_ptr, total, HEADS: gl.constexpr):
+    """This program's i-th item: (head, block of its chunk, chunk, blocks of the chunks before); chunk and before are
+    given as those of the item before it."""
+    place = gl.program_id(0)
+    if i % 2 == 1:  # to and fro: who had the longest of one round has the shortest of the next
+        place = gl.num_programs(0) - 1 - place
+    item = i * gl.num_programs(0) + place
+    block = total - 1 - item // HEADS
+    while block < before:
+        chunk -= 1
+        before -= (gl.load(chunks_ptr + chunk * CHUNK_WIDTH + CHUNK_COUNT) + BLOCK_M - 1) // BLOCK_M
+    return item % HEADS, block - before, chunk, before
+
+
+@gluon.jit
+def _copy_tile(pool_desc, row0, row1, full, tile):
+    """K or V of two pages from rows row0 and row1 of the pool on, to a tile of shared memory [BLOCK_N, D]."""
+    PIECES: gl.constexpr = tile.shape[1] // COLUMNS
+    mbarrier.expect(full, BLOCK_N * tile.shape[1] * 2)
+    parts = _view(tile, tile.dtype, [PIECES * 2, PAGE, COLUMNS], pool_desc.layout)
+    for x in gl.static_range(PIECES):
+        _copy(pool_desc, [row0, x * COLUMNS], full, parts.index(x * 2))
+        _copy(pool_desc, [row1, x * COLUMNS], full, parts.index(x * 2 + 1))
+
+
+@gluon.jit
+def _copy_items(
+    chunks_ptr, page_table_ptr, q_desc, pool_desc, stride_table, k_row, v_row, rows_of_page, total, shared,
+    HEADS: gl.constexpr, KV_HEADS: gl.constexpr,
+):  # fmt: skip
+    """The copying warp: q of each item, and K and V tile by tile, from the last position to the first."""
+    q_smem, k_smem, v_smem, q_full, q_read, k_full, v_full = shared
+    D: gl.constexpr = q_smem.shape[2]
+    c = 0  # tiles so far
+    chunk = MAX_CHUNKS + 0
+    before = total
+    for i in range(0, _rounds(total * HEADS)):
+        head, block, chunk, before = _item(i, chunk, before, chunks_ptr, total, HEADS)
+        chunk_ptr = chunks_ptr + chunk * CHUNK_WIDTH
+        slot, first_row = gl.load(chunk_ptr + CHUNK_SLOT), gl.load(chunk_ptr + CHUNK_FIRST)
+        count, start = gl.load(chunk_ptr + CHUNK_COUNT), gl.load(chunk_ptr + CHUNK_START)
+        end = start + gl.minimum(block * BLOCK_M + BLOCK_M, count)
+        tiles = (end + BLOCK_N - 1) // BLOCK_N
+        head_row = head // (HEADS // KV_HEADS) * PAGE
+        table_ptr = page_table_ptr + slot * stride_table
+        last = (end - 1) // PAGE
+        for half in gl.static_range(2):
+            mbarrier.wait(q_read.index(half), (i & 1) ^ 1)
+            mbarrier.expect(q_full.index(half), HALF * D * 2)
+            row = first_row + block * BLOCK_M + half * HALF
+            _copy(q_desc, [row, head * D], q_full.index(half), q_smem.index(half))
+        for tile in range(tiles - 1, -1, -1):
+            stage = c % STAGES
+            row0 = gl.load(table_ptr + gl.minimum(tile * 2, last)) * rows_of_page + head_row
+            row1 = gl.load(table_ptr + gl.minimum(tile * 2 + 1, last)) * rows_of_page + head_row
+            if c >= STAGES:
+                _meet(K_READ + stage)
+            _copy_tile(pool_desc, row0 + k_row, row1 + k_row, k_full.index(stage), k_smem.index(stage))
+            if c >= STAGES:
+                _meet(V_READ + stage)
+            _copy_tile(pool_desc, row0 + v_row, row1 + v_row, v_full.index(stage), v_smem.index(stage))
+            c += 1
+    for i in range(gl.maximum(c - STAGES, 0), c):  # leave no barrier half full
+        _meet(K_READ + i % STAGES)
+        _meet(V_READ + i % STAGES)
+
+
+@gluon.jit
+def _softmax(s, l, m, scale, first_t, positions, MASKED: gl.constexpr):
+    """(p, l, m, factor of what was summed before) with the scores s, [HALF, BLOCK_N], of the positions from first_t."""
+    S_L: gl.constexpr = s.type.layout
+    if MASKED:
+        offs_t = gl.arange(0, BLOCK_N, gl.SliceLayout(0, S_L))
+        s = gl.where(offs_t[None, :] <= (positions - first_t)[:, None], s, float("-inf"))
+    # In parts: a row's maxima one after the other would be as many latencies.
+    most = gl.max(gl.max(gl.max(gl.reshape(s, [HALF, 4, BLOCK_N // 32, 8]), 2), 1), 1)
+    m_new = gl.maximum(m, gl.convert_layout(most, gl.SliceLayout(1, S_L)) * scale)
+    p = gl.exp2(s * scale - m_new[:, None])
+    alpha = gl.exp2(m - m_new)
+    return p, l * alpha + gl.sum(p, 1), m_new, alpha
+
+
+@gluon.jit
+def _tiles(acc, l, m, p, c, q, scale, first, end, tiles, positions, shared, MASKED: gl.constexpr):
+    """Of the tiles [first, end), counted from the last, each one's scores and the product with V of the one before:
+    exponentials run beside products, as in FlashAttention-3."""
+    _, k_smem, v_smem, _, _, k_full, v_full = shared
+    S_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    O_L: gl.constexpr = acc.type.layout
+    zero = gl.zeros([HALF, BLOCK_N], gl.float32, S_L)
+    for i in range(first, end):
+        stage, earlier = c % STAGES, (c - 1) % STAGES
+        mbarrier.wait(k_full.index(stage), c // STAGES & 1)
+        s = warpgroup_mma(q, k_smem.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
+        mbarrier.wait(v_full.index(earlier), (c - 1) // STAGES & 1)
+        acc = warpgroup_mma(p, v_smem.index(earlier), acc, is_async=True)
+        s = warpgroup_mma_wait(1, deps=[s])
+        x, l, m, alpha = _softmax(s, l, m, scale, (tiles - 1 - i) * BLOCK_N, positions, MASKED)
+        _arrive_after(l, K_READ + stage)
+        p_next = gl.convert_layout(x.to(p.dtype), p.type.layout)
+        acc, p, p_next = warpgroup_mma_wait(0, deps=[acc, p, p_next])
+        _arrive(V_READ + earlier)
+        acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, O_L))[:, None]
+        p = p_next
+        c += 1
+    return acc, l, m, p, c
+
+
+@gluon.jit
+def _clear(v_tile, first_t, end):
+    """Zero what lies behind `end`, which may be anything, NaN too. Both warpgroups write the same."""
+    D: gl.constexpr = v_tile.shape[1]
+    V_L: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (D // 8), D // 8], [4, 1], [1, 0])
+    for g in gl.static_range(BLOCK_N // 16):
+        rows = first_t + g * 16
+        if rows + 16 > end:
+            part = v_tile.slice(g * 16, 16)
+            v = part.load(V_L)
+            there = rows + gl.arange(0, 16, gl.SliceLayout(1, V_L)) < end
+            part.store(gl.where(there[:, None], v, gl.zeros_like(v)))
+    fence_async_shared()
+    _barrier()
+
+
+@gluon.jit
+def _attend_items(chunks_ptr, out_ptr, scale, total, shared, HEADS: gl.constexpr, WARPGROUP: gl.constexpr):
+    """A warpgroup: of each item its half of the rows."""
+    q_smem, k_smem, v_smem, q_full, q_read, k_full, v_full = shared
+    TYPE: gl.constexpr = k_smem.dtype
+    D: gl.constexpr = q_smem.shape[2]
+    S_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    O_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    ROW_S: gl.constexpr = gl.SliceLayout(1, S_L)
+    ROW_O: gl.constexpr = gl.SliceLayout(1, O_L)
+    zero = gl.zeros([HALF, BLOCK_N], gl.float32, S_L)
+    q = q_smem.index(WARPGROUP)
+    c = 0
+    chunk = MAX_CHUNKS + 0
+    before = total
+    for i in range(0, _rounds(total * HEADS)):
+        head, block, chunk, before = _item(i, chunk, before, chunks_ptr, total, HEADS)
+        chunk_ptr = chunks_ptr + chunk * CHUNK_WIDTH
+        first_row = gl.load(chunk_ptr + CHUNK_FIRST)
+        count, start = gl.load(chunk_ptr + CHUNK_COUNT), gl.load(chunk_ptr + CHUNK_START)
+        first = block * BLOCK_M + WARPGROUP * HALF
+        end = start + gl.minimum(block * BLOCK_M + BLOCK_M, count)
+        tiles = (end + BLOCK_N - 1) // BLOCK_N
+        lowest = gl.minimum(start + first, end - 1)
+        masked = gl.maximum(tiles - (lowest + 1) // BLOCK_N, 1)  # so many tiles not all rows see to the end
+        positions = gl.minimum(start + first + gl.arange(0, HALF, ROW_S), end - 1)
+        stage = c % STAGES
+        mbarrier.wait(q_full.index(WARPGROUP), i & 1)
+        mbarrier.wait(k_full.index(stage), c // STAGES & 1)
+        s = warpgroup_mma(q, k_smem.index(stage).permute((1, 0)), zero, use_acc=False)
+        _arrive(K_READ + stage)
+        m = gl.full([HALF], EMPTY, gl.float32, ROW_S)
+        l = gl.zeros([HALF], gl.float32, ROW_S)
+        x, l, m, _ = _softmax(s, l, m, scale, (tiles - 1) * BLOCK_N, positions, True)
+        p = gl.convert_layout(x.to(TYPE), gl.DotOperandLayout(0, O_L, 2))
+        if end % BLOCK_N != 0:
+            mbarrier.wait(v_full.index(stage), c // STAGES & 1)
+            _clear(v_smem.index(stage), (tiles - 1) * BLOCK_N, end)
+        acc = gl.zeros([HALF, D], gl.float32, O_L)
+        c += 1
+        acc, l, m, p, c = _tiles(acc, l, m, p, c, q, scale, 1, masked, tiles, positions, shared, True)
+        acc, l, m, p, c = _tiles(acc, l, m, p, c, q, scale, masked, tiles, tiles, positions, shared, False)
+        mbarrier.arrive(q_read.index(WARPGROUP), count=1)
+        stage = (c - 1) % STAGES
+        mbarrier.wait(v_full.index(stage), (c - 1) // STAGES & 1)
+        acc = warpgroup_mma(p, v_smem.index(stage), acc)
+        _arrive(V_READ + stage)
+        acc = acc * (1.0 / gl.convert_layout(l, ROW_O))[:, None]
+        offs_m = first + gl.arange(0, HALF, ROW_O)
+        offs_d = gl.arange(0, D, gl.SliceLayout(0, O_L))
+        places = ((first_row + offs_m).to(gl.int64) * HEADS + head)[:, None] * D + offs_d[None, :]
+        gl.store(out_ptr + places, acc.to(TYPE), mask=(offs_m < count)[:, None] & (offs_d < D)[None, :])
+
+
+@gluon.jit
+def _prompt_attention_hopper_kernel(
+    chunks_ptr,
+    page_table_ptr,
+    q_desc,
+    pool_desc,
+    out_ptr,
+    scale,
+    stride_table,
+    k_row,
+    v_row,
+    rows_of_page,
+    HEADS: gl.constexpr,
+    KV_HEADS: gl.constexpr,
+    D: gl.constexpr,
+):
+    """Each row attends to the positions of its slot up to its own: FlashAttention-3 (Shah et al. 2024) through pages.
+
+    chunks: [MAX_CHUNKS, CHUNK_WIDTH] int32; page_table: [slots, max_pages] int32; q: descriptor of [rows, HEADS * D]
+    bf16; pool: descriptor of the whole of it as [pages * rows_of_page, D] bf16, of which K of this layer begins at
+    k_row and V at v_row, head by head; out: [rows, HEADS * D] bf16 (output), of which rows of no chunk are not written.
+    Grid (programs,), one a multiprocessor.
+    The programs share items, BLOCK_M rows of a chunk and a head each. One warp copies q, K and V of one item after the
+    other to shared memory, as far ahead as there are stages. Two warpgroups attend with half of the rows each, and both
+    read each tile there; what they write depends on nothing but their item.
+    """
+    TYPE: gl.constexpr = out_ptr.dtype.element_ty
+    TILE_L: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, D], TYPE)
+    q_smem = gl.allocate_shared_memory(TYPE, [2, HALF, D], q_desc.layout)
+    k_smem = gl.allocate_shared_memory(TYPE, [STAGES, BLOCK_N, D], TILE_L)
+    v_smem = gl.allocate_shared_memory(TYPE, [STAGES, BLOCK_N, D], TILE_L)
+    q_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    q_read = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for half in gl.static_range(2):
+        mbarrier.init(q_full.index(half), count=1)
+        mbarrier.init(q_read.index(half), count=1)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(stage), count=1)
+        mbarrier.init(v_full.index(stage), count=1)
+    fence_async_shared()
+    offs_c = gl.arange(0, MAX_CHUNKS, gl.BlockedLayout([1], [32], [4], [0]))
+    counts = gl.load(chunks_ptr + offs_c * CHUNK_WIDTH + CHUNK_COUNT)
+    total = _uniform(gl.sum((counts + BLOCK_M - 1) // BLOCK_M, 0))
+    shared = q_smem, k_smem, v_smem, q_full, q_read, k_full, v_full
+    gl.warp_specialize(
+        [
+            (_attend_items, (chunks_ptr, out_ptr, scale * LOG2E, total, shared, HEADS, 0)),
+            (_attend_items, (chunks_ptr, out_ptr, scale * LOG2E, total, shared, HEADS, 1)),
+            (_copy_items, (
+                chunks_ptr, page_table_ptr, q_desc, pool_desc, stride_table, k_row, v_row, rows_of_page, total, shared,
+                HEADS, KV_HEADS,
+            )),
+        ],
+        [4, 1],  # warps and, of each of their threads, registers; the first has the kernel's warps, and what is left
+        [240, 24],
+    )  # fmt: skip
+
+
+def fits(q, k_cache, window: int, multiprocessors: int) -> bool:
+    """Whether the kernel can do it, and has two items or more for each multiprocessor: with fewer many would idle."""
+    rows, heads, D = q.shape
+    items = triton.cdiv(rows, BLOCK_M.value) * heads
+    bf16 = q.dtype == k_cache.dtype == torch.bfloat16
+    made_for = bf16 and D in (64, 128) and k_cache.shape[2] == PAGE.value and window == 0
+    return made_for and items >= 2 * multiprocessors
+
+
+def _descriptor(x, block: list[int]) -> TensorDescriptor:
+    return TensorDescriptor.from_tensor(x, block, gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16))
+
+
+def launch(chunks, page_table, q, k_cache, v_cache, out, scale: float, programs: int) -> None:
+    """prompt_attention, where it `fits`, by so many programs."""
+    rows, heads, D = q.shape
+    pool, rows_of_page = pool_rows(k_cache)
+    _prompt_attention_hopper_kernel[(programs,)](
+        chunks,
+        page_table,
+        _descriptor(q.view(rows, heads * D), [HALF.value, D]),
+        _descriptor(pool, [PAGE.value, COLUMNS.value]),
+        out,
+        scale,
+        page_table.stride(0),
+        k_cache.storage_offset() // D,
+        v_cache.storage_offset() // D,
+        rows_of_page,
+        heads,
+        k_cache.shape[1],
+        D,
+        num_warps=4,
+        enable_fp_fusion=True,
+    )

@@ -1,0 +1,253 @@
+"""Weights in fewer bits become numbers in registers: from words of 32 bits to pairs of bf16 for the tensor cores.
+
+Two numbers an instruction. Both halves of a word hold a number at the same place. The low byte of a bf16 whose other
+bits are 0 is that many times 2 ** -133, its last bit being the lowest of the exponent, which changes nothing there: so
+one `and` makes a number of four bits from either half of a byte, and one `fma` scales it and takes the zero point off,
+exactly. Or it stays that small, and its zero point on: where activations are kept for many rows of weights, they are as
+much larger (`raised`), and what they make of the zero points is computed once (`taken_off`). An e4m3's exponent and
+mantissa, moved to where bf16 has them, are 2 ** 120 too small, and so they stay: the activations are 2 ** 64 times as
+large, the sum is scaled by the rest. packed.py says what stands where. The interpreter, which knows no
+assembly, does the same by arithmetic.
+"""
+
+import triton
+import triton.language as tl
+
+_RAISED = 64
+# v & 15 and v & 240 of both halves and of what is 8 higher, times 2 ** 127 and 2 ** 123, less $9: columns 0 and 1, ...
+_INT4 = tl.constexpr(
+    """{
+    .reg .b32 w, a, z, up, less;
+    mov.b32 up, 0x7f007f00; mov.b32 less, 0x7d007d00; xor.b32 z, $9, 0x80008000; shr.u32 w, $8, 8;
+    and.b32 a, $8, 0x000f000f; fma.rn.bf16x2 a, a, up, z; mov.b32 {$0, $1}, a;
+    and.b32 a, $8, 0x00f000f0; fma.rn.bf16x2 a, a, less, z; mov.b32 {$2, $3}, a;
+    and.b32 a, w, 0x000f000f; fma.rn.bf16x2 a, a, up, z; mov.b32 {$4, $5}, a;
+    and.b32 a, w, 0x00f000f0; fma.rn.bf16x2 a, a, less, z; mov.b32 {$6, $7}, a;
+    }"""
+)
+# Two's complement: the low seven bits into 128.0, less 128.0, or 256.0 where the sign, moved nowhere, makes it that.
+_INT8 = tl.constexpr(
+    """{
+    .reg .b32 w1, a, b, one;
+    mov.b32 one, 0x3f803f80; shr.u32 w1, $4, 8;
+    lop3.b32 a, $4, 0x007f007f, 0x43004300, 0xea; lop3.b32 b, $4, 0x00800080, 0xc300c300, 0xea;
+    fma.rn.bf16x2 a, a, one, b; mov.b32 {$0, $1}, a;
+    lop3.b32 a, w1, 0x007f007f, 0x43004300, 0xea; lop3.b32 b, w1, 0x00800080, 0xc300c300, 0xea;
+    fma.rn.bf16x2 a, a, one, b; mov.b32 {$2, $3}, a;
+    }"""
+)
+# The same, less $5.
+_INT8_ZERO = tl.constexpr(
+    """{
+    .reg .b32 w1, a, b, z, one;
+    mov.b32 one, 0x3f803f80; xor.b32 z, $5, 0x80008000;
+    shr.u32 w1, $4, 8;
+    lop3.b32 a, $4, 0x007f007f, 0x43004300, 0xea; lop3.b32 b, $4, 0x00800080, 0xc300c300, 0xea;
+    fma.rn.bf16x2 a, a, one, b; fma.rn.bf16x2 a, a, one, z; mov.b32 {$0, $1}, a;
+    lop3.b32 a, w1, 0x007f007f, 0x43004300, 0xea; lop3.b32 b, w1, 0x00800080, 0xc300c300, 0xea;
+    fma.rn.bf16x2 a, a, one, b; fma.rn.bf16x2 a, a, one, z; mov.b32 {$2, $3}, a;
+    }"""
+)
+# One pair is in place, the other four places off, to either side.
+_E4M3 = tl.constexpr(
+    """{
+    .reg .b32 a, t, u;
+    and.b32 a, $4, 0x87f087f0; mov.b32 {$0, $1}, a;
+    shl.b32 t, $4, 4; and.b32 t, t, 0x80f080f0; shr.u32 u, $4, 4; lop3.b32 a, u, 0x07000700, t, 0xea;
+    mov.b32 {$2, $3}, a;
+    }"""
+)
+# The same columns, as they stand: times 2 ** -133, and 2 ** -129.
+_INT4_RAISED = tl.constexpr(
+    """{
+    .reg .b32 w, a; shr.u32 w, $8, 8;
+    and.b32 a, $8, 0x000f000f; mov.b32 {$0, $1}, a; and.b32 a, $8, 0x00f000f0; mov.b32 {$2, $3}, a;
+    and.b32 a, w, 0x000f000f; mov.b32 {$4, $5}, a; and.b32 a, w, 0x00f000f0; mov.b32 {$6, $7}, a;
+    }"""
+)
+_TIMES = """{
+    .reg .b32 up, nought;
+    mov.b32 up, %s; mov.b32 nought, 0x80008000;
+    fma.rn.bf16x2 $0, $1, up, nought;
+    }"""
+_TIMES_2_64, _TIMES_2_60 = tl.constexpr(_TIMES % "0x5f805f80"), tl.constexpr(_TIMES % "0x5d805d80")
+_EVERY_4_RAISED = tl.constexpr("=h,=h,=h,=h,=h,=h,=h,=h,r")
+_EVERY_4 = tl.constexpr("=h,=h,=h,=h,=h,=h,=h,=h,r,r")
+_EVERY_8 = tl.constexpr("=h,=h,=h,=h,r")
+_EVERY_8_ZERO = tl.constexpr("=h,=h,=h,=h,r,r")
+
+
+@triton.jit
+def pair(zero):
+    """The bits of a bf16 (as int16) in both halves of a word."""
+    bits = zero.to(tl.int32) & 0xFFFF
+    return bits | (bits << 16)
+
+
+@triton.constexpr_function
+def factor(form: str, raised: bool = False) -> float:
+    """What numbers, or their products with raised activations, are to be multiplied by."""
+    if raised:
+        return 2.0 ** ({"int4": 133, "e4m3": 120}.get(form, _RAISED) - _RAISED)
+    return 2.0 ** {"int4": 6, "e4m3": 120}.get(form, 0)
+
+
+@triton.jit
+def raised(x, FORM: tl.constexpr, INTERPRETED: tl.constexpr):
+    """Activations [lines, 32], bf16, as weights of this form want them."""
+    if FORM == "e4m3":
+        if INTERPRETED:
+            return x.to(tl.float32) * 2.0**64
+        else:
+            return _times(x, _TIMES_2_64)
+    elif FORM == "int4" and not INTERPRETED:
+        low, high = tl.split(tl.permute(x.reshape(x.shape[0], 8, 2, 2), (0, 1, 3, 2)))
+        both = tl.join(_times(low, _TIMES_2_64), _times(high, _TIMES_2_60))
+        return tl.permute(both, (0, 1, 3, 2)).reshape(x.shape[0], 32)
+    else:
+        return x
+
+
+@triton.jit
+def _times(x, ASM: tl.constexpr):
+    return tl.inline_asm_elementwise(ASM, "=r,r", [x], dtype=tl.bfloat16, is_pure=True, pack=2)
+
+
+@triton.jit
+def taken_off(ZEROS: tl.constexpr, WARPS: tl.constexpr, BLOCK_N: tl.constexpr, INTERPRETED: tl.constexpr):
+    """An operand [WARPS, BLOCK_N, 32] of weights of four bits that all are -8, or -1 if ZEROS, to be multiplied by zero
+    points: so much is to be added to what `unpack` leaves of others if RAISED."""
+    if INTERPRETED:
+        return tl.full([WARPS, BLOCK_N, 32], (-1.0 if ZEROS else -8.0) * 2.0**-69, tl.float32)
+    else:
+        one: tl.constexpr = 1 if ZEROS else 8
+        bits = tl.where(tl.arange(0, 32)[None, None, :] < 16, -32768 + one, -32768 + one * 16)  # of `operand`'s columns
+        return _bf16(tl.broadcast_to(bits, (WARPS, BLOCK_N, 32)).to(tl.int16))
+
+
+@triton.jit
+def zero_point(bits):
+    """Of four bits, from the bits of a bf16 (as int16) that packed.py has."""
+    return bits.to(tl.bfloat16, bitcast=True).to(tl.float32) * 64
+
+
+@triton.jit
+def unpack(
+    words,
+    zero,
+    part: tl.constexpr,
+    FORM: tl.constexpr,
+    ZEROS: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+    RAISED: tl.constexpr = False,
+):
+    """Columns part * 32 to part * 32 + 31 of tiles, [lines, 32], bf16 (fp32 if INTERPRETED); to be multiplied by
+    `factor(FORM)`, or RAISED, for the product with `raised` activations: then the zero point of four bits is still on.
+
+    words: [lines, 16] int32, the tiles; zero: [lines, 1] int32, `pair` of what to take off as packed.py has it, read if
+    ZEROS. Nothing moves between lanes.
+    """
+    first, second = tl.split(words.reshape(words.shape[0], 4, 2, 2))
+    if FORM == "int4":
+        low, high = tl.split(first if part % 2 == 0 else second)
+        return _eight(low if part < 2 else high, zero, ZEROS, INTERPRETED, RAISED)
+    else:
+        low, high = tl.split(first)
+        other_low, other_high = tl.split(second)
+        a, b, c, d = _four(low if part == 0 else high, zero, FORM, ZEROS, INTERPRETED)
+        e, f, g, h = _four(other_low if part == 0 else other_high, zero, FORM, ZEROS, INTERPRETED)
+        return _in_order(a, b, c, d, e, f, g, h)
+
+
+@triton.jit
+def _in_order(a, b, c, d, e, f, g, h):
+    """Eight columns of each word [lines, 4] in their order, [lines, 32]."""
+    even = tl.join(tl.join(a, e), tl.join(c, g))
+    odd = tl.join(tl.join(b, f), tl.join(d, h))
+    return tl.join(even, odd).reshape(a.shape[0], 32)
+
+
+@triton.jit
+def _bf16(bits):
+    return bits.to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def _zero_value(zero):
+    return ((zero & 0xFFFF) << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _nibble(words, zero, PLACE: tl.constexpr, RAISED: tl.constexpr):
+    value = ((words >> PLACE) & 15).to(tl.float32)
+    return value * 2.0**-69 if RAISED else value / 64 - _zero_value(zero)
+
+
+@triton.jit
+def _eight(words, zero, ZEROS: tl.constexpr, INTERPRETED: tl.constexpr, RAISED: tl.constexpr):
+    """The columns of words [lines, 4] of four bits."""
+    if not ZEROS:
+        zero = tl.full([1, 1], 0x3E003E00, tl.int32)  # 8 / 64
+    zero = tl.broadcast_to(zero, words.shape)
+    if INTERPRETED:
+        a, b = _nibble(words, zero, 0, RAISED), _nibble(words, zero, 16, RAISED)
+        c, d = _nibble(words, zero, 4, RAISED), _nibble(words, zero, 20, RAISED)
+        e, f = _nibble(words, zero, 8, RAISED), _nibble(words, zero, 24, RAISED)
+        g, h = _nibble(words, zero, 12, RAISED), _nibble(words, zero, 28, RAISED)
+        return _in_order(a, b, c, d, e, f, g, h)
+    elif RAISED:
+        a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(
+            _INT4_RAISED, _EVERY_4_RAISED, [words],
+            dtype=(tl.int16, tl.int16, tl.int16, tl.int16, tl.int16, tl.int16, tl.int16, tl.int16),
+            is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(
+            _INT4, _EVERY_4, [words, zero],
+            dtype=(tl.int16, tl.int16, tl.int16, tl.int16, tl.int16, tl.int16, tl.int16, tl.int16),
+            is_pure=True, pack=1,
+        )  # fmt: skip
+    return _in_order(_bf16(a), _bf16(b), _bf16(c), _bf16(d), _bf16(e), _bf16(f), _bf16(g), _bf16(h))
+
+
+@triton.jit
+def e4m3_value(bits):
+    """What codes, in int32, stand for, fp32."""
+    exponent, mantissa = (bits >> 3) & 15, bits & 7
+    size = (mantissa + tl.where(exponent > 0, 8, 0)).to(tl.float32)
+    size *= tl.exp2((tl.maximum(exponent, 1) - 10).to(tl.float32))
+    return tl.where(bits > 127, -size, size)
+
+
+@triton.jit
+def _byte(words, zero, PLACE: tl.constexpr, FORM: tl.constexpr, ZEROS: tl.constexpr):
+    """Of eight bits, in fp32."""
+    if FORM == "e4m3":
+        half = words >> (PLACE // 16 * 16)
+        if PLACE % 16 == 0:
+            return e4m3_value((half >> 8 & 128) | (half >> 4 & 127)) * 2.0**-120
+        else:
+            return e4m3_value((half >> 4 & 128) | (half >> 8 & 112) | (half & 15)) * 2.0**-120
+    else:
+        value = (((words >> PLACE) & 255) ^ 128).to(tl.float32) - 128.0
+        return value - _zero_value(zero) if ZEROS else value
+
+
+@triton.jit
+def _four(words, zero, FORM: tl.constexpr, ZEROS: tl.constexpr, INTERPRETED: tl.constexpr):
+    """The columns of words [lines, 4] of eight bits, each [lines, 4]."""
+    if INTERPRETED:
+        a, b = _byte(words, zero, 0, FORM, ZEROS), _byte(words, zero, 16, FORM, ZEROS)
+        c, d = _byte(words, zero, 8, FORM, ZEROS), _byte(words, zero, 24, FORM, ZEROS)
+        return a, b, c, d
+    elif ZEROS:
+        a, b, c, d = tl.inline_asm_elementwise(
+            _INT8_ZERO, _EVERY_8_ZERO, [words, tl.broadcast_to(zero, words.shape)],
+            dtype=(tl.int16, tl.int16, tl.int16, tl.int16), is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        a, b, c, d = tl.inline_asm_elementwise(
+            _E4M3 if FORM == "e4m3" else _INT8, _EVERY_8, [words],
+            dtype=(tl.int16, tl.int16, tl.int16, tl.int16), is_pure=True, pack=1,
+        )  # fmt: skip
+    return _bf16(a), _bf16(b), _bf16(c), _bf16(d)

@@ -1,0 +1,53 @@
+"""Linear: a weight matrix on the device, as it is or packed, with its bias."""
+
+from dataclasses import dataclass
+
+import torch
+
+from ...tensors import short_repr
+from .packed import Packed
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A projection y = x @ weight.T + bias.
+
+    weight: [out_features, in_features], or the words of `packed`, with scale, zero and order as that says; bias:
+    [out_features] or None.
+    """
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None = None
+    scale: torch.Tensor | None = None
+    zero: torch.Tensor | None = None
+    order: torch.Tensor | None = None
+    packed: Packed | None = None
+
+    def __repr__(self) -> str:
+        shape = [self.out_features, self.in_features]
+        return short_repr(self, self.weight, shape=shape, bias=self.bias is not None, format=self.format)
+
+    @property
+    def format(self) -> str:
+        return "dense" if self.packed is None else self.packed.name
+
+    @property
+    def out_features(self) -> int:
+        return self.weight.shape[0]
+
+    @property
+    def in_features(self) -> int:
+        return self.weight.shape[1] if self.packed is None else self.packed.k
+
+    @property
+    def nbytes(self) -> int:
+        """Of the weight and what is needed to read it, without the bias."""
+        return sum(tensor.nbytes for name, tensor in self.tensors().items() if name != "bias")
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        names = ("weight", "bias", "scale", "zero", "order")
+        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+
+    def matrix(self) -> torch.Tensor:
+        """The weight in fp32 [out_features, in_features]."""
+        return self.weight.float() if self.packed is None else self.packed.codes(self.tensors()).dequantised()

@@ -1,0 +1,1 @@
+"""Copies between the host's memory and the device."""

@@ -1,1 +1,0 @@
-"""A checkpoint: what it says and what it holds."""

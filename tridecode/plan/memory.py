@@ -1,0 +1,212 @@
+"""What a model needs on its device, and the largest context that fits."""
+
+import gc
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+
+from ..checkpoint.slices import host_layer_bytes, weight_bytes
+from ..errors import DeviceError, counted
+from ..models.config import ModelConfig
+from ..state.kv import kv_bytes_per_token
+from ..state.offload import Offload
+from ..step.model import PROMPT_SHAPE, expands_kv, verify_rows
+from ..step.prompt import CHUNK
+from ..step.workspace import make_prompt_buffers, make_workspace, named_tensors
+from . import cgroup
+
+GIB = 2**30
+HEADROOM = {"cuda": 0.03, "cpu": 0.25}  # of the free memory, left to cuBLAS and kernels, or to other programs
+# What others allocate: cuBLAS's workspaces and the captured graphs, or the references' temporary tensors.
+SCRATCH = {"cuda": 2**27, "cpu": 2**25}
+TOKEN = 4  # bytes of an id; each slot has a context's
+CPU_CONTEXT = 8192  # positions, unless more are asked for: a host's memory is not the engine's alone
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes on one device; `fixed` is the workspace of one slot, the buffers of prompt passes, and what others take.
+
+    per_token: of a position of the context that has K/V, of which kv_per_token are the K/V; per_slot: of each slot
+    beside the first. default_limit: positions of a context to allocate at most where no number is asked for.
+    """
+
+    free: int
+    weights: int
+    per_token: int
+    fixed: int
+    model_limit: int
+    headroom: float = 0.0
+    default_limit: int = 2**31
+    kv_per_token: int = 0
+    per_slot: int = 0
+    slots: int = 1
+
+    @property
+    def usable(self) -> int:
+        return int(self.free * (1 - self.headroom))
+
+    @property
+    def max_context(self) -> int:
+        """Positions that fit, at most the model's limit; 0 when not even the weights fit."""
+        left = self.usable - self.weights - self.fixed - (self.slots - 1) * self.per_slot
+        return max(min(left // (self.per_token + (self.slots - 1) * TOKEN), self.model_limit), 0)
+
+    def needed(self, capacity: int, kv_tokens: int | None = None) -> int:
+        """With `kv_tokens` positions in the pool, by default those of one context."""
+        extra = 0 if kv_tokens is None else (kv_tokens - capacity) * self.kv_per_token
+        per_slot = self.per_slot + capacity * TOKEN
+        return self.weights + self.fixed + (self.slots - 1) * per_slot + capacity * self.per_token + extra
+
+    def capacity(self, requested: int | None, where: str) -> int:
+        """The number of positions of a context; DeviceError when what is asked for does not fit."""
+        fits, wanted = self.max_context, requested or 1
+        if fits < wanted:
+            left = self.usable - replace(self, slots=1).needed(wanted)
+            most = 1 + left // max(self.per_slot + wanted * TOKEN, 1)
+            if self.slots > 1 and most >= 1:
+                what, advice = f" {self.slots:,} slots with", f"at most {counted(most, 'slot')} fit"
+            else:
+                what = ""
+                advice = f"at most {counted(fits, 'position')} fit" if fits else "choose a smaller model or free memory"
+            raise DeviceError(f"not enough memory on {where}:{what}{self._lack(wanted, wanted)}; {advice}")
+        return requested or min(fits, self.default_limit)
+
+    def kv_tokens(self, capacity: int, requested: int | None, where: str, page: int = 1) -> int:
+        """The number of positions in the pool of all slots, by default what these can fill, in whole pages, or what
+        fits; DeviceError when what is asked for does not fit."""
+        if self.slots == 1:
+            return capacity
+        left = self.usable - self.needed(capacity)
+        fits = capacity + left // max(self.kv_per_token, 1)
+        if (requested or 0) > fits:
+            lack = self._lack(capacity, requested)
+            raise DeviceError(f"not enough memory on {where}: kv_tokens:{lack}; at most {fits:,} fit")
+        return requested or max(min(fits, self.slots * -(-capacity // page) * page), capacity)
+
+    def offloaded(
+        self, config: ModelConfig, page: int, least: int, capacity: int | None, kv_tokens: int | None, host: int,
+        buffers: int, where: str,
+    ) -> tuple[int, int, int]:  # fmt: skip
+        """With `host` pages in the host's memory: positions of a context, pages of the device, `least` or more, and
+        pages of one layer in each of `buffers` ring buffers. capacity, kv_tokens: those asked for. DeviceError when
+        that does not fit."""
+        wanted = capacity or min(self.model_limit, self.default_limit)
+        pages, ring = self._places(config.num_layers, page, least, wanted, kv_tokens, host, buffers)
+        if pages < least or ring < 0:
+            needs = f"kv_offload needs {least * page:,}" if kv_tokens is None else f"kv_tokens asks for {kv_tokens:,}"
+            raise DeviceError(
+                f"not enough memory on {where}: {needs} positions there, and the ring comes on top; "
+                f"{self.usable / GIB:,.2f} GiB are usable, of which the weights take {self.weights / GIB:,.2f}"
+            )
+        if capacity is not None and (pages + ring) * page < capacity:
+            raise DeviceError(
+                f"kv_offload: {capacity:,} positions are asked for, {pages * page:,} fit {where} and {ring * page:,} "
+                "can be on the host; ask for more of the host's memory, or a shorter context"
+            )
+        return min(wanted, (pages + ring) * page), pages, ring
+
+    def _places(self, layers, page, least, capacity, kv_tokens, host, buffers) -> tuple[int, int]:
+        """Pages of the device and of the ring, for contexts of `capacity` positions; negative where nothing fits."""
+        wanted = max(self.slots * -(-capacity // page), least)
+        left = self.usable - self.needed(capacity, 0) - 4 * wanted * layers  # the tables of all layers
+        cells = left * layers // (self.kv_per_token * page)  # pages of one layer
+        if kv_tokens is not None:
+            pages = -(-kv_tokens // page)
+            return pages, min(host, max(wanted - pages, 0), (cells - pages * layers) // buffers)
+        pages = min(cells // layers, wanted)
+        ring = min(host, -(-(wanted - pages) * layers // max(layers - buffers, 1)))
+        return min((cells - buffers * ring) // layers, wanted), ring
+
+    def with_offload(self, config: ModelConfig, offload: Offload, page: int) -> "MemoryPlan":
+        """The same with the ring's bytes."""
+        ring = offload.buffers * offload.ring * page * self.kv_per_token // config.num_layers
+        return replace(self, fixed=self.fixed + ring)
+
+    def _lack(self, capacity: int, kv_tokens: int) -> str:
+        return (
+            f" {counted(kv_tokens, 'position')} need{'s' * (kv_tokens == 1)} "
+            f"{self.needed(capacity, kv_tokens) / GIB:,.2f} GiB ({self.weights / GIB:,.2f} GiB of weights), "
+            f"{self.free / GIB:,.2f} GiB are free"
+        )
+
+
+@contextmanager
+def allocating(capacity: int, device: torch.device):
+    """Within, where the state of a context of `capacity` positions is allocated, a lack of memory is a DeviceError."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not isinstance(error, torch.OutOfMemoryError) and "DefaultCPUAllocator" not in str(error):
+            raise
+        raise DeviceError(
+            f"not enough memory on {device} for a context of {counted(capacity, 'position')}; "
+            "choose a smaller max_seq_len"
+        ) from None
+
+
+def plan_memory(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device, slots: int = 1, chunk: int = CHUNK,
+    one_piece: bool = True, on_host: int = 0, speculate: bool = False, batch_invariant: bool = False,
+) -> MemoryPlan:
+    """Plan for loading `config` in `dtype` on `device` as it is now, for `slots` requests at a time, their prompts read
+    in chunks of `chunk` tokens; one_piece: by torch's attention, for which a layer's K/V of a slot are gathered;
+    on_host: layers whose projections are in the host's memory; speculate: passes can verify drafts;
+    batch_invariant: prompts take one kernel on every GPU."""
+    rope_and_tokens, kv = 4 * config.head_dim + TOKEN, kv_bytes_per_token(config, dtype)
+    layer = 2 * config.kv_size * dtype.itemsize
+    gathered = layer if one_piece else 0
+    if expands_kv(config, device, batch_invariant, one_piece):
+        kv += layer
+    weights = weight_bytes(config, dtype, device.type == "cuda", on_host)
+    rows, scratch = min(chunk, slots * config.max_position) + slots, SCRATCH[device.type]
+    if device.type == "cpu":  # the references' own, of a row
+        scratch += 16 * rows * (config.intermediate_size + config.q_size + config.kv_size)
+        weights += on_host * host_layer_bytes(config, dtype)
+    fixed = workspace_bytes(config, dtype, 1) + prompt_bytes(config, dtype, rows) + scratch
+    if speculate:
+        verifying = max(slots, verify_rows(slots))
+        fixed += workspace_bytes(config, dtype, slots, verifying) - workspace_bytes(config, dtype, slots)
+    return MemoryPlan(
+        free=free_memory(device),
+        weights=weights,
+        per_token=kv + gathered + rope_and_tokens,
+        fixed=fixed,
+        model_limit=config.max_position,
+        headroom=HEADROOM[device.type],
+        default_limit=CPU_CONTEXT if device.type == "cpu" else config.max_position,
+        kv_per_token=kv,
+        per_slot=slot_bytes(config, dtype, slots),
+        slots=slots,
+    )
+
+
+def slot_bytes(config: ModelConfig, dtype: torch.dtype, slots: int) -> int:
+    """What the workspace has for each of `slots` beside the first, without its tokens: counted, not allocated."""
+    if slots == 1:
+        return 0
+    return -(-(workspace_bytes(config, dtype, slots) - workspace_bytes(config, dtype, 1)) // (slots - 1))
+
+
+def workspace_bytes(config: ModelConfig, dtype: torch.dtype, slots: int, rows: int | None = None) -> int:
+    """Of the workspace without tokens: counted, not allocated. The rings are in the host's memory."""
+    tensors = named_tensors(make_workspace(config, 0, "meta", dtype, slots, rows)).values()
+    return sum(tensor.nbytes for tensor in tensors if tensor.is_meta)
+
+
+def prompt_bytes(config: ModelConfig, dtype: torch.dtype, rows: int) -> int:
+    """Of the buffers of prompt passes of up to `rows` rows, counted too."""
+    buffers = make_prompt_buffers(config, rows, "meta", dtype, PROMPT_SHAPE)
+    return sum(tensor.nbytes for tensor in named_tensors(buffers).values())
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that can be allocated now."""
+    if device.type == "cuda":
+        gc.collect()
+        torch.cuda.empty_cache()  # what an engine before this one left in the allocator's cache is free
+        return torch.cuda.mem_get_info(device)[0]
+    with open("/proc/meminfo") as f:
+        fields = dict(line.split(":", 1) for line in f)
+    return min(int(fields["MemAvailable"].split()[0]) * 1024, cgroup.free_memory())

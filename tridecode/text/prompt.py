@@ -1,0 +1,109 @@
+"""From a prompt, which may be text, token ids or a chat, to the token ids that a model takes."""
+
+import operator
+import struct
+from array import array
+from collections.abc import Mapping, Sequence, Set
+from contextlib import suppress
+from typing import NamedTuple
+
+import numpy as np
+
+from ..arguments import shown
+from ..errors import PromptError, TooLong, brief
+from ..layout import packed
+from .tokenizer import Tokenizer
+
+
+class Encoded(NamedTuple):
+    """A prompt that was checked and turned into token ids, int32; chat: an answer to it begins a text of its own."""
+
+    tokens: array
+    chat: bool
+
+    @property
+    def ids(self) -> list[int]:
+        return self.tokens.tolist()
+
+
+Prompt = str | Sequence[int] | Sequence[dict] | Encoded
+
+
+def prompt_ids(
+    prompt: Prompt, variables: dict, tokenizer: Tokenizer | None, vocab_size: int, capacity: int, limit: int
+) -> Encoded:
+    """The ids, and whether the prompt was a chat. limit: positions that the model could have; raises PromptError."""
+    fix = ": shorten it" + (" or raise max_seq_len" if capacity < limit else "")
+    if isinstance(prompt, Encoded):
+        return _fitting(*prompt, vocab_size, capacity, fix)  # it may be of another engine
+    items = listed(prompt)
+    chat = bool(items) and isinstance(items[0], Mapping)
+    if items is None and not isinstance(prompt, str):
+        kind = type(prompt).__name__
+        raise PromptError(f"the prompt must be text, token ids or a list of chat messages, got {kind}")
+    if tokenizer is None and (chat or items is None):
+        raise PromptError("this engine has no tokenizer: give token ids")
+    _check_variables(variables, tokenizer if chat else None)
+    if items is not None and not chat and len(items) > capacity:  # before each is looked at
+        raise TooLong(len(items), capacity, fix=fix)
+    try:
+        if items is None:
+            ids = tokenizer.encode(prompt, context=capacity)
+        elif chat:
+            ids = tokenizer.encode_chat(items, capacity, **variables)
+        elif [*map(type, items)].count(int) == len(items):  # mostly, and long prompts should not wait for the others
+            ids = items
+        else:
+            ids = [_token_id(token, vocab_size) for token in items]
+    except TooLong as error:
+        raise TooLong(error.tokens, capacity, or_more=True, fix=fix) from None
+    if not ids:
+        raise PromptError("the prompt is empty: at least one token is needed")
+    return _fitting(ids, chat, vocab_size, capacity, fix)
+
+
+def listed(prompt) -> list | None:
+    """The items of token ids or messages; None for text and for what is no prompt."""
+    # Bytes are no ids, and a set has no order.
+    if isinstance(prompt, (str, bytes, bytearray, memoryview, Set, Mapping)):
+        return None
+    try:
+        # Arrays and tensors make Python's numbers, and its bools, of theirs at once.
+        return list(prompt.tolist() if hasattr(prompt, "tolist") else prompt)
+    except TypeError:  # no iterable, or one that only looks like it, such as a tensor without dimensions
+        return None
+
+
+def _check_variables(variables: dict, tokenizer: Tokenizer | None) -> None:
+    known = tokenizer.template_variables if variables and tokenizer else frozenset()
+    if unknown := sorted(variables.keys() - known):
+        has = f"it reads {brief(', '.join(sorted(known)))}" if known else "it reads none, or this prompt is no chat"
+        raise PromptError(f"template_variables: the chat template has no variable {shown(unknown[0])}; {has}")
+
+
+def _fitting(ids: Sequence[int], chat: bool, vocab_size: int, capacity: int, fix: str) -> Encoded:
+    """Raises PromptError."""
+    tokens = _packed(ids, vocab_size)  # a tokenizer may know more tokens than the model
+    if len(ids) > capacity:
+        raise TooLong(len(ids), capacity, fix=fix)
+    return Encoded(tokens, chat)
+
+
+def _packed(ids: Sequence[int], vocab_size: int) -> array:
+    """Raises PromptError for one that the vocabulary lacks."""
+    with suppress(struct.error):  # some take more than 32 bits
+        tokens = packed(ids)
+        if np.frombuffer(tokens, np.uint32).max() < vocab_size:  # without a sign negative ones are large
+            return tokens
+    raise _outside(min(ids) if min(ids) < 0 else max(ids), vocab_size)
+
+
+def _token_id(token, vocab_size: int) -> int:
+    if not isinstance(token, bool):
+        with suppress(TypeError):
+            return operator.index(token)  # integers of numpy and torch too
+    raise _outside(token, vocab_size)
+
+
+def _outside(token, vocab_size: int) -> PromptError:
+    return PromptError(f"token id {shown(token)} is not in the vocabulary (0 to {vocab_size - 1})")

@@ -1,0 +1,1 @@
+"""Launch configurations: rules, tables of GPUs, the user's own table."""
