@@ -33,13 +33,12 @@ from tridecode.checkpoint.formats.scheme import packed_form
 from tridecode.cli.bench.read import measure_read_bandwidth
 from tridecode.cli.candidates import packed_products
 from tridecode.kernels.linear import matmul
-from tridecode.kernels.linear.matmul import MATMUL_GATE_UP, MATMUL_NORMED, MATMUL_RESIDUAL
+from tridecode.kernels.linear.matmul import MATMUL_GATE_UP, MATMUL_NORMED, MATMUL_RESIDUAL, MatmulConfig
 from tridecode.kernels.linear.weight import Linear
 from tridecode.models.presets import PRESETS
 from tridecode.step.compiling import missing
 from tridecode.tuning.choose import few_rows_shape
 from tridecode.tuning.few_bits import ROLES, ROWS, few_bits_shape
-from tridecode.tuning.shapes import MatmulShape
 
 COLD = 240e6  # bytes of weights between two uses of the same ones
 BEST = 3  # shapes that are printed for each matrix
@@ -102,11 +101,11 @@ def product(case: Case, device: str):
 
     def line(run, linear, shape):
         if role == "gate_up":
-            run(role, MATMUL_GATE_UP, meta, x, linear, short[:, : N // 2], sums, 4, 1e-6, shape=shape)
+            run(role, MATMUL_GATE_UP, meta, x, linear, short[:, : N // 2], sums, 4, 1e-6, config=shape)
         elif role in ("o_proj", "down"):
-            run(role, MATMUL_RESIDUAL, meta, x, linear, out, norm, short, sums, shape=shape)
+            run(role, MATMUL_RESIDUAL, meta, x, linear, out, norm, short, sums, config=shape)
         else:
-            run(role, MATMUL_NORMED, meta, x, linear, out, sums, 4, 1e-6, shape=shape)
+            run(role, MATMUL_NORMED, meta, x, linear, out, sums, 4, 1e-6, config=shape)
 
     return line, x, short[:, : N // 2] if role == "gate_up" else out
 
@@ -123,11 +122,11 @@ def check(case: Case, y: torch.Tensor, out: torch.Tensor) -> None:
         raise RuntimeError(f"the product is wrong by {error:.2g} of its largest number")
 
 
-def in_use(linear: Linear, rows: int, gated: bool) -> MatmulShape:
+def in_use(linear: Linear, rows: int, gated: bool) -> MatmulConfig:
     if linear.packed is not None:
         return few_bits_shape(linear, rows)
     shape = few_rows_shape(linear.out_features, linear.in_features, max(rows, 8), gated)
-    return shape if isinstance(shape, MatmulShape) else MatmulShape(16, 4, 8, 4)
+    return shape if isinstance(shape, MatmulConfig) else MatmulConfig(16, 4, 8, 4)
 
 
 class NoGPU:
@@ -162,7 +161,7 @@ def compile_one(work: tuple) -> tuple:
     return entry, None
 
 
-def specialized(line, linear: Linear, shape: MatmulShape, run) -> str | None:
+def specialized(line, linear: Linear, shape: MatmulConfig, run) -> str | None:
     """What Triton would compile for a launch; None if it is there."""
     return next((specialization for _, specialization in missing(lambda: line(run, linear, shape))), None)
 
@@ -186,7 +185,7 @@ _copies: dict = {}  # in the process that times: (kind, N, K) -> weights
 _exact: dict = {}  # case -> its product
 
 
-def time_one(case: Case, shape: MatmulShape) -> float:
+def time_one(case: Case, shape: MatmulConfig) -> float:
     """Microseconds, in the process that times."""
     key = (case.kind, case.N, case.K)
     if key not in _copies:
@@ -198,7 +197,7 @@ def time_one(case: Case, shape: MatmulShape) -> float:
         _exact[case] = x.float() @ _copies[key][0].matrix().float().T
     line(launch, _copies[key][0], shape)
     check(case, _exact[case], out)
-    return microseconds(partial(line, launch, shape=shape), _copies[key])
+    return microseconds(partial(line, launch, config=shape), _copies[key])
 
 
 def launch(role, op, *args, **how) -> None:
@@ -211,7 +210,7 @@ class Timer:
     def __init__(self):
         self.pool = None
 
-    def __call__(self, case: Case, shape: MatmulShape) -> float:
+    def __call__(self, case: Case, shape: MatmulConfig) -> float:
         if self.pool is None:
             self.pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
         try:
@@ -271,7 +270,7 @@ def search_cases(cases: list[Case], args, run, timed: Callable, bandwidth: float
         name = "" if case.kind == "dense" else f"{named(case)!r}, "
         for us, shape in sorted(entries, key=lambda entry: entry[0])[:BEST]:
             share, values = 100 * sizes[case] / us / 1e-6 / bandwidth, ", ".join(map(str, astuple(shape)))
-            print(f"        ({name}{case.N}, {case.K}): MatmulShape({values}),  # {us:.2f} us, {share:.0f}%")
+            print(f"        ({name}{case.N}, {case.K}): MatmulConfig({values}),  # {us:.2f} us, {share:.0f}%")
     sys.stdout.flush()
     return found
 

@@ -106,7 +106,8 @@ def engine(tmp_path_factory):
 @pytest.fixture
 def generate(capsys, engine, monkeypatch):
     """Run `generate` in this process on one engine; returns exit code, stdout, stderr. stdin: bytes, or a stream."""
-    from tridecode import Engine, commands
+    from tridecode import Engine
+    from tridecode import cli as commands
 
     monkeypatch.setattr(Engine, "load", lambda *args, **kwargs: engine)
 

@@ -4,16 +4,19 @@ import torch
 
 from tridecode.checkpoint.load import random_weights
 from tridecode.engine import Engine
+from tridecode.kernels.attention.attention import AttentionConfig
+from tridecode.kernels.attention.attention_rows import AttentionRowsConfig
+from tridecode.kernels.linear.matvec import MatvecConfig
 from tridecode.models.config import ModelConfig, RopeConfig
 from tridecode.step.run import launch
-from tridecode.tuning.shapes import AttentionRowsShape, AttentionShape, MatvecShape, StepShapes
+from tridecode.tuning.shapes import StepShapes
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda", 0) if CUDA else torch.device("cpu")
 # few, large programs: the interpreter takes about 2 ms for each and each loop turn
-_PRODUCTS = [MatvecShape(n, 1) for n in (128, 64, 64, 64, 128)]
-INTERPRETER_SHAPES = StepShapes(*_PRODUCTS, AttentionShape(block_t=32, splits=3))
-SEVERAL_ROWS = StepShapes(*_PRODUCTS, AttentionRowsShape(block_t=32, splits=3, least=1, programs=3))
+_PRODUCTS = [MatvecConfig(n, 1) for n in (128, 64, 64, 64, 128)]
+INTERPRETER_SHAPES = StepShapes(*_PRODUCTS, AttentionConfig(block_t=32, splits=3))
+SEVERAL_ROWS = StepShapes(*_PRODUCTS, AttentionRowsConfig(block_t=32, splits=3, least=1, programs=3))
 
 
 def tiny_config(**overrides) -> ModelConfig:

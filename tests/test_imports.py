@@ -110,7 +110,7 @@ def test_an_op_in_all_its_forms_takes_the_same_arguments(name):
     module = importlib.import_module(f"tridecode.{name}")
     ops = {op.launch: op for op in vars(module).values() if isinstance(op, Op)}
     assert ops or not hasattr(module, name.split(".")[-1]), f"{name} has a launcher that no list can run"
-    how = ("shape", "pdl", "followed")
+    how = ("config", "pdl", "followed")
     for launcher, op in ops.items():
         arguments = [argument for argument in signature(launcher).parameters if argument not in how]
         assert list(signature(op.ref).parameters) == arguments, launcher

@@ -9,12 +9,14 @@ import torch
 from checkpoints import write_tiny
 from models import CUDA, DEVICE, slowed, tiny_config, tiny_engine
 
-from tridecode import Engine, SamplingParams, memory, pinned
+from tridecode import Engine, SamplingParams
+from tridecode import tensors as pinned
 from tridecode.checkpoint.load import load_config, load_weights, random_weights
 from tridecode.checkpoint.slices import host_layer_bytes, parameter_count, weight_bytes
 from tridecode.errors import DeviceError, ParameterError
 from tridecode.kernels.linear.weight import Linear
 from tridecode.models.presets import PRESETS
+from tridecode.plan import memory
 from tridecode.plan.memory import plan_memory
 from tridecode.plan.placement import plan_capacity, plan_kv, plan_weights, to_quantise
 from tridecode.state.offload import Offload

@@ -18,7 +18,8 @@ import torch
 from checkpoints import write_tiny
 from models import CUDA
 
-from tridecode import Engine, SamplingParams, __version__, commands
+from tridecode import Engine, SamplingParams, __version__
+from tridecode import cli as commands
 from tridecode.checkpoint.load import load_config
 from tridecode.cli.explain import explain
 from tridecode.cli.info import command as info

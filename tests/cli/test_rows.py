@@ -7,6 +7,10 @@ import torch
 from models import CUDA, DEVICE, FAMILIES, tiny_config
 
 from tridecode.checkpoint.load import random_weights
+from tridecode.kernels.attention.attention_rows import AttentionRowsConfig
+from tridecode.kernels.linear.matmul import MatmulConfig
+from tridecode.kernels.linear.matmul_tiles import TilesConfig
+from tridecode.kernels.linear.matmul_wide import WideConfig
 from tridecode.layout import LIMIT_REACHED, STATUS
 from tridecode.sampling import SamplingParams
 from tridecode.state.slots import Slots
@@ -15,16 +19,16 @@ from tridecode.step.graphs import EagerSteps, StepGraphs, launcher, make_steps
 from tridecode.step.model import make_model
 from tridecode.step.run import refer
 from tridecode.tuning.choose import invariant_shapes
-from tridecode.tuning.shapes import AttentionRowsShape, MatmulShape, StepShapes, TilesShape, WideShape
+from tridecode.tuning.shapes import StepShapes
 
 needs_gpu = pytest.mark.skipif(not CUDA, reason="CUDA graphs exist on a GPU only")
 DTYPE = torch.bfloat16 if CUDA else torch.float32
 REGISTERS = StepShapes(
-    *(MatmulShape(n, 1, 2, 2) for n in (64, 32, 64, 32, 128)),
-    AttentionRowsShape(block_t=32, splits=3, least=1, programs=3),
+    *(MatmulConfig(n, 1, 2, 2) for n in (64, 32, 64, 32, 128)),
+    AttentionRowsConfig(block_t=32, splits=3, least=1, programs=3),
 )
-TILES = replace(REGISTERS, **{op: TilesShape(32, 32, 2) for op in ("qkv", "o_proj", "gate_up", "down", "lm_head")})
-_WIDE = WideShape(64, 32, 2) if CUDA else WideShape(32, 32, 2, num_warps=2)
+TILES = replace(REGISTERS, **{op: TilesConfig(32, 32, 2) for op in ("qkv", "o_proj", "gate_up", "down", "lm_head")})
+_WIDE = WideConfig(64, 32, 2) if CUDA else WideConfig(32, 32, 2, num_warps=2)
 _SPLIT = replace(_WIDE, split=2)
 WIDE = replace(REGISTERS, qkv=_SPLIT, o_proj=_SPLIT, gate_up=_SPLIT, down=_SPLIT, lm_head=_WIDE)
 INVARIANT = invariant_shapes(tiny_config(), torch.bfloat16, 90)[16]

@@ -15,6 +15,12 @@ from tridecode.checkpoint.formats.quantize import rules
 from tridecode.checkpoint.load import empty_weights
 from tridecode.cli import candidates, tune
 from tridecode.errors import DeviceError
+from tridecode.kernels.attention.attention_rows import AttentionRowsConfig
+from tridecode.kernels.linear.matmul import MatmulConfig
+from tridecode.kernels.linear.matmul_hopper import HopperConfig
+from tridecode.kernels.linear.matmul_ring import RingConfig
+from tridecode.kernels.linear.matmul_tiles import TilesConfig
+from tridecode.kernels.linear.matmul_wide import WideConfig
 from tridecode.models.presets import PRESETS
 from tridecode.step import graphs
 from tridecode.step.compiling import missing
@@ -23,15 +29,7 @@ from tridecode.step.model import shapes_of
 from tridecode.tuning import choose, tuned
 from tridecode.tuning.choose import choose_shapes, matvec_shape
 from tridecode.tuning.few_bits import packings
-from tridecode.tuning.shapes import (
-    MAX_SPLITS,
-    AttentionRowsShape,
-    HopperShape,
-    MatmulShape,
-    RingShape,
-    TilesShape,
-    WideShape,
-)
+from tridecode.tuning.shapes import MAX_SPLITS
 from tridecode.version import __version__
 
 CUDA = torch.cuda.is_available()
@@ -237,27 +235,27 @@ def test_a_table_has_shapes_for_several_rows_in_either_form(cache):
     shipped = choose_shapes(CONFIG, BF16, 90)
     keys = tuned.table_keys(CONFIG, BF16, 16)
     assert keys["qkv"] == "qkv 6144x2560 bfloat16 for 16 rows"
-    mine = {"qkv": TilesShape(16, 64, 5), "o_proj": WideShape(64, 64, 3, split=4), "down": MatmulShape(32, 4, 3, 2)}
-    mine |= {"attention": AttentionRowsShape(16, 7)}
+    mine = {"qkv": TilesConfig(16, 64, 5), "o_proj": WideConfig(64, 64, 3, split=4), "down": MatmulConfig(32, 4, 3, 2)}
+    mine |= {"attention": AttentionRowsConfig(16, 7)}
     write({keys[op]: tuned.searched(shape) for op, shape in mine.items()})
     found = with_table(CONFIG, BF16, 90, GPU)
     assert found == shipped | {16: replace(shipped[16], **mine)}
-    assert type(shipped[16].qkv) is MatmulShape, "the other form"
+    assert type(shipped[16].qkv) is MatmulConfig, "the other form"
 
 
 def test_no_table_may_share_the_columns_of_the_lm_head():
-    entry = tuned.searched(WideShape(split=2))
-    assert changed(WideShape(), entry, "qkv 8x8 bfloat16 for 8 rows") == WideShape(split=2)
+    entry = tuned.searched(WideConfig(split=2))
+    assert changed(WideConfig(), entry, "qkv 8x8 bfloat16 for 8 rows") == WideConfig(split=2)
     with pytest.raises(tuned.TableError, match="split of 'lm_head 8x8 bfloat16 for 8 rows' must be 1"):
-        changed(WideShape(), entry, "lm_head 8x8 bfloat16 for 8 rows")
+        changed(WideConfig(), entry, "lm_head 8x8 bfloat16 for 8 rows")
 
 
 def test_no_table_may_share_columns_where_the_kernel_for_hopper_does_not():
-    entry, both = (tuned.searched(HopperShape(split=2, programs=programs)) for programs in (0, 132))
-    assert changed(TilesShape(), entry, "down 8x8 bfloat16 for 32 rows") == HopperShape(split=2)
+    entry, both = (tuned.searched(HopperConfig(split=2, programs=programs)) for programs in (0, 132))
+    assert changed(TilesConfig(), entry, "down 8x8 bfloat16 for 32 rows") == HopperConfig(split=2)
     for wrong, op in ((entry, "lm_head"), (entry, "gate_up"), (both, "down")):
         with pytest.raises(tuned.TableError, match=f"split of '{op} 8x8 bfloat16 for 32 rows' must be 1"):
-            changed(TilesShape(), wrong, f"{op} 8x8 bfloat16 for 32 rows")
+            changed(TilesConfig(), wrong, f"{op} 8x8 bfloat16 for 32 rows")
 
 
 @pytest.mark.parametrize("rows", [2, 16, 33, 64])
@@ -271,13 +269,13 @@ def test_candidates_of_several_rows_are_what_the_gpu_holds_and_a_table_may_say(r
         for values in tried:
             shape = replace(getattr(start, op), **values) if isinstance(values, dict) else values
             assert changed(getattr(start, op), tuned.searched(shape), "key") == shape
-            if isinstance(shape, TilesShape):
+            if isinstance(shape, TilesConfig):
                 weights = shape.block_n * (2 if op == "gate_up" else 1)
                 assert 2 * shape.stages * shape.block_k * (max(shape.block_m, rows) + weights) < 232448
-            if isinstance(shape, WideShape | HopperShape):
+            if isinstance(shape, WideConfig | HopperConfig):
                 assert op != "lm_head" or shape.split == 1, "whose sums have no room"
     forms = {type(values) for op, tried in found if op == "o_proj" for values in tried}
-    assert forms >= {MatmulShape if rows <= 16 else HopperShape, TilesShape, WideShape}
+    assert forms >= {MatmulConfig if rows <= 16 else HopperConfig, TilesConfig, WideConfig}
 
 
 HOPPER = SimpleNamespace(major=9, minor=0, multi_processor_count=132, shared_memory_per_block_optin=232448)
@@ -294,8 +292,8 @@ def test_a_table_has_shapes_for_weights_in_fewer_bits(cache):
     keys, of_16 = (tuned.table_keys(config, BF16, rows, packed) for rows in (1, 16))
     assert keys["qkv"] == "qkv 6144x2560 int4/128" and keys["lm_head"] == "lm_head 151936x2560 e4m3/row"
     assert of_16["down"] == "down 2560x9728 int4/128 for 16 rows"
-    shipped, mine = shapes_of(config, weights, 90), RingShape(8, 1, 2, x_shared=True, copier=1, registers=64)
-    other = MatmulShape(32, 4, 3, 2, fetch=2)
+    shipped, mine = shapes_of(config, weights, 90), RingConfig(8, 1, 2, x_shared=True, copier=1, registers=64)
+    other = MatmulConfig(32, 4, 3, 2, fetch=2)
     found = {keys["down"]: mine, keys["qkv"]: other, of_16["down"]: other, "o_proj 2560x4096 bfloat16": mine}
     write({key: tuned.searched(shape) for key, shape in found.items()})
     assert shapes_of(config, weights, 90, GPU) == shipped | {
@@ -308,7 +306,7 @@ def test_a_table_has_shapes_for_weights_in_fewer_bits(cache):
 def test_no_table_has_the_ring_where_its_kernel_does_not_run(cache, caplog, capability, kind, rows):
     config, weights = packed_weights(kind)
     key = tuned.table_keys(config, BF16, rows, packings(weights, capability))["qkv"]
-    write({key: tuned.searched(RingShape(4, 5, 1))})
+    write({key: tuned.searched(RingConfig(4, 5, 1))})
     with caplog.at_level(logging.WARNING, "tridecode"):
         assert shapes_of(config, weights, capability, GPU) == shapes_of(config, weights, capability)
     (record,) = caplog.records
@@ -343,23 +341,23 @@ def test_candidates_for_fewer_bits_are_what_the_gpu_holds_and_a_table_may_say(ki
         for shape in shapes:
             forms = tuned.forms_of(getattr(start, op), packed[op], rows)
             assert tuned.changed(getattr(start, op), tuned.searched(shape), keys[op], forms) == shape
-            if isinstance(shape, RingShape):
+            if isinstance(shape, RingConfig):
                 assert 1024 * shape.num_warps * shape.tiles * shape.stages < 232448
-        rings = [shape for shape in shapes if isinstance(shape, RingShape)]
+        rings = [shape for shape in shapes if isinstance(shape, RingConfig)]
         assert bool(rings) == (rows == 1 and (op == "lm_head" or kind != "int8"))
-        wide = [shape for shape in shapes if isinstance(shape, HopperShape)]
+        wide = [shape for shape in shapes if isinstance(shape, HopperConfig)]
         assert bool(wide) == (rows > 8)
-        assert not wide or isinstance(shapes[0], HopperShape) or rows == 16, "what is in use first"
+        assert not wide or isinstance(shapes[0], HopperConfig) or rows == 16, "what is in use first"
 
 
 def test_a_table_says_no_tiles_of_columns_that_are_not_whole_lines():
-    entry, own = tuned.searched(HopperShape()), (HopperShape,)
+    entry, own = tuned.searched(HopperConfig()), (HopperConfig,)
     for key, block_k in (("qkv 4096x1024 int4/128 for 64 rows", 128), ("qkv 4096x1024 e4m3/row for 64 rows", 64),
                          ("qkv 4096x1024 bfloat16 for 64 rows", 256)):  # fmt: skip
         with pytest.raises(tuned.TableError, match="^block_k of 'qkv"):
-            tuned.changed(HopperShape(), entry | {"block_k": block_k}, key, own)
+            tuned.changed(HopperConfig(), entry | {"block_k": block_k}, key, own)
     entry |= {"block_k": 256}
-    assert tuned.changed(HopperShape(), entry, "qkv 4096x1024 int4/128 for 64 rows", own).block_k == 256
+    assert tuned.changed(HopperConfig(), entry, "qkv 4096x1024 int4/128 for 64 rows", own).block_k == 256
 
 
 def test_the_shapes_that_are_in_use_are_among_what_is_tried_for_fewer_bits():
@@ -368,8 +366,8 @@ def test_the_shapes_that_are_in_use_are_among_what_is_tried_for_fewer_bits():
         config, weights = packed_weights(kind)
         tried = candidates.packed_candidates(weights, packings(weights, 90), 1, HOPPER)
         for op, shape in vars(shapes_of(config, weights, 90)[1]).items():
-            if isinstance(shape, RingShape):
-                known = [each for each in tried[op] if isinstance(each, RingShape)]
+            if isinstance(shape, RingConfig):
+                known = [each for each in tried[op] if isinstance(each, RingConfig)]
                 assert shape in [replace(each, registers=shape.registers) for each in known], (kind, op)
 
 

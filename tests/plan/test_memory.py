@@ -6,10 +6,11 @@ import pytest
 import torch
 from models import tiny_config
 
-from tridecode import Engine, cgroup, memory
+from tridecode import Engine
 from tridecode.checkpoint import load as checkpoint
 from tridecode.errors import DeviceError
 from tridecode.models.presets import PRESETS
+from tridecode.plan import cgroup, memory
 from tridecode.plan.memory import MemoryPlan, plan_memory
 from tridecode.plan.placement import plan_capacity
 from tridecode.step.model import make_model

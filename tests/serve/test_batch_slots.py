@@ -14,7 +14,8 @@ from chats import ENVIRONMENT, ROOT
 from checkpoints import write_tiny
 from generating import LIMITS, lines
 
-from tridecode import Engine, commands
+from tridecode import Engine
+from tridecode import cli as commands
 from tridecode.cli.generate import batch, reports
 from tridecode.cli.generate.lines import Lines, split
 from tridecode.cli.graph_stats import SPARED, show_graph_stats

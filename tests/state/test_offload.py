@@ -8,7 +8,8 @@ import pytest
 import torch
 from models import CUDA, DEVICE, slowed, tiny_engine
 
-from tridecode import Engine, SamplingParams, layout, memory, pinned
+from tridecode import Engine, SamplingParams, layout
+from tridecode import tensors as pinned
 from tridecode.cli.bench import offload as bench
 from tridecode.cli.bench.offload import Copies
 from tridecode.cli.bench.report import tables
@@ -16,6 +17,7 @@ from tridecode.cli.parser import make_parser
 from tridecode.cli.terminal import Output
 from tridecode.errors import DeviceError, ParameterError
 from tridecode.models.presets import PRESETS
+from tridecode.plan import memory
 from tridecode.plan.memory import plan_memory
 from tridecode.plan.placement import plan_kv
 from tridecode.state.kv import make_kv_cache

@@ -33,6 +33,7 @@ from tridecode.checkpoint.load import empty_weights
 from tridecode.kernels.attention.gather_kv import gather_kv
 from tridecode.kernels.linear.dequantize import dequantise
 from tridecode.kernels.linear.matmul_ring import _matmul_ring_kernel
+from tridecode.kernels.linear.matmul_wide import WideConfig
 from tridecode.models.presets import PRESETS
 from tridecode.state.kv import PAGE, make_kv_cache
 from tridecode.state.offload import Offload
@@ -42,7 +43,7 @@ from tridecode.step.model import DecodeModel, shapes_of
 from tridecode.step.prompt import finish, read
 from tridecode.step.workspace import make_prompt_buffers, make_workspace
 from tridecode.tuning.choose import prompt_attention_shape
-from tridecode.tuning.shapes import StepShapes, WideShape
+from tridecode.tuning.shapes import StepShapes
 
 MODULES = [import_module(found.name) for found in walk_packages(kernels.__path__, f"{kernels.__name__}.")]
 ROWS = (1, 8, 16, 64)  # of passes
@@ -183,7 +184,7 @@ def run_all(preset: str, dtype: torch.dtype, arch: int) -> None:
 
 def wide(shapes: StepShapes, arch: int) -> StepShapes:
     """Shapes that only some GPUs have in their tables: of four warps where these multiply together, else of one."""
-    one = WideShape(64, 64, 2) if arch in (90, 100) else WideShape(16, 32, 2, num_warps=1)
+    one = WideConfig(64, 64, 2) if arch in (90, 100) else WideConfig(16, 32, 2, num_warps=1)
     two = replace(one, split=2)
     return replace(shapes, qkv=two, o_proj=two, gate_up=one, down=two, lm_head=one)
 

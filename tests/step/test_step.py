@@ -7,6 +7,7 @@ import torch
 from models import CUDA, FAMILIES, INTERPRETER_SHAPES, begin, tiny_config, tiny_engine
 
 from tridecode import layout
+from tridecode.kernels.attention.attention import AttentionConfig
 from tridecode.sampling import SamplingParams
 from tridecode.state.slots import Slots
 from tridecode.step import decode
@@ -15,7 +16,6 @@ from tridecode.step.model import make_model
 from tridecode.step.prompt import prefill
 from tridecode.step.run import refer
 from tridecode.step.workspace import named_tensors
-from tridecode.tuning.shapes import AttentionShape
 
 needs_gpu = pytest.mark.skipif(not CUDA, reason="CUDA graphs exist on a GPU only")
 GREEDY = SamplingParams(temperature=0.0, seed=1)
@@ -259,7 +259,7 @@ def run_steps_of(model, kind, steps, backend):
         torch.cuda.synchronize()
 
 
-SMALL_TILES = replace(INTERPRETER_SHAPES, attention=AttentionShape(block_t=16, splits=2))
+SMALL_TILES = replace(INTERPRETER_SHAPES, attention=AttentionConfig(block_t=16, splits=2))
 IDS = [(11 * i + 3) % 331 for i in range(40)]
 
 

@@ -6,22 +6,19 @@ from itertools import product, zip_longest
 from types import MappingProxyType
 
 from ..blocks.weights import Weights
+from ..kernels.attention.attention import AttentionConfig
+from ..kernels.attention.attention_rows import AttentionRowsConfig
+from ..kernels.linear.matmul import MatmulConfig
+from ..kernels.linear.matmul_hopper import HopperConfig
 from ..kernels.linear.matmul_hopper_parts import COLUMNS_OF
-from ..kernels.linear.matmul_wide import MAX_SPLIT
+from ..kernels.linear.matmul_ring import RingConfig
+from ..kernels.linear.matmul_tiles import TilesConfig
+from ..kernels.linear.matmul_wide import MAX_SPLIT, WideConfig
+from ..kernels.linear.matvec import MatvecConfig
 from ..kernels.linear.weight import Linear
 from ..models.config import ModelConfig
 from ..tuning.few_bits import UNSHARED, at_once, few_bits_shape, hopper_bits_shape, packed_linears
-from ..tuning.shapes import (
-    AttentionRowsShape,
-    AttentionShape,
-    HopperShape,
-    MatmulShape,
-    MatvecShape,
-    RingShape,
-    StepShapes,
-    TilesShape,
-    WideShape,
-)
+from ..tuning.shapes import StepShapes
 from ..tuning.tuned import VALUES, Packing
 
 # The largest parts of the step first: the time may not be enough for all.
@@ -123,20 +120,20 @@ def candidates_of_several(
     for op in ORDER:
         if op in packed:
             found.append((op, packed[op]))
-        elif isinstance(shapes.attention, AttentionShape) and op == "attention":
+        elif isinstance(shapes.attention, AttentionConfig) and op == "attention":
             tiles = product((32, 64, 128), (4, 8))
             found.append((op, [{"block_t": t, "num_warps": warps, "registers": 0} for t, warps in tiles]))
-            found.append((op, [{"ahead": ahead} for ahead in VALUES[AttentionShape]["ahead"]]))
+            found.append((op, [{"ahead": ahead} for ahead in VALUES[AttentionConfig]["ahead"]]))
             found.append((op, [{"few": few} for few in (1, 2, 3, 4, 6, 8, 12, 16)]))
             found.append((op, [{"turns": turns} for turns in (8, 16, 32, 64)]))
         elif op == "attention":
             programs = [gpu.multi_processor_count * share for share in (1, 2, 3, 4)]
-            tiles = product(VALUES[AttentionRowsShape]["block_t"], VALUES[AttentionRowsShape]["num_warps"])
+            tiles = product(VALUES[AttentionRowsConfig]["block_t"], VALUES[AttentionRowsConfig]["num_warps"])
             found.append((op, [{"block_t": t, "num_warps": warps, "registers": 0} for t, warps in tiles]))
-            found.append((op, [{"stages": stages} for stages in VALUES[AttentionRowsShape]["stages"]]))
+            found.append((op, [{"stages": stages} for stages in VALUES[AttentionRowsConfig]["stages"]]))
             found.append((op, [{"programs": count} for count in programs]))
             found.append((op, [{"least": least} for least in (1, 2, 4, 8, 16)]))
-        elif isinstance(getattr(shapes, op), MatvecShape):
+        elif isinstance(getattr(shapes, op), MatvecConfig):
             continue  # of a dtype whose weights are read once a row: as for one
         else:
             whole = columns.get(op, config.hidden_size)
@@ -147,7 +144,7 @@ def candidates_of_several(
     return found
 
 
-def matmuls(high: int, K: int, gpu) -> list[MatmulShape]:
+def matmuls(high: int, K: int, gpu) -> list[MatmulConfig]:
     """Shapes for K columns whose tiles and sums fit in 200 registers, and the sums of all warps in 48 KiB; and of those
     that keep all activations in registers, the ones whose programs share the rows of the weights."""
     found = []
@@ -157,21 +154,21 @@ def matmuls(high: int, K: int, gpu) -> list[MatmulShape]:
         if registers <= 200 and 4 * warps * block_n * high <= 48 * 1024 and tiles >= 4:
             kept = x_ahead >= tiles
             shares = [gpu.multi_processor_count * share for share in (1, 2, 3)] if kept else [0]
-            found += [MatmulShape(block_n, warps, ahead, x_ahead, programs=programs) for programs in shares]
+            found += [MatmulConfig(block_n, warps, ahead, x_ahead, programs=programs) for programs in shares]
     return found
 
 
-def tiles_of(high: int, K: int, gated: bool, gpu) -> list[TilesShape]:
+def tiles_of(high: int, K: int, gated: bool, gpu) -> list[TilesConfig]:
     found = []
     for block_n, block_k, stages in product((16, 32, 64), (64, 128, 256), STAGES):
         for block_m in sorted({max(high, 16), 64}):
             size = 2 * stages * block_k * (block_m + block_n * (2 if gated else 1))
             if size <= gpu.shared_memory_per_block_optin - 1024 and stages * block_k <= K:
-                found.append(TilesShape(block_n, block_k, stages, block_m=block_m))
+                found.append(TilesConfig(block_n, block_k, stages, block_m=block_m))
     return found
 
 
-def wide_of(high: int, K: int, shared: bool) -> list[WideShape]:
+def wide_of(high: int, K: int, shared: bool) -> list[WideConfig]:
     """Shapes whose tiles and sums fit in 240 registers, bounded where that leaves room for one more program; `shared`
     where programs may share the columns."""
     found = []
@@ -180,11 +177,11 @@ def wide_of(high: int, K: int, shared: bool) -> list[WideShape]:
         registers = ahead * block_k // 4 + (x_ahead + 1) * of_x + high // 2 + 32
         bound = next((most for most in ((128, 168) if warps == 4 else (128,)) if registers <= most), 0)
         if registers <= 240 and ahead * block_k * split <= K <= MOST_TILES * block_k * split:
-            found.append(WideShape(16 * warps, block_k, ahead, x_ahead, warps, split, bound))
+            found.append(WideConfig(16 * warps, block_k, ahead, x_ahead, warps, split, bound))
     return found
 
 
-def hopper_of(high: int, K: int, op: str, gpu) -> list[HopperShape]:
+def hopper_of(high: int, K: int, op: str, gpu) -> list[HopperConfig]:
     """Shapes of which two programs fit a multiprocessor, that share the columns where there are few outputs; and of one
     each, for what has more rows than all of them take at a time."""
     memory, found = gpu.shared_memory_per_block_optin, []
@@ -192,13 +189,13 @@ def hopper_of(high: int, K: int, op: str, gpu) -> list[HopperShape]:
     for tile, (split, lag) in product(HOPPER, ways):
         block_n, block_k, stages, _ = tile
         if 2 * (hopper_bytes(*tile, high) + 2048) <= memory and stages * block_k * split <= K:
-            found.append(HopperShape(*tile, split, num_warps=8 if high > 32 else 4, lag=lag))
+            found.append(HopperConfig(*tile, split, num_warps=8 if high > 32 else 4, lag=lag))
             warps = 8 if block_n * high > 64 * 64 else 4
-            found.append(HopperShape(*tile, split, num_warps=warps, lag=lag, copier=1, registers=80))
+            found.append(HopperConfig(*tile, split, num_warps=warps, lag=lag, copier=1, registers=80))
     for tile in HOPPER_ALONE if op == "lm_head" else ():
         if hopper_bytes(*tile, high) + 2048 <= memory:
             warps, programs = 8 if high > 32 else 4, gpu.multi_processor_count
-            found.append(HopperShape(*tile, num_warps=warps, programs=programs, copier=1, registers=88))
+            found.append(HopperConfig(*tile, num_warps=warps, programs=programs, copier=1, registers=88))
     return found
 
 
@@ -232,7 +229,7 @@ def packed_candidates(weights: Weights, packed: Mapping[str, Packing], rows: int
     return found
 
 
-def hopper_packed(linear: Linear, rows: int, op: str, gpu) -> list[HopperShape]:
+def hopper_packed(linear: Linear, rows: int, op: str, gpu) -> list[HopperConfig]:
     """Shapes for weights in fewer bits whose tiles fit in shared memory, the one in use first."""
     columns, high = COLUMNS_OF[linear.format], max(1 << (rows - 1).bit_length(), 16)
     found = [hopper_bits_shape(linear, op, rows)]
@@ -240,14 +237,14 @@ def hopper_packed(linear: Linear, rows: int, op: str, gpu) -> list[HopperShape]:
         if hopper_bytes(block_n, columns, stages, x_stages, high, 128) + 2048 > gpu.shared_memory_per_block_optin:
             continue
         how = dict(num_warps=block_n // 16, copier=copier, registers=registers)
-        shape = HopperShape(block_n, columns, stages, x_stages, **how)
+        shape = HopperConfig(block_n, columns, stages, x_stages, **how)
         fit = at_once(shape, high) // -(-linear.out_features // block_n)
         most = 1 if op in UNSHARED else max(min(fit, MAX_SPLIT, linear.in_features // columns), 1)
         found += [replace(shape, split=split) for split in (most, most - 1, most // 2) if split > 0]
     return list(dict.fromkeys(found))
 
 
-def packed_products(linear: Linear, rows: int, used: MatmulShape, multiprocessors: int = 132) -> list[MatmulShape]:
+def packed_products(linear: Linear, rows: int, used: MatmulConfig, multiprocessors: int = 132) -> list[MatmulConfig]:
     """Those for weights in fewer bits that registers may hold, the shape in use first, then by what is hoped of them;
     for those in 16 bits too."""
     N, K, packed = linear.out_features, linear.in_features, linear.packed
@@ -255,7 +252,7 @@ def packed_products(linear: Linear, rows: int, used: MatmulShape, multiprocessor
     in_turn = [values for pair in zip_longest(PACKED_EACH, PACKED_SHARED) for values in pair if values]
     lists = PACKED_EACH + PACKED_SHARED if K > 2560 else PACKED_SHARED + PACKED_EACH if N > 16384 else in_turn
     for values in PACKED_MANY if rows > 16 else lists:
-        wanted = MatmulShape(*values[:5], 8, values[5] * multiprocessors, values[6])
+        wanted = MatmulConfig(*values[:5], 8, values[5] * multiprocessors, values[6])
         tiles = -(-K // (32 * parts * wanted.num_warps))
         shape = replace(wanted, ahead=min(wanted.ahead, tiles), x_ahead=min(wanted.x_ahead, tiles * parts))
         # Registers of a thread: tiles of the weights and of the activations, sums, and all else.
@@ -270,7 +267,7 @@ def packed_products(linear: Linear, rows: int, used: MatmulShape, multiprocessor
     return found[:MOST_PACKED]
 
 
-def ring_products(linear: Linear, gpu) -> list[RingShape]:
+def ring_products(linear: Linear, gpu) -> list[RingConfig]:
     """Shapes of the ring whose stages, and activations where they are there too, fit in shared memory; else these in
     registers. A warp that copies is for rings that are filled again."""
     K, tile, found = linear.in_features, linear.packed.tile, []
@@ -289,5 +286,5 @@ def ring_products(linear: Linear, gpu) -> list[RingShape]:
                 memory = 1024 * warps * (tiles * stages + 1) + (2 * K if x_shared else 0)
                 kept = x_shared or row * tile // 8 <= RING_X
                 if kept and memory + 2048 <= gpu.shared_memory_per_block_optin:
-                    found.append(RingShape(warps, tiles, stages, x_shared, programs, copier, registers))
+                    found.append(RingConfig(warps, tiles, stages, x_shared, programs, copier, registers))
     return found

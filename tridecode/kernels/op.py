@@ -9,7 +9,7 @@ from dataclasses import dataclass
 class Op:
     """launch(*args, **how) launches the kernels; ref(*args) does the same in torch; bytes(*args): what a launch moves.
 
-    how: the launch shape, `pdl` and `followed`, where the launcher takes them. kernels: those it launches, in order
+    how: the launch config, `pdl` and `followed`, where the launcher takes them. kernels: those it launches, in order
     (none: torch's own). outputs: the arguments that hold what an engine without a workspace would allocate.
     """
 

@@ -59,7 +59,7 @@ def qkv_product(run: Run, m: DecodeModel, i: int) -> None:
     partials = sumsq_partials(m, after_embed=i == 0)
     run(
         "qkv", products(m.shapes.qkv).normed, ws.meta, ws.normed, m.weights.layers[i].qkv, ws.qkv, ws.sumsq, partials,
-        eps, ws.split, shape=m.shapes.qkv,
+        eps, ws.split, config=m.shapes.qkv,
     )  # fmt: skip
 
 
@@ -69,17 +69,17 @@ def attention_block(run: Run, m: DecodeModel, i: int) -> None:
     if m.writes_first:  # rows attend to what others of this pass write
         run(
             "write_kv", WRITE_KV, ws.meta, kv.tables[i], ws.qkv, layer.k_norm, m.cos, m.sin, kv.k[i], kv.v[i], eps,
-            shape=m.shapes.attention,
+            config=m.shapes.attention,
         )  # fmt: skip
     run(
         "attention", m.attention, ws.meta, kv.tables[i], ws.qkv, layer.q_norm, layer.k_norm, m.cos, m.sin,
         kv.k[i], kv.v[i], ws.attn_partial, ws.attn_lse, ws.attn_counter, ws.attn_out, m.scale, eps, m.config.window(i),
-        shape=m.shapes.attention,
+        config=m.shapes.attention,
     )  # fmt: skip
     next_pages(run, m, ws.meta, i, m.config.num_layers)
     run(
         "o_proj", products(m.shapes.o_proj).residual, ws.meta, ws.attn_out, layer.o_proj, ws.hidden, layer.post_norm,
-        ws.normed, ws.sumsq, ws.split, shape=m.shapes.o_proj,
+        ws.normed, ws.sumsq, ws.split, config=m.shapes.o_proj,
     )  # fmt: skip
 
 
@@ -90,11 +90,11 @@ def mlp_block(run: Run, m: DecodeModel, i: int) -> None:
     partials = products(m.shapes.o_proj).partials(m.config.hidden_size, m.shapes.o_proj)
     run(
         "gate_up", products(m.shapes.gate_up).gate_up, ws.meta, ws.normed, layer.gate_up, ws.act, ws.sumsq, partials,
-        eps, ws.split, shape=m.shapes.gate_up,
+        eps, ws.split, config=m.shapes.gate_up,
     )  # fmt: skip
     run(
         "down", products(m.shapes.down).residual, ws.meta, ws.act, layer.down, ws.hidden, next_norm, ws.normed,
-        ws.sumsq, ws.split, shape=m.shapes.down,
+        ws.sumsq, ws.split, config=m.shapes.down,
     )  # fmt: skip
 
 
@@ -103,7 +103,7 @@ def hidden_to_token(run: Run, m: DecodeModel, kind: str, masked: bool) -> None:
     partials = sumsq_partials(m, after_embed=False)
     run(
         "lm_head", products(m.shapes.lm_head).normed, ws.meta, ws.normed, head, ws.logits, ws.sumsq, partials, eps,
-        ws.split, shape=m.shapes.lm_head,
+        ws.split, config=m.shapes.lm_head,
     )  # fmt: skip
     ring = None
     if kind == "logprobs":  # of the raw logits

@@ -23,7 +23,7 @@ def fetch_first(run: Run, m: DecodeModel, meta, end: int) -> None:
 def fetch_pages(run: Run, m: DecodeModel, meta, i: int) -> None:
     if m.kv.rings:
         offload = m.kv.offload
-        run("fetch", FETCH, meta, offload.fetched, offload.source[i], offload.target[i], shape=m.fetch_shape)
+        run("fetch", FETCH, meta, offload.fetched, offload.source[i], offload.target[i], config=m.fetch_shape)
 
 
 def pages_fetched(run: Run, m: DecodeModel, i: int) -> None:
@@ -41,7 +41,7 @@ def next_pages(run: Run, m: DecodeModel, meta, i: int, end: int) -> None:
 def _fetch_weights(run: Run, m: DecodeModel, meta, i: int) -> None:
     host = m.weights.host
     at = i - host.first
-    run("fetch", FETCH, meta, host.places, host.source[at], host.target[at], shape=m.fetch_shape)
+    run("fetch", FETCH, meta, host.places, host.source[at], host.target[at], config=m.fetch_shape)
 
 
 def weights_fetched(run: Run, m: DecodeModel, i: int) -> None:

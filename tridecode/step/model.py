@@ -10,8 +10,10 @@ from ..blocks.weights import Weights
 from ..kernels.attention import prompt_attention_hopper
 from ..kernels.attention.attention import ATTENTION
 from ..kernels.attention.attention_queries import ATTENTION_QUERIES
-from ..kernels.attention.attention_rows import ATTENTION_ROWS
+from ..kernels.attention.attention_rows import ATTENTION_ROWS, AttentionRowsConfig
+from ..kernels.attention.prompt_attention import PromptAttentionConfig
 from ..kernels.op import Op
+from ..kernels.transfer.fetch import FetchConfig
 from ..layout import NGRAM
 from ..models.config import ModelConfig
 from ..state.kv import KVCache, make_kv_cache
@@ -26,7 +28,7 @@ from ..tuning.choose import (
     queries_shape,
 )
 from ..tuning.few_bits import few_bits, packings
-from ..tuning.shapes import AttentionRowsShape, FetchShape, PromptAttentionShape, StepShapes
+from ..tuning.shapes import StepShapes
 from ..tuning.tuned import with_table
 from .dispatch import most_queries
 from .workspace import (
@@ -39,7 +41,7 @@ from .workspace import (
     named_tensors,
 )
 
-PROMPT_SHAPE = PromptAttentionShape()
+PROMPT_SHAPE = PromptAttentionConfig()
 
 
 @dataclass(frozen=True)
@@ -64,8 +66,8 @@ class DecodeModel:
     prompt: PromptBuffers
     shapes_by_rows: dict[int, StepShapes]
     pdl: bool
-    prompt_shape: PromptAttentionShape = PROMPT_SHAPE
-    fetch_shape: FetchShape = FetchShape()
+    prompt_shape: PromptAttentionConfig = PROMPT_SHAPE
+    fetch_shape: FetchConfig = FetchConfig()
     fixed_chunk: int = 0
     verify: Workspace | None = None
     requests: Workspace | None = None
@@ -110,7 +112,7 @@ class DecodeModel:
         attention = shapes.attention
         if not self.writes_first:
             attention = queries_shape(self.config, self.rows // self.queries, self.queries, *self.gpu)
-        elif isinstance(attention, AttentionRowsShape):
+        elif isinstance(attention, AttentionRowsConfig):
             attention = replace(attention, early=False)
         else:
             attention = replace(attention_rows_shape(self.config, self.weights.dtype, self.rows), early=False)
@@ -134,7 +136,7 @@ class DecodeModel:
     def attention(self) -> Op:
         if self.queries > 1 and not self.writes_first:
             return ATTENTION_QUERIES
-        return ATTENTION_ROWS if isinstance(self.shapes.attention, AttentionRowsShape) else ATTENTION
+        return ATTENTION_ROWS if isinstance(self.shapes.attention, AttentionRowsConfig) else ATTENTION
 
     def expands(self, q: torch.Tensor, layer: int) -> bool:
         """Whether attention of a prompt pass with these queries wants K/V in 8 bits expanded to bf16 first."""

@@ -51,14 +51,14 @@ def read(run: Run, m: DecodeModel, rows: int, decoding: int = 0) -> None:
             run("expand_kv", EXPAND_KV, p.chunks, kv.tables[i], kv.k[i], kv.v[i], keys, values)
         run(
             "attention", PROMPT_ATTENTION, p.chunks, kv.tables[i], p.q, keys, values, p.partial, p.lse, p.counter,
-            p.attended, c.window(i), m.scale, shape=m.prompt_shape,
+            p.attended, c.window(i), m.scale, config=m.prompt_shape,
         )  # fmt: skip
         if decoding:
             d = m.of_rows(decoding)
             run(
                 "decoding", d.attention, d.workspace.meta, kv.tables[i], p.qkv[:decoding], layer.q_norm, layer.k_norm,
                 m.cos, m.sin, kv.k[i], kv.v[i], d.workspace.attn_partial, d.workspace.attn_lse,
-                d.workspace.attn_counter, p.attended[:decoding], m.scale, eps, c.window(i), shape=d.shapes.attention,
+                d.workspace.attn_counter, p.attended[:decoding], m.scale, eps, c.window(i), config=d.shapes.attention,
             )  # fmt: skip
         hosted.next_pages(run, m, None, i, layers)
         run("o_proj", LINEAR, p.attended, layer.o_proj, p.delta, p.dequantised)

@@ -4,7 +4,7 @@ from dataclasses import dataclass, fields, replace
 
 import torch
 
-from ..kernels.attention.prompt_attention import scratch_sizes
+from ..kernels.attention.prompt_attention import PromptAttentionConfig, scratch_sizes
 from ..kernels.linear import matmul_wide
 from ..kernels.sampling import sample as sample_op
 from ..layout import (
@@ -20,7 +20,7 @@ from ..layout import (
 )
 from ..models.config import ModelConfig
 from ..tensors import short_repr
-from ..tuning.shapes import DRAFT_SPLITS, MAX_SPLITS, TILE_ROWS, PromptAttentionShape
+from ..tuning.shapes import DRAFT_SPLITS, MAX_SPLITS, TILE_ROWS
 
 DEQUANTISED = 2**25  # numbers: the most of a weight in fewer bits that stand there in all their bits at once
 # By slot; all else is by row.
@@ -165,7 +165,7 @@ class PromptBuffers:
 
 
 def make_prompt_buffers(
-    config: ModelConfig, rows: int, device, dtype: torch.dtype, shape: PromptAttentionShape, pages: int = 0,
+    config: ModelConfig, rows: int, device, dtype: torch.dtype, shape: PromptAttentionConfig, pages: int = 0,
     page: int = 0,
 ) -> PromptBuffers:  # fmt: skip
     """Allocate them for passes of up to `rows` rows, their attention launched in that shape, over so many pages."""

@@ -8,12 +8,14 @@ multiplied by the same kernel.
 from dataclasses import replace
 
 from ..blocks.weights import Weights
-from ..kernels.linear.matmul_hopper import multiplies
+from ..kernels.linear.matmul import MatmulConfig
+from ..kernels.linear.matmul_hopper import HopperConfig, multiplies
 from ..kernels.linear.matmul_hopper_parts import COLUMNS_OF
+from ..kernels.linear.matmul_ring import RingConfig
 from ..kernels.linear.matmul_wide import MAX_SPLIT
 from ..kernels.linear.weight import Linear
 from .choose import TUNED_FOR
-from .shapes import HopperShape, MatmulShape, RingShape, StepShapes
+from .shapes import StepShapes
 from .tuned import Packing
 
 ROLES = ("qkv", "o_proj", "gate_up", "down", "lm_head")
@@ -25,28 +27,28 @@ PROGRAMS = 2 * MULTIPROCESSORS  # of four warps, that share the rows of a matrix
 FEWEST = 640  # columns of a program among those that share them, for more than 16 rows
 MOST_X = 20  # tiles of activations that a warp keeps, 4 registers each
 # Rows of a pass -> (format, rows, columns) of a weight -> the shape that was fastest on an H200.
-TUNED: dict[int, dict[tuple[str, int, int], MatmulShape]] = {
-    1: {("int4", 2560, 4096): MatmulShape(16, 4, 8, 8)},  # Qwen3-4B
-    8: {("int4", 2560, 4096): MatmulShape(16, 4, 8, 8), ("int4", 2560, 9728): MatmulShape(16, 4, 10, 8, fetch=1)},
+TUNED: dict[int, dict[tuple[str, int, int], MatmulConfig]] = {
+    1: {("int4", 2560, 4096): MatmulConfig(16, 4, 8, 8)},  # Qwen3-4B
+    8: {("int4", 2560, 4096): MatmulConfig(16, 4, 8, 8), ("int4", 2560, 9728): MatmulConfig(16, 4, 10, 8, fetch=1)},
 }
 
 # Of one row on Hopper alone: (format, rows, columns) of a weight -> the shape with which the whole step was fastest on
 # an H200, where that is not what ring_rule says.
 RINGS = {
-    ("int4", 6144, 2560): RingShape(4, 5, 1, registers=168),  # Qwen3-4B
-    ("int4", 19456, 2560): RingShape(4, 5, 2, programs=PROGRAMS),
-    ("e4m3", 6144, 2560): RingShape(4, 10, 1, x_shared=True),
-    ("int4", 4096, 14336): RingShape(8, 2, 4, x_shared=True, copier=1, registers=80),  # Llama-3.1-8B
-    ("int4", 5120, 3072): RingShape(4, 6, 1, x_shared=True),  # Llama-3.2-3B
-    ("int4", 4096, 1024): RingShape(8, 1, 1, x_shared=True),  # Qwen3-0.6B
-    ("int4", 1024, 2048): RingShape(4, 4, 1, x_shared=True),
-    ("int4", 6144, 1024): RingShape(2, 4, 1),
-    ("int4", 1024, 3072): RingShape(4, 6, 1, x_shared=True),
-    ("e4m3", 4096, 1024): RingShape(4, 4, 1, x_shared=True),
-    ("e4m3", 1024, 2048): RingShape(8, 2, 2, x_shared=True, registers=64),
-    ("e4m3", 6144, 1024): RingShape(4, 2, 2, x_shared=True, registers=64),
-    ("e4m3", 1024, 3072): RingShape(8, 2, 3, x_shared=True, registers=64),
-    ("e4m3", 151936, 1024): RingShape(4, 4, 4, x_shared=True, programs=PROGRAMS, copier=1, registers=64),
+    ("int4", 6144, 2560): RingConfig(4, 5, 1, registers=168),  # Qwen3-4B
+    ("int4", 19456, 2560): RingConfig(4, 5, 2, programs=PROGRAMS),
+    ("e4m3", 6144, 2560): RingConfig(4, 10, 1, x_shared=True),
+    ("int4", 4096, 14336): RingConfig(8, 2, 4, x_shared=True, copier=1, registers=80),  # Llama-3.1-8B
+    ("int4", 5120, 3072): RingConfig(4, 6, 1, x_shared=True),  # Llama-3.2-3B
+    ("int4", 4096, 1024): RingConfig(8, 1, 1, x_shared=True),  # Qwen3-0.6B
+    ("int4", 1024, 2048): RingConfig(4, 4, 1, x_shared=True),
+    ("int4", 6144, 1024): RingConfig(2, 4, 1),
+    ("int4", 1024, 3072): RingConfig(4, 6, 1, x_shared=True),
+    ("e4m3", 4096, 1024): RingConfig(4, 4, 1, x_shared=True),
+    ("e4m3", 1024, 2048): RingConfig(8, 2, 2, x_shared=True, registers=64),
+    ("e4m3", 6144, 1024): RingConfig(4, 2, 2, x_shared=True, registers=64),
+    ("e4m3", 1024, 3072): RingConfig(8, 2, 3, x_shared=True, registers=64),
+    ("e4m3", 151936, 1024): RingConfig(4, 4, 4, x_shared=True, programs=PROGRAMS, copier=1, registers=64),
 }
 
 
@@ -81,7 +83,7 @@ def packed_linears(weights: Weights) -> dict[str, Linear]:
     return {role: found[0] for role, found in packed.items() if found}
 
 
-def ring_shapes(linears: dict[str, list[Linear]]) -> dict[str, RingShape]:
+def ring_shapes(linears: dict[str, list[Linear]]) -> dict[str, RingConfig]:
     """Of those of the roles that go by the ring. e4m3 layers do so in all roles or in none: with more than 48 KiB of
     shared memory a kernel takes the L1 cache from those beside it, through which others have their tiles. The LM head
     goes along with layers."""
@@ -92,7 +94,9 @@ def ring_shapes(linears: dict[str, list[Linear]]) -> dict[str, RingShape]:
     return found if any(role in found for role in layers) else {}
 
 
-def hopper_shapes(linears: dict[str, list[Linear]], rows: int, batch_invariant: bool = False) -> dict[str, HopperShape]:
+def hopper_shapes(
+    linears: dict[str, list[Linear]], rows: int, batch_invariant: bool = False
+) -> dict[str, HopperConfig]:
     """Those of the roles that go by wgmma. Of 16 rows all roles of the layers do, or none, see `ring_shapes`, and none
     of small models: those of Qwen3-0.6B took a fifth longer so, of Qwen3-4B a seventh less."""
     carried = {role: alike[0] for role, alike in linears.items() if hopper_carries(alike)}
@@ -110,17 +114,17 @@ def hopper_carries(linears: list[Linear]) -> bool:
     return alike and all(linear.packed and multiplies(linear.packed) for linear in linears)
 
 
-def hopper_bits_shape(linear: Linear, role: str, rows: int) -> HopperShape:
+def hopper_bits_shape(linear: Linear, role: str, rows: int) -> HopperConfig:
     """What was fastest for Qwen3-4B, Llama-3.1-8B and, of more than 16 rows, Qwen3-0.6B, or nearly so: columns shared
     by as many programs as fit the GPU at once. Tiles of the activations, where they are the larger ones, are fewer."""
     columns, high, packed = COLUMNS_OF[linear.format], max(rows, 16), linear.packed
     scales = columns // packed.group * (2 if packed.zeros else 1)  # and zero points of a row that are in registers
     if rows > 32:
-        shape = HopperShape(64, columns, 4, 512 // columns, copier=1, registers=128)
+        shape = HopperConfig(64, columns, 4, 512 // columns, copier=1, registers=128)
     elif high * columns > 4096:
-        shape = HopperShape(64, columns, 3, 3, copier=1, registers=112)
+        shape = HopperConfig(64, columns, 3, 3, copier=1, registers=112)
     else:
-        shape = HopperShape(64, columns, 4, 4, copier=1, registers=112 if scales > 4 else 80)
+        shape = HopperConfig(64, columns, 4, 4, copier=1, registers=112 if scales > 4 else 80)
     tiles, fit = -(-linear.out_features // shape.block_n), at_once(shape, high)
     if role == "gate_up":
         turns = of_one_turn(shape, high) if fit < tiles and rows <= 32 else ()
@@ -136,23 +140,23 @@ def hopper_bits_shape(linear: Linear, role: str, rows: int) -> HopperShape:
     return shape
 
 
-def of_one_turn(shape: HopperShape, rows: int) -> tuple[HopperShape, ...]:
+def of_one_turn(shape: HopperConfig, rows: int) -> tuple[HopperConfig, ...]:
     """Shapes of gate and up for at most 32 rows of which more programs fit the GPU, or fewer are needed."""
     if shape.block_k == 256:  # three a multiprocessor
         return (replace(shape, stages=4, x_stages=2, copier=0, registers=168),)
     if rows <= 16:  # four
         return (replace(shape, registers=64),)
-    return (HopperShape(128, shape.block_k, 4, 4, num_warps=8, copier=1, registers=80),)
+    return (HopperConfig(128, shape.block_k, 4, 4, num_warps=8, copier=1, registers=80),)
 
 
-def at_once(shape: HopperShape, rows: int) -> int:
+def at_once(shape: HopperConfig, rows: int) -> int:
     """Programs of weights in fewer bits that run on the GPU at a time."""
     tiles = shape.stages * 128 * shape.block_n + shape.x_stages * 2 * shape.block_k * rows
     warps = shape.num_warps + 4 * shape.copier  # a warp that copies is given the registers of four
     return MULTIPROCESSORS * min(SHARED // (tiles + 2048), REGISTERS // (32 * warps * shape.registers))
 
 
-def invariant_hopper_shape(linear: Linear, role: str, rows: int) -> HopperShape:
+def invariant_hopper_shape(linear: Linear, role: str, rows: int) -> HopperConfig:
     """The programs that share columns decide the order of sums: they are for any number of rows those of 64."""
     most = hopper_bits_shape(linear, role, 64)
     return most if rows > 32 else replace(hopper_bits_shape(linear, role, rows), split=most.split)
@@ -162,7 +166,7 @@ def has_e4m3(linears: list[Linear]) -> bool:
     return any(linear.format == "e4m3" for linear in linears)
 
 
-def ring_shape(linears: list[Linear], role: str, hidden: int) -> RingShape | None:
+def ring_shape(linears: list[Linear], role: str, hidden: int) -> RingConfig | None:
     """The shape with which matmul_ring multiplies all of these by one row, None where none was faster or the kernel
     does not carry them."""
     if not ring_carries(linears):
@@ -194,7 +198,7 @@ def packings(weights: Weights, capability: int) -> dict[str, Packing]:
     return found
 
 
-def ring_rule(form: str, N: int, K: int, role: str, hidden: int) -> RingShape | None:
+def ring_rule(form: str, N: int, K: int, role: str, hidden: int) -> RingConfig | None:
     """What was fastest in the steps of models with a hidden size from 2,048 (Qwen3-1.7B) to 4,096 (Llama-3.1-8B,
     Qwen3-8B), or nearly so. None where a role was no faster by the ring there, and for other sizes."""
     if not 2048 <= hidden <= 4096 or K > 14336:
@@ -204,24 +208,24 @@ def ring_rule(form: str, N: int, K: int, role: str, hidden: int) -> RingShape | 
         match role:
             case "gate_up":
                 wide = hidden > 2560
-                return RingShape(4, row, 1 if wide else 2, x_shared=wide, programs=PROGRAMS)
+                return RingConfig(4, row, 1 if wide else 2, x_shared=wide, programs=PROGRAMS)
             case "qkv" if hidden <= 2560:
-                return RingShape(4, row, 1, registers=168)
+                return RingConfig(4, row, 1, registers=168)
             case "o_proj" if 2560 <= hidden and K <= 4096:
-                return RingShape(8, 1, 4, x_shared=True, registers=96)
+                return RingConfig(8, 1, 4, x_shared=True, registers=96)
         return None
     if role == "lm_head" or (role == "gate_up" and hidden >= 2560):
-        return RingShape(4, 4, 5, x_shared=True, programs=PROGRAMS, copier=1, registers=64)
+        return RingConfig(4, 4, 5, x_shared=True, programs=PROGRAMS, copier=1, registers=64)
     if hidden < 2560:
         return None
     if role == "qkv":
-        return RingShape(4, row, 1, registers=168)
+        return RingConfig(4, row, 1, registers=168)
     if role == "o_proj" and N < 4096:
-        return RingShape(8, -(-row // 2), 1, x_shared=True) if K <= 4096 else None
-    return RingShape(8, 2, 5 if role == "down" else 3, x_shared=True, copier=1, registers=64)
+        return RingConfig(8, -(-row // 2), 1, x_shared=True) if K <= 4096 else None
+    return RingConfig(8, 2, 5 if role == "down" else 3, x_shared=True, copier=1, registers=64)
 
 
-def few_bits_shape(linear, rows: int) -> MatmulShape:
+def few_bits_shape(linear, rows: int) -> MatmulConfig:
     """The tuned shape; or programs that share the rows of the weights; or few warps, since each has the work before and
     after its sums to do, but enough for all multiprocessors. Programs of 16 rows of the weights have their scales where
     they are wanted."""
@@ -230,9 +234,9 @@ def few_bits_shape(linear, rows: int) -> MatmulShape:
     if found := TUNED.get(rows, {}).get((linear.format, N, K)):
         return found
     if rows > 16:  # sums of so many rows leave few registers for what is in flight
-        return MatmulShape(16, 8 if rows > 32 else 4, 1, 1)
+        return MatmulConfig(16, 8 if rows > 32 else 4, 1, 1)
     if rows > 8:  # four programs a multiprocessor, if there are so many
-        return MatmulShape(16, 4, 10, 8, fetch=1) if blocks < PROGRAMS else MatmulShape(16, 4, 4, 4, 128, fetch=1)
+        return MatmulConfig(16, 4, 10, 8, fetch=1) if blocks < PROGRAMS else MatmulConfig(16, 4, 4, 4, 128, fetch=1)
     if found := programs_shape(linear):
         return found
     tiles = K // linear.packed.tile  # 16 bytes of a row for each of four lanes
@@ -242,10 +246,10 @@ def few_bits_shape(linear, rows: int) -> MatmulShape:
     ahead = 10 if warps < 8 else 4 if linear.format == "int4" else 8  # scales of groups are in flight too
     ahead = min(ahead, 6) if linear.format == "int8" else ahead
     # Two of eight warps fit a multiprocessor: few rows of weights are all multiplied at a time.
-    return MatmulShape(16, warps, ahead, 8, registers=128 if warps == 8 else 0)
+    return MatmulConfig(16, warps, ahead, 8, registers=128 if warps == 8 else 0)
 
 
-def programs_shape(linear) -> MatmulShape | None:
+def programs_shape(linear) -> MatmulConfig | None:
     """Of up to 8 rows, for matrices with rows enough that each program takes several blocks, by as few warps as keep
     the activations in registers. None for others."""
     N, K = linear.out_features, linear.in_features
@@ -255,11 +259,11 @@ def programs_shape(linear) -> MatmulShape | None:
     programs = PROGRAMS * 4 // max(warps, 1)
     if not warps or linear.format == "int8" or -(-N // 16) < 2 * programs:
         return None
-    return MatmulShape(16, warps, 10, MOST_X, programs=programs)
+    return MatmulConfig(16, warps, 10, MOST_X, programs=programs)
 
 
-def invariant_bits_shape(linear, rows: int) -> MatmulShape:
+def invariant_bits_shape(linear, rows: int) -> MatmulConfig:
     """The warps decide the order of the sums: as many for any number of rows, in tiles of as many that the sums of
     squares are added alike."""
     ahead = 4 if rows <= 16 else 2 if rows <= 32 else 1
-    return MatmulShape(16, 8, ahead, ahead, registers=128 if rows <= 16 else 0, block_m=16)
+    return MatmulConfig(16, 8, ahead, ahead, registers=128 if rows <= 16 else 0, block_m=16)

@@ -11,35 +11,31 @@ from types import MappingProxyType
 import platformdirs
 import torch
 
+from ..kernels.attention.attention import AttentionConfig
+from ..kernels.attention.attention_rows import AttentionRowsConfig
+from ..kernels.linear.matmul import MatmulConfig
+from ..kernels.linear.matmul_hopper import HopperConfig
 from ..kernels.linear.matmul_hopper_parts import COLUMNS_OF
-from ..kernels.linear.matmul_wide import MAX_SPLIT
+from ..kernels.linear.matmul_ring import RingConfig
+from ..kernels.linear.matmul_tiles import TilesConfig
+from ..kernels.linear.matmul_wide import MAX_SPLIT, WideConfig
+from ..kernels.linear.matvec import MatvecConfig
 from ..models.config import ModelConfig
 from ..version import __version__
-from .shapes import (
-    MAX_SPLITS,
-    AttentionRowsShape,
-    AttentionShape,
-    HopperShape,
-    MatmulShape,
-    MatvecShape,
-    RingShape,
-    StepShapes,
-    TilesShape,
-    WideShape,
-)
+from .shapes import MAX_SPLITS, StepShapes
 
 log = logging.getLogger("tridecode")
 
 FORMAT = 6  # of the table; another one when the kernels read the fields of a shape differently
 # Form of a shape -> its fields that are searched -> the values that may be tried, and that a table may hold.
 VALUES = {
-    MatvecShape: {
+    MatvecConfig: {
         "block_n": (1, 2, 4, 8),
         "num_warps": (1, 2, 4, 8, 16),
         "registers": range(0, 256, 8),
         "programs": range(2**16),
     },
-    MatmulShape: {
+    MatmulConfig: {
         "block_n": (16, 32, 64),
         "num_warps": (2, 4, 8, 16),
         "ahead": range(1, 33),
@@ -48,14 +44,14 @@ VALUES = {
         "programs": range(2**16),
         "fetch": range(3),
     },
-    TilesShape: {
+    TilesConfig: {
         "block_n": (16, 32, 64, 128),
         "block_k": (32, 64, 128, 256),
         "stages": range(2, 17),
         "num_warps": (4, 8),
         "block_m": (16, 32, 64),
     },
-    WideShape: {
+    WideConfig: {
         "block_n": (32, 64, 128, 256),
         "block_k": (32, 64, 128),
         "ahead": range(1, 33),
@@ -64,7 +60,7 @@ VALUES = {
         "split": range(1, MAX_SPLIT + 1),
         "registers": range(0, 256, 8),
     },
-    HopperShape: {
+    HopperConfig: {
         "block_n": (64, 128),
         "block_k": (64, 128, 256),
         "stages": range(2, 17),
@@ -76,7 +72,7 @@ VALUES = {
         "copier": (0, 1),
         "registers": range(64, 256, 8),
     },
-    RingShape: {
+    RingConfig: {
         "num_warps": (2, 4, 8, 16),
         "tiles": range(1, 33),
         "stages": range(1, 17),
@@ -85,7 +81,7 @@ VALUES = {
         "copier": (0, 1),
         "registers": range(0, 256, 8),
     },
-    AttentionShape: {
+    AttentionConfig: {
         "block_t": (32, 64, 128),
         "splits": (4, 8, 16, 32, 64),
         "num_warps": (1, 2, 4, 8, 16),
@@ -94,7 +90,7 @@ VALUES = {
         "few": range(MAX_SPLITS + 1),
         "turns": range(1, 1025),
     },
-    AttentionRowsShape: {
+    AttentionRowsConfig: {
         "block_t": (16, 32, 64),
         "splits": range(1, MAX_SPLITS + 1),
         "num_warps": (4, 8),
@@ -106,7 +102,7 @@ VALUES = {
 }
 NAMES = {form: form.__name__.removesuffix("Shape").lower() for form in VALUES}
 # Of each of these the members can take each other's place.
-SEVERAL = ((MatmulShape, TilesShape, WideShape, HopperShape), (AttentionShape, AttentionRowsShape))
+SEVERAL = ((MatmulConfig, TilesConfig, WideConfig, HopperConfig), (AttentionConfig, AttentionRowsConfig))
 
 
 @dataclass(frozen=True)
@@ -182,9 +178,9 @@ def with_table(
 def forms_of(shape, packing: Packing | None, rows: int) -> tuple[type, ...]:
     """Those that can take the place of `shape`, itself among them."""
     if packing is not None and packing.ring and rows == 1:
-        return MatmulShape, RingShape
+        return MatmulConfig, RingConfig
     if packing is not None:
-        return (MatmulShape, HopperShape) if packing.hopper and rows > 8 else (MatmulShape,)
+        return (MatmulConfig, HopperConfig) if packing.hopper and rows > 8 else (MatmulConfig,)
     return next((group for group in SEVERAL if type(shape) in group), (type(shape),))
 
 
@@ -201,7 +197,7 @@ def changed(shape, entry, key: str, own: tuple[type, ...]):
         if type(entry[name]) is not int or entry[name] not in (*allowed, getattr(present, name)):
             raise TableError(f"{name} of {key!r} must be one of {', '.join(map(str, allowed))}")
     alone = key.startswith("lm_head")  # too many outputs for the buffer of sums
-    if form is HopperShape:
+    if form is HopperConfig:
         columns = next((columns for name, columns in COLUMNS_OF.items() if f" {name}/" in key), 0)
         if (entry["block_k"] % columns) if columns else entry["block_k"] > 128:
             raise TableError(f"block_k of {key!r} must be {columns or '64 or 128'}")

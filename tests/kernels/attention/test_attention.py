@@ -5,12 +5,12 @@ import torch
 from util import BF16_ROUNDING, DEVICE, Case, assert_close, cases, meta_rows, norm_weight, poisoned, random
 
 from tridecode import layout
-from tridecode.kernels.attention.attention import attention, attention_ref
-from tridecode.kernels.attention.attention_rows import attention_rows
+from tridecode.kernels.attention.attention import AttentionConfig, attention, attention_ref
+from tridecode.kernels.attention.attention_rows import AttentionRowsConfig, attention_rows
 from tridecode.state.kv import PAGE
 from tridecode.tuning import tuned
 from tridecode.tuning.choose import attention_shape
-from tridecode.tuning.shapes import MAX_SPLITS, AttentionRowsShape, AttentionShape
+from tridecode.tuning.shapes import MAX_SPLITS
 
 EPS = 1e-6
 SPLITS = 4
@@ -52,8 +52,8 @@ def clone(args):
     return {name: a.clone() if isinstance(a, torch.Tensor) else a for name, a in args.items()}
 
 
-def of_rows(shape: AttentionShape, programs: int) -> AttentionRowsShape:
-    return AttentionRowsShape(shape.block_t, shape.splits, shape.num_warps, shape.registers, shape.ahead, programs)
+def of_rows(shape: AttentionConfig, programs: int) -> AttentionRowsConfig:
+    return AttentionRowsConfig(shape.block_t, shape.splits, shape.num_warps, shape.registers, shape.ahead, programs)
 
 
 def check(args, shape, tolerance):
@@ -69,7 +69,7 @@ def check(args, shape, tolerance):
 def check_form(form, args, shape, tolerance):
     ref = clone(args)
     ref["out"] = ref["out"].float()
-    form(**args, shape=shape)
+    form(**args, config=shape)
     attention_ref(**ref)
     assert_close(args["out"], ref["out"], tolerance, "out")
     assert args["counter"].eq(0).all(), "the counters must be zero between launches"
@@ -109,7 +109,7 @@ POSITIONS = pytest.mark.parametrize(
 def test_attention_matches_reference(case, position):
     page, pages = (64, 4) if DEVICE == "cpu" else (256, 16)
     args = buffers((position,), **case.sizes, page=page, pages=pages, dtype=torch.bfloat16, qk_norm=True)
-    check(args, AttentionShape(block_t=32, splits=SPLITS), TOLERANCE[torch.bfloat16])
+    check(args, AttentionConfig(block_t=32, splits=SPLITS), TOLERANCE[torch.bfloat16])
 
 
 # block_t 32: nothing, one tile and two at their edges, then splits; a page has two tiles
@@ -120,7 +120,7 @@ AROUND_TWO_TILES = pytest.mark.parametrize("position", [0, 1, 31, 32, 33, 63, 64
 @pytest.mark.parametrize("ahead", [1, 2])
 def test_tiles_ahead_of_the_wait(position, ahead):
     args = buffers((position,), 1, 4, 64, page=64, pages=4, dtype=torch.float16, qk_norm=True)
-    check(args, AttentionShape(block_t=32, splits=SPLITS, ahead=ahead), TOLERANCE[torch.float16])
+    check(args, AttentionConfig(block_t=32, splits=SPLITS, ahead=ahead), TOLERANCE[torch.float16])
     used = (~args["partial"][0].isnan()).any(-1).sum(-1)  # partial results of each head
     assert used.eq(0).all() if position <= 32 * ahead else used.ge(2).all(), "wrong number of splits"
 
@@ -128,34 +128,34 @@ def test_tiles_ahead_of_the_wait(position, ahead):
 @pytest.mark.parametrize("position", [16, 17, 32, 40, 64])
 def test_tiles_ahead_on_pages_of_their_own(position):
     args = buffers((position,), 2, 2, 80, page=16, pages=6, dtype=torch.bfloat16, qk_norm=False)
-    check(args, AttentionShape(block_t=16, splits=SPLITS, ahead=2), TOLERANCE[torch.bfloat16])
+    check(args, AttentionConfig(block_t=16, splits=SPLITS, ahead=2), TOLERANCE[torch.bfloat16])
 
 
 @pytest.mark.parametrize("splits", [1, 16, MAX_SPLITS], ids=lambda splits: f"splits_{splits}")
 @pytest.mark.parametrize("position", [33, 255])
 def test_one_split_and_as_many_as_the_workspace_holds(position, splits):
     args = buffers((position,), 1, 2, 64, page=64, pages=4, dtype=torch.float16, qk_norm=False)
-    check(args, AttentionShape(block_t=16, splits=splits, ahead=2), TOLERANCE[torch.float16])
+    check(args, AttentionConfig(block_t=16, splits=splits, ahead=2), TOLERANCE[torch.float16])
 
 
 def test_more_splits_than_the_workspace_holds_are_refused():
-    assert max(tuned.VALUES[AttentionShape]["splits"]) <= MAX_SPLITS, "a user's table may say so"
+    assert max(tuned.VALUES[AttentionConfig]["splits"]) <= MAX_SPLITS, "a user's table may say so"
     args = buffers((5,), 1, 2, 64, page=64, pages=1, dtype=torch.float16, qk_norm=False)
     with pytest.raises(AssertionError, match="more splits"):
-        attention(**args, shape=AttentionShape(splits=2 * MAX_SPLITS))
+        attention(**args, config=AttentionConfig(splits=2 * MAX_SPLITS))
 
 
 @pytest.mark.parametrize("position", [0, 15, 16, 17, 63, 64, 65, 80, 127, 128, 200, 255])
 @pytest.mark.parametrize("ahead", [1, 2])
 def test_a_tile_may_span_pages(position, ahead):
     args = buffers((position, 20), 1, 2, 64, page=16, pages=16, dtype=torch.float16, qk_norm=False)
-    check(args, AttentionShape(block_t=64, splits=SPLITS, ahead=ahead), TOLERANCE[torch.float16])
+    check(args, AttentionConfig(block_t=64, splits=SPLITS, ahead=ahead), TOLERANCE[torch.float16])
 
 
 def test_tiles_that_straddle_pages_are_refused():
     args = buffers((5,), 1, 2, 64, page=96, pages=1, dtype=torch.float16, qk_norm=False)
     with pytest.raises(AssertionError, match="whole pages"):
-        attention(**args, shape=AttentionShape(block_t=64, splits=SPLITS))
+        attention(**args, config=AttentionConfig(block_t=64, splits=SPLITS))
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -171,7 +171,7 @@ def test_the_shape_that_engines_use(head_dim, position):
 @pytest.mark.parametrize("position", [1, 77, 200])
 def test_attention_in_other_dtypes(dtype, position):
     args = buffers((position,), 2, 4, 64, page=64, pages=4, dtype=dtype, qk_norm=False)
-    check(args, AttentionShape(block_t=32, splits=SPLITS), TOLERANCE[dtype])
+    check(args, AttentionConfig(block_t=32, splits=SPLITS), TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("window", [1, 16, 50, 96])
@@ -182,7 +182,7 @@ def test_sliding_window(window, position, ahead):
     for at in range(max(position - window + 1, 0)):  # what is behind the window may hold anything
         page = args["page_table"][0, at // 64].long()
         args["k_cache"][page, :, at % 64] = args["v_cache"][page, :, at % 64] = float("nan")
-    check({**args, "window": window}, AttentionShape(block_t=16, splits=SPLITS, ahead=ahead), TOLERANCE[torch.float16])
+    check({**args, "window": window}, AttentionConfig(block_t=16, splits=SPLITS, ahead=ahead), TOLERANCE[torch.float16])
 
 
 FEW = pytest.mark.parametrize("few, turns", [(1, 2), (2, 1), (3, 64)], ids=["long rows have more", "each turn", "few"])
@@ -194,7 +194,7 @@ def test_few_rows_have_few_splits(case, few, turns):
     page, pages = (64, 4) if DEVICE == "cpu" else (256, 16)
     positions = (0, 200, 33) if DEVICE == "cpu" else (0, 4000, 65, 1023, 500)
     args = buffers(positions, **case.sizes, page=page, pages=pages, dtype=torch.bfloat16, qk_norm=True)
-    shape = AttentionShape(block_t=32, splits=SPLITS, ahead=2, few=few, turns=turns)
+    shape = AttentionConfig(block_t=32, splits=SPLITS, ahead=2, few=few, turns=turns)
     check_form(attention, args, shape, TOLERANCE[torch.bfloat16])
 
 
@@ -204,7 +204,7 @@ def test_few_rows_have_few_splits(case, few, turns):
 ])  # fmt: skip
 def test_the_splits_of_a_row_go_by_its_length(few, turns, position, splits):
     args = buffers((position, 3, 145), 1, 2, 64, page=64, pages=4, dtype=torch.float16, qk_norm=True)
-    shape = AttentionShape(block_t=16, splits=8, ahead=1, few=few, turns=turns)
+    shape = AttentionConfig(block_t=16, splits=8, ahead=1, few=few, turns=turns)
     check_form(attention, args, shape, TOLERANCE[torch.float16])
     used = (~args["partial"].isnan()).any(-1).sum(-1)  # partial results of each head
     assert used[0].eq(splits).all() and used[1].eq(0).all()
@@ -213,7 +213,7 @@ def test_the_splits_of_a_row_go_by_its_length(few, turns, position, splits):
 @pytest.mark.parametrize("positions", [(255, 240), (240, 255), (200, 255, 241)])
 def test_windows_of_few_rows_begin_anywhere_in_a_block(positions):
     args = buffers(positions, 1, 2, 64, page=64, pages=4, dtype=torch.float16, qk_norm=False)
-    shape = AttentionShape(block_t=16, splits=8, ahead=1, few=1, turns=1)
+    shape = AttentionConfig(block_t=16, splits=8, ahead=1, few=1, turns=1)
     check_form(attention, {**args, "window": 82}, shape, TOLERANCE[torch.float16])
 
 
@@ -223,7 +223,7 @@ def test_rows_have_their_own_positions_pages_and_status(form, of, ahead):
     args = buffers((70, 0, 130), 2, 2, 64, page=64, pages=4, dtype=torch.float16, qk_norm=True)
     args["meta"][1, layout.STATUS] = layout.STOP
     before = args["k_cache"][args["page_table"][1].long()].clone()
-    form(**args, shape=of(AttentionShape(block_t=32, splits=SPLITS, ahead=ahead)))
+    form(**args, config=of(AttentionConfig(block_t=32, splits=SPLITS, ahead=ahead)))
     assert args["out"][1].isnan().all()
     after = args["k_cache"][args["page_table"][1].long()]
     assert torch.equal(after.isnan(), before.isnan()), "a dead row wrote K"
@@ -238,7 +238,7 @@ def test_a_row_takes_its_slots_state_whichever_row_it_is(form, of):
     for order in ((0, 1, 2), (2, 0, 1)):
         args = buffers((70, 0, 130), 2, 2, 64, page=64, pages=4, dtype=torch.float16, qk_norm=True)
         args["meta"], args["qkv"] = args["meta"][list(order)], args["qkv"][list(order)]
-        form(**args, shape=of(AttentionShape(block_t=32, splits=SPLITS)))
+        form(**args, config=of(AttentionConfig(block_t=32, splits=SPLITS)))
         found.append((args["out"][torch.tensor(order).argsort().to(DEVICE)], args["k_cache"], args["v_cache"]))
     for first, second in zip(*found):
         assert torch.equal(first.nan_to_num(7.0), second.nan_to_num(7.0))
@@ -250,7 +250,7 @@ def test_any_number_of_programs_does_the_work_of_all_rows(programs):
     args["meta"][5, layout.STATUS] = layout.STOP
     ref = clone(args)
     attention_ref(**ref)
-    attention_rows(**args, shape=AttentionRowsShape(block_t=16, splits=SPLITS, least=1, programs=programs))
+    attention_rows(**args, config=AttentionRowsConfig(block_t=16, splits=SPLITS, least=1, programs=programs))
     assert args["out"][5].isnan().all()
     assert_close(args["out"][:5], ref["out"][:5], TOLERANCE[torch.float16])
     assert args["counter"].eq(0).all()
@@ -265,7 +265,7 @@ def test_a_row_is_bit_equal_whatever_stands_beside_it(form, of):
         for name in ("k_cache", "v_cache"):
             args[name][args["page_table"][0].long()] = alone[name][alone["page_table"][0].long()]
         args["qkv"][0] = alone["qkv"][0]
-        form(**args, shape=of(AttentionShape(block_t=16, splits=SPLITS)))
+        form(**args, config=of(AttentionConfig(block_t=16, splits=SPLITS)))
         found.append(args["out"][0])
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
 
@@ -274,11 +274,11 @@ def test_a_row_is_bit_equal_whatever_stands_beside_it(form, of):
 def test_no_running_row_at_all(form, of):
     args = buffers((70, 12), 2, 2, 64, page=64, pages=4, dtype=torch.float16, qk_norm=True)
     args["meta"][:, layout.STATUS] = layout.STOP
-    form(**args, shape=of(AttentionShape(block_t=32, splits=SPLITS)))
+    form(**args, config=of(AttentionConfig(block_t=32, splits=SPLITS)))
     assert args["out"].isnan().all()
 
 
 def test_large_logits_stay_finite():
     args = buffers((90,), 1, 2, 64, page=64, pages=4, dtype=torch.float16, qk_norm=False)
     args["qkv"] *= 60
-    check(args, AttentionShape(block_t=32, splits=SPLITS), 5e-3)
+    check(args, AttentionConfig(block_t=32, splits=SPLITS), 5e-3)

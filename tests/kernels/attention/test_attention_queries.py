@@ -6,8 +6,8 @@ from test_attention import TOLERANCE, buffers, check_form
 from util import CUDA, Case, cases, meta_rows, poisoned, random
 
 from tridecode import layout
-from tridecode.kernels.attention.attention_queries import attention_queries
-from tridecode.tuning.shapes import MAX_SPLITS, QueriesShape
+from tridecode.kernels.attention.attention_queries import QueriesConfig, attention_queries
+from tridecode.tuning.shapes import MAX_SPLITS
 
 CASES = cases(
     Case("qwen3-4b_g4_d128", dict(kv_heads=8, group=4, head_dim=128), dict(kv_heads=2, group=4, head_dim=128)),
@@ -41,7 +41,7 @@ def check(args, queries, dtype=torch.bfloat16, **shape):
     runs = args["meta"][:, layout.STATUS] == layout.RUN
     args["out"][~runs] = 0  # of nobody
     how = dict(block_t=32, splits=4, num_warps=4, least=1) | shape
-    check_form(attention_queries, args, QueriesShape(queries, **how), TOLERANCE[dtype])
+    check_form(attention_queries, args, QueriesConfig(queries, **how), TOLERANCE[dtype])
 
 
 @CASES
@@ -99,17 +99,17 @@ def test_a_long_request_has_more_splits_than_its_share(positions, few, turns):
 @pytest.mark.parametrize("splits, few", [(8, 8), (8, 2)])
 def test_a_request_has_the_same_bits_beside_any_others(splits, few):
     """Alone its splits add up together, beside a long one the last of them does."""
-    shape = QueriesShape(4, splits=splits, few=few, turns=3, least=1, together=True)
+    shape = QueriesConfig(4, splits=splits, few=few, turns=3, least=1, together=True)
     outs = []
     for position, count in ((20, 4), (250, 1), (0, 0)):
         args = several((60, position), (3, count), 4, **(dict(kv_heads=8, head_dim=128) if CUDA else {}))
-        attention_queries(**args, shape=shape)
+        attention_queries(**args, config=shape)
         outs.append(args["out"][:3].clone())
     assert not outs[0].isnan().any() and all(torch.equal(out, outs[0]) for out in outs)
 
 
 def test_nobody_runs():
     args = several((70, 3), (0, 0), 4)
-    shape = QueriesShape(queries=4, splits=8, least=1, together=True)
-    attention_queries(**args, shape=shape)
+    shape = QueriesConfig(queries=4, splits=8, least=1, together=True)
+    attention_queries(**args, config=shape)
     assert args["out"].isnan().all() and not args["counter"].any()

@@ -11,7 +11,7 @@ from test_attention import CASES, SPLITS, TOLERANCE, buffers, of_rows
 from util import CUDA, DEVICE, assert_close, in_8_bits, norm_weight, poisoned, random
 
 from tridecode import layout
-from tridecode.kernels.attention.attention import attention, attention_ref
+from tridecode.kernels.attention.attention import AttentionConfig, attention, attention_ref
 from tridecode.kernels.attention.attention_rows import attention_rows
 from tridecode.kernels.attention.expand_kv import expand_kv, expand_kv_ref
 from tridecode.kernels.attention.fp8_kv import (
@@ -30,7 +30,6 @@ from tridecode.kernels.common import interpreted
 from tridecode.layout import Chunk
 from tridecode.state.kv import PAGE
 from tridecode.tuning.choose import attention_rows_shape, attention_shape, fp8_kv_shape
-from tridecode.tuning.shapes import AttentionShape
 
 BF16 = TOLERANCE[torch.bfloat16]
 ALL = (slice(None),)
@@ -61,7 +60,7 @@ def check(form, args, shape):
 def check_form(form, args, shape):
     ref, args = in_fp8(args) | {"out": args["out"].float()}, in_fp8(args)
     before = [(args[name].clone(), scales(args[name]).clone()) for name in ("k_cache", "v_cache")]
-    form(**args, shape=shape)
+    form(**args, config=shape)
     attention_ref(**ref)
     assert_close(args["out"], ref["out"], BF16, "out")
     assert args["counter"].eq(0).all(), "the counters must be zero between launches"
@@ -119,7 +118,7 @@ def test_every_code_becomes_its_number(form):
 def test_attention_matches_reference(form, case, position):
     page, pages = (64, 4) if not CUDA else (256, 16)
     args = buffers((position,), **case.sizes, page=page, pages=pages, dtype=torch.bfloat16, qk_norm=True)
-    check(form, args, AttentionShape(block_t=32, splits=SPLITS))
+    check(form, args, AttentionConfig(block_t=32, splits=SPLITS))
 
 
 @FORMS
@@ -127,7 +126,7 @@ def test_attention_matches_reference(form, case, position):
 @pytest.mark.parametrize("window", [0, 50])
 def test_several_rows_tiles_ahead_and_windows(form, ahead, window):
     args = buffers((70, 0, 130, 255), 2, 2, 64, page=64, pages=4, dtype=torch.bfloat16, qk_norm=False)
-    check(form, args | {"window": window}, AttentionShape(block_t=16, splits=SPLITS, ahead=ahead))
+    check(form, args | {"window": window}, AttentionConfig(block_t=16, splits=SPLITS, ahead=ahead))
 
 
 @FORMS
@@ -139,7 +138,7 @@ def test_the_shapes_that_engines_use(form, capability, position):
     ref = args | {"out": args["out"].float()}
     one = attention_shape(128, torch.bfloat16, capability)
     rows = attention_rows_shape(tiny_config(head_dim=128), torch.bfloat16, 64)
-    form(**args, shape=fp8_kv_shape(one if form is attention else rows, capability))
+    form(**args, config=fp8_kv_shape(one if form is attention else rows, capability))
     attention_ref(**ref)
     assert_close(args["out"], ref["out"], BF16)
 
@@ -148,7 +147,7 @@ def test_the_shapes_that_engines_use(form, capability, position):
 def test_a_number_that_is_none_stays_none(form):
     args = in_fp8(buffers((40,), 1, 2, 64, page=64, pages=1, dtype=torch.bfloat16, qk_norm=False))
     args["qkv"][:, 2 * 64 : 3 * 64] = float("nan")  # the new key
-    form(**args, shape=AttentionShape(32, SPLITS) if form is attention else of_rows(AttentionShape(32, SPLITS), 3))
+    form(**args, config=AttentionConfig(32, SPLITS) if form is attention else of_rows(AttentionConfig(32, SPLITS), 3))
     page = args["page_table"][0, 0]
     assert held(args["k_cache"], ALL)[page, 0, 40].isnan().all() and args["out"].isnan().all()
 

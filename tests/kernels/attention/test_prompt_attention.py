@@ -12,26 +12,30 @@ from tridecode import layout
 from tridecode.kernels.attention import prompt_attention_hopper
 from tridecode.kernels.attention.expand_kv import expand_kv
 from tridecode.kernels.attention.fp8_kv import held
-from tridecode.kernels.attention.prompt_attention import prompt_attention, prompt_attention_ref, scratch_sizes
+from tridecode.kernels.attention.prompt_attention import (
+    PromptAttentionConfig,
+    prompt_attention,
+    prompt_attention_ref,
+    scratch_sizes,
+)
 from tridecode.layout import Chunk
 from tridecode.tuning.choose import prompt_attention_shape
-from tridecode.tuning.shapes import PromptAttentionShape
 
 PAGE = 64 if CUDA else 16
-SHAPE = PromptAttentionShape() if CUDA else PromptAttentionShape(block_m=16, stages=2, programs=24, least=1)
+SHAPE = PromptAttentionConfig() if CUDA else PromptAttentionConfig(block_m=16, stages=2, programs=24, least=1)
 LONG = 40 if CUDA else 2  # pages of the longest slot
 TOLERANCE = {torch.bfloat16: 6e-3, torch.float16: 1e-3, torch.float32: 1e-5}  # p is rounded before the second product
 DTYPES = [torch.bfloat16, torch.float16] if CUDA else [torch.float32]
 COUNTS, STARTS = (st.integers(1, 300), st.integers(0, 700)) if CUDA else (st.integers(1, 20), st.integers(0, 40))
 SHAPES = [
-    PromptAttentionShape(32, 4, 2, programs=7), PromptAttentionShape(32, 4, 2, programs=40, splits=3, least=2),
-    *([PromptAttentionShape(128, 8, 3)] if CUDA else ()),
+    PromptAttentionConfig(32, 4, 2, programs=7), PromptAttentionConfig(32, 4, 2, programs=40, splits=3, least=2),
+    *([PromptAttentionConfig(128, 8, 3)] if CUDA else ()),
 ]  # fmt: skip
 TOGETHER = {
     "last": replace(SHAPE, heads=16),
     "apart": replace(SHAPE, heads=16, apart=True, dependent=True),
     "many": replace(SHAPE, heads=2, apart=True, splits=13, least=1, programs=300),
-    **({"wide": PromptAttentionShape(128, 8, 5, 132, heads=16, apart=True, dependent=True)} if CUDA else {}),
+    **({"wide": PromptAttentionConfig(128, 8, 5, 132, heads=16, apart=True, dependent=True)} if CUDA else {}),
 }
 CASES = cases(
     Case("qwen3-4b_g4_d128", gpu=dict(heads=32, kv=8, d=128), small=dict(heads=4, kv=1, d=128)),
@@ -76,7 +80,7 @@ def arguments(heads, kv, d, chunks, window, dtype, shape, fp8=False):
 
 def check(heads, kv, d, chunks, window, dtype, shape=SHAPE, fp8=False):
     chunks, args = arguments(heads, kv, d, chunks, window, dtype, shape, fp8)
-    prompt_attention(*args, shape=shape)
+    prompt_attention(*args, config=shape)
     table, order, q, *caches, partial, lse, counter, out, window, scale = args
     exact, ref = [held(cache, (slice(None),)).float() for cache in caches], poisoned(*out.shape)
     prompt_attention_ref(table, order, q.float(), *exact, partial, lse, counter, ref, window, scale)
@@ -140,12 +144,12 @@ def test_rows_do_not_depend_on_their_neighbours(shape):
     """What stands in another chunk of the pass, in its pages or in rows of no chunk, NaN too, changes no bit."""
     chunks, args = arguments(4, 1, 64, [(0, 5, LONG * PAGE), (1, 9, PAGE + 1)], 0, DTYPES[0], shape)
     table, order, q, keys, values, *rest = args
-    prompt_attention(*args, shape=shape)
+    prompt_attention(*args, config=shape)
     mine = rest[3][chunks[0].rows].clone()
     other = [*range(chunks[0].first), *range(chunks[0].rows.stop, len(q))]
     q[other] = float("nan")
     keys[order[1].long()] = values[order[1].long()] = float("nan")
-    prompt_attention(*args, shape=shape)
+    prompt_attention(*args, config=shape)
     assert torch.equal(rest[3][chunks[0].rows], mine)
     assert rest[3][chunks[1].rows].isnan().all()
 
@@ -159,7 +163,7 @@ def test_a_row_among_padding_is_split_and_added_up(apart):
     q, keys, values, *scratch, out, window, scale = q.new_zeros(rows, 4, 32).copy_(q[:1]), *rest
     out, ref = poisoned(rows, 128, dtype=q.dtype), poisoned(rows, 128)
     table[0, layout.CHUNK_FIRST] = 0
-    prompt_attention(table, order, q, keys, values, *scratch, out, window, scale, shape=shape)
+    prompt_attention(table, order, q, keys, values, *scratch, out, window, scale, config=shape)
     prompt_attention_ref(table, order, q.float(), keys.float(), values.float(), *scratch, ref, window, scale)
     assert_close(out[:1], ref[:1], TOLERANCE[q.dtype])
     assert out[1:].isnan().all()
@@ -178,7 +182,7 @@ def test_kv_in_8_bits_expanded_in_front(d):
     chunks, (table, order, q, k, v, *rest) = arguments(8, 2, d, chunks, 0, DTYPES[0], shape, fp8=True)
     keys, values = poisoned(len(k), 2, 2, PAGE, d, dtype=q.dtype).unbind(1)
     expand_kv(table, order, k, v, keys, values)
-    prompt_attention(table, order, q, keys, values, *rest, shape=shape)
+    prompt_attention(table, order, q, keys, values, *rest, config=shape)
     exact, out, ref = [held(cache, (slice(None),)).float() for cache in (k, v)], rest[3], poisoned(*rest[3].shape)
     prompt_attention_ref(table, order, q.float(), *exact, *rest[:3], ref, *rest[4:])
     for chunk in chunks:
@@ -219,7 +223,7 @@ def launched(monkeypatch):
 @pytest.mark.parametrize("chunks", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize("heads, kv, d", [(8, 8, 64), (8, 2, 128), (8, 1, 128), (16, 4, 64)])
 def test_hopper_matches_the_reference(heads, kv, d, chunks, programs, launched):
-    check(heads, kv, d, chunks, 0, torch.bfloat16, PromptAttentionShape(hopper=programs))
+    check(heads, kv, d, chunks, 0, torch.bfloat16, PromptAttentionConfig(hopper=programs))
     assert launched == [programs]
 
 
@@ -232,7 +236,7 @@ def test_hopper_matches_the_reference(heads, kv, d, chunks, programs, launched):
 )
 def test_hopper_with_any_layout_of_rows(lengths, d, programs):
     chunks = [(slot, count, start) for slot, (count, start) in enumerate(lengths)]
-    check(8, 2, d, chunks, 0, torch.bfloat16, PromptAttentionShape(hopper=programs))
+    check(8, 2, d, chunks, 0, torch.bfloat16, PromptAttentionConfig(hopper=programs))
 
 
 @hopper_only
@@ -248,11 +252,11 @@ def test_hopper_gives_the_same_bits_again_and_captured(d, launched):
     later[1, layout.CHUNK_COUNT], later[1, layout.CHUNK_START] = 77, 5
     for chunks in (kept, later):
         table.copy_(chunks)
-        prompt_attention(*args, shape=shape)
+        prompt_attention(*args, config=shape)
         wanted.append(out.clone())
         out.fill_(float("nan"))
     with torch.cuda.graph(graph):
-        prompt_attention(*args, shape=shape)
+        prompt_attention(*args, config=shape)
     for chunks, expected in zip((kept, later), wanted):
         for _ in range(2):
             out.fill_(float("nan"))
@@ -268,10 +272,10 @@ def test_hopper_gives_the_same_bits_again_and_captured(d, launched):
 @pytest.mark.parametrize("factor", [1e4, 1e30, float("inf")])
 def test_hopper_ends_with_scores_beyond_all_bounds(factor):
     """Its warps wait for each other: no number may keep one from coming by. The next launch is as it ever was."""
-    shape = PromptAttentionShape(hopper=1)
+    shape = PromptAttentionConfig(hopper=1)
     _, args = arguments(8, 2, 128, [(0, 300, 500)], 0, torch.bfloat16, shape)
     args[2].mul_(factor)
-    prompt_attention(*args, shape=shape)
+    prompt_attention(*args, config=shape)
     torch.cuda.synchronize()
     check(8, 2, 128, LAYOUTS["several"], 0, torch.bfloat16, shape)
 
@@ -301,6 +305,6 @@ def test_hopper_is_for_one_capability_and_never_batch_invariant():
 
 
 def test_batch_invariant_passes_split_nothing_and_take_a_head_at_a_time():
-    assert prompt_attention_shape(90, 132, True) == PromptAttentionShape(splits=1)
-    assert prompt_attention_shape(90, 132, True, fp8_kv=True) == PromptAttentionShape(splits=1, stages=4)
+    assert prompt_attention_shape(90, 132, True) == PromptAttentionConfig(splits=1)
+    assert prompt_attention_shape(90, 132, True, fp8_kv=True) == PromptAttentionConfig(splits=1, stages=4)
     assert prompt_attention_shape(90, 132, False).heads > 1

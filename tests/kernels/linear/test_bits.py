@@ -7,13 +7,13 @@ from util import BF16_ROUNDING, CUDA, DEVICE, Case, assert_close, cases, meta_ro
 from tridecode import layout
 from tridecode.kernels.linear.dequantize import dequantise
 from tridecode.kernels.linear.gate_up import gate_up_ref
+from tridecode.kernels.linear.matmul import MatmulConfig
 from tridecode.kernels.linear.matvec import matvec_normed_ref, matvec_residual_ref
 from tridecode.kernels.linear.packed import Codes, Packed
 from tridecode.kernels.linear.weight import Linear
 from tridecode.kernels.torch_ops import LINEAR, piece_rows
 from tridecode.tuning.few_bits import few_bits_shape
 from tridecode.tuning.products import products
-from tridecode.tuning.shapes import MatmulShape
 
 PDL = CUDA and torch.cuda.get_device_capability() >= (9, 0)
 EPS, DTYPE, TOLERANCE, ROUNDED = 1e-6, torch.bfloat16, 2e-5, BF16_ROUNDING + 2e-3
@@ -63,7 +63,7 @@ def linear_of(form: str, n: int, k: int, bias=None) -> Linear:
 
 
 def shape_for(linear, rows):
-    return few_bits_shape(linear, rows) if CUDA else MatmulShape(16, 2, 1, 1)
+    return few_bits_shape(linear, rows) if CUDA else MatmulConfig(16, 2, 1, 1)
 
 
 def idle(rows, *which):
@@ -85,7 +85,7 @@ def test_normed_matches_reference(case, rows, form):
     x, partials = activations(rows, k)
     out, ref, meta = poisoned(rows, n), poisoned(rows, n), idle(rows, *([1] if rows > 1 else []))
     shape = shape_for(linear, rows)
-    products(shape).normed.launch(meta, x, linear, out, partials, 5, EPS, shape=shape)
+    products(shape).normed.launch(meta, x, linear, out, partials, 5, EPS, config=shape)
     matvec_normed_ref(meta, x, linear, ref, partials, 5, EPS)
     runs = torch.arange(rows) != 1
     assert_close(out[runs], ref[runs], TOLERANCE)
@@ -100,7 +100,7 @@ def test_residual_matches_reference(form):
     expected, shape = hidden.clone(), shape_for(linear, rows)
     normed, expected_normed = poisoned(rows, n, dtype=DTYPE), poisoned(rows, n)
     sumsq, expected_sumsq = poisoned(rows, n), poisoned(rows, n)
-    products(shape).residual.launch(meta, x, linear, hidden, norm, normed, sumsq, shape=shape)
+    products(shape).residual.launch(meta, x, linear, hidden, norm, normed, sumsq, config=shape)
     matvec_residual_ref(meta, x, linear, expected, norm, expected_normed, expected_sumsq)
     assert_close(hidden, expected, TOLERANCE, "hidden")
     assert_close(normed.float(), expected_normed, ROUNDED, "normed")
@@ -113,19 +113,19 @@ def test_gate_up_matches_reference(form):
     n, k, rows = (9728, 2560, 8) if CUDA else (20, 256, 2)
     linear, (x, partials) = linear_of(form, 2 * n, k), activations(rows, k)
     out, ref, shape = poisoned(rows, n, dtype=DTYPE), poisoned(rows, n), shape_for(linear, rows)
-    products(shape).gate_up.launch(idle(rows), x, linear, out, partials, 5, EPS, shape=shape)
+    products(shape).gate_up.launch(idle(rows), x, linear, out, partials, 5, EPS, config=shape)
     gate_up_ref(idle(rows), x, linear, ref, partials, 5, EPS)
     assert_close(out.float(), ref, ROUNDED)
 
 
 SHAPES = {
-    "32_rows": MatmulShape(32, 4, 2, 3),
-    "64_rows": MatmulShape(64, 2, 4, 8),
-    "rows_shared": MatmulShape(16, 2, 3, 32, programs=2),
-    "rows_shared_streamed": MatmulShape(16, 4, 2, 3, programs=1),
-    "32_rows_shared": MatmulShape(32, 2, 3, 32, programs=1),
-    "fetched": MatmulShape(16, 2, 2, 3, fetch=1),
-    "rows_shared_fetched": MatmulShape(16, 2, 3, 32, programs=2, fetch=2),
+    "32_rows": MatmulConfig(32, 4, 2, 3),
+    "64_rows": MatmulConfig(64, 2, 4, 8),
+    "rows_shared": MatmulConfig(16, 2, 3, 32, programs=2),
+    "rows_shared_streamed": MatmulConfig(16, 4, 2, 3, programs=1),
+    "32_rows_shared": MatmulConfig(32, 2, 3, 32, programs=1),
+    "fetched": MatmulConfig(16, 2, 2, 3, fetch=1),
+    "rows_shared_fetched": MatmulConfig(16, 2, 3, 32, programs=2, fetch=2),
 }
 
 
@@ -135,12 +135,12 @@ def test_every_launch_shape_gives_the_same_answer(form, shape):
     shape, n, rows = SHAPES[shape], 44, 2
     linear, (x, partials) = linear_of(form, n, 640), activations(rows, 640)
     out, ref = poisoned(rows, n), poisoned(rows, n)
-    products(shape).normed.launch(idle(rows), x, linear, out, partials, 5, EPS, shape=shape, pdl=PDL)
+    products(shape).normed.launch(idle(rows), x, linear, out, partials, 5, EPS, config=shape, pdl=PDL)
     matvec_normed_ref(idle(rows), x, linear, ref, partials, 5, EPS)
     assert_close(out, ref, TOLERANCE)
     hidden, norm = random(rows, n, seed=3), norm_weight(n, DTYPE)
     expected, normed, sumsq = hidden.clone(), poisoned(rows, n, dtype=DTYPE), poisoned(rows, n)
-    products(shape).residual.launch(idle(rows), x, linear, hidden, norm, normed, sumsq, shape=shape, pdl=PDL)
+    products(shape).residual.launch(idle(rows), x, linear, hidden, norm, normed, sumsq, config=shape, pdl=PDL)
     matvec_residual_ref(idle(rows), x, linear, expected, norm, poisoned(rows, n), poisoned(rows, n))
     assert_close(hidden, expected, TOLERANCE)
     left = products(shape).partials(n, shape)

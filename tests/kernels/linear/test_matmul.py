@@ -8,31 +8,33 @@ from util import CUDA, DEVICE, Case, assert_close, cases, meta_rows, norm_weight
 
 from tridecode import layout
 from tridecode.kernels.linear.gate_up import gate_up_ref
-from tridecode.kernels.linear.matmul_wide import make_buffers
+from tridecode.kernels.linear.matmul import MatmulConfig
+from tridecode.kernels.linear.matmul_hopper import HopperConfig
+from tridecode.kernels.linear.matmul_tiles import TilesConfig
+from tridecode.kernels.linear.matmul_wide import WideConfig, make_buffers
 from tridecode.kernels.linear.matvec import matvec_normed_ref, matvec_residual_ref
 from tridecode.kernels.linear.weight import Linear
 from tridecode.tuning.choose import columns_split, few_rows_shape, invariant_shape
 from tridecode.tuning.products import products
-from tridecode.tuning.shapes import HopperShape, MatmulShape, TilesShape, WideShape
 
 EPS = 1e-6
 DTYPE = torch.bfloat16 if CUDA else torch.float32  # the interpreter multiplies in fp32 anyway
 TOLERANCE = 2e-5 if CUDA else 1e-5  # bf16 products are exact in fp32: left are the order of sums and what wgmma cuts
 ROUNDED = 3e-3 if CUDA else 1e-5  # of outputs in bf16
 SMALL = {
-    "registers": MatmulShape(16, 2, 2, 1),
-    "rows_shared": MatmulShape(16, 2, 1, 32, programs=2),
-    "tiles": TilesShape(16, 32, 2),
-    "wide": WideShape(32, 32, 9, 1, num_warps=1),
-    "split": WideShape(16, 32, 3, 2, num_warps=1, split=3),
+    "registers": MatmulConfig(16, 2, 2, 1),
+    "rows_shared": MatmulConfig(16, 2, 1, 32, programs=2),
+    "tiles": TilesConfig(16, 32, 2),
+    "wide": WideConfig(32, 32, 9, 1, num_warps=1),
+    "split": WideConfig(16, 32, 3, 2, num_warps=1, split=3),
 }
 HOPPER = CUDA and torch.cuda.get_device_capability()[0] == 9
 if HOPPER:
     SMALL |= {
-        "hopper": HopperShape(64, 128, 4, 4),
-        "hopper_split": HopperShape(64, 64, 7, 4, split=3, num_warps=8),
-        "hopper_rows_shared": HopperShape(128, 64, 5, 3, programs=3),
-        "hopper_copier": HopperShape(128, 128, 3, 2, lag=1, registers=80, copier=1),
+        "hopper": HopperConfig(64, 128, 4, 4),
+        "hopper_split": HopperConfig(64, 64, 7, 4, split=3, num_warps=8),
+        "hopper_rows_shared": HopperConfig(128, 64, 5, 3, programs=3),
+        "hopper_copier": HopperConfig(128, 128, 3, 2, lag=1, registers=80, copier=1),
     }
 CASES = cases(
     Case("qwen2.5-0.5b_qkv", gpu=dict(n=1152, k=896), small=dict(n=27, k=96)),
@@ -50,18 +52,18 @@ def shape_for(form, n, k, rows, gated=False):
     if not CUDA:
         return SMALL[form]
     bucket = next(size for size in (8, 16, 32, 64) if rows <= size)
-    if isinstance(SMALL[form], HopperShape):
+    if isinstance(SMALL[form], HopperConfig):
         return replace(SMALL[form], split=1) if gated else SMALL[form]
     if form == "rows_shared":  # the activations stay in registers, or pass through them, by what fits
-        return MatmulShape(16, 4, 4, 2 if rows > 8 or k > 2560 else 32, programs=60)
+        return MatmulConfig(16, 4, 4, 2 if rows > 8 or k > 2560 else 32, programs=60)
     chosen = few_rows_shape(2 * n if gated else n, k, bucket, gated)
     if isinstance(chosen, type(SMALL[form])):
         return chosen
     return {
-        "registers": MatmulShape(16, 4, 4, 2),
-        "tiles": TilesShape(32, 64, 4),
-        "wide": WideShape(64, 128, 3, 1, split=1 if k < 6144 else 4),  # its tiles are unrolled
-        "split": WideShape(128, 64, 2, 1, 8, split=4),
+        "registers": MatmulConfig(16, 4, 4, 2),
+        "tiles": TilesConfig(32, 64, 4),
+        "wide": WideConfig(64, 128, 3, 1, split=1 if k < 6144 else 4),  # its tiles are unrolled
+        "split": WideConfig(128, 64, 2, 1, 8, split=4),
     }[form]
 
 
@@ -100,7 +102,7 @@ def test_normed_matches_reference(case, rows, form, bias):
     out, ref, meta = poisoned(rows, n), poisoned(rows, n), idle(rows, 1)
     shape = shape_for(form, n, k, rows)
     split = split_buffers(n, rows)
-    products(shape).normed.launch(meta, x, linear, out, partials, 5, EPS, split, shape=shape)
+    products(shape).normed.launch(meta, x, linear, out, partials, 5, EPS, split, config=shape)
     matvec_normed_ref(meta, x, linear, ref, partials, 5, EPS)
     runs = torch.arange(rows) != 1
     assert_close(out[runs], ref[runs], TOLERANCE)
@@ -119,7 +121,7 @@ def test_residual_matches_reference(case, rows, form):
     normed, expected_normed = poisoned(rows, n, dtype=DTYPE), poisoned(rows, n)
     sumsq, expected_sumsq = poisoned(rows, n), poisoned(rows, n)
     shape = shape_for(form, n, k, rows)
-    products(shape).residual.launch(meta, x, linear, hidden, norm, normed, sumsq, split_buffers(n, rows), shape=shape)
+    products(shape).residual.launch(meta, x, linear, hidden, norm, normed, sumsq, split_buffers(n, rows), config=shape)
     matvec_residual_ref(meta, x, linear, expected, norm, expected_normed, expected_sumsq)
     runs = torch.arange(rows) != 1
     assert_close(hidden, expected, TOLERANCE, "hidden")
@@ -139,7 +141,7 @@ def test_gate_up_matches_reference(case, rows, form):
     linear, x, partials = inputs(n, k, rows, halves=2)
     out, ref, meta = poisoned(rows, n, dtype=DTYPE), poisoned(rows, n), idle(rows, 1)
     shape = shape_for(form, n, k, rows, gated=True)
-    products(shape).gate_up.launch(meta, x, linear, out, partials, 5, EPS, split_buffers(2 * n, rows), shape=shape)
+    products(shape).gate_up.launch(meta, x, linear, out, partials, 5, EPS, split_buffers(2 * n, rows), config=shape)
     gate_up_ref(meta, x, linear, ref, partials, 5, EPS)
     runs = torch.arange(rows) != 1
     assert_close(out[runs].float(), ref[runs], ROUNDED)
@@ -160,7 +162,7 @@ def test_a_row_is_bit_equal_wherever_it_stands_and_beside_whatever(rows, form):
             others[0] = float("nan")
         out = poisoned(rows, n)
         products(shape).normed.launch(
-            idle(rows), others, linear, out, others_partials, 5, EPS, split_buffers(n, rows), shape=shape
+            idle(rows), others, linear, out, others_partials, 5, EPS, split_buffers(n, rows), config=shape
         )
         assert place == 0 or out[0].isnan().all()
         found.append(out[place])
@@ -172,7 +174,7 @@ def test_nothing_is_written_where_no_row_runs(form):
     linear, x, partials = inputs(32, 64, 4)
     out, shape = poisoned(4, 32), SMALL[form]
     products(shape).normed.launch(
-        idle(4, 0, 1, 2, 3), x, linear, out, partials, 5, EPS, split_buffers(32, 4), shape=shape
+        idle(4, 0, 1, 2, 3), x, linear, out, partials, 5, EPS, split_buffers(32, 4), config=shape
     )
     assert out.isnan().all()
 
@@ -182,7 +184,7 @@ def test_tiles_refuse_a_buffer_without_room_for_their_rows():
     x = random(3, 64, dtype=DTYPE)
     with pytest.raises(RuntimeError, match="out of bounds"):
         products(SMALL["tiles"]).normed.launch(
-            idle(3), x, linear, poisoned(3, 32), partials, 5, EPS, shape=SMALL["tiles"]
+            idle(3), x, linear, poisoned(3, 32), partials, 5, EPS, config=SMALL["tiles"]
         )
 
 
@@ -192,9 +194,9 @@ def run_all(n, k, rows, shape, linears, x, partials):
     meta, split, hidden = meta_rows(*([0] * rows)), split_buffers(2 * n, rows), random(64, n, seed=3)[:rows].clone()
     normed_out, gated_out = poisoned(rows, n), poisoned(rows, n, dtype=DTYPE)
     normed, sumsq, op = poisoned(rows, n, dtype=DTYPE), poisoned(rows, n), products(shape)
-    op.normed.launch(meta, x[:rows], whole, normed_out, partials[:rows], 5, EPS, split, shape=shape)
-    op.gate_up.launch(meta, x[:rows], halves, gated_out, partials[:rows], 5, EPS, split, shape=shape)
-    op.residual.launch(meta, x[:rows], whole, hidden, norm_weight(n, DTYPE), normed, sumsq, split, shape=shape)
+    op.normed.launch(meta, x[:rows], whole, normed_out, partials[:rows], 5, EPS, split, config=shape)
+    op.gate_up.launch(meta, x[:rows], halves, gated_out, partials[:rows], 5, EPS, split, config=shape)
+    op.residual.launch(meta, x[:rows], whole, hidden, norm_weight(n, DTYPE), normed, sumsq, split, config=shape)
     return normed_out, gated_out, hidden, normed, sumsq[:, : op.partials(n, shape)]
 
 
@@ -204,7 +206,7 @@ def test_any_number_of_programs_leaves_the_same(programs, x_ahead):
     """One turn or several, the last one whole or not, with fewer blocks than programs, and tiles beyond the columns."""
     n, k, rows = 88, 320, 3
     linears, x, partials = invariant_inputs(n, k)
-    shape = MatmulShape(16, 2, 3, x_ahead)
+    shape = MatmulConfig(16, 2, 3, x_ahead)
     alone = run_all(n, k, rows, shape, linears, x, partials)
     shared = run_all(n, k, rows, replace(shape, programs=programs), linears, x, partials)
     assert shared[-1].shape == (rows, min(programs, 6))
@@ -232,7 +234,7 @@ def test_a_row_has_the_same_bits_among_any_number_of_rows(n, k):
 
 def test_tiles_may_be_higher_than_a_pass_has_rows():
     n, k = 32, 96
-    shape = WideShape(32, 32, 2, 1, num_warps=1, split=2, block_m=16)
+    shape = WideConfig(32, 32, 2, 1, num_warps=1, split=2, block_m=16)
     (halves, whole), x, partials = invariant_inputs(n, k)
     normed, gated, hidden, _, sumsq = run_all(n, k, 1, shape, (halves, whole), x, partials)
     expected = [poisoned(1, n), poisoned(1, n), random(64, n, seed=3)[:1].clone()]

@@ -10,6 +10,8 @@ from util import DEVICE, assert_close, meta_rows, norm_weight, random
 
 from tridecode import layout
 from tridecode.kernels.linear.gate_up import gate_up_ref
+from tridecode.kernels.linear.matmul_hopper import HopperConfig
+from tridecode.kernels.linear.matmul_tiles import TilesConfig
 from tridecode.kernels.linear.matmul_wide import make_buffers
 from tridecode.kernels.linear.matvec import matvec_normed_ref, matvec_residual_ref
 from tridecode.kernels.linear.weight import Linear
@@ -24,7 +26,6 @@ from tridecode.tuning.choose import (
     parts_of_columns,
 )  # fmt: skip
 from tridecode.tuning.products import products
-from tridecode.tuning.shapes import HopperShape, TilesShape
 
 hopper_only = pytest.mark.skipif(
     not HOPPER, reason="Gluon has no interpreter, and this kernel is for GPUs of compute capability 9.0"
@@ -79,7 +80,7 @@ class Product:
     def enqueue(self, shape, pdl=False):
         forms = products(shape)
         op = forms.residual if self.residual else forms.gate_up if self.gated else forms.normed
-        op.launch(*self.arguments(*self.outputs), shape=shape, pdl=pdl)
+        op.launch(*self.arguments(*self.outputs), config=shape, pdl=pdl)
 
     def launch(self, shape):
         """The outputs, as they are after a launch."""
@@ -214,13 +215,13 @@ def test_a_row_has_the_same_bits_among_any_number_of_rows(role, preset):
 
 @pytest.mark.parametrize("preset", ["qwen3-4b", "llama-3.1-8b", "qwen3-8b"])
 def test_engines_on_hopper_have_these_products_for_more_than_sixteen_rows(preset):
-    for capability, expected in ((90, {HopperShape}), (80, {TilesShape}), (120, {TilesShape})):
+    for capability, expected in ((90, {HopperConfig}), (80, {TilesConfig}), (120, {TilesConfig})):
         found = choose_shapes(PRESETS[preset], torch.bfloat16, capability)
         shapes = [getattr(found[32], role) for role in SIZES]
         assert set(map(type, shapes)) == expected
         few = [getattr(found[rows], role) for rows in (1, 8, 16) for role in SIZES]
-        assert HopperShape not in map(type, few)
-    assert HopperShape not in map(type, vars(choose_shapes(PRESETS[preset], torch.float32, 90)[2]).values())
+        assert HopperConfig not in map(type, few)
+    assert HopperConfig not in map(type, vars(choose_shapes(PRESETS[preset], torch.float32, 90)[2]).values())
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -229,8 +230,8 @@ def test_rows_that_must_not_know_each_other_are_added_in_one_order(preset):
     found = invariant_shapes(PRESETS[preset], torch.bfloat16, 90).values()
     for op, (n, k) in matrix_sizes(PRESETS[preset]).items():
         shapes = [getattr(shapes, op) for shapes in found]
-        assert (HopperShape in map(type, shapes)) == (hopper_shape(n, k, op == "gate_up") is not None)
-        if HopperShape in map(type, shapes):
+        assert (HopperConfig in map(type, shapes)) == (hopper_shape(n, k, op == "gate_up") is not None)
+        if HopperConfig in map(type, shapes):
             assert len({(type(shape), shape.block_n, *parts_of_columns(shape, k)) for shape in shapes}) == 1
             assert op != "lm_head" or shapes[0].split == 1
 

@@ -8,26 +8,25 @@ from test_bits import linear_of
 from test_matmul_hopper import Product, check_alike, check_captured, hopper_only, same
 from test_matmul_ring import not_carried, shapes_for
 
-from tridecode.kernels.linear.matmul_hopper import HOPPER_NORMED
+from tridecode.kernels.linear.matmul_hopper import HOPPER_NORMED, HopperConfig
 from tridecode.kernels.linear.matmul_hopper_parts import COLUMNS_OF
 from tridecode.kernels.linear.matmul_wide import MAX_SPLIT
 from tridecode.tuning.few_bits import ROLES, UNSHARED, hopper_carries, hopper_shapes, invariant_hopper_shape
-from tridecode.tuning.shapes import HopperShape
 
 FORMS = (
     "int4_groups_of_128", "int4", "int4_zeros", "int4_a_row", "int8_a_row", "int8_zeros", "e4m3", "e4m3_blocks"
 )  # fmt: skip
 FORM = pytest.mark.parametrize("form", FORMS)
 SHAPES = {
-    "one": HopperShape(64, 256, 4, 4, registers=168),
-    "copier": HopperShape(64, 256, 4, 4, copier=1, registers=112),
-    "high": HopperShape(128, 256, 3, 3, num_warps=8, registers=240),
-    "high_few_warps": HopperShape(128, 256, 2, 2, registers=248),
-    "two_pieces": HopperShape(64, 512, 2, 2, num_warps=8, registers=240),
-    "stages_apart": HopperShape(64, 256, 4, 2, registers=168),
-    "turns": HopperShape(64, 256, 4, 4, programs=3, registers=168),
-    "turns_copier": HopperShape(128, 256, 3, 2, num_warps=8, programs=2, copier=1, registers=120),
-    "split": HopperShape(64, 256, 4, 4, split=3, registers=168),
+    "one": HopperConfig(64, 256, 4, 4, registers=168),
+    "copier": HopperConfig(64, 256, 4, 4, copier=1, registers=112),
+    "high": HopperConfig(128, 256, 3, 3, num_warps=8, registers=240),
+    "high_few_warps": HopperConfig(128, 256, 2, 2, registers=248),
+    "two_pieces": HopperConfig(64, 512, 2, 2, num_warps=8, registers=240),
+    "stages_apart": HopperConfig(64, 256, 4, 2, registers=168),
+    "turns": HopperConfig(64, 256, 4, 4, programs=3, registers=168),
+    "turns_copier": HopperConfig(128, 256, 3, 2, num_warps=8, programs=2, copier=1, registers=120),
+    "split": HopperConfig(64, 256, 4, 4, split=3, registers=168),
 }
 MADE = {"int4": "int4_groups_of_128", "fp8": "e4m3"}  # by --quantize
 CARRIED = pytest.mark.parametrize("kind", MADE)
@@ -67,7 +66,7 @@ def in_use():
                 for role in ROLES:
                     shape = getattr(shapes[rows], role)
                     linear = weights.lm_head if role == "lm_head" else getattr(weights.layers[0], role)
-                    if isinstance(shape, HopperShape):
+                    if isinstance(shape, HopperConfig):
                         found[linear.format, role, rows, linear.out_features, linear.in_features] = shape
     return found
 
@@ -123,7 +122,7 @@ def test_a_row_has_the_same_bits_among_any_number_of_rows(form, role):
 
 
 def roles_of(shapes):
-    return {role for role in ROLES if isinstance(getattr(shapes, role), HopperShape)}
+    return {role for role in ROLES if isinstance(getattr(shapes, role), HopperConfig)}
 
 
 @CARRIED
@@ -154,7 +153,7 @@ def test_rows_that_must_not_know_each_other_are_added_in_one_order(kind, preset)
     assert sorted(found) == [16, 32, 64]
     for role in ROLES:
         shapes = [getattr(found[rows], role) for rows in found]
-        assert {type(shape) for shape in shapes} == {HopperShape}
+        assert {type(shape) for shape in shapes} == {HopperConfig}
         alike = {(shape.split, shape.block_k) + (() if role in UNSHARED else (shape.block_n,)) for shape in shapes}
         assert len(alike) == 1, role
 
@@ -185,4 +184,4 @@ def test_what_the_kernel_does_not_carry_is_not_launched():
         product = Product("qkv", 64, 512, 16)
         product.linear = linear_of(form, 64, 512)
         with pytest.raises(AssertionError, match="not what the kernel multiplies"):
-            HOPPER_NORMED.launch(*product.arguments(*product.outputs), shape=SHAPES["one"])
+            HOPPER_NORMED.launch(*product.arguments(*product.outputs), config=SHAPES["one"])

@@ -12,23 +12,24 @@ from util import assert_close, norm_weight, poisoned, random
 from tridecode.checkpoint.formats.quantize import rules
 from tridecode.checkpoint.load import empty_weights
 from tridecode.kernels.linear.gate_up import gate_up_ref
+from tridecode.kernels.linear.matmul import MatmulConfig
+from tridecode.kernels.linear.matmul_ring import RingConfig
 from tridecode.kernels.linear.matvec import matvec_normed_ref, matvec_residual_ref
 from tridecode.models.presets import PRESETS
 from tridecode.step.model import shapes_of
 from tridecode.tuning.few_bits import RINGS, ROLES, few_bits_shape, ring_shape, ring_shapes
 from tridecode.tuning.products import products
-from tridecode.tuning.shapes import MatmulShape, RingShape
 
 on_hopper = pytest.mark.skipif(not HOPPER, reason="Gluon has no interpreter")
 SHAPES = {
-    "whole_rows": RingShape(4, 5, 1),
-    "rows_shared": RingShape(4, 5, 2, programs=7),
-    "rows_shared_copier": RingShape(4, 5, 2, programs=7, copier=1, registers=168),
-    "more_stages_than_rows": RingShape(4, 5, 6, programs=20),
-    "rows_and_x_shared": RingShape(4, 5, 3, x_shared=True, programs=7),
-    "x_shared": RingShape(8, 1, 4, x_shared=True, registers=128),
-    "x_shared_copier": RingShape(4, 2, 3, x_shared=True, programs=6, copier=1, registers=112),
-    "two_warps": RingShape(2, 3, 3, x_shared=True, registers=255),
+    "whole_rows": RingConfig(4, 5, 1),
+    "rows_shared": RingConfig(4, 5, 2, programs=7),
+    "rows_shared_copier": RingConfig(4, 5, 2, programs=7, copier=1, registers=168),
+    "more_stages_than_rows": RingConfig(4, 5, 6, programs=20),
+    "rows_and_x_shared": RingConfig(4, 5, 3, x_shared=True, programs=7),
+    "x_shared": RingConfig(8, 1, 4, x_shared=True, registers=128),
+    "x_shared_copier": RingConfig(4, 2, 3, x_shared=True, programs=6, copier=1, registers=112),
+    "two_warps": RingConfig(2, 3, 3, x_shared=True, registers=255),
 }
 FORMS = {"int4": "int4_groups_of_128", "int4_a_row": "int4_a_row", "e4m3": "e4m3", "e4m3_blocks": "e4m3_blocks"}
 FORM = pytest.mark.parametrize("form", FORMS)
@@ -36,12 +37,12 @@ SHAPE = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 
 
 def gate_up(shape, linear, out, x, partials):
-    products(shape).gate_up.launch(idle(1), x, linear, out, partials, 5, EPS, shape=shape, pdl=PDL)
+    products(shape).gate_up.launch(idle(1), x, linear, out, partials, 5, EPS, config=shape, pdl=PDL)
 
 
 def normed(shape, linear, out, x, partials, meta=None):
     meta = idle(1) if meta is None else meta
-    products(shape).normed.launch(meta, x, linear, out, partials, 5, EPS, shape=shape, pdl=PDL)
+    products(shape).normed.launch(meta, x, linear, out, partials, 5, EPS, config=shape, pdl=PDL)
 
 
 @on_hopper
@@ -75,7 +76,7 @@ def assert_residual_close(linear, shape):
     expected = hidden.clone()
     found, expected_normed = poisoned(1, n, dtype=torch.bfloat16), poisoned(1, n)
     sumsq, expected_sumsq = poisoned(1, n), poisoned(1, n)
-    products(shape).residual.launch(idle(1), x, linear, hidden, norm, found, sumsq, shape=shape, pdl=PDL)
+    products(shape).residual.launch(idle(1), x, linear, hidden, norm, found, sumsq, config=shape, pdl=PDL)
     matvec_residual_ref(idle(1), x, linear, expected, norm, expected_normed, expected_sumsq)
     assert_close(hidden, expected, TOLERANCE, "hidden")
     assert_close(found.float(), expected_normed, ROUNDED, "normed")
@@ -99,7 +100,7 @@ def shapes_for(kind, capability=90, preset="qwen3-4b", **how):
 
 def rings(shapes):
     """Roles whose products go by the ring."""
-    return {role for role, shape in vars(shapes).items() if isinstance(shape, RingShape)}
+    return {role for role, shape in vars(shapes).items() if isinstance(shape, RingConfig)}
 
 
 def in_use():
@@ -155,7 +156,7 @@ def test_programs_copier_and_place_of_the_activations_leave_the_bits_alone(form)
 @on_hopper
 @pytest.mark.parametrize("copier", [0, 1])
 def test_nothing_is_written_where_the_row_does_not_run(copier):
-    shape = RingShape(4, 2, 3, x_shared=True, programs=2, copier=copier, registers=128)
+    shape = RingConfig(4, 2, 3, x_shared=True, programs=2, copier=copier, registers=128)
     linear, (x, partials) = linear_of(FORMS["int4"], 80, 2560), activations(1, 2560)
     out = poisoned(1, 80)
     for _ in range(3):  # what one launch left behind would trouble the next
@@ -169,7 +170,7 @@ def test_what_the_kernel_does_not_carry_is_not_launched():
     x, partials = activations(2, 512)
     for form, rows in (("int4_groups_of_32", 1), ("int4_ordered", 1), ("int8", 1), ("int4_groups_of_128", 2)):
         with pytest.raises(AssertionError, match="not what the kernel multiplies"):
-            normed(RingShape(), linear_of(form, 32, 512), poisoned(rows, 32), x[:rows], partials, idle(rows))
+            normed(RingConfig(), linear_of(form, 32, 512), poisoned(rows, 32), x[:rows], partials, idle(rows))
 
 
 def test_one_row_goes_by_the_ring_on_hopper_where_it_was_measured():
@@ -218,7 +219,7 @@ def test_a_role_goes_by_the_ring_if_the_kernel_carries_all_of_its_layers():
     mixed = replace(weights, layers=[replace(layer, qkv=other["zero points"]), *weights.layers[1:]])
     config = replace(PRESETS["qwen3-4b"], quantise=rules("int4", "fp8"), num_layers=2)
     one = shapes_of(config, mixed, 90)[1]
-    assert one.qkv == few_bits_shape(layer.qkv, 1) and isinstance(one.qkv, MatmulShape)
+    assert one.qkv == few_bits_shape(layer.qkv, 1) and isinstance(one.qkv, MatmulConfig)
     assert rings(one) == {"o_proj", "gate_up", "lm_head"}
 
 
@@ -235,6 +236,6 @@ def test_e4m3_goes_by_the_ring_in_all_roles_of_the_layers_or_in_none():
 
 
 def test_a_grid_has_no_more_programs_than_blocks():
-    assert RingShape(programs=5).grid(32) == (2, 2) and RingShape().grid(160) == (10, 10)
+    assert RingConfig(programs=5).grid(32) == (2, 2) and RingConfig().grid(160) == (10, 10)
     for (_, _, n, _), shape in IN_USE.items():
         assert shape.grid(n) == (n // 16, shape.programs or n // 16)

@@ -5,6 +5,7 @@ from util import BF16_ROUNDING, Case, assert_close, cases, meta_rows, norm_weigh
 from tridecode import layout
 from tridecode.kernels.linear.gate_up import gate_up, gate_up_ref
 from tridecode.kernels.linear.matvec import (
+    MatvecConfig,
     matvec_normed,
     matvec_normed_ref,
     matvec_residual,
@@ -13,7 +14,6 @@ from tridecode.kernels.linear.matvec import (
 )
 from tridecode.kernels.linear.weight import Linear
 from tridecode.tuning.choose import matvec_shape
-from tridecode.tuning.shapes import MatvecShape
 
 EPS = 1e-6
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
@@ -24,7 +24,7 @@ CASES = cases(
     Case("odd_rows", gpu=dict(n=1001, k=4864), small=dict(n=13, k=304)),
     Case("vocabulary", gpu=dict(n=151936, k=1024), small=dict(n=101, k=256)),
 )
-SMALL_SHAPE = MatvecShape(8, 1, programs=3)  # few programs for the interpreter, and turns for each
+SMALL_SHAPE = MatvecConfig(8, 1, programs=3)  # few programs for the interpreter, and turns for each
 
 
 def shape_for(n, k):
@@ -47,7 +47,7 @@ def inputs(n, k, dtype, bias):
 def check_normed(n, k, dtype, bias, shape):
     linear, x, partials = inputs(n, k, dtype, bias)
     out, ref = poisoned(2, n), poisoned(2, n)
-    matvec_normed(meta_rows(0, 0), x, linear, out, partials, 5, EPS, shape=shape)
+    matvec_normed(meta_rows(0, 0), x, linear, out, partials, 5, EPS, config=shape)
     matvec_normed_ref(meta_rows(0, 0), x, linear, ref, partials, 5, EPS)
     assert_close(out, ref, 1e-5)
 
@@ -58,7 +58,7 @@ def check_residual(n, k, dtype, norm, normed_dtype, tolerance, shape):
     ref_hidden = hidden.clone()
     normed, sumsq = poisoned(2, n, dtype=normed_dtype), poisoned(2, n)
     ref_normed, ref_sumsq = poisoned(2, n, dtype=normed_dtype), poisoned(2, n)
-    matvec_residual(meta_rows(0, 0), x, linear, hidden, norm, normed, sumsq, shape=shape)
+    matvec_residual(meta_rows(0, 0), x, linear, hidden, norm, normed, sumsq, config=shape)
     matvec_residual_ref(meta_rows(0, 0), x, linear, ref_hidden, norm, ref_normed, ref_sumsq)
     assert_close(hidden, ref_hidden, 1e-5, "hidden")
     assert_close(normed, ref_normed, tolerance, "normed")
@@ -70,7 +70,7 @@ def check_residual(n, k, dtype, norm, normed_dtype, tolerance, shape):
 def check_gate_up(n, k, dtype, out_dtype, tolerance, shape):
     linear, x, partials = inputs(2 * n, k, dtype, bias=False)
     out, ref = poisoned(2, n, dtype=out_dtype), poisoned(2, n)
-    gate_up(meta_rows(0, 0), x, linear, out, partials, 5, EPS, shape=shape)
+    gate_up(meta_rows(0, 0), x, linear, out, partials, 5, EPS, config=shape)
     gate_up_ref(meta_rows(0, 0), x, linear, ref, partials, 5, EPS)
     assert_close(out, ref, tolerance)
 
@@ -105,23 +105,23 @@ def test_gate_up_matches_reference(case, dtype):
 SHAPES = pytest.mark.parametrize(
     "shape",
     [
-        MatvecShape(1, 4),
-        MatvecShape(2, 2, registers=96),
-        MatvecShape(16, 1),
-        MatvecShape(2, 8),  # a tile has more columns than the matrix
-        MatvecShape(4, 1, programs=4),
-        MatvecShape(1, 2, programs=5, registers=128),  # five turns, the last for one program
-        MatvecShape(2, 1, programs=132),  # more programs than rows
+        MatvecConfig(1, 4),
+        MatvecConfig(2, 2, registers=96),
+        MatvecConfig(16, 1),
+        MatvecConfig(2, 8),  # a tile has more columns than the matrix
+        MatvecConfig(4, 1, programs=4),
+        MatvecConfig(1, 2, programs=5, registers=128),  # five turns, the last for one program
+        MatvecConfig(2, 1, programs=132),  # more programs than rows
     ],
     ids=["rows_1", "registers_96", "rows_16", "wide_tile", "programs_4", "programs_5", "programs_132"],
 )
 
 
 def test_blocks_and_programs_of_a_shape():
-    assert MatvecShape(4, 1).grid(21) == (6, 6)
-    assert MatvecShape(4, 1, programs=4).grid(21) == (6, 4)
-    assert MatvecShape(4, 1, programs=132).grid(21) == (6, 6)
-    assert residual_partials(21, MatvecShape(4, 1, programs=4)) == 4
+    assert MatvecConfig(4, 1).grid(21) == (6, 6)
+    assert MatvecConfig(4, 1, programs=4).grid(21) == (6, 4)
+    assert MatvecConfig(4, 1, programs=132).grid(21) == (6, 6)
+    assert residual_partials(21, MatvecConfig(4, 1, programs=4)) == 4
 
 
 @SHAPES
@@ -144,9 +144,9 @@ def test_a_dead_step_writes_nothing():
     dead = meta_rows(0, 0, status=layout.LIMIT_REACHED)
     out, hidden = poisoned(2, 16), poisoned(2, 16)
     normed, sumsq, act = poisoned(2, 16), poisoned(2, 64), poisoned(2, 8)
-    matvec_normed(dead, x, linear, out, partials, 5, EPS, shape=SMALL_SHAPE)
-    matvec_residual(dead, x, linear, hidden, norm_weight(16), normed, sumsq, shape=SMALL_SHAPE)
-    gate_up(dead, x, linear, act, partials, 5, EPS, shape=SMALL_SHAPE)
+    matvec_normed(dead, x, linear, out, partials, 5, EPS, config=SMALL_SHAPE)
+    matvec_residual(dead, x, linear, hidden, norm_weight(16), normed, sumsq, config=SMALL_SHAPE)
+    gate_up(dead, x, linear, act, partials, 5, EPS, config=SMALL_SHAPE)
     assert all(t.isnan().all() for t in (out, hidden, normed, sumsq, act))
 
 
@@ -159,9 +159,9 @@ def test_rows_with_different_status_are_independent(dead):
     state[dead, layout.STATUS] = layout.STOP
     out, act, hidden = poisoned(2, n), poisoned(2, n), random(2, n, seed=3)
     normed, sumsq, before = poisoned(2, n), poisoned(2, n), hidden.clone()
-    matvec_normed(state, x, half, out, partials, 5, EPS, shape=SMALL_SHAPE)
-    gate_up(state, x, linear, act, partials, 5, EPS, shape=SMALL_SHAPE)
-    matvec_residual(state, x, half, hidden, norm_weight(n), normed, sumsq, shape=SMALL_SHAPE)
+    matvec_normed(state, x, half, out, partials, 5, EPS, config=SMALL_SHAPE)
+    gate_up(state, x, linear, act, partials, 5, EPS, config=SMALL_SHAPE)
+    matvec_residual(state, x, half, hidden, norm_weight(n), normed, sumsq, config=SMALL_SHAPE)
     for written in (out, act, normed):
         assert written[dead].isnan().all() and written[alive].isfinite().all()
     assert sumsq[dead].isnan().all() and torch.equal(hidden[dead], before[dead])

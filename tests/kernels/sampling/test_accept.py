@@ -8,13 +8,13 @@ from sampling_util import CAPACITY, GENERATION, PDL, STEP, make_step
 from util import CUDA, DEVICE, norm_weight, poisoned, random
 
 from tridecode import layout as m
+from tridecode.kernels.attention.attention_rows import AttentionRowsConfig
 from tridecode.kernels.attention.write_kv import write_kv, write_kv_ref
 from tridecode.kernels.sampling.accept import accept, accept_ref
 from tridecode.kernels.sampling.greedy import greedy, greedy_ref
 from tridecode.kernels.sampling.sample import sample, sample_ref
 from tridecode.kernels.sampling.spread import spread, spread_ref
 from tridecode.sampling import SamplingParams
-from tridecode.tuning.shapes import AttentionRowsShape
 
 VOCAB = 331
 FIRST = 9  # POSITION of make_step
@@ -174,7 +174,7 @@ def test_k_and_v_of_every_row_that_runs(norm):
     angle = random(40, dim // 2)
     args = table, random(5, (heads + 2 * kv_heads) * dim), norm_weight(dim) if norm else None, angle.cos(), angle.sin()
     caches = []
-    for run, how in ((write_kv, dict(shape=AttentionRowsShape(), pdl=PDL)), (write_kv_ref, {})):
+    for run, how in ((write_kv, dict(config=AttentionRowsConfig(), pdl=PDL)), (write_kv_ref, {})):
         k, v = poisoned(4, kv_heads, page, dim), poisoned(4, kv_heads, page, dim)
         run(step.meta, *args, k, v, 1e-6, **how)
         caches.append((k, v))

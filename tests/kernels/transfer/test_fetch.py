@@ -5,9 +5,8 @@ import torch
 from util import CUDA, DEVICE, Case, cases, meta_rows
 
 from tridecode import layout
-from tridecode.kernels.transfer.fetch import FETCH, fetch, fetch_bytes, fetch_ref
+from tridecode.kernels.transfer.fetch import FETCH, FetchConfig, fetch, fetch_bytes, fetch_ref
 from tridecode.state.offload import host_pages
-from tridecode.tuning.shapes import FetchShape
 
 CASES = cases(
     Case(
@@ -31,7 +30,7 @@ def bits_of(case):
     host = host_pages(s["host"], shape, torch.bfloat16, torch.device(DEVICE))
     bits = host.flatten(2).view(torch.int64)
     bits.copy_(torch.randint(-(2**60), 2**60, bits.shape, generator=torch.Generator().manual_seed(1)))
-    return bits, FetchShape() if CUDA else FetchShape(programs=3, num_warps=4, tile=128)
+    return bits, FetchConfig() if CUDA else FetchConfig(programs=3, num_warps=4, tile=128)
 
 
 def listed(*pages: int, room: int) -> torch.Tensor:
@@ -46,7 +45,7 @@ def test_fetch_brings_the_layers_part_of_the_pages_that_are_wanted(case, pages):
     host, shape = bits_of(case)
     layer, room = 1, 6
     ring = torch.full((room, host.shape[2]), POISON, device=DEVICE)
-    fetch(None, listed(*pages, room=room), host[:, layer], ring, shape=shape)
+    fetch(None, listed(*pages, room=room), host[:, layer], ring, config=shape)
     for place in range(room):
         page = pages[place] if place < len(pages) else -1
         wanted = host[page, layer] if page >= 0 else torch.full_like(host[0, 0], POISON)

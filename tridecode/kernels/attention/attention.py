@@ -1,5 +1,7 @@
 """attention: q/k norm, RoPE, K/V write and split-KV attention of a token a row; the last split of a row combines."""
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -22,6 +24,29 @@ from .fp8_kv import held, is_fp8, put, row_bytes, scales
 from .fp8_tiles import warp_positions
 from .rope import rms_norm, rotate
 from .splits import blocks_seen, combine_splits
+
+
+@dataclass(frozen=True)
+class AttentionConfig:
+    """Launch config of attention of one row, or few: `block_t` positions a turn (a multiple or a divisor of the page),
+    at most `splits` programs per K/V head and row.
+
+    few: splits of a row, as long as none has more than `turns` turns; a longer row has more of them. 0: as many as
+    there may be.
+
+    ahead: the turns of a split whose K and V are loaded before the wait; where all positions fit in as many, one split
+    takes them. Of K/V in 8 bits one turn is, and converts says that the GPU has an instruction for them. registers: the
+    most a thread may use, 0 for no bound.
+    """
+
+    block_t: int = 64
+    splits: int = 32
+    num_warps: int = 4
+    registers: int = 0
+    ahead: int = 1
+    converts: bool = False
+    few: int = 0
+    turns: int = 32
 
 
 @triton.jit
@@ -173,17 +198,17 @@ def attention(
     eps,
     window,
     *,
-    shape,
+    config,
     pdl=False,
 ):
     """out[row] = attention of the row's token; its K and V enter the cache. window: 0, or the positions attended to."""
     _, kv_heads, page, head_dim = k_cache.shape
     group, k_scale, v_scale = out.shape[1] // (kv_heads * head_dim), scales(k_cache), scales(v_cache)
     spare, fp8 = cos, is_fp8(k_cache)  # stands in for absent q/k norms
-    assert shape.splits <= partial.shape[2], "more splits than partial has room for"
-    assert shape.block_t % page == 0 or page % shape.block_t == 0, "a tile must be whole pages or a part of one"
-    rows, splits = len(out), shape.splits
-    few = min(shape.few or splits, splits)
+    assert config.splits <= partial.shape[2], "more splits than partial has room for"
+    assert config.block_t % page == 0 or page % config.block_t == 0, "a tile must be whole pages or a part of one"
+    rows, splits = len(out), config.splits
+    few = min(config.few or splits, splits)
     _attention_kernel[(kv_heads, rows * few + splits - few)](
         meta,
         page_table,
@@ -218,21 +243,21 @@ def attention(
         max(triton.next_power_of_2(head_dim), 64 if fp8 else 1),
         triton.next_power_of_2(group),
         max(triton.next_power_of_2(group), 8),
-        shape.block_t,
-        shape.ahead,
+        config.block_t,
+        config.ahead,
         splits,
         few,
-        shape.turns,
+        config.turns,
         partial.shape[2],
-        combine_splits(group, head_dim, shape),
+        combine_splits(group, head_dim, config),
         window,
         q_norm is not None,
         fp8,
-        warp_positions(shape, page),
-        shape.converts,
+        warp_positions(config, page),
+        config.converts,
         pdl,
         interpreted(),
-        **options(shape.num_warps, pdl, shape.registers),
+        **options(config.num_warps, pdl, config.registers),
     )
 
 

@@ -1,5 +1,7 @@
 """attention of several positions of each request: its rows share its K and V, and see the new ones before them."""
 
+from dataclasses import dataclass
+
 import triton
 import triton.language as tl
 
@@ -11,6 +13,24 @@ from .splits import EMPTY, LOG2E, _combined, attend_tiles, blocks_seen, combine_
 
 EACH = tl.constexpr(2)  # columns that are added up at once; there are at least two queries
 NEW = 16  # new positions in their tile: the fewest rows that are multiplied at once, no fewer than a request has
+
+
+@dataclass(frozen=True)
+class QueriesConfig:
+    """Launch config of attention of `queries` rows of each request, which are attended to together; fields as of
+    AttentionConfig for a request, whose splits have `least` turns or more. together: where no request has more than
+    `few` splits, all programs run at once, and those of a head add up together."""
+
+    queries: int
+    block_t: int = 32
+    splits: int = 32
+    num_warps: int = 8
+    ahead: int = 1
+    few: int = 0
+    turns: int = 32
+    least: int = 2
+    together: bool = False
+    registers: int = 0
 
 
 @triton.jit
@@ -322,19 +342,19 @@ def attention_queries(
     eps,
     window,
     *,
-    shape,
+    config,
     pdl=False,
 ):
-    """attention for shape.queries rows of each request at once."""
+    """attention for config.queries rows of each request at once."""
     _, kv_heads, page, head_dim = k_cache.shape
-    queries, group = shape.queries, out.shape[1] // (kv_heads * head_dim)
+    queries, group = config.queries, out.shape[1] // (kv_heads * head_dim)
     requests, columns = len(out) // queries, max(triton.next_power_of_2(queries * group), 8)
     spare = cos  # stands in for absent q/k norms
-    few = min(shape.few or shape.splits, shape.splits)
+    few = min(config.few or config.splits, config.splits)
     assert queries <= NEW and len(out) == requests * queries
-    assert shape.splits <= partial.shape[2], "more splits than partial has room for"
-    assert shape.block_t % page == 0 or page % shape.block_t == 0, "a tile must be whole pages or a part of one"
-    _attention_queries_kernel[(kv_heads, requests * few + shape.splits - few)](
+    assert config.splits <= partial.shape[2], "more splits than partial has room for"
+    assert config.block_t % page == 0 or page % config.block_t == 0, "a tile must be whole pages or a part of one"
+    _attention_queries_kernel[(kv_heads, requests * few + config.splits - few)](
         meta,
         page_table,
         qkv,
@@ -365,21 +385,21 @@ def attention_queries(
         head_dim,
         triton.next_power_of_2(head_dim),
         columns,
-        shape.block_t,
-        shape.ahead,
-        shape.least,
-        shape.splits,
+        config.block_t,
+        config.ahead,
+        config.least,
+        config.splits,
         few,
-        shape.turns,
+        config.turns,
         partial.shape[2],
-        combine_splits(EACH.value, head_dim, shape),
-        combine_splits(columns, head_dim, shape),
+        combine_splits(EACH.value, head_dim, config),
+        combine_splits(columns, head_dim, config),
         window,
         q_norm is not None,
-        shape.together and not interpreted(),  # where programs run one after the other
+        config.together and not interpreted(),  # where programs run one after the other
         pdl,
         interpreted(),
-        **options(shape.num_warps, pdl, shape.registers),
+        **options(config.num_warps, pdl, config.registers),
     )
 
 

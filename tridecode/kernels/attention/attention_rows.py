@@ -1,5 +1,7 @@
 """attention of several rows: as attention, by a fixed number of programs that share the work of all rows."""
 
+from dataclasses import dataclass
+
 import triton
 import triton.language as tl
 
@@ -11,6 +13,24 @@ from .fp8_tiles import fp8_attend, fp8_keys, fp8_pages, fp8_queries, fp8_values,
 from .pages import page_rows, pages_at
 from .rope import _partner, _rms_rope, _rotation
 from .splits import EMPTY, LOG2E, _combine, blocks_seen, combine_splits
+
+
+@dataclass(frozen=True)
+class AttentionRowsConfig:
+    """Launch config of attention of several rows: `programs` share the work, items of `block_t` positions a turn; a row
+    has at most `splits` items per K/V head, each of at least `least` turns. registers: as above. stages: of the loop
+    over an item's tiles, two for each tile on its way through shared memory and one; 1: the next one, in registers.
+    early: the first tile is loaded before the wait, as no launch of this pass writes it. converts: as above."""
+
+    block_t: int = 64
+    splits: int = 32
+    num_warps: int = 4
+    registers: int = 0
+    least: int = 4
+    programs: int = 132
+    stages: int = 1
+    early: bool = True
+    converts: bool = False
 
 
 @triton.jit
@@ -316,7 +336,7 @@ def attention_rows(
     eps,
     window,
     *,
-    shape,
+    config,
     pdl=False,
 ):
     """attention for several rows at once."""
@@ -324,10 +344,10 @@ def attention_rows(
     fp8 = is_fp8(k_cache)
     rows, group, k_scale, v_scale = len(out), out.shape[1] // (kv_heads * head_dim), scales(k_cache), scales(v_cache)
     spare = cos  # stands in for absent q/k norms
-    assert not fp8 or shape.stages == 1, "K/V in 8 bits are on their way in registers"
-    assert shape.splits <= partial.shape[2], "more splits than partial has room for"
-    assert shape.block_t % page == 0 or page % shape.block_t == 0, "a tile must be whole pages or a part of one"
-    _attention_rows_kernel[(shape.programs,)](
+    assert not fp8 or config.stages == 1, "K/V in 8 bits are on their way in registers"
+    assert config.splits <= partial.shape[2], "more splits than partial has room for"
+    assert config.block_t % page == 0 or page % config.block_t == 0, "a tile must be whole pages or a part of one"
+    _attention_rows_kernel[(config.programs,)](
         meta,
         page_table,
         qkv,
@@ -361,22 +381,22 @@ def attention_rows(
         max(triton.next_power_of_2(head_dim), 64 if fp8 else 1),
         triton.next_power_of_2(group),
         max(triton.next_power_of_2(group), 8),
-        shape.block_t,
-        shape.least,
-        shape.splits,
+        config.block_t,
+        config.least,
+        config.splits,
         partial.shape[2],
-        combine_splits(group, head_dim, shape),
+        combine_splits(group, head_dim, config),
         window,
         q_norm is not None,
         fp8,
-        warp_positions(shape, page),
-        shape.converts,
-        shape.programs,
-        shape.stages,
-        shape.early,
+        warp_positions(config, page),
+        config.converts,
+        config.programs,
+        config.stages,
+        config.early,
         pdl,
         interpreted(),
-        **options(shape.num_warps, pdl, shape.registers),
+        **options(config.num_warps, pdl, config.registers),
     )
 
 

@@ -15,9 +15,9 @@ from .splits import EMPTY
 _HEADS = tl.constexpr(16)  # the fewest rows of a product
 
 
-def warp_positions(shape, page: int) -> int:
+def warp_positions(config, page: int) -> int:
     """WARP_T of the kernels: how many of the block_t positions of a turn each warp attends to."""
-    return min(max(shape.block_t // shape.num_warps, 16), 32, page)  # a product takes a multiple of 16
+    return min(max(config.block_t // config.num_warps, 16), 32, page)  # a product takes a multiple of 16
 
 
 @triton.jit

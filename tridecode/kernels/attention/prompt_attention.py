@@ -1,5 +1,7 @@
 """prompt_attention: causal attention of chunks of prompts, rows of one slot or of many, over K/V in their pages."""
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -26,6 +28,26 @@ from .prompt_splits import (
 from .splits import EMPTY, LOG2E
 
 MASK_LIMIT = 2**21  # entries of a reference's mask
+
+
+@dataclass(frozen=True)
+class PromptAttentionConfig:
+    """Launch config of attention of prompts: block_m rows at a time, of one head or, of the same positions, of up to
+    `heads` that share K and V; `stages` pages in flight. Where these blocks are fewer than `programs`, they are split,
+    into up to `splits` parts of at least `least` pages each. apart: a launch of its own adds up the parts, else the
+    last of them. dependent: launched while the kernel before drains. hopper: the multiprocessors of a GPU that
+    prompt_attention_hopper is for; what fits that kernel is left to it. 0: none is."""
+
+    block_m: int = 64
+    num_warps: int = 4
+    stages: int = 3
+    programs: int = 264
+    splits: int = 8
+    least: int = 4
+    heads: int = 1
+    apart: bool = False
+    dependent: bool = False
+    hopper: int = 0
 
 
 @triton.jit
@@ -212,31 +234,31 @@ def _prompt_attention_kernel(
                             )  # fmt: skip
 
 
-def scratch_sizes(head_dim: int, shape) -> dict[str, tuple[int, ...]]:
+def scratch_sizes(head_dim: int, config) -> dict[str, tuple[int, ...]]:
     """Name -> size of the scratch that a launch of this shape needs."""
-    programs, tile = shape.programs, (shape.block_m, triton.next_power_of_2(head_dim))
-    return {"partial": (programs, *tile), "lse": (programs, 2, shape.block_m), "counter": (programs,)}
+    programs, tile = config.programs, (config.block_m, triton.next_power_of_2(head_dim))
+    return {"partial": (programs, *tile), "lse": (programs, 2, config.block_m), "counter": (programs,)}
 
 
-def prompt_attention(chunks, page_table, q, k_cache, v_cache, partial, lse, counter, out, window, scale, *, shape):
+def prompt_attention(chunks, page_table, q, k_cache, v_cache, partial, lse, counter, out, window, scale, *, config):
     """out [rows, heads * D]: attention of the chunks' rows. q: [rows, heads, D]; k_cache, v_cache: a layer's part of
     the pool, [pages, kv_heads, page, D]; partial, lse, counter: scratch of `scratch_sizes`, the last zero. window: 0,
     or the positions attended to."""
-    if shape.hopper and prompt_attention_hopper.fits(q, k_cache, window, shape.hopper):
-        return prompt_attention_hopper.launch(chunks, page_table, q, k_cache, v_cache, out, scale, shape.hopper)
+    if config.hopper and prompt_attention_hopper.fits(q, k_cache, window, config.hopper):
+        return prompt_attention_hopper.launch(chunks, page_table, q, k_cache, v_cache, out, scale, config.hopper)
     rows, heads, D = q.shape
     _, kv_heads, page, _ = k_cache.shape
     block = [page, triton.next_power_of_2(D)]
     pool, rows_of_page = pool_rows(k_cache)
     k_scale, v_scale = scales(k_cache), scales(v_cache)
-    assert partial.numel() >= shape.programs * shape.block_m * block[1], "less scratch than the launch shape needs"
-    together = heads_together(heads // kv_heads, shape.heads)
+    assert partial.numel() >= config.programs * config.block_m * block[1], "less scratch than the launch shape needs"
+    together = heads_together(heads // kv_heads, config.heads)
     parts = heads // together
-    items = triton.cdiv(rows, shape.block_m // together) * parts
-    apart = shape.apart and 2 * items <= shape.programs  # else nothing is split, but in a pass of much padding
-    wide, pdl = triton.next_power_of_2(shape.splits), shape.dependent and not interpreted()
+    items = triton.cdiv(rows, config.block_m // together) * parts
+    apart = config.apart and 2 * items <= config.programs  # else nothing is split, but in a pass of much padding
+    wide, pdl = triton.next_power_of_2(config.splits), config.dependent and not interpreted()
     # With a program for each item it is the GPU that hands out the work, and better than any fixed share.
-    _prompt_attention_kernel[(max(shape.programs, min(items, 8 * shape.programs)),)](
+    _prompt_attention_kernel[(max(config.programs, min(items, 8 * config.programs)),)](
         chunks,
         page_table,
         q,
@@ -259,38 +281,38 @@ def prompt_attention(chunks, page_table, q, k_cache, v_cache, partial, lse, coun
         kv_heads,
         D,
         block[1],
-        shape.block_m,
+        config.block_m,
         page,
         window,
-        shape.stages,
-        shape.programs,
-        shape.splits,
+        config.stages,
+        config.programs,
+        config.splits,
         wide,
-        shape.least,
+        config.least,
         together,
         apart,
-        rows_at_once(wide * block[1], 64, shape.num_warps, shape.block_m),
+        rows_at_once(wide * block[1], 64, config.num_warps, config.block_m),
         is_fp8(k_cache),
         interpreted(),
         pdl,
-        **options(shape.num_warps, pdl),
+        **options(config.num_warps, pdl),
     )
     if apart:
-        at_once = rows_at_once(wide * block[1], 64, 4, shape.block_m)
-        _prompt_splits_kernel[(items * shape.block_m // at_once,)](
+        at_once = rows_at_once(wide * block[1], 64, 4, config.block_m)
+        _prompt_splits_kernel[(items * config.block_m // at_once,)](
             chunks,
             partial,
             lse,
             out,
             heads,
             D,
-            shape.block_m,
+            config.block_m,
             block[1],
             page,
             window,
-            shape.programs,
-            shape.splits,
-            shape.least,
+            config.programs,
+            config.splits,
+            config.least,
             together,
             wide,
             at_once,

@@ -213,7 +213,7 @@ def _combine(
     tl.store(out_ptr + offs_q[:, None] * D + offs_d[None, :], o.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def combine_splits(group: int, head_dim: int, shape) -> int:
+def combine_splits(group: int, head_dim: int, config) -> int:
     """Splits whose partial results the last program loads at once: what 32 registers a thread hold."""
     tile = triton.next_power_of_2(group) * triton.next_power_of_2(head_dim)
-    return max(min(32 * shape.num_warps * 32 // tile, triton.next_power_of_2(shape.splits)), 2)
+    return max(min(32 * config.num_warps * 32 // tile, triton.next_power_of_2(config.splits)), 2)

@@ -68,8 +68,8 @@ def _write_kv_kernel(
     tl.store(v_ptr + write + offs_d, v, mask=mask_d)
 
 
-def write_kv(meta, page_table, qkv, k_norm, cos, sin, k_cache, v_cache, eps, *, shape, pdl=False):
-    """k_cache, v_cache [pages, kv_heads, page, D] get what qkv [rows, ...] says of each row's position; shape:
+def write_kv(meta, page_table, qkv, k_norm, cos, sin, k_cache, v_cache, eps, *, config, pdl=False):
+    """k_cache, v_cache [pages, kv_heads, page, D] get what qkv [rows, ...] says of each row's position; config:
     attention's, which comes next."""
     _, kv_heads, page, head_dim = k_cache.shape
     heads = qkv.shape[1] // head_dim - 2 * kv_heads
@@ -95,7 +95,7 @@ def write_kv(meta, page_table, qkv, k_norm, cos, sin, k_cache, v_cache, eps, *, 
         max(triton.next_power_of_2(heads // kv_heads), 8),
         k_norm is not None,
         pdl,
-        **options(shape.num_warps, pdl),
+        **options(config.num_warps, pdl),
     )
 
 

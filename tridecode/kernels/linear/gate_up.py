@@ -65,11 +65,11 @@ def _gate_up_kernel(
         gate, up = gate_next, up_next
 
 
-def gate_up(meta, normed, linear, out, sumsq, n_sumsq, eps, split=None, *, shape, pdl=False):
+def gate_up(meta, normed, linear, out, sumsq, n_sumsq, eps, split=None, *, config, pdl=False):
     """out[row] = silu(gate) * up of the normalised row, the mean square from n_sumsq partial sums of squares."""
     rows, N = out.shape
     K = linear.in_features
-    blocks, programs = shape.grid(N)
+    blocks, programs = config.grid(N)
     _gate_up_kernel[(programs, rows)](
         meta,
         normed,
@@ -84,12 +84,12 @@ def gate_up(meta, normed, linear, out, sumsq, n_sumsq, eps, split=None, *, shape
         K,
         n_sumsq,
         triton.next_power_of_2(n_sumsq),
-        shape.block_n,
-        256 * shape.num_warps,
+        config.block_n,
+        256 * config.num_warps,
         blocks,
         programs,
         pdl,
-        **options(shape.num_warps, pdl, shape.registers),
+        **options(config.num_warps, pdl, config.registers),
     )
 
 

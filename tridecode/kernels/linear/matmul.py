@@ -5,6 +5,8 @@ BLOCK_N whole rows of the weights, loaded from memory straight into the register
 Weights in fewer bits become bf16 there (bits.py); what scales a group of them is put on the group's part of the sum.
 """
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -12,6 +14,7 @@ import triton.language as tl
 from ..common import META_WIDTH, RUN, STATUS, gdc_launch_dependents, gdc_wait, interpreted, options
 from ..op import Op
 from .bits import factor, pair, raised, taken_off, unpack, zero_point
+from .blocks import RowBlocks
 from .gate_up import gate_up_bytes, gate_up_ref
 from .matmul_parts import (
     STEP_COLUMNS,
@@ -25,6 +28,28 @@ from .matmul_parts import (
     places,
 )
 from .matvec import matvec_bytes, matvec_normed_ref, matvec_residual_ref
+
+
+@dataclass(frozen=True)
+class MatmulConfig(RowBlocks):
+    """Launch config of a product of few rows: a program takes block_n rows of the weights (a multiple of 16, gate and
+    up rows together) at a time, its warps share their columns.
+
+    ahead: tiles of 32 columns (of 4 bits 128, of 8 bits 64) a warp in flight, of the weights, before the wait. x_ahead:
+    tiles of 32 columns of the activations; if these are all, they are loaded once a program. registers: the most a
+    thread may use, 0 for no bound. block_m: rows of a tile, if a pass has fewer. programs: how many share the rows,
+    each taking its next ones while it multiplies; 0 for one program each block_n rows. fetch: blocks of
+    packed weights that are on their way to the L2 cache, with the one in registers.
+    """
+
+    block_n: int = 16
+    num_warps: int = 8
+    ahead: int = 16
+    x_ahead: int = 4
+    registers: int = 0
+    block_m: int = 8
+    programs: int = 0
+    fetch: int = 0
 
 
 @triton.jit
@@ -264,15 +289,15 @@ def _matmul_kernel(
         tl.store(sumsq_ptr + offs_m * stride_sumsq + pid, tl.sum(squares, 0), mask=status == RUN)
 
 
-def _launch(meta, x, linear, out, norm, normed, sumsq, n_sumsq, eps, residual, gated, shape, pdl):
+def _launch(meta, x, linear, out, norm, normed, sumsq, n_sumsq, eps, residual, gated, config, pdl):
     weight, bias, packed = linear.weight, linear.bias, linear.packed
     (rows, N), K = out.shape, linear.in_features
     parts = 1 if packed is None else packed.tile // STEP_K
-    tiles = triton.cdiv(K, parts * STEP_K * shape.num_warps)  # of a row that a warp has
-    blocks, programs = shape.grid(2 * N if gated else N)
+    tiles = triton.cdiv(K, parts * STEP_K * config.num_warps)  # of a row that a warp has
+    blocks, programs = config.grid(2 * N if gated else N)
     spare = out  # stands in for pointers this variant does not read
     # With tiles of 16 rows and more, 64 partial sums are added in the same order whatever the rows.
-    sumsq_block = max(triton.next_power_of_2(max(n_sumsq, 1)), 64 if shape.block_m > 8 else 1)
+    sumsq_block = max(triton.next_power_of_2(max(n_sumsq, 1)), 64 if config.block_m > 8 else 1)
     _matmul_kernel[(programs,)](
         meta,
         x,
@@ -292,7 +317,7 @@ def _launch(meta, x, linear, out, norm, normed, sumsq, n_sumsq, eps, residual, g
         sumsq.stride(0),
         rows,
         n_sumsq,
-        max(triton.next_power_of_2(rows), shape.block_m),
+        max(triton.next_power_of_2(rows), config.block_m),
         N,
         K,
         n_sumsq > 0,
@@ -305,38 +330,38 @@ def _launch(meta, x, linear, out, norm, normed, sumsq, n_sumsq, eps, residual, g
         1 if packed is None else packed.rows,
         linear.zero is not None,
         linear.order is not None,
-        shape.block_n,
-        shape.num_warps,
-        min(shape.ahead, tiles),
-        min(shape.x_ahead, tiles * parts),
+        config.block_n,
+        config.num_warps,
+        min(config.ahead, tiles),
+        min(config.x_ahead, tiles * parts),
         blocks,
         programs,
         # Pieces begin at multiples of 16 bytes; and what has dependent launch has copies in bulk.
-        shape.fetch if pdl and packed is not None and N % 8 == 0 else 0,
+        config.fetch if pdl and packed is not None and N % 8 == 0 else 0,
         pdl,
         interpreted(),
-        **options(shape.num_warps, pdl, shape.registers),
+        **options(config.num_warps, pdl, config.registers),
     )
 
 
-def matmul_normed(meta, normed, linear, out, sumsq, n_sumsq, eps, split=None, *, shape, pdl=False):
+def matmul_normed(meta, normed, linear, out, sumsq, n_sumsq, eps, split=None, *, config, pdl=False):
     """matvec_normed for a few rows at once."""
-    _launch(meta, normed, linear, out, None, None, sumsq, n_sumsq, eps, False, False, shape, pdl)
+    _launch(meta, normed, linear, out, None, None, sumsq, n_sumsq, eps, False, False, config, pdl)
 
 
-def matmul_residual(meta, x, linear, hidden, norm, normed, sumsq, split=None, *, shape, pdl=False):
-    """matvec_residual for a few rows at once; leaves `matmul_partials(N, shape)` sums in sumsq."""
-    _launch(meta, x, linear, hidden, norm, normed, sumsq, 0, 0.0, True, False, shape, pdl)
+def matmul_residual(meta, x, linear, hidden, norm, normed, sumsq, split=None, *, config, pdl=False):
+    """matvec_residual for a few rows at once; leaves `matmul_partials(N, config)` sums in sumsq."""
+    _launch(meta, x, linear, hidden, norm, normed, sumsq, 0, 0.0, True, False, config, pdl)
 
 
-def matmul_gate_up(meta, normed, linear, out, sumsq, n_sumsq, eps, split=None, *, shape, pdl=False):
+def matmul_gate_up(meta, normed, linear, out, sumsq, n_sumsq, eps, split=None, *, config, pdl=False):
     """gate_up for a few rows at once."""
-    _launch(meta, normed, linear, out, None, None, sumsq, n_sumsq, eps, False, True, shape, pdl)
+    _launch(meta, normed, linear, out, None, None, sumsq, n_sumsq, eps, False, True, config, pdl)
 
 
-def matmul_partials(N: int, shape) -> int:
+def matmul_partials(N: int, config) -> int:
     """Partial sums of squares that matmul_residual leaves: one a program."""
-    return shape.grid(N)[1]
+    return config.grid(N)[1]
 
 
 _KERNELS = (_matmul_kernel,)

@@ -20,6 +20,8 @@ A descriptor for TMA holds an address and sizes: of a weight it is made once, wh
 the graph as all arguments do. What lies there may change, as in the buffers of layers that lie on the host.
 """
 
+from dataclasses import dataclass
+
 import torch
 import triton
 from triton.experimental import gluon
@@ -48,6 +50,31 @@ from .matmul_hopper_parts import (
     record,
 )
 from .matvec import matvec_bytes, matvec_normed_ref, matvec_residual_ref
+
+
+@dataclass(frozen=True)
+class HopperConfig:
+    """Launch config of a product of up to 64 rows on Hopper: a program takes block_n rows of the weights (gate and up
+    rows together), in tiles of block_k columns: 128 bytes of a row, or a multiple of that.
+
+    stages, x_stages: tiles in flight, of the weights (before the wait) and of the activations. split: programs that
+    share the columns, not of gate and up. programs: how many share the rows, each taking its next ones while it
+    multiplies; 0 for one each block_n rows. lag: 1 where a tile's place is free only when the next one is multiplied.
+    copier: 1 where a warp of its own copies; three that idle go along, and what these four leave of their registers
+    those who multiply have. registers: the most a thread may use.
+    """
+
+    block_n: int = 64
+    block_k: int = 128
+    stages: int = 4
+    x_stages: int = 4
+    split: int = 1
+    num_warps: int = 4
+    programs: int = 0
+    lag: int = 0
+    copier: int = 0
+    registers: int = 128
+
 
 LEAST_ROWS = 16  # of a tile of the activations
 # What a program has: the arguments of the kernel, then its rings [stages, rows, columns] and their barriers, one a
@@ -290,26 +317,26 @@ def _matmul_hopper_kernel(
         _multiply(w)
 
 
-def _launch(meta, x, linear, out, norm, normed, sumsq, n_sumsq, eps, residual, gated, split, shape, pdl):
+def _launch(meta, x, linear, out, norm, normed, sumsq, n_sumsq, eps, residual, gated, split, config, pdl):
     weight, bias, packed = linear.weight, linear.bias, linear.packed
     rows, N = out.shape
     K, block_m = linear.in_features, max(triton.next_power_of_2(rows), LEAST_ROWS)
-    tiles = triton.cdiv(N, shape.block_n // 2 if gated else shape.block_n)
+    tiles = triton.cdiv(N, config.block_n // 2 if gated else config.block_n)
     assert packed is None or multiplies(packed), "not what the kernel multiplies"
     spare = out  # stands in for pointers this variant does not read
-    shared = shape.split > 1
+    shared = config.split > 1
     # A tile that reached beyond the buffer would be slower than one whose last rows nobody needs.
     whole = torch.as_strided(x, (block_m, K), (x.stride(0), 1))
-    _matmul_hopper_kernel[(shape.programs or tiles * shape.split,)](
-        meta, _descriptor(whole, block_m), _descriptor(weight, shape.block_n // 2 if gated else shape.block_n),
+    _matmul_hopper_kernel[(config.programs or tiles * config.split,)](
+        meta, _descriptor(whole, block_m), _descriptor(weight, config.block_n // 2 if gated else config.block_n),
         spare if packed is None else linear.scale, spare if linear.zero is None else linear.zero,
         spare if bias is None else bias, out, norm if residual else spare, normed if residual else spare, sumsq,
         split.sums if shared else spare, split.counter if shared else spare, eps, out.stride(0),
         normed.stride(0) if residual else 0, sumsq.stride(0), rows, N, K, n_sumsq, block_m, n_sumsq > 0,
         max(triton.next_power_of_2(n_sumsq), 64), bias is not None, residual, gated, linear.format,
-        packed.group % K if packed else 0, packed.rows if packed else 1, bool(packed and packed.zeros), shape.block_n,
-        shape.block_k, shape.stages, shape.x_stages, shape.split, shape.programs > 0, shape.copier > 0, shape.lag,
-        shape.num_warps, pdl, **options(shape.num_warps, pdl, shape.registers),
+        packed.group % K if packed else 0, packed.rows if packed else 1, bool(packed and packed.zeros), config.block_n,
+        config.block_k, config.stages, config.x_stages, config.split, config.programs > 0, config.copier > 0,
+        config.lag, config.num_warps, pdl, **options(config.num_warps, pdl, config.registers),
     )  # fmt: skip
 
 
@@ -326,24 +353,24 @@ def _descriptor(tensor, rows: int):
     return TensorDescriptor.from_tensor(tensor, block, gl.NVMMASharedLayout(128, 8 * tensor.itemsize, 2))
 
 
-def hopper_normed(meta, normed, linear, out, sumsq, n_sumsq, eps, split=None, *, shape, pdl=False):
+def hopper_normed(meta, normed, linear, out, sumsq, n_sumsq, eps, split=None, *, config, pdl=False):
     """matvec_normed for up to 64 rows at once."""
-    _launch(meta, normed, linear, out, None, None, sumsq, n_sumsq, eps, False, False, split, shape, pdl)
+    _launch(meta, normed, linear, out, None, None, sumsq, n_sumsq, eps, False, False, split, config, pdl)
 
 
-def hopper_residual(meta, x, linear, hidden, norm, normed, sumsq, split=None, *, shape, pdl=False):
-    """matvec_residual for up to 64 rows at once; leaves `hopper_partials(N, shape)` sums in sumsq."""
-    _launch(meta, x, linear, hidden, norm, normed, sumsq, 0, 0.0, True, False, split, shape, pdl)
+def hopper_residual(meta, x, linear, hidden, norm, normed, sumsq, split=None, *, config, pdl=False):
+    """matvec_residual for up to 64 rows at once; leaves `hopper_partials(N, config)` sums in sumsq."""
+    _launch(meta, x, linear, hidden, norm, normed, sumsq, 0, 0.0, True, False, split, config, pdl)
 
 
-def hopper_gate_up(meta, normed, linear, out, sumsq, n_sumsq, eps, split=None, *, shape, pdl=False):
+def hopper_gate_up(meta, normed, linear, out, sumsq, n_sumsq, eps, split=None, *, config, pdl=False):
     """gate_up for up to 64 rows at once."""
-    _launch(meta, normed, linear, out, None, None, sumsq, n_sumsq, eps, False, True, split, shape, pdl)
+    _launch(meta, normed, linear, out, None, None, sumsq, n_sumsq, eps, False, True, split, config, pdl)
 
 
-def hopper_partials(N: int, shape) -> int:
+def hopper_partials(N: int, config) -> int:
     """Partial sums of squares that hopper_residual leaves: one for each block_n columns."""
-    return triton.cdiv(N, shape.block_n)
+    return triton.cdiv(N, config.block_n)
 
 
 _OURS = (_matmul_hopper_kernel,)

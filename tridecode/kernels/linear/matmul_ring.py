@@ -11,6 +11,9 @@ is written.
 Dependent launch: no kernel that may still run writes weights, so the whole ring is filled before the wait.
 """
 
+from dataclasses import dataclass
+from typing import ClassVar
+
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -20,6 +23,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from ..common import META_WIDTH, RUN, STATUS, gdc_launch_dependents, gdc_wait, options
 from ..op import Op
 from .bits import factor
+from .blocks import RowBlocks
 from .gate_up import gate_up_bytes, gate_up_ref
 from .matmul_hopper_parts import COPIER_REGISTERS, barrier, barriers, copy, record, view
 from .matmul_ring_parts import (
@@ -37,6 +41,28 @@ from .matmul_ring_parts import (
     sums_of,
 )
 from .matvec import matvec_bytes, matvec_normed_ref, matvec_residual_ref
+
+
+@dataclass(frozen=True)
+class RingConfig(RowBlocks):
+    """Launch config of a product of one row on Hopper, of weights in fewer bits: a program takes 16 whole rows of the
+    weights at a time (gate and up rows together), its warps share their columns.
+
+    tiles: of 64 bytes of a row, that each warp has of a stage. stages: in flight, before the wait too; a stage is
+    tiles * num_warps KiB of shared memory. x_shared: the activations are in shared memory, else in registers.
+    programs: how many share the rows, each taking its next ones while it multiplies; 0 for one each 16 rows. copier: 1
+    where a warp of its own copies, as in HopperConfig; for programs that take several blocks, or one of more stages
+    than the ring has. registers: the most a thread may use, 0 for no bound.
+    """
+
+    block_n: ClassVar[int] = 16
+    num_warps: int = 4
+    tiles: int = 5
+    stages: int = 2
+    x_shared: bool = False
+    programs: int = 0
+    copier: int = 0
+    registers: int = 0
 
 
 @gluon.constexpr_function
@@ -304,42 +330,42 @@ def _descriptor(linear, n: int, gated: bool, warps: int) -> TensorDescriptor:
     return TensorDescriptor(linear.weight, shape, strides, block, gl.NVMMASharedLayout(128, 32, 4))
 
 
-def _launch(meta, x, linear, out, norm, normed, sumsq, n_sumsq, eps, residual, gated, shape, pdl):
+def _launch(meta, x, linear, out, norm, normed, sumsq, n_sumsq, eps, residual, gated, config, pdl):
     bias, packed = linear.bias, linear.packed
     (rows, N), K = out.shape, linear.in_features
     carried = packed and packed.name in ("int4", "e4m3") and not packed.zeros and not packed.ordered
     assert rows == 1 and carried, "not what the kernel multiplies"
-    blocks, programs = shape.grid(2 * N if gated else N)
+    blocks, programs = config.grid(2 * N if gated else N)
     spare = out  # stands in for pointers this variant does not read
     _matmul_ring_kernel[(programs,)](
-        meta, x, _descriptor(linear, N, gated, shape.num_warps), linear.scale, spare if bias is None else bias, out,
+        meta, x, _descriptor(linear, N, gated, config.num_warps), linear.scale, spare if bias is None else bias, out,
         norm if residual else spare, normed if residual else spare, sumsq, eps,
         x.stride(0), out.stride(0), normed.stride(0) if residual else 0, sumsq.stride(0), rows, n_sumsq, N, K,
         n_sumsq > 0, max(triton.next_power_of_2(n_sumsq), 32), bias is not None, residual, gated, packed.name,
-        packed.group, packed.rows, shape.tiles, shape.stages, shape.x_shared > 0, shape.num_warps, blocks, programs,
-        shape.copier > 0, pdl,
-        **options(shape.num_warps, pdl, shape.registers),
+        packed.group, packed.rows, config.tiles, config.stages, config.x_shared > 0, config.num_warps, blocks, programs,
+        config.copier > 0, pdl,
+        **options(config.num_warps, pdl, config.registers),
     )  # fmt: skip
 
 
-def ring_normed(meta, normed, linear, out, sumsq, n_sumsq, eps, split=None, *, shape, pdl=False):
+def ring_normed(meta, normed, linear, out, sumsq, n_sumsq, eps, split=None, *, config, pdl=False):
     """matvec_normed for one row."""
-    _launch(meta, normed, linear, out, None, None, sumsq, n_sumsq, eps, False, False, shape, pdl)
+    _launch(meta, normed, linear, out, None, None, sumsq, n_sumsq, eps, False, False, config, pdl)
 
 
-def ring_residual(meta, x, linear, hidden, norm, normed, sumsq, split=None, *, shape, pdl=False):
-    """matvec_residual for one row; leaves `ring_partials(N, shape)` sums in sumsq."""
-    _launch(meta, x, linear, hidden, norm, normed, sumsq, 0, 0.0, True, False, shape, pdl)
+def ring_residual(meta, x, linear, hidden, norm, normed, sumsq, split=None, *, config, pdl=False):
+    """matvec_residual for one row; leaves `ring_partials(N, config)` sums in sumsq."""
+    _launch(meta, x, linear, hidden, norm, normed, sumsq, 0, 0.0, True, False, config, pdl)
 
 
-def ring_gate_up(meta, normed, linear, out, sumsq, n_sumsq, eps, split=None, *, shape, pdl=False):
+def ring_gate_up(meta, normed, linear, out, sumsq, n_sumsq, eps, split=None, *, config, pdl=False):
     """gate_up for one row."""
-    _launch(meta, normed, linear, out, None, None, sumsq, n_sumsq, eps, False, True, shape, pdl)
+    _launch(meta, normed, linear, out, None, None, sumsq, n_sumsq, eps, False, True, config, pdl)
 
 
-def ring_partials(N: int, shape) -> int:
+def ring_partials(N: int, config) -> int:
     """Partial sums of squares that ring_residual leaves: one a program."""
-    return shape.grid(N)[1]
+    return config.grid(N)[1]
 
 
 _OURS = (_matmul_ring_kernel,)

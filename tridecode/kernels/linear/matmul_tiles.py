@@ -4,6 +4,8 @@ The forms and arguments of matvec and gate_up. A program multiplies all rows by 
 their columns in one order, without a second program: so nothing is left to be added between programs.
 """
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -13,6 +15,18 @@ from ..common import META_WIDTH, RUN, STATUS, gdc_launch_dependents, gdc_wait, i
 from ..op import Op
 from .gate_up import gate_up_bytes, gate_up_ref
 from .matvec import matvec_bytes, matvec_normed_ref, matvec_residual_ref
+
+
+@dataclass(frozen=True)
+class TilesConfig:
+    """Launch config of a product of up to 64 rows by tiles of block_n rows (of gate and of up each) and block_k columns
+    of the weights, `stages` of them in flight. block_m: rows of a tile, if a pass has fewer."""
+
+    block_n: int = 32
+    block_k: int = 128
+    stages: int = 4
+    num_warps: int = 4
+    block_m: int = 16
 
 
 @triton.jit
@@ -99,17 +113,17 @@ def _matmul_tiles_kernel(
     tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def _launch(meta, x, linear, out, norm, normed, sumsq, n_sumsq, eps, residual, gated, shape, pdl):
+def _launch(meta, x, linear, out, norm, normed, sumsq, n_sumsq, eps, residual, gated, config, pdl):
     weight, bias = linear.weight, linear.bias
     rows, N = out.shape
-    K, block_m = weight.shape[1], max(triton.next_power_of_2(rows), shape.block_m)
+    K, block_m = weight.shape[1], max(triton.next_power_of_2(rows), config.block_m)
     spare = out  # stands in for pointers this variant does not read
     # A tile that reached beyond the buffer would be slower than one whose last rows nobody needs.
     whole = torch.as_strided(x, (block_m, K), (x.stride(0), 1))
-    _matmul_tiles_kernel[(triton.cdiv(N, shape.block_n),)](
+    _matmul_tiles_kernel[(triton.cdiv(N, config.block_n),)](
         meta,
-        TensorDescriptor.from_tensor(whole, [block_m, shape.block_k]),
-        TensorDescriptor.from_tensor(weight, [shape.block_n, shape.block_k]),
+        TensorDescriptor.from_tensor(whole, [block_m, config.block_k]),
+        TensorDescriptor.from_tensor(weight, [config.block_n, config.block_k]),
         spare if bias is None else bias,
         out,
         norm if residual else spare,
@@ -129,33 +143,33 @@ def _launch(meta, x, linear, out, norm, normed, sumsq, n_sumsq, eps, residual, g
         residual,
         gated,
         block_m,
-        shape.block_n,
-        shape.block_k,
-        shape.stages,
+        config.block_n,
+        config.block_k,
+        config.stages,
         pdl,
         interpreted(),
-        **options(shape.num_warps, pdl),
+        **options(config.num_warps, pdl),
     )
 
 
-def tiles_normed(meta, normed, linear, out, sumsq, n_sumsq, eps, split=None, *, shape, pdl=False):
+def tiles_normed(meta, normed, linear, out, sumsq, n_sumsq, eps, split=None, *, config, pdl=False):
     """matvec_normed for up to 64 rows at once."""
-    _launch(meta, normed, linear, out, None, None, sumsq, n_sumsq, eps, False, False, shape, pdl)
+    _launch(meta, normed, linear, out, None, None, sumsq, n_sumsq, eps, False, False, config, pdl)
 
 
-def tiles_residual(meta, x, linear, hidden, norm, normed, sumsq, split=None, *, shape, pdl=False):
-    """matvec_residual for up to 64 rows at once; leaves `tiles_partials(N, shape)` sums in sumsq."""
-    _launch(meta, x, linear, hidden, norm, normed, sumsq, 0, 0.0, True, False, shape, pdl)
+def tiles_residual(meta, x, linear, hidden, norm, normed, sumsq, split=None, *, config, pdl=False):
+    """matvec_residual for up to 64 rows at once; leaves `tiles_partials(N, config)` sums in sumsq."""
+    _launch(meta, x, linear, hidden, norm, normed, sumsq, 0, 0.0, True, False, config, pdl)
 
 
-def tiles_gate_up(meta, normed, linear, out, sumsq, n_sumsq, eps, split=None, *, shape, pdl=False):
+def tiles_gate_up(meta, normed, linear, out, sumsq, n_sumsq, eps, split=None, *, config, pdl=False):
     """gate_up for up to 64 rows at once."""
-    _launch(meta, normed, linear, out, None, None, sumsq, n_sumsq, eps, False, True, shape, pdl)
+    _launch(meta, normed, linear, out, None, None, sumsq, n_sumsq, eps, False, True, config, pdl)
 
 
-def tiles_partials(N: int, shape) -> int:
+def tiles_partials(N: int, config) -> int:
     """Partial sums of squares that tiles_residual leaves: one a program."""
-    return triton.cdiv(N, shape.block_n)
+    return triton.cdiv(N, config.block_n)
 
 
 _KERNELS = (_matmul_tiles_kernel,)

@@ -29,6 +29,25 @@ class SplitBuffers:
     counter: torch.Tensor  # int32 [rows, outputs / 16]: programs that arrived
 
 
+@dataclass(frozen=True)
+class WideConfig:
+    """Launch config of a product of up to 64 rows: a program takes block_n rows of the weights (16 a warp or a
+    multiple; gate and up rows together), in tiles of block_k columns.
+
+    ahead, x_ahead: tiles in flight, of the weights (before the wait) and of the activations. split: programs that share
+    the columns. registers: the most a thread may use, 0 for no bound. block_m: rows of a tile, if a pass has fewer.
+    """
+
+    block_n: int = 64
+    block_k: int = 64
+    ahead: int = 4
+    x_ahead: int = 1
+    num_warps: int = 4
+    split: int = 1
+    registers: int = 0
+    block_m: int = 8
+
+
 def make_buffers(outputs: int, rows: int, device) -> SplitBuffers:
     """For matrices of up to so many rows."""
     return SplitBuffers(
@@ -231,13 +250,13 @@ def _matmul_wide_kernel(
     tl.store(out_ptrs, y.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def _launch(meta, x, linear, out, norm, normed, sumsq, n_sumsq, eps, residual, gated, split, shape, pdl):
+def _launch(meta, x, linear, out, norm, normed, sumsq, n_sumsq, eps, residual, gated, split, config, pdl):
     weight, bias = linear.weight, linear.bias
     rows, N = out.shape
     spare = out  # stands in for pointers this variant does not read
-    chunks = triton.cdiv(weight.shape[1], shape.split * shape.block_k)
-    tiles = triton.cdiv(N, shape.block_n // 2 if gated else shape.block_n)
-    _matmul_wide_kernel[(tiles, shape.split)](
+    chunks = triton.cdiv(weight.shape[1], config.split * config.block_k)
+    tiles = triton.cdiv(N, config.block_n // 2 if gated else config.block_n)
+    _matmul_wide_kernel[(tiles, config.split)](
         meta,
         x,
         weight,
@@ -246,17 +265,17 @@ def _launch(meta, x, linear, out, norm, normed, sumsq, n_sumsq, eps, residual, g
         norm if residual else spare,
         normed if residual else spare,
         sumsq,
-        split.sums if shape.split > 1 else spare,
-        split.counter if shape.split > 1 else spare,
+        split.sums if config.split > 1 else spare,
+        split.counter if config.split > 1 else spare,
         eps,
         x.stride(0),
         out.stride(0),
         normed.stride(0) if residual else 0,
         sumsq.stride(0),
-        split.sums.stride(0) if shape.split > 1 else 0,
+        split.sums.stride(0) if config.split > 1 else 0,
         rows,
         n_sumsq,
-        max(triton.next_power_of_2(rows), shape.block_m),
+        max(triton.next_power_of_2(rows), config.block_m),
         N,
         weight.shape[1],
         n_sumsq > 0,
@@ -264,36 +283,36 @@ def _launch(meta, x, linear, out, norm, normed, sumsq, n_sumsq, eps, residual, g
         bias is not None,
         residual,
         gated,
-        shape.block_n,
-        shape.block_k,
-        shape.num_warps,
-        min(shape.ahead, chunks),
-        min(shape.x_ahead, chunks),
-        shape.split,
+        config.block_n,
+        config.block_k,
+        config.num_warps,
+        min(config.ahead, chunks),
+        min(config.x_ahead, chunks),
+        config.split,
         pdl,
         interpreted(),
-        **options(shape.num_warps, pdl, shape.registers),
+        **options(config.num_warps, pdl, config.registers),
     )
 
 
-def wide_normed(meta, normed, linear, out, sumsq, n_sumsq, eps, split=None, *, shape, pdl=False):
+def wide_normed(meta, normed, linear, out, sumsq, n_sumsq, eps, split=None, *, config, pdl=False):
     """matvec_normed for up to 64 rows at once."""
-    _launch(meta, normed, linear, out, None, None, sumsq, n_sumsq, eps, False, False, split, shape, pdl)
+    _launch(meta, normed, linear, out, None, None, sumsq, n_sumsq, eps, False, False, split, config, pdl)
 
 
-def wide_residual(meta, x, linear, hidden, norm, normed, sumsq, split=None, *, shape, pdl=False):
-    """matvec_residual for up to 64 rows at once; leaves `wide_partials(N, shape)` sums in sumsq."""
-    _launch(meta, x, linear, hidden, norm, normed, sumsq, 0, 0.0, True, False, split, shape, pdl)
+def wide_residual(meta, x, linear, hidden, norm, normed, sumsq, split=None, *, config, pdl=False):
+    """matvec_residual for up to 64 rows at once; leaves `wide_partials(N, config)` sums in sumsq."""
+    _launch(meta, x, linear, hidden, norm, normed, sumsq, 0, 0.0, True, False, split, config, pdl)
 
 
-def wide_gate_up(meta, normed, linear, out, sumsq, n_sumsq, eps, split=None, *, shape, pdl=False):
+def wide_gate_up(meta, normed, linear, out, sumsq, n_sumsq, eps, split=None, *, config, pdl=False):
     """gate_up for up to 64 rows at once."""
-    _launch(meta, normed, linear, out, None, None, sumsq, n_sumsq, eps, False, True, split, shape, pdl)
+    _launch(meta, normed, linear, out, None, None, sumsq, n_sumsq, eps, False, True, split, config, pdl)
 
 
-def wide_partials(N: int, shape) -> int:
+def wide_partials(N: int, config) -> int:
     """Partial sums of squares that wide_residual leaves: one for each block_n columns."""
-    return triton.cdiv(N, shape.block_n)
+    return triton.cdiv(N, config.block_n)
 
 
 _KERNELS = (_matmul_wide_kernel,)

@@ -3,13 +3,30 @@
 qkv: norm scale in, bias. o_proj and down: residual add, and the next norm prepared. lm_head: norm scale in.
 """
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
 
 from ..common import META_WIDTH, RUN, STATUS, gdc_launch_dependents, gdc_wait, options, running
 from ..op import Op
+from .blocks import RowBlocks
 from .tiles import dot_tiles, load_rows, load_tiles
+
+
+@dataclass(frozen=True)
+class MatvecConfig(RowBlocks):
+    """A program takes block_n whole rows at a time.
+
+    registers: the most a thread may use, 0 for no bound. programs: how many share the rows, each taking its next ones
+    while it sums; 0 for one program each block_n rows.
+    """
+
+    block_n: int
+    num_warps: int
+    registers: int = 0
+    programs: int = 0
 
 
 @triton.jit
@@ -101,11 +118,11 @@ def _matvec_kernel(
         tl.store(sumsq_ptr + row * stride_sumsq + pid, sumsq)
 
 
-def _launch(meta, x, linear, out, norm, normed, sumsq, n_sumsq, eps, residual, shape, pdl):
+def _launch(meta, x, linear, out, norm, normed, sumsq, n_sumsq, eps, residual, config, pdl):
     weight, bias = linear.weight, linear.bias
     N, K = weight.shape
     spare = out  # stands in for pointers this variant does not read
-    blocks, programs = shape.grid(N)
+    blocks, programs = config.grid(N)
     _matvec_kernel[(programs, out.shape[0])](
         meta,
         x,
@@ -126,28 +143,28 @@ def _launch(meta, x, linear, out, norm, normed, sumsq, n_sumsq, eps, residual, s
         triton.next_power_of_2(max(n_sumsq, 1)),
         bias is not None,
         residual,
-        shape.block_n,
-        256 * shape.num_warps,
+        config.block_n,
+        256 * config.num_warps,
         blocks,
         programs,
         pdl,
-        **options(shape.num_warps, pdl, shape.registers),
+        **options(config.num_warps, pdl, config.registers),
     )
 
 
-def matvec_normed(meta, normed, linear, out, sumsq, n_sumsq, eps, split=None, *, shape, pdl=False):
+def matvec_normed(meta, normed, linear, out, sumsq, n_sumsq, eps, split=None, *, config, pdl=False):
     """out[row] = linear(normed[row] * rsqrt(mean square)), the mean square from n_sumsq partial sums of squares."""
-    _launch(meta, normed, linear, out, None, None, sumsq, n_sumsq, eps, False, shape, pdl)
+    _launch(meta, normed, linear, out, None, None, sumsq, n_sumsq, eps, False, config, pdl)
 
 
-def matvec_residual(meta, x, linear, hidden, norm, normed, sumsq, split=None, *, shape, pdl=False):
-    """hidden[row] += linear(x[row]); normed = hidden * norm; leaves `residual_partials(N, shape)` sums in sumsq."""
-    _launch(meta, x, linear, hidden, norm, normed, sumsq, 0, 0.0, True, shape, pdl)
+def matvec_residual(meta, x, linear, hidden, norm, normed, sumsq, split=None, *, config, pdl=False):
+    """hidden[row] += linear(x[row]); normed = hidden * norm; leaves `residual_partials(N, config)` sums in sumsq."""
+    _launch(meta, x, linear, hidden, norm, normed, sumsq, 0, 0.0, True, config, pdl)
 
 
-def residual_partials(N: int, shape) -> int:
+def residual_partials(N: int, config) -> int:
     """Partial sums of squares that matvec_residual leaves: one a program."""
-    return shape.grid(N)[1]
+    return config.grid(N)[1]
 
 
 def matvec_normed_ref(meta, normed, linear, out, sumsq, n_sumsq, eps, split=None):

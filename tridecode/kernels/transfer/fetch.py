@@ -1,10 +1,22 @@
 """fetch: one layer's part of what lies in host memory, K/V pages or weights, into a ring buffer on the device."""
 
+from dataclasses import dataclass
+
 import triton
 import triton.language as tl
 
 from ..common import META_WIDTH, RUN, STATUS, options, running
 from ..op import Op
+
+
+@dataclass(frozen=True)
+class FetchConfig:
+    """Launch config of what comes from the host's memory: few programs, so that others run beside them, each with
+    `tile` elements of 8 bytes in flight."""
+
+    programs: int = 16
+    num_warps: int = 16
+    tile: int = 4096
 
 
 @triton.jit
@@ -55,11 +67,11 @@ def _tile(
     return tl.load(host_ptr + page * stride_host + offs, mask=held, other=0), place.to(tl.int64) * CELL + offs, held
 
 
-def fetch(meta, places, host, ring, *, shape):
+def fetch(meta, places, host, ring, *, config):
     """ring [places, cell] int64 = the pages of host [pages, cell] int64 that places [1 + places] int32 names, unless
     none of meta's rows runs; meta None: whatever runs."""
     rows = 0 if meta is None else len(meta)
-    _fetch_kernel[(shape.programs,)](
+    _fetch_kernel[(config.programs,)](
         places if meta is None else meta,
         places,
         host,
@@ -68,8 +80,8 @@ def fetch(meta, places, host, ring, *, shape):
         host.stride(0),
         triton.next_power_of_2(rows) if rows else 0,
         ring.shape[1],
-        shape.tile,
-        **options(shape.num_warps),
+        config.tile,
+        **options(config.num_warps),
     )
 
 
