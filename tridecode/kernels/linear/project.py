@@ -1,0 +1,124 @@
+"""project: a product with a weight matrix and the work that follows it; what every linear kernel implements.
+
+A kernel is launched as `op.launch(meta, x, linear, out, epilogue, scratch, config=..., pdl=...)`:
+
+meta: [rows, META_WIDTH] int32, the rows of the pass; x: [rows, k]; linear: the weight; out: [rows, n], of Gated
+[rows, n / 2] (output); epilogue: one of the types below; scratch: what the kernel needs beside its outputs (sums of
+programs that share columns, or room for a dequantized weight), None if it needs nothing.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from ..common import running
+from ..device import Device
+from ..op import Op
+from .packed import Packed
+
+
+class Plain(NamedTuple):
+    """out = x @ weight.T + bias."""
+
+
+class Normed(NamedTuple):
+    """out = (x @ weight.T) * s + bias, where s = 1 / sqrt(sum(sumsq[:partials]) / k + eps) of each row.
+
+    x is the residual stream times the norm's weight. sumsq: [rows, hidden] fp32, `partials` partial sums of the squares
+    of the residual stream.
+    """
+
+    sumsq: torch.Tensor
+    partials: int
+    eps: float
+
+
+class Gated(NamedTuple):
+    """out = silu(gate) * up, where gate and up are the two halves of (x @ weight.T) * s, with s as in Normed.
+
+    The first half of the weight's rows is gate, the second up. There is no bias.
+    """
+
+    sumsq: torch.Tensor
+    partials: int
+    eps: float
+
+
+class AddResidual(NamedTuple):
+    """out += x @ weight.T, where out is the residual stream, fp32; prepares the next norm. There is no bias.
+
+    norm: [n], the weight of the next norm. Outputs: normed: [rows, n] = out * norm; sumsq: [rows, n] fp32, partial sums
+    of the squares of out, as many as `LinearKernel.partials` returns.
+    """
+
+    norm: torch.Tensor
+    normed: torch.Tensor
+    sumsq: torch.Tensor
+
+
+Epilogue = Plain | Normed | Gated | AddResidual
+NAMES = {Plain: "plain", Normed: "normed", Gated: "gated", AddResidual: "residual"}
+
+
+class Case(NamedTuple):
+    """What the choice of a kernel depends on, with the rows of the pass and the device.
+
+    n, k: rows and columns of the weight (of Gated n counts gate and up together). format: how the weight is packed, or
+    its dtype. epilogue: a value of NAMES.
+    """
+
+    n: int
+    k: int
+    format: Packed | torch.dtype
+    epilogue: str
+
+    @property
+    def packed(self) -> Packed | None:
+        return self.format if isinstance(self.format, Packed) else None
+
+    @property
+    def hidden(self) -> int:
+        """Size of the residual stream that the product reads or writes."""
+        return self.n if self.epilogue == "residual" else self.k
+
+
+@dataclass(frozen=True)
+class LinearKernel:
+    """A kernel that multiplies by a weight.
+
+    config: the type of its launch config. supports(case, rows, device): whether it computes that case for so many rows
+    there. partials(n, config): how many partial sums AddResidual leaves in sumsq for n outputs.
+    """
+
+    name: str
+    op: Op
+    config: type
+    supports: Callable[[Case, int, Device], bool]
+    partials: Callable[[int, Any], int]
+
+
+def project_ref(meta, x, linear, out, epilogue, scratch=None) -> None:
+    """Reference of every linear kernel, in fp32, row by row."""
+    for row in running(meta, out.shape[0]):
+        y = linear.matrix() @ x[row].float()
+        if isinstance(epilogue, Normed | Gated):
+            y *= torch.rsqrt(epilogue.sumsq[row, : epilogue.partials].sum() / x.shape[1] + epilogue.eps)
+        if isinstance(epilogue, Gated):
+            gate, up = y.chunk(2)
+            y = torch.nn.functional.silu(gate) * up
+        if linear.bias is not None:
+            y = y + linear.bias.float()
+        if isinstance(epilogue, AddResidual):
+            out[row] += y
+            epilogue.normed[row] = (out[row] * epilogue.norm.float()).to(epilogue.normed.dtype)
+            epilogue.sumsq[row] = 0
+            epilogue.sumsq[row, 0] = out[row].square().sum()
+        else:
+            out[row] = y.to(out.dtype)
+
+
+def project_bytes(meta, x, linear, out, epilogue, scratch=None) -> int:
+    """Bytes that a launch moves: the weight once for all rows, the rows in and out."""
+    return linear.nbytes + x.nbytes + out.nbytes
