@@ -2,12 +2,14 @@
 
 import torch
 
+from tridecode.blocks.rope import RopeConfig
+from tridecode.blocks.spec import ModelSpec
 from tridecode.checkpoint.load import random_weights
 from tridecode.engine import Engine
 from tridecode.kernels.attention.attention import AttentionConfig
 from tridecode.kernels.attention.attention_rows import AttentionRowsConfig
 from tridecode.kernels.linear.matvec import MatvecConfig
-from tridecode.models.config import ModelConfig, RopeConfig
+from tridecode.models.dense import dense_spec
 from tridecode.step.run import launch
 from tridecode.tuning.shapes import StepShapes
 
@@ -19,7 +21,8 @@ INTERPRETER_SHAPES = StepShapes(*_PRODUCTS, AttentionConfig(block_t=32, splits=3
 SEVERAL_ROWS = StepShapes(*_PRODUCTS, AttentionRowsConfig(block_t=32, splits=3, least=1, programs=3))
 
 
-def tiny_config(**overrides) -> ModelConfig:
+def tiny_config(layer_types=None, sliding_window=None, **overrides) -> ModelSpec:
+    """A small decoder. layer_types: "full_attention" or "sliding_attention" for each layer."""
     fields = dict(
         family="qwen3",
         hidden_size=96,
@@ -34,9 +37,9 @@ def tiny_config(**overrides) -> ModelConfig:
         tie_word_embeddings=True,
         rope=RopeConfig(theta=1e4),
     )
-    fields |= overrides
-    fields.setdefault("layer_types", ("full_attention",) * fields["num_layers"])
-    return ModelConfig(**fields)
+    if layer_types is not None:
+        fields["windows"] = tuple(sliding_window if kind == "sliding_attention" else 0 for kind in layer_types)
+    return dense_spec(**fields | overrides)
 
 
 FAMILIES = {

@@ -1,6 +1,6 @@
 """Loaded: from a checkpoint, or weights, to a model on its device, and what was decided on the way."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Self
@@ -8,12 +8,12 @@ from typing import Self
 import torch
 
 from .arguments import function, shown
+from .blocks.spec import ModelSpec
 from .blocks.weights import Weights
 from .checkpoint.hub import BUNDLED, resolve_model
 from .checkpoint.load import load_config, load_weights
 from .errors import EngineClosed, counted
 from .layout import NGRAM
-from .models.config import ModelConfig
 from .plan import placement, threads
 from .plan.memory import MemoryPlan, allocating, plan_memory
 from .serve.policy import PROMPT_MS, Policy
@@ -21,7 +21,7 @@ from .state.offload import Offload
 from .step.model import DecodeModel, make_model
 from .tensors import short_repr
 from .text.tokenizer import Tokenizer
-from .tuning.shapes import StepShapes
+from .tuning.configs import PassConfigs
 
 
 @dataclass
@@ -114,23 +114,23 @@ class Loaded:
         speculate, _ = placement.resolve_speculation(policy.speculate, planned, kv_dtype == "fp8", *host, given)
         policy = replace(policy, speculate=speculate)
         path = resolve_model(model)
-        config = placement.to_quantise(load_config(path), quantize, quantize_head, kv_dtype)
+        spec = placement.to_quantise(load_config(path), quantize, quantize_head, kv_dtype)
         tokenizer = Tokenizer.load(path)
-        torch_dtype = placement.resolve_dtype(dtype, config, place)
-        support = placement.capture_support(backend, config, torch_dtype, place)
+        torch_dtype = placement.resolve_dtype(dtype, spec, place)
+        support = placement.capture_support(backend, spec, torch_dtype, place)
         planned = placement.plan_graphs(slots, chunk_tokens, *support, graph=graph, **graphs)
-        on_host = placement.plan_weights(config, torch_dtype, weights_offload)
+        on_host = placement.plan_weights(spec, torch_dtype, weights_offload)
         kv = placement.plan_kv(
-            config, torch_dtype, place, backend, max_seq_len, slots, kv_tokens, chunk_tokens, planned.one_piece,
+            spec, torch_dtype, place, backend, max_seq_len, slots, kv_tokens, chunk_tokens, planned.one_piece,
             kv_offload, kv_ring, batch_invariant, on_host, policy.speculates,
         )  # fmt: skip
         if on_host:
             kv.notes.append(f"the weights of the last {counted(on_host, 'layer')} come from the host in every pass")
         cores = threads.FreeCores()
-        weights = load_weights(path, config, place, torch_dtype, progress, on_host)
+        weights = load_weights(path, spec, place, torch_dtype, progress, on_host)
         name = BUNDLED.name if model is None else str(model)
         engine = cls.build(
-            config, weights, tokenizer, kv.capacity, backend, graph, plan=kv.memory, name=name, notes=kv.notes,
+            spec, weights, tokenizer, kv.capacity, backend, graph, plan=kv.memory, name=name, notes=kv.notes,
             slots=slots, pages=kv.pages, page=kv.page, offload=kv.offload, **asdict(policy) | graphs,
         )  # fmt: skip
         engine.threads = threads.choose(kv.memory.weights, cores) if place.type == "cpu" else None
@@ -139,7 +139,7 @@ class Loaded:
     @classmethod
     def build(
         cls,
-        config: ModelConfig,
+        spec: ModelSpec,
         weights: Weights,
         tokenizer: Tokenizer | None,
         capacity: int,
@@ -148,33 +148,39 @@ class Loaded:
         plan: MemoryPlan | None = None,
         name: str = "",
         notes: Sequence[str] = (),
-        shapes: dict[int, StepShapes] | None = None,
+        configs: Mapping[int, PassConfigs] | None = None,
         slots: int = 1,
         pages: int | None = None,
         page: int | None = None,
         offload: Offload | None = None,
         **more,
     ) -> Self:
-        """An engine from weights that are on their device already (load and the benchmarks end here); shapes: by
-        rows, other than those chosen for the GPU. pages: of the pool, by default what all slots can have; page:
-        positions in one; offload: pages of the host's memory. more: what Policy and placement.plan_graphs take."""
+        """Build an engine from weights that are on their device already; `load` and the benchmarks end here.
+
+        Args:
+            configs: launch configs by rows, by default those chosen for the GPU.
+            pages: of the pool, by default what all slots can have.
+            page: positions in one page.
+            offload: pages of host memory.
+            more: what Policy and placement.plan_graphs take.
+        """
         slots, policy = placement.check_limits(slots), Policy.out_of(more)
         invariant = policy.batch_invariant
         page = page or placement.page_size(backend, slots, invariant)
         chunk_tokens = policy.chunk(slots, capacity, page or capacity)
         placement.check_pages(pages, page or capacity, capacity, slots, offload, chunk_tokens if invariant else 1)
-        support = placement.capture_support(backend, config, weights.dtype, weights.device)
+        support = placement.capture_support(backend, spec, weights.dtype, weights.device)
         planned = placement.plan_graphs(slots, chunk_tokens, *support, graph=graph, batch_invariant=invariant, **more)
         host = offload is not None, weights.host is not None
         given = policy.speculate_ngram is not None
-        speculate, _ = placement.resolve_speculation(policy.speculate, planned, config.fp8_kv, *host, given)
+        speculate, _ = placement.resolve_speculation(policy.speculate, planned, spec.fp8_kv, *host, given)
         policy = replace(policy, speculate=speculate)
         how = slots, chunk_tokens, planned.one_piece, 0, policy.speculates, invariant
-        plan = plan or plan_memory(config, weights.dtype, weights.device, *how)
+        plan = plan or plan_memory(spec, weights.dtype, weights.device, *how)
         with allocating(capacity, weights.device):
             sizes = pages, max(slots, *planned.sizes), chunk_tokens
             model = make_model(
-                config, weights, capacity, slots, page, shapes, *sizes, batch_invariant=invariant, offload=offload,
+                spec, weights, capacity, slots, page, configs, *sizes, batch_invariant=invariant, offload=offload,
                 speculate=policy.speculates, ngram=policy.speculate_ngram or NGRAM, one_piece=planned.one_piece,
             )  # fmt: skip
         notes = [*notes, *filter(None, [planned.note])]
@@ -192,8 +198,8 @@ class Loaded:
         return self.graphs.graph
 
     @property
-    def config(self) -> ModelConfig:
-        return self._open().config
+    def config(self) -> ModelSpec:
+        return self._open().spec
 
     @property
     def device(self) -> torch.device:

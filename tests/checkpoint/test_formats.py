@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from tridecode.checkpoint.load import load_config, load_weights
 from tridecode.engine import Engine
 from tridecode.errors import CheckpointError
-from tridecode.kernels.linear.weight import Linear
+from tridecode.kernels.linear.weight import LoadedLinear
 
 FORMATS = {
     "awq": ("awq", {}),
@@ -235,4 +235,4 @@ def test_a_linear_says_its_format(tmp_path):
     assert "format=int4" in repr(linear) and linear.in_features == 320 and linear.out_features == 192
     assert weights.formats() == ["int4", "dense"]
     assert linear.nbytes == 192 * (3 * 64 + 2 * 5)  # three tiles of 128 columns, a scale for each 64
-    assert Linear(torch.zeros(3, 5)).format == "dense"
+    assert LoadedLinear(torch.zeros(3, 5)).format == "dense"

@@ -14,7 +14,7 @@ from tridecode import tensors as pinned
 from tridecode.checkpoint.load import load_config, load_weights, random_weights
 from tridecode.checkpoint.slices import host_layer_bytes, parameter_count, weight_bytes
 from tridecode.errors import DeviceError, ParameterError
-from tridecode.kernels.linear.weight import Linear
+from tridecode.kernels.linear.weight import LoadedLinear
 from tridecode.models.presets import PRESETS
 from tridecode.plan import memory
 from tridecode.plan.memory import plan_memory
@@ -113,7 +113,7 @@ def test_weights_are_fetched_before_they_are_read_and_after_their_buffers_last_r
         elif line.role == "fetched":
             waited.add(line.args[0].data_ptr())
         elif line.role in PROJECTIONS:
-            linear = next(arg for arg in line.args if isinstance(arg, Linear))
+            linear = next(arg for arg in line.args if isinstance(arg, LoadedLinear))
             layer = sum(role == line.role for _, role in reads) - (LAYERS - on_host)
             if layer >= 0:
                 address = host.target[layer].data_ptr()

@@ -1,16 +1,26 @@
-"""Tables of the rotary embedding."""
+"""Rotary embedding: its settings, and the tables of cosines and sines that kernels read."""
 
 import math
+from dataclasses import dataclass
 
 import torch
 
-from ..models.config import ModelConfig
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """kind: "default", or "llama3", which alone reads the last four fields."""
+
+    theta: float = 10000.0
+    kind: str = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position: int = 8192
 
 
-def inverse_frequencies(config: ModelConfig) -> torch.Tensor:
-    """fp32 [head_dim / 2]; "llama3" stretches the long wavelengths as Llama 3.1 and later do."""
-    rope = config.rope
-    exponent = torch.arange(0, config.head_dim, 2, dtype=torch.int64).float() / config.head_dim
+def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
+    """Return fp32 [head_dim / 2]; "llama3" stretches the long wavelengths as Llama 3.1 and later do."""
+    exponent = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
     frequency = 1.0 / (rope.theta**exponent)
     if rope.kind == "default":
         return frequency
@@ -24,7 +34,7 @@ def inverse_frequencies(config: ModelConfig) -> torch.Tensor:
     return torch.where((wavelength <= long) & (wavelength >= short), blended, scaled)
 
 
-def rope_tables(config: ModelConfig, capacity: int, device) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin, fp32 [capacity, head_dim / 2]."""
-    angle = torch.arange(capacity).float()[:, None] * inverse_frequencies(config)[None, :]
+def rope_tables(rope: RopeConfig, head_dim: int, capacity: int, device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return cos and sin, fp32 [capacity, head_dim / 2]."""
+    angle = torch.arange(capacity).float()[:, None] * inverse_frequencies(rope, head_dim)[None, :]
     return angle.cos().to(device), angle.sin().to(device)

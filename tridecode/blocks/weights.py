@@ -1,44 +1,28 @@
-"""Weights as the step reads them: projections fused, every tensor on one device in one dtype."""
+"""Weights of a model on its device, as the passes read them."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
-from ..kernels.linear.weight import Linear
+from ..kernels.linear.weight import LoadedLinear
 from ..tensors import short_repr
 from .host_layers import HostLayers
 
 
 @dataclass(frozen=True)
-class LayerWeights:
-    """One transformer layer.
+class Weights:
+    """A whole model.
 
-    input_norm, post_norm: [hidden]; qkv: rows are q | k | v; q_norm, k_norm: [head_dim] or None;
-    o_proj: [hidden, q_size]; gate_up: rows are gate | up; down: [hidden, intermediate].
+    embed: [vocab, hidden]. layers: of each layer the declared linears and weights by name. lm_head: shares the storage
+    of embed if the model ties them. host: layers whose linears are in host memory: their tensors are buffers that
+    several layers share, filled in each pass.
     """
 
-    input_norm: torch.Tensor
-    qkv: Linear
-    q_norm: torch.Tensor | None
-    k_norm: torch.Tensor | None
-    o_proj: Linear
-    post_norm: torch.Tensor
-    gate_up: Linear
-    down: Linear
-
-    def __repr__(self) -> str:
-        return short_repr(self, self.input_norm, hidden=self.down.out_features, intermediate=self.down.in_features)
-
-
-@dataclass(frozen=True)
-class Weights:
-    """A whole model. A tied lm_head shares the storage of `embed` ([vocab, hidden]). host: layers whose projections
-    have their places in buffers, several in each: what is there is a layer's once it was fetched for it."""
-
     embed: torch.Tensor
-    layers: tuple[LayerWeights, ...]
+    layers: tuple[Mapping[str, LoadedLinear | torch.Tensor], ...]
     final_norm: torch.Tensor
-    lm_head: Linear
+    lm_head: LoadedLinear
     host: HostLayers | None = None
 
     def __repr__(self) -> str:
@@ -57,21 +41,25 @@ class Weights:
         """Whether the LM head is the embedding itself."""
         return self.lm_head.packed is None and self.lm_head.weight.data_ptr() == self.embed.data_ptr()
 
+    def linears(self) -> list[LoadedLinear]:
+        """Return the linears of all layers, then the LM head."""
+        found = [value for layer in self.layers for value in layer.values() if isinstance(value, LoadedLinear)]
+        return [*found, self.lm_head]
+
     def formats(self) -> list[str]:
-        """Those of its projections, without repetition."""
-        linears = [v for layer in self.layers for v in vars(layer).values() if isinstance(v, Linear)]
-        return list(dict.fromkeys(linear.format for linear in (*linears, self.lm_head)))
+        """Return the distinct formats of the linears."""
+        return list(dict.fromkeys(linear.format for linear in self.linears()))
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Every tensor by a dotted name, a tied lm_head once."""
+        """Return every tensor by a dotted name, a tied LM head once."""
         found = {"embed": self.embed, "final_norm": self.final_norm}
         if not self.tied:
             found |= {f"lm_head.{name}": tensor for name, tensor in self.lm_head.tensors().items()}
         for i, layer in enumerate(self.layers):
-            for name, value in vars(layer).items():
-                if isinstance(value, Linear):
+            for name, value in layer.items():
+                if isinstance(value, LoadedLinear):
                     found |= {f"layers.{i}.{name}.{part}": tensor for part, tensor in value.tensors().items()}
-                elif value is not None:
+                else:
                     found[f"layers.{i}.{name}"] = value
         return found
 

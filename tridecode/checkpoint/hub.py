@@ -6,7 +6,8 @@ from pathlib import Path, PurePosixPath
 
 from ..arguments import shown
 from ..errors import CheckpointError, ParameterError, brief
-from ..models.config import read_config, read_json
+from ..models.reader import read_json
+from .config import read_config
 
 BUNDLED = Path(__file__).parents[1] / "bundled"  # the model in the package, which has that name
 SINGLE = "model.safetensors"

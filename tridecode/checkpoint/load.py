@@ -18,15 +18,16 @@ from safetensors import SafetensorError, safe_open
 
 from ..arguments import shown
 from ..blocks.host_layers import HostLayers, make_host_layers
-from ..blocks.weights import LayerWeights, Weights
+from ..blocks.spec import ModelSpec
+from ..blocks.weights import Weights
 from ..errors import CheckpointError, DeviceError, brief, counted
-from ..kernels.linear.weight import Linear
-from ..models.config import ModelConfig, read_config
+from ..kernels.linear.weight import LoadedLinear
 from ..models.files import open_regular, present, unique, unreadable
+from .config import read_config
 from .formats.scheme import Stored
 from .hub import INDEX, SINGLE, shard_map
 from .loader import Loader, quantise_into
-from .slices import FLOATS, Piece, Target, device_bytes, pieces, stored, targets
+from .slices import FLOATS, Target, TensorSlice, device_bytes, stored, targets, tensor_slices
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # of safetensors
 _DTYPE_BYTES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2}
@@ -51,26 +52,26 @@ class TensorInfo:
         return math.prod(self.shape) * _DTYPE_BYTES[self.dtype]
 
 
-def load_config(path: Path) -> ModelConfig:
+def load_config(path: Path) -> ModelSpec:
     """The configuration of the checkpoint in directory `path`; raises CheckpointError."""
     path = Path(path)
-    config, values = read_config(path)
+    spec, values = read_config(path)
     if values.get("dtype") is None and values.get("torch_dtype") is None:
-        embed = _tensors(path).get("model.embed_tokens.weight") if any(path.glob("*.safetensors")) else None
+        embed = _tensors(path).get(spec.embed.tensor) if any(path.glob("*.safetensors")) else None
         if embed is not None and embed.dtype in DTYPES:
-            config = replace(config, dtype=str(DTYPES[embed.dtype]).removeprefix("torch."))
-    for name, piece in pieces(config).items():
+            spec = replace(spec, dtype=str(DTYPES[embed.dtype]).removeprefix("torch."))
+    for name, piece in tensor_slices(spec).items():
         if (scheme := piece.scheme) and scheme.rows <= 1 and scheme.group and piece.shape[1] % scheme.group:
             raise CheckpointError(
                 f"{path / 'config.json'}: quantization_config: groups of {scheme.group} do not divide the "
                 f"{counted(piece.shape[1], 'column')} of {name}; check that both belong together"
             )
-    return config
+    return spec
 
 
 def load_weights(
     path: Path,
-    config: ModelConfig,
+    spec: ModelSpec,
     device: torch.device | str,
     dtype: torch.dtype,
     progress: Callable[[int, int], None] | None = None,
@@ -86,18 +87,18 @@ def load_weights(
     """
     path, device = Path(path), torch.device(device)
     packs = device.type == "cuda" if packs is None else packs
-    tensors, wanted = stored_tensors(path, config), pieces(config)
+    tensors, wanted = stored_tensors(path, spec), tensor_slices(spec)
     total = sum(info.nbytes for info in tensors.values())
 
     def scale_dtype(name: str) -> torch.dtype:
         scale = next(part for part in stored(name, wanted[name]) if "scale" in part.rpartition(".")[2])
         return DTYPES[tensors[scale].dtype]
 
-    plan = targets(config, packs, scale_dtype)
+    plan = targets(spec, packs, scale_dtype)
     # A piece in flight may need a second copy, to change its dtype: small beside the weights, however small they are.
     limit = min(_PIECE, max(total // 64, 2**16))
     with ExitStack() as opened:
-        places, host = _allocate(plan, device, dtype, config.num_layers, on_host)
+        places, host = _allocate(plan, device, dtype, spec.num_layers, on_host)
         loader = Loader(tensors, plan, places, limit, opened)
         done = 0
         first = {name: tensors[next(iter(stored(name, piece)))] for name, piece in wanted.items()}
@@ -106,23 +107,23 @@ def load_weights(
                 done += count
                 if progress is not None:
                     progress(done, total)
-    return _assemble(config, plan, places, host)
+    return _assemble(spec, plan, places, host)
 
 
-def stored_tensors(path: Path, config: ModelConfig) -> dict[str, TensorInfo]:
+def stored_tensors(path: Path, spec: ModelSpec) -> dict[str, TensorInfo]:
     """Of each tensor that the model is made of where it stands in `path`. Raises CheckpointError, before memory is
     spent, for one that is wrong, missing, extra or misshapen."""
-    found = told_tensors(path, config)
+    found = told_tensors(path, spec)
     for file in {info.file for info in found.values()}:
         _check_with_safetensors(file)
     return found
 
 
-def told_tensors(path: Path, config: ModelConfig) -> dict[str, TensorInfo]:
+def told_tensors(path: Path, spec: ModelSpec) -> dict[str, TensorInfo]:
     """stored_tensors, by what the files' headers tell alone."""
-    tensors, wanted = _tensors(path), pieces(config)
+    tensors, wanted = _tensors(path), tensor_slices(spec)
     needed = {name: of for piece in wanted for name, of in stored(piece, wanted[piece]).items()}
-    _check(path, tensors, needed, wanted, config)
+    _check(path, tensors, needed, wanted, spec)
     return {name: tensors[name] for name in needed}
 
 
@@ -139,7 +140,7 @@ def _check_with_safetensors(file: Path) -> None:
 
 @torch.no_grad()
 def random_weights(
-    config: ModelConfig, device: torch.device | str, dtype: torch.dtype, seed: int = 0, on_host: int = 0,
+    spec: ModelSpec, device: torch.device | str, dtype: torch.dtype, seed: int = 0, on_host: int = 0,
     packs: bool | None = None,
 ) -> Weights:  # fmt: skip
     """Weights of the configuration's shapes, drawn on the device, with which activations stay near 1; on_host, packs:
@@ -148,18 +149,18 @@ def random_weights(
     For benchmarks and shape tests: the same seed gives the same numbers on the same kind of device only.
     """
     device = torch.device(device)
-    plan = targets(config, device.type == "cuda" if packs is None else packs)
-    places, host = _allocate(plan, device, dtype, config.num_layers, on_host)
+    plan = targets(spec, device.type == "cuda" if packs is None else packs)
+    places, host = _allocate(plan, device, dtype, spec.num_layers, on_host)
     generator = torch.Generator(device=device).manual_seed(seed)
     for name, target in plan.items():
-        if name == "lm_head.weight" and config.tie_word_embeddings:
+        if name == "lm_head.weight" and spec.tie_word_embeddings:
             continue  # the embedding's numbers
         tensor = place = places[name]["weight"]
         if target.made is not None or place.device.type != device.type:
             tensor = torch.empty(target.shape, dtype=dtype, device=device)
         if tensor.ndim == 2:
             # Each of the 2 * num_layers branches adds its share to the residual stream.
-            branch = 2 * config.num_layers if name.endswith(("o_proj.weight", "down.weight")) else 1
+            branch = 2 * spec.num_layers if target.residual else 1
             tensor.normal_(0.0, (tensor.shape[1] * branch) ** -0.5, generator=generator)
         elif name.endswith("bias"):
             tensor.normal_(0.0, 0.02, generator=generator)
@@ -169,16 +170,16 @@ def random_weights(
             quantise_into(places[name], target, 0, tensor)
         elif tensor is not place:
             place.copy_(tensor)
-    return _assemble(config, plan, places, host)
+    return _assemble(spec, plan, places, host)
 
 
 def empty_weights(
-    config: ModelConfig, device: torch.device | str, dtype: torch.dtype, on_host: int = 0, packs: bool | None = None
+    spec: ModelSpec, device: torch.device | str, dtype: torch.dtype, on_host: int = 0, packs: bool | None = None
 ) -> Weights:
     """Weights that nobody has filled."""
     device = torch.device(device)
-    plan = targets(config, device.type == "cuda" if packs is None else packs)
-    return _assemble(config, plan, *_allocate(plan, device, dtype, config.num_layers, on_host))
+    plan = targets(spec, device.type == "cuda" if packs is None else packs)
+    return _assemble(spec, plan, *_allocate(plan, device, dtype, spec.num_layers, on_host))
 
 
 def _allocate(
@@ -213,29 +214,26 @@ def _allocate(
 
 
 def _assemble(
-    config: ModelConfig, plan: dict[str, Target], places: dict[str, dict[str, torch.Tensor]], host: HostLayers | None
+    spec: ModelSpec, plan: dict[str, Target], places: dict[str, dict[str, torch.Tensor]], host: HostLayers | None
 ) -> Weights:
-    if config.tie_word_embeddings and "lm_head.weight" in plan:  # the embedding again, in another format
+    if spec.tie_word_embeddings and "lm_head.weight" in plan:  # the embedding again, in another format
         quantise_into(places["lm_head.weight"], plan["lm_head.weight"], 0, places["embed"]["weight"])
 
     if host:
         places = places | {name: {"weight": tensor} for name, tensor in host.read.items()}
 
-    def linear(name: str) -> Linear:
+    def linear(name: str) -> LoadedLinear:
         bias = places.get(f"{name}.bias", {}).get("weight")
-        return Linear(**places[f"{name}.weight"], bias=bias, packed=plan[f"{name}.weight"].packed)
-
-    def plain(name: str) -> torch.Tensor | None:
-        return places.get(name, {}).get("weight")
+        return LoadedLinear(**places[f"{name}.weight"], bias=bias, packed=plan[f"{name}.weight"].packed)
 
     layers = []
-    for i in range(config.num_layers):
-        get = {name: plain(f"layers.{i}.{name}") for name in ("input_norm", "q_norm", "k_norm", "post_norm")}
-        get |= {name: linear(f"layers.{i}.{name}") for name in ("qkv", "o_proj", "gate_up", "down")}
-        layers.append(LayerWeights(**get))
-    embed = plain("embed")
-    head = linear("lm_head") if "lm_head.weight" in plan else Linear(embed)
-    return Weights(embed, tuple(layers), plain("final_norm"), head, host)
+    for i, layer in enumerate(spec.layers):
+        tensors = {weight.name: places[f"layers.{i}.{weight.name}"]["weight"] for weight in layer.weights()}
+        linears = {each.name: linear(f"layers.{i}.{each.name}") for each in layer.linears()}
+        layers.append(tensors | linears)
+    embed = places["embed"]["weight"]
+    head = linear("lm_head") if "lm_head.weight" in plan else LoadedLinear(embed)
+    return Weights(embed, tuple(layers), places["final_norm"]["weight"], head, host)
 
 
 def _tensors(path: Path) -> dict[str, TensorInfo]:
@@ -312,14 +310,15 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
     return found
 
 
-def _harmless(name: str, config: ModelConfig) -> bool:
+def _harmless(name: str, spec: ModelSpec) -> bool:
     """Tensors that old checkpoints hold and nothing needs: rotary tables, the copy of a tied embedding."""
-    return name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and config.tie_word_embeddings)
+    return name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and spec.tie_word_embeddings)
 
 
 def _check(
-    path: Path, tensors: dict[str, TensorInfo], needed: dict[str, Stored], wanted: dict[str, Piece], config: ModelConfig
-) -> None:
+    path: Path, tensors: dict[str, TensorInfo], needed: dict[str, Stored], wanted: dict[str, TensorSlice],
+    spec: ModelSpec,
+) -> None:  # fmt: skip
     """Names, shapes and dtypes of the checkpoint's tensors against what the configuration needs."""
     harmless = {
         name.removesuffix("weight") + suffix
@@ -327,9 +326,9 @@ def _check(
         if piece.scheme is not None
         for suffix in piece.scheme.read.harmless
     }
-    extra = [name for name in tensors if name not in needed and name not in harmless and not _harmless(name, config)]
+    extra = [name for name in tensors if name not in needed and name not in harmless and not _harmless(name, spec)]
     missing = [name for name in needed if name not in tensors]
-    if config.quantisation is None:
+    if spec.quantisation is None:
         for name in extra:
             if _QUANTISED.search(name):
                 raise CheckpointError(
@@ -342,13 +341,13 @@ def _check(
         if missing == ["lm_head.weight"]:
             fix = "set tie_word_embeddings to true in config.json if the LM head is the embedding"
         elif missing[0] not in wanted:
-            fix = f"quantization_config ({config.quantisation.method}) asks for it: both must belong together"
+            fix = f"quantization_config ({spec.quantisation.method}) asks for it: both must belong together"
         raise CheckpointError(f"{path}: tensor {shown(missing[0])} is missing{more}; {fix}")
     if extra:
         more = f" (and {len(extra) - 1} more)" if len(extra) > 1 else ""
         raise CheckpointError(
-            f"{tensors[extra[0]].file}: tensor {shown(extra[0])}{more} has no place in a {config.family} model of "
-            f"{counted(config.num_layers, 'layer')}; check config.json, or remove it from the file"
+            f"{tensors[extra[0]].file}: tensor {shown(extra[0])}{more} has no place in a {spec.family} model of "
+            f"{counted(spec.num_layers, 'layer')}; check config.json, or remove it from the file"
         )
     for name, of in needed.items():
         info = tensors[name]

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO
 
@@ -11,7 +12,7 @@ from ..errors import CheckpointError
 from ..kernels.linear.packed import Codes
 from ..models.files import open_regular, unreadable
 from .formats.quantize import quantised
-from .slices import Piece, Target, stored
+from .slices import Target, TensorSlice, stored
 
 READ = {
     "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64, "I32": torch.int32,
@@ -30,7 +31,7 @@ class Loader:
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._ordered: set[str] = set()
 
-    def place(self, name: str, piece: Piece) -> Iterator[int]:
+    def place(self, name: str, piece: TensorSlice) -> Iterator[int]:
         """Put a piece where it belongs; yields the bytes that were read, again and again."""
         target, parts = self._plan[piece.target], self.places[piece.target]
         if piece.scheme is not None:
@@ -40,15 +41,16 @@ class Loader:
             step = max(min(_NUMBERS, self._limit) // row, 1)
             for first in range(0, piece.shape[0], step):
                 read = self._read(name, first, min(step, piece.shape[0] - first))
-                quantise_into(parts, target, piece.start + first, read.to(parts["weight"].device))
+                read_rows = read.to(parts["weight"].device)
+                quantise_into(parts, target, piece.start + first, scaled(read_rows, piece.scale))
                 yield read.nbytes
         else:
             rows, read = parts["weight"][piece.start : piece.start + piece.shape[0]], 0
             for place in rows.split(max(self._limit // (self._tensors[name].nbytes // piece.shape[0]), 1)):
-                yield self._straight(name, read, place)
+                yield self._straight(name, read, place, piece.scale)
                 read += len(place)
 
-    def _coded(self, name: str, piece: Piece, target: Target, parts: dict) -> Iterator[int]:
+    def _coded(self, name: str, piece: TensorSlice, target: Target, parts: dict) -> Iterator[int]:
         """In rows of blocks where the format has them together, else whole."""
         n, k = piece.shape
         needed, module = stored(name, piece), name.removesuffix("weight")
@@ -66,6 +68,8 @@ class Loader:
                 codes = piece.scheme.read.codes(piece.scheme, tensors, count, k)
             except ValueError as error:
                 raise CheckpointError(f"{self._tensors[own].file}: {module[:-1]}: {error}") from None
+            if piece.scale != 1:
+                codes = replace(codes, scale=codes.scale.float() * piece.scale)
             if target.packed is None:
                 place = parts["weight"][piece.start + first : piece.start + first + count]
                 for begin in range(0, count, inner := max(_NUMBERS // k // BLOCK * BLOCK, BLOCK)):
@@ -74,7 +78,7 @@ class Loader:
                 self._check_order(name, piece, codes, parts)
                 target.packed.write(parts, piece.start + first, codes)
 
-    def _check_order(self, name: str, piece: Piece, codes: Codes, parts: dict) -> None:
+    def _check_order(self, name: str, piece: TensorSlice, codes: Codes, parts: dict) -> None:
         """One product has one order of its columns."""
         if "order" not in parts:
             return
@@ -114,10 +118,10 @@ class Loader:
         if got < part.nbytes:
             raise CheckpointError(f"{info.file}: became shorter while it was read; load it again once it is whole")
 
-    def _straight(self, name: str, first: int, place: torch.Tensor) -> int:
+    def _straight(self, name: str, first: int, place: torch.Tensor, scale: float) -> int:
         """Fill `place`, rows of a tensor as it is, from row `first` on; returns the bytes read."""
         kind = READ[self._tensors[name].dtype]
-        straight = place.dtype == kind and place.device.type == "cpu"
+        straight = place.dtype == kind and place.device.type == "cpu" and scale == 1
         part = place
         if not straight:
             if len(self._buffer) < place.numel() * kind.itemsize:
@@ -126,8 +130,13 @@ class Loader:
         self._fill(name, first, part)
         if not straight:
             # A dtype is changed on the device: the bytes cross the bus as they are in the file.
-            place.copy_(part if kind == place.dtype else part.to(place.device))
+            place.copy_(part if kind == place.dtype and scale == 1 else scaled(part.to(place.device), scale))
         return part.nbytes
+
+
+def scaled(rows: torch.Tensor, scale: float) -> torch.Tensor:
+    """Return rows * scale, rounded once."""
+    return rows if scale == 1 else rows.float() * scale
 
 
 def quantise_into(parts: dict[str, torch.Tensor], target: Target, start: int, rows: torch.Tensor) -> None:

@@ -1,14 +1,15 @@
-"""Which tensors a checkpoint of a configuration must hold, and where each goes on the device."""
+"""Which tensors a checkpoint must hold by its specification, and where each goes on the device."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 
+from ..blocks.declarations import Linear, Weight
 from ..blocks.host_layers import LAYER_BUFFERS, layer_bytes
+from ..blocks.spec import ModelSpec
 from ..kernels.linear.packed import Packed
-from ..models.config import ModelConfig
 from .formats.quantize import fitted
 from .formats.scheme import Scheme, Stored, packed_form
 
@@ -16,126 +17,157 @@ FLOATS = ("F32", "F16", "BF16")
 
 
 @dataclass(frozen=True)
-class Piece:
-    """Where a checkpoint's tensor goes: rows `start` to `start + shape[0]` of the one called `target`. scheme: how it
-    stands in the checkpoint; None, as it is."""
+class TensorSlice:
+    """Where a tensor of the checkpoint goes: rows `start` to `start + shape[0]` of the one called `target`.
+
+    scheme: how it is quantized in the checkpoint, or None. scale: a factor that the loader multiplies in.
+    """
 
     target: str
     start: int
     shape: tuple[int, ...]
     scheme: Scheme | None = None
+    scale: float = 1.0
 
 
 @dataclass(frozen=True)
 class Target:
-    """A tensor on the device, or a weight in packed form. made: the scheme that its pieces are quantised by."""
+    """A tensor on the device, or a weight in packed form.
+
+    made: the scheme by which the loader quantizes it. residual: a linear adds its product to the residual stream.
+    """
 
     shape: tuple[int, ...]
     packed: Packed | None = None
     made: Scheme | None = None
+    residual: bool = False
 
     def tensors(self, dtype: torch.dtype) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Part -> shape and dtype; a tensor as it is has the one part "weight"."""
+        """Return name -> shape and dtype of its tensors; one that is not packed has the single name "weight"."""
         return {"weight": (self.shape, dtype)} if self.packed is None else self.packed.shapes(self.shape[0])
 
 
-def pieces(config: ModelConfig) -> dict[str, Piece]:
-    """Every tensor of an unquantised checkpoint of this configuration, by its name there; targets are named as in
-    Weights."""
-    hidden, inner, q, kv = config.hidden_size, config.intermediate_size, config.q_size, config.kv_size
-    found = {"model.embed_tokens.weight": Piece("embed", 0, (config.vocab_size, hidden))}
+def declared_weights(spec: ModelSpec) -> Iterator[tuple[str, str, Weight]]:
+    """Yield (target, name in the checkpoint, declaration) of every tensor that no linear multiplies by."""
+    yield "embed", spec.embed.tensor, spec.embed
+    for i, layer in enumerate(spec.layers):
+        for weight in layer.weights():
+            yield f"layers.{i}.{weight.name}", spec.layer_prefix(i) + weight.tensor, weight
+    yield "final_norm", spec.final_norm.tensor, spec.final_norm
 
-    def product(name: str, target: str, start: int, shape: tuple[int, int]) -> None:
-        scheme = config.quantisation and config.quantisation.scheme(name)
-        found[f"{name}.weight"] = Piece(f"{target}.weight", start, shape, scheme)
 
-    for i in range(config.num_layers):
-        ours, theirs = f"layers.{i}.", f"model.layers.{i}."
-        found[theirs + "input_layernorm.weight"] = Piece(ours + "input_norm", 0, (hidden,))
-        for name, start, rows in (("q", 0, q), ("k", q, kv), ("v", q + kv, kv)):
-            product(f"{theirs}self_attn.{name}_proj", ours + "qkv", start, (rows, hidden))
-            if config.qkv_bias:
-                found[f"{theirs}self_attn.{name}_proj.bias"] = Piece(ours + "qkv.bias", start, (rows,))
-        if config.qk_norm:
-            found[theirs + "self_attn.q_norm.weight"] = Piece(ours + "q_norm", 0, (config.head_dim,))
-            found[theirs + "self_attn.k_norm.weight"] = Piece(ours + "k_norm", 0, (config.head_dim,))
-        product(theirs + "self_attn.o_proj", ours + "o_proj", 0, (hidden, q))
-        found[theirs + "post_attention_layernorm.weight"] = Piece(ours + "post_norm", 0, (hidden,))
-        product(theirs + "mlp.gate_proj", ours + "gate_up", 0, (inner, hidden))
-        product(theirs + "mlp.up_proj", ours + "gate_up", inner, (inner, hidden))
-        product(theirs + "mlp.down_proj", ours + "down", 0, (hidden, inner))
-    found["model.norm.weight"] = Piece("final_norm", 0, (hidden,))
-    if not config.tie_word_embeddings:
-        product("lm_head", "lm_head", 0, (config.vocab_size, hidden))
+def declared_linears(spec: ModelSpec) -> Iterator[tuple[str, str, Linear]]:
+    """Yield (target, prefix of its modules in the checkpoint, declaration) of every linear; the LM head is the last."""
+    for i, layer in enumerate(spec.layers):
+        for linear in layer.linears():
+            yield f"layers.{i}.{linear.name}", spec.layer_prefix(i), linear
+    yield "lm_head", "", spec.lm_head
+
+
+def linear_modules(spec: ModelSpec) -> set[str]:
+    """Return the modules of the checkpoint that linears consist of."""
+    return {prefix + part.module for _, prefix, linear in declared_linears(spec) for part in linear.parts}
+
+
+def tensor_slices(spec: ModelSpec) -> dict[str, TensorSlice]:
+    """Return every tensor of an unquantized checkpoint by its name there; targets are named as in Weights."""
+    found = {name: TensorSlice(target, 0, w.shape, scale=w.scale) for target, name, w in declared_weights(spec)}
+    for target, prefix, linear in declared_linears(spec):
+        start = 0
+        for part in linear.parts:
+            module, shape = prefix + part.module, (part.rows, linear.k)
+            scheme = spec.quantisation and spec.quantisation.scheme(module)
+            found[f"{module}.weight"] = TensorSlice(f"{target}.weight", start, shape, scheme, linear.scale)
+            if linear.bias:
+                found[f"{module}.bias"] = TensorSlice(f"{target}.bias", start, (part.rows,), scale=linear.scale)
+            start += part.rows
     return found
 
 
-def stored(name: str, piece: Piece) -> dict[str, Stored]:
-    """The tensors of a checkpoint that hold a piece, by their names; the largest comes first."""
-    if piece.scheme is None:
-        return {name: Stored(piece.shape, FLOATS)}
+def stored(name: str, of: TensorSlice) -> dict[str, Stored]:
+    """Return the tensors of the checkpoint that hold a slice, by their names; the largest comes first."""
+    if of.scheme is None:
+        return {name: Stored(of.shape, FLOATS)}
     module = name.removesuffix("weight")
-    return {module + suffix: of for suffix, of in piece.scheme.read.tensors(piece.scheme, *piece.shape).items()}
+    return {module + suffix: tensor for suffix, tensor in of.scheme.read.tensors(of.scheme, *of.shape).items()}
 
 
 def targets(
-    config: ModelConfig, packs: bool, scale_dtype: Callable[[str], torch.dtype] | None = None
+    spec: ModelSpec, packs: bool, scale_dtype: Callable[[str], torch.dtype] | None = None
 ) -> dict[str, Target]:
-    """Name -> every tensor on the device. packs: weights in fewer bits stay so, if all pieces of one are alike.
-    scale_dtype: of a tensor of the checkpoint by name."""
+    """Return name -> every tensor on the device.
+
+    Args:
+        packs: a quantized weight stays packed if all its slices have one scheme.
+        scale_dtype: the dtype of a slice's scales, by its name in the checkpoint.
+    """
+    known = tensor_slices(spec)
     members: dict[str, list[str]] = {}
-    known = pieces(config)
-    for name, piece in known.items():
-        members.setdefault(piece.target, []).append(name)
-    found = {}
-    for target, names in members.items():
-        own = [known[name] for name in names]
-        shape = (sum(piece.shape[0] for piece in own), *own[0].shape[1:])
-        schemes, starts = {piece.scheme for piece in own}, [piece.start for piece in own]
-        if len(shape) == 1 or target == "embed":
-            found[target] = Target(shape)
-        elif schemes == {None}:
-            found[target] = _made(config, names[0].removesuffix(".weight"), shape, starts, packs)
-        elif len(schemes) == 1 and packs:
-            scheme = own[0].scheme
-            dtypes = {scale_dtype(name) for name in names} if scale_dtype else {_usual(scheme)}
-            dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
-            found[target] = Target(shape, packed_form(scheme, shape[1], starts, dtype))
-        else:
-            found[target] = Target(shape)
-    if config.tie_word_embeddings and config.quantise and config.quantise.scheme("lm_head"):
-        found["lm_head.weight"] = _made(config, "lm_head", (config.vocab_size, config.hidden_size), [0], packs)
+    for name, of in known.items():
+        members.setdefault(of.target, []).append(name)
+    found = {target: Target(weight.shape) for target, _, weight in declared_weights(spec)}
+    for target, prefix, linear in declared_linears(spec):
+        residual = linear.epilogue == "residual"
+        if linear.bias:
+            found[f"{target}.bias"] = Target((linear.n,))
+        if linear.parts:
+            names = members[f"{target}.weight"]
+            found[f"{target}.weight"] = _weight_target(spec, linear, names, known, packs, scale_dtype, residual)
+        elif spec.quantise and spec.quantise.scheme(prefix + target):  # a tied head in a format of its own
+            found[f"{target}.weight"] = _made(spec, prefix + target, (linear.n, linear.k), [0], packs, residual)
     return found
 
 
-def _made(config: ModelConfig, module: str, shape: tuple[int, int], starts: list[int], packs: bool) -> Target:
-    """Of a weight that stands in the checkpoint as it is."""
-    scheme = config.quantise and config.quantise.scheme(module)
+def _weight_target(
+    spec: ModelSpec, linear: Linear, names: list[str], known: dict[str, TensorSlice], packs: bool,
+    scale_dtype: Callable[[str], torch.dtype] | None, residual: bool,
+) -> Target:  # fmt: skip
+    own = [known[name] for name in names]
+    shape, schemes, starts = (linear.n, linear.k), {of.scheme for of in own}, [of.start for of in own]
+    if schemes == {None}:
+        return _made(spec, names[0].removesuffix(".weight"), shape, starts, packs, residual)
+    if len(schemes) > 1 or not packs:
+        return Target(shape, residual=residual)
+    scheme = own[0].scheme
+    dtypes = {scale_dtype(name) for name in names} if scale_dtype else {_usual(scheme)}
+    dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
+    return Target(shape, packed_form(scheme, linear.k, starts, dtype), residual=residual)
+
+
+def _made(
+    spec: ModelSpec, module: str, shape: tuple[int, int], starts: list[int], packs: bool, residual: bool
+) -> Target:
+    """Return the target of a weight that is not quantized in the checkpoint."""
+    scheme = spec.quantise and spec.quantise.scheme(module)
     if not scheme:
-        return Target(shape)
+        return Target(shape, residual=residual)
     scheme = fitted(scheme, shape[1])
-    return Target(shape, packed_form(scheme, shape[1], starts, _usual(scheme)) if packs else None, scheme)
+    packed = packed_form(scheme, shape[1], starts, _usual(scheme)) if packs else None
+    return Target(shape, packed, scheme, residual)
 
 
 def _usual(scheme: Scheme) -> torch.dtype:
-    """Of scales where no file says it."""
+    """Return the dtype of scales that no file has."""
     return torch.float32 if scheme.floating else torch.bfloat16
 
 
-def parameter_count(config: ModelConfig) -> int:
-    """Number of parameters; a tied LM head counts once."""
-    return sum(math.prod(piece.shape) for piece in pieces(config).values())
+def parameter_count(spec: ModelSpec) -> int:
+    """Return the number of parameters; a tied LM head counts once."""
+    return sum(math.prod(of.shape) for of in tensor_slices(spec).values())
 
 
-def weight_bytes(config: ModelConfig, dtype: torch.dtype, packs: bool = False, on_host: int = 0) -> int:
-    """Bytes that the weights take on the device, those that are not packed in `dtype`; on_host: layers whose
-    projections are in the host's memory."""
-    return device_bytes(targets(config, packs), dtype, on_host)
+def weight_bytes(spec: ModelSpec, dtype: torch.dtype, packs: bool = False, on_host: int = 0) -> int:
+    """Return the bytes of the weights on the device, those that are not packed in `dtype`.
+
+    Args:
+        on_host: how many of the last layers have their linears in host memory.
+    """
+    return device_bytes(targets(spec, packs), dtype, on_host)
 
 
-def host_layer_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
-    """Of one layer in the host's memory."""
-    return _layer_bytes(targets(config, packs=False), dtype)
+def host_layer_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
+    """Return the bytes of one layer in host memory."""
+    return _layer_bytes(targets(spec, packs=False), dtype)
 
 
 def device_bytes(found: dict[str, Target], dtype: torch.dtype, on_host: int) -> int:

@@ -15,7 +15,7 @@ from ..kernels.linear.matmul_ring import RingConfig
 from ..kernels.linear.matmul_tiles import TilesConfig
 from ..kernels.linear.matmul_wide import MAX_SPLIT, WideConfig
 from ..kernels.linear.matvec import MatvecConfig
-from ..kernels.linear.weight import Linear
+from ..kernels.linear.weight import LoadedLinear
 from ..models.config import ModelConfig
 from ..tuning.few_bits import UNSHARED, at_once, few_bits_shape, hopper_bits_shape, packed_linears
 from ..tuning.shapes import StepShapes
@@ -229,7 +229,7 @@ def packed_candidates(weights: Weights, packed: Mapping[str, Packing], rows: int
     return found
 
 
-def hopper_packed(linear: Linear, rows: int, op: str, gpu) -> list[HopperConfig]:
+def hopper_packed(linear: LoadedLinear, rows: int, op: str, gpu) -> list[HopperConfig]:
     """Shapes for weights in fewer bits whose tiles fit in shared memory, the one in use first."""
     columns, high = COLUMNS_OF[linear.format], max(1 << (rows - 1).bit_length(), 16)
     found = [hopper_bits_shape(linear, op, rows)]
@@ -244,7 +244,7 @@ def hopper_packed(linear: Linear, rows: int, op: str, gpu) -> list[HopperConfig]
     return list(dict.fromkeys(found))
 
 
-def packed_products(linear: Linear, rows: int, used: MatmulConfig, multiprocessors: int = 132) -> list[MatmulConfig]:
+def packed_products(linear: LoadedLinear, rows: int, used: MatmulConfig, multiprocessors: int = 132) -> list[MatmulConfig]:
     """Those for weights in fewer bits that registers may hold, the shape in use first, then by what is hoped of them;
     for those in 16 bits too."""
     N, K, packed = linear.out_features, linear.in_features, linear.packed
@@ -267,7 +267,7 @@ def packed_products(linear: Linear, rows: int, used: MatmulConfig, multiprocesso
     return found[:MOST_PACKED]
 
 
-def ring_products(linear: Linear, gpu) -> list[RingConfig]:
+def ring_products(linear: LoadedLinear, gpu) -> list[RingConfig]:
     """Shapes of the ring whose stages, and activations where they are there too, fit in shared memory; else these in
     registers. A warp that copies is for rings that are filled again."""
     K, tile, found = linear.in_features, linear.packed.tile, []

@@ -3,10 +3,10 @@
 from dataclasses import replace
 from pathlib import Path
 
+from ..blocks.spec import ModelSpec
 from ..checkpoint.hub import BUNDLED, resolve_model
 from ..checkpoint.load import load_config
 from ..engine import Engine
-from ..models.config import ModelConfig
 from ..plan.memory import plan_memory
 from ..plan.placement import resolve_dtype, to_quantise
 from ..sampling import SamplingParams
@@ -91,16 +91,16 @@ class Loader:
         fails, chat.engine is None.
         """
         path = resolve_model(name)
-        config = to_quantise(load_config(path), self._args.quantize, self._args.quantize_head, self._args.kv_dtype)
+        spec = to_quantise(load_config(path), self._args.quantize, self._args.quantize_head, self._args.kv_dtype)
         if not chat.conversation.raw:  # its PromptError, before anything is given up
             Tokenizer.load(path).encode_chat([{"role": "user", "content": "Hello"}])
-        if self._fits_beside(chat.engine, config):
-            chat.use(self._load(name, path, config))
+        if self._fits_beside(chat.engine, spec):
+            chat.use(self._load(name, path, spec))
         else:
             self._output.note(f"{chat.engine.name} and {name} do not fit together: the first is let go before")
             chat.engine, failure = None, None
             try:
-                chat.use(self._load(name, path, config))
+                chat.use(self._load(name, path, spec))
             except BaseException as error:
                 failure = error.with_traceback(None)  # which holds what was loaded so far
             if failure is not None:
@@ -110,22 +110,22 @@ class Loader:
         self.model = name
         show_defaults(chat.engine, chat.given, self._output)
 
-    def _load(self, model: str | None, path: Path, config: ModelConfig) -> Engine:
+    def _load(self, model: str | None, path: Path, spec: ModelSpec) -> Engine:
         # The path was resolved already; the name is what people see.
-        limit = self._args.max_seq_len and min(self._args.max_seq_len, config.max_position)
+        limit = self._args.max_seq_len and min(self._args.max_seq_len, spec.max_position)
         engine = load_model(self._args, path, limit, self._output)
         engine.name = model or BUNDLED.name
         return engine
 
-    def _fits_beside(self, old: Engine, config: ModelConfig) -> bool:
+    def _fits_beside(self, old: Engine, spec: ModelSpec) -> bool:
         """Whether the new model gets beside the old one the context that it would get alone.
 
         Raises DeviceError where it does not fit even alone.
         """
-        dtype = resolve_dtype(self._args.dtype, config, old.device)
+        dtype = resolve_dtype(self._args.dtype, spec, old.device)
         policy = old.policy
         how = dict(chunk=policy.chunk_tokens, speculate=policy.speculates)
-        now = plan_memory(config, dtype, old.device, slots_of(self._args), **how)
+        now = plan_memory(spec, dtype, old.device, slots_of(self._args), **how)
         alone = replace(now, free=now.free + old.plan.needed(old.capacity, old.kv_tokens))
-        asked = self._args.max_seq_len and min(self._args.max_seq_len, config.max_position)
+        asked = self._args.max_seq_len and min(self._args.max_seq_len, spec.max_position)
         return now.max_context >= alone.capacity(asked, str(old.device))

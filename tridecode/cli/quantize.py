@@ -6,6 +6,7 @@ from ..checkpoint.formats.quantize import rules
 from ..checkpoint.formats.write import write
 from ..checkpoint.hub import BUNDLED, resolve_model
 from ..checkpoint.load import load_config, stored_tensors
+from ..checkpoint.slices import linear_modules
 from ..errors import ParameterError
 from ..plan.placement import to_quantise
 from .terminal import Output
@@ -25,6 +26,6 @@ def quantize(args, output: Output) -> int:
     out.mkdir(parents=True, exist_ok=True)
     repo = None if source in (BUNDLED, Path(args.model).expanduser()) else args.model
     with output.loading() as progress:
-        write(source, out, files, rules(args.to, args.head), progress, repo)
+        write(source, out, files, rules(args.to, args.head), linear_modules(plain), progress, repo)
     output.note(f"{out}: {args.to}, LM head {args.head}")
     return 0

@@ -6,7 +6,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from ..kernels.linear.weight import Linear
+from ..kernels.linear.weight import LoadedLinear
 from ..layout import Chunk
 from .attention.fp8_kv import held
 from .attention.gather_kv import gather_kv
@@ -22,7 +22,7 @@ BACKENDS = {
 }
 
 
-def linear(x: torch.Tensor, weights: Linear, out: torch.Tensor, scratch: torch.Tensor) -> None:
+def linear(x: torch.Tensor, weights: LoadedLinear, out: torch.Tensor, scratch: torch.Tensor) -> None:
     """out [rows, out_features] = x [rows, in_features] @ weight.T + bias.
 
     scratch: flat, of x's dtype. A weight in fewer bits is dequantised there, as many rows as it holds at a time.
@@ -47,7 +47,7 @@ def piece_rows(rows: int, most: int) -> int:
     return min(whole, most // 128 * 128 or most)
 
 
-def linear_ref(x: torch.Tensor, weights: Linear, out: torch.Tensor, scratch: torch.Tensor) -> None:
+def linear_ref(x: torch.Tensor, weights: LoadedLinear, out: torch.Tensor, scratch: torch.Tensor) -> None:
     weight = weights.weight if weights.packed is None else weights.matrix().to(x.dtype)
     _product(x, weight, weights.bias, out)
 
@@ -59,7 +59,7 @@ def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, o
         torch.addmm(bias, x, weight.T, out=out)
 
 
-def linear_bytes(x: torch.Tensor, weights: Linear, out: torch.Tensor, scratch: torch.Tensor) -> int:
+def linear_bytes(x: torch.Tensor, weights: LoadedLinear, out: torch.Tensor, scratch: torch.Tensor) -> int:
     """A weight in fewer bits is written and read again in x's dtype."""
     again = 0 if weights.packed is None else 2 * weights.out_features * weights.in_features * x.itemsize
     return x.nbytes + weights.nbytes + again + out.nbytes

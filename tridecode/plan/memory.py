@@ -6,14 +6,16 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from ..blocks.spec import ModelSpec
 from ..checkpoint.slices import host_layer_bytes, weight_bytes
 from ..errors import DeviceError, counted
-from ..models.config import ModelConfig
+from ..kernels.device import device_of
 from ..state.kv import kv_bytes_per_token
 from ..state.offload import Offload
-from ..step.model import PROMPT_SHAPE, expands_kv, verify_rows
+from ..step.model import expands_kv, rope_keys, verify_rows
 from ..step.prompt import CHUNK
 from ..step.workspace import make_prompt_buffers, make_workspace, named_tensors
+from ..tuning.attention import prompt_attention_config
 from . import cgroup
 
 GIB = 2**30
@@ -86,14 +88,14 @@ class MemoryPlan:
         return requested or max(min(fits, self.slots * -(-capacity // page) * page), capacity)
 
     def offloaded(
-        self, config: ModelConfig, page: int, least: int, capacity: int | None, kv_tokens: int | None, host: int,
+        self, spec: ModelSpec, page: int, least: int, capacity: int | None, kv_tokens: int | None, host: int,
         buffers: int, where: str,
     ) -> tuple[int, int, int]:  # fmt: skip
         """With `host` pages in the host's memory: positions of a context, pages of the device, `least` or more, and
         pages of one layer in each of `buffers` ring buffers. capacity, kv_tokens: those asked for. DeviceError when
         that does not fit."""
         wanted = capacity or min(self.model_limit, self.default_limit)
-        pages, ring = self._places(config.num_layers, page, least, wanted, kv_tokens, host, buffers)
+        pages, ring = self._places(spec.page_layers, page, least, wanted, kv_tokens, host, buffers)
         if pages < least or ring < 0:
             needs = f"kv_offload needs {least * page:,}" if kv_tokens is None else f"kv_tokens asks for {kv_tokens:,}"
             raise DeviceError(
@@ -119,9 +121,9 @@ class MemoryPlan:
         ring = min(host, -(-(wanted - pages) * layers // max(layers - buffers, 1)))
         return min((cells - buffers * ring) // layers, wanted), ring
 
-    def with_offload(self, config: ModelConfig, offload: Offload, page: int) -> "MemoryPlan":
+    def with_offload(self, spec: ModelSpec, offload: Offload, page: int) -> "MemoryPlan":
         """The same with the ring's bytes."""
-        ring = offload.buffers * offload.ring * page * self.kv_per_token // config.num_layers
+        ring = offload.buffers * offload.ring * page * self.kv_per_token // spec.page_layers
         return replace(self, fixed=self.fixed + ring)
 
     def _lack(self, capacity: int, kv_tokens: int) -> str:
@@ -147,57 +149,59 @@ def allocating(capacity: int, device: torch.device):
 
 
 def plan_memory(
-    config: ModelConfig, dtype: torch.dtype, device: torch.device, slots: int = 1, chunk: int = CHUNK,
+    spec: ModelSpec, dtype: torch.dtype, device: torch.device, slots: int = 1, chunk: int = CHUNK,
     one_piece: bool = True, on_host: int = 0, speculate: bool = False, batch_invariant: bool = False,
 ) -> MemoryPlan:
     """Plan for loading `config` in `dtype` on `device` as it is now, for `slots` requests at a time, their prompts read
     in chunks of `chunk` tokens; one_piece: by torch's attention, for which a layer's K/V of a slot are gathered;
     on_host: layers whose projections are in the host's memory; speculate: passes can verify drafts;
     batch_invariant: prompts take one kernel on every GPU."""
-    rope_and_tokens, kv = 4 * config.head_dim + TOKEN, kv_bytes_per_token(config, dtype)
-    layer = 2 * config.kv_size * dtype.itemsize
+    rope = sum(4 * head_dim for _, head_dim in rope_keys(spec))
+    kv, layer = kv_bytes_per_token(spec, dtype), 2 * spec.pages.width * dtype.itemsize
     gathered = layer if one_piece else 0
-    if expands_kv(config, device, batch_invariant, one_piece):
+    if expands_kv(spec, device, batch_invariant, one_piece):
         kv += layer
-    weights = weight_bytes(config, dtype, device.type == "cuda", on_host)
-    rows, scratch = min(chunk, slots * config.max_position) + slots, SCRATCH[device.type]
+    weights = weight_bytes(spec, dtype, device.type == "cuda", on_host)
+    rows, scratch = min(chunk, slots * spec.max_position) + slots, SCRATCH[device.type]
     if device.type == "cpu":  # the references' own, of a row
-        scratch += 16 * rows * (config.intermediate_size + config.q_size + config.kv_size)
-        weights += on_host * host_layer_bytes(config, dtype)
-    fixed = workspace_bytes(config, dtype, 1) + prompt_bytes(config, dtype, rows) + scratch
+        inner = sum(linear.k for linear in spec.layers[0].linears() if linear.epilogue == "residual")
+        scratch += 16 * rows * (inner + spec.pages.width)
+        weights += on_host * host_layer_bytes(spec, dtype)
+    fixed = workspace_bytes(spec, dtype, 1) + prompt_bytes(spec, dtype, rows, device) + scratch
     if speculate:
         verifying = max(slots, verify_rows(slots))
-        fixed += workspace_bytes(config, dtype, slots, verifying) - workspace_bytes(config, dtype, slots)
+        fixed += workspace_bytes(spec, dtype, slots, verifying) - workspace_bytes(spec, dtype, slots)
     return MemoryPlan(
         free=free_memory(device),
         weights=weights,
-        per_token=kv + gathered + rope_and_tokens,
+        per_token=kv + gathered + rope + TOKEN,
         fixed=fixed,
-        model_limit=config.max_position,
+        model_limit=spec.max_position,
         headroom=HEADROOM[device.type],
-        default_limit=CPU_CONTEXT if device.type == "cpu" else config.max_position,
+        default_limit=CPU_CONTEXT if device.type == "cpu" else spec.max_position,
         kv_per_token=kv,
-        per_slot=slot_bytes(config, dtype, slots),
+        per_slot=slot_bytes(spec, dtype, slots),
         slots=slots,
     )
 
 
-def slot_bytes(config: ModelConfig, dtype: torch.dtype, slots: int) -> int:
+def slot_bytes(spec: ModelSpec, dtype: torch.dtype, slots: int) -> int:
     """What the workspace has for each of `slots` beside the first, without its tokens: counted, not allocated."""
     if slots == 1:
         return 0
-    return -(-(workspace_bytes(config, dtype, slots) - workspace_bytes(config, dtype, 1)) // (slots - 1))
+    return -(-(workspace_bytes(spec, dtype, slots) - workspace_bytes(spec, dtype, 1)) // (slots - 1))
 
 
-def workspace_bytes(config: ModelConfig, dtype: torch.dtype, slots: int, rows: int | None = None) -> int:
+def workspace_bytes(spec: ModelSpec, dtype: torch.dtype, slots: int, rows: int | None = None) -> int:
     """Of the workspace without tokens: counted, not allocated. The rings are in the host's memory."""
-    tensors = named_tensors(make_workspace(config, 0, "meta", dtype, slots, rows)).values()
+    tensors = named_tensors(make_workspace(spec, 0, "meta", dtype, slots, rows)).values()
     return sum(tensor.nbytes for tensor in tensors if tensor.is_meta)
 
 
-def prompt_bytes(config: ModelConfig, dtype: torch.dtype, rows: int) -> int:
-    """Of the buffers of prompt passes of up to `rows` rows, counted too."""
-    buffers = make_prompt_buffers(config, rows, "meta", dtype, PROMPT_SHAPE)
+def prompt_bytes(spec: ModelSpec, dtype: torch.dtype, rows: int, device: torch.device) -> int:
+    """Count the bytes of the buffers of prompt passes of up to `rows` rows."""
+    config = prompt_attention_config(device_of(device), batch_invariant=False, fp8=spec.fp8_kv)
+    buffers = make_prompt_buffers(spec, rows, "meta", dtype, config)
     return sum(tensor.nbytes for tensor in named_tensors(buffers).values())
 
 

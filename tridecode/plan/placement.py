@@ -8,10 +8,11 @@ import torch
 
 from ..arguments import choice, integer, real, shown
 from ..blocks.host_layers import LAYER_BUFFERS
+from ..blocks.spec import ModelSpec
 from ..checkpoint.formats.quantize import HEADS, SCHEMES, rules
 from ..checkpoint.slices import host_layer_bytes
 from ..errors import DeviceError, ParameterError, counted
-from ..models.config import ModelConfig
+from ..kernels.device import device_of
 from ..state.kv import PAGE
 from ..state.offload import BUFFERS, Offload, least_pages, page_bytes
 from ..step.dispatch import (
@@ -29,7 +30,7 @@ from ..step.dispatch import (
 from ..step.dispatch import graph_sizes as graph_sizes_of
 from ..step.prompt import CHUNK
 from ..text.prompt import listed
-from ..tuning.choose import prompt_tiles_fit
+from ..tuning.attention import prompt_tiles_fit
 from . import memory
 from .memory import GIB, MemoryPlan, plan_memory
 
@@ -73,39 +74,39 @@ def check_dtype(dtype: str | torch.dtype) -> str:
 
 
 def to_quantise(
-    config: ModelConfig, quantize: str | None, head: str | None = None, kv_dtype: str = "auto"
-) -> ModelConfig:
+    spec: ModelSpec, quantize: str | None, head: str | None = None, kv_dtype: str = "auto"
+) -> ModelSpec:
     """The configuration of a checkpoint whose projections will be quantised while they are loaded, its LM head to
     `head`, by default fp8, and its K/V while they are written. Raises ParameterError."""
     if head is not None and quantize is None:
         raise ParameterError('quantize_head: nothing is quantised; use it with quantize="int4"')
     head = choice("quantize_head", head or "fp8", HEADS)
-    config = replace(config, fp8_kv=choice("kv_dtype", kv_dtype, KV_DTYPES) == "fp8")
+    spec = replace(spec, fp8_kv=choice("kv_dtype", kv_dtype, KV_DTYPES) == "fp8")
     if quantize is None:
-        return config
+        return spec
     choice("quantize", quantize, tuple(SCHEMES))
-    if config.quantisation is not None:
-        raise ParameterError(f"quantize {quantize}: the checkpoint is quantised already ({config.quantisation.method})")
-    return replace(config, quantise=rules(quantize, head))
+    if spec.quantisation is not None:
+        raise ParameterError(f"quantize {quantize}: the checkpoint is quantised already ({spec.quantisation.method})")
+    return replace(spec, quantise=rules(quantize, head))
 
 
-def resolve_dtype(dtype: str, config: ModelConfig, device: torch.device) -> torch.dtype:
+def resolve_dtype(dtype: str, spec: ModelSpec, device: torch.device) -> torch.dtype:
     """What tensors run in that are not quantised. Beside weights in fewer bits, or K/V, it is bf16 on a GPU."""
     dtype = check_dtype(dtype)
-    if (config.few_bits or config.fp8_kv) and device.type == "cuda":
+    if (spec.few_bits or spec.fp8_kv) and device.type == "cuda":
         if dtype not in ("auto", "bfloat16"):
-            what = "weights in fewer bits" if config.few_bits else "kv_dtype fp8"
+            what = "weights in fewer bits" if spec.few_bits else "kv_dtype fp8"
             raise ParameterError(f"dtype must be bfloat16 on a GPU beside {what}, got {dtype}")
         return torch.bfloat16
     if dtype == "auto":
         if device.type == "cpu":
             return torch.float32
-        return torch.bfloat16 if config.dtype == "float32" else DTYPES[config.dtype]
+        return torch.bfloat16 if spec.dtype == "float32" else DTYPES[spec.dtype]
     return DTYPES[dtype]
 
 
 def plan_capacity(
-    config: ModelConfig,
+    spec: ModelSpec,
     dtype: torch.dtype,
     device: torch.device,
     max_seq_len: int | None,
@@ -119,12 +120,12 @@ def plan_capacity(
 ) -> tuple[MemoryPlan, int, list[str]]:
     """The memory plan (see plan_memory), the context of a request to allocate, and notes for the user. Raises
     ParameterError, DeviceError. The pool of all slots is `plan.kv_tokens`."""
-    limit = config.max_position
+    limit = spec.max_position
     if max_seq_len is not None:
         max_seq_len = integer("max_seq_len", max_seq_len, 1, limit, "the model's limit of ")
     if kv_tokens is not None:
         kv_tokens = integer("kv_tokens", kv_tokens, max_seq_len or 1, LONGEST)
-    plan = plan_memory(config, dtype, device, slots, chunk, one_piece, on_host, speculate, batch_invariant)
+    plan = plan_memory(spec, dtype, device, slots, chunk, one_piece, on_host, speculate, batch_invariant)
     capacity = plan.capacity(max_seq_len, str(device))
     why = f"that is what fits {device}"
     if capacity < min(max_seq_len or limit, plan.max_context):
@@ -160,7 +161,7 @@ class KVPlan:
 
 
 def plan_kv(
-    config: ModelConfig, dtype: torch.dtype, device: torch.device, backend: str, max_seq_len: int | None = None,
+    spec: ModelSpec, dtype: torch.dtype, device: torch.device, backend: str, max_seq_len: int | None = None,
     slots: int = 1, kv_tokens: int | None = None, chunk: int = CHUNK, one_piece: bool = True,
     kv_offload: float | str | None = None, kv_ring: int | None = None, batch_invariant: bool = False,
     on_host: int = 0, speculate: bool = False,
@@ -174,14 +175,14 @@ def plan_kv(
     page, where = page_size(backend, slots, batch_invariant), str(device)
     if kv_offload is None:
         asked = max_seq_len, slots, kv_tokens, chunk, one_piece, on_host, speculate, batch_invariant
-        plan, capacity, notes = plan_capacity(config, dtype, device, *asked)
+        plan, capacity, notes = plan_capacity(spec, dtype, device, *asked)
         pool = plan.kv_tokens(capacity, kv_tokens, where, page or capacity)
         pages, whole = -(-pool // (page or capacity)), slots * -(-capacity // (page or capacity))
         pages = None if kv_tokens == slots * capacity or pages >= whole else pages
         return KVPlan(plan, capacity, pool, page, pages, None, notes)
-    if config.fp8_kv:
+    if spec.fp8_kv:
         raise ParameterError("kv_offload: K/V in kv_dtype fp8 are kept on the device; use kv_dtype auto beside it")
-    limit, page = config.max_position, page or PAGE
+    limit, page = spec.max_position, page or PAGE
     if max_seq_len is not None:
         max_seq_len = integer("max_seq_len", max_seq_len, 1, limit, "the model's limit of ")
     longest = max_seq_len or limit
@@ -189,8 +190,8 @@ def plan_kv(
     if kv_tokens is not None:
         which = f"what {counted(slots, 'slot')} of {counted(longest, 'position')} can have, "
         kv_tokens = integer("kv_tokens", kv_tokens, least * page, max(slots * longest, least * page), which)
-    each = page_bytes(config.num_layers, config.kv_size, page, dtype)
-    free = memory.free_memory(torch.device("cpu")) - on_host * host_layer_bytes(config, dtype)
+    each = page_bytes(spec.page_layers, spec.pages.width, page, dtype)
+    free = memory.free_memory(torch.device("cpu")) - on_host * host_layer_bytes(spec, dtype)
     if kv_offload == "auto":
         host = min(free // 2 // each, slots * -(-longest // page))
     else:
@@ -199,34 +200,34 @@ def plan_kv(
             raise DeviceError(f"kv_offload: {host * each / GIB:,.1f} GiB are asked for, the host has {free / GIB:,.1f}")
     if host == 0:
         raise DeviceError(f"kv_offload: a page takes {each / GIB:,.4f} GiB of the host's memory, and there are less")
-    plan = plan_memory(config, dtype, device, slots, chunk, one_piece, on_host)
+    plan = plan_memory(spec, dtype, device, slots, chunk, one_piece, on_host)
     if device.type == "cpu":  # the same memory
         plan = replace(plan, free=plan.free - host * each)
     of_ring = host - 1 if buffers else 0  # one is left, through which pages change places
     asked = max_seq_len, kv_tokens, of_ring, max(buffers, 1)
-    capacity, pages, ring = plan.offloaded(config, page, least, *asked, where)
+    capacity, pages, ring = plan.offloaded(spec, page, least, *asked, where)
     offload = Offload(host, ring, max(buffers, 1))
     held = f"{pages * page:,} K/V positions on {where}, {host * page:,} on the host"
     notes = [f"{held}, of which {ring * page:,} can run"]
-    return KVPlan(plan.with_offload(config, offload, page), capacity, pages * page, page, pages, offload, notes)
+    return KVPlan(plan.with_offload(spec, offload, page), capacity, pages * page, page, pages, offload, notes)
 
 
-def plan_weights(config: ModelConfig, dtype: torch.dtype, weights_offload: float | None) -> int:
+def plan_weights(spec: ModelSpec, dtype: torch.dtype, weights_offload: float | None) -> int:
     """Of how many of the last layers the weights are in the host's memory, which has weights_offload GiB for them.
     Raises ParameterError, DeviceError."""
     if weights_offload is None:
         return 0
-    if config.few_bits:
+    if spec.few_bits:
         raise ParameterError(
-            f"weights_offload: weights in fewer bits ({config.few_bits}) are kept on the device; use weights of 16 "
+            f"weights_offload: weights in fewer bits ({spec.few_bits}) are kept on the device; use weights of 16 "
             "bits, or leave weights_offload out"
         )
-    each, least = host_layer_bytes(config, dtype), LAYER_BUFFERS + 1
-    layers = min(int(real("weights_offload", weights_offload, 1e-3, 1e6) * GIB) // each, config.num_layers)
+    each, least = host_layer_bytes(spec, dtype), LAYER_BUFFERS + 1
+    layers = min(int(real("weights_offload", weights_offload, 1e-3, 1e6) * GIB) // each, spec.num_layers)
     if layers < least:
         raise DeviceError(
             f"weights_offload: {least} layers or more, {least * each / GIB:,.3f} GiB, must go to the host, since the "
-            f"device keeps buffers for {LAYER_BUFFERS}; the model has {config.num_layers}, {layers} fit what is asked"
+            f"device keeps buffers for {LAYER_BUFFERS}; the model has {spec.num_layers}, {layers} fit what is asked"
         )
     if layers * each > (free := memory.free_memory(torch.device("cpu"))):
         asked = f"{layers:,} layers take {layers * each / GIB:,.1f} GiB of the host's memory"
@@ -249,10 +250,10 @@ class GraphPlan:
     one_piece: bool = True
 
 
-def capture_support(backend: str, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> tuple[bool, bool]:
+def capture_support(backend: str, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> tuple[bool, bool]:
     """Whether passes can be captured there, and whether Triton's attention of prompts fits."""
     captured = backend != "torch" and device.type == "cuda"
-    return captured, captured and prompt_tiles_fit(config.head_dim, dtype, device)
+    return captured, captured and prompt_tiles_fit(spec.pages.head_dim, dtype, device_of(device))
 
 
 def plan_graphs(

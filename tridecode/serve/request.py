@@ -8,9 +8,9 @@ from functools import cached_property
 
 import torch
 
+from ..blocks.spec import ModelSpec
 from ..errors import ParameterError
 from ..layout import MAX_STOP_IDS, packed
-from ..models.config import ModelConfig
 from ..results import Piece
 from ..sampling import SamplingParams
 from ..text.grammar import Grammar
@@ -69,7 +69,7 @@ def generating(
     ids: array,
     chat: bool,
     params: SamplingParams,
-    config: ModelConfig,
+    spec: ModelSpec,
     capacity: int,
     reuse_prefix: bool,
     salt: str,
@@ -77,7 +77,7 @@ def generating(
     grammar: Grammar | None = None,
 ) -> Job:
     """A job that continues `ids`, of a chat or not, within `capacity` positions. Raises ParameterError."""
-    stop_ids = checked_stop_ids(params, config)
+    stop_ids = checked_stop_ids(params, spec)
     return Job(
         ids=ids,
         before=() if chat else ids,  # an answer begins a text of its own; raw text and ids are continued
@@ -104,15 +104,15 @@ def step_kind(params: SamplingParams) -> str:
     return "greedy" if params.greedy else "sample"
 
 
-def checked_stop_ids(params: SamplingParams, config: ModelConfig) -> tuple[int, ...]:
+def checked_stop_ids(params: SamplingParams, spec: ModelSpec) -> tuple[int, ...]:
     """The ids that end a generation: the model's own, unless they are ignored, and params'. Raises ParameterError, also
     for ids outside the vocabulary in logit_bias."""
-    own = () if params.ignore_eos else config.stop_ids
+    own = () if params.ignore_eos else spec.stop_ids
     stop_ids = tuple(dict.fromkeys((*own, *params.stop_token_ids)))
     if len(stop_ids) > MAX_STOP_IDS:
         raise ParameterError(f"stop_token_ids: at most {MAX_STOP_IDS} with the model's own, got {len(stop_ids)}")
     for name, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
         for token in ids:
-            if token >= config.vocab_size:
-                raise ParameterError(f"{name}: token id {token} is not in the vocabulary of {config.vocab_size}")
+            if token >= spec.vocab_size:
+                raise ParameterError(f"{name}: token id {token} is not in the vocabulary of {spec.vocab_size}")
     return stop_ids

@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from ..blocks.spec import ModelSpec
 from ..kernels.attention.fp8_kv import head_rows, held, scales
-from ..models.config import ModelConfig
 from ..tensors import short_repr
 from .offload import Offload, Offloaded, make_offloaded
 
@@ -106,7 +106,7 @@ class KVCache:
 
 
 def make_kv_cache(
-    config: ModelConfig, capacity: int, device, dtype: torch.dtype, slots: int = 1, page: int | None = None,
+    spec: ModelSpec, capacity: int, device, dtype: torch.dtype, slots: int = 1, page: int | None = None,
     pages: int | None = None, offload: Offload | None = None,
 ) -> KVCache:  # fmt: skip
     """Allocate K/V for slots of `capacity` positions.
@@ -118,24 +118,26 @@ def make_kv_cache(
     page = page or (capacity if torch.device(device).type == "cpu" else PAGE)
     longest = -(-capacity // page)
     pages = pages or slots * longest
-    assert offload is None or not config.fp8_kv, "K/V in 8 bits are on the device"
-    shape = (pages, config.num_layers, 2, config.num_kv_heads)
-    if config.fp8_kv:
-        shape, dtype = (*shape, head_rows(page, config.head_dim) * config.head_dim), torch.uint8
+    assert offload is None or not spec.fp8_kv, "K/V in 8 bits are on the device"
+    layers, heads, dim = spec.page_layers, spec.pages.kv_heads, spec.pages.head_dim
+    shape = (pages, layers, 2, heads)
+    if spec.fp8_kv:
+        shape, dtype = (*shape, head_rows(page, dim) * dim), torch.uint8
     else:
-        shape = (*shape, page, config.head_dim)
+        shape = (*shape, page, dim)
     table = torch.arange(slots * longest, dtype=torch.int32, device=device).remainder_(pages).view(slots, longest)
     if offload is None:
         pool = torch.zeros(shape, dtype=dtype, device=device)
-        return KVCache(pool, table, capacity, page, config.head_dim)
-    offloaded = make_offloaded(config, device, dtype, table, page, pages, offload)
-    pool = offloaded.cells[: pages * config.num_layers].view(shape)
-    return KVCache(pool, table, capacity, page, config.head_dim, offloaded)
+        return KVCache(pool, table, capacity, page, dim)
+    offloaded = make_offloaded(spec, device, dtype, table, page, pages, offload)
+    pool = offloaded.cells[: pages * layers].view(shape)
+    return KVCache(pool, table, capacity, page, dim, offloaded)
 
 
-def kv_bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:
+def kv_bytes_per_token(spec: ModelSpec, dtype: torch.dtype) -> int:
     """In pages of the usual size."""
-    row = config.head_dim * dtype.itemsize
-    if config.fp8_kv:
-        row = -(-head_rows(PAGE, config.head_dim) * config.head_dim // PAGE)
-    return 2 * config.num_layers * config.num_kv_heads * row
+    dim = spec.pages.head_dim
+    row = dim * dtype.itemsize
+    if spec.fp8_kv:
+        row = -(-head_rows(PAGE, dim) * dim // PAGE)
+    return 2 * spec.page_layers * spec.pages.kv_heads * row

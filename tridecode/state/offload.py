@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ..models.config import ModelConfig
+from ..blocks.spec import ModelSpec
 from ..tensors import aligned, host_memory
 
 WRITTEN = 3  # device pages that a slot's passes may write at a time, beside those of a chunk
@@ -68,15 +68,15 @@ class Offloaded:
 
 
 def make_offloaded(
-    config: ModelConfig, device, dtype: torch.dtype, page_table: torch.Tensor, page: int, pages: int, plan: Offload
+    spec: ModelSpec, device, dtype: torch.dtype, page_table: torch.Tensor, page: int, pages: int, plan: Offload
 ) -> Offloaded:
     """Allocate `pages` of the device, the ring and the host's pages. Raises DeviceError where the host's memory cannot
     be had."""
-    cell = (2, config.num_kv_heads, page, config.head_dim)
-    cells = torch.zeros(pages * config.num_layers + plan.buffers * plan.ring, *cell, dtype=dtype, device=device)
-    tables = torch.zeros(config.num_layers, *page_table.shape, dtype=torch.int32, device=device)
+    cell, layers = (2, spec.pages.kv_heads, page, spec.pages.head_dim), spec.page_layers
+    cells = torch.zeros(pages * layers + plan.buffers * plan.ring, *cell, dtype=dtype, device=device)
+    tables = torch.zeros(layers, *page_table.shape, dtype=torch.int32, device=device)
     fetched = torch.zeros(1 + plan.ring, dtype=torch.int32, device=device)
-    host = host_pages(plan.host, (config.num_layers, *cell), dtype, torch.device(device))
+    host = host_pages(plan.host, (layers, *cell), dtype, torch.device(device))
     return Offloaded(cells, host, tables, fetched, pages, plan)
 
 

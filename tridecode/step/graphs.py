@@ -52,7 +52,7 @@ def model_of(model: DecodeModel, batch: BatchDescriptor) -> DecodeModel:
 def list_of(model: DecodeModel, batch: BatchDescriptor) -> Callable[[Run], None]:
     """The list of that pass."""
     model = model_of(model, batch)
-    return lambda run: decode.step(run, model, batch.kind, batch.masked)
+    return lambda run: decode.decode_pass(run, model, batch.kind, batch.masked)
 
 
 def first_batches(sizes: Sequence[int], kinds: Sequence[str] = decode.KINDS) -> list[BatchDescriptor]:
@@ -62,7 +62,7 @@ def first_batches(sizes: Sequence[int], kinds: Sequence[str] = decode.KINDS) -> 
 
 def first_lists(model: DecodeModel, batches: Sequence[BatchDescriptor]) -> list[Callable[[Run], None]]:
     """What is compiled for them, the ends of those with masks included."""
-    ends = [partial(decode.hidden_to_token, m=model.of_rows(b.rows), kind=b.kind, masked=True) for b in batches]
+    ends = [partial(end_of, model=model.of_rows(b.rows), kind=b.kind) for b in batches]
     return [*(list_of(model, batch) for batch in batches), *ends]
 
 
@@ -94,7 +94,7 @@ class EagerSteps:
         model = self._models.get(key) or self._models.setdefault(key, model_of(self.model, batch))
         with torch.cuda.device(self.model.device) if self.model.device.type == "cuda" else nullcontext():
             run = forked(self.model, self._run, self._attention)
-            decode.step(run, model, batch.kind, batch.masked)
+            decode.decode_pass(run, model, batch.kind, batch.masked)
 
 
 class StepGraphs:

@@ -1,18 +1,26 @@
-"""Lines of a list that bring what lies in the host's memory: K/V pages, and the projections of the last layers.
+"""Lines of a list that copy what is in host memory to the device: K/V pages, and the linears of the last layers.
 
-Each has a ring of buffers on the device. A "fetch" fills a buffer as soon as what stands before it in the list is done,
-beside what comes behind it; with "fetched" the list waits for it. Where nothing lies on the host there are no lines.
+Each has a ring of buffers on the device. A "fetch" fills a buffer as soon as the lines before it are done, beside the
+lines after it; with "fetched" the list waits for it. Without host memory there are no such lines.
 """
 
+from typing import TYPE_CHECKING
+
+from ..blocks.block import Run
 from ..blocks.host_layers import LAYER_BUFFERS
 from ..kernels.transfer.fetch import FETCH, FETCHED
-from .model import DecodeModel
-from .run import Run
+
+if TYPE_CHECKING:
+    from .model import DecodeModel
 
 
-def fetch_first(run: Run, m: DecodeModel, meta, end: int) -> None:
-    """Before the first layer: fill the rings, with the pages of layers below `end`, and with projections. meta: the
-    rows of which one must run, None if some do."""
+def fetch_first(run: Run, m: "DecodeModel", meta, end: int) -> None:
+    """Fill the rings before the first layer.
+
+    Args:
+        meta: a kernel returns unless one of these rows runs; None: it never returns early.
+        end: layers with pages that the pass reads.
+    """
     for i in range(min(m.kv.buffers, end)):
         fetch_pages(run, m, meta, i)
     if host := m.weights.host:
@@ -20,37 +28,38 @@ def fetch_first(run: Run, m: DecodeModel, meta, end: int) -> None:
             _fetch_weights(run, m, meta, i)
 
 
-def fetch_pages(run: Run, m: DecodeModel, meta, i: int) -> None:
+def fetch_pages(run: Run, m: "DecodeModel", meta, i: int) -> None:
+    """Fetch the pages of the i-th layer with pages."""
     if m.kv.rings:
         offload = m.kv.offload
-        run("fetch", FETCH, meta, offload.fetched, offload.source[i], offload.target[i], config=m.fetch_shape)
+        run("fetch", FETCH, meta, offload.fetched, offload.source[i], offload.target[i], config=m.fetch_config)
 
 
-def pages_fetched(run: Run, m: DecodeModel, i: int) -> None:
-    """Before attention of layer i."""
+def pages_fetched(run: Run, m: "DecodeModel", i: int) -> None:
+    """Wait for the pages of the i-th layer with pages."""
     if m.kv.rings:
         run("fetched", FETCHED, m.kv.offload.target[i])
 
 
-def next_pages(run: Run, m: DecodeModel, meta, i: int, end: int) -> None:
-    """After attention of layer i: its buffer is the next one's, below `end`, which has the same."""
+def next_pages(run: Run, m: "DecodeModel", meta, i: int, end: int) -> None:
+    """Fetch into the buffer of the i-th layer with pages, behind its attention, for a later layer below `end`."""
     if i + m.kv.buffers < end:
         fetch_pages(run, m, meta, i + m.kv.buffers)
 
 
-def _fetch_weights(run: Run, m: DecodeModel, meta, i: int) -> None:
+def _fetch_weights(run: Run, m: "DecodeModel", meta, i: int) -> None:
     host = m.weights.host
     at = i - host.first
-    run("fetch", FETCH, meta, host.places, host.source[at], host.target[at], config=m.fetch_shape)
+    run("fetch", FETCH, meta, host.places, host.source[at], host.target[at], config=m.fetch_config)
 
 
-def weights_fetched(run: Run, m: DecodeModel, i: int) -> None:
-    """Before the first product of layer i."""
+def weights_fetched(run: Run, m: "DecodeModel", i: int) -> None:
+    """Wait for the linears of layer i."""
     if (host := m.weights.host) and i >= host.first:
         run("fetched", FETCHED, host.target[i - host.first])
 
 
-def next_weights(run: Run, m: DecodeModel, meta, i: int) -> None:
-    """After the last product of layer i."""
+def next_weights(run: Run, m: "DecodeModel", meta, i: int) -> None:
+    """Fetch into the buffer of layer i, behind its last linear, for a later layer."""
     if (host := m.weights.host) and host.first <= i < host.end - LAYER_BUFFERS:
         _fetch_weights(run, m, meta, i + LAYER_BUFFERS)

@@ -1,35 +1,35 @@
-"""DecodeModel: everything one token step reads and writes, at addresses that never change."""
+"""DecodeModel: everything that the passes read and write, at addresses that never change."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 
-from ..blocks.rope import rope_tables
+from ..blocks.attention import Attention
+from ..blocks.block import AttentionPlan, Block, LoadedLayer, Run
+from ..blocks.rope import RopeConfig, rope_tables
+from ..blocks.spec import NORM_NAMES, ModelSpec
 from ..blocks.weights import Weights
 from ..kernels.attention import prompt_attention_hopper
+from ..kernels.attention.arguments import KVLayer, Rope, Scratch
 from ..kernels.attention.attention import ATTENTION
 from ..kernels.attention.attention_queries import ATTENTION_QUERIES
 from ..kernels.attention.attention_rows import ATTENTION_ROWS, AttentionRowsConfig
 from ..kernels.attention.prompt_attention import PromptAttentionConfig
-from ..kernels.op import Op
+from ..kernels.device import Device, device_of
+from ..kernels.linear.project import Case
+from ..kernels.linear.torch_linear import TORCH
+from ..kernels.linear.weight import LoadedLinear
 from ..kernels.transfer.fetch import FetchConfig
 from ..layout import NGRAM
-from ..models.config import ModelConfig
 from ..state.kv import KVCache, make_kv_cache
 from ..state.offload import Offload
 from ..tensors import short_repr
-from ..tuning.choose import (
-    attention_rows_shape,
-    choose_shapes,
-    fp8_kv_shape,
-    invariant_shapes,
-    prompt_attention_shape,
-    queries_shape,
-)
-from ..tuning.few_bits import few_bits, packings
-from ..tuning.shapes import StepShapes
-from ..tuning.tuned import with_table
+from ..tuning.attention import prompt_attention_config, queries_config, together_config
+from ..tuning.configs import AttentionCase, Choice, PassConfigs
+from ..tuning.resolve import resolve_configs
+from . import hosted
 from .dispatch import most_queries
 from .workspace import (
     PromptBuffers,
@@ -41,41 +41,40 @@ from .workspace import (
     named_tensors,
 )
 
-PROMPT_SHAPE = PromptAttentionConfig()
+IN_TORCH = Choice(TORCH, None)  # the linears of prompt passes
 
 
 @dataclass(frozen=True)
 class DecodeModel:
-    """cos, sin: [capacity, head_dim / 2] fp32; `pdl` where the GPU has programmatic dependent launch.
+    """A model on its device with the state of its requests, as passes of up to `rows` rows see it.
 
-    shapes_by_rows: launch shapes for passes of up to so many rows; those for the most serve any above. fixed_chunk: in
-    the batch-invariant mode the rows of every prompt pass, in which a position has the row of its number modulo them; a
-    prompt's last token is then always a decode pass's. 0: prompt passes have the rows that come.
-    verify: what passes that verify drafts see, None where there are none; its meta and samp are its own, all else is
-    the workspace's. requests: of such a pass (see of_queries) the workspace with the rows of the requests themselves.
-    ngram: how many tokens are to agree where drafts are found, at most and at least. gpu: (compute capability,
-    multiprocessors), (0, 0) if there is none.
+    It is the state that blocks read in a decode pass (blocks/block.py: PassState).
+
+    ropes: rotary embedding and head size -> cos and sin, fp32 [capacity, head_dim / 2]. configs_by_rows: launch configs
+    of passes of up to so many rows; those of the largest number serve any above. fixed_chunk: in batch-invariant mode
+    the rows of every prompt pass, in which row = position % fixed_chunk; a decode pass then computes a prompt's last
+    token. 0: prompt passes have as many rows as they need. verify: the workspace of passes that verify drafts, with
+    meta and samp of its own; None without drafts. requests: in such a pass (see of_queries) the workspace with one row
+    for each request. ngram: how many tokens must agree for a draft, at most and at least.
     """
 
-    config: ModelConfig
+    spec: ModelSpec
     weights: Weights
     kv: KVCache
-    cos: torch.Tensor
-    sin: torch.Tensor
+    ropes: Mapping[tuple[RopeConfig, int], tuple[torch.Tensor, torch.Tensor]]
     workspace: Workspace
     prompt: PromptBuffers
-    shapes_by_rows: dict[int, StepShapes]
-    pdl: bool
-    prompt_shape: PromptAttentionConfig = PROMPT_SHAPE
-    fetch_shape: FetchConfig = FetchConfig()
+    configs_by_rows: Mapping[int, PassConfigs]
+    gpu: Device
+    prompt_config: PromptAttentionConfig
+    fetch_config: FetchConfig = FetchConfig()
     fixed_chunk: int = 0
     verify: Workspace | None = None
     requests: Workspace | None = None
     ngram: tuple[int, int] = NGRAM
-    gpu: tuple[int, int] = (0, 0)
 
     def __repr__(self) -> str:
-        facts = {"family": self.config.family, "layers": self.config.num_layers, "capacity": self.kv.capacity}
+        facts = {"family": self.spec.family, "layers": self.spec.num_layers, "capacity": self.kv.capacity}
         return short_repr(self, self.weights.embed, **facts)
 
     @property
@@ -83,85 +82,143 @@ class DecodeModel:
         return self.weights.device
 
     @property
-    def scale(self) -> float:
-        """Softmax scale."""
-        return self.config.head_dim**-0.5
+    def pdl(self) -> bool:
+        """Whether the GPU has programmatic dependent launch."""
+        return self.gpu.capability >= 90
 
     @property
     def rows(self) -> int:
-        """Of the largest pass."""
+        """Rows of the largest pass."""
         return len(self.workspace.meta)
-
-    @cached_property
-    def shapes_for(self) -> int:
-        """The rows for which a pass of all has launch shapes."""
-        fitting = [rows for rows in self.shapes_by_rows if rows >= self.rows]
-        return min(fitting, default=max(self.shapes_by_rows))
 
     @property
     def queries(self) -> int:
         """Rows of each request in a pass."""
         return 1 if self.requests is None else self.rows // len(self.requests.meta)
 
-    @cached_property
-    def shapes(self) -> StepShapes:
-        """Of a pass of all rows."""
-        shapes = self.shapes_by_rows[self.shapes_for]
-        if self.queries == 1:
-            return shapes
-        attention = shapes.attention
-        if not self.writes_first:
-            attention = queries_shape(self.config, self.rows // self.queries, self.queries, *self.gpu)
-        elif isinstance(attention, AttentionRowsConfig):
-            attention = replace(attention, early=False)
-        else:
-            attention = replace(attention_rows_shape(self.config, self.weights.dtype, self.rows), early=False)
-        return replace(shapes, attention=attention)
-
-    @property
-    def writes_first(self) -> bool:
-        """K and V enter the cache before attention, in which each row of a request stands for itself, as it must where
-        its bits are those that it has alone; elsewhere all are attended together, if their tiles fit."""
-        dim, group = self.config.head_dim, self.config.num_heads // self.config.num_kv_heads
-        fits = self.queries * group <= 32 and dim in (64, 128)
-        alone = self.fixed_chunk > 0 or not fits or self.weights.dtype == torch.float32
-        return self.queries > 1 and alone
-
     @property
     def hosted(self) -> bool:
-        """Whether passes read what lies in the host's memory."""
+        """Whether passes read what is in host memory."""
         return self.kv.rings or self.weights.host is not None
 
-    @property
-    def attention(self) -> Op:
-        if self.queries > 1 and not self.writes_first:
-            return ATTENTION_QUERIES
-        return ATTENTION_ROWS if isinstance(self.shapes.attention, AttentionRowsConfig) else ATTENTION
+    @cached_property
+    def layers(self) -> tuple[LoadedLayer, ...]:
+        found, pages = [], 0
+        for i, (layer, weights) in enumerate(zip(self.spec.layers, self.weights.layers)):
+            has_pages = layer.pages() is not None
+            found.append(LoadedLayer(i, weights, pages if has_pages else None))
+            pages += has_pages
+        return tuple(found)
 
-    def expands(self, q: torch.Tensor, layer: int) -> bool:
-        """Whether attention of a prompt pass with these queries wants K/V in 8 bits expanded to bf16 first."""
-        keys, window, multiprocessors = self.prompt.kv[:, 0], self.config.window(layer), self.prompt_shape.hopper
-        return keys.numel() > 0 and prompt_attention_hopper.fits(q, keys, window, multiprocessors)
+    def norms(self, index: int) -> list[torch.Tensor]:
+        """Return the weights of the norms before the blocks of a layer."""
+        return [self.weights.layers[index][name] for name, _ in zip(NORM_NAMES, self.spec.layers[index].blocks)]
+
+    def next_norms(self, index: int) -> list[torch.Tensor]:
+        """Return the weights of the norms behind the blocks of a layer."""
+        last = index + 1 == self.spec.num_layers
+        return [*self.norms(index)[1:], self.weights.final_norm if last else self.norms(index + 1)[0]]
+
+    # ---- what blocks read in a decode pass
+
+    @property
+    def meta(self) -> torch.Tensor:
+        return self.workspace.meta
+
+    @property
+    def scratch(self):
+        return self.workspace.split
+
+    def buffers(self, block: Block) -> Mapping[str, torch.Tensor]:
+        return self.workspace.blocks[block]
+
+    def choice(self, linear: LoadedLinear, epilogue: str) -> Choice:
+        return self.configs.linears[linear_case(linear, epilogue)]
+
+    def kv_layer(self, layer: LoadedLayer) -> KVLayer:
+        at = layer.pages
+        return KVLayer(self.kv.tables[at], self.kv.k[at], self.kv.v[at])
+
+    def rope(self, block: Attention, layer: LoadedLayer) -> Rope:
+        cos, sin = self.ropes[block.rope, block.head_dim]
+        return Rope(cos, sin, layer.weights.get("q_norm"), layer.weights.get("k_norm"), block.eps)
+
+    def attention(self, block: Attention) -> AttentionPlan:
+        return self._plans[block]
+
+    def wait_for_pages(self, run: Run, layer: LoadedLayer) -> None:
+        hosted.pages_fetched(run, self, layer.pages)
+
+    def fetch_next_pages(self, run: Run, layer: LoadedLayer) -> None:
+        hosted.next_pages(run, self, self.meta, layer.pages, self.spec.page_layers)
+
+    # ----
+
+    @cached_property
+    def configs_for(self) -> int:
+        """The number of rows that a pass of all rows has launch configs for."""
+        fitting = [rows for rows in self.configs_by_rows if rows >= self.rows]
+        return min(fitting, default=max(self.configs_by_rows))
+
+    @property
+    def configs(self) -> PassConfigs:
+        """Launch configs of a pass of all rows."""
+        return self.configs_by_rows[self.configs_for]
+
+    @property
+    def cases(self) -> dict[str, Case]:
+        """Name of each linear -> the case that decides its kernel; the first layer that has the linear counts."""
+        return linear_cases(self.spec, self.weights)
+
+    @cached_property
+    def _plans(self) -> dict[Block, AttentionPlan]:
+        return {block: self._plan(block) for block in self.spec.blocks() if isinstance(block, Attention)}
+
+    def _plan(self, block: Attention) -> AttentionPlan:
+        case = attention_case(block, self.weights.dtype, self.spec.fp8_kv)
+        config = self.configs.attention[case]
+        if self.queries > 1 and not self._alone(block):
+            requests = self.rows // self.queries
+            return AttentionPlan(ATTENTION_QUERIES, queries_config(case, requests, self.queries, self.gpu))
+        if self.queries > 1:
+            config = replace(rows_config(config, case, self.rows, self.gpu), early=False)
+        op = ATTENTION_ROWS if isinstance(config, AttentionRowsConfig) else ATTENTION
+        return AttentionPlan(op, config, self.queries > 1)
+
+    def _alone(self, block: Attention) -> bool:
+        """Whether each row of a request is attended by itself, behind a launch that writes K and V.
+
+        That holds in batch-invariant mode, where a row has the bits that it has alone, and for tiles that do not fit.
+        """
+        fits = self.queries * block.group <= 32 and block.head_dim in (64, 128)
+        return self.fixed_chunk > 0 or not fits or self.weights.dtype == torch.float32
+
+    @property
+    def prompt_pair_flops(self) -> int:
+        """Floating point operations of a pair of a token and a position in a prompt pass, which cuts the last layer."""
+        return sum(block.pair_flops() for layer in self.spec.layers[:-1] for block in layer.blocks)
 
     def of_rows(self, rows: int) -> "DecodeModel":
-        """The same model for passes of its first `rows` rows."""
+        """Return the same model for passes of its first `rows` rows."""
         return self if rows == self.rows else replace(self, workspace=first_rows(self.workspace, rows))
 
     def of_queries(self, requests: int, queries: int) -> "DecodeModel":
-        """The same model for passes of its first rows, so many for each request, which verify drafts."""
+        """Return the same model for passes that verify drafts: `queries` rows of each of the first requests."""
         own = first_rows(self.workspace, requests)
         return replace(
             self, workspace=own if queries == 1 else first_rows(self.verify, requests * queries), requests=own
         )
 
     def addresses(self) -> dict[str, int]:
-        """Address of every tensor that a captured step holds."""
+        """Return the address of every tensor that a captured pass holds."""
         tensors = {f"weights.{name}": t for name, t in self.weights.tensors().items()}
         tensors |= {f"workspace.{name}": t for name, t in named_tensors(self.workspace).items()}
         if self.verify:
             tensors |= {f"verify.{name}": getattr(self.verify, name) for name in ("meta", "samp")}
         tensors |= {f"prompt.{name}": t for name, t in named_tensors(self.prompt).items()}
-        tensors |= {"pool": self.kv.pool, "page_table": self.kv.page_table, "cos": self.cos, "sin": self.sin}
+        tensors |= {"pool": self.kv.pool, "page_table": self.kv.page_table}
+        for i, tables in enumerate(self.ropes.values()):
+            tensors |= {f"rope.{i}.{name}": t for name, t in zip(("cos", "sin"), tables)}
         if self.kv.offload:
             tensors |= {name: getattr(self.kv.offload, name) for name in ("cells", "host", "tables", "fetched")}
         if host := self.weights.host:
@@ -169,84 +226,167 @@ class DecodeModel:
         return {name: t.data_ptr() for name, t in tensors.items()}
 
 
-def shapes_of(
-    config: ModelConfig, weights: Weights, capability: int, gpu: str | None = None, batch_invariant: bool = False
-) -> dict[int, StepShapes]:
-    """Launch shapes by rows, for these weights and K/V on that GPU (see choose_shapes); with its name those of the
-    user's own table, if there are."""
-    known = config, weights.dtype, capability
-    chosen = invariant_shapes(*known) if batch_invariant else choose_shapes(*known)
-    found = few_bits(chosen, weights, capability, batch_invariant)
-    if gpu is not None and not batch_invariant:
-        found = with_table(found, config, weights.dtype, gpu, packings(weights, capability))
-    if config.fp8_kv:
-        of = {rows: fp8_kv_shape(shapes.attention, capability) for rows, shapes in found.items()}
-        found = {rows: replace(shapes, attention=of[rows]) for rows, shapes in found.items()}
-    return found
+@dataclass(frozen=True)
+class PromptState:
+    """What blocks read in a prompt pass of `rows` rows (blocks/block.py: PassState).
+
+    decoding: the model of the rows that decode beside the prompts, the first ones of the pass; None if there are none.
+    fetched: layers with pages whose pages the pass reads.
+    """
+
+    model: DecodeModel
+    own: PromptBuffers
+    decoding: DecodeModel | None
+    fetched: int
+
+    meta = None
+
+    @property
+    def scratch(self) -> torch.Tensor:
+        return self.own.dequantised
+
+    @property
+    def chunks(self) -> torch.Tensor:
+        return self.own.chunks
+
+    @property
+    def delta(self) -> torch.Tensor:
+        """Where a block leaves what the next norm adds to the residual stream."""
+        return self.own.delta
+
+    @property
+    def attention_config(self) -> PromptAttentionConfig:
+        return self.model.prompt_config
+
+    @property
+    def attention_scratch(self) -> Scratch:
+        return Scratch(self.own.partial, self.own.lse, self.own.counter)
+
+    def buffers(self, block: Block) -> Mapping[str, torch.Tensor]:
+        return self.own.blocks[block]
+
+    def choice(self, linear: LoadedLinear, epilogue: str) -> Choice:
+        return IN_TORCH
+
+    def kv_layer(self, layer: LoadedLayer) -> KVLayer:
+        return self.model.kv_layer(layer)
+
+    def rope(self, block: Attention, layer: LoadedLayer) -> Rope:
+        return self.model.rope(block, layer)
+
+    def expanded(self, block: Attention, q: torch.Tensor, kv: KVLayer) -> KVLayer | None:
+        """Return where K and V of 8 bits are expanded to bf16 for attention with these queries, None to read them."""
+        keys, values = self.own.kv.unbind(1)
+        reads = keys.numel() and prompt_attention_hopper.fits(q, keys, block.window, self.attention_config.hopper)
+        return kv._replace(k=keys, v=values) if reads else None
+
+    def wait_for_pages(self, run: Run, layer: LoadedLayer) -> None:
+        hosted.pages_fetched(run, self.model, layer.pages)
+
+    def fetch_next_pages(self, run: Run, layer: LoadedLayer) -> None:
+        hosted.next_pages(run, self.model, None, layer.pages, self.fetched)
 
 
-def gpu_of(device: torch.device) -> tuple[int, int, str | None]:
-    """(compute capability, multiprocessors, name); 0, 0 and None if it is none."""
-    if device.type != "cuda":
-        return 0, 0, None
-    facts = torch.cuda.get_device_properties(device)
-    return 10 * facts.major + facts.minor, facts.multi_processor_count, facts.name
+def rows_config(config, case: AttentionCase, rows: int, gpu: Device) -> AttentionRowsConfig:
+    """Return the config for rows that are attended one by one, `config` if it is one of those."""
+    return config if isinstance(config, AttentionRowsConfig) else together_config(case, rows, gpu)
 
 
-def expands_kv(config: ModelConfig, device: torch.device, batch_invariant: bool, one_piece: bool) -> bool:
-    """Whether prompts have a layer's K/V in bf16 beside the cache's in 8 bits: what the kernel for Hopper attends to.
-    one_piece: prompts are attended to by torch."""
-    if not config.fp8_kv or one_piece:
+def rope_keys(spec: ModelSpec) -> list[tuple[RopeConfig, int]]:
+    """Return the distinct rotary embeddings, with the size of the heads that they rotate."""
+    attention = [block for block in spec.blocks() if isinstance(block, Attention)]
+    return list(dict.fromkeys((block.rope, block.head_dim) for block in attention))
+
+
+def attention_case(block: Attention, dtype: torch.dtype, fp8: bool) -> AttentionCase:
+    return AttentionCase(block.heads, block.kv_heads, block.head_dim, dtype, fp8)
+
+
+def linear_case(linear: LoadedLinear, epilogue: str) -> Case:
+    return Case(linear.out_features, linear.in_features, linear.packed or linear.weight.dtype, epilogue)
+
+
+def linear_cases(spec: ModelSpec, weights: Weights) -> dict[str, Case]:
+    """Return name of each linear -> its case, of the first layer that has a linear of that name."""
+    found: dict[str, Case] = {}
+    for layer, loaded in zip(spec.layers, weights.layers):
+        for linear in layer.linears():
+            found.setdefault(linear.name, linear_case(loaded[linear.name], linear.epilogue))
+    return found | {spec.lm_head.name: linear_case(weights.lm_head, spec.lm_head.epilogue)}
+
+
+def choose_configs(
+    spec: ModelSpec, weights: Weights, gpu: Device, batch_invariant: bool = False, user_table: bool = False
+) -> dict[int, PassConfigs]:
+    """Choose kernels and launch configs for all linears and attention of a model, by rows of a pass."""
+    cases = {
+        linear_case(loaded[linear.name], linear.epilogue)
+        for layer, loaded in zip(spec.layers, weights.layers)
+        for linear in layer.linears()
+    }
+    cases.add(linear_case(weights.lm_head, spec.lm_head.epilogue))
+    blocks = [block for block in spec.blocks() if isinstance(block, Attention)]
+    attention = {attention_case(block, weights.dtype, spec.fp8_kv) for block in blocks}
+    return resolve_configs(cases, attention, weights.dtype, gpu, batch_invariant, user_table)
+
+
+def expands_kv(spec: ModelSpec, device: torch.device, batch_invariant: bool, one_piece: bool) -> bool:
+    """Return whether prompt passes expand a layer's K and V of 8 bits to bf16, as the kernel for Hopper reads them.
+
+    Args:
+        one_piece: torch attends to prompts.
+    """
+    if not spec.fp8_kv or one_piece:
         return False
-    capability, multiprocessors, _ = gpu_of(device)
-    return prompt_attention_shape(capability, multiprocessors, batch_invariant, config.fp8_kv).hopper > 0
+    return prompt_attention_config(device_of(device), batch_invariant, spec.fp8_kv).hopper > 0
 
 
 def make_model(
-    config: ModelConfig, weights: Weights, capacity: int, slots: int = 1, page: int | None = None,
-    shapes: dict[int, StepShapes] | None = None, pages: int | None = None, rows: int | None = None,
+    spec: ModelSpec, weights: Weights, capacity: int, slots: int = 1, page: int | None = None,
+    configs: Mapping[int, PassConfigs] | None = None, pages: int | None = None, rows: int | None = None,
     prompt_rows: int = 2048, batch_invariant: bool = False, offload: Offload | None = None, speculate: bool = False,
     ngram: tuple[int, int] = NGRAM, one_piece: bool = False,
-) -> DecodeModel:
+) -> DecodeModel:  # fmt: skip
     """Allocate the state of a model whose weights are loaded, for `slots` of `capacity` K/V positions.
 
-    page, pages, offload: see make_kv_cache. shapes: by rows, by default those chosen for the GPU. rows: of the largest
-    pass, by default as many as slots. prompt_rows: of the largest prompt pass, those that decode beside it not counted;
-    with batch_invariant of all. speculate: passes can verify drafts; ngram: see DecodeModel. one_piece: prompts are
-    attended to by torch, for which no K/V are expanded.
+    Args:
+        page, pages, offload: see make_kv_cache.
+        configs: launch configs by rows, by default those chosen for the GPU.
+        rows: of the largest pass, by default as many as slots.
+        prompt_rows: of the largest prompt pass, without the rows that decode beside it; with batch_invariant of all.
+        speculate: passes can verify drafts.
+        ngram: see DecodeModel.
+        one_piece: torch attends to prompts, for which no K and V are expanded.
     """
     device, dtype = weights.device, weights.dtype
-    cos, sin = rope_tables(config, capacity, device)
-    capability, multiprocessors, gpu = gpu_of(device)
-    prompt_shape = prompt_attention_shape(capability, multiprocessors, batch_invariant, config.fp8_kv)
+    gpu = device_of(device)
+    prompt_config = prompt_attention_config(gpu, batch_invariant, spec.fp8_kv)
     if not batch_invariant:
         prompt_rows = min(prompt_rows, slots * capacity)
     rows = rows or slots
     verifying = verify_rows(rows) if speculate else 0
-    workspace = make_workspace(config, capacity, device, dtype, slots, max(rows, verifying))
+    workspace = make_workspace(spec, capacity, device, dtype, slots, max(rows, verifying))
     meta, samp = make_states(verifying, device)
-    kv = make_kv_cache(config, capacity, device, dtype, slots, page, pages, offload)
+    kv = make_kv_cache(spec, capacity, device, dtype, slots, page, pages, offload)
     if kv.rings:  # then attention waits for more than the kernel before
-        prompt_shape = replace(prompt_shape, dependent=False)
-    expanded = len(kv.pool) if expands_kv(config, device, batch_invariant, one_piece) else 0  # pages
+        prompt_config = replace(prompt_config, dependent=False)
+    expanded = len(kv.pool) if expands_kv(spec, device, batch_invariant, one_piece) else 0  # pages
     return DecodeModel(
-        config=config,
+        spec=spec,
         weights=weights,
         kv=kv,
-        cos=cos,
-        sin=sin,
+        ropes={key: rope_tables(*key, capacity, device) for key in rope_keys(spec)},
         workspace=first_rows(workspace, rows) if speculate else workspace,
-        prompt=make_prompt_buffers(config, prompt_rows + rows, device, dtype, prompt_shape, expanded, kv.page),
-        shapes_by_rows=shapes or shapes_of(config, weights, capability, gpu, batch_invariant),
-        pdl=capability >= 90,
-        prompt_shape=prompt_shape,
+        prompt=make_prompt_buffers(spec, prompt_rows + rows, device, dtype, prompt_config, expanded, kv.page),
+        configs_by_rows=configs or choose_configs(spec, weights, gpu, batch_invariant, user_table=True),
+        gpu=gpu,
+        prompt_config=prompt_config,
         fixed_chunk=prompt_rows if batch_invariant else 0,
         verify=replace(first_rows(workspace, verifying), meta=meta, samp=samp) if speculate else None,
         ngram=ngram,
-        gpu=(capability, multiprocessors),
     )
 
 
 def verify_rows(requests: int) -> int:
-    """Of the largest pass that verifies drafts of at most so many requests."""
+    """Return the rows of the largest pass that verifies drafts of at most so many requests."""
     return max(each * most_queries(each) for each in range(1, requests + 1) if most_queries(each) > 1)

@@ -1,12 +1,17 @@
-"""Every buffer of the token step, by name, allocated once."""
+"""Every buffer of the passes, by name, allocated once at an address that never changes."""
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 
 import torch
 
+from ..blocks.block import Block
+from ..blocks.declarations import Buffer
+from ..blocks.spec import ModelSpec
 from ..kernels.attention.prompt_attention import PromptAttentionConfig, scratch_sizes
-from ..kernels.linear import matmul_wide
-from ..kernels.sampling import sample as sample_op
+from ..kernels.linear.matmul_wide import SplitBuffers
+from ..kernels.linear.matmul_wide import make_buffers as make_split_buffers
+from ..kernels.sampling.sample import SamplerBuffers, make_buffers
 from ..layout import (
     CHUNK_WIDTH,
     LIMIT_REACHED,
@@ -18,21 +23,22 @@ from ..layout import (
     STATUS,
     mask_words,
 )
-from ..models.config import ModelConfig
 from ..tensors import short_repr
-from ..tuning.shapes import DRAFT_SPLITS, MAX_SPLITS, TILE_ROWS
 
-DEQUANTISED = 2**25  # numbers: the most of a weight in fewer bits that stand there in all their bits at once
-# By slot; all else is by row.
+TILE_ROWS = 64  # rows of a buffer that linears read in tiles
+DRAFT_SPLITS = 32  # programs that search the tokens of one row for drafts
+DEQUANTISED = 2**25  # numbers of a quantized weight that are dequantized at a time in a prompt pass
+# Buffers with a row for each slot; the others have a row for each row of the pass.
 OF_SLOTS = ("tokens", "counts", "bias", "mask", "mask_stamp", "out", "out_logprobs", "out_top_ids")
+BlockBuffers = Mapping[Block, Mapping[str, torch.Tensor]]
 
 
 @dataclass(frozen=True)
 class Workspace:
-    """Fixed addresses for state and activations, for passes of up to `rows` rows.
+    """State and activations of passes of up to `rows` rows.
 
-    `out`, `out_logprobs` and `out_top_ids` are rings of RING entries in pinned host memory (plain memory on a CPU), as
-    are the masks, which the host writes while a pass runs.
+    `out`, `out_logprobs` and `out_top_ids` are rings of RING entries in pinned host memory (plain memory on a CPU), and
+    so are the masks, which the host writes while a pass runs.
     """
 
     # state
@@ -44,24 +50,19 @@ class Workspace:
     mask: torch.Tensor  # int32 [slots, vocab / 32]: see layout.mask_words
     mask_stamp: torch.Tensor  # int64 [slots]: see layout.mask_stamp; written after the mask
     out: torch.Tensor  # int64 [slots, RING]: see layout.ring_entry
-    out_logprobs: torch.Tensor  # fp32 [slots, RING, 1 + MAX_LOGPROBS]: of the drawn token, then of the most likely
+    out_logprobs: torch.Tensor  # fp32 [slots, RING, 1 + MAX_LOGPROBS]: of the sampled token, then of the most likely
     out_top_ids: torch.Tensor  # int32 [slots, RING, MAX_LOGPROBS]
     # activations
     hidden: torch.Tensor  # fp32 [rows, hidden]: the residual stream
-    normed: torch.Tensor  # act [rows, hidden]: hidden * norm weight, before the division by the root mean square
-    sumsq: torch.Tensor  # fp32 [rows, hidden]: partial sums of hidden ** 2, at most one a row of the weight
-    qkv: torch.Tensor  # fp32 [rows, q_size + 2 * kv_size]
-    attn_out: torch.Tensor  # act [rows, q_size]
-    attn_partial: torch.Tensor  # fp32 [rows, heads, MAX_SPLITS, head_dim]
-    attn_lse: torch.Tensor  # fp32 [rows, heads, MAX_SPLITS, 2]: running maximum and sum of each split
-    attn_counter: torch.Tensor  # int32 [rows, kv_heads], zero between launches
-    act: torch.Tensor  # act [rows, intermediate]
+    normed: torch.Tensor  # activation [rows, hidden]: hidden * norm weight, before the division by the rms
+    sumsq: torch.Tensor  # fp32 [rows, hidden]: partial sums of hidden ** 2, at most one for each row of a weight
+    blocks: BlockBuffers  # the buffers that each block declares
     logits: torch.Tensor  # fp32 [rows, vocab]: raw
-    drawn: torch.Tensor  # int32 [rows]: of passes that verify drafts
+    drawn: torch.Tensor  # int32 [rows]: tokens of passes that verify drafts
     draft_keys: torch.Tensor  # int64 [rows, DRAFT_SPLITS]: scratch
     draft_counter: torch.Tensor  # int32 [rows], zero between launches
-    split: matmul_wide.SplitBuffers
-    sampler: sample_op.SamplerBuffers
+    split: SplitBuffers
+    sampler: SamplerBuffers
 
     def __repr__(self) -> str:
         tensors = named_tensors(self).values()
@@ -69,15 +70,15 @@ class Workspace:
 
 
 def make_workspace(
-    config: ModelConfig, capacity: int, device, dtype: torch.dtype, slots: int = 1, rows: int | None = None
+    spec: ModelSpec, capacity: int, device, dtype: torch.dtype, slots: int = 1, rows: int | None = None
 ) -> Workspace:
-    """Allocate the workspace for `slots` of `capacity` K/V positions, and passes of `rows` (by default slots) rows.
+    """Allocate the workspace for `slots` of `capacity` K/V positions, and passes of `rows` rows, by default slots.
 
     bf16 checkpoints keep bf16 activations between kernels; fp16 and fp32 ones keep fp32 (fp16 can overflow before the
-    norm's division).
+    division by the root mean square).
     """
     device = torch.device(device)
-    rows, vocab = rows or slots, config.vocab_size
+    rows, vocab = rows or slots, spec.vocab_size
     act_dtype = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
     pin = device.type == "cuda"
 
@@ -90,10 +91,15 @@ def make_workspace(
     def real(*shape, dtype=torch.float32):
         return torch.zeros(shape, dtype=dtype, device=device)
 
-    def factor(columns):  # of a product by tiles, whose last rows nobody needs
-        return real(max(rows, TILE_ROWS), columns, dtype=act_dtype)[:rows]
+    def tiled(*shape):  # whole tiles, whose last rows no one uses
+        return real(max(rows, TILE_ROWS), *shape, dtype=act_dtype)[:rows]
+
+    def activations(buffer: Buffer) -> torch.Tensor:
+        dtypes = {"activation": act_dtype, "weights": dtype, "float32": torch.float32, "int32": torch.int32}
+        return tiled(*buffer.shape) if buffer.tile else real(rows, *buffer.shape, dtype=dtypes[buffer.dtype])
 
     meta, samp = make_states(rows, device)
+    most = max(linear.n for layer in spec.layers for linear in layer.linears())
     return Workspace(
         meta=meta,
         samp=samp,
@@ -105,28 +111,38 @@ def make_workspace(
         out=ring(slots, RING, dtype=torch.int64),
         out_logprobs=ring(slots, RING, 1 + MAX_LOGPROBS, dtype=torch.float32),
         out_top_ids=ring(slots, RING, MAX_LOGPROBS, dtype=torch.int32),
-        hidden=real(rows, config.hidden_size),
-        normed=factor(config.hidden_size),
-        sumsq=real(rows, config.hidden_size),
-        qkv=real(rows, config.q_size + 2 * config.kv_size),
-        attn_out=factor(config.q_size),
-        attn_partial=real(rows, config.num_heads, MAX_SPLITS, config.head_dim),
-        attn_lse=real(rows, config.num_heads, MAX_SPLITS, 2),
-        attn_counter=state(rows, config.num_kv_heads),
-        act=factor(config.intermediate_size),
+        hidden=real(rows, spec.hidden_size),
+        normed=tiled(spec.hidden_size),
+        sumsq=real(rows, spec.hidden_size),
+        blocks=block_buffers(((block, block.buffers()) for block in spec.blocks()), activations),
         logits=real(rows, vocab),
         drawn=state(rows),
         draft_keys=state(rows, DRAFT_SPLITS, dtype=torch.int64),
         draft_counter=state(rows),
-        split=matmul_wide.make_buffers(
-            max(config.q_size + 2 * config.kv_size, config.hidden_size, 2 * config.intermediate_size), rows, device
-        ),
-        sampler=sample_op.make_buffers(vocab, rows, device),
+        split=make_split_buffers(most, rows, device),
+        sampler=make_buffers(vocab, rows, device),
     )
 
 
+def block_buffers(declared: Iterable[tuple[Block, tuple[Buffer, ...]]], allocate) -> BlockBuffers:
+    """Allocate the declared buffers of each block; equal declarations share one tensor."""
+    shared: dict[Buffer, torch.Tensor] = {}
+    found = {}
+    for block, buffers in declared:
+        for buffer in buffers:
+            if buffer not in shared:
+                shared[buffer] = allocate(buffer)
+        found[block] = {buffer.name: shared[buffer] for buffer in buffers}
+    return found
+
+
+def first_of(blocks: BlockBuffers, rows: int) -> BlockBuffers:
+    """Return the first `rows` rows of the buffers."""
+    return {block: {name: tensor[:rows] for name, tensor in own.items()} for block, own in blocks.items()}
+
+
 def make_states(rows: int, device) -> tuple[torch.Tensor, torch.Tensor]:
-    """meta and samp; no row runs before a request has begun."""
+    """Allocate meta and samp; no row runs before a request has begun."""
     meta = torch.zeros(rows, META_WIDTH, dtype=torch.int32, device=device)
     meta[:, STATUS] = LIMIT_REACHED
     return meta, torch.zeros(rows, SAMP_WIDTH, device=device)
@@ -134,22 +150,18 @@ def make_states(rows: int, device) -> tuple[torch.Tensor, torch.Tensor]:
 
 @dataclass(frozen=True)
 class PromptBuffers:
-    """The activations of a prompt pass, at fixed addresses too; dtype: the weights'."""
+    """The activations of a prompt pass, at fixed addresses too."""
 
-    chunks: torch.Tensor  # int32 [MAX_CHUNKS, CHUNK_WIDTH]: whose rows they are
+    chunks: torch.Tensor  # int32 [MAX_CHUNKS, CHUNK_WIDTH]: which positions of which slots the rows are
     hidden: torch.Tensor  # fp32 [rows, hidden]: the residual stream
-    delta: torch.Tensor  # [rows, hidden]: what is added to it next
-    x: torch.Tensor  # [rows, hidden]: its norm
-    qkv: torch.Tensor  # [rows, q_size + 2 * kv_size]
-    q: torch.Tensor  # [rows, heads, head_dim]: rotated
-    attended: torch.Tensor  # [rows, q_size]
-    gate_up: torch.Tensor  # [rows, 2 * intermediate]
-    act: torch.Tensor  # [rows, intermediate]
-    dequantised: torch.Tensor  # flat: rows of a weight in fewer bits, in front of a product
+    delta: torch.Tensor  # weights' dtype [rows, hidden]: what is added to it next
+    x: torch.Tensor  # weights' dtype [rows, hidden]: the normalized rows
+    blocks: BlockBuffers  # the buffers that each block declares
+    dequantised: torch.Tensor  # flat: rows of a quantized weight
     partial: torch.Tensor  # fp32, scratch of attention
     lse: torch.Tensor  # fp32
     counter: torch.Tensor  # int32, zero between launches
-    kv: torch.Tensor  # [pages, 2, kv_heads, page, head_dim]: a layer's K and V, for attention that reads no 8 bits
+    kv: torch.Tensor  # [pages, 2, kv_heads, page, head_dim]: a layer's K and V, expanded from 8 bits
 
     def __repr__(self) -> str:
         return short_repr(self, self.x, rows=self.rows, nbytes=sum(t.nbytes for t in named_tensors(self).values()))
@@ -158,58 +170,75 @@ class PromptBuffers:
     def rows(self) -> int:
         return len(self.hidden)
 
+    def buffers(self, block: Block) -> Mapping[str, torch.Tensor]:
+        return self.blocks[block]
+
     def first(self, rows: int) -> "PromptBuffers":
-        """The same buffers as a pass of `rows` rows sees them."""
-        names = ("hidden", "delta", "x", "qkv", "q", "attended", "gate_up", "act")
-        return replace(self, **{name: getattr(self, name)[:rows] for name in names})
+        """Return the buffers of a pass of `rows` rows."""
+        narrowed = {name: getattr(self, name)[:rows] for name in ("hidden", "delta", "x")}
+        return replace(self, **narrowed, blocks=first_of(self.blocks, rows))
 
 
 def make_prompt_buffers(
-    config: ModelConfig, rows: int, device, dtype: torch.dtype, shape: PromptAttentionConfig, pages: int = 0,
+    spec: ModelSpec, rows: int, device, dtype: torch.dtype, config: PromptAttentionConfig, pages: int = 0,
     page: int = 0,
 ) -> PromptBuffers:  # fmt: skip
-    """Allocate them for passes of up to `rows` rows, their attention launched in that shape, over so many pages."""
-    scratch = scratch_sizes(config.head_dim, shape)
+    """Allocate them for passes of up to `rows` rows.
+
+    Args:
+        config: launch config of their attention, which decides the size of its scratch.
+        pages, page: pages of K and V that are expanded from 8 bits, and positions of each.
+    """
+    kv = spec.pages
+    scratch = scratch_sizes(kv.head_dim, config)
 
     def real(*shape, dtype=dtype):
         return torch.empty(rows, *shape, dtype=dtype, device=device)
 
+    def activations(buffer: Buffer) -> torch.Tensor:
+        return real(*buffer.shape, dtype={"weights": dtype, "float32": torch.float32}[buffer.dtype])
+
+    packed = spec.few_bits is not None
     return PromptBuffers(
         chunks=torch.zeros(MAX_CHUNKS, CHUNK_WIDTH, dtype=torch.int32, device=device),
-        hidden=real(config.hidden_size, dtype=torch.float32),
-        delta=real(config.hidden_size),
-        x=real(config.hidden_size),
-        qkv=real(config.q_size + 2 * config.kv_size),
-        q=real(config.num_heads, config.head_dim),
-        attended=real(config.q_size),
-        gate_up=real(2 * config.intermediate_size),
-        act=real(config.intermediate_size),
-        dequantised=torch.empty(DEQUANTISED if config.few_bits else 0, dtype=dtype, device=device),
+        hidden=real(spec.hidden_size, dtype=torch.float32),
+        delta=real(spec.hidden_size),
+        x=real(spec.hidden_size),
+        blocks=block_buffers(((block, block.prompt_buffers()) for block in spec.blocks()), activations),
+        dequantised=torch.empty(DEQUANTISED if packed else 0, dtype=dtype, device=device),
         partial=torch.empty(scratch["partial"], device=device),
         lse=torch.empty(scratch["lse"], device=device),
         counter=torch.zeros(scratch["counter"], dtype=torch.int32, device=device),
-        kv=torch.empty(pages, 2, config.num_kv_heads, page, config.head_dim, dtype=dtype, device=device),
+        kv=torch.empty(pages, 2, kv.kv_heads, page, kv.head_dim, dtype=dtype, device=device),
     )
 
 
 def first_rows(ws: Workspace, rows: int) -> Workspace:
-    """The same buffers as a pass of `rows` rows sees them."""
+    """Return the buffers of a pass of `rows` rows."""
 
-    def narrowed(buffers, of_slots=()):
-        tensors = {f.name: getattr(buffers, f.name) for f in fields(buffers) if f.name not in of_slots}
+    def narrowed(buffers, without=()):
+        tensors = {f.name: getattr(buffers, f.name) for f in fields(buffers) if f.name not in without}
         return {name: t[:rows] if isinstance(t, torch.Tensor) else t for name, t in tensors.items()}
 
     nested = {name: replace(of, **narrowed(of)) for name, of in (("split", ws.split), ("sampler", ws.sampler))}
-    return replace(ws, **narrowed(ws, of_slots=OF_SLOTS) | nested)
+    return replace(ws, **narrowed(ws, without=OF_SLOTS) | nested | {"blocks": first_of(ws.blocks, rows)})
 
 
-def named_tensors(workspace) -> dict[str, torch.Tensor]:
-    """Every tensor of the workspace by name, nested buffers included."""
+def named_tensors(buffers) -> dict[str, torch.Tensor]:
+    """Return every tensor of the workspace by name, nested buffers included, a shared one once."""
     found = {}
-    for f in fields(workspace):
-        value = getattr(workspace, f.name)
+    for f in fields(buffers):
+        value = getattr(buffers, f.name)
         if isinstance(value, torch.Tensor):
             found[f.name] = value
+        elif f.name == "blocks":
+            seen = set()
+            for i, (block, own) in enumerate(value.items()):
+                kind = type(block).__name__.lower()
+                for name, tensor in own.items():
+                    if id(tensor) not in seen:
+                        seen.add(id(tensor))
+                        found[f"{kind}.{name}" if f"{kind}.{name}" not in found else f"{kind}.{i}.{name}"] = tensor
         else:
             found.update({f"{f.name}.{name}": t for name, t in named_tensors(value).items()})
     return found

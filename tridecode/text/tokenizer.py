@@ -17,8 +17,8 @@ import tokenizers
 
 from ..arguments import shown
 from ..errors import NO_CHAT, CheckpointError, PromptError, TooLong, brief
-from ..models.config import read_json
 from ..models.files import present, read_file
+from ..models.reader import read_json
 from .chat_template import ChatTemplate
 from .detokenizer import Detokenizer, TokenBytes
 from .encoder import Encoder, check_in_child

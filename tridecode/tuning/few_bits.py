@@ -13,7 +13,6 @@ from ..kernels.linear.matmul_hopper import HopperConfig, multiplies
 from ..kernels.linear.matmul_hopper_parts import COLUMNS_OF
 from ..kernels.linear.matmul_ring import RingConfig
 from ..kernels.linear.matmul_wide import MAX_SPLIT
-from ..kernels.linear.weight import Linear
 from .choose import TUNED_FOR
 from .shapes import StepShapes
 from .tuned import Packing

@@ -18,8 +18,8 @@ HEADS = ("keep", *SCHEMES)
 
 
 def rules(kind: str, head: str) -> Quantisation:
-    """Of the projections by `kind` of SCHEMES, and of the LM head by `head` of HEADS."""
-    return Quantisation(kind, (("^lm_head$", SCHEMES.get(head)), ("_proj$", SCHEMES[kind])))
+    """Return the rules that quantize all linears by `kind` of SCHEMES, but the LM head by `head` of HEADS."""
+    return Quantisation(kind, (("^lm_head$", SCHEMES.get(head)), ("", SCHEMES[kind])))
 
 
 def fitted(scheme: Scheme, k: int) -> Scheme:

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from ...errors import CheckpointError, brief
 from ...kernels.linear.packed import Codes
-from ...models.config import read_json
+from ...models.reader import read_json
 from . import code
 from .quantize import fitted, quantised
 from .scheme import Quantisation, Scheme
@@ -71,12 +71,20 @@ def write(
     out: Path,
     files: dict[Path, list[str]],
     rules: Quantisation,
+    modules: set[str],
     progress: Callable[[int, int], None] | None = None,
     repo: str | None = None,
 ) -> None:
-    """The checkpoint in `source` again in the empty directory `out`, with the weights of `rules` quantised. files: of
-    each of its files the tensors to take; repo: on the Hugging Face hub, if it came from there. Raises CheckpointError
-    and OSError where it cannot be written."""
+    """Write the checkpoint in `source` to the empty directory `out`, with the weights of `modules` quantized.
+
+    Args:
+        files: each file of the checkpoint -> the tensors to copy from it.
+        rules: how a module is quantized.
+        repo: the repository on the Hugging Face hub, if the checkpoint came from there.
+
+    Raises:
+        CheckpointError, OSError: the checkpoint cannot be written.
+    """
     values, tokenizer = (_with_code(source, out, name, repo) for name in ("config.json", "tokenizer_config.json"))
     total, done, size = sum(file.stat().st_size for file in files), 0, 0
     shard, shards, schemes, ignored, places = {}, 0, {}, [], {}
@@ -98,7 +106,7 @@ def write(
             for name in names:
                 tensor, module = opened.get_tensor(name), name.removesuffix(".weight")
                 done += tensor.nbytes
-                scheme = rules.scheme(module) if name.endswith(".weight") and tensor.ndim == 2 else None
+                scheme = rules.scheme(module) if name.endswith(".weight") and module in modules else None
                 if scheme is None:
                     ignored += [module] if module == "lm_head" else []
                     found = {name: tensor}

@@ -4,8 +4,9 @@ import time
 
 import torch
 
+from ...blocks.spec import ModelSpec
 from ...errors import ParameterError
-from ...models.config import FAMILIES, ModelConfig
+from ...models.registry import FAMILIES
 from ...plan.memory import free_memory
 from .decode import capacity_of, decode_figures
 from .measure import preset_engine, read_bandwidth, run_facts, step_bytes, time_decode
@@ -21,7 +22,7 @@ def peers(args, output) -> list[dict]:
             "bench peers compares with transformers, which is not installed here; pip install transformers"
         ) from None
     engine = preset_engine(args.preset, capacity_of(args))
-    device, config = engine.device, engine.config
+    device, spec = engine.device, engine.config
     bandwidth, nbytes = read_bandwidth(device), step_bytes(engine, args.context, args.steps)
     where = {"bench": "peers", "preset": args.preset, "context": args.context, "steps": args.steps, "runs": args.runs}
     facts = run_facts(device) | {"transformers": transformers.__version__}
@@ -32,45 +33,47 @@ def peers(args, output) -> list[dict]:
     rows = [row("tridecode", time_decode(engine, args.context, args.steps, args.runs))]
     del engine
     free_memory(device)
-    model = peer_model(config, device, torch.bfloat16)
+    model = peer_model(spec, device, torch.bfloat16)
     for variant, cache in (("transformers, default", None), ("transformers, static cache and compile", "static")):
         output.note(f"{variant} ...")
-        rows.append(row(variant, time_peer(model, config, args.context, args.steps, args.runs, cache)))
+        rows.append(row(variant, time_peer(model, spec, args.context, args.steps, args.runs, cache)))
     return rows
 
 
-def peer_model(config: ModelConfig, device, dtype: torch.dtype):
-    """transformers' model of a ModelConfig, with random weights made on `device`."""
+def peer_model(spec: ModelSpec, device, dtype: torch.dtype):
+    """transformers' model of a ModelSpec, with random weights made on `device`."""
     import transformers
 
-    architecture = next(name for name, family in FAMILIES.items() if family.name == config.family)
-    settings = getattr(transformers, architecture.replace("ForCausalLM", "Config"))(**peer_settings(config))
+    architecture = next(name for name in FAMILIES if name.lower().startswith(spec.family + "for"))
+    settings = getattr(transformers, architecture.replace("ForCausalLM", "Config"))(**peer_settings(spec))
     with torch.device(device):
         return transformers.AutoModelForCausalLM.from_config(settings, dtype=dtype).eval()
 
 
-def peer_settings(config: ModelConfig) -> dict:
-    """The entries of config.json that say the same as `config`."""
-    rope = {"rope_type": config.rope.kind, "rope_theta": config.rope.theta}
-    if config.rope.kind == "llama3":
+def peer_settings(spec: ModelSpec) -> dict:
+    """Return the entries of config.json for a dense decoder."""
+    attention, mlp = spec.layers[0].blocks
+    settings = attention.rope
+    rope = {"rope_type": settings.kind, "rope_theta": settings.theta}
+    if settings.kind == "llama3":
         rope |= {
-            "factor": config.rope.factor,
-            "low_freq_factor": config.rope.low_freq_factor,
-            "high_freq_factor": config.rope.high_freq_factor,
-            "original_max_position_embeddings": config.rope.original_max_position,
+            "factor": settings.factor,
+            "low_freq_factor": settings.low_freq_factor,
+            "high_freq_factor": settings.high_freq_factor,
+            "original_max_position_embeddings": settings.original_max_position,
         }
     return {
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "max_position_embeddings": config.max_position,
-        "rms_norm_eps": config.rms_norm_eps,
-        "tie_word_embeddings": config.tie_word_embeddings,
-        "sliding_window": config.sliding_window,
+        "vocab_size": spec.vocab_size,
+        "hidden_size": spec.hidden_size,
+        "intermediate_size": mlp.intermediate,
+        "num_hidden_layers": spec.num_layers,
+        "num_attention_heads": attention.heads,
+        "num_key_value_heads": attention.kv_heads,
+        "head_dim": attention.head_dim,
+        "max_position_embeddings": spec.max_position,
+        "rms_norm_eps": spec.eps,
+        "tie_word_embeddings": spec.tie_word_embeddings,
+        "sliding_window": attention.window or None,
         "rope_parameters": rope,
         "bos_token_id": None,
         "eos_token_id": None,  # nothing ends an answer early
@@ -78,13 +81,13 @@ def peer_settings(config: ModelConfig) -> dict:
     }
 
 
-def time_peer(model, config: ModelConfig, context: int, steps: int, runs: int, cache: str | None) -> list[float]:
+def time_peer(model, spec: ModelSpec, context: int, steps: int, runs: int, cache: str | None) -> list[float]:
     """Seconds a token of `runs` greedy answers of `steps` tokens after the first one, the prompt's time taken off.
 
     cache "static" is what transformers documents for speed: generate then compiles the forward pass by itself, in mode
     reduce-overhead. Three answers come before those that count: compilation, recording and replay of its graphs.
     """
-    ids = torch.tensor([prompt_ids(config, context)], device=model.device)
+    ids = torch.tensor([prompt_ids(spec, context)], device=model.device)
 
     def seconds(tokens: int) -> float:
         synchronize(model.device)

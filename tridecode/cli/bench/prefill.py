@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import torch
 
+from ...blocks.spec import ModelSpec
 from ...engine import Engine
 from ...errors import GenerationError
-from ...models.config import ModelConfig
 from ..terminal import counted
 from .measure import (
     GREEDY,
@@ -72,27 +72,29 @@ def checked(result, cached: int) -> None:
         raise GenerationError(f"the cache held {counted(result.usage.reused_tokens, 'token')}, not {cached}: no figure")
 
 
-def prompt_ids(config: ModelConfig, tokens: int) -> list[int]:
+def prompt_ids(spec: ModelSpec, tokens: int) -> list[int]:
     """Ids all over the vocabulary, the same at every run."""
-    return [(7919 * i + 1) % config.vocab_size for i in range(tokens)]
+    return [(7919 * i + 1) % spec.vocab_size for i in range(tokens)]
 
 
-def prefill_flops(config: ModelConfig, tokens: int, cached: int = 0) -> int:
+def prefill_flops(spec: ModelSpec, tokens: int, cached: int = 0) -> int:
     """Floating-point operations of `tokens` tokens behind `cached` up to the first new one, as they are computed here.
 
-    Two a weight and token, four a query element and position attended to. Of the last layer only the last token needs
-    more than q, k and v, and only that token needs the LM head.
+    Two for a weight and a token, and what blocks declare for a token and a position. A last layer that is cut runs for
+    one token behind its K and V, and only that token needs the LM head.
     """
-    c, before = config, tokens - 1
-    qkv = c.hidden_size * (c.q_size + 2 * c.kv_size)
-    rest = c.hidden_size * (c.q_size + 3 * c.intermediate_size)
-    matmul = 2 * tokens * (c.num_layers * qkv + (c.num_layers - 1) * rest) + 2 * (rest + c.hidden_size * c.vocab_size)
-    attention, end = 0, cached + tokens
-    for layer in range(c.num_layers):
-        window = c.window(layer) or end
-        positions = seen(cached + before, window) - seen(cached, window) if layer + 1 < c.num_layers else 0
-        attention += 4 * c.q_size * (positions + min(end, window))
-    return matmul + attention
+    flops, end = 2 * spec.lm_head.n * spec.lm_head.k, cached + tokens
+    for layer in spec.layers:
+        cut = layer is spec.layers[-1] and layer.mixer.cuts_prompt
+        for block in layer.blocks:
+            for linear in block.linears():
+                whole = not cut or (block is layer.mixer and linear.epilogue != "residual")
+                flops += 2 * linear.n * linear.k * (tokens if whole else 1)
+            if pair := block.pair_flops():
+                window = block.window or end
+                positions = 0 if cut else seen(end - 1, window) - seen(cached, window)
+                flops += pair * (positions + min(end, window))
+    return flops
 
 
 def seen(tokens: int, window: int) -> int:

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import torch
 
+from ...blocks.spec import ModelSpec
 from ...checkpoint.hub import BUNDLED, resolve_model
 from ...checkpoint.load import load_config, told_tensors
 from ...checkpoint.slices import host_layer_bytes, parameter_count
 from ...errors import CheckpointError, DeviceError
-from ...models.config import ModelConfig
 from ...plan.memory import plan_memory, prompt_bytes
 from ...plan.placement import (
     GraphPlan,
@@ -38,10 +38,10 @@ def info(args, output: Output) -> int:
     device, backend = resolve_device(args.device, args.backend)
     path = resolve_model(args.model, weights=False)
     stored = load_config(path)
-    config = to_quantise(stored, args.quantize, args.quantize_head, args.kv_dtype)
-    dtype = resolve_dtype(args.dtype, config, device)
+    spec = to_quantise(stored, args.quantize, args.quantize_head, args.kv_dtype)
+    dtype = resolve_dtype(args.dtype, spec, device)
     gpus, versions = doctor.gpu_facts(), version_facts()
-    support = capture_support(backend, config, dtype, device)
+    support = capture_support(backend, spec, dtype, device)
     policy = Policy(
         args.chunk_tokens, prompt_ms=args.prompt_ms, prefix_sharing=args.prefix_sharing,
         batch_invariant=args.batch_invariant, speculate=args.speculate, speculate_ngram=args.speculate_ngram,
@@ -49,19 +49,19 @@ def info(args, output: Output) -> int:
     graphs = graphs_of(args, policy.chunk_tokens, support)
     host = args.kv_offload is not None, args.weights_offload is not None
     given = args.speculate_ngram is not None
-    speculate, why_off = resolve_speculation(policy.speculate, graphs, config.fp8_kv, *host, given)
+    speculate, why_off = resolve_speculation(policy.speculate, graphs, spec.fp8_kv, *host, given)
     policy = replace(policy, speculate=speculate)
-    memory = memory_facts(config, dtype, device, backend, args, policy, graphs)
+    memory = memory_facts(spec, dtype, device, backend, args, policy, graphs)
     chunk = policy.chunk(memory["slots"], memory["context"] or policy.chunk_tokens, PAGE)
     graphs = graphs_of(args, chunk, support)
     # What an id names comes when it is wanted; a directory has to have it.
     directory = path == BUNDLED or path == Path(args.model).expanduser()
     problem = weights_problem(path, stored) if directory else None
     report = {
-        "model": model_facts(config, args.model or BUNDLED.name, str(path)) | {"problem": problem},
+        "model": model_facts(spec, args.model or BUNDLED.name, str(path)) | {"problem": problem},
         "memory": memory,
         "run": run_facts(device, backend, dtype, graphs, support[0], policy, why_off),
-        "prompts": prompt_facts(config, dtype, memory["slots"], chunk, graphs, support[0], policy),
+        "prompts": prompt_facts(spec, dtype, device, memory["slots"], chunk, graphs, support[0], policy),
         "gpus": gpus,
         "versions": versions,
         "warnings": doctor.warnings(gpus, versions["driver"], versions["cuda"]),
@@ -73,36 +73,37 @@ def info(args, output: Output) -> int:
     return 0
 
 
-def weights_problem(path: Path, config: ModelConfig) -> str | None:
+def weights_problem(path: Path, spec: ModelSpec) -> str | None:
     """Why the weights in a directory cannot be loaded, as far as their files' headers tell."""
     try:
-        told_tensors(path, config)
+        told_tensors(path, spec)
     except CheckpointError as error:
         return str(error)
     return None
 
 
-def model_facts(config: ModelConfig, name: str, path: str) -> dict:
+def model_facts(spec: ModelSpec, name: str, path: str) -> dict:
+    attention = next(layer.mixer for layer in spec.layers if layer.pages())
     return {
         "name": name,
         "path": path,
-        "family": config.family,
-        "parameters": parameter_count(config),
-        "layers": config.num_layers,
-        "hidden_size": config.hidden_size,
-        "heads": config.num_heads,
-        "kv_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "vocab_size": config.vocab_size,
-        "max_position": config.max_position,
-        "dtype": config.dtype,
-        "formats": formats(config),
+        "family": spec.family,
+        "parameters": parameter_count(spec),
+        "layers": spec.num_layers,
+        "hidden_size": spec.hidden_size,
+        "heads": attention.heads,
+        "kv_heads": attention.kv_heads,
+        "head_dim": attention.head_dim,
+        "vocab_size": spec.vocab_size,
+        "max_position": spec.max_position,
+        "dtype": spec.dtype,
+        "formats": formats(spec),
     }
 
 
-def formats(config: ModelConfig) -> list[str]:
+def formats(spec: ModelSpec) -> list[str]:
     """Of the weights in fewer bits, in words; the first is the method."""
-    which = config.quantisation or config.quantise
+    which = spec.quantisation or spec.quantise
     return [which.method, *(scheme.describe() for scheme in which.schemes)] if which else []
 
 
@@ -116,28 +117,28 @@ def graphs_of(args, chunk: int, support: tuple[bool, bool]) -> GraphPlan:
 
 
 def memory_facts(
-    config: ModelConfig, dtype: torch.dtype, device: torch.device, backend: str, args, policy: Policy,
+    spec: ModelSpec, dtype: torch.dtype, device: torch.device, backend: str, args, policy: Policy,
     graphs: GraphPlan,
 ) -> dict:
     """Sizes in bytes, contexts in tokens. `context` of each of the `slots` requests, and `kv_tokens` that all of them
     share: what would be allocated; 0, with `problem`, where it cannot be. `offload`: pages of the host and of each of
     the ring's buffers, if asked for; `weights_on_host`: bytes of the last `host_layers` layers."""
-    slots, per_token = slots_of(args), kv_bytes_per_token(config, dtype)
+    slots, per_token = slots_of(args), kv_bytes_per_token(spec, dtype)
     how, problem = (slots, policy.chunk_tokens, graphs.one_piece), None
     passes = dict(speculate=policy.speculates, batch_invariant=policy.batch_invariant)
-    plan, on_host = plan_memory(config, dtype, device, *how, **passes), 0
+    plan, on_host = plan_memory(spec, dtype, device, *how, **passes), 0
     asked = args.max_seq_len, slots, args.kv_tokens, policy.chunk_tokens, graphs.one_piece
     offload = args.kv_offload, args.kv_ring, policy.batch_invariant
     try:
-        on_host = plan_weights(config, dtype, args.weights_offload)
-        kv = plan_kv(config, dtype, device, backend, *asked, *offload, on_host, policy.speculates)
+        on_host = plan_weights(spec, dtype, args.weights_offload)
+        kv = plan_kv(spec, dtype, device, backend, *asked, *offload, on_host, policy.speculates)
         plan, context, pool, offload = kv.memory, kv.capacity, kv.kv_tokens, kv.offload
     except DeviceError as error:
         context, pool, offload, problem = 0, 0, None, str(error)
     return {
         "weights": plan.weights,
         "host_layers": on_host,
-        "weights_on_host": on_host * host_layer_bytes(config, dtype),
+        "weights_on_host": on_host * host_layer_bytes(spec, dtype),
         "kv_per_token": per_token,
         "workspace": plan.fixed + (slots - 1) * plan.per_slot,
         "free": plan.free,
@@ -146,15 +147,16 @@ def memory_facts(
         "slots": slots,
         "kv_tokens": pool,
         "kv_bytes": pool * per_token,
-        "kv_dtype": "fp8" if config.fp8_kv else str(dtype).removeprefix("torch."),
+        "kv_dtype": "fp8" if spec.fp8_kv else str(dtype).removeprefix("torch."),
         "offload": offload and asdict(offload) | {"page": kv.page, "host_tokens": offload.host * kv.page},
         "problem": problem,
     }
 
 
 def prompt_facts(
-    config: ModelConfig, dtype: torch.dtype, slots: int, chunk: int, graphs: GraphPlan, captured: bool, policy: Policy
-) -> dict:
+    spec: ModelSpec, dtype: torch.dtype, device: torch.device, slots: int, chunk: int, graphs: GraphPlan,
+    captured: bool, policy: Policy,
+) -> dict:  # fmt: skip
     """How prompts would be read: in chunks of at most `chunk_tokens`, by a graph of the next of `sizes` where `mode` is
     not none, and beside rows that decode, where there are `slots` for them, by one of as many more. `sharing`: whether
     what earlier ones had in common with it is reused. `buffers`: bytes, part of the workspace."""
@@ -168,7 +170,7 @@ def prompt_facts(
         "largest": max(sizes, default=None),
         "graphs": len(sizes) * (1 if slots == 1 or policy.batch_invariant else 2),
         "sharing": policy.prefix_sharing,
-        "buffers": prompt_bytes(config, dtype, chunk + max(slots, *graphs.sizes)),
+        "buffers": prompt_bytes(spec, dtype, chunk + max(slots, *graphs.sizes), device),
     }
 
 

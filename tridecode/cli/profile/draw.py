@@ -1,23 +1,15 @@
 """The pictures of a profile as SVG, readable on light and dark backgrounds."""
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from xml.sax.saxutils import escape
 
 from .records import Span
 
 WIDTH, LEFT, RIGHT = 1000, 20, 20
 LANES, LANE = 3, 18  # rows over which overlapping launches are spread; pixels a row
-COLORS = {
-    "qkv": "#4c8bd6",
-    "attention": "#d9822b",
-    "o_proj": "#3aa08f",
-    "gate_up": "#9a6fc9",
-    "down": "#c75c7f",
-    "lm_head": "#7f9a3b",
-    "embed": "#8a8f98",
-    "greedy": "#b59a3c",
-}
-OTHER = "#6f8299"
+COLORS = ("#d9822b", "#c75c7f", "#8a8f98", "#9a6fc9", "#b59a3c", "#7f9a3b", "#3aa08f", "#4c8bd6")
+OTHER = "#6f8299"  # of roles beyond those colors
 STYLE = """\
 <style>
 text { font: 12px sans-serif; fill: #1f2328 } .title { font-weight: bold }
@@ -39,28 +31,38 @@ def text(x: float, y: float, words: str, more: str = "") -> str:
 def timeline(title: str, step: Sequence[Span]) -> str:
     """The whole step above, the layer in its middle below. Pale: a launch while earlier ones still run; full colour:
     from their end on."""
-    borders = [i for i, span in enumerate(step) if span.op in ("qkv", "lm_head")]
+    repeated = {op for op, count in Counter(span.op for span in step).items() if count > 1}
+    first = next((span.op for span in step if span.op in repeated), None)  # the first launch of a layer
+    borders = [i for i, span in enumerate(step) if span.op == first or span.op == "lm_head"]
     layers = len(borders) - 1
     whole, layer = step, step[borders[layers // 2] : borders[layers // 2 + 1]]
     parts = [text(LEFT, 24, title, 'class="title"')]
     parts += legend(list(dict.fromkeys(span.op for span in step)), 48)
-    parts += track(f"the whole step, {len(whole)} launches", whole, 76)
-    parts += track(f"layer {layers // 2 + 1} of {layers}", layer, 180, labels=True)
+    parts += track(f"the whole step, {len(whole)} launches", whole, 76, colors_of(span.op for span in step))
+    parts += track(f"layer {layers // 2 + 1} of {layers}", layer, 180, colors_of(span.op for span in step), labels=True)
     note = "Pale: a launch as recorded, while earlier ones still run. Full colour: from their end on, what it costs."
     parts.append(text(LEFT, 284, note, 'class="dim"'))
     return page(300, parts)
 
 
+def colors_of(ops: Iterable[str]) -> dict[str, str]:
+    """Return role -> color, the same for equal sets of roles."""
+    roles = sorted(set(ops))
+    return dict(zip(roles, COLORS)) | dict.fromkeys(roles[len(COLORS) :], OTHER)
+
+
 def legend(ops: Sequence[str], y: float) -> list[str]:
-    parts, x = [], LEFT
+    parts, x, colors = [], LEFT, colors_of(ops)
     for op in ops:
-        parts.append(f'<rect x="{x}" y="{y - 10}" width="12" height="12" fill="{COLORS.get(op, OTHER)}"/>')
+        parts.append(f'<rect x="{x}" y="{y - 10}" width="12" height="12" fill="{colors[op]}"/>')
         parts.append(text(x + 17, y, op))
         x += 40 + 8 * len(op)
     return parts
 
 
-def track(title: str, spans: Sequence[Span], top: float, labels: bool = False) -> list[str]:
+def track(
+    title: str, spans: Sequence[Span], top: float, colors: dict[str, str], labels: bool = False
+) -> list[str]:
     """A row of launches over a time axis that starts where the first one's cost does."""
     begin, end = spans[0].before, max(span.end for span in spans)
     begin = min(begin, *(span.start for span in spans)) if labels else begin
@@ -71,7 +73,7 @@ def track(title: str, spans: Sequence[Span], top: float, labels: bool = False) -
 
     parts = [text(LEFT, top, f"{title}, {end - begin:,.1f} µs", 'class="dim"')]
     for i, span in enumerate(spans):
-        y, color = top + 8 + (i % LANES) * LANE, COLORS.get(span.op, OTHER)
+        y, color = top + 8 + (i % LANES) * LANE, colors[span.op]
         for left, opacity in ((span.start, 0.35), (max(span.start, span.before), 1)):
             if span.end > left:
                 width = max(x(span.end) - x(left), 0.3)
@@ -91,6 +93,7 @@ def track(title: str, spans: Sequence[Span], top: float, labels: bool = False) -
 def shares(title: str, kernels: Sequence[dict]) -> str:
     """A bar a role, as long as its share of the step."""
     parts, y, start, most = [text(LEFT, 24, title, 'class="title"')], 40, 330, 360
+    colors = colors_of(role["op"] for role in kernels)
     largest = max(role["share_pct"] for role in kernels)
     for role in kernels:
         width = max(most * role["share_pct"] / largest, 1) if largest else 1
@@ -99,7 +102,7 @@ def shares(title: str, kernels: Sequence[dict]) -> str:
         if role.get("pct_bandwidth") is not None:
             words += f" · {role['pct_bandwidth']:.0f}% of bandwidth"
         parts.append(text(start - 10, y + 13, name, 'text-anchor="end"'))
-        color = COLORS.get(role["op"], OTHER)
+        color = colors[role["op"]]
         parts.append(f'<rect x="{start}" y="{y}" width="{width:.1f}" height="18" fill="{color}"/>')
         parts.append(text(start + width + 8, y + 13, words))
         y += 26

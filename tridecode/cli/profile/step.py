@@ -16,7 +16,7 @@ from ...step.run import Launch, Recorder
 def step_launches(model: DecodeModel, rows: int = 1) -> list[Launch]:
     """Of a greedy step of `rows` rows, in order."""
     recorder = Recorder()
-    decode.step(recorder, model.of_rows(rows), "greedy")
+    decode.decode_pass(recorder, model.of_rows(rows), "greedy")
     return recorder.launches
 
 

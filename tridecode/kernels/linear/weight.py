@@ -1,4 +1,4 @@
-"""Linear: a weight matrix on the device, as it is or packed, with its bias."""
+"""LoadedLinear: a weight matrix on the device, as it is or packed, with its bias."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ from .packed import Packed
 
 
 @dataclass(frozen=True)
-class Linear:
+class LoadedLinear:
     """A projection y = x @ weight.T + bias.
 
     weight: [out_features, in_features], or the words of `packed`, with scale, zero and order as that says; bias:

@@ -1,0 +1,141 @@
+"""Attention: grouped-query attention with rotary embedding, over K/V pages; optional q/k norms, bias and window."""
+
+from dataclasses import dataclass
+
+from ..kernels.attention.arguments import MAX_SPLITS, Heads, Scratch
+from ..kernels.attention.expand_kv import EXPAND_KV
+from ..kernels.attention.prompt_attention import PROMPT_ATTENTION
+from ..kernels.attention.rope_write import ROPE_WRITE
+from ..kernels.attention.write_kv import WRITE_KV
+from ..kernels.linear.project import Normed, Plain
+from ..kernels.take_rows import TAKE_ROWS
+from .block import Block, add_residual, project
+from .declarations import Buffer, Linear, Pages, Part, Weight
+from .rope import RopeConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attention(Block):
+    """heads, kv_heads, head_dim: numbers of query and of K/V heads, and their size. rope: the rotary embedding.
+    qk_norm: q and k of each head are normalized. bias: q, k and v have biases. window: positions attended to, 0 for
+    all. scale: of the scores, None for head_dim ** -0.5."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rope: RopeConfig = RopeConfig()
+    qk_norm: bool = False
+    bias: bool = False
+    window: int = 0
+    scale: float | None = None
+
+    cuts_prompt = True  # running the last layer's attention again for a few rows writes the same K and V
+
+    @property
+    def q_size(self) -> int:
+        return self.heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        return self.kv_heads * self.head_dim
+
+    @property
+    def group(self) -> int:
+        """Query heads that share one K/V head."""
+        return self.heads // self.kv_heads
+
+    def linears(self):
+        q, kv = self.q_size, self.kv_size
+        parts = (Part("self_attn.q_proj", q), Part("self_attn.k_proj", kv), Part("self_attn.v_proj", kv))
+        return (
+            Linear("qkv", q + 2 * kv, self.hidden, parts, "normed", bias=self.bias),
+            Linear(
+                "o_proj", self.hidden, q, (Part("self_attn.o_proj", self.hidden),), "residual",
+                scale=self.residual_scale,
+            ),
+        )  # fmt: skip
+
+    def weights(self):
+        names = ("q_norm", "k_norm") if self.qk_norm else ()
+        return tuple(Weight(name, f"self_attn.{name}.weight", (self.head_dim,)) for name in names)
+
+    def buffers(self):
+        return (
+            Buffer("qkv", (self.q_size + 2 * self.kv_size,), "float32"),
+            Buffer("attended", (self.q_size,), tile=True),
+            Buffer("partial", (self.heads, MAX_SPLITS, self.head_dim), "float32"),
+            Buffer("lse", (self.heads, MAX_SPLITS, 2), "float32"),  # maximum and sum of each split
+            Buffer("counter", (self.kv_heads,), "int32"),  # zero between launches
+        )
+
+    def prompt_buffers(self):
+        return (
+            Buffer("qkv", (self.q_size + 2 * self.kv_size,), "weights"),
+            Buffer("q", (self.heads, self.head_dim), "weights"),  # rotated
+            Buffer("attended", (self.q_size,), "weights"),
+        )
+
+    def states(self):
+        return (Pages(self.kv_heads, self.head_dim),)
+
+    def pair_flops(self):
+        return 4 * self.q_size
+
+    def decode(self, run, state, layer, residual):
+        normed = Normed(residual.sumsq, residual.partials, self.eps)
+        project(run, state, layer, "qkv", residual.normed, state.buffers(self)["qkv"], normed)
+        return self._attend(run, state, layer, residual)
+
+    def prompt(self, run, state, layer, residual):
+        self.prompt_start(run, state, layer, residual)
+        state.wait_for_pages(run, layer)
+        own, kv, heads = state.buffers(self), state.kv_layer(layer), self._heads()
+        if expanded := state.expanded(self, own["q"], kv):
+            run("expand_kv", EXPAND_KV, state.chunks, kv, expanded.k, expanded.v)
+        run(
+            "attention", PROMPT_ATTENTION, state.chunks, own["q"], own["attended"], expanded or kv,
+            state.attention_scratch, heads, config=state.attention_config,
+        )  # fmt: skip
+        if beside := state.decoding:
+            plan, rope = beside.attention(self), state.rope(self, layer)
+            qkv, out = own["qkv"][: beside.rows], own["attended"][: beside.rows]
+            scratch = self._scratch(beside)
+            run("decoding", plan.op, beside.meta, qkv, out, kv, rope, scratch, heads, config=plan.config)
+        state.fetch_next_pages(run, layer)
+        project(run, state, layer, "o_proj", own["attended"], state.delta, Plain())
+        return residual._replace(pending=state.delta)
+
+    def prompt_start(self, run, state, layer, residual):
+        """List the launches of a prompt pass up to this layer's K and V."""
+        own = state.buffers(self)
+        project(run, state, layer, "qkv", residual.normed, own["qkv"], Plain())
+        run(
+            "rope", ROPE_WRITE, state.chunks, own["qkv"], own["q"], state.kv_layer(layer), state.rope(self, layer),
+            self._heads(), followed=state.attention_config.dependent,
+        )  # fmt: skip
+
+    def resume(self, run, state, layer, residual):
+        """Continue behind `prompt_start` in decode form, for the rows that want a token."""
+        own, read = state.buffers(self), state.prompt.buffers(self)
+        run("take_rows", TAKE_ROWS, state.meta, state.prompt.hidden, read["qkv"], residual.hidden, own["qkv"])
+        return self._attend(run, state, layer, residual)
+
+    def _attend(self, run, state, layer, residual):
+        own, plan, kv, rope = state.buffers(self), state.attention(self), state.kv_layer(layer), state.rope(self, layer)
+        state.wait_for_pages(run, layer)
+        if plan.writes_first:  # rows attend to what other rows of this pass write
+            run("write_kv", WRITE_KV, state.meta, own["qkv"], kv, rope, self._heads(), config=plan.config)
+        run(
+            "attention", plan.op, state.meta, own["qkv"], own["attended"], kv, rope, self._scratch(state),
+            self._heads(), config=plan.config,
+        )  # fmt: skip
+        state.fetch_next_pages(run, layer)
+        return add_residual(run, state, layer, "o_proj", own["attended"], residual)
+
+    def _heads(self) -> Heads:
+        scale = self.head_dim**-0.5 if self.scale is None else self.scale
+        return Heads(self.heads, self.kv_heads, self.head_dim, scale, self.window)
+
+    def _scratch(self, state) -> Scratch:
+        own = state.buffers(self)
+        return Scratch(own["partial"], own["lse"], own["counter"])

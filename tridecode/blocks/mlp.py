@@ -1,0 +1,49 @@
+"""MLP: a gated feed-forward with SiLU."""
+
+from dataclasses import dataclass
+
+from ..kernels.linear.project import Gated, Plain
+from ..kernels.silu_mul import SILU_MUL
+from .block import Block, add_residual, project
+from .declarations import Buffer, Linear, Part
+
+
+@dataclass(frozen=True, kw_only=True)
+class MLP(Block):
+    """intermediate: numbers between the two products."""
+
+    norm: str = "post_attention_layernorm"
+    intermediate: int
+
+    def linears(self):
+        inner = self.intermediate
+        halves = (Part("mlp.gate_proj", inner), Part("mlp.up_proj", inner))
+        return (
+            Linear("gate_up", 2 * inner, self.hidden, halves, "gated"),
+            Linear(
+                "down", self.hidden, inner, (Part("mlp.down_proj", self.hidden),), "residual",
+                scale=self.residual_scale,
+            ),
+        )  # fmt: skip
+
+    def buffers(self):
+        return (Buffer("act", (self.intermediate,), tile=True),)
+
+    def prompt_buffers(self):
+        return (
+            Buffer("gate_up", (2 * self.intermediate,), "weights"),
+            Buffer("act", (self.intermediate,), "weights"),
+        )
+
+    def decode(self, run, state, layer, residual):
+        own = state.buffers(self)
+        gated = Gated(residual.sumsq, residual.partials, self.eps)
+        project(run, state, layer, "gate_up", residual.normed, own["act"], gated)
+        return add_residual(run, state, layer, "down", own["act"], residual)
+
+    def prompt(self, run, state, layer, residual):
+        own = state.buffers(self)
+        project(run, state, layer, "gate_up", residual.normed, own["gate_up"], Plain())
+        run("silu_mul", SILU_MUL, own["gate_up"], own["act"])
+        project(run, state, layer, "down", own["act"], state.delta, Plain())
+        return residual._replace(pending=state.delta)

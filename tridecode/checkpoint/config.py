@@ -1,0 +1,71 @@
+"""config.json and generation_config.json of a checkpoint, to a ModelSpec."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..errors import CheckpointError, ParameterError
+from ..layout import MAX_STOP_IDS
+from ..models.files import present
+from ..models.reader import ConfigReader, read_json
+from ..sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from ..blocks.spec import ModelSpec
+
+# SamplingParams fields that generation_config.json may set
+_GENERATION_FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
+
+def read_config(path: Path) -> "tuple[ModelSpec, dict]":
+    """Read the checkpoint in directory `path`; return its specification and config.json. Raises CheckpointError."""
+    source, generation = path / "config.json", path / "generation_config.json"
+    if not present(source):
+        raise CheckpointError(f"{path}: no config.json; give the directory of a Hugging Face checkpoint")
+    values = read_json(source)
+    return parse_config(values, read_json(generation) if present(generation) else None, source), values
+
+
+def parse_config(config_json: dict, generation_json: dict | None = None, source="config.json") -> "ModelSpec":
+    """Check a config.json, and generation_config.json if there is one, and return the specification.
+
+    Args:
+        source: the name of config.json, for messages.
+
+    Raises:
+        CheckpointError: one line with the key and the expected value.
+    """
+    from ..models.registry import parse_model  # imports torch, which `--help` does not need
+
+    read = ConfigReader(config_json, str(source))
+    spec = parse_model(read)
+    generation_source = str(Path(source).with_name("generation_config.json"))
+    generation = ConfigReader(generation_json or {}, generation_source)
+    stops = read.token_ids("eos_token_id", spec.vocab_size) + generation.token_ids("eos_token_id", spec.vocab_size)
+    stops = tuple(dict.fromkeys(stops))
+    if len(stops) > MAX_STOP_IDS:
+        raise CheckpointError(
+            f"{source}: eos_token_id, with {generation_source}, names {len(stops)} tokens; "
+            f"at most {MAX_STOP_IDS} can stop a generation: remove some"
+        )
+    defaults = _generation_defaults(generation)
+    return replace(spec, quantisation=_quantisation(read), stop_ids=stops, generation_defaults=defaults)
+
+
+def _quantisation(read: ConfigReader):
+    if read.get("quantization_config") is None:
+        return None
+    from .formats import methods
+
+    return methods.parse(read.under("quantization_config"))
+
+
+def _generation_defaults(read: ConfigReader) -> tuple[tuple[str, float], ...]:
+    found = {key: value for key in _GENERATION_FIELDS if (value := read.get(key)) is not None}
+    try:
+        SamplingParams(**found)
+    except ParameterError as error:
+        raise CheckpointError(f"{read.source}: {error}; correct it there") from None
+    if not read.flag("do_sample", default=True):  # absent: the author did not say
+        found["temperature"] = 0.0
+    return tuple(found.items())

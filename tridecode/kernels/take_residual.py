@@ -1,0 +1,77 @@
+"""take_residual: the rows of a prompt pass that want a token, behind its last layer, prepared for the LM head."""
+
+import torch
+import triton
+import triton.language as tl
+
+from .common import META_WIDTH, OWN, RUN, SOURCE, STATUS, gdc_launch_dependents, options, running
+from .op import Op
+
+
+@triton.jit
+def _take_residual_kernel(
+    meta_ptr,
+    hidden_ptr,
+    delta_ptr,
+    norm_ptr,
+    out_ptr,
+    normed_ptr,
+    sumsq_ptr,
+    stride_out,
+    stride_normed,
+    stride_sumsq,
+    K: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Copy hidden + delta of the row that each row continues, and prepare the next norm. A program computes one row.
+
+    meta: [rows, META_WIDTH] int32, of which SOURCE is read and becomes OWN; hidden: [pass rows, K] fp32; delta: [pass
+    rows, K]; norm: [K]; outputs: out [rows, K] fp32, normed [rows, K] = out * norm, sumsq [rows, 1] fp32. Grid (rows,).
+    Always launched without PDL: behind this fence later kernels may read meta and old K/V before their wait.
+    """
+    if PDL:
+        gdc_launch_dependents()
+    row = tl.program_id(0)
+    meta_ptr += row * META_WIDTH
+    if tl.load(meta_ptr + STATUS) != RUN:
+        return
+    source = tl.load(meta_ptr + SOURCE)
+    source = tl.where(source == OWN, row, source).to(tl.int64)
+    offs = tl.arange(0, BLOCK)
+    mask = offs < K
+    x = tl.load(hidden_ptr + source * K + offs, mask=mask, other=0.0)
+    x += tl.load(delta_ptr + source * K + offs, mask=mask, other=0.0).to(tl.float32)
+    norm = tl.load(norm_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row * stride_out + offs, x, mask=mask)
+    tl.store(normed_ptr + row * stride_normed + offs, (x * norm).to(normed_ptr.dtype.element_ty), mask=mask)
+    tl.store(sumsq_ptr + row * stride_sumsq, tl.sum(x * x, 0))
+    tl.store(meta_ptr + SOURCE, OWN)
+
+
+def take_residual(meta, hidden, delta, norm, out, normed, sumsq, *, pdl=False):
+    """Fill out, normed and one partial sum in sumsq from the rows of hidden + delta that meta's SOURCE names."""
+    rows, K = out.shape
+    _take_residual_kernel[(rows,)](
+        meta, hidden, delta, norm, out, normed, sumsq, out.stride(0), normed.stride(0), sumsq.stride(0), K,
+        triton.next_power_of_2(K), pdl, **options(8),
+    )  # fmt: skip
+
+
+def take_residual_ref(meta, hidden, delta, norm, out, normed, sumsq):
+    for row in running(meta, len(out)):
+        source = int(meta[row, SOURCE.value])
+        source = row if source == OWN.value else source
+        out[row] = hidden[source] + delta[source].float()
+        normed[row] = (out[row] * norm.float()).to(normed.dtype)
+        sumsq[row, 0] = torch.sum(out[row].square())
+        meta[row, SOURCE.value] = OWN.value
+
+
+def take_residual_bytes(meta, hidden, delta, norm, out, normed, sumsq) -> int:
+    return 2 * out.nbytes + out.numel() * delta.itemsize + normed.nbytes
+
+
+TAKE_RESIDUAL = Op(
+    take_residual, take_residual_ref, take_residual_bytes, (_take_residual_kernel,), outputs=("out", "normed")
+)

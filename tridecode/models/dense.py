@@ -1,0 +1,196 @@
+"""Dense decoders: the layers and the keys of config.json that the families share."""
+
+from ..arguments import shown
+from ..blocks.attention import Attention
+from ..blocks.mlp import MLP
+from ..blocks.rope import RopeConfig
+from ..blocks.spec import Layer, ModelSpec
+from ..errors import CheckpointError, as_json
+from ..layout import LATE_TOKEN
+from .reader import ConfigReader
+
+DTYPES = ("bfloat16", "float16", "float32")
+MISTRAL_WINDOW = 4096  # of a Mistral checkpoint without the key; null means no window
+NO_SCALING = RopeConfig()
+MAX_GROUP = 16  # query heads of a K/V head: the rows of a tensor core tile in attention
+
+
+def dense_spec(
+    family: str,
+    hidden_size: int,
+    intermediate_size: int,
+    num_layers: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    vocab_size: int,
+    max_position: int,
+    rms_norm_eps: float = 1e-6,
+    qk_norm: bool = False,
+    qkv_bias: bool = False,
+    rope: RopeConfig = NO_SCALING,
+    windows: tuple[int, ...] | int = 0,
+    **more,
+) -> ModelSpec:
+    """Return the specification of a decoder whose layers all are attention and a gated MLP.
+
+    Args:
+        windows: positions that attention sees, of each layer or of all; 0 for all positions.
+        more: other fields of ModelSpec.
+    """
+    of_layer = windows if isinstance(windows, tuple) else (windows,) * num_layers
+    common = dict(hidden=hidden_size, eps=rms_norm_eps)
+    heads = dict(heads=num_heads, kv_heads=num_kv_heads, head_dim=head_dim, rope=rope, qk_norm=qk_norm, bias=qkv_bias)
+    mixers = {window: Attention(**common, **heads, window=window) for window in set(of_layer)}
+    mlp = MLP(**common, intermediate=intermediate_size)
+    return ModelSpec(
+        family=family,
+        hidden_size=hidden_size,
+        vocab_size=vocab_size,
+        max_position=max_position,
+        layers=tuple(Layer(mixers[window], mlp) for window in of_layer),
+        eps=rms_norm_eps,
+        **more,
+    )
+
+
+def parse_dense(
+    read: ConfigReader, family: str, qk_norm: bool = False, qkv_bias: bool = False, windows: str = "none"
+) -> ModelSpec:
+    """Check the keys of a config.json and return the specification.
+
+    Reads files written by transformers 4 (rope_theta and rope_scaling, torch_dtype) and 5 (rope_parameters, dtype).
+
+    Args:
+        qk_norm, qkv_bias: what the family has and its config.json does not say.
+        windows: which layers have a sliding window: "none"; "all", unless sliding_window is null; "upper", those from
+            max_window_layers on if use_sliding_window is true, unless layer_types says otherwise.
+
+    Raises:
+        CheckpointError: one line with the key and the expected value.
+    """
+    _refuse_other_layers(read)
+    sizes = _sizes(read)
+    bos = read.token_ids("bos_token_id", sizes["vocab_size"])
+    return dense_spec(
+        family=family,
+        **sizes,
+        rms_norm_eps=read.number("rms_norm_eps", 1e-30, 1, default=1e-6),
+        tie_word_embeddings=read.flag("tie_word_embeddings"),
+        qk_norm=qk_norm,
+        qkv_bias=qkv_bias,
+        windows=_windows(read, family, windows, sizes["num_layers"], sizes["max_position"]),
+        rope=_rope(read, sizes["max_position"]),
+        dtype=_dtype(read),
+        bos_id=bos[0] if bos else None,
+    )
+
+
+def _refuse_other_layers(read: ConfigReader) -> None:
+    """Raise CheckpointError for what no block computes."""
+    if (activation := read.get("hidden_act", "silu")) != "silu":
+        raise CheckpointError(
+            f"{read.source}: hidden_act must be \"silu\", got {as_json(activation)}: this model's MLP is not supported"
+        )
+    for key, where in (("attention_bias", "o_proj"), ("mlp_bias", "the MLP's projections")):
+        if read.flag(key):
+            raise CheckpointError(f"{read.source}: {key} must be false, got true: a bias on {where} is not supported")
+
+
+def _sizes(read: ConfigReader) -> dict[str, int]:
+    sizes = {
+        "hidden_size": read.integer("hidden_size", 1, 2**20),
+        "intermediate_size": read.integer("intermediate_size", 1, 2**20),
+        "num_layers": read.integer("num_hidden_layers", 1, 4096),
+        "num_heads": read.integer("num_attention_heads", 1, 4096),
+        "vocab_size": read.integer("vocab_size", 2, LATE_TOKEN),
+        "max_position": read.integer("max_position_embeddings", 1, 2**31 - 1),
+    }
+    hidden, heads = sizes["hidden_size"], sizes["num_heads"]
+    sizes["num_kv_heads"] = kv_heads = read.integer("num_key_value_heads", 1, 4096, default=heads)
+    if heads % kv_heads or heads // kv_heads > MAX_GROUP:
+        raise read.fail(
+            "num_key_value_heads", f"a divisor of num_attention_heads ({heads}), at least a {MAX_GROUP}th of it"
+        )
+    if read.get("head_dim") is None and hidden % heads:
+        raise read.fail("head_dim", f"given, since hidden_size {hidden} is no multiple of num_attention_heads {heads}")
+    head_dim = read.integer("head_dim", 1, 2**16, default=hidden // heads)
+    if head_dim % 16 or head_dim > 256:
+        raise CheckpointError(
+            f"{read.source}: head_dim (hidden_size / num_attention_heads where absent) must be a multiple of 16 "
+            f"up to 256, got {head_dim}"
+        )
+    sizes["head_dim"] = head_dim
+    return sizes
+
+
+def _windows(read: ConfigReader, family: str, windows: str, num_layers: int, max_position: int) -> tuple[int, ...]:
+    """Return the window of each layer, 0 for none. A window no shorter than the longest context is none."""
+    window, first = None, num_layers
+    if windows == "all" and read.values.get("sliding_window", MISTRAL_WINDOW) is not None:
+        window, first = read.integer("sliding_window", 1, 2**31 - 1, default=MISTRAL_WINDOW), 0
+    if windows == "upper" and read.flag("use_sliding_window"):
+        window = read.integer("sliding_window", 1, 2**31 - 1)
+        first = read.integer("max_window_layers", 0, 2**31 - 1, default=28)
+    types = tuple("sliding_attention" if i >= first else "full_attention" for i in range(num_layers))
+    if (given := read.get("layer_types")) is not None:
+        known = ("full_attention", "sliding_attention")
+        if not isinstance(given, list) or len(given) != num_layers or not all(kind in known for kind in given):
+            raise read.fail("layer_types", f"a list of {num_layers} (num_hidden_layers) out of {', '.join(known)}")
+        if windows != "upper" and tuple(given) != types:
+            raise CheckpointError(
+                f"{read.source}: layer_types must be all {types[0]} in a {family} model with sliding_window "
+                f"{as_json(window)}; remove the key"
+            )
+        if "sliding_attention" in given and window is None:
+            raise read.fail("sliding_window", "set, with use_sliding_window true, since layer_types has sliding layers")
+        types = tuple(given)
+    if window is None or window >= max_position or "sliding_attention" not in types:
+        return (0,) * num_layers
+    return tuple(window if kind == "sliding_attention" else 0 for kind in types)
+
+
+def _rope(read: ConfigReader, max_position: int) -> RopeConfig:
+    """From rope_parameters, or from rope_scaling with rope_theta beside it."""
+    given = [key for key in ("rope_parameters", "rope_scaling") if read.get(key) is not None]
+    if len(given) == 2 and read.values[given[0]] != read.values[given[1]]:
+        raise CheckpointError(f"{read.source}: rope_parameters and rope_scaling contradict each other; remove one")
+    key = given[0] if given else "rope_parameters"
+    rope = ConfigReader(read.get(key, {}), read.source, f"{key}.")
+    for name, value in rope.values.items():
+        if isinstance(value, dict):
+            raise CheckpointError(
+                f"{read.source}: {key} holds an object, {shown(name)}: "
+                "rotary embeddings that differ between layers are not supported"
+            )
+    kinds = [rope.values[name] for name in ("rope_type", "type") if name in rope.values]
+    kind = kinds[0] if kinds else "default"
+    if kind not in ("default", "llama3"):
+        raise CheckpointError(
+            f'{read.source}: {key}.rope_type must be "default" or "llama3", got {as_json(kind)}: '
+            "other rotary embeddings are not supported"
+        )
+    for reader in (read, rope):
+        if (partial := reader.get("partial_rotary_factor", 1)) != 1:
+            raise CheckpointError(
+                f"{read.source}: {reader.prefix}partial_rotary_factor must be 1, got {as_json(partial)}: "
+                "partial rotary embeddings are not supported"
+            )
+    owner = rope if "rope_theta" in rope.values else read
+    theta = owner.number("rope_theta", 1, 1e30) if "rope_theta" in owner.values else 10000.0  # null is no number
+    if kind == "default":
+        return RopeConfig(theta=theta)
+    low, high = rope.number("low_freq_factor", 1e-4, 1e4), rope.number("high_freq_factor", 1e-4, 1e4)
+    if high <= low:
+        raise rope.fail("high_freq_factor", f"above low_freq_factor ({low:g})")
+    original = rope.integer("original_max_position_embeddings", 1, 2**31 - 1, default=max_position)
+    return RopeConfig(theta, kind, rope.number("factor", 1, 1e5), low, high, original)
+
+
+def _dtype(read: ConfigReader) -> str:
+    key = "dtype" if read.get("dtype") is not None else "torch_dtype"
+    name = read.get(key, "bfloat16")
+    name = name.removeprefix("torch.") if isinstance(name, str) else name
+    if name not in DTYPES:
+        raise read.fail(key, f"one of {', '.join(DTYPES)}")
+    return name

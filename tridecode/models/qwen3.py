@@ -1,0 +1,10 @@
+"""Qwen3: q and k of each head are normalized; the upper layers may have a sliding window."""
+
+from ..blocks.spec import ModelSpec
+from .dense import parse_dense
+from .reader import ConfigReader
+
+
+def parse(read: ConfigReader) -> ModelSpec:
+    """Return the specification that a config.json describes. Raises CheckpointError."""
+    return parse_dense(read, "qwen3", qk_norm=True, windows="upper")

@@ -1,0 +1,20 @@
+"""The families: architecture name in config.json -> function from its keys to a ModelSpec."""
+
+from ..blocks.spec import ModelSpec
+from . import llama, mistral, qwen2, qwen3
+from .reader import ConfigReader
+
+FAMILIES = {
+    "Qwen3ForCausalLM": qwen3.parse,
+    "LlamaForCausalLM": llama.parse,
+    "MistralForCausalLM": mistral.parse,
+    "Qwen2ForCausalLM": qwen2.parse,
+}
+
+
+def parse_model(read: ConfigReader) -> ModelSpec:
+    """Return the specification of the checkpoint whose config.json `read` holds. Raises CheckpointError."""
+    names = read.get("architectures")
+    if not isinstance(names, list) or len(names) != 1 or str(names[0]) not in FAMILIES:
+        raise read.fail("architectures", f"a list of one of {', '.join(FAMILIES)}")
+    return FAMILIES[names[0]](read)
