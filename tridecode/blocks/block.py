@@ -100,6 +100,10 @@ class Block:
     # form, for the rows that want a token. A block whose state a second run would change runs whole.
     cuts_prompt: ClassVar[bool] = False
 
+    def inner(self) -> tuple["Block", ...]:
+        """Blocks whose launches and buffers this one uses; it declares their linears, weights and states as its own."""
+        return ()
+
     def linears(self) -> tuple[Linear, ...]:
         return ()
 

@@ -90,8 +90,8 @@ class ModelSpec:
         return len(self.layers)
 
     def blocks(self) -> tuple[Block, ...]:
-        """Return the distinct blocks, in the order of the layers."""
-        return tuple(dict.fromkeys(block for layer in self.layers for block in layer.blocks))
+        """Return the distinct blocks in the order of the layers, each before the blocks inside it."""
+        return tuple(dict.fromkeys(each for layer in self.layers for b in layer.blocks for each in (b, *b.inner())))
 
     def linears(self) -> Iterator[Linear]:
         """Yield the linears of all layers, then the LM head."""

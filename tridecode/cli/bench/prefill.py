@@ -91,7 +91,7 @@ def prefill_flops(spec: ModelSpec, tokens: int, cached: int = 0) -> int:
                 whole = not cut or (block is layer.mixer and linear.epilogue != "residual")
                 flops += 2 * linear.n * linear.k * (tokens if whole else 1)
             if pair := block.pair_flops():
-                window = block.window or end
+                window = getattr(block, "window", 0) or end
                 positions = 0 if cut else seen(end - 1, window) - seen(cached, window)
                 flops += pair * (positions + min(end, window))
     return flops
