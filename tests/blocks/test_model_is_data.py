@@ -5,18 +5,17 @@ from dataclasses import dataclass, replace
 import checkpoints
 import pytest
 import torch
+from block_check import attention_reference, check_block, mlp_reference
 from checkpoints import write_tiny
-from models import CUDA, DEVICE
+from models import DEVICE
 from test_parity import check_contract, transformers_logits
-from torch.nn.functional import scaled_dot_product_attention, silu
 
-from tridecode import Engine, SamplingParams
+from tridecode import Engine
 from tridecode.blocks.attention import Attention
 from tridecode.blocks.block import Block, add_residual, project
 from tridecode.blocks.mlp import MLP
-from tridecode.blocks.rope import RopeConfig, rope_tables
+from tridecode.blocks.rope import RopeConfig
 from tridecode.blocks.spec import Layer, ModelSpec
-from tridecode.checkpoint.load import random_weights
 from tridecode.kernels.add_norm import ADD_NORM
 from tridecode.kernels.linear.project import Gated, Plain
 from tridecode.kernels.silu_mul import SILU_MUL
@@ -106,59 +105,11 @@ class Parallel(Block):
         return residual._replace(pending=state.delta)
 
 
-def parallel_spec() -> ModelSpec:
+def test_parallel_block_agrees_with_its_reference():
     attention = Attention(hidden=96, heads=4, kv_heads=2, head_dim=64, qk_norm=True, rope=RopeConfig(theta=1e4))
     block = Parallel(hidden=96, attention=attention, mlp=MLP(hidden=96, intermediate=160))
-    return ModelSpec("parallel", 96, 331, 512, layers=(Layer(block),) * 3)
 
+    def reference(block, w, x):
+        return attention_reference(block.attention, w, x) + mlp_reference(block.mlp, w, x)
 
-def rms_norm(x, weight, eps=1e-6):
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
-
-
-def reference_logits(spec, weights, ids):
-    """Compute logits [tokens, vocab] in fp32, all positions at once."""
-    h = weights.embed.float()[torch.tensor(ids, device=weights.device)]
-    tokens = len(ids)
-    for layer, loaded in zip(spec.layers, weights.layers):
-        attention = layer.mixer.attention
-        w = {name: value.matrix() if hasattr(value, "matrix") else value.float() for name, value in loaded.items()}
-        x = rms_norm(h, w["mixer_norm"])
-        q, k, v = (x @ w["qkv"].T).view(tokens, -1, attention.head_dim).split([4, 2, 2], 1)
-        cos, sin = (t[:, None] for t in rope_tables(attention.rope, attention.head_dim, tokens, weights.device))
-        rotated = []
-        for part, norm in ((q, w["q_norm"]), (k, w["k_norm"])):
-            a, b = rms_norm(part, norm).chunk(2, -1)
-            rotated.append(torch.cat([a * cos - b * sin, b * cos + a * sin], -1))
-        q, k, v = (part.transpose(0, 1) for part in (*rotated, v))
-        k, v = (part.repeat_interleave(2, 0) for part in (k, v))
-        attended = scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True)[0]
-        gate, up = (x @ w["gate_up"].T).chunk(2, -1)
-        h = h + attended.transpose(0, 1).flatten(1) @ w["o_proj"].T + (silu(gate) * up) @ w["down"].T
-    return rms_norm(h, weights.final_norm.float()) @ weights.lm_head.matrix().T
-
-
-def test_a_parallel_block_agrees_with_its_reference():
-    spec, dtype = parallel_spec(), torch.bfloat16 if CUDA else torch.float32
-    weights = random_weights(spec, DEVICE, dtype)
-    engine = Engine.build(spec, weights, None, 256, "triton" if CUDA else "torch")
-    ids = [(7 * i) % 331 for i in range(90)]
-    exact = reference_logits(spec, weights, ids)
-    tolerance = 2e-2 if CUDA else 1e-5
-    decoded = engine.score(ids)  # by decode passes
-    assert (decoded - exact).norm() / exact.norm() < tolerance
-    answer = engine.generate(ids, SamplingParams(temperature=0.0, max_tokens=1), reuse_prefix=False)
-    read = engine.model.workspace.logits[0]  # by a prompt pass, whose last layer runs whole
-    assert (read - exact[-1]).norm() / exact[-1].norm() < tolerance
-    assert answer.usage.reused_tokens == 0
-
-
-def test_decode_passes_continue_what_a_prompt_pass_of_parallel_blocks_read():
-    spec = parallel_spec()
-    weights = random_weights(spec, DEVICE, torch.float32)
-    engine = Engine.build(spec, weights, None, 256, "triton" if CUDA else "torch")
-    ids = [(7 * i) % 331 for i in range(90)]
-    tokens = engine.generate(ids, SamplingParams(temperature=0.0, max_tokens=6)).token_ids
-    for token in tokens:
-        assert token == reference_logits(spec, weights, ids)[-1].argmax()
-        ids.append(token)
+    check_block(Layer(block), {Parallel: reference})

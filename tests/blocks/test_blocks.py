@@ -1,0 +1,28 @@
+"""The blocks of the package against their references."""
+
+import pytest
+from block_check import REFERENCES, check_block
+
+from tridecode.blocks.attention import Attention
+from tridecode.blocks.mlp import MLP
+from tridecode.blocks.rope import RopeConfig
+from tridecode.blocks.spec import Layer
+
+COMMON = dict(hidden=96, rope=RopeConfig(theta=1e4))
+ATTENTION = {
+    "q and k norms": dict(heads=4, kv_heads=2, head_dim=64, qk_norm=True),
+    "biases, group of 7": dict(heads=7, kv_heads=1, head_dim=64, bias=True, eps=1e-5),
+    "a window, head size 80": dict(heads=3, kv_heads=3, head_dim=80, window=24),
+    "a scale of its own": dict(heads=4, kv_heads=4, head_dim=32, scale=0.3),
+    "llama3 rope": dict(heads=2, kv_heads=1, head_dim=64, rope=RopeConfig(5e5, "llama3", 8.0, 1.0, 4.0, 64)),
+}
+
+
+@pytest.mark.parametrize("settings", ATTENTION.values(), ids=ATTENTION)
+def test_attention_agrees_with_its_reference(settings):
+    check_block(Layer(Attention(**COMMON | settings)), REFERENCES)
+
+
+def test_attention_and_mlp_agree_with_their_references():
+    attention = Attention(**COMMON, heads=4, kv_heads=2, head_dim=64)
+    check_block(Layer(attention, MLP(hidden=96, intermediate=160)), REFERENCES)
