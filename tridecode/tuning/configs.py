@@ -10,9 +10,16 @@ from ..kernels.attention.attention import AttentionConfig
 from ..kernels.attention.attention_rows import AttentionRowsConfig
 from ..kernels.linear.project import Case, LinearKernel
 
+MAX_SPLITS = 64  # programs that may share the K/V of one row
+TILE_ROWS = 64  # rows of a buffer that kernels read in tiles
+DRAFT_SPLITS = 32  # programs that search the tokens of one row for drafts
+HOPPER = 90  # the compute capability that most measurements are for
+MAX_ROWS = 64  # rows of the largest pass for which tables and rules choose other kernels than torch
+HEAD = 2**15  # outputs from which a normed linear is an LM head
+
 
 class AttentionCase(NamedTuple):
-    """What the launch config of attention depends on, with the rows of the pass and the device.
+    """Properties of attention that its launch config depends on, with the rows of the pass and the device.
 
     dtype: of the weights, and of K and V unless fp8.
     """
@@ -44,7 +51,12 @@ class Choice:
 
 @dataclass(frozen=True)
 class PassConfigs:
-    """The choices for passes of up to so many rows."""
+    """The choices for the passes of one model up to a number of rows."""
 
     linears: Mapping[Case, Choice]
     attention: Mapping[AttentionCase, AttentionConfig | AttentionRowsConfig]
+
+
+def is_head(case: Case) -> bool:
+    """Whether the case is an LM head. No programs share its columns: the buffer of their sums has no room for it."""
+    return case.epilogue == "normed" and case.n >= HEAD

@@ -1,0 +1,124 @@
+"""Launch configs of attention: for decode passes, for passes that verify drafts, and for prompt passes."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from models_to_tune import BF16, H200, MODELS, attention_of, device
+
+from tridecode.kernels.attention.attention import AttentionConfig
+from tridecode.kernels.attention.attention_queries import QueriesConfig
+from tridecode.kernels.attention.attention_rows import AttentionRowsConfig
+from tridecode.kernels.attention.prompt_attention import PromptAttentionConfig
+from tridecode.tuning.attention import (
+    attention_config,
+    attention_rows_config,
+    fp8_config,
+    prompt_attention_config,
+    prompt_tiles_fit,
+    queries_config,
+)
+from tridecode.tuning.configs import MAX_SPLITS, AttentionCase
+from tridecode.tuning.tables import VALUES, entry_of
+
+CAPABILITIES = (0, 80, 89, 90, 100, 120)
+CASES = [
+    attention_of(model, dtype, fp8) for model in MODELS for dtype in (BF16, torch.float32) for fp8 in (False, True)
+] + [AttentionCase(8, 1, 256, BF16), AttentionCase(32, 2, 128, BF16)]
+FOUR = attention_of("qwen3-4b")
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_configs_are_valid_for_every_model(capability):
+    gpu = device(capability)
+    for case in CASES:
+        for rows in (1, 2, 4, 8, 16, 32, 64):
+            for config in (attention_config(case, rows, gpu), attention_config(case, rows, gpu, True)):
+                assert 1 <= config.splits <= MAX_SPLITS and getattr(config, "few", 0) <= config.splits
+                assert getattr(config, "programs", 1) >= 1
+                if gpu.capability:
+                    allowed = VALUES[type(config)]
+                    fields = {name: value for name, value in entry_of(config).items() if name != "kernel"}
+                    assert all(value in allowed[name] for name, value in fields.items()), "a table may contain it"
+
+
+def test_named_configs():
+    for case, rows, config in (
+        (FOUR, 1, AttentionConfig(128, splits=16, num_warps=8, ahead=2)),
+        (FOUR, 8, AttentionConfig(64, splits=32, num_warps=4, ahead=2, few=4, turns=16)),
+        (FOUR, 64, AttentionRowsConfig(64, 33, num_warps=4, least=16, programs=264, stages=5)),
+        (AttentionCase(8, 1, 256, BF16), 8, AttentionRowsConfig(16, 64, num_warps=4, least=16, programs=396)),
+        (AttentionCase(32, 2, 128, BF16), 8, AttentionRowsConfig(32, 64, num_warps=8, least=8, programs=132)),
+    ):
+        assert attention_config(case, rows, H200) == config, (case, rows)
+    small = replace(attention_config(FOUR, 4, device(80)), programs=264, splits=33)
+    assert small == AttentionRowsConfig(64, 33, num_warps=4, least=4, programs=264, stages=2)
+
+
+def test_programs_follow_the_multiprocessors():
+    assert attention_config(FOUR, 64, device(90, 78)).programs == 156
+    assert attention_config(FOUR, 8, device(90, 78)).few == 2
+    assert attention_config(FOUR._replace(fp8=True), 64, device(90, 78)).programs == 156
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+def test_batch_invariant_configs_are_the_same_for_all_rows(dtype):
+    case = attention_of("qwen3-4b", dtype)
+    found = {attention_config(case, rows, H200, batch_invariant=True) for rows in (1, 8, 16, 32, 64)}
+    assert found == {attention_rows_config(case, 64, H200)}
+
+
+@pytest.mark.parametrize("capability", [80, 89, 90])
+def test_attention_to_fp8_keeps_the_next_positions_in_registers(capability):
+    gpu = device(capability)
+    for rows in (1, 64):
+        config = attention_config(FOUR._replace(fp8=True), rows, gpu)
+        assert config == fp8_config(attention_config(FOUR, rows, gpu), gpu)
+        assert config.block_t == config.num_warps * (32 if capability >= 90 else 16)
+        assert config.converts == (capability >= 89), "the GPU has an instruction for it"
+        assert config.stages == 1 if rows > 1 else config.ahead == 1
+
+
+@pytest.mark.parametrize("multiprocessors", [132, 114, 78, 7])
+def test_programs_that_wait_for_each_other_all_run_at_once(multiprocessors):
+    """One runs on each multiprocessor at most: others would wait for programs that do not begin before they end."""
+    alone, gpu = set(), device(90, multiprocessors)
+    for model in MODELS:
+        case = attention_of(model)
+        for requests, queries in ((1, 2), (1, 8), (2, 2), (8, 2), (16, 2)):
+            config = queries_config(case, requests, queries, gpu)
+            programs = requests * case.kv_heads * config.few
+            assert config.queries == queries and (not config.together or programs <= multiprocessors)
+            if requests == 1:
+                alone.add(config.together)
+    assert alone == ({True} if multiprocessors > 7 else {False, True})
+
+
+def test_named_configs_of_drafts():
+    assert queries_config(FOUR, 1, 8, H200) == QueriesConfig(
+        8, 32, 16, ahead=2, few=16, turns=64, together=True, registers=168
+    )
+    assert queries_config(FOUR, 8, 2, device(80)) == QueriesConfig(2, 64, 16, ahead=1, few=2, turns=32)
+
+
+def test_prompt_passes_use_the_hopper_kernel_on_one_capability():
+    assert prompt_attention_config(device(90, 114), False).hopper == 114
+    assert prompt_attention_config(device(90, 114), True).hopper == 0
+    assert prompt_attention_config(device(100, 148), False).hopper == 0
+
+
+def test_batch_invariant_prompt_passes_split_nothing():
+    assert prompt_attention_config(H200, True) == PromptAttentionConfig(splits=1)
+    assert prompt_attention_config(H200, True, fp8=True) == PromptAttentionConfig(splits=1, stages=4)
+    assert prompt_attention_config(H200, False) == PromptAttentionConfig(
+        heads=16, apart=True, dependent=True, hopper=132
+    )
+    assert prompt_attention_config(device(80, 108), False).programs == 216
+    assert prompt_attention_config(device(0), False).programs > 0
+
+
+def test_prompt_tiles_fit_hopper_only():
+    assert prompt_tiles_fit(128, BF16, H200)
+    assert not prompt_tiles_fit(256, BF16, H200)
+    assert not prompt_tiles_fit(128, torch.float32, H200)
+    assert not prompt_tiles_fit(128, BF16, device(80)) and not prompt_tiles_fit(64, BF16, device(120))

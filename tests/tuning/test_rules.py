@@ -1,0 +1,310 @@
+"""The choice of kernels and launch configs: what it supports, what it depends on, and one order of sums."""
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+from models_to_tune import BF16, FORMATS, H200, MODELS, attention_of, case, cases_of, device
+
+from tridecode.kernels.device import Device
+from tridecode.kernels.linear.matmul import MatmulConfig
+from tridecode.kernels.linear.matmul_hopper import COLUMNS_OF, HopperConfig
+from tridecode.kernels.linear.matmul_ring import RingConfig
+from tridecode.kernels.linear.matmul_tiles import TilesConfig
+from tridecode.kernels.linear.matmul_wide import MAX_SPLIT, WideConfig
+from tridecode.kernels.linear.matvec import MatvecConfig
+from tridecode.kernels.linear.registry import kernel_named
+from tridecode.tuning.configs import is_head
+from tridecode.tuning.invariance import invariant_choices, order_of_sums
+from tridecode.tuning.resolve import resolve_configs
+from tridecode.tuning.rules import choose
+from tridecode.tuning.tables import Table, entry_of, linear_key, package_tables
+
+CAPABILITIES = (0, 80, 86, 89, 90, 100, 120)
+ROWS = (1, 4, 8, 16, 32, 64)
+EVERY_MODEL = pytest.mark.parametrize("model", MODELS)
+MEASURED = package_tables(H200)
+
+
+def choices(model: str, kind: str, rows: int, gpu: Device = H200, tables=MEASURED):
+    """Role -> choice."""
+    return {role: choose(part, rows, gpu, tables) for role, part in cases_of(model, kind).items()}
+
+
+def kernels(*args, **options) -> dict[str, str]:
+    """Role -> name of the kernel."""
+    return {role: choice.kernel.name for role, choice in choices(*args, **options).items()}
+
+
+def check_fits(part, rows: int, config, gpu: Device) -> None:
+    """The programs fit the registers and the shared memory of a multiprocessor, and share columns where they can."""
+    warps = config.num_warps + 4 * getattr(config, "copier", 0)
+    assert 32 * warps * (getattr(config, "registers", 0) or 32) <= 65536
+    split = getattr(config, "split", 1)
+    assert 1 <= split <= MAX_SPLIT
+    assert split == 1 or not is_head(part)
+    high = max(rows, 16)
+    if isinstance(config, HopperConfig):
+        assert split == 1 or (part.epilogue != "gated" and not config.programs)
+        columns = COLUMNS_OF[part.packed.name] if part.packed else 64
+        assert config.block_k % columns == 0 and split * config.block_k <= part.k
+        tiles = config.stages * config.block_n * 128 * (config.block_k // columns)
+        assert tiles + 2 * config.x_stages * config.block_k * high + 4096 < gpu.shared_memory
+    if isinstance(config, TilesConfig):
+        weights = config.block_n * (2 if part.epilogue == "gated" else 1)
+        size = 2 * config.stages * config.block_k * (max(config.block_m, high) + weights)
+        assert size < (gpu.shared_memory if gpu.capability == 90 else 101376)
+    if isinstance(config, RingConfig):
+        assert 1024 * config.num_warps * config.tiles * config.stages + 2 * part.k * config.x_shared < gpu.shared_memory
+
+
+@EVERY_MODEL
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_choices_are_supported_and_fit_the_gpu(model, capability):
+    gpu = H200 if capability == 90 else device(capability)
+    every = [(role, part) for kind in FORMATS for role, part in cases_of(model, kind).items()]
+    for rows, (role, part) in product(ROWS, every):
+        choice = choose(part, rows, gpu, package_tables(gpu))
+        assert choice.kernel.supports(part, rows, gpu), (role, rows)
+        check_fits(part, rows, choice.config, gpu)
+        table = Table({linear_key(part, rows): entry_of(choice.config)}, {})
+        assert table.linear(part, rows, gpu) == replace(choice, source="table"), "a table may not contain it"
+
+
+def test_dense_weights_have_kernels_by_the_number_of_rows():
+    for model in MODELS:
+        assert set(kernels(model, "bfloat16", 1).values()) == {"matvec"}
+        assert set(kernels(model, "bfloat16", 8).values()) == {"matmul"}
+    assert kernels("qwen3-4b", "bfloat16", 16) == {
+        "qkv": "matmul", "o_proj": "wide", "gate_up": "wide", "down": "wide", "lm_head": "tiles"
+    }  # fmt: skip
+    for model in ("qwen3-4b", "llama-3.1-8b", "qwen3-8b"):
+        assert set(kernels(model, "bfloat16", 32).values()) == {"hopper"}
+        for capability in (80, 120):
+            assert set(kernels(model, "bfloat16", 32, device(capability), []).values()) == {"tiles"}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_other_dtypes_are_multiplied_row_by_row_without_bounds_on_registers(dtype):
+    parts = [part._replace(format=dtype) for part in cases_of("qwen3-4b").values()]
+    found = resolve_configs(parts, [], dtype, H200)
+    assert sorted(found) == [1, 2]
+    for part in parts:
+        one, two = (found[rows].linears[part] for rows in (1, 2))
+        known = choose(part._replace(format=BF16), 1, H200, MEASURED)
+        assert one == two == replace(known, config=replace(known.config, registers=0))
+
+
+def test_named_choices():
+    dense, int4, fp8 = (cases_of("qwen3-4b", kind) for kind in ("bfloat16", "int4", "fp8"))
+    for part, rows, config in (
+        (dense["qkv"], 1, MatvecConfig(2, 2, registers=112, programs=1056)),
+        (dense["down"], 8, MatmulConfig(32, 8, 5, 4)),
+        (dense["o_proj"], 16, WideConfig(64, 128, 4, 3, split=6)),
+        (dense["gate_up"], 32, HopperConfig(128, 64, 4, 4, lag=1)),
+        (dense["lm_head"], 16, TilesConfig(32, 256, 4)),
+        (int4["qkv"], 1, RingConfig(4, 5, 1, registers=168)),
+        (int4["down"], 8, MatmulConfig(16, 4, 10, 8, fetch=1)),
+        (int4["o_proj"], 16, HopperConfig(64, 256, 2, 2, split=8, copier=1, registers=80)),
+        (fp8["down"], 1, RingConfig(8, 2, 5, x_shared=True, copier=1, registers=64)),
+        (fp8["lm_head"], 1, RingConfig(4, 4, 5, x_shared=True, programs=264, copier=1, registers=64)),
+        (fp8["gate_up"], 64, HopperConfig(64, 128, 4, 4, copier=1, registers=128)),
+    ):
+        assert choose(part, rows, H200, MEASURED).config == config, (part, rows)
+
+
+def test_sources_are_named():
+    part = cases_of("qwen3-4b")["qkv"]
+    assert choose(part, 1, H200, MEASURED).source == "table"
+    assert choose(part, 1, H200).source == "rule"
+
+
+def test_many_rows_are_left_to_torch():
+    for kind in ("bfloat16", "float16", "int4"):
+        assert choose(case(6144, 2560, kind, "normed"), 2048, H200, MEASURED).kernel.name == "torch"
+
+
+# The ring
+
+
+def test_the_ring_multiplies_one_row_in_measured_sizes():
+    layers = {"qkv", "o_proj", "gate_up", "down"}
+
+    def rings(model, kind, rows=1, gpu=H200):
+        found = kernels(model, kind, rows, gpu, package_tables(gpu))
+        return {role for role, name in found.items() if name == "ring"}
+
+    assert rings("qwen3-4b", "int4") == {"qkv", "o_proj", "gate_up", "lm_head"}
+    assert rings("qwen3-4b", "fp8") == layers | {"lm_head"}
+    assert rings("qwen3-4b", "int8") == {"lm_head"}, "the LM head is in fp8"
+    assert rings("qwen3-0.6b", "int4") == rings("qwen3-0.6b", "fp8") == layers | {"lm_head"}
+    assert rings("qwen2.5-7b", "fp8") == {"lm_head"}, "down is too long, and fewer layers than all are slower"
+    for kind in FORMATS:
+        assert not rings("qwen3-4b", kind, 8), "the kernel multiplies one row"
+    for capability in (80, 89, 100, 120):
+        assert not rings("qwen3-4b", "int4", 1, device(capability)), capability
+    for model in ("qwen3-14b", "qwen2.5-0.5b"):
+        assert not rings(model, "int4"), "sizes without a measurement"
+
+
+@pytest.mark.parametrize("kind, fields", [
+    ("int4", dict(group=64)), ("int4", dict(zeros=True)), ("int4", dict(ordered=True)), ("int4", dict(group=2560)),
+    ("fp8", dict(group=128, rows=128)), ("int8", dict(group=2560)),
+], ids=str)  # fmt: skip
+def test_other_formats_are_not_multiplied_by_the_ring(kind, fields):
+    part = case(6144, 2560, kind, "normed", **fields)
+    assert choose(part, 1, H200, MEASURED).kernel.name == "matmul"
+    ordered = "ordered" in fields
+    assert choose(part, 32, H200, MEASURED).kernel.name == ("matmul" if ordered else "hopper")
+
+
+def test_rows_that_16_does_not_divide_are_not_multiplied_by_the_ring():
+    assert choose(case(6144 - 8, 2560, "int4", "normed"), 1, H200).kernel.name == "matmul"
+
+
+# Packed weights and more than eight rows
+
+
+@pytest.mark.parametrize("kind", ["int4", "int8", "fp8"])
+def test_more_than_eight_rows_of_packed_weights_are_multiplied_by_hopper(kind):
+    for rows in (16, 32, 64):
+        assert set(kernels("qwen3-4b", kind, rows).values()) == {"hopper"}
+        assert set(kernels("qwen3-0.6b", kind, rows).values()) == ({"matmul"} if rows == 16 else {"hopper"})
+        for capability in (80, 89, 100, 120):
+            gpu = device(capability)
+            assert set(kernels("qwen3-4b", kind, rows, gpu, []).values()) == {"matmul"}, capability
+    assert set(kernels("qwen3-4b", kind, 8).values()) == {"matmul"}
+
+
+def test_each_linear_is_chosen_for_its_own_format():
+    """A model may have layers in several formats."""
+    mixed = [case(6144, 2560, kind, "normed") for kind in FORMATS]
+    found = resolve_configs(mixed, [], BF16, H200)
+    assert sorted(found) == [1, 8, 16, 32, 64], "the rows of packed weights"
+    names = [found[1].linears[part].kernel.name for part in mixed]
+    assert names == ["matvec", "ring", "matmul", "ring"]
+
+
+@EVERY_MODEL
+def test_programs_that_share_columns_are_enough_and_have_enough(model):
+    for part in cases_of(model).values():
+        config = choose(part, 32, device(90)).config
+        if isinstance(config, HopperConfig) and config.split > 1:
+            programs = -(-part.n // config.block_n) * config.split
+            assert programs >= 96 and part.k >= 8 * config.block_k * config.split
+
+
+# LM heads
+
+
+def test_lm_heads_are_known_by_their_outputs():
+    for model in MODELS:
+        assert [role for role, part in cases_of(model).items() if is_head(part)] == ["lm_head"]
+    assert not is_head(case(2**16, 2560, "bfloat16", "gated"))
+
+
+@pytest.mark.parametrize("hidden, inter, vocab", [(96, 160, 331), (256, 768, 4096)])
+def test_small_models_share_no_columns(hidden, inter, vocab):
+    parts = [case(2 * inter, hidden, "bfloat16", "gated"), case(vocab, hidden, "bfloat16", "normed")]
+    for invariant in (False, True):
+        for configs in resolve_configs(parts, [], BF16, H200, invariant).values():
+            assert all(getattr(choice.config, "split", 1) == 1 for choice in configs.linears.values())
+
+
+# The device
+
+
+def test_rules_read_the_multiprocessors():
+    gpu, heads = device(90, 78), cases_of("qwen3-4b")
+    assert choose(heads["lm_head"], 32, gpu).config.programs == 78
+    assert choose(case(4096, 14336, "bfloat16", "residual"), 1, gpu).config.programs == 78
+    assert choose(cases_of("qwen3-4b", "fp8")["lm_head"], 1, gpu).config.programs == 2 * 78
+    down = cases_of("qwen3-4b", "int4")["down"]
+    assert choose(down, 32, device(90, 40)).config.split < choose(down, 32, device(90)).config.split
+    less = device(90)._replace(shared_memory_each=102400)
+    assert choose(down, 32, less).config.split < choose(down, 32, device(90)).config.split
+
+
+# The batch-invariant mode
+
+
+@EVERY_MODEL
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("capability", [0, 80, 90, 120])
+def test_batch_invariant_choices_add_in_one_order(model, kind, capability):
+    gpu = H200 if capability == 90 else device(capability)
+    parts, attention = cases_of(model, kind), attention_of(model)
+    found = resolve_configs(parts.values(), [attention], BF16, gpu, batch_invariant=True)
+    assert sorted(found) == [16, 32, 64]
+    assert len({configs.attention[attention] for configs in found.values()}) == 1
+    for role, part in parts.items():
+        chosen = [configs.linears[part] for configs in found.values()]
+        assert len({order_of_sums(part, choice) for choice in chosen}) == 1, role
+        for choice, rows in zip(chosen, found):
+            assert choice.kernel.supports(part, rows, gpu)
+            check_fits(part, rows, choice.config, gpu)
+            assert getattr(choice.config, "block_m", 16) >= 16, "tiles of eight rows use another instruction"
+        large = "float" not in kind or min(part.n, part.k) >= 2560
+        expected = "hopper" if capability == 90 and large else "matmul" if part.packed else "wide"
+        if part.packed and not kernel_named("hopper").supports(part, 64, gpu):
+            expected = "matmul"
+        assert {choice.kernel.name for choice in chosen} == {expected}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_batch_invariant_passes_of_other_dtypes_have_the_choices_of_one_row(dtype):
+    parts, attention = cases_of("qwen3-0.6b", str(dtype)[6:]).values(), attention_of("qwen3-0.6b", dtype)
+    found = resolve_configs(parts, [attention], dtype, H200, batch_invariant=True)
+    assert found == {1: resolve_configs(parts, [attention], dtype, H200)[2]}
+
+
+def test_orders_differ_if_the_sums_differ():
+    part = cases_of("qwen3-4b")["down"]
+    hopper, wide, matmul = map(kernel_named, ("hopper", "wide", "matmul"))
+
+    def order(kernel, config, part=part):
+        return order_of_sums(part, replace(choose(part, 8, H200), kernel=kernel, config=config))
+
+    split = HopperConfig(64, 128, 4, 4, split=4)
+    assert order(hopper, split) == order(hopper, HopperConfig(64, 64, 8, 2, split=4, num_warps=8, copier=1))
+    assert order(hopper, split) != order(hopper, replace(split, split=3))
+    assert order(hopper, split) != order(hopper, replace(split, block_n=128)), "other sums of squares"
+    four = cases_of("qwen3-4b", "int4")["qkv"]
+    assert order(hopper, HopperConfig(64, 256), four) != order(hopper, HopperConfig(64, 512), four), "scales"
+    gated = cases_of("qwen3-4b")["gate_up"]
+    one = replace(split, split=1)
+    assert order(hopper, one, gated) == order(hopper, replace(one, block_n=128), gated), "it leaves no sums of squares"
+    assert order(wide, WideConfig(block_m=16)) == order(wide, WideConfig(block_m=32, ahead=2, registers=128))
+    assert order(wide, WideConfig(block_m=16)) != order(wide, WideConfig())
+    assert order(wide, WideConfig(block_m=16)) != order(wide, WideConfig(block_m=16, block_k=128))
+    assert order(matmul, MatmulConfig(block_m=16)) == order(matmul, MatmulConfig(block_m=16, x_ahead=2, ahead=1))
+    for other in (dict(num_warps=4), dict(programs=9), dict(block_m=8)):
+        assert order(matmul, MatmulConfig(block_m=16), four) != order(
+            matmul, MatmulConfig(**{"block_m": 16} | other), four
+        )
+
+
+def test_batch_invariant_choices_use_entries_of_one_order():
+    part = cases_of("qwen3-4b")["down"]
+    rule = {rows: choose(part, rows, H200, batch_invariant=True).config for rows in (16, 32, 64)}
+
+    def chosen_with(**entries):
+        table = Table({linear_key(part, int(rows[1:])): entry_of(config) for rows, config in entries.items()}, {})
+        chosen = invariant_choices(part, (16, 32, 64), H200, [table])
+        assert len({order_of_sums(part, choice) for choice in chosen.values()}) == 1
+        return {rows: choice.config for rows, choice in chosen.items()}
+
+    assert chosen_with() == rule
+    most, fewer = HopperConfig(64, 128, 4, 2, split=4, num_warps=8), HopperConfig(64, 64, 8, 4, split=4)
+    assert chosen_with(_64=most, _32=fewer) == {64: most, 32: fewer, 16: fewer}
+    assert chosen_with(_64=most, _32=replace(fewer, split=2)) == {64: most, 32: most, 16: most}, "another order"
+    assert chosen_with(_64=TilesConfig(), _16=WideConfig()) == rule, "other kernels"
+    assert chosen_with(_32=replace(fewer, split=2))[64] == replace(rule[64], split=2)
+
+
+def test_batch_invariant_choices_keep_the_split_of_an_entry_for_few_rows():
+    part = cases_of("qwen3-0.6b")["qkv"]
+    chosen = invariant_choices(part, (16, 32, 64), H200, MEASURED)
+    assert {(choice.config.split, choice.config.block_m) for choice in chosen.values()} == {(3, 16)}
+    assert choose(part, 16, H200, batch_invariant=True).config.split == 2

@@ -1,0 +1,213 @@
+"""The search over the choices of a pass, and the candidates that it tries."""
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from models_to_tune import BF16, H200, MODELS, attention_of, case, cases_of
+
+from tridecode.errors import DeviceError
+from tridecode.kernels.linear.matmul import MatmulConfig
+from tridecode.kernels.linear.matmul_hopper import HopperConfig
+from tridecode.kernels.linear.matmul_ring import RingConfig
+from tridecode.kernels.linear.matmul_tiles import TilesConfig
+from tridecode.kernels.linear.matmul_wide import WideConfig
+from tridecode.tuning.candidates import candidates, linear_candidates, matvec_candidates, parts_of
+from tridecode.tuning.configs import PassConfigs, is_head
+from tridecode.tuning.resolve import resolve_configs
+from tridecode.tuning.search import MARGIN, config_of, search, with_config
+from tridecode.tuning.tables import Table, attention_key, entry_of, linear_key
+
+
+@dataclass(frozen=True)
+class Part:
+    n: int = 1
+    w: int = 1
+    other: str = "kept"
+
+
+def step(a: Part = Part(), b: Part = Part()) -> PassConfigs:
+    """A pass of two parts."""
+    return PassConfigs({}, {"a": a, "b": b})
+
+
+def numbers(configs: PassConfigs) -> tuple[int, ...]:
+    return tuple(getattr(configs.attention[part], name) for part in "ab" for name in "nw")
+
+
+CANDIDATES = [(part, [{"n": n, "w": w} for n in (1, 2, 4) for w in (1, 2, 4)]) for part in "ab"]
+BEST = step(Part(4, 2), Part(2, 4))
+
+
+def distance(configs: PassConfigs) -> float:
+    """Seconds: least at BEST."""
+    return 1 + sum(abs(one - other) for one, other in zip(numbers(configs), numbers(BEST)))
+
+
+def run(start=None, tried=CANDIDATES, measure=distance, **options):
+    return search(start or step(), tried, measure, **{"deadline": 1, "clock": lambda: 0} | options)
+
+
+def test_the_search_finds_the_best_and_ends_when_a_round_changes_nothing():
+    timed = []
+    found = run(measure=lambda configs: timed.append(numbers(configs)) or distance(configs))
+    assert found.configs == BEST and found.seconds == 1 and found.finished
+    assert len(timed) == len(set(timed)) == found.tried + 1, "a pass was timed twice"
+
+
+def test_parts_that_depend_on_each_other_need_a_second_round():
+    # a = 4 pays only once b = 4
+    seconds = {(1, 1): 9, (1, 4): 8, (4, 4): 1, (4, 1): 10}
+    tried = [(part, [{"n": 1}, {"n": 4}]) for part in "ab"]
+    found = run(tried=tried, measure=lambda configs: seconds[numbers(configs)[::2]])
+    assert (numbers(found.configs)[::2], found.seconds) == ((4, 4), 1)
+
+
+def test_the_search_stops_when_the_time_is_up():
+    now, timed = iter(range(100)), []
+    found = run(measure=lambda c: timed.append(distance(c)) or distance(c), deadline=5, clock=lambda: next(now))
+    assert found.tried == 5 and len(timed) == 6 and not found.finished
+    assert found.seconds == min(timed) and distance(found.configs) == found.seconds
+
+
+def test_configs_that_do_not_run_are_skipped():
+    def measure(configs):
+        return None if numbers(configs)[0] == 4 else distance(configs)
+
+    found = run(measure=measure)
+    assert found.configs == step(Part(2, 2), Part(2, 4)) and found.finished
+    assert found.skipped >= 3
+    with pytest.raises(DeviceError):
+        run(step(Part(4)), measure=measure)
+
+
+def test_gains_within_the_noise_change_nothing():
+    found = run(measure=lambda configs: 1 if configs == step() else 1 - MARGIN / 2)
+    assert found.configs == step() and found.tried == 16
+
+
+def test_candidates_are_compiled_before_they_are_timed_some_at_a_time():
+    compiled, timed = [], []
+
+    def measure(configs):
+        assert not timed or configs in compiled[-1], "not among the candidates that were compiled last"
+        timed.append(configs)
+        return distance(configs)
+
+    run(measure=measure, prepare=compiled.append, at_once=5)
+    assert [configs for several in compiled for configs in several] == timed[1:]
+    assert [len(several) for several in compiled[:4]] == [5, 3, 5, 3], "eight of each part are new"
+
+
+def test_fields_that_are_not_searched_stay():
+    found = run(step(Part(other="x"), Part(other="y")))
+    assert [part.other for part in found.configs.attention.values()] == ["x", "y"]
+
+
+def test_a_config_brings_its_kernel():
+    configs = present("qwen3-4b", "bfloat16", 16)
+    part = cases_of("qwen3-4b")["qkv"]
+    found = with_config(configs, part, TilesConfig())
+    assert found.linears[part].kernel.name == "tiles" and config_of(found, part) == TilesConfig()
+    assert {other: choice for other, choice in found.linears.items() if other != part} == {
+        other: choice for other, choice in configs.linears.items() if other != part
+    }
+
+
+# Candidates
+
+
+def present(model: str, kind: str, rows: int) -> PassConfigs:
+    return resolve_configs(cases_of(model, kind).values(), [attention_of(model)], BF16, H200)[rows]
+
+
+def check_valid(part, config, rows: int) -> None:
+    """A table may contain the config."""
+    if part == attention_of("qwen3-4b"):
+        assert Table({}, {attention_key(part, rows): entry_of(config)}).attention_config(part, rows, H200) == config
+    else:
+        assert Table({linear_key(part, rows): entry_of(config)}, {}).linear(part, rows, H200).config == config
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "int4", "int8", "fp8"])
+@pytest.mark.parametrize("rows", [1, 8, 16, 32, 64])
+def test_candidates_are_valid_and_fit_the_gpu(kind, rows):
+    configs = present("qwen3-4b", kind, rows)
+    found = candidates(configs, rows, H200)
+    assert {part for part, _ in found} == {*configs.linears, *configs.attention}
+    for part, tried in found:
+        new = [replace(config_of(configs, part), **v) if isinstance(v, dict) else v for v in tried]
+        assert len(new) > 1 and len(set(new)) == len(new)
+        for config in new:
+            check_valid(part, config, rows)
+            if isinstance(config, TilesConfig):
+                weights = config.block_n * (2 if part.epilogue == "gated" else 1)
+                assert 2 * config.stages * config.block_k * (max(config.block_m, rows) + weights) < H200.shared_memory
+            if isinstance(config, WideConfig | HopperConfig):
+                assert not is_head(part) or config.split == 1, "there is no room for its sums"
+            if isinstance(config, RingConfig):
+                assert 1024 * config.num_warps * config.tiles * config.stages < H200.shared_memory
+
+
+@pytest.mark.parametrize("rows", [8, 16, 32, 64])
+def test_several_rows_of_dense_weights_are_tried_with_several_kernels(rows):
+    part = cases_of("qwen3-4b")["o_proj"]
+    (tried,) = linear_candidates(part, rows, MatmulConfig(), H200)
+    expected = {MatmulConfig, TilesConfig, WideConfig} | ({HopperConfig} if rows > 16 else set())
+    assert {type(config) for config in tried} == expected
+
+
+@pytest.mark.parametrize("kind", ["int4", "int8", "fp8"])
+@pytest.mark.parametrize("rows", [1, 8, 16, 64])
+def test_packed_weights_are_tried_with_the_kernels_that_read_them(kind, rows):
+    configs = present("qwen3-4b", kind, rows)
+    for part, choice in configs.linears.items():
+        (tried,) = linear_candidates(part, rows, choice.config, H200)
+        kinds = {type(config) for config in tried}
+        expected = {MatmulConfig} | ({HopperConfig} if rows > 8 else set())
+        if rows == 1 and part.packed.name != "int8":
+            expected |= {RingConfig}
+        assert kinds == expected and len(tried) > 4
+
+
+@pytest.mark.parametrize("kind", ["int4", "fp8"])
+def test_the_ring_configs_in_use_are_among_the_candidates(kind):
+    """Apart from their registers."""
+    for part, choice in present("qwen3-4b", kind, 1).linears.items():
+        if isinstance(choice.config, RingConfig):
+            (tried,) = linear_candidates(part, 1, choice.config, H200)
+            rings = [config for config in tried if isinstance(config, RingConfig)]
+            assert choice.config in [replace(config, registers=choice.config.registers) for config in rings]
+
+
+def test_the_tiles_of_one_row_are_limited_by_registers():
+    part = case(2560, 9728, "bfloat16", "residual")
+    tiles, programs, bounds = matvec_candidates(part, False, H200)
+    sizes = {(tile["block_n"], tile["num_warps"]) for tile in tiles}
+    assert {(1, 2), (2, 4), (4, 8), (8, 16)} <= sizes
+    assert not {(1, 1), (8, 8), (1, 16)} & sizes, "too many bytes a thread, or too few"
+    assert {"block_n": 2, "num_warps": 4, "registers": 80 + 40} in tiles
+    shared = matvec_candidates(part, True, H200)[0]
+    assert all(tile["registers"] == 0 for tile in shared), "they hold the next rows, too"
+    assert {"programs": 132, "registers": 0} in programs and {"registers": 0} in bounds
+
+
+def test_matvec_has_no_candidates_for_several_rows():
+    part = case(512, 512, "float16", "normed")
+    configs = resolve_configs([part], [], torch.float16, H200)
+    assert {group[0] for group in candidates(configs[1], 1, H200)} == {part}
+    assert candidates(configs[2], 2, H200) == []
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_large_parts_are_first_and_the_head_is_last(model):
+    parts = parts_of(present(model, "bfloat16", 8))
+    *linears, attention, head = parts
+    assert is_head(head) and attention == attention_of(model)
+    sizes = [part.n * part.k for part in linears]
+    assert sizes == sorted(sizes, reverse=True) and linears[0].epilogue == "gated"
+
+
+def test_linears_of_one_case_are_tuned_together():
+    part = case(512, 512, "bfloat16", "residual")
+    assert parts_of(resolve_configs([part, part], [], BF16, H200)[1]) == [part]

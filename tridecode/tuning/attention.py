@@ -1,0 +1,125 @@
+"""Launch configs of attention, in decode passes, in passes that verify drafts, and in prompt passes."""
+
+from dataclasses import replace
+
+import torch
+
+from ..kernels.attention.attention import AttentionConfig
+from ..kernels.attention.attention_queries import QueriesConfig
+from ..kernels.attention.attention_rows import AttentionRowsConfig
+from ..kernels.attention.prompt_attention import PromptAttentionConfig
+from ..kernels.device import Device
+from .configs import HOPPER, MAX_ROWS, MAX_SPLITS, AttentionCase
+
+
+def attention_config(
+    case: AttentionCase, rows: int, device: Device, batch_invariant: bool = False
+) -> AttentionConfig | AttentionRowsConfig:
+    """Choose the config of attention for passes of up to `rows` rows. With batch_invariant it is the same for all."""
+    narrow = case.head_dim <= 128 and case.group <= 8
+    if rows == 1 and not batch_invariant:
+        config = _one_row(case, device)
+    elif batch_invariant or case.dtype != torch.bfloat16:
+        config = attention_rows_config(case, MAX_ROWS, device)
+    elif rows <= 16 and device.capability == HOPPER and narrow:
+        # As few splits as fill the multiprocessors if no row is long. A long one has more, so that it takes about as
+        # long as it does alone.
+        few = _share(2 * device.multiprocessors, rows * case.kv_heads, 32)
+        config = AttentionConfig(64, splits=32, num_warps=4, ahead=2, few=few, turns=4 if rows <= 4 else 16)
+    else:
+        config = attention_rows_config(case, rows, device)
+    return fp8_config(config, device) if case.fp8 else config
+
+
+def _share(programs: int, parts: int, limit: int = MAX_SPLITS) -> int:
+    """Return the programs of each part, at least 1."""
+    return min(max(programs // parts, 1), limit)
+
+
+def _one_row(case: AttentionCase, device: Device) -> AttentionConfig:
+    """Registers hold the tiles: wide heads, fp32 and GPUs before Hopper have smaller ones, and fewer ahead."""
+    if case.head_dim > 128 or case.dtype == torch.float32:
+        return AttentionConfig(block_t=32, splits=16, num_warps=8)
+    if device.capability < HOPPER:
+        return AttentionConfig(block_t=64, splits=16, num_warps=8)
+    return AttentionConfig(block_t=128, splits=16, num_warps=8, ahead=2 if device.capability == HOPPER else 1)
+
+
+def attention_rows_config(case: AttentionCase, rows: int, device: Device) -> AttentionRowsConfig:
+    """Choose the config of the kernel in which a fixed number of programs shares the work: mostly two a multiprocessor,
+    each with two tiles in flight. A long row is split into as many items as there are programs.
+
+    Few rows have smaller tiles: a kernel with more than 48 KiB of shared memory leaves little L1 cache to the kernels
+    that run at the same time, and the linears of few rows load all their tiles through that cache.
+    """
+    heads, one = case.kv_heads, max(device.multiprocessors, 1)
+    if case.head_dim > 128 or case.dtype == torch.float32:
+        return AttentionRowsConfig(16, _share(3 * one, heads), num_warps=4, least=16, programs=3 * one)
+    if case.group > 8:
+        return AttentionRowsConfig(32, _share(3 * one, heads), num_warps=8, least=8, programs=one)
+    if rows <= 4 and case.dtype == torch.bfloat16:  # more programs share a long row, as there are few others
+        return AttentionRowsConfig(64, _share(2 * one, heads), num_warps=4, least=4, programs=2 * one, stages=2)
+    block_t = 64 if rows > 16 else 32
+    return AttentionRowsConfig(block_t, _share(2 * one, heads), num_warps=4, least=16, programs=2 * one, stages=5)
+
+
+def fp8_config(config: AttentionConfig | AttentionRowsConfig, device: Device) -> AttentionConfig | AttentionRowsConfig:
+    """Adapt a config to K and V in fp8: 32 positions a warp, with the next ones in flight in registers, and two
+    programs of four warps a multiprocessor. Wide heads, and GPUs before Hopper, have 16 positions a warp, since more
+    spill in some Triton versions.
+    """
+    rows = isinstance(config, AttentionRowsConfig)
+    half = device.capability < HOPPER or config.block_t <= (16 if rows else 32)
+    num_warps = 8 if half and not rows else 4
+    block_t = num_warps * (16 if half else 32)
+    found = replace(config, block_t=block_t, num_warps=num_warps, converts=device.capability >= 89)
+    if rows:
+        least = max(config.least * config.block_t // block_t, 1)
+        return replace(found, least=least, programs=max(2 * device.multiprocessors, 1), stages=1)
+    turns = max(config.turns * config.block_t // block_t, 1)
+    return replace(found, ahead=1, splits=min(config.splits * 8 // num_warps, MAX_SPLITS), turns=turns)
+
+
+def queries_config(case: AttentionCase, requests: int, queries: int, device: Device) -> QueriesConfig:
+    """Choose the config of attention for `queries` rows of each of `requests` requests.
+
+    The requests share the multiprocessors if none is long: all programs run at once, and each adds up a part. A long
+    request has as many more splits as if it were alone.
+    """
+    hopper = device.capability == HOPPER
+    splits = _share(device.multiprocessors, case.kv_heads)
+    block_t = 64 if queries * case.group <= 8 else 32
+    return QueriesConfig(
+        queries,
+        block_t,
+        splits,
+        ahead=2 if device.capability >= HOPPER else 1,  # more spills
+        few=min(_share(device.multiprocessors, requests * case.kv_heads), splits),
+        turns=2048 // block_t,
+        together=hopper and requests * case.kv_heads <= device.multiprocessors,
+        registers=168 if requests == 1 and hopper else 0,  # leaves room for a program of the next linear
+    )
+
+
+def prompt_attention_config(device: Device, batch_invariant: bool, fp8: bool = False) -> PromptAttentionConfig:
+    """Choose the config of attention in prompt passes. In the batch-invariant mode it does not depend on the rows of a
+    pass: nothing is split, and one kernel does all.
+    """
+    config = PromptAttentionConfig(stages=4 if fp8 else 3)  # more spills in some Triton versions
+    if batch_invariant:
+        return replace(config, splits=1)
+    return replace(
+        config,
+        heads=16,
+        programs=2 * device.multiprocessors or config.programs,
+        apart=True,
+        dependent=device.capability >= HOPPER,
+        hopper=device.multiprocessors if device.capability == HOPPER else 0,
+    )
+
+
+def prompt_tiles_fit(head_dim: int, dtype: torch.dtype, device: Device) -> bool:
+    """Return whether Triton's attention of prompts is faster than torch's: elsewhere its tiles need more registers or
+    more shared memory than there are.
+    """
+    return device.capability // 10 == 9 and head_dim <= 128 and dtype != torch.float32

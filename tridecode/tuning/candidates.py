@@ -1,0 +1,269 @@
+"""Candidates: the launch configs that a search tries. Registers and shared memory of the GPU can hold them."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from itertools import product, zip_longest
+from typing import Any
+
+from ..kernels.attention.attention import AttentionConfig
+from ..kernels.device import Device
+from ..kernels.linear.matmul import MatmulConfig
+from ..kernels.linear.matmul_hopper import COLUMNS_OF, HopperConfig
+from ..kernels.linear.matmul_ring import RingConfig
+from ..kernels.linear.matmul_tiles import TilesConfig
+from ..kernels.linear.matmul_wide import MAX_SPLIT, WideConfig
+from ..kernels.linear.matvec import MatvecConfig
+from ..kernels.linear.project import Case
+from ..kernels.linear.registry import LINEAR_KERNELS
+from .configs import AttentionCase, PassConfigs, is_head
+from .rules import fits_ring, hopper_rule, matmul_rule, programs_at_once
+from .tables import VALUES
+
+Part = Case | AttentionCase
+
+SHARES = (0, 1, 2, 3, 4, 6, 8)  # programs of a multiprocessor that share the rows of a weight; 0: one for each block
+# Registers of a matvec thread: at least (with more than one warp) and at most for weights, and for all else. A thread
+# with few weights has few bytes in flight. One with many leaves room for few programs.
+FEWEST, MOST, OTHERS = 16, 128, 40
+BOUNDS = (0, 40, 56, 64, 80, 96, 128)  # maximum registers of a thread; 0: no bound
+# matmul: tiles in flight, of the weights and of the activations.
+IN_FLIGHT = ((4, 4), (8, 4), (8, 8), (12, 4), (12, 8), (16, 4), (5, 4), (6, 32), (10, 32))
+MOST_TILES = 40  # tiles of a wide program, which are unrolled: with more, compilation takes a minute
+# wide: columns of a tile, tiles in flight of the weights and of the activations.
+WIDE = ((128, 2, 1), (128, 2, 2), (128, 3, 1), (128, 3, 2), (128, 4, 3), (64, 3, 1), (64, 4, 2), (64, 6, 3))
+STAGES = (2, 3, 4, 6, 8)
+# hopper: rows and columns of a tile, tiles in flight of the weights and of the activations.
+HOPPER = ((64, 128, 4, 4), (64, 128, 4, 2), (64, 64, 8, 4), (128, 64, 4, 4), (128, 64, 5, 3))
+HOPPER_ALONE = ((128, 128, 5, 5), (128, 64, 8, 6))  # one program a multiprocessor
+# matmul of packed weights: block_n, num_warps, ahead, x_ahead, registers, programs of a multiprocessor, fetch. The most
+# promising ones, which differ most, are first.
+ALL = 1000  # tiles
+PACKED_SHARED = (
+    (16, 4, 10, ALL, 0, 2, 0), (16, 4, 10, ALL, 0, 2, 2), (16, 4, 3, 4, 128, 4, 2), (16, 4, 4, 4, 128, 0, 1),
+    (32, 4, 10, ALL, 0, 2, 0), (16, 4, 4, 4, 168, 3, 2), (16, 8, 3, ALL, 0, 1, 0), (16, 4, 10, 8, 0, 0, 1),
+    (32, 4, 10, ALL, 0, 2, 2), (16, 4, 5, 8, 128, 4, 0), (16, 8, 10, ALL, 0, 1, 2), (32, 4, 3, 4, 128, 4, 2),
+    (16, 4, 6, ALL, 0, 2, 0), (32, 8, 3, ALL, 0, 1, 2), (16, 2, 10, ALL, 0, 4, 0), (16, 4, 5, 4, 128, 4, 0),
+)  # fmt: skip
+PACKED_EACH = (
+    (16, 4, 10, 8, 0, 0, 1), (16, 4, 8, 8, 0, 0, 0), (16, 8, 4, 8, 128, 0, 1), (16, 8, 3, 4, 128, 0, 1),
+    (16, 16, 3, 2, 64, 0, 1), (16, 8, 10, 8, 0, 0, 1), (32, 8, 3, 4, 0, 0, 1), (16, 4, 4, 4, 128, 0, 1),
+    (16, 8, 4, 4, 128, 0, 0), (64, 8, 2, 2, 0, 0, 1), (16, 8, 3, 4, 80, 0, 1), (32, 4, 4, 4, 0, 0, 1),
+    (16, 8, 2, 8, 128, 0, 1), (16, 16, 3, 4, 128, 0, 0), (64, 4, 2, 4, 0, 0, 1), (16, 2, 10, 8, 0, 0, 0),
+    (16, 2, 5, 8, 128, 0, 1), (32, 8, 5, 4, 0, 0, 0), (16, 8, 8, 16, 0, 0, 1), (32, 16, 3, 4, 128, 0, 1),
+)  # fmt: skip
+PACKED_MANY = (  # for more than 16 rows, whose sums leave few registers
+    (16, 8, 1, 1, 0, 0, 0), (16, 4, 1, 1, 0, 0, 0), (16, 8, 2, 1, 0, 0, 0), (16, 4, 2, 1, 0, 0, 0),
+    (16, 8, 2, 2, 0, 0, 0), (16, 4, 2, 2, 0, 0, 0), (16, 8, 3, 1, 0, 0, 1), (32, 8, 1, 1, 0, 0, 0),
+)  # fmt: skip
+MOST_PACKED = 24  # candidates of matmul for one packed weight
+# hopper of packed weights: rows of a tile, and tiles in flight. By the rows of the pass: producer warps, and registers.
+HOPPER_PACKED = ((64, 4, 4), (64, 4, 2), (64, 3, 3), (64, 2, 2), (64, 6, 4), (128, 4, 4), (128, 4, 2))
+HOPPER_WAYS = {
+    16: ((1, 80), (1, 64), (0, 168), (0, 128)),
+    32: ((1, 112), (1, 80), (0, 168), (0, 128)),
+    64: ((1, 128), (1, 112), (0, 168)),
+}
+# ring: warps, tiles and stages, of one program for each 16 rows of the weight and of programs that share them. 0 tiles:
+# a whole row.
+RING_EACH = ((4, 0, 1), (8, 0, 1), (2, 0, 1), (8, 1, 4), (8, 2, 3), (8, 2, 4), (8, 2, 5), (8, 4, 2))
+RING_SHARED = ((4, 0, 1), (4, 0, 2), (4, 4, 5), (4, 4, 4), (8, 4, 3))
+RING_X, RING_TILES = 128, 20  # registers of a thread for the activations at most, and tiles that are unrolled
+
+
+def parts_of(configs: PassConfigs) -> list[Part]:
+    """Return what is tuned, the largest parts of a pass first, since the time may not be enough for all."""
+    linears = sorted(configs.linears, key=lambda case: -case.n * case.k)
+    heads = [case for case in linears if is_head(case)]
+    return [*(case for case in linears if not is_head(case)), *configs.attention, *heads]
+
+
+def candidates(configs: PassConfigs, rows: int, device: Device) -> list[tuple[Part, list]]:
+    """Return what to try for passes of up to `rows` rows: parts with configs, or with fields to change in theirs."""
+    found = []
+    for part in parts_of(configs):
+        if part in configs.attention:
+            groups = attention_candidates(configs.attention[part], rows, device)
+        else:
+            groups = linear_candidates(part, rows, configs.linears[part].config, device)
+        found += [(part, tried) for tried in groups if tried]
+    return found
+
+
+def attention_candidates(config: Any, rows: int, device: Device) -> list[list[dict]]:
+    """Return groups of fields of a config of attention; the fields of a group are tried with each other."""
+    if not isinstance(config, AttentionConfig):
+        programs = [device.multiprocessors * share for share in (1, 2, 3, 4)]
+        groups = {"stages": (1, 3, 5, 7), "programs": programs, "least": (1, 2, 4, 8, 16)}
+        tiles = product((16, 32, 64), (4, 8))
+    elif rows == 1:
+        values = VALUES[AttentionConfig]
+        groups = {"ahead": values["ahead"], "splits": values["splits"], "registers": BOUNDS}
+        tiles = product(values["block_t"], values["num_warps"])
+    else:
+        groups = {"ahead": (1, 2), "few": (1, 2, 3, 4, 6, 8, 12, 16), "turns": (8, 16, 32, 64)}
+        tiles = product((32, 64, 128), (4, 8))
+    first = [{"block_t": block_t, "num_warps": warps, "registers": 0} for block_t, warps in tiles]
+    return [first, *([{name: value} for value in values] for name, values in groups.items())]
+
+
+def linear_candidates(case: Case, rows: int, config: Any, device: Device) -> list[list]:
+    """Return groups of configs of a linear, or of fields of `config`, its present one."""
+    if isinstance(config, MatvecConfig):
+        # For several rows it reads the weight once a row, as for one.
+        return matvec_candidates(case, config.programs > 0, device) if rows == 1 else []
+    found = []
+    for kernel in LINEAR_KERNELS:
+        if kernel.name in CANDIDATES and kernel.supports(case, rows, device):
+            found += CANDIDATES[kernel.name](case, rows, device)
+    return [list(dict.fromkeys(found))]
+
+
+def matvec_candidates(case: Case, shared: bool, device: Device) -> list[list[dict]]:
+    """Return tiles, numbers of programs, and bounds on registers.
+
+    shared: programs share the rows. They also hold the next rows, so that no bound on registers suits them.
+    """
+    row = case.format.itemsize * case.k * (2 if case.epilogue == "gated" else 1)
+    tiles = []
+    for block_n, warps in product(VALUES[MatvecConfig]["block_n"], VALUES[MatvecConfig]["num_warps"]):
+        weights = -(-block_n * row // (128 * warps))
+        if weights <= MOST and (weights >= FEWEST or warps == 1):
+            registers = 0 if shared else -(-weights // 8) * 8 + OTHERS
+            tiles.append({"block_n": block_n, "num_warps": warps, "registers": registers})
+    programs = [{"programs": device.multiprocessors * share, "registers": 0} for share in SHARES]
+    return [tiles, programs, [{"registers": bound} for bound in BOUNDS]]
+
+
+def matmul_candidates(case: Case, rows: int, device: Device) -> Iterable[MatmulConfig]:
+    """Yield configs whose tiles and sums fit in 200 registers, and the sums of all warps in 48 KiB. Programs share the
+    rows of the weight if they keep all activations in registers.
+    """
+    if case.packed:
+        yield from packed_matmul_candidates(case, rows, matmul_rule(case, rows, device, False), device)
+        return
+    high = max(rows, 8)
+    for block_n, warps, (ahead, x_ahead) in product((16, 32), (2, 4, 8), IN_FLIGHT):
+        tiles = -(-case.k // (32 * warps))
+        registers = block_n * min(ahead, tiles) // 2 + high * min(x_ahead, tiles) // 2 + block_n * high // 32
+        if registers <= 200 and 4 * warps * block_n * high <= 48 * 1024 and tiles >= 4:
+            for share in (1, 2, 3) if x_ahead >= tiles else (0,):
+                yield MatmulConfig(block_n, warps, ahead, x_ahead, programs=share * device.multiprocessors)
+
+
+def tiles_candidates(case: Case, rows: int, device: Device) -> Iterable[TilesConfig]:
+    """Yield configs whose tiles fit in shared memory."""
+    weights = 2 if case.epilogue == "gated" else 1
+    for block_n, block_k, stages in product((16, 32, 64), (64, 128, 256), STAGES):
+        for block_m in sorted({max(rows, 16), 64}):
+            size = 2 * stages * block_k * (block_m + block_n * weights)
+            if size <= device.shared_memory - 1024 and stages * block_k <= case.k:
+                yield TilesConfig(block_n, block_k, stages, block_m=block_m)
+
+
+def wide_candidates(case: Case, rows: int, device: Device) -> Iterable[WideConfig]:
+    """Yield configs whose tiles and sums fit in 240 registers, bounded if that leaves room for one more program."""
+    high, k = max(rows, 8), case.k
+    splits = (1,) if is_head(case) else (1, 2, 3, 4, 6, 8)
+    for warps, (block_k, ahead, x_ahead), split in product((4, 8), WIDE, splits):
+        of_x = high * block_k // (64 * warps)
+        registers = ahead * block_k // 4 + (x_ahead + 1) * of_x + high // 2 + 32
+        bound = next((most for most in ((128, 168) if warps == 4 else (128,)) if registers <= most), 0)
+        if registers <= 240 and ahead * block_k * split <= k <= MOST_TILES * block_k * split:
+            yield WideConfig(16 * warps, block_k, ahead, x_ahead, warps, split, bound)
+
+
+def hopper_candidates(case: Case, rows: int, device: Device) -> Iterable[HopperConfig]:
+    """Yield configs of which two programs fit a multiprocessor, and share the columns if there are few outputs. For an
+    LM head also yield configs of which one fits, and takes tile after tile.
+    """
+    if case.packed:
+        yield from packed_hopper_candidates(case, rows, device)
+    if case.packed or rows <= 16:
+        return
+    memory, head, warps = device.shared_memory, is_head(case), 8 if rows > 32 else 4
+    ways = [(1, 0), (1, 1)] if head or case.epilogue == "gated" else [(split, 0) for split in (1, 2, 3, 4)]
+    for tile, (split, lag) in product(HOPPER, ways):
+        block_n, block_k, stages, _ = tile
+        if 2 * (_hopper_bytes(*tile, rows) + 2048) <= memory and stages * block_k * split <= case.k:
+            yield HopperConfig(*tile, split, num_warps=warps, lag=lag)
+            few = 8 if block_n * rows > 64 * 64 else 4
+            yield HopperConfig(*tile, split, num_warps=few, lag=lag, copier=1, registers=80)
+    for tile in HOPPER_ALONE if head else ():
+        if _hopper_bytes(*tile, rows) + 2048 <= memory:
+            programs = device.multiprocessors
+            yield HopperConfig(*tile, num_warps=warps, programs=programs, copier=1, registers=88)
+
+
+def _hopper_bytes(block_n: int, block_k: int, stages: int, x_stages: int, rows: int, row: int = 0) -> int:
+    """Return the shared memory of all tiles; row: bytes of a tile's row of packed weights."""
+    return stages * block_n * (row or 2 * block_k) + 2 * block_k * x_stages * rows
+
+
+def packed_hopper_candidates(case: Case, rows: int, device: Device) -> Iterable[HopperConfig]:
+    """Yield the config of the rule, then others whose tiles fit in shared memory."""
+    if rows <= 8:
+        return
+    columns, high = COLUMNS_OF[case.packed.name], max(rows, 16)
+    yield from filter(None, [hopper_rule(case, rows, device, False)])
+    for (block_n, stages, x_stages), (copier, registers) in product(HOPPER_PACKED, HOPPER_WAYS[high]):
+        if _hopper_bytes(block_n, columns, stages, x_stages, high, 128) + 2048 > device.shared_memory:
+            continue
+        how = dict(num_warps=block_n // 16, copier=copier, registers=registers)
+        config = HopperConfig(block_n, columns, stages, x_stages, **how)
+        most = 1
+        if case.epilogue != "gated" and not is_head(case):
+            fit = programs_at_once(config, high, device) // -(-case.n // block_n)
+            most = max(min(fit, MAX_SPLIT, case.k // columns), 1)
+        yield from (replace(config, split=split) for split in (most, most - 1, most // 2) if split > 0)
+
+
+def packed_matmul_candidates(case: Case, rows: int, first: MatmulConfig, device: Device) -> list[MatmulConfig]:
+    """Return `first`, then configs that registers may hold, the most promising ones first. The weight may be dense."""
+    n, k, form, high = case.n, case.k, case.packed, max(rows, 8)
+    chunks, found = 1 if form is None else form.tile // 32, [first]
+    mixed = [values for pair in zip_longest(PACKED_EACH, PACKED_SHARED) for values in pair if values]
+    lists = PACKED_EACH + PACKED_SHARED if k > 2560 else PACKED_SHARED + PACKED_EACH if n > 16384 else mixed
+    for values in PACKED_MANY if rows > 16 else lists:
+        config = MatmulConfig(*values[:5], 8, values[5] * device.multiprocessors, values[6])
+        tiles = -(-k // (32 * chunks * config.num_warps))
+        config = replace(config, ahead=min(config.ahead, tiles), x_ahead=min(config.x_ahead, tiles * chunks))
+        # Registers of a thread: tiles of the weights and of the activations, sums, and all else.
+        sums, kept = config.block_n * high // 32, config.x_ahead == tiles * chunks and config.programs
+        needed = config.block_n // 2 * config.ahead + high // 2 * config.x_ahead + 2 * sums + 32
+        needed += sums * tiles if kept and form and form.name == "int4" else 0
+        most = config.registers or min(device.registers // (32 * config.num_warps), 255)
+        several = not config.programs or config.programs < config.grid(n)[0]
+        wide = config.block_n == 16 or rows > 8 or n > 16384
+        if needed <= most and several and wide and (form or not config.fetch) and config not in found:
+            found.append(config)
+    return found[:MOST_PACKED]
+
+
+def ring_candidates(case: Case, rows: int, device: Device) -> Iterable[RingConfig]:
+    """Yield configs whose stages fit in shared memory, and whose activations fit there or in registers. Rings that are
+    filled more than once also have a producer warp.
+    """
+    if not fits_ring(case.packed):
+        return
+    k, tile, shared = case.k, case.packed.tile, 2 * device.multiprocessors
+    ways = [(0, RING_EACH)] + ([(shared, RING_SHARED)] if case.n // 16 > shared else [])
+    for programs, (warps, tiles, stages) in [(programs, form) for programs, forms in ways for form in forms]:
+        row = -(-k // (tile * warps))  # tiles of a row, for each warp
+        tiles = tiles or row
+        if tiles > min(row, RING_TILES):
+            continue
+        kinds = [(True, 1, 64), (True, 1, 80)] if programs > 0 or -(-row // tiles) > stages else []
+        kinds += [(True, 0, 0), (True, 0, 96), (False, 0, 0)] + ([(False, 0, 168)] if warps < 8 else [])
+        for x_shared, copier, registers in kinds:
+            memory = 1024 * warps * (tiles * stages + 1) + (2 * k if x_shared else 0)
+            if (x_shared or row * tile // 8 <= RING_X) and memory + 2048 <= device.shared_memory:
+                yield RingConfig(warps, tiles, stages, x_shared, programs, copier, registers)
+
+
+CANDIDATES = {
+    "ring": ring_candidates,
+    "hopper": hopper_candidates,
+    "matmul": matmul_candidates,
+    "wide": wide_candidates,
+    "tiles": tiles_candidates,
+}

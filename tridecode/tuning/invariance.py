@@ -1,0 +1,70 @@
+"""The constraint of the batch-invariant mode: one order of the sums of a row for any number of rows of a pass."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ..kernels.device import Device
+from ..kernels.linear.matmul import MatmulConfig
+from ..kernels.linear.matmul_hopper import HopperConfig
+from ..kernels.linear.matmul_wide import WideConfig
+from ..kernels.linear.project import Case
+from .configs import Choice
+from .rules import choose
+from .tables import Table, listed
+
+ROWS = (16, 32, 64)  # passes of up to these numbers of rows have choices of their own
+
+
+def order_of_sums(case: Case, choice: Choice) -> tuple:
+    """Return what decides the order in which the sums of a row are added. Choices with equal orders give equal bits."""
+    config = choice.config
+    if isinstance(config, HopperConfig):  # the columns at which each program begins
+        tiles = -(-case.k // config.block_k)
+        order = tuple(part * tiles // config.split * config.block_k for part in range(config.split))
+        order += (config.block_k if case.packed else 0,)  # the columns whose sums are scaled together
+    elif isinstance(config, WideConfig):
+        order = config.split, config.block_k, config.block_m >= 16
+    elif isinstance(config, MatmulConfig):
+        # Programs that share the rows may keep all activations, and then subtract zero points from their sums.
+        kept = config.x_ahead if config.programs else 0
+        order = config.num_warps, config.block_m >= 16, config.programs, kept
+    else:
+        order = (config,)
+    sums_of_squares = choice.partials(case.n) if case.epilogue == "residual" else 0
+    return choice.kernel.name, order, sums_of_squares
+
+
+def invariant_choices(
+    case: Case, rows_of_passes: Sequence[int], device: Device, tables: Sequence[Table]
+) -> dict[int, Choice]:
+    """Choose for passes of up to each number of rows, all with one order of sums.
+
+    The rules choose the kernel. The entry for the most rows that a table has for this kernel decides the order. Other
+    entries are used if they have the same order.
+    """
+    ruled = {rows: choose(case, rows, device, batch_invariant=True) for rows in rows_of_passes}
+    most = max(rows_of_passes)
+    entries = {}
+    for rows in rows_of_passes:
+        entry = listed(tables, case, rows, device)
+        if entry and entry.kernel == ruled[most].kernel:
+            if isinstance(entry.config, WideConfig | MatmulConfig):  # tiles of eight rows use another instruction
+                entry = replace(entry, config=replace(entry.config, block_m=16))
+            entries[rows] = entry
+    decisive = max(entries, default=most)
+    first = choice = entries.get(decisive, ruled[most])
+    order, chosen = order_of_sums(case, first), {}
+    for rows in sorted(rows_of_passes, reverse=True):
+        # The choice for more rows also computes fewer.
+        last = choice if rows < decisive else _with_split_of(first, ruled[rows])
+        options = [option for option in (entries.get(rows), ruled[rows], last) if option]
+        choice = next((option for option in options if order_of_sums(case, option) == order), None)
+        if choice is None:
+            return ruled
+        chosen[rows] = choice
+    return chosen
+
+
+def _with_split_of(first: Choice, choice: Choice) -> Choice:
+    split = {"split": first.config.split} if hasattr(first.config, "split") else {}
+    return replace(choice, config=replace(choice.config, **split))

@@ -1,0 +1,44 @@
+"""The choices of a model as a table to print."""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from ..kernels.linear.project import Case
+from .configs import PassConfigs
+from .tables import VALUES, entry_of, format_name
+
+
+class KernelRow(NamedTuple):
+    """The kernel of a linear in passes of up to `rows` rows. n, k, format: of its weight. config: of the launch."""
+
+    role: str
+    n: int
+    k: int
+    format: str
+    rows: int
+    kernel: str
+    config: dict[str, int]
+    source: str
+
+
+def kernel_rows(cases: Mapping[str, Case], configs_by_rows: Mapping[int, PassConfigs]) -> list[KernelRow]:
+    """Return a row for each linear, by its role, and each size of a pass."""
+    found = []
+    for role, case in cases.items():
+        for rows, configs in sorted(configs_by_rows.items()):
+            choice = configs.linears[case]
+            fields = entry_of(choice.config) if type(choice.config) in VALUES else {}
+            fields.pop("kernel", None)
+            of_case = role, case.n, case.k, format_name(case)
+            found.append(KernelRow(*of_case, rows, choice.kernel.name, fields, choice.source))
+    return found
+
+
+def render(rows: list[KernelRow]) -> str:
+    """Return the rows in aligned columns, below a line of their names; fields of a config that are 0 are left out."""
+    lines = [KernelRow._fields]
+    for row in rows:
+        config = " ".join(f"{name}={value}" for name, value in row.config.items() if value)
+        lines.append(tuple(map(str, row._replace(config=config))))
+    widths = [max(map(len, column)) for column in zip(*lines)]
+    return "".join("  ".join(map(str.ljust, line, widths)).rstrip() + "\n" for line in lines)

@@ -1,0 +1,85 @@
+"""Resolve the choices for a model, once, when it is built: by the rows of a pass, from tables and rules."""
+
+import logging
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from ..kernels.device import Device
+from ..kernels.linear.project import Case
+from .attention import attention_config, fp8_config
+from .configs import AttentionCase, PassConfigs
+from .invariance import ROWS as INVARIANT_ROWS
+from .invariance import invariant_choices
+from .rules import choose
+from .tables import Table, package_tables, read_user_table, table_path
+
+log = logging.getLogger("tridecode")
+
+
+def choose_attention(case: AttentionCase, rows: int, device: Device, tables: Iterable[Table]):
+    """Choose the launch config of attention: the entry of the first table that has one, else that of the rules. Without
+    an entry of its own, attention to K and V in fp8 has the config for bf16, adapted.
+    """
+    found = next((config for table in tables if (config := table.attention_config(case, rows, device))), None)
+    if found is None and case.fp8:
+        return fp8_config(choose_attention(case._replace(fp8=False), rows, device, tables), device)
+    return found or attention_config(case, rows, device)
+
+
+def resolve_configs(
+    cases: Iterable[Case],
+    attention: Iterable[AttentionCase],
+    dtype: torch.dtype,
+    device: Device,
+    batch_invariant: bool = False,
+    user_table: bool = False,
+) -> dict[int, PassConfigs]:
+    """Choose the kernels and launch configs of a model.
+
+    Args:
+        cases: of its linears; attention: of its attention layers; both may repeat.
+        dtype: of its weights that are not packed.
+        batch_invariant: choose so that the sums of a row do not depend on the other rows of a pass.
+        user_table: ask the user's table first. A table that cannot be used is ignored with a warning.
+
+    Returns:
+        A mapping from numbers of rows to the choices for passes of up to that many rows. The last choices also serve
+        larger passes.
+    """
+    cases, attention = dict.fromkeys(cases), dict.fromkeys(attention)
+    package = package_tables(device)
+    if batch_invariant:
+        return _invariant(cases, attention, dtype, device, package)
+    if user_table:
+        path = table_path(device.name)
+        try:
+            return _by_rows(cases, attention, dtype, device, [read_user_table(path, device), *package])
+        except FileNotFoundError:
+            pass
+        except (OSError, ValueError, RecursionError) as error:
+            reason = " ".join(str(error).split())[:200]
+            log.warning("%s is ignored: %s; `tridecode tune` makes a new one", path, reason)
+    return _by_rows(cases, attention, dtype, device, package)
+
+
+def _by_rows(cases, attention, dtype: torch.dtype, device: Device, tables: Sequence[Table]) -> dict[int, PassConfigs]:
+    if any(case.packed for case in cases):
+        buckets = (1, 8, 16, 32, 64)
+    else:
+        buckets = (1, 4, 8, 16, 32, 64) if dtype == torch.bfloat16 else (1, 2)
+    found = {}
+    for rows in buckets:
+        linears = {case: choose(case, rows, device, tables) for case in cases}
+        found[rows] = PassConfigs(linears, {case: choose_attention(case, rows, device, tables) for case in attention})
+    return found
+
+
+def _invariant(cases, attention, dtype: torch.dtype, device: Device, tables: Sequence[Table]) -> dict[int, PassConfigs]:
+    rows_of_passes = INVARIANT_ROWS if dtype == torch.bfloat16 else (1,)
+    by_case = {case: invariant_choices(case, rows_of_passes, device, tables) for case in cases}
+    configs = {case: attention_config(case, 1, device, batch_invariant=True) for case in attention}
+    return {
+        rows: PassConfigs({case: choices[rows] for case, choices in by_case.items()}, configs)
+        for rows in rows_of_passes
+    }

@@ -1,0 +1,234 @@
+"""Rules: for each kernel of linears the launch config for a case that no table lists.
+
+A rule returns None if another kernel is the better choice. The rules generalize measurements on an H200. They read the
+properties of a GPU from the device.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from ..kernels.device import Device
+from ..kernels.linear.matmul import MatmulConfig
+from ..kernels.linear.matmul_hopper import COLUMNS_OF, HopperConfig
+from ..kernels.linear.matmul_ring import RingConfig
+from ..kernels.linear.matmul_tiles import TilesConfig
+from ..kernels.linear.matmul_wide import MAX_SPLIT, WideConfig
+from ..kernels.linear.matvec import MatvecConfig
+from ..kernels.linear.packed import Packed
+from ..kernels.linear.project import Case
+from ..kernels.linear.registry import LINEAR_KERNELS
+from .configs import HOPPER, MAX_ROWS, Choice, is_head
+from .tables import Table, listed
+
+LARGE = 2**16  # outputs that keep all multiprocessors busy for many tiles each
+
+
+def choose(
+    case: Case, rows: int, device: Device, tables: Sequence[Table] = (), batch_invariant: bool = False
+) -> Choice:
+    """Choose the kernel and launch config of a linear: the entry of the first table that has one, else of the kernels
+    that support the case the first one whose rule returns a config.
+
+    Args:
+        rows: of the largest pass that the choice is for.
+        batch_invariant: the rules add the sums of a row in one order for 16, 32 and 64 rows.
+    """
+    if found := listed(tables, case, rows, device):
+        return found
+    for kernel in LINEAR_KERNELS:
+        if kernel.supports(case, rows, device):
+            if kernel.name not in RULES:
+                return Choice(kernel, kernel.config())
+            if config := RULES[kernel.name](case, rows, device, batch_invariant):
+                return Choice(kernel, config)
+    raise ValueError(f"no kernel multiplies {rows} rows by {case}")
+
+
+def ring_rule(case: Case, rows: int, device: Device, batch_invariant: bool) -> RingConfig | None:
+    """Choose for one row, in the sizes of models with a hidden size from 2,048 to 4,096."""
+    form, k, hidden = case.packed, case.k, case.hidden
+    measured = 2048 <= hidden <= 4096 and k <= 14336
+    if rows > 1 or batch_invariant or not measured or not fits_ring(form):
+        return None
+    tiles = -(-k // (4 * form.tile))  # tiles of a row, for each of four warps
+    programs = 2 * device.multiprocessors
+    if form.name == "int4":
+        if case.epilogue == "gated":
+            wide = hidden > 2560
+            return RingConfig(4, tiles, 1 if wide else 2, x_shared=wide, programs=programs)
+        if case.epilogue == "residual":
+            return RingConfig(8, 1, 4, x_shared=True, registers=96) if hidden >= 2560 and k <= 4096 else None
+        return None if is_head(case) or hidden > 2560 else RingConfig(4, tiles, 1, registers=168)
+    if is_head(case) or (case.epilogue == "gated" and hidden >= 2560):
+        return RingConfig(4, 4, 5, x_shared=True, programs=programs, copier=1, registers=64)
+    if hidden < 2560:
+        return None
+    if case.epilogue != "residual":
+        return RingConfig(4, tiles, 1, registers=168)
+    if k <= 4096 and case.n < 4096:
+        return RingConfig(8, -(-tiles // 2), 1, x_shared=True)
+    return RingConfig(8, 2, 5 if k > 4096 else 3, x_shared=True, copier=1, registers=64)
+
+
+def fits_ring(form: Packed) -> bool:
+    """Return whether the scales leave the ring kernel enough registers: those of groups of e4m3 do not."""
+    return form.group == {"int4": 128, "e4m3": form.k}.get(form.name)
+
+
+def matvec_rule(case: Case, rows: int, device: Device, batch_invariant: bool) -> MatvecConfig | None:
+    """Choose for one row in bf16, and for any number of rows in other dtypes: it reads the weight once a row."""
+    if rows > MAX_ROWS or (rows > 1 and case.format == torch.bfloat16):
+        return None
+    if device.capability == HOPPER and case.k >= 8192:  # few programs share long rows
+        return MatvecConfig(2 if case.k <= 20480 else 1, 16, programs=device.multiprocessors)
+    columns = case.k * (2 if case.epilogue == "gated" else 1)
+    # As few warps as hold two rows of the weight in 64 registers a thread.
+    return MatvecConfig(2, next((warps for warps in (1, 2, 4, 8) if columns <= 2048 * warps), 16))
+
+
+def hopper_rule(case: Case, rows: int, device: Device, batch_invariant: bool) -> HopperConfig | None:
+    """Choose for 17 to 32 rows if a dense weight is large on both sides, and for more than 8 rows of packed ones."""
+    if case.packed:
+        config = _packed_hopper(case, rows, device, batch_invariant)
+        if config and batch_invariant and rows <= 32:  # the programs that share columns decide the order of sums
+            config = replace(config, split=_packed_hopper(case, MAX_ROWS, device, batch_invariant).split)
+        return config
+    n, k = case.n, case.k
+    if min(n, k) < 2560 or not (16 < rows <= 32 or batch_invariant):
+        return None
+    if n >= LARGE:
+        config = HopperConfig(128, 128, 5, 5, programs=device.multiprocessors, copier=1, registers=80)
+    elif case.epilogue == "gated":
+        config = HopperConfig(128, 64, 4, 4, lag=1)
+    else:
+        split = -(-(device.multiprocessors * 8 // 11) * 64 // n)  # programs for three of four multiprocessors
+        if k < 1024 * split:
+            return None
+        config = HopperConfig(64, 128, 4, 4, split=split)
+    if rows <= 32:
+        return config
+    return replace(config, x_stages=2, num_warps=8, registers=88 if config.copier else config.registers)
+
+
+def _packed_hopper(case: Case, rows: int, device: Device, batch_invariant: bool) -> HopperConfig | None:
+    """Share the columns among as many programs as run at a time. If the tiles of the activations are larger than those
+    of the weights, fewer are in flight.
+    """
+    if rows <= 8 or (rows <= 16 and case.hidden < 2560 and not batch_invariant):  # slower for small models
+        return None
+    form, gated, head = case.packed, case.epilogue == "gated", is_head(case)
+    columns = COLUMNS_OF[form.name]
+    scales = columns // form.group * (2 if form.zeros else 1)  # scales and zero points of a row of a tile
+    if rows > 32:
+        config = HopperConfig(64, columns, 4, 512 // columns, copier=1, registers=128)
+    elif rows * columns > 4096:
+        config = HopperConfig(64, columns, 3, 3, copier=1, registers=112)
+    else:
+        config = HopperConfig(64, columns, 4, 4, copier=1, registers=112 if scales > 4 else 80)
+    tiles, fit = -(-case.n // config.block_n), programs_at_once(config, rows, device)
+    if gated and fit < tiles and rows <= 32:
+        config = _in_one_wave(config, case.n, rows, device)
+    elif not gated and not head:
+        least = 640 if rows > 16 else columns  # columns of a program
+        config = replace(config, split=max(min(fit // tiles, MAX_SPLIT, case.k // least), 1))
+    if rows > 32 and not head and tiles * config.split <= device.multiprocessors:  # each has one to itself
+        return replace(config, stages=768 // columns, x_stages=768 // columns)
+    if rows <= 16 and columns == 256 and not gated and not head:  # no more stages than a program has tiles
+        stages = min(max(case.k // columns // config.split, 2), 4)
+        return replace(config, stages=stages, x_stages=stages)
+    return config
+
+
+def _in_one_wave(config: HopperConfig, n: int, rows: int, device: Device) -> HopperConfig:
+    """Return a config of which all programs run at a time, for at most 32 rows; `config` if there is none."""
+    if config.block_k == 256:  # three programs a multiprocessor
+        other = replace(config, stages=4, x_stages=2, copier=0, registers=168)
+    elif rows <= 16:  # four
+        other = replace(config, registers=64)
+    else:  # half as many programs
+        other = HopperConfig(128, config.block_k, 4, 4, num_warps=8, copier=1, registers=80)
+    return other if programs_at_once(other, rows, device) * other.block_n >= n else config
+
+
+def programs_at_once(config: HopperConfig, rows: int, device: Device) -> int:
+    """Return how many programs of packed weights run on the device at a time."""
+    tiles = config.stages * 128 * config.block_n + config.x_stages * 2 * config.block_k * max(rows, 16)
+    warps = config.num_warps + 4 * config.copier  # the producer warp takes the registers of four
+    by_registers = device.registers // (32 * warps * config.registers)
+    return device.multiprocessors * min(device.shared_memory_each // (tiles + 2048), by_registers)
+
+
+def matmul_rule(case: Case, rows: int, device: Device, batch_invariant: bool) -> MatmulConfig | None:
+    """Choose for up to 16 rows of dense weights, whose products stay in registers, and for packed weights."""
+    if case.packed:
+        return _packed_matmul(case, rows, device, batch_invariant)
+    if batch_invariant or rows > 16 or (rows > 8 and case.n >= LARGE and device.capability == HOPPER):
+        return None
+    if case.k < 6144:
+        return MatmulConfig(16, 4, 12, 8) if rows <= 8 else MatmulConfig(16, 4, 8, 4)
+    return MatmulConfig(32, 8, 5 if rows <= 8 else 8, 4)
+
+
+def _packed_matmul(case: Case, rows: int, device: Device, batch_invariant: bool) -> MatmulConfig:
+    """Choose few warps, since each repeats the work before and after its sums, but enough for all multiprocessors."""
+    if batch_invariant:  # the warps decide the order of sums; tiles of 16 rows add the sums of squares alike
+        ahead = 4 if rows <= 16 else 2 if rows <= 32 else 1
+        return MatmulConfig(16, 8, ahead, ahead, registers=128 if rows <= 16 else 0, block_m=16)
+    form, k, blocks = case.packed.name, case.k, -(-case.n // 16)
+    programs = 2 * device.multiprocessors
+    if rows > 16:  # the sums leave few registers for tiles in flight
+        return MatmulConfig(16, 8 if rows > 32 else 4, 1, 1)
+    if rows > 8:  # four programs a multiprocessor, if there are enough blocks
+        return MatmulConfig(16, 4, 10, 8, fetch=1) if blocks < programs else MatmulConfig(16, 4, 4, 4, 128, fetch=1)
+    # Programs that take several blocks, with as few warps as keep the activations in 20 tiles of registers each.
+    tile = case.packed.tile
+    warps = next((warps for warps in (2, 4) if -(-k // (tile * warps)) * tile // 32 <= 20), 0)
+    if warps and form != "int8" and blocks >= 2 * programs * 4 // warps:
+        return MatmulConfig(16, warps, 10, 20, programs=programs * 4 // warps)
+    tiles = k // tile
+    warps = 2 if k <= 3072 else 4 if k <= 8192 else 8
+    while warps < 8 and blocks * warps < 4 * programs and tiles > 2 * warps:
+        warps *= 2
+    ahead = 10 if warps < 8 else 4 if form == "int4" else 8  # the scales of groups are in flight too
+    ahead = min(ahead, 6) if form == "int8" else ahead
+    # Two programs of eight warps fit a multiprocessor: weights with few rows are multiplied in one wave.
+    return MatmulConfig(16, warps, ahead, 8, registers=128 if warps == 8 else 0)
+
+
+def wide_rule(case: Case, rows: int, device: Device, batch_invariant: bool) -> WideConfig | None:
+    """Choose for the batch-invariant mode; elsewhere only tables choose this kernel. Tiles have at least 16 rows,
+    because tiles of eight are multiplied by another instruction.
+    """
+    if not batch_invariant:
+        return None
+    # Two programs a multiprocessor, each with as many tiles as it has in flight, but with at most 40, which compile in
+    # seconds.
+    programs = 2 * device.multiprocessors // -(-case.n // 64)
+    most = 1 if case.epilogue == "gated" else min(programs, case.k // (4 * 128))
+    split = 1 if is_head(case) else min(max(most, -(-case.k // (40 * 128)), 1), MAX_SPLIT)
+    if split > 3 and rows <= 32:
+        return WideConfig(64, 128, 4, 3, split=split, block_m=16)
+    ahead = 3 if rows <= 32 else 2  # more spills in some versions of Triton
+    return WideConfig(64, 128, ahead, 1, split=split, registers=168 if rows <= 16 else 0, block_m=16)
+
+
+def tiles_rule(case: Case, rows: int, device: Device, batch_invariant: bool) -> TilesConfig:
+    """Choose tiles as large as the shared memory of most GPUs holds."""
+    hopper = device.capability == HOPPER
+    if hopper and rows <= 16:
+        return TilesConfig(32, 256, 4)
+    if case.epilogue == "gated" or case.n >= LARGE:
+        return TilesConfig(32, 64, 4, num_warps=4 if hopper else 8, block_m=64)
+    return TilesConfig(64, 128, 6, block_m=64) if hopper else TilesConfig(32, 128, 3, block_m=64)
+
+
+RULES = {
+    "ring": ring_rule,
+    "matvec": matvec_rule,
+    "hopper": hopper_rule,
+    "matmul": matmul_rule,
+    "wide": wide_rule,
+    "tiles": tiles_rule,
+}

@@ -1,0 +1,217 @@
+"""Tables of measured choices: JSON files of this package, one a GPU, and the user's, which `tridecode tune` writes.
+
+A table maps the key of a case, for example "gated 19456x2560 int4/128 rows 16", to a kernel and its launch config.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import platformdirs
+import torch
+
+from ..kernels.attention.attention import AttentionConfig
+from ..kernels.attention.attention_rows import AttentionRowsConfig
+from ..kernels.device import Device
+from ..kernels.linear.matmul import MatmulConfig
+from ..kernels.linear.matmul_hopper import COLUMNS_OF, HopperConfig
+from ..kernels.linear.matmul_ring import RingConfig
+from ..kernels.linear.matmul_tiles import TilesConfig
+from ..kernels.linear.matmul_wide import MAX_SPLIT, WideConfig
+from ..kernels.linear.matvec import MatvecConfig
+from ..kernels.linear.project import Case
+from ..kernels.linear.registry import LINEAR_KERNELS, kernel_named
+from ..version import __version__
+from .configs import MAX_SPLITS, AttentionCase, Choice, PassConfigs, is_head
+
+FORMAT = 7  # incremented when a kernel interprets the fields of its config differently
+COUNTS, REGISTERS = range(2**16), range(0, 256, 8)
+# Type of a config -> its fields that are searched -> the values that a table may contain.
+VALUES = {
+    MatvecConfig: {
+        "block_n": (1, 2, 4, 8), "num_warps": (1, 2, 4, 8, 16), "registers": REGISTERS, "programs": COUNTS,
+    },
+    MatmulConfig: {
+        "block_n": (16, 32, 64), "num_warps": (2, 4, 8, 16), "ahead": range(1, 33), "x_ahead": range(1, 65),
+        "registers": REGISTERS, "programs": COUNTS, "fetch": range(3),
+    },
+    TilesConfig: {
+        "block_n": (16, 32, 64, 128), "block_k": (32, 64, 128, 256), "stages": range(2, 17), "num_warps": (4, 8),
+        "block_m": (16, 32, 64),
+    },
+    WideConfig: {
+        "block_n": (32, 64, 128, 256), "block_k": (32, 64, 128), "ahead": range(1, 33), "x_ahead": range(1, 9),
+        "num_warps": (2, 4, 8), "split": range(1, MAX_SPLIT + 1), "registers": REGISTERS,
+    },
+    HopperConfig: {
+        "block_n": (64, 128), "block_k": (64, 128, 256), "stages": range(2, 17), "x_stages": range(2, 17),
+        "split": range(1, MAX_SPLIT + 1), "num_warps": (4, 8), "programs": COUNTS, "lag": (0, 1), "copier": (0, 1),
+        "registers": range(64, 256, 8),
+    },
+    RingConfig: {
+        "num_warps": (2, 4, 8, 16), "tiles": range(1, 33), "stages": range(1, 17), "x_shared": (0, 1),
+        "programs": COUNTS, "copier": (0, 1), "registers": REGISTERS,
+    },
+    AttentionConfig: {
+        "block_t": (32, 64, 128), "splits": (4, 8, 16, 32, 64), "num_warps": (1, 2, 4, 8, 16), "registers": REGISTERS,
+        "ahead": (1, 2), "few": range(MAX_SPLITS + 1), "turns": range(1, 1025),
+    },
+    AttentionRowsConfig: {
+        "block_t": (16, 32, 64, 128), "splits": range(1, MAX_SPLITS + 1), "num_warps": (4, 8), "registers": REGISTERS,
+        "least": range(1, 65), "programs": range(1, 2**16), "stages": (1, 2, 3, 5, 7),
+    },
+}  # fmt: skip
+ATTENTION = {"attention": AttentionConfig, "attention_rows": AttentionRowsConfig}
+NAMES = {kernel.config: kernel.name for kernel in LINEAR_KERNELS} | {kind: name for name, kind in ATTENTION.items()}
+
+
+class TableError(ValueError):
+    """A table, or an entry of one, that this version of tridecode cannot use on this GPU."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """Keys -> entries, which are checked when they are used. source: as in Choice."""
+
+    linears: Mapping[str, Any]
+    attention: Mapping[str, Any]
+    source: str = "table"
+
+    def linear(self, case: Case, rows: int, device: Device) -> Choice | None:
+        """Return the table's choice for a linear, None if it has no entry. Raises TableError."""
+        key = linear_key(case, rows)
+        if key in self.linears:
+            kernels = [kernel for kernel in LINEAR_KERNELS if kernel.supports(case, rows, device)]
+            config = _config(self.linears[key], key, {k.name: k.config for k in kernels if k.config in VALUES})
+            _check_linear(config, case, key)
+            return Choice(kernel_named(NAMES[type(config)]), config, self.source)
+        if self.source == "table" and rows <= 2 and case.format in (torch.float16, torch.float32):
+            # The configs of one row in bf16, without the bounds on registers: the activations are in fp32.
+            found = self.linear(case._replace(format=torch.bfloat16), 1, device)
+            return found and replace(found, config=replace(found.config, registers=0))
+        return None
+
+    def attention_config(self, case: AttentionCase, rows: int, device: Device):
+        """Return the table's config of attention, None if it has no entry. Raises TableError."""
+        key = attention_key(case, rows)
+        if key not in self.attention:
+            return None
+        config = _config(self.attention[key], key, ATTENTION)
+        return replace(config, converts=device.capability >= 89) if case.fp8 else config
+
+
+def linear_key(case: Case, rows: int) -> str:
+    """Return the key of a linear. Passes of 2 to 8 rows share one, since their tiles have eight rows."""
+    return f"{case.epilogue} {case.n}x{case.k} {format_name(case)} rows {8 if 1 < rows < 8 else rows}"
+
+
+def format_name(case: Case) -> str:
+    """Return how the weight is stored, for example "bfloat16" or "int4/128 zeros"."""
+    form = case.packed
+    if form is None:
+        return str(case.format).removeprefix("torch.")
+    group = "row" if form.group == form.k else form.group
+    return f"{form.name}/{group}{' zeros' * form.zeros}{' ordered' * form.ordered}"
+
+
+def attention_key(case: AttentionCase, rows: int) -> str:
+    kind = "fp8" if case.fp8 else str(case.dtype).removeprefix("torch.")
+    return f"attention {case.heads}/{case.kv_heads}x{case.head_dim} {kind} rows {rows}"
+
+
+def entry_of(config: Any) -> dict:
+    """Return the entry of a config: the name of its kernel, and the fields that are searched."""
+    return {"kernel": NAMES[type(config)]} | {name: int(getattr(config, name)) for name in VALUES[type(config)]}
+
+
+def _config(entry: Any, key: str, kinds: Mapping[str, type]) -> Any:
+    """Check the fields of an entry; kinds: names of the kernels that it may name -> types of their configs."""
+    kind = kinds.get(str(entry.get("kernel"))) if isinstance(entry, dict) else None
+    if kind is None:
+        raise TableError(f"kernel of {key!r} must be one of {', '.join(kinds)}")
+    if set(entry) != {"kernel", *VALUES[kind]}:
+        raise TableError(f"{key!r} must have the fields kernel, {', '.join(VALUES[kind])}")
+    for name, allowed in VALUES[kind].items():
+        if type(entry[name]) is not int or entry[name] not in allowed:
+            values = f"{allowed[0]} to {allowed[-1]}" if len(allowed) > 16 else ", ".join(map(str, allowed))
+            raise TableError(f"{name} of {key!r} must be one of {values}")
+    return kind(**{name: entry[name] for name in VALUES[kind]})
+
+
+def _check_linear(config: Any, case: Case, key: str) -> None:
+    """Check what depends on the case. Raises TableError."""
+    alone = is_head(case)
+    if isinstance(config, HopperConfig):
+        columns = COLUMNS_OF[case.packed.name] if case.packed else 0
+        if (config.block_k % columns) if columns else config.block_k > 128:
+            raise TableError(f"block_k of {key!r} must be {columns or '64 or 128'}")
+        alone |= case.epilogue == "gated" or config.programs > 0
+    if alone and getattr(config, "split", 1) != 1:
+        raise TableError(f"split of {key!r} must be 1")
+
+
+def listed(tables: Iterable[Table], case: Case, rows: int, device: Device) -> Choice | None:
+    """Return the choice of the first table that has one."""
+    return next((found for table in tables if (found := table.linear(case, rows, device))), None)
+
+
+def package_tables(device: Device) -> list[Table]:
+    """Return the table for the GPU of that name, else one for GPUs of the same compute capability, if there is one."""
+    known = [table for table in _package() if table["gpu"] in device.name]
+    known.sort(key=lambda table: len(table["gpu"]))
+    known = known or [table for table in _package() if table["capability"] == device.capability]
+    return [Table(table["linears"], table["attention"]) for table in known[-1:]]
+
+
+@cache
+def _package() -> list[dict]:
+    paths = sorted(files(__package__).joinpath("tables").iterdir(), key=lambda path: path.name)
+    return [json.loads(path.read_text(encoding="utf-8")) for path in paths if path.name.endswith(".json")]
+
+
+def table_path(gpu: str) -> Path:
+    """Return where the user's table for GPUs of that name is, whether it exists or not."""
+    name = re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-") or "gpu"
+    return Path(platformdirs.user_cache_dir("tridecode", appauthor=False)) / "shapes" / f"{name}.json"
+
+
+def read_user_table(path: Path, device: Device) -> Table:
+    """Read the user's table. Raises OSError, and ValueError if it is not a table of this format, version and GPU."""
+    table = json.loads(path.read_text(encoding="utf-8"))
+    for name, value in header(device).items() if isinstance(table, dict) else ():
+        if table.get(name) != value:
+            raise TableError(f"expected {name} {value!r}, got {str(table.get(name))[:40]!r}")
+    sections = [table.get(name) for name in ("linears", "attention")] if isinstance(table, dict) else [None]
+    if not all(isinstance(section, dict) for section in sections):
+        raise TableError("it is not a table of launch configs")
+    return Table(*sections, source="user table")
+
+
+def header(device: Device) -> dict:
+    return {"format": FORMAT, "tridecode": __version__, "gpu": device.name, "capability": device.capability}
+
+
+def merged_text(path: Path, device: Device, rows: int, configs: PassConfigs) -> str:
+    """Return the text of a table with these choices, and with the other entries of the present one if it is usable."""
+    try:
+        present = read_user_table(path, device)
+    except (OSError, ValueError, RecursionError):
+        present = Table({}, {})
+    linears = {linear_key(case, rows): entry_of(choice.config) for case, choice in configs.linears.items()}
+    attention = {attention_key(case, rows): entry_of(config) for case, config in configs.attention.items()}
+    return table_text(header(device), {**present.linears, **linears}, {**present.attention, **attention})
+
+
+def table_text(head: dict, linears: dict[str, dict], attention: dict[str, dict]) -> str:
+    """Return the JSON of a table, one line an entry."""
+    lines = [f" {json.dumps(name)}: {json.dumps(value)}" for name, value in head.items()]
+    for name, entries in ("linears", linears), ("attention", attention):
+        keys = sorted(entries, key=lambda key: [int(p) if p.isdigit() else p for p in re.split(r"([0-9]+)", key)])
+        rows = ",\n".join(f"  {json.dumps(key)}: {json.dumps(entries[key])}" for key in keys)
+        lines.append(f' "{name}": {{\n{rows}\n }}' if rows else f' "{name}": {{}}')
+    return "{\n" + ",\n".join(lines) + "\n}\n"
