@@ -120,6 +120,7 @@ def make_parser() -> argparse.ArgumentParser:
     words = dict(help="show what would run, without loading, and what stands in its way", description=INFO)
     info = commands.add_parser("info", aliases=["doctor"], parents=[engine], **words)
     info.add_argument("--json", action="store_true", help="print one JSON object (sizes in bytes)")
+    info.add_argument("--kernels", action="store_true", help="print the kernel and launch config of each linear")
     words = dict(help="write a checkpoint in fewer bits", description=QUANTIZE)
     quantize = commands.add_parser("quantize", **words)
     source = "directory or Hugging Face id of an unquantised checkpoint, or bundled"

@@ -26,7 +26,7 @@ from ..layout import NGRAM
 from ..state.kv import KVCache, make_kv_cache
 from ..state.offload import Offload
 from ..tensors import short_repr
-from ..tuning.attention import prompt_attention_config, queries_config, together_config
+from ..tuning.attention import attention_rows_config, prompt_attention_config, queries_config
 from ..tuning.configs import AttentionCase, Choice, PassConfigs
 from ..tuning.resolve import resolve_configs
 from . import hosted
@@ -289,7 +289,7 @@ class PromptState:
 
 def rows_config(config, case: AttentionCase, rows: int, gpu: Device) -> AttentionRowsConfig:
     """Return the config for rows that are attended one by one, `config` if it is one of those."""
-    return config if isinstance(config, AttentionRowsConfig) else together_config(case, rows, gpu)
+    return config if isinstance(config, AttentionRowsConfig) else attention_rows_config(case, rows, gpu)
 
 
 def rope_keys(spec: ModelSpec) -> list[tuple[RopeConfig, int]]:

@@ -11,6 +11,7 @@ from ..blocks.spec import ModelSpec
 from ..kernels.attention.prompt_attention import PromptAttentionConfig, scratch_sizes
 from ..kernels.linear.matmul_wide import SplitBuffers
 from ..kernels.linear.matmul_wide import make_buffers as make_split_buffers
+from ..kernels.linear.project import Case
 from ..kernels.sampling.sample import SamplerBuffers, make_buffers
 from ..layout import (
     CHUNK_WIDTH,
@@ -24,9 +25,8 @@ from ..layout import (
     mask_words,
 )
 from ..tensors import short_repr
+from ..tuning.configs import DRAFT_SPLITS, TILE_ROWS, is_head
 
-TILE_ROWS = 64  # rows of a buffer that linears read in tiles
-DRAFT_SPLITS = 32  # programs that search the tokens of one row for drafts
 DEQUANTISED = 2**25  # numbers of a quantized weight that are dequantized at a time in a prompt pass
 # Buffers with a row for each slot; the others have a row for each row of the pass.
 OF_SLOTS = ("tokens", "counts", "bias", "mask", "mask_stamp", "out", "out_logprobs", "out_top_ids")
@@ -99,7 +99,8 @@ def make_workspace(
         return tiled(*buffer.shape) if buffer.tile else real(rows, *buffer.shape, dtype=dtypes[buffer.dtype])
 
     meta, samp = make_states(rows, device)
-    most = max(linear.n for layer in spec.layers for linear in layer.linears())
+    cases = {Case(linear.n, linear.k, dtype, linear.epilogue) for linear in spec.linears()}
+    most = max(case.n for case in cases if not is_head(case))
     return Workspace(
         meta=meta,
         samp=samp,

@@ -12,6 +12,7 @@ from ...checkpoint.hub import BUNDLED, resolve_model
 from ...checkpoint.load import load_config, told_tensors
 from ...checkpoint.slices import host_layer_bytes, parameter_count
 from ...errors import CheckpointError, DeviceError
+from ...kernels.device import device_of
 from ...plan.memory import plan_memory, prompt_bytes
 from ...plan.placement import (
     GraphPlan,
@@ -27,11 +28,13 @@ from ...plan.placement import (
 from ...serve.policy import Policy
 from ...state.kv import PAGE, kv_bytes_per_token
 from ...step.dispatch import Dispatcher
+from ...tuning.report import render
 from ...version import __version__
 from ..explain import LOADING, with_options
 from ..loading import slots_of
 from ..terminal import Output, counted, visible
 from . import doctor
+from .kernels import kernel_choices
 
 
 def info(args, output: Output) -> int:
@@ -66,10 +69,17 @@ def info(args, output: Output) -> int:
         "versions": versions,
         "warnings": doctor.warnings(gpus, versions["driver"], versions["cuda"]),
     }
+    rows = []
+    if args.kernels:
+        gpu = device_of(device)
+        if not gpu.capability:
+            raise DeviceError("--kernels needs an NVIDIA GPU, since a CPU runs the references; none is used here")
+        rows = kernel_choices(spec, dtype, gpu, policy.batch_invariant)
+        report["kernels"] = [row._asdict() for row in rows]
     if args.json:
         print(json.dumps(report))
     else:
-        output.text(visible(as_text(report)) + "\n")
+        output.text(visible(as_text(report)) + "\n" + (f"\n{render(rows)}" if rows else ""))
     return 0
 
 
