@@ -1,29 +1,50 @@
-"""Shared by the sampling tests: one step's state with poisoned outputs, and how kernels and references run on it."""
+"""The state of one pass for the sampling tests, and ways to run the sampling ops and their references on it."""
 
-from dataclasses import dataclass, fields, replace
+import inspect
+from dataclasses import dataclass, replace
 
 import torch
+from check import check_op
 from util import CUDA, DEVICE
 
 from tridecode import layout as m
-from tridecode.kernels.sampling.greedy import greedy, greedy_ref
-from tridecode.kernels.sampling.logprobs import logprobs, logprobs_ref
-from tridecode.kernels.sampling.mask import mask, mask_ref
+from tridecode.kernels.sampling.accept import ACCEPT
+from tridecode.kernels.sampling.greedy import GREEDY
+from tridecode.kernels.sampling.logprobs import LOGPROBS
+from tridecode.kernels.sampling.mask import MASK
 from tridecode.kernels.sampling.mass import WEIGHT_BITS, distance_ref, weight_ref
-from tridecode.kernels.sampling.sample import THRESHOLD, SamplerBuffers, make_buffers, sample, sample_ref
+from tridecode.kernels.sampling.sample import SAMPLE, THRESHOLD, SamplerBuffers, make_buffers
 from tridecode.sampling import SamplingParams
 from tridecode.state.slots import fill_meta, fill_samp
 
 PDL = CUDA and torch.cuda.get_device_capability() >= (9, 0)
 CAPACITY = 40
-UNTOUCHED = -7  # in tokens
-POSITION, STEP, GENERATION = 9, 3, 5
+UNTOUCHED = -7  # initial value of tokens, logprobs and ids
+POSITION, STEP, GENERATION = 9, 3, 5  # initial values, equal in all rows
 RINGS = ("out", "logprobs", "ids", "mask", "stamp")  # in host memory
+
+OPS = {"mask": MASK, "greedy": GREEDY, "sample": SAMPLE, "logprobs": LOGPROBS, "accept": ACCEPT}
+# parameter -> field of State, if the names differ
+FIELDS = {"logprobs_ring": "logprobs", "out_logprobs": "logprobs", "out_top_ids": "ids", "drawn": "sampled"}
+ENDS_A_PASS = ("meta", "tokens", "counts", "out", "logprobs_ring")
+ACCUMULATES = {
+    "mask": ("logits", "meta", "sampler.mask"),
+    "greedy": ("meta", "tokens", "out"),
+    "sample": ENDS_A_PASS,
+    "logprobs": ("out_logprobs", "out_top_ids"),
+    "accept": ENDS_A_PASS,
+}
+SCRATCH = {
+    "greedy": ("keys",),
+    "sample": ("keys", "tops", "bins", "bin_mass", "state", "near", "ranks", "mass", "drawn"),
+    "logprobs": ("top_keys", "block_lse"),
+}
+OF_FINITE_ROWS = {"sample": "sampler.processed", "logprobs": "sampler.lse"}  # compared if the row's logits are finite
 
 
 @dataclass
-class Step:
-    """The state that sampling reads and writes; on a GPU the rings are pinned host memory, as in the engine."""
+class State:
+    """The tensors that sampling reads and writes; on a GPU the rings are pinned host memory, as in the engine."""
 
     logits: torch.Tensor
     meta: torch.Tensor
@@ -37,31 +58,28 @@ class Step:
     mask: torch.Tensor
     stamp: torch.Tensor
     sampler: SamplerBuffers
+    sampled: torch.Tensor | None = None  # tokens by row, if `accept` ends the pass
 
-    def copy(self, device=None) -> "Step":
+    def copy(self, device=None) -> "State":
+        """A copy on `device`; by default each tensor stays where it is."""
+
         def clone(t):
-            return t.clone() if device is None else t.to(device, copy=True)
+            if t is None or device is not None:
+                return t if t is None else t.to(device, copy=True)
+            return t.clone().pin_memory() if t.is_pinned() else t.clone()
 
-        def ring(t):
-            return t.clone().pin_memory() if device is None and t.is_pinned() else t.clone()
+        buffers = SamplerBuffers(**{name: clone(t) for name, t in vars(self.sampler).items()})
+        return State(sampler=buffers, **{name: clone(t) for name, t in vars(self).items() if name != "sampler"})
 
-        buffers = SamplerBuffers(**{f.name: clone(getattr(self.sampler, f.name)) for f in fields(SamplerBuffers)})
-        rings = {name: ring(getattr(self, name)) for name in RINGS}
-        plain = ("logits", "meta", "samp", "tokens", "counts", "bias")
-        return Step(sampler=buffers, **rings, **{name: clone(getattr(self, name)) for name in plain})
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        own = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "sampler"}
-        return own | {f"sampler.{f.name}": getattr(self.sampler, f.name) for f in fields(SamplerBuffers)}
-
-    def set(self, **state) -> "Step":
-        for name, value in state.items():
+    def set(self, **values) -> "State":
+        """Set fields of meta in all rows."""
+        for name, value in values.items():
             self.meta[:, getattr(m, name)] = value
         return self
 
-    def state(self, slot: int = 0) -> dict[str, int]:
-        row = self.meta[slot].tolist()
-        return {name: row[getattr(m, name)] for name in ("STATUS", "POSITION", "STEP")}
+    def progress(self, row: int = 0) -> dict[str, int]:
+        values = self.meta[row].tolist()
+        return {name: values[getattr(m, name)] for name in ("STATUS", "POSITION", "STEP")}
 
     def entry(self, slot: int = 0, step: int = STEP) -> tuple[int, int]:
         """Step and token of the output ring's entry for `step`."""
@@ -70,8 +88,11 @@ class Step:
         return value >> m.STEP_SHIFT & m.STEP_MASK, value & m.NO_TOKEN
 
 
-def make_step(logits: torch.Tensor, *params: SamplingParams, stop_ids=(), seed: int = 1) -> Step:
-    """A step in mid-generation, one row of logits and one SamplingParams a slot; scratch and outputs are garbage."""
+def make_state(logits: torch.Tensor, *params: SamplingParams, stop_ids=(), seed: int = 1) -> State:
+    """The state in mid-generation with a row of logits for each slot; scratch and outputs are garbage.
+
+    params: of each slot; by default SamplingParams() for all.
+    """
     rows, vocab = logits.shape
     params = params or (SamplingParams(),) * rows
     assert len(params) == rows
@@ -81,15 +102,14 @@ def make_step(logits: torch.Tensor, *params: SamplingParams, stop_ids=(), seed: 
         fill_samp(samp[slot].numpy(), p)
     generator = torch.Generator().manual_seed(vocab)
     buffers = make_buffers(vocab, rows, "cpu")
-    for f in fields(SamplerBuffers):
-        if f.name != "counter":
-            t = getattr(buffers, f.name)
+    for name, t in vars(buffers).items():
+        if name != "counter":
             t.fill_(float("nan")) if t.is_floating_point() else t.random_(1, 1 << 30, generator=generator)
     bias = torch.zeros(rows, vocab)
     for row, p in enumerate(params):
         for token, value in p.logit_bias.items():
             bias[row, token] = value
-    step = Step(
+    state = State(
         logits=logits.float().cpu(),
         meta=meta,
         samp=samp,
@@ -97,70 +117,96 @@ def make_step(logits: torch.Tensor, *params: SamplingParams, stop_ids=(), seed: 
         counts=torch.randint(0, 4, (rows, vocab), generator=generator).int(),
         bias=bias,
         out=torch.full((rows, m.RING), -1, dtype=torch.int64),
-        logprobs=torch.full((rows, m.RING, 21), float("nan")),
+        logprobs=torch.full((rows, m.RING, 21), float(UNTOUCHED)),
         ids=torch.full((rows, m.RING, 20), UNTOUCHED, dtype=torch.int32),
         mask=torch.zeros(rows, m.mask_words(vocab), dtype=torch.int32),
         stamp=torch.zeros(rows, dtype=torch.int64),
         sampler=buffers,
     ).set(STEP=STEP)
     if not CUDA:
-        return step
-    rings = {name: getattr(step, name).pin_memory() for name in RINGS}
-    return replace(step.copy(DEVICE), **rings)
+        return state
+    rings = {name: getattr(state, name).pin_memory() for name in RINGS}
+    return replace(state.copy(DEVICE), **rings)
 
 
-def run(kind: str, step: Step, with_logprobs: bool = False, masked: bool = False) -> Step:
-    """One step by the kernels, in place; waits, since successive steps are fenced by the kernels before sampling."""
-    s = step
-    ring = s.logprobs if with_logprobs else None
+def arguments(kind: str, state: State, with_logprobs: bool = False, **others) -> dict:
+    """Arguments of a launch by name; `others` are those that are not a field of State, and replacements."""
+    parameters = inspect.signature(OPS[kind].ref).parameters
+    values = {name: getattr(state, FIELDS.get(name, name), p.default) for name, p in parameters.items()}
+    if "lse" in parameters:
+        values["lse"] = state.sampler.lse
+    if "logprobs_ring" in parameters and not with_logprobs:
+        values["logprobs_ring"] = None
+    return values | others
+
+
+def run(kind: str, state: State, masked: bool = False) -> State:
+    """Launch one op in place, after `mask` if `masked`.
+
+    Waits for the launch: in the engine, the kernels before sampling order one pass after another.
+    """
     if masked:
-        mask(s.logits, s.meta, s.mask, s.stamp, s.sampler, pdl=PDL)
-    if kind == "greedy":
-        greedy(s.logits, s.meta, s.tokens, s.out, s.sampler, masked, pdl=PDL)
-    elif kind == "sample":
-        sample(s.logits, s.meta, s.samp, s.tokens, s.counts, s.bias, s.out, s.sampler, ring, masked, pdl=PDL)
-    else:
-        logprobs(s.logits, s.meta, s.logprobs, s.ids, s.sampler, pdl=PDL)
+        run("mask", state)
+    others = {"masked": True} if masked else {}
+    OPS[kind].launch(**arguments(kind, state, **others), pdl=PDL)
     if CUDA:
         torch.cuda.synchronize()
-    return s
+    return state
 
 
-def run_ref(kind: str, step: Step, with_logprobs: bool = False, masked: bool = False) -> Step:
-    """One step by the references, on a copy in host memory."""
-    s = step.copy("cpu")
-    ring = s.logprobs if with_logprobs else None
+def run_ref(kind: str, state: State) -> State:
+    """Run the reference of one op on a copy in host memory."""
+    state = state.copy("cpu")
+    OPS[kind].ref(**arguments(kind, state))
+    return state
+
+
+def check(kind: str, state: State, with_logprobs: bool = False, masked: bool = False, **others) -> tuple[State, State]:
+    """Check one op with check_op, after `mask` if `masked`; return the states after the launch and the reference.
+
+    others: see `arguments`. If `state.sampled` is set, greedy and sample write it and nothing else.
+    """
     if masked:
-        mask_ref(s.logits, s.meta, s.mask, s.stamp, s.sampler)
-    if kind == "greedy":
-        greedy_ref(s.logits, s.meta, s.tokens, s.out, s.sampler, masked)
-    elif kind == "sample":
-        sample_ref(s.logits, s.meta, s.samp, s.tokens, s.counts, s.bias, s.out, s.sampler, ring, masked)
-    else:
-        logprobs_ref(s.logits, s.meta, s.logprobs, s.ids, s.sampler)
-    return s
+        state, _ = check("mask", state)
+        others["masked"] = True
+    args = arguments(kind, state, with_logprobs, **others)
+    draws = kind in ("greedy", "sample") and state.sampled is not None
+    outputs, scratch, views = ["drawn"] if draws else [], [f"sampler.{name}" for name in SCRATCH.get(kind, ())], {}
+    if name := OF_FINITE_ROWS.get(kind):
+        finite = state.logits.isfinite().all(1) & (state.meta[:, m.STATUS] == m.RUN)
+        (outputs if finite.any() else scratch).append(name)
+        if finite.any():
+            views[name] = lambda t: t[finite.to(t.device)]
+    tolerance = {"out_logprobs": 1e-6, "sampler.lse": 1e-6} if kind == "logprobs" else {}
+    checked = check_op(
+        OPS[kind],
+        args,
+        tolerance={name: error for name, error in tolerance.items() if name not in scratch},
+        outputs=outputs,
+        accumulates=() if draws else ACCUMULATES[kind],
+        scratch=scratch,
+        views=views,
+        on_host=True,
+    )
+    return _updated(state, checked.launched), _updated(state, checked.reference)
 
 
-RUNNERS = {
-    "greedy": lambda step: run("greedy", step),
-    "greedy_ref": lambda step: run_ref("greedy", step),
-    "sample": lambda step: run("sample", step),
-    "sample_ref": lambda step: run_ref("sample", step),
-}
+def _updated(state: State, args: dict) -> State:
+    fields = {FIELDS.get(name, name): value for name, value in args.items() if value is not None}
+    return replace(state, **{name: value for name, value in fields.items() if name in vars(state)})
 
 
-def assert_same(out: Step, ref: Step, *names: str) -> None:
-    """Bit for bit, NaN poison included."""
-    a, b = out.tensors(), ref.tensors()
-    for name in names or a:
-        x, y = a[name].cpu().contiguous(), b[name].cpu().contiguous()
+def assert_same(state: State, expected: State, *names: str) -> None:
+    """Compare fields of two states bit by bit, NaN included."""
+    for name in names:
+        x, y = (getattr(s, name).cpu().contiguous() for s in (state, expected))
         assert torch.equal(x.view(torch.uint8), y.view(torch.uint8)), f"{name} differs"
 
 
-def kept(step: Step, slot: int = 0) -> set[int]:
-    """The tokens that the filters left, from the sampler's buffers after a step."""
-    y = step.sampler.processed[slot].cpu()
-    temperature, _, min_p = step.samp[slot, :3].cpu()
+def kept(state: State, slot: int = 0) -> set[int]:
+    """The tokens that the filters kept, according to the sampler's buffers."""
+    y = state.sampler.processed[slot].cpu()
+    temperature, _, min_p = state.samp[slot, :3].cpu()
     d = distance_ref(y, y.max(), temperature)
-    keep = (d <= step.sampler.state[slot, THRESHOLD].cpu()) & (weight_ref(d) >= float(min_p) * 2**WEIGHT_BITS)
+    keep = (d <= state.sampler.state[slot, THRESHOLD].cpu()) & (weight_ref(d) >= float(min_p) * 2**WEIGHT_BITS)
     return set(keep.nonzero().flatten().tolist())

@@ -1,4 +1,4 @@
-"""Shared by the kernel tests: cases named once with two sets of sizes, poisoned outputs, one measure of error."""
+"""Helpers of the kernel tests: named cases, random and poisoned tensors, relative RMS error."""
 
 from dataclasses import dataclass
 
@@ -10,13 +10,13 @@ from tridecode.kernels.attention.fp8_kv import head_rows, put
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
-# One rounding to bf16, beside a reference that rounds the same way up to fp32 noise. The interpreter truncates instead.
+# Tolerance of an output in bf16 whose reference is rounded too. The interpreter truncates instead of rounding.
 BF16_ROUNDING = 1e-3 if CUDA else 5e-3
 
 
 @dataclass(frozen=True)
 class Case:
-    """`gpu` holds a real model's sizes, `small` the same oddness for the interpreter (2 ms a program and loop turn)."""
+    """A named case: sizes of a real model, and sizes as odd for the interpreter (2 ms a program and iteration)."""
 
     name: str
     gpu: dict
@@ -28,18 +28,19 @@ class Case:
 
 
 def cases(*entries: Case):
+    """Parametrize a test by `case`."""
     return pytest.mark.parametrize("case", entries, ids=[c.name for c in entries])
 
 
 def relative_rms(out: torch.Tensor, ref: torch.Tensor) -> float:
-    """||out - ref|| / ||ref||; NaN (an output left poisoned) never compares below a tolerance."""
+    """Return ||out - ref|| / ||ref||, which is NaN, and so never within a tolerance, if `out` is still poisoned."""
     return ((out.double() - ref.double()).norm() / ref.double().norm()).item()
 
 
-def assert_close(out: torch.Tensor, ref: torch.Tensor, tolerance: float, what: str = "") -> None:
+def assert_close(out: torch.Tensor, ref: torch.Tensor, tolerance: float, name: str = "") -> None:
     assert out.shape == ref.shape
     error = relative_rms(out, ref)
-    assert error <= tolerance, f"{what}: relative RMS error {error:.2e}, tolerance {tolerance:.0e}"
+    assert error <= tolerance, f"{name}: relative RMS error {error:.2e}, tolerance {tolerance:.0e}"
 
 
 def poisoned(*shape, dtype=torch.float32) -> torch.Tensor:
@@ -56,7 +57,7 @@ def norm_weight(n: int, dtype=torch.float32) -> torch.Tensor:
 
 
 def in_8_bits(pool: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of a pool [pages, layers, 2, kv_heads, page, head_dim] the same in 8 bits, and K and V of its layer 1."""
+    """Return a pool [pages, layers, 2, kv_heads, page, head_dim] in 8 bits, and K and V of its layer 1."""
     *shape, page, D = pool.shape
     found = torch.zeros(*shape, head_rows(page, D) * D, dtype=torch.uint8, device=pool.device)
     numbers = found[..., : page * D].unflatten(-1, (page, D))
@@ -67,6 +68,7 @@ def in_8_bits(pool: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
 
 
 def meta_rows(*positions: int, status: int = layout.RUN) -> torch.Tensor:
+    """Return meta with a row, in the slot of the same number, for each position."""
     rows = torch.zeros(len(positions), layout.META_WIDTH, dtype=torch.int32)
     rows[:, layout.POSITION] = torch.tensor(positions, dtype=torch.int32)
     rows[:, layout.SLOT] = torch.arange(len(positions), dtype=torch.int32)

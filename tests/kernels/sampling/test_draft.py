@@ -1,118 +1,113 @@
-"""Drafts out of the text itself: the kernel against its reference, on texts made to mislead it."""
+"""Drafts from earlier text: the kernel against its reference, on texts with near misses."""
 
 import pytest
 import torch
+from check import check_op
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from util import CUDA, DEVICE, meta_rows
 
 from tridecode import layout
-from tridecode.kernels.sampling.draft import BLOCK, draft, draft_ref
+from tridecode.kernels.sampling.draft import BLOCK, DRAFT
 
-POISON = 77
+UNTOUCHED = 77
+TEXT = [1, 2, 3, 1, 2]  # the last position is 4
 
 
-def run(texts, wanted=7, most=7, splits=4, limit=None, room=None, status=None, known=0, flags=0, ngram=layout.NGRAM):
-    """(drafts of the kernel, of the reference, the tokens that both left) for a row for each text, rows and slots in
-    opposite order."""
+def draft(
+    *texts, trust=7, max_drafts=7, splits=4, limit=None, room=None, status=layout.RUN, known=0, flags=0, ngram=None
+):
+    """Check a launch with a row for each text; return the number of drafts and the tokens after the text, by row.
+
+    The slots are in the opposite order of the rows. status: of the first row.
+    """
     rows, capacity = len(texts), max(map(len, texts)) + 16
     meta = meta_rows(*(len(text) - 1 for text in texts))
     meta[:, layout.SLOT] = meta[:, layout.SLOT].flip(0)
     meta[:, layout.LIMIT] = limit or capacity + 1
     meta[:, layout.ROOM] = room or capacity
-    meta[:, layout.TRUST], meta[:, layout.DRAFTS] = wanted, POISON
+    meta[:, layout.TRUST], meta[:, layout.DRAFTS] = trust, UNTOUCHED
     meta[:, layout.N_KNOWN], meta[:, layout.FLAGS] = known, flags
-    if status is not None:
-        meta[0, layout.STATUS] = status
-    tokens = torch.full((rows, capacity + 1), POISON, dtype=torch.int32)
+    meta[0, layout.STATUS] = status
+    tokens = torch.full((rows, capacity + 1), UNTOUCHED, dtype=torch.int32)
     for row, text in enumerate(texts):
         tokens[rows - 1 - row, : len(text)] = torch.tensor(text)
-    found, expected, meta_ref = tokens.to(DEVICE), tokens.to(DEVICE), meta.clone()
-    keys = torch.full((rows, splits), -(2**62), dtype=torch.int64, device=DEVICE)
+    keys = torch.zeros(rows, splits, dtype=torch.int64, device=DEVICE)
     counter = torch.zeros(rows, dtype=torch.int32, device=DEVICE)
-    draft(meta, found, keys, counter, most, ngram)
-    draft_ref(meta_ref, expected, keys, counter, most, ngram)
-    assert not counter.any(), "the next launch would miscount"
-    assert torch.equal(meta, meta_ref) and torch.equal(found, expected)
-    counts = meta[:, layout.DRAFTS]
-    return counts.tolist(), [found[rows - 1 - row, len(text) :].tolist() for row, text in enumerate(texts)]
+    args = meta, tokens.to(DEVICE), keys, counter, max_drafts, ngram or layout.NGRAM
+    launched, _ = check_op(DRAFT, args, outputs=(), accumulates=("meta", "tokens"), scratch=("keys",))
+    after = [launched["tokens"][rows - 1 - row, len(text) :].tolist() for row, text in enumerate(texts)]
+    return launched["meta"][:, layout.DRAFTS].tolist(), after
 
 
-def test_what_followed_the_same_words_before():
-    text = [1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3, 4]
-    counts, (following,) = run([text], wanted=3)
-    assert counts == [3] and following[:4] == [5, 6, 7, POISON]
+def test_draft_is_the_continuation_of_the_same_words():
+    counts, (after,) = draft([1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3, 4], trust=3)
+    assert counts == [3] and after[:4] == [5, 6, 7, UNTOUCHED]
 
 
-def test_the_longest_agreement_wins_and_then_the_latest():
-    counts, (following,) = run([[1, 2, 3, 4, 50, 9, 3, 4, 60, 9, 3, 4, 70, 1, 2, 3, 4]], wanted=1)
-    assert following[0] == 50, "four tokens agree"
-    counts, (following,) = run([[8, 3, 4, 60, 9, 3, 4, 70, 1, 3, 4]], wanted=1)
-    assert following[0] == 70, "two agree at either place"
+def test_longest_match_wins_and_then_the_latest():
+    _, (after,) = draft([1, 2, 3, 4, 50, 9, 3, 4, 60, 9, 3, 4, 70, 1, 2, 3, 4], trust=1)
+    assert after[0] == 50, "four tokens match"
+    _, (after,) = draft([8, 3, 4, 60, 9, 3, 4, 70, 1, 3, 4], trust=1)
+    assert after[0] == 70, "two tokens match in both places"
 
 
-def test_as_many_must_agree_as_were_asked_for():
+def test_ngram_limits_the_length_of_a_match():
     text = [1, 2, 3, 4, 50, 9, 3, 4, 60, 9, 4, 70, 1, 2, 3, 4]
-    found = {ngram: run([text], wanted=1, ngram=ngram)[1][0][0] for ngram in ((4, 2), (3, 3), (2, 2), (1, 1), (2, 1))}
-    assert found == {(4, 2): 50, (3, 3): 50, (2, 2): 60, (1, 1): 70, (2, 1): 60}
-    assert run([text], ngram=(8, 5))[0] == [0] and run([[3, 3]], ngram=(1, 1))[0] == [7]
+    first = {ngram: draft(text, trust=1, ngram=ngram)[1][0][0] for ngram in ((4, 2), (3, 3), (2, 2), (1, 1), (2, 1))}
+    assert first == {(4, 2): 50, (3, 3): 50, (2, 2): 60, (1, 1): 70, (2, 1): 60}
+    assert draft(text, ngram=(8, 5))[0] == [0] and draft([3, 3], ngram=(1, 1))[0] == [7]
 
 
-def test_text_that_repeats_itself_goes_on_so():
-    counts, (following,) = run([[5, 6, 5, 6, 5, 6]], wanted=5)
-    assert counts == [5] and following[:5] == [5, 6, 5, 6, 5]
-    counts, (following,) = run([[9, 9, 9]], wanted=4)
-    assert following[:4] == [9, 9, 9, 9]
+@pytest.mark.parametrize("text, drafts", [([5, 6, 5, 6, 5, 6], [5, 6, 5, 6, 5]), ([9, 9, 9], [9, 9, 9, 9])], ids=str)
+def test_repetition_continues_beyond_the_end_of_the_text(text, drafts):
+    counts, (after,) = draft(text, trust=len(drafts))
+    assert counts == [len(drafts)] and after[: len(drafts)] == drafts
 
 
 @pytest.mark.parametrize("text", [[3], [3, 3], [1, 2, 3, 4], [2, 1, 1]], ids=str)
-def test_nothing_is_drafted_where_nothing_repeats(text):
-    counts, (following,) = run([text])
-    assert counts == [0] and set(following) == {POISON}
+def test_text_without_repetition_has_no_drafts(text):
+    counts, (after,) = draft(text)
+    assert counts == [0] and set(after) == {UNTOUCHED}
 
 
-def test_drafts_end_where_pages_do_and_where_the_text_must():
-    text = [1, 2, 3, 1, 2]  # position 4
-    assert run([text], room=7)[0] == [2], "positions 5 and 6 have pages"
-    assert run([text], limit=7)[0] == [1], "a draft at 5, and behind it one drawn token at 6"
-    assert run([text], limit=6)[0] == [0] and run([text], room=5)[0] == [0]
+def test_drafts_end_at_the_last_page_and_at_the_limit():
+    assert draft(TEXT, room=7)[0] == [2], "positions 5 and 6 have pages"
+    assert draft(TEXT, limit=7)[0] == [1], "a draft at position 5, then a sampled token at 6"
+    assert draft(TEXT, limit=6)[0] == [0] and draft(TEXT, room=5)[0] == [0]
 
 
-def test_as_many_as_are_trusted_but_one_is_always_guessed():
-    text = [1, 2, 3, 1, 2]
-    assert run([text], wanted=9, most=3)[0] == [3] and run([text], wanted=2)[0] == [2]
-    assert run([text], wanted=0)[0] == [1]
+def test_number_of_drafts_is_the_trust_but_at_least_one():
+    assert draft(TEXT, trust=9, max_drafts=3)[0] == [3] and draft(TEXT, trust=2)[0] == [2]
+    assert draft(TEXT, trust=0)[0] == [1]
 
 
-def test_given_tokens_are_drafts_as_they_stand():
-    text = [1, 2, 3, 1, 2]  # position 4
-    counts, (following,) = run([text], known=8)
-    assert counts == [3] and set(following) == {POISON}
-    assert run([text], known=8, most=2)[0] == [2] and run([text], known=5)[0] == [7]
-    assert run([[5]], known=4)[0] == [3], "nothing need repeat"
+def test_known_tokens_are_drafts():
+    counts, (after,) = draft(TEXT, known=8)
+    assert counts == [3] and set(after) == {UNTOUCHED}
+    assert draft(TEXT, known=8, max_drafts=2)[0] == [2] and draft(TEXT, known=5)[0] == [7]
+    assert draft([5], known=4)[0] == [3], "without any repetition"
 
 
-def test_none_where_there_is_a_mask():
-    text = [1, 2, 3, 1, 2]
-    assert run([text], flags=layout.FLAG_MASK)[0] == [0] and run([text], flags=layout.FLAG_PENALTIES)[0] == [7]
+def test_masked_row_has_no_drafts():
+    assert draft(TEXT, flags=layout.FLAG_MASK)[0] == [0] and draft(TEXT, flags=layout.FLAG_PENALTIES)[0] == [7]
 
 
-def test_a_row_that_does_not_run_has_none():
-    counts, following = run([[1, 2, 1, 2], [1, 2, 1, 2]], status=layout.STOP)
-    assert counts == [POISON, 7] and set(following[0]) == {POISON}
+def test_idle_row_has_no_drafts():
+    counts, after = draft([1, 2, 1, 2], [1, 2, 1, 2], status=layout.STOP)
+    assert counts == [UNTOUCHED, 7] and set(after[0]) == {UNTOUCHED}
 
 
 @pytest.mark.parametrize("length", [BLOCK, BLOCK + 1, 3 * BLOCK - 1, *((32_000,) if CUDA else ())])
-def test_long_texts(length):
-    """Agreement across the ends of blocks and of the programs' shares."""
+def test_matches_across_blocks_and_programs(length):
     for place in (3, BLOCK - 1, BLOCK, BLOCK + 1, length - 6):
         if place > length - 6:
             continue
         text = list(range(100, 100 + length))
         text[place - 3 : place + 2] = [1, 2, 3, 4, 55]
         text[-4:] = [1, 2, 3, 4]
-        counts, (following,) = run([text], wanted=1)
-        assert counts == [1] and following[0] == 55
+        counts, (after,) = draft(text, trust=1)
+        assert counts == [1] and after[0] == 55
 
 
 TEXTS = st.lists(st.integers(0, 2), min_size=1, max_size=40)
@@ -120,5 +115,5 @@ TEXTS = st.lists(st.integers(0, 2), min_size=1, max_size=40)
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(TEXTS, min_size=1, max_size=3), st.sampled_from([1, 4]), st.sampled_from([(4, 2), (3, 1), (5, 5)]))
-def test_any_text(texts, splits, ngram):
-    run(texts, splits=splits, ngram=ngram)
+def test_draft_matches_reference(texts, splits, ngram):
+    draft(*texts, splits=splits, ngram=ngram)

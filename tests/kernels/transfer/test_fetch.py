@@ -1,79 +1,59 @@
-"""What comes from host memory into the ring, against indexing; in the interpreter and on a GPU."""
+"""fetch copies one layer of pages from host memory into a ring buffer."""
 
 import pytest
 import torch
+from check import check_op
 from util import CUDA, DEVICE, Case, cases, meta_rows
 
 from tridecode import layout
-from tridecode.kernels.transfer.fetch import FETCH, FetchConfig, fetch, fetch_bytes, fetch_ref
+from tridecode.kernels.transfer.fetch import FETCH, FetchConfig
 from tridecode.state.offload import host_pages
 
-CASES = cases(
-    Case(
-        "qwen3-4b",
-        gpu=dict(host=70, layers=36, kv=8, page=64, d=128),
-        small=dict(host=7, layers=3, kv=1, page=16, d=32),
-    ),
-    Case(
-        "heads_of_80",
-        gpu=dict(host=70, layers=4, kv=5, page=64, d=80),
-        small=dict(host=5, layers=2, kv=1, page=16, d=20),
-    ),
+QWEN3 = Case(
+    "qwen3-4b",
+    gpu=dict(host=70, layers=36, kv=8, page=64, d=128),
+    small=dict(host=7, layers=3, kv=1, page=16, d=32),
 )
-POISON = -(2**62)
+ODD = Case(
+    "heads_of_80",
+    gpu=dict(host=70, layers=4, kv=5, page=64, d=80),
+    small=dict(host=5, layers=2, kv=1, page=16, d=20),
+)
+CONFIG = FetchConfig() if CUDA else FetchConfig(programs=3, num_warps=4, tile=128)
+UNTOUCHED = -(2**62)
 
 
-def bits_of(case):
-    """host int64 [pages, layers, cell] of random bits, and the launch shape."""
-    s = case.sizes
-    shape = s["layers"], 2, s["kv"], s["page"], s["d"]
-    host = host_pages(s["host"], shape, torch.bfloat16, torch.device(DEVICE))
-    bits = host.flatten(2).view(torch.int64)
-    bits.copy_(torch.randint(-(2**60), 2**60, bits.shape, generator=torch.Generator().manual_seed(1)))
-    return bits, FetchConfig() if CUDA else FetchConfig(programs=3, num_warps=4, tile=128)
+def check(case: Case, pages: tuple[int, ...], meta=None, layer: int = 1) -> list[int]:
+    """Check a fetch into a ring of six places; return the places that it fills."""
+    sizes, places = case.sizes, 6
+    shape = sizes["layers"], 2, sizes["kv"], sizes["page"], sizes["d"]
+    host = host_pages(sizes["host"], shape, torch.bfloat16, torch.device(DEVICE)).flatten(2).view(torch.int64)
+    host.copy_(torch.randint(-(2**60), 2**60, host.shape, generator=torch.Generator().manual_seed(1)))
+    cell = host.shape[2]
+    ring = torch.full((places, cell), UNTOUCHED, device=DEVICE)
+    wanted = torch.tensor([len(pages), *pages] + [-1] * (places - len(pages)), dtype=torch.int32, device=DEVICE)
+    moved = 8 * cell * sum(page >= 0 for page in pages)
+    args = meta, wanted, host[:, layer], ring
+    ring = check_op(FETCH, args, dict(config=CONFIG), accumulates=("ring",), moved=moved).launched["ring"].cpu()
+    filled = [place for place in range(places) if (ring[place] != UNTOUCHED).any()]
+    assert all(torch.equal(ring[place], host[pages[place], layer]) for place in filled)
+    return filled
 
 
-def listed(*pages: int, room: int) -> torch.Tensor:
-    places = torch.full((1 + room,), -1, dtype=torch.int32)
-    places[0], places[1 : 1 + len(pages)] = len(pages), torch.tensor(pages, dtype=torch.int32)
-    return places.to(DEVICE)
-
-
-@CASES
+@cases(QWEN3, ODD)
 @pytest.mark.parametrize("pages", [(), (2,), (4, -1, 0, 3)], ids=["none", "one", "with_a_gap"])
-def test_fetch_brings_the_layers_part_of_the_pages_that_are_wanted(case, pages):
-    host, shape = bits_of(case)
-    layer, room = 1, 6
-    ring = torch.full((room, host.shape[2]), POISON, device=DEVICE)
-    fetch(None, listed(*pages, room=room), host[:, layer], ring, config=shape)
-    for place in range(room):
-        page = pages[place] if place < len(pages) else -1
-        wanted = host[page, layer] if page >= 0 else torch.full_like(host[0, 0], POISON)
-        assert torch.equal(ring[place].cpu(), wanted), place
-    reference = torch.full_like(ring, POISON)
-    fetch_ref(None, listed(*pages, room=room), host[:, layer], reference)
-    assert torch.equal(ring, reference)
+def test_fetch_copies_the_pages_of_one_layer(case, pages):
+    assert check(case, pages) == [place for place, page in enumerate(pages) if page >= 0]
 
 
 @pytest.mark.parametrize("status", [layout.RUN, layout.STOP, layout.WAIT], ids=["run", "stop", "wait"])
-def test_nothing_comes_for_a_pass_in_which_no_row_runs(status):
-    host, shape = bits_of(CASES.args[1][0])
+def test_fetch_copies_nothing_if_no_row_runs(status):
     meta = meta_rows(5, 7, 9, status=layout.STOP)
     meta[1, layout.STATUS] = status
-    for run in (fetch, FETCH.ref):
-        ring = torch.full((4, host.shape[2]), POISON, device=DEVICE)
-        run(meta, listed(3, 1, room=4), host[:, 0], ring, **{"shape": shape} if run is fetch else {})
-        assert torch.equal(ring[0].cpu(), host[3, 0]) == (status == layout.RUN)
-        assert (ring == POISON).all() == (status != layout.RUN)
+    assert check(QWEN3, (3, 1), meta, layer=0) == ([0, 1] if status == layout.RUN else [])
 
 
-def test_what_a_fetch_moves():
-    host, _ = bits_of(CASES.args[1][0])
-    ring = torch.zeros(6, host.shape[2], dtype=torch.int64)
-    assert fetch_bytes(None, listed(2, -1, 3, room=6), host[:, 0], ring) == 2 * host[0, 0].nbytes
-
-
-def test_pages_of_the_host_are_aligned_and_lie_in_one_range():
+def test_host_pages_are_contiguous_and_aligned():
     host = host_pages(5, (3, 2, 1, 16, 20), torch.bfloat16, torch.device(DEVICE))
     assert host.shape == (5, 3, 2, 1, 16, 20)
     host.zero_()
