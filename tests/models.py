@@ -1,24 +1,28 @@
-"""Tiny models in memory for tests of the step and the engine: real head sizes, odd widths, few programs."""
+"""Tiny models in memory for tests of the passes and the engine: real head sizes, odd widths, few programs."""
 
 import torch
 
+from tridecode.blocks.attention import Attention
 from tridecode.blocks.rope import RopeConfig
 from tridecode.blocks.spec import ModelSpec
+from tridecode.blocks.weights import Weights
 from tridecode.checkpoint.load import random_weights
 from tridecode.engine import Engine
 from tridecode.kernels.attention.attention import AttentionConfig
 from tridecode.kernels.attention.attention_rows import AttentionRowsConfig
 from tridecode.kernels.linear.matvec import MatvecConfig
+from tridecode.kernels.linear.registry import kernel_named
 from tridecode.models.dense import dense_spec
+from tridecode.step.model import attention_case, linear_case
 from tridecode.step.run import launch
-from tridecode.tuning.shapes import StepShapes
+from tridecode.tuning.configs import Choice, PassConfigs
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda", 0) if CUDA else torch.device("cpu")
-# few, large programs: the interpreter takes about 2 ms for each and each loop turn
-_PRODUCTS = [MatvecConfig(n, 1) for n in (128, 64, 64, 64, 128)]
-INTERPRETER_SHAPES = StepShapes(*_PRODUCTS, AttentionConfig(block_t=32, splits=3))
-SEVERAL_ROWS = StepShapes(*_PRODUCTS, AttentionRowsConfig(block_t=32, splits=3, least=1, programs=3))
+# Few, large programs: the interpreter takes about 2 ms for each, and for each iteration of a loop.
+_ROWS_OF_PROGRAM = {"normed": 128, "residual": 64, "gated": 64}  # by epilogue
+ONE_ROW = AttentionConfig(block_t=32, splits=3)
+SEVERAL_ROWS = AttentionRowsConfig(block_t=32, splits=3, least=1, programs=3)
 
 
 def tiny_config(layer_types=None, sliding_window=None, **overrides) -> ModelSpec:
@@ -64,22 +68,44 @@ FAMILIES = {
 }
 
 
+def interpreter_configs(spec: ModelSpec, weights: Weights, one_row=ONE_ROW) -> dict[int, PassConfigs]:
+    """Launch configs with few programs. one_row: those of attention in passes of one row."""
+    cases = {
+        linear_case(loaded[linear.name], linear.epilogue)
+        for layer, loaded in zip(spec.layers, weights.layers)
+        for linear in layer.linears()
+    }
+    cases.add(linear_case(weights.lm_head, spec.lm_head.epilogue))
+    matvec = kernel_named("matvec")
+    linears = {case: Choice(matvec, MatvecConfig(_ROWS_OF_PROGRAM[case.epilogue], 1)) for case in cases}
+    blocks = [block for block in spec.blocks() if isinstance(block, Attention)]
+    attention = {attention_case(block, weights.dtype, spec.fp8_kv) for block in blocks}
+    by_rows = {1: one_row, 2: SEVERAL_ROWS}
+    return {rows: PassConfigs(linears, dict.fromkeys(attention, config)) for rows, config in by_rows.items()}
+
+
 def tiny_engine(
     backend="auto", graph="full", dtype=None, capacity=256, seed=0, build=None, on_host=0, **overrides
 ) -> Engine:
-    """The default backend is the one this machine has: Triton on a GPU, torch otherwise. build: more for Engine.build;
-    on_host: layers whose weights are in the host's memory; overrides: of the configuration."""
-    config = tiny_config(**overrides)
+    """Build an engine of a tiny model with random weights.
+
+    Args:
+        backend: by default the one that this machine has: Triton on a GPU, torch otherwise.
+        build: more for Engine.build.
+        on_host: layers whose linears are in host memory.
+        overrides: of the configuration.
+    """
+    spec = tiny_config(**overrides)
     dtype = dtype or (torch.bfloat16 if CUDA else torch.float32)
     if backend == "auto":
         backend = "triton" if CUDA else "torch"
-    weights = random_weights(config, DEVICE, dtype, seed, on_host)
-    shapes = None if CUDA else {1: INTERPRETER_SHAPES, 2: SEVERAL_ROWS}
-    return Engine.build(config, weights, None, capacity, backend, graph, shapes=shapes, **build or {})
+    weights = random_weights(spec, DEVICE, dtype, seed, on_host)
+    configs = None if CUDA else interpreter_configs(spec, weights)
+    return Engine.build(spec, weights, None, capacity, backend, graph, configs=configs, **build or {})
 
 
 def slowed(late: str):
-    """Launches, before each of which of this role its stream sleeps for a millisecond."""
+    """Return a runner that launches; before each launch of the role `late` its stream sleeps for a millisecond."""
 
     def run(role, op, *args, **how):
         if role == late:
@@ -90,7 +116,7 @@ def slowed(late: str):
 
 
 def begin(engine: Engine, ids, position, params, stop_ids=(), limit=None) -> None:
-    """Slot 0 at `position` of `ids`, without the engine's streaming around it."""
+    """Begin slot 0 at `position` of `ids` without the engine's streaming."""
     slots, limit = engine.scheduler.slots, limit or engine.capacity + 1
     slots.write_tokens(0, ids, limit - 1)
     slots.begin(0, 0, params, position=position, n_known=len(ids), limit=limit, stop_ids=stop_ids)
