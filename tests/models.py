@@ -10,6 +10,7 @@ from tridecode.checkpoint.load import random_weights
 from tridecode.engine import Engine
 from tridecode.kernels.attention.attention import AttentionConfig
 from tridecode.kernels.attention.attention_rows import AttentionRowsConfig
+from tridecode.kernels.device import Device
 from tridecode.kernels.linear.matvec import MatvecConfig
 from tridecode.kernels.linear.registry import kernel_named
 from tridecode.models.dense import dense_spec
@@ -19,6 +20,7 @@ from tridecode.tuning.configs import Choice, PassConfigs
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda", 0) if CUDA else torch.device("cpu")
+H100 = Device("NVIDIA H100 80GB HBM3", 90, 132, 232448, 233472, 65536)
 # Few, large programs: the interpreter takes about 2 ms for each, and for each iteration of a loop.
 _ROWS_OF_PROGRAM = {"normed": 128, "residual": 64, "gated": 64}  # by epilogue
 ONE_ROW = AttentionConfig(block_t=32, splits=3)
@@ -102,6 +104,12 @@ def tiny_engine(
     weights = random_weights(spec, DEVICE, dtype, seed, on_host)
     configs = None if CUDA else interpreter_configs(spec, weights)
     return Engine.build(spec, weights, None, capacity, backend, graph, configs=configs, **build or {})
+
+
+def use_h100(monkeypatch) -> None:
+    """Give devices the properties of an H100 where memory is planned and models are made."""
+    for room in ("plan.memory", "step.model"):
+        monkeypatch.setattr(f"tridecode.{room}.device_of", lambda device: H100)
 
 
 def slowed(late: str):

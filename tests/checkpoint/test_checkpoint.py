@@ -12,10 +12,10 @@ from checkpoints import FAMILIES, write_tiny
 from safetensors.torch import load_file, save_file
 
 from tridecode.checkpoint import load as checkpoint
+from tridecode.checkpoint.config import parse_config
 from tridecode.checkpoint.load import load_config, load_weights, random_weights
 from tridecode.checkpoint.slices import parameter_count, weight_bytes
 from tridecode.errors import CheckpointError, DeviceError
-from tridecode.models.config import parse_config
 
 
 @pytest.fixture(scope="module")
@@ -48,8 +48,8 @@ def file_tensors(path: Path) -> dict[str, torch.Tensor]:
 def test_every_tensor_in_its_place(family, shards, written):
     path = written(family, shards)
     assert (path / "model.safetensors.index.json").exists() == (shards > 1)
-    config = load_config(path)
-    weights = load_weights(path, config, "cpu", torch.float32)
+    spec = load_config(path)
+    weights = load_weights(path, spec, "cpu", torch.float32)
     source = file_tensors(path)
 
     def take(name: str) -> torch.Tensor:
@@ -57,35 +57,35 @@ def test_every_tensor_in_its_place(family, shards, written):
 
     torch.testing.assert_close(weights.embed, take("model.embed_tokens.weight"), rtol=0, atol=0)
     torch.testing.assert_close(weights.final_norm, take("model.norm.weight"), rtol=0, atol=0)
-    if config.tie_word_embeddings:
+    if spec.tie_word_embeddings:
         assert weights.lm_head.weight.data_ptr() == weights.embed.data_ptr()
     else:
         torch.testing.assert_close(weights.lm_head.weight, take("lm_head.weight"), rtol=0, atol=0)
-    assert len(weights.layers) == config.num_layers == 2
+    assert len(weights.layers) == spec.num_layers == 2
+    assert all(layer.mixer.qk_norm == family.startswith("qwen3") for layer in spec.layers)
+    assert all(layer.mixer.bias == family.startswith("qwen2") for layer in spec.layers)
     for i, layer in enumerate(weights.layers):
         name = f"model.layers.{i}."
         expected = {
-            "input_norm": take(name + "input_layernorm.weight"),
-            "post_norm": take(name + "post_attention_layernorm.weight"),
+            "mixer_norm": take(name + "input_layernorm.weight"),
+            "ffn_norm": take(name + "post_attention_layernorm.weight"),
             "qkv": torch.cat([take(f"{name}self_attn.{p}_proj.weight") for p in "qkv"]),
             "o_proj": take(name + "self_attn.o_proj.weight"),
             "gate_up": torch.cat([take(f"{name}mlp.{p}_proj.weight") for p in ("gate", "up")]),
             "down": take(name + "mlp.down_proj.weight"),
-            "q_norm": take(name + "self_attn.q_norm.weight") if config.qk_norm else None,
-            "k_norm": take(name + "self_attn.k_norm.weight") if config.qk_norm else None,
         }
+        if spec.layers[i].mixer.qk_norm:
+            expected |= {f"{p}_norm": take(f"{name}self_attn.{p}_norm.weight") for p in "qk"}
+        assert layer.keys() == expected.keys()
         for field, value in expected.items():
-            got = getattr(layer, field)
-            got = getattr(got, "weight", got)
-            if value is None:
-                assert got is None, field
-            else:
-                torch.testing.assert_close(got, value, rtol=0, atol=0, msg=field)
-        if config.qkv_bias:
+            got = getattr(layer[field], "weight", layer[field])
+            torch.testing.assert_close(got, value, rtol=0, atol=0, msg=field)
+        if spec.layers[i].mixer.bias:
             bias = torch.cat([take(f"{name}self_attn.{p}_proj.bias") for p in "qkv"])
-            torch.testing.assert_close(layer.qkv.bias, bias, rtol=0, atol=0)
+            torch.testing.assert_close(layer["qkv"].bias, bias, rtol=0, atol=0)
         else:
-            assert layer.qkv.bias is None
+            assert layer["qkv"].bias is None
+        assert all(layer[name].bias is None for name in ("o_proj", "gate_up", "down"))
     assert not source, "tensors that were not compared"
 
 
@@ -98,7 +98,7 @@ def test_dtype(stored, dtype, tmp_path):
     weights = load_weights(path, config, "cpu", dtype)
     assert {tensor.dtype for tensor in weights.tensors().values()} == {dtype}
     expected = load_file(path / "model.safetensors")["model.layers.1.self_attn.v_proj.weight"].to(dtype)
-    assert torch.equal(weights.layers[1].qkv.weight[-config.kv_size :], expected)
+    assert torch.equal(weights.layers[1]["qkv"].weight[-config.layers[1].mixer.kv_size :], expected)
 
 
 def test_dtype_not_in_config_is_the_files(tmp_path):

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from models import tiny_config
+from models import tiny_config, use_h100
 
 from tridecode import Engine
 from tridecode.checkpoint import load as checkpoint
@@ -15,7 +15,7 @@ from tridecode.plan.memory import MemoryPlan, plan_memory
 from tridecode.plan.placement import plan_capacity
 from tridecode.step.model import make_model
 from tridecode.step.workspace import make_workspace, named_tensors
-from tridecode.tuning.shapes import TILE_ROWS
+from tridecode.tuning.configs import TILE_ROWS
 
 GIB = 2**30
 
@@ -96,26 +96,29 @@ def test_the_plan_counts_what_a_slot_takes():
 def test_the_plan_is_what_is_allocated(monkeypatch, preset, slots, capacity, chunk, dtype):
     """Every tensor beside the weights counted on the meta device; what others allocate is a number of its own."""
     monkeypatch.setattr(memory, "free_memory", lambda device: 0)
+    use_h100(monkeypatch)
     config = replace(PRESETS[preset], max_position=capacity)  # so that the plan is one for this context
     weights = checkpoint.empty_weights(config, "meta", dtype)
     model = make_model(config, weights, capacity, slots, prompt_rows=chunk)
     tensors = named_tensors(model.workspace) | {f"prompt.{name}": t for name, t in named_tensors(model.prompt).items()}
-    tensors |= {"pool": model.kv.pool, "cos": model.cos, "sin": model.sin}
+    (rope,) = model.ropes.values()
+    tensors |= {"pool": model.kv.pool, "cos": rope[0], "sin": rope[1]}
     allocated = sum(t.nbytes for t in tensors.values() if t.is_meta)
     plan = plan_memory(config, dtype, torch.device("cuda"), slots, chunk, one_piece=False)
     pages = -(-capacity // 64) * 64  # whole ones
     planned = plan.needed(capacity, slots * pages) - plan.weights - memory.SCRATCH["cuda"]
     assert allocated == pytest.approx(planned, abs=100 * slots)
     with_torchs = plan_memory(config, dtype, torch.device("cuda"), slots, chunk)
-    assert with_torchs.per_token - plan.per_token == 2 * config.kv_size * dtype.itemsize
+    assert with_torchs.per_token - plan.per_token == 2 * config.layers[0].mixer.kv_size * dtype.itemsize
 
 
 @pytest.mark.parametrize("slots", [1, 3, 65])
 def test_what_products_read_has_the_rows_of_a_tile(slots):
     """In the batch-invariant mode one row too is multiplied in tiles."""
     workspace = make_workspace(tiny_config(), 100, torch.device("cpu"), torch.bfloat16, slots)
-    for name in ("normed", "attn_out", "act"):
-        given = getattr(workspace, name)
+    tensors = named_tensors(workspace)
+    for name in ("normed", "attention.attended", "mlp.act"):
+        given = tensors[name]
         assert len(given) == slots
         assert given.untyped_storage().nbytes() >= max(slots, TILE_ROWS) * given.shape[1] * given.itemsize, name
 
@@ -154,6 +157,7 @@ def test_kv_tokens_and_context_bound_each_other(monkeypatch):
 
 def test_a_gpus_context_is_what_fits(monkeypatch):
     monkeypatch.setattr(memory, "free_memory", lambda device: 4 * GIB)
+    use_h100(monkeypatch)
     plan, capacity, notes = plan_capacity(tiny_config(max_position=2**30), torch.float32, torch.device("cuda"), None)
     assert capacity == plan.max_context > 2**20 and notes[0].endswith("that is what fits cuda")
 
