@@ -333,8 +333,8 @@ def test_without_offload_the_lists_are_what_they_were():
         recorder = Recorder()
         lines(recorder)
         assert {"fetch", "fetched"}.isdisjoint(line.role for line in recorder.launches)
-        tables = [line.args[1] for line in recorder.launches if line.role == "attention"]
-        assert all(table is engine.model.kv.page_table for table in tables)
+        tables = [line.args[3].table for line in recorder.launches if line.role == "attention"]
+        assert tables and all(table is engine.model.kv.page_table for table in tables)
     assert engine.model.kv.k[1].data_ptr() == engine.model.kv.pool[:, 1, 0].data_ptr()
 
 
@@ -359,7 +359,7 @@ def test_a_layer_is_fetched_before_its_attention_and_after_its_buffers_last_read
             filled[buffer] = fetched
             fetched += 1
         else:
-            layer = next(i for i in range(5) if line.args[1].data_ptr() == model.kv.tables[i].data_ptr())
+            layer = next(i for i in range(5) if line.args[3].table.data_ptr() == model.kv.tables[i].data_ptr())
             assert layer in filled.values()
             attended.append(layer)
     assert fetched == layers and sorted(set(attended)) == list(range(layers)) and len(filled) == buffers
