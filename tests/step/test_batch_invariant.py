@@ -13,14 +13,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import CUDA, tiny_config, tiny_engine
+from models import CUDA, H100, tiny_config, tiny_engine
 
 from tridecode import Engine, SamplingParams
 from tridecode.checkpoint.formats.quantize import rules
+from tridecode.checkpoint.load import empty_weights
 from tridecode.errors import ParameterError
 from tridecode.layout import Chunk
 from tridecode.serve.policy import Policy
-from tridecode.tuning.choose import invariant_shapes
+from tridecode.step.model import choose_configs, linear_cases
+from tridecode.tuning.configs import is_head
+from tridecode.tuning.invariance import order_of_sums
 
 PAGE = 64 if CUDA else 16
 CHUNK = 128 if CUDA else 64
@@ -248,15 +251,17 @@ def test_chunks_are_small_unless_they_are_asked_for():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_shapes_add_the_columns_in_one_order_for_all_rows(dtype):
-    """Of products and attention what decides the order of sums is one for all; what is in flight may differ."""
-    for hidden, inter in ((96, 160), (2048, 8192)):  # of larger ones see tests/kernels/linear/test_matmul_hopper.py
-        config = tiny_config(hidden_size=hidden, intermediate_size=inter)
-        found = invariant_shapes(config, dtype, 90)
-        for op in ("qkv", "o_proj", "gate_up", "down", "lm_head", "attention"):
-            orders = {
-                replace(shape, ahead=1, x_ahead=1, registers=0) if hasattr(shape, "x_ahead") else shape
-                for shape in (getattr(step, op) for step in found.values())
-            }
-            assert len(orders) == 1, op
-        assert all(getattr(step.lm_head, "split", 1) == 1 for step in found.values())
+@pytest.mark.parametrize("hidden, inter", [(96, 160), (2048, 8192)])
+def test_choices_add_the_columns_in_one_order_for_all_rows(dtype, hidden, inter):
+    """What decides the order of sums is the same for all rows; what is in flight may differ."""
+    spec = tiny_config(hidden_size=hidden, intermediate_size=inter)
+    weights = empty_weights(spec, "meta", dtype)
+    found = choose_configs(spec, weights, H100, batch_invariant=True).values()
+    cases = linear_cases(spec, weights)
+    assert list(cases) == ["qkv", "o_proj", "gate_up", "down", "lm_head"]
+    for name, case in cases.items():
+        assert len({order_of_sums(case, configs.linears[case]) for configs in found}) == 1, name
+    assert len({config for configs in found for config in configs.attention.values()}) == 1
+    room = max(case.n for case in cases.values() if not is_head(case))  # see make_workspace
+    for case in cases.values():
+        assert case.n <= room or all(getattr(configs.linears[case].config, "split", 1) == 1 for configs in found)

@@ -24,15 +24,21 @@ class Layer:
     def blocks(self) -> tuple[Block, ...]:
         return (self.mixer,) if self.ffn is None else (self.mixer, self.ffn)
 
+    def declarations(self) -> tuple[Linear | Weight, ...]:
+        """The norms before the blocks, and the blocks' linears and weights, in the order in which a pass reads them."""
+        found: list[Linear | Weight] = []
+        for name, block in zip(NORM_NAMES, self.blocks):
+            last = [linear for linear in block.linears() if linear.epilogue == "residual"]
+            first = [linear for linear in block.linears() if linear not in last]
+            found += [Weight(name, f"{block.norm}.weight", (block.hidden,)), *first, *block.weights(), *last]
+        return tuple(found)
+
     def linears(self) -> tuple[Linear, ...]:
-        return tuple(linear for block in self.blocks for linear in block.linears())
+        return tuple(each for each in self.declarations() if isinstance(each, Linear))
 
     def weights(self) -> tuple[Weight, ...]:
         """The norms before the blocks, and the blocks' own tensors."""
-        found = []
-        for name, block in zip(NORM_NAMES, self.blocks):
-            found += [Weight(name, f"{block.norm}.weight", (block.hidden,)), *block.weights()]
-        return tuple(found)
+        return tuple(each for each in self.declarations() if isinstance(each, Weight))
 
     def pages(self) -> Pages | None:
         states = [state for block in self.blocks for state in block.states()]

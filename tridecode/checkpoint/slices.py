@@ -47,39 +47,36 @@ class Target:
         return {"weight": (self.shape, dtype)} if self.packed is None else self.packed.shapes(self.shape[0])
 
 
-def declared_weights(spec: ModelSpec) -> Iterator[tuple[str, str, Weight]]:
-    """Yield (target, name in the checkpoint, declaration) of every tensor that no linear multiplies by."""
-    yield "embed", spec.embed.tensor, spec.embed
+def declared(spec: ModelSpec) -> Iterator[tuple[str, str, Linear | Weight]]:
+    """Yield (target, prefix of its names in the checkpoint, declaration) of every tensor, in the order of a pass."""
+    yield "embed", "", spec.embed
     for i, layer in enumerate(spec.layers):
-        for weight in layer.weights():
-            yield f"layers.{i}.{weight.name}", spec.layer_prefix(i) + weight.tensor, weight
-    yield "final_norm", spec.final_norm.tensor, spec.final_norm
-
-
-def declared_linears(spec: ModelSpec) -> Iterator[tuple[str, str, Linear]]:
-    """Yield (target, prefix of its modules in the checkpoint, declaration) of every linear; the LM head is the last."""
-    for i, layer in enumerate(spec.layers):
-        for linear in layer.linears():
-            yield f"layers.{i}.{linear.name}", spec.layer_prefix(i), linear
+        for each in layer.declarations():
+            yield f"layers.{i}.{each.name}", spec.layer_prefix(i), each
+    yield "final_norm", "", spec.final_norm
     yield "lm_head", "", spec.lm_head
 
 
 def linear_modules(spec: ModelSpec) -> set[str]:
     """Return the modules of the checkpoint that linears consist of."""
-    return {prefix + part.module for _, prefix, linear in declared_linears(spec) for part in linear.parts}
+    linears = ((prefix, each) for _, prefix, each in declared(spec) if isinstance(each, Linear))
+    return {prefix + part.module for prefix, linear in linears for part in linear.parts}
 
 
 def tensor_slices(spec: ModelSpec) -> dict[str, TensorSlice]:
     """Return every tensor of an unquantized checkpoint by its name there; targets are named as in Weights."""
-    found = {name: TensorSlice(target, 0, w.shape, scale=w.scale) for target, name, w in declared_weights(spec)}
-    for target, prefix, linear in declared_linears(spec):
+    found = {}
+    for target, prefix, each in declared(spec):
+        if isinstance(each, Weight):
+            found[prefix + each.tensor] = TensorSlice(target, 0, each.shape, scale=each.scale)
+            continue
         start = 0
-        for part in linear.parts:
-            module, shape = prefix + part.module, (part.rows, linear.k)
+        for part in each.parts:
+            module, shape = prefix + part.module, (part.rows, each.k)
             scheme = spec.quantisation and spec.quantisation.scheme(module)
-            found[f"{module}.weight"] = TensorSlice(f"{target}.weight", start, shape, scheme, linear.scale)
-            if linear.bias:
-                found[f"{module}.bias"] = TensorSlice(f"{target}.bias", start, (part.rows,), scale=linear.scale)
+            found[f"{module}.weight"] = TensorSlice(f"{target}.weight", start, shape, scheme, each.scale)
+            if each.bias:
+                found[f"{module}.bias"] = TensorSlice(f"{target}.bias", start, (part.rows,), scale=each.scale)
             start += part.rows
     return found
 
@@ -105,16 +102,19 @@ def targets(
     members: dict[str, list[str]] = {}
     for name, of in known.items():
         members.setdefault(of.target, []).append(name)
-    found = {target: Target(weight.shape) for target, _, weight in declared_weights(spec)}
-    for target, prefix, linear in declared_linears(spec):
-        residual = linear.epilogue == "residual"
-        if linear.bias:
-            found[f"{target}.bias"] = Target((linear.n,))
-        if linear.parts:
+    found = {}
+    for target, prefix, each in declared(spec):
+        if isinstance(each, Weight):
+            found[target] = Target(each.shape)
+            continue
+        residual = each.epilogue == "residual"
+        if each.parts:
             names = members[f"{target}.weight"]
-            found[f"{target}.weight"] = _weight_target(spec, linear, names, known, packs, scale_dtype, residual)
+            found[f"{target}.weight"] = _weight_target(spec, each, names, known, packs, scale_dtype, residual)
         elif spec.quantise and spec.quantise.scheme(prefix + target):  # a tied head in a format of its own
-            found[f"{target}.weight"] = _made(spec, prefix + target, (linear.n, linear.k), [0], packs, residual)
+            found[f"{target}.weight"] = _made(spec, prefix + target, (each.n, each.k), [0], packs, residual)
+        if each.bias:
+            found[f"{target}.bias"] = Target((each.n,))
     return found
 
 

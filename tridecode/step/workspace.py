@@ -138,8 +138,9 @@ def block_buffers(declared: Iterable[tuple[Block, tuple[Buffer, ...]]], allocate
 
 
 def first_of(blocks: BlockBuffers, rows: int) -> BlockBuffers:
-    """Return the first `rows` rows of the buffers."""
-    return {block: {name: tensor[:rows] for name, tensor in own.items()} for block, own in blocks.items()}
+    """Return the first `rows` rows of the buffers; what blocks share they share here too."""
+    narrowed = {id(tensor): tensor[:rows] for own in blocks.values() for tensor in own.values()}
+    return {block: {name: narrowed[id(tensor)] for name, tensor in own.items()} for block, own in blocks.items()}
 
 
 def make_states(rows: int, device) -> tuple[torch.Tensor, torch.Tensor]:
