@@ -17,7 +17,8 @@ if not torch.cuda.is_available():
 os.environ["XDG_CONFIG_HOME"] = os.path.join(tempfile.gettempdir(), "tridecode-tests-without-settings")
 for name in [name for name in os.environ if name.startswith("TRIDECODE_")]:
     del os.environ[name]
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "kernels")]
+TESTS = Path(__file__).parent
+sys.path[:0] = [str(TESTS), *(str(path) for path in TESTS.iterdir() if path.is_dir())]  # each may contain helpers
 if not torch.cuda.is_available():
     from interpreter import quicken
 

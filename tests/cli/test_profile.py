@@ -8,24 +8,25 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
-from compile_step import meta_model
-from models import tiny_engine
+from models import tiny_engine, use_h100
 from torch.profiler import ProfilerActivity
 
 from tridecode import cli as commands
 from tridecode import layout
+from tridecode.checkpoint.load import empty_weights
 from tridecode.cli.bench.measure import GREEDY
 from tridecode.cli.profile import command, draw, records, step
 from tridecode.cli.profile.records import ProfileError, Record, Span, attribute, chained, split_steps, summarise
 from tridecode.models.presets import PRESETS
-from tridecode.state.kv import kv_bytes_per_token
+from tridecode.state.kv import PAGE, kv_bytes_per_token
 from tridecode.step import decode
+from tridecode.step.model import make_model
 from tridecode.step.run import Recorder
 
 CUDA = torch.cuda.is_available()
 LAYER = ("qkv", "attention", "o_proj", "gate_up", "down")
 NAMES = ("embed", *LAYER, "lm_head", "greedy")
-_LAYER_KERNELS = ("_matvec_kernel", "_attention_kernel", "_matvec_kernel", "_gate_up_kernel", "_matvec_kernel")
+_LAYER_KERNELS = ("_matvec_kernel", "_attention_kernel", *("_matvec_kernel",) * 3)
 
 
 def roles_and_kernels(layers: int) -> tuple[list[str], list[str]]:
@@ -162,26 +163,28 @@ def test_roles_and_kernels_are_those_of_the_list():
 
 def test_a_launch_of_several_kernels_has_its_role_several_times():
     recorder = Recorder()
-    decode.step(recorder, tiny_engine("torch").model, "sample")
+    decode.decode_pass(recorder, tiny_engine("torch").model, "sample")
     roles, kernels = step.roles_and_kernels(recorder.launches[-1:])
     assert set(roles) == {"sample"} and kernels[0] == "_process_kernel" and kernels[-1] == "_draw_kernel"
     assert len(roles) == len(kernels) == 5
 
 
 @pytest.mark.parametrize("preset", ["qwen3-4b", "llama-3.1-8b"])
-def test_bytes_are_those_of_the_matrices(preset):
-    config = PRESETS[preset]
-    model = meta_model(preset, torch.bfloat16, 90).of_rows(1)
+def test_bytes_are_those_of_the_matrices(preset, monkeypatch):
+    use_h100(monkeypatch)
+    spec = PRESETS[preset]
+    model = make_model(spec, empty_weights(spec, "meta", torch.bfloat16, packs=True), 2048, page=PAGE)
     state = torch.zeros(1, layout.META_WIDTH, dtype=torch.int32)
     state[0, layout.POSITION] = 1000
     model = replace(model, workspace=replace(model.workspace, meta=state))
     launches = step.step_launches(model)
     moved = step.bytes_by_role(launches)
-    layer = config.hidden_size * (2 * config.q_size + 2 * config.kv_size + 3 * config.intermediate_size)
-    weights = 2 * (config.num_layers * layer + config.vocab_size * config.hidden_size)
-    needed = weights + 1000 * kv_bytes_per_token(config, torch.bfloat16)
+    attention, mlp = spec.layers[0].blocks
+    layer = spec.hidden_size * (2 * attention.q_size + 2 * attention.kv_size + 3 * mlp.intermediate)
+    weights = 2 * (spec.num_layers * layer + spec.vocab_size * spec.hidden_size)
+    needed = weights + 1000 * kv_bytes_per_token(spec, torch.bfloat16)
     assert needed < sum(launch.bytes() for launch in launches) < 1.005 * needed
-    assert moved["attention"] == 1000 * kv_bytes_per_token(config, torch.bfloat16) / config.num_layers
+    assert moved["attention"] == 1000 * kv_bytes_per_token(spec, torch.bfloat16) / spec.num_layers
 
 
 def test_bytes_of_attention_end_at_the_window():
@@ -195,16 +198,17 @@ def test_bytes_of_attention_end_at_the_window():
 def test_bytes_of_a_prompts_own_kernels():
     """Those of what a launch reads and writes: the tensors it is given, but for norms, and of the cache its rows."""
     engine = tiny_engine("torch", num_layers=2, dtype=torch.bfloat16)
-    c, rows = engine.config, 5
+    (attention, mlp), rows = engine.config.layers[0].blocks, 5
+    hidden = engine.config.hidden_size
     moved = step.bytes_by_kernel(step.prompt_launches(engine.model, rows))
-    kv, q = 2 * rows * c.kv_size, 2 * rows * c.q_size
-    first, later = rows * c.hidden_size * (4 + 2), rows * c.hidden_size * (4 + 4 + 2 + 2)
+    kv, q = 2 * rows * attention.kv_size, 2 * rows * attention.q_size
+    first, later = rows * hidden * (4 + 2), rows * hidden * (4 + 4 + 2 + 2)
     assert moved == {
-        "_embed_rows_kernel": rows * c.hidden_size * (2 + 4),
+        "_embed_rows_kernel": rows * hidden * (2 + 4),
         "_prompt_attention_kernel": 2 * q + 2 * kv,
         "_add_norm_kernel": (first + 2 * later) / 3,  # the last layer ends with K/V
         "_rope_write_kernel": 2 * (q + 2 * kv) + 2 * rows * 32 * 4,
-        "_silu_mul_kernel": 2 * rows * 3 * c.intermediate_size,
+        "_silu_mul_kernel": 2 * rows * 3 * mlp.intermediate,
     }
 
 
