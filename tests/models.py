@@ -2,6 +2,7 @@
 
 import torch
 
+from tridecode.blocks.attention import Attention
 from tridecode.blocks.rope import RopeConfig
 from tridecode.blocks.spec import ModelSpec
 from tridecode.checkpoint.load import random_weights
@@ -9,16 +10,35 @@ from tridecode.engine import Engine
 from tridecode.kernels.attention.attention import AttentionConfig
 from tridecode.kernels.attention.attention_rows import AttentionRowsConfig
 from tridecode.kernels.linear.matvec import MatvecConfig
+from tridecode.kernels.linear.registry import LINEAR_KERNELS
 from tridecode.models.dense import dense_spec
+from tridecode.step.model import attention_case, linear_cases
 from tridecode.step.run import launch
-from tridecode.tuning.shapes import StepShapes
+from tridecode.tuning.configs import Choice, PassConfigs
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda", 0) if CUDA else torch.device("cpu")
-# few, large programs: the interpreter takes about 2 ms for each and each loop turn
-_PRODUCTS = [MatvecConfig(n, 1) for n in (128, 64, 64, 64, 128)]
-INTERPRETER_SHAPES = StepShapes(*_PRODUCTS, AttentionConfig(block_t=32, splits=3))
-SEVERAL_ROWS = StepShapes(*_PRODUCTS, AttentionRowsConfig(block_t=32, splits=3, least=1, programs=3))
+# Few, large programs: the interpreter takes about 2 ms for each, and for each iteration of a loop.
+_BLOCK_N = {"qkv": 128, "o_proj": 64, "gate_up": 64, "down": 64, "lm_head": 128}
+_ATTENTION = {
+    1: AttentionConfig(block_t=32, splits=3),
+    2: AttentionRowsConfig(block_t=32, splits=3, least=1, programs=3),
+}
+
+
+def interpreter_configs(spec: ModelSpec, weights) -> dict[int, PassConfigs]:
+    """Return launch configs for the interpreter: for one row, and for more."""
+    by_role = {role: MatvecConfig(block_n, 1) for role, block_n in _BLOCK_N.items()}
+    return {rows: configs_of(spec, weights, by_role, attention) for rows, attention in _ATTENTION.items()}
+
+
+def configs_of(spec: ModelSpec, weights, by_role: dict, attention) -> PassConfigs:
+    """Return these launch configs, of linears by their role, for a model."""
+    kernels = {kernel.config: kernel for kernel in LINEAR_KERNELS}
+    cases = linear_cases(spec, weights)
+    linears = {case: Choice(kernels[type(by_role[role])], by_role[role]) for role, case in cases.items()}
+    blocks = [block for block in spec.blocks() if isinstance(block, Attention)]
+    return PassConfigs(linears, {attention_case(b, weights.dtype, spec.fp8_kv): attention for b in blocks})
 
 
 def tiny_config(layer_types=None, sliding_window=None, **overrides) -> ModelSpec:
@@ -74,8 +94,8 @@ def tiny_engine(
     if backend == "auto":
         backend = "triton" if CUDA else "torch"
     weights = random_weights(config, DEVICE, dtype, seed, on_host)
-    shapes = None if CUDA else {1: INTERPRETER_SHAPES, 2: SEVERAL_ROWS}
-    return Engine.build(config, weights, None, capacity, backend, graph, shapes=shapes, **build or {})
+    configs = None if CUDA else interpreter_configs(config, weights)
+    return Engine.build(config, weights, None, capacity, backend, graph, configs=configs, **build or {})
 
 
 def slowed(late: str):

@@ -12,10 +12,10 @@ from checkpoints import FAMILIES, write_tiny
 from safetensors.torch import load_file, save_file
 
 from tridecode.checkpoint import load as checkpoint
+from tridecode.checkpoint.config import parse_config
 from tridecode.checkpoint.load import load_config, load_weights, random_weights
 from tridecode.checkpoint.slices import parameter_count, weight_bytes
 from tridecode.errors import CheckpointError, DeviceError
-from tridecode.models.config import parse_config
 
 
 @pytest.fixture(scope="module")
@@ -63,29 +63,30 @@ def test_every_tensor_in_its_place(family, shards, written):
         torch.testing.assert_close(weights.lm_head.weight, take("lm_head.weight"), rtol=0, atol=0)
     assert len(weights.layers) == config.num_layers == 2
     for i, layer in enumerate(weights.layers):
+        mixer = config.layers[i].mixer
         name = f"model.layers.{i}."
         expected = {
-            "input_norm": take(name + "input_layernorm.weight"),
-            "post_norm": take(name + "post_attention_layernorm.weight"),
+            "mixer_norm": take(name + "input_layernorm.weight"),
+            "ffn_norm": take(name + "post_attention_layernorm.weight"),
             "qkv": torch.cat([take(f"{name}self_attn.{p}_proj.weight") for p in "qkv"]),
             "o_proj": take(name + "self_attn.o_proj.weight"),
             "gate_up": torch.cat([take(f"{name}mlp.{p}_proj.weight") for p in ("gate", "up")]),
             "down": take(name + "mlp.down_proj.weight"),
-            "q_norm": take(name + "self_attn.q_norm.weight") if config.qk_norm else None,
-            "k_norm": take(name + "self_attn.k_norm.weight") if config.qk_norm else None,
+            "q_norm": take(name + "self_attn.q_norm.weight") if mixer.qk_norm else None,
+            "k_norm": take(name + "self_attn.k_norm.weight") if mixer.qk_norm else None,
         }
         for field, value in expected.items():
-            got = getattr(layer, field)
+            got = layer.get(field)
             got = getattr(got, "weight", got)
             if value is None:
                 assert got is None, field
             else:
                 torch.testing.assert_close(got, value, rtol=0, atol=0, msg=field)
-        if config.qkv_bias:
+        if mixer.bias:
             bias = torch.cat([take(f"{name}self_attn.{p}_proj.bias") for p in "qkv"])
-            torch.testing.assert_close(layer.qkv.bias, bias, rtol=0, atol=0)
+            torch.testing.assert_close(layer["qkv"].bias, bias, rtol=0, atol=0)
         else:
-            assert layer.qkv.bias is None
+            assert layer["qkv"].bias is None
     assert not source, "tensors that were not compared"
 
 
@@ -98,7 +99,7 @@ def test_dtype(stored, dtype, tmp_path):
     weights = load_weights(path, config, "cpu", dtype)
     assert {tensor.dtype for tensor in weights.tensors().values()} == {dtype}
     expected = load_file(path / "model.safetensors")["model.layers.1.self_attn.v_proj.weight"].to(dtype)
-    assert torch.equal(weights.layers[1].qkv.weight[-config.kv_size :], expected)
+    assert torch.equal(weights.layers[1]["qkv"].weight[-config.pages.width :], expected)
 
 
 def test_dtype_not_in_config_is_the_files(tmp_path):

@@ -14,7 +14,7 @@ from checkpoints import write_tiny
 from tridecode.checkpoint.hub import INDEX, shard_map
 from tridecode.checkpoint.load import load_config, load_weights
 from tridecode.errors import CheckpointError
-from tridecode.models.config import read_json
+from tridecode.models.reader import read_json
 from tridecode.text.tokenizer import Tokenizer
 
 SHORT = 600  # characters that a message may have, with a path of this test's in it

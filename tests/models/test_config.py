@@ -3,8 +3,13 @@
 
 import pytest
 
+from tridecode.blocks.rope import RopeConfig
+from tridecode.blocks.spec import ModelSpec
+from tridecode.checkpoint.config import parse_config
 from tridecode.errors import CheckpointError
-from tridecode.models.config import FAMILIES, ModelConfig, RopeConfig, parse_config, read_json
+from tridecode.models.dense import dense_spec
+from tridecode.models.reader import read_json
+from tridecode.models.registry import FAMILIES
 
 LLAMA3_SCALING = {
     "factor": 32.0,
@@ -109,7 +114,7 @@ def without(config, *keys):
 
 def test_llama_file_of_transformers_4():
     config = parse_config(LLAMA)
-    assert config == ModelConfig(
+    assert config == dense_spec(
         family="llama",
         hidden_size=2048,
         intermediate_size=8192,
@@ -121,13 +126,13 @@ def test_llama_file_of_transformers_4():
         max_position=131072,
         rms_norm_eps=1e-5,
         tie_word_embeddings=True,
-        layer_types=("full_attention",) * 16,
         rope=RopeConfig(500000.0, "llama3", 32.0, 1.0, 4.0, 8192),
         dtype="bfloat16",
         bos_id=128000,
         stop_ids=(128001,),
     )
-    assert (config.group_size, config.q_size, config.kv_size) == (4, 2048, 512)
+    mixer = config.layers[0].mixer
+    assert (mixer.group, mixer.q_size, mixer.kv_size) == (4, 2048, 512)
 
 
 def test_transformers_5_keys_mean_the_same():
@@ -212,8 +217,7 @@ WINDOWS = {
 def test_windows(case):
     values, changes, windows = WINDOWS[case]
     config = parse_config(values | changes)
-    assert [config.window(i) for i in range(config.num_layers)] == windows
-    assert len(config.layer_types) == config.num_layers
+    assert [layer.mixer.window for layer in config.layers] == windows
 
 
 STOPS = {
@@ -382,11 +386,11 @@ def test_agrees_with_transformers(family, tmp_path):
     theirs = transformers.AutoConfig.from_pretrained(path)
     window = getattr(theirs, "sliding_window", None)
     assert config.hidden_size == theirs.hidden_size and config.vocab_size == theirs.vocab_size
-    assert config.rope.theta == theirs.rope_parameters["rope_theta"]
-    assert config.rope.kind == theirs.rope_parameters["rope_type"]
-    assert config.rms_norm_eps == theirs.rms_norm_eps
+    assert config.layers[0].mixer.rope.theta == theirs.rope_parameters["rope_theta"]
+    assert config.layers[0].mixer.rope.kind == theirs.rope_parameters["rope_type"]
+    assert config.eps == theirs.rms_norm_eps
     assert config.tie_word_embeddings == theirs.tie_word_embeddings
-    assert [config.window(i) for i in range(3)] == [window or 0] * 3
+    assert [layer.mixer.window for layer in config.layers] == [window or 0] * 3
     assert set(config.stop_ids) == set(STOP_IDS)
     assert config.dtype == "float32"
 
@@ -404,7 +408,7 @@ def test_odd_values_end_in_one_clear_line(family):
     for key in values:
         for value in ODD_VALUES:
             try:
-                assert isinstance(parse_config(values | {key: value}, {key: value}), ModelConfig)
+                assert isinstance(parse_config(values | {key: value}, {key: value}), ModelSpec)
             except CheckpointError as error:
                 assert "config.json: " in str(error) and "\n" not in str(error)
                 refused += 1

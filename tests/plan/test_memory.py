@@ -15,7 +15,7 @@ from tridecode.plan.memory import MemoryPlan, plan_memory
 from tridecode.plan.placement import plan_capacity
 from tridecode.step.model import make_model
 from tridecode.step.workspace import make_workspace, named_tensors
-from tridecode.tuning.shapes import TILE_ROWS
+from tridecode.tuning.configs import TILE_ROWS
 
 GIB = 2**30
 
@@ -100,22 +100,24 @@ def test_the_plan_is_what_is_allocated(monkeypatch, preset, slots, capacity, chu
     weights = checkpoint.empty_weights(config, "meta", dtype)
     model = make_model(config, weights, capacity, slots, prompt_rows=chunk)
     tensors = named_tensors(model.workspace) | {f"prompt.{name}": t for name, t in named_tensors(model.prompt).items()}
-    tensors |= {"pool": model.kv.pool, "cos": model.cos, "sin": model.sin}
+    tensors |= {"pool": model.kv.pool}
+    tensors |= {f"rope.{i}": table for i, table in enumerate(sum(model.ropes.values(), ()))}
     allocated = sum(t.nbytes for t in tensors.values() if t.is_meta)
     plan = plan_memory(config, dtype, torch.device("cuda"), slots, chunk, one_piece=False)
     pages = -(-capacity // 64) * 64  # whole ones
     planned = plan.needed(capacity, slots * pages) - plan.weights - memory.SCRATCH["cuda"]
     assert allocated == pytest.approx(planned, abs=100 * slots)
     with_torchs = plan_memory(config, dtype, torch.device("cuda"), slots, chunk)
-    assert with_torchs.per_token - plan.per_token == 2 * config.kv_size * dtype.itemsize
+    assert with_torchs.per_token - plan.per_token == 2 * config.pages.width * dtype.itemsize
 
 
 @pytest.mark.parametrize("slots", [1, 3, 65])
 def test_what_products_read_has_the_rows_of_a_tile(slots):
     """In the batch-invariant mode one row too is multiplied in tiles."""
     workspace = make_workspace(tiny_config(), 100, torch.device("cpu"), torch.bfloat16, slots)
-    for name in ("normed", "attn_out", "act"):
-        given = getattr(workspace, name)
+    tensors = named_tensors(workspace)
+    for name in ("normed", "attention.attended", "mlp.act"):
+        given = tensors[name]
         assert len(given) == slots
         assert given.untyped_storage().nbytes() >= max(slots, TILE_ROWS) * given.shape[1] * given.itemsize, name
 

@@ -13,14 +13,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import CUDA, tiny_config, tiny_engine
+from models import CUDA, tiny_engine
 
 from tridecode import Engine, SamplingParams
 from tridecode.checkpoint.formats.quantize import rules
 from tridecode.errors import ParameterError
 from tridecode.layout import Chunk
 from tridecode.serve.policy import Policy
-from tridecode.tuning.choose import invariant_shapes
 
 PAGE = 64 if CUDA else 16
 CHUNK = 128 if CUDA else 64
@@ -245,18 +244,3 @@ def test_what_it_cannot_keep_is_refused(options, named):
 def test_chunks_are_small_unless_they_are_asked_for():
     assert Policy().chunk_tokens == 2048 and Policy(batch_invariant=True).chunk_tokens == 256
     assert [Policy(512, batch_invariant=True).chunk(slots, 100, 64) for slots in (1, 9)] == [128, 128]
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_shapes_add_the_columns_in_one_order_for_all_rows(dtype):
-    """Of products and attention what decides the order of sums is one for all; what is in flight may differ."""
-    for hidden, inter in ((96, 160), (2048, 8192)):  # of larger ones see tests/kernels/linear/test_matmul_hopper.py
-        config = tiny_config(hidden_size=hidden, intermediate_size=inter)
-        found = invariant_shapes(config, dtype, 90)
-        for op in ("qkv", "o_proj", "gate_up", "down", "lm_head", "attention"):
-            orders = {
-                replace(shape, ahead=1, x_ahead=1, registers=0) if hasattr(shape, "x_ahead") else shape
-                for shape in (getattr(step, op) for step in found.values())
-            }
-            assert len(orders) == 1, op
-        assert all(getattr(step.lm_head, "split", 1) == 1 for step in found.values())

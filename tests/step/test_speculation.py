@@ -18,11 +18,9 @@ from tridecode import Engine, SamplingParams, layout
 from tridecode.checkpoint.load import random_weights
 from tridecode.errors import ParameterError
 from tridecode.layout import GENERATION
-from tridecode.models.presets import PRESETS
 from tridecode.plan.placement import plan_graphs, resolve_speculation
 from tridecode.step.dispatch import best_queries, most_queries
 from tridecode.step.model import verify_rows
-from tridecode.tuning.choose import queries_shape
 
 POISON, CAPACITY, SHARP = 301, 128, 12.0
 PARAMS = {
@@ -412,20 +410,6 @@ def test_rows_by_requests():
     assert [best_queries(1, [wants]) for wants in (1, 2, 3, 4, 5, 8)] == [1, 2, 4, 4, 8, 8]
     assert best_queries(4, [8] * 4) == 8 and best_queries(64, [8] * 64) == 1
     assert best_queries(2, [1, 8]) == 8 and best_queries(1, [8], there=[1, 2]) == 2
-
-
-@pytest.mark.parametrize("multiprocessors", [132, 114, 78, 7])
-def test_programs_that_wait_for_each_other_all_run_at_once(multiprocessors):
-    """One on each multiprocessor at most: others would wait for programs that do not begin before they end."""
-    alone = set()
-    for config in PRESETS.values():
-        for requests, queries in ((1, 2), (1, 8), (2, 2), (8, 2), (16, 2)):
-            shape = queries_shape(config, requests, queries, 90, multiprocessors)
-            programs = requests * config.num_kv_heads * shape.few
-            assert shape.queries == queries and (not shape.together or programs <= multiprocessors)
-            if requests == 1:
-                alone.add(shape.together)
-    assert alone == ({True} if multiprocessors > 7 else {False, True})
 
 
 def test_one_request_that_repeats_itself_does_not_slow_seven_others():

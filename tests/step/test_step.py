@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from models import CUDA, FAMILIES, INTERPRETER_SHAPES, begin, tiny_config, tiny_engine
+from models import CUDA, FAMILIES, begin, interpreter_configs, tiny_config, tiny_engine
 
 from tridecode import layout
 from tridecode.kernels.attention.attention import AttentionConfig
@@ -54,8 +54,8 @@ def test_every_buffer_matches_the_reference_step_by_step(family):
         if not checked:
             continue
         triton.synchronize()
-        for name in ("hidden", "normed", "qkv", "attn_out", "act", "logits"):
-            a, b = (getattr(e.model.workspace, name).double() for e in (triton, oracle))
+        for name in ("hidden", "normed", "attention.qkv", "attention.attended", "mlp.act", "logits"):
+            a, b = (named_tensors(e.model.workspace)[name].double() for e in (triton, oracle))
             error = ((a - b).norm() / b.norm()).item()
             assert error < tolerance, f"step {step}: {name} differs by {error:.1e}"
         for layer, (a, b) in enumerate(zip(*(e.model.kv.held(0, step + 1).double() for e in (triton, oracle)))):
@@ -131,8 +131,9 @@ def test_no_capture_after_load_and_addresses_hold():
 def test_moved_buffer_is_caught():
     engine = tiny_engine("triton", "full")
     engine.steps.check_addresses = True
-    object.__setattr__(engine.model.workspace, "act", engine.model.workspace.act.clone())
-    with pytest.raises(AssertionError, match="workspace.act"):
+    own = engine.model.workspace.blocks[engine.config.layers[0].ffn]
+    own["act"] = own["act"].clone()
+    with pytest.raises(AssertionError, match="workspace.mlp.act"):
         engine.steps.replay("greedy")
 
 
@@ -238,7 +239,9 @@ def set_cache(model, held, slot=0):
 
 def two_slots(weights, **config):
     """A model with two slots, their pages of 16 positions shuffled among each other, all K/V poisoned."""
-    model = make_model(tiny_config(**config), weights, 64, slots=2, page=16, shapes=None if CUDA else {1: SMALL_TILES})
+    spec = tiny_config(**config)
+    configs = None if CUDA else small_tiles(spec, weights)
+    model = make_model(spec, weights, 64, slots=2, page=16, configs=configs)
     slots, order = Slots(model), torch.randperm(8, generator=torch.Generator().manual_seed(4)).tolist()
     slots.pages.take(8)
     slots.held[0].pages, slots.held[1].pages = order[:4], order[4:]
@@ -259,7 +262,11 @@ def run_steps_of(model, kind, steps, backend):
         torch.cuda.synchronize()
 
 
-SMALL_TILES = replace(INTERPRETER_SHAPES, attention=AttentionConfig(block_t=16, splits=2))
+def small_tiles(spec, weights):
+    found = interpreter_configs(spec, weights)[1]
+    return {1: replace(found, attention=dict.fromkeys(found.attention, AttentionConfig(block_t=16, splits=2)))}
+
+
 IDS = [(11 * i + 3) % 331 for i in range(40)]
 
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from models import CUDA, DEVICE, FAMILIES, tiny_config
+from models import CUDA, DEVICE, FAMILIES, configs_of, tiny_config
 
 from tridecode.checkpoint.load import random_weights
 from tridecode.kernels.attention.attention_rows import AttentionRowsConfig
@@ -18,20 +18,17 @@ from tridecode.step.dispatch import MODES, SIZES, Dispatcher, Support, graph_siz
 from tridecode.step.graphs import EagerSteps, StepGraphs, launcher, make_steps
 from tridecode.step.model import make_model
 from tridecode.step.run import refer
-from tridecode.tuning.choose import invariant_shapes
-from tridecode.tuning.shapes import StepShapes
 
 needs_gpu = pytest.mark.skipif(not CUDA, reason="CUDA graphs exist on a GPU only")
 DTYPE = torch.bfloat16 if CUDA else torch.float32
-REGISTERS = StepShapes(
-    *(MatmulConfig(n, 1, 2, 2) for n in (64, 32, 64, 32, 128)),
-    AttentionRowsConfig(block_t=32, splits=3, least=1, programs=3),
-)
-TILES = replace(REGISTERS, **{op: TilesConfig(32, 32, 2) for op in ("qkv", "o_proj", "gate_up", "down", "lm_head")})
+ROLES = ("qkv", "o_proj", "gate_up", "down", "lm_head")
+REGISTERS = {role: MatmulConfig(n, 1, 2, 2) for role, n in zip(ROLES, (64, 32, 64, 32, 128))}
+ATTENTION = AttentionRowsConfig(block_t=32, splits=3, least=1, programs=3)
+TILES = dict.fromkeys(ROLES, TilesConfig(32, 32, 2))
 _WIDE = WideConfig(64, 32, 2) if CUDA else WideConfig(32, 32, 2, num_warps=2)
 _SPLIT = replace(_WIDE, split=2)
-WIDE = replace(REGISTERS, qkv=_SPLIT, o_proj=_SPLIT, gate_up=_SPLIT, down=_SPLIT, lm_head=_WIDE)
-INVARIANT = invariant_shapes(tiny_config(), torch.bfloat16, 90)[16]
+WIDE = dict.fromkeys(ROLES, _SPLIT) | {"lm_head": _WIDE}
+INVARIANT = dict.fromkeys(ROLES, replace(_SPLIT, block_m=16)) | {"lm_head": replace(_WIDE, block_m=16)}
 ROWS = [1, 2, 3, 5, 8, 16, 31, 64] if CUDA else [3, 8]
 PARAMS = (  # a kind of request each
     SamplingParams(temperature=0, seed=1),
@@ -42,14 +39,14 @@ PARAMS = (  # a kind of request each
 )
 
 
-def model_of(rows, shapes=None, dtype=DTYPE, page=16, **overrides):
+def model_of(rows, by_role=None, dtype=DTYPE, page=16, **overrides):
     """`rows` slots whose pages of 16 positions are shuffled among each other, everything in them poisoned."""
     config = tiny_config(**overrides)
-    if shapes is None and not CUDA:
-        shapes = REGISTERS
-    model = make_model(
-        config, random_weights(config, DEVICE, dtype, seed=0), 64, slots=rows, page=page, shapes=shapes and {1: shapes}
-    )
+    weights = random_weights(config, DEVICE, dtype, seed=0)
+    if by_role is None and not CUDA:
+        by_role = REGISTERS
+    configs = by_role and {1: configs_of(config, weights, by_role, ATTENTION)}
+    model = make_model(config, weights, 64, slots=rows, page=page, configs=configs)
     model.kv.pool.fill_(float("nan"))
     return model
 
