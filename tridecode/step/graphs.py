@@ -18,7 +18,7 @@ from . import decode
 from .compiling import compile_ahead
 from .dispatch import QUERIES, BatchDescriptor, Dispatcher, best_queries, most_queries
 from .model import DecodeModel
-from .run import Forked, Run, launch, launch_dependent, refer
+from .run import Run, forked, launch, launch_dependent, refer
 
 log = logging.getLogger("tridecode")
 
@@ -202,41 +202,11 @@ def capture_late(
         meta.copy_(kept)
 
 
-def forked(model: DecodeModel, run: Run, attention: Op | None = None) -> Run:
-    """`run` for one pass, `attention` in the place of its own: with pages or weights in host memory on two streams."""
-    plain = replaced(launch if run is launch_dependent else run, attention)
-    run = replaced(run, attention)
-    if not model.hosted or model.device.type != "cuda":
-        return run
-    return Forked(run, plain, *fetch_streams(model.device))
-
-
-def replaced(run: Run, attention: Op | None) -> Run:
-    """`run`, with another operation in the place of attention."""
-    if attention is None:
-        return run
-
-    def run_other(role: str, op: Op, *args, **how) -> None:
-        if role == "attention":
-            attention.launch(*args)  # which has no launch shape
-        else:
-            run(role, op, *args, **how)
-
-    return run_other
-
-
 @cache
 def capture_stream(device: torch.device) -> tuple[torch.cuda.Stream, threading.RLock]:
     """The stream on which all graphs of a device are captured, and whose turn it is: torch keeps the workspace of its
     products for each stream that it has met, for good."""
     return torch.cuda.Stream(device), threading.RLock()
-
-
-@cache
-def fetch_streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
-    """The stream on which what lies in host memory comes, whichever pass wants it, and the one for captures: while one
-    engine captures, others may run."""
-    return torch.cuda.Stream(device), torch.cuda.Stream(device)
 
 
 class Place:

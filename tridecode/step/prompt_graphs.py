@@ -14,9 +14,9 @@ from ..layout import Chunk
 from . import prompt as prefill
 from .compiling import compile_ahead
 from .dispatch import BatchDescriptor, Dispatcher
-from .graphs import EagerSteps, StepGraphs, capture_late, first_batches, forked, launcher
+from .graphs import EagerSteps, StepGraphs, capture_late, first_batches, launcher
 from .model import DecodeModel
-from .run import Run, launch, refer
+from .run import Run, forked, launch, refer
 
 ATTENTION_RATE = 300e12  # FLOP a second, to reckon what attention adds to a pass that was timed without
 log = logging.getLogger("tridecode")

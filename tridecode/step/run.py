@@ -2,10 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
+from functools import cache
 
 import torch
 
 from ..kernels.op import Op
+from .model import DecodeModel
 
 Run = Callable[..., None]
 
@@ -53,6 +55,36 @@ class Forked:
         else:
             run, self._joined = self._plain if self._joined else self._run, False
             run(role, op, *args, **how)
+
+
+def forked(model: DecodeModel, run: Run, attention: Op | None = None) -> Run:
+    """`run` for one pass, `attention` in the place of its own: with pages or weights in host memory on two streams."""
+    plain = replaced(launch if run is launch_dependent else run, attention)
+    run = replaced(run, attention)
+    if not model.hosted or model.device.type != "cuda":
+        return run
+    return Forked(run, plain, *fetch_streams(model.device))
+
+
+def replaced(run: Run, attention: Op | None) -> Run:
+    """`run`, with another operation in the place of attention."""
+    if attention is None:
+        return run
+
+    def run_other(role: str, op: Op, *args, **how) -> None:
+        if role == "attention":
+            attention.launch(*args)  # which has no launch shape
+        else:
+            run(role, op, *args, **how)
+
+    return run_other
+
+
+@cache
+def fetch_streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
+    """The stream on which what lies in host memory comes, whichever pass wants it, and the one for captures: while one
+    engine captures, others may run."""
+    return torch.cuda.Stream(device), torch.cuda.Stream(device)
 
 
 class Allocating:
