@@ -18,8 +18,8 @@ from ..errors import DeviceError
 from ..layout import LIMIT_REACHED, STATUS
 from ..models.presets import PRESETS
 from ..step.compiling import compile_ahead, threads
-from ..step.dispatch import BatchDescriptor
-from ..step.graphs import StepGraphs, launcher, list_of
+from ..step.dispatch import BatchDescriptor, Dispatcher
+from ..step.graphs import DecodePasses, launcher, list_of
 from ..step.model import DecodeModel
 from ..tuning.few_bits import packings
 from ..tuning.shapes import StepShapes
@@ -181,7 +181,8 @@ class StepTimer:
     def __call__(self, shapes: StepShapes) -> float | None:
         engine = self.engine
         try:
-            engine.steps = StepGraphs(self._model(shapes), kinds=("greedy",))
+            dispatcher = Dispatcher("full", (self._rows,))
+            engine.steps = DecodePasses(self._model(shapes), dispatcher=dispatcher, kinds=("greedy",))
             if not self._same():
                 return None
             return mean(self._time(context) for context in self.contexts)

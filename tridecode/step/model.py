@@ -128,6 +128,11 @@ class DecodeModel:
         return self.queries > 1 and alone
 
     @property
+    def prompt_pair_flops(self) -> int:
+        """FLOPs of attention between one prompt token and one position, in all layers but the last."""
+        return 4 * self.config.q_size * (self.config.num_layers - 1)
+
+    @property
     def hosted(self) -> bool:
         """Whether passes read what lies in the host's memory."""
         return self.kv.rings or self.weights.host is not None
