@@ -247,6 +247,17 @@ def test_a_prompt_size_is_captured_beside_running_rows():
     assert_same(state(engine), state(plain))
 
 
+def test_captures_at_load_change_no_state_of_running_rows():
+    engine = engine_of()
+    start(engine, "greedy", rows=3)
+    engine.model.prompt.hidden.zero_(), engine.model.prompt.qkv.zero_()
+    before = state(engine)
+    steps = DecodePasses(engine.model, captures.run, Dispatcher("full", SIZES, PROMPTS))
+    assert_same(state(engine), before)
+    PromptPasses(engine.model, steps, captures.run).capture_all()
+    assert_same(state(engine), before)
+
+
 def test_idle_rows_and_chunks_are_restored_after_an_error():
     engine = engine_of(slots=2, speculate="ngram")
     engine.rewind(20, GREEDY, rows=2)
