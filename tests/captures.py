@@ -12,7 +12,7 @@ CAPTURING: list["FakeGraph"] = []  # at most one
 
 
 class FakeGraph:
-    """Stands in for torch.cuda.CUDAGraph: it keeps the arguments of its launches, and so their addresses."""
+    """A substitute for torch.cuda.CUDAGraph. It keeps the arguments of its launches, and so their addresses."""
 
     def __init__(self):
         self.lines = []

@@ -217,7 +217,7 @@ def test_attention_of_prompts_that_reads_chunks_on_the_host(mode):
 
 
 @pytest.mark.parametrize("mode", ["full", "piecewise"])
-def test_passes_with_masks_are_captured_at_their_first_use_beside_running_rows(mode, caplog):
+def test_passes_with_masks_are_captured_at_their_first_use_while_rows_run(mode, caplog):
     caplog.set_level("INFO", "tridecode")
     engine, plain = engine_of(mode), engine_of()
     at_load, pieces = engine.steps.captures, LAYERS + 1 if mode == "piecewise" else 1
@@ -231,7 +231,7 @@ def test_passes_with_masks_are_captured_at_their_first_use_beside_running_rows(m
     assert len(engine.prompts._ends.graphs) == ends + 1 and engine.steps.captures == at_load + pieces
 
 
-def test_a_prompt_size_is_captured_beside_running_rows():
+def test_a_prompt_size_is_captured_while_rows_run():
     engine, plain = engine_of("full", slots=1), engine_of(slots=1)
     for each in (engine, plain):
         each.rewind(20, GREEDY)

@@ -111,7 +111,7 @@ def most_queries(requests: int) -> int:
 def best_queries(requests: int, wants: Sequence[int], allowed: Container[int] = QUERIES) -> int:
     """Return the rows of each request for which a pass, padded to `requests`, yields most tokens for its cost.
 
-    wants: the rows that each request could use. allowed: the numbers to choose from; one is always allowed.
+    wants: the rows that each request could use. allowed: the numbers to choose from, in addition to one.
     """
     costs = {rows: cost for rows, cost in query_costs(requests).items() if rows == 1 or rows in allowed}
     return max(costs, key=lambda rows: sum(1 + RIGHT * (min(want, rows) - 1) for want in wants) / costs[rows])

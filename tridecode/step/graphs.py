@@ -250,11 +250,8 @@ class Place:
         return start.elapsed_time(end) / 1e3
 
     def capture(self, mode: str, run: Run, between: Callable[[], Run], lines: Lines) -> tuple[Callable[[], None], int]:
-        """Capture a list. Return the function that replays it, and the number of graphs.
-
-        mode: full or piecewise. run: runs the lines of the graphs. between: see Pieces.
-        """
-        pieces = Pieces(run, between, self._pool, cut=mode == "piecewise")
+        """Capture a list, in mode full or piecewise. Return the function that replays it, and the number of graphs."""
+        pieces = ListCapture(run, between, self._pool, cut=mode == "piecewise")
         with self._lock, torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             try:
                 lines(pieces)
@@ -266,10 +263,10 @@ class Place:
         return (pieces.graphs[0].replay if mode == "full" else pieces.replay), len(pieces.graphs)
 
 
-class Pieces:
-    """Captures a list on the current stream as one graph, or if `cut` as pieces that end at attention and fetches.
+class ListCapture:
+    """Line runner that captures a list: as one graph, or if `cut` in pieces that end at attention and at fetches.
 
-    The lines between pieces are not captured: each replay runs them by a runner that `between` returns.
+    run: runs the captured lines. between: returns the runner of the other lines, for each replay.
     """
 
     def __init__(self, run: Run, between: Callable[[], Run], pool, cut: bool):
