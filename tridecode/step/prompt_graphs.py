@@ -5,8 +5,8 @@ import time
 from collections.abc import Sequence
 from functools import partial
 
+from ..kernels.attention.torch_attention import BLOCK_ATTENTION, torch_attention
 from ..kernels.op import Op
-from ..kernels.torch_ops import BLOCK_ATTENTION, torch_attention
 from ..layout import Chunk
 from . import prompt
 from .compiling import compile_ahead
