@@ -23,10 +23,11 @@ from ..kernels.linear.matmul import MatmulConfig
 from ..kernels.linear.matmul_hopper import COLUMNS_OF, HopperConfig
 from ..kernels.linear.matmul_ring import RingConfig
 from ..kernels.linear.matmul_tiles import TilesConfig
-from ..kernels.linear.matmul_wide import MAX_SPLIT, WideConfig
+from ..kernels.linear.matmul_wide import WideConfig
 from ..kernels.linear.matvec import MatvecConfig
 from ..kernels.linear.project import Case
 from ..kernels.linear.registry import LINEAR_KERNELS, kernel_named
+from ..kernels.linear.split_sums import MAX_SPLIT
 from ..version import __version__
 from .configs import AttentionCase, Choice, PassConfigs, is_head
 

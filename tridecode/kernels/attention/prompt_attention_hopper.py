@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..chunks import CHUNK_COUNT, CHUNK_FIRST, CHUNK_SLOT, CHUNK_START, CHUNK_WIDTH, MAX_CHUNKS
-from ..triton_compat import barrier, copy, view
+from ..triton_compat import async_load, barrier, reinterpret
 from .arguments import Heads, KVLayer
 from .pages import pool_rows
 from .splits import EMPTY, LOG2E
@@ -96,10 +96,10 @@ def _copy_tile(pool_desc, row0, row1, full, tile):
     """Copy K or V of two pages, from rows row0 and row1 of the pool, to a tile of shared memory [BLOCK_N, D]."""
     PIECES: gl.constexpr = tile.shape[1] // COLUMNS
     mbarrier.expect(full, BLOCK_N * tile.shape[1] * 2)
-    parts = view(tile, tile.dtype, [PIECES * 2, PAGE, COLUMNS], pool_desc.layout)
+    parts = reinterpret(tile, tile.dtype, [PIECES * 2, PAGE, COLUMNS], pool_desc.layout)
     for x in gl.static_range(PIECES):
-        copy(pool_desc, [row0, x * COLUMNS], full, parts.index(x * 2))
-        copy(pool_desc, [row1, x * COLUMNS], full, parts.index(x * 2 + 1))
+        async_load(pool_desc, [row0, x * COLUMNS], full, parts.index(x * 2))
+        async_load(pool_desc, [row1, x * COLUMNS], full, parts.index(x * 2 + 1))
 
 
 @gluon.jit
@@ -127,7 +127,7 @@ def _copy_items(
             mbarrier.wait(q_read.index(half), (i & 1) ^ 1)
             mbarrier.expect(q_full.index(half), HALF * D * 2)
             row = first_row + block * BLOCK_M + half * HALF
-            copy(q_desc, [row, head * D], q_full.index(half), q_smem.index(half))
+            async_load(q_desc, [row, head * D], q_full.index(half), q_smem.index(half))
         for tile in range(tiles - 1, -1, -1):
             stage = c % STAGES
             row0 = gl.load(own_table_ptr + gl.minimum(tile * 2, last)) * rows_of_page + head_row
