@@ -9,7 +9,7 @@ from models import CUDA, tiny_engine
 from tridecode import Engine, SamplingParams
 from tridecode.arguments import shown
 from tridecode.errors import ParameterError, PromptError
-from tridecode.step.decode import step
+from tridecode.step.decode import decode_pass
 from tridecode.step.run import Recorder
 
 BIG = 10**5000  # more digits than Python writes
@@ -85,10 +85,11 @@ def test_sampling_parameters_of_any_size(field):
 
 def holders(engine: Engine) -> list:
     model = engine.model
-    layer, state = model.weights.layers[0], (model.workspace, model.workspace.sampler)
+    layer, state = model.layers[0], (model.workspace, model.workspace.sampler, model.prompt)
     recorder = Recorder()
-    step(recorder, model, "sample")
-    held = [engine, model, model.weights, layer, layer.qkv, model.kv, *state, engine.steps, engine.tokenizer]
+    decode_pass(recorder, model, "sample")
+    held = [engine, model, model.weights, layer, layer.weights["qkv"], model.kv, *state]
+    held += [engine.steps, engine.tokenizer]
     return held + recorder.launches
 
 
@@ -101,12 +102,14 @@ def test_what_holds_tensors_prints_as_one_short_line(engine):
 
 
 def test_nothing_else_prints_tensors(engine):
-    """Of all dataclasses below the engine, those with a tensor in their repr are none."""
+    """No dataclass that the engine holds has a tensor in its repr."""
     found, waiting = [], [engine]
+    assert engine.model.layers  # cached from here on
     while waiting:
         holder = waiting.pop()
         found.append(holder)
         for value in vars(holder).values():
+            value = tuple(value.values()) if isinstance(value, dict) else value
             for part in value if isinstance(value, tuple) else (value,):
                 if is_dataclass(part) and not any(part is seen for seen in found):
                     waiting.append(part)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from checkpoints import write_tiny
-from models import CUDA, DEVICE, slowed, tiny_config, tiny_engine
+from models import CUDA, DEVICE, slowed, tiny_config, tiny_engine, use_h100
 
 from tridecode import Engine, SamplingParams
 from tridecode import tensors as pinned
@@ -85,7 +85,7 @@ def test_several_requests_run_on_weights_of_the_host():
 def lists(kind):
     """A pass's list, and the layers whose weights it reads, in their order."""
     if kind == "decode":
-        return lambda run, model: decode.step(run, model, "greedy")
+        return lambda run, model: decode.decode_pass(run, model, "greedy")
 
     def prompt(run, model):
         read(run, model, 5, decoding=1)
@@ -210,6 +210,7 @@ GIB = 2**30
 def machine(monkeypatch):
     free = {"cuda": 5 * GIB, "cpu": 20 * GIB}
     monkeypatch.setattr(memory, "free_memory", lambda device: free[device.type])
+    use_h100(monkeypatch)
     return free
 
 

@@ -6,6 +6,7 @@ import shutil
 import pytest
 import torch
 from checkpoints import write_tiny
+from models import tiny_config
 from quantised import WIDTHS, write_quantised
 from safetensors import SafetensorError
 
@@ -14,7 +15,7 @@ from tridecode.checkpoint.formats.quantize import SCHEMES, fitted, quantised, ru
 from tridecode.checkpoint.formats.write import write
 from tridecode.checkpoint.hub import BUNDLED
 from tridecode.checkpoint.load import load_config, load_weights, random_weights
-from tridecode.checkpoint.slices import weight_bytes
+from tridecode.checkpoint.slices import linear_modules, weight_bytes
 from tridecode.cli.main import main
 from tridecode.engine import Engine
 from tridecode.errors import ParameterError
@@ -62,7 +63,7 @@ def test_loading_and_packing_agree(kind, error, family, tmp_path):
     assert packed.formats() == list(dict.fromkeys([name, "e4m3"])) and wide.formats() == ["dense"]
     for ours, theirs in zip(packed.layers, wide.layers):
         for role in ("qkv", "o_proj", "gate_up", "down"):
-            assert torch.equal(getattr(ours, role).matrix(), getattr(theirs, role).weight)
+            assert torch.equal(ours[role].matrix(), theirs[role].weight)
     assert torch.equal(packed.lm_head.matrix(), wide.lm_head.weight)
     assert not packed.tied
 
@@ -163,7 +164,7 @@ def test_only_what_a_checkpoint_needs_is_copied(tmp_path):
         directory.mkdir()
     for name in needed | others | {"config.json"}:
         (source / name).write_text("{}")
-    write(source, out, {}, rules("int4", "keep"))
+    write(source, out, {}, rules("int4", "keep"), set())
     written = {"config.json", "model.safetensors.index.json"}
     assert {file.name for file in out.iterdir()} == needed | written
 
@@ -233,7 +234,15 @@ def test_transformers_reads_a_written_checkpoint(tmp_path):
     assert relative_rms(Engine.load(out, device="cpu").score(ids), expected) < 1e-4
 
 
-def test_rules_name_projections_and_the_head():
+def test_rules_name_linears_and_the_head():
     which = rules("int4", "keep")
     assert which.scheme("model.layers.0.mlp.down_proj") is SCHEMES["int4"] and which.scheme("lm_head") is None
-    assert which.scheme("model.embed_tokens") is None and rules("int4", "fp8").scheme("lm_head") is SCHEMES["fp8"]
+    assert rules("int4", "fp8").scheme("lm_head") is SCHEMES["fp8"]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_only_linears_are_quantized(tied):
+    modules = linear_modules(tiny_config(num_layers=1, tie_word_embeddings=tied))
+    attention = {f"self_attn.{name}_proj" for name in "qkvo"}
+    layer = {f"model.layers.0.{name}" for name in attention | {f"mlp.{name}_proj" for name in ("gate", "up", "down")}}
+    assert modules == layer | ({"lm_head"} if not tied else set())

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from models import tiny_config
+from models import tiny_config, use_h100
 
 from tridecode import Engine
 from tridecode.checkpoint import load as checkpoint
@@ -96,6 +96,7 @@ def test_the_plan_counts_what_a_slot_takes():
 def test_the_plan_is_what_is_allocated(monkeypatch, preset, slots, capacity, chunk, dtype):
     """Every tensor beside the weights counted on the meta device; what others allocate is a number of its own."""
     monkeypatch.setattr(memory, "free_memory", lambda device: 0)
+    use_h100(monkeypatch)
     config = replace(PRESETS[preset], max_position=capacity)  # so that the plan is one for this context
     weights = checkpoint.empty_weights(config, "meta", dtype)
     model = make_model(config, weights, capacity, slots, prompt_rows=chunk)
@@ -156,6 +157,7 @@ def test_kv_tokens_and_context_bound_each_other(monkeypatch):
 
 def test_a_gpus_context_is_what_fits(monkeypatch):
     monkeypatch.setattr(memory, "free_memory", lambda device: 4 * GIB)
+    use_h100(monkeypatch)
     plan, capacity, notes = plan_capacity(tiny_config(max_position=2**30), torch.float32, torch.device("cuda"), None)
     assert capacity == plan.max_context > 2**20 and notes[0].endswith("that is what fits cuda")
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from checkpoints import write_tiny
-from models import CUDA, tiny_config, tiny_engine
+from models import CUDA, tiny_config, tiny_engine, use_h100
 
 from tridecode.checkpoint.load import empty_weights
 from tridecode.engine import Engine
@@ -16,7 +16,7 @@ from tridecode.plan.memory import plan_memory
 from tridecode.plan.placement import resolve_dtype, to_quantise
 from tridecode.sampling import SamplingParams
 from tridecode.state.kv import PAGE, kv_bytes_per_token, make_kv_cache
-from tridecode.step import model as state
+from tridecode.step.model import make_model
 
 IDS = [i * 37 % 331 for i in range(150)]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -82,11 +82,11 @@ def test_nearly_twice_as_many_fit(preset):
 def test_what_is_expanded_is_planned(monkeypatch, how):
     """On Hopper a kernel for it attends to a layer's K/V in bf16; torch's gathers those of a request, and in the
     batch-invariant mode prompts are attended to in 8 bits."""
-    monkeypatch.setattr(state, "gpu_of", lambda device: (90, 132, None))
+    use_h100(monkeypatch)
     monkeypatch.setattr(memory, "free_memory", lambda device: 0)
     config, slots = replace(PRESETS["qwen3-4b"], fp8_kv=True), 4
     weights = empty_weights(config, "meta", torch.bfloat16)
-    model = state.make_model(config, weights, 640, slots, page=PAGE, **how)
+    model = make_model(config, weights, 640, slots, page=PAGE, **how)
     plan = plan_memory(config, torch.bfloat16, torch.device("cuda"), slots, **{"one_piece": False} | how)
     assert model.kv.pool.nbytes + model.prompt.kv.nbytes == slots * 640 * plan.kv_per_token
     assert (model.prompt.kv.nbytes > 0) is not any(how.values())

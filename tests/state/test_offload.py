@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from models import CUDA, DEVICE, slowed, tiny_engine
+from models import CUDA, DEVICE, slowed, tiny_engine, use_h100
 
 from tridecode import Engine, SamplingParams, layout
 from tridecode import tensors as pinned
@@ -330,12 +330,12 @@ def test_conversations_that_go_on_and_are_edited(seed):
 def test_without_offload_the_lists_are_what_they_were():
     """No line more, and the page table itself in every layer."""
     engine = engine_of()
-    for lines in (lambda run: decode.step(run, engine.model, "greedy"), lambda run: read(run, engine.model, 5)):
+    for lines in (lambda run: decode.decode_pass(run, engine.model, "greedy"), lambda run: read(run, engine.model, 5)):
         recorder = Recorder()
         lines(recorder)
         assert {"fetch", "fetched"}.isdisjoint(line.role for line in recorder.launches)
-        tables = [line.args[1] for line in recorder.launches if line.role == "attention"]
-        assert all(table is engine.model.kv.page_table for table in tables)
+        tables = [line.args[3].table for line in recorder.launches if line.role == "attention"]
+        assert tables and all(table is engine.model.kv.page_table for table in tables)
     assert engine.model.kv.k[1].data_ptr() == engine.model.kv.pool[:, 1, 0].data_ptr()
 
 
@@ -345,7 +345,7 @@ def test_a_layer_is_fetched_before_its_attention_and_after_its_buffers_last_read
     model = engine_of(5, ring=11, buffers=buffers, layers=5).model
     recorder = Recorder()
     if kind == "decode":
-        decode.step(recorder, model, "greedy")
+        decode.decode_pass(recorder, model, "greedy")
     else:
         read(recorder, model, 5, decoding=1)
     layers = 5 if kind == "decode" else 4  # the last one's attention is in the pass's tail
@@ -360,7 +360,7 @@ def test_a_layer_is_fetched_before_its_attention_and_after_its_buffers_last_read
             filled[buffer] = fetched
             fetched += 1
         else:
-            layer = next(i for i in range(5) if line.args[1].data_ptr() == model.kv.tables[i].data_ptr())
+            layer = next(i for i in range(5) if line.args[3].table.data_ptr() == model.kv.tables[i].data_ptr())
             assert layer in filled.values()
             attended.append(layer)
     assert fetched == layers and sorted(set(attended)) == list(range(layers)) and len(filled) == buffers
@@ -398,6 +398,7 @@ def machine(monkeypatch):
     """A device of 10 GiB and a host of 100."""
     free = {"cuda": 10 * GIB, "cpu": 100 * GIB}
     monkeypatch.setattr(memory, "free_memory", lambda device: free[device.type])
+    use_h100(monkeypatch)
     return free
 
 

@@ -43,6 +43,9 @@ class LoadedLayer:
     weights: Mapping[str, LoadedLinear | torch.Tensor]
     pages: int | None = None
 
+    def __repr__(self) -> str:
+        return f"LoadedLayer(index={self.index}, weights={', '.join(self.weights)}, pages={self.pages})"
+
 
 class AttentionPlan(NamedTuple):
     """How a decode pass attends. writes_first: K and V enter the cache in a launch of their own, before attention."""
