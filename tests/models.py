@@ -1,16 +1,14 @@
-"""Tiny models in memory for tests of the passes and the engine: real head sizes, odd widths, few programs."""
+"""Tiny models in memory for tests of the step and the engine: real head sizes, odd widths, few programs."""
 
 import torch
 
 from tridecode.blocks.attention import Attention
 from tridecode.blocks.rope import RopeConfig
 from tridecode.blocks.spec import ModelSpec
-from tridecode.blocks.weights import Weights
 from tridecode.checkpoint.load import random_weights
 from tridecode.engine import Engine
 from tridecode.kernels.attention.attention import AttentionConfig
 from tridecode.kernels.attention.attention_rows import AttentionRowsConfig
-from tridecode.kernels.device import Device
 from tridecode.kernels.linear.matvec import MatvecConfig
 from tridecode.kernels.linear.registry import LINEAR_KERNELS
 from tridecode.models.dense import dense_spec
@@ -86,34 +84,12 @@ FAMILIES = {
 }
 
 
-def interpreter_configs(spec: ModelSpec, weights: Weights, one_row=ONE_ROW) -> dict[int, PassConfigs]:
-    """Launch configs with few programs. one_row: those of attention in passes of one row."""
-    cases = {
-        linear_case(loaded[linear.name], linear.epilogue)
-        for layer, loaded in zip(spec.layers, weights.layers)
-        for linear in layer.linears()
-    }
-    cases.add(linear_case(weights.lm_head, spec.lm_head.epilogue))
-    matvec = kernel_named("matvec")
-    linears = {case: Choice(matvec, MatvecConfig(_ROWS_OF_PROGRAM[case.epilogue], 1)) for case in cases}
-    blocks = [block for block in spec.blocks() if isinstance(block, Attention)]
-    attention = {attention_case(block, weights.dtype, spec.fp8_kv) for block in blocks}
-    by_rows = {1: one_row, 2: SEVERAL_ROWS}
-    return {rows: PassConfigs(linears, dict.fromkeys(attention, config)) for rows, config in by_rows.items()}
-
-
 def tiny_engine(
     backend="auto", graph="full", dtype=None, capacity=256, seed=0, build=None, on_host=0, **overrides
 ) -> Engine:
-    """Build an engine of a tiny model with random weights.
-
-    Args:
-        backend: by default the one that this machine has: Triton on a GPU, torch otherwise.
-        build: more for Engine.build.
-        on_host: layers whose linears are in host memory.
-        overrides: of the configuration.
-    """
-    spec = tiny_config(**overrides)
+    """The default backend is the one this machine has: Triton on a GPU, torch otherwise. build: more for Engine.build;
+    on_host: layers whose weights are in the host's memory; overrides: of the configuration."""
+    config = tiny_config(**overrides)
     dtype = dtype or (torch.bfloat16 if CUDA else torch.float32)
     if backend == "auto":
         backend = "triton" if CUDA else "torch"
@@ -123,7 +99,7 @@ def tiny_engine(
 
 
 def slowed(late: str):
-    """Return a runner that launches; before each launch of the role `late` its stream sleeps for a millisecond."""
+    """Launches, before each of which of this role its stream sleeps for a millisecond."""
 
     def run(role, op, *args, **how):
         if role == late:
@@ -134,7 +110,7 @@ def slowed(late: str):
 
 
 def begin(engine: Engine, ids, position, params, stop_ids=(), limit=None) -> None:
-    """Begin slot 0 at `position` of `ids` without the engine's streaming."""
+    """Slot 0 at `position` of `ids`, without the engine's streaming around it."""
     slots, limit = engine.scheduler.slots, limit or engine.capacity + 1
     slots.write_tokens(0, ids, limit - 1)
     slots.begin(0, 0, params, position=position, n_known=len(ids), limit=limit, stop_ids=stop_ids)

@@ -1,4 +1,4 @@
-"""config.json of every family, as transformers 4 and 5 write it, and the messages of refusals."""
+"""config.json of every family, as transformers 4 and 5 write it; what is refused, and in which words."""
 
 
 import pytest
@@ -117,10 +117,14 @@ def test_llama_file_of_transformers_4():
     assert config == dense_spec(
         family="llama",
         hidden_size=2048,
+        intermediate_size=8192,
+        num_layers=16,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=64,
         vocab_size=128256,
         max_position=131072,
-        layers=(Layer(attention, MLP(hidden=2048, eps=1e-5, intermediate=8192)),) * 16,
-        eps=1e-5,
+        rms_norm_eps=1e-5,
         tie_word_embeddings=True,
         rope=RopeConfig(500000.0, "llama3", 32.0, 1.0, 4.0, 8192),
         dtype="bfloat16",
@@ -147,28 +151,28 @@ FLAGS = {"qwen3": (True, False), "llama": (False, False), "mistral": (False, Fal
 
 @pytest.mark.parametrize("family", FLAGS)
 def test_family_flags(family):
-    spec = parse_config(PUBLISHED[family])
-    assert {(layer.mixer.qk_norm, layer.mixer.bias) for layer in spec.layers} == {FLAGS[family]}
+    config = parse_config(PUBLISHED[family])
+    assert (config.qk_norm, config.qkv_bias) == FLAGS[family]
 
 
 @pytest.mark.parametrize("family, group, head_dim", [("qwen3", 4, 128), ("qwen2", 7, 64), ("mistral", 4, 128)])
 def test_shapes(family, group, head_dim):
-    spec = parse_config(PUBLISHED[family])
-    assert {(layer.mixer.group, layer.mixer.head_dim) for layer in spec.layers} == {(group, head_dim)}
+    config = parse_config(PUBLISHED[family])
+    assert (config.group_size, config.head_dim) == (group, head_dim)
 
 
 @pytest.mark.parametrize("head_dim", [None, "absent"])
 def test_head_dim_null_or_absent_is_hidden_over_heads(head_dim):
     values = without(LLAMA, "head_dim") | ({} if head_dim == "absent" else {"head_dim": head_dim})
-    assert parse_config(values | {"hidden_size": 3072}).layers[0].mixer.head_dim == 96
+    assert parse_config(values | {"hidden_size": 3072}).head_dim == 96
 
 
 def test_kv_heads_absent_is_multi_head_attention():
-    assert parse_config(without(LLAMA, "num_key_value_heads")).layers[0].mixer.group == 1
+    assert parse_config(without(LLAMA, "num_key_value_heads")).group_size == 1
 
 
 def test_rope_theta_absent_is_10000():
-    assert parse_config(without(MISTRAL, "rope_theta")).layers[0].mixer.rope == RopeConfig(theta=10000.0)
+    assert parse_config(without(MISTRAL, "rope_theta")).rope == RopeConfig(theta=10000.0)
 
 
 @pytest.mark.parametrize("name", ["float16", "float32", "torch.bfloat16"])
@@ -378,7 +382,7 @@ def test_agrees_with_transformers(family, tmp_path):
     from checkpoints import STOP_IDS, write_tiny
 
     path = write_tiny(tmp_path, family, num_hidden_layers=3)
-    spec = parse_config(read_json(path / "config.json"), read_json(path / "generation_config.json"))
+    config = parse_config(read_json(path / "config.json"), read_json(path / "generation_config.json"))
     theirs = transformers.AutoConfig.from_pretrained(path)
     window = getattr(theirs, "sliding_window", None)
     assert config.hidden_size == theirs.hidden_size and config.vocab_size == theirs.vocab_size
@@ -398,7 +402,7 @@ ABSENT = dict.fromkeys(["rope_parameters", "layer_types", "quantization_config",
 
 @pytest.mark.parametrize("family", PUBLISHED)
 def test_odd_values_end_in_one_clear_line(family):
-    """Any value of a key leads to a specification or to a CheckpointError that names the file."""
+    """Whatever stands at a key: a configuration, or a CheckpointError that names the file."""
     values = PUBLISHED[family] | ABSENT
     refused = 0
     for key in values:
