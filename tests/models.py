@@ -5,16 +5,15 @@ import torch
 from tridecode.blocks.attention import Attention
 from tridecode.blocks.rope import RopeConfig
 from tridecode.blocks.spec import ModelSpec
-from tridecode.blocks.weights import Weights
 from tridecode.checkpoint.load import random_weights
 from tridecode.engine import Engine
 from tridecode.kernels.attention.attention import AttentionConfig
 from tridecode.kernels.attention.attention_rows import AttentionRowsConfig
 from tridecode.kernels.device import Device
 from tridecode.kernels.linear.matvec import MatvecConfig
-from tridecode.kernels.linear.registry import kernel_named
+from tridecode.kernels.linear.registry import LINEAR_KERNELS
 from tridecode.models.dense import dense_spec
-from tridecode.step.model import attention_case, linear_case
+from tridecode.step.model import attention_case, linear_cases
 from tridecode.step.run import launch
 from tridecode.tuning.configs import Choice, PassConfigs
 
@@ -22,9 +21,26 @@ CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda", 0) if CUDA else torch.device("cpu")
 H100 = Device("NVIDIA H100 80GB HBM3", 90, 132, 232448, 233472, 65536)
 # Few, large programs: the interpreter takes about 2 ms for each, and for each iteration of a loop.
-_ROWS_OF_PROGRAM = {"normed": 128, "residual": 64, "gated": 64}  # by epilogue
-ONE_ROW = AttentionConfig(block_t=32, splits=3)
-SEVERAL_ROWS = AttentionRowsConfig(block_t=32, splits=3, least=1, programs=3)
+_BLOCK_N = {"qkv": 128, "o_proj": 64, "gate_up": 64, "down": 64, "lm_head": 128}
+_ATTENTION = {
+    1: AttentionConfig(block_t=32, splits=3),
+    2: AttentionRowsConfig(block_t=32, splits=3, least=1, programs=3),
+}
+
+
+def interpreter_configs(spec: ModelSpec, weights) -> dict[int, PassConfigs]:
+    """Return launch configs for the interpreter: for one row, and for more."""
+    by_role = {role: MatvecConfig(block_n, 1) for role, block_n in _BLOCK_N.items()}
+    return {rows: configs_of(spec, weights, by_role, attention) for rows, attention in _ATTENTION.items()}
+
+
+def configs_of(spec: ModelSpec, weights, by_role: dict, attention) -> PassConfigs:
+    """Return these launch configs, of linears by their role, for a model."""
+    kernels = {kernel.config: kernel for kernel in LINEAR_KERNELS}
+    cases = linear_cases(spec, weights)
+    linears = {case: Choice(kernels[type(by_role[role])], by_role[role]) for role, case in cases.items()}
+    blocks = [block for block in spec.blocks() if isinstance(block, Attention)]
+    return PassConfigs(linears, {attention_case(b, weights.dtype, spec.fp8_kv): attention for b in blocks})
 
 
 def tiny_config(layer_types=None, sliding_window=None, **overrides) -> ModelSpec:
@@ -70,22 +86,6 @@ FAMILIES = {
 }
 
 
-def interpreter_configs(spec: ModelSpec, weights: Weights, one_row=ONE_ROW) -> dict[int, PassConfigs]:
-    """Launch configs with few programs. one_row: those of attention in passes of one row."""
-    cases = {
-        linear_case(loaded[linear.name], linear.epilogue)
-        for layer, loaded in zip(spec.layers, weights.layers)
-        for linear in layer.linears()
-    }
-    cases.add(linear_case(weights.lm_head, spec.lm_head.epilogue))
-    matvec = kernel_named("matvec")
-    linears = {case: Choice(matvec, MatvecConfig(_ROWS_OF_PROGRAM[case.epilogue], 1)) for case in cases}
-    blocks = [block for block in spec.blocks() if isinstance(block, Attention)]
-    attention = {attention_case(block, weights.dtype, spec.fp8_kv) for block in blocks}
-    by_rows = {1: one_row, 2: SEVERAL_ROWS}
-    return {rows: PassConfigs(linears, dict.fromkeys(attention, config)) for rows, config in by_rows.items()}
-
-
 def tiny_engine(
     backend="auto", graph="full", dtype=None, capacity=256, seed=0, build=None, on_host=0, **overrides
 ) -> Engine:
@@ -97,13 +97,13 @@ def tiny_engine(
         on_host: layers whose linears are in host memory.
         overrides: of the configuration.
     """
-    spec = tiny_config(**overrides)
+    config = tiny_config(**overrides)
     dtype = dtype or (torch.bfloat16 if CUDA else torch.float32)
     if backend == "auto":
         backend = "triton" if CUDA else "torch"
-    weights = random_weights(spec, DEVICE, dtype, seed, on_host)
-    configs = None if CUDA else interpreter_configs(spec, weights)
-    return Engine.build(spec, weights, None, capacity, backend, graph, configs=configs, **build or {})
+    weights = random_weights(config, DEVICE, dtype, seed, on_host)
+    configs = None if CUDA else interpreter_configs(config, weights)
+    return Engine.build(config, weights, None, capacity, backend, graph, configs=configs, **build or {})
 
 
 def use_h100(monkeypatch) -> None:

@@ -115,7 +115,7 @@ def test_an_op_in_all_its_forms_takes_the_same_arguments(name):
         arguments = [argument for argument in signature(launcher).parameters if argument not in how]
         assert list(signature(op.ref).parameters) == arguments, launcher
         signature(op.bytes).bind(*arguments)
-        assert set(op.outputs) <= set(arguments), launcher
+        assert {output.split(".")[0] for output in op.outputs} <= set(arguments), launcher
 
 
 def test_cli_is_the_commands_main():

@@ -21,7 +21,8 @@ from tridecode.plan.memory import plan_memory
 from tridecode.plan.placement import plan_capacity, plan_kv, plan_weights, to_quantise
 from tridecode.state.offload import Offload
 from tridecode.step import decode
-from tridecode.step.graphs import EagerSteps, StepGraphs, launcher
+from tridecode.step.dispatch import Dispatcher
+from tridecode.step.graphs import DecodePasses, launcher
 from tridecode.step.prompt import finish, read
 from tridecode.step.run import Forked, Recorder, launch, refer
 
@@ -168,7 +169,7 @@ def test_lists_in_the_interpreter_give_what_the_references_give():
     for run in (launch, refer):
         engine = engine_of(3)
         engine.rewind(7, replace(GREEDY, seed=1))
-        EagerSteps(engine.model, run).replay("greedy")
+        DecodePasses(engine.model, run).replay("greedy")
         engine.synchronize()
         found.append(engine.model.workspace.logits[0].cpu().clone())
     error = (found[0] - found[1]).norm() / found[1].norm()
@@ -274,7 +275,7 @@ needs_gpu = pytest.mark.skipif(not CUDA, reason="streams and graphs are a GPU's"
 
 def logits_of(engine, run) -> torch.Tensor:
     """Of one step, whose buffers hold NaN before."""
-    steps = StepGraphs(engine.model, kinds=("greedy",), run=run)
+    steps = DecodePasses(engine.model, run, Dispatcher("full", (1,)), kinds=("greedy",))
     engine.rewind(7, replace(GREEDY, seed=1))
     for buffer in engine.model.weights.host.target:
         buffer.fill_(-1)  # NaN, in any format

@@ -23,7 +23,7 @@ from tridecode.cli.bench.stream import stream_figures
 from tridecode.errors import GenerationError, ParameterError
 from tridecode.sampling import SamplingParams
 from tridecode.serve.policy import Policy
-from tridecode.step.graphs import EagerSteps, launcher
+from tridecode.step.graphs import DecodePasses, launcher
 from tridecode.step.run import Allocating, refer
 
 needs_gpu = pytest.mark.skipif(not CUDA, reason="CUDA graphs and activity records exist on a GPU only")
@@ -229,7 +229,7 @@ def test_the_workspace_that_allocates_gives_the_same_tokens():
     for fresh in (False, True):
         engine = tiny_engine("triton", "none")
         if fresh:
-            engine.steps = EagerSteps(engine.model, Allocating(launcher(engine.model)))
+            engine.steps = DecodePasses(engine.model, Allocating(launcher(engine.model)))
         begin(engine, [5, 17], 0, params, limit=6)
         for _ in range(4):
             engine.enqueue(params)
@@ -245,7 +245,7 @@ def test_one_allocation_for_every_output_of_every_op(monkeypatch):
     """
     made = []
     engine = tiny_engine("torch", "none", torch.float32)
-    steps, empty_like = EagerSteps(engine.model, Allocating(refer)), torch.empty_like
+    steps, empty_like = DecodePasses(engine.model, Allocating(refer)), torch.empty_like
     monkeypatch.setattr(torch, "empty_like", lambda t: made.append(tuple(t.shape)) or empty_like(t))
     counts = []
     for _ in range(3):

@@ -163,13 +163,13 @@ def test_a_piped_chat_whose_session_is_not_saved_exits_1(piped, tiny, monkeypatc
 CHAT_ON_A_BROKEN_GPU = """
 import sys, torch
 from tridecode import cli as commands
-from tridecode.step.prompt_graphs import PromptGraphs
+from tridecode.step.prompt_graphs import PromptPasses
 
 def read(self, chunks, tokens, decoding):
     if tokens > 40:  # the second turn
         torch.zeros(1, device=self.model.device)[torch.tensor([9], device=self.model.device)]
 
-PromptGraphs.read = read
+PromptPasses.read = read
 sys.exit(commands.main(sys.argv[1:]))
 """
 

@@ -8,8 +8,6 @@ from util import BF16_ROUNDING, DEVICE, Case, assert_close, cases, meta_rows, no
 
 from tridecode import layout
 from tridecode.kernels.add_norm import ADD_NORM
-from tridecode.kernels.attention.gather_kv import gather_kv, gather_kv_ref
-from tridecode.kernels.attention.rope_write import rope_write, rope_write_ref
 from tridecode.kernels.embed_rows import EMBED_ROWS
 from tridecode.kernels.silu_mul import SILU_MUL
 from tridecode.kernels.take_rows import TAKE_ROWS
@@ -46,11 +44,6 @@ def table_of(*chunks: Chunk) -> torch.Tensor:
     return table.to(DEVICE)
 
 
-def shuffled_pages(slots: int, each: int) -> torch.Tensor:
-    order = torch.randperm(slots * each, generator=torch.Generator().manual_seed(1), dtype=torch.int32)
-    return order.view(slots, each).to(DEVICE)
-
-
 @CASES
 @DTYPES
 @pytest.mark.parametrize("decoding", [0, 3], ids=["chunks_only", "3_decoding_rows"])
@@ -79,52 +72,6 @@ def test_take_rows_copies_the_source_rows(case, dtype):
         assert torch.equal(launched["hidden_out"][row], hidden[source])
         assert torch.equal(launched["qkv_out"][row], qkv[source].float())
     assert launched["meta"][:, layout.SOURCE].tolist() == [layout.OWN, layout.OWN, 5, layout.OWN]
-
-
-@CASES
-@DTYPES
-@pytest.mark.parametrize("qk_norm", [False, True], ids=["no_norm", "norm"])
-def test_rope_write_matches_reference(case, dtype, qk_norm):
-    rows, heads, kv, d = (case.sizes[name] for name in ("rows", "heads", "kv", "d"))
-    page, slots = 4, 3
-    pages = -(-(rows + 5) // page)
-    table, capacity = shuffled_pages(slots, pages), pages * page
-    chunks = Chunk(2, 1, rows, 3), Chunk(0, 1 + rows, 2, 1)
-    qkv = random(rows + 4, (heads + 2 * kv) * d, dtype=dtype)
-    q_norm, k_norm = (norm_weight(d, dtype), norm_weight(d, dtype) * 2) if qk_norm else (None, None)
-    angle = random(capacity, d // 2, seed=2)
-    found = []
-    for op, kind in ((rope_write, dtype), (rope_write_ref, torch.float32)):
-        q, pool = poisoned(rows + 4, heads, d, dtype=kind), poisoned(slots * pages, 2, kv, page, d, dtype=kind)
-        op(table_of(*chunks), table, qkv, q_norm, k_norm, angle.cos(), angle.sin(), q, *pool.unbind(1), EPS)
-        held = pool[table.long()].permute(0, 2, 3, 1, 4, 5).flatten(3, 4)  # slots, 2, kv, positions, d
-        found.append((q, held))
-    (q, held), (ref_q, ref_held) = found
-    tolerance = 5 * BF16_ROUNDING if dtype == torch.bfloat16 else ROUNDING[dtype]
-    written = torch.zeros(slots, capacity, dtype=torch.bool, device=DEVICE)
-    for chunk in chunks:
-        assert_close(q[chunk.rows], ref_q[chunk.rows], tolerance, "q")
-        at = chunk.slot, slice(None), slice(None), slice(chunk.start, chunk.end)
-        assert_close(held[at], ref_held[at], tolerance, "K and V")
-        written[chunk.slot, chunk.start : chunk.end] = True
-    assert q[0].isnan().all() and q[rows + 3 :].isnan().all(), "a row of no chunk was written"
-    assert held.permute(0, 3, 1, 2, 4)[~written].isnan().all(), "other positions were written"
-
-
-@CASES
-@DTYPES
-@pytest.mark.parametrize("positions", [1, 4, 11])
-def test_gather_kv_brings_a_slots_pages_together(case, dtype, positions):
-    kv, d, page = case.sizes["kv"], case.sizes["d"], 4
-    pool = random(5, 3, 2, kv, page, d, dtype=dtype)
-    table = torch.tensor([3, 0, 4], dtype=torch.int32, device=DEVICE)
-    k, v = pool[:, 1].unbind(1)
-    out, ref = poisoned(2, kv, 13, d, dtype=dtype), poisoned(2, kv, 13, d, dtype=dtype)
-    gather_kv(table, k, v, positions, *out)
-    gather_kv_ref(table, k, v, positions, *ref)
-    expected = pool[table.long(), 1].permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :positions]
-    for gathered in (out, ref):
-        assert torch.equal(gathered[:, :, :positions], expected) and gathered[:, :, positions:].isnan().all()
 
 
 @CASES

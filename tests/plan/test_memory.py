@@ -101,15 +101,15 @@ def test_the_plan_is_what_is_allocated(monkeypatch, preset, slots, capacity, chu
     weights = checkpoint.empty_weights(config, "meta", dtype)
     model = make_model(config, weights, capacity, slots, prompt_rows=chunk)
     tensors = named_tensors(model.workspace) | {f"prompt.{name}": t for name, t in named_tensors(model.prompt).items()}
-    (rope,) = model.ropes.values()
-    tensors |= {"pool": model.kv.pool, "cos": rope[0], "sin": rope[1]}
+    tensors |= {"pool": model.kv.pool}
+    tensors |= {f"rope.{i}": table for i, table in enumerate(sum(model.ropes.values(), ()))}
     allocated = sum(t.nbytes for t in tensors.values() if t.is_meta)
     plan = plan_memory(config, dtype, torch.device("cuda"), slots, chunk, one_piece=False)
     pages = -(-capacity // 64) * 64  # whole ones
     planned = plan.needed(capacity, slots * pages) - plan.weights - memory.SCRATCH["cuda"]
     assert allocated == pytest.approx(planned, abs=100 * slots)
     with_torchs = plan_memory(config, dtype, torch.device("cuda"), slots, chunk)
-    assert with_torchs.per_token - plan.per_token == 2 * config.layers[0].mixer.kv_size * dtype.itemsize
+    assert with_torchs.per_token - plan.per_token == 2 * config.pages.width * dtype.itemsize
 
 
 @pytest.mark.parametrize("slots", [1, 3, 65])

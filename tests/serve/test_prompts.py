@@ -15,7 +15,7 @@ from tridecode.kernels.attention import prompt_attention_hopper
 from tridecode.layout import Chunk
 from tridecode.plan.placement import plan_graphs
 from tridecode.step.dispatch import PROMPT_SIZES, Dispatcher, prompt_sizes
-from tridecode.step.prompt_graphs import PromptGraphs
+from tridecode.step.prompt_graphs import PromptPasses
 
 needs_gpu = pytest.mark.skipif(not CUDA, reason="CUDA graphs exist on a GPU only")
 GREEDY = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
@@ -136,10 +136,10 @@ def test_a_size_that_comes_again_is_captured_on_the_way_and_one_that_cannot_be_s
     def fails(*args):
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    monkeypatch.setattr(engine.prompts._place, "capture", fails)
+    monkeypatch.setattr(engine.prompts.place, "capture", fails)
     for _ in range(3):
         engine.generate(ids(130), GREEDY, reuse_prefix=False)
-    assert "prompts of 160 tokens stay uncaptured: operation not permitted" in caplog.text
+    assert "a pass of 160 prompt tokens and 0 decoding rows stays uncaptured: operation not permitted" in caplog.text
     assert engine.generate(ids(130), GREEDY, reuse_prefix=False).error is None
 
 
@@ -147,7 +147,8 @@ def test_a_size_that_comes_again_is_captured_on_the_way_and_one_that_cannot_be_s
 def test_what_was_captured_is_logged_with_its_time_and_memory(caplog):
     caplog.set_level("DEBUG", "tridecode")
     engine = engine_of(slots=2, prompt_graph_sizes=[16, 64])
-    each = re.findall(r"captured prompts of (\d+) tokens beside (\d) rows \(full\) in \d+ ms, ", caplog.text)
+    line = r"captured a pass of (\d+) prompt tokens and (\d) decoding rows \(full\) in \d+ ms, "
+    each = re.findall(line, caplog.text)
     assert [tuple(map(int, found)) for found in each] == list(engine.prompts.seconds)
     assert re.search(r"captured 4 prompt passes in \d+\.\d s, -?\d+ MiB", caplog.text)
 
@@ -226,9 +227,9 @@ def test_how_a_prompt_pass_runs(mode, attention, expected):
 
 
 def test_a_pass_beside_decoding_rows_is_as_long_as_it_may_be():
-    model = SimpleNamespace(config=SimpleNamespace(q_size=4096, num_layers=36))
+    model = SimpleNamespace(prompt_pair_flops=4 * 4096 * 35)
     seconds = {(16, 0): 1e-9, (16, 8): 0.003, (512, 8): 0.006, (1024, 8): 0.011, (2048, 8): 0.02}
-    within = PromptGraphs.tokens_within.__get__(SimpleNamespace(seconds=seconds, model=model))
+    within = PromptPasses.tokens_within.__get__(SimpleNamespace(seconds=seconds, model=model))
     assert [within(limit, 0, 4096) for limit in (0.001, 0.004, 0.015, 1.0)] == [16, 16, 1024, 2048]
     assert within(0.015, 30_000, 4096) < 1024, "attention to what stands before counts"
     assert within(0.015, 0, 700) == 700

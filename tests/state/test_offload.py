@@ -24,7 +24,8 @@ from tridecode.state.kv import make_kv_cache
 from tridecode.state.offload import Offload
 from tridecode.state.prefix import PrefixCache
 from tridecode.step import decode
-from tridecode.step.graphs import EagerSteps, StepGraphs, launcher
+from tridecode.step.dispatch import Dispatcher
+from tridecode.step.graphs import DecodePasses, launcher
 from tridecode.step.prompt import read
 from tridecode.step.run import Recorder, launch, refer
 
@@ -379,7 +380,7 @@ def test_lists_in_the_interpreter_give_what_the_references_give():
         host = engine.model.kv.offload.host
         host.copy_(torch.randn(host.shape, generator=generator))
         assert len(slots._ring) > 0
-        EagerSteps(engine.model, run).replay("greedy")
+        DecodePasses(engine.model, run).replay("greedy")
         engine.synchronize()
         found.append(engine.model.workspace.logits[0].cpu().clone())
     assert found[0].isfinite().all()
@@ -470,7 +471,7 @@ def test_the_benchs_copies_bring_as_much_as_the_fetch(whole):
     for run in (refer, Copies(refer, engine.model, 6, whole)):
         for buffer in engine.model.kv.offload.target:
             buffer.fill_(-1)
-        EagerSteps(engine.model, run).replay("greedy")
+        DecodePasses(engine.model, run).replay("greedy")
         engine.model.workspace.meta[0, layout.POSITION] -= 1
         engine.synchronize()
         found.append([buffer.cpu().clone() for buffer in engine.model.kv.offload.target])
@@ -578,15 +579,16 @@ def test_texts_are_equal_whatever_share_is_on_the_host_and_however_passes_run(gr
 def test_a_graph_is_captured_once_while_the_context_grows():
     engine = gpu_engine(4, ring=16)
     engine.steps.check_addresses = True
-    captures, graphs = engine.steps.captures, dict(engine.steps._graphs)
+    captures, graphs = engine.steps.captures, dict(engine.steps.graphs)
     engine.generate(LONG[:5], replace(SAMPLED, max_tokens=12 * PAGE))
-    assert engine.steps.captures == captures == len(decode.KINDS) and engine.steps._graphs == graphs
+    assert engine.steps.captures == captures == len(decode.KINDS) and engine.steps.graphs == graphs
     assert {stat.mode for stat in engine.graph_stats() if stat.kind in decode.KINDS} == {"full"}
 
 
 def logits_of(engine, run) -> torch.Tensor:
     """Of one step behind 9 pages of the host, whose ring holds NaN before."""
-    steps, position = StepGraphs(engine.model, kinds=("greedy",), run=run), 9 * PAGE + 3
+    steps = DecodePasses(engine.model, run, Dispatcher("full", (1,)), kinds=("greedy",))
+    position = 9 * PAGE + 3
     engine.rewind(position, replace(GREEDY, seed=1))
     engine.scheduler.slots.send(0, 9)
     generator = torch.Generator().manual_seed(5)

@@ -28,30 +28,42 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDes
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tridecode import kernels
+from tridecode.blocks.spec import ModelSpec
 from tridecode.checkpoint.formats.quantize import rules
 from tridecode.checkpoint.load import empty_weights
 from tridecode.kernels.attention.gather_kv import gather_kv
-from tridecode.kernels.linear.dequantize import dequantise
+from tridecode.kernels.device import Device
+from tridecode.kernels.linear.dequantize import dequantize
 from tridecode.kernels.linear.matmul_ring import _matmul_ring_kernel
 from tridecode.kernels.linear.matmul_wide import WideConfig
+from tridecode.kernels.linear.registry import kernel_named
 from tridecode.models.presets import PRESETS
 from tridecode.state.kv import PAGE, make_kv_cache
 from tridecode.state.offload import Offload
 from tridecode.step import decode
 from tridecode.step.graphs import launcher
-from tridecode.step.model import DecodeModel, shapes_of
+from tridecode.step.model import DecodeModel, choose_configs, rope_keys
 from tridecode.step.prompt import finish, read
 from tridecode.step.workspace import make_prompt_buffers, make_workspace
-from tridecode.tuning.choose import prompt_attention_shape
-from tridecode.tuning.shapes import StepShapes
+from tridecode.tuning.attention import prompt_attention_config
+from tridecode.tuning.configs import Choice, PassConfigs
 
 MODULES = [import_module(found.name) for found in walk_packages(kernels.__path__, f"{kernels.__name__}.")]
 ROWS = (1, 8, 16, 64)  # of passes
 FP16 = ("qwen2.5-0.5b", "qwen3-4b_fp16")  # the others are bf16
-MODELS = PRESETS | {"qwen3-4b_fp16": PRESETS["qwen3-4b"]} | {
-    f"head_dim_{d}": replace(PRESETS["qwen3-0.6b"], head_dim=d, num_heads=heads, num_kv_heads=kv, num_layers=2)
+
+
+def odd_heads(**heads) -> ModelSpec:
+    """Two layers of Qwen3-0.6B with other heads."""
+    layer = PRESETS["qwen3-0.6b"].layers[0]
+    layer = replace(layer, mixer=replace(layer.mixer, **heads))
+    return replace(PRESETS["qwen3-0.6b"], layers=(layer,) * 2)
+
+
+MODELS = dict(PRESETS) | {"qwen3-4b_fp16": PRESETS["qwen3-4b"]} | {
+    f"head_dim_{d}": odd_heads(head_dim=d, heads=heads, kv_heads=kv)
     for d, heads, kv in ((80, 5, 1), (96, 24, 8), (256, 8, 1))
-} | {"group_16": replace(PRESETS["qwen3-0.6b"], num_heads=32, num_kv_heads=2, num_layers=2)}
+} | {"group_16": odd_heads(heads=32, kv_heads=2)}  # fmt: skip
 FEW_BITS = {f"{name}_{kind}": replace(PRESETS[name], quantise=rules(kind, "fp8"))
             for name in ("qwen3-4b", "qwen3-0.6b", "llama-3.1-8b", "llama-3.2-3b")
             for kind in ("fp8", "int8", "int4")}  # fmt: skip
@@ -98,26 +110,23 @@ class Recorder:
 
 def meta_model(preset: str, dtype: torch.dtype, arch: int, capacity: int = 4096) -> DecodeModel:
     """The model's tensors by shape only: no memory, no GPU."""
-    config, device = MODELS[preset], torch.device("meta")
-    rope = torch.empty(capacity, config.head_dim // 2, device=device)
+    config, device, gpu = MODELS[preset], torch.device("meta"), gpu_of(arch)
     weights = empty_weights(config, device, dtype, packs=True)
-    prompt_shape = prompt_attention_shape(arch, 132, batch_invariant=False, fp8_kv=config.fp8_kv)
+    prompt_config = prompt_attention_config(gpu, batch_invariant=False, fp8=config.fp8_kv)
     workspace = make_workspace(config, capacity, device, dtype, slots=64)
     kv = make_kv_cache(config, capacity, device, dtype, page=PAGE)
-    expanded = len(kv.pool) if kv.fp8 and prompt_shape.hopper else 0
+    expanded = len(kv.pool) if kv.fp8 and prompt_config.hopper else 0
     return DecodeModel(
-        config=config,
+        spec=config,
         weights=weights,
         kv=kv,
-        cos=rope,
-        sin=rope,
+        ropes={key: (torch.empty(capacity, key[1] // 2, device=device),) * 2 for key in rope_keys(config)},
         workspace=workspace,
         verify=workspace,
-        prompt=make_prompt_buffers(config, 2048, device, dtype, prompt_shape, expanded, PAGE),
-        prompt_shape=prompt_shape,
-        shapes_by_rows=shapes_of(config, weights, arch),
-        pdl=arch >= 90,
-        gpu=(arch, 132),
+        prompt=make_prompt_buffers(config, 2048, device, dtype, prompt_config, expanded, PAGE),
+        prompt_config=prompt_config,
+        configs_by_rows=choose_configs(config, weights, gpu),
+        gpu=gpu,
     )
 
 
@@ -143,29 +152,29 @@ def run_all(preset: str, dtype: torch.dtype, arch: int) -> None:
     model = meta_model(preset, dtype, arch)
     for rows in (*ROWS, 32) if arch == 90 else ROWS:  # which has products of its own there
         for kind in decode.KINDS:
-            decode.step(launcher(model), model.of_rows(rows), kind)
-            decode.step(launcher(model), model.of_rows(rows), kind, masked=True)
-    if not model.config.fp8_kv:  # which are not verified
+            decode.decode_pass(launcher(model), model.of_rows(rows), kind)
+            decode.decode_pass(launcher(model), model.of_rows(rows), kind, masked=True)
+    if not model.spec.fp8_kv:  # which are not verified
         for requests, queries in ((1, 1), (1, 8), (2, 2), (4, 4)):
             for kind in decode.KINDS:
-                decode.step(launcher(model), model.of_queries(requests, queries), kind)
+                decode.decode_pass(launcher(model), model.of_queries(requests, queries), kind)
         alone = replace(model.of_queries(4, 4), fixed_chunk=256)  # as in the batch-invariant mode
-        decode.step(launcher(model), alone, "greedy")
+        decode.decode_pass(launcher(model), alone, "greedy")
     if preset in FEW_BITS and arch == 90:
         for name in FEW_BITS:  # every form of the ring
             one = meta_model(name, dtype, arch).of_rows(1)
-            decode.step(partial(launch_rings, launcher(one)), one, "greedy")
+            decode.decode_pass(partial(launch_rings, launcher(one)), one, "greedy")
     if preset in FEW_BITS:
-        dequantise(model.weights.layers[0].qkv, 0, 1024, model.prompt.dequantised)
+        dequantize(model.weights.layers[0]["qkv"], 0, 1024, model.prompt.dequantised)
     else:
-        few = replace(model.of_rows(16), shapes_by_rows={16: wide(model.of_rows(16).shapes, arch)})
-        decode.step(launcher(model), few, "greedy")
+        few = replace(model.of_rows(16), configs_by_rows={16: wide(model.of_rows(16), arch)})
+        decode.decode_pass(launcher(model), few, "greedy")
     if arch == 90:  # the batch-invariant mode, which other GPUs do not have
-        alike = shapes_of(model.config, model.weights, arch, batch_invariant=True)
-        alike = replace(model, shapes_by_rows=alike)
+        alike = choose_configs(model.spec, model.weights, gpu_of(arch), batch_invariant=True)
+        alike = replace(model, configs_by_rows=alike)
         for rows in ROWS:
-            decode.step(launcher(model), alike.of_rows(rows), "greedy")
-    run = launch_ours if arch == 90 and model.config.head_dim <= 128 else launch_but_attention
+            decode.decode_pass(launcher(model), alike.of_rows(rows), "greedy")
+    run = launch_ours if arch == 90 and model.spec.pages.head_dim <= 128 else launch_but_attention
     read(run, model, 68)
     read(run, model, 512)  # where no launch of its own adds up splits
     read(run, model, 2048)
@@ -173,20 +182,28 @@ def run_all(preset: str, dtype: torch.dtype, arch: int) -> None:
     table = model.kv.page_table[0]
     gather_kv(table, model.kv.k[0], model.kv.v[0], 70, *model.prompt.x.new_empty(2, *model.kv.k[0][0].shape))
     finish(launcher(model), model.of_rows(1), "greedy")
-    if preset in FEW_BITS or model.config.fp8_kv:
+    if preset in FEW_BITS or model.spec.fp8_kv:
         return  # nothing of these lies on the host
-    kv = make_kv_cache(model.config, 4096, model.device, dtype, page=PAGE, offload=Offload(host=8, ring=8))
-    weights = empty_weights(model.config, model.device, dtype, on_host=3)
+    kv = make_kv_cache(model.spec, 4096, model.device, dtype, page=PAGE, offload=Offload(host=8, ring=8))
+    weights = empty_weights(model.spec, model.device, dtype, on_host=3)
     offloaded = replace(model, kv=kv, weights=weights)
-    decode.step(launch_ours, offloaded.of_rows(1), "greedy")
+    decode.decode_pass(launch_ours, offloaded.of_rows(1), "greedy")
     read(run, offloaded, 132, decoding=64)
 
 
-def wide(shapes: StepShapes, arch: int) -> StepShapes:
-    """Shapes that only some GPUs have in their tables: of four warps where these multiply together, else of one."""
+def gpu_of(arch: int) -> Device:
+    """A GPU of that compute capability, with the sizes of an H200."""
+    return Device("a GPU", arch, 132, 232448, 233472, 65536)
+
+
+def wide(model: DecodeModel, arch: int) -> PassConfigs:
+    """Configs that only some GPUs have in their tables: of four warps where these multiply together, else of one."""
     one = WideConfig(64, 64, 2) if arch in (90, 100) else WideConfig(16, 32, 2, num_warps=1)
     two = replace(one, split=2)
-    return replace(shapes, qkv=two, o_proj=two, gate_up=one, down=two, lm_head=one)
+    kernel = kernel_named("wide")
+    by_role = {"gate_up": one, "lm_head": one}
+    linears = {case: Choice(kernel, by_role.get(role, two)) for role, case in model.cases.items()}
+    return replace(model.configs, linears=linears)
 
 
 def launch_ours(role: str, op, *args, **how) -> None:

@@ -15,14 +15,14 @@ from functools import partial
 
 import torch
 import triton
-from compile_step import meta_model, recorded
+from compile_step import gpu_of, meta_model, recorded
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from tridecode.step import decode
 from tridecode.step.graphs import launcher
-from tridecode.step.model import shapes_of
+from tridecode.step.model import choose_configs
 
 
 def orders(arch, kernel, signature, constants, attributes, options, pdl) -> str:
@@ -43,11 +43,11 @@ def main() -> None:
     preset, rows = sys.argv[1], map(int, sys.argv[2].split(","))
     arch = int(sys.argv[3]) if len(sys.argv) > 3 else 90
     model = meta_model(preset, torch.bfloat16, arch)
-    shapes = shapes_of(model.config, model.weights, arch, batch_invariant=True)
-    model = replace(model, shapes_by_rows=shapes)
+    configs = choose_configs(model.spec, model.weights, gpu_of(arch), batch_invariant=True)
+    model = replace(model, configs_by_rows=configs)
     for count in rows:
         of_rows = model.of_rows(count)
-        for launch in recorded(partial(decode.step, launcher(of_rows), of_rows, "greedy")).values():
+        for launch in recorded(partial(decode.decode_pass, launcher(of_rows), of_rows, "greedy")).values():
             found = orders(arch, *launch)
             if found != "{} []":
                 print(count, launch[0].__name__, found, flush=True)

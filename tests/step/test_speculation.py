@@ -409,7 +409,7 @@ def test_rows_by_requests():
     assert [most_queries(requests) for requests in (1, 2, 3, 4, 5, 8, 9, 17)] == [8, 8, 8, 8, 4, 4, 2, 1]
     assert [best_queries(1, [wants]) for wants in (1, 2, 3, 4, 5, 8)] == [1, 2, 4, 4, 8, 8]
     assert best_queries(4, [8] * 4) == 8 and best_queries(64, [8] * 64) == 1
-    assert best_queries(2, [1, 8]) == 8 and best_queries(1, [8], there=[1, 2]) == 2
+    assert best_queries(2, [1, 8]) == 8 and best_queries(1, [8], allowed=[1, 2]) == 2
 
 
 def test_one_request_that_repeats_itself_does_not_slow_seven_others():

@@ -11,7 +11,7 @@ from tridecode.kernels.attention.attention import AttentionConfig
 from tridecode.sampling import SamplingParams
 from tridecode.state.slots import Slots
 from tridecode.step import decode
-from tridecode.step.graphs import EagerSteps, launcher
+from tridecode.step.graphs import DecodePasses, launcher
 from tridecode.step.model import make_model
 from tridecode.step.prompt import prefill
 from tridecode.step.run import refer
@@ -147,14 +147,15 @@ def test_a_capture_that_fails_half_way_leaves_nothing_captured():
             raise RuntimeError("no more")
         launcher(engine.model)(role, op, *args, **how)
 
-    engine.steps._run = run
+    engine.steps.run = run
     batch = replace(engine.steps.dispatcher.plan("greedy", 1)[1], masked=True)
     with torch.inference_mode():
         with pytest.raises(RuntimeError, match="no more"):
-            engine.steps._capture(batch)
+            engine.steps.capture(batch)
         assert run_steps(engine, GREEDY, 4) == wanted
         fails = False
-        assert engine.steps._capture(batch) is not None, "the stream captures again"
+        engine.steps.capture(batch)  # the stream captures again
+        assert engine.steps.graphs[batch]
 
 
 def step_backends():
@@ -240,7 +241,7 @@ def set_cache(model, held, slot=0):
 def two_slots(weights, **config):
     """A model with two slots, their pages of 16 positions shuffled among each other, all K/V poisoned."""
     spec = tiny_config(**config)
-    configs = None if CUDA else {1: interpreter_configs(spec, weights, AttentionConfig(block_t=16, splits=2))[1]}
+    configs = None if CUDA else small_tiles(spec, weights)
     model = make_model(spec, weights, 64, slots=2, page=16, configs=configs)
     slots, order = Slots(model), torch.randperm(8, generator=torch.Generator().manual_seed(4)).tolist()
     slots.pages.take(8)
@@ -255,11 +256,16 @@ def start(slots, slot, params, ids, position=0):
 
 
 def run_steps_of(model, kind, steps, backend):
-    runner = EagerSteps(model, launcher(model) if backend == "triton" else refer)
+    runner = DecodePasses(model, launcher(model) if backend == "triton" else refer)
     for _ in range(steps):
         runner.replay(kind)
     if CUDA:
         torch.cuda.synchronize()
+
+
+def small_tiles(spec, weights):
+    found = interpreter_configs(spec, weights)[1]
+    return {1: replace(found, attention=dict.fromkeys(found.attention, AttentionConfig(block_t=16, splits=2)))}
 
 
 IDS = [(11 * i + 3) % 331 for i in range(40)]

@@ -8,8 +8,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from threading import Event
 
+import captures
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import CUDA
@@ -19,10 +19,10 @@ from triton.runtime.errors import OutOfResources
 from tridecode import Engine, SamplingParams
 from tridecode.errors import GenerationError, ParameterError
 from tridecode.server.loop import PREPARING
-from tridecode.step import graphs, prompt_graphs
 from tridecode.step.decode import KINDS as STEPS
 from tridecode.step.dispatch import Dispatcher
-from tridecode.step.run import refer
+from tridecode.step.graphs import DecodePasses
+from tridecode.step.prompt_graphs import PromptPasses
 from tridecode.text.grammar import Grammar, Grammars, Matcher, exact
 
 CHAT = [{"role": "user", "content": "Tell me of a person."}]
@@ -86,38 +86,15 @@ def test_a_pass_without_forms_is_what_it_was(bundled):
     assert before == {(stat.kind, stat.count) for stat in bundled.graph_stats() if "+mask" in stat.kind}
 
 
-class Replays:
-    """A Place on a machine that captures nothing: what would be replayed runs line by line."""
-
-    def __init__(self, device):
-        pass
-
-    def run(self, enqueue):
-        enqueue()
-
-    def free_memory(self):
-        return 0
-
-    def seconds(self, enqueue):
-        return 0.0
-
-    def capture(self, mode, run, attention, lines):
-        return torch.inference_mode()(lambda: lines(run)), 1
-
-
 @pytest.fixture
 def captured(monkeypatch):
     """An engine whose passes are graphs, or on a CPU what stands for them; in fp32, where rows have no influence."""
     with Engine.load(slots=4, device="auto", dtype="float32", speculate="off") as engine:
         if not CUDA:
-            monkeypatch.setattr(torch.cuda, "device", torch.device)
-            monkeypatch.setattr(graphs, "Place", Replays)
-            for module in (graphs, prompt_graphs):
-                monkeypatch.setattr(module, "compile_ahead", lambda *lists: 0)
-                monkeypatch.setattr(module, "launcher", lambda model: refer)
-            monkeypatch.setattr(prompt_graphs, "launch", refer)
-            engine.steps = graphs.StepGraphs(engine.model, dispatcher=Dispatcher("full", (1, 2, 4), (64, 256)))
-            engine.prompts = prompt_graphs.PromptGraphs(engine.model, engine.steps, lazy=False)
+            captures.install(monkeypatch)
+            dispatcher = Dispatcher("full", (1, 2, 4), (64, 256))
+            engine.steps = DecodePasses(engine.model, captures.run, dispatcher)
+            engine.prompts = PromptPasses(engine.model, engine.steps, captures.run)
         yield engine
 
 

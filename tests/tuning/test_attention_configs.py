@@ -6,6 +6,7 @@ import pytest
 import torch
 from models_to_tune import BF16, H200, MODELS, attention_of, device
 
+from tridecode.kernels.attention.arguments import MAX_SPLITS
 from tridecode.kernels.attention.attention import AttentionConfig
 from tridecode.kernels.attention.attention_queries import QueriesConfig
 from tridecode.kernels.attention.attention_rows import AttentionRowsConfig
@@ -18,7 +19,7 @@ from tridecode.tuning.attention import (
     prompt_tiles_fit,
     queries_config,
 )
-from tridecode.tuning.configs import MAX_SPLITS, AttentionCase
+from tridecode.tuning.configs import AttentionCase
 from tridecode.tuning.tables import VALUES, entry_of
 
 CAPABILITIES = (0, 80, 89, 90, 100, 120)

@@ -12,9 +12,10 @@ from tridecode.kernels.linear.matmul import MatmulConfig
 from tridecode.kernels.linear.matmul_hopper import COLUMNS_OF, HopperConfig
 from tridecode.kernels.linear.matmul_ring import RingConfig
 from tridecode.kernels.linear.matmul_tiles import TilesConfig
-from tridecode.kernels.linear.matmul_wide import MAX_SPLIT, WideConfig
+from tridecode.kernels.linear.matmul_wide import WideConfig
 from tridecode.kernels.linear.matvec import MatvecConfig
 from tridecode.kernels.linear.registry import kernel_named
+from tridecode.kernels.linear.split_sums import MAX_SPLIT
 from tridecode.tuning.configs import is_head
 from tridecode.tuning.invariance import invariant_choices, order_of_sums
 from tridecode.tuning.resolve import resolve_configs

@@ -9,6 +9,7 @@ import pytest
 import torch
 from models_to_tune import BF16, H200, attention_of, case, cases_of, device
 
+from tridecode.kernels.attention.arguments import MAX_SPLITS
 from tridecode.kernels.attention.attention import AttentionConfig
 from tridecode.kernels.attention.attention_rows import AttentionRowsConfig
 from tridecode.kernels.linear.matmul import MatmulConfig
@@ -19,7 +20,7 @@ from tridecode.kernels.linear.matmul_wide import WideConfig
 from tridecode.kernels.linear.matvec import MatvecConfig
 from tridecode.kernels.linear.registry import kernel_named
 from tridecode.tuning import tables
-from tridecode.tuning.configs import MAX_SPLITS, AttentionCase, Choice, PassConfigs
+from tridecode.tuning.configs import AttentionCase, Choice, PassConfigs
 from tridecode.tuning.report import kernel_rows, render
 from tridecode.tuning.resolve import resolve_configs
 from tridecode.tuning.tables import (

@@ -19,8 +19,8 @@ from ..kernels.device import device_of
 from ..layout import LIMIT_REACHED, STATUS
 from ..models.presets import PRESETS
 from ..step.compiling import compile_ahead, threads
-from ..step.dispatch import BatchDescriptor
-from ..step.graphs import StepGraphs, launcher, list_of
+from ..step.dispatch import BatchDescriptor, Dispatcher
+from ..step.graphs import DecodePasses, launcher, list_of
 from ..step.model import DecodeModel
 from ..tuning.candidates import Part, candidates, parts_of
 from ..tuning.configs import PassConfigs
@@ -130,7 +130,8 @@ class StepTimer:
     def __call__(self, configs: PassConfigs) -> float | None:
         engine = self.engine
         try:
-            engine.steps = StepGraphs(self._model(configs), kinds=("greedy",))
+            dispatcher = Dispatcher("full", (self._rows,))
+            engine.steps = DecodePasses(self._model(configs), dispatcher=dispatcher, kinds=("greedy",))
             if not self._same():
                 return None
             return mean(self._time(context) for context in self.contexts)

@@ -22,8 +22,8 @@ class Device(NamedTuple):
 
 
 def device_of(device: torch.device) -> Device:
-    """Read the properties of `device` from its driver."""
-    if device.type != "cuda":
+    """Read the properties of `device` from its driver; without a driver they are those of a CPU."""
+    if device.type != "cuda" or not torch.cuda.is_available():
         return Device()
     facts = torch.cuda.get_device_properties(device)
     return Device(

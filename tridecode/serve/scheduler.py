@@ -10,9 +10,9 @@ from ..layout import LATE_TOKEN, NO_TOKEN, Chunk, Entry
 from ..results import TokenLogprobs
 from ..sampling import SamplingParams
 from ..step.decode import KINDS
-from ..step.graphs import EagerSteps, StepGraphs
+from ..step.graphs import DecodePasses
 from ..step.model import DecodeModel
-from ..step.prompt_graphs import EagerPrompts, PromptGraphs
+from ..step.prompt_graphs import PromptPasses
 from ..text.tokenizer import Tokenizer
 from .masks import wait_for
 from .output import Ring
@@ -37,8 +37,8 @@ class Scheduler:
         self,
         model: DecodeModel,
         tokenizer: Tokenizer | None,
-        steps: Callable[[], EagerSteps | StepGraphs],
-        prompts: Callable[[], EagerPrompts | PromptGraphs],
+        steps: Callable[[], DecodePasses],
+        prompts: Callable[[], PromptPasses],
         ahead: int,
         policy: Policy,
     ):

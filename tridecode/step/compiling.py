@@ -1,4 +1,4 @@
-"""Compiling what several lists launch, many kernels at a time: a first start waits for the longest, not for the sum."""
+"""Compilation of the kernels of several lists in parallel: a first start waits for the slowest one, not for the sum."""
 
 import os
 import threading
@@ -8,23 +8,25 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from triton import JITFunction, knobs
 
-from .run import Recorder, Run
+from .run import Lines, Recorder, Run
 
 MOST = 16  # threads; each compiles in LLVM and ptxas, outside of Python
-_hooking = threading.Lock()  # the hook is the whole process's: who sets it puts back what was there
+_hooking = threading.Lock()  # the hook is global to the process, so its user restores the previous one
 
 
 def threads() -> int:
-    """Kernels that are compiled at a time."""
+    """Return the number of kernels that are compiled in parallel."""
     return min(os.cpu_count() or 1, MOST)
 
 
-def compile_ahead(lists: Iterable[Callable[[Run], None]], run: Run, device: torch.device) -> int:
-    """Compile what every distinct line of `lists` that is a kernel of ours needs, from several threads. Lines whose
-    kernels are there already are launched by `run`: nothing may run, so that they write nothing. Returns how many were
-    compiled. Raises what compiling raises.
+def compile_ahead(lists: Iterable[Lines], run: Run, device: torch.device) -> int:
+    """Compile the kernels that the lines of `lists` need, in several threads. Return the number of compiled kernels.
 
-    Threads only compile: Triton's loading of what was compiled, at its first launch, is for one thread at a time.
+    Distinct lines whose kernels are compiled already are launched by `run`, so no row may run: then they write nothing.
+    The threads only compile. Triton loads a compiled kernel at its first launch, and only one thread at a time may.
+
+    Raises:
+        Exception: any error of Triton's compiler.
     """
     recorder = Recorder()
     for lines in lists:
@@ -40,7 +42,7 @@ def compile_ahead(lists: Iterable[Callable[[Run], None]], run: Run, device: torc
 
     def compile_one(entry: tuple[JITFunction, str]) -> None:
         function, specialization = entry
-        with torch.cuda.device(device):  # which is each thread's own
+        with torch.cuda.device(device):  # every thread has its own current device
             function.preload(specialization)
 
     with ThreadPoolExecutor(threads()) as pool:
@@ -49,14 +51,16 @@ def compile_ahead(lists: Iterable[Callable[[Run], None]], run: Run, device: torc
 
 
 def missing(launches: Callable[[], None]) -> list[tuple[JITFunction, str]]:
-    """What Triton would have to compile for these launches: kernels, each with what its `preload` takes. Launches that
-    lack their kernel are not made."""
+    """Return the kernels that these launches lack, each with the argument of its `preload`.
+
+    Launches that lack their kernel are skipped; all others run.
+    """
     found, me = {}, threading.get_ident()
 
     def note(*, key, fn, compile, **_) -> bool:
-        if threading.get_ident() == me:  # another thread's launch, of another engine, goes its way
+        if threading.get_ident() == me:  # launches of other threads, of other engines, are not affected
             found[fn.jit_function, key] = compile["specialization_data"]
-        return threading.get_ident() == me  # True means: neither compile nor launch it
+        return threading.get_ident() == me  # True: neither compile nor launch
 
     with _hooking, knobs.runtime.scope():
         knobs.runtime.jit_cache_hook = note

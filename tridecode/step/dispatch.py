@@ -1,25 +1,31 @@
-"""Which graph runs a pass: modes and dispatch by size, after vLLM's (its CUDA graph modes, and BatchDescriptor)."""
+"""Modes and sizes of CUDA graphs, and the choice of the graph that runs a pass.
+
+Source: the CUDA graph modes, the dispatcher and the batch descriptor of vLLM.
+"""
 
 from collections import Counter
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
+
+from ..errors import counted
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)  # rows of the captured decode passes
-# Tokens of prompts in the captured prompt passes, after SGLang's schedule, without sizes that cost what the next does.
+# Prompt tokens of the captured prompt passes: SGLang's schedule without the sizes that cost as much as the next one.
 PROMPT_SIZES = (
     *range(16, 65, 16), *range(96, 257, 32), *range(320, 513, 64), *range(640, 1025, 128), *range(1280, 4097, 256)
 )  # fmt: skip
 PROMPT_MOST = 2048
-QUERIES = (1, 2, 4, 8)  # rows of a request in the captured decode passes: the next token's, and drafts to verify
-# By requests: what a pass of 1, 2, 4, 8 rows of each costs over one of one. Of Qwen3-4B on an H200 at a context of
-# 1,024 (docs/speculation.md).
+QUERIES = (1, 2, 4, 8)  # rows of a request in a captured decode pass: the next token's row, and drafts to verify
+# Requests -> the cost of a pass with 1, 2, 4 and 8 rows of each request, relative to one row. Measured with Qwen3-4B on
+# an H200 at a context of 1,024 (docs/speculation.md).
 COSTS = {
     1: (1.0, 1.12, 1.16, 1.22), 2: (1.0, 1.03, 1.08, 1.14), 4: (1.0, 1.04, 1.10, 1.24), 8: (1.0, 1.07, 1.19),
     16: (1.0, 1.11),
 }  # fmt: skip
-RIGHT = 0.75  # of the guesses that a request is trusted with
-# Mode -> how a pass with chunks of prompts in it runs, and how a decode pass does.
+RIGHT = 0.75  # expected share of accepted drafts
+# Mode -> the mode of prompt passes, and the mode of decode passes.
 MODES = {
     "none": ("none", "none"),
     "piecewise": ("piecewise", "piecewise"),
@@ -30,43 +36,54 @@ MODES = {
 
 
 class Support(IntEnum):
-    """For what an attention backend can be captured in a graph; each level includes those below."""
+    """Passes for which a graph can contain an attention backend. A level includes the lower ones."""
 
     NEVER = 0
     UNIFORM_SINGLE_TOKEN_DECODE = 1
-    UNIFORM_BATCH = 2  # the same number of tokens for each request
+    UNIFORM_BATCH = 2  # every request has the same number of tokens
     ALWAYS = 3
 
 
-ATTENTION = {"triton": Support.UNIFORM_BATCH, "torch": Support.NEVER}  # backends of the decode pass
-PROMPT_ATTENTION = {"triton": Support.ALWAYS, "flash": Support.NEVER, "cudnn": Support.NEVER}  # and of the prompt pass
+ATTENTION = {"triton": Support.UNIFORM_BATCH, "torch": Support.NEVER}  # backends of decode passes
+PROMPT_ATTENTION = {"triton": Support.ALWAYS, "flash": Support.NEVER, "cudnn": Support.NEVER}  # prompt passes
 
 
 @dataclass(frozen=True)
 class BatchDescriptor:
-    """The key of a graph. kind: of sampling, the strongest of its rows; rows: of requests, each of which has `tokens`
-    of the pass; masked: some have masks."""
+    """The key of a decode pass, or of the end of a prompt pass."""
 
-    kind: str
-    rows: int
-    tokens: int = 1
-    masked: bool = False
+    kind: str  # strongest kind of sampling among the requests
+    rows: int  # requests
+    tokens: int = 1  # rows of each request, more than one if the pass verifies drafts
+    masked: bool = False  # whether requests may have masks
 
     def __str__(self) -> str:
         each = f" of {self.tokens} tokens" * (self.tokens > 1)
-        return f"a pass of {self.rows} row{'s' * (self.rows != 1)}{each}{' with masks' * self.masked}"
+        return f"a pass of {counted(self.rows, 'row')}{each}{' with masks' * self.masked}"
+
+
+class PromptDescriptor(NamedTuple):
+    """The key of a prompt pass."""
+
+    tokens: int  # prompt tokens
+    decoding: int  # rows that decode in the same pass
+
+    def __str__(self) -> str:
+        return f"a pass of {counted(self.tokens, 'prompt token')} and {counted(self.decoding, 'decoding row')}"
 
 
 @dataclass(frozen=True)
 class GraphStat:
-    """count passes of `kind` had `rows` rows, and ran as `mode` with `padded` rows. kind: of sampling, with "+mask" for
-    rows that have one, and "x2" to "x8" where each had so many to verify drafts; of passes that read prompts, whose
-    rows are their tokens, "prompt", or "mixed" where others decoded beside them."""
+    """Number of passes of one kind, size and mode.
+
+    kind: a kind of sampling, with "+mask" if rows have masks, and with "x2" to "x8" if every request has that number of
+    rows to verify drafts. A pass that reads prompts is "prompt", or "mixed" if rows decode in it.
+    """
 
     kind: str
-    rows: int
-    padded: int
-    mode: str
+    rows: int  # requests, or prompt tokens
+    padded: int  # rows of the pass that ran
+    mode: str  # none, piecewise or full
     count: int
 
     @property
@@ -75,74 +92,86 @@ class GraphStat:
 
 
 def graph_sizes(slots: int, sizes: Sequence[int] | None = None) -> tuple[int, ...]:
-    """The sizes to capture for `slots` requests: `sizes` (ascending; SIZES by default) as far as they are needed."""
+    """Return the decode pass sizes that `slots` requests need. sizes: ascending, by default SIZES."""
     if sizes is not None:
         return tuple(size for size in sizes if size < slots) + tuple(size for size in sizes if size >= slots)[:1]
     return tuple(size for size in SIZES if size < slots) + (min(slots, SIZES[-1]),)
 
 
 def query_costs(requests: int) -> dict[int, float]:
-    """Rows that each of so many requests may have in one pass, and what it costs then."""
+    """Map the possible rows of each request to the relative cost of a pass of `requests` requests."""
     return dict(zip(QUERIES, next((costs for limit, costs in COSTS.items() if limit >= requests), (1.0,))))
 
 
 def most_queries(requests: int) -> int:
-    """Rows that each of so many requests has in one pass at most."""
+    """Return the largest number of rows that each of `requests` requests can have in one pass."""
     return max(query_costs(requests))
 
 
-def best_queries(requests: int, wants: Sequence[int], there: Container[int] = QUERIES) -> int:
-    """Rows of each request in a pass padded to `requests` of them, of those in `there`: what brings most tokens for
-    what it costs, where `wants` are the rows that each could use. One row is always there."""
-    costs = {rows: cost for rows, cost in query_costs(requests).items() if rows == 1 or rows in there}
+def best_queries(requests: int, wants: Sequence[int], allowed: Container[int] = QUERIES) -> int:
+    """Return the rows of each request for which a pass, padded to `requests`, yields most tokens for its cost.
+
+    wants: the rows that each request could use. allowed: the numbers to choose from, in addition to one.
+    """
+    costs = {rows: cost for rows, cost in query_costs(requests).items() if rows == 1 or rows in allowed}
     return max(costs, key=lambda rows: sum(1 + RIGHT * (min(want, rows) - 1) for want in wants) / costs[rows])
 
 
 def lowered(mode: str, support: Support) -> str:
-    """The mode nearest to `mode` whose decode passes a backend of this level can be captured for."""
+    """Return the mode nearest to `mode` whose decode passes can contain an attention backend with this support."""
     if support >= Support.UNIFORM_SINGLE_TOKEN_DECODE or MODES[mode][1] != "full":
         return mode
     return "none" if MODES[mode][0] == "none" else "piecewise"
 
 
 def prompt_sizes(chunk: int, most: int = PROMPT_MOST, sizes: Sequence[int] | None = None) -> tuple[int, ...]:
-    """The sizes to capture for chunks of up to `chunk` tokens: `sizes` (ascending; PROMPT_SIZES up to `most` by
-    default) as far as they are needed."""
+    """Return the prompt pass sizes that chunks of up to `chunk` tokens need.
+
+    sizes: ascending, by default PROMPT_SIZES up to `most`.
+    """
     wanted = [size for size in PROMPT_SIZES if size <= most] if sizes is None else list(sizes)
     fitting = [size for size in wanted if size < chunk]
     return tuple(fitting + ([chunk] if sizes is None and chunk <= most else [s for s in wanted if s >= chunk][:1]))
 
 
 class Dispatcher:
-    """Says how a pass runs, and counts what it has said. sizes: of decode passes; prompts: of prompt passes, with this
-    backend of attention."""
+    """Chooses the mode and the size of every pass, and counts the passes.
+
+    mode: one of MODES. sizes: rows of the captured decode passes, ascending. prompts: tokens of the captured prompt
+    passes, ascending. attention: the attention backend of prompt passes.
+    """
 
     def __init__(self, mode: str, sizes: Sequence[int], prompts: Sequence[int] = (), attention: str = "triton"):
         self.mode, self.sizes, self.prompts = mode, tuple(sizes), tuple(prompts)
-        self._prompt, self._decode = MODES[mode]
-        if self._prompt == "full" and PROMPT_ATTENTION[attention] < Support.ALWAYS:
-            self._prompt = "piecewise"
+        self.prompt_mode, self.decode_mode = MODES[mode]
+        if self.prompt_mode == "full" and PROMPT_ATTENTION[attention] < Support.ALWAYS:
+            self.prompt_mode = "piecewise"
         self._counts: Counter[tuple[str, int, int, str]] = Counter()
 
     def plan(self, kind: str, rows: int, masked: bool = False, tokens: int = 1) -> tuple[str, BatchDescriptor]:
-        """none, piecewise or full, and the batch to run: padded to the next size, or beyond the largest as it is."""
-        padded = next((size for size in self.sizes if size >= rows), None) if self._decode != "none" else None
-        return ("none" if padded is None else self._decode), BatchDescriptor(kind, padded or rows, tokens, masked)
+        """Return the mode and the batch of a decode pass: padded to the next size, or unpadded in mode none."""
+        mode, padded = _next_size(self.decode_mode, self.sizes, rows)
+        return mode, BatchDescriptor(kind, padded, tokens, masked)
 
     def dispatch(self, kind: str, rows: int, masked: bool = False, tokens: int = 1) -> tuple[str, BatchDescriptor]:
-        """plan, counted."""
+        """Return the plan of a decode pass, and count the pass."""
         mode, batch = self.plan(kind, rows, masked, tokens)
         self._counts[kind + "+mask" * masked + f" x{tokens}" * (tokens > 1), rows, batch.rows, mode] += 1
         return mode, batch
 
     def plan_prompt(self, tokens: int) -> tuple[str, int]:
-        """none, piecewise or full, and the tokens of prompts to run, padded or as they are."""
-        padded = next((size for size in self.prompts if size >= tokens), None) if self._prompt != "none" else None
-        return ("none", tokens) if padded is None else (self._prompt, padded)
+        """Return the mode and the tokens of a prompt pass: padded to the next size, or unpadded in mode none."""
+        return _next_size(self.prompt_mode, self.prompts, tokens)
 
     def count_prompt(self, tokens: int, decoding: int, padded: int, mode: str) -> None:
         self._counts["mixed" if decoding else "prompt", tokens, padded, mode] += 1
 
     def stats(self) -> list[GraphStat]:
-        """What was dispatched so far, by kind and rows."""
+        """Return the counts of all passes so far, by kind and rows."""
         return [GraphStat(*key, count) for key, count in sorted(self._counts.items())]
+
+
+def _next_size(mode: str, sizes: Sequence[int], least: int) -> tuple[str, int]:
+    """Return `mode` and the next size, or none and `least` if no captured size is large enough."""
+    padded = next((size for size in sizes if size >= least), None) if mode != "none" else None
+    return ("none", least) if padded is None else (mode, padded)

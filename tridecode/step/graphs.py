@@ -1,12 +1,12 @@
-"""Who runs the passes: launched line by line, or captured once as CUDA graphs of several sizes and replayed."""
+"""Runners of passes: a pass replays the CUDA graph that was captured for its key, or launches its list."""
 
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 
 import torch
 
@@ -18,251 +18,229 @@ from . import decode
 from .compiling import compile_ahead
 from .dispatch import QUERIES, BatchDescriptor, Dispatcher, best_queries, most_queries
 from .model import DecodeModel
-from .run import Forked, Run, launch, launch_dependent, refer
+from .run import Lines, Run, forked, launch, launch_dependent, refer
 
 log = logging.getLogger("tridecode")
 
-
-# torch's own attention reads lengths on the host: it can stand between the pieces of a graph only.
+LISTS = 64  # lists that a runner keeps: making one narrows all buffers of the model to its rows
+# torch's attention reads lengths on the host, so no graph can contain it. It runs between the pieces of a graph.
 TORCH_ATTENTION = Op(attention_ref, attention_ref, attention_bytes, outputs=("partial", "lse", "out"))
 
 
-def make_steps(
-    model: DecodeModel, backend: str, dispatcher: Dispatcher, attention: str = "triton"
-) -> "EagerSteps | StepGraphs":
-    """Who runs the decode passes of an engine; backend: triton or torch (the references)."""
-    other = TORCH_ATTENTION if attention == "torch" else None
-    if backend == "torch" or dispatcher.mode == "none":
-        return EagerSteps(model, refer if backend == "torch" else launcher(model), other)
-    return StepGraphs(model, dispatcher=dispatcher, attention=other)
+class PassRunner:
+    """Runs passes by key: replays the graph of a key, or launches its list.
+
+    Args:
+        lines: maps a key to the list of its pass.
+        run: runs a line.
+        mode: how passes are captured: full, piecewise or none.
+        place: where passes are captured. Mode none needs none.
+        attention: replaces the attention of launched and piecewise passes if not None; see run.replaced.
+        between: runs the lines between the pieces of a piecewise graph.
+    """
+
+    level = logging.INFO  # the level of the log line of a late capture
+
+    def __init__(
+        self, model: DecodeModel, lines: Callable[[Hashable], Lines], run: Run, mode: str, place: "Place | None",
+        attention: Op | None, between: Run,
+    ):  # fmt: skip
+        self.model, self.lines, self.run, self.mode = model, lru_cache(LISTS)(lines), run, mode
+        self.place, self.attention, self.between = place, attention, between
+        self.graphs: dict[Hashable, Callable[[], None] | None] = {}  # key -> replay, None if its capture has failed
+        self.captures = 0  # CUDA graphs; a piecewise pass has several
+
+    def enqueue(self, mode: str, key: Hashable) -> None:
+        """Enqueue a pass on the current stream. If `mode` is not none, its first use captures it."""
+        if mode != "none" and key not in self.graphs:
+            self.capture_late(key)
+        replay = self.graphs.get(key) or partial(self.launch, key)
+        replay()
+
+    @torch.inference_mode()
+    def launch(self, key: Hashable) -> None:
+        """Launch the list of a pass."""
+        on_gpu = self.model.device.type == "cuda"
+        with torch.cuda.device(self.model.device) if on_gpu else nullcontext():  # Triton launches on the current device
+            self.lines(key)(forked(self.model, self.run, self.attention))
+
+    @torch.inference_mode()
+    def capture(self, key: Hashable) -> None:
+        """Capture a pass, after a launch that loads its kernels and allocates scratch. The model must be idle."""
+        self.place.run(partial(self.launch, key))
+        run, between = forked(self.model, self.run), partial(forked, self.model, self.between, self.attention)
+        self.graphs[key], count = self.place.capture(self.mode, run, between, self.lines(key))
+        self.captures += count
+
+    def capture_late(self, key: Hashable) -> None:
+        """Capture a pass between passes of running requests. If that fails, log it and launch the pass from then on."""
+        started, free = time.perf_counter(), self.place.free_memory()
+        try:
+            with idle(self.model):
+                self.capture(key)
+        except Exception as error:  # not every error of Triton is a RuntimeError
+            self.graphs[key] = None
+            log.warning("%s stays uncaptured: %s", key, brief(error))
+        else:
+            milliseconds, taken = 1e3 * (time.perf_counter() - started), free - self.place.free_memory()
+            log.log(self.level, "captured %s (%s) in %.0f ms, %.1f MiB", key, self.mode, milliseconds, taken / 2**20)
+
+    def capture_first(self, keys: Iterable[Hashable]) -> bool:
+        """Capture the first of `keys` that was neither captured nor tried. Return whether others remain."""
+        left = [key for key in keys if key not in self.graphs]
+        if left:
+            self.capture_late(left[0])
+        return len(left) > 1
+
+
+@contextmanager
+def idle(model: DecodeModel) -> Iterator[None]:
+    """Stop all rows and empty the table of chunks, in stream order, so that passes write no state. Restore both."""
+    states = model.workspace.meta, model.prompt.chunks
+    with torch.inference_mode():
+        kept = [state.clone() for state in states]
+        model.prompt.chunks.zero_()
+        for workspace in filter(None, (model.workspace, model.verify)):
+            workspace.meta[:, STATUS] = LIMIT_REACHED
+        try:
+            yield
+        finally:
+            for state, values in zip(states, kept):
+                state.copy_(values)
+
+
+# ---- decode passes
+
+
+def make_steps(model: DecodeModel, backend: str, dispatcher: Dispatcher, attention: str = "triton") -> "DecodePasses":
+    """Return the runner of an engine's decode passes. backend: triton, or torch for the references."""
+    run, dispatcher = (refer, None) if backend == "torch" else (launcher(model), dispatcher)
+    return DecodePasses(model, run, dispatcher, TORCH_ATTENTION if attention == "torch" else None)
 
 
 def launcher(model: DecodeModel) -> Run:
-    """The runner that is fastest on the model's GPU."""
+    """Return the line runner that is fastest on the model's GPU."""
     return launch_dependent if model.pdl else launch
 
 
-def model_of(model: DecodeModel, batch: BatchDescriptor) -> DecodeModel:
-    """The model as that pass sees it. Rows with masks, which come one at a time, have no drafts."""
-    if model.verify and not batch.masked:
-        return model.of_queries(batch.rows, batch.tokens)
-    return model.of_rows(batch.rows)
-
-
-def list_of(model: DecodeModel, batch: BatchDescriptor) -> Callable[[Run], None]:
-    """The list of that pass."""
-    model = model_of(model, batch)
-    return lambda run: decode.decode_pass(run, model, batch.kind, batch.masked)
+def list_of(model: DecodeModel, batch: BatchDescriptor) -> Lines:
+    """Return the list of a decode pass. A pass with masks verifies no drafts, since masks arrive one at a time."""
+    verifies = model.verify and not batch.masked
+    view = model.of_queries(batch.rows, batch.tokens) if verifies else model.of_rows(batch.rows)
+    return lambda run: decode.decode_pass(run, view, batch.kind, batch.masked)
 
 
 def first_batches(sizes: Sequence[int], kinds: Sequence[str] = decode.KINDS) -> list[BatchDescriptor]:
-    """The passes that are captured at load, the largest first: the smaller ones find their memory in the pool."""
+    """Return the passes to capture at load, the largest first, so that smaller ones reuse its memory in the pool."""
     return [BatchDescriptor(kind, rows) for rows in sorted(sizes, reverse=True) for kind in kinds]
 
 
-def first_lists(model: DecodeModel, batches: Sequence[BatchDescriptor]) -> list[Callable[[Run], None]]:
-    """What is compiled for them, the ends of those with masks included."""
-    ends = [partial(end_of, model=model.of_rows(b.rows), kind=b.kind) for b in batches]
-    return [*(list_of(model, batch) for batch in batches), *ends]
+def first_lists(model: DecodeModel, batches: Sequence[BatchDescriptor]) -> list[Lines]:
+    """Return the lists to compile at load: the passes of these batches, with and without masks."""
+    return [list_of(model, replace(batch, masked=masked)) for batch in batches for masked in (False, True)]
 
 
-class EagerSteps:
-    """Passes whose lines `run` runs one by one; attention: in the place of the list's own."""
+class DecodePasses(PassRunner):
+    """Runs the decode passes of a model, which all its requests share.
 
-    def __init__(self, model: DecodeModel, run: Run, attention: Op | None = None):
-        self.model, self._run, self._attention = model, run, attention
-        self.dispatcher = Dispatcher("none", ())
-        self._models: dict[tuple[int, int], DecodeModel] = {}
+    Passes with masks, which most engines never run, are compiled at load and captured at their first use. Passes that
+    verify drafts are compiled and captured one at a time, by `capture_next` or at their first use, so that a request
+    waits for at most one of them.
 
-    def tokens(self, kind: str, rows: int, wants: Sequence[int], capture: bool) -> int:
-        """Rows of each request in a pass of so many requests, of which each could use what it wants."""
-        return best_queries(rows, wants) if self.model.verify else 1
-
-    def capture_next(self) -> bool:
-        """Capture one more pass; False where none is left."""
-        return False
-
-    def replay(self, kind: str, rows: int | None = None, masked: bool = False, tokens: int = 1) -> None:
-        """Run one pass of the first `rows` requests, by default all, with `tokens` rows each; on a GPU it is enqueued
-        on the current stream."""
-        _, batch = self.dispatcher.dispatch(kind, rows or self.model.rows, masked, tokens)
-        self.run(batch)
-
-    @torch.inference_mode()
-    def run(self, batch: BatchDescriptor) -> None:
-        key = batch.rows, 0 if batch.masked else batch.tokens
-        model = self._models.get(key) or self._models.setdefault(key, model_of(self.model, batch))
-        with torch.cuda.device(self.model.device) if self.model.device.type == "cuda" else nullcontext():
-            run = forked(self.model, self._run, self._attention)
-            decode.decode_pass(run, model, batch.kind, batch.masked)
-
-
-class StepGraphs:
-    """The captured passes of one model, shared by all its requests.
-
-    dispatcher: its mode and sizes, by default one graph of all rows. attention: what runs eagerly between the pieces of
-    a piecewise graph in place of the list's own, and `between` who runs it there. kinds: those to capture, all by
-    default. run: the runner to capture, by default `launcher(model)`. With `check_addresses` every replay first asserts
-    that no buffer moved since capture (a debug aid).
-
-    Passes with masks, which most never need, are compiled with the others and captured when they first come; those that
-    verify drafts are compiled then too, each by itself: nobody waits for more than one.
+    Args:
+        run: runs a line, by default launcher(model).
+        dispatcher: its mode and sizes select the captured passes. By default all passes are launched.
+        attention, between: see PassRunner.
+        kinds: kinds of sampling that are captured at load.
     """
 
     def __init__(
-        self,
-        model: DecodeModel,
-        check_addresses: bool = False,
-        kinds: Sequence[str] = decode.KINDS,
-        run: Run | None = None,
-        dispatcher: Dispatcher | None = None,
-        attention: Op | None = None,
-        between: Run = launch,
-    ):
-        self.model = model
-        self.captures = 0
-        self.check_addresses = check_addresses
-        self.dispatcher = dispatcher or Dispatcher("full", (model.rows,))
-        self._run, self.attention, self._between = run or launcher(model), attention, between
+        self, model: DecodeModel, run: Run | None = None, dispatcher: Dispatcher | None = None,
+        attention: Op | None = None, kinds: Sequence[str] = decode.KINDS, between: Run = launch,
+    ):  # fmt: skip
+        self.dispatcher = dispatcher or Dispatcher("none", ())
+        mode, sizes = self.dispatcher.decode_mode, self.dispatcher.sizes
+        place = None if mode == "none" else Place(model.device)
+        super().__init__(model, partial(list_of, model), run or launcher(model), mode, place, attention, between)
+        self.check_addresses = False  # a debug aid: before each pass assert that no buffer has moved
         self._addresses = model.addresses()
-        self._eager = EagerSteps(model, self._run, attention)
-        batches = first_batches(self.dispatcher.sizes, kinds)
-        with torch.cuda.device(model.device):  # Triton launches on the current device
-            self.place = Place(model.device)
-            log.info("compiling the kernels of the step")
-            model.workspace.meta[:, STATUS] = LIMIT_REACHED
-            compile_ahead(first_lists(model, batches), forked(model, self._run), model.device)
-            log.info("capturing %d CUDA graphs of %s rows", len(batches), ", ".join(map(str, self.dispatcher.sizes)))
-            self._graphs: dict[BatchDescriptor, Callable[[], None] | None] = {b: self._capture(b) for b in batches}
+        batches = first_batches(sizes, kinds) if place else []
         self._verifying = [
             replace(batch, tokens=tokens)
             for tokens in QUERIES[1:] for batch in batches if model.verify and tokens <= most_queries(batch.rows)
         ]  # fmt: skip
+        if batches:
+            with idle(model):
+                log.info("compiling the kernels of decode passes")
+                compile_ahead(first_lists(model, batches), forked(model, self.run), model.device)
+                log.info("capturing %d CUDA graphs of %s rows", len(batches), ", ".join(map(str, sizes)))
+                for batch in batches:
+                    self.capture(batch)
 
-    def _capture(self, batch: BatchDescriptor) -> Callable[[], None]:
-        """No row may run: then the pass that runs first loads every kernel and writes nothing."""
-        (mode, _), lines = self.dispatcher.plan(batch.kind, batch.rows), list_of(self.model, batch)
-        if batch.tokens > 1:
-            self.model.verify.meta[:, STATUS] = LIMIT_REACHED
-            compile_ahead([lines], forked(self.model, self._run), self.model.device)
-        between = partial(forked, self.model, self._between, self.attention)
-        self.place.run(lambda: lines(forked(self.model, self._run, self.attention)))
-        replay, captures = self.place.capture(mode, forked(self.model, self._run), between, lines)
-        self.captures += captures
-        return replay
+    def capture(self, batch: BatchDescriptor) -> None:
+        if batch.tokens > 1:  # these are not compiled at load
+            compile_ahead([self.lines(batch)], forked(self.model, self.run), self.model.device)
+        super().capture(batch)
 
     def capture_next(self) -> bool:
-        """Capture one more pass that verifies drafts; False where none is left."""
-        left = [batch for batch in self._verifying if batch not in self._graphs]
-        if left:
-            self._graphs[left[0]] = capture_late(self.model, left[0], self._capture)
-        return len(left) > 1
+        """Capture one more pass that verifies drafts. Return whether others remain."""
+        return self.capture_first(self._verifying)
 
     def tokens(self, kind: str, rows: int, wants: Sequence[int], capture: bool) -> int:
-        """Rows of each request in a pass of so many requests, of which each could use what it wants: as passes were
-        captured for until now, or, with `capture`, will be."""
+        """Return the rows that each of `rows` requests should have in the next pass.
+
+        wants: the rows that each request could use. capture: whether the pass may be one that is not captured yet.
+        """
         if not self.model.verify or max(wants) == 1:
             return 1
-        batch = self.dispatcher.plan(kind, rows)[1]
-        there = [each for each in QUERIES if self._graphs.get(replace(batch, tokens=each), capture)]
-        return best_queries(batch.rows, wants, there)
+        batch, usable = self.dispatcher.plan(kind, rows)[1], capture or self.mode == "none"
+        allowed = [tokens for tokens in QUERIES if self.graphs.get(replace(batch, tokens=tokens), usable)]
+        return best_queries(batch.rows, wants, allowed)
 
     def replay(self, kind: str, rows: int | None = None, masked: bool = False, tokens: int = 1) -> None:
-        """Enqueue one pass of at least the first `rows` requests, by default all, with `tokens` rows each, on the
-        current stream. Those beyond must not run."""
+        """Enqueue a pass of the first `rows` requests, by default all, with `tokens` rows each, on the current stream.
+
+        The pass may be padded with requests beyond these, which must not run.
+        """
         if self.check_addresses:
             moved = [name for name, a in self.model.addresses().items() if self._addresses.get(name) != a]
             assert not moved, f"buffers moved since capture: {', '.join(moved)}"
-        mode, batch = self.dispatcher.dispatch(kind, rows or self.model.rows, masked, tokens)
-        if mode != "none" and batch not in self._graphs:
-            self._graphs[batch] = capture_late(self.model, batch, self._capture)
-        if (replay := self._graphs.get(batch)) is None:
-            self._eager.run(batch)
-        else:
-            replay()
+        self.enqueue(*self.dispatcher.dispatch(kind, rows or self.model.rows, masked, tokens))
 
 
-@torch.inference_mode()
-def capture_late(
-    model: DecodeModel, batch: BatchDescriptor, capture: Callable[[BatchDescriptor], Callable[[], None] | None]
-) -> Callable[[], None] | None:
-    """What `capture` returns, between two passes of running requests: their rows idle meanwhile, in stream order. None,
-    which is said, where that fails: such passes stay eager."""
-    meta, started = model.workspace.meta, time.perf_counter()
-    kept = meta.clone()
-    meta[:, STATUS] = LIMIT_REACHED
-    try:
-        replay = capture(batch)
-        log.info("captured %s in %.0f ms", batch, 1e3 * (time.perf_counter() - started))
-        return replay
-    except Exception as error:  # Triton's own are no RuntimeErrors
-        log.warning("%s stays uncaptured: %s", batch, brief(error))
-        return None
-    finally:
-        meta.copy_(kept)
-
-
-def forked(model: DecodeModel, run: Run, attention: Op | None = None) -> Run:
-    """`run` for one pass, `attention` in the place of its own: with pages or weights in host memory on two streams."""
-    plain = replaced(launch if run is launch_dependent else run, attention)
-    run = replaced(run, attention)
-    if not model.hosted or model.device.type != "cuda":
-        return run
-    return Forked(run, plain, *fetch_streams(model.device))
-
-
-def replaced(run: Run, attention: Op | None) -> Run:
-    """`run`, with another operation in the place of attention."""
-    if attention is None:
-        return run
-
-    def run_other(role: str, op: Op, *args, **how) -> None:
-        if role == "attention":
-            attention.launch(*args)  # which has no launch shape
-        else:
-            run(role, op, *args, **how)
-
-    return run_other
+# ---- capture
 
 
 @cache
 def capture_stream(device: torch.device) -> tuple[torch.cuda.Stream, threading.RLock]:
-    """The stream on which all graphs of a device are captured, and whose turn it is: torch keeps the workspace of its
-    products for each stream that it has met, for good."""
+    """Return the only capture stream of a device, and its lock: torch never frees the cuBLAS workspace of a stream."""
     return torch.cuda.Stream(device), threading.RLock()
 
 
-@cache
-def fetch_streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
-    """The stream on which what lies in host memory comes, whichever pass wants it, and the one for captures: while one
-    engine captures, others may run."""
-    return torch.cuda.Stream(device), torch.cuda.Stream(device)
-
-
 class Place:
-    """Where graphs of one model are captured: the stream for that, and a memory pool of its own."""
+    """The stream and the memory pool in which the graphs of one model are captured."""
 
     def __init__(self, device: torch.device):
         self._device = device
-        self._stream, self._turn = capture_stream(device)
+        self._stream, self._lock = capture_stream(device)
         self._pool = torch.cuda.graph_pool_handle()
 
     def run(self, enqueue: Callable[[], None]) -> None:
-        """Run it once there, uncaptured, and wait for it: what it needs is compiled, loaded and allocated then."""
-        with self._turn, torch.cuda.device(self._device):
+        """Run a pass uncaptured and wait for it: this compiles and loads its kernels, and allocates its scratch."""
+        with self._lock, torch.cuda.device(self._device):
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
             with torch.cuda.stream(self._stream):
                 enqueue()
             torch.cuda.synchronize(self._device)
 
     def free_memory(self) -> int:
-        """Bytes on the device; what it says of a graph is rounded to what the driver takes at a time."""
+        """Return the free bytes of the device. The driver allocates in blocks, which several graphs may share."""
         return torch.cuda.mem_get_info(self._device)[0]
 
     def seconds(self, enqueue: Callable[[], None]) -> float:
-        """What it takes on the GPU, once."""
+        """Return the time of a pass on the GPU, after one pass to warm up."""
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        with self._turn, torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+        with self._lock, torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             enqueue()
             start.record()
             enqueue()
@@ -270,59 +248,53 @@ class Place:
         end.synchronize()
         return start.elapsed_time(end) / 1e3
 
-    def capture(
-        self, mode: str, run: Run, between: Callable[[], Run], lines: Callable[[Run], None]
-    ) -> tuple[Callable[[], None], int]:
-        """What replays `lines`, whose every line `run` runs, and in how many graphs. mode: full or piecewise; between:
-        as Pieces takes it."""
-        pieces = Pieces(run, between, self._pool, cut=mode == "piecewise")
-        with self._turn, torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+    def capture(self, mode: str, run: Run, between: Callable[[], Run], lines: Lines) -> tuple[Callable[[], None], int]:
+        """Capture a list, in mode full or piecewise. Return the function that replays it, and the number of graphs."""
+        pieces = ListCapture(run, between, self._pool, cut=mode == "piecewise")
+        with self._lock, torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             try:
                 lines(pieces)
-                graphs = pieces.end()
+                pieces.end()
             except BaseException:
-                pieces.abandon()  # else all that this stream is told later would be captured
+                with suppress(RuntimeError):  # the capture may be invalid already
+                    pieces.end()  # otherwise all later work of this stream would be captured
                 raise
-        return (graphs[0].replay if mode == "full" else pieces.replay), len(graphs)
+        return (pieces.graphs[0].replay if mode == "full" else pieces.replay), len(pieces.graphs)
 
 
-class Pieces:
-    """Captures a list, on the current stream, if `cut` in pieces that end where attention or a fetch stands: these run
-    eagerly between them, by what `between` makes for each pass."""
+class ListCapture:
+    """Line runner that captures a list: as one graph, or if `cut` in pieces that end at attention and at fetches.
+
+    run: runs the captured lines. between: returns the runner of the other lines, for each replay.
+    """
 
     def __init__(self, run: Run, between: Callable[[], Run], pool, cut: bool):
         self._run, self._between, self._pool, self._cut = run, between, pool, cut
-        self._parts: list[torch.cuda.CUDAGraph | Callable[[Run], None]] = []
-        self._capturing: torch.cuda.CUDAGraph | None = None
+        self.graphs: list[torch.cuda.CUDAGraph] = []
+        self._parts: list[Lines] = []
+        self._capturing = False
 
     def __call__(self, role: str, op: Op, *args, **how) -> None:
         if self._cut and role in ("attention", "fetch", "fetched"):
             self.end()
             self._parts.append(lambda run: run(role, op, *args, **how))
             return
-        if self._capturing is None:
-            self._capturing = torch.cuda.CUDAGraph()
-            self._parts.append(self._capturing)
-            # Not torch.cuda.graph: that collects garbage and synchronises before each of some hundred pieces.
-            self._capturing.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        if not self._capturing:
+            graph, self._capturing = torch.cuda.CUDAGraph(), True
+            self.graphs.append(graph)
+            self._parts.append(lambda run: graph.replay())
+            # Not torch.cuda.graph, which collects garbage and synchronizes before each of hundreds of pieces.
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         self._run(role, op, *args, **how)
 
-    def end(self) -> list[torch.cuda.CUDAGraph]:
-        """End the piece that is being captured; returns all so far."""
-        if self._capturing is not None:
-            self._capturing.capture_end()
-            self._capturing = None
-        return [part for part in self._parts if isinstance(part, torch.cuda.CUDAGraph)]
-
-    def abandon(self) -> None:
-        """End what is being captured, which is of no use."""
-        if self._capturing is not None:
-            with suppress(RuntimeError):  # it may be invalid already
-                self._capturing.capture_end()
-            self._capturing = None
+    def end(self) -> None:
+        """End the piece that is being captured."""
+        if self._capturing:
+            self._capturing = False
+            self.graphs[-1].capture_end()
 
     @torch.inference_mode()
     def replay(self) -> None:
         run = self._between()
         for part in self._parts:
-            part.replay() if isinstance(part, torch.cuda.CUDAGraph) else part(run)
+            part(run)

@@ -1,219 +1,148 @@
-"""Who runs the prompt passes: launched line by line, or replayed from graphs captured for a schedule of sizes."""
+"""Runner of prompt passes: `read` and `finish`, each launched, or replayed from a graph."""
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
-import torch
-
-from ..errors import brief
+from ..kernels.attention.torch_attention import BLOCK_ATTENTION, torch_attention
 from ..kernels.op import Op
-from ..kernels.torch_ops import BLOCK_ATTENTION, torch_attention
 from ..layout import Chunk
-from . import prompt as prefill
+from . import prompt
 from .compiling import compile_ahead
-from .dispatch import BatchDescriptor, Dispatcher
-from .graphs import EagerSteps, StepGraphs, capture_late, first_batches, forked, launcher
+from .dispatch import BatchDescriptor, PromptDescriptor
+from .graphs import DecodePasses, PassRunner, first_batches, idle
 from .model import DecodeModel
-from .run import Run, launch, refer
+from .run import Lines, Run, forked, launch, refer
 
-ATTENTION_RATE = 300e12  # FLOP a second, to reckon what attention adds to a pass that was timed without
+ATTENTION_RATE = 300e12  # FLOPs per second of attention, to estimate its share of a pass that was timed without it
 log = logging.getLogger("tridecode")
 
 
-def decoding_beside(model: DecodeModel) -> tuple[int, ...]:
-    """The rows that may decode in a captured prompt pass: none, or as many as the model can have."""
+def make_prompts(model: DecodeModel, steps: DecodePasses, backend: str, attention: str = "triton") -> "PromptPasses":
+    """Return the runner of an engine's prompt passes. attention: one of dispatch.PROMPT_ATTENTION."""
+    if backend == "torch":
+        return PromptPasses(model, steps, refer, BLOCK_ATTENTION if model.fixed_chunk else None)
+    chunks: list[Chunk] = []
+    other = None if attention == "triton" else torch_attention(attention, chunks)
+    return PromptPasses(model, steps, launch, other, chunks)
+
+
+def decoding_rows(model: DecodeModel) -> tuple[int, ...]:
+    """Return the numbers of decoding rows of captured prompt passes: 0, and the most if several requests can run."""
     return (0,) if model.fixed_chunk or len(model.workspace.tokens) == 1 else (0, model.rows)
 
 
-def end_of(model: DecodeModel, batch: BatchDescriptor) -> Callable[[Run], None]:
-    """The list of the end of a prompt pass whose rows are those of that decode pass."""
-    return lambda run: prefill.finish(run, model.of_rows(batch.rows), batch.kind, batch.masked)
+def read_of(model: DecodeModel, batch: PromptDescriptor) -> Lines:
+    """Return the list of `read`. In the batch-invariant mode every pass has the same number of rows."""
+    rows = model.fixed_chunk or batch.decoding + batch.tokens
+    return lambda run: prompt.read(run, model, rows, batch.decoding)
 
 
-def first_reads(model: DecodeModel) -> list[Callable[[Run], None]]:
-    """What is compiled for the passes themselves: of few tokens, and of as many as fit, as attention of many may be
-    another kernel's."""
-    tokens = 4, model.prompt.rows - model.rows
-    sizes = [(each + beside, beside) for each in tokens for beside in decoding_beside(model)]
-    return [partial(prefill.read, m=model, rows=rows, decoding=beside) for rows, beside in sizes]
+def end_of(model: DecodeModel, batch: BatchDescriptor) -> Lines:
+    """Return the list of `finish`."""
+    view = model.of_rows(batch.rows)
+    return lambda run: prompt.finish(run, view, batch.kind, batch.masked)
 
 
-class EagerPrompts:
-    """Prompt passes whose lines are launched one by one.
+def first_reads(model: DecodeModel) -> list[Lines]:
+    """Return the reads to compile at load, of few tokens and of the most: their attention kernels may differ."""
+    sizes = 4, model.prompt.rows - model.rows
+    return [read_of(model, PromptDescriptor(tokens, rows)) for tokens in sizes for rows in decoding_rows(model)]
 
-    run: what runs the lines of `read`; finish_run: those of `finish`. attention: a backend of torch's in place of the
-    list's own.
+
+class PromptPasses(PassRunner):
+    """Runs the prompt passes of a model: `read`, and `finish` for the rows that want a token.
+
+    The sizes of the dispatcher are captured by `capture_next` and `capture_all`. An engine of one slot, in which no
+    other request runs, also captures a size at its second use. Other passes are launched. A captured read has no
+    decoding rows, or as many as the model can have. `finish` is captured like a decode pass, in the same mode.
+
+    Args:
+        steps: the runner of the model's decode passes, which also runs the lines of `finish`.
+        run: runs a line of `read`.
+        attention: replaces the attention of `read` if not None.
+        chunks: the list from which `attention` reads the chunks of a pass.
     """
+
+    level = logging.DEBUG
 
     def __init__(
-        self, model: DecodeModel, run: Run, finish_run: Run, dispatcher: Dispatcher, attention: str | None = None
-    ):
-        self.model, self.dispatcher = model, dispatcher
-        self.chunks: list[Chunk] = []  # of the pass that is enqueued next: what torch's attention wants to know
-        self.attention: Op | None = torch_attention(attention, self.chunks) if attention else None
-        self._run, self._finish_run = run, finish_run
-
-    def capture_next(self, most: int | None = None) -> bool:
-        """Capture the largest size that is not captured yet, of those of up to `most` tokens; False where none is left.
-        Nothing may run meanwhile."""
-        return False
-
-    def capture_all(self, most: int | None = None) -> None:
-        """Capture all sizes of up to `most` tokens."""
-
-    def decoding(self, rows: int) -> int:
-        """The rows that a pass has for `rows` that decode."""
-        return rows
-
-    def tokens_within(self, seconds: float, start: int, most: int) -> int:
-        """Tokens of prompts, the first at position `start`, that a pass with rows that decode may read in so long, at
-        most `most` and at least a few; only captured passes are bounded, since they have been timed."""
-        return most
-
-    def read(self, chunks: Sequence[Chunk], tokens: int, decoding: int = 0) -> None:
-        """Enqueue a pass over `chunks`, which the device has been told of, of `tokens` tokens together, and the first
-        `decoding` rows."""
-        self.dispatcher.count_prompt(tokens, decoding, tokens, "none")
-        self.launch(chunks, tokens, decoding)
-
-    @torch.inference_mode()
-    def launch(self, chunks: Sequence[Chunk], tokens: int, decoding: int) -> None:
-        self.chunks[:] = chunks
-        rows = self.model.fixed_chunk or decoding + tokens
-        prefill.read(forked(self.model, self._run, self.attention), self.model, rows, decoding)
-
-    @torch.inference_mode()
-    def finish(self, kind: str, rows: int, masked: bool = False) -> None:
-        """Enqueue the rest of that pass: a token for each of the first `rows` rows of meta."""
-        prefill.finish(forked(self.model, self._finish_run), self.model.of_rows(rows), kind, masked)
-
-
-class PromptGraphs:
-    """Prompt passes of the dispatcher's sizes, each captured by `capture`; until then, and above the largest, they are
-    launched. A pass has no rows that decode, or as many as the model can have. Ends with masks are captured when they
-    first come, as StepGraphs does.
-
-    lazy: a size is also captured when it comes for the second time; nothing else may run then.
-    """
-
-    def __init__(self, model: DecodeModel, steps: StepGraphs, attention: str | None = None, lazy: bool = True):
-        self.model, self.dispatcher, self._place, self._steps = model, steps.dispatcher, steps.place, steps
-        self._eager = EagerPrompts(model, launch, launcher(model), self.dispatcher, attention)
-        self._most = model.rows  # which may be more than the largest captured decode pass has
-        self._read: dict[tuple[int, int], Callable[[], None]] = {}
-        self.seconds: dict[tuple[int, int], float] = {}  # of each captured size, without attention
-        mixed = decoding_beside(model)
-        sizes = self.dispatcher.prompts if self.dispatcher.plan_prompt(1)[0] != "none" else ()
-        self._wanted = [(size, decoding) for size in sizes for decoding in reversed(mixed)]
-        self._failed: set[tuple[int, int]] = set()
-        self._missed: set[tuple[int, int]] | None = set() if lazy else None
-        batches = [] if model.fixed_chunk else first_batches(self.dispatcher.sizes)  # there none ends a prompt
-        compile_ahead([end_of(model, batch) for batch in batches], forked(model, launcher(model)), model.device)
-        if attention is None:
-            compile_ahead(first_reads(model), forked(model, launch), model.device)
-        self._finish = {batch: self._capture_finish(batch) for batch in batches}
+        self, model: DecodeModel, steps: DecodePasses, run: Run = launch, attention: Op | None = None,
+        chunks: list[Chunk] | None = None,
+    ):  # fmt: skip
+        self.dispatcher = steps.dispatcher
+        super().__init__(
+            model, partial(read_of, model), run, self.dispatcher.prompt_mode, steps.place, attention, between=run
+        )
+        self._ends = PassRunner(
+            model, partial(end_of, model), steps.run, steps.mode, steps.place, steps.attention, steps.between
+        )
+        self.chunks = [] if chunks is None else chunks
+        self.seconds: dict[PromptDescriptor, float] = {}  # duration of each captured read without attention
+        self._missed: set[PromptDescriptor] | None = set() if len(model.workspace.tokens) == 1 else None
+        sizes = self.dispatcher.prompts if self.mode != "none" else ()
+        self._sizes = [PromptDescriptor(size, rows) for size in reversed(sizes) for rows in decoding_rows(model)]
+        if steps.place is not None:
+            # With fixed chunks, decode passes draw the first tokens.
+            ends = [] if model.fixed_chunk else first_batches(self.dispatcher.sizes)
+            with idle(model):
+                compile_ahead(map(self._ends.lines, ends), forked(model, steps.run), model.device)
+                if attention is None:
+                    compile_ahead(first_reads(model), forked(model, run), model.device)
+                for batch in ends:
+                    self._ends.capture(batch)
 
     def decoding(self, rows: int) -> int:
-        return self._most if rows else 0
+        """Return the decoding rows of a pass in which `rows` rows decode."""
+        return self.model.rows if rows and self.place else rows
 
-    def tokens_within(self, seconds: float, start: int, most: int) -> int:
+    def tokens_within(self, seconds: float, start: int, limit: int) -> int:
+        """Return the number of tokens, up to `limit`, that a pass with decoding rows may read in this time.
+
+        It is at least the smallest captured size, or `limit` if there is none. start: the position of the first token.
+        """
         timed = sorted((tokens, spent) for (tokens, decoding), spent in self.seconds.items() if decoding)
         if not timed:
-            return most
-        config = self.model.config
-        pair = 4 * config.q_size * (config.num_layers - 1) / ATTENTION_RATE  # of a token and a position
+            return limit
+        pair = self.model.prompt_pair_flops / ATTENTION_RATE  # seconds
         fitting = [tokens for tokens, spent in timed if spent + tokens * (start + tokens / 2) * pair <= seconds]
-        return min(max(fitting, default=timed[0][0]), most)
+        return min(max(fitting, default=timed[0][0]), limit)
 
-    def _capture_finish(self, batch: BatchDescriptor) -> Callable[[], None] | None:
-        """None where its mode is to launch it: then all is loaded that it needs. No row may run."""
-        mode, _ = self.dispatcher.plan(batch.kind, batch.rows)
-        run, lines, attention = launcher(self.model), end_of(self.model, batch), self._steps.attention
-        self._place.run(lambda: lines(forked(self.model, run, attention)))
-        if mode == "none":
-            return None
-        between = partial(forked, self.model, launch, attention)
-        return self._place.capture(mode, forked(self.model, run), between, lines)[0]
+    def capture(self, batch: PromptDescriptor) -> None:
+        self.chunks.clear()  # like the table of chunks
+        super().capture(batch)
+        self.seconds[batch] = self.place.seconds(self.graphs[batch])
+        log.debug("%s takes %.2f ms without attention", batch, 1e3 * self.seconds[batch])
 
-    def capture_next(self, most: int | None = None) -> bool:
-        wanted = [key for key in self._wanted if key not in self._read and key not in self._failed]
-        if most is not None:
-            wanted = [key for key in wanted if key[0] <= most]
-        if wanted:
-            self.capture(*wanted[-1])
-        return len(wanted) > 1
+    def capture_next(self, limit: int | None = None) -> bool:
+        """Capture the largest remaining size of up to `limit` tokens. Return whether others remain."""
+        return self.capture_first(batch for batch in self._sizes if limit is None or batch.tokens <= limit)
 
-    def capture_all(self, most: int | None = None) -> None:
-        before, started, free = len(self._read), time.perf_counter(), self._place.free_memory()
-        while self.capture_next(most):
+    def capture_all(self, limit: int | None = None) -> None:
+        """Capture all sizes of up to `limit` tokens."""
+        if not self._sizes:
+            return
+        before, started, free = len(self.seconds), time.perf_counter(), self.place.free_memory()
+        while self.capture_next(limit):
             pass
-        taken, spent = free - self._place.free_memory(), time.perf_counter() - started
-        log.info("captured %d prompt passes in %.1f s, %.0f MiB", len(self._read) - before, spent, taken / 2**20)
-
-    @torch.inference_mode()
-    def capture(self, tokens: int, decoding: int) -> None:
-        """Capture that size. One that cannot be captured stays eager, which is said."""
-        mode, key = self.dispatcher.plan_prompt(tokens)[0], (tokens, decoding)
-        started, free = time.perf_counter(), self._place.free_memory()
-        chunks = self.model.prompt.chunks
-        kept = chunks.clone()
-        try:
-            chunks.zero_()  # so that what is run first writes nothing
-            self._place.run(lambda: self._eager.launch((), tokens, decoding))
-            rows, attention = decoding + tokens, self._eager.attention
-            self._read[key], _ = self._place.capture(
-                mode, forked(self.model, launch), partial(forked, self.model, launch, attention),
-                lambda run: prefill.read(run, self.model, rows, decoding),
-            )  # fmt: skip
-            self.seconds[key] = self._place.seconds(self._read[key])
-            taken, spent = free - self._place.free_memory(), time.perf_counter() - started
-            log.debug(
-                "captured prompts of %d tokens beside %d rows (%s) in %.0f ms, %.1f MiB: %.2f ms and attention",
-                tokens, decoding, mode, 1e3 * spent, taken / 2**20, 1e3 * self.seconds[key],
-            )  # fmt: skip
-        except Exception as error:  # Triton's own are no RuntimeErrors
-            log.warning("prompts of %d tokens stay uncaptured: %s", tokens, brief(error))
-            self._failed.add(key)
-        finally:
-            chunks.copy_(kept)
+        taken, spent = free - self.place.free_memory(), time.perf_counter() - started
+        log.info("captured %d prompt passes in %.1f s, %.0f MiB", len(self.seconds) - before, spent, taken / 2**20)
 
     def read(self, chunks: Sequence[Chunk], tokens: int, decoding: int = 0) -> None:
+        """Enqueue a pass of `tokens` tokens, whose chunks are in the table on the device, and of `decoding` rows."""
         mode, padded = self.dispatcher.plan_prompt(tokens)
-        key = padded, decoding
-        if self._missed is not None and mode != "none" and key not in self._read and key not in self._failed:
-            if key in self._missed:
-                self.capture(*key)
-            self._missed.add(key)
-        replay = self._read.get(key)
-        if replay is None:
-            self._eager.read(chunks, tokens, decoding)
-            return
-        self.dispatcher.count_prompt(tokens, decoding, padded, mode)
-        self._eager.chunks[:] = chunks
-        replay()
+        batch = PromptDescriptor(padded, decoding)
+        if self._missed is not None and mode != "none" and batch not in self.graphs:
+            if batch in self._missed:
+                self.capture_late(batch)
+            self._missed.add(batch)
+        if self.graphs.get(batch) is None:
+            mode, batch = "none", PromptDescriptor(tokens, decoding)
+        self.dispatcher.count_prompt(tokens, decoding, batch.tokens, mode)
+        self.chunks[:] = chunks
+        self.enqueue(mode, batch)
 
     def finish(self, kind: str, rows: int, masked: bool = False) -> None:
-        _, batch = self.dispatcher.plan(kind, rows, masked)
-        if masked and batch not in self._finish:
-            self._finish[batch] = capture_late(self.model, batch, self._capture_finish)
-        if (replay := self._finish.get(batch)) is None:
-            self._eager.finish(kind, rows, masked)
-        else:
-            replay()
-
-
-def make_prompts(
-    model: DecodeModel, steps: EagerSteps | StepGraphs, backend: str, attention: str = "triton"
-) -> EagerPrompts | PromptGraphs:
-    """Who runs the prompt passes of an engine whose decode passes `steps` runs. attention: one of
-    dispatch.PROMPT_ATTENTION."""
-    other = None if attention == "triton" else attention
-    if isinstance(steps, StepGraphs):
-        return PromptGraphs(model, steps, other, lazy=len(model.workspace.tokens) == 1)
-    if backend == "torch":
-        prompts = EagerPrompts(model, refer, refer, steps.dispatcher)
-        prompts.attention = BLOCK_ATTENTION if model.fixed_chunk else None
-        return prompts
-    return EagerPrompts(model, launch, launcher(model), steps.dispatcher, other)
+        """Enqueue the end of that pass: it draws a token for each of the first `rows` rows."""
+        self._ends.enqueue(*self.dispatcher.plan(kind, rows, masked))

@@ -1,37 +1,45 @@
-"""Runners: what to do with each line of a pass's list, run(role, op, *arguments, **how)."""
+"""Line runners: a list calls run(role, op, *args, **how) for each of its lines, and the runner decides what it does."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
+from functools import cache
 
 import torch
 
 from ..kernels.op import Op
+from .model import DecodeModel
 
 Run = Callable[..., None]
+Lines = Callable[[Run], None]  # a list: calls its argument for every line, in order
 
 
 def launch(role: str, op: Op, *args, **how) -> None:
-    """Launch the kernels on the current stream: at once, or into the graph that is being captured."""
+    """Launch the kernels on the current stream, which executes or captures them."""
     op.launch(*args, **how)
 
 
 def launch_dependent(role: str, op: Op, *args, **how) -> None:
-    """Launch with programmatic dependent launch: a kernel starts while the one before it drains (sm_90 and above)."""
+    """Launch with programmatic dependent launch (sm_90 and above): a kernel starts while its predecessor drains."""
     op.launch(*args, pdl=True, **how)
 
 
 def refer(role: str, op: Op, *args, **how) -> None:
-    """Run the reference: the CPU backend, and the oracle of the tests."""
+    """Run the reference. It is the CPU backend and the oracle of the tests."""
     op.ref(*args)
 
 
 class Forked:
-    """Runs the lines of one pass as `run` does, but those with the role "fetch" on the stream `side`, or `captured`
-    within a capture: each begins when what stands before it in the list is done, and a line "fetched" waits for the one
-    that filled its buffer.
+    """Runs one pass on two streams: lines with the role "fetch" on a side stream, all others on the current one.
 
-    `plain` launches the fetches, and what follows a wait: a dependent launch needs its predecessor alone. Within a
-    capture this makes a branch of the graph; every fetch is waited for, so the branch has joined when the list ends.
+    A fetch starts when the lines before it have finished. A line "fetched" waits for the fetch that fills its buffer.
+    In a capture this makes a branch of the graph. The list waits for every fetch, so the branch has joined at its end.
+
+    Args:
+        run: runs the lines of the current stream.
+        plain: runs fetches, and the line after a wait. A dependent launch waits only for the kernel before it on its
+            own stream, so neither may be one.
+        side: the side stream.
+        captured: the side stream within a capture.
     """
 
     def __init__(self, run: Run, plain: Run, side: torch.cuda.Stream, captured: torch.cuda.Stream):
@@ -55,25 +63,57 @@ class Forked:
             run(role, op, *args, **how)
 
 
-class Allocating:
-    """Runs as an engine without a workspace would: with an allocation for every output of every op.
+def forked(model: DecodeModel, run: Run, attention: Op | None = None) -> Run:
+    """Return the runner of one pass. It runs on two streams if the model has pages or weights in host memory.
 
-    A tensor is held until the next one of its name, as a variable of such an engine holds it. The values themselves
-    stay in the workspace, since kernels add to the residual stream in place: what is added is the allocation.
+    A Forked holds the events of its pass, so every pass needs its own runner. attention: see `replaced`.
+    """
+    plain = replaced(launch if run is launch_dependent else run, attention)
+    run = replaced(run, attention)
+    if not model.hosted or model.device.type != "cuda":
+        return run
+    return Forked(run, plain, *fetch_streams(model.device))
+
+
+def replaced(run: Run, attention: Op | None) -> Run:
+    """Return a runner like `run` that launches another operation in place of a list's attention, unless it is None."""
+    if attention is None:
+        return run
+
+    def run_other(role: str, op: Op, *args, **how) -> None:
+        if role == "attention":
+            attention.launch(*args)  # torch's operations take no launch config
+        else:
+            run(role, op, *args, **how)
+
+    return run_other
+
+
+@cache
+def fetch_streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
+    """Return the side stream of all passes, and the one for captures: other engines may run during a capture."""
+    return torch.cuda.Stream(device), torch.cuda.Stream(device)
+
+
+class Allocating:
+    """Runs lines as an engine without a workspace would: with an allocation for every output of every op.
+
+    A tensor lives until the next one with the same role and name, as a variable of such an engine would. The values
+    remain in the workspace, since kernels add to the residual stream in place. Only the allocations are added.
     """
 
     def __init__(self, run: Run):
-        self._run, self._held = run, {}
+        self._run, self._outputs = run, {}
 
     def __call__(self, role: str, op: Op, *args, **how) -> None:
         for name, tensor in op.output_tensors(args).items():
-            self._held[role, name] = torch.empty_like(tensor)
+            self._outputs[role, name] = torch.empty_like(tensor)
         self._run(role, op, *args, **how)
 
 
 @dataclass(frozen=True)
 class Launch:
-    """One line of a list: what a recorder keeps of it."""
+    """A recorded line of a list."""
 
     role: str
     op: Op
@@ -84,28 +124,28 @@ class Launch:
         return f"Launch({self.role}, {', '.join(self.kernels())})"
 
     def bytes(self) -> int:
-        """What the launch moves, given what its arguments hold now."""
+        """Return the bytes that the launch moves with the current contents of its arguments."""
         return self.op.bytes(*self.args)
 
     def key(self) -> tuple:
-        """The same for launches that need the same compiled kernels."""
-        return self.op.launch, tuple(map(_kind, self.args)), tuple(self.how.items())
+        """Return a key that is equal for launches that need the same compiled kernels."""
+        return self.op.launch, _kind(self.args), tuple(self.how.items())
 
     def kernels(self) -> list[str]:
         return [kernel.fn.__name__ for kernel in self.op.kernels]
 
 
 def _kind(value):
-    """What the compiler sees of an argument, and a little more."""
+    """Return the properties of an argument that compilation depends on, and some more."""
     if isinstance(value, torch.Tensor):
         return value.dtype, value.shape, value.stride(), value.data_ptr() % 16
     if is_dataclass(value):
-        return tuple(_kind(getattr(value, each.name)) for each in fields(value))
-    return value
+        value = tuple(getattr(value, field.name) for field in fields(value))
+    return tuple(map(_kind, value)) if isinstance(value, tuple) else value
 
 
 class Recorder:
-    """Runs nothing; `launches` holds the lines in their order."""
+    """Runs nothing and records the lines in order, in `launches`."""
 
     def __init__(self):
         self.launches: list[Launch] = []

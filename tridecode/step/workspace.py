@@ -9,9 +9,9 @@ from ..blocks.block import Block
 from ..blocks.declarations import Buffer
 from ..blocks.spec import ModelSpec
 from ..kernels.attention.prompt_attention import PromptAttentionConfig, scratch_sizes
-from ..kernels.linear.matmul_wide import SplitBuffers
-from ..kernels.linear.matmul_wide import make_buffers as make_split_buffers
 from ..kernels.linear.project import Case
+from ..kernels.linear.split_sums import SplitBuffers
+from ..kernels.linear.split_sums import make_buffers as make_split_buffers
 from ..kernels.sampling.sample import SamplerBuffers, make_buffers
 from ..layout import (
     CHUNK_WIDTH,

@@ -4,12 +4,13 @@ from dataclasses import replace
 
 import torch
 
+from ..kernels.attention.arguments import MAX_SPLITS
 from ..kernels.attention.attention import AttentionConfig
 from ..kernels.attention.attention_queries import QueriesConfig
 from ..kernels.attention.attention_rows import AttentionRowsConfig
 from ..kernels.attention.prompt_attention import PromptAttentionConfig
 from ..kernels.device import Device
-from .configs import HOPPER, MAX_ROWS, MAX_SPLITS, AttentionCase
+from .configs import HOPPER, MAX_ROWS, AttentionCase
 
 
 def attention_config(
@@ -105,7 +106,8 @@ def prompt_attention_config(device: Device, batch_invariant: bool, fp8: bool = F
     """Choose the config of attention in prompt passes. In the batch-invariant mode it does not depend on the rows of a
     pass: nothing is split, and one kernel does all.
     """
-    config = PromptAttentionConfig(stages=4 if fp8 else 3)  # more spills in some Triton versions
+    programs = max(2 * device.multiprocessors, 1)
+    config = PromptAttentionConfig(programs=programs, stages=4 if fp8 else 3)  # more spills in some Triton versions
     if batch_invariant:
         return replace(config, splits=1)
     return replace(

@@ -11,10 +11,11 @@ from ..kernels.linear.matmul import MatmulConfig
 from ..kernels.linear.matmul_hopper import COLUMNS_OF, HopperConfig
 from ..kernels.linear.matmul_ring import RingConfig
 from ..kernels.linear.matmul_tiles import TilesConfig
-from ..kernels.linear.matmul_wide import MAX_SPLIT, WideConfig
+from ..kernels.linear.matmul_wide import WideConfig
 from ..kernels.linear.matvec import MatvecConfig
 from ..kernels.linear.project import Case
 from ..kernels.linear.registry import LINEAR_KERNELS
+from ..kernels.linear.split_sums import MAX_SPLIT
 from .configs import AttentionCase, PassConfigs, is_head
 from .rules import fits_ring, hopper_rule, matmul_rule, programs_at_once
 from .tables import VALUES

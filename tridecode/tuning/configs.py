@@ -10,7 +10,6 @@ from ..kernels.attention.attention import AttentionConfig
 from ..kernels.attention.attention_rows import AttentionRowsConfig
 from ..kernels.linear.project import Case, LinearKernel
 
-MAX_SPLITS = 64  # programs that may share the K/V of one row
 TILE_ROWS = 64  # rows of a buffer that kernels read in tiles
 DRAFT_SPLITS = 32  # programs that search the tokens of one row for drafts
 HOPPER = 90  # the compute capability that most measurements are for

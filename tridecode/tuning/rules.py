@@ -14,11 +14,12 @@ from ..kernels.linear.matmul import MatmulConfig
 from ..kernels.linear.matmul_hopper import COLUMNS_OF, HopperConfig
 from ..kernels.linear.matmul_ring import RingConfig
 from ..kernels.linear.matmul_tiles import TilesConfig
-from ..kernels.linear.matmul_wide import MAX_SPLIT, WideConfig
+from ..kernels.linear.matmul_wide import WideConfig
 from ..kernels.linear.matvec import MatvecConfig
 from ..kernels.linear.packed import Packed
 from ..kernels.linear.project import Case
 from ..kernels.linear.registry import LINEAR_KERNELS
+from ..kernels.linear.split_sums import MAX_SPLIT
 from .configs import HOPPER, MAX_ROWS, Choice, is_head
 from .tables import Table, listed
 

@@ -15,6 +15,7 @@ from typing import Any
 import platformdirs
 import torch
 
+from ..kernels.attention.arguments import MAX_SPLITS
 from ..kernels.attention.attention import AttentionConfig
 from ..kernels.attention.attention_rows import AttentionRowsConfig
 from ..kernels.device import Device
@@ -22,12 +23,13 @@ from ..kernels.linear.matmul import MatmulConfig
 from ..kernels.linear.matmul_hopper import COLUMNS_OF, HopperConfig
 from ..kernels.linear.matmul_ring import RingConfig
 from ..kernels.linear.matmul_tiles import TilesConfig
-from ..kernels.linear.matmul_wide import MAX_SPLIT, WideConfig
+from ..kernels.linear.matmul_wide import WideConfig
 from ..kernels.linear.matvec import MatvecConfig
 from ..kernels.linear.project import Case
 from ..kernels.linear.registry import LINEAR_KERNELS, kernel_named
+from ..kernels.linear.split_sums import MAX_SPLIT
 from ..version import __version__
-from .configs import MAX_SPLITS, AttentionCase, Choice, PassConfigs, is_head
+from .configs import AttentionCase, Choice, PassConfigs, is_head
 
 FORMAT = 7  # incremented when a kernel interprets the fields of its config differently
 COUNTS, REGISTERS = range(2**16), range(0, 256, 8)

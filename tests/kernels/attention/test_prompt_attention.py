@@ -1,15 +1,18 @@
-"""Attention of prompts: chunks of slots anywhere, through shuffled pages, against the reference in fp32."""
+"""Attention of prompts: chunks at any position of their slots, on shuffled pages, against the reference in fp32."""
 
 from dataclasses import replace
+from typing import NamedTuple
 
 import pytest
 import torch
+from attention_util import ALL, chunk_table
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from util import CUDA, DEVICE, Case, assert_close, cases, in_8_bits, poisoned, random
 
 from tridecode import layout
 from tridecode.kernels.attention import prompt_attention_hopper
+from tridecode.kernels.attention.arguments import Heads, KVLayer, Scratch
 from tridecode.kernels.attention.expand_kv import expand_kv
 from tridecode.kernels.attention.fp8_kv import held
 from tridecode.kernels.attention.prompt_attention import (
@@ -18,24 +21,27 @@ from tridecode.kernels.attention.prompt_attention import (
     prompt_attention_ref,
     scratch_sizes,
 )
+from tridecode.kernels.attention.torch_attention import block_attention, torch_attention
 from tridecode.layout import Chunk
-from tridecode.tuning.choose import prompt_attention_shape
 
 PAGE = 64 if CUDA else 16
-SHAPE = PromptAttentionConfig() if CUDA else PromptAttentionConfig(block_m=16, stages=2, programs=24, least=1)
+CONFIG = PromptAttentionConfig(programs=264)
+if not CUDA:
+    CONFIG = PromptAttentionConfig(block_m=16, stages=2, programs=24, least=1)
 LONG = 40 if CUDA else 2  # pages of the longest slot
 TOLERANCE = {torch.bfloat16: 6e-3, torch.float16: 1e-3, torch.float32: 1e-5}  # p is rounded before the second product
 DTYPES = [torch.bfloat16, torch.float16] if CUDA else [torch.float32]
 COUNTS, STARTS = (st.integers(1, 300), st.integers(0, 700)) if CUDA else (st.integers(1, 20), st.integers(0, 40))
-SHAPES = [
+CONFIGS = [
     PromptAttentionConfig(32, 4, 2, programs=7), PromptAttentionConfig(32, 4, 2, programs=40, splits=3, least=2),
-    *([PromptAttentionConfig(128, 8, 3)] if CUDA else ()),
+    *([PromptAttentionConfig(128, 8, 3, programs=264)] if CUDA else ()),
 ]  # fmt: skip
+WIDE = PromptAttentionConfig(128, 8, 5, programs=132, heads=16, apart=True, dependent=True)
 TOGETHER = {
-    "last": replace(SHAPE, heads=16),
-    "apart": replace(SHAPE, heads=16, apart=True, dependent=True),
-    "many": replace(SHAPE, heads=2, apart=True, splits=13, least=1, programs=300),
-    **({"wide": PromptAttentionConfig(128, 8, 5, 132, heads=16, apart=True, dependent=True)} if CUDA else {}),
+    "last": replace(CONFIG, heads=16),
+    "apart": replace(CONFIG, heads=16, apart=True, dependent=True),
+    "many": replace(CONFIG, heads=2, apart=True, splits=13, least=1, programs=300),
+    **({"wide": WIDE} if CUDA else {}),
 }
 CASES = cases(
     Case("qwen3-4b_g4_d128", gpu=dict(heads=32, kv=8, d=128), small=dict(heads=4, kv=1, d=128)),
@@ -47,49 +53,67 @@ CASES = cases(
 )
 
 
-def layouts(chunks):
-    """(slot, count, start) -> chunks whose rows follow each other after `first` rows of others."""
-    first, found = 3, []
+class Args(NamedTuple):
+    chunks: torch.Tensor
+    q: torch.Tensor
+    out: torch.Tensor
+    kv: KVLayer
+    scratch: Scratch
+    heads: Heads
+
+
+def arguments(heads, kv, d, chunks, window, dtype, config, fp8=False) -> tuple[list[Chunk], Args]:
+    """Return chunks whose rows follow one another, from (slot, count, start), and the arguments of prompt_attention.
+
+    The pass has three rows before the chunks and two after them. Positions that no row may see are NaN.
+    """
+    first, rows = 3, []
     for slot, count, start in chunks:
-        found.append(Chunk(slot, first, count, start))
+        rows.append(Chunk(slot, first, count, start))
         first += count
-    return found, first + 2  # rows of the pass, padding included
-
-
-def arguments(heads, kv, d, chunks, window, dtype, shape, fp8=False):
-    """The chunks, and what prompt_attention takes. Positions that no row may see hold numbers that would be seen in any
-    sum, or NaN."""
-    chunks, rows = layouts(chunks)
-    slots = 1 + max(chunk.slot for chunk in chunks)
-    pages = -(-max(chunk.end for chunk in chunks) // PAGE)
-    order = torch.randperm(slots * pages, generator=torch.Generator().manual_seed(1)).view(slots, pages)
+    slots = 1 + max(chunk.slot for chunk in rows)
+    pages = -(-max(chunk.end for chunk in rows) // PAGE)
+    table = torch.randperm(slots * pages, generator=torch.Generator().manual_seed(1)).view(slots, pages)
     pool = random(slots * pages, 2, 2, kv, PAGE, d, seed=3, dtype=dtype)
     pool[:, 0] = float("nan")  # another layer
     for slot in range(slots):
-        end = max((chunk.end for chunk in chunks if chunk.slot == slot), default=0)
-        for place in range(end // PAGE, pages):
-            pool[order[slot, place], :, :, :, max(end - place * PAGE, 0) :] = float("nan")
-    table = torch.zeros(layout.MAX_CHUNKS, layout.CHUNK_WIDTH, dtype=torch.int32, device=DEVICE)
-    table[: len(chunks)] = torch.tensor(chunks, dtype=torch.int32)
-    order, q = order.int().to(DEVICE), random(rows, heads, d, dtype=dtype, seed=5)
-    partial, lse, counter = (poisoned(*size) for size in scratch_sizes(d, shape).values())
-    scratch, out = (partial, lse, torch.zeros_like(counter, dtype=torch.int32)), poisoned(rows, heads * d, dtype=dtype)
+        end = max((chunk.end for chunk in rows if chunk.slot == slot), default=0)
+        for index in range(end // PAGE, pages):
+            pool[table[slot, index], :, :, :, max(end - index * PAGE, 0) :] = float("nan")
+    partial, lse, counter = (poisoned(*size) for size in scratch_sizes(d, config).values())
     caches = in_8_bits(pool)[1:] if fp8 else pool[:, 1].unbind(1)
-    return chunks, (table, order, q, *caches, *scratch, out, window, d**-0.5)
+    return rows, Args(
+        chunk_table(*rows),
+        random(first + 2, heads, d, dtype=dtype, seed=5),
+        poisoned(first + 2, heads * d, dtype=dtype),
+        KVLayer(table.int().to(DEVICE), *caches),
+        Scratch(partial, lse, torch.zeros_like(counter, dtype=torch.int32)),
+        Heads(heads, kv, d, d**-0.5, window),
+    )
 
 
-def check(heads, kv, d, chunks, window, dtype, shape=SHAPE, fp8=False):
-    chunks, args = arguments(heads, kv, d, chunks, window, dtype, shape, fp8)
-    prompt_attention(*args, config=shape)
-    table, order, q, *caches, partial, lse, counter, out, window, scale = args
-    exact, ref = [held(cache, (slice(None),)).float() for cache in caches], poisoned(*out.shape)
-    prompt_attention_ref(table, order, q.float(), *exact, partial, lse, counter, ref, window, scale)
-    assert not counter.any(), "counters are zero between launches"
+def reference(args: Args) -> torch.Tensor:
+    """Return the output of the reference in fp32."""
+    exact = args.kv._replace(k=held(args.kv.k, ALL).float(), v=held(args.kv.v, ALL).float())
+    args = args._replace(q=args.q.float(), out=poisoned(*args.out.shape), kv=exact)
+    prompt_attention_ref(*args)
+    return args.out
+
+
+def check(heads, kv, d, chunks, window, dtype, config=CONFIG, fp8=False):
+    chunks, args = arguments(heads, kv, d, chunks, window, dtype, config, fp8)
+    prompt_attention(*args, config=config)
+    check_rows(chunks, args)
+    return args.out
+
+
+def check_rows(chunks, args):
+    ref = reference(args)
+    assert not args.scratch.counter.any(), "the counters must be zero between launches"
     for chunk in chunks:
-        assert_close(out[chunk.rows], ref[chunk.rows], TOLERANCE[dtype], str(chunk))
-    beyond = [*range(chunks[0].first), *range(chunks[-1].rows.stop, len(out))]
-    assert out[beyond].isnan().all(), "a row of no chunk was written"
-    return out
+        assert_close(args.out[chunk.rows], ref[chunk.rows], TOLERANCE[args.q.dtype], str(chunk))
+    beyond = [*range(chunks[0].first), *range(chunks[-1].rows.stop, len(args.out))]
+    assert args.out[beyond].isnan().all(), "a row outside all chunks was written"
 
 
 @CASES
@@ -109,84 +133,92 @@ def test_any_layout_of_rows(dtype, lengths, window):
 
 @CASES
 @pytest.mark.parametrize("window", [0, 5])
-def test_kv_in_8_bits(case, window):
+def test_fp8_kv(case, window):
     chunks = [(0, LONG * PAGE - 3, 0), (2, 1, 0), (1, 7, PAGE + 3)]
     check(**case.sizes, chunks=chunks, window=window, dtype=DTYPES[0], fp8=True)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_other_launch_shapes(shape):
-    check(4, 1, 128, [(0, 2 * PAGE + 5, 9)], 0, DTYPES[0], shape)
+@pytest.mark.parametrize("config", CONFIGS)
+def test_other_launch_configs(config):
+    check(4, 1, 128, [(0, 2 * PAGE + 5, 9)], 0, DTYPES[0], config)
 
 
-@pytest.mark.parametrize("shape", TOGETHER.values(), ids=TOGETHER)
+@pytest.mark.parametrize("config", TOGETHER.values(), ids=TOGETHER)
 @pytest.mark.parametrize("window", [0, 5, 24 if not CUDA else 700])
 @pytest.mark.parametrize("heads, kv, d", [(8, 2, 64), (6, 2, 64), (3, 1, 96), (32, 2, 128) if CUDA else (16, 1, 32)])
-def test_heads_that_share_a_block(heads, kv, d, window, shape):
-    """Of 4, 3 and 16 a K/V head, of which 4, 1 and 16 share one: in chunks of odd sizes behind what is cached."""
-    check(heads, kv, d, [(0, 7, LONG * PAGE + 3), (2, 1, 0), (1, PAGE + 3, 2 * PAGE)], window, DTYPES[0], shape)
+def test_heads_that_share_a_block(heads, kv, d, window, config):
+    """Groups of 4, 3 and 16 heads: 4, 1 and 16 share a block. Chunks of odd sizes, some after cached positions."""
+    check(heads, kv, d, [(0, 7, LONG * PAGE + 3), (2, 1, 0), (1, PAGE + 3, 2 * PAGE)], window, DTYPES[0], config)
 
 
-@pytest.mark.parametrize("shape", TOGETHER.values(), ids=TOGETHER)
+@pytest.mark.parametrize("config", TOGETHER.values(), ids=TOGETHER)
 @settings(max_examples=60 if CUDA else 8, deadline=None)
 @given(lengths=st.lists(st.tuples(COUNTS, STARTS), min_size=1, max_size=5), window=st.sampled_from([0, 0, 1, 17]))
-def test_any_layout_of_heads_that_share_a_block(shape, lengths, window):
-    check(4, 1, 64, [(slot, count, start) for slot, (count, start) in enumerate(lengths)], window, DTYPES[0], shape)
+def test_any_layout_of_heads_that_share_a_block(config, lengths, window):
+    check(4, 1, 64, [(slot, count, start) for slot, (count, start) in enumerate(lengths)], window, DTYPES[0], config)
 
 
-@pytest.mark.parametrize("shape", TOGETHER.values(), ids=TOGETHER)
-def test_a_block_of_shared_kv_in_8_bits(shape):
-    check(4, 1, 64, [(0, 7, LONG * PAGE + 3), (2, 1, 0)], 0, DTYPES[0], shape, fp8=True)
+@pytest.mark.parametrize("config", TOGETHER.values(), ids=TOGETHER)
+def test_a_block_of_shared_fp8_kv(config):
+    check(4, 1, 64, [(0, 7, LONG * PAGE + 3), (2, 1, 0)], 0, DTYPES[0], config, fp8=True)
 
 
-@pytest.mark.parametrize("shape", TOGETHER.values(), ids=TOGETHER)
-def test_rows_do_not_depend_on_their_neighbours(shape):
-    """What stands in another chunk of the pass, in its pages or in rows of no chunk, NaN too, changes no bit."""
-    chunks, args = arguments(4, 1, 64, [(0, 5, LONG * PAGE), (1, 9, PAGE + 1)], 0, DTYPES[0], shape)
-    table, order, q, keys, values, *rest = args
-    prompt_attention(*args, config=shape)
-    mine = rest[3][chunks[0].rows].clone()
-    other = [*range(chunks[0].first), *range(chunks[0].rows.stop, len(q))]
-    q[other] = float("nan")
-    keys[order[1].long()] = values[order[1].long()] = float("nan")
-    prompt_attention(*args, config=shape)
-    assert torch.equal(rest[3][chunks[0].rows], mine)
-    assert rest[3][chunks[1].rows].isnan().all()
+@pytest.mark.parametrize("config", TOGETHER.values(), ids=TOGETHER)
+def test_rows_do_not_depend_on_other_chunks(config):
+    """NaN in another chunk of the pass, in its pages, or in rows outside all chunks, changes no bit."""
+    chunks, args = arguments(4, 1, 64, [(0, 5, LONG * PAGE), (1, 9, PAGE + 1)], 0, DTYPES[0], config)
+    prompt_attention(*args, config=config)
+    before = args.out[chunks[0].rows].clone()
+    args.q[[*range(chunks[0].first), *range(chunks[0].rows.stop, len(args.q))]] = float("nan")
+    pages = args.kv.table[1].long()
+    args.kv.k[pages] = args.kv.v[pages] = float("nan")
+    prompt_attention(*args, config=config)
+    assert torch.equal(args.out[chunks[0].rows], before)
+    assert args.out[chunks[1].rows].isnan().all()
 
 
 @pytest.mark.parametrize("apart", [False, True])
-def test_a_row_among_padding_is_split_and_added_up(apart):
-    """In a pass of so many rows that for all of them nothing would be split."""
-    shape = replace(SHAPE, heads=4, apart=apart)
-    rows = shape.block_m * shape.programs // 8 + 1
-    _, (table, order, q, *rest) = arguments(4, 1, 32, [(0, 1, LONG * PAGE)], 0, DTYPES[0], shape)
-    q, keys, values, *scratch, out, window, scale = q.new_zeros(rows, 4, 32).copy_(q[:1]), *rest
-    out, ref = poisoned(rows, 128, dtype=q.dtype), poisoned(rows, 128)
-    table[0, layout.CHUNK_FIRST] = 0
-    prompt_attention(table, order, q, keys, values, *scratch, out, window, scale, config=shape)
-    prompt_attention_ref(table, order, q.float(), keys.float(), values.float(), *scratch, ref, window, scale)
-    assert_close(out[:1], ref[:1], TOLERANCE[q.dtype])
+def test_a_row_among_padding_is_split_and_combined(apart):
+    """A pass with so much padding that, if all of its rows ran, nothing would be split."""
+    config = replace(CONFIG, heads=4, apart=apart)
+    rows = config.block_m * config.programs // 8 + 1
+    _, args = arguments(4, 1, 32, [(0, 1, LONG * PAGE)], 0, DTYPES[0], config)
+    args.chunks[0, layout.CHUNK_FIRST] = 0
+    q, out = args.q.new_zeros(rows, 4, 32).copy_(args.q[:1]), poisoned(rows, 128, dtype=args.q.dtype)
+    args = args._replace(q=q, out=out)
+    prompt_attention(*args, config=config)
+    assert_close(out[:1], reference(args)[:1], TOLERANCE[q.dtype])
     assert out[1:].isnan().all()
 
 
 def test_many_slots_share_a_pass():
-    for shape in (SHAPE, TOGETHER["apart"]):
-        check(2, 1, 64, [(slot, 1 + slot % 3, slot % 5) for slot in range(layout.MAX_CHUNKS)], 0, DTYPES[0], shape)
+    for config in (CONFIG, TOGETHER["apart"]):
+        check(2, 1, 64, [(slot, 1 + slot % 3, slot % 5) for slot in range(layout.MAX_CHUNKS)], 0, DTYPES[0], config)
 
 
 @pytest.mark.parametrize("d", [64, 128])
-def test_kv_in_8_bits_expanded_in_front(d):
-    """As prompts on Hopper have it."""
+def test_expanded_fp8_kv(d):
+    """The combination that passes on Hopper use."""
+    config = replace(CONFIG, hopper=3 if CUDA and torch.cuda.get_device_capability() == (9, 0) else 0)
     chunks = [(0, LONG * PAGE - 3, 0), (2, 1, 0), (1, 7, PAGE + 3)]
-    shape = replace(SHAPE, hopper=3 if CUDA and torch.cuda.get_device_capability() == (9, 0) else 0)
-    chunks, (table, order, q, k, v, *rest) = arguments(8, 2, d, chunks, 0, DTYPES[0], shape, fp8=True)
-    keys, values = poisoned(len(k), 2, 2, PAGE, d, dtype=q.dtype).unbind(1)
-    expand_kv(table, order, k, v, keys, values)
-    prompt_attention(table, order, q, keys, values, *rest, config=shape)
-    exact, out, ref = [held(cache, (slice(None),)).float() for cache in (k, v)], rest[3], poisoned(*rest[3].shape)
-    prompt_attention_ref(table, order, q.float(), *exact, *rest[:3], ref, *rest[4:])
-    for chunk in chunks:
-        assert_close(out[chunk.rows], ref[chunk.rows], TOLERANCE[DTYPES[0]], str(chunk))
+    chunks, args = arguments(8, 2, d, chunks, 0, DTYPES[0], config, fp8=True)
+    keys, values = poisoned(len(args.kv.k), 2, 2, PAGE, d, dtype=args.q.dtype).unbind(1)
+    expand_kv(args.chunks, args.kv, keys, values)
+    prompt_attention(*args._replace(kv=args.kv._replace(k=keys, v=values)), config=config)
+    check_rows(chunks, args)
+
+
+@pytest.mark.parametrize("window", [0, 5])
+@pytest.mark.parametrize("fp8", [False, True], ids=["", "fp8"])
+@pytest.mark.parametrize("form", ["flash", "blocks"])
+def test_attention_by_torch(form, window, fp8):
+    chunks, args = arguments(4, 2, 64, [(1, PAGE + 3, 0), (0, 7, PAGE)], window, DTYPES[0], CONFIG, fp8)
+    if form == "blocks":
+        args = args._replace(q=torch.cat((args.q, args.q.new_zeros(PAGE, 4, 64))))  # the rest of the last page
+        block_attention(*args)
+    else:
+        torch_attention(form, chunks).launch(*args)
+    check_rows(chunks, args)
 
 
 # Attention of many rows on Hopper.
@@ -207,7 +239,7 @@ LAYOUTS = {
 
 @pytest.fixture
 def launched(monkeypatch):
-    """How many programs each launch of the Hopper kernel had."""
+    """List of the number of programs of each launch of the Hopper kernel."""
     programs, launch = [], prompt_attention_hopper.launch
 
     def noted(*args):
@@ -223,7 +255,7 @@ def launched(monkeypatch):
 @pytest.mark.parametrize("chunks", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize("heads, kv, d", [(8, 8, 64), (8, 2, 128), (8, 1, 128), (16, 4, 64)])
 def test_hopper_matches_the_reference(heads, kv, d, chunks, programs, launched):
-    check(heads, kv, d, chunks, 0, torch.bfloat16, PromptAttentionConfig(hopper=programs))
+    check(heads, kv, d, chunks, 0, torch.bfloat16, replace(CONFIG, hopper=programs))
     assert launched == [programs]
 
 
@@ -236,28 +268,27 @@ def test_hopper_matches_the_reference(heads, kv, d, chunks, programs, launched):
 )
 def test_hopper_with_any_layout_of_rows(lengths, d, programs):
     chunks = [(slot, count, start) for slot, (count, start) in enumerate(lengths)]
-    check(8, 2, d, chunks, 0, torch.bfloat16, PromptAttentionConfig(hopper=programs))
+    check(8, 2, d, chunks, 0, torch.bfloat16, replace(CONFIG, hopper=programs))
 
 
 @hopper_only
 @pytest.mark.parametrize("d", [64, 128])
 def test_hopper_gives_the_same_bits_again_and_captured(d, launched):
-    """By as many programs as there are multiprocessors, and with lengths that the capture has not seen."""
-    shape = prompt_attention_shape(90, torch.cuda.get_device_properties(DEVICE).multi_processor_count, False)
-    sizes = 32, 8, d
-    _, args = arguments(*sizes, [(1, 1100, 0), (0, 300, 1000)], 0, torch.bfloat16, shape)
-    table, out = args[0], args[-3]
-    wanted, kept, graph = [], table.clone(), torch.cuda.CUDAGraph()
-    later = kept.clone()
+    """With a program for each multiprocessor, and lengths that the capture has not seen."""
+    config = replace(TOGETHER["apart"], hopper=torch.cuda.get_device_properties(DEVICE).multi_processor_count)
+    _, args = arguments(32, 8, d, [(1, 1100, 0), (0, 300, 1000)], 0, torch.bfloat16, config)
+    table, out = args.chunks, args.out
+    wanted, first, graph = [], table.clone(), torch.cuda.CUDAGraph()
+    later = first.clone()
     later[1, layout.CHUNK_COUNT], later[1, layout.CHUNK_START] = 77, 5
-    for chunks in (kept, later):
+    for chunks in (first, later):
         table.copy_(chunks)
-        prompt_attention(*args, config=shape)
+        prompt_attention(*args, config=config)
         wanted.append(out.clone())
         out.fill_(float("nan"))
     with torch.cuda.graph(graph):
-        prompt_attention(*args, config=shape)
-    for chunks, expected in zip((kept, later), wanted):
+        prompt_attention(*args, config=config)
+    for chunks, expected in zip((first, later), wanted):
         for _ in range(2):
             out.fill_(float("nan"))
             table.copy_(chunks)
@@ -271,13 +302,13 @@ def test_hopper_gives_the_same_bits_again_and_captured(d, launched):
 @hopper_only
 @pytest.mark.parametrize("factor", [1e4, 1e30, float("inf")])
 def test_hopper_ends_with_scores_beyond_all_bounds(factor):
-    """Its warps wait for each other: no number may keep one from coming by. The next launch is as it ever was."""
-    shape = PromptAttentionConfig(hopper=1)
-    _, args = arguments(8, 2, 128, [(0, 300, 500)], 0, torch.bfloat16, shape)
-    args[2].mul_(factor)
-    prompt_attention(*args, config=shape)
+    """Its warps wait for each other: no number may keep one from arriving. The next launch is not affected."""
+    config = replace(CONFIG, hopper=1)
+    _, args = arguments(8, 2, 128, [(0, 300, 500)], 0, torch.bfloat16, config)
+    args.q.mul_(factor)
+    prompt_attention(*args, config=config)
     torch.cuda.synchronize()
-    check(8, 2, 128, LAYOUTS["several"], 0, torch.bfloat16, shape)
+    check(8, 2, 128, LAYOUTS["several"], 0, torch.bfloat16, config)
 
 
 FITS = dict(rows=1100, heads=32, d=128, page=64, dtype=torch.bfloat16, window=0)
@@ -291,20 +322,9 @@ FITS = dict(rows=1100, heads=32, d=128, page=64, dtype=torch.bfloat16, window=0)
         (dict(held=torch.uint8), False),
     ],
 )  # fmt: skip
-def test_what_is_left_to_hopper(other, fits):
-    """132 multiprocessors: 264 blocks of 128 rows and a head."""
+def test_launches_that_fit_hopper(other, fits):
+    """With 132 multiprocessors: 264 blocks of 128 rows and a head, or more."""
     of = FITS | other
     q = torch.empty(of["rows"], of["heads"], of["d"], dtype=of["dtype"], device="meta")
     k = torch.empty(20, 4, of["page"], of["d"], dtype=of.get("held", of["dtype"]), device="meta")
     assert prompt_attention_hopper.fits(q, k, of["window"], 132) == fits
-
-
-def test_hopper_is_for_one_capability_and_never_batch_invariant():
-    chosen = [prompt_attention_shape(*facts).hopper for facts in ((90, 114, False), (90, 114, True), (100, 148, False))]
-    assert chosen == [114, 0, 0]
-
-
-def test_batch_invariant_passes_split_nothing_and_take_a_head_at_a_time():
-    assert prompt_attention_shape(90, 132, True) == PromptAttentionConfig(splits=1)
-    assert prompt_attention_shape(90, 132, True, fp8_kv=True) == PromptAttentionConfig(splits=1, stages=4)
-    assert prompt_attention_shape(90, 132, False).heads > 1

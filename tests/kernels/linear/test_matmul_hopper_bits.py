@@ -7,11 +7,11 @@ import pytest
 from test_bits import linear_of
 from test_matmul_hopper import Product, check_alike, check_captured, hopper_only, same
 from test_matmul_ring import not_carried, shapes_for
+from tridecode.kernels.linear.matmul_hopper_parts import COLUMNS_OF
+from tridecode.tuning.few_bits import ROLES, UNSHARED, hopper_carries, hopper_shapes, invariant_hopper_shape
 
 from tridecode.kernels.linear.matmul_hopper import HOPPER_NORMED, HopperConfig
-from tridecode.kernels.linear.matmul_hopper_parts import COLUMNS_OF
-from tridecode.kernels.linear.matmul_wide import MAX_SPLIT
-from tridecode.tuning.few_bits import ROLES, UNSHARED, hopper_carries, hopper_shapes, invariant_hopper_shape
+from tridecode.kernels.linear.split_sums import MAX_SPLIT
 
 FORMS = (
     "int4_groups_of_128", "int4", "int4_zeros", "int4_a_row", "int8_a_row", "int8_zeros", "e4m3", "e4m3_blocks"

@@ -9,25 +9,27 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from ...engine import Engine
 from ...sampling import SamplingParams
-from ...step.graphs import EagerSteps, StepGraphs
+from ...step.dispatch import Dispatcher
+from ...step.graphs import DecodePasses
 from ...step.run import Allocating, launch, refer
 from .measure import check_running, spread, time_decode
 
 PROFILED_STEPS = 16
 
 
-def variants(engine: Engine) -> Iterator[tuple[str, EagerSteps | StepGraphs]]:
+def variants(engine: Engine) -> Iterator[tuple[str, DecodePasses]]:
     """The rungs by name, from the slowest; all share the engine's weights, cache and workspace."""
     model, run = engine.model, launch if engine.backend == "triton" else refer
-    yield "eager, an allocation per output", EagerSteps(model, Allocating(run))
-    yield "eager, into the workspace", EagerSteps(model, run)
-    yield "graph", StepGraphs(model, run=run) if engine.graph == "full" else engine.steps
+    yield "eager, an allocation per output", DecodePasses(model, Allocating(run))
+    yield "eager, into the workspace", DecodePasses(model, run)
+    whole = Dispatcher("full", (model.rows,))
+    yield "graph", DecodePasses(model, run, whole) if engine.graph == "full" else engine.steps
     if model.pdl:
         yield "graph, dependent launch", engine.steps
 
 
 @contextmanager
-def stepping(engine: Engine, steps: EagerSteps | StepGraphs):
+def stepping(engine: Engine, steps: DecodePasses):
     """The engine with other steps."""
     own, engine.steps = engine.steps, steps
     try:

@@ -18,8 +18,8 @@ from ...plan.placement import to_quantise
 from ...sampling import SamplingParams
 from ...state.kv import PAGE, kv_bytes_per_token
 from ...step.dispatch import Dispatcher
-from ...step.graphs import EagerSteps, StepGraphs, make_steps
-from ...step.prompt_graphs import EagerPrompts, PromptGraphs, make_prompts
+from ...step.graphs import DecodePasses, make_steps
+from ...step.prompt_graphs import PromptPasses, make_prompts
 from ...version import __version__
 from .read import measure_read_bandwidth
 
@@ -90,8 +90,8 @@ def fill_cache(engine: Engine) -> None:
 class Runners:
     """Who runs the passes of an engine in one mode, every size captured."""
 
-    steps: EagerSteps | StepGraphs
-    prompts: EagerPrompts | PromptGraphs
+    steps: DecodePasses
+    prompts: PromptPasses
 
     def reads(self) -> dict[tuple, int]:
         """Passes so far that read prompts, by kind, rows, padded rows and mode."""

@@ -15,7 +15,7 @@ from ...plan.placement import plan_weights
 from ...state.kv import PAGE, kv_bytes_per_token
 from ...state.offload import Offload, Offloaded
 from ...step.dispatch import Dispatcher
-from ...step.graphs import EagerSteps, StepGraphs, launcher
+from ...step.graphs import DecodePasses, launcher
 from ...step.run import Run, launch
 from ...tensors import ALIGNED, PIECE
 from ..terminal import counted
@@ -72,18 +72,18 @@ def offload_engine(args, capacity: int, pages: int | None, plan: Offload | None,
     return engine
 
 
-def ways(engine: Engine, host: int) -> Iterator[tuple[str, EagerSteps | StepGraphs, Callable[[], None]]]:
+def ways(engine: Engine, host: int) -> Iterator[tuple[str, DecodePasses, Callable[[], None]]]:
     """Those to read `host` pages of the host, about from the slowest: what runs the passes, and what prepares a run."""
     model, run, send = engine.model, launcher(engine.model), partial(engine.scheduler.slots.send, 0, host)
     if host:
         by_page, by_layer = Copies(launch, model, host, whole=False), Copies(launch, model, host, whole=True)
-        yield "eager, a copy a page", EagerSteps(model, by_page), send
-        yield "eager, a copy a layer", EagerSteps(model, by_layer), send
+        yield "eager, a copy a page", DecodePasses(model, by_page), send
+        yield "eager, a copy a layer", DecodePasses(model, by_layer), send
         yield "a graph a layer, a copy a layer, waits", pieces(model, run, waiting(by_layer)), send
         yield "a graph a layer, a copy a layer", pieces(model, run, by_layer), send
-        yield "one graph, a copy a layer", StepGraphs(model, kinds=("greedy",), run=by_layer), send
+        yield "one graph, a copy a layer", captured(model, by_layer), send
         if first_cell(model.kv.offload) is not None:
-            direct = StepGraphs(model, kinds=("greedy",), run=without_fetches(run))
+            direct = captured(model, without_fetches(run))
             yield "one graph, attention reads the host", direct, partial(read_directly, engine, host)
     yield from graph_ways(engine, send)
 
@@ -91,13 +91,17 @@ def ways(engine: Engine, host: int) -> Iterator[tuple[str, EagerSteps | StepGrap
 def graph_ways(engine: Engine, prepare: Callable[[], None]) -> Iterator[tuple]:
     """Those with the fetch kernel."""
     model, run = engine.model, launcher(engine.model)
-    yield "eager", EagerSteps(model, run), prepare
+    yield "eager", DecodePasses(model, run), prepare
     yield "a graph a layer", pieces(model, run, launch), prepare
     yield "one graph", engine.steps, prepare
 
 
-def pieces(model, run: Run, between: Run) -> StepGraphs:
-    return StepGraphs(model, kinds=("greedy",), run=run, dispatcher=Dispatcher("piecewise", (1,)), between=between)
+def pieces(model, run: Run, between: Run) -> DecodePasses:
+    return captured(model, run, "piecewise", between)
+
+
+def captured(model, run: Run, mode: str = "full", between: Run = launch) -> DecodePasses:
+    return DecodePasses(model, run, Dispatcher(mode, (model.rows,)), kinds=("greedy",), between=between)
 
 
 def waiting(run: Run) -> Run:

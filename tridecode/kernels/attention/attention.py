@@ -1,4 +1,7 @@
-"""attention: q/k norm, RoPE, K/V write and split-KV attention of a token a row; the last split of a row combines."""
+"""attention: q/k norm, rotary embedding, K/V write and split-KV attention of the new tokens of each request.
+
+A request has one row, or several that attend to each other (attention_queries.py).
+"""
 
 from dataclasses import dataclass
 
@@ -19,283 +22,278 @@ from ..common import (
     running,
 )
 from ..op import Op
-from .attention_split import attend_split
-from .fp8_kv import held, is_fp8, put, row_bytes, scales
+from .arguments import Heads, KVLayer, Rope, Scratch, Sizes
+from .fp8_kv import held, put, row_bytes
 from .fp8_tiles import warp_positions
-from .rope import rms_norm, rotate
-from .splits import blocks_seen, combine_splits
+from .one_query import attend_query
+from .pages import Cache
+from .rope import Rotary, rotated
+from .several_queries import AT_ONCE, NEW, attend_queries
+from .splits import Partials, Split, blocks_seen, combine_splits
 
 
 @dataclass(frozen=True)
 class AttentionConfig:
-    """Launch config of attention of one row, or few: `block_t` positions a turn (a multiple or a divisor of the page),
-    at most `splits` programs per K/V head and row.
+    """Launch config of attention of one row or a few rows."""
 
-    few: splits of a row, as long as none has more than `turns` turns; a longer row has more of them. 0: as many as
-    there may be.
-
-    ahead: the turns of a split whose K and V are loaded before the wait; where all positions fit in as many, one split
-    takes them. Of K/V in 8 bits one turn is, and converts says that the GPU has an instruction for them. registers: the
-    most a thread may use, 0 for no bound.
-    """
-
-    block_t: int = 64
-    splits: int = 32
+    block_t: int = 64  # positions of an iteration, a multiple or a divisor of the page
+    splits: int = 32  # the most programs of a K/V head and row
     num_warps: int = 4
-    registers: int = 0
-    ahead: int = 1
-    converts: bool = False
-    few: int = 0
+    registers: int = 0  # the most that a thread may use; 0: no bound
+    ahead: int = 1  # iterations loaded before the wait (fp8 K/V: 1); a row that needs no more has one split
+    converts: bool = False  # the GPU has an instruction that converts fp8 K/V
+    few: int = 0  # splits of a row, unless one would have more than `turns` iterations; 0: `splits`
     turns: int = 32
 
 
 @triton.jit
 def _most_splits(blocks, SPLITS: tl.constexpr, FEW: tl.constexpr, TURNS: tl.constexpr):
-    """FEW for so many blocks, or one for each TURNS of them, up to SPLITS."""
+    """Return the most splits of `blocks` blocks: FEW, or more so that none has more than TURNS, up to SPLITS."""
     return tl.minimum(tl.maximum(tl.cdiv(blocks, TURNS), FEW), SPLITS)
 
 
 @triton.jit
-def _row(meta_ptr, page_table_ptr, row, stride_table):
-    """A row's status, position and page table."""
-    meta_ptr += row * META_WIDTH
-    status = tl.load(meta_ptr + STATUS)
+def _request(meta_ptr, table_ptr, request, stride_table, QUERIES: tl.constexpr):
+    """Return the number of a request's rows that run, the position of the first, and its page table."""
+    meta_ptr += request * (QUERIES * META_WIDTH)
+    count = (tl.load(meta_ptr + STATUS) == RUN).to(tl.int32)
     position = tl.load(meta_ptr + POSITION)
-    return status, position, page_table_ptr + tl.load(meta_ptr + SLOT) * stride_table
+    table_ptr += tl.load(meta_ptr + SLOT) * stride_table
+    for query in tl.static_range(1, QUERIES):
+        count += (tl.load(meta_ptr + query * META_WIDTH + STATUS) == RUN).to(tl.int32)
+    return count, position, table_ptr
+
+
+@triton.jit
+def _share(
+    position, QUERIES: tl.constexpr, SPLITS: tl.constexpr, FEW: tl.constexpr, TURNS: tl.constexpr,
+    LEAST: tl.constexpr, SIZES: tl.constexpr,
+):  # fmt: skip
+    """Return, for a request at `position`, the first position attended to, its block, the blocks of each split, and the
+    number of splits, 0 without cached positions."""
+    start, first_block, blocks = blocks_seen(position, SIZES.BLOCK_T, SIZES.WINDOW)
+    if QUERIES == 1:  # one split if it needs only prefetched tiles: they cost less than combining
+        length = SIZES.TILES if blocks <= SIZES.TILES else tl.cdiv(blocks, _most_splits(blocks, SPLITS, FEW, TURNS))
+    else:
+        length = tl.maximum(tl.cdiv(blocks, _most_splits(blocks, SPLITS, FEW, TURNS)), LEAST)
+    return start, first_block, length, tl.cdiv(blocks, length)
+
+
+@triton.jit
+def _longest(
+    meta_ptr, BLOCK_M: tl.constexpr, REQUESTS: tl.constexpr, QUERIES: tl.constexpr, SPLITS: tl.constexpr,
+    FEW: tl.constexpr, TURNS: tl.constexpr, SIZES: tl.constexpr,
+):  # fmt: skip
+    """Return the most splits of any request."""
+    offs_m = tl.arange(0, BLOCK_M)
+    positions = tl.load(meta_ptr + offs_m * (QUERIES * META_WIDTH) + POSITION, mask=offs_m < REQUESTS, other=0)
+    _, _, blocks = blocks_seen(positions, SIZES.BLOCK_T, SIZES.WINDOW)
+    return _most_splits(tl.max(blocks, 0), SPLITS, FEW, TURNS)
+
+
+@triton.jit
+def _attend(
+    request, head, split, splits, position, table_ptr, start, first_block, length, count, together, qkv_ptr, out_ptr,
+    stride_qkv, stride_om, scale, cache, rotary, partials, QUERIES: tl.constexpr, COMBINE_ALL: tl.constexpr,
+    PDL: tl.constexpr, SIZES: tl.constexpr,
+):  # fmt: skip
+    """Do the work of one split, of `length` blocks."""
+    first = (first_block + split * length) * SIZES.BLOCK_T
+    end = tl.minimum(first + length * SIZES.BLOCK_T, position)
+    part = Split(request, head, split, splits, position, table_ptr, start, first, end)
+    if QUERIES == 1:
+        attend_query(part, qkv_ptr, out_ptr, stride_qkv, stride_om, scale, cache, rotary, partials, PDL, SIZES)
+    else:
+        attend_queries(
+            part, count, together, qkv_ptr, out_ptr, stride_qkv, stride_om, scale, cache, rotary, partials, QUERIES,
+            COMBINE_ALL, PDL, SIZES,
+        )  # fmt: skip
 
 
 @triton.jit
 def _attention_kernel(
-    meta_ptr,
-    page_table_ptr,
-    qkv_ptr,
-    q_norm_ptr,
-    k_norm_ptr,
-    cos_ptr,
-    sin_ptr,
-    k_ptr,
-    v_ptr,
-    k_scale_ptr,
-    v_scale_ptr,
-    partial_ptr,
-    lse_ptr,
-    counter_ptr,
-    out_ptr,
-    scale,
-    eps,
-    stride_qkv,
-    stride_om,
-    stride_table,
-    stride_kp,
-    stride_kh,
-    stride_sp,
-    stride_sh,
-    ROWS: tl.constexpr,
+    meta_ptr, qkv_ptr, out_ptr, stride_qkv, stride_om, scale,
+    table_ptr, stride_table,
+    k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, stride_kp, stride_kh, stride_sp, stride_sh,
+    cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, eps,
+    partial_ptr, lse_ptr, counter_ptr,
+    PAGE: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, COLUMNS: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_T: tl.constexpr, WARP_T: tl.constexpr,
+    TILES: tl.constexpr, MAX_SPLITS: tl.constexpr, COMBINE: tl.constexpr, WINDOW: tl.constexpr,
+    QK_NORM: tl.constexpr, FP8: tl.constexpr, CONVERTS: tl.constexpr, INTERPRETED: tl.constexpr,
+    REQUESTS: tl.constexpr,
+    QUERIES: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    PAGE: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    DOT_N: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    AHEAD: tl.constexpr,
     SPLITS: tl.constexpr,
     FEW: tl.constexpr,
     TURNS: tl.constexpr,
-    MAX_SPLITS: tl.constexpr,
-    COMBINE: tl.constexpr,
-    WINDOW: tl.constexpr,
-    QK_NORM: tl.constexpr,
-    FP8: tl.constexpr,
-    WARP_T: tl.constexpr,
-    CONVERTS: tl.constexpr,
+    LEAST: tl.constexpr,
+    COMBINE_ALL: tl.constexpr,
+    TOGETHER: tl.constexpr,
     PDL: tl.constexpr,
-    DOT_FP32: tl.constexpr,
-):
-    """Attention of each row's token, at `position`, over the cached positions and itself; writes its K and V.
+):  # fmt: skip
+    """Attention of the new tokens of each request to its cached positions and to themselves. The tokens are the first
+    running rows of QUERIES rows at consecutive positions. Their K and V are written to the cache.
 
-    meta: [rows, META_WIDTH] int32; page_table: [slots, max_pages] int32; qkv:
-    [rows, (HEADS + 2 KV_HEADS) * D]; q_norm, k_norm: [D]; cos, sin: [capacity, D / 2] fp32; K, V:
-    [pages, KV_HEADS, PAGE, D], one layer's part of each page (PAGE and BLOCK_T: one divides the other), one position
-    written; if FP8 codes, with scales [pages, KV_HEADS, PAGE] (see fp8_kv.py); partial:
-    [rows, HEADS, MAX_SPLITS, D] fp32, lse: [rows, HEADS, MAX_SPLITS, 2] fp32, counter:
-    [rows, KV_HEADS] int32, zero between launches (scratch); out: [rows, HEADS * D] (output).
-    Moves 2 * KV_HEADS * D * itemsize bytes a position. Grid (KV_HEADS, ROWS * FEW + SPLITS - FEW). A row has as many
-    splits as its own length says (see _most_splits), so that its result does not depend on its neighbours. The first
-    FEW of all rows have a program each; those behind these share the others, of which there are mostly none. Programs
-    without work leave at once, so that the next kernel's can start. The first AHEAD tiles are in flight before the
-    wait, since only earlier steps wrote them.
+    meta: [rows, META_WIDTH] int32. qkv: [rows, (HEADS + 2 KV_HEADS) * D]. out: [rows, HEADS * D] (output). Other
+    tensors, and the sizes up to INTERPRETED: see arguments.py. Moves 2 * KV_HEADS * D * itemsize bytes a position.
+
+    Grid (KV_HEADS, REQUESTS * FEW + SPLITS - FEW). The number of splits of a request depends only on its own length, so
+    that its result does not depend on other requests. The first FEW splits of every request have a program each. The
+    remaining splits, usually none, are dealt out to the remaining programs. Programs without work exit immediately, so
+    that those of the next kernel can start. The first TILES tiles of a split are in flight before the wait, because
+    only earlier passes wrote them. If there are several queries, a split has LEAST iterations or more. TOGETHER: the
+    first FEW programs of all requests run at the same time, so that the splits of a request may wait for each other if
+    no request has more.
     """
+    SIZES: tl.constexpr = Sizes(
+        PAGE, KV_HEADS, GROUP, COLUMNS, D, BLOCK_D, BLOCK_G, BLOCK_T, WARP_T, TILES, MAX_SPLITS, COMBINE, WINDOW,
+        QK_NORM, FP8, CONVERTS, INTERPRETED,
+    )  # fmt: skip
+    cache = Cache(k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, stride_kp, stride_kh, stride_sp, stride_sh)
+    rotary = Rotary(cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, eps)
+    partials = Partials(partial_ptr, lse_ptr, counter_ptr)
     head = tl.program_id(0)
-    place = tl.program_id(1)
+    program = tl.program_id(1)
     if PDL:
         gdc_launch_dependents()
-    if SPLITS == FEW or place < ROWS * FEW:
-        row, split = place % ROWS, place // ROWS
-        status, position, table_ptr = _row(meta_ptr, page_table_ptr, row, stride_table)
-        start, first_block, blocks = blocks_seen(position, BLOCK_T, WINDOW)
-        # Few blocks stay in one split: what is loaded before the wait costs less than combining.
-        turns = AHEAD if blocks <= AHEAD else tl.cdiv(blocks, _most_splits(blocks, SPLITS, FEW, TURNS))
-        active = tl.maximum(tl.cdiv(blocks, turns), 1)
-        if split >= active:
-            return  # no wait: the grid ends after its predecessor as long as split 0, which always waits, does
-        if status != RUN:
+    longest = FEW  # most splits of any request
+    if SPLITS > FEW and QUERIES > 1:
+        longest = _longest(meta_ptr, BLOCK_M, REQUESTS, QUERIES, SPLITS, FEW, TURNS, SIZES)
+    together = TOGETHER
+    if TOGETHER:
+        together = longest == FEW
+    if SPLITS == FEW or program < REQUESTS * FEW:
+        request, split = program % REQUESTS, program // REQUESTS
+        count, position, table_ptr = _request(meta_ptr, table_ptr, request, stride_table, QUERIES)
+        start, first_block, length, splits = _share(position, QUERIES, SPLITS, FEW, TURNS, LEAST, SIZES)
+        if split >= tl.maximum(splits, 1):
+            return  # no wait: the grid ends after its predecessor, because split 0 always waits
+        if count == 0:
             if PDL:
                 gdc_wait()
             return
-        first = (first_block + split * turns) * BLOCK_T
-        end = tl.minimum(first + turns * BLOCK_T, position)
-        attend_split(
-            row, head, split, active, position, table_ptr, start, first, end, qkv_ptr, q_norm_ptr, k_norm_ptr,
-            cos_ptr, sin_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, partial_ptr, lse_ptr, counter_ptr, out_ptr,
-            scale, eps, stride_qkv, stride_om, stride_kp, stride_kh, stride_sp, stride_sh, PAGE, KV_HEADS, GROUP, D,
-            BLOCK_D, BLOCK_G, DOT_N, BLOCK_T, AHEAD, MAX_SPLITS, COMBINE, WINDOW, QK_NORM, FP8, WARP_T, CONVERTS, PDL,
-            DOT_FP32,
+        _attend(
+            request, head, split, tl.maximum(splits, 1), position, table_ptr, start, first_block, length, count,
+            together, qkv_ptr, out_ptr, stride_qkv, stride_om, scale, cache, rotary, partials, QUERIES, COMBINE_ALL,
+            PDL, SIZES,
         )  # fmt: skip
     else:
-        offs_m = tl.arange(0, BLOCK_M)
-        positions = tl.load(meta_ptr + offs_m * META_WIDTH + POSITION, mask=offs_m < ROWS, other=0)
-        _, _, all_blocks = blocks_seen(positions, BLOCK_T, WINDOW)
-        if _most_splits(tl.max(all_blocks, 0), SPLITS, FEW, TURNS) <= FEW:
+        if QUERIES == 1:
+            longest = _longest(meta_ptr, BLOCK_M, REQUESTS, QUERIES, SPLITS, FEW, TURNS, SIZES)
+        if longest <= FEW:
             return
-        before = 0  # splits beyond FEW of the rows before, which are dealt out to these programs in turn
-        for row in tl.range(0, ROWS, num_stages=1, disable_licm=True):
-            status, position, table_ptr = _row(meta_ptr, page_table_ptr, row, stride_table)
-            start, first_block, blocks = blocks_seen(position, BLOCK_T, WINDOW)
-            turns = AHEAD if blocks <= AHEAD else tl.cdiv(blocks, _most_splits(blocks, SPLITS, FEW, TURNS))
-            active = tl.cdiv(blocks, turns)
-            split = FEW + (place + before) % (SPLITS - FEW)
-            before += tl.maximum(active - FEW, 0)
-            if (split < active) & (status == RUN):
-                first = (first_block + split * turns) * BLOCK_T
-                end = tl.minimum(first + turns * BLOCK_T, position)
-                attend_split(
-                    row, head, split, active, position, table_ptr, start, first, end, qkv_ptr, q_norm_ptr, k_norm_ptr,
-                    cos_ptr, sin_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, partial_ptr, lse_ptr, counter_ptr,
-                    out_ptr, scale, eps, stride_qkv, stride_om, stride_kp, stride_kh, stride_sp, stride_sh, PAGE,
-                    KV_HEADS, GROUP, D, BLOCK_D, BLOCK_G, DOT_N, BLOCK_T, AHEAD, MAX_SPLITS, COMBINE, WINDOW, QK_NORM,
-                    FP8, WARP_T, CONVERTS, PDL, DOT_FP32,
+        before = 0  # splits of earlier requests that were dealt out
+        for request in tl.range(0, REQUESTS, num_stages=1, disable_licm=True):
+            count, position, own_table_ptr = _request(meta_ptr, table_ptr, request, stride_table, QUERIES)
+            start, first_block, length, splits = _share(position, QUERIES, SPLITS, FEW, TURNS, LEAST, SIZES)
+            split = FEW + (program + before) % (SPLITS - FEW)
+            before += tl.maximum(splits - FEW, 0)
+            if (split < splits) & (count > 0):
+                _attend(
+                    request, head, split, splits, position, own_table_ptr, start, first_block, length, count, together,
+                    qkv_ptr, out_ptr, stride_qkv, stride_om, scale, cache, rotary, partials, QUERIES, COMBINE_ALL, PDL,
+                    SIZES,
                 )  # fmt: skip
 
 
-def attention(
-    meta,
-    page_table,
-    qkv,
-    q_norm,
-    k_norm,
-    cos,
-    sin,
-    k_cache,
-    v_cache,
-    partial,
-    lse,
-    counter,
-    out,
-    scale,
-    eps,
-    window,
-    *,
-    config,
-    pdl=False,
-):
-    """out[row] = attention of the row's token; its K and V enter the cache. window: 0, or the positions attended to."""
-    _, kv_heads, page, head_dim = k_cache.shape
-    group, k_scale, v_scale = out.shape[1] // (kv_heads * head_dim), scales(k_cache), scales(v_cache)
-    spare, fp8 = cos, is_fp8(k_cache)  # stands in for absent q/k norms
-    assert config.splits <= partial.shape[2], "more splits than partial has room for"
-    assert config.block_t % page == 0 or page % config.block_t == 0, "a tile must be whole pages or a part of one"
-    rows, splits = len(out), config.splits
-    few = min(config.few or splits, splits)
-    _attention_kernel[(kv_heads, rows * few + splits - few)](
+def attention(meta, qkv, out, kv: KVLayer, rope: Rope, scratch: Scratch, heads: Heads, *, config, pdl=False):
+    """Attention of one token a row: qkv [rows, (heads + 2 kv_heads) * head_dim] to out [rows, heads * head_dim]."""
+    launch_attention(meta, qkv, out, kv, rope, scratch, heads, config, pdl)
+
+
+def launch_attention(
+    meta, qkv, out, kv, rope, scratch, heads, config, pdl, queries: int = 1, least: int = 1, together: bool = False
+) -> None:
+    """Launch the kernel for requests of `queries` rows; the last arguments are fields of QueriesConfig."""
+    sizes = sizes_of(kv, rope, scratch, heads, config, config.ahead, queries)
+    requests = len(out) // queries
+    few = min(config.few or config.splits, config.splits)
+    assert queries <= NEW.value and len(out) == requests * queries
+    _attention_kernel[(heads.kv, requests * few + config.splits - few)](
         meta,
-        page_table,
         qkv,
-        spare if q_norm is None else q_norm,
-        spare if k_norm is None else k_norm,
-        cos,
-        sin,
-        k_cache,
-        v_cache,
-        k_scale,
-        v_scale,
-        partial,
-        lse,
-        counter,
         out,
-        scale,
-        eps,
         qkv.stride(0),
         out.stride(0),
-        page_table.stride(0),
-        k_cache.stride(0),
-        k_cache.stride(1),
-        k_scale.stride(0),
-        k_scale.stride(1),
-        rows,
-        triton.next_power_of_2(rows),
-        page,
-        kv_heads,
-        group,
-        head_dim,
-        max(triton.next_power_of_2(head_dim), 64 if fp8 else 1),
-        triton.next_power_of_2(group),
-        max(triton.next_power_of_2(group), 8),
-        config.block_t,
-        config.ahead,
-        splits,
+        heads.scale,
+        *kv.kernel_arguments(),
+        *rope.kernel_arguments(),
+        *scratch,
+        *sizes,
+        requests,
+        queries,
+        triton.next_power_of_2(requests),
+        config.splits,
         few,
         config.turns,
-        partial.shape[2],
-        combine_splits(group, head_dim, config),
-        window,
-        q_norm is not None,
-        fp8,
-        warp_positions(config, page),
-        config.converts,
+        least,
+        combine_splits(sizes.COLUMNS, heads.dim, config),
+        together and not sizes.INTERPRETED,  # the interpreter runs programs one after another
         pdl,
-        interpreted(),
         **options(config.num_warps, pdl, config.registers),
     )
 
 
-def attention_ref(
-    meta, page_table, qkv, q_norm, k_norm, cos, sin, k_cache, v_cache, partial, lse, counter, out, scale, eps,
-    window,
-):
-    _, kv_heads, page, head_dim = k_cache.shape
+def sizes_of(
+    kv: KVLayer, rope: Rope, scratch: Scratch, heads: Heads, config, tiles: int = 1, queries: int = 1
+) -> Sizes:
+    """Return the sizes of a launch on `queries` rows of each request.
+
+    Raises:
+        AssertionError: if the scratch has no room for the splits, or a tile is neither whole pages nor a part of one.
+    """
+    assert config.splits <= scratch.partial.shape[2], "more splits than partial has room for"
+    assert config.block_t % kv.page == 0 or kv.page % config.block_t == 0, "a tile must be whole pages or a part of one"
+    return Sizes(
+        PAGE=kv.page,
+        KV_HEADS=heads.kv,
+        GROUP=heads.group,
+        COLUMNS=max(triton.next_power_of_2(queries * heads.group), 8),
+        D=heads.dim,
+        BLOCK_D=max(triton.next_power_of_2(heads.dim), 64 if kv.fp8 else 1),
+        BLOCK_G=triton.next_power_of_2(heads.group),
+        BLOCK_T=config.block_t,
+        WARP_T=warp_positions(config, kv.page),
+        TILES=tiles,
+        MAX_SPLITS=scratch.partial.shape[2],
+        COMBINE=combine_splits(heads.group if queries == 1 else AT_ONCE.value, heads.dim, config),
+        WINDOW=heads.window,
+        QK_NORM=rope.q_norm is not None,
+        FP8=kv.fp8,
+        CONVERTS=kv.fp8 and config.converts,
+        INTERPRETED=interpreted(),
+    )
+
+
+def attention_ref(meta, qkv, out, kv: KVLayer, rope: Rope, scratch: Scratch, heads: Heads):
+    page = kv.page
     for row in running(meta, out.shape[0]):
         slot, position = meta[row, [SLOT.value, POSITION.value]].tolist()
-        table = page_table[slot].long()
-        q, k, v = qkv[row].float().view(-1, head_dim).split((out.shape[1] // head_dim, kv_heads, kv_heads))
-        if q_norm is not None:
-            q, k = rms_norm(q, q_norm, eps), rms_norm(k, k_norm, eps)
-        q, k = rotate(q, cos[position], sin[position]), rotate(k, cos[position], sin[position])
+        table = kv.table[slot].long()
+        q, k, v = qkv[row].float().view(-1, heads.dim).split((heads.query, heads.kv, heads.kv))
+        at = rope.cos[position], rope.sin[position]
+        q, k = rotated(q, rope.q_norm, *at, rope.eps), rotated(k, rope.k_norm, *at, rope.eps)
         cell = table[position // page], slice(None), position % page
-        put(k_cache, cell, k)
-        put(v_cache, cell, v)
-        start = max(position - window + 1, 0) if window else 0
+        put(kv.k, cell, k)
+        put(kv.v, cell, v)
+        start = max(position - heads.window + 1, 0) if heads.window else 0
         if start // page == position // page:
             cells = table[start // page], slice(None), slice(start % page, position % page + 1)
-            keys, values = held(k_cache, cells), held(v_cache, cells)
+            keys, values = held(kv.k, cells), held(kv.v, cells)
         else:
             t = torch.arange(start, position + 1, device=table.device)
             cells = table[t // page], slice(None), t % page
-            keys, values = held(k_cache, cells).transpose(0, 1), held(v_cache, cells).transpose(0, 1)
-        q = q.view(kv_heads, -1, head_dim)
-        scores = (q @ keys.float().transpose(1, 2)) * scale
+            keys, values = held(kv.k, cells).transpose(0, 1), held(kv.v, cells).transpose(0, 1)
+        scores = (q.view(heads.kv, -1, heads.dim) @ keys.float().transpose(1, 2)) * heads.scale
         out[row] = (torch.softmax(scores, -1) @ values.float()).reshape(-1).to(out.dtype)
 
 
-def attention_bytes(
-    meta, page_table, qkv, q_norm, k_norm, cos, sin, k_cache, v_cache, partial, lse, counter, out, scale, eps,
-    window,
-) -> int:
-    """K and V of the positions that the rows attend to now; queries, outputs and partial results are small beside."""
+def attention_bytes(meta, qkv, out, kv: KVLayer, rope: Rope, scratch: Scratch, heads: Heads) -> int:
+    """Bytes of K and V that the rows attend to now. Queries, outputs and partial results are small in comparison."""
     positions = meta[running(meta, out.shape[0]), POSITION.value].tolist()
-    return 2 * sum(min(position, window or position) for position in positions) * k_cache.shape[1] * row_bytes(k_cache)
+    return 2 * sum(min(position, heads.window or position) for position in positions) * heads.kv * row_bytes(kv.k)
 
 
-ATTENTION = Op(attention, attention_ref, attention_bytes, (_attention_kernel,), outputs=("partial", "lse", "out"))
+OUTPUTS = "scratch.partial", "scratch.lse", "out"
+ATTENTION = Op(attention, attention_ref, attention_bytes, (_attention_kernel,), outputs=OUTPUTS)

@@ -1,8 +1,8 @@
-"""K/V in 8 bits: an e4m3 a number, and for each position and head a scale, a power of two in bf16.
+"""fp8 K/V: an e4m3 code for each number, and a scale, a power of two in bf16, for each position and head.
 
-A head's part of a page is its codes [page, head_dim], then its scales [page]; see state/kv.py. A number with its scale
-is a bf16 exactly, so what is attended to is the same wherever the scale is put on. A scale is NaN where a number was
-not finite.
+A head's part of a page is its codes [page, head_dim], then its scales [page]; see state/kv.py. A bf16 holds a number
+times its scale exactly, so that the result does not depend on where the scale is applied. The scale of a position with
+a number that is not finite is NaN.
 """
 
 import torch
@@ -11,30 +11,30 @@ import triton.language as tl
 
 from ..linear.bits import e4m3_value
 
-LARGEST = 448.0  # of e4m3
+LARGEST = 448.0  # the largest number in e4m3
 SCALE_BYTES = 2
 
 _PLACES = {"f16": (1, "0x3f803f80", "0x5c005c00"), "bf16": (4, "0x07f007f0", "0x7b807b80")}  # times 2 ** 8, 2 ** 120
 
 
 def _conversion(kind: str, source: str, *pairs: tuple[str, str]) -> tl.constexpr:
-    """Assembly that makes numbers of codes in `source`, two registers (0: none). Pairs: which bytes, and where to.
+    """Return assembly that converts the codes in `source`, two registers (0: none). pairs: selected bytes, target.
 
-    Codes go to the upper bytes of two halves, below the sign some places down, and are multiplied there.
+    Two codes are moved to the upper bytes of the halves of a word, shifted down below the sign, and multiplied.
     """
     places, bits, up = _PLACES[kind]
-    text = f".reg .b32 w, t, up, nought; mov.b32 up, {up}; mov.b32 nought, 0x80008000;"
+    text = f".reg .b32 w, t, up, zero; mov.b32 up, {up}; mov.b32 zero, 0x80008000;"
     for chosen, target in pairs:
         text += f"""
     prmt.b32 w, {source}, {chosen}; shr.u32 t, w, {places}; and.b32 t, t, {bits};
-    lop3.b32 w, w, 0x80008000, t, 0xea; fma.rn.{kind}x2 w, w, up, nought; mov.b32 {target}, w;"""
+    lop3.b32 w, w, 0x80008000, t, 0xea; fma.rn.{kind}x2 w, w, up, zero; mov.b32 {target}, w;"""
     return tl.constexpr(f"{{ {text} }}")
 
 
 _CODES_BF16 = _conversion("bf16", "$2, 0", ("0x1404", "$0"), ("0x3424", "$1"))
 _WORD_BF16 = _conversion("bf16", "$4, 0", ("0x1404", "{$0, $1}"), ("0x3424", "{$2, $3}"))
 _WORD_FP16 = _conversion("f16", "$4, 0", ("0x1404", "{$0, $1}"), ("0x3424", "{$2, $3}"))
-# The same by one instruction of newer GPUs.
+# The same with an instruction of newer GPUs.
 _WORD_FP16_89 = tl.constexpr(
     """{
     .reg .b16 l, h; .reg .b32 w;
@@ -43,7 +43,7 @@ _WORD_FP16_89 = tl.constexpr(
     cvt.rn.f16x2.e4m3x2 w, h; mov.b32 {$2, $3}, w;
     }"""
 )
-# Bytes of two words side by side.
+# Each target has the same byte of both words.
 _TWO_WORDS_BF16 = _conversion(
     "bf16", "$8, $9",
     ("0x4000", "{$0, $1}"), ("0x5010", "{$2, $3}"), ("0x6020", "{$4, $5}"), ("0x7030", "{$6, $7}"),
@@ -52,7 +52,7 @@ _TWO_WORDS_BF16 = _conversion(
 
 @triton.jit
 def from_e4m3(codes, INTERPRETED: tl.constexpr):
-    """What codes (uint8) stand for without their scale, bf16 (fp32 if INTERPRETED)."""
+    """Convert codes (uint8) to numbers without their scale, bf16 (fp32 if INTERPRETED)."""
     if INTERPRETED:
         return e4m3_value(codes.to(tl.int32))
     else:
@@ -61,8 +61,8 @@ def from_e4m3(codes, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def words_to_numbers(words, NUMBERS: tl.constexpr, CONVERTS: tl.constexpr, INTERPRETED: tl.constexpr):
-    """The same of words of four codes, [..., 2, 2], as NUMBERS: fp16, which CONVERTS says that the GPU has an
-    instruction for, or bf16. Codes loaded as such may be taken apart and put together again."""
+    """Convert words of four codes to [..., 2, 2] NUMBERS: fp16, for which the GPU has an instruction if CONVERTS, or
+    bf16. If codes were loaded as bytes, the compiler might unpack and pack them again."""
     if INTERPRETED:
         a, b = e4m3_value(words & 255), e4m3_value((words >> 8) & 255)
         c, d = e4m3_value((words >> 16) & 255), e4m3_value((words >> 24) & 255)
@@ -78,8 +78,8 @@ def words_to_numbers(words, NUMBERS: tl.constexpr, CONVERTS: tl.constexpr, INTER
 
 @triton.jit
 def two_words_to_bf16(first, second, INTERPRETED: tl.constexpr):
-    """The same of two words, [..., 2, 2, 2], the last dimension being the word; where halves of a register are numbers
-    of both."""
+    """Convert two words to [..., 2, 2, 2] bf16, the last dimension being the word. The halves of a register are one
+    number of each."""
     if INTERPRETED:
         one = words_to_numbers(first, tl.bfloat16, False, True)
         return tl.join(one, words_to_numbers(second, tl.bfloat16, False, True))
@@ -95,7 +95,7 @@ def two_words_to_bf16(first, second, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def e4m3_scale(x, axis: tl.constexpr):
-    """(scale, 1 / scale) of the rows of x, fp32: the smallest power of two with which none is beyond e4m3."""
+    """Return scale and 1 / scale of the rows of x, fp32. The scale is the smallest power of two that e4m3 needs."""
     top = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis)
     exponent = tl.maximum(((top + 0x1FFFFF) >> 23) - 8, 1)  # 448 is 1.75 * 2 ** 8
     bits = tl.where(top > 0x7F7FFFFF, 0x7FC00000, exponent << 23)
@@ -104,7 +104,7 @@ def e4m3_scale(x, axis: tl.constexpr):
 
 @triton.jit
 def to_e4m3(x):
-    """(codes, what they stand for) of x, fp32 of at most 448, rounded to nearest, ties to even."""
+    """Round x, fp32 of at most 448, to nearest, ties to even. Return codes and their values."""
     bits = x.to(tl.int32, bitcast=True)
     size = bits & 0x7FFFFFFF
     normal = (size + 0x7FFFF + ((size >> 20) & 1)) & 0x7FF00000
@@ -117,7 +117,7 @@ def to_e4m3(x):
 
 @triton.jit
 def put_fp8(new_k, new_v, k_ptrs, v_ptrs, k_scale_ptr, v_scale_ptr, mask_k, mask_d, write):
-    """A token's K (in every row) and V, fp32, as the cache will hold them; stored if `write`."""
+    """Store a token's K (in every row) and V, fp32, if `write`. Return both as the cache holds them."""
     k_scale, k_inverse = e4m3_scale(new_k, 1)
     v_scale, v_inverse = e4m3_scale(new_v, 0)
     k_codes, new_k = to_e4m3(new_k * k_inverse[:, None])
@@ -136,8 +136,8 @@ def is_fp8(cache: torch.Tensor) -> bool:
 
 
 def scales(cache: torch.Tensor) -> torch.Tensor:
-    """Of K or V of a layer, [pages, kv_heads, page, head_dim] uint8: [pages, kv_heads, page] bf16, which stand behind
-    each head's codes. Other K/V have none, and give themselves."""
+    """Return the scales [pages, kv_heads, page] bf16 of K or V of a layer, [pages, kv_heads, page, head_dim] uint8,
+    which follow each head's codes. Returns a cache without scales itself."""
     if not is_fp8(cache):
         return cache
     pages, heads, page, D = cache.shape
@@ -146,17 +146,17 @@ def scales(cache: torch.Tensor) -> torch.Tensor:
 
 
 def head_rows(page: int, head_dim: int) -> int:
-    """Rows of head_dim bytes that a head's part of a page has."""
+    """Return the number of rows of head_dim bytes in a head's part of a page."""
     return -(-page * (head_dim + SCALE_BYTES) // head_dim)
 
 
 def row_bytes(cache: torch.Tensor) -> int:
-    """Bytes of a position of a head."""
+    """Return the bytes of a position of a head."""
     return cache.shape[3] * cache.itemsize + (SCALE_BYTES if is_fp8(cache) else 0)
 
 
-def quantised(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(codes, scales) of x [..., head_dim] fp32: uint8 like it, and [...] bf16."""
+def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return codes [..., head_dim] uint8 and scales [...] bf16 of x [..., head_dim] fp32."""
     top = x.abs().amax(-1, keepdim=True)
     mantissa, exponent = torch.frexp(top)
     exponent = (exponent - 9 + (mantissa > LARGEST / 512)).clamp(-126, 127)
@@ -165,15 +165,15 @@ def quantised(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def held(cache: torch.Tensor, index) -> torch.Tensor:
-    """cache[index], in fp32 if in 8 bits; index: of pages, heads and positions."""
+    """Return cache[index], in fp32 if the cache is fp8. index: of pages, heads and positions."""
     if not is_fp8(cache):
         return cache[index]
     return cache[index].contiguous().view(torch.float8_e4m3fn).float() * scales(cache)[index].float()[..., None]
 
 
 def put(cache: torch.Tensor, index, x: torch.Tensor) -> None:
-    """cache[index] = x, fp32."""
+    """Set cache[index] = x, fp32."""
     if not is_fp8(cache):
         cache[index] = x.to(cache.dtype)
         return
-    cache[index], scales(cache)[index] = quantised(x.float())
+    cache[index], scales(cache)[index] = quantize(x.float())

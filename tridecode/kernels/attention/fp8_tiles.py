@@ -1,9 +1,9 @@
-"""Attention of one token's heads to K/V in 8 bits: each warp attends to positions of its own, from codes that come
-straight into the registers where the tensor cores want them.
+"""Attention of the queries of one row to fp8 K/V. Each warp attends to its own positions, from codes that are loaded
+directly into the registers of the layout that the tensor cores take.
 
-Codes are loaded as words of four, 16 bytes a lane, and stay words until they are wanted. The order of the columns of a
-product is free as long as both operands agree, and the order of its results is put right once, after the last turn. So
-nothing moves between lanes, and no turn has a barrier: warps meet when all positions are done.
+Codes are loaded as words of four, 16 bytes a lane, and are converted only when they are multiplied. The order of the
+columns of a product is free as long as both operands agree; the order of its results is restored once, after the last
+iteration. Therefore no data moves between lanes and no iteration has a barrier: warps synchronize after all positions.
 """
 
 import triton
@@ -16,112 +16,91 @@ _HEADS = tl.constexpr(16)  # the fewest rows of a product
 
 
 def warp_positions(config, page: int) -> int:
-    """WARP_T of the kernels: how many of the block_t positions of a turn each warp attends to."""
+    """Return WARP_T, the number of positions of a tile that each warp attends to."""
     return min(max(config.block_t // config.num_warps, 16), 32, page)  # a product takes a multiple of 16
 
 
 @triton.jit
-def _pages(table_ptr, t, warp, end, PAGE: tl.constexpr, WARP_T: tl.constexpr):
-    """The page of each warp's positions; 0 where all of them lie behind the last."""
-    return tl.load(table_ptr + (t + warp * WARP_T) // PAGE, mask=t + warp * WARP_T < end, other=0)
+def _warp_pages(table_ptr, t, warp, end, SIZES: tl.constexpr):
+    """Load the page of each warp's positions; 0 if they begin at `end` or later."""
+    first = t + warp * SIZES.WARP_T
+    return tl.load(table_ptr + first // SIZES.PAGE, mask=first < end, other=0)
 
 
 @triton.jit
-def fp8_pages(table_ptr, t, end, PAGE: tl.constexpr, WARP_T: tl.constexpr, BLOCK_T: tl.constexpr):
-    """The pages of the BLOCK_T positions from t: of each warp, as its lanes load codes and as they load scales."""
-    WARPS: tl.constexpr = BLOCK_T // WARP_T
-    of_codes = _pages(table_ptr, t, tl.arange(0, WARPS * 8)[:, None] // 8, end, PAGE, WARP_T)
-    return of_codes, _pages(table_ptr, t, tl.arange(0, WARPS)[:, None, None], end, PAGE, WARP_T)
+def _fp8_pages(table_ptr, t, end, SIZES: tl.constexpr):
+    """Load the pages of BLOCK_T positions from t, for each warp: as its lanes load codes, and as they load scales."""
+    WARPS: tl.constexpr = SIZES.BLOCK_T // SIZES.WARP_T
+    of_codes = _warp_pages(table_ptr, t, tl.arange(0, WARPS * 8)[:, None] // 8, end, SIZES)
+    return of_codes, _warp_pages(table_ptr, t, tl.arange(0, WARPS)[:, None, None], end, SIZES)
 
 
 @triton.jit
-def _codes(
-    ptr,
-    pages,
-    t,
-    end,
-    stride_p,
-    PAGE: tl.constexpr,
-    D: tl.constexpr,
-    WARP_T: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-):
-    """(pointers to the first word of each warp's positions, of eight lines a warp; which warps have any)."""
-    first = t + tl.arange(0, BLOCK_T // WARP_T * 8)[:, None] // 8 * WARP_T
-    places = pages[0].to(tl.int64) * (stride_p // 4) + first % PAGE * (D // 4)
+def _codes(ptr, pages, t, end, stride_p, SIZES: tl.constexpr):
+    """Return the pointers to the first word of each warp's positions, in eight lines a warp, and which warps have any
+    positions."""
+    first = t + tl.arange(0, SIZES.BLOCK_T // SIZES.WARP_T * 8)[:, None] // 8 * SIZES.WARP_T
+    places = pages[0].to(tl.int64) * (stride_p // 4) + first % SIZES.PAGE * (SIZES.D // 4)
     return ptr.to(tl.pointer_type(tl.int32)) + places, first < end
 
 
 @triton.jit
-def _scale_pairs(ptr, pages, t, end, stride_p, PAGE: tl.constexpr, WARP_T: tl.constexpr, BLOCK_T: tl.constexpr):
-    """Scales of the positions from t, in words of two: int32 [warps, 1, positions / 2]."""
-    first = t + tl.arange(0, BLOCK_T // WARP_T)[:, None, None] * WARP_T
-    places = pages[1].to(tl.int64) * (stride_p // 2) + first % PAGE // 2
+def _scale_pairs(ptr, pages, t, end, stride_p, SIZES: tl.constexpr):
+    """Load the scales of BLOCK_T positions from t, in words of two: int32 [warps, 1, positions / 2]."""
+    first = t + tl.arange(0, SIZES.BLOCK_T // SIZES.WARP_T)[:, None, None] * SIZES.WARP_T
+    places = pages[1].to(tl.int64) * (stride_p // 2) + first % SIZES.PAGE // 2
     ptr = ptr.to(tl.pointer_type(tl.int32))
-    return tl.load(ptr + places + tl.arange(0, WARP_T // 2)[None, None, :], first < end, 0)
+    return tl.load(ptr + places + tl.arange(0, SIZES.WARP_T // 2)[None, None, :], first < end, 0)
 
 
 @triton.jit
-def fp8_keys(
-    k_ptr,
-    scale_ptr,
-    pages,
-    t,
-    end,
-    stride_p,
-    stride_sp,
-    PAGE: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    WARP_T: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-):
-    """K of the positions from t, which stand on `pages`: words [warps * 8, 16], 64 codes of eight positions of each
-    warp, for all of the head and of the warp's positions; and scales. What lies behind `end` may be anything."""
-    line, word = tl.arange(0, BLOCK_T // WARP_T * 8)[:, None], tl.arange(0, 16)[None, :]
-    ptrs, some = _codes(k_ptr, pages, t, end, stride_p, PAGE, D, WARP_T, BLOCK_T)
+def _fp8_keys(cache, pages, t, end, SIZES: tl.constexpr):
+    """Load K of BLOCK_T positions from t in `pages`: words [warps * 8, 16], each tensor holding 64 codes of eight
+    positions of each warp, for the whole head and all positions of a warp; then the scales. Entries at `end` or later
+    are arbitrary."""
+    D: tl.constexpr = SIZES.D
+    line, word = tl.arange(0, SIZES.BLOCK_T // SIZES.WARP_T * 8)[:, None], tl.arange(0, 16)[None, :]
+    ptrs, some = _codes(cache.k_ptr, pages, t, end, cache.stride_kp, SIZES)
     ptrs += line % 8 * (D // 4) + word
     words = ()
-    for part in tl.static_range(BLOCK_D // 64):
-        for i in tl.static_range(WARP_T // 8):
+    for part in tl.static_range(SIZES.BLOCK_D // 64):
+        for i in tl.static_range(SIZES.WARP_T // 8):
             mask = some if part * 64 + 64 <= D else some & (part * 16 + word < D // 4)
             words += (tl.load(ptrs + (i * 8 * (D // 4) + part * 16), mask=mask, other=0),)
-    return words + (_scale_pairs(scale_ptr, pages, t, end, stride_sp, PAGE, WARP_T, BLOCK_T),)
+    return words + (_scale_pairs(cache.k_scale_ptr, pages, t, end, cache.stride_sp, SIZES),)
 
 
 @triton.jit
-def fp8_values(
-    v_ptr,
-    scale_ptr,
-    pages,
-    t,
-    end,
-    stride_p,
-    stride_sp,
-    PAGE: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    WARP_T: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-):
-    """V of the same positions: words [warps * 8, 4 * words of a lane], of four positions of each warp; and scales."""
-    WIDE: tl.constexpr = min(BLOCK_D, 128) // 32  # words of V that a lane loads at once
-    line, word = tl.arange(0, BLOCK_T // WARP_T * 8)[:, None], tl.arange(0, 4 * WIDE)[None, :]
-    ptrs, some = _codes(v_ptr, pages, t, end, stride_p, PAGE, D, WARP_T, BLOCK_T)
+def _fp8_values(cache, pages, t, end, SIZES: tl.constexpr):
+    """Load V of the same positions: words [warps * 8, 4 * words of a lane], each tensor holding four positions of each
+    warp; then the scales."""
+    D: tl.constexpr = SIZES.D
+    WIDE: tl.constexpr = min(SIZES.BLOCK_D, 128) // 32  # words of V that a lane loads together
+    line, word = tl.arange(0, SIZES.BLOCK_T // SIZES.WARP_T * 8)[:, None], tl.arange(0, 4 * WIDE)[None, :]
+    ptrs, some = _codes(cache.v_ptr, pages, t, end, cache.stride_kp, SIZES)
     column = line % 8 * WIDE + word % WIDE
     ptrs += word // WIDE * 2 * (D // 4) + column
     words = ()
-    for i in tl.static_range(WARP_T // 4):
+    for i in tl.static_range(SIZES.WARP_T // 4):
         row = i // 4 * 16 + i // 2 % 2 * 8 + i % 2
-        for part in tl.static_range(BLOCK_D // (32 * WIDE)):
+        for part in tl.static_range(SIZES.BLOCK_D // (32 * WIDE)):
             mask = some if (part + 1) * 32 * WIDE <= D else some & (part * 8 * WIDE + column < D // 4)
             words += (tl.load(ptrs + (row * (D // 4) + part * 8 * WIDE), mask=mask, other=0),)
-    return words + (_scale_pairs(scale_ptr, pages, t, end, stride_sp, PAGE, WARP_T, BLOCK_T),)
+    return words + (_scale_pairs(cache.v_scale_ptr, pages, t, end, cache.stride_sp, SIZES),)
+
+
+@triton.jit
+def fp8_tile(cache, table_ptr, t, end, SIZES: tl.constexpr):
+    """Load what `fp8_attend` begins with: K and V of BLOCK_T positions of one head from t, and the pages of the tile
+    that follows."""
+    pages = _fp8_pages(table_ptr, t, end, SIZES)
+    keys, values = _fp8_keys(cache, pages, t, end, SIZES), _fp8_values(cache, pages, t, end, SIZES)
+    return keys, values, _fp8_pages(table_ptr, t + SIZES.BLOCK_T, end, SIZES)
 
 
 @triton.jit
 def _scales(pairs):
-    """Scales fp32 [..., n] of words [..., n / 2] of two."""
+    """Unpack words of two scales [..., n / 2] to fp32 [..., n]."""
     low, high = (pairs << 16).to(tl.float32, bitcast=True), (pairs & -65536).to(tl.float32, bitcast=True)
     return tl.join(low, high).reshape(pairs.shape[0], 1, 2 * pairs.shape[2])
 
@@ -136,7 +115,7 @@ def _halved(parts, HALF: tl.constexpr):
 
 @triton.jit
 def _joined(parts, COUNT: tl.constexpr):
-    """COUNT tensors of a tuple, a power of two up to 16, one after another along new last dimensions."""
+    """Join COUNT tensors of a tuple, a power of two up to 16, along new last dimensions."""
     if COUNT >= 16:
         parts = _halved(parts, 8)
     if COUNT >= 8:
@@ -149,25 +128,26 @@ def _joined(parts, COUNT: tl.constexpr):
 
 
 @triton.jit
-def fp8_queries(q, WARPS: tl.constexpr, INTERPRETED: tl.constexpr):
-    """q [8 or 16, BLOCK_D], fp32, as fp8_scores wants them; of eight heads the others are nought."""
-    BLOCK_D: tl.constexpr = q.shape[1]
+def _fp8_queries(q, SIZES: tl.constexpr):
+    """Arrange q [8 or 16, BLOCK_D], fp32, for _fp8_scores: [warps, 16, BLOCK_D]. Rows beyond 8 heads are 0."""
+    WARPS: tl.constexpr = SIZES.BLOCK_T // SIZES.WARP_T
+    BLOCK_D: tl.constexpr = SIZES.BLOCK_D
     if q.shape[0] < _HEADS:
         q = tl.permute(tl.join(q, q * 0.0), (2, 0, 1)).reshape(_HEADS, BLOCK_D)
-    q = q.to(tl.float16).to(tl.float32 if INTERPRETED else tl.float16)
+    q = q.to(tl.float16).to(tl.float32 if SIZES.INTERPRETED else tl.float16)
     q = tl.permute(q.reshape(_HEADS, BLOCK_D // 64, 4, 4, 4), (0, 1, 3, 2, 4)).reshape(1, _HEADS, BLOCK_D)
     return tl.broadcast_to(q, (WARPS, _HEADS, BLOCK_D))
 
 
 @triton.jit
-def fp8_scores(keys, q, seen, CONVERTS: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Scores [warps, HEADS, positions] with what fp8_keys has loaded; seen: [warps, 1, positions]."""
-    WARPS: tl.constexpr = q.shape[0]
-    BLOCK_D: tl.constexpr = q.shape[2]
-    WARP_T: tl.constexpr = seen.shape[2]
+def _fp8_scores(keys, q, seen, SIZES: tl.constexpr):
+    """Return the scores [warps, heads, positions] with the result of _fp8_keys. seen: [warps, 1, positions]."""
+    WARPS: tl.constexpr = SIZES.BLOCK_T // SIZES.WARP_T
+    BLOCK_D: tl.constexpr = SIZES.BLOCK_D
+    WARP_T: tl.constexpr = SIZES.WARP_T
     k = ()
     for i in tl.static_range(BLOCK_D // 64 * WARP_T // 8):
-        k += (words_to_numbers(keys[i], tl.float16, CONVERTS, INTERPRETED),)
+        k += (words_to_numbers(keys[i], tl.float16, SIZES.CONVERTS, SIZES.INTERPRETED),)
     k = _joined(k, BLOCK_D // 64 * WARP_T // 8)
     k = k.reshape(WARPS, 8, 4, 4, 4, BLOCK_D // 64, WARP_T // 8)  # line, lane, word, byte, part, eight
     k = tl.permute(k, (0, 5, 3, 2, 4, 6, 1)).reshape(WARPS, BLOCK_D, WARP_T)
@@ -176,23 +156,23 @@ def fp8_scores(keys, q, seen, CONVERTS: tl.constexpr, INTERPRETED: tl.constexpr)
 
 
 @triton.jit
-def fp8_summed_values(values, p, acc, seen, INTERPRETED: tl.constexpr):
-    """acc [warps, HEADS, BLOCK_D] and what fp8_values has loaded, weighted by p [warps, HEADS, positions]."""
-    WARPS: tl.constexpr = acc.shape[0]
-    BLOCK_D: tl.constexpr = acc.shape[2]
-    WARP_T: tl.constexpr = p.shape[2]
+def _fp8_weighted(values, p, acc, seen, SIZES: tl.constexpr):
+    """Add the result of _fp8_values, weighted by p [warps, heads, positions], to acc [warps, heads, BLOCK_D]."""
+    WARPS: tl.constexpr = SIZES.BLOCK_T // SIZES.WARP_T
+    BLOCK_D: tl.constexpr = SIZES.BLOCK_D
+    WARP_T: tl.constexpr = SIZES.WARP_T
     WIDE: tl.constexpr = min(BLOCK_D, 128) // 32
     PARTS: tl.constexpr = BLOCK_D // (32 * WIDE)
-    # The scale of a position behind the last may be anything. What a lane has of p is renamed as what it has of V.
+    # Scales behind the last position are arbitrary. The columns of p are reordered as the lanes hold the rows of V.
     p = tl.where(seen, p * _scales(values[WARP_T // 4 * PARTS]), 0.0).to(tl.bfloat16)
     p = tl.permute(p.reshape(WARPS, _HEADS, WARP_T // 16, 2, 4, 2), (0, 1, 2, 4, 3, 5)).reshape(WARPS, _HEADS, WARP_T)
-    p = p.to(tl.float32 if INTERPRETED else tl.bfloat16)
+    p = p.to(tl.float32 if SIZES.INTERPRETED else tl.bfloat16)
     v = ()
     for part in tl.static_range(PARTS):
         of_part = ()
         for i in tl.static_range(WARP_T // 8):
             first, second = values[2 * i * PARTS + part], values[(2 * i + 1) * PARTS + part]
-            of_part += (two_words_to_bf16(first, second, INTERPRETED),)
+            of_part += (two_words_to_bf16(first, second, SIZES.INTERPRETED),)
         v += (_joined(of_part, WARP_T // 8),)
     v = _joined(v, PARTS)
     v = v.reshape(WARPS, 8, 4, WIDE, 4, 2, WARP_T // 16, 2, PARTS)  # line, lane, word, byte, of two, 16, eight, part
@@ -201,68 +181,47 @@ def fp8_summed_values(values, p, acc, seen, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
-def fp8_attend(
-    q,
-    keys,
-    values,
-    pages,
-    k_ptr,
-    v_ptr,
-    k_scale_ptr,
-    v_scale_ptr,
-    table_ptr,
-    first,
-    start,
-    end,
-    stride_p,
-    stride_sp,
-    PAGE: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    HEADS: tl.constexpr,
-    CONVERTS: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-):
-    """(maxima [HEADS], sums of weights [HEADS], sums of values [BLOCK_D, HEADS]), HEADS 8 or 16, of the positions
-    [max(first, start), end).
+def fp8_attend(q, tile, cache, table_ptr, first, start, end, SIZES: tl.constexpr):
+    """Attend to the positions [max(first, start), end) of one head.
 
-    first: a multiple of BLOCK_T; keys, values: of the BLOCK_T positions from there; pages: of those behind them; q: of
-    fp8_queries. Masked scores underflow to 0, or a later one scales their sums to 0.
+    q: [COLUMNS, BLOCK_D] fp32, COLUMNS 8 or 16, scaled by log2(e). tile: of `fp8_tile` at `first`, a multiple of
+    BLOCK_T. Returns of each column the maximum score, the sum of the weights, both [COLUMNS], and the weighted sum of
+    the values, [BLOCK_D, COLUMNS]. Masked scores underflow to 0, or a later score scales their sums to 0.
     """
-    BLOCK_D: tl.constexpr = q.shape[2]
-    WARPS: tl.constexpr = q.shape[0]
-    WARP_T: tl.constexpr = BLOCK_T // WARPS
+    WARPS: tl.constexpr = SIZES.BLOCK_T // SIZES.WARP_T
+    BLOCK_D: tl.constexpr = SIZES.BLOCK_D
+    BLOCK_T: tl.constexpr = SIZES.BLOCK_T
+    WARP_T: tl.constexpr = SIZES.WARP_T
+    COLUMNS: tl.constexpr = SIZES.COLUMNS
+    q = _fp8_queries(q, SIZES)
+    keys, values, pages = tile
     m, l = tl.full([WARPS, _HEADS], EMPTY, tl.float32), tl.zeros([WARPS, _HEADS], tl.float32)
     acc = tl.zeros([WARPS, _HEADS, BLOCK_D], tl.float32)
     offs = tl.arange(0, WARPS)[:, None, None] * WARP_T + tl.arange(0, WARP_T)[None, None, :]
     for t in range(first, end, BLOCK_T):
         seen = (t + offs >= start) & (t + offs < end)
-        s = fp8_scores(keys, q, seen, CONVERTS, INTERPRETED)
-        keys = fp8_keys(  # in flight from here on, as V is from the end of the turn
-            k_ptr, k_scale_ptr, pages, t + BLOCK_T, end, stride_p, stride_sp, PAGE, D, BLOCK_D, WARP_T, BLOCK_T
-        )  # fmt: skip
+        s = _fp8_scores(keys, q, seen, SIZES)
+        keys = _fp8_keys(cache, pages, t + BLOCK_T, end, SIZES)  # in flight from here; V from the end of the iteration
         m_new = tl.maximum(m, tl.max(s, 2))
         alpha = tl.exp2(m - m_new)
         p = tl.exp2(s - m_new[:, :, None])
         l = l * alpha + tl.sum(p, 2)
-        acc = fp8_summed_values(values, p, acc * alpha[:, :, None], seen, INTERPRETED)
-        values = fp8_values(
-            v_ptr, v_scale_ptr, pages, t + BLOCK_T, end, stride_p, stride_sp, PAGE, D, BLOCK_D, WARP_T, BLOCK_T
-        )  # fmt: skip
-        pages = fp8_pages(table_ptr, t + 2 * BLOCK_T, end, PAGE, WARP_T, BLOCK_T)
+        acc = _fp8_weighted(values, p, acc * alpha[:, :, None], seen, SIZES)
+        values = _fp8_values(cache, pages, t + BLOCK_T, end, SIZES)
+        pages = _fp8_pages(table_ptr, t + 2 * BLOCK_T, end, SIZES)
         m = m_new
-    if HEADS < _HEADS:
-        m, l, acc = _eight(m), _eight(l), _eight(acc)
+    if COLUMNS < _HEADS:
+        m, l, acc = _first_eight(m), _first_eight(l), _first_eight(acc)
     top = tl.max(m, 0)
     factor = tl.exp2(m - top[None, :])
     WIDE: tl.constexpr = min(BLOCK_D, 128) // 32
-    total = tl.sum(acc * factor[:, :, None], 0).reshape(HEADS, BLOCK_D // (32 * WIDE), WIDE, 4, 8)
-    return top, tl.sum(l * factor, 0), tl.permute(total, (1, 4, 2, 3, 0)).reshape(BLOCK_D, HEADS)
+    total = tl.sum(acc * factor[:, :, None], 0).reshape(COLUMNS, BLOCK_D // (32 * WIDE), WIDE, 4, 8)
+    return top, tl.sum(l * factor, 0), tl.permute(total, (1, 4, 2, 3, 0)).reshape(BLOCK_D, COLUMNS)
 
 
 @triton.jit
-def _eight(x):
-    """The first half of dimension 1, of 16."""
+def _first_eight(x):
+    """Return the first half of dimension 1, of 16."""
     if len(x.shape) == 2:
         x, _ = tl.split(tl.permute(x.reshape(x.shape[0], 2, 8), (0, 2, 1)))
     else:

@@ -1,5 +1,7 @@
-"""prompt_attention of many rows on Hopper, in Gluon, Triton's own language one level lower: one warp copies, two
-warpgroups compute."""
+"""prompt_attention of many rows on Hopper: one producer warp copies, two warpgroups compute.
+
+Written in Gluon, Triton's language one level below. Source: FlashAttention-3 (Shah et al. 2024).
+"""
 
 import torch
 import triton
@@ -8,49 +10,48 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..chunks import CHUNK_COUNT, CHUNK_FIRST, CHUNK_SLOT, CHUNK_START, CHUNK_WIDTH, MAX_CHUNKS
+from ..triton_compat import async_load, barrier, reinterpret
+from .arguments import Heads, KVLayer
 from .pages import pool_rows
 from .splits import EMPTY, LOG2E
 
 PAGE = gl.constexpr(64)
-COLUMNS = gl.constexpr(64)  # that lie side by side in shared memory, 128 bytes; the next ones behind all rows of those
+COLUMNS = gl.constexpr(64)  # adjacent in shared memory, 128 bytes; the next columns follow all rows of these
 HALF = gl.constexpr(64)  # rows of a warpgroup
 BLOCK_M = gl.constexpr(128)  # rows of an item
 BLOCK_N = gl.constexpr(128)  # positions of a tile
-STAGES = gl.constexpr(3)  # tiles of K, and of V, on their way or in use
+STAGES = gl.constexpr(3)  # tiles of K, and of V, in flight or in use
 THREADS = gl.constexpr(2 * 128 + 32)
-# Named barriers, one a stage, at which the warpgroups give it back; those below 5 are Triton's own.
+# Named barriers, one a stage, at which the warpgroups release it; Triton uses those below 5.
 K_READ = gl.constexpr(5)
 V_READ = gl.constexpr(8)
-# Names that Triton has changed, 3.9's first.
-_copy = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-_view = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
-_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 
 @gluon.jit
 def _meet(bar):
-    """Wait at a named barrier until all threads have come by."""
+    """Wait at a named barrier until all threads have arrived."""
     gl.inline_asm_elementwise("bar.sync $1, $2; mov.b32 $0, 0;", "=r,r,r", [bar, THREADS], gl.int32, False, 1)
 
 
 @gluon.jit
 def _arrive(bar):
-    """Come by at a named barrier and go on."""
+    """Arrive at a named barrier without waiting."""
     gl.inline_asm_elementwise("bar.arrive $1, $2; mov.b32 $0, 0;", "=r,r,r", [bar, THREADS], gl.int32, False, 1)
 
 
 @gluon.jit
 def _arrive_after(l, bar):
-    """_arrive, but not before the rows' sums l are known, of which each thread has two. ptxas would move the wait for
-    the products with V before the exponentials, which are to run beside those. It does not move it past a barrier, and
-    for all it knows the number of this one depends on l; but no sum is -0, whatever the scores are."""
+    """Arrive at a named barrier after the rows' sums l, two in each thread, are computed.
+
+    ptxas would move the wait for the products with V before the exponentials, which should overlap with them. It does
+    not move it past a barrier, and it cannot prove that the number of this one does not depend on l. No sum is -0.
+    """
     gl.inline_asm_elementwise(
         "{ .reg .pred p; .reg .b32 x; or.b32 x, $2, $3; setp.eq.u32 p, x, 0x80000000; selp.b32 x, 0, $4, p; "
         "bar.arrive x, $6; mov.b32 $0, 0; mov.b32 $1, 0; }",
@@ -60,14 +61,14 @@ def _arrive_after(l, bar):
 
 @gluon.jit
 def _uniform(x):
-    """x, the same in all threads, which ptxas is told so: with Triton 3.9 it would else not keep what follows from x in
-    uniform registers, and spill."""
+    """Return x, which is the same in all threads, such that ptxas can prove it. Otherwise, with Triton 3.9, it does not
+    keep values derived from x in uniform registers, and spills."""
     return gl.inline_asm_elementwise("shfl.sync.idx.b32 $0, $1, 0, 31, -1;", "=r,r", [x], gl.int32, False, 1)
 
 
 @gluon.jit
 def _rounds(items):
-    """How many items this program has."""
+    """Return the number of items of this program."""
     place = gl.program_id(0)
     whole = items // gl.num_programs(0)
     if whole % 2 == 1:
@@ -77,10 +78,10 @@ def _rounds(items):
 
 @gluon.jit
 def _item(i, chunk, before, chunks_ptr, total, HEADS: gl.constexpr):
-    """This program's i-th item: (head, block of its chunk, chunk, blocks of the chunks before); chunk and before are
-    given as those of the item before it."""
+    """Return this program's i-th item: head, block within its chunk, chunk, and blocks of the earlier chunks. chunk and
+    before: of the previous item."""
     place = gl.program_id(0)
-    if i % 2 == 1:  # to and fro: who had the longest of one round has the shortest of the next
+    if i % 2 == 1:  # in reverse order: the program with the longest item of a round has the shortest of the next
         place = gl.num_programs(0) - 1 - place
     item = i * gl.num_programs(0) + place
     block = total - 1 - item // HEADS
@@ -92,24 +93,24 @@ def _item(i, chunk, before, chunks_ptr, total, HEADS: gl.constexpr):
 
 @gluon.jit
 def _copy_tile(pool_desc, row0, row1, full, tile):
-    """K or V of two pages from rows row0 and row1 of the pool on, to a tile of shared memory [BLOCK_N, D]."""
+    """Copy K or V of two pages, from rows row0 and row1 of the pool, to a tile of shared memory [BLOCK_N, D]."""
     PIECES: gl.constexpr = tile.shape[1] // COLUMNS
     mbarrier.expect(full, BLOCK_N * tile.shape[1] * 2)
-    parts = _view(tile, tile.dtype, [PIECES * 2, PAGE, COLUMNS], pool_desc.layout)
+    parts = reinterpret(tile, tile.dtype, [PIECES * 2, PAGE, COLUMNS], pool_desc.layout)
     for x in gl.static_range(PIECES):
-        _copy(pool_desc, [row0, x * COLUMNS], full, parts.index(x * 2))
-        _copy(pool_desc, [row1, x * COLUMNS], full, parts.index(x * 2 + 1))
+        async_load(pool_desc, [row0, x * COLUMNS], full, parts.index(x * 2))
+        async_load(pool_desc, [row1, x * COLUMNS], full, parts.index(x * 2 + 1))
 
 
 @gluon.jit
 def _copy_items(
-    chunks_ptr, page_table_ptr, q_desc, pool_desc, stride_table, k_row, v_row, rows_of_page, total, shared,
+    chunks_ptr, table_ptr, q_desc, pool_desc, stride_table, k_row, v_row, rows_of_page, total, shared,
     HEADS: gl.constexpr, KV_HEADS: gl.constexpr,
 ):  # fmt: skip
-    """The copying warp: q of each item, and K and V tile by tile, from the last position to the first."""
+    """Producer warp: copy q of each item, and K and V tile by tile, from the last position to the first."""
     q_smem, k_smem, v_smem, q_full, q_read, k_full, v_full = shared
     D: gl.constexpr = q_smem.shape[2]
-    c = 0  # tiles so far
+    c = 0  # tiles copied
     chunk = MAX_CHUNKS + 0
     before = total
     for i in range(0, _rounds(total * HEADS)):
@@ -120,17 +121,17 @@ def _copy_items(
         end = start + gl.minimum(block * BLOCK_M + BLOCK_M, count)
         tiles = (end + BLOCK_N - 1) // BLOCK_N
         head_row = head // (HEADS // KV_HEADS) * PAGE
-        table_ptr = page_table_ptr + slot * stride_table
+        own_table_ptr = table_ptr + slot * stride_table
         last = (end - 1) // PAGE
         for half in gl.static_range(2):
             mbarrier.wait(q_read.index(half), (i & 1) ^ 1)
             mbarrier.expect(q_full.index(half), HALF * D * 2)
             row = first_row + block * BLOCK_M + half * HALF
-            _copy(q_desc, [row, head * D], q_full.index(half), q_smem.index(half))
+            async_load(q_desc, [row, head * D], q_full.index(half), q_smem.index(half))
         for tile in range(tiles - 1, -1, -1):
             stage = c % STAGES
-            row0 = gl.load(table_ptr + gl.minimum(tile * 2, last)) * rows_of_page + head_row
-            row1 = gl.load(table_ptr + gl.minimum(tile * 2 + 1, last)) * rows_of_page + head_row
+            row0 = gl.load(own_table_ptr + gl.minimum(tile * 2, last)) * rows_of_page + head_row
+            row1 = gl.load(own_table_ptr + gl.minimum(tile * 2 + 1, last)) * rows_of_page + head_row
             if c >= STAGES:
                 _meet(K_READ + stage)
             _copy_tile(pool_desc, row0 + k_row, row1 + k_row, k_full.index(stage), k_smem.index(stage))
@@ -138,19 +139,19 @@ def _copy_items(
                 _meet(V_READ + stage)
             _copy_tile(pool_desc, row0 + v_row, row1 + v_row, v_full.index(stage), v_smem.index(stage))
             c += 1
-    for i in range(gl.maximum(c - STAGES, 0), c):  # leave no barrier half full
+    for i in range(gl.maximum(c - STAGES, 0), c):  # complete all barriers
         _meet(K_READ + i % STAGES)
         _meet(V_READ + i % STAGES)
 
 
 @gluon.jit
 def _softmax(s, l, m, scale, first_t, positions, MASKED: gl.constexpr):
-    """(p, l, m, factor of what was summed before) with the scores s, [HALF, BLOCK_N], of the positions from first_t."""
+    """Return p, l, m and the factor of the earlier sums, for scores s [HALF, BLOCK_N] of the positions from first_t."""
     S_L: gl.constexpr = s.type.layout
     if MASKED:
         offs_t = gl.arange(0, BLOCK_N, gl.SliceLayout(0, S_L))
         s = gl.where(offs_t[None, :] <= (positions - first_t)[:, None], s, float("-inf"))
-    # In parts: a row's maxima one after the other would be as many latencies.
+    # In parts: a chain of all maxima of a row would have a longer latency.
     most = gl.max(gl.max(gl.max(gl.reshape(s, [HALF, 4, BLOCK_N // 32, 8]), 2), 1), 1)
     m_new = gl.maximum(m, gl.convert_layout(most, gl.SliceLayout(1, S_L)) * scale)
     p = gl.exp2(s * scale - m_new[:, None])
@@ -160,8 +161,8 @@ def _softmax(s, l, m, scale, first_t, positions, MASKED: gl.constexpr):
 
 @gluon.jit
 def _tiles(acc, l, m, p, c, q, scale, first, end, tiles, positions, shared, MASKED: gl.constexpr):
-    """Of the tiles [first, end), counted from the last, each one's scores and the product with V of the one before:
-    exponentials run beside products, as in FlashAttention-3."""
+    """Attend to the tiles [first, end), counted from the last position: the scores of each, and the product with V of
+    the tile before, so that exponentials overlap with products."""
     _, k_smem, v_smem, _, _, k_full, v_full = shared
     S_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     O_L: gl.constexpr = acc.type.layout
@@ -186,7 +187,7 @@ def _tiles(acc, l, m, p, c, q, scale, first, end, tiles, positions, shared, MASK
 
 @gluon.jit
 def _clear(v_tile, first_t, end):
-    """Zero what lies behind `end`, which may be anything, NaN too. Both warpgroups write the same."""
+    """Clear the entries of V at `end` or later, which are arbitrary, possibly NaN. Both warpgroups write the same."""
     D: gl.constexpr = v_tile.shape[1]
     V_L: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (D // 8), D // 8], [4, 1], [1, 0])
     for g in gl.static_range(BLOCK_N // 16):
@@ -194,15 +195,15 @@ def _clear(v_tile, first_t, end):
         if rows + 16 > end:
             part = v_tile.slice(g * 16, 16)
             v = part.load(V_L)
-            there = rows + gl.arange(0, 16, gl.SliceLayout(1, V_L)) < end
-            part.store(gl.where(there[:, None], v, gl.zeros_like(v)))
+            mask = rows + gl.arange(0, 16, gl.SliceLayout(1, V_L)) < end
+            part.store(gl.where(mask[:, None], v, gl.zeros_like(v)))
     fence_async_shared()
-    _barrier()
+    barrier()
 
 
 @gluon.jit
 def _attend_items(chunks_ptr, out_ptr, scale, total, shared, HEADS: gl.constexpr, WARPGROUP: gl.constexpr):
-    """A warpgroup: of each item its half of the rows."""
+    """Warpgroup: attend with its half of the rows of each item."""
     q_smem, k_smem, v_smem, q_full, q_read, k_full, v_full = shared
     TYPE: gl.constexpr = k_smem.dtype
     D: gl.constexpr = q_smem.shape[2]
@@ -224,7 +225,7 @@ def _attend_items(chunks_ptr, out_ptr, scale, total, shared, HEADS: gl.constexpr
         end = start + gl.minimum(block * BLOCK_M + BLOCK_M, count)
         tiles = (end + BLOCK_N - 1) // BLOCK_N
         lowest = gl.minimum(start + first, end - 1)
-        masked = gl.maximum(tiles - (lowest + 1) // BLOCK_N, 1)  # so many tiles not all rows see to the end
+        masked = gl.maximum(tiles - (lowest + 1) // BLOCK_N, 1)  # tiles that some rows do not see completely
         positions = gl.minimum(start + first + gl.arange(0, HALF, ROW_S), end - 1)
         stage = c % STAGES
         mbarrier.wait(q_full.index(WARPGROUP), i & 1)
@@ -256,29 +257,23 @@ def _attend_items(chunks_ptr, out_ptr, scale, total, shared, HEADS: gl.constexpr
 
 @gluon.jit
 def _prompt_attention_hopper_kernel(
-    chunks_ptr,
-    page_table_ptr,
-    q_desc,
-    pool_desc,
-    out_ptr,
-    scale,
-    stride_table,
-    k_row,
-    v_row,
-    rows_of_page,
+    chunks_ptr, q_desc, out_ptr, scale,
+    table_ptr, stride_table,
+    pool_desc, k_row, v_row, rows_of_page,
     HEADS: gl.constexpr,
     KV_HEADS: gl.constexpr,
     D: gl.constexpr,
-):
-    """Each row attends to the positions of its slot up to its own: FlashAttention-3 (Shah et al. 2024) through pages.
+):  # fmt: skip
+    """Attention of each row to the positions of its slot up to its own.
 
-    chunks: [MAX_CHUNKS, CHUNK_WIDTH] int32; page_table: [slots, max_pages] int32; q: descriptor of [rows, HEADS * D]
-    bf16; pool: descriptor of the whole of it as [pages * rows_of_page, D] bf16, of which K of this layer begins at
-    k_row and V at v_row, head by head; out: [rows, HEADS * D] bf16 (output), of which rows of no chunk are not written.
-    Grid (programs,), one a multiprocessor.
-    The programs share items, BLOCK_M rows of a chunk and a head each. One warp copies q, K and V of one item after the
-    other to shared memory, as far ahead as there are stages. Two warpgroups attend with half of the rows each, and both
-    read each tile there; what they write depends on nothing but their item.
+    chunks: [MAX_CHUNKS, CHUNK_WIDTH] int32. q: descriptor of [rows, HEADS * D] bf16. out: [rows, HEADS * D] bf16
+    (output), not written for rows outside all chunks. table: [slots, max_pages] int32. pool: descriptor of the whole
+    pool as [pages * rows_of_page, D] bf16. K of this layer begins at k_row and V at v_row, head by head. Grid
+    (programs,), one a multiprocessor.
+
+    The programs share items, BLOCK_M rows of a chunk and a head each. One warp copies q, K and V of one item after
+    another to shared memory, as far ahead as there are stages. Two warpgroups attend with half of the rows each, and
+    both read every tile. Their results depend on nothing but their item.
     """
     TYPE: gl.constexpr = out_ptr.dtype.element_ty
     TILE_L: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, D], TYPE)
@@ -305,46 +300,46 @@ def _prompt_attention_hopper_kernel(
             (_attend_items, (chunks_ptr, out_ptr, scale * LOG2E, total, shared, HEADS, 0)),
             (_attend_items, (chunks_ptr, out_ptr, scale * LOG2E, total, shared, HEADS, 1)),
             (_copy_items, (
-                chunks_ptr, page_table_ptr, q_desc, pool_desc, stride_table, k_row, v_row, rows_of_page, total, shared,
+                chunks_ptr, table_ptr, q_desc, pool_desc, stride_table, k_row, v_row, rows_of_page, total, shared,
                 HEADS, KV_HEADS,
             )),
         ],
-        [4, 1],  # warps and, of each of their threads, registers; the first has the kernel's warps, and what is left
+        [4, 1],  # warps and registers a thread; the first partition has the kernel's warps and the remaining registers
         [240, 24],
     )  # fmt: skip
 
 
 def fits(q, k_cache, window: int, multiprocessors: int) -> bool:
-    """Whether the kernel can do it, and has two items or more for each multiprocessor: with fewer many would idle."""
+    """Return whether the kernel supports the launch, with two items or more for each multiprocessor: with fewer, many
+    would be idle."""
     rows, heads, D = q.shape
     items = triton.cdiv(rows, BLOCK_M.value) * heads
     bf16 = q.dtype == k_cache.dtype == torch.bfloat16
-    made_for = bf16 and D in (64, 128) and k_cache.shape[2] == PAGE.value and window == 0
-    return made_for and items >= 2 * multiprocessors
+    supported = bf16 and D in (64, 128) and k_cache.shape[2] == PAGE.value and window == 0
+    return supported and items >= 2 * multiprocessors
 
 
 def _descriptor(x, block: list[int]) -> TensorDescriptor:
     return TensorDescriptor.from_tensor(x, block, gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16))
 
 
-def launch(chunks, page_table, q, k_cache, v_cache, out, scale: float, programs: int) -> None:
-    """prompt_attention, where it `fits`, by so many programs."""
-    rows, heads, D = q.shape
-    pool, rows_of_page = pool_rows(k_cache)
+def launch(chunks, q, out, kv: KVLayer, heads: Heads, programs: int) -> None:
+    """Launch prompt_attention with a number of programs; see `fits`."""
+    pool, rows_of_page = pool_rows(kv.k)
     _prompt_attention_hopper_kernel[(programs,)](
         chunks,
-        page_table,
-        _descriptor(q.view(rows, heads * D), [HALF.value, D]),
-        _descriptor(pool, [PAGE.value, COLUMNS.value]),
+        _descriptor(q.view(len(q), heads.query * heads.dim), [HALF.value, heads.dim]),
         out,
-        scale,
-        page_table.stride(0),
-        k_cache.storage_offset() // D,
-        v_cache.storage_offset() // D,
+        heads.scale,
+        kv.table,
+        kv.table.stride(0),
+        _descriptor(pool, [PAGE.value, COLUMNS.value]),
+        kv.k.storage_offset() // heads.dim,
+        kv.v.storage_offset() // heads.dim,
         rows_of_page,
-        heads,
-        k_cache.shape[1],
-        D,
+        heads.query,
+        heads.kv,
+        heads.dim,
         num_warps=4,
         enable_fp_fusion=True,
     )

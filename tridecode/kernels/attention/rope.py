@@ -1,48 +1,90 @@
-"""Rotary embedding with the norm before it: in a kernel, and the references.
+"""Rotary embedding of queries and keys, and the RMS norm before it, in kernels and references.
 
-A column's partner is the one D / 2 away, and rotated = x * cos + partner * sin, sin negative in the lower half.
+The partner of a column is the column D / 2 away. rotated = x * cos + partner * sin, with sin negated in the lower half.
 """
+
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 
+class Rotary(NamedTuple):
+    """The fields of arguments.Rope in a kernel."""
+
+    cos_ptr: tl.tensor
+    sin_ptr: tl.tensor
+    q_norm_ptr: tl.tensor  # read if the model has these norms
+    k_norm_ptr: tl.tensor
+    eps: tl.tensor
+
+
 @triton.jit
-def _partner(offs_d, D: tl.constexpr):
+def partner_of(offs_d, D: tl.constexpr):
     return tl.where(offs_d < D // 2, offs_d + D // 2, offs_d - D // 2)
 
 
 @triton.jit
-def _rotation(cos_ptr, sin_ptr, norm_ptr, offs_d, D: tl.constexpr, NORM: tl.constexpr):
-    """What columns offs_d and their partners are multiplied by at one position, norm weights included. cos, sin:
-    [D / 2] fp32; norm: [D], read if NORM."""
+def rotation(rotary, norm_ptr, position, offs_d, D: tl.constexpr, NORM: tl.constexpr):
+    """Load the factors of columns offs_d, and of their partners, at one position. If NORM, they include the weights of
+    the norm."""
     mask_d = offs_d < D
     lower = offs_d < D // 2
+    row = position.to(tl.int64) * (D // 2)
     offs = tl.where(lower, offs_d, offs_d - D // 2)
-    cos = tl.load(cos_ptr + offs, mask=mask_d, other=0.0)
-    sin = tl.load(sin_ptr + offs, mask=mask_d, other=0.0)
+    cos = tl.load(rotary.cos_ptr + row + offs, mask=mask_d, other=0.0)
+    sin = tl.load(rotary.sin_ptr + row + offs, mask=mask_d, other=0.0)
     sin = tl.where(lower, -sin, sin)
     if NORM:
         cos *= tl.load(norm_ptr + offs_d, mask=mask_d, other=0.0).to(tl.float32)
-        sin *= tl.load(norm_ptr + _partner(offs_d, D), mask=mask_d, other=0.0).to(tl.float32)
+        sin *= tl.load(norm_ptr + partner_of(offs_d, D), mask=mask_d, other=0.0).to(tl.float32)
     return cos, sin
 
 
 @triton.jit
-def _rms_rope(x, partner, cos, sin, eps, D: tl.constexpr, NORM: tl.constexpr):
-    """Rows x [rows, D padded], normalised if NORM, and rotated by what _rotation gives."""
-    y = x * cos[None, :] + partner * sin[None, :]
+def rms_rope(x, partner, factors, eps, D: tl.constexpr, NORM: tl.constexpr):
+    """Normalize if NORM, and rotate, rows x [rows, D padded], with their partners and the factors of `rotation`, or
+    factors of each row."""
+    cos, sin = factors
+    if len(cos.shape) == 1:
+        cos, sin = cos[None, :], sin[None, :]
+    y = x * cos + partner * sin
     if NORM:
         y *= tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
     return y
 
 
-def rotate(x, cos, sin):
-    """Rotary embedding of x [..., head_dim] by cos, sin [..., head_dim / 2], halves paired as transformers does."""
+@triton.jit
+def load_rotated(
+    ptrs, positions, mask, rotary, norm_ptr, BLOCK_D: tl.constexpr, D: tl.constexpr, NORM: tl.constexpr
+):  # fmt: skip
+    """Load rows [N, D padded] from ptrs [N], normalize them if NORM, and rotate each to its own of positions [N]."""
+    offs_d = tl.arange(0, BLOCK_D)
+    lower, partner = offs_d < D // 2, partner_of(offs_d, D)
+    mask = mask[:, None] & (offs_d < D)[None, :]
+    x = tl.load(ptrs[:, None] + offs_d[None, :], mask=mask, other=0.0).to(tl.float32)
+    x_partner = tl.load(ptrs[:, None] + partner[None, :], mask=mask, other=0.0).to(tl.float32)
+    offs = positions.to(tl.int64)[:, None] * (D // 2) + tl.where(lower, offs_d, offs_d - D // 2)[None, :]
+    cos = tl.load(rotary.cos_ptr + offs, mask=mask, other=0.0)
+    sin = tl.load(rotary.sin_ptr + offs, mask=mask, other=0.0)
+    sin = tl.where(lower[None, :], -sin, sin)
+    if NORM:
+        cos *= tl.load(norm_ptr + offs_d, mask=offs_d < D, other=0.0).to(tl.float32)[None, :]
+        sin *= tl.load(norm_ptr + partner, mask=offs_d < D, other=0.0).to(tl.float32)[None, :]
+    return rms_rope(x, x_partner, (cos, sin), rotary.eps, D, NORM)
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotate x [..., head_dim] by cos, sin [..., head_dim / 2]; halves are paired, as in transformers."""
     lo, hi = x.chunk(2, -1)
     return torch.cat((lo * cos - hi * sin, hi * cos + lo * sin), -1)
 
 
-def rms_norm(x, weight, eps):
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight.float()
+
+
+def rotated(x: torch.Tensor, norm: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor, eps: float):
+    """Normalize x [..., head_dim], if there are weights of a norm, and rotate it."""
+    return rotate(x if norm is None else rms_norm(x, norm, eps), cos, sin)

@@ -1,4 +1,4 @@
-"""rope_write: q/k norm and RoPE for the tokens of prompts; K and V enter the cache."""
+"""rope_write: q/k norm and rotary embedding of the tokens of prompts; their K and V are written to the cache."""
 
 import triton
 import triton.language as tl
@@ -6,162 +6,130 @@ import triton.language as tl
 from ..chunks import chunk_of, listed
 from ..common import gdc_launch_dependents, interpreted, options
 from ..op import Op
-from .fp8_kv import e4m3_scale, is_fp8, put, scales, to_e4m3
-from .rope import _partner, _rms_rope, _rotation, rms_norm, rotate
+from .arguments import Heads, KVLayer, Rope
+from .fp8_kv import e4m3_scale, put, to_e4m3
+from .rope import Rotary, partner_of, rms_rope, rotated, rotation
 
 
 @triton.jit
-def _rope_write_kernel(
-    chunks_ptr,
-    page_table_ptr,
-    qkv_ptr,
-    q_norm_ptr,
-    k_norm_ptr,
-    cos_ptr,
-    sin_ptr,
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    k_scale_ptr,
-    v_scale_ptr,
-    eps,
-    stride_table,
-    stride_kp,
-    stride_kh,
-    stride_sp,
-    stride_sh,
-    PAGE: tl.constexpr,
-    HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    D: tl.constexpr,
-    HEADS_BLOCK: tl.constexpr,
-    KV_BLOCK: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    QK_NORM: tl.constexpr,
-    FP8: tl.constexpr,
-    FOLLOWED: tl.constexpr,
-):
-    """q and k of a token, normalised where the family does and rotated; v as it is. A program a token.
-
-    chunks: [MAX_CHUNKS, CHUNK_WIDTH] int32; page_table: [slots, max_pages] int32; qkv:
-    [rows, (HEADS + 2 KV_HEADS) * D]; q_norm, k_norm: [D]; cos, sin: [capacity, D / 2] fp32; q: [rows, HEADS * D]
-    (output); k, v: the cache, [pages, KV_HEADS, PAGE, D], written at the tokens' positions (output), if FP8 codes, with
-    their scales [pages, KV_HEADS, PAGE] (output; see fp8_kv.py). Rows of no chunk are not written. Moves each element
-    once in and once out; partners come from L1. Grid (rows,).
-    """
-    if FOLLOWED:
-        gdc_launch_dependents()
-    row = tl.program_id(0)
-    held, slot, position = chunk_of(chunks_ptr, row)
-    if not held:
-        return
-    row = row.to(tl.int64)
-    page = tl.load(page_table_ptr + slot * stride_table + position // PAGE).to(tl.int64)
+def _load_heads(ptr, heads, COUNT: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Load COUNT heads of a token and the partners of their columns, fp32 [heads, BLOCK_D] each; return also the mask.
+    heads: [BLOCK, 1]."""
     offs_d = tl.arange(0, BLOCK_D)
-    mask_d = offs_d < D
-    partner = _partner(offs_d, D)
-    cos_ptr += position.to(tl.int64) * (D // 2)
-    sin_ptr += position.to(tl.int64) * (D // 2)
-    qkv_ptr += row * (HEADS + 2 * KV_HEADS) * D
-
-    heads = tl.arange(0, HEADS_BLOCK)[:, None]
-    mask = (heads < HEADS) & mask_d[None, :]
-    q = tl.load(qkv_ptr + heads * D + offs_d[None, :], mask=mask, other=0.0).to(tl.float32)
-    q_partner = tl.load(qkv_ptr + heads * D + partner[None, :], mask=mask, other=0.0).to(tl.float32)
-    cos, sin = _rotation(cos_ptr, sin_ptr, q_norm_ptr, offs_d, D, QK_NORM)
-    q = _rms_rope(q, q_partner, cos, sin, eps, D, QK_NORM)
-    tl.store(q_ptr + row * HEADS * D + heads * D + offs_d[None, :], q.to(q_ptr.dtype.element_ty), mask=mask)
-
-    kv_heads = tl.arange(0, KV_BLOCK)[:, None]
-    mask = (kv_heads < KV_HEADS) & mask_d[None, :]
-    cache = page * stride_kp + kv_heads.to(tl.int64) * stride_kh + (position % PAGE) * D + offs_d[None, :]
-    qkv_ptr += HEADS * D
-    k = tl.load(qkv_ptr + kv_heads * D + offs_d[None, :], mask=mask, other=0.0).to(tl.float32)
-    k_partner = tl.load(qkv_ptr + kv_heads * D + partner[None, :], mask=mask, other=0.0).to(tl.float32)
-    cos, sin = _rotation(cos_ptr, sin_ptr, k_norm_ptr, offs_d, D, QK_NORM)
-    k = _rms_rope(k, k_partner, cos, sin, eps, D, QK_NORM)
-    v = tl.load(qkv_ptr + (KV_HEADS + kv_heads) * D + offs_d[None, :], mask=mask, other=0.0)
-    if FP8:
-        cells = page * stride_sp + tl.arange(0, KV_BLOCK).to(tl.int64) * stride_sh + position % PAGE
-        _store_fp8(k_ptr + cache, k_scale_ptr + cells, k, mask, tl.arange(0, KV_BLOCK) < KV_HEADS)
-        _store_fp8(v_ptr + cache, v_scale_ptr + cells, v.to(tl.float32), mask, tl.arange(0, KV_BLOCK) < KV_HEADS)
-    else:
-        tl.store(k_ptr + cache, k.to(k_ptr.dtype.element_ty), mask=mask)
-        tl.store(v_ptr + cache, v, mask=mask)
+    mask = (heads < COUNT) & (offs_d < D)[None, :]
+    x = tl.load(ptr + heads * D + offs_d[None, :], mask=mask, other=0.0).to(tl.float32)
+    partner = tl.load(ptr + heads * D + partner_of(offs_d, D)[None, :], mask=mask, other=0.0).to(tl.float32)
+    return x, partner, mask
 
 
 @triton.jit
 def _store_fp8(ptrs, scale_ptrs, x, mask, mask_heads):
-    """Rows x, one a head, as codes and scales."""
+    """Store rows x, one for each head, as codes and scales."""
     scale, inverse = e4m3_scale(x, 1)
     codes, _ = to_e4m3(x * inverse[:, None])
     tl.store(ptrs, codes, mask=mask)
     tl.store(scale_ptrs, scale.to(tl.bfloat16), mask=mask_heads)
 
 
-def rope_write(chunks, page_table, qkv, q_norm, k_norm, cos, sin, q, k_cache, v_cache, eps, *, followed: bool = False):
-    """qkv [rows, (heads + 2 kv_heads) * D] of the chunks' rows -> q [rows, heads, D]; K/V into k_cache, v_cache
-    [pages, kv_heads, page, D] through page_table [slots, max_pages]. cos, sin [capacity, D / 2] fp32. q_norm, k_norm:
-    [D] or None. followed: what is launched next may begin meanwhile, and waits for it by itself (sm_90 and above)."""
-    rows, heads, D = q.shape
-    _, kv_heads, page, _ = k_cache.shape
-    k_scale, v_scale = scales(k_cache), scales(v_cache)
-    spare = cos  # stands in for absent norms
-    _rope_write_kernel[(rows,)](
+@triton.jit
+def _rope_write_kernel(
+    chunks_ptr, qkv_ptr, q_ptr,
+    table_ptr, stride_table,
+    k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, stride_kp, stride_kh, stride_sp, stride_sh,
+    cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, eps,
+    PAGE: tl.constexpr,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_KV: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    QK_NORM: tl.constexpr,
+    FP8: tl.constexpr,
+    FOLLOWED: tl.constexpr,
+):  # fmt: skip
+    """Normalize, if QK_NORM, and rotate q and k of a token; write q, and k and v to the cache. One program a token.
+
+    chunks: [MAX_CHUNKS, CHUNK_WIDTH] int32. qkv: [rows, (HEADS + 2 KV_HEADS) * D]. q: [rows, HEADS * D] (output). K
+    and V are outputs, at the positions of the tokens. Other tensors: see arguments.py. Rows outside all chunks are not
+    written. Moves each element once in and once out; partners come from L1. Grid (rows,).
+    """
+    if FOLLOWED:
+        gdc_launch_dependents()
+    rotary = Rotary(cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, eps)
+    row = tl.program_id(0)
+    in_chunk, slot, position = chunk_of(chunks_ptr, row)
+    if not in_chunk:
+        return
+    row = row.to(tl.int64)
+    page = tl.load(table_ptr + slot * stride_table + position // PAGE).to(tl.int64)
+    offs_d = tl.arange(0, BLOCK_D)
+    qkv_ptr += row * (HEADS + 2 * KV_HEADS) * D
+
+    heads = tl.arange(0, BLOCK_H)[:, None]
+    q, partner, mask = _load_heads(qkv_ptr, heads, HEADS, D, BLOCK_D)
+    q = rms_rope(q, partner, rotation(rotary, q_norm_ptr, position, offs_d, D, QK_NORM), eps, D, QK_NORM)
+    tl.store(q_ptr + row * HEADS * D + heads * D + offs_d[None, :], q.to(q_ptr.dtype.element_ty), mask=mask)
+
+    kv_heads = tl.arange(0, BLOCK_KV)
+    qkv_ptr += HEADS * D
+    k, partner, mask = _load_heads(qkv_ptr, kv_heads[:, None], KV_HEADS, D, BLOCK_D)
+    k = rms_rope(k, partner, rotation(rotary, k_norm_ptr, position, offs_d, D, QK_NORM), eps, D, QK_NORM)
+    v = tl.load(qkv_ptr + (KV_HEADS + kv_heads[:, None]) * D + offs_d[None, :], mask=mask, other=0.0)
+    cells = page * stride_kp + kv_heads.to(tl.int64)[:, None] * stride_kh + (position % PAGE) * D + offs_d[None, :]
+    if FP8:
+        of_scales = page * stride_sp + kv_heads.to(tl.int64) * stride_sh + position % PAGE
+        _store_fp8(k_ptr + cells, k_scale_ptr + of_scales, k, mask, kv_heads < KV_HEADS)
+        _store_fp8(v_ptr + cells, v_scale_ptr + of_scales, v.to(tl.float32), mask, kv_heads < KV_HEADS)
+    else:
+        tl.store(k_ptr + cells, k.to(k_ptr.dtype.element_ty), mask=mask)
+        tl.store(v_ptr + cells, v, mask=mask)
+
+
+def rope_write(chunks, qkv, q, kv: KVLayer, rope: Rope, heads: Heads, *, followed: bool = False):
+    """Write q [rows, heads, head_dim], and K and V, of the chunks' rows of qkv [rows, (heads + 2 kv_heads) * head_dim].
+
+    followed: the next launch may start early, and waits for this one itself (sm_90 and above).
+    """
+    _rope_write_kernel[(len(q),)](
         chunks,
-        page_table,
         qkv,
-        spare if q_norm is None else q_norm,
-        spare if k_norm is None else k_norm,
-        cos,
-        sin,
         q,
-        k_cache,
-        v_cache,
-        k_scale,
-        v_scale,
-        eps,
-        page_table.stride(0),
-        k_cache.stride(0),
-        k_cache.stride(1),
-        k_scale.stride(0),
-        k_scale.stride(1),
-        page,
-        heads,
-        kv_heads,
-        D,
-        triton.next_power_of_2(heads),
-        triton.next_power_of_2(kv_heads),
-        triton.next_power_of_2(D),
-        q_norm is not None,
-        is_fp8(k_cache),
+        *kv.kernel_arguments(),
+        *rope.kernel_arguments(),
+        kv.page,
+        heads.query,
+        heads.kv,
+        heads.dim,
+        triton.next_power_of_2(heads.query),
+        triton.next_power_of_2(heads.kv),
+        triton.next_power_of_2(heads.dim),
+        rope.q_norm is not None,
+        kv.fp8,
         followed and not interpreted(),
         **options(4),
     )
 
 
-def rope_write_ref(chunks, page_table, qkv, q_norm, k_norm, cos, sin, q, k_cache, v_cache, eps):
-    _, heads, D = q.shape
-    _, kv_heads, page, _ = k_cache.shape
+def rope_write_ref(chunks, qkv, q, kv: KVLayer, rope: Rope, heads: Heads):
+    page = kv.page
     for chunk in listed(chunks):
-        start, end, table = chunk.start, chunk.end, page_table[chunk.slot]
-        new_q, new_k, new_v = qkv[chunk.rows].view(-1, heads + 2 * kv_heads, D).split((heads, kv_heads, kv_heads), 1)
-        at = cos[start:end, None], sin[start:end, None]
-        new_q, new_k = new_q.float(), new_k.float()
-        if q_norm is not None:
-            new_q, new_k = rms_norm(new_q, q_norm, eps), rms_norm(new_k, k_norm, eps)
-        q[chunk.rows] = rotate(new_q, *at).to(q.dtype)
-        new_k = rotate(new_k, *at)
-        for place in range(start // page, -(-end // page)):
-            first, last = max(place * page, start), min((place + 1) * page, end)
-            cells = table[place], slice(None), slice(first - place * page, last - place * page)
-            put(k_cache, cells, new_k[first - start : last - start].transpose(0, 1))
-            put(v_cache, cells, new_v[first - start : last - start].transpose(0, 1))
+        start, end, table = chunk.start, chunk.end, kv.table[chunk.slot]
+        rows = qkv[chunk.rows].view(-1, heads.query + 2 * heads.kv, heads.dim)
+        new_q, new_k, new_v = rows.split((heads.query, heads.kv, heads.kv), 1)
+        at = rope.cos[start:end, None], rope.sin[start:end, None]
+        q[chunk.rows] = rotated(new_q.float(), rope.q_norm, *at, rope.eps).to(q.dtype)
+        new_k = rotated(new_k.float(), rope.k_norm, *at, rope.eps)
+        for index in range(start // page, -(-end // page)):
+            first, last = max(index * page, start), min((index + 1) * page, end)
+            cells = table[index], slice(None), slice(first - index * page, last - index * page)
+            put(kv.k, cells, new_k[first - start : last - start].transpose(0, 1))
+            put(kv.v, cells, new_v[first - start : last - start].transpose(0, 1))
 
 
-def rope_write_bytes(chunks, page_table, qkv, q_norm, k_norm, cos, sin, q, k_cache, v_cache, eps) -> int:
-    """q, k and v in and out; the rotation."""
-    return 2 * qkv.nbytes + 4 * len(q) * q.shape[2]
+def rope_write_bytes(chunks, qkv, q, kv: KVLayer, rope: Rope, heads: Heads) -> int:
+    """Bytes of q, k and v in and out, and of the rotary tables."""
+    return 2 * qkv.nbytes + 4 * len(q) * heads.dim
 
 
 ROPE_WRITE = Op(rope_write, rope_write_ref, rope_write_bytes, (_rope_write_kernel,), outputs=("q",))

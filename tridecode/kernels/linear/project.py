@@ -58,6 +58,8 @@ class AddResidual(NamedTuple):
     sumsq: torch.Tensor
 
 
+MAX_ROWS = 64  # of the kernels that read the weight once for all rows
+SHORT = (torch.bfloat16, torch.float16)  # dtypes that tensor cores multiply
 Epilogue = Plain | Normed | Gated | AddResidual
 NAMES = {Plain: "plain", Normed: "normed", Gated: "gated", AddResidual: "residual"}
 

@@ -48,6 +48,25 @@ class LoadedLinear:
         names = ("weight", "bias", "scale", "zero", "order")
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
+    def arguments(self, spare: torch.Tensor) -> dict:
+        """Return the arguments of a kernel that loads the weight, by name; `spare` is passed for what is missing.
+
+        zero_ptr: the bits of the zero points, int16.
+        """
+        packed = self.packed
+        return {
+            "weight_ptr": self.weight,
+            "scale_ptr": spare if packed is None else self.scale,
+            "zero_ptr": spare if self.zero is None else self.zero.view(torch.int16),
+            "order_ptr": spare if self.order is None else self.order,
+            "K": self.in_features,
+            "FORM": self.format,
+            "GROUP": self.in_features if packed is None else packed.group,
+            "SCALE_ROWS": 1 if packed is None else packed.rows,
+            "ZEROS": self.zero is not None,
+            "ORDERED": self.order is not None,
+        }
+
     def matrix(self) -> torch.Tensor:
         """The weight in fp32 [out_features, in_features]."""
         return self.weight.float() if self.packed is None else self.packed.codes(self.tensors()).dequantised()

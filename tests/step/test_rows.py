@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from models import CUDA, DEVICE, FAMILIES, tiny_config
+from models import CUDA, DEVICE, FAMILIES, configs_of, tiny_config
 
 from tridecode.checkpoint.load import random_weights
 from tridecode.kernels.attention.attention_rows import AttentionRowsConfig
@@ -15,23 +15,20 @@ from tridecode.layout import LIMIT_REACHED, STATUS
 from tridecode.sampling import SamplingParams
 from tridecode.state.slots import Slots
 from tridecode.step.dispatch import MODES, SIZES, Dispatcher, Support, graph_sizes, lowered
-from tridecode.step.graphs import EagerSteps, StepGraphs, launcher, make_steps
+from tridecode.step.graphs import DecodePasses, launcher, make_steps
 from tridecode.step.model import make_model
 from tridecode.step.run import refer
-from tridecode.tuning.choose import invariant_shapes
-from tridecode.tuning.shapes import StepShapes
 
 needs_gpu = pytest.mark.skipif(not CUDA, reason="CUDA graphs exist on a GPU only")
 DTYPE = torch.bfloat16 if CUDA else torch.float32
-REGISTERS = StepShapes(
-    *(MatmulConfig(n, 1, 2, 2) for n in (64, 32, 64, 32, 128)),
-    AttentionRowsConfig(block_t=32, splits=3, least=1, programs=3),
-)
-TILES = replace(REGISTERS, **{op: TilesConfig(32, 32, 2) for op in ("qkv", "o_proj", "gate_up", "down", "lm_head")})
+ROLES = ("qkv", "o_proj", "gate_up", "down", "lm_head")
+REGISTERS = {role: MatmulConfig(n, 1, 2, 2) for role, n in zip(ROLES, (64, 32, 64, 32, 128))}
+ATTENTION = AttentionRowsConfig(block_t=32, splits=3, least=1, programs=3)
+TILES = dict.fromkeys(ROLES, TilesConfig(32, 32, 2))
 _WIDE = WideConfig(64, 32, 2) if CUDA else WideConfig(32, 32, 2, num_warps=2)
 _SPLIT = replace(_WIDE, split=2)
-WIDE = replace(REGISTERS, qkv=_SPLIT, o_proj=_SPLIT, gate_up=_SPLIT, down=_SPLIT, lm_head=_WIDE)
-INVARIANT = invariant_shapes(tiny_config(), torch.bfloat16, 90)[16]
+WIDE = dict.fromkeys(ROLES, _SPLIT) | {"lm_head": _WIDE}
+INVARIANT = dict.fromkeys(ROLES, replace(_SPLIT, block_m=16)) | {"lm_head": replace(_WIDE, block_m=16)}
 ROWS = [1, 2, 3, 5, 8, 16, 31, 64] if CUDA else [3, 8]
 PARAMS = (  # a kind of request each
     SamplingParams(temperature=0, seed=1),
@@ -42,14 +39,14 @@ PARAMS = (  # a kind of request each
 )
 
 
-def model_of(rows, shapes=None, dtype=DTYPE, page=16, **overrides):
+def model_of(rows, by_role=None, dtype=DTYPE, page=16, **overrides):
     """`rows` slots whose pages of 16 positions are shuffled among each other, everything in them poisoned."""
     config = tiny_config(**overrides)
-    if shapes is None and not CUDA:
-        shapes = REGISTERS
-    model = make_model(
-        config, random_weights(config, DEVICE, dtype, seed=0), 64, slots=rows, page=page, shapes=shapes and {1: shapes}
-    )
+    weights = random_weights(config, DEVICE, dtype, seed=0)
+    if by_role is None and not CUDA:
+        by_role = REGISTERS
+    configs = by_role and {1: configs_of(config, weights, by_role, ATTENTION)}
+    model = make_model(config, weights, 64, slots=rows, page=page, configs=configs)
     model.kv.pool.fill_(float("nan"))
     return model
 
@@ -92,8 +89,8 @@ def test_every_row_is_that_of_the_reference(family, rows):
     idle = {rows // 2} if rows > 2 else set()
     for m in (model, oracle):  # no pass embeds what another has drawn: where two tokens are as likely, they may differ
         begin_all(m, idle=idle, known=3)
-    run(EagerSteps(model, launcher(model)), "greedy", 3)
-    run(EagerSteps(oracle, refer), "greedy", 3)
+    run(DecodePasses(model, launcher(model)), "greedy", 3)
+    run(DecodePasses(oracle, refer), "greedy", 3)
     for row in set(range(rows)) - idle:
         a, b = (m.workspace.logits[row].double() for m in (model, oracle))
         error = ((a - b).norm() / b.norm()).item()
@@ -109,8 +106,8 @@ def test_other_forms_of_products_in_the_whole_step(shapes, rows):
     model, oracle = (model_of(rows, shapes) for _ in range(2))
     for m in (model, oracle):
         begin_all(m, known=2)
-    run(EagerSteps(model, launcher(model)), "greedy", 2)
-    run(EagerSteps(oracle, refer), "greedy", 2)
+    run(DecodePasses(model, launcher(model)), "greedy", 2)
+    run(DecodePasses(oracle, refer), "greedy", 2)
     a, b = (m.workspace.logits.double() for m in (model, oracle))
     assert ((a - b).norm() / b.norm()).item() < (3e-2 if CUDA else 1e-4)
 
@@ -121,16 +118,16 @@ def test_each_row_draws_as_it_would_alone(kind):
     rows, steps = 5, 4 if CUDA else 2
     together = model_of(rows)
     begin_all(together, PARAMS)
-    run(EagerSteps(together, launcher(together)), kind, steps)
+    run(DecodePasses(together, launcher(together)), kind, steps)
     for row in range(rows):
         alone = model_of(rows)
         begin_all(alone, PARAMS, idle=set(range(rows)) - {row})
-        run(EagerSteps(alone, launcher(alone)), kind, steps)
+        run(DecodePasses(alone, launcher(alone)), kind, steps)
         assert torch.equal(alone.workspace.tokens[row], together.workspace.tokens[row])
         assert torch.equal(alone.workspace.logits[row], together.workspace.logits[row]), "not bit-equal"
     greedy = model_of(rows)
     begin_all(greedy, PARAMS, idle=set(range(1, rows)))
-    run(EagerSteps(greedy, launcher(greedy)), "greedy", steps)
+    run(DecodePasses(greedy, launcher(greedy)), "greedy", steps)
     assert torch.equal(greedy.workspace.tokens[0], together.workspace.tokens[0])
 
 
@@ -140,11 +137,11 @@ def test_a_row_with_nan_ends_alone():
         begin_all(m)
     page = model.kv.page_table[2, 0].long()
     model.kv.pool[page, 0, :, :, :8] = float("nan")
-    steps = EagerSteps(model, launcher(model))
+    steps = DecodePasses(model, launcher(model))
     run(steps, "greedy", 2)
     model.kv.pool[page, 1, :, :, 0] = float("inf")  # what a pass before this one left
     run(steps, "greedy", 1)
-    run(EagerSteps(well, launcher(well)), "greedy", 3)
+    run(DecodePasses(well, launcher(well)), "greedy", 3)
     assert model.workspace.meta[2, STATUS] == 3
     for row in (0, 1, 3):
         assert torch.equal(model.workspace.tokens[row], well.workspace.tokens[row])
@@ -160,9 +157,10 @@ def test_graphs_are_bit_equal_to_eager_launches(mode, kind):
         for graphs in (True, False):
             model = model_of(rows)
             sizes = graph_sizes(rows)
-            steps = EagerSteps(model, launcher(model))
+            steps = DecodePasses(model, launcher(model))
             if graphs:
-                steps = StepGraphs(model, True, dispatcher=Dispatcher(mode, sizes), kinds=(kind,))
+                steps = DecodePasses(model, dispatcher=Dispatcher(mode, sizes), kinds=(kind,))
+                steps.check_addresses = True
             begin_all(model, PARAMS)
             run(steps, kind, 4)
             found.append(state(model))
@@ -173,11 +171,11 @@ def test_graphs_are_bit_equal_to_eager_launches(mode, kind):
 @needs_gpu
 def test_padding_rows_write_nothing_and_change_nothing():
     model, exact = model_of(8), model_of(8)
-    steps = StepGraphs(model, dispatcher=Dispatcher("full", (1, 2, 8)), kinds=("greedy",))
+    steps = DecodePasses(model, dispatcher=Dispatcher("full", (1, 2, 8)), kinds=("greedy",))
     for m in (model, exact):
         begin_all(m, idle=range(5, 8))
     run(steps, "greedy", 3, rows=5)
-    run(EagerSteps(exact, launcher(exact)), "greedy", 3)
+    run(DecodePasses(exact, launcher(exact)), "greedy", 3)
     for name, a in state(exact).items():
         assert torch.equal(a, state(model)[name]), name
 
@@ -189,7 +187,7 @@ def test_torch_attention_between_the_pieces():
     for m in (model, oracle):
         begin_all(m, known=3)
     run(steps, "greedy", 3)
-    run(EagerSteps(oracle, refer), "greedy", 3)
+    run(DecodePasses(oracle, refer), "greedy", 3)
     a, b = (m.workspace.logits.double() for m in (model, oracle))
     assert ((a - b).norm() / b.norm()).item() < 3e-2
     assert [row.mode for row in steps.dispatcher.stats()] == ["piecewise"]
@@ -198,7 +196,8 @@ def test_torch_attention_between_the_pieces():
 @needs_gpu
 def test_buffers_that_moved_are_found_at_replay():
     model = model_of(2)
-    steps = StepGraphs(model, check_addresses=True, kinds=("greedy",))
+    steps = DecodePasses(model, dispatcher=Dispatcher("full", (2,)), kinds=("greedy",))
+    steps.check_addresses = True
     object.__setattr__(model, "cos", model.cos.clone())
     with pytest.raises(AssertionError, match="buffers moved since capture: cos"):
         steps.replay("greedy")

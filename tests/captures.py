@@ -1,0 +1,70 @@
+"""Captured passes on a machine without a GPU: a graph is the list of the lines that were run while it was captured."""
+
+from contextlib import nullcontext
+from threading import RLock
+
+import torch
+
+from tridecode.step import graphs
+from tridecode.step.run import refer
+
+CAPTURING: list["FakeGraph"] = []  # at most one
+
+
+class FakeGraph:
+    """A substitute for torch.cuda.CUDAGraph. It keeps the arguments of its launches, and so their addresses."""
+
+    def __init__(self):
+        self.lines = []
+
+    def capture_begin(self, pool, capture_error_mode):
+        assert not CAPTURING, "two captures at a time"
+        CAPTURING.append(self)
+
+    def capture_end(self):
+        assert CAPTURING.pop() is self
+
+    def replay(self):
+        assert not CAPTURING, "a replay within a capture"
+        for line, args in self.lines:
+            line(*args)
+
+
+def run(role, op, *args, **how):
+    """Run the reference, or add it to the graph that is being captured."""
+    if CAPTURING:
+        CAPTURING[0].lines.append((op.ref, args))
+    else:
+        refer(role, op, *args)
+
+
+class Place(graphs.Place):
+    """A Place without streams and memory. It records the modes of its captures."""
+
+    def __init__(self, device):
+        self._device = self._stream = self._pool = None
+        self._lock = RLock()
+        self.modes = []
+
+    def run(self, enqueue):
+        enqueue()
+
+    def free_memory(self):
+        return 0
+
+    def seconds(self, enqueue):
+        enqueue()
+        enqueue()
+        return 0.001
+
+    def capture(self, mode, *args):
+        self.modes.append(mode)
+        return super().capture(mode, *args)
+
+
+def install(monkeypatch) -> None:
+    """Let runners capture on a CPU. Their lines must be run by `run`."""
+    monkeypatch.setattr(graphs, "Place", Place)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
+    for name in ("device", "stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda of: nullcontext())

@@ -1,0 +1,98 @@
+"""Arguments that the attention ops share, as named tuples of tensors and sizes.
+
+A launcher passes each tuple to its kernel as the pointers, strides and sizes that `kernel_arguments` lists. The kernel
+groups them again, as Cache, Rotary, Partials and Sizes: Triton does not keep the names of a tuple that is a launch
+argument.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton.language as tl
+
+from .fp8_kv import is_fp8, scales
+
+MAX_SPLITS = 64  # programs that may share the K/V of one row
+
+class KVLayer(NamedTuple):
+    """K and V of one layer: uint8 codes for fp8 K/V, whose scales follow each head's codes (see fp8_kv.py)."""
+
+    table: torch.Tensor  # int32 [slots, max_pages], the pages of each slot
+    k: torch.Tensor  # [pages, kv_heads, page, head_dim], a view of the pool
+    v: torch.Tensor
+
+    @property
+    def page(self) -> int:
+        """Positions of a page."""
+        return self.k.shape[2]
+
+    @property
+    def fp8(self) -> bool:
+        return is_fp8(self.k)
+
+    def kernel_arguments(self) -> tuple:
+        """table_ptr, stride_table, and the fields of pages.Cache."""
+        k_scale, v_scale = scales(self.k), scales(self.v)
+        strides = *self.k.stride()[:2], *k_scale.stride()[:2]
+        return self.table, self.table.stride(0), self.k, self.v, k_scale, v_scale, *strides
+
+
+class Rope(NamedTuple):
+    """Rotary embedding, and the RMS norm of queries and keys before it."""
+
+    cos: torch.Tensor  # fp32 [capacity, head_dim / 2]
+    sin: torch.Tensor
+    q_norm: torch.Tensor | None  # weights [head_dim]; None for models without these norms
+    k_norm: torch.Tensor | None
+    eps: float  # epsilon of the norms
+
+    def kernel_arguments(self) -> tuple:
+        """The fields of rope.Rotary; cos is a placeholder for a norm that is None."""
+        norms = (self.cos if norm is None else norm for norm in (self.q_norm, self.k_norm))
+        return self.cos, self.sin, *norms, self.eps
+
+
+class Scratch(NamedTuple):
+    """Buffers of the partial results of splits. The shapes are those of decode; for prompts see scratch_sizes of
+    prompt_attention.py."""
+
+    partial: torch.Tensor  # fp32 [rows, query heads, max splits, head_dim], sums of values
+    lse: torch.Tensor  # fp32 [rows, query heads, max splits, 2], running maximum and sum of weights
+    counter: torch.Tensor  # int32 [rows, K/V heads], finished splits, zero between launches
+
+
+class Heads(NamedTuple):
+    """Sizes of an attention layer."""
+
+    query: int  # number of query heads
+    kv: int  # number of K/V heads
+    dim: int  # head size
+    scale: float  # factor of the scores before the softmax
+    window: int  # positions that a query attends to, itself included; 0: all
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a K/V head."""
+        return self.query // self.kv
+
+
+class Sizes(NamedTuple):
+    """Compile-time sizes and choices that the decode attention kernels and their functions share."""
+
+    PAGE: tl.constexpr  # positions of a page
+    KV_HEADS: tl.constexpr  # K/V heads
+    GROUP: tl.constexpr  # query heads that share a K/V head
+    COLUMNS: tl.constexpr  # queries that are multiplied together, padded
+    D: tl.constexpr  # head size
+    BLOCK_D: tl.constexpr  # D, padded
+    BLOCK_G: tl.constexpr  # GROUP, padded
+    BLOCK_T: tl.constexpr  # positions of a tile
+    WARP_T: tl.constexpr  # positions of a tile that each warp attends to, for fp8 K/V
+    TILES: tl.constexpr  # tiles that are loaded before the wait
+    MAX_SPLITS: tl.constexpr  # splits that partial has room for
+    COMBINE: tl.constexpr  # splits that are combined together
+    WINDOW: tl.constexpr  # positions attended to; 0: all
+    QK_NORM: tl.constexpr  # queries and keys are normalized
+    FP8: tl.constexpr  # K and V are e4m3 codes with scales
+    CONVERTS: tl.constexpr  # the GPU has an instruction that converts e4m3
+    INTERPRETED: tl.constexpr  # Triton's interpreter runs the kernel, which multiplies in fp32

@@ -1,0 +1,259 @@
+"""Tiles of a weight and of activations, loaded into the registers from which mma reads them.
+
+A tile of a weight is WARPS * BLOCK_N lines of 32 columns, or of the words of packed.py that hold 128 (four bits) or 64
+columns (eight bits). Four lanes of a warp hold a line, 16 bytes each. The warps of a program share the columns.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from ..triton_compat import Constants
+
+STEP_K = 32  # columns that four lanes hold, 16 bytes each
+STEP_COLUMNS = tl.constexpr(STEP_K)
+
+
+@dataclass(frozen=True)
+class Tiling(Constants):
+    """The constants of a kernel that follow from the weight [N, K], of Gated [2 * N, K], and the launch config.
+
+    OUT_N: outputs of a block of BLOCK_N rows. MASKED: whether the last block exceeds the rows. SHARED: whether a
+    program takes several blocks. PARTS: pieces of 32 columns in a line of a tile; LINE: elements of a line in memory;
+    STEP: its columns. LENGTH: elements of a row in memory. CHUNKS: tiles of a block. X_TILES: tiles of activations.
+    GROUPS: groups of GROUP columns of a row. GROUPED: whether a row has several scales, which multiply the sums of
+    tiles or, of smaller groups, of their parts. ROW_SCALES: whether it has one, which multiplies the whole sum. SCALES,
+    ZERO_PARTS: scales and zero points that are loaded with a line. GROUP_PARTS: parts that are added before they are
+    scaled. APART: whether zero points are subtracted from the sums, not from the weight.
+    """
+
+    N: int
+    K: int
+    GROUP: int
+    SCALE_ROWS: int
+    ZEROS: bool
+    GATED: bool
+    BLOCK_N: int
+    WARPS: int
+    OUT_N: int
+    MASKED: bool
+    SHARED: bool
+    PARTS: int
+    LINE: int
+    STEP: int
+    LENGTH: int
+    CHUNKS: int
+    X_TILES: int
+    GROUPS: int
+    GROUPED: bool
+    ROW_SCALES: bool
+    SCALES: int
+    ZERO_PARTS: int
+    GROUP_PARTS: int
+    APART: bool
+
+
+@triton.constexpr_function
+def tiling(N, K, FORM, GROUP, SCALE_ROWS, ZEROS, GATED, BLOCK_N, WARPS, X_AHEAD, BLOCKS, PROGRAMS):
+    """Return the Tiling of a kernel's arguments."""
+    dense, shared = FORM == "dense", BLOCKS > PROGRAMS
+    out_n = BLOCK_N // 2 if GATED else BLOCK_N
+    parts = 1 if dense else 4 if FORM == "int4" else 2
+    line, step = 32 if dense else 16, parts * 32
+    chunks = -(-K // (WARPS * step))
+    grouped, of_line = not dense and GROUP < K, parts if GROUP < step else 1
+    # Where the sums of the activations, computed once, serve many blocks of four bits.
+    apart = FORM == "int4" and X_AHEAD == chunks * parts and shared
+    return Tiling(
+        N, K, GROUP, SCALE_ROWS, ZEROS, GATED, BLOCK_N, WARPS, out_n, N % out_n != 0, shared, parts, line, step,
+        LENGTH=K if dense else -(-K // step) * line,
+        CHUNKS=chunks,
+        X_TILES=chunks * parts,
+        GROUPS=-(-K // GROUP),
+        GROUPED=grouped,
+        ROW_SCALES=not dense and not grouped,
+        SCALES=of_line if grouped else 0,
+        ZERO_PARTS=of_line if ZEROS else 0,
+        GROUP_PARTS=parts // of_line if grouped else parts,
+        APART=apart,
+    )  # fmt: skip
+
+
+class Weight(NamedTuple):
+    """A weight, and what scales its groups as in packed.py: scale [N / SCALE_ROWS, GROUPS], zero [N, GROUPS]."""
+
+    weight_ptr: Any
+    scale_ptr: Any
+    zero_ptr: Any
+
+
+class Block(NamedTuple):
+    """The pointers to a block of rows of a weight, and masks of its rows.
+
+    weights: [lines, LINE], to the first tile. scales: [1, BLOCK_N, 1], to the first group of the rows of the sums.
+    zeros: the same if APART, else [lines, 1]. mask_lines, mask_sums: which of these rows exist.
+    """
+
+    weights: Any
+    scales: Any
+    zeros: Any
+    mask_lines: Any
+    mask_sums: Any
+
+
+class Activations(NamedTuple):
+    """Activations [rows, K] as tiles.
+
+    ptrs: [WARPS * BLOCK_M, 32], to the first tile. offs_k: its columns. mask: [lines, 1]. order_ptr: [K] int32, the
+    column of x of each column of the weight.
+    """
+
+    ptrs: Any
+    order_ptr: Any
+    offs_k: Any
+    mask: Any
+
+
+@triton.jit
+def places(WARPS: tl.constexpr, ROWS: tl.constexpr):
+    """Return the row of each line of a tile and the warp whose registers hold the line: [WARPS * ROWS, 1] each."""
+    line = tl.arange(0, WARPS * ROWS)[:, None]
+    return line // (8 * WARPS) * 8 + line % 8, line // 8 % WARPS
+
+
+@triton.jit
+def operand(tile, WARPS: tl.constexpr, ROWS: tl.constexpr, FOUR: tl.constexpr):
+    """Return a tile [WARPS * ROWS, 32] as an operand [WARPS, ROWS, 32] of the tensor cores.
+
+    A lane has loaded eight neighbors of a row. The instruction takes two and two of a lane in each half of 16 columns,
+    or, FOUR, as the compiler lays out operands that were joined, two of each four in each half of 32. The order of the
+    columns is free if both operands agree: what a lane holds is renamed, and no data moves. Neighbors in memory stay
+    neighbors in the registers.
+    """
+    tile = tl.permute(tile.reshape(ROWS // 8, WARPS, 8, STEP_COLUMNS), (1, 0, 2, 3))
+    tile = tile.reshape(WARPS, ROWS, 4, 2, 2, 2)  # lane, instruction, half, element
+    if FOUR:
+        return tl.permute(tile, (0, 1, 4, 2, 3, 5)).reshape(WARPS, ROWS, STEP_COLUMNS)
+    else:
+        return tl.permute(tile, (0, 1, 3, 4, 2, 5)).reshape(WARPS, ROWS, STEP_COLUMNS)
+
+
+@triton.jit
+def _load(
+    ptrs,
+    offs,
+    mask,
+    begin: tl.constexpr,
+    width: tl.constexpr,
+    LENGTH: tl.constexpr,
+    MASKED: tl.constexpr,
+    POLICY: tl.constexpr,
+):
+    """Load the warps' parts, `width` elements together, from element `begin` of rows of LENGTH.
+
+    A line that does not exist may hold any value: no other line's sum depends on it.
+    """
+    if begin + width > LENGTH:
+        return tl.load(ptrs + begin, mask=mask & (offs + begin < LENGTH), other=0.0, eviction_policy=POLICY)
+    elif MASKED:
+        return tl.load(ptrs + begin, mask=mask, eviction_policy=POLICY)
+    else:
+        return tl.load(ptrs + begin, eviction_policy=POLICY)
+
+
+@triton.jit
+def load_x(T: tl.constexpr, x, i: tl.constexpr, ORDERED: tl.constexpr):
+    """Load the activations for part i % PARTS of the warps' tiles i // PARTS; in the weight's order if ORDERED."""
+    begin: tl.constexpr = i // T.PARTS * T.WARPS * T.STEP + i % T.PARTS * STEP_COLUMNS
+    if ORDERED:
+        within = x.offs_k + begin < T.K
+        column = tl.load(x.order_ptr + x.offs_k + begin, mask=within, other=0)
+        return tl.load(x.ptrs - x.offs_k + column, mask=x.mask & within, other=0.0)
+    else:
+        return _load(x.ptrs, x.offs_k, x.mask, begin, T.WARPS * T.STEP, T.K, False, "")
+
+
+@triton.jit
+def block_of_rows(T: tl.constexpr, w, block):
+    """Return the Block with that number."""
+    line, warp = places(T.WARPS, T.BLOCK_N)
+    sum_n = tl.arange(0, T.BLOCK_N)[None, :, None]
+    rows, sum_rows = line, sum_n
+    if T.GATED:
+        rows, sum_rows = line % T.OUT_N + line // T.OUT_N * T.N, sum_n % T.OUT_N + sum_n // T.OUT_N * T.N
+    offs_k = warp * T.LINE + tl.arange(0, T.LINE)[None, :]
+    return Block(
+        w.weight_ptr + (rows + block * T.OUT_N).to(tl.int64) * T.LENGTH + offs_k,
+        w.scale_ptr + (sum_rows + block * T.OUT_N) // T.SCALE_ROWS * T.GROUPS,
+        w.zero_ptr + ((sum_rows if T.APART else rows) + block * T.OUT_N) * T.GROUPS,
+        block * T.OUT_N + line % T.OUT_N < T.N,
+        block * T.OUT_N + sum_n % T.OUT_N < T.N,
+    )
+
+
+@triton.jit
+def _load_group(T: tl.constexpr, ptrs, warp, mask, c: tl.constexpr, part: tl.constexpr):
+    """Load the values of the groups that contain a part of the warps' tiles c."""
+    column = (c * T.WARPS + warp) * T.STEP + part * STEP_COLUMNS
+    if (c + 1) * T.WARPS * T.STEP > T.K:
+        return tl.load(ptrs + column // T.GROUP, mask=mask & (column < T.K), other=0)
+    elif T.MASKED:
+        return tl.load(ptrs + column // T.GROUP, mask=mask)
+    else:
+        return tl.load(ptrs + column // T.GROUP)
+
+
+@triton.jit
+def load_tile(T: tl.constexpr, block, c: tl.constexpr):
+    """Load the warps' tiles c of a block: tuples of the weight, of the groups' scales and of their zero points."""
+    WIDTH: tl.constexpr = T.WARPS * T.LINE
+    _, warp = places(T.WARPS, T.BLOCK_N)
+    offs_k = warp * T.LINE + tl.arange(0, T.LINE)[None, :]
+    sum_warp = tl.arange(0, T.WARPS)[:, None, None]
+    tile = _load(block.weights, offs_k, block.mask_lines, c * WIDTH, WIDTH, T.LENGTH, T.MASKED, "evict_first")
+    scales, zeros = (), ()
+    for part in tl.static_range(T.SCALES):
+        scales += (_load_group(T, block.scales, sum_warp, block.mask_sums, c, part),)
+    for part in tl.static_range(T.ZERO_PARTS):
+        if T.APART:
+            zeros += (_load_group(T, block.zeros, sum_warp, block.mask_sums, c, part),)
+        else:
+            zeros += (_load_group(T, block.zeros, warp, block.mask_lines, c, part),)
+    return (tile,), scales, zeros
+
+
+@triton.jit
+def load_row_scales(T: tl.constexpr, w, block):
+    """Load the scales of a block whose rows have one scale: [BLOCK_N, 1]."""
+    row = tl.arange(0, T.BLOCK_N)[:, None]
+    scale_row = (block * T.OUT_N + row % T.OUT_N + row // T.OUT_N * T.N) // T.SCALE_ROWS
+    return tl.load(w.scale_ptr + scale_row, mask=block * T.OUT_N + row % T.OUT_N < T.N, other=0.0)
+
+
+@triton.jit
+def fetch_block(T: tl.constexpr, w, block):
+    """Copy a block of rows of a packed weight, with what scales its groups, to the L2 cache."""
+    SCALE_BYTES: tl.constexpr = T.GROUPS * (w.scale_ptr.dtype.element_ty.primitive_bitwidth // 8)
+    rows = tl.minimum(T.N - block * T.OUT_N, T.OUT_N)
+    for half in tl.static_range(2 if T.GATED else 1):
+        first = (block * T.OUT_N + half * T.N).to(tl.int64)
+        _fetch(w.weight_ptr + first * T.LENGTH, rows * (T.LENGTH * 4))
+        if T.GROUPED and T.SCALE_ROWS == 1:
+            _fetch(w.scale_ptr + first * T.GROUPS, rows * SCALE_BYTES)
+        if T.ZEROS:
+            _fetch(w.zero_ptr + first * T.GROUPS, rows * (T.GROUPS * 2))
+
+
+@triton.jit
+def _fetch(ptr, size):
+    """Request `size` bytes, a multiple of 16, by one thread; nothing if `size` is not positive."""
+    tl.inline_asm_elementwise(
+        """{
+        .reg .pred one; .reg .b32 thread;
+        mov.u32 thread, %tid.x; mov.u32 $0, 0; setp.eq.u32 one, thread, 0; setp.gt.and.s32 one, $2, 0, one;
+        @one cp.async.bulk.prefetch.L2.global [$1], $2;
+        }""",
+        "=r,l,r", [ptr.to(tl.uint64), size], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
