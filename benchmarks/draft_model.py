@@ -38,8 +38,8 @@ Lines = Callable[[Run], None]
 def cycle(large: Engine, small: Engine, guesses: int, run: Run) -> None:
     """`guesses` steps of the small model, then the large one's pass of a row more."""
     for _ in range(guesses):
-        decode.step(run, small.model, "greedy")
-    decode.step(run, large.model.of_queries(1, guesses + 1), "greedy")
+        decode.decode_pass(run, small.model, "greedy")
+    decode.decode_pass(run, large.model.of_queries(1, guesses + 1), "greedy")
 
 
 def measure(large: Engine, small: Engine, context: int = CONTEXT, steps: int = STEPS, runs: int = RUNS) -> list[dict]:
@@ -47,10 +47,11 @@ def measure(large: Engine, small: Engine, context: int = CONTEXT, steps: int = S
     with room for `room(context, steps)` positions."""
     plain = replace(large.model, verify=None)
     alone: dict[str, Lines] = {
-        "large": lambda run: decode.step(run, plain, "greedy"),
-        "small": lambda run: decode.step(run, small.model, "greedy"),
+        "large": lambda run: decode.decode_pass(run, plain, "greedy"),
+        "small": lambda run: decode.decode_pass(run, small.model, "greedy"),
     }
-    verifying = {k: partial(decode.step, model=large.model.of_queries(1, k + 1), kind="greedy") for k in GUESSES}
+    views = {k: large.model.of_queries(1, k + 1) for k in GUESSES}
+    verifying = {k: partial(decode.decode_pass, m=view, kind="greedy") for k, view in views.items()}
     cycles = {k: partial(cycle, large, small, k) for k in GUESSES}
     lists = {**alone, **{("pass", k): lines for k, lines in verifying.items()}, **cycles}
     run = launcher(large.model)

@@ -28,6 +28,7 @@ from tridecode.cli.bench.batch import cases_of, room_of
 from tridecode.cli.bench.decode import capacity_of
 from tridecode.cli.bench.suite import SUITES, suite_args
 from tridecode.errors import counted
+from tridecode.kernels.device import Device
 from tridecode.models.presets import PRESETS
 from tridecode.plan.placement import page_size, plan_graphs, to_quantise
 from tridecode.serve.policy import Policy
@@ -37,7 +38,7 @@ from tridecode.step.graphs import first_batches, first_lists, launcher
 from tridecode.step.prompt_graphs import end_of, first_reads
 from tridecode.step.run import launch
 
-GPU = 90, 132, None  # compute capability, multiprocessors, no name: a user's own table of shapes is of no concern
+GPU = Device("NVIDIA H200", 90, 132, 232448, 233472, 65536)
 FOUND: list = []  # filled before the processes fork
 
 
@@ -65,13 +66,14 @@ def engine_of(words: str) -> tuple:
 
 def kernels_of(preset: str, capacity: int, slots: int, kv_tokens: int | None, quantize: str | None) -> list:
     """What such an engine compiles at load, each with what its `preload` takes: its tensors by shape only."""
-    config, device = to_quantise(PRESETS[preset], quantize, None, "auto"), torch.device("meta")
+    spec, device = to_quantise(PRESETS[preset], quantize, None, "auto"), torch.device("meta")
     page = page_size("triton", slots)
     chunk = Policy().chunk(slots, capacity, page)
     planned = plan_graphs(slots, chunk, captured=True, prompt_tiles=True)
     sizes = kv_tokens and kv_tokens // page, max(slots, *planned.sizes), chunk
-    weights = empty_weights(config, device, torch.bfloat16, packs=True)
-    model = state.make_model(config, weights, capacity, slots, page, None, *sizes)
+    weights = empty_weights(spec, device, torch.bfloat16, packs=True)
+    configs = state.choose_configs(spec, weights, GPU)  # without the table of this machine's user
+    model = state.make_model(spec, weights, capacity, slots, page, configs, *sizes)
     batches = first_batches(planned.sizes)
     ends = [end_of(model, batch) for batch in batches]
     found = missing(lambda: [lines(launcher(model)) for lines in [*first_lists(model, batches), *ends]])
@@ -103,8 +105,8 @@ def main() -> None:
     parser.add_argument("--triton", metavar="DIR")
     parser.add_argument("--count", action="store_true")
     args = parser.parse_args()
-    driver.set_active(NoGPU(GPUTarget("cuda", GPU[0], 32)))
-    state.gpu_of = lambda device: GPU
+    driver.set_active(NoGPU(GPUTarget("cuda", GPU.capability, 32)))
+    state.device_of = lambda device: GPU
     torch.cuda.device = lambda device: nullcontext()
     if args.triton:
         as_triton_of(args.triton)

@@ -21,6 +21,7 @@ from tridecode.checkpoint.slices import parameter_count
 from tridecode.cli.bench import ablate, first_token, measure, peers, prefill, start, step_bytes, suite, time_decode
 from tridecode.cli.bench.stream import stream_figures
 from tridecode.errors import GenerationError, ParameterError
+from tridecode.kernels.device import Device
 from tridecode.sampling import SamplingParams
 from tridecode.serve.policy import Policy
 from tridecode.step.graphs import DecodePasses, launcher
@@ -257,9 +258,9 @@ def test_one_allocation_for_every_output_of_every_op(monkeypatch):
 
 def test_rungs_of_the_ladder():
     engine = tiny_engine("torch", "none", torch.float32)
-    engine.model = replace(engine.model, pdl=False)
+    engine.model = replace(engine.model, gpu=Device(capability=80))
     assert len(list(ablate.variants(engine))) == 3
-    engine.model = replace(engine.model, pdl=True)
+    engine.model = replace(engine.model, gpu=Device(capability=90))
     found = list(ablate.variants(engine))
     assert [name.split(",")[0] for name, _ in found] == ["eager", "eager", "graph", "graph"]
     assert all(steps.model.weights is engine.model.weights for _, steps in found)

@@ -1,13 +1,14 @@
-"""config.json of every family, as transformers 4 and 5 write it; what is refused, and in which words."""
+"""config.json of every family, as transformers 4 and 5 write it, and the messages of refusals."""
 
 
 import pytest
 
+from tridecode.blocks.attention import Attention
+from tridecode.blocks.mlp import MLP
 from tridecode.blocks.rope import RopeConfig
-from tridecode.blocks.spec import ModelSpec
+from tridecode.blocks.spec import Layer, ModelSpec
 from tridecode.checkpoint.config import parse_config
 from tridecode.errors import CheckpointError
-from tridecode.models.dense import dense_spec
 from tridecode.models.reader import read_json
 from tridecode.models.registry import FAMILIES
 
@@ -113,26 +114,23 @@ def without(config, *keys):
 
 
 def test_llama_file_of_transformers_4():
-    config = parse_config(LLAMA)
-    assert config == dense_spec(
+    spec = parse_config(LLAMA)
+    rope = RopeConfig(500000.0, "llama3", 32.0, 1.0, 4.0, 8192)
+    attention = Attention(hidden=2048, eps=1e-5, heads=32, kv_heads=8, head_dim=64, rope=rope)
+    assert spec == ModelSpec(
         family="llama",
         hidden_size=2048,
-        intermediate_size=8192,
-        num_layers=16,
-        num_heads=32,
-        num_kv_heads=8,
-        head_dim=64,
         vocab_size=128256,
         max_position=131072,
-        rms_norm_eps=1e-5,
+        layers=(Layer(attention, MLP(hidden=2048, eps=1e-5, intermediate=8192)),) * 16,
+        eps=1e-5,
         tie_word_embeddings=True,
-        rope=RopeConfig(500000.0, "llama3", 32.0, 1.0, 4.0, 8192),
         dtype="bfloat16",
         bos_id=128000,
         stop_ids=(128001,),
     )
-    mixer = config.layers[0].mixer
-    assert (mixer.group, mixer.q_size, mixer.kv_size) == (4, 2048, 512)
+    assert (attention.group, attention.q_size, attention.kv_size) == (4, 2048, 512)
+    assert (attention.qk_norm, attention.bias, attention.window, attention.scale) == (False, False, 0, None)
 
 
 def test_transformers_5_keys_mean_the_same():
@@ -151,28 +149,28 @@ FLAGS = {"qwen3": (True, False), "llama": (False, False), "mistral": (False, Fal
 
 @pytest.mark.parametrize("family", FLAGS)
 def test_family_flags(family):
-    config = parse_config(PUBLISHED[family])
-    assert (config.qk_norm, config.qkv_bias) == FLAGS[family]
+    spec = parse_config(PUBLISHED[family])
+    assert {(layer.mixer.qk_norm, layer.mixer.bias) for layer in spec.layers} == {FLAGS[family]}
 
 
 @pytest.mark.parametrize("family, group, head_dim", [("qwen3", 4, 128), ("qwen2", 7, 64), ("mistral", 4, 128)])
 def test_shapes(family, group, head_dim):
-    config = parse_config(PUBLISHED[family])
-    assert (config.group_size, config.head_dim) == (group, head_dim)
+    spec = parse_config(PUBLISHED[family])
+    assert {(layer.mixer.group, layer.mixer.head_dim) for layer in spec.layers} == {(group, head_dim)}
 
 
 @pytest.mark.parametrize("head_dim", [None, "absent"])
 def test_head_dim_null_or_absent_is_hidden_over_heads(head_dim):
     values = without(LLAMA, "head_dim") | ({} if head_dim == "absent" else {"head_dim": head_dim})
-    assert parse_config(values | {"hidden_size": 3072}).head_dim == 96
+    assert parse_config(values | {"hidden_size": 3072}).layers[0].mixer.head_dim == 96
 
 
 def test_kv_heads_absent_is_multi_head_attention():
-    assert parse_config(without(LLAMA, "num_key_value_heads")).group_size == 1
+    assert parse_config(without(LLAMA, "num_key_value_heads")).layers[0].mixer.group == 1
 
 
 def test_rope_theta_absent_is_10000():
-    assert parse_config(without(MISTRAL, "rope_theta")).rope == RopeConfig(theta=10000.0)
+    assert parse_config(without(MISTRAL, "rope_theta")).layers[0].mixer.rope == RopeConfig(theta=10000.0)
 
 
 @pytest.mark.parametrize("name", ["float16", "float32", "torch.bfloat16"])
@@ -216,8 +214,9 @@ WINDOWS = {
 @pytest.mark.parametrize("case", WINDOWS)
 def test_windows(case):
     values, changes, windows = WINDOWS[case]
-    config = parse_config(values | changes)
-    assert [layer.mixer.window for layer in config.layers] == windows
+    spec = parse_config(values | changes)
+    assert [layer.mixer.window for layer in spec.layers] == windows
+    assert spec.num_layers == changes["num_hidden_layers"]
 
 
 STOPS = {
@@ -382,17 +381,19 @@ def test_agrees_with_transformers(family, tmp_path):
     from checkpoints import STOP_IDS, write_tiny
 
     path = write_tiny(tmp_path, family, num_hidden_layers=3)
-    config = parse_config(read_json(path / "config.json"), read_json(path / "generation_config.json"))
+    spec = parse_config(read_json(path / "config.json"), read_json(path / "generation_config.json"))
     theirs = transformers.AutoConfig.from_pretrained(path)
     window = getattr(theirs, "sliding_window", None)
-    assert config.hidden_size == theirs.hidden_size and config.vocab_size == theirs.vocab_size
-    assert config.layers[0].mixer.rope.theta == theirs.rope_parameters["rope_theta"]
-    assert config.layers[0].mixer.rope.kind == theirs.rope_parameters["rope_type"]
-    assert config.eps == theirs.rms_norm_eps
-    assert config.tie_word_embeddings == theirs.tie_word_embeddings
-    assert [layer.mixer.window for layer in config.layers] == [window or 0] * 3
-    assert set(config.stop_ids) == set(STOP_IDS)
-    assert config.dtype == "float32"
+    assert spec.hidden_size == theirs.hidden_size and spec.vocab_size == theirs.vocab_size
+    assert {layer.mixer.rope for layer in spec.layers} == {spec.layers[0].mixer.rope}
+    rope = spec.layers[0].mixer.rope
+    assert rope.theta == theirs.rope_parameters["rope_theta"]
+    assert rope.kind == theirs.rope_parameters["rope_type"]
+    assert {spec.eps, *(block.eps for block in spec.blocks())} == {theirs.rms_norm_eps}
+    assert spec.tie_word_embeddings == theirs.tie_word_embeddings
+    assert [layer.mixer.window for layer in spec.layers] == [window or 0] * 3
+    assert set(spec.stop_ids) == set(STOP_IDS)
+    assert spec.dtype == "float32"
 
 
 ODD_NUMBERS = [-1, 0, 1, 3, 10**30, 0.5, float("nan"), float("-inf")]
@@ -402,7 +403,7 @@ ABSENT = dict.fromkeys(["rope_parameters", "layer_types", "quantization_config",
 
 @pytest.mark.parametrize("family", PUBLISHED)
 def test_odd_values_end_in_one_clear_line(family):
-    """Whatever stands at a key: a configuration, or a CheckpointError that names the file."""
+    """Any value of a key leads to a specification or to a CheckpointError that names the file."""
     values = PUBLISHED[family] | ABSENT
     refused = 0
     for key in values:

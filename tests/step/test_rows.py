@@ -198,8 +198,9 @@ def test_buffers_that_moved_are_found_at_replay():
     model = model_of(2)
     steps = DecodePasses(model, dispatcher=Dispatcher("full", (2,)), kinds=("greedy",))
     steps.check_addresses = True
-    object.__setattr__(model, "cos", model.cos.clone())
-    with pytest.raises(AssertionError, match="buffers moved since capture: cos"):
+    ((key, (cos, sin)),) = model.ropes.items()
+    object.__setattr__(model, "ropes", {key: (cos.clone(), sin)})
+    with pytest.raises(AssertionError, match="buffers moved since capture: rope.0.cos"):
         steps.replay("greedy")
 
 

@@ -57,10 +57,15 @@ def passes(engine, kind, count=3, rows=3, masked=False, tokens=1, given=0):
 def finish(engine, kind, rows=3, masked=False):
     """Run the end of a prompt pass that has left random values. Return the state that it leaves."""
     start(engine, kind, rows)
-    for tensor in (engine.model.prompt.hidden, engine.model.prompt.qkv):
+    for tensor in read_buffers(engine.model):
         tensor.normal_(generator=torch.Generator().manual_seed(4))
     engine.prompts.finish(kind, rows, masked)
     return state(engine)
+
+
+def read_buffers(model):
+    """What the end of a prompt pass reads of the rows before it."""
+    return model.prompt.hidden, model.prompt.buffers(model.spec.layers[-1].mixer)["qkv"]
 
 
 def start(engine, kind, rows, given=0):
@@ -151,8 +156,9 @@ def test_buffers_that_moved_are_reported_before_a_pass():
     engine = engine_of("full")
     engine.steps.check_addresses = True
     engine.steps.replay("greedy", 1)
-    object.__setattr__(engine.model, "cos", engine.model.cos.clone())
-    with pytest.raises(AssertionError, match="buffers moved since capture: cos"):
+    ((key, (cos, sin)),) = engine.model.ropes.items()
+    object.__setattr__(engine.model, "ropes", {key: (cos.clone(), sin)})
+    with pytest.raises(AssertionError, match="buffers moved since capture: rope.0.cos"):
         engine.steps.replay("greedy", 1)
 
 
@@ -250,7 +256,8 @@ def test_a_prompt_size_is_captured_while_rows_run():
 def test_captures_at_load_change_no_state_of_running_rows():
     engine = engine_of()
     start(engine, "greedy", rows=3)
-    engine.model.prompt.hidden.zero_(), engine.model.prompt.qkv.zero_()
+    for tensor in read_buffers(engine.model):
+        tensor.zero_()
     before = state(engine)
     steps = DecodePasses(engine.model, captures.run, Dispatcher("full", SIZES, PROMPTS))
     assert_same(state(engine), before)

@@ -195,8 +195,9 @@ class DecodeModel:
 
     @property
     def prompt_pair_flops(self) -> int:
-        """Floating point operations of a pair of a token and a position in a prompt pass, which cuts the last layer."""
-        return sum(block.pair_flops() for layer in self.spec.layers[:-1] for block in layer.blocks)
+        """Floating point operations of a pair of a token and a position in a prompt pass."""
+        layers = self.spec.layers[: -1 if self.spec.layers[-1].mixer.cuts_prompt else None]
+        return sum(block.pair_flops() for layer in layers for block in layer.blocks)
 
     def of_rows(self, rows: int) -> "DecodeModel":
         """Return the same model for passes of its first `rows` rows."""
