@@ -79,6 +79,8 @@ def test_flops_of_a_prompt_by_hand():
     # two more tokens: the first layer in full and the second's q, k and v; they attend to 1 and 2 positions
     attention = 4 * 256 * (1 + 2) + 2 * 4 * 256 * (3 - 1)
     assert prefill.prefill_flops(config, 3) == one + 2 * 2 * (2 * qkv + rest) + attention
+    alike = replace(config, layers=config.layers[:1] * 2)  # one object
+    assert prefill.prefill_flops(alike, 3) == prefill.prefill_flops(config, 3)
 
 
 def test_flops_of_a_sliding_window_by_hand():

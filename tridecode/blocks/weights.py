@@ -39,7 +39,7 @@ class Weights:
     @property
     def tied(self) -> bool:
         """Whether the LM head is the embedding itself."""
-        return self.lm_head.packed is None and self.lm_head.weight.data_ptr() == self.embed.data_ptr()
+        return self.lm_head.weight is self.embed
 
     def linears(self) -> list[LoadedLinear]:
         """Return the linears of all layers, then the LM head."""

@@ -164,7 +164,8 @@ def plan_memory(
     weights = weight_bytes(spec, dtype, device.type == "cuda", on_host)
     rows, scratch = min(chunk, slots * spec.max_position) + slots, SCRATCH[device.type]
     if device.type == "cpu":  # the references' own, of a row
-        inner = sum(linear.k for linear in spec.layers[0].linears() if linear.epilogue == "residual")
+        layers = ((linear for linear in layer.linears() if linear.epilogue == "residual") for layer in spec.layers)
+        inner = max(sum(linear.k for linear in linears) for linears in layers)
         scratch += 16 * rows * (inner + spec.pages.width)
         weights += on_host * host_layer_bytes(spec, dtype)
     fixed = workspace_bytes(spec, dtype, 1) + prompt_bytes(spec, dtype, rows, device) + scratch

@@ -84,8 +84,8 @@ def prefill_flops(spec: ModelSpec, tokens: int, cached: int = 0) -> int:
     one token behind its K and V, and only that token needs the LM head.
     """
     flops, end = 2 * spec.lm_head.n * spec.lm_head.k, cached + tokens
-    for layer in spec.layers:
-        cut = layer is spec.layers[-1] and layer.mixer.cuts_prompt
+    for i, layer in enumerate(spec.layers, 1):
+        cut = i == spec.num_layers and layer.mixer.cuts_prompt
         for block in layer.blocks:
             for linear in block.linears():
                 whole = not cut or (block is layer.mixer and linear.epilogue != "residual")
