@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from checkpoints import write_tiny
-from models import CUDA
+from models import CUDA, use_h100
 
 from tridecode import Engine, SamplingParams, __version__
 from tridecode import cli as commands
@@ -383,12 +383,14 @@ def test_info_tells_of_the_batch_invariant_mode(run, tiny):
         (dict(graph="full_decode_only"), ("none", "triton", None, 0, "read once; attention by triton")),
     ],
 )
-def test_info_tells_which_prompt_passes_a_gpu_would_capture(options, expected):
+def test_info_tells_which_prompt_passes_a_gpu_would_capture(options, expected, monkeypatch):
+    use_h100(monkeypatch)
     words = [f"--{name.replace('_', '-')}" + f"={value}" * (value is not None) for name, value in options.items()]
     args = make_parser().parse_args(["info", *words])
     graphs = info.graphs_of(args, 2048, (True, True))
     policy = Policy(batch_invariant=args.batch_invariant)
-    facts = info.prompt_facts(PRESETS["qwen3-4b"], torch.bfloat16, args.slots or 1, 2048, graphs, True, policy)
+    what = PRESETS["qwen3-4b"], torch.bfloat16, torch.device("cuda"), args.slots or 1
+    facts = info.prompt_facts(*what, 2048, graphs, True, policy)
     mode, attention, largest, count, words = expected
     assert (facts["mode"], facts["attention"], facts["largest"], facts["graphs"]) == (mode, attention, largest, count)
     assert words in info.prompt_words(facts) and 200 * 2**20 < facts["buffers"] < 250 * 2**20
