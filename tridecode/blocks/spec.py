@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from .block import Block
@@ -105,16 +106,16 @@ class ModelSpec:
             yield from layer.linears()
         yield self.lm_head
 
-    @property
+    @cached_property
     def pages(self) -> Pages:
         """The pages that all layers with K and V share in form."""
         found = {pages for layer in self.layers if (pages := layer.pages())}
         assert len(found) == 1, f"layers with pages of one form are supported, got {len(found)}"
         return found.pop()
 
-    @property
+    @cached_property
     def page_layers(self) -> int:
-        """Layers that have pages."""
+        """Layers that have pages. The lists of passes read it in every layer."""
         return sum(layer.pages() is not None for layer in self.layers)
 
     @property

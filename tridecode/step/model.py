@@ -133,7 +133,10 @@ class DecodeModel:
         return self.workspace.blocks[block]
 
     def choice(self, linear: LoadedLinear, epilogue: str) -> Choice:
-        return self.configs.linears[linear_case(linear, epilogue)]
+        key = id(linear), epilogue  # hashed faster than a case, in every line of a launched pass
+        if (found := self._choices.get(key)) is None:
+            found = self._choices[key] = self.configs.linears[linear_case(linear, epilogue)]
+        return found
 
     def kv_layer(self, layer: LoadedLayer) -> KVLayer:
         at = layer.pages
@@ -169,6 +172,10 @@ class DecodeModel:
     def cases(self) -> dict[str, Case]:
         """Name of each linear -> the case that decides its kernel; the first layer that has the linear counts."""
         return linear_cases(self.spec, self.weights)
+
+    @cached_property
+    def _choices(self) -> dict[tuple[int, str], Choice]:
+        return {}
 
     @cached_property
     def _plans(self) -> dict[Block, AttentionPlan]:
@@ -277,8 +284,10 @@ class PromptState:
 
     def expanded(self, block: Attention, q: torch.Tensor, kv: KVLayer) -> KVLayer | None:
         """Return where K and V of 8 bits are expanded to bf16 for attention with these queries, None to read them."""
+        if not self.own.kv.numel():
+            return None
         keys, values = self.own.kv.unbind(1)
-        reads = keys.numel() and prompt_attention_hopper.fits(q, keys, block.window, self.attention_config.hopper)
+        reads = prompt_attention_hopper.fits(q, keys, block.window, self.attention_config.hopper)
         return kv._replace(k=keys, v=values) if reads else None
 
     def wait_for_pages(self, run: Run, layer: LoadedLayer) -> None:
