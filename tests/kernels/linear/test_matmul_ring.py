@@ -5,8 +5,8 @@ from itertools import product
 
 import pytest
 import torch
-from test_bits import EPS, PDL, ROUNDED, TOLERANCE, activations, idle, linear_of
 from test_matmul import HOPPER
+from test_packed import EPS, PDL, ROUNDED, TOLERANCE, activations, idle, linear_of
 from util import assert_close, norm_weight, poisoned, random
 
 from tridecode.checkpoint.formats.quantize import rules

@@ -16,7 +16,8 @@ from ..op import Op
 from .bits import factor, pair, raised, taken_off, unpack, zero_point
 from .blocks import RowBlocks
 from .gate_up import gate_up_bytes, gate_up_ref
-from .matmul_parts import (
+from .matvec import matvec_bytes, matvec_normed_ref, matvec_residual_ref
+from .register_tiles import (
     STEP_COLUMNS,
     STEP_K,
     block_of_rows,
@@ -27,7 +28,6 @@ from .matmul_parts import (
     operand,
     places,
 )
-from .matvec import matvec_bytes, matvec_normed_ref, matvec_residual_ref
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 The forms and arguments of matvec and gate_up, as in matmul_wide. A program multiplies tiles of the weights, one after
 the other; these are the rows of wgmma, and the rows of the pass are its columns. Weights in fewer bits go from shared
-memory through registers, where they become numbers (matmul_hopper_parts.py).
+memory through registers, where they become numbers (wgmma_operand.py).
 
 The ring: tiles of the weights come by TMA into STAGES places in shared memory, those of the activations into X_STAGES.
 A place has a barrier that counts its bytes; tile c is there when that of place c % STAGES has been full c // STAGES + 1
@@ -37,7 +37,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from ..common import META_WIDTH, RUN, STATUS, gdc_launch_dependents, gdc_wait, options
 from ..op import Op
 from .gate_up import gate_up_bytes, gate_up_ref
-from .matmul_hopper_parts import (
+from .matvec import matvec_bytes, matvec_normed_ref, matvec_residual_ref
+from .wgmma_operand import (
     COLUMNS_OF,
     COPIER_REGISTERS,
     barrier,
@@ -49,7 +50,6 @@ from .matmul_hopper_parts import (
     packed_sums,
     record,
 )
-from .matvec import matvec_bytes, matvec_normed_ref, matvec_residual_ref
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """matmul for one row on Hopper, in Gluon: weights in fewer bits come through a ring in shared memory.
 
 The forms and arguments of matvec and gate_up. A program multiplies 16 whole rows of the weights at a time, if gated
-eight of gate and eight of up; its warps share the columns (matmul_ring_parts.py). The weights come by TMA into STAGES
+eight of gate and eight of up; its warps share the columns (mma_lanes.py). The weights come by TMA into STAGES
 stages of STAGE_TILES tiles a warp: so many are on their way at any time, whatever registers hold, and a stage is waited
 for alone, by its own barrier. As soon as all warps have a stage in registers, the one STAGES later is asked for.
 
@@ -25,8 +25,8 @@ from ..op import Op
 from .bits import factor
 from .blocks import RowBlocks
 from .gate_up import gate_up_bytes, gate_up_ref
-from .matmul_hopper_parts import COPIER_REGISTERS, barrier, barriers, copy, record, view
-from .matmul_ring_parts import (
+from .matvec import matvec_bytes, matvec_normed_ref, matvec_residual_ref
+from .mma_lanes import (
     WORDS,
     add_tile,
     all_raised,
@@ -40,7 +40,7 @@ from .matmul_ring_parts import (
     share_x,
     sums_of,
 )
-from .matvec import matvec_bytes, matvec_normed_ref, matvec_residual_ref
+from .wgmma_operand import COPIER_REGISTERS, barrier, barriers, copy, record, view
 
 
 @dataclass(frozen=True)

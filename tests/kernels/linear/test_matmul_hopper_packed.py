@@ -4,13 +4,13 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
-from test_bits import linear_of
 from test_matmul_hopper import Product, check_alike, check_captured, hopper_only, same
 from test_matmul_ring import not_carried, shapes_for
+from test_packed import linear_of
 
 from tridecode.kernels.linear.matmul_hopper import HOPPER_NORMED, HopperConfig
-from tridecode.kernels.linear.matmul_hopper_parts import COLUMNS_OF
 from tridecode.kernels.linear.matmul_wide import MAX_SPLIT
+from tridecode.kernels.linear.wgmma_operand import COLUMNS_OF
 from tridecode.tuning.few_bits import ROLES, UNSHARED, hopper_carries, hopper_shapes, invariant_hopper_shape
 
 FORMS = (
