@@ -1,0 +1,32 @@
+"""Functions of Triton whose names depend on its version, under the names of 3.9, and constants of kernels."""
+
+import triton.language as tl
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import tma
+
+from .common import interpreted
+
+async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+reinterpret = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
+
+
+class Constants:
+    """Compile-time values, attributes that the functions of a kernel take as one constexpr argument.
+
+    Only a `constexpr_function` may compute the values: Triton's cache key covers its source, but not that of a method.
+    A NamedTuple does not serve here: assigning it to a variable turns its compile-time values into tensors.
+    """
+
+    def __init__(self, **values):
+        self._values = values
+        vars(self).update(values if interpreted() else {name: tl.constexpr(value) for name, value in values.items()})
+
+    def __repr__(self) -> str:
+        return repr(self._values)
+
+    def __eq__(self, other) -> bool:
+        return isinstance(other, Constants) and self._values == other._values
+
+    def __hash__(self) -> int:
+        return hash(tuple(self._values.items()))
