@@ -1,4 +1,4 @@
-"""Operations of the prompt pass that torch runs itself: matrix products, and attention as another backend."""
+"""Attention of the prompt pass by torch, as another backend."""
 
 from collections.abc import Sequence
 
@@ -6,13 +6,11 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from ..kernels.linear.weight import Linear
 from ..layout import Chunk
 from .attention.fp8_kv import held
 from .attention.gather_kv import gather_kv
 from .attention.prompt_attention import prompt_attention_bytes
 from .chunks import listed
-from .linear.dequantize import dequantise
 from .op import Op
 
 # The others hold all scores in memory. cuDNN is asked for by name: it plans anew for each length.
@@ -20,52 +18,6 @@ BACKENDS = {
     "flash": [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION],
     "cudnn": [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION],
 }
-
-
-def linear(x: torch.Tensor, weights: Linear, out: torch.Tensor, scratch: torch.Tensor) -> None:
-    """out [rows, out_features] = x [rows, in_features] @ weight.T + bias.
-
-    scratch: flat, of x's dtype. A weight in fewer bits is dequantised there, as many rows as it holds at a time.
-    """
-    if weights.packed is None:
-        _product(x, weights.weight, weights.bias, out)
-        return
-    K = weights.in_features
-    step = piece_rows(weights.out_features, scratch.numel() // K)
-    for first in range(0, weights.out_features, step):
-        end = min(first + step, weights.out_features)
-        rows = scratch[: (end - first) * K].view(-1, K)
-        dequantise(weights, first, end, rows)
-        _product(x, rows, weights.bias if weights.bias is None else weights.bias[first:end], out[:, first:end])
-
-
-def piece_rows(rows: int, most: int) -> int:
-    """Of a weight of `rows` rows how many stand there at a time, at most `most`: the same in all pieces, whole tiles of
-    the product. Columns of `out` that do not begin at a multiple of 16 bytes take cuBLAS several times as long."""
-    each = -(-rows // -(-rows // most))
-    whole = -(-each // 128) * 128
-    return min(whole, most // 128 * 128 or most)
-
-
-def linear_ref(x: torch.Tensor, weights: Linear, out: torch.Tensor, scratch: torch.Tensor) -> None:
-    weight = weights.weight if weights.packed is None else weights.matrix().to(x.dtype)
-    _product(x, weight, weights.bias, out)
-
-
-def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
-    if bias is None:
-        torch.mm(x, weight.T, out=out)
-    else:
-        torch.addmm(bias, x, weight.T, out=out)
-
-
-def linear_bytes(x: torch.Tensor, weights: Linear, out: torch.Tensor, scratch: torch.Tensor) -> int:
-    """A weight in fewer bits is written and read again in x's dtype."""
-    again = 0 if weights.packed is None else 2 * weights.out_features * weights.in_features * x.itemsize
-    return x.nbytes + weights.nbytes + again + out.nbytes
-
-
-LINEAR = Op(linear, linear_ref, linear_bytes, outputs=("out",))
 
 
 def torch_attention(backend: str, chunks: Sequence[Chunk]) -> Op:

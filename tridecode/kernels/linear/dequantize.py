@@ -1,6 +1,5 @@
-"""dequantise: rows of a weight in fewer bits become bf16, in front of a matrix product of many rows."""
+"""dequantize: rows of a packed weight become bf16, before a matrix product of many rows."""
 
-import torch
 import triton
 import triton.language as tl
 
@@ -9,33 +8,20 @@ from ..op import Op
 from .bits import factor, pair, unpack
 
 BLOCK_N = 32  # rows of a program
-TILES = 4  # of each of them
+TILES = 4  # tiles of each of its rows
 
 
 @triton.jit
-def _dequantise_kernel(
-    weight_ptr,
-    scale_ptr,
-    zero_ptr,
-    order_ptr,
-    out_ptr,
-    first,
-    end,
-    K: tl.constexpr,
-    FORM: tl.constexpr,
-    GROUP: tl.constexpr,
-    SCALE_ROWS: tl.constexpr,
-    ZEROS: tl.constexpr,
-    ORDERED: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    TILES: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-):
-    """out[row - first] = the weight's row, for rows first to end - 1.
+def _dequantize_kernel(
+    weight_ptr, scale_ptr, zero_ptr, order_ptr, out_ptr, first, end, K: tl.constexpr, FORM: tl.constexpr,
+    GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr, ZEROS: tl.constexpr, ORDERED: tl.constexpr, BLOCK_N: tl.constexpr,
+    TILES: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """Write the weight's rows first to end - 1 to out: [rows, K].
 
-    weight, scale, zero, order: as _matmul_kernel has them; out: [rows, K] (output). Moves the rows' words, and 2 * K
-    bytes a row. Grid (parts of a row, TILES tiles of 16 words each, cdiv(rows, BLOCK_N)). All of a program's words,
-    scales and zero points are in flight before the first is used; a lane writes 16 bytes at a time.
+    weight, scale, zero, order: as in _matmul_kernel. Grid (TILES tiles of 16 words of a row, cdiv(rows, BLOCK_N)). All
+    of a program's words, scales and zero points are in flight before the first is used; a lane writes 16 bytes at a
+    time.
     """
     PARTS: tl.constexpr = 4 if FORM == "int4" else 2
     GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
@@ -67,36 +53,21 @@ def _dequantise_kernel(
             tl.store(outs + columns, value.to(out_ptr.dtype.element_ty), mask=within)
 
 
-def dequantise(linear, first: int, end: int, out):
-    """out [end - first, in_features] = rows first to end - 1 of the weight of a packed Linear."""
-    packed = linear.packed
-    _dequantise_kernel[(triton.cdiv(packed.k, TILES * packed.tile), triton.cdiv(end - first, BLOCK_N))](
-        linear.weight,
-        linear.scale,
-        out if linear.zero is None else linear.zero.view(torch.int16),
-        out if linear.order is None else linear.order,
-        out,
-        first,
-        end,
-        packed.k,
-        packed.name,
-        packed.group,
-        packed.rows,
-        linear.zero is not None,
-        linear.order is not None,
-        BLOCK_N,
-        TILES,
-        interpreted(),
-        **options(4),
-    )
+def dequantize(linear, first: int, end: int, out):
+    """Write rows first to end - 1 of the weight of a packed Linear to out: [end - first, in_features]."""
+    grid = (triton.cdiv(linear.in_features, TILES * linear.packed.tile), triton.cdiv(end - first, BLOCK_N))
+    _dequantize_kernel[grid](
+        **linear.arguments(out), out_ptr=out, first=first, end=end, BLOCK_N=BLOCK_N, TILES=TILES,
+        INTERPRETED=interpreted(), **options(4),
+    )  # fmt: skip
 
 
-def dequantise_ref(linear, first, end, out):
+def dequantize_ref(linear, first, end, out):
     out.copy_(linear.matrix()[first:end])
 
 
-def dequantise_bytes(linear, first, end, out) -> int:
+def dequantize_bytes(linear, first, end, out) -> int:
     return linear.nbytes * (end - first) // linear.out_features + out.nbytes
 
 
-DEQUANTISE = Op(dequantise, dequantise_ref, dequantise_bytes, (_dequantise_kernel,), outputs=("out",))
+DEQUANTIZE = Op(dequantize, dequantize_ref, dequantize_bytes, (_dequantize_kernel,), outputs=("out",))

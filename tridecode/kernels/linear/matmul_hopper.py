@@ -1,25 +1,26 @@
 """matmul for up to 64 rows on Hopper, in Gluon, Triton's own language one level lower.
 
-The forms and arguments of matvec and gate_up, as in matmul_wide. A program multiplies tiles of the weights, one after
-the other; these are the rows of wgmma, and the rows of the pass are its columns. Weights in fewer bits go from shared
-memory through registers, where they become numbers (wgmma_operand.py).
+A program multiplies tiles of the weight, one after the other. These are the rows of wgmma; the rows of the pass are its
+columns. Packed weights go from shared memory through registers, where they become bf16 (wgmma_operand.py).
 
-The ring: tiles of the weights come by TMA into STAGES places in shared memory, those of the activations into X_STAGES.
-A place has a barrier that counts its bytes; tile c is there when that of place c % STAGES has been full c // STAGES + 1
-times. A tile that is multiplied leaves its place to the one STAGES later: all warps meet and then copy, or, with a
-COPIER, come by at a second barrier, at which a warp that does nothing else waits. With LAG 1 a tile counts as
-multiplied when the next product has begun, so that one is always on its way.
+The rings: TMA copies tiles of the weight into STAGES stages of shared memory, tiles of the activations into X_STAGES. A
+stage has a barrier that counts its bytes: tile c has arrived when the barrier of stage c % STAGES has completed
+c // STAGES + 1 times. A multiplied tile leaves its stage to the tile that is STAGES later: all warps synchronize and
+then copy, or they arrive at a second barrier, at which a producer warp waits that only copies. With LAG 1 a tile counts
+as multiplied when the next product has begun, so that one is always in flight.
 
-Dependent launch: no kernel that may still run writes weights (what follows a fetch from the host is launched plainly),
-so their first STAGES tiles are on their way before the wait. What other kernels of the pass write is read behind it.
+Dependent launch: no kernel that may still run writes weights (what follows a copy from the host is launched plainly).
+So the first STAGES tiles of the weight are in flight before the wait. Data that other kernels of the pass write is read
+after it.
 
-Programs that share the columns (SPLIT) leave their sums in memory and count themselves; the last one adds all, its own
-too, in the order of the columns. So it does not matter who was last: results are the same every time.
+Programs that share the columns (SPLIT) store their sums and count themselves. The last one adds all sums, its own too,
+in the order of the columns: the result does not depend on which program is last.
 
-A descriptor for TMA holds an address and sizes: of a weight it is made once, when its line is captured, and stays in
-the graph as all arguments do. What lies there may change, as in the buffers of layers that lie on the host.
+A TMA descriptor holds an address and sizes. The descriptor of a weight is made once, when the launch is captured, and
+stays in the graph as all arguments do. The data may change, as in the buffers of layers that are on the host.
 """
 
+from collections import namedtuple
 from dataclasses import dataclass
 
 import torch
@@ -34,34 +35,26 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ..common import META_WIDTH, RUN, STATUS, gdc_launch_dependents, gdc_wait, options
+from ..common import RUN, gdc_launch_dependents, gdc_wait, options
 from ..op import Op
-from .gate_up import gate_up_bytes, gate_up_ref
-from .matvec import matvec_bytes, matvec_normed_ref, matvec_residual_ref
-from .wgmma_operand import (
-    COLUMNS_OF,
-    COPIER_REGISTERS,
-    barrier,
-    barriers,
-    columns_of,
-    copy_first_rows,
-    copy_next,
-    copy_weights,
-    packed_sums,
-    record,
-)
+from ..triton_compat import Constants, async_load, barrier, reinterpret
+from .epilogue import epilogue_arguments
+from .gluon_epilogue import Outputs, finish, load_partials, load_status, norm_scale, silu, some_run
+from .project import MAX_ROWS, OUTPUTS, Gated, LinearKernel, project_bytes, project_ref
+from .tma_ring import PRODUCER_REGISTERS, barriers
+from .wgmma_operand import COLUMNS, COLUMNS_OF, columns_of, unpack
 
 
 @dataclass(frozen=True)
 class HopperConfig:
-    """Launch config of a product of up to 64 rows on Hopper: a program takes block_n rows of the weights (gate and up
-    rows together), in tiles of block_k columns: 128 bytes of a row, or a multiple of that.
+    """Launch config: a program takes block_n rows of the weight (gate and up rows together), in tiles of block_k
+    columns: 128 bytes of a row, or a multiple of that.
 
-    stages, x_stages: tiles in flight, of the weights (before the wait) and of the activations. split: programs that
-    share the columns, not of gate and up. programs: how many share the rows, each taking its next ones while it
-    multiplies; 0 for one each block_n rows. lag: 1 where a tile's place is free only when the next one is multiplied.
-    copier: 1 where a warp of its own copies; three that idle go along, and what these four leave of their registers
-    those who multiply have. registers: the most a thread may use.
+    stages, x_stages: tiles in flight, of the weight (before the wait) and of the activations. split: programs that
+    share the columns, 1 for Gated. programs: how many share the rows, 0 for one for each block_n rows. A program has
+    its next tiles in flight while it multiplies. lag: 1 if a tile's stage is free only when the next tile is
+    multiplied. copier: 1 for a producer warp. Three idle warps accompany it, and the others get the registers that
+    these four leave. registers: the most a thread may use.
     """
 
     block_n: int = 64
@@ -76,22 +69,88 @@ class HopperConfig:
     registers: int = 128
 
 
-LEAST_ROWS = 16  # of a tile of the activations
-# What a program has: the arguments of the kernel, then its rings [stages, rows, columns] and their barriers, one a
-# stage: w_full and x_full say that a tile has come (one for both where both have as many stages), free, with a copier,
-# that it has been multiplied. tiles: along the rows, of all programs; begin, n: the first one along the columns, and so
-# many, of this one; turns: how often, each time of other rows; total: turns * n.
-_Work = record(
-    "meta_ptr x_desc weight_desc scale_ptr zero_ptr bias_ptr out_ptr norm_ptr normed_ptr sumsq_ptr sums_ptr "
-    "counter_ptr eps stride_om stride_normed stride_sumsq rows N K n_sumsq BLOCK_M NORMED SUMSQ_BLOCK HAS_BIAS "
-    "RESIDUAL GATED FORM GROUP SCALE_ROWS ZEROS BLOCK_N BLOCK_K STAGES X_STAGES SPLIT PERSISTENT COPIER LAG WARPS PDL "
-    "w_ring x_ring w_full x_full free pid tiles begin n turns total"
+LEAST_ROWS = 16  # rows of a tile of the activations
+# The work of a program: arguments of the kernel, its rings [stages, rows, columns], and their barriers, one a stage.
+# w_full, x_full: a tile has arrived (one barrier for both if both have as many stages). free: a tile has been
+# multiplied, with a producer warp. tiles: of all programs, along the rows. begin, n: the first tile along the columns
+# and the number of tiles of this program. iterations: its tiles along the rows. total: iterations * n.
+_Work = namedtuple(
+    "_Work",
+    "x_desc weight_desc scale_ptr zero_ptr sums_ptr counter_ptr outputs N K w_ring x_ring w_full x_full free pid tiles "
+    "begin n iterations total",
 )
 
 
 @gluon.constexpr_function
+def _constants(**constexprs):
+    """Return the constexprs of the kernel, with GATED, NORMED, and OUT_N, the outputs of a tile."""
+    gated, block_n = constexprs["EPILOGUE"] == "gated", constexprs["BLOCK_N"]
+    normed = gated or constexprs["EPILOGUE"] == "normed"
+    return Constants(**constexprs, GATED=gated, NORMED=normed, OUT_N=block_n // 2 if gated else block_n)
+
+
+@gluon.jit
+def _copy_weights(C: gl.constexpr, w, c):
+    """Copy tile c of the weight into its stage, whose barrier also counts the activations if both have as many stages.
+    In shared memory a tile is 128 bytes of its rows at a time; of "gated", the rows of gate, then those of up."""
+    HALVES: gl.constexpr = 2 if C.GATED else 1
+    PIECES: gl.constexpr = C.BLOCK_K // columns_of(C.FORM)
+    SIDE: gl.constexpr = w.weight_desc.block_type.shape[1]
+    X_ROWS: gl.constexpr = C.BLOCK_M if C.STAGES == C.X_STAGES else 0
+    stage = c % C.STAGES
+    if C.PERSISTENT:
+        row, piece = (w.pid + c // w.n * gl.num_programs(0)) * C.OUT_N, c % w.n * PIECES
+    else:
+        row, piece = w.pid % w.tiles * C.OUT_N, (w.begin + c) * PIECES
+    mbarrier.expect(w.w_full.index(stage), C.OUT_N * HALVES * PIECES * 128 + X_ROWS * C.BLOCK_K * 2)
+    shape: gl.constexpr = [PIECES * HALVES, C.OUT_N, SIDE]
+    parts = reinterpret(w.w_ring.index(stage), w.w_ring.dtype, shape, w.weight_desc.layout)
+    for x in gl.static_range(PIECES):
+        for half in gl.static_range(HALVES):
+            place = [row + half * w.N, (piece + x) * SIDE]
+            async_load(w.weight_desc, place, w.w_full.index(stage), parts.index(x * HALVES + half))
+
+
+@gluon.jit
+def _copy_rows(C: gl.constexpr, w, c):
+    """Copy tile c of the activations into its stage."""
+    PIECES: gl.constexpr = C.BLOCK_K // COLUMNS
+    stage = c % C.X_STAGES
+    column = (c % w.n if C.PERSISTENT else w.begin + c) * C.BLOCK_K
+    if C.STAGES != C.X_STAGES:
+        mbarrier.expect(w.x_full.index(stage), C.BLOCK_M * C.BLOCK_K * 2)
+    parts = reinterpret(w.x_ring.index(stage), w.x_ring.dtype, [PIECES, C.BLOCK_M, COLUMNS], w.x_desc.layout)
+    for x in gl.static_range(PIECES):
+        async_load(w.x_desc, [0, column + x * COLUMNS], w.x_full.index(stage), parts.index(x))
+
+
+@gluon.jit
+def _copy_first_rows(C: gl.constexpr, w):
+    for c in gl.static_range(C.X_STAGES):
+        if c < w.total:
+            _copy_rows(C, w, c)
+
+
+@gluon.jit
+def _copy_next(C: gl.constexpr, w, c):
+    """Copy the tiles that follow tile c in its stages, if there are such."""
+    if c + C.STAGES < w.total:
+        _copy_weights(C, w, c + C.STAGES)
+    if c + C.X_STAGES < w.total:
+        _copy_rows(C, w, c + C.X_STAGES)
+
+
+@gluon.jit
+def _await(C: gl.constexpr, w, c):
+    """Wait until tile c of the weight and of the activations has arrived."""
+    mbarrier.wait(w.w_full.index(c % C.STAGES), c // C.STAGES & 1)
+    if C.STAGES != C.X_STAGES:
+        mbarrier.wait(w.x_full.index(c % C.X_STAGES), c // C.X_STAGES & 1)
+
+
+@gluon.constexpr_function
 def _rows_at_once(block_m, block_n, split, warps):
-    """Rows of which a program adds what others left: so many that a thread needs at most 96 registers for it."""
+    """Return the number of rows whose sums a program adds at a time: a thread has at most 96 registers for them."""
     rows = block_m
     while split > 1 and rows > 8 and (split + 2) * rows * block_n > 96 * 32 * warps:
         rows //= 2
@@ -106,184 +165,259 @@ def _sums_layout(block_m, block_n, warps):
 
 
 @gluon.jit
-def _sums(w, first, ACC_L: gl.constexpr):
-    """The products of an item's tiles, from `first` on, added up: [BLOCK_N, BLOCK_M] fp32."""
-    acc = gl.zeros([w.BLOCK_N, w.BLOCK_M], gl.float32, ACC_L)
+def _sums(C: gl.constexpr, w, first, ACC_L: gl.constexpr):
+    """Multiply the tiles of an output tile, from tile `first` on: [BLOCK_N, BLOCK_M] fp32."""
+    acc = gl.zeros([C.BLOCK_N, C.BLOCK_M], gl.float32, ACC_L)
     for c in range(first, first + w.n):
-        stage, x_stage = c % w.STAGES, c % w.X_STAGES
-        mbarrier.wait(w.w_full.index(stage), c // w.STAGES & 1)
-        if w.STAGES != w.X_STAGES:
-            mbarrier.wait(w.x_full.index(x_stage), c // w.X_STAGES & 1)
+        stage, x_stage = c % C.STAGES, c % C.X_STAGES
+        _await(C, w, c)
         acc = warpgroup_mma(w.w_ring.index(stage), w.x_ring.index(x_stage).permute((1, 0)), acc, is_async=True)
-        acc = warpgroup_mma_wait(w.LAG, deps=[acc])
-        if w.COPIER:
-            if c >= w.LAG:
-                mbarrier.arrive(w.free.index((c - w.LAG) % w.STAGES), count=1)
+        acc = warpgroup_mma_wait(C.LAG, deps=[acc])
+        if C.COPIER:
+            if c >= C.LAG:
+                mbarrier.arrive(w.free.index((c - C.LAG) % C.STAGES), count=1)
         else:
             barrier()  # all warps are done with that tile
-            if c >= w.LAG:
-                copy_next(w, c - w.LAG)
+            if c >= C.LAG:
+                _copy_next(C, w, c - C.LAG)
     return warpgroup_mma_wait(0, deps=[acc])
 
 
 @gluon.jit
-def _partials(w, first_m, ROWS: gl.constexpr):
-    """Partial sums of the squares of ROWS rows."""
-    L: gl.constexpr = gl.BlockedLayout([1, 1], [2, 16], [w.WARPS, 1], [1, 0])
-    offs_m = first_m + gl.arange(0, ROWS, gl.SliceLayout(1, L))[:, None]
-    offs_s = gl.arange(0, w.SUMSQ_BLOCK, gl.SliceLayout(0, L))[None, :]
-    mask = (offs_s < w.n_sumsq) & (offs_m < w.rows)
-    return gl.load(w.sumsq_ptr + offs_m * w.stride_sumsq + offs_s, mask=mask, other=0.0)
+def _rows_and_groups(C: gl.constexpr, w, tile, L: gl.constexpr):
+    """Return the rows [BLOCK_N] of a tile in the weight, and the number of groups of their columns."""
+    in_tile = gl.arange(0, C.BLOCK_N, L)
+    row = gl.minimum(tile * C.OUT_N + in_tile % C.OUT_N, w.N - 1) + in_tile // C.OUT_N * w.N
+    return row, w.K // C.GROUP if C.GROUP > 0 else 1
 
 
 @gluon.jit
-def _scale(partials, K, eps, L: gl.constexpr):
-    """1 / root mean square of each row, from the partial sums of its squares."""
-    return gl.convert_layout(gl.rsqrt(gl.sum(partials, 1) / K + eps), L)
+def _scale_of(C: gl.constexpr, w, tile, group, L: gl.constexpr):
+    """Load the scales of a group of the rows of a tile: fp32 [BLOCK_N]."""
+    row, groups = _rows_and_groups(C, w, tile, L)
+    return gl.load(w.scale_ptr + row // C.SCALE_ROWS * groups + gl.minimum(group, groups - 1)).to(gl.float32)
 
 
 @gluon.jit
-def _end(w, acc, tile, partials, ACC_L: gl.constexpr):
-    """What becomes of a tile's sums acc [BLOCK_N, BLOCK_M]."""
-    OUT_N: gl.constexpr = w.BLOCK_N // 2 if w.GATED else w.BLOCK_N
-    # Of sums that others left, no more rows at a time than registers hold.
-    ROWS: gl.constexpr = _rows_at_once(w.BLOCK_M, w.BLOCK_N, w.SPLIT, w.WARPS)
-    LANES: gl.constexpr = min(OUT_N // 4, 32)
-    # As outputs go to memory: 16 bytes a lane along a row of out, which is a column of the product.
-    OUT_L: gl.constexpr = gl.BlockedLayout([4, 1], [LANES, 32 // LANES], [1, w.WARPS], [0, 1])
+def _offset_of(C: gl.constexpr, w, tile, group, L: gl.constexpr):
+    """Load the zero points of a group as offsets for `unpack`, the same in both halves of a word: int32 [BLOCK_N]."""
+    row, groups = _rows_and_groups(C, w, tile, L)
+    zero = gl.load(w.zero_ptr + row * groups + gl.minimum(group, groups - 1)).to(gl.float32)
+    offset = -128.0 - 64.0 * zero if C.FORM == "int4" else -zero  # packed.py stores zero / 64, zero - 128
+    bits = offset.to(gl.bfloat16).to(gl.int16, bitcast=True).to(gl.int32) & 0xFFFF
+    return bits | bits << 16
+
+
+@gluon.jit
+def _of_groups(C: gl.constexpr, w, tile, c, OF: gl.constexpr, L: gl.constexpr):
+    """Return `OF` of all groups of tile c of the weight, or of all its columns."""
+    GROUPS: gl.constexpr = C.BLOCK_K // C.GROUP if C.GROUP > 0 else 1
+    loaded = ()
+    for group in gl.static_range(GROUPS):
+        loaded += (OF(C, w, tile, c * GROUPS + group if C.GROUP > 0 else 0, L),)
+    return loaded
+
+
+@gluon.jit
+def _offsets(C: gl.constexpr, zeros, first, L: gl.constexpr):
+    """Return the offsets of each operand of a piece that begins with operand `first` of its tile, as a tuple.
+
+    zeros: as `_offset_of` returns them, of groups, read if ZEROS.
+    """
+    OPERANDS: gl.constexpr = columns_of(C.FORM) // COLUMNS
+    OF_GROUP: gl.constexpr = max(C.GROUP // COLUMNS, 1)
+    offsets = ()
+    for j in gl.static_range(OPERANDS):
+        if C.ZEROS:
+            offsets += (zeros[(first + j) // OF_GROUP if C.GROUP > 0 else 0],)
+        else:  # -136.0, or nothing
+            offsets += (gl.full([C.BLOCK_N], -0x3CF73CF8 if C.FORM == "int4" else -0x7FFF8000, gl.int32, L),)
+    return offsets
+
+
+@gluon.jit
+def _packed_sums(C: gl.constexpr, w, tile, first, ACC_L: gl.constexpr):
+    """Do as `_sums` for a packed weight, which becomes bf16 in registers. The sums of a group of columns are scaled
+    before they are added."""
+    A_L: gl.constexpr = gl.DotOperandLayout(0, ACC_L, 2)
+    ROWS_L: gl.constexpr = gl.SliceLayout(1, ACC_L)
+    PIECES: gl.constexpr = C.BLOCK_K // columns_of(C.FORM)
+    OPERANDS: gl.constexpr = columns_of(C.FORM) // COLUMNS
+    OF_GROUP: gl.constexpr = max(C.GROUP // COLUMNS, 1)
+    acc = gl.zeros([C.BLOCK_N, C.BLOCK_M], gl.float32, ACC_L)
+    scales = _of_groups(C, w, tile, w.begin, _scale_of, ROWS_L)
+    zeros = _of_groups(C, w, tile, w.begin, _offset_of, ROWS_L) if C.ZEROS else scales
+    for c in range(first, first + w.n):
+        stage, x_stage = c % C.STAGES, c % C.X_STAGES
+        next_scales, next_zeros = scales, zeros
+        if C.GROUP > 0:  # in flight while this tile is multiplied
+            following = w.begin + c - first + 1
+            next_scales = _of_groups(C, w, tile, following, _scale_of, ROWS_L)
+            next_zeros = _of_groups(C, w, tile, following, _offset_of, ROWS_L) if C.ZEROS else next_scales
+        _await(C, w, c)
+        pieces = reinterpret(w.w_ring.index(stage), gl.int32, [PIECES, C.BLOCK_N, 32], w.weight_desc.layout)
+        x_shape: gl.constexpr = [PIECES * OPERANDS, C.BLOCK_M, COLUMNS]
+        xs = reinterpret(w.x_ring.index(x_stage), w.x_ring.dtype, x_shape, w.x_desc.layout)
+        for i in gl.static_range(PIECES):
+            offsets = _offsets(C, zeros, i * OPERANDS, ROWS_L)
+            operands = unpack(pieces.index(i), offsets, C.FORM, C.BLOCK_N, C.WARPS, A_L)
+            for j in gl.static_range(OPERANDS):
+                x = xs.index(i * OPERANDS + j).permute((1, 0))
+                if C.GROUP > 0:
+                    if j % OF_GROUP == 0:
+                        group_sum = gl.zeros([C.BLOCK_N, C.BLOCK_M], gl.float32, ACC_L)
+                    group_sum = warpgroup_mma(operands[j], x, group_sum, use_acc=j % OF_GROUP > 0, is_async=True)
+                    if (j + 1) % OF_GROUP == 0:
+                        group_sum = warpgroup_mma_wait(0, deps=[group_sum])
+                        acc += group_sum * scales[(i * OPERANDS + j) // OF_GROUP][:, None]
+                else:
+                    acc = warpgroup_mma(operands[j], x, acc, is_async=True)
+        if C.GROUP == 0:
+            acc = warpgroup_mma_wait(0, deps=[acc])
+        if C.COPIER:
+            mbarrier.arrive(w.free.index(stage), count=1)
+        else:
+            barrier()
+            _copy_next(C, w, c)
+        scales, zeros = next_scales, next_zeros
+    return acc if C.GROUP > 0 else acc * scales[0][:, None]
+
+
+@gluon.constexpr_function
+def _partials_layout(warps):
+    return gl.BlockedLayout([1, 1], [2, 16], [warps, 1], [1, 0])
+
+
+@gluon.jit
+def _end(C: gl.constexpr, w, acc, tile, partials, ACC_L: gl.constexpr):
+    """Turn the sums acc [BLOCK_N, C.BLOCK_M] of an output tile into outputs."""
+    o = w.outputs
+    # The registers hold the sums of other programs for only some rows at a time.
+    ROWS: gl.constexpr = _rows_at_once(C.BLOCK_M, C.BLOCK_N, C.SPLIT, C.WARPS)
+    LANES: gl.constexpr = min(C.OUT_N // 4, 32)
+    # Outputs are stored 16 bytes a lane along a row of out, which is a column of the product.
+    OUT_L: gl.constexpr = gl.BlockedLayout([4, 1], [LANES, 32 // LANES], [1, C.WARPS], [0, 1])
     OUT_M: gl.constexpr = gl.SliceLayout(0, OUT_L)
     last = True
-    if w.SPLIT > 1:  # what this program has, as the last one of the tile will read it
-        sums_m = gl.arange(0, w.BLOCK_M, gl.SliceLayout(0, ACC_L))[None, :]
-        to = w.sums_ptr + (w.pid * w.rows + sums_m) * w.BLOCK_N
-        gl.store(to + gl.arange(0, w.BLOCK_N, gl.SliceLayout(1, ACC_L))[:, None], acc, mask=sums_m < w.rows)
+    if C.SPLIT > 1:  # store the sums in the order in which the last program of the tile will load them
+        sums_m = gl.arange(0, C.BLOCK_M, gl.SliceLayout(0, ACC_L))[None, :]
+        to = w.sums_ptr + (w.pid * o.rows + sums_m) * C.BLOCK_N
+        gl.store(to + gl.arange(0, C.BLOCK_N, gl.SliceLayout(1, ACC_L))[:, None], acc, mask=sums_m < o.rows)
         barrier()
-        last = gl.atomic_add(w.counter_ptr + tile, 1) == w.SPLIT - 1
+        last = gl.atomic_add(w.counter_ptr + tile, 1) == C.SPLIT - 1
         barrier()
     if last:
-        in_tile = gl.arange(0, OUT_N, gl.SliceLayout(1, OUT_L))
-        offs_n = tile * OUT_N + in_tile
+        in_tile = gl.arange(0, C.OUT_N, gl.SliceLayout(1, OUT_L))
+        offs_n = tile * C.OUT_N + in_tile
         mask_n = (offs_n < w.N)[:, None]
-        if w.RESIDUAL or w.HAS_BIAS:
-            extra_ptr = w.norm_ptr if w.RESIDUAL else w.bias_ptr
-            extra = gl.load(extra_ptr + offs_n, mask=offs_n < w.N, other=0.0).to(gl.float32)[:, None]
-        if w.SPLIT > 1:
+        extra, residual = 0.0, 0.0
+        if C.EPILOGUE == "residual" or C.HAS_BIAS:
+            extra = gl.load(o.extra_ptr + offs_n, mask=offs_n < w.N, other=0.0)[:, None]
+        if C.SPLIT > 1:
             gl.store(w.counter_ptr + tile, 0)
-        for first_m in gl.static_range(0, w.BLOCK_M, ROWS):
+        for first_m in gl.static_range(0, C.BLOCK_M, ROWS):
             offs_m = first_m + gl.arange(0, ROWS, OUT_M)
-            status = gl.load(w.meta_ptr + offs_m * META_WIDTH + STATUS, mask=offs_m < w.rows, other=-1)
+            status = load_status(o, offs_m)
             mask = (status == RUN)[None, :] & mask_n
-            out_ptrs = w.out_ptr + offs_m[None, :] * w.stride_om + offs_n[:, None]
-            if w.RESIDUAL:
-                residual = gl.load(out_ptrs, mask=mask, other=0.0)
-            if w.SPLIT > 1:
-                if w.NORMED:
-                    squares = _partials(w, first_m, ROWS)
-                ptrs = w.sums_ptr + (tile * w.rows + offs_m[None, :]) * w.BLOCK_N + in_tile[:, None]
-                there = (offs_m < w.rows)[None, :]
-                y = gl.load(ptrs, mask=there, other=0.0, cache_modifier=".cg")
-                for part in gl.static_range(1, w.SPLIT):
-                    left = ptrs + part * w.tiles * w.rows * w.BLOCK_N
-                    y += gl.load(left, mask=there, other=0.0, cache_modifier=".cg")
-            if w.GATED:
-                y = acc * _scale(partials, w.K, w.eps, gl.SliceLayout(0, ACC_L))[None, :]
-                halves = gl.permute(gl.reshape(y, [2, OUT_N, w.BLOCK_M]), (1, 2, 0))
-                if w.BLOCK_N < 32 * min(w.WARPS, w.BLOCK_N // 16):  # one warp has the gate, another one the same of up
-                    HALF_L: gl.constexpr = gl.BlockedLayout([1, 2, 2], [8, 4, 1], [w.WARPS, 1, 1], [2, 1, 0])
+            if C.EPILOGUE == "residual":
+                residual = gl.load(o.out_ptr + offs_m[None, :] * o.stride_om + offs_n[:, None], mask=mask, other=0.0)
+            if C.SPLIT > 1:
+                if C.NORMED:
+                    row_partials = load_partials(o, first_m, ROWS, C.SUMSQ_BLOCK, _partials_layout(C.WARPS))
+                ptrs = w.sums_ptr + (tile * o.rows + offs_m[None, :]) * C.BLOCK_N + in_tile[:, None]
+                exist = (offs_m < o.rows)[None, :]
+                y = gl.load(ptrs, mask=exist, other=0.0, cache_modifier=".cg")
+                for part in gl.static_range(1, C.SPLIT):
+                    sums = ptrs + part * w.tiles * o.rows * C.BLOCK_N
+                    y += gl.load(sums, mask=exist, other=0.0, cache_modifier=".cg")
+            if C.GATED:
+                y = acc * norm_scale(partials, w.K, o.eps, gl.SliceLayout(0, ACC_L))[None, :]
+                halves = gl.permute(gl.reshape(y, [2, C.OUT_N, C.BLOCK_M]), (1, 2, 0))
+                if C.BLOCK_N < 32 * min(C.WARPS, C.BLOCK_N // 16):  # one warp has rows of gate, another the rows of up
+                    HALF_L: gl.constexpr = gl.BlockedLayout([1, 2, 2], [8, 4, 1], [C.WARPS, 1, 1], [2, 1, 0])
                     halves = gl.convert_layout(halves, HALF_L)
                 gate, up = gl.split(halves)
-                y = gate * (1.0 / (1.0 + gl.exp(-gate))) * up
-                y = gl.convert_layout(y.to(w.out_ptr.dtype.element_ty), OUT_L)
+                y = gl.convert_layout((silu(gate) * up).to(o.out_ptr.dtype.element_ty), OUT_L)
             else:
-                if w.SPLIT == 1:
-                    y = gl.convert_layout(acc, OUT_L)
-                    squares = partials
-                if w.NORMED:
-                    y = y * _scale(squares, w.K, w.eps, OUT_M)[None, :]
-                if w.HAS_BIAS:
-                    y += extra
-                if w.RESIDUAL:
-                    y += residual
-                    normed_ptrs = w.normed_ptr + offs_m[None, :] * w.stride_normed + offs_n[:, None]
-                    gl.store(normed_ptrs, (y * extra).to(w.normed_ptr.dtype.element_ty), mask=mask)
-                    sumsq = gl.sum(gl.where(mask_n, y * y, 0.0), 0)
-                    gl.store(w.sumsq_ptr + offs_m * w.stride_sumsq + tile, sumsq, mask=status == RUN)
-            gl.store(out_ptrs, y.to(w.out_ptr.dtype.element_ty), mask=mask)
+                if C.SPLIT == 1:
+                    y, row_partials = gl.convert_layout(acc, OUT_L), partials
+                if C.NORMED:
+                    y = y * norm_scale(row_partials, w.K, o.eps, OUT_M)[None, :]
+            y = finish(C, o, y, extra, residual, offs_m[None, :], offs_n[:, None], mask)
+            if C.EPILOGUE == "residual":
+                sumsq = gl.sum(gl.where(mask_n, y * y, 0.0), 0)
+                gl.store(o.sumsq_ptr + offs_m * o.stride_sumsq + tile, sumsq, mask=status == RUN)
 
 
 @gluon.jit
-def _some_run(w, WARPS: gl.constexpr):
-    """Whether a row of the pass runs. May be asked before the wait: only the last kernels of a pass change it."""
-    offs_m = gl.arange(0, w.BLOCK_M, gl.BlockedLayout([1], [32], [WARPS], [0]))
-    status = gl.load(w.meta_ptr + offs_m * META_WIDTH + STATUS, mask=offs_m < w.rows, other=-1)
-    return gl.max((status == RUN).to(gl.int32), 0)
-
-
-@gluon.jit
-def _copy_all(w):
-    """What the copying warp does; the first tiles of the weights are on their way."""
-    some = _some_run(w, 1)
-    if w.PDL:
+def _produce(C: gl.constexpr, w):
+    """Run the producer warp; the first tiles of the weight are in flight."""
+    some = some_run(w.outputs, C.BLOCK_M, 1)
+    if C.PDL:
         gdc_wait()
-    copy_first_rows(w)
+    _copy_first_rows(C, w)
     if some != 0:
-        for c in range(w.total - min(w.STAGES, w.X_STAGES)):  # no tile follows into the other places
-            mbarrier.wait(w.free.index(c % w.STAGES), c // w.STAGES & 1)
-            copy_next(w, c)
+        for c in range(w.total - min(C.STAGES, C.X_STAGES)):  # no tile follows into the other stages
+            mbarrier.wait(w.free.index(c % C.STAGES), c // C.STAGES & 1)
+            _copy_next(C, w, c)
 
 
 @gluon.jit
-def _multiply(w):
-    """What all other warps do."""
-    ACC_L: gl.constexpr = _sums_layout(w.BLOCK_M, w.BLOCK_N, w.WARPS)
-    some = _some_run(w, w.WARPS)
-    if w.PDL:
+def _multiply(C: gl.constexpr, w):
+    """Run all other warps."""
+    ACC_L: gl.constexpr = _sums_layout(C.BLOCK_M, C.BLOCK_N, C.WARPS)
+    some = some_run(w.outputs, C.BLOCK_M, C.WARPS)
+    if C.PDL:
         gdc_wait()
-    if not w.COPIER:
-        copy_first_rows(w)
-    if some == 0:  # what is on its way must have come before this memory is another program's
-        for c in gl.static_range(w.STAGES):
+    if not C.COPIER:
+        _copy_first_rows(C, w)
+    if some == 0:  # tiles in flight must arrive before this memory is another program's
+        for c in gl.static_range(C.STAGES):
             if c < w.total:
                 mbarrier.wait(w.w_full.index(c), 0)
-        if w.STAGES != w.X_STAGES:
-            for c in gl.static_range(w.X_STAGES):
+        if C.STAGES != C.X_STAGES:
+            for c in gl.static_range(C.X_STAGES):
                 if c < w.total:
                     mbarrier.wait(w.x_full.index(c), 0)
     else:
-        partials = w.eps
-        if w.NORMED and w.SPLIT == 1:  # on their way while weights are multiplied
-            partials = _partials(w, 0, w.BLOCK_M)
-        for turn in range(w.turns):
-            tile = w.pid % w.tiles + turn * gl.num_programs(0)
-            if w.FORM == "dense":
-                acc = _sums(w, turn * w.n, ACC_L)
+        partials = w.outputs.eps
+        if C.NORMED and C.SPLIT == 1:  # in flight while weights are multiplied
+            partials = load_partials(w.outputs, 0, C.BLOCK_M, C.SUMSQ_BLOCK, _partials_layout(C.WARPS))
+        for iteration in range(w.iterations):
+            tile = w.pid % w.tiles + iteration * gl.num_programs(0)
+            if C.FORM == "dense":
+                acc = _sums(C, w, iteration * w.n, ACC_L)
             else:
-                acc = packed_sums(w, tile, turn * w.n, ACC_L)
-            _end(w, acc, tile, partials, ACC_L)
+                acc = _packed_sums(C, w, tile, iteration * w.n, ACC_L)
+            _end(C, w, acc, tile, partials, ACC_L)
 
 
-@gluon.jit(do_not_specialize=["n_sumsq"])  # else it is compiled again for every shape of the kernel before it
+@gluon.jit(do_not_specialize=["n_sumsq"])  # it depends on the config of the kernel before
 def _matmul_hopper_kernel(
-    meta_ptr, x_desc, weight_desc, scale_ptr, zero_ptr, bias_ptr, out_ptr, norm_ptr, normed_ptr, sumsq_ptr, sums_ptr,
+    meta_ptr, x_desc, weight_desc, scale_ptr, zero_ptr, extra_ptr, out_ptr, normed_ptr, sumsq_ptr, sums_ptr,
     counter_ptr, eps, stride_om, stride_normed, stride_sumsq, rows, N, K, n_sumsq, BLOCK_M: gl.constexpr,
-    NORMED: gl.constexpr, SUMSQ_BLOCK: gl.constexpr, HAS_BIAS: gl.constexpr, RESIDUAL: gl.constexpr,
-    GATED: gl.constexpr, FORM: gl.constexpr, GROUP: gl.constexpr, SCALE_ROWS: gl.constexpr, ZEROS: gl.constexpr,
-    BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, X_STAGES: gl.constexpr, SPLIT: gl.constexpr,
-    PERSISTENT: gl.constexpr, COPIER: gl.constexpr, LAG: gl.constexpr, WARPS: gl.constexpr, PDL: gl.constexpr,
+    SUMSQ_BLOCK: gl.constexpr, EPILOGUE: gl.constexpr, HAS_BIAS: gl.constexpr, FORM: gl.constexpr, GROUP: gl.constexpr,
+    SCALE_ROWS: gl.constexpr, ZEROS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
+    X_STAGES: gl.constexpr, SPLIT: gl.constexpr, PERSISTENT: gl.constexpr, COPIER: gl.constexpr, LAG: gl.constexpr,
+    WARPS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """As _matmul_kernel, with tiles [BLOCK_N, BLOCK_K] of weights, GATED half of their rows gate and half up.
+    """Compute `project` for `rows` rows, in tiles [BLOCK_N, BLOCK_K] of the weight, of "gated" half gate and half up.
 
-    x: [BLOCK_M, K], of which the first `rows` rows count, as a descriptor of blocks of 64 columns; weight: [N, K]
-    (GATED: [2 * N, K]), as one of blocks of 128 bytes: FORM is "dense", or of packed.py, without an order
-    of columns: then scale: [N / SCALE_ROWS, K / GROUP], zero: [N, K / GROUP], read if ZEROS; GROUP 64, 128, or 0 for
-    all columns.
-    sums: fp32 [SPLIT * tiles, rows, BLOCK_N]; counter: [tiles] int32, zero before and after.
-    Grid: SPLIT * tiles; or, PERSISTENT, any number of programs, of which each takes its next rows while it multiplies.
+    x: [BLOCK_M, K], with `rows` rows that exist, as a descriptor of blocks of 64 columns. weight: [N, K], of "gated"
+    [2 * N, K], as a descriptor of blocks of 128 bytes. FORM is "dense" or a format of packed.py without an order of
+    columns, with scale: [N / SCALE_ROWS, K / GROUP] and zero: [N, K / GROUP], read if ZEROS. GROUP is 64, 128, or 0 for
+    all columns. sums: fp32 [SPLIT * tiles, rows, BLOCK_N]; counter: [tiles] int32, zero before and after.
+    Grid SPLIT * tiles; or, PERSISTENT, any number of programs, each of which takes its next rows while it multiplies.
+    One partial sum of squares for each tile.
     """
     if PDL:
         gdc_launch_dependents()
-    gl.static_assert(SPLIT == 1 or not (PERSISTENT or GATED))
-    OUT_N: gl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
+    gl.static_assert(SPLIT == 1 or not (PERSISTENT or EPILOGUE == "gated"))
+    C: gl.constexpr = _constants(
+        BLOCK_M=BLOCK_M, SUMSQ_BLOCK=SUMSQ_BLOCK, EPILOGUE=EPILOGUE, HAS_BIAS=HAS_BIAS, FORM=FORM, GROUP=GROUP,
+        SCALE_ROWS=SCALE_ROWS, ZEROS=ZEROS, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, STAGES=STAGES, X_STAGES=X_STAGES,
+        SPLIT=SPLIT, PERSISTENT=PERSISTENT, COPIER=COPIER, LAG=LAG, WARPS=WARPS, PDL=PDL,
+    )  # fmt: skip
     TILE_L: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     WEIGHTS_L: gl.constexpr = gl.NVMMASharedLayout(128, 16 if FORM == "dense" else 32, 2)
     LENGTH: gl.constexpr = BLOCK_K // columns_of(FORM) * weight_desc.block_type.shape[1]
@@ -295,85 +429,78 @@ def _matmul_hopper_kernel(
     fence_async_shared()
     barrier()
     pid = gl.program_id(0)
-    tiles = (N + OUT_N - 1) // OUT_N
+    tiles = (N + C.OUT_N - 1) // C.OUT_N
     chunks = (K + BLOCK_K - 1) // BLOCK_K
     part = pid // tiles if SPLIT > 1 else 0
     begin = part * chunks // SPLIT
     n = (part + 1) * chunks // SPLIT - begin
-    turns = (tiles - pid + gl.num_programs(0) - 1) // gl.num_programs(0) if PERSISTENT else 1
+    iterations = (tiles - pid + gl.num_programs(0) - 1) // gl.num_programs(0) if PERSISTENT else 1
+    outputs = Outputs(
+        meta_ptr, extra_ptr, out_ptr, normed_ptr, sumsq_ptr, eps, stride_om, stride_normed, stride_sumsq, n_sumsq, rows
+    )
     w = _Work(
-        meta_ptr, x_desc, weight_desc, scale_ptr, zero_ptr, bias_ptr, out_ptr, norm_ptr, normed_ptr, sumsq_ptr,
-        sums_ptr, counter_ptr, eps, stride_om, stride_normed, stride_sumsq, rows, N, K, n_sumsq, BLOCK_M, NORMED,
-        SUMSQ_BLOCK, HAS_BIAS, RESIDUAL, GATED, FORM, GROUP, SCALE_ROWS, ZEROS, BLOCK_N, BLOCK_K, STAGES, X_STAGES,
-        SPLIT, PERSISTENT, COPIER, LAG, WARPS, PDL, w_ring, x_ring, w_full, x_full, free, pid, tiles, begin, n, turns,
-        turns * n,
+        x_desc, weight_desc, scale_ptr, zero_ptr, sums_ptr, counter_ptr, outputs, N, K, w_ring, x_ring, w_full, x_full,
+        free, pid, tiles, begin, n, iterations, iterations * n,
     )  # fmt: skip
     for c in gl.static_range(STAGES):
         if c < w.total:
-            copy_weights(w, c)
+            _copy_weights(C, w, c)
     if COPIER:
-        gl.warp_specialize([(_multiply, (w,)), (_copy_all, (w,))], [1], [COPIER_REGISTERS])
+        gl.warp_specialize([(_multiply, (C, w)), (_produce, (C, w))], [1], [PRODUCER_REGISTERS])
     else:
-        _multiply(w)
+        _multiply(C, w)
 
 
-def _launch(meta, x, linear, out, norm, normed, sumsq, n_sumsq, eps, residual, gated, split, config, pdl):
-    weight, bias, packed = linear.weight, linear.bias, linear.packed
-    rows, N = out.shape
-    K, block_m = linear.in_features, max(triton.next_power_of_2(rows), LEAST_ROWS)
-    tiles = triton.cdiv(N, config.block_n // 2 if gated else config.block_n)
-    assert packed is None or multiplies(packed), "not what the kernel multiplies"
-    spare = out  # stands in for pointers this variant does not read
-    shared = config.split > 1
-    # A tile that reached beyond the buffer would be slower than one whose last rows nobody needs.
+def matmul_hopper(meta, x, linear, out, epilogue, scratch=None, *, config, pdl=False):
+    """Compute `project` for up to 64 rows, but Plain; scratch: SplitBuffers if programs share the columns.
+
+    x is the beginning of a buffer of as many rows as a tile has.
+    """
+    packed, (rows, N), K = linear.packed, out.shape, linear.in_features
+    if packed is not None and not multiplies(packed):
+        raise ValueError(f"matmul_hopper does not multiply by {packed}")
+    block_m, block_n = max(triton.next_power_of_2(rows), LEAST_ROWS), config.block_n
+    split, tiles = config.split, triton.cdiv(linear.out_features, block_n)
+    # A tile that exceeded the buffer would be slower than one whose last rows are not used.
     whole = torch.as_strided(x, (block_m, K), (x.stride(0), 1))
-    _matmul_hopper_kernel[(config.programs or tiles * config.split,)](
-        meta, _descriptor(whole, block_m), _descriptor(weight, config.block_n // 2 if gated else config.block_n),
-        spare if packed is None else linear.scale, spare if linear.zero is None else linear.zero,
-        spare if bias is None else bias, out, norm if residual else spare, normed if residual else spare, sumsq,
-        split.sums if shared else spare, split.counter if shared else spare, eps, out.stride(0),
-        normed.stride(0) if residual else 0, sumsq.stride(0), rows, N, K, n_sumsq, block_m, n_sumsq > 0,
-        max(triton.next_power_of_2(n_sumsq), 64), bias is not None, residual, gated, linear.format,
-        packed.group % K if packed else 0, packed.rows if packed else 1, bool(packed and packed.zeros), config.block_n,
-        config.block_k, config.stages, config.x_stages, config.split, config.programs > 0, config.copier > 0,
-        config.lag, config.num_warps, pdl, **options(config.num_warps, pdl, config.registers),
+    _matmul_hopper_kernel[(config.programs or tiles * split,)](
+        meta, _descriptor(whole, block_m),
+        _descriptor(linear.weight, block_n // 2 if isinstance(epilogue, Gated) else block_n),
+        out if packed is None else linear.scale, out if linear.zero is None else linear.zero,
+        **epilogue_arguments(linear, out, epilogue, 64), sums_ptr=scratch.sums if split > 1 else out,
+        counter_ptr=scratch.counter if split > 1 else out, rows=rows, N=N, K=K, BLOCK_M=block_m, FORM=linear.format,
+        GROUP=packed.group % K if packed else 0, SCALE_ROWS=packed.rows if packed else 1, ZEROS=linear.zero is not None,
+        BLOCK_N=block_n, BLOCK_K=config.block_k, STAGES=config.stages, X_STAGES=config.x_stages, SPLIT=split,
+        PERSISTENT=config.programs > 0, COPIER=config.copier > 0, LAG=config.lag, WARPS=config.num_warps, PDL=pdl,
+        **options(config.num_warps, pdl, config.registers),
     )  # fmt: skip
 
 
+def _descriptor(tensor, rows: int):
+    """Describe tiles of `rows` rows of 128 bytes."""
+    block = [rows, 128 // tensor.itemsize]
+    return TensorDescriptor.from_tensor(tensor, block, gl.NVMMASharedLayout(128, 8 * tensor.itemsize, 2))
+
+
 def multiplies(packed) -> bool:
-    """Whether these kernels read weights that are packed so; packed: see packed.py."""
+    """Return whether the kernel reads weights that are packed this way."""
     if packed.name not in COLUMNS_OF or packed.k % COLUMNS_OF[packed.name]:
         return False
     return not packed.ordered and packed.group in (64, 128, packed.k)
 
 
-def _descriptor(tensor, rows: int):
-    """Of tiles of so many rows, 128 bytes each."""
-    block = [rows, 128 // tensor.itemsize]
-    return TensorDescriptor.from_tensor(tensor, block, gl.NVMMASharedLayout(128, 8 * tensor.itemsize, 2))
+def _supports(case, rows, device) -> bool:
+    if device.capability != 90 or rows > MAX_ROWS or case.epilogue == "plain":
+        return False
+    if case.packed is not None:
+        return multiplies(case.packed)
+    return case.format == torch.bfloat16 and case.k % 8 == 0  # TMA: rows begin at multiples of 16 bytes
 
 
-def hopper_normed(meta, normed, linear, out, sumsq, n_sumsq, eps, split=None, *, config, pdl=False):
-    """matvec_normed for up to 64 rows at once."""
-    _launch(meta, normed, linear, out, None, None, sumsq, n_sumsq, eps, False, False, split, config, pdl)
-
-
-def hopper_residual(meta, x, linear, hidden, norm, normed, sumsq, split=None, *, config, pdl=False):
-    """matvec_residual for up to 64 rows at once; leaves `hopper_partials(N, config)` sums in sumsq."""
-    _launch(meta, x, linear, hidden, norm, normed, sumsq, 0, 0.0, True, False, split, config, pdl)
-
-
-def hopper_gate_up(meta, normed, linear, out, sumsq, n_sumsq, eps, split=None, *, config, pdl=False):
-    """gate_up for up to 64 rows at once."""
-    _launch(meta, normed, linear, out, None, None, sumsq, n_sumsq, eps, False, True, split, config, pdl)
-
-
-def hopper_partials(N: int, config) -> int:
-    """Partial sums of squares that hopper_residual leaves: one for each block_n columns."""
-    return triton.cdiv(N, config.block_n)
-
-
-_OURS = (_matmul_hopper_kernel,)
-HOPPER_NORMED = Op(hopper_normed, matvec_normed_ref, matvec_bytes, _OURS, outputs=("out",))
-HOPPER_RESIDUAL = Op(hopper_residual, matvec_residual_ref, matvec_bytes, _OURS, outputs=("hidden", "normed", "sumsq"))
-HOPPER_GATE_UP = Op(hopper_gate_up, gate_up_ref, gate_up_bytes, _OURS, outputs=("out",))
+HOPPER = LinearKernel(
+    "hopper",
+    Op(matmul_hopper, project_ref, project_bytes, (_matmul_hopper_kernel,), OUTPUTS),
+    HopperConfig,
+    _supports,
+    lambda n, config: triton.cdiv(n, config.block_n),
+)

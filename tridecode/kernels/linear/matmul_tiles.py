@@ -1,7 +1,7 @@
-"""matmul for up to 64 rows: tiles of the rows and of the weights meet in shared memory, brought there by TMA.
+"""matmul for up to 64 rows: tiles of the rows and of the weight meet in shared memory, copied there by TMA.
 
-The forms and arguments of matvec and gate_up. A program multiplies all rows by BLOCK_N rows of the weights and adds
-their columns in one order, without a second program: so nothing is left to be added between programs.
+A program multiplies all rows by BLOCK_N rows of the weight and adds their columns in one order, without a second
+program: no sums remain to be added between programs.
 """
 
 from dataclasses import dataclass
@@ -13,14 +13,14 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..common import META_WIDTH, RUN, STATUS, gdc_launch_dependents, gdc_wait, interpreted, options
 from ..op import Op
-from .gate_up import gate_up_bytes, gate_up_ref
-from .matvec import matvec_bytes, matvec_normed_ref, matvec_residual_ref
+from .epilogue import epilogue_arguments, finish, load_extra, load_partials, norm_scale, silu
+from .project import MAX_ROWS, OUTPUTS, SHORT, LinearKernel, project_bytes, project_ref
 
 
 @dataclass(frozen=True)
 class TilesConfig:
-    """Launch config of a product of up to 64 rows by tiles of block_n rows (of gate and of up each) and block_k columns
-    of the weights, `stages` of them in flight. block_m: rows of a tile, if a pass has fewer."""
+    """Launch config: tiles of block_n rows (of Gated so many of each half) and block_k columns of the weight, `stages`
+    of them in flight. block_m: the least rows of a tile of activations."""
 
     block_n: int = 32
     block_k: int = 128
@@ -31,38 +31,15 @@ class TilesConfig:
 
 @triton.jit
 def _matmul_tiles_kernel(
-    meta_ptr,
-    x_desc,
-    weight_desc,
-    bias_ptr,
-    out_ptr,
-    norm_ptr,
-    normed_ptr,
-    sumsq_ptr,
-    eps,
-    stride_om,
-    stride_normed,
-    stride_sumsq,
-    rows,
-    N,
-    n_sumsq,
-    K: tl.constexpr,
-    NORMED: tl.constexpr,
-    SUMSQ_BLOCK: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    RESIDUAL: tl.constexpr,
-    GATED: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr,
-    PDL: tl.constexpr,
-    DOT_FP32: tl.constexpr,
-):
-    """As _matmul_kernel, for BLOCK_M rows of x, of which the first `rows` count; weights in tiles [BLOCK_N, BLOCK_K].
+    meta_ptr, x_desc, weight_desc, extra_ptr, out_ptr, normed_ptr, sumsq_ptr, eps, stride_om, stride_normed,
+    stride_sumsq, rows, N, n_sumsq, K: tl.constexpr, SUMSQ_BLOCK: tl.constexpr, EPILOGUE: tl.constexpr,
+    HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+    PDL: tl.constexpr, DOT_FP32: tl.constexpr,
+):  # fmt: skip
+    """Compute `project` for `rows` rows and weight [N, K], of "gated" [2 * N, K].
 
-    x: [BLOCK_M, K] and weight: [N, K] (GATED: [2 * N, K]) as descriptors; the other arguments as there. STAGES tiles
-    of each are in flight. Grid cdiv(N, BLOCK_N).
+    x: [BLOCK_M, K] and weight as descriptors, in tiles [BLOCK_M, BLOCK_K] and [BLOCK_N, BLOCK_K]; STAGES tiles of each
+    are in flight. Grid cdiv(N, BLOCK_N). Each program leaves one partial sum of squares.
     """
     pid = tl.program_id(0)
     if PDL:
@@ -72,9 +49,7 @@ def _matmul_tiles_kernel(
     status = tl.load(meta_ptr + offs_m * META_WIDTH + STATUS, mask=offs_m < rows, other=-1)
     some = tl.max((status == RUN).to(tl.int32), 0)
     mask_n = (offs_n < N)[None, :]
-    extra_ptr = bias_ptr if HAS_BIAS else norm_ptr
-    if HAS_BIAS or RESIDUAL:
-        extra = tl.load(extra_ptr + offs_n[None, :], mask=mask_n, other=0.0).to(tl.float32)
+    extra = load_extra(extra_ptr, offs_n[None, :], N, EPILOGUE, HAS_BIAS)
     if PDL:
         gdc_wait()
     if some == 0:
@@ -87,92 +62,52 @@ def _matmul_tiles_kernel(
         if DOT_FP32:
             x, w = x.to(tl.float32), w.to(tl.float32)
         acc = tl.dot(x, w.T, acc, input_precision="ieee")
-        if GATED:
+        if EPILOGUE == "gated":
             w = weight_desc.load([N + pid * BLOCK_N, k])
             if DOT_FP32:
                 w = w.to(tl.float32)
             up = tl.dot(x, w.T, up, input_precision="ieee")
     mask = (status == RUN)[:, None] & mask_n
     out_ptrs = out_ptr + offs_m[:, None] * stride_om + offs_n[None, :]
-    if NORMED:
-        offs_s = tl.arange(0, SUMSQ_BLOCK)[None, :]
-        mask_s = (offs_s < n_sumsq) & (offs_m < rows)[:, None]
-        partials = tl.load(sumsq_ptr + offs_m[:, None] * stride_sumsq + offs_s, mask=mask_s, other=0.0)
-        scale = tl.rsqrt(tl.sum(partials, 1) / K + eps)[:, None]
+    normed_ptrs = normed_ptr + offs_m[:, None] * stride_normed + offs_n[None, :]
+    residual = 0.0
+    if EPILOGUE == "residual":
+        residual = tl.load(out_ptrs, mask=mask, other=0.0)
+    if EPILOGUE == "normed" or EPILOGUE == "gated":
+        mask_m = (offs_m < rows)[:, None]
+        partials = load_partials(sumsq_ptr, offs_m[:, None], mask_m, stride_sumsq, n_sumsq, SUMSQ_BLOCK)
+        scale = norm_scale(tl.sum(partials, 1), K, eps)[:, None]
         acc = acc * scale
-    if GATED:
-        acc = acc * tl.sigmoid(acc) * (up * scale)
-    if HAS_BIAS:
-        acc += extra
-    if RESIDUAL:
-        acc += tl.load(out_ptrs, mask=mask, other=0.0)
-        normed_ptrs = normed_ptr + offs_m[:, None] * stride_normed + offs_n[None, :]
-        tl.store(normed_ptrs, (acc * extra).to(normed_ptr.dtype.element_ty), mask=mask)
-        sumsq = tl.sum(tl.where(mask_n, acc * acc, 0.0), 1)
-        tl.store(sumsq_ptr + offs_m * stride_sumsq + pid, sumsq, mask=status == RUN)
-    tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=mask)
+    if EPILOGUE == "gated":
+        acc = silu(acc) * (up * scale)
+    squares = finish(acc, out_ptrs, normed_ptrs, extra, residual, mask, mask_n, EPILOGUE, HAS_BIAS)
+    if EPILOGUE == "residual":
+        tl.store(sumsq_ptr + offs_m * stride_sumsq + pid, tl.sum(squares, 1), mask=status == RUN)
 
 
-def _launch(meta, x, linear, out, norm, normed, sumsq, n_sumsq, eps, residual, gated, config, pdl):
-    weight, bias = linear.weight, linear.bias
+def matmul_tiles(meta, x, linear, out, epilogue, scratch=None, *, config, pdl=False):
+    """Compute `project` for up to 64 rows, but Plain; x is the beginning of a buffer of as many rows as a tile has."""
     rows, N = out.shape
-    K, block_m = weight.shape[1], max(triton.next_power_of_2(rows), config.block_m)
-    spare = out  # stands in for pointers this variant does not read
-    # A tile that reached beyond the buffer would be slower than one whose last rows nobody needs.
+    K, block_m = linear.in_features, max(triton.next_power_of_2(rows), config.block_m)
+    # A tile that exceeded the buffer would be slower than one whose last rows are not used.
     whole = torch.as_strided(x, (block_m, K), (x.stride(0), 1))
     _matmul_tiles_kernel[(triton.cdiv(N, config.block_n),)](
-        meta,
-        TensorDescriptor.from_tensor(whole, [block_m, config.block_k]),
-        TensorDescriptor.from_tensor(weight, [config.block_n, config.block_k]),
-        spare if bias is None else bias,
-        out,
-        norm if residual else spare,
-        normed if residual else spare,
-        sumsq,
-        eps,
-        out.stride(0),
-        normed.stride(0) if residual else 0,
-        sumsq.stride(0),
-        rows,
-        N,
-        n_sumsq,
-        K,
-        n_sumsq > 0,
-        triton.next_power_of_2(max(n_sumsq, 1)),
-        bias is not None,
-        residual,
-        gated,
-        block_m,
-        config.block_n,
-        config.block_k,
-        config.stages,
-        pdl,
-        interpreted(),
-        **options(config.num_warps, pdl),
-    )
+        meta, TensorDescriptor.from_tensor(whole, [block_m, config.block_k]),
+        TensorDescriptor.from_tensor(linear.weight, [config.block_n, config.block_k]),
+        **epilogue_arguments(linear, out, epilogue), rows=rows, N=N, K=K, BLOCK_M=block_m, BLOCK_N=config.block_n,
+        BLOCK_K=config.block_k, STAGES=config.stages, PDL=pdl, DOT_FP32=interpreted(), **options(config.num_warps, pdl),
+    )  # fmt: skip
 
 
-def tiles_normed(meta, normed, linear, out, sumsq, n_sumsq, eps, split=None, *, config, pdl=False):
-    """matvec_normed for up to 64 rows at once."""
-    _launch(meta, normed, linear, out, None, None, sumsq, n_sumsq, eps, False, False, config, pdl)
+def _supports(case, rows, device) -> bool:
+    copied = case.format in SHORT and case.k % 8 == 0  # TMA: rows begin at multiples of 16 bytes
+    return copied and case.epilogue != "plain" and rows <= MAX_ROWS and not 0 < device.capability < 80
 
 
-def tiles_residual(meta, x, linear, hidden, norm, normed, sumsq, split=None, *, config, pdl=False):
-    """matvec_residual for up to 64 rows at once; leaves `tiles_partials(N, config)` sums in sumsq."""
-    _launch(meta, x, linear, hidden, norm, normed, sumsq, 0, 0.0, True, False, config, pdl)
-
-
-def tiles_gate_up(meta, normed, linear, out, sumsq, n_sumsq, eps, split=None, *, config, pdl=False):
-    """gate_up for up to 64 rows at once."""
-    _launch(meta, normed, linear, out, None, None, sumsq, n_sumsq, eps, False, True, config, pdl)
-
-
-def tiles_partials(N: int, config) -> int:
-    """Partial sums of squares that tiles_residual leaves: one a program."""
-    return triton.cdiv(N, config.block_n)
-
-
-_KERNELS = (_matmul_tiles_kernel,)
-TILES_NORMED = Op(tiles_normed, matvec_normed_ref, matvec_bytes, _KERNELS, outputs=("out",))
-TILES_RESIDUAL = Op(tiles_residual, matvec_residual_ref, matvec_bytes, _KERNELS, outputs=("hidden", "normed", "sumsq"))
-TILES_GATE_UP = Op(tiles_gate_up, gate_up_ref, gate_up_bytes, _KERNELS, outputs=("out",))
+TILES = LinearKernel(
+    "tiles",
+    Op(matmul_tiles, project_ref, project_bytes, (_matmul_tiles_kernel,), OUTPUTS),
+    TilesConfig,
+    _supports,
+    lambda n, config: triton.cdiv(n, config.block_n),
+)

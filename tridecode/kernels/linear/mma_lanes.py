@@ -1,9 +1,9 @@
-"""Parts of matmul_ring: what one warp does with a tile of the weights, as assembly, and where its lanes find what.
+"""mma on registers: what one warp does with a tile of a packed weight, as assembly, and the layouts of its lanes.
 
-A tile is 16 rows of the weights by 64 bytes. The instruction (mma, 16 x 8 x 16) has the rows of the weights as its
-rows, activations as its columns. A lane has 16 bytes of each of two rows, and of one row of the activations the columns
-that these bytes hold; as in matmul, columns are renamed so that neither moves. Tensors here are [threads, 4]: four
-registers of each lane.
+A tile is 16 rows of the weight by 64 bytes. The instruction (mma, 16 x 8 x 16) has the rows of the weight as its rows,
+activations as its columns. A lane has 16 bytes of each of two rows and, of one row of the activations, the columns that
+these bytes hold. As in register_tiles.py, columns are renamed so that no data moves. Tensors here are [threads, 4]:
+four registers of each lane.
 """
 
 from triton.experimental import gluon
@@ -14,7 +14,7 @@ WORDS = gl.constexpr(32)  # that lie side by side in shared memory: 128 bytes, o
 
 @gluon.constexpr_function
 def parts_of(form):
-    """Pieces of 32 columns, of which a lane has eight, in a tile."""
+    """Return the number of parts of a tile. A part has 32 columns, a lane eight of them."""
     return 4 if form == "int4" else 2
 
 
@@ -25,8 +25,10 @@ def lanes_layout(warps):
 
 @gluon.constexpr_function
 def words_layout(warps):
-    """Of two rows' words [8 * warps, 32]: each pair of warps has the halves of 16 rows. Eight lanes that are served at
-    once have rows four apart, whose bytes the swizzle puts into different banks."""
+    """Return the layout of the words of two rows a lane, [8 * warps, 32]: each pair of warps has the halves of 16 rows.
+
+    Eight lanes whose loads are served at once have rows four apart, whose bytes the swizzle puts into different banks.
+    """
     pairs = [[16 << i, 0] for i in range((warps // 2).bit_length() - 1)]
     lanes = [[0, 4], [0, 8], [4, 0], [1, 0], [2, 0]]
     return gl.DistributedLinearLayout([[0, 1], [0, 2], [8, 0]], lanes, [[0, 16], *pairs], [], [8 * warps, 32])
@@ -34,7 +36,7 @@ def words_layout(warps):
 
 @gluon.constexpr_function
 def x_layout(warps, parts):
-    """Of the activations of the warps' tiles [8, warps * parts * 16] int32, as `load_x` hands them out."""
+    """Return the layout of the activations of the warps' tiles, [8, warps * parts * 16] int32: a lane has its own."""
     regs = [[0, 1], [0, 2]] + [[0, 16 << i] for i in range(parts.bit_length() - 1)]
     lanes = [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]]
     own = [[0, parts * 16 << i] for i in range(warps.bit_length() - 1)]
@@ -43,14 +45,14 @@ def x_layout(warps, parts):
 
 @gluon.constexpr_function
 def _mma(to, a, b):
-    """to += a * b; names of registers."""
+    """Return the instruction to += a * b, of registers with these names."""
     into = ", ".join(f"{to}{i}" for i in range(4))
     return f"mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {{{into}}}, {{{a}}}, {{{b}}}, {{{into}}};"
 
 
 @gluon.constexpr_function
 def _unpacked(form, words, of):
-    """Assembly that makes eight columns of a row, in registers {of}0 to {of}3, from a list of words."""
+    """Return assembly that unpacks eight columns of a row from words to the registers {of}0 to {of}3."""
     if form == "int4":
         low, high, w = f"{of}0", f"{of}1", words[0]
         return (
@@ -66,8 +68,10 @@ def _unpacked(form, words, of):
 
 @gluon.constexpr_function
 def tile_asm(form):
-    """Two chains of sums go on: ($0-$3, $4-$7) = the last eight operands + the tile's product. Operands: the four words
-    of a row and of that eight rows on, then four registers of activations for each part."""
+    """Return assembly that adds a tile's product to two chains of sums: ($0-$3, $4-$7) = the last eight operands + it.
+
+    The other operands: four words of a row and of the row eight rows on, then four registers of activations a part.
+    """
     parts = 4 if form == "int4" else 2
     of_part, first = 4 // parts, 16 + 4 * parts
     lines = [".reg .b32 t, u, l0, l1, l2, l3, h0, h1, h2, h3; .reg .f32 a0, a1, a2, a3, b0, b1, b2, b3;"]
@@ -91,7 +95,7 @@ def tile_operands(form):
 
 @gluon.constexpr_function
 def zeros_asm():
-    """$0-$3 = what codes of four bits that all are -8 make of the activations of a tile, which `raised` has."""
+    """Return assembly for $0-$3 = the product of a tile whose codes of four bits are all -8, by raised x."""
     lines = [".reg .b32 l, h; .reg .f32 a0, a1, a2, a3, b0, b1, b2, b3;"]
     lines += ["mov.b32 l, 0x80088008; mov.b32 h, 0x80808080;"]
     lines += [f"mov.f32 {chain}{i}, 0f00000000;" for chain in "ab" for i in range(4)]
@@ -104,7 +108,7 @@ def zeros_asm():
 
 @gluon.constexpr_function
 def raised_asm(form):
-    """Two registers of activations as weights of a form want them (kernels/linear/bits.py)."""
+    """Return assembly that scales two registers of activations as the weight's form requires (see bits.py)."""
     second = "0x5d805d80" if form == "int4" else "0x5f805f80"
     return (
         "{ .reg .b32 up, other, nought; mov.b32 up, 0x5f805f80; mov.b32 nought, 0x80008000; "
@@ -112,7 +116,7 @@ def raised_asm(form):
     )
 
 
-# acc += sums * scale, of the first row and of that eight rows on: acc, two chains of sums, two scales in each register.
+# acc += sums * scale, of a row and of the row eight rows on: acc, two chains of sums, two scales in each register.
 SCALED = gl.constexpr(
     "{ .reg .f32 s; "
     + " ".join(
@@ -125,23 +129,23 @@ SCALED_OPERANDS = gl.constexpr(",".join(["=f"] * 4 + ["f"] * 20))
 
 @gluon.jit
 def raised(x, FORM: gl.constexpr):
-    """Activations, int32 [..., a multiple of 2], from an even register on."""
+    """Scale activations as the weight's form requires: int32 [..., a multiple of 2], from an even register on."""
     return gl.inline_asm_elementwise(raised_asm(FORM), "=r,=r,r,r", [x], dtype=gl.int32, is_pure=True, pack=2)
 
 
 @gluon.jit
 def all_raised(x, FORM: gl.constexpr):
-    """The same of the parts of a tile, a tuple."""
-    found = ()
+    """Do the same for the parts of a tile, a tuple."""
+    scaled_parts = ()
     for i in gl.static_range(len(x)):
-        found += (raised(x[i], FORM),)
-    return found
+        scaled_parts += (raised(x[i], FORM),)
+    return scaled_parts
 
 
 @gluon.jit
-def off_of(x):
-    """What is to be added for the zero points of four bits, the same for all rows of the weights: fp32 [threads, 2], of
-    two activations; x: of a tile, raised."""
+def zero_sum(x):
+    """Return what the zero points of four bits add to a tile's sums, the same for all rows of the weight: fp32
+    [threads, 2], of two activations. x: raised."""
     sums = gl.inline_asm_elementwise(
         zeros_asm(), "=f,=f,=f,=f,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r", x, dtype=gl.float32, is_pure=True, pack=4
     )
@@ -149,15 +153,15 @@ def off_of(x):
 
 
 @gluon.jit
-def of_both_rows(off, L: gl.constexpr):
-    """What `off_of` found, as sums begin with it: [threads, 4]."""
-    both = gl.reshape(gl.permute(gl.join(off, off), (0, 2, 1)), [off.shape[0], 4])
+def both_rows(sums, L: gl.constexpr):
+    """Return a `zero_sum` as the first value of sums of two rows: [threads, 4]."""
+    both = gl.reshape(gl.permute(gl.join(sums, sums), (0, 2, 1)), [sums.shape[0], 4])
     return gl.convert_layout(both, L, assert_trivial=True)
 
 
 @gluon.jit
 def multiply(words, x, a, b, FORM: gl.constexpr):
-    """Two chains of sums, fp32 [threads, 4], with a tile's product: words: two rows', int32 [threads, 4] each."""
+    """Add a tile's product to two chains of sums a, b, fp32 [threads, 4]. words: of two rows, int32 [threads, 4]."""
     return gl.inline_asm_elementwise(
         tile_asm(FORM), tile_operands(FORM), words + x + (a, b), dtype=(gl.float32, gl.float32), is_pure=True, pack=4
     )
@@ -165,7 +169,7 @@ def multiply(words, x, a, b, FORM: gl.constexpr):
 
 @gluon.jit
 def scaled(acc, a, b, low, high):
-    """acc + (a + b) * scale; low, high: [threads], of both rows."""
+    """Return acc + (a + b) * scale; low, high: the scales of both rows, [threads]."""
     low = gl.broadcast(low[:, None], acc)[0]
     high = gl.broadcast(high[:, None], acc)[0]
     return gl.inline_asm_elementwise(
@@ -175,7 +179,7 @@ def scaled(acc, a, b, low, high):
 
 @gluon.jit
 def load_words(piece, WARPS: gl.constexpr):
-    """Of each lane two rows' 16 bytes, int32 [threads, 4] each; piece: [8 * WARPS, 32] int32 in shared memory."""
+    """Load 16 bytes of two rows for each lane, int32 [threads, 4] each; piece: [8 * WARPS, 32] in shared memory."""
     L: gl.constexpr = lanes_layout(WARPS)
     words = piece.load(words_layout(WARPS))
     words = gl.reshape(words, [WARPS // 2, 2, 2, 4, 2, 4, 4])  # pair, half of the rows, row, row, tile, lane, word
@@ -186,115 +190,32 @@ def load_words(piece, WARPS: gl.constexpr):
 
 @gluon.jit
 def load_shared_x(piece, WARPS: gl.constexpr, PARTS: gl.constexpr):
-    """Of each lane its activations, a tuple of int32 [threads, 4] for each part of a tile; piece: in shared memory,
-    [WARPS * PARTS * 16] int32."""
+    """Load the activations of each lane, a tuple of int32 [threads, 4] for the parts of a tile.
+
+    piece: [WARPS * PARTS * 16] int32 in shared memory.
+    """
     L: gl.constexpr = lanes_layout(WARPS)
     X_L: gl.constexpr = x_layout(WARPS, PARTS)
     x = piece.load(gl.SliceLayout(0, X_L))[None, :] + gl.zeros([8, WARPS * PARTS * 16], gl.int32, X_L)
     x = gl.permute(gl.reshape(x, [8, WARPS, PARTS, 4, 4]), (1, 0, 3, 4, 2))
     if PARTS == 2:
-        found = gl.split(gl.reshape(x, [WARPS * 32, 4, 2]))
+        of_parts = gl.split(gl.reshape(x, [WARPS * 32, 4, 2]))
     else:
         even, odd = gl.split(gl.reshape(x, [WARPS * 32, 4, 2, 2]))
         first, third = gl.split(even)
         second, fourth = gl.split(odd)
-        found = (first, second, third, fourth)
+        of_parts = (first, second, third, fourth)
     x = ()
     for i in gl.static_range(PARTS):
-        x += (gl.convert_layout(found[i], L, assert_trivial=True),)
+        x += (gl.convert_layout(of_parts[i], L, assert_trivial=True),)
     return x
 
 
 @gluon.jit
 def sums_of(acc, GATED: gl.constexpr, WARPS: gl.constexpr):
-    """The lanes' sums [threads, 4], a tuple: [WARPS, 16, 8], if GATED two of eight
-    rows: warps, rows, activations."""
+    """Return the lanes' sums [threads, 4] as [WARPS, 16, 8], if GATED two of 8 rows: warps, rows, activations."""
     sums = gl.reshape(acc, [WARPS, 4, 2, 4, 2, 2])  # warp, row, row, activation, half of the rows, activation
     if GATED:
         return gl.split(gl.reshape(gl.permute(sums, (0, 2, 1, 3, 5, 4)), [WARPS, 8, 8, 2]))
     else:
         return (gl.reshape(gl.permute(sums, (0, 4, 2, 1, 3, 5)), [WARPS, 16, 8]),)
-
-
-@gluon.jit
-def load_x(w, warp, lane, c: gl.constexpr, L: gl.constexpr):
-    """The activations of the warps' tiles c: of each part int32 [threads, 4]. Beyond the columns they are 0."""
-    STEP: gl.constexpr = w.WARPS * w.PARTS * 32
-    column = (warp * (w.PARTS * 32) + lane % 4 * 8)[:, None]
-    x_words = w.x_ptr.to(gl.pointer_type(gl.int32), bitcast=True)
-    words = column // 2 + gl.arange(0, 4, gl.SliceLayout(0, L))[None, :]
-    xs = x_words + gl.minimum(lane // 4, w.rows - 1)[:, None] * (w.stride_xm // 2) + words
-    found = ()
-    for part in gl.static_range(w.PARTS):
-        ptrs = xs + (c * STEP // 2 + part * 16)
-        if (c + 1) * STEP > w.K:
-            found += (gl.load(ptrs, mask=column + c * STEP < w.K, other=0),)
-        else:
-            found += (gl.load(ptrs),)
-    return found
-
-
-@gluon.jit
-def load_scales(w, block, warp, row):
-    """Those of a block's groups: for each of the warps' tiles of both rows of a lane, one after the other."""
-    GROUPS: gl.constexpr = (w.K + w.GROUP - 1) // w.GROUP
-    STEP: gl.constexpr = w.WARPS * w.PARTS * 32
-    low_row = block * w.OUT_N + row
-    low = w.scale_ptr + low_row // w.SCALE_ROWS * GROUPS
-    high = w.scale_ptr + (low_row + (w.N if w.GATED else 8)) // w.SCALE_ROWS * GROUPS
-    found = ()
-    for c in gl.static_range(w.TILES):
-        column = c * STEP + warp * (w.PARTS * 32)
-        if (c + 1) * STEP > w.K:
-            column = gl.minimum(column, w.K - 1)
-        found += (gl.load(low + column // w.GROUP), gl.load(high + column // w.GROUP))
-    return found
-
-
-@gluon.jit
-def share_x(w):
-    """All activations into shared memory, as weights of the form want them; beyond the columns they are 0."""
-    WORDS_X: gl.constexpr = w.WARPS * w.PARTS * 16
-    words = gl.arange(0, WORDS_X, gl.SliceLayout(0, gl.BlockedLayout([1, 2], [1, 32], [1, w.WARPS], [1, 0])))
-    ptrs = w.x_ptr.to(gl.pointer_type(gl.int32), bitcast=True) + words
-    found = ()
-    for c in gl.static_range(w.TILES):
-        if (c + 1) * WORDS_X * 2 > w.K:
-            found += (gl.load(ptrs + c * WORDS_X, mask=words * 2 + c * WORDS_X * 2 < w.K, other=0),)
-        else:
-            found += (gl.load(ptrs + c * WORDS_X),)
-    for c in gl.static_range(w.TILES):
-        w.x_shared[c].store(raised(found[c], w.FORM))
-
-
-@gluon.jit
-def add_tile(
-    acc,
-    chains,
-    words,
-    of_tile,
-    off,
-    scales,
-    c: gl.constexpr,
-    FRESH: gl.constexpr,
-    GROUPED: gl.constexpr,
-    FORM: gl.constexpr,
-    L: gl.constexpr,
-):
-    """The warps' tiles c times the activations: to what stands in acc, if FRESH, or in the chains. off: a tuple, for
-    the zero points of four bits; if empty, that is computed here."""
-    to: gl.constexpr = c % 2
-    if FRESH:
-        b = gl.zeros([L.warps_per_cta[0] * 32, 4], gl.float32, L)
-        a = b
-        if FORM == "int4":
-            a = of_both_rows(off[c] if len(off) > 0 else off_of(of_tile), L)
-        a, b = multiply(words, of_tile, a, b, FORM)
-        if GROUPED:
-            now = scaled(acc[to], a, b, scales[2 * c].to(gl.float32), scales[2 * c + 1].to(gl.float32))
-        else:
-            now = acc[to] + (a + b)
-        acc = acc[:to] + (now,) + acc[to + 1 :]
-    else:
-        chains = chains[:to] + (multiply(words, of_tile, chains[to][0], chains[to][1], FORM),) + chains[to + 1 :]
-    return acc, chains

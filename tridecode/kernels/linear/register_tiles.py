@@ -1,27 +1,74 @@
-"""Parts of matmul: which lane has what of the weights and of the activations, and how it is loaded."""
+"""Tiles of a weight and of activations, loaded into the registers from which mma reads them.
+
+A tile of a weight is WARPS * BLOCK_N lines of 32 columns, or of the words of packed.py that hold 128 (four bits) or 64
+columns (eight bits). Four lanes of a warp hold a line, 16 bytes each. The warps of a program share the columns.
+"""
+
+from collections import namedtuple
 
 import triton
 import triton.language as tl
 
-STEP_K = 32  # columns of a row that four lanes hold, 16 bytes each
+from ..triton_compat import Constants
+
+STEP_K = 32  # columns that four lanes hold, 16 bytes each
 STEP_COLUMNS = tl.constexpr(STEP_K)
+
+
+# A weight, its scales [N / SCALE_ROWS, GROUPS] and zero points [N, GROUPS], as in packed.py.
+Weight = namedtuple("Weight", "weight_ptr scale_ptr zero_ptr")
+# The pointers to a block of rows of a weight. weights: [lines, LINE], to the first tile. scales: [1, BLOCK_N, 1], to
+# the first group of the rows of the sums. zeros: the same if APART, else [lines, 1]. The masks tell which rows exist.
+Block = namedtuple("Block", "weights scales zeros mask_lines mask_sums")
+# Activations as tiles. ptrs: [WARPS * BLOCK_M, 32], to the first tile. offs_k: its columns. offs_m: [lines, 1], its
+# rows, of which `rows` exist. order_ptr: [K] int32, the column of x of each column of the weight.
+Activations = namedtuple("Activations", "ptrs order_ptr offs_k offs_m rows")
+
+
+@triton.constexpr_function
+def tiling(N, K, FORM, GROUP, SCALE_ROWS, ZEROS, GATED, BLOCK_N, WARPS, X_AHEAD, BLOCKS, PROGRAMS):
+    """Return the constants of a kernel that follow from the weight [N, K], of Gated [2 * N, K], and the launch config.
+
+    OUT_N: outputs of a block of BLOCK_N rows. MASKED: the last block exceeds the rows. SHARED: a program takes several
+    blocks. PARTS: pieces of 32 columns in a line of a tile. LINE: elements of a line in memory. STEP: its columns.
+    LENGTH: elements of a row in memory. CHUNKS: tiles of a block. X_TILES: tiles of activations.
+    GROUPS: groups of GROUP columns of a row. GROUPED: a row has several scales, which multiply the sums of tiles or, of
+    smaller groups, of their parts. ROW_SCALES: it has one, which multiplies the whole sum. SCALES, ZERO_PARTS: scales
+    and zero points that are loaded with a line. GROUP_PARTS: parts that are added before they are scaled. APART: zero
+    points are subtracted from the sums, not from the weight.
+    """
+    dense, shared = FORM == "dense", BLOCKS > PROGRAMS
+    out_n = BLOCK_N // 2 if GATED else BLOCK_N
+    parts = 1 if dense else 4 if FORM == "int4" else 2
+    line, step = 32 if dense else 16, parts * 32
+    chunks = -(-K // (WARPS * step))
+    grouped, groups_of_line = not dense and GROUP < K, parts if GROUP < step else 1
+    return Constants(
+        N=N, K=K, GROUP=GROUP, SCALE_ROWS=SCALE_ROWS, ZEROS=ZEROS, GATED=GATED, BLOCK_N=BLOCK_N, WARPS=WARPS,
+        OUT_N=out_n, MASKED=N % out_n != 0, SHARED=shared, PARTS=parts, LINE=line, STEP=step,
+        LENGTH=K if dense else -(-K // step) * line, CHUNKS=chunks, X_TILES=chunks * parts, GROUPS=-(-K // GROUP),
+        GROUPED=grouped, ROW_SCALES=not dense and not grouped, SCALES=groups_of_line if grouped else 0,
+        ZERO_PARTS=groups_of_line if ZEROS else 0, GROUP_PARTS=parts // groups_of_line if grouped else parts,
+        # The sums of the activations, computed once, then serve many blocks of four bits.
+        APART=FORM == "int4" and X_AHEAD == chunks * parts and shared,
+    )  # fmt: skip
 
 
 @triton.jit
 def places(WARPS: tl.constexpr, ROWS: tl.constexpr):
-    """Of each line of a tile [WARPS * ROWS, STEP_K], [lines, 1]: its row, and the warp whose registers hold it."""
+    """Return the row of each line of a tile and the warp whose registers hold the line: [WARPS * ROWS, 1] each."""
     line = tl.arange(0, WARPS * ROWS)[:, None]
     return line // (8 * WARPS) * 8 + line % 8, line // 8 % WARPS
 
 
 @triton.jit
 def operand(tile, WARPS: tl.constexpr, ROWS: tl.constexpr, FOUR: tl.constexpr):
-    """The tile as an operand [WARPS, ROWS, STEP_K] of the tensor cores.
+    """Return a tile [WARPS * ROWS, 32] as an operand [WARPS, ROWS, 32] of the tensor cores.
 
-    A lane has loaded eight neighbours of a row, and the instruction wants two and two of a lane in each half of 16
-    columns; as the compiler lays operands out that were joined, FOUR: two of each four in each half of 32. The order of
-    the columns is free as long as both operands agree: so what a lane has is renamed, and nothing moves: neighbours in
-    memory stay neighbours in the registers.
+    A lane has loaded eight neighbors of a row. The instruction takes two and two of a lane in each half of 16 columns,
+    or, FOUR, as the compiler lays out operands that were joined, two of each four in each half of 32. The order of the
+    columns is free if both operands agree: what a lane holds is renamed, and no data moves. Neighbors in memory stay
+    neighbors in the registers.
     """
     tile = tl.permute(tile.reshape(ROWS // 8, WARPS, 8, STEP_COLUMNS), (1, 0, 2, 3))
     tile = tile.reshape(WARPS, ROWS, 4, 2, 2, 2)  # lane, instruction, half, element
@@ -35,169 +82,111 @@ def operand(tile, WARPS: tl.constexpr, ROWS: tl.constexpr, FOUR: tl.constexpr):
 def _load(
     ptrs,
     offs,
-    lines,
+    mask,
     begin: tl.constexpr,
     width: tl.constexpr,
     LENGTH: tl.constexpr,
     MASKED: tl.constexpr,
     POLICY: tl.constexpr,
 ):
-    """What stands from `begin` on, in rows of LENGTH; the warps' parts of it are `width` wide together. MASKED where a
-    line may not exist: it is anything then, which no other line's sum sees."""
+    """Load the warps' parts, `width` elements together, from element `begin` of rows of LENGTH.
+
+    A line that does not exist may hold any value: no other line's sum depends on it.
+    """
     if begin + width > LENGTH:
-        return tl.load(ptrs + begin, mask=lines & (offs + begin < LENGTH), other=0.0, eviction_policy=POLICY)
+        return tl.load(ptrs + begin, mask=mask & (offs + begin < LENGTH), other=0.0, eviction_policy=POLICY)
     elif MASKED:
-        return tl.load(ptrs + begin, mask=lines, eviction_policy=POLICY)
+        return tl.load(ptrs + begin, mask=mask, eviction_policy=POLICY)
     else:
         return tl.load(ptrs + begin, eviction_policy=POLICY)
 
 
 @triton.jit
-def load_x(
-    xs,
-    order_ptr,
-    offs_xk,
-    lines,
-    i: tl.constexpr,
-    K: tl.constexpr,
-    WARPS: tl.constexpr,
-    PARTS: tl.constexpr,
-    ORDERED: tl.constexpr,
-):
-    """The columns of activations that the i-th parts of the warps' tiles multiply; in the weights' order if ORDERED."""
-    begin: tl.constexpr = i // PARTS * WARPS * PARTS * STEP_COLUMNS + i % PARTS * STEP_COLUMNS
+def load_x(T: tl.constexpr, x, i: tl.constexpr, ORDERED: tl.constexpr):
+    """Load the activations for part i % PARTS of the warps' tiles i // PARTS; in the weight's order if ORDERED."""
+    begin: tl.constexpr = i // T.PARTS * T.WARPS * T.STEP + i % T.PARTS * STEP_COLUMNS
     if ORDERED:
-        within = offs_xk + begin < K
-        column = tl.load(order_ptr + offs_xk + begin, mask=within, other=0)
-        return tl.load(xs - offs_xk + column, mask=lines & within, other=0.0)
+        within = x.offs_k + begin < T.K
+        column = tl.load(x.order_ptr + x.offs_k + begin, mask=within, other=0)
+        return tl.load(x.ptrs - x.offs_k + column, mask=(x.offs_m < x.rows) & within, other=0.0)
     else:
-        return _load(xs, offs_xk, lines, begin, WARPS * PARTS * STEP_COLUMNS, K, False, "")
+        return _load(x.ptrs, x.offs_k, x.offs_m < x.rows, begin, T.WARPS * T.STEP, T.K, False, "")
 
 
 @triton.jit
-def block_of_rows(
-    weight_ptr,
-    scale_ptr,
-    zero_ptr,
-    block,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    LENGTH: tl.constexpr,
-    GROUP: tl.constexpr,
-    SCALE_ROWS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    OUT_N: tl.constexpr,
-    LINE: tl.constexpr,
-    WARPS: tl.constexpr,
-    OF_SUMS: tl.constexpr,
-):
-    """Where a block of rows begins: its tiles' lines, and the groups' scales [1, BLOCK_N, 1] and zeros of its rows, as
-    the scales if OF_SUMS, else of the lines; and which of them exist."""
-    GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
-    line, warp = places(WARPS, BLOCK_N)
-    sum_n = tl.arange(0, BLOCK_N)[None, :, None]
+def block_of_rows(T: tl.constexpr, w, block):
+    """Return the Block with that number."""
+    line, warp = places(T.WARPS, T.BLOCK_N)
+    sum_n = tl.arange(0, T.BLOCK_N)[None, :, None]
     rows, sum_rows = line, sum_n
-    if OUT_N < BLOCK_N:
-        rows, sum_rows = line % OUT_N + line // OUT_N * N, sum_n % OUT_N + sum_n // OUT_N * N
-    weights = weight_ptr + (rows + block * OUT_N).to(tl.int64) * LENGTH + (warp * LINE + tl.arange(0, LINE)[None, :])
-    scales = scale_ptr + (sum_rows + block * OUT_N) // SCALE_ROWS * GROUPS
-    zeros = zero_ptr + ((sum_rows if OF_SUMS else rows) + block * OUT_N) * GROUPS
-    return weights, scales, zeros, block * OUT_N + line % OUT_N < N, block * OUT_N + sum_n % OUT_N < N
+    if T.GATED:
+        rows, sum_rows = line % T.OUT_N + line // T.OUT_N * T.N, sum_n % T.OUT_N + sum_n // T.OUT_N * T.N
+    lines = w.weight_ptr + (rows + block * T.OUT_N).to(tl.int64) * T.LENGTH
+    return Block(
+        lines + (warp * T.LINE + tl.arange(0, T.LINE)[None, :]),
+        w.scale_ptr + (sum_rows + block * T.OUT_N) // T.SCALE_ROWS * T.GROUPS,
+        w.zero_ptr + ((sum_rows if T.APART else rows) + block * T.OUT_N) * T.GROUPS,
+        block * T.OUT_N + line % T.OUT_N < T.N,
+        block * T.OUT_N + sum_n % T.OUT_N < T.N,
+    )
 
 
 @triton.jit
-def _load_group(
-    ptrs,
-    warp,
-    rows,
-    c: tl.constexpr,
-    part: tl.constexpr,
-    K: tl.constexpr,
-    WARPS: tl.constexpr,
-    STEP: tl.constexpr,
-    GROUP: tl.constexpr,
-    MASKED: tl.constexpr,
-):
-    """Of the group of each row in which a part of a warp's tile c lies."""
-    column = (c * WARPS + warp) * STEP + part * STEP_COLUMNS
-    if (c + 1) * WARPS * STEP > K:
-        return tl.load(ptrs + column // GROUP, mask=rows & (column < K), other=0)
-    elif MASKED:
-        return tl.load(ptrs + column // GROUP, mask=rows, other=0)
+def _load_group(T: tl.constexpr, ptrs, warp, mask, c: tl.constexpr, part: tl.constexpr):
+    """Load the values of the groups that contain a part of the warps' tiles c."""
+    column = (c * T.WARPS + warp) * T.STEP + part * STEP_COLUMNS
+    if (c + 1) * T.WARPS * T.STEP > T.K:
+        return tl.load(ptrs + column // T.GROUP, mask=mask & (column < T.K), other=0)
+    elif T.MASKED:
+        return tl.load(ptrs + column // T.GROUP, mask=mask)
     else:
-        return tl.load(ptrs + column // GROUP)
+        return tl.load(ptrs + column // T.GROUP)
 
 
 @triton.jit
-def load_tile(
-    of,
-    c: tl.constexpr,
-    K: tl.constexpr,
-    LENGTH: tl.constexpr,
-    STEP: tl.constexpr,
-    GROUP: tl.constexpr,
-    SCALES: tl.constexpr,
-    ZERO_PARTS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    LINE: tl.constexpr,
-    WARPS: tl.constexpr,
-    MASKED: tl.constexpr,
-    OF_SUMS: tl.constexpr,
-):
-    """The warps' tiles c of a block, as tuples: of the weights, of the scales of groups and of their zeros."""
-    weights, scales, zeros, lines, rows = of
-    _, warp = places(WARPS, BLOCK_N)
-    offs_k = warp * LINE + tl.arange(0, LINE)[None, :]
-    sum_warp = tl.arange(0, WARPS)[:, None, None]
-    w, s, z = (_load(weights, offs_k, lines, c * WARPS * LINE, WARPS * LINE, LENGTH, MASKED, "evict_first"),), (), ()
-    for part in tl.static_range(SCALES):
-        s += (_load_group(scales, sum_warp, rows, c, part, K, WARPS, STEP, GROUP, MASKED),)
-    for part in tl.static_range(ZERO_PARTS):
-        if OF_SUMS:
-            z += (_load_group(zeros, sum_warp, rows, c, part, K, WARPS, STEP, GROUP, MASKED),)
+def load_tile(T: tl.constexpr, block, c: tl.constexpr):
+    """Load the warps' tiles c of a block: tuples of the weight, of the groups' scales and of their zero points."""
+    WIDTH: tl.constexpr = T.WARPS * T.LINE
+    _, warp = places(T.WARPS, T.BLOCK_N)
+    offs_k = warp * T.LINE + tl.arange(0, T.LINE)[None, :]
+    sum_warp = tl.arange(0, T.WARPS)[:, None, None]
+    tile = _load(block.weights, offs_k, block.mask_lines, c * WIDTH, WIDTH, T.LENGTH, T.MASKED, "evict_first")
+    scales, zeros = (), ()
+    for part in tl.static_range(T.SCALES):
+        scales += (_load_group(T, block.scales, sum_warp, block.mask_sums, c, part),)
+    for part in tl.static_range(T.ZERO_PARTS):
+        if T.APART:
+            zeros += (_load_group(T, block.zeros, sum_warp, block.mask_sums, c, part),)
         else:
-            z += (_load_group(zeros, warp, lines, c, part, K, WARPS, STEP, GROUP, MASKED),)
-    return w, s, z
+            zeros += (_load_group(T, block.zeros, warp, block.mask_lines, c, part),)
+    return (tile,), scales, zeros
 
 
 @triton.jit
-def load_row_scales(ptr, block, N, SCALE_ROWS: tl.constexpr, BLOCK_N: tl.constexpr, OUT_N: tl.constexpr):
-    """Of rows that have one scale: [BLOCK_N, 1]."""
-    row = tl.arange(0, BLOCK_N)[:, None]
-    of_row = (block * OUT_N + row % OUT_N + row // OUT_N * N) // SCALE_ROWS
-    return tl.load(ptr + of_row, mask=block * OUT_N + row % OUT_N < N, other=0.0)
+def load_row_scales(T: tl.constexpr, w, block):
+    """Load the scales of a block whose rows have one scale: [BLOCK_N, 1]."""
+    row = tl.arange(0, T.BLOCK_N)[:, None]
+    scale_row = (block * T.OUT_N + row % T.OUT_N + row // T.OUT_N * T.N) // T.SCALE_ROWS
+    return tl.load(w.scale_ptr + scale_row, mask=block * T.OUT_N + row % T.OUT_N < T.N, other=0.0)
 
 
 @triton.jit
-def fetch_block(
-    weight_ptr,
-    scale_ptr,
-    zero_ptr,
-    block,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    LENGTH: tl.constexpr,
-    GROUP: tl.constexpr,
-    SCALE_ROWS: tl.constexpr,
-    ZEROS: tl.constexpr,
-    OUT_N: tl.constexpr,
-    GATED: tl.constexpr,
-):
-    """Bring a block of rows of packed weights into the L2 cache, if there is one, and what scales groups of them."""
-    GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
-    rows = tl.minimum(N - block * OUT_N, OUT_N)
-    for half in tl.static_range(2 if GATED else 1):
-        first = (block * OUT_N + half * N).to(tl.int64)
-        _fetch(weight_ptr + first * LENGTH, rows * (LENGTH * 4))
-        if GROUP < K and SCALE_ROWS == 1:
-            _fetch(scale_ptr + first * GROUPS, rows * (GROUPS * scale_ptr.dtype.element_ty.primitive_bitwidth // 8))
-        if ZEROS:
-            _fetch(zero_ptr + first * GROUPS, rows * (GROUPS * 2))
+def fetch_block(T: tl.constexpr, w, block):
+    """Copy a block of rows of a packed weight, with its scales and zero points of groups, to the L2 cache."""
+    SCALE_BYTES: tl.constexpr = T.GROUPS * (w.scale_ptr.dtype.element_ty.primitive_bitwidth // 8)
+    rows = tl.minimum(T.N - block * T.OUT_N, T.OUT_N)
+    for half in tl.static_range(2 if T.GATED else 1):
+        first = (block * T.OUT_N + half * T.N).to(tl.int64)
+        _fetch(w.weight_ptr + first * T.LENGTH, rows * (T.LENGTH * 4))
+        if T.GROUPED and T.SCALE_ROWS == 1:
+            _fetch(w.scale_ptr + first * T.GROUPS, rows * SCALE_BYTES)
+        if T.ZEROS:
+            _fetch(w.zero_ptr + first * T.GROUPS, rows * (T.GROUPS * 2))
 
 
 @triton.jit
 def _fetch(ptr, size):
-    """One thread asks, for a multiple of 16 bytes."""
+    """Request `size` bytes, a multiple of 16, by one thread; nothing if `size` is not positive."""
     tl.inline_asm_elementwise(
         """{
         .reg .pred one; .reg .b32 thread;

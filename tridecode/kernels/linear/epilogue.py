@@ -1,0 +1,91 @@
+"""The work that follows the sums of a product: one implementation for all Triton kernels of this folder.
+
+The norm's scale, the gate, the bias or the residual stream, the outputs. `gluon_epilogue.py` is the same in Gluon.
+"""
+
+import triton
+import triton.language as tl
+
+from .project import NAMES, AddResidual, Gated, Normed
+from .weight import Linear
+
+
+def epilogue_arguments(linear: Linear, out, epilogue, least_sumsq: int = 1) -> dict:
+    """Return the arguments of a kernel that depend on the epilogue, by name; where one is not read, `out` is passed.
+
+    extra_ptr: [n], the bias if HAS_BIAS, of AddResidual the weight of the next norm. SUMSQ_BLOCK: a power of two, at
+    least `least_sumsq`, that n_sumsq does not exceed.
+    """
+    normed, sumsq, n_sumsq, eps, extra = out, out, 0, 0.0, linear.bias
+    if isinstance(epilogue, Gated | AddResidual) and linear.bias is not None:
+        raise ValueError(f"a linear with a bias has no {NAMES[type(epilogue)]} epilogue")
+    if isinstance(epilogue, Normed | Gated):
+        sumsq, n_sumsq, eps = epilogue
+    elif isinstance(epilogue, AddResidual):
+        extra, normed, sumsq = epilogue
+    return {
+        "extra_ptr": out if extra is None else extra,
+        "out_ptr": out,
+        "normed_ptr": normed,
+        "sumsq_ptr": sumsq,
+        "eps": eps,
+        "stride_om": out.stride(0),
+        "stride_normed": normed.stride(0),
+        "stride_sumsq": sumsq.stride(0),
+        "n_sumsq": n_sumsq,
+        "SUMSQ_BLOCK": max(triton.next_power_of_2(max(n_sumsq, 1)), least_sumsq),
+        "EPILOGUE": NAMES[type(epilogue)],
+        "HAS_BIAS": linear.bias is not None,
+    }
+
+
+@triton.jit
+def load_extra(extra_ptr, offs_n, N, EPILOGUE: tl.constexpr, HAS_BIAS: tl.constexpr):
+    """Load the bias or the next norm's weight of columns offs_n; 0.0 if the epilogue has neither."""
+    if HAS_BIAS or EPILOGUE == "residual":
+        return tl.load(extra_ptr + offs_n, mask=offs_n < N, other=0.0)
+    else:
+        return 0.0
+
+
+@triton.jit
+def load_partials(sumsq_ptr, offs_m, mask_m, stride_sumsq, n_sumsq, SUMSQ_BLOCK: tl.constexpr):
+    """Load the partial sums of squares of rows offs_m: [SUMSQ_BLOCK] of a scalar, [m, SUMSQ_BLOCK] of [m, 1]."""
+    offs_s = tl.arange(0, SUMSQ_BLOCK)
+    mask = (offs_s < n_sumsq) & mask_m
+    return tl.load(sumsq_ptr + offs_m * stride_sumsq + offs_s, mask=mask, other=0.0)
+
+
+@triton.jit
+def norm_scale(sumsq, K, eps):
+    """Return 1 / root mean square of rows, from the sums of their squares."""
+    return tl.rsqrt(sumsq / K + eps)
+
+
+@triton.jit
+def silu(x):
+    return x * tl.sigmoid(x)
+
+
+@triton.jit
+def finish(
+    y,
+    out_ptrs,
+    normed_ptrs,
+    extra,
+    residual,
+    mask,
+    mask_n,
+    EPILOGUE: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+):
+    """Add the bias or the residual stream to y, store out and normed; return the squares, 0.0 without a residual."""
+    squares = 0.0
+    if HAS_BIAS:
+        y += extra.to(tl.float32)
+    if EPILOGUE == "residual":
+        y += residual
+        tl.store(normed_ptrs, (y * extra.to(tl.float32)).to(normed_ptrs.dtype.element_ty), mask=mask)
+        squares = tl.where(mask_n, y * y, 0.0)
+    tl.store(out_ptrs, y.to(out_ptrs.dtype.element_ty), mask=mask)
+    return squares

@@ -1,0 +1,21 @@
+"""All linear kernels, in the order of preference."""
+
+from .matmul import MATMUL
+from .matmul_hopper import HOPPER
+from .matmul_ring import RING
+from .matmul_tiles import TILES
+from .matmul_wide import WIDE
+from .matvec import MATVEC
+from .project import LinearKernel
+from .torch_linear import TORCH
+
+LINEAR_KERNELS = (RING, MATVEC, HOPPER, MATMUL, WIDE, TILES, TORCH)
+
+
+def kernel_named(name: str) -> LinearKernel:
+    """Return the kernel with that name.
+
+    Raises:
+        KeyError: there is none.
+    """
+    return {kernel.name: kernel for kernel in LINEAR_KERNELS}[name]

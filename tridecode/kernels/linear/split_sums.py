@@ -1,0 +1,25 @@
+"""The buffers of programs that share the columns of a weight: each leaves its sums, the last one adds them."""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+
+MAX_SPLIT = 8  # programs that share the columns of a weight
+MAX_BLOCK_N = 256
+
+
+@dataclass(frozen=True, repr=False)
+class SplitBuffers:
+    """Scratch of matmul_wide and matmul_hopper. `counter` must be zero between launches; each launch leaves it so."""
+
+    sums: torch.Tensor  # fp32 [rows, MAX_SPLIT * (outputs + MAX_BLOCK_N)]
+    counter: torch.Tensor  # int32 [rows, outputs / 16]: programs that arrived
+
+
+def make_buffers(outputs: int, rows: int, device) -> SplitBuffers:
+    """Allocate the buffers for weights of up to `outputs` rows and passes of up to `rows` rows."""
+    return SplitBuffers(
+        torch.zeros(rows, MAX_SPLIT * (outputs + MAX_BLOCK_N), device=device),
+        torch.zeros(rows, triton.cdiv(outputs, 16), dtype=torch.int32, device=device),
+    )

@@ -1,0 +1,16 @@
+"""Rings of stages in shared memory that TMA fills: what matmul_hopper and matmul_ring share."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+PRODUCER_REGISTERS = gl.constexpr(24)  # registers of a thread of the producer warp
+
+
+@gluon.jit
+def barriers(STAGES: gl.constexpr):
+    """Allocate a barrier for each stage, at which one thread arrives."""
+    allocated = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(allocated.index(i), count=1)
+    return allocated

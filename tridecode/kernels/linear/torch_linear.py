@@ -1,0 +1,62 @@
+"""torch_linear: a product of many rows by torch's own matrix product, as in a prompt pass."""
+
+import torch
+
+from ..op import Op
+from .dequantize import dequantize
+from .project import LinearKernel
+
+
+def torch_linear(meta, x, linear, out, epilogue, scratch=None, *, config=None, pdl=False):
+    """Compute `project` with the epilogue Plain. All rows run: meta is not read.
+
+    scratch: flat, of x's dtype. A packed weight is dequantized there, as many rows at a time as it holds.
+    """
+    if linear.packed is None:
+        _multiply(x, linear.weight, linear.bias, out)
+        return
+    n, k = linear.out_features, linear.in_features
+    step = piece_rows(n, scratch.numel() // k)
+    for first in range(0, n, step):
+        end = min(first + step, n)
+        weight = scratch[: (end - first) * k].view(-1, k)
+        dequantize(linear, first, end, weight)
+        _multiply(x, weight, linear.bias if linear.bias is None else linear.bias[first:end], out[:, first:end])
+
+
+def piece_rows(rows: int, most: int) -> int:
+    """Return how many of a weight's `rows` rows to dequantize at a time, at most `most`.
+
+    Pieces are alike, and whole tiles of the product: columns of `out` that do not begin at a multiple of 16 bytes take
+    cuBLAS several times as long.
+    """
+    each = -(-rows // -(-rows // most))
+    whole = -(-each // 128) * 128
+    return min(whole, most // 128 * 128 or most)
+
+
+def torch_linear_ref(meta, x, linear, out, epilogue, scratch=None) -> None:
+    weight = linear.weight if linear.packed is None else linear.matrix().to(x.dtype)
+    _multiply(x, weight, linear.bias, out)
+
+
+def torch_linear_bytes(meta, x, linear, out, epilogue, scratch=None) -> int:
+    """Return the bytes that a launch moves. A packed weight is written and read again in x's dtype."""
+    again = 0 if linear.packed is None else 2 * linear.out_features * linear.in_features * x.itemsize
+    return x.nbytes + linear.nbytes + again + out.nbytes
+
+
+def _multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+    if bias is None:
+        torch.mm(x, weight.T, out=out)
+    else:
+        torch.addmm(bias, x, weight.T, out=out)
+
+
+TORCH = LinearKernel(
+    "torch",
+    Op(torch_linear, torch_linear_ref, torch_linear_bytes, outputs=("out",)),
+    type(None),
+    lambda case, rows, device: case.epilogue == "plain",
+    lambda n, config: 0,
+)
