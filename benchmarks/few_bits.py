@@ -24,6 +24,9 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from tridecode.cli.candidates import packed_products
+from tridecode.tuning.choose import few_rows_shape
+from tridecode.tuning.few_bits import ROLES, ROWS, few_bits_shape
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
@@ -31,14 +34,11 @@ from tridecode import layout
 from tridecode.checkpoint.formats.quantize import SCHEMES, fitted
 from tridecode.checkpoint.formats.scheme import packed_form
 from tridecode.cli.bench.read import measure_read_bandwidth
-from tridecode.cli.candidates import packed_products
 from tridecode.kernels.linear import matmul
 from tridecode.kernels.linear.matmul import MATMUL_GATE_UP, MATMUL_NORMED, MATMUL_RESIDUAL, MatmulConfig
-from tridecode.kernels.linear.weight import Linear
+from tridecode.kernels.linear.weight import LoadedLinear
 from tridecode.models.presets import PRESETS
 from tridecode.step.compiling import missing
-from tridecode.tuning.choose import few_rows_shape
-from tridecode.tuning.few_bits import ROLES, ROWS, few_bits_shape
 
 COLD = 240e6  # bytes of weights between two uses of the same ones
 BEST = 3  # shapes that are printed for each matrix
@@ -56,18 +56,18 @@ class Case:
         return f"{self.kind} {self.role} {self.N} x {self.K}, {self.rows} rows"
 
 
-def random_linear(N: int, K: int, kind: str, device: str) -> Linear:
+def random_linear(N: int, K: int, kind: str, device: str) -> LoadedLinear:
     if kind == "dense":
-        return Linear(torch.randn(N, K, dtype=torch.bfloat16, device=device), None)
+        return LoadedLinear(torch.randn(N, K, dtype=torch.bfloat16, device=device), None)
     scheme = fitted(SCHEMES[kind], K)
     form = packed_form(scheme, K, [0], torch.float32 if scheme.floating else torch.bfloat16)
     tensors = {part: torch.empty(shape, dtype=dtype, device=device) for part, (shape, dtype) in form.shapes(N).items()}
     tensors["weight"].random_(-(2**31), 2**31 - 1).bitwise_and_(-0x40404041)  # no NaN of e4m3
     tensors["scale"].fill_(1e-3)
-    return Linear(**tensors, packed=form)
+    return LoadedLinear(**tensors, packed=form)
 
 
-def microseconds(run, linears: list[Linear], repeats: int = 7) -> float:
+def microseconds(run, linears: list[LoadedLinear], repeats: int = 7) -> float:
     """Of one launch, the median."""
     launches = max(24, len(linears))
     run(linears[0])
@@ -122,7 +122,7 @@ def check(case: Case, y: torch.Tensor, out: torch.Tensor) -> None:
         raise RuntimeError(f"the product is wrong by {error:.2g} of its largest number")
 
 
-def in_use(linear: Linear, rows: int, gated: bool) -> MatmulConfig:
+def in_use(linear: LoadedLinear, rows: int, gated: bool) -> MatmulConfig:
     if linear.packed is not None:
         return few_bits_shape(linear, rows)
     shape = few_rows_shape(linear.out_features, linear.in_features, max(rows, 8), gated)
@@ -161,7 +161,7 @@ def compile_one(work: tuple) -> tuple:
     return entry, None
 
 
-def specialized(line, linear: Linear, shape: MatmulConfig, run) -> str | None:
+def specialized(line, linear: LoadedLinear, shape: MatmulConfig, run) -> str | None:
     """What Triton would compile for a launch; None if it is there."""
     return next((specialization for _, specialization in missing(lambda: line(run, linear, shape))), None)
 

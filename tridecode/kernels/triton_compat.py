@@ -1,6 +1,4 @@
-"""What Triton's versions spell differently, keep private, or lack. The names are those of 3.9."""
-
-from dataclasses import dataclass
+"""Functions of Triton whose names depend on its version, under the names of 3.9, and constants of kernels."""
 
 import triton.language as tl
 from triton.experimental.gluon import language as gl
@@ -13,15 +11,22 @@ barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 reinterpret = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
 
 
-@dataclass(frozen=True)
 class Constants:
-    """Compile-time values that the functions of a kernel take as one constexpr argument; subclasses add the fields.
+    """Compile-time values, attributes that the functions of a kernel take as one constexpr argument.
 
     Only a `constexpr_function` may compute the values: Triton's cache key covers its source, but not that of a method.
     A NamedTuple does not serve here: assigning it to a variable turns its compile-time values into tensors.
     """
 
-    def __post_init__(self):
-        if not interpreted():
-            for name, value in list(vars(self).items()):
-                object.__setattr__(self, name, tl.constexpr(value))
+    def __init__(self, **values):
+        self._values = values
+        vars(self).update(values if interpreted() else {name: tl.constexpr(value) for name, value in values.items()})
+
+    def __repr__(self) -> str:
+        return repr(self._values)
+
+    def __eq__(self, other) -> bool:
+        return isinstance(other, Constants) and self._values == other._values
+
+    def __hash__(self) -> int:
+        return hash(tuple(self._values.items()))

@@ -1,20 +1,19 @@
-"""Weights in fewer bits become numbers in registers: from words of 32 bits to pairs of bf16 for the tensor cores.
+"""Unpack weights in registers: from words of 32 bits to pairs of bf16 for the tensor cores, two numbers an instruction.
 
-Two numbers an instruction. Both halves of a word hold a number at the same place. The low byte of a bf16 whose other
-bits are 0 is that many times 2 ** -133, its last bit being the lowest of the exponent, which changes nothing there: so
-one `and` makes a number of four bits from either half of a byte, and one `fma` scales it and takes the zero point off,
-exactly. Or it stays that small, and its zero point on: where activations are kept for many rows of weights, they are as
-much larger (`raised`), and what they make of the zero points is computed once (`taken_off`). An e4m3's exponent and
-mantissa, moved to where bf16 has them, are 2 ** 120 too small, and so they stay: the activations are 2 ** 64 times as
-large, the sum is scaled by the rest. packed.py says what stands where. The interpreter, which knows no
-assembly, does the same by arithmetic.
+Both halves of a word hold a number at the same place (packed.py). A bf16 whose high byte is 0 is its low byte times
+2 ** -133: the highest bit of that byte is the lowest of the exponent, which has the value of a mantissa bit there. So
+one `and` makes a number of four bits from either half of a byte. One `fma` scales it and subtracts the zero point,
+exactly. Or the number stays that small, with its zero point: if the activations serve many rows of the weight, they are
+scaled up instead (`raised`), and their products with the zero points are computed once (`zero_operand`). The exponent
+and mantissa of e4m3, moved to their place in bf16, are 2 ** 120 too small and stay so: the activations are multiplied
+by 2 ** 64, the sum by the rest. The interpreter has no assembly and computes the same by arithmetic.
 """
 
 import triton
 import triton.language as tl
 
 _RAISED = 64
-# v & 15 and v & 240 of both halves and of what is 8 higher, times 2 ** 127 and 2 ** 123, less $9: columns 0 and 1, ...
+# v & 15 and v & 240 of both halves, also shifted by 8, times 2 ** 127 and 2 ** 123, minus $9: columns 0 and 1, ...
 _INT4 = tl.constexpr(
     """{
     .reg .b32 w, a, z, up, less;
@@ -25,7 +24,7 @@ _INT4 = tl.constexpr(
     and.b32 a, w, 0x00f000f0; fma.rn.bf16x2 a, a, less, z; mov.b32 {$6, $7}, a;
     }"""
 )
-# Two's complement: the low seven bits into 128.0, less 128.0, or 256.0 where the sign, moved nowhere, makes it that.
+# Two's complement: the low seven bits of 128.0, minus 128.0, or 256.0 if the sign bit is set in place.
 _INT8 = tl.constexpr(
     """{
     .reg .b32 w1, a, b, one;
@@ -36,7 +35,7 @@ _INT8 = tl.constexpr(
     fma.rn.bf16x2 a, a, one, b; mov.b32 {$2, $3}, a;
     }"""
 )
-# The same, less $5.
+# The same, minus $5.
 _INT8_ZERO = tl.constexpr(
     """{
     .reg .b32 w1, a, b, z, one;
@@ -48,7 +47,7 @@ _INT8_ZERO = tl.constexpr(
     fma.rn.bf16x2 a, a, one, b; fma.rn.bf16x2 a, a, one, z; mov.b32 {$2, $3}, a;
     }"""
 )
-# One pair is in place, the other four places off, to either side.
+# One pair is in place, the bits of the other are four places off, to either side.
 _E4M3 = tl.constexpr(
     """{
     .reg .b32 a, t, u;
@@ -57,7 +56,7 @@ _E4M3 = tl.constexpr(
     mov.b32 {$2, $3}, a;
     }"""
 )
-# The same columns, as they stand: times 2 ** -133, and 2 ** -129.
+# The same columns without scaling: times 2 ** -133 and 2 ** -129.
 _INT4_RAISED = tl.constexpr(
     """{
     .reg .b32 w, a; shr.u32 w, $8, 8;
@@ -66,9 +65,9 @@ _INT4_RAISED = tl.constexpr(
     }"""
 )
 _TIMES = """{
-    .reg .b32 up, nought;
-    mov.b32 up, %s; mov.b32 nought, 0x80008000;
-    fma.rn.bf16x2 $0, $1, up, nought;
+    .reg .b32 up, minus_zero;
+    mov.b32 up, %s; mov.b32 minus_zero, 0x80008000;
+    fma.rn.bf16x2 $0, $1, up, minus_zero;
     }"""
 _TIMES_2_64, _TIMES_2_60 = tl.constexpr(_TIMES % "0x5f805f80"), tl.constexpr(_TIMES % "0x5d805d80")
 _EVERY_4_RAISED = tl.constexpr("=h,=h,=h,=h,=h,=h,=h,=h,r")
@@ -79,14 +78,14 @@ _EVERY_8_ZERO = tl.constexpr("=h,=h,=h,=h,r,r")
 
 @triton.jit
 def pair(zero):
-    """The bits of a bf16 (as int16) in both halves of a word."""
+    """Return the bits of a bf16 (as int16) in both halves of a word."""
     bits = zero.to(tl.int32) & 0xFFFF
     return bits | (bits << 16)
 
 
 @triton.constexpr_function
 def factor(form: str, raised: bool = False) -> float:
-    """What numbers, or their products with raised activations, are to be multiplied by."""
+    """Return the factor that unpacked weights need, or, `raised`, their products with raised activations."""
     if raised:
         return 2.0 ** ({"int4": 133, "e4m3": 120}.get(form, _RAISED) - _RAISED)
     return 2.0 ** {"int4": 6, "e4m3": 120}.get(form, 0)
@@ -94,7 +93,7 @@ def factor(form: str, raised: bool = False) -> float:
 
 @triton.jit
 def raised(x, FORM: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Activations [lines, 32], bf16, as weights of this form want them."""
+    """Scale activations [lines, 32], bf16, for weights of this form that `unpack` leaves too small."""
     if FORM == "e4m3":
         if INTERPRETED:
             return x.to(tl.float32) * 2.0**64
@@ -114,20 +113,22 @@ def _times(x, ASM: tl.constexpr):
 
 
 @triton.jit
-def taken_off(ZEROS: tl.constexpr, WARPS: tl.constexpr, BLOCK_N: tl.constexpr, INTERPRETED: tl.constexpr):
-    """An operand [WARPS, BLOCK_N, 32] of weights of four bits that all are -8, or -1 if ZEROS, to be multiplied by zero
-    points: so much is to be added to what `unpack` leaves of others if RAISED."""
+def zero_operand(ZEROS: tl.constexpr, WARPS: tl.constexpr, BLOCK_N: tl.constexpr, INTERPRETED: tl.constexpr):
+    """Return an operand [WARPS, BLOCK_N, 32] of weights of four bits that are all -8, or -1 if ZEROS.
+
+    Its products (with zero points, if ZEROS) complete the sums of RAISED weights.
+    """
     if INTERPRETED:
         return tl.full([WARPS, BLOCK_N, 32], (-1.0 if ZEROS else -8.0) * 2.0**-69, tl.float32)
     else:
         one: tl.constexpr = 1 if ZEROS else 8
-        bits = tl.where(tl.arange(0, 32)[None, None, :] < 16, -32768 + one, -32768 + one * 16)  # of `operand`'s columns
+        bits = tl.where(tl.arange(0, 32)[None, None, :] < 16, -32768 + one, -32768 + one * 16)  # the order of `operand`
         return _bf16(tl.broadcast_to(bits, (WARPS, BLOCK_N, 32)).to(tl.int16))
 
 
 @triton.jit
 def zero_point(bits):
-    """Of four bits, from the bits of a bf16 (as int16) that packed.py has."""
+    """Return the zero point of four bits, from the bits of a bf16 (as int16) that packed.py stores."""
     return bits.to(tl.bfloat16, bitcast=True).to(tl.float32) * 64
 
 
@@ -141,11 +142,11 @@ def unpack(
     INTERPRETED: tl.constexpr,
     RAISED: tl.constexpr = False,
 ):
-    """Columns part * 32 to part * 32 + 31 of tiles, [lines, 32], bf16 (fp32 if INTERPRETED); to be multiplied by
-    `factor(FORM)`, or RAISED, for the product with `raised` activations: then the zero point of four bits is still on.
+    """Unpack columns part * 32 to part * 32 + 31 of tiles: [lines, 32], bf16 (fp32 if INTERPRETED).
 
-    words: [lines, 16] int32, the tiles; zero: [lines, 1] int32, `pair` of what to take off as packed.py has it, read if
-    ZEROS. Nothing moves between lanes.
+    The caller multiplies them by `factor(FORM)`, or RAISED by `raised` activations. RAISED weights of four bits still
+    contain their zero points. words: [lines, 16] int32, the tiles. zero: [lines, 1] int32, `pair` of the zero point
+    that packed.py stores, read if ZEROS. No data moves between lanes.
     """
     first, second = tl.split(words.reshape(words.shape[0], 4, 2, 2))
     if FORM == "int4":
@@ -161,7 +162,7 @@ def unpack(
 
 @triton.jit
 def _in_order(a, b, c, d, e, f, g, h):
-    """Eight columns of each word [lines, 4] in their order, [lines, 32]."""
+    """Return eight columns of each word [lines, 4] in their order: [lines, 32]."""
     even = tl.join(tl.join(a, e), tl.join(c, g))
     odd = tl.join(tl.join(b, f), tl.join(d, h))
     return tl.join(even, odd).reshape(a.shape[0], 32)
@@ -185,7 +186,7 @@ def _nibble(words, zero, PLACE: tl.constexpr, RAISED: tl.constexpr):
 
 @triton.jit
 def _eight(words, zero, ZEROS: tl.constexpr, INTERPRETED: tl.constexpr, RAISED: tl.constexpr):
-    """The columns of words [lines, 4] of four bits."""
+    """Unpack the columns of words [lines, 4] of four bits."""
     if not ZEROS:
         zero = tl.full([1, 1], 0x3E003E00, tl.int32)  # 8 / 64
     zero = tl.broadcast_to(zero, words.shape)
@@ -212,7 +213,7 @@ def _eight(words, zero, ZEROS: tl.constexpr, INTERPRETED: tl.constexpr, RAISED: 
 
 @triton.jit
 def e4m3_value(bits):
-    """What codes, in int32, stand for, fp32."""
+    """Return the fp32 values of e4m3 codes in int32."""
     exponent, mantissa = (bits >> 3) & 15, bits & 7
     size = (mantissa + tl.where(exponent > 0, 8, 0)).to(tl.float32)
     size *= tl.exp2((tl.maximum(exponent, 1) - 10).to(tl.float32))
@@ -221,7 +222,7 @@ def e4m3_value(bits):
 
 @triton.jit
 def _byte(words, zero, PLACE: tl.constexpr, FORM: tl.constexpr, ZEROS: tl.constexpr):
-    """Of eight bits, in fp32."""
+    """Unpack one column of eight bits to fp32."""
     if FORM == "e4m3":
         half = words >> (PLACE // 16 * 16)
         if PLACE % 16 == 0:
@@ -235,7 +236,7 @@ def _byte(words, zero, PLACE: tl.constexpr, FORM: tl.constexpr, ZEROS: tl.conste
 
 @triton.jit
 def _four(words, zero, FORM: tl.constexpr, ZEROS: tl.constexpr, INTERPRETED: tl.constexpr):
-    """The columns of words [lines, 4] of eight bits, each [lines, 4]."""
+    """Unpack the columns of words [lines, 4] of eight bits, each [lines, 4]."""
     if INTERPRETED:
         a, b = _byte(words, zero, 0, FORM, ZEROS), _byte(words, zero, 16, FORM, ZEROS)
         c, d = _byte(words, zero, 8, FORM, ZEROS), _byte(words, zero, 24, FORM, ZEROS)

@@ -1,10 +1,10 @@
-"""RowBlocks: what launch configs share whose programs take blocks of a weight's rows."""
+"""RowBlocks: the base of launch configs whose programs take blocks of a weight's rows."""
 
 
 class RowBlocks:
-    """Launch configs whose programs take block_n rows of the weights at a time."""
+    """A launch config whose programs take block_n rows of the weight at a time."""
 
     def grid(self, N: int) -> tuple[int, int]:
-        """Blocks of N rows, and programs to launch."""
+        """Return the blocks of N rows and the programs to launch."""
         blocks = -(-N // self.block_n)
         return blocks, min(self.programs or blocks, blocks)

@@ -8,28 +8,15 @@ from ..op import Op
 from .bits import factor, pair, unpack
 
 BLOCK_N = 32  # rows of a program
-TILES = 4  # of each row of a program
+TILES = 4  # tiles of each of its rows
 
 
 @triton.jit
 def _dequantize_kernel(
-    weight_ptr,
-    scale_ptr,
-    zero_ptr,
-    order_ptr,
-    out_ptr,
-    first,
-    end,
-    K: tl.constexpr,
-    FORM: tl.constexpr,
-    GROUP: tl.constexpr,
-    SCALE_ROWS: tl.constexpr,
-    ZEROS: tl.constexpr,
-    ORDERED: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    TILES: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-):
+    weight_ptr, scale_ptr, zero_ptr, order_ptr, out_ptr, first, end, K: tl.constexpr, FORM: tl.constexpr,
+    GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr, ZEROS: tl.constexpr, ORDERED: tl.constexpr, BLOCK_N: tl.constexpr,
+    TILES: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
     """Write the weight's rows first to end - 1 to out: [rows, K].
 
     weight, scale, zero, order: as in _matmul_kernel. Grid (TILES tiles of 16 words of a row, cdiv(rows, BLOCK_N)). All
@@ -70,15 +57,9 @@ def dequantize(linear, first: int, end: int, out):
     """Write rows first to end - 1 of the weight of a packed Linear to out: [end - first, in_features]."""
     grid = (triton.cdiv(linear.in_features, TILES * linear.packed.tile), triton.cdiv(end - first, BLOCK_N))
     _dequantize_kernel[grid](
-        **linear.arguments(out),
-        out_ptr=out,
-        first=first,
-        end=end,
-        BLOCK_N=BLOCK_N,
-        TILES=TILES,
-        INTERPRETED=interpreted(),
-        **options(4),
-    )
+        **linear.arguments(out), out_ptr=out, first=first, end=end, BLOCK_N=BLOCK_N, TILES=TILES,
+        INTERPRETED=interpreted(), **options(4),
+    )  # fmt: skip
 
 
 def dequantize_ref(linear, first, end, out):

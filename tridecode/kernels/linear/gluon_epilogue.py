@@ -1,27 +1,17 @@
 """The work that follows the sums of a product, as in epilogue.py, for the kernels in Gluon."""
 
-from typing import Any, NamedTuple
+from collections import namedtuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ..common import META_WIDTH, RUN, STATUS
 
-
-class Outputs(NamedTuple):
-    """The arguments of a kernel that its epilogue reads; see epilogue_arguments. rows: of the pass."""
-
-    meta_ptr: Any
-    extra_ptr: Any
-    out_ptr: Any
-    normed_ptr: Any
-    sumsq_ptr: Any
-    eps: float
-    stride_om: int
-    stride_normed: int
-    stride_sumsq: int
-    n_sumsq: int
-    rows: int
+# The arguments of a kernel that its epilogue reads; see epilogue_arguments. rows: of the pass.
+Outputs = namedtuple(
+    "Outputs",
+    "meta_ptr extra_ptr out_ptr normed_ptr sumsq_ptr eps stride_om stride_normed stride_sumsq n_sumsq rows",
+)
 
 
 @gluon.jit

@@ -12,10 +12,10 @@ import triton.language as tl
 
 from ..common import META_WIDTH, RUN, STATUS, gdc_launch_dependents, gdc_wait, interpreted, options
 from ..op import Op
-from .bits import factor, pair, raised, taken_off, unpack, zero_point
+from .bits import factor, pair, raised, unpack, zero_operand, zero_point
 from .blocks import RowBlocks
 from .epilogue import epilogue_arguments, finish, load_extra, load_partials, norm_scale, silu
-from .project import MAX_ROWS, SHORT, LinearKernel, project_bytes, project_ref
+from .project import MAX_ROWS, OUTPUTS, SHORT, LinearKernel, project_bytes, project_ref
 from .register_tiles import (
     STEP_COLUMNS,
     STEP_K,
@@ -38,9 +38,9 @@ class MatmulConfig(RowBlocks):
     time, its warps share their columns.
 
     ahead: tiles of 32 columns (of 4 bits 128, of 8 bits 64) of the weight that a warp has in flight, before the wait
-    too. x_ahead: tiles of 32 columns of the activations; if these are all, a program loads them once. registers: the
-    most a thread may use, 0 for no bound. block_m: the least rows of a tile. programs: how many share the rows, each
-    with its next rows in flight while it multiplies; 0 for one program for each block_n rows. fetch: blocks of packed
+    too. x_ahead: tiles of 32 columns of the activations. A program loads them once if these are all. registers: the
+    most a thread may use, 0 for no bound. block_m: the least rows of a tile. programs: how many share the rows, 0 for
+    one for each block_n rows. A program has its next rows in flight while it multiplies. fetch: blocks of packed
     weights that are on their way to the L2 cache, including the one in registers.
     """
 
@@ -56,48 +56,17 @@ class MatmulConfig(RowBlocks):
 
 @triton.jit
 def _matmul_kernel(
-    meta_ptr,
-    x_ptr,
-    weight_ptr,
-    scale_ptr,
-    zero_ptr,
-    order_ptr,
-    extra_ptr,
-    out_ptr,
-    normed_ptr,
-    sumsq_ptr,
-    eps,
-    stride_xm,
-    stride_om,
-    stride_normed,
-    stride_sumsq,
-    rows,
-    n_sumsq,
-    BLOCK_M: tl.constexpr,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    SUMSQ_BLOCK: tl.constexpr,
-    EPILOGUE: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    FORM: tl.constexpr,
-    GROUP: tl.constexpr,
-    SCALE_ROWS: tl.constexpr,
-    ZEROS: tl.constexpr,
-    ORDERED: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    WARPS: tl.constexpr,
-    AHEAD: tl.constexpr,
-    X_AHEAD: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    PROGRAMS: tl.constexpr,
-    FETCH: tl.constexpr,
-    PDL: tl.constexpr,
-    DOT_FP32: tl.constexpr,
-):
+    meta_ptr, x_ptr, weight_ptr, scale_ptr, zero_ptr, order_ptr, extra_ptr, out_ptr, normed_ptr, sumsq_ptr, eps,
+    stride_xm, stride_om, stride_normed, stride_sumsq, rows, n_sumsq, BLOCK_M: tl.constexpr, N: tl.constexpr,
+    K: tl.constexpr, SUMSQ_BLOCK: tl.constexpr, EPILOGUE: tl.constexpr, HAS_BIAS: tl.constexpr, FORM: tl.constexpr,
+    GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr, ZEROS: tl.constexpr, ORDERED: tl.constexpr, BLOCK_N: tl.constexpr,
+    WARPS: tl.constexpr, AHEAD: tl.constexpr, X_AHEAD: tl.constexpr, BLOCKS: tl.constexpr, PROGRAMS: tl.constexpr,
+    FETCH: tl.constexpr, PDL: tl.constexpr, DOT_FP32: tl.constexpr,
+):  # fmt: skip
     """Compute `project` for up to BLOCK_M rows and weight [N, K], of "gated" [2 * N, K].
 
-    FORM is "dense" or a format of packed.py: then scale: [N / SCALE_ROWS, K / GROUP]; zero: [N, K / GROUP] bf16 as
-    int16, read if ZEROS; order: [K] int32, the column of x of each column of the weight, read if ORDERED.
+    FORM is "dense" or a format of packed.py, with scale: [N / SCALE_ROWS, K / GROUP], zero: [N, K / GROUP] bf16 as
+    int16, read if ZEROS, and order: [K] int32, the column of x of each column of the weight, read if ORDERED.
     Grid PROGRAMS. Each program takes its next BLOCK_N rows of the weight, of BLOCKS such blocks, and leaves one partial
     sum of squares; its activations stay in registers if all their tiles are in flight at once. The first AHEAD tiles of
     the weight are in flight before the wait. Sums are in one fixed order whatever the row and its neighbors: a row is a
@@ -132,7 +101,7 @@ def _matmul_kernel(
     runs = (status == RUN)[None, :]
     some = tl.max((status == RUN).to(tl.int32), 0)
     offs_n = pid * OUT_N + tl.arange(0, OUT_N)[:, None]
-    # What the end of a block needs beside its sums is loaded a block ahead too.
+    # The other arguments of a block's outputs are loaded a block ahead too.
     extra, row_scales = load_extra(extra_ptr, offs_n, N, EPILOGUE, HAS_BIAS), 0.0
     if T.ROW_SCALES:
         row_scales = load_row_scales(T, weight, pid)
@@ -141,7 +110,7 @@ def _matmul_kernel(
     line_m, warp_m = places(WARPS, BLOCK_M)
     offs_xk = warp_m * T.STEP + tl.arange(0, STEP_COLUMNS)[None, :]
     xs = x_ptr + tl.minimum(line_m, rows - 1) * stride_xm + offs_xk
-    activations = Activations(xs, order_ptr, offs_xk, line_m < rows)
+    activations = Activations(xs, order_ptr, offs_xk, line_m, rows)
     first_x = ()
     for i in tl.static_range(X_AHEAD):
         first_x += (load_x(T, activations, i, ORDERED),)
@@ -158,7 +127,7 @@ def _matmul_kernel(
         scale = norm_scale(tl.sum(partials, 1), K, eps)
     zero_sums = ()
     if APART:
-        whole = taken_off(ZEROS, WARPS, BLOCK_N, DOT_FP32).to(TYPE)
+        whole = zero_operand(ZEROS, WARPS, BLOCK_N, DOT_FP32).to(TYPE)
         for i in tl.static_range(X_TILES):
             if i % GROUP_PARTS == 0:
                 zero_sum = tl.zeros([WARPS, BLOCK_N, BLOCK_M], tl.float32)
@@ -255,30 +224,18 @@ def matmul(meta, x, linear, out, epilogue, scratch=None, *, config, pdl=False):
     """Compute `project` for up to 64 rows."""
     packed, (rows, N) = linear.packed, out.shape
     parts = 1 if packed is None else packed.tile // STEP_K
-    tiles = triton.cdiv(linear.in_features, parts * STEP_K * config.num_warps)  # of a row that a warp has
+    tiles = triton.cdiv(linear.in_features, parts * STEP_K * config.num_warps)  # tiles of a row that a warp has
     blocks, programs = config.grid(linear.out_features)
     _matmul_kernel[(programs,)](
-        meta,
-        x,
-        **linear.arguments(out),
+        meta, x, **linear.arguments(out),
         # With tiles of 16 rows and more, 64 partial sums are added in the same order whatever the rows.
-        **epilogue_arguments(linear, out, epilogue, 64 if config.block_m > 8 else 1),
-        stride_xm=x.stride(0),
-        rows=rows,
-        BLOCK_M=max(triton.next_power_of_2(rows), config.block_m),
-        N=N,
-        BLOCK_N=config.block_n,
-        WARPS=config.num_warps,
-        AHEAD=min(config.ahead, tiles),
-        X_AHEAD=min(config.x_ahead, tiles * parts),
-        BLOCKS=blocks,
-        PROGRAMS=programs,
+        **epilogue_arguments(linear, out, epilogue, 64 if config.block_m > 8 else 1), stride_xm=x.stride(0), rows=rows,
+        BLOCK_M=max(triton.next_power_of_2(rows), config.block_m), N=N, BLOCK_N=config.block_n, WARPS=config.num_warps,
+        AHEAD=min(config.ahead, tiles), X_AHEAD=min(config.x_ahead, tiles * parts), BLOCKS=blocks, PROGRAMS=programs,
         # Bulk copies begin at multiples of 16 bytes. Devices with dependent launch have them.
-        FETCH=config.fetch if pdl and packed is not None and N % 8 == 0 else 0,
-        PDL=pdl,
-        DOT_FP32=interpreted(),
+        FETCH=config.fetch if pdl and packed is not None and N % 8 == 0 else 0, PDL=pdl, DOT_FP32=interpreted(),
         **options(config.num_warps, pdl, config.registers),
-    )
+    )  # fmt: skip
 
 
 def _supports(case, rows, device) -> bool:
@@ -287,7 +244,7 @@ def _supports(case, rows, device) -> bool:
 
 MATMUL = LinearKernel(
     "matmul",
-    Op(matmul, project_ref, project_bytes, (_matmul_kernel,), outputs=("out", "epilogue.normed", "epilogue.sumsq")),
+    Op(matmul, project_ref, project_bytes, (_matmul_kernel,), OUTPUTS),
     MatmulConfig,
     _supports,
     lambda n, config: config.grid(n)[1],

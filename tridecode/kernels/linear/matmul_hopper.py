@@ -10,7 +10,7 @@ then copy, or they arrive at a second barrier, at which a producer warp waits th
 as multiplied when the next product has begun, so that one is always in flight.
 
 Dependent launch: no kernel that may still run writes weights (what follows a copy from the host is launched plainly).
-So the first STAGES tiles of the weight are in flight before the wait. What other kernels of the pass write is read
+So the first STAGES tiles of the weight are in flight before the wait. Data that other kernels of the pass write is read
 after it.
 
 Programs that share the columns (SPLIT) store their sums and count themselves. The last one adds all sums, its own too,
@@ -20,8 +20,8 @@ A TMA descriptor holds an address and sizes. The descriptor of a weight is made 
 stays in the graph as all arguments do. The data may change, as in the buffers of layers that are on the host.
 """
 
-from dataclasses import dataclass, make_dataclass
-from typing import Any, NamedTuple
+from collections import namedtuple
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -40,9 +40,9 @@ from ..op import Op
 from ..triton_compat import Constants, async_load, barrier, reinterpret
 from .epilogue import epilogue_arguments
 from .gluon_epilogue import Outputs, finish, load_partials, load_status, norm_scale, silu, some_run
-from .project import MAX_ROWS, Gated, LinearKernel, project_bytes, project_ref
+from .project import MAX_ROWS, OUTPUTS, Gated, LinearKernel, project_bytes, project_ref
 from .tma_ring import PRODUCER_REGISTERS, barriers
-from .wgmma_operand import COLUMNS, COLUMNS_OF, columns_of, numbers
+from .wgmma_operand import COLUMNS, COLUMNS_OF, columns_of, unpack
 
 
 @dataclass(frozen=True)
@@ -51,9 +51,9 @@ class HopperConfig:
     columns: 128 bytes of a row, or a multiple of that.
 
     stages, x_stages: tiles in flight, of the weight (before the wait) and of the activations. split: programs that
-    share the columns, not of Gated. programs: how many share the rows, each with its next tiles in flight while it
-    multiplies; 0 for one program for each block_n rows. lag: 1 if a tile's stage is free only when the next tile is
-    multiplied. copier: 1 for a producer warp; three idle warps accompany it, and the others get the registers that
+    share the columns, 1 for Gated. programs: how many share the rows, 0 for one for each block_n rows. A program has
+    its next tiles in flight while it multiplies. lag: 1 if a tile's stage is free only when the next tile is
+    multiplied. copier: 1 for a producer warp. Three idle warps accompany it, and the others get the registers that
     these four leave. registers: the most a thread may use.
     """
 
@@ -69,52 +69,24 @@ class HopperConfig:
     registers: int = 128
 
 
-LEAST_ROWS = 16  # of a tile of the activations
-_Constants = make_dataclass(
-    "_Constants",
-    "BLOCK_M SUMSQ_BLOCK EPILOGUE HAS_BIAS FORM GROUP SCALE_ROWS ZEROS BLOCK_N BLOCK_K STAGES X_STAGES SPLIT "
-    "PERSISTENT COPIER LAG WARPS PDL OUT_N GATED NORMED".split(),
-    bases=(Constants,),
-    frozen=True,
+LEAST_ROWS = 16  # rows of a tile of the activations
+# The work of a program: arguments of the kernel, its rings [stages, rows, columns], and their barriers, one a stage.
+# w_full, x_full: a tile has arrived (one barrier for both if both have as many stages). free: a tile has been
+# multiplied, with a producer warp. tiles: of all programs, along the rows. begin, n: the first tile along the columns
+# and the number of tiles of this program. iterations: its tiles along the rows. total: iterations * n.
+_Work = namedtuple(
+    "_Work",
+    "x_desc weight_desc scale_ptr zero_ptr sums_ptr counter_ptr outputs N K w_ring x_ring w_full x_full free pid tiles "
+    "begin n iterations total",
 )
 
 
 @gluon.constexpr_function
-def _constants(*values):
-    """Return the constexprs of the kernel, outputs of a program, whether the epilogue is gated, and has a norm."""
-    block_n, epilogue = values[8], values[2]
-    gated = epilogue == "gated"
-    return _Constants(*values, block_n // 2 if gated else block_n, gated, gated or epilogue == "normed")
-
-
-class _Work(NamedTuple):
-    """What a program works on: arguments of the kernel, its rings [stages, rows, columns] and their barriers.
-
-    w_full, x_full: a tile has arrived (one barrier for both if both have as many stages). free: a tile has been
-    multiplied, with a producer warp. tiles: of all programs, along the rows. begin, n: the first tile along the columns
-    and the number of tiles of this program. iterations: tiles along the rows of this program; total: iterations * n.
-    """
-
-    x_desc: Any
-    weight_desc: Any
-    scale_ptr: Any
-    zero_ptr: Any
-    sums_ptr: Any
-    counter_ptr: Any
-    outputs: Outputs
-    N: Any
-    K: Any
-    w_ring: Any
-    x_ring: Any
-    w_full: Any
-    x_full: Any
-    free: Any
-    pid: Any
-    tiles: Any
-    begin: Any
-    n: Any
-    iterations: Any
-    total: Any
+def _constants(**constexprs):
+    """Return the constexprs of the kernel, with GATED, NORMED, and OUT_N, the outputs of a tile."""
+    gated, block_n = constexprs["EPILOGUE"] == "gated", constexprs["BLOCK_N"]
+    normed = gated or constexprs["EPILOGUE"] == "normed"
+    return Constants(**constexprs, GATED=gated, NORMED=normed, OUT_N=block_n // 2 if gated else block_n)
 
 
 @gluon.jit
@@ -178,7 +150,7 @@ def _await(C: gl.constexpr, w, c):
 
 @gluon.constexpr_function
 def _rows_at_once(block_m, block_n, split, warps):
-    """Rows of which a program adds what others left: so many that a thread needs at most 96 registers for it."""
+    """Return the number of rows whose sums a program adds at a time: a thread has at most 96 registers for them."""
     rows = block_m
     while split > 1 and rows > 8 and (split + 2) * rows * block_n > 96 * 32 * warps:
         rows //= 2
@@ -228,7 +200,7 @@ def _scale_of(C: gl.constexpr, w, tile, group, L: gl.constexpr):
 
 @gluon.jit
 def _offset_of(C: gl.constexpr, w, tile, group, L: gl.constexpr):
-    """Load the zero points of a group as what `numbers` adds, the same in both halves of a word: int32 [BLOCK_N]."""
+    """Load the zero points of a group as offsets for `unpack`, the same in both halves of a word: int32 [BLOCK_N]."""
     row, groups = _rows_and_groups(C, w, tile, L)
     zero = gl.load(w.zero_ptr + row * groups + gl.minimum(group, groups - 1)).to(gl.float32)
     offset = -128.0 - 64.0 * zero if C.FORM == "int4" else -zero  # packed.py stores zero / 64, zero - 128
@@ -288,7 +260,7 @@ def _packed_sums(C: gl.constexpr, w, tile, first, ACC_L: gl.constexpr):
         xs = reinterpret(w.x_ring.index(x_stage), w.x_ring.dtype, x_shape, w.x_desc.layout)
         for i in gl.static_range(PIECES):
             offsets = _offsets(C, zeros, i * OPERANDS, ROWS_L)
-            operands = numbers(pieces.index(i), offsets, C.FORM, C.BLOCK_N, C.WARPS, A_L)
+            operands = unpack(pieces.index(i), offsets, C.FORM, C.BLOCK_N, C.WARPS, A_L)
             for j in gl.static_range(OPERANDS):
                 x = xs.index(i * OPERANDS + j).permute((1, 0))
                 if C.GROUP > 0:
@@ -320,7 +292,7 @@ def _partials_layout(warps):
 def _end(C: gl.constexpr, w, acc, tile, partials, ACC_L: gl.constexpr):
     """Turn the sums acc [BLOCK_N, C.BLOCK_M] of an output tile into outputs."""
     o = w.outputs
-    # Of sums that other programs left, no more rows at a time than registers hold.
+    # The registers hold the sums of other programs for only some rows at a time.
     ROWS: gl.constexpr = _rows_at_once(C.BLOCK_M, C.BLOCK_N, C.SPLIT, C.WARPS)
     LANES: gl.constexpr = min(C.OUT_N // 4, 32)
     # Outputs are stored 16 bytes a lane along a row of out, which is a column of the product.
@@ -431,10 +403,10 @@ def _matmul_hopper_kernel(
 ):  # fmt: skip
     """Compute `project` for `rows` rows, in tiles [BLOCK_N, BLOCK_K] of the weight, of "gated" half gate and half up.
 
-    x: [BLOCK_M, K], of which the first `rows` rows count, as a descriptor of blocks of 64 columns. weight: [N, K], of
-    "gated" [2 * N, K], as one of blocks of 128 bytes. FORM is "dense" or a format of packed.py, without an order of
-    columns: then scale: [N / SCALE_ROWS, K / GROUP], zero: [N, K / GROUP], read if ZEROS; GROUP 64, 128, or 0 for all
-    columns. sums: fp32 [SPLIT * tiles, rows, BLOCK_N]; counter: [tiles] int32, zero before and after.
+    x: [BLOCK_M, K], with `rows` rows that exist, as a descriptor of blocks of 64 columns. weight: [N, K], of "gated"
+    [2 * N, K], as a descriptor of blocks of 128 bytes. FORM is "dense" or a format of packed.py without an order of
+    columns, with scale: [N / SCALE_ROWS, K / GROUP] and zero: [N, K / GROUP], read if ZEROS. GROUP is 64, 128, or 0 for
+    all columns. sums: fp32 [SPLIT * tiles, rows, BLOCK_N]; counter: [tiles] int32, zero before and after.
     Grid SPLIT * tiles; or, PERSISTENT, any number of programs, each of which takes its next rows while it multiplies.
     One partial sum of squares for each tile.
     """
@@ -442,8 +414,9 @@ def _matmul_hopper_kernel(
         gdc_launch_dependents()
     gl.static_assert(SPLIT == 1 or not (PERSISTENT or EPILOGUE == "gated"))
     C: gl.constexpr = _constants(
-        BLOCK_M, SUMSQ_BLOCK, EPILOGUE, HAS_BIAS, FORM, GROUP, SCALE_ROWS, ZEROS, BLOCK_N, BLOCK_K, STAGES, X_STAGES,
-        SPLIT, PERSISTENT, COPIER, LAG, WARPS, PDL,
+        BLOCK_M=BLOCK_M, SUMSQ_BLOCK=SUMSQ_BLOCK, EPILOGUE=EPILOGUE, HAS_BIAS=HAS_BIAS, FORM=FORM, GROUP=GROUP,
+        SCALE_ROWS=SCALE_ROWS, ZEROS=ZEROS, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, STAGES=STAGES, X_STAGES=X_STAGES,
+        SPLIT=SPLIT, PERSISTENT=PERSISTENT, COPIER=COPIER, LAG=LAG, WARPS=WARPS, PDL=PDL,
     )  # fmt: skip
     TILE_L: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     WEIGHTS_L: gl.constexpr = gl.NVMMASharedLayout(128, 16 if FORM == "dense" else 32, 2)
@@ -491,38 +464,20 @@ def matmul_hopper(meta, x, linear, out, epilogue, scratch=None, *, config, pdl=F
     # A tile that exceeded the buffer would be slower than one whose last rows are not used.
     whole = torch.as_strided(x, (block_m, K), (x.stride(0), 1))
     _matmul_hopper_kernel[(config.programs or tiles * split,)](
-        meta,
-        _descriptor(whole, block_m),
+        meta, _descriptor(whole, block_m),
         _descriptor(linear.weight, block_n // 2 if isinstance(epilogue, Gated) else block_n),
-        out if packed is None else linear.scale,
-        out if linear.zero is None else linear.zero,
-        **epilogue_arguments(linear, out, epilogue, 64),
-        sums_ptr=scratch.sums if split > 1 else out,
-        counter_ptr=scratch.counter if split > 1 else out,
-        rows=rows,
-        N=N,
-        K=K,
-        BLOCK_M=block_m,
-        FORM=linear.format,
-        GROUP=packed.group % K if packed else 0,
-        SCALE_ROWS=packed.rows if packed else 1,
-        ZEROS=linear.zero is not None,
-        BLOCK_N=block_n,
-        BLOCK_K=config.block_k,
-        STAGES=config.stages,
-        X_STAGES=config.x_stages,
-        SPLIT=split,
-        PERSISTENT=config.programs > 0,
-        COPIER=config.copier > 0,
-        LAG=config.lag,
-        WARPS=config.num_warps,
-        PDL=pdl,
+        out if packed is None else linear.scale, out if linear.zero is None else linear.zero,
+        **epilogue_arguments(linear, out, epilogue, 64), sums_ptr=scratch.sums if split > 1 else out,
+        counter_ptr=scratch.counter if split > 1 else out, rows=rows, N=N, K=K, BLOCK_M=block_m, FORM=linear.format,
+        GROUP=packed.group % K if packed else 0, SCALE_ROWS=packed.rows if packed else 1, ZEROS=linear.zero is not None,
+        BLOCK_N=block_n, BLOCK_K=config.block_k, STAGES=config.stages, X_STAGES=config.x_stages, SPLIT=split,
+        PERSISTENT=config.programs > 0, COPIER=config.copier > 0, LAG=config.lag, WARPS=config.num_warps, PDL=pdl,
         **options(config.num_warps, pdl, config.registers),
-    )
+    )  # fmt: skip
 
 
 def _descriptor(tensor, rows: int):
-    """Describe tiles of so many rows, 128 bytes each."""
+    """Describe tiles of `rows` rows of 128 bytes."""
     block = [rows, 128 // tensor.itemsize]
     return TensorDescriptor.from_tensor(tensor, block, gl.NVMMASharedLayout(128, 8 * tensor.itemsize, 2))
 
@@ -544,11 +499,8 @@ def _supports(case, rows, device) -> bool:
 
 HOPPER = LinearKernel(
     "hopper",
-    Op(
-        matmul_hopper, project_ref, project_bytes, (_matmul_hopper_kernel,),
-        outputs=("out", "epilogue.normed", "epilogue.sumsq"),
-    ),
+    Op(matmul_hopper, project_ref, project_bytes, (_matmul_hopper_kernel,), OUTPUTS),
     HopperConfig,
     _supports,
     lambda n, config: triton.cdiv(n, config.block_n),
-)  # fmt: skip
+)

@@ -1,9 +1,9 @@
 """matmul for one row on Hopper, in Gluon: packed weights come through a ring in shared memory.
 
 A program multiplies 16 whole rows of the weight at a time, of Gated eight of gate and eight of up. Its warps share the
-columns (mma_lanes.py). TMA copies the weight into STAGES stages of STAGE_TILES tiles a warp: so many are in flight at
-any time, whatever registers hold, and each stage has its own barrier. As soon as all warps have a stage in registers,
-the stage that is STAGES later is requested.
+columns (mma_lanes.py). TMA copies the weight into STAGES stages of STAGE_TILES tiles a warp, each with its own barrier.
+As soon as all warps have a stage in registers, the stage that is STAGES later is requested: the ring is always in
+flight.
 
 The instruction multiplies eight rows of activations. Each of them is the one row of the pass; only the first result is
 stored.
@@ -11,8 +11,9 @@ stored.
 Dependent launch: no kernel that may still run writes weights, so the whole ring is filled before the wait.
 """
 
-from dataclasses import dataclass, make_dataclass
-from typing import Any, ClassVar, NamedTuple
+from collections import namedtuple
+from dataclasses import dataclass
+from typing import ClassVar
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -40,7 +41,7 @@ from .mma_lanes import (
     sums_of,
     zero_sum,
 )
-from .project import Gated, LinearKernel, project_bytes, project_ref
+from .project import OUTPUTS, Gated, LinearKernel, project_bytes, project_ref
 from .tma_ring import PRODUCER_REGISTERS, barriers
 
 
@@ -49,11 +50,11 @@ class RingConfig(RowBlocks):
     """Launch config: a program takes 16 whole rows of the weight at a time (gate and up rows together), its warps share
     their columns.
 
-    tiles: of 64 bytes of a row, that each warp has of a stage. stages: in flight, before the wait too; a stage is
-    tiles * num_warps KiB of shared memory. x_shared: the activations are in shared memory, else in registers.
-    programs: how many share the rows, each with its next stages in flight while it multiplies; 0 for one for each 16
-    rows. copier: 1 for a producer warp, as in HopperConfig: for programs that take several blocks, or one of more
-    stages than the ring has. registers: the most a thread may use, 0 for no bound.
+    tiles: tiles of 64 bytes of a row that each warp has of a stage. stages: stages in flight, before the wait too. A
+    stage takes tiles * num_warps KiB of shared memory. x_shared: the activations are in shared memory, else in
+    registers. programs: how many share the rows, 0 for one for each 16 rows. A program has its next stages in flight
+    while it multiplies. copier: 1 for a producer warp, as in HopperConfig: for programs that take several blocks, or
+    one of more stages than the ring has. registers: the most a thread may use, 0 for no bound.
     """
 
     block_n: ClassVar[int] = 16
@@ -78,54 +79,36 @@ def _warps_layout(warps, gated):
     return gl.BlockedLayout([warps, 1, 1], [1, 8, 4] if gated else [1, 16, 2], [1, 1, warps], [0, 1, 2])
 
 
-# The constexprs of the kernel, and: PARTS of a tile; TILES of a row that a warp has; stages OF_BLOCK, a block of rows;
-# OUT_N outputs of a block. SHARED: a program takes several blocks. GROUPED: rows have several scales. FRESH: each tile
-# begins new sums, else two pairs of chains continue. STEP: columns of the warps' tiles together.
-_Constants = make_dataclass(
-    "_Constants",
-    "N K SUMSQ_BLOCK EPILOGUE HAS_BIAS FORM GROUP SCALE_ROWS STAGE_TILES STAGES X_SHARED WARPS BLOCKS PROGRAMS COPIER "
-    "PDL GATED PARTS TILES OF_BLOCK OUT_N SHARED GROUPED FRESH STEP".split(),
-    bases=(Constants,),
-    frozen=True,
+# The work of a program: arguments of the kernel, its ring, and its barriers, one a stage. ring: STAGE_TILES pieces
+# [stages, pairs of warps, 2, 8, 32] int32. full: a stage has arrived. free: all warps have it in registers, with a
+# producer warp. iterations: blocks of this program. total: its stages.
+_Work = namedtuple(
+    "_Work", "x_ptr weight_desc scale_ptr stride_xm outputs ring full free kept_sums x_shared iterations total"
 )
 
 
 @gluon.constexpr_function
-def _constants(N, K, SUMSQ_BLOCK, EPILOGUE, *values):
-    _, form, group, _, stage_tiles, _, _, warps, blocks, programs, _, _ = values
-    gated, grouped, parts = EPILOGUE == "gated", group < K, parts_of(form)
-    step = warps * parts * 32
-    tiles = -(-K // step)
-    return _Constants(
-        N, K, SUMSQ_BLOCK, EPILOGUE, *values, gated, parts, tiles, -(-tiles // stage_tiles), 8 if gated else 16,
-        blocks > programs, grouped, grouped or form == "int4", step,
-    )  # fmt: skip
+def _constants(**constexprs):
+    """Return the constexprs of the kernel and the constants that follow from them.
 
-
-class _Work(NamedTuple):
-    """What a program works on: arguments of the kernel, its ring, and its barriers, one a stage.
-
-    ring: STAGE_TILES pieces [stages, pairs of warps, 2, 8, 32] int32. full: a stage has arrived. free: all warps have
-    it in registers, with a producer warp. iterations: blocks of this program; total: its stages.
+    PARTS of a tile. STEP: columns of the warps' tiles together. TILES of a row that a warp has. OF_BLOCK: stages of a
+    block of rows. OUT_N: its outputs. SHARED: a program takes several blocks. GROUPED: rows have several scales. FRESH:
+    each tile begins new sums, else two pairs of chains continue.
     """
-
-    x_ptr: Any
-    weight_desc: Any
-    scale_ptr: Any
-    stride_xm: Any
-    outputs: Outputs
-    ring: Any
-    full: Any
-    free: Any
-    kept_sums: Any
-    x_shared: Any
-    iterations: Any
-    total: Any
+    k, form, gated = constexprs["K"], constexprs["FORM"], constexprs["EPILOGUE"] == "gated"
+    parts, grouped = parts_of(form), constexprs["GROUP"] < k
+    step = constexprs["WARPS"] * parts * 32
+    tiles = -(-k // step)
+    return Constants(
+        **constexprs, GATED=gated, PARTS=parts, STEP=step, TILES=tiles, OF_BLOCK=-(-tiles // constexprs["STAGE_TILES"]),
+        OUT_N=8 if gated else 16, SHARED=constexprs["BLOCKS"] > constexprs["PROGRAMS"], GROUPED=grouped,
+        FRESH=grouped or form == "int4",
+    )  # fmt: skip
 
 
 @gluon.jit
 def _copy_stage(C: gl.constexpr, w, c):
-    """Copy stage c of this program, of which each block of rows has OF_BLOCK, to its place in the ring."""
+    """Copy stage c of this program to its place in the ring; a block of rows has OF_BLOCK stages."""
     stage = c % C.STAGES
     row = (gl.program_id(0) + c // C.OF_BLOCK * C.PROGRAMS) * C.OUT_N
     pair = c % C.OF_BLOCK * (C.STAGE_TILES * C.WARPS // 2)
@@ -275,7 +258,7 @@ def _multiply(C: gl.constexpr, w):
     RESIDUAL: gl.constexpr = C.EPILOGUE == "residual"
     thread = gl.arange(0, C.WARPS * 32, gl.SliceLayout(1, L))
     warp, lane = thread // 32, thread % 32
-    row = lane // 8 + lane // 4 % 2 * 4  # of the weight; the lane's other row is eight rows on
+    row = lane // 8 + lane // 4 % 2 * 4  # a row of the weight; the lane's other row is eight rows on
     scales = ()
     if C.GROUPED:
         scales = _load_scales(C, w, gl.program_id(0), warp, row)
@@ -312,7 +295,7 @@ def _multiply(C: gl.constexpr, w):
         for iteration in range(w.iterations):
             block = gl.program_id(0) + iteration * C.PROGRAMS
             offs_n = block * C.OUT_N + in_block
-            # What the end of a block needs beside its sums, and what the next block's sums need.
+            # The other arguments of the block's outputs, and the scales of the next block.
             extra, residual = 0.0, 0.0
             if C.HAS_BIAS or RESIDUAL:
                 extra = gl.load(o.extra_ptr + offs_n)
@@ -365,8 +348,9 @@ def _matmul_ring_kernel(
     if PDL:
         gdc_launch_dependents()
     C: gl.constexpr = _constants(
-        N, K, SUMSQ_BLOCK, EPILOGUE, HAS_BIAS, FORM, GROUP, SCALE_ROWS, STAGE_TILES, STAGES, X_SHARED, WARPS, BLOCKS,
-        PROGRAMS, COPIER, PDL,
+        N=N, K=K, SUMSQ_BLOCK=SUMSQ_BLOCK, EPILOGUE=EPILOGUE, HAS_BIAS=HAS_BIAS, FORM=FORM, GROUP=GROUP,
+        SCALE_ROWS=SCALE_ROWS, STAGE_TILES=STAGE_TILES, STAGES=STAGES, X_SHARED=X_SHARED, WARPS=WARPS, BLOCKS=BLOCKS,
+        PROGRAMS=PROGRAMS, COPIER=COPIER, PDL=PDL,
     )  # fmt: skip
     KEPT: gl.constexpr = 2 if C.GATED else 1
     RING_L: gl.constexpr = gl.NVMMASharedLayout(128, 32, 4)
@@ -415,28 +399,12 @@ def matmul_ring(meta, x, linear, out, epilogue, scratch=None, *, config, pdl=Fal
         raise ValueError(f"matmul_ring does not multiply {rows} rows by {packed or linear.weight.dtype}")
     blocks, programs = config.grid(linear.out_features)
     _matmul_ring_kernel[(programs,)](
-        meta,
-        x,
-        _descriptor(linear, N, isinstance(epilogue, Gated), config.num_warps),
-        linear.scale,
-        **epilogue_arguments(linear, out, epilogue, 32),
-        stride_xm=x.stride(0),
-        rows=rows,
-        N=N,
-        K=linear.in_features,
-        FORM=packed.name,
-        GROUP=packed.group,
-        SCALE_ROWS=packed.rows,
-        STAGE_TILES=config.tiles,
-        STAGES=config.stages,
-        X_SHARED=config.x_shared > 0,
-        WARPS=config.num_warps,
-        BLOCKS=blocks,
-        PROGRAMS=programs,
-        COPIER=config.copier > 0,
-        PDL=pdl,
-        **options(config.num_warps, pdl, config.registers),
-    )
+        meta, x, _descriptor(linear, N, isinstance(epilogue, Gated), config.num_warps), linear.scale,
+        **epilogue_arguments(linear, out, epilogue, 32), stride_xm=x.stride(0), rows=rows, N=N, K=linear.in_features,
+        FORM=packed.name, GROUP=packed.group, SCALE_ROWS=packed.rows, STAGE_TILES=config.tiles, STAGES=config.stages,
+        X_SHARED=config.x_shared > 0, WARPS=config.num_warps, BLOCKS=blocks, PROGRAMS=programs,
+        COPIER=config.copier > 0, PDL=pdl, **options(config.num_warps, pdl, config.registers),
+    )  # fmt: skip
 
 
 def _carries(packed) -> bool:
@@ -455,11 +423,8 @@ def _supports(case, rows, device) -> bool:
 
 RING = LinearKernel(
     "ring",
-    Op(
-        matmul_ring, project_ref, project_bytes, (_matmul_ring_kernel,),
-        outputs=("out", "epilogue.normed", "epilogue.sumsq"),
-    ),
+    Op(matmul_ring, project_ref, project_bytes, (_matmul_ring_kernel,), OUTPUTS),
     RingConfig,
     _supports,
     lambda n, config: config.grid(n)[1],
-)  # fmt: skip
+)

@@ -14,7 +14,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ..common import META_WIDTH, RUN, STATUS, gdc_launch_dependents, gdc_wait, interpreted, options
 from ..op import Op
 from .epilogue import epilogue_arguments, finish, load_extra, load_partials, norm_scale, silu
-from .project import MAX_ROWS, SHORT, LinearKernel, project_bytes, project_ref
+from .project import MAX_ROWS, OUTPUTS, SHORT, LinearKernel, project_bytes, project_ref
 
 
 @dataclass(frozen=True)
@@ -31,32 +31,12 @@ class TilesConfig:
 
 @triton.jit
 def _matmul_tiles_kernel(
-    meta_ptr,
-    x_desc,
-    weight_desc,
-    extra_ptr,
-    out_ptr,
-    normed_ptr,
-    sumsq_ptr,
-    eps,
-    stride_om,
-    stride_normed,
-    stride_sumsq,
-    rows,
-    N,
-    n_sumsq,
-    K: tl.constexpr,
-    SUMSQ_BLOCK: tl.constexpr,
-    EPILOGUE: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr,
-    PDL: tl.constexpr,
-    DOT_FP32: tl.constexpr,
-):
-    """Compute `project` for BLOCK_M rows of x, of which `rows` exist, and weight [N, K], of "gated" [2 * N, K].
+    meta_ptr, x_desc, weight_desc, extra_ptr, out_ptr, normed_ptr, sumsq_ptr, eps, stride_om, stride_normed,
+    stride_sumsq, rows, N, n_sumsq, K: tl.constexpr, SUMSQ_BLOCK: tl.constexpr, EPILOGUE: tl.constexpr,
+    HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+    PDL: tl.constexpr, DOT_FP32: tl.constexpr,
+):  # fmt: skip
+    """Compute `project` for `rows` rows and weight [N, K], of "gated" [2 * N, K].
 
     x: [BLOCK_M, K] and weight as descriptors, in tiles [BLOCK_M, BLOCK_K] and [BLOCK_N, BLOCK_K]; STAGES tiles of each
     are in flight. Grid cdiv(N, BLOCK_N). Each program leaves one partial sum of squares.
@@ -112,21 +92,11 @@ def matmul_tiles(meta, x, linear, out, epilogue, scratch=None, *, config, pdl=Fa
     # A tile that exceeded the buffer would be slower than one whose last rows are not used.
     whole = torch.as_strided(x, (block_m, K), (x.stride(0), 1))
     _matmul_tiles_kernel[(triton.cdiv(N, config.block_n),)](
-        meta,
-        TensorDescriptor.from_tensor(whole, [block_m, config.block_k]),
+        meta, TensorDescriptor.from_tensor(whole, [block_m, config.block_k]),
         TensorDescriptor.from_tensor(linear.weight, [config.block_n, config.block_k]),
-        **epilogue_arguments(linear, out, epilogue),
-        rows=rows,
-        N=N,
-        K=K,
-        BLOCK_M=block_m,
-        BLOCK_N=config.block_n,
-        BLOCK_K=config.block_k,
-        STAGES=config.stages,
-        PDL=pdl,
-        DOT_FP32=interpreted(),
-        **options(config.num_warps, pdl),
-    )
+        **epilogue_arguments(linear, out, epilogue), rows=rows, N=N, K=K, BLOCK_M=block_m, BLOCK_N=config.block_n,
+        BLOCK_K=config.block_k, STAGES=config.stages, PDL=pdl, DOT_FP32=interpreted(), **options(config.num_warps, pdl),
+    )  # fmt: skip
 
 
 def _supports(case, rows, device) -> bool:
@@ -136,11 +106,8 @@ def _supports(case, rows, device) -> bool:
 
 TILES = LinearKernel(
     "tiles",
-    Op(
-        matmul_tiles, project_ref, project_bytes, (_matmul_tiles_kernel,),
-        outputs=("out", "epilogue.normed", "epilogue.sumsq"),
-    ),
+    Op(matmul_tiles, project_ref, project_bytes, (_matmul_tiles_kernel,), OUTPUTS),
     TilesConfig,
     _supports,
     lambda n, config: triton.cdiv(n, config.block_n),
-)  # fmt: skip
+)

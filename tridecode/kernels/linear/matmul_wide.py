@@ -1,7 +1,7 @@
 """matmul for up to 64 rows: the weight goes from memory into the registers where wgmma reads it, 64 rows at a time.
 
 The activations are the columns of the product and pass through shared memory a tile at a time. They take so little of
-it that the next kernel fits beside, with its first weights in flight.
+it that the next kernel fits next to this one, with its first weights in flight.
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ import triton.language as tl
 from ..common import META_WIDTH, RUN, STATUS, gdc_launch_dependents, gdc_wait, interpreted, options
 from ..op import Op
 from .epilogue import epilogue_arguments, finish, load_extra, load_partials, norm_scale, silu
-from .project import MAX_ROWS, SHORT, LinearKernel, project_bytes, project_ref
+from .project import MAX_ROWS, OUTPUTS, SHORT, LinearKernel, project_bytes, project_ref
 
 
 @dataclass(frozen=True)
@@ -88,42 +88,16 @@ def _load(
 
 @triton.jit(do_not_specialize=["n_sumsq"])  # it depends on the config of the kernel before
 def _matmul_wide_kernel(
-    meta_ptr,
-    x_ptr,
-    weight_ptr,
-    extra_ptr,
-    out_ptr,
-    normed_ptr,
-    sumsq_ptr,
-    sums_ptr,
-    counter_ptr,
-    eps,
-    stride_xm,
-    stride_om,
-    stride_normed,
-    stride_sumsq,
-    stride_sums,
-    rows,
-    n_sumsq,
-    BLOCK_M: tl.constexpr,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    SUMSQ_BLOCK: tl.constexpr,
-    EPILOGUE: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    WARPS: tl.constexpr,
-    AHEAD: tl.constexpr,
-    X_AHEAD: tl.constexpr,
-    SPLIT: tl.constexpr,
-    PDL: tl.constexpr,
-    DOT_FP32: tl.constexpr,
-):
+    meta_ptr, x_ptr, weight_ptr, extra_ptr, out_ptr, normed_ptr, sumsq_ptr, sums_ptr, counter_ptr, eps, stride_xm,
+    stride_om, stride_normed, stride_sumsq, stride_sums, rows, n_sumsq, BLOCK_M: tl.constexpr, N: tl.constexpr,
+    K: tl.constexpr, SUMSQ_BLOCK: tl.constexpr, EPILOGUE: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, WARPS: tl.constexpr, AHEAD: tl.constexpr, X_AHEAD: tl.constexpr, SPLIT: tl.constexpr,
+    PDL: tl.constexpr, DOT_FP32: tl.constexpr,
+):  # fmt: skip
     """Compute `project` for up to BLOCK_M rows and weight [N, K], of "gated" [2 * N, K], in tiles [BLOCK_N, BLOCK_K].
 
-    AHEAD tiles of the weight are in flight before the wait and from there on, X_AHEAD of the activations. Of "gated",
-    half of a tile's rows are gate and half up. SPLIT programs share the columns; the last of them to arrive adds the
+    AHEAD tiles of the weight are in flight before the wait and from there on, X_AHEAD of the activations. If "gated",
+    half of a tile's rows are gate and half up. SPLIT programs share the columns. The last of them to arrive adds the
     sums of all, in the order of the columns. sums: fp32 [rows, SPLIT * rows of all tiles]; counter: [tiles] int32, zero
     before and after. Grid (cdiv(N, outputs of a program), SPLIT). One partial sum of squares for each tile.
     """
@@ -133,9 +107,9 @@ def _matmul_wide_kernel(
     NORMED: tl.constexpr = EPILOGUE == "normed" or EPILOGUE == "gated"
     GATED: tl.constexpr = EPILOGUE == "gated"
     OUT_N: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
-    CHUNKS: tl.constexpr = (K + SPLIT * BLOCK_K - 1) // (SPLIT * BLOCK_K)  # of a program
+    CHUNKS: tl.constexpr = (K + SPLIT * BLOCK_K - 1) // (SPLIT * BLOCK_K)  # tiles of a program
     MASKED: tl.constexpr = N % OUT_N != 0
-    WHOLE: tl.constexpr = K // BLOCK_K - (SPLIT - 1) * CHUNKS  # of the last program
+    WHOLE: tl.constexpr = K // BLOCK_K - (SPLIT - 1) * CHUNKS  # tiles of the last program
     TYPE: tl.constexpr = tl.float32 if DOT_FP32 else weight_ptr.dtype.element_ty
     first_k = part * (CHUNKS * BLOCK_K)
     eight, line_n, line_k = _weight_lines(WARPS, BLOCK_N, BLOCK_K)
@@ -219,28 +193,14 @@ def matmul_wide(meta, x, linear, out, epilogue, scratch=None, *, config, pdl=Fal
     chunks = triton.cdiv(K, split * config.block_k)
     tiles = triton.cdiv(linear.out_features, config.block_n)
     _matmul_wide_kernel[(tiles, split)](
-        meta,
-        x,
-        linear.weight,
-        **epilogue_arguments(linear, out, epilogue, 64),
-        sums_ptr=scratch.sums if split > 1 else out,
-        counter_ptr=scratch.counter if split > 1 else out,
-        stride_xm=x.stride(0),
-        stride_sums=scratch.sums.stride(0) if split > 1 else 0,
-        rows=rows,
-        BLOCK_M=max(triton.next_power_of_2(rows), config.block_m),
-        N=N,
-        K=K,
-        BLOCK_N=config.block_n,
-        BLOCK_K=config.block_k,
-        WARPS=config.num_warps,
-        AHEAD=min(config.ahead, chunks),
-        X_AHEAD=min(config.x_ahead, chunks),
-        SPLIT=split,
-        PDL=pdl,
-        DOT_FP32=interpreted(),
+        meta, x, linear.weight, **epilogue_arguments(linear, out, epilogue, 64),
+        sums_ptr=scratch.sums if split > 1 else out, counter_ptr=scratch.counter if split > 1 else out,
+        stride_xm=x.stride(0), stride_sums=scratch.sums.stride(0) if split > 1 else 0, rows=rows,
+        BLOCK_M=max(triton.next_power_of_2(rows), config.block_m), N=N, K=K, BLOCK_N=config.block_n,
+        BLOCK_K=config.block_k, WARPS=config.num_warps, AHEAD=min(config.ahead, chunks),
+        X_AHEAD=min(config.x_ahead, chunks), SPLIT=split, PDL=pdl, DOT_FP32=interpreted(),
         **options(config.num_warps, pdl, config.registers),
-    )
+    )  # fmt: skip
 
 
 def _supports(case, rows, device) -> bool:
@@ -250,11 +210,8 @@ def _supports(case, rows, device) -> bool:
 
 WIDE = LinearKernel(
     "wide",
-    Op(
-        matmul_wide, project_ref, project_bytes, (_matmul_wide_kernel,),
-        outputs=("out", "epilogue.normed", "epilogue.sumsq"),
-    ),
+    Op(matmul_wide, project_ref, project_bytes, (_matmul_wide_kernel,), OUTPUTS),
     WideConfig,
     _supports,
     lambda n, config: triton.cdiv(n, config.block_n),
-)  # fmt: skip
+)

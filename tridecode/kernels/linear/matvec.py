@@ -12,15 +12,15 @@ from ..common import META_WIDTH, RUN, STATUS, gdc_launch_dependents, gdc_wait, o
 from ..op import Op
 from .blocks import RowBlocks
 from .epilogue import epilogue_arguments, finish, load_extra, load_partials, norm_scale, silu
-from .project import LinearKernel, project_bytes, project_ref
+from .project import OUTPUTS, LinearKernel, project_bytes, project_ref
 
 
 @dataclass(frozen=True)
 class MatvecConfig(RowBlocks):
     """Launch config: a program takes block_n whole rows at a time, of Gated so many of each half.
 
-    registers: the most a thread may use, 0 for no bound. programs: how many share the rows, each with its next rows in
-    flight while it sums; 0 for one program for each block_n rows.
+    registers: the most a thread may use, 0 for no bound. programs: how many share the rows, 0 for one for each block_n
+    rows. A program has its next rows in flight while it sums.
     """
 
     block_n: int
@@ -56,8 +56,8 @@ def load_rows(weight_ptr, offs_n, N: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.
 def dot_tiles(w, x, BLOCK_N: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr):
     """Sum the products of w's tiles [BLOCK_N, BLOCK_K] and x's [1, BLOCK_K] along the columns: [BLOCK_N] fp32.
 
-    A thread keeps eight sums for each row. Of many rows it keeps one, to save registers: it first adds the elements
-    that it loads at once.
+    A thread keeps eight sums for each row. If there are many rows it keeps one, to save registers: it first adds the
+    elements that it loads at once.
     """
     GROUP: tl.constexpr = 8 if BLOCK_N > 2 else 1
     acc = tl.zeros([BLOCK_N, BLOCK_K // GROUP], tl.float32)
@@ -72,36 +72,17 @@ def dot_tiles(w, x, BLOCK_N: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexp
 
 @triton.jit(do_not_specialize=["n_sumsq"])  # it depends on the config of the kernel before
 def _matvec_kernel(
-    meta_ptr,
-    x_ptr,
-    weight_ptr,
-    extra_ptr,
-    out_ptr,
-    normed_ptr,
-    sumsq_ptr,
-    eps,
-    stride_xm,
-    stride_om,
-    stride_normed,
-    stride_sumsq,
-    n_sumsq,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    SUMSQ_BLOCK: tl.constexpr,
-    SUMSQ_UNIT: tl.constexpr,
-    EPILOGUE: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    PROGRAMS: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Compute `project` for weight [N, K], of "gated" [2 * N, K]; each sum of AddResidual is of one program.
+    meta_ptr, x_ptr, weight_ptr, extra_ptr, out_ptr, normed_ptr, sumsq_ptr, eps, stride_xm, stride_om, stride_normed,
+    stride_sumsq, n_sumsq, N: tl.constexpr, K: tl.constexpr, SUMSQ_BLOCK: tl.constexpr, SUMSQ_UNIT: tl.constexpr,
+    EPILOGUE: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCKS: tl.constexpr,
+    PROGRAMS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Compute `project` for weight [N, K], of "gated" [2 * N, K].
 
-    Grid (PROGRAMS, rows). Each program takes its next BLOCK_N rows of the weight, of BLOCKS such blocks. All its first
-    rows are in flight before the wait. BLOCK_K is one 16-byte load a thread, so that the tiles of x [1, BLOCK_K] have
-    the layout of the weight's tiles: any other would be converted through shared memory.
+    n_sumsq: partial sums in units of SUMSQ_UNIT, which is SUMSQ_BLOCK if there are as many. Grid (PROGRAMS, rows). Each
+    program takes its next BLOCK_N rows of the weight, of BLOCKS such blocks, and leaves one partial sum of squares. All
+    its first rows are in flight before the wait. BLOCK_K is one 16-byte load a thread, so that the tiles of x
+    [1, BLOCK_K] have the layout of the weight's tiles: any other would be converted through shared memory.
     """
     NORMED: tl.constexpr = EPILOGUE == "normed" or EPILOGUE == "gated"
     GATED: tl.constexpr = EPILOGUE == "gated"
@@ -129,11 +110,9 @@ def _matvec_kernel(
     sumsq = 0.0
     for iteration in range((BLOCKS + PROGRAMS - 1) // PROGRAMS):
         offs_n = (pid + iteration * PROGRAMS) * BLOCK_N + tl.arange(0, BLOCK_N)
-        mask_n = offs_n < N
-        out_ptrs = out_ptr + row * stride_om + offs_n
         residual = 0.0
         if EPILOGUE == "residual":
-            residual = tl.load(out_ptrs, mask=mask_n, other=0.0)
+            residual = tl.load(out_ptr + row * stride_om + offs_n, mask=offs_n < N, other=0.0)
         w_next, up_next, extra_next = w, up, extra
         if BLOCKS > PROGRAMS:  # the next rows are in flight while these are summed
             offs_next = offs_n + PROGRAMS * BLOCK_N
@@ -146,6 +125,7 @@ def _matvec_kernel(
             y = y * scale
         if GATED:
             y = silu(y) * (dot_tiles(up, x, BLOCK_N, K, BLOCK_K) * scale)
+        mask_n, out_ptrs = offs_n < N, out_ptr + row * stride_om + offs_n
         normed_ptrs = normed_ptr + row * stride_normed + offs_n
         squares = finish(y, out_ptrs, normed_ptrs, extra, residual, mask_n, mask_n, EPILOGUE, HAS_BIAS)
         if EPILOGUE == "residual":
@@ -160,24 +140,15 @@ def matvec(meta, x, linear, out, epilogue, scratch=None, *, config, pdl=False):
     rows, N = out.shape
     blocks, programs = config.grid(N)
     arguments = epilogue_arguments(linear, out, epilogue)
+    # A mask that is constant over four partial sums, or none, lets the compiler load four at a time.
     n_sumsq, sumsq_block = arguments["n_sumsq"], arguments["SUMSQ_BLOCK"]
     unit = sumsq_block if n_sumsq == sumsq_block else 1 if n_sumsq % 4 else 4
     arguments["n_sumsq"] //= unit
     _matvec_kernel[(programs, rows)](
-        meta,
-        x,
-        linear.weight,
-        **arguments, SUMSQ_UNIT=unit,
-        stride_xm=x.stride(0),
-        N=N,
-        K=linear.in_features,
-        BLOCK_N=config.block_n,
-        BLOCK_K=256 * config.num_warps,
-        BLOCKS=blocks,
-        PROGRAMS=programs,
-        PDL=pdl,
+        meta, x, linear.weight, **arguments, SUMSQ_UNIT=unit, stride_xm=x.stride(0), N=N, K=linear.in_features,
+        BLOCK_N=config.block_n, BLOCK_K=256 * config.num_warps, BLOCKS=blocks, PROGRAMS=programs, PDL=pdl,
         **options(config.num_warps, pdl, config.registers),
-    )
+    )  # fmt: skip
 
 
 def _supports(case, rows, device) -> bool:
@@ -186,7 +157,7 @@ def _supports(case, rows, device) -> bool:
 
 MATVEC = LinearKernel(
     "matvec",
-    Op(matvec, project_ref, project_bytes, (_matvec_kernel,), outputs=("out", "epilogue.normed", "epilogue.sumsq")),
+    Op(matvec, project_ref, project_bytes, (_matvec_kernel,), OUTPUTS),
     MatvecConfig,
     _supports,
     lambda n, config: config.grid(n)[1],

@@ -14,7 +14,7 @@ WORDS = gl.constexpr(32)  # that lie side by side in shared memory: 128 bytes, o
 
 @gluon.constexpr_function
 def parts_of(form):
-    """Return the parts of 32 columns, of which a lane has eight, of a tile."""
+    """Return the number of parts of a tile. A part has 32 columns, a lane eight of them."""
     return 4 if form == "int4" else 2
 
 

@@ -1,27 +1,27 @@
-"""How weights in fewer bits lie in memory for the kernels, in words of 32 bits.
+"""The layout of quantized weights in memory for the kernels, in words of 32 bits.
 
-A row is cut into tiles of 16 words: 128 columns of 4 bits, or 64 of 8. Four lanes of a warp read one, 16 bytes each. Of
-each 32 columns a lane has eight neighbours, as it has of 16-bit weights and of activations (matmul.py). Of the
-eight, columns 0 and 1 stand in the two halves of one word at equal places, so do 2 and 3, and so on: what tensor cores
-want as a pair of bf16 is made by operations on both at once (bits.py). Of two e4m3 of a half, the first stands
-where bf16 has its bits, the second in those that it leaves.
+A row is cut into tiles of 16 words: 128 columns of 4 bits, or 64 of 8. Four lanes of a warp read a tile, 16 bytes each.
+A lane has eight neighbors of each 32 columns, as it has of 16-bit weights and of activations (register_tiles.py).
+Columns 0 and 1 of the eight are in the two halves of one word at equal places, so are 2 and 3, and so on: operations on
+both at once make the pairs of bf16 that tensor cores read (bits.py). A half has two e4m3. The bits of the first are
+where bf16 has them; the second has the other bits.
 """
 
 from dataclasses import dataclass, replace
 
 import torch
 
-WORDS = 16  # of a tile
-_SLICE = 2**23  # numbers that are packed at once
+WORDS = 16  # words of a tile
+_SLICE = 2**23  # values that are packed at once
 
 
 @dataclass(frozen=True)
 class Codes:
-    """A piece of a weight matrix: (value - zero) * scale.
+    """Rows of a quantized weight matrix: (value - zero) * scale.
 
     values: [n, k] uint8, or float8_e4m3fn. scale: [n / rows, k / group]. zero: [n, k / group] uint8; None: half the
-    range of the values, or 0 of e4m3. order: [k] int64, the column of the weight that each column of values is; None
-    where they are in order. The last block of rows or columns may be short.
+    range of the values, or 0 of e4m3. order: [k] int64, the weight's column of each column of values; None if they are
+    in order. The last block of rows or columns may be short.
     """
 
     values: torch.Tensor
@@ -33,13 +33,13 @@ class Codes:
     order: torch.Tensor | None = None
 
     def part(self, first: int, end: int) -> "Codes":
-        """Rows from `first`, which begins a block, up to `end`."""
+        """Return rows `first`, which begins a block, to `end` - 1."""
         scale = self.scale[first // self.rows : -(-end // self.rows)]
         zero = None if self.zero is None else self.zero[first:end]
         return replace(self, values=self.values[first:end], scale=scale, zero=zero)
 
     def dequantised(self) -> torch.Tensor:
-        """The matrix in fp32."""
+        """Return the matrix in fp32."""
         n, k = self.values.shape
         value = self.values.float()
         if self.values.dtype == torch.uint8:
@@ -53,13 +53,13 @@ class Codes:
 
 
 def spread(blocks: torch.Tensor, rows: int, group: int, n: int, k: int) -> torch.Tensor:
-    """[n, k] of what stands there for blocks of `rows` x `group`."""
+    """Repeat values of blocks of `rows` x `group`: [n, k]."""
     return blocks.repeat_interleave(rows, 0)[:n].repeat_interleave(group, 1)[:, :k]
 
 
 @dataclass(frozen=True)
 class Packed:
-    """The packed form of a weight of `k` columns. group: columns that share a scale, k for all; rows: that do."""
+    """The packed form of a weight of `k` columns. group, rows: columns (k for all) and rows that share a scale."""
 
     name: str
     bits: int
@@ -75,7 +75,7 @@ class Packed:
         return WORDS * 32 // self.bits
 
     def shapes(self, n: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Shape and dtype of each of its tensors for n rows."""
+        """Return shape and dtype of each of its tensors for n rows."""
         groups = -(-self.k // self.group)
         found = {
             "weight": ((n, -(-self.k // self.tile) * WORDS), torch.int32),
@@ -91,7 +91,7 @@ class Packed:
         return sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in self.shapes(n).values())
 
     def write(self, tensors: dict[str, torch.Tensor], start: int, codes: Codes) -> None:
-        """Put codes into rows from `start` on of the tensors that `shapes` says."""
+        """Pack codes into the rows from `start` on of tensors that `shapes` describes."""
         n = len(codes.values)
         step = max(_SLICE // self.k, 1)
         for first in range(0, n, step):
@@ -107,11 +107,11 @@ class Packed:
             tensors["order"].copy_(codes.order)
 
     def offset(self, zero: torch.Tensor) -> torch.Tensor:
-        """What kernels take from a value as they have it: v / 64 of four bits, v - 128 of eight."""
+        """Return what kernels subtract from an unpacked value: v / 64 of four bits, v - 128 of eight."""
         return zero.float() / 64 if self.bits == 4 else zero.float() - 128
 
     def words(self, values: torch.Tensor) -> torch.Tensor:
-        """int32 [n, words] of values [n, k]."""
+        """Pack values [n, k]: int32 [n, words]."""
         n = len(values)
         codes = values.view(torch.uint8)
         if self.name == "int8":
@@ -128,7 +128,7 @@ class Packed:
         return words.reshape(n, -1)
 
     def _placed(self, codes: torch.Tensor, plane: int) -> torch.Tensor:
-        """The bits of a half of a word that hold codes, int32, of a plane."""
+        """Move codes, int32, to the bits of a half of a word that hold the codes of a plane."""
         if self.name != "e4m3":
             return codes << (self.bits * plane)
         if plane == 0:
@@ -136,7 +136,7 @@ class Packed:
         return (codes & 112) << 8 | (codes & 128) << 4 | codes & 15
 
     def _taken(self, halves: torch.Tensor, plane: int) -> torch.Tensor:
-        """The inverse of `_placed`, uint8."""
+        """Return the inverse of `_placed`, uint8."""
         if self.name != "e4m3":
             codes = halves >> (self.bits * plane) & (2**self.bits - 1)
         elif plane == 0:
@@ -146,7 +146,7 @@ class Packed:
         return codes.to(torch.uint8)
 
     def values(self, words: torch.Tensor) -> torch.Tensor:
-        """The inverse of `words`."""
+        """Return the inverse of `words`."""
         n, planes = len(words), 16 // self.bits
         places = [(plane, element) for plane in range(planes) for element in range(2)]
         parts = torch.stack([self._taken(words >> (16 * element), plane) for plane, element in places], -1)
@@ -157,7 +157,7 @@ class Packed:
         return codes ^ 128 if self.name == "int8" else codes
 
     def codes(self, tensors: dict[str, torch.Tensor]) -> Codes:
-        """What `write` has put into the tensors."""
+        """Return the codes that `write` packed into the tensors."""
         zero = None
         if self.zeros:
             zero = tensors["zero"].float()

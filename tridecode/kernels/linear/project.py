@@ -3,8 +3,8 @@
 A kernel is launched as `op.launch(meta, x, linear, out, epilogue, scratch, config=..., pdl=...)`:
 
 meta: [rows, META_WIDTH] int32, the rows of the pass; x: [rows, k]; linear: the weight; out: [rows, n], of Gated
-[rows, n / 2] (output); epilogue: one of the types below; scratch: what the kernel needs beside its outputs (sums of
-programs that share columns, or room for a dequantized weight), None if it needs nothing.
+[rows, n / 2] (output); epilogue: one of the types below; scratch: buffers of the kernel, for the sums of programs that
+share columns or for a dequantized weight, None if it needs none.
 """
 
 from collections.abc import Callable
@@ -58,14 +58,15 @@ class AddResidual(NamedTuple):
     sumsq: torch.Tensor
 
 
-MAX_ROWS = 64  # of the kernels that read the weight once for all rows
+MAX_ROWS = 64  # rows of a pass whose kernels read the weight once for all rows
 SHORT = (torch.bfloat16, torch.float16)  # dtypes that tensor cores multiply
 Epilogue = Plain | Normed | Gated | AddResidual
+OUTPUTS = ("out", "epilogue.normed", "epilogue.sumsq")  # arguments of a kernel; see Op
 NAMES = {Plain: "plain", Normed: "normed", Gated: "gated", AddResidual: "residual"}
 
 
 class Case(NamedTuple):
-    """What the choice of a kernel depends on, with the rows of the pass and the device.
+    """The properties of a linear that the choice of a kernel depends on, with the rows of the pass and the device.
 
     n, k: rows and columns of the weight (of Gated n counts gate and up together). format: how the weight is packed, or
     its dtype. epilogue: a value of NAMES.
@@ -90,8 +91,9 @@ class Case(NamedTuple):
 class LinearKernel:
     """A kernel that multiplies by a weight.
 
-    config: the type of its launch config. supports(case, rows, device): whether it computes that case for so many rows
-    there. partials(n, config): how many partial sums AddResidual leaves in sumsq for n outputs.
+    config: the type of its launch config. supports(case, rows, device): whether it computes that case for passes of
+    `rows` rows, with x in the dtype of a dense weight, on that device. partials(n, config): how many partial sums
+    AddResidual leaves in sumsq for n outputs.
     """
 
     name: str

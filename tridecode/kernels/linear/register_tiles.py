@@ -4,8 +4,7 @@ A tile of a weight is WARPS * BLOCK_N lines of 32 columns, or of the words of pa
 columns (eight bits). Four lanes of a warp hold a line, 16 bytes each. The warps of a program share the columns.
 """
 
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections import namedtuple
 
 import triton
 import triton.language as tl
@@ -16,104 +15,43 @@ STEP_K = 32  # columns that four lanes hold, 16 bytes each
 STEP_COLUMNS = tl.constexpr(STEP_K)
 
 
-@dataclass(frozen=True)
-class Tiling(Constants):
-    """The constants of a kernel that follow from the weight [N, K], of Gated [2 * N, K], and the launch config.
-
-    OUT_N: outputs of a block of BLOCK_N rows. MASKED: whether the last block exceeds the rows. SHARED: whether a
-    program takes several blocks. PARTS: pieces of 32 columns in a line of a tile; LINE: elements of a line in memory;
-    STEP: its columns. LENGTH: elements of a row in memory. CHUNKS: tiles of a block. X_TILES: tiles of activations.
-    GROUPS: groups of GROUP columns of a row. GROUPED: whether a row has several scales, which multiply the sums of
-    tiles or, of smaller groups, of their parts. ROW_SCALES: whether it has one, which multiplies the whole sum. SCALES,
-    ZERO_PARTS: scales and zero points that are loaded with a line. GROUP_PARTS: parts that are added before they are
-    scaled. APART: whether zero points are subtracted from the sums, not from the weight.
-    """
-
-    N: int
-    K: int
-    GROUP: int
-    SCALE_ROWS: int
-    ZEROS: bool
-    GATED: bool
-    BLOCK_N: int
-    WARPS: int
-    OUT_N: int
-    MASKED: bool
-    SHARED: bool
-    PARTS: int
-    LINE: int
-    STEP: int
-    LENGTH: int
-    CHUNKS: int
-    X_TILES: int
-    GROUPS: int
-    GROUPED: bool
-    ROW_SCALES: bool
-    SCALES: int
-    ZERO_PARTS: int
-    GROUP_PARTS: int
-    APART: bool
+# A weight, its scales [N / SCALE_ROWS, GROUPS] and zero points [N, GROUPS], as in packed.py.
+Weight = namedtuple("Weight", "weight_ptr scale_ptr zero_ptr")
+# The pointers to a block of rows of a weight. weights: [lines, LINE], to the first tile. scales: [1, BLOCK_N, 1], to
+# the first group of the rows of the sums. zeros: the same if APART, else [lines, 1]. The masks tell which rows exist.
+Block = namedtuple("Block", "weights scales zeros mask_lines mask_sums")
+# Activations as tiles. ptrs: [WARPS * BLOCK_M, 32], to the first tile. offs_k: its columns. offs_m: [lines, 1], its
+# rows, of which `rows` exist. order_ptr: [K] int32, the column of x of each column of the weight.
+Activations = namedtuple("Activations", "ptrs order_ptr offs_k offs_m rows")
 
 
 @triton.constexpr_function
 def tiling(N, K, FORM, GROUP, SCALE_ROWS, ZEROS, GATED, BLOCK_N, WARPS, X_AHEAD, BLOCKS, PROGRAMS):
-    """Return the Tiling of a kernel's arguments."""
+    """Return the constants of a kernel that follow from the weight [N, K], of Gated [2 * N, K], and the launch config.
+
+    OUT_N: outputs of a block of BLOCK_N rows. MASKED: the last block exceeds the rows. SHARED: a program takes several
+    blocks. PARTS: pieces of 32 columns in a line of a tile. LINE: elements of a line in memory. STEP: its columns.
+    LENGTH: elements of a row in memory. CHUNKS: tiles of a block. X_TILES: tiles of activations.
+    GROUPS: groups of GROUP columns of a row. GROUPED: a row has several scales, which multiply the sums of tiles or, of
+    smaller groups, of their parts. ROW_SCALES: it has one, which multiplies the whole sum. SCALES, ZERO_PARTS: scales
+    and zero points that are loaded with a line. GROUP_PARTS: parts that are added before they are scaled. APART: zero
+    points are subtracted from the sums, not from the weight.
+    """
     dense, shared = FORM == "dense", BLOCKS > PROGRAMS
     out_n = BLOCK_N // 2 if GATED else BLOCK_N
     parts = 1 if dense else 4 if FORM == "int4" else 2
     line, step = 32 if dense else 16, parts * 32
     chunks = -(-K // (WARPS * step))
-    grouped, of_line = not dense and GROUP < K, parts if GROUP < step else 1
-    # Where the sums of the activations, computed once, serve many blocks of four bits.
-    apart = FORM == "int4" and X_AHEAD == chunks * parts and shared
-    return Tiling(
-        N, K, GROUP, SCALE_ROWS, ZEROS, GATED, BLOCK_N, WARPS, out_n, N % out_n != 0, shared, parts, line, step,
-        LENGTH=K if dense else -(-K // step) * line,
-        CHUNKS=chunks,
-        X_TILES=chunks * parts,
-        GROUPS=-(-K // GROUP),
-        GROUPED=grouped,
-        ROW_SCALES=not dense and not grouped,
-        SCALES=of_line if grouped else 0,
-        ZERO_PARTS=of_line if ZEROS else 0,
-        GROUP_PARTS=parts // of_line if grouped else parts,
-        APART=apart,
+    grouped, groups_of_line = not dense and GROUP < K, parts if GROUP < step else 1
+    return Constants(
+        N=N, K=K, GROUP=GROUP, SCALE_ROWS=SCALE_ROWS, ZEROS=ZEROS, GATED=GATED, BLOCK_N=BLOCK_N, WARPS=WARPS,
+        OUT_N=out_n, MASKED=N % out_n != 0, SHARED=shared, PARTS=parts, LINE=line, STEP=step,
+        LENGTH=K if dense else -(-K // step) * line, CHUNKS=chunks, X_TILES=chunks * parts, GROUPS=-(-K // GROUP),
+        GROUPED=grouped, ROW_SCALES=not dense and not grouped, SCALES=groups_of_line if grouped else 0,
+        ZERO_PARTS=groups_of_line if ZEROS else 0, GROUP_PARTS=parts // groups_of_line if grouped else parts,
+        # The sums of the activations, computed once, then serve many blocks of four bits.
+        APART=FORM == "int4" and X_AHEAD == chunks * parts and shared,
     )  # fmt: skip
-
-
-class Weight(NamedTuple):
-    """A weight, and what scales its groups as in packed.py: scale [N / SCALE_ROWS, GROUPS], zero [N, GROUPS]."""
-
-    weight_ptr: Any
-    scale_ptr: Any
-    zero_ptr: Any
-
-
-class Block(NamedTuple):
-    """The pointers to a block of rows of a weight, and masks of its rows.
-
-    weights: [lines, LINE], to the first tile. scales: [1, BLOCK_N, 1], to the first group of the rows of the sums.
-    zeros: the same if APART, else [lines, 1]. mask_lines, mask_sums: which of these rows exist.
-    """
-
-    weights: Any
-    scales: Any
-    zeros: Any
-    mask_lines: Any
-    mask_sums: Any
-
-
-class Activations(NamedTuple):
-    """Activations [rows, K] as tiles.
-
-    ptrs: [WARPS * BLOCK_M, 32], to the first tile. offs_k: its columns. mask: [lines, 1]. order_ptr: [K] int32, the
-    column of x of each column of the weight.
-    """
-
-    ptrs: Any
-    order_ptr: Any
-    offs_k: Any
-    mask: Any
 
 
 @triton.jit
@@ -170,9 +108,9 @@ def load_x(T: tl.constexpr, x, i: tl.constexpr, ORDERED: tl.constexpr):
     if ORDERED:
         within = x.offs_k + begin < T.K
         column = tl.load(x.order_ptr + x.offs_k + begin, mask=within, other=0)
-        return tl.load(x.ptrs - x.offs_k + column, mask=x.mask & within, other=0.0)
+        return tl.load(x.ptrs - x.offs_k + column, mask=(x.offs_m < x.rows) & within, other=0.0)
     else:
-        return _load(x.ptrs, x.offs_k, x.mask, begin, T.WARPS * T.STEP, T.K, False, "")
+        return _load(x.ptrs, x.offs_k, x.offs_m < x.rows, begin, T.WARPS * T.STEP, T.K, False, "")
 
 
 @triton.jit
@@ -183,9 +121,9 @@ def block_of_rows(T: tl.constexpr, w, block):
     rows, sum_rows = line, sum_n
     if T.GATED:
         rows, sum_rows = line % T.OUT_N + line // T.OUT_N * T.N, sum_n % T.OUT_N + sum_n // T.OUT_N * T.N
-    offs_k = warp * T.LINE + tl.arange(0, T.LINE)[None, :]
+    lines = w.weight_ptr + (rows + block * T.OUT_N).to(tl.int64) * T.LENGTH
     return Block(
-        w.weight_ptr + (rows + block * T.OUT_N).to(tl.int64) * T.LENGTH + offs_k,
+        lines + (warp * T.LINE + tl.arange(0, T.LINE)[None, :]),
         w.scale_ptr + (sum_rows + block * T.OUT_N) // T.SCALE_ROWS * T.GROUPS,
         w.zero_ptr + ((sum_rows if T.APART else rows) + block * T.OUT_N) * T.GROUPS,
         block * T.OUT_N + line % T.OUT_N < T.N,
@@ -234,7 +172,7 @@ def load_row_scales(T: tl.constexpr, w, block):
 
 @triton.jit
 def fetch_block(T: tl.constexpr, w, block):
-    """Copy a block of rows of a packed weight, with what scales its groups, to the L2 cache."""
+    """Copy a block of rows of a packed weight, with its scales and zero points of groups, to the L2 cache."""
     SCALE_BYTES: tl.constexpr = T.GROUPS * (w.scale_ptr.dtype.element_ty.primitive_bitwidth // 8)
     rows = tl.minimum(T.N - block * T.OUT_N, T.OUT_N)
     for half in tl.static_range(2 if T.GATED else 1):

@@ -1,4 +1,4 @@
-"""LoadedLinear: a weight matrix on the device, as it is or packed, with its bias."""
+"""Linear: a weight matrix on the device, dense or packed, with its bias."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ from .packed import Packed
 class LoadedLinear:
     """A projection y = x @ weight.T + bias.
 
-    weight: [out_features, in_features], or the words of `packed`, with scale, zero and order as that says; bias:
+    weight: [out_features, in_features]; or words, with scale, zero and order, as `packed` describes them. bias:
     [out_features] or None.
     """
 
@@ -41,7 +41,7 @@ class LoadedLinear:
 
     @property
     def nbytes(self) -> int:
-        """Of the weight and what is needed to read it, without the bias."""
+        """Bytes of the weight, its scales, zero points and order, without the bias."""
         return sum(tensor.nbytes for name, tensor in self.tensors().items() if name != "bias")
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -49,7 +49,7 @@ class LoadedLinear:
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
     def arguments(self, spare: torch.Tensor) -> dict:
-        """Return the arguments of a kernel that loads the weight, by name; `spare` is passed for what is missing.
+        """Return the arguments of a kernel that loads the weight, by name; `spare` replaces missing tensors.
 
         zero_ptr: the bits of the zero points, int16.
         """
@@ -68,5 +68,5 @@ class LoadedLinear:
         }
 
     def matrix(self) -> torch.Tensor:
-        """The weight in fp32 [out_features, in_features]."""
+        """Return the weight in fp32 [out_features, in_features]."""
         return self.weight.float() if self.packed is None else self.packed.codes(self.tensors()).dequantised()

@@ -8,10 +8,10 @@ its own pair. The activations, which TMA copies, stay in their order.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-COLUMNS = gl.constexpr(64)  # of activations side by side in shared memory, 128 bytes; the next 64 follow all rows
+COLUMNS = gl.constexpr(64)  # activations that are side by side in shared memory, 128 bytes
 COLUMNS_OF = {"dense": 64, "e4m3": 128, "int8": 128, "int4": 256}  # columns of a weight in 128 bytes
 
-# A pair's four bits, moved to the low ones of both halves, added to 128.0 by their bits; and $4, less what they had.
+# The four bits of a pair, moved to the low bits of both halves, as the mantissa of 128.0; plus $4.
 _INT4 = gl.constexpr(
     """{
     .reg .b32 a, one;
@@ -20,7 +20,7 @@ _INT4 = gl.constexpr(
     mov.b32 {$0, $1}, a;
     }"""
 )
-# Of a pair's eight bits, two's complement, the low seven so, less 128.0, or 256.0 where the sign makes it that; and $4.
+# The eight bits of a pair, two's complement: the low seven in 128.0, minus 128.0, or 256.0 if the sign is set; plus $4.
 _INT8 = gl.constexpr(
     """{
     .reg .b32 a, b, one;
@@ -30,14 +30,14 @@ _INT8 = gl.constexpr(
     mov.b32 {$0, $1}, a;
     }"""
 )
-# A pair in place, $3 = 0, $4 = 0x87f087f0 and $5 = 0, or the one four bits off, $3 = 4, $4 = 0x80f080f0 and $5 =
-# 0x07000700; times 2 ** 120.
+# The pair that is in place ($3 = 0, $4 = 0x87f087f0, $5 = 0) or the one that is four bits off ($3 = 4, $4 = 0x80f080f0,
+# $5 = 0x07000700), times 2 ** 120.
 _E4M3 = gl.constexpr(
     """{
-    .reg .b32 a, b, up, nought;
-    mov.b32 up, 0x7b807b80; mov.b32 nought, 0x80008000;
+    .reg .b32 a, b, up, minus_zero;
+    mov.b32 up, 0x7b807b80; mov.b32 minus_zero, 0x80008000;
     shl.b32 a, $2, $3; shr.u32 b, $2, $3; and.b32 b, b, $5; lop3.b32 a, a, $4, b, 0xea;
-    fma.rn.bf16x2 a, a, up, nought;
+    fma.rn.bf16x2 a, a, up, minus_zero;
     mov.b32 {$0, $1}, a;
     }"""
 )
@@ -51,7 +51,7 @@ def columns_of(form):
 
 @gluon.constexpr_function
 def _rows_of(block_n, warps):
-    """Registers and warps, as bases, of the rows of a tile: 16 of them a warp, as wgmma has them."""
+    """Return the bases of registers and of warps for the rows of a tile: 16 rows a warp, as wgmma has them."""
     high = min(warps, block_n // 16)
     own = [16 << i for i in range(high.bit_length() - 1)] + [0] * ((warps // high).bit_length() - 1)
     return [8] + [16 * high << i for i in range((block_n // (16 * high)).bit_length() - 1)], own
@@ -59,7 +59,7 @@ def _rows_of(block_n, warps):
 
 @gluon.constexpr_function
 def _words_layout(form, block_n, warps):
-    """Of words [block_n, 32] as all lanes of a row load them; of e4m3 half of them, those that hold a lane's pairs."""
+    """Return the layout of words [block_n, 32]: each lane of a row has all of them, of 8 bits those with its pairs."""
     rows, own = _rows_of(block_n, warps)
     lane = [[0, 0], [0, 0] if form == "int4" else [0, 1]]
     first = 0 if form == "int4" else 1
@@ -70,7 +70,7 @@ def _words_layout(form, block_n, warps):
 
 @gluon.constexpr_function
 def _pairs_layout(block_n, warps):
-    """Of pairs [block_n, 8, 4]: the pieces of eight neighbours, and the lanes that have their pairs."""
+    """Return the layout of pairs [block_n, 8, 4]: pieces of eight neighbors, and the lanes that have their pairs."""
     rows, own = _rows_of(block_n, warps)
     regs = [[0, 1 << i, 0] for i in range(3)] + [[row, 0, 0] for row in rows]
     lanes = [[0, 0, 1], [0, 0, 2], [1, 0, 0], [2, 0, 0], [4, 0, 0]]
@@ -79,7 +79,7 @@ def _pairs_layout(block_n, warps):
 
 @gluon.constexpr_function
 def _halves_layout(block_n, warps):
-    """As `_pairs_layout`, a word's own pairs apart: [block_n, 8, 2, 2]."""
+    """Return the same layout with the two pairs of a word as the last dimension: [block_n, 8, 2, 2]."""
     rows, own = _rows_of(block_n, warps)
     regs = [[0, 1 << i, 0, 0] for i in range(3)] + [[row, 0, 0, 0] for row in rows]
     lanes = [[0, 0, 0, 1], [0, 0, 1, 0], [1, 0, 0, 0], [2, 0, 0, 0], [4, 0, 0, 0]]
@@ -88,56 +88,59 @@ def _halves_layout(block_n, warps):
 
 @gluon.jit
 def _operand(low, high, BLOCK_N: gl.constexpr, A_L: gl.constexpr):
-    """Pairs' numbers, as int16 [BLOCK_N, 4 lanes that had them, 2 parts of 32 columns, 4 pairs], as [BLOCK_N, 64]."""
+    """Join the numbers of pairs, int16 [BLOCK_N, 4 lanes that had them, 2 parts of 32 columns, 4 pairs]."""
     both = gl.join(low.to(gl.bfloat16, bitcast=True), high.to(gl.bfloat16, bitcast=True))
     both = gl.permute(gl.reshape(both, [BLOCK_N, 4, 2, 4, 2]), (0, 2, 1, 3, 4))
     return gl.convert_layout(gl.reshape(both, [BLOCK_N, 64]), A_L, assert_trivial=True)
 
 
 @gluon.jit
-def _of_four_bits(words, less, BLOCK_N: gl.constexpr, WARPS: gl.constexpr, A_L: gl.constexpr):
-    """64 columns from words [BLOCK_N, 8]."""
+def _unpack_four(words, offset, BLOCK_N: gl.constexpr, WARPS: gl.constexpr, A_L: gl.constexpr):
+    """Unpack 64 columns from words [BLOCK_N, 8]."""
     L: gl.constexpr = _pairs_layout(BLOCK_N, WARPS)
     WORDS_L: gl.constexpr = gl.SliceLayout(2, L)
     words = gl.convert_layout(words, WORDS_L, assert_trivial=True)[:, :, None]
-    less = gl.convert_layout(less, gl.SliceLayout(1, WORDS_L), assert_trivial=True)[:, None][:, :, None]
+    offset = gl.convert_layout(offset, gl.SliceLayout(1, WORDS_L), assert_trivial=True)[:, None][:, :, None]
     place = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(0, L)))[None, :][None, :, :] * 4
-    nought = gl.zeros([BLOCK_N, 8, 4], gl.int32, L)
-    words, place, less = gl.broadcast(words, nought)[0], gl.broadcast(place, nought)[0], gl.broadcast(less, nought)[0]
+    like = gl.zeros([BLOCK_N, 8, 4], gl.int32, L)
+    words, place, offset = gl.broadcast(words, like)[0], gl.broadcast(place, like)[0], gl.broadcast(offset, like)[0]
     low, high = gl.inline_asm_elementwise(
-        _INT4, "=h,=h,r,r,r", [words, place, less], dtype=(gl.int16, gl.int16), is_pure=True, pack=1
+        _INT4, "=h,=h,r,r,r", [words, place, offset], dtype=(gl.int16, gl.int16), is_pure=True, pack=1
     )
     return _operand(low, high, BLOCK_N, A_L)
 
 
 @gluon.jit
-def _of_eight_bits(words, less, FORM: gl.constexpr, BLOCK_N: gl.constexpr, WARPS: gl.constexpr, A_L: gl.constexpr):
-    """64 columns from words [BLOCK_N, 8, 2]: of eight neighbours a lane has the word in which its pair is."""
+def _unpack_eight(words, offset, FORM: gl.constexpr, BLOCK_N: gl.constexpr, WARPS: gl.constexpr, A_L: gl.constexpr):
+    """Unpack 64 columns from words [BLOCK_N, 8, 2]: of eight neighbors a lane has the word with its pair."""
     L: gl.constexpr = _halves_layout(BLOCK_N, WARPS)
     WORDS_L: gl.constexpr = gl.SliceLayout(3, L)
     words = gl.convert_layout(words, WORDS_L, assert_trivial=True)[:, :, :, None]
-    nought = gl.zeros([BLOCK_N, 8, 2, 2], gl.int32, L)
+    like = gl.zeros([BLOCK_N, 8, 2, 2], gl.int32, L)
     plane = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(0, gl.SliceLayout(0, L))))
-    plane = gl.broadcast(plane[None, :][None, :, :][None, :, :, :], nought)[0]
-    words = gl.broadcast(words, nought)[0]
+    plane = gl.broadcast(plane[None, :][None, :, :][None, :, :, :], like)[0]
+    words = gl.broadcast(words, like)[0]
     if FORM == "e4m3":
         mask, other = plane * -0x07000700 - 0x780F7810, plane * 0x07000700
         low, high = gl.inline_asm_elementwise(
             _E4M3, "=h,=h,r,r,r,r", [words, plane * 4, mask, other], dtype=(gl.int16, gl.int16), is_pure=True, pack=1
         )
     else:
-        less = gl.convert_layout(less, gl.SliceLayout(1, gl.SliceLayout(2, WORDS_L)), assert_trivial=True)
-        less = gl.broadcast(less[:, None][:, :, None][:, :, :, None], nought)[0]
+        offset = gl.convert_layout(offset, gl.SliceLayout(1, gl.SliceLayout(2, WORDS_L)), assert_trivial=True)
+        offset = gl.broadcast(offset[:, None][:, :, None][:, :, :, None], like)[0]
         low, high = gl.inline_asm_elementwise(
-            _INT8, "=h,=h,r,r,r", [words, plane * 8, less], dtype=(gl.int16, gl.int16), is_pure=True, pack=1
+            _INT8, "=h,=h,r,r,r", [words, plane * 8, offset], dtype=(gl.int16, gl.int16), is_pure=True, pack=1
         )
     return _operand(low, high, BLOCK_N, A_L)
 
 
 @gluon.jit
-def numbers(piece, less, FORM: gl.constexpr, BLOCK_N: gl.constexpr, WARPS: gl.constexpr, A_L: gl.constexpr):
-    """Weights in bf16, a tuple of operands [BLOCK_N, 64]: of a piece [BLOCK_N, 32] int32 in shared memory; less: of
-    each operand, see `_less`."""
+def unpack(piece, offsets, FORM: gl.constexpr, BLOCK_N: gl.constexpr, WARPS: gl.constexpr, A_L: gl.constexpr):
+    """Unpack a piece of a weight to bf16: a tuple of operands [BLOCK_N, 64].
+
+    piece: [BLOCK_N, 32] int32 in shared memory. offsets: added to the numbers of each operand but e4m3, two bf16 in an
+    int32 [BLOCK_N].
+    """
     words = piece.load(_words_layout(FORM, BLOCK_N, WARPS))
     if FORM == "int4":
         words = gl.reshape(words, [BLOCK_N, 2, 4, 2, 2])  # tile, lane, half of the tile, part of it
@@ -146,15 +149,15 @@ def numbers(piece, less, FORM: gl.constexpr, BLOCK_N: gl.constexpr, WARPS: gl.co
         first, third = gl.split(even)
         second, fourth = gl.split(odd)
         return (
-            _of_four_bits(first, less[0], BLOCK_N, WARPS, A_L),
-            _of_four_bits(second, less[1], BLOCK_N, WARPS, A_L),
-            _of_four_bits(third, less[2], BLOCK_N, WARPS, A_L),
-            _of_four_bits(fourth, less[3], BLOCK_N, WARPS, A_L),
+            _unpack_four(first, offsets[0], BLOCK_N, WARPS, A_L),
+            _unpack_four(second, offsets[1], BLOCK_N, WARPS, A_L),
+            _unpack_four(third, offsets[2], BLOCK_N, WARPS, A_L),
+            _unpack_four(fourth, offsets[3], BLOCK_N, WARPS, A_L),
         )
     else:
-        words = gl.reshape(words, [BLOCK_N, 2, 8, 2])  # tile, eight neighbours, word of theirs
+        words = gl.reshape(words, [BLOCK_N, 2, 8, 2])  # tile, eight neighbors, word of these
         first, second = gl.split(gl.permute(words, (0, 2, 3, 1)))
         return (
-            _of_eight_bits(first, less[0], FORM, BLOCK_N, WARPS, A_L),
-            _of_eight_bits(second, less[1], FORM, BLOCK_N, WARPS, A_L),
+            _unpack_eight(first, offsets[0], FORM, BLOCK_N, WARPS, A_L),
+            _unpack_eight(second, offsets[1], FORM, BLOCK_N, WARPS, A_L),
         )

@@ -1,0 +1,58 @@
+"""The configs that engines choose on this GPU against the reference."""
+
+from functools import partial
+
+import pytest
+import torch
+from linear_product import CUDA, Product, check_alike, dense, kernel_of, packed
+from test_matmul_hopper import EPILOGUES
+
+from tridecode.kernels.device import device_of
+from tridecode.kernels.linear.project import Case
+
+rules = pytest.importorskip("tridecode.tuning.rules")
+invariance = pytest.importorskip("tridecode.tuning.invariance")
+tables = pytest.importorskip("tridecode.tuning.tables")
+pytestmark = pytest.mark.skipif(not CUDA, reason="the choices are for a GPU")
+
+SIZES = {  # outputs and columns of each role; an LM head has more of the same
+    "qwen3-0.6b": ((4096, 1024), (1024, 2048), (3072, 1024), (1024, 3072), (151936, 1024)),
+    "qwen3-4b": ((6144, 2560), (2560, 4096), (9728, 2560), (2560, 9728), (19456, 2560)),
+    "llama-3.2-3b": ((5120, 3072), (3072, 3072), (8192, 3072), (3072, 8192), (28672, 3072)),
+    "llama-3.1-8b": ((6144, 4096), (4096, 4096), (14336, 4096), (4096, 14336), (28672, 4096)),
+}
+PACKINGS = {"int4": "int4_groups_of_128", "fp8": "e4m3"}
+MODEL = pytest.mark.parametrize("model", SIZES)
+KIND = pytest.mark.parametrize("kind", ["bfloat16", *PACKINGS])
+ROLE = pytest.mark.parametrize("role", EPILOGUES)
+
+
+def weight(model, kind, role):
+    """The case of a linear of a model, its weight, and its epilogue."""
+    n, k = dict(zip(EPILOGUES, SIZES[model]))[role]
+    n *= 2 if role == "gate_up" else 1
+    linear = packed(PACKINGS[kind], n, k) if kind in PACKINGS else dense(n, k)
+    return Case(n, k, linear.packed or torch.bfloat16, EPILOGUES[role]), linear, EPILOGUES[role]
+
+
+@MODEL
+@KIND
+@pytest.mark.parametrize("rows", [1, 8, 16, 32, 64])
+@ROLE
+def test_configs_in_use_match_the_reference(role, rows, kind, model):
+    case, linear, epilogue = weight(model, kind, role)
+    device = device_of(torch.device("cuda"))
+    choice = rules.choose(case, rows, device, tables.package_tables(device))
+    assert kernel_of(choice.config) is choice.kernel
+    Product(epilogue, linear, max(rows - 1, 1), partials=20).check(choice.config)
+
+
+@KIND
+@ROLE
+def test_a_row_has_the_same_bits_among_any_number_of_rows(role, kind):
+    """Configs of the batch-invariant mode."""
+    case, linear, epilogue = weight("qwen3-4b", kind, role)
+    device = device_of(torch.device("cuda"))
+    choices = invariance.invariant_choices(case, (16, 32, 64), device, tables.package_tables(device))
+    of_rows = partial(Product, epilogue, linear, stopped=())
+    check_alike(of_rows(64), of_rows, {rows: choice.config for rows, choice in choices.items()})

@@ -1,0 +1,102 @@
+"""Products with packed weights against the same numbers in fp32: formats, groups, zero points, orders, rows."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from linear_product import EPILOGUES, PACKINGS, PLAIN, Product, dense, packed
+from util import CUDA, Case, assert_close, cases, poisoned, random
+
+from tridecode.kernels.linear.dequantize import dequantize
+from tridecode.kernels.linear.matmul import MatmulConfig
+from tridecode.kernels.linear.project import Plain
+from tridecode.kernels.linear.torch_linear import TORCH, piece_rows
+
+CASES = cases(
+    Case("qwen3-4b_down", gpu=dict(n=2560, k=9728), small=dict(n=24, k=384)),
+    Case("odd_rows", gpu=dict(n=1001, k=4864), small=dict(n=21, k=192)),
+    Case("qwen3-0.6b_o_proj", gpu=dict(n=1024, k=2048), small=dict(n=32, k=128)),
+)
+PACKING = pytest.mark.parametrize("packing", PACKINGS)
+ROWS = pytest.mark.parametrize("rows", (1, 8, 16, 64) if CUDA else (1, 3))
+
+
+def config_for(packing: str, rows: int) -> MatmulConfig:
+    if not CUDA:
+        return MatmulConfig(16, 2, 1, 1)
+    if rows > 16:
+        return MatmulConfig(16, 8 if rows > 32 else 4, 1, 1)
+    if rows > 8:
+        return MatmulConfig(16, 4, 10, 8, fetch=1)
+    return MatmulConfig(16, 4, 6 if packing.startswith("int8") else 10, 8)
+
+
+def product(epilogue, packing, n, k, rows, **options) -> Product:
+    return Product(epilogue, packed(packing, 2 * n if epilogue == "gated" else n, k), rows, **options)
+
+
+@PACKING
+@ROWS
+@CASES
+def test_formats_match_the_reference(case, rows, packing):
+    product("normed_bias", packing, case.sizes["n"], case.sizes["k"], rows).check(config_for(packing, rows))
+
+
+@PACKING
+@pytest.mark.parametrize("epilogue", ("gated", "residual", *PLAIN))
+def test_epilogues_match_the_reference(epilogue, packing):
+    n, k, rows = (2560, 4096, 8) if CUDA else (20, 256, 2)
+    product(epilogue, packing, n, k, rows, stopped=()).check(config_for(packing, rows))
+
+
+CONFIGS = {
+    "32_rows": MatmulConfig(32, 4, 2, 3),
+    "64_rows": MatmulConfig(64, 2, 4, 8),
+    "rows_shared": MatmulConfig(16, 2, 3, 32, programs=2),
+    "rows_shared_streamed": MatmulConfig(16, 4, 2, 3, programs=1),
+    "32_rows_shared": MatmulConfig(32, 2, 3, 32, programs=1),
+    "fetched": MatmulConfig(16, 2, 2, 3, fetch=1),
+    "rows_shared_fetched": MatmulConfig(16, 2, 3, 32, programs=2, fetch=2),
+}
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+@pytest.mark.parametrize("packing", ["int4", "int4_ordered", "int8_zeros", "e4m3", "e4m3_blocks"])
+@pytest.mark.parametrize("epilogue", EPILOGUES)
+def test_configs_match_the_reference(epilogue, packing, config):
+    product(epilogue, packing, 44, 640, 2).check(config)
+
+
+@PACKING
+def test_dequantize_matches_the_reference(packing):
+    n, k = (1001, 4864) if CUDA else (40, 320)
+    linear, out = packed(packing, n, k), poisoned(n - 5, k)
+    dequantize(linear, 3, n - 2, out)
+    assert_close(out, linear.matrix()[3 : n - 2], 1e-6)
+
+
+@pytest.mark.skipif(not CUDA, reason="torch's products of bf16 on a CPU are not the GPU's")
+@PACKING
+def test_torch_multiplies_many_rows_by_pieces_of_the_weight(packing):
+    linear, x = packed(packing, 1001, 2560), random(128, 2560, dtype=torch.bfloat16, seed=1)
+    out, scratch = poisoned(128, 1001, dtype=torch.bfloat16), poisoned(300 * 2560, dtype=torch.bfloat16)
+    TORCH.op.launch(None, x, linear, out, Plain(), scratch)
+    assert_close(out.float(), x.float() @ linear.matrix().T, 6e-3)
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize(
+    "linear", [dense(40, 256, torch.float32), packed("int4_zeros", 40, 256)], ids=["dense", "packed"]
+)
+def test_torch_multiplies_in_fp32(linear, bias):
+    """A packed weight in pieces of 16 rows."""
+    linear, x, out = replace(linear, bias=random(40) if bias else None), random(3, 256), poisoned(3, 40)
+    TORCH.op.launch(None, x, linear, out, Plain(), poisoned(16 * 256), pdl=True)
+    expected = x @ linear.matrix().T
+    assert_close(out, expected + linear.bias if bias else expected, 1e-5)
+
+
+def test_pieces_of_a_weight_are_alike_and_begin_at_whole_tiles():
+    assert piece_rows(19456, 2**25 // 2560) == 9728 and piece_rows(6144, 2**25 // 2560) == 6144
+    assert piece_rows(1001, 300) == 256 and piece_rows(28672, 2**25 // 4096) == 7168
+    assert piece_rows(40, 16) == 16 and piece_rows(1000, 200) == 128

@@ -1,0 +1,211 @@
+"""One launch of a linear kernel with poisoned outputs, checked against the reference."""
+
+from dataclasses import replace
+
+import torch
+from util import BF16_ROUNDING, CUDA, DEVICE, assert_close, meta_rows, norm_weight, random
+
+from tridecode import layout
+from tridecode.kernels.linear.packed import Codes, Packed
+from tridecode.kernels.linear.project import AddResidual, Gated, Normed, Plain, project_ref
+from tridecode.kernels.linear.registry import LINEAR_KERNELS
+from tridecode.kernels.linear.split_sums import make_buffers
+from tridecode.kernels.linear.weight import LoadedLinear
+
+EPS = 1e-6
+EPILOGUES = ("normed", "normed_bias", "gated", "residual")
+PLAIN = ("plain", "plain_bias")
+HOPPER = CUDA and torch.cuda.get_device_capability()[0] == 9
+PDL = CUDA and torch.cuda.get_device_capability() >= (9, 0)
+TOLERANCE = 2e-5 if CUDA else 1e-5  # bf16 products are exact in fp32; the order of sums differs, and wgmma truncates
+ROUNDED = BF16_ROUNDING + 2e-3  # for outputs in bf16
+SPARE = 64  # columns between the rows of strided buffers
+PACKINGS = {  # name -> bits, columns and rows of a scale (0: all), zero points, an order of columns
+    "int4": (4, 64, 1, False, False),
+    "int4_groups_of_128": (4, 128, 1, False, False),
+    "int4_groups_of_32": (4, 32, 1, True, False),
+    "int4_zeros": (4, 128, 1, True, False),
+    "int4_a_row": (4, 0, 1, False, False),
+    "int4_ordered": (4, 64, 1, True, True),
+    "int8": (8, 32, 1, False, False),
+    "int8_zeros": (8, 64, 1, True, False),
+    "int8_a_row": (8, 0, 1, False, False),
+    "e4m3": (8, 0, 1, False, False),
+    "e4m3_blocks": (8, 128, 16, False, False),
+}
+
+
+def kernel_of(config):
+    return next(kernel for kernel in LINEAR_KERNELS if kernel.config is type(config))
+
+
+def dense(n: int, k: int, dtype=torch.bfloat16) -> LoadedLinear:
+    return LoadedLinear(random(n, k, dtype=dtype, scale=k**-0.5))
+
+
+def packed(packing: str, n: int, k: int) -> LoadedLinear:
+    """Random codes of one of PACKINGS; products with them have about unit size."""
+    bits, group, rows, zeros, ordered = PACKINGS[packing]
+    name, generator = packing.split("_")[0], torch.Generator().manual_seed(n + k)
+    group, blocks = group or k, -(-n // rows)
+    size = (2**-0.5 if name == "e4m3" else 2.0 ** (2 - bits)) * k**-0.5
+    scale = (torch.rand(blocks, -(-k // group), generator=generator) + 0.5) * size
+    values, zero = torch.randint(0, 2**bits, (n, k), generator=generator).to(torch.uint8), None
+    if name == "e4m3":  # all codes but NaN, also the subnormal ones; the smaller ones more often
+        values = (values & 0xBF).view(torch.float8_e4m3fn)
+    elif zeros:
+        half = 2 ** (bits - 1)
+        zero = torch.randint(half - 3, half + 4, (n, -(-k // group)), generator=generator).to(torch.uint8)
+    order = torch.randperm(k, generator=generator) if ordered else None
+    form = Packed(name, bits, k, group, rows, zeros, ordered, torch.float32 if name == "e4m3" else torch.float16)
+    codes = Codes(values, scale.to(form.scale_dtype), rows, group, bits, zero, order)
+    tensors = {part: torch.empty(shape, dtype=dtype) for part, (shape, dtype) in form.shapes(n).items()}
+    form.write(tensors, 0, codes)
+    linear = LoadedLinear(**{part: tensor.to(DEVICE) for part, tensor in tensors.items()}, packed=form)
+    assert torch.equal(linear.matrix().cpu(), codes.dequantised())
+    return linear
+
+
+def idle(rows: int, *which: int) -> torch.Tensor:
+    """meta of rows that run, but for `which`."""
+    meta = meta_rows(*([0] * rows))
+    meta[list(which), layout.STATUS] = layout.STOP
+    return meta
+
+
+def same(some, others) -> bool:
+    return all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(some, others, strict=True))
+
+
+class Product:
+    """The arguments of a launch for one epilogue of EPILOGUES, or "plain", "plain_bias".
+
+    dtype: of x. short: of outputs that the next product reads, by default dtype. Rows `stopped` do not run. `strided`:
+    SPARE columns lie between the rows of every buffer. partials: sums of squares that the norm reads.
+    """
+
+    def __init__(
+        self, epilogue, linear, rows, dtype=torch.bfloat16, short=None, stopped=(1,), strided=False, partials=5
+    ):
+        self.epilogue, _, bias = epilogue.partition("_")
+        self.rows, self.short, self.between = rows, short or dtype, SPARE if strided else 0
+        self.n, k = linear.out_features // (2 if self.epilogue == "gated" else 1), linear.in_features
+        of_weight = linear.weight.dtype if linear.packed is None else torch.bfloat16
+        self.linear = replace(linear, bias=random(self.n, dtype=of_weight)) if bias else linear
+        self.meta = idle(rows, *(row for row in stopped if row < rows > 1))
+        self.x = self.buffer(k, dtype, 64)[:rows]  # tiles read further rows of the buffer
+        self.x.copy_(random(rows, k, dtype=dtype, seed=1))
+        self.partials = random(rows, partials, seed=2).abs() * k / 3
+        self.hidden, self.norm = random(rows, self.n, seed=3), norm_weight(self.n, of_weight)
+        self.scratch = make_buffers(linear.out_features, rows, DEVICE)
+        self.scratch.sums.fill_(float("nan"))
+        out_dtype = self.short if self.epilogue == "gated" else torch.float32
+        self.outputs = self.buffer(self.n, out_dtype), self.buffer(self.n, self.short), self.buffer(self.n)
+        self.poison()
+
+    @property
+    def runs(self) -> torch.Tensor:
+        return self.meta[:, layout.STATUS] == layout.RUN
+
+    def buffer(self, columns, dtype=torch.float32, rows=None):
+        whole = torch.full((rows or self.rows, columns + self.between), float("nan"), dtype=dtype, device=DEVICE)
+        return whole[:, :columns]
+
+    def poison(self):
+        for output in self.outputs:
+            output.fill_(float("nan"))
+        if self.epilogue == "residual":
+            self.outputs[0].copy_(self.hidden)
+
+    def arguments(self, out, normed, sumsq):
+        norm = self.partials, self.partials.shape[1], EPS
+        epilogue = {
+            "plain": Plain(),
+            "normed": Normed(*norm),
+            "gated": Gated(*norm),
+            "residual": AddResidual(self.norm, normed, sumsq),
+        }[self.epilogue]
+        return self.meta, self.x, self.linear, out, epilogue, self.scratch
+
+    def enqueue(self, config, pdl=PDL):
+        kernel_of(config).op.launch(*self.arguments(*self.outputs), config=config, pdl=pdl)
+
+    def launch(self, config):
+        """Return the outputs of a launch."""
+        self.poison()
+        self.enqueue(config)
+        return [output.clone() for output in self.outputs]
+
+    def left(self, config) -> int:
+        """Return how many partial sums of squares a launch leaves."""
+        return kernel_of(config).partials(self.n, config)
+
+    def check(self, config, tolerance=TOLERANCE, rounded=ROUNDED):
+        rounded = tolerance if self.short == torch.float32 else rounded
+        launched = self.launch(config)
+        (out, normed, sumsq), runs, stopped = launched, self.runs, ~self.runs
+        wanted = [self.buffer(self.n) for _ in range(3)]
+        if self.epilogue == "residual":
+            wanted[0].copy_(self.hidden)
+        project_ref(*self.arguments(*wanted))
+        gated = self.epilogue == "gated"
+        assert_close(out[runs].float(), wanted[0][runs], rounded if gated else tolerance, "out")
+        if self.epilogue == "residual":
+            left = self.left(config)
+            assert_close(normed[runs].float(), wanted[1][runs], rounded, "normed")
+            assert_close(sumsq[runs, :left].sum(1), wanted[2][runs, 0], tolerance, "sumsq")
+            assert sumsq[runs, left:].isnan().all(), "sums beyond the last were written"
+            assert torch.equal(out[stopped], self.hidden[stopped]), "a row that does not run was written"
+        else:
+            assert out[stopped].isnan().all(), "a row that does not run was written"
+            assert normed.isnan().all() and sumsq.isnan().all(), "an output of another epilogue was written"
+        assert normed[stopped].isnan().all() and sumsq[stopped].isnan().all(), "a row that does not run was written"
+        assert not self.scratch.counter.any(), "the next launch would miscount"
+        for output in self.outputs if self.between else ():
+            assert output.as_strided((self.rows, SPARE), output.stride(), self.n).isnan().all(), "between the rows"
+        assert not CUDA or same(launched, self.launch(config)), "two launches differ"
+
+    def check_stopped(self, config):
+        """Check that nothing is written if no row runs, and that the next launch is right."""
+        meta = self.meta.clone()
+        self.meta[:, layout.STATUS] = layout.STOP
+        for _ in range(3):  # a launch that left barriers or counters behind would disturb the next one
+            out, normed, sumsq = self.launch(config)
+            assert torch.equal(out, self.hidden) if self.epilogue == "residual" else out.isnan().all()
+            assert normed.isnan().all() and sumsq.isnan().all() and not self.scratch.counter.any()
+        self.meta.copy_(meta)
+        self.check(config)
+
+
+def check_captured(products, configs):
+    """Check that products launched one after the other, each while the one before it runs, have the bits that they have
+    alone; those that share columns have the same counter and sums. configs: one each."""
+    largest = max((product.scratch for product in products), key=lambda scratch: scratch.sums.numel())
+    for product in products:
+        product.scratch = largest
+    wanted = [product.launch(config) for product, config in zip(products, configs)]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for product in products:
+            product.poison()
+        for product, config in zip(products, configs):
+            product.enqueue(config, pdl=True)
+    for _ in range(5):
+        graph.replay()
+        for product, expected in zip(products, wanted):
+            assert same(product.outputs, expected), product.epilogue
+
+
+def check_alike(most, few, configs):
+    """Check that a row has the same bits among any number of rows.
+
+    most: a product of 64 rows. few(rows): returns a product of `rows` rows. configs: by rows.
+    """
+    wanted = most.launch(configs[64])
+    for rows in (1, 8, 16, 17, 32, 33):
+        product = few(rows)
+        product.linear, product.norm = most.linear, most.norm
+        for name in ("x", "partials", "hidden"):
+            getattr(product, name).copy_(getattr(most, name)[:rows])
+        launched = product.launch(configs[min(size for size in configs if size >= rows)])
+        assert same(launched, [output[:rows] for output in wanted]), f"{rows} rows"
