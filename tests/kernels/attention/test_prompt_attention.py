@@ -179,7 +179,7 @@ def test_rows_do_not_depend_on_other_chunks(config):
 
 @pytest.mark.parametrize("apart", [False, True])
 def test_a_row_among_padding_is_split_and_combined(apart):
-    """A pass with so much padding that, if all of its rows ran, nothing would be split."""
+    """If all rows of this pass ran, nothing would be split; but most of them are padding."""
     config = replace(CONFIG, heads=4, apart=apart)
     rows = config.block_m * config.programs // 8 + 1
     _, args = arguments(4, 1, 32, [(0, 1, LONG * PAGE)], 0, DTYPES[0], config)

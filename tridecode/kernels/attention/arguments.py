@@ -53,8 +53,8 @@ class Rope(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """Buffers of the partial results of splits. The shapes are those of decode; for prompts see scratch_sizes of
-    prompt_attention.py."""
+    """Buffers of the partial results of splits, with their shapes in decode passes; for prompt passes see scratch_sizes
+    in prompt_attention.py."""
 
     partial: torch.Tensor  # fp32 [rows, query heads, max splits, head_dim], sums of values
     lse: torch.Tensor  # fp32 [rows, query heads, max splits, 2], running maximum and sum of weights

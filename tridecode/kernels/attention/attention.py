@@ -4,6 +4,7 @@ A request has one row, or several that attend to each other (attention_queries.p
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -29,7 +30,7 @@ from .one_query import attend_query
 from .pages import Cache
 from .rope import Rotary, rotated
 from .several_queries import AT_ONCE, NEW, attend_queries
-from .splits import Partials, Split, blocks_seen, combine_splits
+from .splits import Partials, Rows, Split, blocks_seen, combine_splits
 
 
 @dataclass(frozen=True)
@@ -46,10 +47,31 @@ class AttentionConfig:
     turns: int = 32
 
 
+class Limits(NamedTuple):
+    """Compile-time rules for the number of splits of a request."""
+
+    SPLITS: tl.constexpr  # the most
+    FEW: tl.constexpr  # unless one of them would have more than TURNS iterations
+    TURNS: tl.constexpr
+    LEAST: tl.constexpr  # the fewest iterations of a split, if there are several queries
+
+
 @triton.jit
-def _most_splits(blocks, SPLITS: tl.constexpr, FEW: tl.constexpr, TURNS: tl.constexpr):
+def _most_splits(blocks, LIMITS: tl.constexpr):
     """Return the most splits of `blocks` blocks: FEW, or more so that none has more than TURNS, up to SPLITS."""
-    return tl.minimum(tl.maximum(tl.cdiv(blocks, TURNS), FEW), SPLITS)
+    return tl.minimum(tl.maximum(tl.cdiv(blocks, LIMITS.TURNS), LIMITS.FEW), LIMITS.SPLITS)
+
+
+@triton.jit
+def _longest(
+    meta_ptr, REQUESTS: tl.constexpr, QUERIES: tl.constexpr, BLOCK_M: tl.constexpr, LIMITS: tl.constexpr,
+    SIZES: tl.constexpr,
+):  # fmt: skip
+    """Return the most splits of any request."""
+    offs_m = tl.arange(0, BLOCK_M)
+    positions = tl.load(meta_ptr + offs_m * (QUERIES * META_WIDTH) + POSITION, mask=offs_m < REQUESTS, other=0)
+    _, _, blocks = blocks_seen(positions, SIZES.BLOCK_T, SIZES.WINDOW)
+    return _most_splits(tl.max(blocks, 0), LIMITS)
 
 
 @triton.jit
@@ -65,49 +87,30 @@ def _request(meta_ptr, table_ptr, request, stride_table, QUERIES: tl.constexpr):
 
 
 @triton.jit
-def _share(
-    position, QUERIES: tl.constexpr, SPLITS: tl.constexpr, FEW: tl.constexpr, TURNS: tl.constexpr,
-    LEAST: tl.constexpr, SIZES: tl.constexpr,
-):  # fmt: skip
+def _share(position, QUERIES: tl.constexpr, LIMITS: tl.constexpr, SIZES: tl.constexpr):
     """Return, for a request at `position`, the first position attended to, its block, the blocks of each split, and the
     number of splits, 0 without cached positions."""
     start, first_block, blocks = blocks_seen(position, SIZES.BLOCK_T, SIZES.WINDOW)
     if QUERIES == 1:  # one split if it needs only prefetched tiles: they cost less than combining
-        length = SIZES.TILES if blocks <= SIZES.TILES else tl.cdiv(blocks, _most_splits(blocks, SPLITS, FEW, TURNS))
+        length = SIZES.TILES if blocks <= SIZES.TILES else tl.cdiv(blocks, _most_splits(blocks, LIMITS))
     else:
-        length = tl.maximum(tl.cdiv(blocks, _most_splits(blocks, SPLITS, FEW, TURNS)), LEAST)
+        length = tl.maximum(tl.cdiv(blocks, _most_splits(blocks, LIMITS)), LIMITS.LEAST)
     return start, first_block, length, tl.cdiv(blocks, length)
 
 
 @triton.jit
-def _longest(
-    meta_ptr, BLOCK_M: tl.constexpr, REQUESTS: tl.constexpr, QUERIES: tl.constexpr, SPLITS: tl.constexpr,
-    FEW: tl.constexpr, TURNS: tl.constexpr, SIZES: tl.constexpr,
-):  # fmt: skip
-    """Return the most splits of any request."""
-    offs_m = tl.arange(0, BLOCK_M)
-    positions = tl.load(meta_ptr + offs_m * (QUERIES * META_WIDTH) + POSITION, mask=offs_m < REQUESTS, other=0)
-    _, _, blocks = blocks_seen(positions, SIZES.BLOCK_T, SIZES.WINDOW)
-    return _most_splits(tl.max(blocks, 0), SPLITS, FEW, TURNS)
-
-
-@triton.jit
 def _attend(
-    request, head, split, splits, position, table_ptr, start, first_block, length, count, together, qkv_ptr, out_ptr,
-    stride_qkv, stride_om, scale, cache, rotary, partials, QUERIES: tl.constexpr, COMBINE_ALL: tl.constexpr,
-    PDL: tl.constexpr, SIZES: tl.constexpr,
+    request, head, split, splits, position, table_ptr, start, first_block, length, count, together, rows, cache, rotary,
+    partials, QUERIES: tl.constexpr, COMBINE_ALL: tl.constexpr, PDL: tl.constexpr, SIZES: tl.constexpr,
 ):  # fmt: skip
     """Do the work of one split, of `length` blocks."""
     first = (first_block + split * length) * SIZES.BLOCK_T
     end = tl.minimum(first + length * SIZES.BLOCK_T, position)
     part = Split(request, head, split, splits, position, table_ptr, start, first, end)
     if QUERIES == 1:
-        attend_query(part, qkv_ptr, out_ptr, stride_qkv, stride_om, scale, cache, rotary, partials, PDL, SIZES)
+        attend_query(part, rows, cache, rotary, partials, PDL, SIZES)
     else:
-        attend_queries(
-            part, count, together, qkv_ptr, out_ptr, stride_qkv, stride_om, scale, cache, rotary, partials, QUERIES,
-            COMBINE_ALL, PDL, SIZES,
-        )  # fmt: skip
+        attend_queries(part, count, together, rows, cache, rotary, partials, QUERIES, COMBINE_ALL, PDL, SIZES)
 
 
 @triton.jit
@@ -135,8 +138,9 @@ def _attention_kernel(
     """Attention of the new tokens of each request to its cached positions and to themselves. The tokens are the first
     running rows of QUERIES rows at consecutive positions. Their K and V are written to the cache.
 
-    meta: [rows, META_WIDTH] int32. qkv: [rows, (HEADS + 2 KV_HEADS) * D]. out: [rows, HEADS * D] (output). Other
-    tensors, and the sizes up to INTERPRETED: see arguments.py. Moves 2 * KV_HEADS * D * itemsize bytes a position.
+    meta is [rows, META_WIDTH] int32, qkv [rows, (HEADS + 2 KV_HEADS) * D], out [rows, HEADS * D] (output). The other
+    tensors, and the sizes up to INTERPRETED, are described in arguments.py. Moves 2 * KV_HEADS * D * itemsize bytes a
+    position.
 
     Grid (KV_HEADS, REQUESTS * FEW + SPLITS - FEW). The number of splits of a request depends only on its own length, so
     that its result does not depend on other requests. The first FEW splits of every request have a program each. The
@@ -150,6 +154,8 @@ def _attention_kernel(
         PAGE, KV_HEADS, GROUP, COLUMNS, D, BLOCK_D, BLOCK_G, BLOCK_T, WARP_T, TILES, MAX_SPLITS, COMBINE, WINDOW,
         QK_NORM, FP8, CONVERTS, INTERPRETED,
     )  # fmt: skip
+    LIMITS: tl.constexpr = Limits(SPLITS, FEW, TURNS, LEAST)
+    rows = Rows(qkv_ptr, out_ptr, stride_qkv, stride_om, scale)
     cache = Cache(k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, stride_kp, stride_kh, stride_sp, stride_sh)
     rotary = Rotary(cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, eps)
     partials = Partials(partial_ptr, lse_ptr, counter_ptr)
@@ -159,41 +165,40 @@ def _attention_kernel(
         gdc_launch_dependents()
     longest = FEW  # most splits of any request
     if SPLITS > FEW and QUERIES > 1:
-        longest = _longest(meta_ptr, BLOCK_M, REQUESTS, QUERIES, SPLITS, FEW, TURNS, SIZES)
+        longest = _longest(meta_ptr, REQUESTS, QUERIES, BLOCK_M, LIMITS, SIZES)
     together = TOGETHER
     if TOGETHER:
         together = longest == FEW
     if SPLITS == FEW or program < REQUESTS * FEW:
         request, split = program % REQUESTS, program // REQUESTS
-        count, position, table_ptr = _request(meta_ptr, table_ptr, request, stride_table, QUERIES)
-        start, first_block, length, splits = _share(position, QUERIES, SPLITS, FEW, TURNS, LEAST, SIZES)
-        if split >= tl.maximum(splits, 1):
+        count, position, own_table_ptr = _request(meta_ptr, table_ptr, request, stride_table, QUERIES)
+        start, first_block, length, splits = _share(position, QUERIES, LIMITS, SIZES)
+        splits = tl.maximum(splits, 1)
+        if split >= splits:
             return  # no wait: the grid ends after its predecessor, because split 0 always waits
         if count == 0:
             if PDL:
                 gdc_wait()
             return
         _attend(
-            request, head, split, tl.maximum(splits, 1), position, table_ptr, start, first_block, length, count,
-            together, qkv_ptr, out_ptr, stride_qkv, stride_om, scale, cache, rotary, partials, QUERIES, COMBINE_ALL,
-            PDL, SIZES,
+            request, head, split, splits, position, own_table_ptr, start, first_block, length, count, together, rows,
+            cache, rotary, partials, QUERIES, COMBINE_ALL, PDL, SIZES,
         )  # fmt: skip
     else:
         if QUERIES == 1:
-            longest = _longest(meta_ptr, BLOCK_M, REQUESTS, QUERIES, SPLITS, FEW, TURNS, SIZES)
+            longest = _longest(meta_ptr, REQUESTS, QUERIES, BLOCK_M, LIMITS, SIZES)
         if longest <= FEW:
             return
         before = 0  # splits of earlier requests that were dealt out
         for request in tl.range(0, REQUESTS, num_stages=1, disable_licm=True):
             count, position, own_table_ptr = _request(meta_ptr, table_ptr, request, stride_table, QUERIES)
-            start, first_block, length, splits = _share(position, QUERIES, SPLITS, FEW, TURNS, LEAST, SIZES)
+            start, first_block, length, splits = _share(position, QUERIES, LIMITS, SIZES)
             split = FEW + (program + before) % (SPLITS - FEW)
             before += tl.maximum(splits - FEW, 0)
             if (split < splits) & (count > 0):
                 _attend(
                     request, head, split, splits, position, own_table_ptr, start, first_block, length, count, together,
-                    qkv_ptr, out_ptr, stride_qkv, stride_om, scale, cache, rotary, partials, QUERIES, COMBINE_ALL, PDL,
-                    SIZES,
+                    rows, cache, rotary, partials, QUERIES, COMBINE_ALL, PDL, SIZES,
                 )  # fmt: skip
 
 

@@ -27,7 +27,7 @@ class AttentionRowsConfig:
     registers: int = 0
     least: int = 4  # the fewest iterations of a split
     programs: int = field(kw_only=True)  # programs that share the work, items of a K/V head and a split of a row
-    stages: int = 1  # pipeline stages: two for each tile in flight, and one; 1: the next tile is loaded into registers
+    stages: int = 1  # pipeline stages, 1 + 2 for each tile in flight; 1: the next tile is loaded into registers
     early: bool = True  # the first tile is loaded before the wait, because no launch of this pass writes it
     converts: bool = False
 
@@ -201,7 +201,8 @@ def _attention_rows_kernel(
         )  # fmt: skip
         tile = _tile(cache, following, following.first, SIZES)
         head_ptr = out_ptr + row * stride_om + head * GROUP * D
-        store_split(partials, head_ptr, row * KV_HEADS + head, split, splits, m, l, acc, SIZES)
+        unit = (row * KV_HEADS + head).to(tl.int64)
+        store_split(partials, head_ptr, unit, split, splits, m, l, acc, SIZES)
 
 
 def attention_rows(meta, qkv, out, kv: KVLayer, rope: Rope, scratch: Scratch, heads: Heads, *, config, pdl=False):

@@ -27,9 +27,9 @@ def _expand_kv_kernel(
 ):  # fmt: skip
     """Write keys, values [pages, KV_HEADS, PAGE, D]: K and V of the pages that the chunks attend to, times the scales.
 
-    chunks: [MAX_CHUNKS, CHUNK_WIDTH] int32; the cache: see arguments.py. Moves three bytes a number. Grid (programs,):
-    they share the items, one page and head each. Entries behind a chunk's last position are copied too. A page that
-    several chunks share is written by each of them, with the same numbers.
+    chunks is [MAX_CHUNKS, CHUNK_WIDTH] int32. Moves three bytes a number. Grid (programs,): they share the items, one
+    page and head each. Entries behind a chunk's last position are copied too. A page that several chunks share is
+    written by each of them, with the same numbers.
     """
     offs_c = tl.arange(0, MAX_CHUNKS)
     chunk_ptrs = chunks_ptr + offs_c * CHUNK_WIDTH

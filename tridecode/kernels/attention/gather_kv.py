@@ -23,8 +23,8 @@ def _gather_kv_kernel(
 ):  # fmt: skip
     """Write keys[:, t], values[:, t]: K and V of each position t below `positions`. A program for each page and head.
 
-    table: [max_pages] int32, of the slot. K, V: see arguments.py. keys, values: [KV_HEADS, >= positions, D] (output).
-    Moves 4 * positions * KV_HEADS * D elements. Grid (cdiv(positions, PAGE), KV_HEADS).
+    table is the slot's, [max_pages] int32; keys and values are [KV_HEADS, >= positions, D] (output). Moves
+    4 * positions * KV_HEADS * D elements. Grid (cdiv(positions, PAGE), KV_HEADS).
     """
     index = tl.program_id(0)
     head = tl.program_id(1).to(tl.int64)

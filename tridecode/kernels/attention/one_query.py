@@ -13,10 +13,7 @@ from .tiles import attend_tiles, prefetch_tiles
 
 
 @triton.jit
-def attend_query(
-    part, qkv_ptr, out_ptr, stride_qkv, stride_om, scale, cache, rotary, partials, PDL: tl.constexpr,
-    SIZES: tl.constexpr,
-):  # fmt: skip
+def attend_query(part, rows, cache, rotary, partials, PDL: tl.constexpr, SIZES: tl.constexpr):
     """Attend to the positions of the Split `part`, for the heads that share its K/V head. Split 0 also attends to the
     new token, and writes its K and V."""
     D: tl.constexpr = SIZES.D
@@ -39,9 +36,9 @@ def attend_query(
 
     # Every load of the previous kernel's output is issued before the first use of one.
     q, q_partner, k, k_partner, v = load_token(
-        qkv_ptr + row * stride_qkv, head, tl.float32 if FP8 else ELEMENT, SIZES
+        rows.qkv_ptr + row * rows.stride_qkv, head, tl.float32 if FP8 else ELEMENT, SIZES
     )  # fmt: skip
-    q = rms_rope(q, q_partner, q_factors, rotary.eps, D, QK_NORM) * (scale * LOG2E)
+    q = rms_rope(q, q_partner, q_factors, rotary.eps, D, QK_NORM) * (rows.scale * LOG2E)
     if FP8:
         m, l, acc = fp8_attend(q, prefetched, cache, table_ptr, first, start, end, SIZES)
     else:
@@ -57,5 +54,5 @@ def attend_query(
     p_new = tl.where(split == 0, tl.exp2(s_new - m_new), 0.0)
     l = l * alpha + p_new
     acc = acc * alpha[None, :] + p_new[None, :] * v.to(tl.float32)[:, None]
-    out_ptr += row * stride_om + head * SIZES.GROUP * D
+    out_ptr = rows.out_ptr + row * rows.stride_om + head * SIZES.GROUP * D
     store_split(partials, out_ptr, row * SIZES.KV_HEADS + head, split, splits, m_new, l, acc, SIZES)

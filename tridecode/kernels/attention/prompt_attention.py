@@ -123,11 +123,11 @@ def _prompt_attention_kernel(
 ):  # fmt: skip
     """Attention of each row to the positions of its slot up to its own.
 
-    chunks: [MAX_CHUNKS, CHUNK_WIDTH] int32. q: [rows, HEADS, D]. out: [rows, HEADS * D] (output), not written for rows
-    outside all chunks. table: [slots, max_pages] int32. pool: descriptor of the whole pool as [pages * rows_of_page, D]
-    in tiles of a page of one head. K of this layer begins at k_row, V at v_row, and each head has rows_of_head rows.
-    If FP8 they are codes, with scales [pages, KV_HEADS, PAGE] (see fp8_kv.py). Scratch: partial [MAX_ITEMS, BLOCK_M,
-    BLOCK_D] fp32; lse [MAX_ITEMS, 2, BLOCK_M] fp32; counter [MAX_ITEMS] int32. Grid (programs,).
+    chunks is [MAX_CHUNKS, CHUNK_WIDTH] int32, q [rows, HEADS, D], out [rows, HEADS * D] (output). Rows outside all
+    chunks are not written. pool_desc describes the whole pool as [pages * rows_of_page, D], in tiles of a page of one
+    head. K of this layer begins at k_row, V at v_row, and each head has rows_of_head rows; codes with scales if FP8.
+    partial is [MAX_ITEMS, BLOCK_M, BLOCK_D] fp32, lse [MAX_ITEMS, 2, BLOCK_M] fp32, counter [MAX_ITEMS] int32. Grid
+    (programs,).
 
     The programs share items: blocks of a chunk's rows, in TOGETHER heads of one K/V head, those with the most work
     first. If there are few blocks, each is split over its positions, and the last split combines them; if APART, the

@@ -266,10 +266,9 @@ def _prompt_attention_hopper_kernel(
 ):  # fmt: skip
     """Attention of each row to the positions of its slot up to its own.
 
-    chunks: [MAX_CHUNKS, CHUNK_WIDTH] int32. q: descriptor of [rows, HEADS * D] bf16. out: [rows, HEADS * D] bf16
-    (output), not written for rows outside all chunks. table: [slots, max_pages] int32. pool: descriptor of the whole
-    pool as [pages * rows_of_page, D] bf16. K of this layer begins at k_row and V at v_row, head by head. Grid
-    (programs,), one a multiprocessor.
+    chunks is [MAX_CHUNKS, CHUNK_WIDTH] int32, out [rows, HEADS * D] bf16 (output). Rows outside all chunks are not
+    written. q_desc describes [rows, HEADS * D] bf16, and pool_desc the whole pool as [pages * rows_of_page, D] bf16. K
+    of this layer begins at k_row and V at v_row, head by head. Grid (programs,), one a multiprocessor.
 
     The programs share items, BLOCK_M rows of a chunk and a head each. One warp copies q, K and V of one item after
     another to shared memory, as far ahead as there are stages. Two warpgroups attend with half of the rows each, and

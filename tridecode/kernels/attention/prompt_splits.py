@@ -35,7 +35,7 @@ class Block(NamedTuple):
 
     slot: tl.tensor
     first_row: tl.tensor  # in the pass
-    position: tl.tensor  # of the first row
+    position: tl.tensor  # position of the first row
     left: tl.tensor  # rows from there to the end of the chunk
 
 

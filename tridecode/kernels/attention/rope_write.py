@@ -50,9 +50,9 @@ def _rope_write_kernel(
 ):  # fmt: skip
     """Normalize, if QK_NORM, and rotate q and k of a token; write q, and k and v to the cache. One program a token.
 
-    chunks: [MAX_CHUNKS, CHUNK_WIDTH] int32. qkv: [rows, (HEADS + 2 KV_HEADS) * D]. q: [rows, HEADS * D] (output). K
-    and V are outputs, at the positions of the tokens. Other tensors: see arguments.py. Rows outside all chunks are not
-    written. Moves each element once in and once out; partners come from L1. Grid (rows,).
+    chunks is [MAX_CHUNKS, CHUNK_WIDTH] int32, qkv [rows, (HEADS + 2 KV_HEADS) * D], q [rows, HEADS * D] (output). The
+    other tensors are described in arguments.py; K and V are outputs, at the positions of the tokens. Rows outside all
+    chunks are not written. Moves each element once in and once out; partners come from L1. Grid (rows,).
     """
     if FOLLOWED:
         gdc_launch_dependents()

@@ -15,8 +15,8 @@ AT_ONCE = tl.constexpr(2)  # columns that are combined together; there are at le
 
 @triton.jit
 def attend_queries(
-    part, count, together, qkv_ptr, out_ptr, stride_qkv, stride_om, scale, cache, rotary, partials,
-    QUERIES: tl.constexpr, COMBINE_ALL: tl.constexpr, PDL: tl.constexpr, SIZES: tl.constexpr,
+    part, count, together, rows, cache, rotary, partials, QUERIES: tl.constexpr, COMBINE_ALL: tl.constexpr,
+    PDL: tl.constexpr, SIZES: tl.constexpr,
 ):  # fmt: skip
     """Attend to the positions of the Split `part`, for the first `count` of QUERIES rows of its request and the heads
     that share its K/V head. Split 0 also attends to the new tokens, and writes their K and V.
@@ -40,13 +40,13 @@ def attend_queries(
     prefetched = prefetch_tiles(cache, table_ptr, first, start, end, SIZES)
     if PDL:
         gdc_wait()
-    row_ptr = qkv_ptr + request * QUERIES * stride_qkv
+    row_ptr = rows.qkv_ptr + request * QUERIES * rows.stride_qkv
     mask_c = query < count
-    q_ptrs = row_ptr + query * stride_qkv + (head * GROUP + member) * D
+    q_ptrs = row_ptr + query * rows.stride_qkv + (head * GROUP + member) * D
     q = load_rotated(q_ptrs, position + query, mask_c, rotary, rotary.q_norm_ptr, SIZES.BLOCK_D, D, QK_NORM)
-    dot_q = tl.trans((q * (scale * LOG2E)).to(ELEMENT).to(TYPE))
+    dot_q = tl.trans((q * (rows.scale * LOG2E)).to(ELEMENT).to(TYPE))
     mask_n = offs_n < tl.where(split == 0, count, 0)
-    new_ptrs = row_ptr + offs_n * stride_qkv + (SIZES.KV_HEADS * GROUP + head) * D
+    new_ptrs = row_ptr + offs_n * rows.stride_qkv + (SIZES.KV_HEADS * GROUP + head) * D
     new_k = load_rotated(new_ptrs, position + offs_n, mask_n, rotary, rotary.k_norm_ptr, SIZES.BLOCK_D, D, QK_NORM)
     new_k = new_k.to(ELEMENT)
     mask_new = mask_n[:, None] & (offs_d < D)[None, :]
@@ -74,8 +74,8 @@ def attend_queries(
         tl.store(cache.v_ptr + write, new_v, mask=mask_new)
 
     if splits == 1:
-        o = (acc / l[None, :]).to(out_ptr.dtype.element_ty)
-        ptrs = _output_ptrs(out_ptr, request, head, offs_c, stride_om, QUERIES, SIZES)
+        o = (acc / l[None, :]).to(rows.out_ptr.dtype.element_ty)
+        ptrs = _output_ptrs(rows, request, head, offs_c, QUERIES, SIZES)
         tl.store(ptrs[None, :] + offs_d[:, None], o, mask=(offs_d < D)[:, None] & mask_c[None, :])
     else:
         unit = request * SIZES.KV_HEADS + head
@@ -88,9 +88,9 @@ def attend_queries(
             if arrived == splits - 1:
                 tl.debug_barrier()
                 o = combined(partials, base, splits, QUERIES * GROUP, COLUMNS, COMBINE_ALL, SIZES)
-                ptrs = _output_ptrs(out_ptr, request, head, offs_c, stride_om, QUERIES, SIZES)
+                ptrs = _output_ptrs(rows, request, head, offs_c, QUERIES, SIZES)
                 mask = mask_c[:, None] & (offs_d < D)[None, :]
-                tl.store(ptrs[:, None] + offs_d[None, :], o.to(out_ptr.dtype.element_ty), mask=mask)
+                tl.store(ptrs[:, None] + offs_d[None, :], o.to(rows.out_ptr.dtype.element_ty), mask=mask)
                 tl.store(counter_ptr, 0)
         else:
             finished = tl.where(together, arrived + 1, splits)
@@ -102,9 +102,9 @@ def attend_queries(
             for column in range(tl.where(together, split * AT_ONCE, alone), QUERIES * GROUP, step):
                 o = combined(partials, base + column * SIZES.MAX_SPLITS, splits, AT_ONCE, AT_ONCE, SIZES.COMBINE, SIZES)
                 offs = column + tl.arange(0, AT_ONCE)
-                ptrs = _output_ptrs(out_ptr, request, head, offs, stride_om, QUERIES, SIZES)
+                ptrs = _output_ptrs(rows, request, head, offs, QUERIES, SIZES)
                 mask = (offs // GROUP < count)[:, None] & (offs_d < D)[None, :]
-                tl.store(ptrs[:, None] + offs_d[None, :], o.to(out_ptr.dtype.element_ty), mask=mask)
+                tl.store(ptrs[:, None] + offs_d[None, :], o.to(rows.out_ptr.dtype.element_ty), mask=mask)
             left = splits + arrived
             if together:
                 left = tl.atomic_add(counter_ptr, 1, sem="relaxed")
@@ -113,7 +113,7 @@ def attend_queries(
 
 
 @triton.jit
-def _output_ptrs(out_ptr, request, head, offs_c, stride_om, QUERIES: tl.constexpr, SIZES: tl.constexpr):
+def _output_ptrs(rows, request, head, offs_c, QUERIES: tl.constexpr, SIZES: tl.constexpr):
     """Return the pointers to the outputs of columns offs_c: query by query, the heads that share a K/V head."""
-    rows = request * QUERIES + offs_c // SIZES.GROUP
-    return out_ptr + rows.to(tl.int64) * stride_om + (head * SIZES.GROUP + offs_c % SIZES.GROUP) * SIZES.D
+    row = (request * QUERIES + offs_c // SIZES.GROUP).to(tl.int64)
+    return rows.out_ptr + row * rows.stride_om + (head * SIZES.GROUP + offs_c % SIZES.GROUP) * SIZES.D

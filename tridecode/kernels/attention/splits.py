@@ -17,14 +17,24 @@ class Partials(NamedTuple):
     counter_ptr: tl.tensor
 
 
+class Rows(NamedTuple):
+    """The activations of a pass in a kernel, and the softmax scale."""
+
+    qkv_ptr: tl.tensor  # [rows, (HEADS + 2 KV_HEADS) * D]
+    out_ptr: tl.tensor  # [rows, HEADS * D]
+    stride_qkv: tl.tensor
+    stride_om: tl.tensor
+    scale: tl.tensor
+
+
 class Split(NamedTuple):
     """A split of the work of one K/V head: cached positions of a row, or of a request with several rows."""
 
-    row: tl.tensor  # of the pass, or the request
+    row: tl.tensor  # row of the pass, or request
     head: tl.tensor  # K/V head
     split: tl.tensor
     splits: tl.tensor  # number of splits of the row
-    position: tl.tensor  # of the (first) new token
+    position: tl.tensor  # position of the first new token
     table_ptr: tl.tensor  # the row's page table
     start: tl.tensor  # first position that is attended to; earlier ones are masked
     first: tl.tensor  # first position of the split

@@ -64,10 +64,8 @@ BLOCK_ATTENTION = Op(block_attention, block_attention, prompt_attention_bytes, o
 
 
 def attend(q, keys, values, out, window: int, scale: float) -> None:
-    """Compute causal attention of the last rows: q [n, heads, d]; keys, values [kv_heads, end, d]; out [n, heads * d].
-
-    window: number of positions attended to, 0: all.
-    """
+    """Compute causal attention of the last rows, q [n, heads, d], over keys and values [kv_heads, end, d], to out
+    [n, heads * d]. window: number of positions attended to, or 0."""
     n, end = q.shape[0], keys.shape[1]
     if window:
         first = max(end - n - window + 1, 0)
