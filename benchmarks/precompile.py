@@ -19,7 +19,6 @@ from contextlib import nullcontext
 
 import torch
 import triton.runtime.cache
-from few_bits import NoGPU
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
@@ -40,6 +39,22 @@ from tridecode.step.run import launch
 
 GPU = Device("NVIDIA H200", 90, 132, 232448, 233472, 65536)
 FOUND: list = []  # filled before the processes fork
+
+
+class NoGPU:
+    """A driver for processes that only compile: they need no context on a GPU."""
+
+    def __init__(self, target: GPUTarget):
+        self.target = target
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
 
 
 def engines_of(suite: str) -> list[tuple]:

@@ -1,35 +1,41 @@
-"""What a launch lacks, as compiling.missing tells it on a machine without a GPU; a script, not interpreted.
+"""List what a launch would compile, as compiling.missing does it on a machine without a GPU; a script, not interpreted.
 
-Prints the kernels that are missing, then what few_bits.specialized says of the same launch, and whether launches go
-their way again.
+Prints the kernels that two equal launches lack, and whether launches run as usual afterwards.
 """
 
 import sys
 from pathlib import Path
 
+import torch
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
+from tridecode import layout
+from tridecode.kernels.linear.matmul import MATMUL, MatmulConfig
+from tridecode.kernels.linear.project import AddResidual
+from tridecode.kernels.linear.weight import LoadedLinear
 from tridecode.step.compiling import missing
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-import few_bits
-
-
-def run(role, op, *args, **how) -> None:
-    op.launch(*args, **how, pdl=True)
+from precompile import NoGPU
 
 
 def main() -> None:
-    driver.set_active(few_bits.NoGPU(GPUTarget("cuda", 90, 32)))
-    case = few_bits.Case("int4", "o_proj", 256, 256, 1)
-    linear = few_bits.random_linear(case.N, case.K, case.kind, "meta")
-    line, _, _ = few_bits.product(case, "meta")
-    shape = few_bits.in_use(linear, case.rows, False)
-    found = missing(lambda: [line(run, linear, shape) for _ in range(2)])
+    driver.set_active(NoGPU(GPUTarget("cuda", 90, 32)))
+    meta = torch.empty(1, layout.META_WIDTH, dtype=torch.int32, device="meta")
+    linear = LoadedLinear(torch.empty(256, 256, dtype=torch.bfloat16, device="meta"))
+    x, norm, normed, out, sumsq = (
+        torch.empty(*shape, dtype=dtype, device="meta")
+        for shape, dtype in [((1, 256), torch.bfloat16), ((256,), torch.bfloat16), ((1, 256), torch.bfloat16),
+                             ((1, 256), torch.float32), ((1, 256), torch.float32)]
+    )  # fmt: skip
+
+    def launch() -> None:
+        MATMUL.op.launch(meta, x, linear, out, AddResidual(norm, normed, sumsq), config=MatmulConfig(), pdl=True)
+
+    found = missing(lambda: [launch() for _ in range(2)])
     print(*(kernel.fn.__name__ for kernel, _ in found))
-    print([few_bits.specialized(line, linear, shape, run)] == [text for _, text in found])
     print(missing(lambda: None) == [] and knobs.runtime.jit_cache_hook is None)
 
 

@@ -215,7 +215,7 @@ def test_the_users_table_is_first_then_the_package_then_the_rule(cache):
 def test_a_table_may_name_any_kernel_for_several_rows(cache):
     mine = {
         QKV: TilesConfig(16, 64, 5), PARTS["o_proj"]: WideConfig(64, 64, 3, split=4),
-        PARTS["down"]: MatmulConfig(32, 4, 3, 2), ATTENTION: AttentionRowsConfig(16, 7),
+        PARTS["down"]: MatmulConfig(32, 4, 3, 2), ATTENTION: AttentionRowsConfig(16, 7, programs=264),
     }  # fmt: skip
     write(16, mine)
     before, found = shipped(), resolved()
@@ -226,10 +226,10 @@ def test_a_table_may_name_any_kernel_for_several_rows(cache):
 
 
 def test_passes_of_up_to_8_rows_share_the_entries_of_linears(cache):
-    write(4, {QKV: MatmulConfig(32, 4, 3, 2), ATTENTION: AttentionRowsConfig(16, 7)})
+    write(4, {QKV: MatmulConfig(32, 4, 3, 2), ATTENTION: AttentionRowsConfig(16, 7, programs=264)})
     found = resolved()
     assert found[4].linears[QKV] == found[8].linears[QKV] and found[4].linears[QKV].source == "user table"
-    assert found[4].attention[ATTENTION] == AttentionRowsConfig(16, 7) != found[8].attention[ATTENTION]
+    assert found[4].attention[ATTENTION] == AttentionRowsConfig(16, 7, programs=264) != found[8].attention[ATTENTION]
 
 
 def test_a_table_has_entries_for_packed_weights(cache):

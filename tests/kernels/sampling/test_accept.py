@@ -7,11 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sampling_util import CAPACITY, GENERATION, STEP, check, make_state, run_ref
 from sampling_util import POSITION as FIRST
-from util import DEVICE, norm_weight, poisoned, random
+from util import DEVICE, poisoned, random
 
 from tridecode import layout as m
-from tridecode.kernels.attention.attention_rows import AttentionRowsConfig
-from tridecode.kernels.attention.write_kv import WRITE_KV
 from tridecode.kernels.sampling.spread import SPREAD
 from tridecode.sampling import SamplingParams
 
@@ -142,25 +140,6 @@ def test_spread_makes_a_row_for_the_token_and_for_each_draft():
     assert [status == m.RUN for status in meta[:, m.STATUS].tolist()] == [True] + [False] * 3 + [True] * 3 + [False] * 5
     assert meta[:, m.POSITION].tolist() == [FIRST + query for query in range(4)] * 3
     assert torch.equal(samp[4:8], state.samp[1:2].expand(4, -1))
-
-
-@pytest.mark.parametrize("norm", [True, False], ids=["norm", "no_norm"])
-def test_write_kv_writes_the_position_of_every_running_row(norm):
-    heads, kv_heads, dim, page = 4, 2, 80, 16
-    meta = make_state(random(5, 16)).meta
-    meta[:, m.POSITION] = torch.tensor([14, 15, 16, 2**30, 30], dtype=torch.int32)  # the idle row may have any
-    meta[:, m.SLOT] = torch.tensor([1, 1, 1, 1, 0], dtype=torch.int32)
-    meta[3, m.STATUS] = m.WAIT
-    table = torch.tensor([[3, 1], [0, 2]], dtype=torch.int32, device=DEVICE)
-    angle = random(40, dim // 2)
-    k_norm, qkv = norm_weight(dim) if norm else None, random(5, (heads + 2 * kv_heads) * dim)
-    caches = [poisoned(4, kv_heads, page, dim) for _ in range(2)]
-    args = meta, table, qkv, k_norm, angle.cos(), angle.sin(), *caches, 1e-6
-    how = dict(config=AttentionRowsConfig())
-    launched, _ = check_op(WRITE_KV, args, how, tolerance=1e-6, outputs=("k_cache", "v_cache"))
-    for name in ("k_cache", "v_cache"):
-        written = (~launched[name][..., 0].isnan()).any(1).nonzero().tolist()
-        assert written == [[0, 14], [0, 15], [1, 14], [2, 0]]
 
 
 # ---- sampled tokens of the rows

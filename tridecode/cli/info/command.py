@@ -100,6 +100,7 @@ def model_facts(spec: ModelSpec, name: str, path: str) -> dict:
         "family": spec.family,
         "parameters": parameter_count(spec),
         "layers": spec.num_layers,
+        "linears": list(dict.fromkeys(linear.name for layer in spec.layers for linear in layer.linears())),
         "hidden_size": spec.hidden_size,
         "heads": attention.heads,
         "kv_heads": attention.kv_heads,
@@ -236,7 +237,7 @@ def as_text(report: dict) -> str:
         *([("formats", "; ".join(model["formats"]))] if model["formats"] else []),
         ("layers", f"{model['layers']} of width {model['hidden_size']:,}; {heads}; vocabulary {model['vocab_size']:,}"),
         ("would run", f"{run['device']}, backend {run['backend']}, {run['dtype']}, {graph_words(run)}"),
-        ("kernels", kernel_words(run, model["layers"])),
+        ("kernels", kernel_words(run, model)),
         ("prompts", prompt_words(report["prompts"])),
         ("speculation", speculation_words(run)),
         ("weights", weight_words(memory)),
@@ -276,10 +277,11 @@ def verdict(report: dict) -> str:
     return f"{model} runs here, on {where}" + (f"; see the {counted(warned, 'warning')} above" if warned else "")
 
 
-def kernel_words(run: dict, layers: int) -> str:
+def kernel_words(run: dict, model: dict) -> str:
     if run["backend"] == "torch":
         return "none of its own: PyTorch's"
-    return f"Triton: embed, {layers} x (qkv, attention, o_proj, gate_up, down), lm_head, sample"
+    linears = ", ".join(model["linears"])
+    return f"Triton: embed, {model['layers']} x (attention, {linears}), lm_head, sample"
 
 
 def weight_words(memory: dict) -> str:
