@@ -37,6 +37,7 @@ from tridecode.kernels.linear.dequantize import dequantize
 from tridecode.kernels.linear.matmul_ring import _matmul_ring_kernel
 from tridecode.kernels.linear.matmul_wide import WideConfig
 from tridecode.kernels.linear.registry import kernel_named
+from tridecode.kernels.take_residual import take_residual
 from tridecode.models.presets import PRESETS
 from tridecode.state.kv import PAGE, make_kv_cache
 from tridecode.state.offload import Offload
@@ -182,6 +183,8 @@ def run_all(preset: str, dtype: torch.dtype, arch: int) -> None:
     table = model.kv.page_table[0]
     gather_kv(table, model.kv.k[0], model.kv.v[0], 70, *model.prompt.x.new_empty(2, *model.kv.k[0][0].shape))
     finish(launcher(model), model.of_rows(1), "greedy")
+    ws, prompt = model.of_rows(1).workspace, model.prompt  # behind a last layer that is not cut
+    take_residual(ws.meta, prompt.hidden, prompt.delta, model.weights.final_norm, ws.hidden, ws.normed, ws.sumsq)
     if preset in FEW_BITS or model.spec.fp8_kv:
         return  # nothing of these lies on the host
     kv = make_kv_cache(model.spec, 4096, model.device, dtype, page=PAGE, offload=Offload(host=8, ring=8))

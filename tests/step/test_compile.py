@@ -24,7 +24,7 @@ LARGE = {"_matmul_tiles_kernel", "_attention_rows_kernel"} | HOPPER  # beside ot
 # numbers of an item that are wanted again at its end; in a program with 64 or 80 registers up to four. But of groups
 # of 3 and 7 heads Triton 3.6 has up to eight numbers of 16 bits there, in turns of splits that are dealt out.
 STACK = {
-    "_attention_kernel": 16, "_attention_queries_kernel": 16, "_attention_rows_kernel": 104, "_matmul_ring_kernel": 16,
+    "_attention_kernel": 16, "_attention_rows_kernel": 104, "_matmul_ring_kernel": 16,
     "_prompt_attention_kernel": 24,
 }  # fmt: skip
 MOST = {arch: 1024 * size for arch, size in MOST.items()}

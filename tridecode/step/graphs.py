@@ -18,13 +18,13 @@ from . import decode
 from .compiling import compile_ahead
 from .dispatch import QUERIES, BatchDescriptor, Dispatcher, best_queries, most_queries
 from .model import DecodeModel
-from .run import Lines, Run, forked, launch, launch_dependent, refer
+from .run import Lines, Run, forked, launch, launch_dependent, recorded, refer
 
 log = logging.getLogger("tridecode")
 
 LISTS = 64  # lists that a runner keeps: making one narrows all buffers of the model to its rows
 # torch's attention reads lengths on the host, so no graph can contain it. It runs between the pieces of a graph.
-TORCH_ATTENTION = Op(attention_ref, attention_ref, attention_bytes, outputs=("partial", "lse", "out"))
+TORCH_ATTENTION = Op(attention_ref, attention_ref, attention_bytes, outputs=("scratch.partial", "scratch.lse", "out"))
 
 
 class PassRunner:
@@ -45,7 +45,8 @@ class PassRunner:
         self, model: DecodeModel, lines: Callable[[Hashable], Lines], run: Run, mode: str, place: "Place | None",
         attention: Op | None, between: Run,
     ):  # fmt: skip
-        self.model, self.lines, self.run, self.mode = model, lru_cache(LISTS)(lines), run, mode
+        self.model, self.run, self.mode = model, run, mode
+        self.lines = lru_cache(LISTS)(lambda key: recorded(lines(key)))
         self.place, self.attention, self.between = place, attention, between
         self.graphs: dict[Hashable, Callable[[], None] | None] = {}  # key -> replay, None if its capture has failed
         self.captures = 0  # CUDA graphs; a piecewise pass has several
