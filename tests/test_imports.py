@@ -59,10 +59,10 @@ ROOMS = {
     "models": {"blocks"},
     "checkpoint": {"models", "blocks", "kernels"},
     "text": {"models"},
-    "state": {"kernels", "blocks", "step"},
+    "state": {"kernels", "blocks"},
     "tuning": {"kernels"},
     "step": {"blocks", "kernels", "state", "tuning"},
-    "serve": {"blocks", "step", "state", "text"},
+    "serve": {"step", "state", "text"},
     "plan": {"blocks", "checkpoint", "kernels", "state", "step", "text", "tuning"},
 }
 ROOMS |= {name: BASE for name in BASE}

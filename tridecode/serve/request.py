@@ -5,15 +5,18 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 
-from ..blocks.spec import ModelSpec
 from ..errors import ParameterError
 from ..layout import MAX_STOP_IDS, packed
 from ..results import Piece
 from ..sampling import SamplingParams
 from ..text.grammar import Grammar
+
+if TYPE_CHECKING:
+    from ..blocks.spec import ModelSpec
 
 
 @dataclass(eq=False)
@@ -69,7 +72,7 @@ def generating(
     ids: array,
     chat: bool,
     params: SamplingParams,
-    spec: ModelSpec,
+    spec: "ModelSpec",
     capacity: int,
     reuse_prefix: bool,
     salt: str,
@@ -104,7 +107,7 @@ def step_kind(params: SamplingParams) -> str:
     return "greedy" if params.greedy else "sample"
 
 
-def checked_stop_ids(params: SamplingParams, spec: ModelSpec) -> tuple[int, ...]:
+def checked_stop_ids(params: SamplingParams, spec: "ModelSpec") -> tuple[int, ...]:
     """The ids that end a generation: the model's own, unless they are ignored, and params'. Raises ParameterError, also
     for ids outside the vocabulary in logit_bias."""
     own = () if params.ignore_eos else spec.stop_ids

@@ -9,10 +9,9 @@ import torch
 
 from ..layout import Chunk
 from ..sampling import SamplingParams
-from ..step.model import DecodeModel
 from .offload import WRITTEN
 from .pages import OutOfPages
-from .slots import RECORDS, Records, Slots
+from .slots import RECORDS, Records, SlotModel, Slots
 
 
 class OffloadedSlots(Slots):
@@ -28,7 +27,7 @@ class OffloadedSlots(Slots):
     The requests that run have together no more pages than device and ring hold.
     """
 
-    def __init__(self, model: DecodeModel, sharing: bool = True):
+    def __init__(self, model: SlotModel, sharing: bool = True):
         super().__init__(model, sharing)
         self._kv, self._offload = model.kv, model.kv.offload
         self._where: list[int | None] = [None] * model.kv.pages  # device page, or ~ that of the host

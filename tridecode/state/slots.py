@@ -4,6 +4,7 @@ from array import array
 from collections.abc import Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -13,9 +14,25 @@ from ..arguments import integer
 from ..errors import ParameterError, counted
 from ..layout import Chunk, packed
 from ..sampling import SamplingParams
-from ..step.model import DecodeModel
+from .kv import KVCache
 from .pages import PagePool
 from .prefix import Node, PrefixCache
+
+
+class SlotModel(Protocol):
+    """The parts of a model (step/model.py: DecodeModel) that slots write."""
+
+    workspace: Any
+    prompt: Any
+    kv: KVCache
+    fixed_chunk: int
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def rows(self) -> int: ...
+
 
 RECORDS = 4  # writes of one kind that may wait for the GPU before the host waits for the oldest
 
@@ -67,7 +84,7 @@ class Slots:
     tree of the cache are the truth, and `tokens` never says more than the pages hold.
     """
 
-    def __init__(self, model: DecodeModel, sharing: bool = True):
+    def __init__(self, model: SlotModel, sharing: bool = True):
         self.model, self.page, self._sharing = model, model.kv.page, sharing
         self.pages = PagePool(model.kv.pages)
         self.cache = PrefixCache(self.pages, self.page)
