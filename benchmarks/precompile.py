@@ -29,7 +29,7 @@ from tridecode.cli.bench.suite import SUITES, suite_args
 from tridecode.errors import counted
 from tridecode.kernels.device import Device
 from tridecode.models.presets import PRESETS
-from tridecode.plan.placement import page_size, plan_graphs, to_quantise
+from tridecode.plan.placement import page_size, plan_graphs, to_quantize
 from tridecode.serve.policy import Policy
 from tridecode.step import model as state
 from tridecode.step.compiling import missing
@@ -81,7 +81,7 @@ def engine_of(words: str) -> tuple:
 
 def kernels_of(preset: str, capacity: int, slots: int, kv_tokens: int | None, quantize: str | None) -> list:
     """What such an engine compiles at load, each with what its `preload` takes: its tensors by shape only."""
-    spec, device = to_quantise(PRESETS[preset], quantize, None, "auto"), torch.device("meta")
+    spec, device = to_quantize(PRESETS[preset], quantize, None, "auto"), torch.device("meta")
     page = page_size("triton", slots)
     chunk = Policy().chunk(slots, capacity, page)
     planned = plan_graphs(slots, chunk, captured=True, prompt_tiles=True)

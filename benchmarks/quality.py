@@ -6,7 +6,7 @@
 For each format KL divergence of the next token's distribution from fp32's (nats, mean over positions), how often the
 likeliest token is the same, and perplexity. On the CPU all else is fp32, so the figures are the format's alone. The
 bundled model's chats are generated with a seed that its training did not have. Rows of a table for
-docs/quantisation.md.
+docs/quantization.md.
 """
 
 import argparse

@@ -17,7 +17,7 @@ DOCUMENTS = (
     "docs/benchmarks.md",
     "docs/offload.md",
     "docs/prompts.md",
-    "docs/quantisation.md",
+    "docs/quantization.md",
     "docs/speculation.md",
 )
 BLOCK = re.compile(r"(<!-- table: (\S+) -->\n)(.*?)(<!-- end of table -->\n)", re.DOTALL)

@@ -88,7 +88,7 @@ class Loaded:
         prefix_sharing: K/V of equal beginnings are computed once. batch_invariant: a request's logits have the same
         bits alone and in any company, see docs/sharing.md. max_queue: requests that may wait for a slot, None is any
         number. quantize, quantize_head: fp8, int8 or int4, what projections and LM head (or keep) become while they are
-        loaded; kv_dtype: auto (the dtype), or fp8, in which twice as many fit; see docs/quantisation.md. speculate:
+        loaded; kv_dtype: auto (the dtype), or fp8, in which twice as many fit; see docs/quantization.md. speculate:
         ngram (what may come next is guessed from the text itself, and verified), off, or auto: ngram on a GPU, off
         where that cannot be or does not pay; speculate_ngram: for ngram, which it asks for, the last tokens are looked
         for that stood there before, at most and at least so many, None is (8, 2); see docs/speculation.md.
@@ -114,7 +114,7 @@ class Loaded:
         speculate, _ = placement.resolve_speculation(policy.speculate, planned, kv_dtype == "fp8", *host, given)
         policy = replace(policy, speculate=speculate)
         path = resolve_model(model)
-        spec = placement.to_quantise(load_config(path), quantize, quantize_head, kv_dtype)
+        spec = placement.to_quantize(load_config(path), quantize, quantize_head, kv_dtype)
         tokenizer = Tokenizer.load(path)
         torch_dtype = placement.resolve_dtype(dtype, spec, place)
         support = placement.capture_support(backend, spec, torch_dtype, place)

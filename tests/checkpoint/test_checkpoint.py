@@ -246,7 +246,7 @@ BROKEN = {
     "float8": (lambda p: edit(p, lambda t: t.update({DOWN: t[DOWN].to(torch.float8_e4m3fn)})), [DOWN, "F8_E4M3"]),
     "gptq": (
         lambda p: edit(p, lambda t: t.update({"model.layers.0.mlp.up_proj.qweight": torch.ones(1, dtype=torch.int32)})),
-        ["qweight", "quantised"],
+        ["qweight", "quantized"],
     ),
     "truncated in the data": (lambda p: cut(p, lambda n: n - 1), ["truncated", "ends at byte"]),
     "truncated in the header": (lambda p: cut(p, lambda n: 100), ["truncated", "100 bytes"]),

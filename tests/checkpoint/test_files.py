@@ -150,7 +150,7 @@ def entry(**changes) -> dict:
 
 HEADERS = {
     "tensor": json.dumps({LONG: entry()}),
-    "quantised tensor": json.dumps({LONG + ".qweight": entry()}),
+    "quantized tensor": json.dumps({LONG + ".qweight": entry()}),
     "tensor twice": f'{{"{LONG}": 1, "{LONG}": 1}}',
     "malformed entry": json.dumps({LONG: 1}),
     "truncated": json.dumps({LONG: entry(data_offsets=[0, 2**40])}),

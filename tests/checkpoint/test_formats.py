@@ -1,4 +1,4 @@
-"""Weights in fewer bits: files of each format, written by hand and by others, dequantised and packed alike."""
+"""Weights in fewer bits: files of each format, written by hand and by others, dequantized and packed alike."""
 
 import json
 import re
@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 from checkpoints import write_tiny
-from quantised import WIDTHS, change_config, write_quantised
+from quantized import WIDTHS, change_config, write_quantized
 from safetensors.torch import load_file, save_file
 
 from tridecode.checkpoint.load import load_config, load_weights
@@ -37,7 +37,7 @@ ROWS |= {"gate_up": ("mlp.gate_proj", "mlp.up_proj"), "down": ("mlp.down_proj",)
 
 
 def compare(weights, truth: dict[str, torch.Tensor], tolerance=0.0) -> int:
-    """Each projection that is quantised against what its file stands for; returns how many were packed."""
+    """Each projection that is quantized against what its file stands for; returns how many were packed."""
     packed = 0
     for i, layer in enumerate(weights.layers):
         for name, parts in ROWS.items():
@@ -50,11 +50,11 @@ def compare(weights, truth: dict[str, torch.Tensor], tolerance=0.0) -> int:
     return packed
 
 
-@pytest.mark.parametrize("packs", [False, True], ids=["dequantised", "packed"])
+@pytest.mark.parametrize("packs", [False, True], ids=["dequantized", "packed"])
 @pytest.mark.parametrize("case", FORMATS)
 def test_weights_are_what_the_file_stands_for(case, packs, tmp_path):
     method, how = FORMATS[case]
-    truth = write_quantised(tmp_path, method, **how)
+    truth = write_quantized(tmp_path, method, **how)
     seen = []
     weights = load_weights(
         tmp_path, load_config(tmp_path), "cpu", torch.float32, lambda *at: seen.append(at), packs=packs
@@ -64,8 +64,8 @@ def test_weights_are_what_the_file_stands_for(case, packs, tmp_path):
     assert seen[-1][0] == seen[-1][1] and weights.lm_head.format == "dense"
 
 
-def test_an_engine_answers_as_with_the_dequantised_checkpoint(tmp_path):
-    truth = write_quantised(tmp_path / "few", "awq")
+def test_an_engine_answers_as_with_the_dequantized_checkpoint(tmp_path):
+    truth = write_quantized(tmp_path / "few", "awq")
     write_tiny(tmp_path / "all", "qwen3", **WIDTHS)
     tensors = load_file(tmp_path / "all" / "model.safetensors")
     tensors |= {f"{name}.weight": weight.contiguous() for name, weight in truth.items()}
@@ -75,8 +75,8 @@ def test_an_engine_answers_as_with_the_dequantised_checkpoint(tmp_path):
     assert torch.equal(few, every)
 
 
-def test_a_quantised_lm_head(tmp_path):
-    truth = write_quantised(tmp_path, "float-quantized", skip=())
+def test_a_quantized_lm_head(tmp_path):
+    truth = write_quantized(tmp_path, "float-quantized", skip=())
     weights = load_weights(tmp_path, load_config(tmp_path), "cpu", torch.float32, packs=True)
     assert weights.lm_head.format == "e4m3" and torch.equal(weights.lm_head.matrix(), truth["lm_head"])
     assert not weights.tied and {"lm_head.weight", "lm_head.scale"} <= set(weights.tensors())
@@ -151,7 +151,7 @@ CONFIGS = {
 @pytest.mark.parametrize("case", CONFIGS)
 def test_a_configuration_is_refused(case, tmp_path, monkeypatch):
     method, changes, words = CONFIGS[case]
-    write_quantised(tmp_path, method)
+    write_quantized(tmp_path, method)
     before = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
     change_config(tmp_path, quantization_config="awq" if changes is None else before | changes)
     refused(tmp_path, words, monkeypatch)
@@ -168,7 +168,7 @@ def test_a_configuration_is_refused(case, tmp_path, monkeypatch):
     ids=["bits", "type", "strategy", "group"],
 )
 def test_weights_of_compressed_tensors_are_refused(key, value, words, tmp_path, monkeypatch):
-    write_quantised(tmp_path, "pack-quantized")
+    write_quantized(tmp_path, "pack-quantized")
     values = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
     values["config_groups"]["group_0"]["weights"][key] = value
     change_config(tmp_path, quantization_config=values)
@@ -203,7 +203,7 @@ FILES = {
 @pytest.mark.parametrize("case", FILES)
 def test_a_file_is_refused(case, tmp_path, monkeypatch):
     method, change, words = FILES[case]
-    write_quantised(tmp_path, method)
+    write_quantized(tmp_path, method)
     change_tensors(tmp_path, change)
     refused(tmp_path, words, monkeypatch)
 
@@ -213,14 +213,14 @@ def uneven(tensors):
 
 
 def test_groups_of_uneven_size_are_refused(tmp_path):
-    write_quantised(tmp_path, "gptq", ordered=True)
+    write_quantized(tmp_path, "gptq", ordered=True)
     change_tensors(tmp_path, uneven)
     with pytest.raises(CheckpointError, match=re.escape(NAME) + ".*must have 64 columns"):
         load_weights(tmp_path, load_config(tmp_path), "cpu", torch.float32)
 
 
 def test_projections_of_one_product_that_order_their_columns_differently(tmp_path):
-    write_quantised(tmp_path, "gptq", ordered=True)
+    write_quantized(tmp_path, "gptq", ordered=True)
     change_tensors(tmp_path, lambda t: t.update({k: v.flip(0) for k, v in t.items() if k.endswith("k_proj.g_idx")}))
     config = load_config(tmp_path)
     with pytest.raises(CheckpointError, match="q_proj orders its columns otherwise"):
@@ -229,7 +229,7 @@ def test_projections_of_one_product_that_order_their_columns_differently(tmp_pat
 
 
 def test_a_linear_says_its_format(tmp_path):
-    write_quantised(tmp_path, "pack-quantized")
+    write_quantized(tmp_path, "pack-quantized")
     weights = load_weights(tmp_path, load_config(tmp_path), "cpu", torch.float32, packs=True)
     linear = weights.layers[0]["down"]
     assert "format=int4" in repr(linear) and linear.in_features == 320 and linear.out_features == 192

@@ -18,7 +18,7 @@ from tridecode.kernels.linear.weight import LoadedLinear
 from tridecode.models.presets import PRESETS
 from tridecode.plan import memory
 from tridecode.plan.memory import plan_memory
-from tridecode.plan.placement import plan_capacity, plan_kv, plan_weights, to_quantise
+from tridecode.plan.placement import plan_capacity, plan_kv, plan_weights, to_quantize
 from tridecode.state.offload import Offload
 from tridecode.step import decode
 from tridecode.step.dispatch import Dispatcher
@@ -253,7 +253,7 @@ def test_a_host_that_is_too_small_is_one_line(machine):
 
 
 def test_weights_in_fewer_bits_stay_on_the_device(machine):
-    config = to_quantise(PRESETS["qwen3-4b"], "int4", "fp8")
+    config = to_quantize(PRESETS["qwen3-4b"], "int4", "fp8")
     with pytest.raises(ParameterError, match=r"^weights_offload: weights in fewer bits \(int4\) are kept on the"):
         plan_weights(config, torch.bfloat16, 6)
     assert plan_weights(config, torch.bfloat16, None) == 0

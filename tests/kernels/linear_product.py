@@ -62,7 +62,7 @@ def packed(packing: str, n: int, k: int) -> LoadedLinear:
     tensors = {part: torch.empty(shape, dtype=dtype) for part, (shape, dtype) in form.shapes(n).items()}
     form.write(tensors, 0, codes)
     linear = LoadedLinear(**{part: tensor.to(DEVICE) for part, tensor in tensors.items()}, packed=form)
-    assert torch.equal(linear.matrix().cpu(), codes.dequantised())
+    assert torch.equal(linear.matrix().cpu(), codes.dequantized())
     return linear
 
 

@@ -256,7 +256,7 @@ REFUSED = {
     "no architecture": (LLAMA, {"architectures": None}, ["architectures", "got null"]),
     "architecture of another type": (LLAMA, {"architectures": [["LlamaForCausalLM"]]}, ["architectures"]),
     "classifier": (LLAMA, {"architectures": ["LlamaForSequenceClassification"]}, ["architectures", "Classification"]),
-    "quantised": (LLAMA, {"quantization_config": {"quant_method": "hqq"}}, ["quantization_config.quant_method", "hqq"]),
+    "quantized": (LLAMA, {"quantization_config": {"quant_method": "hqq"}}, ["quantization_config.quant_method", "hqq"]),
     "activation": (LLAMA, {"hidden_act": "gelu"}, ["hidden_act", "silu", "gelu"]),
     "attention bias": (LLAMA, {"attention_bias": True}, ["attention_bias", "o_proj"]),
     "mlp bias": (LLAMA, {"mlp_bias": True}, ["mlp_bias"]),

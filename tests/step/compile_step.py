@@ -65,7 +65,7 @@ MODELS = dict(PRESETS) | {"qwen3-4b_fp16": PRESETS["qwen3-4b"]} | {
     f"head_dim_{d}": odd_heads(head_dim=d, heads=heads, kv_heads=kv)
     for d, heads, kv in ((80, 5, 1), (96, 24, 8), (256, 8, 1))
 } | {"group_16": odd_heads(heads=32, kv_heads=2)}  # fmt: skip
-FEW_BITS = {f"{name}_{kind}": replace(PRESETS[name], quantise=rules(kind, "fp8"))
+FEW_BITS = {f"{name}_{kind}": replace(PRESETS[name], quantize=rules(kind, "fp8"))
             for name in ("qwen3-4b", "qwen3-0.6b", "llama-3.1-8b", "llama-3.2-3b")
             for kind in ("fp8", "int8", "int4")}  # fmt: skip
 MODELS |= FEW_BITS | {f"{name}_kv8": replace(MODELS[name], fp8_kv=True)
@@ -166,7 +166,7 @@ def run_all(preset: str, dtype: torch.dtype, arch: int) -> None:
             one = meta_model(name, dtype, arch).of_rows(1)
             decode.decode_pass(partial(launch_rings, launcher(one)), one, "greedy")
     if preset in FEW_BITS:
-        dequantize(model.weights.layers[0]["qkv"], 0, 1024, model.prompt.dequantised)
+        dequantize(model.weights.layers[0]["qkv"], 0, 1024, model.prompt.dequantized)
     else:
         few = replace(model.of_rows(16), configs_by_rows={16: wide(model.of_rows(16), arch)})
         decode.decode_pass(launcher(model), few, "greedy")

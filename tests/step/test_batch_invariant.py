@@ -149,7 +149,7 @@ def test_every_captured_size_has_the_same_logits(many, rows):
 
 
 @pytest.mark.parametrize(
-    "few", [dict(quantise=rules("int4", "fp8")), dict(quantise=rules("fp8", "fp8"), fp8_kv=True)], ids=["int4", "fp8"]
+    "few", [dict(quantize=rules("int4", "fp8")), dict(quantize=rules("fp8", "fp8"), fp8_kv=True)], ids=["int4", "fp8"]
 )
 def test_weights_and_kv_in_fewer_bits(few):
     alone, several = engine_of(1, few), engine_of(few=few)

@@ -9,7 +9,7 @@ from .block import Block
 from .declarations import Linear, Pages, Part, Weight
 
 if TYPE_CHECKING:
-    from ..checkpoint.formats.scheme import Quantisation
+    from ..checkpoint.formats.scheme import Quantization
 
 NORM_NAMES = ("mixer_norm", "ffn_norm")  # of the norms before the two blocks of a layer
 
@@ -53,8 +53,8 @@ class ModelSpec:
     max_position: the longest context. eps: of the final norm. prefix: of all tensor names but the LM head's.
     logits_scale: a factor of the logits, which the loader multiplies into the final norm's weight. dtype: the
     checkpoint's own, "bfloat16", "float16" or "float32". stop_ids: the tokens that end an answer, by config.json and
-    generation_config.json. generation_defaults: pairs of a SamplingParams field and its value. quantisation: of the
-    checkpoint's weights. quantise: what the other weights become while they are loaded. fp8_kv: K and V have 8 bits,
+    generation_config.json. generation_defaults: pairs of a SamplingParams field and its value. quantization: of the
+    checkpoint's weights. quantize: what the other weights become while they are loaded. fp8_kv: K and V have 8 bits,
     else the weights' dtype.
     """
 
@@ -71,8 +71,8 @@ class ModelSpec:
     bos_id: int | None = None
     stop_ids: tuple[int, ...] = ()
     generation_defaults: tuple[tuple[str, float], ...] = ()
-    quantisation: "Quantisation | None" = None
-    quantise: "Quantisation | None" = None
+    quantization: "Quantization | None" = None
+    quantize: "Quantization | None" = None
     fp8_kv: bool = False
 
     @property
@@ -121,5 +121,5 @@ class ModelSpec:
     @property
     def few_bits(self) -> str | None:
         """The method by which weights are quantized, or None."""
-        which = self.quantisation or self.quantise
+        which = self.quantization or self.quantize
         return which and which.method

@@ -49,10 +49,10 @@ def parse_config(config_json: dict, generation_json: dict | None = None, source=
             f"at most {MAX_STOP_IDS} can stop a generation: remove some"
         )
     defaults = _generation_defaults(generation)
-    return replace(spec, quantisation=_quantisation(read), stop_ids=stops, generation_defaults=defaults)
+    return replace(spec, quantization=_quantization(read), stop_ids=stops, generation_defaults=defaults)
 
 
-def _quantisation(read: ConfigReader):
+def _quantization(read: ConfigReader):
     if read.get("quantization_config") is None:
         return None
     from .formats import methods

@@ -26,7 +26,7 @@ from ..models.files import open_regular, present, unique, unreadable
 from .config import read_config
 from .formats.scheme import Stored
 from .hub import INDEX, SINGLE, shard_map
-from .loader import Loader, quantise_into
+from .loader import Loader, quantize_into
 from .slices import FLOATS, Target, TensorSlice, device_bytes, stored, targets, tensor_slices
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # of safetensors
@@ -35,7 +35,7 @@ _DTYPE_BYTES |= {"I8": 1, "U8": 1, "F8_E4M3": 1}
 _HEADER_LIMIT = 100_000_000  # bytes; safetensors' own limit
 _MOST_DIMENSIONS = 8  # of any tensor in a file; a product of more numbers than that may itself take minutes
 _PIECE = 64 * 2**20  # most bytes that travel to the device at once
-_QUANTISED = re.compile(r"\.(qweight|qzeros|g_idx|weight_scale(_inv)?|scales|absmax|quant_map|weight_packed)(\.|$)")
+_QUANTIZED = re.compile(r"\.(qweight|qzeros|g_idx|weight_scale(_inv)?|scales|absmax|quant_map|weight_packed)(\.|$)")
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def load_weights(
     packs: bool | None = None,
 ) -> Weights:
     """Load the checkpoint in directory `path` onto `device`, every tensor converted to `dtype`, but for weights in
-    fewer bits, which are packed for the kernels; packs: whether, by default on a GPU, else they are dequantised.
+    fewer bits, which are packed for the kernels; packs: whether, by default on a GPU, else they are dequantized.
     on_host: how many of the last layers have their projections in the host's memory, all of them as they are.
 
     `progress(done, total)` is called with bytes of the checkpoint's files. Raises CheckpointError, before any memory is
@@ -167,7 +167,7 @@ def random_weights(
         else:
             tensor.normal_(1.0, 0.1, generator=generator)
         if target.made is not None:
-            quantise_into(places[name], target, 0, tensor)
+            quantize_into(places[name], target, 0, tensor)
         elif tensor is not place:
             place.copy_(tensor)
     return _assemble(spec, plan, places, host)
@@ -217,7 +217,7 @@ def _assemble(
     spec: ModelSpec, plan: dict[str, Target], places: dict[str, dict[str, torch.Tensor]], host: HostLayers | None
 ) -> Weights:
     if spec.tie_word_embeddings and "lm_head.weight" in plan:  # the embedding again, in another format
-        quantise_into(places["lm_head.weight"], plan["lm_head.weight"], 0, places["embed"]["weight"])
+        quantize_into(places["lm_head.weight"], plan["lm_head.weight"], 0, places["embed"]["weight"])
 
     if host:
         places = places | {name: {"weight": tensor} for name, tensor in host.read.items()}
@@ -328,12 +328,12 @@ def _check(
     }
     extra = [name for name in tensors if name not in needed and name not in harmless and not _harmless(name, spec)]
     missing = [name for name in needed if name not in tensors]
-    if spec.quantisation is None:
+    if spec.quantization is None:
         for name in extra:
-            if _QUANTISED.search(name):
+            if _QUANTIZED.search(name):
                 raise CheckpointError(
-                    f"{tensors[name].file}: tensor {shown(name)} belongs to a quantised checkpoint, "
-                    "but config.json has no quantization_config; restore it, or use the unquantised one"
+                    f"{tensors[name].file}: tensor {shown(name)} belongs to a quantized checkpoint, "
+                    "but config.json has no quantization_config; restore it, or use the unquantized one"
                 )
     if missing:
         more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
@@ -341,7 +341,7 @@ def _check(
         if missing == ["lm_head.weight"]:
             fix = "set tie_word_embeddings to true in config.json if the LM head is the embedding"
         elif missing[0] not in wanted:
-            fix = f"quantization_config ({spec.quantisation.method}) asks for it: both must belong together"
+            fix = f"quantization_config ({spec.quantization.method}) asks for it: both must belong together"
         raise CheckpointError(f"{path}: tensor {shown(missing[0])} is missing{more}; {fix}")
     if extra:
         more = f" (and {len(extra) - 1} more)" if len(extra) > 1 else ""
@@ -359,7 +359,7 @@ def _check(
         if info.dtype not in of.dtypes:
             fix = "check that config.json belongs to it"
             if of.dtypes == FLOATS:
-                fix = "use the unquantised checkpoint, or convert it with transformers' save_pretrained"
+                fix = "use the unquantized checkpoint, or convert it with transformers' save_pretrained"
             raise CheckpointError(
                 f"{info.file}: tensor {shown(name)} must be one of {', '.join(of.dtypes)}, got {shown(info.dtype)}; "
                 f"{fix}"

@@ -11,7 +11,7 @@ import torch
 from ..errors import CheckpointError
 from ..kernels.linear.packed import Codes
 from ..models.files import open_regular, unreadable
-from .formats.quantize import quantised
+from .formats.quantize import quantized
 from .slices import Target, TensorSlice, stored
 
 READ = {
@@ -19,7 +19,7 @@ READ = {
     "F8_E4M3": torch.float8_e4m3fn,
 }  # fmt: skip
 BLOCK = 128  # rows that may share a scale: codes are read in multiples of these
-_NUMBERS = 2**24  # of a weight, dequantised or quantised at once
+_NUMBERS = 2**24  # of a weight, dequantized or quantized at once
 
 
 class Loader:
@@ -42,7 +42,7 @@ class Loader:
             for first in range(0, piece.shape[0], step):
                 read = self._read(name, first, min(step, piece.shape[0] - first))
                 read_rows = read.to(parts["weight"].device)
-                quantise_into(parts, target, piece.start + first, scaled(read_rows, piece.scale))
+                quantize_into(parts, target, piece.start + first, scaled(read_rows, piece.scale))
                 yield read.nbytes
         else:
             rows, read = parts["weight"][piece.start : piece.start + piece.shape[0]], 0
@@ -73,7 +73,7 @@ class Loader:
             if target.packed is None:
                 place = parts["weight"][piece.start + first : piece.start + first + count]
                 for begin in range(0, count, inner := max(_NUMBERS // k // BLOCK * BLOCK, BLOCK)):
-                    place[begin : begin + inner] = codes.part(begin, min(begin + inner, count)).dequantised()
+                    place[begin : begin + inner] = codes.part(begin, min(begin + inner, count)).dequantized()
             else:
                 self._check_order(name, piece, codes, parts)
                 target.packed.write(parts, piece.start + first, codes)
@@ -139,12 +139,12 @@ def scaled(rows: torch.Tensor, scale: float) -> torch.Tensor:
     return rows if scale == 1 else rows.float() * scale
 
 
-def quantise_into(parts: dict[str, torch.Tensor], target: Target, start: int, rows: torch.Tensor) -> None:
-    """Quantise rows of a weight, and put them from `start` on: packed, or as numbers again."""
+def quantize_into(parts: dict[str, torch.Tensor], target: Target, start: int, rows: torch.Tensor) -> None:
+    """Quantize rows of a weight, and put them from `start` on: packed, or as numbers again."""
     step = max(_NUMBERS // rows.shape[1], 1)
     for first in range(0, len(rows), step):
-        codes = quantised(rows[first : first + step], target.made)
+        codes = quantized(rows[first : first + step], target.made)
         if target.packed is not None:
             target.packed.write(parts, start + first, codes)
         else:
-            parts["weight"][start + first : start + first + len(codes.values)] = codes.dequantised()
+            parts["weight"][start + first : start + first + len(codes.values)] = codes.dequantized()

@@ -73,7 +73,7 @@ def tensor_slices(spec: ModelSpec) -> dict[str, TensorSlice]:
         start = 0
         for part in each.parts:
             module, shape = prefix + part.module, (part.rows, each.k)
-            scheme = spec.quantisation and spec.quantisation.scheme(module)
+            scheme = spec.quantization and spec.quantization.scheme(module)
             found[f"{module}.weight"] = TensorSlice(f"{target}.weight", start, shape, scheme, each.scale)
             if each.bias:
                 found[f"{module}.bias"] = TensorSlice(f"{target}.bias", start, (part.rows,), scale=each.scale)
@@ -111,7 +111,7 @@ def targets(
         if each.parts:
             names = members[f"{target}.weight"]
             found[f"{target}.weight"] = _weight_target(spec, each, names, known, packs, scale_dtype, residual)
-        elif spec.quantise and spec.quantise.scheme(prefix + target):  # a tied head in a format of its own
+        elif spec.quantize and spec.quantize.scheme(prefix + target):  # a tied head in a format of its own
             found[f"{target}.weight"] = _made(spec, prefix + target, (each.n, each.k), [0], packs, residual)
         if each.bias:
             found[f"{target}.bias"] = Target((each.n,))
@@ -138,7 +138,7 @@ def _made(
     spec: ModelSpec, module: str, shape: tuple[int, int], starts: list[int], packs: bool, residual: bool
 ) -> Target:
     """Return the target of a weight that is not quantized in the checkpoint."""
-    scheme = spec.quantise and spec.quantise.scheme(module)
+    scheme = spec.quantize and spec.quantize.scheme(module)
     if not scheme:
         return Target(shape, residual=residual)
     scheme = fitted(scheme, shape[1])

@@ -179,7 +179,7 @@ def add_shape(parser, model: bool = False) -> None:
 
 
 def add_quantize(parser, kv_dtype: bool = True) -> None:
-    words = "what the weights of an unquantised checkpoint become while they are loaded; see docs/quantisation.md"
+    words = "what the weights of an unquantized checkpoint become while they are loaded; see docs/quantization.md"
     parser.add_argument("--quantize", choices=["fp8", "int8", "int4"], help=words)
     words = "the LM head beside them (default: fp8)"
     parser.add_argument("--quantize-head", choices=["keep", "fp8", "int8", "int4"], help=words)

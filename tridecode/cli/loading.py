@@ -8,7 +8,7 @@ from ..checkpoint.hub import BUNDLED, resolve_model
 from ..checkpoint.load import load_config
 from ..engine import Engine
 from ..plan.memory import plan_memory
-from ..plan.placement import resolve_dtype, to_quantise
+from ..plan.placement import resolve_dtype, to_quantize
 from ..sampling import SamplingParams
 from ..text.tokenizer import Tokenizer
 from .engine_options import BATCH_SLOTS
@@ -91,7 +91,7 @@ class Loader:
         fails, chat.engine is None.
         """
         path = resolve_model(name)
-        spec = to_quantise(load_config(path), self._args.quantize, self._args.quantize_head, self._args.kv_dtype)
+        spec = to_quantize(load_config(path), self._args.quantize, self._args.quantize_head, self._args.kv_dtype)
         if not chat.conversation.raw:  # its PromptError, before anything is given up
             Tokenizer.load(path).encode_chat([{"role": "user", "content": "Hello"}])
         if self._fits_beside(chat.engine, spec):

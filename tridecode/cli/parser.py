@@ -59,8 +59,8 @@ kernel, against the read bandwidth measured in the same run. Prints tables and, 
 a GPU. docs/profile.md says what each figure is.
 """
 QUANTIZE = """\
-Write an unquantised checkpoint again with its weights in fewer bits, rounded to nearest, the scale of each group the
-best of a few. The format is compressed-tensors, which transformers reads as well; see docs/quantisation.md.
+Write an unquantized checkpoint again with its weights in fewer bits, rounded to nearest, the scale of each group the
+best of a few. The format is compressed-tensors, which transformers reads as well; see docs/quantization.md.
 """
 TUNE = """\
 Search the launch shapes that make one token step fastest on this GPU for one model's matrices, judged by the time of
@@ -123,7 +123,7 @@ def make_parser() -> argparse.ArgumentParser:
     info.add_argument("--kernels", action="store_true", help="print the kernel and launch config of each linear")
     words = dict(help="write a checkpoint in fewer bits", description=QUANTIZE)
     quantize = commands.add_parser("quantize", **words)
-    source = "directory or Hugging Face id of an unquantised checkpoint, or bundled"
+    source = "directory or Hugging Face id of an unquantized checkpoint, or bundled"
     quantize.add_argument("model", metavar="MODEL", help=source)
     quantize.add_argument("out", metavar="OUT", help="a new or an empty directory")
     quantize.add_argument("--to", default="int4", choices=["fp8", "int8", "int4"], help="(int4)")

@@ -73,25 +73,25 @@ def check_dtype(dtype: str | torch.dtype) -> str:
     return choice("dtype", name, ("auto", *DTYPES))
 
 
-def to_quantise(
+def to_quantize(
     spec: ModelSpec, quantize: str | None, head: str | None = None, kv_dtype: str = "auto"
 ) -> ModelSpec:
-    """The configuration of a checkpoint whose projections will be quantised while they are loaded, its LM head to
+    """The configuration of a checkpoint whose projections will be quantized while they are loaded, its LM head to
     `head`, by default fp8, and its K/V while they are written. Raises ParameterError."""
     if head is not None and quantize is None:
-        raise ParameterError('quantize_head: nothing is quantised; use it with quantize="int4"')
+        raise ParameterError('quantize_head: nothing is quantized; use it with quantize="int4"')
     head = choice("quantize_head", head or "fp8", HEADS)
     spec = replace(spec, fp8_kv=choice("kv_dtype", kv_dtype, KV_DTYPES) == "fp8")
     if quantize is None:
         return spec
     choice("quantize", quantize, tuple(SCHEMES))
-    if spec.quantisation is not None:
-        raise ParameterError(f"quantize {quantize}: the checkpoint is quantised already ({spec.quantisation.method})")
-    return replace(spec, quantise=rules(quantize, head))
+    if spec.quantization is not None:
+        raise ParameterError(f"quantize {quantize}: the checkpoint is quantized already ({spec.quantization.method})")
+    return replace(spec, quantize=rules(quantize, head))
 
 
 def resolve_dtype(dtype: str, spec: ModelSpec, device: torch.device) -> torch.dtype:
-    """What tensors run in that are not quantised. Beside weights in fewer bits, or K/V, it is bf16 on a GPU."""
+    """What tensors run in that are not quantized. Beside weights in fewer bits, or K/V, it is bf16 on a GPU."""
     dtype = check_dtype(dtype)
     if (spec.few_bits or spec.fp8_kv) and device.type == "cuda":
         if dtype not in ("auto", "bfloat16"):

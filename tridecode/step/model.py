@@ -251,7 +251,7 @@ class PromptState:
 
     @property
     def scratch(self) -> torch.Tensor:
-        return self.own.dequantised
+        return self.own.dequantized
 
     @property
     def chunks(self) -> torch.Tensor:

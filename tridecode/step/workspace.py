@@ -27,7 +27,7 @@ from ..layout import (
 from ..tensors import short_repr
 from ..tuning.configs import DRAFT_SPLITS, TILE_ROWS, is_head
 
-DEQUANTISED = 2**25  # numbers of a quantized weight that are dequantized at a time in a prompt pass
+DEQUANTIZED = 2**25  # numbers of a quantized weight that are dequantized at a time in a prompt pass
 # Buffers with a row for each slot; the others have a row for each row of the pass.
 OF_SLOTS = ("tokens", "counts", "bias", "mask", "mask_stamp", "out", "out_logprobs", "out_top_ids")
 BlockBuffers = Mapping[Block, Mapping[str, torch.Tensor]]
@@ -159,7 +159,7 @@ class PromptBuffers:
     delta: torch.Tensor  # weights' dtype [rows, hidden]: what is added to it next
     x: torch.Tensor  # weights' dtype [rows, hidden]: the normalized rows
     blocks: BlockBuffers  # the buffers that each block declares
-    dequantised: torch.Tensor  # flat: rows of a quantized weight
+    dequantized: torch.Tensor  # flat: rows of a quantized weight
     partial: torch.Tensor  # fp32, scratch of attention
     lse: torch.Tensor  # fp32
     counter: torch.Tensor  # int32, zero between launches
@@ -207,7 +207,7 @@ def make_prompt_buffers(
         delta=real(spec.hidden_size),
         x=real(spec.hidden_size),
         blocks=block_buffers(((block, block.prompt_buffers()) for block in spec.blocks()), activations),
-        dequantised=torch.empty(DEQUANTISED if packed else 0, dtype=dtype, device=device),
+        dequantized=torch.empty(DEQUANTIZED if packed else 0, dtype=dtype, device=device),
         partial=torch.empty(scratch["partial"], device=device),
         lse=torch.empty(scratch["lse"], device=device),
         counter=torch.zeros(scratch["counter"], dtype=torch.int32, device=device),

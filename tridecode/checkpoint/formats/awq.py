@@ -5,12 +5,12 @@ import re
 import torch
 
 from ...kernels.linear.packed import Codes
-from .scheme import Quantisation, Reading, Scheme, Stored, unpacked
+from .scheme import Quantization, Reading, Scheme, Stored, unpacked
 
 PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # of the columns 0 to 7 in a word
 
 
-def parse(read) -> Quantisation:
+def parse(read) -> Quantization:
     read.choice("version", ("gemm", "GEMM"), "gemm")
     if read.get("bits", read.get("w_bit", 4)) != 4:
         raise read.fail("bits", "4 with quant_method awq")
@@ -20,7 +20,7 @@ def parse(read) -> Quantisation:
     zeros = read.flag("zero_point", True)
     scheme = Scheme(4, False, max(group, 0), 1, zeros, False, Reading(_tensors, _codes))
     skipped = [(re.escape(name), None) for name in ("lm_head", *read.names("modules_to_not_convert"))]
-    return Quantisation("awq", (*skipped, ("", scheme)))
+    return Quantization("awq", (*skipped, ("", scheme)))
 
 
 def _tensors(scheme: Scheme, n: int, k: int) -> dict[str, Stored]:

@@ -1,20 +1,20 @@
 """compressed-tensors: float-quantized (e4m3) and pack-quantized (4 or 8 bits) weights.
 
-Activations may be declared as quantised too: they stay as they are, since in a token step it is memory that counts.
+Activations may be declared as quantized too: they stay as they are, since in a token step it is memory that counts.
 """
 
 import re
 
 from ...arguments import shown
 from ...kernels.linear.packed import Codes
-from .scheme import Quantisation, Reading, Scheme, Stored, sorted_columns, unpacked
+from .scheme import Quantization, Reading, Scheme, Stored, sorted_columns, unpacked
 
 FLOATS = ("BF16", "F16", "F32")
 HARMLESS = ("input_scale", "input_zero_point", "output_scale", "k_scale", "v_scale", "q_scale")
 STRATEGIES = ("tensor", "channel", "group", "block")
 
 
-def parse(read) -> Quantisation:
+def parse(read) -> Quantization:
     """From a config reader of quantization_config."""
     groups = read.get("config_groups", {})
     if not isinstance(groups, dict) or not groups:
@@ -25,7 +25,7 @@ def parse(read) -> Quantisation:
         group = read.under("config_groups").under(name)
         scheme = _scheme(group if group.get("format") else read, group.under("weights"))
         rules += [(_pattern(group, "targets", t), scheme) for t in group.names("targets")]
-    return Quantisation("compressed-tensors", tuple(rules))
+    return Quantization("compressed-tensors", tuple(rules))
 
 
 def _pattern(read, key: str, name: str) -> str:

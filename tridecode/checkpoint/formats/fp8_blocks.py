@@ -3,12 +3,12 @@
 import re
 
 from ...kernels.linear.packed import Codes
-from .scheme import Quantisation, Reading, Scheme, Stored
+from .scheme import Quantization, Reading, Scheme, Stored
 
 BLOCK = 128
 
 
-def parse(read) -> Quantisation:
+def parse(read) -> Quantization:
     if read.get("weight_block_size") != [BLOCK, BLOCK]:
         raise read.fail("weight_block_size", f"[{BLOCK}, {BLOCK}]")
     if read.get("fmt", "e4m3") != "e4m3":
@@ -16,7 +16,7 @@ def parse(read) -> Quantisation:
     scheme = Scheme(8, True, BLOCK, BLOCK, False, False, Reading(_tensors, _codes, ("input_scale", "activation_scale")))
     names = read.names("modules_to_not_convert")
     skipped = [(rf"(^|\.){re.escape(name)}($|\.)", None) for name in ("lm_head", *names)]
-    return Quantisation("fp8", (*skipped, ("", scheme)))
+    return Quantization("fp8", (*skipped, ("", scheme)))
 
 
 def _tensors(scheme: Scheme, n: int, k: int) -> dict[str, Stored]:

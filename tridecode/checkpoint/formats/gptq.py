@@ -8,10 +8,10 @@ import re
 import torch
 
 from ...kernels.linear.packed import Codes
-from .scheme import Quantisation, Reading, Scheme, Stored, sorted_columns, unpacked
+from .scheme import Quantization, Reading, Scheme, Stored, sorted_columns, unpacked
 
 
-def parse(read) -> Quantisation:
+def parse(read) -> Quantization:
     bits = read.get("bits")
     if type(bits) is not int or bits not in (4, 8):
         raise read.fail("bits", "4 or 8 with quant_method gptq")
@@ -26,7 +26,7 @@ def parse(read) -> Quantisation:
     names = read.names("modules_to_not_convert")
     if not read.flag("lm_head", False):
         names = ["lm_head", *names]
-    return Quantisation("gptq", (*((re.escape(name), None) for name in names), ("", scheme)))
+    return Quantization("gptq", (*((re.escape(name), None) for name in names), ("", scheme)))
 
 
 def _tensors(scheme: Scheme, n: int, k: int) -> dict[str, Stored]:

@@ -1,7 +1,7 @@
 """quantization_config of a config.json: the quant_method's own file reads the rest."""
 
 from . import awq, compressed_tensors, fp8_blocks, gptq
-from .scheme import Quantisation
+from .scheme import Quantization
 
 METHODS = {
     "awq": awq.parse,
@@ -11,6 +11,6 @@ METHODS = {
 }
 
 
-def parse(read) -> Quantisation:
+def parse(read) -> Quantization:
     """read: a config reader of quantization_config. Raises CheckpointError, which names the key."""
     return METHODS[read.choice("quant_method", tuple(METHODS), None)](read)

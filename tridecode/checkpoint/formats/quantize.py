@@ -1,10 +1,10 @@
-"""Quantise weights while they are loaded: to nearest, each scale the best of a few by the squares of the errors."""
+"""Quantize weights while they are loaded: to nearest, each scale the best of a few by the squares of the errors."""
 
 import torch
 
 from ...kernels.linear.packed import Codes
 from .compressed_tensors import READINGS
-from .scheme import Quantisation, Scheme
+from .scheme import Quantization, Scheme
 
 GROUP = 128
 CLIPS = tuple(1 - step / 20 for step in range(9))  # of the largest magnitude, down to 0.6
@@ -17,9 +17,9 @@ SCHEMES = {
 HEADS = ("keep", *SCHEMES)
 
 
-def rules(kind: str, head: str) -> Quantisation:
+def rules(kind: str, head: str) -> Quantization:
     """Return the rules that quantize all linears by `kind` of SCHEMES, but the LM head by `head` of HEADS."""
-    return Quantisation(kind, (("^lm_head$", SCHEMES.get(head)), ("", SCHEMES[kind])))
+    return Quantization(kind, (("^lm_head$", SCHEMES.get(head)), ("", SCHEMES[kind])))
 
 
 def fitted(scheme: Scheme, k: int) -> Scheme:
@@ -30,7 +30,7 @@ def fitted(scheme: Scheme, k: int) -> Scheme:
     return Scheme(scheme.bits, scheme.floating, group, 1, False, False, scheme.read)
 
 
-def quantised(weight: torch.Tensor, scheme: Scheme) -> Codes:
+def quantized(weight: torch.Tensor, scheme: Scheme) -> Codes:
     """The codes of weight [n, k], its scales in bf16, those of e4m3 in fp32."""
     n, k = weight.shape
     group, most = scheme.group or k, HIGHEST[scheme.name]

@@ -69,7 +69,7 @@ class Reading:
 
 
 @dataclass(frozen=True)
-class Quantisation:
+class Quantization:
     """What a checkpoint says of its weights. rules: the first whose pattern is found in a module's name says its
     scheme; None, or no rule: the weight stands there as it is."""
 

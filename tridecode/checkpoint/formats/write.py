@@ -1,4 +1,4 @@
-"""Write an unquantised checkpoint's weights as compressed-tensors, a module at a time."""
+"""Write an unquantized checkpoint's weights as compressed-tensors, a module at a time."""
 
 import json
 import shutil
@@ -14,8 +14,8 @@ from ...errors import CheckpointError, brief
 from ...kernels.linear.packed import Codes
 from ...models.reader import read_json
 from . import code
-from .quantize import fitted, quantised
-from .scheme import Quantisation, Scheme
+from .quantize import fitted, quantized
+from .scheme import Quantization, Scheme
 
 # What is copied as it is, in small letters: the tokenizer with its template, sampling defaults, licence and card.
 COPIED = (
@@ -70,7 +70,7 @@ def write(
     source: Path,
     out: Path,
     files: dict[Path, list[str]],
-    rules: Quantisation,
+    rules: Quantization,
     modules: set[str],
     progress: Callable[[int, int], None] | None = None,
     repo: str | None = None,
@@ -113,7 +113,7 @@ def write(
                 else:
                     scheme = fitted(scheme, tensor.shape[1])
                     schemes[module] = scheme
-                    found = {f"{module}.{part}": value for part, value in tensors_of(quantised(tensor, scheme)).items()}
+                    found = {f"{module}.{part}": value for part, value in tensors_of(quantized(tensor, scheme)).items()}
                 shard |= {part: value.contiguous() for part, value in found.items()}
                 size += sum(value.nbytes for value in found.values())
                 if size >= SHARD:

@@ -14,7 +14,7 @@ from ...errors import DeviceError, GenerationError, ParameterError
 from ...layout import RUN, STATUS
 from ...models.presets import PRESETS
 from ...plan.memory import free_memory, plan_memory
-from ...plan.placement import to_quantise
+from ...plan.placement import to_quantize
 from ...sampling import SamplingParams
 from ...state.kv import PAGE, kv_bytes_per_token
 from ...step.dispatch import Dispatcher
@@ -56,7 +56,7 @@ def preset_engine(
     if preset not in PRESETS:
         raise ParameterError(f"preset must be one of {', '.join(PRESETS)}, got {preset!r}")
     need_gpu()
-    config = to_quantise(PRESETS[preset], quantize, quantize_head, kv_dtype)
+    config = to_quantize(PRESETS[preset], quantize, quantize_head, kv_dtype)
     device = torch.device("cuda", torch.cuda.current_device())
     plan = plan_memory(config, torch.bfloat16, device, slots)
     plan.kv_tokens(plan.capacity(capacity, str(device)), kv_tokens, str(device))  # an error before memory is spent

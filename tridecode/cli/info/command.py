@@ -23,7 +23,7 @@ from ...plan.placement import (
     resolve_device,
     resolve_dtype,
     resolve_speculation,
-    to_quantise,
+    to_quantize,
 )
 from ...serve.policy import Policy
 from ...state.kv import PAGE, kv_bytes_per_token
@@ -41,7 +41,7 @@ def info(args, output: Output) -> int:
     device, backend = resolve_device(args.device, args.backend)
     path = resolve_model(args.model, weights=False)
     stored = load_config(path)
-    spec = to_quantise(stored, args.quantize, args.quantize_head, args.kv_dtype)
+    spec = to_quantize(stored, args.quantize, args.quantize_head, args.kv_dtype)
     dtype = resolve_dtype(args.dtype, spec, device)
     gpus, versions = doctor.gpu_facts(), version_facts()
     support = capture_support(backend, spec, dtype, device)
@@ -114,7 +114,7 @@ def model_facts(spec: ModelSpec, name: str, path: str) -> dict:
 
 def formats(spec: ModelSpec) -> list[str]:
     """Of the weights in fewer bits, in words; the first is the method."""
-    which = spec.quantisation or spec.quantise
+    which = spec.quantization or spec.quantize
     return [which.method, *(scheme.describe() for scheme in which.schemes)] if which else []
 
 

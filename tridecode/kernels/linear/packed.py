@@ -38,7 +38,7 @@ class Codes:
         zero = None if self.zero is None else self.zero[first:end]
         return replace(self, values=self.values[first:end], scale=scale, zero=zero)
 
-    def dequantised(self) -> torch.Tensor:
+    def dequantized(self) -> torch.Tensor:
         """Return the matrix in fp32."""
         n, k = self.values.shape
         value = self.values.float()

@@ -69,4 +69,4 @@ class LoadedLinear:
 
     def matrix(self) -> torch.Tensor:
         """Return the weight in fp32 [out_features, in_features]."""
-        return self.weight.float() if self.packed is None else self.packed.codes(self.tensors()).dequantised()
+        return self.weight.float() if self.packed is None else self.packed.codes(self.tensors()).dequantized()

@@ -1,4 +1,4 @@
-"""Quantising: while a checkpoint is loaded, and into a checkpoint that others read."""
+"""Quantizing: while a checkpoint is loaded, and into a checkpoint that others read."""
 
 import json
 import shutil
@@ -7,11 +7,11 @@ import pytest
 import torch
 from checkpoints import write_tiny
 from models import tiny_config
-from quantised import WIDTHS, write_quantised
+from quantized import WIDTHS, write_quantized
 from safetensors import SafetensorError
 
 from tridecode.checkpoint.formats.code import code_files
-from tridecode.checkpoint.formats.quantize import SCHEMES, fitted, quantised, rules
+from tridecode.checkpoint.formats.quantize import SCHEMES, fitted, quantized, rules
 from tridecode.checkpoint.formats.write import write
 from tridecode.checkpoint.hub import BUNDLED
 from tridecode.checkpoint.load import load_config, load_weights, random_weights
@@ -19,7 +19,7 @@ from tridecode.checkpoint.slices import linear_modules, weight_bytes
 from tridecode.cli.main import main
 from tridecode.engine import Engine
 from tridecode.errors import ParameterError
-from tridecode.plan.placement import to_quantise
+from tridecode.plan.placement import to_quantize
 
 KINDS = pytest.mark.parametrize("kind, error", [("fp8", 0.03), ("int8", 0.007), ("int4", 0.11)])
 
@@ -31,13 +31,13 @@ def relative_rms(out: torch.Tensor, ref: torch.Tensor) -> float:
 @KINDS
 def test_weights_are_near_what_they_were(kind, error):
     weight = torch.randn(64, 256, generator=torch.Generator().manual_seed(1)) * 0.02
-    found = quantised(weight, SCHEMES[kind]).dequantised()
+    found = quantized(weight, SCHEMES[kind]).dequantized()
     assert 0 < relative_rms(found, weight) < error
 
 
 def test_the_best_scale_is_no_worse_than_the_largest_number_says():
     weight = torch.randn(64, 256, generator=torch.Generator().manual_seed(1))
-    best = (quantised(weight, SCHEMES["int4"]).dequantised() - weight).square().sum()
+    best = (quantized(weight, SCHEMES["int4"]).dequantized() - weight).square().sum()
     parts = weight.view(64, 2, 128)
     scale = (parts.abs().amax(2, keepdim=True) / 7).bfloat16().float()
     plain = ((parts / scale).round().clamp(-8, 7) * scale - parts).square().sum()
@@ -46,7 +46,7 @@ def test_the_best_scale_is_no_worse_than_the_largest_number_says():
 
 def test_zeros_stay_zeros():
     for kind in SCHEMES:
-        assert not quantised(torch.zeros(4, 256), SCHEMES[kind]).dequantised().any()
+        assert not quantized(torch.zeros(4, 256), SCHEMES[kind]).dequantized().any()
 
 
 def test_groups_divide_the_columns():
@@ -56,7 +56,7 @@ def test_groups_divide_the_columns():
 @pytest.mark.parametrize("family", ["qwen3", "qwen3-tied", "qwen2"])
 @KINDS
 def test_loading_and_packing_agree(kind, error, family, tmp_path):
-    config = to_quantise(load_config(write_tiny(tmp_path, family)), kind, "fp8")
+    config = to_quantize(load_config(write_tiny(tmp_path, family)), kind, "fp8")
     packed = load_weights(tmp_path, config, "cpu", torch.float32, packs=True)
     wide = load_weights(tmp_path, config, "cpu", torch.float32, packs=False)
     name = {"fp8": "e4m3"}.get(kind, kind)
@@ -69,7 +69,7 @@ def test_loading_and_packing_agree(kind, error, family, tmp_path):
 
 
 @KINDS
-def test_an_engine_that_quantises_answers(kind, error, tmp_path):
+def test_an_engine_that_quantizes_answers(kind, error, tmp_path):
     write_tiny(tmp_path, "qwen3", **WIDTHS)
     ids = [3, 40, 5, 106, 7]
     exact = Engine.load(tmp_path, device="cpu").score(ids)
@@ -78,19 +78,19 @@ def test_an_engine_that_quantises_answers(kind, error, tmp_path):
 
 
 def test_the_memory_plan_counts_packed_weights(tmp_path):
-    config = to_quantise(load_config(write_tiny(tmp_path, "qwen3")), "int4", "fp8")
+    config = to_quantize(load_config(write_tiny(tmp_path, "qwen3")), "int4", "fp8")
     weights = random_weights(config, "cpu", torch.bfloat16, packs=True)
     assert weights.nbytes() == weight_bytes(config, torch.bfloat16, packs=True)
 
 
-def test_a_head_is_quantised_beside_the_rest_only(tmp_path):
-    with pytest.raises(ParameterError, match="^quantize_head: nothing is quantised; use it with quantize"):
+def test_a_head_is_quantized_beside_the_rest_only(tmp_path):
+    with pytest.raises(ParameterError, match="^quantize_head: nothing is quantized; use it with quantize"):
         Engine.load(write_tiny(tmp_path, "qwen3"), device="cpu", quantize_head="int4")
 
 
-def test_a_quantised_checkpoint_is_not_quantised_again(tmp_path):
-    write_quantised(tmp_path, "awq")
-    with pytest.raises(ParameterError, match="quantize int4: the checkpoint is quantised already .awq."):
+def test_a_quantized_checkpoint_is_not_quantized_again(tmp_path):
+    write_quantized(tmp_path, "awq")
+    with pytest.raises(ParameterError, match="quantize int4: the checkpoint is quantized already .awq."):
         Engine.load(tmp_path, device="cpu", quantize="int4")
     with pytest.raises(ParameterError, match="quantize must be fp8, int8 or int4"):
         Engine.load(tmp_path, device="cpu", quantize="int3")
@@ -100,7 +100,7 @@ def test_a_quantised_checkpoint_is_not_quantised_again(tmp_path):
 def test_a_written_checkpoint_is_what_loading_makes(kind, error, tmp_path):
     source, out = write_tiny(tmp_path / "source", "qwen3", shards=3), tmp_path / "out"
     assert main(["quantize", str(source), str(out), "--to", kind, "--head", "fp8", "--quiet"]) == 0
-    config = to_quantise(load_config(source), kind, "fp8")
+    config = to_quantize(load_config(source), kind, "fp8")
     made = load_weights(source, config, "cpu", torch.float32, packs=True)
     read = load_weights(out, load_config(out), "cpu", torch.float32, packs=True)
     expected, found = made.tensors(), read.tensors()

@@ -1,6 +1,6 @@
-"""Quantised checkpoints written by hand, number by number, as each format's own documentation has it.
+"""Quantized checkpoints written by hand, number by number, as each format's own documentation has it.
 
-    truth = write_quantised(path, "gptq", group=64, ordered=True)  # module -> the fp32 matrix that the file stands for
+    truth = write_quantized(path, "gptq", group=64, ordered=True)  # module -> the fp32 matrix that the file stands for
 
 Nothing here is shared with the code that reads them.
 """
@@ -16,8 +16,8 @@ WIDTHS = dict(hidden_size=192, intermediate_size=320, head_dim=64, num_attention
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the column that each nibble of a word holds
 
 
-def write_quantised(path, method, skip=("lm_head",), family="qwen3", **how) -> dict[str, torch.Tensor]:
-    """A tiny checkpoint, its projections quantised by `method`, all but those whose name contains one of `skip`."""
+def write_quantized(path, method, skip=("lm_head",), family="qwen3", **how) -> dict[str, torch.Tensor]:
+    """A tiny checkpoint, its projections quantized by `method`, all but those whose name contains one of `skip`."""
     write_tiny(path, family, **WIDTHS)
     rng = np.random.default_rng(0)
     tensors, truth = load_file(path / "model.safetensors"), {}
