@@ -52,7 +52,7 @@ def imports(name: str) -> dict[str, set[str]]:
 
 # Modules that every room may import; they import only each other.
 BASE = {"arguments", "errors", "layout", "tensors", "results", "sampling", "version"}
-# Each room, and those that it may import beside itself and BASE.
+# Folder -> other folders that it may import. Every folder may also import BASE.
 ROOMS = {
     "kernels": set(),
     "blocks": {"kernels"},

@@ -60,7 +60,7 @@ def test_a_layer_declares_what_its_blocks_declare(spec):
 
 
 @EVERY_SPEC
-def test_the_rows_of_a_linear_are_those_of_its_parts(spec):
+def test_rows_of_a_linear_are_the_sum_of_its_parts(spec):
     for linear in spec.linears():
         tied = linear == spec.lm_head and spec.tie_word_embeddings
         assert sum(part.rows for part in linear.parts) == (0 if tied else linear.n)
@@ -255,7 +255,7 @@ def test_blocks_of_equal_sizes_share_their_buffers(change):
     assert names <= named_tensors(workspace_of(spec_of(Layer(one, small)))).keys()
 
 
-def test_a_second_layer_takes_no_more_workspace():
+def test_a_second_layer_needs_no_additional_workspace():
     def nbytes(layers):
         workspace = workspace_of(tiny_config(num_layers=layers))
         return sum(tensor.nbytes for tensor in named_tensors(workspace).values() if tensor.is_meta)

@@ -64,7 +64,7 @@ def finish(engine, kind, rows=3, masked=False):
 
 
 def read_buffers(model):
-    """What the end of a prompt pass reads of the rows before it."""
+    """Return the buffers of a prompt pass that `finish` reads."""
     return model.prompt.hidden, model.prompt.buffers(model.spec.layers[-1].mixer)["qkv"]
 
 

@@ -16,9 +16,17 @@ from .rope import RopeConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Attention(Block):
-    """heads, kv_heads, head_dim: numbers of query and of K/V heads, and their size. rope: the rotary embedding.
-    qk_norm: q and k of each head are normalized. bias: q, k and v have biases. window: positions attended to, 0 for
-    all. scale: of the scores, None for head_dim ** -0.5."""
+    """Settings of an attention block, and its launches.
+
+    Args:
+        heads, kv_heads: number of query heads and of K/V heads.
+        head_dim: size of a head.
+        rope: settings of the rotary embedding.
+        qk_norm: an RMSNorm is applied to q and k of each head.
+        bias: q, k and v have biases.
+        window: number of positions that a token attends to, 0 for all.
+        scale: factor of the scores, None for head_dim ** -0.5.
+    """
 
     heads: int
     kv_heads: int

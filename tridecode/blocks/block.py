@@ -18,10 +18,14 @@ Run = Callable[..., None]  # run(role, op, *arguments, **how): executes one line
 class Residual(NamedTuple):
     """The residual stream between two blocks.
 
-    hidden: fp32 [rows, hidden], the stream itself. normed: [rows, hidden]: in a decode pass hidden * weight of the
-    block's norm, in a prompt pass the normalized rows. sumsq: fp32 [rows, hidden], in a decode pass `partials` partial
-    sums of the squares of hidden: readers divide by their root mean square. next_norm: the weight of the norm behind
-    the block; the loop over blocks sets it. pending: in a prompt pass what the next norm adds to hidden, or None.
+    Args:
+        hidden: fp32 [rows, hidden], the stream itself.
+        normed: [rows, hidden]. In a decode pass it is hidden * the weight of the block's norm; a reader still divides
+            by the root mean square. In a prompt pass it is the normalized rows.
+        sumsq: fp32 [rows, hidden]. In a decode pass its first `partials` columns are partial sums of hidden ** 2.
+        partials: number of partial sums.
+        next_norm: weight of the norm after the block. The loop over blocks sets it.
+        pending: in a prompt pass the tensor that the next norm adds to hidden, or None.
     """
 
     hidden: torch.Tensor
@@ -36,7 +40,10 @@ class Residual(NamedTuple):
 class LoadedLayer:
     """A layer of the model with its tensors.
 
-    weights: name of each declared linear and weight -> its tensors. pages: which of the layers that have pages it is.
+    Args:
+        index: number of the layer.
+        weights: name of each declared linear and weight -> its tensors.
+        pages: number of the layer among the layers that have pages, None for a layer without pages.
     """
 
     index: int
@@ -48,7 +55,7 @@ class LoadedLayer:
 
 
 class AttentionPlan(NamedTuple):
-    """How a decode pass attends. writes_first: K and V enter the cache in a launch of their own, before attention."""
+    """The attention kernel of a decode pass. writes_first: a separate launch writes K and V before attention."""
 
     op: Op
     config: object
@@ -65,9 +72,11 @@ class Chosen(Protocol):
 
 
 class PassState(Protocol):
-    """What blocks see of a pass, be it a decode or a prompt pass; step/model.py implements it.
+    """The view that blocks have of a decode or prompt pass. step/model.py implements it.
 
-    meta: the state of its rows, None in a prompt pass. scratch: of its linears.
+    Args:
+        meta: state of the rows, None in a prompt pass.
+        scratch: scratch buffers of the linears.
     """
 
     meta: torch.Tensor | None
@@ -90,8 +99,11 @@ class PassState(Protocol):
 class Block:
     """Settings of one block of a layer, and its launches. A kind of block is a subclass in a file of its own.
 
-    hidden: size of the residual stream. eps: of the norm before the block, and norm: that norm's module in the
-    checkpoint. residual_scale: a factor of what the block adds to the residual stream; the loader multiplies it in.
+    Args:
+        hidden: size of the residual stream.
+        eps: epsilon of the norm before the block.
+        norm: module of that norm in the checkpoint.
+        residual_scale: factor of the block's output. The loader multiplies it into the weights.
     """
 
     hidden: int
@@ -104,30 +116,30 @@ class Block:
     cuts_prompt: ClassVar[bool] = False
 
     def inner(self) -> tuple["Block", ...]:
-        """Blocks whose launches and buffers this one uses; it declares their linears, weights and states as its own."""
+        """Return the blocks that this block calls. It declares their linears, weights and states as its own."""
         return ()
 
     def linears(self) -> tuple[Linear, ...]:
         return ()
 
     def weights(self) -> tuple[Weight, ...]:
-        """The tensors beside the linears, without the norm before the block."""
+        """Return the tensors that are not linears, without the norm before the block."""
         return ()
 
     def buffers(self) -> tuple[Buffer, ...]:
-        """Activations of a decode pass."""
+        """Return the activations of a decode pass."""
         return ()
 
     def prompt_buffers(self) -> tuple[Buffer, ...]:
-        """Activations of a prompt pass."""
+        """Return the activations of a prompt pass."""
         return ()
 
     def states(self) -> tuple[Pages, ...]:
-        """State of a request that outlasts the pass."""
+        """Return the state of a request that outlasts a pass."""
         return ()
 
     def pair_flops(self) -> int:
-        """Floating point operations of one pair of a token and a position before it."""
+        """Return the floating point operations for one token and one position before it."""
         return 0
 
     def decode(self, run: Run, state: PassState, layer: LoadedLayer, residual: Residual) -> Residual:

@@ -1,6 +1,6 @@
-"""Declarations: the weights, buffers and state that a block consists of.
+"""Declarations: the weights, buffers and state of a block.
 
-Every loop over a model reads them: loading, memory plan, workspace, tuning, byte counts, quantization, offload.
+Loading, the memory plan, the workspace, tuning, byte counts, quantization and offload all loop over them.
 """
 
 from dataclasses import dataclass
@@ -8,10 +8,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Part:
-    """Rows of a linear that one module of the checkpoint holds.
+    """Rows of a linear that come from one module of the checkpoint. The parts of a linear follow each other.
 
-    module: its name in the layer, without ".weight", for example "self_attn.q_proj". rows: their number. The parts of a
-    linear follow each other.
+    Args:
+        module: name in the layer, without ".weight", for example "self_attn.q_proj".
+        rows: number of rows.
     """
 
     module: str
@@ -22,10 +23,14 @@ class Part:
 class Linear:
     """A product with a weight matrix.
 
-    name: its role in the lists of launches; unique within a layer. n, k: rows and columns of the weight. parts: where
-    the rows come from; none for the embedding's own matrix. epilogue: what the decode pass fuses behind the product
-    (kernels/linear/project.py: "normed", "gated" or "residual"). bias: whether each part has one. scale: a factor that
-    the loader multiplies into weight and bias.
+    Args:
+        name: role in the lists of launches, unique within a layer.
+        n, k: rows and columns of the weight.
+        parts: modules that the rows come from, empty for a tied LM head.
+        epilogue: the computation that the decode pass fuses with the product: "normed", "gated" or "residual". See
+            kernels/linear/project.py.
+        bias: every part has a bias.
+        scale: factor that the loader multiplies into weight and bias.
     """
 
     name: str
@@ -39,10 +44,13 @@ class Linear:
 
 @dataclass(frozen=True)
 class Weight:
-    """A tensor that no linear multiplies by: a norm's weight, an embedding.
+    """A tensor that is not a linear's, such as the weight of a norm or an embedding.
 
-    name: unique within a layer. tensor: its name in the checkpoint, relative to the layer. scale: a factor that the
-    loader multiplies in.
+    Args:
+        name: unique within a layer.
+        tensor: name in the checkpoint, relative to the layer.
+        shape: shape in the checkpoint and on the device.
+        scale: factor that the loader multiplies in.
     """
 
     name: str
@@ -55,8 +63,12 @@ class Weight:
 class Buffer:
     """Activations of a pass. Blocks that declare equal buffers share one tensor.
 
-    shape: of one row. dtype: "activation" (bf16, or fp32 beside fp16 and fp32 weights), "weights" (the weights' dtype),
-    "float32" or "int32". tile: a linear reads it in tiles of many rows, so it has the rows of a whole tile.
+    Args:
+        name: name in `PassState.buffers`.
+        shape: shape of one row.
+        dtype: "weights" (the dtype of the weights), "activation" (bf16 for bf16 weights, fp32 for all others),
+            "float32" or "int32".
+        tile: a linear reads the buffer in tiles of many rows, so its rows are rounded up to a whole tile.
     """
 
     name: str
@@ -67,12 +79,12 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Pages:
-    """State of every position: the K and V of one layer, in pages."""
+    """K and V of one layer for every position, stored in pages."""
 
     kv_heads: int
     head_dim: int
 
     @property
     def width(self) -> int:
-        """Numbers of K, and of V, of one position."""
+        """Number of elements in K, and in V, of one position."""
         return self.kv_heads * self.head_dim

@@ -8,7 +8,7 @@ import torch
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """kind: "default", or "llama3", which alone reads the last four fields."""
+    """Settings of a rotary embedding. kind: "default" or "llama3"; only "llama3" reads the last four fields."""
 
     theta: float = 10000.0
     kind: str = "default"

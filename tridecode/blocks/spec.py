@@ -1,4 +1,4 @@
-"""ModelSpec: a model as data. Families and checkpoints differ in it; the rest of the engine reads it."""
+"""ModelSpec: a model as data. Families produce it; the rest of the engine reads it."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,12 +11,17 @@ from .declarations import Linear, Pages, Part, Weight
 if TYPE_CHECKING:
     from ..checkpoint.formats.scheme import Quantization
 
-NORM_NAMES = ("mixer_norm", "ffn_norm")  # of the norms before the two blocks of a layer
+NORM_NAMES = ("mixer_norm", "ffn_norm")  # the norms before the two blocks of a layer
 
 
 @dataclass(frozen=True)
 class Layer:
-    """One decoder layer. mixer: a block that mixes positions, such as attention; ffn: a feed-forward block, or None."""
+    """One decoder layer.
+
+    Args:
+        mixer: the block that mixes positions, such as attention.
+        ffn: the feed-forward block, or None.
+    """
 
     mixer: Block
     ffn: Block | None = None
@@ -26,7 +31,7 @@ class Layer:
         return (self.mixer,) if self.ffn is None else (self.mixer, self.ffn)
 
     def declarations(self) -> tuple[Linear | Weight, ...]:
-        """The norms before the blocks, and the blocks' linears and weights, in the order in which a pass reads them."""
+        """Return the norms, linears and weights of the layer in the order in which a pass reads them."""
         found: list[Linear | Weight] = []
         for name, block in zip(NORM_NAMES, self.blocks):
             last = [linear for linear in block.linears() if linear.epilogue == "residual"]
@@ -38,7 +43,7 @@ class Layer:
         return tuple(each for each in self.declarations() if isinstance(each, Linear))
 
     def weights(self) -> tuple[Weight, ...]:
-        """The norms before the blocks, and the blocks' own tensors."""
+        """Return the weights of the norms and the other tensors that are not linears."""
         return tuple(each for each in self.declarations() if isinstance(each, Weight))
 
     def pages(self) -> Pages | None:
@@ -50,12 +55,18 @@ class Layer:
 class ModelSpec:
     """One decoder-only model.
 
-    max_position: the longest context. eps: of the final norm. prefix: of all tensor names but the LM head's.
-    logits_scale: a factor of the logits, which the loader multiplies into the final norm's weight. dtype: the
-    checkpoint's own, "bfloat16", "float16" or "float32". stop_ids: the tokens that end an answer, by config.json and
-    generation_config.json. generation_defaults: pairs of a SamplingParams field and its value. quantization: of the
-    checkpoint's weights. quantize: what the other weights become while they are loaded. fp8_kv: K and V have 8 bits,
-    else the weights' dtype.
+    Args:
+        max_position: longest context, in tokens.
+        layers: the layers in order.
+        eps: epsilon of the final norm.
+        prefix: prefix of every tensor name except the LM head's.
+        logits_scale: factor of the logits. The loader multiplies it into the weight of the final norm.
+        dtype: dtype of the checkpoint: "bfloat16", "float16" or "float32".
+        stop_ids: tokens that end an answer, from config.json and generation_config.json.
+        generation_defaults: pairs of a SamplingParams field and its value.
+        quantization: quantization of the checkpoint, or None.
+        quantize: quantization that the loader applies to the other weights, or None.
+        fp8_kv: K and V are stored in fp8 instead of the dtype of the weights.
     """
 
     family: str
@@ -89,7 +100,7 @@ class ModelSpec:
         return Linear("lm_head", self.vocab_size, self.hidden_size, parts, "normed")
 
     def layer_prefix(self, index: int) -> str:
-        """What the names of a layer's tensors begin with in the checkpoint."""
+        """Return the prefix of the tensor names of a layer in the checkpoint."""
         return f"{self.prefix}layers.{index}."
 
     @property
@@ -108,14 +119,14 @@ class ModelSpec:
 
     @cached_property
     def pages(self) -> Pages:
-        """The pages that all layers with K and V share in form."""
+        """The declaration of pages, which is equal in all layers with K and V."""
         found = {pages for layer in self.layers if (pages := layer.pages())}
         assert len(found) == 1, f"layers with pages of one form are supported, got {len(found)}"
         return found.pop()
 
     @cached_property
     def page_layers(self) -> int:
-        """Layers that have pages. The lists of passes read it in every layer."""
+        """Number of layers that have pages. It is cached because passes read it in every layer."""
         return sum(layer.pages() is not None for layer in self.layers)
 
     @property

@@ -12,11 +12,15 @@ from .host_layers import HostLayers
 
 @dataclass(frozen=True)
 class Weights:
-    """A whole model.
+    """The weights of a model.
 
-    embed: [vocab, hidden]. layers: of each layer the declared linears and weights by name. lm_head: shares the storage
-    of embed if the model ties them. host: layers whose linears are in host memory: their tensors are buffers that
-    several layers share, filled in each pass.
+    Args:
+        embed: [vocab, hidden].
+        layers: for each layer its linears and weights by their declared names.
+        final_norm: [hidden].
+        lm_head: if the model ties it, it shares the storage of embed.
+        host: the layers whose linears are in host memory, or None. On the device these layers share a ring of buffers,
+            which every pass fills.
     """
 
     embed: torch.Tensor

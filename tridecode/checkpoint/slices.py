@@ -1,4 +1,4 @@
-"""Which tensors a checkpoint must hold by its specification, and where each goes on the device."""
+"""The tensors that a model needs from its checkpoint, and the device tensors that they fill."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -18,9 +18,11 @@ FLOATS = ("F32", "F16", "BF16")
 
 @dataclass(frozen=True)
 class TensorSlice:
-    """Where a tensor of the checkpoint goes: rows `start` to `start + shape[0]` of the one called `target`.
+    """Destination of a checkpoint tensor: rows `start` to `start + shape[0]` of the device tensor `target`.
 
-    scheme: how it is quantized in the checkpoint, or None. scale: a factor that the loader multiplies in.
+    Args:
+        scheme: quantization in the checkpoint, or None.
+        scale: factor that the loader multiplies in.
     """
 
     target: str

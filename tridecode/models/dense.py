@@ -10,7 +10,7 @@ from ..layout import LATE_TOKEN
 from .reader import ConfigReader
 
 DTYPES = ("bfloat16", "float16", "float32")
-MISTRAL_WINDOW = 4096  # of a Mistral checkpoint without the key; null means no window
+MISTRAL_WINDOW = 4096  # if a Mistral checkpoint lacks the key; null means no window
 NO_SCALING = RopeConfig()
 MAX_GROUP = 16  # query heads of a K/V head: the rows of a tensor core tile in attention
 
@@ -62,9 +62,10 @@ def parse_dense(
     Reads files written by transformers 4 (rope_theta and rope_scaling, torch_dtype) and 5 (rope_parameters, dtype).
 
     Args:
-        qk_norm, qkv_bias: what the family has and its config.json does not say.
-        windows: which layers have a sliding window: "none"; "all", unless sliding_window is null; "upper", those from
-            max_window_layers on if use_sliding_window is true, unless layer_types says otherwise.
+        qk_norm, qkv_bias: properties of the family that config.json does not contain.
+        windows: the layers with a sliding window. "none": no layer. "all": every layer, unless sliding_window is null.
+            "upper": if use_sliding_window is true, the layers from max_window_layers on, or the layers that
+            layer_types lists.
 
     Raises:
         CheckpointError: one line with the key and the expected value.
@@ -87,7 +88,7 @@ def parse_dense(
 
 
 def _refuse_other_layers(read: ConfigReader) -> None:
-    """Raise CheckpointError for what no block computes."""
+    """Raise CheckpointError for activations and biases that no block computes."""
     if (activation := read.get("hidden_act", "silu")) != "silu":
         raise CheckpointError(
             f"{read.source}: hidden_act must be \"silu\", got {as_json(activation)}: this model's MLP is not supported"
@@ -125,7 +126,7 @@ def _sizes(read: ConfigReader) -> dict[str, int]:
 
 
 def _windows(read: ConfigReader, family: str, windows: str, num_layers: int, max_position: int) -> tuple[int, ...]:
-    """Return the window of each layer, 0 for none. A window no shorter than the longest context is none."""
+    """Return the window of each layer, 0 for full attention. A window of the whole context is full attention too."""
     window, first = None, num_layers
     if windows == "all" and read.values.get("sliding_window", MISTRAL_WINDOW) is not None:
         window, first = read.integer("sliding_window", 1, 2**31 - 1, default=MISTRAL_WINDOW), 0
@@ -151,7 +152,7 @@ def _windows(read: ConfigReader, family: str, windows: str, num_layers: int, max
 
 
 def _rope(read: ConfigReader, max_position: int) -> RopeConfig:
-    """From rope_parameters, or from rope_scaling with rope_theta beside it."""
+    """Return the settings in rope_parameters, or in rope_scaling and rope_theta."""
     given = [key for key in ("rope_parameters", "rope_scaling") if read.get(key) is not None]
     if len(given) == 2 and read.values[given[0]] != read.values[given[1]]:
         raise CheckpointError(f"{read.source}: rope_parameters and rope_scaling contradict each other; remove one")
@@ -177,7 +178,7 @@ def _rope(read: ConfigReader, max_position: int) -> RopeConfig:
                 "partial rotary embeddings are not supported"
             )
     owner = rope if "rope_theta" in rope.values else read
-    theta = owner.number("rope_theta", 1, 1e30) if "rope_theta" in owner.values else 10000.0  # null is no number
+    theta = owner.number("rope_theta", 1, 1e30) if "rope_theta" in owner.values else 10000.0  # null is an error
     if kind == "default":
         return RopeConfig(theta=theta)
     low, high = rope.number("low_freq_factor", 1e-4, 1e4), rope.number("high_freq_factor", 1e-4, 1e4)

@@ -1,7 +1,8 @@
-"""Lines of a list that copy what is in host memory to the device: K/V pages, and the linears of the last layers.
+"""Lines of a list that copy K/V pages, and the linears of the last layers, from host memory to the device.
 
-Each has a ring of buffers on the device. A "fetch" fills a buffer as soon as the lines before it are done, beside the
-lines after it; with "fetched" the list waits for it. Without host memory there are no such lines.
+Each of the two has a ring of buffers on the device. A "fetch" fills a buffer. It starts when the lines before it have
+finished, and runs in parallel with the lines after it. "fetched" waits for it. A model without host memory has no such
+lines.
 """
 
 from typing import TYPE_CHECKING
@@ -18,8 +19,8 @@ def fetch_first(run: Run, m: "DecodeModel", meta, end: int) -> None:
     """Fill the rings before the first layer.
 
     Args:
-        meta: a kernel returns unless one of these rows runs; None: it never returns early.
-        end: layers with pages that the pass reads.
+        meta: the kernel copies only if one of these rows runs. None: it always copies.
+        end: number of layers whose pages the pass reads.
     """
     for i in range(min(m.kv.buffers, end)):
         fetch_pages(run, m, meta, i)
@@ -42,7 +43,7 @@ def pages_fetched(run: Run, m: "DecodeModel", i: int) -> None:
 
 
 def next_pages(run: Run, m: "DecodeModel", meta, i: int, end: int) -> None:
-    """Fetch into the buffer of the i-th layer with pages, behind its attention, for a later layer below `end`."""
+    """After the attention of the i-th layer with pages, fetch a later layer (below `end`) into its buffer."""
     if i + m.kv.buffers < end:
         fetch_pages(run, m, meta, i + m.kv.buffers)
 
@@ -60,6 +61,6 @@ def weights_fetched(run: Run, m: "DecodeModel", i: int) -> None:
 
 
 def next_weights(run: Run, m: "DecodeModel", meta, i: int) -> None:
-    """Fetch into the buffer of layer i, behind its last linear, for a later layer."""
+    """After the last linear of layer i, fetch a later layer into its buffer."""
     if (host := m.weights.host) and host.first <= i < host.end - LAYER_BUFFERS:
         _fetch_weights(run, m, meta, i + LAYER_BUFFERS)

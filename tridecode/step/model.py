@@ -46,16 +46,19 @@ IN_TORCH = Choice(TORCH, None)  # the linears of prompt passes
 
 @dataclass(frozen=True)
 class DecodeModel:
-    """A model on its device with the state of its requests, as passes of up to `rows` rows see it.
+    """A model on its device with the state of its requests, for passes of up to `rows` rows.
 
-    It is the state that blocks read in a decode pass (blocks/block.py: PassState).
+    It is the PassState (blocks/block.py) of a decode pass.
 
-    ropes: rotary embedding and head size -> cos and sin, fp32 [capacity, head_dim / 2]. configs_by_rows: launch configs
-    of passes of up to so many rows; those of the largest number serve any above. fixed_chunk: in batch-invariant mode
-    the rows of every prompt pass, in which row = position % fixed_chunk; a decode pass then computes a prompt's last
-    token. 0: prompt passes have as many rows as they need. verify: the workspace of passes that verify drafts, with
-    meta and samp of its own; None without drafts. requests: in such a pass (see of_queries) the workspace with one row
-    for each request. ngram: how many tokens must agree for a draft, at most and at least.
+    Args:
+        ropes: rotary embedding and head size -> cos and sin, fp32 [capacity, head_dim / 2].
+        configs_by_rows: number of rows -> launch configs of passes with up to that number of rows. The configs of the
+            largest number also serve larger passes.
+        fixed_chunk: number of rows of every prompt pass in batch-invariant mode. There row = position % fixed_chunk,
+            and a decode pass computes the last token of a prompt. 0: prompt passes have as many rows as they need.
+        verify: workspace of passes that verify drafts, with its own meta and samp. None without drafts.
+        requests: in a pass that verifies drafts (of_queries), the workspace with one row for each request.
+        ngram: largest and smallest number of tokens that must match for a draft.
     """
 
     spec: ModelSpec
@@ -98,7 +101,7 @@ class DecodeModel:
 
     @property
     def hosted(self) -> bool:
-        """Whether passes read what is in host memory."""
+        """Whether passes read K/V or weights in host memory."""
         return self.kv.rings or self.weights.host is not None
 
     @cached_property
@@ -115,11 +118,11 @@ class DecodeModel:
         return [self.weights.layers[index][name] for name, _ in zip(NORM_NAMES, self.spec.layers[index].blocks)]
 
     def next_norms(self, index: int) -> list[torch.Tensor]:
-        """Return the weights of the norms behind the blocks of a layer."""
+        """Return the weights of the norms after the blocks of a layer."""
         last = index + 1 == self.spec.num_layers
         return [*self.norms(index)[1:], self.weights.final_norm if last else self.norms(index + 1)[0]]
 
-    # ---- what blocks read in a decode pass
+    # ---- PassState of a decode pass
 
     @property
     def meta(self) -> torch.Tensor:
@@ -193,16 +196,16 @@ class DecodeModel:
         return AttentionPlan(op, config, self.queries > 1)
 
     def _alone(self, block: Attention) -> bool:
-        """Whether each row of a request is attended by itself, behind a launch that writes K and V.
+        """Return whether attention computes each row of a request separately, after a launch that writes K and V.
 
-        That holds in batch-invariant mode, where a row has the bits that it has alone, and for tiles that do not fit.
+        It does in batch-invariant mode, so that a row does not depend on other rows, and if a tile would not fit.
         """
         fits = self.queries * block.group <= 32 and block.head_dim in (64, 128)
         return self.fixed_chunk > 0 or not fits or self.weights.dtype == torch.float32
 
     @property
     def prompt_pair_flops(self) -> int:
-        """Floating point operations of a pair of a token and a position in a prompt pass."""
+        """Floating point operations for one token and one position before it in a prompt pass."""
         layers = self.spec.layers[: -1 if self.spec.layers[-1].mixer.cuts_prompt else None]
         return sum(block.pair_flops() for layer in layers for block in layer.blocks)
 
@@ -218,7 +221,7 @@ class DecodeModel:
         )
 
     def addresses(self) -> dict[str, int]:
-        """Return the address of every tensor that a captured pass holds."""
+        """Return the address of every tensor that captured passes use."""
         tensors = {f"weights.{name}": t for name, t in self.weights.tensors().items()}
         tensors |= {f"workspace.{name}": t for name, t in named_tensors(self.workspace).items()}
         if self.verify:
@@ -236,10 +239,12 @@ class DecodeModel:
 
 @dataclass(frozen=True)
 class PromptState:
-    """What blocks read in a prompt pass of `rows` rows (blocks/block.py: PassState).
+    """The PassState (blocks/block.py) of a prompt pass.
 
-    decoding: the model of the rows that decode beside the prompts, the first ones of the pass; None if there are none.
-    fetched: layers with pages whose pages the pass reads.
+    Args:
+        own: the activations of the pass.
+        decoding: the model for the decoding rows, which are the first rows of the pass. None if there are none.
+        fetched: number of layers whose pages the pass reads.
     """
 
     model: DecodeModel
@@ -259,7 +264,7 @@ class PromptState:
 
     @property
     def delta(self) -> torch.Tensor:
-        """Where a block leaves what the next norm adds to the residual stream."""
+        """Output of a block, which the next norm adds to the residual stream."""
         return self.own.delta
 
     @property
@@ -363,7 +368,7 @@ def make_model(
         page, pages, offload: see make_kv_cache.
         configs: launch configs by rows, by default those chosen for the GPU.
         rows: of the largest pass, by default as many as slots.
-        prompt_rows: of the largest prompt pass, without the rows that decode beside it; with batch_invariant of all.
+        prompt_rows: rows of the largest prompt pass, without decoding rows. With batch_invariant: rows of every one.
         speculate: passes can verify drafts.
         ngram: see DecodeModel.
         one_piece: torch attends to prompts, for which no K and V are expanded.

@@ -1,12 +1,12 @@
-"""The prompt pass: its launches, in order, over chunks of prompts and the rows that decode beside them.
+"""The prompt pass: its launches, in order. Its rows are chunks of prompts, and the next tokens of decoding requests.
 
-There are two lists. `read` takes all rows through the layers; torch multiplies by the weights. `finish` takes the rows
-that want a token (those that decode, and those whose prompt ends) through the rest, which is the decode pass's own:
-there is one LM head and one sampler, and the first token comes out of the pass that has read the prompt.
+There are two lists. `read` runs all rows through the layers, with torch's matrix products. `finish` computes a token
+for every decoding row and for the last row of every finished prompt. It uses the LM head and the sampler of the decode
+pass, so the pass that reads the end of a prompt also returns the first token.
 
-If the last layer's mixer allows it, `read` ends after that layer's K and V, and `finish` runs the rest of the layer for
-its few rows. What changes between passes is read from the table of chunks and from meta, so both lists are captured as
-CUDA graphs (prompt_graphs.py).
+If the mixer of the last layer allows it, `read` stops after it has written the K and V of that layer, and `finish` runs
+the rest of the layer for its few rows. The kernels read all values that change between passes from the table of chunks
+and from meta, so both lists can be captured as CUDA graphs (prompt_graphs.py).
 """
 
 from collections.abc import Sequence
@@ -27,9 +27,9 @@ CHUNK = 2048
 
 
 def read(run: Run, m: DecodeModel, rows: int, decoding: int = 0) -> None:
-    """List a pass of `rows` rows, of which the first `decoding` are those of a decode pass.
+    """List a pass of `rows` rows. The first `decoding` rows are the decoding rows.
 
-    The residual stream is fp32, the linears use the weights' dtype.
+    The residual stream is fp32. The linears compute in the dtype of the weights.
     """
     cut = m.spec.layers[-1].mixer.cuts_prompt
     own, last = m.prompt.first(rows), m.layers[-1] if cut else None

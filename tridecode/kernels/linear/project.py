@@ -1,10 +1,14 @@
-"""project: a product with a weight matrix and the work that follows it; what every linear kernel implements.
+"""project: a product with a weight matrix, followed by an epilogue. Every linear kernel implements it.
 
-A kernel is launched as `op.launch(meta, x, linear, out, epilogue, scratch, config=..., pdl=...)`:
+A kernel is launched as `op.launch(meta, x, linear, out, epilogue, scratch, config=..., pdl=...)`.
 
-meta: [rows, META_WIDTH] int32, the rows of the pass; x: [rows, k]; linear: the weight; out: [rows, n], of Gated
-[rows, n / 2] (output); epilogue: one of the types below; scratch: buffers of the kernel, for the sums of programs that
-share columns or for a dequantized weight, None if it needs none.
+Args:
+    meta: int32 [rows, META_WIDTH], the rows of the pass.
+    x: [rows, k].
+    linear: the weight.
+    out: [rows, n]; with Gated [rows, n / 2]. Output.
+    epilogue: one of the types below.
+    scratch: buffers for split-k sums or for a dequantized weight. None if the kernel needs none.
 """
 
 from collections.abc import Callable
@@ -49,8 +53,10 @@ class Gated(NamedTuple):
 class AddResidual(NamedTuple):
     """out += x @ weight.T, where out is the residual stream, fp32; prepares the next norm. There is no bias.
 
-    norm: [n], the weight of the next norm. Outputs: normed: [rows, n] = out * norm; sumsq: [rows, n] fp32, partial sums
-    of the squares of out, as many as `LinearKernel.partials` returns.
+    Args:
+        norm: [n], the weight of the next norm.
+        normed: [rows, n], out * norm. Output.
+        sumsq: fp32 [rows, n]. Its first `LinearKernel.partials` columns are partial sums of out ** 2. Output.
     """
 
     norm: torch.Tensor
@@ -68,8 +74,10 @@ NAMES = {Plain: "plain", Normed: "normed", Gated: "gated", AddResidual: "residua
 class Case(NamedTuple):
     """The properties of a linear that the choice of a kernel depends on, with the rows of the pass and the device.
 
-    n, k: rows and columns of the weight (of Gated n counts gate and up together). format: how the weight is packed, or
-    its dtype. epilogue: a value of NAMES.
+    Args:
+        n, k: rows and columns of the weight. With Gated, n counts gate and up together.
+        format: the packed format of the weight, or its dtype.
+        epilogue: a value of NAMES.
     """
 
     n: int
@@ -91,9 +99,12 @@ class Case(NamedTuple):
 class LinearKernel:
     """A kernel that multiplies by a weight.
 
-    config: the type of its launch config. supports(case, rows, device): whether it computes that case for passes of
-    `rows` rows, with x in the dtype of a dense weight, on that device. partials(n, config): how many partial sums
-    AddResidual leaves in sumsq for n outputs.
+    Args:
+        name: name in tables and in `info --kernels`.
+        config: type of its launch config.
+        supports: supports(case, rows, device) returns whether the kernel computes the case in passes of `rows` rows on
+            the device. x has the dtype of a dense weight.
+        partials: partials(n, config) returns the number of partial sums that AddResidual writes for n outputs.
     """
 
     name: str
