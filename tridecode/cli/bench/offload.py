@@ -179,7 +179,7 @@ def fetch_rate(engine: Engine, nbytes: int) -> float:
 
     def all_layers() -> None:
         for source, target in zip(of.source, of.target):
-            fetch(None, places, source, target, config=model.fetch_shape)
+            fetch(None, places, source, target, config=model.fetch_config)
 
     return nbytes / captured_seconds(all_layers) / 1e9
 
