@@ -95,7 +95,7 @@ def parse(key: str):
 def test_every_entry_is_valid_and_supported(table):
     gpu = H200._replace(name=table["gpu"], capability=table["capability"])
     assert table.keys() == {"format", "gpu", "capability", "linears", "attention"} and table["format"] == tables.FORMAT
-    (found,) = package_tables(gpu)
+    found = package_tables(gpu)[0]
     for key, entry in table["linears"].items():
         part, rows = parse(key)
         assert linear_key(part, rows) == key
@@ -106,19 +106,19 @@ def test_every_entry_is_valid_and_supported(table):
     assert len(table["linears"]) > 80 or table["gpu"] != "NVIDIA H200"
 
 
-def test_a_gpu_has_the_table_of_its_name_else_of_its_capability(monkeypatch):
-    known = [{"gpu": gpu, "capability": capability, "linears": {gpu: {}}, "attention": {}}
-             for gpu, capability in (("NVIDIA H100", 90), ("NVIDIA H100 NVL", 90), ("NVIDIA L4", 89))]  # fmt: skip
+def test_tables_are_ordered_by_name_then_by_size(monkeypatch):
+    known = [{"gpu": gpu, "capability": capability, "linears": {gpu: {}, **dict.fromkeys(range(size))}, "attention": {}}
+             for gpu, capability, size in (("H100", 90, 0), ("H100 NVL", 90, 1), ("L4", 89, 0))]  # fmt: skip
     monkeypatch.setattr(tables, "_package", lambda: known)
 
     def named(name, capability):
         gpu = H200._replace(name=name, capability=capability)
-        return [key for table in package_tables(gpu) for key in table.linears]
+        return [next(iter(table.linears)) for table in package_tables(gpu)]
 
-    assert named("NVIDIA H100 80GB HBM3", 90) == ["NVIDIA H100"]
-    assert named("NVIDIA H100 NVL", 90) == ["NVIDIA H100 NVL"], "the longer name"
-    assert len(named("NVIDIA GH200 480GB", 90)) == 1, "one of the same capability"
-    assert named("NVIDIA GeForce RTX 4090", 89) == ["NVIDIA L4"]
+    assert named("NVIDIA H100 80GB HBM3", 90) == ["H100", "H100 NVL"]
+    assert named("NVIDIA H100 NVL", 90) == ["H100 NVL", "H100"], "the longer name first"
+    assert named("NVIDIA GH200 480GB", 90) == ["H100 NVL", "H100"], "the larger table first"
+    assert named("NVIDIA GeForce RTX 4090", 89) == ["L4"]
     assert named("NVIDIA B200", 100) == named("cpu", 0) == []
 
 

@@ -163,11 +163,13 @@ def listed(tables: Iterable[Table], case: Case, rows: int, device: Device) -> Ch
 
 
 def package_tables(device: Device) -> list[Table]:
-    """Return the table for the GPU of that name, else one for GPUs of the same compute capability, if there is one."""
-    known = [table for table in _package() if table["gpu"] in device.name]
-    known.sort(key=lambda table: len(table["gpu"]))
-    known = known or [table for table in _package() if table["capability"] == device.capability]
-    return [Table(table["linears"], table["attention"]) for table in known[-1:]]
+    """Return the table for the GPU of that name, then the others for its compute capability, the largest first."""
+
+    def order(table: dict) -> tuple[int, int]:
+        return len(table["gpu"]) if table["gpu"] in device.name else 0, len(table["linears"])
+
+    known = [table for table in _package() if table["capability"] == device.capability]
+    return [Table(table["linears"], table["attention"]) for table in sorted(known, key=order, reverse=True)]
 
 
 @cache
