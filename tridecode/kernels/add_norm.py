@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from .attention.rope import rms_norm
-from .common import options
+from .common import next_power_of_2, options
 from .op import Op
 
 
@@ -34,7 +34,7 @@ def add_norm(hidden, delta, norm, out, eps):
     rows, N = hidden.shape
     spare = hidden  # stands in for an absent delta
     _add_norm_kernel[(rows,)](
-        hidden, spare if delta is None else delta, norm, out, eps, N, delta is not None, triton.next_power_of_2(N),
+        hidden, spare if delta is None else delta, norm, out, eps, N, delta is not None, next_power_of_2(N),
         **options(8),
     )  # fmt: skip
 

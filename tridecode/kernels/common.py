@@ -47,6 +47,16 @@ PRESENCE_PENALTY = tl.constexpr(layout.PRESENCE_PENALTY)
 FREQUENCY_PENALTY = tl.constexpr(layout.FREQUENCY_PENALTY)
 
 
+def cdiv(a: int, b: int) -> int:
+    """Return a / b, rounded up, in a launcher. A call of triton.cdiv takes 5 µs."""
+    return -(-a // b)
+
+
+def next_power_of_2(n: int) -> int:
+    """Return the smallest power of 2 that is at least n, in a launcher. A call of Triton's function takes 5 µs."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
 def interpreted() -> bool:
     """True where Triton's interpreter runs the kernels on CPU tensors (TRITON_INTERPRET=1)."""
     return triton.knobs.runtime.interpret

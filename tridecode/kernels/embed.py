@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .common import META_WIDTH, POSITION, RUN, SLOT, STATUS, gdc_launch_dependents, options, running
+from .common import META_WIDTH, POSITION, RUN, SLOT, STATUS, cdiv, gdc_launch_dependents, options, running
 from .op import Op
 
 BLOCK_K = 1024
@@ -75,7 +75,7 @@ def embed(meta, tokens, embed, norm, hidden, normed, sumsq, *, pdl=False):
 
 def embed_partials(K: int) -> int:
     """Partial sums of squares that a row of width K leaves."""
-    return triton.cdiv(K, BLOCK_K)
+    return cdiv(K, BLOCK_K)
 
 
 def embed_ref(meta, tokens, embed, norm, hidden, normed, sumsq):

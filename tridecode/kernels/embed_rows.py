@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from .chunks import chunk_of, listed
-from .common import META_WIDTH, POSITION, RUN, SLOT, STATUS, options, running
+from .common import META_WIDTH, POSITION, RUN, SLOT, STATUS, next_power_of_2, options, running
 from .op import Op
 
 
@@ -45,7 +45,7 @@ def embed_rows(chunks, meta, tokens, embed, out, decoding):
     """out [rows, K]: the embeddings of the chunks' tokens, and in the first `decoding` rows of those that decode."""
     rows, K = out.shape
     _embed_rows_kernel[(rows,)](
-        chunks, meta, tokens, embed, out, tokens.stride(0), decoding, K, triton.next_power_of_2(K), **options(4)
+        chunks, meta, tokens, embed, out, tokens.stride(0), decoding, K, next_power_of_2(K), **options(4)
     )
 
 

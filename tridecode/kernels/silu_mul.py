@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .common import options
+from .common import cdiv, options
 from .op import Op
 
 BLOCK = 1024
@@ -28,7 +28,7 @@ def _silu_mul_kernel(x_ptr, out_ptr, N: tl.constexpr, BLOCK: tl.constexpr):
 def silu_mul(x, out):
     """out [rows, N] = silu(gate) * up of x [rows, 2 * N], gate first."""
     rows, N = out.shape
-    _silu_mul_kernel[(rows, triton.cdiv(N, BLOCK))](x, out, N, BLOCK, **options(4))
+    _silu_mul_kernel[(rows, cdiv(N, BLOCK))](x, out, N, BLOCK, **options(4))
 
 
 def silu_mul_ref(x, out):

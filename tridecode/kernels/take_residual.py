@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .common import META_WIDTH, OWN, RUN, SOURCE, STATUS, gdc_launch_dependents, options, running
+from .common import META_WIDTH, OWN, RUN, SOURCE, STATUS, gdc_launch_dependents, next_power_of_2, options, running
 from .op import Op
 
 
@@ -54,7 +54,7 @@ def take_residual(meta, hidden, delta, norm, out, normed, sumsq, *, pdl=False):
     rows, K = out.shape
     _take_residual_kernel[(rows,)](
         meta, hidden, delta, norm, out, normed, sumsq, out.stride(0), normed.stride(0), sumsq.stride(0), K,
-        triton.next_power_of_2(K), pdl, **options(8),
+        next_power_of_2(K), pdl, **options(8),
     )  # fmt: skip
 
 

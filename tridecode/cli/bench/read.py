@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ...kernels.common import options
+from ...kernels.common import cdiv, options
 
 
 @triton.jit
@@ -23,13 +23,13 @@ def _read_kernel(x_ptr, out_ptr, n, BLOCK: tl.constexpr, TURNS: tl.constexpr):
 
 def read(x, out, block=2048, turns=8, num_warps=4):
     """out[program] = sum of its part of x; out holds at least cdiv(n, block * turns) elements."""
-    _read_kernel[(triton.cdiv(x.numel(), block * turns),)](x, out, x.numel(), block, turns, **options(num_warps))
+    _read_kernel[(cdiv(x.numel(), block * turns),)](x, out, x.numel(), block, turns, **options(num_warps))
 
 
 def measure_read_bandwidth(device, nbytes: int = 2**33, repeats: int = 9) -> float:
     """Bytes per second of the best of a few launch shapes over `nbytes` of random bf16, median of `repeats` each."""
     x = torch.empty(nbytes // 2, dtype=torch.bfloat16, device=device).normal_()
-    out = torch.empty(triton.cdiv(x.numel(), 2048 * 4), device=device)
+    out = torch.empty(cdiv(x.numel(), 2048 * 4), device=device)
     best = 0.0
     for block, turns, warps in ((2048, 8, 4), (4096, 8, 8), (2048, 32, 4), (8192, 4, 8)):
         times = []

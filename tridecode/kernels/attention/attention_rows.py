@@ -6,7 +6,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from ..common import META_WIDTH, POSITION, RUN, SLOT, STATUS, gdc_launch_dependents, gdc_wait, options
+from ..common import META_WIDTH, POSITION, RUN, SLOT, STATUS, gdc_launch_dependents, gdc_wait, next_power_of_2, options
 from ..op import Op
 from .arguments import Heads, KVLayer, Rope, Scratch, Sizes
 from .attention import OUTPUTS, attention_bytes, attention_ref, sizes_of
@@ -221,7 +221,7 @@ def attention_rows(meta, qkv, out, kv: KVLayer, rope: Rope, scratch: Scratch, he
         *scratch,
         rows,
         *sizes_of(kv, rope, scratch, heads, config),
-        triton.next_power_of_2(rows),
+        next_power_of_2(rows),
         config.least,
         config.splits,
         config.programs,

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from ..common import interpreted, options
+from ..common import cdiv, interpreted, next_power_of_2, options
 from ..op import Op
 from .arguments import KVLayer
 from .fp8_kv import from_e4m3, held, is_fp8, row_bytes
@@ -46,7 +46,7 @@ def gather_kv(table, k_cache, v_cache, positions, keys, values):
     """Write keys, values [kv_heads, >= positions, head_dim]: K and V of a slot's first `positions`, from the pages that
     `table` [max_pages] lists. k_cache, v_cache: [pages, kv_heads, page, head_dim]."""
     _, kv_heads, page, head_dim = k_cache.shape
-    _gather_kv_kernel[(triton.cdiv(positions, page), kv_heads)](
+    _gather_kv_kernel[(cdiv(positions, page), kv_heads)](
         *KVLayer(table, k_cache, v_cache).kernel_arguments(),
         keys,
         values,
@@ -54,7 +54,7 @@ def gather_kv(table, k_cache, v_cache, positions, keys, values):
         positions,
         page,
         head_dim,
-        triton.next_power_of_2(page * head_dim),
+        next_power_of_2(page * head_dim),
         is_fp8(k_cache),
         interpreted(),
         **options(8),

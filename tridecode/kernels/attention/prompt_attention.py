@@ -10,7 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..chunks import listed
-from ..common import gdc_launch_dependents, gdc_wait, interpreted, options
+from ..common import cdiv, gdc_launch_dependents, gdc_wait, interpreted, next_power_of_2, options
 from ..op import Op
 from . import prompt_attention_hopper
 from .arguments import Heads, KVLayer, Scratch
@@ -208,7 +208,7 @@ def _prompt_attention_kernel(
 
 def scratch_sizes(head_dim: int, config) -> dict[str, tuple[int, ...]]:
     """Return the sizes of the fields of Scratch that a launch with this config needs."""
-    programs, tile = config.programs, (config.block_m, triton.next_power_of_2(head_dim))
+    programs, tile = config.programs, (config.block_m, next_power_of_2(head_dim))
     return {"partial": (programs, *tile), "lse": (programs, 2, config.block_m), "counter": (programs,)}
 
 
@@ -227,17 +227,17 @@ def prompt_attention(chunks, q, out, kv: KVLayer, scratch: Scratch, heads: Heads
         BLOCK_M=config.block_m,
         ROWS=config.block_m // together,
         D=heads.dim,
-        BLOCK_D=triton.next_power_of_2(heads.dim),
+        BLOCK_D=next_power_of_2(heads.dim),
         PAGE=kv.page,
         WINDOW=heads.window,
         MAX_ITEMS=config.programs,
         MAX_SPLITS=config.splits,
-        BLOCK_S=triton.next_power_of_2(config.splits),
+        BLOCK_S=next_power_of_2(config.splits),
         LEAST=config.least,
     )
     room = config.programs * config.block_m * blocks.BLOCK_D
     assert scratch.partial.numel() >= room, "less scratch than the launch config needs"
-    items = triton.cdiv(len(q), blocks.ROWS) * blocks.PARTS
+    items = cdiv(len(q), blocks.ROWS) * blocks.PARTS
     apart = config.apart and 2 * items <= config.programs  # with more items only passes with much padding are split
     pdl = config.dependent and not interpreted()
     # With a program for each item the GPU assigns the work, which is better than any fixed share.

@@ -4,7 +4,6 @@ Written in Gluon, Triton's language one level below. Source: FlashAttention-3 (S
 """
 
 import torch
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -16,6 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..chunks import CHUNK_COUNT, CHUNK_FIRST, CHUNK_SLOT, CHUNK_START, CHUNK_WIDTH, MAX_CHUNKS
+from ..common import cdiv
 from ..triton_compat import async_load, barrier, reinterpret
 from .arguments import Heads, KVLayer
 from .pages import pool_rows
@@ -312,7 +312,7 @@ def fits(q, k_cache, window: int, multiprocessors: int) -> bool:
     """Return whether the kernel supports the launch, with two items or more for each multiprocessor: with fewer, many
     would be idle."""
     rows, heads, D = q.shape
-    items = triton.cdiv(rows, BLOCK_M.value) * heads
+    items = cdiv(rows, BLOCK_M.value) * heads
     bf16 = q.dtype == k_cache.dtype == torch.bfloat16
     supported = bf16 and D in (64, 128) and k_cache.shape[2] == PAGE.value and window == 0
     return supported and items >= 2 * multiprocessors

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from ..chunks import chunk_of, listed
-from ..common import gdc_launch_dependents, interpreted, options
+from ..common import gdc_launch_dependents, interpreted, next_power_of_2, options
 from ..op import Op
 from .arguments import Heads, KVLayer, Rope
 from .fp8_kv import e4m3_scale, put, to_e4m3
@@ -101,9 +101,9 @@ def rope_write(chunks, qkv, q, kv: KVLayer, rope: Rope, heads: Heads, *, followe
         heads.query,
         heads.kv,
         heads.dim,
-        triton.next_power_of_2(heads.query),
-        triton.next_power_of_2(heads.kv),
-        triton.next_power_of_2(heads.dim),
+        next_power_of_2(heads.query),
+        next_power_of_2(heads.kv),
+        next_power_of_2(heads.dim),
         rope.q_norm is not None,
         kv.fp8,
         followed and not interpreted(),

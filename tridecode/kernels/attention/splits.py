@@ -5,6 +5,8 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from ..common import next_power_of_2
+
 LOG2E = tl.constexpr(1.4426950408889634)
 EMPTY = tl.constexpr(-1e30)  # running maximum of a split without positions
 
@@ -120,5 +122,5 @@ def store_split(partials, out_ptr, unit, split, splits, m, l, acc, SIZES: tl.con
 
 def combine_splits(columns: int, head_dim: int, config) -> int:
     """Return the number of splits whose partial results the last program loads together: 32 registers a thread."""
-    tile = triton.next_power_of_2(columns) * triton.next_power_of_2(head_dim)
-    return max(min(32 * config.num_warps * 32 // tile, triton.next_power_of_2(config.splits)), 2)
+    tile = next_power_of_2(columns) * next_power_of_2(head_dim)
+    return max(min(32 * config.num_warps * 32 // tile, next_power_of_2(config.splits)), 2)

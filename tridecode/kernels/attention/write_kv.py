@@ -3,7 +3,18 @@
 import triton
 import triton.language as tl
 
-from ..common import META_WIDTH, POSITION, RUN, SLOT, STATUS, gdc_launch_dependents, gdc_wait, options, running
+from ..common import (
+    META_WIDTH,
+    POSITION,
+    RUN,
+    SLOT,
+    STATUS,
+    gdc_launch_dependents,
+    gdc_wait,
+    next_power_of_2,
+    options,
+    running,
+)
 from ..op import Op
 from .arguments import Heads, KVLayer, Rope
 from .new_token import load_key, store_token
@@ -68,8 +79,8 @@ def write_kv(meta, qkv, kv: KVLayer, rope: Rope, heads: Heads, *, config, pdl=Fa
         heads.query,
         heads.kv,
         heads.dim,
-        triton.next_power_of_2(heads.dim),
-        max(triton.next_power_of_2(heads.group), 8),
+        next_power_of_2(heads.dim),
+        max(next_power_of_2(heads.group), 8),
         rope.k_norm is not None,
         pdl,
         **options(config.num_warps, pdl),

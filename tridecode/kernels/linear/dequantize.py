@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from ..common import interpreted, options
+from ..common import cdiv, interpreted, options
 from ..op import Op
 from .bits import factor, pair, unpack
 
@@ -55,7 +55,7 @@ def _dequantize_kernel(
 
 def dequantize(linear, first: int, end: int, out):
     """Write rows first to end - 1 of the weight of a packed Linear to out: [end - first, in_features]."""
-    grid = (triton.cdiv(linear.in_features, TILES * linear.packed.tile), triton.cdiv(end - first, BLOCK_N))
+    grid = (cdiv(linear.in_features, TILES * linear.packed.tile), cdiv(end - first, BLOCK_N))
     _dequantize_kernel[grid](
         **linear.arguments(out), out_ptr=out, first=first, end=end, BLOCK_N=BLOCK_N, TILES=TILES,
         INTERPRETED=interpreted(), **options(4),

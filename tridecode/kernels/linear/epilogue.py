@@ -6,6 +6,7 @@ The norm's scale, the gate, the bias or the residual stream, the outputs. `gluon
 import triton
 import triton.language as tl
 
+from ..common import next_power_of_2
 from .project import NAMES, AddResidual, Gated, Normed
 from .weight import LoadedLinear
 
@@ -33,7 +34,7 @@ def epilogue_arguments(linear: LoadedLinear, out, epilogue, least_sumsq: int = 1
         "stride_normed": normed.stride(0),
         "stride_sumsq": sumsq.stride(0),
         "n_sumsq": n_sumsq,
-        "SUMSQ_BLOCK": max(triton.next_power_of_2(max(n_sumsq, 1)), least_sumsq),
+        "SUMSQ_BLOCK": max(next_power_of_2(max(n_sumsq, 1)), least_sumsq),
         "EPILOGUE": NAMES[type(epilogue)],
         "HAS_BIAS": linear.bias is not None,
     }

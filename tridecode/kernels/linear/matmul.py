@@ -10,7 +10,17 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 
-from ..common import META_WIDTH, RUN, STATUS, gdc_launch_dependents, gdc_wait, interpreted, options
+from ..common import (
+    META_WIDTH,
+    RUN,
+    STATUS,
+    cdiv,
+    gdc_launch_dependents,
+    gdc_wait,
+    interpreted,
+    next_power_of_2,
+    options,
+)
 from ..op import Op
 from .bits import factor, pair, raised, unpack, zero_operand, zero_point
 from .blocks import RowBlocks
@@ -224,13 +234,13 @@ def matmul(meta, x, linear, out, epilogue, scratch=None, *, config, pdl=False):
     """Compute `project` for up to 64 rows."""
     packed, (rows, N) = linear.packed, out.shape
     parts = 1 if packed is None else packed.tile // STEP_K
-    tiles = triton.cdiv(linear.in_features, parts * STEP_K * config.num_warps)  # tiles of a row that a warp has
+    tiles = cdiv(linear.in_features, parts * STEP_K * config.num_warps)  # tiles of a row that a warp has
     blocks, programs = config.grid(linear.out_features)
     _matmul_kernel[(programs,)](
         meta, x, **linear.arguments(out),
         # With tiles of 16 rows and more, 64 partial sums are added in the same order whatever the rows.
         **epilogue_arguments(linear, out, epilogue, 64 if config.block_m > 8 else 1), stride_xm=x.stride(0), rows=rows,
-        BLOCK_M=max(triton.next_power_of_2(rows), config.block_m), N=N, BLOCK_N=config.block_n, WARPS=config.num_warps,
+        BLOCK_M=max(next_power_of_2(rows), config.block_m), N=N, BLOCK_N=config.block_n, WARPS=config.num_warps,
         AHEAD=min(config.ahead, tiles), X_AHEAD=min(config.x_ahead, tiles * parts), BLOCKS=blocks, PROGRAMS=programs,
         # Bulk copies begin at multiples of 16 bytes. Devices with dependent launch have them.
         FETCH=config.fetch if pdl and packed is not None and N % 8 == 0 else 0, PDL=pdl, DOT_FP32=interpreted(),

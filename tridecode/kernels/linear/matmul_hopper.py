@@ -24,7 +24,6 @@ from collections import namedtuple
 from dataclasses import dataclass
 
 import torch
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -35,7 +34,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ..common import RUN, gdc_launch_dependents, gdc_wait, options
+from ..common import RUN, cdiv, gdc_launch_dependents, gdc_wait, next_power_of_2, options
 from ..op import Op
 from ..triton_compat import Constants, async_load, barrier, reinterpret
 from .epilogue import epilogue_arguments
@@ -459,8 +458,8 @@ def matmul_hopper(meta, x, linear, out, epilogue, scratch=None, *, config, pdl=F
     packed, (rows, N), K = linear.packed, out.shape, linear.in_features
     if packed is not None and not multiplies(packed):
         raise ValueError(f"matmul_hopper does not multiply by {packed}")
-    block_m, block_n = max(triton.next_power_of_2(rows), LEAST_ROWS), config.block_n
-    split, tiles = config.split, triton.cdiv(linear.out_features, block_n)
+    block_m, block_n = max(next_power_of_2(rows), LEAST_ROWS), config.block_n
+    split, tiles = config.split, cdiv(linear.out_features, block_n)
     # A tile that exceeded the buffer would be slower than one whose last rows are not used.
     whole = torch.as_strided(x, (block_m, K), (x.stride(0), 1))
     _matmul_hopper_kernel[(config.programs or tiles * split,)](
@@ -502,5 +501,5 @@ HOPPER = LinearKernel(
     Op(matmul_hopper, project_ref, project_bytes, (_matmul_hopper_kernel,), OUTPUTS),
     HopperConfig,
     _supports,
-    lambda n, config: triton.cdiv(n, config.block_n),
+    lambda n, config: cdiv(n, config.block_n),
 )

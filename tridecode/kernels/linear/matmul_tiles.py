@@ -11,7 +11,17 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..common import META_WIDTH, RUN, STATUS, gdc_launch_dependents, gdc_wait, interpreted, options
+from ..common import (
+    META_WIDTH,
+    RUN,
+    STATUS,
+    cdiv,
+    gdc_launch_dependents,
+    gdc_wait,
+    interpreted,
+    next_power_of_2,
+    options,
+)
 from ..op import Op
 from .epilogue import epilogue_arguments, finish, load_extra, load_partials, norm_scale, silu
 from .project import MAX_ROWS, OUTPUTS, SHORT, LinearKernel, project_bytes, project_ref
@@ -88,10 +98,10 @@ def _matmul_tiles_kernel(
 def matmul_tiles(meta, x, linear, out, epilogue, scratch=None, *, config, pdl=False):
     """Compute `project` for up to 64 rows, but Plain; x is the beginning of a buffer of as many rows as a tile has."""
     rows, N = out.shape
-    K, block_m = linear.in_features, max(triton.next_power_of_2(rows), config.block_m)
+    K, block_m = linear.in_features, max(next_power_of_2(rows), config.block_m)
     # A tile that exceeded the buffer would be slower than one whose last rows are not used.
     whole = torch.as_strided(x, (block_m, K), (x.stride(0), 1))
-    _matmul_tiles_kernel[(triton.cdiv(N, config.block_n),)](
+    _matmul_tiles_kernel[(cdiv(N, config.block_n),)](
         meta, TensorDescriptor.from_tensor(whole, [block_m, config.block_k]),
         TensorDescriptor.from_tensor(linear.weight, [config.block_n, config.block_k]),
         **epilogue_arguments(linear, out, epilogue), rows=rows, N=N, K=K, BLOCK_M=block_m, BLOCK_N=config.block_n,
@@ -109,5 +119,5 @@ TILES = LinearKernel(
     Op(matmul_tiles, project_ref, project_bytes, (_matmul_tiles_kernel,), OUTPUTS),
     TilesConfig,
     _supports,
-    lambda n, config: triton.cdiv(n, config.block_n),
+    lambda n, config: cdiv(n, config.block_n),
 )

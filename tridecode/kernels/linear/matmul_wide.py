@@ -9,7 +9,17 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 
-from ..common import META_WIDTH, RUN, STATUS, gdc_launch_dependents, gdc_wait, interpreted, options
+from ..common import (
+    META_WIDTH,
+    RUN,
+    STATUS,
+    cdiv,
+    gdc_launch_dependents,
+    gdc_wait,
+    interpreted,
+    next_power_of_2,
+    options,
+)
 from ..op import Op
 from .epilogue import epilogue_arguments, finish, load_extra, load_partials, norm_scale, silu
 from .project import MAX_ROWS, OUTPUTS, SHORT, LinearKernel, project_bytes, project_ref
@@ -190,13 +200,13 @@ def matmul_wide(meta, x, linear, out, epilogue, scratch=None, *, config, pdl=Fal
     """Compute `project` for up to 64 rows, but Plain; scratch: SplitBuffers if programs share the columns."""
     rows, N = out.shape
     K, split = linear.in_features, config.split
-    chunks = triton.cdiv(K, split * config.block_k)
-    tiles = triton.cdiv(linear.out_features, config.block_n)
+    chunks = cdiv(K, split * config.block_k)
+    tiles = cdiv(linear.out_features, config.block_n)
     _matmul_wide_kernel[(tiles, split)](
         meta, x, linear.weight, **epilogue_arguments(linear, out, epilogue, 64),
         sums_ptr=scratch.sums if split > 1 else out, counter_ptr=scratch.counter if split > 1 else out,
         stride_xm=x.stride(0), stride_sums=scratch.sums.stride(0) if split > 1 else 0, rows=rows,
-        BLOCK_M=max(triton.next_power_of_2(rows), config.block_m), N=N, K=K, BLOCK_N=config.block_n,
+        BLOCK_M=max(next_power_of_2(rows), config.block_m), N=N, K=K, BLOCK_N=config.block_n,
         BLOCK_K=config.block_k, WARPS=config.num_warps, AHEAD=min(config.ahead, chunks),
         X_AHEAD=min(config.x_ahead, chunks), SPLIT=split, PDL=pdl, DOT_FP32=interpreted(),
         **options(config.num_warps, pdl, config.registers),
@@ -213,5 +223,5 @@ WIDE = LinearKernel(
     Op(matmul_wide, project_ref, project_bytes, (_matmul_wide_kernel,), OUTPUTS),
     WideConfig,
     _supports,
-    lambda n, config: triton.cdiv(n, config.block_n),
+    lambda n, config: cdiv(n, config.block_n),
 )

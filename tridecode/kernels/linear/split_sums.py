@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 
 import torch
-import triton
+
+from ..common import cdiv
 
 MAX_SPLIT = 8  # programs that share the columns of a weight
 MAX_BLOCK_N = 256
@@ -21,5 +22,5 @@ def make_buffers(outputs: int, rows: int, device) -> SplitBuffers:
     """Allocate the buffers for weights of up to `outputs` rows and passes of up to `rows` rows."""
     return SplitBuffers(
         torch.zeros(rows, MAX_SPLIT * (outputs + MAX_BLOCK_N), device=device),
-        torch.zeros(rows, triton.cdiv(outputs, 16), dtype=torch.int32, device=device),
+        torch.zeros(rows, cdiv(outputs, 16), dtype=torch.int32, device=device),
     )

@@ -17,6 +17,7 @@ from ..common import (
     SLOT,
     STATUS,
     TRUST,
+    next_power_of_2,
     options,
     running,
 )
@@ -100,7 +101,7 @@ def draft(meta, tokens, keys, counter, most, ngram, *, pdl=False):
     rows, splits = keys.shape
     longest, shortest = ngram
     _draft_kernel[(rows, splits)](
-        meta, tokens, keys, counter, tokens.stride(0), splits, most, triton.next_power_of_2(most), BLOCK, longest,
+        meta, tokens, keys, counter, tokens.stride(0), splits, most, next_power_of_2(most), BLOCK, longest,
         shortest, **options(4),
     )  # fmt: skip
 

@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..common import META_WIDTH, RUN, STATUS, gdc_launch_dependents, gdc_wait, options, running
+from ..common import META_WIDTH, RUN, STATUS, cdiv, gdc_launch_dependents, gdc_wait, next_power_of_2, options, running
 from ..op import Op
 from .finish import (
     BAD,
@@ -94,7 +94,7 @@ def greedy(logits, meta, tokens, out, sampler, masked=False, drawn=None, *, pdl=
     """Take the most likely token of each row of logits and end the step; masked: mask came before it; drawn: int32
     [rows], where the tokens go if `accept` is to end it."""
     rows, vocab = logits.shape
-    blocks = triton.cdiv(vocab, BLOCK)
+    blocks = cdiv(vocab, BLOCK)
     _greedy_kernel[(blocks, rows)](
         logits,
         meta,
@@ -108,7 +108,7 @@ def greedy(logits, meta, tokens, out, sampler, masked=False, drawn=None, *, pdl=
         tokens.stride(0),
         sampler.keys.stride(0),
         BLOCK_N=BLOCK,
-        BLOCKS=triton.next_power_of_2(blocks),
+        BLOCKS=next_power_of_2(blocks),
         MASKED=masked,
         DRAW=drawn is not None,
         PDL=pdl,

@@ -14,8 +14,10 @@ from ..common import (
     SLOT,
     STATUS,
     STEP,
+    cdiv,
     gdc_launch_dependents,
     gdc_wait,
+    next_power_of_2,
     options,
     running,
 )
@@ -98,7 +100,7 @@ def _logprobs_kernel(
 def logprobs(logits, meta, out_logprobs, out_top_ids, sampler, *, pdl=False):
     """Report the most likely tokens of each row of logits in the rings, and keep its log-sum-exp for sample."""
     rows, vocab = logits.shape
-    blocks = triton.cdiv(vocab, LOGPROBS_BLOCK)
+    blocks = cdiv(vocab, LOGPROBS_BLOCK)
     _logprobs_kernel[(blocks, rows)](
         logits,
         meta,
@@ -111,7 +113,7 @@ def logprobs(logits, meta, out_logprobs, out_top_ids, sampler, *, pdl=False):
         vocab,
         logits.stride(0),
         BLOCK_N=LOGPROBS_BLOCK,
-        BLOCKS=triton.next_power_of_2(blocks),
+        BLOCKS=next_power_of_2(blocks),
         KEEP=LOGPROBS_KEEP,
         PDL=pdl,
         **options(8, pdl),

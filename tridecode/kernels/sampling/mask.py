@@ -16,9 +16,11 @@ from ..common import (
     RUN,
     SLOT,
     STATUS,
+    cdiv,
     gdc_launch_dependents,
     gdc_wait,
     interpreted,
+    next_power_of_2,
     options,
     running,
 )
@@ -115,12 +117,12 @@ def mask(logits, meta, mask, stamp, sampler, *, pdl=False):
         words,
         mask.stride(0),
         THREADS=32 * WARPS,
-        BLOCK_W=max(triton.next_power_of_2(words), 32 * WARPS),
+        BLOCK_W=max(next_power_of_2(words), 32 * WARPS),
         FENCE=not interpreted(),
         PDL=pdl,
         **options(WARPS, pdl),
     )
-    _mask_kernel[(triton.cdiv(vocab, BLOCK), rows)](
+    _mask_kernel[(cdiv(vocab, BLOCK), rows)](
         logits,
         meta,
         sampler.mask,

@@ -18,9 +18,11 @@ from ..common import (
     SEED_HI,
     SEED_LO,
     STATUS,
+    cdiv,
     gdc_launch_dependents,
     gdc_wait,
     interpreted,
+    next_power_of_2,
     options,
     running,
 )
@@ -91,7 +93,7 @@ class SamplerBuffers:
 def make_buffers(vocab: int, rows: int, device) -> SamplerBuffers:
     """Allocate the sampler's scratch for logits [rows, vocab]."""
     assert MAX_LOGPROBS <= LOGPROBS_KEEP
-    blocks, top_blocks = triton.cdiv(vocab, min(BLOCK, greedy_op.BLOCK)), triton.cdiv(vocab, LOGPROBS_BLOCK)
+    blocks, top_blocks = cdiv(vocab, min(BLOCK, greedy_op.BLOCK)), cdiv(vocab, LOGPROBS_BLOCK)
 
     def zeros(*shape, dtype):
         return torch.zeros(shape, dtype=dtype, device=device)
@@ -249,8 +251,8 @@ def sample(
     """Draw a token from each row of logits and end the step; logprobs_ring also gets its raw log-probability; masked:
     mask came before it; drawn: int32 [rows], where the tokens go if `accept` is to end it, `queries` rows a request."""
     rows, vocab = logits.shape
-    blocks = triton.cdiv(vocab, BLOCK)
-    s, grid, padded = sampler, (blocks, rows), max(2, triton.next_power_of_2(blocks))
+    blocks = cdiv(vocab, BLOCK)
+    s, grid, padded = sampler, (blocks, rows), max(2, next_power_of_2(blocks))
     launch = options(WARPS, pdl) | {"enable_fp_fusion": False}  # every product rounds by itself, as in torch
     assert counts.stride(0) == bias.stride(0) and s.keys.stride(0) == s.mass.stride(0) == s.drawn.stride(0)
     _process_kernel[grid](
@@ -274,7 +276,7 @@ def sample(
         s.tops.stride(0),
         s.processed.stride(0),
         BLOCK_N=BLOCK,
-        CLEAR=triton.next_power_of_2(triton.cdiv(BINS, blocks)),
+        CLEAR=next_power_of_2(cdiv(BINS, blocks)),
         QUERIES=queries,
         PDL=pdl,
         **launch,

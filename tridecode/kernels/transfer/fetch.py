@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 
-from ..common import META_WIDTH, RUN, STATUS, options, running
+from ..common import META_WIDTH, RUN, STATUS, next_power_of_2, options, running
 from ..op import Op
 
 
@@ -78,7 +78,7 @@ def fetch(meta, places, host, ring, *, config):
         ring,
         rows,
         host.stride(0),
-        triton.next_power_of_2(rows) if rows else 0,
+        next_power_of_2(rows) if rows else 0,
         ring.shape[1],
         config.tile,
         **options(config.num_warps),
