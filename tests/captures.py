@@ -6,7 +6,7 @@ from threading import RLock
 import torch
 
 from tridecode.step import graphs
-from tridecode.step.run import refer
+from tridecode.step.run import run_reference
 
 CAPTURING: list["FakeGraph"] = []  # at most one
 
@@ -35,7 +35,7 @@ def run(role, op, *args, **how):
     if CAPTURING:
         CAPTURING[0].lines.append((op.ref, args))
     else:
-        refer(role, op, *args)
+        run_reference(role, op, *args)
 
 
 class Place(graphs.Place):

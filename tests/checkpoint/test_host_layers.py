@@ -24,7 +24,7 @@ from tridecode.step import decode
 from tridecode.step.dispatch import Dispatcher
 from tridecode.step.graphs import DecodePasses, launcher
 from tridecode.step.prompt import finish, read
-from tridecode.step.run import Forked, Recorder, launch, refer
+from tridecode.step.run import Forked, Recorder, launch, run_reference
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 SAMPLED = SamplingParams(temperature=0.8, seed=3, max_tokens=12, ignore_eos=True, logprobs=2)
@@ -166,7 +166,7 @@ def test_fetches_run_beside_the_list_and_are_waited_for_one_by_one(capturing, mo
 
 def test_lists_in_the_interpreter_give_what_the_references_give():
     found = []
-    for run in (launch, refer):
+    for run in (launch, run_reference):
         engine = engine_of(3)
         engine.rewind(7, replace(GREEDY, seed=1))
         DecodePasses(engine.model, run).replay("greedy")

@@ -25,7 +25,7 @@ from tridecode.kernels.device import Device
 from tridecode.sampling import SamplingParams
 from tridecode.serve.policy import Policy
 from tridecode.step.graphs import DecodePasses, launcher
-from tridecode.step.run import Allocating, refer
+from tridecode.step.run import Allocating, run_reference
 
 needs_gpu = pytest.mark.skipif(not CUDA, reason="CUDA graphs and activity records exist on a GPU only")
 
@@ -248,7 +248,7 @@ def test_one_allocation_for_every_output_of_every_op(monkeypatch):
     """
     made = []
     engine = tiny_engine("torch", "none", torch.float32)
-    steps, empty_like = DecodePasses(engine.model, Allocating(refer)), torch.empty_like
+    steps, empty_like = DecodePasses(engine.model, Allocating(run_reference)), torch.empty_like
     monkeypatch.setattr(torch, "empty_like", lambda t: made.append(tuple(t.shape)) or empty_like(t))
     counts = []
     for _ in range(3):

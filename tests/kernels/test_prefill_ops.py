@@ -13,7 +13,7 @@ from tridecode.kernels.silu_mul import SILU_MUL
 from tridecode.kernels.take_rows import TAKE_ROWS
 from tridecode.layout import Chunk
 from tridecode.step.prompt import read, write_chunks
-from tridecode.step.run import launch, refer
+from tridecode.step.run import launch, run_reference
 
 EPS = 1e-6
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=["bf16", "fp16", "fp32"])
@@ -92,7 +92,7 @@ def test_prompt_pass_matches_references(family):
                 weight.copy_(random(*weight.shape) * 0.2 + 1)
     model.workspace.tokens[0, :70] = torch.arange(70, device=DEVICE, dtype=torch.int32) % 9 * 30
     caches = []
-    for run in (launch, refer):
+    for run in (launch, run_reference):
         model.kv.pool.fill_(float("nan"))
         for start, end in ((0, 4), (4, 66), (66, 70)):  # later parts see the first in the cache, on two pages
             with torch.inference_mode():

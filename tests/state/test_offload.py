@@ -27,7 +27,7 @@ from tridecode.step import decode
 from tridecode.step.dispatch import Dispatcher
 from tridecode.step.graphs import DecodePasses, launcher
 from tridecode.step.prompt import read
-from tridecode.step.run import Recorder, launch, refer
+from tridecode.step.run import Recorder, launch, run_reference
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 PAGE = 64 if CUDA else 16
@@ -369,7 +369,7 @@ def test_a_layer_is_fetched_before_its_attention_and_after_its_buffers_last_read
 def test_lists_in_the_interpreter_give_what_the_references_give():
     """The kernels themselves over device pages and the ring: hidden states of the last pass against the references."""
     found = []
-    for run in (launch, refer):
+    for run in (launch, run_reference):
         engine = engine_of(4, ring=8, layers=2, context=8)
         slots = engine.scheduler.slots
         generator = torch.Generator().manual_seed(2)
@@ -468,7 +468,7 @@ def test_the_benchs_copies_bring_as_much_as_the_fetch(whole):
     host = engine.model.kv.offload.host
     host.copy_(torch.randn(host.shape, generator=torch.Generator().manual_seed(2)))
     found = []
-    for run in (refer, Copies(refer, engine.model, 6, whole)):
+    for run in (run_reference, Copies(run_reference, engine.model, 6, whole)):
         for buffer in engine.model.kv.offload.target:
             buffer.fill_(-1)
         DecodePasses(engine.model, run).replay("greedy")

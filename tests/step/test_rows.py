@@ -17,7 +17,7 @@ from tridecode.state.slots import Slots
 from tridecode.step.dispatch import MODES, SIZES, Dispatcher, Support, graph_sizes, lowered
 from tridecode.step.graphs import DecodePasses, launcher, make_steps
 from tridecode.step.model import make_model
-from tridecode.step.run import refer
+from tridecode.step.run import run_reference
 
 needs_gpu = pytest.mark.skipif(not CUDA, reason="CUDA graphs exist on a GPU only")
 DTYPE = torch.bfloat16 if CUDA else torch.float32
@@ -90,7 +90,7 @@ def test_every_row_is_that_of_the_reference(family, rows):
     for m in (model, oracle):  # no pass embeds what another has drawn: where two tokens are as likely, they may differ
         begin_all(m, idle=idle, known=3)
     run(DecodePasses(model, launcher(model)), "greedy", 3)
-    run(DecodePasses(oracle, refer), "greedy", 3)
+    run(DecodePasses(oracle, run_reference), "greedy", 3)
     for row in set(range(rows)) - idle:
         a, b = (m.workspace.logits[row].double() for m in (model, oracle))
         error = ((a - b).norm() / b.norm()).item()
@@ -107,7 +107,7 @@ def test_other_forms_of_products_in_the_whole_step(shapes, rows):
     for m in (model, oracle):
         begin_all(m, known=2)
     run(DecodePasses(model, launcher(model)), "greedy", 2)
-    run(DecodePasses(oracle, refer), "greedy", 2)
+    run(DecodePasses(oracle, run_reference), "greedy", 2)
     a, b = (m.workspace.logits.double() for m in (model, oracle))
     assert ((a - b).norm() / b.norm()).item() < (3e-2 if CUDA else 1e-4)
 
@@ -187,7 +187,7 @@ def test_torch_attention_between_the_pieces():
     for m in (model, oracle):
         begin_all(m, known=3)
     run(steps, "greedy", 3)
-    run(DecodePasses(oracle, refer), "greedy", 3)
+    run(DecodePasses(oracle, run_reference), "greedy", 3)
     a, b = (m.workspace.logits.double() for m in (model, oracle))
     assert ((a - b).norm() / b.norm()).item() < 3e-2
     assert [row.mode for row in steps.dispatcher.stats()] == ["piecewise"]

@@ -16,7 +16,7 @@ from tridecode.step.decode import KINDS
 from tridecode.step.dispatch import MODES, BatchDescriptor, Dispatcher, PromptDescriptor, most_queries
 from tridecode.step.graphs import DecodePasses, idle, make_steps
 from tridecode.step.prompt_graphs import PromptPasses, make_prompts
-from tridecode.step.run import Launch, refer
+from tridecode.step.run import Launch, run_reference
 
 pytestmark = pytest.mark.skipif(CUDA, reason="a GPU captures real graphs")
 
@@ -147,7 +147,8 @@ def test_a_runner_of_references_captures_nothing():
     engine = tiny_engine("torch", "none", torch.float32, 64)
     steps = make_steps(engine.model, "torch", Dispatcher("full", (1,), (8,)))
     prompts = make_prompts(engine.model, steps, "torch")
-    assert steps.place is None and steps.run is refer and prompts.run is refer and prompts.attention is None
+    assert steps.place is None and prompts.attention is None
+    assert steps.run is run_reference and prompts.run is run_reference
     assert not prompts.capture_next() and prompts.capture_all() is None and not steps.capture_next()
     assert prompts.decoding(2) == 2 and prompts.tokens_within(1e-9, 0, 77) == 77
 

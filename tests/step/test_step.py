@@ -14,7 +14,7 @@ from tridecode.step import decode
 from tridecode.step.graphs import DecodePasses, launcher
 from tridecode.step.model import make_model
 from tridecode.step.prompt import prefill
-from tridecode.step.run import refer
+from tridecode.step.run import run_reference
 from tridecode.step.workspace import named_tensors
 
 needs_gpu = pytest.mark.skipif(not CUDA, reason="CUDA graphs exist on a GPU only")
@@ -256,7 +256,7 @@ def start(slots, slot, params, ids, position=0):
 
 
 def run_steps_of(model, kind, steps, backend):
-    runner = DecodePasses(model, launcher(model) if backend == "triton" else refer)
+    runner = DecodePasses(model, launcher(model) if backend == "triton" else run_reference)
     for _ in range(steps):
         runner.replay(kind)
     if CUDA:

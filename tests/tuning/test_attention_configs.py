@@ -35,7 +35,7 @@ def test_configs_are_valid_for_every_model(capability):
     for case in CASES:
         for rows in (1, 2, 4, 8, 16, 32, 64):
             for config in (attention_config(case, rows, gpu), attention_config(case, rows, gpu, True)):
-                assert 1 <= config.splits <= MAX_SPLITS and getattr(config, "few", 0) <= config.splits
+                assert 1 <= config.splits <= MAX_SPLITS and getattr(config, "short_splits", 0) <= config.splits
                 assert getattr(config, "programs", 1) >= 1
                 if gpu.capability:
                     allowed = VALUES[type(config)]
@@ -46,7 +46,7 @@ def test_configs_are_valid_for_every_model(capability):
 def test_named_configs():
     for case, rows, config in (
         (FOUR, 1, AttentionConfig(128, splits=16, num_warps=8, ahead=2)),
-        (FOUR, 8, AttentionConfig(64, splits=32, num_warps=4, ahead=2, few=4, turns=16)),
+        (FOUR, 8, AttentionConfig(64, splits=32, num_warps=4, ahead=2, short_splits=4, short_iterations=16)),
         (FOUR, 64, AttentionRowsConfig(64, 33, num_warps=4, least=16, programs=264, stages=5)),
         (AttentionCase(8, 1, 256, BF16), 8, AttentionRowsConfig(16, 64, num_warps=4, least=16, programs=396)),
         (AttentionCase(32, 2, 128, BF16), 8, AttentionRowsConfig(32, 64, num_warps=8, least=8, programs=132)),
@@ -58,7 +58,7 @@ def test_named_configs():
 
 def test_programs_follow_the_multiprocessors():
     assert attention_config(FOUR, 64, device(90, 78)).programs == 156
-    assert attention_config(FOUR, 8, device(90, 78)).few == 2
+    assert attention_config(FOUR, 8, device(90, 78)).short_splits == 2
     assert attention_config(FOUR._replace(fp8=True), 64, device(90, 78)).programs == 156
 
 
@@ -88,7 +88,7 @@ def test_programs_that_wait_for_each_other_all_run_at_once(multiprocessors):
         case = attention_of(model)
         for requests, queries in ((1, 2), (1, 8), (2, 2), (8, 2), (16, 2)):
             config = queries_config(case, requests, queries, gpu)
-            programs = requests * case.kv_heads * config.few
+            programs = requests * case.kv_heads * config.short_splits
             assert config.queries == queries and (not config.together or programs <= multiprocessors)
             if requests == 1:
                 alone.add(config.together)
@@ -97,9 +97,10 @@ def test_programs_that_wait_for_each_other_all_run_at_once(multiprocessors):
 
 def test_named_configs_of_drafts():
     assert queries_config(FOUR, 1, 8, H200) == QueriesConfig(
-        8, 32, 16, ahead=2, few=16, turns=64, together=True, registers=168
+        8, 32, 16, ahead=2, short_splits=16, short_iterations=64, together=True, registers=168
     )
-    assert queries_config(FOUR, 8, 2, device(80)) == QueriesConfig(2, 64, 16, ahead=1, few=2, turns=32)
+    two = QueriesConfig(2, 64, 16, ahead=1, short_splits=2, short_iterations=32)
+    assert queries_config(FOUR, 8, 2, device(80)) == two
 
 
 def test_prompt_passes_use_the_hopper_kernel_on_one_capability():

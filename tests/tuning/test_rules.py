@@ -40,7 +40,7 @@ def kernels(*args, **options) -> dict[str, str]:
 
 def check_fits(part, rows: int, config, gpu: Device) -> None:
     """The programs fit the registers and the shared memory of a multiprocessor, and share columns where they can."""
-    warps = config.num_warps + 4 * getattr(config, "copier", 0)
+    warps = config.num_warps + 4 * getattr(config, "producer", 0)
     assert 32 * warps * (getattr(config, "registers", 0) or 32) <= 65536
     split = getattr(config, "split", 1)
     assert 1 <= split <= MAX_SPLIT
@@ -107,10 +107,10 @@ def test_named_choices():
         (dense["lm_head"], 16, TilesConfig(32, 256, 4)),
         (int4["qkv"], 1, RingConfig(4, 5, 1, registers=168)),
         (int4["down"], 8, MatmulConfig(16, 4, 10, 8, fetch=1)),
-        (int4["o_proj"], 16, HopperConfig(64, 256, 2, 2, split=8, copier=1, registers=80)),
-        (fp8["down"], 1, RingConfig(8, 2, 5, x_shared=True, copier=1, registers=64)),
-        (fp8["lm_head"], 1, RingConfig(4, 4, 5, x_shared=True, programs=264, copier=1, registers=64)),
-        (fp8["gate_up"], 64, HopperConfig(64, 128, 4, 4, copier=1, registers=128)),
+        (int4["o_proj"], 16, HopperConfig(64, 256, 2, 2, split=8, producer=1, registers=80)),
+        (fp8["down"], 1, RingConfig(8, 2, 5, x_shared=True, producer=1, registers=64)),
+        (fp8["lm_head"], 1, RingConfig(4, 4, 5, x_shared=True, programs=264, producer=1, registers=64)),
+        (fp8["gate_up"], 64, HopperConfig(64, 128, 4, 4, producer=1, registers=128)),
     ):
         assert choose(part, rows, H200, MEASURED).config == config, (part, rows)
 
@@ -268,7 +268,7 @@ def test_orders_differ_if_the_sums_differ():
         return order_of_sums(part, replace(choose(part, 8, H200), kernel=kernel, config=config))
 
     split = HopperConfig(64, 128, 4, 4, split=4)
-    assert order(hopper, split) == order(hopper, HopperConfig(64, 64, 8, 2, split=4, num_warps=8, copier=1))
+    assert order(hopper, split) == order(hopper, HopperConfig(64, 64, 8, 2, split=4, num_warps=8, producer=1))
     assert order(hopper, split) != order(hopper, replace(split, split=3))
     assert order(hopper, split) != order(hopper, replace(split, block_n=128)), "other sums of squares"
     four = cases_of("qwen3-4b", "int4")["qkv"]

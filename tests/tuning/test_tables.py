@@ -234,7 +234,7 @@ def test_passes_of_up_to_8_rows_share_the_entries_of_linears(cache):
 
 def test_a_table_has_entries_for_packed_weights(cache):
     parts = cases_of("qwen3-4b", "int4")
-    mine, other = RingConfig(8, 1, 2, x_shared=True, copier=1, registers=64), MatmulConfig(32, 4, 3, 2, fetch=2)
+    mine, other = RingConfig(8, 1, 2, x_shared=True, producer=1, registers=64), MatmulConfig(32, 4, 3, 2, fetch=2)
     write(1, {parts["down"]: mine, parts["qkv"]: other, PARTS["o_proj"]: MatvecConfig(4, 1)})
     write(16, {parts["down"]: other})
     before, found = shipped(parts), resolved(parts)
@@ -281,7 +281,7 @@ def entry(**values) -> str:
     ("[]", "not a table of launch configs"),
     (json.dumps(GOOD | {"linears": []}), "not a table of launch configs"),
     (json.dumps(GOOD | {"attention": 1}), "not a table of launch configs"),
-    (json.dumps(GOOD | {"format": 6}), "expected format 7, got '6'"),
+    (json.dumps(GOOD | {"format": 7}), "expected format 8, got '7'"),
     (json.dumps(GOOD | {"tridecode": "0.0.1\nx"}), "expected tridecode"),
     (json.dumps(GOOD | {"gpu": "Another"}), "expected gpu"),
     (json.dumps(GOOD | {"linears": {KEY: {"block_n": 2}}}), "kernel of .* must be one of matvec, hopper, matmul"),

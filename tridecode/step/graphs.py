@@ -18,7 +18,7 @@ from . import decode
 from .compiling import compile_ahead
 from .dispatch import QUERIES, BatchDescriptor, Dispatcher, best_queries, most_queries
 from .model import DecodeModel
-from .run import Lines, Run, forked, launch, launch_dependent, recorded, refer
+from .run import Lines, Run, forked, launch, launch_dependent, recorded, run_reference
 
 log = logging.getLogger("tridecode")
 
@@ -115,7 +115,7 @@ def idle(model: DecodeModel) -> Iterator[None]:
 
 def make_steps(model: DecodeModel, backend: str, dispatcher: Dispatcher, attention: str = "triton") -> "DecodePasses":
     """Return the runner of an engine's decode passes. backend: triton, or torch for the references."""
-    run, dispatcher = (refer, None) if backend == "torch" else (launcher(model), dispatcher)
+    run, dispatcher = (run_reference, None) if backend == "torch" else (launcher(model), dispatcher)
     return DecodePasses(model, run, dispatcher, TORCH_ATTENTION if attention == "torch" else None)
 
 

@@ -21,7 +21,7 @@ from ..kernels.take_residual import TAKE_RESIDUAL
 from ..layout import Chunk
 from . import decode, hosted
 from .model import DecodeModel, PromptState
-from .run import launch, refer
+from .run import launch, run_reference
 
 CHUNK = 2048
 
@@ -72,7 +72,7 @@ def prefill(model: DecodeModel, start: int, end: int, slot: int = 0, chunk: int 
 
     Earlier positions must be filled already, and no request may run.
     """
-    run = launch if model.device.type == "cuda" else refer
+    run = launch if model.device.type == "cuda" else run_reference
     chunk = min(chunk, model.prompt.rows)
     for first in range(start, end, chunk):
         count = min(chunk, end - first)

@@ -13,7 +13,7 @@ from .compiling import compile_ahead
 from .dispatch import BatchDescriptor, PromptDescriptor
 from .graphs import DecodePasses, PassRunner, first_batches, idle
 from .model import DecodeModel
-from .run import Lines, Run, forked, launch, refer
+from .run import Lines, Run, forked, launch, run_reference
 
 ATTENTION_RATE = 300e12  # FLOPs per second of attention, to estimate its share of a pass that was timed without it
 log = logging.getLogger("tridecode")
@@ -22,7 +22,7 @@ log = logging.getLogger("tridecode")
 def make_prompts(model: DecodeModel, steps: DecodePasses, backend: str, attention: str = "triton") -> "PromptPasses":
     """Return the runner of an engine's prompt passes. attention: one of dispatch.PROMPT_ATTENTION."""
     if backend == "torch":
-        return PromptPasses(model, steps, refer, BLOCK_ATTENTION if model.fixed_chunk else None)
+        return PromptPasses(model, steps, run_reference, BLOCK_ATTENTION if model.fixed_chunk else None)
     chunks: list[Chunk] = []
     other = None if attention == "triton" else torch_attention(attention, chunks)
     return PromptPasses(model, steps, launch, other, chunks)

@@ -23,7 +23,7 @@ def launch_dependent(role: str, op: Op, *args, **how) -> None:
     op.launch(*args, pdl=True, **how)
 
 
-def refer(role: str, op: Op, *args, **how) -> None:
+def run_reference(role: str, op: Op, *args, **how) -> None:
     """Run the reference. It is the CPU backend and the oracle of the tests."""
     op.ref(*args)
 

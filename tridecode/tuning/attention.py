@@ -25,8 +25,9 @@ def attention_config(
     elif rows <= 16 and device.capability == HOPPER and narrow:
         # As few splits as fill the multiprocessors if no row is long. A long one has more, so that it takes about as
         # long as it does alone.
-        few = _share(2 * device.multiprocessors, rows * case.kv_heads, 32)
-        config = AttentionConfig(64, splits=32, num_warps=4, ahead=2, few=few, turns=4 if rows <= 4 else 16)
+        short = _share(2 * device.multiprocessors, rows * case.kv_heads, 32)
+        iterations = 4 if rows <= 4 else 16
+        config = AttentionConfig(64, 32, 4, ahead=2, short_splits=short, short_iterations=iterations)
     else:
         config = attention_rows_config(case, rows, device)
     return fp8_config(config, device) if case.fp8 else config
@@ -77,8 +78,9 @@ def fp8_config(config: AttentionConfig | AttentionRowsConfig, device: Device) ->
     if rows:
         least = max(config.least * config.block_t // block_t, 1)
         return replace(found, least=least, programs=max(2 * device.multiprocessors, 1), stages=1)
-    turns = max(config.turns * config.block_t // block_t, 1)
-    return replace(found, ahead=1, splits=min(config.splits * 8 // num_warps, MAX_SPLITS), turns=turns)
+    splits = min(config.splits * 8 // num_warps, MAX_SPLITS)
+    iterations = max(config.short_iterations * config.block_t // block_t, 1)
+    return replace(found, ahead=1, splits=splits, short_iterations=iterations)
 
 
 def queries_config(case: AttentionCase, requests: int, queries: int, device: Device) -> QueriesConfig:
@@ -95,8 +97,8 @@ def queries_config(case: AttentionCase, requests: int, queries: int, device: Dev
         block_t,
         splits,
         ahead=2 if device.capability >= HOPPER else 1,  # more spills
-        few=min(_share(device.multiprocessors, requests * case.kv_heads), splits),
-        turns=2048 // block_t,
+        short_splits=min(_share(device.multiprocessors, requests * case.kv_heads), splits),
+        short_iterations=2048 // block_t,
         together=hopper and requests * case.kv_heads <= device.multiprocessors,
         registers=168 if requests == 1 and hopper else 0,  # leaves room for a program of the next linear
     )

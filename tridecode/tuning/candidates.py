@@ -101,7 +101,7 @@ def attention_candidates(config: Any, rows: int, device: Device) -> list[list[di
         groups = {"ahead": values["ahead"], "splits": values["splits"], "registers": BOUNDS}
         tiles = product(values["block_t"], values["num_warps"])
     else:
-        groups = {"ahead": (1, 2), "few": (1, 2, 3, 4, 6, 8, 12, 16), "turns": (8, 16, 32, 64)}
+        groups = {"ahead": (1, 2), "short_splits": (1, 2, 3, 4, 6, 8, 12, 16), "short_iterations": (8, 16, 32, 64)}
         tiles = product((32, 64, 128), (4, 8))
     first = [{"block_t": block_t, "num_warps": warps, "registers": 0} for block_t, warps in tiles]
     return [first, *([{name: value} for value in values] for name, values in groups.items())]
@@ -188,11 +188,11 @@ def hopper_candidates(case: Case, rows: int, device: Device) -> Iterable[HopperC
         if 2 * (_hopper_bytes(*tile, rows) + 2048) <= memory and stages * block_k * split <= case.k:
             yield HopperConfig(*tile, split, num_warps=warps, lag=lag)
             few = 8 if block_n * rows > 64 * 64 else 4
-            yield HopperConfig(*tile, split, num_warps=few, lag=lag, copier=1, registers=80)
+            yield HopperConfig(*tile, split, num_warps=few, lag=lag, producer=1, registers=80)
     for tile in HOPPER_ALONE if head else ():
         if _hopper_bytes(*tile, rows) + 2048 <= memory:
             programs = device.multiprocessors
-            yield HopperConfig(*tile, num_warps=warps, programs=programs, copier=1, registers=88)
+            yield HopperConfig(*tile, num_warps=warps, programs=programs, producer=1, registers=88)
 
 
 def _hopper_bytes(block_n: int, block_k: int, stages: int, x_stages: int, rows: int, row: int = 0) -> int:
@@ -206,10 +206,10 @@ def packed_hopper_candidates(case: Case, rows: int, device: Device) -> Iterable[
         return
     columns, high = COLUMNS_OF[case.packed.name], max(rows, 16)
     yield from filter(None, [hopper_rule(case, rows, device, False)])
-    for (block_n, stages, x_stages), (copier, registers) in product(HOPPER_PACKED, HOPPER_WAYS[high]):
+    for (block_n, stages, x_stages), (producer, registers) in product(HOPPER_PACKED, HOPPER_WAYS[high]):
         if _hopper_bytes(block_n, columns, stages, x_stages, high, 128) + 2048 > device.shared_memory:
             continue
-        how = dict(num_warps=block_n // 16, copier=copier, registers=registers)
+        how = dict(num_warps=block_n // 16, producer=producer, registers=registers)
         config = HopperConfig(block_n, columns, stages, x_stages, **how)
         most = 1
         if case.epilogue != "gated" and not is_head(case):
@@ -255,10 +255,10 @@ def ring_candidates(case: Case, rows: int, device: Device) -> Iterable[RingConfi
             continue
         kinds = [(True, 1, 64), (True, 1, 80)] if programs > 0 or -(-row // tiles) > stages else []
         kinds += [(True, 0, 0), (True, 0, 96), (False, 0, 0)] + ([(False, 0, 168)] if warps < 8 else [])
-        for x_shared, copier, registers in kinds:
+        for x_shared, producer, registers in kinds:
             memory = 1024 * warps * (tiles * stages + 1) + (2 * k if x_shared else 0)
             if (x_shared or row * tile // 8 <= RING_X) and memory + 2048 <= device.shared_memory:
-                yield RingConfig(warps, tiles, stages, x_shared, programs, copier, registers)
+                yield RingConfig(warps, tiles, stages, x_shared, programs, producer, registers)
 
 
 CANDIDATES = {

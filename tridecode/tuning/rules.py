@@ -63,14 +63,14 @@ def ring_rule(case: Case, rows: int, device: Device, batch_invariant: bool) -> R
             return RingConfig(8, 1, 4, x_shared=True, registers=96) if hidden >= 2560 and k <= 4096 else None
         return None if is_head(case) or hidden > 2560 else RingConfig(4, tiles, 1, registers=168)
     if is_head(case) or (case.epilogue == "gated" and hidden >= 2560):
-        return RingConfig(4, 4, 5, x_shared=True, programs=programs, copier=1, registers=64)
+        return RingConfig(4, 4, 5, x_shared=True, programs=programs, producer=1, registers=64)
     if hidden < 2560:
         return None
     if case.epilogue != "residual":
         return RingConfig(4, tiles, 1, registers=168)
     if k <= 4096 and case.n < 4096:
         return RingConfig(8, -(-tiles // 2), 1, x_shared=True)
-    return RingConfig(8, 2, 5 if k > 4096 else 3, x_shared=True, copier=1, registers=64)
+    return RingConfig(8, 2, 5 if k > 4096 else 3, x_shared=True, producer=1, registers=64)
 
 
 def fits_ring(form: Packed) -> bool:
@@ -100,7 +100,7 @@ def hopper_rule(case: Case, rows: int, device: Device, batch_invariant: bool) ->
     if min(n, k) < 2560 or not (16 < rows <= 32 or batch_invariant):
         return None
     if n >= LARGE:
-        config = HopperConfig(128, 128, 5, 5, programs=device.multiprocessors, copier=1, registers=80)
+        config = HopperConfig(128, 128, 5, 5, programs=device.multiprocessors, producer=1, registers=80)
     elif case.epilogue == "gated":
         config = HopperConfig(128, 64, 4, 4, lag=1)
     else:
@@ -110,7 +110,7 @@ def hopper_rule(case: Case, rows: int, device: Device, batch_invariant: bool) ->
         config = HopperConfig(64, 128, 4, 4, split=split)
     if rows <= 32:
         return config
-    return replace(config, x_stages=2, num_warps=8, registers=88 if config.copier else config.registers)
+    return replace(config, x_stages=2, num_warps=8, registers=88 if config.producer else config.registers)
 
 
 def _packed_hopper(case: Case, rows: int, device: Device, batch_invariant: bool) -> HopperConfig | None:
@@ -123,11 +123,11 @@ def _packed_hopper(case: Case, rows: int, device: Device, batch_invariant: bool)
     columns = COLUMNS_OF[form.name]
     scales = columns // form.group * (2 if form.zeros else 1)  # scales and zero points of a row of a tile
     if rows > 32:
-        config = HopperConfig(64, columns, 4, 512 // columns, copier=1, registers=128)
+        config = HopperConfig(64, columns, 4, 512 // columns, producer=1, registers=128)
     elif rows * columns > 4096:
-        config = HopperConfig(64, columns, 3, 3, copier=1, registers=112)
+        config = HopperConfig(64, columns, 3, 3, producer=1, registers=112)
     else:
-        config = HopperConfig(64, columns, 4, 4, copier=1, registers=112 if scales > 4 else 80)
+        config = HopperConfig(64, columns, 4, 4, producer=1, registers=112 if scales > 4 else 80)
     tiles, fit = -(-case.n // config.block_n), programs_at_once(config, rows, device)
     if gated and fit < tiles and rows <= 32:
         config = _in_one_wave(config, case.n, rows, device)
@@ -145,18 +145,18 @@ def _packed_hopper(case: Case, rows: int, device: Device, batch_invariant: bool)
 def _in_one_wave(config: HopperConfig, n: int, rows: int, device: Device) -> HopperConfig:
     """Return a config of which all programs run at a time, for at most 32 rows; `config` if there is none."""
     if config.block_k == 256:  # three programs a multiprocessor
-        other = replace(config, stages=4, x_stages=2, copier=0, registers=168)
+        other = replace(config, stages=4, x_stages=2, producer=0, registers=168)
     elif rows <= 16:  # four
         other = replace(config, registers=64)
     else:  # half as many programs
-        other = HopperConfig(128, config.block_k, 4, 4, num_warps=8, copier=1, registers=80)
+        other = HopperConfig(128, config.block_k, 4, 4, num_warps=8, producer=1, registers=80)
     return other if programs_at_once(other, rows, device) * other.block_n >= n else config
 
 
 def programs_at_once(config: HopperConfig, rows: int, device: Device) -> int:
     """Return how many programs of packed weights run on the device at a time."""
     tiles = config.stages * 128 * config.block_n + config.x_stages * 2 * config.block_k * max(rows, 16)
-    warps = config.num_warps + 4 * config.copier  # the producer warp takes the registers of four
+    warps = config.num_warps + 4 * config.producer  # the producer warp takes the registers of four
     by_registers = device.registers // (32 * warps * config.registers)
     return device.multiprocessors * min(device.shared_memory_each // (tiles + 2048), by_registers)
 

@@ -31,7 +31,7 @@ from ..kernels.linear.split_sums import MAX_SPLIT
 from ..version import __version__
 from .configs import AttentionCase, Choice, PassConfigs, is_head
 
-FORMAT = 7  # incremented when a kernel interprets the fields of its config differently
+FORMAT = 8  # incremented when a kernel interprets the fields of its config differently
 COUNTS, REGISTERS = range(2**16), range(0, 256, 8)
 # Type of a config -> its fields that are searched -> the values that a table may contain.
 VALUES = {
@@ -52,16 +52,16 @@ VALUES = {
     },
     HopperConfig: {
         "block_n": (64, 128), "block_k": (64, 128, 256), "stages": range(2, 17), "x_stages": range(2, 17),
-        "split": range(1, MAX_SPLIT + 1), "num_warps": (4, 8), "programs": COUNTS, "lag": (0, 1), "copier": (0, 1),
+        "split": range(1, MAX_SPLIT + 1), "num_warps": (4, 8), "programs": COUNTS, "lag": (0, 1), "producer": (0, 1),
         "registers": range(64, 256, 8),
     },
     RingConfig: {
         "num_warps": (2, 4, 8, 16), "tiles": range(1, 33), "stages": range(1, 17), "x_shared": (0, 1),
-        "programs": COUNTS, "copier": (0, 1), "registers": REGISTERS,
+        "programs": COUNTS, "producer": (0, 1), "registers": REGISTERS,
     },
     AttentionConfig: {
         "block_t": (32, 64, 128), "splits": (4, 8, 16, 32, 64), "num_warps": (1, 2, 4, 8, 16), "registers": REGISTERS,
-        "ahead": (1, 2), "few": range(MAX_SPLITS + 1), "turns": range(1, 1025),
+        "ahead": (1, 2), "short_splits": range(MAX_SPLITS + 1), "short_iterations": range(1, 1025),
     },
     AttentionRowsConfig: {
         "block_t": (16, 32, 64, 128), "splits": range(1, MAX_SPLITS + 1), "num_warps": (4, 8), "registers": REGISTERS,

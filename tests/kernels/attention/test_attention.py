@@ -22,14 +22,15 @@ def check_forms(args, config, dtype=torch.float16, tolerance=0.0):
     check(attention_rows, clone(args), rows_config(config, programs=3), tolerance)
     check(attention_rows, clone(args), replace(rows_config(config, programs=2), stages=3), tolerance)
     if len(args.out) > 1:
-        for few, turns in ((1, 1), (1, 3), (2, 64)):
-            check(attention, clone(args), replace(config, few=few, turns=turns), tolerance)
+        for short, iterations in ((1, 1), (1, 3), (2, 64)):
+            check(attention, clone(args), replace(config, short_splits=short, short_iterations=iterations), tolerance)
     check(attention, args, config, tolerance)
 
 
 FORMS = pytest.mark.parametrize(
     "form, config_of",
-    [(attention, lambda config: config), (attention, lambda config: replace(config, few=1, turns=2)),
+    [(attention, lambda config: config),
+     (attention, lambda config: replace(config, short_splits=1, short_iterations=2)),
      (attention_rows, lambda config: rows_config(config, programs=5))],
     ids=["one row", "few rows", "rows"],
 )  # fmt: skip
@@ -111,20 +112,21 @@ def test_sliding_window(window, position, ahead):
 
 
 @CASES
-@pytest.mark.parametrize("few, turns", [(1, 2), (2, 1), (3, 64)], ids=["long rows have more", "each iteration", "few"])
-def test_few_rows_have_few_splits(case, few, turns):
+@pytest.mark.parametrize("short, iterations", [(1, 2), (2, 1), (3, 64)], ids=["long_rows_have_more", "one_each", "few"])
+def test_few_rows_have_few_splits(case, short, iterations):
     positions = (0, 200, 33) if DEVICE == "cpu" else (0, 4000, 65, 1023, 500)
     args = layer(positions, **case.sizes, page=PAGE, pages=PAGES, **BF16)
-    check(attention, args, replace(CONFIG, ahead=2, few=few, turns=turns), TOLERANCE[torch.bfloat16])
+    config = replace(CONFIG, ahead=2, short_splits=short, short_iterations=iterations)
+    check(attention, args, config, TOLERANCE[torch.bfloat16])
 
 
-@pytest.mark.parametrize("few, turns, position, splits", [
+@pytest.mark.parametrize("short, iterations, position, splits", [
     (2, 4, 16, 0), (2, 4, 60, 2), (2, 4, 128, 2), (2, 4, 129, 3), (2, 4, 255, 4), (1, 64, 255, 0), (9, 1, 255, 8),
     (2, 1, 128, 8), (2, 1, 144, 5),
 ])  # fmt: skip
-def test_the_number_of_splits_of_a_row_depends_on_its_length(few, turns, position, splits):
+def test_the_number_of_splits_of_a_row_depends_on_its_length(short, iterations, position, splits):
     args = layer((position, 3, 145), qk_norm=True)
-    config = AttentionConfig(block_t=16, splits=8, ahead=1, few=few, turns=turns)
+    config = AttentionConfig(block_t=16, splits=8, ahead=1, short_splits=short, short_iterations=iterations)
     check(attention, args, config, TOLERANCE[torch.float16])
     used = (~args.scratch.partial.isnan()).any(-1).sum(-1)  # partial results of each head
     assert used[0].eq(splits).all() and used[1].eq(0).all()
@@ -132,7 +134,7 @@ def test_the_number_of_splits_of_a_row_depends_on_its_length(few, turns, positio
 
 @pytest.mark.parametrize("positions", [(255, 240), (240, 255), (200, 255, 241)])
 def test_windows_of_few_rows_begin_anywhere_in_a_block(positions):
-    config = AttentionConfig(block_t=16, splits=8, ahead=1, few=1, turns=1)
+    config = AttentionConfig(block_t=16, splits=8, ahead=1, short_splits=1, short_iterations=1)
     check(attention, layer(positions, window=82), config, TOLERANCE[torch.float16])
 
 

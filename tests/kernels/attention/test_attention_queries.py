@@ -85,19 +85,20 @@ LENGTHS = [(70, 0, 15, 200), (250, 250, 250), (1, 250, 1, 1, 1, 1, 1, 1), (0, 0,
 
 
 @pytest.mark.parametrize("positions", [*LENGTHS, (4000, 63, 1, 700), (1000,) * 8] if CUDA else LENGTHS)
-@pytest.mark.parametrize("few, turns", [(1, 2), (2, 4), (2, 64)])
-def test_a_long_request_has_more_splits_than_its_share(positions, few, turns):
+@pytest.mark.parametrize("short, iterations", [(1, 2), (2, 4), (2, 64)])
+def test_a_long_request_has_more_splits_than_its_share(positions, short, iterations):
     """Launch twice, for the counters."""
     counts = [(1, 4, 0, 3)[request % 4] for request in range(len(positions))]
     args = several(positions, counts, 4, **(dict(kv_heads=8, head_dim=128, pages=64) if CUDA else {}))
+    how = dict(short_splits=short, short_iterations=iterations, together=short == 2)
     for _ in range(2):
-        check_queries(args, 4, splits=8, num_warps=8, few=few, turns=turns, ahead=2, together=few == 2)
+        check_queries(args, 4, splits=8, num_warps=8, ahead=2, **how)
 
 
-@pytest.mark.parametrize("splits, few", [(8, 8), (8, 2)])
-def test_a_request_has_the_same_bits_with_any_other_requests(splits, few):
+@pytest.mark.parametrize("splits, short", [(8, 8), (8, 2)])
+def test_a_request_has_the_same_bits_with_any_other_requests(splits, short):
     """Alone its splits combine together; with a long request the last of them combines."""
-    config = QueriesConfig(4, splits=splits, few=few, turns=3, least=1, together=True)
+    config = QueriesConfig(4, splits=splits, short_splits=short, short_iterations=3, least=1, together=True)
     outs = []
     for position, count in ((20, 4), (250, 1), (0, 0)):
         args = several((60, position), (3, count), 4, **(dict(kv_heads=8, head_dim=128) if CUDA else {}))

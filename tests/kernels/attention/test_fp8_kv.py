@@ -43,7 +43,7 @@ def check_form(form, args, config):
         check(form, in_fp8(args), rows_config(config, programs=3), BF16)
         return
     if len(args.meta) > 1:
-        check(form, in_fp8(args), replace(config, few=1, turns=2), BF16)
+        check(form, in_fp8(args), replace(config, short_splits=1, short_iterations=2), BF16)
     check(form, in_fp8(args), config, BF16)
 
 

@@ -26,7 +26,7 @@ if HOPPER:
         "hopper": HopperConfig(64, 128, 4, 4),
         "hopper_split": HopperConfig(64, 64, 7, 4, split=3, num_warps=8),
         "hopper_rows_shared": HopperConfig(128, 64, 5, 3, programs=3),
-        "hopper_producer": HopperConfig(128, 128, 3, 2, lag=1, registers=80, copier=1),
+        "hopper_producer": HopperConfig(128, 128, 3, 2, lag=1, registers=80, producer=1),
     }
 CASES = cases(
     Case("qwen2.5-0.5b_qkv", gpu=dict(n=1152, k=896), small=dict(n=27, k=96)),

@@ -26,12 +26,12 @@ CONFIGS = {  # of Qwen3-4B
     ("o_proj", 32): HopperConfig(64, 64, 8, 4, split=4),
     ("gate_up", 32): HopperConfig(128, 64, 4, 4, lag=1),
     ("down", 32): HopperConfig(64, 128, 4, 4, split=3),
-    ("lm_head", 32): HopperConfig(128, 128, 5, 5, programs=132, copier=1, registers=80),
-    ("qkv", 64): HopperConfig(64, 64, 8, 4, copier=1, registers=80),
+    ("lm_head", 32): HopperConfig(128, 128, 5, 5, programs=132, producer=1, registers=80),
+    ("qkv", 64): HopperConfig(64, 64, 8, 4, producer=1, registers=80),
     ("o_proj", 64): HopperConfig(64, 128, 4, 2, split=4, num_warps=8),
-    ("gate_up", 64): HopperConfig(128, 64, 4, 4, num_warps=8, lag=1, copier=1, registers=80),
+    ("gate_up", 64): HopperConfig(128, 64, 4, 4, num_warps=8, lag=1, producer=1, registers=80),
     ("down", 64): HopperConfig(64, 128, 4, 2, split=4, num_warps=8),
-    ("lm_head", 64): HopperConfig(128, 64, 8, 6, num_warps=8, programs=132, copier=1, registers=88),
+    ("lm_head", 64): HopperConfig(128, 64, 8, 6, num_warps=8, programs=132, producer=1, registers=88),
 }
 INVARIANT = {  # configs of up to 32 and of up to 64 rows that add the sums of a row in the same order
     ("qwen3-4b", "qkv"): (HopperConfig(64, 128, 4, 4), CONFIGS["qkv", 64]),
@@ -44,7 +44,7 @@ INVARIANT = {  # configs of up to 32 and of up to 64 rows that add the sums of a
         HopperConfig(128, 64, 4, 4, lag=1), HopperConfig(128, 64, 4, 2, num_warps=8, lag=1)
     ),
     ("llama-3.1-8b", "lm_head"): (
-        CONFIGS["lm_head", 32], HopperConfig(128, 128, 5, 2, num_warps=8, programs=132, copier=1, registers=88)
+        CONFIGS["lm_head", 32], HopperConfig(128, 128, 5, 2, num_warps=8, programs=132, producer=1, registers=88)
     ),
 }  # fmt: skip
 INVARIANT |= {

@@ -14,13 +14,13 @@ PACKINGS = (
 PACKING = pytest.mark.parametrize("packing", PACKINGS)
 CONFIGS = {
     "one": HopperConfig(64, 256, 4, 4, registers=168),
-    "producer": HopperConfig(64, 256, 4, 4, copier=1, registers=112),
+    "producer": HopperConfig(64, 256, 4, 4, producer=1, registers=112),
     "high": HopperConfig(128, 256, 3, 3, num_warps=8, registers=240),
     "high_few_warps": HopperConfig(128, 256, 2, 2, registers=248),
     "two_pieces": HopperConfig(64, 512, 2, 2, num_warps=8, registers=240),
     "stages_apart": HopperConfig(64, 256, 4, 2, registers=168),
     "iterations": HopperConfig(64, 256, 4, 4, programs=3, registers=168),
-    "iterations_producer": HopperConfig(128, 256, 3, 2, num_warps=8, programs=2, copier=1, registers=120),
+    "iterations_producer": HopperConfig(128, 256, 3, 2, num_warps=8, programs=2, producer=1, registers=120),
     "split": HopperConfig(64, 256, 4, 4, split=3, registers=168),
 }
 OF_ENGINES = {"int4": "int4_groups_of_128", "fp8": "e4m3"}  # the formats of --quantize
@@ -71,8 +71,8 @@ def test_configs_with_one_order_of_sums_give_the_same_bits(packing):
 @pytest.mark.parametrize("packing", OF_ENGINES.values())
 def test_captured_dependent_launches_give_the_same_bits(packing, rows):
     columns = 256 if packing.startswith("int4") else 128
-    config = HopperConfig(64, columns, 3, 3, copier=1, registers=128)
-    split = HopperConfig(64, columns, 3, 3, split=4, copier=1, registers=128)
+    config = HopperConfig(64, columns, 3, 3, producer=1, registers=128)
+    split = HopperConfig(64, columns, 3, 3, split=4, producer=1, registers=128)
     products = [product(epilogue, packing, *size, rows) for epilogue, size in SIZES.items()]
     check_captured(products, [split if one.epilogue == "residual" else config for one in products])
 
@@ -84,8 +84,8 @@ def test_a_row_has_the_same_bits_among_any_number_of_rows(packing, epilogue):
     """The programs that share columns are as many for any number of rows."""
     split = 4 if epilogue == "residual" else 1
     columns = 256 if packing.startswith("int4") else 128
-    few = HopperConfig(64, columns, 4, 4, split=split, copier=1, registers=112)
-    most = HopperConfig(64, columns, 4, 512 // columns, split=split, copier=1, registers=128)
+    few = HopperConfig(64, columns, 4, 4, split=split, producer=1, registers=112)
+    most = HopperConfig(64, columns, 4, 512 // columns, split=split, producer=1, registers=128)
     of_rows = partial(product, epilogue, packing, *SIZES[epilogue], stopped=())
     check_alike(of_rows(64), of_rows, {16: few, 32: few, 64: most})
 

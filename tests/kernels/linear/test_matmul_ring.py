@@ -10,11 +10,11 @@ on_hopper = pytest.mark.skipif(not HOPPER, reason="Gluon has no interpreter")
 CONFIGS = {
     "whole_rows": RingConfig(4, 5, 1),
     "rows_shared": RingConfig(4, 5, 2, programs=7),
-    "rows_shared_producer": RingConfig(4, 5, 2, programs=7, copier=1, registers=168),
+    "rows_shared_producer": RingConfig(4, 5, 2, programs=7, producer=1, registers=168),
     "more_stages_than_rows": RingConfig(4, 5, 6, programs=20),
     "rows_and_x_shared": RingConfig(4, 5, 3, x_shared=True, programs=7),
     "x_shared": RingConfig(8, 1, 4, x_shared=True, registers=128),
-    "x_shared_producer": RingConfig(4, 2, 3, x_shared=True, programs=6, copier=1, registers=112),
+    "x_shared_producer": RingConfig(4, 2, 3, x_shared=True, programs=6, producer=1, registers=112),
     "two_warps": RingConfig(2, 3, 3, x_shared=True, registers=255),
 }
 CASES = [("normed_bias", packing) for packing in ("int4_groups_of_128", "int4_a_row", "e4m3", "e4m3_blocks")]
@@ -47,9 +47,9 @@ def test_configs_with_one_order_of_sums_give_the_same_bits(packing):
 
 
 @on_hopper
-@pytest.mark.parametrize("copier", [0, 1])
-def test_a_stopped_row_does_not_disturb_the_next_launch(copier):
-    config = RingConfig(4, 2, 3, x_shared=True, programs=2, copier=copier, registers=128)
+@pytest.mark.parametrize("producer", [0, 1])
+def test_a_stopped_row_does_not_disturb_the_next_launch(producer):
+    config = RingConfig(4, 2, 3, x_shared=True, programs=2, producer=producer, registers=128)
     product("normed", "int4_groups_of_128", 80, 2560).check_stopped(config)
 
 

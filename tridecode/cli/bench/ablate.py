@@ -11,7 +11,7 @@ from ...engine import Engine
 from ...sampling import SamplingParams
 from ...step.dispatch import Dispatcher
 from ...step.graphs import DecodePasses
-from ...step.run import Allocating, launch, refer
+from ...step.run import Allocating, launch, run_reference
 from .measure import check_running, spread, time_decode
 
 PROFILED_STEPS = 16
@@ -19,7 +19,7 @@ PROFILED_STEPS = 16
 
 def variants(engine: Engine) -> Iterator[tuple[str, DecodePasses]]:
     """The rungs by name, from the slowest; all share the engine's weights, cache and workspace."""
-    model, run = engine.model, launch if engine.backend == "triton" else refer
+    model, run = engine.model, launch if engine.backend == "triton" else run_reference
     yield "eager, an allocation per output", DecodePasses(model, Allocating(run))
     yield "eager, into the workspace", DecodePasses(model, run)
     whole = Dispatcher("full", (model.rows,))

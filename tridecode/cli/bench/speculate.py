@@ -15,7 +15,7 @@ from ...kernels.sampling.draft import DRAFT
 from ...serve.policy import Policy
 from ...step.dispatch import QUERIES, Dispatcher, most_queries
 from ...step.graphs import Place, make_steps
-from ...step.run import Run, launch, refer
+from ...step.run import Run, launch, run_reference
 from ...text.tokenizer import Tokenizer
 from ...version import __version__
 from ..terminal import counted
@@ -129,7 +129,7 @@ def draft_us(engine: Engine, history: int, runs: int) -> float:
 def captured(device: torch.device, lines: Callable[[Run], None], run: Run = launch) -> Callable[[], None]:
     """What replays `lines`, launched by `run`, in one graph; without a GPU their references. No row may run."""
     if device.type != "cuda":
-        return torch.inference_mode()(lambda: lines(refer))
+        return torch.inference_mode()(lambda: lines(run_reference))
     place = Place(device)
     place.run(lambda: lines(run))
     return place.capture("full", run, lambda: run, lines)[0]

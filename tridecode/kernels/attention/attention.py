@@ -44,23 +44,24 @@ class AttentionConfig:
     registers: int = 0  # the most that a thread may use; 0: no bound
     ahead: int = 1  # iterations loaded before the wait (fp8 K/V: 1); a row that needs no more has one split
     converts: bool = False  # the GPU has an instruction that converts fp8 K/V
-    few: int = 0  # splits of a row, unless one would have more than `turns` iterations; 0: `splits`
-    turns: int = 32
+    short_splits: int = 0  # splits of a row, unless one would have more than short_iterations; 0: `splits`
+    short_iterations: int = 32
 
 
 class Limits(NamedTuple):
     """Compile-time rules for the number of splits of a request."""
 
     SPLITS: tl.constexpr  # the most
-    FEW: tl.constexpr  # unless one of them would have more than TURNS iterations
-    TURNS: tl.constexpr
+    SHORT_SPLITS: tl.constexpr  # unless one of them would have more than SHORT_ITERATIONS
+    SHORT_ITERATIONS: tl.constexpr
     LEAST: tl.constexpr  # the fewest iterations of a split, if there are several queries
 
 
 @triton.jit
 def _most_splits(blocks, LIMITS: tl.constexpr):
-    """Return the most splits of `blocks` blocks: FEW, or more so that none has more than TURNS, up to SPLITS."""
-    return tl.minimum(tl.maximum(tl.cdiv(blocks, LIMITS.TURNS), LIMITS.FEW), LIMITS.SPLITS)
+    """Return the most splits of `blocks` blocks: SHORT_SPLITS, or up to SPLITS so that none has more than
+    SHORT_ITERATIONS."""
+    return tl.minimum(tl.maximum(tl.cdiv(blocks, LIMITS.SHORT_ITERATIONS), LIMITS.SHORT_SPLITS), LIMITS.SPLITS)
 
 
 @triton.jit
@@ -129,8 +130,8 @@ def _attention_kernel(
     QUERIES: tl.constexpr,
     BLOCK_M: tl.constexpr,
     SPLITS: tl.constexpr,
-    FEW: tl.constexpr,
-    TURNS: tl.constexpr,
+    SHORT_SPLITS: tl.constexpr,
+    SHORT_ITERATIONS: tl.constexpr,
     LEAST: tl.constexpr,
     COMBINE_ALL: tl.constexpr,
     TOGETHER: tl.constexpr,
@@ -143,19 +144,19 @@ def _attention_kernel(
     tensors, and the sizes up to INTERPRETED, are described in arguments.py. Moves 2 * KV_HEADS * D * itemsize bytes a
     position.
 
-    Grid (KV_HEADS, REQUESTS * FEW + SPLITS - FEW). The number of splits of a request depends only on its own length, so
-    that its result does not depend on other requests. The first FEW splits of every request have a program each. The
-    remaining splits, usually none, are dealt out to the remaining programs. Programs without work exit immediately, so
-    that those of the next kernel can start. The first TILES tiles of a split are in flight before the wait, because
-    only earlier passes wrote them. If there are several queries, a split has LEAST iterations or more. TOGETHER: the
-    first FEW programs of all requests run at the same time, so that the splits of a request may wait for each other if
-    no request has more.
+    Grid (KV_HEADS, REQUESTS * SHORT_SPLITS + SPLITS - SHORT_SPLITS). The number of splits of a request depends only on
+    its own length, so that its result does not depend on other requests. The first SHORT_SPLITS splits of every request
+    have a program each. The remaining splits, usually none, are dealt out to the remaining programs. Programs without
+    work exit immediately, so that those of the next kernel can start. The first TILES tiles of a split are in flight
+    before the wait, because only earlier passes wrote them. If there are several queries, a split has LEAST iterations
+    or more. TOGETHER: the first SHORT_SPLITS programs of all requests run at the same time, so that the splits of a
+    request may wait for each other if no request has more.
     """
     SIZES: tl.constexpr = Sizes(
         PAGE, KV_HEADS, GROUP, COLUMNS, D, BLOCK_D, BLOCK_G, BLOCK_T, WARP_T, TILES, MAX_SPLITS, COMBINE, WINDOW,
         QK_NORM, FP8, CONVERTS, INTERPRETED,
     )  # fmt: skip
-    LIMITS: tl.constexpr = Limits(SPLITS, FEW, TURNS, LEAST)
+    LIMITS: tl.constexpr = Limits(SPLITS, SHORT_SPLITS, SHORT_ITERATIONS, LEAST)
     rows = Rows(qkv_ptr, out_ptr, stride_qkv, stride_om, scale)
     cache = Cache(k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, stride_kp, stride_kh, stride_sp, stride_sh)
     rotary = Rotary(cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, eps)
@@ -164,13 +165,13 @@ def _attention_kernel(
     program = tl.program_id(1)
     if PDL:
         gdc_launch_dependents()
-    longest = FEW  # most splits of any request
-    if SPLITS > FEW and QUERIES > 1:
+    longest = SHORT_SPLITS  # most splits of any request
+    if SPLITS > SHORT_SPLITS and QUERIES > 1:
         longest = _longest(meta_ptr, REQUESTS, QUERIES, BLOCK_M, LIMITS, SIZES)
     together = TOGETHER
     if TOGETHER:
-        together = longest == FEW
-    if SPLITS == FEW or program < REQUESTS * FEW:
+        together = longest == SHORT_SPLITS
+    if SPLITS == SHORT_SPLITS or program < REQUESTS * SHORT_SPLITS:
         request, split = program % REQUESTS, program // REQUESTS
         count, position, own_table_ptr = _request(meta_ptr, table_ptr, request, stride_table, QUERIES)
         start, first_block, length, splits = _share(position, QUERIES, LIMITS, SIZES)
@@ -188,14 +189,14 @@ def _attention_kernel(
     else:
         if QUERIES == 1:
             longest = _longest(meta_ptr, REQUESTS, QUERIES, BLOCK_M, LIMITS, SIZES)
-        if longest <= FEW:
+        if longest <= SHORT_SPLITS:
             return
         before = 0  # splits of earlier requests that were dealt out
         for request in tl.range(0, REQUESTS, num_stages=1, disable_licm=True):
             count, position, own_table_ptr = _request(meta_ptr, table_ptr, request, stride_table, QUERIES)
             start, first_block, length, splits = _share(position, QUERIES, LIMITS, SIZES)
-            split = FEW + (program + before) % (SPLITS - FEW)
-            before += tl.maximum(splits - FEW, 0)
+            split = SHORT_SPLITS + (program + before) % (SPLITS - SHORT_SPLITS)
+            before += tl.maximum(splits - SHORT_SPLITS, 0)
             if (split < splits) & (count > 0):
                 _attend(
                     request, head, split, splits, position, own_table_ptr, start, first_block, length, count, together,
@@ -214,9 +215,9 @@ def launch_attention(
     """Launch the kernel for requests of `queries` rows; the last arguments are fields of QueriesConfig."""
     sizes = sizes_of(kv, rope, scratch, heads, config, config.ahead, queries)
     requests = len(out) // queries
-    few = min(config.few or config.splits, config.splits)
+    short = min(config.short_splits or config.splits, config.splits)
     assert queries <= NEW.value and len(out) == requests * queries
-    _attention_kernel[(heads.kv, requests * few + config.splits - few)](
+    _attention_kernel[(heads.kv, requests * short + config.splits - short)](
         meta,
         qkv,
         out,
@@ -231,8 +232,8 @@ def launch_attention(
         queries,
         next_power_of_2(requests),
         config.splits,
-        few,
-        config.turns,
+        short,
+        config.short_iterations,
         least,
         combine_splits(sizes.COLUMNS, heads.dim, config),
         together and not sizes.INTERPRETED,  # the interpreter runs programs one after another

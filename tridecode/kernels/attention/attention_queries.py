@@ -17,10 +17,10 @@ class QueriesConfig:
     splits: int = 32
     num_warps: int = 8
     ahead: int = 1
-    few: int = 0
-    turns: int = 32
+    short_splits: int = 0
+    short_iterations: int = 32
     least: int = 2  # the fewest iterations of a split
-    together: bool = False  # while no request has more than `few` splits, all programs run at once and combine together
+    together: bool = False  # while no request has more than short_splits, all programs run at once and combine together
     registers: int = 0
 
 

@@ -52,7 +52,7 @@ class HopperConfig:
     stages, x_stages: tiles in flight, of the weight (before the wait) and of the activations. split: programs that
     share the columns, 1 for Gated. programs: how many share the rows, 0 for one for each block_n rows. A program has
     its next tiles in flight while it multiplies. lag: 1 if a tile's stage is free only when the next tile is
-    multiplied. copier: 1 for a producer warp. Three idle warps accompany it, and the others get the registers that
+    multiplied. producer: 1 for a producer warp. Three idle warps accompany it, and the others get the registers that
     these four leave. registers: the most a thread may use.
     """
 
@@ -64,7 +64,7 @@ class HopperConfig:
     num_warps: int = 4
     programs: int = 0
     lag: int = 0
-    copier: int = 0
+    producer: int = 0
     registers: int = 128
 
 
@@ -172,7 +172,7 @@ def _sums(C: gl.constexpr, w, first, ACC_L: gl.constexpr):
         _await(C, w, c)
         acc = warpgroup_mma(w.w_ring.index(stage), w.x_ring.index(x_stage).permute((1, 0)), acc, is_async=True)
         acc = warpgroup_mma_wait(C.LAG, deps=[acc])
-        if C.COPIER:
+        if C.PRODUCER:
             if c >= C.LAG:
                 mbarrier.arrive(w.free.index((c - C.LAG) % C.STAGES), count=1)
         else:
@@ -273,7 +273,7 @@ def _packed_sums(C: gl.constexpr, w, tile, first, ACC_L: gl.constexpr):
                     acc = warpgroup_mma(operands[j], x, acc, is_async=True)
         if C.GROUP == 0:
             acc = warpgroup_mma_wait(0, deps=[acc])
-        if C.COPIER:
+        if C.PRODUCER:
             mbarrier.arrive(w.free.index(stage), count=1)
         else:
             barrier()
@@ -368,7 +368,7 @@ def _multiply(C: gl.constexpr, w):
     some = some_run(w.outputs, C.BLOCK_M, C.WARPS)
     if C.PDL:
         gdc_wait()
-    if not C.COPIER:
+    if not C.PRODUCER:
         _copy_first_rows(C, w)
     if some == 0:  # tiles in flight must arrive before this memory is another program's
         for c in gl.static_range(C.STAGES):
@@ -397,7 +397,7 @@ def _matmul_hopper_kernel(
     counter_ptr, eps, stride_om, stride_normed, stride_sumsq, rows, N, K, n_sumsq, BLOCK_M: gl.constexpr,
     SUMSQ_BLOCK: gl.constexpr, EPILOGUE: gl.constexpr, HAS_BIAS: gl.constexpr, FORM: gl.constexpr, GROUP: gl.constexpr,
     SCALE_ROWS: gl.constexpr, ZEROS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
-    X_STAGES: gl.constexpr, SPLIT: gl.constexpr, PERSISTENT: gl.constexpr, COPIER: gl.constexpr, LAG: gl.constexpr,
+    X_STAGES: gl.constexpr, SPLIT: gl.constexpr, PERSISTENT: gl.constexpr, PRODUCER: gl.constexpr, LAG: gl.constexpr,
     WARPS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Compute `project` for `rows` rows, in tiles [BLOCK_N, BLOCK_K] of the weight, of "gated" half gate and half up.
@@ -415,7 +415,7 @@ def _matmul_hopper_kernel(
     C: gl.constexpr = _constants(
         BLOCK_M=BLOCK_M, SUMSQ_BLOCK=SUMSQ_BLOCK, EPILOGUE=EPILOGUE, HAS_BIAS=HAS_BIAS, FORM=FORM, GROUP=GROUP,
         SCALE_ROWS=SCALE_ROWS, ZEROS=ZEROS, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, STAGES=STAGES, X_STAGES=X_STAGES,
-        SPLIT=SPLIT, PERSISTENT=PERSISTENT, COPIER=COPIER, LAG=LAG, WARPS=WARPS, PDL=PDL,
+        SPLIT=SPLIT, PERSISTENT=PERSISTENT, PRODUCER=PRODUCER, LAG=LAG, WARPS=WARPS, PDL=PDL,
     )  # fmt: skip
     TILE_L: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     WEIGHTS_L: gl.constexpr = gl.NVMMASharedLayout(128, 16 if FORM == "dense" else 32, 2)
@@ -424,7 +424,7 @@ def _matmul_hopper_kernel(
     x_ring = gl.allocate_shared_memory(x_desc.dtype, [X_STAGES, BLOCK_M, BLOCK_K], TILE_L)
     w_full = barriers(STAGES)
     x_full = barriers(X_STAGES) if STAGES != X_STAGES else w_full
-    free = barriers(STAGES) if COPIER else w_full
+    free = barriers(STAGES) if PRODUCER else w_full
     fence_async_shared()
     barrier()
     pid = gl.program_id(0)
@@ -444,7 +444,7 @@ def _matmul_hopper_kernel(
     for c in gl.static_range(STAGES):
         if c < w.total:
             _copy_weights(C, w, c)
-    if COPIER:
+    if PRODUCER:
         gl.warp_specialize([(_multiply, (C, w)), (_produce, (C, w))], [1], [PRODUCER_REGISTERS])
     else:
         _multiply(C, w)
@@ -470,7 +470,7 @@ def matmul_hopper(meta, x, linear, out, epilogue, scratch=None, *, config, pdl=F
         counter_ptr=scratch.counter if split > 1 else out, rows=rows, N=N, K=K, BLOCK_M=block_m, FORM=linear.format,
         GROUP=packed.group % K if packed else 0, SCALE_ROWS=packed.rows if packed else 1, ZEROS=linear.zero is not None,
         BLOCK_N=block_n, BLOCK_K=config.block_k, STAGES=config.stages, X_STAGES=config.x_stages, SPLIT=split,
-        PERSISTENT=config.programs > 0, COPIER=config.copier > 0, LAG=config.lag, WARPS=config.num_warps, PDL=pdl,
+        PERSISTENT=config.programs > 0, PRODUCER=config.producer > 0, LAG=config.lag, WARPS=config.num_warps, PDL=pdl,
         **options(config.num_warps, pdl, config.registers),
     )  # fmt: skip
 

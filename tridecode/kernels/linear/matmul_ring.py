@@ -53,7 +53,7 @@ class RingConfig(RowBlocks):
     tiles: tiles of 64 bytes of a row that each warp has of a stage. stages: stages in flight, before the wait too. A
     stage takes tiles * num_warps KiB of shared memory. x_shared: the activations are in shared memory, else in
     registers. programs: how many share the rows, 0 for one for each 16 rows. A program has its next stages in flight
-    while it multiplies. copier: 1 for a producer warp, as in HopperConfig: for programs that take several blocks, or
+    while it multiplies. producer: 1 for a producer warp, as in HopperConfig: for programs that take several blocks, or
     one of more stages than the ring has. registers: the most a thread may use, 0 for no bound.
     """
 
@@ -63,7 +63,7 @@ class RingConfig(RowBlocks):
     stages: int = 2
     x_shared: bool = False
     programs: int = 0
-    copier: int = 0
+    producer: int = 0
     registers: int = 0
 
 
@@ -229,7 +229,7 @@ def _block_sums(C: gl.constexpr, w, iteration, x, zero_sums, scales, L: gl.const
                 piece = reinterpret(w.ring[i].index(stage), gl.int32, [8 * C.WARPS, WORDS], FLAT_L)
                 tiles += (load_words(piece, C.WARPS),)
         if C.SHARED or C.OF_BLOCK > C.STAGES:  # as soon as all warps have it
-            if C.COPIER:
+            if C.PRODUCER:
                 mbarrier.arrive(w.free.index(stage), count=1)
             else:
                 barrier()
@@ -336,7 +336,7 @@ def _matmul_ring_kernel(
     stride_normed, stride_sumsq, rows, n_sumsq, N: gl.constexpr, K: gl.constexpr, SUMSQ_BLOCK: gl.constexpr,
     EPILOGUE: gl.constexpr, HAS_BIAS: gl.constexpr, FORM: gl.constexpr, GROUP: gl.constexpr, SCALE_ROWS: gl.constexpr,
     STAGE_TILES: gl.constexpr, STAGES: gl.constexpr, X_SHARED: gl.constexpr, WARPS: gl.constexpr, BLOCKS: gl.constexpr,
-    PROGRAMS: gl.constexpr, COPIER: gl.constexpr, PDL: gl.constexpr,
+    PROGRAMS: gl.constexpr, PRODUCER: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Compute `project` for one row and a weight without zero points and order of columns; rows: 1.
 
@@ -350,7 +350,7 @@ def _matmul_ring_kernel(
     C: gl.constexpr = _constants(
         N=N, K=K, SUMSQ_BLOCK=SUMSQ_BLOCK, EPILOGUE=EPILOGUE, HAS_BIAS=HAS_BIAS, FORM=FORM, GROUP=GROUP,
         SCALE_ROWS=SCALE_ROWS, STAGE_TILES=STAGE_TILES, STAGES=STAGES, X_SHARED=X_SHARED, WARPS=WARPS, BLOCKS=BLOCKS,
-        PROGRAMS=PROGRAMS, COPIER=COPIER, PDL=PDL,
+        PROGRAMS=PROGRAMS, PRODUCER=PRODUCER, PDL=PDL,
     )  # fmt: skip
     KEPT: gl.constexpr = 2 if C.GATED else 1
     RING_L: gl.constexpr = gl.NVMMASharedLayout(128, 32, 4)
@@ -366,7 +366,7 @@ def _matmul_ring_kernel(
         for _ in gl.static_range(C.TILES):
             x_shared += (gl.allocate_shared_memory(gl.int32, [C.STEP // 2], X_L),)
     full = barriers(STAGES)
-    free = barriers(STAGES) if COPIER else full
+    free = barriers(STAGES) if PRODUCER else full
     fence_async_shared()
     barrier()
     iterations = (BLOCKS - gl.program_id(0) + PROGRAMS - 1) // PROGRAMS if C.SHARED else 1
@@ -377,7 +377,7 @@ def _matmul_ring_kernel(
         x_ptr, weight_desc, scale_ptr, stride_xm, outputs, ring, full, free, kept_sums, x_shared, iterations,
         iterations * C.OF_BLOCK,
     )  # fmt: skip
-    if COPIER:
+    if PRODUCER:
         gl.warp_specialize([(_multiply, (C, w)), (_produce, (C, w))], [1], [PRODUCER_REGISTERS])
     else:
         _copy_first(C, w)
@@ -403,7 +403,7 @@ def matmul_ring(meta, x, linear, out, epilogue, scratch=None, *, config, pdl=Fal
         **epilogue_arguments(linear, out, epilogue, 32), stride_xm=x.stride(0), rows=rows, N=N, K=linear.in_features,
         FORM=packed.name, GROUP=packed.group, SCALE_ROWS=packed.rows, STAGE_TILES=config.tiles, STAGES=config.stages,
         X_SHARED=config.x_shared > 0, WARPS=config.num_warps, BLOCKS=blocks, PROGRAMS=programs,
-        COPIER=config.copier > 0, PDL=pdl, **options(config.num_warps, pdl, config.registers),
+        PRODUCER=config.producer > 0, PDL=pdl, **options(config.num_warps, pdl, config.registers),
     )  # fmt: skip
 
 
