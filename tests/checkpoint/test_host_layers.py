@@ -79,6 +79,21 @@ def test_several_requests_run_on_weights_of_the_host():
     assert found[0] == found[1]
 
 
+def test_layers_may_have_different_sizes():
+    spec = tiny_config(num_layers=LAYERS, max_position=16 * PAGE)
+    sizes = [160, 96, 224, 160, 96, 224]
+    layers = [replace(each, ffn=replace(each.ffn, intermediate=size)) for each, size in zip(spec.layers, sizes)]
+    spec, dtype = replace(spec, layers=tuple(layers)), torch.bfloat16 if CUDA else torch.float32
+    texts = []
+    for on_host in (0, 5):
+        weights = random_weights(spec, DEVICE, dtype, on_host=on_host)
+        engine = Engine.build(spec, weights, None, 16 * PAGE, "triton" if CUDA else "torch", page=PAGE)
+        texts.append(said(engine, GREEDY))
+    assert texts[0] == texts[1]
+    pieces = {source.nbytes for source in weights.host.source}
+    assert len(pieces) == 3 and max(pieces) == host_layer_bytes(spec, dtype)
+
+
 # ---- what is launched
 
 

@@ -1,4 +1,4 @@
-"""Layers whose projections lie in the host's memory: the model's last ones, read through buffers of the device."""
+"""Weights in host memory: the linears of a model's last layers, read through two buffers on the device."""
 
 import math
 import re
@@ -8,18 +8,23 @@ import torch
 
 from ..tensors import aligned, host_memory
 
-LAYER_BUFFERS = 2  # of the device, of a layer each: one is filled while the other is read
-ALIGNED = 256  # bytes: of a matrix within its layer
-PROJECTION = re.compile(r"layers\.(\d+)\.(\w+\.weight)")
-Shapes = dict[str, tuple[int, ...]]  # of a model's tensors, by the names that Weights gives them
+LAYER_BUFFERS = 2  # buffers on the device, one layer each: one is filled while the other is read
+ALIGNED = 256  # bytes, of a matrix within its layer
+LINEAR = re.compile(r"layers\.(\d+)\.(\w+\.weight)")
+Shapes = dict[str, tuple[int, ...]]  # name of a tensor, for example "layers.3.qkv.weight" -> its shape
 
 
 @dataclass(frozen=True)
 class HostLayers:
-    """first: the first of these layers; those after it follow.
+    """The last layers of a model, with linears in host memory.
 
-    stored, read: each projection, by its name, where it lies and where products read it. source, target: the same of
-    each layer in one piece, [1, words] int64; places: [2] int32, by which `fetch` brings it.
+    Args:
+        first: the first of these layers.
+        stored: name of each linear -> its weight in host memory.
+        read: name of each linear -> the part of a buffer from which passes read it.
+        source: each layer in one piece in host memory, [1, words] int64.
+        target: the buffer of each layer, like source.
+        places: [2] int32, the argument of `fetch` that selects the whole piece.
     """
 
     first: int
@@ -34,30 +39,37 @@ class HostLayers:
         return self.first + len(self.source)
 
 
-def layer_bytes(shapes: Shapes, dtype: torch.dtype) -> int:
-    """Of a layer's projections in the host's memory, or in a buffer."""
-    return aligned(sum(aligned(math.prod(shape) * dtype.itemsize, ALIGNED) for shape in _projections(shapes).values()))
+def layer_sizes(shapes: Shapes, dtype: torch.dtype) -> list[int]:
+    """Return the bytes of the linears of each layer."""
+    return [aligned(sum(_sizes(linears, dtype))) for linears in _by_layer(shapes)]
 
 
 def make_host_layers(shapes: Shapes, device: torch.device, dtype: torch.dtype, first: int, layers: int) -> HostLayers:
-    """Allocate the projections of layers `first` to `layers` - 1, and the buffers. Raises DeviceError."""
-    size = layer_bytes(shapes, dtype)
-    ring = torch.empty(LAYER_BUFFERS, size, dtype=torch.uint8, device=device)
-    host = host_memory(layers - first, size, device, "weights_offload")
-    stored, read = {}, {}
-    buffers = [ring[i % LAYER_BUFFERS] for i in range(layers - first)]
-    for layer, (ours, buffer) in enumerate(zip(host, buffers), first):
-        at = 0
-        for name, shape in _projections(shapes).items():
-            length = math.prod(shape) * dtype.itemsize
-            for found, of in ((stored, ours), (read, buffer)):
-                found[f"layers.{layer}.{name}"] = of[at : at + length].view(dtype).view(shape)
-            at += aligned(length, ALIGNED)
-    source, target = (tuple(row.view(torch.int64)[None] for row in rows) for rows in (host, buffers))
-    return HostLayers(first, stored, read, source, target, torch.tensor([1, 0], dtype=torch.int32, device=device))
+    """Allocate the linears of layers `first` to `layers` - 1, and the buffers. Raises DeviceError."""
+    sizes = layer_sizes(shapes, dtype)
+    ring = torch.empty(LAYER_BUFFERS, max(sizes), dtype=torch.uint8, device=device)
+    host = host_memory(layers - first, max(sizes), device, "weights_offload")
+    stored, read, source, target = {}, {}, [], []
+    for i, (row, own, size) in enumerate(zip(host, _by_layer(shapes)[first:], sizes[first:])):
+        buffer, at = ring[i % LAYER_BUFFERS], 0
+        for (name, shape), length in zip(own.items(), _sizes(own, dtype)):
+            for tensors, memory in ((stored, row), (read, buffer)):
+                tensors[name] = memory[at : at + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+            at += length
+        source.append(row[:size].view(torch.int64)[None])
+        target.append(buffer[:size].view(torch.int64)[None])
+    places = torch.tensor([1, 0], dtype=torch.int32, device=device)
+    return HostLayers(first, stored, read, tuple(source), tuple(target), places)
 
 
-def _projections(shapes: Shapes) -> Shapes:
-    """Those of one layer, all of which are alike, by their names in it."""
-    found = ((PROJECTION.fullmatch(name), shape) for name, shape in shapes.items() if len(shape) == 2)
-    return {match[2]: shape for match, shape in found if match and match[1] == "0"}
+def _by_layer(shapes: Shapes) -> list[Shapes]:
+    """Return the weights of the linears of each layer."""
+    layers: dict[int, Shapes] = {}
+    for name, shape in shapes.items():
+        if match := LINEAR.fullmatch(name):
+            layers.setdefault(int(match[1]), {})[name] = shape
+    return [layers[number] for number in sorted(layers)]
+
+
+def _sizes(linears: Shapes, dtype: torch.dtype) -> list[int]:
+    return [aligned(math.prod(shape) * dtype.itemsize, ALIGNED) for shape in linears.values()]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from ..blocks.declarations import Linear, Weight
-from ..blocks.host_layers import LAYER_BUFFERS, layer_bytes
+from ..blocks.host_layers import LAYER_BUFFERS, layer_sizes
 from ..blocks.spec import ModelSpec
 from ..kernels.linear.packed import Packed
 from .formats.quantize import fitted
@@ -168,15 +168,19 @@ def weight_bytes(spec: ModelSpec, dtype: torch.dtype, packs: bool = False, on_ho
 
 
 def host_layer_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
-    """Return the bytes of one layer in host memory."""
-    return _layer_bytes(targets(spec, packs=False), dtype)
+    """Return the bytes of host memory for one layer: every layer has as many as the largest needs."""
+    return max(_layer_sizes(targets(spec, packs=False), dtype))
 
 
 def device_bytes(found: dict[str, Target], dtype: torch.dtype, on_host: int) -> int:
+    """Return the bytes on the device, with the linears of the last `on_host` layers in host memory."""
     parts = [part for target in found.values() for part in target.tensors(dtype).values()]
     total = sum(math.prod(shape) * dtype.itemsize for shape, dtype in parts)
-    return total - (on_host - LAYER_BUFFERS) * _layer_bytes(found, dtype) if on_host else total
+    if not on_host:
+        return total
+    sizes = _layer_sizes(found, dtype)
+    return total - sum(sizes[-on_host:]) + LAYER_BUFFERS * max(sizes)
 
 
-def _layer_bytes(found: dict[str, Target], dtype: torch.dtype) -> int:
-    return layer_bytes({name: target.shape for name, target in found.items()}, dtype)
+def _layer_sizes(found: dict[str, Target], dtype: torch.dtype) -> list[int]:
+    return layer_sizes({name: target.shape for name, target in found.items()}, dtype)
