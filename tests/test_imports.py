@@ -129,8 +129,11 @@ def test_an_op_in_all_its_forms_takes_the_same_arguments(name):
 
 def test_cli_is_the_commands_main():
     tree = ast.parse((ROOT / "cli.py").read_text())
-    modules = {n.module if isinstance(n, ast.ImportFrom) else n.names[0].name for n in ast.walk(tree)
-               if isinstance(n, (ast.Import, ast.ImportFrom))}
+    modules = {
+        n.module if isinstance(n, ast.ImportFrom) else n.names[0].name
+        for n in ast.walk(tree)
+        if isinstance(n, (ast.Import, ast.ImportFrom))
+    }
     assert modules == {"sys", "tridecode.cli"}
     assert 'tridecode = "tridecode.cli:main"' in (ROOT / "pyproject.toml").read_text()
 

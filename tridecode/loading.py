@@ -103,9 +103,7 @@ class Loaded:
         placement.check_dtype(dtype)
         function("progress", progress)
         slots = placement.check_limits(slots, max_seq_len)
-        policy = Policy(
-            chunk_tokens, max_queue, prompt_ms, prefix_sharing, batch_invariant, speculate, speculate_ngram
-        )
+        policy = Policy(chunk_tokens, max_queue, prompt_ms, prefix_sharing, batch_invariant, speculate, speculate_ngram)
         chunk_tokens = policy.chunk_tokens
         place, backend = placement.resolve_device(device, backend)
         on_gpu = backend == "triton"

@@ -111,8 +111,15 @@ def files(tmp_path_factory) -> dict[str, bytes]:
     """A sharded repository, with the files beside it that published ones have and nobody here needs."""
     path = write_tiny(tmp_path_factory.mktemp("published"), "llama", shards=3)
     found = {file.name: file.read_bytes() for file in path.iterdir()}
-    unneeded = ("README.md", "consolidated.safetensors", "original/consolidated.00.pth", "pytorch_model.bin",
-                "model-00009-of-00009.safetensors", "original/model.safetensors", "onnx/config.json")
+    unneeded = (
+        "README.md",
+        "consolidated.safetensors",
+        "original/consolidated.00.pth",
+        "pytorch_model.bin",
+        "model-00009-of-00009.safetensors",
+        "original/model.safetensors",
+        "onnx/config.json",
+    )
     return found | {name: b"unneeded" for name in unneeded}
 
 

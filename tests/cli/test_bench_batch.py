@@ -197,9 +197,7 @@ def test_the_table_has_a_row_for_each_case():
 
 def test_what_requests_see_of_a_prompt_that_comes(bench, monkeypatch):
     made = []
-    monkeypatch.setattr(
-        serve_mix, "make_runners", lambda *args: made.append(measure.make_runners(*args)) or made[-1]
-    )
+    monkeypatch.setattr(serve_mix, "make_runners", lambda *args: made.append(measure.make_runners(*args)) or made[-1])
     argv = ("serve-mix", "--requests", "3", "--context", "9", "--prompt-tokens", "90", "--steps", "4", "--runs", "2")
     code, out, _ = bench(*argv, "--graph", "full,full_decode_only", "--prompt-ms", "7", "--format", "json")
     rows, (engine,) = json.loads(out), bench.made

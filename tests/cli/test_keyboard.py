@@ -294,7 +294,7 @@ def test_plain_input_tells_a_draft_from_an_empty_line(monkeypatch, lines, left, 
 
 def test_the_message_is_opened_in_an_editor(terminal, state, tmp_path):
     editor = tmp_path / "editor"
-    editor.write_text("#!/bin/sh\nprintf '%s' \"$(cat \"$1\") by hand\" > \"$1\"\n")
+    editor.write_text('#!/bin/sh\nprintf \'%s\' "$(cat "$1") by hand" > "$1"\n')
     editor.chmod(0o755)
     child = terminal("--max-tokens", 2, "--temperature", 0, EDITOR=str(editor), VISUAL="")
     press(child, "written", "written")

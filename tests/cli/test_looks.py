@@ -41,7 +41,11 @@ WRAPPED = {
     "a bullet": ("- one two three four", 13, "- one two\n  three four"),
     "a number": ("12. one two three", 12, "12. one two\n    three"),
     "a minus alone is none": ("-5 one two three", 12, "-5 one two\nthree"),
-    "a word that is too long": ("see https://example.org/a/long/path\nnow", 12, "see\nhttps://example.org/a/long/path\nnow"),
+    "a word that is too long": (
+        "see https://example.org/a/long/path\nnow",
+        12,
+        "see\nhttps://example.org/a/long/path\nnow",
+    ),
     "code": ("```\nx = one + two + three\n```\none two three", 12, "```\nx = one + two + three\n```\none two\nthree"),
     "Chinese": ("你好世界你好", 9, "你好世界\n你好"),
     "deep indents": (" " * 30 + "one two three", 20, " " * 30 + "one\ntwo three"),

@@ -1,6 +1,5 @@
 """config.json of every family, as transformers 4 and 5 write it, and the messages of refusals."""
 
-
 import pytest
 
 from tridecode.blocks.attention import Attention
@@ -182,7 +181,9 @@ WINDOWS = {
     # name: (file, changes, windows of the layers)
     "mistral slides everywhere": (MISTRAL, {"num_hidden_layers": 3}, [4096] * 3),
     "mistral whose file says nothing of a window": (
-        without(MISTRAL, "sliding_window"), {"num_hidden_layers": 3}, [4096] * 3,
+        without(MISTRAL, "sliding_window"),
+        {"num_hidden_layers": 3},
+        [4096] * 3,
     ),  # fmt: skip
     "mistral without a window": (MISTRAL, {"num_hidden_layers": 3, "sliding_window": None}, [0] * 3),
     "a window as long as the context": (MISTRAL, {"num_hidden_layers": 3, "sliding_window": 32768}, [0] * 3),

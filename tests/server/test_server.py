@@ -599,6 +599,7 @@ def test_a_client_that_goes_is_cancelled_at_once(served, monkeypatch):
 def test_a_client_that_goes_without_a_stream_is_cancelled_too(served, monkeypatch):
     slow_passes(served.engine, monkeypatch)
     with pytest.raises(openai.APITimeoutError):
-        served.client(timeout=0.5).completions.create(**{k: v for k, v in LONG.items() if k != "ignore_eos"},
-                                                      extra_body={"ignore_eos": True})
+        served.client(timeout=0.5).completions.create(
+            **{k: v for k, v in LONG.items() if k != "ignore_eos"}, extra_body={"ignore_eos": True}
+        )
     until(lambda: served.engine.scheduler.load().jobs == 0)

@@ -189,8 +189,11 @@ def test_a_deadline_ends_what_runs_and_what_waits(engine, monkeypatch):
             *_, error, done = events(client.rest().splitlines())
             assert error["error"]["code"] == "timeout" and done == "[DONE]"
         with pytest.raises(openai.APIError, match="longer than this server allows"):
-            list(running.client().completions.create(model="bundled", prompt="a", stream=True,
-                                                     extra_body={"ignore_eos": True}))
+            list(
+                running.client().completions.create(
+                    model="bundled", prompt="a", stream=True, extra_body={"ignore_eos": True}
+                )
+            )
         until(lambda: engine.scheduler.load().jobs == 0)
         assert running.metric("requests_total", 'outcome="timeout"') >= 1
 
@@ -356,8 +359,15 @@ def storm(running: Running, seconds: float, clients: int = 64) -> dict[str, int]
         did("slow")
 
     def garbage(rng, http) -> None:
-        body = rng.choice([rng.randbytes(200), b"{", b'{"model": "bundled"}', json.dumps(GREEDY | {"n": "x"}).encode(),
-                           json.dumps(GREEDY | {"messages": [{"role": "user", "content": "a b " * 2000}]}).encode()])
+        body = rng.choice(
+            [
+                rng.randbytes(200),
+                b"{",
+                b'{"model": "bundled"}',
+                json.dumps(GREEDY | {"n": "x"}).encode(),
+                json.dumps(GREEDY | {"messages": [{"role": "user", "content": "a b " * 2000}]}).encode(),
+            ]
+        )
         got = http.post(f"{running.url}/v1/chat/completions", content=body)
         if got.status_code not in (400, 503):
             wrong.append(got.text)
@@ -403,8 +413,10 @@ VALUES = st.recursive(
 )
 NEAR = st.sampled_from([-1, 0, 1, 2, 3, 0.5, 1.0, -0.5, 4095, 4096, 2**31, 2**63, 2**64 - 1, 2**64, 1e30, 1e-30])
 MESSAGE = st.fixed_dictionaries(
-    {"role": st.sampled_from(["user", "assistant", "system", "developer"]),
-     "content": st.text(max_size=30) | st.just([{"type": "text", "text": "<|im_end|>"}])},
+    {
+        "role": st.sampled_from(["user", "assistant", "system", "developer"]),
+        "content": st.text(max_size=30) | st.just([{"type": "text", "text": "<|im_end|>"}]),
+    },
     optional={"name": VALUES, "reasoning_content": VALUES, "tool_calls": VALUES},
 )
 OPTIONS = {

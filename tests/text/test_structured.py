@@ -74,8 +74,14 @@ def test_json_has_no_free_white_space(bundled):
 
 
 def test_neighbours_with_and_without_forms_have_the_texts_of_running_alone(bundled):
-    several = [form("json_schema", seed=1), SamplingParams(temperature=0, max_tokens=30), form("choice", seed=2),
-               SamplingParams(seed=3, max_tokens=30), form("regex", seed=6), form("json_schema", temperature=0)]
+    several = [
+        form("json_schema", seed=1),
+        SamplingParams(temperature=0, max_tokens=30),
+        form("choice", seed=2),
+        SamplingParams(seed=3, max_tokens=30),
+        form("regex", seed=6),
+        form("json_schema", temperature=0),
+    ]
     expected = [bundled.generate(CHAT, params).text for params in several]
     assert [result.text for result in bundled.generate_many([CHAT] * len(several), several)] == expected
 
@@ -227,8 +233,10 @@ REFUSED = {
     "neighbours_of_64_bits": (dict(json_schema={"const": 2**63}), "9223372036854775808 is too large"),
     "an_integer_that_recurses_for_ever": (dict(json_schema={"const": [-(2**63)]}), "is too large"),
     "a_bound_of_integers_below_64_bits": (dict(json_schema={"maximum": -1e299}), "json_schema: maximum: numbers of"),
-    "the_same_in_lark": (dict(grammar='start: %json {"default": {"const": -9223372036854775808}, "$ref": "#/default"}'),
-                         "grammar: in its json_schema"),
+    "the_same_in_lark": (
+        dict(grammar='start: %json {"default": {"const": -9223372036854775808}, "$ref": "#/default"}'),
+        "grammar: in its json_schema",
+    ),
     "a_bound_beyond_floating_point": (dict(json_schema={"minimum": 10**310}), "json_schema: minimum: numbers of"),
     "a_length_beyond_64_bits": (dict(json_schema={"maxLength": 10**30}), "json_schema: maxLength: numbers of"),
     "lists_too_deep": (dict(json_schema='{"anyOf": [' * 440 + "{}" + "]}" * 440), "json_schema: "),
@@ -378,8 +386,12 @@ SIMPLE = st.one_of(
 def larger(inner):
     objects = st.dictionaries(NAMES, inner, max_size=3).flatmap(
         lambda fields: st.sets(st.sampled_from(sorted(fields) or ["a"])).map(
-            lambda needed: {"type": "object", "properties": fields, "additionalProperties": False,
-                            "required": sorted(needed & fields.keys())}
+            lambda needed: {
+                "type": "object",
+                "properties": fields,
+                "additionalProperties": False,
+                "required": sorted(needed & fields.keys()),
+            }
         )
     )
     arrays = st.tuples(inner, st.integers(0, 2)).map(

@@ -91,9 +91,7 @@ def stored(name: str, of: TensorSlice) -> dict[str, Stored]:
     return {module + suffix: tensor for suffix, tensor in of.scheme.read.tensors(of.scheme, *of.shape).items()}
 
 
-def targets(
-    spec: ModelSpec, packs: bool, scale_dtype: Callable[[str], torch.dtype] | None = None
-) -> dict[str, Target]:
+def targets(spec: ModelSpec, packs: bool, scale_dtype: Callable[[str], torch.dtype] | None = None) -> dict[str, Target]:
     """Return name -> every tensor on the device.
 
     Args:

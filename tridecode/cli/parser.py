@@ -163,8 +163,12 @@ def add_chat_options(chat) -> None:
     chat.set_defaults(refuse=chat.error)
     words = "With --url the model is that server's, and --model its name there (default: the first it names)."
     server = chat.add_argument_group("server", words)
-    server.add_argument("--url", type=server_url, metavar="URL", help="of a server with OpenAI's API, like "
-                        "http://127.0.0.1:8000, instead of an engine in this process")
+    server.add_argument(
+        "--url",
+        type=server_url,
+        metavar="URL",
+        help="of a server with OpenAI's API, like http://127.0.0.1:8000, instead of an engine in this process",
+    )
     server.add_argument("--api-key-file", metavar="FILE", help="one line; without it TRIDECODE_API_KEY, if set")
     group = chat.add_argument_group("conversation", "In a terminal it is saved after each answer.")
     saved = group.add_mutually_exclusive_group()

@@ -91,7 +91,7 @@ def _refuse_other_layers(read: ConfigReader) -> None:
     """Raise CheckpointError for activations and biases that no block computes."""
     if (activation := read.get("hidden_act", "silu")) != "silu":
         raise CheckpointError(
-            f"{read.source}: hidden_act must be \"silu\", got {as_json(activation)}: this model's MLP is not supported"
+            f'{read.source}: hidden_act must be "silu", got {as_json(activation)}: this model\'s MLP is not supported'
         )
     for key, where in (("attention_bias", "o_proj"), ("mlp_bias", "the MLP's projections")):
         if read.flag(key):

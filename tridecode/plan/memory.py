@@ -149,8 +149,15 @@ def allocating(capacity: int, device: torch.device):
 
 
 def plan_memory(
-    spec: ModelSpec, dtype: torch.dtype, device: torch.device, slots: int = 1, chunk: int = CHUNK,
-    one_piece: bool = True, on_host: int = 0, speculate: bool = False, batch_invariant: bool = False,
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    device: torch.device,
+    slots: int = 1,
+    chunk: int = CHUNK,
+    one_piece: bool = True,
+    on_host: int = 0,
+    speculate: bool = False,
+    batch_invariant: bool = False,
 ) -> MemoryPlan:
     """Plan for loading `config` in `dtype` on `device` as it is now, for `slots` requests at a time, their prompts read
     in chunks of `chunk` tokens; one_piece: by torch's attention, for which a layer's K/V of a slot are gathered;

@@ -73,9 +73,7 @@ def check_dtype(dtype: str | torch.dtype) -> str:
     return choice("dtype", name, ("auto", *DTYPES))
 
 
-def to_quantize(
-    spec: ModelSpec, quantize: str | None, head: str | None = None, kv_dtype: str = "auto"
-) -> ModelSpec:
+def to_quantize(spec: ModelSpec, quantize: str | None, head: str | None = None, kv_dtype: str = "auto") -> ModelSpec:
     """The configuration of a checkpoint whose projections will be quantized while they are loaded, its LM head to
     `head`, by default fp8, and its K/V while they are written. Raises ParameterError."""
     if head is not None and quantize is None:

@@ -116,9 +116,7 @@ class Driver:
             job.gone = True
             self._dropped.append(job)
 
-    def gather(
-        self, jobs: Sequence[Callable[[], Job]], progress: Callable[[int, int], None] | None
-    ) -> list[Result]:
+    def gather(self, jobs: Sequence[Callable[[], Job]], progress: Callable[[int, int], None] | None) -> list[Result]:
         """The results of all jobs in their order; each is made shortly before it can run, and what that raises is its
         own result's. progress(done, total) is called as they end."""
         results: list[Result | None] = [None] * len(jobs)

@@ -51,8 +51,12 @@ class Server:
         self._page, self._page_headers = page()
         middleware = [Middleware(Access, api_key=settings.api_key, ended=self.metrics.ended)]
         if settings.cors:
-            middleware.insert(0, Middleware(CORSMiddleware, allow_origins=settings.cors, allow_methods=["GET", "POST"],
-                                            allow_headers=["*"]))
+            middleware.insert(
+                0,
+                Middleware(
+                    CORSMiddleware, allow_origins=settings.cors, allow_methods=["GET", "POST"], allow_headers=["*"]
+                ),
+            )
         self.app = Starlette(
             routes=[
                 Route("/", self.root),
@@ -128,16 +132,20 @@ class Server:
             fitted, told_tools = tools.fit(messages, tokenizer)
             return [engine.prepare(fitted, variables | told_tools)]
 
-        return self._answer(request, deadline, Plan(
-            asked,
-            shape,
-            prepare,
-            self._params(asked),
-            lambda number, prompt: Choice(tokenizer, prompt.tokens if tokenizer.thinks else None, tools=tools),
-            form=lambda prompt: held_to(structure, tools, tokenizer, prompt.tokens),
-            places=places(structure, tools),
-            formed=structure is not None or tools.enforced,
-        ))
+        return self._answer(
+            request,
+            deadline,
+            Plan(
+                asked,
+                shape,
+                prepare,
+                self._params(asked),
+                lambda number, prompt: Choice(tokenizer, prompt.tokens if tokenizer.thinks else None, tools=tools),
+                form=lambda prompt: held_to(structure, tools, tokenizer, prompt.tokens),
+                places=places(structure, tools),
+                formed=structure is not None or tools.enforced,
+            ),
+        )
 
     async def completions(self, request: Request):
         asked, deadline = await self._asked(request, CompletionRequest)
@@ -148,17 +156,21 @@ class Server:
             text = given if isinstance(given, str) else tokenizer.decode(given, False)
             return Choice(tokenizer, None, text, before=prompt.tokens)
 
-        return self._answer(request, deadline, Plan(
-            asked,
-            CompletionShape(self.settings.model, tokenizer, **shown(asked)),
-            lambda: [self.engine.prepare(prompt) for prompt in prompts],
-            self._params(asked),
-            choice,
-            len(prompts),
-            lambda prompt: held_to(structure, Tools(), tokenizer, None),
-            places(structure, Tools()),
-            structure is not None,
-        ))
+        return self._answer(
+            request,
+            deadline,
+            Plan(
+                asked,
+                CompletionShape(self.settings.model, tokenizer, **shown(asked)),
+                lambda: [self.engine.prepare(prompt) for prompt in prompts],
+                self._params(asked),
+                choice,
+                len(prompts),
+                lambda prompt: held_to(structure, Tools(), tokenizer, None),
+                places(structure, Tools()),
+                structure is not None,
+            ),
+        )
 
     async def _asked(self, request: Request, form: type) -> tuple:
         """The checked request, and its deadline; a server that can take none says so before it reads the body."""
@@ -253,8 +265,12 @@ class Server:
 def shown(asked: Generation) -> dict:
     """What of a request says how its answer looks."""
     with_logprobs = asked.logprobs is not None and asked.logprobs is not False  # 0 asks for those of drawn tokens
-    return {"n": asked.n, "with_logprobs": with_logprobs, "with_usage": asked.with_usage,
-            "with_ids": asked.return_token_ids}
+    return {
+        "n": asked.n,
+        "with_logprobs": with_logprobs,
+        "with_usage": asked.with_usage,
+        "with_ids": asked.return_token_ids,
+    }
 
 
 async def refused(request: Request, error: ApiError) -> Response:

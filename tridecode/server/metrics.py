@@ -96,8 +96,10 @@ class Metrics:
             "num_requests_waiting": ("requests that wait for a slot", load.waiting),
             "active_rows": ("rows of the next pass", load.rows),
             "slots": ("requests that can run at a time", self._engine.slots),
-            "kv_cache_usage_perc": ("share of the K/V pages that requests or kept prefixes hold, 0 to 1",
-                                    1 - load.free_pages / load.pages),
+            "kv_cache_usage_perc": (
+                "share of the K/V pages that requests or kept prefixes hold, 0 to 1",
+                1 - load.free_pages / load.pages,
+            ),
             "kv_pages": ("K/V pages", load.pages),
             "kv_pages_free": ("K/V pages that nobody holds", load.free_pages),
         }

@@ -45,8 +45,15 @@ def need_gpu() -> None:
 
 
 def preset_engine(
-    preset: str, capacity: int, graph: str = "full", slots: int = 1, kv_tokens: int | None = None,
-    quantize: str | None = None, quantize_head: str | None = None, kv_dtype: str = "auto", **more,
+    preset: str,
+    capacity: int,
+    graph: str = "full",
+    slots: int = 1,
+    kv_tokens: int | None = None,
+    quantize: str | None = None,
+    quantize_head: str | None = None,
+    kv_dtype: str = "auto",
+    **more,
 ) -> Engine:
     """An engine of a public shape with random weights, its cache filled with random K/V; kv_tokens: a multiple of PAGE.
     more: of Engine.build.

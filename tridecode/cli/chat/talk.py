@@ -260,6 +260,7 @@ class Chat:
         # Counting costs time before the first token. No token is less than a byte; 256 is for what a template adds.
         if not begun and self.used is not None and self.used + 4 * len(line) + 256 <= capacity - capacity // 8:
             return base
+
         def count(prompt) -> int:
             if isinstance(prompt, str):
                 return self.count(prompt + begun)

@@ -128,7 +128,12 @@ def graphs_of(args, chunk: int, support: tuple[bool, bool]) -> GraphPlan:
 
 
 def memory_facts(
-    spec: ModelSpec, dtype: torch.dtype, device: torch.device, backend: str, args, policy: Policy,
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    device: torch.device,
+    backend: str,
+    args,
+    policy: Policy,
     graphs: GraphPlan,
 ) -> dict:
     """Sizes in bytes, contexts in tokens. `context` of each of the `slots` requests, and `kv_tokens` that all of them
@@ -186,7 +191,12 @@ def prompt_facts(
 
 
 def run_facts(
-    device: torch.device, backend: str, dtype: torch.dtype, graphs: GraphPlan, captured: bool, policy: Policy,
+    device: torch.device,
+    backend: str,
+    dtype: torch.dtype,
+    graphs: GraphPlan,
+    captured: bool,
+    policy: Policy,
     why_off: str | None,
 ) -> dict:
     """`batch_invariant`: whether a request has the same bits in any company. `speculate`, `speculate_ngram`: ngram with

@@ -60,9 +60,7 @@ def legend(ops: Sequence[str], y: float) -> list[str]:
     return parts
 
 
-def track(
-    title: str, spans: Sequence[Span], top: float, colors: dict[str, str], labels: bool = False
-) -> list[str]:
+def track(title: str, spans: Sequence[Span], top: float, colors: dict[str, str], labels: bool = False) -> list[str]:
     """A row of launches over a time axis that starts where the first one's cost does."""
     begin, end = spans[0].before, max(span.end for span in spans)
     begin = min(begin, *(span.start for span in spans)) if labels else begin

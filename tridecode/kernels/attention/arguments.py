@@ -14,6 +14,7 @@ from .fp8_kv import is_fp8, scales
 
 MAX_SPLITS = 64  # programs that may share the K/V of one row
 
+
 class KVLayer(NamedTuple):
     """K and V of one layer: uint8 codes for fp8 K/V, whose scales follow each head's codes (see fp8_kv.py)."""
 

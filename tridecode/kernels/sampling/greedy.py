@@ -90,6 +90,7 @@ def _greedy_kernel(
                     MASKED=MASKED,
                 )
 
+
 def greedy(logits, meta, tokens, out, sampler, masked=False, drawn=None, *, pdl=False):
     """Take the most likely token of each row of logits and end the step; masked: mask came before it; drawn: int32
     [rows], where the tokens go if `accept` is to end it."""

@@ -82,9 +82,7 @@ def _fetch_mask_kernel(
 
 
 @triton.jit
-def _mask_kernel(
-    logits_ptr, meta_ptr, here_ptr, vocab, words, stride_logits, BLOCK_N: tl.constexpr, PDL: tl.constexpr
-):
+def _mask_kernel(logits_ptr, meta_ptr, here_ptr, vocab, words, stride_logits, BLOCK_N: tl.constexpr, PDL: tl.constexpr):
     """Lower the logits that a row's mask does not allow to the least finite number, if the mask is there.
 
     logits: [rows, vocab] fp32 (in and out). meta: [rows, META_WIDTH] int32. here: [rows, words] int32.

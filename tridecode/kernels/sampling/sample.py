@@ -244,6 +244,7 @@ def _draw_kernel(
                     MASKED=MASKED,
                 )
 
+
 def sample(
     logits, meta, samp, tokens, counts, bias, out, sampler, logprobs_ring=None, masked=False, drawn=None, queries=1, *,
     pdl=False,

@@ -49,17 +49,13 @@ def _fetch_kernel(
     first = tl.program_id(0)
     tile, place, held = _tile(host_ptr, places_ptr, first, items, stride_host, CELL, TILE, TILES)
     for item in range(first, items, tl.num_programs(0)):
-        coming = _tile(
-            host_ptr, places_ptr, item + tl.num_programs(0), items, stride_host, CELL, TILE, TILES
-        )
+        coming = _tile(host_ptr, places_ptr, item + tl.num_programs(0), items, stride_host, CELL, TILE, TILES)
         tl.store(ring_ptr + place, tile, mask=held)
         tile, place, held = coming
 
 
 @triton.jit
-def _tile(
-    host_ptr, places_ptr, item, items, stride_host, CELL: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr
-):
+def _tile(host_ptr, places_ptr, item, items, stride_host, CELL: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr):
     """Of an item: its data, where in the ring they belong, and which of them there are; int64 [TILE]."""
     place, offs = item // TILES, item % TILES * TILE + tl.arange(0, TILE)
     page = tl.load(places_ptr + 1 + place, mask=item < items, other=-1).to(tl.int64)

@@ -109,7 +109,7 @@ def as_text(message: dict) -> dict:
         return {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
     calls = message.get("tool_calls", ())
     texts = [message["content"]] if message["content"] else []
-    for call in (with_objects(message)["tool_calls"] if calls else ()):
+    for call in with_objects(message)["tool_calls"] if calls else ():
         written = {"name": call["function"]["name"], "arguments": call["function"]["arguments"]}
         texts.append(f"{TAGGED.opens}{json.dumps(written, ensure_ascii=False)}{TAGGED.closes}")
     return {name: value for name, value in message.items() if name != "tool_calls"} | {"content": "\n".join(texts)}

@@ -107,4 +107,3 @@ def quoted(text: str, names: dict[str, str], marks: dict[str, str]) -> str:
             left, right = quoted(before, names, marks), quoted(after, names, marks)
             return " ".join(part for part in (left, expression, right) if part)
     return json.dumps(text, ensure_ascii=False) if text else ""
-
