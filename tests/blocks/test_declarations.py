@@ -19,7 +19,7 @@ from tridecode.kernels.device import Device
 from tridecode.kernels.linear.weight import LoadedLinear
 from tridecode.models.presets import PRESETS
 from tridecode.step.decode import decode_pass
-from tridecode.step.model import make_model
+from tridecode.step.model import choose_configs, linear_cases, make_model
 from tridecode.step.prompt import finish, read
 from tridecode.step.run import Recorder
 from tridecode.step.workspace import first_rows, make_prompt_buffers, make_workspace, named_tensors
@@ -263,3 +263,21 @@ def test_a_second_layer_needs_no_additional_workspace():
     assert nbytes(1) == nbytes(2) == nbytes(7)
     two = workspace_of(tiny_config(**WINDOWS))
     assert sum(tensor.nbytes for tensor in named_tensors(two).values() if tensor.is_meta) == nbytes(1)
+
+
+def test_every_linear_has_a_named_case():
+    spec = tiny_config(num_layers=3)
+    wide = replace(spec.layers[1], ffn=replace(spec.layers[1].ffn, intermediate=224))
+    spec = replace(spec, layers=(spec.layers[0], wide, spec.layers[2]))
+    weights = empty_weights(spec, "meta", torch.bfloat16)
+    cases = linear_cases(spec, weights)
+    names = ["qkv", "o_proj", "gate_up", "down", "gate_up of layer 1", "down of layer 1", "lm_head"]
+    assert list(cases) == names and len(set(cases.values())) == len(names)
+    gpu = Device("NVIDIA H100", 90, 132, 232448, 233472, 65536)
+    assert choose_configs(spec, weights, gpu)[1].linears.keys() == set(cases.values())
+
+
+def test_a_bias_needs_the_epilogue_normed():
+    for epilogue in ("gated", "residual"):
+        with pytest.raises(ValueError, match="has no bias"):
+            Linear("x", 4, 4, (), epilogue, bias=True)

@@ -29,7 +29,7 @@ class Linear:
         parts: modules that the rows come from, empty for a tied LM head.
         epilogue: the computation that the decode pass fuses with the product: "normed", "gated" or "residual". See
             kernels/linear/project.py.
-        bias: every part has a bias.
+        bias: every part has a bias. Only the epilogue normed allows one.
         scale: factor that the loader multiplies into weight and bias.
     """
 
@@ -40,6 +40,10 @@ class Linear:
     epilogue: str
     bias: bool = False
     scale: float = 1.0
+
+    def __post_init__(self):
+        if self.bias and self.epilogue != "normed":
+            raise ValueError(f"{self.name}: a linear with the epilogue {self.epilogue} has no bias")
 
 
 @dataclass(frozen=True)

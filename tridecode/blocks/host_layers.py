@@ -46,11 +46,11 @@ def layer_sizes(shapes: Shapes, dtype: torch.dtype) -> list[int]:
 
 def make_host_layers(shapes: Shapes, device: torch.device, dtype: torch.dtype, first: int, layers: int) -> HostLayers:
     """Allocate the linears of layers `first` to `layers` - 1, and the buffers. Raises DeviceError."""
-    sizes = layer_sizes(shapes, dtype)
+    sizes = layer_sizes(shapes, dtype)[first:]
     ring = torch.empty(LAYER_BUFFERS, max(sizes), dtype=torch.uint8, device=device)
     host = host_memory(layers - first, max(sizes), device, "weights_offload")
     stored, read, source, target = {}, {}, [], []
-    for i, (row, own, size) in enumerate(zip(host, _by_layer(shapes)[first:], sizes[first:])):
+    for i, (row, own, size) in enumerate(zip(host, _by_layer(shapes)[first:], sizes)):
         buffer, at = ring[i % LAYER_BUFFERS], 0
         for (name, shape), length in zip(own.items(), _sizes(own, dtype)):
             for tensors, memory in ((stored, row), (read, buffer)):

@@ -10,7 +10,7 @@ from .declarations import Buffer, Linear, Part
 
 @dataclass(frozen=True, kw_only=True)
 class MLP(Block):
-    """intermediate: numbers between the two products."""
+    """intermediate: width of gate, of up and of their product."""
 
     norm: str = "post_attention_layernorm"
     intermediate: int

@@ -176,8 +176,8 @@ def device_bytes(found: dict[str, Target], dtype: torch.dtype, on_host: int) -> 
     total = sum(math.prod(shape) * dtype.itemsize for shape, dtype in parts)
     if not on_host:
         return total
-    sizes = _layer_sizes(found, dtype)
-    return total - sum(sizes[-on_host:]) + LAYER_BUFFERS * max(sizes)
+    sizes = _layer_sizes(found, dtype)[-on_host:]
+    return total - sum(sizes) + LAYER_BUFFERS * max(sizes)
 
 
 def _layer_sizes(found: dict[str, Target], dtype: torch.dtype) -> list[int]:

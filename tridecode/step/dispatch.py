@@ -142,7 +142,7 @@ class Dispatcher:
     """
 
     def __init__(self, mode: str, sizes: Sequence[int], prompts: Sequence[int] = (), attention: str = "triton"):
-        self.mode, self.sizes, self.prompts = mode, tuple(sizes), tuple(prompts)
+        self.sizes, self.prompts = tuple(sizes), tuple(prompts)
         self.prompt_mode, self.decode_mode = MODES[mode]
         if self.prompt_mode == "full" and PROMPT_ATTENTION[attention] < Support.ALWAYS:
             self.prompt_mode = "piecewise"

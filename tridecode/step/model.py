@@ -322,24 +322,21 @@ def linear_case(linear: LoadedLinear, epilogue: str) -> Case:
 
 
 def linear_cases(spec: ModelSpec, weights: Weights) -> dict[str, Case]:
-    """Return name of each linear -> its case, of the first layer that has a linear of that name."""
-    found: dict[str, Case] = {}
-    for layer, loaded in zip(spec.layers, weights.layers):
+    """Return the cases of all linears by name. Where layers differ, the name of a later case contains its layer."""
+    cases: dict[str, Case] = {}
+    for index, (layer, loaded) in enumerate(zip(spec.layers, weights.layers)):
         for linear in layer.linears():
-            found.setdefault(linear.name, linear_case(loaded[linear.name], linear.epilogue))
-    return found | {spec.lm_head.name: linear_case(weights.lm_head, spec.lm_head.epilogue)}
+            case = linear_case(loaded[linear.name], linear.epilogue)
+            if cases.setdefault(linear.name, case) != case and case not in cases.values():
+                cases[f"{linear.name} of layer {index}"] = case
+    return cases | {spec.lm_head.name: linear_case(weights.lm_head, spec.lm_head.epilogue)}
 
 
 def choose_configs(
     spec: ModelSpec, weights: Weights, gpu: Device, batch_invariant: bool = False, user_table: bool = False
 ) -> dict[int, PassConfigs]:
     """Choose kernels and launch configs for all linears and attention of a model, by rows of a pass."""
-    cases = {
-        linear_case(loaded[linear.name], linear.epilogue)
-        for layer, loaded in zip(spec.layers, weights.layers)
-        for linear in layer.linears()
-    }
-    cases.add(linear_case(weights.lm_head, spec.lm_head.epilogue))
+    cases = linear_cases(spec, weights).values()
     blocks = [block for block in spec.blocks() if isinstance(block, Attention)]
     attention = {attention_case(block, weights.dtype, spec.fp8_kv) for block in blocks}
     return resolve_configs(cases, attention, weights.dtype, gpu, batch_invariant, user_table)

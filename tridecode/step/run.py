@@ -6,10 +6,10 @@ from functools import cache
 
 import torch
 
+from ..blocks.block import Run
 from ..kernels.op import Op
 from .model import DecodeModel
 
-Run = Callable[..., None]
 Lines = Callable[[Run], None]  # a list: calls its argument for every line, in order
 
 
@@ -156,12 +156,14 @@ class Recorder:
 
 def recorded(lines: Lines) -> Lines:
     """Return the same list, made once at its first use: its arguments never change, and to list them takes a while."""
-    recorder = Recorder()
+    launches: list[Launch] = []
 
     def run_all(run: Run) -> None:
-        if not recorder.launches:
+        if not launches:
+            recorder = Recorder()
             lines(recorder)
-        for each in recorder.launches:
+            launches[:] = recorder.launches  # at once: an interrupted list is made again
+        for each in launches:
             run(each.role, each.op, *each.args, **each.how)
 
     return run_all
