@@ -309,3 +309,12 @@ def test_batch_invariant_choices_keep_the_split_of_an_entry_for_few_rows():
     chosen = invariant_choices(part, (16, 32, 64), H200, MEASURED)
     assert {(choice.config.split, choice.config.block_m) for choice in chosen.values()} == {(3, 16)}
     assert choose(part, 16, H200, batch_invariant=True).config.split == 2
+
+
+@pytest.mark.parametrize("epilogue", ["normed", "gated", "residual"])
+def test_rows_that_tma_cannot_read_have_a_kernel_of_each_size(epilogue):
+    part = case(1024, 2730, "bfloat16", epilogue)
+    for rows in (1, 4, 8, 16, 32, 64):
+        for batch_invariant in (False, True) if rows >= 16 else (False,):
+            choice = choose(part, rows, H200, package_tables(H200), batch_invariant)
+            assert choice.kernel.supports(part, rows, H200)

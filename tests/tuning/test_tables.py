@@ -94,7 +94,8 @@ def parse(key: str):
 @pytest.mark.parametrize("table", PACKAGE, ids=lambda table: table["gpu"])
 def test_every_entry_is_valid_and_supported(table):
     gpu = H200._replace(name=table["gpu"], capability=table["capability"])
-    assert table.keys() == {"format", "gpu", "capability", "linears", "attention"} and table["format"] == tables.FORMAT
+    assert table.keys() == {"format", "gpu", "capability", "multiprocessors", "linears", "attention"}
+    assert table["format"] == tables.FORMAT
     found = package_tables(gpu)[0]
     for key, entry in table["linears"].items():
         part, rows = parse(key)
@@ -107,19 +108,23 @@ def test_every_entry_is_valid_and_supported(table):
 
 
 def test_tables_are_ordered_by_name_then_by_size(monkeypatch):
-    known = [{"gpu": gpu, "capability": capability, "linears": {gpu: {}, **dict.fromkeys(range(size))}, "attention": {}}
-             for gpu, capability, size in (("H100", 90, 0), ("H100 NVL", 90, 1), ("L4", 89, 0))]  # fmt: skip
+    names = ("H100", 90, 0), ("H100 NVL", 90, 1), ("L4", 89, 0)
+    known = [
+        {"gpu": gpu, "capability": capability, "multiprocessors": 132, "attention": {}}
+        | {"linears": {gpu: {}, **dict.fromkeys(range(size))}}
+        for gpu, capability, size in names
+    ]
     monkeypatch.setattr(tables, "_package", lambda: known)
 
-    def named(name, capability):
-        gpu = H200._replace(name=name, capability=capability)
+    def named(name, capability, multiprocessors=132):
+        gpu = H200._replace(name=name, capability=capability, multiprocessors=multiprocessors)
         return [next(iter(table.linears)) for table in package_tables(gpu)]
 
     assert named("NVIDIA H100 80GB HBM3", 90) == ["H100", "H100 NVL"]
     assert named("NVIDIA H100 NVL", 90) == ["H100 NVL", "H100"], "the longer name first"
     assert named("NVIDIA GH200 480GB", 90) == ["H100 NVL", "H100"], "the larger table first"
     assert named("NVIDIA GeForce RTX 4090", 89) == ["L4"]
-    assert named("NVIDIA B200", 100) == named("cpu", 0) == []
+    assert named("NVIDIA B200", 100) == named("cpu", 0) == named("NVIDIA H100 PCIe", 90, 114) == []
 
 
 def test_tables_of_other_capabilities_are_not_used():

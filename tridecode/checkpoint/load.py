@@ -367,5 +367,5 @@ def _check(
 
 
 def _shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Without dimensions of 1 behind the first one: a scale a row is written as [n] or [n, 1], one as [] or [1]."""
-    return tuple(size for size in shape if size != 1) or (1,)
+    """Drop dimensions of 1 after the first one: scales of rows are written as [n] or [n, 1], one scale as [] or [1]."""
+    return (*shape[:1], *(size for size in shape[1:] if size != 1)) or (1,)

@@ -40,9 +40,9 @@ PACKED_TOLERANCE = 0.2  # for quantized weights: with random ones the order of s
 
 def run(args, output: Output) -> int:
     """Run `tune`: print a line for each config that changed, and one JSON line."""
-    config = PRESETS[args.preset] if args.model is None else load_config(resolve_model(args.model))
     if not torch.cuda.is_available():
         raise DeviceError("tune needs an NVIDIA GPU and none is usable here")
+    config = PRESETS[args.preset] if args.model is None else load_config(resolve_model(args.model))
     contexts = CONTEXTS if args.rows == 1 else CONTEXTS_OF_SEVERAL
     engine = bench_engine(args, min(contexts[-1] + 256, config.max_position), slots=args.rows)
     measure, model, device = StepTimer(engine, contexts), engine.model, device_of(engine.device)
@@ -82,7 +82,8 @@ def run(args, output: Output) -> int:
 
 def part_names(cases: dict, configs: PassConfigs) -> dict[Part, str]:
     """Return the name of each part, the largest first: the roles that have that case, or attention."""
-    roles = {part: "attention" for part in configs.attention}
+    sizes = {part: f" {part.heads}/{part.kv_heads}x{part.head_dim}" for part in configs.attention}
+    roles = {part: "attention" + (size if len(sizes) > 1 else "") for part, size in sizes.items()}
     for role, case in cases.items():
         roles[case] = f"{roles[case]}, {role}" if case in roles else role
     return {part: roles[part] for part in parts_of(configs)}
@@ -121,7 +122,7 @@ class StepTimer:
     def __init__(self, engine: Engine, contexts: tuple[int, ...] = CONTEXTS):
         self.engine, self._rows = engine, engine.model.rows
         room = engine.capacity - 66  # positions that a timing may need
-        self.contexts = [min(context, room) for context in contexts if context <= room] or [max(room, 1)]
+        self.contexts = [context for context in contexts if context <= room] or [max(room, 1)]
         self._logits = None
         packed = any(case.packed for case in engine.model.cases.values())
         self._tolerance = PACKED_TOLERANCE if packed else TOLERANCE

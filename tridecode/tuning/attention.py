@@ -115,7 +115,6 @@ def prompt_attention_config(device: Device, batch_invariant: bool, fp8: bool = F
     return replace(
         config,
         heads=16,
-        programs=2 * device.multiprocessors or config.programs,
         apart=True,
         dependent=device.capability >= HOPPER,
         hopper=device.multiprocessors if device.capability == HOPPER else 0,

@@ -17,7 +17,7 @@ from ..kernels.linear.project import Case
 from ..kernels.linear.registry import LINEAR_KERNELS
 from ..kernels.linear.split_sums import MAX_SPLIT
 from .configs import AttentionCase, PassConfigs, is_head
-from .rules import fits_ring, hopper_rule, matmul_rule, programs_at_once
+from .rules import hopper_rule, matmul_rule, programs_at_once
 from .tables import VALUES
 
 Part = Case | AttentionCase
@@ -219,9 +219,9 @@ def packed_hopper_candidates(case: Case, rows: int, device: Device) -> Iterable[
 
 
 def packed_matmul_candidates(case: Case, rows: int, first: MatmulConfig, device: Device) -> list[MatmulConfig]:
-    """Return `first`, then configs that registers may hold, the most promising ones first. The weight may be dense."""
+    """Return `first`, then configs that registers may hold, the most promising ones first."""
     n, k, form, high = case.n, case.k, case.packed, max(rows, 8)
-    chunks, found = 1 if form is None else form.tile // 32, [first]
+    chunks, found = form.tile // 32, [first]
     mixed = [values for pair in zip_longest(PACKED_EACH, PACKED_SHARED) for values in pair if values]
     lists = PACKED_EACH + PACKED_SHARED if k > 2560 else PACKED_SHARED + PACKED_EACH if n > 16384 else mixed
     for values in PACKED_MANY if rows > 16 else lists:
@@ -231,11 +231,11 @@ def packed_matmul_candidates(case: Case, rows: int, first: MatmulConfig, device:
         # Registers of a thread: tiles of the weights and of the activations, sums, and all else.
         sums, kept = config.block_n * high // 32, config.x_ahead == tiles * chunks and config.programs
         needed = config.block_n // 2 * config.ahead + high // 2 * config.x_ahead + 2 * sums + 32
-        needed += sums * tiles if kept and form and form.name == "int4" else 0
+        needed += sums * tiles if kept and form.name == "int4" else 0
         most = config.registers or min(device.registers // (32 * config.num_warps), 255)
         several = not config.programs or config.programs < config.grid(n)[0]
         wide = config.block_n == 16 or rows > 8 or n > 16384
-        if needed <= most and several and wide and (form or not config.fetch) and config not in found:
+        if needed <= most and several and wide and config not in found:
             found.append(config)
     return found[:MOST_PACKED]
 
@@ -244,8 +244,6 @@ def ring_candidates(case: Case, rows: int, device: Device) -> Iterable[RingConfi
     """Yield configs whose stages fit in shared memory, and whose activations fit there or in registers. Rings that are
     filled more than once also have a producer warp.
     """
-    if not fits_ring(case.packed):
-        return
     k, tile, shared = case.k, case.packed.tile, 2 * device.multiprocessors
     ways = [(0, RING_EACH)] + ([(shared, RING_SHARED)] if case.n // 16 > shared else [])
     for programs, (warps, tiles, stages) in [(programs, form) for programs, forms in ways for form in forms]:

@@ -48,28 +48,37 @@ def resolve_configs(
         larger passes.
     """
     cases, attention = dict.fromkeys(cases), dict.fromkeys(attention)
-    package = package_tables(device)
+    tables = package_tables(device)
     if batch_invariant:
-        return _invariant(cases, attention, dtype, device, package)
+        return _invariant(cases, attention, dtype, device, tables)
     if user_table:
         path = table_path(device.name)
         try:
-            return _by_rows(cases, attention, dtype, device, [read_user_table(path, device), *package])
+            table = read_user_table(path, device)
+            for rows in _sizes(cases, dtype):  # checks its entries
+                for case in cases:
+                    table.linear(case, rows, device)
+                for case in attention:
+                    table.attention_config(case, rows, device)
+            tables = [table, *tables]
         except FileNotFoundError:
             pass
         except (OSError, ValueError, RecursionError) as error:
             reason = " ".join(str(error).split())[:200]
             log.warning("%s is ignored: %s; `tridecode tune` makes a new one", path, reason)
-    return _by_rows(cases, attention, dtype, device, package)
+    return _by_rows(cases, attention, dtype, device, tables)
+
+
+def _sizes(cases: Iterable[Case], dtype: torch.dtype) -> tuple[int, ...]:
+    """Return the numbers of rows for which kernels are chosen."""
+    if any(case.packed for case in cases):
+        return 1, 8, 16, 32, 64
+    return (1, 4, 8, 16, 32, 64) if dtype == torch.bfloat16 else (1, 2)
 
 
 def _by_rows(cases, attention, dtype: torch.dtype, device: Device, tables: Sequence[Table]) -> dict[int, PassConfigs]:
-    if any(case.packed for case in cases):
-        buckets = (1, 8, 16, 32, 64)
-    else:
-        buckets = (1, 4, 8, 16, 32, 64) if dtype == torch.bfloat16 else (1, 2)
     found = {}
-    for rows in buckets:
+    for rows in _sizes(cases, dtype):
         linears = {case: choose(case, rows, device, tables) for case in cases}
         found[rows] = PassConfigs(linears, {case: choose_attention(case, rows, device, tables) for case in attention})
     return found

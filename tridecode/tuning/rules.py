@@ -16,7 +16,6 @@ from ..kernels.linear.matmul_ring import RingConfig
 from ..kernels.linear.matmul_tiles import TilesConfig
 from ..kernels.linear.matmul_wide import WideConfig
 from ..kernels.linear.matvec import MatvecConfig
-from ..kernels.linear.packed import Packed
 from ..kernels.linear.project import Case
 from ..kernels.linear.registry import LINEAR_KERNELS
 from ..kernels.linear.split_sums import MAX_SPLIT
@@ -51,7 +50,7 @@ def ring_rule(case: Case, rows: int, device: Device, batch_invariant: bool) -> R
     """Choose for one row, in the sizes of models with a hidden size from 2,048 to 4,096."""
     form, k, hidden = case.packed, case.k, case.hidden
     measured = 2048 <= hidden <= 4096 and k <= 14336
-    if rows > 1 or batch_invariant or not measured or not fits_ring(form):
+    if batch_invariant or not measured:
         return None
     tiles = -(-k // (4 * form.tile))  # tiles of a row, for each of four warps
     programs = 2 * device.multiprocessors
@@ -71,11 +70,6 @@ def ring_rule(case: Case, rows: int, device: Device, batch_invariant: bool) -> R
     if k <= 4096 and case.n < 4096:
         return RingConfig(8, -(-tiles // 2), 1, x_shared=True)
     return RingConfig(8, 2, 5 if k > 4096 else 3, x_shared=True, producer=1, registers=64)
-
-
-def fits_ring(form: Packed) -> bool:
-    """Return whether the scales leave the ring kernel enough registers: those of groups of e4m3 do not."""
-    return form.group == {"int4": 128, "e4m3": form.k}.get(form.name)
 
 
 def matvec_rule(case: Case, rows: int, device: Device, batch_invariant: bool) -> MatvecConfig | None:
@@ -165,6 +159,8 @@ def matmul_rule(case: Case, rows: int, device: Device, batch_invariant: bool) ->
     """Choose for up to 16 rows of dense weights, whose products stay in registers, and for packed weights."""
     if case.packed:
         return _packed_matmul(case, rows, device, batch_invariant)
+    if rows > 16 and case.k % 8 and not batch_invariant:  # TMA, and so the kernels for many rows, cannot read these
+        return MatmulConfig(16, 8 if rows > 32 else 4, 1, 1)
     if batch_invariant or rows > 16 or (rows > 8 and case.n >= LARGE and device.capability == HOPPER):
         return None
     if case.k < 6144:

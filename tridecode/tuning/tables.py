@@ -93,9 +93,10 @@ class Table:
             _check_linear(config, case, key)
             return Choice(kernel_named(NAMES[type(config)]), config, self.source)
         if self.source == "table" and rows <= 2 and case.format in (torch.float16, torch.float32):
-            # The configs of one row in bf16, without the bounds on registers: the activations are in fp32.
+            # The config of matvec for bf16, without its bound on registers: the activations are in fp32.
             found = self.linear(case._replace(format=torch.bfloat16), 1, device)
-            return found and replace(found, config=replace(found.config, registers=0))
+            if found and isinstance(found.config, MatvecConfig):
+                return replace(found, config=replace(found.config, registers=0))
         return None
 
     def attention_config(self, case: AttentionCase, rows: int, device: Device):
@@ -153,6 +154,8 @@ def _check_linear(config: Any, case: Case, key: str) -> None:
         if (config.block_k % columns) if columns else config.block_k > 128:
             raise TableError(f"block_k of {key!r} must be {columns or '64 or 128'}")
         alone |= case.epilogue == "gated" or config.programs > 0
+    if isinstance(config, WideConfig) and config.block_n % (16 * config.num_warps):
+        raise TableError(f"block_n of {key!r} must be a multiple of {16 * config.num_warps}")
     if alone and getattr(config, "split", 1) != 1:
         raise TableError(f"split of {key!r} must be 1")
 
@@ -163,12 +166,15 @@ def listed(tables: Iterable[Table], case: Case, rows: int, device: Device) -> Ch
 
 
 def package_tables(device: Device) -> list[Table]:
-    """Return the table for the GPU of that name, then the others for its compute capability, the largest first."""
+    """Return the tables for GPUs of this compute capability and number of multiprocessors: that of the device's name,
+    then the others, the largest first.
+    """
 
     def order(table: dict) -> tuple[int, int]:
         return len(table["gpu"]) if table["gpu"] in device.name else 0, len(table["linears"])
 
-    known = [table for table in _package() if table["capability"] == device.capability]
+    like = device.capability, device.multiprocessors
+    known = [table for table in _package() if (table["capability"], table["multiprocessors"]) == like]
     return [Table(table["linears"], table["attention"]) for table in sorted(known, key=order, reverse=True)]
 
 
@@ -197,7 +203,8 @@ def read_user_table(path: Path, device: Device) -> Table:
 
 
 def header(device: Device) -> dict:
-    return {"format": FORMAT, "tridecode": __version__, "gpu": device.name, "capability": device.capability}
+    sizes = {"capability": device.capability, "multiprocessors": device.multiprocessors}
+    return {"format": FORMAT, "tridecode": __version__, "gpu": device.name} | sizes
 
 
 def merged_text(path: Path, device: Device, rows: int, configs: PassConfigs) -> str:

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from linear_product import EPILOGUES, EPS, HOPPER, PLAIN, TOLERANCE, Product, dense, idle, kernel_of
+from models_to_tune import H200, case
 from util import CUDA, Case, assert_close, cases, poisoned, random
 
 from tridecode.kernels.linear.matmul import MatmulConfig
@@ -12,6 +13,7 @@ from tridecode.kernels.linear.matmul_hopper import HopperConfig
 from tridecode.kernels.linear.matmul_tiles import TilesConfig
 from tridecode.kernels.linear.matmul_wide import WideConfig
 from tridecode.kernels.linear.project import Normed
+from tridecode.tuning.rules import choose
 
 DTYPE = torch.bfloat16 if CUDA else torch.float32  # the interpreter multiplies in fp32 anyway
 SMALL = {
@@ -73,6 +75,17 @@ def test_epilogues_match_the_reference(case, rows, form, epilogue):
     if gated and n > 2**16:
         n //= 8
     product(epilogue, n, k, rows).check(config_for(form, n, k, rows, gated))
+
+
+@pytest.mark.parametrize("rows", [8, 24, 64] if CUDA else [24])
+@pytest.mark.parametrize("epilogue", EPILOGUES)
+def test_weights_whose_rows_tma_cannot_read(epilogue, rows):
+    """They begin at addresses that are not multiples of 16 bytes."""
+    n, k = (1024, 2730) if CUDA else (37, 90)
+    part = case(2 * n if epilogue == "gated" else n, k, "bfloat16", epilogue.partition("_")[0])
+    choice = choose(part, rows, H200)
+    assert choice.kernel.name == "matmul"
+    product(epilogue, n, k, rows).check(choice.config)
 
 
 @pytest.mark.parametrize("form", ["registers", "rows_shared"])
