@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from tridecode.checkpoint import load as checkpoint
 from tridecode.checkpoint.config import parse_config
-from tridecode.checkpoint.load import load_config, load_weights, random_weights
+from tridecode.checkpoint.load import _shape, load_config, load_weights, random_weights
 from tridecode.checkpoint.slices import parameter_count, weight_bytes
 from tridecode.errors import CheckpointError, DeviceError
 
@@ -347,3 +347,8 @@ def test_more_than_any_memory():
     )
     with pytest.raises(DeviceError, match=r"cpu: the weights need \d{8,}\.\d+ GiB in bfloat16"):
         random_weights(config, "cpu", torch.bfloat16)
+
+
+def test_shapes_agree_up_to_dimensions_of_one_after_the_first():
+    assert _shape((5,)) == _shape((5, 1)) == _shape((5, 1, 1)) and _shape(()) == _shape((1,))
+    assert _shape((5, 1)) != _shape((1, 5)), "a scale of a column is not a scale of a row"
