@@ -29,16 +29,16 @@ def dense_spec(
     qk_norm: bool = False,
     qkv_bias: bool = False,
     rope: RopeConfig = NO_SCALING,
-    windows: tuple[int, ...] | int = 0,
+    windows: tuple[int, ...] | None = None,
     **more,
 ) -> ModelSpec:
     """Return the specification of a decoder whose layers all are attention and a gated MLP.
 
     Args:
-        windows: positions that attention sees, of each layer or of all; 0 for all positions.
+        windows: number of positions that attention sees, by layer; 0 for all. None: all in every layer.
         more: other fields of ModelSpec.
     """
-    of_layer = windows if isinstance(windows, tuple) else (windows,) * num_layers
+    of_layer = windows or (0,) * num_layers
     common = dict(hidden=hidden_size, eps=rms_norm_eps)
     heads = dict(heads=num_heads, kv_heads=num_kv_heads, head_dim=head_dim, rope=rope, qk_norm=qk_norm, bias=qkv_bias)
     mixers = {window: Attention(**common, **heads, window=window) for window in set(of_layer)}
@@ -114,7 +114,9 @@ def _sizes(read: ConfigReader) -> dict[str, int]:
             "num_key_value_heads", f"a divisor of num_attention_heads ({heads}), at least a {MAX_GROUP}th of it"
         )
     if read.get("head_dim") is None and hidden % heads:
-        raise read.fail("head_dim", f"given, since hidden_size {hidden} is no multiple of num_attention_heads {heads}")
+        raise read.fail(
+            "head_dim", f"given, since hidden_size {hidden} is not a multiple of num_attention_heads {heads}"
+        )
     head_dim = read.integer("head_dim", 1, 2**16, default=hidden // heads)
     if head_dim % 16 or head_dim > 256:
         raise CheckpointError(

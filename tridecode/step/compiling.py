@@ -22,7 +22,8 @@ def threads() -> int:
 def compile_ahead(lists: Iterable[Lines], run: Run, device: torch.device) -> int:
     """Compile the kernels that the lines of `lists` need, in several threads. Return the number of compiled kernels.
 
-    Distinct lines whose kernels are compiled already are launched by `run`, so no row may run: then they write nothing.
+    `run` launches the lines whose kernels exist already. Therefore no row may have the status RUN: such launches write
+    nothing.
     The threads only compile. Triton loads a compiled kernel at its first launch, and only one thread at a time may.
 
     Raises:

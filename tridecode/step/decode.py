@@ -1,13 +1,14 @@
 """The decode pass: its launches, in order, and nothing else.
 
-Each block lists its own launches (blocks/attention.py: three a layer, blocks/mlp.py: two); embedding, LM head and
-sampling are here. Nothing here allocates, synchronizes or reads back; what changes between passes is read from the meta
-buffer, so the whole pass is captured once as a CUDA graph and replayed. `run` decides what becomes of a line (run.py):
-it is launched, captured, recorded, or its torch reference runs instead.
+Each block lists its own launches (blocks/attention.py, blocks/mlp.py). Embedding, LM head and sampling are here.
+Nothing here allocates, synchronizes or reads back. Kernels read the values that change between passes from the meta
+buffer, so the whole pass is captured once as a CUDA graph and replayed. The argument `run` launches, captures or
+records a line, or runs its reference (run.py).
 
-`kind` is compile-time: "greedy", "sample" or "logprobs" (sample, and report the most likely tokens); so is `masked`:
-some rows may sample only what their masks allow. A model made by `of_queries` drafts tokens from its own text and
-verifies as many drafts as it has rows for: SPREAD gives each draft a row before the pass, ACCEPT ends it.
+`kind` and `masked` are fixed in a captured pass. kind: "greedy", "sample" or "logprobs" (sample, and report the most
+likely tokens). masked: some rows may sample only the tokens that their masks allow. A model made by `of_queries` also
+verifies drafts: DRAFT proposes tokens that followed the same words earlier in the text, SPREAD gives each draft a row,
+and ACCEPT keeps the drafts up to the first that differs from the sampled token.
 """
 
 from ..blocks.block import Residual, Run
@@ -63,12 +64,13 @@ def sample(run: Run, m: DecodeModel, residual: Residual, kind: str, masked: bool
         config=choice.config,
     )  # fmt: skip
     ring = None
-    if kind == "logprobs":  # of the raw logits
+    if kind == "logprobs":  # reported before masks and filters change the logits
         ring = ws.out_logprobs
         run("logprobs", LOGPROBS, ws.logits, ws.meta, ring, ws.out_top_ids, ws.sampler)
     if masked:
         run("mask", MASK, ws.logits, ws.meta, ws.mask, ws.mask_stamp, ws.sampler)
-    own, counts, drawn = m.requests, None, None if m.requests is None else ws.drawn
+    own, counts = m.requests, None
+    drawn = None if own is None else ws.drawn
     if kind == "greedy":
         run("greedy", GREEDY, ws.logits, ws.meta, ws.tokens, ws.out, ws.sampler, masked, drawn)
     else:

@@ -54,8 +54,9 @@ class DecodeModel:
         ropes: rotary embedding and head size -> cos and sin, fp32 [capacity, head_dim / 2].
         configs_by_rows: number of rows -> launch configs of passes with up to that number of rows. The configs of the
             largest number also serve larger passes.
-        fixed_chunk: number of rows of every prompt pass in batch-invariant mode. There row = position % fixed_chunk,
-            and a decode pass computes the last token of a prompt. 0: prompt passes have as many rows as they need.
+        fixed_chunk: number of rows of every prompt pass in batch-invariant mode. The token at position p is
+            in row p % fixed_chunk, and the last token of a prompt is left to a decode pass. 0: prompt passes have as
+            many rows as they need.
         verify: workspace of passes that verify drafts, with its own meta and samp. None without drafts.
         requests: in a pass that verifies drafts (of_queries), the workspace with one row for each request.
         ngram: largest and smallest number of tokens that must match for a draft.
@@ -322,7 +323,7 @@ def linear_case(linear: LoadedLinear, epilogue: str) -> Case:
 
 
 def linear_cases(spec: ModelSpec, weights: Weights) -> dict[str, Case]:
-    """Return the cases of all linears by name. Where layers differ, the name of a later case contains its layer."""
+    """Return the cases of all linears by name. If layers differ, the name of a later case contains its layer."""
     cases: dict[str, Case] = {}
     for index, (layer, loaded) in enumerate(zip(spec.layers, weights.layers)):
         for linear in layer.linears():

@@ -94,7 +94,9 @@ class PromptPasses(PassRunner):
                     self._ends.capture(batch)
 
     def decoding(self, rows: int) -> int:
-        """Return the decoding rows of a pass in which `rows` rows decode."""
+        """Return the decoding rows of a pass in which `rows` rows decode: padded, because kernels are compiled for the
+        most decoding rows, and for none.
+        """
         return self.model.rows if rows and self.place else rows
 
     def tokens_within(self, seconds: float, start: int, limit: int) -> int:

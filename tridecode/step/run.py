@@ -36,8 +36,8 @@ class Forked:
 
     Args:
         run: runs the lines of the current stream.
-        plain: runs fetches, and the line after a wait. A dependent launch waits only for the kernel before it on its
-            own stream, so neither may be one.
+        plain: the runner without dependent launch. It runs fetches and the first line after a wait, because a
+            dependent launch waits only for the kernel before it on its own stream.
         side: the side stream.
         captured: the side stream within a capture.
     """
