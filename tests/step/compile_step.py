@@ -188,7 +188,7 @@ def run_all(preset: str, dtype: torch.dtype, arch: int) -> None:
     if preset in FEW_BITS or model.spec.fp8_kv:
         return  # nothing of these lies on the host
     kv = make_kv_cache(model.spec, 4096, model.device, dtype, page=PAGE, offload=Offload(host=8, ring=8))
-    weights = empty_weights(model.spec, model.device, dtype, on_host=3)
+    weights = empty_weights(model.spec, model.device, dtype, on_host=min(3, model.spec.num_layers))
     offloaded = replace(model, kv=kv, weights=weights)
     decode.decode_pass(launch_ours, offloaded.of_rows(1), "greedy")
     read(run, offloaded, 132, decoding=64)
