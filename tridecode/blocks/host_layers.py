@@ -41,21 +41,23 @@ class HostLayers:
 
 def layer_sizes(shapes: Shapes, dtype: torch.dtype) -> list[int]:
     """Return the bytes of the linears of each layer."""
-    return [aligned(sum(_sizes(linears, dtype))) for linears in _by_layer(shapes)]
+    return [_size(linears, dtype) for linears in _by_layer(shapes)]
 
 
-def make_host_layers(shapes: Shapes, device: torch.device, dtype: torch.dtype, first: int, layers: int) -> HostLayers:
-    """Allocate the linears of layers `first` to `layers` - 1, and the buffers. Raises DeviceError."""
-    sizes = layer_sizes(shapes, dtype)[first:]
+def make_host_layers(shapes: Shapes, device: torch.device, dtype: torch.dtype, first: int) -> HostLayers:
+    """Allocate the linears of the layers from `first` on, and the buffers. Raises DeviceError."""
+    layers = _by_layer(shapes)[first:]
+    sizes = [_size(linears, dtype) for linears in layers]
     ring = torch.empty(LAYER_BUFFERS, max(sizes), dtype=torch.uint8, device=device)
-    host = host_memory(layers - first, max(sizes), device, "weights_offload")
+    host = host_memory(len(layers), max(sizes), device, "weights_offload")
     stored, read, source, target = {}, {}, [], []
-    for i, (row, own, size) in enumerate(zip(host, _by_layer(shapes)[first:], sizes)):
+    for i, (row, own, size) in enumerate(zip(host, layers, sizes)):
         buffer, at = ring[i % LAYER_BUFFERS], 0
-        for (name, shape), length in zip(own.items(), _sizes(own, dtype)):
+        for name, shape in own.items():
+            length = math.prod(shape) * dtype.itemsize
             for tensors, memory in ((stored, row), (read, buffer)):
-                tensors[name] = memory[at : at + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
-            at += length
+                tensors[name] = memory[at : at + length].view(dtype).view(shape)
+            at += aligned(length, ALIGNED)
         source.append(row[:size].view(torch.int64)[None])
         target.append(buffer[:size].view(torch.int64)[None])
     places = torch.tensor([1, 0], dtype=torch.int32, device=device)
@@ -71,5 +73,6 @@ def _by_layer(shapes: Shapes) -> list[Shapes]:
     return [layers[number] for number in sorted(layers)]
 
 
-def _sizes(linears: Shapes, dtype: torch.dtype) -> list[int]:
-    return [aligned(math.prod(shape) * dtype.itemsize, ALIGNED) for shape in linears.values()]
+def _size(linears: Shapes, dtype: torch.dtype) -> int:
+    """Return the bytes of the linears of a layer in one piece."""
+    return aligned(sum(aligned(math.prod(shape) * dtype.itemsize, ALIGNED) for shape in linears.values()))

@@ -189,7 +189,7 @@ def _allocate(
     try:
         shapes = {name: target.shape for name, target in plan.items()}
         assert not on_host or all(target.packed is None for target in plan.values()), "words stay on the device"
-        host = make_host_layers(shapes, device, dtype, layers - on_host, layers) if on_host else None
+        host = make_host_layers(shapes, device, dtype, layers - on_host) if on_host else None
         places = {
             name: {
                 part: torch.empty(shape, dtype=kind, device=device)
