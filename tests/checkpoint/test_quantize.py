@@ -83,7 +83,7 @@ def test_the_memory_plan_counts_packed_weights(tmp_path):
     assert weights.nbytes() == weight_bytes(config, torch.bfloat16, packs=True)
 
 
-def test_a_head_is_quantized_beside_the_rest_only(tmp_path):
+def test_a_head_is_quantized_only_together_with_the_other_linears(tmp_path):
     with pytest.raises(ParameterError, match="^quantize_head: nothing is quantized; use it with quantize"):
         Engine.load(write_tiny(tmp_path, "qwen3"), device="cpu", quantize_head="int4")
 
