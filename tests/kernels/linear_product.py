@@ -93,7 +93,7 @@ class Product:
         of_weight = linear.weight.dtype if linear.packed is None else torch.bfloat16
         self.linear = replace(linear, bias=random(self.n, dtype=of_weight)) if bias else linear
         self.meta = idle(rows, *(row for row in stopped if row < rows > 1))
-        self.x = self.buffer(k, dtype, 64)[:rows]  # tiles read further rows of the buffer
+        self.x = self.buffer(k, dtype, max(rows, 64))[:rows]  # tiles read further rows of the buffer
         self.x.copy_(random(rows, k, dtype=dtype, seed=1))
         self.partials = random(rows, partials, seed=2).abs() * k / 3
         self.hidden, self.norm = random(rows, self.n, seed=3), norm_weight(self.n, of_weight)

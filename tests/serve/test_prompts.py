@@ -16,6 +16,7 @@ from tridecode.layout import Chunk
 from tridecode.plan.placement import plan_graphs
 from tridecode.step.dispatch import PROMPT_SIZES, Dispatcher, prompt_sizes
 from tridecode.step.prompt_graphs import PromptPasses
+from tridecode.step.workspace import named_tensors
 
 needs_gpu = pytest.mark.skipif(not CUDA, reason="CUDA graphs exist on a GPU only")
 GREEDY = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
@@ -104,8 +105,9 @@ def test_padding_is_never_seen():
         while engine.capture_next():
             pass
         engine.model.kv.pool.fill_(float("nan"))
-        for name in ("hidden", "delta", "x", "qkv", "q", "attended", "gate_up", "act", "partial", "lse"):
-            getattr(engine.model.prompt, name).fill_(float("nan"))
+        for tensor in named_tensors(engine.model.prompt).values():
+            if tensor.is_floating_point():
+                tensor.fill_(float("nan"))
     a, b = (engine.generate(ids(21), SAMPLED) for engine in (exact, padded))
     assert a.error is None and a.token_ids == b.token_ids
     assert close(padded.model.kv.held(0, 21), exact.model.kv.held(0, 21))
