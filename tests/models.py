@@ -103,7 +103,28 @@ def tiny_engine(
         backend = "triton" if CUDA else "torch"
     weights = random_weights(config, DEVICE, dtype, seed, on_host)
     configs = None if CUDA else interpreter_configs(config, weights)
-    return Engine.build(config, weights, None, capacity, backend, graph, configs=configs, **build or {})
+    return build_engine(config, weights, capacity, backend, graph, configs, **build or {})
+
+
+def build_engine(
+    spec, weights, capacity, backend=None, graph="full", configs=None, *, pages=None, page=None, offload=None, **options
+) -> Engine:
+    """Build an engine from weights.
+
+    Args:
+        backend: by default the one that this machine has.
+        pages, page, offload: in place of what the plan has.
+        options: of EngineOptions; drafts only if they request them.
+    """
+    backend = backend or ("triton" if CUDA else "torch")
+    dtype = str(weights.dtype).removeprefix("torch.")
+    options = {"speculate": "off", "dtype": dtype} | options
+    requested = EngineOptions(max_seq_len=capacity, backend=backend, graph=graph, **options)
+    plan = resolve(requested, spec, weights.device)
+    page = page or plan.page
+    chunk = chunk_of(requested, capacity, page)
+    plan = replace(plan, pages=pages or plan.pages, page=page, offload=offload or plan.offload, chunk=chunk)
+    return Engine.build(plan, weights, configs=configs)
 
 
 def use_h100(monkeypatch) -> None:

@@ -1,68 +1,323 @@
-"""Checks of what a Python program passes: a ParameterError that names the argument, before anything is done."""
+"""Arguments: what a caller may pass, declared once, and one check for every place where a value arrives.
+
+A field of EngineOptions or SamplingParams carries an Option: its constraint, help text and group. The command line, the
+configuration file, environment variables, docs, HTTP requests and generation_config.json all use the same constraint.
+"""
 
 import operator
+import re
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 from .errors import ParameterError
+
+LARGEST = 2**31 - 2  # positions and counts are 32-bit integers
+WORDS = {"true": True, "on": True, "yes": True, "1": True, "false": False, "off": False, "no": False, "0": False}
 
 _repr = reprlib.Repr()
 _repr.maxstring = _repr.maxother = _repr.maxlong = 60
 
 
 def shown(value) -> str:
-    """A value in a message: its repr on one line, cut to some 60 characters."""
+    """Return the repr of a value on one line, cut to some 60 characters, for a message."""
     try:
         return " ".join(_repr.repr(value).split())
     except ValueError:  # an integer of more digits than Python writes
         return f"an {type(value).__name__} of thousands of digits"
 
 
-def choice(name: str, value, choices: tuple[str, ...]) -> str:
-    """`value` if it is one of `choices`."""
-    if not isinstance(value, str) or value not in choices:
-        *most, last = choices
-        raise ParameterError(f"{name} must be {', '.join(most)} or {last}, got {shown(value)}")
-    return value
+def listed(words: Sequence[str]) -> str:
+    """Join words as "a, b or c"."""
+    *most, last = words
+    return f"{', '.join(most)} or {last}" if most else last
 
 
-def integer(name: str, value, low: int, high: int, which: str = "") -> int:
-    """`value`, an integer of Python, numpy or torch, as an int from `low` to `high`, which `which` describes."""
-    try:
-        number = None if isinstance(value, bool) else operator.index(value)
-    except TypeError:
-        number = None
-    if number is None or not low <= number <= high:
-        raise ParameterError(f"{name} must be an integer from {low:,} to {which}{high:,}, got {shown(value)}")
-    return number
+class Rejected(ValueError):
+    """A constraint does not accept a value.
+
+    Args:
+        code: "type", "range" or "choice".
+        detail: what the message states in place of the constraint's `expected`, for example about one entry of a list.
+        entry: the part of the value that `detail` is about.
+    """
+
+    def __init__(self, code: str, detail: str = "", entry: Any = None):
+        super().__init__(code)
+        self.code, self.detail, self.entry = code, detail, entry
 
 
-def real(name: str, value, low: float, high: float, other: str = "") -> float:
-    """`value`, a number from `low` to `high`; other: what else the error names."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
-        raise ParameterError(f"{name} must be a number from {low:,g} to {high:,g}{other}, got {shown(value)}")
-    return float(value)
+class Constraint:
+    """The values that an argument may have. `expected` completes the sentence "... must be"."""
+
+    expected: str
+
+    def accept(self, value):
+        """Return the value in its normal form. Raises Rejected."""
+        raise NotImplementedError
+
+    def read(self, text: str) -> Any:
+        """Return the value that a text from the command line, environment or file stands for, unchecked."""
+        return text
+
+    def check(self, name: str, value):
+        """Return the value in its normal form. Raises ParameterError, which names the argument."""
+        try:
+            return self.accept(value)
+        except Rejected as error:
+            message = f"{name} must be {self.expected}, got {shown(value)}"
+            if error.detail:
+                message = f"{name}: {error.detail}, got {shown(error.entry)}"
+            raise ParameterError(message, argument=name, code=error.code) from None
+
+    def parse(self, text: str):
+        """Return the checked value of a text. Raises ParameterError without a name."""
+        try:
+            return self.accept(self.read(text))
+        except Rejected as error:
+            expected = error.detail or f"expected {self.expected}"
+            raise ParameterError(f"{expected}, got {text[:80]!r}", code=error.code) from None
+
+    @property
+    def item(self) -> "Constraint":
+        """The constraint of one value of an option that the command line repeats."""
+        return self
 
 
-def flag(name: str, value) -> bool:
-    if not isinstance(value, bool):
-        raise ParameterError(f"{name} must be True or False, got {shown(value)}")
-    return value
+@dataclass(frozen=True)
+class Choice(Constraint):
+    """One of some words."""
+
+    choices: tuple[str, ...]
+
+    @property
+    def expected(self) -> str:
+        return listed(self.choices)
+
+    def accept(self, value) -> str:
+        if not isinstance(value, str) or value not in self.choices:
+            raise Rejected("choice")
+        return value
 
 
-def string(name: str, value) -> str:
-    if not isinstance(value, str):
-        raise ParameterError(f"{name} must be a string, got {shown(value)}")
-    return value
+@dataclass(frozen=True)
+class Integer(Constraint):
+    """An integer of Python, numpy or torch. of_high: words before the upper limit."""
+
+    low: int
+    high: int = LARGEST
+    of_high: str = ""
+
+    @property
+    def expected(self) -> str:
+        return f"an integer from {self.low:,} to {self.of_high}{self.high:,}"
+
+    def accept(self, value) -> int:
+        if isinstance(value, bool):
+            raise Rejected("type")
+        try:
+            number = operator.index(value)
+        except TypeError:
+            raise Rejected("type") from None
+        if not self.low <= number <= self.high:
+            raise Rejected("range")
+        return number
+
+    def read(self, text: str) -> int | str:
+        return int(text) if re.fullmatch(r"[+-]?[0-9]{1,39}", text.strip()) else text
+
+
+@dataclass(frozen=True)
+class Number(Constraint):
+    """A number. above: the lower limit itself is too small. words: what else is accepted."""
+
+    low: float
+    high: float
+    above: bool = False
+    words: tuple[str, ...] = ()
+
+    @property
+    def expected(self) -> str:
+        bound = "above" if self.above else "from"
+        others = "".join(f' or "{word}"' for word in self.words)
+        return f"a number {bound} {self.low:,g} to {self.high:,g}{others}"
+
+    def accept(self, value) -> float | int | str:
+        if isinstance(value, str) and value in self.words:
+            return value
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise Rejected("type")
+        if not self.low <= value <= self.high or self.above and value == self.low:
+            raise Rejected("range")
+        return value
+
+    def read(self, text: str) -> float | str:
+        try:
+            return float(text)
+        except ValueError:
+            return text
+
+
+@dataclass(frozen=True)
+class Flag(Constraint):
+    """True or False."""
+
+    expected: str = "True or False"
+
+    def accept(self, value) -> bool:
+        if not isinstance(value, bool):
+            raise Rejected("type")
+        return value
+
+    def read(self, text: str) -> bool | str:
+        return WORDS.get(text.strip().lower(), text)
+
+
+@dataclass(frozen=True)
+class Text(Constraint):
+    """A string that matches a pattern as a whole."""
+
+    expected: str = "a string"
+    pattern: str = r"(?s).*"
+
+    def accept(self, value) -> str:
+        if not isinstance(value, str):
+            raise Rejected("type")
+        if not re.fullmatch(self.pattern, value):
+            raise Rejected("choice")
+        return value
+
+
+@dataclass(frozen=True)
+class Integers(Constraint):
+    """Integers, on the command line separated by commas. ascending: each is larger than the one before."""
+
+    low: int
+    high: int = LARGEST
+    ascending: bool = False
+
+    @property
+    def expected(self) -> str:
+        order = "ascending " if self.ascending else ""
+        return f"{order}integers from {self.low:,} to {self.high:,}, like 1, 2, 4"
+
+    def accept(self, value) -> tuple[int, ...]:
+        items = value.tolist() if hasattr(value, "tolist") else value
+        if isinstance(items, str | bytes | Mapping) or not isinstance(items, Sequence) or not items:
+            raise Rejected("type")
+        found = [Integer(self.low, self.high).accept(item) for item in items]
+        if self.ascending and found != sorted(set(found)):
+            raise Rejected("range")
+        return tuple(found)
+
+    def read(self, text: str) -> list:
+        return [Integer(self.low).read(part) for part in text.split(",")]
+
+
+@dataclass(frozen=True)
+class Pair(Constraint):
+    """Two integers from `most` down to 1, the larger first; on the command line and in the file as "8:2"."""
+
+    most: int
+    example: tuple[int, int]
+
+    @property
+    def expected(self) -> str:
+        large, small = self.example
+        return f"two numbers from {self.most} down to 1, the larger first, like {large} and {small}"
+
+    def accept(self, value) -> tuple[int, int]:
+        if not isinstance(value, Sequence) or len(value) != 2 or not all(type(each) is int for each in value):
+            raise Rejected("type")
+        if not 1 <= value[1] <= value[0] <= self.most:
+            raise Rejected("range")
+        return value[0], value[1]
+
+    def read(self, text: str) -> list:
+        return [Integer(1).read(part) for part in text.split(":")]
+
+
+@dataclass(frozen=True)
+class Option:
+    """An argument of Python, a command and the configuration file.
+
+    Args:
+        default: its value if it is not set.
+        group: the heading under which help and docs show it.
+        commands: those that take it; none: Python only.
+        unsaved: commands that read it neither from the configuration file nor from the environment.
+        defaults: other defaults, by the name of a command, or of another option of the command that is set.
+        default_words: the default in words.
+        metavar: what stands for the value in the help.
+        repeated: the command line collects several values in a list.
+        from_file: the command line takes the name of a file that holds the value.
+        exclusive: name of a set of options of which one may be set.
+        aliases: further flags, each with the value that it sets and its help.
+    """
+
+    constraint: Constraint
+    help: str
+    default: Any = None
+    group: str = ""
+    name: str = ""
+    commands: tuple[str, ...] = ()
+    unsaved: tuple[str, ...] = ()
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    default_words: str = ""
+    metavar: str | None = None
+    repeated: bool = False
+    from_file: bool = False
+    exclusive: str = ""
+    aliases: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
+
+    @property
+    def flag(self) -> str:
+        """How the command line spells it: --name, or --no-name for a flag that is on by default."""
+        negative = isinstance(self.constraint, Flag) and self.default is True
+        return f"--{'no-' if negative else ''}{self.name.replace('_', '-')}"
+
+    @property
+    def described_default(self) -> str:
+        """The default in words; empty for flags."""
+        if self.default_words or isinstance(self.constraint, Flag) or self.default is None:
+            return self.default_words
+        return f"{self.default:g}" if isinstance(self.default, float) else str(self.default)
+
+    def check(self, value, name: str = ""):
+        """Return the value in its normal form; None is one where it is the default. Raises ParameterError."""
+        if value is None and self.default is None:
+            return None
+        return self.constraint.check(name or self.name, value)
+
+
+def option(default, constraint: Constraint, help: str, **more):
+    """A dataclass field with an Option. more: further fields of Option."""
+    return field(default=default, metadata={"option": Option(constraint, help, default, **more)})
+
+
+def options_of(cls) -> dict[str, Option]:
+    """The options that the fields of a dataclass declare, by name."""
+    declared = {each.name: each.metadata.get("option") for each in fields(cls)}
+    return {name: replace(found, name=name) for name, found in declared.items() if found}
+
+
+def check_fields(instance) -> None:
+    """Check and normalize the fields of a frozen dataclass that have an Option. Raises ParameterError."""
+    for name, declared in options_of(type(instance)).items():
+        object.__setattr__(instance, name, declared.check(getattr(instance, name)))
 
 
 def mapping(name: str, value) -> dict:
-    """`value`, None being empty, as a dict with strings as keys."""
+    """Return a dict with strings as keys, empty for None. Raises ParameterError."""
     if not isinstance(value, Mapping | None) or not all(isinstance(key, str) for key in value or ()):
-        raise ParameterError(f"{name} must be a dict with strings as keys, got {shown(value)}")
+        message = f"{name} must be a dict with strings as keys, got {shown(value)}"
+        raise ParameterError(message, argument=name, code="type")
     return dict(value or {})
 
 
 def function(name: str, value) -> None:
+    """Check that a value is callable or None. Raises ParameterError."""
     if value is not None and not callable(value):
-        raise ParameterError(f"{name} must be a function or None, got {shown(value)}")
+        message = f"{name} must be a function or None, got {shown(value)}"
+        raise ParameterError(message, argument=name, code="type")

@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from .arguments import flag, function, mapping, shown, string
+from .arguments import Flag, Text, function, mapping, shown
 from .errors import GenerationError, ParameterError, PromptError, counted
 from .loading import Loaded
 from .plan import threads
@@ -24,6 +24,7 @@ from .step.prompt_graphs import make_prompts
 from .text.grammar import Grammars
 from .text.prompt import Encoded, Prompt, listed, prompt_ids
 
+FLAG, TEXT = Flag(), Text()
 FIRST_TURN = 64  # tokens of a prompt whose passes a one-slot engine captures before it is ready
 
 
@@ -40,7 +41,7 @@ class Engine(Loaded):
         dispatcher = Dispatcher(graphs.graph, graphs.sizes, graphs.prompt_sizes, graphs.prompt_attention)
         self.steps = make_steps(self.model, self.backend, dispatcher, graphs.attention)
         self.prompts = make_prompts(self.model, self.steps, self.backend, graphs.prompt_attention)
-        self.prompts.capture_all(None if self.slots > 1 or self.policy.batch_invariant else FIRST_TURN)
+        self.prompts.capture_all(None if self.slots > 1 or self.plan.options.batch_invariant else FIRST_TURN)
         ahead = 1 if self.device.type == "cuda" and self.backend == "triton" else 0
         runners = (lambda: self.steps), (lambda: self.prompts)  # those of now: benchmarks put others in their place
         scheduler = Scheduler(self.model, self.tokenizer, *runners, ahead, self.policy)
@@ -85,7 +86,7 @@ class Engine(Loaded):
 
     def _params(self, params) -> SamplingParams:
         if not isinstance(params, SamplingParams | None):
-            raise ParameterError(f"params must be a SamplingParams or None, got {shown(params)}")
+            raise ParameterError(f"params must be a SamplingParams or None, got {shown(params)}", "params", "type")
         return self.default_params() if params is None else params
 
     def encode(self, prompt: Prompt, template_variables: dict | None = None) -> list[int]:
@@ -143,9 +144,9 @@ class Engine(Loaded):
         started = time.perf_counter()
         self._open()
         params = self._params(params)
-        flag("reuse_prefix", reuse_prefix)
+        FLAG.check("reuse_prefix", reuse_prefix)
         tokens, chat = self.prepare(prompt, template_variables)
-        salt, grammar = string("cache_salt", cache_salt), self._grammars.of(params)
+        salt, grammar = TEXT.check("cache_salt", cache_salt), self._grammars.of(params)
         return generating(tokens, chat, params, self.config, self.capacity, reuse_prefix, salt, started, grammar)
 
     def generate(
@@ -181,7 +182,7 @@ class Engine(Loaded):
             wanted = counted(len(prompts), "prompt")
             raise ParameterError(f"params: a list has one for each of {wanted}, got {len(params):,}")
         function("progress", progress)
-        flag("reuse_prefix", reuse_prefix)
+        FLAG.check("reuse_prefix", reuse_prefix)
         self._open()
         options = {"reuse_prefix": reuse_prefix, "template_variables": template_variables}
         return self._driver.gather(

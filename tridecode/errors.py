@@ -34,7 +34,22 @@ class TooLong(PromptError):
 
 
 class ParameterError(TridecodeError, ValueError):
-    """A sampling or engine parameter is out of its range."""
+    """A sampling or engine parameter has a wrong value, or contradicts another one.
+
+    Attributes:
+        argument: the name of the parameter in Python, None if the error is about none or about several.
+        code: "type", "range", "choice" or "conflict" (with another parameter, the model or the device), None for
+            other errors.
+    """
+
+    def __init__(self, message: str, argument: str | None = None, code: str | None = None):
+        super().__init__(message)
+        self.argument, self.code = argument, code
+
+
+def conflict(argument: str, rest: str) -> ParameterError:
+    """The error of a parameter that contradicts another one, the model or the device; rest: follows its name."""
+    return ParameterError(f"{argument}{rest}", argument, "conflict")
 
 
 class GenerationError(TridecodeError):

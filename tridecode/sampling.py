@@ -1,136 +1,233 @@
-"""SamplingParams: how one generation draws its tokens and when it ends."""
+"""SamplingParams: how one generation samples its tokens and when it ends."""
 
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from .arguments import flag, shown
-from .errors import ParameterError, brief
+from .arguments import Constraint, Flag, Integer, Number, Option, Rejected, Text, check_fields, option, shown
+from .errors import ParameterError, brief, conflict
 from .layout import MAX_LOGPROBS
 
 STRUCTURES = ("json_schema", "regex", "choice", "grammar")
 STRUCTURE_CHARACTERS = 1 << 18
+COMMANDS = ("chat", "generate")
+
+
+def _is_token(value) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+@dataclass(frozen=True)
+class Texts(Constraint):
+    """Non-empty strings. least: how many; one string alone is a list of one if it is 0."""
+
+    least: int = 0
+
+    @property
+    def expected(self) -> str:
+        return "a list of at least one string" if self.least else "a list"
+
+    @property
+    def item(self) -> Constraint:
+        return Text("a non-empty string", r"(?s).+")
+
+    def accept(self, value) -> tuple[str, ...]:
+        if isinstance(value, str) and not self.least:
+            value = (value,)
+        try:
+            texts = tuple(() if value is None else value)
+        except TypeError:
+            raise Rejected("type") from None
+        if isinstance(value, str | Mapping) or len(texts) < self.least:
+            raise Rejected("type")
+        for text in texts:
+            if not isinstance(text, str) or not text:
+                raise Rejected("type", "every entry must be a non-empty string", text)
+        return texts
+
+
+@dataclass(frozen=True)
+class TokenIds(Constraint):
+    """Token ids; on the command line separated by commas."""
+
+    expected: str = "a list"
+
+    def accept(self, value) -> tuple[int, ...]:
+        try:
+            tokens = tuple(() if value is None else value)
+        except TypeError:
+            raise Rejected("type") from None
+        for token in tokens:
+            if not _is_token(token):
+                raise Rejected("type", "every entry must be a token id (an integer >= 0)", token)
+        return tokens
+
+    def read(self, text: str) -> list:
+        return [Integer(0).read(part) for part in text.split(",")] if text.strip() else []
+
+
+@dataclass(frozen=True)
+class Bias(Constraint):
+    """A mapping of token ids to numbers."""
+
+    expected: str = "a mapping of token ids to numbers"
+
+    @property
+    def item(self) -> Constraint:
+        return BiasItem()
+
+    def accept(self, value) -> dict[int, float]:
+        try:
+            found = dict(() if value is None else value)
+        except (TypeError, ValueError):
+            raise Rejected("type") from None
+        for token, bias in found.items():
+            if not _is_token(token):
+                raise Rejected("type", "every key must be a token id (an integer >= 0)", token)
+            if isinstance(bias, bool) or not isinstance(bias, int | float) or not abs(bias) <= 1e30:
+                raise Rejected("range", f"token {shown(token)} must have a number from -1e30 to 1e30", bias)
+        return found
+
+
+@dataclass(frozen=True)
+class BiasItem(Constraint):
+    """ID=VALUE on the command line, as a pair."""
+
+    expected: str = "ID=VALUE, like 42=-1.5"
+
+    def accept(self, value) -> tuple[int, float]:
+        if not isinstance(value, tuple):
+            raise Rejected("type")
+        ((token, bias),) = Bias().accept([value]).items()
+        return token, bias
+
+    def read(self, text: str):
+        token, _, value = text.partition("=")
+        try:
+            return int(token), float(value)
+        except ValueError:
+            return text
+
+
+@dataclass(frozen=True)
+class Schema(Constraint):
+    """A JSON schema: a dict, or its JSON text."""
+
+    expected: str = "a JSON object"
+
+    def accept(self, value) -> str:
+        return _schema(value)
+
+
+NON_EMPTY = Text("a non-empty string", r"(?s).+")
+
+
+def _option(default, constraint: Constraint, help: str, **more):
+    return option(default, constraint, help, **{"group": "sampling", "commands": COMMANDS} | more)
+
+
+def _form(constraint: Constraint, help: str, **more):
+    return option(
+        None, constraint, help, group="form of the answer", commands=("generate",), unsaved=("generate",), **more
+    )
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Sampling and stopping of one generation; checked on construction (ParameterError).
+    """Sampling and stopping of one generation, checked on construction.
 
-    temperature: 0 is greedy. top_k: 0 is off. top_p in (0, 1], min_p in [0, 1]: 1 and 0 are off.
-    repetition_penalty >= 0.001 acts on tokens of prompt and output (as transformers), presence_penalty and
-    frequency_penalty in [-2, 2] on tokens of the output only (as OpenAI's API).
-    logit_bias: token id -> value added to that logit before everything else.
-    seed: None draws one. max_tokens: None is up to the context's end. stop: strings, never shown.
-    stop_token_ids: beside the model's own, at most 16 in all. ignore_eos: the model's own do not stop.
-    logprobs: number of most likely tokens to report a step, 0 to 20; None reports nothing.
-    json_schema (a dict, or its JSON text), regex, choice (strings) or grammar (Lark), one of them: the answer is such a
-    text, and ends where nothing can follow. What llguidance cannot follow is refused when a request is submitted.
-    Order: mask of these, bias, repetition, presence and frequency penalty, temperature, top-k, top-p, min-p; ties at a
-    threshold stay.
+    The order is: mask of json_schema, regex, choice or grammar; logit_bias; repetition, presence and frequency penalty;
+    temperature; top-k; top-p; min-p. Tokens that are tied at a threshold are all kept.
+
+    Raises:
+        ParameterError: a value is wrong; `.argument` names the parameter.
     """
 
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
-    seed: int | None = None
-    max_tokens: int | None = None
-    stop: Sequence[str] = ()
-    stop_token_ids: Sequence[int] = ()
-    ignore_eos: bool = False
-    logprobs: int | None = None
-    json_schema: Mapping | str | None = None
-    regex: str | None = None
-    choice: Sequence[str] | None = None
-    grammar: str | None = None
+    temperature: float = _option(1.0, Number(0, 100), "0 is greedy", metavar="T")
+    top_k: int = _option(0, Integer(0, 2**31 - 1), "sample from the K most likely tokens; 0 is off", metavar="K")
+    top_p: float = _option(
+        1.0, Number(0, 1, above=True), "sample from the most likely tokens that have probability P together; 1 is off", metavar="P"
+    )
+    min_p: float = _option(
+        0.0, Number(0, 1), "sample from the tokens at least P times as likely as the most likely one; 0 is off", metavar="P"
+    )
+    repetition_penalty: float = _option(
+        1.0, Number(0.001, 100), "on tokens of prompt and answer, as transformers has it; 1 is off", metavar="R"
+    )
+    presence_penalty: float = _option(
+        0.0, Number(-2, 2), "on tokens of the answer, as OpenAI's API has it; 0 is off", metavar="P"
+    )
+    frequency_penalty: float = _option(
+        0.0, Number(-2, 2), "on tokens of the answer, times their number; 0 is off", metavar="P"
+    )
+    logit_bias: Mapping[int, float] = field(
+        default_factory=dict,
+        metadata={
+            "option": Option(
+                Bias(), "added to a token's logit; repeatable", {}, "sampling", commands=COMMANDS, metavar="ID=VALUE",
+                repeated=True, default_words="none",
+            )
+        },
+    )  # fmt: skip
+    seed: int | None = _option(
+        None,
+        Integer(-(2**63), 2**64 - 1),
+        "the same seed, prompt and history give the same tokens",
+        metavar="N",
+        default_words="another one each time",
+    )
+    max_tokens: int | None = _option(
+        None, Integer(1, 2**31 - 1), "longest answer", metavar="N", default_words="up to the context's end"
+    )
+    stop: Sequence[str] = _option(
+        (), Texts(), "a string that ends the answer and is not shown; repeatable", metavar="STRING", repeated=True,
+        default_words="none",
+    )  # fmt: skip
+    stop_token_ids: Sequence[int] = _option(
+        (), TokenIds(), "end the answer too, beside the model's own", metavar="IDS", default_words="none"
+    )
+    ignore_eos: bool = _option(False, Flag(), "the model's own stop tokens do not end the answer")
+    logprobs: int | None = _option(
+        None,
+        Integer(0, MAX_LOGPROBS),
+        "report the logprob of each token and of the N most likely ones; on the command line with --json",
+        metavar="N",
+        commands=("generate",),
+        unsaved=("generate",),
+        default_words="none",
+    )
+    json_schema: Mapping | str | None = _form(Schema(), "JSON that this schema allows", metavar="FILE", from_file=True)
+    regex: str | None = _form(NON_EMPTY, "a text that the regular expression matches as a whole", metavar="PATTERN")
+    choice: Sequence[str] | None = _form(Texts(1), "one of these texts; repeatable", metavar="TEXT", repeated=True)
+    grammar: str | None = _form(NON_EMPTY, "a text of this grammar in Lark's form", metavar="FILE", from_file=True)
 
     def __post_init__(self):
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
-        for name, kind in (("stop", tuple), ("stop_token_ids", tuple), ("logit_bias", dict)):
-            value = getattr(self, name)
-            try:
-                object.__setattr__(self, name, kind(() if value is None else value))
-            except (TypeError, ValueError):
-                expected = "a list" if kind is tuple else "a mapping of token ids to numbers"
-                raise ParameterError(f"{name} must be {expected}, got {shown(value)}") from None
-        self._number("temperature", 0.0, 100.0)
-        self._number("top_p", 0.0, 1.0, low_open=True)
-        self._number("min_p", 0.0, 1.0)
-        self._number("repetition_penalty", 0.001, 100.0)
-        self._number("presence_penalty", -2.0, 2.0)
-        self._number("frequency_penalty", -2.0, 2.0)
-        flag("ignore_eos", self.ignore_eos)
-        self._integer("top_k", 0, 2**31 - 1)
-        self._integer("seed", -(2**63), 2**64 - 1, optional=True)
-        self._integer("max_tokens", 1, 2**31 - 1, optional=True)
-        self._integer("logprobs", 0, MAX_LOGPROBS, optional=True)
-        for text in self.stop:
-            if not isinstance(text, str) or not text:
-                raise ParameterError(f"stop: every entry must be a non-empty string, got {shown(text)}")
-        for token in self.stop_token_ids:
-            if isinstance(token, bool) or not isinstance(token, int) or token < 0:
-                what = "every entry must be a token id (an integer >= 0)"
-                raise ParameterError(f"stop_token_ids: {what}, got {shown(token)}")
-        for token, bias in self.logit_bias.items():
-            if isinstance(token, bool) or not isinstance(token, int) or token < 0:
-                raise ParameterError(f"logit_bias: every key must be a token id (an integer >= 0), got {shown(token)}")
-            if isinstance(bias, bool) or not isinstance(bias, (int, float)) or not abs(bias) <= 1e30:
-                what = f"token {shown(token)} must have a number from -1e30 to 1e30"
-                raise ParameterError(f"logit_bias: {what}, got {shown(bias)}")
-
+        check_fields(self)
         self._check_structure()
 
     def _check_structure(self) -> None:
         given = [name for name in STRUCTURES if getattr(self, name) is not None]
         if len(given) > 1:
-            raise ParameterError(f"{given[1]}: an answer has one form, and {given[0]} is given too")
+            raise conflict(given[1], f": an answer has one form, and {given[0]} is given too")
         if not given:
             return
-        (name,), value = given, getattr(self, given[0])
-        if name == "choice":
-            if isinstance(value, str) or not isinstance(value, Sequence) or not value:
-                raise ParameterError(f"choice must be a list of at least one string, got {shown(value)}")
-            for text in value:
-                if not isinstance(text, str) or not text:
-                    raise ParameterError(f"choice: every entry must be a non-empty string, got {shown(text)}")
-            object.__setattr__(self, "choice", tuple(value))
-        elif name == "json_schema":
-            object.__setattr__(self, "json_schema", _schema(value))
-        elif not isinstance(value, str) or not value:
-            raise ParameterError(f"{name} must be a non-empty string, got {shown(value)}")
-        if (size := len(text := self.structure[1])) > STRUCTURE_CHARACTERS:
-            raise ParameterError(f"{name}: at most {STRUCTURE_CHARACTERS:,} characters are supported, got {size:,}")
+        name, text = self.structure
+        if len(text) > STRUCTURE_CHARACTERS:
+            limit = f"at most {STRUCTURE_CHARACTERS:,} characters are supported, got {len(text):,}"
+            raise ParameterError(f"{name}: {limit}", name, "range")
         try:
             text.encode()
         except UnicodeEncodeError:
-            raise ParameterError(f"{name}: lone surrogates are no text, got {shown(value)}") from None
+            message = f"{name}: a lone surrogate is not text, got {shown(getattr(self, name))}"
+            raise ParameterError(message, name, "type") from None
 
     @property
     def structure(self) -> tuple[str, str] | None:
-        """Which of json_schema, regex, choice and grammar is given, and it as text."""
+        """The name of the one of json_schema, regex, choice and grammar that is set, and its value as text."""
         for name in STRUCTURES:
             if (value := getattr(self, name)) is not None:
                 return name, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
         return None
-
-    def _number(self, name: str, low: float, high: float, low_open: bool = False):
-        value = getattr(self, name)
-        number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not number or not low <= value <= high or (low_open and value == low):
-            bound = "above" if low_open else "from"
-            raise ParameterError(f"{name} must be a number {bound} {low:g} to {high:g}, got {shown(value)}")
-
-    def _integer(self, name: str, low: int, high: int, optional: bool = False):
-        value = getattr(self, name)
-        if optional and value is None:
-            return
-        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-            raise ParameterError(f"{name} must be an integer from {low:,} to {high:,}, got {shown(value)}")
 
     @property
     def penalties(self) -> bool:
@@ -149,11 +246,11 @@ def _schema(value) -> str:
         found = json.loads(text, parse_constant=_no_number)
         json.dumps(found, ensure_ascii=False, allow_nan=False).encode()  # 1e999, and lone surrogates by escapes
     except (TypeError, ValueError, RecursionError) as error:
-        raise ParameterError(f"json_schema must be plain JSON: {brief(error)}") from None
+        raise ParameterError(f"json_schema must be plain JSON: {brief(error)}", "json_schema", "type") from None
     if found is True:
         return "{}"
     if not isinstance(found, dict):
-        raise ParameterError(f"json_schema must be a JSON object, got {shown(found)}")
+        raise Rejected("type")
     return text
 
 

@@ -4,18 +4,18 @@ import argparse
 import math
 
 from ..models.presets import PRESETS
+from ..options import OPTIONS
+from .options import Url, add_option, reader
 from .values import (
     amount,
     contexts,
     graph_modes,
-    ngram,
     percentiles,
     positive,
     positives,
     request_rate,
     row_count,
     row_counts,
-    server_url,
     shares_of_one,
     temperature,
     whole,
@@ -124,8 +124,7 @@ def add_benches(bench) -> None:
     guess.add_argument("--steps", type=positive, default=32, metavar="N", help="passes a run (32)")
     long = "tokens that are looked through for a guess (32000)"
     guess.add_argument("--history", type=positive, default=32000, metavar="N", help=long)
-    agree = "as of generate (8:2)"
-    guess.add_argument("--speculate-ngram", type=ngram, metavar="N:M", help=agree)
+    add_option(guess, OPTIONS["speculate_ngram"])
     words = "of the texts (default: the checkpoint's, of a preset the bundled one)"
     guess.add_argument("--tokenizer", metavar="DIR", help=words)
     words = "play the texts alone, on any machine; no pass is timed"
@@ -141,7 +140,7 @@ def add_benches(bench) -> None:
 
 def add_serve(serve) -> None:
     """The names are those of vLLM's benchmark where it has the same."""
-    serve.add_argument("--url", type=server_url, default="http://127.0.0.1:8000", help="(http://127.0.0.1:8000)")
+    serve.add_argument("--url", type=reader(Url()), default="http://127.0.0.1:8000", help="(http://127.0.0.1:8000)")
     serve.add_argument("--model", metavar="NAME", help="as the server calls it (default: the first that it names)")
     serve.add_argument("--endpoint", choices=["completions", "chat"], default="completions", help="(completions)")
     serve.add_argument("--api-key-file", metavar="FILE", help="one line; without it TRIDECODE_API_KEY, if set")
@@ -179,14 +178,8 @@ def add_shape(parser, model: bool = False) -> None:
 
 
 def add_quantize(parser, kv_dtype: bool = True) -> None:
-    words = "what the weights of an unquantized checkpoint become while they are loaded; see docs/quantization.md"
-    parser.add_argument("--quantize", choices=["fp8", "int8", "int4"], help=words)
-    words = "the LM head beside them (default: fp8)"
-    parser.add_argument("--quantize-head", choices=["keep", "fp8", "int8", "int4"], help=words)
-    if not kv_dtype:
-        return
-    words = "of K/V: auto, the dtype, or fp8, in which twice as many fit (default: auto)"
-    parser.add_argument("--kv-dtype", default="auto", choices=["auto", "fp8"], help=words)
+    for name in ("quantize", "quantize_head", *(["kv_dtype"] if kv_dtype else [])):
+        add_option(parser, OPTIONS[name])
 
 
 def add_steps(parser, context: str, sampling: bool = True) -> None:

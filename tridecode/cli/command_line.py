@@ -9,8 +9,9 @@ from contextlib import nullcontext, suppress
 from itertools import takewhile
 
 from ..errors import ParameterError
-from .configuration import Configuration, Setting
+from .configuration import Configuration
 from .explain import option
+from .options import Option, add_options
 from .terminal import one_line
 
 
@@ -25,9 +26,12 @@ class Parser(argparse.ArgumentParser):
         self._words: tuple[str, Callable[[list[str]], bool]] | None = None
 
     def configure(self, command: str, configuration: Configuration) -> None:
-        """From now on options that are not given are what `configuration` says; args.origins names those, args.typed
-        has those of the command line as they were written."""
-        configuration.add(command, self)
+        """Add the declared options of `command`. Those that the command line does not set come from `configuration`.
+
+        In the parsed arguments, `origins` names where such values come from, and `typed` has the options of the command
+        line as they were written.
+        """
+        configuration.add(command, add_options(self, command))
         self._command, self._configuration = command, configuration
 
     def without(self, flag: str, *names: str) -> None:
@@ -93,18 +97,24 @@ class Parser(argparse.ArgumentParser):
         elif given:
             self.error(f"{option(given)} does not go with {option(flag)}, which has no use for it; leave out one")
 
-    def _fill(self, namespace, keys: dict[str, argparse.Action]) -> None:
-        """Those that were not given."""
+    def _fill(self, namespace, keys: dict[str, Option]) -> None:
+        """Set the options that the command line does not set."""
         try:
             found = self._configuration.settings(self._command)
         except ParameterError as error:
             self.wrong(error)
         namespace.origins = {}
-        for name, action in keys.items():
+        for name in keys:
+            if getattr(namespace, name) is None and name in found:
+                setattr(namespace, name, found[name].value)
+                namespace.origins[name] = found[name].origin
+        for name, declared in keys.items():
             if getattr(namespace, name) is None:
-                setting = found.get(name, Setting(action.default))
-                setattr(namespace, name, setting.value)
-                namespace.origins |= {name: setting.origin} if setting.origin else {}
+                default = self.get_default(name)
+                for key, other in declared.defaults.items():
+                    if key == self._command or getattr(namespace, key, None) is not None:
+                        default = other
+                setattr(namespace, name, default)
 
     def near(self, typed: str) -> list[str]:
         """Options that begin as `typed` does, or the nearest one. Their hyphens, which all of them share, count not."""

@@ -4,14 +4,10 @@ import re
 from collections.abc import Iterable
 
 from ..errors import NO_CHAT, TridecodeError
+from ..options import OPTIONS
 from .terminal import one_line
 
-LOADING = (  # arguments of Engine.load, each an option
-    "model", "device", "backend", "dtype", "max_seq_len", "slots", "kv_tokens", "kv_offload", "kv_ring",
-    "weights_offload", "graph", "graph_sizes", "chunk_tokens", "prompt_graph_max_tokens", "prompt_graph_sizes",
-    "prompt_attention", "prompt_ms", "batch_invariant", "max_queue", "quantize", "quantize_head", "kv_dtype",
-    "speculate", "speculate_ngram",
-)  # fmt: skip
+LOADING = ("model", *OPTIONS)  # arguments of Engine.load, each an option
 
 
 def explain(error: Exception, arguments: Iterable[str] = ()) -> str:

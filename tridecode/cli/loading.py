@@ -3,17 +3,18 @@
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
 from ..blocks.spec import ModelSpec
 from ..checkpoint.hub import BUNDLED, resolve_model
 from ..checkpoint.load import load_config
 from ..engine import Engine
-from ..plan.memory import plan_memory
-from ..plan.placement import resolve_dtype, to_quantize
+from ..options import EngineOptions
+from ..plan.resolve import EnginePlan, resolve
 from ..sampling import SamplingParams
 from ..text.tokenizer import Tokenizer
-from .engine_options import BATCH_SLOTS
 from .explain import LOADING, with_options
-from .parser import sampling_overrides
+from .options import engine_options, sampling_overrides
 from .terminal import Output
 
 
@@ -28,46 +29,12 @@ def load_engine(args, output: Output) -> tuple[Engine, SamplingParams]:
 
 
 def load_model(args, model: str | None, max_seq_len: int | None, output: Output) -> Engine:
-    """The engine of `model` (None: bundled) with the other options as they were given."""
+    """Load `model` (None: bundled) with the engine's options of the command line."""
     with output.loading() as progress:
-        engine = Engine.load(
-            model,
-            device=args.device,
-            backend=args.backend,
-            dtype=args.dtype,
-            max_seq_len=max_seq_len,
-            slots=slots_of(args),
-            kv_tokens=args.kv_tokens,
-            kv_offload=args.kv_offload,
-            kv_ring=args.kv_ring,
-            weights_offload=args.weights_offload,
-            graph=args.graph,
-            graph_sizes=args.graph_sizes,
-            attention=args.attention,
-            chunk_tokens=args.chunk_tokens,
-            prompt_graph_max_tokens=args.prompt_graph_max_tokens,
-            prompt_graph_sizes=args.prompt_graph_sizes,
-            prompt_attention=args.prompt_attention,
-            prompt_ms=args.prompt_ms,
-            prefix_sharing=args.prefix_sharing,
-            quantize=args.quantize,
-            quantize_head=args.quantize_head,
-            kv_dtype=args.kv_dtype,
-            batch_invariant=args.batch_invariant,
-            speculate=args.speculate,
-            speculate_ngram=args.speculate_ngram,
-            max_queue=getattr(args, "max_queue", None),
-            progress=progress,
-        )
+        engine = Engine.load(model, progress=progress, **engine_options(args) | {"max_seq_len": max_seq_len})
     for note in engine.notes:
         output.note(with_options(note, LOADING))
     return engine
-
-
-def slots_of(args) -> int:
-    """Requests at a time: --slots, or the command's own number."""
-    many = args.command == "serve" or getattr(args, "jsonl", None) is not None
-    return args.slots or (BATCH_SLOTS if many else 1)
 
 
 def show_defaults(engine: Engine, given: dict, output: Output) -> None:
@@ -85,47 +52,49 @@ class Loader:
         self.model: str | None = args.model  # the one in use
 
     def switch(self, chat, name: str) -> None:
-        """Give `chat` (a chat.talk.Chat) the model `name`; whatever is raised, it then has the model it had.
+        """Give `chat` (a chat.talk.Chat) the model `name`; after an error it has the model that it had.
 
-        Only where both models do not fit the old one goes first, and comes back if the new one fails. If even that
+        If both models do not fit, the old one is closed first, and loaded again if the new one fails. If even that
         fails, chat.engine is None.
         """
         path = resolve_model(name)
-        spec = to_quantize(load_config(path), self._args.quantize, self._args.quantize_head, self._args.kv_dtype)
+        plan = self._plan(path, chat.engine.device)
         if not chat.conversation.raw:  # its PromptError, before anything is given up
             Tokenizer.load(path).encode_chat([{"role": "user", "content": "Hello"}])
-        if self._fits_beside(chat.engine, spec):
-            chat.use(self._load(name, path, spec))
+        if self._fits_beside(chat.engine, plan):
+            chat.use(self._load(name, path))
         else:
             self._output.note(f"{chat.engine.name} and {name} do not fit together: the first is let go before")
             chat.engine, failure = None, None
             try:
-                chat.use(self._load(name, path, spec))
+                chat.use(self._load(name, path))
             except BaseException as error:
                 failure = error.with_traceback(None)  # which holds what was loaded so far
             if failure is not None:
-                before = resolve_model(self.model)
-                chat.use(self._load(self.model, before, load_config(before)))
+                chat.use(self._load(self.model, resolve_model(self.model)))
                 raise failure
         self.model = name
         show_defaults(chat.engine, chat.given, self._output)
 
-    def _load(self, model: str | None, path: Path, spec: ModelSpec) -> Engine:
+    def _plan(self, path: Path, device: torch.device) -> EnginePlan:
+        spec = load_config(path)
+        options = EngineOptions(**engine_options(self._args) | {"max_seq_len": self._limit(spec)})
+        return resolve(options, spec, device)
+
+    def _limit(self, spec: ModelSpec) -> int | None:
+        return self._args.max_seq_len and min(self._args.max_seq_len, spec.max_position)
+
+    def _load(self, model: str | None, path: Path) -> Engine:
         # The path was resolved already; the name is what people see.
-        limit = self._args.max_seq_len and min(self._args.max_seq_len, spec.max_position)
-        engine = load_model(self._args, path, limit, self._output)
+        engine = load_model(self._args, path, self._limit(load_config(path)), self._output)
         engine.name = model or BUNDLED.name
         return engine
 
-    def _fits_beside(self, old: Engine, spec: ModelSpec) -> bool:
-        """Whether the new model gets beside the old one the context that it would get alone.
+    def _fits_beside(self, old: Engine, plan: EnginePlan) -> bool:
+        """Return whether the new model gets beside the old one the context that it would get alone.
 
         Raises DeviceError where it does not fit even alone.
         """
-        dtype = resolve_dtype(self._args.dtype, spec, old.device)
-        policy = old.policy
-        how = dict(chunk=policy.chunk_tokens, speculate=policy.speculates)
-        now = plan_memory(spec, dtype, old.device, slots_of(self._args), **how)
-        alone = replace(now, free=now.free + old.plan.needed(old.capacity, old.kv_tokens))
-        asked = self._args.max_seq_len and min(self._args.max_seq_len, spec.max_position)
-        return now.max_context >= alone.capacity(asked, str(old.device))
+        now, freed = plan.memory, old.plan.memory.needed(old.capacity, old.kv_tokens)
+        alone = replace(now, free=now.free + freed)
+        return now.max_context >= alone.capacity(plan.options.max_seq_len, str(old.device))

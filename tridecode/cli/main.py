@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 from ..errors import DeviceError
 from .explain import explain, option
-from .parser import SAMPLING, make_parser
+from .options import SAMPLING
+from .parser import make_parser
 from .signals import Ended, ended_by_interrupt, ending
 from .terminal import Output, foreign_encoding, tolerant_streams, unechoed
 

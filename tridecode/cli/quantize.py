@@ -8,7 +8,8 @@ from ..checkpoint.hub import BUNDLED, resolve_model
 from ..checkpoint.load import load_config, stored_tensors
 from ..checkpoint.slices import linear_modules
 from ..errors import ParameterError
-from ..plan.placement import to_quantize
+from ..options import EngineOptions
+from ..plan.device import quantized
 from .terminal import Output
 
 
@@ -17,7 +18,8 @@ def quantize(args, output: Output) -> int:
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ParameterError(f"{out}: must be a new or an empty directory")
     plain = load_config(source)
-    config = to_quantize(plain, args.to, args.head)  # refused before anything is written
+    options = EngineOptions(quantize=args.to, quantize_head=args.head)
+    config = quantized(options, plain)  # refused before anything is written
     if config.tie_word_embeddings and args.head != "keep":
         raise ParameterError(f"--head {args.head}: the LM head is the embedding, which stays as it is; use --head keep")
     files: dict[Path, list[str]] = {}

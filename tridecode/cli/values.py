@@ -2,66 +2,16 @@
 
 import argparse
 import math
-import re
-from urllib.parse import urlsplit
 
-MOST_ROWS = 64  # of a pass, and so requests at a time
-GRAPHS = ("none", "piecewise", "full", "full_decode_only", "full_and_piecewise")  # step.dispatch.MODES, without torch
+from ..options import GRAPHS, MAX_SLOTS
 
-
-def token_ids(text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",")] if text.strip() else []
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"expected token ids separated by commas, like 1,2,3, got {text!r}") from None
-
-
-def logit_bias(text: str) -> tuple[int, float]:
-    token, _, value = text.partition("=")
-    try:
-        return int(token), float(value)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"expected ID=VALUE, like 42=-1.5, got {text!r}") from None
+MOST_ROWS = MAX_SLOTS  # of a pass
 
 
 def positive(text: str) -> int:
     value = int(text) if text.isdecimal() and len(text) < 40 else 0
     if value < 1:
         raise argparse.ArgumentTypeError(f"expected a positive integer, got {text!r}")
-    return value
-
-
-def ngram(text: str) -> tuple[int, int]:
-    longest, _, shortest = text.partition(":")
-    if not (longest.isdecimal() and shortest.isdecimal() and len(text) < 10):
-        raise argparse.ArgumentTypeError(f"expected N:M, tokens that are to agree at most and at least, got {text!r}")
-    return int(longest), int(shortest)
-
-
-def gib(text: str) -> float | str:
-    try:
-        value = text if text == "auto" else float(text)
-    except ValueError:
-        value = 0.0
-    if value != "auto" and not 0 < value < 10**6:
-        raise argparse.ArgumentTypeError(f"expected GiB, like 16 or 0.5, or auto, got {text!r}")
-    return value
-
-
-def port(text: str) -> int:
-    value = int(text) if text.isdecimal() and len(text) < 6 else -1
-    if not 0 <= value < 2**16:
-        raise argparse.ArgumentTypeError(f"expected a port from 0 to 65535, got {text!r}")
-    return value
-
-
-def seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value <= 10**6:
-        raise argparse.ArgumentTypeError(f"expected seconds from 0 to a million, got {text!r}")
     return value
 
 
@@ -87,13 +37,6 @@ def row_count(text: str) -> int:
 
 def row_counts(text: str) -> list[int]:
     return [row_count(part) for part in text.split(",")]
-
-
-def ascending(text: str) -> list[int]:
-    values = positives(text)
-    if values != sorted(set(values)):
-        raise argparse.ArgumentTypeError(f"expected ascending numbers, like 1,2,4,8, got {text!r}")
-    return values
 
 
 def graph_modes(text: str) -> list[str]:
@@ -170,28 +113,3 @@ def whole(text: str) -> int:
     if not (text.isdecimal() and len(text) < 40):
         raise argparse.ArgumentTypeError(f"expected 0 or a positive integer, got {text!r}")
     return int(text)
-
-
-def name(text: str) -> str:
-    if not text.strip():
-        raise argparse.ArgumentTypeError(f"expected a name, got {text!r}")
-    return text
-
-
-def origin(text: str) -> str:
-    """As a browser names the origin of a page, or * for all of them."""
-    if text != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^\s/?#A-Z]+", text):
-        raise argparse.ArgumentTypeError(f"expected * or an origin like https://chat.example, no path, got {text!r}")
-    return text
-
-
-def server_url(text: str) -> str:
-    """The base of a server's addresses, with or without the /v1 under which they stand."""
-    try:
-        parts = urlsplit(text)
-        usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0 and not parts.query
-    except ValueError:  # a port out of its range
-        usable = False
-    if not usable:
-        raise argparse.ArgumentTypeError(f"expected an address like http://127.0.0.1:8000, got {text!r}")
-    return text.rstrip("/").removesuffix("/v1")

@@ -28,10 +28,21 @@ CPU_CONTEXT = 8192  # positions, unless more are asked for: a host's memory is n
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes on one device; `fixed` is the workspace of one slot, the buffers of prompt passes, and what others take.
+    """Bytes of one device.
 
-    per_token: of a position of the context that has K/V, of which kv_per_token are the K/V; per_slot: of each slot
-    beside the first. default_limit: positions of a context to allocate at most where no number is asked for.
+    Args:
+        free: that can be allocated now.
+        weights: of the weights on the device.
+        per_token: for each position of a context, K/V included.
+        fixed: the workspace of one slot, the buffers of prompt passes, and what others allocate.
+        model_limit: positions of a context that the model supports.
+        headroom: share of `free` that stays unused.
+        default_limit: positions of a context at most if no number is requested.
+        kv_per_token: K/V of one position.
+        per_slot: for each slot beside the first.
+        slots: requests that run at a time.
+        buffers: the part of `fixed` for prompt passes.
+        scratch: the part of `fixed` that CUDA graphs and libraries allocate.
     """
 
     free: int
@@ -44,6 +55,15 @@ class MemoryPlan:
     kv_per_token: int = 0
     per_slot: int = 0
     slots: int = 1
+    buffers: int = 0
+    scratch: int = 0
+
+    def pools(self, capacity: int, kv_tokens: int) -> dict[str, int]:
+        """Bytes of each pool for contexts of `capacity` positions and `kv_tokens` K/V positions on the device."""
+        pools = {"weights": self.weights, "kv": kv_tokens * self.kv_per_token}
+        others = {"prompts": self.buffers, "graphs": self.scratch}
+        rest = self.needed(capacity, kv_tokens) - sum(pools.values()) - sum(others.values())
+        return pools | {"workspace": rest} | others
 
     @property
     def usable(self) -> int:
@@ -158,27 +178,38 @@ def plan_memory(
     on_host: int = 0,
     speculate: bool = False,
     batch_invariant: bool = False,
+    rows: int = 0,
 ) -> MemoryPlan:
-    """Plan for loading `config` in `dtype` on `device` as it is now, for `slots` requests at a time, their prompts read
-    in chunks of `chunk` tokens; one_piece: by torch's attention, for which a layer's K/V of a slot are gathered;
-    on_host: layers whose projections are in the host's memory; speculate: passes can verify drafts;
-    batch_invariant: prompts take one kernel on every GPU."""
+    """Count the bytes of a model on a device.
+
+    Args:
+        slots: requests that run at a time.
+        chunk: tokens of prompts in one pass at most.
+        one_piece: torch's attention reads prompts, for which a layer's K/V of a slot are gathered.
+        on_host: layers whose linears are in host memory.
+        speculate: passes can verify drafts.
+        batch_invariant: prompts use one kernel on every GPU.
+        rows: of the largest captured decode pass, by default the slots.
+    """
     rope = sum(4 * head_dim for _, head_dim in rope_keys(spec))
     kv, layer = kv_bytes_per_token(spec, dtype), 2 * spec.pages.width * dtype.itemsize
     gathered = layer if one_piece else 0
     if expands_kv(spec, device, batch_invariant, one_piece):
         kv += layer
     weights = weight_bytes(spec, dtype, device.type == "cuda", on_host)
-    rows, scratch = min(chunk, slots * spec.max_position) + slots, SCRATCH[device.type]
+    largest = max(slots, rows)
+    rows, scratch = min(chunk, slots * spec.max_position) + largest, SCRATCH[device.type]
     if device.type == "cpu":  # the references' own, of a row
         layers = ((linear for linear in layer.linears() if linear.epilogue == "residual") for layer in spec.layers)
         inner = max(sum(linear.k for linear in linears) for linears in layers)
         scratch += 16 * rows * (inner + spec.pages.width)
         weights += on_host * host_layer_bytes(spec, dtype)
-    fixed = workspace_bytes(spec, dtype, 1) + prompt_bytes(spec, dtype, rows, device) + scratch
+    buffers = prompt_bytes(spec, dtype, rows, device)
+    fixed = workspace_bytes(spec, dtype, 1) + buffers + scratch
     if speculate:
-        verifying = max(slots, verify_rows(slots))
-        fixed += workspace_bytes(spec, dtype, slots, verifying) - workspace_bytes(spec, dtype, slots)
+        largest = max(largest, verify_rows(slots))
+    if largest > slots:
+        fixed += workspace_bytes(spec, dtype, slots, largest) - workspace_bytes(spec, dtype, slots)
     return MemoryPlan(
         free=free_memory(device),
         weights=weights,
@@ -190,6 +221,8 @@ def plan_memory(
         kv_per_token=kv,
         per_slot=slot_bytes(spec, dtype, slots),
         slots=slots,
+        buffers=buffers,
+        scratch=scratch,
     )
 
 

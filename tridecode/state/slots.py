@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from .. import layout
-from ..arguments import integer
+from ..arguments import Integer
 from ..errors import ParameterError, counted
 from ..layout import Chunk, packed
 from ..sampling import SamplingParams
@@ -337,11 +337,11 @@ class Slots:
 
 def checked_positions(position, rows: int, slots: int, capacity: int) -> list[int]:
     """For `rewind`: one of each row, from one for all or a list. Raises ParameterError."""
-    rows = integer("rows", rows, 1, slots, "the engine's slots, ")
+    rows = Integer(1, slots, "the engine's slots, ").check("rows", rows)
     positions = [position] * rows if isinstance(position, int) else list(position)
     if len(positions) != rows:
         raise ParameterError(f"position: a list has one for each of {counted(rows, 'row')}, got {len(positions):,}")
-    return [integer("position", each, 0, capacity - 1) for each in positions]
+    return [Integer(0, capacity - 1).check("position", each) for each in positions]
 
 
 def common_prefix(held: array, ids: array) -> int:

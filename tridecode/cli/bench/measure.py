@@ -1,6 +1,6 @@
 """What every bench stands on: engines of public shapes with random weights, timers, limits measured in the run."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -13,13 +13,15 @@ from ...engine import Engine
 from ...errors import DeviceError, GenerationError, ParameterError
 from ...layout import RUN, STATUS
 from ...models.presets import PRESETS
-from ...plan.memory import free_memory, plan_memory
-from ...plan.placement import to_quantize
+from ...options import EngineOptions
+from ...plan.memory import free_memory
+from ...plan.resolve import resolve
 from ...sampling import SamplingParams
-from ...state.kv import PAGE, kv_bytes_per_token
+from ...state.kv import kv_bytes_per_token
 from ...step.dispatch import Dispatcher
 from ...step.graphs import DecodePasses, make_steps
 from ...step.prompt_graphs import PromptPasses, make_prompts
+from ...tuning.configs import PassConfigs
 from ...version import __version__
 from .read import measure_read_bandwidth
 
@@ -47,36 +49,31 @@ def need_gpu() -> None:
 def preset_engine(
     preset: str,
     capacity: int,
-    graph: str = "full",
-    slots: int = 1,
-    kv_tokens: int | None = None,
-    quantize: str | None = None,
-    quantize_head: str | None = None,
-    kv_dtype: str = "auto",
-    **more,
+    configs: Mapping[int, PassConfigs] | None = None,
+    **options,
 ) -> Engine:
-    """An engine of a public shape with random weights, its cache filled with random K/V; kv_tokens: a multiple of PAGE.
-    more: of Engine.build.
+    """Build an engine of a public shape with random weights, its cache filled with random K/V.
 
     Raises ParameterError for an unknown preset, DeviceError without a GPU or with too little memory.
     """
     if preset not in PRESETS:
         raise ParameterError(f"preset must be one of {', '.join(PRESETS)}, got {preset!r}")
     need_gpu()
-    config = to_quantize(PRESETS[preset], quantize, quantize_head, kv_dtype)
     device = torch.device("cuda", torch.cuda.current_device())
-    plan = plan_memory(config, torch.bfloat16, device, slots)
-    plan.kv_tokens(plan.capacity(capacity, str(device)), kv_tokens, str(device))  # an error before memory is spent
-    weights = random_weights(config, device, torch.bfloat16)
-    more |= dict(plan=plan, name=preset, slots=slots, pages=kv_tokens and kv_tokens // PAGE)
-    engine = Engine.build(config, weights, None, capacity, "triton", graph, **more)
+    options = {"speculate": "off", "dtype": "bfloat16"} | options
+    plan = resolve(EngineOptions(max_seq_len=capacity, **options), PRESETS[preset], device)
+    plan.check()
+    weights = random_weights(plan.spec, device, plan.dtype)
+    engine = Engine.build(plan, weights, name=preset, configs=configs)
     fill_cache(engine)
     return engine
 
 
 def bench_engine(args, capacity: int, slots: int = 1, kv_tokens: int | None = None, **more) -> Engine:
-    """The engine of --model or --preset in bf16, for `slots` requests of `capacity` K/V positions at most. more: what
-    Engine.load and Engine.build take alike; nothing speculates unless it says so."""
+    """Load --model, or build --preset, in bf16, for `slots` requests of at most `capacity` K/V positions.
+
+    more: further options of the engine; it verifies no drafts unless they request that.
+    """
     names, more = ("quantize", "quantize_head", "kv_dtype"), {"speculate": "off"} | more
     more |= {name: value for name, value in vars(args).items() if name in names}  # those that the bench knows
     if args.model is None:

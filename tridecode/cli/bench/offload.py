@@ -1,6 +1,7 @@
 """bench offload: the token step with K/V or weights in host memory, in several ways, against the fetch kernel alone."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -10,8 +11,8 @@ from ...engine import Engine
 from ...errors import GenerationError
 from ...kernels.transfer.fetch import fetch
 from ...models.presets import PRESETS
-from ...plan.memory import plan_memory
-from ...plan.placement import plan_weights
+from ...options import EngineOptions
+from ...plan.resolve import resolve
 from ...state.kv import PAGE, kv_bytes_per_token
 from ...state.offload import Offload, Offloaded
 from ...step.dispatch import Dispatcher
@@ -59,15 +60,15 @@ def offload(args, output) -> list[dict]:
     return rows
 
 
-def offload_engine(args, capacity: int, pages: int | None, plan: Offload | None, on_host: int = 0) -> Engine:
-    """Of the preset with random weights, those of the last `on_host` layers in the host's memory: one request of
-    `capacity` positions, `pages` of the device and those of `plan`."""
-    config, device = PRESETS[args.preset], torch.device("cuda", torch.cuda.current_device())
-    memory = plan_memory(config, torch.bfloat16, device, 1, on_host=on_host)
-    weights = random_weights(config, device, torch.bfloat16, on_host=on_host)
-    engine = Engine.build(
-        config, weights, None, capacity, "triton", plan=memory, name=args.preset, pages=pages, offload=plan
-    )
+def offload_engine(args, capacity: int, pages: int | None, offload: Offload | None) -> Engine:
+    """Build an engine of the preset with random weights for one request of `capacity` positions, with `pages` pages on
+    the device, those of `offload` in host memory, and --weights GiB of weights there."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    options = EngineOptions(max_seq_len=capacity, dtype="bfloat16", speculate="off", weights_offload=args.weights)
+    plan = resolve(options, PRESETS[args.preset], device)
+    plan.check()
+    weights = random_weights(plan.spec, device, plan.dtype, on_host=plan.host_layers)
+    engine = Engine.build(replace(plan, pages=pages, offload=offload), weights, name=args.preset)
     fill_cache(engine)
     return engine
 
@@ -228,9 +229,9 @@ def offload_figures(times: list[float], nbytes: int, rates: dict) -> dict:
 
 def weights(args, output) -> list[dict]:
     """The step with --weights GiB of the last layers in the host's memory, behind --context tokens on the device."""
-    config, dtype, rows = PRESETS[args.preset], torch.bfloat16, []
-    on_host = plan_weights(config, dtype, args.weights)
-    engine = offload_engine(args, args.context + args.steps + 2, None, None, on_host)
+    rows = []
+    engine = offload_engine(args, args.context + args.steps + 2, None, None)
+    on_host = engine.plan.host_layers
     host = engine.model.weights.host
     nbytes = sum(source.nbytes for source in host.source)
     rates = {"fetch_gbs": fetch_rate(engine, nbytes)}

@@ -12,7 +12,7 @@ from ... import layout
 from ...checkpoint.hub import resolve_model
 from ...engine import Engine
 from ...kernels.sampling.draft import DRAFT
-from ...serve.policy import Policy
+from ...layout import NGRAM
 from ...step.dispatch import QUERIES, Dispatcher, most_queries
 from ...step.graphs import Place, make_steps
 from ...step.run import Run, launch, run_reference
@@ -28,13 +28,13 @@ LAUNCHES = 20  # of the draft kernel in one graph
 
 def speculate(args, output) -> list[dict]:
     """A row for each number of --requests, one for the draft kernel, and one for each text; with --texts-only these."""
-    policy = Policy(speculate="ngram", speculate_ngram=args.speculate_ngram)  # what is wrong ends here
+    ngram = args.speculate_ngram or NGRAM
     costs, drafts, facts = [], [], {"tridecode": __version__}
     where = {} if args.model is None else {"model": args.model}
     if not args.texts_only:
         room, slots = room_of(args.context, layout.MAX_QUERIES * (args.steps + 2)), max(args.requests)
         capacity = max(room, room_of(args.history, layout.MAX_QUERIES))
-        more = dict(speculate="ngram", speculate_ngram=policy.speculate_ngram, graph="full_decode_only")
+        more = dict(speculate="ngram", speculate_ngram=ngram, graph="full_decode_only")
         engine = bench_engine(args, capacity, slots, max(slots * room, capacity), **more)
         where, facts = model_facts(engine, args), run_facts(engine.device)
         how = {"context": args.context, "steps": args.steps, "runs": args.runs}
@@ -43,7 +43,7 @@ def speculate(args, output) -> list[dict]:
         drafts = [{"bench": "speculate-draft", "variant": "draft"} | where | {"history": args.history}]
         drafts[0]["draft_us"] = draft_us(engine, args.history, args.runs)
     alone = next((row for row in costs if row["requests"] == 1), None)
-    played = [{"bench": "speculate-text"} | where | row for row in text_rows(args, alone, policy.speculate_ngram)]
+    played = [{"bench": "speculate-text"} | where | row for row in text_rows(args, alone, ngram)]
     return [row | facts for row in (*costs, *drafts, *played)]
 
 

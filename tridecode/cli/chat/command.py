@@ -8,7 +8,7 @@ from dataclasses import replace
 from ..graph_stats import show_graph_stats
 from ..inputs import stdin_lines
 from ..loading import Loader, load_engine
-from ..parser import sampling_overrides
+from ..options import sampling_overrides
 from ..terminal import Output
 from . import saving, session
 from .completion import completed

@@ -3,12 +3,12 @@
 from collections.abc import Iterator
 
 from ...errors import ParameterError, TridecodeError
+from ...options import OPTIONS
 from ...results import Piece
 from ...sampling import SamplingParams
 from ...text.thinking import SWITCH
 from ..api_key import api_key
-from ..engine_options import engine_options
-from ..parser import sampling_overrides
+from ..options import sampling_overrides
 from ..terminal import Output, joined
 from .completion import Offer
 from .conversation import Conversation
@@ -115,9 +115,11 @@ class RemoteChat(Chat):
 
 
 def connect(args, output: Output):
-    """The remote.RemoteModel that the options name. Raises TridecodeError. Settings of an engine, which are meant for
-    other chats, do not count here."""
-    local = {*vars(engine_options().parse_args([])), "graph_stats"} - {"model", "verbose"}
+    """Return the remote.RemoteModel that the options name. Raises TridecodeError.
+
+    Engine options from the configuration file or the environment are meant for other chats and do not count here.
+    """
+    local = {*OPTIONS, "graph_stats"}
     for name, word in args.typed.items():
         if name in local:
             args.refuse(f"{word} is of an engine in this process; a server (--url) has its own")

@@ -28,9 +28,8 @@ def lines(chat) -> list[str]:
 
 def engine_lines(engine, last) -> list[str]:
     facts = [f"model {engine.name} on {engine.device}", f"backend {engine.backend}", f"graph {engine.graph}"]
-    policy = engine.policy
-    guessed = " {}:{}".format(*policy.speculate_ngram) if policy.speculates else ""
-    found = [", ".join([*facts, f"speculation {policy.speculate}{guessed}"])]
+    drafts = "ngram {}:{}".format(*engine.plan.ngram) if engine.plan.ngram else "off"
+    found = [", ".join([*facts, f"speculation {drafts}"])]
     return found + (gpu_lines(engine, last) if engine.device.type == "cuda" else [])
 
 

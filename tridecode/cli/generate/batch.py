@@ -15,7 +15,7 @@ from ..explain import explain
 from ..graph_stats import show_graph_stats
 from ..inputs import read_file
 from ..loading import load_engine
-from ..parser import SAMPLING
+from ..options import SAMPLING
 from ..progress import progress
 from ..terminal import Output, counted, unechoed
 from .lines import Lines, Request

@@ -10,7 +10,7 @@ from ...engine import Prompt
 from ...errors import ParameterError, PromptError, TridecodeError, as_json
 from ...sampling import SamplingParams
 from ..inputs import DIGITS, check_messages, parse_json
-from ..parser import SAMPLING
+from ..options import SAMPLING
 from ..terminal import Output, did_you_mean, one_line
 from .prompts import with_system
 

@@ -2,7 +2,7 @@
 
 import json
 import platform
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -13,58 +13,37 @@ from ...checkpoint.load import load_config, told_tensors
 from ...checkpoint.slices import host_layer_bytes, parameter_count
 from ...errors import CheckpointError, DeviceError
 from ...kernels.device import device_of
-from ...plan.memory import plan_memory, prompt_bytes
-from ...plan.placement import (
-    GraphPlan,
-    capture_support,
-    plan_graphs,
-    plan_kv,
-    plan_weights,
-    resolve_device,
-    resolve_dtype,
-    resolve_speculation,
-    to_quantize,
-)
-from ...serve.policy import Policy
-from ...state.kv import PAGE, kv_bytes_per_token
+from ...options import EngineOptions
+from ...plan.device import find_device
+from ...plan.memory import prompt_bytes
+from ...plan.resolve import EnginePlan, resolve
+from ...state.kv import kv_bytes_per_token
 from ...step.dispatch import Dispatcher
 from ...tuning.report import render
 from ...version import __version__
 from ..explain import LOADING, with_options
-from ..loading import slots_of
+from ..options import engine_options
 from ..terminal import Output, counted, visible
 from . import doctor
 from .kernels import kernel_choices
 
 
 def info(args, output: Output) -> int:
-    device, backend = resolve_device(args.device, args.backend)
+    options = EngineOptions(**engine_options(args))
+    device = find_device(options)
     path = resolve_model(args.model, weights=False)
     stored = load_config(path)
-    spec = to_quantize(stored, args.quantize, args.quantize_head, args.kv_dtype)
-    dtype = resolve_dtype(args.dtype, spec, device)
+    plan = resolve(options, stored, device)
     gpus, versions = doctor.gpu_facts(), version_facts()
-    support = capture_support(backend, spec, dtype, device)
-    policy = Policy(
-        args.chunk_tokens, prompt_ms=args.prompt_ms, prefix_sharing=args.prefix_sharing,
-        batch_invariant=args.batch_invariant, speculate=args.speculate, speculate_ngram=args.speculate_ngram,
-    )  # fmt: skip
-    graphs = graphs_of(args, policy.chunk_tokens, support)
-    host = args.kv_offload is not None, args.weights_offload is not None
-    given = args.speculate_ngram is not None
-    speculate, why_off = resolve_speculation(policy.speculate, graphs, spec.fp8_kv, *host, given)
-    policy = replace(policy, speculate=speculate)
-    memory = memory_facts(spec, dtype, device, backend, args, policy, graphs)
-    chunk = policy.chunk(memory["slots"], memory["context"] or policy.chunk_tokens, PAGE)
-    graphs = graphs_of(args, chunk, support)
-    # What an id names comes when it is wanted; a directory has to have it.
+    # The weights of a Hugging Face id are downloaded when they are needed; a directory must have them.
     directory = path == BUNDLED or path == Path(args.model).expanduser()
     problem = weights_problem(path, stored) if directory else None
     report = {
-        "model": model_facts(spec, args.model or BUNDLED.name, str(path)) | {"problem": problem},
-        "memory": memory,
-        "run": run_facts(device, backend, dtype, graphs, support[0], policy, why_off),
-        "prompts": prompt_facts(spec, dtype, device, memory["slots"], chunk, graphs, support[0], policy),
+        "model": model_facts(plan.spec, args.model or BUNDLED.name, str(path)) | {"problem": problem},
+        "memory": memory_facts(plan),
+        "run": run_facts(plan),
+        "prompts": prompt_facts(plan),
+        "notes": list(plan.notes),
         "gpus": gpus,
         "versions": versions,
         "warnings": doctor.warnings(gpus, versions["driver"], versions["cuda"]),
@@ -74,7 +53,7 @@ def info(args, output: Output) -> int:
         gpu = device_of(device)
         if not gpu.capability:
             raise DeviceError("--kernels needs an NVIDIA GPU, since a CPU runs the references; none is used here")
-        rows = kernel_choices(spec, dtype, gpu, policy.batch_invariant)
+        rows = kernel_choices(plan.spec, plan.dtype, gpu, options.batch_invariant)
         report["kernels"] = [row._asdict() for row in rows]
     if args.json:
         print(json.dumps(report))
@@ -118,100 +97,66 @@ def formats(spec: ModelSpec) -> list[str]:
     return [which.method, *(scheme.describe() for scheme in which.schemes)] if which else []
 
 
-def graphs_of(args, chunk: int, support: tuple[bool, bool]) -> GraphPlan:
-    """How passes would run whose prompts come in chunks of that many tokens."""
-    names = (
-        "graph", "graph_sizes", "attention", "prompt_graph_max_tokens", "prompt_graph_sizes", "prompt_attention",
-        "batch_invariant",
-    )  # fmt: skip
-    return plan_graphs(slots_of(args), chunk, *support, **{name: getattr(args, name) for name in names})
+def memory_facts(plan: EnginePlan) -> dict:
+    """Sizes in bytes, contexts in tokens.
 
-
-def memory_facts(
-    spec: ModelSpec,
-    dtype: torch.dtype,
-    device: torch.device,
-    backend: str,
-    args,
-    policy: Policy,
-    graphs: GraphPlan,
-) -> dict:
-    """Sizes in bytes, contexts in tokens. `context` of each of the `slots` requests, and `kv_tokens` that all of them
-    share: what would be allocated; 0, with `problem`, where it cannot be. `offload`: pages of the host and of each of
-    the ring's buffers, if asked for; `weights_on_host`: bytes of the last `host_layers` layers."""
-    slots, per_token = slots_of(args), kv_bytes_per_token(spec, dtype)
-    how, problem = (slots, policy.chunk_tokens, graphs.one_piece), None
-    passes = dict(speculate=policy.speculates, batch_invariant=policy.batch_invariant)
-    plan, on_host = plan_memory(spec, dtype, device, *how, **passes), 0
-    asked = args.max_seq_len, slots, args.kv_tokens, policy.chunk_tokens, graphs.one_piece
-    offload = args.kv_offload, args.kv_ring, policy.batch_invariant
-    try:
-        on_host = plan_weights(spec, dtype, args.weights_offload)
-        kv = plan_kv(spec, dtype, device, backend, *asked, *offload, on_host, policy.speculates)
-        plan, context, pool, offload = kv.memory, kv.capacity, kv.kv_tokens, kv.offload
-    except DeviceError as error:
-        context, pool, offload, problem = 0, 0, None, str(error)
+    `context` is that of each of the `slots` requests, and `kv_tokens` are the positions that all of them share; 0, with
+    `problem`, if the plan does not fit. `pools`: bytes by pool. `offload`: pages of the host and of each of the ring's
+    buffers, if requested. `weights_on_host`: bytes of the last `host_layers` layers.
+    """
+    memory, spec, offload = plan.memory, plan.spec, plan.offload
+    per_token = kv_bytes_per_token(spec, plan.dtype)
     return {
-        "weights": plan.weights,
-        "host_layers": on_host,
-        "weights_on_host": on_host * host_layer_bytes(spec, dtype),
+        "weights": memory.weights,
+        "host_layers": plan.host_layers,
+        "weights_on_host": plan.host_layers * host_layer_bytes(spec, plan.dtype),
         "kv_per_token": per_token,
-        "workspace": plan.fixed + (slots - 1) * plan.per_slot,
-        "free": plan.free,
-        "largest_context": max(plan.max_context, context),
-        "context": context,
-        "slots": slots,
-        "kv_tokens": pool,
-        "kv_bytes": pool * per_token,
-        "kv_dtype": "fp8" if spec.fp8_kv else str(dtype).removeprefix("torch."),
-        "offload": offload and asdict(offload) | {"page": kv.page, "host_tokens": offload.host * kv.page},
-        "problem": problem,
+        "workspace": memory.fixed + (plan.slots - 1) * memory.per_slot,
+        "pools": plan.pools,
+        "free": memory.free,
+        "largest_context": max(memory.max_context, plan.capacity),
+        "context": plan.capacity,
+        "slots": plan.slots,
+        "kv_tokens": plan.kv_tokens,
+        "kv_bytes": plan.kv_tokens * per_token,
+        "kv_dtype": "fp8" if spec.fp8_kv else str(plan.dtype).removeprefix("torch."),
+        "offload": offload and asdict(offload) | {"page": plan.page, "host_tokens": offload.host * plan.page},
+        "problem": plan.problem,
     }
 
 
-def prompt_facts(
-    spec: ModelSpec, dtype: torch.dtype, device: torch.device, slots: int, chunk: int, graphs: GraphPlan,
-    captured: bool, policy: Policy,
-) -> dict:  # fmt: skip
-    """How prompts would be read: in chunks of at most `chunk_tokens`, by a graph of the next of `sizes` where `mode` is
-    not none, and beside rows that decode, where there are `slots` for them, by one of as many more. `sharing`: whether
-    what earlier ones had in common with it is reused. `buffers`: bytes, part of the workspace."""
+def prompt_facts(plan: EnginePlan) -> dict:
+    """How prompts are read: in chunks of at most `chunk_tokens`, by a graph of the next of `sizes` unless `mode` is
+    none, and beside decoding rows, if there are `slots` for them, by one of as many more. `sharing`: whether the K/V of
+    equal prefixes are computed once. `buffers`: bytes, part of the workspace."""
+    graphs = plan.graphs
     mode, _ = Dispatcher(graphs.graph, graphs.sizes, graphs.prompt_sizes, graphs.prompt_attention).plan_prompt(1)
     sizes = list(graphs.prompt_sizes) if mode != "none" else []
     return {
         "mode": mode,
-        "attention": graphs.prompt_attention if captured else "torch",
-        "chunk_tokens": chunk,
+        "attention": graphs.prompt_attention if graphs.captured else "torch",
+        "chunk_tokens": plan.chunk,
         "sizes": sizes,
         "largest": max(sizes, default=None),
-        "graphs": len(sizes) * (1 if slots == 1 or policy.batch_invariant else 2),
-        "sharing": policy.prefix_sharing,
-        "buffers": prompt_bytes(spec, dtype, chunk + max(slots, *graphs.sizes), device),
+        "graphs": len(sizes) * (1 if plan.slots == 1 or plan.options.batch_invariant else 2),
+        "sharing": plan.options.prefix_sharing,
+        "buffers": prompt_bytes(plan.spec, plan.dtype, plan.chunk + plan.rows, plan.device),
     }
 
 
-def run_facts(
-    device: torch.device,
-    backend: str,
-    dtype: torch.dtype,
-    graphs: GraphPlan,
-    captured: bool,
-    policy: Policy,
-    why_off: str | None,
-) -> dict:
-    """`batch_invariant`: whether a request has the same bits in any company. `speculate`, `speculate_ngram`: ngram with
-    what the options say, or off and null; `speculate_off`: why, where it was left to the engine. `pdl`: programmatic
-    dependent launch, from compute capability 9.0 on."""
+def run_facts(plan: EnginePlan) -> dict:
+    """`speculate`, `speculate_ngram`: ngram with the tokens that must agree, or off and null; `speculate_off`: why, if
+    the engine decided so. `pdl`: programmatic dependent launch."""
     return {
-        "device": str(device),
-        "backend": backend,
-        "dtype": str(dtype).removeprefix("torch."),
-        "graph": graphs.graph,
-        "batch_invariant": policy.batch_invariant,
-        "speculate": policy.speculate,
-        "speculate_ngram": policy.speculate_ngram,
-        "speculate_off": why_off,
-        "pdl": captured and torch.cuda.get_device_capability(device) >= (9, 0),
+        "device": str(plan.device),
+        "backend": plan.backend,
+        "dtype": str(plan.dtype).removeprefix("torch."),
+        "graph": plan.graphs.graph,
+        "batch_invariant": plan.options.batch_invariant,
+        "speculate": "ngram" if plan.ngram else "off",
+        "speculate_ngram": plan.ngram,
+        "speculate_off": plan.why_no_drafts,
+        "pdl": plan.dependent_launch,
     }
 
 
@@ -254,6 +199,7 @@ def as_text(report: dict) -> str:
         ("K/V", f"{counted(memory['kv_per_token'], 'byte')} per token{pool_words(memory)}"),
         ("workspace", size(memory["workspace"])),
         ("free memory", f"{size(memory['free'])} on {run['device']}"),
+        *([("plan", pool_sizes(memory, run["device"] == "cpu"))] if not memory["problem"] else []),
         ("context", f"{context}; the largest that fits: {memory['largest_context']:,} of {model['max_position']:,}"),
     ]
     for index, gpu in enumerate(report["gpus"]):
@@ -263,6 +209,7 @@ def as_text(report: dict) -> str:
         cuda = report["versions"]["cuda"]
         rows.append(("GPU", "none that torch can use" if cuda else "none: this PyTorch was built without CUDA"))
     rows.append(("versions", ", ".join(f"{name} {value or 'none'}" for name, value in report["versions"].items())))
+    rows += [("note", with_options(note, LOADING)) for note in report["notes"]]
     rows += [("warning", f"{warning['problem']}; {warning['fix']}") for warning in report["warnings"]]
     rows.append(("verdict", verdict(report)))
     width = max(len(name) for name, _ in rows) + 2
@@ -275,7 +222,7 @@ def verdict(report: dict) -> str:
     if report["model"]["problem"]:
         return f"does not run: {report['model']['problem']}"
     if report["memory"]["problem"]:
-        return f"{model} does not run here so; see context above"
+        return f"{model} does not fit with these options; see context above"
     if run["device"] != "cpu":
         where = f"the GPU {run['device']}"
     elif gpus:
@@ -324,6 +271,13 @@ def pool_words(memory: dict) -> str:
         host = f"; {offload['host_tokens']:,} more on the host, of which {most:,} can run"
     held = f"{counted(memory['kv_tokens'], 'position')}, {memory['kv_dtype']}, {size(memory['kv_bytes'])}"
     return f"; {slots} {held}{host}"
+
+
+def pool_sizes(memory: dict, on_cpu: bool) -> str:
+    """The bytes of each pool of device memory."""
+    others = "temporary tensors" if on_cpu else "CUDA graphs and libraries"
+    names, pools = {"kv": "K/V", "prompts": "buffers of prompts", "graphs": others}, memory["pools"]
+    return f"{size(sum(pools.values()))}: " + ", ".join(f"{names.get(n, n)} {size(b)}" for n, b in pools.items())
 
 
 def graph_words(run: dict) -> str:

@@ -1,0 +1,183 @@
+"""The options of commands that are not the engine's, and argparse from all declared options.
+
+Nothing here imports torch: `--help` answers at once.
+"""
+
+import argparse
+from urllib.parse import urlsplit
+
+from ..arguments import Choice, Constraint, Flag, Integer, Number, Option, Rejected, Text, options_of
+from ..errors import ParameterError
+from ..options import OPTIONS
+from ..sampling import SamplingParams, TokenIds
+
+ANY = Text()
+NAME = Text("a name", r".*\S.*")
+ORIGIN = Text("* or an origin like https://chat.example, without a path", r"\*|[a-z][a-z0-9+.-]*://[^\s/?#A-Z]+")
+SECONDS = Number(0, 1e6)
+CONFIGURED = ("chat", "generate", "serve", "info")  # commands whose options may be set in the file and environment
+GROUPS = {  # group -> its description in the help
+    "sampling": "Defaults are the model's own, from its generation_config.json.",
+    "form of the answer": "At most one of these; see docs/structured.md.",
+    "remote": "With --url another server runs the model, and --model is its name there (default: the first one).",
+    "conversation": "In a terminal it is saved after each answer.",
+}
+
+
+class Url(Constraint):
+    """The base of a server's addresses, with or without /v1."""
+
+    expected = "an address like http://127.0.0.1:8000"
+
+    def accept(self, value) -> str:
+        try:
+            parts = urlsplit(value)
+            usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0 and not parts.query
+        except ValueError:  # a port out of its range
+            usable = False
+        if not usable:
+            raise Rejected("choice")
+        return value.rstrip("/").removesuffix("/v1")
+
+
+def _once(name: str, default, constraint: Constraint, help: str, *commands: str, **more) -> Option:
+    """An option that belongs to one call, and not into a file of settings."""
+    return Option(constraint, help, default, name=name, commands=commands, unsaved=commands, **more)
+
+
+def _option(name: str, default, constraint: Constraint, help: str, *commands: str, **more) -> Option:
+    return Option(constraint, help, default, name=name, commands=commands, **more)
+
+
+OTHERS = (
+    _option("model", None, ANY, "directory or Hugging Face id", *CONFIGURED, group="model", metavar="DIR_OR_ID",
+            default_words="bundled"),
+    _option("url", None, Url(), "of a server with OpenAI's API, which runs the model in place of this process", "chat",
+            group="remote", metavar="URL"),
+    _option("api_key_file", None, ANY, "a file with the key in one line", "chat", "serve", group="remote",
+            metavar="FILE", default_words="TRIDECODE_API_KEY, if set"),
+    _once("resume", False, Flag(), "continue the conversation that was saved last", "chat", group="conversation",
+          exclusive="saved"),
+    _once("session", None, ANY, "continue the conversation of this name, or begin it", "chat", group="conversation",
+          exclusive="saved", metavar="SESSION"),
+    _once("system", None, ANY, "the system message", "chat", "generate", group="conversation", metavar="TEXT",
+          default_words="none"),
+    _option("plain", False, Flag(), "print answers as plain text; in a terminal they are Markdown", "chat",
+            group="conversation"),
+    _option("think", "on", Choice(("on", "off", "hide")), "thinking models: think, shown dimmed in a terminal; do not "
+            "think; or show only its length", "chat", group="conversation"),
+    _option("stats", None, Choice(("full", "short", "off")), "the line after an answer: all that fits, length and "
+            "speed, or none", "chat", group="conversation", default_words="full"),
+    _option("overflow", None, Choice(("error", "drop-oldest", "stop")), "a turn that does not fit in the context: "
+            "refuse it, leave out the oldest turns, or end", "chat", group="conversation",
+            default_words="drop-oldest, in a pipe error"),
+    _once("prompt", None, ANY, "the prompt; it goes through the chat template unless --raw", "generate", group="prompt",
+          exclusive="prompt", metavar="TEXT"),
+    _once("prompt_ids", None, TokenIds(), "token ids, like 1,2,3", "generate", group="prompt", exclusive="prompt",
+          metavar="IDS"),
+    _once("messages", None, ANY, 'a chat as JSON, [{"role": "user", "content": "..."}, ...], or a saved session; - is '
+          "stdin", "generate", group="prompt", exclusive="prompt", metavar="FILE"),
+    _once("jsonl", None, ANY, 'answer each line, {"prompt": ...}, {"messages": ...} or {"prompt_ids": ...} with '
+          "sampling options of its own, as one JSON line, --slots of them at a time; lines that --output holds already "
+          "are skipped; - is stdin", "generate", group="prompt", exclusive="prompt", metavar="FILE"),
+    _once("allow_special", False, Flag(), "with --raw: the text may contain control tokens", "generate",
+          group="prompt"),
+    _once("no_reuse_prefix", False, Flag(), "compute every prompt from its first token", "generate", group="prompt"),
+    _once("raw", False, Flag(), "use no chat template: the model continues the text", "chat", "generate",
+          group="sampling"),
+    _once("unordered", False, Flag(), "with --jsonl: print each answer as it ends, not in the order of the lines",
+          "generate", group="output"),
+    _once("n", 1, Integer(1), "answers, with the seeds SEED, SEED+1, ...", "generate", group="output", metavar="N"),
+    _once("output", None, ANY, "a file for the answers, which is written only once it is complete", "generate",
+          group="output", metavar="FILE", default_words="stdout"),
+    _once("json", False, Flag(), "print one JSON object: token_ids, text, finish_reason, usage, timings (seconds), "
+          "seed, logprobs if requested, and error if any", "generate", group="output"),
+    _once("json", False, Flag(), "print one JSON object (sizes in bytes)", "info", group="output"),
+    _once("kernels", False, Flag(), "print the kernel and launch config of each linear", "info", group="output"),
+    _option("host", "127.0.0.1", ANY, "address to listen on", "serve", group="server", metavar="HOST"),
+    _option("port", 8000, Integer(0, 65535), "0 takes any free port", "serve", group="server", metavar="N"),
+    _option("served_model_name", None, NAME, "name of the model for clients", "serve", group="server", metavar="NAME",
+            default_words="its id, or its directory's name"),
+    _option("any_model", False, Flag(), "answer requests for any model, or for none", "serve", group="server"),
+    _option("timeout", 600.0, SECONDS, "seconds for a request, from its first byte to its last; 0 is none", "serve",
+            group="server", metavar="S"),
+    _option("grace", 10.0, SECONDS, "seconds for running requests when the server stops", "serve", group="server",
+            metavar="S"),
+    _option("ssl_certfile", None, ANY, "a certificate in PEM: serve https", "serve", group="server", metavar="FILE"),
+    _option("ssl_keyfile", None, ANY, "its key without a pass phrase, if another file has it", "serve", group="server",
+            metavar="FILE"),
+    _option("cors", None, ORIGIN, "a web page's origin that may send requests, like https://chat.example, or *; "
+            "repeatable", "serve", group="server", metavar="ORIGIN", repeated=True, default_words="none"),
+    _option("log_prompts", False, Flag(), "log prompts and answers too", "serve", group="server"),
+    _once("graph_stats", False, Flag(), "at the end print to stderr how many passes of how many rows ran in which way",
+          "chat", "generate", group="output"),
+    _option("quiet", False, Flag(), "print only errors to stderr; in a chat also no notes before the first prompt and "
+            "no figures after an answer", "chat", "generate", group="output"),
+)  # fmt: skip
+SAMPLING = options_of(SamplingParams)
+
+
+def options_for(command: str) -> dict[str, Option]:
+    """The declared options of a command by name, in the order of its help."""
+    model, *others = OTHERS
+    every = [model, *OPTIONS.values(), *SAMPLING.values(), *others]
+    return {each.name: each for each in every if command in each.commands}
+
+
+def add_options(parser: argparse.ArgumentParser, command: str) -> dict[str, Option]:
+    """Add the options of a command to its parser, in groups. Returns them."""
+    found = options_for(command)
+    groups, sets = {}, {}
+    for name, option in found.items():
+        group = option.group
+        if group not in groups:
+            groups[group] = parser.add_argument_group(group, GROUPS.get(group))
+        place = groups[group]
+        if option.exclusive:
+            place = sets.setdefault(option.exclusive, None) or place.add_mutually_exclusive_group()
+            sets[option.exclusive] = place
+        add_option(place, option, default=None if name in SAMPLING else option.default)
+    return found
+
+
+def add_option(parser, option: Option, **more) -> None:
+    """Add one option, and its aliases. more: for argparse, in place of what the option declares."""
+    words = f" (default: {option.described_default})" if option.described_default else ""
+    how: dict = {"dest": option.name, "help": option.help + words, "default": option.default}
+    constraint = option.constraint
+    if isinstance(constraint, Flag):
+        how["action"] = "store_false" if option.default is True else "store_true"
+    else:
+        how["metavar"] = option.metavar
+        if isinstance(constraint, Choice):
+            how["choices"] = constraint.choices
+        elif not option.from_file:
+            how["type"] = reader(constraint.item if option.repeated else constraint)
+        if option.repeated:
+            how["action"] = "append"
+    parser.add_argument(option.flag, **how | more)
+    for flag, (value, help) in option.aliases.items():
+        parser.add_argument(flag, dest=option.name, action="store_const", const=value, help=help)
+
+
+def reader(constraint: Constraint):
+    """The function with which argparse reads a value."""
+
+    def read(text: str):
+        try:
+            return constraint.parse(text)
+        except ParameterError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return read
+
+
+def sampling_overrides(args) -> dict:
+    """The sampling options that are set; the others keep the model's defaults."""
+    found = {name: value for name in SAMPLING if (value := getattr(args, name, None)) is not None}
+    return found | ({"logit_bias": dict(found["logit_bias"])} if "logit_bias" in found else {})
+
+
+def engine_options(args) -> dict:
+    """The engine's options of a command line, as Engine.load takes them."""
+    return {name: getattr(args, name) for name in OPTIONS if hasattr(args, name)}

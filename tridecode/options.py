@@ -1,0 +1,264 @@
+"""EngineOptions: everything that Engine.load takes beside the model, each option declared once.
+
+The command line, config.toml, environment variables, `tridecode config`, shell completion and the tables in docs are
+made from the fields below. This module does not import torch, so that `--help` answers at once.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .arguments import Choice, Flag, Integer, Integers, Number, Pair, Text, check_fields, listed, option, options_of
+from .errors import conflict
+from .layout import MAX_NGRAM, NGRAM
+
+MAX_SLOTS = 64
+BATCH_SLOTS = 16  # of `serve` and of `generate --jsonl`
+PAGE = 64  # K/V positions in a page
+CHUNK = 2048
+FIXED_CHUNK = 256  # of the batch-invariant mode, where all rows of a prompt pass are one prompt's
+PROMPT_MS = 15.0
+DTYPES = ("bfloat16", "float16", "float32")
+GRAPHS = ("none", "piecewise", "full", "full_decode_only", "full_and_piecewise")
+QUANTIZE = ("fp8", "int8", "int4")
+ENGINE = ("chat", "generate", "serve", "info")  # the commands that load, or describe, an engine
+
+DEVICE = Text("auto, cpu, cuda or cuda:N", r"auto|cpu|cuda(:[0-9]{1,4})?")
+
+
+def _option(group: str, default, constraint, help: str, **more):
+    return option(default, constraint, help, group=group, **{"commands": ENGINE} | more)
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """How an engine runs a model. Values are checked on construction.
+
+    Raises:
+        ParameterError: a value is wrong, or two contradict each other; `.argument` names the option.
+    """
+
+    device: str = _option("model", "auto", DEVICE, "auto, cpu, cuda or cuda:N", metavar="DEVICE")
+    backend: str = _option("model", "auto", Choice(("auto", "triton", "torch")), "kernels: Triton's or PyTorch's")
+    dtype: str = _option(
+        "model",
+        "auto",
+        Choice(("auto", *DTYPES)),
+        "of activations and unquantized weights; auto: the checkpoint's, where float32 becomes bfloat16 on a GPU and "
+        "everything float32 on a CPU",
+    )
+    quantize: str | None = _option(
+        "model",
+        None,
+        Choice(QUANTIZE),
+        "quantize the linears of an unquantized checkpoint while it is loaded; see docs/quantization.md",
+    )
+    quantize_head: str | None = _option(
+        "model", None, Choice(("keep", *QUANTIZE)), "quantize the LM head beside them", default_words="fp8"
+    )
+    kv_dtype: str = _option(
+        "memory", "auto", Choice(("auto", "fp8")), "of K/V: auto is the dtype; in fp8 twice as many positions fit"
+    )
+    max_seq_len: int | None = _option(
+        "memory",
+        None,
+        Integer(1),
+        "positions of one request, prompt and output together",
+        metavar="N",
+        default_words="what fits, at most the model's limit, on a CPU 8192",
+    )
+    slots: int = _option(
+        "memory",
+        1,
+        Integer(1, MAX_SLOTS),
+        "requests that run at a time",
+        metavar="N",
+        defaults={"serve": BATCH_SLOTS, "jsonl": BATCH_SLOTS},
+        default_words=f"1; with --jsonl, and for serve, {BATCH_SLOTS}",
+    )
+    kv_tokens: int | None = _option(
+        "memory",
+        None,
+        Integer(1),
+        "K/V positions on the device that all slots share",
+        metavar="N",
+        default_words="what fits, at most the context for each slot",
+    )
+    kv_offload: float | str | None = _option(
+        "memory",
+        None,
+        Number(1e-3, 1e6, words=("auto",)),
+        "GiB of host memory for more K/V; auto: half of what is free; see docs/offload.md",
+        metavar="GIB",
+        default_words="none",
+    )
+    kv_ring: int | None = _option(
+        "memory",
+        None,
+        Integer(0, 16),
+        "buffers on the device through which K/V of running requests come from the host; 0: only K/V of waiting "
+        "requests go to the host",
+        metavar="N",
+        default_words="2",
+    )
+    weights_offload: float | None = _option(
+        "memory",
+        None,
+        Number(1e-3, 1e6),
+        "GiB of host memory for the weights of the last layers, which every pass reads again",
+        metavar="GIB",
+        default_words="none",
+    )
+    graph: str = _option(
+        "graphs",
+        "full",
+        Choice(GRAPHS),
+        "how a pass is captured as CUDA graphs: whole, in pieces between which attention is launched, or not at all; "
+        "see docs/graphs.md",
+        aliases={"--no-prompt-graphs": ("full_decode_only", "the same as --graph full_decode_only")},
+    )
+    graph_sizes: Sequence[int] | None = _option(
+        "graphs",
+        None,
+        Integers(1, MAX_SLOTS, ascending=True),
+        "rows of the captured decode passes; others are padded to the next size",
+        metavar="N,N",
+        default_words="1,2,4,8,16,32,64 up to the slots",
+    )
+    attention: str = _option(
+        "graphs", "triton", Choice(("triton", "torch")), "of decode passes; no graph can hold torch's"
+    )
+    chunk_tokens: int | None = _option(
+        "prompts",
+        None,
+        Integer(1),
+        "tokens of prompts in one pass at most",
+        metavar="N",
+        default_words=f"{CHUNK}, with --batch-invariant {FIXED_CHUNK}",
+    )
+    prompt_graph_max_tokens: int | None = _option(
+        "prompts",
+        None,
+        Integer(1),
+        "largest captured prompt pass of the usual schedule",
+        metavar="N",
+        default_words="2048",
+    )
+    prompt_graph_sizes: Sequence[int] | None = _option(
+        "prompts",
+        None,
+        Integers(1, ascending=True),
+        "tokens of the captured prompt passes, in place of the usual schedule; others are padded to the next size",
+        metavar="N,N",
+        default_words="the usual schedule",
+    )
+    prompt_attention: str = _option(
+        "prompts",
+        "auto",
+        Choice(("auto", "triton", "flash", "cudnn")),
+        "of prompt passes; flash and cudnn run between captured pieces; see docs/prompts.md",
+    )
+    prompt_ms: float = _option(
+        "prompts",
+        PROMPT_MS,
+        Number(0.1, 1e6),
+        "milliseconds that a pass may take that reads prompts while other requests decode",
+        metavar="MS",
+    )
+    prefix_sharing: bool = _option("prompts", True, Flag(), "compute the K/V of every prompt anew, and keep none")
+    batch_invariant: bool = _option(
+        "prompts", False, Flag(), "the same bits for a request, alone and beside any others; see docs/sharing.md"
+    )
+    max_queue: int | None = _option(
+        "prompts",
+        None,
+        Integer(0),
+        "requests that may wait for a slot; more are refused",
+        metavar="N",
+        commands=("serve", "generate"),
+        unsaved=("generate",),
+        defaults={"serve": 256},
+        default_words="256; of generate --jsonl, three for each slot",
+    )
+    speculate: str = _option(
+        "speculation",
+        "auto",
+        Choice(("auto", "ngram", "off")),
+        "ngram drafts the next tokens from the text itself and verifies them in one pass, which is faster where text "
+        "repeats; auto: ngram on a GPU, unless it cannot run or does not pay; see docs/speculation.md",
+    )
+    speculate_ngram: tuple[int, int] | None = _option(
+        "speculation",
+        None,
+        Pair(MAX_NGRAM, NGRAM),
+        "ngram, looking for an earlier place where the last N tokens stand too, or fewer, down to M",
+        metavar="N:M",
+        default_words="8:2",
+    )
+
+    def __post_init__(self):
+        check_fields(self)
+        if self.quantize_head is not None and self.quantize is None:
+            raise conflict("quantize_head", ': nothing is quantized; use it with quantize="int4"')
+        if self.kv_ring is not None and self.kv_offload is None:
+            raise conflict("kv_ring", ": no K/V are on the host; use it with kv_offload")
+        if self.kv_offload is not None and self.kv_dtype == "fp8":
+            raise conflict("kv_offload", ": K/V in kv_dtype fp8 are kept on the device; use kv_dtype auto beside it")
+        self._check_prompts()
+        self._check_speculation()
+
+    def _check_prompts(self) -> None:
+        sizes = {"prompt_graph_sizes": self.prompt_graph_sizes, "prompt_graph_max_tokens": self.prompt_graph_max_tokens}
+        given = [name for name, value in sizes.items() if value is not None]
+        if len(given) > 1:
+            raise conflict("prompt_graph_sizes", ": does not go with prompt_graph_max_tokens; leave one of them out")
+        if given and self.graph in ("none", "full_decode_only"):
+            why = f': no prompt pass is captured with graph="{self.graph}"; leave one of them out'
+            raise conflict(given[0], why)
+        if not self.batch_invariant:
+            return
+        if self.prompt_graph_sizes is not None:
+            raise conflict("prompt_graph_sizes", ": with batch_invariant the only size is chunk_tokens")
+        if self.chunk % PAGE:
+            raise conflict(
+                "chunk_tokens", f" must be a multiple of {PAGE} with batch_invariant, got {self.chunk_tokens:,}"
+            )
+        if self.prompt_ms != PROMPT_MS:
+            raise conflict("prompt_ms", ": with batch_invariant all prompt passes are alike; use chunk_tokens")
+        if self.prompt_attention not in ("auto", "triton"):
+            raise conflict("batch_invariant", f" needs prompt_attention triton, got {self.prompt_attention}")
+
+    def _check_speculation(self) -> None:
+        if self.speculate == "off" and self.speculate_ngram is not None:
+            raise conflict("speculate_ngram", ': nothing is drafted with speculate="off"; leave one of them out')
+        if self.wants_drafts and self.why_no_drafts:
+            raise self.no_drafts(self.why_no_drafts)
+
+    @property
+    def why_no_drafts(self) -> str:
+        """Why these options exclude drafts: what follows "it"; empty if they do not."""
+        beside = {
+            'kv_dtype="fp8"': self.kv_dtype == "fp8",
+            "kv_offload": self.kv_offload is not None,
+            "weights_offload": self.weights_offload is not None,
+        }
+        names = [name for name, is_set in beside.items() if is_set]
+        return f"does not work beside {listed(names)}" if names else ""
+
+    @property
+    def wants_drafts(self) -> bool:
+        """Whether drafts are requested, and not left to the engine."""
+        return self.speculate == "ngram" or self.speculate == "auto" and self.speculate_ngram is not None
+
+    def no_drafts(self, why: str) -> Exception:
+        """The error of an engine that is to verify drafts and cannot; why: follows the option's name."""
+        if self.speculate == "ngram":
+            return conflict("speculate", f'="ngram" {why}; use speculate="off"')
+        return conflict("speculate_ngram", f" {why}; leave it out")
+
+    @property
+    def chunk(self) -> int:
+        """Tokens of prompts in one pass at most."""
+        return self.chunk_tokens or (FIXED_CHUNK if self.batch_invariant else CHUNK)
+
+
+OPTIONS = options_of(EngineOptions)

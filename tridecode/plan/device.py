@@ -1,0 +1,58 @@
+"""Where a model runs: device, backend and dtype."""
+
+from dataclasses import replace
+
+import torch
+
+from ..blocks.spec import ModelSpec
+from ..checkpoint.formats.quantize import rules
+from ..errors import DeviceError, ParameterError, conflict, counted
+from ..options import EngineOptions
+
+
+def find_device(options: EngineOptions) -> torch.device:
+    """Return the device that options request, if it is usable. Raises DeviceError."""
+    kind, _, index = options.device.partition(":")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if kind == "cuda" and int(index or 0) >= count:
+        usable = f"{counted(count, 'CUDA GPU')} {'is' if count == 1 else 'are'} usable here"
+        raise DeviceError(f'device {options.device} was asked for, but {usable}; use device="cpu"')
+    if kind == "auto":
+        usable = count and options.backend != "torch" and torch.cuda.get_device_capability(0) >= (8, 0)
+        kind = "cuda" if usable else "cpu"
+    device = torch.device(kind, int(index or 0)) if kind == "cuda" else torch.device("cpu")
+    if options.backend == "triton" and kind != "cuda":
+        raise DeviceError('backend triton needs an NVIDIA GPU and none is used here; use backend="torch"')
+    if kind == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
+        raise DeviceError(f'{device} has a compute capability below 8.0, which is not supported; use device="cpu"')
+    return device
+
+
+def quantized(options: EngineOptions, spec: ModelSpec) -> ModelSpec:
+    """Return the spec of a model whose linears are quantized while it is loaded, as options request, the LM head in fp8
+    by default, and its K/V while they are written. Raises ParameterError."""
+    spec = replace(spec, fp8_kv=options.kv_dtype == "fp8")
+    if options.quantize is None:
+        return spec
+    if spec.quantization is not None:
+        why = f" {options.quantize}: the checkpoint is quantized already ({spec.quantization.method})"
+        raise conflict("quantize", why)
+    return replace(spec, quantize=rules(options.quantize, options.quantize_head or "fp8"))
+
+
+def resolve_dtype(dtype: str, spec: ModelSpec, device: torch.device) -> torch.dtype:
+    """Return the dtype of activations and of unquantized weights.
+
+    On a GPU it is bfloat16 if weights or K/V are quantized. Raises ParameterError.
+    """
+    if (spec.few_bits or spec.fp8_kv) and device.type == "cuda":
+        if dtype not in ("auto", "bfloat16"):
+            what = "weights in fewer bits" if spec.few_bits else "kv_dtype fp8"
+            message = f"dtype must be bfloat16 on a GPU beside {what}, got {dtype}"
+            raise ParameterError(message, "dtype", "conflict")
+        return torch.bfloat16
+    if dtype != "auto":
+        return getattr(torch, dtype)
+    if device.type == "cpu":
+        return torch.float32
+    return torch.bfloat16 if spec.dtype == "float32" else getattr(torch, spec.dtype)

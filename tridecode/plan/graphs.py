@@ -1,0 +1,101 @@
+"""How passes run: which are captured, with which attention, and whether they verify drafts."""
+
+from dataclasses import dataclass
+
+import torch
+
+from ..blocks.spec import ModelSpec
+from ..errors import conflict
+from ..kernels.device import device_of
+from ..layout import NGRAM
+from ..options import EngineOptions
+from ..step.dispatch import (
+    ATTENTION,
+    COSTS,
+    MODES,
+    PROMPT_MOST,
+    Support,
+    graph_sizes,
+    lowered,
+    most_queries,
+    prompt_sizes,
+)
+from ..tuning.attention import prompt_tiles_fit
+
+TILES_NEED = "a GPU of compute capability 9.x, bfloat16 or float16, and heads of at most 128"  # see prompt_tiles_fit
+
+
+@dataclass(frozen=True)
+class GraphPlan:
+    """How passes run.
+
+    Args:
+        graph: one of MODES.
+        sizes: rows of the captured decode passes.
+        attention: backend of decode passes.
+        prompt_sizes: tokens of the captured prompt passes.
+        prompt_attention: backend of prompt passes.
+        captured: whether the device captures passes at all.
+        note: what was changed, for the user.
+    """
+
+    graph: str
+    sizes: tuple[int, ...]
+    attention: str
+    prompt_sizes: tuple[int, ...]
+    prompt_attention: str
+    captured: bool = False
+    note: str | None = None
+
+    @property
+    def one_piece(self) -> bool:
+        """Whether prompt attention needs the K/V of a slot gathered in one piece, as torch's backends do."""
+        return self.prompt_attention != "triton" or not self.captured
+
+
+def plan_graphs(
+    options: EngineOptions, backend: str, spec: ModelSpec, dtype: torch.dtype, device: torch.device
+) -> GraphPlan:
+    """Plan the passes of a model on a device, for chunks of `options.chunk` tokens. Raises ParameterError."""
+    captured = backend != "torch" and device.type == "cuda"
+    tiles_fit = captured and prompt_tiles_fit(spec.pages.head_dim, dtype, device_of(device))
+    if options.batch_invariant and captured and not tiles_fit:
+        why = f" needs prompt_attention triton, and that {TILES_NEED}; or the CPU"
+        raise conflict("batch_invariant", why)
+    prompt_attention = options.prompt_attention
+    if prompt_attention == "auto":
+        prompt_attention = "triton" if tiles_fit or not captured else "flash"
+    if prompt_attention == "triton" and captured and not tiles_fit:
+        raise conflict("prompt_attention", f" triton needs {TILES_NEED}; use flash")
+    graph = options.graph if captured else "none"
+    below, note = lowered(graph, ATTENTION[options.attention]), None
+    if below != graph:
+        note = f"graph {graph} becomes {below}: {options.attention} attention cannot be captured"
+    sizes = graph_sizes(options.slots, options.graph_sizes)
+    prompts = prompt_pass_sizes(options, options.chunk)
+    return GraphPlan(below, sizes, options.attention, prompts, prompt_attention, captured, note)
+
+
+def prompt_pass_sizes(options: EngineOptions, chunk: int) -> tuple[int, ...]:
+    """Return the tokens of the captured prompt passes for chunks of at most `chunk` tokens."""
+    most = options.prompt_graph_max_tokens or PROMPT_MOST
+    if options.batch_invariant:
+        return (chunk,) if chunk <= most else ()
+    return prompt_sizes(chunk, most, options.prompt_graph_sizes)
+
+
+def plan_drafts(options: EngineOptions, graphs: GraphPlan) -> tuple[tuple[int, int] | None, str | None]:
+    """Return how many tokens must agree for a draft, at most and at least, or None for no drafts; and if the engine
+    decided against them, why: what follows "it". Raises ParameterError if drafts are requested and impossible."""
+    why, smallest = options.why_no_drafts, graphs.sizes[0]
+    if not why and most_queries(smallest) == 1:
+        why = f"verifies in passes of at most {max(COSTS)} requests, and the smallest of graph_sizes is {smallest}"
+    if options.speculate == "off":
+        return None, None
+    if options.wants_drafts:
+        if why:
+            raise options.no_drafts(why)
+        return options.speculate_ngram or NGRAM, None
+    if not why and (MODES[graphs.graph][1] == "none" or ATTENTION[graphs.attention] < Support.UNIFORM_BATCH):
+        why = "pays on a GPU only, where decode passes are captured and attention is Triton's"
+    return (None, why) if why else (NGRAM, None)

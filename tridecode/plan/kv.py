@@ -1,0 +1,165 @@
+"""How many K/V positions fit, on the device and in host memory, and how many layers' weights are in host memory."""
+
+import logging
+from dataclasses import dataclass, replace
+
+import torch
+
+from ..arguments import Integer
+from ..blocks.host_layers import LAYER_BUFFERS
+from ..blocks.spec import ModelSpec
+from ..checkpoint.slices import host_layer_bytes
+from ..errors import DeviceError, ParameterError, conflict, counted
+from ..options import EngineOptions
+from ..state.kv import PAGE
+from ..state.offload import BUFFERS, Offload, least_pages, page_bytes
+from . import memory
+from .graphs import GraphPlan
+from .memory import GIB, MemoryPlan, plan_memory
+
+log = logging.getLogger("tridecode")
+
+
+@dataclass(frozen=True)
+class KVPlan:
+    """The K/V of all requests.
+
+    Args:
+        memory: the device's bytes.
+        capacity: positions of one request.
+        kv_tokens: positions on the device.
+        page: positions in a page; None: one page holds a whole context.
+        pages: on the device; None: all that the slots can have.
+        offload: pages in host memory.
+        notes: for the user.
+    """
+
+    memory: MemoryPlan
+    capacity: int
+    kv_tokens: int
+    page: int | None
+    pages: int | None
+    offload: Offload | None
+    notes: tuple[str, ...] = ()
+
+
+def page_size(backend: str, options: EngineOptions) -> int | None:
+    """Return the positions in a K/V page. The one conversation of an engine on the CPU has a page for its whole
+    context (None), unless only whole pages are shared."""
+    return PAGE if backend == "triton" or options.slots > 1 or options.batch_invariant else None
+
+
+def plan_kv(
+    options: EngineOptions,
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    device: torch.device,
+    page: int | None,
+    graphs: GraphPlan,
+    host_layers: int = 0,
+    drafts: bool = False,
+) -> KVPlan:
+    """Plan the K/V of a model whose last `host_layers` layers have their weights in host memory. drafts: passes can
+    verify drafts. Raises ParameterError, DeviceError."""
+    how = options.slots, options.chunk, graphs.one_piece, host_layers
+    passes = dict(batch_invariant=options.batch_invariant, rows=max(graphs.sizes))
+    if options.max_seq_len is not None:
+        Integer(1, spec.max_position, "the model's limit of ").check("max_seq_len", options.max_seq_len)
+    if options.kv_offload is not None:
+        plan = plan_memory(spec, dtype, device, *how, **passes)
+        return _offloaded(options, spec, dtype, device, page or PAGE, plan, host_layers)
+    plan = plan_memory(spec, dtype, device, *how, speculate=drafts, **passes)
+    capacity, notes = plan_capacity(options, plan, device)
+    slots = options.slots
+    pool = plan.kv_tokens(capacity, options.kv_tokens, str(device), page or capacity)
+    pages, whole = -(-pool // (page or capacity)), slots * -(-capacity // (page or capacity))
+    limited = options.kv_tokens != slots * capacity and pages < whole
+    return KVPlan(plan, capacity, pool, page, pages if limited else None, None, notes)
+
+
+def plan_capacity(options: EngineOptions, plan: MemoryPlan, device: torch.device) -> tuple[int, tuple[str, ...]]:
+    """Return the positions of one request, and notes for the user. Raises ParameterError, DeviceError."""
+    wanted, slots, kv_tokens = options.max_seq_len, options.slots, options.kv_tokens
+    limit, where = plan.model_limit, str(device)
+    if kv_tokens is not None:
+        Integer(wanted or 1).check("kv_tokens", kv_tokens)
+    capacity = plan.capacity(wanted, where)
+    why = f"that is what fits {where}"
+    if capacity < min(wanted or limit, plan.max_context):
+        why = f"max_seq_len can ask for up to {plan.max_context:,} on this CPU"
+    if kv_tokens is not None and kv_tokens < capacity:
+        capacity, why = kv_tokens, "that is what kv_tokens asks for"
+    if kv_tokens is not None and kv_tokens > slots * capacity:
+        most = f"{counted(slots, 'slot')} of {counted(capacity, 'position')} can have at most {slots * capacity:,}"
+        raise ParameterError(f"kv_tokens: {most}, got {kv_tokens:,}", "kv_tokens", "range")
+    notes = []
+    if capacity < (wanted or limit):
+        notes.append(f"context lowered to {capacity:,} of the model's {limit:,} positions: {why}")
+        log.warning(notes[-1])
+    pool = plan.kv_tokens(capacity, kv_tokens, where)
+    if kv_tokens is None and pool < slots * capacity:
+        notes.append(f"{slots:,} slots share {pool:,} K/V positions: that is what fits {where}")
+        log.info(notes[-1])
+    return capacity, tuple(notes)
+
+
+def _offloaded(
+    options: EngineOptions,
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    device: torch.device,
+    page: int,
+    plan: MemoryPlan,
+    host_layers: int,
+) -> KVPlan:
+    """Plan K/V on the device and in `kv_offload` GiB of host memory ("auto": half of what is free), with kv_ring
+    buffers; without buffers only K/V of waiting requests are in host memory."""
+    slots, where, kv_tokens = options.slots, str(device), options.kv_tokens
+    buffers = BUFFERS if options.kv_ring is None else options.kv_ring
+    longest = options.max_seq_len or spec.max_position
+    least = least_pages(slots, page, min(options.chunk, longest) if options.batch_invariant else 1)
+    if kv_tokens is not None:
+        which = f"what {counted(slots, 'slot')} of {counted(longest, 'position')} can have, "
+        Integer(least * page, max(slots * longest, least * page), which).check("kv_tokens", kv_tokens)
+    each = page_bytes(spec.page_layers, spec.pages.width, page, dtype)
+    free = memory.free_memory(torch.device("cpu")) - host_layers * host_layer_bytes(spec, dtype)
+    if options.kv_offload == "auto":
+        host = min(free // 2 // each, slots * -(-longest // page))
+    else:
+        host = int(options.kv_offload * GIB) // each
+        if host * each > free:
+            raise DeviceError(f"kv_offload: {host * each / GIB:,.1f} GiB are asked for, the host has {free / GIB:,.1f}")
+    if host == 0:
+        raise DeviceError(f"kv_offload: a page takes {each / GIB:,.4f} GiB of the host's memory, and there are less")
+    if device.type == "cpu":  # the same memory
+        plan = replace(plan, free=plan.free - host * each)
+    of_ring = host - 1 if buffers else 0  # one is left, through which pages change places
+    wanted = options.max_seq_len, kv_tokens, of_ring, max(buffers, 1)
+    capacity, pages, ring = plan.offloaded(spec, page, least, *wanted, where)
+    offload = Offload(host, ring, max(buffers, 1))
+    held = f"{pages * page:,} K/V positions on {where}, {host * page:,} on the host"
+    notes = (f"{held}, of which {ring * page:,} can run",)
+    return KVPlan(plan.with_offload(spec, offload, page), capacity, pages * page, page, pages, offload, notes)
+
+
+def plan_host_layers(options: EngineOptions, spec: ModelSpec, dtype: torch.dtype) -> int:
+    """Return how many of the last layers have their weights in host memory. Raises ParameterError, DeviceError."""
+    if options.weights_offload is None:
+        return 0
+    if spec.few_bits:
+        raise conflict(
+            "weights_offload",
+            f": weights in fewer bits ({spec.few_bits}) are kept on the device; use weights of 16 bits, or leave "
+            "weights_offload out",
+        )
+    each, least = host_layer_bytes(spec, dtype), LAYER_BUFFERS + 1
+    layers = min(int(options.weights_offload * GIB) // each, spec.num_layers)
+    if layers < least:
+        raise DeviceError(
+            f"weights_offload: {least} layers or more, {least * each / GIB:,.3f} GiB, must go to the host, since the "
+            f"device keeps buffers for {LAYER_BUFFERS}; the model has {spec.num_layers}, {layers} fit what is asked"
+        )
+    if layers * each > (free := memory.free_memory(torch.device("cpu"))):
+        takes = f"{layers:,} layers take {layers * each / GIB:,.1f} GiB of the host's memory"
+        raise DeviceError(f"weights_offload: {takes}, {free / GIB:,.1f} are free")
+    return layers

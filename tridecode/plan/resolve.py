@@ -1,0 +1,161 @@
+"""resolve: from options, a model and a device to the plan of an engine, computed once before memory is allocated."""
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from ..blocks.spec import ModelSpec
+from ..checkpoint.slices import weight_bytes
+from ..errors import DeviceError, ParameterError, counted
+from ..kernels.device import device_of
+from ..options import QUANTIZE, EngineOptions
+from ..state.offload import Offload, least_pages
+from .device import quantized, resolve_dtype
+from .graphs import GraphPlan, plan_drafts, plan_graphs, prompt_pass_sizes
+from .kv import KVPlan, page_size, plan_host_layers, plan_kv
+from .memory import GIB, MemoryPlan, plan_memory
+
+
+@dataclass(frozen=True)
+class EnginePlan:
+    """How an engine runs a model.
+
+    Args:
+        options: what was requested.
+        spec: the model, with the quantization that is applied while it is loaded.
+        device, backend, dtype: where and in what it runs.
+        graphs: how passes are captured, with which attention.
+        ngram: tokens that must agree for a draft, at most and at least; None: no drafts.
+        why_no_drafts: why the engine decided against drafts: what follows "it".
+        memory: the device's bytes.
+        host_layers: the last layers, whose weights are in host memory.
+        chunk: tokens of prompts in one pass at most.
+        capacity, kv_tokens, page, pages, offload: as in KVPlan; capacity is 0 with a problem.
+        notes: for the user.
+        problem: why the plan does not fit the device, and what would fit.
+    """
+
+    options: EngineOptions
+    spec: ModelSpec
+    device: torch.device
+    backend: str
+    dtype: torch.dtype
+    graphs: GraphPlan
+    ngram: tuple[int, int] | None
+    why_no_drafts: str | None
+    memory: MemoryPlan
+    host_layers: int
+    chunk: int
+    capacity: int
+    kv_tokens: int
+    page: int | None
+    pages: int | None = None
+    offload: Offload | None = None
+    notes: tuple[str, ...] = ()
+    problem: str | None = None
+
+    def __post_init__(self):
+        if self.pages is None or self.problem:
+            return
+        page, slots = self.page or self.capacity, self.options.slots
+        if (self.pages + (self.offload.ring if self.offload else 0)) * page < self.capacity:
+            message = f"pages: {self.pages:,} hold fewer positions than a request's {self.capacity:,}"
+            raise ParameterError(message, "pages", "range")
+        least = least_pages(slots, page, self.chunk if self.options.batch_invariant else 1)
+        if self.offload and self.pages < least:
+            message = f"pages must be at least {least:,} for {counted(slots, 'slot')}, got {self.pages:,}"
+            raise ParameterError(message, "pages", "range")
+
+    @property
+    def slots(self) -> int:
+        return self.options.slots
+
+    @property
+    def rows(self) -> int:
+        """Rows of the largest decode pass without drafts."""
+        return max(self.slots, *self.graphs.sizes)
+
+    @property
+    def dependent_launch(self) -> bool:
+        """Whether captured passes use programmatic dependent launch."""
+        return self.graphs.captured and device_of(self.device).capability >= 90
+
+    @property
+    def pools(self) -> dict[str, int]:
+        """The device's bytes by pool: weights, kv, workspace, prompts (buffers of prompt passes), graphs (with what
+        libraries allocate)."""
+        return self.memory.pools(self.capacity, self.kv_tokens)
+
+    def check(self) -> None:
+        """Raise DeviceError if the plan does not fit the device."""
+        if self.problem:
+            raise DeviceError(self.problem)
+
+
+def resolve(options: EngineOptions, spec: ModelSpec, device: torch.device) -> EnginePlan:
+    """Decide how an engine runs a model on a device. Nothing is allocated.
+
+    A plan that does not fit has a `problem`. Raises ParameterError: options contradict the model or the device.
+    """
+    backend = ("triton" if device.type == "cuda" else "torch") if options.backend == "auto" else options.backend
+    spec = quantized(options, spec)
+    dtype = resolve_dtype(options.dtype, spec, device)
+    graphs = plan_graphs(options, backend, spec, dtype, device)
+    ngram, why = plan_drafts(options, graphs)
+    page, host_layers, problem = page_size(backend, options), 0, None
+    try:
+        host_layers = plan_host_layers(options, spec, dtype)
+        kv = plan_kv(options, spec, dtype, device, page, graphs, host_layers, ngram is not None)
+    except DeviceError as error:
+        how = options.slots, options.chunk, graphs.one_piece, host_layers, ngram is not None, options.batch_invariant
+        memory = plan_memory(spec, dtype, device, *how, max(graphs.sizes))
+        kv = KVPlan(memory, 0, 0, page, None, None)
+        problem = f"{error}{smaller_weights(spec, dtype, device, memory, host_layers)}"
+    notes = list(kv.notes)
+    if host_layers:
+        notes.append(f"the weights of the last {counted(host_layers, 'layer')} come from the host in every pass")
+    if graphs.note:
+        notes.append(graphs.note)
+    chunk = chunk_of(options, kv.capacity or options.chunk, page)
+    return EnginePlan(
+        options=options,
+        spec=spec,
+        device=device,
+        backend=backend,
+        dtype=dtype,
+        graphs=replace(graphs, prompt_sizes=prompt_pass_sizes(options, chunk)),
+        ngram=ngram,
+        why_no_drafts=why,
+        memory=kv.memory,
+        host_layers=host_layers,
+        chunk=chunk,
+        capacity=kv.capacity,
+        kv_tokens=kv.kv_tokens,
+        page=kv.page,
+        pages=kv.pages,
+        offload=kv.offload,
+        notes=tuple(notes),
+        problem=problem,
+    )
+
+
+def chunk_of(options: EngineOptions, capacity: int, page: int | None) -> int:
+    """Return the tokens of prompts in one pass of an engine with contexts of `capacity` positions. In the
+    batch-invariant mode they are whole pages and do not depend on the slots."""
+    page = page or capacity
+    most = -(-capacity // page) * page if options.batch_invariant else options.slots * capacity
+    return min(options.chunk, most)
+
+
+def smaller_weights(
+    spec: ModelSpec, dtype: torch.dtype, device: torch.device, memory: MemoryPlan, host_layers: int
+) -> str:
+    """Return which quantization would make the weights fit, as the end of an error; empty if none would."""
+    if memory.max_context or spec.few_bits or host_layers:
+        return ""
+    for scheme in QUANTIZE:
+        smaller = quantized(EngineOptions(quantize=scheme), spec)
+        weights = weight_bytes(smaller, dtype, device.type == "cuda", 0)
+        if replace(memory, weights=weights).max_context:
+            return f"; with quantize={scheme} the weights take {weights / GIB:,.2f} GiB and fit"
+    return ""
