@@ -7,7 +7,6 @@ from types import SimpleNamespace
 from tridecode import SamplingParams
 from tridecode.errors import PromptError
 from tridecode.results import Piece, Timings, Usage
-from tridecode.serve.policy import Policy
 
 ROOT = Path(__file__).parent.parent
 # One thread: on a busy machine torch's threads wait for each other in small steps.
@@ -20,7 +19,7 @@ class Script:
     """An engine whose answers are given: each a list of texts, an exception, or a pair of texts and finish_reason."""
 
     name, capacity, notes, backend, graph = "script", 100, (), "triton", "full"
-    policy = Policy()
+    plan = SimpleNamespace(ngram=None)
     device, config = SimpleNamespace(type="cpu"), SimpleNamespace(max_position=100)
     tokenizer = SimpleNamespace(
         encode=lambda text, context=None: list(text),

@@ -1,5 +1,7 @@
 """Tiny models in memory for tests of the passes and the engine: real head sizes, odd widths, few programs."""
 
+from dataclasses import replace
+
 import torch
 
 from tridecode.blocks.attention import Attention
@@ -13,6 +15,8 @@ from tridecode.kernels.device import Device
 from tridecode.kernels.linear.matvec import MatvecConfig
 from tridecode.kernels.linear.registry import LINEAR_KERNELS
 from tridecode.models.dense import dense_spec
+from tridecode.options import EngineOptions
+from tridecode.plan.resolve import EnginePlan, chunk_of, resolve
 from tridecode.step.model import attention_case, linear_cases
 from tridecode.step.run import launch
 from tridecode.tuning.configs import Choice, PassConfigs
@@ -93,7 +97,7 @@ def tiny_engine(
 
     Args:
         backend: by default the one that this machine has: Triton on a GPU, torch otherwise.
-        build: more for Engine.build.
+        build: more for build_engine.
         on_host: layers whose linears are in host memory.
         overrides: of the configuration.
     """
@@ -127,9 +131,16 @@ def build_engine(
     return Engine.build(plan, weights, configs=configs)
 
 
+def planned(spec: ModelSpec, on="cuda", **options) -> EnginePlan:
+    """Return the plan of a model that fits on a device; drafts only if options request them. Raises DeviceError."""
+    plan = resolve(EngineOptions(**{"speculate": "off"} | options), spec, torch.device(on))
+    plan.check()
+    return plan
+
+
 def use_h100(monkeypatch) -> None:
     """Give devices the properties of an H100 where memory is planned and models are made."""
-    for room in ("plan.memory", "step.model"):
+    for room in ("plan.memory", "plan.graphs", "step.model"):
         monkeypatch.setattr(f"tridecode.{room}.device_of", lambda device: H100)
 
 

@@ -63,13 +63,14 @@ ROOMS = {
     "tuning": {"kernels"},
     "step": {"blocks", "kernels", "state", "tuning"},
     "serve": {"step", "state", "text"},
-    "plan": {"blocks", "checkpoint", "kernels", "state", "step", "text", "tuning"},
+    "options": set(),
+    "plan": {"options", "blocks", "checkpoint", "kernels", "state", "step", "text", "tuning"},
 }
 ROOMS |= {name: BASE for name in BASE}
-ENGINE = {"plan", "serve", "step", "state", "checkpoint", "text", "blocks", "tuning"}
+ENGINE = {"options", "plan", "serve", "step", "state", "checkpoint", "text", "blocks", "tuning"}
 ROOMS["loading"] = ENGINE
 ROOMS["engine"] = ENGINE | {"loading"}
-ROOMS["server"] = {"engine", "serve", "text", "plan"}
+ROOMS["server"] = {"engine", "options", "serve", "text", "plan"}
 
 
 def room(module: str) -> str:

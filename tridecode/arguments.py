@@ -141,7 +141,7 @@ class Number(Constraint):
     def expected(self) -> str:
         bound = "above" if self.above else "from"
         others = "".join(f' or "{word}"' for word in self.words)
-        return f"a number {bound} {self.low:,g} to {self.high:,g}{others}"
+        return f"a number {bound} {self.low:,.10g} to {self.high:,.10g}{others}"
 
     def accept(self, value) -> float | int | str:
         if isinstance(value, str) and value in self.words:

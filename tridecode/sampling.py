@@ -146,10 +146,16 @@ class SamplingParams:
     temperature: float = _option(1.0, Number(0, 100), "0 is greedy", metavar="T")
     top_k: int = _option(0, Integer(0, 2**31 - 1), "sample from the K most likely tokens; 0 is off", metavar="K")
     top_p: float = _option(
-        1.0, Number(0, 1, above=True), "sample from the most likely tokens that have probability P together; 1 is off", metavar="P"
+        1.0,
+        Number(0, 1, above=True),
+        "sample from the most likely tokens that have probability P together; 1 is off",
+        metavar="P",
     )
     min_p: float = _option(
-        0.0, Number(0, 1), "sample from the tokens at least P times as likely as the most likely one; 0 is off", metavar="P"
+        0.0,
+        Number(0, 1),
+        "sample from the tokens at least P times as likely as the most likely one; 0 is off",
+        metavar="P",
     )
     repetition_penalty: float = _option(
         1.0, Number(0.001, 100), "on tokens of prompt and answer, as transformers has it; 1 is off", metavar="R"

@@ -3,10 +3,10 @@
 from collections.abc import Callable
 
 import torch
-from models import CUDA, DEVICE
+from models import CUDA, DEVICE, build_engine
 from torch.nn.functional import scaled_dot_product_attention, silu
 
-from tridecode import Engine, SamplingParams
+from tridecode import SamplingParams
 from tridecode.blocks.attention import Attention
 from tridecode.blocks.block import Block
 from tridecode.blocks.mlp import MLP
@@ -36,7 +36,7 @@ def check_block(layer: Layer, references: dict[type, Reference], tokens: int = 9
     dtypes = {torch.bfloat16: 2e-2, torch.float32: 1e-5} if CUDA else {torch.float32: 1e-5}
     for dtype, tolerance in dtypes.items():
         weights = random_weights(spec, DEVICE, dtype, seed)
-        engine = Engine.build(spec, weights, None, 256, "triton" if CUDA else "torch")
+        engine = build_engine(spec, weights, 256)
         exact = reference_logits(spec, weights, ids, references)
         assert relative(engine.score(ids), exact) < tolerance, "decode passes"
         answer = engine.generate(ids, SamplingParams(temperature=0.0, max_tokens=1), reuse_prefix=False)

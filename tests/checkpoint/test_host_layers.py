@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from checkpoints import write_tiny
-from models import CUDA, DEVICE, slowed, tiny_config, tiny_engine, use_h100
+from models import CUDA, DEVICE, build_engine, planned, slowed, tiny_config, tiny_engine, use_h100
 
 from tridecode import Engine, SamplingParams
 from tridecode import tensors as pinned
@@ -18,7 +18,6 @@ from tridecode.kernels.linear.weight import LoadedLinear
 from tridecode.models.presets import PRESETS
 from tridecode.plan import memory
 from tridecode.plan.memory import plan_memory
-from tridecode.plan.placement import plan_capacity, plan_kv, plan_weights, to_quantize
 from tridecode.state.offload import Offload
 from tridecode.step import decode
 from tridecode.step.dispatch import Dispatcher
@@ -87,7 +86,7 @@ def test_layers_may_have_different_sizes():
     texts = []
     for on_host in (0, 5):
         weights = random_weights(spec, DEVICE, dtype, on_host=on_host)
-        engine = Engine.build(spec, weights, None, 16 * PAGE, "triton" if CUDA else "torch", page=PAGE)
+        engine = build_engine(spec, weights, 16 * PAGE, page=PAGE)
         texts.append(said(engine, GREEDY))
     assert texts[0] == texts[1]
     pieces = {source.nbytes for source in weights.host.source}
@@ -231,15 +230,15 @@ def machine(monkeypatch):
 
 def test_a_model_larger_than_the_device_is_planned(machine):
     """Qwen3-4B's 7.5 GiB of weights on a device of 5."""
-    config, cuda, dtype = PRESETS["qwen3-4b"], torch.device("cuda"), torch.bfloat16
+    config, dtype = PRESETS["qwen3-4b"], torch.bfloat16
     with pytest.raises(DeviceError, match="not enough memory"):
-        plan_capacity(config, dtype, cuda, 1000)
-    assert plan_weights(config, dtype, None) == 0 and plan_weights(config, dtype, 19) == 36, "never more than all"
-    layers = plan_weights(config, dtype, 6)
+        planned(config, max_seq_len=1000)
+    assert planned(config, max_seq_len=1000, weights_offload=19).host_layers == 36, "never more than all"
+    plan = planned(config, max_seq_len=1000, weights_offload=6)
+    layers = plan.host_layers
     assert layers == int(6 * GIB / host_layer_bytes(config, dtype)) and 28 < layers < 36
-    plan, capacity, _ = plan_capacity(config, dtype, cuda, 1000, on_host=layers)
-    assert capacity == 1000 and plan.needed(1000) < 5 * GIB
-    kv = plan_kv(config, dtype, cuda, "triton", 40_000, kv_offload="auto", on_host=layers)
+    assert plan.capacity == 1000 and plan.memory.needed(1000) < 5 * GIB
+    kv = planned(config, max_seq_len=40_000, kv_offload="auto", weights_offload=6)
     assert kv.offload.ring > 0 and kv.memory.needed(40_000, kv.kv_tokens) <= kv.memory.usable
     assert kv.offload.host <= (20 * GIB - layers * host_layer_bytes(config, dtype)) / 2 / (64 * 147_456) + 1
     on_cpu = plan_memory(config, dtype, torch.device("cpu"), on_host=layers)
@@ -257,21 +256,20 @@ def test_a_model_larger_than_the_device_is_planned(machine):
 )
 def test_what_cannot_be_had_is_one_line(machine, asked, words):
     with pytest.raises((ParameterError, DeviceError)) as raised:
-        plan_weights(PRESETS["qwen3-4b"], torch.bfloat16, asked)
+        planned(PRESETS["qwen3-4b"], weights_offload=asked)
     assert words in str(raised.value) and "\n" not in str(raised.value)
 
 
 def test_a_host_that_is_too_small_is_one_line(machine):
     machine["cpu"] = 4 * GIB
     with pytest.raises(DeviceError, match=r"31 layers take 5\.8 GiB of the host's memory, 4\.0 are free"):
-        plan_weights(PRESETS["qwen3-4b"], torch.bfloat16, 6)
+        planned(PRESETS["qwen3-4b"], weights_offload=6)
 
 
 def test_weights_in_fewer_bits_stay_on_the_device(machine):
-    config = to_quantize(PRESETS["qwen3-4b"], "int4", "fp8")
     with pytest.raises(ParameterError, match=r"^weights_offload: weights in fewer bits \(int4\) are kept on the"):
-        plan_weights(config, torch.bfloat16, 6)
-    assert plan_weights(config, torch.bfloat16, None) == 0
+        planned(PRESETS["qwen3-4b"], quantize="int4", weights_offload=6)
+    assert planned(PRESETS["qwen3-4b"], quantize="int4").host_layers == 0
     with pytest.raises(ParameterError, match="weights in fewer bits"):
         Engine.load(device=str(DEVICE), quantize="int8", weights_offload=0.02)
 
@@ -279,7 +277,7 @@ def test_weights_in_fewer_bits_stay_on_the_device(machine):
 def test_an_engine_loads_with_weights_of_the_host():
     asked = dict(device=str(DEVICE), max_seq_len=64)
     with Engine.load(speculate="off", **asked) as plain, Engine.load(weights_offload=0.02, **asked) as engine:
-        assert engine.model.weights.host.end == engine.config.num_layers and not engine.policy.speculates
+        assert engine.model.weights.host.end == engine.config.num_layers and engine.plan.ngram is None
         assert said(engine, SAMPLED, "Hello") == said(plain, SAMPLED, "Hello")
 
 

@@ -19,7 +19,8 @@ from tridecode.checkpoint.slices import linear_modules, weight_bytes
 from tridecode.cli.main import main
 from tridecode.engine import Engine
 from tridecode.errors import ParameterError
-from tridecode.plan.placement import to_quantize
+from tridecode.options import EngineOptions
+from tridecode.plan import device
 
 KINDS = pytest.mark.parametrize("kind, error", [("fp8", 0.03), ("int8", 0.007), ("int4", 0.11)])
 
@@ -56,7 +57,7 @@ def test_groups_divide_the_columns():
 @pytest.mark.parametrize("family", ["qwen3", "qwen3-tied", "qwen2"])
 @KINDS
 def test_loading_and_packing_agree(kind, error, family, tmp_path):
-    config = to_quantize(load_config(write_tiny(tmp_path, family)), kind, "fp8")
+    config = device.quantized(EngineOptions(quantize=kind), load_config(write_tiny(tmp_path, family)))
     packed = load_weights(tmp_path, config, "cpu", torch.float32, packs=True)
     wide = load_weights(tmp_path, config, "cpu", torch.float32, packs=False)
     name = {"fp8": "e4m3"}.get(kind, kind)
@@ -78,7 +79,7 @@ def test_an_engine_that_quantizes_answers(kind, error, tmp_path):
 
 
 def test_the_memory_plan_counts_packed_weights(tmp_path):
-    config = to_quantize(load_config(write_tiny(tmp_path, "qwen3")), "int4", "fp8")
+    config = device.quantized(EngineOptions(quantize="int4"), load_config(write_tiny(tmp_path, "qwen3")))
     weights = random_weights(config, "cpu", torch.bfloat16, packs=True)
     assert weights.nbytes() == weight_bytes(config, torch.bfloat16, packs=True)
 
@@ -100,7 +101,7 @@ def test_a_quantized_checkpoint_is_not_quantized_again(tmp_path):
 def test_a_written_checkpoint_is_what_loading_makes(kind, error, tmp_path):
     source, out = write_tiny(tmp_path / "source", "qwen3", shards=3), tmp_path / "out"
     assert main(["quantize", str(source), str(out), "--to", kind, "--head", "fp8", "--quiet"]) == 0
-    config = to_quantize(load_config(source), kind, "fp8")
+    config = device.quantized(EngineOptions(quantize=kind), load_config(source))
     made = load_weights(source, config, "cpu", torch.float32, packs=True)
     read = load_weights(out, load_config(out), "cpu", torch.float32, packs=True)
     expected, found = made.tensors(), read.tensors()

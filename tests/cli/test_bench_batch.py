@@ -11,17 +11,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 from benches import FACTS, Clock, run_bench
-from models import CUDA, tiny_config
+from models import CUDA, build_engine, tiny_config
 
 from tridecode import cli as commands
 from tridecode.checkpoint.load import random_weights
 from tridecode.cli.bench import batch, measure, report, serve_mix, suite
 from tridecode.cli.parser import make_parser
-from tridecode.cli.values import GRAPHS, MOST_ROWS, mix
+from tridecode.cli.values import MOST_ROWS, mix
 from tridecode.engine import Engine
 from tridecode.errors import GenerationError
 from tridecode.layout import POSITION, RUN, STATUS
-from tridecode.plan.placement import MAX_SLOTS
+from tridecode.options import GRAPHS, MAX_SLOTS
 from tridecode.state.kv import PAGE
 from tridecode.step.dispatch import MODES
 from tridecode.text.grammar import Matcher
@@ -36,7 +36,7 @@ def engine_of(capacity, slots=1, kv_tokens=None, **more) -> Engine:
     pages = kv_tokens and kv_tokens // PAGE
     backend = "triton" if CUDA else "torch"
     weights = random_weights(config, device, DTYPE)
-    return Engine.build(config, weights, None, capacity, backend, slots=slots, pages=pages, page=PAGE, **more)
+    return build_engine(config, weights, capacity, backend, slots=slots, pages=pages, page=PAGE, **more)
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from benches import FACTS, Clock, run_bench
-from models import CUDA, tiny_config, tiny_engine
+from models import CUDA, build_engine, tiny_config, tiny_engine
 
 from tridecode import layout
 from tridecode.checkpoint.hub import BUNDLED
@@ -17,7 +17,6 @@ from tridecode.checkpoint.load import random_weights
 from tridecode.cli.bench import report, speculate, speculate_texts
 from tridecode.cli.bench.speculate_texts import Text, play, texts
 from tridecode.cli.parser import make_parser
-from tridecode.engine import Engine
 from tridecode.errors import ParameterError
 from tridecode.state.kv import PAGE
 from tridecode.text.tokenizer import Tokenizer
@@ -36,7 +35,7 @@ def bench(capsys, monkeypatch):
         config = tiny_config(max_position=1024)
         weights = random_weights(config, device, torch.bfloat16 if CUDA else torch.float32)
         more |= dict(slots=slots, pages=kv_tokens // PAGE, page=PAGE)
-        made.append(Engine.build(config, weights, None, capacity, "triton" if CUDA else "torch", **more))
+        made.append(build_engine(config, weights, capacity, **more))
         return made[-1]
 
     monkeypatch.setattr(speculate, "bench_engine", engine)

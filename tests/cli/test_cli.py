@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from checkpoints import write_tiny
-from models import CUDA, use_h100
+from models import CUDA, planned, use_h100
 
 from tridecode import Engine, SamplingParams, __version__
 from tridecode import cli as commands
@@ -24,13 +24,13 @@ from tridecode.checkpoint.load import load_config
 from tridecode.cli.explain import explain
 from tridecode.cli.info import command as info
 from tridecode.cli.main import set_up_logging
-from tridecode.cli.parser import make_parser, sampling_overrides
+from tridecode.cli.options import engine_options, sampling_overrides
+from tridecode.cli.parser import make_parser
 from tridecode.cli.terminal import Output, counted, speed_line
 from tridecode.errors import NO_CHAT, ParameterError, PromptError
 from tridecode.models.presets import PRESETS
 from tridecode.plan.memory import plan_memory
 from tridecode.results import Result, Timings, Usage
-from tridecode.serve.policy import Policy
 from tridecode.step.workspace import named_tensors
 
 ROOT = Path(__file__).parents[2]
@@ -350,7 +350,8 @@ def test_info_tells_of_speculation(run, tiny):
     argv = ("info", "--model", tiny, "--json", "--speculate", "ngram", "--speculate-ngram")
     assert json.loads(run(*argv, "6:3")[1])["run"]["speculate_ngram"] == [6, 3]
     code, out, err = run(*argv, "2:3")
-    assert (code, out, err.count("\n")) == (1, "", 1) and "--speculate-ngram must be two numbers from 16 down to" in err
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert "--speculate-ngram: expected two numbers from 16 down to 1, the larger first" in err
     text = ("info", "--model", tiny, "--device", "cpu")
     code, out, err = run(*text, "--speculate", "off", "--speculate-ngram", "4:2")
     assert (code, out, err.count("\n")) == (1, "", 1) and "guessed with --speculate off" in err.replace("\n", " ")
@@ -387,10 +388,9 @@ def test_info_tells_which_prompt_passes_a_gpu_would_capture(options, expected, m
     use_h100(monkeypatch)
     words = [f"--{name.replace('_', '-')}" + f"={value}" * (value is not None) for name, value in options.items()]
     args = make_parser().parse_args(["info", *words])
-    graphs = info.graphs_of(args, 2048, (True, True))
-    policy = Policy(batch_invariant=args.batch_invariant)
-    what = PRESETS["qwen3-4b"], torch.bfloat16, torch.device("cuda"), args.slots or 1
-    facts = info.prompt_facts(*what, 2048, graphs, True, policy)
+    monkeypatch.setattr("tridecode.plan.memory.free_memory", lambda device: 40 * 2**30)
+    plan = planned(PRESETS["qwen3-4b"], "cuda", **engine_options(args) | {"device": "cuda", "chunk_tokens": 2048})
+    facts = info.prompt_facts(plan)
     mode, attention, largest, count, words = expected
     assert (facts["mode"], facts["attention"], facts["largest"], facts["graphs"]) == (mode, attention, largest, count)
     assert words in info.prompt_words(facts) and 200 * 2**20 < facts["buffers"] < 250 * 2**20

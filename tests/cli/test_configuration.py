@@ -11,7 +11,8 @@ from chats import ROOT
 
 from tridecode import cli as commands
 from tridecode.cli.configuration import OTHERS, PREFIX, config_path
-from tridecode.cli.parser import make_parser, sampling_overrides
+from tridecode.cli.options import sampling_overrides
+from tridecode.cli.parser import make_parser
 
 
 @pytest.fixture
@@ -57,8 +58,8 @@ def test_every_kind_of_value(config):
     )
     args = parsed("chat")
     assert args.plain is args.quiet is True and args.prefix_sharing is False and args.prompt_ms == 20.0
-    assert args.graph_sizes == [1, 2, 4] and args.stop_token_ids == [5, 6]
-    given = {"seed": 7, "stop": ["\n\n", "###"], "logit_bias": {42: -1.5, 7: 2.0}, "stop_token_ids": [5, 6]}
+    assert args.graph_sizes == (1, 2, 4) and args.stop_token_ids == (5, 6)
+    given = {"seed": 7, "stop": ["\n\n", "###"], "logit_bias": {42: -1.5, 7: 2.0}, "stop_token_ids": (5, 6)}
     assert sampling_overrides(args) == given | {"ignore_eos": True}
     args = parsed("chat", "--stop", "x", "--logit-bias", "1=1")
     assert args.stop == ["x"] and args.logit_bias == [(1, 1.0)], "an option takes the place of a list"
@@ -86,20 +87,20 @@ WRONG = {
     "key of a table": ("[serve]\nprot = 1", "in [serve] there is no key prot; did you mean port?"),
     "table": ("[sevre]\nport = 1", "there is no key sevre; did you mean serve?"),
     "table that is none": ("serve = 1", "serve must be a table, [serve], got 1"),
-    "word": ('temperature = "hot"', 'temperature: expected a number, got "hot"'),
-    "number": ("max_tokens = 1.5", "max_tokens: expected a whole number, got 1.5"),
+    "word": ('temperature = "hot"', "temperature: expected a number from 0 to 100, got 'hot'"),
+    "number": ("max_tokens = 1.5", "max_tokens: expected an integer from 1 to 2,147,483,647, got '1.5'"),
     "text": ("model = 4", "model: expected a text, got 4"),
     "switch": ('plain = "maybe"', 'plain: expected true or false, got "maybe"'),
     "not a switch": ("slots = true", "slots: expected a text or a number, got true"),
-    "choice far from all": ('stats = "zzzz"', 'stats: expected one of full, short, off, got "zzzz"\n'),
-    "choice": ('overflow = "drop-oldst"', "overflow: expected one of error, drop-oldest, stop"),
+    "choice far from all": ('stats = "zzzz"', "stats: expected full, short or off, got 'zzzz'\n"),
+    "choice": ('overflow = "drop-oldst"', "drop-oldest or stop, got 'drop-oldst'; did you mean drop-oldest?"),
     "switch that is a date": ("plain = 2026-01-01", 'plain: expected true or false, got "2026-01-01"'),
     "table that is a date": ("serve = 2026-01-01", 'serve must be a table, [serve], got "2026-01-01"'),
     "list of lists": ("graph_sizes = [[1], [2]]", "graph_sizes: expected a text or a number, got [[1], [2]]"),
-    "range": ("slots = 65", "slots: expected a number from 1 to 64, got '65'"),
+    "range": ("slots = 65", "slots: expected an integer from 1 to 64, got '65'"),
     "table for a list": ("stop = {a = 1}", 'stop: expected a text or a number, got {"a": 1}'),
     "key in both forms": ("max_tokens = 1\nmax-tokens = 2", "max_tokens and max-tokens are one setting; leave one of"),
-    "no finite number": ("temperature = inf", "temperature: expected a finite number, got inf"),
+    "no finite number": ("temperature = inf", "temperature: expected a number from 0 to 100, got 'inf'"),
     "date": ("model = 2026-01-01", "model: expected a text or a number, got 2026-01-01"),
     "not TOML": ("model = ", "not TOML ("),
     "not UTF-8": ("model = \udcff", "not UTF-8"),
@@ -122,18 +123,21 @@ def test_what_is_wrong_with_the_environment_is_one_line(config, capsys, monkeypa
     monkeypatch.delenv("TRIDECODE_MODLE")
     config("", SLOTS="many")
     for command in ("chat", "config"):
-        assert refused(capsys, command) == "TRIDECODE_SLOTS: expected a positive integer, got 'many'"
+        assert refused(capsys, command) == "TRIDECODE_SLOTS: expected an integer from 1 to 64, got 'many'"
     config("", SLOTS="")
-    assert parsed("chat").slots is None, "an empty one is none"
+    assert parsed("chat").slots == 1, "an empty one is none"
     config("", API_KEY="secret")
     assert parsed("chat").api_key_file is None
 
 
 def test_a_value_out_of_range_says_where_it_comes_from(config, capsys):
     config("temperature = -1\n")
+    said = refused(capsys, "generate", "--prompt", "Hello")
+    assert said == f"{config_path()}: temperature: expected a number from 0 to 100, got '-1'"
+    config("max_seq_len = 100000\n")
     assert commands.main(["generate", "--prompt", "Hello"]) == 1
     said = capsys.readouterr().err
-    assert "--temperature must be" in said and said.endswith(" (--temperature is set by config.toml)\n")
+    assert "--max-seq-len must be" in said and said.endswith(" (--max-seq-len is set by config.toml)\n")
 
 
 def test_a_byte_order_mark_before_the_text_is_no_fault(config):
@@ -169,7 +173,7 @@ def test_config_shows_values_and_where_they_come_from(config, capsys):
     assert shown[0] == f"# {config_path()}"
     assert 'model = "Qwen/Qwen3-4B" # config.toml' in shown and 'stats = "short" # TRIDECODE_STATS' in shown
     assert "# temperature =" in shown and '# device = "auto"' in shown and '# think = "on"' in shown
-    assert shown.index("slots = 16 # config.toml") > shown.index("[serve]") and "# slots =" in shown
+    assert shown.index("slots = 16 # config.toml") > shown.index("[serve]") and "# slots = 1" in shown
     assert tomllib.loads(out) == tomllib.loads(text) | {"stats": "short"}, "what is shown can be the file"
     config_path().unlink()
     commands.main(["config"])

@@ -17,7 +17,6 @@ from tridecode.cli.chat.settings import CHOICES, NAMES
 from tridecode.cli.chat.slash import COMMANDS, GROUPS
 from tridecode.cli.terminal import Output
 from tridecode.errors import PromptError
-from tridecode.serve.policy import Policy
 
 
 def test_commands(session):
@@ -293,7 +292,7 @@ def test_stats(session):
     for part in ("script on", "backend triton, graph full", "\n1 turn\n", "context 12 / 100", "2 tokens in 1 answer"):
         assert part in shown
     assert ", speculation off\n" in shown
-    chat.engine.policy = Policy(speculate="ngram", speculate_ngram=(5, 2))
+    chat.engine.plan = SimpleNamespace(ngram=(5, 2))
     chat.handle("/stats")
     assert ", speculation ngram 5:2\n" in chat.read()[1]
 

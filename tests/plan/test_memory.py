@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from models import tiny_config, use_h100
+from models import planned, tiny_config, use_h100
 
 from tridecode import Engine
 from tridecode.checkpoint import load as checkpoint
@@ -12,7 +12,6 @@ from tridecode.errors import DeviceError
 from tridecode.models.presets import PRESETS
 from tridecode.plan import cgroup, memory
 from tridecode.plan.memory import MemoryPlan, plan_memory
-from tridecode.plan.placement import plan_capacity
 from tridecode.step.model import make_model
 from tridecode.step.workspace import make_workspace, named_tensors
 from tridecode.tuning.configs import TILE_ROWS
@@ -37,12 +36,14 @@ def test_weights_that_do_not_fit():
 def test_a_cpu_gets_a_moderate_context_unless_asked_for_more(monkeypatch):
     monkeypatch.setattr(memory, "free_memory", lambda device: 8 * GIB)
     config, cpu = tiny_config(max_position=2**30), torch.device("cpu")
-    plan, capacity, notes = plan_capacity(config, torch.float32, cpu, None)
-    assert capacity == memory.CPU_CONTEXT and plan.max_context > 2**20
-    (note,) = notes
-    assert f"lowered to {capacity:,} of the model's {2**30:,}" in note and f"up to {plan.max_context:,} " in note
-    assert plan_capacity(config, torch.float32, cpu, 2**20)[1:] == (2**20, [])
-    assert plan_capacity(tiny_config(max_position=512), torch.float32, cpu, None)[1:] == (512, [])
+    plan = planned(config, cpu)
+    most = plan.memory.max_context
+    assert plan.capacity == memory.CPU_CONTEXT and most > 2**20
+    (note,) = plan.notes
+    assert f"lowered to {plan.capacity:,} of the model's {2**30:,}" in note and f"up to {most:,} " in note
+    for spec, asked, capacity in ((config, 2**20, 2**20), (tiny_config(max_position=512), None, 512)):
+        plan = planned(spec, cpu, max_seq_len=asked)
+        assert (plan.capacity, plan.notes) == (capacity, ())
 
 
 def test_slots_share_what_fits():
@@ -145,21 +146,23 @@ def test_the_plan_counts_rows_that_verify_drafts(monkeypatch, slots):
 def test_kv_tokens_and_context_bound_each_other(monkeypatch):
     monkeypatch.setattr(memory, "free_memory", lambda device: GIB)
     config, cpu = tiny_config(max_position=512), torch.device("cpu")
-    assert plan_capacity(config, torch.float32, cpu, None, 4, 1000)[1:] == (512, [])
-    _, capacity, (note,) = plan_capacity(config, torch.float32, cpu, None, 4, 300)
-    assert capacity == 300 and note.endswith("to 300 of the model's 512 positions: that is what kv_tokens asks for")
+    plan = planned(config, cpu, slots=4, kv_tokens=1000)
+    assert (plan.capacity, plan.notes) == (512, ())
+    plan = planned(config, cpu, slots=4, kv_tokens=300)
+    assert plan.capacity == 300
+    assert plan.notes[0].endswith("to 300 of the model's 512 positions: that is what kv_tokens asks for")
     needed = plan_memory(config, torch.float32, cpu, 8).needed(512, 2000)
     monkeypatch.setattr(memory, "free_memory", lambda device: needed * 4 // 3 + 9)
-    plan, capacity, (note,) = plan_capacity(config, torch.float32, cpu, None, 8)
-    assert (capacity, plan.kv_tokens(512, None, "cpu")) == (512, 2000)
-    assert note == "8 slots share 2,000 K/V positions: that is what fits cpu"
+    plan = planned(config, cpu, slots=8)
+    assert (plan.capacity, plan.memory.kv_tokens(512, None, "cpu")) == (512, 2000)
+    assert plan.notes == ("8 slots share 2,000 K/V positions: that is what fits cpu",)
 
 
 def test_a_gpus_context_is_what_fits(monkeypatch):
     monkeypatch.setattr(memory, "free_memory", lambda device: 4 * GIB)
     use_h100(monkeypatch)
-    plan, capacity, notes = plan_capacity(tiny_config(max_position=2**30), torch.float32, torch.device("cuda"), None)
-    assert capacity == plan.max_context > 2**20 and notes[0].endswith("that is what fits cuda")
+    plan = planned(tiny_config(max_position=2**30), dtype="float32")
+    assert plan.capacity == plan.memory.max_context > 2**20 and plan.notes[0].endswith("that is what fits cuda")
 
 
 def test_a_model_beyond_the_limit_of_its_group_is_refused_before_it_is_read(monkeypatch, tmp_path):

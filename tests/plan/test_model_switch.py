@@ -133,15 +133,15 @@ def test_both_fit_where_the_new_one_gets_all_of_its_context(models, monkeypatch,
     old = Engine.load(models["qwen"], device="cpu")
     loader = Loader(make_parser().parse_args(["chat"]), None)
     monkeypatch.setattr("tridecode.plan.memory.free_memory", lambda device: free)
-    assert loader._fits_beside(old, loading.load_config(models["llama"])) is beside
+    assert loader._fits_beside(old, loader._plan(models["llama"])) is beside
 
 
 def test_a_model_too_large_even_alone_is_refused_before_anything_is_given_up(models, monkeypatch):
     old = Engine.load(models["qwen"], device="cpu", max_seq_len=1)
     loader = Loader(make_parser().parse_args(["chat"]), None)
-    monkeypatch.setattr("tridecode.plan.memory.free_memory", lambda device: -old.plan.needed(old.capacity))
+    monkeypatch.setattr("tridecode.plan.memory.free_memory", lambda device: -old.plan.memory.needed(old.capacity))
     with pytest.raises(DeviceError, match="not enough memory"):
-        loader._fits_beside(old, loading.load_config(models["llama"]))
+        loader._fits_beside(old, loader._plan(models["llama"]))
 
 
 def test_sampling_options_that_were_asked_for_stay(piped, models, tmp_path):

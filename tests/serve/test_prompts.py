@@ -6,14 +6,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from models import CUDA, FAMILIES, tiny_engine
+from models import CUDA, FAMILIES, tiny_config, tiny_engine
 
 from tridecode import SamplingParams
 from tridecode.cli.chat.idle import IdleCapture
 from tridecode.errors import ParameterError
 from tridecode.kernels.attention import prompt_attention_hopper
 from tridecode.layout import Chunk
-from tridecode.plan.placement import plan_graphs
+from tridecode.options import EngineOptions
+from tridecode.plan.graphs import plan_graphs
 from tridecode.step.dispatch import PROMPT_SIZES, Dispatcher, prompt_sizes
 from tridecode.step.prompt_graphs import PromptPasses
 from tridecode.step.workspace import named_tensors
@@ -241,8 +242,8 @@ def test_a_pass_beside_decoding_rows_is_as_long_as_it_may_be():
     "options, message",
     [
         (dict(prompt_attention="fast"), "prompt_attention must be auto, triton, flash or cudnn, got 'fast'"),
-        (dict(prompt_graph_sizes=[64, 16]), "prompt_graph_sizes must ascend, got 64, 16"),
-        (dict(prompt_graph_sizes=7), "prompt_graph_sizes must be a list of numbers, got 7"),
+        (dict(prompt_graph_sizes=[64, 16]), "prompt_graph_sizes must be ascending integers from 1 to .* got [64, 16]"),
+        (dict(prompt_graph_sizes=7), "prompt_graph_sizes must be ascending integers from 1 to .* got 7"),
         (dict(prompt_graph_max_tokens=0), "prompt_graph_max_tokens must be an integer from 1 to"),
         (dict(prompt_graph_sizes=[64], prompt_graph_max_tokens=64), "does not go with prompt_graph_max_tokens; leave"),
         (dict(prompt_graph_sizes=[64], graph="full_decode_only"), "prompt_graph_sizes: no prompt pass is captured"),
@@ -251,8 +252,10 @@ def test_a_pass_beside_decoding_rows_is_as_long_as_it_may_be():
     ],
 )
 def test_options_that_cannot_be(options, message):
-    with pytest.raises(ParameterError, match=message.replace("(", "\\(")):
-        plan_graphs(4, 2048, captured=True, prompt_tiles=False, **options)
+    cuda = torch.device("cuda")  # without properties of a GPU: Triton's attention of prompts does not fit
+    with pytest.raises(ParameterError, match=message.replace("[", "\\[")) as refused:
+        plan_graphs(EngineOptions(slots=4, **options), "triton", tiny_config(), torch.float32, cuda)
+    assert refused.value.argument in options and refused.value.code in ("type", "range", "choice", "conflict")
 
 
 def test_milliseconds_that_are_none():

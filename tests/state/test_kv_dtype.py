@@ -11,9 +11,10 @@ from tridecode.checkpoint.load import empty_weights
 from tridecode.engine import Engine
 from tridecode.errors import ParameterError
 from tridecode.models.presets import PRESETS
+from tridecode.options import EngineOptions
 from tridecode.plan import memory
+from tridecode.plan.device import quantized, resolve_dtype
 from tridecode.plan.memory import plan_memory
-from tridecode.plan.placement import resolve_dtype, to_quantize
 from tridecode.sampling import SamplingParams
 from tridecode.state.kv import PAGE, kv_bytes_per_token, make_kv_cache
 from tridecode.step.model import make_model
@@ -105,6 +106,6 @@ def test_what_is_refused(tmp_path):
     path = write_tiny(tmp_path, "qwen3")
     with pytest.raises(ParameterError, match="kv_dtype must be auto or fp8, got 'fp4'"):
         Engine.load(path, device="cpu", kv_dtype="fp4")
-    config = to_quantize(tiny_config(), None, kv_dtype="fp8")
+    config = quantized(EngineOptions(kv_dtype="fp8"), tiny_config())
     with pytest.raises(ParameterError, match="dtype must be bfloat16 on a GPU beside kv_dtype fp8, got float16"):
         resolve_dtype("float16", config, torch.device("cuda", 0))

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from models import CUDA, DEVICE, slowed, tiny_engine, use_h100
+from models import CUDA, DEVICE, planned, slowed, tiny_engine, use_h100
 
 from tridecode import Engine, SamplingParams, layout
 from tridecode import tensors as pinned
@@ -19,7 +19,6 @@ from tridecode.errors import DeviceError, ParameterError
 from tridecode.models.presets import PRESETS
 from tridecode.plan import memory
 from tridecode.plan.memory import plan_memory
-from tridecode.plan.placement import plan_kv
 from tridecode.state.kv import make_kv_cache
 from tridecode.state.offload import Offload
 from tridecode.state.prefix import PrefixCache
@@ -402,17 +401,13 @@ def machine(monkeypatch):
     return free
 
 
-def planned(config=PRESETS["qwen3-0.6b"], **asked):
-    asked = {"chunk": 512, "one_piece": False} | asked
-    return plan_kv(config, torch.bfloat16, torch.device("cuda"), "triton", **asked)
-
-
 @pytest.mark.parametrize("slots, kv_tokens", [(1, None), (1, 4096), (4, None), (4, 20_000)])
 @pytest.mark.parametrize("ring", [2, 3])
 def test_the_plan_fits_and_is_what_is_allocated(machine, slots, kv_tokens, ring):
     machine["cuda"] = 4 * GIB
-    kv = planned(max_seq_len=30_000, slots=slots, kv_tokens=kv_tokens, kv_offload=20, kv_ring=ring)
     config, device = PRESETS["qwen3-0.6b"], torch.device("meta")
+    options = dict(slots=slots, kv_tokens=kv_tokens, kv_offload=20, kv_ring=ring, chunk_tokens=512)
+    kv = planned(config, max_seq_len=30_000, **options)
     assert kv.capacity == 30_000 and (kv.pages + kv.offload.ring) * 64 >= 30_000
     assert kv.offload.ring < kv.offload.host, "a page of the host is left through which others change places"
     assert kv_tokens is None or kv.kv_tokens == -(-kv_tokens // 64) * 64
@@ -426,18 +421,18 @@ def test_the_plan_fits_and_is_what_is_allocated(machine, slots, kv_tokens, ring)
 
 
 def test_what_all_fits_on_the_device_has_no_ring(machine):
-    kv = planned(max_seq_len=30_000, kv_offload=4)
+    kv = planned(PRESETS["qwen3-0.6b"], max_seq_len=30_000, kv_offload=4, chunk_tokens=512)
     assert kv.offload.ring == 0 and kv.kv_tokens == 30_016 and kv.offload.host * 64 * 114_688 <= 4 * GIB
 
 
 @pytest.mark.parametrize(
     "asked, words",
     [
-        (dict(kv_offload="much"), 'kv_offload must be a number from 0.001 to 1e+06 or "auto", got'),
+        (dict(kv_offload="much"), 'kv_offload must be a number from 0.001 to 1,000,000 or "auto", got'),
         (dict(kv_offload=True), "kv_offload must be a number"),
         (dict(kv_offload=120), "kv_offload: 120.0 GiB are asked for, the host has 100.0"),
         (dict(kv_offload=0.005), "kv_offload: a page takes 0.0068 GiB of the host's memory"),
-        (dict(kv_ring=3), "kv_ring: nothing lies on the host; use it with kv_offload"),
+        (dict(kv_ring=3), "kv_ring: no K/V are on the host; use it with kv_offload"),
         (dict(kv_offload=4, kv_ring=-1), "kv_ring must be an integer from 0 to 16"),
         (dict(kv_offload=4, kv_tokens=64), "kv_tokens must be an integer from 256"),
         (dict(kv_offload=4, kv_tokens=30_000, max_seq_len=2000), "what 1 slot of 2,000 positions can have, 2,000,"),
@@ -449,13 +444,13 @@ def test_what_all_fits_on_the_device_has_no_ring(machine):
 def test_what_cannot_be_had_is_one_line(machine, asked, words):
     machine["cuda"] = 3 * GIB
     with pytest.raises((ParameterError, DeviceError)) as raised:
-        planned(**asked)
+        planned(PRESETS["qwen3-0.6b"], chunk_tokens=512, **asked)
     assert words in str(raised.value) and "\n" not in str(raised.value)
 
 
 def test_kv_in_8_bits_stay_on_the_device(machine):
     with pytest.raises(ParameterError, match="^kv_offload: K/V in kv_dtype fp8 are kept on the device; use"):
-        planned(replace(PRESETS["qwen3-0.6b"], fp8_kv=True), kv_offload=4)
+        planned(PRESETS["qwen3-0.6b"], kv_dtype="fp8", kv_offload=4)
     with pytest.raises(ParameterError, match="^kv_offload: K/V in kv_dtype fp8"):
         Engine.load(device=str(DEVICE), kv_dtype="fp8", kv_offload=0.1)
 

@@ -20,7 +20,8 @@ from tridecode.checkpoint.formats.quantize import rules
 from tridecode.checkpoint.load import empty_weights
 from tridecode.errors import ParameterError
 from tridecode.layout import Chunk
-from tridecode.serve.policy import Policy
+from tridecode.options import EngineOptions
+from tridecode.plan.resolve import chunk_of
 from tridecode.step.model import choose_configs, linear_cases
 from tridecode.tuning.configs import is_head
 from tridecode.tuning.invariance import order_of_sums
@@ -246,8 +247,9 @@ def test_what_it_cannot_keep_is_refused(options, named):
 
 
 def test_chunks_are_small_unless_they_are_asked_for():
-    assert Policy().chunk_tokens == 2048 and Policy(batch_invariant=True).chunk_tokens == 256
-    assert [Policy(512, batch_invariant=True).chunk(slots, 100, 64) for slots in (1, 9)] == [128, 128]
+    assert EngineOptions().chunk == 2048 and EngineOptions(batch_invariant=True).chunk == 256
+    options = [EngineOptions(chunk_tokens=512, batch_invariant=True, slots=slots) for slots in (1, 9)]
+    assert [chunk_of(each, 100, 64) for each in options] == [128, 128]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

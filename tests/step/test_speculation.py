@@ -11,14 +11,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import CUDA, DEVICE, begin, tiny_engine
+from models import CUDA, DEVICE, begin, tiny_config, tiny_engine, use_h100
 from servers import Running
 
 from tridecode import Engine, SamplingParams, layout
 from tridecode.checkpoint.load import random_weights
 from tridecode.errors import ParameterError
-from tridecode.layout import GENERATION
-from tridecode.plan.placement import plan_graphs, resolve_speculation
+from tridecode.layout import GENERATION, NGRAM
+from tridecode.options import EngineOptions
+from tridecode.plan.graphs import plan_drafts, plan_graphs
 from tridecode.step.dispatch import best_queries, most_queries
 from tridecode.step.model import verify_rows
 
@@ -307,9 +308,9 @@ def test_the_option_is_checked():
     for wrong in (4, "4:2", (2, 4), (17, 2), (10**5000, 1), (2, 0), (4, 2.0), (True, 1), (4, 3, 2)):
         with pytest.raises(ParameterError, match="speculate_ngram must be two numbers from 16 down to 1, the larger"):
             Engine.load(speculate="ngram", speculate_ngram=wrong)
-    with pytest.raises(ParameterError, match="the larger first, like 8 and 2, got 2 and 8$"):
+    with pytest.raises(ParameterError, match="the larger first, like 8 and 2, got \\(2, 8\\)$"):
         Engine.load(speculate_ngram=(2, 8))
-    with pytest.raises(ParameterError, match='^speculate_ngram: nothing is guessed with speculate="off"; leave one of'):
+    with pytest.raises(ParameterError, match='^speculate_ngram: nothing is drafted with speculate="off"; leave one of'):
         Engine.load(speculate="off", speculate_ngram=(4, 2))
 
 
@@ -323,7 +324,7 @@ RESOLVED = [  # on a GPU, how passes run, beside what: what auto comes to, and w
     (True, dict(graph="none"), (), "off", None),
     (True, dict(attention="torch"), (), "off", None),
     (True, dict(slots=32, graph_sizes=(32,)), (), "off", "at most 16 requests, and the smallest of graph_sizes is 32"),
-    (True, {}, ("fp8_kv",), "off", 'does not work beside kv_dtype="fp8"'),
+    (True, {}, ("kv_dtype",), "off", 'does not work beside kv_dtype="fp8"'),
     (True, {}, ("kv_offload",), "off", "does not work beside kv_offload"),
     (True, {}, ("kv_offload", "weights_offload"), "off", "does not work beside kv_offload or weights_offload"),
     (False, {}, (), "off", None),
@@ -331,41 +332,51 @@ RESOLVED = [  # on a GPU, how passes run, beside what: what auto comes to, and w
 ]  # fmt: skip
 
 
+BESIDE = {"kv_dtype": "fp8", "kv_offload": 0.1, "weights_offload": 0.1}
+
+
 @pytest.mark.parametrize("gpu, how, beside, auto, hindrance", RESOLVED, ids=str)
-def test_what_is_asked_for_and_what_it_comes_to(gpu, how, beside, auto, hindrance):
-    graphs = plan_graphs(how.get("slots", 1), 2048, gpu, gpu, **{name: how[name] for name in how if name != "slots"})
-    given = {name: name in beside for name in ("fp8_kv", "kv_offload", "weights_offload")}
-    found, why = resolve_speculation("auto", graphs, **given)
-    assert found == auto and (why is None) == (auto == "ngram")
-    assert resolve_speculation("off", graphs, **given) == ("off", None)
+def test_what_is_asked_for_and_what_it_comes_to(monkeypatch, gpu, how, beside, auto, hindrance):
+    use_h100(monkeypatch)
+    device = torch.device("cuda" if gpu else "cpu")
+
+    def drafts(**more):
+        options = EngineOptions(**how | {name: BESIDE[name] for name in beside} | more)
+        graphs = plan_graphs(options, "triton" if gpu else "torch", tiny_config(), torch.bfloat16, device)
+        return plan_drafts(options, graphs)
+
+    found, why = drafts()
+    assert found == (NGRAM if auto == "ngram" else None) and (why is None) == (auto == "ngram")
+    assert drafts(speculate="off") == (None, None)
     if hindrance is None:
-        assert resolve_speculation("ngram", graphs, **given) == ("ngram", None)
-        assert resolve_speculation("auto", graphs, **given, ngram=True) == ("ngram", None)
+        assert drafts(speculate="ngram") == (NGRAM, None) and drafts(speculate_ngram=(4, 2)) == ((4, 2), None)
     else:
-        with pytest.raises(ParameterError, match=f'^speculate="ngram" .*{hindrance}; use speculate="off"$'):
-            resolve_speculation("ngram", graphs, **given)
-        with pytest.raises(ParameterError, match=f"^speculate_ngram .*{hindrance}; leave it out$"):
-            resolve_speculation("auto", graphs, **given, ngram=True)
+        with pytest.raises(ParameterError, match=f'^speculate="ngram" .*{hindrance}; use speculate="off"$') as refused:
+            drafts(speculate="ngram")
+        assert (refused.value.argument, refused.value.code) == ("speculate", "conflict")
+        with pytest.raises(ParameterError, match=f"^speculate_ngram .*{hindrance}; leave it out$") as refused:
+            drafts(speculate_ngram=(4, 2))
+        assert (refused.value.argument, refused.value.code) == ("speculate_ngram", "conflict")
         assert hindrance in why or not gpu
 
 
 def test_the_default_is_what_pays_on_this_machine():
     with Engine.load(device=str(DEVICE), max_seq_len=64) as engine:
-        assert engine.policy.speculates == CUDA == (engine.model.verify is not None)
+        assert (engine.plan.ngram is not None) == CUDA == (engine.model.verify is not None)
 
 
 def test_who_says_how_to_guess_asks_for_it():
     with Engine.load(device=str(DEVICE), max_seq_len=64, speculate_ngram=(4, 2)) as engine:
-        assert engine.policy.speculate == "ngram" and engine.model.ngram == (4, 2) and engine.model.verify
+        assert engine.plan.ngram == engine.model.ngram == (4, 2) and engine.model.verify
 
 
 def test_memory_is_planned_for_what_auto_comes_to(monkeypatch):
     asked = dict(device=str(DEVICE), max_seq_len=64)
     with Engine.load(speculate="off", **asked) as plain:
-        fixed = plain.plan.fixed
-    monkeypatch.setattr("tridecode.plan.placement.resolve_speculation", lambda *how: ("ngram", None))
+        fixed = plain.plan.memory.fixed
+    monkeypatch.setattr("tridecode.plan.resolve.plan_drafts", lambda *how: (NGRAM, None))
     with Engine.load(**asked) as engine:
-        assert engine.model.verify is not None and engine.plan.fixed > fixed
+        assert engine.model.verify is not None and engine.plan.memory.fixed > fixed
 
 
 @pytest.mark.parametrize("ngram", [(1, 1), (16, 16)], ids=str)
@@ -386,7 +397,7 @@ def test_what_does_not_go_together_is_one_line(beside):
     with pytest.raises(ParameterError, match=f'^speculate="ngram" does not work beside {name}.*; use speculate="off"$'):
         Engine.load(device=str(DEVICE), max_seq_len=64, speculate="ngram", **beside)
     with Engine.load(device=str(DEVICE), max_seq_len=64, **beside) as engine:
-        assert not engine.policy.speculates and engine.model.verify is None
+        assert engine.plan.ngram is None and engine.model.verify is None
 
 
 def test_weights_in_fewer_bits_verify_too():

@@ -3,13 +3,12 @@
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-
 from ..blocks.spec import ModelSpec
 from ..checkpoint.hub import BUNDLED, resolve_model
 from ..checkpoint.load import load_config
 from ..engine import Engine
 from ..options import EngineOptions
+from ..plan.device import find_device
 from ..plan.resolve import EnginePlan, resolve
 from ..sampling import SamplingParams
 from ..text.tokenizer import Tokenizer
@@ -58,7 +57,7 @@ class Loader:
         fails, chat.engine is None.
         """
         path = resolve_model(name)
-        plan = self._plan(path, chat.engine.device)
+        plan = self._plan(path)
         if not chat.conversation.raw:  # its PromptError, before anything is given up
             Tokenizer.load(path).encode_chat([{"role": "user", "content": "Hello"}])
         if self._fits_beside(chat.engine, plan):
@@ -76,10 +75,10 @@ class Loader:
         self.model = name
         show_defaults(chat.engine, chat.given, self._output)
 
-    def _plan(self, path: Path, device: torch.device) -> EnginePlan:
+    def _plan(self, path: Path) -> EnginePlan:
         spec = load_config(path)
         options = EngineOptions(**engine_options(self._args) | {"max_seq_len": self._limit(spec)})
-        return resolve(options, spec, device)
+        return resolve(options, spec, find_device(options))
 
     def _limit(self, spec: ModelSpec) -> int | None:
         return self._args.max_seq_len and min(self._args.max_seq_len, spec.max_position)

@@ -40,6 +40,17 @@ class Url(Constraint):
         return value.rstrip("/").removesuffix("/v1")
 
 
+class Ids(TokenIds):
+    """Integers separated by commas. The model decides later which ones are tokens of its vocabulary."""
+
+    expected = "token ids separated by commas, like 1,2,3"
+
+    def accept(self, value) -> tuple[int, ...]:
+        if not all(isinstance(token, int) for token in value):
+            raise Rejected("type")
+        return tuple(value)
+
+
 def _once(name: str, default, constraint: Constraint, help: str, *commands: str, **more) -> Option:
     """An option that belongs to one call, and not into a file of settings."""
     return Option(constraint, help, default, name=name, commands=commands, unsaved=commands, **more)
@@ -73,7 +84,7 @@ OTHERS = (
             default_words="drop-oldest, in a pipe error"),
     _once("prompt", None, ANY, "the prompt; it goes through the chat template unless --raw", "generate", group="prompt",
           exclusive="prompt", metavar="TEXT"),
-    _once("prompt_ids", None, TokenIds(), "token ids, like 1,2,3", "generate", group="prompt", exclusive="prompt",
+    _once("prompt_ids", None, Ids(), "token ids, like 1,2,3", "generate", group="prompt", exclusive="prompt",
           metavar="IDS"),
     _once("messages", None, ANY, 'a chat as JSON, [{"role": "user", "content": "..."}, ...], or a saved session; - is '
           "stdin", "generate", group="prompt", exclusive="prompt", metavar="FILE"),

@@ -31,7 +31,8 @@ def find_device(options: EngineOptions) -> torch.device:
 def quantized(options: EngineOptions, spec: ModelSpec) -> ModelSpec:
     """Return the spec of a model whose linears are quantized while it is loaded, as options request, the LM head in fp8
     by default, and its K/V while they are written. Raises ParameterError."""
-    spec = replace(spec, fp8_kv=options.kv_dtype == "fp8")
+    if options.kv_dtype == "fp8":
+        spec = replace(spec, fp8_kv=True)
     if options.quantize is None:
         return spec
     if spec.quantization is not None:
