@@ -308,6 +308,17 @@ def check_fields(instance) -> None:
         object.__setattr__(instance, name, declared.check(getattr(instance, name)))
 
 
+def documented(cls):
+    """Add the options of a dataclass to its docstring, as Args."""
+    lines = []
+    for name, declared in options_of(cls).items():
+        default = f" Default: {declared.described_default}." if declared.described_default else ""
+        help = declared.help.replace("--no-", "no_").replace("--", "")
+        lines.append(f"        {name}: {help}.{default}")
+    cls.__doc__ = f"{cls.__doc__.rstrip()}\n\n    Args:\n" + "\n".join(lines) + "\n"
+    return cls
+
+
 def mapping(name: str, value) -> dict:
     """Return a dict with strings as keys, empty for None. Raises ParameterError."""
     if not isinstance(value, Mapping | None) or not all(isinstance(key, str) for key in value or ()):

@@ -7,7 +7,20 @@ made from the fields below. This module does not import torch, so that `--help` 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .arguments import Choice, Flag, Integer, Integers, Number, Pair, Text, check_fields, listed, option, options_of
+from .arguments import (
+    Choice,
+    Flag,
+    Integer,
+    Integers,
+    Number,
+    Pair,
+    Text,
+    check_fields,
+    documented,
+    listed,
+    option,
+    options_of,
+)
 from .errors import conflict
 from .layout import MAX_NGRAM, NGRAM
 
@@ -29,6 +42,7 @@ def _option(group: str, default, constraint, help: str, **more):
     return option(default, constraint, help, group=group, **{"commands": ENGINE} | more)
 
 
+@documented
 @dataclass(frozen=True)
 class EngineOptions:
     """How an engine runs a model. Values are checked on construction.
@@ -169,7 +183,7 @@ class EngineOptions:
         "prompts", False, Flag(), "the same bits for a request, alone and beside any others; see docs/sharing.md"
     )
     max_queue: int | None = _option(
-        "prompts",
+        "requests",
         None,
         Integer(0),
         "requests that may wait for a slot; more are refused",

@@ -4,7 +4,19 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from .arguments import Constraint, Flag, Integer, Number, Option, Rejected, Text, check_fields, option, shown
+from .arguments import (
+    Constraint,
+    Flag,
+    Integer,
+    Number,
+    Option,
+    Rejected,
+    Text,
+    check_fields,
+    documented,
+    option,
+    shown,
+)
 from .errors import ParameterError, brief, conflict
 from .layout import MAX_LOGPROBS
 
@@ -132,6 +144,7 @@ def _form(constraint: Constraint, help: str, **more):
     )
 
 
+@documented
 @dataclass(frozen=True)
 class SamplingParams:
     """Sampling and stopping of one generation, checked on construction.
