@@ -30,7 +30,7 @@ def row(option: Option) -> str:
     if isinstance(option.constraint, Choice):
         value = " " + "\\|".join(option.constraint.choices)
     flags = [f"`{option.flag}{value}`", *(f"`{flag}`" for flag in option.aliases)]
-    help = option.help + "".join(f"; `{flag}`: {words}" for flag, (_, words) in option.aliases.items())
+    help = option.flag_help + "".join(f"; `{flag}`: {words}" for flag, (_, words) in option.aliases.items())
     return f"| {', '.join(flags)} | {help} | {option.described_default} |\n"
 
 

@@ -278,6 +278,11 @@ class Option:
         return f"--{'no-' if negative else ''}{self.name.replace('_', '-')}"
 
     @property
+    def flag_help(self) -> str:
+        """What its flag does."""
+        return f"do not {self.help}" if self.flag.startswith("--no-") and self.default is True else self.help
+
+    @property
     def described_default(self) -> str:
         """The default in words; empty for flags."""
         if self.default_words or isinstance(self.constraint, Flag) or self.default is None:
@@ -312,9 +317,8 @@ def documented(cls):
     """Add the options of a dataclass to its docstring, as Args."""
     lines = []
     for name, declared in options_of(cls).items():
-        default = f" Default: {declared.described_default}." if declared.described_default else ""
-        help = declared.help.replace("--no-", "no_").replace("--", "")
-        lines.append(f"        {name}: {help}.{default}")
+        default = declared.default_words if declared.default in (None, (), {}) else repr(declared.default)
+        lines.append(f"        {name}: {declared.help}.{f' Default: {default}.' if default else ''}")
     cls.__doc__ = f"{cls.__doc__.rstrip()}\n\n    Args:\n" + "\n".join(lines) + "\n"
     return cls
 

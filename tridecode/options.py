@@ -51,163 +51,62 @@ class EngineOptions:
         ParameterError: a value is wrong, or two contradict each other; `.argument` names the option.
     """
 
+    # fmt: off
     device: str = _option("model", "auto", DEVICE, "auto, cpu, cuda or cuda:N", metavar="DEVICE")
     backend: str = _option("model", "auto", Choice(("auto", "triton", "torch")), "kernels: Triton's or PyTorch's")
-    dtype: str = _option(
-        "model",
-        "auto",
-        Choice(("auto", *DTYPES)),
-        "of activations and unquantized weights; auto: the checkpoint's, where float32 becomes bfloat16 on a GPU and "
-        "everything float32 on a CPU",
-    )
-    quantize: str | None = _option(
-        "model",
-        None,
-        Choice(QUANTIZE),
-        "quantize the linears of an unquantized checkpoint while it is loaded; see docs/quantization.md",
-    )
-    quantize_head: str | None = _option(
-        "model", None, Choice(("keep", *QUANTIZE)), "quantize the LM head beside them", default_words="fp8"
-    )
-    kv_dtype: str = _option(
-        "memory", "auto", Choice(("auto", "fp8")), "of K/V: auto is the dtype; in fp8 twice as many positions fit"
-    )
-    max_seq_len: int | None = _option(
-        "memory",
-        None,
-        Integer(1),
-        "positions of one request, prompt and output together",
-        metavar="N",
-        default_words="what fits, at most the model's limit, on a CPU 8192",
-    )
-    slots: int = _option(
-        "memory",
-        1,
-        Integer(1, MAX_SLOTS),
-        "requests that run at a time",
-        metavar="N",
+    dtype: str = _option("model", "auto", Choice(("auto", *DTYPES)), "of activations and unquantized weights; auto: "
+        "the checkpoint's, where float32 becomes bfloat16 on a GPU and everything float32 on a CPU")
+    quantize: str | None = _option("model", None, Choice(QUANTIZE), "quantize the linears of an unquantized checkpoint "
+        "while it is loaded; see docs/quantization.md")
+    quantize_head: str | None = _option("model", None, Choice(("keep", *QUANTIZE)), "quantize the LM head beside them",
+        default_words="fp8")
+    kv_dtype: str = _option("memory", "auto", Choice(("auto", "fp8")), "of K/V: auto is the dtype; in fp8 twice as "
+        "many positions fit")
+    max_seq_len: int | None = _option("memory", None, Integer(1), "positions of one request, prompt and output "
+        "together", metavar="N", default_words="what fits, at most the model's limit, on a CPU 8192")
+    slots: int = _option("memory", 1, Integer(1, MAX_SLOTS), "requests that run at a time", metavar="N",
         defaults={"serve": BATCH_SLOTS, "jsonl": BATCH_SLOTS},
-        default_words=f"1; with --jsonl, and for serve, {BATCH_SLOTS}",
-    )
-    kv_tokens: int | None = _option(
-        "memory",
-        None,
-        Integer(1),
-        "K/V positions on the device that all slots share",
-        metavar="N",
-        default_words="what fits, at most the context for each slot",
-    )
-    kv_offload: float | str | None = _option(
-        "memory",
-        None,
-        Number(1e-3, 1e6, words=("auto",)),
-        "GiB of host memory for more K/V; auto: half of what is free; see docs/offload.md",
-        metavar="GIB",
-        default_words="none",
-    )
-    kv_ring: int | None = _option(
-        "memory",
-        None,
-        Integer(0, 16),
-        "buffers on the device through which K/V of running requests come from the host; 0: only K/V of waiting "
-        "requests go to the host",
-        metavar="N",
-        default_words="2",
-    )
-    weights_offload: float | None = _option(
-        "memory",
-        None,
-        Number(1e-3, 1e6),
-        "GiB of host memory for the weights of the last layers, which every pass reads again",
-        metavar="GIB",
-        default_words="none",
-    )
-    graph: str = _option(
-        "graphs",
-        "full",
-        Choice(GRAPHS),
-        "how a pass is captured as CUDA graphs: whole, in pieces between which attention is launched, or not at all; "
-        "see docs/graphs.md",
-        aliases={"--no-prompt-graphs": ("full_decode_only", "the same as --graph full_decode_only")},
-    )
-    graph_sizes: Sequence[int] | None = _option(
-        "graphs",
-        None,
-        Integers(1, MAX_SLOTS, ascending=True),
-        "rows of the captured decode passes; others are padded to the next size",
-        metavar="N,N",
-        default_words="1,2,4,8,16,32,64 up to the slots",
-    )
-    attention: str = _option(
-        "graphs", "triton", Choice(("triton", "torch")), "of decode passes; no graph can hold torch's"
-    )
-    chunk_tokens: int | None = _option(
-        "prompts",
-        None,
-        Integer(1),
-        "tokens of prompts in one pass at most",
-        metavar="N",
-        default_words=f"{CHUNK}, with --batch-invariant {FIXED_CHUNK}",
-    )
-    prompt_graph_max_tokens: int | None = _option(
-        "prompts",
-        None,
-        Integer(1),
-        "largest captured prompt pass of the usual schedule",
-        metavar="N",
-        default_words="2048",
-    )
-    prompt_graph_sizes: Sequence[int] | None = _option(
-        "prompts",
-        None,
-        Integers(1, ascending=True),
-        "tokens of the captured prompt passes, in place of the usual schedule; others are padded to the next size",
-        metavar="N,N",
-        default_words="the usual schedule",
-    )
-    prompt_attention: str = _option(
-        "prompts",
-        "auto",
-        Choice(("auto", "triton", "flash", "cudnn")),
-        "of prompt passes; flash and cudnn run between captured pieces; see docs/prompts.md",
-    )
-    prompt_ms: float = _option(
-        "prompts",
-        PROMPT_MS,
-        Number(0.1, 1e6),
-        "milliseconds that a pass may take that reads prompts while other requests decode",
-        metavar="MS",
-    )
-    prefix_sharing: bool = _option("prompts", True, Flag(), "compute the K/V of every prompt anew, and keep none")
-    batch_invariant: bool = _option(
-        "prompts", False, Flag(), "the same bits for a request, alone and beside any others; see docs/sharing.md"
-    )
-    max_queue: int | None = _option(
-        "requests",
-        None,
-        Integer(0),
-        "requests that may wait for a slot; more are refused",
-        metavar="N",
-        commands=("serve", "generate"),
-        unsaved=("generate",),
-        defaults={"serve": 256},
-        default_words="256; of generate --jsonl, three for each slot",
-    )
-    speculate: str = _option(
-        "speculation",
-        "auto",
-        Choice(("auto", "ngram", "off")),
-        "ngram drafts the next tokens from the text itself and verifies them in one pass, which is faster where text "
-        "repeats; auto: ngram on a GPU, unless it cannot run or does not pay; see docs/speculation.md",
-    )
-    speculate_ngram: tuple[int, int] | None = _option(
-        "speculation",
-        None,
-        Pair(MAX_NGRAM, NGRAM),
-        "ngram, looking for an earlier place where the last N tokens stand too, or fewer, down to M",
-        metavar="N:M",
-        default_words="8:2",
-    )
+        default_words=f"1; with --jsonl, and for serve, {BATCH_SLOTS}")
+    kv_tokens: int | None = _option("memory", None, Integer(1), "K/V positions on the device that all slots share",
+        metavar="N", default_words="what fits, at most the context for each slot")
+    kv_offload: float | str | None = _option("memory", None, Number(1e-3, 1e6, words=("auto",)), "GiB of host memory "
+        "for more K/V; auto: half of what is free; see docs/offload.md", metavar="GIB", default_words="none")
+    kv_ring: int | None = _option("memory", None, Integer(0, 16), "buffers on the device through which K/V of running "
+        "requests come from the host; 0: only K/V of waiting requests go to the host", metavar="N", default_words="2")
+    weights_offload: float | None = _option("memory", None, Number(1e-3, 1e6), "GiB of host memory for the weights of "
+        "the last layers, which every pass reads again", metavar="GIB", default_words="none")
+    graph: str = _option("graphs", "full", Choice(GRAPHS), "how a pass is captured as CUDA graphs: whole, in pieces "
+        "between which attention is launched, or not at all; see docs/graphs.md",
+        aliases={"--no-prompt-graphs": ("full_decode_only", "the same as --graph full_decode_only")})
+    graph_sizes: Sequence[int] | None = _option("graphs", None, Integers(1, MAX_SLOTS, ascending=True), "rows of the "
+        "captured decode passes; others are padded to the next size", metavar="N,N",
+        default_words="1,2,4,8,16,32,64 up to the slots")
+    attention: str = _option("graphs", "triton", Choice(("triton", "torch")), "of decode passes; no graph can hold "
+        "torch's")
+    chunk_tokens: int | None = _option("prompts", None, Integer(1), "tokens of prompts in one pass at most",
+        metavar="N", default_words=f"{CHUNK}, with --batch-invariant {FIXED_CHUNK}")
+    prompt_graph_max_tokens: int | None = _option("prompts", None, Integer(1), "largest captured prompt pass of the "
+        "usual schedule", metavar="N", default_words="2048")
+    prompt_graph_sizes: Sequence[int] | None = _option("prompts", None, Integers(1, ascending=True), "tokens of the "
+        "captured prompt passes, in place of the usual schedule; others are padded to the next size", metavar="N,N",
+        default_words="the usual schedule")
+    prompt_attention: str = _option("prompts", "auto", Choice(("auto", "triton", "flash", "cudnn")), "of prompt "
+        "passes; flash and cudnn run between captured pieces; see docs/prompts.md")
+    prompt_ms: float = _option("prompts", PROMPT_MS, Number(0.1, 1e6), "milliseconds that a pass may take that reads "
+        "prompts while other requests decode", metavar="MS")
+    prefix_sharing: bool = _option("prompts", True, Flag(), "share the K/V of equal prefixes among requests, "
+        "and keep them for later ones")
+    batch_invariant: bool = _option("prompts", False, Flag(), "the same bits for a request, alone and beside any "
+        "others; see docs/sharing.md")
+    max_queue: int | None = _option("requests", None, Integer(0), "requests that may wait for a slot; more are refused",
+        metavar="N", commands=("serve", "generate"), unsaved=("generate",), defaults={"serve": 256},
+        default_words="256; of generate --jsonl, three for each slot")
+    speculate: str = _option("speculation", "auto", Choice(("auto", "ngram", "off")), "ngram drafts the next tokens "
+        "from the text itself and verifies them in one pass, which is faster where text repeats; auto: ngram on a GPU, "
+        "unless it cannot run or does not pay; see docs/speculation.md")
+    speculate_ngram: tuple[int, int] | None = _option("speculation", None, Pair(MAX_NGRAM, NGRAM), "ngram, looking for "
+        "an earlier place where the last N tokens stand too, or fewer, down to M", metavar="N:M", default_words="8:2")
+    # fmt: on
 
     def __post_init__(self):
         check_fields(self)

@@ -156,29 +156,19 @@ class SamplingParams:
         ParameterError: a value is wrong; `.argument` names the parameter.
     """
 
+    # fmt: off
     temperature: float = _option(1.0, Number(0, 100), "0 is greedy", metavar="T")
     top_k: int = _option(0, Integer(0, 2**31 - 1), "sample from the K most likely tokens; 0 is off", metavar="K")
-    top_p: float = _option(
-        1.0,
-        Number(0, 1, above=True),
-        "sample from the most likely tokens that have probability P together; 1 is off",
-        metavar="P",
-    )
-    min_p: float = _option(
-        0.0,
-        Number(0, 1),
-        "sample from the tokens at least P times as likely as the most likely one; 0 is off",
-        metavar="P",
-    )
-    repetition_penalty: float = _option(
-        1.0, Number(0.001, 100), "on tokens of prompt and answer, as transformers has it; 1 is off", metavar="R"
-    )
-    presence_penalty: float = _option(
-        0.0, Number(-2, 2), "on tokens of the answer, as OpenAI's API has it; 0 is off", metavar="P"
-    )
-    frequency_penalty: float = _option(
-        0.0, Number(-2, 2), "on tokens of the answer, times their number; 0 is off", metavar="P"
-    )
+    top_p: float = _option(1.0, Number(0, 1, above=True), "sample from the most likely tokens that have probability P "
+        "together; 1 is off", metavar="P")
+    min_p: float = _option(0.0, Number(0, 1), "sample from the tokens at least P times as likely as the most likely "
+        "one; 0 is off", metavar="P")
+    repetition_penalty: float = _option(1.0, Number(0.001, 100), "on tokens of prompt and answer, as transformers has "
+        "it; 1 is off", metavar="R")
+    presence_penalty: float = _option(0.0, Number(-2, 2), "on tokens of the answer, as OpenAI's API has it; 0 is off",
+        metavar="P")
+    frequency_penalty: float = _option(0.0, Number(-2, 2), "on tokens of the answer, times their number; 0 is off",
+        metavar="P")
     logit_bias: Mapping[int, float] = field(
         default_factory=dict,
         metadata={
@@ -188,37 +178,23 @@ class SamplingParams:
             )
         },
     )  # fmt: skip
-    seed: int | None = _option(
-        None,
-        Integer(-(2**63), 2**64 - 1),
-        "the same seed, prompt and history give the same tokens",
-        metavar="N",
-        default_words="another one each time",
-    )
-    max_tokens: int | None = _option(
-        None, Integer(1, 2**31 - 1), "longest answer", metavar="N", default_words="up to the context's end"
-    )
-    stop: Sequence[str] = _option(
-        (), Texts(), "a string that ends the answer and is not shown; repeatable", metavar="STRING", repeated=True,
-        default_words="none",
-    )  # fmt: skip
-    stop_token_ids: Sequence[int] = _option(
-        (), TokenIds(), "end the answer too, beside the model's own", metavar="IDS", default_words="none"
-    )
+    seed: int | None = _option(None, Integer(-(2**63), 2**64 - 1), "the same seed, prompt and history give the same "
+        "tokens", metavar="N", default_words="another one each time")
+    max_tokens: int | None = _option(None, Integer(1, 2**31 - 1), "longest answer", metavar="N", default_words="up to "
+        "the context's end")
+    stop: Sequence[str] = _option((), Texts(), "a string that ends the answer and is not shown; repeatable",
+        metavar="STRING", repeated=True, default_words="none")
+    stop_token_ids: Sequence[int] = _option((), TokenIds(), "end the answer too, beside the model's own", metavar="IDS",
+        default_words="none")
     ignore_eos: bool = _option(False, Flag(), "the model's own stop tokens do not end the answer")
-    logprobs: int | None = _option(
-        None,
-        Integer(0, MAX_LOGPROBS),
-        "report the logprob of each token and of the N most likely ones; on the command line with --json",
-        metavar="N",
-        commands=("generate",),
-        unsaved=("generate",),
-        default_words="none",
-    )
+    logprobs: int | None = _option(None, Integer(0, MAX_LOGPROBS), "report the logprob of each token and of the N most "
+        "likely ones; on the command line with --json", metavar="N", commands=("generate",), unsaved=("generate",),
+        default_words="none")
     json_schema: Mapping | str | None = _form(Schema(), "JSON that this schema allows", metavar="FILE", from_file=True)
     regex: str | None = _form(NON_EMPTY, "a text that the regular expression matches as a whole", metavar="PATTERN")
     choice: Sequence[str] | None = _form(Texts(1), "one of these texts; repeatable", metavar="TEXT", repeated=True)
     grammar: str | None = _form(NON_EMPTY, "a text of this grammar in Lark's form", metavar="FILE", from_file=True)
+    # fmt: on
 
     def __post_init__(self):
         check_fields(self)

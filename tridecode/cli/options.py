@@ -154,7 +154,7 @@ def add_options(parser: argparse.ArgumentParser, command: str) -> dict[str, Opti
 def add_option(parser, option: Option, **more) -> None:
     """Add one option, and its aliases. more: for argparse, in place of what the option declares."""
     words = f" (default: {option.described_default})" if option.described_default else ""
-    how: dict = {"dest": option.name, "help": option.help + words, "default": option.default}
+    how: dict = {"dest": option.name, "help": option.flag_help + words, "default": option.default}
     constraint = option.constraint
     if isinstance(constraint, Flag):
         how["action"] = "store_false" if option.default is True else "store_true"
