@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from tridecode.checkpoint.formats.quantize import rules
+from tridecode.checkpoint.quantization.quantize import rules
 from tridecode.cli.info.kernels import kernel_choices
 from tridecode.kernels.device import Device
 from tridecode.models.presets import PRESETS

@@ -12,8 +12,8 @@ from tridecode.blocks.attention import Attention
 from tridecode.blocks.declarations import Linear, Pages, Weight
 from tridecode.blocks.mlp import MLP
 from tridecode.blocks.spec import Layer, ModelSpec
-from tridecode.checkpoint.formats.quantize import rules
 from tridecode.checkpoint.load import empty_weights
+from tridecode.checkpoint.quantization.quantize import rules
 from tridecode.checkpoint.slices import declared, linear_modules, parameter_count, targets, tensor_slices, weight_bytes
 from tridecode.kernels.device import Device
 from tridecode.kernels.linear.weight import LoadedLinear

@@ -10,11 +10,11 @@ from models import tiny_config
 from quantized import WIDTHS, write_quantized
 from safetensors import SafetensorError
 
-from tridecode.checkpoint.formats.code import code_files
-from tridecode.checkpoint.formats.quantize import SCHEMES, fitted, quantized, rules
-from tridecode.checkpoint.formats.write import write
+from tridecode.checkpoint.custom_code import code_files
 from tridecode.checkpoint.hub import BUNDLED
 from tridecode.checkpoint.load import load_config, load_weights, random_weights
+from tridecode.checkpoint.quantization.quantize import SCHEMES, fitted, quantized, rules
+from tridecode.checkpoint.quantization.write import write
 from tridecode.checkpoint.slices import linear_modules, weight_bytes
 from tridecode.cli.main import main
 from tridecode.engine import Engine
@@ -135,7 +135,7 @@ def test_a_disk_that_is_full_is_one_line(tmp_path, capsys, monkeypatch):
     def full(*args, **options):
         raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
-    monkeypatch.setattr("tridecode.checkpoint.formats.write.save_file", full)
+    monkeypatch.setattr("tridecode.checkpoint.quantization.write.save_file", full)
     source = write_tiny(tmp_path / "source", "qwen3")
     assert main(["quantize", str(source), str(tmp_path / "out"), "--quiet"]) == 1
     error = " ".join(capsys.readouterr().err.split())

@@ -29,8 +29,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tridecode import kernels
 from tridecode.blocks.spec import ModelSpec
-from tridecode.checkpoint.formats.quantize import rules
 from tridecode.checkpoint.load import empty_weights
+from tridecode.checkpoint.quantization.quantize import rules
 from tridecode.kernels.attention.gather_kv import gather_kv
 from tridecode.kernels.device import Device
 from tridecode.kernels.linear.dequantize import dequantize

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from models import CUDA, H100, tiny_config, tiny_engine
 
 from tridecode import Engine, SamplingParams
-from tridecode.checkpoint.formats.quantize import rules
 from tridecode.checkpoint.load import empty_weights
+from tridecode.checkpoint.quantization.quantize import rules
 from tridecode.errors import ParameterError
 from tridecode.layout import Chunk
 from tridecode.serve.policy import Policy

@@ -9,7 +9,7 @@ from .block import Block
 from .declarations import Linear, Pages, Part, Weight
 
 if TYPE_CHECKING:
-    from ..checkpoint.formats.scheme import Quantization
+    from ..checkpoint.quantization.scheme import Quantization
 
 NORM_NAMES = ("mixer_norm", "ffn_norm")  # the norms before the two blocks of a layer
 

@@ -55,7 +55,7 @@ def parse_config(config_json: dict, generation_json: dict | None = None, source=
 def _quantization(read: ConfigReader):
     if read.get("quantization_config") is None:
         return None
-    from .formats import methods
+    from .quantization import methods
 
     return methods.parse(read.under("quantization_config"))
 

@@ -24,9 +24,9 @@ from ..errors import CheckpointError, DeviceError, brief, counted
 from ..kernels.linear.weight import LoadedLinear
 from ..models.files import open_regular, present, unique, unreadable
 from .config import read_config
-from .formats.scheme import Stored
 from .hub import INDEX, SINGLE, shard_map
 from .loader import Loader, quantize_into
+from .quantization.scheme import Stored
 from .slices import FLOATS, Target, TensorSlice, device_bytes, stored, targets, tensor_slices
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # of safetensors

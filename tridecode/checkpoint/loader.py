@@ -11,7 +11,7 @@ import torch
 from ..errors import CheckpointError
 from ..kernels.linear.packed import Codes
 from ..models.files import open_regular, unreadable
-from .formats.quantize import quantized
+from .quantization.quantize import quantized
 from .slices import Target, TensorSlice, stored
 
 READ = {

@@ -10,8 +10,8 @@ from ..blocks.declarations import Linear, Weight
 from ..blocks.host_layers import LAYER_BUFFERS, layer_sizes
 from ..blocks.spec import ModelSpec
 from ..kernels.linear.packed import Packed
-from .formats.quantize import fitted
-from .formats.scheme import Scheme, Stored, packed_form
+from .quantization.quantize import fitted
+from .quantization.scheme import Scheme, Stored, packed_form
 
 FLOATS = ("F32", "F16", "BF16")
 

@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from ..checkpoint.formats.quantize import rules
-from ..checkpoint.formats.write import write
 from ..checkpoint.hub import BUNDLED, resolve_model
 from ..checkpoint.load import load_config, stored_tensors
+from ..checkpoint.quantization.quantize import rules
+from ..checkpoint.quantization.write import write
 from ..checkpoint.slices import linear_modules
 from ..errors import ParameterError
 from ..plan.placement import to_quantize

@@ -9,7 +9,7 @@ import torch
 from ..arguments import choice, integer, real, shown
 from ..blocks.host_layers import LAYER_BUFFERS
 from ..blocks.spec import ModelSpec
-from ..checkpoint.formats.quantize import HEADS, SCHEMES, rules
+from ..checkpoint.quantization.quantize import HEADS, SCHEMES, rules
 from ..checkpoint.slices import host_layer_bytes
 from ..errors import DeviceError, ParameterError, counted
 from ..kernels.device import device_of

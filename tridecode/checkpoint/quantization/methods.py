@@ -1,12 +1,12 @@
 """quantization_config of a config.json: the quant_method's own file reads the rest."""
 
-from . import awq, compressed_tensors, fp8_blocks, gptq
+from . import awq, compressed_tensors, fp8, gptq
 from .scheme import Quantization
 
 METHODS = {
     "awq": awq.parse,
     "compressed-tensors": compressed_tensors.parse,
-    "fp8": fp8_blocks.parse,
+    "fp8": fp8.parse,
     "gptq": gptq.parse,
 }
 

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from ...errors import CheckpointError, brief
 from ...kernels.linear.packed import Codes
 from ...models.reader import read_json
-from . import code
+from .. import custom_code
 from .quantize import fitted, quantized
 from .scheme import Quantization, Scheme
 
@@ -128,7 +128,7 @@ def write(
     for other in source.iterdir():
         if other.is_file() and any(fnmatchcase(other.name.lower(), pattern) for pattern in COPIED):
             shutil.copyfile(other, out / other.name)
-    if repo and code.KEY in tokenizer:
+    if repo and custom_code.KEY in tokenizer:
         (out / "tokenizer_config.json").write_text(json.dumps(tokenizer, indent=2))
     if values.get("tie_word_embeddings"):
         ignored = ["lm_head"]
@@ -140,7 +140,7 @@ def _with_code(source: Path, out: Path, name: str, repo: str | None) -> dict:
     """The configuration in that file, so that it finds its own Python, if any: a copy beside it, or in `repo`."""
     values = read_json(source / name) if (source / name).exists() else {}
     if repo:
-        return code.of_repository(values, repo)
-    for file in code.code_files(source, values):
+        return custom_code.of_repository(values, repo)
+    for file in custom_code.code_files(source, values):
         shutil.copyfile(file, out / file.name)
     return values
