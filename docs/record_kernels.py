@@ -19,7 +19,7 @@ BEGIN, END = "<!-- kernels:begin -->", "<!-- kernels:end -->"
 def recorded() -> str:
     spec = PRESETS["qwen3-4b"]
     texts = []
-    for name, each in (("bf16", spec), ("int4", replace(spec, quantize=rules("int4", "fp8")))):
+    for name, each in (("bf16", spec), ("int4", replace(spec, load_quantization=rules("int4", "fp8")))):
         table = render(kernel_choices(each, torch.bfloat16, H200))
         texts.append(f"\n{name}:\n\n```\n{table}```\n")
     return BEGIN + "".join(texts) + "\n" + END

@@ -84,16 +84,16 @@ def to_quantize(spec: ModelSpec, quantize: str | None, head: str | None = None, 
         return spec
     choice("quantize", quantize, tuple(SCHEMES))
     if spec.quantization is not None:
-        raise ParameterError(f"quantize {quantize}: the checkpoint is quantized already ({spec.quantization.method})")
-    return replace(spec, quantize=rules(quantize, head))
+        raise ParameterError(f"quantize {quantize}: the checkpoint is quantized already ({spec.quantization.name})")
+    return replace(spec, load_quantization=rules(quantize, head))
 
 
 def resolve_dtype(dtype: str, spec: ModelSpec, device: torch.device) -> torch.dtype:
-    """What tensors run in that are not quantized. Beside weights in fewer bits, or K/V, it is bf16 on a GPU."""
+    """Return the dtype of tensors that are not quantized: bf16 on a GPU if weights or K/V are quantized."""
     dtype = check_dtype(dtype)
-    if (spec.few_bits or spec.fp8_kv) and device.type == "cuda":
+    if (spec.quantization or spec.fp8_kv) and device.type == "cuda":
         if dtype not in ("auto", "bfloat16"):
-            what = "weights in fewer bits" if spec.few_bits else "kv_dtype fp8"
+            what = "quantized weights" if spec.quantization else "kv_dtype fp8"
             raise ParameterError(f"dtype must be bfloat16 on a GPU beside {what}, got {dtype}")
         return torch.bfloat16
     if dtype == "auto":
@@ -215,9 +215,9 @@ def plan_weights(spec: ModelSpec, dtype: torch.dtype, weights_offload: float | N
     Raises ParameterError, DeviceError."""
     if weights_offload is None:
         return 0
-    if spec.few_bits:
+    if spec.quantization:
         raise ParameterError(
-            f"weights_offload: weights in fewer bits ({spec.few_bits}) are kept on the device; use weights of 16 "
+            f"weights_offload: quantized weights ({spec.quantization.name}) are kept on the device; use weights of 16 "
             "bits, or leave weights_offload out"
         )
     each, least = host_layer_bytes(spec, dtype), LAYER_BUFFERS + 1

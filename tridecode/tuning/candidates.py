@@ -124,7 +124,7 @@ def matvec_candidates(case: Case, shared: bool, device: Device) -> list[list[dic
 
     shared: programs share the rows. They also hold the next rows, so that no bound on registers suits them.
     """
-    row = case.format.itemsize * case.k * (2 if case.epilogue == "gated" else 1)
+    row = case.weight_type.itemsize * case.k * (2 if case.epilogue == "gated" else 1)
     tiles = []
     for block_n, warps in product(VALUES[MatvecConfig]["block_n"], VALUES[MatvecConfig]["num_warps"]):
         weights = -(-block_n * row // (128 * warps))
@@ -204,7 +204,7 @@ def packed_hopper_candidates(case: Case, rows: int, device: Device) -> Iterable[
     """Yield the config of the rule, then others whose tiles fit in shared memory."""
     if rows <= 8:
         return
-    columns, high = COLUMNS_OF[case.packed.name], max(rows, 16)
+    columns, high = COLUMNS_OF[case.packed.number_type], max(rows, 16)
     yield from filter(None, [hopper_rule(case, rows, device, False)])
     for (block_n, stages, x_stages), (producer, registers) in product(HOPPER_PACKED, HOPPER_WAYS[high]):
         if _hopper_bytes(block_n, columns, stages, x_stages, high, 128) + 2048 > device.shared_memory:
@@ -220,8 +220,8 @@ def packed_hopper_candidates(case: Case, rows: int, device: Device) -> Iterable[
 
 def packed_matmul_candidates(case: Case, rows: int, first: MatmulConfig, device: Device) -> list[MatmulConfig]:
     """Return `first`, then configs that registers may hold, the most promising ones first."""
-    n, k, form, high = case.n, case.k, case.packed, max(rows, 8)
-    chunks, found = form.tile // 32, [first]
+    n, k, packed, high = case.n, case.k, case.packed, max(rows, 8)
+    chunks, found = packed.tile // 32, [first]
     mixed = [values for pair in zip_longest(PACKED_EACH, PACKED_SHARED) for values in pair if values]
     lists = PACKED_EACH + PACKED_SHARED if k > 2560 else PACKED_SHARED + PACKED_EACH if n > 16384 else mixed
     for values in PACKED_MANY if rows > 16 else lists:
@@ -231,7 +231,7 @@ def packed_matmul_candidates(case: Case, rows: int, first: MatmulConfig, device:
         # Registers of a thread: tiles of the weights and of the activations, sums, and all else.
         sums, kept = config.block_n * high // 32, config.x_ahead == tiles * chunks and config.programs
         needed = config.block_n // 2 * config.ahead + high // 2 * config.x_ahead + 2 * sums + 32
-        needed += sums * tiles if kept and form.name == "int4" else 0
+        needed += sums * tiles if kept and packed.number_type == "int4" else 0
         most = config.registers or min(device.registers // (32 * config.num_warps), 255)
         several = not config.programs or config.programs < config.grid(n)[0]
         wide = config.block_n == 16 or rows > 8 or n > 16384
@@ -245,8 +245,8 @@ def ring_candidates(case: Case, rows: int, device: Device) -> Iterable[RingConfi
     filled more than once also have a producer warp.
     """
     k, tile, shared = case.k, case.packed.tile, 2 * device.multiprocessors
-    ways = [(0, RING_EACH)] + ([(shared, RING_SHARED)] if case.n // 16 > shared else [])
-    for programs, (warps, tiles, stages) in [(programs, form) for programs, forms in ways for form in forms]:
+    rings = [(0, RING_EACH)] + ([(shared, RING_SHARED)] if case.n // 16 > shared else [])
+    for programs, (warps, tiles, stages) in [(programs, way) for programs, ways in rings for way in ways]:
         row = -(-k // (tile * warps))  # tiles of a row, for each warp
         tiles = tiles or row
         if tiles > min(row, RING_TILES):

@@ -1,1 +1,1 @@
-"""Formats of weights in fewer bits: how they stand in checkpoints (a file each), and how the kernels read them."""
+"""Quantization: the methods by which checkpoints store quantized weights, and the schemes of the weights."""

@@ -1,4 +1,4 @@
-"""quantization_config of a config.json: the quant_method's own file reads the rest."""
+"""The methods of quantization: quant_method in config.json -> the function that reads the rest of the object."""
 
 from . import awq, compressed_tensors, fp8, gptq
 from .scheme import Quantization
@@ -12,5 +12,5 @@ METHODS = {
 
 
 def parse(read) -> Quantization:
-    """read: a config reader of quantization_config. Raises CheckpointError, which names the key."""
+    """Return the rules of quantization_config, which `read` reads. Raises CheckpointError, which names the key."""
     return METHODS[read.choice("quant_method", tuple(METHODS), None)](read)

@@ -249,7 +249,7 @@ def matmul(meta, x, linear, out, epilogue, scratch=None, *, config, pdl=False):
 
 
 def _supports(case, rows, device) -> bool:
-    return rows <= MAX_ROWS and not 0 < device.capability < 80 and (case.packed is not None or case.format in SHORT)
+    return rows <= MAX_ROWS and not 0 < device.capability < 80 and bool(case.packed or case.weight_type in SHORT)
 
 
 MATMUL = LinearKernel(
