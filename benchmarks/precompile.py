@@ -3,9 +3,9 @@
     TRITON_CACHE_DIR=/tmp/cache python benchmarks/precompile.py targets batch prompts
     TRITON_CACHE_DIR=/tmp/cache python benchmarks/precompile.py qwen3-4b,4096,1 qwen3-4b,1024,64,40960,int4 --count
 
-Takes the names of suites of `bench`, of whose rows it compiles what their engines launch, or engines: preset, positions
-of a request, slots, positions of all, and weights in fewer bits. With --count it compiles nothing, and prints how many
-kernels there are. The cache goes to the other machine with its path unchanged, and needs *.json and *.cubin only.
+An argument is the name of a suite of `bench`, whose engines it compiles for, or an engine: preset, positions of a
+request, slots, positions of all, and the scheme of `--quantize`. With --count it only prints the number of kernels. The
+cache goes to the other machine with its path unchanged, and needs *.json and *.cubin only.
 
 Triton finds a kernel by a key that holds a hash of its own files: the version must be the one that runs there. Where
 the Python there is another one than here, its wheel of that version, unpacked, is named by --triton.

@@ -1,4 +1,4 @@
-"""`tridecode quantize`: a checkpoint in fewer bits, in a form that others read too."""
+"""`tridecode quantize`: write a quantized checkpoint that other programs can read too."""
 
 from pathlib import Path
 
@@ -17,7 +17,7 @@ def quantize(args, output: Output) -> int:
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ParameterError(f"{out}: must be a new or an empty directory")
     plain = load_config(source)
-    config = to_quantize(plain, args.to, args.head)  # refused before anything is written
+    config = to_quantize(plain, args.to, args.head)  # raises before anything is written
     if config.tie_word_embeddings and args.head != "keep":
         raise ParameterError(f"--head {args.head}: the LM head is the embedding, which stays as it is; use --head keep")
     files: dict[Path, list[str]] = {}
