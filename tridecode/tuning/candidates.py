@@ -36,7 +36,7 @@ STAGES = (2, 3, 4, 6, 8)
 # hopper: rows and columns of a tile, tiles in flight of the weights and of the activations.
 HOPPER = ((64, 128, 4, 4), (64, 128, 4, 2), (64, 64, 8, 4), (128, 64, 4, 4), (128, 64, 5, 3))
 HOPPER_ALONE = ((128, 128, 5, 5), (128, 64, 8, 6))  # one program a multiprocessor
-# matmul of packed weights: block_n, num_warps, ahead, x_ahead, registers, programs of a multiprocessor, fetch. The most
+# matmul of packed tensors: block_n, num_warps, ahead, x_ahead, registers, programs of a multiprocessor, fetch. The most
 # promising ones, which differ most, are first.
 ALL = 1000  # tiles
 PACKED_SHARED = (
@@ -56,8 +56,8 @@ PACKED_MANY = (  # for more than 16 rows, whose sums leave few registers
     (16, 8, 1, 1, 0, 0, 0), (16, 4, 1, 1, 0, 0, 0), (16, 8, 2, 1, 0, 0, 0), (16, 4, 2, 1, 0, 0, 0),
     (16, 8, 2, 2, 0, 0, 0), (16, 4, 2, 2, 0, 0, 0), (16, 8, 3, 1, 0, 0, 1), (32, 8, 1, 1, 0, 0, 0),
 )  # fmt: skip
-MOST_PACKED = 24  # candidates of matmul for one packed weight
-# hopper of packed weights: rows of a tile, and tiles in flight. By the rows of the pass: producer warps, and registers.
+MOST_PACKED = 24  # candidates of matmul for one packed tensor
+# hopper of packed tensors: rows of a tile, and tiles in flight. By the rows of the pass: producer warps, and registers.
 HOPPER_PACKED = ((64, 4, 4), (64, 4, 2), (64, 3, 3), (64, 2, 2), (64, 6, 4), (128, 4, 4), (128, 4, 2))
 HOPPER_WAYS = {
     16: ((1, 80), (1, 64), (0, 168), (0, 128)),
@@ -196,7 +196,7 @@ def hopper_candidates(case: Case, rows: int, device: Device) -> Iterable[HopperC
 
 
 def _hopper_bytes(block_n: int, block_k: int, stages: int, x_stages: int, rows: int, row: int = 0) -> int:
-    """Return the shared memory of all tiles; row: bytes of a tile's row of packed weights."""
+    """Return the shared memory of all tiles; row: bytes of a tile's row of packed tensors."""
     return stages * block_n * (row or 2 * block_k) + 2 * block_k * x_stages * rows
 
 

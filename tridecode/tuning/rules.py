@@ -84,7 +84,7 @@ def matvec_rule(case: Case, rows: int, device: Device, batch_invariant: bool) ->
 
 
 def hopper_rule(case: Case, rows: int, device: Device, batch_invariant: bool) -> HopperConfig | None:
-    """Choose for 17 to 32 rows if a dense weight is large on both sides, and for more than 8 rows of packed ones."""
+    """Choose for 17 to 32 rows if a dense weight is large on both sides, and for more than 8 rows of packed tensors."""
     if case.packed:
         config = _packed_hopper(case, rows, device, batch_invariant)
         if config and batch_invariant and rows <= 32:  # the programs that share columns decide the order of sums
@@ -148,7 +148,7 @@ def _in_one_wave(config: HopperConfig, n: int, rows: int, device: Device) -> Hop
 
 
 def programs_at_once(config: HopperConfig, rows: int, device: Device) -> int:
-    """Return how many programs of packed weights run on the device at a time."""
+    """Return how many programs of packed tensors run on the device at a time."""
     tiles = config.stages * 128 * config.block_n + config.x_stages * 2 * config.block_k * max(rows, 16)
     warps = config.num_warps + 4 * config.producer  # the producer warp takes the registers of four
     by_registers = device.registers // (32 * warps * config.registers)
@@ -156,7 +156,7 @@ def programs_at_once(config: HopperConfig, rows: int, device: Device) -> int:
 
 
 def matmul_rule(case: Case, rows: int, device: Device, batch_invariant: bool) -> MatmulConfig | None:
-    """Choose for up to 16 rows of dense weights, whose products stay in registers, and for packed weights."""
+    """Choose for up to 16 rows of dense weights, whose products stay in registers, and for packed tensors."""
     if case.packed:
         return _packed_matmul(case, rows, device, batch_invariant)
     if rows > 16 and case.k % 8 and not batch_invariant:  # TMA, and so the kernels for many rows, cannot read these

@@ -1,7 +1,7 @@
 """matmul for up to 64 rows on Hopper, in Gluon, Triton's own language one level lower.
 
 A program multiplies tiles of the weight, one after the other. These are the rows of wgmma; the rows of the pass are its
-columns. Packed weights go from shared memory through registers, where they become bf16 (wgmma_operand.py).
+columns. Packed tensors go from shared memory through registers, where they become bf16 (wgmma_operand.py).
 
 The rings: TMA copies tiles of the weight into STAGES stages of shared memory, tiles of the activations into X_STAGES. A
 stage has a barrier that counts its bytes: tile c has arrived when the barrier of stage c % STAGES has completed

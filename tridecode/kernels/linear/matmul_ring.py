@@ -1,4 +1,4 @@
-"""matmul for one row on Hopper, in Gluon: packed weights come through a ring in shared memory.
+"""matmul for one row on Hopper, in Gluon: packed tensors come through a ring in shared memory.
 
 A program multiplies 16 whole rows of the weight at a time, of Gated eight of gate and eight of up. Its warps share the
 columns (mma_lanes.py). TMA copies the weight into STAGES stages of STAGE_TILES tiles a warp, each with its own barrier.
