@@ -3,9 +3,9 @@
     TRITON_CACHE_DIR=/tmp/cache python benchmarks/precompile.py targets batch prompts
     TRITON_CACHE_DIR=/tmp/cache python benchmarks/precompile.py qwen3-4b,4096,1 qwen3-4b,1024,64,40960,int4 --count
 
-Takes the names of suites of `bench`, of whose rows it compiles what their engines launch, or engines: preset, positions
-of a request, slots, positions of all, and weights in fewer bits. With --count it compiles nothing, and prints how many
-kernels there are. The cache goes to the other machine with its path unchanged, and needs *.json and *.cubin only.
+An argument is the name of a suite of `bench`, whose engines it compiles for, or an engine: preset, positions of a
+request, slots, positions of all, and the scheme of `--quantize`. With --count it only prints the number of kernels. The
+cache goes to the other machine with its path unchanged, and needs *.json and *.cubin only.
 
 Triton finds a kernel by a key that holds a hash of its own files: the version must be the one that runs there. Where
 the Python there is another one than here, its wheel of that version, unpacked, is named by --triton.
@@ -29,8 +29,9 @@ from tridecode.cli.bench.suite import SUITES, suite_args
 from tridecode.errors import counted
 from tridecode.kernels.device import Device
 from tridecode.models.presets import PRESETS
-from tridecode.plan.placement import page_size, plan_graphs, to_quantize
-from tridecode.serve.policy import Policy
+from tridecode.options import EngineOptions
+from tridecode.plan import graphs, memory
+from tridecode.plan.resolve import resolve
 from tridecode.step import model as state
 from tridecode.step.compiling import missing
 from tridecode.step.graphs import first_batches, first_lists, launcher
@@ -81,15 +82,15 @@ def engine_of(words: str) -> tuple:
 
 def kernels_of(preset: str, capacity: int, slots: int, kv_tokens: int | None, quantize: str | None) -> list:
     """What such an engine compiles at load, each with what its `preload` takes: its tensors by shape only."""
-    spec, device = to_quantize(PRESETS[preset], quantize, None, "auto"), torch.device("meta")
-    page = page_size("triton", slots)
-    chunk = Policy().chunk(slots, capacity, page)
-    planned = plan_graphs(slots, chunk, captured=True, prompt_tiles=True)
-    sizes = kv_tokens and kv_tokens // page, max(slots, *planned.sizes), chunk
-    weights = empty_weights(spec, device, torch.bfloat16, packs=True)
-    configs = state.choose_configs(spec, weights, GPU)  # without the table of this machine's user
-    model = state.make_model(spec, weights, capacity, slots, page, configs, *sizes)
-    batches = first_batches(planned.sizes)
+    options = EngineOptions(
+        max_seq_len=capacity, slots=slots, kv_tokens=kv_tokens, quantize=quantize, dtype="bfloat16", speculate="off"
+    )
+    plan = resolve(options, PRESETS[preset], torch.device("cuda"))
+    weights = empty_weights(plan.spec, torch.device("meta"), torch.bfloat16, packs=True)
+    configs = state.choose_configs(plan.spec, weights, GPU)  # without the table of this machine's user
+    sizes = plan.pages, plan.rows, plan.chunk
+    model = state.make_model(plan.spec, weights, capacity, slots, plan.page, configs, *sizes)
+    batches = first_batches(plan.graphs.sizes)
     ends = [end_of(model, batch) for batch in batches]
     found = missing(lambda: [lines(launcher(model)) for lines in [*first_lists(model, batches), *ends]])
     return found + missing(lambda: [lines(launch_ours) for lines in first_reads(model)])
@@ -121,7 +122,8 @@ def main() -> None:
     parser.add_argument("--count", action="store_true")
     args = parser.parse_args()
     driver.set_active(NoGPU(GPUTarget("cuda", GPU.capability, 32)))
-    state.device_of = lambda device: GPU
+    state.device_of = graphs.device_of = memory.device_of = lambda device: GPU
+    memory.free_memory = lambda device: 2**40
     torch.cuda.device = lambda device: nullcontext()
     if args.triton:
         as_triton_of(args.triton)

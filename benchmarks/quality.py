@@ -1,12 +1,11 @@
-"""What fewer bits cost a model: against itself in fp32, over held-out chats of the bundled model, or texts of a file.
+"""The cost of quantization: a model against itself in fp32, over held-out chats of the bundled model or a text file.
 
     python benchmarks/quality.py                                   the bundled model, on the CPU
     python benchmarks/quality.py --model DIR --text FILE           another one
 
-For each format KL divergence of the next token's distribution from fp32's (nats, mean over positions), how often the
-likeliest token is the same, and perplexity. On the CPU all else is fp32, so the figures are the format's alone. The
-bundled model's chats are generated with a seed that its training did not have. Rows of a table for
-docs/quantization.md.
+Prints rows for docs/quantization.md: the KL divergence of the next token's distribution from that in fp32 (nats, mean
+over positions), how often the likeliest token is the same, and perplexity. On the CPU all other tensors are fp32, so
+the differences come from quantization alone. The chats are generated with a seed that the training did not use.
 """
 
 import argparse
@@ -20,7 +19,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "training")]
 from tridecode import Engine  # noqa: E402
 
 SEED = 20_261_122
-FORMATS = {  # name -> options of Engine.load
+CASES = {  # name -> options of Engine.load
     "fp32": {},
     "fp8": {"quantize": "fp8", "quantize_head": "keep"},
     "fp8, head fp8": {"quantize": "fp8"},
@@ -58,8 +57,8 @@ def main() -> None:
     if args.model and not args.text:
         parser.error("--model needs --text")
     exact, ids = [], []
-    print("| format | KL | same likeliest token | perplexity |\n| --- | --- | --- | --- |")
-    for name, options in FORMATS.items():
+    print("| quantization | KL | same likeliest token | perplexity |\n| --- | --- | --- | --- |")
+    for name, options in CASES.items():
         with Engine.load(args.model, device=args.device, max_seq_len=2048, **options) as engine:
             ids = ids or texts(engine, args)
             logs = [engine.score(each)[:-1].double().log_softmax(-1).cpu() for each in ids]

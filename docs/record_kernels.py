@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from tridecode.checkpoint.formats.quantize import rules
+from tridecode.checkpoint.quantization.quantize import rules
 from tridecode.cli.info.kernels import kernel_choices
 from tridecode.kernels.device import Device
 from tridecode.models.presets import PRESETS
@@ -19,7 +19,7 @@ BEGIN, END = "<!-- kernels:begin -->", "<!-- kernels:end -->"
 def recorded() -> str:
     spec = PRESETS["qwen3-4b"]
     texts = []
-    for name, each in (("bf16", spec), ("int4", replace(spec, quantize=rules("int4", "fp8")))):
+    for name, each in (("bf16", spec), ("int4", replace(spec, load_quantization=rules("int4", "fp8")))):
         table = render(kernel_choices(each, torch.bfloat16, H200))
         texts.append(f"\n{name}:\n\n```\n{table}```\n")
     return BEGIN + "".join(texts) + "\n" + END

@@ -1,8 +1,8 @@
-"""Quantized checkpoints written by hand, number by number, as each format's own documentation has it.
+"""Quantized checkpoints written by hand, number by number, as the documentation of each method describes them.
 
-    truth = write_quantized(path, "gptq", group=64, ordered=True)  # module -> the fp32 matrix that the file stands for
+    truth = write_quantized(path, "gptq", group=64, ordered=True)  # module -> the weight in fp32
 
-Nothing here is shared with the code that reads them.
+The code that reads checkpoints shares nothing with this file.
 """
 
 import json
@@ -17,7 +17,7 @@ AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the column that each nibble of a word ho
 
 
 def write_quantized(path, method, skip=("lm_head",), family="qwen3", **how) -> dict[str, torch.Tensor]:
-    """A tiny checkpoint, its projections quantized by `method`, all but those whose name contains one of `skip`."""
+    """Write a tiny checkpoint. `method` quantizes its linears, except modules with a word of `skip` in their names."""
     write_tiny(path, family, **WIDTHS)
     rng = np.random.default_rng(0)
     tensors, truth = load_file(path / "model.safetensors"), {}
@@ -39,7 +39,10 @@ def change_config(path, **changes) -> None:
 
 
 def integers(weight, rng, bits, group, zeros):
-    """Codes [n, k], scales and zero points [n, k / group], and what they stand for; random zero points where asked."""
+    """Return codes [n, k], scales and zero points [n, k / group], and the weight that they stand for.
+
+    zeros: whether the zero points are random; otherwise each is half the range of the codes.
+    """
     n, k = weight.shape
     group = group if group > 0 else k
     scale = (np.abs(weight.reshape(n, -1, group)).max(2) / 2 ** (bits - 1)).astype(np.float16)
@@ -52,7 +55,7 @@ def integers(weight, rng, bits, group, zeros):
 
 
 def words_along_rows(codes, bits, order=None):
-    """int32 [n, ceil(k * bits / 32)]: consecutive columns from the lowest bits on, or in `order`."""
+    """Return words, int32 [n, ceil(k * bits / 32)]. A word has neighboring columns, or those of `order`."""
     n, k = codes.shape
     per = 32 // bits
     found = np.zeros((n, -(-k // per)), np.uint32)
@@ -96,8 +99,11 @@ def gptq(weight, rng, bits=4, group=64, ordered=False, version=1):
 
 
 def gptq_config(skip, bits=4, group=64, ordered=False, version=1):
-    form = "gptq" if version == 1 else "gptq_v2"
-    return {"quant_method": "gptq", "bits": bits, "group_size": group, "desc_act": ordered, "checkpoint_format": form}
+    version_name = "gptq" if version == 1 else "gptq_v2"
+    return {
+        "quant_method": "gptq", "bits": bits, "group_size": group, "desc_act": ordered,
+        "checkpoint_format": version_name,
+    }  # fmt: skip
 
 
 def packed(weight, rng, bits=4, group=64, zeros=False, ordered=False):
@@ -119,10 +125,13 @@ def packed(weight, rng, bits=4, group=64, zeros=False, ordered=False):
     return found, truth[:, back]
 
 
-def compressed_config(skip, form, **weights):
+def compressed_config(skip, format_name, **weights):
     group = {"targets": ["Linear"], "weights": weights}
     names = [f"re:.*{word}.*" for word in skip]
-    return {"quant_method": "compressed-tensors", "format": form, "config_groups": {"group_0": group}, "ignore": names}
+    return {
+        "quant_method": "compressed-tensors", "format": format_name, "config_groups": {"group_0": group},
+        "ignore": names,
+    }  # fmt: skip
 
 
 def packed_config(skip, bits=4, group=64, zeros=False, ordered=False):

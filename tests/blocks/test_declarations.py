@@ -12,8 +12,8 @@ from tridecode.blocks.attention import Attention
 from tridecode.blocks.declarations import Linear, Pages, Weight
 from tridecode.blocks.mlp import MLP
 from tridecode.blocks.spec import Layer, ModelSpec
-from tridecode.checkpoint.formats.quantize import rules
 from tridecode.checkpoint.load import empty_weights
+from tridecode.checkpoint.quantization.quantize import rules
 from tridecode.checkpoint.slices import declared, linear_modules, parameter_count, targets, tensor_slices, weight_bytes
 from tridecode.kernels.device import Device
 from tridecode.kernels.linear.weight import LoadedLinear
@@ -103,7 +103,7 @@ def test_linear_modules_are_the_matrices_without_the_embedding(spec):
 @EVERY_SPEC
 @pytest.mark.parametrize("quantize", [None, "int4"])
 def test_loaded_tensors_have_the_declared_shapes(spec, quantize):
-    spec = replace(spec, quantize=quantize and rules(quantize, "fp8"))
+    spec = replace(spec, load_quantization=quantize and rules(quantize, "fp8"))
     weights = empty_weights(spec, "meta", torch.bfloat16, packs=True)
     for layer, loaded in zip(spec.layers, weights.layers, strict=True):
         assert loaded.keys() == {each.name for each in layer.declarations()}

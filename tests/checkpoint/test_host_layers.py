@@ -30,7 +30,7 @@ SAMPLED = SamplingParams(temperature=0.8, seed=3, max_tokens=12, ignore_eos=True
 PAGE = 64 if CUDA else 16
 PROMPT = [(11 * i + i // 7) % 300 for i in range(9 * PAGE + 5)]
 LAYERS = 6
-PROJECTIONS = ("qkv", "o_proj", "gate_up", "down")
+LINEARS = ("qkv", "o_proj", "gate_up", "down")
 
 
 def engine_of(on_host=0, offload=None, pages=None, **more):
@@ -127,7 +127,7 @@ def test_weights_are_fetched_before_they_are_read_and_after_their_buffers_last_r
             waited.discard(address)
         elif line.role == "fetched":
             waited.add(line.args[0].data_ptr())
-        elif line.role in PROJECTIONS:
+        elif line.role in LINEARS:
             linear = next(arg for arg in line.args if isinstance(arg, LoadedLinear))
             layer = sum(role == line.role for _, role in reads) - (LAYERS - on_host)
             if layer >= 0:
@@ -135,7 +135,7 @@ def test_weights_are_fetched_before_they_are_read_and_after_their_buffers_last_r
                 assert address <= linear.weight.data_ptr() < address + host.target[layer].nbytes
                 assert buffers[address] == layer and address in waited
             reads.append((layer, line.role))
-    assert [role for _, role in reads] == [*PROJECTIONS] * LAYERS
+    assert [role for _, role in reads] == [*LINEARS] * LAYERS
 
 
 class Stream:
@@ -199,7 +199,7 @@ def test_a_checkpoint_is_read_into_the_hosts_memory(dtype, tmp_path):
     config = load_config(path)
     plain, weights = (load_weights(path, config, DEVICE, dtype, on_host=layers) for layers in (0, 4))
     stored, host = plain.tensors(), weights.host
-    assert len(host.stored) == 4 * len(PROJECTIONS) and host.first == 1 and host.end == 5
+    assert len(host.stored) == 4 * len(LINEARS) and host.first == 1 and host.end == 5
     for name, tensor in weights.tensors().items():
         held = host.stored.get(name, tensor)
         assert torch.equal(held.cpu(), stored[name].cpu()), name
@@ -267,10 +267,10 @@ def test_a_host_that_is_too_small_is_one_line(machine):
 
 
 def test_weights_in_fewer_bits_stay_on_the_device(machine):
-    with pytest.raises(ParameterError, match=r"^weights_offload: weights in fewer bits \(int4\) are kept on the"):
+    with pytest.raises(ParameterError, match=r"^weights_offload: quantized weights \(int4\) are kept on the"):
         planned(PRESETS["qwen3-4b"], quantize="int4", weights_offload=6)
     assert planned(PRESETS["qwen3-4b"], quantize="int4").host_layers == 0
-    with pytest.raises(ParameterError, match="weights in fewer bits"):
+    with pytest.raises(ParameterError, match="quantized weights"):
         Engine.load(device=str(DEVICE), quantize="int8", weights_offload=0.02)
 
 

@@ -1,4 +1,4 @@
-"""Quantizing: while a checkpoint is loaded, and into a checkpoint that others read."""
+"""Quantization while a checkpoint is loaded, and into a checkpoint that other programs read."""
 
 import json
 import shutil
@@ -10,11 +10,11 @@ from models import tiny_config
 from quantized import WIDTHS, write_quantized
 from safetensors import SafetensorError
 
-from tridecode.checkpoint.formats.code import code_files
-from tridecode.checkpoint.formats.quantize import SCHEMES, fitted, quantized, rules
-from tridecode.checkpoint.formats.write import write
+from tridecode.checkpoint.custom_code import code_files
 from tridecode.checkpoint.hub import BUNDLED
 from tridecode.checkpoint.load import load_config, load_weights, random_weights
+from tridecode.checkpoint.quantization.quantize import SCHEMES, fitted, quantize, rules
+from tridecode.checkpoint.quantization.write import write
 from tridecode.checkpoint.slices import linear_modules, weight_bytes
 from tridecode.cli.main import main
 from tridecode.engine import Engine
@@ -22,23 +22,23 @@ from tridecode.errors import ParameterError
 from tridecode.options import EngineOptions
 from tridecode.plan import device
 
-KINDS = pytest.mark.parametrize("kind, error", [("fp8", 0.03), ("int8", 0.007), ("int4", 0.11)])
+SCHEME_CASES = pytest.mark.parametrize("scheme, error", [("fp8", 0.03), ("int8", 0.007), ("int4", 0.11)])
 
 
 def relative_rms(out: torch.Tensor, ref: torch.Tensor) -> float:
     return ((out.double() - ref.double()).norm() / ref.double().norm()).item()
 
 
-@KINDS
-def test_weights_are_near_what_they_were(kind, error):
+@SCHEME_CASES
+def test_weights_are_near_what_they_were(scheme, error):
     weight = torch.randn(64, 256, generator=torch.Generator().manual_seed(1)) * 0.02
-    found = quantized(weight, SCHEMES[kind]).dequantized()
+    found = quantize(weight, SCHEMES[scheme]).dequantize()
     assert 0 < relative_rms(found, weight) < error
 
 
 def test_the_best_scale_is_no_worse_than_the_largest_number_says():
     weight = torch.randn(64, 256, generator=torch.Generator().manual_seed(1))
-    best = (quantized(weight, SCHEMES["int4"]).dequantized() - weight).square().sum()
+    best = (quantize(weight, SCHEMES["int4"]).dequantize() - weight).square().sum()
     parts = weight.view(64, 2, 128)
     scale = (parts.abs().amax(2, keepdim=True) / 7).bfloat16().float()
     plain = ((parts / scale).round().clamp(-8, 7) * scale - parts).square().sum()
@@ -46,8 +46,8 @@ def test_the_best_scale_is_no_worse_than_the_largest_number_says():
 
 
 def test_zeros_stay_zeros():
-    for kind in SCHEMES:
-        assert not quantized(torch.zeros(4, 256), SCHEMES[kind]).dequantized().any()
+    for scheme in SCHEMES:
+        assert not quantize(torch.zeros(4, 256), SCHEMES[scheme]).dequantize().any()
 
 
 def test_groups_divide_the_columns():
@@ -55,13 +55,13 @@ def test_groups_divide_the_columns():
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3-tied", "qwen2"])
-@KINDS
-def test_loading_and_packing_agree(kind, error, family, tmp_path):
-    config = device.quantized(EngineOptions(quantize=kind), load_config(write_tiny(tmp_path, family)))
+@SCHEME_CASES
+def test_loading_and_packing_agree(scheme, error, family, tmp_path):
+    config = device.quantized(EngineOptions(quantize=scheme), load_config(write_tiny(tmp_path, family)))
     packed = load_weights(tmp_path, config, "cpu", torch.float32, packs=True)
     wide = load_weights(tmp_path, config, "cpu", torch.float32, packs=False)
-    name = {"fp8": "e4m3"}.get(kind, kind)
-    assert packed.formats() == list(dict.fromkeys([name, "e4m3"])) and wide.formats() == ["dense"]
+    number_type = {"fp8": "e4m3"}.get(scheme, scheme)
+    assert packed.number_types() == list(dict.fromkeys([number_type, "e4m3"])) and wide.number_types() == ["dense"]
     for ours, theirs in zip(packed.layers, wide.layers):
         for role in ("qkv", "o_proj", "gate_up", "down"):
             assert torch.equal(ours[role].matrix(), theirs[role].weight)
@@ -69,12 +69,12 @@ def test_loading_and_packing_agree(kind, error, family, tmp_path):
     assert not packed.tied
 
 
-@KINDS
-def test_an_engine_that_quantizes_answers(kind, error, tmp_path):
+@SCHEME_CASES
+def test_an_engine_that_quantizes_answers(scheme, error, tmp_path):
     write_tiny(tmp_path, "qwen3", **WIDTHS)
     ids = [3, 40, 5, 106, 7]
     exact = Engine.load(tmp_path, device="cpu").score(ids)
-    found = Engine.load(tmp_path, device="cpu", quantize=kind).score(ids)
+    found = Engine.load(tmp_path, device="cpu", quantize=scheme).score(ids)
     assert 0 < relative_rms(found, exact) < 6 * error
 
 
@@ -97,11 +97,11 @@ def test_a_quantized_checkpoint_is_not_quantized_again(tmp_path):
         Engine.load(tmp_path, device="cpu", quantize="int3")
 
 
-@KINDS
-def test_a_written_checkpoint_is_what_loading_makes(kind, error, tmp_path):
+@SCHEME_CASES
+def test_a_written_checkpoint_is_what_loading_makes(scheme, error, tmp_path):
     source, out = write_tiny(tmp_path / "source", "qwen3", shards=3), tmp_path / "out"
-    assert main(["quantize", str(source), str(out), "--to", kind, "--head", "fp8", "--quiet"]) == 0
-    config = device.quantized(EngineOptions(quantize=kind), load_config(source))
+    assert main(["quantize", str(source), str(out), "--to", scheme, "--head", "fp8", "--quiet"]) == 0
+    config = device.quantized(EngineOptions(quantize=scheme), load_config(source))
     made = load_weights(source, config, "cpu", torch.float32, packs=True)
     read = load_weights(out, load_config(out), "cpu", torch.float32, packs=True)
     expected, found = made.tensors(), read.tensors()
@@ -136,7 +136,7 @@ def test_a_disk_that_is_full_is_one_line(tmp_path, capsys, monkeypatch):
     def full(*args, **options):
         raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
-    monkeypatch.setattr("tridecode.checkpoint.formats.write.save_file", full)
+    monkeypatch.setattr("tridecode.checkpoint.quantization.write.save_file", full)
     source = write_tiny(tmp_path / "source", "qwen3")
     assert main(["quantize", str(source), str(tmp_path / "out"), "--quiet"]) == 1
     error = " ".join(capsys.readouterr().err.split())

@@ -6,7 +6,7 @@ import torch
 from util import BF16_ROUNDING, CUDA, DEVICE, assert_close, meta_rows, norm_weight, random
 
 from tridecode import layout
-from tridecode.kernels.linear.packed import Codes, Packed
+from tridecode.kernels.linear.packed import Packed, QuantizedWeight
 from tridecode.kernels.linear.project import AddResidual, Gated, Normed, Plain, project_ref
 from tridecode.kernels.linear.registry import LINEAR_KERNELS
 from tridecode.kernels.linear.split_sums import make_buffers
@@ -20,7 +20,7 @@ PDL = CUDA and torch.cuda.get_device_capability() >= (9, 0)
 TOLERANCE = 2e-5 if CUDA else 1e-5  # bf16 products are exact in fp32; the order of sums differs, and wgmma truncates
 ROUNDED = BF16_ROUNDING + 2e-3  # for outputs in bf16
 SPARE = 64  # columns between the rows of strided buffers
-PACKINGS = {  # name -> bits, columns and rows of a scale (0: all), zero points, an order of columns
+SCHEMES = {  # name -> bits, columns and rows of a scale (0: all), zero points, an order of columns
     "int4": (4, 64, 1, False, False),
     "int4_groups_of_128": (4, 128, 1, False, False),
     "int4_groups_of_32": (4, 32, 1, True, False),
@@ -43,26 +43,27 @@ def dense(n: int, k: int, dtype=torch.bfloat16) -> LoadedLinear:
     return LoadedLinear(random(n, k, dtype=dtype, scale=k**-0.5))
 
 
-def packed(packing: str, n: int, k: int) -> LoadedLinear:
-    """Random codes of one of PACKINGS; products with them have about unit size."""
-    bits, group, rows, zeros, ordered = PACKINGS[packing]
-    name, generator = packing.split("_")[0], torch.Generator().manual_seed(n + k)
+def packed(scheme: str, n: int, k: int) -> LoadedLinear:
+    """Return a linear with random codes, in a scheme of SCHEMES. Its products are of magnitude 1."""
+    bits, group, rows, zeros, ordered = SCHEMES[scheme]
+    number_type, generator = scheme.split("_")[0], torch.Generator().manual_seed(n + k)
     group, blocks = group or k, -(-n // rows)
-    size = (2**-0.5 if name == "e4m3" else 2.0 ** (2 - bits)) * k**-0.5
+    size = (2**-0.5 if number_type == "e4m3" else 2.0 ** (2 - bits)) * k**-0.5
     scale = (torch.rand(blocks, -(-k // group), generator=generator) + 0.5) * size
-    values, zero = torch.randint(0, 2**bits, (n, k), generator=generator).to(torch.uint8), None
-    if name == "e4m3":  # all codes but NaN, also the subnormal ones; the smaller ones more often
-        values = (values & 0xBF).view(torch.float8_e4m3fn)
+    codes, zero = torch.randint(0, 2**bits, (n, k), generator=generator).to(torch.uint8), None
+    if number_type == "e4m3":  # all codes except NaN, with subnormal ones; small magnitudes are more frequent
+        codes = (codes & 0xBF).view(torch.float8_e4m3fn)
     elif zeros:
         half = 2 ** (bits - 1)
         zero = torch.randint(half - 3, half + 4, (n, -(-k // group)), generator=generator).to(torch.uint8)
     order = torch.randperm(k, generator=generator) if ordered else None
-    form = Packed(name, bits, k, group, rows, zeros, ordered, torch.float32 if name == "e4m3" else torch.float16)
-    codes = Codes(values, scale.to(form.scale_dtype), rows, group, bits, zero, order)
-    tensors = {part: torch.empty(shape, dtype=dtype) for part, (shape, dtype) in form.shapes(n).items()}
-    form.write(tensors, 0, codes)
-    linear = LoadedLinear(**{part: tensor.to(DEVICE) for part, tensor in tensors.items()}, packed=form)
-    assert torch.equal(linear.matrix().cpu(), codes.dequantized())
+    scale_dtype = torch.float32 if number_type == "e4m3" else torch.float16
+    description = Packed(number_type, bits, k, group, rows, zeros, ordered, scale_dtype)
+    weight = QuantizedWeight(codes, scale.to(scale_dtype), rows, group, bits, zero, order)
+    tensors = {part: torch.empty(shape, dtype=dtype) for part, (shape, dtype) in description.shapes(n).items()}
+    description.pack(tensors, 0, weight)
+    linear = LoadedLinear(**{part: tensor.to(DEVICE) for part, tensor in tensors.items()}, packed=description)
+    assert torch.equal(linear.matrix().cpu(), weight.dequantize())
     return linear
 
 

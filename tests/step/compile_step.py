@@ -29,8 +29,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tridecode import kernels
 from tridecode.blocks.spec import ModelSpec
-from tridecode.checkpoint.formats.quantize import rules
 from tridecode.checkpoint.load import empty_weights
+from tridecode.checkpoint.quantization.quantize import rules
 from tridecode.kernels.attention.gather_kv import gather_kv
 from tridecode.kernels.device import Device
 from tridecode.kernels.linear.dequantize import dequantize
@@ -65,11 +65,11 @@ MODELS = dict(PRESETS) | {"qwen3-4b_fp16": PRESETS["qwen3-4b"]} | {
     f"head_dim_{d}": odd_heads(head_dim=d, heads=heads, kv_heads=kv)
     for d, heads, kv in ((80, 5, 1), (96, 24, 8), (256, 8, 1))
 } | {"group_16": odd_heads(heads=32, kv_heads=2)}  # fmt: skip
-FEW_BITS = {f"{name}_{kind}": replace(PRESETS[name], quantize=rules(kind, "fp8"))
-            for name in ("qwen3-4b", "qwen3-0.6b", "llama-3.1-8b", "llama-3.2-3b")
-            for kind in ("fp8", "int8", "int4")}  # fmt: skip
-MODELS |= FEW_BITS | {f"{name}_kv8": replace(MODELS[name], fp8_kv=True)
-                      for name in ("qwen3-4b", "qwen3-0.6b", "head_dim_80", "head_dim_256", "group_16")}  # fmt: skip
+QUANTIZED = {f"{name}_{scheme}": replace(PRESETS[name], load_quantization=rules(scheme, "fp8"))
+             for name in ("qwen3-4b", "qwen3-0.6b", "llama-3.1-8b", "llama-3.2-3b")
+             for scheme in ("fp8", "int8", "int4")}  # fmt: skip
+MODELS |= QUANTIZED | {f"{name}_kv8": replace(MODELS[name], fp8_kv=True)
+                       for name in ("qwen3-4b", "qwen3-0.6b", "head_dim_80", "head_dim_256", "group_16")}  # fmt: skip
 TYPES = {
     torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int32: "*i32", torch.int64: "*i64",
     torch.int16: "*i16", torch.uint8: "*u8",
@@ -161,11 +161,11 @@ def run_all(preset: str, dtype: torch.dtype, arch: int) -> None:
                 decode.decode_pass(launcher(model), model.of_queries(requests, queries), kind)
         alone = replace(model.of_queries(4, 4), fixed_chunk=256)  # as in the batch-invariant mode
         decode.decode_pass(launcher(model), alone, "greedy")
-    if preset in FEW_BITS and arch == 90:
-        for name in FEW_BITS:  # every form of the ring
+    if preset in QUANTIZED and arch == 90:
+        for name in QUANTIZED:  # every number type of the ring
             one = meta_model(name, dtype, arch).of_rows(1)
             decode.decode_pass(partial(launch_rings, launcher(one)), one, "greedy")
-    if preset in FEW_BITS:
+    if preset in QUANTIZED:
         dequantize(model.weights.layers[0]["qkv"], 0, 1024, model.prompt.dequantized)
     else:
         few = replace(model.of_rows(16), configs_by_rows={16: wide(model.of_rows(16), arch)})
@@ -185,7 +185,7 @@ def run_all(preset: str, dtype: torch.dtype, arch: int) -> None:
     finish(launcher(model), model.of_rows(1), "greedy")
     ws, prompt = model.of_rows(1).workspace, model.prompt  # behind a last layer that is not cut
     take_residual(ws.meta, prompt.hidden, prompt.delta, model.weights.final_norm, ws.hidden, ws.normed, ws.sumsq)
-    if preset in FEW_BITS or model.spec.fp8_kv:
+    if preset in QUANTIZED or model.spec.fp8_kv:
         return  # nothing of these lies on the host
     kv = make_kv_cache(model.spec, 4096, model.device, dtype, page=PAGE, offload=Offload(host=8, ring=8))
     weights = empty_weights(model.spec, model.device, dtype, on_host=min(3, model.spec.num_layers))

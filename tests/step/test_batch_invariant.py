@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from models import CUDA, H100, tiny_config, tiny_engine
 
 from tridecode import Engine, SamplingParams
-from tridecode.checkpoint.formats.quantize import rules
 from tridecode.checkpoint.load import empty_weights
+from tridecode.checkpoint.quantization.quantize import rules
 from tridecode.errors import ParameterError
 from tridecode.layout import Chunk
 from tridecode.options import EngineOptions
@@ -41,9 +41,9 @@ PARAMS = {
 }
 
 
-def engine_of(slots=SLOTS, few=None, **build) -> Engine:
+def engine_of(slots=SLOTS, quantized=None, **build) -> Engine:
     build |= {"slots": slots, "page": PAGE, "chunk_tokens": CHUNK, "batch_invariant": True}
-    engine = tiny_engine(capacity=CAPACITY, tie_word_embeddings=False, build=build, **few or {})
+    engine = tiny_engine(capacity=CAPACITY, tie_word_embeddings=False, build=build, **quantized or {})
     engine.threads = 1
     return engine
 
@@ -150,10 +150,12 @@ def test_every_captured_size_has_the_same_logits(many, rows):
 
 
 @pytest.mark.parametrize(
-    "few", [dict(quantize=rules("int4", "fp8")), dict(quantize=rules("fp8", "fp8"), fp8_kv=True)], ids=["int4", "fp8"]
+    "quantized",
+    [dict(load_quantization=rules("int4", "fp8")), dict(load_quantization=rules("fp8", "fp8"), fp8_kv=True)],
+    ids=["int4", "fp8"],
 )
-def test_weights_and_kv_in_fewer_bits(few):
-    alone, several = engine_of(1, few), engine_of(few=few)
+def test_quantized_weights_and_kv(quantized):
+    alone, several = engine_of(1, quantized), engine_of(quantized=quantized)
     lengths = (1, 17, PAGE + 1, CHUNK + 1, 40, 3, 64, 9)
     wanted = [(prompt_of(base, length), "sampled", 6) for base, length in enumerate(lengths)]
     expected = [bits(alone.generate(ids, params_of(*rest), reuse_prefix=False)) for ids, *rest in wanted]

@@ -30,10 +30,10 @@ STACK = {
 MOST = {arch: 1024 * size for arch, size in MOST.items()}
 ODD = ("head_dim_80", "head_dim_96", "head_dim_256", "group_16", "qwen3-4b_fp16")
 KERNELS = set(re.findall(r"^def (_\w+_kernel)\(", "".join(file.read_text() for file in FOLDER.rglob("*.py")), re.M))
-FEW_BITS = "qwen3-0.6b_int4"  # its LM head is e4m3
+QUANTIZED = "qwen3-0.6b_int4"  # its LM head is e4m3
 # The interpreter's machine compiles what takes it minutes, of each kernel something; a GPU machine, all.
-FEW = [(("qwen3-4b", FEW_BITS, "qwen3-4b_kv8"), (90,)), (("head_dim_80", FEW_BITS), (80, 120))]
-MORE = (FEW_BITS, "qwen3-4b_int4", "qwen3-4b_fp8", "qwen3-4b_kv8")
+FEW = [(("qwen3-4b", QUANTIZED, "qwen3-4b_kv8"), (90,)), (("head_dim_80", QUANTIZED), (80, 120))]
+MORE = (QUANTIZED, "qwen3-4b_int4", "qwen3-4b_fp8", "qwen3-4b_kv8")
 ALL = [((*PRESETS, *ODD, *MORE), (arch,)) for arch in (80, 86, 89, 90, 100, 120)]
 CASES = ALL if CUDA else FEW
 
@@ -77,7 +77,7 @@ def run_script(script: str, *arguments: str) -> str:
 
 @pytest.mark.parametrize(
     "model, arch, products",
-    [("qwen3-0.6b", 90, "wgmma"), (FEW_BITS, 90, "_matmul_hopper_kernel"), (FEW_BITS, 89, "_matmul_kernel")],
+    [("qwen3-0.6b", 90, "wgmma"), (QUANTIZED, 90, "_matmul_hopper_kernel"), (QUANTIZED, 89, "_matmul_kernel")],
 )
 def test_passes_of_any_number_of_rows_add_in_one_order(model, arch, products):
     """In the batch-invariant mode, as far as the compiler decides it."""

@@ -23,7 +23,7 @@ MODELS = {
     "qwen3-8b": (4096, 12288, 32, 8, 128, 151936),
     "qwen3-14b": (5120, 17408, 40, 8, 128, 151936),
 }
-FORMATS = ("bfloat16", "fp8", "int8", "int4")
+WEIGHT_TYPES = ("bfloat16", "fp8", "int8", "int4")
 
 
 def device(capability: int, multiprocessors: int = 132) -> Device:
@@ -33,28 +33,30 @@ def device(capability: int, multiprocessors: int = 132) -> Device:
     return H200._replace(name="NVIDIA Test 1 (80GB)", capability=capability, multiprocessors=multiprocessors)
 
 
-def packed(kind: str, k: int, **fields) -> Packed:
-    """A format as `--quantize` makes it: scales of rows in fp8, else of the largest groups that divide the rows."""
-    if kind == "fp8":
-        return Packed(**dict(name="e4m3", bits=8, k=k, group=k) | fields)
+def packed(scheme: str, k: int, **fields) -> Packed:
+    """Return the packed tensor of `--quantize`: a scale a row for fp8, else the largest groups that divide a row."""
+    if scheme == "fp8":
+        return Packed(**dict(number_type="e4m3", bits=8, k=k, group=k) | fields)
     group = next(group for group in (128, 64, 32) if k % group == 0)
-    return Packed(**dict(name=kind, bits=int(kind[3:]), k=k, group=group) | fields)
+    return Packed(**dict(number_type=scheme, bits=int(scheme[3:]), k=k, group=group) | fields)
 
 
-def case(n: int, k: int, kind: str, epilogue: str, **fields) -> Case:
-    """A case with weights of a dtype, or packed."""
-    return Case(n, k, getattr(torch, kind) if "float" in kind else packed(kind, k, **fields), epilogue)
+def case(n: int, k: int, weight_type: str, epilogue: str, **fields) -> Case:
+    """Return a case. weight_type: the dtype of a dense weight, or a scheme of `--quantize`."""
+    return Case(
+        n, k, getattr(torch, weight_type) if "float" in weight_type else packed(weight_type, k, **fields), epilogue
+    )
 
 
-def cases_of(model: str, kind: str = "bfloat16") -> dict[str, Case]:
+def cases_of(model: str, weight_type: str = "bfloat16") -> dict[str, Case]:
     """Role -> case; the LM head of quantized weights is in fp8."""
     hidden, inter, heads, kv_heads, dim, vocab = MODELS[model]
     return {
-        "qkv": case((heads + 2 * kv_heads) * dim, hidden, kind, "normed"),
-        "o_proj": case(hidden, heads * dim, kind, "residual"),
-        "gate_up": case(2 * inter, hidden, kind, "gated"),
-        "down": case(hidden, inter, kind, "residual"),
-        "lm_head": case(vocab, hidden, kind if "float" in kind else "fp8", "normed"),
+        "qkv": case((heads + 2 * kv_heads) * dim, hidden, weight_type, "normed"),
+        "o_proj": case(hidden, heads * dim, weight_type, "residual"),
+        "gate_up": case(2 * inter, hidden, weight_type, "gated"),
+        "down": case(hidden, inter, weight_type, "residual"),
+        "lm_head": case(vocab, hidden, weight_type if "float" in weight_type else "fp8", "normed"),
     }
 
 

@@ -5,7 +5,7 @@ from itertools import product
 
 import pytest
 import torch
-from models_to_tune import BF16, FORMATS, H200, MODELS, attention_of, case, cases_of, device
+from models_to_tune import BF16, H200, MODELS, WEIGHT_TYPES, attention_of, case, cases_of, device
 
 from tridecode.kernels.device import Device
 from tridecode.kernels.linear.matmul import MatmulConfig
@@ -28,9 +28,9 @@ EVERY_MODEL = pytest.mark.parametrize("model", MODELS)
 MEASURED = package_tables(H200)
 
 
-def choices(model: str, kind: str, rows: int, gpu: Device = H200, tables=MEASURED):
+def choices(model: str, weight_type: str, rows: int, gpu: Device = H200, tables=MEASURED):
     """Role -> choice."""
-    return {role: choose(part, rows, gpu, tables) for role, part in cases_of(model, kind).items()}
+    return {role: choose(part, rows, gpu, tables) for role, part in cases_of(model, weight_type).items()}
 
 
 def kernels(*args, **options) -> dict[str, str]:
@@ -48,7 +48,7 @@ def check_fits(part, rows: int, config, gpu: Device) -> None:
     high = max(rows, 16)
     if isinstance(config, HopperConfig):
         assert split == 1 or (part.epilogue != "gated" and not config.programs)
-        columns = COLUMNS_OF[part.packed.name] if part.packed else 64
+        columns = COLUMNS_OF[part.packed.number_type] if part.packed else 64
         assert config.block_k % columns == 0 and split * config.block_k <= part.k
         tiles = config.stages * config.block_n * 128 * (config.block_k // columns)
         assert tiles + 2 * config.x_stages * config.block_k * high + 4096 < gpu.shared_memory
@@ -64,7 +64,7 @@ def check_fits(part, rows: int, config, gpu: Device) -> None:
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_choices_are_supported_and_fit_the_gpu(model, capability):
     gpu = H200 if capability == 90 else device(capability)
-    every = [(role, part) for kind in FORMATS for role, part in cases_of(model, kind).items()]
+    every = [(role, part) for weight_type in WEIGHT_TYPES for role, part in cases_of(model, weight_type).items()]
     for rows, (role, part) in product(ROWS, every):
         choice = choose(part, rows, gpu, package_tables(gpu))
         assert choice.kernel.supports(part, rows, gpu), (role, rows)
@@ -88,17 +88,17 @@ def test_dense_weights_have_kernels_by_the_number_of_rows():
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_other_dtypes_are_multiplied_row_by_row_without_bounds_on_registers(dtype):
-    parts = [part._replace(format=dtype) for part in cases_of("qwen3-4b").values()]
+    parts = [part._replace(weight_type=dtype) for part in cases_of("qwen3-4b").values()]
     found = resolve_configs(parts, [], dtype, H200)
     assert sorted(found) == [1, 2]
     for part in parts:
         one, two = (found[rows].linears[part] for rows in (1, 2))
-        known = choose(part._replace(format=BF16), 1, H200, MEASURED)
+        known = choose(part._replace(weight_type=BF16), 1, H200, MEASURED)
         assert one == two == replace(known, config=replace(known.config, registers=0))
 
 
 def test_named_choices():
-    dense, int4, fp8 = (cases_of("qwen3-4b", kind) for kind in ("bfloat16", "int4", "fp8"))
+    dense, int4, fp8 = (cases_of("qwen3-4b", weight_type) for weight_type in ("bfloat16", "int4", "fp8"))
     for part, rows, config in (
         (dense["qkv"], 1, MatvecConfig(2, 2, registers=112, programs=1056)),
         (dense["down"], 8, MatmulConfig(32, 8, 5, 4)),
@@ -122,8 +122,8 @@ def test_sources_are_named():
 
 
 def test_many_rows_are_left_to_torch():
-    for kind in ("bfloat16", "float16", "int4"):
-        assert choose(case(6144, 2560, kind, "plain"), 2048, H200, MEASURED).kernel.name == "torch"
+    for weight_type in ("bfloat16", "float16", "int4"):
+        assert choose(case(6144, 2560, weight_type, "plain"), 2048, H200, MEASURED).kernel.name == "torch"
 
 
 # The ring
@@ -132,8 +132,8 @@ def test_many_rows_are_left_to_torch():
 def test_the_ring_multiplies_one_row_in_measured_sizes():
     layers = {"qkv", "o_proj", "gate_up", "down"}
 
-    def rings(model, kind, rows=1, gpu=H200):
-        found = kernels(model, kind, rows, gpu, package_tables(gpu))
+    def rings(model, weight_type, rows=1, gpu=H200):
+        found = kernels(model, weight_type, rows, gpu, package_tables(gpu))
         return {role for role, name in found.items() if name == "ring"}
 
     assert rings("qwen3-4b", "int4") == {"qkv", "o_proj", "gate_up", "lm_head"}
@@ -141,20 +141,20 @@ def test_the_ring_multiplies_one_row_in_measured_sizes():
     assert rings("qwen3-4b", "int8") == {"lm_head"}, "the LM head is in fp8"
     assert rings("qwen3-0.6b", "int4") == rings("qwen3-0.6b", "fp8") == layers | {"lm_head"}
     assert rings("qwen2.5-7b", "fp8") == {"lm_head"}, "down is too long, and fewer layers than all are slower"
-    for kind in FORMATS:
-        assert not rings("qwen3-4b", kind, 8), "the kernel multiplies one row"
+    for weight_type in WEIGHT_TYPES:
+        assert not rings("qwen3-4b", weight_type, 8), "the kernel multiplies one row"
     for capability in (80, 89, 100, 120):
         assert not rings("qwen3-4b", "int4", 1, device(capability)), capability
     for model in ("qwen3-14b", "qwen2.5-0.5b"):
         assert not rings(model, "int4"), "sizes without a measurement"
 
 
-@pytest.mark.parametrize("kind, fields", [
+@pytest.mark.parametrize("weight_type, fields", [
     ("int4", dict(group=64)), ("int4", dict(zeros=True)), ("int4", dict(ordered=True)), ("int4", dict(group=2560)),
     ("fp8", dict(group=128, rows=128)), ("int8", dict(group=2560)),
 ], ids=str)  # fmt: skip
-def test_other_formats_are_not_multiplied_by_the_ring(kind, fields):
-    part = case(6144, 2560, kind, "normed", **fields)
+def test_other_schemes_are_not_multiplied_by_the_ring(weight_type, fields):
+    part = case(6144, 2560, weight_type, "normed", **fields)
     assert choose(part, 1, H200, MEASURED).kernel.name == "matmul"
     ordered = "ordered" in fields
     assert choose(part, 32, H200, MEASURED).kernel.name == ("matmul" if ordered else "hopper")
@@ -167,20 +167,20 @@ def test_rows_that_16_does_not_divide_are_not_multiplied_by_the_ring():
 # Packed weights and more than eight rows
 
 
-@pytest.mark.parametrize("kind", ["int4", "int8", "fp8"])
-def test_more_than_eight_rows_of_packed_weights_are_multiplied_by_hopper(kind):
+@pytest.mark.parametrize("weight_type", ["int4", "int8", "fp8"])
+def test_more_than_eight_rows_of_packed_weights_are_multiplied_by_hopper(weight_type):
     for rows in (16, 32, 64):
-        assert set(kernels("qwen3-4b", kind, rows).values()) == {"hopper"}
-        assert set(kernels("qwen3-0.6b", kind, rows).values()) == ({"matmul"} if rows == 16 else {"hopper"})
+        assert set(kernels("qwen3-4b", weight_type, rows).values()) == {"hopper"}
+        assert set(kernels("qwen3-0.6b", weight_type, rows).values()) == ({"matmul"} if rows == 16 else {"hopper"})
         for capability in (80, 89, 100, 120):
             gpu = device(capability)
-            assert set(kernels("qwen3-4b", kind, rows, gpu, []).values()) == {"matmul"}, capability
-    assert set(kernels("qwen3-4b", kind, 8).values()) == {"matmul"}
+            assert set(kernels("qwen3-4b", weight_type, rows, gpu, []).values()) == {"matmul"}, capability
+    assert set(kernels("qwen3-4b", weight_type, 8).values()) == {"matmul"}
 
 
 def test_each_linear_is_chosen_for_its_own_format():
-    """A model may have layers in several formats."""
-    mixed = [case(6144, 2560, kind, "normed") for kind in FORMATS]
+    """The layers of a model may have different schemes."""
+    mixed = [case(6144, 2560, weight_type, "normed") for weight_type in WEIGHT_TYPES]
     found = resolve_configs(mixed, [], BF16, H200)
     assert sorted(found) == [1, 8, 16, 32, 64], "the rows of packed weights"
     names = [found[1].linears[part].kernel.name for part in mixed]
@@ -231,11 +231,11 @@ def test_rules_read_the_multiprocessors():
 
 
 @EVERY_MODEL
-@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("weight_type", WEIGHT_TYPES)
 @pytest.mark.parametrize("capability", [0, 80, 90, 120])
-def test_batch_invariant_choices_add_in_one_order(model, kind, capability):
+def test_batch_invariant_choices_add_in_one_order(model, weight_type, capability):
     gpu = H200 if capability == 90 else device(capability)
-    parts, attention = cases_of(model, kind), attention_of(model)
+    parts, attention = cases_of(model, weight_type), attention_of(model)
     found = resolve_configs(parts.values(), [attention], BF16, gpu, batch_invariant=True)
     assert sorted(found) == [16, 32, 64]
     assert len({configs.attention[attention] for configs in found.values()}) == 1
@@ -246,7 +246,7 @@ def test_batch_invariant_choices_add_in_one_order(model, kind, capability):
             assert choice.kernel.supports(part, rows, gpu)
             check_fits(part, rows, choice.config, gpu)
             assert getattr(choice.config, "block_m", 16) >= 16, "tiles of eight rows use another instruction"
-        large = "float" not in kind or min(part.n, part.k) >= 2560
+        large = "float" not in weight_type or min(part.n, part.k) >= 2560
         expected = "hopper" if capability == 90 and large else "matmul" if part.packed else "wide"
         if part.packed and not kernel_named("hopper").supports(part, 64, gpu):
             expected = "matmul"

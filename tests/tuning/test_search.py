@@ -165,7 +165,7 @@ def test_packed_weights_are_tried_with_the_kernels_that_read_them(kind, rows):
         (tried,) = linear_candidates(part, rows, choice.config, H200)
         kinds = {type(config) for config in tried}
         expected = {MatmulConfig} | ({HopperConfig} if rows > 8 else set())
-        if rows == 1 and part.packed.name != "int8":
+        if rows == 1 and part.packed.number_type != "int8":
             expected |= {RingConfig}
         assert kinds == expected and len(tried) > 4
 

@@ -82,13 +82,14 @@ def config_of(part, rows: int, entry: dict, gpu=GPU):
 
 def parse(key: str):
     """The case and the rows of a key of a linear."""
-    epilogue, n, k, kind, more, rows = re.fullmatch(r"(\w+) (\d+)x(\d+) (\S+)(.*) rows (\d+)", key).groups()
+    epilogue, n, k, scheme, more, rows = re.fullmatch(r"(\w+) (\d+)x(\d+) (\S+)(.*) rows (\d+)", key).groups()
     n, k = int(n), int(k)
-    form, _, group = kind.partition("/")
+    weight_type, _, group = scheme.partition("/")
     how = {word: True for word in more.split()}
     if group:
-        form, how = {"e4m3": "fp8"}.get(form, form), how | {"group": k if group == "row" else int(group)}
-    return case(n, k, form, epilogue, **how), int(rows)
+        weight_type = {"e4m3": "fp8"}.get(weight_type, weight_type)
+        how["group"] = k if group == "row" else int(group)
+    return case(n, k, weight_type, epilogue, **how), int(rows)
 
 
 @pytest.mark.parametrize("table", PACKAGE, ids=lambda table: table["gpu"])
@@ -142,11 +143,11 @@ def test_keys_can_be_read():
     assert linear_key(four["lm_head"], 64) == "normed 151936x2560 e4m3/row rows 64"
     assert attention_key(ATTENTION, 8) == "attention 32/8x128 bfloat16 rows 8"
     assert attention_key(ATTENTION._replace(fp8=True), 8) == "attention 32/8x128 fp8 rows 8"
-    for how, kind in (
+    for how, scheme in (
         (dict(group=64), "int4/64"), (dict(zeros=True), "int4/128 zeros"), (dict(group=2560), "int4/row"),
         (dict(ordered=True, zeros=True), "int4/128 zeros ordered"),
     ):  # fmt: skip
-        assert linear_key(case(6144, 2560, "int4", "normed", **how), 1) == f"normed 6144x2560 {kind} rows 1"
+        assert linear_key(case(6144, 2560, "int4", "normed", **how), 1) == f"normed 6144x2560 {scheme} rows 1"
     assert len({linear_key(QKV, rows) for rows in (2, 4, 8)}) == 1 < len({linear_key(QKV, rows) for rows in (1, 8, 16)})
 
 
@@ -167,15 +168,15 @@ def test_tables_may_share_columns_elsewhere():
 
 def test_tiles_of_packed_weights_are_whole_lines():
     entry = entry_of(HopperConfig())
-    for kind, block_k in (("int4", 128), ("fp8", 64), ("bfloat16", 256)):
+    for weight_type, block_k in (("int4", 128), ("fp8", 64), ("bfloat16", 256)):
         with pytest.raises(TableError, match="^block_k of 'normed"):
-            config_of(case(4096, 1024, kind, "normed"), 64, entry | {"block_k": block_k})
+            config_of(case(4096, 1024, weight_type, "normed"), 64, entry | {"block_k": block_k})
     assert config_of(case(4096, 1024, "int4", "normed"), 64, entry | {"block_k": 256}).block_k == 256
 
 
-@pytest.mark.parametrize("capability, kind, rows", [(90, "int4", 8), (89, "int4", 1), (90, "int8", 1)])
-def test_an_entry_names_a_kernel_that_supports_the_case(capability, kind, rows):
-    part = case(6144, 2560, kind, "normed")
+@pytest.mark.parametrize("capability, weight_type, rows", [(90, "int4", 8), (89, "int4", 1), (90, "int8", 1)])
+def test_an_entry_names_a_kernel_that_supports_the_case(capability, weight_type, rows):
+    part = case(6144, 2560, weight_type, "normed")
     with pytest.raises(TableError, match="kernel of 'normed .*' must be one of .*matmul"):
         config_of(part, rows, entry_of(RingConfig(4, 5, 1)), device(capability))
 
@@ -212,7 +213,7 @@ def test_the_users_table_is_first_then_the_package_then_the_rule(cache):
     assert resolved(gpu=GPU._replace(name="Another GPU")) == before
     assert shipped() == before, "it is read on request only"
     assert resolved(batch_invariant=True) == shipped(batch_invariant=True)
-    half = {role: part._replace(format=torch.float16) for role, part in PARTS.items()}
+    half = {role: part._replace(weight_type=torch.float16) for role, part in PARTS.items()}
     other = dict(attention=attention_of("qwen3-4b", torch.float16), dtype=torch.float16)
     assert resolved(half, **other) == shipped(half, **other)
 

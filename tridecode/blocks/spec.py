@@ -9,7 +9,7 @@ from .block import Block
 from .declarations import Linear, Pages, Part, Weight
 
 if TYPE_CHECKING:
-    from ..checkpoint.formats.scheme import Quantization
+    from ..checkpoint.quantization.scheme import Quantization
 
 NORM_NAMES = ("mixer_norm", "ffn_norm")  # the norms before the two blocks of a layer
 
@@ -64,8 +64,8 @@ class ModelSpec:
         dtype: dtype of the checkpoint: "bfloat16", "float16" or "float32".
         stop_ids: tokens that end an answer, from config.json and generation_config.json.
         generation_defaults: pairs of a SamplingParams field and its value.
-        quantization: quantization of the checkpoint, or None.
-        quantize: quantization that the loader applies to the other weights, or None.
+        checkpoint_quantization: the schemes in which the checkpoint stores its weights, from config.json, or None.
+        load_quantization: the schemes in which the loader quantizes weights, from `--quantize`, or None.
         fp8_kv: K and V are stored in fp8 instead of the dtype of the weights.
     """
 
@@ -82,8 +82,8 @@ class ModelSpec:
     bos_id: int | None = None
     stop_ids: tuple[int, ...] = ()
     generation_defaults: tuple[tuple[str, float], ...] = ()
-    quantization: "Quantization | None" = None
-    quantize: "Quantization | None" = None
+    checkpoint_quantization: "Quantization | None" = None
+    load_quantization: "Quantization | None" = None
     fp8_kv: bool = False
 
     @property
@@ -130,7 +130,6 @@ class ModelSpec:
         return sum(layer.pages() is not None for layer in self.layers)
 
     @property
-    def few_bits(self) -> str | None:
-        """The method by which weights are quantized, or None."""
-        which = self.quantization or self.quantize
-        return which and which.method
+    def quantization(self) -> "Quantization | None":
+        """The schemes of the weights on the device, or None if no weight is quantized."""
+        return self.checkpoint_quantization or self.load_quantization

@@ -50,9 +50,9 @@ class Weights:
         found = [value for layer in self.layers for value in layer.values() if isinstance(value, LoadedLinear)]
         return [*found, self.lm_head]
 
-    def formats(self) -> list[str]:
-        """Return the distinct formats of the linears."""
-        return list(dict.fromkeys(linear.format for linear in self.linears()))
+    def number_types(self) -> list[str]:
+        """Return the distinct number types of the linears, "dense" for those that are not quantized."""
+        return list(dict.fromkeys(linear.number_type for linear in self.linears()))
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return every tensor by a dotted name, a tied LM head once."""

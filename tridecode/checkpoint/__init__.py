@@ -1,1 +1,1 @@
-"""Checkpoints: where they come from, their files and formats, and loading onto the device."""
+"""Checkpoints: where they come from, their files, quantization, and loading onto the device."""

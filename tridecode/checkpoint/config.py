@@ -49,13 +49,13 @@ def parse_config(config_json: dict, generation_json: dict | None = None, source=
             f"at most {MAX_STOP_IDS} can stop a generation: remove some"
         )
     defaults = _generation_defaults(generation)
-    return replace(spec, quantization=_quantization(read), stop_ids=stops, generation_defaults=defaults)
+    return replace(spec, checkpoint_quantization=_quantization(read), stop_ids=stops, generation_defaults=defaults)
 
 
 def _quantization(read: ConfigReader):
     if read.get("quantization_config") is None:
         return None
-    from .formats import methods
+    from .quantization import methods
 
     return methods.parse(read.under("quantization_config"))
 

@@ -1,8 +1,8 @@
 """Checkpoints: safetensors files, one or many, to fused weights on the device.
 
-Everything that can be wrong with a checkpoint is found in the headers, before memory is spent. Then each tensor goes
-from the file to its place, piece by piece: the device holds the weights and one small piece, the host one such piece.
-Files are read, not mapped: one that becomes shorter meanwhile, or a bad disk, is an error and no signal.
+The headers of the files are checked before memory is allocated. Then each tensor is copied to the device in small
+pieces, so that neither the host nor the device holds a second copy of the weights. Files are read, not mapped: if a
+file becomes shorter during the load, or if the disk fails, the result is an error and not a signal.
 """
 
 import json
@@ -24,17 +24,17 @@ from ..errors import CheckpointError, DeviceError, brief, counted
 from ..kernels.linear.weight import LoadedLinear
 from ..models.files import open_regular, present, unique, unreadable
 from .config import read_config
-from .formats.scheme import Stored
 from .hub import INDEX, SINGLE, shard_map
 from .loader import Loader, quantize_into
+from .quantization.scheme import Stored
 from .slices import FLOATS, Target, TensorSlice, device_bytes, stored, targets, tensor_slices
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # of safetensors
 _DTYPE_BYTES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2}
 _DTYPE_BYTES |= {"I8": 1, "U8": 1, "F8_E4M3": 1}
 _HEADER_LIMIT = 100_000_000  # bytes; safetensors' own limit
-_MOST_DIMENSIONS = 8  # of any tensor in a file; a product of more numbers than that may itself take minutes
-_PIECE = 64 * 2**20  # most bytes that travel to the device at once
+_MOST_DIMENSIONS = 8  # most dimensions of a tensor; the product of very many sizes would take minutes
+_PIECE = 64 * 2**20  # most bytes that are copied to the device at once
 _QUANTIZED = re.compile(r"\.(qweight|qzeros|g_idx|weight_scale(_inv)?|scales|absmax|quant_map|weight_packed)(\.|$)")
 
 
@@ -53,18 +53,19 @@ class TensorInfo:
 
 
 def load_config(path: Path) -> ModelSpec:
-    """The configuration of the checkpoint in directory `path`; raises CheckpointError."""
+    """Return the specification of the checkpoint in directory `path`. Raises CheckpointError."""
     path = Path(path)
     spec, values = read_config(path)
     if values.get("dtype") is None and values.get("torch_dtype") is None:
         embed = _tensors(path).get(spec.embed.tensor) if any(path.glob("*.safetensors")) else None
         if embed is not None and embed.dtype in DTYPES:
             spec = replace(spec, dtype=str(DTYPES[embed.dtype]).removeprefix("torch."))
-    for name, piece in tensor_slices(spec).items():
-        if (scheme := piece.scheme) and scheme.rows <= 1 and scheme.group and piece.shape[1] % scheme.group:
+    for name, tensor_slice in tensor_slices(spec).items():
+        scheme, columns = tensor_slice.scheme, tensor_slice.shape[-1]
+        if scheme and scheme.rows <= 1 and scheme.group and columns % scheme.group:
             raise CheckpointError(
                 f"{path / 'config.json'}: quantization_config: groups of {scheme.group} do not divide the "
-                f"{counted(piece.shape[1], 'column')} of {name}; check that both belong together"
+                f"{counted(columns, 'column')} of {name}; check that both belong together"
             )
     return spec
 
@@ -78,12 +79,17 @@ def load_weights(
     on_host: int = 0,
     packs: bool | None = None,
 ) -> Weights:
-    """Load the checkpoint in directory `path` onto `device`, every tensor converted to `dtype`, but for weights in
-    fewer bits, which are packed for the kernels; packs: whether, by default on a GPU, else they are dequantized.
-    on_host: how many of the last layers have their projections in the host's memory, all of them as they are.
+    """Load the checkpoint in directory `path` onto the device.
 
-    `progress(done, total)` is called with bytes of the checkpoint's files. Raises CheckpointError, before any memory is
-    taken, for a tensor that is wrong, missing, extra or misshapen, and DeviceError when the device is too small.
+    Args:
+        dtype: dtype of the tensors, except packed tensors.
+        progress: called as progress(done, total), with bytes of the files.
+        on_host: how many of the last layers have their linears in host memory. Packed tensors cannot be there.
+        packs: quantized weights become packed tensors; otherwise they are dequantized. By default on a GPU.
+
+    Raises:
+        CheckpointError: before memory is allocated, for a tensor that is wrong, missing, unexpected or misshapen.
+        DeviceError: the device has too little memory.
     """
     path, device = Path(path), torch.device(device)
     packs = device.type == "cuda" if packs is None else packs
@@ -95,14 +101,14 @@ def load_weights(
         return DTYPES[tensors[scale].dtype]
 
     plan = targets(spec, packs, scale_dtype)
-    # A piece in flight may need a second copy, to change its dtype: small beside the weights, however small they are.
+    # A conversion of the dtype makes a second copy of a piece, which must be small compared to the weights.
     limit = min(_PIECE, max(total // 64, 2**16))
     with ExitStack() as opened:
         places, host = _allocate(plan, device, dtype, spec.num_layers, on_host)
         loader = Loader(tensors, plan, places, limit, opened)
         done = 0
-        first = {name: tensors[next(iter(stored(name, piece)))] for name, piece in wanted.items()}
-        for name in sorted(wanted, key=lambda name: (first[name].file, first[name].begin)):  # front to back
+        first = {name: tensors[next(iter(stored(name, of)))] for name, of in wanted.items()}
+        for name in sorted(wanted, key=lambda name: (first[name].file, first[name].begin)):  # in the order of the files
             for count in loader.place(name, wanted[name]):
                 done += count
                 if progress is not None:
@@ -111,8 +117,11 @@ def load_weights(
 
 
 def stored_tensors(path: Path, spec: ModelSpec) -> dict[str, TensorInfo]:
-    """Of each tensor that the model is made of where it stands in `path`. Raises CheckpointError, before memory is
-    spent, for one that is wrong, missing, extra or misshapen."""
+    """Return each tensor of the checkpoint that the model needs.
+
+    Raises:
+        CheckpointError: a tensor is wrong, missing, unexpected or misshapen.
+    """
     found = told_tensors(path, spec)
     for file in {info.file for info in found.values()}:
         _check_with_safetensors(file)
@@ -120,15 +129,15 @@ def stored_tensors(path: Path, spec: ModelSpec) -> dict[str, TensorInfo]:
 
 
 def told_tensors(path: Path, spec: ModelSpec) -> dict[str, TensorInfo]:
-    """stored_tensors, by what the files' headers tell alone."""
+    """Return the tensors as `stored_tensors` does, checked by the headers of the files alone."""
     tensors, wanted = _tensors(path), tensor_slices(spec)
-    needed = {name: of for piece in wanted for name, of in stored(piece, wanted[piece]).items()}
+    needed = {name: of for key in wanted for name, of in stored(key, wanted[key]).items()}
     _check(path, tensors, needed, wanted, spec)
     return {name: tensors[name] for name in needed}
 
 
 def _check_with_safetensors(file: Path) -> None:
-    """The checks of safetensors itself, which knows more of the format than `read_header`."""
+    """Check a file with the safetensors library, which checks more than `read_header`. Raises CheckpointError."""
     try:
         with safe_open(file, framework="pt", device="cpu"):
             pass
@@ -143,10 +152,10 @@ def random_weights(
     spec: ModelSpec, device: torch.device | str, dtype: torch.dtype, seed: int = 0, on_host: int = 0,
     packs: bool | None = None,
 ) -> Weights:  # fmt: skip
-    """Weights of the configuration's shapes, drawn on the device, with which activations stay near 1; on_host, packs:
-    as load_weights takes them.
+    """Return random weights, generated on the device, with which activations have a magnitude of about 1.
 
-    For benchmarks and shape tests: the same seed gives the same numbers on the same kind of device only.
+    They are for benchmarks and tests. A seed gives the same weights only on devices of the same kind. `load_weights`
+    describes on_host and packs.
     """
     device = torch.device(device)
     plan = targets(spec, device.type == "cuda" if packs is None else packs)
@@ -154,19 +163,19 @@ def random_weights(
     generator = torch.Generator(device=device).manual_seed(seed)
     for name, target in plan.items():
         if name == "lm_head.weight" and spec.tie_word_embeddings:
-            continue  # the embedding's numbers
+            continue  # it is made of the embedding
         tensor = place = places[name]["weight"]
-        if target.made is not None or place.device.type != device.type:
+        if target.load_scheme is not None or place.device.type != device.type:
             tensor = torch.empty(target.shape, dtype=dtype, device=device)
         if tensor.ndim == 2:
-            # Each of the 2 * num_layers branches adds its share to the residual stream.
+            # 2 * num_layers linears add their products to the residual stream.
             branch = 2 * spec.num_layers if target.residual else 1
             tensor.normal_(0.0, (tensor.shape[1] * branch) ** -0.5, generator=generator)
         elif name.endswith("bias"):
             tensor.normal_(0.0, 0.02, generator=generator)
         else:
             tensor.normal_(1.0, 0.1, generator=generator)
-        if target.made is not None:
+        if target.load_scheme is not None:
             quantize_into(places[name], target, 0, tensor)
         elif tensor is not place:
             place.copy_(tensor)
@@ -176,7 +185,7 @@ def random_weights(
 def empty_weights(
     spec: ModelSpec, device: torch.device | str, dtype: torch.dtype, on_host: int = 0, packs: bool | None = None
 ) -> Weights:
-    """Weights that nobody has filled."""
+    """Return uninitialized weights."""
     device = torch.device(device)
     plan = targets(spec, device.type == "cuda" if packs is None else packs)
     return _assemble(spec, plan, *_allocate(plan, device, dtype, spec.num_layers, on_host))
@@ -185,15 +194,15 @@ def empty_weights(
 def _allocate(
     plan: dict[str, Target], device: torch.device, dtype: torch.dtype, layers: int, on_host: int
 ) -> tuple[dict[str, dict[str, torch.Tensor]], HostLayers | None]:
-    """Target -> part -> tensor, not filled, those of the last `on_host` layers' projections in the host's memory."""
+    """Allocate target -> part -> tensor. The linears of the last `on_host` layers are in host memory."""
     try:
         shapes = {name: target.shape for name, target in plan.items()}
-        assert not on_host or all(target.packed is None for target in plan.values()), "words stay on the device"
+        assert not on_host or all(target.packed is None for target in plan.values()), "packed tensors on the host"
         host = make_host_layers(shapes, device, dtype, layers - on_host) if on_host else None
         places = {
             name: {
-                part: torch.empty(shape, dtype=kind, device=device)
-                for part, (shape, kind) in target.tensors(dtype).items()
+                part: torch.empty(shape, dtype=part_dtype, device=device)
+                for part, (shape, part_dtype) in target.tensors(dtype).items()
             }
             for name, target in plan.items()
             if host is None or name not in host.stored
@@ -216,7 +225,7 @@ def _allocate(
 def _assemble(
     spec: ModelSpec, plan: dict[str, Target], places: dict[str, dict[str, torch.Tensor]], host: HostLayers | None
 ) -> Weights:
-    if spec.tie_word_embeddings and "lm_head.weight" in plan:  # the embedding again, in another format
+    if spec.tie_word_embeddings and "lm_head.weight" in plan:  # a quantized copy of the embedding
         quantize_into(places["lm_head.weight"], plan["lm_head.weight"], 0, places["embed"]["weight"])
 
     if host:
@@ -237,7 +246,7 @@ def _assemble(
 
 
 def _tensors(path: Path) -> dict[str, TensorInfo]:
-    """Every tensor of the checkpoint in `path`, from its files' headers alone."""
+    """Return every tensor of the checkpoint in `path`, read from the headers of its files."""
     if present(path / SINGLE):
         return read_header(path / SINGLE)
     index = path / INDEX
@@ -311,7 +320,7 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
 
 
 def _harmless(name: str, spec: ModelSpec) -> bool:
-    """Tensors that old checkpoints hold and nothing needs: rotary tables, the copy of a tied embedding."""
+    """Return whether a tensor may be ignored: rotary tables, or the copy of a tied embedding, in old checkpoints."""
     return name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and spec.tie_word_embeddings)
 
 
@@ -319,16 +328,22 @@ def _check(
     path: Path, tensors: dict[str, TensorInfo], needed: dict[str, Stored], wanted: dict[str, TensorSlice],
     spec: ModelSpec,
 ) -> None:  # fmt: skip
-    """Names, shapes and dtypes of the checkpoint's tensors against what the configuration needs."""
-    harmless = {
+    """Check the names, shapes and dtypes of a checkpoint's tensors. Raises CheckpointError.
+
+    Args:
+        tensors: the tensors of the checkpoint.
+        needed: the tensors that the model needs, by their names in the checkpoint.
+        wanted: the slices, by the names of the unquantized tensors.
+    """
+    unused = {
         name.removesuffix("weight") + suffix
-        for name, piece in wanted.items()
-        if piece.scheme is not None
-        for suffix in piece.scheme.read.harmless
+        for name, tensor_slice in wanted.items()
+        if tensor_slice.scheme is not None
+        for suffix in tensor_slice.scheme.unused
     }
-    extra = [name for name in tensors if name not in needed and name not in harmless and not _harmless(name, spec)]
+    extra = [name for name in tensors if name not in needed and name not in unused and not _harmless(name, spec)]
     missing = [name for name in needed if name not in tensors]
-    if spec.quantization is None:
+    if spec.checkpoint_quantization is None:
         for name in extra:
             if _QUANTIZED.search(name):
                 raise CheckpointError(
@@ -341,7 +356,7 @@ def _check(
         if missing == ["lm_head.weight"]:
             fix = "set tie_word_embeddings to true in config.json if the LM head is the embedding"
         elif missing[0] not in wanted:
-            fix = f"quantization_config ({spec.quantization.method}) asks for it: both must belong together"
+            fix = f"quantization_config ({spec.checkpoint_quantization.name}) asks for it: both must belong together"
         raise CheckpointError(f"{path}: tensor {shown(missing[0])} is missing{more}; {fix}")
     if extra:
         more = f" (and {len(extra) - 1} more)" if len(extra) > 1 else ""

@@ -1,4 +1,4 @@
-"""From the bytes of a checkpoint's files to the places of the weights, piece by piece."""
+"""Loader: reads tensor slices from the files of a checkpoint into the weights on the device."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -9,21 +9,29 @@ from typing import BinaryIO
 import torch
 
 from ..errors import CheckpointError
-from ..kernels.linear.packed import Codes
+from ..kernels.linear.packed import QuantizedWeight
 from ..models.files import open_regular, unreadable
-from .formats.quantize import quantized
+from .quantization.quantize import quantize
 from .slices import Target, TensorSlice, stored
 
 READ = {
     "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64, "I32": torch.int32,
     "F8_E4M3": torch.float8_e4m3fn,
 }  # fmt: skip
-BLOCK = 128  # rows that may share a scale: codes are read in multiples of these
-_NUMBERS = 2**24  # of a weight, dequantized or quantized at once
+BLOCK = 128  # rows that may share a scale; quantized weights are read in multiples of these
+_NUMBERS = 2**24  # elements of a weight that are dequantized or quantized at once
 
 
 class Loader:
-    """Fills `places` (target -> part -> tensor) from the files of `tensors` (name -> TensorInfo)."""
+    """Fills the tensors of the weights from files.
+
+    Args:
+        tensors: TensorInfo of each tensor of the checkpoint, by name.
+        plan: the targets by name.
+        places: target -> part -> tensor on the device.
+        limit: most bytes that are copied to the device at once.
+        opened: closes the files.
+    """
 
     def __init__(self, tensors, plan: dict[str, Target], places: dict, limit: int, opened: ExitStack):
         self._tensors, self._plan, self.places, self._limit, self._opened = tensors, plan, places, limit, opened
@@ -31,29 +39,31 @@ class Loader:
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._ordered: set[str] = set()
 
-    def place(self, name: str, piece: TensorSlice) -> Iterator[int]:
-        """Put a piece where it belongs; yields the bytes that were read, again and again."""
-        target, parts = self._plan[piece.target], self.places[piece.target]
-        if piece.scheme is not None:
-            yield from self._coded(name, piece, target, parts)
-        elif target.made is not None:
-            row = piece.shape[1]
-            step = max(min(_NUMBERS, self._limit) // row, 1)
-            for first in range(0, piece.shape[0], step):
-                read = self._read(name, first, min(step, piece.shape[0] - first))
+    def place(self, name: str, tensor_slice: TensorSlice) -> Iterator[int]:
+        """Load one slice. Yield the bytes of each read."""
+        target, parts, start = self._plan[tensor_slice.target], self.places[tensor_slice.target], tensor_slice.start
+        if tensor_slice.scheme is not None:
+            yield from self._place_quantized(name, tensor_slice, target, parts)
+        elif target.load_scheme is not None:
+            n, k = tensor_slice.shape
+            step = max(min(_NUMBERS, self._limit) // k, 1)
+            for first in range(0, n, step):
+                read = self._read(name, first, min(step, n - first))
                 read_rows = read.to(parts["weight"].device)
-                quantize_into(parts, target, piece.start + first, scaled(read_rows, piece.scale))
+                quantize_into(parts, target, start + first, scaled(read_rows, tensor_slice.scale))
                 yield read.nbytes
         else:
-            rows, read = parts["weight"][piece.start : piece.start + piece.shape[0]], 0
-            for place in rows.split(max(self._limit // (self._tensors[name].nbytes // piece.shape[0]), 1)):
-                yield self._straight(name, read, place, piece.scale)
+            n, read = tensor_slice.shape[0], 0
+            for place in parts["weight"][start : start + n].split(
+                max(self._limit // (self._tensors[name].nbytes // n), 1)
+            ):
+                yield self._straight(name, read, place, tensor_slice.scale)
                 read += len(place)
 
-    def _coded(self, name: str, piece: TensorSlice, target: Target, parts: dict) -> Iterator[int]:
-        """In rows of blocks where the format has them together, else whole."""
-        n, k = piece.shape
-        needed, module = stored(name, piece), name.removesuffix("weight")
+    def _place_quantized(self, name: str, tensor_slice: TensorSlice, target: Target, parts: dict) -> Iterator[int]:
+        """Load a slice that is quantized in the checkpoint, in blocks of rows if the method stores rows together."""
+        (n, k), scheme = tensor_slice.shape, tensor_slice.scheme
+        needed, module = stored(name, tensor_slice), name.removesuffix("weight")
         rowwise = next(iter(needed.values())).per
         step = max(_NUMBERS // k // BLOCK * BLOCK, BLOCK) if rowwise else n
         device = parts["weight"].device
@@ -65,32 +75,35 @@ class Loader:
                 tensors[own.removeprefix(module)] = rows.to(device)
                 yield rows.nbytes
             try:
-                codes = piece.scheme.read.codes(piece.scheme, tensors, count, k)
+                weight = scheme.read(tensors, count, k)
             except ValueError as error:
                 raise CheckpointError(f"{self._tensors[own].file}: {module[:-1]}: {error}") from None
-            if piece.scale != 1:
-                codes = replace(codes, scale=codes.scale.float() * piece.scale)
+            if tensor_slice.scale != 1:
+                weight = replace(weight, scale=weight.scale.float() * tensor_slice.scale)
+            start = tensor_slice.start + first
             if target.packed is None:
-                place = parts["weight"][piece.start + first : piece.start + first + count]
+                place = parts["weight"][start : start + count]
                 for begin in range(0, count, inner := max(_NUMBERS // k // BLOCK * BLOCK, BLOCK)):
-                    place[begin : begin + inner] = codes.part(begin, min(begin + inner, count)).dequantized()
+                    place[begin : begin + inner] = weight.part(begin, min(begin + inner, count)).dequantize()
             else:
-                self._check_order(name, piece, codes, parts)
-                target.packed.write(parts, piece.start + first, codes)
+                self._check_order(name, tensor_slice, weight, parts)
+                target.packed.pack(parts, start, weight)
 
-    def _check_order(self, name: str, piece: TensorSlice, codes: Codes, parts: dict) -> None:
-        """One product has one order of its columns."""
+    def _check_order(self, name: str, tensor_slice: TensorSlice, weight: QuantizedWeight, parts: dict) -> None:
+        """Check that all parts of a linear have the same order of columns. Raises CheckpointError."""
         if "order" not in parts:
             return
-        order = torch.arange(piece.shape[1], device=parts["order"].device) if codes.order is None else codes.order
-        if piece.target not in self._ordered:
+        order = weight.order
+        if order is None:
+            order = torch.arange(tensor_slice.shape[1], device=parts["order"].device)
+        if tensor_slice.target not in self._ordered:
             parts["order"].copy_(order)
-            self._ordered.add(piece.target)
+            self._ordered.add(tensor_slice.target)
         elif not torch.equal(parts["order"].long(), order):
             raise CheckpointError(
-                f"{self._tensors[next(iter(stored(name, piece)))].file}: {name.removesuffix('.weight')} orders its "
-                "columns otherwise than the projections beside it, which is not supported; use device cpu, or a "
-                "checkpoint without desc_act"
+                f"{self._tensors[next(iter(stored(name, tensor_slice)))].file}: {name.removesuffix('.weight')} orders "
+                "its columns otherwise than the other parts of its linear, which is not supported; use device cpu, or "
+                "a checkpoint without desc_act"
             )
 
     def _file(self, path: Path) -> BinaryIO:
@@ -99,7 +112,7 @@ class Loader:
         return self._files[path]
 
     def _read(self, name: str, first: int, count: int | None) -> torch.Tensor:
-        """Rows of a tensor of the file, on the CPU; count None: all of it."""
+        """Read `count` rows of a tensor from row `first` on, onto the CPU; all rows if `count` is None."""
         info = self._tensors[name]
         shape = info.shape if count is None else (count, *info.shape[1:])
         found = torch.empty(shape, dtype=READ[info.dtype])
@@ -107,7 +120,7 @@ class Loader:
         return found
 
     def _fill(self, name: str, first: int, part: torch.Tensor) -> None:
-        """Fill `part`, contiguous on the CPU, with rows from `first` on."""
+        """Fill `part`, contiguous on the CPU, with the rows from `first` on."""
         info = self._tensors[name]
         opened = self._file(info.file)
         try:
@@ -119,18 +132,18 @@ class Loader:
             raise CheckpointError(f"{info.file}: became shorter while it was read; load it again once it is whole")
 
     def _straight(self, name: str, first: int, place: torch.Tensor, scale: float) -> int:
-        """Fill `place`, rows of a tensor as it is, from row `first` on; returns the bytes read."""
-        kind = READ[self._tensors[name].dtype]
-        straight = place.dtype == kind and place.device.type == "cpu" and scale == 1
+        """Fill `place` with the rows of an unquantized tensor from row `first` on. Return the bytes read."""
+        dtype = READ[self._tensors[name].dtype]
+        straight = place.dtype == dtype and place.device.type == "cpu" and scale == 1
         part = place
         if not straight:
-            if len(self._buffer) < place.numel() * kind.itemsize:
-                self._buffer = torch.empty(place.numel() * kind.itemsize, dtype=torch.uint8)
-            part = self._buffer[: place.numel() * kind.itemsize].view(kind).view(place.shape)
+            if len(self._buffer) < place.numel() * dtype.itemsize:
+                self._buffer = torch.empty(place.numel() * dtype.itemsize, dtype=torch.uint8)
+            part = self._buffer[: place.numel() * dtype.itemsize].view(dtype).view(place.shape)
         self._fill(name, first, part)
         if not straight:
-            # A dtype is changed on the device: the bytes cross the bus as they are in the file.
-            place.copy_(part if kind == place.dtype and scale == 1 else scaled(part.to(place.device), scale))
+            # The device converts the dtype, so that the bytes cross the bus as they are in the file.
+            place.copy_(part if dtype == place.dtype and scale == 1 else scaled(part.to(place.device), scale))
         return part.nbytes
 
 
@@ -140,11 +153,11 @@ def scaled(rows: torch.Tensor, scale: float) -> torch.Tensor:
 
 
 def quantize_into(parts: dict[str, torch.Tensor], target: Target, start: int, rows: torch.Tensor) -> None:
-    """Quantize rows of a weight, and put them from `start` on: packed, or as numbers again."""
+    """Quantize rows of a weight and write them from row `start` on, packed or dequantized."""
     step = max(_NUMBERS // rows.shape[1], 1)
     for first in range(0, len(rows), step):
-        codes = quantized(rows[first : first + step], target.made)
+        weight = quantize(rows[first : first + step], target.load_scheme)
         if target.packed is not None:
-            target.packed.write(parts, start + first, codes)
+            target.packed.pack(parts, start + first, weight)
         else:
-            parts["weight"][start + first : start + first + len(codes.values)] = codes.dequantized()
+            parts["weight"][start + first : start + first + len(weight.codes)] = weight.dequantize()

@@ -10,8 +10,8 @@ from ..blocks.declarations import Linear, Weight
 from ..blocks.host_layers import LAYER_BUFFERS, layer_sizes
 from ..blocks.spec import ModelSpec
 from ..kernels.linear.packed import Packed
-from .formats.quantize import fitted
-from .formats.scheme import Scheme, Stored, packed_form
+from .quantization.quantize import fitted
+from .quantization.scheme import Scheme, Stored
 
 FLOATS = ("F32", "F16", "BF16")
 
@@ -21,7 +21,7 @@ class TensorSlice:
     """Destination of a checkpoint tensor: rows `start` to `start + shape[0]` of the device tensor `target`.
 
     Args:
-        scheme: quantization in the checkpoint, or None.
+        scheme: the scheme of the weight in the checkpoint, or None.
         scale: factor that the loader multiplies in.
     """
 
@@ -34,18 +34,22 @@ class TensorSlice:
 
 @dataclass(frozen=True)
 class Target:
-    """A tensor on the device, or a weight in packed form.
+    """A tensor or packed tensor on the device.
 
-    made: the scheme by which the loader quantizes it. residual: a linear adds its product to the residual stream.
+    Args:
+        shape: shape of the tensor, or of the weight.
+        packed: the description of the packed tensor. None: the tensor is dense.
+        load_scheme: the scheme in which the loader quantizes the weight, or None.
+        residual: a linear adds its product to the residual stream.
     """
 
     shape: tuple[int, ...]
     packed: Packed | None = None
-    made: Scheme | None = None
+    load_scheme: Scheme | None = None
     residual: bool = False
 
     def tensors(self, dtype: torch.dtype) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Return name -> shape and dtype of its tensors; one that is not packed has the single name "weight"."""
+        """Return the shape and dtype of each part by name. A dense tensor has the single part "weight"."""
         return {"weight": (self.shape, dtype)} if self.packed is None else self.packed.shapes(self.shape[0])
 
 
@@ -75,7 +79,7 @@ def tensor_slices(spec: ModelSpec) -> dict[str, TensorSlice]:
         start = 0
         for part in each.parts:
             module, shape = prefix + part.module, (part.rows, each.k)
-            scheme = spec.quantization and spec.quantization.scheme(module)
+            scheme = spec.checkpoint_quantization and spec.checkpoint_quantization.scheme(module)
             found[f"{module}.weight"] = TensorSlice(f"{target}.weight", start, shape, scheme, each.scale)
             if each.bias:
                 found[f"{module}.bias"] = TensorSlice(f"{target}.bias", start, (part.rows,), scale=each.scale)
@@ -88,14 +92,15 @@ def stored(name: str, of: TensorSlice) -> dict[str, Stored]:
     if of.scheme is None:
         return {name: Stored(of.shape, FLOATS)}
     module = name.removesuffix("weight")
-    return {module + suffix: tensor for suffix, tensor in of.scheme.read.tensors(of.scheme, *of.shape).items()}
+    return {module + suffix: tensor for suffix, tensor in of.scheme.tensors(*of.shape).items()}
 
 
 def targets(spec: ModelSpec, packs: bool, scale_dtype: Callable[[str], torch.dtype] | None = None) -> dict[str, Target]:
     """Return name -> every tensor on the device.
 
     Args:
-        packs: a quantized weight stays packed if all its slices have one scheme.
+        packs: a quantized weight becomes a packed tensor if all its slices have one scheme. All other quantized weights
+            are dequantized.
         scale_dtype: the dtype of a slice's scales, by its name in the checkpoint.
     """
     known = tensor_slices(spec)
@@ -111,8 +116,8 @@ def targets(spec: ModelSpec, packs: bool, scale_dtype: Callable[[str], torch.dty
         if each.parts:
             names = members[f"{target}.weight"]
             found[f"{target}.weight"] = _weight_target(spec, each, names, known, packs, scale_dtype, residual)
-        elif spec.quantize and spec.quantize.scheme(prefix + target):  # a tied head in a format of its own
-            found[f"{target}.weight"] = _made(spec, prefix + target, (each.n, each.k), [0], packs, residual)
+        elif _load_scheme(spec, prefix + target):  # a quantized copy of the embedding
+            found[f"{target}.weight"] = _loaded_target(spec, prefix + target, (each.n, each.k), [0], packs, residual)
         if each.bias:
             found[f"{target}.bias"] = Target((each.n,))
     return found
@@ -125,29 +130,34 @@ def _weight_target(
     own = [known[name] for name in names]
     shape, schemes, starts = (linear.n, linear.k), {of.scheme for of in own}, [of.start for of in own]
     if schemes == {None}:
-        return _made(spec, names[0].removesuffix(".weight"), shape, starts, packs, residual)
+        return _loaded_target(spec, names[0].removesuffix(".weight"), shape, starts, packs, residual)
     if len(schemes) > 1 or not packs:
         return Target(shape, residual=residual)
     scheme = own[0].scheme
-    dtypes = {scale_dtype(name) for name in names} if scale_dtype else {_usual(scheme)}
+    dtypes = {scale_dtype(name) for name in names} if scale_dtype else {_scale_dtype(scheme)}
     dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
-    return Target(shape, packed_form(scheme, linear.k, starts, dtype), residual=residual)
+    return Target(shape, scheme.packed(linear.k, starts, dtype), residual=residual)
 
 
-def _made(
+def _loaded_target(
     spec: ModelSpec, module: str, shape: tuple[int, int], starts: list[int], packs: bool, residual: bool
 ) -> Target:
-    """Return the target of a weight that is not quantized in the checkpoint."""
-    scheme = spec.quantize and spec.quantize.scheme(module)
-    if not scheme:
+    """Return the target of a weight that is not quantized in the checkpoint; the loader may quantize it."""
+    scheme = _load_scheme(spec, module)
+    if scheme is None:
         return Target(shape, residual=residual)
     scheme = fitted(scheme, shape[1])
-    packed = packed_form(scheme, shape[1], starts, _usual(scheme)) if packs else None
+    packed = scheme.packed(shape[1], starts, _scale_dtype(scheme)) if packs else None
     return Target(shape, packed, scheme, residual)
 
 
-def _usual(scheme: Scheme) -> torch.dtype:
-    """Return the dtype of scales that no file has."""
+def _load_scheme(spec: ModelSpec, module: str) -> Scheme | None:
+    """Return the scheme in which the loader quantizes a module."""
+    return None if spec.load_quantization is None else spec.load_quantization.scheme(module)
+
+
+def _scale_dtype(scheme: Scheme) -> torch.dtype:
+    """Return the dtype of scales that the loader computes."""
     return torch.float32 if scheme.floating else torch.bfloat16
 
 

@@ -61,8 +61,8 @@ kernel, against the read bandwidth measured in the same run. Prints tables and, 
 a GPU. docs/profile.md says what each figure is.
 """
 QUANTIZE = """\
-Write an unquantized checkpoint again with its weights in fewer bits, rounded to nearest, the scale of each group the
-best of a few. The format is compressed-tensors, which transformers reads as well; see docs/quantization.md.
+Write an unquantized checkpoint again with quantized weights, rounded to nearest, the scale of each group the best of a
+few. The format is compressed-tensors, which transformers reads as well; see docs/quantization.md.
 """
 TUNE = """\
 Search the launch shapes that make one token step fastest on this GPU for one model's matrices, judged by the time of
@@ -118,7 +118,7 @@ def make_parser() -> argparse.ArgumentParser:
     session_options(commands.add_parser("sessions", **words))
     words = dict(help="show what would run, without loading, and what stands in its way", description=INFO)
     commands.add_parser("info", aliases=["doctor"], **words)
-    words = dict(help="write a checkpoint in fewer bits", description=QUANTIZE)
+    words = dict(help="write a quantized checkpoint", description=QUANTIZE)
     quantize = commands.add_parser("quantize", **words)
     source = "directory or Hugging Face id of an unquantized checkpoint, or bundled"
     quantize.add_argument("model", metavar="MODEL", help=source)

@@ -1,11 +1,11 @@
-"""`tridecode quantize`: a checkpoint in fewer bits, in a form that others read too."""
+"""`tridecode quantize`: write a quantized checkpoint that other programs can read too."""
 
 from pathlib import Path
 
-from ..checkpoint.formats.quantize import rules
-from ..checkpoint.formats.write import write
 from ..checkpoint.hub import BUNDLED, resolve_model
 from ..checkpoint.load import load_config, stored_tensors
+from ..checkpoint.quantization.quantize import rules
+from ..checkpoint.quantization.write import write
 from ..checkpoint.slices import linear_modules
 from ..errors import ParameterError
 from ..options import EngineOptions

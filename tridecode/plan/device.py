@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 
 from ..blocks.spec import ModelSpec
-from ..checkpoint.formats.quantize import rules
+from ..checkpoint.quantization.quantize import rules
 from ..errors import DeviceError, ParameterError, conflict, counted
 from ..options import EngineOptions
 
@@ -35,10 +35,10 @@ def quantized(options: EngineOptions, spec: ModelSpec) -> ModelSpec:
         spec = replace(spec, fp8_kv=True)
     if options.quantize is None:
         return spec
-    if spec.quantization is not None:
-        why = f" {options.quantize}: the checkpoint is quantized already ({spec.quantization.method})"
+    if (stored := spec.checkpoint_quantization) is not None:
+        why = f" {options.quantize}: the checkpoint is quantized already ({stored.name})"
         raise conflict("quantize", why)
-    return replace(spec, quantize=rules(options.quantize, options.quantize_head or "fp8"))
+    return replace(spec, load_quantization=rules(options.quantize, options.quantize_head or "fp8"))
 
 
 def resolve_dtype(dtype: str, spec: ModelSpec, device: torch.device) -> torch.dtype:
@@ -46,9 +46,9 @@ def resolve_dtype(dtype: str, spec: ModelSpec, device: torch.device) -> torch.dt
 
     On a GPU it is bfloat16 if weights or K/V are quantized. Raises ParameterError.
     """
-    if (spec.few_bits or spec.fp8_kv) and device.type == "cuda":
+    if (spec.quantization or spec.fp8_kv) and device.type == "cuda":
         if dtype not in ("auto", "bfloat16"):
-            what = "weights in fewer bits" if spec.few_bits else "kv_dtype fp8"
+            what = "quantized weights" if spec.quantization else "kv_dtype fp8"
             message = f"dtype must be bfloat16 on a GPU beside {what}, got {dtype}"
             raise ParameterError(message, "dtype", "conflict")
         return torch.bfloat16

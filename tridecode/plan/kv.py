@@ -146,10 +146,10 @@ def plan_host_layers(options: EngineOptions, spec: ModelSpec, dtype: torch.dtype
     """Return how many of the last layers have their weights in host memory. Raises ParameterError, DeviceError."""
     if options.weights_offload is None:
         return 0
-    if spec.few_bits:
+    if spec.quantization:
         raise conflict(
             "weights_offload",
-            f": weights in fewer bits ({spec.few_bits}) are kept on the device; use weights of 16 bits, or leave "
+            f": quantized weights ({spec.quantization.name}) are kept on the device; use weights of 16 bits, or leave "
             "weights_offload out",
         )
     each, least = host_layer_bytes(spec, dtype), LAYER_BUFFERS + 1

@@ -200,14 +200,14 @@ def make_prompt_buffers(
     def activations(buffer: Buffer) -> torch.Tensor:
         return real(*buffer.shape, dtype={"weights": dtype, "float32": torch.float32}[buffer.dtype])
 
-    packed = spec.few_bits is not None
+    quantized = spec.quantization is not None
     return PromptBuffers(
         chunks=torch.zeros(MAX_CHUNKS, CHUNK_WIDTH, dtype=torch.int32, device=device),
         hidden=real(spec.hidden_size, dtype=torch.float32),
         delta=real(spec.hidden_size),
         x=real(spec.hidden_size),
         blocks=block_buffers(((block, block.prompt_buffers()) for block in spec.blocks()), activations),
-        dequantized=torch.empty(DEQUANTIZED if packed else 0, dtype=dtype, device=device),
+        dequantized=torch.empty(DEQUANTIZED if quantized else 0, dtype=dtype, device=device),
         partial=torch.empty(scratch["partial"], device=device),
         lse=torch.empty(scratch["lse"], device=device),
         counter=torch.zeros(scratch["counter"], dtype=torch.int32, device=device),

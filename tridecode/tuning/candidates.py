@@ -36,7 +36,7 @@ STAGES = (2, 3, 4, 6, 8)
 # hopper: rows and columns of a tile, tiles in flight of the weights and of the activations.
 HOPPER = ((64, 128, 4, 4), (64, 128, 4, 2), (64, 64, 8, 4), (128, 64, 4, 4), (128, 64, 5, 3))
 HOPPER_ALONE = ((128, 128, 5, 5), (128, 64, 8, 6))  # one program a multiprocessor
-# matmul of packed weights: block_n, num_warps, ahead, x_ahead, registers, programs of a multiprocessor, fetch. The most
+# matmul of packed tensors: block_n, num_warps, ahead, x_ahead, registers, programs of a multiprocessor, fetch. The most
 # promising ones, which differ most, are first.
 ALL = 1000  # tiles
 PACKED_SHARED = (
@@ -56,8 +56,8 @@ PACKED_MANY = (  # for more than 16 rows, whose sums leave few registers
     (16, 8, 1, 1, 0, 0, 0), (16, 4, 1, 1, 0, 0, 0), (16, 8, 2, 1, 0, 0, 0), (16, 4, 2, 1, 0, 0, 0),
     (16, 8, 2, 2, 0, 0, 0), (16, 4, 2, 2, 0, 0, 0), (16, 8, 3, 1, 0, 0, 1), (32, 8, 1, 1, 0, 0, 0),
 )  # fmt: skip
-MOST_PACKED = 24  # candidates of matmul for one packed weight
-# hopper of packed weights: rows of a tile, and tiles in flight. By the rows of the pass: producer warps, and registers.
+MOST_PACKED = 24  # candidates of matmul for one packed tensor
+# hopper of packed tensors: rows of a tile, and tiles in flight. By the rows of the pass: producer warps, and registers.
 HOPPER_PACKED = ((64, 4, 4), (64, 4, 2), (64, 3, 3), (64, 2, 2), (64, 6, 4), (128, 4, 4), (128, 4, 2))
 HOPPER_WAYS = {
     16: ((1, 80), (1, 64), (0, 168), (0, 128)),
@@ -124,7 +124,7 @@ def matvec_candidates(case: Case, shared: bool, device: Device) -> list[list[dic
 
     shared: programs share the rows. They also hold the next rows, so that no bound on registers suits them.
     """
-    row = case.format.itemsize * case.k * (2 if case.epilogue == "gated" else 1)
+    row = case.weight_type.itemsize * case.k * (2 if case.epilogue == "gated" else 1)
     tiles = []
     for block_n, warps in product(VALUES[MatvecConfig]["block_n"], VALUES[MatvecConfig]["num_warps"]):
         weights = -(-block_n * row // (128 * warps))
@@ -196,7 +196,7 @@ def hopper_candidates(case: Case, rows: int, device: Device) -> Iterable[HopperC
 
 
 def _hopper_bytes(block_n: int, block_k: int, stages: int, x_stages: int, rows: int, row: int = 0) -> int:
-    """Return the shared memory of all tiles; row: bytes of a tile's row of packed weights."""
+    """Return the shared memory of all tiles; row: bytes of a tile's row of packed tensors."""
     return stages * block_n * (row or 2 * block_k) + 2 * block_k * x_stages * rows
 
 
@@ -204,7 +204,7 @@ def packed_hopper_candidates(case: Case, rows: int, device: Device) -> Iterable[
     """Yield the config of the rule, then others whose tiles fit in shared memory."""
     if rows <= 8:
         return
-    columns, high = COLUMNS_OF[case.packed.name], max(rows, 16)
+    columns, high = COLUMNS_OF[case.packed.number_type], max(rows, 16)
     yield from filter(None, [hopper_rule(case, rows, device, False)])
     for (block_n, stages, x_stages), (producer, registers) in product(HOPPER_PACKED, HOPPER_WAYS[high]):
         if _hopper_bytes(block_n, columns, stages, x_stages, high, 128) + 2048 > device.shared_memory:
@@ -220,8 +220,8 @@ def packed_hopper_candidates(case: Case, rows: int, device: Device) -> Iterable[
 
 def packed_matmul_candidates(case: Case, rows: int, first: MatmulConfig, device: Device) -> list[MatmulConfig]:
     """Return `first`, then configs that registers may hold, the most promising ones first."""
-    n, k, form, high = case.n, case.k, case.packed, max(rows, 8)
-    chunks, found = form.tile // 32, [first]
+    n, k, packed, high = case.n, case.k, case.packed, max(rows, 8)
+    chunks, found = packed.tile // 32, [first]
     mixed = [values for pair in zip_longest(PACKED_EACH, PACKED_SHARED) for values in pair if values]
     lists = PACKED_EACH + PACKED_SHARED if k > 2560 else PACKED_SHARED + PACKED_EACH if n > 16384 else mixed
     for values in PACKED_MANY if rows > 16 else lists:
@@ -231,7 +231,7 @@ def packed_matmul_candidates(case: Case, rows: int, first: MatmulConfig, device:
         # Registers of a thread: tiles of the weights and of the activations, sums, and all else.
         sums, kept = config.block_n * high // 32, config.x_ahead == tiles * chunks and config.programs
         needed = config.block_n // 2 * config.ahead + high // 2 * config.x_ahead + 2 * sums + 32
-        needed += sums * tiles if kept and form.name == "int4" else 0
+        needed += sums * tiles if kept and packed.number_type == "int4" else 0
         most = config.registers or min(device.registers // (32 * config.num_warps), 255)
         several = not config.programs or config.programs < config.grid(n)[0]
         wide = config.block_n == 16 or rows > 8 or n > 16384
@@ -245,8 +245,8 @@ def ring_candidates(case: Case, rows: int, device: Device) -> Iterable[RingConfi
     filled more than once also have a producer warp.
     """
     k, tile, shared = case.k, case.packed.tile, 2 * device.multiprocessors
-    ways = [(0, RING_EACH)] + ([(shared, RING_SHARED)] if case.n // 16 > shared else [])
-    for programs, (warps, tiles, stages) in [(programs, form) for programs, forms in ways for form in forms]:
+    rings = [(0, RING_EACH)] + ([(shared, RING_SHARED)] if case.n // 16 > shared else [])
+    for programs, (warps, tiles, stages) in [(programs, way) for programs, ways in rings for way in ways]:
         row = -(-k // (tile * warps))  # tiles of a row, for each warp
         tiles = tiles or row
         if tiles > min(row, RING_TILES):

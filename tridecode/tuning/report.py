@@ -5,11 +5,17 @@ from typing import NamedTuple
 
 from ..kernels.linear.project import Case
 from .configs import PassConfigs
-from .tables import VALUES, entry_of, format_name
+from .tables import VALUES, entry_of, scheme_name
 
 
 class KernelRow(NamedTuple):
-    """The kernel of a linear in passes of up to `rows` rows. n, k, format: of its weight. config: of the launch."""
+    """The kernel of a linear in passes of up to `rows` rows.
+
+    Args:
+        n, k: rows and columns of the weight.
+        format: its scheme, or its dtype if it is dense.
+        config: the launch config.
+    """
 
     role: str
     n: int
@@ -29,7 +35,7 @@ def kernel_rows(cases: Mapping[str, Case], configs_by_rows: Mapping[int, PassCon
             choice = configs.linears[case]
             fields = entry_of(choice.config) if type(choice.config) in VALUES else {}
             fields.pop("kernel", None)
-            of_case = role, case.n, case.k, format_name(case)
+            of_case = role, case.n, case.k, scheme_name(case)
             found.append(KernelRow(*of_case, rows, choice.kernel.name, fields, choice.source))
     return found
 

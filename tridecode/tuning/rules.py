@@ -48,13 +48,13 @@ def choose(
 
 def ring_rule(case: Case, rows: int, device: Device, batch_invariant: bool) -> RingConfig | None:
     """Choose for one row, in the sizes of models with a hidden size from 2,048 to 4,096."""
-    form, k, hidden = case.packed, case.k, case.hidden
+    packed, k, hidden = case.packed, case.k, case.hidden
     measured = 2048 <= hidden <= 4096 and k <= 14336
     if batch_invariant or not measured:
         return None
-    tiles = -(-k // (4 * form.tile))  # tiles of a row, for each of four warps
+    tiles = -(-k // (4 * packed.tile))  # tiles of a row, for each of four warps
     programs = 2 * device.multiprocessors
-    if form.name == "int4":
+    if packed.number_type == "int4":
         if case.epilogue == "gated":
             wide = hidden > 2560
             return RingConfig(4, tiles, 1 if wide else 2, x_shared=wide, programs=programs)
@@ -74,7 +74,7 @@ def ring_rule(case: Case, rows: int, device: Device, batch_invariant: bool) -> R
 
 def matvec_rule(case: Case, rows: int, device: Device, batch_invariant: bool) -> MatvecConfig | None:
     """Choose for one row in bf16, and for any number of rows in other dtypes: it reads the weight once a row."""
-    if rows > MAX_ROWS or (rows > 1 and case.format == torch.bfloat16):
+    if rows > MAX_ROWS or (rows > 1 and case.weight_type == torch.bfloat16):
         return None
     if device.capability == HOPPER and case.k >= 8192:  # few programs share long rows
         return MatvecConfig(2 if case.k <= 20480 else 1, 16, programs=device.multiprocessors)
@@ -84,7 +84,7 @@ def matvec_rule(case: Case, rows: int, device: Device, batch_invariant: bool) ->
 
 
 def hopper_rule(case: Case, rows: int, device: Device, batch_invariant: bool) -> HopperConfig | None:
-    """Choose for 17 to 32 rows if a dense weight is large on both sides, and for more than 8 rows of packed ones."""
+    """Choose for 17 to 32 rows if a dense weight is large on both sides, and for more than 8 rows of packed tensors."""
     if case.packed:
         config = _packed_hopper(case, rows, device, batch_invariant)
         if config and batch_invariant and rows <= 32:  # the programs that share columns decide the order of sums
@@ -113,9 +113,9 @@ def _packed_hopper(case: Case, rows: int, device: Device, batch_invariant: bool)
     """
     if rows <= 8 or (rows <= 16 and case.hidden < 2560 and not batch_invariant):  # slower for small models
         return None
-    form, gated, head = case.packed, case.epilogue == "gated", is_head(case)
-    columns = COLUMNS_OF[form.name]
-    scales = columns // form.group * (2 if form.zeros else 1)  # scales and zero points of a row of a tile
+    packed, gated, head = case.packed, case.epilogue == "gated", is_head(case)
+    columns = COLUMNS_OF[packed.number_type]
+    scales = columns // packed.group * (2 if packed.zeros else 1)  # scales and zero points of a row of a tile
     if rows > 32:
         config = HopperConfig(64, columns, 4, 512 // columns, producer=1, registers=128)
     elif rows * columns > 4096:
@@ -148,7 +148,7 @@ def _in_one_wave(config: HopperConfig, n: int, rows: int, device: Device) -> Hop
 
 
 def programs_at_once(config: HopperConfig, rows: int, device: Device) -> int:
-    """Return how many programs of packed weights run on the device at a time."""
+    """Return how many programs of packed tensors run on the device at a time."""
     tiles = config.stages * 128 * config.block_n + config.x_stages * 2 * config.block_k * max(rows, 16)
     warps = config.num_warps + 4 * config.producer  # the producer warp takes the registers of four
     by_registers = device.registers // (32 * warps * config.registers)
@@ -156,7 +156,7 @@ def programs_at_once(config: HopperConfig, rows: int, device: Device) -> int:
 
 
 def matmul_rule(case: Case, rows: int, device: Device, batch_invariant: bool) -> MatmulConfig | None:
-    """Choose for up to 16 rows of dense weights, whose products stay in registers, and for packed weights."""
+    """Choose for up to 16 rows of dense weights, whose products stay in registers, and for packed tensors."""
     if case.packed:
         return _packed_matmul(case, rows, device, batch_invariant)
     if rows > 16 and case.k % 8 and not batch_invariant:  # TMA, and so the kernels for many rows, cannot read these
@@ -173,7 +173,7 @@ def _packed_matmul(case: Case, rows: int, device: Device, batch_invariant: bool)
     if batch_invariant:  # the warps decide the order of sums; tiles of 16 rows add the sums of squares alike
         ahead = 4 if rows <= 16 else 2 if rows <= 32 else 1
         return MatmulConfig(16, 8, ahead, ahead, registers=128 if rows <= 16 else 0, block_m=16)
-    form, k, blocks = case.packed.name, case.k, -(-case.n // 16)
+    number_type, k, blocks = case.packed.number_type, case.k, -(-case.n // 16)
     programs = 2 * device.multiprocessors
     if rows > 16:  # the sums leave few registers for tiles in flight
         return MatmulConfig(16, 8 if rows > 32 else 4, 1, 1)
@@ -182,14 +182,14 @@ def _packed_matmul(case: Case, rows: int, device: Device, batch_invariant: bool)
     # Programs that take several blocks, with as few warps as keep the activations in 20 tiles of registers each.
     tile = case.packed.tile
     warps = next((warps for warps in (2, 4) if -(-k // (tile * warps)) * tile // 32 <= 20), 0)
-    if warps and form != "int8" and blocks >= 2 * programs * 4 // warps:
+    if warps and number_type != "int8" and blocks >= 2 * programs * 4 // warps:
         return MatmulConfig(16, warps, 10, 20, programs=programs * 4 // warps)
     tiles = k // tile
     warps = 2 if k <= 3072 else 4 if k <= 8192 else 8
     while warps < 8 and blocks * warps < 4 * programs and tiles > 2 * warps:
         warps *= 2
-    ahead = 10 if warps < 8 else 4 if form == "int4" else 8  # the scales of groups are in flight too
-    ahead = min(ahead, 6) if form == "int8" else ahead
+    ahead = 10 if warps < 8 else 4 if number_type == "int4" else 8  # the scales of groups are in flight too
+    ahead = min(ahead, 6) if number_type == "int8" else ahead
     # Two programs of eight warps fit a multiprocessor: weights with few rows are multiplied in one wave.
     return MatmulConfig(16, warps, ahead, 8, registers=128 if warps == 8 else 0)
 

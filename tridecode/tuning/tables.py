@@ -92,9 +92,9 @@ class Table:
             config = _config(self.linears[key], key, {k.name: k.config for k in kernels if k.config in VALUES})
             _check_linear(config, case, key)
             return Choice(kernel_named(NAMES[type(config)]), config, self.source)
-        if self.source == "table" and rows <= 2 and case.format in (torch.float16, torch.float32):
+        if self.source == "table" and rows <= 2 and case.weight_type in (torch.float16, torch.float32):
             # The config of matvec for bf16, without its bound on registers: the activations are in fp32.
-            found = self.linear(case._replace(format=torch.bfloat16), 1, device)
+            found = self.linear(case._replace(weight_type=torch.bfloat16), 1, device)
             if found and isinstance(found.config, MatvecConfig):
                 return replace(found, config=replace(found.config, registers=0))
         return None
@@ -110,16 +110,16 @@ class Table:
 
 def linear_key(case: Case, rows: int) -> str:
     """Return the key of a linear. Passes of 2 to 8 rows share one, since their tiles have eight rows."""
-    return f"{case.epilogue} {case.n}x{case.k} {format_name(case)} rows {8 if 1 < rows < 8 else rows}"
+    return f"{case.epilogue} {case.n}x{case.k} {scheme_name(case)} rows {8 if 1 < rows < 8 else rows}"
 
 
-def format_name(case: Case) -> str:
-    """Return how the weight is stored, for example "bfloat16" or "int4/128 zeros"."""
-    form = case.packed
-    if form is None:
-        return str(case.format).removeprefix("torch.")
-    group = "row" if form.group == form.k else form.group
-    return f"{form.name}/{group}{' zeros' * form.zeros}{' ordered' * form.ordered}"
+def scheme_name(case: Case) -> str:
+    """Return the scheme of the weight as tables name it, for example "int4/128 zeros"; of a dense weight the dtype."""
+    packed = case.packed
+    if packed is None:
+        return str(case.weight_type).removeprefix("torch.")
+    group = "row" if packed.group == packed.k else packed.group
+    return f"{packed.number_type}/{group}{' zeros' * packed.zeros}{' ordered' * packed.ordered}"
 
 
 def attention_key(case: AttentionCase, rows: int) -> str:
@@ -150,7 +150,7 @@ def _check_linear(config: Any, case: Case, key: str) -> None:
     """Check what depends on the case. Raises TableError."""
     alone = is_head(case)
     if isinstance(config, HopperConfig):
-        columns = COLUMNS_OF[case.packed.name] if case.packed else 0
+        columns = COLUMNS_OF[case.packed.number_type] if case.packed else 0
         if (config.block_k % columns) if columns else config.block_k > 128:
             raise TableError(f"block_k of {key!r} must be {columns or '64 or 128'}")
         alone |= case.epilogue == "gated" or config.programs > 0

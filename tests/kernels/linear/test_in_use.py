@@ -21,9 +21,9 @@ SIZES = {  # outputs and columns of each role; an LM head has more of the same
     "llama-3.2-3b": ((5120, 3072), (3072, 3072), (8192, 3072), (3072, 8192), (28672, 3072)),
     "llama-3.1-8b": ((6144, 4096), (4096, 4096), (14336, 4096), (4096, 14336), (28672, 4096)),
 }
-PACKINGS = {"int4": "int4_groups_of_128", "fp8": "e4m3"}
+SCHEMES = {"int4": "int4_groups_of_128", "fp8": "e4m3"}
 MODEL = pytest.mark.parametrize("model", SIZES)
-KIND = pytest.mark.parametrize("kind", ["bfloat16", *PACKINGS])
+KIND = pytest.mark.parametrize("kind", ["bfloat16", *SCHEMES])
 ROLE = pytest.mark.parametrize("role", EPILOGUES)
 
 
@@ -31,7 +31,7 @@ def weight(model, kind, role):
     """The case of a linear of a model, its weight, and its epilogue."""
     n, k = dict(zip(EPILOGUES, SIZES[model]))[role]
     n *= 2 if role == "gate_up" else 1
-    linear = packed(PACKINGS[kind], n, k) if kind in PACKINGS else dense(n, k)
+    linear = packed(SCHEMES[kind], n, k) if kind in SCHEMES else dense(n, k)
     return Case(n, k, linear.packed or torch.bfloat16, EPILOGUES[role]), linear, EPILOGUES[role]
 
 

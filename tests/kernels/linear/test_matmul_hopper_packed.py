@@ -1,4 +1,4 @@
-"""Products of 9 to 64 rows on Hopper by packed weights: formats and launch configs."""
+"""Products of 9 to 64 rows on Hopper by packed tensors: schemes and launch configs."""
 
 from functools import partial
 
@@ -8,10 +8,10 @@ from test_matmul_hopper import hopper_only
 
 from tridecode.kernels.linear.matmul_hopper import HopperConfig
 
-PACKINGS = (
+SCHEMES = (
     "int4_groups_of_128", "int4", "int4_zeros", "int4_a_row", "int8_a_row", "int8_zeros", "e4m3", "e4m3_blocks"
 )  # fmt: skip
-PACKING = pytest.mark.parametrize("packing", PACKINGS)
+SCHEME = pytest.mark.parametrize("scheme", SCHEMES)
 CONFIGS = {
     "one": HopperConfig(64, 256, 4, 4, registers=168),
     "producer": HopperConfig(64, 256, 4, 4, producer=1, registers=112),
@@ -23,42 +23,42 @@ CONFIGS = {
     "iterations_producer": HopperConfig(128, 256, 3, 2, num_warps=8, programs=2, producer=1, registers=120),
     "split": HopperConfig(64, 256, 4, 4, split=3, registers=168),
 }
-OF_ENGINES = {"int4": "int4_groups_of_128", "fp8": "e4m3"}  # the formats of --quantize
+OF_ENGINES = {"int4": "int4_groups_of_128", "fp8": "e4m3"}  # as --quantize packs them
 SIZES = {"normed": (6144, 2560), "residual": (2560, 4096), "gated": (9728, 2560)}  # outputs and columns of Qwen3-4B
 
 
-def product(epilogue, packing, n, k, rows, **options) -> Product:
-    return Product(epilogue, packed(packing, 2 * n if epilogue == "gated" else n, k), rows, partials=20, **options)
+def product(epilogue, scheme, n, k, rows, **options) -> Product:
+    return Product(epilogue, packed(scheme, 2 * n if epilogue == "gated" else n, k), rows, partials=20, **options)
 
 
 @hopper_only
-@PACKING
+@SCHEME
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_configs_match_the_reference(config, packing):
+def test_configs_match_the_reference(config, scheme):
     """Tiles exceed the rows of the weight."""
-    product("normed_bias", packing, 208, 2560, 33).check(config)
+    product("normed_bias", scheme, 208, 2560, 33).check(config)
 
 
 @hopper_only
 @pytest.mark.parametrize("rows", [5, 16, 64])
-@PACKING
+@SCHEME
 @pytest.mark.parametrize("epilogue", ["residual", "gated"])
-def test_formats_match_the_reference(epilogue, packing, rows):
+def test_schemes_match_the_reference(epilogue, scheme, rows):
     config = CONFIGS["one" if epilogue == "gated" else "split"]
-    product(epilogue, packing, 208, 2560, rows, strided=True).check(config)
+    product(epilogue, scheme, 208, 2560, rows, strided=True).check(config)
 
 
 @hopper_only
-@pytest.mark.parametrize("packing", OF_ENGINES.values())
+@pytest.mark.parametrize("scheme", OF_ENGINES.values())
 @pytest.mark.parametrize("epilogue, config", [("normed", "producer"), ("residual", "split")])
-def test_stopped_rows_do_not_disturb_the_next_launch(epilogue, config, packing):
-    product(epilogue, packing, 320, 2560, 16).check_stopped(CONFIGS[config])
+def test_stopped_rows_do_not_disturb_the_next_launch(epilogue, config, scheme):
+    product(epilogue, scheme, 320, 2560, 16).check_stopped(CONFIGS[config])
 
 
 @hopper_only
-@PACKING
-def test_configs_with_one_order_of_sums_give_the_same_bits(packing):
-    one = product("normed", packing, 320, 2560, 20)
+@SCHEME
+def test_configs_with_one_order_of_sums_give_the_same_bits(scheme):
+    one = product("normed", scheme, 320, 2560, 20)
     alike = ("one", "producer", "high", "high_few_warps", "stages_apart", "iterations", "iterations_producer")
     first, *others = (one.launch(CONFIGS[name]) for name in alike)
     assert not first[0][one.runs].isnan().any()
@@ -68,29 +68,29 @@ def test_configs_with_one_order_of_sums_give_the_same_bits(packing):
 
 @hopper_only
 @pytest.mark.parametrize("rows", [16, 32, 64])
-@pytest.mark.parametrize("packing", OF_ENGINES.values())
-def test_captured_dependent_launches_give_the_same_bits(packing, rows):
-    columns = 256 if packing.startswith("int4") else 128
+@pytest.mark.parametrize("scheme", OF_ENGINES.values())
+def test_captured_dependent_launches_give_the_same_bits(scheme, rows):
+    columns = 256 if scheme.startswith("int4") else 128
     config = HopperConfig(64, columns, 3, 3, producer=1, registers=128)
     split = HopperConfig(64, columns, 3, 3, split=4, producer=1, registers=128)
-    products = [product(epilogue, packing, *size, rows) for epilogue, size in SIZES.items()]
+    products = [product(epilogue, scheme, *size, rows) for epilogue, size in SIZES.items()]
     check_captured(products, [split if one.epilogue == "residual" else config for one in products])
 
 
 @hopper_only
 @pytest.mark.parametrize("epilogue", SIZES)
-@pytest.mark.parametrize("packing", [*OF_ENGINES.values(), "int4_zeros"])
-def test_a_row_has_the_same_bits_among_any_number_of_rows(packing, epilogue):
+@pytest.mark.parametrize("scheme", [*OF_ENGINES.values(), "int4_zeros"])
+def test_a_row_has_the_same_bits_among_any_number_of_rows(scheme, epilogue):
     """The programs that share columns are as many for any number of rows."""
     split = 4 if epilogue == "residual" else 1
-    columns = 256 if packing.startswith("int4") else 128
+    columns = 256 if scheme.startswith("int4") else 128
     few = HopperConfig(64, columns, 4, 4, split=split, producer=1, registers=112)
     most = HopperConfig(64, columns, 4, 512 // columns, split=split, producer=1, registers=128)
-    of_rows = partial(product, epilogue, packing, *SIZES[epilogue], stopped=())
+    of_rows = partial(product, epilogue, scheme, *SIZES[epilogue], stopped=())
     check_alike(of_rows(64), of_rows, {16: few, 32: few, 64: most})
 
 
-@pytest.mark.parametrize("packing", ["int4_groups_of_32", "int4_ordered", "int8"])
-def test_a_launch_refuses_what_the_kernel_does_not_multiply(packing):
+@pytest.mark.parametrize("scheme", ["int4_groups_of_32", "int4_ordered", "int8"])
+def test_a_launch_refuses_what_the_kernel_does_not_multiply(scheme):
     with pytest.raises(ValueError):
-        product("normed", packing, 64, 512, 16).enqueue(CONFIGS["one"])
+        product("normed", scheme, 64, 512, 16).enqueue(CONFIGS["one"])

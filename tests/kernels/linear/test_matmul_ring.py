@@ -1,4 +1,4 @@
-"""Products of one row on Hopper by a ring in shared memory: formats and launch configs."""
+"""Products of one row on Hopper by a ring in shared memory: schemes and launch configs."""
 
 import pytest
 import torch
@@ -17,28 +17,28 @@ CONFIGS = {
     "x_shared_producer": RingConfig(4, 2, 3, x_shared=True, programs=6, producer=1, registers=112),
     "two_warps": RingConfig(2, 3, 3, x_shared=True, registers=255),
 }
-CASES = [("normed_bias", packing) for packing in ("int4_groups_of_128", "int4_a_row", "e4m3", "e4m3_blocks")]
+CASES = [("normed_bias", scheme) for scheme in ("int4_groups_of_128", "int4_a_row", "e4m3", "e4m3_blocks")]
 CASES += [("gated", "int4_groups_of_128"), ("gated", "e4m3")]
 CASES += [("residual", "int4_groups_of_128"), ("residual", "e4m3_blocks")]
 
 
-def product(epilogue, packing, n, k) -> Product:
-    return Product(epilogue, packed(packing, 2 * n if epilogue == "gated" else n, k), 1)
+def product(epilogue, scheme, n, k) -> Product:
+    return Product(epilogue, packed(scheme, 2 * n if epilogue == "gated" else n, k), 1)
 
 
 @on_hopper
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-@pytest.mark.parametrize("epilogue, packing", CASES)
-def test_configs_match_the_reference(epilogue, packing, config):
+@pytest.mark.parametrize("epilogue, scheme", CASES)
+def test_configs_match_the_reference(epilogue, scheme, config):
     """2304 columns leave the last tiles of some warps empty."""
     n, k = {"normed_bias": (400, 2304), "gated": (408, 2560), "residual": (400, 2560)}[epilogue]
-    product(epilogue, packing, n, k).check(config)
+    product(epilogue, scheme, n, k).check(config)
 
 
 @on_hopper
-@pytest.mark.parametrize("packing", ["int4_groups_of_128", "e4m3"])
-def test_configs_with_one_order_of_sums_give_the_same_bits(packing):
-    one = product("normed", packing, 816, 2560)
+@pytest.mark.parametrize("scheme", ["int4_groups_of_128", "e4m3"])
+def test_configs_with_one_order_of_sums_give_the_same_bits(scheme):
+    one = product("normed", scheme, 816, 2560)
     alike = ("whole_rows", "rows_shared", "rows_shared_producer", "more_stages_than_rows", "rows_and_x_shared")
     first, *others = (one.launch(CONFIGS[name])[0] for name in alike)
     assert not first.isnan().any()
@@ -53,9 +53,9 @@ def test_a_stopped_row_does_not_disturb_the_next_launch(producer):
     product("normed", "int4_groups_of_128", 80, 2560).check_stopped(config)
 
 
-@pytest.mark.parametrize("packing, rows", [("int4_zeros", 1), ("int4_ordered", 1), ("int8", 1), ("e4m3", 2)])
-def test_a_launch_refuses_what_the_kernel_does_not_multiply(packing, rows):
-    one = Product("normed", packed(packing, 32, 512), rows)
+@pytest.mark.parametrize("scheme, rows", [("int4_zeros", 1), ("int4_ordered", 1), ("int8", 1), ("e4m3", 2)])
+def test_a_launch_refuses_what_the_kernel_does_not_multiply(scheme, rows):
+    one = Product("normed", packed(scheme, 32, 512), rows)
     with pytest.raises(ValueError):
         one.enqueue(RingConfig())
 

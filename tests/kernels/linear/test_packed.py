@@ -1,13 +1,14 @@
-"""Products with packed weights against the same numbers in fp32: formats, groups, zero points, orders, rows."""
+"""Products with packed tensors against the same weights in fp32: schemes, groups, zero points, orders, rows."""
 
 from dataclasses import replace
 
 import pytest
 import torch
-from linear_product import EPILOGUES, PACKINGS, PLAIN, Product, dense, packed
+from check import check_op
+from linear_product import EPILOGUES, PLAIN, SCHEMES, Product, dense, packed
 from util import CUDA, Case, assert_close, cases, poisoned, random
 
-from tridecode.kernels.linear.dequantize import dequantize
+from tridecode.kernels.linear.dequantize import DEQUANTIZE
 from tridecode.kernels.linear.matmul import MatmulConfig
 from tridecode.kernels.linear.project import Plain
 from tridecode.kernels.linear.torch_linear import TORCH, piece_rows
@@ -17,36 +18,36 @@ CASES = cases(
     Case("odd_rows", gpu=dict(n=1001, k=4864), small=dict(n=21, k=192)),
     Case("qwen3-0.6b_o_proj", gpu=dict(n=1024, k=2048), small=dict(n=32, k=128)),
 )
-PACKING = pytest.mark.parametrize("packing", PACKINGS)
+SCHEME = pytest.mark.parametrize("scheme", SCHEMES)
 ROWS = pytest.mark.parametrize("rows", (1, 8, 16, 64) if CUDA else (1, 3))
 
 
-def config_for(packing: str, rows: int) -> MatmulConfig:
+def config_for(scheme: str, rows: int) -> MatmulConfig:
     if not CUDA:
         return MatmulConfig(16, 2, 1, 1)
     if rows > 16:
         return MatmulConfig(16, 8 if rows > 32 else 4, 1, 1)
     if rows > 8:
         return MatmulConfig(16, 4, 10, 8, fetch=1)
-    return MatmulConfig(16, 4, 6 if packing.startswith("int8") else 10, 8)
+    return MatmulConfig(16, 4, 6 if scheme.startswith("int8") else 10, 8)
 
 
-def product(epilogue, packing, n, k, rows, **options) -> Product:
-    return Product(epilogue, packed(packing, 2 * n if epilogue == "gated" else n, k), rows, **options)
+def product(epilogue, scheme, n, k, rows, **options) -> Product:
+    return Product(epilogue, packed(scheme, 2 * n if epilogue == "gated" else n, k), rows, **options)
 
 
-@PACKING
+@SCHEME
 @ROWS
 @CASES
-def test_formats_match_the_reference(case, rows, packing):
-    product("normed_bias", packing, case.sizes["n"], case.sizes["k"], rows).check(config_for(packing, rows))
+def test_schemes_match_the_reference(case, rows, scheme):
+    product("normed_bias", scheme, case.sizes["n"], case.sizes["k"], rows).check(config_for(scheme, rows))
 
 
-@PACKING
+@SCHEME
 @pytest.mark.parametrize("epilogue", ("gated", "residual", *PLAIN))
-def test_epilogues_match_the_reference(epilogue, packing):
+def test_epilogues_match_the_reference(epilogue, scheme):
     n, k, rows = (2560, 4096, 8) if CUDA else (20, 256, 2)
-    product(epilogue, packing, n, k, rows, stopped=()).check(config_for(packing, rows))
+    product(epilogue, scheme, n, k, rows, stopped=()).check(config_for(scheme, rows))
 
 
 CONFIGS = {
@@ -61,24 +62,22 @@ CONFIGS = {
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-@pytest.mark.parametrize("packing", ["int4", "int4_ordered", "int8_zeros", "e4m3", "e4m3_blocks"])
+@pytest.mark.parametrize("scheme", ["int4", "int4_ordered", "int8_zeros", "e4m3", "e4m3_blocks"])
 @pytest.mark.parametrize("epilogue", EPILOGUES)
-def test_configs_match_the_reference(epilogue, packing, config):
-    product(epilogue, packing, 44, 640, 2).check(config)
+def test_configs_match_the_reference(epilogue, scheme, config):
+    product(epilogue, scheme, 44, 640, 2).check(config)
 
 
-@PACKING
-def test_dequantize_matches_the_reference(packing):
+@SCHEME
+def test_dequantize_matches_the_reference(scheme):
     n, k = (1001, 4864) if CUDA else (40, 320)
-    linear, out = packed(packing, n, k), poisoned(n - 5, k)
-    dequantize(linear, 3, n - 2, out)
-    assert_close(out, linear.matrix()[3 : n - 2], 1e-6)
+    check_op(DEQUANTIZE, (packed(scheme, n, k), 3, n - 2, poisoned(n - 5, k)), tolerance=1e-6)
 
 
 @pytest.mark.skipif(not CUDA, reason="torch's products of bf16 on a CPU are not the GPU's")
-@PACKING
-def test_torch_multiplies_many_rows_by_pieces_of_the_weight(packing):
-    linear, x = packed(packing, 1001, 2560), random(128, 2560, dtype=torch.bfloat16, seed=1)
+@SCHEME
+def test_torch_multiplies_many_rows_by_pieces_of_the_weight(scheme):
+    linear, x = packed(scheme, 1001, 2560), random(128, 2560, dtype=torch.bfloat16, seed=1)
     out, scratch = poisoned(128, 1001, dtype=torch.bfloat16), poisoned(300 * 2560, dtype=torch.bfloat16)
     TORCH.op.launch(None, x, linear, out, Plain(), scratch)
     assert_close(out.float(), x.float() @ linear.matrix().T, 6e-3)
@@ -89,7 +88,7 @@ def test_torch_multiplies_many_rows_by_pieces_of_the_weight(packing):
     "linear", [dense(40, 256, torch.float32), packed("int4_zeros", 40, 256)], ids=["dense", "packed"]
 )
 def test_torch_multiplies_in_fp32(linear, bias):
-    """A packed weight in pieces of 16 rows."""
+    """A packed tensor is dequantized in pieces of 16 rows."""
     linear, x, out = replace(linear, bias=random(40) if bias else None), random(3, 256), poisoned(3, 40)
     TORCH.op.launch(None, x, linear, out, Plain(), poisoned(16 * 256), pdl=True)
     expected = x @ linear.matrix().T

@@ -41,28 +41,28 @@ def test_dense_weights_are_supported_by_rows_and_dtype(epilogue):
     for rows in (1, 16, 64):
         assert supporting(case, rows) == {"matvec", "hopper", "matmul", "wide", "tiles"}
     assert supporting(case, 65) == {"matvec"}
-    assert supporting(case._replace(format=FP16), 16) == {"matvec", "matmul", "wide", "tiles"}
-    assert supporting(case._replace(format=FP32), 16) == {"matvec"}
+    assert supporting(case._replace(weight_type=FP16), 16) == {"matvec", "matmul", "wide", "tiles"}
+    assert supporting(case._replace(weight_type=FP32), 16) == {"matvec"}
     assert supporting(case._replace(k=2564), 16) == {"matvec", "matmul", "wide"}, "TMA copies 16 bytes at a time"
 
 
 def test_plain_products_are_supported_by_few_kernels():
     assert supporting(DENSE._replace(epilogue="plain"), 16) == {"matvec", "matmul", "torch"}
     assert supporting(DENSE._replace(epilogue="plain"), 2048) == {"matvec", "torch"}
-    assert supporting(DENSE._replace(epilogue="plain", format=INT4), 2048) == {"torch"}
-    assert supporting(DENSE._replace(epilogue="plain", format=INT4), 1) == {"matmul", "torch"}
+    assert supporting(DENSE._replace(epilogue="plain", weight_type=INT4), 2048) == {"torch"}
+    assert supporting(DENSE._replace(epilogue="plain", weight_type=INT4), 1) == {"matmul", "torch"}
 
 
 @pytest.mark.parametrize("capability", [0, 75, 80, 89, 100, 120])
 def test_other_devices_have_fewer_kernels(capability):
     tensor_cores = {"matmul", "wide", "tiles"} if capability != 75 else set()
     assert supporting(DENSE, 16, capability) == {"matvec"} | tensor_cores
-    assert supporting(DENSE._replace(format=INT4), 1, capability) == tensor_cores & {"matmul"}
+    assert supporting(DENSE._replace(weight_type=INT4), 1, capability) == tensor_cores & {"matmul"}
 
 
-def test_the_ring_supports_one_row_of_two_formats():
+def test_the_ring_supports_one_row_of_two_schemes():
     for packed in (INT4, FP8):
-        case = DENSE._replace(format=packed)
+        case = DENSE._replace(weight_type=packed)
         assert supporting(case, 1) == {"ring", "hopper", "matmul"}
         assert supporting(case, 2) == {"hopper", "matmul"}
         assert supporting(case._replace(n=6136), 1) == {"hopper", "matmul"}, "16 rows a program"
@@ -70,7 +70,7 @@ def test_the_ring_supports_one_row_of_two_formats():
 
 def name_of(value) -> str:
     """Name a case; sets are sorted, since processes order them differently."""
-    return f"{value.name}, {value.k}/{value.group}" if isinstance(value, Packed) else "-".join(sorted(value))
+    return f"{value.number_type}, {value.k}/{value.group}" if isinstance(value, Packed) else "-".join(sorted(value))
 
 
 @pytest.mark.parametrize("packed, kernels", [
@@ -84,8 +84,8 @@ def name_of(value) -> str:
     (replace(FP8, group=128, rows=128), {"hopper", "matmul"}),
     (Packed("int8", 8, 2560, 2560), {"hopper", "matmul"}),
 ], ids=name_of)  # fmt: skip
-def test_other_formats_are_supported_by_fewer_kernels(packed, kernels):
-    assert supporting(DENSE._replace(k=packed.k, format=packed), 1) == kernels
+def test_other_schemes_are_supported_by_fewer_kernels(packed, kernels):
+    assert supporting(DENSE._replace(k=packed.k, weight_type=packed), 1) == kernels
 
 
 @pytest.mark.parametrize("epilogue", NAMES.values())

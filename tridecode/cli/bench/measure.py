@@ -209,8 +209,8 @@ def spread(values: list[float], scale: float = 1.0) -> tuple[float, float, float
 
 def model_facts(engine: Engine, args) -> dict:
     facts = {"preset": args.preset} if args.model is None else {"model": engine.name}
-    few = engine.config.few_bits
-    facts |= {"quantize": few, "head": engine.model.weights.lm_head.format} if few else {}
+    if quantization := engine.config.quantization:
+        facts |= {"quantize": quantization.name, "head": engine.model.weights.lm_head.number_type}
     return facts | ({"kv_dtype": "fp8"} if engine.config.fp8_kv else {})
 
 

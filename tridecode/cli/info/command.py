@@ -92,9 +92,9 @@ def model_facts(spec: ModelSpec, name: str, path: str) -> dict:
 
 
 def formats(spec: ModelSpec) -> list[str]:
-    """Of the weights in fewer bits, in words; the first is the method."""
-    which = spec.quantization or spec.quantize
-    return [which.method, *(scheme.describe() for scheme in which.schemes)] if which else []
+    """The quantization of the weights in words: its name, and its schemes."""
+    which = spec.quantization
+    return [which.name, *(scheme.describe() for scheme in which.schemes)] if which else []
 
 
 def memory_facts(plan: EnginePlan) -> dict:

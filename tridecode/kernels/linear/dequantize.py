@@ -1,4 +1,4 @@
-"""dequantize: rows of a packed weight become bf16, before a matrix product of many rows."""
+"""dequantize: rows of a packed tensor become bf16, before a matrix product of many rows."""
 
 import triton
 import triton.language as tl
@@ -54,7 +54,7 @@ def _dequantize_kernel(
 
 
 def dequantize(linear, first: int, end: int, out):
-    """Write rows first to end - 1 of the weight of a packed Linear to out: [end - first, in_features]."""
+    """Dequantize rows `first` to `end` - 1 of a packed tensor into out, [end - first, in_features]."""
     grid = (cdiv(linear.in_features, TILES * linear.packed.tile), cdiv(end - first, BLOCK_N))
     _dequantize_kernel[grid](
         **linear.arguments(out), out_ptr=out, first=first, end=end, BLOCK_N=BLOCK_N, TILES=TILES,

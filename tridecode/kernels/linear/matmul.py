@@ -1,7 +1,7 @@
 """matmul: the few rows of a pass times a weight matrix, which is read once for all of them, by tensor cores.
 
 The warps of a program share the columns: each multiplies its own part of BLOCK_N whole rows of the weight, loaded from
-memory straight into the registers from which mma reads them (register_tiles.py). Packed weights become bf16 there
+memory straight into the registers from which mma reads them (register_tiles.py). Packed tensors become bf16 there
 (bits.py); the scale of a group multiplies the group's part of the sum.
 """
 
@@ -249,7 +249,7 @@ def matmul(meta, x, linear, out, epilogue, scratch=None, *, config, pdl=False):
 
 
 def _supports(case, rows, device) -> bool:
-    return rows <= MAX_ROWS and not 0 < device.capability < 80 and (case.packed is not None or case.format in SHORT)
+    return rows <= MAX_ROWS and not 0 < device.capability < 80 and bool(case.packed or case.weight_type in SHORT)
 
 
 MATMUL = LinearKernel(

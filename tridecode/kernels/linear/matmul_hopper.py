@@ -1,7 +1,7 @@
 """matmul for up to 64 rows on Hopper, in Gluon, Triton's own language one level lower.
 
 A program multiplies tiles of the weight, one after the other. These are the rows of wgmma; the rows of the pass are its
-columns. Packed weights go from shared memory through registers, where they become bf16 (wgmma_operand.py).
+columns. Packed tensors go from shared memory through registers, where they become bf16 (wgmma_operand.py).
 
 The rings: TMA copies tiles of the weight into STAGES stages of shared memory, tiles of the activations into X_STAGES. A
 stage has a barrier that counts its bytes: tile c has arrived when the barrier of stage c % STAGES has completed
@@ -467,9 +467,9 @@ def matmul_hopper(meta, x, linear, out, epilogue, scratch=None, *, config, pdl=F
         _descriptor(linear.weight, block_n // 2 if isinstance(epilogue, Gated) else block_n),
         out if packed is None else linear.scale, out if linear.zero is None else linear.zero,
         **epilogue_arguments(linear, out, epilogue, 64), sums_ptr=scratch.sums if split > 1 else out,
-        counter_ptr=scratch.counter if split > 1 else out, rows=rows, N=N, K=K, BLOCK_M=block_m, FORM=linear.format,
+        counter_ptr=scratch.counter if split > 1 else out, rows=rows, N=N, K=K, BLOCK_M=block_m, BLOCK_N=block_n,
         GROUP=packed.group % K if packed else 0, SCALE_ROWS=packed.rows if packed else 1, ZEROS=linear.zero is not None,
-        BLOCK_N=block_n, BLOCK_K=config.block_k, STAGES=config.stages, X_STAGES=config.x_stages, SPLIT=split,
+        FORM=linear.number_type, BLOCK_K=config.block_k, STAGES=config.stages, X_STAGES=config.x_stages, SPLIT=split,
         PERSISTENT=config.programs > 0, PRODUCER=config.producer > 0, LAG=config.lag, WARPS=config.num_warps, PDL=pdl,
         **options(config.num_warps, pdl, config.registers),
     )  # fmt: skip
@@ -482,8 +482,8 @@ def _descriptor(tensor, rows: int):
 
 
 def multiplies(packed) -> bool:
-    """Return whether the kernel reads weights that are packed this way."""
-    if packed.name not in COLUMNS_OF or packed.k % COLUMNS_OF[packed.name]:
+    """Return whether the kernel reads packed tensors of this description."""
+    if packed.number_type not in COLUMNS_OF or packed.k % COLUMNS_OF[packed.number_type]:
         return False
     return not packed.ordered and packed.group in (64, 128, packed.k)
 
@@ -493,7 +493,7 @@ def _supports(case, rows, device) -> bool:
         return False
     if case.packed is not None:
         return multiplies(case.packed)
-    return case.format == torch.bfloat16 and case.k % 8 == 0  # TMA: rows begin at multiples of 16 bytes
+    return case.weight_type == torch.bfloat16 and case.k % 8 == 0  # TMA: rows begin at multiples of 16 bytes
 
 
 HOPPER = LinearKernel(

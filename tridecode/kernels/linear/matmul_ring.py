@@ -1,4 +1,4 @@
-"""matmul for one row on Hopper, in Gluon: packed weights come through a ring in shared memory.
+"""matmul for one row on Hopper, in Gluon: packed tensors come through a ring in shared memory.
 
 A program multiplies 16 whole rows of the weight at a time, of Gated eight of gate and eight of up. Its warps share the
 columns (mma_lanes.py). TMA copies the weight into STAGES stages of STAGE_TILES tiles a warp, each with its own barrier.
@@ -401,15 +401,15 @@ def matmul_ring(meta, x, linear, out, epilogue, scratch=None, *, config, pdl=Fal
     _matmul_ring_kernel[(programs,)](
         meta, x, _descriptor(linear, N, isinstance(epilogue, Gated), config.num_warps), linear.scale,
         **epilogue_arguments(linear, out, epilogue, 32), stride_xm=x.stride(0), rows=rows, N=N, K=linear.in_features,
-        FORM=packed.name, GROUP=packed.group, SCALE_ROWS=packed.rows, STAGE_TILES=config.tiles, STAGES=config.stages,
-        X_SHARED=config.x_shared > 0, WARPS=config.num_warps, BLOCKS=blocks, PROGRAMS=programs,
+        FORM=packed.number_type, GROUP=packed.group, SCALE_ROWS=packed.rows, STAGE_TILES=config.tiles,
+        STAGES=config.stages, X_SHARED=config.x_shared > 0, WARPS=config.num_warps, BLOCKS=blocks, PROGRAMS=programs,
         PRODUCER=config.producer > 0, PDL=pdl, **options(config.num_warps, pdl, config.registers),
     )  # fmt: skip
 
 
 def _carries(packed) -> bool:
-    """Return whether the kernel reads weights that are packed this way."""
-    return packed.name in ("int4", "e4m3") and not packed.zeros and not packed.ordered
+    """Return whether the kernel reads packed tensors of this description."""
+    return packed.number_type in ("int4", "e4m3") and not packed.zeros and not packed.ordered
 
 
 def _supports(case, rows, device) -> bool:
@@ -417,7 +417,7 @@ def _supports(case, rows, device) -> bool:
     packed = case.packed
     if device.capability != 90 or rows != 1 or case.epilogue == "plain" or packed is None or case.n % 16:
         return False
-    group = {"int4": 128, "e4m3": packed.k}.get(packed.name)
+    group = {"int4": 128, "e4m3": packed.k}.get(packed.number_type)
     return _carries(packed) and packed.group == group and packed.k % (2 * packed.tile) == 0
 
 

@@ -110,7 +110,7 @@ def matmul_tiles(meta, x, linear, out, epilogue, scratch=None, *, config, pdl=Fa
 
 
 def _supports(case, rows, device) -> bool:
-    copied = case.format in SHORT and case.k % 8 == 0  # TMA: rows begin at multiples of 16 bytes
+    copied = case.weight_type in SHORT and case.k % 8 == 0  # TMA: rows begin at multiples of 16 bytes
     return copied and case.epilogue != "plain" and rows <= MAX_ROWS and not 0 < device.capability < 80
 
 

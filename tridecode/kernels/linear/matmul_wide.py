@@ -214,7 +214,7 @@ def matmul_wide(meta, x, linear, out, epilogue, scratch=None, *, config, pdl=Fal
 
 
 def _supports(case, rows, device) -> bool:
-    dense = case.format in SHORT
+    dense = case.weight_type in SHORT
     return dense and case.epilogue != "plain" and rows <= MAX_ROWS and not 0 < device.capability < 80
 
 

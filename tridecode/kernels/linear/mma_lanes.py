@@ -1,4 +1,4 @@
-"""mma on registers: what one warp does with a tile of a packed weight, as assembly, and the layouts of its lanes.
+"""mma on registers: the assembly by which a warp multiplies a tile of a packed tensor, and the layouts of its lanes.
 
 A tile is 16 rows of the weight by 64 bytes. The instruction (mma, 16 x 8 x 16) has the rows of the weight as its rows,
 activations as its columns. A lane has 16 bytes of each of two rows and, of one row of the activations, the columns that

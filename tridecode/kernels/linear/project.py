@@ -76,18 +76,18 @@ class Case(NamedTuple):
 
     Args:
         n, k: rows and columns of the weight. With Gated, n counts gate and up together.
-        format: the packed format of the weight, or its dtype.
+        weight_type: the description of the packed tensor, or the dtype of a dense weight.
         epilogue: a value of NAMES.
     """
 
     n: int
     k: int
-    format: Packed | torch.dtype
+    weight_type: Packed | torch.dtype
     epilogue: str
 
     @property
     def packed(self) -> Packed | None:
-        return self.format if isinstance(self.format, Packed) else None
+        return self.weight_type if isinstance(self.weight_type, Packed) else None
 
     @property
     def hidden(self) -> int:

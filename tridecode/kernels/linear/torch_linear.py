@@ -10,7 +10,7 @@ from .project import LinearKernel
 def torch_linear(meta, x, linear, out, epilogue, scratch=None, *, config=None, pdl=False):
     """Compute `project` with the epilogue Plain. All rows run: meta is not read.
 
-    scratch: flat, of x's dtype. A packed weight is dequantized there, as many rows at a time as it holds.
+    scratch: flat, of x's dtype. A packed tensor is dequantized there, as many rows at a time as fit.
     """
     if linear.packed is None:
         _multiply(x, linear.weight, linear.bias, out)
@@ -41,7 +41,7 @@ def torch_linear_ref(meta, x, linear, out, epilogue, scratch=None) -> None:
 
 
 def torch_linear_bytes(meta, x, linear, out, epilogue, scratch=None) -> int:
-    """Return the bytes that a launch moves. A packed weight is written and read again in x's dtype."""
+    """Return the bytes that a launch moves. A packed tensor is written and read again in x's dtype."""
     again = 0 if linear.packed is None else 2 * linear.out_features * linear.in_features * x.itemsize
     return x.nbytes + linear.nbytes + again + out.nbytes
 

@@ -1,4 +1,4 @@
-"""Linear: a weight matrix on the device, dense or packed, with its bias."""
+"""LoadedLinear: the weight of a linear on the device, dense or as a packed tensor, and its bias."""
 
 from dataclasses import dataclass
 
@@ -10,10 +10,13 @@ from .packed import Packed
 
 @dataclass(frozen=True)
 class LoadedLinear:
-    """A projection y = x @ weight.T + bias.
+    """A linear y = x @ weight.T + bias.
 
-    weight: [out_features, in_features]; or words, with scale, zero and order, as `packed` describes them. bias:
-    [out_features] or None.
+    Args:
+        weight: [out_features, in_features], or the words of a packed tensor.
+        bias: [out_features] or None.
+        scale, zero, order: the other parts of a packed tensor, or None.
+        packed: the description of the packed tensor. None: the weight is dense.
     """
 
     weight: torch.Tensor
@@ -25,11 +28,12 @@ class LoadedLinear:
 
     def __repr__(self) -> str:
         shape = [self.out_features, self.in_features]
-        return short_repr(self, self.weight, shape=shape, bias=self.bias is not None, format=self.format)
+        return short_repr(self, self.weight, shape=shape, bias=self.bias is not None, number_type=self.number_type)
 
     @property
-    def format(self) -> str:
-        return "dense" if self.packed is None else self.packed.name
+    def number_type(self) -> str:
+        """The number type of the codes of a quantized weight, or "dense"."""
+        return "dense" if self.packed is None else self.packed.number_type
 
     @property
     def out_features(self) -> int:
@@ -41,7 +45,7 @@ class LoadedLinear:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the weight, its scales, zero points and order, without the bias."""
+        """Bytes of the weight with its scales, zero points and order, without the bias."""
         return sum(tensor.nbytes for name, tensor in self.tensors().items() if name != "bias")
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -49,9 +53,9 @@ class LoadedLinear:
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
     def arguments(self, spare: torch.Tensor) -> dict:
-        """Return the arguments of a kernel that loads the weight, by name; `spare` replaces missing tensors.
+        """Return the arguments of a kernel that loads the weight, by name. `spare` replaces missing tensors.
 
-        zero_ptr: the bits of the zero points, int16.
+        FORM is the number type. zero_ptr points to the bits of the zero points, int16.
         """
         packed = self.packed
         return {
@@ -60,7 +64,7 @@ class LoadedLinear:
             "zero_ptr": spare if self.zero is None else self.zero.view(torch.int16),
             "order_ptr": spare if self.order is None else self.order,
             "K": self.in_features,
-            "FORM": self.format,
+            "FORM": self.number_type,
             "GROUP": self.in_features if packed is None else packed.group,
             "SCALE_ROWS": 1 if packed is None else packed.rows,
             "ZEROS": self.zero is not None,
@@ -68,5 +72,5 @@ class LoadedLinear:
         }
 
     def matrix(self) -> torch.Tensor:
-        """Return the weight in fp32 [out_features, in_features]."""
-        return self.weight.float() if self.packed is None else self.packed.codes(self.tensors()).dequantized()
+        """Return the weight in fp32, [out_features, in_features]. A packed tensor is dequantized."""
+        return self.weight.float() if self.packed is None else self.packed.unpack(self.tensors()).dequantize()

@@ -1,4 +1,4 @@
-"""Packed weights as the operand of wgmma that is in registers.
+"""Packed tensors as the operand of wgmma that is in registers.
 
 A lane holds, of each 16 columns, two neighbors in either half, of two rows. In memory (packed.py) eight neighbors are
 one word of four bits, or two words of eight bits. All four lanes of a row load the words of the row, and each extracts

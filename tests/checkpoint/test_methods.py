@@ -1,4 +1,4 @@
-"""Weights in fewer bits: files of each format, written by hand and by others, dequantized and packed alike."""
+"""Quantized checkpoints of each method, written by hand and by other programs, loaded dequantized and packed."""
 
 import json
 import re
@@ -14,7 +14,7 @@ from tridecode.engine import Engine
 from tridecode.errors import CheckpointError
 from tridecode.kernels.linear.weight import LoadedLinear
 
-FORMATS = {
+CHECKPOINTS = {
     "awq": ("awq", {}),
     "awq_without_zeros": ("awq", dict(zeros=False, group=32)),
     "gptq": ("gptq", {}),
@@ -37,7 +37,7 @@ ROWS |= {"gate_up": ("mlp.gate_proj", "mlp.up_proj"), "down": ("mlp.down_proj",)
 
 
 def compare(weights, truth: dict[str, torch.Tensor], tolerance=0.0) -> int:
-    """Each projection that is quantized against what its file stands for; returns how many were packed."""
+    """Compare each quantized linear with the weight that its file stands for. Return how many are packed tensors."""
     packed = 0
     for i, layer in enumerate(weights.layers):
         for name, parts in ROWS.items():
@@ -51,9 +51,9 @@ def compare(weights, truth: dict[str, torch.Tensor], tolerance=0.0) -> int:
 
 
 @pytest.mark.parametrize("packs", [False, True], ids=["dequantized", "packed"])
-@pytest.mark.parametrize("case", FORMATS)
+@pytest.mark.parametrize("case", CHECKPOINTS)
 def test_weights_are_what_the_file_stands_for(case, packs, tmp_path):
-    method, how = FORMATS[case]
+    method, how = CHECKPOINTS[case]
     truth = write_quantized(tmp_path, method, **how)
     seen = []
     weights = load_weights(
@@ -61,7 +61,7 @@ def test_weights_are_what_the_file_stands_for(case, packs, tmp_path):
     )
     packed = compare(weights, truth)
     assert packed == (sum(name.endswith(("q_proj", "o_proj", "gate_proj", "down_proj")) for name in truth) * packs)
-    assert seen[-1][0] == seen[-1][1] and weights.lm_head.format == "dense"
+    assert seen[-1][0] == seen[-1][1] and weights.lm_head.number_type == "dense"
 
 
 def test_an_engine_answers_as_with_the_dequantized_checkpoint(tmp_path):
@@ -78,24 +78,24 @@ def test_an_engine_answers_as_with_the_dequantized_checkpoint(tmp_path):
 def test_a_quantized_lm_head(tmp_path):
     truth = write_quantized(tmp_path, "float-quantized", skip=())
     weights = load_weights(tmp_path, load_config(tmp_path), "cpu", torch.float32, packs=True)
-    assert weights.lm_head.format == "e4m3" and torch.equal(weights.lm_head.matrix(), truth["lm_head"])
+    assert weights.lm_head.number_type == "e4m3" and torch.equal(weights.lm_head.matrix(), truth["lm_head"])
     assert not weights.tied and {"lm_head.weight", "lm_head.scale"} <= set(weights.tensors())
 
 
 @pytest.mark.parametrize("strategy", ["tensor", "channel", "group", "group_zeros", "int8"])
 def test_files_of_compressed_tensors(strategy, tmp_path):
-    """Compressed by that program, and compared with its own decompression."""
+    """The compressed-tensors library compresses and decompresses the weights; the engine reads the same values."""
     pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed")
     from compressed_tensors.compressors.base import BaseCompressor
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 
-    form = "float-quantized" if strategy in ("tensor", "channel") else "pack-quantized"
+    format_name = "float-quantized" if strategy in ("tensor", "channel") else "pack-quantized"
     values = dict(num_bits=8, type="float", strategy=strategy)
-    if form == "pack-quantized":
+    if format_name == "pack-quantized":
         bits = 8 if strategy == "int8" else 4
         values = dict(num_bits=bits, type="int", strategy="group", group_size=32, symmetric="zeros" not in strategy)
     args = QuantizationArgs(**values)
-    compressor = BaseCompressor.get_value_from_registry(form)
+    compressor = BaseCompressor.get_value_from_registry(format_name)
     scheme = QuantizationScheme(targets=["Linear"], weights=args)
     columns = args.group_size
     write_tiny(tmp_path, "qwen3", **WIDTHS)
@@ -113,8 +113,8 @@ def test_files_of_compressed_tensors(strategy, tmp_path):
         truth[module] = compressor.decompress(found, scheme)["weight"].float()
         tensors |= {f"{module}.{part}": value.contiguous() for part, value in found.items()}
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    group = {"targets": ["Linear"], "weights": args.model_dump(mode="json"), "format": form}
-    said = {"quant_method": "compressed-tensors", "format": form, "ignore": ["lm_head"]}
+    group = {"targets": ["Linear"], "weights": args.model_dump(mode="json"), "format": format_name}
+    said = {"quant_method": "compressed-tensors", "format": format_name, "ignore": ["lm_head"]}
     change_config(tmp_path, quantization_config=said | {"config_groups": {"group_0": group}})
     for packs in (False, True):
         weights = load_weights(tmp_path, load_config(tmp_path), "cpu", torch.float32, packs=packs)
@@ -122,7 +122,7 @@ def test_files_of_compressed_tensors(strategy, tmp_path):
 
 
 def refused(path, words, monkeypatch):
-    monkeypatch.setattr("tridecode.checkpoint.load._allocate", None)  # told before memory is spent
+    monkeypatch.setattr("tridecode.checkpoint.load._allocate", None)  # the error comes before memory is allocated
     with pytest.raises(CheckpointError) as caught:
         load_weights(path, load_config(path), "cpu", torch.float32)
     message = str(caught.value)
@@ -144,7 +144,7 @@ CONFIGS = {
     "no_regular_expression": ("pack-quantized", {"ignore": ["re:("]}, ["ignore", "regular expression"]),
     "no_groups": ("pack-quantized", {"config_groups": {}}, ["config_groups", "at least one group"]),
     "no_object": ("awq", None, ["quantization_config", "object"]),
-    "other_format_in_the_file": ("awq", {"quant_method": "gptq"}, ["q_proj.g_idx", "missing", "gptq"]),
+    "other_method_in_the_file": ("awq", {"quant_method": "gptq"}, ["q_proj.g_idx", "missing", "gptq"]),
 }
 
 
@@ -190,7 +190,7 @@ def narrower(tensors):
 
 FILES = {
     "missing_scales": ("float-quantized", lambda t: t.pop(f"{NAME}.weight_scale"), [f"{NAME}.weight_scale", "missing"]),
-    "wrong_packing": ("awq", narrower, [f"{NAME}.qweight", "[320, 24]", "[320, 23]"]),
+    "wrong_number_of_words": ("awq", narrower, [f"{NAME}.qweight", "[320, 24]", "[320, 23]"]),
     "wrong_dtype": (
         "fp8",
         lambda t: t.update({f"{NAME}.weight": t[f"{NAME}.weight"].float()}),
@@ -219,7 +219,7 @@ def test_groups_of_uneven_size_are_refused(tmp_path):
         load_weights(tmp_path, load_config(tmp_path), "cpu", torch.float32)
 
 
-def test_projections_of_one_product_that_order_their_columns_differently(tmp_path):
+def test_parts_of_a_linear_with_different_orders_of_columns_are_refused(tmp_path):
     write_quantized(tmp_path, "gptq", ordered=True)
     change_tensors(tmp_path, lambda t: t.update({k: v.flip(0) for k, v in t.items() if k.endswith("k_proj.g_idx")}))
     config = load_config(tmp_path)
@@ -228,11 +228,11 @@ def test_projections_of_one_product_that_order_their_columns_differently(tmp_pat
     load_weights(tmp_path, config, "cpu", torch.float32)
 
 
-def test_a_linear_says_its_format(tmp_path):
+def test_a_linear_names_its_number_type(tmp_path):
     write_quantized(tmp_path, "pack-quantized")
     weights = load_weights(tmp_path, load_config(tmp_path), "cpu", torch.float32, packs=True)
     linear = weights.layers[0]["down"]
-    assert "format=int4" in repr(linear) and linear.in_features == 320 and linear.out_features == 192
-    assert weights.formats() == ["int4", "dense"]
+    assert "number_type=int4" in repr(linear) and linear.in_features == 320 and linear.out_features == 192
+    assert weights.number_types() == ["int4", "dense"]
     assert linear.nbytes == 192 * (3 * 64 + 2 * 5)  # three tiles of 128 columns, a scale for each 64
-    assert LoadedLinear(torch.zeros(3, 5)).format == "dense"
+    assert LoadedLinear(torch.zeros(3, 5)).number_type == "dense"

@@ -11,57 +11,62 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from ...errors import CheckpointError, brief
-from ...kernels.linear.packed import Codes
+from ...kernels.linear.packed import QuantizedWeight
 from ...models.reader import read_json
-from . import code
-from .quantize import fitted, quantized
+from .. import custom_code
+from .quantize import fitted, quantize
 from .scheme import Quantization, Scheme
 
-# What is copied as it is, in small letters: the tokenizer with its template, sampling defaults, licence and card.
+# Patterns, in lower case, of the files to copy: tokenizer, chat template, sampling defaults, license and model card.
 COPIED = (
     "generation_config.json", "tokenizer*.json", "tokenizer.model*", "special_tokens_map.json", "added_tokens.json",
     "vocab.json", "vocab.txt", "merges.txt", "tekken.json", "chat_template.*", "licen[cs]e*", "notice*", "copying*",
     "use_policy*", "readme*", "model_card*",
 )  # fmt: skip
-SHARD = 4 * 2**30  # bytes of a file, a little more with its last tensor
+SHARD = 4 * 2**30  # bytes after which a file ends; its last tensor may exceed them
 
 
-def pack(values: torch.Tensor, bits: int) -> torch.Tensor:
-    """int32 [n, k * bits / 32] of codes [n, k]: consecutive columns from the lowest bits on."""
-    parts = torch.nn.functional.pad(values, (0, -values.shape[1] % (32 // bits))).view(len(values), -1, 32 // bits)
+def pack_words(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """Pack codes [n, k] into int32 words [n, k * bits / 32]. A word has neighboring columns from its lowest bits on."""
+    parts = torch.nn.functional.pad(codes, (0, -codes.shape[1] % (32 // bits))).view(len(codes), -1, 32 // bits)
     words = torch.zeros(parts.shape[:2], dtype=torch.int32)
     for place in range(32 // bits):
         words |= parts[:, :, place].to(torch.int32) << (place * bits)
     return words
 
 
-def tensors_of(codes: Codes) -> dict[str, torch.Tensor]:
-    """Suffix -> tensor of a module, its scales as the kernels have them."""
-    if codes.values.dtype == torch.float8_e4m3fn:
-        return {"weight": codes.values, "weight_scale": codes.scale}
+def tensors_of(weight: QuantizedWeight) -> dict[str, torch.Tensor]:
+    """Return the tensors that store a weight, by their suffixes."""
+    if weight.codes.dtype == torch.float8_e4m3fn:
+        return {"weight": weight.codes, "weight_scale": weight.scale}
     return {
-        "weight_packed": pack(codes.values, codes.bits),
-        "weight_scale": codes.scale,
-        "weight_shape": torch.tensor(codes.values.shape),
+        "weight_packed": pack_words(weight.codes, weight.bits),
+        "weight_scale": weight.scale,
+        "weight_shape": torch.tensor(weight.codes.shape),
     }
 
 
 def described(schemes: dict[str, Scheme], ignored: list[str]) -> dict:
-    """quantization_config of modules with their schemes; module names as regular expressions."""
+    """Return the quantization_config for config.json.
+
+    Args:
+        schemes: the scheme of each quantized module.
+        ignored: modules that are not quantized.
+    """
     by_scheme: dict[Scheme, list[str]] = {}
     for module, scheme in schemes.items():
         by_scheme.setdefault(scheme, []).append(module)
     groups = {}
     for i, (scheme, modules) in enumerate(by_scheme.items()):
-        form = "float-quantized" if scheme.floating else "pack-quantized"
+        format_name = "float-quantized" if scheme.floating else "pack-quantized"
         weights = {
             "num_bits": scheme.bits, "type": "float" if scheme.floating else "int", "symmetric": True,
             "strategy": "group" if scheme.group else "channel", "group_size": scheme.group or None, "dynamic": False,
         }  # fmt: skip
-        groups[f"group_{i}"] = {"targets": modules, "weights": weights, "format": form}
-    forms = {group["format"] for group in groups.values()}
+        groups[f"group_{i}"] = {"targets": modules, "weights": weights, "format": format_name}
+    formats = {group["format"] for group in groups.values()}
     return {
-        "quant_method": "compressed-tensors", "format": forms.pop() if len(forms) == 1 else "mixed-precision",
+        "quant_method": "compressed-tensors", "format": formats.pop() if len(formats) == 1 else "mixed-precision",
         "quantization_status": "compressed", "config_groups": groups, "ignore": ignored,
     }  # fmt: skip
 
@@ -79,7 +84,7 @@ def write(
 
     Args:
         files: each file of the checkpoint -> the tensors to copy from it.
-        rules: how a module is quantized.
+        rules: the rules that choose a scheme for each module.
         repo: the repository on the Hugging Face hub, if the checkpoint came from there.
 
     Raises:
@@ -113,7 +118,7 @@ def write(
                 else:
                     scheme = fitted(scheme, tensor.shape[1])
                     schemes[module] = scheme
-                    found = {f"{module}.{part}": value for part, value in tensors_of(quantized(tensor, scheme)).items()}
+                    found = {f"{module}.{part}": value for part, value in tensors_of(quantize(tensor, scheme)).items()}
                 shard |= {part: value.contiguous() for part, value in found.items()}
                 size += sum(value.nbytes for value in found.values())
                 if size >= SHARD:
@@ -128,7 +133,7 @@ def write(
     for other in source.iterdir():
         if other.is_file() and any(fnmatchcase(other.name.lower(), pattern) for pattern in COPIED):
             shutil.copyfile(other, out / other.name)
-    if repo and code.KEY in tokenizer:
+    if repo and custom_code.KEY in tokenizer:
         (out / "tokenizer_config.json").write_text(json.dumps(tokenizer, indent=2))
     if values.get("tie_word_embeddings"):
         ignored = ["lm_head"]
@@ -137,10 +142,10 @@ def write(
 
 
 def _with_code(source: Path, out: Path, name: str, repo: str | None) -> dict:
-    """The configuration in that file, so that it finds its own Python, if any: a copy beside it, or in `repo`."""
+    """Return the object in a configuration file. Copy the Python files that it names, or add `repo` to the names."""
     values = read_json(source / name) if (source / name).exists() else {}
     if repo:
-        return code.of_repository(values, repo)
-    for file in code.code_files(source, values):
+        return custom_code.of_repository(values, repo)
+    for file in custom_code.code_files(source, values):
         shutil.copyfile(file, out / file.name)
     return values

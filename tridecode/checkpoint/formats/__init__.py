@@ -1,1 +1,0 @@
-"""Formats of weights in fewer bits: how they stand in checkpoints (a file each), and how the kernels read them."""

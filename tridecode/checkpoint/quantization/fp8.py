@@ -1,0 +1,37 @@
+"""transformers' own fp8: e4m3 in blocks of 128 x 128. weight_scale_inv holds their scales, despite its name."""
+
+import re
+from dataclasses import dataclass
+
+import torch
+
+from ...kernels.linear.packed import QuantizedWeight
+from .scheme import Quantization, Scheme, Stored
+
+BLOCK = 128
+
+
+@dataclass(frozen=True)
+class Fp8Scheme(Scheme):
+    """Codes and scales are stored as they are."""
+
+    unused = ("input_scale", "activation_scale")
+
+    def tensors(self, n: int, k: int) -> dict[str, Stored]:
+        scale = Stored((self.blocks(n), self.groups(k)), ("F32", "BF16", "F16"), per=BLOCK)
+        return {"weight": Stored((n, k), ("F8_E4M3",)), "weight_scale_inv": scale}
+
+    def read(self, tensors: dict[str, torch.Tensor], n: int, k: int) -> QuantizedWeight:
+        return QuantizedWeight(tensors["weight"], tensors["weight_scale_inv"], BLOCK, BLOCK, 8)
+
+
+def parse(read) -> Quantization:
+    """Return the rules of quantization_config. Raises CheckpointError."""
+    if read.get("weight_block_size") != [BLOCK, BLOCK]:
+        raise read.fail("weight_block_size", f"[{BLOCK}, {BLOCK}]")
+    if read.get("fmt", "e4m3") != "e4m3":
+        raise read.fail("fmt", '"e4m3"')
+    scheme = Fp8Scheme(8, floating=True, group=BLOCK, rows=BLOCK)
+    names = read.names("modules_to_not_convert")
+    skipped = [(rf"(^|\.){re.escape(name)}($|\.)", None) for name in ("lm_head", *names)]
+    return Quantization("fp8", (*skipped, ("", scheme)))

@@ -1,0 +1,58 @@
+"""GPTQ, v1 and v2: 4 or 8 bits, words [in_features * bits / 32, out_features], and the group of each column (g_idx)."""
+
+import re
+from dataclasses import dataclass
+
+import torch
+
+from ...kernels.linear.packed import QuantizedWeight
+from .scheme import Quantization, Scheme, Stored, column_order, unpack_words
+
+
+@dataclass(frozen=True)
+class GptqScheme(Scheme):
+    """Codes are stored transposed, with one row of words for several columns of the weight.
+
+    Args:
+        subtracted: number that the checkpoint subtracts from each zero point: 1 in v1, 0 in v2.
+    """
+
+    subtracted: int = 0
+
+    def tensors(self, n: int, k: int) -> dict[str, Stored]:
+        per_word = 32 // self.bits
+        return {
+            "qweight": Stored((-(-k // per_word), n), ("I32",), per=0),
+            "qzeros": Stored((self.groups(k), -(-n // per_word)), ("I32",), per=0),
+            "scales": Stored((self.groups(k), n), ("F16", "BF16", "F32"), per=0),
+            "g_idx": Stored((k,), ("I32",), per=0),
+        }
+
+    def read(self, tensors: dict[str, torch.Tensor], n: int, k: int) -> QuantizedWeight:
+        codes, group = unpack_words(tensors["qweight"], self.bits, 0)[:k].T, self.group or k
+        zero = unpack_words(tensors["qzeros"], self.bits, 1)[:, :n].T.to(torch.int16)
+        zero = ((zero + self.subtracted) % 2**self.bits).to(torch.uint8)
+        if (order := column_order(tensors["g_idx"], group)) is not None:
+            if not self.ordered:
+                raise ValueError("its columns are not in the order of their groups, though desc_act is false")
+            codes = codes[:, order]
+        return QuantizedWeight(codes, tensors["scales"].T, 1, group, self.bits, zero, order)
+
+
+def parse(read) -> Quantization:
+    """Return the rules of quantization_config. Raises CheckpointError."""
+    bits = read.get("bits")
+    if type(bits) is not int or bits not in (4, 8):
+        raise read.fail("bits", "4 or 8 with quant_method gptq")
+    group = read.get("group_size", 128)
+    if type(group) is not int or group not in (-1, 32, 64, 128):
+        raise read.fail("group_size", "32, 64, 128 or -1")
+    if read.get("dynamic") not in (None, {}):
+        raise read.fail("dynamic", "absent: rules for single modules are not supported")
+    version = read.choice("checkpoint_format", ("gptq", "gptq_v2"), "gptq")
+    ordered = read.flag("desc_act", False)
+    scheme = GptqScheme(bits, group=max(group, 0), zeros=True, ordered=ordered, subtracted=int(version == "gptq"))
+    names = read.names("modules_to_not_convert")
+    if not read.flag("lm_head", False):
+        names = ["lm_head", *names]
+    return Quantization("gptq", (*((re.escape(name), None) for name in names), ("", scheme)))
