@@ -49,9 +49,12 @@ class Rejected(ValueError):
 
 
 class Constraint:
-    """The values that an argument may have. `expected` completes the sentence "... must be"."""
+    """The values that an argument may have."""
 
-    expected: str
+    @property
+    def expected(self) -> str:
+        """The end of the sentence "... must be"."""
+        raise NotImplementedError
 
     def accept(self, value):
         """Return the value in its normal form. Raises Rejected."""
@@ -163,7 +166,9 @@ class Number(Constraint):
 class Flag(Constraint):
     """True or False."""
 
-    expected: str = "True or False"
+    @property
+    def expected(self) -> str:
+        return "True or False"
 
     def accept(self, value) -> bool:
         if not isinstance(value, bool):
@@ -176,10 +181,14 @@ class Flag(Constraint):
 
 @dataclass(frozen=True)
 class Text(Constraint):
-    """A string that matches a pattern as a whole."""
+    """A string that matches a pattern as a whole. words: what is expected."""
 
-    expected: str = "a string"
+    words: str = "a string"
     pattern: str = r"(?s).*"
+
+    @property
+    def expected(self) -> str:
+        return self.words
 
     def accept(self, value) -> str:
         if not isinstance(value, str):

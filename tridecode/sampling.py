@@ -62,7 +62,9 @@ class Texts(Constraint):
 class TokenIds(Constraint):
     """Token ids; on the command line separated by commas."""
 
-    expected: str = "a list"
+    @property
+    def expected(self) -> str:
+        return "a list"
 
     def accept(self, value) -> tuple[int, ...]:
         try:
@@ -82,7 +84,9 @@ class TokenIds(Constraint):
 class Bias(Constraint):
     """A mapping of token ids to numbers."""
 
-    expected: str = "a mapping of token ids to numbers"
+    @property
+    def expected(self) -> str:
+        return "a mapping of token ids to numbers"
 
     @property
     def item(self) -> Constraint:
@@ -105,7 +109,9 @@ class Bias(Constraint):
 class BiasItem(Constraint):
     """ID=VALUE on the command line, as a pair."""
 
-    expected: str = "ID=VALUE, like 42=-1.5"
+    @property
+    def expected(self) -> str:
+        return "ID=VALUE, like 42=-1.5"
 
     def accept(self, value) -> tuple[int, float]:
         if not isinstance(value, tuple):
@@ -125,7 +131,9 @@ class BiasItem(Constraint):
 class Schema(Constraint):
     """A JSON schema: a dict, or its JSON text."""
 
-    expected: str = "a JSON object"
+    @property
+    def expected(self) -> str:
+        return "a JSON object"
 
     def accept(self, value) -> str:
         return _schema(value)

@@ -27,7 +27,9 @@ GROUPS = {  # group -> its description in the help
 class Url(Constraint):
     """The base of a server's addresses, with or without /v1."""
 
-    expected = "an address like http://127.0.0.1:8000"
+    @property
+    def expected(self) -> str:
+        return "an address like http://127.0.0.1:8000"
 
     def accept(self, value) -> str:
         try:
@@ -43,7 +45,9 @@ class Url(Constraint):
 class Ids(TokenIds):
     """Integers separated by commas. The model decides later which ones are tokens of its vocabulary."""
 
-    expected = "token ids separated by commas, like 1,2,3"
+    @property
+    def expected(self) -> str:
+        return "token ids separated by commas, like 1,2,3"
 
     def accept(self, value) -> tuple[int, ...]:
         if not all(isinstance(token, int) for token in value):

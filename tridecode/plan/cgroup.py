@@ -16,10 +16,10 @@ def free_memory(mounted: Path = MOUNTED, own: Path = OWN) -> float:
             ("memory.max", "memory.current", ""),
             ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
         ):
-            if limit := _numbers(group / limit):
+            if most := _numbers(group / limit):
                 found = dict(re.findall(r"(?m)^(\w+) (\d+)$", _text(group / "memory.stat")))
                 cache = sum(int(found.get(prefix + name, 0)) for name in CACHE)
-                left.append(max(limit[0] - max(sum(_numbers(group / used)) - cache, 0), 0))
+                left.append(max(most[0] - max(sum(_numbers(group / used)) - cache, 0), 0))
     return min(left)
 
 

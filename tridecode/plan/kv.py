@@ -62,13 +62,13 @@ def plan_kv(
     """Plan the K/V of a model whose last `host_layers` layers have their weights in host memory. drafts: passes can
     verify drafts. Raises ParameterError, DeviceError."""
     how = options.slots, options.chunk, graphs.one_piece, host_layers
-    passes = dict(batch_invariant=options.batch_invariant, rows=max(graphs.sizes))
+    rows, invariant = max(graphs.sizes), options.batch_invariant
     if options.max_seq_len is not None:
         Integer(1, spec.max_position, "the model's limit of ").check("max_seq_len", options.max_seq_len)
     if options.kv_offload is not None:
-        plan = plan_memory(spec, dtype, device, *how, **passes)
+        plan = plan_memory(spec, dtype, device, *how, batch_invariant=invariant, rows=rows)
         return _offloaded(options, spec, dtype, device, page or PAGE, plan, host_layers)
-    plan = plan_memory(spec, dtype, device, *how, speculate=drafts, **passes)
+    plan = plan_memory(spec, dtype, device, *how, drafts, invariant, rows)
     capacity, notes = plan_capacity(options, plan, device)
     slots = options.slots
     pool = plan.kv_tokens(capacity, options.kv_tokens, str(device), page or capacity)
@@ -126,6 +126,7 @@ def _offloaded(
     if options.kv_offload == "auto":
         host = min(free // 2 // each, slots * -(-longest // page))
     else:
+        assert isinstance(options.kv_offload, float | int)
         host = int(options.kv_offload * GIB) // each
         if host * each > free:
             raise DeviceError(f"kv_offload: {host * each / GIB:,.1f} GiB are asked for, the host has {free / GIB:,.1f}")

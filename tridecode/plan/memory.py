@@ -103,7 +103,7 @@ class MemoryPlan:
         left = self.usable - self.needed(capacity)
         fits = capacity + left // max(self.kv_per_token, 1)
         if (requested or 0) > fits:
-            lack = self._lack(capacity, requested)
+            lack = self._lack(capacity, requested or 0)
             raise DeviceError(f"not enough memory on {where}: kv_tokens:{lack}; at most {fits:,} fit")
         return requested or max(min(fits, self.slots * -(-capacity // page) * page), capacity)
 
@@ -254,4 +254,4 @@ def free_memory(device: torch.device) -> int:
         return torch.cuda.mem_get_info(device)[0]
     with open("/proc/meminfo") as f:
         fields = dict(line.split(":", 1) for line in f)
-    return min(int(fields["MemAvailable"].split()[0]) * 1024, cgroup.free_memory())
+    return int(min(int(fields["MemAvailable"].split()[0]) * 1024, cgroup.free_memory()))
