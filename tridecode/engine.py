@@ -15,9 +15,8 @@ from .plan import threads
 from .results import Piece, Result
 from .sampling import SamplingParams
 from .serve.driver import Driver, Request
-from .serve.request import Job, generating, scoring, step_kind
+from .serve.request import Job, generating, scoring
 from .serve.scheduler import Scheduler
-from .state.slots import checked_positions
 from .step.dispatch import Dispatcher, GraphStat
 from .step.graphs import make_steps
 from .step.prompt_graphs import make_prompts
@@ -213,23 +212,6 @@ class Engine(Loaded):
         """A request whose pieces tell of each token after the prompt's first one how likely it was, with the `logprobs`
         likeliest, and of the one that would follow; see `submit` and `score`."""
         return self._driver.submit(scoring(self.prepare(prompt).tokens, time.perf_counter(), logprobs))
-
-    def rewind(self, position: int | Sequence[int], params: SamplingParams, rows: int = 1, given: int = 0) -> None:
-        """Put the first `rows` rows at `position`, or each at its own of a list, with whatever the cache holds, for
-        benchmarks; `enqueue` then runs passes. Each row has a slot of its own and a share of the pages that are left.
-
-        Whatever runs or waits is cancelled. params: with a seed. given: tokens behind each position that are not drawn.
-        Raises ParameterError, and OutOfPages where the rows need more pages than there are.
-        """
-        positions = checked_positions(position, rows, self.slots, self.capacity)
-        self._driver.exclusively(Scheduler.rewind, positions, params, given)
-
-    def enqueue(self, params: SamplingParams, rows: int = 1, tokens: int = 1) -> None:
-        """Enqueue one pass of `rows` requests, of the kind that `params` needs, with `tokens` rows each where the
-        engine speculates; returns before it has run on a GPU."""
-        self._open()
-        threads.use(self.threads)
-        self.steps.replay(step_kind(params), rows, tokens=tokens)
 
     def synchronize(self) -> None:
         """Wait until everything enqueued has run."""

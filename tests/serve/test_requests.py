@@ -10,6 +10,7 @@ import torch
 from models import CUDA, tiny_engine
 
 from tridecode import Engine, Request, SamplingParams
+from tridecode.cli.bench.passes import enqueue, rewind
 from tridecode.errors import EngineClosed, GenerationError, ParameterError, PromptError, QueueFull
 from tridecode.serve import output
 
@@ -428,8 +429,8 @@ CALLS = {
     "generate_many": lambda engine: engine.generate_many([[1]]),
     "score": lambda engine: engine.score([1]),
     "encode": lambda engine: engine.encode([1]),
-    "rewind": lambda engine: engine.rewind(3, GREEDY),
-    "enqueue": lambda engine: engine.enqueue(GREEDY),
+    "rewind": lambda engine: rewind(engine, 3, GREEDY),
+    "enqueue": lambda engine: enqueue(engine, GREEDY),
     "synchronize": lambda engine: engine.synchronize(),
     "default_params": lambda engine: engine.default_params(),
     "capacity": lambda engine: engine.capacity,
@@ -590,9 +591,9 @@ def test_rewind_checks_what_it_is_given(engine):
         ((256, params), "position must be an integer from 0 to 255"),
     ):
         with pytest.raises(ParameterError, match=message):
-            engine.rewind(*arguments)
-    engine.rewind([255, 3], params, rows=2)
-    engine.enqueue(params, rows=2)
+            rewind(engine, *arguments)
+    rewind(engine, [255, 3], params, rows=2)
+    enqueue(engine, params, rows=2)
     assert len(engine.generate([1], GREEDY).token_ids) == 12
 
 

@@ -18,6 +18,7 @@ from models import CUDA, tiny_engine
 
 from tridecode import SamplingParams
 from tridecode.checkpoint.load import random_weights
+from tridecode.cli.bench.passes import enqueue, rewind
 from tridecode.errors import QueueFull
 
 POISON = 301  # a token whose embedding is NaN
@@ -373,9 +374,9 @@ def test_a_score_that_is_preempted_goes_on_where_it_was(alone):
 
 def test_rewound_rows_are_no_requests(small, alone):
     params = SamplingParams(temperature=0, seed=1)
-    small.rewind([20, 3], params, rows=2)
+    rewind(small, [20, 3], params, rows=2)
     for _ in range(3):
-        small.enqueue(params, rows=2)
+        enqueue(small, params, rows=2)
     assert small.model.workspace.meta[:3, 32].tolist()[:2] == [23, 6]
     same(small.generate(prompt_of(0, 17), params_of("greedy", 20)), alone(prompt_of(0, 17), "greedy", 20))
     small.scheduler.assert_consistent()

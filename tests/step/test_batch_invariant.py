@@ -18,6 +18,7 @@ from models import CUDA, H100, tiny_config, tiny_engine
 from tridecode import Engine, SamplingParams
 from tridecode.checkpoint.formats.quantize import rules
 from tridecode.checkpoint.load import empty_weights
+from tridecode.cli.bench.passes import enqueue, rewind
 from tridecode.errors import ParameterError
 from tridecode.layout import Chunk
 from tridecode.serve.policy import Policy
@@ -140,9 +141,9 @@ def test_every_captured_size_has_the_same_logits(many, rows):
         found = []
         for count in (1, rows):
             many.model.kv.pool.copy_(page.expand_as(many.model.kv.pool))
-            many.rewind([position] * count, SamplingParams(temperature=0.0, seed=1), count)
+            rewind(many, [position] * count, SamplingParams(temperature=0.0, seed=1), count)
             for _ in range(3):
-                many.enqueue(SamplingParams(temperature=0.0, seed=1), count)
+                enqueue(many, SamplingParams(temperature=0.0, seed=1), count)
             many.synchronize()
             found.append(many.model.workspace.logits[count - 1].clone())
         assert torch.equal(*found), f"position {position}"

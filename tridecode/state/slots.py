@@ -10,8 +10,6 @@ import numpy as np
 import torch
 
 from .. import layout
-from ..arguments import integer
-from ..errors import ParameterError, counted
 from ..layout import Chunk, packed
 from ..sampling import SamplingParams
 from .kv import KVCache
@@ -333,15 +331,6 @@ class Slots:
             ws.samp[row].copy_(ws.samp[last])
             ws.meta[row].copy_(ws.meta[last])
         ws.meta[last, layout.STATUS].fill_(layout.LIMIT_REACHED)
-
-
-def checked_positions(position, rows: int, slots: int, capacity: int) -> list[int]:
-    """For `rewind`: one of each row, from one for all or a list. Raises ParameterError."""
-    rows = integer("rows", rows, 1, slots, "the engine's slots, ")
-    positions = [position] * rows if isinstance(position, int) else list(position)
-    if len(positions) != rows:
-        raise ParameterError(f"position: a list has one for each of {counted(rows, 'row')}, got {len(positions):,}")
-    return [integer("position", each, 0, capacity - 1) for each in positions]
 
 
 def common_prefix(held: array, ids: array) -> int:

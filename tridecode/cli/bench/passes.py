@@ -1,0 +1,53 @@
+"""Passes without requests, for benchmarks, profiles and tests: put rows at a position, then enqueue passes."""
+
+from collections.abc import Sequence
+
+from ...arguments import integer
+from ...engine import Engine
+from ...errors import ParameterError, counted
+from ...plan import threads
+from ...sampling import SamplingParams
+from ...serve.request import step_kind
+from ...serve.scheduler import Scheduler
+
+
+def rewind(
+    engine: Engine, position: int | Sequence[int], params: SamplingParams, rows: int = 1, given: int = 0
+) -> None:
+    """Put the first `rows` rows at a position, with whatever the cache holds; `enqueue` then runs passes.
+
+    Each row has a slot of its own and a share of the free pages. All requests of the engine are cancelled.
+
+    Args:
+        position: the position of all rows, or a list with the position of each row
+        params: sampling parameters with a seed
+        rows: number of rows
+        given: number of tokens after each position that the passes embed but do not sample
+
+    Raises:
+        ParameterError: an argument is out of range
+        OutOfPages: the rows need more pages than the engine has
+        EngineClosed: the engine is closed
+    """
+    rows = integer("rows", rows, 1, engine.slots, "the engine's slots, ")
+    positions = [position] * rows if isinstance(position, int) else list(position)
+    if len(positions) != rows:
+        raise ParameterError(f"position: a list has one for each of {counted(rows, 'row')}, got {len(positions):,}")
+    positions = [integer("position", each, 0, engine.capacity - 1) for each in positions]
+    engine._driver.exclusively(Scheduler.rewind, positions, params, given)
+
+
+def enqueue(engine: Engine, params: SamplingParams, rows: int = 1, tokens: int = 1) -> None:
+    """Enqueue one pass and return; on a GPU the pass may still run then.
+
+    Args:
+        params: sampling parameters, which select the kind of pass
+        rows: number of requests in the pass
+        tokens: rows of each request, where the engine speculates
+
+    Raises:
+        EngineClosed: the engine is closed
+    """
+    engine._open()
+    threads.use(engine.threads)
+    engine.steps.replay(step_kind(params), rows, tokens=tokens)
