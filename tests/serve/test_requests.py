@@ -41,9 +41,9 @@ def engine():
 def consistent(engine):
     yield
     gc.collect()
-    if engine.scheduler.roster.jobs:  # dropped in the middle of a step of another one
+    if engine.scheduler.queue.jobs:  # dropped in the middle of a step of another one
         engine.generate([1], GREEDY)
-    assert not engine.scheduler.roster.jobs
+    assert not engine.scheduler.queue.jobs
     engine.scheduler.assert_consistent()
 
 
@@ -173,7 +173,7 @@ def test_what_nobody_reads_any_more_is_cancelled(engine, alone, drop):
     neighbour = engine.submit(PROMPTS[2], SAMPLED)
     drop(engine)
     assert neighbour.result().token_ids == alone(PROMPTS[2], SAMPLED)
-    assert not engine.scheduler.roster.jobs and not any(held.busy for held in engine.scheduler.slots.held)
+    assert not engine.scheduler.queue.jobs and not any(held.busy for held in engine.scheduler.slots.held)
 
 
 def test_an_interrupt_cancels_the_request_that_waits_and_no_other(engine, alone, monkeypatch):
@@ -381,7 +381,7 @@ def test_an_interrupt_of_many_leaves_nothing_behind(engine):
     with pytest.raises(KeyboardInterrupt):
         engine.generate_many(PROMPTS * 2, GREEDY, progress=progress)
     gc.collect()
-    assert not engine.scheduler.roster.jobs
+    assert not engine.scheduler.queue.jobs
 
 
 # ---- limits and ends of an engine
@@ -509,7 +509,7 @@ def test_a_thread_that_waits_hears_of_the_end(alone):
     engine, found = build(1), []
     thread = threading.Thread(target=lambda: found.append(engine.submit(PROMPTS[0], LONG).result()))
     thread.start()
-    while not engine.scheduler.roster.rows:
+    while not engine.scheduler.queue.rows:
         time.sleep(0.001)
     engine.close()
     thread.join(30)

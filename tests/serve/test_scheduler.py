@@ -83,10 +83,10 @@ def same(result, expected) -> None:
 
 def finish(scheduler) -> None:
     for _ in range(20_000):
-        if not scheduler.roster.jobs:
+        if not scheduler.queue.jobs:
             break
         scheduler.step()
-    assert not scheduler.roster.jobs and not scheduler.roster.rows
+    assert not scheduler.queue.jobs and not scheduler.queue.rows
     scheduler.assert_consistent()
 
 
@@ -120,7 +120,7 @@ def test_any_schedule_gives_the_tokens_of_running_alone(small, alone, actions, a
             if special < 3:
                 tokens = alone(prompt, *wanted).token_ids
                 wanted = (*wanted, tokens[special * len(tokens) // 3])
-            full = len(scheduler.roster.jobs) == 3 + 4
+            full = len(scheduler.queue.jobs) == 3 + 4
             try:
                 request = small.submit(prompt, params_of(*wanted), reuse_prefix=reuse)
                 requests.append((request, prompt, wanted))
@@ -170,18 +170,18 @@ def test_who_waits_for_pages_is_matched_once(monkeypatch):
 @settings(max_examples=100, deadline=None)
 @given(actions=st.lists(ACTION, min_size=4, max_size=24))
 def test_nobody_waits_who_could_be_admitted(small, actions):
-    scheduler, roster, requests = small.scheduler, small.scheduler.roster, []
+    scheduler, queue, requests = small.scheduler, small.scheduler.queue, []
     for action, value in actions:
-        if action == "submit" and len(roster.jobs) < 3 + 4:
+        if action == "submit" and len(queue.jobs) < 3 + 4:
             base, length, kind, most, reuse, special = value
             prompt = prompt_of(base, length, poisoned=special == 9)
             requests.append(small.submit(prompt, params_of(kind, most), reuse_prefix=reuse))
         elif action == "step":
             for _ in range(value):
                 scheduler.step()
-                if roster._refused and not roster.admit():
-                    roster._refused = None
-                    assert not roster.admit()
+                if queue._refused and not queue.admit():
+                    queue._refused = None
+                    assert not queue.admit()
         elif requests:
             requests[value % len(requests)].cancel()
     finish(scheduler)
@@ -530,7 +530,7 @@ def test_an_interrupt_anywhere_harms_nobody_else(small, alone, driven):
                 for _ in own:
                     pass
             else:
-                while small.scheduler.roster.jobs:
+                while small.scheduler.queue.jobs:
                     small.scheduler.step()
         small.scheduler.assert_consistent()
         finish(small.scheduler)

@@ -17,8 +17,8 @@ from ..text.tokenizer import Tokenizer
 from .masks import wait_for
 from .output import Ring
 from .policy import Policy
+from .queue import Queue
 from .request import Job
-from .roster import Roster
 from .running import Load, Pass, Running
 
 
@@ -28,7 +28,7 @@ class Scheduler:
     steps, prompts: who runs decode passes, and prompt passes, now. ahead: passes that are enqueued before the one
     awaited has ended.
 
-    Where each job stands is the roster's. Jobs and what slots hold are the truth, all else follows from them. So
+    Where each job stands is the queue's. Jobs and what slots hold are the truth, all else follows from them. So
     whatever an interrupt or an error leaves half done is thrown away: every job that has not ended begins again behind
     its last piece, as a preempted one does.
     """
@@ -42,8 +42,8 @@ class Scheduler:
         ahead: int,
         policy: Policy,
     ):
-        self.roster = Roster(model, tokenizer, policy)
-        self.slots = self.roster.slots
+        self.queue = Queue(model, tokenizer, policy)
+        self.slots = self.queue.slots
         self._model, self._ring, self._ahead = model, Ring(model), ahead
         self._steps, self._prompts = steps, prompts
         self._policy, self._chunk = policy, min(policy.chunk_tokens, self.slots.most_read())
@@ -56,19 +56,19 @@ class Scheduler:
     @property
     def busy(self) -> bool:
         """Whether a job runs or waits."""
-        return bool(self.roster.jobs)
+        return bool(self.queue.jobs)
 
     def load(self) -> Load:
         """How busy it is; to be called from any thread, between whose numbers a pass may come."""
-        jobs, pages = len(self.roster.jobs), self._model.kv.runnable
-        waiting = max(jobs - len(self.roster.admitted), 0)
-        return Load(jobs, waiting, len(self.roster.rows), pages, self.slots.available(), self.preemptions)
+        jobs, pages = len(self.queue.jobs), self._model.kv.runnable
+        waiting = max(jobs - len(self.queue.admitted), 0)
+        return Load(jobs, waiting, len(self.queue.rows), pages, self.slots.available(), self.preemptions)
 
     def reading(self) -> tuple[int, int, int] | None:
         """Of the oldest prompt that is being read, from any thread: tokens that were there already, those whose passes
         were enqueued too (on a GPU two may be under way), and all; of one that was preempted also what it has drawn.
         None where there is none."""
-        for running in tuple(self.roster.reading):
+        for running in tuple(self.queue.reading):
             return running.job.reused or 0, running.read, running.position + 1
         return None
 
@@ -77,7 +77,7 @@ class Scheduler:
         called from any thread. The `going`, which the next step cancels, count no more, as far as they are no more than
         there may be."""
         slots, most = len(self.slots.held), self._policy.max_queue
-        if most is not None and len(self.roster.jobs) + coming - min(going, slots + most) >= slots + most:
+        if most is not None and len(self.queue.jobs) + coming - min(going, slots + most) >= slots + most:
             raise QueueFull(
                 f"the queue is full: {counted(slots, 'request')} under way and {most:,} waiting; try again later, or "
                 "raise max_queue"
@@ -86,10 +86,10 @@ class Scheduler:
     def add(self, job: Job) -> None:
         """Put the job last in the queue, unless it is there."""
         self._settle()
-        if job in self.roster.jobs:
+        if job in self.queue.jobs:
             return
         self._unsettled = True
-        self.roster.add(job)
+        self.queue.add(job)
         self._unsettled = False
 
     def step(self) -> None:
@@ -107,20 +107,20 @@ class Scheduler:
 
     def cancel(self, job: Job) -> bool:
         """End the job, unless it has ended; what it left in the cache stays."""
-        if job in self.roster.jobs:
+        if job in self.queue.jobs:
             self._settle()
-        if job not in self.roster.jobs:
+        if job not in self.queue.jobs:
             return False
         self._unsettled = True
-        running = next((running for running in self.roster.admitted if running.job is job), None)
-        output = running.output if running else self.roster.output(job)
+        running = next((running for running in self.queue.admitted if running.job is job), None)
+        output = running.output if running else self.queue.output(job)
         output.end("cancelled")
-        self.roster.finish(job, running)
+        self.queue.finish(job, running)
         self._unsettled = False
         return True
 
     def cancel_all(self) -> None:
-        for job in list(self.roster.jobs):
+        for job in list(self.queue.jobs):
             self.cancel(job)
 
     def rewind(self, positions: list[int], params: SamplingParams, given: int = 0) -> None:
@@ -131,7 +131,7 @@ class Scheduler:
 
     def assert_consistent(self) -> None:
         self._settle()
-        self.roster.assert_consistent()
+        self.queue.assert_consistent()
 
     # ---- prompts
 
@@ -139,14 +139,14 @@ class Scheduler:
         """Whose prompts the next pass reads, and how many tokens of each: first come, first served, of those that wait
         for a slot too. Who has but one token left to read gets a row instead, as if he decoded. In the batch-invariant
         mode it is one prompt, up to the next multiple of the fixed chunk, and never its last token."""
-        most, chosen, reading = self._chunk, [], deque(self.roster.reading)
-        if not self._fixed and any(running.runs for running in self.roster.rows) and (reading or self.roster.waiting):
+        most, chosen, reading = self._chunk, [], deque(self.queue.reading)
+        if not self._fixed and any(running.runs for running in self.queue.rows) and (reading or self.queue.waiting):
             start = reading[0].read if reading else 0
             most = self._prompts().tokens_within(self._policy.prompt_ms / 1e3, start, most)
-        while most > 0 and (reading or self.roster.admit()):
-            running = reading.popleft() if reading else self.roster.reading[-1]
+        while most > 0 and (reading or self.queue.admit()):
+            running = reading.popleft() if reading else self.queue.reading[-1]
             if running.left == 1:
-                self.roster.begin(running)
+                self.queue.begin(running)
                 continue
             if self._fixed:
                 chosen.append((running, min(running.left - 1, most - running.read % most)))
@@ -174,33 +174,33 @@ class Scheduler:
             running.read += count
             self.slots.publish(running.slot, running.tokens[: running.read])
             if running.left == 0:
-                self.roster.begin(running, chunk.rows.stop - 1)
+                self.queue.begin(running, chunk.rows.stop - 1)
             elif self._fixed and running.left == 1:
-                self.roster.begin(running)
+                self.queue.begin(running)
 
     # ---- passes
 
     def _enqueue(self) -> bool:
         """Enqueue a pass of what prompts are to be read and of the rows that can take part, of the strongest kind among
         them; False where there is neither."""
-        for running in [running for running in self.roster.admitted if running.needs_pages]:
+        for running in [running for running in self.queue.admitted if running.needs_pages]:
             if not running.gone:
                 self._grow(running)
         chosen = self._choose()
-        before = [running for running in self.roster.rows if running.runs]
+        before = [running for running in self.queue.rows if running.runs]
         while chosen:
             try:
                 chunks = self._read(chosen, before[-1].row + 1 if before and not self._fixed else 0)
             except Exception as error:  # out of memory, mostly: it is one prompt's alone
                 if len(chosen) == 1:
                     chosen[0][0].job.failure = error
-                    self.roster.finish(chosen[0][0].job, chosen[0][0])
+                    self.queue.finish(chosen[0][0].job, chosen[0][0])
                     return True
                 chosen = chosen[:1]
             else:
                 self._have_read(chosen, chunks)
                 break
-        part = [running for running in self.roster.rows if running.runs]
+        part = [running for running in self.queue.rows if running.runs]
         if not chosen and all(running.lacks_mask for running in part):
             return False
         rows = self._draw(part, ends_prompts=bool(chosen) and not self._fixed) if part else 0
@@ -238,7 +238,7 @@ class Scheduler:
         while not slots.make_room(1):
             if not waits:
                 return
-            self._preempt(youngest := self.roster.admitted[-1])
+            self._preempt(youngest := self.queue.admitted[-1])
             if youngest is running:
                 return
         lacking = slots.pages_for(running.end) - len(slots.held[running.slot].pages)
@@ -247,7 +247,7 @@ class Scheduler:
 
     def _await_masks(self) -> None:
         """Give masks that are on their way a moment where no pass is; a request whose mask cannot be made ends."""
-        masked = [running for running in self.roster.rows if running.mask]
+        masked = [running for running in self.queue.rows if running.mask]
         if masked and not self._in_flight:
             wait_for([running.mask for running in masked])
         for running in masked:
@@ -255,7 +255,7 @@ class Scheduler:
                 running.mask.check()
             except GenerationError as error:
                 running.output.end("error", str(error))
-                self.roster.finish(running.job, running)
+                self.queue.finish(running.job, running)
 
     def _drain(self) -> None:
         """Wait for the oldest pass; pieces go to their jobs. Of rows that have gone no entry is awaited: a pass that
@@ -292,7 +292,7 @@ class Scheduler:
             self.slots.discredit(running.slot, job.tokens)
             if others and job.reuse_prefix:
                 job.reuse_prefix = False
-                self.roster.put_off(running)
+                self.queue.put_off(running)
                 return
         else:
             running.tokens.append(running.embedded)  # its pass has run: its K/V are there
@@ -304,7 +304,7 @@ class Scheduler:
         self._push(running, token, logprobs)
         if job.ended:
             self.answered = True
-            self.roster.finish(job, running)
+            self.queue.finish(job, running)
 
     def _push(self, running: Running, token: int, logprobs: TokenLogprobs | None) -> None:
         """Tell of a drawn token; where there is a grammar, also ask what may follow."""
@@ -322,11 +322,11 @@ class Scheduler:
     def _preempt(self, running: Running) -> None:
         """Let a job that runs wait before all others, which are younger; what it has computed may go."""
         self.preemptions += 1
-        self.roster.put_off(running)
+        self.queue.put_off(running)
 
     def _settle(self) -> None:
         """Throw away what an interrupt or an error left half done."""
         if self._unsettled:
-            self.roster.recover()
+            self.queue.recover()
             self._in_flight.clear()
             self._unsettled = False

@@ -1,4 +1,4 @@
-"""Roster: where each job stands: it waits, its prompt is being read, or it has a row."""
+"""Queue: where each job stands: it waits, its prompt is being read, or it has a row."""
 
 from array import array
 from collections import Counter, deque
@@ -15,7 +15,7 @@ from .request import Job
 from .running import Running
 
 
-class Roster:
+class Queue:
     """jobs: those that have not ended, in the order of arrival; waiting: for a slot, the next one first, and what has
     ended meanwhile; admitted: those that have a slot, the oldest first; reading: of these those whose prompts are being
     read, always the youngest; rows: and all others.
