@@ -14,8 +14,8 @@ from .loading import Loaded
 from .plan import threads
 from .results import Piece, Result
 from .sampling import SamplingParams
-from .serve.driver import Driver, Request
-from .serve.request import Job, generating, scoring
+from .serve.driver import Driver
+from .serve.request import Request, generating, scoring
 from .serve.scheduler import Scheduler
 from .step.dispatch import Dispatcher, GraphStat
 from .step.graphs import make_steps
@@ -108,7 +108,7 @@ class Engine(Loaded):
     ) -> Request:
         """Put a request in the queue, from any thread; see Request and `stream`. cache_salt: it shares K/V with those
         of the same one only. Raises PromptError, ParameterError, QueueFull and EngineClosed."""
-        return self._driver.submit(self._job(prompt, params, reuse_prefix, template_variables, cache_salt))
+        return self._driver.submit(self._request(prompt, params, reuse_prefix, template_variables, cache_salt))
 
     def wait(self, requests: Sequence[Request]) -> None:
         """Wait until one of the requests has ended; its result() says how. For none there is nothing to wait for."""
@@ -138,7 +138,7 @@ class Engine(Loaded):
         """
         return iter(self.submit(prompt, params, reuse_prefix=reuse_prefix, template_variables=template_variables))
 
-    def _job(self, prompt, params, reuse_prefix, template_variables, cache_salt="") -> Job:
+    def _request(self, prompt, params, reuse_prefix, template_variables, cache_salt="") -> Request:
         started = time.perf_counter()
         self._open()
         params = self._params(params)
@@ -184,7 +184,7 @@ class Engine(Loaded):
         self._open()
         options = {"reuse_prefix": reuse_prefix, "template_variables": template_variables}
         return self._driver.gather(
-            [partial(self._job, prompt, own, **options) for prompt, own in zip(prompts, params)], progress
+            [partial(self._request, prompt, own, **options) for prompt, own in zip(prompts, params)], progress
         )
 
     @torch.no_grad()
@@ -199,14 +199,13 @@ class Engine(Loaded):
             raise PromptError(f"token_ids must be a sequence of token ids, got {shown(token_ids)}")
         ids = self.prepare(ids).tokens
         logits = torch.empty(len(ids), self.config.vocab_size, device=self.device)
-        job = scoring(ids, time.perf_counter(), logits=logits)
-        result = self._driver.submit(job).result()
+        result = self._driver.submit(scoring(ids, time.perf_counter(), logits=logits)).result()
         if result.error:
             raise GenerationError(result.error)
         if result.finish_reason == "cancelled":
             self._driver.opened()
             raise GenerationError("score was cancelled before all logits were there")
-        return job.logits
+        return logits
 
     def submit_score(self, prompt: Prompt, logprobs: int) -> Request:
         """A request whose pieces tell of each token after the prompt's first one how likely it was, with the `logprobs`

@@ -41,9 +41,9 @@ def engine():
 def consistent(engine):
     yield
     gc.collect()
-    if engine.scheduler.queue.jobs:  # dropped in the middle of a step of another one
+    if engine.scheduler.queue.requests:  # dropped in the middle of a step of another one
         engine.generate([1], GREEDY)
-    assert not engine.scheduler.queue.jobs
+    assert not engine.scheduler.queue.requests
     engine.scheduler.assert_consistent()
 
 
@@ -64,7 +64,7 @@ def test_a_request_is_iterated_and_waited_for(engine, alone):
 def test_whoever_waits_steps_for_all_and_tokens_are_kept(engine, alone):
     first, second = (engine.submit(prompt, GREEDY) for prompt in PROMPTS[:2])
     assert second.result().token_ids == alone(PROMPTS[1])
-    assert len(first._job.pieces) >= 11, "it ran beside the second"
+    assert len(first.pieces) >= 11, "it ran beside the second"
     assert first.result().token_ids == alone(PROMPTS[0])
 
 
@@ -173,7 +173,7 @@ def test_what_nobody_reads_any_more_is_cancelled(engine, alone, drop):
     neighbour = engine.submit(PROMPTS[2], SAMPLED)
     drop(engine)
     assert neighbour.result().token_ids == alone(PROMPTS[2], SAMPLED)
-    assert not engine.scheduler.queue.jobs and not any(held.busy for held in engine.scheduler.slots.held)
+    assert not engine.scheduler.queue.requests and not any(slot.busy for slot in engine.scheduler.slots)
 
 
 def test_an_interrupt_cancels_the_request_that_waits_and_no_other(engine, alone, monkeypatch):
@@ -381,7 +381,7 @@ def test_an_interrupt_of_many_leaves_nothing_behind(engine):
     with pytest.raises(KeyboardInterrupt):
         engine.generate_many(PROMPTS * 2, GREEDY, progress=progress)
     gc.collect()
-    assert not engine.scheduler.queue.jobs
+    assert not engine.scheduler.queue.requests
 
 
 # ---- limits and ends of an engine
@@ -462,7 +462,7 @@ def test_a_submission_waits_for_no_pass():
             assert not engine.scheduler.busy
         finally:
             engine._driver._lock.release()
-        assert engine.step() and engine.scheduler.load().jobs == 2
+        assert engine.step() and engine.scheduler.load().requests == 2
         assert all(request.result().finish_reason == "length" for request in requests)
 
 
@@ -570,7 +570,7 @@ def test_texts_of_requests_that_waited_for_pages():
     """Also where a character or a stop string was half there when its request had to give its pages up."""
     engine = Engine.load(device="cpu", max_seq_len=192, slots=3, kv_tokens=192)
     preempted, preempt = [], engine.scheduler._preempt
-    engine.scheduler._preempt = lambda running: preempted.append(running) or preempt(running)
+    engine.scheduler._preempt = lambda slot: preempted.append(slot) or preempt(slot)
     prompts = [[{"role": "user", "content": text}] for text in ("Tell me a story", "Who are you?", "Tell me a tale.")]
     one = Engine.load(device="cpu", max_seq_len=192)
     for params in (

@@ -111,7 +111,7 @@ def test_a_prefix_on_the_host_is_shared_and_comes_once(alone):
     while not all(request.finish_reason for request in requests):
         engine.step()
         engine.scheduler.assert_consistent()
-        held = [held.pages for held in engine.scheduler.slots.held]
+        held = [slot.pages for slot in engine.scheduler.slots]
         ring = engine.scheduler.slots._ring
         most = max(most, max((sum(page in pages for pages in held) for page in ring), default=0))
     assert most > 1, "a page in the ring was several requests'"

@@ -165,7 +165,7 @@ def test_a_preempted_request_goes_on_with_the_same_bits(alone, monkeypatch):
     """Two that need more pages than there are: the younger one replays what it has drawn, pass by pass."""
     engine = engine_of(3, pages=CAPACITY // PAGE + 1)
     preempted, preempt = [], engine.scheduler._preempt
-    monkeypatch.setattr(engine.scheduler, "_preempt", lambda running: (preempted.append(running), preempt(running)))
+    monkeypatch.setattr(engine.scheduler, "_preempt", lambda slot: (preempted.append(slot), preempt(slot)))
     tokens = CAPACITY * 3 // 4
     for kind in ("greedy", "penalties"):
         wanted = [(prompt_of(base, PAGE + 1), kind, tokens) for base in (0, 1)]

@@ -59,7 +59,7 @@ def begin_all(model, params=PARAMS[:1], idle=(), known=1):
     slots.pages.take(4 * rows)
     prompts = []
     for row in range(rows):
-        slots.held[row].pages = order[4 * row : 4 * row + 4]
+        slots[row].pages = order[4 * row : 4 * row + 4]
         ids = [(7 * i + 3 * row) % 331 for i in range(known + row % 5)]
         slots.write_tokens(row, ids, 60)
         slots.begin(row, row, params[row % len(params)], position=0, n_known=len(ids), limit=60, stop_ids=())

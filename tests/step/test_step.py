@@ -246,7 +246,7 @@ def two_slots(weights, **config):
     model = make_model(spec, weights, 64, slots=2, page=16, configs=configs)
     slots, order = Slots(model), torch.randperm(8, generator=torch.Generator().manual_seed(4)).tolist()
     slots.pages.take(8)
-    slots.held[0].pages, slots.held[1].pages = order[:4], order[4:]
+    slots[0].pages, slots[1].pages = order[:4], order[4:]
     model.kv.pool.fill_(float("nan"))
     return model, slots
 

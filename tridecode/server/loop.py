@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from ..engine import Engine
 from ..errors import EngineClosed, counted
 from ..results import Piece
-from ..serve.driver import Request
+from ..serve.request import Request
 from .errors import ApiError, refusal
 from .settings import TICK
 
