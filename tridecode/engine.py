@@ -1,9 +1,10 @@
 """Engine: requests of a loaded model; stream answers, score tokens."""
 
+import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -15,7 +16,7 @@ from .plan import threads
 from .results import Piece, Result
 from .sampling import SamplingParams
 from .serve.driver import Driver
-from .serve.request import Request, generating, scoring
+from .serve.request import Request, checked_stop_ids, scoring
 from .serve.scheduler import Scheduler
 from .step.dispatch import Dispatcher, GraphStat
 from .step.graphs import make_steps
@@ -145,7 +146,12 @@ class Engine(Loaded):
         flag("reuse_prefix", reuse_prefix)
         tokens, chat = self.prepare(prompt, template_variables)
         salt, grammar = string("cache_salt", cache_salt), self._grammars.of(params)
-        return generating(tokens, chat, params, self.config, self.capacity, reuse_prefix, salt, started, grammar)
+        stop_ids = checked_stop_ids(params, self.config)
+        if params.seed is None:
+            params = replace(params, seed=secrets.randbits(63))
+        limit = min(len(tokens) + (params.max_tokens or self.capacity), self.capacity + 1)
+        own = tokens[:]  # several requests may have the same prompt
+        return Request(own, params, stop_ids, limit, started, not chat, reuse_prefix, salt, grammar)
 
     def generate(
         self,

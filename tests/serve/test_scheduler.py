@@ -233,7 +233,7 @@ def test_pages_are_given_as_they_are_needed(alone, monkeypatch):
     prompt = prompt_of(0, 5)
     for kind in PARAMS:
         same(engine.generate(prompt, params_of(kind, 90), reuse_prefix=False), alone(prompt, kind, 90))
-    assert [args for _, args in log] == [(0, 0, 1)] * 20
+    assert [(slot.number, *rest) for _, (slot, *rest) in log] == [(0, 0, 1)] * 20
     engine.scheduler.assert_consistent()
 
 

@@ -252,8 +252,8 @@ def two_slots(weights, **config):
 
 
 def start(slots, slot, params, ids, position=0):
-    slots.write_tokens(slot, ids, 60)
-    slots.begin(slot, slot, params, position=position, n_known=len(ids), limit=60, stop_ids=())
+    slots.write_tokens(slots[slot], ids, 60)
+    slots.begin(slots[slot], slot, params, position=position, n_known=len(ids), limit=60, stop_ids=())
 
 
 def run_steps_of(model, kind, steps, backend):

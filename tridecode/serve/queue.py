@@ -89,7 +89,7 @@ class Queue:
         self.admitted.append(slot)
         needed = slots.pages_for(position + 1)
         needed += slots.spare(needed - len(slot.pages))
-        slots.write_tokens(slot.number, tokens, min(needed * slots.page, slot.end))
+        slots.write_tokens(slot, tokens, min(needed * slots.page, slot.end))
         return True
 
     def _soon_there(self, ids: array, salt: str) -> bool:
@@ -109,7 +109,7 @@ class Queue:
         read, or which its first decode pass reads."""
         request = slot.request
         self.slots.begin(
-            slot.number,
+            slot,
             len(self.rows),
             request.params,
             position=slot.position,
@@ -121,7 +121,7 @@ class Queue:
         )
         if slot.mask:
             slot.mask.begin(slot.number, slot.generation, slot.position + slot.given)
-        slot.row, slot.room = len(self.rows), self.slots.room(slot.number)
+        slot.row, slot.room = len(self.rows), self.slots.room(slot)
         self.rows.append(slot)
         self.reading.remove(slot)
 
@@ -150,7 +150,7 @@ class Queue:
                 self.rows[slot.row] = last
             self.slots.vacate(slot.row, last.row)
             last.row = slot.row
-        self.slots.release(slot.number)
+        self.slots.release(slot)
         slot.request = None
 
     def recover(self) -> None:
@@ -173,5 +173,5 @@ class Queue:
         assert [slot.row for slot in self.rows] == list(range(len(self.rows)))
         assert Counter(self.rows + self.reading) == Counter(admitted)
         assert set(admitted) == {slot for slot in self.slots if slot.busy}
-        assert all(slot.position <= slot.room == self.slots.room(slot.number) for slot in self.rows)
+        assert all(slot.position <= slot.room == self.slots.room(slot) for slot in self.rows)
         self.slots.assert_consistent()

@@ -1,11 +1,10 @@
 """Request: one generation, from its prompt's tokens to its last piece."""
 
-import secrets
 import time
 import weakref
 from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import count
 from typing import TYPE_CHECKING
@@ -198,32 +197,6 @@ class Request:
             stop_string=self._stops.hit,
         )
         self.pieces.extend((*pieces, last))
-
-
-def generating(
-    ids: array,
-    chat: bool,
-    params: SamplingParams,
-    spec: "ModelSpec",
-    capacity: int,
-    reuse_prefix: bool,
-    salt: str,
-    started: float,
-    grammar: Grammar | None = None,
-) -> Request:
-    """Return a request that continues `ids`, of a chat or not, within `capacity` positions. Raises ParameterError."""
-    stop_ids = checked_stop_ids(params, spec)
-    return Request(
-        tokens=ids[:],  # several requests may have the same prompt
-        params=params if params.seed is not None else replace(params, seed=secrets.randbits(63)),
-        stop_ids=stop_ids,
-        limit=min(len(ids) + (params.max_tokens or capacity), capacity + 1),
-        started=started,
-        continues=not chat,
-        reuse_prefix=reuse_prefix,
-        salt=salt,
-        grammar=grammar,
-    )
 
 
 def scoring(ids: array, started: float, logprobs: int | None = None, logits: torch.Tensor | None = None) -> Request:

@@ -217,7 +217,7 @@ class Scheduler:
         """Publish what an enqueued pass reads. A slot whose prompt ends gets a row."""
         for (slot, count), chunk in zip(chosen, chunks):
             slot.read += count
-            self.slots.publish(slot.number, slot.read)
+            self.slots.publish(slot, slot.read)
             if slot.left == 0:
                 self.queue.begin(slot, chunk.rows.stop - 1)
             elif self._fixed and slot.left == 1:
@@ -289,8 +289,8 @@ class Scheduler:
             if youngest is slot:
                 return
         lacking = slots.pages_for(slot.end) - len(slot.pages)
-        slots.grow(slot.number, slot.row, min(1 + slots.spare(1), lacking))
-        slot.room = slots.room(slot.number)
+        slots.grow(slot, slot.row, min(1 + slots.spare(1), lacking))
+        slot.room = slots.room(slot)
 
     def _await_masks(self) -> None:
         """Wait a moment for late masks if no pass is in flight. A request whose mask cannot be made ends."""
@@ -338,7 +338,7 @@ class Scheduler:
         slot.position += 1
         if token == NO_TOKEN:
             others = slot.shared > 0  # the K/V of another request may be the cause, so it computes all K/V itself
-            self.slots.discredit(slot.number)
+            self.slots.discredit(slot)
             if others and request.reuse_prefix:
                 request.reuse_prefix = False
                 self.queue.put_off(slot)

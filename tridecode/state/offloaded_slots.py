@@ -33,7 +33,6 @@ class OffloadedSlots(Slots):
         self._kv, self._offload = model.kv, model.kv.offload
         self._where: list[int | None] = [None] * model.kv.pages  # device page, or ~ that of the host
         self._ring: dict[int, int] = {}  # page -> place in the ring, of the host's pages that slots have
-        self._full = [0] * len(self)  # leading pages of each slot that are not written any more
         self._stale: set[int] = set(range(len(self)))  # slots whose tables are to be written
         self._fetched_stale = False
         self._leaving: dict[int, int] = {}  # page of the device -> host page, where a copy of it is, or will soon be
@@ -99,7 +98,7 @@ class OffloadedSlots(Slots):
         self._collect()
         slot = super().admit(ids, positions, salt)
         if slot is not None:
-            self._full[slot.number] = slot.filled // self.page
+            slot.full = slot.filled // self.page
             self._bring_back(slot, self.pages_for(positions) - len(slot.pages))
         return slot
 
@@ -116,13 +115,12 @@ class OffloadedSlots(Slots):
         for page in reversed(back):
             self._to_device([page])
 
-    def publish(self, slot: int, read: int) -> None:
-        self._full[slot] = read // self.page
+    def publish(self, slot: Slot, read: int) -> None:
+        slot.full = read // self.page
         super().publish(slot, read)
 
-    def release(self, slot: int) -> None:
+    def release(self, slot: Slot) -> None:
         super().release(slot)
-        self._full[slot] = 0
         self._collect()
 
     def recover(self) -> None:
@@ -151,15 +149,15 @@ class OffloadedSlots(Slots):
     # ---- pages that move, in stream order
 
     @torch.inference_mode()
-    def ensure(self, slot: int, first: int, end: int) -> None:
+    def ensure(self, slot: Slot, first: int, end: int) -> None:
         """Have the pages of the slot's positions [first, end) on the device, to be written. Raises OutOfPages."""
-        pages = self[slot].pages[first // self.page : self.pages_for(end)]
+        pages = slot.pages[first // self.page : self.pages_for(end)]
         if not self._leaving.keys().isdisjoint(pages):  # the end of another request, copied before this one went on
             self._forget_leaving()
             self._collect()
         if wanted := [page for page in pages if not self._on_device(page)]:
             self._to_device(wanted)
-            self._stale.add(slot)
+            self._stale.add(slot.number)
 
     def _to_device(self, pages: list[int]) -> None:
         for page in self._ring.keys() & pages:  # before others leave, which may want its place
@@ -198,7 +196,7 @@ class OffloadedSlots(Slots):
             if page not in held and self._on_device(page) and page not in self._leaving:
                 yield page
         # Where a slot is being filled, all that was found is full but for its end.
-        full = [most if slot.busy else len(slot.pages) - 1 for most, slot in zip(self._full, self)]
+        full = [slot.full if slot.busy else len(slot.pages) - 1 for slot in self]
         for place in range(max(full)):
             for most, slot in zip(full, self):
                 if place < most and self._ring_free and self._on_device(page := slot.pages[place]):
@@ -268,18 +266,18 @@ class OffloadedSlots(Slots):
     def _write_table(self, slot: int, table: torch.Tensor, pages: Sequence[int]) -> None:
         self._stale.add(slot)
 
-    def _extend_table(self, slot: int, have: int) -> None:
-        self._full[slot] = max(self._full[slot], have - 1)
+    def _extend_table(self, slot: Slot, have: int) -> None:
+        slot.full = max(slot.full, have - 1)
         self.ensure(slot, have * self.page, self.room(slot))
 
-    def begin(self, slot: int, row: int, params: SamplingParams, *, position: int, **state) -> int:
-        self._full[slot] = max(self._full[slot], position // self.page)
+    def begin(self, slot: Slot, row: int, params: SamplingParams, *, position: int, **state) -> int:
+        slot.full = max(slot.full, position // self.page)
         self.ensure(slot, position, position + 1)
         return super().begin(slot, row, params, position=position, **state)
 
     def write_chunks(self, chunks: Sequence[Chunk]) -> None:
         for chunk in chunks:
-            self.ensure(chunk.slot, chunk.start, chunk.end)
+            self.ensure(self[chunk.slot], chunk.start, chunk.end)
         self.before_pass()
         self._copy_ahead({chunk.slot for chunk in chunks})
         super().write_chunks(chunks)
@@ -320,7 +318,7 @@ class OffloadedSlots(Slots):
     def rewind(self, positions: list[int], params: SamplingParams, given: int = 0) -> None:
         """As well, every page gets a place as if it had been written, the oldest on the host."""
         super().rewind(positions, params, given)
-        for slot in range(len(positions)):
-            for first in range(0, self.room(slot), self.page):
-                self.ensure(slot, first, first + 1)
+        for row in range(len(positions)):
+            for first in range(0, self.room(self[row]), self.page):
+                self.ensure(self[row], first, first + 1)
         self.before_pass()

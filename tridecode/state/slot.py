@@ -30,6 +30,7 @@ class Slot:
     node: Node | None = None  # the last node of the prefix tree that it uses
     goes_on: bool = False  # Match.goes_on of the match at admission
     salt: str = ""
+    full: int = 0  # leading pages that are no longer written, for OffloadedSlots
 
     # The request. The scheduler sets `request` for the time of a step only; see serve/request.py.
     ref: Any = None  # weak reference to it

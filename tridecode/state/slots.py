@@ -1,7 +1,7 @@
 """Slots: writes one request's state to its own place on the device, in stream order."""
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -83,18 +83,15 @@ class Slots:
     def __getitem__(self, number: int) -> Slot:
         return self._slots[number]
 
-    def __iter__(self) -> Iterator[Slot]:
-        return iter(self._slots)
-
     # ---- the host's book-keeping
 
     def most_read(self) -> int:
         """Tokens of prompts in one pass."""
         return self.model.prompt.rows - self.model.rows
 
-    def room(self, slot: int) -> int:
+    def room(self, slot: Slot) -> int:
         """Positions that have pages."""
-        return len(self[slot].pages) * self.page
+        return len(slot.pages) * self.page
 
     def pages_for(self, positions: int) -> int:
         return -(-positions // self.page)
@@ -144,11 +141,10 @@ class Slots:
     def _copy_page(self, source: int, target: int) -> None:
         self.model.kv.pool[target].copy_(self.model.kv.pool[source])
 
-    def publish(self, slot: int, read: int) -> None:
+    def publish(self, slot: Slot, read: int) -> None:
         """Let other requests find the whole pages of the first `read` tokens, whose K/V the enqueued passes write."""
-        its = self[slot]
-        its.filled = read // self.page * self.page
-        self._insert(its)
+        slot.filled = read // self.page * self.page
+        self._insert(slot)
 
     def _insert(self, slot: Slot) -> None:
         """Let other requests find what the slot's pages hold."""
@@ -176,24 +172,22 @@ class Slots:
         slot. With one slot it is all of them, so its table is written once."""
         return max(self.pages.free - max(needed, 0), 0) // len(self)
 
-    def release(self, slot: int) -> None:
+    def release(self, slot: Slot) -> None:
         """Make the slot idle. Its K/V can be found by other requests, its other pages are free.
 
         In the batch-invariant mode only published K/V can be found: K/V of decode passes have other bits than those of
         prompt passes.
         """
-        its = self[slot]
         if not self.model.fixed_chunk:
-            self._insert(its)
-        self._give_all_back(its)
-        its.busy = False
-        self._slots[slot] = Slot(slot, its.generation)
+            self._insert(slot)
+        self._give_all_back(slot)
+        slot.busy = False
+        self._slots[slot.number] = Slot(slot.number, slot.generation)
 
-    def discredit(self, slot: int) -> None:
+    def discredit(self, slot: Slot) -> None:
         """Let no request find the K/V that the slot has found and computed."""
-        its = self[slot]
-        its.filled = 0
-        self.cache.forget(its.tokens, salt=its.salt)
+        slot.filled = 0
+        self.cache.forget(slot.tokens, salt=slot.salt)
 
     def _give_all_back(self, slot: Slot) -> None:
         self._use(slot, None)
@@ -209,9 +203,9 @@ class Slots:
         self.cache.recover()
         self.pages.recount([*(slot.pages for slot in self), self.cache.pages()])
         for slot in [*self]:
-            if slot.filled > self.room(slot.number):
+            if slot.filled > self.room(slot):
                 slot.filled = 0
-            self.release(slot.number)
+            self.release(slot)
 
     def rewind(self, positions: list[int], params: SamplingParams, given: int = 0) -> None:
         """Put rows and slots 0, 1, ... at `positions`, with whatever the cache holds and `given` known tokens after.
@@ -222,12 +216,12 @@ class Slots:
         self.recover()
         self.cache.clear()
         self.pages.recount(slot.pages for slot in self)
-        for slot, position in enumerate(positions):
-            spare = self.pages.free - sum(self.pages_for(later + 1) for later in positions[slot:])
-            room = (self.pages_for(position + 1) + max(spare, 0) // (len(positions) - slot)) * self.page
+        for row, position in enumerate(positions):
+            spare = self.pages.free - sum(self.pages_for(later + 1) for later in positions[row:])
+            room = (self.pages_for(position + 1) + max(spare, 0) // (len(positions) - row)) * self.page
             known = min(position + 1 + given, capacity)
-            self.write_tokens(slot, [0] * known, min(room, capacity))
-            self.begin(slot, slot, params, position=position, n_known=known, limit=capacity + 1, stop_ids=())
+            self.write_tokens(self[row], [0] * known, min(room, capacity))
+            self.begin(self[row], row, params, position=position, n_known=known, limit=capacity + 1, stop_ids=())
 
     def assert_consistent(self) -> None:
         """Check that every page is free, a slot's or in the prefix tree, and counted as often. Only pages in the tree
@@ -238,25 +232,24 @@ class Slots:
         own = [page for slot in self for page in slot.pages[slot.shared // self.page :]]
         assert len(set(own)) == len(own), "a page is written by two slots"
         for number, slot in enumerate(self):
-            assert slot.number == number
-            most = min(self.room(number), len(slot.tokens))
-            assert slot.filled <= most, f"slot {number} claims more than its pages hold"
+            most = min(self.room(slot), len(slot.tokens))
+            assert slot.number == number and slot.filled <= most, f"slot {number} claims more than its pages hold"
             assert slot.busy or not slot.pages, f"slot {number} is idle and keeps pages"
 
     # ---- writes to the device, in stream order
 
     @torch.inference_mode()
-    def write_tokens(self, slot: int, ids: Sequence[int], positions: int) -> None:
+    def write_tokens(self, slot: Slot, ids: Sequence[int], positions: int) -> None:
         """Write a request's tokens and its row of the page table, with pages for `positions`.
 
         No pass may run for the slot until `begin` has been called. Raises OutOfPages.
         """
-        ws, its = self.model.workspace, self[slot]
-        its.pages += self._take(max(self.pages_for(positions) - len(its.pages), 0))
+        ws = self.model.workspace
+        slot.pages += self._take(max(self.pages_for(positions) - len(slot.pages), 0))
         with self._texts.next() as (tokens, table):
             tokens.numpy()[: len(ids)] = packed(ids)
-            ws.tokens[slot, : len(ids)].copy_(tokens[: len(ids)], non_blocking=True)
-            self._write_table(slot, table, its.pages)
+            ws.tokens[slot.number, : len(ids)].copy_(tokens[: len(ids)], non_blocking=True)
+            self._write_table(slot.number, table, slot.pages)
 
     def _write_table(self, slot: int, table: torch.Tensor, pages: Sequence[int]) -> None:
         """The slot's row of the page table, from a row of pinned memory."""
@@ -266,7 +259,7 @@ class Slots:
     @torch.inference_mode()
     def begin(
         self,
-        slot: int,
+        slot: Slot,
         row: int,
         params: SamplingParams,
         *,
@@ -285,27 +278,27 @@ class Slots:
             prompt: how many of them belong to the prompt, by default all; the others were sampled before
             source: the row of the prompt pass that has just read `position`
         """
-        ws, its = self.model.workspace, self[slot]
+        ws, number = self.model.workspace, slot.number
         prompt = n_known if prompt is None else prompt
-        its.generation = its.generation % layout.MAX_GENERATION + 1
+        slot.generation = slot.generation % layout.MAX_GENERATION + 1
         if params.logit_bias:
             with self._biases.next() as (bias,):
                 bias.zero_()
                 for token, value in params.logit_bias.items():
                     bias[token] = value
-                ws.bias[slot].copy_(bias, non_blocking=True)
+                ws.bias[number].copy_(bias, non_blocking=True)
         with self._states.next() as (meta, samp):
-            state = slot, its.generation, position, n_known, limit, stop_ids, self.room(slot)
+            state = number, slot.generation, position, n_known, limit, stop_ids, self.room(slot)
             fill_meta(meta.numpy(), params, *state)
             meta[layout.SOURCE] = source
             fill_samp(samp.numpy(), params)
             ws.samp[row].copy_(samp, non_blocking=True)
             if params.penalties:
-                given, drawn = ws.tokens[slot, :n_known].long().tensor_split([prompt])
-                ws.counts[slot].zero_().index_fill_(0, given, 1)
-                ws.counts[slot].index_add_(0, drawn, torch.full_like(drawn, 2, dtype=ws.counts.dtype))
+                given, drawn = ws.tokens[number, :n_known].long().tensor_split([prompt])
+                ws.counts[number].zero_().index_fill_(0, given, 1)
+                ws.counts[number].index_add_(0, drawn, torch.full_like(drawn, 2, dtype=ws.counts.dtype))
             ws.meta[row].copy_(meta, non_blocking=True)
-        return its.generation
+        return slot.generation
 
     @torch.inference_mode()
     def write_chunks(self, chunks: Sequence[Chunk]) -> None:
@@ -316,24 +309,22 @@ class Slots:
             self.model.prompt.chunks.copy_(table, non_blocking=True)
 
     @torch.inference_mode()
-    def grow(self, slot: int, row: int, pages: int) -> None:
+    def grow(self, slot: Slot, row: int, pages: int) -> None:
         """Give the slot that many more pages, and run its row again if it waits for them. Raises OutOfPages.
 
         The numbers are arguments of launches, so nothing is copied from the host and nothing is waited for.
         """
-        its, meta = self[slot], self.model.workspace.meta
-        have = len(its.pages)
-        its.pages += self._take(pages)
+        meta, have = self.model.workspace.meta, len(slot.pages)
+        slot.pages += self._take(pages)
         self._extend_table(slot, have)
         meta[row, layout.ROOM].fill_(self.room(slot))
         status = meta[row, layout.STATUS]
         status.masked_fill_(status == layout.WAIT, layout.RUN)  # a row that has ended meanwhile stays so
 
-    def _extend_table(self, slot: int, have: int) -> None:
+    def _extend_table(self, slot: Slot, have: int) -> None:
         """The entries of the slot's pages from the `have`th on."""
-        pages = self[slot].pages
-        for place in range(have, len(pages)):
-            self.model.kv.page_table[slot, place].fill_(pages[place])
+        for place in range(have, len(slot.pages)):
+            self.model.kv.page_table[slot.number, place].fill_(slot.pages[place])
 
     def before_pass(self) -> None:
         """What the next pass reads is to be written now, if it was not before."""
