@@ -36,6 +36,7 @@ from servers import (
 
 from tridecode import Engine, SamplingParams
 from tridecode.errors import EngineClosed, QueueFull, TridecodeError
+from tridecode.server.call import Call
 from tridecode.server.errors import ApiError, told
 from tridecode.server.loop import Loop
 from tridecode.server.tls import Tls
@@ -163,7 +164,7 @@ def test_what_can_never_find_a_place_is_no_matter_of_later(engine):
 def test_a_request_that_was_ended_has_no_place_any_more():
     """Before a pass is over, which may be long."""
     loop = Loop(SimpleNamespace(slots=1), 0, 1.0)
-    call = loop.call(0.0, None)
+    call = Call(loop, None, None, 0.0, None)
     call.follow([SimpleNamespace(finish_reason=None, drop=lambda: None)])
     with pytest.raises(ApiError, match="1 request under way or waiting, as many as may be"):
         loop.check()

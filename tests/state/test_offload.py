@@ -12,7 +12,7 @@ from tridecode import Engine, SamplingParams, layout
 from tridecode import tensors as pinned
 from tridecode.cli.bench import offload as bench
 from tridecode.cli.bench.offload import Copies
-from tridecode.cli.bench.passes import enqueue, rewind
+from tridecode.cli.bench.passes import enqueue, rewind, rewind_slots
 from tridecode.cli.bench.report import tables
 from tridecode.cli.parser import make_parser
 from tridecode.cli.terminal import Output
@@ -377,7 +377,7 @@ def test_lists_in_the_interpreter_give_what_the_references_give():
         pool = engine.model.kv.pool
         pool.copy_(torch.randn(pool.shape, generator=generator))
         params = replace(GREEDY, seed=1)
-        slots.rewind([6 * PAGE + 5], params)
+        rewind_slots(slots, [6 * PAGE + 5], params)
         host = engine.model.kv.offload.host
         host.copy_(torch.randn(host.shape, generator=generator))
         assert len(slots._ring) > 0

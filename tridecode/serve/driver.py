@@ -17,7 +17,7 @@ HANDOVER = 2e-5  # seconds for which a thread leaves the lock to others after a 
 
 
 class Driver:
-    """The lock around a scheduler, and what other threads want from the thread that has the lock.
+    """The lock around a scheduler, and the submissions and cancellations for the thread that has the lock.
 
     scheduler: None after `close`. prepare: called in the thread that steps, before each step.
     """
@@ -126,11 +126,9 @@ class Driver:
     def gather(
         self, make: Sequence[Callable[[], Request]], progress: Callable[[int, int], None] | None
     ) -> list[Result]:
-        """Return the results of many requests in order.
+        """Return the results of many requests in order, and call progress(done, total) when requests end.
 
-        Args:
-            make: make each request, shortly before it can run; if one raises, the result tells the error
-            progress: progress(done, total) is called when requests end
+        `make` makes each request shortly before it can run. If that raises, the result has the error.
         """
         results: list[Result | None] = [None] * len(make)
         running: dict[int, Request] = {}

@@ -10,7 +10,6 @@ import torch
 from ..errors import GenerationError, QueueFull, counted, not_finite
 from ..layout import LATE_TOKEN, NO_TOKEN, Chunk, Entry
 from ..results import TokenLogprobs
-from ..sampling import SamplingParams
 from ..state.slot import Slot
 from ..step.decode import KINDS
 from ..step.graphs import DecodePasses
@@ -26,28 +25,21 @@ from .request import Request
 
 @dataclass(frozen=True, eq=False)
 class Pass:
-    """An enqueued pass.
+    """An enqueued pass."""
 
-    Attributes:
-        part: the slots that take part in it
-        rooms: the positions at which their pages ended when it was enqueued
-        rows: rows of each slot
-        done: recorded after the pass if no slot takes part, on a GPU
-    """
-
-    part: list[Slot]
-    rooms: list[int]
-    rows: int
-    done: torch.cuda.Event | None = None
+    part: list[Slot]  # that take part in it
+    rooms: list[int]  # positions at which their pages ended when it was enqueued
+    rows: int  # of each slot
+    done: torch.cuda.Event | None = None  # recorded after it if no slot takes part, on a GPU
 
 
 @dataclass(frozen=True)
 class Load:
-    """How busy a scheduler is. rows: of the next pass; preemptions: so far."""
+    """How busy a scheduler is."""
 
     requests: int  # that run or wait
-    waiting: int  # of them, those without a slot
-    rows: int
+    waiting: int  # requests without a slot
+    rows: int  # of the next pass
     pages: int
     free_pages: int
     preemptions: int
@@ -98,11 +90,10 @@ class Scheduler:
         return Load(requests, waiting, len(self.queue.rows), pages, self.slots.available(), self.preemptions)
 
     def reading(self) -> tuple[int, int, int] | None:
-        """Return how far the oldest prompt that is being read is, or None if there is none. Any thread may call it.
+        """Return the progress of the oldest prompt that is being read, or None. Any thread may call it.
 
-        Returns:
-            tokens whose K/V were present, tokens whose passes are enqueued (two passes may be in flight) and those
-            before, and all tokens, which for a preempted request include its output
+        The progress is (positions whose K/V were present, positions whose K/V are present or enqueued, all positions).
+        For a preempted request all positions include its output.
         """
         for slot in tuple(self.queue.reading):
             request = slot.ref()
@@ -112,9 +103,7 @@ class Scheduler:
     def check_queue(self, coming: int, going: int) -> None:
         """Raise QueueFull if there is no place for one more request. Any thread may call it.
 
-        Args:
-            coming: requests that are about to be added before it
-            going: requests that the next step cancels; they take no place, up to the number of places
+        `coming` requests are added before it. `going` requests are cancelled by the next step, so they take no place.
         """
         slots, most = len(self.slots), self._policy.max_queue
         if most is not None and len(self.queue.requests) + coming - min(going, slots + most) >= slots + most:
@@ -164,12 +153,6 @@ class Scheduler:
         for ref in list(self.queue.requests):
             if (request := ref()) is not None:
                 self.cancel(request)
-
-    def rewind(self, positions: list[int], params: SamplingParams, given: int = 0) -> None:
-        """Call Slots.rewind, for benchmarks. All requests are cancelled."""
-        self.cancel_all()
-        self._unsettled = True  # the next request finds all rows idle and all pages free
-        self.slots.rewind(positions, params, given)
 
     def assert_consistent(self) -> None:
         self._settle()

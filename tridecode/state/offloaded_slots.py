@@ -104,8 +104,8 @@ class OffloadedSlots(Slots):
 
     @torch.inference_mode()
     def _bring_back(self, slot: Slot, fresh: int) -> None:
-        """Copy the slot's pages on the host to the device, the last positions first, as far as there is room beside
-        `fresh` new pages. The other pages get a place in the ring."""
+        """Copy the slot's pages on the host to the device, the last positions first, if there is room for `fresh`
+        new pages too. The other pages get a place in the ring."""
         self._collect()
         room = len(self._kv.pool) - fresh - sum(not self._on_host(page) for page in self._held_pages())
         found = [page for page in slot.pages if self._on_host(page) and page not in self._ring]
@@ -313,12 +313,4 @@ class OffloadedSlots(Slots):
         for page in self[slot].pages[:count]:
             if self._on_device(page):
                 self._to_host(page)
-        self.before_pass()
-
-    def rewind(self, positions: list[int], params: SamplingParams, given: int = 0) -> None:
-        """As well, every page gets a place as if it had been written, the oldest on the host."""
-        super().rewind(positions, params, given)
-        for row in range(len(positions)):
-            for first in range(0, self.room(self[row]), self.page):
-                self.ensure(self[row], first, first + 1)
         self.before_pass()

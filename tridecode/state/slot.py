@@ -15,7 +15,7 @@ class Slot:
     """The place of one active request: its pages, its row, and how far its passes are.
 
     `Slots.release` replaces it with a new idle slot. A pass in flight keeps the slot that it was enqueued for, which is
-    then not busy any more.
+    then no longer busy.
     """
 
     number: int  # index into the page table and the tensors of one row a slot
@@ -39,8 +39,8 @@ class Slot:
 
     # The passes.
     read: int = 0  # positions of the prompt whose K/V are enqueued or present
-    position: int = 0  # of the first pass whose entry was not read yet
-    end: int = 0  # position at which it has no more passes
+    position: int = 0  # position of the first pass whose entry was not read yet
+    end: int = 0  # position at which its passes end
     row: int | None = None  # once its prompt is read
     room: int = 0  # position at which the pages of its row end
     seen: int = 0  # passes whose entries were read
@@ -58,9 +58,8 @@ class Slot:
     def runs(self) -> bool:
         """Whether it may take part in the next pass.
 
-        A pass in flight advances it by one position, and with drafts by up to its rows in that pass. If its mask is
-        late, a pass does not advance it. So with a mask no pass in flight counts, or the next pass would omit a row
-        that still has work.
+        A pass in flight advances it by one position or more, but not if its mask is late. So with a mask no pass in
+        flight counts, or the next pass would omit a row that still runs.
         """
         surely = 0 if self.mask else self.in_flight
         return self.position + surely < min(self.end, self.room)

@@ -101,13 +101,10 @@ class Slots:
         return self.pages.free + self.cache.evictable()
 
     def admit(self, ids: array, positions: int, salt: str = "") -> Slot | None:
-        """Give an idle slot to a request that begins with `ids`.
+        """Give an idle slot to a request that begins with `ids`, or return None if there are too few pages.
 
-        The slot shares the pages that hold the longest known prefix of `ids`. The pages that it needs beside them for
-        `positions` positions are free afterwards.
-
-        Returns:
-            the slot, whose `filled` is the length of that prefix; None if there are too few pages
+        The slot shares the pages with the longest known prefix of `ids`, whose length is its `filled`. The other pages
+        that it needs for `positions` positions are free afterwards.
         """
         match = self.cache.match(ids, salt)
         goes_on = match.goes_on
@@ -206,22 +203,6 @@ class Slots:
             if slot.filled > self.room(slot):
                 slot.filled = 0
             self.release(slot)
-
-    def rewind(self, positions: list[int], params: SamplingParams, given: int = 0) -> None:
-        """Put rows and slots 0, 1, ... at `positions`, with whatever the cache holds and `given` known tokens after.
-
-        Each slot has its share of the pages, up to the capacity, and the same pages every time. Raises OutOfPages.
-        """
-        capacity = self.model.kv.capacity
-        self.recover()
-        self.cache.clear()
-        self.pages.recount(slot.pages for slot in self)
-        for row, position in enumerate(positions):
-            spare = self.pages.free - sum(self.pages_for(later + 1) for later in positions[row:])
-            room = (self.pages_for(position + 1) + max(spare, 0) // (len(positions) - row)) * self.page
-            known = min(position + 1 + given, capacity)
-            self.write_tokens(self[row], [0] * known, min(room, capacity))
-            self.begin(self[row], row, params, position=position, n_known=known, limit=capacity + 1, stop_ids=())
 
     def assert_consistent(self) -> None:
         """Check that every page is free, a slot's or in the prefix tree, and counted as often. Only pages in the tree
