@@ -487,14 +487,14 @@ def test_a_prompt_that_is_cut_leaves_the_rest_of_a_pass_to_the_next_one(reader, 
 
 
 class Interrupts:
-    """Raises KeyboardInterrupt before the instruction `at` of serve/ and cache/, driver and its lock apart."""
+    """Raises KeyboardInterrupt before the instruction `at` of serve/ and state/, except for the driver and its lock."""
 
     def __init__(self, at: int):
         self.at, self.count = at, 0
 
     def __call__(self, frame, event, arg):
         path = frame.f_code.co_filename
-        if "/tridecode/cache/" not in path and ("/tridecode/serve/" not in path or path.endswith("driver.py")):
+        if "/tridecode/state/" not in path and ("/tridecode/serve/" not in path or path.endswith("driver.py")):
             return None
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
         if event == "opcode":
