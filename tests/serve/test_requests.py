@@ -150,11 +150,23 @@ def garbage_in_a_circle(engine):
     gc.collect()
 
 
-def garbage_within_a_step(engine):
-    held, replay = [engine.submit(PROMPTS[0], LONG)], engine.steps.replay
+def waiting_garbage_in_a_circle(engine):
+    other, circle = engine.submit(PROMPTS[1], GREEDY), [engine.submit(PROMPTS[0], LONG)]
+    engine.step()
+    circle.append(circle)
+    del circle
+    gc.collect()
+    other.result()
+
+
+def garbage_within_a_step(engine, circle=False):
+    held, replay = [[engine.submit(PROMPTS[0], LONG)]], engine.steps.replay
+    if circle:
+        held[0].append(held[0])
 
     def collecting(*args):
         held.clear()
+        gc.collect()
         replay(*args)
 
     engine.steps.replay = collecting
@@ -162,11 +174,16 @@ def garbage_within_a_step(engine):
     engine.steps.replay = replay
 
 
+def garbage_in_a_circle_within_a_step(engine):
+    garbage_within_a_step(engine, circle=True)
+    gc.collect()
+
+
 @pytest.mark.parametrize(
     "drop",
     [
         dropped_request, dropped_iterator, iterator_never_read, closed_iterator, left_loop, garbage_in_a_circle,
-        garbage_within_a_step,
+        waiting_garbage_in_a_circle, garbage_within_a_step, garbage_in_a_circle_within_a_step,
     ],
 )  # fmt: skip
 def test_what_nobody_reads_any_more_is_cancelled(engine, alone, drop):

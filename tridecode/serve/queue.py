@@ -16,7 +16,7 @@ from .request import Request
 
 
 class Queue:
-    """Where each request is: it waits, its prompt is being read, or it has a row.
+    """The place of each request: it waits, its prompt is being read, or it has a row.
 
     The requests are the truth, all else follows from them; see `recover`. References to them are weak; see `hold`.
     """
@@ -32,7 +32,7 @@ class Queue:
         """Let all requests wait, as if none had ever had a slot."""
         self.waiting = deque(self.requests)  # the next one first; some may have ended
         self.admitted: list[Slot] = []  # all slots that requests have, the oldest first
-        self.reading: list[Slot] = []  # those whose prompts are being read, always the youngest
+        self.reading: list[Slot] = []  # slots whose prompts are being read, always the youngest
         self.rows: list[Slot] = []  # the others, by row
         self._refused: tuple | None = None  # the request that could not be admitted, and the state at that time
 
@@ -80,7 +80,7 @@ class Queue:
         self.waiting.popleft()
         slot.tokens, slot.ref, slot.request = tokens, ref, request
         slot.read, slot.position, slot.end = slot.filled, position, request.limit - 1
-        slot.given = len(request.pieces) if request.scores else len(tokens) - 1 - position
+        slot.known = len(request.pieces) if request.scores else len(tokens) - 1 - position
         if request.reused is None:
             request.reused = slot.read
         if request.grammar:
@@ -120,7 +120,7 @@ class Queue:
             source=source,
         )
         if slot.mask:
-            slot.mask.begin(slot.number, slot.generation, slot.position + slot.given)
+            slot.mask.begin(slot.number, slot.generation, slot.position + slot.known)
         slot.row, slot.room = len(self.rows), self.slots.room(slot)
         self.rows.append(slot)
         self.reading.remove(slot)
@@ -154,7 +154,7 @@ class Queue:
         slot.request = None
 
     def recover(self) -> None:
-        """Let all requests that have not ended wait again, whatever was interrupted."""
+        """Let all requests that have not ended wait again, after an interrupt at any line."""
         left = [request for ref in self.requests if (request := ref()) is not None and not request.ended]
         self.requests = {request.ref: None for request in left}
         for slot in self.admitted:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False, repr=False)
 class Request:
-    """A generation, queued or active. Iterate over its pieces as they come, or wait for its result.
+    """A generation, queued or active. Iterate over its pieces, or wait for its result.
 
     It runs while any thread waits for any request of its engine. Its pieces are kept, so each iterator begins at the
     first piece. If an iterator is closed or dropped, or the request itself is dropped, the request is cancelled. For
@@ -42,15 +42,15 @@ class Request:
 
     tokens: array  # int32: the prompt, then the sampled tokens; its slot refers to the same array
     params: SamplingParams  # with a seed
-    stop_ids: tuple[int, ...]  # those of the model and of params
+    stop_ids: tuple[int, ...]  # the ids of the model and of params
     limit: int  # tokens, prompt and output, at which it ends
     started: float  # by time.perf_counter
     continues: bool = False  # the output continues the text of the prompt; in a chat it does not
     reuse_prefix: bool = True
     salt: str = ""  # it shares K/V only with requests of the same salt
     grammar: Grammar | None = None  # that the output follows
-    scores: bool = False  # its passes begin at the first token, and its pieces tell what follows each token
-    logits: torch.Tensor | None = None  # of a request that scores: fp32 [prompt, vocab], which its passes fill
+    scores: bool = False  # its passes begin at the first token; each piece is the token that follows
+    logits: torch.Tensor | None = None  # fp32 [prompt, vocab], which the passes of a request that scores fill
     pieces: list[Piece] = field(default_factory=list)  # so far; it grows while other threads step
     failure: Exception | None = None  # raised by the pass of its prompt, such as a lack of memory; no last piece comes
     cancelled: bool = False  # it was cancelled, or the next step cancels it
@@ -200,7 +200,7 @@ class Request:
 
 
 def scoring(ids: array, started: float, logprobs: int | None = None, logits: torch.Tensor | None = None) -> Request:
-    """Return a request that tells how likely each token of `ids` was, by the logits or by log-probabilities."""
+    """Return a request for the probability of each token of `ids`, as logits or as log-probabilities."""
     params = SamplingParams(temperature=0, seed=0, logprobs=logprobs)
     return Request(ids, params, (), len(ids) + 1, started, reuse_prefix=False, scores=True, logits=logits)
 

@@ -29,7 +29,7 @@ class Pass:
 
     part: list[Slot]  # that take part in it
     rooms: list[int]  # positions at which their pages ended when it was enqueued
-    rows: int  # of each slot
+    rows: int  # rows of each slot
     done: torch.cuda.Event | None = None  # recorded after it if no slot takes part, on a GPU
 
 
@@ -39,7 +39,7 @@ class Load:
 
     requests: int  # that run or wait
     waiting: int  # requests without a slot
-    rows: int  # of the next pass
+    rows: int  # rows of the next pass
     pages: int
     free_pages: int
     preemptions: int
@@ -184,7 +184,7 @@ class Scheduler:
         return chosen
 
     def _read(self, chosen: list[tuple[Slot, int]], rows: int) -> list[Chunk]:
-        """Enqueue a pass that reads what was chosen, beside the first `rows` rows; return its chunks."""
+        """Enqueue a pass that reads the chosen prompts and has the first `rows` rows; return its chunks."""
         prompts, chunks = self._prompts(), []
         first = decoding = prompts.decoding(rows)
         for slot, count in chosen:
@@ -300,7 +300,7 @@ class Scheduler:
             slot.in_flight -= 1
             slot.rows_in_flight -= passed.rows
             following, place = 0 if slot.position < room else -1, 0
-            sampled = not slot.given  # else its drafts are tokens that it has sampled before
+            sampled = not slot.known  # drafts of known tokens do not count
             while following >= 0 and slot.busy:
                 entry = self._ring.entry(slot.number, slot.generation, slot.seen)
                 if sampled:
@@ -327,9 +327,9 @@ class Scheduler:
                 self.queue.put_off(slot)
                 return
         else:
-            slot.filled = slot.position  # its pass has run, so the K/V are there
-        if slot.given and token != NO_TOKEN:
-            slot.given -= 1
+            slot.filled = slot.position  # its pass has run, so the K/V are present
+        if slot.known and token != NO_TOKEN:
+            slot.known -= 1
             return
         self._push(slot, token, logprobs)
         if request.ended:

@@ -27,7 +27,7 @@ log = logging.getLogger("tridecode.server")
 
 @dataclass
 class Plan:
-    """What a call asks of the engine, and how its response looks.
+    """The requests of a call, and the form of its response.
 
     prepare: returns the encoded prompts, in a thread. choice: returns the initial Choice for a prompt and its number.
     """
@@ -49,17 +49,14 @@ class Plan:
 
 
 class Call:
-    """An HTTP request and its response, an ASGI application. It has one or several requests of the engine.
-
-    Times are of time.monotonic. expected: number of requests that it will have; heard: when its task was last awake;
-    last: by number of a request, when its last pieces arrived.
-    """
+    """An HTTP request and its response, an ASGI application. It has one or several requests of the engine."""
 
     def __init__(self, loop: Loop, metrics: Metrics, plan: Plan, started: float, deadline: float | None):
         self._loop, self._metrics, self._plan = loop, metrics, plan
-        self.started, self.deadline, self.heard = started, deadline, time.monotonic()
-        self.last: dict[int, float] = {}
-        self.expected = 0
+        self.started, self.deadline = started, deadline  # by time.monotonic, as all times here
+        self.heard = time.monotonic()  # when its task was last awake
+        self.last: dict[int, float] = {}  # when the last pieces of each request arrived
+        self.expected = 0  # number of requests that it will have
         self.ended: ApiError | None = None  # why the server ended it early
         self._prompts: list[Encoded] = []
         self._choices: list[Choice] = []

@@ -125,7 +125,7 @@ class Loop:
         return await self._asyncio.run_in_executor(self._pool, work)
 
     async def begin(self, call: "Call", count: int, submit: Callable[[], list[Request]], formed: bool = False) -> None:
-        """Give `call` the `count` requests that submit() returns. Raises ApiError, and what submit() raises.
+        """Give `call` the `count` requests that submit() returns. Raises ApiError and the errors of submit().
 
         formed: the requests have grammars, which submit() may wait for
         """

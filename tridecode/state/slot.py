@@ -47,7 +47,7 @@ class Slot:
     in_flight: int = 0  # passes whose entries were not read yet
     rows_in_flight: int = 0  # its rows in those passes
     wants: int = 1  # rows that it could use in a pass, by the last entry
-    given: int = 0  # coming passes whose tokens are known, because it was preempted after them
+    known: int = 0  # next passes whose tokens are known, because it was preempted after them
 
     @property
     def left(self) -> int:

@@ -193,7 +193,7 @@ class Slots:
 
     @torch.inference_mode()
     def recover(self) -> None:
-        """Make all slots idle, on the device too, and count the pages again, whatever was interrupted."""
+        """Make all slots idle, on the device too, and count the pages again, after an interrupt at any line."""
         self.model.workspace.meta[:, layout.STATUS].fill_(layout.LIMIT_REACHED)
         for slot in self:
             slot.node = None
