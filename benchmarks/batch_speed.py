@@ -26,6 +26,7 @@ from checkpoint import PRESETS, write_checkpoint
 
 from tridecode import Engine, SamplingParams
 from tridecode.cli.bench.measure import GREEDY, check_running
+from tridecode.cli.bench.passes import enqueue, rewind
 from tridecode.cli.generate.batch import batch
 from tridecode.cli.graph_stats import show_graph_stats
 from tridecode.cli.loading import load_engine
@@ -81,11 +82,11 @@ def time_pass(engine: Engine, rows: int, position: int, steps: int) -> float:
 
     def work() -> None:
         for _ in range(steps):
-            engine.enqueue(GREEDY, rows)
+            enqueue(engine, GREEDY, rows)
 
     times = []
     for _ in range(WARM_UP + RUNS):
-        engine.rewind([position] * rows, GREEDY, rows)
+        rewind(engine, [position] * rows, GREEDY, rows)
         times.append(seconds(engine, work) / steps)
         check_running(engine, f"{rows} rows", rows)
     return statistics.median(times[WARM_UP:])
@@ -108,7 +109,7 @@ def time_prompt(engine: Engine, tokens: int, longest: int, position: int, mixed:
 
     times = []
     for _ in range(WARM_UP + RUNS):
-        engine.rewind([position] * slots, GREEDY, slots)  # so that all slots have pages
+        rewind(engine, [position] * slots, GREEDY, slots)  # so that all slots have pages
         engine.model.workspace.meta[rows:, STATUS] = LIMIT_REACHED
         write_chunks(engine.model, chunks)
         times.append(seconds(engine, work))

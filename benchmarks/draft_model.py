@@ -20,6 +20,7 @@ import torch
 
 from tridecode import layout
 from tridecode.cli.bench.measure import GREEDY, WARM_UP, check_running, preset_engine, run_facts, spread
+from tridecode.cli.bench.passes import rewind
 from tridecode.cli.bench.speculate import captured
 from tridecode.engine import Engine
 from tridecode.models.presets import PRESETS
@@ -77,8 +78,8 @@ def cycle_us(large: Engine, small: Engine, replay, context: int, steps: int, run
     """Tokens behind the large model's position are given: every guess is right."""
     times, given = [], (guesses + 1) * (steps + 2) if guesses else 0
     for count in range(runs + WARM_UP):
-        large.rewind(context, GREEDY, given=given)
-        small.rewind(context, GREEDY)
+        rewind(large, context, GREEDY, given=given)
+        rewind(small, context, GREEDY)
         replay()
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()

@@ -113,7 +113,6 @@ def generate(capsys, engine, monkeypatch):
     monkeypatch.setattr(Engine, "load", lambda *args, **kwargs: engine)
 
     def generate(*argv, stdin=b""):
-        engine.scheduler.slots.held[0].tokens = []  # no run starts from what another one left
         given = io.TextIOWrapper(io.BytesIO(stdin), encoding="utf-8") if isinstance(stdin, bytes) else stdin
         monkeypatch.setattr("sys.stdin", given)
         try:

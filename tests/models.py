@@ -158,5 +158,5 @@ def slowed(late: str):
 def begin(engine: Engine, ids, position, params, stop_ids=(), limit=None) -> None:
     """Begin slot 0 at `position` of `ids` without the engine's streaming."""
     slots, limit = engine.scheduler.slots, limit or engine.capacity + 1
-    slots.write_tokens(0, ids, limit - 1)
-    slots.begin(0, 0, params, position=position, n_known=len(ids), limit=limit, stop_ids=stop_ids)
+    slots.write_tokens(slots[0], ids, limit - 1)
+    slots.begin(slots[0], 0, params, position=position, n_known=len(ids), limit=limit, stop_ids=stop_ids)

@@ -6,7 +6,7 @@ TYPE_CHECKING = False  # as type checkers know it; `typing` takes a third of the
 if TYPE_CHECKING:
     from .engine import Engine
     from .sampling import SamplingParams
-    from .serve.driver import Request
+    from .serve.request import Request
 
 __all__ = ["Engine", "Request", "SamplingParams", "__version__"]
 
@@ -22,7 +22,7 @@ def __getattr__(name: str):
 
         return SamplingParams
     if name == "Request":
-        from .serve.driver import Request
+        from .serve.request import Request
 
         return Request
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,9 +1,10 @@
 """Engine: requests of a loaded model; stream answers, score tokens."""
 
+import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -14,10 +15,9 @@ from .loading import Loaded
 from .plan import threads
 from .results import Piece, Result
 from .sampling import SamplingParams
-from .serve.driver import Driver, Request
-from .serve.request import Job, generating, scoring, step_kind
+from .serve.driver import Driver
+from .serve.request import Request, checked_stop_ids, scoring
 from .serve.scheduler import Scheduler
-from .state.slots import checked_positions
 from .step.dispatch import Dispatcher, GraphStat
 from .step.graphs import make_steps
 from .step.prompt_graphs import make_prompts
@@ -110,7 +110,7 @@ class Engine(Loaded):
     ) -> Request:
         """Put a request in the queue, from any thread; see Request and `stream`. cache_salt: it shares K/V with those
         of the same one only. Raises PromptError, ParameterError, QueueFull and EngineClosed."""
-        return self._driver.submit(self._job(prompt, params, reuse_prefix, template_variables, cache_salt))
+        return self._driver.submit(self._request(prompt, params, reuse_prefix, template_variables, cache_salt))
 
     def wait(self, requests: Sequence[Request]) -> None:
         """Wait until one of the requests has ended; its result() says how. For none there is nothing to wait for."""
@@ -140,14 +140,19 @@ class Engine(Loaded):
         """
         return iter(self.submit(prompt, params, reuse_prefix=reuse_prefix, template_variables=template_variables))
 
-    def _job(self, prompt, params, reuse_prefix, template_variables, cache_salt="") -> Job:
+    def _request(self, prompt, params, reuse_prefix, template_variables, cache_salt="") -> Request:
         started = time.perf_counter()
         self._open()
         params = self._params(params)
         FLAG.check("reuse_prefix", reuse_prefix)
         tokens, chat = self.prepare(prompt, template_variables)
         salt, grammar = TEXT.check("cache_salt", cache_salt), self._grammars.of(params)
-        return generating(tokens, chat, params, self.config, self.capacity, reuse_prefix, salt, started, grammar)
+        stop_ids = checked_stop_ids(params, self.config)
+        if params.seed is None:
+            params = replace(params, seed=secrets.randbits(63))
+        limit = min(len(tokens) + (params.max_tokens or self.capacity), self.capacity + 1)
+        own = tokens[:]  # several requests may have the same prompt
+        return Request(own, params, stop_ids, limit, started, not chat, reuse_prefix, salt, grammar)
 
     def generate(
         self,
@@ -186,7 +191,7 @@ class Engine(Loaded):
         self._open()
         options = {"reuse_prefix": reuse_prefix, "template_variables": template_variables}
         return self._driver.gather(
-            [partial(self._job, prompt, own, **options) for prompt, own in zip(prompts, params)], progress
+            [partial(self._request, prompt, own, **options) for prompt, own in zip(prompts, params)], progress
         )
 
     @torch.no_grad()
@@ -201,36 +206,18 @@ class Engine(Loaded):
             raise PromptError(f"token_ids must be a sequence of token ids, got {shown(token_ids)}")
         ids = self.prepare(ids).tokens
         logits = torch.empty(len(ids), self.config.vocab_size, device=self.device)
-        job = scoring(ids, time.perf_counter(), logits=logits)
-        result = self._driver.submit(job).result()
+        result = self._driver.submit(scoring(ids, time.perf_counter(), logits=logits)).result()
         if result.error:
             raise GenerationError(result.error)
         if result.finish_reason == "cancelled":
             self._driver.opened()
             raise GenerationError("score was cancelled before all logits were there")
-        return job.logits
+        return logits
 
     def submit_score(self, prompt: Prompt, logprobs: int) -> Request:
         """A request whose pieces tell of each token after the prompt's first one how likely it was, with the `logprobs`
         likeliest, and of the one that would follow; see `submit` and `score`."""
         return self._driver.submit(scoring(self.prepare(prompt).tokens, time.perf_counter(), logprobs))
-
-    def rewind(self, position: int | Sequence[int], params: SamplingParams, rows: int = 1, given: int = 0) -> None:
-        """Put the first `rows` rows at `position`, or each at its own of a list, with whatever the cache holds, for
-        benchmarks; `enqueue` then runs passes. Each row has a slot of its own and a share of the pages that are left.
-
-        Whatever runs or waits is cancelled. params: with a seed. given: tokens behind each position that are not drawn.
-        Raises ParameterError, and OutOfPages where the rows need more pages than there are.
-        """
-        positions = checked_positions(position, rows, self.slots, self.capacity)
-        self._driver.exclusively(Scheduler.rewind, positions, params, given)
-
-    def enqueue(self, params: SamplingParams, rows: int = 1, tokens: int = 1) -> None:
-        """Enqueue one pass of `rows` requests, of the kind that `params` needs, with `tokens` rows each where the
-        engine speculates; returns before it has run on a GPU."""
-        self._open()
-        threads.use(self.threads)
-        self.steps.replay(step_kind(params), rows, tokens=tokens)
 
     def synchronize(self) -> None:
         """Wait until everything enqueued has run."""

@@ -13,6 +13,7 @@ from tridecode import Engine, SamplingParams
 from tridecode import tensors as pinned
 from tridecode.checkpoint.load import load_config, load_weights, random_weights
 from tridecode.checkpoint.slices import host_layer_bytes, parameter_count, weight_bytes
+from tridecode.cli.bench.passes import rewind
 from tridecode.errors import DeviceError, ParameterError
 from tridecode.kernels.linear.weight import LoadedLinear
 from tridecode.models.presets import PRESETS
@@ -182,7 +183,7 @@ def test_lists_in_the_interpreter_give_what_the_references_give():
     found = []
     for run in (launch, run_reference):
         engine = engine_of(3)
-        engine.rewind(7, replace(GREEDY, seed=1))
+        rewind(engine, 7, replace(GREEDY, seed=1))
         DecodePasses(engine.model, run).replay("greedy")
         engine.synchronize()
         found.append(engine.model.workspace.logits[0].cpu().clone())
@@ -289,7 +290,7 @@ needs_gpu = pytest.mark.skipif(not CUDA, reason="streams and graphs are a GPU's"
 def logits_of(engine, run) -> torch.Tensor:
     """Of one step, whose buffers hold NaN before."""
     steps = DecodePasses(engine.model, run, Dispatcher("full", (1,)), kinds=("greedy",))
-    engine.rewind(7, replace(GREEDY, seed=1))
+    rewind(engine, 7, replace(GREEDY, seed=1))
     for buffer in engine.model.weights.host.target:
         buffer.fill_(-1)  # NaN, in any format
     steps.replay("greedy", 1)

@@ -19,6 +19,7 @@ from torch.autograd import DeviceType
 from tridecode.checkpoint.load import random_weights
 from tridecode.checkpoint.slices import parameter_count
 from tridecode.cli.bench import ablate, first_token, measure, peers, prefill, start, step_bytes, suite, time_decode
+from tridecode.cli.bench.passes import enqueue
 from tridecode.cli.bench.stream import stream_figures
 from tridecode.errors import GenerationError, ParameterError
 from tridecode.kernels.device import Device
@@ -234,7 +235,7 @@ def test_the_workspace_that_allocates_gives_the_same_tokens():
             engine.steps = DecodePasses(engine.model, Allocating(launcher(engine.model)))
         begin(engine, [5, 17], 0, params, limit=6)
         for _ in range(4):
-            engine.enqueue(params)
+            enqueue(engine, params)
         engine.synchronize()
         tokens.append(engine.model.workspace.tokens[0, :6].tolist())
     assert tokens[0] == tokens[1]

@@ -16,6 +16,7 @@ from models import CUDA, build_engine, tiny_config
 from tridecode import cli as commands
 from tridecode.checkpoint.load import random_weights
 from tridecode.cli.bench import batch, measure, report, serve_mix, suite
+from tridecode.cli.bench.passes import enqueue, rewind
 from tridecode.cli.parser import make_parser
 from tridecode.cli.values import MOST_ROWS, mix
 from tridecode.engine import Engine
@@ -101,7 +102,7 @@ def test_the_one_row_beside_a_mix_is_its_longest(bench, monkeypatch):
 
 def test_steps_that_have_ended_in_any_row_are_no_figure():
     engine = engine_of(128, 2)
-    engine.rewind([5, 5], measure.GREEDY, 2)
+    rewind(engine, [5, 5], measure.GREEDY, 2)
     measure.check_running(engine, "both", 2)
     engine.model.workspace.meta[1, STATUS] = 3
     measure.check_running(engine, "the first", 1)
@@ -114,7 +115,7 @@ def test_every_run_has_the_same_pages():
     engine = engine_of(256, 3)
     tables = []
     for _ in range(3):
-        engine.rewind([70, 5, 200], measure.GREEDY, 3)
+        rewind(engine, [70, 5, 200], measure.GREEDY, 3)
         engine.synchronize()
         tables.append(engine.model.kv.page_table.clone())
     assert tables[0].equal(tables[1]) and tables[0].equal(tables[2])
@@ -124,10 +125,10 @@ def test_every_run_has_the_same_pages():
 def test_the_pool_has_room_for_every_step(contexts, steps):
     room = [batch.room_of(context, steps) for context in contexts]
     engine = engine_of(max(room), len(contexts), sum(room))
-    engine.rewind(contexts, measure.GREEDY, len(contexts))
+    rewind(engine, contexts, measure.GREEDY, len(contexts))
     meta = engine.model.workspace.meta
     meta[: len(contexts), POSITION] += steps  # where the last step leaves them
-    engine.enqueue(measure.GREEDY, len(contexts))
+    enqueue(engine, measure.GREEDY, len(contexts))
     engine.synchronize()
     assert meta[: len(contexts), STATUS].tolist() == [RUN] * len(contexts)
 

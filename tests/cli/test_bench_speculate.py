@@ -73,7 +73,7 @@ def test_the_passes_that_are_timed_verify_as_many_as_they_say(bench):
     (engine,) = bench.made
     counts = {stat.kind: stat.count for stat in engine.graph_stats() if stat.kind.startswith("greedy")}
     assert set(counts) == {"greedy", "greedy x2", "greedy x4", "greedy x8"} and len(set(counts.values())) == 1
-    assert engine.model.ngram == (3, 3) and engine.policy.speculates
+    assert engine.model.ngram == (3, 3) and engine.plan.ngram == (3, 3)
 
 
 def test_texts_alone_need_no_gpu_and_no_engine(bench):

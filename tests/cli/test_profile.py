@@ -15,6 +15,7 @@ from tridecode import cli as commands
 from tridecode import layout
 from tridecode.checkpoint.load import empty_weights
 from tridecode.cli.bench.measure import GREEDY
+from tridecode.cli.bench.passes import rewind
 from tridecode.cli.profile import command, draw, records, step
 from tridecode.cli.profile.records import ProfileError, Record, Span, attribute, chained, split_steps, summarise
 from tridecode.models.presets import PRESETS
@@ -190,7 +191,7 @@ def test_bytes_are_those_of_the_matrices(preset, monkeypatch):
 def test_bytes_of_attention_end_at_the_window():
     config = dict(sliding_window=24, layer_types=("sliding_attention", "full_attention"))
     engine = tiny_engine("torch", dtype=torch.bfloat16, **config)
-    engine.rewind(100, GREEDY)
+    rewind(engine, 100, GREEDY)
     moved = step.bytes_by_role(step.step_launches(engine.model))["attention"]
     assert moved == 2 * 2 * 64 * 2 * (24 + 100) / 2  # K and V, heads, head_dim, bytes
 

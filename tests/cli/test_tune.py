@@ -10,6 +10,7 @@ from models import tiny_engine
 
 from tridecode import cli as commands
 from tridecode.cli import tune
+from tridecode.cli.bench.passes import enqueue, rewind
 from tridecode.kernels.attention.attention import AttentionConfig
 from tridecode.kernels.device import Device
 from tridecode.kernels.linear.matvec import MatvecConfig
@@ -112,9 +113,9 @@ def test_configs_are_compared_over_the_same_cache():
     engine = tiny_engine()
     timer = tune.StepTimer(engine)
     assert timer._same()
-    engine.rewind(timer.contexts[-1] - 40, tune.GREEDY)  # as after a timing
+    rewind(engine, timer.contexts[-1] - 40, tune.GREEDY)  # as after a timing
     for _ in range(39):
-        engine.enqueue(tune.GREEDY)
+        enqueue(engine, tune.GREEDY)
     assert timer._same()
     pool = engine.model.kv.pool
     assert timer._tolerance == 0.05, "for weights of 16 bits and more"

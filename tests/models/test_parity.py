@@ -74,10 +74,10 @@ def check_contract_of_rows(path, rows):
     texts = [torch.randint(0, 380, (TOKENS,), generator=generator).tolist() for _ in range(rows)]
     with Engine.load(path, device=str(DEVICE), slots=rows, max_seq_len=2 * TOKENS) as engine:
         shape = TOKENS, engine.config.vocab_size
-        jobs = [scoring(packed(ids), 0.0, logits=torch.empty(shape, device=DEVICE)) for ids in texts]
-        for request in [engine._driver.submit(job) for job in jobs]:  # all before the first pass
+        requests = [scoring(packed(ids), 0.0, logits=torch.empty(shape, device=DEVICE)) for ids in texts]
+        for request in [engine._driver.submit(request) for request in requests]:  # all before the first pass
             assert request.result().error is None
-        logits = [job.logits for job in jobs]
+        logits = [request.logits for request in requests]
         assert max(stat.rows for stat in engine.graph_stats()) == rows, "they never ran together"
     for i in (0, rows // 2, rows - 1):
         exact = transformers_logits(path, texts[i], torch.float32)

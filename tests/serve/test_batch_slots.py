@@ -21,7 +21,7 @@ from tridecode.cli.generate.lines import Lines, split
 from tridecode.cli.graph_stats import SPARED, show_graph_stats
 from tridecode.cli.progress import progress
 from tridecode.cli.terminal import make_console
-from tridecode.serve.driver import Request
+from tridecode.serve.request import Request
 
 SLOTS = 3
 LENGTHS = (40, 3, 9, 1, 25, 2, 14, 5)

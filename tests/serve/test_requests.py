@@ -10,6 +10,7 @@ import torch
 from models import CUDA, tiny_engine
 
 from tridecode import Engine, Request, SamplingParams
+from tridecode.cli.bench.passes import enqueue, rewind
 from tridecode.errors import EngineClosed, GenerationError, ParameterError, PromptError, QueueFull
 from tridecode.serve import output
 
@@ -40,9 +41,9 @@ def engine():
 def consistent(engine):
     yield
     gc.collect()
-    if engine.scheduler.roster.jobs:  # dropped in the middle of a step of another one
+    if engine.scheduler.queue.requests:  # dropped in the middle of a step of another one
         engine.generate([1], GREEDY)
-    assert not engine.scheduler.roster.jobs
+    assert not engine.scheduler.queue.requests
     engine.scheduler.assert_consistent()
 
 
@@ -63,7 +64,7 @@ def test_a_request_is_iterated_and_waited_for(engine, alone):
 def test_whoever_waits_steps_for_all_and_tokens_are_kept(engine, alone):
     first, second = (engine.submit(prompt, GREEDY) for prompt in PROMPTS[:2])
     assert second.result().token_ids == alone(PROMPTS[1])
-    assert len(first._job.pieces) >= 11, "it ran beside the second"
+    assert len(first.pieces) >= 11, "it ran beside the second"
     assert first.result().token_ids == alone(PROMPTS[0])
 
 
@@ -149,11 +150,23 @@ def garbage_in_a_circle(engine):
     gc.collect()
 
 
-def garbage_within_a_step(engine):
-    held, replay = [engine.submit(PROMPTS[0], LONG)], engine.steps.replay
+def waiting_garbage_in_a_circle(engine):
+    other, circle = engine.submit(PROMPTS[1], GREEDY), [engine.submit(PROMPTS[0], LONG)]
+    engine.step()
+    circle.append(circle)
+    del circle
+    gc.collect()
+    other.result()
+
+
+def garbage_within_a_step(engine, circle=False):
+    held, replay = [[engine.submit(PROMPTS[0], LONG)]], engine.steps.replay
+    if circle:
+        held[0].append(held[0])
 
     def collecting(*args):
         held.clear()
+        gc.collect()
         replay(*args)
 
     engine.steps.replay = collecting
@@ -161,18 +174,23 @@ def garbage_within_a_step(engine):
     engine.steps.replay = replay
 
 
+def garbage_in_a_circle_within_a_step(engine):
+    garbage_within_a_step(engine, circle=True)
+    gc.collect()
+
+
 @pytest.mark.parametrize(
     "drop",
     [
         dropped_request, dropped_iterator, iterator_never_read, closed_iterator, left_loop, garbage_in_a_circle,
-        garbage_within_a_step,
+        waiting_garbage_in_a_circle, garbage_within_a_step, garbage_in_a_circle_within_a_step,
     ],
 )  # fmt: skip
 def test_what_nobody_reads_any_more_is_cancelled(engine, alone, drop):
     neighbour = engine.submit(PROMPTS[2], SAMPLED)
     drop(engine)
     assert neighbour.result().token_ids == alone(PROMPTS[2], SAMPLED)
-    assert not engine.scheduler.roster.jobs and not any(held.busy for held in engine.scheduler.slots.held)
+    assert not engine.scheduler.queue.requests and not any(slot.busy for slot in engine.scheduler.slots)
 
 
 def test_an_interrupt_cancels_the_request_that_waits_and_no_other(engine, alone, monkeypatch):
@@ -380,7 +398,7 @@ def test_an_interrupt_of_many_leaves_nothing_behind(engine):
     with pytest.raises(KeyboardInterrupt):
         engine.generate_many(PROMPTS * 2, GREEDY, progress=progress)
     gc.collect()
-    assert not engine.scheduler.roster.jobs
+    assert not engine.scheduler.queue.requests
 
 
 # ---- limits and ends of an engine
@@ -428,8 +446,8 @@ CALLS = {
     "generate_many": lambda engine: engine.generate_many([[1]]),
     "score": lambda engine: engine.score([1]),
     "encode": lambda engine: engine.encode([1]),
-    "rewind": lambda engine: engine.rewind(3, GREEDY),
-    "enqueue": lambda engine: engine.enqueue(GREEDY),
+    "rewind": lambda engine: rewind(engine, 3, GREEDY),
+    "enqueue": lambda engine: enqueue(engine, GREEDY),
     "synchronize": lambda engine: engine.synchronize(),
     "default_params": lambda engine: engine.default_params(),
     "capacity": lambda engine: engine.capacity,
@@ -461,7 +479,7 @@ def test_a_submission_waits_for_no_pass():
             assert not engine.scheduler.busy
         finally:
             engine._driver._lock.release()
-        assert engine.step() and engine.scheduler.load().jobs == 2
+        assert engine.step() and engine.scheduler.load().requests == 2
         assert all(request.result().finish_reason == "length" for request in requests)
 
 
@@ -508,7 +526,7 @@ def test_a_thread_that_waits_hears_of_the_end(alone):
     engine, found = build(1), []
     thread = threading.Thread(target=lambda: found.append(engine.submit(PROMPTS[0], LONG).result()))
     thread.start()
-    while not engine.scheduler.roster.rows:
+    while not engine.scheduler.queue.rows:
         time.sleep(0.001)
     engine.close()
     thread.join(30)
@@ -569,7 +587,7 @@ def test_texts_of_requests_that_waited_for_pages():
     """Also where a character or a stop string was half there when its request had to give its pages up."""
     engine = Engine.load(device="cpu", max_seq_len=192, slots=3, kv_tokens=192)
     preempted, preempt = [], engine.scheduler._preempt
-    engine.scheduler._preempt = lambda running: preempted.append(running) or preempt(running)
+    engine.scheduler._preempt = lambda slot: preempted.append(slot) or preempt(slot)
     prompts = [[{"role": "user", "content": text}] for text in ("Tell me a story", "Who are you?", "Tell me a tale.")]
     one = Engine.load(device="cpu", max_seq_len=192)
     for params in (
@@ -590,9 +608,9 @@ def test_rewind_checks_what_it_is_given(engine):
         ((256, params), "position must be an integer from 0 to 255"),
     ):
         with pytest.raises(ParameterError, match=message):
-            engine.rewind(*arguments)
-    engine.rewind([255, 3], params, rows=2)
-    engine.enqueue(params, rows=2)
+            rewind(engine, *arguments)
+    rewind(engine, [255, 3], params, rows=2)
+    enqueue(engine, params, rows=2)
     assert len(engine.generate([1], GREEDY).token_ids) == 12
 
 

@@ -18,6 +18,7 @@ from models import CUDA, tiny_engine
 
 from tridecode import SamplingParams
 from tridecode.checkpoint.load import random_weights
+from tridecode.cli.bench.passes import enqueue, rewind
 from tridecode.errors import QueueFull
 
 POISON = 301  # a token whose embedding is NaN
@@ -82,10 +83,10 @@ def same(result, expected) -> None:
 
 def finish(scheduler) -> None:
     for _ in range(20_000):
-        if not scheduler.roster.jobs:
+        if not scheduler.queue.requests:
             break
         scheduler.step()
-    assert not scheduler.roster.jobs and not scheduler.roster.rows
+    assert not scheduler.queue.requests and not scheduler.queue.rows
     scheduler.assert_consistent()
 
 
@@ -119,7 +120,7 @@ def test_any_schedule_gives_the_tokens_of_running_alone(small, alone, actions, a
             if special < 3:
                 tokens = alone(prompt, *wanted).token_ids
                 wanted = (*wanted, tokens[special * len(tokens) // 3])
-            full = len(scheduler.roster.jobs) == 3 + 4
+            full = len(scheduler.queue.requests) == 3 + 4
             try:
                 request = small.submit(prompt, params_of(*wanted), reuse_prefix=reuse)
                 requests.append((request, prompt, wanted))
@@ -169,18 +170,18 @@ def test_who_waits_for_pages_is_matched_once(monkeypatch):
 @settings(max_examples=100, deadline=None)
 @given(actions=st.lists(ACTION, min_size=4, max_size=24))
 def test_nobody_waits_who_could_be_admitted(small, actions):
-    scheduler, roster, requests = small.scheduler, small.scheduler.roster, []
+    scheduler, queue, requests = small.scheduler, small.scheduler.queue, []
     for action, value in actions:
-        if action == "submit" and len(roster.jobs) < 3 + 4:
+        if action == "submit" and len(queue.requests) < 3 + 4:
             base, length, kind, most, reuse, special = value
             prompt = prompt_of(base, length, poisoned=special == 9)
             requests.append(small.submit(prompt, params_of(kind, most), reuse_prefix=reuse))
         elif action == "step":
             for _ in range(value):
                 scheduler.step()
-                if roster._refused and not roster.admit():
-                    roster._refused = None
-                    assert not roster.admit()
+                if queue._refused and not queue.admit():
+                    queue._refused = None
+                    assert not queue.admit()
         elif requests:
             requests[value % len(requests)].cancel()
     finish(scheduler)
@@ -205,7 +206,7 @@ def test_a_preempted_request_resumes_with_the_same_tokens(small, alone, monkeypa
     wanted = [(prompt_of(base, 17), kind, 60) for base in (0, 1)]
     requests = [small.submit(prompt, params_of(*rest)) for prompt, *rest in wanted]
     finish(small.scheduler)
-    assert [running.job is requests[1]._job for _, (running,) in log] == [True]
+    assert [slot.ref is requests[1].ref for _, (slot,) in log] == [True]
     for request, expected in zip(requests, wanted):
         same(request.result(), alone(*expected))
     assert requests[1].result().usage.reused_tokens <= 16
@@ -232,7 +233,7 @@ def test_pages_are_given_as_they_are_needed(alone, monkeypatch):
     prompt = prompt_of(0, 5)
     for kind in PARAMS:
         same(engine.generate(prompt, params_of(kind, 90), reuse_prefix=False), alone(prompt, kind, 90))
-    assert [args for _, args in log] == [(0, 0, 1)] * 20
+    assert [(slot.number, *rest) for _, (slot, *rest) in log] == [(0, 0, 1)] * 20
     engine.scheduler.assert_consistent()
 
 
@@ -295,7 +296,8 @@ def test_a_request_that_fails_is_cut_out_of_its_neighbours(small, alone):
         same(result, alone(*expected))
     assert [result.finish_reason for result in results] == ["error", "length", "error", "length"]
     small.scheduler.assert_consistent()
-    assert not any(POISON in held.tokens for held in small.scheduler.slots.held)
+    found = [small.scheduler.slots.cache.match(ids).tokens(16) for ids, *_ in bad]
+    assert all(tokens <= ids.index(POISON) for tokens, (ids, *_) in zip(found, bad))
 
 
 def test_a_prompt_that_finds_no_memory_ends_alone(small, alone, monkeypatch):
@@ -321,8 +323,6 @@ def test_a_prompt_that_finds_no_memory_ends_alone(small, alone, monkeypatch):
 def test_a_conversation_finds_its_slot_again(small):
     """Not the slot of another one that begins alike, while there is one that has nothing to lose."""
     greedy = params_of("greedy", 5)
-    for held in small.scheduler.slots.held:
-        held.tokens = []
     system = list(prompt_of(0, 4))
     first = system + list(prompt_of(1, 10))
     second = system + list(prompt_of(2, 10))
@@ -373,9 +373,9 @@ def test_a_score_that_is_preempted_goes_on_where_it_was(alone):
 
 def test_rewound_rows_are_no_requests(small, alone):
     params = SamplingParams(temperature=0, seed=1)
-    small.rewind([20, 3], params, rows=2)
+    rewind(small, [20, 3], params, rows=2)
     for _ in range(3):
-        small.enqueue(params, rows=2)
+        enqueue(small, params, rows=2)
     assert small.model.workspace.meta[:3, 32].tolist()[:2] == [23, 6]
     same(small.generate(prompt_of(0, 17), params_of("greedy", 20)), alone(prompt_of(0, 17), "greedy", 20))
     small.scheduler.assert_consistent()
@@ -487,14 +487,14 @@ def test_a_prompt_that_is_cut_leaves_the_rest_of_a_pass_to_the_next_one(reader, 
 
 
 class Interrupts:
-    """Raises KeyboardInterrupt before the instruction `at` of serve/ and cache/, driver and its lock apart."""
+    """Raises KeyboardInterrupt before the instruction `at` of serve/ and state/, except for the driver and its lock."""
 
     def __init__(self, at: int):
         self.at, self.count = at, 0
 
     def __call__(self, frame, event, arg):
         path = frame.f_code.co_filename
-        if "/tridecode/cache/" not in path and ("/tridecode/serve/" not in path or path.endswith("driver.py")):
+        if "/tridecode/state/" not in path and ("/tridecode/serve/" not in path or path.endswith("driver.py")):
             return None
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
         if event == "opcode":
@@ -529,7 +529,7 @@ def test_an_interrupt_anywhere_harms_nobody_else(small, alone, driven):
                 for _ in own:
                     pass
             else:
-                while small.scheduler.roster.jobs:
+                while small.scheduler.queue.requests:
                     small.scheduler.step()
         small.scheduler.assert_consistent()
         finish(small.scheduler)
@@ -571,13 +571,13 @@ def test_many_requests_leave_nothing_behind(alone, monkeypatch):
         (prompt_of(i % 3, (1, 5, 16, 17, 40)[i * 7 % 5], i % 41 == 40), kinds[i % 4], (1, 3, 9, 20)[i * 11 % 4])
         for i in range(total)
     ]
-    jobs, seen, make = WeakSet(), [], engine._job
-    monkeypatch.setattr(engine, "_job", lambda *args, **options: jobs.add(job := make(*args, **options)) or job)
+    alive, seen, make = WeakSet(), [], engine._request
+    monkeypatch.setattr(engine, "_request", lambda *args, **options: alive.add(made := make(*args, **options)) or made)
 
     def look(done, total):
         if done > total // 2 and not seen or done == total:
             gc.collect()
-            seen.append((len(jobs), torch.cuda.memory_allocated() if CUDA else 0))
+            seen.append((len(alive), torch.cuda.memory_allocated() if CUDA else 0))
 
     results = engine.generate_many(
         [ids for ids, *_ in wanted], [params_of(*rest) for _, *rest in wanted], progress=look, reuse_prefix=False

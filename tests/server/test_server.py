@@ -588,7 +588,7 @@ def test_a_client_that_goes_is_cancelled_at_once(served, monkeypatch):
         lines = got.iter_lines()  # which leaves the server as soon as nobody holds it
         next(lines)
         until(lambda: scheduler.load().rows == 1)
-    until(lambda: scheduler.load().jobs == 0)
+    until(lambda: scheduler.load().requests == 0)
     drawn = served.metric("generation_tokens_total")
     until(lambda: served.metric("requests_total", 'outcome="cancelled"') == cancelled + 1)
     time.sleep(0.3)
@@ -602,4 +602,4 @@ def test_a_client_that_goes_without_a_stream_is_cancelled_too(served, monkeypatc
         served.client(timeout=0.5).completions.create(
             **{k: v for k, v in LONG.items() if k != "ignore_eos"}, extra_body={"ignore_eos": True}
         )
-    until(lambda: served.engine.scheduler.load().jobs == 0)
+    until(lambda: served.engine.scheduler.load().requests == 0)

@@ -36,6 +36,7 @@ from servers import (
 
 from tridecode import Engine, SamplingParams
 from tridecode.errors import EngineClosed, QueueFull, TridecodeError
+from tridecode.server.call import Call
 from tridecode.server.errors import ApiError, told
 from tridecode.server.loop import Loop
 from tridecode.server.tls import Tls
@@ -52,7 +53,7 @@ def engine():
 
 def consistent(engine) -> None:
     engine._driver.exclusively(lambda scheduler: scheduler.assert_consistent())
-    assert engine.scheduler.load().jobs == 0
+    assert engine.scheduler.load().requests == 0
 
 
 class RawClient:
@@ -95,7 +96,7 @@ def test_a_stuck_reader_stalls_nobody_and_loses_nothing(engine, monkeypatch):
         began = time.monotonic()
         assert running.client().chat.completions.create(**GREEDY).choices[0].message.content == ANSWER
         assert time.monotonic() - began < 20
-        until(lambda: engine.scheduler.load().jobs == 0, 60)  # all of it is drawn, and its slot is free
+        until(lambda: engine.scheduler.load().requests == 0, 60)  # all of it is drawn, and its slot is free
         time.sleep(0.2)
         found = events(stuck.rest().splitlines())
     expected = engine.generate(LONG["prompt"], SamplingParams(temperature=0, ignore_eos=True, max_tokens=400))
@@ -118,14 +119,14 @@ def test_a_stream_that_waits_has_comments(engine, monkeypatch):
             chunks = [event for event in events(lines) if not isinstance(event, str)]
         assert "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks) == ANSWER
         assert chunks[0]["choices"][0]["delta"]["role"] == "assistant"
-        until(lambda: engine.scheduler.load().jobs == 0)
+        until(lambda: engine.scheduler.load().requests == 0)
 
 
 def test_a_reader_that_never_reads_is_let_go(engine):
     with Running(engine, timeout=1) as running:
         stuck = RawClient(running, LONG | {"stream": True, "logprobs": 20})
         until(lambda: engine.scheduler.load().rows == 1)
-        until(lambda: not running.server.loop._calls and engine.scheduler.load().jobs == 0, 60)
+        until(lambda: not running.server.loop._calls and engine.scheduler.load().requests == 0, 60)
         stuck.socket.close()
 
 
@@ -137,14 +138,14 @@ def test_a_full_queue_is_told_at_once(engine, monkeypatch):
         running.client().chat.completions.create(**GREEDY, n=6)
         slow_passes(engine, monkeypatch)
         blockers = [RawClient(running, LONG | {"stream": True}) for _ in range(6)]
-        until(lambda: (engine.scheduler.load().jobs, engine.scheduler.load().rows) == (6, 4))
+        until(lambda: (engine.scheduler.load().requests, engine.scheduler.load().rows) == (6, 4))
         got = running.post("/v1/chat/completions", GREEDY)
         assert (got.status_code, got.headers["retry-after"]) == (503, "1")
         assert got.json()["error"]["code"] == "queue_full"
         assert running.metric("num_requests_waiting") == 2 and running.metric("num_requests_running") == 4
         for blocker in blockers:
             blocker.socket.close()
-        until(lambda: engine.scheduler.load().jobs == 0)
+        until(lambda: engine.scheduler.load().requests == 0)
         assert running.post("/v1/chat/completions", GREEDY).status_code == 200
     consistent(engine)
 
@@ -163,7 +164,7 @@ def test_what_can_never_find_a_place_is_no_matter_of_later(engine):
 def test_a_request_that_was_ended_has_no_place_any_more():
     """Before a pass is over, which may be long."""
     loop = Loop(SimpleNamespace(slots=1), 0, 1.0)
-    call = loop.call(0.0, None)
+    call = Call(loop, None, None, 0.0, None)
     call.follow([SimpleNamespace(finish_reason=None, drop=lambda: None)])
     with pytest.raises(ApiError, match="1 request under way or waiting, as many as may be"):
         loop.check()
@@ -194,7 +195,7 @@ def test_a_deadline_ends_what_runs_and_what_waits(engine, monkeypatch):
                     model="bundled", prompt="a", stream=True, extra_body={"ignore_eos": True}
                 )
             )
-        until(lambda: engine.scheduler.load().jobs == 0)
+        until(lambda: engine.scheduler.load().requests == 0)
         assert running.metric("requests_total", 'outcome="timeout"') >= 1
 
 
@@ -397,7 +398,7 @@ def test_a_storm_leaves_nothing_behind(engine):
     with Running(engine, max_queue=40) as running:
         counts = storm(running, STORM)
         assert counts["answered"] > 10 and counts["gone"] and counts["slow"] and counts["garbage"], counts
-        until(lambda: engine.scheduler.load().jobs == 0 and not running.server.loop._calls)
+        until(lambda: engine.scheduler.load().requests == 0 and not running.server.loop._calls)
         consistent(engine)
         assert running.post("/v1/chat/completions", GREEDY).json()["choices"][0]["message"]["content"] == ANSWER
     until(lambda: threading.active_count() <= threads)

@@ -12,6 +12,7 @@ from tridecode import Engine, SamplingParams, layout
 from tridecode import tensors as pinned
 from tridecode.cli.bench import offload as bench
 from tridecode.cli.bench.offload import Copies
+from tridecode.cli.bench.passes import enqueue, rewind, rewind_slots
 from tridecode.cli.bench.report import tables
 from tridecode.cli.parser import make_parser
 from tridecode.cli.terminal import Output
@@ -109,7 +110,7 @@ def test_a_prefix_on_the_host_is_shared_and_comes_once(alone):
     while not all(request.finish_reason for request in requests):
         engine.step()
         engine.scheduler.assert_consistent()
-        held = [held.pages for held in engine.scheduler.slots.held]
+        held = [slot.pages for slot in engine.scheduler.slots]
         ring = engine.scheduler.slots._ring
         most = max(most, max((sum(page in pages for pages in held) for page in ring), default=0))
     assert most > 1, "a page in the ring was several requests'"
@@ -375,7 +376,7 @@ def test_lists_in_the_interpreter_give_what_the_references_give():
         pool = engine.model.kv.pool
         pool.copy_(torch.randn(pool.shape, generator=generator))
         params = replace(GREEDY, seed=1)
-        slots.rewind([6 * PAGE + 5], params)
+        rewind_slots(slots, [6 * PAGE + 5], params)
         host = engine.model.kv.offload.host
         host.copy_(torch.randn(host.shape, generator=generator))
         assert len(slots._ring) > 0
@@ -458,7 +459,7 @@ def test_kv_in_8_bits_stay_on_the_device(machine):
 @pytest.mark.parametrize("whole", [False, True], ids=["a_copy_a_page", "a_copy_a_layer"])
 def test_the_benchs_copies_bring_as_much_as_the_fetch(whole):
     engine = engine_of(4, ring=8, context=8)
-    engine.rewind(6 * PAGE + 5, replace(GREEDY, seed=1))
+    rewind(engine, 6 * PAGE + 5, replace(GREEDY, seed=1))
     engine.scheduler.slots.send(0, 6)
     host = engine.model.kv.offload.host
     host.copy_(torch.randn(host.shape, generator=torch.Generator().manual_seed(2)))
@@ -512,7 +513,7 @@ def test_the_bench_of_long_prompts(benched, monkeypatch):
 def test_the_bench_lets_attention_read_the_hosts_own_cells():
     build = dict(page=128, pages=9, offload=Offload(host=8, ring=8))  # so large that any distance is a number of them
     engine = tiny_engine(dtype=torch.float32, capacity=1024, max_position=1024, build=build)
-    engine.rewind(6 * 128 + 5, replace(GREEDY, seed=1))
+    rewind(engine, 6 * 128 + 5, replace(GREEDY, seed=1))
     bench.read_directly(engine, 5)
     offload = engine.model.kv.offload
     cell, begin = offload.cells[0].nbytes, offload.host.data_ptr()
@@ -584,7 +585,7 @@ def logits_of(engine, run) -> torch.Tensor:
     """Of one step behind 9 pages of the host, whose ring holds NaN before."""
     steps = DecodePasses(engine.model, run, Dispatcher("full", (1,)), kinds=("greedy",))
     position = 9 * PAGE + 3
-    engine.rewind(position, replace(GREEDY, seed=1))
+    rewind(engine, position, replace(GREEDY, seed=1))
     engine.scheduler.slots.send(0, 9)
     generator = torch.Generator().manual_seed(5)
     for tensor in (engine.model.kv.offload.host, engine.model.kv.pool):
@@ -609,16 +610,16 @@ def test_neither_stream_overtakes_the_other(late):
 @needs_gpu
 def test_the_steps_enqueue_without_waiting_and_allocate_nothing():
     engine = gpu_engine(4, ring=16, context=10)
-    engine.rewind(9 * PAGE + 3, replace(GREEDY, seed=1))
+    rewind(engine, 9 * PAGE + 3, replace(GREEDY, seed=1))
     engine.scheduler.slots.send(0, 9)
-    engine.enqueue(GREEDY)
+    enqueue(engine, GREEDY)
     engine.synchronize()
     before = torch.cuda.memory_stats()["allocation.all.allocated"]
     with torch.cuda.device(engine.device):
         torch.cuda.set_sync_debug_mode("error")
         try:
             for _ in range(20):
-                engine.enqueue(GREEDY)
+                enqueue(engine, GREEDY)
         finally:
             torch.cuda.set_sync_debug_mode("default")
     engine.synchronize()

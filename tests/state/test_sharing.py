@@ -79,16 +79,21 @@ def test_a_preempted_request_resumes_from_what_is_there(alone, monkeypatch):
     """Two that need more pages than there are: the younger one reads again only what had to go."""
     engine, log = engine_of(2, pages=17), []
     slots, admit = engine.scheduler.slots, engine.scheduler.slots.admit
-    monkeypatch.setattr(slots, "admit", lambda ids, *rest: log.append((len(ids), admit(ids, *rest))) or log[-1][1])
+
+    def logged(ids, *rest):
+        if (slot := admit(ids, *rest)) is not None:
+            log.append((len(ids), slot.filled))
+        return slot
+
+    monkeypatch.setattr(slots, "admit", logged)
     params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
     prompts = [SYSTEM, [5, *SYSTEM]]
     requests = [engine.submit(prompt, params) for prompt in prompts]
     for request, prompt in zip(requests, prompts):
         assert request.result().token_ids == alone(prompt, params)
     assert engine.scheduler.preemptions
-    admitted = [(length, found[1]) for length, found in log if found]
-    assert admitted[:2] == [(69, 0), (70, 0)]
-    assert all(length > 70 and read >= 64 for length, read in admitted[2:]), admitted
+    assert log[:2] == [(69, 0), (70, 0)]
+    assert all(length > 70 and read >= 64 for length, read in log[2:]), log
     engine.scheduler.assert_consistent()
 
 

@@ -18,6 +18,7 @@ from models import CUDA, H100, tiny_config, tiny_engine
 from tridecode import Engine, SamplingParams
 from tridecode.checkpoint.load import empty_weights
 from tridecode.checkpoint.quantization.quantize import rules
+from tridecode.cli.bench.passes import enqueue, rewind
 from tridecode.errors import ParameterError
 from tridecode.layout import Chunk
 from tridecode.options import EngineOptions
@@ -141,9 +142,9 @@ def test_every_captured_size_has_the_same_logits(many, rows):
         found = []
         for count in (1, rows):
             many.model.kv.pool.copy_(page.expand_as(many.model.kv.pool))
-            many.rewind([position] * count, SamplingParams(temperature=0.0, seed=1), count)
+            rewind(many, [position] * count, SamplingParams(temperature=0.0, seed=1), count)
             for _ in range(3):
-                many.enqueue(SamplingParams(temperature=0.0, seed=1), count)
+                enqueue(many, SamplingParams(temperature=0.0, seed=1), count)
             many.synchronize()
             found.append(many.model.workspace.logits[count - 1].clone())
         assert torch.equal(*found), f"position {position}"
@@ -167,7 +168,7 @@ def test_a_preempted_request_goes_on_with_the_same_bits(alone, monkeypatch):
     """Two that need more pages than there are: the younger one replays what it has drawn, pass by pass."""
     engine = engine_of(3, pages=CAPACITY // PAGE + 1)
     preempted, preempt = [], engine.scheduler._preempt
-    monkeypatch.setattr(engine.scheduler, "_preempt", lambda running: (preempted.append(running), preempt(running)))
+    monkeypatch.setattr(engine.scheduler, "_preempt", lambda slot: (preempted.append(slot), preempt(slot)))
     tokens = CAPACITY * 3 // 4
     for kind in ("greedy", "penalties"):
         wanted = [(prompt_of(base, PAGE + 1), kind, tokens) for base in (0, 1)]

@@ -59,10 +59,10 @@ def begin_all(model, params=PARAMS[:1], idle=(), known=1):
     slots.pages.take(4 * rows)
     prompts = []
     for row in range(rows):
-        slots.held[row].pages = order[4 * row : 4 * row + 4]
+        slots[row].pages = order[4 * row : 4 * row + 4]
         ids = [(7 * i + 3 * row) % 331 for i in range(known + row % 5)]
-        slots.write_tokens(row, ids, 60)
-        slots.begin(row, row, params[row % len(params)], position=0, n_known=len(ids), limit=60, stop_ids=())
+        slots.write_tokens(slots[row], ids, 60)
+        slots.begin(slots[row], row, params[row % len(params)], position=0, n_known=len(ids), limit=60, stop_ids=())
         prompts.append(ids)
     model.workspace.meta[list(idle), STATUS] = LIMIT_REACHED
     return prompts

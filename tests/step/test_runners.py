@@ -9,6 +9,7 @@ import torch
 from models import CUDA, tiny_engine
 
 from tridecode import SamplingParams, layout
+from tridecode.cli.bench.passes import rewind
 from tridecode.kernels.attention.attention import attention_bytes, attention_ref
 from tridecode.kernels.op import Op
 from tridecode.step import graphs
@@ -71,7 +72,7 @@ def read_buffers(model):
 def start(engine, kind, rows, given=0):
     engine.model.kv.fill(torch.Generator().manual_seed(3))
     engine.model.workspace.tokens.zero_()
-    engine.rewind(20, PARAMS[KINDS.index(kind)], rows, given)
+    rewind(engine, 20, PARAMS[KINDS.index(kind)], rows, given)
 
 
 def state(engine):
@@ -122,7 +123,7 @@ def test_a_graph_is_bit_equal_to_launches_of_the_same_key(mode, kind):
 def test_passes_are_padded_to_captured_sizes_and_larger_ones_are_launched():
     engine = engine_of("full", sizes=(1, 2))
     for rows in (1, 2, 3):
-        engine.rewind(20, GREEDY, rows)
+        rewind(engine, 20, GREEDY, rows)
         engine.steps.replay("greedy", rows)
     engine.steps.replay("greedy", 3, masked=True)
     found = [(s.kind, s.rows, s.padded, s.mode) for s in engine.graph_stats()]
@@ -132,7 +133,7 @@ def test_passes_are_padded_to_captured_sizes_and_larger_ones_are_launched():
     assert len(engine.steps.graphs) == 2 * len(KINDS), "a launched pass is never captured"
     padded, exact = engine_of("full"), engine_of()
     for each in (padded, exact):
-        each.rewind(20, GREEDY, rows=3)
+        rewind(each, 20, GREEDY, rows=3)
         each.model.workspace.meta[2, layout.STATUS] = layout.STOP
         each.steps.replay("greedy", 2 if each is padded else 3)
     assert_same(state(padded), state(exact))
@@ -241,7 +242,7 @@ def test_passes_with_masks_are_captured_at_their_first_use_while_rows_run(mode, 
 def test_a_prompt_size_is_captured_while_rows_run():
     engine, plain = engine_of("full", slots=1), engine_of(slots=1)
     for each in (engine, plain):
-        each.rewind(20, GREEDY)
+        rewind(each, 20, GREEDY)
         each.steps.replay("greedy")
     chunk = layout.Chunk(0, 0, 3, 0)
     engine.scheduler.slots.write_chunks([chunk])
@@ -268,7 +269,7 @@ def test_captures_at_load_change_no_state_of_running_rows():
 
 def test_idle_rows_and_chunks_are_restored_after_an_error():
     engine = engine_of(slots=2, speculate="ngram")
-    engine.rewind(20, GREEDY, rows=2)
+    rewind(engine, 20, GREEDY, rows=2)
     engine.scheduler.slots.write_chunks([layout.Chunk(1, 0, 3, 0)])
     model = engine.model
     kept = model.workspace.meta.clone(), model.prompt.chunks.clone()

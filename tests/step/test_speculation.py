@@ -16,6 +16,7 @@ from servers import Running
 
 from tridecode import Engine, SamplingParams, layout
 from tridecode.checkpoint.load import random_weights
+from tridecode.cli.bench.passes import enqueue, rewind
 from tridecode.errors import ParameterError
 from tridecode.layout import GENERATION, NGRAM
 from tridecode.options import EngineOptions
@@ -230,7 +231,7 @@ def test_graphs_that_verify_come_after_the_first_answer():
     steps.check_addresses = True
     for kind in ("greedy", "logprobs"):  # the same passes, launched and replayed
         for each in (engine, eager):
-            each.rewind(40, replace(PARAMS[kind], seed=3), rows=2, given=30)
+            rewind(each, 40, replace(PARAMS[kind], seed=3), rows=2, given=30)
             for tokens in (8, 4, 2, 8, 1):
                 each.steps.replay(kind, 2, tokens=tokens)
             each.synchronize()
@@ -242,13 +243,13 @@ def test_graphs_that_verify_come_after_the_first_answer():
 @pytest.mark.skipif(not CUDA, reason="allocations of a GPU")
 def test_passes_that_verify_allocate_nothing():
     engine = tiny_engine("triton", "full", capacity=512, build={"speculate": "ngram"})
-    engine.rewind(40, replace(PARAMS["greedy"], seed=1))
+    rewind(engine, 40, replace(PARAMS["greedy"], seed=1))
     for tokens in (8, 4, 2, 1):
-        engine.enqueue(PARAMS["greedy"], tokens=tokens)  # captured when it first comes
+        enqueue(engine, PARAMS["greedy"], tokens=tokens)  # captured when it first comes
     engine.synchronize()
     before = torch.cuda.memory_stats()
     for tokens in (8, 4, 2, 1) * 20:
-        engine.enqueue(PARAMS["greedy"], tokens=tokens)
+        enqueue(engine, PARAMS["greedy"], tokens=tokens)
     engine.synchronize()
     after = torch.cuda.memory_stats()
     for name in ("allocation.all.allocated", "segment.all.allocated"):

@@ -7,6 +7,7 @@ import torch
 from models import CUDA, FAMILIES, begin, interpreter_configs, tiny_config, tiny_engine
 
 from tridecode import layout
+from tridecode.cli.bench.passes import enqueue
 from tridecode.kernels.attention.attention import AttentionConfig
 from tridecode.sampling import SamplingParams
 from tridecode.state.slots import Slots
@@ -30,7 +31,7 @@ def run_steps(engine, params, steps, ids=PROMPT):
     """Tokens that `steps` bare steps leave, without the engine's streaming around them."""
     begin(engine, ids, 0, params, limit=len(ids) + steps + 1)
     for _ in range(len(ids) - 1 + steps):
-        engine.enqueue(params)
+        enqueue(engine, params)
     engine.synchronize()
     return engine.model.workspace.tokens[0, : len(ids) + steps].tolist()
 
@@ -95,7 +96,7 @@ def test_no_allocation_over_200_steps():
             begin(engine, PROMPT, 0, params, limit=250)
             before = torch.cuda.memory_stats()
             for _ in range(200):
-                engine.enqueue(params)
+                enqueue(engine, params)
             engine.synchronize()
             after = torch.cuda.memory_stats()
             for name in ("allocation.all.allocated", "segment.all.allocated", "allocated_bytes.all.allocated"):
@@ -175,7 +176,7 @@ def test_a_step_past_the_end_changes_nothing(backend, status, params):
     run_steps(engine, params, 1, PROMPT[:2])
     engine.model.workspace.meta[0, layout.STATUS] = status
     before = snapshot(engine)
-    engine.enqueue(params)
+    enqueue(engine, params)
     engine.synchronize()
     for name, tensor in snapshot(engine).items():
         assert torch.equal(tensor, before[name]), f"{name} changed"
@@ -191,7 +192,7 @@ def test_stop_limit_and_known_tokens(backend):
     stop = free[3]
     begin(engine, PROMPT[:2], 0, GREEDY, (stop,), limit=100)
     for _ in range(6):
-        engine.enqueue(GREEDY)
+        enqueue(engine, GREEDY)
     engine.synchronize()
     row, first = ws.meta[0].tolist(), free.index(stop, 2)
     assert row[layout.STATUS] == layout.STOP
@@ -205,7 +206,7 @@ def test_the_capacity_limit_is_never_passed(backend):
     engine = tiny_engine(backend, "none", capacity=capacity)
     begin(engine, [1, 2, 3, 4, 5], 0, GREEDY, limit=capacity + 1)
     for _ in range(capacity + 4):
-        engine.enqueue(GREEDY)
+        enqueue(engine, GREEDY)
     engine.synchronize()
     row = engine.model.workspace.meta[0].tolist()
     assert row[layout.STATUS] == layout.LIMIT_REACHED
@@ -222,7 +223,7 @@ def test_non_finite_logits_end_the_generation_and_draw_nothing(backend):
     for params in (GREEDY, SamplingParams(seed=1)):
         begin(engine, PROMPT[:2], 1, params, limit=50)
         engine.model.workspace.tokens[0, 2] = -7
-        engine.enqueue(params)
+        enqueue(engine, params)
         engine.synchronize()
         row = engine.model.workspace.meta[0].tolist()
         assert (row[layout.STATUS], row[layout.POSITION], row[layout.STEP]) == (layout.NAN, 1, 1)
@@ -245,14 +246,14 @@ def two_slots(weights, **config):
     model = make_model(spec, weights, 64, slots=2, page=16, configs=configs)
     slots, order = Slots(model), torch.randperm(8, generator=torch.Generator().manual_seed(4)).tolist()
     slots.pages.take(8)
-    slots.held[0].pages, slots.held[1].pages = order[:4], order[4:]
+    slots[0].pages, slots[1].pages = order[:4], order[4:]
     model.kv.pool.fill_(float("nan"))
     return model, slots
 
 
 def start(slots, slot, params, ids, position=0):
-    slots.write_tokens(slot, ids, 60)
-    slots.begin(slot, slot, params, position=position, n_known=len(ids), limit=60, stop_ids=())
+    slots.write_tokens(slots[slot], ids, 60)
+    slots.begin(slots[slot], slot, params, position=position, n_known=len(ids), limit=60, stop_ids=())
 
 
 def run_steps_of(model, kind, steps, backend):

@@ -160,7 +160,7 @@ def test_a_mask_that_is_late_for_the_last_token_is_waited_for(bundled, monkeypat
     alone = bundled.generate(CHAT, params)
     monkeypatch.setattr(bundled.scheduler, "_ahead", 1)
     held = bundled.submit(CHAT, params)
-    rows = bundled.scheduler.roster.rows
+    rows = bundled.scheduler.queue.rows
     for _ in range(1000):
         bundled.step()
         if rows and rows[0].position == rows[0].end - 1 and rows[0].in_flight:

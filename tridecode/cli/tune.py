@@ -27,6 +27,7 @@ from ..tuning.configs import PassConfigs
 from ..tuning.search import MARGIN, Search, config_of, search
 from ..tuning.tables import entry_of, merged_text, table_path
 from .bench.measure import GREEDY, bench_engine, model_facts, run_facts, time_decode
+from .bench.passes import enqueue, rewind
 from .chat import session
 from .terminal import Output
 
@@ -154,8 +155,8 @@ class StepTimer:
         """Return whether the logits agree with the first ones, over the same K/V: timings change the cache."""
         generator = torch.Generator(self.engine.device).manual_seed(0)
         self.engine.model.kv.fill(generator)
-        self.engine.rewind(self.contexts[-1], GREEDY, self._rows)
-        self.engine.enqueue(GREEDY, self._rows)
+        rewind(self.engine, self.contexts[-1], GREEDY, self._rows)
+        enqueue(self.engine, GREEDY, self._rows)
         logits = self.engine.model.workspace.logits.clone()
         if self._logits is None:
             self._logits = logits

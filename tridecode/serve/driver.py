@@ -1,33 +1,37 @@
-"""Driver: the one lock around a scheduler, and requests as their callers have them: whoever waits steps for all."""
+"""Driver: the one lock around a scheduler. Every thread that waits for a request steps for all requests."""
 
 import sys
 import threading
 import time
+import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from itertools import count
 
 from ..errors import EngineClosed, QueueFull, TridecodeError, brief
-from ..results import Piece, Result, Timings, Usage
-from .request import Job
+from ..results import Result, Timings, Usage
+from .request import Request
 from .scheduler import Scheduler
 
-HANDOVER = 2e-5  # seconds that who has stepped leaves the lock to others who wait for it: a lock knows no queue
+HANDOVER = 2e-5  # seconds for which a thread leaves the lock to others after a step, because a lock has no queue
 
 
 class Driver:
-    """scheduler: None from `close` on. prepare: called in the thread that steps, before each step."""
+    """The lock around a scheduler, and the submissions and cancellations for the thread that has the lock.
+
+    scheduler: None after `close`. prepare: called in the thread that steps, before each step.
+    """
 
     def __init__(self, scheduler: Scheduler, prepare: Callable[[], None]):
         self.scheduler: Scheduler | None = scheduler
         self._prepare = prepare
-        self._slots = len(scheduler.slots.held)
+        self._slots = len(scheduler.slots)
         self._lock = threading.Lock()  # held while the device state changes, never while a caller has control
         self._wanting: set[int] = set()  # threads that wait for it
-        self._submitted: deque[Job] = deque()  # who has the lock puts them in the queue: a submission waits for no pass
-        self._entrance = threading.Lock()  # so that no two take the last place in the queue
-        self._dropped: deque[Job] = deque()  # jobs whose readers have gone; who has the lock cancels them
+        # The thread that has the lock adds and cancels these requests, so no other thread waits for a pass.
+        self._submitted: deque[weakref.ref[Request]] = deque()
+        self._dropped: deque[Request] = deque()
+        self._entrance = threading.Lock()  # so that no two submissions take the last place in the queue
 
     def opened(self) -> Scheduler:
         """Raises EngineClosed."""
@@ -36,7 +40,7 @@ class Driver:
         return scheduler
 
     def exclusively(self, action: Callable, *args):
-        """The result of action(scheduler, *args), which nobody else's step comes between. Raises EngineClosed."""
+        """Return action(scheduler, *args), called between the steps of all threads. Raises EngineClosed."""
         me = threading.get_ident()
         if self._lock.locked():
             self._wanting.add(me)
@@ -49,7 +53,10 @@ class Driver:
             self._wanting.discard(me)
 
     def _catch_up(self) -> None:
-        """Do what others have left to who has the lock. What is seen to be dropped was submitted before."""
+        """Process submissions and cancellations queued by other threads.
+
+        A dropped request was submitted before, so it is read first and cancelled after all additions.
+        """
         while True:
             dropped = self._dropped[0] if self._dropped else None
             while self._submitted:
@@ -61,12 +68,12 @@ class Driver:
             self._dropped.popleft()
 
     def wait(self, ready: Callable[[], bool]) -> None:
-        """Step until it is so, whoever's tokens come by that."""
+        """Step for all requests until `ready` returns True."""
         while not ready():
             try:
                 self.exclusively(self._step, ready)
             except EngineClosed:
-                if not ready():  # its end may be what was waited for
+                if not ready():  # the end of the engine may have ended the request
                     raise
             if self._wanting:
                 time.sleep(HANDOVER)
@@ -77,20 +84,20 @@ class Driver:
             scheduler.step()
 
     def step(self) -> bool:
-        """Step once for whatever runs or waits; False where nothing does afterwards. Raises EngineClosed."""
+        """Step once for all requests; return whether any is left. Raises EngineClosed."""
         self.exclusively(self._step, lambda: not self.scheduler.busy)
         if self._wanting:
             time.sleep(HANDOVER)
         scheduler = self.scheduler
         return scheduler is not None and (scheduler.busy or bool(self._submitted))
 
-    def submit(self, job: Job) -> "Request":
-        """Raises QueueFull and EngineClosed."""
+    def submit(self, request: Request) -> Request:
+        """Put the request in the queue and return it. Raises QueueFull and EngineClosed."""
         scheduler = self.opened()
         with self._entrance:
             scheduler.check_queue(len(self._submitted), len(self._dropped))
-            request = Request(self, job)  # before the job is there: whatever interrupts what follows, it goes with it
-            self._submitted.append(job)  # if the engine is closed meanwhile, who waits for the request hears it
+            request.driver = self  # first: if an interrupt comes now, the request is dropped and thereby cancelled
+            self._submitted.append(request.ref)  # if the engine closes before it is added, `wait` raises EngineClosed
         if self._lock.acquire(blocking=False):
             try:
                 if self.scheduler is not None:
@@ -99,33 +106,37 @@ class Driver:
                 self._lock.release()
         return request
 
-    def cancel(self, job: Job) -> bool:
-        return not job.ended and self.exclusively(Scheduler.cancel, job)
+    def cancel(self, request: Request) -> bool:
+        return not request.ended and self.exclusively(Scheduler.cancel, request)
 
-    def drop(self, job: Job) -> None:
-        """Cancel it without ever waiting: garbage is collected at any moment, in the middle of a step too."""
-        if not job.ended:
-            self.drop_later(job)
+    def drop(self, request: Request) -> None:
+        """Cancel the request without waiting. Garbage is collected at any moment, also in the middle of a step."""
+        if not request.ended:
+            self.drop_later(request)
             if not self._lock.locked() and not sys.is_finalizing():
-                with suppress(EngineClosed, RuntimeError):  # of a lost GPU hears who steps next
+                with suppress(EngineClosed, RuntimeError):  # the next step reports a lost GPU
                     self.exclusively(lambda scheduler: None)
 
-    def drop_later(self, job: Job) -> None:
-        """Let whoever steps next cancel it; its place in the queue is free at once."""
-        if not (job.ended or job.gone):
-            job.gone = True
-            self._dropped.append(job)
+    def drop_later(self, request: Request) -> None:
+        """Let the next step cancel the request; its place in the queue is free at once."""
+        if not (request.ended or request.cancelled):
+            request.cancelled = True
+            self._dropped.append(request)
 
-    def gather(self, jobs: Sequence[Callable[[], Job]], progress: Callable[[int, int], None] | None) -> list[Result]:
-        """The results of all jobs in their order; each is made shortly before it can run, and what that raises is its
-        own result's. progress(done, total) is called as they end."""
-        results: list[Result | None] = [None] * len(jobs)
+    def gather(
+        self, make: Sequence[Callable[[], Request]], progress: Callable[[int, int], None] | None
+    ) -> list[Result]:
+        """Return the results of many requests in order, and call progress(done, total) when requests end.
+
+        `make` makes each request shortly before it can run. If that raises, the result has the error.
+        """
+        results: list[Result | None] = [None] * len(make)
         running: dict[int, Request] = {}
         following, done = 0, 0
-        while done < len(jobs):
-            while following < len(jobs) and len(running) < 2 * self._slots:
+        while done < len(make):
+            while following < len(make) and len(running) < 2 * self._slots:
                 try:
-                    running[following] = self.submit(jobs[following]())
+                    running[following] = self.submit(make[following]())
                 except EngineClosed:
                     raise
                 except QueueFull as error:
@@ -144,109 +155,21 @@ class Driver:
             if (ended := following - len(running)) > done:
                 done = ended
                 if progress:
-                    progress(done, len(jobs))
+                    progress(done, len(make))
         return results
 
     def close(self) -> None:
-        """Cancel all that runs or waits; whatever comes after is refused."""
+        """Cancel all requests; later ones raise EngineClosed."""
         with self._lock:
             if self.scheduler is not None:
                 try:
                     self._catch_up()
                     self.scheduler.cancel_all()
                 finally:
-                    self.scheduler = None  # with all that it holds
-
-
-class Request:
-    """A generation that was submitted: iterate over its pieces as they come, or wait for its result.
-
-    It goes on while anybody waits for any request of its engine, and its tokens are kept until they are read; each
-    iterator begins at the first piece. Closing or dropping an iterator, or the request itself, cancels it.
-    """
-
-    def __init__(self, driver: Driver, job: Job):
-        self._driver, self._job = driver, job
-
-    def __repr__(self) -> str:
-        return f"Request(prompt_tokens={len(self._job.ids)}, finish_reason={self.finish_reason!r})"
-
-    def __del__(self):
-        self._driver.drop(self._job)
-
-    @property
-    def finish_reason(self) -> str | None:
-        """None while it waits or runs; then "stop", "length", "error" or "cancelled"."""
-        job = self._job
-        if job.failure is not None:
-            return "error"
-        return job.pieces[-1].finish_reason if job.pieces else None
-
-    @property
-    def pieces(self) -> Sequence[Piece]:
-        """Those that came until now; it only grows, while others step."""
-        return self._job.pieces
-
-    @property
-    def failure(self) -> Exception | None:
-        """What the prompt's own pass raised, such as a lack of memory; then no last piece comes."""
-        return self._job.failure
-
-    @property
-    def completion_tokens(self) -> int:
-        """Drawn until now."""
-        pieces = self._job.pieces
-        return len(pieces) - bool(pieces and pieces[-1].token_id is None)
-
-    def __iter__(self) -> Iterator[Piece]:
-        """Yield a Piece a token, then the last one, which has finish_reason, usage and timings. Raises what the
-        prompt's own pass raised, such as a lack of memory."""
-        job = self._job
-        try:
-            for taken in count():
-                if len(job.pieces) == taken:
-                    self._driver.wait(lambda taken=taken: len(job.pieces) > taken or job.failure is not None)
-                if len(job.pieces) == taken:
-                    raise job.failure
-                yield (piece := job.pieces[taken])
-                if piece.finish_reason is not None:
-                    return
-        finally:
-            self._driver.drop(job)
-
-    def result(self) -> Result:
-        """Wait for the end. With finish_reason "error", `error` says why; raises what the prompt's own pass raised."""
-        job = self._job
-        try:
-            self._driver.wait(lambda: job.ended)
-        except BaseException:
-            self._driver.drop(job)
-            raise
-        if job.failure is not None:
-            raise job.failure
-        *pieces, last = job.pieces
-        return Result(
-            text="".join(piece.text for piece in job.pieces),
-            token_ids=tuple(piece.token_id for piece in pieces),
-            finish_reason=last.finish_reason,
-            usage=last.usage,
-            timings=last.timings,
-            seed=job.params.seed,
-            logprobs=None if job.params.logprobs is None else tuple(piece.logprobs for piece in pieces),
-            error=last.error,
-        )
-
-    def cancel(self) -> bool:
-        """End it now, with a last piece of finish_reason "cancelled"; its slot and pages are free at once. False, and
-        nothing is done, where it has ended already, so a second call is harmless."""
-        return self._driver.cancel(self._job)
-
-    def drop(self) -> None:
-        """`cancel` that waits for no pass: who steps next does it."""
-        self._driver.drop_later(self._job)
+                    self.scheduler = None  # with its memory
 
 
 def failed(error: Exception) -> Result:
-    """The result of a request that an error has ended, or that could not begin."""
+    """Return the result of a request that could not begin, or that an error has ended."""
     line = str(error) if isinstance(error, TridecodeError) else f"{type(error).__name__}: {brief(error)}"
     return Result("", (), "error", Usage(0, 0, 0), Timings(0.0, 0.0, 0.0), seed=0, error=line)

@@ -1,16 +1,13 @@
-"""Output: from the ring that the device writes to tokens, from tokens to text, from text to pieces."""
+"""Output: reads sampled tokens from the ring in host memory that the device writes."""
 
 import time
 
 import torch
 
 from .. import layout
-from ..errors import GenerationError, not_finite
-from ..results import Piece, Timings, TokenLogprobs, Usage
+from ..errors import GenerationError
+from ..results import TokenLogprobs
 from ..step.model import DecodeModel
-from ..text.stop_strings import StopStrings
-from ..text.tokenizer import Tokenizer
-from .request import Job
 
 PATIENCE = 120.0  # seconds for which a pass is awaited
 
@@ -55,55 +52,3 @@ class Ring:
         values = ws.out_logprobs[slot, place, : count + 1].tolist()
         ids = ws.out_top_ids[slot, place, :count].tolist()
         return TokenLogprobs(values[0], tuple(zip(ids, values[1:])))
-
-
-class Output:
-    """Turns a job's tokens into its pieces, the last of which says how it ended; goes on where the pieces end."""
-
-    def __init__(self, job: Job, tokenizer: Tokenizer | None, dtype: torch.dtype):
-        self._job, self._dtype = job, dtype
-        self._detokenizer = tokenizer.detokenizer(job.before) if tokenizer else None
-        self._stops = StopStrings(job.params.stop)
-        for piece in job.pieces:
-            self._text(piece.token_id)
-
-    def push(self, token: int, logprobs: TokenLogprobs | None, last: bool = False) -> None:
-        """The next token, or NO_TOKEN: a step whose logits were not finite. last: by its grammar."""
-        job = self._job
-        job.first = job.first or time.perf_counter()
-        before = len(job.pieces)
-        if token == layout.NO_TOKEN:
-            position = before if job.scores else len(job.ids) + before - 1
-            self.end("error", not_finite(before + 1, position, self._dtype))
-            return
-        stopped = token in job.stop_ids
-        piece = Piece(token, "" if stopped else self._text(token), logprobs)
-        if stopped or last or self._stops.hit:
-            self.end("stop", pieces=[piece])
-        elif before + 1 == (len(job.ids) if job.scores else job.limit - len(job.ids)):
-            self.end("length", pieces=[piece])
-        else:
-            job.pieces.append(piece)
-
-    def _text(self, token: int) -> str:
-        return "" if self._detokenizer is None else self._stops.push(self._detokenizer.push(token))
-
-    def end(self, reason: str, error: str | None = None, pieces: list[Piece] | None = None) -> None:
-        """Add `pieces`, the rest of the text and how it ended, all at once: no interrupt comes between them."""
-        job, tail, now = self._job, "", time.perf_counter()
-        pieces = pieces or []
-        if self._detokenizer is not None and not self._stops.hit:
-            tail = self._stops.push(self._detokenizer.flush()) + self._stops.flush()
-        tokens, first = len(job.pieces) + len(pieces), job.first or now
-        decode = now - first
-        rate = (tokens - 1) / decode if tokens > 1 and decode > 0 else 0.0
-        last = Piece(
-            None,
-            tail,
-            finish_reason=reason,
-            usage=Usage(len(job.ids), job.reused or 0, tokens, job.drafted, job.accepted),
-            timings=Timings(first - job.started, decode, rate),
-            error=error,
-            stop_string=self._stops.hit,
-        )
-        job.pieces.extend((*pieces, last))

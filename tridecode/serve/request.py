@@ -1,115 +1,222 @@
-"""Job: one generation, from its prompt's ids to its last piece, as the scheduler knows it."""
+"""Request: one generation, from its prompt's tokens to its last piece."""
 
-import secrets
+import time
+import weakref
 from array import array
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import count
 from typing import TYPE_CHECKING
 
 import torch
 
 from ..errors import ParameterError
-from ..layout import MAX_STOP_IDS, packed
-from ..results import Piece
+from ..layout import MAX_STOP_IDS
+from ..results import Piece, Result, Timings, TokenLogprobs, Usage
 from ..sampling import SamplingParams
 from ..text.grammar import Grammar
+from ..text.stop_strings import StopStrings
+from ..text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from ..blocks.spec import ModelSpec
+    from ..text.detokenizer import Detokenizer
+    from .driver import Driver
 
 
-@dataclass(eq=False)
-class Job:
-    """ids: the prompt, int32; before: what of it the text continues (none in a chat); params: with a seed; stop_ids:
-    the model's and params'; limit: tokens, prompt and output, at which it ends; started: by time.perf_counter; salt: it
-    shares K/V with jobs of the same one only.
+@dataclass(eq=False, repr=False)
+class Request:
+    """A generation, queued or active. Iterate over its pieces, or wait for its result.
 
-    scores: its passes begin at the prompt's first token, and its pieces are what follows each; logits: where such a one
-    leaves those of each pass, fp32 [len(ids), vocab].
-    `pieces` only grows, a token with what ends it at once: whatever else the scheduler knows of a job follows from it.
+    It runs while any thread waits for any request of its engine. Its pieces are kept, so each iterator begins at the
+    first piece. If an iterator is closed or dropped, or the request itself is dropped, the request is cancelled. For
+    that reason the engine has only weak references to requests, except during a step.
+
+    For callers: iteration, `result`, `cancel`, `drop`, and the attributes `pieces`, `finish_reason`, `failure` and
+    `completion_tokens`. The threads of an engine use the rest under the lock of its driver.
+
+    `pieces` is the truth: it only grows, and the last token comes together with the piece that ends it. After an
+    interrupt or an error, `resume` restores all else from it.
     """
 
-    ids: array
-    before: Sequence[int]
-    params: SamplingParams
-    stop_ids: tuple[int, ...]
-    limit: int
-    reuse_prefix: bool
-    started: float
-    salt: str = ""
-    scores: bool = False
-    logits: torch.Tensor | None = None
-    grammar: Grammar | None = None  # which its output follows
-    pieces: list[Piece] = field(default_factory=list)
-    failure: Exception | None = None  # what ended it in place of a last piece
+    tokens: array  # int32: the prompt, then the sampled tokens; its slot refers to the same array
+    params: SamplingParams  # with a seed
+    stop_ids: tuple[int, ...]  # the ids of the model and of params
+    limit: int  # tokens, prompt and output, at which it ends
+    started: float  # by time.perf_counter
+    continues: bool = False  # the output continues the text of the prompt; in a chat it does not
+    reuse_prefix: bool = True
+    salt: str = ""  # it shares K/V only with requests of the same salt
+    grammar: Grammar | None = None  # that the output follows
+    scores: bool = False  # its passes begin at the first token; each piece is the token that follows
+    logits: torch.Tensor | None = None  # fp32 [prompt, vocab], which the passes of a request that scores fill
+    pieces: list[Piece] = field(default_factory=list)  # so far; it grows while other threads step
+    failure: Exception | None = None  # raised by the pass of its prompt, such as a lack of memory; no last piece comes
+    cancelled: bool = False  # it was cancelled, or the next step cancels it
     first: float | None = None  # when its first token came
-    reused: int | None = None  # positions whose K/V were there when its prompt was read first
-    drafted: int = 0  # tokens that were guessed and verified
-    accepted: int = 0  # and of these those that were right
-    gone: bool = False  # nobody reads it any more: who steps next cancels it
+    reused: int | None = None  # positions whose K/V were present when its prompt was first read
+    drafted: int = 0  # draft tokens that were verified
+    accepted: int = 0  # draft tokens that were right
+    driver: "Driver | None" = None  # since it was submitted
+
+    def __post_init__(self):
+        self.prompt_tokens = len(self.tokens)
+        self.ref = weakref.ref(self)
+
+    def __repr__(self) -> str:
+        return f"Request(prompt_tokens={self.prompt_tokens}, finish_reason={self.finish_reason!r})"
+
+    def __del__(self):
+        if self.driver is not None:
+            self.driver.drop(self)
+
+    @property
+    def finish_reason(self) -> str | None:
+        """None while it waits or runs; then "stop", "length", "error" or "cancelled"."""
+        if self.failure is not None:
+            return "error"
+        return self.pieces[-1].finish_reason if self.pieces else None
 
     @property
     def ended(self) -> bool:
         return self.failure is not None or bool(self.pieces) and self.pieces[-1].finish_reason is not None
 
     @property
-    def tokens(self) -> array:
-        """The prompt, and what was drawn until now."""
-        return self.ids if self.scores else self.ids + packed([piece.token_id for piece in self.pieces])
-
-    @property
-    def known(self) -> int:
-        """How many these are."""
-        return len(self.ids) + (0 if self.scores else len(self.pieces))
+    def completion_tokens(self) -> int:
+        """Number of tokens sampled so far."""
+        pieces = self.pieces
+        return len(pieces) - bool(pieces and pieces[-1].token_id is None)
 
     @cached_property
     def kind(self) -> str:
         return step_kind(self.params)
 
+    # ---- For the caller
 
-def generating(
-    ids: array,
-    chat: bool,
-    params: SamplingParams,
-    spec: "ModelSpec",
-    capacity: int,
-    reuse_prefix: bool,
-    salt: str,
-    started: float,
-    grammar: Grammar | None = None,
-) -> Job:
-    """A job that continues `ids`, of a chat or not, within `capacity` positions. Raises ParameterError."""
-    stop_ids = checked_stop_ids(params, spec)
-    return Job(
-        ids=ids,
-        before=() if chat else ids,  # an answer begins a text of its own; raw text and ids are continued
-        params=params if params.seed is not None else replace(params, seed=secrets.randbits(63)),
-        stop_ids=stop_ids,
-        limit=min(len(ids) + (params.max_tokens or capacity), capacity + 1),
-        reuse_prefix=reuse_prefix,
-        started=started,
-        salt=salt,
-        grammar=grammar,
-    )
+    def __iter__(self) -> Iterator[Piece]:
+        """Yield a Piece for each token, then the last one, which has finish_reason, usage and timings.
+
+        Raises what the pass of the prompt raised, such as a lack of memory.
+        """
+        pieces = self.pieces
+        try:
+            for taken in count():
+                if len(pieces) == taken:
+                    self.driver.wait(lambda taken=taken: len(pieces) > taken or self.failure is not None)
+                if len(pieces) == taken:
+                    raise self.failure
+                yield (piece := pieces[taken])
+                if piece.finish_reason is not None:
+                    return
+        finally:
+            self.driver.drop(self)
+
+    def result(self) -> Result:
+        """Wait for the end and return the whole result. With finish_reason "error", its `error` gives the reason.
+
+        Raises what the pass of the prompt raised, such as a lack of memory.
+        """
+        try:
+            self.driver.wait(lambda: self.ended)
+        except BaseException:
+            self.driver.drop(self)
+            raise
+        if self.failure is not None:
+            raise self.failure
+        *pieces, last = self.pieces
+        return Result(
+            text="".join(piece.text for piece in self.pieces),
+            token_ids=tuple(piece.token_id for piece in pieces),
+            finish_reason=last.finish_reason,
+            usage=last.usage,
+            timings=last.timings,
+            seed=self.params.seed,
+            logprobs=None if self.params.logprobs is None else tuple(piece.logprobs for piece in pieces),
+            error=last.error,
+        )
+
+    def cancel(self) -> bool:
+        """End it now, with a last piece of finish_reason "cancelled"; its slot and pages are free at once.
+
+        Returns False and does nothing if it has ended already, so a second call is harmless.
+        """
+        return self.driver.cancel(self)
+
+    def drop(self) -> None:
+        """Cancel it without waiting for a pass: the next step ends it."""
+        self.driver.drop_later(self)
+
+    # ---- For the scheduler
+
+    def resume(self, tokenizer: Tokenizer | None) -> None:
+        """Restore `tokens` and the text to what they were after the last piece."""
+        if not self.scores:
+            del self.tokens[self.prompt_tokens + len(self.pieces) :]
+        self._detokenizer: Detokenizer | None = None
+        if tokenizer is not None and not self.scores:
+            before = self.tokens[: self.prompt_tokens] if self.continues else ()
+            self._detokenizer = tokenizer.detokenizer(before)
+        self._stops = StopStrings(self.params.stop)
+        for piece in self.pieces:
+            self._text(piece.token_id)
+
+    def push(self, token: int, logprobs: TokenLogprobs | None, last: bool = False) -> None:
+        """Add a sampled token; `last` if its grammar ends the output with it."""
+        self.first = self.first or time.perf_counter()
+        if not self.scores:
+            self.tokens.append(token)
+        most = self.prompt_tokens if self.scores else self.limit - self.prompt_tokens
+        stopped = token in self.stop_ids
+        piece = Piece(token, "" if stopped else self._text(token), logprobs)
+        if stopped or last or self._stops.hit:
+            self.end("stop", pieces=[piece])
+        elif len(self.pieces) + 1 == most:
+            self.end("length", pieces=[piece])
+        else:
+            self.pieces.append(piece)
+
+    def _text(self, token: int) -> str:
+        return "" if self._detokenizer is None else self._stops.push(self._detokenizer.push(token))
+
+    def end(self, reason: str, error: str | None = None, pieces: Sequence[Piece] = ()) -> None:
+        """Add `pieces` and the last piece, which has the rest of the text, in one operation no interrupt divides."""
+        tail, now = "", time.perf_counter()
+        if self._detokenizer is not None and not self._stops.hit:
+            tail = self._stops.push(self._detokenizer.flush()) + self._stops.flush()
+        tokens, first = len(self.pieces) + len(pieces), self.first or now
+        decode = now - first
+        rate = (tokens - 1) / decode if tokens > 1 and decode > 0 else 0.0
+        last = Piece(
+            None,
+            tail,
+            finish_reason=reason,
+            usage=Usage(self.prompt_tokens, self.reused or 0, tokens, self.drafted, self.accepted),
+            timings=Timings(first - self.started, decode, rate),
+            error=error,
+            stop_string=self._stops.hit,
+        )
+        self.pieces.extend((*pieces, last))
 
 
-def scoring(ids: array, started: float, logprobs: int | None = None, logits: torch.Tensor | None = None) -> Job:
-    """A job that tells how likely each token of `ids` was: by the logits, or its pieces' log-probabilities."""
+def scoring(ids: array, started: float, logprobs: int | None = None, logits: torch.Tensor | None = None) -> Request:
+    """Return a request for the probability of each token of `ids`, as logits or as log-probabilities."""
     params = SamplingParams(temperature=0, seed=0, logprobs=logprobs)
-    return Job(ids, (), params, (), len(ids) + 1, reuse_prefix=False, started=started, scores=True, logits=logits)
+    return Request(ids, params, (), len(ids) + 1, started, reuse_prefix=False, scores=True, logits=logits)
 
 
 def step_kind(params: SamplingParams) -> str:
-    """The variant of the step (decode.KINDS) that serves `params`."""
+    """Return the kind of pass (decode.KINDS) that serves `params`."""
     if params.logprobs is not None:
         return "logprobs"
     return "greedy" if params.greedy else "sample"
 
 
 def checked_stop_ids(params: SamplingParams, spec: "ModelSpec") -> tuple[int, ...]:
-    """The ids that end a generation: the model's own, unless they are ignored, and params'. Raises ParameterError, also
-    for ids outside the vocabulary in logit_bias."""
+    """Return the ids that end a generation: those of the model, unless params ignore them, and those of params.
+
+    Raises ParameterError, also for ids outside the vocabulary in logit_bias.
+    """
     own = () if params.ignore_eos else spec.stop_ids
     stop_ids = tuple(dict.fromkeys((*own, *params.stop_token_ids)))
     if len(stop_ids) > MAX_STOP_IDS:

@@ -1,14 +1,16 @@
-"""Scheduler: whose rows the next pass holds. It does nothing by itself: add, step, cancel."""
+"""Scheduler: which rows the next pass has. It does nothing by itself: add, step, cancel."""
 
+import weakref
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
-from ..errors import GenerationError, QueueFull, counted
+from ..errors import GenerationError, QueueFull, counted, not_finite
 from ..layout import LATE_TOKEN, NO_TOKEN, Chunk, Entry
 from ..results import TokenLogprobs
-from ..sampling import SamplingParams
+from ..state.slot import Slot
 from ..step.decode import KINDS
 from ..step.graphs import DecodePasses
 from ..step.model import DecodeModel
@@ -17,20 +19,43 @@ from ..text.tokenizer import Tokenizer
 from .masks import wait_for
 from .output import Ring
 from .policy import Policy
-from .request import Job
-from .roster import Roster
-from .running import Load, Pass, Running
+from .queue import Queue
+from .request import Request
+
+
+@dataclass(frozen=True, eq=False)
+class Pass:
+    """An enqueued pass."""
+
+    part: list[Slot]  # that take part in it
+    rooms: list[int]  # positions at which their pages ended when it was enqueued
+    rows: int  # rows of each slot
+    done: torch.cuda.Event | None = None  # recorded after it if no slot takes part, on a GPU
+
+
+@dataclass(frozen=True)
+class Load:
+    """How busy a scheduler is."""
+
+    requests: int  # that run or wait
+    waiting: int  # requests without a slot
+    rows: int  # rows of the next pass
+    pages: int
+    free_pages: int
+    preemptions: int
 
 
 class Scheduler:
     """First come, first served, over the slots of a model.
 
-    steps, prompts: who runs decode passes, and prompt passes, now. ahead: passes that are enqueued before the one
-    awaited has ended.
+    The queue knows where each request is. The requests and the slots' pages are the truth, all else follows from them.
+    What an interrupt or an error leaves half done is therefore discarded: each request that has not ended begins again
+    after its last piece, as a preempted request does.
 
-    Where each job stands is the roster's. Jobs and what slots hold are the truth, all else follows from them. So
-    whatever an interrupt or an error leaves half done is thrown away: every job that has not ended begins again behind
-    its last piece, as a preempted one does.
+    Args:
+        steps: returns what runs decode passes now
+        prompts: returns what runs prompt passes now
+        ahead: passes that may be enqueued before the oldest pass has ended
     """
 
     def __init__(
@@ -42,61 +67,66 @@ class Scheduler:
         ahead: int,
         policy: Policy,
     ):
-        self.roster = Roster(model, tokenizer, policy)
-        self.slots = self.roster.slots
+        self.queue = Queue(model, tokenizer, policy)
+        self.slots = self.queue.slots
         self._model, self._ring, self._ahead = model, Ring(model), ahead
         self._steps, self._prompts = steps, prompts
         self._policy, self._chunk = policy, min(policy.chunk_tokens, self.slots.most_read())
         self._fixed = model.fixed_chunk
         self._in_flight: deque[Pass] = deque()
-        self._unsettled = False  # something was begun and not finished
-        self.answered = False  # a job has ended by itself: until then nothing is captured that can wait
+        self._unsettled = False  # an operation has begun and has not finished
+        self.answered = False  # a request has ended by itself; before that, captures that can wait do
         self.preemptions = 0
 
     @property
     def busy(self) -> bool:
-        """Whether a job runs or waits."""
-        return bool(self.roster.jobs)
+        """Whether a request runs or waits."""
+        return bool(self.queue.requests)
 
     def load(self) -> Load:
-        """How busy it is; to be called from any thread, between whose numbers a pass may come."""
-        jobs, pages = len(self.roster.jobs), self._model.kv.runnable
-        waiting = max(jobs - len(self.roster.admitted), 0)
-        return Load(jobs, waiting, len(self.roster.rows), pages, self.slots.available(), self.preemptions)
+        """Return how busy it is. Any thread may call it; the numbers may be of different passes."""
+        requests, pages = len(self.queue.requests), self._model.kv.runnable
+        waiting = max(requests - len(self.queue.admitted), 0)
+        return Load(requests, waiting, len(self.queue.rows), pages, self.slots.available(), self.preemptions)
 
     def reading(self) -> tuple[int, int, int] | None:
-        """Of the oldest prompt that is being read, from any thread: tokens that were there already, those whose passes
-        were enqueued too (on a GPU two may be under way), and all; of one that was preempted also what it has drawn.
-        None where there is none."""
-        for running in tuple(self.roster.reading):
-            return running.job.reused or 0, running.read, running.position + 1
+        """Return the progress of the oldest prompt that is being read, or None. Any thread may call it.
+
+        The progress is (positions whose K/V were present, positions whose K/V are present or enqueued, all positions).
+        For a preempted request all positions include its output.
+        """
+        for slot in tuple(self.queue.reading):
+            request = slot.ref()
+            return (request.reused or 0) if request else 0, slot.read, slot.position + 1
         return None
 
     def check_queue(self, coming: int, going: int) -> None:
-        """Raises QueueFull where one more, behind the `coming` that are about to be added, would be too many; to be
-        called from any thread. The `going`, which the next step cancels, count no more, as far as they are no more than
-        there may be."""
-        slots, most = len(self.slots.held), self._policy.max_queue
-        if most is not None and len(self.roster.jobs) + coming - min(going, slots + most) >= slots + most:
+        """Raise QueueFull if there is no place for one more request. Any thread may call it.
+
+        `coming` requests are added before it. `going` requests are cancelled by the next step, so they take no place.
+        """
+        slots, most = len(self.slots), self._policy.max_queue
+        if most is not None and len(self.queue.requests) + coming - min(going, slots + most) >= slots + most:
             raise QueueFull(
                 f"the queue is full: {counted(slots, 'request')} under way and {most:,} waiting; try again later, or "
                 "raise max_queue"
             )
 
-    def add(self, job: Job) -> None:
-        """Put the job last in the queue, unless it is there."""
+    def add(self, ref: weakref.ref[Request]) -> None:
+        """Put a request at the end of the queue, unless it is there or its callers have dropped it."""
         self._settle()
-        if job in self.roster.jobs:
+        if ref in self.queue.requests or (request := ref()) is None:
             return
         self._unsettled = True
-        self.roster.add(job)
+        self.queue.add(request)
         self._unsettled = False
 
     def step(self) -> None:
-        """Enqueue passes as far as may be, and wait for the oldest in flight: of these what there is to do."""
+        """Enqueue as many passes as allowed, and wait for the oldest pass in flight."""
         self._settle()
         self._unsettled = True
-        while self._in_flight and (part := self._in_flight[0].part) and all(running.gone for running in part):
+        self.queue.hold()
+        while self._in_flight and (part := self._in_flight[0].part) and not any(slot.busy for slot in part):
             self._in_flight.popleft()
         self._await_masks()
         while len(self._in_flight) <= self._ahead and self._enqueue():
@@ -104,229 +134,233 @@ class Scheduler:
         if self._in_flight:
             self._drain()
         self._unsettled = False
+        self.queue.let_go()
 
-    def cancel(self, job: Job) -> bool:
-        """End the job, unless it has ended; what it left in the cache stays."""
-        if job in self.roster.jobs:
+    def cancel(self, request: Request) -> bool:
+        """End the request, and return whether it had not ended. Its K/V stay in the cache."""
+        if request.ref in self.queue.requests:
             self._settle()
-        if job not in self.roster.jobs:
+        if request.ref not in self.queue.requests:
             return False
         self._unsettled = True
-        running = next((running for running in self.roster.admitted if running.job is job), None)
-        output = running.output if running else self.roster.output(job)
-        output.end("cancelled")
-        self.roster.finish(job, running)
+        request.cancelled = True
+        request.end("cancelled")
+        self.queue.finish(request.ref)
         self._unsettled = False
         return True
 
     def cancel_all(self) -> None:
-        for job in list(self.roster.jobs):
-            self.cancel(job)
-
-    def rewind(self, positions: list[int], params: SamplingParams, given: int = 0) -> None:
-        """Slots.rewind, for benchmarks. Whatever runs or waits is cancelled."""
-        self.cancel_all()
-        self._unsettled = True  # the next job finds all rows idle and all pages free
-        self.slots.rewind(positions, params, given)
+        for ref in list(self.queue.requests):
+            if (request := ref()) is not None:
+                self.cancel(request)
 
     def assert_consistent(self) -> None:
         self._settle()
-        self.roster.assert_consistent()
+        self.queue.assert_consistent()
 
     # ---- prompts
 
-    def _choose(self) -> list[tuple[Running, int]]:
-        """Whose prompts the next pass reads, and how many tokens of each: first come, first served, of those that wait
-        for a slot too. Who has but one token left to read gets a row instead, as if he decoded. In the batch-invariant
-        mode it is one prompt, up to the next multiple of the fixed chunk, and never its last token."""
-        most, chosen, reading = self._chunk, [], deque(self.roster.reading)
-        if not self._fixed and any(running.runs for running in self.roster.rows) and (reading or self.roster.waiting):
+    def _choose(self) -> list[tuple[Slot, int]]:
+        """Choose the slots whose prompts the next pass reads, and how many tokens of each.
+
+        First come, first served, also for requests that wait for a slot. A request with one token left to read joins
+        the decode batch. In batch-invariant mode a pass reads one prompt, up to the next multiple of the fixed chunk,
+        and never its last token.
+        """
+        most, chosen, reading = self._chunk, [], deque(self.queue.reading)
+        if not self._fixed and any(slot.runs for slot in self.queue.rows) and (reading or self.queue.waiting):
             start = reading[0].read if reading else 0
             most = self._prompts().tokens_within(self._policy.prompt_ms / 1e3, start, most)
-        while most > 0 and (reading or self.roster.admit()):
-            running = reading.popleft() if reading else self.roster.reading[-1]
-            if running.left == 1:
-                self.roster.begin(running)
+        while most > 0 and (reading or self.queue.admit()):
+            slot = reading.popleft() if reading else self.queue.reading[-1]
+            if slot.left == 1:
+                self.queue.begin(slot)
                 continue
             if self._fixed:
-                chosen.append((running, min(running.left - 1, most - running.read % most)))
+                chosen.append((slot, min(slot.left - 1, most - slot.read % most)))
                 break
-            chosen.append((running, min(running.left, most)))
+            chosen.append((slot, min(slot.left, most)))
             most -= chosen[-1][1]
         return chosen
 
-    def _read(self, chosen: list[tuple[Running, int]], rows: int) -> list[Chunk]:
-        """Enqueue a pass that reads what was chosen, beside the first `rows` rows; what it reads as its chunks."""
+    def _read(self, chosen: list[tuple[Slot, int]], rows: int) -> list[Chunk]:
+        """Enqueue a pass that reads the chosen prompts and has the first `rows` rows; return its chunks."""
         prompts, chunks = self._prompts(), []
         first = decoding = prompts.decoding(rows)
-        for running, count in chosen:
+        for slot, count in chosen:
             if self._fixed:
-                first = running.read % self._fixed
-            chunks.append(Chunk(running.slot, first, count, running.read))
+                first = slot.read % self._fixed
+            chunks.append(Chunk(slot.number, first, count, slot.read))
             first += count
         self.slots.write_chunks(chunks)
         prompts.read(chunks, sum(chunk.count for chunk in chunks), decoding)
         return chunks
 
-    def _have_read(self, chosen: list[tuple[Running, int]], chunks: list[Chunk]) -> None:
-        """What a pass that was enqueued reads is there for all; whose prompt ends gets a row."""
-        for (running, count), chunk in zip(chosen, chunks):
-            running.read += count
-            self.slots.publish(running.slot, running.tokens[: running.read])
-            if running.left == 0:
-                self.roster.begin(running, chunk.rows.stop - 1)
-            elif self._fixed and running.left == 1:
-                self.roster.begin(running)
+    def _have_read(self, chosen: list[tuple[Slot, int]], chunks: list[Chunk]) -> None:
+        """Publish what an enqueued pass reads. A slot whose prompt ends gets a row."""
+        for (slot, count), chunk in zip(chosen, chunks):
+            slot.read += count
+            self.slots.publish(slot, slot.read)
+            if slot.left == 0:
+                self.queue.begin(slot, chunk.rows.stop - 1)
+            elif self._fixed and slot.left == 1:
+                self.queue.begin(slot)
 
     # ---- passes
 
     def _enqueue(self) -> bool:
-        """Enqueue a pass of what prompts are to be read and of the rows that can take part, of the strongest kind among
-        them; False where there is neither."""
-        for running in [running for running in self.roster.admitted if running.needs_pages]:
-            if not running.gone:
-                self._grow(running)
+        """Enqueue a pass that reads prompts and has all rows that can take part; return False if there are neither."""
+        for slot in [slot for slot in self.queue.admitted if slot.needs_pages]:
+            if slot.busy:
+                self._grow(slot)
         chosen = self._choose()
-        before = [running for running in self.roster.rows if running.runs]
+        before = [slot for slot in self.queue.rows if slot.runs]
         while chosen:
             try:
                 chunks = self._read(chosen, before[-1].row + 1 if before and not self._fixed else 0)
-            except Exception as error:  # out of memory, mostly: it is one prompt's alone
+            except Exception as error:  # usually out of memory; it ends one prompt only
                 if len(chosen) == 1:
-                    chosen[0][0].job.failure = error
-                    self.roster.finish(chosen[0][0].job, chosen[0][0])
+                    slot = chosen[0][0]
+                    slot.request.failure = error
+                    self.queue.finish(slot.ref)
                     return True
                 chosen = chosen[:1]
             else:
                 self._have_read(chosen, chunks)
                 break
-        part = [running for running in self.roster.rows if running.runs]
-        if not chosen and all(running.lacks_mask for running in part):
+        part = [slot for slot in self.queue.rows if slot.runs]
+        if not chosen and all(slot.lacks_mask for slot in part):
             return False
-        rows = self._draw(part, ends_prompts=bool(chosen) and not self._fixed) if part else 0
+        rows = self._sample(part, ends_prompts=bool(chosen) and not self._fixed) if part else 0
         done = None
         if not part and self._model.device.type == "cuda":
             done = torch.cuda.current_stream(self._model.device).record_event()
-        self._in_flight.append(Pass(part, [running.room for running in part], rows, done))
+        self._in_flight.append(Pass(part, [slot.room for slot in part], rows, done))
         return True
 
-    def _draw(self, part: list[Running], ends_prompts: bool) -> int:
-        """Enqueue what draws their tokens: a decode pass, or the end of the prompt pass that they were in. Returns how
-        many rows each has in it."""
-        kind = part[0].job.kind if len(part) == 1 else max((r.job.kind for r in part), key=KINDS.index)
-        count, masked, rows = part[-1].row + 1, any(running.mask for running in part), 1
+    def _sample(self, part: list[Slot], ends_prompts: bool) -> int:
+        """Enqueue what samples tokens of these slots: a decode pass, or the end of the prompt pass with their rows.
+
+        Its kind is the strongest kind among them. Returns how many rows each slot has in it.
+        """
+        kind = part[0].request.kind if len(part) == 1 else max((s.request.kind for s in part), key=KINDS.index)
+        count, masked, rows = part[-1].row + 1, any(slot.mask for slot in part), 1
         self.slots.before_pass()
         if ends_prompts:
             self._prompts().finish(kind, count, masked)
         else:
-            if self._model.verify and not masked and all(running.job.logits is None for running in part):
-                rows = self._steps().tokens(kind, count, [running.wants for running in part], self.answered)
+            if self._model.verify and not masked and all(slot.request.logits is None for slot in part):
+                rows = self._steps().tokens(kind, count, [slot.wants for slot in part], self.answered)
             self._steps().replay(kind, count, masked, rows)
-        for running in part:
-            if running.job.logits is not None:
-                position = running.position + running.in_flight
-                running.job.logits[position].copy_(self._model.workspace.logits[running.row])
-            running.in_flight += 1
-            running.rows_in_flight += rows
+        for slot in part:
+            if slot.request.logits is not None:
+                position = slot.position + slot.in_flight
+                slot.request.logits[position].copy_(self._model.workspace.logits[slot.row])
+            slot.in_flight += 1
+            slot.rows_in_flight += rows
         return rows
 
-    def _grow(self, running: Running) -> None:
-        """More pages for a row: ahead of need such as nobody has; at the end of its own those of the youngest."""
-        slots, waits = self.slots, running.position + running.in_flight >= running.room
-        if waits and running.in_flight:
-            return  # one of these passes may have ended it: then nobody else needs to go
+    def _grow(self, slot: Slot) -> None:
+        """Give a row more pages: free ones ahead of need, and at the end of its pages also those of the youngest."""
+        slots, waits = self.slots, slot.position + slot.in_flight >= slot.room
+        if waits and slot.in_flight:
+            return  # a pass in flight may end it, and then no other request has to be preempted
         while not slots.make_room(1):
             if not waits:
                 return
-            self._preempt(youngest := self.roster.admitted[-1])
-            if youngest is running:
+            self._preempt(youngest := self.queue.admitted[-1])
+            if youngest is slot:
                 return
-        lacking = slots.pages_for(running.end) - len(slots.held[running.slot].pages)
-        slots.grow(running.slot, running.row, min(1 + slots.spare(1), lacking))
-        running.room = slots.room(running.slot)
+        lacking = slots.pages_for(slot.end) - len(slot.pages)
+        slots.grow(slot, slot.row, min(1 + slots.spare(1), lacking))
+        slot.room = slots.room(slot)
 
     def _await_masks(self) -> None:
-        """Give masks that are on their way a moment where no pass is; a request whose mask cannot be made ends."""
-        masked = [running for running in self.roster.rows if running.mask]
+        """Wait a moment for late masks if no pass is in flight. A request whose mask cannot be made ends."""
+        masked = [slot for slot in self.queue.rows if slot.mask]
         if masked and not self._in_flight:
-            wait_for([running.mask for running in masked])
-        for running in masked:
+            wait_for([slot.mask for slot in masked])
+        for slot in masked:
             try:
-                running.mask.check()
+                slot.mask.check()
             except GenerationError as error:
-                running.output.end("error", str(error))
-                self.roster.finish(running.job, running)
+                slot.request.end("error", str(error))
+                self.queue.finish(slot.ref)
 
     def _drain(self) -> None:
-        """Wait for the oldest pass; pieces go to their jobs. Of rows that have gone no entry is awaited: a pass that
-        was enqueued before the host knew of their end leaves none. Nor of such as had come to the end of their pages
-        when it began."""
+        """Wait for the oldest pass and give its tokens to their requests.
+
+        Some rows leave no entry, so none is awaited: rows of requests that ended before the pass, which the host
+        learned after it was enqueued, and rows whose pages had ended when it began.
+        """
         passed = self._in_flight.popleft()
         if passed.done:
             passed.done.synchronize()
-        for running, room in zip(passed.part, passed.rooms):
-            running.in_flight -= 1
-            running.rows_in_flight -= passed.rows
-            following, place = 0 if running.position < room else -1, 0
-            guesses = not running.given  # else its drafts are tokens that it has drawn before
-            while following >= 0 and not running.gone:
-                entry = self._ring.entry(running.slot, running.generation, running.seen)
-                if guesses:
-                    running.job.drafted += entry.drafted if place == 0 else 0
-                    running.job.accepted += place > 0
-                self._take(running, entry)
+        for slot, room in zip(passed.part, passed.rooms):
+            slot.in_flight -= 1
+            slot.rows_in_flight -= passed.rows
+            following, place = 0 if slot.position < room else -1, 0
+            sampled = not slot.known  # drafts of known tokens do not count
+            while following >= 0 and slot.busy:
+                entry = self._ring.entry(slot.number, slot.generation, slot.seen)
+                if sampled:
+                    slot.request.drafted += entry.drafted if place == 0 else 0
+                    slot.request.accepted += place > 0
+                self._take(slot, entry)
                 following, place = entry.following - 1, place + 1
 
-    def _take(self, running: Running, entry: Entry) -> None:
-        """One token of a running that a pass has drawn."""
-        job, held, token = running.job, self.slots.held[running.slot], entry.token
-        wanted = job.params.logprobs
-        logprobs = None if wanted is None else self._ring.logprobs(running.slot, running.seen, wanted)
-        running.seen += 1
-        running.wants = entry.wanted + 1
+    def _take(self, slot: Slot, entry: Entry) -> None:
+        """Process one token of a slot."""
+        request, token = slot.request, entry.token
+        wanted = request.params.logprobs
+        logprobs = None if wanted is None else self._ring.logprobs(slot.number, slot.seen, wanted)
+        slot.seen += 1
+        slot.wants = entry.wanted + 1
         if token == LATE_TOKEN:
             return
-        running.position += 1
+        slot.position += 1
         if token == NO_TOKEN:
-            others = held.shared > 0  # what it found may be another one's fault: then it computes all by itself
-            self.slots.discredit(running.slot, job.tokens)
-            if others and job.reuse_prefix:
-                job.reuse_prefix = False
-                self.roster.put_off(running)
+            others = slot.shared > 0  # the K/V of another request may be the cause, so it computes all K/V itself
+            self.slots.discredit(slot)
+            if others and request.reuse_prefix:
+                request.reuse_prefix = False
+                self.queue.put_off(slot)
                 return
         else:
-            running.tokens.append(running.embedded)  # its pass has run: its K/V are there
-            held.tokens = running.tokens
-        running.embedded = token
-        if running.given and token != NO_TOKEN:
-            running.given -= 1
+            slot.filled = slot.position  # its pass has run, so the K/V are present
+        if slot.known and token != NO_TOKEN:
+            slot.known -= 1
             return
-        self._push(running, token, logprobs)
-        if job.ended:
+        self._push(slot, token, logprobs)
+        if request.ended:
             self.answered = True
-            self.roster.finish(job, running)
+            self.queue.finish(slot.ref)
 
-    def _push(self, running: Running, token: int, logprobs: TokenLogprobs | None) -> None:
-        """Tell of a drawn token; where there is a grammar, also ask what may follow."""
-        job, follows = running.job, running.mask
-        try:
-            if not follows or token == NO_TOKEN or token in job.stop_ids:
-                running.output.push(token, logprobs)
-                return
-            running.output.push(token, logprobs, last=follows.accept(token))
-            if not job.ended:
-                follows.next(running.position)
-        except GenerationError as error:
-            running.output.end("error", str(error))
+    def _push(self, slot: Slot, token: int, logprobs: TokenLogprobs | None) -> None:
+        """Add a sampled token to its request. If it has a grammar, begin the next mask."""
+        request, mask = slot.request, slot.mask
+        if token == NO_TOKEN:
+            number = len(request.pieces) + 1
+            position = number - 1 if request.scores else request.prompt_tokens + number - 2
+            request.end("error", not_finite(number, position, self._model.weights.dtype))
+        elif not mask or token in request.stop_ids:
+            request.push(token, logprobs)
+        else:
+            try:
+                request.push(token, logprobs, last=mask.accept(token))
+                if not request.ended:
+                    mask.next(slot.position)
+            except GenerationError as error:
+                request.end("error", str(error))
 
-    def _preempt(self, running: Running) -> None:
-        """Let a job that runs wait before all others, which are younger; what it has computed may go."""
+    def _preempt(self, slot: Slot) -> None:
+        """Let an active request wait before all others, which are younger. Its K/V may be evicted."""
         self.preemptions += 1
-        self.roster.put_off(running)
+        self.queue.put_off(slot)
 
     def _settle(self) -> None:
-        """Throw away what an interrupt or an error left half done."""
+        """Discard what an interrupt or an error left half done."""
         if self._unsettled:
-            self.roster.recover()
+            self.queue.recover()
             self._in_flight.clear()
             self._unsettled = False

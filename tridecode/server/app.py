@@ -22,8 +22,8 @@ from ..sampling import SamplingParams
 from ..text.prompt import Encoded
 from ..version import __version__
 from .access import Access, body
-from .answer import Answer, Plan
 from .anthropic_api import CountRequest, MessagesRequest, MessagesShape
+from .call import Call, Plan
 from .choice import Choice
 from .errors import ApiError, refusal, stopping, told
 from .form import held_to, places, thinking_off
@@ -99,7 +99,7 @@ class Server:
         shape = MessagesShape(asked.model or self.settings.model, self.engine.tokenizer)
         return self._agents(request, deadline, asked, shape)
 
-    def _agents(self, request, deadline, asked: ResponsesRequest | MessagesRequest, shape: Shape) -> Answer:
+    def _agents(self, request, deadline, asked: ResponsesRequest | MessagesRequest, shape: Shape) -> Call:
         messages, tools = asked.conversation(), asked.asked_tools()
         return self._conversation(
             request, deadline, asked, shape, messages, tools, asked.variables(self.engine.tokenizer)
@@ -122,8 +122,8 @@ class Server:
     def _conversation(
         self, request: Request, deadline: float | None, asked: Generation, shape: Shape, messages: list[dict],
         tools: Tools, variables: dict,
-    ) -> Answer:  # fmt: skip
-        """The answer to a chat, by whichever API it came."""
+    ) -> Call:  # fmt: skip
+        """The call of a conversation, in any of the APIs."""
         tokenizer, engine, structure = self.engine.tokenizer, self.engine, asked.structure
         if tools.enforced:
             asked.check_ended_by("tool_choice")
@@ -132,7 +132,7 @@ class Server:
             fitted, told_tools = tools.fit(messages, tokenizer)
             return [engine.prepare(fitted, variables | told_tools)]
 
-        return self._answer(
+        return self._call(
             request,
             deadline,
             Plan(
@@ -156,7 +156,7 @@ class Server:
             text = given if isinstance(given, str) else tokenizer.decode(given, False)
             return Choice(tokenizer, None, text, before=prompt.tokens)
 
-        return self._answer(
+        return self._call(
             request,
             deadline,
             Plan(
@@ -210,9 +210,8 @@ class Server:
         except TridecodeError as error:
             raise told(error, None, asked.names) from None
 
-    def _answer(self, request: Request, deadline: float | None, plan: Plan) -> Answer:
-        call = self.loop.call(request.scope["tridecode.record"].started, deadline)
-        return Answer(self.engine, self.loop, self.metrics, call, plan)
+    def _call(self, request: Request, deadline: float | None, plan: Plan) -> Call:
+        return Call(self.loop, self.metrics, plan, request.scope["tridecode.record"].started, deadline)
 
     # ---- the rest
 

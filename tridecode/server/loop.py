@@ -1,8 +1,8 @@
-"""Loop: the one thread that owns the device, and calls, by which asyncio follows what it makes.
+"""Loop: the one thread that owns the device, and the calls that asyncio has under way.
 
-A job's pieces only grow, so they are the buffer between both sides, no longer than the context. The thread appends and
-says at most once that there is news; whoever reads takes all that has come since. So no reader can stall the thread,
-one that lags gets several tokens at once, and none is lost.
+The list of a request's pieces only grows, so it is the buffer between both sides; it is no longer than the context. The
+thread appends pieces and wakes asyncio at most once until asyncio has looked. A call then takes all new pieces. So no
+client stalls the thread, a slow client gets several tokens at once, and no token is lost.
 """
 
 import asyncio
@@ -11,13 +11,16 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
 
 from ..engine import Engine
 from ..errors import EngineClosed, counted
-from ..results import Piece
-from ..serve.driver import Request
+from ..serve.request import Request
 from .errors import ApiError, refusal
 from .settings import TICK
+
+if TYPE_CHECKING:
+    from .call import Call
 
 PREPARING = 8  # prompts that are rendered and encoded at the same time
 FORMS = 16  # and those beside them whose requests may wait for a grammar
@@ -122,8 +125,10 @@ class Loop:
         return await self._asyncio.run_in_executor(self._pool, work)
 
     async def begin(self, call: "Call", count: int, submit: Callable[[], list[Request]], formed: bool = False) -> None:
-        """Give `call` the `count` requests that submit() returns, which may wait for a grammar where they are formed.
-        Raises ApiError, and what that raises."""
+        """Give `call` the `count` requests that submit() returns. Raises ApiError and the errors of submit().
+
+        formed: the requests have grammars, which submit() may wait for
+        """
         self.check(count)
         call.expected = count
         try:
@@ -131,10 +136,8 @@ class Loop:
         finally:
             self._work.set()
 
-    def call(self, started: float, deadline: float | None) -> "Call":
-        call = Call(self, started, deadline)
+    def add(self, call: "Call") -> None:
         self._calls.add(call)
-        return call
 
     def forget(self, call: "Call") -> None:
         self._calls.discard(call)
@@ -145,86 +148,3 @@ class Loop:
 
     def later(self, seconds: float, action: Callable[[], None]) -> None:
         self._asyncio.call_later(seconds, action)
-
-
-class Call:
-    """The requests that one HTTP request became. Times are of time.monotonic. expected: how many they will be; heard:
-    when its reader was last awake; last: by number of a request, when it had its last news."""
-
-    def __init__(self, loop: Loop, started: float, deadline: float | None):
-        self._loop, self.started, self.deadline = loop, started, deadline
-        self.last: dict[int, float] = {}
-        self.expected = 0
-        self._requests: list[Request] = []
-        self._taken: list[int] = []
-        self._waiter: asyncio.Future | None = None
-        self.heard = time.monotonic()
-        self.ended: ApiError | None = None  # by whom it was ended before its time
-
-    @property
-    def open(self) -> int:
-        """Of its requests those that have not ended; one that the server has ended counts no more, though its pass may
-        still run."""
-        if self.ended:
-            return 0
-        if not self._requests:
-            return self.expected
-        return sum(request.finish_reason is None for request in self._requests)
-
-    def follow(self, requests: list[Request]) -> None:
-        self._requests, self._taken = requests, [0] * len(requests)
-        if self.ended:
-            self._drop()
-
-    async def news(self) -> list[tuple[int, list[Piece]]]:
-        """Of each request with news its number and its pieces since the last call; [] after a long silence.
-
-        Raises ApiError where it was ended or the engine was, and what a prompt's own pass raised.
-        """
-        while True:
-            if self._loop.failure is not None:
-                raise ApiError(503, "the engine has failed; this server is about to end", code="engine_failed")
-            if self.ended:
-                raise self.ended
-            self.heard = time.monotonic()
-            if self._fresh():
-                return [(i, pieces) for i in range(len(self._requests)) if (pieces := self._take(i))]
-            self._waiter = self._loop._asyncio.create_future()
-            if await self._waiter:
-                return []
-
-    def _fresh(self) -> bool:
-        return any(len(r.pieces) > taken or r.failure for r, taken in zip(self._requests, self._taken))
-
-    def _take(self, number: int) -> list[Piece]:
-        request, taken = self._requests[number], self._taken[number]
-        if len(request.pieces) == taken and request.failure:
-            raise request.failure
-        pieces = request.pieces[taken:]
-        self._taken[number] += len(pieces)
-        return pieces
-
-    def look(self, anyway: bool = False) -> None:
-        """Wake the reader if there is news, or without any."""
-        waiter = self._waiter
-        if waiter is None or waiter.done():
-            return
-        if self.ended or self._loop.failure is not None or self._fresh():
-            waiter.set_result(False)
-        elif anyway:
-            waiter.set_result(True)
-
-    def end(self, error: ApiError) -> None:
-        """Cancel what has not ended, for all who read; within two passes its slots and pages are free."""
-        if self.ended is None:
-            self.ended = error
-            self._drop()
-            self.look()
-
-    def _drop(self) -> None:
-        for request in self._requests:
-            request.drop()
-
-    def close(self) -> None:
-        self._drop()
-        self._loop.forget(self)

@@ -92,7 +92,7 @@ class Metrics:
     def collect(self):
         load = self._engine.scheduler.load()
         gauges = {
-            "num_requests_running": ("requests that have a slot", load.jobs - load.waiting),
+            "num_requests_running": ("requests that have a slot", load.requests - load.waiting),
             "num_requests_waiting": ("requests that wait for a slot", load.waiting),
             "active_rows": ("rows of the next pass", load.rows),
             "slots": ("requests that can run at a time", self._engine.slots),

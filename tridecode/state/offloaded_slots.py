@@ -11,6 +11,7 @@ from ..layout import Chunk
 from ..sampling import SamplingParams
 from .offload import WRITTEN
 from .pages import OutOfPages
+from .slot import Slot
 from .slots import RECORDS, Records, SlotModel, Slots
 
 
@@ -32,19 +33,18 @@ class OffloadedSlots(Slots):
         self._kv, self._offload = model.kv, model.kv.offload
         self._where: list[int | None] = [None] * model.kv.pages  # device page, or ~ that of the host
         self._ring: dict[int, int] = {}  # page -> place in the ring, of the host's pages that slots have
-        self._full = [0] * len(self.held)  # leading pages of each slot that are not written any more
-        self._stale: set[int] = set(range(len(self.held)))  # slots whose tables are to be written
+        self._stale: set[int] = set(range(len(self)))  # slots whose tables are to be written
         self._fetched_stale = False
         self._leaving: dict[int, int] = {}  # page of the device -> host page, where a copy of it is, or will soon be
         self._out = torch.cuda.Stream(model.device) if model.device.type == "cuda" else None
-        self._tables = Records(model.kv.page_table, self._offload.fetched[None], count=max(len(self.held), RECORDS))
+        self._tables = Records(model.kv.page_table, self._offload.fetched[None], count=max(len(self), RECORDS))
         self._collected: int | None = None  # the pool's changes that _collect has seen
         self._collect()
 
     # ---- the host's book-keeping
 
     def most_read(self) -> int:
-        pages = len(self._kv.pool) - WRITTEN * len(self.held)
+        pages = len(self._kv.pool) - WRITTEN * len(self)
         return min(super().most_read(), pages * self.page)
 
     def available(self) -> int:
@@ -65,7 +65,7 @@ class OffloadedSlots(Slots):
         return self._kv.runnable - len(self._held_pages())
 
     def _held_pages(self) -> set[int]:
-        return {page for held in self.held for page in held.pages}
+        return {page for slot in self for page in slot.pages}
 
     def _on_host(self, page: int) -> bool:
         return self._where[page] is not None and self._where[page] < 0
@@ -94,42 +94,40 @@ class OffloadedSlots(Slots):
         self._ring_free = [place for place in reversed(range(self._offload.plan.ring)) if place not in places]
         self._collected = self.pages.changes
 
-    def admit(self, ids: array, positions: int, salt: str = "") -> tuple[int, int] | None:
+    def admit(self, ids: array, positions: int, salt: str = "") -> Slot | None:
         self._collect()
-        admitted = super().admit(ids, positions, salt)
-        if admitted is not None:
-            slot, read = admitted
-            self._full[slot] = read // self.page
-            self._bring_back(slot, self.pages_for(positions) - len(self.held[slot].pages))
-        return admitted
+        slot = super().admit(ids, positions, salt)
+        if slot is not None:
+            slot.full = slot.filled // self.page
+            self._bring_back(slot, self.pages_for(positions) - len(slot.pages))
+        return slot
 
     @torch.inference_mode()
-    def _bring_back(self, slot: int, fresh: int) -> None:
-        """Of what was found in the host's memory as much comes back as there is room beside `fresh` pages, the latest
-        positions first; the rest gets a place in the ring."""
+    def _bring_back(self, slot: Slot, fresh: int) -> None:
+        """Copy the slot's pages on the host to the device, the last positions first, if there is room for `fresh`
+        new pages too. The other pages get a place in the ring."""
         self._collect()
         room = len(self._kv.pool) - fresh - sum(not self._on_host(page) for page in self._held_pages())
-        found = [page for page in self.held[slot].pages if self._on_host(page) and page not in self._ring]
+        found = [page for page in slot.pages if self._on_host(page) and page not in self._ring]
         back = found[max(len(found) - max(room, 0), 0) :]
         for page in found[: len(found) - len(back)]:
             self._to_ring(page)
         for page in reversed(back):
             self._to_device([page])
 
-    def publish(self, slot: int, ids: array) -> None:
-        self._full[slot] = len(ids) // self.page
-        super().publish(slot, ids)
+    def publish(self, slot: Slot, read: int) -> None:
+        slot.full = read // self.page
+        super().publish(slot, read)
 
-    def release(self, slot: int) -> None:
+    def release(self, slot: Slot) -> None:
         super().release(slot)
-        self._full[slot] = 0
         self._collect()
 
     def recover(self) -> None:
         self._forget_leaving()
         super().recover()
         self._collect()
-        self._stale, self._fetched_stale = set(range(len(self.held))), True
+        self._stale, self._fetched_stale = set(range(len(self))), True
 
     def assert_consistent(self) -> None:
         """As well: no two pages in one place, every place free or a page's, every host page of a slot in the ring, and
@@ -151,15 +149,15 @@ class OffloadedSlots(Slots):
     # ---- pages that move, in stream order
 
     @torch.inference_mode()
-    def ensure(self, slot: int, first: int, end: int) -> None:
+    def ensure(self, slot: Slot, first: int, end: int) -> None:
         """Have the pages of the slot's positions [first, end) on the device, to be written. Raises OutOfPages."""
-        pages = self.held[slot].pages[first // self.page : self.pages_for(end)]
+        pages = slot.pages[first // self.page : self.pages_for(end)]
         if not self._leaving.keys().isdisjoint(pages):  # the end of another request, copied before this one went on
             self._forget_leaving()
             self._collect()
         if wanted := [page for page in pages if not self._on_device(page)]:
             self._to_device(wanted)
-            self._stale.add(slot)
+            self._stale.add(slot.number)
 
     def _to_device(self, pages: list[int]) -> None:
         for page in self._ring.keys() & pages:  # before others leave, which may want its place
@@ -198,10 +196,10 @@ class OffloadedSlots(Slots):
             if page not in held and self._on_device(page) and page not in self._leaving:
                 yield page
         # Where a slot is being filled, all that was found is full but for its end.
-        full = [most if its.busy else len(its.pages) - 1 for most, its in zip(self._full, self.held)]
+        full = [slot.full if slot.busy else len(slot.pages) - 1 for slot in self]
         for place in range(max(full)):
-            for slot, its in enumerate(self.held):
-                if place < full[slot] and self._ring_free and self._on_device(page := its.pages[place]):
+            for most, slot in zip(full, self):
+                if place < most and self._ring_free and self._on_device(page := slot.pages[place]):
                     if page not in self._leaving:
                         yield page
 
@@ -214,12 +212,12 @@ class OffloadedSlots(Slots):
         """A copy of the page is in that place of the host."""
         self._device_free.append(self._where[page])
         self._where[page] = ~place
-        if any(page in held.pages for held in self.held):
+        if any(page in slot.pages for slot in self):
             self._to_ring(page)
 
     def _copy_ahead(self, slots: set[int]) -> None:
         """Copy pages which the next chunk of these slots will push out, beside the pass that comes now."""
-        lacking = sum(self._where[page] is None for slot in slots for page in self.held[slot].pages)
+        lacking = sum(self._where[page] is None for slot in slots for page in self[slot].pages)
         lacking = min(lacking, self.pages_for(self.most_read())) - len(self._device_free) - len(self._leaving)
         if lacking <= 0:
             return
@@ -254,7 +252,7 @@ class OffloadedSlots(Slots):
         self._moved(page)
 
     def _moved(self, page: int) -> None:
-        self._stale.update(slot for slot, held in enumerate(self.held) if page in held.pages)
+        self._stale.update(slot.number for slot in self if page in slot.pages)
 
     @torch.inference_mode()
     def _copy_page(self, source: int, target: int) -> None:
@@ -268,18 +266,18 @@ class OffloadedSlots(Slots):
     def _write_table(self, slot: int, table: torch.Tensor, pages: Sequence[int]) -> None:
         self._stale.add(slot)
 
-    def _extend_table(self, slot: int, have: int) -> None:
-        self._full[slot] = max(self._full[slot], have - 1)
-        self.ensure(slot, have * self.page, len(self.held[slot].pages) * self.page)
+    def _extend_table(self, slot: Slot, have: int) -> None:
+        slot.full = max(slot.full, have - 1)
+        self.ensure(slot, have * self.page, self.room(slot))
 
-    def begin(self, slot: int, row: int, params: SamplingParams, *, position: int, **state) -> int:
-        self._full[slot] = max(self._full[slot], position // self.page)
+    def begin(self, slot: Slot, row: int, params: SamplingParams, *, position: int, **state) -> int:
+        slot.full = max(slot.full, position // self.page)
         self.ensure(slot, position, position + 1)
         return super().begin(slot, row, params, position=position, **state)
 
     def write_chunks(self, chunks: Sequence[Chunk]) -> None:
         for chunk in chunks:
-            self.ensure(chunk.slot, chunk.start, chunk.end)
+            self.ensure(self[chunk.slot], chunk.start, chunk.end)
         self.before_pass()
         self._copy_ahead({chunk.slot for chunk in chunks})
         super().write_chunks(chunks)
@@ -288,7 +286,7 @@ class OffloadedSlots(Slots):
     def before_pass(self) -> None:
         kv, offload = self._kv, self._offload
         for slot in sorted(self._stale):
-            if numbers := [self._number(page) for page in self.held[slot].pages]:
+            if numbers := [self._number(page) for page in self[slot].pages]:
                 with self._tables.next() as (table, _):
                     super()._write_table(slot, table, numbers)
                     if kv.rings:
@@ -312,15 +310,7 @@ class OffloadedSlots(Slots):
     @torch.inference_mode()
     def send(self, slot: int, count: int) -> None:
         """The slot's first `count` pages, which must be full, go to the host; for benchmarks."""
-        for page in self.held[slot].pages[:count]:
+        for page in self[slot].pages[:count]:
             if self._on_device(page):
                 self._to_host(page)
-        self.before_pass()
-
-    def rewind(self, positions: list[int], params: SamplingParams, given: int = 0) -> None:
-        """As well, every page gets a place as if it had been written, the oldest on the host."""
-        super().rewind(positions, params, given)
-        for slot in range(len(positions)):
-            for first in range(0, self.room(slot), self.page):
-                self.ensure(slot, first, first + 1)
         self.before_pass()

@@ -3,20 +3,18 @@
 from array import array
 from collections.abc import Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from .. import layout
-from ..arguments import Integer
-from ..errors import ParameterError, counted
 from ..layout import Chunk, packed
 from ..sampling import SamplingParams
 from .kv import KVCache
 from .pages import PagePool
 from .prefix import Node, PrefixCache
+from .slot import Slot
 
 
 class SlotModel(Protocol):
@@ -61,39 +59,29 @@ class Records:
                 self._copied[number].record(torch.cuda.current_stream(self._device))
 
 
-@dataclass
-class Held:
-    """What a slot's request has; an idle slot has nothing. tokens: those whose K/V its pages hold; pages: in the order
-    of positions; shared: positions of the first pages, which others may read as well; node: the last that it uses of
-    what can be found; goes_on: as the Match did that it began with."""
-
-    tokens: array = field(default_factory=lambda: packed(()))
-    pages: list[int] = field(default_factory=list)
-    shared: int = 0
-    node: Node | None = None
-    goes_on: bool = False
-    salt: str = ""
-    generation: int = 0
-    busy: bool = False
-
-
 class Slots:
-    """The slots of a model, the pages that each of them has, and what requests before have left to be found.
+    """The slots of a model, their pages, and the prefix tree over the pages of earlier requests.
 
-    Book-keeping is such that `recover` makes it right after an interrupt at any line: the slots' lists of pages and the
-    tree of the cache are the truth, and `tokens` never says more than the pages hold.
+    The slots' lists of pages and the prefix tree are the truth, and `filled` of a slot never exceeds what its pages
+    hold. Therefore `recover` repairs all other counts after an interrupt at any line.
     """
 
     def __init__(self, model: SlotModel, sharing: bool = True):
         self.model, self.page, self._sharing = model, model.kv.page, sharing
         self.pages = PagePool(model.kv.pages)
         self.cache = PrefixCache(self.pages, self.page)
-        self.held = [Held() for _ in range(len(model.workspace.tokens))]
+        self._slots = [Slot(number) for number in range(len(model.workspace.tokens))]
         ws = model.workspace
-        several = max(len(self.held), RECORDS)  # as many requests may begin within a pass
+        several = max(len(self), RECORDS)  # as many requests may begin within a pass
         self._texts = Records(ws.tokens, model.kv.page_table, count=several)
         self._states = Records(ws.meta, ws.samp, count=several)
         self._biases, self._chunks = Records(ws.bias), Records(model.prompt.chunks[None])
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def __getitem__(self, number: int) -> Slot:
+        return self._slots[number]
 
     # ---- the host's book-keeping
 
@@ -101,9 +89,9 @@ class Slots:
         """Tokens of prompts in one pass."""
         return self.model.prompt.rows - self.model.rows
 
-    def room(self, slot: int) -> int:
+    def room(self, slot: Slot) -> int:
         """Positions that have pages."""
-        return len(self.held[slot].pages) * self.page
+        return len(slot.pages) * self.page
 
     def pages_for(self, positions: int) -> int:
         return -(-positions // self.page)
@@ -112,57 +100,58 @@ class Slots:
         """Pages that are free, or would be without what nobody uses."""
         return self.pages.free + self.cache.evictable()
 
-    def admit(self, ids: array, positions: int, salt: str = "") -> tuple[int, int] | None:
-        """Give an idle slot pages for the beginning of `ids`, as far as they are there, and have free those that it
-        needs beside for `positions`; returns it with how many tokens are there, or None where pages are short."""
+    def admit(self, ids: array, positions: int, salt: str = "") -> Slot | None:
+        """Give an idle slot to a request that begins with `ids`, or return None if there are too few pages.
+
+        The slot shares the pages with the longest known prefix of `ids`, whose length is its `filled`. The other pages
+        that it needs for `positions` positions are free afterwards.
+        """
         match = self.cache.match(ids, salt)
         goes_on = match.goes_on
         if self.model.fixed_chunk:
             match = match.whole
         shared, tail = [node.page for node in match.nodes], match.tail
-        slot = next(i for i, held in enumerate(self.held) if not held.busy)
-        held = self.held[slot]
-        held.pages = shared if tail is None else [*shared, tail.page]  # held, so that nobody evicts them
-        self.pages.share(held.pages)
-        self._use(held, match.end)
+        slot = next(slot for slot in self if not slot.busy)
+        slot.pages = shared if tail is None else [*shared, tail.page]  # the slot holds them, so they are not evicted
+        self.pages.share(slot.pages)
+        self._use(slot, match.end)
         fresh = self.pages_for(positions) - len(shared)
         lacks = fresh - self.available()
         if tail is not None and (goes_on or lacks > 0) and self.cache.hand_over(tail, with_more=lacks == 1):
-            fresh, tail = fresh - 1, None  # nobody else has it: what is written there needs no copy
+            fresh, tail = fresh - 1, None  # only this slot has it now, so it writes there without a copy
         if fresh > self.available():
-            self._give_all_back(held)
+            self._give_all_back(slot)
             return None
         self.make_room(fresh)
         if tail is not None:
             (own,) = self._take(1)
             self._copy_page(tail.page, own)
-            held.pages[-1] = own
+            slot.pages[-1] = own
             self.pages.give_back([tail.page])
         self.cache.find(match)
-        self._use(held, match.nodes[-1] if match.nodes else None)
-        read = match.tokens(self.page)
-        held.busy, held.tokens, held.shared = True, ids[:read], len(shared) * self.page
-        held.salt, held.goes_on = salt, goes_on
-        return slot, read
+        self._use(slot, match.nodes[-1] if match.nodes else None)
+        slot.tokens, slot.filled, slot.shared = ids, match.tokens(self.page), len(shared) * self.page
+        slot.busy, slot.salt, slot.goes_on = True, salt, goes_on
+        return slot
 
     @torch.inference_mode()
     def _copy_page(self, source: int, target: int) -> None:
         self.model.kv.pool[target].copy_(self.model.kv.pool[source])
 
-    def publish(self, slot: int, ids: array) -> None:
-        """Let others find the whole pages of `ids`, whose K/V the passes enqueued so far write."""
-        held = self.held[slot]
-        held.tokens = ids[: len(ids) // self.page * self.page]
-        self._insert(held, held.tokens)
+    def publish(self, slot: Slot, read: int) -> None:
+        """Let other requests find the whole pages of the first `read` tokens, whose K/V the enqueued passes write."""
+        slot.filled = read // self.page * self.page
+        self._insert(slot)
 
-    def _insert(self, held: Held, ids: array) -> None:
+    def _insert(self, slot: Slot) -> None:
+        """Let other requests find what the slot's pages hold."""
         if self._sharing:
-            pages = held.pages[: self.pages_for(len(ids))]
-            self._use(held, self.cache.insert(ids, pages, held.salt, held.goes_on, held.node))
+            ids, pages = slot.tokens[: slot.filled], slot.pages[: self.pages_for(slot.filled)]
+            self._use(slot, self.cache.insert(ids, pages, slot.salt, slot.goes_on, slot.node))
 
-    def _use(self, held: Held, node: Node | None) -> None:
-        """Of what can be found the slot uses this node now, with all before it, and no other one."""
-        before, held.node = held.node, node
+    def _use(self, slot: Slot, node: Node | None) -> None:
+        """Let the slot use this node of the prefix tree with all before it, and no other node."""
+        before, slot.node = slot.node, node
         self.cache.use(node, before)
 
     def make_room(self, pages: int) -> bool:
@@ -176,80 +165,72 @@ class Slots:
         return self.pages.take(pages)
 
     def spare(self, needed: int) -> int:
-        """Pages that a request may take beyond those that it needs: a share of what is free then, an equal one for each
-        slot, so that with one slot it is all of it and its table is written once."""
-        return max(self.pages.free - max(needed, 0), 0) // len(self.held)
+        """Return how many pages a request may take beyond the `needed` ones: an equal share of the free pages for each
+        slot. With one slot it is all of them, so its table is written once."""
+        return max(self.pages.free - max(needed, 0), 0) // len(self)
 
-    def release(self, slot: int) -> None:
-        """The slot's request has gone; what it has computed can be found, and the other pages are free. In the
-        batch-invariant mode only what was published: what decode passes write has other bits than a prompt's."""
-        held = self.held[slot]
+    def release(self, slot: Slot) -> None:
+        """Make the slot idle. Its K/V can be found by other requests, its other pages are free.
+
+        In the batch-invariant mode only published K/V can be found: K/V of decode passes have other bits than those of
+        prompt passes.
+        """
         if not self.model.fixed_chunk:
-            self._insert(held, held.tokens)
-        self._give_all_back(held)
-        held.busy = False
+            self._insert(slot)
+        self._give_all_back(slot)
+        slot.busy = False
+        self._slots[slot.number] = Slot(slot.number, slot.generation)
 
-    def discredit(self, slot: int, ids: Sequence[int]) -> None:
-        """What the slot's request has found and computed of `ids` is not to be trusted."""
-        self.held[slot].tokens = packed(())
-        self.cache.forget(ids, salt=self.held[slot].salt)
+    def discredit(self, slot: Slot) -> None:
+        """Let no request find the K/V that the slot has found and computed."""
+        slot.filled = 0
+        self.cache.forget(slot.tokens, salt=slot.salt)
 
-    def _give_all_back(self, held: Held) -> None:
-        self._use(held, None)
-        given, held.pages, held.tokens, held.shared = held.pages, [], packed(()), 0
-        self.pages.give_back(reversed(given))  # to be taken in their order again
+    def _give_all_back(self, slot: Slot) -> None:
+        self._use(slot, None)
+        given, slot.pages, slot.filled, slot.shared = slot.pages, [], 0, 0
+        self.pages.give_back(reversed(given))  # so that they are taken in their order again
 
     @torch.inference_mode()
     def recover(self) -> None:
-        """Make all slots idle, on the device too, and count the pages anew, whatever was interrupted."""
+        """Make all slots idle, on the device too, and count the pages again, after an interrupt at any line."""
         self.model.workspace.meta[:, layout.STATUS].fill_(layout.LIMIT_REACHED)
-        for held in self.held:
-            held.node = None
+        for slot in self:
+            slot.node = None
         self.cache.recover()
-        self.pages.recount([*(held.pages for held in self.held), self.cache.pages()])
-        for slot, held in enumerate(self.held):
-            if len(held.tokens) > self.room(slot):
-                held.tokens = packed(())
+        self.pages.recount([*(slot.pages for slot in self), self.cache.pages()])
+        for slot in [*self]:
+            if slot.filled > self.room(slot):
+                slot.filled = 0
             self.release(slot)
 
-    def rewind(self, positions: list[int], params: SamplingParams, given: int = 0) -> None:
-        """Put rows and slots 0, 1, ... at `positions` with whatever the cache holds, and so many given tokens behind.
-        Each has its share of the pages, up to the capacity, and the same ones every time. Raises OutOfPages."""
-        capacity = self.model.kv.capacity
-        self.recover()
-        self.cache.clear()
-        self.pages.recount(held.pages for held in self.held)
-        for slot, position in enumerate(positions):
-            spare = self.pages.free - sum(self.pages_for(later + 1) for later in positions[slot:])
-            room = (self.pages_for(position + 1) + max(spare, 0) // (len(positions) - slot)) * self.page
-            known = min(position + 1 + given, capacity)
-            self.write_tokens(slot, [0] * known, min(room, capacity))
-            self.begin(slot, slot, params, position=position, n_known=known, limit=capacity + 1, stop_ids=())
-
     def assert_consistent(self) -> None:
-        """Every page is free, a slot's, or can be found, and counted as often; only what can be found is two slots',
-        and no slot claims more than its pages hold."""
+        """Check that every page is free, a slot's or in the prefix tree, and counted as often. Only pages in the tree
+        are in two slots, and no slot claims more than its pages hold."""
         found = self.cache.pages()
-        self.cache.assert_consistent(held.node for held in self.held)
-        self.pages.assert_consistent([*(held.pages for held in self.held), found])
-        own = [page for held in self.held for page in held.pages[held.shared // self.page :]]
+        self.cache.assert_consistent(slot.node for slot in self)
+        self.pages.assert_consistent([*(slot.pages for slot in self), found])
+        own = [page for slot in self for page in slot.pages[slot.shared // self.page :]]
         assert len(set(own)) == len(own), "a page is written by two slots"
-        for slot, held in enumerate(self.held):
-            assert len(held.tokens) <= self.room(slot), f"slot {slot} claims more than its pages hold"
-            assert held.busy or not held.pages, f"slot {slot} is idle and keeps pages"
+        for number, slot in enumerate(self):
+            most = min(self.room(slot), len(slot.tokens))
+            assert slot.number == number and slot.filled <= most, f"slot {number} claims more than its pages hold"
+            assert slot.busy or not slot.pages, f"slot {number} is idle and keeps pages"
 
     # ---- writes to the device, in stream order
 
     @torch.inference_mode()
-    def write_tokens(self, slot: int, ids: Sequence[int], positions: int) -> None:
-        """Put a request's tokens, and pages for `positions`, where prompts and steps find them. The slot must have no
-        running request; `begin` follows. Raises OutOfPages."""
-        ws, held = self.model.workspace, self.held[slot]
-        held.pages += self._take(max(self.pages_for(positions) - len(held.pages), 0))
+    def write_tokens(self, slot: Slot, ids: Sequence[int], positions: int) -> None:
+        """Write a request's tokens and its row of the page table, with pages for `positions`.
+
+        No pass may run for the slot until `begin` has been called. Raises OutOfPages.
+        """
+        ws = self.model.workspace
+        slot.pages += self._take(max(self.pages_for(positions) - len(slot.pages), 0))
         with self._texts.next() as (tokens, table):
             tokens.numpy()[: len(ids)] = packed(ids)
-            ws.tokens[slot, : len(ids)].copy_(tokens[: len(ids)], non_blocking=True)
-            self._write_table(slot, table, held.pages)
+            ws.tokens[slot.number, : len(ids)].copy_(tokens[: len(ids)], non_blocking=True)
+            self._write_table(slot.number, table, slot.pages)
 
     def _write_table(self, slot: int, table: torch.Tensor, pages: Sequence[int]) -> None:
         """The slot's row of the page table, from a row of pinned memory."""
@@ -259,7 +240,7 @@ class Slots:
     @torch.inference_mode()
     def begin(
         self,
-        slot: int,
+        slot: Slot,
         row: int,
         params: SamplingParams,
         *,
@@ -270,32 +251,35 @@ class Slots:
         prompt: int | None = None,
         source: int = layout.OWN,
     ) -> int:
-        """Start the slot's request as `row` of the passes, at `position`; returns its generation.
+        """Start the slot's request as `row` of the passes, at `position`; return its generation.
 
-        n_known: tokens that are given, of which the first `prompt` (by default all) are the prompt's and the others
-        were drawn before. params: with a seed. source: the row of the prompt pass that has just read that position.
+        Args:
+            params: sampling parameters with a seed
+            n_known: number of known tokens
+            prompt: how many of them belong to the prompt, by default all; the others were sampled before
+            source: the row of the prompt pass that has just read `position`
         """
-        ws, held = self.model.workspace, self.held[slot]
+        ws, number = self.model.workspace, slot.number
         prompt = n_known if prompt is None else prompt
-        held.generation = held.generation % layout.MAX_GENERATION + 1
+        slot.generation = slot.generation % layout.MAX_GENERATION + 1
         if params.logit_bias:
             with self._biases.next() as (bias,):
                 bias.zero_()
                 for token, value in params.logit_bias.items():
                     bias[token] = value
-                ws.bias[slot].copy_(bias, non_blocking=True)
+                ws.bias[number].copy_(bias, non_blocking=True)
         with self._states.next() as (meta, samp):
-            state = slot, held.generation, position, n_known, limit, stop_ids, self.room(slot)
+            state = number, slot.generation, position, n_known, limit, stop_ids, self.room(slot)
             fill_meta(meta.numpy(), params, *state)
             meta[layout.SOURCE] = source
             fill_samp(samp.numpy(), params)
             ws.samp[row].copy_(samp, non_blocking=True)
             if params.penalties:
-                given, drawn = ws.tokens[slot, :n_known].long().tensor_split([prompt])
-                ws.counts[slot].zero_().index_fill_(0, given, 1)
-                ws.counts[slot].index_add_(0, drawn, torch.full_like(drawn, 2, dtype=ws.counts.dtype))
+                given, drawn = ws.tokens[number, :n_known].long().tensor_split([prompt])
+                ws.counts[number].zero_().index_fill_(0, given, 1)
+                ws.counts[number].index_add_(0, drawn, torch.full_like(drawn, 2, dtype=ws.counts.dtype))
             ws.meta[row].copy_(meta, non_blocking=True)
-        return held.generation
+        return slot.generation
 
     @torch.inference_mode()
     def write_chunks(self, chunks: Sequence[Chunk]) -> None:
@@ -306,21 +290,22 @@ class Slots:
             self.model.prompt.chunks.copy_(table, non_blocking=True)
 
     @torch.inference_mode()
-    def grow(self, slot: int, row: int, pages: int) -> None:
-        """Give the slot that many pages more; a row that waits for them runs. Numbers travel as arguments of launches:
-        nothing is copied from the host, nothing waited for. Raises OutOfPages."""
-        held, meta = self.held[slot], self.model.workspace.meta
-        have = len(held.pages)
-        held.pages += self._take(pages)
+    def grow(self, slot: Slot, row: int, pages: int) -> None:
+        """Give the slot that many more pages, and run its row again if it waits for them. Raises OutOfPages.
+
+        The numbers are arguments of launches, so nothing is copied from the host and nothing is waited for.
+        """
+        meta, have = self.model.workspace.meta, len(slot.pages)
+        slot.pages += self._take(pages)
         self._extend_table(slot, have)
         meta[row, layout.ROOM].fill_(self.room(slot))
         status = meta[row, layout.STATUS]
-        status.masked_fill_(status == layout.WAIT, layout.RUN)  # one that has ended meanwhile stays as it is
+        status.masked_fill_(status == layout.WAIT, layout.RUN)  # a row that has ended meanwhile stays so
 
-    def _extend_table(self, slot: int, have: int) -> None:
+    def _extend_table(self, slot: Slot, have: int) -> None:
         """The entries of the slot's pages from the `have`th on."""
-        for place in range(have, len(self.held[slot].pages)):
-            self.model.kv.page_table[slot, place].fill_(self.held[slot].pages[place])
+        for place in range(have, len(slot.pages)):
+            self.model.kv.page_table[slot.number, place].fill_(slot.pages[place])
 
     def before_pass(self) -> None:
         """What the next pass reads is to be written now, if it was not before."""
@@ -335,21 +320,12 @@ class Slots:
         ws.meta[last, layout.STATUS].fill_(layout.LIMIT_REACHED)
 
 
-def checked_positions(position, rows: int, slots: int, capacity: int) -> list[int]:
-    """For `rewind`: one of each row, from one for all or a list. Raises ParameterError."""
-    rows = Integer(1, slots, "the engine's slots, ").check("rows", rows)
-    positions = [position] * rows if isinstance(position, int) else list(position)
-    if len(positions) != rows:
-        raise ParameterError(f"position: a list has one for each of {counted(rows, 'row')}, got {len(positions):,}")
-    return [Integer(0, capacity - 1).check("position", each) for each in positions]
-
-
-def common_prefix(held: array, ids: array) -> int:
-    """Leading tokens that both have."""
-    most, first, step = min(len(held), len(ids)), 0, 256
-    while first < most and held[first : first + step] == ids[first : first + step]:  # far faster than one by one
+def common_prefix(one: array, other: array) -> int:
+    """Return the number of leading tokens that both have."""
+    most, first, step = min(len(one), len(other)), 0, 256
+    while first < most and one[first : first + step] == other[first : first + step]:  # far faster than one by one
         first += step
-    return next((i for i in range(first, most) if held[i] != ids[i]), most)
+    return next((i for i in range(first, most) if one[i] != other[i]), most)
 
 
 def fill_meta(

@@ -13,6 +13,7 @@ from ...step.dispatch import Dispatcher
 from ...step.graphs import DecodePasses
 from ...step.run import Allocating, launch, run_reference
 from .measure import check_running, spread, time_decode
+from .passes import enqueue, rewind
 
 PROFILED_STEPS = 16
 
@@ -63,11 +64,11 @@ def record(engine: Engine, rungs: list, context: int, params: SamplingParams):
     what was captured before a session is recorded in it, but not surely in a second one."""
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as recorded:
         for name, variant in [("warm-up", rungs[-1][1]), *rungs]:
-            engine.rewind(context, params)
+            rewind(engine, context, params)
             torch.cuda.synchronize(engine.device)
             with record_function(name), stepping(engine, variant):
                 for _ in range(PROFILED_STEPS):
-                    engine.enqueue(params)
+                    enqueue(engine, params)
                 torch.cuda.synchronize(engine.device)
     return recorded.events()
 

@@ -23,6 +23,7 @@ from ...step.graphs import DecodePasses, make_steps
 from ...step.prompt_graphs import PromptPasses, make_prompts
 from ...tuning.configs import PassConfigs
 from ...version import __version__
+from .passes import enqueue, rewind
 from .read import measure_read_bandwidth
 
 ALL_FILTERS = SamplingParams(
@@ -147,13 +148,13 @@ def time_decode(
     the timed region, and then `before` called."""
     times = []
     for run in range(runs + WARM_UP):
-        engine.rewind(context, params, rows)
+        rewind(engine, context, params, rows)
         if before is not None:
             before()
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         for _ in range(steps):
-            engine.enqueue(params, rows)
+            enqueue(engine, params, rows)
         end.record()
         end.synchronize()
         if run >= WARM_UP:

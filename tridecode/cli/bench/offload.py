@@ -22,6 +22,7 @@ from ...tensors import ALIGNED, PIECE
 from ..terminal import counted
 from .ablate import stepping
 from .measure import GREEDY, WARM_UP, check_running, fill_cache, model_facts, need_gpu, run_facts, spread, time_decode
+from .passes import rewind
 from .prefill import prompt_ids
 
 RATE_RUNS = 9
@@ -44,7 +45,7 @@ def offload(args, output) -> list[dict]:
     for share in args.host:
         host = round(share * (args.context // PAGE))  # of those that are full
 
-        engine.rewind(args.context, GREEDY)
+        rewind(engine, args.context, GREEDY)
         slots.send(0, host)
         nbytes = host * PAGE * kv_bytes_per_token(engine.config, engine.model.weights.dtype)
         rates = {"fetch_gbs": fetch_rate(engine, nbytes), "copy_gbs": copy_rate(engine, host)} if host else {}

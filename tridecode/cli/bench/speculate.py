@@ -21,6 +21,7 @@ from ...version import __version__
 from ..terminal import counted
 from .batch import room_of
 from .measure import GREEDY, WARM_UP, bench_engine, check_running, model_facts, run_facts, spread
+from .passes import enqueue, rewind
 from .speculate_texts import LICENCE, play, texts
 
 LAUNCHES = 20  # of the draft kernel in one graph
@@ -77,22 +78,22 @@ def passes(engine: Engine, args) -> dict[int, dict]:
         row["off_us"] = pass_us(engine, args, requests, 1, partial(off.replay, "greedy", requests))
         for rows in QUERIES:
             if rows <= most_queries(requests):
-                us = pass_us(engine, args, requests, rows, partial(engine.enqueue, GREEDY, requests, rows))
+                us = pass_us(engine, args, requests, rows, partial(enqueue, engine, GREEDY, requests, rows))
                 row |= {f"us_{rows}": us, f"ratio_{rows}": round(us / row["off_us"], 3)}
         found[requests] = row
     return found
 
 
-def pass_us(engine: Engine, args, requests: int, rows: int, enqueue: Callable[[], None]) -> float:
+def pass_us(engine: Engine, args, requests: int, rows: int, run_pass: Callable[[], None]) -> float:
     """Tokens behind the position are given where there are rows for them: all of them run, and every guess is right."""
     times, given = [], rows * (args.steps + 2) if rows > 1 else 0
     for run in range(args.runs + WARM_UP):
-        engine.rewind(args.context, GREEDY, requests, given)
-        enqueue()  # captured by now
+        rewind(engine, args.context, GREEDY, requests, given)
+        run_pass()  # captured by now
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         for _ in range(args.steps):
-            enqueue()
+            run_pass()
         end.record()
         end.synchronize()
         if run >= WARM_UP:

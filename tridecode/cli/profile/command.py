@@ -14,6 +14,7 @@ from ...engine import Engine
 from ...errors import DeviceError, ParameterError
 from ...step.prompt import CHUNK, prefill
 from ..bench.measure import GREEDY, bench_engine, model_facts, read_bandwidth, run_facts, time_decode
+from ..bench.passes import enqueue, rewind
 from ..terminal import Output, counted
 from . import draw
 from .records import Span, apart, chained, read_records, split_steps, summarise, typical
@@ -53,7 +54,7 @@ def run(args, output: Output) -> int:
         "prefill": summarise(chunks),
         **run_facts(engine.device),
     }
-    engine.rewind(args.context + DROPPED + STEPS // 2, GREEDY, args.rows)  # where those that count were half done
+    rewind(engine, args.context + DROPPED + STEPS // 2, GREEDY, args.rows)  # where those that count were half done
     add_bytes(report["decode"]["kernels"], bytes_by_role(step_launches(engine.model, args.rows)), bandwidth)
     chunk_launches = prompt_launches(engine.model, args.prompt_tokens)
     add_bytes(report["prefill"]["kernels"], bytes_by_kernel(chunk_launches), bandwidth)
@@ -73,9 +74,9 @@ def run(args, output: Output) -> int:
 def decode_trace(engine: Engine, context: int, rows: int = 1) -> dict:
     def steps():
         for _ in range(DROPPED + STEPS):
-            engine.enqueue(GREEDY, rows)
+            enqueue(engine, GREEDY, rows)
 
-    engine.rewind(context, GREEDY, rows)
+    rewind(engine, context, GREEDY, rows)
     return record_on_gpu(steps)
 
 

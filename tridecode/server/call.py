@@ -1,22 +1,23 @@
-"""Answer: one HTTP request's generations on their way to its client, whole or as a stream, until the end or a cause."""
+"""Call: an HTTP request, its requests of the engine, and its response, whole or as a stream."""
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 import msgspec
 
-from ..engine import Engine
 from ..errors import GenerationError
 from ..results import Piece
 from ..sampling import SamplingParams
+from ..serve.request import Request
 from ..text.prompt import Encoded
 from . import events
 from .choice import Choice
 from .errors import ApiError, outcome, stopping, told
-from .loop import Call, Loop
+from .loop import Loop
 from .metrics import Metrics
 from .protocol import Generation
 from .shapes import Shape
@@ -26,8 +27,10 @@ log = logging.getLogger("tridecode.server")
 
 @dataclass
 class Plan:
-    """What a request comes to. prepare: makes the prompts' ids, in a thread; choice: from a prompt's number and ids the
-    Choice that its answer begins as."""
+    """The requests of a call, and the form of its response.
+
+    prepare: returns the encoded prompts, in a thread. choice: returns the initial Choice for a prompt and its number.
+    """
 
     asked: Generation
     shape: Shape
@@ -41,25 +44,34 @@ class Plan:
 
     @property
     def requests(self) -> int:
-        """Of the engine: all answers, and where a prompt's own log-probabilities are asked for one more for each."""
+        """Number of requests of the engine: one a choice, and one a prompt if its log-probabilities are requested."""
         return self.prompts * (len(self.params) + self.asked.scores_prompt)
 
 
-class Answer:
-    """An ASGI application that answers one request."""
+class Call:
+    """An HTTP request and its response, an ASGI application. It has one or several requests of the engine."""
 
-    def __init__(self, engine: Engine, loop: Loop, metrics: Metrics, call: Call, plan: Plan):
-        self._engine, self._loop, self._metrics, self._call, self._plan = engine, loop, metrics, call, plan
+    def __init__(self, loop: Loop, metrics: Metrics, plan: Plan, started: float, deadline: float | None):
+        self._loop, self._metrics, self._plan = loop, metrics, plan
+        self.started, self.deadline = started, deadline  # by time.monotonic, as all times here
+        self.heard = time.monotonic()  # when its task was last awake
+        self.last: dict[int, float] = {}  # when the last pieces of each request arrived
+        self.expected = 0  # number of requests that it will have
+        self.ended: ApiError | None = None  # why the server ended it early
         self._prompts: list[Encoded] = []
         self._choices: list[Choice] = []
+        self._requests: list[Request] = []
+        self._taken: list[int] = []  # pieces of each request that were read
+        self._waiter: asyncio.Future | None = None
         self._begun = False  # the head of the response was sent
-        self._opened = False  # and a stream's first event
+        self._opened = False  # and the first event of a stream
+        loop.add(self)
 
     async def __call__(self, scope, receive, send) -> None:
-        call, record = self._call, scope["tridecode.record"]
+        record = scope["tridecode.record"]
         gone = asyncio.create_task(self._watch(receive))
         try:
-            await self._loop.begin(call, self._plan.requests, self._submit, self._plan.formed)
+            await self._loop.begin(self, self._plan.requests, self._submit, self._plan.formed)
             if self._plan.asked.stream:
                 await self._stream(send)
             else:
@@ -67,7 +79,7 @@ class Answer:
             record.outcome = self._choices[0].finish_reason
         except Exception as error:
             names = self._plan.asked.names | self._plan.places
-            problem = told(error, self._engine.tokenizer.directory, names)
+            problem = told(error, self._loop.engine.tokenizer.directory, names)
             if problem is None:
                 log.exception("a request failed")
                 problem = ApiError(500, "internal error; the server's log says more")
@@ -75,21 +87,24 @@ class Answer:
             await self._tell(problem, send)
         finally:
             gone.cancel()
-            call.close()
+            self._drop()
+            self._loop.forget(self)
             usages = [choice.usage for choice in self._choices if choice.usage]
             self._metrics.read(usages)
-            prompt, drawn = sum(u.prompt_tokens for u in usages), sum(u.completion_tokens for u in usages)
-            record.tokens = f", {prompt} + {drawn} tokens"
+            prompt, output = sum(u.prompt_tokens for u in usages), sum(u.completion_tokens for u in usages)
+            record.tokens = f", {prompt} + {output} tokens"
 
     async def _watch(self, receive) -> None:
-        """Once the client has gone nobody waits for its tokens."""
+        """End the call when the client disconnects."""
         while (await receive())["type"] != "http.disconnect":
             pass
-        self._call.end(ApiError(499, "the client has gone", code="disconnected"))
+        self.end(ApiError(499, "the client has gone", code="disconnected"))
 
-    def _submit(self) -> list:
-        """The requests of all answers, and after them those that score the prompts."""
-        plan, engine = self._plan, self._engine
+    # ---- its requests
+
+    def _submit(self) -> list[Request]:
+        """Submit the requests of all choices, and after them the requests that score the prompts."""
+        plan, engine = self._plan, self._loop.engine
         prompts = self._prompts = plan.prepare()
         self._choices = [plan.choice(i, prompt) for i, prompt in enumerate(prompts) for _ in plan.params]
         sharing = {"reuse_prefix": plan.asked.cache_prompt, "cache_salt": plan.asked.cache_salt}
@@ -102,16 +117,82 @@ class Answer:
         scored = prompts if plan.asked.scores_prompt else ()
         return answers + [engine.submit_score(prompt, plan.params[0].logprobs) for prompt in scored]
 
+    def follow(self, requests: list[Request]) -> None:
+        self._requests, self._taken = requests, [0] * len(requests)
+        if self.ended:
+            self._drop()
+
+    @property
+    def open(self) -> int:
+        """Number of its requests that take a place in the queue or a slot.
+
+        After `end` it is 0, although a pass may still run.
+        """
+        if self.ended:
+            return 0
+        if not self._requests:
+            return self.expected
+        return sum(request.finish_reason is None for request in self._requests)
+
+    def look(self, anyway: bool = False) -> None:
+        """Wake its task if there are new pieces, or with `anyway` in any case."""
+        waiter = self._waiter
+        if waiter is None or waiter.done():
+            return
+        if self.ended or self._loop.failure is not None or self._fresh():
+            waiter.set_result(False)
+        elif anyway:
+            waiter.set_result(True)
+
+    def end(self, error: ApiError) -> None:
+        """Cancel its requests and let its task raise `error`. Within two passes their slots and pages are free."""
+        if self.ended is None:
+            self.ended = error
+            self._drop()
+            self.look()
+
+    def _drop(self) -> None:
+        for request in self._requests:
+            request.drop()
+
+    def _fresh(self) -> bool:
+        return any(len(r.pieces) > taken or r.failure for r, taken in zip(self._requests, self._taken))
+
+    def _take(self, number: int) -> list[Piece]:
+        request, taken = self._requests[number], self._taken[number]
+        if len(request.pieces) == taken and request.failure:
+            raise request.failure
+        pieces = request.pieces[taken:]
+        self._taken[number] += len(pieces)
+        return pieces
+
     async def _news(self) -> list[tuple[int, list[Piece]]]:
-        news = await self._call.news()
+        """Wait for new pieces; return them by number of their request, or [] after a long silence.
+
+        Raises ApiError if the call or the engine was ended, and the error of a request that failed.
+        """
+        while True:
+            if self._loop.failure is not None:
+                raise ApiError(503, "the engine has failed; this server is about to end", code="engine_failed")
+            if self.ended:
+                raise self.ended
+            self.heard = time.monotonic()
+            if self._fresh():
+                break
+            self._waiter = asyncio.get_running_loop().create_future()
+            if await self._waiter:
+                return []
+        news = [(i, pieces) for i in range(len(self._requests)) if (pieces := self._take(i))]
         for _, pieces in news:
             last = pieces[-1]
             if last.finish_reason == "error":
                 raise GenerationError(last.error)
-            if last.finish_reason == "cancelled":  # by whoever closed the engine
-                raise self._call.ended or stopping()
-        self._metrics.heard(self._call, [(i, pieces) for i, pieces in news if i < len(self._choices)])
+            if last.finish_reason == "cancelled":  # the engine was closed
+                raise self.ended or stopping()
+        self._metrics.heard(self, [(i, pieces) for i, pieces in news if i < len(self._choices)])
         return news
+
+    # ---- its response
 
     async def _whole(self, send) -> None:
         answers, n, left = len(self._choices), len(self._plan.params), self._plan.requests
@@ -127,8 +208,10 @@ class Answer:
         await self._send_json(send, 200, self._plan.shape.whole(self._choices, said))
 
     async def _stream(self, send) -> None:
-        """Events as tokens come. A silence before the first has comments in it, as any later one; a failure before
-        anything was sent still has a status of its own."""
+        """Send events as tokens arrive, and comments during a long silence.
+
+        An error before anything was sent has a status of its own.
+        """
         shape, left = self._plan.shape, len(self._choices)
         while left:
             news = await self._news()
@@ -158,7 +241,7 @@ class Answer:
         await send({"type": "http.response.body", "body": body})
 
     async def _tell(self, problem: ApiError, send) -> None:
-        """As a response, or within a stream as its last event."""
+        """Send the problem as the response, or as the last event of a stream."""
         with suppress(OSError):
             if self._begun:
                 await self._send(send, self._plan.shape.failure(problem), more=False)

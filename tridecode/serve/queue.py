@@ -1,0 +1,177 @@
+"""Queue: the requests that wait for a slot, and the slots of those that have one."""
+
+import weakref
+from array import array
+from collections import Counter, deque
+
+from ..layout import OWN
+from ..state.offloaded_slots import OffloadedSlots
+from ..state.slot import Slot
+from ..state.slots import Slots, common_prefix
+from ..step.model import DecodeModel
+from ..text.tokenizer import Tokenizer
+from .masks import Masks
+from .policy import Policy
+from .request import Request
+
+
+class Queue:
+    """The place of each request: it waits, its prompt is being read, or it has a row.
+
+    The requests are the truth, all else follows from them; see `recover`. References to them are weak; see `hold`.
+    """
+
+    def __init__(self, model: DecodeModel, tokenizer: Tokenizer | None, policy: Policy):
+        self.slots = (OffloadedSlots if model.kv.offload else Slots)(model, policy.prefix_sharing)
+        self._tokenizer, self._masks = tokenizer, Masks(model)
+        self._sharing, self._fixed = policy.prefix_sharing, model.fixed_chunk
+        self.requests: dict[weakref.ref[Request], None] = {}  # that have not ended, in the order of arrival
+        self.reset()
+
+    def reset(self) -> None:
+        """Let all requests wait, as if none had ever had a slot."""
+        self.waiting = deque(self.requests)  # the next one first; some may have ended
+        self.admitted: list[Slot] = []  # all slots that requests have, the oldest first
+        self.reading: list[Slot] = []  # slots whose prompts are being read, always the youngest
+        self.rows: list[Slot] = []  # the others, by row
+        self._refused: tuple | None = None  # the request that could not be admitted, and the state at that time
+
+    def add(self, request: Request) -> None:
+        request.resume(self._tokenizer)
+        self.requests[request.ref] = None
+        self.waiting.append(request.ref)
+
+    def hold(self) -> None:
+        """Keep the active requests from garbage collection until `let_go`, which ends a step.
+
+        Between steps only the callers refer to requests, so a request that all of them dropped is cancelled.
+        """
+        for slot in [*self.admitted]:
+            slot.request = slot.ref()
+            if slot.request is None:
+                self.finish(slot.ref)
+
+    def let_go(self) -> None:
+        for slot in [*self.admitted]:
+            slot.request = None
+
+    def _next(self) -> Request | None:
+        """The first request that waits."""
+        while self.waiting:
+            ref = self.waiting[0]
+            if ref in self.requests and (request := ref()) is not None:
+                return request
+            self.waiting.popleft()
+        return None
+
+    def admit(self) -> bool:
+        """Give the first request that waits a slot, and pages for its prompt, if both are free."""
+        if (request := self._next()) is None or all(slot.busy for slot in self.slots):
+            return False
+        slots, tokens, ref = self.slots, request.tokens, request.ref
+        if self._refused == (ref, slots.pages.changes, self.reading):  # do not look for a long prompt in each pass
+            return False
+        position = 0 if request.scores else (request.prompt_tokens if self._fixed else len(tokens)) - 1
+        wanted = tokens[: position if request.reuse_prefix else 0]
+        if self._soon_there(wanted, request.salt) or (slot := slots.admit(wanted, position + 1, request.salt)) is None:
+            self._refused = ref, slots.pages.changes, [*self.reading]
+            return False
+        self._refused = None
+        self.waiting.popleft()
+        slot.tokens, slot.ref, slot.request = tokens, ref, request
+        slot.read, slot.position, slot.end = slot.filled, position, request.limit - 1
+        slot.known = len(request.pieces) if request.scores else len(tokens) - 1 - position
+        if request.reused is None:
+            request.reused = slot.read
+        if request.grammar:
+            slot.mask = self._masks.follow(request.grammar, tokens[request.prompt_tokens :].tolist())
+        self.reading.append(slot)
+        self.admitted.append(slot)
+        needed = slots.pages_for(position + 1)
+        needed += slots.spare(needed - len(slot.pages))
+        slots.write_tokens(slot, tokens, min(needed * slots.page, slot.end))
+        return True
+
+    def _soon_there(self, ids: array, salt: str) -> bool:
+        """Whether a prompt that is being read will have more whole pages of `ids` than there are now.
+
+        Then the request waits for them.
+        """
+        if not self._sharing:
+            return False
+        page, others = self.slots.page, [other for other in self.reading if other.salt == salt]
+        common = (min(common_prefix(other.tokens, ids), other.position) for other in others)
+        coming = max(common, default=0) // page * page
+        return coming > 0 and self.slots.cache.match(ids, salt).tokens(page) < coming
+
+    def begin(self, slot: Slot, source: int = OWN) -> None:
+        """Give the slot the next row. Its prompt is read up to the last token, which row `source` of a prompt pass has
+        read, or which its first decode pass reads."""
+        request = slot.request
+        self.slots.begin(
+            slot,
+            len(self.rows),
+            request.params,
+            position=slot.position,
+            n_known=len(request.tokens),
+            limit=request.limit,
+            stop_ids=request.stop_ids,
+            prompt=request.prompt_tokens,
+            source=source,
+        )
+        if slot.mask:
+            slot.mask.begin(slot.number, slot.generation, slot.position + slot.known)
+        slot.row, slot.room = len(self.rows), self.slots.room(slot)
+        self.rows.append(slot)
+        self.reading.remove(slot)
+
+    def finish(self, ref: weakref.ref[Request]) -> None:
+        """Remove a request that has ended. Entries of passes in flight for its slot are not read."""
+        if slot := next((slot for slot in self.admitted if slot.ref is ref), None):
+            self._vacate(slot)
+        self.requests.pop(ref, None)
+        self._refused = None
+
+    def put_off(self, slot: Slot) -> None:
+        """Let the slot's request wait again, before all others."""
+        self._vacate(slot)
+        self.waiting.appendleft(slot.ref)
+
+    def _vacate(self, slot: Slot) -> None:
+        """Release the slot. The last row takes the place of its row, so that passes stay small."""
+        if slot.mask:
+            slot.mask.drop()
+        self.admitted.remove(slot)
+        if slot in self.reading:
+            self.reading.remove(slot)
+        else:
+            last = self.rows.pop()
+            if last is not slot:
+                self.rows[slot.row] = last
+            self.slots.vacate(slot.row, last.row)
+            last.row = slot.row
+        self.slots.release(slot)
+        slot.request = None
+
+    def recover(self) -> None:
+        """Let all requests that have not ended wait again, after an interrupt at any line."""
+        left = [request for ref in self.requests if (request := ref()) is not None and not request.ended]
+        self.requests = {request.ref: None for request in left}
+        for slot in self.admitted:
+            if slot.mask:
+                slot.mask.drop()
+        self.slots.recover()
+        self.reset()
+        for request in left:
+            request.resume(self._tokenizer)
+
+    def assert_consistent(self) -> None:
+        """Check that each request is in one place, rows and slots match, and no page is lost."""
+        admitted = self.admitted
+        known = [ref for ref in self.waiting if ref in self.requests] + [slot.ref for slot in admitted]
+        assert len(known) == len(set(known)) and set(known) == set(self.requests), "a request is lost, or known twice"
+        assert [slot.row for slot in self.rows] == list(range(len(self.rows)))
+        assert Counter(self.rows + self.reading) == Counter(admitted)
+        assert set(admitted) == {slot for slot in self.slots if slot.busy}
+        assert all(slot.position <= slot.room == self.slots.room(slot) for slot in self.rows)
+        self.slots.assert_consistent()
