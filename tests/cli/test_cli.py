@@ -354,7 +354,7 @@ def test_info_tells_of_speculation(run, tiny):
     assert "--speculate-ngram: expected two numbers from 16 down to 1, the larger first" in err
     text = ("info", "--model", tiny, "--device", "cpu")
     code, out, err = run(*text, "--speculate", "off", "--speculate-ngram", "4:2")
-    assert (code, out, err.count("\n")) == (1, "", 1) and "guessed with --speculate off" in err.replace("\n", " ")
+    assert (code, out, err.count("\n")) == (1, "", 1) and "drafted with --speculate off" in err.replace("\n", " ")
     several = "\nspeculation  ngram, by the last {} tokens: several tokens a pass where the text repeats\n"
     assert several.format("8 to 2") in run(*text, "--speculate", "ngram")[1]
     assert several.format("4 to 3") in run(*text, "--speculate-ngram", "4:3")[1], "who says how asks for it"

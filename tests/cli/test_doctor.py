@@ -104,7 +104,7 @@ def test_info_shows_them(capsys, tmp_path, machine, monkeypatch):
         ("cpu", [GPU], "13.0", [], None, "m runs here, on the CPU, though there is a GPU (--device cuda)"),
         ("cpu", [], "13.0", [], None, "m runs here, on the CPU; bench, profile and tune need a GPU"),
         ("cpu", [], None, [], None, "need a GPU; one needs PyTorch's CUDA build"),
-        ("cpu", [], None, [], "too large", "m does not run here so; see context above"),
+        ("cpu", [], None, [], "too large", "m does not fit with these options; see context above"),
     ],
 )
 def test_the_verdict(device, gpus, cuda, warnings, problem, says):

@@ -237,7 +237,7 @@ def test_what_a_server_does_not_tell_is_left_out(asked):
     (("--device", "auto"), "--device is of an engine in this process"),
     (("--overflow", "drop-oldest"), "--overflow drop-oldest needs a server that counts tokens"),
     (("--top-k", "3"), "--top-k: not known to a server of no known kind, which might ignore it"),
-    (("--top-p", "3"), "--top-p must be a number above 0 to 1"),
+    (("--top-p", "3"), "--top-p: expected a number above 0 to 1, got '3'"),
     (("--model", "a-modle"), "has no model 'a-modle'; did you mean a-model?"),
 ])  # fmt: skip
 def test_options_that_cannot_be_honoured_are_refused(asked, options, says):

@@ -216,22 +216,22 @@ def test_the_default_slots_are_those_of_the_command(monkeypatch, several, tmp_pa
         assert commands.main(["generate", *LIMITS, *argv]) == 0
     assert [kwargs["slots"] for kwargs in asked] == [16, 5, 1]
     assert {name: asked[1][name] for name in ("kv_tokens", "graph", "graph_sizes", "chunk_tokens")} == {
-        "kv_tokens": 900, "graph": "piecewise", "graph_sizes": [1, 3], "chunk_tokens": 64
+        "kv_tokens": 900, "graph": "piecewise", "graph_sizes": (1, 3), "chunk_tokens": 64
     }  # fmt: skip
 
 
 @pytest.mark.parametrize(
     "option, value, named",
     [
-        ("--slots", "0", "positive integer, got '0'"),
-        ("--kv-tokens", "many", "positive integer, got 'many'"),
-        ("--chunk-tokens", "-1", "positive integer, got '-1'"),
+        ("--slots", "0", "expected an integer from 1 to 64, got '0'"),
+        ("--kv-tokens", "many", "expected an integer from 1 to 2,147,483,646, got 'many'"),
+        ("--chunk-tokens", "-1", "expected an integer from 1 to 2,147,483,646, got '-1'"),
         ("--graph", "half", "invalid choice: 'half'"),
-        ("--graph-sizes", "4,2", "expected ascending numbers, like 1,2,4,8, got '4,2'"),
+        ("--graph-sizes", "4,2", "expected ascending integers from 1 to 64, like 1, 2, 4, got '4,2'"),
         ("--graph-sizes", "1,1", "ascending"),
-        ("--graph-sizes", "0,1", "positive integer, got '0'"),
-        ("--graph-sizes", "", "positive integer, got ''"),
-        ("--max-queue", "0", "positive integer, got '0'"),
+        ("--graph-sizes", "0,1", "expected ascending integers from 1 to 64, like 1, 2, 4, got '0,1'"),
+        ("--graph-sizes", "", "expected ascending integers from 1 to 64, like 1, 2, 4, got ''"),
+        ("--max-queue", "-1", "expected an integer from 0 to 2,147,483,646, got '-1'"),
         ("--max-queue", "4", "--max-queue needs --jsonl"),
         ("--unordered", None, "--unordered needs --jsonl"),
     ],

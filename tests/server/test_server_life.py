@@ -667,8 +667,8 @@ def test_an_encrypted_key_asks_nothing_on_the_terminal(tmp_path):
 @pytest.mark.parametrize(
     "argv, code, message",
     [
-        (["--port", "70000"], 2, "expected a port from 0 to 65535"),
-        (["--timeout", "soon"], 2, "expected seconds"),
+        (["--port", "70000"], 2, "expected an integer from 0 to 65,535, got '70000'"),
+        (["--timeout", "soon"], 2, "expected a number from 0 to 1,000,000, got 'soon'"),
         (["--slots", "65"], 2, "from 1 to 64"),
         (["--cors", "https://chat.example/"], 2, "expected * or an origin"),
         (["--served-model-name", ""], 2, "expected a name"),

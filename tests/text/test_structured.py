@@ -254,8 +254,8 @@ REFUSED = {
     "a_choice_of_nothing": (dict(choice=["a", ""]), "choice: every entry must be a non-empty string"),
     "two_forms": (dict(choice=["a"], regex="a"), "choice: an answer has one form, and regex is given too"),
     "a_number": (dict(regex=5), "regex must be a non-empty string, got 5"),
-    "a_regex_of_bytes": (dict(regex="a\udcff"), "regex: lone surrogates are no text, got 'a\\udcff'"),
-    "a_choice_of_half_a_pair": (dict(choice=["\ud800"]), "choice: lone surrogates are no text"),
+    "a_regex_of_bytes": (dict(regex="a\udcff"), "regex: a lone surrogate is not text, got 'a\\udcff'"),
+    "a_choice_of_half_a_pair": (dict(choice=["\ud800"]), "choice: a lone surrogate is not text"),
     "half_a_pair_in_a_schema": (dict(json_schema={"enum": ["\ud800"]}), "json_schema must be plain JSON"),
     "half_a_pair_escaped": (dict(json_schema='{"enum": ["\\ud800"]}'), "json_schema must be plain JSON"),
 }
