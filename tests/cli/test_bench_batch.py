@@ -33,7 +33,7 @@ DTYPE = torch.bfloat16 if CUDA else torch.float32
 
 def engine_of(capacity, slots=1, kv_tokens=None, **more) -> Engine:
     device = torch.device("cuda", 0) if CUDA else torch.device("cpu")
-    config = tiny_config()
+    config = tiny_config(max_position=max(capacity, 512))
     pages = kv_tokens and kv_tokens // PAGE
     backend = "triton" if CUDA else "torch"
     weights = random_weights(config, device, DTYPE)

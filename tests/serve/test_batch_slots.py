@@ -233,6 +233,7 @@ def test_the_default_slots_are_those_of_the_command(monkeypatch, several, tmp_pa
         ("--graph-sizes", "", "expected ascending integers from 1 to 64, like 1, 2, 4, got ''"),
         ("--max-queue", "-1", "expected an integer from 0 to 2,147,483,646, got '-1'"),
         ("--max-queue", "4", "--max-queue needs --jsonl"),
+        ("--max-queue", "0", "--max-queue must be at least 1 for --jsonl"),
         ("--unordered", None, "--unordered needs --jsonl"),
     ],
 )

@@ -78,6 +78,8 @@ def check_options(args) -> None:
     for name in ("unordered", "max_queue"):
         if getattr(args, name) and args.jsonl is None:
             args.refuse(f"--{name.replace('_', '-')} needs --jsonl")
+    if args.max_queue == 0:
+        args.refuse("--max-queue must be at least 1 for --jsonl")
     if args.n > 1 and args.jsonl is not None:
         args.refuse("--n does not go with --jsonl; repeat the line, with other seeds")
     if args.raw and args.messages is not None:
