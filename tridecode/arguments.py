@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from .errors import ParameterError
+from .errors import ParameterError, conflict
 
 LARGEST = 2**31 - 2  # positions and counts are 32-bit integers
 WORDS = {"true": True, "on": True, "yes": True, "1": True, "false": False, "off": False, "no": False, "0": False}
@@ -263,6 +263,9 @@ class Option:
         from_file: the command line takes the name of a file that holds the value.
         exclusive: name of a set of options of which one may be set.
         aliases: further flags, each with the value that it sets and its help.
+        needs: an option that must be set beside it, and why: what follows its name in the error.
+        excludes: by name of another option, its values that do not go with this one (none: any value that is set), and
+            why: what follows this one's name in the error, where {} is the other's value.
     """
 
     constraint: Constraint
@@ -279,6 +282,8 @@ class Option:
     from_file: bool = False
     exclusive: str = ""
     aliases: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
+    needs: tuple[str, str] | None = None
+    excludes: Mapping[str, tuple[tuple, str]] = field(default_factory=dict)
 
     @property
     def flag(self) -> str:
@@ -318,8 +323,18 @@ def options_of(cls) -> dict[str, Option]:
 
 def check_fields(instance) -> None:
     """Check and normalize the fields of a frozen dataclass that have an Option. Raises ParameterError."""
-    for name, declared in options_of(type(instance)).items():
+    options = options_of(type(instance))
+    for name, declared in options.items():
         object.__setattr__(instance, name, declared.check(getattr(instance, name)))
+    for name, declared in options.items():
+        if getattr(instance, name) == declared.default:
+            continue
+        if declared.needs and getattr(instance, declared.needs[0]) is None:
+            raise conflict(name, declared.needs[1])
+        for other, (values, why) in declared.excludes.items():
+            value = getattr(instance, other)
+            if value in values if values else value is not None:
+                raise conflict(name, why.format(value))
 
 
 def documented(cls):

@@ -21,7 +21,7 @@ from .arguments import (
     option,
     options_of,
 )
-from .errors import conflict
+from .errors import ParameterError, conflict
 from .layout import MAX_NGRAM, NGRAM
 
 MAX_SLOTS = 64
@@ -35,6 +35,7 @@ GRAPHS = ("none", "piecewise", "full", "full_decode_only", "full_and_piecewise")
 QUANTIZE = ("fp8", "int8", "int4")
 ENGINE = ("chat", "generate", "serve", "info")  # the commands that load, or describe, an engine
 
+NO_PROMPT_GRAPHS = ("none", "full_decode_only"), ': no prompt pass is captured with graph="{}"; leave one of them out'
 DEVICE = Text("auto, cpu, cuda or cuda:N", r"auto|cpu|cuda(:[0-9]{1,4})?")
 
 
@@ -59,7 +60,7 @@ class EngineOptions:
     quantize: str | None = _option("model", None, Choice(QUANTIZE), "quantize the linears of an unquantized checkpoint "
         "while it is loaded; see docs/quantization.md")
     quantize_head: str | None = _option("model", None, Choice(("keep", *QUANTIZE)), "quantize the LM head beside them",
-        default_words="fp8")
+        default_words="fp8", needs=("quantize", ': nothing is quantized; use it with quantize="int4"'))
     kv_dtype: str = _option("memory", "auto", Choice(("auto", "fp8")), "of K/V: auto is the dtype; in fp8 twice as "
         "many positions fit")
     max_seq_len: int | None = _option("memory", None, Integer(1), "positions of one request, prompt and output "
@@ -70,9 +71,11 @@ class EngineOptions:
     kv_tokens: int | None = _option("memory", None, Integer(1), "K/V positions on the device that all slots share",
         metavar="N", default_words="what fits, at most the context for each slot")
     kv_offload: float | str | None = _option("memory", None, Number(1e-3, 1e6, words=("auto",)), "GiB of host memory "
-        "for more K/V; auto: half of what is free; see docs/offload.md", metavar="GIB", default_words="none")
+        "for more K/V; auto: half of what is free; see docs/offload.md", metavar="GIB", default_words="none",
+        excludes={"kv_dtype": (("fp8",), ": K/V in kv_dtype fp8 are kept on the device; use kv_dtype auto beside it")})
     kv_ring: int | None = _option("memory", None, Integer(0, 16), "buffers on the device through which K/V of running "
-        "requests come from the host; 0: only K/V of waiting requests go to the host", metavar="N", default_words="2")
+        "requests come from the host; 0: only K/V of waiting requests go to the host", metavar="N", default_words="2",
+        needs=("kv_offload", ": no K/V are on the host; use it with kv_offload"))
     weights_offload: float | None = _option("memory", None, Number(1e-3, 1e6), "GiB of host memory for the weights of "
         "the last layers, which every pass reads again", metavar="GIB", default_words="none")
     graph: str = _option("graphs", "full", Choice(GRAPHS), "how a pass is captured as CUDA graphs: whole, in pieces "
@@ -86,18 +89,23 @@ class EngineOptions:
     chunk_tokens: int | None = _option("prompts", None, Integer(1), "tokens of prompts in one pass at most",
         metavar="N", default_words=f"{CHUNK}, with --batch-invariant {FIXED_CHUNK}")
     prompt_graph_max_tokens: int | None = _option("prompts", None, Integer(1), "largest captured prompt pass of the "
-        "usual schedule", metavar="N", default_words="2048")
+        "usual schedule", metavar="N", default_words="2048", excludes={"graph": NO_PROMPT_GRAPHS})
     prompt_graph_sizes: Sequence[int] | None = _option("prompts", None, Integers(1, ascending=True), "tokens of the "
         "captured prompt passes, in place of the usual schedule; others are padded to the next size", metavar="N,N",
-        default_words="the usual schedule")
+        default_words="the usual schedule", excludes={
+            "prompt_graph_max_tokens": ((), ": does not go with prompt_graph_max_tokens; leave one of them out"),
+            "graph": NO_PROMPT_GRAPHS,
+            "batch_invariant": ((True,), ": with batch_invariant the only size is chunk_tokens")})
     prompt_attention: str = _option("prompts", "auto", Choice(("auto", "triton", "flash", "cudnn")), "of prompt "
         "passes; flash and cudnn run between captured pieces; see docs/prompts.md")
     prompt_ms: float = _option("prompts", PROMPT_MS, Number(0.1, 1e6), "milliseconds that a pass may take that reads "
-        "prompts while other requests decode", metavar="MS")
+        "prompts while other requests decode", metavar="MS",
+        excludes={"batch_invariant": ((True,), ": with batch_invariant all prompt passes are alike; use chunk_tokens")})
     prefix_sharing: bool = _option("prompts", True, Flag(), "share the K/V of equal prefixes among requests, "
         "and keep them for later ones")
     batch_invariant: bool = _option("prompts", False, Flag(), "the same bits for a request, alone and beside any "
-        "others; see docs/sharing.md")
+        "others; see docs/sharing.md",
+        excludes={"prompt_attention": (("flash", "cudnn"), " needs prompt_attention triton, got {}")})
     max_queue: int | None = _option("requests", None, Integer(0), "requests that may wait for a slot; more are refused",
         metavar="N", commands=("serve", "generate"), unsaved=("generate",), defaults={"serve": 256},
         default_words="256; of generate --jsonl, three for each slot")
@@ -105,44 +113,15 @@ class EngineOptions:
         "from the text itself and verifies them in one pass, which is faster where text repeats; auto: ngram on a GPU, "
         "unless it cannot run or does not pay; see docs/speculation.md")
     speculate_ngram: tuple[int, int] | None = _option("speculation", None, Pair(MAX_NGRAM, NGRAM), "ngram, looking for "
-        "an earlier place where the last N tokens stand too, or fewer, down to M", metavar="N:M", default_words="8:2")
+        "an earlier place where the last N tokens stand too, or fewer, down to M", metavar="N:M", default_words="8:2",
+        excludes={"speculate": (("off",), ': nothing is drafted with speculate="off"; leave one of them out')})
     # fmt: on
 
     def __post_init__(self):
         check_fields(self)
-        if self.quantize_head is not None and self.quantize is None:
-            raise conflict("quantize_head", ': nothing is quantized; use it with quantize="int4"')
-        if self.kv_ring is not None and self.kv_offload is None:
-            raise conflict("kv_ring", ": no K/V are on the host; use it with kv_offload")
-        if self.kv_offload is not None and self.kv_dtype == "fp8":
-            raise conflict("kv_offload", ": K/V in kv_dtype fp8 are kept on the device; use kv_dtype auto beside it")
-        self._check_prompts()
-        self._check_speculation()
-
-    def _check_prompts(self) -> None:
-        sizes = {"prompt_graph_sizes": self.prompt_graph_sizes, "prompt_graph_max_tokens": self.prompt_graph_max_tokens}
-        given = [name for name, value in sizes.items() if value is not None]
-        if len(given) > 1:
-            raise conflict("prompt_graph_sizes", ": does not go with prompt_graph_max_tokens; leave one of them out")
-        if given and self.graph in ("none", "full_decode_only"):
-            why = f': no prompt pass is captured with graph="{self.graph}"; leave one of them out'
-            raise conflict(given[0], why)
-        if not self.batch_invariant:
-            return
-        if self.prompt_graph_sizes is not None:
-            raise conflict("prompt_graph_sizes", ": with batch_invariant the only size is chunk_tokens")
-        if self.chunk % PAGE:
-            raise conflict(
-                "chunk_tokens", f" must be a multiple of {PAGE} with batch_invariant, got {self.chunk_tokens:,}"
-            )
-        if self.prompt_ms != PROMPT_MS:
-            raise conflict("prompt_ms", ": with batch_invariant all prompt passes are alike; use chunk_tokens")
-        if self.prompt_attention not in ("auto", "triton"):
-            raise conflict("batch_invariant", f" needs prompt_attention triton, got {self.prompt_attention}")
-
-    def _check_speculation(self) -> None:
-        if self.speculate == "off" and self.speculate_ngram is not None:
-            raise conflict("speculate_ngram", ': nothing is drafted with speculate="off"; leave one of them out')
+        if self.batch_invariant and self.chunk % PAGE:
+            why = f" must be a multiple of {PAGE} with batch_invariant, got {self.chunk_tokens:,}"
+            raise conflict("chunk_tokens", why)
         if self.wants_drafts and self.why_no_drafts:
             raise self.no_drafts(self.why_no_drafts)
 
@@ -160,13 +139,18 @@ class EngineOptions:
     @property
     def wants_drafts(self) -> bool:
         """Whether drafts are requested, and not left to the engine."""
-        return self.speculate == "ngram" or self.speculate == "auto" and self.speculate_ngram is not None
+        return self.speculate == "ngram" or self.speculate_ngram is not None
 
-    def no_drafts(self, why: str) -> Exception:
+    def no_drafts(self, why: str) -> ParameterError:
         """The error of an engine that is to verify drafts and cannot; why: follows the option's name."""
         if self.speculate == "ngram":
             return conflict("speculate", f'="ngram" {why}; use speculate="off"')
         return conflict("speculate_ngram", f" {why}; leave it out")
+
+    @property
+    def ngram(self) -> tuple[int, int]:
+        """Tokens that must agree for a draft, at most and at least."""
+        return self.speculate_ngram or NGRAM
 
     @property
     def chunk(self) -> int:

@@ -34,7 +34,7 @@ def bench(capsys, monkeypatch):
         device = torch.device("cuda", 0) if CUDA else torch.device("cpu")
         config = tiny_config(max_position=1024)
         weights = random_weights(config, device, torch.bfloat16 if CUDA else torch.float32)
-        more |= dict(slots=slots, pages=kv_tokens // PAGE, page=PAGE)
+        more |= dict(slots=slots, pages=kv_tokens // PAGE, page=PAGE, speculate_ngram=args.speculate_ngram)
         made.append(build_engine(config, weights, capacity, **more))
         return made[-1]
 

@@ -95,7 +95,7 @@ def plan_drafts(options: EngineOptions, graphs: GraphPlan) -> tuple[tuple[int, i
     if options.wants_drafts:
         if why:
             raise options.no_drafts(why)
-        return options.speculate_ngram or NGRAM, None
+        return options.ngram, None
     if not why and (MODES[graphs.graph][1] == "none" or ATTENTION[graphs.attention] < Support.UNIFORM_BATCH):
         why = "pays on a GPU only, where decode passes are captured and attention is Triton's"
     return (None, why) if why else (NGRAM, None)

@@ -23,6 +23,7 @@ from ...step.graphs import DecodePasses, make_steps
 from ...step.prompt_graphs import PromptPasses, make_prompts
 from ...tuning.configs import PassConfigs
 from ...version import __version__
+from ..options import engine_options
 from .passes import enqueue, rewind
 from .read import measure_read_bandwidth
 
@@ -75,13 +76,12 @@ def bench_engine(args, capacity: int, slots: int = 1, kv_tokens: int | None = No
 
     more: further options of the engine; it verifies no drafts unless they request that.
     """
-    names, more = ("quantize", "quantize_head", "kv_dtype"), {"speculate": "off"} | more
-    more |= {name: value for name, value in vars(args).items() if name in names}  # those that the bench knows
+    given = {name: value for name, value in engine_options(args).items() if name != "graph"}  # a bench has several
+    options = {"speculate": "off"} | given | more | {"slots": slots, "kv_tokens": kv_tokens}
     if args.model is None:
-        return preset_engine(args.preset, capacity, slots=slots, kv_tokens=kv_tokens, **more)
+        return preset_engine(args.preset, capacity, **options)
     need_gpu()
-    more |= dict(max_seq_len=capacity, slots=slots, kv_tokens=kv_tokens)
-    engine = Engine.load(args.model, device="cuda", dtype="bfloat16", **more)
+    engine = Engine.load(args.model, device="cuda", dtype="bfloat16", max_seq_len=capacity, **options)
     fill_cache(engine)
     return engine
 

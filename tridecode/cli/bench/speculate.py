@@ -12,12 +12,13 @@ from ... import layout
 from ...checkpoint.hub import resolve_model
 from ...engine import Engine
 from ...kernels.sampling.draft import DRAFT
-from ...layout import NGRAM
+from ...options import EngineOptions
 from ...step.dispatch import QUERIES, Dispatcher, most_queries
 from ...step.graphs import Place, make_steps
 from ...step.run import Run, launch, run_reference
 from ...text.tokenizer import Tokenizer
 from ...version import __version__
+from ..options import engine_options
 from ..terminal import counted
 from .batch import room_of
 from .measure import GREEDY, WARM_UP, bench_engine, check_running, model_facts, run_facts, spread
@@ -29,13 +30,13 @@ LAUNCHES = 20  # of the draft kernel in one graph
 
 def speculate(args, output) -> list[dict]:
     """A row for each number of --requests, one for the draft kernel, and one for each text; with --texts-only these."""
-    ngram = args.speculate_ngram or NGRAM
+    ngram = EngineOptions(**engine_options(args)).ngram
     costs, drafts, facts = [], [], {"tridecode": __version__}
     where = {} if args.model is None else {"model": args.model}
     if not args.texts_only:
         room, slots = room_of(args.context, layout.MAX_QUERIES * (args.steps + 2)), max(args.requests)
         capacity = max(room, room_of(args.history, layout.MAX_QUERIES))
-        more = dict(speculate="ngram", speculate_ngram=ngram, graph="full_decode_only")
+        more = dict(speculate="ngram", graph="full_decode_only")
         engine = bench_engine(args, capacity, slots, max(slots * room, capacity), **more)
         where, facts = model_facts(engine, args), run_facts(engine.device)
         how = {"context": args.context, "steps": args.steps, "runs": args.runs}

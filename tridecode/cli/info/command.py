@@ -58,7 +58,7 @@ def info(args, output: Output) -> int:
     if args.json:
         print(json.dumps(report))
     else:
-        output.text(visible(as_text(report)) + "\n" + (f"\n{render(rows)}" if rows else ""))
+        output.text(visible(as_text(report, plan)) + "\n" + (f"\n{render(rows)}" if rows else ""))
     return 0
 
 
@@ -145,8 +145,8 @@ def prompt_facts(plan: EnginePlan) -> dict:
 
 
 def run_facts(plan: EnginePlan) -> dict:
-    """`speculate`, `speculate_ngram`: ngram with the tokens that must agree, or off and null; `speculate_off`: why, if
-    the engine decided so. `pdl`: programmatic dependent launch."""
+    """`speculate`: ngram, with the tokens that must agree, or off; `speculate_off`: why, if the engine decided so.
+    `pdl`: programmatic dependent launch."""
     return {
         "device": str(plan.device),
         "backend": plan.backend,
@@ -181,7 +181,7 @@ def triton_version() -> str | None:
         return None
 
 
-def as_text(report: dict) -> str:
+def as_text(report: dict, plan: EnginePlan) -> str:
     model, memory, run = report["model"], report["memory"], report["run"]
     context = memory["problem"] or f"{counted(memory['context'], 'token')}"
     heads = f"{counted(model['heads'], 'head')}, {model['kv_heads']} for K/V, of {model['head_dim']}"
@@ -194,7 +194,7 @@ def as_text(report: dict) -> str:
         ("would run", f"{run['device']}, backend {run['backend']}, {run['dtype']}, {graph_words(run)}"),
         ("kernels", kernel_words(run, model)),
         ("prompts", prompt_words(report["prompts"])),
-        ("speculation", speculation_words(run)),
+        ("speculation", speculation_words(plan)),
         ("weights", weight_words(memory)),
         ("K/V", f"{counted(memory['kv_per_token'], 'byte')} per token{pool_words(memory)}"),
         ("workspace", size(memory["workspace"])),
@@ -288,12 +288,11 @@ def graph_words(run: dict) -> str:
     return f"{graphs} {'with' if run['pdl'] else 'without'} programmatic dependent launch{company}"
 
 
-def speculation_words(run: dict) -> str:
-    if run["speculate"] == "off":
-        why = run["speculate_off"]
-        return with_options(f"off: it {why}", LOADING) if why else "off"
-    most, least = run["speculate_ngram"]
-    return f"{run['speculate']}, by the last {most} to {least} tokens: several tokens a pass where the text repeats"
+def speculation_words(plan: EnginePlan) -> str:
+    if plan.ngram is None:
+        return with_options(f"off: it {plan.why_no_drafts}", LOADING) if plan.why_no_drafts else "off"
+    most, least = plan.ngram
+    return f"ngram, by the last {most} to {least} tokens: several tokens a pass where the text repeats"
 
 
 def size(count: int) -> str:
