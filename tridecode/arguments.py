@@ -9,18 +9,19 @@ import re
 import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from .errors import ParameterError, conflict
 
 LARGEST = 2**31 - 2  # positions and counts are 32-bit integers
 WORDS = {"true": True, "on": True, "yes": True, "1": True, "false": False, "off": False, "no": False, "0": False}
 
+T = TypeVar("T")
 _repr = reprlib.Repr()
 _repr.maxstring = _repr.maxother = _repr.maxlong = 60
 
 
-def shown(value) -> str:
+def shown(value: object) -> str:
     """Return the repr of a value on one line, cut to some 60 characters, for a message."""
     try:
         return " ".join(_repr.repr(value).split())
@@ -56,7 +57,7 @@ class Constraint:
         """The end of the sentence "... must be"."""
         raise NotImplementedError
 
-    def accept(self, value):
+    def accept(self, value: Any) -> Any:
         """Return the value in its normal form. Raises Rejected."""
         raise NotImplementedError
 
@@ -64,7 +65,7 @@ class Constraint:
         """Return the value that a text from the command line, environment or file stands for, unchecked."""
         return text
 
-    def check(self, name: str, value):
+    def check(self, name: str, value: Any) -> Any:
         """Return the value in its normal form. Raises ParameterError, which names the argument."""
         try:
             return self.accept(value)
@@ -74,7 +75,7 @@ class Constraint:
                 message = f"{name}: {error.detail}, got {shown(error.entry)}"
             raise ParameterError(message, argument=name, code=error.code) from None
 
-    def parse(self, text: str):
+    def parse(self, text: str) -> Any:
         """Return the checked value of a text. Raises ParameterError without a name."""
         try:
             return self.accept(self.read(text))
@@ -98,7 +99,7 @@ class Choice(Constraint):
     def expected(self) -> str:
         return listed(self.choices)
 
-    def accept(self, value) -> str:
+    def accept(self, value: Any) -> str:
         if not isinstance(value, str) or value not in self.choices:
             raise Rejected("choice")
         return value
@@ -116,7 +117,7 @@ class Integer(Constraint):
     def expected(self) -> str:
         return f"an integer from {self.low:,} to {self.of_high}{self.high:,}"
 
-    def accept(self, value) -> int:
+    def accept(self, value: Any) -> int:
         if isinstance(value, bool):
             raise Rejected("type")
         try:
@@ -146,7 +147,7 @@ class Number(Constraint):
         others = "".join(f' or "{word}"' for word in self.words)
         return f"a number {bound} {self.low:,.10g} to {self.high:,.10g}{others}"
 
-    def accept(self, value) -> float | int | str:
+    def accept(self, value: Any) -> float | int | str:
         if isinstance(value, str) and value in self.words:
             return value
         if isinstance(value, bool) or not isinstance(value, int | float):
@@ -170,7 +171,7 @@ class Flag(Constraint):
     def expected(self) -> str:
         return "True or False"
 
-    def accept(self, value) -> bool:
+    def accept(self, value: Any) -> bool:
         if not isinstance(value, bool):
             raise Rejected("type")
         return value
@@ -190,7 +191,7 @@ class Text(Constraint):
     def expected(self) -> str:
         return self.words
 
-    def accept(self, value) -> str:
+    def accept(self, value: Any) -> str:
         if not isinstance(value, str):
             raise Rejected("type")
         if not re.fullmatch(self.pattern, value):
@@ -211,7 +212,7 @@ class Integers(Constraint):
         order = "ascending " if self.ascending else ""
         return f"{order}integers from {self.low:,} to {self.high:,}, like 1, 2, 4"
 
-    def accept(self, value) -> tuple[int, ...]:
+    def accept(self, value: Any) -> tuple[int, ...]:
         items = value.tolist() if hasattr(value, "tolist") else value
         if isinstance(items, str | bytes | Mapping) or not isinstance(items, Sequence) or not items:
             raise Rejected("type")
@@ -220,7 +221,7 @@ class Integers(Constraint):
             raise Rejected("range")
         return tuple(found)
 
-    def read(self, text: str) -> list:
+    def read(self, text: str) -> list[int | str]:
         return [Integer(self.low).read(part) for part in text.split(",")]
 
 
@@ -236,14 +237,14 @@ class Pair(Constraint):
         large, small = self.example
         return f"two numbers from {self.most} down to 1, the larger first, like {large} and {small}"
 
-    def accept(self, value) -> tuple[int, int]:
+    def accept(self, value: Any) -> tuple[int, int]:
         if not isinstance(value, Sequence) or len(value) != 2 or not all(type(each) is int for each in value):
             raise Rejected("type")
         if not 1 <= value[1] <= value[0] <= self.most:
             raise Rejected("range")
         return value[0], value[1]
 
-    def read(self, text: str) -> list:
+    def read(self, text: str) -> list[int | str]:
         return [Integer(1).read(part) for part in text.split(":")]
 
 
@@ -283,7 +284,7 @@ class Option:
     exclusive: str = ""
     aliases: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
     needs: tuple[str, str] | None = None
-    excludes: Mapping[str, tuple[tuple, str]] = field(default_factory=dict)
+    excludes: Mapping[str, tuple[tuple[object, ...], str]] = field(default_factory=dict)
 
     @property
     def flag(self) -> str:
@@ -303,25 +304,25 @@ class Option:
             return self.default_words
         return f"{self.default:g}" if isinstance(self.default, float) else str(self.default)
 
-    def check(self, value, name: str = ""):
+    def check(self, value: Any, name: str = "") -> Any:
         """Return the value in its normal form; None is one where it is the default. Raises ParameterError."""
         if value is None and self.default is None:
             return None
         return self.constraint.check(name or self.name, value)
 
 
-def option(default, constraint: Constraint, help: str, **more):
+def option(default: Any, constraint: Constraint, help: str, **more: Any) -> Any:
     """A dataclass field with an Option. more: further fields of Option."""
     return field(default=default, metadata={"option": Option(constraint, help, default, **more)})
 
 
-def options_of(cls) -> dict[str, Option]:
+def options_of(cls: type) -> dict[str, Option]:
     """The options that the fields of a dataclass declare, by name."""
     declared = {each.name: each.metadata.get("option") for each in fields(cls)}
     return {name: replace(found, name=name) for name, found in declared.items() if found}
 
 
-def check_fields(instance) -> None:
+def check_fields(instance: Any) -> None:
     """Check and normalize the fields of a frozen dataclass that have an Option. Raises ParameterError."""
     options = options_of(type(instance))
     for name, declared in options.items():
@@ -337,17 +338,17 @@ def check_fields(instance) -> None:
                 raise conflict(name, why.format(value))
 
 
-def documented(cls):
+def documented(cls: type[T]) -> type[T]:
     """Add the options of a dataclass to its docstring, as Args."""
     lines = []
     for name, declared in options_of(cls).items():
         default = declared.default_words if declared.default in (None, (), {}) else repr(declared.default)
         lines.append(f"        {name}: {declared.help}.{f' Default: {default}.' if default else ''}")
-    cls.__doc__ = f"{cls.__doc__.rstrip()}\n\n    Args:\n" + "\n".join(lines) + "\n"
+    cls.__doc__ = f"{(cls.__doc__ or '').rstrip()}\n\n    Args:\n" + "\n".join(lines) + "\n"
     return cls
 
 
-def mapping(name: str, value) -> dict:
+def mapping(name: str, value: Any) -> dict[str, Any]:
     """Return a dict with strings as keys, empty for None. Raises ParameterError."""
     if not isinstance(value, Mapping | None) or not all(isinstance(key, str) for key in value or ()):
         message = f"{name} must be a dict with strings as keys, got {shown(value)}"
@@ -355,7 +356,7 @@ def mapping(name: str, value) -> dict:
     return dict(value or {})
 
 
-def function(name: str, value) -> None:
+def function(name: str, value: object) -> None:
     """Check that a value is callable or None. Raises ParameterError."""
     if value is not None and not callable(value):
         message = f"{name} must be a function or None, got {shown(value)}"

@@ -54,7 +54,7 @@ class Engine(Loaded):
             self._driver.close()
             with suppress(RuntimeError):  # a lost GPU writes no more
                 self.synchronize()
-            self.model = self.steps = self.prompts = None
+            self.model = self.steps = self.prompts = None  # type: ignore[assignment]  # only after `close`
 
     def __enter__(self) -> "Engine":
         return self
@@ -180,19 +180,19 @@ class Engine(Loaded):
         is wrong with a request, its prompt or parameters included, is its own result's alone: finish_reason "error",
         and `error` says why. Raises ParameterError where the lists themselves are wrong.
         """
-        if (prompts := listed(prompts)) is None:
-            raise ParameterError("prompts must be a list of prompts; for one prompt there is generate")
-        params = list(params) if isinstance(params, (list, tuple)) else [self._params(params)] * len(prompts)
-        if len(params) != len(prompts):
-            wanted = counted(len(prompts), "prompt")
-            raise ParameterError(f"params: a list has one for each of {wanted}, got {len(params):,}")
+        if (several := listed(prompts)) is None:
+            message = "prompts must be a list of prompts; for one prompt there is generate"
+            raise ParameterError(message, "prompts", "type")
+        each = list(params) if isinstance(params, list | tuple) else [self._params(params)] * len(several)
+        if len(each) != len(several):
+            message = f"params: a list has one for each of {counted(len(several), 'prompt')}, got {len(each):,}"
+            raise ParameterError(message, "params", "range")
         function("progress", progress)
         FLAG.check("reuse_prefix", reuse_prefix)
         self._open()
         options = {"reuse_prefix": reuse_prefix, "template_variables": template_variables}
-        return self._driver.gather(
-            [partial(self._request, prompt, own, **options) for prompt, own in zip(prompts, params)], progress
-        )
+        make = [partial(self._request, prompt, own, **options) for prompt, own in zip(several, each)]
+        return self._driver.gather(make, progress)
 
     @torch.no_grad()
     def score(self, token_ids: Sequence[int]) -> torch.Tensor:
@@ -204,9 +204,9 @@ class Engine(Loaded):
         """
         if (ids := listed(token_ids)) is None:
             raise PromptError(f"token_ids must be a sequence of token ids, got {shown(token_ids)}")
-        ids = self.prepare(ids).tokens
-        logits = torch.empty(len(ids), self.config.vocab_size, device=self.device)
-        result = self._driver.submit(scoring(ids, time.perf_counter(), logits=logits)).result()
+        tokens = self.prepare(ids).tokens
+        logits = torch.empty(len(tokens), self.config.vocab_size, device=self.device)
+        result = self._driver.submit(scoring(tokens, time.perf_counter(), logits=logits)).result()
         if result.error:
             raise GenerationError(result.error)
         if result.finish_reason == "cancelled":

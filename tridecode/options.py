@@ -6,9 +6,11 @@ made from the fields below. This module does not import torch, so that `--help` 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from .arguments import (
     Choice,
+    Constraint,
     Flag,
     Integer,
     Integers,
@@ -39,7 +41,7 @@ NO_PROMPT_GRAPHS = ("none", "full_decode_only"), ': no prompt pass is captured w
 DEVICE = Text("auto, cpu, cuda or cuda:N", r"auto|cpu|cuda(:[0-9]{1,4})?")
 
 
-def _option(group: str, default, constraint, help: str, **more):
+def _option(group: str, default: Any, constraint: Constraint, help: str, **more: Any) -> Any:
     return option(default, constraint, help, group=group, **{"commands": ENGINE} | more)
 
 
@@ -117,7 +119,7 @@ class EngineOptions:
         excludes={"speculate": (("off",), ': nothing is drafted with speculate="off"; leave one of them out')})
     # fmt: on
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check_fields(self)
         if self.batch_invariant and self.chunk % PAGE:
             why = f" must be a multiple of {PAGE} with batch_invariant, got {self.chunk_tokens:,}"

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, NoReturn
 
 from .arguments import (
     Constraint,
@@ -25,7 +26,7 @@ STRUCTURE_CHARACTERS = 1 << 18
 COMMANDS = ("chat", "generate")
 
 
-def _is_token(value) -> bool:
+def _is_token(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
@@ -43,7 +44,7 @@ class Texts(Constraint):
     def item(self) -> Constraint:
         return Text("a non-empty string", r"(?s).+")
 
-    def accept(self, value) -> tuple[str, ...]:
+    def accept(self, value: Any) -> tuple[str, ...]:
         if isinstance(value, str) and not self.least:
             value = (value,)
         try:
@@ -66,7 +67,7 @@ class TokenIds(Constraint):
     def expected(self) -> str:
         return "a list"
 
-    def accept(self, value) -> tuple[int, ...]:
+    def accept(self, value: Any) -> tuple[int, ...]:
         try:
             tokens = tuple(() if value is None else value)
         except TypeError:
@@ -76,7 +77,7 @@ class TokenIds(Constraint):
                 raise Rejected("type", "every entry must be a token id (an integer >= 0)", token)
         return tokens
 
-    def read(self, text: str) -> list:
+    def read(self, text: str) -> list[int | str]:
         return [Integer(0).read(part) for part in text.split(",")] if text.strip() else []
 
 
@@ -92,7 +93,7 @@ class Bias(Constraint):
     def item(self) -> Constraint:
         return BiasItem()
 
-    def accept(self, value) -> dict[int, float]:
+    def accept(self, value: Any) -> dict[int, float]:
         try:
             found = dict(() if value is None else value)
         except (TypeError, ValueError):
@@ -113,13 +114,13 @@ class BiasItem(Constraint):
     def expected(self) -> str:
         return "ID=VALUE, like 42=-1.5"
 
-    def accept(self, value) -> tuple[int, float]:
+    def accept(self, value: Any) -> tuple[int, float]:
         if not isinstance(value, tuple):
             raise Rejected("type")
         ((token, bias),) = Bias().accept([value]).items()
         return token, bias
 
-    def read(self, text: str):
+    def read(self, text: str) -> tuple[int, float] | str:
         token, _, value = text.partition("=")
         try:
             return int(token), float(value)
@@ -135,18 +136,18 @@ class Schema(Constraint):
     def expected(self) -> str:
         return "a JSON object"
 
-    def accept(self, value) -> str:
+    def accept(self, value: Any) -> str:
         return _schema(value)
 
 
 NON_EMPTY = Text("a non-empty string", r"(?s).+")
 
 
-def _option(default, constraint: Constraint, help: str, **more):
+def _option(default: Any, constraint: Constraint, help: str, **more: Any) -> Any:
     return option(default, constraint, help, **{"group": "sampling", "commands": COMMANDS} | more)
 
 
-def _form(constraint: Constraint, help: str, **more):
+def _form(constraint: Constraint, help: str, **more: Any) -> Any:
     return option(
         None, constraint, help, group="form of the answer", commands=("generate",), unsaved=("generate",), **more
     )
@@ -198,23 +199,23 @@ class SamplingParams:
     logprobs: int | None = _option(None, Integer(0, MAX_LOGPROBS), "report the logprob of each token and of the N most "
         "likely ones; on the command line with --json", metavar="N", commands=("generate",), unsaved=("generate",),
         default_words="none")
-    json_schema: Mapping | str | None = _form(Schema(), "JSON that this schema allows", metavar="FILE", from_file=True)
+    json_schema: Mapping[str, Any] | str | None = _form(Schema(), "JSON that this schema allows",
+        metavar="FILE", from_file=True)
     regex: str | None = _form(NON_EMPTY, "a text that the regular expression matches as a whole", metavar="PATTERN")
     choice: Sequence[str] | None = _form(Texts(1), "one of these texts; repeatable", metavar="TEXT", repeated=True)
     grammar: str | None = _form(NON_EMPTY, "a text of this grammar in Lark's form", metavar="FILE", from_file=True)
     # fmt: on
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check_fields(self)
         self._check_structure()
 
     def _check_structure(self) -> None:
-        given = [name for name in STRUCTURES if getattr(self, name) is not None]
-        if len(given) > 1:
-            raise conflict(given[1], f": an answer has one form, and {given[0]} is given too")
-        if not given:
+        if (structure := self.structure) is None:
             return
-        name, text = self.structure
+        name, text = structure
+        if others := [other for other in STRUCTURES if other != name and getattr(self, other) is not None]:
+            raise conflict(others[0], f": an answer has one form, and {name} is given too")
         if len(text) > STRUCTURE_CHARACTERS:
             limit = f"at most {STRUCTURE_CHARACTERS:,} characters are supported, got {len(text):,}"
             raise ParameterError(f"{name}: {limit}", name, "range")
@@ -242,7 +243,7 @@ class SamplingParams:
         return self.temperature == 0 and not self.penalties and not self.logit_bias
 
 
-def _schema(value) -> str:
+def _schema(value: Any) -> str:
     """A JSON schema, which is an object or true, as JSON text. Raises ParameterError."""
     try:
         text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
@@ -257,5 +258,5 @@ def _schema(value) -> str:
     return text
 
 
-def _no_number(name: str):
+def _no_number(name: str) -> NoReturn:
     raise ValueError(f"{name} is no number of it")

@@ -52,8 +52,9 @@ def resolve_dtype(dtype: str, spec: ModelSpec, device: torch.device) -> torch.dt
             message = f"dtype must be bfloat16 on a GPU beside {what}, got {dtype}"
             raise ParameterError(message, "dtype", "conflict")
         return torch.bfloat16
-    if dtype != "auto":
-        return getattr(torch, dtype)
-    if device.type == "cpu":
+    if dtype == "auto" and device.type == "cpu":
         return torch.float32
-    return torch.bfloat16 if spec.dtype == "float32" else getattr(torch, spec.dtype)
+    if dtype == "auto":
+        dtype = "bfloat16" if spec.dtype == "float32" else spec.dtype
+    found: torch.dtype = getattr(torch, dtype)
+    return found

@@ -1,6 +1,7 @@
 """What a model needs on its device, and the largest context that fits."""
 
 import gc
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -129,7 +130,9 @@ class MemoryPlan:
             )
         return min(wanted, (pages + ring) * page), pages, ring
 
-    def _places(self, layers, page, least, capacity, kv_tokens, host, buffers) -> tuple[int, int]:
+    def _places(
+        self, layers: int, page: int, least: int, capacity: int, kv_tokens: int | None, host: int, buffers: int
+    ) -> tuple[int, int]:
         """Pages of the device and of the ring, for contexts of `capacity` positions; negative where nothing fits."""
         wanted = max(self.slots * -(-capacity // page), least)
         left = self.usable - self.needed(capacity, 0) - 4 * wanted * layers  # the tables of all layers
@@ -155,7 +158,7 @@ class MemoryPlan:
 
 
 @contextmanager
-def allocating(capacity: int, device: torch.device):
+def allocating(capacity: int, device: torch.device) -> Iterator[None]:
     """Within, where the state of a context of `capacity` positions is allocated, a lack of memory is a DeviceError."""
     try:
         yield

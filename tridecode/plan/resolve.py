@@ -54,7 +54,7 @@ class EnginePlan:
     notes: tuple[str, ...] = ()
     problem: str | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.pages is None or self.problem:
             return
         page, slots = self.page or self.capacity, self.options.slots

@@ -3,6 +3,7 @@
 import ctypes
 import os
 import time
+from collections.abc import Callable
 
 import torch
 
@@ -15,10 +16,13 @@ VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 _given: int | None = None  # the number that `use` set last
 
 
-def _own_number():
+def _own_number() -> Callable[[int], int] | None:
     """MKL's function that returns what torch.set_num_threads has said in this thread, 0 where it was not called."""
     try:
-        return ctypes.CDLL("libtorch_cpu.so", os.RTLD_NOLOAD | os.RTLD_NOW).MKL_Set_Num_Threads_Local
+        found: Callable[[int], int] = ctypes.CDLL(
+            "libtorch_cpu.so", os.RTLD_NOLOAD | os.RTLD_NOW
+        ).MKL_Set_Num_Threads_Local
+        return found
     except (OSError, AttributeError):  # a build without MKL
         return None
 
@@ -29,7 +33,7 @@ _set_local = _own_number()
 class FreeCores:
     """Watches from its construction on how much of the cores' time other programs leave."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self._began = _idle_seconds(), time.process_time(), time.monotonic()
 
     def count(self) -> int:
@@ -40,7 +44,7 @@ class FreeCores:
             return allowed
         time.sleep(max(began + PAUSE - time.monotonic(), 0))
         elapsed = time.monotonic() - began
-        left = (_idle_seconds() - idle + time.process_time() - own) / elapsed
+        left = ((_idle_seconds() or idle) - idle + time.process_time() - own) / elapsed
         return max(min(int(left + 0.25), allowed), 1)  # a quarter of a core goes to noise
 
 
