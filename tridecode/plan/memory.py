@@ -153,7 +153,7 @@ class MemoryPlan:
         return (
             f" {counted(kv_tokens, 'position')} need{'s' * (kv_tokens == 1)} "
             f"{self.needed(capacity, kv_tokens) / GIB:,.2f} GiB ({self.weights / GIB:,.2f} GiB of weights), "
-            f"{self.free / GIB:,.2f} GiB are free"
+            f"{self.usable / GIB:,.2f} GiB are usable, {self.free / GIB:,.2f} GiB are free"
         )
 
 
