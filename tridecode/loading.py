@@ -10,7 +10,7 @@ import torch
 from .arguments import function, shown
 from .blocks.spec import ModelSpec
 from .blocks.weights import Weights
-from .checkpoint.hub import BUNDLED, resolve_model
+from .checkpoint.hub import BUNDLED, fetch_weights, resolve_model
 from .checkpoint.load import load_config, load_weights
 from .errors import EngineClosed
 from .layout import NGRAM
@@ -61,9 +61,10 @@ class Loaded:
         function("progress", progress)
         requested = EngineOptions(**{name: named(value) for name, value in options.items()})
         device = find_device(requested)
-        plan = resolve(requested, load_config(resolve_model(model, weights=False)), device)
+        path = resolve_model(model, weights=False)
+        plan = resolve(requested, load_config(path), device)
         plan.check()
-        path = resolve_model(model)
+        fetch_weights(model, path)
         tokenizer = Tokenizer.load(path)
         cores = threads.FreeCores()
         weights = load_weights(path, plan.spec, device, plan.dtype, progress, plan.host_layers)

@@ -35,6 +35,16 @@ except CheckpointError as error:
     print("error", error)
 """
 
+LOAD = """
+import sys
+from tridecode import Engine
+from tridecode.errors import TridecodeError
+try:
+    print("loaded", Engine.load(sys.argv[1], device="cpu", max_seq_len=int(sys.argv[2])).capacity)
+except TridecodeError as error:
+    print("error", error)
+"""
+
 
 class Hub(http.server.ThreadingHTTPServer):
     """What huggingface_hub asks of the hub: a repository's commit, its list of files, the files."""
@@ -129,13 +139,15 @@ def needed(files: dict[str, bytes]) -> set[str]:
     return small | shards | {"tokenizer_config.json"}
 
 
-def resolve(model: str, home: Path, endpoint: str, *more: str, offline: bool = False, **environment: str) -> str:
+def resolve(
+    model: str, home: Path, endpoint: str, *more: str, offline: bool = False, code: str = RESOLVE, **environment: str
+) -> str:
     """The outcome of resolve_model in a fresh process, "path ..." or "error ..." on one line, and no warning."""
     ours = ("HF_", "HUGGING", "http_", "https_", "all_", "HTTP_", "HTTPS_", "ALL_")  # a proxy serves no loopback
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
     env = inherited | {"HF_HOME": str(home), "HF_ENDPOINT": endpoint, "PYTHONPATH": str(ROOT)}
     env |= {"HF_HUB_OFFLINE": "1" if offline else "0"} | environment
-    command = [sys.executable, "-c", RESOLVE, model, *more]
+    command = [sys.executable, "-c", code, model, *more]
     run = subprocess.run(command, env=env, cwd=home.parent, capture_output=True, text=True, timeout=120)
     assert run.returncode == 0 and "Traceback" not in run.stderr and "Warning" not in run.stderr, run.stderr
     assert run.stdout.count("\n") == 1, run.stdout
@@ -185,6 +197,15 @@ def test_no_weights_are_fetched_where_none_are_wanted(hub, files, tmp_path):
     hub.repos["owner/small"] = files
     assert resolve("owner/small", tmp_path / "home", hub.url, "small").startswith("path ")
     assert set(hub.fetched) == {name for name in needed(files) if not name.endswith(".safetensors")}
+
+
+def test_weights_are_downloaded_only_for_a_plan_that_fits(hub, files, tmp_path):
+    hub.repos["owner/small"] = files
+    said = resolve("owner/small", tmp_path / "home", hub.url, "1000000", code=LOAD)
+    assert said.startswith("error max_seq_len must be an integer from 1 to the model's limit of ")
+    assert not [name for name in hub.fetched if name.endswith(".safetensors")]
+    assert resolve("owner/small", tmp_path / "home", hub.url, "64", code=LOAD) == "loaded 64"
+    assert set(hub.fetched) == needed(files)
 
 
 REFUSED = {

@@ -57,7 +57,24 @@ def resolve_model(model: str | Path | None, weights: bool = True) -> Path:
         raise CheckpointError(
             f"{model}: no such directory, and not a Hugging Face id (like Qwen/Qwen3-4B); check the spelling"
         )
-    return _download(model, weights)
+    small = _download(model)
+    if weights:
+        fetch_weights(model, small)
+    return small
+
+
+def fetch_weights(model: str | Path | None, path: Path) -> None:
+    """Download the weights of a Hugging Face id beside its small files in `path`; a directory has its own already.
+    Raises CheckpointError."""
+    if model is None or path in (BUNDLED, Path(model).expanduser()):
+        return
+    repo, index = str(model), path / INDEX
+    shards = sorted(set(shard_map(index).values())) if index.is_file() else [SINGLE]
+    if not all((path / name).is_file() for name in shards):
+        # The same commit as the small files: the repository may change between the two calls.
+        _snapshot(repo, shards, path.name)
+    for name in shards:
+        _require(repo, path, name)
 
 
 def cached_models() -> list[str]:
@@ -89,20 +106,11 @@ def shard_map(index: Path) -> dict[str, str]:
     return names
 
 
-def _download(repo: str, weights: bool) -> Path:
+def _download(repo: str) -> Path:
     small = _snapshot(repo, list(SMALL_FILES), None)
     _require(repo, small, "config.json")
     read_config(small)
     _require(repo, small, "tokenizer.json")
-    if not weights:
-        return small
-    index = small / INDEX
-    shards = sorted(set(shard_map(index).values())) if index.is_file() else [SINGLE]
-    if not all((small / name).is_file() for name in shards):
-        # The same commit as the small files: the repository may change between the two calls.
-        _snapshot(repo, shards, small.name)
-    for name in shards:
-        _require(repo, small, name)
     return small
 
 
