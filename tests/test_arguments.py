@@ -32,7 +32,7 @@ LOAD = [
 
 @pytest.mark.parametrize("arguments", LOAD, ids=lambda arguments: shown(arguments))
 def test_load_refuses_by_name(arguments, monkeypatch):
-    monkeypatch.setattr("tridecode.loading.load_weights", None)
+    monkeypatch.setattr("tridecode.engine.load_weights", None)
     (name,) = arguments
     with pytest.raises(ParameterError, match=f"^{name} ") as caught:
         Engine.load(**{"device": "cpu"} | arguments)

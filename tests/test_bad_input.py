@@ -205,7 +205,7 @@ def test_wrong_usage(failure, argv):
     ],
 )
 def test_value_out_of_range(failure, good, monkeypatch, option, value, named):
-    monkeypatch.setattr("tridecode.loading.load_weights", None)  # told before any weight is read
+    monkeypatch.setattr("tridecode.engine.load_weights", None)  # told before any weight is read
     assert named in failure("generate", "--prompt", "x", "--model", good, option, value, code=2)
 
 

@@ -68,8 +68,7 @@ ROOMS = {
 }
 ROOMS |= {name: BASE for name in BASE}
 ENGINE = {"options", "plan", "serve", "step", "state", "checkpoint", "text", "blocks", "tuning"}
-ROOMS["loading"] = ENGINE
-ROOMS["engine"] = ENGINE | {"loading"}
+ROOMS["engine"] = ENGINE
 ROOMS["server"] = {"engine", "options", "serve", "text", "plan"}
 
 

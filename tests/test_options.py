@@ -160,10 +160,10 @@ def test_an_engine_is_planned_once(monkeypatch, tmp_path):
     def counted(name, real):
         return lambda *args, **how: calls.append(name) or real(*args, **how)
 
-    from tridecode import loading
+    from tridecode import engine
     from tridecode.plan import resolve as module
 
-    monkeypatch.setattr(loading, "resolve", counted("resolve", loading.resolve))
+    monkeypatch.setattr(engine, "resolve", counted("resolve", engine.resolve))
     for name in ("plan_graphs", "plan_drafts", "plan_kv"):
         monkeypatch.setattr(module, name, counted(name, getattr(module, name)))
     Engine.load(write_tiny(tmp_path, "qwen3"), device="cpu").close()

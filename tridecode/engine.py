@@ -1,100 +1,232 @@
-"""Engine: requests of a loaded model; stream answers, score tokens."""
+"""Engine: a model on its device, and its requests."""
 
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
+from typing import Any, Self
 
 import torch
 
 from .arguments import Flag, Text, function, mapping, shown
-from .errors import GenerationError, ParameterError, PromptError, counted
-from .loading import Loaded
+from .blocks.spec import ModelSpec
+from .blocks.weights import Weights
+from .checkpoint.hub import BUNDLED, fetch_weights, resolve_model
+from .checkpoint.load import load_config, load_weights
+from .errors import EngineClosed, GenerationError, ParameterError, PromptError, counted
+from .layout import NGRAM
+from .options import EngineOptions
 from .plan import threads
+from .plan.device import find_device
+from .plan.graphs import GraphPlan
+from .plan.memory import allocating
+from .plan.resolve import EnginePlan, resolve
 from .results import Piece, Result
 from .sampling import SamplingParams
 from .serve.driver import Driver
+from .serve.policy import Policy
 from .serve.request import Request, checked_stop_ids, scoring
 from .serve.scheduler import Scheduler
 from .step.dispatch import Dispatcher, GraphStat
 from .step.graphs import make_steps
+from .step.model import DecodeModel, make_model
 from .step.prompt_graphs import make_prompts
+from .tensors import short_repr
 from .text.grammar import Grammars
 from .text.prompt import Encoded, Prompt, listed, prompt_ids
+from .text.tokenizer import Tokenizer
+from .tuning.configs import PassConfigs
 
 FLAG, TEXT = Flag(), Text()
-FIRST_TURN = 64  # tokens of a prompt whose passes a one-slot engine captures before it is ready
+FIRST_TURN = 64  # tokens of the largest prompt pass that an engine of one slot captures before it is ready
 
 
 @dataclass(repr=False)
-class Engine(Loaded):
-    """A loaded model with its captured step.
+class Engine:
+    """A model on its device, with captured passes.
 
-    As many requests run at a time as there are slots, others wait for one, in the order in which they came, from
-    whichever thread. What requests before have left of K/V, those that follow find.
+    As many requests run at a time as there are slots. Others wait in a queue, first come, first served. Requests may be
+    submitted from any thread. Requests share the K/V of equal prefixes, also with requests that have ended.
     """
 
-    def __post_init__(self):
-        graphs = self.graphs
+    model: DecodeModel
+    tokenizer: Tokenizer | None
+    plan: EnginePlan
+    name: str
+    threads: int | None = None  # of the CPU; None: the user has chosen
+
+    @classmethod
+    def load(
+        cls, model: str | Path | None = None, *, progress: Callable[[int, int], None] | None = None, **options: Any
+    ) -> Self:
+        """Load a checkpoint.
+
+        Args:
+            model: a directory or a Hugging Face id. None is the bundled model, and so is "bundled" unless there is a
+                directory of that name.
+            progress: called with (bytes done, bytes in all) while weights load.
+            options: the fields of EngineOptions.
+
+        On a CPU the engine sets PyTorch's number of threads: one for a tiny model, else the number of free cores. A
+        number from OMP_NUM_THREADS or torch.set_num_threads stays.
+
+        Raises:
+            CheckpointError: the checkpoint cannot be used.
+            DeviceError: the device is absent, or the model does not fit.
+            ParameterError: an option is wrong, or contradicts another one, the model or the device.
+        """
+        function("progress", progress)
+        requested = EngineOptions(**{name: named(value) for name, value in options.items()})
+        device = find_device(requested)
+        path = resolve_model(model, weights=False)
+        plan = resolve(requested, load_config(path), device)
+        plan.check()
+        fetch_weights(model, path)
+        tokenizer = Tokenizer.load(path)
+        cores = threads.FreeCores()
+        weights = load_weights(path, plan.spec, device, plan.dtype, progress, plan.host_layers)
+        engine = cls.build(plan, weights, tokenizer, BUNDLED.name if model is None else str(model))
+        engine.threads = threads.choose(plan.memory.weights, cores) if device.type == "cpu" else None
+        return engine
+
+    @classmethod
+    def build(
+        cls,
+        plan: EnginePlan,
+        weights: Weights,
+        tokenizer: Tokenizer | None = None,
+        name: str = "",
+        configs: Mapping[int, PassConfigs] | None = None,
+    ) -> Self:
+        """Build an engine from weights that are on their device already. configs: launch configs by rows, by default
+        those chosen for the GPU."""
+        options = plan.options
+        with allocating(plan.capacity, plan.device):
+            model = make_model(
+                plan.spec, weights, plan.capacity, plan.slots, plan.page or plan.capacity, configs, plan.pages,
+                plan.rows, plan.chunk, batch_invariant=options.batch_invariant, offload=plan.offload,
+                speculate=plan.ngram is not None, ngram=plan.ngram or NGRAM, one_piece=plan.graphs.one_piece,
+            )  # fmt: skip
+        return cls(model, tokenizer, plan, name)
+
+    def __post_init__(self) -> None:
+        graphs, options = self.graphs, self.plan.options
         dispatcher = Dispatcher(graphs.graph, graphs.sizes, graphs.prompt_sizes, graphs.prompt_attention)
         self.steps = make_steps(self.model, self.backend, dispatcher, graphs.attention)
         self.prompts = make_prompts(self.model, self.steps, self.backend, graphs.prompt_attention)
-        self.prompts.capture_all(None if self.slots > 1 or self.plan.options.batch_invariant else FIRST_TURN)
+        self.prompts.capture_all(None if self.slots > 1 or options.batch_invariant else FIRST_TURN)
         ahead = 1 if self.device.type == "cuda" and self.backend == "triton" else 0
-        runners = (lambda: self.steps), (lambda: self.prompts)  # those of now: benchmarks put others in their place
-        scheduler = Scheduler(self.model, self.tokenizer, *runners, ahead, self.policy)
+        runners = (lambda: self.steps), (lambda: self.prompts)  # benchmarks replace them
+        policy = Policy(self.plan.chunk, options.max_queue, options.prompt_ms, options.prefix_sharing)
+        scheduler = Scheduler(self.model, self.tokenizer, *runners, ahead, policy)
         self._grammars = Grammars(self.tokenizer, self.config.vocab_size, self.config.stop_ids)
         self._driver = Driver(scheduler, lambda: threads.use(self.threads))
 
     def close(self) -> None:
-        """Cancel what runs or waits, and give the memory back. Later calls raise EngineClosed."""
+        """Cancel all requests and free the memory. Later calls raise EngineClosed."""
         if self.model is not None:
             self._driver.close()
             with suppress(RuntimeError):  # a lost GPU writes no more
                 self.synchronize()
             self.model = self.steps = self.prompts = None  # type: ignore[assignment]  # only after `close`
 
-    def __enter__(self) -> "Engine":
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *error) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
+
+    def __repr__(self) -> str:
+        if self.model is None:
+            return f"Engine(name={shown(self.name)}, closed)"
+        facts = {"name": shown(self.name), "family": self.config.family, "backend": self.backend}
+        return short_repr(self, self.model.weights.embed, **facts, graph=self.graph, capacity=self.capacity)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the plan changed, for the user."""
+        return self.plan.notes
+
+    @property
+    def backend(self) -> str:
+        return self.plan.backend
+
+    @property
+    def graphs(self) -> GraphPlan:
+        return self.plan.graphs
+
+    @property
+    def graph(self) -> str:
+        """How passes run: one of dispatch.MODES."""
+        return self.plan.graphs.graph
+
+    @property
+    def config(self) -> ModelSpec:
+        return self._open().spec
+
+    @property
+    def device(self) -> torch.device:
+        return self._open().device
+
+    @property
+    def capacity(self) -> int:
+        """Positions of one request, prompt and output together."""
+        return self._open().kv.capacity
+
+    @property
+    def slots(self) -> int:
+        """Requests that run at a time."""
+        return len(self._open().workspace.tokens)
+
+    @property
+    def kv_tokens(self) -> int:
+        """K/V positions of all requests together on the device."""
+        return self._open().kv.positions
+
+    def _open(self) -> DecodeModel:
+        if self.model is None:
+            raise EngineClosed
+        return self.model
 
     @property
     def scheduler(self) -> Scheduler:
         return self._driver.opened()
 
     def capture_next(self) -> bool:
-        """Capture one more size of prompt passes, or passes that verify drafts, unless something runs; False where none
-        is left. An engine of several slots has captured all of the former at load, one of one slot those of a first
-        turn; whoever has time may do the rest."""
-        if self.scheduler.busy:  # its lock is left to those who step
+        """Capture one more size of prompt passes, or passes that verify drafts, unless a request runs.
+
+        An engine of several slots captures all prompt passes at load; one of one slot captures those up to FIRST_TURN.
+        A caller with idle time may capture the rest. Returns False if none is left.
+        """
+        if self.scheduler.busy:  # leave its lock to the threads that step
             return True
         capture = lambda: self.prompts.capture_next() or self.steps.capture_next()  # noqa: E731
         return self._driver.exclusively(lambda scheduler: scheduler.busy or capture())
 
     def graph_stats(self) -> list[GraphStat]:
-        """What the decode passes so far were: their rows, those that they were padded to, and how they ran."""
+        """Return how many decode passes ran so far, by rows, padded rows and mode."""
         self._open()
         return self.steps.dispatcher.stats()
 
-    def default_params(self, **overrides) -> SamplingParams:
-        """SamplingParams of the model's generation_config, with `overrides`."""
+    def default_params(self, **overrides: Any) -> SamplingParams:
+        """Return the SamplingParams of the model's generation_config.json, with `overrides`."""
         return SamplingParams(**{**dict(self.config.generation_defaults), **overrides})
 
-    def _params(self, params) -> SamplingParams:
+    def _params(self, params: SamplingParams | None) -> SamplingParams:
         if not isinstance(params, SamplingParams | None):
             raise ParameterError(f"params must be a SamplingParams or None, got {shown(params)}", "params", "type")
         return self.default_params() if params is None else params
 
-    def encode(self, prompt: Prompt, template_variables: dict | None = None) -> list[int]:
-        """Token ids of a prompt: text as it is, ids, or chat messages through the template. Raises PromptError."""
+    def encode(self, prompt: Prompt, template_variables: dict[str, Any] | None = None) -> list[int]:
+        """Return the token ids of a prompt: a text, token ids, or chat messages, which go through the chat template.
+        Raises PromptError."""
         return self.prepare(prompt, template_variables).ids
 
-    def prepare(self, prompt: Prompt, template_variables: dict | None = None) -> Encoded:
-        """A prompt in the form in which several requests can have it, encoded once. Raises PromptError."""
+    def prepare(self, prompt: Prompt, template_variables: dict[str, Any] | None = None) -> Encoded:
+        """Encode a prompt once for several requests. Raises PromptError."""
         variables = mapping("template_variables", template_variables)
         limits = self.config.vocab_size, self.capacity, self.config.max_position
         return prompt_ids(prompt, variables, self.tokenizer, *limits)
@@ -105,22 +237,31 @@ class Engine(Loaded):
         params: SamplingParams | None = None,
         *,
         reuse_prefix: bool = True,
-        template_variables: dict | None = None,
+        template_variables: dict[str, Any] | None = None,
         cache_salt: str = "",
     ) -> Request:
-        """Put a request in the queue, from any thread; see Request and `stream`. cache_salt: it shares K/V with those
-        of the same one only. Raises PromptError, ParameterError, QueueFull and EngineClosed."""
+        """Put a request in the queue, from any thread. See Request, and `stream` for the arguments.
+
+        Args:
+            cache_salt: the request shares K/V only with requests of the same salt.
+
+        Raises:
+            PromptError, ParameterError, QueueFull, EngineClosed.
+        """
         return self._driver.submit(self._request(prompt, params, reuse_prefix, template_variables, cache_salt))
 
     def wait(self, requests: Sequence[Request]) -> None:
-        """Wait until one of the requests has ended; its result() says how. For none there is nothing to wait for."""
+        """Wait until one of the requests has ended; return at once if there are none."""
         if not isinstance(requests, Sequence) or not all(isinstance(request, Request) for request in requests):
-            raise ParameterError(f"requests must be a list of what submit gave, got {shown(requests)}")
+            message = f"requests must be a list of what submit gave, got {shown(requests)}"
+            raise ParameterError(message, "requests", "type")
         self._driver.wait(lambda: not requests or any(request.finish_reason for request in requests))
 
     def step(self) -> bool:
-        """Run one pass for whatever runs or waits; False where nothing does afterwards. For a thread that owns the
-        device and does nothing else: who waits for a request steps by that already."""
+        """Run one pass for the requests that run or wait. Returns False if none is left.
+
+        This is for a thread that does nothing else: a thread that waits for a request runs passes by itself.
+        """
         return self._driver.step()
 
     def stream(
@@ -129,18 +270,31 @@ class Engine(Loaded):
         params: SamplingParams | None = None,
         *,
         reuse_prefix: bool = True,
-        template_variables: dict | None = None,
+        template_variables: dict[str, Any] | None = None,
     ) -> Iterator[Piece]:
-        """Yield a Piece a token, then a last one with finish_reason, usage and timings.
+        """Yield a Piece for each token, then a last one with finish_reason, usage and timings.
 
-        prompt: text (raw), token ids, or chat messages. params None: the model's own defaults. reuse_prefix: use the
-        K/V of the longest beginning that requests before have left. template_variables: plain JSON values that the chat
-        template reads, like {"enable_thinking": False}. Closing the iterator early cancels the request. Raises what
-        `submit` does, before the first piece.
+        Closing the iterator early cancels the request.
+
+        Args:
+            prompt: a text, which is used without a chat template; token ids; or chat messages.
+            params: None: the model's own defaults.
+            reuse_prefix: use the K/V of the longest prefix that earlier requests have left.
+            template_variables: plain JSON values that the chat template reads, like {"enable_thinking": False}.
+
+        Raises:
+            What `submit` raises, before the first piece.
         """
         return iter(self.submit(prompt, params, reuse_prefix=reuse_prefix, template_variables=template_variables))
 
-    def _request(self, prompt, params, reuse_prefix, template_variables, cache_salt="") -> Request:
+    def _request(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        reuse_prefix: bool,
+        template_variables: dict[str, Any] | None,
+        cache_salt: str = "",
+    ) -> Request:
         started = time.perf_counter()
         self._open()
         params = self._params(params)
@@ -160,9 +314,9 @@ class Engine(Loaded):
         params: SamplingParams | None = None,
         *,
         reuse_prefix: bool = True,
-        template_variables: dict | None = None,
+        template_variables: dict[str, Any] | None = None,
     ) -> Result:
-        """The whole of a stream; see `stream`. With finish_reason "error", `error` says why."""
+        """Return the whole answer; see `stream`. If its finish_reason is "error", `error` has the reason."""
         return self.submit(prompt, params, reuse_prefix=reuse_prefix, template_variables=template_variables).result()
 
     def generate_many(
@@ -172,13 +326,19 @@ class Engine(Loaded):
         *,
         progress: Callable[[int, int], None] | None = None,
         reuse_prefix: bool = True,
-        template_variables: dict | None = None,
+        template_variables: dict[str, Any] | None = None,
     ) -> list[Result]:
-        """The results of many prompts in their order, as many at a time as there are slots.
+        """Return the answers to many prompts in their order; as many run at a time as there are slots.
 
-        params: for all, or a list of one for each. progress(done_requests, total_requests) is called as they end. What
-        is wrong with a request, its prompt or parameters included, is its own result's alone: finish_reason "error",
-        and `error` says why. Raises ParameterError where the lists themselves are wrong.
+        An error of one request, of its prompt or parameters too, is the result of that request alone: finish_reason
+        "error", with the reason in `error`.
+
+        Args:
+            params: for all prompts, or a list with one for each.
+            progress: called with (requests done, requests in all) whenever a request ends.
+
+        Raises:
+            ParameterError: the lists themselves are wrong.
         """
         if (several := listed(prompts)) is None:
             message = "prompts must be a list of prompts; for one prompt there is generate"
@@ -196,11 +356,14 @@ class Engine(Loaded):
 
     @torch.no_grad()
     def score(self, token_ids: Sequence[int]) -> torch.Tensor:
-        """fp32 logits [tokens, vocab] on the model's device; row i predicts token i + 1. Runs the decode step, in a
-        slot as any request does.
+        """Return the logits of all tokens: fp32 [tokens, vocab] on the model's device; row i predicts token i + 1.
 
-        Raises PromptError for ids outside the vocabulary or more than the context, GenerationError for NaN or Inf and
-        if it is cancelled, EngineClosed if that is so.
+        Runs decode passes in a slot, as any request does.
+
+        Raises:
+            PromptError: ids are outside the vocabulary, or more than the context.
+            GenerationError: logits are NaN or Inf, or the request is cancelled.
+            EngineClosed: the engine is closed.
         """
         if (ids := listed(token_ids)) is None:
             raise PromptError(f"token_ids must be a sequence of token ids, got {shown(token_ids)}")
@@ -215,11 +378,16 @@ class Engine(Loaded):
         return logits
 
     def submit_score(self, prompt: Prompt, logprobs: int) -> Request:
-        """A request whose pieces tell of each token after the prompt's first one how likely it was, with the `logprobs`
-        likeliest, and of the one that would follow; see `submit` and `score`."""
+        """Submit a request that generates nothing: its pieces have the logprob of each prompt token after the first,
+        with those of the `logprobs` most likely tokens, and of the token that would follow."""
         return self._driver.submit(scoring(self.prepare(prompt).tokens, time.perf_counter(), logprobs))
 
     def synchronize(self) -> None:
-        """Wait until everything enqueued has run."""
+        """Wait until all enqueued passes have run."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+
+def named(value: Any) -> Any:
+    """Return the name of a torch dtype or device, and other values as they are."""
+    return str(value).removeprefix("torch.") if isinstance(value, torch.dtype | torch.device) else value

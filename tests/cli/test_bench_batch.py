@@ -203,7 +203,7 @@ def test_what_requests_see_of_a_prompt_that_comes(bench, monkeypatch):
     code, out, _ = bench(*argv, "--graph", "full,full_decode_only", "--prompt-ms", "7", "--format", "json")
     rows, (engine,) = json.loads(out), bench.made
     assert code == 0 and [row["graph"] for row in rows] == ["full", "full_decode_only"]
-    assert engine.slots == 4 and engine.policy.prompt_ms == 7 and engine.scheduler.preemptions == 0
+    assert engine.slots == 4 and engine.plan.options.prompt_ms == 7 and engine.scheduler.preemptions == 0
     for row in rows:
         for phase in ("before", "during", "after"):
             median, p99, most = (row[f"{phase}_{figure}_ms"] for figure in ("median", "p99", "max"))

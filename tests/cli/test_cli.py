@@ -272,7 +272,7 @@ def test_info_counts_without_loading(run, tiny, monkeypatch):
 
     with safe_open(tiny / "model.safetensors", "pt") as file:
         parameters = sum(file.get_tensor(name).numel() for name in file.keys())
-    monkeypatch.setattr("tridecode.loading.load_weights", None)
+    monkeypatch.setattr("tridecode.engine.load_weights", None)
     monkeypatch.setattr("tridecode.checkpoint.load.safe_open", None)
     code, out, err = run("info", "--model", tiny, "--json", "--device", "cpu", "--max-seq-len", 100)
     report = json.loads(out)
@@ -398,7 +398,7 @@ def test_info_tells_which_prompt_passes_a_gpu_would_capture(options, expected, m
 
 @pytest.mark.parametrize("command", [("info",), ("generate", "--prompt", "x")])
 def test_more_slots_or_positions_than_fit_are_one_line(run, tiny, monkeypatch, command):
-    monkeypatch.setattr("tridecode.loading.load_weights", None)  # told before any weight is read
+    monkeypatch.setattr("tridecode.engine.load_weights", None)  # told before any weight is read
     argv = (*command, "--model", tiny, "--device", "cpu", "--slots", 4)
     code, out, err = run(*argv, "--kv-tokens", 10**6)
     assert (code, out, err.count("\n")) == (1, "", 1) and "--kv-tokens: 4 slots of 512 positions can have at" in err

@@ -166,7 +166,7 @@ def test_a_gpus_context_is_what_fits(monkeypatch):
 
 
 def test_a_model_beyond_the_limit_of_its_group_is_refused_before_it_is_read(monkeypatch, tmp_path):
-    monkeypatch.setattr("tridecode.loading.load_weights", None)
+    monkeypatch.setattr("tridecode.engine.load_weights", None)
     (tmp_path / "own").write_text(V2)
     for name, text in (("memory.max", str(50 << 20)), ("memory.current", str(20 << 20))):
         (tmp_path / "app").mkdir(exist_ok=True)

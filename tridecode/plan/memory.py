@@ -153,7 +153,8 @@ class MemoryPlan:
         return (
             f" {counted(kv_tokens, 'position')} need{'s' * (kv_tokens == 1)} "
             f"{self.needed(capacity, kv_tokens) / GIB:,.2f} GiB ({self.weights / GIB:,.2f} GiB of weights), "
-            f"{self.usable / GIB:,.2f} GiB are usable, {self.free / GIB:,.2f} GiB are free"
+            + (f"{self.usable / GIB:,.2f} GiB are usable, " if self.headroom else "")
+            + f"{self.free / GIB:,.2f} GiB are free"
         )
 
 
