@@ -28,6 +28,11 @@ COMMANDS = [
 ]
 
 
+def test_slow_files_exist(request):
+    conftest = request.config.pluginmanager.get_plugin(str(ROOT / "tests" / "conftest.py"))
+    assert all((conftest.TESTS / f"{name}.py").is_file() for name in conftest.SLOW)
+
+
 def targets(markdown: str) -> list[str]:
     """Where the links and pictures of a document lead."""
     tokens = [child for token in MarkdownIt("commonmark").parse(markdown) for child in token.children or []]

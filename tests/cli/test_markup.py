@@ -140,7 +140,7 @@ def test_nothing_vanishes(text):
     """Each character but the marks is shown, in its order: letters, digits, backslashes, brackets, underscores."""
     text = visible(text)
     if "`" in text or "~" in text:  # the language after a fence is no text
-        text = re.sub(r"(?m)(```|~~~)(?=[^\n`~])", r"\1 . . ", text)
+        text = re.sub(r"(?m)(```(?=[^\n`])|~~~(?=[^\n~]))", r"\1 . . ", text)
     assert letters(shown(text, width=10_000)) == letters(text)
 
 
