@@ -139,7 +139,7 @@ def test_constants_are_those_of_the_rooms():
             {"1,3": (1, 3)},
             [([3, 1], "range"), ([], "type"), (5, "type"), ([0], "range")],
         ),
-        (Pair(9, (4, 2)), {"4:2": (4, 2)}, [((2, 4), "range"), ((4, 2, 1), "type"), ("4:2", "type")]),
+        (Pair(9, (4, 2)), {"4:2": (4, 2), "4,2": (4, 2)}, [((2, 4), "range"), ((4, 2, 1), "type"), ("4:2", "type")]),
     ],
     ids=lambda value: type(value).__name__,
 )

@@ -227,7 +227,7 @@ class Integers(Constraint):
 
 @dataclass(frozen=True)
 class Pair(Constraint):
-    """Two integers from `most` down to 1, the larger first; on the command line and in the file as "8:2"."""
+    """Two integers from `most` down to 1, the larger first; on the command line "8:2"."""
 
     most: int
     example: tuple[int, int]
@@ -245,7 +245,7 @@ class Pair(Constraint):
         return value[0], value[1]
 
     def read(self, text: str) -> list[int | str]:
-        return [Integer(1).read(part) for part in text.split(":")]
+        return [Integer(1).read(part) for part in re.split("[:,]", text)]
 
 
 @dataclass(frozen=True)
