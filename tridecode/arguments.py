@@ -259,14 +259,14 @@ class Option:
         unsaved: commands that read it neither from the configuration file nor from the environment.
         defaults: other defaults, by the name of a command, or of another option of the command that is set.
         default_words: the default in words.
-        metavar: what stands for the value in the help.
+        metavar: placeholder of the value in the help.
         repeated: the command line collects several values in a list.
         from_file: the command line takes the name of a file that holds the value.
         exclusive: name of a set of options of which one may be set.
         aliases: further flags, each with the value that it sets and its help.
-        needs: an option that must be set beside it, and why: what follows its name in the error.
-        excludes: by name of another option, its values that do not go with this one (none: any value that is set), and
-            why: what follows this one's name in the error, where {} is the other's value.
+        needs: an option that must be set too, and the end of the error if it is not.
+        excludes: for other options by name, the values that contradict this one (an empty tuple: any value that is set),
+            and the end of the error, where {} is the other option's value.
     """
 
     constraint: Constraint
@@ -294,7 +294,7 @@ class Option:
 
     @property
     def flag_help(self) -> str:
-        """What its flag does."""
+        """Help for its flag."""
         return f"do not {self.help}" if self.flag.startswith("--no-") and self.default is True else self.help
 
     @property

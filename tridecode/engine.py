@@ -56,7 +56,7 @@ class Engine:
     tokenizer: Tokenizer | None
     plan: EnginePlan
     name: str
-    threads: int | None = None  # of the CPU; None: the user has chosen
+    threads: int | None = None  # number of CPU threads; None: the user has chosen
 
     @classmethod
     def load(
@@ -147,7 +147,7 @@ class Engine:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What the plan changed, for the user."""
+        """Changes that the plan makes to the options, for the user."""
         return self.plan.notes
 
     @property
@@ -283,7 +283,7 @@ class Engine:
             template_variables: plain JSON values that the chat template reads, like {"enable_thinking": False}.
 
         Raises:
-            What `submit` raises, before the first piece.
+            PromptError, ParameterError, QueueFull, EngineClosed: before the first piece.
         """
         return iter(self.submit(prompt, params, reuse_prefix=reuse_prefix, template_variables=template_variables))
 

@@ -1,4 +1,4 @@
-"""EngineOptions: everything that Engine.load takes beside the model, each option declared once.
+"""EngineOptions: the options of Engine.load, each declared once.
 
 The command line, config.toml, environment variables, `tridecode config`, shell completion and the tables in docs are
 made from the fields below. This module does not import torch, so that `--help` answers at once.
@@ -27,10 +27,10 @@ from .errors import ParameterError, conflict
 from .layout import MAX_NGRAM, NGRAM
 
 MAX_SLOTS = 64
-BATCH_SLOTS = 16  # of `serve` and of `generate --jsonl`
+BATCH_SLOTS = 16  # slots of `serve` and of `generate --jsonl`
 PAGE = 64  # K/V positions in a page
 CHUNK = 2048
-FIXED_CHUNK = 256  # of the batch-invariant mode, where all rows of a prompt pass are one prompt's
+FIXED_CHUNK = 256  # CHUNK of the batch-invariant mode, in which a prompt pass reads one prompt
 PROMPT_MS = 15.0
 DTYPES = ("bfloat16", "float16", "float32")
 GRAPHS = ("none", "piecewise", "full", "full_decode_only", "full_and_piecewise")
@@ -56,66 +56,67 @@ class EngineOptions:
 
     # fmt: off
     device: str = _option("model", "auto", DEVICE, "auto, cpu, cuda or cuda:N", metavar="DEVICE")
-    backend: str = _option("model", "auto", Choice(("auto", "triton", "torch")), "kernels: Triton's or PyTorch's")
-    dtype: str = _option("model", "auto", Choice(("auto", *DTYPES)), "of activations and unquantized weights; auto: "
-        "the checkpoint's, where float32 becomes bfloat16 on a GPU and everything float32 on a CPU")
+    backend: str = _option("model", "auto", Choice(("auto", "triton", "torch")), "kernels of Triton or of PyTorch")
+    dtype: str = _option("model", "auto", Choice(("auto", *DTYPES)), "dtype of activations and unquantized weights; "
+        "auto is the checkpoint's, except that float32 becomes bfloat16 on a GPU, and that a CPU computes in float32")
     quantize: str | None = _option("model", None, Choice(QUANTIZE), "quantize the linears of an unquantized checkpoint "
         "while it is loaded; see docs/quantization.md")
-    quantize_head: str | None = _option("model", None, Choice(("keep", *QUANTIZE)), "quantize the LM head beside them",
-        default_words="fp8", needs=("quantize", ': nothing is quantized; use it with quantize="int4"'))
-    kv_dtype: str = _option("memory", "auto", Choice(("auto", "fp8")), "of K/V: auto is the dtype; in fp8 twice as "
-        "many positions fit")
+    quantize_head: str | None = _option("model", None, Choice(("keep", *QUANTIZE)), "quantize the LM head too, in this "
+        "format", default_words="fp8", needs=("quantize", ': nothing is quantized; use it with quantize="int4"'))
+    kv_dtype: str = _option("memory", "auto", Choice(("auto", "fp8")), "dtype of K/V; auto is the model's dtype; with "
+        "fp8 twice as many positions fit")
     max_seq_len: int | None = _option("memory", None, Integer(1), "positions of one request, prompt and output "
-        "together", metavar="N", default_words="what fits, at most the model's limit, on a CPU 8192")
+        "together", metavar="N", default_words="as many as fit, at most the model's limit, on a CPU 8192")
     slots: int = _option("memory", 1, Integer(1, MAX_SLOTS), "requests that run at a time", metavar="N",
         defaults={"serve": BATCH_SLOTS, "jsonl": BATCH_SLOTS},
         default_words=f"1; with --jsonl, and for serve, {BATCH_SLOTS}")
     kv_tokens: int | None = _option("memory", None, Integer(1), "K/V positions on the device that all slots share",
-        metavar="N", default_words="what fits, at most the context for each slot")
+        metavar="N", default_words="as many as fit, at most the context for each slot")
     kv_offload: float | str | None = _option("memory", None, Number(1e-3, 1e6, words=("auto",)), "GiB of host memory "
-        "for more K/V; auto: half of what is free; see docs/offload.md", metavar="GIB", default_words="none",
+        "for more K/V; auto is half of the free memory; see docs/offload.md", metavar="GIB", default_words="none",
         excludes={"kv_dtype": (("fp8",), ": K/V in kv_dtype fp8 are kept on the device; use kv_dtype auto beside it")})
     kv_ring: int | None = _option("memory", None, Integer(0, 16), "buffers on the device through which K/V of running "
         "requests come from the host; 0: only K/V of waiting requests go to the host", metavar="N", default_words="2",
         needs=("kv_offload", ": no K/V are on the host; use it with kv_offload"))
     weights_offload: float | None = _option("memory", None, Number(1e-3, 1e6), "GiB of host memory for the weights of "
         "the last layers, which every pass reads again", metavar="GIB", default_words="none")
-    graph: str = _option("graphs", "full", Choice(GRAPHS), "how a pass is captured as CUDA graphs: whole, in pieces "
-        "between which attention is launched, or not at all; see docs/graphs.md",
-        aliases={"--no-prompt-graphs": ("full_decode_only", "the same as --graph full_decode_only")})
+    graph: str = _option("graphs", "full", Choice(GRAPHS), "capture of passes as CUDA graphs: full (whole), piecewise "
+        "(pieces with attention between them), none, or two modes that capture prompt passes differently; see "
+        "docs/graphs.md", aliases={"--no-prompt-graphs": ("full_decode_only", "the same as --graph full_decode_only")})
     graph_sizes: Sequence[int] | None = _option("graphs", None, Integers(1, MAX_SLOTS, ascending=True), "rows of the "
         "captured decode passes; others are padded to the next size", metavar="N,N",
         default_words="1,2,4,8,16,32,64 up to the slots")
-    attention: str = _option("graphs", "triton", Choice(("triton", "torch")), "of decode passes; no graph can hold "
-        "torch's")
+    attention: str = _option("graphs", "triton", Choice(("triton", "torch")), "backend of attention in decode passes; "
+        "a CUDA graph cannot hold torch's")
     chunk_tokens: int | None = _option("prompts", None, Integer(1), "tokens of prompts in one pass at most",
         metavar="N", default_words=f"{CHUNK}, with --batch-invariant {FIXED_CHUNK}")
     prompt_graph_max_tokens: int | None = _option("prompts", None, Integer(1), "largest captured prompt pass of the "
         "usual schedule", metavar="N", default_words="2048", excludes={"graph": NO_PROMPT_GRAPHS})
     prompt_graph_sizes: Sequence[int] | None = _option("prompts", None, Integers(1, ascending=True), "tokens of the "
         "captured prompt passes, in place of the usual schedule; others are padded to the next size", metavar="N,N",
-        default_words="the usual schedule", excludes={
+        default_words="the usual schedule",
+        excludes={
             "prompt_graph_max_tokens": ((), ": does not go with prompt_graph_max_tokens; leave one of them out"),
             "graph": NO_PROMPT_GRAPHS,
             "batch_invariant": ((True,), ": with batch_invariant the only size is chunk_tokens")})
-    prompt_attention: str = _option("prompts", "auto", Choice(("auto", "triton", "flash", "cudnn")), "of prompt "
-        "passes; flash and cudnn run between captured pieces; see docs/prompts.md")
+    prompt_attention: str = _option("prompts", "auto", Choice(("auto", "triton", "flash", "cudnn")), "backend of "
+        "attention in prompt passes; flash and cudnn run between captured pieces; see docs/prompts.md")
     prompt_ms: float = _option("prompts", PROMPT_MS, Number(0.1, 1e6), "milliseconds that a pass may take that reads "
         "prompts while other requests decode", metavar="MS",
         excludes={"batch_invariant": ((True,), ": with batch_invariant all prompt passes are alike; use chunk_tokens")})
-    prefix_sharing: bool = _option("prompts", True, Flag(), "share the K/V of equal prefixes among requests, "
-        "and keep them for later ones")
-    batch_invariant: bool = _option("prompts", False, Flag(), "the same bits for a request, alone and beside any "
+    prefix_sharing: bool = _option("prompts", True, Flag(), "share the K/V of equal prefixes among requests, and keep "
+        "them for later ones")
+    batch_invariant: bool = _option("prompts", False, Flag(), "compute the same bits for a request, alone or with any "
         "others; see docs/sharing.md",
         excludes={"prompt_attention": (("flash", "cudnn"), " needs prompt_attention triton, got {}")})
-    max_queue: int | None = _option("requests", None, Integer(0), "requests that may wait for a slot; more are refused",
-        metavar="N", commands=("serve", "generate"), unsaved=("generate",), defaults={"serve": 256},
+    max_queue: int | None = _option("requests", None, Integer(0), "requests that may wait for a slot; the engine "
+        "refuses more", metavar="N", commands=("serve", "generate"), unsaved=("generate",), defaults={"serve": 256},
         default_words="256; of generate --jsonl, three for each slot")
-    speculate: str = _option("speculation", "auto", Choice(("auto", "ngram", "off")), "ngram drafts the next tokens "
-        "from the text itself and verifies them in one pass, which is faster where text repeats; auto: ngram on a GPU, "
-        "unless it cannot run or does not pay; see docs/speculation.md")
-    speculate_ngram: tuple[int, int] | None = _option("speculation", None, Pair(MAX_NGRAM, NGRAM), "ngram, looking for "
-        "an earlier place where the last N tokens stand too, or fewer, down to M", metavar="N:M", default_words="8:2",
+    speculate: str = _option("speculation", "auto", Choice(("auto", "ngram", "off")), "draft tokens and verify several "
+        "in one pass; ngram drafts from the text itself, which is faster if text repeats; auto is ngram on a GPU if it "
+        "can run and pays; see docs/speculation.md")
+    speculate_ngram: tuple[int, int] | None = _option("speculation", None, Pair(MAX_NGRAM, NGRAM), "longest and "
+        "shortest run of tokens for which ngram drafts look earlier in the text", metavar="N:M", default_words="8:2",
         excludes={"speculate": (("off",), ': nothing is drafted with speculate="off"; leave one of them out')})
     # fmt: on
 

@@ -193,14 +193,14 @@ class SamplingParams:
         "the context's end")
     stop: Sequence[str] = _option((), Texts(), "a string that ends the answer and is not shown; repeatable",
         metavar="STRING", repeated=True, default_words="none")
-    stop_token_ids: Sequence[int] = _option((), TokenIds(), "end the answer too, beside the model's own", metavar="IDS",
-        default_words="none")
+    stop_token_ids: Sequence[int] = _option((), TokenIds(), "token ids that end the answer, in addition to the model's "
+        "own", metavar="IDS", default_words="none")
     ignore_eos: bool = _option(False, Flag(), "the model's own stop tokens do not end the answer")
     logprobs: int | None = _option(None, Integer(0, MAX_LOGPROBS), "report the logprob of each token and of the N most "
         "likely ones; on the command line with --json", metavar="N", commands=("generate",), unsaved=("generate",),
         default_words="none")
-    json_schema: Mapping[str, Any] | str | None = _form(Schema(), "JSON that this schema allows",
-        metavar="FILE", from_file=True)
+    json_schema: Mapping[str, Any] | str | None = _form(Schema(), "JSON that this schema allows", metavar="FILE",
+        from_file=True)
     regex: str | None = _form(NON_EMPTY, "a text that the regular expression matches as a whole", metavar="PATTERN")
     choice: Sequence[str] | None = _form(Texts(1), "one of these texts; repeatable", metavar="TEXT", repeated=True)
     grammar: str | None = _form(NON_EMPTY, "a text of this grammar in Lark's form", metavar="FILE", from_file=True)

@@ -40,7 +40,7 @@ def config_path() -> Path:
 class Configuration:
     """The keys of several commands, and their values in file and environment.
 
-    Nothing is read before a value is needed. What is wrong then is a ParameterError, whichever command's key it is.
+    Both are read when a value is needed. Any wrong key then raises ParameterError, also one of another command.
     """
 
     def __init__(self, environment: Mapping[str, str] = os.environ):

@@ -67,8 +67,8 @@ def _option(name: str, default, constraint: Constraint, help: str, *commands: st
 OTHERS = (
     _option("model", None, ANY, "directory or Hugging Face id", *CONFIGURED, group="model", metavar="DIR_OR_ID",
             default_words="bundled"),
-    _option("url", None, Url(), "of a server with OpenAI's API, which runs the model in place of this process", "chat",
-            group="remote", metavar="URL"),
+    _option("url", None, Url(), "address of a server with OpenAI's API that runs the model in place of this process",
+            "chat", group="remote", metavar="URL"),
     _option("api_key_file", None, ANY, "a file with the key in one line", "chat", "serve", group="remote",
             metavar="FILE", default_words="TRIDECODE_API_KEY, if set"),
     _once("resume", False, Flag(), "continue the conversation that was saved last", "chat", group="conversation",
@@ -114,10 +114,10 @@ OTHERS = (
     _option("served_model_name", None, NAME, "name of the model for clients", "serve", group="server", metavar="NAME",
             default_words="its id, or its directory's name"),
     _option("any_model", False, Flag(), "answer requests for any model, or for none", "serve", group="server"),
-    _option("timeout", 600.0, SECONDS, "seconds for a request, from its first byte to its last; 0 is none", "serve",
+    _option("timeout", 600.0, SECONDS, "seconds that a request may take; 0 is no limit", "serve",
             group="server", metavar="S"),
-    _option("grace", 10.0, SECONDS, "seconds for running requests when the server stops", "serve", group="server",
-            metavar="S"),
+    _option("grace", 10.0, SECONDS, "seconds for running requests to end when the server stops", "serve",
+            group="server", metavar="S"),
     _option("ssl_certfile", None, ANY, "a certificate in PEM: serve https", "serve", group="server", metavar="FILE"),
     _option("ssl_keyfile", None, ANY, "its key without a pass phrase, if another file has it", "serve", group="server",
             metavar="FILE"),
@@ -156,7 +156,7 @@ def add_options(parser: argparse.ArgumentParser, command: str) -> dict[str, Opti
 
 
 def add_option(parser, option: Option, **more) -> None:
-    """Add one option, and its aliases. more: for argparse, in place of what the option declares."""
+    """Add one option, and its aliases. more: argparse's arguments that replace the declared ones."""
     words = f" (default: {option.described_default})" if option.described_default else ""
     how: dict = {"dest": option.name, "help": option.flag_help + words, "default": option.default}
     constraint = option.constraint

@@ -1,4 +1,4 @@
-"""Where a model runs: device, backend and dtype."""
+"""Device and dtype of a model."""
 
 from dataclasses import replace
 
