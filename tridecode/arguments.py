@@ -265,8 +265,8 @@ class Option:
         exclusive: name of a set of options of which one may be set.
         aliases: further flags, each with the value that it sets and its help.
         needs: an option that must be set too, and the end of the error if it is not.
-        excludes: for other options by name, the values that contradict this one (an empty tuple: any value that is set),
-            and the end of the error, where {} is the other option's value.
+        excludes: for other options by name, the values that contradict this one (an empty tuple: any value), and the
+            end of the error, where {} is the other option's value.
     """
 
     constraint: Constraint
