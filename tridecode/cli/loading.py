@@ -27,13 +27,19 @@ def load_engine(args, output: Output) -> tuple[Engine, SamplingParams]:
     return engine, engine.default_params(**overrides)
 
 
-def load_model(args, model: str | None, max_seq_len: int | None, output: Output) -> Engine:
+def load_model(args, model: str | Path | None, max_seq_len: int | None, output: Output) -> Engine:
     """Load `model` (None: bundled) with the engine's options of the command line."""
     with output.loading() as progress:
         engine = Engine.load(model, progress=progress, **engine_options(args) | {"max_seq_len": max_seq_len})
     for note in engine.notes:
         output.note(with_options(note, LOADING))
     return engine
+
+
+def tokenizer_of(engine: Engine) -> Tokenizer:
+    """Return the tokenizer of an engine, which every engine from a checkpoint has."""
+    assert engine.tokenizer is not None
+    return engine.tokenizer
 
 
 def show_defaults(engine: Engine, given: dict, output: Output) -> None:

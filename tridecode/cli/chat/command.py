@@ -123,12 +123,12 @@ def converse(talk: Chat, reader) -> int:
                 return talk.exit_code
         except EOFError:
             return 0
-        except KeyboardInterrupt as pressed:
-            typed = isinstance(pressed, Interrupted) and pressed.typed
-            if leaving and not typed:
+        except KeyboardInterrupt as error:
+            pressed = error if isinstance(error, Interrupted) else Interrupted()
+            if leaving and not pressed.typed:
                 return 0
             leaving = False
-            if typed and pressed.draft:
+            if pressed.draft:
                 talk.output.note("the draft is put aside; Up brings it back")
             elif time.monotonic() - talk.stopped_at > IMPATIENCE:
                 leaving = True
