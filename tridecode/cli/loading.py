@@ -57,7 +57,7 @@ class Loader:
         self.model: str | None = args.model  # the one in use
 
     def switch(self, chat, name: str) -> None:
-        """Give `chat` (a chat.talk.Chat) the model `name`; after an error it has the model that it had.
+        """Give `chat` (a chat.local_talk.LocalChat) the model `name`; after an error it has the model that it had.
 
         If both models do not fit, the old one is closed first, and loaded again if the new one fails. If even that
         fails, chat.engine is None.

@@ -108,7 +108,7 @@ class Keyboard:
             enable_suspend=True,
             # The editor shows no more than a window; what was typed is printed once, whole, when it is done.
             erase_when_done=True,
-            interrupt_exception=self._interrupted,  # type: ignore[arg-type]  # any callable will do
+            interrupt_exception=self._interrupted,  # type: ignore[arg-type]  # the session calls it
             input=keys,
             output=screen,
         )

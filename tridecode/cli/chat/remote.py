@@ -107,7 +107,7 @@ class RemoteModel:
     def count(self, prompt, variables: dict | None = None) -> int:
         """Tokens of a prompt. Raises ServerError, and TooLong where the server does not count so many."""
         with failing(self.device):
-            response = self._post("/tokenize", self._body(asked(prompt), {}, variables))
+            response = self._post("/tokenize", self._body(prompt_field(prompt), {}, variables))
             try:
                 check(response)
                 return int(response.json()["count"])
@@ -124,7 +124,7 @@ class RemoteModel:
         """
         options = {name: getattr(params, name) for name in given}
         path = "/v1/completions" if isinstance(prompt, str) else "/v1/chat/completions"
-        body = asked(prompt) | {"stream": True, "stream_options": {"include_usage": True}}
+        body = prompt_field(prompt) | {"stream": True, "stream_options": {"include_usage": True}}
         with failing(self.device):
             answer = Answer()
             request = self._http.build_request("POST", path, **encoded(self._body(body, options, variables)))
@@ -179,7 +179,7 @@ class Answer:
             if usage := found.get("usage"):
                 details = usage.get("prompt_tokens_details") or {}
                 reused = details.get("cached_tokens")
-                self._usage = Usage(usage["prompt_tokens"], reused, usage["completion_tokens"])  # type: ignore[arg-type]  # None: not told
+                self._usage = Usage(usage["prompt_tokens"], reused, usage["completion_tokens"])  # type: ignore[arg-type]  # None if absent
                 if {type(n) for n in vars(self._usage).values()} - {int, type(None)}:
                     raise TypeError
             text = "".join(map(self._text, found.get("choices") or ()))
@@ -222,7 +222,7 @@ class Answer:
         )
 
 
-def asked(prompt: str | list[dict]) -> dict[str, object]:
+def prompt_field(prompt: str | list[dict]) -> dict[str, object]:
     """Return the field of a request that holds the prompt."""
     return {"prompt": prompt} if isinstance(prompt, str) else {"messages": sent(prompt)}
 
