@@ -91,11 +91,11 @@ def session(capsys, state):
 
     from tridecode import SamplingParams
     from tridecode.cli.chat.conversation import Conversation
-    from tridecode.cli.chat.talk import Chat
+    from tridecode.cli.chat.local_talk import LocalChat
     from tridecode.cli.terminal import Output
 
     def make(*answers, raw=False, params=None, **options):
-        chat = Chat(Script(*answers), params or SamplingParams(), Output(), Conversation(raw), **options)
+        chat = LocalChat(Script(*answers), params or SamplingParams(), Output(), Conversation(raw), **options)
         chat.read = lambda: tuple(capsys.readouterr())
         return chat
 

@@ -13,8 +13,8 @@ from tridecode import Engine
 from tridecode.cli import loading
 from tridecode.cli.chat import session as sessions
 from tridecode.cli.chat.conversation import Conversation
+from tridecode.cli.chat.local_talk import LocalChat
 from tridecode.cli.chat.settings import CHOICES, NAMES
-from tridecode.cli.chat.talk import Chat
 from tridecode.cli.loading import Loader
 from tridecode.cli.parser import make_parser
 from tridecode.cli.terminal import Output
@@ -100,7 +100,7 @@ def test_ctrl_c_leaves_the_model_that_is_there(models, crowded, monkeypatch, cap
     output = Output()
     loader, loads = Loader(args, output), []
     loader._load = lambda model, *args: (loads.append(model), signal.raise_signal(signal.SIGINT), model)[2]
-    chat = Chat.__new__(Chat)
+    chat = LocalChat.__new__(LocalChat)
     chat.interactive, chat.output, chat.loader, chat.stopped_at = True, output, loader, 0.0
     chat.engine, chat.conversation = SimpleNamespace(name="qwen"), Conversation()
     chat.use = lambda engine: setattr(chat, "engine", engine)

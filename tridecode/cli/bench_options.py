@@ -5,6 +5,7 @@ import math
 
 from ..models.presets import PRESETS
 from ..options import OPTIONS
+from .command_line import Parser
 from .options import Url, add_option, reader
 from .values import (
     amount,
@@ -28,11 +29,11 @@ serve, report and speculate --texts-only need a GPU. docs/benchmarks.md says wha
 """
 
 
-def add_benches(bench) -> None:
+def add_benches(bench: Parser) -> None:
     """One parser for each bench; `suite` reads its rows with them too."""
-    benches = bench.add_subparsers(dest="what", metavar="WHAT", required=True, parser_class=type(bench))
+    benches = bench.add_subparsers(dest="what", metavar="WHAT", required=True, parser_class=Parser)
 
-    def add(name: str, help: str, runs: int | None = None) -> argparse.ArgumentParser:
+    def add(name: str, help: str, runs: int | None = None) -> Parser:
         parser = benches.add_parser(name, help=help, description=f"{help[0].upper()}{help[1:]}.")
         if runs is not None:
             parser.add_argument("--runs", type=positive, default=runs, metavar="N", help=f"runs that count ({runs})")

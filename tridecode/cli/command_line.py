@@ -18,10 +18,11 @@ from .terminal import one_line
 class Parser(argparse.ArgumentParser):
     """argparse, with errors on one line instead of the whole usage."""
 
-    def __init__(self, *args, **kwargs):
+    def __init__(self, **kwargs):
         # No abbreviations: a script's --to must not change its meaning when an option is added.
-        super().__init__(*args, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **kwargs)
-        self._command, self._configuration = None, None
+        super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **kwargs)
+        self._command = ""
+        self._configuration: Configuration | None = None
         self._without: dict[str, tuple[str, ...]] = {}
         self._words: tuple[str, Callable[[list[str]], bool]] | None = None
 
@@ -76,7 +77,9 @@ class Parser(argparse.ArgumentParser):
         (name, fit), options = self._words, self._option_string_actions
         groups = (group._group_actions for group in self._mutually_exclusive_groups)
         beside = {other.dest for group in groups if options[name] in group for other in group} - {options[name].dest}
-        words, rest, taker = [], [], None
+        words: list[str] = []
+        rest: list[str] = []
+        taker = None
         parts = (part for arg in args for part in (arg.split("=", 1) if arg.startswith(f"{name}=") else [arg]))
         for arg in parts:
             mine = taker == name or not taker and not arg.startswith("-")
@@ -99,6 +102,7 @@ class Parser(argparse.ArgumentParser):
 
     def _fill(self, namespace, keys: dict[str, Option]) -> None:
         """Set the options that the command line does not set."""
+        assert self._configuration is not None
         try:
             found = self._configuration.settings(self._command)
         except ParameterError as error:

@@ -152,7 +152,7 @@ def one(option: Option, value, where: str):
     try:
         return constraint.parse(str(value))
     except ParameterError as error:
-        near = did_you_mean(value, constraint.choices) if isinstance(constraint, Choice) else ""
+        near = did_you_mean(str(value), constraint.choices) if isinstance(constraint, Choice) else ""
         raise ParameterError(f"{where}: {error}{f'; {near}' if near else ''}") from None
 
 

@@ -20,7 +20,9 @@ def replacing(path: Path, private: bool = False, errors: str = "strict") -> Iter
         open(target, "a").close()  # may it be written at all?
     place = target.with_name(f".tridecode-{secrets.token_hex(6)}.tmp")
     mode = 0o600 if private else 0o666
-    file = open(place, "x", encoding="utf-8", errors=errors, newline="\n", opener=lambda *args: os.open(*args, mode))
+    file = open(
+        place, "x", encoding="utf-8", errors=errors, newline="\n", opener=lambda name, flags: os.open(name, flags, mode)
+    )
     try:
         yield file
         file.flush()

@@ -27,13 +27,19 @@ def load_engine(args, output: Output) -> tuple[Engine, SamplingParams]:
     return engine, engine.default_params(**overrides)
 
 
-def load_model(args, model: str | None, max_seq_len: int | None, output: Output) -> Engine:
+def load_model(args, model: str | Path | None, max_seq_len: int | None, output: Output) -> Engine:
     """Load `model` (None: bundled) with the engine's options of the command line."""
     with output.loading() as progress:
         engine = Engine.load(model, progress=progress, **engine_options(args) | {"max_seq_len": max_seq_len})
     for note in engine.notes:
         output.note(with_options(note, LOADING))
     return engine
+
+
+def tokenizer_of(engine: Engine) -> Tokenizer:
+    """Return the tokenizer of an engine, which every engine from a checkpoint has."""
+    assert engine.tokenizer is not None
+    return engine.tokenizer
 
 
 def show_defaults(engine: Engine, given: dict, output: Output) -> None:
@@ -51,7 +57,7 @@ class Loader:
         self.model: str | None = args.model  # the one in use
 
     def switch(self, chat, name: str) -> None:
-        """Give `chat` (a chat.talk.Chat) the model `name`; after an error it has the model that it had.
+        """Give `chat` (a chat.local_talk.LocalChat) the model `name`; after an error it has the model that it had.
 
         If both models do not fit, the old one is closed first, and loaded again if the new one fails. If even that
         fails, chat.engine is None.

@@ -67,7 +67,7 @@ def guarded(argv: list[str] | None) -> int:
         why = explain(error, [name for name in (*SAMPLING, "n") if hasattr(args, name)])
         for name, origin in getattr(args, "origins", {}).items():
             why += f" ({option(name)} is set by {origin})" if why.startswith(f"{option(name)} ") else ""
-        if isinstance(error, DeviceError) and args.command in NEED_GPU:
+        if isinstance(error, DeviceError) and args is not None and args.command in NEED_GPU:
             why += "; see tridecode doctor"
         output.error(why)
         return 1
@@ -144,7 +144,7 @@ def imported(name: str) -> Callable:
 
 def set_up_logging(verbose: bool) -> None:
     logger = logging.getLogger("tridecode")
-    handler = logging.NullHandler()  # the commands show the engine's notes themselves
+    handler: logging.Handler = logging.NullHandler()  # the commands show the engine's notes themselves
     if verbose:
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("%(name)s: %(levelname)s: %(message)s"))

@@ -142,14 +142,14 @@ def options_for(command: str) -> dict[str, Option]:
 def add_options(parser: argparse.ArgumentParser, command: str) -> dict[str, Option]:
     """Add the options of a command to its parser, in groups. Returns them."""
     found = options_for(command)
-    groups, sets = {}, {}
+    groups, sets = {}, dict[str, argparse._MutuallyExclusiveGroup]()
     for name, option in found.items():
         group = option.group
         if group not in groups:
             groups[group] = parser.add_argument_group(group, GROUPS.get(group))
         place = groups[group]
         if option.exclusive:
-            place = sets.setdefault(option.exclusive, None) or place.add_mutually_exclusive_group()
+            place = sets.get(option.exclusive) or place.add_mutually_exclusive_group()
             sets[option.exclusive] = place
         add_option(place, option, default=None if name in SAMPLING else option.default)
     return found

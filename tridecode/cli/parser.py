@@ -108,18 +108,17 @@ def make_parser() -> argparse.ArgumentParser:
         help="print a script that teaches the shell to complete commands, options and files",
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
+    add = commands.add_parser
 
-    commands.add_parser("chat", help="talk with a model", description=CHAT, epilog=CHAT_CODES)
-    words = dict(help="answer one prompt, or a file of them", description=GENERATE)
-    commands.add_parser("generate", epilog=GENERATE_CODES, **words)
-    words = dict(help="serve a model over HTTP, by OpenAI's and Anthropic's APIs", description=SERVE)
-    commands.add_parser("serve", epilog=SERVE_CODES, **words)
-    words = dict(help="list, rename, delete and export saved conversations", description=SESSIONS)
-    session_options(commands.add_parser("sessions", **words))
-    words = dict(help="show what would run, without loading, and what stands in its way", description=INFO)
-    commands.add_parser("info", aliases=["doctor"], **words)
-    words = dict(help="write a quantized checkpoint", description=QUANTIZE)
-    quantize = commands.add_parser("quantize", **words)
+    add("chat", help="talk with a model", description=CHAT, epilog=CHAT_CODES)
+    add("generate", help="answer one prompt, or a file of them", description=GENERATE, epilog=GENERATE_CODES)
+    about = "serve a model over HTTP, by OpenAI's and Anthropic's APIs"
+    add("serve", help=about, description=SERVE, epilog=SERVE_CODES)
+    about = "list, rename, delete and export saved conversations"
+    session_options(add("sessions", help=about, description=SESSIONS))
+    about = "show what would run, without loading, and what stands in its way"
+    add("info", aliases=["doctor"], help=about, description=INFO)
+    quantize = add("quantize", help="write a quantized checkpoint", description=QUANTIZE)
     source = "directory or Hugging Face id of an unquantized checkpoint, or bundled"
     quantize.add_argument("model", metavar="MODEL", help=source)
     quantize.add_argument("out", metavar="OUT", help="a new or an empty directory")
@@ -127,17 +126,17 @@ def make_parser() -> argparse.ArgumentParser:
     quantize.add_argument("--head", default="keep", choices=["keep", "fp8", "int8", "int4"], help="LM head (keep)")
     quantize.add_argument("--quiet", action="store_true", help="no progress bar")
     add_verbose(quantize)
-    words = dict(help="show the settings and where each comes from", description=CONFIG)
     configuration = Configuration()
-    commands.add_parser("config", **words).set_defaults(configuration=configuration, wrong=parser.wrong)
+    config = add("config", help="show the settings and where each comes from", description=CONFIG)
+    config.set_defaults(configuration=configuration, wrong=parser.wrong)
     for name in CONFIGURED:
         command = commands.choices[name]
         command.configure(name, configuration)
         command.words(*(("--prompt", bool) if name == "generate" else ("--model", is_model)))
         command.set_defaults(refuse=command.error)
         add_verbose(command)
-    add_benches(commands.add_parser("bench", help="time this engine on a GPU", description=BENCH))
-    profile = commands.add_parser("profile", help="show where a step's time goes", description=PROFILE)
+    add_benches(add("bench", help="time this engine on a GPU", description=BENCH))
+    profile = add("profile", help="show where a step's time goes", description=PROFILE)
     add_shape(profile, model=True)
     add_quantize(profile)
     profile.add_argument("--context", type=positive, default=64, metavar="N", help="tokens before the first step (64)")
@@ -147,7 +146,7 @@ def make_parser() -> argparse.ArgumentParser:
     profile.add_argument("--rows", type=row_count, default=1, metavar="N", help="requests in the step, 1 to 64 (1)")
     profile.add_argument("--output", metavar="DIR", help="also write pictures (SVG), Chrome traces and figures there")
     add_verbose(profile)
-    tune = commands.add_parser("tune", help="search launch shapes for this GPU", description=TUNE)
+    tune = add("tune", help="search launch shapes for this GPU", description=TUNE)
     add_shape(tune, model=True)
     add_quantize(tune, kv_dtype=False)
     rows_help = "tune steps of so many requests, 1 to 64 (1)"

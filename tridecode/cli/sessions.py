@@ -26,13 +26,12 @@ def run(args, output: Output) -> int:
 
 
 def show(args, output: Output) -> None:
-    found = sessions.names() if args.names else sessions.saved()
     if args.names:
-        shown = found
+        shown = sessions.names()
     elif args.json:
-        shown = [one.json() for one in found]
+        shown = [one.json() for one in sessions.saved()]
     else:
-        shown = sessions.lines(found, output.console.width if output.tty else None)
+        shown = sessions.lines(sessions.saved(), output.console.width if output.tty else None)
     output.text("".join(f"{line}\n" for line in shown))
-    if not found:
+    if not shown:
         output.note(f"there is no session yet in {session.sessions_dir()}; chats in a terminal are saved there")

@@ -39,7 +39,8 @@ def ending():
         asked.append(Ended(signum))
         raise asked[0]
 
-    changed, asked = [], []
+    changed: list[signal.Signals] = []
+    asked: list[Ended] = []
     try:
         with suppress(ValueError):  # not the main thread
             for each in _ENDS:
@@ -63,6 +64,7 @@ def ending_task():
     import asyncio  # not for the start of every command
 
     task, loop = asyncio.current_task(), asyncio.get_running_loop()
+    assert task is not None
 
     def end(signum, frame):
         try:
@@ -72,7 +74,7 @@ def ending_task():
             loop.call_soon_threadsafe(lambda: None)  # wakes a loop that waits
 
     main = threading.current_thread() is threading.main_thread()  # elsewhere signals cannot be set
-    before = {each: signal.getsignal(each) for each in _ENDS if main and callable(signal.getsignal(each))}
+    before = {each: found for each in _ENDS if main and callable(found := signal.getsignal(each))}
     for each in before:
         signal.signal(each, end)
     try:
@@ -100,7 +102,8 @@ def ended_by_interrupt(put_away: Callable[[], None] | None = None):
         return
 
     def end(signum, frame):
-        put_away()
+        if put_away is not None:
+            put_away()
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         signal.raise_signal(signal.SIGINT)
 

@@ -60,7 +60,8 @@ def foreign_encoding() -> str | None:
         encoding = getattr(stream, "encoding", None) or "utf-8"
         if "a\n".encode(encoding, "replace") != b"a\n":
             for each in (sys.stdin, sys.stdout, sys.stderr):
-                each.reconfigure(encoding="utf-8", errors="replace")
+                if hasattr(each, "reconfigure"):
+                    each.reconfigure(encoding="utf-8", errors="replace")
             return encoding
     return None
 
@@ -145,11 +146,22 @@ class Output:
                 yield lambda done, total: bar.update(task, completed=done, total=total, visible=True)
 
 
+class Notes(logging.Handler):
+    """Passes the messages of level INFO to `note`."""
+
+    def __init__(self, note: Callable[[str], None]):
+        super().__init__(logging.INFO)
+        self._note = note
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.levelno == logging.INFO:
+            self._note(record.getMessage())
+
+
 @contextmanager
 def logged(note: Callable[[str], None]):
     """Within, `note` gets what the engine logs at level INFO; with --verbose, which shows that itself, nothing."""
-    logger, handler = logging.getLogger("tridecode"), logging.Handler(logging.INFO)
-    handler.emit = lambda record: note(record.getMessage()) if record.levelno == logging.INFO else None
+    logger, handler = logging.getLogger("tridecode"), Notes(note)
     if logger.level != logging.NOTSET:
         yield
         return
@@ -170,12 +182,22 @@ def unechoed(enabled: bool, pause: Callable[[], None], resume: Callable[[], None
     `pause` and leaves the terminal as a shell needs it until it calls `resume`. Yields what leaves it so at once.
     """
     echo = partial(_echo, editor=editor) if enabled else lambda on: None
-    with suspendable(lambda: (pause(), echo(True)), lambda: (echo(False), resume())):
+    with suspendable(both(pause, partial(echo, True)), both(partial(echo, False), resume)):
         try:
             echo(False)
             yield partial(echo, True)
         finally:
             echo(True)
+
+
+def both(first: Callable[[], None], then: Callable[[], None]) -> Callable[[], None]:
+    """Return a function that calls both."""
+
+    def call() -> None:
+        first()
+        then()
+
+    return call
 
 
 def _echo(on: bool, editor: bool) -> None:

@@ -55,9 +55,8 @@ def run(args, output: Output) -> int:
         found = search(before, tried, measure, deadline, report, measure.compile, AT_ONCE)
     # The search takes the luckiest of many timings. Two more of both tell whether the gain is real.
     before_us, after_us = (confirmed(measure, configs) * 1e6 for configs in (before, found.configs))
-    better = after_us < before_us * (1 - MARGIN)
-    path = table_path(device.name) if better else None
-    if better:
+    path = table_path(device.name) if after_us < before_us * (1 - MARGIN) else None
+    if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         session.write(path, merged_text(path, device, rows, found.configs))
     changes = {name: (entry_of(config_of(before, part)), entry_of(config_of(found.configs, part)))
@@ -73,7 +72,7 @@ def run(args, output: Output) -> int:
         "tried": found.tried,
         "skipped": found.skipped,
         "finished": found.finished,
-        "shapes": {role: pair[better] for name, pair in changes.items() for role in name.split(", ")},
+        "shapes": {role: pair[path is not None] for name, pair in changes.items() for role in name.split(", ")},
         "table": None if path is None else str(path),
         **run_facts(engine.device),
     }
@@ -84,7 +83,7 @@ def run(args, output: Output) -> int:
 def part_names(cases: dict, configs: PassConfigs) -> dict[Part, str]:
     """Return the name of each part, the largest first: the roles that have that case, or attention."""
     sizes = {part: f" {part.heads}/{part.kv_heads}x{part.head_dim}" for part in configs.attention}
-    roles = {part: "attention" + (size if len(sizes) > 1 else "") for part, size in sizes.items()}
+    roles: dict[Part, str] = {part: "attention" + (size if len(sizes) > 1 else "") for part, size in sizes.items()}
     for role, case in cases.items():
         roles[case] = f"{roles[case]}, {role}" if case in roles else role
     return {part: roles[part] for part in parts_of(configs)}
@@ -92,10 +91,10 @@ def part_names(cases: dict, configs: PassConfigs) -> dict[Part, str]:
 
 def confirmed(measure: Callable[[PassConfigs], float | None], configs: PassConfigs) -> float:
     """Return the shorter of two timings. Raises DeviceError if a step that ran before fails now."""
-    times = [measure(configs) for _ in range(2)]
-    if None in times:
+    first, second = measure(configs), measure(configs)
+    if first is None or second is None:
         raise DeviceError("the step gave other results when it was timed again; no table was written")
-    return min(times)
+    return min(first, second)
 
 
 def show(found: Search, changes: dict, before_us: float, after_us: float, path, output: Output) -> None:
@@ -124,7 +123,7 @@ class StepTimer:
         self.engine, self._rows = engine, engine.model.rows
         room = engine.capacity - 66  # positions that a timing may need
         self.contexts = [context for context in contexts if context <= room] or [max(room, 1)]
-        self._logits = None
+        self._logits: torch.Tensor | None = None
         packed = any(case.packed for case in engine.model.cases.values())
         self._tolerance = PACKED_TOLERANCE if packed else TOLERANCE
         self._steps = 16

@@ -50,12 +50,12 @@ def ladder(engine: Engine, context: int, steps: int, runs: int, params: Sampling
         output.note(f"{name}: {wall:,.1f} µs a step")
         rows.append({"variant": name, "wall_us": wall, "wall_p5": p5, "wall_p95": p95})
     events = record(engine, rungs, context, params)  # after every timer: a profiler slows what follows it
-    for row in rows:
-        intervals = kernels_within(events, row["variant"])
+    for row, (name, _) in zip(rows, rungs):
+        intervals = kernels_within(events, name)
         if intervals:
             row |= device_figures(intervals, PROFILED_STEPS)
         else:
-            output.note(f"{row['variant']}: the profiler recorded no kernel; compute and gap are left out")
+            output.note(f"{name}: the profiler recorded no kernel; compute and gap are left out")
     return rows
 
 

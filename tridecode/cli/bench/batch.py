@@ -51,7 +51,7 @@ def cases_of(args) -> list[tuple[int | str, list[int]]]:
     """What a row says of its contexts, and the context of each of its requests. Raises ParameterError."""
     if args.rows is not None and all(not context.isdecimal() for context in args.context):
         raise ParameterError(f"--rows: a mix like {args.context[0]} says itself how many; leave out --rows")
-    found = []
+    found: list[tuple[int | str, list[int]]] = []
     for context in args.context:
         if context.isdecimal():
             found += [(int(context), [int(context)] * rows) for rows in args.rows or ROWS]

@@ -2,9 +2,11 @@
 
 import asyncio
 import json
+import math
 import time
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 import httpx
 
@@ -23,8 +25,8 @@ class Answer:
     """One request and when its parts came: seconds of time.perf_counter()."""
 
     started: float
-    first: float | None = None  # the first text, or the end where there was none
-    last: float | None = None  # the last event but [DONE]
+    first: float = math.inf  # the first text, or the end where there was none
+    last: float = math.inf  # the last event but [DONE]
     gaps: list[float] = field(default_factory=list)  # between an event with text and the next
     input_tokens: int = 0
     output_tokens: int = 0
@@ -58,7 +60,7 @@ class Answer:
             raise Failed(f"an event in the stream is none of this API: {shown}") from None
         self.last = now
         if any(texts):
-            if self.first is None:
+            if self.first == math.inf:
                 self.first = now
             else:
                 self.gaps.append(now - self._latest)
@@ -68,8 +70,7 @@ class Answer:
         """The stream has ended as it should. Raises Failed where something is missing in it."""
         if not self.input_tokens and not self.output_tokens:
             raise Failed("the stream ended without usage: it was cut off, or the server ignores include_usage")
-        if self.first is None:
-            self.first = self.last
+        self.first = min(self.first, self.last)
 
 
 def has_text(choice: dict) -> bool:
@@ -94,8 +95,10 @@ class Client:
         headers = {"accept-encoding": "identity"} | ({"authorization": f"Bearer {key}"} if key else {})
         # Servers close what is idle for some seconds (uvicorn: 5): no request should meet that.
         limits = httpx.Limits(max_connections=1, keepalive_expiry=3.0)
-        self._options = dict(base_url=url, headers=headers, limits=limits, timeout=None)
-        self._options["verify"] = httpx.create_ssl_context()
+        self._url, context = url, httpx.create_ssl_context()
+        self._connect = partial(
+            httpx.AsyncClient, base_url=url, headers=headers, limits=limits, timeout=None, verify=context
+        )
         # Each of them has one connection: a pool looks at all of its connections at each request (4 ms at 64 of them).
         self._all: list[httpx.AsyncClient] = []
         self._idle: list[httpx.AsyncClient] = []
@@ -110,7 +113,7 @@ class Client:
     def prepare(self, connections: int) -> None:
         """Make what so many requests at once need: it takes a millisecond each."""
         while len(self._idle) < connections:
-            self._all.append(httpx.AsyncClient(**self._options))
+            self._all.append(self._connect())
             self._idle.append(self._all[-1])
 
     @contextmanager
@@ -124,7 +127,7 @@ class Client:
 
     async def first_model(self) -> str:
         """The name of the first model that the server has. Raises GenerationError."""
-        place = f"{self._options['base_url']}/v1/models"
+        place = f"{self._url}/v1/models"
         try:
             async with failing(self._timeout):
                 with self._connection() as http:

@@ -6,6 +6,7 @@ from functools import partial
 
 import torch
 
+from ...blocks.host_layers import HostLayers
 from ...checkpoint.load import random_weights
 from ...engine import Engine
 from ...errors import GenerationError
@@ -15,6 +16,7 @@ from ...options import EngineOptions
 from ...plan.resolve import resolve
 from ...state.kv import PAGE, kv_bytes_per_token
 from ...state.offload import Offload, Offloaded
+from ...state.offloaded_slots import OffloadedSlots
 from ...step.dispatch import Dispatcher
 from ...step.graphs import DecodePasses, launcher
 from ...step.run import Run, launch
@@ -41,14 +43,13 @@ def offload(args, output) -> list[dict]:
         return weights(args, output)
     pages = -(-(args.context + args.steps + 2) // PAGE)
     engine = offload_engine(args, args.context + args.steps + 2, pages, Offload(pages, pages, args.ring))
-    slots, rows = engine.scheduler.slots, []
+    (slots, memory), rows = offloaded(engine), []
     for share in args.host:
         host = round(share * (args.context // PAGE))  # of those that are full
-
         rewind(engine, args.context, GREEDY)
         slots.send(0, host)
         nbytes = host * PAGE * kv_bytes_per_token(engine.config, engine.model.weights.dtype)
-        rates = {"fetch_gbs": fetch_rate(engine, nbytes), "copy_gbs": copy_rate(engine, host)} if host else {}
+        rates = {"fetch_gbs": fetch_rate(engine, memory, nbytes), "copy_gbs": copy_rate(memory, host)} if host else {}
         for name, steps, prepare in ways(engine, host):
             with stepping(engine, steps):
                 times = time_decode(engine, args.context, args.steps, args.runs, before=prepare)
@@ -74,9 +75,17 @@ def offload_engine(args, capacity: int, pages: int | None, offload: Offload | No
     return engine
 
 
+def offloaded(engine: Engine) -> tuple[OffloadedSlots, Offloaded]:
+    """Return the slots of an engine that offloads K/V, and the memory of their pages."""
+    slots, memory = engine.scheduler.slots, engine.model.kv.offload
+    assert isinstance(slots, OffloadedSlots) and memory is not None
+    return slots, memory
+
+
 def ways(engine: Engine, host: int) -> Iterator[tuple[str, DecodePasses, Callable[[], None]]]:
     """Those to read `host` pages of the host, about from the slowest: what runs the passes, and what prepares a run."""
-    model, run, send = engine.model, launcher(engine.model), partial(engine.scheduler.slots.send, 0, host)
+    model, run, (slots, memory) = engine.model, launcher(engine.model), offloaded(engine)
+    send = partial(slots.send, 0, host)
     if host:
         by_page, by_layer = Copies(launch, model, host, whole=False), Copies(launch, model, host, whole=True)
         yield "eager, a copy a page", DecodePasses(model, by_page), send
@@ -84,7 +93,7 @@ def ways(engine: Engine, host: int) -> Iterator[tuple[str, DecodePasses, Callabl
         yield "a graph a layer, a copy a layer, waits", pieces(model, run, waiting(by_layer)), send
         yield "a graph a layer, a copy a layer", pieces(model, run, by_layer), send
         yield "one graph, a copy a layer", captured(model, by_layer), send
-        if first_cell(model.kv.offload) is not None:
+        if first_cell(memory) is not None:
             direct = captured(model, without_fetches(run))
             yield "one graph, attention reads the host", direct, partial(read_directly, engine, host)
     yield from graph_ways(engine, send)
@@ -139,13 +148,14 @@ def first_cell(offload: Offloaded) -> int | None:
 def read_directly(engine: Engine, host: int) -> None:
     """Send the pages, and let the tables name the host's own memory, all of which the device sees. What is read is
     another text, in the same time."""
-    engine.scheduler.slots.send(0, host)
-    kv, offload = engine.model.kv, engine.model.kv.offload
-    layers, first = len(offload.tables), first_cell(offload)
+    kv, (slots, memory) = engine.model.kv, offloaded(engine)
+    slots.send(0, host)
+    layers, first = len(memory.tables), first_cell(memory)
+    assert first is not None, "no table can hold the cells of the host's memory"
     places = kv.page_table[0, :host] - len(kv.pool)
-    pages = offload.fetched[1:][places.long()]
+    pages = memory.fetched[1:][places.long()]
     numbers = torch.arange(layers, dtype=torch.int32, device=pages.device)[:, None]
-    offload.tables[:, 0, :host] = first + pages * layers + numbers
+    memory.tables[:, 0, :host] = first + pages * layers + numbers
 
 
 class Copies:
@@ -174,29 +184,27 @@ class Copies:
             ring[place].copy_(source[page], non_blocking=True)
 
 
-def fetch_rate(engine: Engine, nbytes: int) -> float:
-    """GB/s of the fetches of one step alone, of pages or of weights, captured in one graph."""
-    model, offload, layers = engine.model, engine.model.kv.offload, engine.model.weights.host
-    of, places = (offload, offload.fetched) if offload else (layers, layers.places)
+def fetch_rate(engine: Engine, memory: Offloaded | HostLayers, nbytes: int) -> float:
+    """Return GB/s of the fetches of one pass alone, of pages or of weights, captured in one graph."""
+    places = memory.fetched if isinstance(memory, Offloaded) else memory.places
 
     def all_layers() -> None:
-        for source, target in zip(of.source, of.target):
-            fetch(None, places, source, target, config=model.fetch_config)
+        for source, target in zip(memory.source, memory.target):
+            fetch(None, places, source, target, config=engine.model.fetch_config)
 
     return nbytes / captured_seconds(all_layers) / 1e9
 
 
-def copy_rate(engine: Engine, host: int) -> float:
-    """GB/s of copies of a page of a layer each, those of four layers captured in one graph."""
-    offload = engine.model.kv.offload
-    sources, layers = offload.fetched[1 : 1 + host].tolist(), min(4, len(offload.source))
+def copy_rate(memory: Offloaded, host: int) -> float:
+    """Return GB/s of copies of `host` pages of four layers, a copy for each page of a layer, captured in one graph."""
+    sources, layers = memory.fetched[1 : 1 + host].tolist(), min(4, len(memory.source))
 
     def some_layers() -> None:
-        for source, target in zip(offload.source[:layers], offload.target):
+        for source, target in zip(memory.source[:layers], memory.target):
             for place, page in enumerate(sources):
                 target[place].copy_(source[page], non_blocking=True)
 
-    return 8 * offload.target[0].shape[1] * host * layers / captured_seconds(some_layers) / 1e9
+    return 8 * memory.target[0].shape[1] * host * layers / captured_seconds(some_layers) / 1e9
 
 
 def captured_seconds(enqueue: Callable[[], None]) -> float:
@@ -234,8 +242,9 @@ def weights(args, output) -> list[dict]:
     engine = offload_engine(args, args.context + args.steps + 2, None, None)
     on_host = engine.plan.host_layers
     host = engine.model.weights.host
+    assert host is not None
     nbytes = sum(source.nbytes for source in host.source)
-    rates = {"fetch_gbs": fetch_rate(engine, nbytes)}
+    rates = {"fetch_gbs": fetch_rate(engine, host, nbytes)}
     for name, steps, _ in graph_ways(engine, lambda: None):
         with stepping(engine, steps):
             times = time_decode(engine, args.context, args.steps, args.runs)
@@ -257,7 +266,7 @@ def swap(args) -> dict:
     params = engine.default_params(temperature=0, max_tokens=1, ignore_eos=True)
     first = prompt_ids(engine.config, args.context)
     second = [(token + 1) % engine.config.vocab_size for token in first]
-    times = {True: [], False: []}
+    times: dict[bool, list[float]] = {True: [], False: []}
     for run in range(args.runs + WARM_UP):
         for back in (False, True):
             engine.generate(second, params)  # which pushes the other one out
@@ -267,10 +276,10 @@ def swap(args) -> dict:
             if run >= WARM_UP:
                 times[back].append(result.timings.ttft)
     nbytes = args.context * kv_bytes_per_token(engine.config, torch.bfloat16)
-    back, anew = (spread(times[key], 1e3)[0] for key in (True, False))
+    returned, anew = (spread(times[key], 1e3)[0] for key in (True, False))
     row = {"bench": "offload-swap"} | model_facts(engine, args) | {"context": args.context, "runs": args.runs}
-    row |= {"back_ms": round(back, 2), "anew_ms": round(anew, 2), "ratio": round(anew / back, 2)}
-    return row | {"both_ways_gbs": round(2 * nbytes / back / 1e6, 1)} | run_facts(engine.device)
+    row |= {"back_ms": round(returned, 2), "anew_ms": round(anew, 2), "ratio": round(anew / returned, 2)}
+    return row | {"both_ways_gbs": round(2 * nbytes / returned / 1e6, 1)} | run_facts(engine.device)
 
 
 def read_and_continue(args, tokens: int) -> dict:

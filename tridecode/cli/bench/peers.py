@@ -4,6 +4,8 @@ import time
 
 import torch
 
+from ...blocks.attention import Attention
+from ...blocks.mlp import MLP
 from ...blocks.spec import ModelSpec
 from ...errors import ParameterError
 from ...models.registry import FAMILIES
@@ -53,6 +55,7 @@ def peer_model(spec: ModelSpec, device, dtype: torch.dtype):
 def peer_settings(spec: ModelSpec) -> dict:
     """Return the entries of config.json for a dense decoder."""
     attention, mlp = spec.layers[0].blocks
+    assert isinstance(attention, Attention) and isinstance(mlp, MLP)
     settings = attention.rope
     rope = {"rope_type": settings.kind, "rope_theta": settings.theta}
     if settings.kind == "llama3":

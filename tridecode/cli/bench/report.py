@@ -18,7 +18,7 @@ def name(row: dict) -> str:
     known = [str(row.get("preset") or row.get("model") or "")]
     known += [row["quantize"]] if row.get("quantize") else []
     known += ["K/V in fp8"] if row.get("kv_dtype") == "fp8" else []
-    known += {"all": ["all sampling filters"], "temperature": ["temperature"]}.get(row.get("sampling"), [])
+    known += {"all": ["all sampling filters"], "temperature": ["temperature"]}.get(row.get("sampling", ""), [])
     return ", ".join(known)
 
 

@@ -38,7 +38,7 @@ def run(args) -> int:
     output = Output()
     form = file_format(args) if args.output is not None else args.format
     earlier = read_rows(args.compare) if args.compare is not None else None
-    failed = []
+    failed: list[str] = []
     with text_sink(args.output, output) if args.output is not None else nullcontext() as write:
         if args.what == "report":
             rows = read_rows(args.file)
@@ -66,7 +66,7 @@ def measure(args, output: Output) -> list[dict]:
 
 def alone(row: dict) -> dict:
     """The options that name a row among those of its command."""
-    found = {key: [row[key]] for key in ("prompt_tokens", "graph", "host") if key in row}
+    found: dict[str, list | None] = {key: [row[key]] for key in ("prompt_tokens", "graph", "host") if key in row}
     if row["bench"] == "batch":
         mixed = isinstance(row["context"], str)
         found = {"rows": None if mixed else [row["rows"]], "context": [row["context"]]}

@@ -103,6 +103,9 @@ def serve(args, output) -> list[dict]:
     key = api_key(args.api_key_file, output)
     lines = jsonl_prompts(args, output) if args.jsonl is not None else None
 
+    load: Load | None = None
+    model = ""
+
     async def all_of_it() -> None:
         nonlocal model, load
         async with http.Client(args.url, key, args.timeout) as client:
@@ -113,7 +116,6 @@ def serve(args, output) -> list[dict]:
             with bar, unechoed(not bar.disable, bar.stop, bar.start), ending_task():
                 await load.run(client, lambda: bar.advance(task))
 
-    model = load = None
     try:
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
             runner.run(all_of_it())
@@ -125,6 +127,7 @@ def serve(args, output) -> list[dict]:
         output.text(console_form(row_of(args, model, seed, load), output.console.width))
         output.note(f"interrupted: partial figures, {done}")
         raise
+    assert load is not None
     tell_failures(load.answers, output)
     if all(answer.error for answer in load.answers):
         raise GenerationError(f"bench serve: {counted(len(load.answers), 'request')}, all failed")
@@ -146,13 +149,13 @@ def loop_factory():
 def make_load(args, model: str, lines: list[dict] | None, seed: int, path: str) -> Load:
     rng = np.random.default_rng(seed)
     count = args.num_prompts or (NUM_PROMPTS if lines is None else len(lines))
-    warm_up = [random_prompt(args, rng) for _ in range(args.warm_up)]  # never asked again: they are cached by then
+    first = [random_prompt(args, rng) for _ in range(args.warm_up)]  # never asked again: they are cached by then
     prompts = [random_prompt(args, rng) for _ in range(count)] if lines is None else lines[:count]
     asked = {"model": model, "temperature": args.temperature, "stream": True, "max_tokens": args.output_tokens}
     asked["stream_options"] = {"include_usage": True}
     if args.ignore_eos or (lines is None and not args.no_ignore_eos):
         asked["ignore_eos"] = True
-    bodies, warm_up = ([json.dumps(asked | prompt).encode() for prompt in some] for some in (prompts, warm_up))
+    bodies, warm_up = ([json.dumps(asked | prompt).encode() for prompt in some] for some in (prompts, first))
     return Load(path, bodies, warm_up, arrivals(count, args.request_rate, args.burstiness, rng), args.max_concurrency)
 
 
@@ -224,8 +227,8 @@ def tell_failures(answers: list, output) -> None:
     for reason, number in reasons[:REASONS]:
         output.error(f"{counted(number, 'request')} failed: {reason}")
     if others := reasons[REASONS:]:
-        number = counted(sum(number for _, number in others), "request")
-        output.error(f"{number} failed for {counted(len(others), 'other reason')}")
+        rest = counted(sum(number for _, number in others), "request")
+        output.error(f"{rest} failed for {counted(len(others), 'other reason')}")
 
 
 def row_of(args, model: str, seed: int, load: Load) -> dict:

@@ -1,5 +1,6 @@
 """bench serve-mix: what requests that decode see of a prompt that comes among them, and what its own caller sees."""
 
+import math
 import time
 from dataclasses import dataclass, replace
 
@@ -71,13 +72,13 @@ def time_mix(engine: Engine, requests: int, context: int, tokens: int, steps: in
 
     under_way = [submit(number, context, 3 * steps) for number in range(requests)]
     arrivals: list[list[float]] = [[] for _ in range(requests + 1)]  # of the tokens of each, the prompt's last
-    came, busy = None, True
+    came, busy = math.inf, True
     while busy:
         busy = engine.step()
         now = time.perf_counter()
         for request, seen in zip(under_way, arrivals):
             seen += [now] * (request.completion_tokens - len(seen))
-        if came is None and all(len(seen) > steps for seen in arrivals[:-1]):
+        if came == math.inf and all(len(seen) > steps for seen in arrivals[:-1]):
             came = time.perf_counter()
             under_way.append(submit(requests, tokens, steps))
             busy = True
@@ -85,7 +86,7 @@ def time_mix(engine: Engine, requests: int, context: int, tokens: int, steps: in
     lost = sum(most - len(result_of(request).token_ids) for most, request in zip(wanted, under_way))
     *decoding, new = arrivals
     together, first = max(seen[0] for seen in decoding), new[0]  # all of them decode; the prompt has been read
-    gaps = {phase: [] for phase in PHASES}
+    gaps: dict[str, list[float]] = {phase: [] for phase in PHASES}
     for seen in decoding:
         for start, end in zip(seen, seen[1:]):
             if start >= together:
@@ -105,7 +106,7 @@ def result_of(request):
 
 def mix_figures(runs: list[Mix]) -> dict:
     """Percentiles over the gaps of all runs together, the first token over the runs; ms."""
-    found = {}
+    found: dict[str, float] = {}
     for phase in PHASES:
         gaps = [1e3 * gap for run in runs for gap in run.gaps[phase]]
         median, p99 = np.percentile(gaps, (50, 99)).tolist()

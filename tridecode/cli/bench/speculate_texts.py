@@ -61,7 +61,8 @@ def play(before: list[int], drawn: list[int], ngram: tuple[int, int]) -> Counter
     tokens = torch.zeros(1, len(text) + layout.MAX_QUERIES, dtype=torch.int32)
     tokens[0, : len(before)] = torch.tensor(before, dtype=torch.int32)
     keys, counter = torch.zeros(1, 1, dtype=torch.int64), torch.zeros(1, dtype=torch.int32)
-    out, passes, asked = torch.zeros(1, layout.RING, dtype=torch.int64), Counter(), deque([1] * LAG)
+    out, asked = torch.zeros(1, layout.RING, dtype=torch.int64), deque([1] * LAG)
+    passes: Counter[int] = Counter()
     while int(meta[0, layout.STATUS]) == layout.RUN:
         queries = best_queries(1, [asked.popleft()])
         position, step = int(meta[0, layout.POSITION]), int(meta[0, layout.STEP])
@@ -69,7 +70,9 @@ def play(before: list[int], drawn: list[int], ngram: tuple[int, int]) -> Counter
         following = text[position + 1 : position + 1 + queries]
         rows = torch.tensor(following + [0] * (queries - len(following)), dtype=torch.int32)
         ACCEPT.ref(rows, meta, tokens, None, out, None)
-        asked.append(layout.entry_of(int(out[0, step % layout.RING]), 1, step).wanted + 1)
+        entry = layout.entry_of(int(out[0, step % layout.RING]), 1, step)
+        assert entry is not None
+        asked.append(entry.wanted + 1)
         passes[queries] += 1
     assert tokens[0, : len(text)].tolist() == text, "another text was drawn"
     return passes

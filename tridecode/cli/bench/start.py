@@ -47,6 +47,7 @@ def time_to_first_line(command: list[str], environment: dict) -> tuple[float, di
     with subprocess.Popen(
         command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True
     ) as process:
+        assert process.stdout is not None
         try:
             line = process.stdout.readline()
             seconds = time.perf_counter() - started

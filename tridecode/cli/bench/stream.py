@@ -29,7 +29,7 @@ def time_stream(engine: Engine, context: int, steps: int, params=GREEDY) -> tupl
     """Seconds to the first token, and between each token and the next, of one cold stream."""
     params = replace(params, max_tokens=steps, ignore_eos=True)
     ids = prompt_ids(engine.config, context)
-    arrivals, piece = [], None
+    arrivals = []
     started = time.perf_counter()
     for piece in engine.stream(ids, params, reuse_prefix=False):
         if piece.token_id is not None:

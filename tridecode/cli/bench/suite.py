@@ -86,8 +86,9 @@ def command_of(args, **changes) -> str:
 
 def numbers(value: float | list | tuple) -> str:
     """As its option reads it: numbers of a list are separated by commas, those of a pair like 4:2 by a colon."""
-    between = {list: ",", tuple: ":"}.get(type(value))
-    return between.join(map(str, value)) if between else str(value)
+    if isinstance(value, list | tuple):
+        return (":" if isinstance(value, tuple) else ",").join(map(str, value))
+    return str(value)
 
 
 def suite(args, output, measure) -> tuple[list[dict], list[str]]:

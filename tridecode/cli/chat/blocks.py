@@ -19,9 +19,12 @@ NARROW = 8  # columns of a table's cell, below which words are no longer readabl
 class Code(CodeBlock):
     """Highlighted in the terminal's own colours, and without blank lines of its own."""
 
+    title = ""
+
     @classmethod
     def create(cls, markdown, token):
         code = super().create(markdown, token)
+        assert isinstance(code, Code)
         code.title = token.info.strip() if len(token.info.split()) > 1 else ""  # one word is the language
         return code
 
@@ -41,6 +44,7 @@ class Rows(TableElement):
     """
 
     def __rich_console__(self, console, options):
+        assert self.header is not None and self.header.row is not None
         headings = [cell.content.copy() for cell in self.header.row.cells]
         rows = [[cell.content for cell in row.cells] for row in (self.body.rows if self.body else ())]
         if not (rows or any(headings)):
@@ -50,13 +54,13 @@ class Rows(TableElement):
         widths = [max(cell_len(cell.plain) for cell in column) for column in zip(headings, *rows)]
         if sum(min(width, NARROW) + 2 for width in widths) > options.max_width:
             for row in rows or [[Text()] * len(headings)]:
-                for heading, cell in zip(headings, row):
-                    yield Text.assemble(heading, ": " if heading and cell else "", cell)
+                for heading, text in zip(headings, row):
+                    yield Text.assemble(heading, ": " if heading and text else "", text)
                 yield Text()
             return
         table = Table(box=box.SIMPLE, show_edge=False, pad_edge=False, style="markdown.table.border")
         for cell, heading in zip(self.header.row.cells, headings):
-            table.add_column(heading, justify=cell.justify, overflow="fold")
+            table.add_column(heading, justify=cell.justify or "default", overflow="fold")
         for row in rows:
             table.add_row(*row)
         yield table
@@ -78,6 +82,8 @@ class Line(HorizontalRule):
 class Item(ListItem):
     """An item with the number that it was given. A bullet stays as written where it may be a sign."""
 
+    marker = ""
+
     @classmethod
     def create(cls, markdown, token):
         item = cls()
@@ -92,6 +98,7 @@ class Items(ListElement):
 
     def __rich_console__(self, console, options):
         for item in self.items:
+            assert isinstance(item, Item)
             style = "markdown.item.bullet" if item.marker in "•-*+" else "markdown.item.number"
             marker, style = f" {item.marker} ", console.get_style(style, default="none")
             inner = options.update(width=options.max_width - len(marker))
@@ -120,7 +127,7 @@ class Block(Markdown):
         # Not rich's own __init__, which builds a parser every time: a quarter of a frame.
         self.markup, self.parsed = source, []
         self.style, self.justify, self.code_theme, self.hyperlinks = "none", None, "ansi_dark", False
-        self.inline_code_lexer = self.inline_code_theme = None
+        self.inline_code_lexer, self.inline_code_theme = None, self.code_theme
 
     def __rich_console__(self, console, options):
         try:

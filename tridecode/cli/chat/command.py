@@ -7,13 +7,14 @@ from dataclasses import replace
 
 from ..graph_stats import show_graph_stats
 from ..inputs import stdin_lines
-from ..loading import Loader, load_engine
+from ..loading import Loader, load_engine, tokenizer_of
 from ..options import sampling_overrides
 from ..terminal import Output
 from . import saving, session
 from .completion import completed
 from .conversation import Conversation
 from .lines import Interrupted, join_blocks
+from .local_talk import LocalChat
 from .reader import open_reader, shows_editor
 from .remote_talk import RemoteChat, connect
 from .talk import DEVICE_LOST, IMPATIENCE, Chat
@@ -28,15 +29,12 @@ def chat(args, output: Output) -> int:
     output.quiet, output.redraws = args.quiet, not args.plain
     output.editor = interactive and shows_editor()
     conversation, store = open_session(args, output, interactive)
-    kind, load = (Chat, load_engine) if args.url is None else (RemoteChat, connect)
-    # No other name for the engine here: /model must be able to let it go.
-    talk = kind(
-        *load(args, output),
+    talk = open_chat(
+        args,
         output,
-        conversation,
-        interactive=interactive,
+        interactive,
+        conversation=conversation,
         store=store,
-        overflow=args.overflow or ("drop-oldest" if interactive else "error"),
         stats=args.stats or ("off" if args.quiet else "full"),
         system=args.system,
         plain=args.plain,
@@ -44,11 +42,6 @@ def chat(args, output: Output) -> int:
         given=sampling_overrides(args),
         loader=Loader(args, output),
     )
-    if args.url is None:
-        if not (args.raw or talk.engine.tokenizer.has_template):
-            talk.engine.encode([{"role": "user", "content": "Hello"}])  # its PromptError, before anybody has typed
-        if talk.engine.device.type == "cpu":
-            output.note("running on the CPU")
     if store:
         store.model = talk.engine.name
     if store and store.saved:
@@ -73,7 +66,7 @@ def chat(args, output: Output) -> int:
         if talk.idle is not None:
             talk.idle.end()
         talk.save()
-        if args.graph_stats and talk.engine is not None:
+        if args.graph_stats and isinstance(talk, LocalChat) and talk.engine is not None:
             show_graph_stats(talk.engine, output)
     code = talk.exit_code if code is None else code
     if code == DEVICE_LOST:
@@ -82,6 +75,20 @@ def chat(args, output: Output) -> int:
         sys.stderr.flush()
         os._exit(code)
     return code
+
+
+def open_chat(args, output: Output, interactive: bool, **how) -> Chat:
+    """Load the model, or connect to its server, and return the chat with it. how: more arguments of the chat."""
+    how["interactive"], overflow = interactive, "drop-oldest" if interactive else "error"
+    # No variable holds the engine: /model must be able to free it. `connect` may set args.overflow.
+    if args.url is not None:
+        return RemoteChat(*connect(args, output), output, overflow=args.overflow or overflow, **how)
+    talk = LocalChat(*load_engine(args, output), output, overflow=args.overflow or overflow, **how)
+    if not (args.raw or tokenizer_of(talk.engine).has_template):
+        talk.engine.encode([{"role": "user", "content": "Hello"}])  # its PromptError, before the user types anything
+    if talk.engine.device.type == "cpu":
+        output.note("running on the CPU")
+    return talk
 
 
 def open_session(args, output: Output, interactive: bool) -> tuple[Conversation, session.Store | None]:
@@ -123,12 +130,12 @@ def converse(talk: Chat, reader) -> int:
                 return talk.exit_code
         except EOFError:
             return 0
-        except KeyboardInterrupt as pressed:
-            typed = isinstance(pressed, Interrupted) and pressed.typed
-            if leaving and not typed:
+        except KeyboardInterrupt as error:
+            pressed = error if isinstance(error, Interrupted) else Interrupted()
+            if leaving and not pressed.typed:
                 return 0
             leaving = False
-            if typed and pressed.draft:
+            if pressed.draft:
                 talk.output.note("the draft is put aside; Up brings it back")
             elif time.monotonic() - talk.stopped_at > IMPATIENCE:
                 leaving = True

@@ -40,8 +40,8 @@ def paths(typed: str) -> Iterator[str]:
     where, begun = os.path.split(typed)
     try:
         with os.scandir(os.path.expanduser(where) or ".") as entries:
-            found = [entry for entry in entries if entry.name.startswith(begun)]
-            found = sorted((entry.name, entry.is_dir()) for entry in found if begun or entry.name[0] != ".")
+            begin = [entry for entry in entries if entry.name.startswith(begun)]
+            found = sorted((entry.name, entry.is_dir()) for entry in begin if begun or entry.name[0] != ".")
     except (OSError, ValueError):
         return
     for name, directory in found[:MOST]:

@@ -12,7 +12,7 @@ from prompt_toolkit.application import get_app, run_in_terminal
 from prompt_toolkit.completion import Completer, Completion
 from prompt_toolkit.enums import DEFAULT_BUFFER
 from prompt_toolkit.filters import has_focus
-from prompt_toolkit.history import FileHistory, InMemoryHistory
+from prompt_toolkit.history import FileHistory
 from prompt_toolkit.input import create_input
 from prompt_toolkit.key_binding import KeyBindings
 from prompt_toolkit.lexers import SimpleLexer
@@ -80,10 +80,11 @@ class Keyboard:
         self.output, self._plain, self._touched, self._drawn = output, None, False, False
         self.redraws = True  # without, a message that fits in the window stays as it was typed
         try:
-            self.history = History(str(state_dir() / "history"))
+            file = str(state_dir() / "history")
         except SessionError as error:
-            self.history = InMemoryHistory()
+            file = os.devnull
             output.note(f"what you type is not remembered: {error}")
+        self.history = History(file)
         self._parser = None
         if keys is None:
             keys = create_input()
@@ -92,7 +93,7 @@ class Keyboard:
             screen = Screen.from_pty(sys.stdout, term=os.environ.get("TERM"))
             # Nobody reads the terminal's answer about the cursor while a model talks; it would be taken for typing.
             screen.enable_cpr = False
-        self.session = PromptSession(
+        self.session: PromptSession[str] = PromptSession(
             history=self.history,
             multiline=True,
             key_bindings=_bindings(self),
@@ -107,7 +108,7 @@ class Keyboard:
             enable_suspend=True,
             # The editor shows no more than a window; what was typed is printed once, whole, when it is done.
             erase_when_done=True,
-            interrupt_exception=self._interrupted,
+            interrupt_exception=self._interrupted,  # type: ignore[arg-type]  # the session calls it
             input=keys,
             output=screen,
         )
@@ -146,7 +147,7 @@ class Keyboard:
         self.session.app.erase_when_done = True
         # An exception in the middle of making or closing the event loop would leave it half made: until the prompt is
         # there, and once it has gone, a Ctrl-C is only noted.
-        interrupts = []
+        interrupts: list[int] = []
 
         def begin():
             self._touched, self._drawn = False, False

@@ -1,6 +1,9 @@
 """Messages from lines: blocks between three quotation marks, and the plain reader where there is no real terminal."""
 
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from functools import partial
+from types import ModuleType
 
 from ..terminal import visible
 
@@ -24,7 +27,7 @@ def unquoted(text: str) -> str | None:
 
 def join_blocks(lines: Iterable[str]) -> Iterator[str]:
     """Each line without its end, the lines of a block as one."""
-    block = []
+    block: list[str] = []
     for line in lines:
         line = line.rstrip("\r\n")
         # Once a block is open only its newest line can close it: no look at all that came before.
@@ -44,6 +47,11 @@ class Interrupted(KeyboardInterrupt):
         self.draft, self.typed = draft, typed or bool(draft)
 
 
+def _insert(readline: ModuleType, draft: str) -> None:
+    readline.set_startup_hook()
+    readline.insert_text(draft)
+
+
 class PlainReader:
     """input(), with readline where Python has it."""
 
@@ -51,14 +59,14 @@ class PlainReader:
     redraws = True  # for whoever reads; this one never does
 
     def __init__(self):
-        try:
+        self._readline: ModuleType | None = None
+        with suppress(ImportError):
             import readline  # arrow keys and history in input()
-        except ImportError:
-            readline = None
-        self._readline = readline
+
+            self._readline = readline
 
     def read(self, draft: str = "") -> str:
-        lines = []
+        lines: list[str] = []
         self._begin_with(draft)
         try:
             return next(join_blocks(self._lines(lines)))
@@ -76,13 +84,9 @@ class PlainReader:
 
     def _begin_with(self, draft: str) -> None:
         if draft and self._readline and draft.isprintable():
-            self._readline.set_startup_hook(lambda: self._insert(draft))
+            self._readline.set_startup_hook(partial(_insert, self._readline, draft))
         elif draft:
             print(f"(was: {visible(draft.strip())})")
-
-    def _insert(self, draft: str) -> None:
-        self._readline.set_startup_hook()
-        self._readline.insert_text(draft)
 
     def _discard(self, lines: list[str]) -> Interrupted:
         if self._readline and (line := self._readline.get_line_buffer()):

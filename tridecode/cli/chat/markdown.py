@@ -18,6 +18,8 @@ SHARE = 1 / 32  # of a core that may go into frames: a long unfinished block is 
 LONG = 100  # lines of code; of a longer unfinished block only the last ones are highlighted again for each frame
 FENCE = re.compile(r"\s*(?:```+|~~~+)[ \t]*[^\s`~]*")  # with the language, but not what is shown of its line
 
+Row = tuple[Segment, ...]
+
 
 class Painter:
     """Text in, frames out; no thread and no clock of its own.
@@ -31,23 +33,23 @@ class Painter:
     def __init__(self, console):
         self.console = console
         self._rest, self._fence = "", False
-        self._rows = []  # of the unfinished block, as they are on the screen
+        self._rows: list[Row] = []  # of the unfinished block, as they are on the screen
         self._gap = False  # whether a blank row belongs before the next block
         self._begun = False  # whether anything was drawn
         self._left = False  # whether the beginning of the present block was left as it stands
-        self._until = None  # after that: a pattern up to which text goes on where the cursor is
+        self._until: str | None = None  # after that: a pattern up to which text goes on where the cursor is
 
     def frame(self, text: str, final: bool = False) -> None:
         """Add `text`; draw the blocks that it finishes, and the unfinished one."""
         if self._until:
-            text = self._go_on(text)
+            text = self._go_on(self._until, text)
             if self._until and not final:
                 return
             self._rest = "" if self._until else self._rest  # at the end nothing comes to go on with
-        blocks, rest, fence = [], self._rest + text, self._fence
-        if final or not self._settled(text):
-            blocks, rest, fence = split(rest, final)
-        rows, gap = [], self._gap
+        rest, unsettled = self._rest + text, final or not self._settled(text)
+        blocks, rest, fence = split(rest, final) if unsettled else ([], rest, self._fence)
+        rows: list[Row] = []
+        gap = self._gap
         for block in blocks:
             shown = self._spaced(block, gap, finished=bool(rows) or not self._left)
             rows, gap = rows + shown, gap or bool(shown)
@@ -85,9 +87,9 @@ class Painter:
             self._write([Segment.line()])
             self.console.show_cursor(True)
 
-    def _go_on(self, text: str) -> str:
+    def _go_on(self, until: str, text: str) -> str:
         """Write what belongs to the word or line that was left; returns what comes after that."""
-        found = re.search(self._until, text)
+        found = re.search(until, text)
         if head := text[: found.start()] if found else text:
             self._begin()
             self._write([Segment(head)])
@@ -98,11 +100,11 @@ class Painter:
         self._gap = not self._rest and re.match(r"[ \t]*\n[ \t]*\n", tail) is not None
         return tail[1:] if self._rest else tail.lstrip()
 
-    def _spaced(self, source: str, gap: bool, finished: bool) -> list:
+    def _spaced(self, source: str, gap: bool, finished: bool) -> list[Row]:
         rows = rows_of(self.console, source, finished)
         return [(), *rows] if rows and gap else rows
 
-    def _draw(self, rows: list) -> bool:
+    def _draw(self, rows: list[Row]) -> bool:
         """Put `rows` in the place of the unfinished block's; False where the cursor cannot go to what is different."""
         old, (width, height) = self._rows, self.console.size
         top = len(old) - height  # the first row that the cursor can reach; above it looks do not matter any more
@@ -115,12 +117,12 @@ class Painter:
         if same < len(old):
             same = min(same, len(rows) - 1)
             up = len(old) - 1 - same
-            longest = max(map(Segment.get_line_length, old[same:]))
+            longest = max(Segment.get_line_length([*row]) for row in old[same:])
             back, added = _change(old[same], rows[same])
             if (up or back) and (same < top or longest >= width):
                 return False
             if up:
-                move, added = f"\r\x1b[{up}A", rows[same]
+                move, added = f"\r\x1b[{up}A", [*rows[same]]
             else:  # from where the cursor is, which is right even before the new width of a window is known
                 move = f"\x1b[{back}D" if back else ""
             if move:
@@ -154,7 +156,9 @@ class Painter:
 
     def _opener(self) -> str:
         """The line that begins the unfinished code block, without what is shown of it."""
-        return FENCE.match(self._rest)[0].strip("\n") + "\n"
+        found = FENCE.match(self._rest)
+        assert found is not None
+        return found[0].strip("\n") + "\n"
 
     def _shorten(self) -> None:
         """Forget lines of a long unfinished code block: they are on the screen, and highlighting them takes time."""
@@ -172,15 +176,15 @@ class Painter:
             self._rest, self._rows, self._gap = rest, self._rows[-len(rows) :], False
 
 
-def _text(row: tuple[Segment, ...]) -> str:
+def _text(row: Row) -> str:
     return "".join(segment.text for segment in row)
 
 
-def _change(old: tuple[Segment, ...], new: tuple[Segment, ...]) -> tuple[int, list[Segment]]:
-    """How many columns of row `old` go, from its end, and what is written in their place to make it `new`."""
-    old, new = ([(char, segment.style) for segment in row for char in segment.text] for row in (old, new))
-    same = next((i for i, pair in enumerate(zip(old, new)) if pair[0] != pair[1]), min(len(old), len(new)))
-    return cell_len("".join(char for char, _ in old[same:])), [*Segment.simplify(starmap(Segment, new[same:]))]
+def _change(old: Row, new: Row) -> tuple[int, list[Segment]]:
+    """Return how many columns to remove from the end of row `old`, and what to write there to make it `new`."""
+    had, has = ([(char, segment.style) for segment in row for char in segment.text] for row in (old, new))
+    same = next((i for i, pair in enumerate(zip(had, has)) if pair[0] != pair[1]), min(len(had), len(has)))
+    return cell_len("".join(char for char, _ in had[same:])), [*Segment.simplify(starmap(Segment, has[same:]))]
 
 
 class MarkdownStream:
@@ -192,7 +196,7 @@ class MarkdownStream:
 
     def __init__(self, console):
         self._painter = Painter(console)
-        self._queue = deque()
+        self._queue: deque[str] = deque()
         self._held = ""  # a carriage return: alone a control character, before a newline nothing
         self._done, self._drawing = Event(), Lock()
         self._thread = None

@@ -5,6 +5,7 @@ their addresses), underscores (names), HTML, entities, line ends, and asterisks 
 """
 
 import re
+from collections.abc import Iterator
 from functools import partial
 
 from markdown_it import MarkdownIt
@@ -12,6 +13,7 @@ from markdown_it.parser_inline import ParserInline
 from markdown_it.rules_block import blockquote, fence, heading, hr, table
 from markdown_it.rules_inline import StateInline, link
 from markdown_it.rules_inline.state_inline import Scanned
+from markdown_it.token import Token
 
 UNSPACED = "\u0e00"  # from here on scripts write words without spaces between them, and punctuation is typographic
 # What may stand outside of an opening and of a closing mark, beside white space, and what may not stand inside.
@@ -64,8 +66,9 @@ class Inline(ParserInline):
         return state.tokens
 
 
-def doubtful_pairs(state: State) -> None:
+def doubtful_pairs(state: StateInline) -> None:
     """Part the pairs of marks around what may be arithmetic: *3*, x *y* z, **k, 2**n."""
+    assert isinstance(state, State)
     delimiters = state.delimiters
     for i, (delimiter, place) in enumerate(zip(delimiters, state.places, strict=True)):
         if delimiter.end < 0:
@@ -85,7 +88,7 @@ def doubtful_pairs(state: State) -> None:
             delimiter.end = -1
 
 
-def raw_text(state: State, silent: bool, end: int) -> bool:
+def raw_text(state: StateInline, silent: bool, end: int) -> bool:
     """Take everything up to `end` as written."""
     if not silent:
         state.append_pending(state.src[state.pos : end])
@@ -93,12 +96,12 @@ def raw_text(state: State, silent: bool, end: int) -> bool:
     return True
 
 
-def tex_or_escape(state: State, silent: bool) -> bool:
+def tex_or_escape(state: StateInline, silent: bool) -> bool:
     """TeX between its marks, and a backslash with the character whose meaning it takes, both as written."""
     source, start = state.src, state.pos
     if source[start] == "$":
         found = TEX_INLINE.match(source, start, state.posMax)
-        return bool(found) and raw_text(state, silent, found.end())
+        return found is not None and raw_text(state, silent, found.end())
     if source[start] != "\\":
         return False
     if closing := TEX_ENDS.get(source[start : start + 2]):
@@ -109,7 +112,7 @@ def tex_or_escape(state: State, silent: bool) -> bool:
     return raw_text(state, silent, start + (2 if escaped.strip() and start + 1 < state.posMax else 1))
 
 
-def line_end(state: State, silent: bool) -> bool:
+def line_end(state: StateInline, silent: bool) -> bool:
     """A line ends where the model ended it; what the next one is indented by stays too."""
     if state.src[state.pos] != "\n":
         return False
@@ -120,7 +123,7 @@ def line_end(state: State, silent: bool) -> bool:
     return True
 
 
-def link_as_written(state: State, silent: bool) -> bool:
+def link_as_written(state: StateInline, silent: bool) -> bool:
     """A link in full, its address in the style of one and without markup: it must not hide where it leads."""
     start, maximum = state.pos, state.posMax
     if not link(state, True):
@@ -154,7 +157,8 @@ def full_table(state, start: int, end: int, silent: bool) -> bool:
     first = len(state.tokens)
     if start + 2 > end or not TABLE_RULE.fullmatch(line_of(state, start + 1)) or not table(state, start, end, silent):
         return False
-    columns, cells = None, iter(())
+    columns = 0
+    cells: Iterator[str] = iter(())
     for token in state.tokens[first:]:
         if token.type == "tr_open":
             row = re.split(r"(?<!\\)\|", line_of(state, token.map[0]).strip())
@@ -206,7 +210,8 @@ def tex_block(state, start: int, end: int, silent: bool) -> bool:
         return False
     mark = begun[0]
     closing = {"\\[": "\\]", "$$": "$$"}.get(mark, f"\\end{{{begun[1]}}}")
-    _, closed, rest = line[begun.end() :].partition(closing)
+    _, found, rest = line[begun.end() :].partition(closing)
+    closed = bool(found)
     if closed and worded(rest):  # a sentence that begins with TeX
         return False
     if silent:
@@ -266,11 +271,11 @@ def split(text: str, final: bool = False) -> tuple[list[str], str, bool]:
     whole, newline, begun = text.rpartition("\n")
     whole += newline
     probe = text if final else whole + (begun if decided(begun) else "x")
-    tokens = []
+    tokens: list[Token] = []
     PARSER.block.parse(probe, PARSER, {}, tokens)
     tops = [token for token in tokens if token.level == 0 and token.nesting >= 0]
     lines = text.split("\n")
-    starts = [token.map[0] for token in tops]
+    starts = [token.map[0] for token in tops if token.map]
     starts[0] = 0
     if final:
         finished = len(starts)

@@ -106,9 +106,8 @@ class RemoteModel:
 
     def count(self, prompt, variables: dict | None = None) -> int:
         """Tokens of a prompt. Raises ServerError, and TooLong where the server does not count so many."""
-        asked = {"prompt": prompt} if isinstance(prompt, str) else {"messages": sent(prompt)}
         with failing(self.device):
-            response = self._post("/tokenize", self._body(asked, {}, variables))
+            response = self._post("/tokenize", self._body(prompt_field(prompt), {}, variables))
             try:
                 check(response)
                 return int(response.json()["count"])
@@ -124,14 +123,11 @@ class RemoteModel:
         request. Raises ServerError, and TooLong.
         """
         options = {name: getattr(params, name) for name in given}
-        if isinstance(prompt, str):
-            path, asked = "/v1/completions", {"prompt": prompt}
-        else:
-            path, asked = "/v1/chat/completions", {"messages": sent(prompt)}
-        asked |= {"stream": True, "stream_options": {"include_usage": True}}
+        path = "/v1/completions" if isinstance(prompt, str) else "/v1/chat/completions"
+        body = prompt_field(prompt) | {"stream": True, "stream_options": {"include_usage": True}}
         with failing(self.device):
             answer = Answer()
-            request = self._http.build_request("POST", path, **encoded(self._body(asked, options, variables)))
+            request = self._http.build_request("POST", path, **encoded(self._body(body, options, variables)))
             response = self._http.send(request, stream=True)
             try:
                 if response.status_code != 200:
@@ -182,7 +178,8 @@ class Answer:
                 raise ServerError(f"the server ended the answer: {message_of(found)}")
             if usage := found.get("usage"):
                 details = usage.get("prompt_tokens_details") or {}
-                self._usage = Usage(usage["prompt_tokens"], details.get("cached_tokens"), usage["completion_tokens"])
+                reused = details.get("cached_tokens")
+                self._usage = Usage(usage["prompt_tokens"], reused, usage["completion_tokens"])  # type: ignore[arg-type]  # None if absent
                 if {type(n) for n in vars(self._usage).values()} - {int, type(None)}:
                     raise TypeError
             text = "".join(map(self._text, found.get("choices") or ()))
@@ -223,6 +220,11 @@ class Answer:
         return Piece(
             None, self._closed(), None, self._reason, self._usage, Timings(first - self._started, decode, rate)
         )
+
+
+def prompt_field(prompt: str | list[dict]) -> dict[str, object]:
+    """Return the field of a request that holds the prompt."""
+    return {"prompt": prompt} if isinstance(prompt, str) else {"messages": sent(prompt)}
 
 
 def sent(messages: list[dict]) -> list[dict]:

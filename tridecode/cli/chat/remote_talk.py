@@ -1,11 +1,13 @@
 """RemoteChat: the same chat with the model of a server."""
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from ...errors import ParameterError, TridecodeError
 from ...options import OPTIONS
 from ...results import Piece
 from ...sampling import SamplingParams
+from ...text.prompt import Prompt
 from ...text.thinking import SWITCH
 from ..api_key import api_key
 from ..options import sampling_overrides
@@ -15,25 +17,20 @@ from .conversation import Conversation
 from .settings import CHOICES
 from .talk import Chat
 
+if TYPE_CHECKING:  # it needs httpx
+    from .remote import RemoteModel
+
 COUNTING = "needs a server that counts tokens, as tridecode's and vLLM's do"
 
 
 class RemoteChat(Chat):
     """A conversation with a remote.RemoteModel. Sampling options that were not given are the server's own."""
 
+    engine: "RemoteModel"
     unit = "piece"  # a server may put several tokens into one
 
-    def use_idle_time(self) -> None:
-        """There is nothing to capture here."""
-
-    def pieces(self, prompt, params) -> Iterator[Piece]:
+    def pieces(self, prompt: Prompt, params: SamplingParams) -> Iterator[Piece]:
         return self.engine.stream(prompt, params, self.given, self.variables)
-
-    def reading(self) -> None:
-        """A server does not tell."""
-
-    def capacity_words(self) -> str:
-        return super().capacity_words() if self.engine.capacity else "context of a length that the server does not tell"
 
     def facts(self) -> list[str]:
         return [f"model {self.engine.name} at {self.engine.device}, a server of {self.engine.owner}"]
@@ -54,7 +51,7 @@ class RemoteChat(Chat):
         return [name for name in super().settings() if name in self.engine.options]
 
     def offer(self) -> Offer:
-        fixed = {} if self.engine.counts else {"overflow": ("error",)}
+        fixed: dict[str, tuple[str, ...]] = {} if self.engine.counts else {"overflow": ("error",)}
         return Offer(self.settings(), CHOICES | fixed, [name for name in self.engine.names if name.isprintable()])
 
     def setting(self, name: str) -> str:
@@ -76,11 +73,9 @@ class RemoteChat(Chat):
             raise ParameterError(f"overflow {value} {COUNTING}")
         super().choose(name, value)
 
-    def go_on(self) -> None:
+    def go_on(self) -> bool:
         self.output.note("through a server an answer cannot be continued; ask the model to go on")
-
-    def seeded(self):
-        return self.params  # the server draws
+        return True
 
     def switch(self, name: str) -> None:
         self.engine.use(name, self.given)
@@ -89,23 +84,17 @@ class RemoteChat(Chat):
         if self.store:
             self.store.model = self.engine.name
 
-    def goes_on(self, error: Exception) -> bool:
-        return True
-
     def make_room(self, base: Conversation, line: str, begun: str = "") -> Conversation:
-        return super().make_room(base, line) if self.engine.counts else base
-
-    def largest(self) -> int:
-        return 0  # the server's matter
+        return self.fitted(base, line) if self.engine.counts else base
 
     def fail(self, what: str, begun: str = "") -> None:
         switched = self.variables is not None and SWITCH in what
         super().fail(joined(what, "/think on leaves thinking to the server") if switched else what, begun)
 
-    def count(self, prompt) -> int:
+    def count(self, prompt: str | list[dict]) -> int:
         return self.engine.count(prompt, self.variables)
 
-    def cut(self, last) -> str:
+    def cut(self, last: Piece) -> str:
         reason, usage, limit = last.finish_reason, last.usage, self.params.max_tokens
         if reason == "length":
             reached = limit is not None and (usage is None or usage.completion_tokens >= limit)
@@ -114,7 +103,7 @@ class RemoteChat(Chat):
         return "" if reason == "stop" else f"the server ended the answer: {reason}"
 
 
-def connect(args, output: Output):
+def connect(args, output: Output) -> "tuple[RemoteModel, SamplingParams]":
     """Return the remote.RemoteModel that the options name. Raises TridecodeError.
 
     Engine options from the configuration file or the environment are meant for other chats and do not count here.

@@ -107,10 +107,12 @@ def parse(content: dict) -> Conversation:
     raw, turns, texts = content.get("raw"), content.get("turns"), (content.get("system"), content.get("title"))
     if not isinstance(raw, bool) or not isinstance(turns, list) or not all(isinstance(t, str | None) for t in texts):
         raise ValueError("raw, system, title or turns is missing or of the wrong type")
-    pairs = [(turn.get("user"), turn.get("assistant")) if isinstance(turn, dict) else (None, None) for turn in turns]
-    for number, pair in enumerate(pairs, 1):
-        if not all(isinstance(text, str) for text in pair):
+    pairs = []
+    for number, turn in enumerate(turns, 1):
+        user, assistant = (turn.get("user"), turn.get("assistant")) if isinstance(turn, dict) else (None, None)
+        if not isinstance(user, str) or not isinstance(assistant, str):
             raise ValueError(f"turn {number} needs the texts user and assistant")
+        pairs.append((user, assistant))
     return Conversation(raw, texts[0], tuple(pairs), title=texts[1])
 
 

@@ -9,7 +9,7 @@ from ...sampling import SamplingParams
 from ..terminal import did_you_mean
 
 # Settings of the chat itself, beside the sampling options.
-CHOICES = {"overflow": ("error", "drop-oldest", "stop"), "stats": ("full", "short", "off")}
+CHOICES: dict[str, tuple[str, ...]] = {"overflow": ("error", "drop-oldest", "stop"), "stats": ("full", "short", "off")}
 NAMES = tuple(field.name for field in fields(SamplingParams) if field.name != "logprobs")  # which a chat shows nowhere
 _WORDS = {"none": None, "null": None, "on": True, "true": True, "off": False, "false": False}
 _LIST = re.compile(r"""\[\s*["']""")  # the beginning of a list of texts

@@ -81,7 +81,7 @@ def run(chat, word: str, rest: str) -> bool:
 def meant(message: str) -> str:
     """A question where the message is a word that was probably meant as a command."""
     command = BARE.get(message.rstrip().lower())
-    return command and f"did you mean {command}? With a space before it the word is a message"
+    return f"did you mean {command}? With a space before it the word is a message" if command else ""
 
 
 def literal(message: str) -> str:

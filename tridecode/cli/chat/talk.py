@@ -1,46 +1,58 @@
-"""Chat: a conversation with a model, turn by turn."""
+"""Chat: a conversation with a model, turn by turn, whichever process runs the model."""
 
 import logging
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Protocol
 
-import torch
-
-from ...engine import Engine
 from ...errors import ParameterError
 from ...results import Piece
-from ...text.thinking import CLOSE, SWITCH, strip_thinking
+from ...sampling import SamplingParams
+from ...text.prompt import Prompt
+from ...text.thinking import strip_thinking
 from ..explain import explain
-from ..signals import one_interrupt
 from ..terminal import Output, counted, joined
-from . import session, slash, stats
+from . import session, slash
 from .completion import Offer
 from .conversation import Conversation
-from .display import opens_thinking
 from .idle import IdleCapture
 from .lines import unquoted
 from .overflow import Overflow, fit
 from .settings import CHOICES, NAMES, as_typed, changed, known
-from .turn import Turn, with_seed
+from .turn import Turn
 
 log = logging.getLogger("tridecode")
 DEVICE_LOST = 3  # exit code
 IMPATIENCE = 1.0  # seconds after an answer was stopped in which another Ctrl-C was meant for that answer
 
 
-class Chat:
-    """A conversation with an engine, its settings and the file it is saved to (None: nowhere).
+class Model(Protocol):
+    """What every chat needs of its model. capacity: None if it is unknown."""
 
-    What it asks of the engine by itself: a name, the capacity, and the device, beside what methods of one line ask.
+    name: str
+
+    @property
+    def capacity(self) -> int | None: ...
+
+    @property
+    def device(self) -> object: ...
+
+    def default_params(self, **given) -> SamplingParams: ...
+
+
+class Chat:
+    """A conversation with a model, its settings, and the file that holds it (None: no file).
+
+    The base of LocalChat and RemoteChat. Both implement the methods that raise NotImplementedError, and facts (lines of
+    /stats), switch (to another model), go_on (continue the last answer) and cut (explain why an answer was cut).
     """
 
     unit = "token"  # what a piece of an answer is
 
     def __init__(
         self,
-        engine: Engine,
-        params,
+        engine: Model,
+        params: SamplingParams,
         output: Output,
         conversation: Conversation,
         *,
@@ -68,43 +80,58 @@ class Chat:
         self.kept: str | None = None  # the session that holds the conversation before this one
         self.editor = False  # whether what is typed meanwhile goes to a line editor
         self.exit_code = 0
-        self.last = None  # the last piece of the latest complete answer
+        self.last: Piece | None = None  # the last piece of the latest complete answer
         self.seed: int | None = None  # its seed, where that counts
         self.used: int | None = None  # tokens of the conversation at most, where that is known
         self.answers = self.tokens = 0
         self.seconds = 0.0
-        self.think, self.variables, self.opens_thinking, self.thinks = "on", None, False, False
+        self.think, self.opens_thinking, self.thinks = "on", False, False
+        self.variables: dict[str, bool] | None = None  # of the chat template
         self.set_think(think)
 
     def set_think(self, mode: str) -> None:
-        """on, off or hide. Where the template cannot be told, off is a line and changes nothing."""
-        tokenizer, raw = self.engine.tokenizer, self.conversation.raw
-        switch = not raw and SWITCH in tokenizer.template_variables
-        self.opens_thinking = not raw and opens_thinking(tokenizer, None)
-        self.thinks = switch or self.opens_thinking or (not raw and tokenizer.thinks)
-        if mode == "off" and not switch and (raw or self.thinks):
-            why = "with --raw there is no chat template" if raw else f"the chat template has no variable {SWITCH}"
-            self.output.note(f"thinking cannot be switched off: {why}; /think hide shows only its length")
-            mode = self.think if self.think != "off" else "on"
-        self.think, self.used = mode, None
-        self.variables = {SWITCH: mode != "off"} if switch else None
-        self.opens_thinking = not raw and opens_thinking(tokenizer, self.variables)
+        """Set how thinking is handled: on, off or hide."""
+        raise NotImplementedError
 
-    def pieces(self, prompt, params) -> Iterator[Piece]:
-        if isinstance(prompt, list) and isinstance(prompt[0], int):  # the template has had its variables
-            return self.engine.stream(prompt, params)
-        return self.engine.stream(prompt, params, template_variables=self.variables)
+    def pieces(self, prompt: Prompt, params: SamplingParams) -> Iterator[Piece]:
+        """Return the pieces of an answer as they come."""
+        raise NotImplementedError
+
+    def count(self, prompt: str | list[dict]) -> int:
+        """Return the number of tokens of a prompt. Raises TooLong, without counting, if it far exceeds the context."""
+        raise NotImplementedError
+
+    def make_room(self, base: Conversation, line: str, begun: str = "") -> Conversation:
+        """Return the conversation in which `line` fits. Raises Overflow."""
+        raise NotImplementedError
+
+    def begun_prompt(self, prompt: Prompt, begun: str) -> Prompt:
+        """Return the prompt of an answer that continues `begun`."""
+        return prompt
+
+    def seeded(self) -> SamplingParams:
+        """Return the sampling parameters of the next answer."""
+        return self.params
 
     def reading(self) -> tuple[int, int, int] | None:
-        """What Scheduler.reading tells; called from another thread."""
-        return self.engine.scheduler.reading()
+        """Return the progress of the prompt as Scheduler.reading does. Another thread calls it."""
+        return None
+
+    def use_idle_time(self) -> None:
+        """Start the work that can be done while no answer is generated."""
+
+    def goes_on(self, error: Exception) -> bool:
+        """Return whether the chat can go on after `error`; if not, report it."""
+        return True
+
+    def largest(self) -> int:
+        """Return the largest context that the model supports, 0 if it is unknown."""
+        return 0
 
     def capacity_words(self) -> str:
+        if self.engine.capacity is None:
+            return "context of a length that the server does not tell"
         return f"context of {counted(self.engine.capacity, 'token')}"
-
-    def facts(self) -> list[str]:
-        """The lines of /stats about what runs."""
-        return stats.engine_lines(self.engine, self.last)
 
     def settings(self) -> Sequence[str]:
         """The names of the sampling options that can be set."""
@@ -137,32 +164,6 @@ class Chat:
             raise ParameterError(f"{name} must be one of {', '.join(CHOICES[name])}, default, got {value[:80]!r}")
         setattr(self, name, self.begun_with[name] if value == "default" else value)
 
-    def switch(self, name: str) -> None:
-        """Another model; Ctrl-C leaves the one that is there."""
-        with one_interrupt(self.interactive):  # while that comes back, too
-            try:
-                self.loader.switch(self, name)
-            except KeyboardInterrupt:
-                if not self.interactive or self.engine is None:
-                    raise
-                self.stopped_at = time.monotonic()
-                self.output.note("stopped; the model stays")
-
-    def use_idle_time(self) -> None:
-        """From now on, while nobody waits."""
-        if self.idle is not None:
-            self.idle.end()
-        self.idle = IdleCapture(self.engine)
-
-    def use(self, engine: Engine) -> None:
-        """Go on with another model; the conversation stays."""
-        self.engine, self.params, self.last = engine, engine.default_params(**self.given), None
-        self.set_think(self.think)
-        if self.idle is not None:
-            self.use_idle_time()
-        if self.store:
-            self.store.model = engine.name
-
     def handle(self, line: str, replaces: bool = False) -> bool:
         """A command or a turn, which `replaces` the last one if so; False ends the chat."""
         message = unquoted(line)
@@ -188,23 +189,6 @@ class Chat:
             log.debug("%s failed", word, exc_info=True)
             self.output.error(explain(error))
             return self.goes_on(error)
-
-    def goes_on(self, error: Exception) -> bool:
-        """Whether there is a model to talk with after `error`; if not, a line and the exit code say so."""
-        if self.engine is None:
-            self.output.error("there is no model any more; the chat ends")
-            self.exit_code = 1
-        elif isinstance(error, RuntimeError) and not responds(self.engine.device):
-            self.output.error(f"{self.engine.device} can no longer be used by this program; the chat ends")
-            self.exit_code = DEVICE_LOST
-        else:
-            return True
-        return False
-
-    def go_on(self) -> bool:
-        """Continue the last answer where it ended."""
-        message, answer = self.conversation.turns[-1]
-        return self.ask(message, replaces=True, begun=answer)
 
     def ask(self, message: str, replaces: bool = False, tries: int = 0, begun: str = "") -> bool:
         """One turn; an error is one line and leaves the conversation as it was. False ends the chat.
@@ -236,27 +220,10 @@ class Chat:
         if not self.interactive:
             self.exit_code = 1
 
-    def seeded(self):
-        return with_seed(self.params)
-
-    def begun_prompt(self, prompt, begun: str):
-        """The prompt of an answer that goes on after `begun`."""
-        if not begun:
-            return prompt
-        if isinstance(prompt, str):
-            return prompt + begun
-        return self.engine.encode(prompt, self.variables) + self.answer_ids(begun)
-
-    def answer_ids(self, text: str) -> list[int]:
-        """The tokens of an answer; only its think block has control tokens."""
-        tokenizer, (thought, tag, rest) = self.engine.tokenizer, text.partition(CLOSE)
-        parts = [(thought + tag, True), (rest, False)] if tag and self.thinks else [(text, False)]
-        around = tokenizer.bos_id, tokenizer.eos_id
-        ids = [tokenizer.encode(part, special) for part, special in parts if part]
-        return [token for part in ids for token in part if token not in around]
-
-    def make_room(self, base: Conversation, line: str, begun: str = "") -> Conversation:
+    def fitted(self, base: Conversation, line: str, begun: str = "", more: int = 0) -> Conversation:
+        """Return the conversation in which `line` fits. more: the tokens of `begun` in a chat. Raises Overflow."""
         capacity = self.engine.capacity
+        assert capacity is not None
         # Counting costs time before the first token. No token is less than a byte; 256 is for what a template adds.
         if not begun and self.used is not None and self.used + 4 * len(line) + 256 <= capacity - capacity // 8:
             return base
@@ -266,33 +233,11 @@ class Chat:
                 return self.count(prompt + begun)
             return self.count(prompt) + more
 
-        more = len(self.answer_ids(begun)) if begun and not base.raw else 0
         most = self.params.max_tokens
         base, note = fit(base, line, count, capacity, self.overflow, most, self.largest(), bool(begun))
         if note:
             self.output.note(note)
         return base
-
-    def largest(self) -> int:
-        """The context that the model could have."""
-        return self.engine.config.max_position
-
-    def count(self, prompt) -> int:
-        """Tokens of a prompt. Raises TooLong, without counting, for what is far longer than the context."""
-        tokenizer, context = self.engine.tokenizer, self.engine.capacity
-        if isinstance(prompt, str):
-            return len(tokenizer.encode(prompt, context=context))
-        return len(tokenizer.encode_chat(prompt, context, **self.variables or {}))
-
-    def cut(self, last) -> str:
-        """A line about an answer that was cut."""
-        if last.finish_reason != "length":
-            return ""
-        why = f"the context of {counted(self.engine.capacity, 'token')} is full"
-        more = self.overflow == "drop-oldest" and len(self.conversation.turns) - self.conversation.dropped > 1
-        if last.usage.prompt_tokens + last.usage.completion_tokens < self.engine.capacity:
-            why, more = f"max_tokens ({self.params.max_tokens:,}) was reached", True
-        return f"the answer was cut: {why}" + ("; /continue goes on" if self.interactive and more else "")
 
     def save(self) -> None:
         """Bring the session file up to date; where that fails, a line says so and the chat goes on."""
@@ -336,13 +281,3 @@ class Chat:
         turns = self.conversation.turns
         last = f", the last was {slash.quoted(turns[-1][0])}" if turns else ""
         return f"continuing {counted(len(turns), 'turn')}{last}"
-
-
-def responds(device) -> bool:
-    """Whether the GPU still takes calls: after a device-side assert or a bad address every one fails."""
-    if device.type == "cuda":
-        try:
-            torch.cuda.synchronize(device)
-        except RuntimeError:
-            return False
-    return True

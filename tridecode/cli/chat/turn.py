@@ -5,10 +5,12 @@ import time
 from dataclasses import replace
 
 from ...errors import GenerationError
+from ...results import Piece
+from ...sampling import SamplingParams
 from ...text.thinking import end_thinking
 from ..explain import explain
 from ..signals import one_interrupt
-from ..terminal import counted, speed_line, unechoed
+from ..terminal import both, counted, speed_line, unechoed
 from ..waiting import Waiting
 from .conversation import Conversation
 from .display import answer_display, open_fence
@@ -25,10 +27,10 @@ class Turn:
 
     def __init__(self, chat, line: str, base: Conversation, begun: str = ""):
         self.chat, self.line, self.base, self.begun = chat, line, base, begun
-        self.params = None
+        self.params: SamplingParams  # set by run
         self.said: list[str] = []
         self.tokens = 0
-        self.last = None  # the last piece, once it is there
+        self.last: Piece | None = None  # the last piece, once it is there
         self.started = 0.0
 
     def run(self) -> None:
@@ -39,7 +41,7 @@ class Turn:
         if self.begun and output.tty and not chat.plain:
             shown.push(open_fence(self.begun))
         waiting = Waiting(output, chat.reading, redraws=not chat.plain, shows=chat.interactive)
-        pause, resume = (lambda: (waiting.pause(), shown.pause())), (lambda: (shown.resume(), waiting.resume()))
+        pause, resume = both(waiting.pause, shown.pause), both(shown.resume, waiting.resume)
         with one_interrupt(chat.interactive), unechoed(chat.interactive, pause, resume, chat.editor):
             self.params = params_of(chat)
             self.started = time.perf_counter()
@@ -84,11 +86,11 @@ class Turn:
             chat.save()
         seconds = time.perf_counter() - self.started
         chat.answers, chat.tokens, chat.seconds = chat.answers + 1, chat.tokens + self.tokens, chat.seconds + seconds
-        if failed:
-            chat.fail(explain(GenerationError(last.error)), self.begun)
-        elif last is None:
+        if last is None:
             rest = "kept in the conversation" if answer else "the turn is not kept"
             chat.output.note(f"stopped after {counted(self.tokens, chat.unit)} and {seconds:.1f} s; {rest}")
+        elif failed:
+            chat.fail(explain(GenerationError(last.error)), self.begun)
         else:
             if self.begun and not added:
                 chat.output.note("the model has nothing to add")

@@ -44,7 +44,7 @@ def batch(args, output: Output, load: Callable = load_engine) -> int:
             answers.run(lines.requests(done, args, output), load)
         finally:  # interrupted or not
             output.note(answers.summary())
-            if args.graph_stats and answers.engine is not None:
+            if args.graph_stats and answers.loaded:
                 show_graph_stats(answers.engine, output)
     return int(answers.failed > 0)
 
@@ -76,8 +76,9 @@ class Answers:
     def __init__(self, args, output: Output, write: Callable[[str], None], left: int, before: int):
         self._args, self._output, self._write = args, output, write
         self._left, self._before = left, before
-        self.engine: Engine | None = None
-        self._params: SamplingParams | None = None
+        self.engine: Engine  # there if `loaded`
+        self._params: SamplingParams
+        self.loaded = False
         self.answered = self.failed = self.tokens = 0
         self._under_way: deque[UnderWay] = deque()
         self._started = time.perf_counter()
@@ -91,6 +92,7 @@ class Answers:
         else:
             return
         self.engine, self._params = load(self._args, self._output)
+        self.loaded = True
         self._started = time.perf_counter()
         most = self.engine.slots + (self._args.max_queue or WAITING * self.engine.slots)
         between = self._output.tty and self._args.output is None  # the lines of stdout a bar would stand between
@@ -113,7 +115,7 @@ class Answers:
             raise
         finally:
             for each in self._under_way:
-                if not each.ended:
+                if each.handle is not None and not each.ended:
                     each.handle.cancel()
 
     def _begin(self, request: Request) -> UnderWay:
@@ -147,7 +149,7 @@ class Answers:
         oldest = list(islice(self._under_way, self.engine.slots))
         if not any(each.ended for each in oldest):
             with suppress(*FAILURES):  # the next result() tells them, as an error of its line
-                self.engine.wait([each.handle for each in oldest])
+                self.engine.wait([each.handle for each in oldest if each.handle is not None])
         return next((each for each in oldest if each.ended), oldest[0])
 
     def _line(self, each: UnderWay) -> str:

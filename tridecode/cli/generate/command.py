@@ -10,7 +10,7 @@ from dataclasses import replace
 from ...engine import Engine, Prompt, Request
 from ...errors import GenerationError, ParameterError
 from ...options import EngineOptions
-from ...results import Piece
+from ...results import Piece, Result
 from ...sampling import STRUCTURE_CHARACTERS
 from ..explain import explain
 from ..graph_stats import show_graph_stats
@@ -50,6 +50,7 @@ def generate(args, output: Output) -> int:
             if args.n > 1 and not args.json:
                 output.note(f"answer {i + 1:,} of {args.n:,}, seed {seed}")
             waiting = Waiting(output, engine.scheduler.reading)
+            last: Piece | Result
             if args.json:
                 with waiting:
                     last = request.result()
@@ -106,7 +107,7 @@ def seeded(params, n: int) -> Iterator:
 
 def begun(engine: Engine, prompt: Prompt, several: Iterable, **options) -> Iterator[tuple[int | None, Request]]:
     """Seed and request of each answer in order; as many are under way as the engine has slots."""
-    under_way = deque()
+    under_way: deque[tuple[int | None, Request]] = deque()
     for params in several:
         under_way.append((params.seed, engine.submit(prompt, params, **options)))
         if len(under_way) == engine.slots:

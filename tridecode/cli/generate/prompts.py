@@ -6,6 +6,7 @@ from ...engine import Engine, Prompt
 from ...errors import PromptError
 from ..chat import session
 from ..inputs import check_messages, clean, parse_json, read_file, read_stdin, stdin_is_file
+from ..loading import tokenizer_of
 from ..terminal import Output
 
 STDIN = re.compile(r"(?m)^-$|(?<!\S)-\Z")  # in --prompt; a hyphen in the middle of a line is only that
@@ -71,7 +72,7 @@ def with_system(messages: list[dict], args, where: str) -> list[dict]:
 def encoded(prompt: Prompt, args, engine: Engine) -> Prompt:
     """With --allow-special, text as token ids, its control tokens among them."""
     if args.allow_special and isinstance(prompt, str):
-        return engine.tokenizer.encode(prompt, allow_special=True, context=engine.capacity)
+        return tokenizer_of(engine).encode(prompt, allow_special=True, context=engine.capacity)
     return prompt
 
 

@@ -8,6 +8,7 @@ from ...errors import GenerationError
 from ...results import Result
 from ...text.tokenizer import Tokenizer
 from ..explain import explain
+from ..loading import tokenizer_of
 
 
 def report(result: Result, engine: Engine) -> dict:
@@ -21,7 +22,7 @@ def report(result: Result, engine: Engine) -> dict:
         "seed": result.seed,
     }
     if result.logprobs is not None:
-        entry = partial(logprob_entry, engine.tokenizer)
+        entry = partial(logprob_entry, tokenizer_of(engine))
         found["logprobs"] = [
             entry(token, each.logprob) | {"top": [entry(*top) for top in each.top]}
             for token, each in zip(result.token_ids, result.logprobs)

@@ -49,7 +49,7 @@ def open_results(
                     if index is not None:
                         write(line.decode())
             file = files.enter_context(locked(path))  # the one that has taken its place
-        yield found - {None}, writer(file, path, flush=True)
+        yield {index for index in found if index is not None}, writer(file, path, flush=True)
 
 
 @contextmanager
@@ -108,6 +108,8 @@ def nul_bytes(path: str, offset: int) -> PromptError:
 def answered_by(line: bytes, answered: Answered, where: str) -> int | None:
     try:
         head, entry = _HEAD.match(line), json.loads(line)
+        if head is None:
+            raise ValueError
         index, error = int(head[1]), entry.get("error")
     except (ValueError, TypeError, AttributeError, RecursionError):
         raise PromptError(f"{where} is no result of this command; {OTHER}") from None

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from ...blocks.attention import Attention
 from ...blocks.spec import ModelSpec
 from ...checkpoint.hub import BUNDLED, resolve_model
 from ...checkpoint.load import load_config, told_tensors
@@ -72,7 +73,7 @@ def weights_problem(path: Path, spec: ModelSpec) -> str | None:
 
 
 def model_facts(spec: ModelSpec, name: str, path: str) -> dict:
-    attention = next(layer.mixer for layer in spec.layers if layer.pages())
+    attention = next(layer.mixer for layer in spec.layers if isinstance(layer.mixer, Attention))
     return {
         "name": name,
         "path": path,
@@ -120,7 +121,7 @@ def memory_facts(plan: EnginePlan) -> dict:
         "kv_tokens": plan.kv_tokens,
         "kv_bytes": plan.kv_tokens * per_token,
         "kv_dtype": "fp8" if spec.fp8_kv else str(plan.dtype).removeprefix("torch."),
-        "offload": offload and asdict(offload) | {"page": plan.page, "host_tokens": offload.host * plan.page},
+        "offload": offload and asdict(offload) | {"page": plan.page, "host_tokens": offload.host * (plan.page or 0)},
         "problem": plan.problem,
     }
 

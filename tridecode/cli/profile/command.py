@@ -3,6 +3,7 @@
 import gzip
 import json
 import tempfile
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -117,7 +118,7 @@ def write(path: Path, trace: dict) -> None:
         json.dump(trace, file)
 
 
-def pictures(report: dict, name: str, step: list[Span]) -> dict[str, str]:
+def pictures(report: dict, name: str, step: Sequence[Span]) -> dict[str, str]:
     """File name -> SVG."""
     decode, chunk, gpu = report["decode"], report["prefill"], report["gpu"]
     title = f"{name}, {at(report)}, one token step on {gpu}"
