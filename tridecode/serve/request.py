@@ -160,9 +160,8 @@ class Request:
             before = self.tokens[: self.prompt_tokens] if self.continues else ()
             self._detokenizer = tokenizer.detokenizer(before)
         self._stops = StopStrings(self.params.stop)
-        for piece in self.pieces:
-            if piece.token_id is not None:
-                self._text(piece.token_id)
+        for token in [piece.token_id for piece in self.pieces if piece.token_id is not None]:
+            self._text(token)
 
     def push(self, token: int, logprobs: TokenLogprobs | None, last: bool = False) -> None:
         """Add a sampled token; `last` if its grammar ends the output with it."""

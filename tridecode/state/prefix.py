@@ -264,8 +264,7 @@ class PrefixCache:
     def assert_consistent(self, used: Iterable[Node | None] = ()) -> None:
         """Every node stands where its tokens say, only ends are less than a page, no page is there twice, and whoever
         uses one, of whom `used` are all, is counted in it and those before it; what can go is among those to go."""
-        nodes = list(self._all())
-        users: Counter[int] = Counter()
+        nodes, users = list(self._all()), Counter[int]()
         for node in used:
             while node is not None and node.parent is not None:
                 users[id(node)] += 1

@@ -60,13 +60,12 @@ class Records:
         """Yield a row of each tensor that no copy reads. Copies that begin within the context end before its reuse."""
         number = self._used % len(self._rows)
         self._used += 1
-        copied = self._copied[number]
-        if copied is not None:
+        if copied := self._copied[number]:
             copied.synchronize()  # mostly done long ago
         try:
             yield self._rows[number]
         finally:  # also if an interrupt came after the first copy
-            if copied is not None:
+            if copied:
                 copied.record(torch.cuda.current_stream(self._device))
 
 
