@@ -35,9 +35,9 @@ from servers import (
 )
 
 from tridecode import Engine, SamplingParams
-from tridecode.errors import EngineClosed, QueueFull, TridecodeError
+from tridecode.errors import EngineClosed, ParameterError, QueueFull, TridecodeError
 from tridecode.server.call import Call
-from tridecode.server.errors import ApiError, told
+from tridecode.server.errors import ApiError, api_error
 from tridecode.server.loop import Loop
 from tridecode.server.tls import Tls
 
@@ -175,9 +175,21 @@ def test_a_request_that_was_ended_has_no_place_any_more():
 def test_a_queue_that_only_the_engine_finds_full_is_told_in_words_for_clients():
     """As for two passes behind requests that ended by themselves."""
     full = "the queue is full: 2 requests under way and 2 waiting; try again later, or raise max_queue"
-    problem = told(QueueFull(full), None)
+    problem = api_error(QueueFull(full), None)
     assert (problem.status, problem.code, problem.headers) == (503, "queue_full", {"Retry-After": "1"})
     assert problem.message == "the queue is full; try again later"
+
+
+@pytest.mark.parametrize("message", ["max_tokens must be larger", "the answer must be longer"])
+def test_param_is_the_client_name_of_the_argument(message):
+    problem = api_error(ParameterError(message, "max_tokens", "range"), None, {"max_tokens": "max_output_tokens"})
+    assert (problem.status, problem.param) == (400, "max_output_tokens")
+    assert problem.message == message.replace("max_tokens", "max_output_tokens")
+
+
+def test_param_is_the_first_word_of_an_error_without_an_argument():
+    problem = api_error(ParameterError("json_schema: too deep"), None, {"json_schema": "response_format"})
+    assert (problem.param, problem.message) == ("response_format", "response_format: too deep")
 
 
 def test_a_deadline_ends_what_runs_and_what_waits(engine, monkeypatch):

@@ -7,12 +7,15 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import TypeVar, TypeVarTuple
 
 from ..errors import EngineClosed, QueueFull, TridecodeError, brief
 from ..results import Result, Timings, Usage
 from .request import Request
 from .scheduler import Scheduler
 
+R = TypeVar("R")
+Ts = TypeVarTuple("Ts")
 HANDOVER = 2e-5  # seconds for which a thread leaves the lock to others after a step, because a lock has no queue
 
 
@@ -39,7 +42,7 @@ class Driver:
             raise EngineClosed
         return scheduler
 
-    def exclusively(self, action: Callable, *args):
+    def exclusively(self, action: Callable[[Scheduler, *Ts], R], *args: *Ts) -> R:
         """Return action(scheduler, *args), called between the steps of all threads. Raises EngineClosed."""
         me = threading.get_ident()
         if self._lock.locked():
@@ -47,12 +50,12 @@ class Driver:
         try:
             with self._lock:
                 scheduler = self.opened()
-                self._catch_up()
+                self._catch_up(scheduler)
                 return action(scheduler, *args)
         finally:
             self._wanting.discard(me)
 
-    def _catch_up(self) -> None:
+    def _catch_up(self, scheduler: Scheduler) -> None:
         """Process submissions and cancellations queued by other threads.
 
         A dropped request was submitted before, so it is read first and cancelled after all additions.
@@ -60,11 +63,11 @@ class Driver:
         while True:
             dropped = self._dropped[0] if self._dropped else None
             while self._submitted:
-                self.scheduler.add(self._submitted[0])
+                scheduler.add(self._submitted[0])
                 self._submitted.popleft()
             if dropped is None:
                 return
-            self.scheduler.cancel(dropped)
+            scheduler.cancel(dropped)
             self._dropped.popleft()
 
     def wait(self, ready: Callable[[], bool]) -> None:
@@ -85,7 +88,7 @@ class Driver:
 
     def step(self) -> bool:
         """Step once for all requests; return whether any is left. Raises EngineClosed."""
-        self.exclusively(self._step, lambda: not self.scheduler.busy)
+        self.exclusively(self._step, lambda: self.scheduler is None or not self.scheduler.busy)
         if self._wanting:
             time.sleep(HANDOVER)
         scheduler = self.scheduler
@@ -101,7 +104,7 @@ class Driver:
         if self._lock.acquire(blocking=False):
             try:
                 if self.scheduler is not None:
-                    self._catch_up()
+                    self._catch_up(self.scheduler)
             finally:
                 self._lock.release()
         return request
@@ -130,7 +133,7 @@ class Driver:
 
         `make` makes each request shortly before it can run. If that raises, the result has the error.
         """
-        results: list[Result | None] = [None] * len(make)
+        results: dict[int, Result] = {}
         running: dict[int, Request] = {}
         following, done = 0, 0
         while done < len(make):
@@ -156,14 +159,14 @@ class Driver:
                 done = ended
                 if progress:
                     progress(done, len(make))
-        return results
+        return [results[i] for i in range(len(make))]
 
     def close(self) -> None:
         """Cancel all requests; later ones raise EngineClosed."""
         with self._lock:
             if self.scheduler is not None:
                 try:
-                    self._catch_up()
+                    self._catch_up(self.scheduler)
                     self.scheduler.cancel_all()
                 finally:
                     self.scheduler = None  # with its memory

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import wraps
+from typing import TypeVar, TypeVarTuple
 
 import numpy as np
 
@@ -15,37 +16,40 @@ from ..errors import GenerationError, brief
 from ..step.model import DecodeModel
 from ..text.grammar import Grammar, Matcher
 
+R = TypeVar("R")
+Ts = TypeVarTuple("Ts")
 THREADS = min(8, os.cpu_count() or 1)
 PATIENCE = 2e-3  # seconds for which a pass that would have to do without a mask waits for it
 
 
 class Masks:
-    """Those of all slots of a model. A pass looks for a row's mask by its stamp, and without it leaves the row as it
-    is: nobody waits for a slow grammar but its own request."""
+    """The masks of all slots of a model.
+
+    A pass finds the mask of a row by its stamp. Without it the pass leaves the row unchanged, so a slow grammar delays
+    only its own request.
+    """
 
     def __init__(self, model: DecodeModel):
         self._masks, self._stamps = model.workspace.mask.numpy(), model.workspace.mask_stamp.numpy()
-        self._pool: ThreadPoolExecutor | None = None
+        self._pool = ThreadPoolExecutor(THREADS, "mask")  # it starts its threads when they are needed
 
-    def follow(self, grammar: Grammar, drawn: list[int]) -> "Following":
-        """Begin the masks of a request that has drawn these tokens until now."""
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(THREADS, "mask")
-        return Following(self, grammar, drawn)
+    def follow(self, grammar: Grammar, sampled: list[int]) -> "Following":
+        """Begin the masks of a request with these sampled tokens."""
+        return Following(self, grammar, sampled)
 
-    def submit(self, work, *args) -> Future:
+    def submit(self, work: Callable[[*Ts], R], *args: *Ts) -> Future[R]:
         return self._pool.submit(work, *args)
 
     def write(self, slot: int, mask: np.ndarray, stamp: int) -> None:
         self._masks[slot] = mask
-        self._stamps[slot] = stamp  # last: who sees it finds the mask whole
+        self._stamps[slot] = stamp  # last: a pass that reads the stamp finds the whole mask
 
 
-def failing_alone(work: Callable) -> Callable:
-    """`work` for one request, of which whatever it raises is a GenerationError: it ends this request and no other."""
+def failing_alone(work: Callable[[*Ts], R]) -> Callable[[*Ts], R]:
+    """Make all errors of a function for one request GenerationErrors, which end only this request."""
 
     @wraps(work)
-    def go(*args):
+    def go(*args: *Ts) -> R:
         try:
             return work(*args)
         except (GenerationError, KeyboardInterrupt, SystemExit):
@@ -58,28 +62,32 @@ def failing_alone(work: Callable) -> Callable:
 
 
 class Following:
-    """One request's way through its grammar: prepared while its prompt is read, then a mask a token."""
+    """One request's way through its grammar: prepared while its prompt is read, then a mask for each token."""
 
-    def __init__(self, masks: Masks, grammar: Grammar, drawn: list[int]):
+    _matcher: Matcher  # set by _prepare
+    _slot: int  # set by `begin`, as is _generation
+    _generation: int
+
+    def __init__(self, masks: Masks, grammar: Grammar, sampled: list[int]):
         self._masks, self._turn, self._gone = masks, threading.Lock(), False
-        self._matcher: Matcher | None = None
-        self._coming = masks.submit(self._prepare, grammar, drawn)
+        self._prepared = masks.submit(self._prepare, grammar, sampled)
+        self._coming: Future[np.ndarray] | Future[None] = self._prepared
 
     @failing_alone
-    def _prepare(self, grammar: Grammar, drawn: list[int]) -> np.ndarray:
-        self._matcher = grammar.matcher(drawn)
-        return self._matcher.allowed() if drawn else grammar.first
+    def _prepare(self, grammar: Grammar, sampled: list[int]) -> np.ndarray:
+        self._matcher = grammar.matcher(sampled)
+        return self._matcher.allowed() if sampled else grammar.first
 
     def begin(self, slot: int, generation: int, position: int) -> None:
         """The request has its row: its first mask goes where the pass at `position` looks for it."""
-        self._slot, self._generation, prepared = slot, generation, self._coming
+        self._slot, self._generation, prepared = slot, generation, self._prepared
         if prepared.done():
             with suppress(GenerationError):  # `check` says it
                 self._first(prepared, position)
         else:
             self._coming = self._masks.submit(self._first, prepared, position)
 
-    def _first(self, prepared: Future, position: int) -> None:
+    def _first(self, prepared: Future[np.ndarray], position: int) -> None:
         self._put(prepared.result(), position)
 
     @failing_alone

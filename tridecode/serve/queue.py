@@ -34,7 +34,8 @@ class Queue:
         self.admitted: list[Slot] = []  # all slots that requests have, the oldest first
         self.reading: list[Slot] = []  # slots whose prompts are being read, always the youngest
         self.rows: list[Slot] = []  # the others, by row
-        self._refused: tuple | None = None  # the request that could not be admitted, and the state at that time
+        # The request that could not be admitted, and the state at that time.
+        self._refused: tuple[weakref.ref[Request], int, list[Slot]] | None = None
 
     def add(self, request: Request) -> None:
         request.resume(self._tokenizer)
@@ -92,7 +93,7 @@ class Queue:
         slots.write_tokens(slot, tokens, min(needed * slots.page, slot.end))
         return True
 
-    def _soon_there(self, ids: array, salt: str) -> bool:
+    def _soon_there(self, ids: "array[int]", salt: str) -> bool:
         """Whether a prompt that is being read will have more whole pages of `ids` than there are now.
 
         Then the request waits for them.

@@ -40,7 +40,7 @@ class Request:
     interrupt or an error, `resume` restores all else from it.
     """
 
-    tokens: array  # int32: the prompt, then the sampled tokens; its slot refers to the same array
+    tokens: "array[int]"  # int32: the prompt, then the sampled tokens; its slot refers to the same array
     params: SamplingParams  # with a seed
     stop_ids: tuple[int, ...]  # the ids of the model and of params
     limit: int  # tokens, prompt and output, at which it ends
@@ -58,17 +58,17 @@ class Request:
     reused: int | None = None  # positions whose K/V were present when its prompt was first read
     drafted: int = 0  # draft tokens that were verified
     accepted: int = 0  # draft tokens that were right
-    driver: "Driver | None" = None  # since it was submitted
+    driver: "Driver" = field(init=False)  # set when it is submitted
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         self.prompt_tokens = len(self.tokens)
         self.ref = weakref.ref(self)
 
     def __repr__(self) -> str:
         return f"Request(prompt_tokens={self.prompt_tokens}, finish_reason={self.finish_reason!r})"
 
-    def __del__(self):
-        if self.driver is not None:
+    def __del__(self) -> None:
+        if hasattr(self, "driver"):
             self.driver.drop(self)
 
     @property
@@ -99,12 +99,13 @@ class Request:
 
         Raises what the pass of the prompt raised, such as a lack of memory.
         """
-        pieces = self.pieces
+        pieces, taken = self.pieces, 0
+        ready = lambda: len(pieces) > taken or self.failure is not None  # noqa: E731
         try:
             for taken in count():
                 if len(pieces) == taken:
-                    self.driver.wait(lambda taken=taken: len(pieces) > taken or self.failure is not None)
-                if len(pieces) == taken:
+                    self.driver.wait(ready)
+                if len(pieces) == taken and self.failure is not None:
                     raise self.failure
                 yield (piece := pieces[taken])
                 if piece.finish_reason is not None:
@@ -125,14 +126,15 @@ class Request:
         if self.failure is not None:
             raise self.failure
         *pieces, last = self.pieces
+        assert last.finish_reason and last.usage and last.timings and self.params.seed is not None
         return Result(
             text="".join(piece.text for piece in self.pieces),
-            token_ids=tuple(piece.token_id for piece in pieces),
+            token_ids=tuple(piece.token_id for piece in pieces if piece.token_id is not None),
             finish_reason=last.finish_reason,
             usage=last.usage,
             timings=last.timings,
             seed=self.params.seed,
-            logprobs=None if self.params.logprobs is None else tuple(piece.logprobs for piece in pieces),
+            logprobs=None if self.params.logprobs is None else tuple(p.logprobs for p in pieces if p.logprobs),
             error=last.error,
         )
 
@@ -158,8 +160,8 @@ class Request:
             before = self.tokens[: self.prompt_tokens] if self.continues else ()
             self._detokenizer = tokenizer.detokenizer(before)
         self._stops = StopStrings(self.params.stop)
-        for piece in self.pieces:
-            self._text(piece.token_id)
+        for token in [piece.token_id for piece in self.pieces if piece.token_id is not None]:
+            self._text(token)
 
     def push(self, token: int, logprobs: TokenLogprobs | None, last: bool = False) -> None:
         """Add a sampled token; `last` if its grammar ends the output with it."""
@@ -199,7 +201,9 @@ class Request:
         self.pieces.extend((*pieces, last))
 
 
-def scoring(ids: array, started: float, logprobs: int | None = None, logits: torch.Tensor | None = None) -> Request:
+def scoring(
+    ids: "array[int]", started: float, logprobs: int | None = None, logits: torch.Tensor | None = None
+) -> Request:
     """Return a request for the probability of each token of `ids`, as logits or as log-probabilities."""
     params = SamplingParams(temperature=0, seed=0, logprobs=logprobs)
     return Request(ids, params, (), len(ids) + 1, started, reuse_prefix=False, scores=True, logits=logits)

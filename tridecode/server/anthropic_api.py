@@ -41,12 +41,11 @@ class OutputConfig(msgspec.Struct, forbid_unknown_fields=True):
 class MessagesRequest(Generation, kw_only=True):
     """What of a message's fields changes the answer; max_tokens is required, but not to count tokens."""
 
-    neutral: ClassVar = {"container": [], "mcp_servers": [[]]}
-    without_effect: ClassVar = frozenset(
+    neutral: ClassVar[dict[str, list]] = {"container": [], "mcp_servers": [[]]}
+    without_effect: ClassVar[frozenset[str]] = frozenset(
         "cache_control context_management diagnostics inference_geo speed user_profile_id workspace_id betas".split()
     )
-    names: ClassVar = {"stop": "stop_sequences", "template_variables": "thinking"}
-    logprobs: ClassVar = None
+    renamed: ClassVar[dict[str, str]] = {"stop": "stop_sequences", "template_variables": "thinking"}
     messages: list[Any]
     system: str | list[Any] = ""
     stop_sequences: list[str] | None = None
@@ -61,12 +60,12 @@ class MessagesRequest(Generation, kw_only=True):
             raise refusal("max_tokens is required", "max_tokens")
         self.single("a message")
         self.keep("stop_sequences", "stop")
-        self.keep_format(self.output_config and self.output_config.format, "output_config.format")
+        self.keep_format(self.output_config.format if self.output_config else None, "output_config.format")
         super().check()
 
     @property
     def structure(self) -> Structure | None:
-        given = self.output_config and self.output_config.format
+        given = self.output_config.format if self.output_config else None
         if given is None:
             return super().structure
         if given.get("type") != "json_schema" or "schema" not in given:

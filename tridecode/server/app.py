@@ -7,6 +7,7 @@ import secrets
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -20,23 +21,25 @@ from ..engine import Engine
 from ..errors import EngineClosed, TridecodeError
 from ..sampling import SamplingParams
 from ..text.prompt import Encoded
+from ..text.tokenizer import Tokenizer
 from ..version import __version__
 from .access import Access, body
 from .anthropic_api import CountRequest, MessagesRequest, MessagesShape
 from .call import Call, Plan
 from .choice import Choice
-from .errors import ApiError, refusal, stopping, told
+from .errors import ApiError, api_error, refusal
 from .form import held_to, places, thinking_off
 from .loop import Loop
 from .messages import chat_messages
 from .metrics import Metrics
 from .page import page
-from .protocol import ChatRequest, CompletionRequest, DetokenizeRequest, Generation, TokenizeRequest, parsed
+from .protocol import ChatRequest, CompletionRequest, DetokenizeRequest, F, Generation, TokenizeRequest, parsed
 from .responses_api import ResponsesRequest, ResponsesShape
 from .settings import Settings
 from .shapes import ChatShape, CompletionShape, Shape
 from .tools.asked import Tools, openai_tools
 
+G = TypeVar("G", bound=Generation)
 log = logging.getLogger("tridecode.server")
 
 
@@ -74,8 +77,13 @@ class Server:
                 Route("/version", self.version),
             ],
             middleware=middleware,
-            exception_handlers={ApiError: refused, EngineClosed: closed, HTTPException: not_found, 500: internal},
+            exception_handlers={ApiError: refused, EngineClosed: refused, HTTPException: not_found, 500: internal},
         )
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        assert self.engine.tokenizer is not None, "a server needs a tokenizer"
+        return self.engine.tokenizer
 
     async def start(self) -> None:
         await self.loop.start(self._died)
@@ -85,30 +93,28 @@ class Server:
     async def chat(self, request: Request):
         asked, deadline = await self._asked(request, ChatRequest)
         tools = openai_tools(asked.tools, asked.tool_choice, asked.parallel_tool_calls)
-        shape = ChatShape(self.settings.model, self.engine.tokenizer, **shown(asked))
-        variables = thinking_off(asked.reasoning_effort, self.engine.tokenizer) | (asked.chat_template_kwargs or {})
+        shape = ChatShape(self.settings.model, self.tokenizer, **shown(asked))
+        variables = thinking_off(asked.reasoning_effort, self.tokenizer) | (asked.chat_template_kwargs or {})
         return self._conversation(request, deadline, asked, shape, chat_messages(asked.messages), tools, variables)
 
     async def responses(self, request: Request):
         asked, deadline = await self._asked(request, ResponsesRequest)
-        shape = ResponsesShape(asked.model or self.settings.model, self.engine.tokenizer, asked)
+        shape = ResponsesShape(asked.model or self.settings.model, self.tokenizer, asked)
         return self._agents(request, deadline, asked, shape)
 
     async def messages(self, request: Request):
         asked, deadline = await self._asked(request, MessagesRequest)
-        shape = MessagesShape(asked.model or self.settings.model, self.engine.tokenizer)
+        shape = MessagesShape(asked.model or self.settings.model, self.tokenizer)
         return self._agents(request, deadline, asked, shape)
 
     def _agents(self, request, deadline, asked: ResponsesRequest | MessagesRequest, shape: Shape) -> Call:
         messages, tools = asked.conversation(), asked.asked_tools()
-        return self._conversation(
-            request, deadline, asked, shape, messages, tools, asked.variables(self.engine.tokenizer)
-        )
+        return self._conversation(request, deadline, asked, shape, messages, tools, asked.variables(self.tokenizer))
 
     async def count_tokens(self, request: Request) -> Response:
         asked = await self._read(request, CountRequest)
         self._check_model(asked.model, required=True)
-        messages, tools, tokenizer = asked.conversation(), asked.asked_tools(), self.engine.tokenizer
+        messages, tools, tokenizer = asked.conversation(), asked.asked_tools(), self.tokenizer
 
         def count() -> int:
             fitted, variables = tools.fit(messages, tokenizer)
@@ -117,14 +123,14 @@ class Server:
         try:
             return JSONResponse({"input_tokens": await self.loop.prepared(count)})
         except TridecodeError as error:
-            raise told(error, tokenizer.directory, asked.names) from None
+            raise api_error(error, tokenizer.directory, asked.names) or error from None
 
     def _conversation(
         self, request: Request, deadline: float | None, asked: Generation, shape: Shape, messages: list[dict],
         tools: Tools, variables: dict,
     ) -> Call:  # fmt: skip
         """The call of a conversation, in any of the APIs."""
-        tokenizer, engine, structure = self.engine.tokenizer, self.engine, asked.structure
+        tokenizer, engine, structure = self.tokenizer, self.engine, asked.structure
         if tools.enforced:
             asked.check_ended_by("tool_choice")
 
@@ -149,7 +155,7 @@ class Server:
 
     async def completions(self, request: Request):
         asked, deadline = await self._asked(request, CompletionRequest)
-        prompts, tokenizer, structure = asked.prompts, self.engine.tokenizer, asked.structure
+        prompts, tokenizer, structure = asked.prompts, self.tokenizer, asked.structure
 
         def choice(number: int, prompt: Encoded) -> Choice:
             given = prompts[number] if asked.echo else ""
@@ -172,8 +178,8 @@ class Server:
             ),
         )
 
-    async def _asked(self, request: Request, form: type) -> tuple:
-        """The checked request, and its deadline; a server that can take none says so before it reads the body."""
+    async def _asked(self, request: Request, form: type[G]) -> tuple[G, float | None]:
+        """Return the checked request and its deadline. A server that accepts no requests does not read the body."""
         self.loop.check()
         started, timeout = request.scope["tridecode.record"].started, self.settings.timeout
         asked = await self._read(request, form)
@@ -182,7 +188,7 @@ class Server:
             log.info("asked: %s", json.dumps(getattr(asked, "messages", None) or getattr(asked, "prompt", "")))
         return asked, None if timeout is None else started + timeout
 
-    async def _read(self, request: Request, form: type):
+    async def _read(self, request: Request, form: type[F]) -> F:
         try:
             async with asyncio.timeout(self.settings.timeout):
                 return parsed(await body(request), form)
@@ -208,7 +214,7 @@ class Server:
             first = secrets.randbits(62) if params.seed is None else params.seed
             return [replace(params, seed=first + i) for i in range(asked.n)]
         except TridecodeError as error:
-            raise told(error, None, asked.names) from None
+            raise api_error(error, None, asked.names) or error from None
 
     def _call(self, request: Request, deadline: float | None, plan: Plan) -> Call:
         return Call(self.loop, self.metrics, plan, request.scope["tridecode.record"].started, deadline)
@@ -218,11 +224,11 @@ class Server:
     async def tokenize(self, request: Request) -> Response:
         asked = await self._read(request, TokenizeRequest)
         self._check_model(asked.model)
-        prompt = asked.prompt if asked.messages is None else chat_messages(asked.messages)
+        prompt = chat_messages(asked.messages or []) if asked.prompt is None else asked.prompt
         try:
             ids = await self.loop.prepared(lambda: self.engine.encode(prompt, asked.chat_template_kwargs))
         except TridecodeError as error:
-            raise told(error, self.engine.tokenizer.directory, asked.names) from None
+            raise api_error(error, self.tokenizer.directory, asked.names) or error from None
         return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": self.engine.capacity})
 
     async def detokenize(self, request: Request) -> Response:
@@ -231,7 +237,7 @@ class Server:
         size = self.engine.config.vocab_size
         if outside := next((token for token in asked.tokens if not 0 <= token < size), None):
             raise refusal(f"tokens: {outside} is not in the vocabulary (0 to {size - 1})", "tokens")
-        text = await self.loop.prepared(lambda: self.engine.tokenizer.decode(asked.tokens, skip_special=False))
+        text = await self.loop.prepared(lambda: self.tokenizer.decode(asked.tokens, skip_special=False))
         return JSONResponse({"prompt": text})
 
     async def models(self, request: Request) -> Response:
@@ -261,8 +267,8 @@ class Server:
         return JSONResponse({"version": __version__})
 
 
-def shown(asked: Generation) -> dict:
-    """What of a request says how its answer looks."""
+def shown(asked: ChatRequest | CompletionRequest) -> dict:
+    """Return the options of a Shape that a request sets."""
     with_logprobs = asked.logprobs is not None and asked.logprobs is not False  # 0 asks for those of drawn tokens
     return {
         "n": asked.n,
@@ -272,15 +278,14 @@ def shown(asked: Generation) -> dict:
     }
 
 
-async def refused(request: Request, error: ApiError) -> Response:
-    return JSONResponse(error.body(request.url.path), error.status, error.headers)
+async def refused(request: Request, error: Exception) -> Response:
+    if (problem := api_error(error, None)) is None:
+        raise error
+    return JSONResponse(problem.body(request.url.path), problem.status, problem.headers)
 
 
-async def closed(request: Request, error: EngineClosed) -> Response:
-    return await refused(request, stopping())
-
-
-async def not_found(request: Request, error: HTTPException) -> Response:
+async def not_found(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
     known = {404: "there is nothing at this path", 405: "this path does not take this method"}
     message = known.get(error.status_code, str(error.detail))
     return JSONResponse(ApiError(error.status_code, message).body(request.url.path), error.status_code, error.headers)

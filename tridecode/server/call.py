@@ -16,7 +16,7 @@ from ..serve.request import Request
 from ..text.prompt import Encoded
 from . import events
 from .choice import Choice
-from .errors import ApiError, outcome, stopping, told
+from .errors import ApiError, api_error, outcome, stopping
 from .loop import Loop
 from .metrics import Metrics
 from .protocol import Generation
@@ -79,7 +79,7 @@ class Call:
             record.outcome = self._choices[0].finish_reason
         except Exception as error:
             names = self._plan.asked.names | self._plan.places
-            problem = told(error, self._loop.engine.tokenizer.directory, names)
+            problem = api_error(error, self._plan.shape.tokenizer.directory, names)
             if problem is None:
                 log.exception("a request failed")
                 problem = ApiError(500, "internal error; the server's log says more")
@@ -89,7 +89,7 @@ class Call:
             gone.cancel()
             self._drop()
             self._loop.forget(self)
-            usages = [choice.usage for choice in self._choices if choice.usage]
+            usages = [choice.usage for choice in self._choices]
             self._metrics.read(usages)
             prompt, output = sum(u.prompt_tokens for u in usages), sum(u.completion_tokens for u in usages)
             record.tokens = f", {prompt} + {output} tokens"
@@ -104,18 +104,17 @@ class Call:
 
     def _submit(self) -> list[Request]:
         """Submit the requests of all choices, and after them the requests that score the prompts."""
-        plan, engine = self._plan, self._loop.engine
+        plan, asked, engine = self._plan, self._plan.asked, self._loop.engine
         prompts = self._prompts = plan.prepare()
         self._choices = [plan.choice(i, prompt) for i, prompt in enumerate(prompts) for _ in plan.params]
-        sharing = {"reuse_prefix": plan.asked.cache_prompt, "cache_salt": plan.asked.cache_salt}
         forms = [plan.form(prompt) for prompt in prompts]
         answers = [
-            engine.submit(prompt, replace(params, **form), **sharing)
+            engine.submit(prompt, replace(params, **form), reuse_prefix=asked.cache_prompt, cache_salt=asked.cache_salt)
             for prompt, form in zip(prompts, forms)
             for params in plan.params
         ]
-        scored = prompts if plan.asked.scores_prompt else ()
-        return answers + [engine.submit_score(prompt, plan.params[0].logprobs) for prompt in scored]
+        scored = prompts if asked.scores_prompt else ()
+        return answers + [engine.submit_score(prompt, plan.params[0].logprobs or 0) for prompt in scored]
 
     def follow(self, requests: list[Request]) -> None:
         self._requests, self._taken = requests, [0] * len(requests)

@@ -44,7 +44,7 @@ class Choice:
         self.begun = False  # something of it was sent
         self.finish_reason: str | None = None
         self.stop_string: str | None = None  # that has cut it
-        self.usage: Usage | None = None
+        self.usage = Usage(0, 0, 0)  # of the whole answer, once it has ended
 
     @property
     def reasoning_tokens(self) -> int:
@@ -53,7 +53,7 @@ class Choice:
     @property
     def called(self) -> bool:
         """Whether it has calls that came to a good end."""
-        return bool(self._machine) and any(not call.broken for call in self._machine.calls)
+        return self._machine is not None and any(not call.broken for call in self._machine.calls)
 
     def echo_logprobs(self, prompt: Sequence[int], scores: list[Piece]) -> None:
         """Begin with the prompt's own: of its first token nothing is known, of the others what `scores` say."""
@@ -87,12 +87,14 @@ class Choice:
             if piece.finish_reason:
                 if self._machine:
                     said.events += self._machine.finish()
-                self.finish_reason, self.stop_string, self.usage = piece.finish_reason, piece.stop_string, piece.usage
+                self.finish_reason, self.stop_string = piece.finish_reason, piece.stop_string
+                self.usage = piece.usage or self.usage
         return said
 
     def settle(self, said: Said) -> Said:
         """What a whole answer says, calls that did not come to a good end being text, as they stood."""
-        calls, events, number = (self._machine.calls if self._machine else []), [], -1
+        events: list[Event] = []
+        calls, number = (self._machine.calls if self._machine else []), -1
         for kind, text in said.events:
             number += kind == NAME
             if kind in (NAME, ARGUMENTS) and calls[number].broken:

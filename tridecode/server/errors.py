@@ -1,4 +1,4 @@
-"""What a client is told of an error: a status, and OpenAI's JSON form of one line; never a path or a stack."""
+"""The error that a client gets: a status, and one line in OpenAI's JSON form; never a path or a stack."""
 
 import re
 from pathlib import Path
@@ -24,15 +24,15 @@ class ApiError(Exception):
         return {"Retry-After": str(RETRY_AFTER)} if self.status == 503 else {}
 
     def body(self, path: str = "") -> dict:
-        """In Anthropic's form on their paths, else in OpenAI's."""
+        """Return the body of the response, in Anthropic's form on its paths, else in OpenAI's."""
         if path.startswith("/v1/messages"):
             default = "invalid_request_error" if self.status < 500 else "api_error"
             kind = ANTHROPIC.get(self.status, default)
             return {"type": "error", "error": {"type": kind, "message": self.message}}
-        kind = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error"}
+        kinds = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error"}
         default = "invalid_request_error" if self.status < 500 else "server_error"
-        told = {"message": self.message, "type": kind.get(self.status, default), "param": self.param, "code": self.code}
-        return {"error": told}
+        kind = kinds.get(self.status, default)
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
 def outcome(status: int) -> str:
@@ -49,27 +49,29 @@ def stopping() -> ApiError:
     return ApiError(503, "this server is stopping", code="stopping")
 
 
-def told(error: Exception, directory: Path | None, rename: dict[str, str] | None = None) -> ApiError | None:
-    """What the client hears of an engine's error, None where that is nobody's business.
+def api_error(error: Exception, directory: Path | None, names: dict[str, str] | None = None) -> ApiError | None:
+    """Return the error for the client, None for internal errors, whose detail is not shown.
 
-    directory: the checkpoint's, which messages lose. rename: arguments that the client calls otherwise; messages begin
-    with the argument's name where they are about one. A new name may be "one or another": then no param is told.
+    Args:
+        directory: of the checkpoint; it is removed from messages.
+        names: argument -> its name in the request. It may be "one or another"; then `param` is None.
     """
     if isinstance(error, ApiError):
         return error
-    text, rename = str(error) if directory is None else str(error).replace(f"{directory}/", ""), rename or {}
-    name = re.match(r"\w*", text)[0]
-    if name in rename:
-        text, name = rename[name] + text[len(name) :], rename[name]
+    text = str(error) if directory is None else str(error).replace(f"{directory}/", "")
     if isinstance(error, TooLong):
         return refusal(text, code="context_length_exceeded")
     if isinstance(error, ParameterError | PromptError):
+        argument = (error.argument if isinstance(error, ParameterError) else None) or re.split(r"\W", text)[0]
+        name = (names or {}).get(argument, argument)
+        if text.startswith(argument):
+            text = name + text[len(argument) :]
         one = " or " not in name and ("_" in name or isinstance(error, ParameterError))
         return refusal(text, name if one else None)
     if isinstance(error, EngineClosed):
         return stopping()
     if isinstance(error, QueueFull):
-        return ApiError(503, "the queue is full; try again later", code="queue_full")  # max_queue is not the client's
+        return ApiError(503, "the queue is full; try again later", code="queue_full")  # a client cannot set max_queue
     if isinstance(error, GenerationError):
         return ApiError(500, text, code="generation_failed")
     if type(error).__name__ == "OutOfMemoryError" or isinstance(error, MemoryError):

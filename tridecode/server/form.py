@@ -11,7 +11,7 @@ from ..sampling import STRUCTURES, SamplingParams
 from ..text.grammar import lark_of_choices
 from ..text.thinking import CLOSE, OPEN, SWITCH, ends_inside
 from ..text.tokenizer import Tokenizer
-from .errors import refusal, told
+from .errors import api_error, refusal
 from .tools.asked import Tools
 from .tools.formats import json_rule
 
@@ -81,12 +81,12 @@ def held_to(structure: Structure | None, tools: Tools, tokenizer: Tokenizer, pro
     several, rules = [], []
     if structure is not None:
         several.append("answer")
-        rules.append(f"answer: {expression(*SamplingParams(**structure.params).structure)}")
+        rules.append(f"answer: {expression(SamplingParams(**structure.params))}")
     if tools.used:
         try:
             calls, more = tools.grammar(tokenizer)
         except ParameterError as error:
-            raise told(error, None, {"json_schema": "tools"}) from None
+            raise api_error(error, None, {"json_schema": "tools"}) or error from None
         several.append("calls")
         rules += [f"calls: {calls}", *more]
     start = f"({' | '.join(several)})"
@@ -104,8 +104,10 @@ def places(structure: Structure | None, tools: Tools) -> dict[str, str]:
     return dict.fromkeys(STRUCTURES, structure.place) | ({"grammar": f"{structure.place} or tools"} if beside else {})
 
 
-def expression(name: str, source: str) -> str:
-    """SamplingParams.structure as a Lark expression."""
+def expression(params: SamplingParams) -> str:
+    """Return the structure of the answer as a Lark expression."""
+    assert params.structure is not None
+    name, source = params.structure
     if name == "json_schema":
         return json_rule(json.loads(source))
     if name == "choice":

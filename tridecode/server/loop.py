@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from ..engine import Engine
 from ..errors import EngineClosed, counted
@@ -22,22 +22,28 @@ from .settings import TICK
 if TYPE_CHECKING:
     from .call import Call
 
+R = TypeVar("R")
 PREPARING = 8  # prompts that are rendered and encoded at the same time
 FORMS = 16  # and those beside them whose requests may wait for a grammar
 log = logging.getLogger("tridecode.server")
 
 
 class Loop:
-    """Steps `engine` while anything runs; max_queue: requests that may wait beside those that have a slot.
+    """Steps `engine` while any request runs.
 
     All but the thread's own function belongs to the asyncio side.
+
+    Args:
+        max_queue: requests that may wait for a slot
     """
+
+    _asyncio: asyncio.AbstractEventLoop  # set by `start`, as is _died
+    _died: Callable[[], None] | None
 
     def __init__(self, engine: Engine, max_queue: int, keep_alive: float):
         self.engine, self._keep_alive = engine, keep_alive
         self._most = engine.slots + max_queue
         self._calls: set[Call] = set()
-        self._asyncio: asyncio.AbstractEventLoop | None = None
         self._work, self._told, self._stopping = threading.Event(), False, False
         self._thread = threading.Thread(target=self._run, name="device", daemon=True)
         self._pool, self._forms = ThreadPoolExecutor(PREPARING, "prompt"), ThreadPoolExecutor(FORMS, "form")
@@ -120,8 +126,8 @@ class Loop:
             most = counted(self._most, "request")
             raise ApiError(503, f"{most} under way or waiting, as many as may be; try again later", code="queue_full")
 
-    async def prepared(self, work: Callable):
-        """The result of work(), in a thread where it may take its time."""
+    async def prepared(self, work: Callable[[], R]) -> R:
+        """Return the result of work(), which runs in a thread because it may be slow."""
         return await self._asyncio.run_in_executor(self._pool, work)
 
     async def begin(self, call: "Call", count: int, submit: Callable[[], list[Request]], formed: bool = False) -> None:

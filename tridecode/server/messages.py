@@ -5,7 +5,7 @@ from .errors import ApiError, refusal
 from .settings import MESSAGES
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
-EMPTY = (None, [], "", {})
+EMPTY: tuple[object, ...] = (None, [], "", {})
 
 
 def chat_messages(messages: list) -> list[dict]:
@@ -24,7 +24,7 @@ def _message(message, place: str) -> dict:
     role = message.get("role")
     if not isinstance(role, str) or role not in ROLES:
         raise _refused(f"{place}.role", f"expected {', '.join(ROLES)}, got {as_json(role)}")
-    made = {"role": ROLES[role], "content": _content(message.get("content"), role, f"{place}.content")}
+    made: dict = {"role": ROLES[role], "content": _content(message.get("content"), role, f"{place}.content")}
     for name, value in message.items():
         if name in ("role", "content") or value in EMPTY:
             continue

@@ -124,9 +124,9 @@ class Metrics:
                 family.add_metric(list(name.values()), value)
                 yield family
         for metric, (help, histogram) in histograms.items():
-            family = HistogramMetricFamily(f"tridecode:{metric}", help, labels=list(name))
-            family.add_metric(list(name.values()), histogram.buckets(), histogram.sum)
-            yield family
+            seconds = HistogramMetricFamily(f"tridecode:{metric}", help, labels=list(name))
+            seconds.add_metric(list(name.values()), histogram.buckets(), histogram.sum)
+            yield seconds
         family = CounterMetricFamily("tridecode:requests", "requests by how they ended", labels=[*name, "outcome"])
         for outcome, count in sorted(self._outcomes.items()):
             family.add_metric([self._model, outcome], count)

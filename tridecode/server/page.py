@@ -14,7 +14,8 @@ PARTS = {  # what page.html refers to, and the element that takes its place
 
 def page() -> tuple[bytes, dict[str, str]]:
     """The document, and the headers that it needs."""
-    html, sources = (STATIC / "page.html").read_text(encoding="utf-8"), {"style": [], "script": []}
+    html = (STATIC / "page.html").read_text(encoding="utf-8")
+    sources: dict[str, list[str]] = {"style": [], "script": []}
     for reference, (tag, name) in PARTS.items():
         content = (STATIC / name).read_text(encoding="utf-8")
         digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()

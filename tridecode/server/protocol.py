@@ -3,7 +3,7 @@
 import difflib
 import json
 import re
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import msgspec
 
@@ -19,7 +19,7 @@ WITHOUT_EFFECT = frozenset(
     "verbosity".split()
 )
 # Accepted where they ask for nothing.
-NEUTRAL = {
+NEUTRAL: dict[str, list] = {
     "best_of": [1],
     "function_call": ["none"],
     "functions": [[]],
@@ -30,8 +30,10 @@ NEUTRAL = {
     "suffix": [""],
     "use_beam_search": [False],
 }
-OF_CHATS = {"add_generation_prompt": [True], "add_special_tokens": [False], "continue_final_message": [False]}
-OF_TEXTS = {
+OF_CHATS: dict[str, list] = {
+    "add_generation_prompt": [True], "add_special_tokens": [False], "continue_final_message": [False],
+}  # fmt: skip
+OF_TEXTS: dict[str, list] = {
     "add_special_tokens": [True], "parallel_tool_calls": [True, False], "tool_choice": ["none", "auto"], "tools": [[]],
 }  # fmt: skip
 
@@ -41,10 +43,34 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_obfuscation: bool = False  # there is none here, and none is needed
 
 
-class Generation(msgspec.Struct, kw_only=True):
-    """What both endpoints take: SamplingParams by their usual names, and how the answer is sent."""
+class Form(msgspec.Struct, kw_only=True):
+    """The body of a request.
 
+    Args:
+        neutral: unsupported parameter -> values that are accepted because they request nothing.
+        without_effect: parameters that are ignored.
+        renamed: field of SamplingParams -> its name in this request.
+    """
+
+    neutral: ClassVar[dict[str, list]] = {}
+    without_effect: ClassVar[frozenset[str]] = frozenset()
+    renamed: ClassVar[dict[str, str]] = {}
     model: str | None = None
+
+    @property
+    def names(self) -> dict[str, str]:
+        return self.renamed
+
+    def check(self) -> None:
+        """Check what the types do not. Raises ApiError."""
+
+
+F = TypeVar("F", bound=Form)
+
+
+class Generation(Form, kw_only=True):
+    """The parameters of all APIs: SamplingParams by their usual names, and how the answer is sent."""
+
     temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None
@@ -68,8 +94,10 @@ class Generation(msgspec.Struct, kw_only=True):
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
 
-    scores_prompt: ClassVar = False
-    names: ClassVar = {}  # fields of SamplingParams that this request calls otherwise
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether the log-probabilities of the prompt are requested."""
+        return False
 
     @property
     def with_usage(self) -> bool:
@@ -106,7 +134,6 @@ class Generation(msgspec.Struct, kw_only=True):
             raise refusal(f"return_token_ids: {what} has no place for them; leave it out", "return_token_ids")
 
     def check(self) -> None:
-        """What no type says. Raises ApiError."""
         structure = self.structure
         if not 1 <= self.n <= ANSWERS:
             raise refusal(f"n must be from 1 to {ANSWERS}, got {shown(self.n)}", "n")
@@ -140,7 +167,7 @@ class Generation(msgspec.Struct, kw_only=True):
 
 
 class ChatRequest(Generation, kw_only=True):
-    neutral: ClassVar = NEUTRAL | OF_CHATS
+    neutral: ClassVar[dict[str, list]] = NEUTRAL | OF_CHATS
     messages: list[Any]
     max_completion_tokens: int | None = None
     logprobs: bool = False
@@ -168,7 +195,7 @@ class ChatRequest(Generation, kw_only=True):
 
 
 class CompletionRequest(Generation, kw_only=True):
-    neutral: ClassVar = NEUTRAL | OF_TEXTS
+    neutral: ClassVar[dict[str, list]] = NEUTRAL | OF_TEXTS
     prompt: str | list[str | int | list[int]]
     echo: bool = False
     logprobs: int | None = None
@@ -186,23 +213,19 @@ class CompletionRequest(Generation, kw_only=True):
 
     @property
     def scores_prompt(self) -> bool:
-        """Whether the prompt's own log-probabilities are asked for."""
         return self.echo and self.logprobs is not None
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        given = self.prompt
-        if isinstance(given, str) or given and all(type(item) is int for item in given):
-            return [given]
+        given: list[str | int | list[int]] = [self.prompt] if isinstance(self.prompt, str) else self.prompt
         if not given or any(type(item) is not type(given[0]) for item in given):
             raise refusal("prompt must be text, a list of texts, token ids or a list of lists of token ids", "prompt")
-        return given
+        tokens = [item for item in given if isinstance(item, int)]
+        return [tokens] if tokens else [item for item in given if not isinstance(item, int)]
 
 
-class TokenizeRequest(msgspec.Struct, kw_only=True):
-    neutral: ClassVar = {}
-    names: ClassVar = {"template_variables": "chat_template_kwargs"}
-    model: str | None = None
+class TokenizeRequest(Form, kw_only=True):
+    renamed: ClassVar[dict[str, str]] = {"template_variables": "chat_template_kwargs"}
     prompt: str | None = None
     messages: list[Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -214,9 +237,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
             raise refusal("chat_template_kwargs needs messages", "chat_template_kwargs")
 
 
-class DetokenizeRequest(msgspec.Struct, kw_only=True):
-    neutral: ClassVar = {}
-    model: str | None = None
+class DetokenizeRequest(Form, kw_only=True):
     tokens: list[int]
 
     def check(self) -> None:
@@ -231,8 +252,8 @@ _SAMPLING = (
 )  # fmt: skip
 
 
-def parsed(body: bytes, form: type):
-    """The checked `form` that a body holds. null counts as absent. Raises ApiError (400)."""
+def parsed(body: bytes, form: type[F]) -> F:
+    """Return the checked `form` that a body holds. null counts as absent. Raises ApiError (400)."""
     try:
         given = _decoded(body)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
@@ -242,8 +263,7 @@ def parsed(body: bytes, form: type):
     given = {name: value for name, value in given.items() if value is not None}
     fields = form.__struct_fields__
     for name in [name for name in given if name not in fields]:
-        no_effect = WITHOUT_EFFECT | getattr(form, "without_effect", frozenset())
-        _check_other(name, given.pop(name), form.neutral, no_effect, fields)
+        _check_other(name, given.pop(name), form.neutral, WITHOUT_EFFECT | form.without_effect, fields)
     try:
         made = msgspec.convert(given, form)
     except (msgspec.ValidationError, RecursionError) as error:

@@ -41,15 +41,14 @@ class Reasoning(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
 
 
 class ResponsesRequest(Generation, kw_only=True):
-    neutral: ClassVar = {
+    neutral: ClassVar[dict[str, list]] = {
         "background": [False], "conversation": [], "moderation": [], "prompt": [], "truncation": ["disabled"],
         "top_logprobs": [0],
     }  # fmt: skip
-    without_effect: ClassVar = frozenset(
+    without_effect: ClassVar[frozenset[str]] = frozenset(
         "client_metadata include max_tool_calls prompt_cache_options stream_options context_management".split()
     )
-    names: ClassVar = {"max_tokens": "max_output_tokens", "template_variables": "reasoning"}
-    logprobs: ClassVar = None
+    renamed: ClassVar[dict[str, str]] = {"max_tokens": "max_output_tokens", "template_variables": "reasoning"}
     input: str | list[Any] = ""
     instructions: str = ""
     max_output_tokens: int | None = None
@@ -69,7 +68,7 @@ class ResponsesRequest(Generation, kw_only=True):
             raise refusal(f"previous_response_id: {STORED}", "previous_response_id", "unsupported_parameter")
         self.single("a response")
         self.keep("max_output_tokens", "max_tokens")
-        self.keep_format(self.text and self.text.format, "text.format")
+        self.keep_format(self.text.format if self.text else None, "text.format")
         super().check()
 
     @property
@@ -84,7 +83,7 @@ class ResponsesRequest(Generation, kw_only=True):
         return response_format(self.text.format, None, "text.format", '{"name": ..., "schema": {...}}')
 
     def variables(self, tokenizer: Tokenizer) -> dict:
-        return thinking_off(self.reasoning and self.reasoning.effort, tokenizer, "reasoning.effort")
+        return thinking_off(self.reasoning.effort if self.reasoning else None, tokenizer, "reasoning.effort")
 
     def asked_tools(self) -> Tools:
         """Raises ApiError. Tools that are no functions are for servers that run them: they are left out, as clients
@@ -227,7 +226,7 @@ class ResponsesShape(Shape):
             data = self._part(f"{done[0]}.done", **done[1])
         else:
             kind, part = THINKING if item["type"] == "reasoning" else TEXT, item["content"][0]
-            logprobs = {"logprobs": []} if kind == TEXT else {}
+            logprobs: dict[str, list] = {"logprobs": []} if kind == TEXT else {}
             data = self._part(f"{_DELTAS[kind]}.done", text=part["text"], **logprobs)
             data += self._part("response.content_part.done", part=part)
         return data + self._event("response.output_item.done", output_index=len(self._items) - 1, item=item)
@@ -285,12 +284,12 @@ _ITEMS = {TEXT: "message", THINKING: "reasoning", ARGUMENTS: "function_call"}
 
 def _item(kind: str, name: str) -> dict:
     code = secrets.token_hex(12)
+    shared: dict[str, object] = {"status": "in_progress"}
     if kind == NAME:
-        made = {"id": f"fc_{code}", "type": "function_call", "call_id": f"call_{code}", "name": name, "arguments": ""}
-    elif kind == THINKING:
-        content = [{"type": "reasoning_text", "text": ""}]
-        made = {"id": f"rs_{code}", "type": "reasoning", "summary": [], "content": content}
-    else:
-        content = [{"type": "output_text", "text": "", "annotations": [], "logprobs": []}]
-        made = {"id": f"msg_{code}", "type": "message", "role": "assistant", "content": content}
-    return made | {"status": "in_progress"}
+        call = {"id": f"fc_{code}", "type": "function_call", "call_id": f"call_{code}", "name": name, "arguments": ""}
+        return call | shared
+    if kind == THINKING:
+        content: list[dict] = [{"type": "reasoning_text", "text": ""}]
+        return {"id": f"rs_{code}", "type": "reasoning", "summary": [], "content": content} | shared
+    content = [{"type": "output_text", "text": "", "annotations": [], "logprobs": []}]
+    return {"id": f"msg_{code}", "type": "message", "role": "assistant", "content": content} | shared

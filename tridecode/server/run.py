@@ -42,11 +42,22 @@ def bind(host: str, port: int, timeout: float | None = None) -> socket.socket:
 class Uvicorn(uvicorn.Server):
     """uvicorn, but for signals: the first one lets requests finish for the grace time, a second one ends at once."""
 
-    def __init__(self, config: uvicorn.Config, engine: Engine, settings: Settings, ready: Callable[[], None]):
-        super().__init__(config)
+    def __init__(self, engine: Engine, settings: Settings, tls: Tls | None, ready: Callable[[], None]):
         self.code, self._settings, self._ready = 0, settings, ready
         self.face = Server(engine, settings, self._died)
-        config.app = self.face.app
+        config = uvicorn.Config(
+            self.face.app,
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            lifespan="off",
+            ws="none",
+            proxy_headers=False,
+            timeout_graceful_shutdown=int(settings.grace) + 2,
+            ssl_certfile=tls.certificate if tls else None,
+            ssl_keyfile=tls.key if tls else None,
+        )
+        super().__init__(config)
 
     async def startup(self, sockets=None) -> None:
         await self.face.start()
@@ -90,18 +101,6 @@ def serve(
 ) -> int:
     """Serve until a signal; returns the exit code: 0, or 3 where the engine has failed. ready: called once clients can
     connect."""
-    config = uvicorn.Config(
-        None,
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        lifespan="off",
-        ws="none",
-        proxy_headers=False,
-        timeout_graceful_shutdown=int(settings.grace) + 2,
-        ssl_certfile=tls and tls.certificate,
-        ssl_keyfile=tls and tls.key,
-    )
-    server = Uvicorn(config, engine, settings, ready)
+    server = Uvicorn(engine, settings, tls, ready)
     server.run(sockets=[bound])
     return server.code

@@ -23,7 +23,7 @@ class Shape:
 
     def __init__(self, model: str, tokenizer: Tokenizer, *, n: int = 1, with_logprobs: bool = False,
                  with_usage: bool = False, with_ids: bool = False):  # fmt: skip
-        self.model, self._tokenizer, self._n = model, tokenizer, n
+        self.model, self.tokenizer, self._n = model, tokenizer, n
         self._with_logprobs, self._with_usage, self._with_ids = with_logprobs, with_usage, with_ids
 
     def whole(self, choices: list[Choice], said: list[Said]) -> dict:
@@ -86,7 +86,7 @@ class OpenAI(Shape):
         return made | {"usage": usage} if self._with_usage else made
 
     def _token(self, token: int) -> tuple[str, bytes]:
-        data = self._tokenizer.token_bytes(token)
+        data = self.tokenizer.token_bytes(token)
         return data.decode(errors="replace"), data
 
     def _ids(self, choice: dict, ids: list[int]) -> dict:
@@ -108,9 +108,9 @@ class ChatShape(OpenAI):
             elif kind == ARGUMENTS:
                 calls[-1]["function"]["arguments"] += text
         content = said.text(TEXT)
-        message = {"role": "assistant", "content": content if content or not calls else None}
+        message: dict[str, object] = {"role": "assistant", "content": content if content or not calls else None}
         message |= {"refusal": None, "annotations": None} | ({"tool_calls": calls} if calls else {})
-        if self._tokenizer.thinks:
+        if self.tokenizer.thinks:
             message["reasoning_content"] = said.text(THINKING) or None
         logprobs = self._logprobs(said.logprobs) if self._with_logprobs else None
         made = {"index": number, "message": message, "logprobs": logprobs, "finish_reason": _reason(choice)}
@@ -118,7 +118,7 @@ class ChatShape(OpenAI):
 
     def deltas(self, number: int, choice: Choice, said: Said) -> list[dict]:
         """One for text and thinking together, then one for each piece of a call; the last says how it ended."""
-        first, parts = not choice.begun, []
+        parts: list[dict] = []
         for kind, text in said.events:
             if kind == NAME:
                 self._calls[number] = self._calls.get(number, -1) + 1
@@ -131,19 +131,20 @@ class ChatShape(OpenAI):
                     parts.append({})
                 parts[-1][name] = parts[-1].get(name, "") + text
         parts = parts or [{}]
-        if first:
+        if not choice.begun:
             content = None if parts[0].get("reasoning_content") or "tool_calls" in parts[0] else ""
             parts[0] = {"role": "assistant", "content": content} | parts[0]
         logprobs = self._logprobs(said.logprobs) if self._with_logprobs and said.logprobs else None
-        made = [{"index": number, "delta": part, "logprobs": None, "finish_reason": None} for part in parts]
+        made: list[dict] = [{"index": number, "delta": part, "logprobs": None, "finish_reason": None} for part in parts]
         made[0] = self._ids(made[0] | {"logprobs": logprobs}, said.token_ids)
         made[-1]["finish_reason"] = _reason(choice)
         return made
 
-    def _logprobs(self, found: list[tuple[int, TokenLogprobs, int]]) -> dict:
+    def _logprobs(self, found: list[tuple[int, TokenLogprobs | None, int]]) -> dict:
         content = [
             self._entry(token, own.logprob) | {"top_logprobs": [self._entry(*top) for top in own.top]}
             for token, own, _ in found
+            if own is not None
         ]
         return {"content": content, "refusal": None}
 

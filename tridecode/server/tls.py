@@ -25,10 +25,11 @@ class Tls:
                 raise TridecodeError(f"the {what} {path} cannot be read: {error.strerror}; name another file") from None
         if not _certificates(self.certificate):
             raise _unread("certificate", self.certificate, "CERTIFICATE")
-        asked, wrong = [], None
+        asked: dict[str, str] = {}
+        wrong: ssl.SSLError | None = None
         try:
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-            context.load_cert_chain(self.certificate, self.key, lambda: asked.append(True) or "")
+            context.load_cert_chain(self.certificate, self.key, lambda: asked.setdefault("pass phrase", ""))
         except ssl.SSLError as error:
             wrong = error
         if asked:

@@ -32,16 +32,16 @@ class KVCache:
     v: tuple[torch.Tensor, ...] = field(init=False)
     tables: tuple[torch.Tensor, ...] = field(init=False)
 
-    def __post_init__(self):
-        layers = self.pool.shape[1]
-        if self.rings:
-            k, v = self.offload.cells.unbind(1)
-            k, v, tables = [k] * layers, [v] * layers, self.offload.tables.unbind(0)
+    def __post_init__(self) -> None:
+        offload, layers = self.offload, self.pool.shape[1]
+        if offload is not None and self.rings:
+            k, v = ((cells,) * layers for cells in offload.cells.unbind(1))
+            tables = offload.tables.unbind(0)
         else:
             k, v = (part.unbind(1) for part in self.numbers.unbind(2))
-            tables = [self.page_table] * layers
+            tables = (self.page_table,) * layers
         for name, parts in (("k", k), ("v", v), ("tables", tables)):
-            object.__setattr__(self, name, tuple(parts))
+            object.__setattr__(self, name, parts)
 
     def __repr__(self) -> str:
         return short_repr(self, self.pool, layers=len(self.k), pages=len(self.pool), capacity=self.capacity)
@@ -78,8 +78,8 @@ class KVCache:
 
     @property
     def buffers(self) -> int:
-        """Of that ring."""
-        return self.offload.plan.buffers if self.rings else 0
+        """Number of buffers of the ring; 0 without one."""
+        return self.offload.plan.buffers if self.offload and self.rings else 0
 
     def held(self, slot: int, end: int) -> torch.Tensor:
         """A copy of the K/V of a slot's first `end` positions: [layers, 2, kv_heads, end, head_dim]."""
@@ -102,12 +102,13 @@ class KVCache:
             return torch.stack([torch.stack([held(k, number), held(v, number)]) for k, v in zip(self.k, self.v)])
         if number < len(self.pool):
             return self.pool[number]
-        return self.offload.host[self.offload.fetched[1 + number - len(self.pool)].item()]
+        assert self.offload is not None, f"page {number} is not in the pool"
+        return self.offload.host[int(self.offload.fetched[1 + number - len(self.pool)])]
 
 
 def make_kv_cache(
-    spec: ModelSpec, capacity: int, device, dtype: torch.dtype, slots: int = 1, page: int | None = None,
-    pages: int | None = None, offload: Offload | None = None,
+    spec: ModelSpec, capacity: int, device: torch.device | str, dtype: torch.dtype, slots: int = 1,
+    page: int | None = None, pages: int | None = None, offload: Offload | None = None,
 ) -> KVCache:  # fmt: skip
     """Allocate K/V for slots of `capacity` positions.
 
@@ -120,11 +121,9 @@ def make_kv_cache(
     pages = pages or slots * longest
     assert offload is None or not spec.fp8_kv, "K/V in 8 bits are on the device"
     layers, heads, dim = spec.page_layers, spec.pages.kv_heads, spec.pages.head_dim
-    shape = (pages, layers, 2, heads)
+    shape: tuple[int, ...] = (pages, layers, 2, heads, page, dim)
     if spec.fp8_kv:
-        shape, dtype = (*shape, head_rows(page, dim) * dim), torch.uint8
-    else:
-        shape = (*shape, page, dim)
+        shape, dtype = (pages, layers, 2, heads, head_rows(page, dim) * dim), torch.uint8
     table = torch.arange(slots * longest, dtype=torch.int32, device=device).remainder_(pages).view(slots, longest)
     if offload is None:
         pool = torch.zeros(shape, dtype=dtype, device=device)

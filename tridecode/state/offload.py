@@ -45,8 +45,10 @@ class Offloaded:
     plan: Offload
     source: tuple[torch.Tensor, ...] = field(init=False)
     target: tuple[torch.Tensor, ...] = field(init=False)
+    _layer: torch.Tensor = field(init=False, repr=False, compare=False)  # [layers, 1] int32
+    _shift: torch.Tensor = field(init=False, repr=False, compare=False)  # [layers, 1] int32, added to ring places
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         layers, ring = self.host.shape[1], self.plan.ring
         rings = [self.pages * layers + i * ring for i in range(self.plan.buffers)]
         buffers = [self.cells[first : first + ring].flatten(1).view(torch.int64) for first in rings]
@@ -68,8 +70,9 @@ class Offloaded:
 
 
 def make_offloaded(
-    spec: ModelSpec, device, dtype: torch.dtype, page_table: torch.Tensor, page: int, pages: int, plan: Offload
-) -> Offloaded:
+    spec: ModelSpec, device: torch.device | str, dtype: torch.dtype, page_table: torch.Tensor, page: int, pages: int,
+    plan: Offload,
+) -> Offloaded:  # fmt: skip
     """Allocate `pages` of the device, the ring and the host's pages. Raises DeviceError where the host's memory cannot
     be had."""
     cell, layers = (2, spec.pages.kv_heads, page, spec.pages.head_dim), spec.page_layers
@@ -94,4 +97,4 @@ def host_pages(count: int, shape: tuple[int, ...], dtype: torch.dtype, device: t
     """[count, *shape] in the host's memory, where kernels of `device` can read it."""
     layers, _, kv_heads, page, head_dim = shape
     memory = host_memory(count, page_bytes(layers, kv_heads * head_dim, page, dtype), device, "kv_offload")
-    return memory.view(dtype)[:, : math.prod(shape)].unflatten(1, shape)
+    return memory.view(dtype)[:, : math.prod(shape)].view(count, *shape)

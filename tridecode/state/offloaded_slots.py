@@ -8,7 +8,6 @@ from itertools import islice
 import torch
 
 from ..layout import Chunk
-from ..sampling import SamplingParams
 from .offload import WRITTEN
 from .pages import OutOfPages
 from .slot import Slot
@@ -30,8 +29,9 @@ class OffloadedSlots(Slots):
 
     def __init__(self, model: SlotModel, sharing: bool = True):
         super().__init__(model, sharing)
+        assert model.kv.offload is not None
         self._kv, self._offload = model.kv, model.kv.offload
-        self._where: list[int | None] = [None] * model.kv.pages  # device page, or ~ that of the host
+        self._where: dict[int, int] = {}  # page that has been written -> its page of the device, or ~ that of the host
         self._ring: dict[int, int] = {}  # page -> place in the ring, of the host's pages that slots have
         self._stale: set[int] = set(range(len(self)))  # slots whose tables are to be written
         self._fetched_stale = False
@@ -68,10 +68,10 @@ class OffloadedSlots(Slots):
         return {page for slot in self for page in slot.pages}
 
     def _on_host(self, page: int) -> bool:
-        return self._where[page] is not None and self._where[page] < 0
+        return self._where.get(page, 0) < 0
 
     def _on_device(self, page: int) -> bool:
-        return self._where[page] is not None and self._where[page] >= 0
+        return self._where.get(page, -1) >= 0
 
     def _collect(self) -> None:
         """Believe the pool's counts, `_where` and what slots hold alone; all else follows. Where nothing was given back
@@ -79,12 +79,10 @@ class OffloadedSlots(Slots):
         if self._collected == self.pages.changes:
             return
         held = self._held_pages()
-        for page, where in enumerate(self._where):
-            if where is not None and not self.pages.holders(page):
-                self._where[page] = None
+        self._where = {page: where for page, where in self._where.items() if self.pages.holders(page)}
         if any(not self.pages.holders(page) or not self._on_device(page) for page in self._leaving):
             self._forget_leaving()
-        used = {where for where in self._where if where is not None} | {~place for place in self._leaving.values()}
+        used = {*self._where.values()} | {~place for place in self._leaving.values()}
         self._device_free = [page for page in reversed(range(len(self._kv.pool))) if page not in used]
         self._host_free = [page for page in reversed(range(len(self._offload.host))) if ~page not in used]
         ring = {page: place for page, place in self._ring.items() if page in held and self._on_host(page)}
@@ -94,7 +92,7 @@ class OffloadedSlots(Slots):
         self._ring_free = [place for place in reversed(range(self._offload.plan.ring)) if place not in places]
         self._collected = self.pages.changes
 
-    def admit(self, ids: array, positions: int, salt: str = "") -> Slot | None:
+    def admit(self, ids: "array[int]", positions: int, salt: str = "") -> Slot | None:
         self._collect()
         slot = super().admit(ids, positions, salt)
         if slot is not None:
@@ -138,10 +136,9 @@ class OffloadedSlots(Slots):
         self._collected = None
         self._collect()
         assert free == [sorted(places) for places in (self._device_free, self._host_free, self._ring_free)]
-        held, places = self._held_pages(), [where for where in self._where if where is not None]
-        places += [~place for place in self._leaving.values()]
+        held, places = self._held_pages(), [*self._where.values(), *(~place for place in self._leaving.values())]
         assert len(set(places)) == len(places), "two pages in one place"
-        assert all(self._where[page] is not None for page in self.cache.pages()), "what can be found lies nowhere"
+        assert all(page in self._where for page in self.cache.pages()), "what can be found lies nowhere"
         assert {page for page in held if self._on_host(page)} == self._ring.keys(), "the ring has other pages"
         assert len(set(self._ring.values())) == len(self._ring), "two pages in one place of the ring"
         assert len(held) <= self._kv.runnable, "more pages run than there is room for"
@@ -166,7 +163,7 @@ class OffloadedSlots(Slots):
         leaving = self._may_leave()
         for number, page in enumerate(pages):  # one by one: each that comes leaves a host page to the next that goes
             self._free_a_place(leaving, pages[number:])
-            place, before = self._device_free.pop(), self._where[page]
+            place, before = self._device_free.pop(), self._where.get(page)
             if before is not None:
                 self._kv.pool[place].copy_(self._offload.host[~before], non_blocking=True)
                 self._host_free.append(~before)
@@ -180,7 +177,7 @@ class OffloadedSlots(Slots):
         self._collect()
         self._let_leave()
         while not (self._device_free or self._host_free):  # then each new page is one too many
-            if not self.cache.evict(max(sum(self._where[page] is None for page in coming), 1)):
+            if not self.cache.evict(max(sum(page not in self._where for page in coming), 1)):
                 raise OutOfPages("no page of the host is free")
             self._collect()
         if not self._device_free:
@@ -217,7 +214,7 @@ class OffloadedSlots(Slots):
 
     def _copy_ahead(self, slots: set[int]) -> None:
         """Copy pages which the next chunk of these slots will push out, beside the pass that comes now."""
-        lacking = sum(self._where[page] is None for slot in slots for page in self[slot].pages)
+        lacking = sum(page not in self._where for slot in slots for page in self[slot].pages)
         lacking = min(lacking, self.pages_for(self.most_read())) - len(self._device_free) - len(self._leaving)
         if lacking <= 0:
             return
@@ -270,10 +267,9 @@ class OffloadedSlots(Slots):
         slot.full = max(slot.full, have - 1)
         self.ensure(slot, have * self.page, self.room(slot))
 
-    def begin(self, slot: Slot, row: int, params: SamplingParams, *, position: int, **state) -> int:
+    def _reach(self, slot: Slot, position: int) -> None:
         slot.full = max(slot.full, position // self.page)
         self.ensure(slot, position, position + 1)
-        return super().begin(slot, row, params, position=position, **state)
 
     def write_chunks(self, chunks: Sequence[Chunk]) -> None:
         for chunk in chunks:
@@ -305,7 +301,7 @@ class OffloadedSlots(Slots):
         """In the page table: a page of the device, or their number + the place in the ring; 0 before it is written."""
         if self._on_host(page):
             return len(self._kv.pool) + self._ring[page]
-        return self._where[page] or 0
+        return self._where.get(page, 0)
 
     @torch.inference_mode()
     def send(self, slot: int, count: int) -> None:

@@ -115,11 +115,11 @@ class PrefixCache:
         """Keep the node and all in front of it, for one who used `before` until now: what is in front of both stays as
         it is. None, where nothing was found, is no node."""
         fork = _fork(node, before)
-        while node is not fork and node.parent is not None:
+        while node is not None and node is not fork and node.parent is not None:
             self._idle -= not (node.users or node.gone)
             node.users += 1
             node = node.parent
-        while before is not fork and before.parent is not None:
+        while before is not None and before is not fork and before.parent is not None:
             before.users -= 1
             self._idle += not (before.users or before.gone)
             self._pool.changes += 1
@@ -144,7 +144,7 @@ class PrefixCache:
         wanted = self._clock + HEAD_START * goes_on
         for place, page in enumerate(pages):
             if place < len(known):
-                child = known[place]
+                child: Node | None = known[place]
             else:
                 tokens = text[place * size : (place + 1) * size]
                 if not tokens:
@@ -236,6 +236,7 @@ class PrefixCache:
 
     def _remove(self, node: Node) -> None:
         parent = node.parent
+        assert parent is not None, "a root is never removed"
         del parent.children[node.tokens]
         node.gone = True
         self._nodes -= 1
@@ -263,7 +264,7 @@ class PrefixCache:
     def assert_consistent(self, used: Iterable[Node | None] = ()) -> None:
         """Every node stands where its tokens say, only ends are less than a page, no page is there twice, and whoever
         uses one, of whom `used` are all, is counted in it and those before it; what can go is among those to go."""
-        nodes, users = list(self._all()), Counter()
+        nodes, users = list(self._all()), Counter[int]()
         for node in used:
             while node is not None and node.parent is not None:
                 users[id(node)] += 1
@@ -271,7 +272,8 @@ class PrefixCache:
         waiting = {id(entry[2]) for entry in self._ends if self._current(entry)}
         assert len({node.page for node in nodes}) == len(nodes), "a page is in the tree twice"
         for node in nodes:
-            assert node.parent.children[node.tokens] is node and not node.gone and 0 < node.count <= self._page
+            assert node.parent and node.parent.children[node.tokens] is node and not node.gone
+            assert 0 < node.count <= self._page
             assert node.count == self._page or not node.children, "tokens follow those of half a page"
             assert node.users == users[id(node)], f"page {node.page} has {users[id(node)]} users, counted {node.users}"
             assert node.users or node.children or id(node) in waiting, f"page {node.page} would never go"

@@ -23,7 +23,7 @@ class Slot:
     busy: bool = False  # has a request
 
     # The pages.
-    tokens: array = field(default_factory=lambda: packed(()))  # the array of its request, which grows with the output
+    tokens: "array[int]" = field(default_factory=lambda: packed(()))  # its request's array, which grows with the output
     filled: int = 0  # leading tokens whose K/V the pages hold
     pages: list[int] = field(default_factory=list)  # in the order of positions
     shared: int = 0  # positions in the first pages, which other slots may read as well
@@ -41,7 +41,7 @@ class Slot:
     read: int = 0  # positions of the prompt whose K/V are enqueued or present
     position: int = 0  # position of the first pass whose entry was not read yet
     end: int = 0  # position at which its passes end
-    row: int | None = None  # once its prompt is read
+    row: int = -1  # -1 until its prompt is read
     room: int = 0  # position at which the pages of its row end
     seen: int = 0  # passes whose entries were read
     in_flight: int = 0  # passes whose entries were not read yet
@@ -72,4 +72,4 @@ class Slot:
     @property
     def needs_pages(self) -> bool:
         reached = self.position + self.rows_in_flight
-        return self.row is not None and self.room < self.end and reached > self.room - AHEAD
+        return self.row >= 0 and self.room < self.end and reached > self.room - AHEAD

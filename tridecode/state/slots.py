@@ -1,9 +1,9 @@
 """Slots: writes one request's state to its own place on the device, in stream order."""
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -16,14 +16,24 @@ from .pages import PagePool
 from .prefix import Node, PrefixCache
 from .slot import Slot
 
+if TYPE_CHECKING:
+    from ..step.workspace import PromptBuffers, Workspace
+
 
 class SlotModel(Protocol):
     """The parts of a model (step/model.py: DecodeModel) that slots write."""
 
-    workspace: Any
-    prompt: Any
-    kv: KVCache
-    fixed_chunk: int
+    @property
+    def workspace(self) -> "Workspace": ...
+
+    @property
+    def prompt(self) -> "PromptBuffers": ...
+
+    @property
+    def kv(self) -> KVCache: ...
+
+    @property
+    def fixed_chunk(self) -> int: ...
 
     @property
     def device(self) -> torch.device: ...
@@ -46,17 +56,17 @@ class Records:
         self._copied = [torch.cuda.Event() if pin else None for _ in range(count)]
 
     @contextmanager
-    def next(self):
-        """A row of each tensor that no copy reads any more; those that begin within are waited for before its reuse."""
+    def next(self) -> Iterator[tuple[torch.Tensor, ...]]:
+        """Yield a row of each tensor that no copy reads. Copies that begin within the context end before its reuse."""
         number = self._used % len(self._rows)
         self._used += 1
-        if self._copied[number] is not None:
-            self._copied[number].synchronize()  # mostly done long ago
+        if copied := self._copied[number]:
+            copied.synchronize()  # mostly done long ago
         try:
             yield self._rows[number]
-        finally:  # also where an interrupt came behind the first copy
-            if self._copied[number] is not None:
-                self._copied[number].record(torch.cuda.current_stream(self._device))
+        finally:  # also if an interrupt came after the first copy
+            if copied:
+                copied.record(torch.cuda.current_stream(self._device))
 
 
 class Slots:
@@ -83,6 +93,9 @@ class Slots:
     def __getitem__(self, number: int) -> Slot:
         return self._slots[number]
 
+    def __iter__(self) -> Iterator[Slot]:
+        return iter(self._slots)
+
     # ---- the host's book-keeping
 
     def most_read(self) -> int:
@@ -100,7 +113,7 @@ class Slots:
         """Pages that are free, or would be without what nobody uses."""
         return self.pages.free + self.cache.evictable()
 
-    def admit(self, ids: array, positions: int, salt: str = "") -> Slot | None:
+    def admit(self, ids: "array[int]", positions: int, salt: str = "") -> Slot | None:
         """Give an idle slot to a request that begins with `ids`, or return None if there are too few pages.
 
         The slot shares the pages with the longest known prefix of `ids`, whose length is its `filled`. The other pages
@@ -259,7 +272,8 @@ class Slots:
             prompt: how many of them belong to the prompt, by default all; the others were sampled before
             source: the row of the prompt pass that has just read `position`
         """
-        ws, number = self.model.workspace, slot.number
+        self._reach(slot, position)
+        ws, number, room = self.model.workspace, slot.number, self.room(slot)
         prompt = n_known if prompt is None else prompt
         slot.generation = slot.generation % layout.MAX_GENERATION + 1
         if params.logit_bias:
@@ -269,21 +283,23 @@ class Slots:
                     bias[token] = value
                 ws.bias[number].copy_(bias, non_blocking=True)
         with self._states.next() as (meta, samp):
-            state = number, slot.generation, position, n_known, limit, stop_ids, self.room(slot)
-            fill_meta(meta.numpy(), params, *state)
+            fill_meta(meta.numpy(), params, number, slot.generation, position, n_known, limit, stop_ids, room)
             meta[layout.SOURCE] = source
             fill_samp(samp.numpy(), params)
             ws.samp[row].copy_(samp, non_blocking=True)
             if params.penalties:
-                given, drawn = ws.tokens[number, :n_known].long().tensor_split([prompt])
-                ws.counts[number].zero_().index_fill_(0, given, 1)
-                ws.counts[number].index_add_(0, drawn, torch.full_like(drawn, 2, dtype=ws.counts.dtype))
+                given, sampled = ws.tokens[number, :n_known].long().tensor_split([prompt])
+                counts = ws.counts[number].zero_().index_fill_(0, given, 1)
+                counts.index_add_(0, sampled, torch.full_like(sampled, 2, dtype=counts.dtype))
             ws.meta[row].copy_(meta, non_blocking=True)
         return slot.generation
 
+    def _reach(self, slot: Slot, position: int) -> None:
+        """Prepare the page that the slot's first decode pass writes."""
+
     @torch.inference_mode()
     def write_chunks(self, chunks: Sequence[Chunk]) -> None:
-        """Say whose rows the next prompt pass has."""
+        """Write the chunks of the next prompt pass."""
         with self._chunks.next() as (table,):
             table.zero_()
             table.numpy()[: len(chunks)] = chunks
@@ -320,7 +336,7 @@ class Slots:
         ws.meta[last, layout.STATUS].fill_(layout.LIMIT_REACHED)
 
 
-def common_prefix(one: array, other: array) -> int:
+def common_prefix(one: "array[int]", other: "array[int]") -> int:
     """Return the number of leading tokens that both have."""
     most, first, step = min(len(one), len(other)), 0, 256
     while first < most and one[first : first + step] == other[first : first + step]:  # far faster than one by one
@@ -341,6 +357,7 @@ def fill_meta(
 ) -> None:
     """A row of meta, int32 [META_WIDTH], with which a request begins. params: with a seed. room: positions that have
     pages, 0 for all up to the limit."""
+    assert params.seed is not None
     row[:] = 0
     row[layout.FLAGS] = layout.FLAG_BIAS * bool(params.logit_bias) | layout.FLAG_PENALTIES * params.penalties
     row[layout.FLAGS] |= layout.FLAG_MASK * (params.structure is not None)

@@ -39,8 +39,9 @@ class Machine:
 
     def __init__(self, schemas: dict[str, dict]):
         """schemas: of each function's arguments, by name."""
-        self._schemas, self.calls = schemas, []
-        self._held, self._raw, self._events = "", "", []
+        self.calls: list[Call] = []
+        self._events: list[Event] = []
+        self._schemas, self._held, self._raw = schemas, "", ""
         self._lead = ""  # white space before the mark that `_raw` begins with
         self._state = self._text
         self._begun_since = True  # text came behind the last call

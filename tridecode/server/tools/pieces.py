@@ -84,7 +84,7 @@ def _listed(value) -> list:
 
 def _pointed(path, root: dict):
     """What a reference like # or #/$defs/name stands for, None for another one."""
-    first, *names = path.split("/") if isinstance(path, str) else [None]
+    first, *names = path.split("/") if isinstance(path, str) else [""]
     found = root if first == "#" else None
     for name in names:
         found = found.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(found, dict) else None
