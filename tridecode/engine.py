@@ -215,7 +215,7 @@ class Engine:
         """Return the SamplingParams of the model's generation_config.json, with `overrides`."""
         return SamplingParams(**{**dict(self.config.generation_defaults), **overrides})
 
-    def _params(self, params: SamplingParams | None) -> SamplingParams:
+    def _params(self, params: object) -> SamplingParams:
         if not isinstance(params, SamplingParams | None):
             raise ParameterError(f"params must be a SamplingParams or None, got {shown(params)}", "params", "type")
         return self.default_params() if params is None else params
@@ -350,8 +350,8 @@ class Engine:
         function("progress", progress)
         FLAG.check("reuse_prefix", reuse_prefix)
         self._open()
-        options = {"reuse_prefix": reuse_prefix, "template_variables": template_variables}
-        make = [partial(self._request, prompt, own, **options) for prompt, own in zip(several, each)]
+        shared = reuse_prefix, template_variables
+        make = [partial(self._request, prompt, own, *shared) for prompt, own in zip(several, each)]
         return self._driver.gather(make, progress)
 
     @torch.no_grad()
