@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from ..arguments import shown
 from ..blocks.host_layers import HostLayers, make_host_layers
 from ..blocks.spec import ModelSpec
-from ..blocks.weights import Weights
+from ..blocks.weights import LayerWeights, Weights
 from ..errors import CheckpointError, DeviceError, brief, counted
 from ..kernels.linear.weight import LoadedLinear
 from ..models.files import open_regular, present, unique, unreadable
@@ -239,7 +239,7 @@ def _assemble(
     for i, layer in enumerate(spec.layers):
         tensors = {weight.name: places[f"layers.{i}.{weight.name}"]["weight"] for weight in layer.weights()}
         linears = {each.name: linear(f"layers.{i}.{each.name}") for each in layer.linears()}
-        layers.append(tensors | linears)
+        layers.append(LayerWeights(linears, tensors))
     embed = places["embed"]["weight"]
     head = linear("lm_head") if "lm_head.weight" in plan else LoadedLinear(embed)
     return Weights(embed, tuple(layers), places["final_norm"]["weight"], head, host)
