@@ -3,8 +3,9 @@
 import os
 import stat
 from collections.abc import Callable
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from ..errors import CheckpointError
 
@@ -14,7 +15,7 @@ def present(path: Path) -> bool:
     return os.path.lexists(path)
 
 
-def open_regular(path: Path) -> BinaryIO:
+def open_regular(path: Path) -> BufferedReader:
     """Open for reading; CheckpointError for what is no regular file (a directory, a device, a pipe)."""
     try:
         # A pipe without a writer would block the open itself.
