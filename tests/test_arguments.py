@@ -88,7 +88,7 @@ def holders(engine: Engine) -> list:
     layer, state = model.layers[0], (model.workspace, model.workspace.sampler, model.prompt)
     recorder = Recorder()
     decode_pass(recorder, model, "sample")
-    held = [engine, model, model.weights, layer, layer.weights["qkv"], model.kv, *state]
+    held = [engine, model, model.weights, layer, layer.linears["qkv"], model.kv, *state]
     held += [engine.steps, engine.tokenizer]
     return held + recorder.launches
 

@@ -137,7 +137,7 @@ class Chunk(NamedTuple):
 
     slot: int
     first: int
-    count: int
+    count: int  # type: ignore[assignment]  # hides the method of tuple
     start: int
 
     @property

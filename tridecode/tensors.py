@@ -37,7 +37,8 @@ def host_memory(count: int, stride: int, device: torch.device, option: str) -> t
     with suppress(AttributeError, OSError):  # where the system has no large pages
         memory.madvise(mmap.MADV_HUGEPAGE)  # a fraction of the time to register
     whole = torch.frombuffer(memory, dtype=torch.uint8)
-    address, piece, registered = whole.data_ptr(), max(PIECE // stride, 1) * stride, []
+    address, piece = whole.data_ptr(), max(PIECE // stride, 1) * stride
+    registered: list[int] = []
     weakref.finalize(memory, _unregister, runtime, registered)
     for first in range(0, size, piece):
         code = runtime.cudaHostRegister(address + first, min(piece, size - first), 3)  # portable | mapped

@@ -60,9 +60,9 @@ def reference_logits(spec: ModelSpec, weights, ids, references: dict[type, Refer
     """Compute logits [tokens, vocab] in fp32, all positions at once."""
     h = weights.embed.float()[torch.tensor(ids, device=weights.device)]
     for layer, loaded in zip(spec.layers, weights.layers):
-        w = {name: value if isinstance(value, torch.Tensor) else value.matrix() for name, value in loaded.items()}
-        w |= {f"{n}.bias": v.bias.float() for n, v in loaded.items() if getattr(v, "bias", None) is not None}
-        w = {name: value.float() for name, value in w.items()}
+        w = {name: value.float() for name, value in loaded.weights.items()}
+        w |= {name: linear.matrix() for name, linear in loaded.linears.items()}
+        w |= {f"{n}.bias": linear.bias.float() for n, linear in loaded.linears.items() if linear.bias is not None}
         for norm, block in zip(NORM_NAMES, layer.blocks):
             h = h + references[type(block)](block, w, rms_norm(h, w[norm], block.eps))
     return rms_norm(h, weights.final_norm.float(), spec.eps) @ weights.lm_head.matrix().T

@@ -106,11 +106,12 @@ def test_loaded_tensors_have_the_declared_shapes(spec, quantize):
     spec = replace(spec, load_quantization=quantize and rules(quantize, "fp8"))
     weights = empty_weights(spec, "meta", torch.bfloat16, packs=True)
     for layer, loaded in zip(spec.layers, weights.layers, strict=True):
-        assert loaded.keys() == {each.name for each in layer.declarations()}
+        assert loaded.weights.keys() == {each.name for each in layer.weights()}
+        assert loaded.linears.keys() == {each.name for each in layer.linears()}
         for weight in layer.weights():
-            assert loaded[weight.name].shape == weight.shape
+            assert loaded.weights[weight.name].shape == weight.shape
         for linear in layer.linears():
-            found = loaded[linear.name]
+            found = loaded.linears[linear.name]
             assert isinstance(found, LoadedLinear) and (found.out_features, found.in_features) == (linear.n, linear.k)
             assert (found.packed is not None) == (quantize is not None)
             assert found.bias.shape == (linear.n,) if linear.bias else found.bias is None

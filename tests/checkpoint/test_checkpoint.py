@@ -75,9 +75,10 @@ def test_every_tensor_in_its_place(family, shards, written):
             "q_norm": take(name + "self_attn.q_norm.weight") if mixer.qk_norm else None,
             "k_norm": take(name + "self_attn.k_norm.weight") if mixer.qk_norm else None,
         }
-        assert layer.keys() == {field for field, value in expected.items() if value is not None}
+        found = {**layer.weights, **layer.linears}
+        assert found.keys() == {field for field, value in expected.items() if value is not None}
         for field, value in expected.items():
-            got = layer.get(field)
+            got = found.get(field)
             got = getattr(got, "weight", got)
             if value is None:
                 assert got is None, field
@@ -85,9 +86,9 @@ def test_every_tensor_in_its_place(family, shards, written):
                 torch.testing.assert_close(got, value, rtol=0, atol=0, msg=field)
         if mixer.bias:
             bias = torch.cat([take(f"{name}self_attn.{p}_proj.bias") for p in "qkv"])
-            torch.testing.assert_close(layer["qkv"].bias, bias, rtol=0, atol=0)
+            torch.testing.assert_close(layer.linears["qkv"].bias, bias, rtol=0, atol=0)
         else:
-            assert layer["qkv"].bias is None
+            assert layer.linears["qkv"].bias is None
     assert not source, "tensors that were not compared"
 
 
@@ -100,7 +101,7 @@ def test_dtype(stored, dtype, tmp_path):
     weights = load_weights(path, config, "cpu", dtype)
     assert {tensor.dtype for tensor in weights.tensors().values()} == {dtype}
     expected = load_file(path / "model.safetensors")["model.layers.1.self_attn.v_proj.weight"].to(dtype)
-    assert torch.equal(weights.layers[1]["qkv"].weight[-config.pages.width :], expected)
+    assert torch.equal(weights.layers[1].linears["qkv"].weight[-config.pages.width :], expected)
 
 
 def test_dtype_not_in_config_is_the_files(tmp_path):

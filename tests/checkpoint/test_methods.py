@@ -43,7 +43,7 @@ def compare(weights, truth: dict[str, torch.Tensor], tolerance=0.0) -> int:
         for name, parts in ROWS.items():
             names = [f"model.layers.{i}.{part}" for part in parts]
             if names[0] in truth:
-                linear = layer[name]
+                linear = layer.linears[name]
                 expected = torch.cat([truth[part] for part in names])
                 torch.testing.assert_close(linear.matrix(), expected, rtol=tolerance, atol=0, msg=f"{i} {name}")
                 packed += linear.packed is not None
@@ -231,7 +231,7 @@ def test_parts_of_a_linear_with_different_orders_of_columns_are_refused(tmp_path
 def test_a_linear_names_its_number_type(tmp_path):
     write_quantized(tmp_path, "pack-quantized")
     weights = load_weights(tmp_path, load_config(tmp_path), "cpu", torch.float32, packs=True)
-    linear = weights.layers[0]["down"]
+    linear = weights.layers[0].linears["down"]
     assert "number_type=int4" in repr(linear) and linear.in_features == 320 and linear.out_features == 192
     assert weights.number_types() == ["int4", "dense"]
     assert linear.nbytes == 192 * (3 * 64 + 2 * 5)  # three tiles of 128 columns, a scale for each 64

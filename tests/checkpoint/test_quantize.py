@@ -64,7 +64,7 @@ def test_loading_and_packing_agree(scheme, error, family, tmp_path):
     assert packed.number_types() == list(dict.fromkeys([number_type, "e4m3"])) and wide.number_types() == ["dense"]
     for ours, theirs in zip(packed.layers, wide.layers):
         for role in ("qkv", "o_proj", "gate_up", "down"):
-            assert torch.equal(ours[role].matrix(), theirs[role].weight)
+            assert torch.equal(ours.linears[role].matrix(), theirs.linears[role].weight)
     assert torch.equal(packed.lm_head.matrix(), wide.lm_head.weight)
     assert not packed.tied
 

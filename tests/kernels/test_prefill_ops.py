@@ -87,7 +87,7 @@ def test_prompt_pass_matches_references(family):
     model = tiny_engine("triton", "none", dtype=torch.float32, capacity=128, **FAMILIES[family]).model
     model.kv.page_table.copy_(model.kv.page_table.flip(1))
     for layer in model.weights.layers:
-        for name, weight in layer.items():
+        for name, weight in layer.weights.items():
             if name.endswith("norm"):
                 weight.copy_(random(*weight.shape) * 0.2 + 1)
     model.workspace.tokens[0, :70] = torch.arange(70, device=DEVICE, dtype=torch.int32) % 9 * 30

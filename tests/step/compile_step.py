@@ -166,7 +166,7 @@ def run_all(preset: str, dtype: torch.dtype, arch: int) -> None:
             one = meta_model(name, dtype, arch).of_rows(1)
             decode.decode_pass(partial(launch_rings, launcher(one)), one, "greedy")
     if preset in QUANTIZED:
-        dequantize(model.weights.layers[0]["qkv"], 0, 1024, model.prompt.dequantized)
+        dequantize(model.weights.layers[0].linears["qkv"], 0, 1024, model.prompt.dequantized)
     else:
         few = replace(model.of_rows(16), configs_by_rows={16: wide(model.of_rows(16), arch)})
         decode.decode_pass(launcher(model), few, "greedy")

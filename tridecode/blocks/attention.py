@@ -9,7 +9,7 @@ from ..kernels.attention.rope_write import ROPE_WRITE
 from ..kernels.attention.write_kv import WRITE_KV
 from ..kernels.linear.project import Normed, Plain
 from ..kernels.take_rows import TAKE_ROWS
-from .block import Block, add_residual, project
+from .block import Block, DecodeState, LoadedLayer, PromptResidual, PromptState, Residual, Run, add_residual, project
 from .declarations import Buffer, Linear, Pages, Part, Weight
 from .rope import RopeConfig
 
@@ -52,7 +52,7 @@ class Attention(Block):
         """Query heads that share one K/V head."""
         return self.heads // self.kv_heads
 
-    def linears(self):
+    def linears(self) -> tuple[Linear, ...]:
         q, kv = self.q_size, self.kv_size
         parts = (Part("self_attn.q_proj", q), Part("self_attn.k_proj", kv), Part("self_attn.v_proj", kv))
         return (
@@ -63,11 +63,11 @@ class Attention(Block):
             ),
         )  # fmt: skip
 
-    def weights(self):
+    def weights(self) -> tuple[Weight, ...]:
         names = ("q_norm", "k_norm") if self.qk_norm else ()
         return tuple(Weight(name, f"self_attn.{name}.weight", (self.head_dim,)) for name in names)
 
-    def buffers(self):
+    def buffers(self) -> tuple[Buffer, ...]:
         return (
             Buffer("qkv", (self.q_size + 2 * self.kv_size,), "float32"),
             Buffer("attended", (self.q_size,), tile=True),
@@ -76,25 +76,25 @@ class Attention(Block):
             Buffer("counter", (self.kv_heads,), "int32"),  # zero between launches
         )
 
-    def prompt_buffers(self):
+    def prompt_buffers(self) -> tuple[Buffer, ...]:
         return (
             Buffer("qkv", (self.q_size + 2 * self.kv_size,), "weights"),
             Buffer("q", (self.heads, self.head_dim), "weights"),  # rotated
             Buffer("attended", (self.q_size,), "weights"),
         )
 
-    def states(self):
+    def states(self) -> tuple[Pages, ...]:
         return (Pages(self.kv_heads, self.head_dim),)
 
-    def pair_flops(self):
+    def pair_flops(self) -> int:
         return 4 * self.q_size
 
-    def decode(self, run, state, layer, residual):
+    def decode(self, run: Run, state: DecodeState, layer: LoadedLayer, residual: Residual) -> Residual:
         normed = Normed(residual.sumsq, residual.partials, self.eps)
         project(run, state, layer, "qkv", residual.normed, state.buffers(self)["qkv"], normed)
         return self._attend(run, state, layer, residual)
 
-    def prompt(self, run, state, layer, residual):
+    def prompt(self, run: Run, state: PromptState, layer: LoadedLayer, residual: PromptResidual) -> PromptResidual:
         self.prompt_start(run, state, layer, residual)
         state.wait_for_pages(run, layer)
         own, kv, heads = state.buffers(self), state.kv_layer(layer), self._heads()
@@ -113,8 +113,7 @@ class Attention(Block):
         project(run, state, layer, "o_proj", own["attended"], state.delta, Plain())
         return residual._replace(pending=state.delta)
 
-    def prompt_start(self, run, state, layer, residual):
-        """List the launches of a prompt pass up to this layer's K and V."""
+    def prompt_start(self, run: Run, state: PromptState, layer: LoadedLayer, residual: PromptResidual) -> None:
         own = state.buffers(self)
         project(run, state, layer, "qkv", residual.normed, own["qkv"], Plain())
         run(
@@ -122,13 +121,12 @@ class Attention(Block):
             self._heads(), followed=state.attention_config.dependent,
         )  # fmt: skip
 
-    def resume(self, run, state, layer, residual):
-        """Continue behind `prompt_start` in decode form, for the rows that want a token."""
+    def resume(self, run: Run, state: DecodeState, layer: LoadedLayer, residual: Residual) -> Residual:
         own, read = state.buffers(self), state.prompt.buffers(self)
         run("take_rows", TAKE_ROWS, state.meta, state.prompt.hidden, read["qkv"], residual.hidden, own["qkv"])
         return self._attend(run, state, layer, residual)
 
-    def _attend(self, run, state, layer, residual):
+    def _attend(self, run: Run, state: DecodeState, layer: LoadedLayer, residual: Residual) -> Residual:
         own, plan, kv, rope = state.buffers(self), state.attention(self), state.kv_layer(layer), state.rope(self, layer)
         state.wait_for_pages(run, layer)
         if plan.writes_first:  # rows attend to what other rows of this pass write
@@ -144,6 +142,6 @@ class Attention(Block):
         scale = self.head_dim**-0.5 if self.scale is None else self.scale
         return Heads(self.heads, self.kv_heads, self.head_dim, scale, self.window)
 
-    def _scratch(self, state) -> Scratch:
+    def _scratch(self, state: DecodeState) -> Scratch:
         own = state.buffers(self)
         return Scratch(own["partial"], own["lse"], own["counter"])

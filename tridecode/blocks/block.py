@@ -2,37 +2,52 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple, Protocol
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
 
 import torch
 
-from ..kernels.attention.arguments import KVLayer, Rope
+from ..kernels.attention.arguments import KVLayer, Rope, Scratch
+from ..kernels.attention.prompt_attention import PromptAttentionConfig
 from ..kernels.linear.project import NAMES, AddResidual, Epilogue, LinearKernel
 from ..kernels.linear.weight import LoadedLinear
 from ..kernels.op import Op
 from .declarations import Buffer, Linear, Pages, Weight
 
+if TYPE_CHECKING:
+    from .attention import Attention
+
 Run = Callable[..., None]  # run(role, op, *arguments, **how): executes one line of a list (step/run.py)
 
 
 class Residual(NamedTuple):
-    """The residual stream between two blocks.
+    """The residual stream between two blocks of a decode pass.
 
     Args:
         hidden: fp32 [rows, hidden], the stream itself.
-        normed: [rows, hidden]. In a decode pass it is hidden * the weight of the block's norm; a reader still divides
-            by the root mean square. In a prompt pass it is the normalized rows.
-        sumsq: fp32 [rows, hidden]. In a decode pass its first `partials` columns are partial sums of hidden ** 2.
+        normed: [rows, hidden], hidden * the weight of the block's norm. A reader still divides by the root mean square.
+        sumsq: fp32 [rows, hidden]. Its first `partials` columns are partial sums of hidden ** 2.
         partials: number of partial sums.
         next_norm: weight of the norm after the block. The loop over blocks sets it.
-        pending: in a prompt pass the tensor that the next norm adds to hidden, or None.
     """
 
     hidden: torch.Tensor
     normed: torch.Tensor
-    sumsq: torch.Tensor | None = None
+    sumsq: torch.Tensor
     partials: int = 0
     next_norm: torch.Tensor | None = None
+
+
+class PromptResidual(NamedTuple):
+    """The residual stream between two blocks of a prompt pass.
+
+    Args:
+        hidden: fp32 [rows, hidden], the stream itself.
+        normed: [rows, hidden], the normalized rows.
+        pending: the tensor that the next norm adds to hidden, or None.
+    """
+
+    hidden: torch.Tensor
+    normed: torch.Tensor
     pending: torch.Tensor | None = None
 
 
@@ -42,16 +57,24 @@ class LoadedLayer:
 
     Args:
         index: number of the layer.
-        weights: name of each declared linear and weight -> its tensors.
+        linears, weights: the tensors by their declared names.
         pages: number of the layer among the layers that have pages, None for a layer without pages.
     """
 
     index: int
-    weights: Mapping[str, LoadedLinear | torch.Tensor]
+    linears: Mapping[str, LoadedLinear]
+    weights: Mapping[str, torch.Tensor]
     pages: int | None = None
 
     def __repr__(self) -> str:
-        return f"LoadedLayer(index={self.index}, weights={', '.join(self.weights)}, pages={self.pages})"
+        names = ", ".join([*self.weights, *self.linears])
+        return f"LoadedLayer(index={self.index}, weights={names}, pages={self.pages})"
+
+    @property
+    def page_index(self) -> int:
+        """The value of `pages`, of a layer that has pages."""
+        assert self.pages is not None
+        return self.pages
 
 
 class AttentionPlan(NamedTuple):
@@ -65,9 +88,10 @@ class AttentionPlan(NamedTuple):
 class Chosen(Protocol):
     """A kernel for a linear and its launch config (tuning/configs.py: Choice)."""
 
-    kernel: LinearKernel
-    config: object
-
+    @property
+    def kernel(self) -> LinearKernel: ...
+    @property
+    def config(self) -> object: ...
     def partials(self, n: int) -> int: ...
 
 
@@ -79,20 +103,61 @@ class PassState(Protocol):
         scratch: scratch buffers of the linears.
     """
 
-    meta: torch.Tensor | None
-    scratch: object
+    @property
+    def meta(self) -> torch.Tensor | None: ...
+    @property
+    def scratch(self) -> object: ...
+    def buffers(self, block: "Block") -> Mapping[str, torch.Tensor]: ...
+    def choice(self, linear: LoadedLinear, epilogue: str) -> Chosen: ...
+    def kv_layer(self, layer: LoadedLayer) -> KVLayer: ...
+    def rope(self, block: "Attention", layer: LoadedLayer) -> Rope: ...
+    def wait_for_pages(self, run: Run, layer: LoadedLayer) -> None: ...
+    def fetch_next_pages(self, run: Run, layer: LoadedLayer) -> None: ...
 
+
+class PromptRows(Protocol):
+    """The activations of a prompt pass that `Block.resume` reads."""
+
+    @property
+    def hidden(self) -> torch.Tensor: ...
     def buffers(self, block: "Block") -> Mapping[str, torch.Tensor]: ...
 
-    def choice(self, linear: LoadedLinear, epilogue: str) -> Chosen: ...
 
-    def kv_layer(self, layer: LoadedLayer) -> KVLayer: ...
+class DecodeState(PassState, Protocol):
+    """The view that blocks have of a decode pass.
 
-    def rope(self, block: "Block", layer: LoadedLayer) -> Rope: ...
+    Args:
+        rows: number of rows.
+        prompt: the prompt pass whose last layer `Block.resume` ends.
+    """
 
-    def wait_for_pages(self, run: Run, layer: LoadedLayer) -> None: ...
+    @property
+    def rows(self) -> int: ...
+    @property
+    def prompt(self) -> PromptRows: ...
+    def attention(self, block: "Attention") -> AttentionPlan: ...
 
-    def fetch_next_pages(self, run: Run, layer: LoadedLayer) -> None: ...
+
+class PromptState(PassState, Protocol):
+    """The view that blocks have of a prompt pass.
+
+    Args:
+        chunks: the table of chunks.
+        delta: the output of a block, which the next norm adds to the residual stream.
+        decoding: the decode pass of the first rows. None if no rows decode.
+    """
+
+    @property
+    def chunks(self) -> torch.Tensor: ...
+    @property
+    def delta(self) -> torch.Tensor: ...
+    @property
+    def decoding(self) -> DecodeState | None: ...
+    @property
+    def attention_config(self) -> PromptAttentionConfig: ...
+    @property
+    def attention_scratch(self) -> Scratch: ...
+    def expanded(self, block: "Attention", q: torch.Tensor, kv: KVLayer) -> KVLayer | None: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,12 +207,20 @@ class Block:
         """Return the floating point operations for one token and one position before it."""
         return 0
 
-    def decode(self, run: Run, state: PassState, layer: LoadedLayer, residual: Residual) -> Residual:
+    def decode(self, run: Run, state: DecodeState, layer: LoadedLayer, residual: Residual) -> Residual:
         """List the block's launches in a decode pass."""
         raise NotImplementedError
 
-    def prompt(self, run: Run, state: PassState, layer: LoadedLayer, residual: Residual) -> Residual:
+    def prompt(self, run: Run, state: PromptState, layer: LoadedLayer, residual: PromptResidual) -> PromptResidual:
         """List the block's launches in a prompt pass."""
+        raise NotImplementedError
+
+    def prompt_start(self, run: Run, state: PromptState, layer: LoadedLayer, residual: PromptResidual) -> None:
+        """List the launches of a prompt pass up to this layer's K and V, if `cuts_prompt`."""
+        raise NotImplementedError
+
+    def resume(self, run: Run, state: DecodeState, layer: LoadedLayer, residual: Residual) -> Residual:
+        """Continue after `prompt_start` in decode form, for the rows that want a token."""
         raise NotImplementedError
 
 
@@ -155,7 +228,7 @@ def project(
     run: Run, state: PassState, layer: LoadedLayer, name: str, x: torch.Tensor, out: torch.Tensor, epilogue: Epilogue
 ) -> None:
     """Multiply x by the layer's linear `name`, into out."""
-    linear = layer.weights[name]
+    linear = layer.linears[name]
     choice = state.choice(linear, NAMES[type(epilogue)])
     run(name, choice.kernel.op, state.meta, x, linear, out, epilogue, state.scratch, config=choice.config)
 
@@ -164,7 +237,8 @@ def add_residual(
     run: Run, state: PassState, layer: LoadedLayer, name: str, x: torch.Tensor, residual: Residual
 ) -> Residual:
     """Add the product of x and the layer's linear `name` to the residual stream, and prepare the next norm."""
-    linear = layer.weights[name]
+    linear = layer.linears[name]
+    assert residual.next_norm is not None
     epilogue = AddResidual(residual.next_norm, residual.normed, residual.sumsq)
     project(run, state, layer, name, x, residual.hidden, epilogue)
     return residual._replace(partials=state.choice(linear, NAMES[type(epilogue)]).partials(linear.out_features))

@@ -41,7 +41,7 @@ class Linear:
     bias: bool = False
     scale: float = 1.0
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.bias and self.epilogue != "normed":
             raise ValueError(f"{self.name}: a linear with the epilogue {self.epilogue} has no bias")
 

@@ -50,7 +50,9 @@ def make_host_layers(shapes: Shapes, device: torch.device, dtype: torch.dtype, f
     sizes = [_size(linears, dtype) for linears in layers]
     ring = torch.empty(LAYER_BUFFERS, max(sizes), dtype=torch.uint8, device=device)
     host = host_memory(len(layers), max(sizes), device, "weights_offload")
-    stored, read, source, target = {}, {}, [], []
+    stored: dict[str, torch.Tensor] = {}
+    read: dict[str, torch.Tensor] = {}
+    source, target = [], []
     for i, (row, own, size) in enumerate(zip(host, layers, sizes)):
         buffer, at = ring[i % LAYER_BUFFERS], 0
         for name, shape in own.items():

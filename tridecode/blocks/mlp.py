@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from ..kernels.linear.project import Gated, Plain
 from ..kernels.silu_mul import SILU_MUL
-from .block import Block, add_residual, project
+from .block import Block, DecodeState, LoadedLayer, PromptResidual, PromptState, Residual, Run, add_residual, project
 from .declarations import Buffer, Linear, Part
 
 
@@ -15,7 +15,7 @@ class MLP(Block):
     norm: str = "post_attention_layernorm"
     intermediate: int
 
-    def linears(self):
+    def linears(self) -> tuple[Linear, ...]:
         inner = self.intermediate
         halves = (Part("mlp.gate_proj", inner), Part("mlp.up_proj", inner))
         return (
@@ -26,22 +26,22 @@ class MLP(Block):
             ),
         )  # fmt: skip
 
-    def buffers(self):
+    def buffers(self) -> tuple[Buffer, ...]:
         return (Buffer("act", (self.intermediate,), tile=True),)
 
-    def prompt_buffers(self):
+    def prompt_buffers(self) -> tuple[Buffer, ...]:
         return (
             Buffer("gate_up", (2 * self.intermediate,), "weights"),
             Buffer("act", (self.intermediate,), "weights"),
         )
 
-    def decode(self, run, state, layer, residual):
+    def decode(self, run: Run, state: DecodeState, layer: LoadedLayer, residual: Residual) -> Residual:
         own = state.buffers(self)
         gated = Gated(residual.sumsq, residual.partials, self.eps)
         project(run, state, layer, "gate_up", residual.normed, own["act"], gated)
         return add_residual(run, state, layer, "down", own["act"], residual)
 
-    def prompt(self, run, state, layer, residual):
+    def prompt(self, run: Run, state: PromptState, layer: LoadedLayer, residual: PromptResidual) -> PromptResidual:
         own = state.buffers(self)
         project(run, state, layer, "gate_up", residual.normed, own["gate_up"], Plain())
         run("silu_mul", SILU_MUL, own["gate_up"], own["act"])

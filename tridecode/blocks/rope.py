@@ -34,7 +34,9 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
     return torch.where((wavelength <= long) & (wavelength >= short), blended, scaled)
 
 
-def rope_tables(rope: RopeConfig, head_dim: int, capacity: int, device) -> tuple[torch.Tensor, torch.Tensor]:
+def rope_tables(
+    rope: RopeConfig, head_dim: int, capacity: int, device: torch.device | str
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return cos and sin, fp32 [capacity, head_dim / 2]."""
     angle = torch.arange(capacity).float()[:, None] * inverse_frequencies(rope, head_dim)[None, :]
     return angle.cos().to(device), angle.sin().to(device)

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -10,13 +11,20 @@ from ..tensors import short_repr
 from .host_layers import HostLayers
 
 
+class LayerWeights(NamedTuple):
+    """The linears of one layer, and its other weights, by their declared names."""
+
+    linears: Mapping[str, LoadedLinear]
+    weights: Mapping[str, torch.Tensor]
+
+
 @dataclass(frozen=True)
 class Weights:
     """The weights of a model.
 
     Args:
         embed: [vocab, hidden].
-        layers: for each layer its linears and weights by their declared names.
+        layers: the weights of each layer.
         final_norm: [hidden].
         lm_head: if the model ties it, it shares the storage of embed.
         host: the layers whose linears are in host memory, or None. On the device these layers share a ring of buffers,
@@ -24,7 +32,7 @@ class Weights:
     """
 
     embed: torch.Tensor
-    layers: tuple[Mapping[str, LoadedLinear | torch.Tensor], ...]
+    layers: tuple[LayerWeights, ...]
     final_norm: torch.Tensor
     lm_head: LoadedLinear
     host: HostLayers | None = None
@@ -47,8 +55,7 @@ class Weights:
 
     def linears(self) -> list[LoadedLinear]:
         """Return the linears of all layers, then the LM head."""
-        found = [value for layer in self.layers for value in layer.values() if isinstance(value, LoadedLinear)]
-        return [*found, self.lm_head]
+        return [*(linear for layer in self.layers for linear in layer.linears.values()), self.lm_head]
 
     def number_types(self) -> list[str]:
         """Return the distinct number types of the linears, "dense" for those that are not quantized."""
@@ -60,11 +67,9 @@ class Weights:
         if not self.tied:
             found |= {f"lm_head.{name}": tensor for name, tensor in self.lm_head.tensors().items()}
         for i, layer in enumerate(self.layers):
-            for name, value in layer.items():
-                if isinstance(value, LoadedLinear):
-                    found |= {f"layers.{i}.{name}.{part}": tensor for part, tensor in value.tensors().items()}
-                else:
-                    found[f"layers.{i}.{name}"] = value
+            found |= {f"layers.{i}.{name}": tensor for name, tensor in layer.weights.items()}
+            for name, linear in layer.linears.items():
+                found |= {f"layers.{i}.{name}.{part}": tensor for part, tensor in linear.tensors().items()}
         return found
 
     def nbytes(self) -> int:

@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from ..arguments import shown
 from ..blocks.host_layers import HostLayers, make_host_layers
 from ..blocks.spec import ModelSpec
-from ..blocks.weights import Weights
+from ..blocks.weights import LayerWeights, Weights
 from ..errors import CheckpointError, DeviceError, brief, counted
 from ..kernels.linear.weight import LoadedLinear
 from ..models.files import open_regular, present, unique, unreadable
@@ -239,7 +239,7 @@ def _assemble(
     for i, layer in enumerate(spec.layers):
         tensors = {weight.name: places[f"layers.{i}.{weight.name}"]["weight"] for weight in layer.weights()}
         linears = {each.name: linear(f"layers.{i}.{each.name}") for each in layer.linears()}
-        layers.append(tensors | linears)
+        layers.append(LayerWeights(linears, tensors))
     embed = places["embed"]["weight"]
     head = linear("lm_head") if "lm_head.weight" in plan else LoadedLinear(embed)
     return Weights(embed, tuple(layers), places["final_norm"]["weight"], head, host)
@@ -252,8 +252,8 @@ def _tensors(path: Path) -> dict[str, TensorInfo]:
     index = path / INDEX
     if not present(index):
         pickled = any(path.glob("pytorch_model*.bin"))
-        found = " (.bin files are not read: convert them with transformers' save_pretrained)" if pickled else ""
-        raise CheckpointError(f"{path}: no {SINGLE} and no {INDEX}{found}; give the directory of a whole checkpoint")
+        hint = " (.bin files are not read: convert them with transformers' save_pretrained)" if pickled else ""
+        raise CheckpointError(f"{path}: no {SINGLE} and no {INDEX}{hint}; give the directory of a whole checkpoint")
     weight_map = shard_map(index)
     found: dict[str, TensorInfo] = {}
     for shard in sorted(set(weight_map.values())):
@@ -355,7 +355,7 @@ def _check(
         fix = "download the checkpoint again"
         if missing == ["lm_head.weight"]:
             fix = "set tie_word_embeddings to true in config.json if the LM head is the embedding"
-        elif missing[0] not in wanted:
+        elif missing[0] not in wanted and spec.checkpoint_quantization:
             fix = f"quantization_config ({spec.checkpoint_quantization.name}) asks for it: both must belong together"
         raise CheckpointError(f"{path}: tensor {shown(missing[0])} is missing{more}; {fix}")
     if extra:

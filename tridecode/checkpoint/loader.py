@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
+from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO
 
 import torch
 
@@ -12,6 +12,7 @@ from ..errors import CheckpointError
 from ..kernels.linear.packed import QuantizedWeight
 from ..models.files import open_regular, unreadable
 from .quantization.quantize import quantize
+from .quantization.scheme import Scheme
 from .slices import Target, TensorSlice, stored
 
 READ = {
@@ -35,15 +36,15 @@ class Loader:
 
     def __init__(self, tensors, plan: dict[str, Target], places: dict, limit: int, opened: ExitStack):
         self._tensors, self._plan, self.places, self._limit, self._opened = tensors, plan, places, limit, opened
-        self._files: dict[Path, BinaryIO] = {}
+        self._files: dict[Path, BufferedReader] = {}
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._ordered: set[str] = set()
 
     def place(self, name: str, tensor_slice: TensorSlice) -> Iterator[int]:
         """Load one slice. Yield the bytes of each read."""
         target, parts, start = self._plan[tensor_slice.target], self.places[tensor_slice.target], tensor_slice.start
-        if tensor_slice.scheme is not None:
-            yield from self._place_quantized(name, tensor_slice, target, parts)
+        if (scheme := tensor_slice.scheme) is not None:
+            yield from self._place_quantized(name, tensor_slice, scheme, target, parts)
         elif target.load_scheme is not None:
             n, k = tensor_slice.shape
             step = max(min(_NUMBERS, self._limit) // k, 1)
@@ -53,16 +54,18 @@ class Loader:
                 quantize_into(parts, target, start + first, scaled(read_rows, tensor_slice.scale))
                 yield read.nbytes
         else:
-            n, read = tensor_slice.shape[0], 0
+            n, done = tensor_slice.shape[0], 0
             for place in parts["weight"][start : start + n].split(
                 max(self._limit // (self._tensors[name].nbytes // n), 1)
             ):
-                yield self._straight(name, read, place, tensor_slice.scale)
-                read += len(place)
+                yield self._straight(name, done, place, tensor_slice.scale)
+                done += len(place)
 
-    def _place_quantized(self, name: str, tensor_slice: TensorSlice, target: Target, parts: dict) -> Iterator[int]:
+    def _place_quantized(
+        self, name: str, tensor_slice: TensorSlice, scheme: Scheme, target: Target, parts: dict[str, torch.Tensor]
+    ) -> Iterator[int]:
         """Load a slice that is quantized in the checkpoint, in blocks of rows if the method stores rows together."""
-        (n, k), scheme = tensor_slice.shape, tensor_slice.scheme
+        n, k = tensor_slice.shape
         needed, module = stored(name, tensor_slice), name.removesuffix("weight")
         rowwise = next(iter(needed.values())).per
         step = max(_NUMBERS // k // BLOCK * BLOCK, BLOCK) if rowwise else n
@@ -106,7 +109,7 @@ class Loader:
                 "a checkpoint without desc_act"
             )
 
-    def _file(self, path: Path) -> BinaryIO:
+    def _file(self, path: Path) -> BufferedReader:
         if path not in self._files:
             self._files[path] = self._opened.enter_context(open_regular(path))
         return self._files[path]
@@ -125,7 +128,7 @@ class Loader:
         opened = self._file(info.file)
         try:
             opened.seek(info.begin + first * (info.nbytes // max(info.shape[0] if info.shape else 1, 1)))
-            got = opened.readinto(part.reshape(-1).view(torch.uint8).numpy())
+            got = opened.readinto(part.reshape(-1).view(torch.uint8).numpy().data)
         except OSError as error:
             raise unreadable(info.file, error) from None
         if got < part.nbytes:
@@ -154,6 +157,7 @@ def scaled(rows: torch.Tensor, scale: float) -> torch.Tensor:
 
 def quantize_into(parts: dict[str, torch.Tensor], target: Target, start: int, rows: torch.Tensor) -> None:
     """Quantize rows of a weight and write them from row `start` on, packed or dequantized."""
+    assert target.load_scheme is not None
     step = max(_NUMBERS // rows.shape[1], 1)
     for first in range(0, len(rows), step):
         weight = quantize(rows[first : first + step], target.load_scheme)

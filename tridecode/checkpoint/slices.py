@@ -79,7 +79,7 @@ def tensor_slices(spec: ModelSpec) -> dict[str, TensorSlice]:
         start = 0
         for part in each.parts:
             module, shape = prefix + part.module, (part.rows, each.k)
-            scheme = spec.checkpoint_quantization and spec.checkpoint_quantization.scheme(module)
+            scheme = spec.checkpoint_quantization.scheme(module) if spec.checkpoint_quantization else None
             found[f"{module}.weight"] = TensorSlice(f"{target}.weight", start, shape, scheme, each.scale)
             if each.bias:
                 found[f"{module}.bias"] = TensorSlice(f"{target}.bias", start, (part.rows,), scale=each.scale)
@@ -131,9 +131,9 @@ def _weight_target(
     shape, schemes, starts = (linear.n, linear.k), {of.scheme for of in own}, [of.start for of in own]
     if schemes == {None}:
         return _loaded_target(spec, names[0].removesuffix(".weight"), shape, starts, packs, residual)
-    if len(schemes) > 1 or not packs:
-        return Target(shape, residual=residual)
     scheme = own[0].scheme
+    if scheme is None or len(schemes) > 1 or not packs:
+        return Target(shape, residual=residual)
     dtypes = {scale_dtype(name) for name in names} if scale_dtype else {_scale_dtype(scheme)}
     dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
     return Target(shape, scheme.packed(linear.k, starts, dtype), residual=residual)

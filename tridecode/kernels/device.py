@@ -30,7 +30,7 @@ def device_of(device: torch.device) -> Device:
         facts.name,
         10 * facts.major + facts.minor,
         facts.multi_processor_count,
-        facts.shared_memory_per_block_optin,
+        facts.shared_memory_per_block_optin,  # type: ignore[attr-defined]
         facts.shared_memory_per_multiprocessor,
-        facts.regs_per_multiprocessor,
+        facts.regs_per_multiprocessor,  # type: ignore[attr-defined]
     )

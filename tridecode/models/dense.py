@@ -1,5 +1,8 @@
 """Dense decoders: the layers and the keys of config.json that the families share."""
 
+from dataclasses import replace
+from typing import Any
+
 from ..arguments import shown
 from ..blocks.attention import Attention
 from ..blocks.mlp import MLP
@@ -30,7 +33,7 @@ def dense_spec(
     qkv_bias: bool = False,
     rope: RopeConfig = NO_SCALING,
     windows: tuple[int, ...] | None = None,
-    **more,
+    **more: Any,
 ) -> ModelSpec:
     """Return the specification of a decoder whose layers all are attention and a gated MLP.
 
@@ -39,10 +42,12 @@ def dense_spec(
         more: other fields of ModelSpec.
     """
     of_layer = windows or (0,) * num_layers
-    common = dict(hidden=hidden_size, eps=rms_norm_eps)
-    heads = dict(heads=num_heads, kv_heads=num_kv_heads, head_dim=head_dim, rope=rope, qk_norm=qk_norm, bias=qkv_bias)
-    mixers = {window: Attention(**common, **heads, window=window) for window in set(of_layer)}
-    mlp = MLP(**common, intermediate=intermediate_size)
+    attention = Attention(
+        hidden=hidden_size, eps=rms_norm_eps, heads=num_heads, kv_heads=num_kv_heads, head_dim=head_dim, rope=rope,
+        qk_norm=qk_norm, bias=qkv_bias,
+    )  # fmt: skip
+    mixers = {window: replace(attention, window=window) for window in set(of_layer)}
+    mlp = MLP(hidden=hidden_size, eps=rms_norm_eps, intermediate=intermediate_size)
     return ModelSpec(
         family=family,
         hidden_size=hidden_size,

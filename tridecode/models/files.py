@@ -3,8 +3,9 @@
 import os
 import stat
 from collections.abc import Callable
+from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any
 
 from ..errors import CheckpointError
 
@@ -14,7 +15,7 @@ def present(path: Path) -> bool:
     return os.path.lexists(path)
 
 
-def open_regular(path: Path) -> BinaryIO:
+def open_regular(path: Path) -> BufferedReader:
     """Open for reading; CheckpointError for what is no regular file (a directory, a device, a pipe)."""
     try:
         # A pipe without a writer would block the open itself.
@@ -45,13 +46,15 @@ def unreadable(path: Path, error: OSError) -> CheckpointError:
     return CheckpointError(f"{path}: cannot be read ({error.strerror or error}); check the file")
 
 
-def unique(refusal: Callable[[str], Exception]) -> Callable[[list[tuple]], dict]:
-    """The object_pairs_hook for JSON whose objects give no name twice; else what `refusal` makes of it is raised."""
+def unique(refusal: Callable[[str], Exception]) -> Callable[[list[tuple[str, Any]]], dict[str, Any]]:
+    """Return an object_pairs_hook for JSON. It raises refusal(name) if an object has a name twice."""
 
-    def hook(pairs):
-        found, seen = dict(pairs), set()
-        if len(found) < len(pairs):
-            raise refusal(next(name for name, _ in pairs if name in seen or seen.add(name)))
+    def hook(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for name, value in pairs:
+            if name in found:
+                raise refusal(name)
+            found[name] = value
         return found
 
     return hook

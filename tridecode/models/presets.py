@@ -2,10 +2,12 @@
 
 from collections.abc import Iterator, Mapping
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ..blocks.spec import ModelSpec
+
+Fields = dict[str, Any]  # arguments of dense_spec, or of RopeConfig
 
 _ROPE = dict(theta=1e6)
 _LLAMA3 = dict(family="llama", vocab_size=128256, rms_norm_eps=1e-5, max_position=131072)
@@ -16,11 +18,11 @@ _QWEN2 = dict(family="qwen2", qkv_bias=True, max_position=32768, rope=_ROPE)
 _MISTRAL = dict(family="mistral", vocab_size=32768, rms_norm_eps=1e-5, max_position=32768, rope=_ROPE)
 
 
-def _rope3(factor: float) -> dict:
+def _rope3(factor: float) -> Fields:
     return dict(theta=500000.0, kind="llama3", factor=factor, low_freq_factor=1.0, high_freq_factor=4.0)
 
 
-def _sizes(base: dict, hidden: int, inter: int, layers: int, heads: int, **more) -> dict:
+def _sizes(base: Fields, hidden: int, inter: int, layers: int, heads: int, **more: Any) -> Fields:
     return base | dict(hidden_size=hidden, intermediate_size=inter, num_layers=layers, num_heads=heads) | more
 
 
@@ -45,7 +47,7 @@ _PRESETS = {
 }
 
 
-class Presets(Mapping):
+class Presets(Mapping[str, "ModelSpec"]):
     """Name -> ModelSpec. The names are known without an import of torch, which a command line's help does not need."""
 
     def __getitem__(self, name: str) -> "ModelSpec":

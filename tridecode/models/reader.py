@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any, TypeGuard
 
 from ..arguments import shown
 from ..errors import CheckpointError, as_json
@@ -10,7 +11,7 @@ from .files import read_file, unique
 _JSON_LIMIT = 64 * 2**20  # bytes; no config or index is larger
 
 
-def read_json(path: Path) -> dict:
+def read_json(path: Path) -> dict[str, Any]:
     """Read the JSON object in file `path`. Raises CheckpointError for a duplicate key or anything but an object."""
 
     def twice(key: str) -> CheckpointError:
@@ -34,7 +35,7 @@ class ConfigReader:
         prefix: the path of the object in the file, for example "rope_parameters.".
     """
 
-    def __init__(self, values: dict, source: str, prefix: str = ""):
+    def __init__(self, values: dict[str, Any], source: str, prefix: str = ""):
         if not isinstance(values, dict):
             raise CheckpointError(f"{source}: {prefix.rstrip('.')} must be a JSON object, got {as_json(values)}")
         self.values, self.source, self.prefix = values, source, prefix
@@ -44,7 +45,7 @@ class ConfigReader:
         got = as_json(self.values[key]) if key in self.values else "nothing"
         return CheckpointError(f"{self.source}: {self.prefix}{key} must be {expected}, got {got}")
 
-    def get(self, key: str, default=None):
+    def get(self, key: str, default: Any = None) -> Any:
         """Return the value, or `default` if the key is absent or null."""
         value = self.values.get(key)
         return default if value is None else value
@@ -94,5 +95,5 @@ class ConfigReader:
         return tuple(ids)
 
 
-def is_integer(value) -> bool:
+def is_integer(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)

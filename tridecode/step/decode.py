@@ -23,6 +23,7 @@ from ..kernels.sampling.sample import SAMPLE
 from ..kernels.sampling.spread import SPREAD
 from .hosted import fetch_first, next_weights, weights_fetched
 from .model import DecodeModel
+from .workspace import Workspace
 
 KINDS = ("greedy", "sample", "logprobs")
 
@@ -31,7 +32,7 @@ def decode_pass(run: Run, m: DecodeModel, kind: str, masked: bool = False) -> No
     """List one decode pass; of a model made by of_queries one that drafts and verifies."""
     fetch_first(run, m, m.meta, m.spec.page_layers)
     if m.requests is not None:
-        draft(run, m)
+        draft(run, m, m.requests)
     residual = embed(run, m)
     for layer, declared in zip(m.layers, m.spec.layers):
         weights_fetched(run, m, layer.index)
@@ -41,8 +42,9 @@ def decode_pass(run: Run, m: DecodeModel, kind: str, masked: bool = False) -> No
     sample(run, m, residual, kind, masked)
 
 
-def draft(run: Run, m: DecodeModel) -> None:
-    ws, own = m.workspace, m.requests
+def draft(run: Run, m: DecodeModel, own: Workspace) -> None:
+    """List the launches that propose drafts and give each a row. own: the workspace with a row for each request."""
+    ws = m.workspace
     most = max(m.queries - 1, 1)
     run("draft", DRAFT, own.meta, own.tokens, own.draft_keys, own.draft_counter, most, m.ngram)
     if m.queries > 1:

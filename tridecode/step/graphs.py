@@ -7,6 +7,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import cache, lru_cache, partial
+from typing import Generic, TypeVar
 
 import torch
 
@@ -21,13 +22,14 @@ from .model import DecodeModel
 from .run import Lines, Run, forked, launch, launch_dependent, recorded, run_reference
 
 log = logging.getLogger("tridecode")
+Key = TypeVar("Key", bound=Hashable)
 
 LISTS = 64  # lists that a runner keeps: making one narrows all buffers of the model to its rows
 # torch's attention reads lengths on the host, so no graph can contain it. It runs between the pieces of a graph.
 TORCH_ATTENTION = Op(attention_ref, attention_ref, attention_bytes, outputs=("scratch.partial", "scratch.lse", "out"))
 
 
-class PassRunner:
+class PassRunner(Generic[Key]):
     """Runs passes by key: replays the graph of a key, or launches its list.
 
     Args:
@@ -42,16 +44,16 @@ class PassRunner:
     level = logging.INFO  # the level of the log line of a late capture
 
     def __init__(
-        self, model: DecodeModel, lines: Callable[[Hashable], Lines], run: Run, mode: str, place: "Place | None",
+        self, model: DecodeModel, lines: Callable[[Key], Lines], run: Run, mode: str, place: "Place | None",
         attention: Op | None, between: Run,
     ):  # fmt: skip
         self.model, self.run, self.mode = model, run, mode
         self.lines = lru_cache(LISTS)(lambda key: recorded(lines(key)))
         self.place, self.attention, self.between = place, attention, between
-        self.graphs: dict[Hashable, Callable[[], None] | None] = {}  # key -> replay, None if its capture has failed
+        self.graphs: dict[Key, Callable[[], None] | None] = {}  # key -> replay, None if its capture has failed
         self.captures = 0  # CUDA graphs; a piecewise pass has several
 
-    def enqueue(self, mode: str, key: Hashable) -> None:
+    def enqueue(self, mode: str, key: Key) -> None:
         """Enqueue a pass on the current stream. If `mode` is not none, its first use captures it."""
         if mode != "none" and key not in self.graphs:
             self.capture_late(key)
@@ -59,22 +61,24 @@ class PassRunner:
         replay()
 
     @torch.inference_mode()
-    def launch(self, key: Hashable) -> None:
+    def launch(self, key: Key) -> None:
         """Launch the list of a pass."""
         on_gpu = self.model.device.type == "cuda"
         with torch.cuda.device(self.model.device) if on_gpu else nullcontext():  # Triton launches on the current device
             self.lines(key)(forked(self.model, self.run, self.attention))
 
     @torch.inference_mode()
-    def capture(self, key: Hashable) -> None:
+    def capture(self, key: Key) -> None:
         """Capture a pass, after a launch that loads its kernels and allocates scratch. The model must be idle."""
+        assert self.place is not None
         self.place.run(partial(self.launch, key))
         run, between = forked(self.model, self.run), partial(forked, self.model, self.between, self.attention)
         self.graphs[key], count = self.place.capture(self.mode, run, between, self.lines(key))
         self.captures += count
 
-    def capture_late(self, key: Hashable) -> None:
+    def capture_late(self, key: Key) -> None:
         """Capture a pass between passes of running requests. If that fails, log it and launch the pass from then on."""
+        assert self.place is not None
         started, free = time.perf_counter(), self.place.free_memory()
         try:
             with idle(self.model):
@@ -86,7 +90,7 @@ class PassRunner:
             milliseconds, taken = 1e3 * (time.perf_counter() - started), free - self.place.free_memory()
             log.log(self.level, "captured %s (%s) in %.0f ms, %.1f MiB", key, self.mode, milliseconds, taken / 2**20)
 
-    def capture_first(self, keys: Iterable[Hashable]) -> bool:
+    def capture_first(self, keys: Iterable[Key]) -> bool:
         """Capture the first of `keys` that was neither captured nor tried. Return whether others remain."""
         left = [key for key in keys if key not in self.graphs]
         if left:
@@ -115,8 +119,10 @@ def idle(model: DecodeModel) -> Iterator[None]:
 
 def make_steps(model: DecodeModel, backend: str, dispatcher: Dispatcher, attention: str = "triton") -> "DecodePasses":
     """Return the runner of an engine's decode passes. backend: triton, or torch for the references."""
-    run, dispatcher = (run_reference, None) if backend == "torch" else (launcher(model), dispatcher)
-    return DecodePasses(model, run, dispatcher, TORCH_ATTENTION if attention == "torch" else None)
+    other = TORCH_ATTENTION if attention == "torch" else None
+    if backend == "torch":
+        return DecodePasses(model, run_reference, attention=other)
+    return DecodePasses(model, launcher(model), dispatcher, other)
 
 
 def launcher(model: DecodeModel) -> Run:
@@ -141,7 +147,7 @@ def first_lists(model: DecodeModel, batches: Sequence[BatchDescriptor]) -> list[
     return [list_of(model, replace(batch, masked=masked)) for batch in batches for masked in (False, True)]
 
 
-class DecodePasses(PassRunner):
+class DecodePasses(PassRunner[BatchDescriptor]):
     """Runs the decode passes of a model, which all its requests share.
 
     Passes with masks, which most engines never run, are compiled at load and captured at their first use. Passes that
@@ -178,10 +184,10 @@ class DecodePasses(PassRunner):
                 for batch in batches:
                     self.capture(batch)
 
-    def capture(self, batch: BatchDescriptor) -> None:
-        if batch.tokens > 1:  # these are not compiled at load
-            compile_ahead([self.lines(batch)], forked(self.model, self.run), self.model.device)
-        super().capture(batch)
+    def capture(self, key: BatchDescriptor) -> None:
+        if key.tokens > 1:  # these are not compiled at load
+            compile_ahead([self.lines(key)], forked(self.model, self.run), self.model.device)
+        super().capture(key)
 
     def capture_next(self) -> bool:
         """Capture one more pass that verifies drafts. Return whether others remain."""

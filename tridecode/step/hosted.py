@@ -12,10 +12,13 @@ from ..blocks.host_layers import LAYER_BUFFERS
 from ..kernels.transfer.fetch import FETCH, FETCHED
 
 if TYPE_CHECKING:
+    import torch
+
+    from ..blocks.host_layers import HostLayers
     from .model import DecodeModel
 
 
-def fetch_first(run: Run, m: "DecodeModel", meta, end: int) -> None:
+def fetch_first(run: Run, m: "DecodeModel", meta: "torch.Tensor | None", end: int) -> None:
     """Fill the rings before the first layer.
 
     Args:
@@ -26,30 +29,28 @@ def fetch_first(run: Run, m: "DecodeModel", meta, end: int) -> None:
         fetch_pages(run, m, meta, i)
     if host := m.weights.host:
         for i in range(host.first, min(host.first + LAYER_BUFFERS, host.end)):
-            _fetch_weights(run, m, meta, i)
+            _fetch_weights(run, m, host, meta, i)
 
 
-def fetch_pages(run: Run, m: "DecodeModel", meta, i: int) -> None:
+def fetch_pages(run: Run, m: "DecodeModel", meta: "torch.Tensor | None", i: int) -> None:
     """Fetch the pages of the i-th layer with pages."""
-    if m.kv.rings:
-        offload = m.kv.offload
+    if m.kv.rings and (offload := m.kv.offload):
         run("fetch", FETCH, meta, offload.fetched, offload.source[i], offload.target[i], config=m.fetch_config)
 
 
 def pages_fetched(run: Run, m: "DecodeModel", i: int) -> None:
     """Wait for the pages of the i-th layer with pages."""
-    if m.kv.rings:
-        run("fetched", FETCHED, m.kv.offload.target[i])
+    if m.kv.rings and (offload := m.kv.offload):
+        run("fetched", FETCHED, offload.target[i])
 
 
-def next_pages(run: Run, m: "DecodeModel", meta, i: int, end: int) -> None:
+def next_pages(run: Run, m: "DecodeModel", meta: "torch.Tensor | None", i: int, end: int) -> None:
     """After the attention of the i-th layer with pages, fetch a later layer (below `end`) into its buffer."""
     if i + m.kv.buffers < end:
         fetch_pages(run, m, meta, i + m.kv.buffers)
 
 
-def _fetch_weights(run: Run, m: "DecodeModel", meta, i: int) -> None:
-    host = m.weights.host
+def _fetch_weights(run: Run, m: "DecodeModel", host: "HostLayers", meta: "torch.Tensor | None", i: int) -> None:
     at = i - host.first
     run("fetch", FETCH, meta, host.places, host.source[at], host.target[at], config=m.fetch_config)
 
@@ -60,7 +61,7 @@ def weights_fetched(run: Run, m: "DecodeModel", i: int) -> None:
         run("fetched", FETCHED, host.target[i - host.first])
 
 
-def next_weights(run: Run, m: "DecodeModel", meta, i: int) -> None:
+def next_weights(run: Run, m: "DecodeModel", meta: "torch.Tensor | None", i: int) -> None:
     """After the last linear of layer i, fetch a later layer into its buffer."""
     if (host := m.weights.host) and host.first <= i < host.end - LAYER_BUFFERS:
-        _fetch_weights(run, m, meta, i + LAYER_BUFFERS)
+        _fetch_weights(run, m, host, meta, i + LAYER_BUFFERS)

@@ -108,15 +108,15 @@ class DecodeModel:
     @cached_property
     def layers(self) -> tuple[LoadedLayer, ...]:
         found, pages = [], 0
-        for i, (layer, weights) in enumerate(zip(self.spec.layers, self.weights.layers)):
+        for i, (layer, (linears, weights)) in enumerate(zip(self.spec.layers, self.weights.layers)):
             has_pages = layer.pages() is not None
-            found.append(LoadedLayer(i, weights, pages if has_pages else None))
+            found.append(LoadedLayer(i, linears, weights, pages if has_pages else None))
             pages += has_pages
         return tuple(found)
 
     def norms(self, index: int) -> list[torch.Tensor]:
         """Return the weights of the norms before the blocks of a layer."""
-        return [self.weights.layers[index][name] for name, _ in zip(NORM_NAMES, self.spec.layers[index].blocks)]
+        return [self.weights.layers[index].weights[name] for name, _ in zip(NORM_NAMES, self.spec.layers[index].blocks)]
 
     def next_norms(self, index: int) -> list[torch.Tensor]:
         """Return the weights of the norms after the blocks of a layer."""
@@ -143,7 +143,7 @@ class DecodeModel:
         return found
 
     def kv_layer(self, layer: LoadedLayer) -> KVLayer:
-        at = layer.pages
+        at = layer.page_index
         return KVLayer(self.kv.tables[at], self.kv.k[at], self.kv.v[at])
 
     def rope(self, block: Attention, layer: LoadedLayer) -> Rope:
@@ -154,10 +154,10 @@ class DecodeModel:
         return self._plans[block]
 
     def wait_for_pages(self, run: Run, layer: LoadedLayer) -> None:
-        hosted.pages_fetched(run, self, layer.pages)
+        hosted.pages_fetched(run, self, layer.page_index)
 
     def fetch_next_pages(self, run: Run, layer: LoadedLayer) -> None:
-        hosted.next_pages(run, self, self.meta, layer.pages, self.spec.page_layers)
+        hosted.next_pages(run, self, self.meta, layer.page_index, self.spec.page_layers)
 
     # ----
 
@@ -217,9 +217,10 @@ class DecodeModel:
     def of_queries(self, requests: int, queries: int) -> "DecodeModel":
         """Return the same model for passes that verify drafts: `queries` rows of each of the first requests."""
         own = first_rows(self.workspace, requests)
-        return replace(
-            self, workspace=own if queries == 1 else first_rows(self.verify, requests * queries), requests=own
-        )
+        if queries == 1:
+            return replace(self, workspace=own, requests=own)
+        assert self.verify is not None
+        return replace(self, workspace=first_rows(self.verify, requests * queries), requests=own)
 
     def addresses(self) -> dict[str, int]:
         """Return the address of every tensor that captured passes use."""
@@ -297,10 +298,10 @@ class PromptState:
         return kv._replace(k=keys, v=values) if reads else None
 
     def wait_for_pages(self, run: Run, layer: LoadedLayer) -> None:
-        hosted.pages_fetched(run, self.model, layer.pages)
+        hosted.pages_fetched(run, self.model, layer.page_index)
 
     def fetch_next_pages(self, run: Run, layer: LoadedLayer) -> None:
-        hosted.next_pages(run, self.model, None, layer.pages, self.fetched)
+        hosted.next_pages(run, self.model, None, layer.page_index, self.fetched)
 
 
 def rows_config(config, case: AttentionCase, rows: int, gpu: Device) -> AttentionRowsConfig:
@@ -327,7 +328,7 @@ def linear_cases(spec: ModelSpec, weights: Weights) -> dict[str, Case]:
     cases: dict[str, Case] = {}
     for index, (layer, loaded) in enumerate(zip(spec.layers, weights.layers)):
         for linear in layer.linears():
-            case = linear_case(loaded[linear.name], linear.epilogue)
+            case = linear_case(loaded.linears[linear.name], linear.epilogue)
             if cases.setdefault(linear.name, case) != case and case not in cases.values():
                 cases[f"{linear.name} of layer {index}"] = case
     return cases | {spec.lm_head.name: linear_case(weights.lm_head, spec.lm_head.epilogue)}

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..blocks.block import Residual, Run
+from ..blocks.block import PromptResidual, Residual, Run
 from ..blocks.spec import NORM_NAMES
 from ..kernels.add_norm import ADD_NORM
 from ..kernels.embed_rows import EMBED_ROWS
@@ -37,7 +37,7 @@ def read(run: Run, m: DecodeModel, rows: int, decoding: int = 0) -> None:
     state = PromptState(m, own, m.of_rows(decoding) if decoding else None, fetched)
     hosted.fetch_first(run, m, None, fetched)
     run("embed", EMBED_ROWS, own.chunks, m.meta, m.workspace.tokens, m.weights.embed, own.hidden, decoding)
-    residual = Residual(own.hidden, own.x)
+    residual = PromptResidual(own.hidden, own.x)
     for layer, declared in zip(m.layers, m.spec.layers):
         for name, norm, block in zip(NORM_NAMES, m.norms(layer.index), declared.blocks):
             run(name, ADD_NORM, residual.hidden, residual.pending, norm, residual.normed, block.eps)

@@ -51,7 +51,7 @@ def first_reads(model: DecodeModel) -> list[Lines]:
     return [read_of(model, PromptDescriptor(tokens, rows)) for tokens in sizes for rows in decoding_rows(model)]
 
 
-class PromptPasses(PassRunner):
+class PromptPasses(PassRunner[PromptDescriptor]):
     """Runs the prompt passes of a model: `read`, and `finish` for the rows that want a token.
 
     The sizes of the dispatcher are captured by `capture_next` and `capture_all`. An engine of one slot, in which no
@@ -111,11 +111,13 @@ class PromptPasses(PassRunner):
         fitting = [tokens for tokens, spent in timed if spent + tokens * (start + tokens / 2) * pair <= seconds]
         return min(max(fitting, default=timed[0][0]), limit)
 
-    def capture(self, batch: PromptDescriptor) -> None:
+    def capture(self, key: PromptDescriptor) -> None:
         self.chunks.clear()  # like the table of chunks
-        super().capture(batch)
-        self.seconds[batch] = self.place.seconds(self.graphs[batch])
-        log.debug("%s takes %.2f ms without attention", batch, 1e3 * self.seconds[batch])
+        super().capture(key)
+        place, replay = self.place, self.graphs[key]
+        assert place is not None and replay is not None
+        self.seconds[key] = place.seconds(replay)
+        log.debug("%s takes %.2f ms without attention", key, 1e3 * self.seconds[key])
 
     def capture_next(self, limit: int | None = None) -> bool:
         """Capture the largest remaining size of up to `limit` tokens. Return whether others remain."""
@@ -123,7 +125,7 @@ class PromptPasses(PassRunner):
 
     def capture_all(self, limit: int | None = None) -> None:
         """Capture all sizes of up to `limit` tokens."""
-        if not self._sizes:
+        if not self._sizes or self.place is None:
             return
         before, started, free = len(self.seconds), time.perf_counter(), self.place.free_memory()
         while self.capture_next(limit):

@@ -103,7 +103,8 @@ class Allocating:
     """
 
     def __init__(self, run: Run):
-        self._run, self._outputs = run, {}
+        self._run = run
+        self._outputs: dict[tuple[str, str], torch.Tensor] = {}
 
     def __call__(self, role: str, op: Op, *args, **how) -> None:
         for name, tensor in op.output_tensors(args).items():

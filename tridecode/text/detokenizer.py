@@ -5,6 +5,7 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 
@@ -39,7 +40,8 @@ class TokenBytes:
         self._drop_first = ""  # text that goes from the first token's front ...
         self._drop_all = False  # ... or wherever it stands in that token
         self._cache: dict[int, bytes] = {}
-        state = json.loads(tokenizer.decoder.__getstate__()) if tokenizer.decoder is not None else {"type": None}
+        decoder = tokenizer.decoder
+        state: dict[str, Any] = {"type": None} if decoder is None else json.loads(decoder.__getstate__())
         steps = state["decoders"] if state["type"] == "Sequence" else [state]
         for step in steps:
             if not self._accept(step):

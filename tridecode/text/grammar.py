@@ -10,6 +10,7 @@ import re
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
@@ -18,9 +19,14 @@ from ..errors import GenerationError, ParameterError, brief
 from ..sampling import SamplingParams
 from .tokenizer import Tokenizer
 
+if TYPE_CHECKING:
+    import llguidance
+    from llguidance._lib import JsonCompileOptions
+
+T = TypeVar("T")
 KEPT = 64  # grammars that stay compiled
 # JSON as most programs write it, on one line: a model that may write any white space can write it for ever.
-LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+LAYOUT: "JsonCompileOptions" = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 STATES = 50_000  # of a lexer, of 1 to 2 kB each
 STACK = 1 << 30  # of a thread that compiles; only what is used of it is memory
 
@@ -30,8 +36,9 @@ class Grammars:
 
     def __init__(self, tokenizer: Tokenizer | None, vocab_size: int, stop_ids: Sequence[int]):
         self._tokenizer, self._vocab, self._stop_ids = tokenizer, vocab_size, tuple(stop_ids)
-        self._turn, self._tokens = threading.Lock(), None
-        self._made: dict[tuple[str, str], Future] = {}  # by name and source, the last used behind the others
+        self._turn = threading.Lock()
+        self._tokens: llguidance.LLTokenizer | None = None
+        self._made: dict[tuple[str, str], Future[Grammar]] = {}  # by name and source, the last used behind the others
 
     def of(self, params: SamplingParams) -> "Grammar | None":
         """What `params` ask for, compiled; None where they ask for nothing. Raises ParameterError with the reason.
@@ -87,10 +94,10 @@ class Grammars:
         return grammar
 
 
-def in_deep_thread(work: Callable, *args) -> Future:
+def in_deep_thread(work: Callable[..., T], *args) -> Future[T]:
     """work(*args), in a thread for llguidance, which recurses as deep as a grammar goes and ends the process where a
     stack does."""
-    made = Future()
+    made: Future[T] = Future()
 
     def run():
         try:
@@ -249,8 +256,9 @@ def llguidance_tokens(tokenizer: Tokenizer, vocab: int, stop_ids: Sequence[int])
     """The vocabulary as llguidance takes it: bytes of each token, special ones apart, none where the tokenizer ends."""
     import llguidance
 
-    ends = [token for token in stop_ids if token < vocab] or [tokenizer.eos_id]
-    if ends[0] is None:
+    eos = () if tokenizer.eos_id is None else (tokenizer.eos_id,)
+    ends = [token for token in stop_ids if token < vocab] or [*eos]
+    if not ends:
         raise ParameterError("this model has no token that ends a text: no grammar can be followed")
 
     class Vocabulary:

@@ -36,20 +36,20 @@ def prompt_ids(
     fix = ": shorten it" + (" or raise max_seq_len" if capacity < limit else "")
     if isinstance(prompt, Encoded):
         return _fitting(*prompt, vocab_size, capacity, fix)  # it may be of another engine
-    items = listed(prompt)
-    chat = bool(items) and isinstance(items[0], Mapping)
-    if items is None and not isinstance(prompt, str):
+    items = [] if isinstance(prompt, str) else listed(prompt)
+    if items is None:
         kind = type(prompt).__name__
         raise PromptError(f"the prompt must be text, token ids or a list of chat messages, got {kind}")
-    if tokenizer is None and (chat or items is None):
+    chat = bool(items) and isinstance(items[0], Mapping)
+    if tokenizer is None and (chat or isinstance(prompt, str)):
         raise PromptError("this engine has no tokenizer: give token ids")
     _check_variables(variables, tokenizer if chat else None)
-    if items is not None and not chat and len(items) > capacity:  # before each is looked at
+    if not chat and len(items) > capacity:  # before each is looked at
         raise TooLong(len(items), capacity, fix=fix)
     try:
-        if items is None:
+        if isinstance(prompt, str) and tokenizer:
             ids = tokenizer.encode(prompt, context=capacity)
-        elif chat:
+        elif chat and tokenizer:
             ids = tokenizer.encode_chat(items, capacity, **variables)
         elif [*map(type, items)].count(int) == len(items):  # mostly, and long prompts should not wait for the others
             ids = items

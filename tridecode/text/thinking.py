@@ -19,7 +19,7 @@ class ThinkSplitter:
         self.tokens, self.closed = 0, False
         self._opened, self._clock = opened, clock
         self._started = self._ended = None
-        self._kind = None  # not known before the first tag could have come
+        self._kind: str | None = None  # not known before the first tag could have come
         self._held = ""  # what later pieces may still turn into a tag, or into white space around one
         self._begun = False  # something of the present kind was given out
 
@@ -95,7 +95,7 @@ class ThinkSplitter:
 
     def _give(self, text: str) -> list[tuple[str, str]]:
         self._begun |= bool(text)
-        return [(self._kind, text)] if text else []
+        return [(self._kind, text)] if text and self._kind else []
 
 
 def ends_inside(text: str) -> bool:

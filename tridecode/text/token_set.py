@@ -43,7 +43,8 @@ class TokenSet:
 
     def replace(self, text: str, by: Callable[[str], str]) -> str:
         """`text` with each token of `spans` replaced."""
-        pieces, end = [], 0
+        pieces: list[str] = []
+        end = 0
         for start, stop in self.spans(text):
             pieces += text[end:start], by(text[start:stop])
             end = stop

@@ -241,7 +241,7 @@ class Tokenizer:
 
     def _marks(self, *values) -> dict[str, str]:
         """For each character that begins a control token a private-use character that occurs nowhere else."""
-        used = set(json.dumps(values, ensure_ascii=False)) | set(self._template.source)
+        used = set(json.dumps(values, ensure_ascii=False)) | set(self.template_source)
         begins = sorted(self._control.first_chars)
         private = map(chr, chain(range(0xE000, 0xF900), range(0xF0000, 0xFFFFE)))
         free = list(islice((char for char in private if char not in used), len(begins)))

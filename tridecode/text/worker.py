@@ -11,12 +11,20 @@ import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import IO
 
 START_LIMIT = 60.0  # seconds for the child's imports, on a disk that is slow
 
 
 class WorkerFailure(Exception):
     """No answer came; the text says why ("its process was stopped after 5 s")."""
+
+
+class Child(subprocess.Popen[bytes]):
+    """A process with pipes to its input and from its output."""
+
+    stdin: IO[bytes]
+    stdout: IO[bytes]
 
 
 class Worker:
@@ -29,9 +37,12 @@ class Worker:
     def __init__(self, script: Path, arguments: tuple, source: Callable, longest: int):
         self._script, self._arguments, self._source, self._longest = script, arguments, source, longest
         self._lock = threading.Lock()
-        self.process: subprocess.Popen | None = None
-        self._stop = None  # ends the process; called at the latest when this object or the program ends
-        self._ready, self._owner = False, None
+        self.process: Child | None = None
+        self._stop: Callable[[], object] | None = (
+            None  # ends the process; called at the latest when this object or the program ends
+        )
+        self._ready = False
+        self._owner: int | None = None
 
     def start(self) -> None:
         """Start the child without waiting for it; `ask` does so too where it must."""
@@ -64,7 +75,7 @@ class Worker:
             if self._stop:
                 self._stop()
 
-    def _exchange(self, child: subprocess.Popen, request: bytes, seconds: float, what: str) -> bytes:
+    def _exchange(self, child: Child, request: bytes, seconds: float, what: str) -> bytes:
         began = time.monotonic()
         clock = threading.Timer(seconds, child.kill)
         clock.daemon = True
@@ -83,13 +94,13 @@ class Worker:
         child.kill()
         raise WorkerFailure(f"its process ended with code {child.wait()}")
 
-    def _child(self) -> subprocess.Popen:
+    def _child(self) -> Child:
         if self.process and self._owner == os.getpid() and self.process.poll() is None:
             return self.process
         if self._stop:
             self._stop()
         try:
-            self.process = subprocess.Popen(
+            self.process = Child(
                 [sys.executable, "-P", str(self._script), *map(str, self._arguments)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -122,7 +133,7 @@ def _line(value) -> bytes:
     return json.dumps(value).encode() + b"\n"
 
 
-def _end(process: subprocess.Popen, owner: int) -> None:
+def _end(process: Child, owner: int) -> None:
     if os.getpid() == owner:  # a fork of it has the pipes too, and must leave the child alone
         process.kill()
         process.wait()

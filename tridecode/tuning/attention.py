@@ -19,7 +19,7 @@ def attention_config(
     """Choose the config of attention for passes of up to `rows` rows. With batch_invariant it is the same for all."""
     narrow = case.head_dim <= 128 and case.group <= 8
     if rows == 1 and not batch_invariant:
-        config = _one_row(case, device)
+        config: AttentionConfig | AttentionRowsConfig = _one_row(case, device)
     elif batch_invariant or case.dtype != torch.bfloat16:
         config = attention_rows_config(case, MAX_ROWS, device)
     elif rows <= 16 and device.capability == HOPPER and narrow:
@@ -75,11 +75,11 @@ def fp8_config(config: AttentionConfig | AttentionRowsConfig, device: Device) ->
     num_warps = 8 if half and not rows else 4
     block_t = num_warps * (16 if half else 32)
     found = replace(config, block_t=block_t, num_warps=num_warps, converts=device.capability >= 89)
-    if rows:
-        least = max(config.least * config.block_t // block_t, 1)
+    if isinstance(found, AttentionRowsConfig):
+        least = max(found.least * config.block_t // block_t, 1)
         return replace(found, least=least, programs=max(2 * device.multiprocessors, 1), stages=1)
     splits = min(config.splits * 8 // num_warps, MAX_SPLITS)
-    iterations = max(config.short_iterations * config.block_t // block_t, 1)
+    iterations = max(found.short_iterations * config.block_t // block_t, 1)
     return replace(found, ahead=1, splits=splits, short_iterations=iterations)
 
 

@@ -5,6 +5,8 @@ from dataclasses import replace
 from itertools import product, zip_longest
 from typing import Any
 
+import torch
+
 from ..kernels.attention.attention import AttentionConfig
 from ..kernels.device import Device
 from ..kernels.linear.matmul import MatmulConfig
@@ -13,11 +15,12 @@ from ..kernels.linear.matmul_ring import RingConfig
 from ..kernels.linear.matmul_tiles import TilesConfig
 from ..kernels.linear.matmul_wide import WideConfig
 from ..kernels.linear.matvec import MatvecConfig
+from ..kernels.linear.packed import Packed
 from ..kernels.linear.project import Case
 from ..kernels.linear.registry import LINEAR_KERNELS
 from ..kernels.linear.split_sums import MAX_SPLIT
 from .configs import AttentionCase, PassConfigs, is_head
-from .rules import hopper_rule, matmul_rule, programs_at_once
+from .rules import hopper_rule, packed_matmul_rule, programs_at_once
 from .tables import VALUES
 
 Part = Case | AttentionCase
@@ -82,7 +85,7 @@ def candidates(configs: PassConfigs, rows: int, device: Device) -> list[tuple[Pa
     """Return what to try for passes of up to `rows` rows: parts with configs, or with fields to change in theirs."""
     found = []
     for part in parts_of(configs):
-        if part in configs.attention:
+        if isinstance(part, AttentionCase):
             groups = attention_candidates(configs.attention[part], rows, device)
         else:
             groups = linear_candidates(part, rows, configs.linears[part].config, device)
@@ -112,7 +115,7 @@ def linear_candidates(case: Case, rows: int, config: Any, device: Device) -> lis
     if isinstance(config, MatvecConfig):
         # For several rows it reads the weight once a row, as for one.
         return matvec_candidates(case, config.programs > 0, device) if rows == 1 else []
-    found = []
+    found: list[object] = []
     for kernel in LINEAR_KERNELS:
         if kernel.name in CANDIDATES and kernel.supports(case, rows, device):
             found += CANDIDATES[kernel.name](case, rows, device)
@@ -124,6 +127,7 @@ def matvec_candidates(case: Case, shared: bool, device: Device) -> list[list[dic
 
     shared: programs share the rows. They also hold the next rows, so that no bound on registers suits them.
     """
+    assert isinstance(case.weight_type, torch.dtype)
     row = case.weight_type.itemsize * case.k * (2 if case.epilogue == "gated" else 1)
     tiles = []
     for block_n, warps in product(VALUES[MatvecConfig]["block_n"], VALUES[MatvecConfig]["num_warps"]):
@@ -140,7 +144,7 @@ def matmul_candidates(case: Case, rows: int, device: Device) -> Iterable[MatmulC
     rows of the weight if they keep all activations in registers.
     """
     if case.packed:
-        yield from packed_matmul_candidates(case, rows, matmul_rule(case, rows, device, False), device)
+        yield from packed_matmul_candidates(case, case.packed, rows, device)
         return
     high = max(rows, 8)
     for block_n, warps, (ahead, x_ahead) in product((16, 32), (2, 4, 8), IN_FLIGHT):
@@ -178,7 +182,7 @@ def hopper_candidates(case: Case, rows: int, device: Device) -> Iterable[HopperC
     LM head also yield configs of which one fits, and takes tile after tile.
     """
     if case.packed:
-        yield from packed_hopper_candidates(case, rows, device)
+        yield from packed_hopper_candidates(case, case.packed, rows, device)
     if case.packed or rows <= 16:
         return
     memory, head, warps = device.shared_memory, is_head(case), 8 if rows > 32 else 4
@@ -200,11 +204,11 @@ def _hopper_bytes(block_n: int, block_k: int, stages: int, x_stages: int, rows: 
     return stages * block_n * (row or 2 * block_k) + 2 * block_k * x_stages * rows
 
 
-def packed_hopper_candidates(case: Case, rows: int, device: Device) -> Iterable[HopperConfig]:
+def packed_hopper_candidates(case: Case, packed: Packed, rows: int, device: Device) -> Iterable[HopperConfig]:
     """Yield the config of the rule, then others whose tiles fit in shared memory."""
     if rows <= 8:
         return
-    columns, high = COLUMNS_OF[case.packed.number_type], max(rows, 16)
+    columns, high = COLUMNS_OF[packed.number_type], max(rows, 16)
     yield from filter(None, [hopper_rule(case, rows, device, False)])
     for (block_n, stages, x_stages), (producer, registers) in product(HOPPER_PACKED, HOPPER_WAYS[high]):
         if _hopper_bytes(block_n, columns, stages, x_stages, high, 128) + 2048 > device.shared_memory:
@@ -218,16 +222,16 @@ def packed_hopper_candidates(case: Case, rows: int, device: Device) -> Iterable[
         yield from (replace(config, split=split) for split in (most, most - 1, most // 2) if split > 0)
 
 
-def packed_matmul_candidates(case: Case, rows: int, first: MatmulConfig, device: Device) -> list[MatmulConfig]:
-    """Return `first`, then configs that registers may hold, the most promising ones first."""
-    n, k, packed, high = case.n, case.k, case.packed, max(rows, 8)
-    chunks, found = packed.tile // 32, [first]
+def packed_matmul_candidates(case: Case, packed: Packed, rows: int, device: Device) -> list[MatmulConfig]:
+    """Return the config of the rule, then configs that registers may hold, the most promising ones first."""
+    n, k, high = case.n, case.k, max(rows, 8)
+    chunks, found = packed.tile // 32, [packed_matmul_rule(case, packed, rows, device, False)]
     mixed = [values for pair in zip_longest(PACKED_EACH, PACKED_SHARED) for values in pair if values]
     lists = PACKED_EACH + PACKED_SHARED if k > 2560 else PACKED_SHARED + PACKED_EACH if n > 16384 else mixed
-    for values in PACKED_MANY if rows > 16 else lists:
-        config = MatmulConfig(*values[:5], 8, values[5] * device.multiprocessors, values[6])
-        tiles = -(-k // (32 * chunks * config.num_warps))
-        config = replace(config, ahead=min(config.ahead, tiles), x_ahead=min(config.x_ahead, tiles * chunks))
+    for block_n, warps, ahead, x_ahead, registers, share, fetch in PACKED_MANY if rows > 16 else lists:
+        tiles = -(-k // (32 * chunks * warps))
+        ahead, x_ahead, programs = min(ahead, tiles), min(x_ahead, tiles * chunks), share * device.multiprocessors
+        config = MatmulConfig(block_n, warps, ahead, x_ahead, registers, 8, programs, fetch)
         # Registers of a thread: tiles of the weights and of the activations, sums, and all else.
         sums, kept = config.block_n * high // 32, config.x_ahead == tiles * chunks and config.programs
         needed = config.block_n // 2 * config.ahead + high // 2 * config.x_ahead + 2 * sums + 32
@@ -244,6 +248,8 @@ def ring_candidates(case: Case, rows: int, device: Device) -> Iterable[RingConfi
     """Yield configs whose stages fit in shared memory, and whose activations fit there or in registers. Rings that are
     filled more than once also have a producer warp.
     """
+    if case.packed is None:
+        return
     k, tile, shared = case.k, case.packed.tile, 2 * device.multiprocessors
     rings = [(0, RING_EACH)] + ([(shared, RING_SHARED)] if case.n // 16 > shared else [])
     for programs, (warps, tiles, stages) in [(programs, way) for programs, ways in rings for way in ways]:

@@ -58,10 +58,10 @@ def invariant_choices(
         # The choice for more rows also computes fewer.
         last = choice if rows < decisive else _with_split_of(first, ruled[rows])
         options = [option for option in (entries.get(rows), ruled[rows], last) if option]
-        choice = next((option for option in options if order_of_sums(case, option) == order), None)
-        if choice is None:
+        found = next((option for option in options if order_of_sums(case, option) == order), None)
+        if found is None:
             return ruled
-        chosen[rows] = choice
+        chosen[rows] = choice = found
     return chosen
 
 

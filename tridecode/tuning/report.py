@@ -1,6 +1,6 @@
 """The choices of a model as a table to print."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from ..kernels.linear.project import Case
@@ -42,9 +42,9 @@ def kernel_rows(cases: Mapping[str, Case], configs_by_rows: Mapping[int, PassCon
 
 def render(rows: list[KernelRow]) -> str:
     """Return the rows in aligned columns, below a line of their names; fields of a config that are 0 are left out."""
-    lines = [KernelRow._fields]
+    lines: list[Sequence[str]] = [KernelRow._fields]
     for row in rows:
         config = " ".join(f"{name}={value}" for name, value in row.config.items() if value)
-        lines.append(tuple(map(str, row._replace(config=config))))
+        lines.append([*map(str, row[:-2]), config, row.source])
     widths = [max(map(len, column)) for column in zip(*lines)]
     return "".join("  ".join(map(str.ljust, line, widths)).rstrip() + "\n" for line in lines)

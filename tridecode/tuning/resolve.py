@@ -58,8 +58,8 @@ def resolve_configs(
             for rows in _sizes(cases, dtype):  # checks its entries
                 for case in cases:
                     table.linear(case, rows, device)
-                for case in attention:
-                    table.attention_config(case, rows, device)
+                for layer in attention:
+                    table.attention_config(layer, rows, device)
             tables = [table, *tables]
         except FileNotFoundError:
             pass

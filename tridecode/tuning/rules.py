@@ -16,6 +16,7 @@ from ..kernels.linear.matmul_ring import RingConfig
 from ..kernels.linear.matmul_tiles import TilesConfig
 from ..kernels.linear.matmul_wide import WideConfig
 from ..kernels.linear.matvec import MatvecConfig
+from ..kernels.linear.packed import Packed
 from ..kernels.linear.project import Case
 from ..kernels.linear.registry import LINEAR_KERNELS
 from ..kernels.linear.split_sums import MAX_SPLIT
@@ -50,7 +51,7 @@ def ring_rule(case: Case, rows: int, device: Device, batch_invariant: bool) -> R
     """Choose for one row, in the sizes of models with a hidden size from 2,048 to 4,096."""
     packed, k, hidden = case.packed, case.k, case.hidden
     measured = 2048 <= hidden <= 4096 and k <= 14336
-    if batch_invariant or not measured:
+    if packed is None or batch_invariant or not measured:
         return None
     tiles = -(-k // (4 * packed.tile))  # tiles of a row, for each of four warps
     programs = 2 * device.multiprocessors
@@ -85,10 +86,12 @@ def matvec_rule(case: Case, rows: int, device: Device, batch_invariant: bool) ->
 
 def hopper_rule(case: Case, rows: int, device: Device, batch_invariant: bool) -> HopperConfig | None:
     """Choose for 17 to 32 rows if a dense weight is large on both sides, and for more than 8 rows of packed tensors."""
-    if case.packed:
-        config = _packed_hopper(case, rows, device, batch_invariant)
-        if config and batch_invariant and rows <= 32:  # the programs that share columns decide the order of sums
-            config = replace(config, split=_packed_hopper(case, MAX_ROWS, device, batch_invariant).split)
+    if packed := case.packed:
+        if rows <= 8 or (rows <= 16 and case.hidden < 2560 and not batch_invariant):  # slower for small models
+            return None
+        config = _packed_hopper(case, packed, rows, device)
+        if batch_invariant and rows <= 32:  # the programs that share columns decide the order of sums
+            config = replace(config, split=_packed_hopper(case, packed, MAX_ROWS, device).split)
         return config
     n, k = case.n, case.k
     if min(n, k) < 2560 or not (16 < rows <= 32 or batch_invariant):
@@ -107,13 +110,11 @@ def hopper_rule(case: Case, rows: int, device: Device, batch_invariant: bool) ->
     return replace(config, x_stages=2, num_warps=8, registers=88 if config.producer else config.registers)
 
 
-def _packed_hopper(case: Case, rows: int, device: Device, batch_invariant: bool) -> HopperConfig | None:
+def _packed_hopper(case: Case, packed: Packed, rows: int, device: Device) -> HopperConfig:
     """Share the columns among as many programs as run at a time. If the tiles of the activations are larger than those
     of the weights, fewer are in flight.
     """
-    if rows <= 8 or (rows <= 16 and case.hidden < 2560 and not batch_invariant):  # slower for small models
-        return None
-    packed, gated, head = case.packed, case.epilogue == "gated", is_head(case)
+    gated, head = case.epilogue == "gated", is_head(case)
     columns = COLUMNS_OF[packed.number_type]
     scales = columns // packed.group * (2 if packed.zeros else 1)  # scales and zero points of a row of a tile
     if rows > 32:
@@ -158,7 +159,7 @@ def programs_at_once(config: HopperConfig, rows: int, device: Device) -> int:
 def matmul_rule(case: Case, rows: int, device: Device, batch_invariant: bool) -> MatmulConfig | None:
     """Choose for up to 16 rows of dense weights, whose products stay in registers, and for packed tensors."""
     if case.packed:
-        return _packed_matmul(case, rows, device, batch_invariant)
+        return packed_matmul_rule(case, case.packed, rows, device, batch_invariant)
     if rows > 16 and case.k % 8 and not batch_invariant:  # TMA, and so the kernels for many rows, cannot read these
         return MatmulConfig(16, 8 if rows > 32 else 4, 1, 1)
     if batch_invariant or rows > 16 or (rows > 8 and case.n >= LARGE and device.capability == HOPPER):
@@ -168,19 +169,19 @@ def matmul_rule(case: Case, rows: int, device: Device, batch_invariant: bool) ->
     return MatmulConfig(32, 8, 5 if rows <= 8 else 8, 4)
 
 
-def _packed_matmul(case: Case, rows: int, device: Device, batch_invariant: bool) -> MatmulConfig:
+def packed_matmul_rule(case: Case, packed: Packed, rows: int, device: Device, batch_invariant: bool) -> MatmulConfig:
     """Choose few warps, since each repeats the work before and after its sums, but enough for all multiprocessors."""
     if batch_invariant:  # the warps decide the order of sums; tiles of 16 rows add the sums of squares alike
         ahead = 4 if rows <= 16 else 2 if rows <= 32 else 1
         return MatmulConfig(16, 8, ahead, ahead, registers=128 if rows <= 16 else 0, block_m=16)
-    number_type, k, blocks = case.packed.number_type, case.k, -(-case.n // 16)
+    number_type, k, blocks = packed.number_type, case.k, -(-case.n // 16)
     programs = 2 * device.multiprocessors
     if rows > 16:  # the sums leave few registers for tiles in flight
         return MatmulConfig(16, 8 if rows > 32 else 4, 1, 1)
     if rows > 8:  # four programs a multiprocessor, if there are enough blocks
         return MatmulConfig(16, 4, 10, 8, fetch=1) if blocks < programs else MatmulConfig(16, 4, 4, 4, 128, fetch=1)
     # Programs that take several blocks, with as few warps as keep the activations in 20 tiles of registers each.
-    tile = case.packed.tile
+    tile = packed.tile
     warps = next((warps for warps in (2, 4) if -(-k // (tile * warps)) * tile // 32 <= 20), 0)
     if warps and number_type != "int8" and blocks >= 2 * programs * 4 // warps:
         return MatmulConfig(16, warps, 10, 20, programs=programs * 4 // warps)

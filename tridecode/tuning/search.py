@@ -73,12 +73,13 @@ def search(
     while at_start != found.configs:
         at_start = found.configs
         for part, tried in candidates:
-            base, new = found.configs, {}
+            base = found.configs
+            unique: dict[tuple, PassConfigs] = {}
             for values in tried:
                 config = replace(config_of(base, part), **values) if isinstance(values, dict) else values
                 candidate = with_config(base, part, config)
-                new.setdefault(key(candidate), candidate)
-            new = [candidate for name, candidate in new.items() if name not in known]
+                unique.setdefault(key(candidate), candidate)
+            new = [candidate for name, candidate in unique.items() if name not in known]
             known.update(map(key, new))
             for i, candidate in enumerate(new):
                 if clock() >= deadline:

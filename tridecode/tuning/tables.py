@@ -196,10 +196,10 @@ def read_user_table(path: Path, device: Device) -> Table:
     for name, value in header(device).items() if isinstance(table, dict) else ():
         if table.get(name) != value:
             raise TableError(f"expected {name} {value!r}, got {str(table.get(name))[:40]!r}")
-    sections = [table.get(name) for name in ("linears", "attention")] if isinstance(table, dict) else [None]
-    if not all(isinstance(section, dict) for section in sections):
+    linears, attention = (table.get("linears"), table.get("attention")) if isinstance(table, dict) else (None, None)
+    if not isinstance(linears, dict) or not isinstance(attention, dict):
         raise TableError("it is not a table of launch configs")
-    return Table(*sections, source="user table")
+    return Table(linears, attention, "user table")
 
 
 def header(device: Device) -> dict:

@@ -9,7 +9,7 @@ from .compressed_tensors import FloatScheme, IntegerScheme
 from .scheme import Quantization, Scheme
 
 GROUP = 128
-CLIPS = tuple(1 - step / 20 for step in range(9))  # candidates of a scale: fractions of the largest magnitude
+CLIPS = tuple(1 - step / 20 for step in range(1, 9))  # other candidates of a scale than 1: fractions of the peak
 HIGHEST = {"e4m3": 448.0, "int8": 127.0, "int4": 7.0}
 SCHEMES = {
     "fp8": FloatScheme(8, floating=True),
@@ -42,12 +42,12 @@ def quantize(weight: torch.Tensor, scheme: Scheme) -> QuantizedWeight:
     group, highest = scheme.group or k, HIGHEST[scheme.number_type]
     parts = weight.float().view(n, -1, group)
     peak = parts.abs().amax(2, keepdim=True).clamp_(min=1e-30)
-    best, error = None, None
-    for clip in (1.0,) if scheme.floating else CLIPS:
+    best = _rounded(peak * (1 / highest), scheme)
+    error = _squared_error(parts, best, highest)
+    for clip in () if scheme.floating else CLIPS:
         scale = _rounded(peak * (clip / highest), scheme)
-        found = (_nearest(parts, scale, highest) * scale - parts).square_().sum(2, keepdim=True)
-        better = scale if best is None else torch.where(found < error, scale, best)
-        best, error = better, found if error is None else torch.minimum(found, error)
+        found = _squared_error(parts, scale, highest)
+        best, error = torch.where(found < error, scale, best), torch.minimum(found, error)
     scale = best.squeeze(2)
     if scheme.floating:
         codes = (parts / best).clamp_(-highest, highest).view(n, k).to(torch.float8_e4m3fn)
@@ -59,6 +59,11 @@ def quantize(weight: torch.Tensor, scheme: Scheme) -> QuantizedWeight:
 def _rounded(scale: torch.Tensor, scheme: Scheme) -> torch.Tensor:
     """Round scales to the dtype in which they are stored."""
     return scale if scheme.floating else scale.bfloat16().float()
+
+
+def _squared_error(parts: torch.Tensor, scale: torch.Tensor, highest: float) -> torch.Tensor:
+    """Return the sum of the squared errors of each group."""
+    return (_nearest(parts, scale, highest) * scale - parts).square_().sum(2, keepdim=True)
 
 
 def _nearest(parts: torch.Tensor, scale: torch.Tensor, highest: float) -> torch.Tensor:

@@ -92,7 +92,8 @@ def write(
     """
     values, tokenizer = (_with_code(source, out, name, repo) for name in ("config.json", "tokenizer_config.json"))
     total, done, size = sum(file.stat().st_size for file in files), 0, 0
-    shard, shards, schemes, ignored, places = {}, 0, {}, [], {}
+    shard: dict[str, torch.Tensor] = {}
+    shards, schemes, ignored, places = 0, {}, [], {}
 
     def flush() -> None:
         nonlocal shard, shards, size

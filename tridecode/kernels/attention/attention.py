@@ -290,8 +290,8 @@ def attention_ref(meta, qkv, out, kv: KVLayer, rope: Rope, scratch: Scratch, hea
             keys, values = held(kv.k, cells), held(kv.v, cells)
         else:
             t = torch.arange(start, position + 1, device=table.device)
-            cells = table[t // page], slice(None), t % page
-            keys, values = held(kv.k, cells).transpose(0, 1), held(kv.v, cells).transpose(0, 1)
+            each = table[t // page], slice(None), t % page
+            keys, values = held(kv.k, each).transpose(0, 1), held(kv.v, each).transpose(0, 1)
         scores = (q.view(heads.kv, -1, heads.dim) @ keys.float().transpose(1, 2)) * heads.scale
         out[row] = (torch.softmax(scores, -1) @ values.float()).reshape(-1).to(out.dtype)
 

@@ -78,13 +78,13 @@ def attend(q, keys, values, out, window: int, scale: float) -> None:
         # No fused backend groups heads in fp32 or with a mask. With expanded heads the memory-efficient one is used.
         k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
         grouped = False
+    mask: torch.Tensor | None = None
     if window:
         behind = torch.arange(end - n, end, device=q.device)[:, None] - torch.arange(end, device=q.device)[None, :]
-        causal = {"attn_mask": (behind >= 0) & (behind < window)}
+        mask = (behind >= 0) & (behind < window)
     elif n != end:
         from torch.nn.attention.bias import causal_lower_right  # imports torch's compiler, which takes a second
 
-        causal = {"attn_mask": causal_lower_right(n, end)}
-    else:
-        causal = {"is_causal": True}
-    heads_first.copy_(scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=grouped, **causal)[0])
+        mask = causal_lower_right(n, end)
+    attended = scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, scale=scale, enable_gqa=grouped)
+    heads_first.copy_(attended[0])

@@ -1,8 +1,17 @@
 """RowBlocks: the base of launch configs whose programs take blocks of a weight's rows."""
 
+from typing import TYPE_CHECKING
+
 
 class RowBlocks:
     """A launch config whose programs take block_n rows of the weight at a time."""
+
+    if TYPE_CHECKING:  # the configs declare them
+
+        @property
+        def block_n(self) -> int: ...
+        @property
+        def programs(self) -> int: ...
 
     def grid(self, N: int) -> tuple[int, int]:
         """Return the blocks of N rows and the programs to launch."""

@@ -95,7 +95,7 @@ class Packed:
     def shapes(self, n: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Return the shape and dtype of each tensor of a weight of n rows."""
         groups = -(-self.k // self.group)
-        found = {
+        found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
             "weight": ((n, -(-self.k // self.tile) * WORDS), torch.int32),
             "scale": ((-(-n // self.rows), groups), self.scale_dtype),
         }
@@ -119,6 +119,7 @@ class Packed:
         rows = tensors["scale"][start // self.rows : -(-(start + n) // self.rows)]
         rows.copy_((scale if weight.rows == 1 else scale[:: self.rows]).to(rows.dtype))
         if self.zeros:
+            assert weight.zero is not None
             tensors["zero"][start : start + n] = self.offset(weight.zero)
         if self.ordered and weight.order is not None:
             tensors["order"].copy_(weight.order)

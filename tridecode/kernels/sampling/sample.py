@@ -340,7 +340,7 @@ def sample(
     )
 
 
-def _draw_ref(w, blocks, counter) -> int:
+def _draw_ref(w, blocks, counter: tuple[int, int, int]) -> int:
     """The index drawn from weights w of tokens in ascending blocks: first the block, then within it."""
     masses = w.new_zeros(int(blocks[-1]) + 1).index_add_(0, blocks, w).cumsum(0)
     block = int(torch.searchsorted(masses, philox_bits_ref(*counter, 0) * int(masses[-1]) >> 64, right=True))
@@ -373,7 +373,7 @@ def sample_ref(
                 ids = (d <= threshold).nonzero().flatten()
                 w = weight_ref(d[ids])
                 w.masked_fill_(w < math.ceil(float(min_p) * 2**WEIGHT_BITS), 0)
-                token = int(ids[_draw_ref(w, ids // BLOCK, [state[i] for i in (m.SEED_LO, m.SEED_HI, m.POSITION)])])
+                token = int(ids[_draw_ref(w, ids // BLOCK, (state[m.SEED_LO], state[m.SEED_HI], state[m.POSITION]))])
         if drawn is not None:
             drawn[row] = m.NO_TOKEN if bad else token
             continue
