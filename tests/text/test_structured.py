@@ -267,6 +267,7 @@ def test_what_cannot_be_followed_is_refused_with_the_reason(bundled, given, mess
     with pytest.raises(ParameterError, match=re.escape(message)) as refused:
         bundled.submit(CHAT, SamplingParams(**given))
     assert "\n" not in str(refused.value) and time.monotonic() - started < 5
+    assert refused.value.argument in given and refused.value.code in ("type", "range", "conflict")
 
 
 def test_bounds_beyond_floating_point_are_drawn_in():

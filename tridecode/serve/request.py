@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..errors import ParameterError
+from ..errors import ParameterError, conflict
 from ..layout import MAX_STOP_IDS
 from ..results import Piece, Result, Timings, TokenLogprobs, Usage
 from ..sampling import SamplingParams
@@ -224,9 +224,10 @@ def checked_stop_ids(params: SamplingParams, spec: "ModelSpec") -> tuple[int, ..
     own = () if params.ignore_eos else spec.stop_ids
     stop_ids = tuple(dict.fromkeys((*own, *params.stop_token_ids)))
     if len(stop_ids) > MAX_STOP_IDS:
-        raise ParameterError(f"stop_token_ids: at most {MAX_STOP_IDS} with the model's own, got {len(stop_ids)}")
+        message = f"stop_token_ids: at most {MAX_STOP_IDS} with the model's own, got {len(stop_ids)}"
+        raise ParameterError(message, "stop_token_ids", "range")
     for name, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
         for token in ids:
             if token >= spec.vocab_size:
-                raise ParameterError(f"{name}: token id {token} is not in the vocabulary of {spec.vocab_size}")
+                raise conflict(name, f": token id {token} is not in the vocabulary of {spec.vocab_size}")
     return stop_ids

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 
 from ..arguments import shown
-from ..errors import GenerationError, ParameterError, brief
+from ..errors import GenerationError, ParameterError, brief, conflict
 from ..sampling import SamplingParams
 from .tokenizer import Tokenizer
 
@@ -62,15 +62,16 @@ class Grammars:
         except ParameterError:
             raise
         except BaseException as error:  # a panic of llguidance is no Exception
-            raise ParameterError(f"{name} cannot be compiled: {type(error).__name__}: {brief(error)}") from error
+            message = f"{name} cannot be compiled: {type(error).__name__}: {brief(error)}"
+            raise ParameterError(message, name, "type") from error
 
     def _made_of(self, name: str, source: str) -> "Grammar":
         if self._tokenizer is None:
-            raise ParameterError(f"{name} needs a tokenizer, and this engine has none")
+            raise conflict(name, " needs a tokenizer, and this engine has none")
         try:
             import llguidance
         except ModuleNotFoundError:
-            raise ParameterError(f"{name} needs the package llguidance; install it: pip install llguidance") from None
+            raise conflict(name, " needs the package llguidance; install it: pip install llguidance") from None
         with self._turn:
             if self._tokens is None:
                 self._tokens = llguidance_tokens(self._tokenizer, self._vocab, self._stop_ids)
@@ -85,12 +86,12 @@ class Grammars:
         limits = llguidance.LLParserLimits(max_lexer_states=STATES, verbose_errors=False)
         first = matcher(self._tokens, made, log_level=0, limits=limits)
         if first.is_error():
-            raise ParameterError(f"{name}: {reason(first.get_error())}")
+            raise ParameterError(f"{name}: {reason(first.get_error())}", name, "type")
         grammar = Grammar(first, self._vocab)
         try:
             grammar.first = grammar.matcher(()).allowed()
         except GenerationError as error:
-            raise ParameterError(f"{name}: {error}") from None
+            raise ParameterError(f"{name}: {error}", name, "type") from None
         return grammar
 
 
@@ -166,7 +167,9 @@ def exact(schema):
     try:
         return _exact("json_schema", schema)
     except RecursionError:
-        raise ParameterError("json_schema: lists and objects in it are nested too deeply") from None
+        raise ParameterError(
+            "json_schema: lists and objects in it are nested too deeply", "json_schema", "range"
+        ) from None
 
 
 def checked(lark: str) -> str:
@@ -180,7 +183,7 @@ def checked(lark: str) -> str:
         try:
             exact(schema)
         except ParameterError as error:
-            raise ParameterError(f"grammar: in its {error}") from None
+            raise ParameterError(f"grammar: in its {error}", "grammar", "type") from None
     return lark
 
 
@@ -216,7 +219,8 @@ def _number(value) -> bool:
 
 def _held(place: str, value):
     if _number(value) and abs(value) > _MOST:
-        raise ParameterError(f"json_schema: {place}: numbers of up to 63 bits are supported, got {shown(value)}")
+        message = f"json_schema: {place}: numbers of up to 63 bits are supported, got {shown(value)}"
+        raise ParameterError(message, "json_schema", "range")
     return value
 
 
@@ -225,7 +229,8 @@ def _told_apart(value):
     for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
         _told_apart(item)
     if _number(value) and (abs(value) > _MOST or int(float(value)) != int(value)):
-        raise ParameterError(f"json_schema: the number {shown(value)} is too large to be told from its neighbours")
+        message = f"json_schema: the number {shown(value)} is too large to be told from its neighbours"
+        raise ParameterError(message, "json_schema", "range")
     return value
 
 
