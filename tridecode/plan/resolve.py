@@ -151,7 +151,7 @@ def smaller_weights(
     spec: ModelSpec, dtype: torch.dtype, device: torch.device, memory: MemoryPlan, host_layers: int
 ) -> str:
     """Return which quantization would make the weights fit, as the end of an error; empty if none would."""
-    if memory.max_context or spec.quantization or host_layers:
+    if memory.max_context or spec.quantization or host_layers or dtype == torch.float16:
         return ""
     for scheme in QUANTIZE:
         smaller = quantized(EngineOptions(quantize=scheme), spec)
