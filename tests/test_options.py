@@ -137,7 +137,7 @@ def test_constants_are_those_of_the_rooms():
         (
             Integers(1, 9, ascending=True),
             {"1,3": (1, 3)},
-            [([3, 1], "range"), ([], "type"), (5, "type"), ([0], "range")],
+            [([3, 1], "range"), ([], "type"), (5, "type"), ([0], "range"), ({1, 2}, "type"), (bytearray(b"1"), "type")],
         ),
         (Pair(9, (4, 2)), {"4:2": (4, 2), "4,2": (4, 2)}, [((2, 4), "range"), ((4, 2, 1), "type"), ("4:2", "type")]),
     ],

@@ -7,7 +7,7 @@ configuration file, environment variables, docs, HTTP requests and generation_co
 import operator
 import re
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
@@ -213,8 +213,11 @@ class Integers(Constraint):
         return f"{order}integers from {self.low:,} to {self.high:,}, like 1, 2, 4"
 
     def accept(self, value: Any) -> tuple[int, ...]:
-        items = value.tolist() if hasattr(value, "tolist") else value
-        if isinstance(items, str | bytes | Mapping) or not isinstance(items, Sequence) or not items:
+        ordered = isinstance(value, Iterable) and not isinstance(
+            value, str | bytes | bytearray | memoryview | Set | Mapping
+        )
+        items = list(value) if ordered else []
+        if not items:
             raise Rejected("type")
         found = [Integer(self.low, self.high).accept(item) for item in items]
         if self.ascending and found != sorted(set(found)):

@@ -127,10 +127,13 @@ class Engine:
 
     def close(self) -> None:
         """Cancel all requests and free the memory. Later calls raise EngineClosed."""
-        if self.model is not None:
+        if self.model is None:
+            return
+        try:
             self._driver.close()
             with suppress(RuntimeError):  # a lost GPU writes no more
                 self.synchronize()
+        finally:
             self.model = self.steps = self.prompts = None  # type: ignore[assignment]  # only after `close`
 
     def __enter__(self) -> Self:

@@ -148,9 +148,7 @@ def _option(default: Any, constraint: Constraint, help: str, **more: Any) -> Any
 
 
 def _form(constraint: Constraint, help: str, **more: Any) -> Any:
-    return option(
-        None, constraint, help, group="form of the answer", commands=("generate",), unsaved=("generate",), **more
-    )
+    return option(None, constraint, help, group="form of the answer", commands=("generate",), **more)
 
 
 @documented

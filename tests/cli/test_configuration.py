@@ -65,6 +65,14 @@ def test_every_kind_of_value(config):
     assert args.stop == ["x"] and args.logit_bias == [(1, 1.0)], "an option takes the place of a list"
 
 
+def test_the_form_of_an_answer_may_be_a_setting(config):
+    config('[generate]\njson_schema = "schema.json"\n', REGEX="a+")
+    args = parsed("generate", "--choice", "x")
+    assert (args.json_schema, args.regex, args.choice) == ("schema.json", "a+", ["x"])
+    config("", KERNELS="on")
+    assert parsed("info").kernels is True
+
+
 def test_a_table_is_for_its_command(config):
     config("slots = 2\nmax_queue = 9\n[serve]\nslots = 16\nport = 9000\n[generate]\ntemperature = 0\n")
     assert (parsed("serve").slots, parsed("serve").port, parsed("serve").max_queue) == (16, 9000, 9)

@@ -174,6 +174,14 @@ def garbage_within_a_step(engine, circle=False):
     engine.steps.replay = replay
 
 
+def garbage_in_a_circle_before_it_is_in_the_queue(engine):
+    with engine._driver._lock:  # as if another thread stepped
+        held = [engine.submit(PROMPTS[1], LONG)]
+        held.append(held)
+        del held
+        gc.collect()
+
+
 def garbage_in_a_circle_within_a_step(engine):
     garbage_within_a_step(engine, circle=True)
     gc.collect()
@@ -184,6 +192,7 @@ def garbage_in_a_circle_within_a_step(engine):
     [
         dropped_request, dropped_iterator, iterator_never_read, closed_iterator, left_loop, garbage_in_a_circle,
         waiting_garbage_in_a_circle, garbage_within_a_step, garbage_in_a_circle_within_a_step,
+        garbage_in_a_circle_before_it_is_in_the_queue,
     ],
 )  # fmt: skip
 def test_what_nobody_reads_any_more_is_cancelled(engine, alone, drop):
@@ -191,6 +200,15 @@ def test_what_nobody_reads_any_more_is_cancelled(engine, alone, drop):
     drop(engine)
     assert neighbour.result().token_ids == alone(PROMPTS[2], SAMPLED)
     assert not engine.scheduler.queue.requests and not any(slot.busy for slot in engine.scheduler.slots)
+
+
+def test_an_error_of_progress_drops_the_requests(engine):
+    def broken(done, total):
+        raise KeyError("progress")
+
+    with pytest.raises(KeyError) as raised:
+        engine.generate_many([PROMPTS[1]] * 6, GREEDY, progress=broken)
+    assert raised.value and not engine.scheduler.queue.requests, "while the traceback lives"
 
 
 def test_an_interrupt_cancels_the_request_that_waits_and_no_other(engine, alone, monkeypatch):

@@ -149,6 +149,8 @@ def one(option: Option, value, where: str):
         raise ParameterError(f"{where}: expected a text or a number, got {shown}")
     if not isinstance(value, str) and constraint.read("1") == "1":
         raise ParameterError(f"{where}: expected a text, got {as_json(value)}")
+    if option.from_file:
+        return value
     try:
         return constraint.parse(str(value))
     except ParameterError as error:

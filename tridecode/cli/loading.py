@@ -100,6 +100,8 @@ class Loader:
 
         Raises DeviceError where it does not fit even alone.
         """
+        if plan.problem and (old.plan.offload or old.plan.host_layers):  # the old model's host memory may be missing
+            return False
         now, freed = plan.memory, old.plan.memory.needed(old.capacity, old.kv_tokens)
         alone = replace(now, free=now.free + freed)
         return now.max_context >= alone.capacity(plan.options.max_seq_len, str(old.device))

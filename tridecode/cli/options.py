@@ -108,7 +108,7 @@ OTHERS = (
     _once("json", False, Flag(), "print one JSON object: token_ids, text, finish_reason, usage, timings (seconds), "
           "seed, logprobs if requested, and error if any", "generate", group="output"),
     _once("json", False, Flag(), "print one JSON object (sizes in bytes)", "info", group="output"),
-    _once("kernels", False, Flag(), "print the kernel and launch config of each linear", "info", group="output"),
+    _option("kernels", False, Flag(), "print the kernel and launch config of each linear", "info", group="output"),
     _option("host", "127.0.0.1", ANY, "address to listen on", "serve", group="server", metavar="HOST"),
     _option("port", 8000, Integer(0, 65535), "0 takes any free port", "serve", group="server", metavar="N"),
     _option("served_model_name", None, NAME, "name of the model for clients", "serve", group="server", metavar="NAME",

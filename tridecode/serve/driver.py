@@ -136,29 +136,33 @@ class Driver:
         results: dict[int, Result] = {}
         running: dict[int, Request] = {}
         following, done = 0, 0
-        while done < len(make):
-            while following < len(make) and len(running) < 2 * self._slots:
-                try:
-                    running[following] = self.submit(make[following]())
-                except EngineClosed:
-                    raise
-                except QueueFull as error:
-                    if running:
-                        break  # until one of them has ended
-                    results[following] = failed(error)
-                except Exception as error:
-                    results[following] = failed(error)
-                following += 1
-            self.wait(lambda: not running or any(request.finish_reason for request in running.values()))
-            for i in [i for i, request in running.items() if request.finish_reason]:
-                try:
-                    results[i] = running.pop(i).result()
-                except Exception as error:
-                    results[i] = failed(error)
-            if (ended := following - len(running)) > done:
-                done = ended
-                if progress:
-                    progress(done, len(make))
+        try:
+            while done < len(make):
+                while following < len(make) and len(running) < 2 * self._slots:
+                    try:
+                        running[following] = self.submit(make[following]())
+                    except EngineClosed:
+                        raise
+                    except QueueFull as error:
+                        if running:
+                            break  # until one of them has ended
+                        results[following] = failed(error)
+                    except Exception as error:
+                        results[following] = failed(error)
+                    following += 1
+                self.wait(lambda: not running or any(request.finish_reason for request in running.values()))
+                for i in [i for i, request in running.items() if request.finish_reason]:
+                    try:
+                        results[i] = running.pop(i).result()
+                    except Exception as error:
+                        results[i] = failed(error)
+                if (ended := following - len(running)) > done:
+                    done = ended
+                    if progress:
+                        progress(done, len(make))
+        finally:
+            for request in running.values():  # after an error or an interrupt
+                self.drop(request)
         return [results[i] for i in range(len(make))]
 
     def close(self) -> None:

@@ -63,6 +63,7 @@ class Request:
     def __post_init__(self) -> None:
         self.prompt_tokens = len(self.tokens)
         self.ref = weakref.ref(self)
+        hash(self.ref)  # while it can be computed: the garbage collector may clear the reference before it is a key
 
     def __repr__(self) -> str:
         return f"Request(prompt_tokens={self.prompt_tokens}, finish_reason={self.finish_reason!r})"

@@ -115,7 +115,7 @@ class Scheduler:
     def add(self, ref: weakref.ref[Request]) -> None:
         """Put a request at the end of the queue, unless it is there or its callers have dropped it."""
         self._settle()
-        if ref in self.queue.requests or (request := ref()) is None:
+        if (request := ref()) is None or ref in self.queue.requests:
             return
         self._unsettled = True
         self.queue.add(request)
