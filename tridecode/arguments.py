@@ -319,10 +319,15 @@ def option(default: Any, constraint: Constraint, help: str, **more: Any) -> Any:
     return field(default=default, metadata={"option": Option(constraint, help, default, **more)})
 
 
+_declared: dict[type, dict[str, Option]] = {}
+
+
 def options_of(cls: type) -> dict[str, Option]:
-    """The options that the fields of a dataclass declare, by name."""
-    declared = {each.name: each.metadata.get("option") for each in fields(cls)}
-    return {name: replace(found, name=name) for name, found in declared.items() if found}
+    """Return the options that the fields of a dataclass declare, by name."""
+    if cls not in _declared:  # a server checks the parameters of each request
+        found = {each.name: each.metadata.get("option") for each in fields(cls)}
+        _declared[cls] = {name: replace(option, name=name) for name, option in found.items() if option}
+    return _declared[cls]
 
 
 def check_fields(instance: Any) -> None:

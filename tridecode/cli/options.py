@@ -114,7 +114,7 @@ OTHERS = (
     _option("served_model_name", None, NAME, "name of the model for clients", "serve", group="server", metavar="NAME",
             default_words="its id, or its directory's name"),
     _option("any_model", False, Flag(), "answer requests for any model, or for none", "serve", group="server"),
-    _option("timeout", 600.0, SECONDS, "seconds that a request may take; 0 is no limit", "serve",
+    _option("timeout", 600.0, SECONDS, "seconds that a request may take; 0 removes the limit", "serve",
             group="server", metavar="S"),
     _option("grace", 10.0, SECONDS, "seconds for running requests to end when the server stops", "serve",
             group="server", metavar="S"),

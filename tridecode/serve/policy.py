@@ -2,8 +2,6 @@
 
 from dataclasses import dataclass
 
-from ..step.prompt import CHUNK
-
 
 @dataclass(frozen=True)
 class Policy:
@@ -16,7 +14,7 @@ class Policy:
         prefix_sharing: whether K/V of equal prefixes are computed once.
     """
 
-    chunk_tokens: int = CHUNK
-    max_queue: int | None = None
-    prompt_ms: float = 15.0
-    prefix_sharing: bool = True
+    chunk_tokens: int
+    max_queue: int | None
+    prompt_ms: float
+    prefix_sharing: bool
