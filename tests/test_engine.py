@@ -393,7 +393,7 @@ def test_loading_takes_the_weights_and_little_more_and_can_be_done_again(tmp_pat
     plans = []
     for _ in range(2):
         engine = Engine.load(path)
-        plans.append(engine.plan.free)
+        plans.append(engine.plan.memory.free)
         del engine
     assert plans[1] > 0.98 * plans[0]
 

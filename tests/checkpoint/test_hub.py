@@ -145,7 +145,8 @@ def resolve(
     """The outcome of resolve_model in a fresh process, "path ..." or "error ..." on one line, and no warning."""
     ours = ("HF_", "HUGGING", "http_", "https_", "all_", "HTTP_", "HTTPS_", "ALL_")  # a proxy serves no loopback
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
-    env = inherited | {"HF_HOME": str(home), "HF_ENDPOINT": endpoint, "PYTHONPATH": str(ROOT)}
+    env = inherited | {"HF_HOME": str(home), "HF_ENDPOINT": endpoint}
+    env["PYTHONPATH"] = os.pathsep.join([str(ROOT), *inherited.get("PYTHONPATH", "").split(os.pathsep)])
     env |= {"HF_HUB_OFFLINE": "1" if offline else "0"} | environment
     command = [sys.executable, "-c", code, model, *more]
     run = subprocess.run(command, env=env, cwd=home.parent, capture_output=True, text=True, timeout=120)

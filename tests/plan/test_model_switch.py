@@ -131,14 +131,14 @@ def test_without_any_model_the_chat_ends(piped, models, crowded, monkeypatch, st
 @pytest.mark.parametrize("free, beside", [(2**30, True), (2**24, False)])
 def test_both_fit_where_the_new_one_gets_all_of_its_context(models, monkeypatch, free, beside):
     old = Engine.load(models["qwen"], device="cpu")
-    loader = Loader(make_parser().parse_args(["chat"]), None)
+    loader = Loader(make_parser().parse_args(["chat", "--device", "cpu"]), None)
     monkeypatch.setattr("tridecode.plan.memory.free_memory", lambda device: free)
     assert loader._fits_beside(old, loader._plan(models["llama"])) is beside
 
 
 def test_a_model_too_large_even_alone_is_refused_before_anything_is_given_up(models, monkeypatch):
     old = Engine.load(models["qwen"], device="cpu", max_seq_len=1)
-    loader = Loader(make_parser().parse_args(["chat"]), None)
+    loader = Loader(make_parser().parse_args(["chat", "--device", "cpu"]), None)
     monkeypatch.setattr("tridecode.plan.memory.free_memory", lambda device: -old.plan.memory.needed(old.capacity))
     with pytest.raises(DeviceError, match="not enough memory"):
         loader._fits_beside(old, loader._plan(models["llama"]))

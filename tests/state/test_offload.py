@@ -18,7 +18,9 @@ from tridecode.cli.parser import make_parser
 from tridecode.cli.terminal import Output
 from tridecode.errors import DeviceError, ParameterError
 from tridecode.models.presets import PRESETS
+from tridecode.options import EngineOptions
 from tridecode.plan import memory
+from tridecode.plan.kv import plan_host_layers
 from tridecode.plan.memory import plan_memory
 from tridecode.state.kv import make_kv_cache
 from tridecode.state.offload import Offload
@@ -481,10 +483,14 @@ def benched(monkeypatch):
     """A bench of this machine's engine, all else as the command line gives it."""
     made = []
 
-    def engine_made(args, capacity, pages, plan, on_host=0):
+    def engine_made(args, capacity, pages, plan):
         kept = (pages, plan.ring, plan.host) if plan else ()
-        made.append(engine_of(*kept, context=-(-capacity // PAGE), layers=5, on_host=on_host))
-        return made[-1]
+        options = EngineOptions(weights_offload=args.weights)
+        on_host = plan_host_layers(options, PRESETS[args.preset], torch.bfloat16)
+        engine = engine_of(*kept, context=-(-capacity // PAGE), layers=5, on_host=on_host)
+        engine.plan = replace(engine.plan, host_layers=on_host)
+        made.append(engine)
+        return engine
 
     monkeypatch.setattr(bench, "offload_engine", engine_made)
     monkeypatch.setattr(bench, "PAGE", PAGE)

@@ -44,7 +44,9 @@ PARAMS = {
 
 def engine_of(slots=SLOTS, quantized=None, **build) -> Engine:
     build |= {"slots": slots, "page": PAGE, "chunk_tokens": CHUNK, "batch_invariant": True}
-    engine = tiny_engine(capacity=CAPACITY, tie_word_embeddings=False, build=build, **quantized or {})
+    engine = tiny_engine(
+        capacity=CAPACITY, max_position=CAPACITY, tie_word_embeddings=False, build=build, **quantized or {}
+    )
     engine.threads = 1
     return engine
 

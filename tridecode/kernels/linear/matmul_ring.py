@@ -228,7 +228,8 @@ def _block_sums(C: gl.constexpr, w, iteration, x, zero_sums, scales, L: gl.const
             if s * C.STAGE_TILES + i < C.TILES:
                 piece = reinterpret(w.ring[i].index(stage), gl.int32, [8 * C.WARPS, WORDS], FLAT_L)
                 tiles += (load_words(piece, C.WARPS),)
-        if C.SHARED or C.OF_BLOCK > C.STAGES:  # as soon as all warps have it
+        if C.SHARED or C.OF_BLOCK > C.STAGES:  # the stage is copied to again, as soon as all warps have it
+            fence_async_shared()  # a barrier alone does not wait for loads that are in flight
             if C.PRODUCER:
                 mbarrier.arrive(w.free.index(stage), count=1)
             else:
