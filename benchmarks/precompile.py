@@ -1,4 +1,4 @@
-"""Fill a Triton cache, on a machine without a GPU, with what engines launch on an H200: there they compile nothing.
+"""Fill a Triton cache, on a machine without a GPU, with what engines of suites launch on another.
 
     TRITON_CACHE_DIR=/tmp/cache python benchmarks/precompile.py targets batch prompts
     TRITON_CACHE_DIR=/tmp/cache python benchmarks/precompile.py qwen3-4b,4096,1 qwen3-4b,1024,64,40960,int4 --count
@@ -15,47 +15,24 @@ import argparse
 import inspect
 import multiprocessing
 import os
-from contextlib import nullcontext
 
 import torch
 import triton.runtime.cache
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
-from tridecode.checkpoint.load import empty_weights
 from tridecode.cli.bench.batch import cases_of, room_of
 from tridecode.cli.bench.decode import capacity_of
 from tridecode.cli.bench.suite import SUITES, suite_args
+from tridecode.cli.precompile import planned_kernels
 from tridecode.errors import counted
-from tridecode.kernels.device import Device
+from tridecode.kernels.device import GPUS, simulated
 from tridecode.models.presets import PRESETS
 from tridecode.options import EngineOptions
-from tridecode.plan import graphs, memory
 from tridecode.plan.resolve import resolve
-from tridecode.step import model as state
-from tridecode.step.compiling import missing
-from tridecode.step.graphs import first_batches, first_lists, launcher
-from tridecode.step.prompt_graphs import end_of, first_reads
-from tridecode.step.run import launch
+from tridecode.step.compiler import OfflineDriver
 
-GPU = Device("NVIDIA H200", 90, 132, 232448, 233472, 65536)
 FOUND: list = []  # filled before the processes fork
-
-
-class NoGPU:
-    """A driver for processes that only compile: they need no context on a GPU."""
-
-    def __init__(self, target: GPUTarget):
-        self.target = target
-
-    def get_current_target(self) -> GPUTarget:
-        return self.target
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
 
 
 def engines_of(suite: str) -> list[tuple]:
@@ -81,24 +58,11 @@ def engine_of(words: str) -> tuple:
 
 
 def kernels_of(preset: str, capacity: int, slots: int, kv_tokens: int | None, quantize: str | None) -> list:
-    """What such an engine compiles at load, each with what its `preload` takes: its tensors by shape only."""
+    """What such an engine compiles at load."""
     options = EngineOptions(
         max_seq_len=capacity, slots=slots, kv_tokens=kv_tokens, quantize=quantize, dtype="bfloat16", speculate="off"
     )
-    plan = resolve(options, PRESETS[preset], torch.device("cuda"))
-    weights = empty_weights(plan.spec, torch.device("meta"), torch.bfloat16, packs=True)
-    configs = state.choose_configs(plan.spec, weights, GPU)  # without the table of this machine's user
-    sizes = plan.pages, plan.rows, plan.chunk
-    model = state.make_model(plan.spec, weights, capacity, slots, plan.page, configs, *sizes)
-    batches = first_batches(plan.graphs.sizes)
-    ends = [end_of(model, batch) for batch in batches]
-    found = missing(lambda: [lines(launcher(model)) for lines in [*first_lists(model, batches), *ends]])
-    return found + missing(lambda: [lines(launch_ours) for lines in first_reads(model)])
-
-
-def launch_ours(role: str, op, *args, **how) -> None:
-    if op.kernels:
-        launch(role, op, *args, **how)
+    return planned_kernels(resolve(options, PRESETS[preset], torch.device("cuda")))
 
 
 def compile_one(index: int) -> None:
@@ -119,17 +83,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("engines", nargs="+", metavar="SUITE|ENGINE")
     parser.add_argument("--triton", metavar="DIR")
+    parser.add_argument("--gpu", default="h200", choices=GPUS)
     parser.add_argument("--count", action="store_true")
     args = parser.parse_args()
-    driver.set_active(NoGPU(GPUTarget("cuda", GPU.capability, 32)))
-    state.device_of = graphs.device_of = memory.device_of = lambda device: GPU
-    memory.free_memory = lambda device: 2**40
-    torch.cuda.device = lambda device: nullcontext()
+    gpu = GPUS[args.gpu]
+    driver.set_active(OfflineDriver(GPUTarget("cuda", gpu.capability, 32)))
     if args.triton:
         as_triton_of(args.triton)
     wanted = [engines_of(words) if words in SUITES else [engine_of(words)] for words in args.engines]
     engines = dict.fromkeys(engine for each in wanted for engine in each)
-    FOUND.extend(dict.fromkeys(kernel for engine in engines for kernel in kernels_of(*engine)))
+    with simulated(gpu):
+        FOUND.extend(dict.fromkeys(kernel for engine in engines for kernel in kernels_of(*engine)))
     print(f"{counted(len(FOUND), 'kernel')} of {counted(len(engines), 'engine')}", flush=True)
     if not args.count:
         with multiprocessing.get_context("fork").Pool(os.cpu_count()) as pool:

@@ -34,6 +34,7 @@ from .step.dispatch import Dispatcher, GraphStat
 from .step.graphs import make_steps
 from .step.model import DecodeModel, make_model
 from .step.prompt_graphs import make_prompts
+from .step.reachable import compile_passes
 from .tensors import short_repr
 from .text.grammar import Grammars
 from .text.prompt import Encoded, Prompt, listed, prompt_ids
@@ -60,7 +61,12 @@ class Engine:
 
     @classmethod
     def load(
-        cls, model: str | Path | None = None, *, progress: Callable[[int, int], None] | None = None, **options: Any
+        cls,
+        model: str | Path | None = None,
+        *,
+        progress: Callable[[int, int], None] | None = None,
+        compiling: Callable[[int, int], None] | None = None,
+        **options: Any,
     ) -> Self:
         """Load a checkpoint.
 
@@ -68,6 +74,7 @@ class Engine:
             model: a directory or a Hugging Face id. None is the bundled model, and so is "bundled" unless there is a
                 directory of that name.
             progress: called with (bytes done, bytes in all) while weights load.
+            compiling: called with (kernels done, kernels in all) while kernels compile, from several threads.
             options: the fields of EngineOptions.
 
         On a CPU the engine sets PyTorch's number of threads: one for a tiny model, else the number of free cores. A
@@ -79,6 +86,7 @@ class Engine:
             ParameterError: an option is wrong, or contradicts another one, the model or the device.
         """
         function("progress", progress)
+        function("compiling", compiling)
         requested = EngineOptions(**{name: named(value) for name, value in options.items()})
         device = find_device(requested)
         path = resolve_model(model, weights=False)
@@ -88,7 +96,8 @@ class Engine:
         tokenizer = Tokenizer.load(path)
         cores = threads.FreeCores()
         weights = load_weights(path, plan.spec, device, plan.dtype, progress, plan.host_layers)
-        engine = cls.build(plan, weights, tokenizer, BUNDLED.name if model is None else str(model))
+        name = BUNDLED.name if model is None else str(model)
+        engine = cls.build(plan, weights, tokenizer, name, compiling=compiling)
         engine.threads = threads.choose(plan.memory.weights, cores) if device.type == "cpu" else None
         return engine
 
@@ -100,16 +109,18 @@ class Engine:
         tokenizer: Tokenizer | None = None,
         name: str = "",
         configs: Mapping[int, PassConfigs] | None = None,
+        compiling: Callable[[int, int], None] | None = None,
     ) -> Self:
-        """Build an engine from weights that are on their device already. configs: launch configs by rows, by default
-        those chosen for the GPU."""
-        options = plan.options
+        """Build an engine from weights that are on their device already.
+
+        Args:
+            configs: launch configs by rows, by default those chosen for the GPU.
+            compiling: as for `load`.
+        """
         with allocating(plan.capacity, plan.device):
-            model = make_model(
-                plan.spec, weights, plan.capacity, plan.slots, plan.page or plan.capacity, configs, plan.pages,
-                plan.rows, plan.chunk, batch_invariant=options.batch_invariant, offload=plan.offload,
-                speculate=plan.ngram is not None, ngram=plan.ngram or NGRAM, one_piece=plan.graphs.one_piece,
-            )  # fmt: skip
+            model = model_of(plan, weights, configs)
+        if plan.graphs.captured:
+            compile_passes(model, plan.graphs.sizes, plan.graphs.prompt_attention, compiling)
         return cls(model, tokenizer, plan, name)
 
     def __post_init__(self) -> None:
@@ -394,3 +405,12 @@ class Engine:
 def named(value: Any) -> Any:
     """Return the name of a torch dtype or device, and other values as they are."""
     return str(value).removeprefix("torch.") if isinstance(value, torch.dtype | torch.device) else value
+
+
+def model_of(plan: EnginePlan, weights: Weights, configs: Mapping[int, PassConfigs] | None = None) -> DecodeModel:
+    """Allocate the state of a planned model. configs: launch configs by rows, by default those chosen for the GPU."""
+    return make_model(
+        plan.spec, weights, plan.capacity, plan.slots, plan.page or plan.capacity, configs, plan.pages, plan.rows,
+        plan.chunk, batch_invariant=plan.options.batch_invariant, offload=plan.offload,
+        speculate=plan.ngram is not None, ngram=plan.ngram or NGRAM, one_piece=plan.graphs.one_piece,
+    )  # fmt: skip

@@ -35,7 +35,7 @@ PROMPT_MS = 15.0
 DTYPES = ("bfloat16", "float16", "float32")
 GRAPHS = ("none", "piecewise", "full", "full_decode_only", "full_and_piecewise")
 QUANTIZE = ("fp8", "int8", "int4")
-ENGINE = ("chat", "generate", "serve", "info")  # the commands that load, or describe, an engine
+ENGINE = ("chat", "generate", "serve", "info", "precompile")  # the commands that load or describe an engine
 
 NO_PROMPT_GRAPHS = ("none", "full_decode_only"), ': no prompt pass is captured with graph="{}"; leave one of them out'
 DEVICE = Text("auto, cpu, cuda or cuda:N", r"auto|cpu|cuda(:[0-9]{1,4})?")

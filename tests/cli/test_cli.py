@@ -547,10 +547,14 @@ def test_loading_on_a_terminal_shows_its_steps(monkeypatch):
     set_up_logging(verbose=False)
     log = logging.getLogger("tridecode")
     with Output().loading() as progress:
-        progress(50, 100)
+        progress.weights(50, 100)
+        progress.refresh()
+        progress.kernels(3, 40)
+        progress.refresh()
         log.info("compiling the kernels")
         log.warning("shown elsewhere")
     log.info("after")
     shown = screen.getvalue()
     assert "loading" in shown and "50/100 bytes" in shown and "compiling the kernels" in shown
+    assert "3/40 kernels" in shown
     assert "elsewhere" not in shown and "after" not in shown

@@ -3,9 +3,6 @@
 Prints the kernels that two equal launches lack, and whether launches run as usual afterwards.
 """
 
-import sys
-from pathlib import Path
-
 import torch
 from triton import knobs
 from triton.backends.compiler import GPUTarget
@@ -15,14 +12,12 @@ from tridecode import layout
 from tridecode.kernels.linear.matmul import MATMUL, MatmulConfig
 from tridecode.kernels.linear.project import AddResidual
 from tridecode.kernels.linear.weight import LoadedLinear
+from tridecode.step.compiler import OfflineDriver
 from tridecode.step.compiling import missing
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-from precompile import NoGPU
 
 
 def main() -> None:
-    driver.set_active(NoGPU(GPUTarget("cuda", 90, 32)))
+    driver.set_active(OfflineDriver(GPUTarget("cuda", 90, 32)))
     meta = torch.empty(1, layout.META_WIDTH, dtype=torch.int32, device="meta")
     linear = LoadedLinear(torch.empty(256, 256, dtype=torch.bfloat16, device="meta"))
     x, norm, normed, out, sumsq = (

@@ -30,7 +30,8 @@ def load_engine(args, output: Output) -> tuple[Engine, SamplingParams]:
 def load_model(args, model: str | Path | None, max_seq_len: int | None, output: Output) -> Engine:
     """Load `model` (None: bundled) with the engine's options of the command line."""
     with output.loading() as progress:
-        engine = Engine.load(model, progress=progress, **engine_options(args) | {"max_seq_len": max_seq_len})
+        options = engine_options(args) | {"max_seq_len": max_seq_len}
+        engine = Engine.load(model, progress=progress.weights, compiling=progress.kernels, **options)
     for note in engine.notes:
         output.note(with_options(note, LOADING))
     return engine

@@ -137,6 +137,10 @@ def imported(name: str) -> Callable:
         from .quantize import quantize
 
         return quantize
+    if name == "precompile":
+        from .precompile import precompile
+
+        return precompile
     from .info.command import info
 
     return info

@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 
 from ..arguments import Choice, Constraint, Flag, Integer, Number, Option, Rejected, Text, options_of
 from ..errors import ParameterError
+from ..kernels.device import GPUS
 from ..options import OPTIONS
 from ..sampling import SamplingParams, TokenIds
 
@@ -15,7 +16,8 @@ ANY = Text()
 NAME = Text("a name", r".*\S.*")
 ORIGIN = Text("* or an origin like https://chat.example, without a path", r"\*|[a-z][a-z0-9+.-]*://[^\s/?#A-Z]+")
 SECONDS = Number(0, 1e6)
-CONFIGURED = ("chat", "generate", "serve", "info")  # commands whose options may be set in the file and environment
+# Commands whose options may be set in the file and environment.
+CONFIGURED = ("chat", "generate", "serve", "info", "precompile")
 GROUPS = {  # group -> its description in the help
     "sampling": "Defaults are the model's own, from its generation_config.json.",
     "form of the answer": "At most one of these; see docs/structured.md.",
@@ -109,6 +111,8 @@ OTHERS = (
           "seed, logprobs if requested, and error if any", "generate", group="output"),
     _once("json", False, Flag(), "print one JSON object (sizes in bytes)", "info", group="output"),
     _option("kernels", False, Flag(), "print the kernel and launch config of each linear", "info", group="output"),
+    _once("gpu", None, Choice(tuple(GPUS)), "a GPU that this machine need not have", "precompile", group="model",
+          default_words="this machine's"),
     _option("host", "127.0.0.1", ANY, "address to listen on", "serve", group="server", metavar="HOST"),
     _option("port", 8000, Integer(0, 65535), "0 takes any free port", "serve", group="server", metavar="N"),
     _option("served_model_name", None, NAME, "name of the model for clients", "serve", group="server", metavar="NAME",

@@ -55,6 +55,10 @@ INFO = """\
 Show model, memory plan, GPU, versions and what would run. The weights are neither loaded nor, for a Hugging Face id,
 downloaded.
 """
+PRECOMPILE = """\
+Compile the kernels of an engine with these options into Triton's cache, so that the engine starts without compiling.
+With --gpu, the machine needs no GPU: for container images. The cache must keep its path, and Triton its version.
+"""
 PROFILE = """\
 Show where the time of one token step and of one prefill chunk goes, from the GPU's own activity records, kernel by
 kernel, against the read bandwidth measured in the same run. Prints tables and, as the last line, one JSON object. Needs
@@ -118,6 +122,7 @@ def make_parser() -> argparse.ArgumentParser:
     session_options(add("sessions", help=about, description=SESSIONS))
     about = "show what would run, without loading, and what stands in its way"
     add("info", aliases=["doctor"], help=about, description=INFO)
+    add("precompile", help="compile an engine's kernels before it starts", description=PRECOMPILE)
     quantize = add("quantize", help="write a quantized checkpoint", description=QUANTIZE)
     source = "directory or Hugging Face id of an unquantized checkpoint, or bundled"
     quantize.add_argument("model", metavar="MODEL", help=source)

@@ -28,6 +28,6 @@ def quantize(args, output: Output) -> int:
     out.mkdir(parents=True, exist_ok=True)
     repo = None if source in (BUNDLED, Path(args.model).expanduser()) else args.model
     with output.loading() as progress:
-        write(source, out, files, rules(args.to, args.head), linear_modules(plain), progress, repo)
+        write(source, out, files, rules(args.to, args.head), linear_modules(plain), progress.weights, repo)
     output.note(f"{out}: {args.to}, LM head {args.head}")
     return 0

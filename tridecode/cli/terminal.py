@@ -130,20 +130,19 @@ class Output:
 
     @contextmanager
     def loading(self):
-        """On a terminal a bar with bytes and speed, then a line for each further step, as the engine logs it.
+        """On a terminal a bar with bytes and speed, or with kernels, and a line for each further step that the engine
+        logs.
 
-        Yields the function that Engine.load calls with its progress.
+        Yields an object whose `weights` and `kernels` Engine.load calls with its progress.
         """
-        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+        from .loading_bar import Loading
 
-        columns = TextColumn("loading"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
         shows = self.errors.is_terminal and not self.quiet
-        with Progress(*columns, console=self.errors, transient=True, disable=not (shows and self.redraws)) as bar:
-            task = bar.add_task("loading", total=None, visible=False)
+        with Loading(self.errors, disable=not (shows and self.redraws)) as bar:
             # What is typed meanwhile is for the first prompt, and would stand amid the bar.
             typed = unechoed(shows and sys.stdin.isatty(), bar.stop, bar.start, self.editor)
             with logged(self.note) if shows else nullcontext(), typed:
-                yield lambda done, total: bar.update(task, completed=done, total=total, visible=True)
+                yield bar
 
 
 class Notes(logging.Handler):

@@ -18,7 +18,7 @@ from ..errors import DeviceError
 from ..kernels.device import device_of
 from ..layout import LIMIT_REACHED, STATUS
 from ..models.presets import PRESETS
-from ..step.compiling import compile_ahead, threads
+from ..step.compiling import compile_ahead, workers
 from ..step.dispatch import BatchDescriptor, Dispatcher
 from ..step.graphs import DecodePasses, launcher, list_of
 from ..step.model import DecodeModel
@@ -34,7 +34,7 @@ from .terminal import Output
 CONTEXTS = (128, 4096)  # the time of a step is its mean over these
 CONTEXTS_OF_SEVERAL = (128, 1024)  # rows
 RUN_SECONDS, RUNS = 0.05, 5  # length and number of the runs that a timing is the median of
-AT_ONCE = 2 * threads()  # candidates that are compiled before they are timed
+AT_ONCE = 2 * workers()  # candidates that are compiled before they are timed
 TOLERANCE = 0.05  # relative RMS between the logits of two configs; only the order of sums differs
 PACKED_TOLERANCE = 0.2  # for quantized weights: with random ones the order of sums has made more than 0.05
 

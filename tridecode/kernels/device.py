@@ -1,8 +1,12 @@
 """Device: the properties of a GPU that launch configs depend on."""
 
-from typing import NamedTuple
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, NamedTuple
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 
 class Device(NamedTuple):
@@ -10,7 +14,7 @@ class Device(NamedTuple):
 
     name: as the driver reports it. capability: 10 * major + minor, for example 90. multiprocessors: their number.
     shared_memory: bytes that one program may use. shared_memory_each: bytes of a multiprocessor. registers: 32-bit
-    registers of a multiprocessor.
+    registers of a multiprocessor. memory: bytes of the GPU.
     """
 
     name: str = "cpu"
@@ -19,10 +23,52 @@ class Device(NamedTuple):
     shared_memory: int = 0
     shared_memory_each: int = 0
     registers: int = 0
+    memory: int = 0
 
 
-def device_of(device: torch.device) -> Device:
+def _gpu(name: str, capability: int, multiprocessors: int, shared_kib: int, memory_gib: int) -> Device:
+    return Device(
+        name, capability, multiprocessors, shared_kib * 2**10, (shared_kib + 1) * 2**10, 65536, memory_gib * 2**30
+    )
+
+
+# GPUs for which kernels can be compiled on another machine. Source: CUDA's table of compute capabilities, and the data
+# sheets of the GPUs.
+GPUS = {
+    "a100": _gpu("NVIDIA A100-SXM4-80GB", 80, 108, 163, 80),
+    "rtx-3090": _gpu("NVIDIA GeForce RTX 3090", 86, 82, 99, 24),
+    "rtx-4090": _gpu("NVIDIA GeForce RTX 4090", 89, 128, 99, 24),
+    "l4": _gpu("NVIDIA L4", 89, 58, 99, 24),
+    "l40s": _gpu("NVIDIA L40S", 89, 142, 99, 48),
+    "h100": _gpu("NVIDIA H100 80GB HBM3", 90, 132, 227, 80),
+    "h200": _gpu("NVIDIA H200", 90, 132, 227, 141),
+    "b200": _gpu("NVIDIA B200", 100, 148, 227, 180),
+    "rtx-5090": _gpu("NVIDIA GeForce RTX 5090", 120, 170, 99, 32),
+}
+_simulated: ContextVar[Device | None] = ContextVar("_simulated", default=None)
+
+
+@contextmanager
+def simulated(gpu: Device) -> Iterator[None]:
+    """Let `gpu` stand in for CUDA and meta devices: plans and launch configs are those of that GPU."""
+    token = _simulated.set(gpu)
+    try:
+        yield
+    finally:
+        _simulated.reset(token)
+
+
+def simulated_gpu(device: "torch.device") -> Device | None:
+    """Return the GPU that stands in for `device`, if any."""
+    return _simulated.get() if device.type in ("cuda", "meta") else None
+
+
+def device_of(device: "torch.device") -> Device:
     """Read the properties of `device` from its driver; without a driver they are those of a CPU."""
+    if gpu := simulated_gpu(device):
+        return gpu
+    import torch  # here, because `tridecode --help` lists GPUS without it
+
     if device.type != "cuda" or not torch.cuda.is_available():
         return Device()
     facts = torch.cuda.get_device_properties(device)
@@ -33,4 +79,5 @@ def device_of(device: torch.device) -> Device:
         facts.shared_memory_per_block_optin,  # type: ignore[attr-defined]
         facts.shared_memory_per_multiprocessor,
         facts.regs_per_multiprocessor,  # type: ignore[attr-defined]
+        facts.total_memory,
     )

@@ -10,7 +10,7 @@ import torch
 from ..blocks.spec import ModelSpec
 from ..checkpoint.slices import host_layer_bytes, weight_bytes
 from ..errors import DeviceError, counted
-from ..kernels.device import device_of
+from ..kernels.device import device_of, simulated_gpu
 from ..state.kv import kv_bytes_per_token
 from ..state.offload import Offload
 from ..step.model import expands_kv, rope_keys, verify_rows
@@ -251,7 +251,9 @@ def prompt_bytes(spec: ModelSpec, dtype: torch.dtype, rows: int, device: torch.d
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that can be allocated now."""
+    """Bytes that can be allocated now; of a simulated GPU all of its memory."""
+    if gpu := simulated_gpu(device):
+        return gpu.memory
     if device.type == "cuda":
         gc.collect()
         torch.cuda.empty_cache()  # what an engine before this one left in the allocator's cache is free

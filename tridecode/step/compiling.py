@@ -1,34 +1,56 @@
-"""Compilation of the kernels of several lists in parallel: a first start waits for the slowest one, not for the sum."""
+"""Compilation of kernels before they are launched: in parallel, in child processes, into Triton's cache."""
 
+import json
+import logging
 import os
+import subprocess
+import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from itertools import count
+from pathlib import Path
+from typing import Any
 
 import torch
 from triton import JITFunction, knobs
+from triton.runtime.cache import FileCacheManager
+from triton.runtime.driver import driver
 
 from .run import Lines, Recorder, Run
 
-MOST = 16  # threads; each compiles in LLVM and ptxas, outside of Python
-_hooking = threading.Lock()  # the hook is global to the process, so its user restores the previous one
+Kernel = tuple[JITFunction, str]  # a function, and the argument of its `preload`
+Progress = Callable[[int, int], None]  # kernels that are compiled, and in all
+
+MOST = 16  # processes or threads
+FEW = 4  # kernels that are compiled here: a child process needs some seconds to start
+log = logging.getLogger("tridecode")
+_hooking = threading.Lock()  # hooks are global to the process, so their user restores the previous ones
+_looking = threading.local()
 
 
-def threads() -> int:
+def workers() -> int:
     """Return the number of kernels that are compiled in parallel."""
-    return min(os.cpu_count() or 1, MOST)
+    return min(len(os.sched_getaffinity(0)), MOST)
 
 
-def compile_ahead(lists: Iterable[Lines], run: Run, device: torch.device) -> int:
-    """Compile the kernels that the lines of `lists` need, in several threads. Return the number of compiled kernels.
+def compile_ahead(lists: Iterable[Lines], run: Run, device: torch.device, progress: Progress | None = None) -> int:
+    """Compile the kernels that the lines of `lists` need. Return the number of kernels that were not loaded.
 
-    `run` launches the lines whose kernels exist already. Therefore no row may have the status RUN: such launches write
-    nothing.
-    The threads only compile. Triton loads a compiled kernel at its first launch, and only one thread at a time may.
+    `run` launches the lines whose kernels are loaded already. Therefore no row may have the status RUN: such launches
+    write nothing.
 
     Raises:
         Exception: any error of Triton's compiler.
     """
+    wanted = kernels_of(lists, run, device)
+    compile_kernels(wanted, device, progress)
+    return len(wanted)
+
+
+def kernels_of(lists: Iterable[Lines], run: Run, device: torch.device) -> list[Kernel]:
+    """Return the kernels that the lines of `lists` need and that are not loaded. `run`: as for compile_ahead."""
     recorder = Recorder()
     for lines in lists:
         lines(recorder)
@@ -38,21 +60,12 @@ def compile_ahead(lists: Iterable[Lines], run: Run, device: torch.device) -> int
         for launch in distinct.values():
             run(launch.role, launch.op, *launch.args, **launch.how)
 
-    with torch.cuda.device(device):
-        wanted = missing(launches)
-
-    def compile_one(entry: tuple[JITFunction, str]) -> None:
-        function, specialization = entry
-        with torch.cuda.device(device):  # every thread has its own current device
-            function.preload(specialization)
-
-    with ThreadPoolExecutor(threads()) as pool:
-        list(pool.map(compile_one, wanted))
-    return len(wanted)
+    with _on(device):
+        return missing(launches)
 
 
-def missing(launches: Callable[[], None]) -> list[tuple[JITFunction, str]]:
-    """Return the kernels that these launches lack, each with the argument of its `preload`.
+def missing(launches: Callable[[], None]) -> list[Kernel]:
+    """Return the kernels that these launches lack.
 
     Launches that lack their kernel are skipped; all others run.
     """
@@ -67,3 +80,130 @@ def missing(launches: Callable[[], None]) -> list[tuple[JITFunction, str]]:
         knobs.runtime.jit_cache_hook = note
         launches()
     return [(function, specialization) for (function, _), specialization in found.items()]
+
+
+def compile_kernels(wanted: Sequence[Kernel], device: torch.device, progress: Progress | None = None) -> int:
+    """Compile kernels, and load their code from Triton's cache. Return the number of kernels that were compiled.
+
+    Child processes compile what the cache lacks. The kernels that they cannot compile are compiled here, in threads.
+    progress: called with (compiled, in all) if the cache lacks kernels.
+    """
+    absent = load_stored(wanted, device)
+    if len(absent) > FEW:
+        with _on(device):
+            target = driver.active.get_current_target()
+        _compile_in_children(absent, target, progress or (lambda done, total: None))
+        left = load_stored(absent, device)
+    else:
+        left = absent
+    _in_threads(lambda kernel: kernel[0].preload(kernel[1]), left, device)
+    return len(absent)
+
+
+class _Absent(Exception):
+    """Triton's cache does not contain a kernel."""
+
+
+def load_stored(wanted: Sequence[Kernel], device: torch.device) -> list[Kernel]:
+    """Load the kernels that Triton's cache contains, and return the others."""
+    absent: list[Kernel] = []
+
+    class StoredOnly(knobs.cache.manager_class or FileCacheManager):  # type: ignore[misc]
+        """A cache whose lookups fail, in the threads that look for stored kernels, instead of returning nothing."""
+
+        def get_group(self, filename: str) -> dict[str, str] | None:
+            group = super().get_group(filename)
+            if not group and getattr(_looking, "active", False):
+                raise _Absent
+            return group
+
+    def load(kernel: Kernel) -> None:
+        _looking.active = True
+        try:
+            kernel[0].preload(kernel[1])
+        except _Absent:
+            absent.append(kernel)
+        finally:
+            _looking.active = False
+
+    with _hooking, knobs.cache.scope():
+        knobs.cache.manager_class = StoredOnly
+        _in_threads(load, wanted, device)
+    return absent
+
+
+def _in_threads(work: Callable[[Kernel], Any], kernels: Sequence[Kernel], device: torch.device) -> None:
+    def on_device(kernel: Kernel) -> None:
+        with _on(device):  # every thread has its own current device
+            work(kernel)
+
+    pool = ThreadPoolExecutor(workers())
+    try:
+        list(pool.map(on_device, kernels))
+    finally:
+        pool.shutdown(cancel_futures=True)  # after an error or Ctrl-C, wait only for kernels in progress
+
+
+def _on(device: torch.device):
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def _compile_in_children(kernels: Sequence[Kernel], target: Any, progress: Progress) -> None:
+    """Let child processes compile kernels into Triton's cache. A kernel that fails there is skipped and logged."""
+    todo, done, lock = iter(kernels), count(1), threading.Lock()
+    children: list[subprocess.Popen] = []
+    pool = ThreadPoolExecutor(workers())
+
+    def work(child: subprocess.Popen) -> None:
+        assert child.stdin and child.stdout
+        while True:
+            with lock:
+                kernel = next(todo, None)
+            if kernel is None:
+                return
+            function, specialization = kernel
+            child.stdin.write(json.dumps((function.fn.__module__, function.fn.__name__, specialization)) + "\n")
+            child.stdin.flush()
+            if error := _answer(child):
+                log.warning("a child process could not compile %s: %s", function.fn.__name__, error)
+            with lock:
+                progress(next(done), len(kernels))
+
+    try:
+        for _ in range(min(workers(), len(kernels))):
+            children.append(_start_child(target))
+        progress(0, len(kernels))
+        list(pool.map(work, children))
+    except OSError as error:  # no process could be started, or one has died
+        log.warning("child processes cannot compile kernels: %s", error)
+    finally:
+        for child in children:
+            child.kill()
+            child.wait()
+        pool.shutdown()  # threads whose child has ended end too
+
+
+def _start_child(target: Any) -> subprocess.Popen:
+    """Start a compiler process. It is in a session of its own, so that Ctrl-C reaches only this process."""
+    package = str(Path(__file__).parents[2])
+    environment = os.environ | {
+        "CUDA_VISIBLE_DEVICES": "",
+        "TRITON_CACHE_DIR": knobs.cache.dir,
+        "PYTHONPATH": os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])]),
+    }
+    command = [sys.executable, "-m", "tridecode.step.compiler", target.backend, str(target.arch), str(target.warp_size)]
+    return subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment,
+        start_new_session=True,
+    )  # fmt: skip
+
+
+def _answer(child: subprocess.Popen) -> str | None:
+    """Return the error of the child's current kernel, or None. Lines that are not an answer are the compiler's."""
+    assert child.stdout
+    for line in child.stdout:
+        try:
+            return json.loads(line)["error"]
+        except (ValueError, TypeError, KeyError):
+            continue
+    raise BrokenPipeError(f"a compiler process ended with code {child.wait()}")

@@ -1,0 +1,47 @@
+"""A child process that compiles kernels into Triton's cache. Arguments: backend, architecture, threads of a warp.
+
+It never creates a CUDA context, which would take half a gigabyte of the GPU. It reads requests from stdin and answers
+each with one line of stdout, in JSON; compiling.py writes and reads them.
+"""
+
+import json
+import sys
+from importlib import import_module
+
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+
+from ..errors import brief
+
+
+class OfflineDriver:
+    """A Triton driver that compiles for a GPU that need not exist, and launches nothing."""
+
+    def __init__(self, target: GPUTarget):
+        self.target = target
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def main() -> None:
+    backend, arch, warp_size = sys.argv[1:]
+    driver.set_active(OfflineDriver(GPUTarget(backend, int(arch), int(warp_size))))
+    for line in sys.stdin:
+        module, name, specialization = json.loads(line)
+        try:
+            getattr(import_module(module), name).preload(specialization)
+        except Exception as error:  # the parent compiles the kernel again and reports the error
+            print(json.dumps({"error": brief(error)}), flush=True)
+        else:
+            print(json.dumps({"error": None}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
