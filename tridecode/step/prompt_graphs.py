@@ -4,6 +4,7 @@ import logging
 import time
 from collections.abc import Sequence
 from functools import partial
+from itertools import count, takewhile
 
 from ..kernels.attention.torch_attention import BLOCK_ATTENTION, torch_attention
 from ..kernels.op import Op
@@ -46,8 +47,9 @@ def end_of(model: DecodeModel, batch: BatchDescriptor) -> Lines:
 
 
 def first_reads(model: DecodeModel) -> list[Lines]:
-    """Return the reads to compile at load, of few tokens and of the most: their attention kernels may differ."""
-    sizes = 4, model.prompt.rows - model.rows
+    """Return the reads to compile at load: attention has up to three kernels, for few, more and many tokens."""
+    most = model.prompt.rows - model.rows
+    sizes = [*takewhile(lambda size: size < most, (4 << i for i in count())), most]
     return [read_of(model, PromptDescriptor(tokens, rows)) for tokens in sizes for rows in decoding_rows(model)]
 
 
