@@ -210,15 +210,14 @@ class Engine:
         return self._driver.opened()
 
     def capture_next(self) -> bool:
-        """Capture one more size of prompt passes, or passes that verify drafts, unless a request runs.
+        """Capture one more size of prompt passes, unless a request runs.
 
-        An engine of several slots captures all prompt passes at load; one of one slot captures those up to FIRST_TURN.
-        A caller with idle time may capture the rest. Returns False if none is left.
+        An engine of several slots captures all passes at load. One of one slot captures prompt passes of up to
+        FIRST_TURN tokens, and a caller with idle time may capture the rest. Returns False if none is left.
         """
         if self.scheduler.busy:  # leave its lock to the threads that step
             return True
-        capture = lambda: self.prompts.capture_next() or self.steps.capture_next()  # noqa: E731
-        return self._driver.exclusively(lambda scheduler: scheduler.busy or capture())
+        return self._driver.exclusively(lambda scheduler: scheduler.busy or self.prompts.capture_next())
 
     def graph_stats(self) -> list[GraphStat]:
         """Return how many decode passes ran so far, by rows, padded rows and mode."""

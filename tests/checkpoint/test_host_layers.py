@@ -21,7 +21,7 @@ from tridecode.plan import memory
 from tridecode.plan.memory import plan_memory
 from tridecode.state.offload import Offload
 from tridecode.step import decode
-from tridecode.step.dispatch import Dispatcher
+from tridecode.step.dispatch import BatchDescriptor, Dispatcher
 from tridecode.step.graphs import DecodePasses, launcher
 from tridecode.step.prompt import finish, read
 from tridecode.step.run import Forked, Recorder, launch, run_reference
@@ -289,7 +289,7 @@ needs_gpu = pytest.mark.skipif(not CUDA, reason="streams and graphs are a GPU's"
 
 def logits_of(engine, run) -> torch.Tensor:
     """Of one step, whose buffers hold NaN before."""
-    steps = DecodePasses(engine.model, run, Dispatcher("full", (1,)), kinds=("greedy",))
+    steps = DecodePasses(engine.model, run, Dispatcher("full", (1,)), batches=[BatchDescriptor("greedy", 1)])
     rewind(engine, 7, replace(GREEDY, seed=1))
     for buffer in engine.model.weights.host.target:
         buffer.fill_(-1)  # NaN, in any format

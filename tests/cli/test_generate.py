@@ -98,14 +98,6 @@ def test_allow_special_reads_control_tokens(generate, seen, engine):
     assert seen[-1][0] == [2]
 
 
-@pytest.mark.parametrize("asked", [(), ("--speculate", "ngram"), ("--speculate-ngram", "4:2")], ids=" ".join)
-def test_who_asks_for_guesses_has_their_graphs_for_a_first_answer(generate, engine, monkeypatch, asked):
-    found, submit = [], engine.submit
-    monkeypatch.setattr(engine.scheduler, "answered", False)
-    monkeypatch.setattr(engine, "submit", lambda *a, **b: found.append(engine.scheduler.answered) or submit(*a, **b))
-    assert generate("--prompt", "Hello", *LIMITS, *asked)[0] == 0 and found == [bool(asked)]
-
-
 def test_no_reuse_prefix(generate, seen):
     options = ("--prompt", "Hello", "--json", "--n", "2", *LIMITS)
     assert lines(generate(*options)[1])[1]["usage"]["reused_tokens"] > 0

@@ -303,7 +303,7 @@ def test_what_can_be_captured_later_is_while_nobody_waits(monkeypatch):
             left[0] -= 1
             return left[0] > 0
 
-        monkeypatch.setattr(engine.steps, "capture_next", capture_next)
+        monkeypatch.setattr(engine.prompts, "capture_next", capture_next)
         with Running(engine) as running:
             time.sleep(0.3)
             assert not began, "the first answer comes first"
@@ -321,7 +321,7 @@ def test_what_can_be_captured_later_is_while_nobody_waits(monkeypatch):
 def test_a_server_stops_between_two_captures(monkeypatch):
     with Engine.load(device="cpu", slots=2) as engine:
         began = []
-        monkeypatch.setattr(engine.steps, "capture_next", lambda: began.append(time.sleep(0.05)) or True)
+        monkeypatch.setattr(engine.prompts, "capture_next", lambda: began.append(time.sleep(0.05)) or True)
         with Running(engine) as running:
             running.post("/v1/chat/completions", GREEDY)
             until(lambda: began)

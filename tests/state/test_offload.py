@@ -26,7 +26,7 @@ from tridecode.state.kv import make_kv_cache
 from tridecode.state.offload import Offload
 from tridecode.state.prefix import PrefixCache
 from tridecode.step import decode
-from tridecode.step.dispatch import Dispatcher
+from tridecode.step.dispatch import BatchDescriptor, Dispatcher
 from tridecode.step.graphs import DecodePasses, launcher
 from tridecode.step.prompt import read
 from tridecode.step.run import Recorder, launch, run_reference
@@ -589,7 +589,7 @@ def test_a_graph_is_captured_once_while_the_context_grows():
 
 def logits_of(engine, run) -> torch.Tensor:
     """Of one step behind 9 pages of the host, whose ring holds NaN before."""
-    steps = DecodePasses(engine.model, run, Dispatcher("full", (1,)), kinds=("greedy",))
+    steps = DecodePasses(engine.model, run, Dispatcher("full", (1,)), batches=[BatchDescriptor("greedy", 1)])
     position = 9 * PAGE + 3
     rewind(engine, position, replace(GREEDY, seed=1))
     engine.scheduler.slots.send(0, 9)

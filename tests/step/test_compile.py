@@ -65,9 +65,30 @@ def test_what_engines_launch_on_a_gpu_is_found_without_one():
     assert engines == "2" and int(kernels) > 30
 
 
-def run_script(script: str, *arguments: str) -> str:
+def test_child_processes_compile_and_the_parent_compiles_nothing(tmp_path):
+    lacked, here, progress, again = run_script("compile_children.py", cache=tmp_path / "a").splitlines()
+    assert (lacked, here, again) == ("6 of 6", "0 here", "0 again")
+    assert progress == " ".join(str((done, 6)) for done in range(7))
+
+
+@pytest.mark.skipif(CUDA, reason="takes as long again")
+def test_the_parent_compiles_if_no_child_process_works(tmp_path):
+    lacked, here, _, again = run_script("compile_children.py", "broken", cache=tmp_path / "a").splitlines()
+    assert (lacked, here, again) == ("6 of 6", "6 here", "0 again")
+
+
+def test_engines_compile_all_kernels_of_their_passes_at_load():
+    """Of many lengths of prompts, and of all decode passes."""
+    for line in run_script("reach_kernels.py").splitlines():
+        _, _, compiled, *lacking = line.split()
+        assert int(compiled) > 30 and not lacking, line
+
+
+def run_script(script: str, *arguments: str, cache: Path | None = None) -> str:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join([str(FOLDER.parents[1]), environment.get("PYTHONPATH", "")])
+    if cache is not None:
+        environment["TRITON_CACHE_DIR"] = str(cache)
     done = subprocess.run(
         [sys.executable, Path(__file__).parent / script, *arguments], capture_output=True, text=True, env=environment
     )

@@ -14,8 +14,8 @@ from tridecode.kernels.linear.matmul_wide import WideConfig
 from tridecode.layout import LIMIT_REACHED, STATUS
 from tridecode.sampling import SamplingParams
 from tridecode.state.slots import Slots
-from tridecode.step.dispatch import MODES, SIZES, Dispatcher, Support, graph_sizes, lowered
-from tridecode.step.graphs import DecodePasses, launcher, make_steps
+from tridecode.step.dispatch import MODES, SIZES, BatchDescriptor, Dispatcher, Support, graph_sizes, lowered
+from tridecode.step.graphs import DecodePasses, first_batches, launcher, make_steps
 from tridecode.step.model import make_model
 from tridecode.step.run import run_reference
 
@@ -157,7 +157,7 @@ def test_graphs_are_bit_equal_to_eager_launches(mode, kind):
             sizes = graph_sizes(rows)
             steps = DecodePasses(model, launcher(model))
             if graphs:
-                steps = DecodePasses(model, dispatcher=Dispatcher(mode, sizes), kinds=(kind,))
+                steps = DecodePasses(model, dispatcher=Dispatcher(mode, sizes), batches=first_batches(sizes, (kind,)))
                 steps.check_addresses = True
             begin_all(model, PARAMS)
             run(steps, kind, 4)
@@ -169,7 +169,7 @@ def test_graphs_are_bit_equal_to_eager_launches(mode, kind):
 @needs_gpu
 def test_padding_rows_write_nothing_and_change_nothing():
     model, exact = model_of(8), model_of(8)
-    steps = DecodePasses(model, dispatcher=Dispatcher("full", (1, 2, 8)), kinds=("greedy",))
+    steps = DecodePasses(model, dispatcher=Dispatcher("full", (1, 2, 8)), batches=first_batches((1, 2, 8), ("greedy",)))
     for m in (model, exact):
         begin_all(m, idle=range(5, 8))
     run(steps, "greedy", 3, rows=5)
@@ -194,7 +194,7 @@ def test_torch_attention_between_the_pieces():
 @needs_gpu
 def test_buffers_that_moved_are_found_at_replay():
     model = model_of(2)
-    steps = DecodePasses(model, dispatcher=Dispatcher("full", (2,)), kinds=("greedy",))
+    steps = DecodePasses(model, dispatcher=Dispatcher("full", (2,)), batches=[BatchDescriptor("greedy", 2)])
     steps.check_addresses = True
     ((key, (cos, sin)),) = model.ropes.items()
     object.__setattr__(model, "ropes", {key: (cos.clone(), sin)})
@@ -220,7 +220,8 @@ def test_sizes_are_those_that_the_slots_need(slots, sizes, expected):
 def test_dispatch_pads_to_the_next_size_and_counts():
     dispatcher = Dispatcher("full", (1, 4))
     for rows, mode, padded in ((1, "full", 1), (3, "full", 4), (3, "full", 4), (5, "none", 5)):
-        got, batch = dispatcher.dispatch("greedy", rows)
+        got, batch = dispatcher.plan("greedy", rows)
+        dispatcher.count("greedy", rows, False, 1, batch, got)
         assert (got, batch.rows) == (mode, padded)
     rows = [(s.rows, s.padded, s.padding, s.mode, s.count) for s in dispatcher.stats()]
     assert rows == [(1, 1, 0, "full", 1), (3, 4, 1, "full", 2), (5, 5, 0, "none", 1)]
@@ -228,7 +229,7 @@ def test_dispatch_pads_to_the_next_size_and_counts():
 
 @pytest.mark.parametrize("mode, decode", [(mode, halves[1]) for mode, halves in MODES.items()])
 def test_a_mode_says_how_decode_passes_run(mode, decode):
-    assert Dispatcher(mode, (1,)).dispatch("greedy", 1)[0] == decode
+    assert Dispatcher(mode, (1,)).plan("greedy", 1)[0] == decode
 
 
 @pytest.mark.parametrize(

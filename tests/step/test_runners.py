@@ -7,6 +7,7 @@ import captures
 import pytest
 import torch
 from models import CUDA, tiny_engine
+from triton.runtime.errors import OutOfResources
 
 from tridecode import SamplingParams, layout
 from tridecode.cli.bench.passes import rewind
@@ -110,7 +111,7 @@ def test_every_mode_gives_the_texts_of_launched_passes(mode):
     assert (reads, decoded) == tuple({each} for each in MODES[mode])
     assert {stat.mode for stat in plain.graph_stats()} == {"none"}
     pieces = LAYERS + 1 if MODES[mode][1] == "piecewise" else 1
-    assert engine.steps.captures == at_load == len(KINDS) * len(SIZES) * pieces
+    assert engine.steps.captures == at_load == 2 * len(KINDS) * len(SIZES) * pieces, "with and without masks"
     assert set(engine.steps.place.modes) == {*MODES[mode]} - {"none"}
 
 
@@ -130,7 +131,7 @@ def test_passes_are_padded_to_captured_sizes_and_larger_ones_are_launched():
     assert found == [
         ("greedy", 1, 1, "full"), ("greedy", 2, 2, "full"), ("greedy", 3, 3, "none"), ("greedy+mask", 3, 3, "none"),
     ]  # fmt: skip
-    assert len(engine.steps.graphs) == 2 * len(KINDS), "a launched pass is never captured"
+    assert len(engine.steps.graphs) == 2 * 2 * len(KINDS), "a launched pass is never captured"
     padded, exact = engine_of("full"), engine_of()
     for each in (padded, exact):
         rewind(each, 20, GREEDY, rows=3)
@@ -141,7 +142,7 @@ def test_passes_are_padded_to_captured_sizes_and_larger_ones_are_launched():
 
 def test_smaller_passes_are_captured_after_larger_ones():
     batches = list(engine_of("full").steps.graphs)
-    assert [batch.rows for batch in batches] == [3, 3, 3, 1, 1, 1] and {batch.kind for batch in batches} == {*KINDS}
+    assert [batch.rows for batch in batches] == 6 * [3] + 6 * [1] and {batch.kind for batch in batches} == {*KINDS}
 
 
 def test_a_runner_of_references_captures_nothing():
@@ -150,7 +151,7 @@ def test_a_runner_of_references_captures_nothing():
     prompts = make_prompts(engine.model, steps, "torch")
     assert steps.place is None and prompts.attention is None
     assert steps.run is run_reference and prompts.run is run_reference
-    assert not prompts.capture_next() and prompts.capture_all() is None and not steps.capture_next()
+    assert not prompts.capture_next() and prompts.capture_all() is None
     assert prompts.decoding(2) == 2 and prompts.tokens_within(1e-9, 0, 77) == 77
 
 
@@ -225,18 +226,16 @@ def test_attention_of_prompts_that_reads_chunks_on_the_host(mode):
 
 
 @pytest.mark.parametrize("mode", ["full", "piecewise"])
-def test_passes_with_masks_are_captured_at_their_first_use_while_rows_run(mode, caplog):
-    caplog.set_level("INFO", "tridecode")
+def test_passes_with_masks_are_captured_at_load(mode, caplog):
+    caplog.set_level("DEBUG", "tridecode")
     engine, plain = engine_of(mode), engine_of()
-    at_load, pieces = engine.steps.captures, LAYERS + 1 if mode == "piecewise" else 1
+    at_load, ends = engine.steps.captures, len(engine.prompts._ends.graphs)
     for _ in range(2):
         assert_same(passes(engine, "sample", masked=True), passes(plain, "sample", masked=True))
-        assert engine.steps.captures == at_load + pieces
-    assert f"captured a pass of 3 rows with masks ({mode}) in " in caplog.text
-    ends = len(engine.prompts._ends.graphs)
-    for _ in range(2):
         assert_same(finish(engine, "sample", masked=True), finish(plain, "sample", masked=True))
-    assert len(engine.prompts._ends.graphs) == ends + 1 and engine.steps.captures == at_load + pieces
+    assert (engine.steps.captures, len(engine.prompts._ends.graphs)) == (at_load, ends)
+    assert f"captured a pass of 3 rows with masks ({mode}) in " in caplog.text
+    assert {stat.mode for stat in engine.graph_stats()} == {mode}
 
 
 def test_a_prompt_size_is_captured_while_rows_run():
@@ -283,14 +282,14 @@ def test_idle_rows_and_chunks_are_restored_after_an_error():
     assert torch.equal(model.workspace.meta, kept[0]) and torch.equal(model.prompt.chunks, kept[1])
 
 
-def failing(monkeypatch, runner, role="down"):
+def failing(monkeypatch, runner, role="down", error=None):
     """Let lines with this role fail in captures. Return the list of the failures."""
     failures, run = [], runner.run
 
     def run_failing(name, *args, **how):
         if captures.CAPTURING and name == role:
             failures.append(name)
-            raise RuntimeError("out of\nmemory")
+            raise error or RuntimeError("out of\nmemory")
         run(name, *args, **how)
 
     monkeypatch.setattr(runner, "run", run_failing)
@@ -298,19 +297,20 @@ def failing(monkeypatch, runner, role="down"):
 
 
 @pytest.mark.parametrize("mode", ["full", "piecewise"])
-def test_a_pass_that_cannot_be_captured_is_launched_from_then_on(mode, monkeypatch, caplog):
+def test_a_pass_with_masks_that_cannot_be_captured_is_launched(mode, monkeypatch, caplog):
     engine, plain = engine_of(mode), engine_of()
-    failures = failing(monkeypatch, engine.steps)
+    error = OutOfResources(300, 200, "shared memory") if mode == "full" else RuntimeError("out of\nmemory")
+    failures = failing(monkeypatch, engine.steps, "mask", error)
+    engine.steps = DecodePasses(engine.model, engine.steps.run, Dispatcher(mode, SIZES, PROMPTS), between=captures.run)
+    engine.prompts = PromptPasses(engine.model, engine.steps, captures.run)
+    assert len(failures) == 2 * len(KINDS) * len(SIZES), "decode passes, and ends of prompt passes"
+    assert "a pass of 3 rows with masks stays uncaptured: out of " in caplog.text
     for _ in range(2):
         assert_same(passes(engine, "greedy", masked=True), passes(plain, "greedy", masked=True))
-    assert len(failures) == 1, "it is tried once"
-    assert "a pass of 3 rows with masks stays uncaptured: out of memory" in caplog.text
-    assert engine.steps.graphs[BatchDescriptor("greedy", 3, masked=True)] is None
-    failures = failing(monkeypatch, engine.prompts._ends)
-    for _ in range(2):
         assert_same(finish(engine, "greedy", masked=True), finish(plain, "greedy", masked=True))
-    assert len(failures) == 1
-    assert_same(passes(engine, "greedy"), passes(plain, "greedy"))  # captured at load
+        assert_same(passes(engine, "greedy"), passes(plain, "greedy"))
+    assert len(failures) == 2 * len(KINDS) * len(SIZES), "each is tried once"
+    assert {(stat.kind, stat.mode) for stat in engine.graph_stats()} == {("greedy", mode), ("greedy+mask", "none")}
 
 
 def test_a_prompt_size_that_cannot_be_captured_is_launched_from_then_on(monkeypatch, caplog):
@@ -338,34 +338,38 @@ def test_a_failure_at_load_is_an_error():
 # ---- passes that verify drafts
 
 
-def test_passes_that_verify_drafts_are_compiled_and_captured_one_at_a_time(monkeypatch):
+def test_passes_that_verify_drafts_are_captured_at_load(monkeypatch):
     compiled = []
     monkeypatch.setattr(graphs, "compile_ahead", lambda lists, *_: compiled.append(len([*lists])))
-    engine = engine_of("full", speculate="ngram")
-    steps, first = engine.steps, len(KINDS) * len(SIZES)
-    assert compiled == [2 * first] and steps.captures == first
-    assert steps.tokens("greedy", 1, [8], capture=False) == 1 and steps.tokens("greedy", 1, [8], capture=True) == 8
-    sizes = [(tokens, rows) for tokens in (2, 4, 8) for rows in (3, 1) if tokens <= most_queries(rows)]
-    expected = [size for size in sizes for _ in KINDS]
-    while steps.capture_next():
-        pass
-    assert [(batch.tokens, batch.rows) for batch in [*steps.graphs][first:]] == expected
-    assert compiled[1:] == [1] * len(expected) and not steps.capture_next()
-    assert steps.tokens("greedy", 1, [8], capture=False) == 8 and steps.tokens("greedy", 1, [1], capture=True) == 1
-    steps.graphs[BatchDescriptor("greedy", 1, 8)] = None
-    assert steps.tokens("greedy", 1, [8], capture=True) == 4, "a pass that cannot be captured is not chosen"
+    steps = engine_of("full", speculate="ngram").steps
+    sizes = [(tokens, rows) for rows in (3, 1) for tokens in (2, 4, 8) if tokens <= most_queries(rows)]
+    verifying = [batch for batch in steps.graphs if batch.tokens > 1]
+    assert {(batch.tokens, batch.rows) for batch in verifying} == {*sizes} and len(verifying) == len(KINDS) * len(sizes)
+    assert compiled == [steps.captures] == [2 * len(KINDS) * len(SIZES) + len(verifying)]
+    assert steps.tokens("greedy", 1, [8]) == 8 and steps.tokens("greedy", 1, [1]) == 1
+    del steps.graphs[BatchDescriptor("greedy", 1, 8)]
+    assert steps.tokens("greedy", 1, [8]) == 4, "a pass without a graph is not chosen"
+
+
+def test_a_pass_without_a_graph_is_launched_and_not_captured():
+    engine, plain = engine_of("full", sizes=(1,)), engine_of()
+    del engine.steps.graphs[BatchDescriptor("greedy", 1)]
+    captured = engine.steps.captures
+    assert_same(passes(engine, "greedy", 2, 1), passes(plain, "greedy", 2, 1), 1)
+    assert engine.steps.captures == captured
+    assert [(stat.mode, stat.count) for stat in engine.graph_stats()] == [("none", 2)]
 
 
 @pytest.mark.parametrize("mode", ["full", "piecewise"])
 @pytest.mark.parametrize("kind", ["greedy", "logprobs"])
 def test_verifying_passes_are_bit_equal_to_launched_ones(mode, kind):
-    """Captured at their first use, with drafts that are all accepted; then one row a request, and rows with masks."""
+    """With drafts that are all accepted; then one row a request, and rows with masks."""
     engine, plain = engine_of(mode, speculate="ngram"), engine_of(speculate="ngram")
     for tokens, masked in ((4, False), (4, False), (1, False), (1, True)):
         found, wanted = (passes(each, kind, 2, 3, masked, tokens, given=16) for each in (engine, plain))
         assert_same(found, wanted)
         assert found["meta"][0, layout.POSITION] == 20 + 2 * tokens
-    assert plain.steps.tokens("greedy", 3, [4, 4, 4], capture=False) == 4, "launched passes need no graph"
+    assert plain.steps.tokens("greedy", 3, [4, 4, 4]) == 4, "launched passes need no graph"
 
 
 # ---- lines

@@ -131,8 +131,8 @@ class StepTimer:
     def __call__(self, configs: PassConfigs) -> float | None:
         engine = self.engine
         try:
-            dispatcher = Dispatcher("full", (self._rows,))
-            engine.steps = DecodePasses(self._model(configs), dispatcher=dispatcher, kinds=("greedy",))
+            dispatcher, greedy = Dispatcher("full", (self._rows,)), BatchDescriptor("greedy", self._rows)
+            engine.steps = DecodePasses(self._model(configs), dispatcher=dispatcher, batches=[greedy])
             if not self._same():
                 return None
             return mean(self._time(context) for context in self.contexts)

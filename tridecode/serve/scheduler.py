@@ -250,7 +250,7 @@ class Scheduler:
             self._prompts().finish(kind, count, masked)
         else:
             if self._model.verify and not masked and all(slot.request.logits is None for slot in part):
-                rows = self._steps().tokens(kind, count, [slot.wants for slot in part], self.answered)
+                rows = self._steps().tokens(kind, count, [slot.wants for slot in part])
             self._steps().replay(kind, count, masked, rows)
         for slot in part:
             if slot.request.logits is not None:

@@ -18,6 +18,7 @@ from triton import JITFunction, knobs
 from triton.runtime.cache import FileCacheManager
 from triton.runtime.driver import driver
 
+from ..errors import counted
 from .run import Lines, Recorder, Run
 
 Kernel = tuple[JITFunction, str]  # a function, and the argument of its `preload`
@@ -89,6 +90,8 @@ def compile_kernels(wanted: Sequence[Kernel], device: torch.device, progress: Pr
     progress: called with (compiled, in all) if the cache lacks kernels.
     """
     absent = load_stored(wanted, device)
+    if absent:
+        log.info("compiling %s", counted(len(absent), "kernel"))
     if len(absent) > FEW:
         with _on(device):
             target = driver.active.get_current_target()

@@ -153,11 +153,8 @@ class Dispatcher:
         mode, padded = _next_size(self.decode_mode, self.sizes, rows)
         return mode, BatchDescriptor(kind, padded, tokens, masked)
 
-    def dispatch(self, kind: str, rows: int, masked: bool = False, tokens: int = 1) -> tuple[str, BatchDescriptor]:
-        """Return the plan of a decode pass, and count the pass."""
-        mode, batch = self.plan(kind, rows, masked, tokens)
+    def count(self, kind: str, rows: int, masked: bool, tokens: int, batch: BatchDescriptor, mode: str) -> None:
         self._counts[kind + "+mask" * masked + f" x{tokens}" * (tokens > 1), rows, batch.rows, mode] += 1
-        return mode, batch
 
     def plan_prompt(self, tokens: int) -> tuple[str, int]:
         """Return the mode and the tokens of a prompt pass: padded to the next size, or unpadded in mode none."""

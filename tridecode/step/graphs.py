@@ -41,8 +41,6 @@ class PassRunner(Generic[Key]):
         between: runs the lines between the pieces of a piecewise graph.
     """
 
-    level = logging.INFO  # the level of the log line of a late capture
-
     def __init__(
         self, model: DecodeModel, lines: Callable[[Key], Lines], run: Run, mode: str, place: "Place | None",
         attention: Op | None, between: Run,
@@ -54,11 +52,9 @@ class PassRunner(Generic[Key]):
         self.captures = 0  # CUDA graphs; a piecewise pass has several
 
     def enqueue(self, mode: str, key: Key) -> None:
-        """Enqueue a pass on the current stream. If `mode` is not none, its first use captures it."""
-        if mode != "none" and key not in self.graphs:
-            self.capture_late(key)
-        replay = self.graphs.get(key) or partial(self.launch, key)
-        replay()
+        """Enqueue a pass on the current stream: replay its graph, or in mode none and without a graph launch it."""
+        replay = self.graphs.get(key) if mode != "none" else None
+        (replay or partial(self.launch, key))()
 
     @torch.inference_mode()
     def launch(self, key: Key) -> None:
@@ -76,8 +72,8 @@ class PassRunner(Generic[Key]):
         self.graphs[key], count = self.place.capture(self.mode, run, between, self.lines(key))
         self.captures += count
 
-    def capture_late(self, key: Key) -> None:
-        """Capture a pass between passes of running requests. If that fails, log it and launch the pass from then on."""
+    def try_capture(self, key: Key) -> None:
+        """Capture a pass. If that fails, log it; the pass is launched from then on."""
         assert self.place is not None
         started, free = time.perf_counter(), self.place.free_memory()
         try:
@@ -88,13 +84,13 @@ class PassRunner(Generic[Key]):
             log.warning("%s stays uncaptured: %s", key, brief(error))
         else:
             milliseconds, taken = 1e3 * (time.perf_counter() - started), free - self.place.free_memory()
-            log.log(self.level, "captured %s (%s) in %.0f ms, %.1f MiB", key, self.mode, milliseconds, taken / 2**20)
+            log.debug("captured %s (%s) in %.0f ms, %.1f MiB", key, self.mode, milliseconds, taken / 2**20)
 
     def capture_first(self, keys: Iterable[Key]) -> bool:
         """Capture the first of `keys` that was neither captured nor tried. Return whether others remain."""
         left = [key for key in keys if key not in self.graphs]
         if left:
-            self.capture_late(left[0])
+            self.try_capture(left[0])
         return len(left) > 1
 
 
@@ -138,32 +134,32 @@ def list_of(model: DecodeModel, batch: BatchDescriptor) -> Lines:
 
 
 def first_batches(sizes: Sequence[int], kinds: Sequence[str] = decode.KINDS) -> list[BatchDescriptor]:
-    """Return the passes to capture at load, the largest first, so that smaller ones reuse its memory in the pool."""
+    """Return the passes without masks and drafts, the largest first: smaller ones reuse its memory in the pool."""
     return [BatchDescriptor(kind, rows) for rows in sorted(sizes, reverse=True) for kind in kinds]
 
 
-def first_lists(model: DecodeModel, batches: Sequence[BatchDescriptor]) -> list[Lines]:
-    """Return the lists to compile at load: the passes of these batches, with and without masks."""
-    return [list_of(model, replace(batch, masked=masked)) for batch in batches for masked in (False, True)]
+def decode_batches(model: DecodeModel, sizes: Sequence[int]) -> list[BatchDescriptor]:
+    """Return all decode passes of these sizes: without masks, with masks, and those that verify drafts."""
+    found = []
+    for batch in first_batches(sizes):
+        queries = [tokens for tokens in QUERIES[1:] if model.verify and tokens <= most_queries(batch.rows)]
+        found += [batch, replace(batch, masked=True), *(replace(batch, tokens=tokens) for tokens in queries)]
+    return found
 
 
 class DecodePasses(PassRunner[BatchDescriptor]):
-    """Runs the decode passes of a model, which all its requests share.
-
-    Passes with masks, which most engines never run, are compiled at load and captured at their first use. Passes that
-    verify drafts are compiled and captured one at a time, by `capture_next` or at their first use, so that a request
-    waits for at most one of them.
+    """Runs the decode passes of a model, which all its requests share. It captures them when it is made.
 
     Args:
         run: runs a line, by default launcher(model).
         dispatcher: its mode and sizes select the captured passes. By default all passes are launched.
         attention, between: see PassRunner.
-        kinds: kinds of sampling that are captured at load.
+        batches: the passes to capture, by default all of the sizes. Others are launched.
     """
 
     def __init__(
         self, model: DecodeModel, run: Run | None = None, dispatcher: Dispatcher | None = None,
-        attention: Op | None = None, kinds: Sequence[str] = decode.KINDS, between: Run = launch,
+        attention: Op | None = None, batches: Sequence[BatchDescriptor] | None = None, between: Run = launch,
     ):  # fmt: skip
         self.dispatcher = dispatcher or Dispatcher("none", ())
         mode, sizes = self.dispatcher.decode_mode, self.dispatcher.sizes
@@ -171,37 +167,23 @@ class DecodePasses(PassRunner[BatchDescriptor]):
         super().__init__(model, partial(list_of, model), run or launcher(model), mode, place, attention, between)
         self.check_addresses = False  # a debug aid: before each pass assert that no buffer has moved
         self._addresses = model.addresses()
-        batches = first_batches(sizes, kinds) if place else []
-        self._verifying = [
-            replace(batch, tokens=tokens)
-            for tokens in QUERIES[1:] for batch in batches if model.verify and tokens <= most_queries(batch.rows)
-        ]  # fmt: skip
-        if batches:
+        if place:
+            batches = decode_batches(model, sizes) if batches is None else batches
             with idle(model):
-                log.info("compiling the kernels of decode passes")
-                compile_ahead(first_lists(model, batches), forked(model, self.run), model.device)
+                compile_ahead(map(self.lines, batches), forked(model, self.run), model.device)
                 log.info("capturing %d CUDA graphs of %s rows", len(batches), ", ".join(map(str, sizes)))
-                for batch in batches:
-                    self.capture(batch)
+                for batch in batches:  # the engine also works without graphs of passes with masks and drafts
+                    self.try_capture(batch) if batch.masked or batch.tokens > 1 else self.capture(batch)
 
-    def capture(self, key: BatchDescriptor) -> None:
-        if key.tokens > 1:  # these are not compiled at load
-            compile_ahead([self.lines(key)], forked(self.model, self.run), self.model.device)
-        super().capture(key)
+    def tokens(self, kind: str, rows: int, wants: Sequence[int]) -> int:
+        """Return the rows that each of `rows` requests should have in the next pass, of which there is a graph.
 
-    def capture_next(self) -> bool:
-        """Capture one more pass that verifies drafts. Return whether others remain."""
-        return self.capture_first(self._verifying)
-
-    def tokens(self, kind: str, rows: int, wants: Sequence[int], capture: bool) -> int:
-        """Return the rows that each of `rows` requests should have in the next pass.
-
-        wants: the rows that each request could use. capture: whether the pass may be one that is not captured yet.
+        wants: the rows that each request could use.
         """
         if not self.model.verify or max(wants) == 1:
             return 1
-        batch, usable = self.dispatcher.plan(kind, rows)[1], capture or self.mode == "none"
-        allowed = [tokens for tokens in QUERIES if self.graphs.get(replace(batch, tokens=tokens), usable)]
+        mode, batch = self.dispatcher.plan(kind, rows)
+        allowed = [tokens for tokens in QUERIES if mode == "none" or self.graphs.get(replace(batch, tokens=tokens))]
         return best_queries(batch.rows, wants, allowed)
 
     def replay(self, kind: str, rows: int | None = None, masked: bool = False, tokens: int = 1) -> None:
@@ -212,7 +194,12 @@ class DecodePasses(PassRunner[BatchDescriptor]):
         if self.check_addresses:
             moved = [name for name, a in self.model.addresses().items() if self._addresses.get(name) != a]
             assert not moved, f"buffers moved since capture: {', '.join(moved)}"
-        self.enqueue(*self.dispatcher.dispatch(kind, rows or self.model.rows, masked, tokens))
+        rows = rows or self.model.rows
+        mode, batch = self.dispatcher.plan(kind, rows, masked, tokens)
+        if not self.graphs.get(batch):
+            mode = "none"
+        self.dispatcher.count(kind, rows, masked, tokens, batch, mode)
+        self.enqueue(mode, batch)
 
 
 # ---- capture

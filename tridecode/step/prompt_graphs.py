@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import count, takewhile
 
@@ -67,8 +68,6 @@ class PromptPasses(PassRunner[PromptDescriptor]):
         chunks: the list from which `attention` reads the chunks of a pass.
     """
 
-    level = logging.DEBUG
-
     def __init__(
         self, model: DecodeModel, steps: DecodePasses, run: Run = launch, attention: Op | None = None,
         chunks: list[Chunk] | None = None,
@@ -87,13 +86,14 @@ class PromptPasses(PassRunner[PromptDescriptor]):
         self._sizes = [PromptDescriptor(size, rows) for size in reversed(sizes) for rows in decoding_rows(model)]
         if steps.place is not None:
             # With fixed chunks, decode passes draw the first tokens.
-            ends = [] if model.fixed_chunk else first_batches(self.dispatcher.sizes)
+            batches = [] if model.fixed_chunk else first_batches(self.dispatcher.sizes)
+            ends = [replace(batch, masked=masked) for batch in batches for masked in (False, True)]
             with idle(model):
                 compile_ahead(map(self._ends.lines, ends), forked(model, steps.run), model.device)
                 if attention is None:
                     compile_ahead(first_reads(model), forked(model, run), model.device)
                 for batch in ends:
-                    self._ends.capture(batch)
+                    self._ends.try_capture(batch) if batch.masked else self._ends.capture(batch)
 
     def decoding(self, rows: int) -> int:
         """Return the decoding rows of a pass in which `rows` rows decode: padded, because kernels are compiled for the
@@ -141,7 +141,7 @@ class PromptPasses(PassRunner[PromptDescriptor]):
         batch = PromptDescriptor(padded, decoding)
         if self._missed is not None and mode != "none" and batch not in self.graphs:
             if batch in self._missed:
-                self.capture_late(batch)
+                self.try_capture(batch)
             self._missed.add(batch)
         if self.graphs.get(batch) is None:
             mode, batch = "none", PromptDescriptor(tokens, decoding)

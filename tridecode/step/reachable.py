@@ -6,20 +6,10 @@ from dataclasses import replace
 from ..kernels.attention.gather_kv import gather_kv
 from ..kernels.attention.torch_attention import torch_attention
 from .compiling import Kernel, Progress, compile_kernels, kernels_of
-from .dispatch import QUERIES, BatchDescriptor, most_queries
-from .graphs import first_batches, idle, launcher, list_of
+from .graphs import decode_batches, idle, launcher, list_of
 from .model import DecodeModel
 from .prompt_graphs import end_of, first_reads
-from .run import forked, launch
-
-
-def decode_batches(model: DecodeModel, sizes: Sequence[int]) -> list[BatchDescriptor]:
-    """Return the decode passes of all kinds and `sizes`: with masks, without, and those that verify drafts."""
-    found = []
-    for batch in first_batches(sizes):
-        queries = [tokens for tokens in QUERIES[1:] if model.verify and tokens <= most_queries(batch.rows)]
-        found += [batch, replace(batch, masked=True), *(replace(batch, tokens=tokens) for tokens in queries)]
-    return found
+from .run import Run, forked, launch
 
 
 def reachable_kernels(model: DecodeModel, sizes: Sequence[int], prompt_attention: str) -> list[Kernel]:
@@ -33,9 +23,14 @@ def reachable_kernels(model: DecodeModel, sizes: Sequence[int], prompt_attention
     steps = [list_of(model, batch) for batch in batches]
     if not model.fixed_chunk:  # with fixed chunks, decode passes draw the first tokens
         steps += [end_of(model, batch) for batch in batches if batch.tokens == 1]
-    other = None if prompt_attention == "triton" else replace(torch_attention(prompt_attention, []), launch=gather_one)
-    groups = (steps, forked(model, launcher(model))), (first_reads(model), forked(model, launch, other))
+    groups = (steps, forked(model, launcher(model))), (first_reads(model), prompt_run(model, prompt_attention))
     return list(dict.fromkeys(kernel for lists, run in groups for kernel in kernels_of(lists, run, model.device)))
+
+
+def prompt_run(model: DecodeModel, attention: str) -> Run:
+    """Return the runner of prompt passes that launches all kernels of Triton, but not torch's attention."""
+    other = None if attention == "triton" else replace(torch_attention(attention, []), launch=gather_one)
+    return forked(model, launch, other)
 
 
 def gather_one(chunks, q, out, kv, scratch, heads) -> None:

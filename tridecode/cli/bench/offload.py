@@ -18,7 +18,7 @@ from ...state.kv import PAGE, kv_bytes_per_token
 from ...state.offload import Offload, Offloaded
 from ...state.offloaded_slots import OffloadedSlots
 from ...step.dispatch import Dispatcher
-from ...step.graphs import DecodePasses, launcher
+from ...step.graphs import DecodePasses, first_batches, launcher
 from ...step.run import Run, launch
 from ...tensors import ALIGNED, PIECE
 from ..terminal import counted
@@ -112,7 +112,8 @@ def pieces(model, run: Run, between: Run) -> DecodePasses:
 
 
 def captured(model, run: Run, mode: str = "full", between: Run = launch) -> DecodePasses:
-    return DecodePasses(model, run, Dispatcher(mode, (model.rows,)), kinds=("greedy",), between=between)
+    batches = first_batches((model.rows,), ("greedy",))
+    return DecodePasses(model, run, Dispatcher(mode, (model.rows,)), batches=batches, between=between)
 
 
 def waiting(run: Run) -> Run:

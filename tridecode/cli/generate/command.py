@@ -9,14 +9,12 @@ from dataclasses import replace
 
 from ...engine import Engine, Prompt, Request
 from ...errors import GenerationError, ParameterError
-from ...options import EngineOptions
 from ...results import Piece, Result
 from ...sampling import STRUCTURE_CHARACTERS
 from ..explain import explain
 from ..graph_stats import show_graph_stats
 from ..inputs import clean, read_file
 from ..loading import load_engine
-from ..options import engine_options
 from ..outputs import STDOUT, text_sink
 from ..terminal import Output, speed_line
 from ..waiting import Waiting
@@ -42,8 +40,6 @@ def generate(args, output: Output) -> int:
     prompt = read_prompt(args, output)
     with text_sink(args.output, output) as write:  # opened before the model, so that a wrong name costs no time
         engine, params = load_engine(args, output)
-        if EngineOptions(**engine_options(args)).wants_drafts:
-            engine.scheduler.answered = True  # graphs that verify are captured for this answer, maybe the only one
         prompt = encoded(prompt, args, engine)
         failed = 0
         for i, (seed, request) in enumerate(begun(engine, prompt, seeded(params, args.n), **reuse(args))):
