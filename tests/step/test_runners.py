@@ -13,6 +13,7 @@ from tridecode import SamplingParams, layout
 from tridecode.cli.bench.passes import rewind
 from tridecode.kernels.attention.attention import attention_bytes, attention_ref
 from tridecode.kernels.op import Op
+from tridecode.state.acceptance import Acceptance
 from tridecode.step import graphs
 from tridecode.step.decode import KINDS
 from tridecode.step.dispatch import MODES, BatchDescriptor, Dispatcher, PromptDescriptor, most_queries
@@ -346,9 +347,9 @@ def test_passes_that_verify_drafts_are_captured_at_load(monkeypatch):
     verifying = [batch for batch in steps.graphs if batch.tokens > 1]
     assert {(batch.tokens, batch.rows) for batch in verifying} == {*sizes} and len(verifying) == len(KINDS) * len(sizes)
     assert compiled == [steps.captures] == [2 * len(KINDS) * len(SIZES) + len(verifying)]
-    assert steps.tokens("greedy", 1, [8]) == 8 and steps.tokens("greedy", 1, [1]) == 1
+    assert steps.tokens("greedy", 1, [Acceptance(7)]) == 8 and steps.tokens("greedy", 1, [Acceptance()]) == 1
     del steps.graphs[BatchDescriptor("greedy", 1, 8)]
-    assert steps.tokens("greedy", 1, [8]) == 4, "a pass without a graph is not chosen"
+    assert steps.tokens("greedy", 1, [Acceptance(7)]) == 4, "a pass without a graph is not chosen"
 
 
 def test_a_pass_without_a_graph_is_launched_and_not_captured():
@@ -369,7 +370,7 @@ def test_verifying_passes_are_bit_equal_to_launched_ones(mode, kind):
         found, wanted = (passes(each, kind, 2, 3, masked, tokens, given=16) for each in (engine, plain))
         assert_same(found, wanted)
         assert found["meta"][0, layout.POSITION] == 20 + 2 * tokens
-    assert plain.steps.tokens("greedy", 3, [4, 4, 4]) == 4, "launched passes need no graph"
+    assert plain.steps.tokens("greedy", 3, 3 * [Acceptance(3)]) == 4, "launched passes need no graph"
 
 
 # ---- lines

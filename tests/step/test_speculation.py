@@ -21,6 +21,7 @@ from tridecode.errors import ParameterError
 from tridecode.layout import GENERATION, NGRAM
 from tridecode.options import EngineOptions
 from tridecode.plan.graphs import plan_drafts, plan_graphs
+from tridecode.state.acceptance import FIRST, NEXT, Acceptance
 from tridecode.step.dispatch import best_queries, most_queries
 from tridecode.step.model import verify_rows
 
@@ -411,18 +412,47 @@ def test_sizes_that_leave_no_room_are_refused():
         Engine.load(speculate="ngram", slots=32, graph_sizes=(32,))
 
 
+def right(*wanted: int) -> list[Acceptance]:
+    """Requests that want so many drafts, all of whose drafts were right."""
+    sure = [1.0, 1.0, 1.0]
+    return [Acceptance(each, [*sure], [*sure]) for each in wanted]
+
+
 def test_rows_by_requests():
     assert [most_queries(requests) for requests in (1, 2, 3, 4, 5, 8, 9, 17)] == [8, 8, 8, 8, 4, 4, 2, 1]
-    assert [best_queries(1, [wants]) for wants in (1, 2, 3, 4, 5, 8)] == [1, 2, 4, 4, 8, 8]
-    assert best_queries(4, [8] * 4) == 8 and best_queries(64, [8] * 64) == 1
-    assert best_queries(2, [1, 8]) == 8 and best_queries(1, [8], allowed=[1, 2]) == 2
+    assert [best_queries(1, right(wanted)) for wanted in (0, 1, 2, 3, 4, 7)] == [1, 2, 4, 4, 8, 8]
+    assert best_queries(4, right(7, 7, 7, 7)) == 8 and best_queries(64, right(*[7] * 64)) == 1
+    assert best_queries(2, right(0, 7)) == 8 and best_queries(1, right(7), allowed=[1, 2]) == 2
+    assert [verify_rows(requests) for requests in (1, 2, 4, 64)] == [8, 16, 32, 32]
 
 
 def test_one_request_that_repeats_itself_does_not_slow_seven_others():
-    """A pass of two rows of each of eight costs a little more."""
-    assert best_queries(8, [2] + [1] * 7) == 2 and best_queries(8, [2] * 4 + [1] * 4) == 2
-    assert best_queries(8, [2] * 8) == 2 and best_queries(4, [4, 1, 1, 1]) == 4
-    assert [verify_rows(requests) for requests in (1, 2, 4, 64)] == [8, 16, 32, 32]
+    assert best_queries(8, [Acceptance(1), *right(*[0] * 7)]) == 1 and best_queries(8, right(*[1] * 8)) == 2
+    assert best_queries(8, right(*[1] * 4, *[0] * 4)) == 2 and best_queries(4, right(3, 0, 0, 0)) == 4
+
+
+@pytest.mark.parametrize("wanted", [1, 3, 7])
+def test_a_request_whose_drafts_are_wrong_verifies_none_until_they_are_right(wanted):
+    drafts = Acceptance(wanted)
+    for _ in range(40):
+        drafts.learn(wanted, 1, 0, wanted)
+    assert best_queries(1, [drafts]) == 1
+    for _ in range(40):  # passes of one row, whose draft was right
+        drafts.learn(wanted, 0, 0, 7)
+        drafts.wanted = wanted
+    assert best_queries(1, [drafts]) > 1
+
+
+def test_estimates_follow_the_recent_results_of_as_many_wanted_drafts():
+    drafts = Acceptance()
+    drafts.learn(0, 0, 0, 1)
+    assert drafts == Acceptance(1), "nothing is learned from a pass that wanted no drafts"
+    drafts.learn(1, 3, 2, 3)  # right, right, wrong
+    assert drafts.first == pytest.approx([0.9 * FIRST[0] + 0.1, *FIRST[1:]])
+    assert drafts.following == pytest.approx([0.9 * (0.9 * NEXT + 0.1), NEXT, NEXT])
+    drafts.learn(3, 0, 0, 1)  # one row, and the device wants fewer: its draft was wrong
+    assert drafts.first[1] == pytest.approx(0.9 * FIRST[1]) and drafts.following[1:] == [NEXT, NEXT]
+    assert drafts.wanted == 1 and drafts.expected(8) == 1 + drafts.first[0] and drafts.expected(1) == 1
 
 
 @pytest.mark.parametrize("kind, params", [("greedy", PARAMS["greedy"]), ("sample", PARAMS["penalties"])])

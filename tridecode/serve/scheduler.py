@@ -30,6 +30,7 @@ class Pass:
     part: list[Slot]  # that take part in it
     rooms: list[int]  # positions at which their pages ended when it was enqueued
     rows: int  # rows of each slot
+    wanted: list[int]  # drafts that they wanted when it was enqueued
     done: torch.cuda.Event | None = None  # recorded after it if no slot takes part, on a GPU
 
 
@@ -231,11 +232,12 @@ class Scheduler:
         part = [slot for slot in self.queue.rows if slot.runs]
         if not chosen and all(slot.lacks_mask for slot in part):
             return False
+        wanted = [slot.drafts.wanted for slot in part]
         rows = self._sample(part, ends_prompts=bool(chosen) and not self._fixed) if part else 0
         done = None
         if not part and self._model.device.type == "cuda":
             done = torch.cuda.current_stream(self._model.device).record_event()
-        self._in_flight.append(Pass(part, [slot.room for slot in part], rows, done))
+        self._in_flight.append(Pass(part, [slot.room for slot in part], rows, wanted, done))
         return True
 
     def _sample(self, part: list[Slot], ends_prompts: bool) -> int:
@@ -250,7 +252,7 @@ class Scheduler:
             self._prompts().finish(kind, count, masked)
         else:
             if self._model.verify and not masked and all(slot.request.logits is None for slot in part):
-                rows = self._steps().tokens(kind, count, [slot.wants for slot in part])
+                rows = self._steps().tokens(kind, count, [slot.drafts for slot in part])
             self._steps().replay(kind, count, masked, rows)
         for slot in part:
             if slot.request.logits is not None:
@@ -296,7 +298,7 @@ class Scheduler:
         passed = self._in_flight.popleft()
         if passed.done:
             passed.done.synchronize()
-        for slot, room in zip(passed.part, passed.rooms):
+        for slot, room, wanted in zip(passed.part, passed.rooms, passed.wanted):
             slot.in_flight -= 1
             slot.rows_in_flight -= passed.rows
             following, place = 0 if slot.position < room else -1, 0
@@ -306,6 +308,9 @@ class Scheduler:
                 if sampled:
                     slot.request.drafted += entry.drafted if place == 0 else 0
                     slot.request.accepted += place > 0
+                if place == 0:
+                    decided = wanted if sampled else 0  # nothing is learned from known tokens
+                    slot.drafts.learn(decided, entry.drafted, entry.following, entry.wanted)
                 self._take(slot, entry)
                 following, place = entry.following - 1, place + 1
 
@@ -315,7 +320,6 @@ class Scheduler:
         wanted = request.params.logprobs
         logprobs = None if wanted is None else self._ring.logprobs(slot.number, slot.seen, wanted)
         slot.seen += 1
-        slot.wants = entry.wanted + 1
         if token == LATE_TOKEN:
             return
         slot.position += 1

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..layout import packed
+from .acceptance import Acceptance
 from .prefix import Node
 
 AHEAD = 16  # positions: a row with fewer left in its pages gets more pages
@@ -46,7 +47,7 @@ class Slot:
     seen: int = 0  # passes whose entries were read
     in_flight: int = 0  # passes whose entries were not read yet
     rows_in_flight: int = 0  # its rows in those passes
-    wants: int = 1  # rows that it could use in a pass, by the last entry
+    drafts: Acceptance = field(default_factory=Acceptance)
     known: int = 0  # next passes whose tokens are known, because it was preempted after them
 
     @property

@@ -10,6 +10,7 @@ from enum import IntEnum
 from typing import NamedTuple
 
 from ..errors import counted
+from ..state.acceptance import Acceptance
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)  # rows of the captured decode passes
 # Prompt tokens of the captured prompt passes: SGLang's schedule without the sizes that cost as much as the next one.
@@ -24,7 +25,7 @@ COSTS = {
     1: (1.0, 1.12, 1.16, 1.22), 2: (1.0, 1.03, 1.08, 1.14), 4: (1.0, 1.04, 1.10, 1.24), 8: (1.0, 1.07, 1.19),
     16: (1.0, 1.11),
 }  # fmt: skip
-RIGHT = 0.75  # expected share of accepted drafts
+GAIN = 1.05  # a pass verifies drafts if it is expected to yield so many times the tokens of one row for its cost
 # Mode -> the mode of prompt passes, and the mode of decode passes.
 MODES = {
     "none": ("none", "none"),
@@ -108,13 +109,17 @@ def most_queries(requests: int) -> int:
     return max(query_costs(requests))
 
 
-def best_queries(requests: int, wants: Sequence[int], allowed: Container[int] = QUERIES) -> int:
-    """Return the rows of each request for which a pass, padded to `requests`, yields most tokens for its cost.
+def best_queries(requests: int, drafts: Sequence[Acceptance], allowed: Container[int] = QUERIES) -> int:
+    """Return the rows of each request for which a pass, padded to `requests`, is expected to yield most for its cost.
 
-    wants: the rows that each request could use. allowed: the numbers to choose from, in addition to one.
+    drafts: of each request. allowed: the numbers to choose from, in addition to one.
     """
     costs = {rows: cost for rows, cost in query_costs(requests).items() if rows == 1 or rows in allowed}
-    return max(costs, key=lambda rows: sum(1 + RIGHT * (min(want, rows) - 1) for want in wants) / costs[rows])
+
+    def value(rows: int) -> float:
+        return sum(each.expected(rows) for each in drafts) / costs[rows] / (GAIN if rows > 1 else 1)
+
+    return max(costs, key=value)
 
 
 def lowered(mode: str, support: Support) -> str:

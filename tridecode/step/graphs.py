@@ -15,6 +15,7 @@ from ..errors import brief
 from ..kernels.attention.attention import attention_bytes, attention_ref
 from ..kernels.op import Op
 from ..layout import LIMIT_REACHED, STATUS
+from ..state.acceptance import Acceptance
 from . import decode
 from .compiling import compile_ahead
 from .dispatch import QUERIES, BatchDescriptor, Dispatcher, best_queries, most_queries
@@ -175,16 +176,16 @@ class DecodePasses(PassRunner[BatchDescriptor]):
                 for batch in batches:  # the engine also works without graphs of passes with masks and drafts
                     self.try_capture(batch) if batch.masked or batch.tokens > 1 else self.capture(batch)
 
-    def tokens(self, kind: str, rows: int, wants: Sequence[int]) -> int:
+    def tokens(self, kind: str, rows: int, drafts: Sequence[Acceptance]) -> int:
         """Return the rows that each of `rows` requests should have in the next pass, of which there is a graph.
 
-        wants: the rows that each request could use.
+        drafts: of each request.
         """
-        if not self.model.verify or max(wants) == 1:
+        if not self.model.verify or not any(each.wanted for each in drafts):
             return 1
         mode, batch = self.dispatcher.plan(kind, rows)
         allowed = [tokens for tokens in QUERIES if mode == "none" or self.graphs.get(replace(batch, tokens=tokens))]
-        return best_queries(batch.rows, wants, allowed)
+        return best_queries(batch.rows, drafts, allowed)
 
     def replay(self, kind: str, rows: int | None = None, masked: bool = False, tokens: int = 1) -> None:
         """Enqueue a pass of the first `rows` requests, by default all, with `tokens` rows each, on the current stream.

@@ -12,12 +12,13 @@ from ... import layout
 from ...errors import ParameterError
 from ...kernels.sampling.accept import ACCEPT
 from ...kernels.sampling.draft import DRAFT
+from ...state.acceptance import Acceptance
 from ...step.dispatch import best_queries
 
 ROOT = Path(__file__).parents[3]
 TEXTS, NAMES = "benchmarks/texts", ("code", "page", "records", "prose", "chat")
 LICENCE = "Apache-2.0"  # of the repository, and so of all these
-LAG = 2  # passes by which the rows of a pass follow what was asked for, as on a GPU
+LAG = 2  # passes that are enqueued before the result of a pass is known, as on a GPU
 
 
 class Text(NamedTuple):
@@ -61,18 +62,21 @@ def play(before: list[int], drawn: list[int], ngram: tuple[int, int]) -> Counter
     tokens = torch.zeros(1, len(text) + layout.MAX_QUERIES, dtype=torch.int32)
     tokens[0, : len(before)] = torch.tensor(before, dtype=torch.int32)
     keys, counter = torch.zeros(1, 1, dtype=torch.int64), torch.zeros(1, dtype=torch.int32)
-    out, asked = torch.zeros(1, layout.RING, dtype=torch.int64), deque([1] * LAG)
-    passes: Counter[int] = Counter()
+    out, unread = torch.zeros(1, layout.RING, dtype=torch.int64), deque[tuple[int, layout.Entry]]()
+    drafts, passes = Acceptance(), Counter[int]()
     while int(meta[0, layout.STATUS]) == layout.RUN:
-        queries = best_queries(1, [asked.popleft()])
+        while len(unread) >= LAG:
+            decided, entry = unread.popleft()
+            drafts.learn(decided, entry.drafted, entry.following, entry.wanted)
+        queries = best_queries(1, [drafts])
         position, step = int(meta[0, layout.POSITION]), int(meta[0, layout.STEP])
         DRAFT.ref(meta, tokens, keys, counter, max(queries - 1, 1), ngram)
         following = text[position + 1 : position + 1 + queries]
         rows = torch.tensor(following + [0] * (queries - len(following)), dtype=torch.int32)
         ACCEPT.ref(rows, meta, tokens, None, out, None)
-        entry = layout.entry_of(int(out[0, step % layout.RING]), 1, step)
-        assert entry is not None
-        asked.append(entry.wanted + 1)
+        found = layout.entry_of(int(out[0, step % layout.RING]), 1, step)
+        assert found is not None
+        unread.append((drafts.wanted, found))
         passes[queries] += 1
     assert tokens[0, : len(text)].tolist() == text, "another text was drawn"
     return passes
