@@ -54,7 +54,7 @@ def unusable_driver(driver: str, cuda: str | None) -> tuple[str, str]:
     oldest = OLDEST_DRIVER.get(cuda.split(".")[0])
     if oldest and int(driver.split(".")[0]) < oldest:
         problem = f"the driver {driver} is older than this PyTorch's CUDA {cuda} needs ({oldest})"
-        return problem, "update the driver, or install a PyTorch (2.11 to 2.13) built for an older CUDA"
+        return problem, "update the driver, or install a PyTorch (2.11 or newer) built for an older CUDA"
     fix = "check CUDA_VISIBLE_DEVICES and that this user or container may use the GPU (nvidia-smi -L)"
     return f"there is an NVIDIA driver ({driver}), but PyTorch finds no GPU", fix
 
