@@ -35,7 +35,7 @@ def facts_of(model: str, gpu: str, dtype=torch.bfloat16, batch_invariant=False) 
 
 @pytest.mark.parametrize("gpu", [name for name in GPUS if name != "h100"])
 def test_gpus_without_a_table_have_rules_and_a_suggestion(gpu):
-    """Also Hopper GPUs with other numbers of multiprocessors than the H200."""
+    """Hopper GPUs with other numbers of multiprocessors than the H200 are among them."""
     facts = facts_of("qwen3-4b", gpu)
     assert (facts["tables"], facts["user_table"], facts["tune"]) == ([], None, True)
     assert facts["choices"]["rule"] == 30 and sum(facts["choices"].values()) == 30

@@ -2,15 +2,15 @@
 
 A script, not interpreted:
 
-    python compile_step.py MODELS GPUS [--few] [--rules] [--table]
+    python compile_step.py MODELS GPUS [--common] [--rules] [--table]
 
 MODELS are names separated by commas: a preset or a model of OTHERS, with suffixes: _fp16, _fp8, _int8 or _int4
 (quantized weights), _kv8 (K and V in fp8). "dense" stands for every preset up to 8B in bf16, fp8 and int4. GPUS are
 names of gpus.py.
 
-The launchers run on meta tensors of the real sizes, with a recorder in place of each kernel. So the compiled launches
-are those of an engine. Prints a line for each kernel and GPU: model, kernel, GPU, registers, stack bytes, local bytes,
-shared bytes. The exit status is 1 if a kernel does not compile or exceeds a limit.
+The launchers run on meta tensors of the real sizes, with a recorder in place of each kernel. So an engine launches the
+same kernels. Prints a line for each kernel and GPU: model, kernel, GPU, registers, stack bytes, local bytes, shared
+bytes. The exit status is 1 if a kernel does not compile or exceeds a limit.
 """
 
 import argparse
@@ -66,7 +66,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from gpus import GPUS
 
 MODULES = [import_module(found.name) for found in walk_packages(kernels.__path__, f"{kernels.__name__}.")]
-ROWS = (1, 8, 16, 64)  # of passes
+ROWS = (1, 8, 16, 64)  # rows of the decode passes
 DENSE = [f"{preset}{suffix}" for preset in PRESETS if preset != "qwen3-14b" for suffix in ("", "_fp8", "_int4")]
 RINGS = [f"{preset}_{scheme}" for preset in ("qwen3-4b", "qwen3-0.6b", "llama-3.1-8b", "llama-3.2-3b")
          for scheme in ("fp8", "int8", "int4")]  # fmt: skip
@@ -76,22 +76,26 @@ TYPES = {
 }  # fmt: skip
 
 # Limits.
-SHARED = 48 * 1024  # bytes; above, Triton asks for the largest carve-out, and the other kernels of a pass lose their L1
-LARGE = {  # kernels that run beside others like them
+SHARED = 48 * 1024  # bytes; with more, Triton sets the largest carve-out, and the other kernels of a pass lose their L1
+LARGE = {  # kernels that run at the same time as kernels with as much shared memory
     "_matmul_tiles_kernel", "_attention_rows_kernel", "_matmul_hopper_kernel", "_matmul_ring_kernel",
     "_prompt_attention_kernel", "_prompt_splits_kernel", "_prompt_attention_hopper_kernel", "_expand_kv_kernel",
 }  # fmt: skip
-# Bytes of a thread's stack, not of what runs once a tile: Triton 3.9 puts part of an item's first tile there, and the
-# numbers of an item that are used again at its end; in a program with 64 or 80 registers up to four. Of groups of 3 and
-# 7 heads Triton 3.6 puts up to eight numbers of 16 bits there, in iterations over splits.
+# Bytes of a thread's stack. No loop over tiles uses them. Triton 3.9 stores part of an item's first tile and up to four
+# numbers that are used again at the end of an item. With groups of 3 and 7 heads, Triton 3.6 stores up to eight numbers
+# of 16 bits in the loop over splits.
 STACK = {
     "_attention_kernel": 16, "_attention_rows_kernel": 104, "_matmul_ring_kernel": 16, "_prompt_attention_kernel": 24,
 }  # fmt: skip
-THREADS, TENSOR_MEMORY = 1024, 512  # of a program; columns of a multiprocessor
+THREADS, TENSOR_MEMORY = 1024, 512  # threads of a program, columns of a multiprocessor
 
 
 class Resources(NamedTuple):
-    """Resources of a compiled kernel. registers, stack and local are those of a thread; all but registers in bytes."""
+    """Resources of a compiled kernel.
+
+    registers, stack, local: of a thread, all but registers in bytes. shared: bytes of a program. tensor_memory: columns
+    of a program.
+    """
 
     registers: int
     stack: int
@@ -114,7 +118,7 @@ class Resources(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """What Triton compiles for a launch."""
+    """Arguments of Triton's compiler for a launch."""
 
     kernel: triton.JITFunction
     signature: dict
@@ -227,14 +231,14 @@ def recorded(run: Callable[[], None]) -> dict[tuple, Launch]:
     return launches
 
 
-def run_few(name: str, gpu: Device) -> None:
-    """Run what a first answer needs: decode passes of 1 and 8 rows, passes that verify drafts, and prompt passes."""
+def run_common(name: str, gpu: Device) -> None:
+    """Run the passes of a first answer: decode passes of 1 and 8 rows, passes that verify drafts, and prompt passes."""
     model = meta_model(name, gpu)
     for rows in (1, 8):
         for kind in decode.KINDS:
             decode.decode_pass(launcher(model), model.of_rows(rows), kind)
         decode.decode_pass(launcher(model), model.of_rows(rows), "sample", masked=True)
-    if not model.spec.fp8_kv:  # with which no drafts are verified
+    if not model.spec.fp8_kv:  # no drafts are verified with fp8 K/V
         for queries in (1, 8):
             decode.decode_pass(launcher(model), model.of_queries(1, queries), "greedy")
     run_prompts(model, decoding=8)
@@ -267,7 +271,7 @@ def run_all(name: str, gpu: Device) -> None:
         for kind in decode.KINDS:
             decode.decode_pass(launcher(model), model.of_rows(rows), kind)
             decode.decode_pass(launcher(model), model.of_rows(rows), kind, masked=True)
-    if not model.spec.fp8_kv:  # with which no drafts are verified
+    if not model.spec.fp8_kv:  # no drafts are verified with fp8 K/V
         for requests, queries in ((1, 1), (1, 8), (2, 2), (4, 4)):
             for kind in decode.KINDS:
                 decode.decode_pass(launcher(model), model.of_queries(requests, queries), kind)
@@ -290,7 +294,7 @@ def run_all(name: str, gpu: Device) -> None:
     ws, prompt = model.of_rows(1).workspace, model.prompt  # after a last layer that is not cut
     take_residual(ws.meta, prompt.hidden, prompt.delta, model.weights.final_norm, ws.hidden, ws.normed, ws.sumsq)
     if quantized or model.spec.fp8_kv:
-        return  # neither can be on the host
+        return  # packed tensors and fp8 K/V cannot be on the host
     dtype = model.weights.dtype
     kv = make_kv_cache(model.spec, 4096, model.device, dtype, page=PAGE, offload=Offload(host=8, ring=8))
     weights = empty_weights(model.spec, model.device, dtype, on_host=min(3, model.spec.num_layers))
@@ -399,7 +403,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Compile the launches of models for GPUs, and check their limits.")
     parser.add_argument("models", help="names separated by commas, or dense")
     parser.add_argument("gpus", help=f"names separated by commas, of {', '.join(GPUS)}")
-    parser.add_argument("--few", action="store_true", help="passes of 1 and 8 rows, and prompts, instead of all passes")
+    parser.add_argument("--common", action="store_true", help="only passes of 1 and 8 rows, and prompts")
     parser.add_argument("--rules", action="store_true", help="use no tables")
     parser.add_argument("--table", action="store_true", help="print the largest resources of each kernel at the end")
     args = parser.parse_args()
@@ -409,7 +413,7 @@ def main() -> int:
     started, distinct = time.monotonic(), {}  # launches, each with its first model and its GPUs
     for gpu in gpus:
         for model in models:
-            launches = recorded(partial(run_few if args.few else run_all, model, GPUS[gpu]))
+            launches = recorded(partial(run_common if args.common else run_all, model, GPUS[gpu]))
             for key, launch in launches.items():
                 entry = distinct.setdefault((GPUS[gpu].capability, *key), (launch, model, []))
                 entry[2].extend([] if gpu in entry[2] else [gpu])

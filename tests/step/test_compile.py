@@ -23,12 +23,12 @@ PUBLIC = [f"{preset}_fp16" if preset == "qwen2.5-0.5b" else preset for preset in
 ODD = ("head_dim_80", "head_dim_96", "head_dim_256", "group_16", "qwen3-4b_fp16")
 MORE = (QUANTIZED, "qwen3-4b_int4", "qwen3-4b_fp8", "qwen3-4b_kv8")
 # Models, GPUs, and the passes that are compiled. On a machine without a GPU, all passes of models in which every kernel
-# occurs for some GPUs, and for each other GPU the passes of a small model that a first answer needs.
+# occurs for some GPUs, and the most common passes of a small model for each other GPU.
 SOME = [
     (("qwen3-4b", QUANTIZED, "qwen3-4b_kv8"), ("h100",), "all"),
     (("head_dim_80", QUANTIZED), ("rtx5090",), "all"),
     (("head_dim_80",), ("rtx3090",), "all"),
-    ((QUANTIZED,), ("a100", "rtx4090", "b200"), "few"),
+    ((QUANTIZED,), ("a100", "rtx4090", "b200"), "common"),
 ]
 ALL = [((*PUBLIC, *ODD, *MORE), (gpu,), "all") for gpu in ("a100", "rtx3090", "rtx4090", "h100", "b200", "rtx5090")]
 CASES = ALL if CUDA else SOME
@@ -37,7 +37,7 @@ CASES = ALL if CUDA else SOME
 @pytest.mark.parametrize("models, gpus, passes", CASES, ids=[",".join(gpus) for _, gpus, _ in CASES])
 def test_every_kernel_compiles_within_the_limits_of_the_gpu(models, gpus, passes):
     """Without spills, and with little shared memory: the script checks it."""
-    options = ["--few", "--rules"] if passes == "few" else []
+    options = ["--common", "--rules"] if passes == "common" else []
     lines = run_script("compile_step.py", ",".join(models), ",".join(gpus), *options).splitlines()
     expected = {"_matmul_kernel", "_attention_kernel", "_dequantize_kernel", "_draft_kernel"}  # among others
     if passes == "all":
@@ -88,7 +88,7 @@ def run_script(script: str, *arguments: str) -> str:
     ],
 )
 def test_passes_of_any_number_of_rows_add_in_one_order(model, gpu, products):
-    """In the batch-invariant mode, as far as the compiler decides it."""
+    """Test the part of the order that the compiler decides, in the batch-invariant mode."""
     found = {}
     for line in run_script("sum_orders.py", model, "1,64", gpu).splitlines():
         rows, rest = line.split(maxsplit=1)

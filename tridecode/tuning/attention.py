@@ -52,9 +52,9 @@ def attention_rows_config(case: AttentionCase, rows: int, device: Device) -> Att
     """Choose the config of the kernel in which a fixed number of programs shares the work: mostly two a multiprocessor,
     each with two tiles in flight. A long row is split into as many items as there are programs.
 
-    Tiles are smaller where shared memory has no room for these, and for few rows: a kernel with more than 48 KiB of
-    shared memory leaves little L1 cache to the kernels that run at the same time, and the linears of few rows load all
-    their tiles through that cache.
+    Tiles are smaller if shared memory has no room for these. Few rows have smaller tiles, too: a kernel with more than
+    48 KiB of shared memory leaves little L1 cache to the kernels that run at the same time, and the linears of few rows
+    load all their tiles through that cache.
     """
     heads, one = case.kv_heads, max(device.multiprocessors, 1)
     if case.head_dim > 128 or case.dtype == torch.float32:

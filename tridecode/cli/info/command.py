@@ -4,6 +4,7 @@ import json
 import platform
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -39,7 +40,7 @@ def info(args, output: Output) -> int:
     # The weights of a Hugging Face id are downloaded when they are needed; a directory must have them.
     directory = path == BUNDLED or path == Path(args.model).expanduser()
     problem = weights_problem(path, stored) if directory else None
-    report = {
+    report: dict[str, Any] = {
         "model": model_facts(plan.spec, args.model or BUNDLED.name, str(path)) | {"problem": problem},
         "memory": memory_facts(plan),
         "run": run_facts(plan),
