@@ -87,6 +87,8 @@ LARGE = {  # kernels that run at the same time as kernels with as much shared me
 STACK = {
     "_attention_kernel": 16, "_attention_rows_kernel": 104, "_matmul_ring_kernel": 16, "_prompt_attention_kernel": 24,
 }  # fmt: skip
+# The same of a matmul whose bound on registers lets two programs share a multiprocessor, in rows of 14,336 columns.
+BOUNDED_STACK = 24
 THREADS, TENSOR_MEMORY = 1024, 512  # threads of a program, columns of a multiprocessor
 
 
@@ -106,9 +108,10 @@ class Resources(NamedTuple):
 
     def excess(self, kernel: str, gpu: Device) -> list[str]:
         """Return which limits the kernel exceeds on the GPU."""
+        bounded = kernel == "_matmul_kernel" and 2 * self.registers * self.threads == gpu.registers
         needed = {
             "registers": (-(-self.registers // 8) * 8 * self.threads, gpu.registers),  # allocated in units of 8
-            "stack": (self.stack, STACK.get(kernel, 0)),
+            "stack": (self.stack, BOUNDED_STACK if bounded else STACK.get(kernel, 0)),
             "local memory": (self.local, 0),
             "shared memory": (self.shared, gpu.shared_memory if kernel in LARGE else SHARED),
             "tensor memory": (self.tensor_memory, TENSOR_MEMORY),

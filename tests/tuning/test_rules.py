@@ -115,6 +115,19 @@ def test_named_choices():
         assert choose(part, rows, H200, MEASURED).config == config, (part, rows)
 
 
+def test_bounded_programs_have_fewer_tiles_in_flight_on_gpus_after_hopper():
+    """Where more spills."""
+    int4, fp8 = (cases_of("llama-3.1-8b", weight_type)["down"] for weight_type in ("int4", "fp8"))
+    for name, (of_int4, of_fp8) in {
+        "h100": ((4, 8), (8, 8)),
+        "a100": ((4, 8), (8, 8)),
+        "b200": ((3, 4), (8, 6)),
+    }.items():
+        for part, in_flight in (int4, of_int4), (fp8, of_fp8):
+            config = choose(part, 8, GPUS[name]).config
+            assert config == MatmulConfig(16, 8, *in_flight, registers=128), name
+
+
 def test_sources_are_named():
     part = cases_of("qwen3-4b")["qkv"]
     assert choose(part, 1, H200, MEASURED).source == "table"
