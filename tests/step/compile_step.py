@@ -1,23 +1,34 @@
-"""Compile every launch of a token step and of a prompt pass for GPUs that are not here; a script, not interpreted.
+"""Compile every launch of decode and prompt passes for GPUs that are not here, and check the limits of each GPU.
 
-    python compile_step.py PRESET[,PRESET...] ARCH[,ARCH...]
+A script, not interpreted:
 
-The launchers themselves run, on meta tensors of the real sizes, with a recorder in place of each kernel. So what is
-compiled is what is launched. Prints a line a kernel and architecture: model, name, arch, registers, stack bytes, local
-bytes, shared bytes.
+    python compile_step.py MODELS GPUS [--common] [--rules] [--table]
+
+MODELS are names separated by commas: a preset or a model of OTHERS, with suffixes: _fp16, _fp8, _int8 or _int4
+(quantized weights), _kv8 (K and V in fp8). "dense" stands for every preset up to 8B in bf16, fp8 and int4. GPUS are
+names of gpus.py.
+
+The launchers run on meta tensors of the real sizes, with a recorder in place of each kernel. So an engine launches the
+same kernels. Prints a line for each kernel and GPU: model, kernel, GPU, registers, stack bytes, local bytes, shared
+bytes. The exit status is 1 if a kernel does not compile or exceeds a limit.
 """
 
+import argparse
 import multiprocessing
 import os
 import re
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
+from multiprocessing.connection import wait
 from pathlib import Path
 from pkgutil import walk_packages
+from typing import NamedTuple
 
 import torch
 import triton
@@ -25,6 +36,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
+from triton.runtime.cache import triton_key
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tridecode import kernels
@@ -46,38 +58,88 @@ from tridecode.step.graphs import launcher
 from tridecode.step.model import DecodeModel, choose_configs, rope_keys
 from tridecode.step.prompt import finish, read
 from tridecode.step.workspace import make_prompt_buffers, make_workspace
-from tridecode.tuning.attention import prompt_attention_config
-from tridecode.tuning.configs import Choice, PassConfigs
+from tridecode.tuning import resolve
+from tridecode.tuning.attention import prompt_attention_config, prompt_tiles_fit
+from tridecode.tuning.configs import HOPPER, Choice, PassConfigs
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from gpus import GPUS
 
 MODULES = [import_module(found.name) for found in walk_packages(kernels.__path__, f"{kernels.__name__}.")]
-ROWS = (1, 8, 16, 64)  # of passes
-FP16 = ("qwen2.5-0.5b", "qwen3-4b_fp16")  # the others are bf16
-
-
-def odd_heads(**heads) -> ModelSpec:
-    """Two layers of Qwen3-0.6B with other heads."""
-    layer = PRESETS["qwen3-0.6b"].layers[0]
-    layer = replace(layer, mixer=replace(layer.mixer, **heads))
-    return replace(PRESETS["qwen3-0.6b"], layers=(layer,) * 2)
-
-
-MODELS = dict(PRESETS) | {"qwen3-4b_fp16": PRESETS["qwen3-4b"]} | {
-    f"head_dim_{d}": odd_heads(head_dim=d, heads=heads, kv_heads=kv)
-    for d, heads, kv in ((80, 5, 1), (96, 24, 8), (256, 8, 1))
-} | {"group_16": odd_heads(heads=32, kv_heads=2)}  # fmt: skip
-QUANTIZED = {f"{name}_{scheme}": replace(PRESETS[name], load_quantization=rules(scheme, "fp8"))
-             for name in ("qwen3-4b", "qwen3-0.6b", "llama-3.1-8b", "llama-3.2-3b")
-             for scheme in ("fp8", "int8", "int4")}  # fmt: skip
-MODELS |= QUANTIZED | {f"{name}_kv8": replace(MODELS[name], fp8_kv=True)
-                       for name in ("qwen3-4b", "qwen3-0.6b", "head_dim_80", "head_dim_256", "group_16")}  # fmt: skip
+ROWS = (1, 8, 16, 64)  # rows of the decode passes
+DENSE = [f"{preset}{suffix}" for preset in PRESETS if preset != "qwen3-14b" for suffix in ("", "_fp8", "_int4")]
+RINGS = [f"{preset}_{scheme}" for preset in ("qwen3-4b", "qwen3-0.6b", "llama-3.1-8b", "llama-3.2-3b")
+         for scheme in ("fp8", "int8", "int4")]  # fmt: skip
 TYPES = {
     torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int32: "*i32", torch.int64: "*i64",
     torch.int16: "*i16", torch.uint8: "*u8",
 }  # fmt: skip
 
+# Limits.
+SHARED = 48 * 1024  # bytes; with more, Triton sets the largest carve-out, and the other kernels of a pass lose their L1
+LARGE = {  # kernels that run at the same time as kernels with as much shared memory
+    "_matmul_tiles_kernel", "_attention_rows_kernel", "_matmul_hopper_kernel", "_matmul_ring_kernel",
+    "_prompt_attention_kernel", "_prompt_splits_kernel", "_prompt_attention_hopper_kernel", "_expand_kv_kernel",
+}  # fmt: skip
+# Bytes of a thread's stack. No loop over tiles uses them. Triton 3.9 stores part of an item's first tile and up to four
+# numbers that are used again at the end of an item. With groups of 3 and 7 heads, Triton 3.6 stores up to eight numbers
+# of 16 bits in the loop over splits.
+STACK = {
+    "_attention_kernel": 16, "_attention_rows_kernel": 104, "_matmul_ring_kernel": 16, "_prompt_attention_kernel": 24,
+}  # fmt: skip
+# The same of a matmul whose bound on registers lets two programs share a multiprocessor, in rows of 14,336 columns.
+BOUNDED_STACK = 24
+THREADS, TENSOR_MEMORY = 1024, 512  # threads of a program, columns of a multiprocessor
+
+
+class Resources(NamedTuple):
+    """Resources of a compiled kernel.
+
+    registers, stack, local: of a thread, all but registers in bytes. shared: bytes of a program. tensor_memory: columns
+    of a program.
+    """
+
+    registers: int
+    stack: int
+    local: int
+    shared: int
+    tensor_memory: int
+    threads: int
+
+    def excess(self, kernel: str, gpu: Device) -> list[str]:
+        """Return which limits the kernel exceeds on the GPU."""
+        bounded = kernel == "_matmul_kernel" and 2 * self.registers * self.threads == gpu.registers
+        needed = {
+            "registers": (-(-self.registers // 8) * 8 * self.threads, gpu.registers),  # allocated in units of 8
+            "stack": (self.stack, BOUNDED_STACK if bounded else STACK.get(kernel, 0)),
+            "local memory": (self.local, 0),
+            "shared memory": (self.shared, gpu.shared_memory if kernel in LARGE else SHARED),
+            "tensor memory": (self.tensor_memory, TENSOR_MEMORY),
+            "threads": (self.threads, THREADS),
+        }
+        return [f"{name} {value:,} > {most:,}" for name, (value, most) in needed.items() if value > most]
+
+
+class Launch(NamedTuple):
+    """Arguments of Triton's compiler for a launch."""
+
+    kernel: triton.JITFunction
+    signature: dict
+    constants: dict
+    attributes: dict
+    options: dict
+    pdl: bool
+
+    def compile(self, capability: int):
+        """Compile for a compute capability. Raises any error of Triton's compiler."""
+        options = self.options | ({"launch_pdl": True} if self.pdl else {})
+        source = GluonASTSource if self.kernel.is_gluon() else ASTSource
+        source = source(self.kernel, self.signature, self.constants, self.attributes)
+        return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
 
 class Recorder:
-    """Stands in for a kernel: remembers what it was launched with."""
+    """A replacement for a kernel that records the arguments of its launches."""
 
     def __init__(self, kernel, launches: dict):
         self.kernel, self.launches = kernel, launches
@@ -87,7 +149,8 @@ class Recorder:
             signature, constants, attributes = {}, {}, {}
             args = (*args, *(named.pop(param.name) for param in self.kernel.params[len(args) :]))
             for i, (param, value) in enumerate(zip(self.kernel.params, args, strict=True)):
-                if param.is_constexpr or value is None or (type(value) is int and value == 1):
+                specialized = not param.do_not_specialize
+                if param.is_constexpr or value is None or (type(value) is int and value == 1 and specialized):
                     signature[param.name], constants[param.name] = "constexpr", value
                     continue
                 if isinstance(value, TensorDescriptor | GluonDescriptor):
@@ -101,39 +164,62 @@ class Recorder:
                 else:
                     signature[param.name] = "i32" if isinstance(value, int) else "fp32"
                     aligned = isinstance(value, int) and value % 16 == 0
-                if aligned:
+                if aligned and specialized:
                     attributes[(i,)] = [["tt.divisibility", 16]]
             key = (self.kernel.__name__, str(signature), str(constants), str(named))
-            self.launches[key] = (self.kernel, signature, constants, attributes, named, launch_pdl)
+            self.launches[key] = Launch(self.kernel, signature, constants, attributes, named, launch_pdl)
 
         return launch
 
 
-def meta_model(preset: str, dtype: torch.dtype, arch: int, capacity: int = 4096) -> DecodeModel:
-    """The model's tensors by shape only: no memory, no GPU."""
-    config, device, gpu = MODELS[preset], torch.device("meta"), gpu_of(arch)
-    weights = empty_weights(config, device, dtype, packs=True)
-    prompt_config = prompt_attention_config(gpu, batch_invariant=False, fp8=config.fp8_kv)
-    workspace = make_workspace(config, capacity, device, dtype, slots=64)
-    kv = make_kv_cache(config, capacity, device, dtype, page=PAGE)
+def odd_heads(**heads) -> ModelSpec:
+    """Return two layers of Qwen3-0.6B with other heads."""
+    layer = PRESETS["qwen3-0.6b"].layers[0]
+    layer = replace(layer, mixer=replace(layer.mixer, **heads))
+    return replace(PRESETS["qwen3-0.6b"], layers=(layer,) * 2)
+
+
+OTHERS = {
+    f"head_dim_{d}": odd_heads(head_dim=d, heads=heads, kv_heads=kv)
+    for d, heads, kv in ((80, 5, 1), (96, 24, 8), (256, 8, 1))
+} | {"group_16": odd_heads(heads=32, kv_heads=2)}  # fmt: skip
+
+
+def model_named(name: str) -> tuple[ModelSpec, torch.dtype]:
+    """Return the model of a name with suffixes, and the dtype of its activations."""
+    name, fp8_kv = re.subn("_kv8$", "", name)
+    name, fp16 = re.subn("_fp16$", "", name)
+    name, _, scheme = re.fullmatch(r"(.+?)(_(fp8|int8|int4))?", name).groups()
+    spec = replace(OTHERS[name] if name in OTHERS else PRESETS[name], fp8_kv=fp8_kv > 0)
+    spec = replace(spec, load_quantization=rules(scheme, "fp8")) if scheme else spec
+    return spec, torch.float16 if fp16 else torch.bfloat16
+
+
+def meta_model(name: str, gpu: Device, capacity: int = 4096) -> DecodeModel:
+    """Return a model whose tensors have shapes only. It needs no memory and no GPU."""
+    (spec, dtype), device = model_named(name), torch.device("meta")
+    weights = empty_weights(spec, device, dtype, packs=True)
+    prompt_config = prompt_attention_config(gpu, batch_invariant=False, fp8=spec.fp8_kv)
+    workspace = make_workspace(spec, capacity, device, dtype, slots=64)
+    kv = make_kv_cache(spec, capacity, device, dtype, page=PAGE)
     expanded = len(kv.pool) if kv.fp8 and prompt_config.hopper else 0
     return DecodeModel(
-        spec=config,
+        spec=spec,
         weights=weights,
         kv=kv,
-        ropes={key: (torch.empty(capacity, key[1] // 2, device=device),) * 2 for key in rope_keys(config)},
+        ropes={key: (torch.empty(capacity, key[1] // 2, device=device),) * 2 for key in rope_keys(spec)},
         workspace=workspace,
         verify=workspace,
-        prompt=make_prompt_buffers(config, 2048, device, dtype, prompt_config, expanded, PAGE),
+        prompt=make_prompt_buffers(spec, 2048, device, dtype, prompt_config, expanded, PAGE),
         prompt_config=prompt_config,
-        configs_by_rows=choose_configs(config, weights, gpu),
+        configs_by_rows=choose_configs(spec, weights, gpu),
         gpu=gpu,
     )
 
 
-def recorded(run) -> dict:
-    """Every distinct launch of what `run` does."""
-    launches: dict = {}
+def recorded(run: Callable[[], None]) -> dict[tuple, Launch]:
+    """Return every distinct launch of `run`."""
+    launches: dict[tuple, Launch] = {}
     originals = []
     for module in MODULES:
         for name, value in list(vars(module).items()):
@@ -148,60 +234,82 @@ def recorded(run) -> dict:
     return launches
 
 
-def run_all(preset: str, dtype: torch.dtype, arch: int) -> None:
-    """All kinds of step, and a prompt pass."""
-    model = meta_model(preset, dtype, arch)
-    for rows in (*ROWS, 32) if arch == 90 else ROWS:  # which has products of its own there
+def run_common(name: str, gpu: Device) -> None:
+    """Run the passes of a first answer: decode passes of 1 and 8 rows, passes that verify drafts, and prompt passes."""
+    model = meta_model(name, gpu)
+    for rows in (1, 8):
+        for kind in decode.KINDS:
+            decode.decode_pass(launcher(model), model.of_rows(rows), kind)
+        decode.decode_pass(launcher(model), model.of_rows(rows), "sample", masked=True)
+    if not model.spec.fp8_kv:  # no drafts are verified with fp8 K/V
+        for queries in (1, 8):
+            decode.decode_pass(launcher(model), model.of_queries(1, queries), "greedy")
+    run_prompts(model, decoding=8)
+    finish(launcher(model), model.of_rows(8), "greedy")
+
+
+def prompt_run(model: DecodeModel) -> Callable[..., None]:
+    """Return what launches a prompt pass. Its attention is torch's where Triton's tiles do not fit."""
+    tiles = prompt_tiles_fit(model.spec.pages.head_dim, model.weights.dtype, model.gpu)
+    return launch_ours if tiles else launch_but_attention
+
+
+def run_prompts(model: DecodeModel, decoding: int) -> None:
+    """Run prompt passes alone and with decoding rows."""
+    run = prompt_run(model)
+    for rows in (68, 512, 2048):  # with 512, no launch of its own adds up splits
+        read(run, model, rows)
+    read(run, model, 132, decoding=decoding)
+    key_values = model.prompt.x.new_empty(2, *model.kv.k[0][0].shape)
+    gather_kv(model.kv.page_table[0], model.kv.k[0], model.kv.v[0], 70, *key_values)
+    for linear in model.weights.layers[0].linears.values() if model.spec.quantization else ():
+        dequantize(linear, 0, 1024, model.prompt.dequantized)
+
+
+def run_all(name: str, gpu: Device) -> None:
+    """Run all kinds of passes."""
+    model, hopper = meta_model(name, gpu), gpu.capability == HOPPER
+    quantized = model.spec.quantization is not None
+    for rows in (*ROWS, 32) if hopper else ROWS:  # Hopper has linears of its own for 32 rows
         for kind in decode.KINDS:
             decode.decode_pass(launcher(model), model.of_rows(rows), kind)
             decode.decode_pass(launcher(model), model.of_rows(rows), kind, masked=True)
-    if not model.spec.fp8_kv:  # which are not verified
+    if not model.spec.fp8_kv:  # no drafts are verified with fp8 K/V
         for requests, queries in ((1, 1), (1, 8), (2, 2), (4, 4)):
             for kind in decode.KINDS:
                 decode.decode_pass(launcher(model), model.of_queries(requests, queries), kind)
         alone = replace(model.of_queries(4, 4), fixed_chunk=256)  # as in the batch-invariant mode
         decode.decode_pass(launcher(model), alone, "greedy")
-    if preset in QUANTIZED and arch == 90:
-        for name in QUANTIZED:  # every number type of the ring
-            one = meta_model(name, dtype, arch).of_rows(1)
+    if quantized and hopper:
+        for ring in RINGS:  # every number type of the ring
+            one = meta_model(ring, gpu).of_rows(1)
             decode.decode_pass(partial(launch_rings, launcher(one)), one, "greedy")
-    if preset in QUANTIZED:
-        dequantize(model.weights.layers[0].linears["qkv"], 0, 1024, model.prompt.dequantized)
-    else:
-        few = replace(model.of_rows(16), configs_by_rows={16: wide(model.of_rows(16), arch)})
+    if not quantized:
+        few = replace(model.of_rows(16), configs_by_rows={16: wide(model.of_rows(16))})
         decode.decode_pass(launcher(model), few, "greedy")
-    if arch == 90:  # the batch-invariant mode, which other GPUs do not have
-        alike = choose_configs(model.spec, model.weights, gpu_of(arch), batch_invariant=True)
+    if hopper:  # the batch-invariant mode, which other GPUs do not have
+        alike = choose_configs(model.spec, model.weights, gpu, batch_invariant=True)
         alike = replace(model, configs_by_rows=alike)
         for rows in ROWS:
             decode.decode_pass(launcher(model), alike.of_rows(rows), "greedy")
-    run = launch_ours if arch == 90 and model.spec.pages.head_dim <= 128 else launch_but_attention
-    read(run, model, 68)
-    read(run, model, 512)  # where no launch of its own adds up splits
-    read(run, model, 2048)
-    read(run, model, 132, decoding=64)
-    table = model.kv.page_table[0]
-    gather_kv(table, model.kv.k[0], model.kv.v[0], 70, *model.prompt.x.new_empty(2, *model.kv.k[0][0].shape))
+    run_prompts(model, decoding=64)
     finish(launcher(model), model.of_rows(1), "greedy")
-    ws, prompt = model.of_rows(1).workspace, model.prompt  # behind a last layer that is not cut
+    ws, prompt = model.of_rows(1).workspace, model.prompt  # after a last layer that is not cut
     take_residual(ws.meta, prompt.hidden, prompt.delta, model.weights.final_norm, ws.hidden, ws.normed, ws.sumsq)
-    if preset in QUANTIZED or model.spec.fp8_kv:
-        return  # nothing of these lies on the host
+    if quantized or model.spec.fp8_kv:
+        return  # packed tensors and fp8 K/V cannot be on the host
+    dtype = model.weights.dtype
     kv = make_kv_cache(model.spec, 4096, model.device, dtype, page=PAGE, offload=Offload(host=8, ring=8))
     weights = empty_weights(model.spec, model.device, dtype, on_host=min(3, model.spec.num_layers))
     offloaded = replace(model, kv=kv, weights=weights)
     decode.decode_pass(launch_ours, offloaded.of_rows(1), "greedy")
-    read(run, offloaded, 132, decoding=64)
+    read(prompt_run(model), offloaded, 132, decoding=64)
 
 
-def gpu_of(arch: int) -> Device:
-    """A GPU of that compute capability, with the sizes of an H200."""
-    return Device("a GPU", arch, 132, 232448, 233472, 65536)
-
-
-def wide(model: DecodeModel, arch: int) -> PassConfigs:
-    """Configs that only some GPUs have in their tables: of four warps where these multiply together, else of one."""
-    one = WideConfig(64, 64, 2) if arch in (90, 100) else WideConfig(16, 32, 2, num_warps=1)
+def wide(model: DecodeModel) -> PassConfigs:
+    """Return configs that only some tables contain: of four warps where these multiply together, else of one."""
+    together = model.gpu.capability in (90, 100)
+    one = WideConfig(64, 64, 2) if together else WideConfig(16, 32, 2, num_warps=1)
     two = replace(one, split=2)
     kernel = kernel_named("wide")
     by_role = {"gate_up": one, "lm_head": one}
@@ -210,59 +318,126 @@ def wide(model: DecodeModel, arch: int) -> PassConfigs:
 
 
 def launch_ours(role: str, op, *args, **how) -> None:
-    """Launch what has a kernel here; torch's own products and attention are compiled already."""
+    """Launch ops with kernels. torch's own products and attention need no compilation."""
     if op.kernels:
         op.launch(*args, **how)
 
 
 def launch_rings(run, role: str, op, *args, **how) -> None:
-    """Launch what `matmul_ring` multiplies."""
+    """Launch the linears that `matmul_ring` multiplies."""
     if _matmul_ring_kernel in op.kernels:
         run(role, op, *args, **how)
 
 
 def launch_but_attention(role: str, op, *args, **how) -> None:
-    """Where attention of prompts is torch's."""
+    """Launch a prompt pass whose attention is torch's."""
     if role != "attention":
         launch_ours(role, op, *args, **how)
 
 
-def resources(cubin: bytes) -> tuple[int, int, int]:
-    """(registers, stack bytes, local bytes) from Triton's own cuobjdump."""
+def compile_launch(launch: Launch, capability: int) -> Resources:
+    compiled = launch.compile(capability)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as f:
-        f.write(cubin)
+        f.write(compiled.asm["cubin"])
         f.flush()
         tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
         text = subprocess.run([tool, "--dump-resource-usage", f.name], capture_output=True, text=True, check=True)
-    found = re.search(r"REG:(\d+) STACK:(\d+) .*?LOCAL:(\d+)", text.stdout)
-    return tuple(int(group) for group in found.groups())
+    registers, stack, local = re.search(r"REG:(\d+) STACK:(\d+) .*?LOCAL:(\d+)", text.stdout).groups()
+    metadata = compiled.metadata
+    columns, threads = getattr(metadata, "tmem_size", None) or 0, 32 * metadata.num_warps
+    return Resources(int(registers), int(stack), int(local), metadata.shared, columns, threads)
 
 
-LAUNCHES = []  # filled before the pool forks: (preset, arch, launch)
+def compile_apart(launch: Launch, capability: int, log, pipe) -> None:
+    """Send the resources of a launch or an error to `pipe`. All other output goes to `log`."""
+    os.dup2(log.fileno(), 1)
+    os.dup2(log.fileno(), 2)
+    try:
+        pipe.send(compile_launch(launch, capability))
+    except Exception as error:
+        pipe.send(f"{type(error).__name__}: {error}")
 
 
-def compile_one(index: int) -> str:
-    preset, arch, (kernel, signature, constants, attributes, options, pdl) = LAUNCHES[index]
-    options = options | ({"launch_pdl": True} if pdl else {})
-    source = (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, signature, constants, attributes)
-    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
-    found = (*resources(compiled.asm["cubin"]), compiled.metadata.shared)
-    return " ".join(map(str, (preset, kernel.__name__, arch, *found)))
+def compile_all(launches: Iterable[tuple[Launch, int]]) -> Iterator[tuple[int, Resources | str]]:
+    """Compile launches for compute capabilities. Yield the index of each, and its resources or an error.
+
+    Each compilation has a process of its own, since an error in LLVM ends the process.
+    """
+    context, running = multiprocessing.get_context("fork"), {}
+    triton_key()  # a hash of Triton's files, which the processes inherit
+    waiting = iter(enumerate(launches))
+    while True:
+        while len(running) < (os.cpu_count() or 1) and (entry := next(waiting, None)):
+            index, launch = entry
+            log, (ours, theirs) = tempfile.TemporaryFile("w+"), context.Pipe(duplex=False)
+            process = context.Process(target=compile_apart, args=(*launch, log, theirs))
+            process.start()
+            theirs.close()
+            running[ours] = process, index, log
+        if not running:
+            return
+        for pipe in wait(list(running)):
+            process, index, log = running.pop(pipe)
+            try:
+                result = pipe.recv()
+            except EOFError:
+                process.join()
+                log.seek(0)
+                result = f"the compiler ended with status {process.exitcode}: {log.read()[-300:]}"
+            process.join()
+            yield index, result
 
 
-def main() -> None:
-    presets, archs = (arg.split(",") for arg in sys.argv[1:3])
-    for arch in map(int, archs):
-        distinct = {}
-        for preset in presets:
-            dtype = torch.float16 if preset in FP16 else torch.bfloat16
-            for key, launch in recorded(partial(run_all, preset, dtype, arch)).items():
-                distinct.setdefault(key, (preset, arch, launch))
-        LAUNCHES.extend(distinct.values())
-    with multiprocessing.get_context("fork").Pool(os.cpu_count()) as pool:
-        for line in pool.imap(compile_one, range(len(LAUNCHES))):
-            print(line, flush=True)
+def render(found: list[tuple[str, str, Resources | str]]) -> str:
+    """Return the largest resources of each kernel on each GPU, and the number of its launches and of failures."""
+    lines = [("kernel", "GPU", "launches", "failed", "registers", "shared", "stack", "local")]
+    for kernel, gpu in sorted({row[:2] for row in found}, key=lambda key: (key[0], list(GPUS).index(key[1]))):
+        of_both = [result for *key, result in found if tuple(key) == (kernel, gpu)]
+        compiled = [result for result in of_both if isinstance(result, Resources)]
+        most = Resources(*map(max, zip(*compiled))) if compiled else Resources(0, 0, 0, 0, 0, 0)
+        counts = len(of_both), len(of_both) - len(compiled)
+        sizes = most.registers, most.shared, most.stack, most.local
+        lines.append((kernel.strip("_").removesuffix("_kernel"), gpu, *map(str, counts + sizes)))
+    widths = [max(map(len, column)) for column in zip(*lines)]
+    return "".join("  ".join(map(str.ljust, line, widths)).rstrip() + "\n" for line in lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Compile the launches of models for GPUs, and check their limits.")
+    parser.add_argument("models", help="names separated by commas, or dense")
+    parser.add_argument("gpus", help=f"names separated by commas, of {', '.join(GPUS)}")
+    parser.add_argument("--common", action="store_true", help="only passes of 1 and 8 rows, and prompts")
+    parser.add_argument("--rules", action="store_true", help="use no tables")
+    parser.add_argument("--table", action="store_true", help="print the largest resources of each kernel at the end")
+    args = parser.parse_args()
+    if args.rules:
+        resolve.package_tables = lambda device: []
+    models, gpus = args.models.replace("dense", ",".join(DENSE)).split(","), args.gpus.split(",")
+    started, distinct = time.monotonic(), {}  # launches, each with its first model and its GPUs
+    for gpu in gpus:
+        for model in models:
+            launches = recorded(partial(run_common if args.common else run_all, model, GPUS[gpu]))
+            for key, launch in launches.items():
+                entry = distinct.setdefault((GPUS[gpu].capability, *key), (launch, model, []))
+                entry[2].extend([] if gpu in entry[2] else [gpu])
+    todo, found, faults = list(distinct.values()), [], []
+    for index, result in compile_all((launch, GPUS[names[0]].capability) for launch, _, names in todo):
+        launch, model, names = todo[index]
+        kernel = launch.kernel.__name__
+        for gpu in names:
+            found.append((kernel, gpu, result))
+            if isinstance(result, str):
+                excess, numbers = [" ".join(result.split())[:500]], ["failed"]
+            else:
+                excess, numbers = result.excess(kernel, GPUS[gpu]), list(map(str, result[:4]))
+            print(model, kernel, gpu, *numbers, flush=True)
+            faults += [f"{model} {kernel} {gpu}: {fault} {launch.constants}" for fault in excess]
+    if args.table:
+        print(render(found), end="")
+        print(f"{len(todo)} launches compiled in {time.monotonic() - started:,.0f} s, {len(faults)} faults")
+    print(*faults, sep="\n", end="\n" if faults else "", file=sys.stderr)
+    return 1 if faults else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from gpus import GPUS
 from models_to_tune import BF16, H200, MODELS, attention_of, device
 
 from tridecode.kernels.attention.arguments import MAX_SPLITS
@@ -11,6 +12,7 @@ from tridecode.kernels.attention.attention import AttentionConfig
 from tridecode.kernels.attention.attention_queries import QueriesConfig
 from tridecode.kernels.attention.attention_rows import AttentionRowsConfig
 from tridecode.kernels.attention.prompt_attention import PromptAttentionConfig
+from tridecode.kernels.device import Device
 from tridecode.tuning.attention import (
     attention_config,
     attention_rows_config,
@@ -22,16 +24,15 @@ from tridecode.tuning.attention import (
 from tridecode.tuning.configs import AttentionCase
 from tridecode.tuning.tables import VALUES, entry_of
 
-CAPABILITIES = (0, 80, 89, 90, 100, 120)
 CASES = [
     attention_of(model, dtype, fp8) for model in MODELS for dtype in (BF16, torch.float32) for fp8 in (False, True)
 ] + [AttentionCase(8, 1, 256, BF16), AttentionCase(32, 2, 128, BF16)]
 FOUR = attention_of("qwen3-4b")
 
 
-@pytest.mark.parametrize("capability", CAPABILITIES)
-def test_configs_are_valid_for_every_model(capability):
-    gpu = device(capability)
+@pytest.mark.parametrize("name", ["cpu", *GPUS])
+def test_configs_are_valid_for_every_model(name):
+    gpu = GPUS.get(name, Device())
     for case in CASES:
         for rows in (1, 2, 4, 8, 16, 32, 64):
             for config in (attention_config(case, rows, gpu), attention_config(case, rows, gpu, True)):
@@ -54,6 +55,16 @@ def test_named_configs():
         assert attention_config(case, rows, H200) == config, (case, rows)
     small = replace(attention_config(FOUR, 4, device(80)), programs=264, splits=33)
     assert small == AttentionRowsConfig(64, 33, num_warps=4, least=4, programs=264, stages=2)
+
+
+def test_two_programs_of_many_rows_fit_the_shared_memory_of_a_multiprocessor():
+    """Each with two tiles of K and V, of 64 or of 32 positions."""
+    for name, gpu in GPUS.items():
+        for case in (FOUR, FOUR._replace(head_dim=96), attention_of("llama-3.2-1b"), attention_of("qwen2.5-0.5b")):
+            config, width = attention_rows_config(case, 64, gpu), 64 if case.head_dim == 64 else 128
+            assert 2 * 2 * 2 * 2 * config.block_t * width <= gpu.shared_memory_each - 2048, name
+            assert config.block_t == (64 if width == 64 or gpu.shared_memory_each > 2**17 else 32)
+            assert config.programs == 2 * gpu.multiprocessors and config.stages == 5
 
 
 def test_programs_follow_the_multiprocessors():

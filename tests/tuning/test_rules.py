@@ -5,6 +5,7 @@ from itertools import product
 
 import pytest
 import torch
+from gpus import GPUS
 from models_to_tune import BF16, H200, MODELS, WEIGHT_TYPES, attention_of, case, cases_of, device
 
 from tridecode.kernels.device import Device
@@ -22,7 +23,6 @@ from tridecode.tuning.resolve import resolve_configs
 from tridecode.tuning.rules import choose
 from tridecode.tuning.tables import Table, entry_of, linear_key, package_tables
 
-CAPABILITIES = (0, 80, 86, 89, 90, 100, 120)
 ROWS = (1, 4, 8, 16, 32, 64)
 EVERY_MODEL = pytest.mark.parametrize("model", MODELS)
 MEASURED = package_tables(H200)
@@ -55,15 +55,15 @@ def check_fits(part, rows: int, config, gpu: Device) -> None:
     if isinstance(config, TilesConfig):
         weights = config.block_n * (2 if part.epilogue == "gated" else 1)
         size = 2 * config.stages * config.block_k * (max(config.block_m, high) + weights)
-        assert size < (gpu.shared_memory if gpu.capability == 90 else 101376)
+        assert size < (gpu.shared_memory or 101376)
     if isinstance(config, RingConfig):
         assert 1024 * config.num_warps * config.tiles * config.stages + 2 * part.k * config.x_shared < gpu.shared_memory
 
 
 @EVERY_MODEL
-@pytest.mark.parametrize("capability", CAPABILITIES)
-def test_choices_are_supported_and_fit_the_gpu(model, capability):
-    gpu = H200 if capability == 90 else device(capability)
+@pytest.mark.parametrize("name", ["cpu", *GPUS])
+def test_choices_are_supported_and_fit_the_gpu(model, name):
+    gpu = GPUS.get(name, Device())
     every = [(role, part) for weight_type in WEIGHT_TYPES for role, part in cases_of(model, weight_type).items()]
     for rows, (role, part) in product(ROWS, every):
         choice = choose(part, rows, gpu, package_tables(gpu))
@@ -113,6 +113,19 @@ def test_named_choices():
         (fp8["gate_up"], 64, HopperConfig(64, 128, 4, 4, producer=1, registers=128)),
     ):
         assert choose(part, rows, H200, MEASURED).config == config, (part, rows)
+
+
+def test_bounded_programs_have_fewer_tiles_in_flight_on_gpus_after_hopper():
+    """Where more spills."""
+    int4, fp8 = (cases_of("llama-3.1-8b", weight_type)["down"] for weight_type in ("int4", "fp8"))
+    for name, (of_int4, of_fp8) in {
+        "h100": ((4, 8), (8, 8)),
+        "a100": ((4, 8), (8, 8)),
+        "b200": ((3, 4), (8, 6)),
+    }.items():
+        for part, in_flight in (int4, of_int4), (fp8, of_fp8):
+            config = choose(part, 8, GPUS[name]).config
+            assert config == MatmulConfig(16, 8, *in_flight, registers=128), name
 
 
 def test_sources_are_named():

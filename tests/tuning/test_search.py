@@ -4,9 +4,11 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from gpus import GPUS
 from models_to_tune import BF16, H200, MODELS, attention_of, case, cases_of
 
 from tridecode.errors import DeviceError
+from tridecode.kernels.device import Device
 from tridecode.kernels.linear.matmul import MatmulConfig
 from tridecode.kernels.linear.matmul_hopper import HopperConfig
 from tridecode.kernels.linear.matmul_ring import RingConfig
@@ -117,36 +119,38 @@ def test_a_config_brings_its_kernel():
 # Candidates
 
 
-def present(model: str, kind: str, rows: int) -> PassConfigs:
-    return resolve_configs(cases_of(model, kind).values(), [attention_of(model)], BF16, H200)[rows]
+def present(model: str, kind: str, rows: int, gpu: Device = H200) -> PassConfigs:
+    return resolve_configs(cases_of(model, kind).values(), [attention_of(model)], BF16, gpu)[rows]
 
 
-def check_valid(part, config, rows: int) -> None:
+def check_valid(part, config, rows: int, gpu: Device) -> None:
     """A table may contain the config."""
     if part == attention_of("qwen3-4b"):
-        assert Table({}, {attention_key(part, rows): entry_of(config)}).attention_config(part, rows, H200) == config
+        assert Table({}, {attention_key(part, rows): entry_of(config)}).attention_config(part, rows, gpu) == config
     else:
-        assert Table({linear_key(part, rows): entry_of(config)}, {}).linear(part, rows, H200).config == config
+        assert Table({linear_key(part, rows): entry_of(config)}, {}).linear(part, rows, gpu).config == config
 
 
+@pytest.mark.parametrize("gpu", ["h100", "a100", "rtx4090", "l4", "h100-pcie", "b200"])
 @pytest.mark.parametrize("kind", ["bfloat16", "int4", "int8", "fp8"])
 @pytest.mark.parametrize("rows", [1, 8, 16, 32, 64])
-def test_candidates_are_valid_and_fit_the_gpu(kind, rows):
-    configs = present("qwen3-4b", kind, rows)
-    found = candidates(configs, rows, H200)
+def test_candidates_are_valid_and_fit_the_gpu(kind, rows, gpu):
+    gpu = GPUS[gpu]
+    configs = present("qwen3-4b", kind, rows, gpu)
+    found = candidates(configs, rows, gpu)
     assert {part for part, _ in found} == {*configs.linears, *configs.attention}
     for part, tried in found:
         new = [replace(config_of(configs, part), **v) if isinstance(v, dict) else v for v in tried]
         assert len(new) > 1 and len(set(new)) == len(new)
         for config in new:
-            check_valid(part, config, rows)
+            check_valid(part, config, rows, gpu)
             if isinstance(config, TilesConfig):
                 weights = config.block_n * (2 if part.epilogue == "gated" else 1)
-                assert 2 * config.stages * config.block_k * (max(config.block_m, rows) + weights) < H200.shared_memory
+                assert 2 * config.stages * config.block_k * (max(config.block_m, rows) + weights) < gpu.shared_memory
             if isinstance(config, WideConfig | HopperConfig):
                 assert not is_head(part) or config.split == 1, "there is no room for its sums"
             if isinstance(config, RingConfig):
-                assert 1024 * config.num_warps * config.tiles * config.stages < H200.shared_memory
+                assert 1024 * config.num_warps * config.tiles * config.stages < gpu.shared_memory
 
 
 @pytest.mark.parametrize("rows", [8, 16, 32, 64])

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from gpus import GPUS
 from models_to_tune import BF16, H200, attention_of, case, cases_of, device
 
 from tridecode.kernels.attention.arguments import MAX_SPLITS
@@ -131,6 +132,8 @@ def test_tables_are_ordered_by_name_then_by_size(monkeypatch):
 def test_tables_of_other_capabilities_are_not_used():
     assert shipped(gpu=device(90))[1].linears[QKV].source == "table"
     assert shipped(gpu=device(89))[1].linears[QKV].source == "rule"
+    for name, gpu in GPUS.items():  # nor tables of other numbers of multiprocessors
+        assert [table.gpu for table in package_tables(gpu)] == (["NVIDIA H200"] if name == "h100" else []), name
 
 
 # Keys and entries

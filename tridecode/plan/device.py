@@ -18,8 +18,10 @@ def find_device(options: EngineOptions) -> torch.device:
         usable = f"{counted(count, 'CUDA GPU')} {'is' if count == 1 else 'are'} usable here"
         raise DeviceError(f'device {options.device} was asked for, but {usable}; use device="cpu"')
     if kind == "auto":
-        new = count > 0 and options.backend != "torch" and torch.cuda.get_device_capability(0) >= (8, 0)
-        kind = "cuda" if new else "cpu"
+        gpu = count > 0 and options.backend != "torch"
+        # A GPU that is too old is left alone, unless options request the backend that needs one.
+        gpu = gpu and (options.backend == "triton" or torch.cuda.get_device_capability(0) >= (8, 0))
+        kind = "cuda" if gpu else "cpu"
     device = torch.device(kind, int(index or 0)) if kind == "cuda" else torch.device("cpu")
     if options.backend == "triton" and kind != "cuda":
         raise DeviceError('backend triton needs an NVIDIA GPU and none is used here; use backend="torch"')

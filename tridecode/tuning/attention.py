@@ -9,6 +9,7 @@ from ..kernels.attention.attention import AttentionConfig
 from ..kernels.attention.attention_queries import QueriesConfig
 from ..kernels.attention.attention_rows import AttentionRowsConfig
 from ..kernels.attention.prompt_attention import PromptAttentionConfig
+from ..kernels.common import next_power_of_2
 from ..kernels.device import Device
 from .configs import HOPPER, MAX_ROWS, AttentionCase
 
@@ -51,8 +52,9 @@ def attention_rows_config(case: AttentionCase, rows: int, device: Device) -> Att
     """Choose the config of the kernel in which a fixed number of programs shares the work: mostly two a multiprocessor,
     each with two tiles in flight. A long row is split into as many items as there are programs.
 
-    Few rows have smaller tiles: a kernel with more than 48 KiB of shared memory leaves little L1 cache to the kernels
-    that run at the same time, and the linears of few rows load all their tiles through that cache.
+    Tiles are smaller if shared memory has no room for these. Few rows have smaller tiles, too: a kernel with more than
+    48 KiB of shared memory leaves little L1 cache to the kernels that run at the same time, and the linears of few rows
+    load all their tiles through that cache.
     """
     heads, one = case.kv_heads, max(device.multiprocessors, 1)
     if case.head_dim > 128 or case.dtype == torch.float32:
@@ -61,7 +63,8 @@ def attention_rows_config(case: AttentionCase, rows: int, device: Device) -> Att
         return AttentionRowsConfig(32, _share(3 * one, heads), num_warps=8, least=8, programs=one)
     if rows <= 4 and case.dtype == torch.bfloat16:  # more programs share a long row, as there are few others
         return AttentionRowsConfig(64, _share(2 * one, heads), num_warps=4, least=4, programs=2 * one, stages=2)
-    block_t = 64 if rows > 16 else 32
+    in_flight = 2 * 2 * 2 * 64 * next_power_of_2(case.head_dim) * case.dtype.itemsize  # tiles of 64, of two programs
+    block_t = 64 if rows > 16 and in_flight <= device.shared_memory_each else 32
     return AttentionRowsConfig(block_t, _share(2 * one, heads), num_warps=4, least=16, programs=2 * one, stages=5)
 
 

@@ -190,9 +190,11 @@ def packed_matmul_rule(case: Case, packed: Packed, rows: int, device: Device, ba
     while warps < 8 and blocks * warps < 4 * programs and tiles > 2 * warps:
         warps *= 2
     ahead = 10 if warps < 8 else 4 if number_type == "int4" else 8  # the scales of groups are in flight too
-    ahead = min(ahead, 6) if number_type == "int8" else ahead
+    ahead, x_ahead = min(ahead, 6) if number_type == "int8" else ahead, 8
+    if warps == 8 and device.capability > HOPPER:  # more spills
+        ahead, x_ahead = (3, 4) if number_type == "int4" else (ahead, 6)
     # Two programs of eight warps fit a multiprocessor: weights with few rows are multiplied in one wave.
-    return MatmulConfig(16, warps, ahead, 8, registers=128 if warps == 8 else 0)
+    return MatmulConfig(16, warps, ahead, x_ahead, registers=128 if warps == 8 else 0)
 
 
 def wide_rule(case: Case, rows: int, device: Device, batch_invariant: bool) -> WideConfig | None:

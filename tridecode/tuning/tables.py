@@ -78,11 +78,15 @@ class TableError(ValueError):
 
 @dataclass(frozen=True)
 class Table:
-    """Keys -> entries, which are checked when they are used. source: as in Choice."""
+    """Keys -> entries, which are checked when they are used.
+
+    source: as in Choice. gpu: name of the GPU that the entries were measured on; empty if it is not known.
+    """
 
     linears: Mapping[str, Any]
     attention: Mapping[str, Any]
     source: str = "table"
+    gpu: str = ""
 
     def linear(self, case: Case, rows: int, device: Device) -> Choice | None:
         """Return the table's choice for a linear, None if it has no entry. Raises TableError."""
@@ -175,7 +179,8 @@ def package_tables(device: Device) -> list[Table]:
 
     like = device.capability, device.multiprocessors
     known = [table for table in _package() if (table["capability"], table["multiprocessors"]) == like]
-    return [Table(table["linears"], table["attention"]) for table in sorted(known, key=order, reverse=True)]
+    known.sort(key=order, reverse=True)
+    return [Table(table["linears"], table["attention"], gpu=table["gpu"]) for table in known]
 
 
 @cache

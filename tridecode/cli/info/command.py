@@ -4,6 +4,7 @@ import json
 import platform
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -26,7 +27,7 @@ from ..explain import LOADING, with_options
 from ..options import engine_options
 from ..terminal import Output, counted, visible
 from . import doctor
-from .kernels import kernel_choices
+from .kernels import config_facts, config_words, kernel_choices
 
 
 def info(args, output: Output) -> int:
@@ -39,7 +40,7 @@ def info(args, output: Output) -> int:
     # The weights of a Hugging Face id are downloaded when they are needed; a directory must have them.
     directory = path == BUNDLED or path == Path(args.model).expanduser()
     problem = weights_problem(path, stored) if directory else None
-    report = {
+    report: dict[str, Any] = {
         "model": model_facts(plan.spec, args.model or BUNDLED.name, str(path)) | {"problem": problem},
         "memory": memory_facts(plan),
         "run": run_facts(plan),
@@ -49,17 +50,18 @@ def info(args, output: Output) -> int:
         "versions": versions,
         "warnings": doctor.warnings(gpus, versions["driver"], versions["cuda"]),
     }
-    rows = []
+    gpu = device_of(device)
+    rows = kernel_choices(plan.spec, plan.dtype, gpu, options.batch_invariant) if gpu.capability else []
+    own = rows and plan.backend == "triton"
+    report["launch_configs"] = config_facts(rows, gpu, options.batch_invariant) if own else None
     if args.kernels:
-        gpu = device_of(device)
-        if not gpu.capability:
+        if not rows:
             raise DeviceError("--kernels needs an NVIDIA GPU, since a CPU runs the references; none is used here")
-        rows = kernel_choices(plan.spec, plan.dtype, gpu, options.batch_invariant)
         report["kernels"] = [row._asdict() for row in rows]
     if args.json:
         print(json.dumps(report))
     else:
-        output.text(visible(as_text(report, plan)) + "\n" + (f"\n{render(rows)}" if rows else ""))
+        output.text(visible(as_text(report, plan)) + "\n" + (f"\n{render(rows)}" if args.kernels else ""))
     return 0
 
 
@@ -183,7 +185,7 @@ def triton_version() -> str | None:
 
 
 def as_text(report: dict, plan: EnginePlan) -> str:
-    model, memory, run = report["model"], report["memory"], report["run"]
+    model, memory, run, configs = report["model"], report["memory"], report["run"], report["launch_configs"]
     context = memory["problem"] or f"{counted(memory['context'], 'token')}"
     heads = f"{counted(model['heads'], 'head')}, {model['kv_heads']} for K/V, of {model['head_dim']}"
     where = "in the package" if model["path"] == str(BUNDLED) else model["path"]
@@ -194,6 +196,7 @@ def as_text(report: dict, plan: EnginePlan) -> str:
         ("layers", f"{model['layers']} of width {model['hidden_size']:,}; {heads}; vocabulary {model['vocab_size']:,}"),
         ("would run", f"{run['device']}, backend {run['backend']}, {run['dtype']}, {graph_words(run)}"),
         ("kernels", kernel_words(run, model)),
+        *([("configs", f"launch configs: {config_words(configs)}")] if configs else []),
         ("prompts", prompt_words(report["prompts"])),
         ("speculation", speculation_words(plan)),
         ("weights", weight_words(memory)),

@@ -1,0 +1,105 @@
+"""`info` reports where the launch configs of a model come from, on GPUs that are not here."""
+
+import json
+
+import pytest
+import torch
+from checkpoints import write_tiny
+from gpus import GPUS
+
+from tridecode import cli as commands
+from tridecode.cli.info import command, doctor
+from tridecode.cli.info.kernels import config_facts, config_words, kernel_choices
+from tridecode.kernels.linear.matvec import MatvecConfig
+from tridecode.kernels.linear.registry import kernel_named
+from tridecode.models.presets import PRESETS
+from tridecode.step.model import Case
+from tridecode.tuning import tables
+from tridecode.tuning.configs import Choice, PassConfigs
+
+RULES = "rules (no table for this GPU)"
+SUGGESTION = "; `tridecode tune` searches better ones"
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    """The user's cache directory, empty."""
+    monkeypatch.setattr(tables.platformdirs, "user_cache_dir", lambda *args, **kwargs: str(tmp_path / "cache"))
+
+
+def facts_of(model: str, gpu: str, dtype=torch.bfloat16, batch_invariant=False) -> dict:
+    rows = kernel_choices(PRESETS[model], dtype, GPUS[gpu], batch_invariant)
+    assert len(rows) >= 10
+    return config_facts(rows, GPUS[gpu], batch_invariant)
+
+
+@pytest.mark.parametrize("gpu", [name for name in GPUS if name != "h100"])
+def test_gpus_without_a_table_have_rules_and_a_suggestion(gpu):
+    """Hopper GPUs with other numbers of multiprocessors than the H200 are among them."""
+    facts = facts_of("qwen3-4b", gpu)
+    assert (facts["tables"], facts["user_table"], facts["tune"]) == ([], None, True)
+    assert facts["choices"]["rule"] == 30 and sum(facts["choices"].values()) == 30
+    assert config_words(facts) == RULES + SUGGESTION
+
+
+def test_the_table_is_named():
+    facts = facts_of("qwen3-4b", "h100")
+    assert (facts["tables"], facts["tune"]) == (["NVIDIA H200"], False)
+    assert config_words(facts).startswith("table of NVIDIA H200") and facts["choices"]["table"] > 0
+    assert config_words(facts | {"choices": {"user table": 0, "table": 30, "rule": 0}}) == "table of NVIDIA H200"
+
+
+def test_a_table_without_the_model_does_not_apply():
+    facts = facts_of("qwen3-14b", "h100")
+    assert facts["choices"] == {"user table": 0, "table": 0, "rule": 30} and facts["tune"]
+    assert config_words(facts) == "rules (the table of NVIDIA H200 has no entry for this model)" + SUGGESTION
+
+
+def test_tune_is_not_suggested_where_its_table_is_not_read():
+    facts = facts_of("qwen3-4b", "l4", batch_invariant=True)
+    assert not facts["tune"] and config_words(facts) == RULES
+
+
+def test_the_users_table_is_named():
+    gpu, part = GPUS["rtx4090"], Case(6144, 2560, torch.bfloat16, "normed")
+    path = tables.table_path(gpu.name)
+    path.parent.mkdir(parents=True)
+    configs = PassConfigs({part: Choice(kernel_named("matvec"), MatvecConfig(2, 2))}, {})
+    path.write_text(tables.merged_text(path, gpu, 1, configs))
+    facts = facts_of("qwen3-4b", "rtx4090")
+    assert facts["choices"] == {"user table": 1, "table": 0, "rule": 29} and not facts["tune"]
+    assert facts["user_table"] == str(path)
+    assert config_words(facts) == f"your table {path} for 1, rules for 29 of 30 choices"
+
+
+@pytest.fixture
+def run(capsys, tmp_path, monkeypatch):
+    """Run `info` with options as if the machine had a GPU. Return what it prints."""
+    tiny = write_tiny(tmp_path / "tiny", "qwen3")
+
+    def run(gpu: str, *options: str) -> str:
+        for module in ("plan.memory", "plan.graphs", "plan.resolve", "step.model", "cli.info.command"):
+            monkeypatch.setattr(f"tridecode.{module}.device_of", lambda device: GPUS[gpu])
+        monkeypatch.setattr(command, "find_device", lambda options: torch.device("cuda", 0))
+        monkeypatch.setattr("tridecode.plan.memory.free_memory", lambda device: 2**34)
+        monkeypatch.setattr(doctor, "gpu_facts", lambda: [])
+        assert commands.main(["info", "--model", str(tiny), *options]) == 0
+        return capsys.readouterr().out
+
+    return run
+
+
+def test_info_reports_them(run):
+    assert f"\nconfigs      launch configs: {RULES}{SUGGESTION}\n" in run("rtx4090")
+    report = json.loads(run("rtx4090", "--json"))
+    assert report["launch_configs"]["tune"] and report["launch_configs"]["tables"] == [] and "kernels" not in report
+    assert report["prompts"]["attention"] == "flash" and report["run"]["pdl"] is False
+    report = json.loads(run("h100", "--json", "--kernels"))
+    assert report["launch_configs"]["tables"] == ["NVIDIA H200"] and {row["source"] for row in report["kernels"]}
+    assert "launch configs" not in run("rtx4090", "--backend", "torch")
+
+
+def test_on_a_cpu_there_are_none(capsys, tmp_path):
+    tiny = str(write_tiny(tmp_path / "tiny", "qwen3"))
+    assert commands.main(["info", "--model", tiny, "--device", "cpu", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["launch_configs"] is None
