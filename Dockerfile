@@ -26,7 +26,7 @@ RUN useradd --create-home --uid 1000 tridecode && install --directory --owner=10
 USER 1000
 WORKDIR /home/tridecode
 VOLUME /models
-# Commands that fill Triton's cache at build time belong here.
+# To start without compiling, fill Triton's cache here: RUN tridecode precompile --gpu h100 --slots 16 --model ...
 
 EXPOSE 8000
 HEALTHCHECK --start-period=5m \

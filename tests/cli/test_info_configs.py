@@ -61,12 +61,12 @@ def test_tune_is_not_suggested_where_its_table_is_not_read():
 
 
 def test_the_users_table_is_named():
-    gpu, part = GPUS["rtx4090"], Case(6144, 2560, torch.bfloat16, "normed")
+    gpu, part = GPUS["rtx-4090"], Case(6144, 2560, torch.bfloat16, "normed")
     path = tables.table_path(gpu.name)
     path.parent.mkdir(parents=True)
     configs = PassConfigs({part: Choice(kernel_named("matvec"), MatvecConfig(2, 2))}, {})
     path.write_text(tables.merged_text(path, gpu, 1, configs))
-    facts = facts_of("qwen3-4b", "rtx4090")
+    facts = facts_of("qwen3-4b", "rtx-4090")
     assert facts["choices"] == {"user table": 1, "table": 0, "rule": 29} and not facts["tune"]
     assert facts["user_table"] == str(path)
     assert config_words(facts) == f"your table {path} for 1, rules for 29 of 30 choices"
@@ -90,13 +90,13 @@ def run(capsys, tmp_path, monkeypatch):
 
 
 def test_info_reports_them(run):
-    assert f"\nconfigs      launch configs: {RULES}{SUGGESTION}\n" in run("rtx4090")
-    report = json.loads(run("rtx4090", "--json"))
+    assert f"\nconfigs      launch configs: {RULES}{SUGGESTION}\n" in run("rtx-4090")
+    report = json.loads(run("rtx-4090", "--json"))
     assert report["launch_configs"]["tune"] and report["launch_configs"]["tables"] == [] and "kernels" not in report
     assert report["prompts"]["attention"] == "flash" and report["run"]["pdl"] is False
     report = json.loads(run("h100", "--json", "--kernels"))
     assert report["launch_configs"]["tables"] == ["NVIDIA H200"] and {row["source"] for row in report["kernels"]}
-    assert "launch configs" not in run("rtx4090", "--backend", "torch")
+    assert "launch configs" not in run("rtx-4090", "--backend", "torch")
 
 
 def test_on_a_cpu_there_are_none(capsys, tmp_path):

@@ -46,7 +46,7 @@ def main() -> None:
     results = dict(compile_all((launch, 86) for launch in launches))
     for index, result in sorted(results.items()):
         if isinstance(result, Resources):
-            excess = result.excess(launches[index].kernel.__name__, GPUS["rtx3090"])
+            excess = result.excess(launches[index].kernel.__name__, GPUS["rtx-3090"])
             print(index, [fault.rpartition(" > ")[0].rpartition(" ")[0] for fault in excess])
         else:
             print(index, " ".join(result.split()))

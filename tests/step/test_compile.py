@@ -26,11 +26,11 @@ MORE = (QUANTIZED, "qwen3-4b_int4", "qwen3-4b_fp8", "qwen3-4b_kv8")
 # occurs for some GPUs, and the most common passes of a small model for each other GPU.
 SOME = [
     (("qwen3-4b", QUANTIZED, "qwen3-4b_kv8"), ("h100",), "all"),
-    (("head_dim_80", QUANTIZED), ("rtx5090",), "all"),
-    (("head_dim_80",), ("rtx3090",), "all"),
-    ((QUANTIZED,), ("a100", "rtx4090", "b200"), "common"),
+    (("head_dim_80", QUANTIZED), ("rtx-5090",), "all"),
+    (("head_dim_80",), ("rtx-3090",), "all"),
+    ((QUANTIZED,), ("a100", "rtx-4090", "b200"), "common"),
 ]
-ALL = [((*PUBLIC, *ODD, *MORE), (gpu,), "all") for gpu in ("a100", "rtx3090", "rtx4090", "h100", "b200", "rtx5090")]
+ALL = [((*PUBLIC, *ODD, *MORE), (gpu,), "all") for gpu in ("a100", "rtx-3090", "rtx-4090", "h100", "b200", "rtx-5090")]
 CASES = ALL if CUDA else SOME
 
 
@@ -105,7 +105,7 @@ def run_script(script: str, *arguments: str, cache: Path | None = None) -> str:
     [
         ("qwen3-0.6b", "h100", "wgmma"),
         (QUANTIZED, "h100", "_matmul_hopper_kernel"),
-        (QUANTIZED, "rtx4090", "_matmul_kernel"),
+        (QUANTIZED, "rtx-4090", "_matmul_kernel"),
     ],
 )
 def test_passes_of_any_number_of_rows_add_in_one_order(model, gpu, products):

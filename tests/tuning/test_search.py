@@ -131,7 +131,7 @@ def check_valid(part, config, rows: int, gpu: Device) -> None:
         assert Table({linear_key(part, rows): entry_of(config)}, {}).linear(part, rows, gpu).config == config
 
 
-@pytest.mark.parametrize("gpu", ["h100", "a100", "rtx4090", "l4", "h100-pcie", "b200"])
+@pytest.mark.parametrize("gpu", ["h100", "a100", "rtx-4090", "l4", "h100-pcie", "b200"])
 @pytest.mark.parametrize("kind", ["bfloat16", "int4", "int8", "fp8"])
 @pytest.mark.parametrize("rows", [1, 8, 16, 32, 64])
 def test_candidates_are_valid_and_fit_the_gpu(kind, rows, gpu):
