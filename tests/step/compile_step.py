@@ -87,7 +87,8 @@ LARGE = {  # kernels that run at the same time as kernels with as much shared me
 STACK = {
     "_attention_kernel": 16, "_attention_rows_kernel": 104, "_matmul_ring_kernel": 16, "_prompt_attention_kernel": 24,
 }  # fmt: skip
-# The same of a matmul whose bound on registers lets two programs share a multiprocessor, in rows of 14,336 columns.
+# Spilled bytes of a matmul whose bound on registers lets two programs share a multiprocessor: up to 24 on Hopper in
+# rows of 8,192 columns or more, 8 on 12.0.
 BOUNDED_STACK = 24
 THREADS, TENSOR_MEMORY = 1024, 512  # threads of a program, columns of a multiprocessor
 
