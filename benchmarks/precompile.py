@@ -1,4 +1,4 @@
-"""Fill a Triton cache, on a machine without a GPU, with what engines of suites launch on another.
+"""Compile the kernels of benchmark suites into a Triton cache, on a machine without a GPU.
 
     TRITON_CACHE_DIR=/tmp/cache python benchmarks/precompile.py targets batch prompts
     TRITON_CACHE_DIR=/tmp/cache python benchmarks/precompile.py qwen3-4b,4096,1 qwen3-4b,1024,64,40960,int4 --count
@@ -58,7 +58,7 @@ def engine_of(words: str) -> tuple:
 
 
 def kernels_of(preset: str, capacity: int, slots: int, kv_tokens: int | None, quantize: str | None) -> list:
-    """What such an engine compiles at load."""
+    """Return the kernels that such an engine compiles at load."""
     options = EngineOptions(
         max_seq_len=capacity, slots=slots, kv_tokens=kv_tokens, quantize=quantize, dtype="bfloat16", speculate="off"
     )

@@ -213,7 +213,7 @@ class Engine:
         """Capture one more size of prompt passes, unless a request runs.
 
         An engine of several slots captures all passes at load. One of one slot captures prompt passes of up to
-        FIRST_TURN tokens, and a caller with idle time may capture the rest. Returns False if none is left.
+        FIRST_TURN tokens, and a caller with idle time may capture the rest. Returns False if all sizes are captured.
         """
         if self.scheduler.busy:  # leave its lock to the threads that step
             return True
@@ -271,7 +271,7 @@ class Engine:
         self._driver.wait(lambda: not requests or any(request.finish_reason for request in requests))
 
     def step(self) -> bool:
-        """Run one pass for the requests that run or wait. Returns False if none is left.
+        """Run one pass for the requests that run or wait. Returns False if all sizes are captured.
 
         This is for a thread that does nothing else: a thread that waits for a request runs passes by itself.
         """

@@ -82,7 +82,7 @@ def test_the_parent_compiles_if_no_child_process_works(tmp_path):
 
 
 def test_engines_compile_all_kernels_of_their_passes_at_load():
-    """Of many lengths of prompts, and of all decode passes."""
+    """Check all decode passes, and prompts of many lengths."""
     for line in run_script("reach_kernels.py").splitlines():
         _, _, compiled, *lacking = line.split()
         assert int(compiled) > 30 and not lacking, line

@@ -446,7 +446,7 @@ def test_a_request_whose_drafts_are_wrong_verifies_none_until_they_are_right(wan
 def test_estimates_follow_the_recent_results_of_as_many_wanted_drafts():
     drafts = Acceptance()
     drafts.learn(0, 0, 0, 1)
-    assert drafts == Acceptance(1), "nothing is learned from a pass that wanted no drafts"
+    assert drafts == Acceptance(1), "a pass that wanted no drafts changes no estimate"
     drafts.learn(1, 3, 2, 3)  # right, right, wrong
     assert drafts.first == pytest.approx([0.9 * FIRST[0] + 0.1, *FIRST[1:]])
     assert drafts.following == pytest.approx([0.9 * (0.9 * NEXT + 0.1), NEXT, NEXT])

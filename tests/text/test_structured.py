@@ -104,7 +104,7 @@ def captured(monkeypatch):
 
 
 def test_passes_with_masks_are_captured_at_load(captured):
-    """They run beside other requests, whose texts they do not change."""
+    """Such passes also run other requests, and do not change their texts."""
     at_load, free = captured.steps.captures, SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
     captured.generate_many([CHAT] * 4, free)
     several = [free, form("json_schema", temperature=0), free, form("choice", temperature=0)]

@@ -6,7 +6,7 @@ from rich.text import Text
 
 
 class Amount(DownloadColumn):
-    """What is done of a task, and its speed: in bytes, or in the task's unit."""
+    """The progress of a task: bytes and speed, or a count in the unit of the task."""
 
     def render(self, task: Task) -> Text:
         if unit := task.fields["unit"]:

@@ -50,7 +50,7 @@ _simulated: ContextVar[Device | None] = ContextVar("_simulated", default=None)
 
 @contextmanager
 def simulated(gpu: Device) -> Iterator[None]:
-    """Let `gpu` stand in for CUDA and meta devices: plans and launch configs are those of that GPU."""
+    """Replace CUDA and meta devices with `gpu`, for plans and launch configs that are made on another machine."""
     token = _simulated.set(gpu)
     try:
         yield
@@ -59,7 +59,7 @@ def simulated(gpu: Device) -> Iterator[None]:
 
 
 def simulated_gpu(device: "torch.device") -> Device | None:
-    """Return the GPU that stands in for `device`, if any."""
+    """Return the GPU that replaces `device`, or None."""
     return _simulated.get() if device.type in ("cuda", "meta") else None
 
 

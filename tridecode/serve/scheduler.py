@@ -309,7 +309,7 @@ class Scheduler:
                     slot.request.drafted += entry.drafted if place == 0 else 0
                     slot.request.accepted += place > 0
                 if place == 0:
-                    decided = wanted if sampled else 0  # nothing is learned from known tokens
+                    decided = wanted if sampled else 0  # known tokens are always right
                     slot.drafts.learn(decided, entry.drafted, entry.following, entry.wanted)
                 self._take(slot, entry)
                 following, place = entry.following - 1, place + 1

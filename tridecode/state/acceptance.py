@@ -25,7 +25,7 @@ class Acceptance:
     following: list[float] = field(default_factory=lambda: [NEXT] * len(FIRST))
 
     def expected(self, rows: int) -> float:
-        """Return the expected tokens of a pass with so many rows for the request."""
+        """Return the expected number of tokens of a pass that has `rows` rows for the request."""
         level, drafts = _level(self.wanted), min(self.wanted, rows - 1)
         return 1 + self.first[level] * sum(self.following[level] ** i for i in range(drafts))
 

@@ -36,7 +36,7 @@ def workers() -> int:
     return min(len(os.sched_getaffinity(0)), MOST)
 
 
-def compile_ahead(lists: Iterable[Lines], run: Run, device: torch.device, progress: Progress | None = None) -> int:
+def compile_ahead(lists: Iterable[Lines], run: Run, device: torch.device) -> int:
     """Compile the kernels that the lines of `lists` need. Return the number of kernels that were not loaded.
 
     `run` launches the lines whose kernels are loaded already. Therefore no row may have the status RUN: such launches
@@ -46,7 +46,7 @@ def compile_ahead(lists: Iterable[Lines], run: Run, device: torch.device, progre
         Exception: any error of Triton's compiler.
     """
     wanted = kernels_of(lists, run, device)
-    compile_kernels(wanted, device, progress)
+    compile_kernels(wanted, device)
     return len(wanted)
 
 

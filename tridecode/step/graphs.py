@@ -177,7 +177,7 @@ class DecodePasses(PassRunner[BatchDescriptor]):
                     self.try_capture(batch) if batch.masked or batch.tokens > 1 else self.capture(batch)
 
     def tokens(self, kind: str, rows: int, drafts: Sequence[Acceptance]) -> int:
-        """Return the rows that each of `rows` requests should have in the next pass, of which there is a graph.
+        """Return the rows that each of `rows` requests should have in the next pass. Only captured passes are chosen.
 
         drafts: of each request.
         """
