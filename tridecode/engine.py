@@ -126,7 +126,7 @@ class Engine:
     def __post_init__(self) -> None:
         graphs, options = self.graphs, self.plan.options
         dispatcher = Dispatcher(graphs.graph, graphs.sizes, graphs.prompt_sizes, graphs.prompt_attention)
-        self.steps = make_steps(self.model, self.backend, dispatcher, graphs.attention)
+        self.steps = make_steps(self.model, self.backend, dispatcher, graphs.attention, compiled=graphs.captured)
         self.prompts = make_prompts(self.model, self.steps, self.backend, graphs.prompt_attention)
         self.prompts.capture_all(None if self.slots > 1 or options.batch_invariant else FIRST_TURN)
         ahead = 1 if self.device.type == "cuda" and self.backend == "triton" else 0

@@ -267,6 +267,20 @@ def test_captures_at_load_change_no_state_of_running_rows():
     assert_same(state(engine), before)
 
 
+def test_decode_passes_with_loaded_kernels_are_captured_without_a_launch():
+    launched = []
+
+    def run(role, *args, **how):
+        if not captures.CAPTURING:
+            launched.append(role)
+        captures.run(role, *args, **how)
+
+    steps = DecodePasses(engine_of().model, run, Dispatcher("full", SIZES, PROMPTS), compiled=True)
+    assert steps.captures and not launched
+    steps.launch(next(iter(steps.graphs)))
+    assert launched, "a pass that is not captured is launched"
+
+
 def test_idle_rows_and_chunks_are_restored_after_an_error():
     engine = engine_of(slots=2, speculate="ngram")
     rewind(engine, 20, GREEDY, rows=2)

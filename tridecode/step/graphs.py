@@ -66,9 +66,8 @@ class PassRunner(Generic[Key]):
 
     @torch.inference_mode()
     def capture(self, key: Key) -> None:
-        """Capture a pass, after a launch that loads its kernels and allocates scratch. The model must be idle."""
+        """Capture a pass whose kernels are loaded. The model must be idle."""
         assert self.place is not None
-        self.place.run(partial(self.launch, key))
         run, between = forked(self.model, self.run), partial(forked, self.model, self.between, self.attention)
         self.graphs[key], count = self.place.capture(self.mode, run, between, self.lines(key))
         self.captures += count
@@ -114,12 +113,20 @@ def idle(model: DecodeModel) -> Iterator[None]:
 # ---- decode passes
 
 
-def make_steps(model: DecodeModel, backend: str, dispatcher: Dispatcher, attention: str = "triton") -> "DecodePasses":
-    """Return the runner of an engine's decode passes. backend: triton, or torch for the references."""
+def make_steps(
+    model: DecodeModel, backend: str, dispatcher: Dispatcher, attention: str = "triton", compiled: bool = False
+) -> "DecodePasses":
+    """Return the runner of an engine's decode passes.
+
+    Args:
+        backend: triton, or torch for the references.
+        attention: one of dispatch.ATTENTION.
+        compiled: as for DecodePasses.
+    """
     other = TORCH_ATTENTION if attention == "torch" else None
     if backend == "torch":
         return DecodePasses(model, run_reference, attention=other)
-    return DecodePasses(model, launcher(model), dispatcher, other)
+    return DecodePasses(model, launcher(model), dispatcher, other, compiled=compiled)
 
 
 def launcher(model: DecodeModel) -> Run:
@@ -156,22 +163,27 @@ class DecodePasses(PassRunner[BatchDescriptor]):
         dispatcher: its mode and sizes select the captured passes. By default all passes are launched.
         attention, between: see PassRunner.
         batches: the passes to capture, by default all of the sizes. Others are launched.
+        compiled: whether the kernels of all passes, also of PromptPasses, are compiled and loaded. They are by default
+            compiled here.
     """
 
     def __init__(
         self, model: DecodeModel, run: Run | None = None, dispatcher: Dispatcher | None = None,
         attention: Op | None = None, batches: Sequence[BatchDescriptor] | None = None, between: Run = launch,
+        compiled: bool = False,
     ):  # fmt: skip
         self.dispatcher = dispatcher or Dispatcher("none", ())
         mode, sizes = self.dispatcher.decode_mode, self.dispatcher.sizes
         place = None if mode == "none" else Place(model.device)
         super().__init__(model, partial(list_of, model), run or launcher(model), mode, place, attention, between)
+        self.compiled = compiled
         self.check_addresses = False  # a debug aid: before each pass assert that no buffer has moved
         self._addresses = model.addresses()
         if place:
             batches = decode_batches(model, sizes) if batches is None else batches
             with idle(model):
-                compile_ahead(map(self.lines, batches), forked(model, self.run), model.device)
+                if not compiled:
+                    compile_ahead(map(self.lines, batches), forked(model, self.run), model.device)
                 log.info("capturing %d CUDA graphs of %s rows", len(batches), ", ".join(map(str, sizes)))
                 for batch in batches:  # the engine also works without graphs of passes with masks and drafts
                     self.try_capture(batch) if batch.masked or batch.tokens > 1 else self.capture(batch)
