@@ -30,6 +30,7 @@ from .serve.driver import Driver
 from .serve.policy import Policy
 from .serve.request import Request, checked_stop_ids, scoring
 from .serve.scheduler import Scheduler
+from .step.costs import measure_costs
 from .step.dispatch import Dispatcher, GraphStat
 from .step.graphs import make_steps
 from .step.model import DecodeModel, make_model
@@ -133,6 +134,8 @@ class Engine:
         runners = (lambda: self.steps), (lambda: self.prompts)  # benchmarks replace them
         policy = Policy(self.plan.chunk, options.max_queue, options.prompt_ms, options.prefix_sharing)
         scheduler = Scheduler(self.model, self.tokenizer, *runners, ahead, policy)
+        if self.model.verify:
+            self.steps.costs = measure_costs(self.steps, scheduler.slots)
         self._grammars = Grammars(self.tokenizer, self.config.vocab_size, self.config.stop_ids)
         self._driver = Driver(scheduler, lambda: threads.use(self.threads))
 

@@ -12,7 +12,7 @@ from tridecode import Engine, SamplingParams, layout
 from tridecode import tensors as pinned
 from tridecode.cli.bench import offload as bench
 from tridecode.cli.bench.offload import Copies
-from tridecode.cli.bench.passes import enqueue, rewind, rewind_slots
+from tridecode.cli.bench.passes import enqueue, rewind
 from tridecode.cli.bench.report import tables
 from tridecode.cli.parser import make_parser
 from tridecode.cli.terminal import Output
@@ -25,6 +25,7 @@ from tridecode.plan.memory import plan_memory
 from tridecode.state.kv import make_kv_cache
 from tridecode.state.offload import Offload
 from tridecode.state.prefix import PrefixCache
+from tridecode.state.rewind import rewind_slots
 from tridecode.step import decode
 from tridecode.step.dispatch import BatchDescriptor, Dispatcher
 from tridecode.step.graphs import DecodePasses, launcher

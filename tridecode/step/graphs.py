@@ -18,7 +18,7 @@ from ..layout import LIMIT_REACHED, STATUS
 from ..state.acceptance import Acceptance
 from . import decode
 from .compiling import compile_ahead
-from .dispatch import QUERIES, BatchDescriptor, Dispatcher, best_queries, most_queries
+from .dispatch import QUERIES, BatchDescriptor, Dispatcher, best_queries, most_queries, typical_costs
 from .model import DecodeModel
 from .run import Lines, Run, forked, launch, launch_dependent, recorded, run_reference
 
@@ -177,6 +177,7 @@ class DecodePasses(PassRunner[BatchDescriptor]):
         place = None if mode == "none" else Place(model.device)
         super().__init__(model, partial(list_of, model), run or launcher(model), mode, place, attention, between)
         self.compiled = compiled
+        self.costs: dict[int, dict[int, float]] = {}  # requests -> rows of each -> seconds, if they were measured
         self.check_addresses = False  # a debug aid: before each pass assert that no buffer has moved
         self._addresses = model.addresses()
         if place:
@@ -197,7 +198,7 @@ class DecodePasses(PassRunner[BatchDescriptor]):
             return 1
         mode, batch = self.dispatcher.plan(kind, rows)
         allowed = [tokens for tokens in QUERIES if mode == "none" or self.graphs.get(replace(batch, tokens=tokens))]
-        return best_queries(batch.rows, drafts, allowed)
+        return best_queries(self.costs.get(batch.rows) or typical_costs(batch.rows), drafts, allowed)
 
     def replay(self, kind: str, rows: int | None = None, masked: bool = False, tokens: int = 1) -> None:
         """Enqueue a pass of the first `rows` requests, by default all, with `tokens` rows each, on the current stream.
@@ -244,16 +245,19 @@ class Place:
         """Return the free bytes of the device. The driver allocates in blocks, which several graphs may share."""
         return torch.cuda.mem_get_info(self._device)[0]
 
-    def seconds(self, enqueue: Callable[[], None]) -> float:
-        """Return the time of a pass on the GPU, after one pass to warm up."""
+    def seconds(self, enqueue: Callable[[], None], passes: int = 1) -> float:
+        """Return the time of a pass on the GPU, the mean of `passes` after one to warm up."""
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        with self._lock, torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            enqueue()
-            start.record()
-            enqueue()
-            end.record()
+        with self._lock, torch.cuda.device(self._device):
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+            with torch.cuda.stream(self._stream):
+                enqueue()
+                start.record()
+                for _ in range(passes):
+                    enqueue()
+                end.record()
         end.synchronize()
-        return start.elapsed_time(end) / 1e3
+        return start.elapsed_time(end) / 1e3 / passes
 
     def capture(self, mode: str, run: Run, between: Callable[[], Run], lines: Lines) -> tuple[Callable[[], None], int]:
         """Capture a list, in mode full or piecewise. Return the function that replays it, and the number of graphs."""
