@@ -22,7 +22,7 @@ from ...version import __version__
 from ..options import engine_options
 from ..terminal import counted
 from .batch import room_of
-from .measure import GREEDY, WARM_UP, bench_engine, check_running, make_row, model_facts, run_facts, spread
+from .measure import GREEDY, WARM_UP, bench_engine, check_running, make_row, model_facts, need_gpu, run_facts, spread
 from .passes import enqueue, rewind
 from .rows import Row, column
 from .speculate_texts import LICENCE, Text, play, texts
@@ -77,7 +77,10 @@ class TextRow(Row):
 
 def speculate(args, output) -> list[Row]:
     """A row for each number of --requests, one for the draft kernel, and one for each text; with --texts-only these."""
-    played = play_texts(args, EngineOptions(**engine_options(args)).ngram)
+    found = texts()  # raises outside a checkout, before anything is measured
+    if not args.texts_only:
+        need_gpu()
+    played = play_texts(found, args, EngineOptions(**engine_options(args)).ngram)
     if args.texts_only:
         return [text_row(*each, None, model=args.model, tridecode=__version__) for each in played]
     room, slots = room_of(args.context, layout.MAX_QUERIES * (args.steps + 2)), max(args.requests)
@@ -92,14 +95,11 @@ def speculate(args, output) -> list[Row]:
     return [*rows, *(text_row(*each, costs.get(1), **facts) for each in played)]
 
 
-def play_texts(args, ngram: tuple[int, int]) -> list[tuple[Text, int, Counter]]:
+def play_texts(found: list[Text], args, ngram: tuple[int, int]) -> list[tuple[Text, int, Counter]]:
     """Each text, its number of tokens, and its passes by their rows."""
     tokenizer = Tokenizer.load(Path(args.tokenizer) if args.tokenizer else resolve_model(args.model))
-    found = []
-    for text in texts():
-        ids = tokenizer.encode(text.drawn)
-        found.append((text, len(ids), play(tokenizer.encode(text.before), ids, ngram)))
-    return found
+    ids = [tokenizer.encode(text.drawn) for text in found]
+    return [(text, len(drawn), play(tokenizer.encode(text.before), drawn, ngram)) for text, drawn in zip(found, ids)]
 
 
 def text_row(text: Text, tokens: int, counts: Counter, alone: dict | None, **facts) -> TextRow:
