@@ -1,4 +1,4 @@
-"""What the scripts share: rows from JSON files, how far two files are apart, and the run of a script."""
+"""Rows from JSON files, their comparison, and the run of a script."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -45,7 +45,7 @@ def read_rows(path: str) -> list[Row]:
     try:
         found = loads(read_bytes(path, None, "a JSON file that a bench wrote"))
         rows = [TYPES[row["bench"]].read({key: row[key] for key in row if key != "bench"}) for row in found]
-        tables(rows)  # raises for figures that are no numbers
+        tables(rows)  # raises if a figure is not a number
     except PromptError:
         raise
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
@@ -80,7 +80,7 @@ def compare(rows: Sequence[Row], earlier: Sequence[Row], path: str, output) -> N
 
 
 def options(script: str, about: str, **more) -> Parser:
-    """The parser of a script, with what all of them have."""
+    """The parser of a script with the options of every script."""
     parser = Parser(prog=f"python -m benchmarks.{script}", description=about, **more)
     add_output(parser)
     parser.add_argument("--compare", metavar="FILE", help="report how far the rows are from those of that JSON file")

@@ -1,4 +1,4 @@
-"""Measure every row of a suite in one process; each row names the command that makes it alone.
+"""Measure every row of a suite in one process; each row names the command that measures only it.
 
     python -m benchmarks.suite targets --output rows.json --compare benchmarks/h200.json
 

@@ -72,10 +72,10 @@ def test_flops_of_a_sliding_window_by_hand():
 
 
 @pytest.mark.parametrize("window", [None, 24])
-def test_flops_behind_cached_tokens_are_those_of_the_whole_without_the_cached_part(window):
+def test_flops_of_cached_tokens_are_subtracted(window):
     config = tiny_config(**FAMILIES["mistral"] | {"sliding_window": window})
     whole, first = (prefill.prefill_flops(config, tokens) for tokens in (40, 33))
-    # The cached part has a last token too, which alone runs through the rest of the last layer and the head.
+    # Only the last token runs through the rest of the last layer and the head; the cached part has a last token too.
     last = 2 * (96 * 256 + 3 * 96 * 160 + 96 * 331) + 4 * 256 * min(33, window or 33)
     assert prefill.prefill_flops(config, 7, 33) == whole - (first - last)
 
@@ -94,7 +94,7 @@ def test_figures_of_streams_and_starts_by_hand():
     assert found["first_start_kernels_compiled"] == 14 and "token" not in found
 
 
-def test_steps_that_have_ended_are_no_figure():
+def test_steps_that_have_ended_are_not_timed():
     engine = engine_of(128, 2)
     rewind(engine, [5, 5], measure.GREEDY, 2)
     measure.check_running(engine, "both", 2)
@@ -143,7 +143,7 @@ def test_an_unknown_preset():
         measure.preset_engine("gpt-2", 64)
 
 
-def test_limits_of_options_are_those_of_the_engine():
+def test_options_have_the_limits_of_the_engine():
     assert MOST_ROWS == MAX_SLOTS and GRAPHS == tuple(MODES)
 
 
@@ -198,7 +198,7 @@ def test_a_mix_of_contexts_names_its_rows(bench):
     assert engine.model.workspace.meta[:3, STATUS].tolist() == [RUN] * 3
 
 
-def test_the_one_row_beside_a_mix_has_its_longest_context(bench, monkeypatch):
+def test_a_mix_is_compared_with_its_longest_context(bench, monkeypatch):
     timed = []
     monkeypatch.setattr(batch, "time_decode", lambda engine, contexts, *more: timed.append(contexts) or [1e-6])
     monkeypatch.setattr(batch, "check_running", lambda *args: None)
@@ -213,13 +213,13 @@ def test_contexts_of_a_mix(context, rows):
     assert contexts_of(context) == rows
 
 
-def test_rows_beside_a_mix_alone_are_refused(bench):
+def test_rows_are_refused_if_all_contexts_are_mixes(bench):
     code, out, err = bench("batch", "--rows", "4", "--context", "64x3,32x2")
     assert (code, out, err.count("\n")) == (1, "", 1) and "--rows: a mix like 64x3 says itself how many" in err
 
 
 def test_prefill_in_several_lengths_and_modes(bench):
-    """Each run reads the new tokens and no other, in each mode; a row says how."""
+    """Each run reads the new tokens and no other, in each mode; a row names the mode."""
     argv = ("--prompt-tokens", "7,20", "--cached", "30", "--graph", "full,full_decode_only", "--runs", "2")
     code, out, _ = bench("prefill", *argv, "--format", "json")
     rows, (engine,) = json.loads(out), bench.made
@@ -234,7 +234,7 @@ def test_prefill_in_several_lengths_and_modes(bench):
         assert row["pct_matmul"] == pytest.approx(100 * row["flops"] / (row["prefill_ms"] / 1e3) / 1e12, 1e-2, 0.06)
 
 
-def test_a_prompt_that_is_not_read_from_the_first_new_token_is_no_figure(bench):
+def test_a_prompt_with_a_shorter_cached_prefix_is_not_timed(bench):
     engine = engine_of(64)
     cache = engine.scheduler.slots.cache
     match = cache.match
@@ -322,7 +322,7 @@ def test_a_workspace_that_allocates_gives_the_same_tokens(monkeypatch):
             enqueue(engine, params)
         engine.synchronize()
         tokens.append(engine.model.workspace.tokens[0, :6].tolist())
-        # Of a layer: qkv 1, attention 3, o_proj 3, gate_up 1, down 3. Beside the layers: embed 3, lm_head 1.
+        # A layer: qkv 1, attention 3, o_proj 3, gate_up 1, down 3. The rest of the pass: embed 3, lm_head 1.
         assert len(made) == (4 * 26 if fresh else 0) and made.count((1, 331)) == (4 if fresh else 0)
     assert tokens[0] == tokens[1]
 
@@ -434,7 +434,7 @@ def test_the_started_program_is_found_from_anywhere(tmp_path, monkeypatch, capfd
 # serve --mix
 
 
-def test_what_requests_see_of_a_prompt_that_comes(bench, monkeypatch):
+def test_times_of_requests_and_of_a_prompt_among_them(bench, monkeypatch):
     made = []
     monkeypatch.setattr(mix, "make_runners", lambda *args: made.append(measure.make_runners(*args)) or made[-1])
     argv = ("serve", "--mix", "--requests", "3", "--context", "9", "--prompt-tokens", "90", "--steps", "4")

@@ -1,4 +1,4 @@
-"""Rows of a bench: their formats and commands; suites, reports and comparisons; what is published."""
+"""Rows of a bench: formats and commands, suites, reports, comparisons, and recorded rows."""
 
 import csv
 import io
@@ -75,7 +75,7 @@ def test_values_are_rounded_and_figures_that_are_absent_are_left_out():
     assert decode_row().as_dict() == ROW and list(decode_row(gpu="a").as_dict())[-1] == "gpu"
 
 
-def test_the_first_column_names_the_model_and_what_runs():
+def test_the_first_column_names_model_formats_and_filters():
     row = decode_row(sampling="all", quantize="int4", kv_dtype="fp8")
     assert row.name == "qwen3-4b, int4, K/V in fp8, all sampling filters"
     assert "| prompt tokens | cached | graph |" in render([prefill_row(), prefill_row(cached=2000)], "md")
@@ -220,7 +220,7 @@ def test_recorded_rows_are_read_as_they_are_and_name_commands_that_work(path):
         assert parsed_command(row.command) == row.command
 
 
-def test_the_tables_are_those_of_the_files():
+def test_tables_show_the_recorded_rows():
     readme = (ROOT / "README.md").read_text()
     assert readme.count("<!-- table: benchmarks/h200.json -->") == 1
     for name in tables.DOCUMENTS:

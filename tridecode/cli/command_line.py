@@ -22,8 +22,9 @@ class Parser(argparse.ArgumentParser):
         # No abbreviations: a script's --to must not change its meaning when an option is added.
         super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **kwargs)
         self._command = ""
+        self._within: dict[str, tuple[str, ...]] = {}
         self._configuration: Configuration | None = None
-        self._parts: list[tuple[str, bool, tuple[str, ...]]] = []  # a flag, whether it must be set, options
+        self._without: dict[str, tuple[str, ...]] = {}
         self._words: tuple[str, Callable[[list[str]], bool]] | None = None
 
     def configure(self, command: str, configuration: Configuration) -> None:
@@ -37,11 +38,7 @@ class Parser(argparse.ArgumentParser):
 
     def without(self, flag: str, *names: str) -> None:
         """Refuse options of these names beside the option `flag`; where that is given they are None."""
-        self._parts.append((flag, False, names))
-
-    def within(self, flag: str, *names: str) -> None:
-        """Refuse options of these names without the option `flag`; where that is not given they are None."""
-        self._parts.append((flag, True, names))
+        self._without[flag] = names
 
     def words(self, option: str, fit: Callable[[list[str]], bool]) -> None:
         """Words that stand by themselves, of which there may be none, are meant for that option where they `fit`."""
@@ -51,7 +48,7 @@ class Parser(argparse.ArgumentParser):
         """Each command refuses what it does not know itself: argparse would leave that to the parser above it."""
         namespace = namespace or argparse.Namespace()
         keys = self._configuration.keys[self._command] if self._configuration else {}
-        for name in (*keys, *(name for _, _, names in self._parts for name in names)):
+        for name in (*keys, *(name for names in (*self._without.values(), *self._within.values()) for name in names)):
             setattr(namespace, name, None)  # argparse's own defaults would look as if they were given
         namespace, unknown = super().parse_known_args(args, namespace)
         if unknown and (command := self._meant(args, unknown, namespace)):
@@ -65,8 +62,10 @@ class Parser(argparse.ArgumentParser):
         if keys:
             namespace.typed = self._typed(args)
             self._fill(namespace, keys)
-        for flag, needed, names in self._parts:
-            self._part(namespace, flag, needed, names)
+        for flag, names in self._without.items():
+            self._part(namespace, flag, names)
+        for flag, names in self._within.items():
+            self._part(namespace, flag, names, needed=True)
         return namespace, unknown
 
     def _typed(self, args: list[str]) -> dict[str, str]:
@@ -94,7 +93,11 @@ class Parser(argparse.ArgumentParser):
             return None
         return f"{self.prog} {shlex.join([name, ' '.join(words), *rest])}"
 
-    def _part(self, namespace, flag: str, needed: bool, names: tuple[str, ...]) -> None:
+    def within(self, flag: str, *names: str) -> None:
+        """Refuse options of these names without the option `flag`; if it is not set they are None."""
+        self._within[flag] = names
+
+    def _part(self, namespace, flag: str, names: tuple[str, ...], needed: bool = False) -> None:
         """Give `names` their defaults if `flag` is set as they need it; refuse them otherwise."""
         given = next((name for name in names if getattr(namespace, name) is not None), None)
         if bool(getattr(namespace, flag)) == needed:

@@ -27,7 +27,7 @@ class BatchRow(Row):
     bench = "batch"
     header = "batch"
     rows: int = column("rows")
-    context: int | str = column("context")  # of all, or a mix as its option names it
+    context: int | str = column("context")  # of each request, or a mix like 32000x1+64x31
     steps: int
     runs: int
     sampling: str

@@ -1,4 +1,4 @@
-"""bench serve --mix: what requests that decode see of a prompt that comes among them, and what its own caller sees."""
+"""bench serve --mix: times of requests that decode while a prompt is read among them, and of the prompt."""
 
 import math
 import time
@@ -25,7 +25,7 @@ class Mix:
     Attributes:
         gaps: phase -> seconds between two tokens of a decoding request, of all of these
         ttft: seconds from the prompt's submission to its first token
-        lost: tokens that were requested and did not come
+        lost: requested tokens that were not produced
     """
 
     gaps: dict[str, list[float]]

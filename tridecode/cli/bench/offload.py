@@ -112,8 +112,8 @@ def kv_on_host(
     """Time each share of --host in each way.
 
     Args:
-        ways: returns the ways to read so many pages of the host
-        more_rates: returns figures in GB/s of so many pages, beside that of the fetch kernel alone
+        ways: returns the ways to read a number of pages of the host
+        more_rates: returns rates of that number of pages, in GB/s, in addition to the rate of the fetch kernel
     """
     pages = -(-(args.context + args.steps + 2) // PAGE)
     engine = offload_engine(args, args.context + args.steps + 2, pages, Offload(pages, pages, args.ring))
@@ -134,7 +134,7 @@ def kv_on_host(
 def time_ways(
     kind: type[Row], engine: Engine, args, output, ways: Iterator[Way], nbytes: int, rates: dict, what: str, **facts
 ) -> Iterator[Row]:
-    """A row for each way. what: is on the host, as a note tells it."""
+    """A row for each way. what: the part that is on the host, for notes."""
     for name, steps, prepare in ways:
         with stepping(engine, steps):
             times = time_decode(engine, args.context, args.steps, args.runs, before=prepare)

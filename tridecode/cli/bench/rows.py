@@ -48,7 +48,7 @@ class Row:
     """The figures of one measurement, with its command, model and machine."""
 
     bench: ClassVar[str]  # the kind of row in JSON
-    header: ClassVar[str]  # of the first column, which names the model
+    header: ClassVar[str]  # header of the first column, which names the model
 
     command: str = ""
     preset: str | None = None
@@ -93,12 +93,12 @@ class Row:
         return {each.name: [getattr(self, each.name)] for each in fields(self) if each.metadata.get("alone")}
 
     def compared(self) -> dict[str, float]:
-        """The figures by which two runs are compared, in so far as the row has them."""
+        """The figures of the row by which two runs are compared."""
         names = (each.name for each in fields(self) if each.metadata.get("compared"))
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
     def block(self, width: int) -> str | None:
-        """What a terminal of that width shows in place of a table for this row alone."""
+        """Text for a terminal of that width in place of a table, if this is the only row; None for a table."""
         return None
 
 

@@ -38,12 +38,12 @@ def run(args) -> int:
 
 
 def measure(args, output: Output) -> list[Row]:
-    """The rows of one bench, each with the command that makes it alone."""
+    """The rows of one bench, with their commands."""
     return with_commands(f"python cli.py bench {args.what}", args, BENCHES[args.what](args, output))
 
 
 def with_commands(program: str, args, rows: list[Row]) -> list[Row]:
-    """The rows, each with the command line that makes it alone."""
+    """Set the command of each row: the command line that measures only this row. Returns the rows."""
     for row in rows:
         row.command = command_of(program, args, **row.alone())
     return rows

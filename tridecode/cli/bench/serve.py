@@ -99,7 +99,7 @@ class ServeRow(Row):
 
     @classmethod
     def of(cls, times: dict[str, float | None], **figures) -> "ServeRow":
-        """The row with these times, of which some have a column."""
+        """The row with these times in ms; those that have a field become its value too."""
         shown: dict = {each.name: times.get(each.name) for each in fields(cls) if each.name.endswith("_ms")}
         return cls(times=times, **figures, **shown)
 
