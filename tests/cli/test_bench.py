@@ -5,7 +5,6 @@ import logging
 import os
 import sys
 import time
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -23,7 +22,6 @@ from tridecode.cli.parser import make_parser
 from tridecode.cli.values import MOST_ROWS
 from tridecode.cli.values import mix as contexts_of
 from tridecode.errors import GenerationError, ParameterError
-from tridecode.kernels.device import Device
 from tridecode.layout import POSITION, RUN, STATUS
 from tridecode.options import GRAPHS, MAX_SLOTS
 from tridecode.sampling import SamplingParams
@@ -198,14 +196,6 @@ def test_a_mix_of_contexts_names_its_rows(bench):
     assert engine.model.workspace.meta[:3, STATUS].tolist() == [RUN] * 3
 
 
-def test_a_mix_is_compared_with_its_longest_context(bench, monkeypatch):
-    timed = []
-    monkeypatch.setattr(batch, "time_decode", lambda engine, contexts, *more: timed.append(contexts) or [1e-6])
-    monkeypatch.setattr(batch, "check_running", lambda *args: None)
-    assert bench("batch", "--context", "30x2+90x1,40", "--rows", "2")[0] == 0
-    assert sorted(timed[:2]) == [[40], [90]] and timed[2:] == [[30, 30, 90], [40, 40]]
-
-
 @pytest.mark.parametrize(
     "context, rows", [("64", [64]), ("32000x1+64x2", [32000, 64, 64]), ("5+6", [5, 6]), ("5x2", [5, 5])]
 )
@@ -327,52 +317,19 @@ def test_a_workspace_that_allocates_gives_the_same_tokens(monkeypatch):
     assert tokens[0] == tokens[1]
 
 
-def test_rungs_of_the_ladder():
-    engine = tiny_engine("torch", "none", torch.float32)
-    engine.model = replace(engine.model, gpu=Device(capability=80))
-    assert len(list(ablate.variants(engine))) == 3
-    engine.model = replace(engine.model, gpu=Device(capability=90))
-    found, own = list(ablate.variants(engine)), engine.steps
-    assert [name.split(",")[0] for name, _ in found] == ["eager", "eager", "graph", "graph"]
-    assert found[-1][1] is own
-    with ablate.stepping(engine, found[0][1]):
-        assert engine.steps is found[0][1]
-    assert engine.steps is own
-
-
-@pytest.mark.parametrize(
-    ("intervals", "span", "union"),
-    [
-        ([(0, 2), (5, 6)], 6, 3),
-        ([(5, 6), (0, 2)], 6, 3),  # in any order
-        ([(0, 4), (3, 6), (3.5, 4)], 6, 6),  # overlapping, one inside another
-        ([(1, 2), (2, 4)], 3, 3),
-    ],
-)
-def test_span_and_union_of_kernels(intervals, span, union):
-    assert ablate.span_and_union(intervals) == (span, union)
-
-
-def test_kernels_belong_to_the_range_that_ran_them():
+def test_figures_of_kernels_in_the_range_that_ran_them():
     def event(name, start, end, device=DeviceType.CUDA, annotation=False):
         place = SimpleNamespace(start=start, end=end)
         return SimpleNamespace(name=name, time_range=place, device_type=device, is_user_annotation=annotation)
 
-    events = [
-        event("graph", 10, 50, DeviceType.CPU, True),
-        event("graph", 12, 40, annotation=True),  # the profiler's copy of the range on the GPU's time line
-        event("eager", 60, 90, DeviceType.CPU, True),
-        event("fill", 2, 4),
-        event("a", 12, 20),
-        event("b", 18, 30),
-        event("c", 35, 40),
-        event("d", 61, 62),
-        event("aten::empty_like", 13, 14, DeviceType.CPU),
-    ]
-    found = ablate.kernels_within(events, "graph")
-    assert found == [(12, 20), (18, 30), (35, 40)] and ablate.kernels_within(events, "eager") == [(61, 62)]
+    host = [event(*span, DeviceType.CPU, True) for span in (("graph", 10, 50), ("eager", 60, 90), ("empty", 95, 99))]
+    annotation = event("graph", 12, 40, annotation=True)  # the profiler's copy of the range on the GPU's time line
+    spans = [("fill", 2, 4), ("c", 35, 40), ("a", 12, 20), ("b", 18, 30), ("inside", 19, 25), ("d", 61, 62)]
+    events = [*host, annotation, *(event(*span) for span in spans), event("aten::empty", 13, 14, DeviceType.CPU)]
     figures = {"span_us": 14.0, "compute_us": 11.5, "gap_us": 2.5, "gap_pct": 250 / 14}
-    assert ablate.device_figures(found, 2) == pytest.approx(figures)
+    assert ablate.device_figures(ablate.kernels_within(events, "graph"), 2) == pytest.approx(figures)
+    assert ablate.kernels_within(events, "eager") == [(61, 62)]
+    assert ablate.device_figures(ablate.kernels_within(events, "empty"), 2) == {}
 
 
 @pytest.mark.skipif(CUDA, reason="a GPU records kernels")
