@@ -5,7 +5,6 @@ from collections import Counter
 
 import pytest
 from benches import ROOT, bench_on_tiny_engines, engine_of, run_bench
-from models import CUDA
 
 from tridecode import layout
 from tridecode.checkpoint.hub import BUNDLED
@@ -114,9 +113,3 @@ def test_playing_a_text_by_hand():
     assert passes == Counter({1: 2, 2: 1, 4: 1, 8: 4}), "1 + 1 + 2 + 4 + 4 * 8 tokens"
     assert play([7] * 20, [7] * 12, (16, 16)) == play([7] * 20, [7] * 12, layout.NGRAM)
     assert play([7] * 10, [7] * 4, (16, 16)) == Counter({1: 4}), "sixteen never agree"
-
-
-@pytest.mark.skipif(CUDA, reason="a GPU is there")
-def test_passes_need_a_gpu(capsys):
-    code, out, err = run_bench(capsys, "speculate", "--tokenizer", str(BUNDLED))
-    assert (code, out, err.count("\n")) == (1, "", 1) and "needs an NVIDIA GPU" in err

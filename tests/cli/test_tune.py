@@ -128,13 +128,6 @@ def test_wrong_minutes(capsys, value):
     assert end.value.code == 2 and "expected minutes" in capsys.readouterr().err
 
 
-@pytest.mark.skipif(CUDA, reason="the message without a GPU")
-def test_no_gpu_is_one_line(capsys):
-    assert commands.main(["tune"]) == 1
-    said = "needs an NVIDIA GPU and none is usable here; see tridecode doctor"
-    assert capsys.readouterr().err == f"tridecode: error: tune {said}\n"
-
-
 def with_qkv(model, **fields):
     """The configs of a model, with other fields in that of qkv."""
     part = model.cases["qkv"]

@@ -26,6 +26,7 @@ def column(
     kept: int | None = None,
     compared: bool = False,
     alone: bool = False,
+    label: str = "",
     default: Any = MISSING,
 ) -> Any:
     """Declare a field of a row. Tables leave it out without a `header`, or if it is None or its default in every row.
@@ -37,9 +38,10 @@ def column(
         kept: decimals of the value itself, and so of JSON; None keeps all
         compared: whether two runs are compared by it
         alone: whether the option of this name selects the row among those of its command
+        label: in the block of a single row
         default: a field whose default is None is left out of JSON while it is None
     """
-    facts = dict(header=header, digits=digits, scale=scale, kept=kept, compared=compared, alone=alone)
+    facts = dict(header=header, digits=digits, scale=scale, kept=kept, compared=compared, alone=alone, label=label)
     return field(default=default, metadata=facts)
 
 

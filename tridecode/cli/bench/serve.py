@@ -35,20 +35,6 @@ PROMPTS = ("prompt", "messages", "prompt_ids")
 LARGEST = 256_000_000  # bytes of --jsonl
 MADE_BEFORE = 256  # connections, where there is no limit of concurrency
 REASONS = 10  # that are shown, of requests that failed
-# The lines of vLLM's benchmark: label, figure and its form; those of SERVED_IF where there is a limit.
-SERVED = (
-    ("Successful requests:", "completed", "d"),
-    ("Failed requests:", "failed", "d"),
-    ("Maximum request concurrency:", "max_concurrency", "d"),
-    ("Request rate configured (RPS):", "request_rate", ".2f"),
-    ("Benchmark duration (s):", "duration", ".2f"),
-    ("Total input tokens:", "total_input_tokens", "d"),
-    ("Total generated tokens:", "total_output_tokens", "d"),
-    ("Request throughput (req/s):", "request_throughput", ".2f"),
-    ("Output token throughput (tok/s):", "output_throughput", ".2f"),
-    ("Total Token throughput (tok/s):", "total_token_throughput", ".2f"),
-)
-SERVED_IF = ("max_concurrency", "request_rate")
 TIMES = {
     "ttft": ("TTFT", "Time to First Token"),
     "tpot": ("TPOT", "Time per Output Token (excl. 1st token)"),
@@ -64,16 +50,16 @@ class ServeRow(Row):
     date: str
     model_id: str
     num_prompts: int = column("requests")
-    failed: int = column("failed")
-    request_rate: float | str = column("per second", 2)
-    max_concurrency: int | None = column("at most")
-    duration: float = column(kept=6)
-    completed: int
-    total_input_tokens: int
-    total_output_tokens: int
-    request_throughput: float = column("requests/s", 2, kept=4)
-    output_throughput: float = column("output tok/s", kept=3, compared=True)
-    total_token_throughput: float = column("all tok/s", kept=3)
+    completed: int = column(label="Successful requests:")
+    failed: int = column("failed", label="Failed requests:")
+    max_concurrency: int | None = column("at most", label="Maximum request concurrency:")
+    request_rate: float | str = column("per second", 2, label="Request rate configured (RPS):")
+    duration: float = column(kept=6, label="Benchmark duration (s):")
+    total_input_tokens: int = column(label="Total input tokens:")
+    total_output_tokens: int = column(label="Total generated tokens:")
+    request_throughput: float = column("requests/s", 2, kept=4, label="Request throughput (req/s):")
+    output_throughput: float = column("output tok/s", kept=3, compared=True, label="Output token throughput (tok/s):")
+    total_token_throughput: float = column("all tok/s", kept=3, label="Total Token throughput (tok/s):")
     mean_ttft_ms: float | None = column("TTFT ms", 2, compared=True)
     p99_ttft_ms: float | None = column("p99", 2, default=None)
     mean_tpot_ms: float | None = column("TPOT ms", 2, compared=True)
@@ -105,21 +91,21 @@ class ServeRow(Row):
 
     def block(self, width: int) -> str:
         """The lines that vLLM's benchmark prints, for a terminal of that many columns, 40 or more."""
-        width, values = min(max(width, 40), 50), self.as_dict()
+        width = min(max(width, 40), 50)
 
-        def line(label: str, value, form: str) -> str:
-            shown = "-" if value is None else value if isinstance(value, str) else format(value, form)
+        def line(label: str, value: float | None) -> str:
+            shown = "-" if value is None else f"{value:.2f}" if isinstance(value, float) else value
             return f"{label:<{width - 10}} {shown}"
 
         lines = [" Serving Benchmark Result ".center(width, "=")]
-        for label, name, form in SERVED:
-            if name not in SERVED_IF or values[name] not in (None, "inf"):
-                lines.append(line(label, values[name], form))
+        labels = {each.name: label for each in fields(self) if (label := each.metadata.get("label"))}
+        # No line for a limit that is not set.
+        lines += [line(labels[name], value) for name in labels if (value := getattr(self, name)) not in (None, "inf")]
         for name, (short, title) in TIMES.items():
             lines.append(title.center(width, "-"))
             for key, value in self.times.items():
                 if key.endswith(f"_{name}_ms") and not key.startswith("std"):
-                    lines.append(line(f"{key.split('_')[0].capitalize()} {short} (ms):", value, ".2f"))
+                    lines.append(line(f"{key.split('_')[0].capitalize()} {short} (ms):", value))
         return "\n".join([*lines, "=" * width, ""])
 
 
