@@ -193,16 +193,18 @@ def matmul_rate(device: torch.device, size: int = 8192, repeats: int = 20) -> fl
     """FLOP a second of torch's bf16 matmul of two [size, size] matrices, median of `repeats`."""
     a, b = (torch.empty(size, size, dtype=torch.bfloat16, device=device).normal_() for _ in range(2))
     out = torch.empty_like(a)
-    times = []
-    for run in range(repeats + WARM_UP):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        torch.mm(a, b, out=out)
-        end.record()
-        end.synchronize()
-        if run >= WARM_UP:
-            times.append(start.elapsed_time(end) / 1e3)
+    times = [gpu_seconds(lambda: torch.mm(a, b, out=out)) for _ in range(repeats + WARM_UP)][WARM_UP:]
     return 2 * size**3 / float(np.median(times))
+
+
+def gpu_seconds(work: Callable[[], object]) -> float:
+    """Seconds that the GPU takes for what `work` enqueues, by CUDA events."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    work()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3
 
 
 def spread(values: list[float], scale: float = 1.0) -> tuple[float, float, float]:

@@ -22,7 +22,7 @@ from ...step.graphs import DecodePasses, first_batches, launcher
 from ...step.run import Run, launch
 from ..terminal import counted
 from .ablate import stepping
-from .measure import GREEDY, WARM_UP, check_running, fill_cache, make_row, need_gpu, spread, time_decode
+from .measure import GREEDY, WARM_UP, check_running, fill_cache, gpu_seconds, make_row, need_gpu, spread, time_decode
 from .passes import rewind
 from .prefill import prompt_ids
 from .rows import Row, column
@@ -201,17 +201,10 @@ def captured_seconds(enqueue: Callable[[], None]) -> float:
     """Median of the replays of what it enqueues."""
     enqueue()
     torch.cuda.synchronize()
-    graph, times = torch.cuda.CUDAGraph(), []
+    graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         enqueue()
-    for _ in range(RATE_RUNS):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / 1e3)
-    return spread(times)[0]
+    return spread([gpu_seconds(graph.replay) for _ in range(RATE_RUNS)])[0]
 
 
 def offload_figures(times: list[float], nbytes: int, rates: dict[str, float]) -> dict:

@@ -22,7 +22,18 @@ from ...version import __version__
 from ..options import engine_options
 from ..terminal import counted
 from .batch import room_of
-from .measure import GREEDY, WARM_UP, bench_engine, check_running, make_row, model_facts, need_gpu, run_facts, spread
+from .measure import (
+    GREEDY,
+    WARM_UP,
+    bench_engine,
+    check_running,
+    gpu_seconds,
+    make_row,
+    model_facts,
+    need_gpu,
+    run_facts,
+    spread,
+)
 from .passes import enqueue, rewind
 from .rows import Row, column
 from .speculate_texts import LICENCE, Text, play, texts
@@ -129,21 +140,19 @@ def passes(engine: Engine, args) -> list[dict]:
 
 
 def pass_us(engine: Engine, args, requests: int, rows: int, run_pass: Callable[[], None]) -> float:
-    """Tokens behind the position are given where there are rows for them: all of them run, and every guess is right."""
+    """µs of a pass. The tokens after the position are known, so that all rows run and every draft is right."""
     times, given = [], rows * (args.steps + 2) if rows > 1 else 0
-    for run in range(args.runs + WARM_UP):
-        rewind(engine, args.context, GREEDY, requests, given)
-        run_pass()  # captured by now
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
+
+    def run_passes() -> None:
         for _ in range(args.steps):
             run_pass()
-        end.record()
-        end.synchronize()
-        if run >= WARM_UP:
-            times.append(start.elapsed_time(end) / args.steps)
+
+    for _ in range(args.runs + WARM_UP):
+        rewind(engine, args.context, GREEDY, requests, given)
+        run_pass()  # captured by now
+        times.append(gpu_seconds(run_passes) / args.steps)
     check_running(engine, f"{counted(requests, 'request')} of {counted(rows, 'row')}", requests)
-    return spread(times, 1e3)[0]
+    return spread(times[WARM_UP:], 1e6)[0]
 
 
 def draft_us(engine: Engine, history: int, runs: int) -> float:
@@ -159,16 +168,10 @@ def draft_us(engine: Engine, history: int, runs: int) -> float:
         for _ in range(LAUNCHES):
             run("draft", DRAFT, *args)
 
-    replay, times = captured(engine.device, lines), []
-    for _ in range(runs + WARM_UP):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / LAUNCHES)
+    replay = captured(engine.device, lines)
+    times = [gpu_seconds(replay) / LAUNCHES for _ in range(runs + WARM_UP)]
     ws.meta[0, layout.STATUS] = layout.LIMIT_REACHED
-    return spread(times[WARM_UP:], 1e3)[0]
+    return spread(times[WARM_UP:], 1e6)[0]
 
 
 def captured(device: torch.device, lines: Callable[[Run], None], run: Run = launch) -> Callable[[], None]:
