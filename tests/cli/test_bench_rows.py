@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import re
 import shlex
 import sys
 
@@ -227,3 +228,10 @@ def test_tables_show_the_recorded_rows():
         text = (ROOT / name).read_text()
         assert text == tables.filled(text), f"{name}: run python -m benchmarks.tables"
     assert tables.filled(readme.replace("| 4,6", "| 9,9")) == readme  # a wrong figure is corrected
+
+
+def test_scripts_that_documents_show_exist():
+    texts = [path.read_text() for path in (ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").glob("*.md"))]
+    names = {name for text in texts for name in re.findall(r"python -m benchmarks\.(\w+)", text)}
+    assert names >= {"suite", "report", "peers", "tables"}
+    assert [name for name in names if not (ROOT / "benchmarks" / f"{name}.py").is_file()] == []
