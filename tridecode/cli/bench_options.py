@@ -25,7 +25,7 @@ from .values import (
 BENCH = """\
 Time this engine with random weights in the shape of a public model (or with a checkpoint's), against a limit measured
 in the same run; serve times a server through HTTP. Prints a table and, as the last line, one JSON object. All but
-serve and speculate --texts-only need a GPU. docs/benchmarks.md says what each figure is.
+serve without --mix and speculate --texts-only need a GPU. docs/benchmarks.md defines the figures.
 """
 
 
