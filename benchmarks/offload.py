@@ -2,7 +2,7 @@
 
     python -m benchmarks.offload --preset qwen3-4b --context 32000 --runs 3 --steps 8
 
-Options are those of `bench offload` that concern K/V: --preset, --context, --steps, --runs, --host and --ring.
+It has the options of `bench offload` for K/V: --preset, --context, --steps, --runs, --host and --ring.
 """
 
 import sys
@@ -56,7 +56,7 @@ def ways(engine: Engine, host: int) -> Iterator[Way]:
 
 
 def waiting(run: Run) -> Run:
-    """`run`, whose host waits for each layer's graph before it goes on."""
+    """`run`, but the host waits for each layer's graph before the next launch."""
 
     def run_waiting(role: str, op, *args, **how) -> None:
         if role == "attention":
@@ -67,7 +67,7 @@ def waiting(run: Run) -> Run:
 
 
 def without_fetches(run: Run) -> Run:
-    """`run`, where nothing comes into the ring."""
+    """`run` without the launches that fill the ring."""
 
     def run_without(role: str, op, *args, **how) -> None:
         if role not in ("fetch", "fetched"):
@@ -78,7 +78,7 @@ def without_fetches(run: Run) -> Run:
 
 def first_cell(offload: Offloaded) -> int | None:
     """The number of the host's memory as a cell, counted from the device's: the first whole one behind its beginning.
-    None where no table can hold it."""
+    None if no table can hold it."""
     cell = offload.cells[0].nbytes
     first = -((offload.cells.data_ptr() - offload.host.data_ptr()) // cell)
     end = first + offload.host.shape[0] * offload.host.shape[1]
@@ -86,8 +86,10 @@ def first_cell(offload: Offloaded) -> int | None:
 
 
 def read_directly(engine: Engine, host: int) -> None:
-    """Send the pages, and let the tables name the host's own memory, all of which the device sees. What is read is
-    another text, in the same time."""
+    """Send the pages, and write the places of the host's own memory, which the device can read, into the tables.
+
+    Attention reads other K/V than those of the text, which takes the same time.
+    """
     kv, (slots, memory) = engine.model.kv, offloaded(engine)
     slots.send(0, host)
     layers, first = len(memory.tables), first_cell(memory)
@@ -99,8 +101,10 @@ def read_directly(engine: Engine, host: int) -> None:
 
 
 class Copies:
-    """Runs as `run` does, but what comes from the host's memory comes by copies: one a page, or one a layer (as if the
-    host had a layer's pages beside each other: for the time it takes, the text is another one)."""
+    """`run` with copies from the host's memory in place of the fetch kernel: one a page, or with `whole` one a layer.
+
+    One copy a layer reads contiguous memory, and so other K/V than those of the text, which takes the same time.
+    """
 
     def __init__(self, run: Run, model, host: int, whole: bool):
         self._run, self._whole, self._count = run, whole, host

@@ -127,7 +127,7 @@ def add_output(parser) -> None:
         default="table",
         help="of stdout, or of the file with --output (table)",
     )
-    parser.add_argument("--output", metavar="FILE", help="write the rows there, as its suffix says (.json)")
+    parser.add_argument("--output", metavar="FILE", help="write the rows there, in the format of its suffix (.json)")
 
 
 def add_kv_on_host(host) -> None:
@@ -143,7 +143,7 @@ def add_kv_on_host(host) -> None:
 
 
 def add_serve(serve: Parser) -> None:
-    """Add the options of a load, named as those of vLLM's benchmark where it has the same, and those of --mix."""
+    """Add the options of a load, with the names of vLLM's benchmark if it has them, and the options of --mix."""
     serve.add_argument("--url", type=reader(Url()), default="http://127.0.0.1:8000", help="(http://127.0.0.1:8000)")
     model = serve.add_mutually_exclusive_group()
     words = "as the server calls it (default: the first that it names); with --mix a checkpoint"

@@ -40,7 +40,7 @@ class BatchRow(Row):
     read_bandwidth_gbs: float = column("read GB/s", kept=1)
     pct_bandwidth: float = column("% of bandwidth", 1, kept=1)
 
-    def alone(self):
+    def selectors(self):
         return {"rows": None if isinstance(self.context, str) else [self.rows], "context": [self.context]}
 
 

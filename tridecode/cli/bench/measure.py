@@ -198,7 +198,7 @@ def matmul_rate(device: torch.device, size: int = 8192, repeats: int = 20) -> fl
 
 
 def gpu_seconds(work: Callable[[], object]) -> float:
-    """Seconds that the GPU takes for what `work` enqueues, by CUDA events."""
+    """Seconds that the GPU takes for the work that a call of `work` enqueues, by CUDA events."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     work()

@@ -42,7 +42,7 @@ class MixRow(Row):
     prompt_tokens: int = column("prompt tokens")
     steps: int
     prompt_ms: float
-    graph: str = column("graph", alone=True)
+    graph: str = column("graph", selects=True)
     runs: int
     reads: str = column("read by")
     before_median_ms: float = column("before: median", 2, kept=3, compared=True)

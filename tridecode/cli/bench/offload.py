@@ -37,7 +37,7 @@ class OffloadRow(Row):
     bench = "offload"
     header = "offload"
     variant: str = column("passes")
-    host: float | None = column("on the host", 2, alone=True, default=None)
+    host: float | None = column("on the host", 2, selects=True, default=None)
     host_layers: int | None = column("layers on the host", default=None)
     context: int = column("context")
     steps: int
@@ -60,7 +60,7 @@ class WeightsRow(OffloadRow):
     bench = "offload-weights"
     header = "offload --weights"
 
-    def alone(self):
+    def selectors(self):
         return {}
 
 
@@ -68,7 +68,7 @@ class WeightsRow(OffloadRow):
 class PromptRow(Row):
     bench = "offload-prompt"
     header = "offload --prompt-tokens"
-    prompt_tokens: int = column("prompt tokens", alone=True)
+    prompt_tokens: int = column("prompt tokens", selects=True)
     ring: int
     steps: int
     kv_gib: float = column("K/V GiB of the device", 1)

@@ -26,9 +26,9 @@ from .rows import Row, column
 class PrefillRow(Row):
     bench = "prefill"
     header = "prefill"
-    prompt_tokens: int = column("prompt tokens", alone=True)
+    prompt_tokens: int = column("prompt tokens", selects=True)
     cached: int = column("cached", default=0)
-    graph: str = column("graph", alone=True)
+    graph: str = column("graph", selects=True)
     runs: int
     reads: str = column("read by")
     prefill_ms: float = column("ms", 2, kept=3, compared=True)

@@ -25,7 +25,7 @@ def column(
     *,
     kept: int | None = None,
     compared: bool = False,
-    alone: bool = False,
+    selects: bool = False,
     label: str = "",
     default: Any = MISSING,
 ) -> Any:
@@ -37,11 +37,11 @@ def column(
         scale: factor from the value to the unit of tables
         kept: decimals of the value itself, and so of JSON; None keeps all
         compared: whether two runs are compared by it
-        alone: whether the option of this name selects the row among those of its command
+        selects: whether the option of this name selects the row among the rows of its command
         label: in the block of a single row
         default: a field whose default is None is left out of JSON while it is None
     """
-    facts = dict(header=header, digits=digits, scale=scale, kept=kept, compared=compared, alone=alone, label=label)
+    facts = dict(header=header, digits=digits, scale=scale, kept=kept, compared=compared, selects=selects, label=label)
     return field(default=default, metadata=facts)
 
 
@@ -79,20 +79,19 @@ class Row:
 
     def as_dict(self) -> dict[str, Any]:
         """The JSON object of the row."""
-        values = {each.name: getattr(self, each.name) for each in fields(self)}
-        given = {each.name for each in fields(self) if each.default is not None or values[each.name] is not None}
-        order = ["command", *(name for name in values if name not in ("command", *MACHINE)), *MACHINE]
-        found = {name: values[name] for name in order if name in given}
-        return {"command": found.pop("command"), "bench": self.bench} | found
+        every = {each.name: (getattr(self, each.name), each.default) for each in fields(self)}
+        given = {name: value for name, (value, default) in every.items() if value is not None or default is not None}
+        machine = {name: given.pop(name) for name in MACHINE if name in given}
+        return {"command": given.pop("command"), "bench": self.bench} | given | machine
 
     @classmethod
     def read(cls, values: dict[str, Any]) -> "Row":
         """The row of a JSON object without its `bench`. Raises TypeError for other keys than those of its type."""
         return cls(**values)
 
-    def alone(self) -> dict[str, list | None]:
-        """The values of those options that select this row among those of its command."""
-        return {each.name: [getattr(self, each.name)] for each in fields(self) if each.metadata.get("alone")}
+    def selectors(self) -> dict[str, list | None]:
+        """The options that select this row among the rows of its command."""
+        return {each.name: [getattr(self, each.name)] for each in fields(self) if each.metadata.get("selects")}
 
     def compared(self) -> dict[str, float]:
         """The figures of the row by which two runs are compared."""
@@ -122,10 +121,10 @@ def tables(rows: Sequence[Row]) -> list[tuple[list[str], list[list[str]]]]:
     return found
 
 
-def cell(value, how) -> str:
+def cell(value, column) -> str:
     if value is None or isinstance(value, str):
         return value or ""
-    return f"{value * how['scale']:,.{how['digits']}f}"
+    return f"{value * column['scale']:,.{column['digits']}f}"
 
 
 def caption(rows: Sequence[Row]) -> str:

@@ -45,7 +45,7 @@ def measure(args, output: Output) -> list[Row]:
 def with_commands(program: str, args, rows: list[Row]) -> list[Row]:
     """Set the command of each row: the command line that measures only this row. Returns the rows."""
     for row in rows:
-        row.command = command_of(program, args, **row.alone())
+        row.command = command_of(program, args, **row.selectors())
     return rows
 
 

@@ -149,7 +149,7 @@ def pass_us(engine: Engine, args, requests: int, rows: int, run_pass: Callable[[
 
     for _ in range(args.runs + WARM_UP):
         rewind(engine, args.context, GREEDY, requests, given)
-        run_pass()  # captured by now
+        run_pass()  # the first one captures
         times.append(gpu_seconds(run_passes) / args.steps)
     check_running(engine, f"{counted(requests, 'request')} of {counted(rows, 'row')}", requests)
     return spread(times[WARM_UP:], 1e6)[0]
