@@ -147,8 +147,8 @@ def test_a_real_step_is_timed_unless_it_does_not_compile():
 
 @pytest.mark.skipif(not CUDA, reason="compiles and launches on an NVIDIA GPU")
 def test_configs_are_compiled_ahead_if_others_fail():
-    model = tiny_engine().model
     timer = tune.StepTimer(tiny_engine())
+    model = timer.engine.model
     warps = config_of(model.configs, model.cases["qkv"]).num_warps
     wrong, right = with_qkv(model, block_n=3), with_qkv(model, num_warps=2 * warps)
     other = replace(model, configs_by_rows={1: right})
