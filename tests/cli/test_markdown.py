@@ -68,7 +68,8 @@ FRAGMENTS = [
     "a", "foo bar", "\n", "\n\n", "- ", "* ", "+ b\n", "1. ", "2) ", "12", "> ", "\n> ", "\n- ", "```", "~~~", "````",
     "``` py\n", " ", "    ", "\n    ", "\t", "|", "|a|b|\n|-|-|\n", "|x|\n", "--", "---", "===", "# ", "**", "_", "`",
     "[", "](", "http://x", ")", "![", "<b>", "<div>\n", "<!--", "<think>", "[/INST]", "[bold]", "[/]", "\\", "&#27;",
-    "[a]: b\n", "é", "#", "=", ":", "\x1b[2J", "\x9b", "\r", "\r\n", "\x00", "\x07", "\ud800", "\U0001f600", "漢",
+    "[a]: b\n", "$$", "\n$$\n", "\\[\n", "\n\\]\n", "\\begin{align}\n", "\n\\end{align}\n", "$",
+    "é", "#", "=", ":", "\x1b[2J", "\x9b", "\r", "\r\n", "\x00", "\x07", "\ud800", "\U0001f600", "漢",
 ]  # fmt: skip
 TEXTS = st.lists(st.sampled_from(FRAGMENTS) | st.text(max_size=3), max_size=25).map("".join)
 CUTS = st.lists(st.integers(0, 200), max_size=10)
@@ -116,7 +117,7 @@ def test_where_blocks_end():
     blocks = blocks_of(ANSWER)
     assert [block.split("\n")[0][:12] for block in blocks] == [
         "# Title", "Hello **worl", "- a", "12 apples", "1. one", "| name | siz", "> quote", "> other", "```python ti",
-        "~~~", "    indented", "[a]: http://", "Head", "----", "***", "the end",
+        "~~~", "    indented", "[a]: http://", "Head", "***", "the end",
     ]  # fmt: skip
     assert blocks[2].endswith("\n  ```") and blocks[5].endswith("\nnext") and blocks[9] == "~~~\n```\n~~~"
     assert blocks[8].endswith('\n    return "~~~"\n```') and blocks[10].endswith("\n    code")
@@ -203,12 +204,11 @@ def test_no_control_sequence_reaches_the_terminal(text, cuts):
 def test_what_is_shown():
     shown = screen(streamed([ANSWER], console_to(width=130)))
     for part in (
-        "Hello world: code, [/INST] [bold]x[/bold] <think> &amp; &#27; ",
-        '&#27; [link](http://a.example "t") ![image](u.png).\n<div>\n',
+        "Hello world: code, [/INST] [bold]x[/bold] <think> & \ufffd link (http://a.example) !image (u.png).\n<div>\n",
         "\n\n • a\n • b\n   more\n     def f(): return 1\n\n12 apples\n\n 1. one\n 2. two\n\n",
         "\nname        size\n────────────────\n[red]x[/]      2\nnext\n",
         '▌ quote\n\n▌ other\n\n  python title\n  def f(x):\n\n      return "~~~"\n\n  ```\n\n',
-        "\n\n  indented\n\n  code\n\n[a]: http://b.example",
+        "\n\n  indented\n\n  code\n\n[a]: http://b.example\n\nHead\n\n─",
     ):
         assert part in shown
     assert shown.endswith("\n\nthe end")
