@@ -91,7 +91,7 @@ def test_edit_puts_the_message_into_the_prompt(session):
     chat.handle(" /etc/passwd is what?")
     chat.handle("/edit")
     typed, drafts = ["//etc/shadow is what?", "/exit"], []
-    reader = SimpleNamespace(read=lambda draft: drafts.append(draft) or typed.pop(0), is_editor=True)
+    reader = SimpleNamespace(read=lambda draft: drafts.append(draft) or typed.pop(0))
     assert converse(chat, reader) == 0
     assert drafts == [" /etc/passwd is what?", ""]
     assert chat.conversation.turns == (("/etc/shadow is what?", "two"),)

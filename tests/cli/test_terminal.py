@@ -250,29 +250,53 @@ def test_a_long_paste_is_one_message(terminal, state):
     assert [user for user, _ in only_session(state).turns] == [lines[:100]]
 
 
-def test_a_paste_while_the_program_starts_is_one_message(terminal, endless, state):
-    """Before anything of torch is imported; of more than the 4,096 bytes that the kernel keeps of a line."""
+@pytest.mark.parametrize("when", ["", "loading"], ids=["start", "load"])
+def test_a_paste_while_the_program_starts_is_one_message(terminal, state, when):
+    """Before torch is imported, or in the load. It has more than the 4,096 bytes that the kernel keeps of a line."""
     text = "x" * 5000 + "\n/exit\nthe last line"
-    child = terminal("--model", endless, "--max-tokens", 2, early="\x1b[200~" + text.replace("\n", "\r") + "\x1b[201~")
+    child = terminal("--max-tokens", 2, "--max-seq-len", 200, early="")
+    child.expect_exact(when)
+    child.send("\x1b[200~" + text.replace("\n", "\r") + "\x1b[201~")
     child.expect_exact("/help lists the commands")
     assert "the last line" not in child.screen.getvalue(), "shown before the prompt was there"
     child.expect_exact("the last line")
     child.send("\r")
-    child.expect_exact("context ")
+    child.expect_exact("holds 200")
+    child.expect_exact(READY)
+    child.send("\x1b[A\r")  # the editor has it as one message
+    child.expect_exact("holds 200")
     child.expect_exact(READY)
     child.sendeof()
     leaves(child)
-    assert [user for user, _ in only_session(state).turns] == [text]
 
 
-def test_ctrl_c_while_the_program_starts_leaves_the_terminal_as_it_was(terminal):
-    child = terminal(early="\x03")
+def test_what_is_typed_while_the_program_starts_is_for_the_first_prompts(terminal):
+    child = terminal(early="/set top_k 7\r/set top_p 0.5\r\x04")
+    leaves(child)
+    before, _, after = ANSI.sub("", child.screen.getvalue()).partition("lists the commands")
+    assert "/set" not in before and "top_k is 7" in after and "top_p is 0.5" in after
+
+
+@pytest.mark.parametrize(
+    "options, when, keys, ends",
+    [
+        ((), "", "\x03", "\x1b[?2004l"),
+        ((), "loading", "\x03", 130),
+        ((), "loading", "/exit\r", 0),
+        (("--model", "/nowhere"), "", "x", 1),
+    ],
+    ids=["Ctrl-C before the imports", "Ctrl-C in the load", "/exit in the load", "an error"],
+)
+def test_however_the_start_ends_the_terminal_is_as_it_was(terminal, options, when, keys, ends):
+    child = terminal(*options, early="")
+    child.expect_exact(when)
+    child.send(keys)
     child.expect(pexpect.EOF)
-    kept = termios.tcgetattr(child.child_fd)[3]
+    kept, shown = termios.tcgetattr(child.child_fd)[3], child.screen.getvalue()
     child.close()
-    assert child.signalstatus == signal.SIGINT
+    assert child.exitstatus == ends or (child.signalstatus == signal.SIGINT and shown.endswith(ends))
     assert kept & termios.ECHO and kept & termios.ICANON
-    assert child.screen.getvalue().endswith("\x1b[?2004l")
+    assert shown.rfind("2004h") < shown.rfind("2004l") and shown.rfind("?25l") <= shown.rfind("?25h")
 
 
 def only_session(state) -> Conversation:

@@ -6,7 +6,6 @@ import os
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import contextmanager, nullcontext, suppress
-from functools import partial
 from textwrap import wrap
 
 from rich.console import Console
@@ -82,7 +81,7 @@ class Output:
         self.tty, self._unwrapped = sys.stdout.isatty(), not sys.stderr.isatty()
         self.quiet = False  # no notes and no bar
         self.redraws = True  # whether what stands in a terminal may change, as a bar does
-        self.editor = False  # whether what is typed while something loads is for a line editor
+        self.keys = Keys()  # what is typed while no prompt reads it
 
     def text(self, text: str) -> None:
         """Answer text, at once and as it is; on a terminal without its control characters."""
@@ -139,9 +138,7 @@ class Output:
 
         shows = self.errors.is_terminal and not self.quiet
         with Loading(self.errors, disable=not (shows and self.redraws)) as bar:
-            # What is typed meanwhile is for the first prompt, and would stand amid the bar.
-            typed = unechoed(shows and sys.stdin.isatty(), bar.stop, bar.start, self.editor)
-            with logged(self.note) if shows else nullcontext(), typed:
+            with logged(self.note) if shows else nullcontext(), suspendable(bar.stop, bar.start):
                 yield bar
 
 
@@ -173,20 +170,55 @@ def logged(note: Callable[[str], None]):
         logger.setLevel(logging.NOTSET)
 
 
-@contextmanager
-def unechoed(enabled: bool, pause: Callable[[], None], resume: Callable[[], None], editor: bool = False):
-    """Within, the terminal shows no typed keys, not even Ctrl-C's ^C: they would stand amid what is being drawn there.
+class Keys:
+    """What is typed while no prompt reads it: it is not echoed, where it would stand amid the output, not even Ctrl-C's
+    ^C, and the next prompt gets all of it."""
 
-    The next prompt gets what was typed; if that is a line `editor`, also what was pasted, as one text. Ctrl-Z calls
-    `pause` and leaves the terminal as a shell needs it until it calls `resume`. Yields what leaves it so at once.
-    """
-    echo = partial(_echo, editor=editor) if enabled else lambda on: None
-    with suspendable(both(pause, partial(echo, True)), both(partial(echo, False), resume)):
+    def __init__(self, enabled: bool = False, paste: bool = False):
+        """paste: ask the terminal to mark pastes, so that one of several lines stays one text."""
+        self._enabled, self._paste = enabled, paste
+        self._before: list | None = None  # the terminal's attributes, while they are changed
+
+    def hold(self) -> None:
+        """Begin, or begin again after a prompt."""
+        if not self._enabled or in_background():  # the terminal is the shell's: the change would stop this program
+            return
+        import termios
+
+        with suppress(termios.error, OSError, ValueError):  # stdin is no terminal, or one that is gone
+            attributes = termios.tcgetattr(sys.stdin.fileno())
+            self._before = self._before or [*attributes]
+            # The kernel's own lines have 4,096 bytes and lose what comes after: the end of a long paste.
+            attributes[3] &= ~(termios.ECHO | termios.ICANON)
+            termios.tcsetattr(sys.stdin.fileno(), termios.TCSANOW, attributes)
+            if self._paste:
+                # With mode 7, which is on anyway: 2004 alone says that the prompt is there.
+                os.write(sys.stdout.fileno(), b"\x1b[?7;2004h")
+
+    def release(self) -> None:
+        """Leave the terminal as it was."""
+        if self._before is None or in_background():
+            return
+        import termios
+
+        with suppress(termios.error, OSError, ValueError):
+            termios.tcsetattr(sys.stdin.fileno(), termios.TCSANOW, self._before)
+            if self._paste:
+                os.write(sys.stdout.fileno(), b"\x1b[?2004l")
+        self._before = None
+
+
+@contextmanager
+def unechoed(enabled: bool, pause: Callable[[], None], resume: Callable[[], None], paste: bool = False):
+    """Within, the terminal's keys are held; yields the Keys. Ctrl-Z calls `pause` and releases them until the program
+    goes on, then holds them again and calls `resume`."""
+    keys = Keys(enabled, paste)
+    with suspendable(both(pause, keys.release), both(keys.hold, resume)):
         try:
-            echo(False)
-            yield partial(echo, True)
+            keys.hold()
+            yield keys
         finally:
-            echo(True)
+            keys.release()
 
 
 def both(first: Callable[[], None], then: Callable[[], None]) -> Callable[[], None]:
@@ -197,22 +229,6 @@ def both(first: Callable[[], None], then: Callable[[], None]) -> Callable[[], No
         then()
 
     return call
-
-
-def _echo(on: bool, editor: bool) -> None:
-    import termios
-
-    if in_background():  # the terminal is the shell's, and to change it there would stop this program
-        return
-    # The kernel's own lines have 4,096 bytes and lose what comes after: the end of a long paste.
-    flags = termios.ECHO | (termios.ICANON if editor else 0)
-    with suppress(termios.error, OSError, ValueError):  # stdin is no terminal, or one that is gone
-        attributes = termios.tcgetattr(sys.stdin.fileno())
-        attributes[3] = attributes[3] | flags if on else attributes[3] & ~flags
-        termios.tcsetattr(sys.stdin.fileno(), termios.TCSANOW, attributes)
-        if editor:
-            # Whether pastes come marked. With mode 7, which is on anyway: 2004 alone says that the prompt is there.
-            os.write(sys.stdout.fileno(), b"\x1b[?2004l" if on else b"\x1b[?7;2004h")
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -15,7 +15,7 @@ from .completion import completed
 from .conversation import Conversation
 from .lines import Interrupted, join_blocks
 from .local_talk import LocalChat
-from .reader import open_reader, shows_editor
+from .reader import open_reader
 from .remote_talk import RemoteChat, connect
 from .talk import DEVICE_LOST, IMPATIENCE, Chat
 
@@ -27,7 +27,6 @@ def chat(args, output: Output) -> int:
     if args.api_key_file is not None and args.url is None and "api_key_file" not in args.origins:
         args.refuse("--api-key-file needs --url")
     output.quiet, output.redraws = args.quiet, not args.plain
-    output.editor = interactive and shows_editor()
     conversation, store = open_session(args, output, interactive)
     talk = open_chat(
         args,
@@ -70,6 +69,7 @@ def chat(args, output: Output) -> int:
             show_graph_stats(talk.engine, output)
     code = talk.exit_code if code is None else code
     if code == DEVICE_LOST:
+        output.keys.release()
         # What is freed on such a GPU fails once more, in places that end the program by a signal.
         sys.stdout.flush()
         sys.stderr.flush()
@@ -124,7 +124,6 @@ def converse(talk: Chat, reader) -> int:
             between = False
             reader.redraws = talk.output.redraws = not talk.plain
             line = reader.read(draft or "")
-            talk.editor = talk.output.editor = reader.is_editor
             leaving, between = False, bool(line.strip())
             if not talk.handle(line, replaces=draft is not None):
                 return talk.exit_code

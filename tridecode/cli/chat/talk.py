@@ -78,7 +78,6 @@ class Chat:
         self.tries = 0  # of the last message, beside the first
         self.draft: str | None = None  # what /edit puts into the next prompt
         self.kept: str | None = None  # the session that holds the conversation before this one
-        self.editor = False  # whether what is typed meanwhile goes to a line editor
         self.exit_code = 0
         self.last: Piece | None = None  # the last piece of the latest complete answer
         self.seed: int | None = None  # its seed, where that counts

@@ -9,8 +9,8 @@ from ...results import Piece
 from ...sampling import SamplingParams
 from ...text.thinking import end_thinking
 from ..explain import explain
-from ..signals import one_interrupt
-from ..terminal import both, counted, speed_line, unechoed
+from ..signals import one_interrupt, suspendable
+from ..terminal import both, counted, speed_line
 from ..waiting import Waiting
 from .conversation import Conversation
 from .display import answer_display, open_fence
@@ -42,7 +42,7 @@ class Turn:
             shown.push(open_fence(self.begun))
         waiting = Waiting(output, chat.reading, redraws=not chat.plain, shows=chat.interactive)
         pause, resume = both(waiting.pause, shown.pause), both(shown.resume, waiting.resume)
-        with one_interrupt(chat.interactive), unechoed(chat.interactive, pause, resume, chat.editor):
+        with one_interrupt(chat.interactive), suspendable(pause, resume):
             self.params = params_of(chat)
             self.started = time.perf_counter()
             try:
