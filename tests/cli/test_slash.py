@@ -13,6 +13,7 @@ from tridecode import SamplingParams
 from tridecode.cli.chat import stats
 from tridecode.cli.chat.clipboard import LARGEST
 from tridecode.cli.chat.command import converse
+from tridecode.cli.chat.model import Thinking
 from tridecode.cli.chat.settings import CHOICES, NAMES
 from tridecode.cli.chat.slash import COMMANDS, GROUPS
 from tridecode.cli.terminal import Output
@@ -274,7 +275,7 @@ def test_save_load_and_export(session, tmp_path):
 
 def test_every_command_is_in_the_help(session):
     chat = session()
-    chat.thinks = True  # /think is only for models that can
+    chat.thinking = Thinking(possible=True)  # /think is only for models that can
     chat.handle("/help")
     lines = chat.read()[1].splitlines()
     assert [line.split()[0] for line in lines if line.startswith("  /")] == [*COMMANDS, "//"]

@@ -3,7 +3,7 @@
 import json
 import re
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 
 import httpx
@@ -11,9 +11,10 @@ import httpx
 from ...errors import ParameterError, PromptError, TooLong, TridecodeError, brief
 from ...results import Piece, Timings, Usage
 from ...sampling import SamplingParams
-from ...text.thinking import CLOSE, OPEN, strip_thinking
+from ...text.thinking import CLOSE, OPEN, SWITCH, strip_thinking
 from ..bench.client import message_of
 from ..terminal import did_you_mean, joined
+from .model import Prompt, Thinking
 
 TIMEOUT = httpx.Timeout(600.0, connect=10.0)  # seconds without a byte
 LONGEST = 1 << 24  # bytes of an event
@@ -41,8 +42,12 @@ class ServerError(TridecodeError):
 class RemoteModel:
     """A model of one server; `device` is the server's address. Nothing is kept there between two answers.
 
-    capacity: positions of the context, None where the server does not tell. names: of the server's models.
+    Options that were not given are the server's own.
     """
+
+    unit, largest, loaded = "piece", 0, True
+    defaults = "as the server has it"
+    continues = seeds = False
 
     def __init__(self, url: str, key: str | None, name: str | None = None, options: Iterable[str] = ()):
         """name: as the server calls the model, None for its first one. options: the names of sampling options that it
@@ -75,12 +80,13 @@ class RemoteModel:
         owner = brief(owner, 40) if isinstance(owner, str) else "no known kind"
         for option in options:
             check_option(option, owner)
-        self.name, self.owner, self.names = name, owner, [*cards]
+        self.name, self.owner = name, owner
+        self.models = [known for known in cards if known.isprintable()]
         told = card.get("max_model_len") or (meta.get("n_ctx") if isinstance(meta, dict) else None)
         self.capacity = told if type(told) is int and told > 0 else None
 
-    def close(self) -> None:
-        self._http.close()
+    def switch(self, name: str, given: dict, raw: bool) -> None:
+        self.use(name, given)
 
     def default_params(self, **given) -> SamplingParams:
         return SamplingParams(**given)
@@ -91,12 +97,7 @@ class RemoteModel:
         return self.owner in COUNTING and self.capacity is not None
 
     @property
-    def switches(self) -> bool:
-        """Whether the server hands variables to the chat template."""
-        return self.owner in OPTIONS
-
-    @property
-    def options(self) -> Iterable[str]:
+    def options(self) -> Collection[str]:
         """The names of the sampling options that the server takes."""
         return known_options(self.owner)
 
@@ -104,10 +105,34 @@ class RemoteModel:
         """Raises ParameterError for a sampling option that the server might ignore."""
         check_option(option, self.owner)
 
-    def count(self, prompt, variables: dict | None = None) -> int:
+    def thinking(self, mode: str, raw: bool) -> Thinking:
+        """`on` leaves it to the server. Nobody can tell whether a model thinks; what it thinks comes between tags."""
+        if raw:
+            return Thinking(refusal="with --raw there is no chat template")
+        if self.owner not in OPTIONS:  # which hand variables to the template
+            return Thinking(True, refusal=f"no chat template can be told through a server of {self.owner}")
+        variables = {SWITCH: False} if mode == "off" else None
+        return Thinking(True, variables=variables, advice="/think on leaves thinking to the server")
+
+    def reading(self) -> None:
+        pass
+
+    def facts(self, last: Piece | None) -> list[str]:
+        return [f"model {self.name} at {self.device}, a server of {self.owner}"]
+
+    def lost(self, error: Exception) -> bool:
+        return False
+
+    def use_idle_time(self) -> None:
+        pass
+
+    def close(self) -> None:
+        self._http.close()
+
+    def count(self, prompt: Prompt, thinking: Thinking, begun: str = "") -> int:
         """Tokens of a prompt. Raises ServerError, and TooLong where the server does not count so many."""
         with failing(self.device):
-            response = self._post("/tokenize", self._body(prompt_field(prompt), {}, variables))
+            response = self._post("/tokenize", self._body(prompt_field(prompt), {}, thinking.variables))
             try:
                 check(response)
                 return int(response.json()["count"])
@@ -116,7 +141,9 @@ class RemoteModel:
             except (ValueError, LookupError, TypeError):
                 raise ServerError(f"{self.device}/tokenize counts no tokens") from None
 
-    def stream(self, prompt, params: SamplingParams, given: Iterable[str], variables: dict | None) -> Iterator[Piece]:
+    def stream(
+        self, prompt: Prompt, params: SamplingParams, given: Collection[str], thinking: Thinking, begun: str = ""
+    ) -> Iterator[Piece]:
         """A Piece for each event with text, without token ids, then a last one; see Engine.stream. given: the names of
         the options that are sent; the server's own defaults count for the others. Thinking that comes apart from the
         answer is put between tags, as models write it. Closing the iterator closes the stream, which cancels the
@@ -127,7 +154,7 @@ class RemoteModel:
         body = prompt_field(prompt) | {"stream": True, "stream_options": {"include_usage": True}}
         with failing(self.device):
             answer = Answer()
-            request = self._http.build_request("POST", path, **encoded(self._body(body, options, variables)))
+            request = self._http.build_request("POST", path, **encoded(self._body(body, options, thinking.variables)))
             response = self._http.send(request, stream=True)
             try:
                 if response.status_code != 200:

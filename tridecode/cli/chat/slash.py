@@ -93,7 +93,7 @@ def _help(chat, rest) -> None:
     for title, group in GROUPS.items():
         chat.output.say(title, "bold")
         for name, (arguments, what) in group.items():
-            if name == "/think" and not chat.thinks:
+            if name == "/think" and not chat.thinking.possible:
                 continue
             chat.output.entry(f"{name} {arguments}", what)
     chat.output.say("Keys", "bold")
@@ -191,7 +191,7 @@ def _copy(chat, rest) -> None:
 def _model(chat, rest) -> None:
     if rest:
         chat.switch(saving.unquote(rest))
-    chat.output.note(f"{chat.engine.name} on {chat.engine.device}: {chat.capacity_words()}")
+    chat.output.note(f"{chat.model.name} on {chat.model.device}: {chat.capacity_words()}")
 
 
 def _think(chat, rest) -> None:
@@ -200,7 +200,7 @@ def _think(chat, rest) -> None:
         return
     if rest:
         chat.set_think(rest)
-    if not chat.thinks:
+    if not chat.thinking.possible:
         chat.output.note("this model's chat template knows no thinking")
         return
     chat.output.note(f"thinking is {chat.think}")

@@ -1,0 +1,135 @@
+"""A model in this process."""
+
+from collections.abc import Collection, Iterator
+
+import torch
+
+from ...engine import Engine
+from ...errors import PromptError
+from ...results import Piece
+from ...sampling import SamplingParams
+from ...text.thinking import CLOSE, SWITCH, ends_inside
+from ..loading import Loader, tokenizer_of
+from . import stats
+from .idle import IdleCapture
+from .model import Prompt, Thinking
+from .settings import NAMES
+
+
+class LocalModel:
+    """An engine, and the loader that replaces it. While no model is loaded, `engine` is None."""
+
+    unit, options, defaults, models = "token", NAMES, None, None
+    counts = continues = seeds = True
+
+    def __init__(self, engine: Engine, loader: Loader | None = None):
+        self.engine, self._loader = engine, loader
+        self._idle: IdleCapture | None = None
+
+    @property
+    def name(self) -> str:
+        return self.engine.name
+
+    @property
+    def device(self) -> torch.device:
+        return self.engine.device
+
+    @property
+    def capacity(self) -> int:
+        return self.engine.capacity
+
+    @property
+    def largest(self) -> int:
+        return self.engine.config.max_position
+
+    def default_params(self, **given) -> SamplingParams:
+        return self.engine.default_params(**given)
+
+    def check(self, option: str) -> None:
+        pass
+
+    def thinking(self, mode: str, raw: bool) -> Thinking:
+        if raw:
+            return Thinking(refusal="with --raw there is no chat template")
+        tokenizer = tokenizer_of(self.engine)
+        switch = SWITCH in tokenizer.template_variables
+        variables = {SWITCH: mode != "off"} if switch else None
+        possible = switch or tokenizer.thinks or opens_thinking(tokenizer)
+        refusal = f"the chat template has no variable {SWITCH}" if possible and not switch else ""
+        return Thinking(possible, opens_thinking(tokenizer, variables), variables, refusal)
+
+    def stream(
+        self, prompt: Prompt, params: SamplingParams, given: Collection[str], thinking: Thinking, begun: str = ""
+    ) -> Iterator[Piece]:
+        if isinstance(prompt, str):
+            return self.engine.stream(prompt + begun, params)
+        if begun:  # the template has its variables here
+            return self.engine.stream(
+                self.engine.encode(prompt, thinking.variables) + self._ids(begun, thinking), params
+            )
+        return self.engine.stream(prompt, params, template_variables=thinking.variables)
+
+    def count(self, prompt: Prompt, thinking: Thinking, begun: str = "") -> int:
+        tokenizer, context = tokenizer_of(self.engine), self.engine.capacity
+        if isinstance(prompt, str):
+            return len(tokenizer.encode(prompt + begun, context=context))
+        more = len(self._ids(begun, thinking)) if begun else 0
+        return len(tokenizer.encode_chat(prompt, context, **thinking.variables or {})) + more
+
+    def reading(self) -> tuple[int, int, int] | None:
+        return self.engine.scheduler.reading()
+
+    def facts(self, last: Piece | None) -> list[str]:
+        return stats.engine_lines(self.engine, last)
+
+    def switch(self, name: str, given: dict, raw: bool) -> None:
+        assert self._loader is not None
+        self._loader.switch(self, name, given, raw)
+
+    def use(self, engine: Engine) -> None:
+        """Go on with another engine."""
+        self.engine = engine
+        if self._idle is not None:
+            self.use_idle_time()
+
+    @property
+    def loaded(self) -> bool:
+        return self.engine is not None
+
+    def lost(self, error: Exception) -> bool:
+        return isinstance(error, RuntimeError) and not responds(self.engine.device)
+
+    def use_idle_time(self) -> None:
+        self.close()
+        self._idle = IdleCapture(self.engine)
+
+    def close(self) -> None:
+        if self._idle is not None:
+            self._idle.end()
+
+    def _ids(self, answer: str, thinking: Thinking) -> list[int]:
+        """The tokens of an answer; only its think block has control tokens."""
+        tokenizer, (thought, tag, rest) = tokenizer_of(self.engine), answer.partition(CLOSE)
+        parts = [(thought + tag, True), (rest, False)] if tag and thinking.possible else [(answer, False)]
+        around = tokenizer.bos_id, tokenizer.eos_id
+        ids = [tokenizer.encode(part, special) for part, special in parts if part]
+        return [token for part in ids for token in part if token not in around]
+
+
+def opens_thinking(tokenizer, variables: dict | None = None) -> bool:
+    """Return whether the template itself begins the think block, so that answers start inside it."""
+    try:
+        ids = tokenizer.encode_chat([{"role": "user", "content": "?"}], **variables or {})
+    except PromptError:  # no template, or one that wants other messages
+        return False
+    return ends_inside(tokenizer.decode(ids[-4:], skip_special=False))
+
+
+def responds(device: torch.device) -> bool:
+    """Return whether the device still takes calls: after a device-side assert or a bad address every call fails."""
+    if device.type == "cuda":
+        try:
+            torch.cuda.synchronize(device)
+        except RuntimeError:
+            return False
+    return True
