@@ -52,7 +52,7 @@ def test_overflow_can_drop_the_oldest_turns(session):
 def test_tokens_are_counted_only_where_they_could_be_too_many(session):
     counted = []
     chat = session(["a"], ["b"], ["c"], ["d"])
-    chat.engine.capacity = 10_000
+    chat.model.capacity = 10_000
     chat.engine.tokenizer = SimpleNamespace(encode_chat=lambda messages, context: counted.append(len(messages)) or [0])
     for line in ("one", "two", "x" * 3000, "/system Sys", "four"):
         chat.handle(line)

@@ -10,7 +10,7 @@ from openai_server import FakeServer
 from servers import ANSWER, CHAT, Running, slow_passes, until
 
 from tridecode import Engine, SamplingParams
-from tridecode.cli.chat.remote import OURS, Answer, RemoteModel, ServerError, events, sent
+from tridecode.cli.chat.remote import OURS, Answer, ServerError, events, sent
 
 QUESTION = CHAT[0]["content"]
 
@@ -265,11 +265,11 @@ def test_without_httpx_it_says_what_to_install(piped, monkeypatch):
     assert code == 1 and errors(err) == [f"chat --url needs the package httpx; {fix}"]
 
 
-def test_sampling_options_have_the_servers_names():
-    model = object.__new__(RemoteModel)
-    model.name, model.owner = "m", "llamacpp"
-    body = model._body({}, {"repetition_penalty": 1.2, "seed": None, "stop": ()}, None)
-    assert body == {"model": "m", "repeat_penalty": 1.2}
+def test_sampling_options_have_the_servers_names(asked):
+    with FakeServer(tokens=1, owner="llamacpp") as server:
+        asked("one\n", "--repetition-penalty", 1.2, "--top-k", 3, url=server.url)
+        [body] = server.bodies
+        assert (body["repeat_penalty"], body["top_k"]) == (1.2, 3) and "repetition_penalty" not in body
 
 
 # ---- events

@@ -350,7 +350,7 @@ def test_an_answer_too_long_for_the_clipboard(session, monkeypatch):
     chat = session(["x" * LARGEST], ["x" * (LARGEST - 2) + "é" * 2])
     chat.output = as_terminal(monkeypatch)
     chat.plain = True
-    chat.engine.capacity = 10**6
+    chat.model.capacity = 10**6
     for line, copied in (("one", True), ("two", False)):
         chat.handle(line)
         chat.read()
@@ -385,7 +385,7 @@ def gpu(monkeypatch):
 
 def test_stats_of_a_gpu(session, gpu):
     chat = session(["a", "b"], ["c"])
-    chat.engine.device = torch.device("cuda", 0)
+    chat.engine.device = chat.model.device = torch.device("cuda", 0)
     chat.handle("/stats")
     shown = chat.read()[1]
     assert "GPU memory: 50.0 GiB by this chat, 60.0 of 100.0 GiB in use" in shown and not gpu, "no answer yet"
@@ -399,7 +399,7 @@ def test_stats_of_a_gpu(session, gpu):
 def test_bandwidth_is_left_out_where_no_memory_is_free(session, gpu, monkeypatch):
     monkeypatch.setattr(stats, "free_memory", lambda device: 2**20)
     chat = session(["a", "b"])
-    chat.engine.device = torch.device("cuda", 0)
+    chat.engine.device = chat.model.device = torch.device("cuda", 0)
     for line in ("x", "/stats"):
         chat.handle(line)
     assert "too little memory is free to measure" in chat.read()[1] and not gpu

@@ -1,5 +1,6 @@
 """From the options to a loaded engine and its sampling parameters; from one model to another."""
 
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
@@ -43,7 +44,7 @@ def tokenizer_of(engine: Engine) -> Tokenizer:
     return engine.tokenizer
 
 
-def show_defaults(engine: Engine, given: dict, output: Output) -> None:
+def show_defaults(engine: Engine, given: Collection[str], output: Output) -> None:
     """One line with the sampling defaults that the checkpoint brings and no option replaced."""
     found = [f"{name} {value}" for name, value in engine.config.generation_defaults if name not in given]
     if found:
@@ -57,11 +58,11 @@ class Loader:
         self._args, self._output = args, output
         self.model: str | None = args.model  # the one in use
 
-    def switch(self, model, name: str, given: dict, raw: bool) -> None:
+    def switch(self, model, name: str, given: Collection[str], raw: bool) -> None:
         """Give `model` (a chat.local.LocalModel) the engine of `name`; after an error it has the engine that it had.
 
         If both do not fit, the old one is closed first, and loaded again if the new one fails. If even that fails,
-        model.engine is None. given: the sampling options that the chat was given.
+        it has none. given: the sampling options that the chat was given.
         """
         path = resolve_model(name)
         plan = self._plan(path)
@@ -71,7 +72,8 @@ class Loader:
             model.use(self._load(name, path))
         else:
             self._output.note(f"{model.name} and {name} do not fit together: the first is let go before")
-            model.engine, failure = None, None
+            failure = None
+            model.let_go()
             try:
                 model.use(self._load(name, path))
             except BaseException as error:

@@ -12,41 +12,36 @@ from ...text.thinking import CLOSE, SWITCH, ends_inside
 from ..loading import Loader, tokenizer_of
 from . import stats
 from .idle import IdleCapture
-from .model import Prompt, Thinking
-from .settings import NAMES
+from .model import Model, Prompt, Thinking
 
 
-class LocalModel:
-    """An engine, and the loader that replaces it. While no model is loaded, `engine` is None."""
+class LocalModel(Model):
+    """An engine, and the loader that replaces it."""
 
-    unit, options, defaults, models = "token", NAMES, None, None
-    counts = continues = seeds = True
+    engine: Engine
+    device: torch.device
+    capacity: int
 
     def __init__(self, engine: Engine, loader: Loader | None = None):
-        self.engine, self._loader = engine, loader
+        self._loader = loader
         self._idle: IdleCapture | None = None
+        self.use(engine)
 
-    @property
-    def name(self) -> str:
-        return self.engine.name
+    def use(self, engine: Engine) -> None:
+        """Go on with another engine."""
+        self.engine, self.loaded = engine, True
+        self.name, self.device, self.capacity = engine.name, engine.device, engine.capacity
+        self.largest = engine.config.max_position
+        if self._idle is not None:
+            self.use_idle_time()
 
-    @property
-    def device(self) -> torch.device:
-        return self.engine.device
-
-    @property
-    def capacity(self) -> int:
-        return self.engine.capacity
-
-    @property
-    def largest(self) -> int:
-        return self.engine.config.max_position
+    def let_go(self) -> None:
+        """Give the engine up, to make room for another."""
+        del self.engine
+        self.loaded = False
 
     def default_params(self, **given) -> SamplingParams:
         return self.engine.default_params(**given)
-
-    def check(self, option: str) -> None:
-        pass
 
     def thinking(self, mode: str, raw: bool) -> Thinking:
         if raw:
@@ -70,7 +65,7 @@ class LocalModel:
         return self.engine.stream(prompt, params, template_variables=thinking.variables)
 
     def count(self, prompt: Prompt, thinking: Thinking, begun: str = "") -> int:
-        tokenizer, context = tokenizer_of(self.engine), self.engine.capacity
+        tokenizer, context = tokenizer_of(self.engine), self.capacity
         if isinstance(prompt, str):
             return len(tokenizer.encode(prompt + begun, context=context))
         more = len(self._ids(begun, thinking)) if begun else 0
@@ -82,22 +77,12 @@ class LocalModel:
     def facts(self, last: Piece | None) -> list[str]:
         return stats.engine_lines(self.engine, last)
 
-    def switch(self, name: str, given: dict, raw: bool) -> None:
+    def switch(self, name: str, given: Collection[str], raw: bool) -> None:
         assert self._loader is not None
         self._loader.switch(self, name, given, raw)
 
-    def use(self, engine: Engine) -> None:
-        """Go on with another engine."""
-        self.engine = engine
-        if self._idle is not None:
-            self.use_idle_time()
-
-    @property
-    def loaded(self) -> bool:
-        return self.engine is not None
-
     def lost(self, error: Exception) -> bool:
-        return isinstance(error, RuntimeError) and not responds(self.engine.device)
+        return isinstance(error, RuntimeError) and not responds(self.device)
 
     def use_idle_time(self) -> None:
         self.close()

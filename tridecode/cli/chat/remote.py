@@ -14,7 +14,7 @@ from ...sampling import SamplingParams
 from ...text.thinking import CLOSE, OPEN, SWITCH, strip_thinking
 from ..bench.client import message_of
 from ..terminal import did_you_mean, joined
-from .model import Prompt, Thinking
+from .model import Model, Prompt, Thinking
 
 TIMEOUT = httpx.Timeout(600.0, connect=10.0)  # seconds without a byte
 LONGEST = 1 << 24  # bytes of an event
@@ -39,27 +39,28 @@ class ServerError(TridecodeError):
     """The server cannot be reached, refuses, or its answer was cut off."""
 
 
-class RemoteModel:
+class RemoteModel(Model):
     """A model of one server; `device` is the server's address. Nothing is kept there between two answers.
 
     Options that were not given are the server's own.
     """
 
-    unit, largest, loaded = "piece", 0, True
-    defaults = "as the server has it"
+    unit, defaults = "piece", "as the server has it"  # a server may put several tokens into one piece
     continues = seeds = False
+    device: str
+    options: dict[str, str]  # our names and the server's
 
-    def __init__(self, url: str, key: str | None, name: str | None = None, options: Iterable[str] = ()):
-        """name: as the server calls the model, None for its first one. options: the names of sampling options that it
+    def __init__(self, url: str, key: str | None, name: str | None = None, given: Collection[str] = ()):
+        """name: as the server calls the model, None for its first one. given: the names of sampling options that it
         has to take. Raises ServerError and ParameterError."""
         self.device = str(httpx.URL(url).copy_with(userinfo=b"")).rstrip("/")  # as it is shown
         headers = {"accept-encoding": "identity"} | ({"authorization": f"Bearer {key}"} if key else {})
         # Servers close what is idle for some seconds (uvicorn: 5): no request should meet that.
         limits = httpx.Limits(keepalive_expiry=3.0)
         self._http = httpx.Client(base_url=url, headers=headers, timeout=TIMEOUT, limits=limits)
-        self.use(name, options)
+        self.switch(name, given)
 
-    def use(self, name: str | None, options: Iterable[str] = ()) -> None:
+    def switch(self, name: str | None, given: Collection[str], raw: bool = False) -> None:
         """Go on with another of the server's models. Raises ServerError and ParameterError, and nothing has changed."""
         with failing(self.device):
             response = self._http.get("/v1/models")
@@ -78,31 +79,15 @@ class RemoteModel:
         card = cards[name]
         owner, meta = card.get("owned_by"), card.get("meta")
         owner = brief(owner, 40) if isinstance(owner, str) else "no known kind"
-        for option in options:
+        for option in given:
             check_option(option, owner)
-        self.name, self.owner = name, owner
+        self.name, self.owner, self.options = name, owner, OPTIONS.get(owner, OPENAI)
         self.models = [known for known in cards if known.isprintable()]
         told = card.get("max_model_len") or (meta.get("n_ctx") if isinstance(meta, dict) else None)
         self.capacity = told if type(told) is int and told > 0 else None
-
-    def switch(self, name: str, given: dict, raw: bool) -> None:
-        self.use(name, given)
-
-    def default_params(self, **given) -> SamplingParams:
-        return SamplingParams(**given)
-
-    @property
-    def counts(self) -> bool:
-        """Whether the server says how long a prompt is."""
-        return self.owner in COUNTING and self.capacity is not None
-
-    @property
-    def options(self) -> Collection[str]:
-        """The names of the sampling options that the server takes."""
-        return known_options(self.owner)
+        self.counts = owner in COUNTING and self.capacity is not None
 
     def check(self, option: str) -> None:
-        """Raises ParameterError for a sampling option that the server might ignore."""
         check_option(option, self.owner)
 
     def thinking(self, mode: str, raw: bool) -> Thinking:
@@ -114,17 +99,8 @@ class RemoteModel:
         variables = {SWITCH: False} if mode == "off" else None
         return Thinking(True, variables=variables, advice="/think on leaves thinking to the server")
 
-    def reading(self) -> None:
-        pass
-
     def facts(self, last: Piece | None) -> list[str]:
         return [f"model {self.name} at {self.device}, a server of {self.owner}"]
-
-    def lost(self, error: Exception) -> bool:
-        return False
-
-    def use_idle_time(self) -> None:
-        pass
 
     def close(self) -> None:
         self._http.close()
@@ -171,21 +147,16 @@ class RemoteModel:
         return self._http.post(path, **encoded(body))
 
     def _body(self, asked: dict, options: dict, variables: dict | None) -> dict:
-        body, names = {"model": self.name} | asked, known_options(self.owner)
+        body = {"model": self.name} | asked
         for name, value in options.items():
             if value not in (None, (), {}):
-                body[names[name]] = value
+                body[self.options[name]] = value
         return body | ({"chat_template_kwargs": variables} if variables else {})
 
 
-def known_options(owner: str) -> dict[str, str]:
-    """Our names of the sampling options that a server takes, and its own."""
-    return OPTIONS.get(owner, OPENAI)
-
-
 def check_option(name: str, owner: str) -> None:
-    """Raises ParameterError for a sampling option that a server might ignore."""
-    if name not in known_options(owner):
+    """Raise ParameterError for a sampling option that a server might ignore."""
+    if name not in OPTIONS.get(owner, OPENAI):
         raise ParameterError(f"{name}: not known to a server of {owner}, which might ignore it; leave it out")
 
 
