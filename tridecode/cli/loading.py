@@ -44,9 +44,9 @@ def tokenizer_of(engine: Engine) -> Tokenizer:
     return engine.tokenizer
 
 
-def show_defaults(engine: Engine, given: Collection[str], output: Output) -> None:
+def show_defaults(engine: Engine, overrides: Collection[str], output: Output) -> None:
     """One line with the sampling defaults that the checkpoint brings and no option replaced."""
-    found = [f"{name} {value}" for name, value in engine.config.generation_defaults if name not in given]
+    found = [f"{name} {value}" for name, value in engine.config.generation_defaults if name not in overrides]
     if found:
         output.note(f"{', '.join(found)} from generation_config.json")
 
@@ -58,15 +58,15 @@ class Loader:
         self._args, self._output = args, output
         self.model: str | None = args.model  # the one in use
 
-    def switch(self, model, name: str, given: Collection[str], raw: bool) -> None:
+    def switch(self, model, name: str, overrides: Collection[str], raw: bool) -> None:
         """Give `model` (a chat.local.LocalModel) the engine of `name`; after an error it has the engine that it had.
 
         If both do not fit, the old one is closed first, and loaded again if the new one fails. If even that fails,
-        it has none. given: the sampling options that the chat was given.
+        the model has no engine. overrides: names of the sampling options that the checkpoint's defaults do not replace.
         """
         path = resolve_model(name)
         plan = self._plan(path)
-        if not raw:  # its PromptError, before anything is given up
+        if not raw:  # raises PromptError before the old engine is freed
             Tokenizer.load(path).encode_chat([{"role": "user", "content": "Hello"}])
         if self._fits_beside(model.engine, plan):
             model.use(self._load(name, path))
@@ -82,7 +82,7 @@ class Loader:
                 model.use(self._load(self.model, resolve_model(self.model)))
                 raise failure
         self.model = name
-        show_defaults(model.engine, given, self._output)
+        show_defaults(model.engine, overrides, self._output)
 
     def _plan(self, path: Path) -> EnginePlan:
         spec = load_config(path)

@@ -134,12 +134,12 @@ def one_interrupt(enabled: bool):
 
 @contextmanager
 def suspendable(put_away: Callable[[], None], take_out: Callable[[], None]):
-    """Within, Ctrl-Z calls `put_away`, stops the program, and calls `take_out` once it goes on; the cursor is shown.
+    """Within, Ctrl-Z calls `put_away`, shows the cursor, stops the program, and calls `take_out` when it continues.
 
-    Where one is within another, the inner one puts away first and takes out last.
+    If contexts are nested, the inner `put_away` is called first and the inner `take_out` last.
     """
     outer = signal.getsignal(signal.SIGTSTP)
-    if outer in (signal.SIG_IGN, None):  # there is nobody who could let it go on
+    if outer in (signal.SIG_IGN, None):  # ignored: no shell would continue the program
         yield
         return
 

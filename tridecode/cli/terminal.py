@@ -81,7 +81,7 @@ class Output:
         self.tty, self._unwrapped = sys.stdout.isatty(), not sys.stderr.isatty()
         self.quiet = False  # no notes and no bar
         self.redraws = True  # whether what stands in a terminal may change, as a bar does
-        self.keys = Keys()  # what is typed while no prompt reads it
+        self.keys = Keys()
 
     def text(self, text: str) -> None:
         """Answer text, at once and as it is; on a terminal without its control characters."""
@@ -171,32 +171,34 @@ def logged(note: Callable[[str], None]):
 
 
 class Keys:
-    """What is typed while no prompt reads it: it is not echoed, where it would stand amid the output, not even Ctrl-C's
-    ^C, and the next prompt gets all of it."""
+    """The terminal's input while no prompt reads it.
+
+    Keys are not echoed, because they would appear amid the output. The next prompt receives all of them.
+    """
 
     def __init__(self, enabled: bool = False, paste: bool = False):
-        """paste: ask the terminal to mark pastes, so that one of several lines stays one text."""
+        """paste: ask the terminal to mark pastes, so that several pasted lines arrive as one text."""
         self._enabled, self._paste = enabled, paste
         self._before: list | None = None  # the terminal's attributes, while they are changed
 
     def hold(self) -> None:
-        """Begin, or begin again after a prompt."""
+        """Switch the echo off. Call it again after each prompt."""
         if not self._enabled or in_background():  # the terminal is the shell's: the change would stop this program
             return
         import termios
 
-        with suppress(termios.error, OSError, ValueError):  # stdin is no terminal, or one that is gone
+        with suppress(termios.error, OSError, ValueError):  # stdin is not a terminal, or it was closed
             attributes = termios.tcgetattr(sys.stdin.fileno())
             self._before = self._before or [*attributes]
-            # The kernel's own lines have 4,096 bytes and lose what comes after: the end of a long paste.
+            # In canonical mode the kernel drops the rest of a line after 4,096 bytes: the end of a long paste.
             attributes[3] &= ~(termios.ECHO | termios.ICANON)
             termios.tcsetattr(sys.stdin.fileno(), termios.TCSANOW, attributes)
             if self._paste:
-                # With mode 7, which is on anyway: 2004 alone says that the prompt is there.
+                # Mode 7 is on anyway; with it the sequence differs from the prompt's, which tests wait for.
                 os.write(sys.stdout.fileno(), b"\x1b[?7;2004h")
 
     def release(self) -> None:
-        """Leave the terminal as it was."""
+        """Restore the terminal's attributes."""
         if self._before is None or in_background():
             return
         import termios
@@ -210,8 +212,10 @@ class Keys:
 
 @contextmanager
 def unechoed(enabled: bool, pause: Callable[[], None], resume: Callable[[], None], paste: bool = False):
-    """Within, the terminal's keys are held; yields the Keys. Ctrl-Z calls `pause` and releases them until the program
-    goes on, then holds them again and calls `resume`."""
+    """Hold the terminal's keys within the context, and yield the Keys.
+
+    Ctrl-Z calls `pause` and releases the keys. When the program continues, they are held again and `resume` is called.
+    """
     keys = Keys(enabled, paste)
     with suspendable(both(pause, keys.release), both(keys.hold, resume)):
         try:

@@ -45,7 +45,7 @@ def chat(args, output: Output) -> int:
         system=args.system,
         plain=args.plain,
         think=args.think,
-        given=sampling_overrides(args),
+        overrides=sampling_overrides(args),
     )
     if store:
         store.model = model.name
@@ -107,10 +107,10 @@ def connect(args, output: Output) -> tuple[Model, SamplingParams]:
         if error.name != "httpx":
             raise
         raise TridecodeError("chat --url needs the package httpx; install it: pip install 'tridecode[serve]'") from None
-    given = sampling_overrides(args)
-    params = SamplingParams(**given)  # a wrong value fails here
+    overrides = sampling_overrides(args)
+    params = SamplingParams(**overrides)  # a wrong value fails here
     name = None if "model" in args.origins else args.model
-    model = RemoteModel(args.url, api_key(args.api_key_file, output), name, given)
+    model = RemoteModel(args.url, api_key(args.api_key_file, output), name, overrides)
     if not model.counts:
         if args.overflow not in (None, "error") and "overflow" not in args.origins:
             args.refuse(f"--overflow {args.overflow} {COUNTING}")

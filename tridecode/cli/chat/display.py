@@ -39,10 +39,10 @@ class PlainText:
 
 class Display:
     """Shows one answer in `sink`, and the think block that it may begin with apart from it: dimmed, or with `hide` only
-    its length. `push` takes the pairs of kind and text that `splitter` has decided."""
+    its length. `push` takes pairs of kind and text from `splitter`."""
 
     def __init__(self, output: Output, sink, splitter: ThinkSplitter, hide: bool, unit: str = "token"):
-        """unit: what the splitter was fed with each time."""
+        """unit: the name of what one call of splitter.feed receives."""
         self._output, self._sink, self._splitter, self._hide, self._unit = output, sink, splitter, hide, unit
         self._dim = Wrapped(output.console, output.dim)
         self._open = self._ended = False  # the think block
@@ -87,13 +87,13 @@ def open_fence(text: str) -> str:
 
 
 def as_plain(output: Output, plain: bool) -> bool:
-    """Return whether answers are plain text, because that was asked for or there is no terminal for Markdown."""
+    """Return whether answers are plain text: `plain` is set, or stdout is not a terminal that can show Markdown."""
     return plain or not output.tty or output.console.is_dumb_terminal
 
 
 def open_sink(output: Output, plain: bool):
-    """What shows the text of one answer: push(text), then finish() or abort(), which may both be called twice. pause()
-    leaves the terminal to another program until resume()."""
+    """Return the sink that shows the text of one answer. Its methods: push(text), then finish() or abort(), which may
+    both be called twice; pause() leaves the terminal to another program until resume()."""
     if as_plain(output, plain):
         return PlainText(output)
     from .markdown import MarkdownStream

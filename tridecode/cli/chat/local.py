@@ -28,7 +28,7 @@ class LocalModel(Model):
         self.use(engine)
 
     def use(self, engine: Engine) -> None:
-        """Go on with another engine."""
+        """Replace the engine."""
         self.engine, self.loaded = engine, True
         self.name, self.device, self.capacity = engine.name, engine.device, engine.capacity
         self.largest = engine.config.max_position
@@ -36,12 +36,12 @@ class LocalModel(Model):
             self.use_idle_time()
 
     def let_go(self) -> None:
-        """Give the engine up, to make room for another."""
+        """Free the engine, to make room for another."""
         del self.engine
         self.loaded = False
 
-    def default_params(self, **given) -> SamplingParams:
-        return self.engine.default_params(**given)
+    def default_params(self, **overrides) -> SamplingParams:
+        return self.engine.default_params(**overrides)
 
     def thinking(self, mode: str, raw: bool) -> Thinking:
         if raw:
@@ -54,21 +54,21 @@ class LocalModel(Model):
         return Thinking(possible, opens_thinking(tokenizer, variables), variables, refusal)
 
     def stream(
-        self, prompt: Prompt, params: SamplingParams, given: Collection[str], thinking: Thinking, begun: str = ""
+        self, prompt: Prompt, params: SamplingParams, overrides: Collection[str], thinking: Thinking, prefix: str = ""
     ) -> Iterator[Piece]:
         if isinstance(prompt, str):
-            return self.engine.stream(prompt + begun, params)
-        if begun:  # the template has its variables here
+            return self.engine.stream(prompt + prefix, params)
+        if prefix:
             return self.engine.stream(
-                self.engine.encode(prompt, thinking.variables) + self._ids(begun, thinking), params
+                self.engine.encode(prompt, thinking.variables) + self._ids(prefix, thinking), params
             )
         return self.engine.stream(prompt, params, template_variables=thinking.variables)
 
-    def count(self, prompt: Prompt, thinking: Thinking, begun: str = "") -> int:
+    def count(self, prompt: Prompt, thinking: Thinking, prefix: str = "") -> int:
         tokenizer, context = tokenizer_of(self.engine), self.capacity
         if isinstance(prompt, str):
-            return len(tokenizer.encode(prompt + begun, context=context))
-        more = len(self._ids(begun, thinking)) if begun else 0
+            return len(tokenizer.encode(prompt + prefix, context=context))
+        more = len(self._ids(prefix, thinking)) if prefix else 0
         return len(tokenizer.encode_chat(prompt, context, **thinking.variables or {})) + more
 
     def reading(self) -> tuple[int, int, int] | None:
@@ -77,9 +77,9 @@ class LocalModel(Model):
     def facts(self, last: Piece | None) -> list[str]:
         return stats.engine_lines(self.engine, last)
 
-    def switch(self, name: str, given: Collection[str], raw: bool) -> None:
+    def switch(self, name: str, overrides: Collection[str], raw: bool) -> None:
         assert self._loader is not None
-        self._loader.switch(self, name, given, raw)
+        self._loader.switch(self, name, overrides, raw)
 
     def lost(self, error: Exception) -> bool:
         return isinstance(error, RuntimeError) and not responds(self.device)
@@ -93,7 +93,7 @@ class LocalModel(Model):
             self._idle.end()
 
     def _ids(self, answer: str, thinking: Thinking) -> list[int]:
-        """The tokens of an answer; only its think block has control tokens."""
+        """Return the tokens of an answer; only its think block has control tokens."""
         tokenizer, (thought, tag, rest) = tokenizer_of(self.engine), answer.partition(CLOSE)
         parts = [(thought + tag, True), (rest, False)] if tag and thinking.possible else [(answer, False)]
         around = tokenizer.bos_id, tokenizer.eos_id
@@ -111,7 +111,7 @@ def opens_thinking(tokenizer, variables: dict | None = None) -> bool:
 
 
 def responds(device: torch.device) -> bool:
-    """Return whether the device still takes calls: after a device-side assert or a bad address every call fails."""
+    """Return whether calls of the device succeed: after a device-side assert or a bad address every call fails."""
     if device.type == "cuda":
         try:
             torch.cuda.synchronize(device)

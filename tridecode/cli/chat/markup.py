@@ -1,8 +1,8 @@
 """The Markdown of answers: CommonMark with tables, ~~ and TeX, parsed by markdown-it.
 
-What differs from CommonMark: `_` marks no emphasis, so that `__init__.py` stays as written. A line ends where the model
-ended it. HTML, images and autolinks are text, for which a terminal has nothing better. A link is followed by its
-address. There are no link references, because a definition that comes later would change what is already shown.
+Differences from CommonMark: `_` never marks emphasis, so that `__init__.py` stays as written. Line ends are kept. HTML,
+images and autolinks are shown as text. The address of a link follows its text. Link references are not supported,
+because a later definition would change text that is already on the screen.
 """
 
 import re
@@ -21,18 +21,18 @@ from mdit_py_plugins.texmath.index import RuleDictType, make_block_func, make_in
 
 from ..terminal import visible
 
-ENDS = {"$": "$", "$$": "$$", "\\(": "\\)", "\\[": "\\]"}  # of TeX
+ENDS = {"$": "$", "$$": "$$", "\\(": "\\)", "\\[": "\\]"}  # the end of TeX, by its beginning
 TEX = re.compile(r"^[ \t>*+\d.)-]*(?:(\$\$|\\\[)|\\begin\{([^{}\n]*)\})", re.MULTILINE)  # a line that begins TeX
 BlockRule = Callable[[StateBlock, int, int, bool], bool]
 
 
 def asterisks(state: StateInline, silent: bool) -> bool:
-    """The rule of emphasis, but not for underscores."""
+    """Parse emphasis, but not with underscores."""
     return state.src[state.pos] != "_" and emphasis.tokenize(state, silent)
 
 
 def tex_block(rule: BlockRule) -> BlockRule:
-    """A plugin's rule, for TeX without blank lines. It can also interrupt a paragraph, which needs `silent`."""
+    """Return a plugin's rule, restricted to TeX without blank lines, that can also interrupt a paragraph."""
 
     def block(state: StateBlock, start: int, end: int, silent: bool) -> bool:
         line, tokens = state.line, len(state.tokens)
@@ -50,7 +50,7 @@ def tex_block(rule: BlockRule) -> BlockRule:
 
 
 def whole_table(state: StateBlock, start: int, end: int, silent: bool) -> bool:
-    """The rule of tables, but cells beyond those of the heading stay, in the last column."""
+    """Parse a table. Cells beyond those of the heading are kept in the last column."""
     first = len(state.tokens)
     if not table(state, start, end, silent):
         return False
@@ -67,7 +67,7 @@ def whole_table(state: StateBlock, start: int, end: int, silent: bool) -> bool:
 
 
 def as_text(state: StateCore) -> None:
-    """Turn TeX into the text as written, and the ends of lines into breaks; entities bring no control characters."""
+    """Replace TeX by its source, line ends by breaks, and control characters that entities produce by pictures."""
     for token in (child for parent in state.tokens for child in parent.children or ()):
         if token.type.startswith("math_inline"):
             token.type, token.content = "text", token.markup + token.content + ENDS[token.markup]
@@ -98,7 +98,7 @@ def make_parser() -> MarkdownIt:
 
 
 def bracketed(mark: str, after: str = "") -> RuleDictType:
-    """The rule of texmath for TeX from `mark` to its end."""
+    """Return texmath's rule for TeX from `mark` to its end."""
     pattern = re.compile(f"{re.escape(mark)}(.+?){re.escape(ENDS[mark])}{after}", re.DOTALL | re.MULTILINE)
     return {"name": "math_inline", "rex": pattern, "tmpl": "", "tag": mark}
 
@@ -122,9 +122,9 @@ def code_blocks(text: str) -> list[str]:
 def split(text: str, final: bool = False) -> tuple[list[str], str, bool]:
     """The finished blocks of `text`, its unfinished rest, and whether that is inside a code fence.
 
-    Whether a block is finished depends on the line after it. While that line is only begun, an "x" in its place asks
-    which blocks would go on. Unless it starts with a letter, as no list marker does, lists and indented code can go on
-    after such a line too.
+    The line after a block decides whether the block is finished. While that line is incomplete, it is replaced by "x"
+    to find the blocks that would continue. If it does not start with a letter, it may become a list marker, or indented
+    code, which continues more blocks.
     """
     if not text.strip():
         return [], "" if final else text, False
@@ -172,7 +172,7 @@ def _goes_on(kind: str, last_line: str) -> bool:
 
 
 def _settled(lines: list[str], tops: list[Token]) -> int:
-    """Return the number of lines before TeX that has no end yet: what is in them depends on whether it ends."""
+    """Return the number of lines before TeX whose end is missing: the blocks around it depend on that end."""
     first = next((i + 1 for i in range(len(lines) - 2, -1, -1) if not lines[i].strip()), 0)
     text = "\n".join(lines[first:])
     for begun in TEX.finditer(text):

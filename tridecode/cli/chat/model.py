@@ -1,4 +1,4 @@
-"""What a chat needs of its model, whichever process runs it."""
+"""The interface between a chat and its model."""
 
 from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
@@ -11,13 +11,13 @@ Prompt = str | list[dict]
 
 
 class Thinking(NamedTuple):
-    """How a model handles thinking in the mode on, off or hide."""
+    """The way in which a model handles thinking in the mode on, off or hide."""
 
     possible: bool = False
     opened: bool = False  # the template begins the think block, so that answers start inside it
-    variables: dict[str, bool] | None = None  # of the chat template
-    refusal: str = ""  # why it cannot be switched off
-    advice: str = ""  # for errors that name the variable
+    variables: dict[str, bool] | None = None  # variables of the chat template
+    refusal: str = ""  # the reason why thinking cannot be switched off
+    advice: str = ""  # advice to add to errors that name the variable
 
 
 class Model:
@@ -27,31 +27,31 @@ class Model:
     device: object
     capacity: int | None = None  # tokens of the context, None if they are unknown
     largest = 0  # the largest context that the model supports, 0 if it is unknown
-    unit = "token"  # what a stream consists of
-    options: Collection[str] = NAMES  # the sampling options that it takes
-    defaults: str | None = None  # what is shown as the value of those that are not set, None: the value itself
-    models: Sequence[str] | None = None  # the names that `switch` takes, None: what is on this machine
-    counts = True  # whether `count` works
-    continues = True  # whether `stream` takes an answer that is begun
-    seeds = True  # whether an answer gets a seed if none is set, so that it can be had again
-    loaded = True  # `switch` may have lost the model
+    unit = "token"  # the unit of a stream
+    options: Collection[str] = NAMES  # supported sampling options
+    defaults: str | None = None  # shown in place of the value of an option that is not set; None: the value is shown
+    models: Sequence[str] | None = None  # names that `switch` accepts, None: the models of this machine
+    counts = True  # `count` is supported
+    continues = True  # `stream` supports a prefix
+    seeds = True  # an answer without a seed gets a random one, which is shown
+    loaded = True  # False if `switch` failed and could not load the old model again
 
-    def default_params(self, **given) -> SamplingParams:
-        return SamplingParams(**given)
+    def default_params(self, **overrides) -> SamplingParams:
+        return SamplingParams(**overrides)
 
     def check(self, option: str) -> None:
-        """Raise ParameterError if the model does not take a sampling option."""
+        """Raise ParameterError if the model does not support a sampling option."""
 
     def thinking(self, mode: str, raw: bool) -> Thinking:
         raise NotImplementedError
 
     def stream(
-        self, prompt: Prompt, params: SamplingParams, given: Collection[str], thinking: Thinking, begun: str = ""
+        self, prompt: Prompt, params: SamplingParams, overrides: Collection[str], thinking: Thinking, prefix: str = ""
     ) -> Iterator[Piece]:
-        """Return the pieces of an answer as they come, or of its rest after `begun`. given: options that were set."""
+        """Yield the pieces of an answer, or of its rest after `prefix`. overrides: names of the set options."""
         raise NotImplementedError
 
-    def count(self, prompt: Prompt, thinking: Thinking, begun: str = "") -> int:
+    def count(self, prompt: Prompt, thinking: Thinking, prefix: str = "") -> int:
         """Return the tokens of a prompt. Raises TooLong, without counting, if it far exceeds the context."""
         raise NotImplementedError
 
@@ -60,19 +60,19 @@ class Model:
         return None
 
     def facts(self, last: Piece | None) -> list[str]:
-        """Return lines of /stats. last: the last piece of the latest answer."""
+        """Return lines of /stats. last: the last output chunk of the latest answer."""
         raise NotImplementedError
 
-    def switch(self, name: str, given: Collection[str], raw: bool) -> None:
-        """Go on with another model, which takes the options `given`. After an error it is the one before, or none."""
+    def switch(self, name: str, overrides: Collection[str], raw: bool) -> None:
+        """Load another model, which must support the options `overrides`. After an error the old one is loaded."""
         raise NotImplementedError
 
     def lost(self, error: Exception) -> bool:
-        """Return whether `error` says that the device takes no calls any more."""
+        """Return whether `error` means that the device is unusable."""
         return False
 
     def use_idle_time(self) -> None:
-        """Start the work that can be done while no answer is generated."""
+        """Start background work for the time between answers."""
 
     def close(self) -> None:
-        """End that work."""
+        """End the background work."""

@@ -42,7 +42,7 @@ class ServerError(TridecodeError):
 class RemoteModel(Model):
     """A model of one server; `device` is the server's address. Nothing is kept there between two answers.
 
-    Options that were not given are the server's own.
+    Options that are not set have the values of the server.
     """
 
     unit, defaults = "piece", "as the server has it"  # a server may put several tokens into one piece
@@ -50,17 +50,17 @@ class RemoteModel(Model):
     device: str
     options: dict[str, str]  # our names and the server's
 
-    def __init__(self, url: str, key: str | None, name: str | None = None, given: Collection[str] = ()):
-        """name: as the server calls the model, None for its first one. given: the names of sampling options that it
+    def __init__(self, url: str, key: str | None, name: str | None = None, overrides: Collection[str] = ()):
+        """name: as the server calls the model, None for its first one. overrides: the names of sampling options that it
         has to take. Raises ServerError and ParameterError."""
         self.device = str(httpx.URL(url).copy_with(userinfo=b"")).rstrip("/")  # as it is shown
         headers = {"accept-encoding": "identity"} | ({"authorization": f"Bearer {key}"} if key else {})
         # Servers close what is idle for some seconds (uvicorn: 5): no request should meet that.
         limits = httpx.Limits(keepalive_expiry=3.0)
         self._http = httpx.Client(base_url=url, headers=headers, timeout=TIMEOUT, limits=limits)
-        self.switch(name, given)
+        self.switch(name, overrides)
 
-    def switch(self, name: str | None, given: Collection[str], raw: bool = False) -> None:
+    def switch(self, name: str | None, overrides: Collection[str], raw: bool = False) -> None:
         """Go on with another of the server's models. Raises ServerError and ParameterError, and nothing has changed."""
         with failing(self.device):
             response = self._http.get("/v1/models")
@@ -79,7 +79,7 @@ class RemoteModel(Model):
         card = cards[name]
         owner, meta = card.get("owned_by"), card.get("meta")
         owner = brief(owner, 40) if isinstance(owner, str) else "no known kind"
-        for option in given:
+        for option in overrides:
             check_option(option, owner)
         self.name, self.owner, self.options = name, owner, OPTIONS.get(owner, OPENAI)
         self.models = [known for known in cards if known.isprintable()]
@@ -91,10 +91,11 @@ class RemoteModel(Model):
         check_option(option, self.owner)
 
     def thinking(self, mode: str, raw: bool) -> Thinking:
-        """`on` leaves it to the server. Nobody can tell whether a model thinks; what it thinks comes between tags."""
+        """Return how the server handles thinking. `on` leaves it to the server, which does not report whether its model
+        thinks."""
         if raw:
             return Thinking(refusal="with --raw there is no chat template")
-        if self.owner not in OPTIONS:  # which hand variables to the template
+        if self.owner not in OPTIONS:  # these servers pass variables to the template
             return Thinking(True, refusal=f"no chat template can be told through a server of {self.owner}")
         variables = {SWITCH: False} if mode == "off" else None
         return Thinking(True, variables=variables, advice="/think on leaves thinking to the server")
@@ -105,7 +106,7 @@ class RemoteModel(Model):
     def close(self) -> None:
         self._http.close()
 
-    def count(self, prompt: Prompt, thinking: Thinking, begun: str = "") -> int:
+    def count(self, prompt: Prompt, thinking: Thinking, prefix: str = "") -> int:
         """Tokens of a prompt. Raises ServerError, and TooLong where the server does not count so many."""
         with failing(self.device):
             response = self._post("/tokenize", self._body(prompt_field(prompt), {}, thinking.variables))
@@ -118,14 +119,17 @@ class RemoteModel(Model):
                 raise ServerError(f"{self.device}/tokenize counts no tokens") from None
 
     def stream(
-        self, prompt: Prompt, params: SamplingParams, given: Collection[str], thinking: Thinking, begun: str = ""
+        self, prompt: Prompt, params: SamplingParams, overrides: Collection[str], thinking: Thinking, prefix: str = ""
     ) -> Iterator[Piece]:
-        """A Piece for each event with text, without token ids, then a last one; see Engine.stream. given: the names of
-        the options that are sent; the server's own defaults count for the others. Thinking that comes apart from the
-        answer is put between tags, as models write it. Closing the iterator closes the stream, which cancels the
-        request. Raises ServerError, and TooLong.
+        """Yield a Piece without token ids for each event with text, then a last one; see Engine.stream.
+
+        Thinking that the server sends apart from the answer is put between tags, as models write it. Closing the
+        iterator closes the stream, which cancels the request. Raises ServerError, and TooLong.
+
+        Args:
+            overrides: Names of the options that are sent; for the others the server uses its defaults.
         """
-        options = {name: getattr(params, name) for name in given}
+        options = {name: getattr(params, name) for name in overrides}
         path = "/v1/completions" if isinstance(prompt, str) else "/v1/chat/completions"
         body = prompt_field(prompt) | {"stream": True, "stream_options": {"include_usage": True}}
         with failing(self.device):
@@ -201,7 +205,7 @@ class Answer:
         return made + (self._closed() + text if text else "")
 
     def _closed(self) -> str:
-        """The end of the thinking, where it has begun."""
+        """Return the end of the thinking if it has begun."""
         was, self._thinking = self._thinking, False
         return f"\n{CLOSE}\n\n" if was else ""
 

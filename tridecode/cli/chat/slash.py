@@ -143,7 +143,7 @@ def _edit(chat, rest):
 
 def _continue(chat, rest):
     if _last(chat):
-        return chat.go_on()
+        return chat.continue_answer()
 
 
 def _undo(chat, rest) -> None:

@@ -44,12 +44,12 @@ class Chat:
         system: str | None = None,
         plain: bool = False,
         think: str = "on",
-        given: dict | None = None,
+        overrides: dict | None = None,
     ):
-        """think: on, off or hide. given: sampling options that were asked for."""
+        """think: on, off or hide. overrides: sampling options that are set."""
         self.model, self.params, self.output = model, params, output
         self.conversation, self.system = conversation, system
-        self.given = dict(given or {})
+        self.overrides = dict(overrides or {})
         self.interactive, self.store, self.overflow, self.stats = interactive, store, overflow, stats
         self.begun_with = {name: getattr(self, name) for name in CHOICES}
         self.plain = plain or conversation.raw  # a text that is continued is no Markdown
@@ -67,7 +67,7 @@ class Chat:
         self.set_think(think)
 
     def set_think(self, mode: str) -> None:
-        """Set how thinking is handled: on, off or hide. If it cannot be off, a line says why, and nothing changes."""
+        """Set the mode of thinking: on, off or hide. If off is not supported, print the reason and keep the mode."""
         found = self.model.thinking(mode, self.conversation.raw)
         if mode == "off" and found.refusal:
             self.output.note(f"thinking cannot be switched off: {found.refusal}; /think hide shows only its length")
@@ -76,10 +76,10 @@ class Chat:
         self.think, self.thinking, self.used = mode, found, None
 
     def switch(self, name: str) -> None:
-        """Go on with another model, in the same conversation; Ctrl-C keeps the present one."""
+        """Load another model and keep the conversation. Ctrl-C keeps the present model."""
         with one_interrupt(self.interactive):  # while that is loaded again, too
             try:
-                self.model.switch(name, self.given, self.conversation.raw)
+                self.model.switch(name, self.overrides, self.conversation.raw)
             except KeyboardInterrupt:
                 if not (self.interactive and self.model.loaded):
                     raise
@@ -90,8 +90,8 @@ class Chat:
                     self.adopt()
 
     def adopt(self) -> None:
-        """Take what depends on the model from it."""
-        self.params, self.last = self.model.default_params(**self.given), None
+        """Update the settings that depend on the model."""
+        self.params, self.last = self.model.default_params(**self.overrides), None
         self.set_think(self.think)
         if self.store:
             self.store.model = self.model.name
@@ -112,7 +112,7 @@ class Chat:
 
     def setting(self, name: str) -> str:
         """The value of a sampling option, as /set takes it."""
-        if self.model.defaults is not None and name not in self.given:
+        if self.model.defaults is not None and name not in self.overrides:
             return self.model.defaults
         return as_typed(name, getattr(self.params, name))
 
@@ -123,10 +123,10 @@ class Chat:
             raise ParameterError(f"/set {name} needs a value; it is {self.setting(name)}")
         params = changed(self.params, self.model.default_params(), name, text)
         if text == "default":
-            self.given.pop(name, None)
+            self.overrides.pop(name, None)
         else:
             self.model.check(name)
-            self.given[name] = getattr(params, name)
+            self.overrides[name] = getattr(params, name)
         self.params = params
         return name
 
@@ -164,20 +164,20 @@ class Chat:
         except Exception as error:
             log.debug("%s failed", word, exc_info=True)
             self.output.error(explain(error))
-            return self.goes_on(error)
+            return self.survives(error)
 
-    def ask(self, message: str, replaces: bool = False, tries: int = 0, begun: str = "") -> bool:
+    def ask(self, message: str, replaces: bool = False, tries: int = 0, prefix: str = "") -> bool:
         """One turn; an error is one line and leaves the conversation as it was. False ends the chat.
 
-        tries: how often this message was asked before, which changes the seed. begun: the answer that is continued.
+        tries: how often this message was asked before, which changes the seed. prefix: the answer that is continued.
         """
         before, self.tries = self.tries, tries
         try:
             base = self.conversation.without_last() if replaces and self.conversation.turns else self.conversation
-            Turn(self, message, base, begun).run()
+            Turn(self, message, base, prefix).run()
         except Overflow as error:
             self.tries = before
-            self.fail(str(error), begun)
+            self.fail(str(error), prefix)
             if self.overflow == "stop":
                 self.exit_code = 1
                 return False
@@ -186,20 +186,20 @@ class Chat:
         except Exception as error:
             log.debug("a turn failed", exc_info=True)
             self.tries = before
-            self.fail(explain(error), begun)
-            return self.goes_on(error)
+            self.fail(explain(error), prefix)
+            return self.survives(error)
         return True
 
-    def go_on(self) -> bool:
+    def continue_answer(self) -> bool:
         """Continue the last answer where it ended."""
         if not self.model.continues:
             self.output.note("through a server an answer cannot be continued; ask the model to go on")
             return True
         message, answer = self.conversation.turns[-1]
-        return self.ask(message, replaces=True, begun=answer)
+        return self.ask(message, replaces=True, prefix=answer)
 
-    def goes_on(self, error: Exception) -> bool:
-        """Return whether the chat can go on after `error`; if not, report it."""
+    def survives(self, error: Exception) -> bool:
+        """Return whether the chat can continue after `error`; if it cannot, print the reason."""
         if not self.model.loaded:
             what, code = "there is no model any more", 1
         elif self.model.lost(error):
@@ -210,28 +210,28 @@ class Chat:
         self.exit_code = code
         return False
 
-    def fail(self, what: str, begun: str = "") -> None:
+    def fail(self, what: str, prefix: str = "") -> None:
         """One line; a pipe, where nobody may have read it, says so again with its exit code."""
         if SWITCH in what and self.thinking.advice:
             what = joined(what, self.thinking.advice)
-        self.output.error(joined(what, "the answer stays as it was" if begun else "the turn is not kept"))
+        self.output.error(joined(what, "the answer stays as it was" if prefix else "the turn is not kept"))
         if not self.interactive:
             self.exit_code = 1
 
-    def make_room(self, base: Conversation, line: str, begun: str = "") -> Conversation:
+    def make_room(self, base: Conversation, line: str, prefix: str = "") -> Conversation:
         """Return the conversation in which `line` fits. Raises Overflow."""
         capacity = self.model.capacity
         if capacity is None or not self.model.counts:
             return base
         # Counting costs time before the first token. No token is less than a byte; 256 is for what a template adds.
-        if not begun and self.used is not None and self.used + 4 * len(line) + 256 <= capacity - capacity // 8:
+        if not prefix and self.used is not None and self.used + 4 * len(line) + 256 <= capacity - capacity // 8:
             return base
 
         def count(prompt: Prompt) -> int:
-            return self.model.count(prompt, self.thinking, begun)
+            return self.model.count(prompt, self.thinking, prefix)
 
         most = self.params.max_tokens
-        base, note = fit(base, line, count, capacity, self.overflow, most, self.model.largest, bool(begun))
+        base, note = fit(base, line, count, capacity, self.overflow, most, self.model.largest, bool(prefix))
         if note:
             self.output.note(note)
         return base

@@ -20,16 +20,16 @@ COLUMNS = 80  # of the line after an answer, at most
 
 
 class Turn:
-    """The answer to `line` in the conversation `base`, or its rest after `begun`. `chat` is a talk.Chat.
+    """The answer to `line` in the conversation `base`, or its rest after `prefix`. `chat` is a talk.Chat.
 
     `run` streams it and keeps the turn, unless it failed or was stopped before its first character.
     """
 
-    def __init__(self, chat, line: str, base: Conversation, begun: str = ""):
-        self.chat, self.line, self.base, self.begun = chat, line, base, begun
+    def __init__(self, chat, line: str, base: Conversation, prefix: str = ""):
+        self.chat, self.line, self.base, self.prefix = chat, line, base, prefix
         self.params: SamplingParams  # set by run
         # The thinking of an answer that is continued is over.
-        self.splitter = ThinkSplitter(chat.thinking.opened and not begun)
+        self.splitter = ThinkSplitter(chat.thinking.opened and not prefix)
         self.said: list[str] = []
         self.tokens = 0
         self.last: Piece | None = None  # the last piece, once it is there
@@ -38,8 +38,8 @@ class Turn:
     def run(self) -> None:
         chat, output = self.chat, self.chat.output
         sink = open_sink(output, chat.plain)
-        if self.begun and not as_plain(output, chat.plain):
-            sink.push(open_fence(self.begun))
+        if self.prefix and not as_plain(output, chat.plain):
+            sink.push(open_fence(self.prefix))
         shown = Display(output, sink, self.splitter, chat.think == "hide", chat.model.unit)
         waiting = Waiting(output, chat.model.reading, redraws=not chat.plain, shows=chat.interactive)
         pause, resume = both(waiting.pause, shown.pause), both(shown.resume, waiting.resume)
@@ -62,10 +62,10 @@ class Turn:
 
     def _stream(self, shown: Display, waiting: Waiting) -> None:
         chat = self.chat
-        self.base = chat.make_room(self.base, self.line, self.begun)
+        self.base = chat.make_room(self.base, self.line, self.prefix)
         prompt = self.base.prompt(self.line)
         with waiting:
-            for piece in chat.model.stream(prompt, self.params, chat.given, chat.thinking, self.begun):
+            for piece in chat.model.stream(prompt, self.params, chat.overrides, chat.thinking, self.prefix):
                 waiting.end()
                 self.last = piece
                 self.said.append(piece.text)
@@ -81,7 +81,7 @@ class Turn:
     def _keep(self, shown: Display) -> None:
         """What became of it: in the conversation, on the disk, and in a line."""
         chat, last = self.chat, self.last
-        answer, added = self.begun + "".join(self.said), bool("".join(self.said))
+        answer, added = self.prefix + "".join(self.said), bool("".join(self.said))
         if self.splitter.thinking and (last is None or last.finish_reason == "length"):
             answer += f"\n{CLOSE}\n\n"  # templates take the thinking out of earlier turns only if it has an end
         failed = last is not None and last.finish_reason == "error"
@@ -100,9 +100,9 @@ class Turn:
             rest = "kept in the conversation" if answer else "the turn is not kept"
             chat.output.note(f"stopped after {counted(self.tokens, chat.model.unit)} and {seconds:.1f} s; {rest}")
         elif failed:
-            chat.fail(explain(GenerationError(last.error)), self.begun)
+            chat.fail(explain(GenerationError(last.error)), self.prefix)
         else:
-            if self.begun and not added:
+            if self.prefix and not added:
                 chat.output.note("the model has nothing to add")
             chat.last, chat.seed = last, self.params.seed if self.params.temperature else None
             if cut := chat.cut(last):
