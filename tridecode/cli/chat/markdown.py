@@ -11,7 +11,7 @@ from rich.segment import ControlType, Segment, Segments
 
 from ..terminal import visible
 from .blocks import rows_of
-from .markup import decided, nameless_head, split
+from .markup import nameless_head, split
 
 FRAME = 1 / 30  # seconds between frames, at least
 SHARE = 1 / 32  # of a core that may go into frames: a long unfinished block is redrawn less often, not at any cost
@@ -46,8 +46,7 @@ class Painter:
             if self._until and not final:
                 return
             self._rest = "" if self._until else self._rest  # at the end nothing comes to go on with
-        rest, unsettled = self._rest + text, final or not self._settled(text)
-        blocks, rest, fence = split(rest, final) if unsettled else ([], rest, self._fence)
+        blocks, rest, fence = split(self._rest + text, final)
         rows: list[Row] = []
         gap = self._gap
         for block in blocks:
@@ -146,13 +145,6 @@ class Painter:
 
     def _write(self, segments: list[Segment]) -> None:
         self.console.print(Segments(segments), end="", crop=False)
-
-    def _settled(self, text: str) -> bool:
-        """Whether `text` surely finishes no block: a long one must not be split again for every frame."""
-        line = self._rest[self._rest.rfind("\n") + 1 :]
-        if self._fence and self._rest.count("\n"):
-            return self._rest.lstrip()[0] * 3 not in line + text
-        return "\n" not in text and decided(line) == decided(line + text)
 
     def _opener(self) -> str:
         """The line that begins the unfinished code block, without what is shown of it."""
