@@ -8,7 +8,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from chats import READY, ROOT, leaves
+from chats import READY, ROOT, enter, leave, leaves
 from prompt_toolkit.input import create_pipe_input
 from prompt_toolkit.output import DummyOutput
 
@@ -44,8 +44,7 @@ def test_only_an_empty_line_and_two_interrupts_in_a_row_leave(terminal, state):
     child.expect_exact(READY)
     press(child, UP, "three")
     press(child, UP + UP, "drafts")
-    press(child, "\r", "context ")
-    child.expect_exact(READY)
+    enter(child, "\r", "context ")
     child.sendintr()
     child.expect_exact("leaves")
     child.expect_exact(READY)
@@ -71,8 +70,7 @@ def test_enter_takes_what_a_search_found(terminal, state):
     child.send("/set seed 4\x1b\n\x7f5\r")  # a new line as it comes from a line that nobody edits, and back
     child.expect_exact("seed is 45")
     child.expect_exact(READY)
-    child.sendeof()
-    leaves(child)
+    leave(child)
 
 
 def test_a_message_taller_than_the_window_is_printed_whole(terminal):
@@ -81,14 +79,11 @@ def test_a_message_taller_than_the_window_is_printed_whole(terminal):
     child.setwinsize(24, 80)
     child.send(PASTE + text.replace("\n", "\r") + PASTE_END)
     child.expect_exact(text[-12:])
-    child.send("\r")
-    child.expect_exact("holds 200")
-    child.expect_exact(READY)
+    enter(child, "\r", "holds 200")
     shown = re.sub(r"\x1b\[[\d;]*m", "", child.screen.getvalue())
     printed = shown.rpartition("> <000>")[2].partition("tridecode:")[0]
     assert printed.replace("\r\n… ", "\n").strip() == text[5:].strip()
-    child.sendeof()
-    leaves(child)
+    leave(child)
 
 
 @pytest.mark.skipif(shutil.which("tmux") is None, reason="there is no tmux here")
@@ -149,9 +144,11 @@ def test_plain_input_tells_a_draft_from_an_empty_line(monkeypatch, lines, left, 
             return line
         raise KeyboardInterrupt
 
-    reader, history = PlainReader(), []
-    reader._readline = SimpleNamespace(get_line_buffer=lambda: left, add_history=history.append)
+    history = []
+    readline = SimpleNamespace(get_line_buffer=lambda: left, add_history=history.append)
+    monkeypatch.setitem(sys.modules, "readline", readline)
     monkeypatch.setattr("builtins.input", interrupted)
+    reader = PlainReader()
     with pytest.raises(Interrupted) as pressed:
         reader.read()
     assert pressed.value.draft == draft and pressed.value.typed and history == [left]
@@ -170,8 +167,7 @@ def test_the_message_is_opened_in_an_editor(terminal, state, tmp_path):
     press(child, "\x18\x05", "by hand")  # what is saved there is the message, without Enter
     child.expect_exact("context ")
     child.expect_exact(READY)
-    child.sendeof()
-    leaves(child)
+    leave(child)
     (file,) = (state / "sessions").iterdir()
     assert [user for user, _ in sessions.read(file).turns] == ["written by hand"]
 
@@ -190,9 +186,7 @@ def test_what_an_editor_leaves_may_be_no_text(terminal, state, tmp_path, script,
     child.expect_exact(why)
     child.expect_exact("the message is as it was")
     press(child, " here", "here")
-    press(child, "\r", "context ")
-    child.expect_exact(READY)
-    child.sendeof()
-    leaves(child)
+    enter(child, "\r", "context ")
+    leave(child)
     (file,) = (state / "sessions").iterdir()
     assert [user for user, _ in sessions.read(file).turns] == ["written here"]

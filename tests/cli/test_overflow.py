@@ -4,7 +4,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from chats import READY, leaves, said
+from chats import enter, leave, said
 
 from tridecode.cli.chat import session as sessions
 from tridecode.cli.chat.conversation import Conversation
@@ -144,12 +144,9 @@ def test_a_terminal_makes_room_and_a_pipe_refuses(terminal, piped):
     assert code == 1 and "this turn needs" in err and out.count("\n") == 1
     child = terminal("--temperature", 0, "--max-seq-len", 70)
     for _ in range(2):
-        child.send(f"{QUESTION}\r")
-        child.expect_exact("tok/s")
-        child.expect_exact(READY)
+        enter(child, f"{QUESTION}\r", "tok/s")
     assert "turn 1 is no longer sent to the model" in child.screen.getvalue()
-    child.sendeof()
-    leaves(child)
+    leave(child)
 
 
 @pytest.mark.parametrize("kind", [(), ("--raw",)], ids=["chat", "raw"])

@@ -5,7 +5,7 @@ import re
 import sys
 
 import pytest
-from chats import READY, leaves, said
+from chats import READY, enter, leave, said
 from openai_server import FakeServer
 from servers import ANSWER, CHAT, Running, slow_passes, until
 
@@ -144,11 +144,8 @@ def test_ctrl_c_stops_the_answer_and_the_servers_work(terminal, monkeypatch, tmp
         assert running.metric("generation_tokens_total") < 500
         child.expect_exact(READY)
         child.send("/set ignore_eos default\r")
-        child.send("What is 17 + 25?\r")
-        child.expect_exact("first ")
-        child.expect_exact(READY)
-        child.sendeof()
-        leaves(child)
+        enter(child, "What is 17 + 25?\r", "first ")
+        leave(child)
 
 
 def test_tab_offers_the_options_that_the_server_takes(terminal, served):
@@ -156,8 +153,7 @@ def test_tab_offers_the_options_that_the_server_takes(terminal, served):
     child.send("/set re\t1.5\r")  # and no regex
     child.expect_exact("repetition_penalty is 1.5")
     child.expect_exact(READY)
-    child.sendeof()
-    leaves(child)
+    leave(child)
 
 
 # ---- with servers of other kinds
@@ -166,14 +162,11 @@ def test_tab_offers_the_options_that_the_server_takes(terminal, served):
 def test_tab_offers_the_models_of_the_server_and_no_overflow_that_it_cannot_have(terminal):
     with FakeServer(tokens=1) as server:
         child = terminal("--url", server.url, TRIDECODE_API_KEY="")
-        child.send("/model an\t\r")
-        child.expect_exact(f"another on {server.url}: ")
-        child.expect_exact(READY)
+        enter(child, "/model an\t\r", f"another on {server.url}: ")
         child.send("/set overflow d\t\r")  # and no drop-oldest
         child.expect_exact("overflow is error")
         child.expect_exact(READY)
-        child.sendeof()
-        leaves(child)
+        leave(child)
 
 
 @pytest.mark.parametrize("how, says", [

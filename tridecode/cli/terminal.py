@@ -78,7 +78,7 @@ class Output:
     def __init__(self):
         self.console, self.errors = make_console(), make_console(stderr=True)
         # rich's own answer can be forced by environment variables
-        self.tty, self._unwrapped = sys.stdout.isatty(), not sys.stderr.isatty()
+        self.tty, self.wraps = sys.stdout.isatty(), sys.stderr.isatty()
         self.quiet = False  # no notes and no bar
         self.redraws = True  # whether what stands in a terminal may change, as a bar does
         self.keys = Keys()
@@ -106,15 +106,15 @@ class Output:
         if self.quiet:
             return
         text = visible(message) if aligned else one_line(message)
-        self.errors.print(text, style="dim", soft_wrap=self._unwrapped)
+        self.errors.print(text, style="dim", soft_wrap=not self.wraps)
 
     def say(self, message: str, style: str | None = None) -> None:
         """What was asked for, on stderr: like a note whose spaces stay, but not dim."""
-        self.errors.print(visible(message), style=style, soft_wrap=self._unwrapped)
+        self.errors.print(visible(message), style=style, soft_wrap=not self.wraps)
 
     def entry(self, name: str, words: str, column: int = 24) -> None:
         """A name, and beside it what it is, whose further lines are indented too; below it in a narrow window."""
-        width = None if self._unwrapped else self.errors.width
+        width = self.errors.width if self.wraps else None
         if width is None or width >= 2.5 * column:
             first, rest = f"  {name:<{column - 3}} ", " " * column
         else:
@@ -125,7 +125,7 @@ class Output:
             self.say((rest if i else first) + line)
 
     def error(self, message: object) -> None:
-        self.errors.print(f"tridecode: error: {one_line(message)}", style="red", soft_wrap=self._unwrapped)
+        self.errors.print(f"tridecode: error: {one_line(message)}", style="red", soft_wrap=not self.wraps)
 
     @contextmanager
     def loading(self):
