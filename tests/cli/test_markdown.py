@@ -317,6 +317,12 @@ def test_nothing_is_drawn_while_another_program_has_the_terminal():
     assert screen(out.getvalue()).split() == ["one", "two", "three"]
 
 
+def test_a_list_does_not_make_a_heading_of_the_line_before():
+    console = console_to(terminal=True, color_system="standard")
+    written = streamed(["Three rivers:", "\n-", " Nile\n", "-", " Rhine"], console)
+    assert written.count("rivers") == 1 and written.count("Rhine") == 1
+
+
 def test_abort_shows_what_came():
     console = console_to(terminal=True)
     stream = MarkdownStream(console)

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import signal
 import sys
 from collections.abc import Callable
 
@@ -86,6 +87,8 @@ def run(args, output: Output) -> int:
     if args.command == "chat" and output.tty and sys.stdin.isatty():
         from .chat.reader import shows_editor
 
+        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # inherited, from nohup or a background job
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         # The imports and the model take their time: what is typed or pasted meanwhile is for the first prompt.
         with unechoed(True, nothing, nothing, paste=shows_editor()) as output.keys:
             with ended_by_interrupt(output.keys.release):

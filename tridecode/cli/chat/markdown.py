@@ -17,6 +17,8 @@ FRAME = 1 / 30  # seconds between frames, at least
 SHARE = 1 / 32  # of a core that may go into frames: a long unfinished block is redrawn less often, not at any cost
 LONG = 100  # lines of code; of a longer unfinished block only the last ones are highlighted again for each frame
 FENCE = re.compile(r"\s*(?:```+|~~~+)[ \t]*[^\s`~]*")  # with the language, but not what is shown of its line
+# A line that may become a list, or makes a heading of the line before. It is shown when more of it has arrived.
+HELD = re.compile(r"\n[ \t]*[-=]+[ \t]*\Z")
 
 Row = tuple[Segment, ...]
 
@@ -54,7 +56,7 @@ class Painter:
             rows, gap = rows + shown, gap or bool(shown)
         finished = len(rows)
         if self.console.is_terminal:
-            rows += self._spaced(rest, gap, finished=False)
+            rows += self._spaced(HELD.sub("", rest) if not fence else rest, gap, finished=False)
             if self._rows and not rows:
                 rows.append(())  # what was drawn is no text any more, such as a fence's first line
         if not self._draw(rows):
@@ -73,7 +75,7 @@ class Painter:
         if self._fence or head:
             self._rest = self._opener() if self._fence else head
         else:
-            self._rest = begun if FENCE.match(begun) else ""  # of such a line nothing is shown
+            self._rest = begun if FENCE.match(begun) or HELD.match("\n" + begun) else ""  # nothing of it is shown
         if not ((self._fence or head) and not begun or begun[-1:].isspace() or self._rest == begun):
             # The word or line that is begun goes on where it stands.
             self._until = r"\n" if self._fence or head else r"\s"
