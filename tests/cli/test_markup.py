@@ -1,4 +1,4 @@
-"""What of an answer is Markdown, and that nothing else of it vanishes."""
+"""Markdown of answers: it is CommonMark, and no text vanishes."""
 
 import io
 import re
@@ -105,7 +105,7 @@ def test_tex_has_no_blank_lines(text):
     assert " • a" in shown(text)
 
 
-MARKS = "*~`#>-|:+=\\"  # what markup is made of; in their places come • ▌ ─
+MARKS = "*~`#>-|:+=\\"  # the characters of markup; they are replaced by • ▌ ─
 FRAGMENTS = [
     *"*_~`#>-+|:=$[](){}<>!/.,;'\"%^@ax1 \n\n ", "**", "***", "__", "~~", "``", "- ", "* ", "+ ", "1. ", "7) ", "> ",
     "# ", "## ", "\n\n", "\n- ", "\n> ", "\n    ", "```\n", "\n```\n", "~~~\n", "---\n", "| a | b |\n|---|---|\n",
@@ -124,7 +124,7 @@ def letters(text):
 def test_nothing_vanishes(text):
     """Each character but the marks is shown, in its order: letters, digits, brackets, underscores."""
     text = visible(text).replace("](", "] (")  # a link's title is not shown
-    text = re.sub(r"(?m)_(?=[ _]*$)", "_a", text)  # nor a rule of underscores
+    text = re.sub(r"(?m)_(?=[ _]*$)", "_a", text)  # a rule of underscores is a line
     if "`" in text or "~" in text:  # the language after a fence is no text
         text = re.sub(r"(?m)(```(?=[^\n`])|~~~(?=[^\n~]))", r"\1 . . ", text)
     assert letters(shown(text, width=10_000)) == letters(text)

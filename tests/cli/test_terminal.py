@@ -229,7 +229,7 @@ def test_a_paste_while_the_program_starts_is_one_message(terminal, state, when):
     leave(child)
 
 
-def test_what_is_typed_while_the_program_starts_is_for_the_first_prompts(terminal):
+def test_keys_during_the_start_are_for_the_first_prompts(terminal):
     child = terminal(early="/set top_k 7\r/set top_p 0.5\r\x04")
     leaves(child)
     before, _, after = ANSI.sub("", child.screen.getvalue()).partition("lists the commands")

@@ -91,7 +91,7 @@ def test_the_old_model_is_let_go_before_where_both_do_not_fit(piped, models, cro
     assert code == 0 and len(engines) == 2 and out.count("\n") == 2, err
 
 
-def test_ctrl_c_leaves_the_model_that_is_there(models, session, crowded, monkeypatch):
+def test_ctrl_c_keeps_the_loaded_model(models, session, crowded, monkeypatch):
     """One more, while that is loaded again, changes nothing."""
     loads, before = [], signal.getsignal(signal.SIGINT)
 

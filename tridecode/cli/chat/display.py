@@ -42,7 +42,7 @@ class Display:
     its length. `push` takes pairs of kind and text from `splitter`."""
 
     def __init__(self, output: Output, sink, splitter: ThinkSplitter, hide: bool, unit: str = "token"):
-        """unit: the name of what one call of splitter.feed receives."""
+        """unit: the unit of the stream, for the length of the block."""
         self._output, self._sink, self._splitter, self._hide, self._unit = output, sink, splitter, hide, unit
         self._dim = Wrapped(output.console, output.dim)
         self._open = self._ended = False  # the think block

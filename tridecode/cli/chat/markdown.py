@@ -75,7 +75,7 @@ class Painter:
         if self._fence or head:
             self._rest = self._opener() if self._fence else head
         else:
-            self._rest = begun if FENCE.match(begun) or HELD.match("\n" + begun) else ""  # nothing of it is shown
+            self._rest = begun if FENCE.match(begun) or HELD.match("\n" + begun) else ""  # it is not on the screen
         if not ((self._fence or head) and not begun or begun[-1:].isspace() or self._rest == begun):
             # The word or line that is begun goes on where it stands.
             self._until = r"\n" if self._fence or head else r"\s"

@@ -27,8 +27,7 @@ KEYS = {
 
 
 class Command(NamedTuple):
-    """A command: what it is called with, what it does in a few words, and the function for it, which may return False
-    to end the chat."""
+    """A chat command. `action` returns False to end the chat."""
 
     name: str
     arguments: str
@@ -37,7 +36,7 @@ class Command(NamedTuple):
 
     @property
     def words(self) -> list[str]:
-        """What may follow it, if that is one of a few words."""
+        """The words that the command accepts; empty if it accepts any text."""
         words = self.arguments.strip("[]").split("|")
         return words if words[1:] and words[0].islower() else []
 

@@ -169,7 +169,7 @@ class Chat:
     def ask(self, message: str, replaces: bool = False, tries: int = 0, prefix: str = "") -> bool:
         """One turn; an error is one line and leaves the conversation as it was. False ends the chat.
 
-        tries: how often this message was asked before, which changes the seed. prefix: the answer that is continued.
+        tries: number of earlier answers to this message; it changes the seed. prefix: the answer that is continued.
         """
         before, self.tries = self.tries, tries
         try:
