@@ -92,11 +92,14 @@ def session(capsys, state):
 
     from tridecode import SamplingParams
     from tridecode.cli.chat.conversation import Conversation
-    from tridecode.cli.chat.local_talk import LocalChat
+    from tridecode.cli.chat.local import LocalModel
+    from tridecode.cli.chat.talk import Chat
     from tridecode.cli.terminal import Output
 
     def make(*answers, raw=False, params=None, **options):
-        chat = LocalChat(Script(*answers), params or SamplingParams(), Output(), Conversation(raw), **options)
+        script = Script(*answers)
+        chat = Chat(LocalModel(script), params or SamplingParams(), Output(), Conversation(raw), **options)
+        chat.engine = script
         chat.read = lambda: tuple(capsys.readouterr())
         return chat
 
