@@ -39,7 +39,7 @@ NEVER_ASKED = {plain(prompt) for prompts in (FREE_PROMPTS, *EDGE_PROMPTS.values(
 def _recalls_held_out(turns: list[Turn]) -> bool:
     """Return whether a chat recalls a name or color, and also contains the other half of a held-out pair."""
     replies = " ".join(turn.reply for turn in turns)
-    names, colors = (re.findall(rf"Your {what} is (\w+)", replies) for what in ("name", "favorite color"))
+    names, colors = (re.findall(rf"Your {fact} is (\w+)", replies) for fact in ("name", "favorite color"))
     if not names and not colors:
         return False
     user_words = set(plain(" ".join(turn.user for turn in turns)).split())
@@ -208,11 +208,11 @@ class ChatGenerator(FactSkills, TalkSkills, MemorySkills, TextSkills):
     def _named(self) -> tuple[str, list[Turn]]:
         """Return a system message with a name for the model or of the user, and turns that use it."""
         name = self.any_name()
-        whose = self.choice(["own name", "user's name"])
-        turns = self._templated(self._phrase(f"{whose} questions").replace("{name}", name))
+        owner = self.choice(["own name", "user's name"])
+        turns = self._templated(self._phrase(f"{owner} questions").replace("{name}", name))
         if self.chance(0.4):
             turns += self.choice([self.question, self.sums, self.table_row, self.advice])()
-        return self._phrase(f"system {whose}").format(name), turns
+        return self._phrase(f"system {owner}").format(name), turns
 
 
 def generate(count: int, seed: int) -> Iterator[list[dict[str, str]]]:
