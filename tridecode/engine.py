@@ -4,7 +4,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import InitVar, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -58,6 +58,7 @@ class Engine:
     plan: EnginePlan
     name: str
     threads: int | None = None  # number of CPU threads; None: the user has chosen
+    grammars: InitVar[Grammars | None] = None
 
     @classmethod
     def load(
@@ -94,11 +95,18 @@ class Engine:
         plan.check()
         fetch_weights(model, path)
         tokenizer = Tokenizer.load(path)
+        # While weights load and kernels compile. With one slot the first grammar builds its vocabulary.
+        tokenizer.start(plan.slots)
+        grammars = Grammars(tokenizer, plan.spec.vocab_size, plan.spec.stop_ids)
+        if plan.slots > 1:
+            grammars.start()
         cores = threads.FreeCores()
         weights = load_weights(path, plan.spec, device, plan.dtype, progress, plan.host_layers)
         name = BUNDLED.name if model is None else str(model)
-        engine = cls.build(plan, weights, tokenizer, name, compiling=compiling)
+        engine = cls.build(plan, weights, tokenizer, name, compiling=compiling, grammars=grammars)
         engine.threads = threads.choose(plan.memory.weights, cores) if device.type == "cpu" else None
+        if plan.slots > 1:
+            engine.warm_up()
         return engine
 
     @classmethod
@@ -110,20 +118,22 @@ class Engine:
         name: str = "",
         configs: Mapping[int, PassConfigs] | None = None,
         compiling: Callable[[int, int], None] | None = None,
+        grammars: Grammars | None = None,
     ) -> Self:
         """Build an engine from weights that are on their device already.
 
         Args:
             configs: launch configs by rows, by default those chosen for the GPU.
             compiling: as for `load`.
+            grammars: those of this tokenizer and model, if they are being prepared already.
         """
         with allocating(plan.capacity, plan.device):
             model = model_of(plan, weights, configs)
         if plan.graphs.captured:
             compile_passes(model, plan.graphs.sizes, plan.graphs.prompt_attention, compiling)
-        return cls(model, tokenizer, plan, name)
+        return cls(model, tokenizer, plan, name, grammars=grammars)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, grammars: Grammars | None) -> None:
         graphs, options = self.graphs, self.plan.options
         dispatcher = Dispatcher(graphs.graph, graphs.sizes, graphs.prompt_sizes, graphs.prompt_attention)
         self.steps = make_steps(self.model, self.backend, dispatcher, graphs.attention)
@@ -133,8 +143,18 @@ class Engine:
         runners = (lambda: self.steps), (lambda: self.prompts)  # benchmarks replace them
         policy = Policy(self.plan.chunk, options.max_queue, options.prompt_ms, options.prefix_sharing)
         scheduler = Scheduler(self.model, self.tokenizer, *runners, ahead, policy)
-        self._grammars = Grammars(self.tokenizer, self.config.vocab_size, self.config.stop_ids)
+        self._grammars = grammars or Grammars(self.tokenizer, self.config.vocab_size, self.config.stop_ids)
         self._driver = Driver(scheduler, lambda: threads.use(self.threads))
+
+    def warm_up(self) -> None:
+        """Finish what the first prompt and the first grammar need, so that no request waits for it.
+
+        `load` does this for an engine of several slots, and a server for any engine.
+        """
+        self._grammars.start()
+        if self.tokenizer is not None:
+            self.tokenizer.wait()
+        self._grammars.wait()
 
     def close(self) -> None:
         """Cancel all requests and free the memory. Later calls raise EngineClosed."""

@@ -22,7 +22,8 @@ def _byte_alphabet() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
-_ALPHABET = _byte_alphabet()
+# For str.translate: other characters become one that Latin-1 lacks.
+_TO_LATIN_1 = dict.fromkeys(range(256), 0xFFFF) | {ord(char): byte for char, byte in _byte_alphabet().items()}
 
 
 class TokenBytes:
@@ -100,8 +101,8 @@ class TokenBytes:
             return "\ufffd".encode()
         if self._byte_level:
             try:
-                return bytes(_ALPHABET[char] for char in text)
-            except KeyError:
+                return text.translate(_TO_LATIN_1).encode("latin-1")
+            except UnicodeEncodeError:
                 return text.encode()
         if self._byte_fallback and (byte := _BYTE_TOKEN.fullmatch(text)):
             return bytes([int(byte[1], 16)])

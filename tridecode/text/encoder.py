@@ -6,15 +6,15 @@ abort, neither of which can be caught here.
 """
 
 import json
+from collections.abc import Callable
 from math import ceil
 from pathlib import Path
 
 import tokenizers
 
 from ..errors import PromptError, brief
-from .worker import Worker, WorkerFailure
+from .sandbox import START_SECONDS, Program, Sandbox, SandboxError
 
-WORKER = Path(__file__).with_name("tokenizer_worker.py")
 MEMORY = 2 << 30  # bytes that the child may take
 SECONDS, CHARACTERS_A_SECOND = 10, 50_000  # that it may take: some seconds, and more for a long text
 LONGEST = 1 << 20  # characters that are read here: even a well known expression backtracks over a run of spaces
@@ -23,7 +23,7 @@ MOST_STEPS = 4  # of a normaliser or a pre-tokenizer: each may lengthen the text
 _WORDS = r" ?[^\s\p{L}\p{N}]+[\r\n%s]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_KNOWN_PATTERNS = {
+KNOWN_PATTERNS = {
     r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",  # GPT-2
     # Qwen and Llama
     *(rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{n}|" + _WORDS % "" for n in ("", "{1,3}")),
@@ -40,20 +40,34 @@ _PRE_TOKENIZERS = {"ByteLevel", "Metaspace", "Digits", "Punctuation", "Whitespac
 
 
 class Encoder:
-    """Ids of text by `tokenizer`, which must not change any more; `source` names it in messages."""
+    """Encodes text by `tokenizer`, which must not change any more.
+
+    Args:
+        source: the tokenizer's file, for messages.
+    """
 
     def __init__(self, tokenizer: tokenizers.Tokenizer, source: Path | str):
         self._tokenizer, self._name = tokenizer, f"the tokenizer in {source}"
         self.harmless = _harmless(tokenizer)
-        self._worker = Worker(WORKER, (MEMORY,), tokenizer.to_str, longest=1 << 30)
+        self._sandbox = _sandbox(tokenizer.to_str)
 
     def start(self) -> None:
-        """Make the child ready, where there is to be one: it has the vocabulary to read."""
+        """Start the child process if this tokenizer needs one; `wait` waits for it."""
         if not self.harmless:
-            self._worker.start()
+            self._sandbox.start()
+
+    def wait(self) -> None:
+        self._sandbox.wait()
 
     def __call__(self, text: str, around: bool = False) -> list[int]:
-        """Ids of `text`, with `around` those that the post-processor puts around it. Raises PromptError."""
+        """Return the token ids of `text`.
+
+        Args:
+            around: add the ids that the post-processor puts around a text.
+
+        Raises:
+            PromptError: the tokenizer fails on the text, or exceeds a limit.
+        """
         if not self.harmless or len(text) > LONGEST:
             return self._in_child(text, around)
         try:
@@ -64,30 +78,43 @@ class Encoder:
             raise self._refusal(error) from None
 
     def _in_child(self, text: str, around: bool) -> list[int]:
-        seconds = ceil(SECONDS + len(text) / CHARACTERS_A_SECOND)
         try:
-            found = self._worker.ask([text, around, seconds], seconds)
-        except WorkerFailure as failure:
+            return self._sandbox.ask([text, around], ceil(SECONDS + len(text) / CHARACTERS_A_SECOND))
+        except SandboxError as error:
+            if error.kind:
+                raise self._refusal(error) from None
             raise PromptError(
-                f"{self._name}: {failure}: this text takes it too long, or more than {MEMORY >> 30} GiB of memory; "
+                f"{self._name}: {error}: this text takes it too long, or more than {MEMORY >> 30} GiB of memory; "
                 "change the text, or check the tokenizer"
             ) from None
-        if "error" in found:
-            self._worker.stop()  # a panic may leave locks behind: the next text has a new process
-            raise self._refusal(found["error"])
-        return found["ids"]
 
-    def _refusal(self, error) -> PromptError:
+    def _refusal(self, error: BaseException) -> PromptError:
         return PromptError(f"{self._name} fails on this text ({brief(error)}); change the text, or check the tokenizer")
 
 
 def check_in_child(data: str) -> str | None:
-    """Why the child cannot load the tokenizer.json `data`, if so; for those that may panic, with a page on stderr."""
+    """Return why the tokenizer.json `data` cannot be loaded, None if it can.
+
+    For those that may panic: a panic writes a page to stderr.
+    """
+    sandbox = _sandbox(lambda: data)
     try:
-        worker = Worker(WORKER, (MEMORY,), lambda: data, longest=1 << 20)
-        return worker.ask(["", False, SECONDS], SECONDS).get("error")
-    except WorkerFailure as failure:
-        return str(failure)
+        sandbox.ask(["", False], SECONDS)
+    except SandboxError as error:
+        return str(error)
+    finally:
+        sandbox.close()
+    return None
+
+
+def _sandbox(state: Callable[[], str]) -> Sandbox:
+    return Sandbox(Program("tridecode.text.encoder:encoding", state, MEMORY, START_SECONDS, longest=1 << 30))
+
+
+def encoding(state: str) -> Callable[[list], list[int]]:
+    """Load a tokenizer in a child process."""
+    tokenizer = tokenizers.Tokenizer.from_str(state)
+    return lambda message: tokenizer.encode(message[0], add_special_tokens=message[1]).ids
 
 
 def _harmless(tokenizer: tokenizers.Tokenizer) -> bool:
@@ -133,7 +160,7 @@ def _harmless_normaliser(step: dict) -> bool:
 def _harmless_pre_tokenizer(step: dict) -> bool:
     match step:
         case {"type": "Split", "pattern": {"Regex": pattern}}:
-            return pattern in _KNOWN_PATTERNS
+            return pattern in KNOWN_PATTERNS
         case {"type": "Split", "pattern": {"String": text}}:
             return bool(text)
     return step["type"] in _PRE_TOKENIZERS

@@ -20,7 +20,6 @@ from ..sampling import SamplingParams
 from .tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    import llguidance
     from llguidance._lib import JsonCompileOptions
 
 T = TypeVar("T")
@@ -37,8 +36,19 @@ class Grammars:
     def __init__(self, tokenizer: Tokenizer | None, vocab_size: int, stop_ids: Sequence[int]):
         self._tokenizer, self._vocab, self._stop_ids = tokenizer, vocab_size, tuple(stop_ids)
         self._turn = threading.Lock()
-        self._tokens: llguidance.LLTokenizer | None = None
         self._made: dict[tuple[str, str], Future[Grammar]] = {}  # by name and source, the last used behind the others
+        self._vocabulary: Future | None = None  # an llguidance.LLTokenizer
+
+    def start(self) -> None:
+        """Build llguidance's form of the vocabulary in the background: up to a second for a large one."""
+        with self._turn:
+            if self._vocabulary is None and self._tokenizer is not None:
+                self._vocabulary = in_deep_thread(llguidance_tokens, self._tokenizer, self._vocab, self._stop_ids)
+
+    def wait(self) -> None:
+        """Wait for what `start` has begun. The first grammar reports its errors."""
+        if self._vocabulary is not None:
+            self._vocabulary.exception()
 
     def of(self, params: SamplingParams) -> "Grammar | None":
         """What `params` ask for, compiled; None where they ask for nothing. Raises ParameterError with the reason.
@@ -72,9 +82,8 @@ class Grammars:
             import llguidance
         except ModuleNotFoundError:
             raise conflict(name, " needs the package llguidance; install it: pip install llguidance") from None
-        with self._turn:
-            if self._tokens is None:
-                self._tokens = llguidance_tokens(self._tokenizer, self._vocab, self._stop_ids)
+        self.start()
+        assert self._vocabulary is not None
         matcher, made = llguidance.LLMatcher, None
         if name == "json_schema":
             made = matcher.grammar_from_json_schema(exact(json.loads(source)), overrides=LAYOUT)
@@ -84,7 +93,7 @@ class Grammars:
             lark = checked(source) if name == "grammar" else lark_of_choices(json.loads(source))
             made = matcher.grammar_from_lark(lark)
         limits = llguidance.LLParserLimits(max_lexer_states=STATES, verbose_errors=False)
-        first = matcher(self._tokens, made, log_level=0, limits=limits)
+        first = matcher(self._vocabulary.result(), made, log_level=0, limits=limits)
         if first.is_error():
             raise ParameterError(f"{name}: {reason(first.get_error())}", name, "type")
         grammar = Grammar(first, self._vocab)

@@ -7,7 +7,6 @@ comes from a user they are ordinary characters.
 import json
 import re
 import secrets
-import threading
 from collections.abc import Sequence
 from functools import cached_property
 from itertools import chain, islice
@@ -77,13 +76,19 @@ class Tokenizer:
         settings = _read(path / "special_tokens_map.json") | _read(path / "tokenizer_config.json")
         special_tokens = _special_tokens(settings)
         template = _template(path, settings, special_tokens)
-        made = cls(tokenizer, special_tokens, template, file)
-        # Their processes are ready when the weights are.
-        if template:
-            template.start()
-        if not made._encode.harmless:
-            threading.Thread(target=made._encode.start, daemon=True).start()  # it writes down the whole vocabulary
-        return made
+        return cls(tokenizer, special_tokens, template, file)
+
+    def start(self, callers: int = 1) -> None:
+        """Start the child processes in the background, for so many callers at a time."""
+        self._encode.start()
+        if self._template:
+            self._template.start(callers)
+
+    def wait(self) -> None:
+        """Wait until the child processes are ready."""
+        self._encode.wait()
+        if self._template:
+            self._template.wait()
 
     @property
     def vocab_size(self) -> int:
