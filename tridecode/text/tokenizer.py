@@ -244,9 +244,17 @@ class Tokenizer:
             raise PromptError("this tokenizer cannot read control tokens as text; remove them from the prompt")
         return Encoder(twin, self._source)
 
+    @cached_property
+    def _template_chars(self) -> frozenset[str]:
+        return frozenset(self.template_source)
+
+    @cached_property
+    def _beginnings(self) -> re.Pattern[str]:
+        return re.compile(f"[{re.escape(''.join(self._control.first_chars))}]")
+
     def _marks(self, *values) -> dict[str, str]:
         """For each character that begins a control token a private-use character that occurs nowhere else."""
-        used = set(json.dumps(values, ensure_ascii=False)) | set(self.template_source)
+        used = self._template_chars.union(json.dumps(values, ensure_ascii=False))
         begins = sorted(self._control.first_chars)
         private = map(chr, chain(range(0xE000, 0xF900), range(0xF0000, 0xFFFFE)))
         free = list(islice((char for char in private if char not in used), len(begins)))
@@ -268,15 +276,16 @@ class Tokenizer:
             return [self._mark(item, marks, tokens) for item in value]
         if not isinstance(value, str) or marks.keys().isdisjoint(value):
             return value
-        chars = list(value)
-        for i, char in enumerate(value):
-            if char in marks and tokens.starts_at(value, i):
-                chars[i] = marks[char]
+        places = [i for i in map(re.Match.start, self._beginnings.finditer(value)) if tokens.starts_at(value, i)]
         # A text may also end in the beginning of a control token that the template's next characters would complete.
         end = len(value.rstrip())
-        for i in range(max(end - tokens.longest, 0), end):
-            if value[i] in marks and tokens.begins(value[i:end]):
-                chars[i] = marks[value[i]]
+        tail = range(max(end - tokens.longest, 0), end)
+        places += [i for i in tail if value[i] in marks and tokens.begins(value[i:end])]
+        if not places:
+            return value
+        chars = list(value)
+        for i in set(places):
+            chars[i] = marks[chars[i]]
         return "".join(chars)
 
 
