@@ -25,6 +25,7 @@ from ..errors import brief
 
 START_SECONDS = 60.0  # for the imports of a child, on a slow disk
 LONGEST_REASON = 300  # characters of an error of a child
+STARTING = -1  # the user of a child that `start` starts
 BOOT = "import sys; sys.path.insert(0, sys.argv[1]); from tridecode.text import sandbox; sandbox.main(*sys.argv[2:])"
 
 
@@ -51,38 +52,35 @@ class Program(NamedTuple):
 
 
 class Sandbox:
-    """Children that run the same program: one, or as many as `start` requests. They end with this object.
+    """One child process or several that run the same program. They end with this object.
 
-    A child that has ended is replaced at the next message. A child whose caller was interrupted, that ran out of memory
-    or of time, or that panicked is ended, because its next answer could be wrong.
+    A child that has ended is replaced at the next message. A child that was stopped or interrupted, panicked or ran out
+    of memory is ended, because its next answer could be wrong.
     """
 
     def __init__(self, program: Program):
-        self._program = program
-        self._children = [_Child(program)]
-        self._free = threading.Condition()
-        self._starting: list[threading.Thread] = []
+        self._program, self._children = program, [_Child(program)]
+        self._released = threading.Condition()
 
     def start(self, children: int = 1) -> None:
-        """Start this many children in the background. Their errors are reported by `ask`."""
-        with self._free:
+        """Start this many children in the background. `ask` reports their errors."""
+        with self._released:
             self._children += [_Child(self._program) for _ in range(children - len(self._children))]
             for child in self._children:
                 if child.user is None and not child.ready:
-                    child.user = -1
-                    self._starting.append(threading.Thread(target=self._start, args=(child,), daemon=True))
-                    self._starting[-1].start()
+                    child.user = STARTING
+                    threading.Thread(target=self._start, args=(child,), daemon=True).start()
 
     def wait(self) -> None:
-        """Wait until the children that `start` has started are ready, or have failed to start."""
-        while self._starting:
-            self._starting.pop().join()
+        """Wait until the children that `start` starts are ready, or have failed."""
+        with self._released:
+            self._released.wait_for(lambda: all(child.user != STARTING for child in self._children))
 
     def ask(self, message: Any, seconds: float) -> Any:
         """Return the child's answer to `message`.
 
         Args:
-            seconds: of time; also of CPU time, with a margin, if this process ends meanwhile.
+            seconds: the time limit. If this process ends meanwhile, the child ends after as much CPU time.
 
         Raises:
             SandboxError: the child raised an error, ended, or gave no answer in time.
@@ -104,26 +102,28 @@ class Sandbox:
         return [child.process.pid for child in self._children if child.process and child.ready]
 
     def _start(self, child: "_Child") -> None:
-        with suppress(SandboxError):
-            try:
+        try:
+            with suppress(SandboxError):
                 child.start()
-            finally:
-                self._release(child)
+        finally:
+            self._release(child)
 
     def _take(self) -> "_Child":
         """Wait for a child that no other thread uses; prefer one that is ready."""
-        me = threading.get_ident()  # an interrupt may come before `ask` can release a child: the thread takes it again
-        with self._free:
+        me = threading.get_ident()  # after an interrupt that came before the release it has one already
+        with self._released:
             while not (free := [child for child in self._children if child.user in (None, me)]):
-                self._free.wait()
+                self._released.wait()
             child = max(free, key=lambda child: child.ready)
             child.user = me
             return child
 
     def _release(self, child: "_Child") -> None:
-        with self._free:
+        with self._released:
+            if child.user == STARTING:
+                self._released.notify_all()  # `wait` waits too
             child.user = None
-            self._free.notify()
+            self._released.notify()
 
 
 class _Child:
@@ -227,51 +227,48 @@ def main(function: str, memory: str) -> None:
     """Answer messages until the parent closes the socket."""
     module, name = function.split(":")
     make = getattr(importlib.import_module(module), name)
-    lower(resource.RLIMIT_AS, int(memory))
-    lower(resource.RLIMIT_NOFILE, 3)
-    lower(resource.RLIMIT_NPROC, 0)
-    lower(resource.RLIMIT_CORE, 0)
-    lines, answers = sys.stdin.buffer, sys.stdout.buffer
-
-    def reply(line: bytes) -> None:
-        answers.write(line)
-        answers.flush()
-
-    def read(line: bytes) -> Any:
-        message, seconds = json.loads(line)
-        # The parent's clock comes first: this one is for a child whose parent is gone.
-        lower(resource.RLIMIT_CPU, int(time.process_time()) + 2 + ceil(seconds), for_good=False)
-        return message
-
-    reply(_line("started"))
-    try:
-        answer = make(read(lines.readline()))
-    except BaseException as error:  # a panic of a library is no Exception
-        answer = _raises(error)
-    reply(_line("ready"))
+    _limit(resource.RLIMIT_AS, int(memory))
+    _limit(resource.RLIMIT_NOFILE, 3)
+    _limit(resource.RLIMIT_NPROC, 0)
+    _limit(resource.RLIMIT_CORE, 0)
+    lines, answer = sys.stdin.buffer, None
+    _reply("started")
     for line in lines:
-        reply(_outcome(answer, read(line)))
+        message, seconds = json.loads(line)
+        # The clock of the parent stops it before; this limit is for a child whose parent is gone.
+        _limit(resource.RLIMIT_CPU, int(time.process_time()) + 2 + ceil(seconds), for_good=False)
+        if answer is None:
+            answer = _made(make, message)
+            _reply("ready")
+            continue
+        try:
+            _reply({"result": answer(message)})
+        except BaseException as error:  # a panic of a library is no Exception
+            unsafe = isinstance(error, MemoryError) or not isinstance(error, Exception)
+            reason = brief(error, LONGEST_REASON) or type(error).__name__
+            _reply({"error": type(error).__name__, "reason": reason, "unsafe": unsafe})
 
 
-def _outcome(answer: Callable[[Any], Any], message: Any) -> bytes:
+def _made(make: Callable[[Any], Callable[[Any], Any]], setup: Any) -> Callable[[Any], Any]:
+    """Return make(setup), or a function that raises its error for each message."""
     try:
-        return _line({"result": answer(message)})
-    except BaseException as error:
-        unsafe = isinstance(error, MemoryError) or not isinstance(error, Exception)
-        reason = brief(error, LONGEST_REASON) or type(error).__name__
-        return _line({"error": type(error).__name__, "reason": reason, "unsafe": unsafe})
+        return make(setup)
+    except BaseException as caught:
+        error = caught
 
-
-def _raises(error: BaseException) -> Callable[[Any], Any]:
     def answer(message: Any) -> Any:
         raise error
 
     return answer
 
 
-def lower(kind: int, value: int, for_good: bool = True) -> None:
-    """Lower a limit of this process, for good or until the next call."""
+def _limit(kind: int, value: int, for_good: bool = True) -> None:
     hard = resource.getrlimit(kind)[1]
     if hard != resource.RLIM_INFINITY:
         value = min(value, hard)
     resource.setrlimit(kind, (value, value if for_good else hard))
+
+
+def _reply(value: Any) -> None:
+    sys.stdout.buffer.write(_line(value))
+    sys.stdout.buffer.flush()
