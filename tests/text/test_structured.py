@@ -275,7 +275,7 @@ def test_whatever_compiling_raises_is_an_error_of_the_parameter(bundled, monkeyp
     def panics(*args):
         raise type("Panic", (BaseException,), {})("index out of bounds")
 
-    monkeypatch.setattr(Grammars, "_made_of", panics)
+    monkeypatch.setattr(Grammars, "compiled", panics)
     with pytest.raises(ParameterError, match="regex cannot be compiled: Panic: index out of bounds"):
         bundled.submit(CHAT, SamplingParams(regex="panic"))
 
@@ -312,7 +312,7 @@ def test_grammars_may_be_as_deep_as_their_length_allows():
 @pytest.fixture
 def slow(monkeypatch):
     """Grammars of slow.* that are ready when it is set. The sources that are compiled: slow.begun."""
-    made, ready = Grammars._made_of, Event()
+    made, ready = Grammars.compiled, Event()
     ready.begun = []
 
     def compiled(self, name, source):
@@ -321,7 +321,7 @@ def slow(monkeypatch):
             assert ready.wait(30)
         return made(self, name, source)
 
-    monkeypatch.setattr(Grammars, "_made_of", compiled)
+    monkeypatch.setattr(Grammars, "compiled", compiled)
     yield ready
     ready.set()
 
