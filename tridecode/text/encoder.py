@@ -1,8 +1,7 @@
-"""Text to token ids by the tokenizers library; a tokenizer whose own program might run away works in a child process.
+"""Text to token ids by the tokenizers library; in a child process if a tokenizer's own program might run away.
 
-A tokenizer.json brings regular expressions and replacements. Those that are well known read any text in time and memory
-that grow with its length. Others may backtrack without end, double the text again and again, and end in a panic or an
-abort, neither of which can be caught here.
+A tokenizer.json has regular expressions and replacements. The well-known ones read any text in time and memory that
+grow with its length. Others may backtrack without end, double the text again and again, panic or abort.
 """
 
 import json
@@ -15,9 +14,9 @@ import tokenizers
 from ..errors import PromptError, brief
 from .sandbox import START_SECONDS, Program, Sandbox, SandboxError
 
-MEMORY = 2 << 30  # bytes that the child may take
-SECONDS, CHARACTERS_A_SECOND = 10, 50_000  # that it may take: some seconds, and more for a long text
-LONGEST = 1 << 20  # characters that are read here: even a well known expression backtracks over a run of spaces
+MEMORY = 2 << 30  # bytes of the child
+SECONDS, CHARACTERS_A_SECOND = 10, 50_000  # of the child: some seconds, and more for a long text
+LONGEST = 1 << 20  # characters that are read here: even a well-known expression backtracks over a run of spaces
 MOST_STEPS = 4  # of a normaliser or a pre-tokenizer: each may lengthen the text somewhat
 
 _WORDS = r" ?[^\s\p{L}\p{N}]+[\r\n%s]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -117,35 +116,32 @@ def encoding(state: str) -> Callable[[list], list[int]]:
     return lambda message: tokenizer.encode(message[0], add_special_tokens=message[1]).ids
 
 
-def _harmless(tokenizer: tokenizers.Tokenizer) -> bool:
-    """Whether time and memory are bounded for any text, as far as is known."""
-    model = tokenizer.model
-    if isinstance(model, tokenizers.models.BPE):
-        affixes = len(model.continuing_subword_prefix or "") + len(model.end_of_word_suffix or "")
-    elif isinstance(model, tokenizers.models.Unigram):
-        affixes = 0
-    else:
-        return False
-    normalisers = _steps(tokenizer.normalizer, "normalizers")
-    pre_tokenizers = _steps(tokenizer.pre_tokenizer, "pretokenizers")
-    return (
-        affixes <= 16
-        and max(len(normalisers), len(pre_tokenizers)) <= MOST_STEPS
-        and all(map(_harmless_normaliser, normalisers))
-        and all(map(_harmless_pre_tokenizer, pre_tokenizers))
-    )
-
-
-def _steps(part, inner: str) -> list[dict]:
-    """The parts of a Sequence, however deep; [] for None."""
+def steps(part) -> list[dict]:
+    """Return the steps of a normaliser or pre-tokenizer, those of nested sequences too; [] for None."""
     found, pending = [], [] if part is None else [json.loads(part.__getstate__())]
     while pending:
         step = pending.pop()
         if step["type"] == "Sequence":
-            pending += step[inner]
+            pending += step.get("normalizers") or step.get("pretokenizers") or []
         else:
             found.append(step)
     return found
+
+
+def _harmless(tokenizer: tokenizers.Tokenizer) -> bool:
+    """Whether time and memory are bounded for any text, as far as is known."""
+    model = tokenizer.model
+    if isinstance(model, tokenizers.models.BPE):
+        if len(model.continuing_subword_prefix or "") + len(model.end_of_word_suffix or "") > 16:
+            return False
+    elif not isinstance(model, tokenizers.models.Unigram):
+        return False
+    normalisers, pre_tokenizers = steps(tokenizer.normalizer), steps(tokenizer.pre_tokenizer)
+    return (
+        max(len(normalisers), len(pre_tokenizers)) <= MOST_STEPS
+        and all(map(_harmless_normaliser, normalisers))
+        and all(map(_harmless_pre_tokenizer, pre_tokenizers))
+    )
 
 
 def _harmless_normaliser(step: dict) -> bool:
