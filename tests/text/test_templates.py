@@ -70,7 +70,7 @@ def test_the_limits_are_for_each_render():
 @pytest.mark.parametrize("children", [1, 4])
 def test_many_callers(children):
     template = ChatTemplate("{{ messages[0].content }}", {})
-    template.start(children)
+    template.sandbox.start(children)
     with ThreadPoolExecutor(8) as pool:
         texts = [str(n) for n in range(200)]
         assert list(pool.map(lambda text: template.render([{"content": text}], {}), texts)) == texts

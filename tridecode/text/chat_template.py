@@ -36,18 +36,11 @@ class ChatTemplate:
         self._name = "the chat template" if file is None else f"the chat template in {file}"
         setup = [source, self.limits.characters]
         longest = 8 * self.limits.characters + 1000  # a character takes at most 6 bytes in JSON
-        self._sandbox = Sandbox(
+        self.sandbox = Sandbox(
             Program(
                 "tridecode.text.rendering:renderer", lambda: setup, self.limits.memory, self.limits.seconds, longest
             )
         )
-
-    def start(self, callers: int = 1) -> None:
-        """Start the child processes, which takes some 60 ms, for so many callers at a time; `wait` waits for them."""
-        self._sandbox.start(min(callers, CHILDREN))
-
-    def wait(self) -> None:
-        self._sandbox.wait()
 
     def render(self, messages: list[dict], variables: dict) -> str:
         """Return the text of the prompt.
@@ -57,7 +50,7 @@ class ChatTemplate:
         """
         given = {"tools": None, "documents": None, "add_generation_prompt": True, **self.special_tokens, **variables}
         try:
-            text = self._sandbox.ask(given | {"messages": messages}, self.limits.seconds)
+            text = self.sandbox.ask(given | {"messages": messages}, self.limits.seconds)
         except SandboxError as error:
             raise PromptError(f"{self._name}{self._problem(error)}") from None
         # A literal of the template may hold half a surrogate pair.
@@ -66,7 +59,7 @@ class ChatTemplate:
     def variables(self) -> frozenset[str]:
         """Return the names that the template reads and `render` takes; none if the template cannot be compiled."""
         try:
-            names = self._sandbox.ask(None, self.limits.seconds)
+            names = self.sandbox.ask(None, self.limits.seconds)
         except SandboxError:
             return frozenset()
         return frozenset(names) - {"messages", "add_generation_prompt", *self.special_tokens}

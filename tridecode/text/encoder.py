@@ -43,20 +43,15 @@ class Encoder:
 
     Args:
         source: the tokenizer's file, for messages.
+
+    Attributes:
+        harmless: whether it needs no child process, but for very long texts.
     """
 
     def __init__(self, tokenizer: tokenizers.Tokenizer, source: Path | str):
         self._tokenizer, self._name = tokenizer, f"the tokenizer in {source}"
         self.harmless = _harmless(tokenizer)
-        self._sandbox = _sandbox(tokenizer.to_str)
-
-    def start(self) -> None:
-        """Start the child process if this tokenizer needs one; `wait` waits for it."""
-        if not self.harmless:
-            self._sandbox.start()
-
-    def wait(self) -> None:
-        self._sandbox.wait()
+        self.sandbox = _sandbox(tokenizer.to_str)
 
     def __call__(self, text: str, around: bool = False) -> list[int]:
         """Return the token ids of `text`.
@@ -78,7 +73,7 @@ class Encoder:
 
     def _in_child(self, text: str, around: bool) -> list[int]:
         try:
-            return self._sandbox.ask([text, around], ceil(SECONDS + len(text) / CHARACTERS_A_SECOND))
+            return self.sandbox.ask([text, around], ceil(SECONDS + len(text) / CHARACTERS_A_SECOND))
         except SandboxError as error:
             if error.kind:
                 raise self._refusal(error) from None
