@@ -1,4 +1,4 @@
-"""Child processes: limited in memory, time and files; replaced after their end; ended with their owner."""
+"""Child processes have limits, are replaced after their end, and end with their owner."""
 
 import os
 import signal
@@ -28,7 +28,7 @@ def wait_until(condition) -> None:
         time.sleep(0.01)
 
 
-def gone(pid: int) -> bool:
+def ended(pid: int) -> bool:
     """Whether the process has ended; a zombie has."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
@@ -70,7 +70,7 @@ def test_large_messages():
 
 
 ERRORS = {
-    # name: (code, kind, words, whether the same child goes on)
+    # name: (code, kind, words, whether the child stays)
     "an error": ("1 // 0", "ZeroDivisionError", "modulo by zero", True),
     "an error without words": ("next(iter(()))", "StopIteration", "StopIteration", True),
     "a long error": ("exec('raise ValueError(chr(10).join(99999 * [chr(120)]))')", "ValueError", "^x x.{296}…$", True),
@@ -90,7 +90,7 @@ ERRORS = {
 
 @pytest.mark.parametrize("case", ERRORS)
 def test_error(case):
-    code, kind, words, goes_on = ERRORS[case]
+    code, kind, words, stays = ERRORS[case]
     made = sandbox()
     assert made.ask("1", 30) == 1
     (pid,) = made.pids
@@ -99,7 +99,7 @@ def test_error(case):
             made.ask(code, 0.5 if "stopped" in words else 30)
         assert caught.value.kind == kind and "\n" not in str(caught.value)
         assert made.ask("1 + 1", 30) == 2
-    assert (made.pids == [pid]) == goes_on
+    assert (made.pids == [pid]) == stays
 
 
 @pytest.mark.skipif(os.getuid() == 0, reason="the system does not limit the processes of root")
@@ -134,9 +134,9 @@ def test_children_are_ready_after_wait():
     assert len(set(pids)) == 3
     made.start(3)
     made.wait()
-    assert made.pids == pids, "they are there already"
+    assert made.pids == pids, "no other child was started"
     made.close()
-    assert made.pids == [] and all(map(gone, pids))
+    assert made.pids == [] and all(map(ended, pids))
     assert made.ask("1", 30) == 1
 
 
@@ -187,7 +187,7 @@ def test_an_interrupt_ends_the_child():
     with pytest.raises(KeyboardInterrupt):
         made.ask(ENDLESS, 60)
     thread.join()
-    assert gone(pid) and made.ask("1", 30) == 1
+    assert ended(pid) and made.ask("1", 30) == 1
 
 
 def test_an_interrupt_of_the_terminal_reaches_the_parent_only():
@@ -229,7 +229,7 @@ def test_a_child_ends_with_its_process(busy):
         thread.join()
     parent.kill()
     parent.communicate()
-    wait_until(lambda: gone(pid))
+    wait_until(lambda: ended(pid))
 
 
 def test_a_fork_has_a_child_of_its_own():
@@ -250,7 +250,7 @@ def test_a_fork_has_a_child_of_its_own():
 def test_a_process_that_cannot_be_started(monkeypatch):
     monkeypatch.setattr(sys, "executable", "/no/python")
     made = sandbox()
-    made.start()  # raises nothing: perhaps no message comes
+    made.start()  # raises nothing
     made.wait()
     with pytest.raises(SandboxError, match="no process can be started for it .No such file"):
         made.ask("1", 30)

@@ -14,10 +14,10 @@ import tokenizers
 from ..errors import PromptError, brief
 from .sandbox import START_SECONDS, Program, Sandbox, SandboxError
 
-MEMORY = 2 << 30  # bytes of the child
-SECONDS, CHARACTERS_A_SECOND = 10, 50_000  # of the child: some seconds, and more for a long text
-LONGEST = 1 << 20  # characters that are read here: even a well-known expression backtracks over a run of spaces
-MOST_STEPS = 4  # of a normaliser or a pre-tokenizer: each may lengthen the text somewhat
+MEMORY = 2 << 30  # bytes for a child
+SECONDS, CHARACTERS_A_SECOND = 10, 50_000  # time for a child: SECONDS and the text's length over CHARACTERS_A_SECOND
+LONGEST = 1 << 20  # characters read in this process: even a well-known expression backtracks over a run of spaces
+MOST_STEPS = 4  # of a normalizer or a pre-tokenizer: each may lengthen the text
 
 _WORDS = r" ?[^\s\p{L}\p{N}]+[\r\n%s]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
@@ -34,12 +34,12 @@ KNOWN_PATTERNS = {
         for n in ("", "{1,3}")
     ),
 }
-_NORMALISERS = {"NFC", "NFD", "NFKC", "NFKD", "Lowercase", "Strip", "StripAccents"}
+_NORMALIZERS = {"NFC", "NFD", "NFKC", "NFKD", "Lowercase", "Strip", "StripAccents"}
 _PRE_TOKENIZERS = {"ByteLevel", "Metaspace", "Digits", "Punctuation", "Whitespace", "WhitespaceSplit"}
 
 
 class Encoder:
-    """Encodes text by `tokenizer`, which must not change any more.
+    """Encodes text by a tokenizer, which must not change later.
 
     Args:
         source: the tokenizer's file, for messages.
@@ -68,7 +68,7 @@ class Encoder:
             return self._tokenizer.encode(text, add_special_tokens=around).ids
         except (KeyboardInterrupt, SystemExit, MemoryError):
             raise
-        except BaseException as error:  # tokenizers raises Exception itself; a panic is not even that
+        except BaseException as error:  # tokenizers raises Exception itself, or panics
             raise self._refusal(error) from None
 
     def _in_child(self, text: str, around: bool) -> list[int]:
@@ -112,7 +112,7 @@ def encoding(state: str) -> Callable[[list], list[int]]:
 
 
 def steps(part) -> list[dict]:
-    """Return the steps of a normaliser or pre-tokenizer, those of nested sequences too; [] for None."""
+    """Return the steps of a normalizer or pre-tokenizer, those of nested sequences too; [] for None."""
     found, pending = [], [] if part is None else [json.loads(part.__getstate__())]
     while pending:
         step = pending.pop()
@@ -124,28 +124,28 @@ def steps(part) -> list[dict]:
 
 
 def _harmless(tokenizer: tokenizers.Tokenizer) -> bool:
-    """Whether time and memory are bounded for any text, as far as is known."""
+    """Whether its time and memory are known to be bounded for any text."""
     model = tokenizer.model
     if isinstance(model, tokenizers.models.BPE):
         if len(model.continuing_subword_prefix or "") + len(model.end_of_word_suffix or "") > 16:
             return False
     elif not isinstance(model, tokenizers.models.Unigram):
         return False
-    normalisers, pre_tokenizers = steps(tokenizer.normalizer), steps(tokenizer.pre_tokenizer)
+    normalizers, pre_tokenizers = steps(tokenizer.normalizer), steps(tokenizer.pre_tokenizer)
     return (
-        max(len(normalisers), len(pre_tokenizers)) <= MOST_STEPS
-        and all(map(_harmless_normaliser, normalisers))
+        max(len(normalizers), len(pre_tokenizers)) <= MOST_STEPS
+        and all(map(_harmless_normalizer, normalizers))
         and all(map(_harmless_pre_tokenizer, pre_tokenizers))
     )
 
 
-def _harmless_normaliser(step: dict) -> bool:
+def _harmless_normalizer(step: dict) -> bool:
     match step:
         case {"type": "Replace", "pattern": {"String": old}, "content": new}:
             return 0 < len(old) >= len(new)
         case {"type": "Prepend", "prepend": text}:
             return len(text) <= 16
-    return step["type"] in _NORMALISERS
+    return step["type"] in _NORMALIZERS
 
 
 def _harmless_pre_tokenizer(step: dict) -> bool:

@@ -80,7 +80,7 @@ class Grammars:
             raise
         except GenerationError as error:
             raise ParameterError(f"{name}: {error}", name, "type") from None
-        except BaseException as error:  # a panic of llguidance is no Exception
+        except BaseException as error:  # a panic of llguidance is not an Exception
             message = f"{name} cannot be compiled: {type(error).__name__}: {brief(error)}"
             raise ParameterError(message, name, "type") from error
 
@@ -165,7 +165,7 @@ class Matcher:
         self._matcher, self._words = matcher, -(-vocab_size // 32)
 
     def accept(self, token: int) -> bool:
-        """Go on after the token; return whether the answer ends there. Raises GenerationError."""
+        """Accept the token; return whether the answer ends there. Raises GenerationError."""
         self._matcher.consume_token(token)
         self._check()
         return self._matcher.is_stopped()

@@ -12,7 +12,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 
 class Broken(Exception):
-    """The template is no Jinja."""
+    """The template cannot be compiled."""
 
 
 class Refusal(jinja2.TemplateError):

@@ -42,7 +42,7 @@ class SandboxError(Exception):
 
 
 class Program(NamedTuple):
-    """What a child runs, and its limits."""
+    """The function that a child runs, and its limits."""
 
     function: str  # "module:name", a function of this package that takes the setup
     setup: Callable[[], Any]  # called in the parent when a child starts
@@ -143,7 +143,7 @@ class _Child:
         return self._started and self._owner == os.getpid() and self.process is not None and self.process.poll() is None
 
     def start(self) -> None:
-        """Raises SandboxError."""
+        """Start the process and wait until it is ready. Raises SandboxError."""
         self.end()
         program, package = self._program, str(Path(__file__).parents[2])
         command = [sys.executable, "-P", "-c", BOOT, package, program.function, str(program.memory)]
@@ -188,7 +188,7 @@ class _Child:
         self._started = False
         self._end()
 
-    def _exchange(self, request: bytes, seconds: float, what: str) -> Any:
+    def _exchange(self, request: bytes, seconds: float, problem: str) -> Any:
         assert self.process is not None
         until, answer = time.monotonic() + seconds, bytearray()
         try:
@@ -205,7 +205,7 @@ class _Child:
                     self.process.kill()
                     raise SandboxError(f"its process ended with code {self.process.wait()}")
         except TimeoutError:
-            raise SandboxError(f"{what} after {seconds:g} s") from None
+            raise SandboxError(f"{problem} after {seconds:g} s") from None
         return json.loads(answer)
 
 
@@ -243,7 +243,7 @@ def main(function: str, memory: str) -> None:
             continue
         try:
             _reply({"result": answer(message)})
-        except BaseException as error:  # a panic of a library is no Exception
+        except BaseException as error:  # a panic of a library is not an Exception
             unsafe = isinstance(error, MemoryError) or not isinstance(error, Exception)
             reason = brief(error, LONGEST_REASON) or type(error).__name__
             _reply({"error": type(error).__name__, "reason": reason, "unsafe": unsafe})

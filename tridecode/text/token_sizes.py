@@ -1,4 +1,4 @@
-"""How many tokens a text has at least: a text that cannot fit in a context is refused before it is tokenised."""
+"""The fewest tokens that a text can have: a text that cannot fit in a context is refused before it is tokenized."""
 
 import math
 import unicodedata
@@ -19,17 +19,17 @@ def longest(tokenizer: tokenizers.Tokenizer, token_bytes: TokenBytes) -> float:
 
 
 def fewest(text: str, longest: float) -> int:
-    """Return how many tokens of `longest` bytes `text` has at least, whether it is normalised (NFC) or not."""
+    """Return how many tokens of `longest` bytes `text` has at least, whether it is normalized (NFC) or not."""
     return math.ceil(min(len(form.encode()) for form in (text, unicodedata.normalize("NFC", text))) / longest)
 
 
 def _keeps(step: dict) -> bool:
-    """Whether a step of a normaliser or pre-tokenizer shortens no text, but for NFC."""
+    """Whether a step of a normalizer or pre-tokenizer shortens no text, but for NFC."""
     match step:
         case {"type": "NFC" | "ByteLevel" | "Metaspace" | "Prepend" | "Digits"}:
             return True
-        case {"type": "Split", "behavior": behaviour}:
-            return behaviour != "Removed"
+        case {"type": "Split", "behavior": behavior}:
+            return behavior != "Removed"
         case {"type": "Replace", "pattern": {"String": old}, "content": new}:
             return len(new.encode()) >= len(old.encode())
     return False

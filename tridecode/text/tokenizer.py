@@ -43,7 +43,7 @@ class Tokenizer:
 
     Attributes:
         vocab_size: tokens, added ones included; a model's own vocabulary is often padded beyond it.
-        bos_id, eos_id: None if it has none.
+        bos_id, eos_id: None if there is no such token.
         special_ids: the tokens that no text shows.
         directory: that of its files.
         thinks: whether the chat template knows think blocks, so that an answer may begin with one.
@@ -97,7 +97,7 @@ class Tokenizer:
         return cls(tokenizer, special_tokens, _template(path, settings, special_tokens), file)
 
     def start(self, callers: int = 1) -> None:
-        """Start its child processes in the background, for so many callers at a time."""
+        """Start its child processes in the background, for `callers` requests at a time."""
         if self._template:
             self._template.sandbox.start(min(callers, CHILDREN))
         if not self._encode.harmless:
@@ -323,7 +323,7 @@ def _load(file: Path) -> tokenizers.Tokenizer:
         return tokenizers.Tokenizer.from_buffer(data)
     except (KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # tokenizers raises Exception itself, and for some files a panic
+    except BaseException as error:  # tokenizers raises Exception itself, or panics
         raise CheckpointError(f"{file}: not a tokenizer ({brief(error)}); download the file again") from None
 
 
