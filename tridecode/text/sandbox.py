@@ -257,7 +257,7 @@ def _made(make: Callable[[Any], Callable[[Any], Any]], setup: Any) -> Callable[[
         error = caught
 
     def answer(message: Any) -> Any:
-        raise error
+        raise error.with_traceback(None)
 
     return answer
 
