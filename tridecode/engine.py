@@ -11,7 +11,7 @@ from typing import Any, Self
 
 import torch
 
-from .arguments import Flag, Text, function, mapping, shown
+from .arguments import Flag, Integer, Text, function, mapping, shown
 from .blocks.spec import ModelSpec
 from .blocks.weights import Weights
 from .checkpoint.hub import BUNDLED, fetch_weights, resolve_model
@@ -41,7 +41,7 @@ from .text.prompt import Encoded, Prompt, listed, prompt_ids
 from .text.tokenizer import Tokenizer
 from .tuning.configs import PassConfigs
 
-FLAG, TEXT = Flag(), Text()
+FLAG, TEXT, CALLERS = Flag(), Text(), Integer(1)
 FIRST_TURN = 64  # tokens of the largest prompt pass that an engine of one slot captures before it is ready
 
 
@@ -67,6 +67,7 @@ class Engine:
         *,
         progress: Callable[[int, int], None] | None = None,
         compiling: Callable[[int, int], None] | None = None,
+        callers: int | None = None,
         **options: Any,
     ) -> Self:
         """Load a checkpoint.
@@ -76,6 +77,8 @@ class Engine:
                 directory of that name.
             progress: called with (bytes done, bytes in all) while weights load.
             compiling: called with (kernels done, kernels in all) while kernels compile, from several threads.
+            callers: threads that submit prompts at the same time; None: as many as slots. For several, `load` also
+                does `warm_up`, while weights load and kernels compile.
             options: the fields of EngineOptions.
 
         On a CPU the engine sets PyTorch's number of threads: one for a tiny model, else the number of free cores. A
@@ -88,6 +91,7 @@ class Engine:
         """
         function("progress", progress)
         function("compiling", compiling)
+        callers = None if callers is None else CALLERS.check("callers", callers)
         requested = EngineOptions(**{name: named(value) for name, value in options.items()})
         device = find_device(requested)
         path = resolve_model(model, weights=False)
@@ -95,17 +99,17 @@ class Engine:
         plan.check()
         fetch_weights(model, path)
         tokenizer = Tokenizer.load(path)
-        # While weights load and kernels compile. With one slot the first grammar builds its vocabulary.
-        tokenizer.start(plan.slots)
+        callers = callers or plan.slots
+        tokenizer.start(callers)
         grammars = Grammars(tokenizer, plan.spec.vocab_size, plan.spec.stop_ids)
-        if plan.slots > 1:
+        if callers > 1:
             grammars.start()
         cores = threads.FreeCores()
         weights = load_weights(path, plan.spec, device, plan.dtype, progress, plan.host_layers)
         name = BUNDLED.name if model is None else str(model)
         engine = cls.build(plan, weights, tokenizer, name, compiling=compiling, grammars=grammars)
         engine.threads = threads.choose(plan.memory.weights, cores) if device.type == "cpu" else None
-        if plan.slots > 1:
+        if callers > 1:
             engine.warm_up()
         return engine
 
@@ -147,9 +151,9 @@ class Engine:
         self._driver = Driver(scheduler, lambda: threads.use(self.threads))
 
     def warm_up(self) -> None:
-        """Finish what the first prompt and the first grammar need, so that no request waits for it.
+        """Wait for the child processes that render prompts, and build the vocabulary of grammars.
 
-        `load` does this for an engine of several slots, and a server for any engine.
+        Then no request waits for them. `load` does this for several callers, a server for any engine.
         """
         self._grammars.start()
         if self.tokenizer is not None:

@@ -1,4 +1,4 @@
-"""Readiness: an engine of several slots, and a server, have done what first requests need."""
+"""An engine for several callers, and a server, are ready: first requests start no process and build nothing."""
 
 import subprocess
 import sys
@@ -8,6 +8,7 @@ import pytest
 from servers import CHAT, GREEDY, Running
 
 from tridecode import Engine, SamplingParams
+from tridecode.errors import ParameterError
 from tridecode.text.tokenizer import Tokenizer
 
 
@@ -38,17 +39,23 @@ def test_a_server_of_one_slot_is_ready_for_forms(nothing_starts):
     assert answer.json()["choices"][0]["message"]["content"] == "a"
 
 
-ONE_SLOT = """
+ONE_CALLER = """
 import sys
 from tridecode import Engine
 starts = []
 sys.addaudithook(lambda event, args: starts.append(args) if event == "subprocess.Popen" else None)
-with Engine.load(device="cpu") as engine:
+with Engine.load(slots=4, callers=1, device="cpu") as engine:
     engine.generate([{"role": "user", "content": "Hello"}])
 print(sum("tridecode.text.rendering:renderer" in args[1] for args in starts), "llguidance" in sys.modules)
 """
 
 
-def test_an_engine_of_one_slot_starts_one_child_and_prepares_no_grammar():
-    done = subprocess.run([sys.executable, "-c", ONE_SLOT], capture_output=True, text=True, timeout=60, check=True)
+def test_one_caller_has_one_child_and_no_grammar():
+    done = subprocess.run([sys.executable, "-c", ONE_CALLER], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.split() == ["1", "False"]
+
+
+def test_the_number_of_callers_is_checked():
+    with pytest.raises(ParameterError) as refused:
+        Engine.load(callers=0)
+    assert (refused.value.argument, refused.value.code) == ("callers", "range")
