@@ -19,6 +19,7 @@ for name in [name for name in os.environ if name.startswith("TRIDECODE_")]:
     del os.environ[name]
 TESTS = Path(__file__).parent
 sys.path[:0] = [str(TESTS), *(str(path) for path in TESTS.iterdir() if path.is_dir())]  # each may contain helpers
+sys.path.append(str(TESTS.parent))  # contains benchmarks/
 if not torch.cuda.is_available():
     from interpreter import quicken
 
@@ -29,7 +30,7 @@ if not torch.cuda.is_available():
 SLOW = """
     blocks/test_blocks blocks/test_declarations checkpoint/test_bundled checkpoint/test_checkpoint
     checkpoint/test_files checkpoint/test_host_layers checkpoint/test_hub checkpoint/test_methods cli/test_bench
-    cli/test_bench_batch cli/test_bench_serve cli/test_cli cli/test_configuration cli/test_failed_turns
+    cli/test_bench_serve cli/test_cli cli/test_configuration cli/test_failed_turns
     cli/test_keyboard cli/test_looks cli/test_markdown cli/test_overflow cli/test_remote_chat cli/test_sessions
     cli/test_signals cli/test_terminal cli/test_waiting cli/test_windows kernels/attention/test_attention
     kernels/attention/test_attention_queries kernels/attention/test_fp8_kv
@@ -91,11 +92,14 @@ def session(capsys, state):
 
     from tridecode import SamplingParams
     from tridecode.cli.chat.conversation import Conversation
-    from tridecode.cli.chat.local_talk import LocalChat
+    from tridecode.cli.chat.local import LocalModel
+    from tridecode.cli.chat.talk import Chat
     from tridecode.cli.terminal import Output
 
     def make(*answers, raw=False, params=None, **options):
-        chat = LocalChat(Script(*answers), params or SamplingParams(), Output(), Conversation(raw), **options)
+        script = Script(*answers)
+        chat = Chat(LocalModel(script), params or SamplingParams(), Output(), Conversation(raw), **options)
+        chat.engine = script
         chat.read = lambda: tuple(capsys.readouterr())
         return chat
 

@@ -22,6 +22,7 @@ class Parser(argparse.ArgumentParser):
         # No abbreviations: a script's --to must not change its meaning when an option is added.
         super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **kwargs)
         self._command = ""
+        self._within: dict[str, tuple[str, ...]] = {}
         self._configuration: Configuration | None = None
         self._without: dict[str, tuple[str, ...]] = {}
         self._words: tuple[str, Callable[[list[str]], bool]] | None = None
@@ -47,7 +48,7 @@ class Parser(argparse.ArgumentParser):
         """Each command refuses what it does not know itself: argparse would leave that to the parser above it."""
         namespace = namespace or argparse.Namespace()
         keys = self._configuration.keys[self._command] if self._configuration else {}
-        for name in (*keys, *(name for names in self._without.values() for name in names)):
+        for name in (*keys, *(name for names in (*self._without.values(), *self._within.values()) for name in names)):
             setattr(namespace, name, None)  # argparse's own defaults would look as if they were given
         namespace, unknown = super().parse_known_args(args, namespace)
         if unknown and (command := self._meant(args, unknown, namespace)):
@@ -63,6 +64,8 @@ class Parser(argparse.ArgumentParser):
             self._fill(namespace, keys)
         for flag, names in self._without.items():
             self._part(namespace, flag, names)
+        for flag, names in self._within.items():
+            self._part(namespace, flag, names, needed=True)
         return namespace, unknown
 
     def _typed(self, args: list[str]) -> dict[str, str]:
@@ -90,13 +93,19 @@ class Parser(argparse.ArgumentParser):
             return None
         return f"{self.prog} {shlex.join([name, ' '.join(words), *rest])}"
 
-    def _part(self, namespace, flag: str, names: tuple[str, ...]) -> None:
-        """Refuse `names` beside `flag`, and give them their defaults where it is not given."""
+    def within(self, flag: str, *names: str) -> None:
+        """Refuse options of these names without the option `flag`; if it is not set they are None."""
+        self._within[flag] = names
+
+    def _part(self, namespace, flag: str, names: tuple[str, ...], needed: bool = False) -> None:
+        """Give `names` their defaults if `flag` is set as they need it; refuse them otherwise."""
         given = next((name for name in names if getattr(namespace, name) is not None), None)
-        if not getattr(namespace, flag):
+        if bool(getattr(namespace, flag)) == needed:
             for name in names:
                 if getattr(namespace, name) is None:
                     setattr(namespace, name, self.get_default(name))
+        elif given and needed:
+            self.error(f"{option(given)} needs {option(flag)}; add that, or leave out {option(given)}")
         elif given:
             self.error(f"{option(given)} does not go with {option(flag)}, which has no use for it; leave out one")
 
