@@ -32,7 +32,8 @@ def load_model(args, model: str | Path | None, max_seq_len: int | None, output: 
     """Load `model` (None: bundled) with the engine's options of the command line."""
     with output.loading() as progress:
         options = engine_options(args) | {"max_seq_len": max_seq_len}
-        engine = Engine.load(model, progress=progress.weights, compiling=progress.kernels, **options)
+        callers = None if args.command == "serve" else 1  # all other commands submit from one thread
+        engine = Engine.load(model, progress=progress.weights, compiling=progress.kernels, callers=callers, **options)
     for note in engine.notes:
         output.note(with_options(note, LOADING))
     return engine
