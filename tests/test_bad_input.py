@@ -3,14 +3,12 @@
 import io
 import json
 import re
-import shlex
 
 import pytest
 import torch
 from checkpoints import VOCAB_SIZE, write_tiny
 
 from tridecode import cli as commands
-from tridecode.cli.parser import make_parser
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +110,7 @@ def test_unknown_option_value(failure, option, value, named):
 @pytest.mark.parametrize("command", ["chat", "generate", "info"])
 def test_misspelt_option(failure, command):
     line = failure(command, "--devise", "cpu", code=2)
-    assert "--devise cpu; did you mean --device?" in line and f"tridecode {command} --help" in line
+    assert "did you mean --device?" in line and f"tridecode {command} --help" in line
 
 
 @pytest.mark.parametrize(
@@ -129,41 +127,34 @@ def test_misspelt_option(failure, command):
     ],
 )
 def test_only_a_near_option_is_suggested(failure, typed, meant):
-    line = failure("generate", typed, "3", code=2)
+    line = failure("generate", typed, code=2)
     assert line == (
-        f"tridecode: error: unrecognized arguments: {typed} 3{f'; did you mean {meant}?' if meant else ''} "
+        f"tridecode: error: unrecognized arguments: {typed}{f'; did you mean {meant}?' if meant else ''} "
         "(see tridecode generate --help)\n"
     )
 
 
 @pytest.mark.parametrize(
-    "typed, meant",
+    "argv, named",
     [
-        ("generate hi", "--prompt hi"),
-        ("generate --quiet hi there --seed 3", "--prompt 'hi there' --quiet --seed 3"),
-        ("generate 3 --seed 3", "--prompt 3 --seed 3"),
-        ("generate --prompt explain this", "--prompt 'explain this'"),
-        ("generate --prompt=explain this", "--prompt 'explain this'"),
-        ("chat Qwen/Qwen3-4B --think off", "--model Qwen/Qwen3-4B --think off"),
-        ("serve ./model", "--model ./model"),
-        ("info bundled", "--model bundled"),
+        (("genrate", "hi"), "there is no command genrate; did you mean generate?"),
+        (("Chat",), "there is no command Chat; did you mean chat?"),
+        (("hcat", "--device", "cpu"), "did you mean chat?"),
+        (("chat", "Qwen/Qwen3-4B"), "did you mean --model Qwen/Qwen3-4B?"),
+        (("Qwen/Qwen3-4B",), "did you mean --model Qwen/Qwen3-4B?"),
+        (("serve", "./model"), "unrecognized arguments: ./model; did you mean --model ./model?"),
+        (("info", "bundled"), "did you mean --model bundled?"),
+        (("info", "a/b", "c"), "unrecognized arguments: a/b c (see"),
+        (("generate", "hi", "--nope"), "unrecognized arguments: --nope (see"),
+        (("generate", "--prompt", "explain", "this"), "one is 'this'; put a prompt of several words in quotes"),
+        (("generate", "--prompt-ids", "1,2", "3"), "there are two prompts, one is '3'"),
+        (("chat", ""), "the question is empty"),
+        (("generate", " "), "the question is empty"),
+        (("--verison",), "--verison"),
     ],
 )
-def test_words_by_themselves_are_put_where_they_belong(failure, typed, meant):
-    """The line ends with what can be typed instead."""
-    command, *rest = typed.split()
-    line = failure(command, *rest, code=2)
-    assert line.endswith(f"; did you mean: tridecode {command} {meant}\n")
-    args = make_parser().parse_args([command, *shlex.split(meant)])
-    assert (args.prompt if command == "generate" else args.model) == shlex.split(meant)[1]
-
-
-@pytest.mark.parametrize(
-    "typed", ["chat hi", "chat --model a b/c", "generate --prompt-ids 1,2 3", "generate hi --nope", "info a/b c"]
-)
-def test_words_that_belong_nowhere_are_put_nowhere(failure, typed):
-    line = failure(*typed.split(), code=2)
-    assert "unrecognized arguments: " in line and "did you mean" not in line
+def test_words_that_are_not_a_question(failure, argv, named):
+    assert named in failure(*argv, code=2)
 
 
 @pytest.mark.parametrize(
@@ -186,7 +177,7 @@ def test_a_number_of_many_digits_is_not_shown_whole(failure, option, digits):
 TWO_PROMPTS = ("generate", "--prompt", "x", "--prompt-ids", "1")
 
 
-@pytest.mark.parametrize("argv", [("sing",), TWO_PROMPTS, ("chat", "x\x1b[2J")])
+@pytest.mark.parametrize("argv", [TWO_PROMPTS, ("info", "x\x1b[2J")])
 def test_wrong_usage(failure, argv):
     assert "\x1b" not in failure(*argv, code=2)
 

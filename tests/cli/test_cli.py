@@ -15,6 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from chats import READY, leaves
 from checkpoints import write_tiny
 from models import CUDA, planned, use_h100
 
@@ -74,7 +75,48 @@ def test_alone_it_shows_help_with_examples(run):
     assert (code, err) == (0, "") and out.count("\n  tridecode ") + out.count("| tridecode ") == 3
     for example in out.split("examples:\n")[1].splitlines():
         words = shlex.split(example.split("tridecode", 1)[1].split("    ")[0])
-        assert make_parser().parse_args(words).command == words[0]
+        assert make_parser().parse_args(words).command in ("chat", words[0])
+
+
+@pytest.mark.parametrize(
+    "argv, question",
+    [
+        (["Why is the sky blue?"], "Why is the sky blue?"),
+        (["--verbose", "sky?"], "sky?"),
+        (["what", "is", "a", "river"], "what is a river"),
+        (["chat", "hello"], "hello"),
+        (["hello", "--seed", "3"], "hello"),
+        (["--model", "a/b", "hi"], "hi"),
+        (["- a list"], "- a list"),
+        (["and/or?"], "and/or?"),
+        (["chat"], None),
+        (["--device=cpu"], None),
+    ],
+)
+def test_a_question_in_place_of_a_command_begins_a_chat(argv, question):
+    args = make_parser().parse_args(argv)
+    assert (args.command, args.question) == ("chat", question)
+
+
+def test_a_question_without_a_terminal_is_answered_alone(piped, tmp_path):
+    code, out, err = piped("", "Hello", "--max-tokens", 4, "--temperature", 0)
+    assert code == 0 and out.count("\n") == 1 and err.count(" tok/s") == 1
+    assert piped("Hello\n", "--max-tokens", 4, "--temperature", 0)[1] == out
+    (tmp_path / "file").write_text("Hello")
+    program = [sys.executable, "cli.py", "-", "--device", "cpu", "--max-tokens", "4", "--temperature", "0"]
+    with (tmp_path / "file").open() as stdin:
+        done = subprocess.run(program, cwd=ROOT, stdin=stdin, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, out)
+
+
+def test_a_question_in_a_terminal_is_the_first_turn(terminal):
+    child = terminal("What is it?", "--max-tokens", 4)
+    assert "> What is it?" in child.screen.getvalue()
+    child.send("/history\r")
+    child.expect_exact("What is it?")
+    child.expect_exact(READY)
+    child.send("/exit\r")
+    leaves(child)
 
 
 def test_cli_py_is_the_program():
@@ -82,25 +124,24 @@ def test_cli_py_is_the_program():
     assert (done.returncode, done.stdout, done.stderr) == (0, f"tridecode {__version__}\n", "")
 
 
-@pytest.mark.parametrize(
-    "typed, completed",
-    [
-        ("ch", "chat"),
-        ("doc", "doctor"),
-        ("chat --th", "--think"),
-        ("chat --think ''", "on off hide"),
-        ("chat --model tests/kern", "tests/kernels"),
-        ("chat --model Qw", "Qwen/Qwen3-4B"),
-        ("serve --model bun", "bundled"),
-        ("conf", "config"),
-        ("generate --output cli.", "cli.py"),
-        ("sess", "sessions"),
-        ("sessions ren", "rename"),
-        ("chat --session ri", "rivers"),
-        ("sessions delete ri", "rivers"),
-    ],
-)
-def test_bash_completes(run, tmp_path, typed, completed):
+COMPLETIONS = {
+    "ch": "chat",
+    "doc": "doctor",
+    "chat --th": "--think",
+    "chat --think ''": "on off hide",
+    "chat --model tests/kern": "tests/kernels",
+    "chat --model Qw": "Qwen/Qwen3-4B",
+    "serve --model bun": "bundled",
+    "conf": "config",
+    "generate --output cli.": "cli.py",
+    "sess": "sessions",
+    "sessions ren": "rename",
+    "chat --session ri": "rivers",
+    "sessions delete ri": "rivers",
+}
+
+
+def test_bash_completes(run, tmp_path):
     bash = shutil.which("bash")
     if bash is None:
         pytest.skip("there is no bash here")
@@ -113,11 +154,13 @@ def test_bash_completes(run, tmp_path, typed, completed):
         "tridecode() { echo rivers; }\n"  # sessions --names
         f"export HF_HUB_CACHE='{tmp_path}/hub'\n"
         f"source '{tmp_path}/script'; complete -p tridecode >/dev/null || exit 1\n"
-        f"COMP_WORDS=(tridecode {typed}); COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1)); _shtab_tridecode\n"
-        'echo "${COMPREPLY[@]}"'
     )
+    for typed in COMPLETIONS:
+        program += f"COMP_WORDS=(tridecode {typed}); COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1)); COMPREPLY=()\n"
+        program += '_shtab_tridecode; echo "${COMPREPLY[@]}"\n'
     done = subprocess.run([bash, "-c", program], cwd=ROOT, capture_output=True, text=True)
-    assert (done.returncode, done.stdout, done.stderr) == (0, completed + "\n", "")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert dict(zip(COMPLETIONS, done.stdout.splitlines(), strict=True)) == COMPLETIONS
 
 
 def test_the_completion_lines_of_the_docs_work_in_an_empty_home(tmp_path):

@@ -2,17 +2,22 @@
 
 import argparse
 import difflib
-import shlex
+import re
 import sys
-from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from itertools import takewhile
 
+from ..checkpoint.hub import BUNDLED
 from ..errors import ParameterError
 from .configuration import Configuration
 from .explain import option
 from .options import Option, add_options
 from .terminal import one_line
+
+
+def is_model(word: str) -> bool:
+    """Return whether a word looks like a model, and not like a question."""
+    return word == BUNDLED.name or "/" in word and not re.search(r"\s|\?$", word)
 
 
 class Parser(argparse.ArgumentParser):
@@ -23,8 +28,8 @@ class Parser(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **kwargs)
         self._command = ""
         self._configuration: Configuration | None = None
+        self._asks = False
         self._without: dict[str, tuple[str, ...]] = {}
-        self._words: tuple[str, Callable[[list[str]], bool]] | None = None
 
     def configure(self, command: str, configuration: Configuration) -> None:
         """Add the declared options of `command`. Those that the command line does not set come from `configuration`.
@@ -39,9 +44,10 @@ class Parser(argparse.ArgumentParser):
         """Refuse options of these names beside the option `flag`; where that is given they are None."""
         self._without[flag] = names
 
-    def words(self, option: str, fit: Callable[[list[str]], bool]) -> None:
-        """Words that stand by themselves, of which there may be none, are meant for that option where they `fit`."""
-        self._words = option, fit
+    def ask(self, help: str) -> None:
+        """Accept a question as words without an option: `question` is their text, None if there are none."""
+        self._asks = True
+        self.add_argument("question", nargs="*", default=[], metavar="QUESTION", help=help)
 
     def parse_known_args(self, args=None, namespace=None):
         """Each command refuses what it does not know itself: argparse would leave that to the parser above it."""
@@ -50,14 +56,10 @@ class Parser(argparse.ArgumentParser):
         for name in (*keys, *(name for names in self._without.values() for name in names)):
             setattr(namespace, name, None)  # argparse's own defaults would look as if they were given
         namespace, unknown = super().parse_known_args(args, namespace)
-        if unknown and (command := self._meant(args, unknown, namespace)):
-            message = f"unrecognized arguments: {' '.join(unknown)}; did you mean: {command}"
-            self.exit(2, f"tridecode: error: {one_line(message)}\n")
         if unknown:
-            typed = next((word for word in unknown if word.startswith("-")), "")
-            near = self.near(typed.split("=")[0].lstrip("-"))
-            meant = f"; did you mean {' or '.join(near)}?" if near else ""
-            self.error(f"unrecognized arguments: {' '.join(unknown)}{meant}")
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{self._hint(unknown)}")
+        if self._asks:
+            namespace.question = self._question(namespace.question)
         if keys:
             namespace.typed = self._typed(args)
             self._fill(namespace, keys)
@@ -70,25 +72,20 @@ class Parser(argparse.ArgumentParser):
         words = (arg.split("=", 1)[0] for arg in takewhile("--".__ne__, args))
         return {self._option_string_actions[word].dest: word for word in words if word in self._option_string_actions}
 
-    def _meant(self, args: list[str], unknown: list[str], namespace) -> str | None:
-        """The command with the words that nothing takes behind the option that they are meant for, if that is one."""
-        if self._words is None:
-            return None
-        (name, fit), options = self._words, self._option_string_actions
-        groups = (group._group_actions for group in self._mutually_exclusive_groups)
-        beside = {other.dest for group in groups if options[name] in group for other in group} - {options[name].dest}
-        words: list[str] = []
-        rest: list[str] = []
-        taker = None
-        parts = (part for arg in args for part in (arg.split("=", 1) if arg.startswith(f"{name}=") else [arg]))
-        for arg in parts:
-            mine = taker == name or not taker and not arg.startswith("-")
-            if mine or arg != name:
-                (words if mine else rest).append(arg)
-            taker = arg if not taker and arg in options and options[arg].nargs != 0 else None
-        if not set(unknown) <= set(words) or not fit(words) or any(getattr(namespace, other) for other in beside):
-            return None
-        return f"{self.prog} {shlex.join([name, ' '.join(words), *rest])}"
+    def _hint(self, unknown: list[str]) -> str:
+        """Return the likely meaning of arguments that the command does not have."""
+        typed = next((word for word in unknown if word.startswith("-")), "")
+        near = self.near(typed.split("=")[0].lstrip("-"))
+        if len(unknown) == 1 and is_model(unknown[0]) and "--model" in self._option_string_actions:
+            near = [f"--model {unknown[0]}"]
+        return f"; did you mean {' or '.join(near)}?" if near else ""
+
+    def _question(self, words: list[str]) -> str | None:
+        if len(words) == 1 and is_model(words[0]):
+            self.error(f"{words[0]} looks like a model, not like a question{self._hint(words)}")
+        if words and not "".join(words).strip():
+            self.error("the question is empty")
+        return " ".join(words) if words else None
 
     def _part(self, namespace, flag: str, names: tuple[str, ...]) -> None:
         """Refuse `names` beside `flag`, and give them their defaults where it is not given."""

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import select
 import stat
 import sys
@@ -15,6 +16,7 @@ LARGEST = 64_000_000  # characters of stdin or bytes of a file; no context holds
 PIECE = 1 << 20  # read at once: Ctrl-C ends what reads between two
 DIGITS = 100  # of a number in JSON
 PATIENCE = 1.0  # seconds until somebody is told what is being waited for
+STDIN = re.compile(r"(?m)^-$|(?<!\S)-\Z")  # in a prompt; a hyphen in the middle of a line is only that
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MESSAGES = 'expected a list like [{"role": "user", "content": "..."}]'
 
@@ -48,6 +50,20 @@ def read_stdin(output: Output, most: int | None = None, way_out: str = "") -> st
     if hasattr(sys.stdin, "reconfigure"):
         sys.stdin.reconfigure(errors="surrogateescape")  # so that `clean` sees what could not be decoded
     return clean(read_all(sys.stdin.read, "stdin", most).removeprefix("\ufeff"), "stdin", output)
+
+
+def with_stdin(text: str, output: Output) -> str:
+    """Return a prompt with stdin where a - stands for it, or else after it if stdin is a pipe or a file."""
+    if STDIN.search(text):
+        given = read_stdin(output).removesuffix("\n")
+        if not given:
+            output.note("stdin, which the - in the prompt stands for, is empty")
+        return STDIN.sub(lambda _: given, text)
+    if not stdin_is_file():
+        return text
+    given = read_stdin(output, way_out="; </dev/null leaves it out of the prompt").removesuffix("\n")
+    before = text.removesuffix("\n")
+    return f"{before}\n{given}" if before and given else given or text
 
 
 def stdin_lines() -> Iterator[str]:

@@ -1,9 +1,12 @@
 """The options of every command. Nothing here imports torch: `--help` answers at once."""
 
 import argparse
+import difflib
+import re
 import sys
+from collections.abc import Iterable
+from typing import Any
 
-from ..checkpoint.hub import BUNDLED
 from ..version import __version__
 from .bench_options import BENCH, add_benches, add_quantize, add_shape, add_verbose
 from .command_line import Parser
@@ -12,24 +15,29 @@ from .configuration import Configuration
 from .options import CONFIGURED
 from .values import minutes, positive, row_count
 
+ABOUT = """\
+Run open-weight language models on one GPU, or on the CPU. A question in place of COMMAND begins a chat.
+"""
 EXAMPLES = """\
 examples:
-  tridecode chat                                       talk with the small bundled model
+  tridecode "Why is the sky blue?"                     ask the small bundled model, and go on talking
   tridecode chat --model Qwen/Qwen3-4B                 with a model from Hugging Face, or of a directory
   git diff | tridecode generate --prompt "Explain:"    one answer, in a pipe
 """
 CHAT = """\
-Talk with a model. In the chat: /help lists the commands, Ctrl-C stops an answer, Ctrl-D leaves.
-With stdin from a pipe or file, each line is one turn; answers go to stdout, everything else to stderr. A message of
-several lines stands between \""" and \""".
+Talk with a model. QUESTION is the first message: tridecode "Why is the sky blue?" is a chat too.
+In the chat: /help lists the commands, Ctrl-C stops an answer, Ctrl-D leaves.
+Without a terminal, QUESTION is answered alone; stdin comes after it if it is a pipe or a file. Without QUESTION, each
+line of stdin is one turn. Answers go to stdout, everything else to stderr. A message of several lines stands between
+\""" and \""".
 """
 CHAT_CODES = """\
 Exit codes: 0 done, 1 error, 2 wrong options, 3 the GPU is lost, 130 interrupted, 141 reader of stdout gone.
 """
 GENERATE = """\
-Answer one prompt: --prompt, --prompt-ids, --messages, or stdin when none is given (one newline at its end is dropped).
-Beside --prompt, stdin comes after it if it is a pipe or a file (</dev/null: nothing does); a - that is the last word of
---prompt, or alone on a line of it, says where instead. --jsonl answers a file of prompts.
+Answer one prompt: QUESTION, which is the same as --prompt, or --prompt-ids, --messages, or stdin if there is none (one
+newline at its end is dropped). If stdin is a pipe or a file it is put after QUESTION, or in place of a - that is its
+last word, or alone on one of its lines (</dev/null: nothing is put there). --jsonl answers a file of prompts.
 The text streams to stdout, everything else goes to stderr. With --json, stdout gets exactly one line an answer.
 """
 SESSIONS = """\
@@ -75,9 +83,35 @@ reads when it loads. Prints what changed and, as the last line, one JSON object.
 """
 
 
-def is_model(words: list[str]) -> bool:
-    """Whether they look like a model's name, and not like a message."""
-    return len(words) == 1 and ("/" in words[0] or words[0] == BUNDLED.name)
+class Program(Parser):
+    """The parser of the whole command line. Words that name no command are a question for `chat`."""
+
+    def parse_known_args(self, args=None, namespace=None):
+        args = list(sys.argv[1:] if args is None else args)
+        at = next((i for i, word in enumerate(args) if word != "--verbose"), None)
+        if at is not None and self._is_chat(args[at]):
+            args.insert(at, "chat")
+        return super().parse_known_args(args, namespace)
+
+    def _is_chat(self, word: str) -> bool:
+        """Return whether a command line that begins with this word is one of `chat`, whose name is left out."""
+        assert self._subparsers is not None
+        commands: Any = self._subparsers._group_actions[0].choices
+        option = word.split("=")[0]
+        if word in commands or option in self._option_string_actions:
+            return False
+        if re.fullmatch(r"-\S+", word):
+            return option in commands["chat"]._option_string_actions
+        if " " not in word and not word.endswith("?") and (near := nearest_command(word, commands)):
+            self.error(f"there is no command {word}; did you mean {near}?")
+        return True
+
+
+def nearest_command(word: str, commands: Iterable[str]) -> str | None:
+    """Return the command that a misspelled word means. Its first letter is right, or two letters are swapped."""
+    word = word.lower()
+    near = difflib.get_close_matches(word, commands, cutoff=0.75)
+    return next((name for name in near if name[0] == word[0] or sorted(name) == sorted(word)), None)
 
 
 class PrintCompletion(argparse.Action):
@@ -101,8 +135,7 @@ class PrintCompletion(argparse.Action):
 
 
 def make_parser() -> argparse.ArgumentParser:
-    words = "Run open-weight language models on one GPU, or on the CPU."
-    parser = Parser(prog="tridecode", description=words, epilog=EXAMPLES)
+    parser = Program(prog="tridecode", description=ABOUT, epilog=EXAMPLES)
     parser.add_argument("--version", action="version", version=f"tridecode {__version__}")
     parser.add_argument("--verbose", action="store_true", help="log to stderr, and show tracebacks")
     parser.add_argument(
@@ -137,9 +170,10 @@ def make_parser() -> argparse.ArgumentParser:
     for name in CONFIGURED:
         command = commands.choices[name]
         command.configure(name, configuration)
-        command.words(*(("--prompt", bool) if name == "generate" else ("--model", is_model)))
         command.set_defaults(refuse=command.error)
         add_verbose(command)
+    commands.choices["chat"].ask("the first message; without a terminal its answer is the only one")
+    commands.choices["generate"].ask("the prompt, as with --prompt")
     add_benches(add("bench", help="time this engine on a GPU", description=BENCH))
     profile = add("profile", help="show where a step's time goes", description=PROFILE)
     add_shape(profile, model=True)

@@ -6,14 +6,14 @@ import time
 from dataclasses import replace
 
 from ..graph_stats import show_graph_stats
-from ..inputs import stdin_lines
+from ..inputs import stdin_lines, with_stdin
 from ..loading import Loader, load_engine, tokenizer_of
 from ..options import sampling_overrides
 from ..terminal import Output
 from . import saving, session
 from .completion import completed
 from .conversation import Conversation
-from .lines import Interrupted, join_blocks
+from .lines import CONTINUED, PROMPT, Interrupted, join_blocks
 from .local_talk import LocalChat
 from .reader import open_reader, shows_editor
 from .remote_talk import RemoteChat, connect
@@ -56,10 +56,11 @@ def chat(args, output: Output) -> int:
             place = f" at {talk.engine.device}" if args.url else ""
             output.note(f"{talk.engine.name}{place}: {talk.capacity_words()}; /help lists the commands")
             output.quiet = False  # what is asked for from here on is shown
-            code = converse(talk, open_reader(lambda typed: completed(typed, talk.offer()), output))
+            code = converse(talk, open_reader(lambda typed: completed(typed, talk.offer()), output), args.question)
         else:
             output.quiet = False
-            for line in join_blocks(stdin_lines()):
+            question = args.question is not None and [with_stdin(args.question, output)]
+            for line in question or join_blocks(stdin_lines()):
                 if not talk.handle(line):
                     break
     finally:
@@ -113,8 +114,10 @@ def open_session(args, output: Output, interactive: bool) -> tuple[Conversation,
     return conversation, store
 
 
-def converse(talk: Chat, reader) -> int:
-    """Read from the terminal until /exit, Ctrl-D, or Ctrl-C twice in a row."""
+def converse(talk: Chat, reader, first: str | None = None) -> int:
+    """Read from the terminal until /exit, Ctrl-D, or Ctrl-C twice in a row. first: the first message."""
+    if first is not None:
+        talk.output.user(PROMPT + first.replace("\n", "\n" + CONTINUED))
     leaving = between = False  # between: whether something was said that a blank line parts from what comes
     while True:
         try:
@@ -123,7 +126,7 @@ def converse(talk: Chat, reader) -> int:
                 talk.output.text("\n")
             between = False
             reader.redraws = talk.output.redraws = not talk.plain
-            line = reader.read(draft or "")
+            line, first = reader.read(draft or "") if first is None else first, None
             talk.editor = talk.output.editor = reader.is_editor
             leaving, between = False, bool(line.strip())
             if not talk.handle(line, replaces=draft is not None):

@@ -70,6 +70,10 @@ def check_options(args) -> None:
     """End as for a wrong option where options contradict each other."""
     if args.output in STDOUT:  # as by default
         args.output = None
+    if args.question is not None:
+        if any(getattr(args, name) is not None for name in ("prompt", "prompt_ids", "messages", "jsonl")):
+            args.refuse(f"there are two prompts, one is {args.question!r}; put a prompt of several words in quotes")
+        args.prompt = args.question
     if args.allow_special and not args.raw:
         args.refuse("--allow-special needs --raw: in a chat only the template writes control tokens")
     if args.logprobs is not None and not args.json and args.jsonl is None:

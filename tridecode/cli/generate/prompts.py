@@ -1,15 +1,11 @@
 """The prompt that the options give: text, a chat or ids, from the command line, a file or stdin."""
 
-import re
-
 from ...engine import Engine, Prompt
 from ...errors import PromptError
 from ..chat import session
-from ..inputs import check_messages, clean, parse_json, read_file, read_stdin, stdin_is_file
+from ..inputs import check_messages, clean, parse_json, read_file, read_stdin, with_stdin
 from ..loading import tokenizer_of
 from ..terminal import Output
-
-STDIN = re.compile(r"(?m)^-$|(?<!\S)-\Z")  # in --prompt; a hyphen in the middle of a line is only that
 
 
 def read_prompt(args, output: Output) -> Prompt:
@@ -27,20 +23,6 @@ def read_prompt(args, output: Output) -> Prompt:
             "the prompt is empty; give --prompt TEXT, --prompt-ids IDS, --messages FILE, or text on stdin"
         )
     return text if args.raw else with_system([{"role": "user", "content": text}], args, "the prompt")
-
-
-def with_stdin(text: str, output: Output) -> str:
-    """The text of --prompt with stdin where a - stands for it, else after it, if stdin is a pipe or a file."""
-    if STDIN.search(text):
-        given = read_stdin(output).removesuffix("\n")
-        if not given:
-            output.note("stdin, which the - in --prompt stands for, is empty")
-        return STDIN.sub(lambda _: given, text)
-    if not stdin_is_file():
-        return text
-    given = read_stdin(output, way_out="; </dev/null leaves it out of the prompt").removesuffix("\n")
-    before = text.removesuffix("\n")
-    return f"{before}\n{given}" if before and given else given or text
 
 
 def read_messages(args, output: Output) -> Prompt:
