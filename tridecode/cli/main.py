@@ -9,7 +9,7 @@ from ..errors import DeviceError
 from .explain import explain, option
 from .options import SAMPLING
 from .parser import make_parser
-from .signals import Ended, ended_by_interrupt, ending
+from .signals import Ended, ended_by_interrupt, ending, heed_interrupts
 from .terminal import Output, foreign_encoding, tolerant_streams, unechoed
 
 NEED_GPU = ("bench", "profile", "tune")
@@ -86,6 +86,7 @@ def run(args, output: Output) -> int:
     if args.command == "chat" and output.tty and sys.stdin.isatty():
         from .chat.reader import shows_editor
 
+        heed_interrupts()
         # The imports take a second or two: what is typed or pasted meanwhile is for the first prompt.
         with unechoed(True, nothing, nothing, shows_editor()) as put_away, ended_by_interrupt(put_away):
             command = imported(args.command)

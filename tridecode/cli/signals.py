@@ -114,6 +114,12 @@ def ended_by_interrupt(put_away: Callable[[], None] | None = None):
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def heed_interrupts() -> None:
+    """Let Ctrl-C raise KeyboardInterrupt though the program was started with SIGINT ignored, as a script may do."""
+    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 @contextmanager
 def one_interrupt(enabled: bool):
     """Within, the first Ctrl-C raises KeyboardInterrupt and later ones do nothing: impatience must not end the chat."""
