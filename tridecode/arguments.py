@@ -11,9 +11,10 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
-from .errors import ParameterError, conflict
+from .errors import ParameterError, PromptError, conflict
 
 LARGEST = 2**31 - 2  # positions and counts are 32-bit integers
+ROLES = ("system", "developer", "user", "assistant", "tool")  # of chat messages
 WORDS = {"true": True, "on": True, "yes": True, "1": True, "false": False, "off": False, "no": False, "0": False}
 
 T = TypeVar("T")
@@ -369,3 +370,29 @@ def function(name: str, value: object) -> None:
     if value is not None and not callable(value):
         message = f"{name} must be a function or None, got {shown(value)}"
         raise ParameterError(message, argument=name, code="type")
+
+
+def check_messages(value: Any, place: str = "", roles: Sequence[str] = ROLES) -> list[dict[str, Any]]:
+    """Return a chat, which is a list of dicts with the strings "role" and "content".
+
+    Args:
+        place: where the chat is from, for the message.
+        roles: the roles that are accepted; none: any.
+
+    Raises:
+        PromptError: the first message that is wrong, counted from 1, and what was expected.
+    """
+    begin = f"{place}: " if place else ""
+    if not isinstance(value, list | tuple) or not value:
+        raise PromptError(f'{begin}expected a list like [{{"role": "user", "content": "..."}}], got {shown(value)}')
+    for number, message in enumerate(value, 1):
+        begun = f"{begin}message {number:,}"
+        if not isinstance(message, dict):
+            raise PromptError(f"{begun} must be a dict with role and content, got {shown(message)}")
+        for key in ("role", "content"):
+            if not isinstance(message.get(key), str):
+                got = shown(message[key]) if key in message else "none"
+                raise PromptError(f"{begun}: {key} must be a string, got {got}")
+        if roles and message["role"] not in roles:
+            raise PromptError(f"{begun}: role must be one of {', '.join(roles)}, got {shown(message['role'])}")
+    return list(value)

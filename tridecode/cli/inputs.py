@@ -9,7 +9,8 @@ import stat
 import sys
 from collections.abc import Callable, Iterator
 
-from ..errors import PromptError, as_json
+from ..arguments import check_messages as check_messages
+from ..errors import PromptError
 from .terminal import Output
 
 LARGEST = 64_000_000  # characters of stdin or bytes of a file; no context holds a prompt as long
@@ -17,8 +18,6 @@ PIECE = 1 << 20  # read at once: Ctrl-C ends what reads between two
 DIGITS = 100  # of a number in JSON
 PATIENCE = 1.0  # seconds until somebody is told what is being waited for
 STDIN = re.compile(r"(?m)^-$|(?<!\S)-\Z")  # in a prompt; a hyphen in the middle of a line is only that
-ROLES = ("system", "developer", "user", "assistant", "tool")
-MESSAGES = 'expected a list like [{"role": "user", "content": "..."}]'
 
 
 def read_file(path: str, output: Output, most: int | None = None) -> str:
@@ -159,20 +158,3 @@ def clean(text: str, name: str, output: Output) -> str:
     except UnicodeDecodeError:
         output.note(f"{name}: what is not valid UTF-8 or Unicode was replaced by U+FFFD")
         return data.decode("utf-16", "replace")
-
-
-def check_messages(found, where: str) -> list[dict]:
-    """`found` if it is a chat; PromptError names the place of what is wrong."""
-    if not isinstance(found, list) or not found:
-        raise PromptError(f"{where}: {MESSAGES}, got {as_json(found)}")
-    for i, message in enumerate(found, 1):
-        place = f"{where}: message {i:,}"
-        if not isinstance(message, dict):
-            raise PromptError(f"{place}: expected an object with role and content, got {as_json(message)}")
-        for key in ("role", "content"):
-            if not isinstance(message.get(key), str):
-                got = as_json(message[key]) if key in message else "none"
-                raise PromptError(f"{place}: {key} must be a string, got {got}")
-        if message["role"] not in ROLES:
-            raise PromptError(f"{place}: role must be one of {', '.join(ROLES)}, got {as_json(message['role'])}")
-    return found

@@ -6,10 +6,11 @@ from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from ...arguments import check_messages
 from ...engine import Prompt
 from ...errors import ParameterError, PromptError, TridecodeError, as_json
 from ...sampling import SamplingParams
-from ..inputs import DIGITS, check_messages, parse_json
+from ..inputs import DIGITS, parse_json
 from ..options import SAMPLING
 from ..terminal import Output, did_you_mean, one_line
 from .prompts import with_system

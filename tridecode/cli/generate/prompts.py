@@ -1,9 +1,10 @@
 """The prompt that the options give: text, a chat or ids, from the command line, a file or stdin."""
 
+from ...arguments import check_messages
 from ...engine import Engine, Prompt
 from ...errors import PromptError
 from ..chat import session
-from ..inputs import check_messages, clean, parse_json, read_file, read_stdin, with_stdin
+from ..inputs import clean, parse_json, read_file, read_stdin, with_stdin
 from ..loading import tokenizer_of
 from ..terminal import Output
 
