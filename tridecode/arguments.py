@@ -51,12 +51,17 @@ class Rejected(ValueError):
 
 
 class Constraint:
-    """The values that an argument may have."""
+    """The values that an argument may have.
+
+    expects: the end of the sentence "... must be", in which {0} is the constraint.
+    """
+
+    expects = ""
 
     @property
     def expected(self) -> str:
         """The end of the sentence "... must be"."""
-        raise NotImplementedError
+        return self.expects.format(self)
 
     def accept(self, value: Any) -> Any:
         """Return the value in its normal form. Raises Rejected."""
@@ -113,10 +118,7 @@ class Integer(Constraint):
     low: int
     high: int = LARGEST
     of_high: str = ""
-
-    @property
-    def expected(self) -> str:
-        return f"an integer from {self.low:,} to {self.of_high}{self.high:,}"
+    expects: str = "an integer from {0.low:,} to {0.of_high}{0.high:,}"
 
     def accept(self, value: Any) -> int:
         if isinstance(value, bool):
@@ -168,9 +170,7 @@ class Number(Constraint):
 class Flag(Constraint):
     """True or False."""
 
-    @property
-    def expected(self) -> str:
-        return "True or False"
+    expects = "True or False"
 
     def accept(self, value: Any) -> bool:
         if not isinstance(value, bool):
@@ -183,14 +183,10 @@ class Flag(Constraint):
 
 @dataclass(frozen=True)
 class Text(Constraint):
-    """A string that matches a pattern as a whole. words: what is expected."""
+    """A string that matches a pattern as a whole."""
 
-    words: str = "a string"
+    expects: str = "a string"
     pattern: str = r"(?s).*"
-
-    @property
-    def expected(self) -> str:
-        return self.words
 
     def accept(self, value: Any) -> str:
         if not isinstance(value, str):
@@ -201,32 +197,46 @@ class Text(Constraint):
 
 
 @dataclass(frozen=True)
-class Integers(Constraint):
-    """Integers, on the command line separated by commas. ascending: each is larger than the one before."""
+class Several(Constraint):
+    """Values of one constraint, on the command line separated by commas.
 
-    low: int
-    high: int = LARGEST
+    Args:
+        each: the constraint of each of them.
+        expects: as of Constraint.
+        least: how many there are at least. If it is 0, None is none of them and a string is one.
+        ascending: each is larger than the one before.
+    """
+
+    each: Constraint
+    expects: str = "a list"
+    least: int = 1
     ascending: bool = False
 
     @property
-    def expected(self) -> str:
-        order = "ascending " if self.ascending else ""
-        return f"{order}integers from {self.low:,} to {self.high:,}, like 1, 2, 4"
+    def item(self) -> Constraint:
+        return self.each
 
-    def accept(self, value: Any) -> tuple[int, ...]:
-        ordered = isinstance(value, Iterable) and not isinstance(
-            value, str | bytes | bytearray | memoryview | Set | Mapping
-        )
-        items = list(value) if ordered else []
-        if not items:
+    def accept(self, value: Any) -> tuple[Any, ...]:
+        if not self.least and (value is None or isinstance(value, str)):
+            value = () if value is None else (value,)
+        unordered = (Set,) if self.ascending else ()
+        other = isinstance(value, (str, bytes, bytearray, memoryview, Mapping, *unordered))
+        items = list(value) if isinstance(value, Iterable) and not other else None
+        if items is None or len(items) < self.least:
             raise Rejected("type")
-        found = [Integer(self.low, self.high).accept(item) for item in items]
+        found = []
+        for entry in items:
+            try:
+                found.append(self.each.accept(entry))
+            except Rejected as error:
+                detail = error.detail or f"every entry must be {self.each.expected}"
+                raise Rejected("range" if error.code == "range" else "type", detail, entry) from None
         if self.ascending and found != sorted(set(found)):
             raise Rejected("range")
         return tuple(found)
 
-    def read(self, text: str) -> list[int | str]:
-        return [Integer(self.low).read(part) for part in text.split(",")]
+    def read(self, text: str) -> list[Any]:
+        return [self.each.read(part) for part in text.split(",")] if text.strip() else []
 
 
 @dataclass(frozen=True)
@@ -235,11 +245,7 @@ class Pair(Constraint):
 
     most: int
     example: tuple[int, int]
-
-    @property
-    def expected(self) -> str:
-        large, small = self.example
-        return f"two numbers from {self.most} down to 1, the larger first, like {large} and {small}"
+    expects: str = "two numbers from {0.most} down to 1, the larger first, like {0.example[0]} and {0.example[1]}"
 
     def accept(self, value: Any) -> tuple[int, int]:
         if not isinstance(value, Sequence) or len(value) != 2 or not all(type(each) is int for each in value):

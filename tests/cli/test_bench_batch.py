@@ -144,14 +144,14 @@ def test_mixes(context, rows):
 @pytest.mark.parametrize(
     "argv, named",
     [
-        ("--context 64x", "positive integer, got ''"),
-        ("--context x3", "positive integer"),
+        ("--context 64x", "an integer from 1 to 2,147,483,646, got ''"),
+        ("--context x3", "an integer from 1"),
         ("--context 64x65", "at most 64 rows, got '64x65'"),
-        ("--context 64x99999999999999999999", "at most 64 rows"),
+        ("--context 64x99999999999999999999", "an integer from 1"),
         ("--context 5x2x2", "got '2x2'"),
-        ("--context 64,", "positive integer, got ''"),
-        ("--rows 0", "positive integer, got '0'"),
-        ("--rows 1,65", "a number from 1 to 64, got '65'"),
+        ("--context 64,", "an integer from 1 to 2,147,483,646, got ''"),
+        ("--rows 0", "an integer from 1 to 64, got '0'"),
+        ("--rows 1,65", "an integer from 1 to 64, got '1,65'"),
     ],
 )
 def test_wrong_rows_and_contexts_are_one_line(argv, named, capsys):
