@@ -23,7 +23,7 @@ from tridecode import Engine, SamplingParams, __version__
 from tridecode import cli as commands
 from tridecode.checkpoint.load import load_config
 from tridecode.cli.explain import explain
-from tridecode.cli.info import command as info
+from tridecode.cli.info import prompt_facts, prompt_words
 from tridecode.cli.main import set_up_logging
 from tridecode.cli.options import engine_options, sampling_overrides
 from tridecode.cli.parser import make_parser
@@ -433,10 +433,10 @@ def test_info_tells_which_prompt_passes_a_gpu_would_capture(options, expected, m
     args = make_parser().parse_args(["info", *words])
     monkeypatch.setattr("tridecode.plan.memory.free_memory", lambda device: 40 * 2**30)
     plan = planned(PRESETS["qwen3-4b"], "cuda", **engine_options(args) | {"device": "cuda", "chunk_tokens": 2048})
-    facts = info.prompt_facts(plan)
+    facts = prompt_facts(plan)
     mode, attention, largest, count, words = expected
     assert (facts["mode"], facts["attention"], facts["largest"], facts["graphs"]) == (mode, attention, largest, count)
-    assert words in info.prompt_words(facts) and 200 * 2**20 < facts["buffers"] < 250 * 2**20
+    assert words in prompt_words(facts) and 200 * 2**20 < facts["buffers"] < 250 * 2**20
 
 
 @pytest.mark.parametrize("command", [("info",), ("generate", "--prompt", "x")])

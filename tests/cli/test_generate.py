@@ -10,7 +10,7 @@ from checkpoints import TOKENIZER_VOCAB_SIZE
 from generating import LIMITS, lines
 
 from tridecode import Engine
-from tridecode.cli.generate.reports import logprob_entry
+from tridecode.cli.generate.prompts import logprob_entry
 from tridecode.cli.options import SAMPLING, sampling_overrides
 from tridecode.cli.parser import make_parser
 from tridecode.cli.terminal import visible

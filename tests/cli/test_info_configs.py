@@ -8,8 +8,8 @@ from checkpoints import write_tiny
 from gpus import GPUS
 
 from tridecode import cli as commands
-from tridecode.cli.info import command, doctor
-from tridecode.cli.info.kernels import config_facts, config_words, kernel_choices
+from tridecode.cli import doctor
+from tridecode.cli.info import config_facts, config_words, kernel_choices
 from tridecode.kernels.linear.matvec import MatvecConfig
 from tridecode.kernels.linear.registry import kernel_named
 from tridecode.models.presets import PRESETS
@@ -78,9 +78,9 @@ def run(capsys, tmp_path, monkeypatch):
     tiny = write_tiny(tmp_path / "tiny", "qwen3")
 
     def run(gpu: str, *options: str) -> str:
-        for module in ("plan.memory", "plan.graphs", "plan.resolve", "step.model", "cli.info.command"):
+        for module in ("plan.memory", "plan.graphs", "plan.resolve", "step.model", "cli.info"):
             monkeypatch.setattr(f"tridecode.{module}.device_of", lambda device: GPUS[gpu])
-        monkeypatch.setattr(command, "find_device", lambda options: torch.device("cuda", 0))
+        monkeypatch.setattr("tridecode.cli.info.find_device", lambda options: torch.device("cuda", 0))
         monkeypatch.setattr("tridecode.plan.memory.free_memory", lambda device: 2**34)
         monkeypatch.setattr(doctor, "gpu_facts", lambda: [])
         assert commands.main(["info", "--model", str(tiny), *options]) == 0

@@ -4,6 +4,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable
+from importlib import import_module
 
 from ..errors import DeviceError
 from .explain import explain, option
@@ -13,6 +14,20 @@ from .signals import Ended, ended_by_interrupt, ending, heed_interrupts
 from .terminal import Output, foreign_encoding, tolerant_streams, unechoed
 
 NEED_GPU = ("bench", "profile", "tune")
+FUNCTIONS = {  # command -> its module in this package, and the function there
+    "chat": ("chat.command", "chat"),
+    "generate": ("generate.command", "generate"),
+    "serve": ("serve", "serve"),
+    "sessions": ("sessions", "run"),
+    "info": ("info", "info"),
+    "doctor": ("info", "info"),
+    "precompile": ("precompile", "precompile"),
+    "quantize": ("quantize", "quantize"),
+    "config": ("configuration", "show"),
+    "bench": ("bench", "run"),
+    "profile": ("profile.command", "run"),
+    "tune": ("tune", "run"),
+}
 INTERRUPTED = 130
 BROKEN_PIPE = 141  # as a shell reports a program that SIGPIPE ended
 
@@ -88,7 +103,7 @@ def run(args, output: Output) -> int:
 
         heed_interrupts()
         # The imports take a second or two: what is typed or pasted meanwhile is for the first prompt.
-        with unechoed(True, nothing, nothing, shows_editor()) as put_away, ended_by_interrupt(put_away):
+        with unechoed(True, lambda: None, lambda: None, shows_editor()) as put_away, ended_by_interrupt(put_away):
             command = imported(args.command)
     else:
         with ended_by_interrupt():
@@ -96,55 +111,11 @@ def run(args, output: Output) -> int:
     return command(args, output)
 
 
-def nothing() -> None:
-    """Where Ctrl-Z has nothing drawn to put away."""
-
-
-def imported(name: str) -> Callable:
-    """The function of a command. The commands bring torch with them, so they are imported only now."""
-    if name == "chat":
-        from .chat.command import chat
-
-        return chat
-    if name == "generate":
-        from .generate.command import generate
-
-        return generate
-    if name == "serve":
-        from .serve import serve
-
-        return serve
-    if name == "sessions":
-        from .sessions import run as sessions
-
-        return sessions
-    if name == "config":
-        from .configuration import show
-
-        return show
-    if name == "bench":
-        from .bench import run as bench
-
-        return lambda args, output: bench(args)
-    if name == "profile":
-        from .profile import run as profile
-
-        return profile
-    if name == "tune":
-        from .tune import run as tune
-
-        return tune
-    if name == "quantize":
-        from .quantize import quantize
-
-        return quantize
-    if name == "precompile":
-        from .precompile import precompile
-
-        return precompile
-    from .info.command import info
-
-    return info
+def imported(command: str) -> Callable:
+    """Return the function of a command. The commands import torch, so they are imported only now."""
+    module, function = FUNCTIONS[command]
+    found = getattr(import_module(f"{__package__}.{module}"), function)
+    return (lambda args, output: found(args)) if command == "bench" else found
 
 
 def set_up_logging(verbose: bool) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 from ..version import __version__
 from .bench_options import BENCH, add_benches, add_quantize, add_shape, add_verbose
 from .command_line import Parser
-from .completions import kinds
 from .configuration import Configuration
 from .options import CONFIGURED
 from .values import minutes, positive, row_count
@@ -82,6 +81,24 @@ the whole captured step. What is faster goes into a table in the user's cache di
 reads when it loads. Prints what changed and, as the last line, one JSON object. Needs a GPU.
 """
 
+# Ids of models, without starting Python. Only what bash expands to nothing else; no single quotes, which fish puts
+# around it.
+CACHED = (
+    'ls -d "${HF_HUB_CACHE:-${HF_HOME:-$HOME/.cache/huggingface}/hub}"/models--*--* 2>/dev/null'
+    r' | sed -n "s|.*/models--\([A-Za-z0-9._-]*\)--\([A-Za-z0-9._-]*\)\$|\1/\2|p"'
+)
+MODELS = {
+    "bash": "_tridecode_models",
+    "zsh": "_tridecode_models",
+    "fish": "(__tridecode_models)",
+    "tcsh": "d",
+    "preamble": {
+        "bash": f'_tridecode_models() {{\n  compgen -d -- $1\n  compgen -W "bundled $({CACHED})" -- $1\n}}',
+        "zsh": f"_tridecode_models() {{\n  compadd -- bundled $({CACHED})\n  _files -/\n}}",
+        "fish": f"function __tridecode_models\n  echo bundled\n  sh -c '{CACHED}'\n  __fish_complete_directories\nend",
+    },
+}
+
 
 class Program(Parser):
     """The parser of the whole command line. Words that name no command are a question for `chat`."""
@@ -120,7 +137,8 @@ class PrintCompletion(argparse.Action):
     def __call__(self, parser, namespace, shell, option_string=None):
         import shtab  # here, because nothing else needs it
 
-        known = kinds()
+        sessions = shtab.cmd("tridecode sessions --names 2>/dev/null")
+        known = {"FILE": shtab.FILE, "DIR": shtab.DIRECTORY, "DIR_OR_ID": MODELS, "SESSION": sessions}  # by metavar
 
         def complete_paths(parser):
             for action in parser._actions:

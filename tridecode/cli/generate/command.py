@@ -20,8 +20,7 @@ from ..terminal import Output, speed_line
 from ..waiting import Waiting
 from ..wrapping import Wrapped
 from .batch import batch
-from .prompts import encoded, read_prompt, reuse
-from .reports import report
+from .prompts import encoded, read_prompt, report, reuse
 
 LAST_SEED = 2**64 - 1
 MOST = 4 * STRUCTURE_CHARACTERS  # bytes of a schema or a grammar

@@ -1,9 +1,15 @@
-"""The prompt that the options give: text, a chat or ids, from the command line, a file or stdin."""
+"""What goes into the engine and what comes out: the prompt that the options give, and a Result as JSON."""
+
+from dataclasses import asdict
+from functools import partial
 
 from ...arguments import check_messages
 from ...engine import Engine, Prompt
-from ...errors import PromptError
+from ...errors import GenerationError, PromptError
+from ...results import Result
+from ...text.tokenizer import Tokenizer
 from ..chat import session
+from ..explain import explain
 from ..inputs import clean, parse_json, read_file, read_stdin, with_stdin
 from ..loading import tokenizer_of
 from ..terminal import Output
@@ -61,3 +67,30 @@ def encoded(prompt: Prompt, args, engine: Engine) -> Prompt:
 
 def reuse(args) -> dict:
     return {"reuse_prefix": False} if args.no_reuse_prefix else {}
+
+
+def report(result: Result, engine: Engine) -> dict:
+    """A Result as JSON has it: ASCII only once dumped, so no separator that some reader takes for a line's end."""
+    found = {
+        "token_ids": result.token_ids,
+        "text": result.text,
+        "finish_reason": result.finish_reason,
+        "usage": asdict(result.usage) | {"tokens_per_pass": round(result.usage.tokens_per_pass, 3)},
+        "timings": asdict(result.timings),
+        "seed": result.seed,
+    }
+    if result.logprobs is not None:
+        entry = partial(logprob_entry, tokenizer_of(engine))
+        found["logprobs"] = [
+            entry(token, each.logprob) | {"top": [entry(*top) for top in each.top]}
+            for token, each in zip(result.token_ids, result.logprobs)
+        ]
+    if result.error is not None:
+        found["error"] = explain(GenerationError(result.error))
+    return found
+
+
+def logprob_entry(tokenizer: Tokenizer, token: int, logprob: float) -> dict:
+    detokenizer = tokenizer.detokenizer((token,), skip_special=False)  # after another token: its space stays
+    detokenizer.flush()
+    return {"token_id": token, "text": detokenizer.push(token) + detokenizer.flush(), "logprob": logprob}

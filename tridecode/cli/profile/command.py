@@ -1,25 +1,29 @@
-"""Runs the work under torch's profiler, and shows what its records say."""
+"""`tridecode profile`: one decode step and one prefill chunk, from the GPU's own activity records."""
 
 import gzip
 import json
 import tempfile
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 
 import torch
 from torch.profiler import ProfilerActivity
 
 from ...engine import Engine
 from ...errors import DeviceError, ParameterError
-from ...step.prompt import CHUNK, prefill
+from ...layout import Chunk
+from ...step import decode
+from ...step.model import DecodeModel
+from ...step.prompt import CHUNK, prefill, read, write_chunks
+from ...step.run import Launch, Recorder
 from ..bench.measure import GREEDY, bench_engine, model_facts, read_bandwidth, run_facts, time_decode
 from ..bench.passes import enqueue, rewind
 from ..terminal import Output, counted
 from . import draw
 from .records import Span, apart, chained, read_records, split_steps, summarise, typical
-from .step import add_bytes, bytes_by_kernel, bytes_by_role, prompt_launches, roles_and_kernels, step_launches
 
 STEPS, DROPPED = 20, 4  # decode steps that count, and those before them
 CHUNKS, DROPPED_CHUNKS = 5, 2
@@ -181,3 +185,52 @@ def table(part: dict) -> list[str]:
         lines.append(f"{f'{len(rest)} more':<40} {sum(role['share_pct'] for role in rest):>8.1f}")
     lines.append("gaps (µs): " + ", ".join(f"{name}: {count}" for name, count in part["gaps"].items()))
     return lines
+
+
+def step_launches(model: DecodeModel, rows: int = 1) -> list[Launch]:
+    """Of a greedy step of `rows` rows, in order."""
+    recorder = Recorder()
+    decode.decode_pass(recorder, model.of_rows(rows), "greedy")
+    return recorder.launches
+
+
+def prompt_launches(model: DecodeModel, tokens: int) -> list[Launch]:
+    """Of a cold chunk of `tokens`, in order."""
+    recorder = Recorder()
+    with torch.inference_mode():
+        write_chunks(model, [Chunk(0, 0, tokens, 0)])
+        read(recorder, model, tokens)
+    return recorder.launches
+
+
+def roles_and_kernels(launches: Iterable[Launch]) -> tuple[list[str], list[str]]:
+    """The role and the name of each kernel that the launches bring, in order."""
+    pairs = [(launch.role, kernel) for launch in launches for kernel in launch.kernels()]
+    return [role for role, _ in pairs], [kernel for _, kernel in pairs]
+
+
+def bytes_by_role(launches: Iterable[Launch]) -> dict[str, float]:
+    """Role -> mean bytes per launch, with the state as it is now (windows make layers differ)."""
+    return _mean_bytes((launch.role, launch) for launch in launches)
+
+
+def bytes_by_kernel(launches: Iterable[Launch]) -> dict[str, float]:
+    """Kernel -> mean bytes per launch, of the launches that are one kernel of ours."""
+    return _mean_bytes((launch.kernels()[0], launch) for launch in launches if len(launch.op.kernels) == 1)
+
+
+def _mean_bytes(named: Iterable[tuple[str, Launch]]) -> dict[str, float]:
+    found = defaultdict(list)
+    for name, launch in named:
+        found[name].append(launch.bytes())
+    return {name: mean(sizes) for name, sizes in found.items()}
+
+
+def add_bytes(kernels: list[dict], moved: dict[str, float], bandwidth: float) -> None:
+    """To each role in `moved` its bytes a launch, and the part of `bandwidth` (bytes per second) at which its cost
+    moved them."""
+    for role in kernels:
+        if role["op"] in moved:
+            role["bytes"] = round(moved[role["op"]])
+            seconds = role["mean_us"] / 1e6
+            role["pct_bandwidth"] = 100 * moved[role["op"]] / seconds / bandwidth if seconds else None
