@@ -28,7 +28,7 @@ BAD = [
     ('{"prompt": "a", "top_p": 5}', "top_p"), ('{"prompt": "a", "stop": 5}', "stop must be a text or a list of texts"),
     ('{"prompt": "a", "logit_bias": [1]}', "logit_bias"), ('{"prompt": "a", "ignore_eos": 1}', "ignore_eos"),
     ('{"prompt": "a", "logit_bias": {"388000": 1}}', "vocabulary"), (json.dumps({"prompt": "long " * 600}), "context"),
-    (json.dumps({"prompt": "a", "logit_bias": {"9" * 5000: 1}}), "digits"),
+    (json.dumps({"prompt": "a", "logit_bias": {"9" * 5000: 1}}), "every key must be a token id"),
     ('{"prompt": "a", "id": [1]}', "id must be"), ('{"prompt": "a", "id": null}', "a string or an integer, got null"),
     ('{"prompt": "a", "id": true}', "id must be a string or an integer, got true"),
     ('{"prompt": "a", "id": 1.5}', "id must be a string or an integer, got 1.5"),

@@ -101,7 +101,7 @@ class Parser(argparse.ArgumentParser):
         """Set the options that the command line does not set."""
         assert self._configuration is not None
         try:
-            found = self._configuration.settings(self._command)
+            found = self._configuration.settings(self._command, keys)
         except ParameterError as error:
             self.wrong(error)
         namespace.origins = {}

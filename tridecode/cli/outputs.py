@@ -4,7 +4,7 @@ import os
 import re
 import stat
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TextIO
 
@@ -25,18 +25,12 @@ def text_sink(path: str | None, output: Output) -> Iterator[Callable[[str], None
     if path is None:
         yield output.text
         return
-    own = None
-    try:
-        with open_special(path) or replacing(Path(path)) as file:
-            try:
-                yield writer(file, path)
-            except OSError as error:
-                own = error  # the caller's, or one that the writer has named
-                raise
-    except OSError as error:
-        if error is own:
-            raise
-        raise unwritable(error, path) from None
+    with ExitStack() as files:
+        with naming(path):
+            file = files.enter_context(open_special(path) or replacing(Path(path)))
+        yield writer(file, path)
+        with naming(path):
+            files.close()
 
 
 def writer(file: TextIO, path: str, flush: bool = False) -> Callable[[str], None]:
@@ -74,8 +68,4 @@ def naming(path: str):
     try:
         yield
     except OSError as error:
-        raise unwritable(error, path) from None
-
-
-def unwritable(error: OSError, path: str) -> OSError:
-    return OSError(error.errno, f"--output cannot be written ({error.strerror})", path)
+        raise OSError(error.errno, f"--output cannot be written ({error.strerror})", path) from None

@@ -13,7 +13,7 @@ from itertools import chain, islice
 from ...arguments import check_messages
 from ...engine import Engine, Prompt
 from ...engine import Request as Handle
-from ...errors import ParameterError, PromptError, TridecodeError, as_json
+from ...errors import PromptError, TridecodeError, as_json
 from ...sampling import SamplingParams
 from ..explain import explain
 from ..graph_stats import show_graph_stats
@@ -127,19 +127,9 @@ def checked_ids(ids, args) -> list[int]:
 
 
 def sampling_field(name: str, value):
-    """A sampling option as SamplingParams takes it: JSON has only strings as keys."""
-    if name == "logit_bias":
-        if not isinstance(value, dict) or not all(key.isdecimal() for key in value):
-            raise ParameterError(f'logit_bias must be an object like {{"42": -1.5}}, got {as_json(value)}')
-        if (longest := max(map(len, value), default=0)) > DIGITS:
-            raise ParameterError(f"logit_bias: a key of {longest:,} digits is no token id")
-        return {int(key): bias for key, bias in value.items()}
-    if name == "stop" and not isinstance(value, (str, list)):
-        raise ParameterError(f"stop must be a text or a list of texts, got {as_json(value)}")
-    if name == "stop_token_ids" and not isinstance(value, list):
-        raise ParameterError(f"stop_token_ids must be a list, got {as_json(value)}")
-    if name == "ignore_eos" and not isinstance(value, bool):
-        raise ParameterError(f"ignore_eos must be true or false, got {as_json(value)}")
+    """Return a sampling option as SamplingParams takes it: JSON has only strings as keys."""
+    if name == "logit_bias" and isinstance(value, dict):
+        return {int(key) if key.isdecimal() and len(key) <= DIGITS else key: bias for key, bias in value.items()}
     return value
 
 
