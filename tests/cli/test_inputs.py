@@ -178,7 +178,9 @@ def test_other_kinds_of_stdin_are_not_read_unasked(generate, seen):
 
 def test_a_pipe_that_stays_open_is_told(generate, seen, pipe, monkeypatch):
     stdin, end = pipe()
-    writer = threading.Timer(0.3, lambda: (end.write(b"late"), end.close()))
+    told, note = threading.Event(), Output.note
+    monkeypatch.setattr(Output, "note", lambda *args, **how: (note(*args, **how), told.set()))
+    writer = threading.Thread(target=lambda: (told.wait(60), end.write(b"late"), end.close()))
     writer.start()
     monkeypatch.setattr("tridecode.cli.inputs.PATIENCE", 0.05)
     code, _, err = generate("--prompt", "Hi", *LIMITS, stdin=stdin)
