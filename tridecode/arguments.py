@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from .errors import ParameterError, PromptError, conflict
 
 LARGEST = 2**31 - 2  # positions and counts are 32-bit integers
-ROLES = ("system", "developer", "user", "assistant", "tool")  # of chat messages
+ROLES = ("system", "developer", "user", "assistant", "tool")  # roles of chat messages
 WORDS = {"true": True, "on": True, "yes": True, "1": True, "false": False, "off": False, "no": False, "0": False}
 
 T = TypeVar("T")
@@ -386,7 +386,7 @@ def check_messages(value: Any, place: str = "", roles: Sequence[str] = ROLES) ->
         roles: the roles that are accepted; none: any.
 
     Raises:
-        PromptError: the first message that is wrong, counted from 1, and what was expected.
+        PromptError: a message is wrong. The error names the first one, counted from 1.
     """
     begin = f"{place}: " if place else ""
     if not isinstance(value, list | tuple) or not value:

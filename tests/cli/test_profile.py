@@ -17,7 +17,7 @@ from tridecode.checkpoint.load import empty_weights
 from tridecode.cli.bench.measure import GREEDY
 from tridecode.cli.bench.passes import rewind
 from tridecode.cli.profile import command, draw, records
-from tridecode.cli.profile.records import ProfileError, Record, Span, attribute, chained, split_steps, summarise
+from tridecode.cli.profile.records import ProfileError, Record, Span, attribute, chained, split_steps, summarize
 from tridecode.models.presets import PRESETS
 from tridecode.state.kv import PAGE, kv_bytes_per_token
 from tridecode.step import decode
@@ -86,7 +86,7 @@ def test_medians_over_steps_shares_and_gaps():
     def one(a_end, b_start, b_end):
         return attribute([Record("a", 0, a_end), Record("b", b_start, b_end)], ["x", "y"], before=0)
 
-    found = summarise([one(6, 6, 8), one(6, 7, 10), one(60, 120, 130)])
+    found = summarize([one(6, 6, 8), one(6, 7, 10), one(60, 120, 130)])
     assert (found["steps"], found["launches"], found["wall_us"]) == (3, 2, 10)
     assert (found["compute_us"], found["gap_us"], found["gap_pct"]) == (9, 1, 10)
     x, y = found["kernels"]
@@ -98,20 +98,20 @@ def test_medians_over_steps_shares_and_gaps():
 
 def test_costs_are_by_launch():
     spans = attribute([Record("k", t, t + 2) for t in (0, 2, 4)], ["x", "y", "x"], before=0)
-    roles = {role["op"]: role for role in summarise([spans])["kernels"]}
+    roles = {role["op"]: role for role in summarize([spans])["kernels"]}
     assert (roles["x"]["launches"], roles["x"]["us_per_step"], roles["x"]["mean_us"]) == (2, 4, 2)
 
 
 @pytest.mark.parametrize("gap, name", [(0, "<1"), (0.99, "<1"), (1, "1-5"), (5, "5-10"), (10, "10-50"), (50, ">50")])
 def test_borders_of_the_gap_classes(gap, name):
-    found = summarise([attribute([Record("k", gap, gap + 1)], ["op"], before=0)])["gaps"]
+    found = summarize([attribute([Record("k", gap, gap + 1)], ["op"], before=0)])["gaps"]
     assert found.pop(name) == 1 and not any(found.values())
 
 
 def test_roles_come_from_the_place_in_the_step():
     found = records.read_records(step_trace(4, 3))
     steps = chained(split_steps(found, 4, KERNELS), ROLES, drop=1)
-    roles = {role["op"]: role for role in summarise(steps)["kernels"]}
+    roles = {role["op"]: role for role in summarize(steps)["kernels"]}
     assert set(roles) == set(NAMES)
     assert {op: role["launches"] for op, role in roles.items()} == {op: 3 if op in LAYER else 1 for op in NAMES}
     assert roles["down"]["mean_us"] == pytest.approx(2) and roles["down"]["recorded_us"] == pytest.approx(3)
@@ -314,6 +314,6 @@ def test_the_records_of_a_real_step_are_complete():
     command.record_on_gpu(lambda: torch.zeros(1, device="cuda"))
     engine = tiny_engine()
     steps = command.decode_spans(command.decode_trace(engine, 16), engine)
-    found = summarise(steps)
+    found = summarize(steps)
     assert found["steps"] == command.STEPS and found["wall_us"] > 0
     assert found["compute_us"] + found["gap_us"] == pytest.approx(found["wall_us"], rel=0.2)

@@ -1,4 +1,4 @@
-"""argparse as the commands have it: errors of one line, and options that settings may give too."""
+"""argparse for the commands: errors of one line, and options that may come from settings too."""
 
 import argparse
 import difflib
@@ -21,7 +21,7 @@ def is_model(word: str) -> bool:
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse, with errors on one line instead of the whole usage."""
+    """An argument parser whose errors are one line instead of the whole usage."""
 
     def __init__(self, **kwargs):
         # No abbreviations: a script's --to must not change its meaning when an option is added.
@@ -32,7 +32,7 @@ class Parser(argparse.ArgumentParser):
         self._without: dict[str, tuple[str, ...]] = {}
 
     def configure(self, command: str, configuration: Configuration) -> None:
-        """Add the declared options of `command`. Those that the command line does not set come from `configuration`.
+        """Add the declared options of `command`. `configuration` supplies options that the command line does not set.
 
         In the parsed arguments, `origins` names where such values come from, and `typed` has the options of the command
         line as they were written.
@@ -41,7 +41,7 @@ class Parser(argparse.ArgumentParser):
         self._command, self._configuration = command, configuration
 
     def without(self, flag: str, *names: str) -> None:
-        """Refuse options of these names beside the option `flag`; where that is given they are None."""
+        """Refuse options of these names together with the option `flag`; if that is set they are None."""
         self._without[flag] = names
 
     def ask(self, help: str) -> None:
@@ -50,7 +50,7 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("question", nargs="*", default=[], metavar="QUESTION", help=help)
 
     def parse_known_args(self, args=None, namespace=None):
-        """Each command refuses what it does not know itself: argparse would leave that to the parser above it."""
+        """Refuse unknown arguments in the parser of the command: argparse would leave them to the parser above it."""
         namespace = namespace or argparse.Namespace()
         keys = self._configuration.keys[self._command] if self._configuration else {}
         for name in (*keys, *(name for names in self._without.values() for name in names)):
@@ -68,7 +68,7 @@ class Parser(argparse.ArgumentParser):
         return namespace, unknown
 
     def _typed(self, args: list[str]) -> dict[str, str]:
-        """The options of a command line, by what they set: several may set the same."""
+        """Return the options of a command line by destination; several options may have the same one."""
         words = (arg.split("=", 1)[0] for arg in takewhile("--".__ne__, args))
         return {self._option_string_actions[word].dest: word for word in words if word in self._option_string_actions}
 
@@ -88,7 +88,7 @@ class Parser(argparse.ArgumentParser):
         return " ".join(words) if words else None
 
     def _part(self, namespace, flag: str, names: tuple[str, ...]) -> None:
-        """Refuse `names` beside `flag`, and give them their defaults where it is not given."""
+        """Refuse `names` together with `flag`, and give them their defaults if it is not set."""
         given = next((name for name in names if getattr(namespace, name) is not None), None)
         if not getattr(namespace, flag):
             for name in names:
@@ -118,20 +118,20 @@ class Parser(argparse.ArgumentParser):
                 setattr(namespace, name, default)
 
     def near(self, typed: str) -> list[str]:
-        """Options that begin as `typed` does, or the nearest one. Their hyphens, which all of them share, count not."""
+        """Return the options that begin like `typed`, or else the nearest one. Leading hyphens are ignored."""
         known = {name.lstrip("-"): name for action in self._actions for name in action.option_strings}
         begun = [known[word] for word in known if len(typed) > 2 and word.startswith(typed)]
         return begun[:3] or [known[word] for word in difflib.get_close_matches(typed, known, n=1, cutoff=0.66)]
 
     def _print_message(self, message, file=None):
-        """argparse would hide that stdout cannot be written."""
+        """Write a message. argparse would hide that stdout cannot be written."""
         file = file or sys.stderr
-        with suppress(OSError) if file is sys.stderr else nullcontext():  # an exit code still tells
+        with suppress(OSError) if file is sys.stderr else nullcontext():  # the exit code still reports the error
             file.write(message)
             file.flush()
 
     def wrong(self, error: ParameterError) -> None:
-        """End as wrong options do, but for the help, which tells nothing of settings."""
+        """Exit as for a wrong option, without a reference to the help, which does not list settings."""
         self.exit(2, f"tridecode: error: {one_line(error)}\n")
 
     def error(self, message):

@@ -21,9 +21,9 @@ from .options import SAMPLING
 from .terminal import did_you_mean
 
 PREFIX = "TRIDECODE_"
-OTHERS = ("TRIDECODE_API_KEY",)  # variables that are no option
+OTHERS = ("TRIDECODE_API_KEY",)  # variables that are not options
 LARGEST = 1_000_000  # bytes of the file
-TABLES = ("chat", "generate", "serve")  # whose keys are for that command only
+TABLES = ("chat", "generate", "serve")  # a table's keys are for that command only
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,9 @@ class Configuration:
                 continue
             if name not in known:
                 fix = did_you_mean(variable, [PREFIX + key.upper() for key in known])
-                raise ParameterError(f"{variable} is no option's variable; {fix or 'tridecode config lists the keys'}")
+                raise ParameterError(
+                    f"{variable} is not the variable of an option; {fix or 'tridecode config lists the keys'}"
+                )
             if text.strip():
                 found[PREFIX][name] = Setting(converted(known[name], text, variable), variable)
         for key, value in self._parsed().items():
@@ -99,7 +101,7 @@ class Configuration:
     def _parsed(self) -> dict:
         try:
             text = b""
-            if self.path.exists():  # a pipe there is nobody's on purpose, and would be waited for for ever
+            if self.path.exists():  # a pipe there is a mistake, and reading it could block forever
                 text = read_bytes(str(self.path), LARGEST, "a regular file with settings", pipes=False)
             return tomllib.loads(text.decode("utf-8-sig"))  # editors of Windows put a mark before the text
         except TridecodeError as error:
@@ -117,8 +119,10 @@ class Configuration:
 
 
 def converted(option: Option, value, where: str):
-    """Return a value from the file or the environment as the command line would have it. `where` begins an error.
-    Raises ParameterError."""
+    """Return a value from the file or the environment as the command line would parse it.
+
+    where: the beginning of an error. Raises ParameterError.
+    """
     if isinstance(option.constraint, Flag):
         value = option.constraint.read(value) if isinstance(value, str) else value
         if not isinstance(value, bool):
@@ -153,15 +157,17 @@ def toml(option: Option, value) -> str:
     if isinstance(option.constraint, Pair):
         value = ":".join(map(str, value))
     if isinstance(value, tuple | list):
-        if value and isinstance(value[0], tuple):  # of logit_bias
+        if value and isinstance(value[0], tuple):  # logit_bias
             return "{" + ", ".join(f"{key} = {bias}" for key, bias in value) + "}"
         value = list(value)
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", r"\u007f")  # which TOML takes escaped only
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", r"\u007f")  # TOML requires the escape
 
 
 def lines(configuration: Configuration) -> list[str]:
-    """All keys as a file of settings: those that are set with where they come from, the others as comments with their
-    defaults. Raises ParameterError."""
+    """Return all keys as lines of a file of settings, each with its source; keys that are not set are comments.
+
+    Raises ParameterError.
+    """
     general = {**configuration.keys["chat"], **configuration.keys["generate"]}
     shown = [f"# {configuration.path}{'' if configuration.path.exists() else ', which is not there yet'}"]
     settings = configuration.settings(None, general)
@@ -184,7 +190,7 @@ def line(option: Option, setting: Setting | None) -> str:
 
 
 def show(args, output) -> int:
-    """`tridecode config`. args.wrong ends as in the other commands."""
+    """Run `tridecode config`. A wrong setting ends it as in the other commands."""
     try:
         output.text("".join(f"{each}\n" for each in lines(args.configuration)))
     except ParameterError as error:

@@ -69,7 +69,7 @@ def info(args, output: Output) -> int:
 
 
 def weights_problem(path: Path, spec: ModelSpec) -> str | None:
-    """Why the weights in a directory cannot be loaded, as far as their files' headers tell."""
+    """Return the error of the weights in a directory, if the headers of the files show one."""
     try:
         told_tensors(path, spec)
     except CheckpointError as error:
@@ -98,17 +98,17 @@ def model_facts(spec: ModelSpec, name: str, path: str) -> dict:
 
 
 def formats(spec: ModelSpec) -> list[str]:
-    """The quantization of the weights in words: its name, and its schemes."""
+    """Return the name of the quantization of the weights, and its schemes in words."""
     which = spec.quantization
     return [which.name, *(scheme.describe() for scheme in which.schemes)] if which else []
 
 
 def memory_facts(plan: EnginePlan) -> dict:
-    """Sizes in bytes, contexts in tokens.
+    """Return the memory plan, with sizes in bytes and contexts in tokens.
 
-    `context` is that of each of the `slots` requests, and `kv_tokens` are the positions that all of them share; 0, with
-    `problem`, if the plan does not fit. `pools`: bytes by pool. `offload`: pages of the host and of each of the ring's
-    buffers, if requested. `weights_on_host`: bytes of the last `host_layers` layers.
+    `context` is the context of each of the `slots` requests, and `kv_tokens` are the positions that they share; 0, with
+    `problem`, if the plan does not fit. `pools` has the bytes of each pool, `offload` the pages of the host and of the
+    ring's buffers, `weights_on_host` the bytes of the last `host_layers` layers.
     """
     memory, spec, offload = plan.memory, plan.spec, plan.offload
     per_token = kv_bytes_per_token(spec, plan.dtype)
@@ -132,9 +132,12 @@ def memory_facts(plan: EnginePlan) -> dict:
 
 
 def prompt_facts(plan: EnginePlan) -> dict:
-    """How prompts are read: in chunks of at most `chunk_tokens`, by a graph of the next of `sizes` unless `mode` is
-    none, and beside decoding rows, if there are `slots` for them, by one of as many more. `sharing`: whether the K/V of
-    equal prefixes are computed once. `buffers`: bytes, part of the workspace."""
+    """Return how prompts are read.
+
+    A chunk has at most `chunk_tokens` tokens. Unless `mode` is none, a graph of the next of `sizes` runs it; with
+    several slots, there are as many graphs more for chunks with decoding rows. `sharing` is whether the K/V of equal
+    prefixes are computed once. `buffers` is a number of bytes of the workspace.
+    """
     graphs = plan.graphs
     mode, _ = Dispatcher(graphs.graph, graphs.sizes, graphs.prompt_sizes, graphs.prompt_attention).plan_prompt(1)
     sizes = list(graphs.prompt_sizes) if mode != "none" else []
@@ -151,8 +154,11 @@ def prompt_facts(plan: EnginePlan) -> dict:
 
 
 def run_facts(plan: EnginePlan) -> dict:
-    """`speculate`: ngram, with the tokens that must agree, or off; `speculate_off`: why, if the engine decided so.
-    `pdl`: programmatic dependent launch."""
+    """Return how the engine would run.
+
+    `speculate` is ngram or off, `speculate_off` the reason if the engine decided that, `pdl` programmatic dependent
+    launch.
+    """
     return {
         "device": str(plan.device),
         "backend": plan.backend,
@@ -167,7 +173,7 @@ def run_facts(plan: EnginePlan) -> dict:
 
 
 def version_facts() -> dict:
-    """None where something is not installed."""
+    """Return versions; None if something is not installed."""
     return {
         "tridecode": __version__,
         "python": platform.python_version(),
@@ -224,7 +230,7 @@ def as_text(report: dict, plan: EnginePlan) -> str:
 
 
 def verdict(report: dict) -> str:
-    """Whether the model runs here and on what; the last line."""
+    """Return the last line: whether the model runs here, and on which device."""
     model, run, gpus = report["model"]["name"], report["run"], report["gpus"]
     if report["model"]["problem"]:
         return f"does not run: {report['model']['problem']}"
@@ -281,7 +287,7 @@ def pool_words(memory: dict) -> str:
 
 
 def pool_sizes(memory: dict, on_cpu: bool) -> str:
-    """The bytes of each pool of device memory."""
+    """Return the bytes of each pool of device memory in words."""
     others = "temporary tensors" if on_cpu else "CUDA graphs and libraries"
     names, pools = {"kv": "K/V", "prompts": "buffers of prompts", "graphs": others}, memory["pools"]
     return f"{size(sum(pools.values()))}: " + ", ".join(f"{names.get(n, n)} {size(b)}" for n, b in pools.items())

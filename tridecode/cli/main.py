@@ -1,4 +1,4 @@
-"""Dispatch, logging, and what the shell sees of an error: one line and an exit code."""
+"""Dispatch, logging, and errors as one line and an exit code."""
 
 import logging
 import os
@@ -29,7 +29,7 @@ FUNCTIONS = {  # command -> its module in this package, and the function there
     "tune": ("tune", "run"),
 }
 INTERRUPTED = 130
-BROKEN_PIPE = 141  # as a shell reports a program that SIGPIPE ended
+BROKEN_PIPE = 141  # the code that a shell reports for a program that SIGPIPE ended
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -46,20 +46,20 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def flushed(argv: list[str] | None) -> int:
-    """`main`, but for signals."""
+    """Run `main` without its handling of signals."""
     tolerant_streams()
     try:
         return guarded(argv)
     except BrokenPipeError:
         return BROKEN_PIPE
-    except OSError:  # stderr takes nothing either: nobody can be told
+    except OSError:  # stderr cannot be written either
         return 1
     finally:
         drop_unwritten()
 
 
 def guarded(argv: list[str] | None) -> int:
-    """`main`, but for streams that fail while the error itself is told."""
+    """Run `main` without its handling of streams that fail while an error is reported."""
     if encoding := foreign_encoding():
         Output().error(f"text cannot be read and written as {encoding}; unset PYTHONIOENCODING, or set it to utf-8")
         return 1
@@ -72,7 +72,7 @@ def guarded(argv: list[str] | None) -> int:
             return 0
         set_up_logging(args.verbose)
         code = run(args, output)
-        sys.stdout.flush()  # here, where what fails can still be told
+        sys.stdout.flush()  # here, where a failure can still be reported
         return code
     except BrokenPipeError:
         raise
@@ -89,7 +89,7 @@ def guarded(argv: list[str] | None) -> int:
 
 
 def drop_unwritten() -> None:
-    """Python flushes its streams once more at exit: what they could not write must not fail again."""
+    """Discard text that the streams could not write: Python flushes them again at exit, which must not fail."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
@@ -102,7 +102,7 @@ def run(args, output: Output) -> int:
         from .chat.reader import shows_editor
 
         heed_interrupts()
-        # The imports take a second or two: what is typed or pasted meanwhile is for the first prompt.
+        # The imports take a second or two. Text that is typed or pasted in this time is for the first prompt.
         with unechoed(True, lambda: None, lambda: None, shows_editor()) as put_away, ended_by_interrupt(put_away):
             command = imported(args.command)
     else:

@@ -76,13 +76,13 @@ Write an unquantized checkpoint again with quantized weights, rounded to nearest
 few. The format is compressed-tensors, which transformers reads as well; see docs/quantization.md.
 """
 TUNE = """\
-Search the launch shapes that make one token step fastest on this GPU for one model's matrices, judged by the time of
+Search the launch configs that make one token step fastest on this GPU for one model's matrices, judged by the time of
 the whole captured step. What is faster goes into a table in the user's cache directory, which every engine on this GPU
 reads when it loads. Prints what changed and, as the last line, one JSON object. Needs a GPU.
 """
 
-# Ids of models, without starting Python. Only what bash expands to nothing else; no single quotes, which fish puts
-# around it.
+# Ids of cached models, without starting Python: only names that bash does not expand; no single quotes, because fish
+# puts the command into single quotes.
 CACHED = (
     'ls -d "${HF_HUB_CACHE:-${HF_HOME:-$HOME/.cache/huggingface}/hub}"/models--*--* 2>/dev/null'
     r' | sed -n "s|.*/models--\([A-Za-z0-9._-]*\)--\([A-Za-z0-9._-]*\)\$|\1/\2|p"'
@@ -132,7 +132,7 @@ def nearest_command(word: str, commands: Iterable[str]) -> str | None:
 
 
 class PrintCompletion(argparse.Action):
-    """Print the completion script of a shell. A metavar says what is completed."""
+    """Print the completion script of a shell. The metavar of an argument determines its completion."""
 
     def __call__(self, parser, namespace, shell, option_string=None):
         import shtab  # here, because nothing else needs it
@@ -198,12 +198,16 @@ def make_parser() -> argparse.ArgumentParser:
     add_quantize(profile)
     profile.add_argument("--context", type=positive, default=64, metavar="N", help="tokens before the first step (64)")
     profile.add_argument(
-        "--prompt-tokens", type=positive, default=2048, metavar="N", help="of the prefill chunk, at most 2048 (2048)"
+        "--prompt-tokens",
+        type=positive,
+        default=2048,
+        metavar="N",
+        help="tokens of the prefill chunk, at most 2048 (2048)",
     )
     profile.add_argument("--rows", type=row_count, default=1, metavar="N", help="requests in the step, 1 to 64 (1)")
     profile.add_argument("--output", metavar="DIR", help="also write pictures (SVG), Chrome traces and figures there")
     add_verbose(profile)
-    tune = add("tune", help="search launch shapes for this GPU", description=TUNE)
+    tune = add("tune", help="search launch configs for this GPU", description=TUNE)
     add_shape(tune, model=True)
     add_quantize(tune, kv_dtype=False)
     rows_help = "tune steps of so many requests, 1 to 64 (1)"
@@ -214,7 +218,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def session_options(sessions) -> None:
-    """The options of `sessions`."""
+    """Add the options and actions of `sessions`."""
     form = sessions.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="one JSON object a line")
     form.add_argument("--names", action="store_true", help="only their names")

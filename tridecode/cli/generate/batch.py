@@ -26,15 +26,19 @@ from .prompts import encoded, report, reuse, with_system
 from .results import open_results
 
 LARGEST = 256_000_000  # bytes of the input, all lines together
-FAILURES = TridecodeError, MemoryError, RuntimeError  # of a line alone; the last is torch's, out of memory too
-WAITING = 3  # lines for each slot that wait for it: while the oldest answer is long, the other slots have work
+FAILURES = (
+    TridecodeError,
+    MemoryError,
+    RuntimeError,
+)  # errors of one line; the last is torch's, also out of memory
+WAITING = 3  # lines that wait for each slot: the other slots have work while the oldest answer is long
 PROMPTS = ("prompt", "messages", "prompt_ids")
 FIELDS = (*PROMPTS, "id", *SAMPLING)
 
 
 @dataclass
 class Request:
-    """A line of the input. key: of its text, so that an answer is never taken for that to another prompt."""
+    """A line of the input. key: a hash of its text, which matches an answer to its prompt."""
 
     index: int
     key: int
@@ -49,7 +53,7 @@ class Request:
 
 
 class Lines:
-    """The lines of `text` that are not empty. Each is a Request only while somebody wants it."""
+    """The lines of a text that are not empty. A Request is made for each when it is needed."""
 
     def __init__(self, text: str):
         self._text = text
@@ -59,18 +63,18 @@ class Lines:
         return len(self.keys) - self.keys.count(0)
 
     def answered(self, index: int, key: str) -> bool:
-        """Whether the hexadecimal `key` is that of line `index`."""
+        """Return whether line `index` has the hexadecimal `key`."""
         return index < len(self.keys) and self.keys[index] == int(key, 16) > 0
 
     def requests(self, done: set[int], args, output: Output) -> Iterator[Request]:
-        """Those of the lines whose indices are not in `done`."""
+        """Yield the lines whose indices are not in `done`."""
         for index, (key, line) in enumerate(zip(self.keys, split(self._text))):
             if key and index not in done:
                 yield read_request(index, key, line, args, output)
 
 
 def split(text: str) -> Iterator[str]:
-    """text.split("\\n"), a line at a time: a file may be large."""
+    """Yield text.split("\\n") one line at a time, because a file may be large."""
     start = 0
     while (end := text.find("\n", start)) >= 0:
         yield text[start:end]
@@ -83,13 +87,13 @@ def key_of(line: str) -> int:
 
 
 def read_request(index: int, key: int, line: str, args, output: Output) -> Request:
-    """The request of a line; what is wrong with it becomes its error."""
+    """Return the request of a line. If the line is wrong, its error is set."""
     request = Request(index, key)
     try:
         found = parse_json(line, f"line {index + 1}", output)
         if not isinstance(found, dict):
             raise PromptError(f'expected an object like {{"prompt": "..."}}, got {as_json(found)}')
-        if type(found.get("id", "")) not in (str, int):  # no bool, and a fraction may come back written otherwise
+        if type(found.get("id", "")) not in (str, int):  # no bool; a fraction might be written differently later
             raise PromptError(f"id must be a string or an integer, got {as_json(found['id'])}")
         request.id = found.get("id")
         for name in found:
@@ -134,7 +138,7 @@ def sampling_field(name: str, value):
 
 
 def batch(args, output: Output, load: Callable = load_engine) -> int:
-    """Answer the lines of --jsonl; the exit code is 1 where one failed. load(args, output): engine and parameters."""
+    """Answer the lines of --jsonl. Returns 1 if a line failed. load(args, output): engine and parameters."""
     lines = Lines(read_file(args.jsonl, output, LARGEST))
     if not len(lines):
         raise PromptError(f'{args.jsonl}: no prompts in it; expected lines like {{"prompt": "..."}}')
@@ -147,7 +151,7 @@ def batch(args, output: Output, load: Callable = load_engine) -> int:
         answers = Answers(args, output, write, left, len(done))
         try:
             answers.run(lines.requests(done, args, output), load)
-        finally:  # interrupted or not
+        finally:  # also if it was interrupted
             output.note(answers.summary())
             if args.graph_stats and answers.loaded:
                 show_graph_stats(answers.engine, output)
@@ -156,7 +160,7 @@ def batch(args, output: Output, load: Callable = load_engine) -> int:
 
 @dataclass(eq=False)
 class UnderWay:
-    """A line that the engine works on; without a handle it has failed already, and its request says how."""
+    """A line that was submitted to the engine. Without a handle it has failed, and its request has the error."""
 
     request: Request
     handle: Handle | None = None
@@ -166,22 +170,22 @@ class UnderWay:
         return self.handle is None or self.handle.finish_reason not in (None, "cancelled")
 
     def fail(self, error: Exception) -> None:
-        """In the words of the line's own fields where it has them, else in those of the options."""
+        """Set the error of the line. It names fields of the line, or else the options."""
         fields = self.request.fields
         self.request.error, self.handle = explain(error, [name for name in SAMPLING if name not in fields]), None
 
 
 class Answers:
-    """Answers lines, and writes each answer: in the order of the lines, or with --unordered as they end.
+    """Answers lines, and writes the answers in the order of the lines, or with --unordered as they end.
 
-    So many lines are read ahead as there are slots, and as may wait for one. Where a signal ends it early, what the
-    engine has finished is written all the same, and the rest is cancelled.
+    It submits as many lines as there are slots and places in the queue. If a signal ends it early, finished answers are
+    written, and the others are cancelled.
     """
 
     def __init__(self, args, output: Output, write: Callable[[str], None], left: int, before: int):
         self._args, self._output, self._write = args, output, write
         self._left, self._before = left, before
-        self.engine: Engine  # there if `loaded`
+        self.engine: Engine  # set if `loaded`
         self._params: SamplingParams
         self.loaded = False
         self.answered = self.failed = self.tokens = 0
@@ -200,7 +204,7 @@ class Answers:
         self.loaded = True
         self._started = time.perf_counter()
         most = self.engine.slots + (self._args.max_queue or WAITING * self.engine.slots)
-        between = self._output.tty and self._args.output is None  # the lines of stdout a bar would stand between
+        between = self._output.tty and self._args.output is None  # a bar would be between the lines of stdout
         bar = progress("answering", self._output, self.rate, shows=not between)
         task = bar.add_task("answering", total=self._before + self._left, completed=self._before + self.failed)
         try:
@@ -242,7 +246,7 @@ class Answers:
         self._put(each.request, line)
 
     def _put(self, request: Request, line: str) -> None:
-        """Write a line, which counts once it stands there."""
+        """Write a line, and count it after it is written."""
         self._write(line)
         if request.error is None:
             self.answered += 1
@@ -250,15 +254,15 @@ class Answers:
             self.failed += 1
 
     def _first_ended(self) -> UnderWay:
-        """Waits for one of those that have a slot: of all under way the oldest."""
+        """Return the first that has ended of the oldest lines, which have a slot. Waits for it."""
         oldest = list(islice(self._under_way, self.engine.slots))
         if not any(each.ended for each in oldest):
-            with suppress(*FAILURES):  # the next result() tells them, as an error of its line
+            with suppress(*FAILURES):  # the next result() raises it as an error of its line
                 self.engine.wait([each.handle for each in oldest if each.handle is not None])
         return next((each for each in oldest if each.ended), oldest[0])
 
     def _line(self, each: UnderWay) -> str:
-        """The line of an answer, which is waited for; what goes wrong with it is that line's alone."""
+        """Wait for an answer and return its line. An error fails only that line."""
         request, found = each.request, {}
         if each.handle is not None:
             try:
@@ -285,7 +289,7 @@ class Answers:
         return ", ".join(words) + f" · {counted(self.tokens, 'token')} in {seconds:,.1f} s"
 
     def rate(self) -> float:
-        """Tokens a second, of answers that go on too; called by the thread that draws."""
+        """Return tokens per second, including unfinished answers. The thread that draws calls it."""
         handles = [each.handle for each in list(self._under_way)]
         tokens = self.tokens + sum(handle.completion_tokens for handle in handles if handle)
         return tokens / (time.perf_counter() - self._started)

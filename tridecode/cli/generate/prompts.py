@@ -1,4 +1,4 @@
-"""What goes into the engine and what comes out: the prompt that the options give, and a Result as JSON."""
+"""Prompts from the options of `generate`, and results as JSON."""
 
 from dataclasses import asdict
 from functools import partial
@@ -16,7 +16,7 @@ from ..terminal import Output
 
 
 def read_prompt(args, output: Output) -> Prompt:
-    """Before the model is loaded, so that a missing prompt costs no time."""
+    """Return the prompt. It is read before the model is loaded, so that a missing prompt fails at once."""
     if args.prompt_ids is not None:
         return args.prompt_ids
     if args.messages is not None:
@@ -33,7 +33,7 @@ def read_prompt(args, output: Output) -> Prompt:
 
 
 def read_messages(args, output: Output) -> Prompt:
-    """The chat in a file: messages, or a saved session, whose last question is asked anew."""
+    """Return the chat in a file: messages, or a saved session, whose last message is answered again."""
     path = args.messages
     found = parse_json(read_file(path, output), path, output)
     if session.is_session(found):
@@ -59,7 +59,7 @@ def with_system(messages: list[dict], args, where: str) -> list[dict]:
 
 
 def encoded(prompt: Prompt, args, engine: Engine) -> Prompt:
-    """With --allow-special, text as token ids, its control tokens among them."""
+    """Return a text as token ids, with its control tokens, if --allow-special is set."""
     if args.allow_special and isinstance(prompt, str):
         return tokenizer_of(engine).encode(prompt, allow_special=True, context=engine.capacity)
     return prompt
@@ -70,7 +70,7 @@ def reuse(args) -> dict:
 
 
 def report(result: Result, engine: Engine) -> dict:
-    """A Result as JSON has it: ASCII only once dumped, so no separator that some reader takes for a line's end."""
+    """Return a Result for JSON. It is dumped as ASCII, so no reader takes a separator for the end of a line."""
     found = {
         "token_ids": result.token_ids,
         "text": result.text,
@@ -91,6 +91,6 @@ def report(result: Result, engine: Engine) -> dict:
 
 
 def logprob_entry(tokenizer: Tokenizer, token: int, logprob: float) -> dict:
-    detokenizer = tokenizer.detokenizer((token,), skip_special=False)  # after another token: its space stays
+    detokenizer = tokenizer.detokenizer((token,), skip_special=False)  # after another token, so that its space stays
     detokenizer.flush()
     return {"token_id": token, "text": detokenizer.push(token) + detokenizer.flush(), "logprob": logprob}
