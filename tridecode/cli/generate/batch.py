@@ -36,9 +36,9 @@ PROMPTS = ("prompt", "messages", "prompt_ids")
 FIELDS = (*PROMPTS, "id", *SAMPLING)
 
 
-@dataclass
+@dataclass(eq=False)
 class Request:
-    """A line of the input. key: a hash of its text, which matches an answer to its prompt."""
+    """A line of the input. key: a hash of its text, which matches an answer to its prompt. handle: the engine's."""
 
     index: int
     key: int
@@ -46,6 +46,15 @@ class Request:
     fields: dict = field(default_factory=dict)
     id: object = None
     error: str | None = None
+    handle: Handle | None = None
+
+    @property
+    def ended(self) -> bool:
+        return self.handle is None or self.handle.finish_reason not in (None, "cancelled")
+
+    def fail(self, error: Exception) -> None:
+        """Set the error, which names fields of the line, or else the options."""
+        self.error, self.handle = explain(error, [name for name in SAMPLING if name not in self.fields]), None
 
     def entry(self, **values) -> str:
         known = {"index": self.index, "input": f"{self.key:016x}"} | ({} if self.id is None else {"id": self.id})
@@ -158,23 +167,6 @@ def batch(args, output: Output, load: Callable = load_engine) -> int:
     return int(answers.failed > 0)
 
 
-@dataclass(eq=False)
-class UnderWay:
-    """A line that was submitted to the engine. Without a handle it has failed, and its request has the error."""
-
-    request: Request
-    handle: Handle | None = None
-
-    @property
-    def ended(self) -> bool:
-        return self.handle is None or self.handle.finish_reason not in (None, "cancelled")
-
-    def fail(self, error: Exception) -> None:
-        """Set the error of the line. It names fields of the line, or else the options."""
-        fields = self.request.fields
-        self.request.error, self.handle = explain(error, [name for name in SAMPLING if name not in fields]), None
-
-
 class Answers:
     """Answers lines, and writes the answers in the order of the lines, or with --unordered as they end.
 
@@ -189,7 +181,7 @@ class Answers:
         self._params: SamplingParams
         self.loaded = False
         self.answered = self.failed = self.tokens = 0
-        self._under_way: deque[UnderWay] = deque()
+        self._under_way: deque[Request] = deque()
         self._started = time.perf_counter()
 
     def run(self, requests: Iterator[Request], load: Callable) -> None:
@@ -220,30 +212,29 @@ class Answers:
         except (KeyboardInterrupt, SystemExit):
             for each in self._under_way:
                 if each.ended:
-                    self._put(each.request, self._line(each))
+                    self._put(each, self._line(each))
             raise
         finally:
             for each in self._under_way:
                 if each.handle is not None and not each.ended:
                     each.handle.cancel()
 
-    def _begin(self, request: Request) -> UnderWay:
-        begun = UnderWay(request)
+    def _begin(self, request: Request) -> Request:
         if request.error is None:
             try:
                 prompt = encoded(request.prompt, self._args, self.engine)
                 params = replace(self._params, **request.fields)
-                begun.handle = self.engine.submit(prompt, params, **reuse(self._args))
+                request.handle = self.engine.submit(prompt, params, **reuse(self._args))
             except FAILURES as error:
-                begun.fail(error)
-        return begun
+                request.fail(error)
+        return request
 
     def _end_one(self) -> None:
         """Wait for the next answer and write it."""
-        each = self._first_ended() if self._args.unordered else self._under_way[0]
-        line = self._line(each)
-        self._under_way.remove(each)
-        self._put(each.request, line)
+        request = self._first_ended() if self._args.unordered else self._under_way[0]
+        line = self._line(request)
+        self._under_way.remove(request)
+        self._put(request, line)
 
     def _put(self, request: Request, line: str) -> None:
         """Write a line, and count it after it is written."""
@@ -253,7 +244,7 @@ class Answers:
         else:
             self.failed += 1
 
-    def _first_ended(self) -> UnderWay:
+    def _first_ended(self) -> Request:
         """Return the first that has ended of the oldest lines, which have a slot. Waits for it."""
         oldest = list(islice(self._under_way, self.engine.slots))
         if not any(each.ended for each in oldest):
@@ -261,20 +252,18 @@ class Answers:
                 self.engine.wait([each.handle for each in oldest if each.handle is not None])
         return next((each for each in oldest if each.ended), oldest[0])
 
-    def _line(self, each: UnderWay) -> str:
+    def _line(self, request: Request) -> str:
         """Wait for an answer and return its line. An error fails only that line."""
-        request, found = each.request, {}
-        if each.handle is not None:
+        found = {}
+        if request.handle is not None:
             try:
-                result = each.handle.result()
+                result = request.handle.result()
                 found = report(result, self.engine)
                 self.tokens += result.usage.completion_tokens
                 request.error = found.get("error")
             except FAILURES as error:
-                each.fail(error)
-        if request.error is not None:
-            return self._failed(request, found)
-        return request.entry(**found)
+                request.fail(error)
+        return request.entry(**found) if request.error is None else self._failed(request, found)
 
     def _failed(self, request: Request, found: dict) -> str:
         self._output.error(f"{self._args.jsonl}: line {request.index + 1}: {request.error}")
