@@ -127,6 +127,7 @@ def test_unknown_architecture(failure, copy, command):
         ("--kv-ring", "-1"),
         ("--prompt-ms", "soon"),
         ("--graph-sizes", "2,1"),
+        ("--speculate-ngram", "2:3"),
     ],
 )
 def test_wrong_value(failure, good, monkeypatch, option, value):
@@ -222,6 +223,11 @@ def test_wrong_usage(failure, argv):
         (("--speculate", "off", "--speculate-ngram", "4:2"), "is drafted with --speculate off; leave one of them out"),
         (("--speculate-ngram", "4:2", "--kv-dtype", "fp8"), "--speculate-ngram does not work beside --kv-dtype fp8"),
         (("--speculate", "ngram", "--kv-dtype", "fp8"), "--speculate ngram does not work beside --kv-dtype fp8"),
+        (("--speculate", "ngram", "--weights-offload", "1"), "does not work beside --weights-offload; use --speculate"),
+        (
+            ("--batch-invariant", "--chunk-tokens", "100"),
+            "--chunk-tokens must be a multiple of 64 with --batch-invariant",
+        ),
         (("--kv-ring", "2"), "use it with --kv-offload"),
         (("--prompt-graph-sizes", "16", "--no-prompt-graphs"), "captured with --graph full_decode_only; leave one"),
         (("--prompt-graph-sizes", "16", "--prompt-graph-max-tokens", "2048"), "not go with --prompt-graph-max-tokens"),

@@ -392,19 +392,12 @@ def test_info_tells_of_speculation(run, tiny):
     assert report["run"]["speculate"] == "ngram" and report["run"]["speculate_ngram"] == [8, 2]
     argv = ("info", "--model", tiny, "--json", "--speculate", "ngram", "--speculate-ngram")
     assert json.loads(run(*argv, "6:3")[1])["run"]["speculate_ngram"] == [6, 3]
-    code, out, err = run(*argv, "2:3")
-    assert (code, out, err.count("\n")) == (2, "", 1)
-    assert "--speculate-ngram: expected two numbers from 16 down to 1, the larger first" in err
     text = ("info", "--model", tiny, "--device", "cpu")
-    code, out, err = run(*text, "--speculate", "off", "--speculate-ngram", "4:2")
-    assert (code, out, err.count("\n")) == (1, "", 1) and "drafted with --speculate off" in err.replace("\n", " ")
     several = "\nspeculation  ngram, by the last {} tokens: several tokens a pass where the text repeats\n"
     assert several.format("8 to 2") in run(*text, "--speculate", "ngram")[1]
     assert several.format("4 to 3") in run(*text, "--speculate-ngram", "4:3")[1], "who says how asks for it"
     assert "\nspeculation  off\n" in run(*text, "--speculate", "off")[1]
     assert "\nspeculation  off: it pays on a GPU only, where decode passes are captured and" in run(*text)[1]
-    code, out, err = run(*text, "--speculate", "ngram", "--weights-offload", "1")
-    assert (code, out) == (1, "") and "--speculate ngram does not work beside --weights-offload; use --speculate" in err
 
 
 def test_info_tells_of_the_batch_invariant_mode(run, tiny):
@@ -412,8 +405,6 @@ def test_info_tells_of_the_batch_invariant_mode(run, tiny):
     report = json.loads(run(*argv, "--json")[1])
     assert report["run"]["batch_invariant"] and report["prompts"]["chunk_tokens"] == 256
     assert "no graph, the same bits in any company" in run(*argv)[1]
-    code, _, err = run(*argv, "--chunk-tokens", 100)
-    assert code == 1 and "--chunk-tokens must be a multiple of 64 with --batch-invariant, got 100" in err
 
 
 @pytest.mark.parametrize(
