@@ -119,15 +119,17 @@ class Program(Parser):
             return False
         if re.fullmatch(r"-\S+", word):
             return option in commands["chat"]._option_string_actions
-        if " " not in word and not word.endswith("?") and (near := nearest_command(word, commands)):
-            self.error(f"there is no command {word}; did you mean {near}?")
+        if " " not in word and not word.endswith("?"):
+            options = {name[2:]: name for name in self._option_string_actions if name.startswith("--")}
+            if near := nearest(word, [*commands, *options]):
+                self.error(f"there is no command {word}; did you mean {options.get(near, near)}?")
         return True
 
 
-def nearest_command(word: str, commands: Iterable[str]) -> str | None:
-    """Return the command that a misspelled word means. Its first letter is right, or two letters are swapped."""
+def nearest(word: str, names: Iterable[str]) -> str | None:
+    """Return the name that a misspelled word means. Its first letter is right, or two letters are swapped."""
     word = word.lower()
-    near = difflib.get_close_matches(word, commands, cutoff=0.75)
+    near = difflib.get_close_matches(word, names, cutoff=0.75)
     return next((name for name in near if name[0] == word[0] or sorted(name) == sorted(word)), None)
 
 
