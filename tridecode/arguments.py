@@ -386,12 +386,12 @@ def check_messages(value: Any, place: str = "", roles: Sequence[str] = ROLES) ->
         roles: the roles that are accepted; none: any.
 
     Raises:
-        PromptError: a message is wrong. The error names the first one, counted from 1.
+        PromptError: a message is wrong. The error has its index, or with `place` its number from 1.
     """
     begin = f"{place}: " if place else ""
     if not isinstance(value, list | tuple) or not value:
         raise PromptError(f'{begin}expected a list like [{{"role": "user", "content": "..."}}], got {shown(value)}')
-    for number, message in enumerate(value, 1):
+    for number, message in enumerate(value, 1 if place else 0):
         begun = f"{begin}message {number:,}"
         if not isinstance(message, dict):
             raise PromptError(f"{begun} must be a dict with role and content, got {shown(message)}")

@@ -257,9 +257,9 @@ def test_any_content_is_text(tokenizer, content):
 MALFORMED = {
     "a string": ("Hello", "expected a list like"),
     "empty": ([], "expected a list like"),
-    "no dict": (["Hello"], "message 1 must be a dict with role and content, got 'Hello'"),
-    "no role": ([{"content": "x"}], "message 1: role must be a string, got none"),
-    "no content": ([*user("x"), {"role": "user"}], "message 2: content must be a string, got none"),
+    "no dict": (["Hello"], "message 0 must be a dict with role and content, got 'Hello'"),
+    "no role": ([{"content": "x"}], "message 0: role must be a string, got none"),
+    "no content": ([*user("x"), {"role": "user"}], "message 1: content must be a string, got none"),
     "content of parts": ([{"role": "user", "content": [{"type": "text"}]}], "content must be a string, got .{'type'"),
     "not JSON": ([{"role": "user", "content": "x", "image": b"x"}], "plain JSON"),
 }

@@ -29,6 +29,7 @@ class Parser(argparse.ArgumentParser):
         self._command = ""
         self._configuration: Configuration | None = None
         self._asks = False
+        self._within: dict[str, tuple[str, ...]] = {}
         self._without: dict[str, tuple[str, ...]] = {}
 
     def configure(self, command: str, configuration: Configuration) -> None:
@@ -44,6 +45,10 @@ class Parser(argparse.ArgumentParser):
         """Refuse options of these names together with the option `flag`; if that is set they are None."""
         self._without[flag] = names
 
+    def within(self, flag: str, *names: str) -> None:
+        """Refuse options of these names without the option `flag`; if it is not set they are None."""
+        self._within[flag] = names
+
     def ask(self, help: str) -> None:
         """Accept a question as words without an option: `question` is their text, None if there are none."""
         self._asks = True
@@ -53,7 +58,7 @@ class Parser(argparse.ArgumentParser):
         """Refuse unknown arguments in the parser of the command: argparse would leave them to the parser above it."""
         namespace = namespace or argparse.Namespace()
         keys = self._configuration.keys[self._command] if self._configuration else {}
-        for name in (*keys, *(name for names in self._without.values() for name in names)):
+        for name in (*keys, *(name for names in (*self._without.values(), *self._within.values()) for name in names)):
             setattr(namespace, name, None)  # argparse's own defaults would look as if they were given
         namespace, unknown = super().parse_known_args(args, namespace)
         if unknown:
@@ -65,6 +70,8 @@ class Parser(argparse.ArgumentParser):
             self._fill(namespace, keys)
         for flag, names in self._without.items():
             self._part(namespace, flag, names)
+        for flag, names in self._within.items():
+            self._part(namespace, flag, names, needed=True)
         return namespace, unknown
 
     def _typed(self, args: list[str]) -> dict[str, str]:
@@ -87,13 +94,15 @@ class Parser(argparse.ArgumentParser):
             self.error("the question is empty")
         return " ".join(words) if words else None
 
-    def _part(self, namespace, flag: str, names: tuple[str, ...]) -> None:
-        """Refuse `names` together with `flag`, and give them their defaults if it is not set."""
+    def _part(self, namespace, flag: str, names: tuple[str, ...], needed: bool = False) -> None:
+        """Give `names` their defaults if `flag` is set as they need it; refuse them otherwise."""
         given = next((name for name in names if getattr(namespace, name) is not None), None)
-        if not getattr(namespace, flag):
+        if bool(getattr(namespace, flag)) == needed:
             for name in names:
                 if getattr(namespace, name) is None:
                     setattr(namespace, name, self.get_default(name))
+        elif given and needed:
+            self.error(f"{option(given)} needs {option(flag)}; add that, or leave out {option(given)}")
         elif given:
             self.error(f"{option(given)} does not go with {option(flag)}, which has no use for it; leave out one")
 

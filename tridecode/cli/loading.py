@@ -1,4 +1,4 @@
-"""Loading of an engine by the options of the command line, and the change to another model."""
+"""From the options to a loaded engine and its sampling parameters; from one model to another."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +18,7 @@ from .terminal import Output
 
 
 def load_engine(args, output: Output) -> tuple[Engine, SamplingParams]:
-    """Load the model with a progress bar. Returns the engine and the sampling parameters."""
+    """Load the model, with a progress bar, and show what the engine has to say."""
     overrides = sampling_overrides(args)
     SamplingParams(**overrides)  # a wrong value fails here, before the weights are read
     engine = load_model(args, args.model, args.max_seq_len, output)
@@ -44,7 +44,7 @@ def tokenizer_of(engine: Engine) -> Tokenizer:
 
 
 def show_defaults(engine: Engine, given: dict, output: Output) -> None:
-    """Print a line with the sampling defaults of the checkpoint that no option replaces."""
+    """One line with the sampling defaults that the checkpoint brings and no option replaced."""
     found = [f"{name} {value}" for name, value in engine.config.generation_defaults if name not in given]
     if found:
         output.note(f"{', '.join(found)} from generation_config.json")
@@ -65,7 +65,7 @@ class Loader:
         """
         path = resolve_model(name)
         plan = self._plan(path)
-        if not chat.conversation.raw:  # its PromptError, before the old model is closed
+        if not chat.conversation.raw:  # its PromptError, before anything is given up
             Tokenizer.load(path).encode_chat([{"role": "user", "content": "Hello"}])
         if self._fits_beside(chat.engine, plan):
             chat.use(self._load(name, path))
@@ -75,7 +75,7 @@ class Loader:
             try:
                 chat.use(self._load(name, path))
             except BaseException as error:
-                failure = error.with_traceback(None)  # the traceback refers to the tensors that were loaded
+                failure = error.with_traceback(None)  # which holds what was loaded so far
             if failure is not None:
                 chat.use(self._load(self.model, resolve_model(self.model)))
                 raise failure
@@ -97,9 +97,9 @@ class Loader:
         return engine
 
     def _fits_beside(self, old: Engine, plan: EnginePlan) -> bool:
-        """Return whether the new model would have the same context if the old model stays loaded.
+        """Return whether the new model gets beside the old one the context that it would get alone.
 
-        Raises DeviceError if it does not fit even without the old model.
+        Raises DeviceError where it does not fit even alone.
         """
         if plan.problem and (old.plan.offload or old.plan.host_layers):  # the old model's host memory may be missing
             return False

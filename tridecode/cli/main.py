@@ -10,7 +10,7 @@ from ..errors import DeviceError
 from .explain import explain, option
 from .options import SAMPLING
 from .parser import make_parser
-from .signals import Ended, ended_by_interrupt, ending, heed_interrupts
+from .signals import Ended, ended_by_interrupt, ending
 from .terminal import Output, foreign_encoding, tolerant_streams, unechoed
 
 NEED_GPU = ("bench", "profile", "tune")
@@ -101,14 +101,17 @@ def run(args, output: Output) -> int:
     if args.command == "chat" and output.tty and sys.stdin.isatty():
         from .chat.reader import shows_editor
 
-        heed_interrupts()
-        # The imports take a second or two. Text that is typed or pasted in this time is for the first prompt.
-        with unechoed(True, lambda: None, lambda: None, shows_editor()) as put_away, ended_by_interrupt(put_away):
+        # The imports take a second or two: what is typed or pasted meanwhile is for the first prompt.
+        with unechoed(True, nothing, nothing, shows_editor()) as put_away, ended_by_interrupt(put_away):
             command = imported(args.command)
     else:
         with ended_by_interrupt():
             command = imported(args.command)
     return command(args, output)
+
+
+def nothing() -> None:
+    """Where Ctrl-Z has nothing drawn to put away."""
 
 
 def imported(command: str) -> Callable:

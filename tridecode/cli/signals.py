@@ -100,8 +100,11 @@ def ended_by_interrupt(put_away: Callable[[], None] | None = None):
     """Make Ctrl-C end the process by the signal, after `put_away`.
 
     This is for imports: torch swallows a KeyboardInterrupt while it is imported, and would be incomplete afterwards.
+    With `put_away`, as in an interactive chat, Ctrl-C works from here on even if the parent ignores SIGINT.
     """
     main = threading.current_thread() is threading.main_thread()
+    if main and put_away is not None and signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if not main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield
         return
@@ -116,12 +119,6 @@ def ended_by_interrupt(put_away: Callable[[], None] | None = None):
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def heed_interrupts() -> None:
-    """Let Ctrl-C raise KeyboardInterrupt though the program was started with SIGINT ignored, as a script may do."""
-    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
@@ -145,13 +142,13 @@ def one_interrupt(enabled: bool):
 
 @contextmanager
 def suspendable(put_away: Callable[[], None], take_out: Callable[[], None]):
-    """Make Ctrl-Z call `put_away`, show the cursor, stop the program, and call `take_out` when it continues."""
-    if signal.getsignal(signal.SIGTSTP) is not signal.SIG_DFL:  # ignored: no shell could continue it
+    """Within, Ctrl-Z calls `put_away`, stops the program, and calls `take_out` once it goes on; the cursor is shown."""
+    if signal.getsignal(signal.SIGTSTP) is not signal.SIG_DFL:  # ignored: there is nobody who could let it go on
         yield
         return
 
     def suspend(signum, frame):
-        signal.signal(signal.SIGTSTP, signal.SIG_IGN)  # a second one must not interrupt this
+        signal.signal(signal.SIGTSTP, signal.SIG_IGN)  # another one would come amid of this
         try:
             put_away()
             for stream in (sys.stdout, sys.stderr):

@@ -10,10 +10,10 @@ from ..inputs import stdin_lines, with_stdin
 from ..loading import Loader, load_engine, tokenizer_of
 from ..options import sampling_overrides
 from ..terminal import Output
-from . import saving, session
+from . import lines, saving, session
 from .completion import completed
 from .conversation import Conversation
-from .lines import CONTINUED, PROMPT, Interrupted, join_blocks
+from .lines import Interrupted, join_blocks
 from .local_talk import LocalChat
 from .reader import open_reader, shows_editor
 from .remote_talk import RemoteChat, connect
@@ -117,8 +117,13 @@ def open_session(args, output: Output, interactive: bool) -> tuple[Conversation,
 def converse(talk: Chat, reader, first: str | None = None) -> int:
     """Read from the terminal until /exit, Ctrl-D, or Ctrl-C twice in a row. first: the first message."""
     if first is not None:
-        talk.output.user(PROMPT + first.replace("\n", "\n" + CONTINUED))
-    leaving = between = False  # between: whether something was said that a blank line parts from what comes
+        talk.output.user(lines.PROMPT + first.replace("\n", "\n" + lines.CONTINUED))
+        if not talk.handle(first):
+            return talk.exit_code
+    leaving, between = (
+        False,
+        first is not None,
+    )  # between: whether something was said that a blank line parts from what comes
     while True:
         try:
             draft, talk.draft = talk.draft, None
@@ -126,7 +131,7 @@ def converse(talk: Chat, reader, first: str | None = None) -> int:
                 talk.output.text("\n")
             between = False
             reader.redraws = talk.output.redraws = not talk.plain
-            line, first = reader.read(draft or "") if first is None else first, None
+            line = reader.read(draft or "")
             talk.editor = talk.output.editor = reader.is_editor
             leaving, between = False, bool(line.strip())
             if not talk.handle(line, replaces=draft is not None):
