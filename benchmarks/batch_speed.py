@@ -1,8 +1,8 @@
 """What `generate --jsonl` takes beside its passes: wall time over the passes that it ran, each counted with its median.
 
-    python benchmarks/batch_speed.py                       # the bundled model
-    python benchmarks/batch_speed.py --preset qwen3-4b     # a checkpoint of that shape, with random weights
-    python benchmarks/batch_speed.py --come-and-go         # instead: --graph-stats of 1 to 20 requests at a time
+    python -m benchmarks.batch_speed                       # the bundled model
+    python -m benchmarks.batch_speed --preset qwen3-4b     # a checkpoint of that shape, with random weights
+    python -m benchmarks.batch_speed --come-and-go         # instead: --graph-stats of 1 to 20 requests at a time
 
 The lines hold token ids and every answer has its full length. One process loads the model, answers a file that does
 not count, then the one that does; afterwards each size of pass that it ran is timed alone by CUDA events. The last line
@@ -22,8 +22,8 @@ from itertools import accumulate
 from pathlib import Path
 
 import torch
-from checkpoint import PRESETS, write_checkpoint
 
+from benchmarks.checkpoint import PRESETS, write_checkpoint
 from tridecode import Engine, SamplingParams
 from tridecode.cli.bench.measure import GREEDY, check_running
 from tridecode.cli.bench.passes import enqueue, rewind

@@ -1,7 +1,7 @@
 """What the Markdown chat costs: tokens per second of `chat` in a terminal against `generate --output FILE`.
 
-    python benchmarks/chat_speed.py                       # the bundled model
-    python benchmarks/chat_speed.py --preset qwen3-0.6b   # a checkpoint of that shape, with random weights
+    python -m benchmarks.chat_speed                       # the bundled model
+    python -m benchmarks.chat_speed --preset qwen3-0.6b   # a checkpoint of that shape, with random weights
 
 Each run is a process of its own, the two kinds by turns; the last line is one JSON object. It needs pexpect, and with
 --preset transformers, which writes the checkpoint (1.2 GB for qwen3-0.6b) into a temporary directory.
@@ -18,7 +18,8 @@ import tempfile
 from pathlib import Path
 
 import pexpect
-from checkpoint import PRESETS, write_checkpoint
+
+from benchmarks.checkpoint import PRESETS, write_checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent
 SPEED = re.compile(r"([\d,]+) tokens · ([\d,.]+) tok/s")

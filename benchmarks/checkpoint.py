@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.peers import peer_model
 from tridecode.checkpoint.hub import BUNDLED
-from tridecode.cli.bench.peers import peer_model
 from tridecode.models.presets import PRESETS as SHAPES
 
 PRESETS = [name for name in SHAPES if name.startswith("qwen3")]

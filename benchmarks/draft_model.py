@@ -1,6 +1,6 @@
 """What a draft model would bring: K steps of a small model and one verifying pass of a large one, in one graph.
 
-    python benchmarks/draft_model.py --large qwen3-4b --small qwen3-0.6b
+    python -m benchmarks.draft_model --large qwen3-4b --small qwen3-0.6b
 
 Both have random weights and stand on one GPU. The large model's pass has a row for its own token and one for each of
 the K tokens that the small one has drawn; all rows run. Who is right is not measured but asked: `break_even` is the

@@ -1,9 +1,9 @@
 """Compile the kernels of benchmark suites into a Triton cache, on a machine without a GPU.
 
-    TRITON_CACHE_DIR=/tmp/cache python benchmarks/precompile.py targets batch prompts
-    TRITON_CACHE_DIR=/tmp/cache python benchmarks/precompile.py qwen3-4b,4096,1 qwen3-4b,1024,64,40960,int4 --count
+    TRITON_CACHE_DIR=/tmp/cache python -m benchmarks.precompile targets batch prompts
+    TRITON_CACHE_DIR=/tmp/cache python -m benchmarks.precompile qwen3-4b,4096,1 qwen3-4b,1024,64,40960,int4 --count
 
-An argument is the name of a suite of `bench`, whose engines it compiles for, or an engine: preset, positions of a
+An argument is the name of a suite, whose engines it compiles for, or an engine: preset, positions of a
 request, slots, positions of all, and the scheme of `--quantize`. With --count it only prints the number of kernels. The
 cache goes to the other machine with its path unchanged, and needs *.json and *.cubin only.
 
@@ -21,9 +21,9 @@ import triton.runtime.cache
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
+from benchmarks.suite import SUITES, lines_of, parse
 from tridecode.cli.bench.batch import cases_of, room_of
 from tridecode.cli.bench.decode import capacity_of
-from tridecode.cli.bench.suite import SUITES, suite_args
 from tridecode.cli.precompile import planned_kernels
 from tridecode.errors import counted
 from tridecode.kernels.device import GPUS, simulated
@@ -38,7 +38,7 @@ FOUND: list = []  # filled before the processes fork
 def engines_of(suite: str) -> list[tuple]:
     """(preset, positions of a request, slots, positions of all or None, quantize) of each row that has an engine."""
     found = []
-    for args in suite_args(suite):
+    for args, _ in map(parse, lines_of(suite)):
         quantize = getattr(args, "quantize", None)
         if args.what == "batch":
             room = [[room_of(context, args.steps) for context in contexts] for _, contexts in cases_of(args)]

@@ -1,7 +1,7 @@
 """The cost of quantization: a model against itself in fp32, over held-out chats of the bundled model or a text file.
 
-    python benchmarks/quality.py                                   the bundled model, on the CPU
-    python benchmarks/quality.py --model DIR --text FILE           another one
+    python -m benchmarks.quality                                   the bundled model, on the CPU
+    python -m benchmarks.quality --model DIR --text FILE           another one
 
 Prints rows for docs/quantization.md: the KL divergence of the next token's distribution from that in fp32 (nats, mean
 over positions), how often the likeliest token is the same, and perplexity. On the CPU all other tensors are fp32, so

@@ -1,8 +1,8 @@
 """What equal prefixes save, and what the batch-invariant mode costs; each prints one JSON object a line.
 
-    python benchmarks/sharing.py conversations                   # any machine: tokens of prompts that are computed
-    python benchmarks/sharing.py prefix --preset qwen3-4b        # GPU only
-    python benchmarks/sharing.py invariant --preset qwen3-4b     # GPU only
+    python -m benchmarks.sharing conversations                   # any machine: tokens of prompts that are computed
+    python -m benchmarks.sharing prefix --preset qwen3-4b        # GPU only
+    python -m benchmarks.sharing invariant --preset qwen3-4b     # GPU only
 
 conversations: five that go on by turns, a title asked for after each turn, in a pool that holds the five and little
 more. prefix: 16 requests of a common prefix of 4,000 tokens and 64 of their own, against the time of that prefix alone

@@ -1,7 +1,7 @@
 """What structured output costs a batch: time between tokens of requests with a schema, and of those beside them.
 
-    python benchmarks/structured_speed.py --preset qwen3-4b     # GPU only: random weights, the bundled tokenizer
-    python benchmarks/structured_speed.py                       # the bundled model, on any machine
+    python -m benchmarks.structured_speed --preset qwen3-4b     # GPU only: random weights, the bundled tokenizer
+    python -m benchmarks.structured_speed                       # the bundled model, on any machine
 
 A batch of --rows requests decodes --tokens each, once without forms and once with half of them held to a schema, by
 turns, --runs times. Prints the medians of the time between two tokens, in microseconds, and the ratios; the last line

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Write the tables of README.md and docs/ from the JSON files beside this script.
 
 A table stands between <!-- table: benchmarks/FILE.json --> and <!-- end of table -->. With --check nothing is written:
@@ -9,7 +8,8 @@ import re
 import sys
 from pathlib import Path
 
-from tridecode.cli.bench.report import caption, read_rows, render
+from benchmarks.rows import read_rows
+from tridecode.cli.bench.rows import caption, render
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = (
@@ -40,7 +40,7 @@ def main(check: bool) -> int:
     old = [name for name in DOCUMENTS if filled(text := (ROOT / name).read_text(encoding="utf-8")) != text]
     for name in old:
         if check:
-            print(f"{name}: a table differs from its file; run python benchmarks/tables.py", file=sys.stderr)
+            print(f"{name}: a table differs from its file; run python -m benchmarks.tables", file=sys.stderr)
         else:
             (ROOT / name).write_text(filled((ROOT / name).read_text(encoding="utf-8")), encoding="utf-8")
     return int(check and bool(old))

@@ -27,6 +27,7 @@ for signum in (signal.SIGHUP, signal.SIGQUIT):
         signal.signal(signum, lambda signum, frame: None)
 TESTS = Path(__file__).parent
 sys.path[:0] = [str(TESTS), *(str(path) for path in TESTS.iterdir() if path.is_dir())]  # each may contain helpers
+sys.path.append(str(TESTS.parent))  # contains benchmarks/
 if not torch.cuda.is_available():
     from interpreter import quicken
 
@@ -37,7 +38,7 @@ if not torch.cuda.is_available():
 SLOW = """
     blocks/test_blocks blocks/test_declarations checkpoint/test_bundled checkpoint/test_checkpoint
     checkpoint/test_files checkpoint/test_host_layers checkpoint/test_hub checkpoint/test_methods cli/test_bench
-    cli/test_bench_batch cli/test_bench_serve cli/test_cli cli/test_configuration cli/test_failed_turns
+    cli/test_bench_serve cli/test_cli cli/test_configuration cli/test_failed_turns
     cli/test_keyboard cli/test_looks cli/test_markdown cli/test_overflow cli/test_remote_chat cli/test_sessions
     cli/test_signals cli/test_terminal cli/test_waiting cli/test_windows kernels/attention/test_attention
     kernels/attention/test_attention_queries kernels/attention/test_fp8_kv

@@ -30,6 +30,7 @@ from .serve.driver import Driver
 from .serve.policy import Policy
 from .serve.request import Request, checked_stop_ids, scoring
 from .serve.scheduler import Scheduler
+from .step.costs import measure_costs
 from .step.dispatch import Dispatcher, GraphStat
 from .step.graphs import make_steps
 from .step.model import DecodeModel, make_model
@@ -126,13 +127,15 @@ class Engine:
     def __post_init__(self) -> None:
         graphs, options = self.graphs, self.plan.options
         dispatcher = Dispatcher(graphs.graph, graphs.sizes, graphs.prompt_sizes, graphs.prompt_attention)
-        self.steps = make_steps(self.model, self.backend, dispatcher, graphs.attention)
+        self.steps = make_steps(self.model, self.backend, dispatcher, graphs.attention, compiled=graphs.captured)
         self.prompts = make_prompts(self.model, self.steps, self.backend, graphs.prompt_attention)
         self.prompts.capture_all(None if self.slots > 1 or options.batch_invariant else FIRST_TURN)
         ahead = 1 if self.device.type == "cuda" and self.backend == "triton" else 0
         runners = (lambda: self.steps), (lambda: self.prompts)  # benchmarks replace them
         policy = Policy(self.plan.chunk, options.max_queue, options.prompt_ms, options.prefix_sharing)
         scheduler = Scheduler(self.model, self.tokenizer, *runners, ahead, policy)
+        if self.model.verify:
+            self.steps.costs = measure_costs(self.steps, scheduler.slots)
         self._grammars = Grammars(self.tokenizer, self.config.vocab_size, self.config.stop_ids)
         self._driver = Driver(scheduler, lambda: threads.use(self.threads))
 

@@ -1,59 +1,40 @@
-"""bench: what is counted, how rows are written and compared, and every bench on a tiny model with a clock for a GPU."""
+"""bench: what is counted and timed, on a tiny model with a clock for a GPU."""
 
 import json
 import logging
 import os
 import sys
 import time
-from dataclasses import replace
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 import triton
-from benches import FACTS, Clock, run_bench
+from benches import DTYPE, bench_on_tiny_engines, engine_of, run_bench
 from models import CUDA, DEVICE, FAMILIES, begin, tiny_config, tiny_engine
 from torch.autograd import DeviceType
 
-from tridecode.checkpoint.load import random_weights
-from tridecode.checkpoint.slices import parameter_count
-from tridecode.cli.bench import ablate, first_token, measure, peers, prefill, start, step_bytes, suite, time_decode
-from tridecode.cli.bench.passes import enqueue
+from tridecode import cli as commands
+from tridecode.cli.bench import ablate, batch, first_token, measure, mix, prefill, start, step_bytes, time_decode
+from tridecode.cli.bench.passes import enqueue, rewind
 from tridecode.cli.bench.stream import stream_figures
+from tridecode.cli.parser import make_parser
+from tridecode.cli.values import MOST_ROWS
+from tridecode.cli.values import mix as contexts_of
 from tridecode.errors import GenerationError, ParameterError
-from tridecode.kernels.device import Device
+from tridecode.layout import POSITION, RUN, STATUS
+from tridecode.options import GRAPHS, MAX_SLOTS
 from tridecode.sampling import SamplingParams
+from tridecode.step.dispatch import MODES
 from tridecode.step.graphs import DecodePasses, launcher
-from tridecode.step.run import Allocating, run_reference
+from tridecode.step.run import Allocating
 
 needs_gpu = pytest.mark.skipif(not CUDA, reason="CUDA graphs and activity records exist on a GPU only")
 
 
 @pytest.fixture
-def tiny(monkeypatch):
-    """Every bench runs on a tiny engine, wherever the tests run; limits are constants."""
-    made = []
-
-    def engine(args, capacity):
-        made.append(tiny_engine(capacity=capacity))
-        return made[-1]
-
-    for module in ("decode", "prefill", "stream"):
-        monkeypatch.setattr(f"tridecode.cli.bench.{module}.bench_engine", engine)
-        monkeypatch.setattr(f"tridecode.cli.bench.{module}.run_facts", lambda device: FACTS)
-    monkeypatch.setattr("tridecode.cli.bench.decode.read_bandwidth", lambda device: 1e9)
-    monkeypatch.setattr("tridecode.cli.bench.prefill.matmul_rate", lambda device: 1e12)
-    monkeypatch.setattr("tridecode.cli.bench.suite.need_gpu", lambda: None)
-    if not CUDA:
-        monkeypatch.setattr(torch.cuda, "Event", Clock)
-        monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
-    return made
-
-
-@pytest.fixture
-def bench(capsys):
-    return partial(run_bench, capsys)
+def bench(capsys, monkeypatch):
+    return bench_on_tiny_engines(capsys, monkeypatch, "decode", "batch", "prefill", "stream", "mix")
 
 
 # what is counted
@@ -67,8 +48,7 @@ def test_bytes_of_a_step_by_hand(tied):
     weights = 2 * (2 * layer + 96 + 331 * 96)
     kv = 2 * 2 * 128 * 2  # K and V of two layers, bf16
     assert step_bytes(engine, 10, 1) == weights + 10 * kv
-    assert step_bytes(engine, 10, 5) == weights + 12 * kv  # positions 10 to 14
-    assert step_bytes(engine, [10, 300], 5) == weights + (12 + 302) * kv  # the weights once for all rows
+    assert step_bytes(engine, [10, 300], 5) == weights + (12 + 302) * kv  # the weights once; positions 10 to 14 and on
 
 
 def test_flops_of_a_prompt_by_hand():
@@ -79,8 +59,6 @@ def test_flops_of_a_prompt_by_hand():
     # two more tokens: the first layer in full and the second's q, k and v; they attend to 1 and 2 positions
     attention = 4 * 256 * (1 + 2) + 2 * 4 * 256 * (3 - 1)
     assert prefill.prefill_flops(config, 3) == one + 2 * 2 * (2 * qkv + rest) + attention
-    alike = replace(config, layers=config.layers[:1] * 2)  # one object
-    assert prefill.prefill_flops(alike, 3) == prefill.prefill_flops(config, 3)
 
 
 def test_flops_of_a_sliding_window_by_hand():
@@ -92,87 +70,162 @@ def test_flops_of_a_sliding_window_by_hand():
 
 
 @pytest.mark.parametrize("window", [None, 24])
-def test_flops_behind_what_is_cached_are_those_of_the_whole_without_those_of_the_beginning(window):
-    """But for what only a last token needs, which the beginning has too."""
+def test_flops_of_cached_tokens_are_subtracted(window):
     config = tiny_config(**FAMILIES["mistral"] | {"sliding_window": window})
     whole, first = (prefill.prefill_flops(config, tokens) for tokens in (40, 33))
-    rest = 96 * 256 + 3 * 96 * 160
-    end = 4 * 256 * min(33, window or 33)  # of the beginning's last token: in the last layer only it attends
-    assert prefill.prefill_flops(config, 7, 33) == whole - (first - 2 * (rest + 96 * 331) - end)
+    # Only the last token runs through the rest of the last layer and the head; the cached part has a last token too.
+    last = 2 * (96 * 256 + 3 * 96 * 160 + 96 * 331) + 4 * 256 * min(33, window or 33)
+    assert prefill.prefill_flops(config, 7, 33) == whole - (first - last)
 
 
 def test_percentiles():
     assert measure.spread([3.0, 1.0, 2.0], 10) == pytest.approx((20.0, 11.0, 29.0))
-    assert measure.spread([5.0]) == (5.0, 5.0, 5.0)
 
 
-@pytest.mark.parametrize(
-    ("intervals", "span", "union"),
-    [
-        ([(0, 2), (5, 6)], 6, 3),
-        ([(5, 6), (0, 2)], 6, 3),  # in any order
-        ([(0, 4), (3, 6), (3.5, 4)], 6, 6),  # overlapping, one inside another
-        ([(1, 2), (2, 4)], 3, 3),
-    ],
-)
-def test_span_and_union_of_kernels(intervals, span, union):
-    assert ablate.span_and_union(intervals) == (span, union)
+def test_figures_of_streams_and_starts_by_hand():
+    found = stream_figures([(0.5, [1e-6, 3e-6]), (0.1, [4e-6, 4e-6])], [2e-6, 2e-6])
+    assert found["us_per_token"] == pytest.approx(3) and found["ratio_to_graph"] == pytest.approx(1.5)
+    assert found["ttft_ms"] == pytest.approx(300) and found["itl_median_us"] == pytest.approx(3.5)
+    later = [(9.0, {"import_s": 3.0}), (7.0, {"import_s": 1.0}), (8.0, {"import_s": 2.0, "token": 4})]
+    found = start.start_figures(30.0, {"kernels_compiled": 14}, later)
+    assert (found["first_start_s"], found["second_start_s"], found["import_s"]) == (30.0, 8.0, 2.0)
+    assert found["first_start_kernels_compiled"] == 14 and "token" not in found
 
 
-# benches on a tiny model
+def test_steps_that_have_ended_are_not_timed():
+    engine = engine_of(128, 2)
+    rewind(engine, [5, 5], measure.GREEDY, 2)
+    measure.check_running(engine, "both", 2)
+    engine.model.workspace.meta[1, STATUS] = 3
+    measure.check_running(engine, "the first", 1)
+    with pytest.raises(GenerationError, match="both: the steps ended early"):
+        measure.check_running(engine, "both", 2)
 
 
-def test_decode(tiny, bench):
-    code, out, err = bench("decode", "--context", "20", "--steps", "3", "--runs", "4", "--sampling", "all")
+def test_every_run_has_the_same_pages():
+    """Otherwise `tune` would find other logits, because a row would read the K/V of another one."""
+    engine = engine_of(256, 3)
+    tables = []
+    for _ in range(3):
+        rewind(engine, [70, 5, 200], measure.GREEDY, 3)
+        engine.synchronize()
+        tables.append(engine.model.kv.page_table.clone())
+    assert tables[0].equal(tables[1]) and tables[0].equal(tables[2])
+
+
+@pytest.mark.parametrize("contexts, steps", [([64] * 7, 128), ([1000, 64, 63, 1], 63), ([32, 96], 30)])
+def test_the_pool_has_room_for_every_step(contexts, steps):
+    room = [batch.room_of(context, steps) for context in contexts]
+    engine = engine_of(max(room), len(contexts), sum(room))
+    rewind(engine, contexts, measure.GREEDY, len(contexts))
+    meta = engine.model.workspace.meta
+    meta[: len(contexts), POSITION] += steps  # where the last step leaves them
+    enqueue(engine, measure.GREEDY, len(contexts))
+    engine.synchronize()
+    assert meta[: len(contexts), STATUS].tolist() == [RUN] * len(contexts)
+
+
+def test_options_of_the_engine(monkeypatch):
+    """It verifies no drafts unless the bench requests it; of --graph, the bench makes each mode itself."""
+    found = []
+    monkeypatch.setattr(measure, "preset_engine", lambda *args, **more: found.append(more))
+    args = make_parser().parse_args("bench serve --mix --prompt-ms 7 --graph none --quantize int4".split())
+    for more in ({}, {"speculate": "ngram"}):
+        measure.bench_engine(args, 64, **more)
+    assert [each["speculate"] for each in found] == ["off", "ngram"]
+    assert (found[0]["prompt_ms"], found[0]["quantize"]) == (7, "int4") and "graph" not in found[0]
+
+
+def test_an_unknown_preset():
+    with pytest.raises(ParameterError, match="gpt-2"):
+        measure.preset_engine("gpt-2", 64)
+
+
+def test_options_have_the_limits_of_the_engine():
+    assert MOST_ROWS == MAX_SLOTS and GRAPHS == tuple(MODES)
+
+
+# decode, batch, prefill, stream
+
+
+def test_decode(bench):
+    code, out, _ = bench("decode", "--context", "20", "--steps", "3", "--runs", "4", "--sampling", "all")
     row = json.loads(out.split("\n")[-2])
-    assert code == 0 and tiny[0].capacity == 25
+    assert code == 0 and bench.made[0].capacity == row["capacity"] == 25
     assert row["us_p5"] <= row["us_per_token"] <= row["us_p95"]
-    # Figures are rounded for reading: of short steps the time, of long ones what is made from it.
+    # Figures are rounded: the time matters for short steps, the quotient for long ones.
     assert row["pct_bandwidth"] == pytest.approx(row["bytes_per_step"] / row["us_per_token"] / 1e3 * 100, 1e-3, 0.06)
     assert row["tokens_per_second"] == pytest.approx(1e6 / row["us_per_token"], 1e-3, 0.06)
     assert "us_over_greedy" in row and row["command"].endswith("--context 20 --steps 3 --sampling all")
-    for key in ("preset", "context", "bytes_per_step", "read_bandwidth_gbs", "gpu", "torch", "triton"):
-        assert key in row
+    assert {"preset", "context", "read_bandwidth_gbs", "gpu", "torch", "triton"} <= row.keys()
     assert "all sampling filters" in out and "a clock" in out
 
 
-def test_time_decode_starts_each_run_at_the_context(tiny):
-    engine = tiny_engine()
+def test_time_decode_starts_each_run_at_the_context(bench):
+    engine = engine_of(64)
     assert len(time_decode(engine, 30, 5, 2)) == 2
     engine.synchronize()
-    assert engine.model.workspace.meta[0, measure.STATUS] == measure.RUN
+    assert engine.model.workspace.meta[0, [STATUS, POSITION]].tolist() == [RUN, 35]
     assert engine.model.workspace.tokens[0, :31].eq(0).all()
 
 
-def test_prefill_has_a_row_for_each_length(tiny, bench):
-    code, out, _ = bench("prefill", "--prompt-tokens", "12,1", "--runs", "2", "--format", "json")
-    long, short = json.loads(out)
-    assert code == 0 and tiny[0].capacity == 13
-    assert (long["prompt_tokens"], short["prompt_tokens"]) == (12, 1)
-    assert long["command"].endswith("--prompt-tokens 12 --cached 0 --graph full")
-    assert short["command"].endswith("--prompt-tokens 1 --cached 0 --graph full")
-    assert long["flops"] > short["flops"] and 0 < long["ttft_ms"]
-    assert long["pct_matmul"] == pytest.approx(100 * long["flops"] / (long["prefill_ms"] / 1e3) / 1e12, abs=0.06)
+def test_batch_has_a_row_for_each_number_of_requests_at_each_context(bench):
+    argv = ("batch", "--rows", "1,3", "--context", "20,70", "--steps", "3", "--runs", "2", "--sampling", "all")
+    code, out, _ = bench(*argv, "--format", "json")
+    rows = json.loads(out)
+    assert code == 0 and [(row["rows"], row["context"]) for row in rows] == [(1, 20), (3, 20), (1, 70), (3, 70)]
+    assert len(bench.made) == 1 and bench.made[0].slots == 3
+    for row in rows:
+        assert row["us_p5"] <= row["us_per_step"] <= row["us_p95"] and row["one_row_us"] > 0
+        assert row["tokens_per_second"] == pytest.approx(1e6 * row["rows"] / row["us_per_step"], 1e-3, 0.06)
+        parsed = make_parser().parse_args(row["command"].split()[2:])
+        assert parsed.rows == [row["rows"]] and parsed.context == [str(row["context"])]
+    kv = 2 * 2 * 128 * DTYPE.itemsize  # K and V of two layers
+    assert rows[1]["bytes_per_step"] - rows[0]["bytes_per_step"] == 2 * 21 * kv  # the weights once; positions 20 to 22
 
 
-def test_prefill_of_a_second_turn_in_several_modes(tiny, bench, monkeypatch):
-    """Each run reads the new tokens and no other, in whichever mode; a row says how."""
+def test_a_mix_of_contexts_names_its_rows(bench):
+    code, out, _ = bench("batch", "--context", "90x1+5x2", "--steps", "2", "--runs", "1")
+    row = json.loads(out.split("\n")[-2])
+    assert code == 0 and (row["rows"], row["context"]) == (3, "90x1+5x2")
+    assert "--context 90x1+5x2" in row["command"] and "--rows" not in row["command"]
+    engine = bench.made[0]
+    engine.synchronize()
+    # each row began at its own context and is two steps further
+    assert engine.model.workspace.meta[:3, POSITION].tolist() == [92, 7, 7]
+    assert engine.model.workspace.meta[:3, STATUS].tolist() == [RUN] * 3
+
+
+@pytest.mark.parametrize(
+    "context, rows", [("64", [64]), ("32000x1+64x2", [32000, 64, 64]), ("5+6", [5, 6]), ("5x2", [5, 5])]
+)
+def test_contexts_of_a_mix(context, rows):
+    assert contexts_of(context) == rows
+
+
+def test_rows_are_refused_if_all_contexts_are_mixes(bench):
+    code, out, err = bench("batch", "--rows", "4", "--context", "64x3,32x2")
+    assert (code, out, err.count("\n")) == (1, "", 1) and "--rows: a mix like 64x3 says itself how many" in err
+
+
+def test_prefill_in_several_lengths_and_modes(bench):
+    """Each run reads the new tokens and no other, in each mode; a row names the mode."""
     argv = ("--prompt-tokens", "7,20", "--cached", "30", "--graph", "full,full_decode_only", "--runs", "2")
     code, out, _ = bench("prefill", *argv, "--format", "json")
-    rows = json.loads(out)
-    assert code == 0 and len(tiny) == 1 and tiny[0].capacity == 51
+    rows, (engine,) = json.loads(out), bench.made
+    assert code == 0 and engine.capacity == 51
     assert [(row["prompt_tokens"], row["cached"], row["graph"]) for row in rows] == [
         (7, 30, "full"), (7, 30, "full_decode_only"), (20, 30, "full"), (20, 30, "full_decode_only"),
     ]  # fmt: skip
     for row in rows:
         assert row["command"].endswith(f"--prompt-tokens {row['prompt_tokens']} --cached 30 --graph {row['graph']}")
         assert row["reads"] == ("full" if CUDA and row["graph"] == "full" else "none")
-        assert row["flops"] == prefill.prefill_flops(tiny[0].config, row["prompt_tokens"], 30) and row["ttft_ms"] > 0
+        assert row["flops"] == prefill.prefill_flops(engine.config, row["prompt_tokens"], 30) and row["ttft_ms"] > 0
+        assert row["pct_matmul"] == pytest.approx(100 * row["flops"] / (row["prefill_ms"] / 1e3) / 1e12, 1e-2, 0.06)
 
 
-def test_a_prompt_that_was_read_from_another_token_on_is_no_figure(tiny):
-    engine = tiny_engine()
-    assert len(prefill.time_prefill(engine, 5, 1, 20)[0]) == 1
+def test_a_prompt_with_a_shorter_cached_prefix_is_not_timed(bench):
+    engine = engine_of(64)
     cache = engine.scheduler.slots.cache
     match = cache.match
     cache.match = lambda ids, salt: match(ids[:-5], salt)
@@ -193,7 +246,7 @@ def test_every_size_of_every_mode_is_captured_before_it_is_timed():
         assert measure.read_modes(before, modes[mode].reads()) == expected
 
 
-def test_stream(tiny, bench):
+def test_stream(bench):
     code, out, _ = bench("stream", "--context", "9", "--steps", "6", "--runs", "2", "--format", "jsonl")
     row = json.loads(out)
     assert code == 0 and row["steps"] == 6
@@ -201,110 +254,87 @@ def test_stream(tiny, bench):
     assert row["itl_median_us"] <= row["itl_p99_us"] and row["ttft_ms"] > 0
 
 
-def test_stream_figures_by_hand():
-    found = stream_figures([(0.5, [1e-6, 3e-6]), (0.1, [4e-6, 4e-6])], [2e-6, 2e-6])
-    assert found["us_per_token"] == 3 and found["graph_us_per_token"] == 2 and found["ratio_to_graph"] == 1.5
-    assert found["ttft_ms"] == 300 and found["itl_mean_us"] == 3 and found["itl_median_us"] == 3.5
+@pytest.mark.parametrize(
+    "argv, named",
+    [
+        ("batch --context 64x", "argument --context: expected"),
+        ("batch --context 64x65", "at most 64 rows, got '64x65'"),
+        ("batch --context 64x99999999999999999999", "argument --context: expected"),
+        ("batch --context 5x2x2", "got '2x2'"),
+        ("batch --rows 1,65", "argument --rows: every entry must be"),
+        ("prefill --prompt-tokens 3,x", "argument --prompt-tokens: every entry must be"),
+        ("prefill --graph full,half", "got 'full,half'"),
+        ("prefill --graph full,full", "once, got 'full,full'"),
+        ("prefill --cached -1", "--cached"),
+        ("decode --model a --preset qwen3-4b", "not allowed with"),
+        ("start --steps 3", "unrecognized arguments: --steps 3"),
+        ("serve --mix --url http://a", "--url does not go with --mix"),
+        ("serve --mix --percentiles 99", "--percentiles does not go with --mix"),
+        ("serve --requests 3", "--requests needs --mix"),
+        ("serve --runs 9", "--runs needs --mix"),
+        ("serve --mix --model a --preset qwen3-4b", "not allowed with"),
+    ],
+)
+def test_wrong_options_are_one_line(argv, named, capsys):
+    with pytest.raises(SystemExit) as exit:
+        commands.main(["bench", *argv.split()])
+    err = capsys.readouterr().err
+    assert exit.value.code == 2 and err.count("\n") == 1 and named in err
 
 
-def test_a_suite_writes_what_it_could_measure(tiny, bench, monkeypatch, tmp_path):
-    lines = "decode --context 5 --steps 2 --runs 1\nprefill --prompt-tokens 900 --capacity 8 --runs 1"
-    monkeypatch.setitem(suite.SUITES, "targets", lines)
-    code, out, err = bench("suite", "--output", str(tmp_path / "rows.json"))
-    (row,) = json.loads((tmp_path / "rows.json").read_text())
-    assert code == 1 and row["bench"] == "decode" and json.loads(out.split("\n")[-2]) == row
-    assert "prefill" in err and "900" in err and "[2/2]" in err and f"us_per_token {row['us_per_token']}" in err
+@needs_gpu
+@pytest.mark.parametrize(
+    "argv",
+    [("decode", "--steps", "8"), ("stream", "--steps", "8"), ("prefill", "--prompt-tokens", "64")]
+    + [("batch", "--rows", "8", "--steps", "8")],
+)
+def test_a_real_preset_on_the_gpu(capsys, argv):
+    code, out, _ = run_bench(capsys, *argv, "--preset", "qwen3-0.6b", "--runs", "2")
+    row = json.loads(out.split("\n")[-2])
+    assert code == 0 and row["gpu"] == torch.cuda.get_device_name(DEVICE)
+    assert 0 < row.get("pct_bandwidth", 1) < 100 and 0 < row.get("pct_matmul", 1) < 100
 
 
-def test_a_suite_without_any_row_leaves_the_file(tiny, bench, monkeypatch, tmp_path):
-    monkeypatch.setitem(suite.SUITES, "targets", "prefill --prompt-tokens 900 --capacity 8")
-    (tmp_path / "rows.json").write_text("before")
-    code, out, err = bench("suite", "--output", str(tmp_path / "rows.json"))
-    assert code == 1 and out == "" and "every row failed" in err
-    assert (tmp_path / "rows.json").read_text() == "before"
+# decode --ablate
 
 
-# the ladder
-
-
-def test_the_workspace_that_allocates_gives_the_same_tokens():
-    tokens, params = [], SamplingParams(temperature=0.0, seed=1)
+def test_a_workspace_that_allocates_gives_the_same_tokens(monkeypatch):
+    tokens, made, params = [], [], SamplingParams(temperature=0.0, seed=1)
+    empty_like = torch.empty_like
+    monkeypatch.setattr(torch, "empty_like", lambda t: made.append(tuple(t.shape)) or empty_like(t))
     for fresh in (False, True):
         engine = tiny_engine("triton", "none")
         if fresh:
             engine.steps = DecodePasses(engine.model, Allocating(launcher(engine.model)))
         begin(engine, [5, 17], 0, params, limit=6)
+        made.clear()
         for _ in range(4):
             enqueue(engine, params)
         engine.synchronize()
         tokens.append(engine.model.workspace.tokens[0, :6].tolist())
+        # A layer: qkv 1, attention 3, o_proj 3, gate_up 1, down 3. The rest of the pass: embed 3, lm_head 1.
+        assert len(made) == (4 * 26 if fresh else 0) and made.count((1, 331)) == (4 if fresh else 0)
     assert tokens[0] == tokens[1]
 
 
-def test_one_allocation_for_every_output_of_every_op(monkeypatch):
-    """Of a layer: qkv 1; attention 3 (partial results twice); o_proj 3 (residual, norm, its sums); gate_up 1; down 3.
-
-    Beside the layers: embed 3, lm_head 1.
-    """
-    made = []
-    engine = tiny_engine("torch", "none", torch.float32)
-    steps, empty_like = DecodePasses(engine.model, Allocating(run_reference)), torch.empty_like
-    monkeypatch.setattr(torch, "empty_like", lambda t: made.append(tuple(t.shape)) or empty_like(t))
-    counts = []
-    for _ in range(3):
-        steps.replay("greedy")
-        counts.append(len(made))
-    assert counts == [26, 52, 78]
-    assert made.count((1, 331)) == 3  # logits
-
-
-def test_rungs_of_the_ladder():
-    engine = tiny_engine("torch", "none", torch.float32)
-    engine.model = replace(engine.model, gpu=Device(capability=80))
-    assert len(list(ablate.variants(engine))) == 3
-    engine.model = replace(engine.model, gpu=Device(capability=90))
-    found = list(ablate.variants(engine))
-    assert [name.split(",")[0] for name, _ in found] == ["eager", "eager", "graph", "graph"]
-    assert all(steps.model.weights is engine.model.weights for _, steps in found)
-    own = engine.steps
-    assert found[-1][1] is own
-    with ablate.stepping(engine, found[0][1]):
-        assert engine.steps is found[0][1]
-    assert engine.steps is own
-
-
-def test_steps_that_have_ended_are_no_figure():
-    engine = tiny_engine("torch", "none", torch.float32)
-    engine.model.workspace.meta[0, measure.STATUS] = 3
-    with pytest.raises(GenerationError, match="ended early"):
-        measure.check_running(engine, "graph")
-
-
-def test_kernels_belong_to_the_range_that_ran_them():
+def test_figures_of_kernels_in_the_range_that_ran_them():
     def event(name, start, end, device=DeviceType.CUDA, annotation=False):
         place = SimpleNamespace(start=start, end=end)
         return SimpleNamespace(name=name, time_range=place, device_type=device, is_user_annotation=annotation)
 
-    events = [
-        event("graph", 10, 50, DeviceType.CPU, True),
-        event("graph", 12, 40, annotation=True),  # the profiler's copy of the range on the GPU's time line
-        event("eager", 60, 90, DeviceType.CPU, True),
-        event("fill", 2, 4),
-        event("a", 12, 20),
-        event("b", 18, 30),
-        event("c", 35, 40),
-        event("d", 61, 62),
-        event("aten::empty_like", 13, 14, DeviceType.CPU),
-    ]
-    found = ablate.kernels_within(events, "graph")
-    assert found == [(12, 20), (18, 30), (35, 40)] and ablate.kernels_within(events, "eager") == [(61, 62)]
-    figures = {"span_us": 14.0, "compute_us": 11.5, "gap_us": 2.5, "gap_pct": 17.9}
-    assert ablate.device_figures(found, 2) == figures
+    host = [event(*span, DeviceType.CPU, True) for span in (("graph", 10, 50), ("eager", 60, 90), ("empty", 95, 99))]
+    annotation = event("graph", 12, 40, annotation=True)  # the profiler's copy of the range on the GPU's time line
+    spans = [("fill", 2, 4), ("c", 35, 40), ("a", 12, 20), ("b", 18, 30), ("inside", 19, 25), ("d", 61, 62)]
+    events = [*host, annotation, *(event(*span) for span in spans), event("aten::empty", 13, 14, DeviceType.CPU)]
+    figures = {"span_us": 14.0, "compute_us": 11.5, "gap_us": 2.5, "gap_pct": 250 / 14}
+    assert ablate.device_figures(ablate.kernels_within(events, "graph"), 2) == pytest.approx(figures)
+    assert ablate.kernels_within(events, "eager") == [(61, 62)]
+    assert ablate.device_figures(ablate.kernels_within(events, "empty"), 2) == {}
 
 
 @pytest.mark.skipif(CUDA, reason="a GPU records kernels")
 @pytest.mark.filterwarnings("ignore:CUDA is not available")
-def test_a_profiler_that_records_no_kernel_leaves_the_wall_times(tiny, bench):
+def test_a_profiler_that_records_no_kernel_leaves_the_wall_times(bench):
     code, out, err = bench("decode", "--ablate", "--context", "4", "--steps", "2", "--runs", "1")
     rows = json.loads(out.split("\n")[-2])["rows"]
     assert code == 0 and [row["variant"] for row in rows][-1] == "graph" and len(rows) == 3
@@ -313,16 +343,16 @@ def test_a_profiler_that_records_no_kernel_leaves_the_wall_times(tiny, bench):
 
 
 @needs_gpu
-def test_ladder_on_the_gpu():
-    output = SimpleNamespace(note=lambda message: None)
-    rungs = ablate.ladder(tiny_engine(), 8, 16, 2, measure.GREEDY, output)
-    assert len(rungs) == 3 + (torch.cuda.get_device_capability() >= (9, 0))
-    for rung in rungs:
-        assert 0 < rung["compute_us"] <= rung["span_us"] and rung["wall_us"] > 0
-    assert rungs[-1]["wall_us"] < rungs[0]["wall_us"]
+def test_the_ladder_on_the_gpu():
+    args = make_parser().parse_args("bench decode --ablate --context 8 --steps 16 --runs 2".split())
+    rows = ablate.ladder(tiny_engine(), args, SimpleNamespace(note=lambda message: None))
+    assert len(rows) == 3 + (torch.cuda.get_device_capability() >= (9, 0))
+    for row in rows:
+        assert 0 < row.compute_us <= row.span_us and row.wall_us > 0
+    assert rows[-1].wall_us < rows[0].wall_us
 
 
-# process start
+# start
 
 
 def test_seconds_to_the_first_line():
@@ -337,14 +367,7 @@ def test_a_process_without_a_token(code):
         start.time_to_first_line([sys.executable, "-c", code], dict(os.environ))
 
 
-def test_figures_of_starts():
-    later = [(9.0, {"import_s": 3.0}), (7.0, {"import_s": 1.0}), (8.0, {"import_s": 2.0, "token": 4})]
-    found = start.start_figures(30.0, {"kernels_compiled": 14}, later)
-    assert (found["first_start_s"], found["second_start_s"], found["import_s"]) == (30.0, 8.0, 2.0)
-    assert found["first_start_kernels_compiled"] == 14 and "token" not in found
-
-
-def test_the_started_program_says_its_token_and_what_took_its_time(monkeypatch, capsys):
+def test_the_started_program_reports_its_token_and_its_times(monkeypatch, capsys):
     monkeypatch.setattr(triton.knobs.compilation, "listener", None)  # put back afterwards, as the level is
     monkeypatch.setattr(logging.getLogger("tridecode"), "level", logging.NOTSET)
     monkeypatch.setattr(first_token, "preset_engine", lambda preset, capacity: tiny_engine(capacity=64))
@@ -354,10 +377,6 @@ def test_the_started_program_says_its_token_and_what_took_its_time(monkeypatch, 
     assert 0 <= found["token"] < 331 and found["kernels_compiled"] >= 0
     assert 5 <= found["import_s"] < 60 and 0 <= found["build_s"] < 60 and 0 <= found["prompt_s"] < 60
     assert "imported torch" in err and "captured" in err
-    triton.knobs.compilation.listener(
-        src=None, metadata={"name": "_embed_kernel"}, metadata_group={}, times=None, cache_hit=False
-    )
-    assert "compiled embed_kernel" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(CUDA, reason="a GPU is there")
@@ -369,59 +388,70 @@ def test_the_started_program_is_found_from_anywhere(tmp_path, monkeypatch, capfd
     assert "imported torch" in err and "bench needs an NVIDIA GPU" in err
 
 
-# peers
+# serve --mix
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_peer_has_the_same_parameters(family):
-    pytest.importorskip("transformers", reason="the peer is transformers")
-    config = tiny_config(**FAMILIES[family])
-    model = peers.peer_model(config, "cpu", torch.float32)
-    assert sum(p.numel() for p in model.parameters()) == parameter_count(config)
-    assert model.lm_head.weight.shape == random_weights(config, "cpu", torch.float32).lm_head.weight.shape
+def test_times_of_requests_and_of_a_prompt_among_them(bench, monkeypatch):
+    made = []
+    monkeypatch.setattr(mix, "make_runners", lambda *args: made.append(measure.make_runners(*args)) or made[-1])
+    argv = ("serve", "--mix", "--requests", "3", "--context", "9", "--prompt-tokens", "90", "--steps", "4")
+    code, out, _ = bench(*argv, "--runs", "2", "--graph", "full,full_decode_only", "--format", "json")
+    rows, (engine,) = json.loads(out), bench.made
+    assert code == 0 and [row["graph"] for row in rows] == ["full", "full_decode_only"]
+    assert engine.slots == 4 and engine.scheduler.preemptions == 0
+    for row in rows:
+        for phase in ("before", "during", "after"):
+            median, p99, most = (row[f"{phase}_{figure}_ms"] for figure in ("median", "p99", "max"))
+            assert 0 < median <= p99 <= most
+        assert (row["lost"], row["requests"], row["prompt_tokens"]) == (0, 3, 90) and row["ttft_ms"] > 0
+        assert row["reads"] == ("full" if CUDA and row["graph"] == "full" else "none")
+        args = make_parser().parse_args(row["command"].split()[2:])
+        assert args.mix and (args.requests, args.prompt_tokens, args.graph) == (3, 90, [row["graph"]])
+    for runners in made[0].values():
+        mixed = [rows * count for (kind, rows, *_), count in runners.reads().items() if kind == "mixed"]
+        assert sum(mixed) == (2 + measure.WARM_UP) * 90, "the prompt was not read among them"
 
 
-def test_peers_are_timed_with_both_caches():
-    pytest.importorskip("transformers", reason="the peer is transformers")
-    config = tiny_config()
-    model = peers.peer_model(config, "cpu", torch.float32)
-    for cache in (None, "static"):
-        times = peers.time_peer(model, config, 6, 8, 2, cache)
-        assert len(times) == 2 and all(seconds > -1 for seconds in times)
+def test_times_between_tokens_fall_where_they_ended(monkeypatch):
+    """By hand: passes of 1 s, but for the two in which the prompt is read, which take 5."""
+    now, passes = [0.0], []
+
+    class Request:
+        def __init__(self, ids, params, reuse_prefix):
+            self.most, self.read, self.drawn = params.max_tokens, -(-len(ids) // 50), 0
+            passes.append(self)
+
+        @property
+        def completion_tokens(self):
+            return self.drawn
+
+        def result(self):
+            return SimpleNamespace(error=None, token_ids=[0] * (self.drawn - (self is passes[1])))
+
+    class FakeEngine:
+        config = tiny_config()
+        submit = staticmethod(Request)
+
+        def step(self):
+            now[0] += 5 if len(passes) == 3 and passes[2].read > 0 else 1
+            for request in passes:
+                request.read -= 1
+                request.drawn += request.read <= 0 and request.drawn < request.most
+            return any(request.drawn < request.most for request in passes)
+
+    monkeypatch.setattr(mix.time, "perf_counter", lambda: now[0])
+    found = mix.time_mix(FakeEngine(), 2, 10, 100, 4)
+    assert found.gaps == {"before": [1] * 8, "during": [5] * 4, "after": [1] * 10}
+    assert found.ttft == 10 and found.lost == 1
+    figures = mix.mix_figures([found, mix.Mix(found.gaps | {"during": [7.0]}, 14.0, 0)])
+    assert (figures["before_median_ms"], figures["during_max_ms"], figures["ttft_ms"]) == (1000, 7000, 12000)
+    assert figures["lost"] == 1
+    passes.clear()
+    words = "the requests ended before the prompt was read, after 2 steps; give more --steps"
+    with pytest.raises(GenerationError, match=words):
+        mix.time_mix(FakeEngine(), 2, 10, 500, 2)
 
 
-def test_peers_without_transformers(bench, monkeypatch):
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    code, out, err = bench("peers")
-    assert code == 1 and out == "" and err.count("\n") == 1 and "pip install transformers" in err
-
-
-def test_nothing_speculates_in_a_bench_unless_the_bench_says_so(monkeypatch):
-    found = []
-    monkeypatch.setattr(measure, "need_gpu", lambda: None)
-    monkeypatch.setattr(measure, "fill_cache", lambda engine: None)
-    monkeypatch.setattr(measure, "preset_engine", lambda *args, **more: found.append(more["speculate"]))
-    monkeypatch.setattr(measure, "Engine", SimpleNamespace(load=measure.preset_engine))
-    for model in (None, "a checkpoint"):
-        measure.bench_engine(SimpleNamespace(model=model, preset="qwen3-4b"), 64)
-        measure.bench_engine(SimpleNamespace(model=model, preset="qwen3-4b"), 64, speculate="ngram")
-    assert found == ["off", "ngram"] * 2
-
-
-# a GPU
-
-
-def test_an_unknown_preset():
-    with pytest.raises(ParameterError, match="gpt-2"):
-        measure.preset_engine("gpt-2", 64)
-
-
-@needs_gpu
-@pytest.mark.parametrize(
-    "argv", [("decode", "--steps", "8"), ("stream", "--steps", "8"), ("prefill", "--prompt-tokens", "64")]
-)
-def test_a_real_preset_on_the_gpu(bench, argv):
-    code, out, _ = bench(*argv, "--preset", "qwen3-0.6b", "--runs", "2")
-    row = json.loads(out.split("\n")[-2])
-    assert code == 0 and row["gpu"] == torch.cuda.get_device_name(DEVICE)
-    assert 0 < row.get("pct_bandwidth", 1) < 100 and 0 < row.get("pct_matmul", 1) < 100
+def test_as_many_requests_as_slots_leave_none_for_the_prompt(bench):
+    code, out, err = bench("serve", "--mix", "--requests", "64")
+    assert (code, out, err.count("\n")) == (1, "", 1) and "--requests: at most 63 beside the prompt, got 64" in err

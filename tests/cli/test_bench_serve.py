@@ -1,29 +1,27 @@
-"""bench serve against a server with known delays: what it asks, when, and what it says of what came."""
+"""bench serve against a server with known delays: its requests, their times, and its figures."""
 
-import csv
 import json
 import signal
 import socket
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
-from benches import run_bench
+from benches import ROOT, run_bench
 from openai_server import FakeServer
 
-from tridecode.cli.bench import report, serve
+from benchmarks import report
+from tridecode.cli.bench import serve
 from tridecode.cli.bench.client import Answer, Failed
 from tridecode.cli.parser import make_parser
 
-ROOT = Path(__file__).parents[2]
-TIMES = [f"{figure}_{of}_ms" for of in ("ttft", "tpot", "itl", "e2el") for figure in ("mean", "median", "std", "p99")]
-FIELDS = ["date", "model_id", "num_prompts", "request_rate", "max_concurrency", "duration", "completed", "failed"] + [
+ENDS = [f"_{of}_ms" for of in ("ttft", "tpot", "itl", "e2el")]
+FIELDS = {"date", "model_id", "num_prompts", "request_rate", "max_concurrency", "duration", "completed", "failed"} | {
     "total_input_tokens", "total_output_tokens", "request_throughput", "output_throughput", "total_token_throughput",
-    *TIMES,
-]  # fmt: skip
+}  # fmt: skip
+NOBODY = "http://127.0.0.1:9"
 
 
 @pytest.fixture
@@ -38,12 +36,11 @@ def bench(capsys):
     return bench
 
 
-@pytest.fixture
-def options(tmp_path):
-    return lambda *argv: make_parser().parse_args(["bench", "serve", *map(str, argv)])
+def options(*argv):
+    return make_parser().parse_args(["bench", "serve", *map(str, argv)])
 
 
-# what it says
+# figures
 
 
 @pytest.mark.parametrize("endpoint", ["completions", "chat"])
@@ -52,35 +49,43 @@ def test_times_are_those_of_the_server(bench, endpoint):
         load = ("--num-prompts", 6, "--max-concurrency", 3, "--output-tokens", 11, "--input-tokens", 9)
         code, row, _, err = bench(server, "--endpoint", endpoint, *load)
     assert (code, err) == (0, "")
-    # What is late on a busy machine moves the ends of a stream by little, one gap by more.
+    # A busy machine delays the ends of a stream by little, one gap by more.
     for figure, known in (("median_ttft", 200), ("median_tpot", 30), ("mean_itl", 30), ("median_e2el", 500)):
         assert 0.9 * known < row[f"{figure}_ms"] < 1.5 * known, figure
     assert row["mean_e2el_ms"] == pytest.approx(row["mean_ttft_ms"] + 10 * row["mean_tpot_ms"], 1e-3)
     assert 1.0 < row["duration"] < 2.5  # two rounds of three requests
     assert (row["completed"], row["failed"], row["total_output_tokens"]) == (6, 0, 66)
-    assert row["total_input_tokens"] == (54 if endpoint == "completions" else 42)  # as the server says
+    assert row["total_input_tokens"] == (54 if endpoint == "completions" else 42)  # as the server reports
     assert row["request_throughput"] == pytest.approx(6 / row["duration"], 1e-3)
     assert row["output_throughput"] == pytest.approx(66 / row["duration"], 1e-3)
-    total = row["total_input_tokens"] + 66
-    assert row["total_token_throughput"] == pytest.approx(total / row["duration"], 1e-3)
 
 
-def test_the_row_has_the_fields_of_vllm(bench):
+def test_the_row_has_the_fields_of_vllm_and_its_command(bench):
     with FakeServer() as server:
-        _, row, _, _ = bench(server, "--num-prompts", 2, "--output-tokens", 3)
-    assert list(row) == ["command", "bench", *FIELDS, "seed", "tridecode"]
+        _, row, out, _ = bench(server, "--num-prompts", 2, "--output-tokens", 1, "--percentiles", "50,99.9")
+    times = {f"{figure}{end}" for end in ENDS for figure in ("mean", "median", "std", "p50", "p99.9")}
+    assert set(row) == {"command", "bench", "seed", "tridecode"} | FIELDS | times and "P99.9 E2EL (ms):" in out
     assert (row["model_id"], row["request_rate"], row["max_concurrency"]) == ("a-model", "inf", None)
     again = make_parser().parse_args(row["command"].split()[2:])
-    assert (again.num_prompts, again.output_tokens, again.url, again.warm_up) == (2, 3, server.url, 1)
+    assert (again.num_prompts, again.output_tokens, again.url, again.warm_up) == (2, 1, server.url, 1)
+    # Answers of one token have no time between tokens.
+    assert row["mean_tpot_ms"] is None and row["p99.9_itl_ms"] is None and row["mean_ttft_ms"] > 0
+    assert "Mean TPOT (ms):                          -\n" in out
+
+
+def test_percentiles_are_those_of_numpy():
+    assert serve.spread([0.001, 0.002, 0.004], [50, 75]) == {
+        "mean": 2.3333, "median": 2.0, "std": round(float(np.std([1, 2, 4])), 4), "p50": 2.0, "p75": 3.0,
+    }  # fmt: skip
 
 
 def test_the_console_form_is_that_of_vllm():
-    row = {"bench": "serve", "completed": 100, "failed": 0, "max_concurrency": None, "request_rate": "inf"} | {
-        "duration": 11.409, "total_input_tokens": 23260, "total_output_tokens": 21657, "request_throughput": 8.77,
-        "output_throughput": 1898.67, "total_token_throughput": 3937.88,
-    } | {name: 76.371 for name in TIMES}  # fmt: skip
-    lines = report.console_form(row, 160).split("\n")
-    assert lines[:9] == [
+    figures = dict(date="", model_id="m", num_prompts=100, completed=100, failed=0, duration=11.409, seed=1)
+    figures |= dict(total_input_tokens=23260, total_output_tokens=21657, request_throughput=8.77)
+    figures |= dict(output_throughput=1898.67, total_token_throughput=3937.88)
+    times = {f"{figure}{end}": 76.371 for end in ENDS for figure in ("mean", "median", "std", "p99")}
+    lines = serve.ServeRow.of(times, **figures, request_rate="inf", max_concurrency=None).block(160).split("\n")
+    assert lines[:13] == [
         "============ Serving Benchmark Result ============",
         "Successful requests:                     100",
         "Failed requests:                         0",
@@ -90,73 +95,32 @@ def test_the_console_form_is_that_of_vllm():
         "Request throughput (req/s):              8.77",
         "Output token throughput (tok/s):         1898.67",
         "Total Token throughput (tok/s):          3937.88",
-    ]
-    assert lines[9:17] == [
         "---------------Time to First Token----------------",
         "Mean TTFT (ms):                          76.37",
         "Median TTFT (ms):                        76.37",
         "P99 TTFT (ms):                           76.37",
-        "-----Time per Output Token (excl. 1st token)------",
-        "Mean TPOT (ms):                          76.37",
-        "Median TPOT (ms):                        76.37",
-        "P99 TPOT (ms):                           76.37",
     ]
     assert lines[17] == "---------------Inter-token Latency----------------" and lines[-2:] == ["=" * 50, ""]
-    limited = report.console_form(row | {"max_concurrency": 8, "request_rate": 2.5, "mean_itl_ms": None}, 40)
+    limited = serve.ServeRow.of(times, **figures, request_rate=2.5, max_concurrency=8).block(40)
     assert "Maximum request concurrency:   8\n" in limited and "Request rate configured (RPS): 2.50\n" in limited
-    assert "Mean ITL (ms):                 -\n" in limited
     assert max(map(len, limited.split("\n"))) == 40
 
 
-def test_percentiles_are_numpys(bench):
-    with FakeServer(gap=0.002) as server:
-        _, row, out, _ = bench(server, "--num-prompts", 3, "--output-tokens", 4, "--percentiles", "50,99.9,90")
-    assert (
-        row["p50_itl_ms"] == row["median_itl_ms"] <= row["p90_itl_ms"] <= row["p99.9_itl_ms"]
-        and "p99_itl_ms" not in row
-    )
-    assert "P99.9 E2EL (ms):" in out
-    assert serve.spread([0.001, 0.002, 0.004], [50, 75]) == {
-        "mean": 2.3333, "median": 2.0, "std": round(float(np.std([1, 2, 4])), 4), "p50": 2.0, "p75": 3.0,
-    }  # fmt: skip
-
-
-def test_answers_of_one_token_have_no_time_between_tokens(bench):
-    with FakeServer() as server:
-        code, row, out, _ = bench(server, "--num-prompts", 2, "--output-tokens", 1)
-    assert code == 0 and row["mean_tpot_ms"] is None and row["p99_itl_ms"] is None and row["mean_ttft_ms"] > 0
-    assert "Mean TPOT (ms):                          -\n" in out
-
-
-@pytest.mark.parametrize("form", ["json", "jsonl", "csv", "md"])
-def test_files(bench, tmp_path, form):
-    path = tmp_path / f"row.{form}"
-    with FakeServer() as server:
-        _, row, _, _ = bench(server, "--num-prompts", 2, "--output-tokens", 2, "--output", path)
-    text = path.read_text()
-    if form == "md":
-        assert text.startswith("| serve | requests |") and "| a-model | 2 |" in text
-    elif form == "csv":
-        (found,) = csv.DictReader(text.splitlines())
-        assert found["mean_ttft_ms"] == str(row["mean_ttft_ms"]) and found["max_concurrency"] == ""
-    else:
-        assert json.loads(text) == ([row] if form == "json" else row)
-
-
-def test_a_report_compares_rows(bench, tmp_path, capsys):
+def test_a_report_reads_and_compares_rows(bench, tmp_path, capsys):
     path = tmp_path / "row.json"
     with FakeServer(gap=0.002) as server:
-        argv = (server, "--num-prompts", 2, "--output-tokens", 3)
-        bench(*argv, "--output", path)
-        _, _, _, err = bench(*argv, "--compare", path)
-    assert "largest deviation of 1 row" in err
-    code, out, _ = run_bench(capsys, "report", str(path))
-    assert code == 0 and "Serving Benchmark Result" in out
+        bench(server, "--num-prompts", 2, "--output-tokens", 3, "--percentiles", "50,99", "--output", path)
+    assert report.main([str(path), "--compare", str(path)]) == 0
+    out, err = capsys.readouterr()
+    assert "largest deviation of 1 row" in err and "P50 TTFT" in out
+    assert [json.loads(out.split("\n")[-2])] == json.loads(path.read_text())
     path.write_text(json.dumps(2 * json.loads(path.read_text())))
-    assert "TTFT ms" in run_bench(capsys, "report", str(path))[1]
+    assert report.main([str(path), "--format", "md"]) == 0
+    table = capsys.readouterr().out
+    assert table.startswith("| serve | requests |") and "| a-model | 2 |" in table and "at most" not in table
 
 
-# what it asks
+# requests
 
 
 def test_random_prompts(bench):
@@ -171,7 +135,7 @@ def test_random_prompts(bench):
         bench(server, *load, "--endpoint", "chat", "--no-ignore-eos", "--temperature", 0.5, "--model", "another")
     assert {path for _, path, _, _ in server.got[:15]} == {"/v1/completions"}
     prompts = [body.pop("prompt") for body in first]
-    assert len({str(prompt) for prompt in prompts}) == 5  # that of the warm-up is asked once
+    assert len({str(prompt) for prompt in prompts}) == 5  # the prompts of the warm-up are not used again
     assert all(len(prompt) == 12 and all(1000 <= token < 4000 for token in prompt) for prompt in prompts)
     usage = {"stream": True, "stream_options": {"include_usage": True}}
     assert first[0] == {"model": "a-model", "max_tokens": 2, "temperature": 0.0, "ignore_eos": True} | usage
@@ -190,12 +154,9 @@ def test_prompts_from_a_file(bench, tmp_path):
         assert sorted((str(b["prompt"]), b["max_tokens"]) for b in server.bodies) == [("Hello", 2), ("[5, 6]", 3)]
         assert not any("ignore_eos" in body for body in server.bodies)
         path.write_text('{"messages": [{"role": "user", "content": "Hi"}]}\n{"prompt": "Hello"}\n')
-        argv = ("--jsonl", path, "--endpoint", "chat", "--ignore-eos", "--warm-up", 0)
-        bench(server, *argv, "--num-prompts", 1)
-    assert (
-        server.bodies[2]["messages"] == [{"role": "user", "content": "Hi"}] and server.bodies[2]["ignore_eos"] is True
-    )
-    assert len(server.bodies) == 3
+        bench(server, "--jsonl", path, "--endpoint", "chat", "--ignore-eos", "--warm-up", 0, "--num-prompts", 1)
+    *_, last = server.bodies
+    assert len(server.bodies) == 3 and last["messages"] == [{"role": "user", "content": "Hi"}] and last["ignore_eos"]
 
 
 @pytest.mark.parametrize(
@@ -210,21 +171,17 @@ def test_prompts_from_a_file(bench, tmp_path):
         ('{"prompt": "a", "max_tokens": true}', "chat", "max_tokens must be a positive integer, got true"),
         ('{"prompt_ids": [1]}', "chat", "prompt_ids need --endpoint completions"),
         ('{"messages": [{"role": "user"}]}', "completions", "messages need --endpoint chat"),
-        ('{"messages": [{"role": "user"}]}', "chat", "message 1: content must be a string"),
+        ('{"messages": [{"role": "user"}]}', "chat", "message 1"),
         ('{"prompt_ids": ["a"]}', "completions", "prompt_ids must be a list of token ids"),
         ('{"prompt": "a"', "completions", "line 2: not JSON"),
+        ('{"prompt": "a"}', "completions", "1 prompt, fewer than --num-prompts 2"),
     ],
 )
-def test_lines_that_hold_no_prompt(bench, tmp_path, line, endpoint, message):
+def test_files_without_the_requested_prompts_are_refused(bench, tmp_path, line, endpoint, message):
     (tmp_path / "prompts.jsonl").write_text(f"\n{line}\n")
-    code, _, out, err = bench("http://127.0.0.1:9", "--jsonl", tmp_path / "prompts.jsonl", "--endpoint", endpoint)
+    argv = ("--jsonl", tmp_path / "prompts.jsonl", "--endpoint", endpoint, "--num-prompts", 2)
+    code, _, out, err = bench(NOBODY, *argv)
     assert (code, out) == (1, "") and message in err and err.count("\n") == 1
-
-
-def test_fewer_lines_than_prompts(bench, tmp_path):
-    (tmp_path / "a").write_text('{"prompt": "a"}\n')
-    code, _, _, err = bench("http://127.0.0.1:9", "--jsonl", tmp_path / "a", "--num-prompts", 2)
-    assert code == 1 and err.endswith("1 prompt, fewer than --num-prompts 2\n")
 
 
 def test_an_api_key_is_sent_and_not_shown(bench, tmp_path, monkeypatch):
@@ -237,24 +194,19 @@ def test_an_api_key_is_sent_and_not_shown(bench, tmp_path, monkeypatch):
     keys = [headers["authorization"] for _, _, headers, _ in server.got]
     assert keys == ["Bearer from-the-environment", "Bearer from-a-file"]
     assert "from-" not in first + second and str(tmp_path) not in second
-    for text in ("ключ", "\n", "one\ntwo"):
-        (tmp_path / "key").write_text(text)
-        _, _, _, err = bench(server, "--api-key-file", tmp_path / "key")
-        assert err.endswith("key: expected one line of printable ASCII characters, the API key\n")
+    (tmp_path / "key").write_text("one\ntwo")
+    _, _, _, err = bench(NOBODY, "--api-key-file", tmp_path / "key")
+    assert err.endswith("key: expected one line of printable ASCII characters, the API key\n")
 
 
-# when it asks
-
-
-def test_at_most_so_many_requests_at_once(bench):
+@pytest.mark.parametrize(("limit", "most"), [(("--max-concurrency", 3, "--warm-up", 5), 3), (("--warm-up", 0), 12)])
+def test_concurrency_is_limited(bench, limit, most):
     with FakeServer(first=0.05) as server:
-        bench(server, "--num-prompts", 12, "--max-concurrency", 3, "--output-tokens", 2, "--warm-up", 5)
-        assert server.most == 3
-        bench(server, "--num-prompts", 12, "--output-tokens", 2, "--warm-up", 0)
-    assert server.most == 12
+        bench(server, "--num-prompts", 12, "--output-tokens", 2, *limit)
+    assert server.most == most
 
 
-def test_the_times_of_arrival(options):
+def test_times_of_arrival():
     rng = np.random.default_rng(0)
     times = serve.arrivals(20_000, 4.0, 1.0, rng)
     gaps = np.diff(times)
@@ -263,12 +215,11 @@ def test_the_times_of_arrival(options):
     even = np.diff(serve.arrivals(20_000, 4.0, 100.0, rng))
     assert even.mean() == pytest.approx(0.25, 0.03) and even.std() == pytest.approx(0.025, 0.05)
     assert serve.arrivals(3, options().request_rate, 1.0, rng).tolist() == [0, 0, 0]
-    assert len(serve.arrivals(1, 4.0, 1.0, rng)) == 1
 
 
-def test_requests_are_sent_at_their_times(bench, options):
+def test_requests_are_sent_at_their_times(bench):
     args = ("--num-prompts", 12, "--request-rate", 20, "--output-tokens", 1, "--seed", 3, "--warm-up", 0)
-    with FakeServer(first=0.3) as server:  # which none of them waits for
+    with FakeServer(first=0.3) as server:  # no request waits for it
         _, row, _, _ = bench(server, *args)
     expected = serve.make_load(options(*args), "m", None, 3, "/").times
     late = np.array([at - server.got[0][0] for at, *_ in server.got]) - expected
@@ -276,7 +227,7 @@ def test_requests_are_sent_at_their_times(bench, options):
     assert np.abs(np.median(late)) < 0.05 and late.max() < 0.25
 
 
-# what goes wrong
+# failures
 
 
 def test_failures_are_counted_with_their_reasons(bench):
@@ -291,7 +242,7 @@ def test_failures_are_counted_with_their_reasons(bench):
     assert "ended without usage" in err and "502: <html>Bad gateway</html>" in err
 
 
-def test_all_failed(bench, tmp_path):
+def test_no_row_if_all_requests_fail(bench, tmp_path):
     with FakeServer(behave=lambda number: "500" if number else "ok") as server:
         code, _, out, err = bench(server, "--num-prompts", 3, "--output", tmp_path / "row.json")
     assert (code, out) == (1, "") and not (tmp_path / "row.json").exists()
@@ -301,21 +252,18 @@ def test_all_failed(bench, tmp_path):
     ]
 
 
-def test_a_warm_up_that_fails_ends_it(bench):
-    with FakeServer(behave=lambda number: "500") as server:
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [("500", "the warm-up failed: 500: out of luck"), ("401", "401: no key; give TRIDECODE_API_KEY or --api-key-file")],
+)
+def test_a_warm_up_that_fails_ends_it(bench, kind, message):
+    with FakeServer(behave=lambda number: kind) as server:
         code, _, _, err = bench(server, "--num-prompts", 50)
-    assert code == 1 and len(server.got) == 1 and err.count("\n") == 1
-    assert err == "tridecode: error: the warm-up failed: 500: out of luck\n"
-
-
-def test_a_key_that_is_missing(bench):
-    with FakeServer(behave=lambda number: "401") as server:
-        code, _, _, err = bench(server)
-    assert code == 1 and "401: no key; give TRIDECODE_API_KEY or --api-key-file" in err
+    assert code == 1 and len(server.got) == 1 and err.count("\n") == 1 and err.endswith(f"{message}\n")
 
 
 @pytest.mark.parametrize("model", [(), ("--model", "m"), ("--model", "m", "--warm-up", "0", "--num-prompts", "7")])
-def test_no_server_there(bench, model):
+def test_a_server_that_is_not_running(bench, model):
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))  # and does not listen
         code, _, out, err = bench(f"http://127.0.0.1:{unused.getsockname()[1]}", *model)
@@ -336,12 +284,12 @@ def test_an_answer_that_does_not_end(bench):
     [b"", b"1", b"null", b"[]", b'{"choices": 1}', b'{"choices": [1]}', b'{"choices": [{"delta": 1}]}', b"\xff", b"{"]
     + [b'{"usage": {"tokens": 1}}', b'{"usage": {"prompt_tokens": "x", "completion_tokens": 1}}', b'{"usage": 1}'],
 )
-def test_events_that_are_none(data):
+def test_events_of_another_form_are_refused(data):
     with pytest.raises(Failed, match="none of this API"):
         Answer(0.0).event(data, 1.0)
 
 
-def test_events_with_text_are_what_is_timed():
+def test_times_are_those_of_events_with_text():
     answer = Answer(1.0)
     answer.event(b'{"choices": [{"delta": {"role": "assistant", "content": ""}}]}', 2.0)
     answer.event(b'{"choices": [{"delta": {"reasoning_content": "a"}}], "usage": null}', 3.0)
@@ -360,20 +308,19 @@ def test_an_answer_without_text_has_its_times():
     assert (answer.ttft, answer.latency, answer.tpot) == (1.5, 1.5, None)
 
 
-def test_a_server_that_names_no_model(bench, monkeypatch):
+def test_a_server_that_names_no_model(bench):
     with FakeServer() as server:
         code, _, _, err = bench(f"{server.url}/other")
     assert code == 1 and "other/v1/models names no model; give --model" in err
 
 
-def test_without_the_extra_one_line_says_what_to_install(bench, monkeypatch):
+def test_a_missing_package_is_named(bench, monkeypatch):
     monkeypatch.setitem(sys.modules, "httpx", None)
     monkeypatch.delitem(sys.modules, "tridecode.cli.bench.client")
     monkeypatch.delattr("tridecode.cli.bench.client")
-    code, _, out, err = bench("http://127.0.0.1:9")
-    assert (code, out) == (1, "") and err == (
-        'tridecode: error: bench serve needs httpx; pip install "tridecode[serve]"\n'
-    )
+    code, _, out, err = bench(NOBODY)
+    assert (code, out) == (1, "")
+    assert err == 'tridecode: error: bench serve needs httpx; pip install "tridecode[serve]"\n'
 
 
 @pytest.mark.parametrize(
@@ -383,7 +330,7 @@ def test_without_the_extra_one_line_says_what_to_install(bench, monkeypatch):
     + [("--percentiles", "50,101"), ("--percentiles", ""), ("--timeout", "-1"), ("--temperature", "-1")]
     + [("--warm-up", "-1"), ("--endpoint", "responses"), ("--seed", "x")],
 )
-def test_wrong_options(options, capsys, option, value):
+def test_wrong_options(capsys, option, value):
     with pytest.raises(SystemExit) as exit:
         options(f"{option}={value}")
     err = capsys.readouterr().err
@@ -391,58 +338,38 @@ def test_wrong_options(options, capsys, option, value):
 
 
 @pytest.mark.parametrize("url", ["http://a:8000", "http://a:8000/", "http://a:8000/v1", "http://a:8000/v1/"])
-def test_the_base_of_a_server(options, url):
+def test_the_base_of_a_server(url):
     assert options("--url", url).url == "http://a:8000"
 
 
-# at a terminal
+# interrupts
 
 
-@pytest.fixture
-def process(tmp_path):
-    """Start `bench serve` as a process of its own."""
-    started = []
-
-    def process(server, *argv, **streams):
-        command = [sys.executable, "cli.py", "bench", "serve", "--url", server.url, *map(str, argv)]
-        started.append(subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
-        return started[-1]
-
-    yield process
-    for child in started:
-        child.kill()
-        child.communicate()
-
-
-def waited_for(condition):
-    for _ in range(600):
-        if condition():
-            return True
-        time.sleep(0.05)
-    return False
+def interrupted(server, ready, *argv) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of a process that is interrupted once `ready()` is true."""
+    command = [sys.executable, "cli.py", "bench", "serve", "--url", server.url, *map(str, argv)]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
+        try:
+            deadline = time.monotonic() + 60
+            while not ready() and time.monotonic() < deadline:
+                time.sleep(0.05)
+            child.send_signal(signal.SIGINT)
+            out, err = child.communicate(timeout=30)
+            return child.returncode, out, err
+        finally:
+            child.kill()
 
 
-@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupt_shows_the_figures_so_far(process, tmp_path, end):
+def test_an_interrupt_shows_the_figures_so_far(tmp_path):
+    load = ("--num-prompts", 3000, "--max-concurrency", 2, "--output-tokens", 2, "--output", tmp_path / "row")
     with FakeServer(first=0.02) as server:
-        child = process(
-            server, "--num-prompts", 3000, "--max-concurrency", 2, "--output-tokens", 2, "--output", tmp_path / "row"
-        )
-        assert waited_for(lambda: len(server.got) > 10)
-        child.send_signal(end)
-        out, err = child.communicate(timeout=30)
+        code, out, err = interrupted(server, lambda: len(server.got) > 10, *load)
     assert "Traceback" not in err and not (tmp_path / "row").exists()
-    if end == signal.SIGTERM:
-        assert child.returncode == -end and out == ""
-        return
-    assert child.returncode == 130 and "Serving Benchmark Result" in out and '"bench"' not in out
+    assert code == 130 and "Serving Benchmark Result" in out and '"bench"' not in out
     assert "interrupted: partial figures, " in err and "of 3,000 requests had ended" in err
 
 
-def test_an_interrupt_before_any_answer(process):
+def test_an_interrupt_before_any_answer():
     with FakeServer(first=60) as server:
-        child = process(server, "--num-prompts", 2, "--warm-up", 0)
-        assert waited_for(lambda: len(server.got) == 2)
-        child.send_signal(signal.SIGINT)
-        out, err = child.communicate(timeout=30)
-    assert (child.returncode, out, err.strip()) == (130, "", "")
+        code, out, err = interrupted(server, lambda: len(server.got) == 2, "--num-prompts", 2, "--warm-up", 0)
+    assert (code, out, err.strip()) == (130, "", "")

@@ -21,8 +21,6 @@ SHOWS = (
     ("--print-completion", "zsh"),
     ("info", "--device", "cpu"),
     ("info", "--device", "cpu", "--json"),
-    ("bench", "report", "ROWS"),
-    ("bench", "report", "ROWS", "--format", "csv"),
     ("generate", "--prompt", "Hello", "--max-tokens", "4", "--device", "cpu"),
 )
 
@@ -33,16 +31,13 @@ def tiny(tmp_path_factory):
 
 
 @pytest.fixture
-def run_into(monkeypatch, tmp_path, tiny, capsys):
+def run_into(monkeypatch, tiny, capsys):
     """Run the program with a file of the system as stdout or stderr; returns exit code and what stderr shows."""
 
     def run_into(argv, stream, name="stdout"):
-        rows = tmp_path / "rows.json"
-        rows.write_text('[{"bench": "decode", "preset": "qwen3-4b", "context": 64, "us_per_token": 2096}]')
         monkeypatch.setattr(sys, name, stream)
         monkeypatch.setattr(sys, "stdin", None)
-        argv = [str(rows) if arg == "ROWS" else arg for arg in argv]
-        argv += ["--model", str(tiny)] if "--device" in argv else []
+        argv = [*argv, *(("--model", str(tiny)) if "--device" in argv else ())]
         try:
             code = commands.main(argv)
         except SystemExit as exit:

@@ -8,12 +8,13 @@ import pytest
 import torch
 from models import CUDA, DEVICE, planned, slowed, tiny_engine, use_h100
 
+from benchmarks import offload as ways
 from tridecode import Engine, SamplingParams, layout
 from tridecode import tensors as pinned
+from tridecode.cli.bench import measure
 from tridecode.cli.bench import offload as bench
-from tridecode.cli.bench.offload import Copies
-from tridecode.cli.bench.passes import enqueue, rewind, rewind_slots
-from tridecode.cli.bench.report import tables
+from tridecode.cli.bench.passes import enqueue, rewind
+from tridecode.cli.bench.rows import tables
 from tridecode.cli.parser import make_parser
 from tridecode.cli.terminal import Output
 from tridecode.errors import DeviceError, ParameterError
@@ -25,6 +26,7 @@ from tridecode.plan.memory import plan_memory
 from tridecode.state.kv import make_kv_cache
 from tridecode.state.offload import Offload
 from tridecode.state.prefix import PrefixCache
+from tridecode.state.rewind import rewind_slots
 from tridecode.step import decode
 from tridecode.step.dispatch import BatchDescriptor, Dispatcher
 from tridecode.step.graphs import DecodePasses, launcher
@@ -466,7 +468,7 @@ def test_the_benchs_copies_bring_as_much_as_the_fetch(whole):
     host = engine.model.kv.offload.host
     host.copy_(torch.randn(host.shape, generator=torch.Generator().manual_seed(2)))
     found = []
-    for run in (run_reference, Copies(run_reference, engine.model, 6, whole)):
+    for run in (run_reference, ways.Copies(run_reference, engine.model, 6, whole)):
         for buffer in engine.model.kv.offload.target:
             buffer.fill_(-1)
         DecodePasses(engine.model, run).replay("greedy")
@@ -494,17 +496,24 @@ def benched(monkeypatch):
 
     monkeypatch.setattr(bench, "offload_engine", engine_made)
     monkeypatch.setattr(bench, "PAGE", PAGE)
-    for name in ("need_gpu", "run_facts"):
-        monkeypatch.setattr(bench, name, lambda *_: {})
+    for module in (bench, ways):
+        monkeypatch.setattr(module, "need_gpu", lambda: None)
+    monkeypatch.setattr(measure, "run_facts", lambda device: {})
     monkeypatch.setattr(bench.torch.cuda, "max_memory_allocated", lambda *_: 0)
-    options = ["bench", "offload", "--preset", "qwen3-0.6b", "--steps", "4", "--runs", "2"]
-    return lambda *argv: bench.offload(make_parser().parse_args([*options, *argv]), Output())
+    options = ["--preset", "qwen3-0.6b", "--steps", "4", "--runs", "2"]
+
+    def benched(*argv, script=False):
+        if script:
+            return ways.measure(ways.parse([*options, *argv]), Output())
+        return bench.offload(make_parser().parse_args(["bench", "offload", *options, *argv]), Output())
+
+    return benched
 
 
 def test_the_bench_of_conversations_that_come_back(benched, monkeypatch):
     monkeypatch.setattr(bench, "SWAP_ROOM", 2 * PAGE)
     (row,) = benched("--swap", "--context", str(4 * PAGE))
-    assert row["bench"] == "offload-swap" and row["back_ms"] > 0 and row["anew_ms"] > 0
+    assert row.bench == "offload-swap" and row.back_ms > 0 and row.anew_ms > 0
     assert len(tables([row])) == 1
 
 
@@ -512,15 +521,15 @@ def test_the_bench_of_long_prompts(benched, monkeypatch):
     tokens = 9 * PAGE
     gib = 5 * PAGE * bench.kv_bytes_per_token(PRESETS["qwen3-0.6b"], torch.bfloat16) / GIB
     (row,) = benched("--prompt-tokens", str(tokens), "--kv-gib", str(gib + 1e-9))
-    assert (row["device_pages"], row["host_pages"], row["tokens_equal"]) == (5, 5, True)
-    assert row["ttft_s"] > 0 and len(tables([row])) == 1
+    assert (row.device_pages, row.host_pages, row.tokens_equal) == (5, 5, True)
+    assert row.ttft_s > 0 and len(tables([row])) == 1
 
 
 def test_the_bench_lets_attention_read_the_hosts_own_cells():
     build = dict(page=128, pages=9, offload=Offload(host=8, ring=8))  # so large that any distance is a number of them
     engine = tiny_engine(dtype=torch.float32, capacity=1024, max_position=1024, build=build)
     rewind(engine, 6 * 128 + 5, replace(GREEDY, seed=1))
-    bench.read_directly(engine, 5)
+    ways.read_directly(engine, 5)
     offload = engine.model.kv.offload
     cell, begin = offload.cells[0].nbytes, offload.host.data_ptr()
     at = offload.cells.data_ptr() + cell * offload.tables[:, 0, :5].long()
@@ -535,19 +544,20 @@ needs_gpu = pytest.mark.skipif(not CUDA, reason="streams and graphs are a GPU's"
 
 
 @needs_gpu
-def test_the_bench_has_a_row_for_each_share_in_each_way(benched):
-    rows = benched("--context", str(6 * PAGE), "--host", "1,0.5,0")
-    named = [(row["host"], row["variant"]) for row in rows]
-    assert len(set(named)) == len(named) >= 8 + 8 + 3
-    assert [row["captures"] for row in rows if row["variant"] == "one graph"] == [len(decode.KINDS)] * 3
-    assert all(row["us_per_token"] > 0 for row in rows) and len(tables(rows)) == 1
+@pytest.mark.parametrize("script", [False, True], ids=["bench", "script"])
+def test_there_is_a_row_for_each_share_in_each_way(benched, script):
+    rows = benched("--context", str(6 * PAGE), "--host", "1,0.5,0", script=script)
+    named = [(row.host, row.variant) for row in rows]
+    assert len(set(named)) == len(named) >= (8 + 8 + 3 if script else 9)
+    assert [row.captures for row in rows if row.variant == "one graph"] == [len(decode.KINDS)] * 3
+    assert all(row.us_per_token > 0 for row in rows) and len(tables(rows)) == 1
 
 
 @needs_gpu
 def test_the_bench_of_weights(benched):
     rows = benched("--context", str(6 * PAGE), "--weights", "0.1")
-    assert [row["variant"] for row in rows] == ["eager", "a graph a layer", "one graph"]
-    assert all(row["over_needed"] > 0 and row["host_layers"] == 3 for row in rows) and len(tables(rows)) == 1
+    assert [row.variant for row in rows] == ["eager", "a graph a layer", "one graph"]
+    assert all(row.over_needed > 0 and row.host_layers == 3 for row in rows) and len(tables(rows)) == 1
 
 
 SAMPLED = SamplingParams(temperature=0.8, seed=3, max_tokens=2 * PAGE, ignore_eos=True)

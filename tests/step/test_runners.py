@@ -15,6 +15,7 @@ from tridecode.kernels.attention.attention import attention_bytes, attention_ref
 from tridecode.kernels.op import Op
 from tridecode.state.acceptance import Acceptance
 from tridecode.step import graphs
+from tridecode.step.costs import PASSES, measure_costs
 from tridecode.step.decode import KINDS
 from tridecode.step.dispatch import MODES, BatchDescriptor, Dispatcher, PromptDescriptor, most_queries
 from tridecode.step.graphs import DecodePasses, idle, make_steps
@@ -267,6 +268,20 @@ def test_captures_at_load_change_no_state_of_running_rows():
     assert_same(state(engine), before)
 
 
+def test_decode_passes_with_loaded_kernels_are_captured_without_a_launch():
+    launched = []
+
+    def run(role, *args, **how):
+        if not captures.CAPTURING:
+            launched.append(role)
+        captures.run(role, *args, **how)
+
+    steps = DecodePasses(engine_of().model, run, Dispatcher("full", SIZES, PROMPTS), compiled=True)
+    assert steps.captures and not launched
+    steps.launch(next(iter(steps.graphs)))
+    assert launched, "a pass that is not captured is launched"
+
+
 def test_idle_rows_and_chunks_are_restored_after_an_error():
     engine = engine_of(slots=2, speculate="ngram")
     rewind(engine, 20, GREEDY, rows=2)
@@ -443,3 +458,32 @@ def test_keys_read_as_passes():
     assert str(BatchDescriptor("greedy", 1)) == "a pass of 1 row"
     assert str(BatchDescriptor("sample", 3, 4, True)) == "a pass of 3 rows of 4 tokens with masks"
     assert str(PromptDescriptor(2048, 1)) == "a pass of 2,048 prompt tokens and 1 decoding row"
+
+
+def test_costs_are_measured_with_all_rows_running(monkeypatch):
+    engine = engine_of("full", speculate="ngram")
+    meta, progress, seconds = engine.model.workspace.meta, [], captures.Place.seconds
+
+    def spy(place, enqueue, passes):
+        before = meta[:, layout.POSITION].clone()
+        result = seconds(place, enqueue, passes)
+        progress.append((meta[:, layout.POSITION] - before).tolist())
+        return result
+
+    monkeypatch.setattr(captures.Place, "seconds", spy)
+    slots = engine.scheduler.slots
+    costs = measure_costs(engine.steps, slots)
+    assert costs == {size: dict.fromkeys((1, 2, 4, 8), 0.001) for size in SIZES}
+    runs = 1 + PASSES
+    assert progress == [[runs * rows * (row < size) for row in range(3)] for size in SIZES for rows in (1, 2, 4, 8)]
+    assert meta[:, layout.STATUS].ne(layout.RUN).all() and slots.pages.free == engine.model.kv.pages
+    slots.assert_consistent()
+    engine.steps.costs = {1: {1: 1.0, 2: 1.1, 4: 9.0, 8: 9.0}}
+    assert engine.steps.tokens("greedy", 1, [Acceptance(7)]) == 2
+
+
+def test_costs_of_passes_that_are_not_captured_or_have_no_room_are_not_measured():
+    engine = engine_of(speculate="ngram")
+    assert measure_costs(engine.steps, engine.scheduler.slots) == {}
+    engine = engine_of("full", speculate="ngram", page=16, pages=8)
+    assert [*measure_costs(engine.steps, engine.scheduler.slots)] == [1], "each of three requests has two pages"

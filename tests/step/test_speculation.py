@@ -20,9 +20,9 @@ from tridecode.cli.bench.passes import enqueue, rewind
 from tridecode.errors import ParameterError
 from tridecode.layout import GENERATION, NGRAM
 from tridecode.options import EngineOptions
-from tridecode.plan.graphs import plan_drafts, plan_graphs
+from tridecode.plan.graphs import LEAST_WEIGHTS, plan_drafts, plan_graphs
 from tridecode.state.acceptance import FIRST, NEXT, Acceptance
-from tridecode.step.dispatch import best_queries, most_queries
+from tridecode.step.dispatch import best_queries, most_queries, typical_costs
 from tridecode.step.model import verify_rows
 
 POISON, CAPACITY, SHARP = 301, 128, 12.0
@@ -339,7 +339,7 @@ def test_what_is_asked_for_and_what_it_comes_to(monkeypatch, gpu, how, beside, a
     def drafts(**more):
         options = EngineOptions(**how | {name: BESIDE[name] for name in beside} | more)
         graphs = plan_graphs(options, "triton" if gpu else "torch", tiny_config(), torch.bfloat16, device)
-        return plan_drafts(options, graphs)
+        return plan_drafts(options, graphs, LEAST_WEIGHTS)
 
     found, why = drafts()
     assert found == (NGRAM if auto == "ngram" else None) and (why is None) == (auto == "ngram")
@@ -356,9 +356,18 @@ def test_what_is_asked_for_and_what_it_comes_to(monkeypatch, gpu, how, beside, a
         assert hindrance in why or not gpu
 
 
-def test_the_default_is_what_pays_on_this_machine():
+def test_auto_drafts_only_for_models_that_are_large_enough(monkeypatch):
+    use_h100(monkeypatch)
+    graphs = plan_graphs(EngineOptions(), "triton", tiny_config(), torch.bfloat16, torch.device("cuda"))
+    assert plan_drafts(EngineOptions(), graphs, LEAST_WEIGHTS) == (NGRAM, None)
+    found, why = plan_drafts(EngineOptions(), graphs, LEAST_WEIGHTS - 1)
+    assert found is None and why.startswith("pays for models of 128 MiB or more")
+    assert plan_drafts(EngineOptions(speculate="ngram"), graphs, LEAST_WEIGHTS - 1) == (NGRAM, None)
+
+
+def test_the_bundled_model_is_too_small_for_auto():
     with Engine.load(device=str(DEVICE), max_seq_len=64) as engine:
-        assert (engine.plan.ngram is not None) == CUDA == (engine.model.verify is not None)
+        assert engine.plan.ngram is None and engine.model.verify is None and engine.plan.why_no_drafts
 
 
 def test_who_says_how_to_guess_asks_for_it():
@@ -418,17 +427,28 @@ def right(*wanted: int) -> list[Acceptance]:
     return [Acceptance(each, [*sure], [*sure]) for each in wanted]
 
 
+def best(requests: int, drafts: list[Acceptance], **allowed) -> int:
+    return best_queries(typical_costs(requests), drafts, **allowed)
+
+
 def test_rows_by_requests():
     assert [most_queries(requests) for requests in (1, 2, 3, 4, 5, 8, 9, 17)] == [8, 8, 8, 8, 4, 4, 2, 1]
-    assert [best_queries(1, right(wanted)) for wanted in (0, 1, 2, 3, 4, 7)] == [1, 2, 4, 4, 8, 8]
-    assert best_queries(4, right(7, 7, 7, 7)) == 8 and best_queries(64, right(*[7] * 64)) == 1
-    assert best_queries(2, right(0, 7)) == 8 and best_queries(1, right(7), allowed=[1, 2]) == 2
+    assert [best(1, right(wanted)) for wanted in (0, 1, 2, 3, 4, 7)] == [1, 2, 4, 4, 8, 8]
+    assert best(4, right(7, 7, 7, 7)) == 8 and best(64, right(*[7] * 64)) == 1
+    assert best(2, right(0, 7)) == 8 and best(1, right(7), allowed=[1, 2]) == 2
     assert [verify_rows(requests) for requests in (1, 2, 4, 64)] == [8, 16, 32, 32]
 
 
 def test_one_request_that_repeats_itself_does_not_slow_seven_others():
-    assert best_queries(8, [Acceptance(1), *right(*[0] * 7)]) == 1 and best_queries(8, right(*[1] * 8)) == 2
-    assert best_queries(8, right(*[1] * 4, *[0] * 4)) == 2 and best_queries(4, right(3, 0, 0, 0)) == 4
+    assert best(8, [Acceptance(1), *right(*[0] * 7)]) == 1 and best(8, right(*[1] * 8)) == 2
+    assert best(8, right(*[1] * 4, *[0] * 4)) == 2 and best(4, right(3, 0, 0, 0)) == 4
+
+
+def test_rows_follow_from_measured_costs():
+    cheap, dear = {1: 2e-3, 2: 2.1e-3, 8: 2.2e-3}, {1: 2e-3, 2: 3e-3, 8: 13e-3}
+    assert best_queries(cheap, right(7)) == 8 and best_queries(dear, right(7)) == 2
+    assert best_queries({1: 2e-3, 2: 4e-3}, right(7)) == 1 == best_queries({1: 2e-3}, right(7))
+    assert best_queries(cheap, right(7), allowed=[2]) == 2 and best_queries(cheap, right(3), allowed=[1, 4]) == 1
 
 
 @pytest.mark.parametrize("wanted", [1, 3, 7])
@@ -436,11 +456,11 @@ def test_a_request_whose_drafts_are_wrong_verifies_none_until_they_are_right(wan
     drafts = Acceptance(wanted)
     for _ in range(40):
         drafts.learn(wanted, 1, 0, wanted)
-    assert best_queries(1, [drafts]) == 1
+    assert best(1, [drafts]) == 1
     for _ in range(40):  # passes of one row, whose draft was right
         drafts.learn(wanted, 0, 0, 7)
         drafts.wanted = wanted
-    assert best_queries(1, [drafts]) > 1
+    assert best(1, [drafts]) > 1
 
 
 def test_estimates_follow_the_recent_results_of_as_many_wanted_drafts():

@@ -25,26 +25,31 @@ from .values import (
 BENCH = """\
 Time this engine with random weights in the shape of a public model (or with a checkpoint's), against a limit measured
 in the same run; serve times a server through HTTP. Prints a table and, as the last line, one JSON object. All but
-serve, report and speculate --texts-only need a GPU. docs/benchmarks.md says what each figure is.
+serve without --mix and speculate --texts-only need a GPU. docs/benchmarks.md defines the figures.
 """
 
 
+# Options of `bench serve` for a load, and for --mix.
+LOAD = (
+    *("url", "endpoint", "api_key_file", "timeout", "num_prompts", "request_rate", "burstiness", "max_concurrency"),
+    *("warm_up", "seed", "input_tokens", "output_tokens", "jsonl", "temperature", "ignore_eos", "no_ignore_eos"),
+    "percentiles",
+)
+MIX = (
+    *("runs", "preset", "quantize", "quantize_head", "kv_dtype", "requests", "context", "prompt_tokens", "steps"),
+    *("prompt_ms", "graph"),
+)
+
+
 def add_benches(bench: Parser) -> None:
-    """One parser for each bench; `suite` reads its rows with them too."""
+    """Add a parser for each bench."""
     benches = bench.add_subparsers(dest="what", metavar="WHAT", required=True, parser_class=Parser)
 
     def add(name: str, help: str, runs: int | None = None) -> Parser:
         parser = benches.add_parser(name, help=help, description=f"{help[0].upper()}{help[1:]}.")
         if runs is not None:
             parser.add_argument("--runs", type=positive, default=runs, metavar="N", help=f"runs that count ({runs})")
-        parser.add_argument(
-            "--format",
-            choices=["table", "md", "csv", "json", "jsonl"],
-            default="table",
-            help="of stdout, or of the file with --output (table)",
-        )
-        parser.add_argument("--output", metavar="FILE", help="write the rows there, as its suffix says (.json)")
-        parser.add_argument("--compare", metavar="FILE", help="say how far the rows are from those of that JSON file")
+        add_output(parser)
         add_verbose(parser)
         return parser
 
@@ -83,29 +88,9 @@ def add_benches(bench: Parser) -> None:
     add_quantize(stream)
     add_steps(stream, "prompt tokens")
     add_shape(add("start", "a process from its start to the first token", runs=7))
-    peers = add("peers", "transformers on the same shape in the same run", runs=5)
-    add_shape(peers)
-    add_steps(peers, "prompt tokens", sampling=False)
     add_serve(add("serve", "a server through HTTP, this one or any with the OpenAI API, under load"))
-    mix = add("serve-mix", "requests that decode while a prompt comes among them, and the prompt", runs=9)
-    add_shape(mix, model=True)
-    add_quantize(mix)
-    mix.add_argument("--requests", type=row_count, default=8, metavar="N", help="that decode (8)")
-    mix.add_argument("--context", type=positive, default=64, metavar="N", help="tokens of their prompts (64)")
-    tokens = "of the prompt that comes (2000)"
-    mix.add_argument("--prompt-tokens", type=positive, default=2000, metavar="N", help=tokens)
-    mix.add_argument("--steps", type=positive, default=128, metavar="N", help="tokens of each before it comes (128)")
-    words = "that a pass may take which reads it while they decode (15)"
-    mix.add_argument("--prompt-ms", type=amount, default=15.0, metavar="MS", help=words)
-    add_graphs(mix)
-    host = add("offload", "the token step with K/V in host memory, in several ways", runs=5)
-    add_shape(host)
-    first = "tokens before the first step (32000)"
-    host.add_argument("--context", type=positive, default=32000, metavar="N", help=first)
-    host.add_argument("--steps", type=positive, default=16, metavar="N", help="steps a run, or after a prompt (16)")
-    shares = "of the K/V on the host, a row each in each way (1,0.5,0)"
-    host.add_argument("--host", type=shares_of_one, default=[1.0, 0.5, 0.0], metavar="S,S", help=shares)
-    host.add_argument("--ring", type=positive, default=2, metavar="N", help="buffers of the device (2)")
+    host = add("offload", "the token step with K/V or weights in host memory, in several ways")
+    add_kv_on_host(host)
     tokens = "of a prompt to read instead, and to go on with, a row each"
     instead = host.add_mutually_exclusive_group()
     instead.add_argument("--prompt-tokens", type=positives, metavar="N,N", help=tokens)
@@ -132,17 +117,37 @@ def add_benches(bench: Parser) -> None:
     guess.add_argument("--texts-only", action="store_true", help=words)
     of_passes = ("preset", "runs", "requests", "context", "steps", "history", "quantize", "quantize_head")
     guess.without("texts_only", *of_passes)
-    suite = add("suite", "every row of one of the files in benchmarks/, in one process")
-    suites = ["targets", "batch", "few-bits", "prompts", "ladder", "peers", "offload"]
-    suite.add_argument("suite", nargs="?", choices=suites, default="targets", help="(targets)")
-    report = add("report", "show a JSON file that a bench wrote; measures nothing")
-    report.add_argument("file", metavar="FILE", help="a JSON list of rows")
 
 
-def add_serve(serve) -> None:
-    """The names are those of vLLM's benchmark where it has the same."""
+def add_output(parser) -> None:
+    """Add the options of where the rows go."""
+    parser.add_argument(
+        "--format",
+        choices=["table", "md", "csv", "json", "jsonl"],
+        default="table",
+        help="of stdout, or of the file with --output (table)",
+    )
+    parser.add_argument("--output", metavar="FILE", help="write the rows there, in the format of its suffix (.json)")
+
+
+def add_kv_on_host(host) -> None:
+    """Add the options of steps with K/V in host memory."""
+    host.add_argument("--runs", type=positive, default=5, metavar="N", help="runs that count (5)")
+    add_shape(host)
+    first = "tokens before the first step (32000)"
+    host.add_argument("--context", type=positive, default=32000, metavar="N", help=first)
+    host.add_argument("--steps", type=positive, default=16, metavar="N", help="steps a run, or after a prompt (16)")
+    shares = "of the K/V on the host, a row each in each way (1,0.5,0)"
+    host.add_argument("--host", type=shares_of_one, default=[1.0, 0.5, 0.0], metavar="S,S", help=shares)
+    host.add_argument("--ring", type=positive, default=2, metavar="N", help="buffers of the device (2)")
+
+
+def add_serve(serve: Parser) -> None:
+    """Add the options of a load, with the names of vLLM's benchmark if it has them, and the options of --mix."""
     serve.add_argument("--url", type=reader(Url()), default="http://127.0.0.1:8000", help="(http://127.0.0.1:8000)")
-    serve.add_argument("--model", metavar="NAME", help="as the server calls it (default: the first that it names)")
+    model = serve.add_mutually_exclusive_group()
+    words = "as the server calls it (default: the first that it names); with --mix a checkpoint"
+    model.add_argument("--model", metavar="NAME", help=words)
     serve.add_argument("--endpoint", choices=["completions", "chat"], default="completions", help="(completions)")
     serve.add_argument("--api-key-file", metavar="FILE", help="one line; without it TRIDECODE_API_KEY, if set")
     serve.add_argument("--timeout", type=amount, default=600.0, metavar="S", help="for a whole request (600)")
@@ -166,16 +171,36 @@ def add_serve(serve) -> None:
     eos.add_argument("--no-ignore-eos", action="store_true", help="they may; for servers that know no ignore_eos")
     percent = "of each time, beside mean, median and std (99)"
     serve.add_argument("--percentiles", type=percentiles, default=[99], metavar="P,P", help=percent)
+    words = "No server: an engine of this process on a GPU, with the weights of --model or random ones."
+    mix = serve.add_argument_group("a prompt among requests", words)
+    words = "time requests that decode while a prompt comes among them, and the prompt"
+    mix.add_argument("--mix", action="store_true", help=words)
+    mix.add_argument("--runs", type=positive, default=9, metavar="N", help="runs that count (9)")
+    add_preset(model, "with --mix ")
+    add_quantize(mix)
+    mix.add_argument("--requests", type=row_count, default=8, metavar="N", help="that decode (8)")
+    mix.add_argument("--context", type=positive, default=64, metavar="N", help="tokens of their prompts (64)")
+    tokens = "of the prompt that comes (2000)"
+    mix.add_argument("--prompt-tokens", type=positive, default=2000, metavar="N", help=tokens)
+    mix.add_argument("--steps", type=positive, default=128, metavar="N", help="tokens of each before it comes (128)")
+    add_option(mix, OPTIONS["prompt_ms"])
+    add_graphs(mix)
+    serve.without("mix", *LOAD)
+    serve.within("mix", *MIX)
 
 
 def add_shape(parser, model: bool = False) -> None:
     group = parser.add_mutually_exclusive_group()
-    shapes = ", ".join(PRESETS)
-    group.add_argument("--preset", metavar="SHAPE", choices=list(PRESETS), default="qwen3-4b", help=f"one of {shapes}")
+    add_preset(group)
     if model:
         group.add_argument("--model", metavar="DIR_OR_ID", help="a checkpoint instead of random weights")
     else:
         parser.set_defaults(model=None)
+
+
+def add_preset(group, when: str = "") -> None:
+    words = f"{when}one of {', '.join(PRESETS)}"
+    group.add_argument("--preset", metavar="SHAPE", choices=list(PRESETS), default="qwen3-4b", help=words)
 
 
 def add_quantize(parser, kv_dtype: bool = True) -> None:

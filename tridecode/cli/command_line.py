@@ -29,8 +29,7 @@ class Parser(argparse.ArgumentParser):
         self._command = ""
         self._configuration: Configuration | None = None
         self._asks = False
-        self._within: dict[str, tuple[str, ...]] = {}
-        self._without: dict[str, tuple[str, ...]] = {}
+        self._parts: list[tuple[str, tuple[str, ...], bool]] = []  # a flag, options, and whether they need it
 
     def configure(self, command: str, configuration: Configuration) -> None:
         """Add the declared options of `command`. `configuration` supplies options that the command line does not set.
@@ -43,11 +42,11 @@ class Parser(argparse.ArgumentParser):
 
     def without(self, flag: str, *names: str) -> None:
         """Refuse options of these names together with the option `flag`; if that is set they are None."""
-        self._without[flag] = names
+        self._parts.append((flag, names, False))
 
     def within(self, flag: str, *names: str) -> None:
         """Refuse options of these names without the option `flag`; if it is not set they are None."""
-        self._within[flag] = names
+        self._parts.append((flag, names, True))
 
     def ask(self, help: str) -> None:
         """Accept a question as words without an option: `question` is their text, None if there are none."""
@@ -58,7 +57,7 @@ class Parser(argparse.ArgumentParser):
         """Refuse unknown arguments in the parser of the command: argparse would leave them to the parser above it."""
         namespace = namespace or argparse.Namespace()
         keys = self._configuration.keys[self._command] if self._configuration else {}
-        for name in (*keys, *(name for names in (*self._without.values(), *self._within.values()) for name in names)):
+        for name in (*keys, *(name for _, names, _ in self._parts for name in names)):
             setattr(namespace, name, None)  # argparse's own defaults would look as if they were given
         namespace, unknown = super().parse_known_args(args, namespace)
         if unknown:
@@ -68,10 +67,8 @@ class Parser(argparse.ArgumentParser):
         if keys:
             namespace.typed = self._typed(args)
             self._fill(namespace, keys)
-        for flag, names in self._without.items():
-            self._part(namespace, flag, names)
-        for flag, names in self._within.items():
-            self._part(namespace, flag, names, needed=True)
+        for flag, names, needed in self._parts:
+            self._part(namespace, flag, names, needed)
         return namespace, unknown
 
     def _typed(self, args: list[str]) -> dict[str, str]:
@@ -94,7 +91,7 @@ class Parser(argparse.ArgumentParser):
             self.error("the question is empty")
         return " ".join(words) if words else None
 
-    def _part(self, namespace, flag: str, names: tuple[str, ...], needed: bool = False) -> None:
+    def _part(self, namespace, flag: str, names: tuple[str, ...], needed: bool) -> None:
         """Give `names` their defaults if `flag` is set as they need it; refuse them otherwise."""
         given = next((name for name in names if getattr(namespace, name) is not None), None)
         if bool(getattr(namespace, flag)) == needed:

@@ -13,7 +13,7 @@ from .api_key import VARIABLE, api_key
 from .loading import load_model
 from .terminal import Output, counted
 
-SWITCH = 5e-4  # seconds for which a thread may keep others from running: the device's must not wait for the network's
+SWITCH = 1e-4  # seconds after which a thread that runs Python lets others run
 
 
 def serve(args, output: Output) -> int:

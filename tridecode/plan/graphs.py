@@ -22,6 +22,7 @@ from ..step.dispatch import (
 )
 from ..tuning.attention import prompt_tiles_fit
 
+LEAST_WEIGHTS = 2**27  # bytes: a pass that reads fewer takes so little time that drafting slows it by more than 2%
 TILES_NEED = "a GPU of compute capability 9.x, bfloat16 or float16, and heads of at most 128"  # see prompt_tiles_fit
 
 
@@ -84,9 +85,16 @@ def prompt_pass_sizes(options: EngineOptions, chunk: int) -> tuple[int, ...]:
     return prompt_sizes(chunk, most, options.prompt_graph_sizes)
 
 
-def plan_drafts(options: EngineOptions, graphs: GraphPlan) -> tuple[tuple[int, int] | None, str | None]:
+def plan_drafts(options: EngineOptions, graphs: GraphPlan, weights: int) -> tuple[tuple[int, int] | None, str | None]:
     """Return how many tokens must agree for a draft, at most and at least, or None for no drafts; and if the engine
-    decided against them, why: what follows "it". Raises ParameterError if drafts are requested and impossible."""
+    decided against them, why: what follows "it".
+
+    Args:
+        weights: bytes of the model's weights.
+
+    Raises:
+        ParameterError: drafts are requested and impossible.
+    """
     why, smallest = options.why_no_drafts, graphs.sizes[0]
     if not why and most_queries(smallest) == 1:
         why = f"verifies in passes of at most {max(COSTS)} requests, and the smallest of graph_sizes is {smallest}"
@@ -98,4 +106,6 @@ def plan_drafts(options: EngineOptions, graphs: GraphPlan) -> tuple[tuple[int, i
         return options.ngram, None
     if not why and (MODES[graphs.graph][1] == "none" or ATTENTION[graphs.attention] < Support.UNIFORM_BATCH):
         why = "pays on a GPU only, where decode passes are captured and attention is Triton's"
+    if not why and weights < LEAST_WEIGHTS:
+        why = f"pays for models of {LEAST_WEIGHTS >> 20} MiB or more: drafting takes 5 us of each pass"
     return (None, why) if why else (NGRAM, None)

@@ -101,7 +101,7 @@ def resolve(options: EngineOptions, spec: ModelSpec, device: torch.device) -> En
     spec = quantized(options, spec)
     dtype = resolve_dtype(options.dtype, spec, device)
     graphs = plan_graphs(options, backend, spec, dtype, device)
-    ngram, why = plan_drafts(options, graphs)
+    ngram, why = plan_drafts(options, graphs, weight_bytes(spec, dtype, device.type == "cuda", 0))
     page, host_layers, problem = page_size(backend, options), 0, None
     try:
         host_layers = plan_host_layers(options, spec, dtype)

@@ -84,7 +84,7 @@ def missing(launches: Callable[[], None]) -> list[Kernel]:
 
 
 def compile_kernels(wanted: Sequence[Kernel], device: torch.device, progress: Progress | None = None) -> int:
-    """Compile kernels, and load their code from Triton's cache. Return the number of kernels that were compiled.
+    """Compile kernels, and load their code onto the device. Return the number of kernels that were compiled.
 
     Child processes compile what the cache lacks. The kernels that they cannot compile are compiled here, in threads.
     progress: called with (compiled, in all) if the cache lacks kernels.
@@ -99,7 +99,7 @@ def compile_kernels(wanted: Sequence[Kernel], device: torch.device, progress: Pr
         left = load_stored(absent, device)
     else:
         left = absent
-    _in_threads(lambda kernel: kernel[0].preload(kernel[1]), left, device)
+    _in_threads(lambda kernel: _load(kernel, device), left, device)
     return len(absent)
 
 
@@ -108,7 +108,7 @@ class _Absent(Exception):
 
 
 def load_stored(wanted: Sequence[Kernel], device: torch.device) -> list[Kernel]:
-    """Load the kernels that Triton's cache contains, and return the others."""
+    """Load the kernels that Triton's cache contains onto the device, and return the others."""
     absent: list[Kernel] = []
 
     class StoredOnly(knobs.cache.manager_class or FileCacheManager):  # type: ignore[misc]
@@ -123,7 +123,7 @@ def load_stored(wanted: Sequence[Kernel], device: torch.device) -> list[Kernel]:
     def load(kernel: Kernel) -> None:
         _looking.active = True
         try:
-            kernel[0].preload(kernel[1])
+            _load(kernel, device)
         except _Absent:
             absent.append(kernel)
         finally:
@@ -133,6 +133,17 @@ def load_stored(wanted: Sequence[Kernel], device: torch.device) -> list[Kernel]:
         knobs.cache.manager_class = StoredOnly
         _in_threads(load, wanted, device)
     return absent
+
+
+def _load(kernel: Kernel, device: torch.device) -> None:
+    """Compile a kernel unless Triton's cache contains it, and load it onto a GPU, so that a capture may launch it.
+
+    Triton would load it, and in 3.6 compile a launcher in C, at its first launch.
+    """
+    function, specialization = kernel
+    compiled = function.preload(specialization)
+    if device.type == "cuda":
+        _ = compiled.run
 
 
 def _in_threads(work: Callable[[Kernel], Any], kernels: Sequence[Kernel], device: torch.device) -> None:

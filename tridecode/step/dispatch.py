@@ -4,7 +4,7 @@ Source: the CUDA graph modes, the dispatcher and the batch descriptor of vLLM.
 """
 
 from collections import Counter
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
@@ -20,7 +20,7 @@ PROMPT_SIZES = (
 PROMPT_MOST = 2048
 QUERIES = (1, 2, 4, 8)  # rows of a request in a captured decode pass: the next token's row, and drafts to verify
 # Requests -> the cost of a pass with 1, 2, 4 and 8 rows of each request, relative to one row. Measured with Qwen3-4B on
-# an H200 at a context of 1,024 (docs/speculation.md).
+# an H200 at a context of 1,024 (docs/speculation.md). An engine that captures passes measures its own costs (costs.py).
 COSTS = {
     1: (1.0, 1.12, 1.16, 1.22), 2: (1.0, 1.03, 1.08, 1.14), 4: (1.0, 1.04, 1.10, 1.24), 8: (1.0, 1.07, 1.19),
     16: (1.0, 1.11),
@@ -99,27 +99,29 @@ def graph_sizes(slots: int, sizes: Sequence[int] | None = None) -> tuple[int, ..
     return tuple(size for size in SIZES if size < slots) + (min(slots, SIZES[-1]),)
 
 
-def query_costs(requests: int) -> dict[int, float]:
+def typical_costs(requests: int) -> dict[int, float]:
     """Map the possible rows of each request to the relative cost of a pass of `requests` requests."""
     return dict(zip(QUERIES, next((costs for limit, costs in COSTS.items() if limit >= requests), (1.0,))))
 
 
 def most_queries(requests: int) -> int:
     """Return the largest number of rows that each of `requests` requests can have in one pass."""
-    return max(query_costs(requests))
+    return max(typical_costs(requests))
 
 
-def best_queries(requests: int, drafts: Sequence[Acceptance], allowed: Container[int] = QUERIES) -> int:
-    """Return the rows of each request for which a pass, padded to `requests`, is expected to yield most for its cost.
+def best_queries(costs: Mapping[int, float], drafts: Sequence[Acceptance], allowed: Container[int] = QUERIES) -> int:
+    """Return the rows of each request for which a pass is expected to yield most tokens for its cost.
 
-    drafts: of each request. allowed: the numbers to choose from, in addition to one.
+    Args:
+        costs: rows of each request -> the cost of the pass, in any unit.
+        drafts: of each request.
+        allowed: the rows to choose from, in addition to one.
     """
-    costs = {rows: cost for rows, cost in query_costs(requests).items() if rows == 1 or rows in allowed}
 
     def value(rows: int) -> float:
         return sum(each.expected(rows) for each in drafts) / costs[rows] / (GAIN if rows > 1 else 1)
 
-    return max(costs, key=value)
+    return max((rows for rows in costs if rows == 1 or rows in allowed), key=value)
 
 
 def lowered(mode: str, support: Support) -> str:

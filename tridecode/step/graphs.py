@@ -18,7 +18,7 @@ from ..layout import LIMIT_REACHED, STATUS
 from ..state.acceptance import Acceptance
 from . import decode
 from .compiling import compile_ahead
-from .dispatch import QUERIES, BatchDescriptor, Dispatcher, best_queries, most_queries
+from .dispatch import QUERIES, BatchDescriptor, Dispatcher, best_queries, most_queries, typical_costs
 from .model import DecodeModel
 from .run import Lines, Run, forked, launch, launch_dependent, recorded, run_reference
 
@@ -66,9 +66,8 @@ class PassRunner(Generic[Key]):
 
     @torch.inference_mode()
     def capture(self, key: Key) -> None:
-        """Capture a pass, after a launch that loads its kernels and allocates scratch. The model must be idle."""
+        """Capture a pass whose kernels are loaded. The model must be idle."""
         assert self.place is not None
-        self.place.run(partial(self.launch, key))
         run, between = forked(self.model, self.run), partial(forked, self.model, self.between, self.attention)
         self.graphs[key], count = self.place.capture(self.mode, run, between, self.lines(key))
         self.captures += count
@@ -114,12 +113,20 @@ def idle(model: DecodeModel) -> Iterator[None]:
 # ---- decode passes
 
 
-def make_steps(model: DecodeModel, backend: str, dispatcher: Dispatcher, attention: str = "triton") -> "DecodePasses":
-    """Return the runner of an engine's decode passes. backend: triton, or torch for the references."""
+def make_steps(
+    model: DecodeModel, backend: str, dispatcher: Dispatcher, attention: str = "triton", compiled: bool = False
+) -> "DecodePasses":
+    """Return the runner of an engine's decode passes.
+
+    Args:
+        backend: triton, or torch for the references.
+        attention: one of dispatch.ATTENTION.
+        compiled: as for DecodePasses.
+    """
     other = TORCH_ATTENTION if attention == "torch" else None
     if backend == "torch":
         return DecodePasses(model, run_reference, attention=other)
-    return DecodePasses(model, launcher(model), dispatcher, other)
+    return DecodePasses(model, launcher(model), dispatcher, other, compiled=compiled)
 
 
 def launcher(model: DecodeModel) -> Run:
@@ -156,22 +163,28 @@ class DecodePasses(PassRunner[BatchDescriptor]):
         dispatcher: its mode and sizes select the captured passes. By default all passes are launched.
         attention, between: see PassRunner.
         batches: the passes to capture, by default all of the sizes. Others are launched.
+        compiled: whether the kernels of all passes, also of PromptPasses, are compiled and loaded. They are by default
+            compiled here.
     """
 
     def __init__(
         self, model: DecodeModel, run: Run | None = None, dispatcher: Dispatcher | None = None,
         attention: Op | None = None, batches: Sequence[BatchDescriptor] | None = None, between: Run = launch,
+        compiled: bool = False,
     ):  # fmt: skip
         self.dispatcher = dispatcher or Dispatcher("none", ())
         mode, sizes = self.dispatcher.decode_mode, self.dispatcher.sizes
         place = None if mode == "none" else Place(model.device)
         super().__init__(model, partial(list_of, model), run or launcher(model), mode, place, attention, between)
+        self.compiled = compiled
+        self.costs: dict[int, dict[int, float]] = {}  # requests -> rows of each -> seconds, if they were measured
         self.check_addresses = False  # a debug aid: before each pass assert that no buffer has moved
         self._addresses = model.addresses()
         if place:
             batches = decode_batches(model, sizes) if batches is None else batches
             with idle(model):
-                compile_ahead(map(self.lines, batches), forked(model, self.run), model.device)
+                if not compiled:
+                    compile_ahead(map(self.lines, batches), forked(model, self.run), model.device)
                 log.info("capturing %d CUDA graphs of %s rows", len(batches), ", ".join(map(str, sizes)))
                 for batch in batches:  # the engine also works without graphs of passes with masks and drafts
                     self.try_capture(batch) if batch.masked or batch.tokens > 1 else self.capture(batch)
@@ -185,7 +198,7 @@ class DecodePasses(PassRunner[BatchDescriptor]):
             return 1
         mode, batch = self.dispatcher.plan(kind, rows)
         allowed = [tokens for tokens in QUERIES if mode == "none" or self.graphs.get(replace(batch, tokens=tokens))]
-        return best_queries(batch.rows, drafts, allowed)
+        return best_queries(self.costs.get(batch.rows) or typical_costs(batch.rows), drafts, allowed)
 
     def replay(self, kind: str, rows: int | None = None, masked: bool = False, tokens: int = 1) -> None:
         """Enqueue a pass of the first `rows` requests, by default all, with `tokens` rows each, on the current stream.
@@ -232,16 +245,19 @@ class Place:
         """Return the free bytes of the device. The driver allocates in blocks, which several graphs may share."""
         return torch.cuda.mem_get_info(self._device)[0]
 
-    def seconds(self, enqueue: Callable[[], None]) -> float:
-        """Return the time of a pass on the GPU, after one pass to warm up."""
+    def seconds(self, enqueue: Callable[[], None], passes: int = 1) -> float:
+        """Return the time of a pass on the GPU, the mean of `passes` after one to warm up."""
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        with self._lock, torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            enqueue()
-            start.record()
-            enqueue()
-            end.record()
+        with self._lock, torch.cuda.device(self._device):
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+            with torch.cuda.stream(self._stream):
+                enqueue()
+                start.record()
+                for _ in range(passes):
+                    enqueue()
+                end.record()
         end.synchronize()
-        return start.elapsed_time(end) / 1e3
+        return start.elapsed_time(end) / 1e3 / passes
 
     def capture(self, mode: str, run: Run, between: Callable[[], Run], lines: Lines) -> tuple[Callable[[], None], int]:
         """Capture a list, in mode full or piecewise. Return the function that replays it, and the number of graphs."""

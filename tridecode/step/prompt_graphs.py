@@ -89,9 +89,10 @@ class PromptPasses(PassRunner[PromptDescriptor]):
             batches = [] if model.fixed_chunk else first_batches(self.dispatcher.sizes)
             ends = [replace(batch, masked=masked) for batch in batches for masked in (False, True)]
             with idle(model):
-                compile_ahead(map(self._ends.lines, ends), forked(model, steps.run), model.device)
-                if attention is None:
-                    compile_ahead(first_reads(model), forked(model, run), model.device)
+                if not steps.compiled:
+                    compile_ahead(map(self._ends.lines, ends), forked(model, steps.run), model.device)
+                    if attention is None:
+                        compile_ahead(first_reads(model), forked(model, run), model.device)
                 for batch in ends:
                     self._ends.try_capture(batch) if batch.masked else self._ends.capture(batch)
 
@@ -115,9 +116,12 @@ class PromptPasses(PassRunner[PromptDescriptor]):
 
     def capture(self, key: PromptDescriptor) -> None:
         self.chunks.clear()  # like the table of chunks
+        place = self.place
+        assert place is not None
+        place.run(partial(self.launch, key))  # cuBLAS loads its kernels and allocates its workspace
         super().capture(key)
-        place, replay = self.place, self.graphs[key]
-        assert place is not None and replay is not None
+        replay = self.graphs[key]
+        assert replay is not None
         self.seconds[key] = place.seconds(replay)
         log.debug("%s takes %.2f ms without attention", key, 1e3 * self.seconds[key])
 

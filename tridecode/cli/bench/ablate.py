@@ -1,7 +1,8 @@
-"""bench decode --ablate: what each idea of the step is worth, on the same kernels with the same launch shapes."""
+"""bench decode --ablate: what each idea of the step is worth, on the same kernels with the same launch configs."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch.autograd import DeviceType
@@ -12,10 +13,28 @@ from ...sampling import SamplingParams
 from ...step.dispatch import Dispatcher
 from ...step.graphs import DecodePasses
 from ...step.run import Allocating, launch, run_reference
-from .measure import check_running, spread, time_decode
+from .measure import SAMPLING, check_running, make_row, spread, time_decode
 from .passes import enqueue, rewind
+from .rows import Row, column
 
 PROFILED_STEPS = 16
+
+
+@dataclass(kw_only=True)
+class AblateRow(Row):
+    bench = "ablate"
+    header = "decode --ablate"
+    variant: str = column("step")
+    context: int = column("context")
+    steps: int
+    runs: int
+    wall_us: float = column("µs per step", kept=1, compared=True)
+    wall_p5: float = column(kept=1)
+    wall_p95: float = column(kept=1)
+    span_us: float | None = column("profiled", kept=1, default=None)
+    compute_us: float | None = column("GPU compute", kept=1, default=None)
+    gap_us: float | None = column("gap", kept=1, default=None)
+    gap_pct: float | None = column("gap %", 1, kept=1, default=None)
 
 
 def variants(engine: Engine) -> Iterator[tuple[str, DecodePasses]]:
@@ -39,23 +58,23 @@ def stepping(engine: Engine, steps: DecodePasses):
         engine.steps = own
 
 
-def ladder(engine: Engine, context: int, steps: int, runs: int, params: SamplingParams, output) -> list[dict]:
-    """The figures of each rung, in µs a step: wall by CUDA events, the others from the GPU's activity records."""
-    rungs, rows = list(variants(engine)), []
+def ladder(engine: Engine, args, output) -> list[Row]:
+    """A row for each rung, in µs a step: wall by CUDA events, the others from the GPU's activity records."""
+    rungs, params = list(variants(engine)), SAMPLING[args.sampling]
+    walls = []
     for name, variant in rungs:
         with stepping(engine, variant):
-            times = time_decode(engine, context, steps, runs, params)
-        wall, p5, p95 = (round(value, 1) for value in spread(times, 1e6))
+            walls.append(spread(time_decode(engine, args.context, args.steps, args.runs, params), 1e6))
         check_running(engine, name)
-        output.note(f"{name}: {wall:,.1f} µs a step")
-        rows.append({"variant": name, "wall_us": wall, "wall_p5": p5, "wall_p95": p95})
-    events = record(engine, rungs, context, params)  # after every timer: a profiler slows what follows it
-    for row, (name, _) in zip(rows, rungs):
-        intervals = kernels_within(events, name)
-        if intervals:
-            row |= device_figures(intervals, PROFILED_STEPS)
-        else:
+        output.note(f"{name}: {walls[-1][0]:,.1f} µs a step")
+    events = record(engine, rungs, args.context, params)  # after every timer: a profiler slows what follows it
+    rows: list[Row] = []
+    for (name, _), (wall, p5, p95) in zip(rungs, walls):
+        figures = device_figures(kernels_within(events, name), PROFILED_STEPS)
+        if not figures:
             output.note(f"{name}: the profiler recorded no kernel; compute and gap are left out")
+        wall_figures = dict(wall_us=wall, wall_p5=p5, wall_p95=p95)
+        rows.append(make_row(AblateRow, engine, args, variant=name, **wall_figures, **figures))
     return rows
 
 
@@ -86,14 +105,12 @@ def kernels_within(events, name: str) -> list[tuple[float, float]]:
 
 
 def device_figures(intervals: list[tuple[float, float]], steps: int) -> dict:
-    """µs a step from the first kernel's start to the last one's end, and of those the ones with a kernel on."""
+    """µs a step from the first kernel's start to the last one's end, and those in which a kernel runs; {} without
+    kernels."""
+    if not intervals:
+        return {}
     span, busy = (value / steps for value in span_and_union(intervals))
-    return {
-        "span_us": round(span, 1),
-        "compute_us": round(busy, 1),
-        "gap_us": round(span - busy, 1),
-        "gap_pct": round(100 * (span - busy) / span, 1),
-    }
+    return {"span_us": span, "compute_us": busy, "gap_us": span - busy, "gap_pct": 100 * (span - busy) / span}
 
 
 def span_and_union(intervals: list[tuple[float, float]]) -> tuple[float, float]:

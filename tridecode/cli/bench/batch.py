@@ -1,5 +1,7 @@
 """bench batch: the token step of many requests at once, beside that of one, in the same engine and run."""
 
+from dataclasses import dataclass
+
 from ...errors import ParameterError
 from ...state.kv import PAGE
 from ..terminal import counted
@@ -8,18 +10,41 @@ from .measure import (
     SAMPLING,
     bench_engine,
     check_running,
-    model_facts,
+    make_row,
     read_bandwidth,
-    run_facts,
     spread,
     step_bytes,
+    step_figures,
     time_decode,
 )
+from .rows import Row, column
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 
 
-def batch(args, output) -> list[dict]:
+@dataclass(kw_only=True)
+class BatchRow(Row):
+    bench = "batch"
+    header = "batch"
+    rows: int = column("rows")
+    context: int | str = column("context")  # of each request, or a mix like 32000x1+64x31
+    steps: int
+    runs: int
+    sampling: str
+    us_per_step: float = column("µs per step", kept=2, compared=True)
+    us_p5: float = column("p5", kept=2)
+    us_p95: float = column("p95", kept=2)
+    one_row_us: float = column("one row", kept=2)
+    tokens_per_second: float = column("tokens per second", kept=1)
+    bytes_per_step: int = column("GB per step", 3, 1e-9)
+    read_bandwidth_gbs: float = column("read GB/s", kept=1)
+    pct_bandwidth: float = column("% of bandwidth", 1, kept=1)
+
+    def selectors(self):
+        return {"rows": None if isinstance(self.context, str) else [self.rows], "context": [self.context]}
+
+
+def batch(args, output) -> list[Row]:
     """A row for each number of --rows at each --context, and one for each mix; all on one engine."""
     cases = cases_of(args)
     room = [[room_of(context, args.steps) for context in contexts] for _, contexts in cases]
@@ -32,13 +57,12 @@ def batch(args, output) -> list[dict]:
         return found
 
     alone = {context: spread(times([context]), 1e6)[0] for context in {max(contexts) for _, contexts in cases}}
-    rows = []
+    rows: list[Row] = []
     for name, contexts in cases:
-        where = {"rows": len(contexts), "context": name, "steps": args.steps, "runs": args.runs}
-        row = {"bench": "batch"} | model_facts(engine, args) | where | {"sampling": args.sampling}
         nbytes = step_bytes(engine, contexts, args.steps)
-        row |= batch_figures(times(contexts), alone[max(contexts)], len(contexts), nbytes, bandwidth)
-        rows.append(row | run_facts(engine.device))
+        figures = step_figures("us_per_step", times(contexts), nbytes, bandwidth, len(contexts))
+        figures |= {"rows": len(contexts), "context": name, "one_row_us": alone[max(contexts)]}
+        rows.append(make_row(BatchRow, engine, args, **figures))
     return rows
 
 
@@ -58,19 +82,3 @@ def cases_of(args) -> list[tuple[int | str, list[int]]]:
         else:
             found.append((context, mix(context)))
     return found
-
-
-def batch_figures(times: list[float], alone: float, rows: int, nbytes: int, bandwidth: float) -> dict:
-    """From seconds a step of `rows` requests, µs of a step of one of them (the one of the longest context), bytes a
-    step and bytes a second."""
-    median, p5, p95 = spread(times, 1e6)
-    return {
-        "us_per_step": round(median, 2),
-        "us_p5": round(p5, 2),
-        "us_p95": round(p95, 2),
-        "one_row_us": round(alone, 2),
-        "tokens_per_second": round(1e6 * rows / median, 1),
-        "bytes_per_step": nbytes,
-        "read_bandwidth_gbs": round(bandwidth / 1e9, 1),
-        "pct_bandwidth": round(100 * nbytes / (median / 1e6) / bandwidth, 1),
-    }

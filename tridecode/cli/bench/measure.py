@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -26,6 +27,7 @@ from ...version import __version__
 from ..options import engine_options
 from .passes import enqueue, rewind
 from .read import measure_read_bandwidth
+from .rows import Row
 
 ALL_FILTERS = SamplingParams(
     temperature=0.8,
@@ -41,6 +43,7 @@ ALL_FILTERS = SamplingParams(
 GREEDY = SamplingParams(temperature=0.0, seed=1)
 SAMPLING = {"greedy": GREEDY, "temperature": SamplingParams(temperature=0.8, seed=1), "all": ALL_FILTERS}
 WARM_UP = 2  # runs before those that count
+R = TypeVar("R", bound=Row)
 
 
 def need_gpu() -> None:
@@ -190,22 +193,52 @@ def matmul_rate(device: torch.device, size: int = 8192, repeats: int = 20) -> fl
     """FLOP a second of torch's bf16 matmul of two [size, size] matrices, median of `repeats`."""
     a, b = (torch.empty(size, size, dtype=torch.bfloat16, device=device).normal_() for _ in range(2))
     out = torch.empty_like(a)
-    times = []
-    for run in range(repeats + WARM_UP):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        torch.mm(a, b, out=out)
-        end.record()
-        end.synchronize()
-        if run >= WARM_UP:
-            times.append(start.elapsed_time(end) / 1e3)
+    times = [gpu_seconds(lambda: torch.mm(a, b, out=out)) for _ in range(repeats + WARM_UP)][WARM_UP:]
     return 2 * size**3 / float(np.median(times))
+
+
+def gpu_seconds(work: Callable[[], object]) -> float:
+    """Seconds that the GPU takes for the work that a call of `work` enqueues, by CUDA events."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    work()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3
 
 
 def spread(values: list[float], scale: float = 1.0) -> tuple[float, float, float]:
     """Median, 5th and 95th percentile of `values`, each times `scale`."""
     p5, median, p95 = (float(value) * scale for value in np.percentile(values, (5, 50, 95)))
     return median, p5, p95
+
+
+def step_figures(name: str, times: list[float], nbytes: int, bandwidth: float, rows: int = 1) -> dict[str, Any]:
+    """Figures of steps of `rows` requests.
+
+    Args:
+        name: of the median in µs
+        times: seconds a step
+        nbytes: bytes that a step must read
+        bandwidth: bytes a second
+    """
+    median, p5, p95 = spread(times, 1e6)
+    return {
+        name: median,
+        "us_p5": p5,
+        "us_p95": p95,
+        "tokens_per_second": 1e6 * rows / median,
+        "bytes_per_step": nbytes,
+        "read_bandwidth_gbs": bandwidth / 1e9,
+        "pct_bandwidth": 100 * nbytes / (median / 1e6) / bandwidth,
+    }
+
+
+def make_row(kind: type[R], engine: Engine, args, **figures) -> R:
+    """A row with its figures, the engine's model and GPU, and the options that have the names of its fields."""
+    names = {each.name for each in fields(kind)} - {each.name for each in fields(Row)}
+    options = {name: getattr(args, name) for name in names if hasattr(args, name)}
+    return kind(**options | model_facts(engine, args) | run_facts(engine.device) | figures)
 
 
 def model_facts(engine: Engine, args) -> dict:

@@ -9,8 +9,7 @@ from ...plan import threads
 from ...sampling import SamplingParams
 from ...serve.request import step_kind
 from ...serve.scheduler import Scheduler
-from ...state.offloaded_slots import OffloadedSlots
-from ...state.slots import Slots
+from ...state.rewind import rewind_slots
 
 
 def rewind(
@@ -43,29 +42,6 @@ def _rewind(scheduler: Scheduler, positions: list[int], params: SamplingParams, 
     scheduler.cancel_all()
     scheduler._unsettled = True  # the next request finds all rows idle and all pages free
     rewind_slots(scheduler.slots, positions, params, given)
-
-
-def rewind_slots(slots: Slots, positions: list[int], params: SamplingParams, given: int = 0) -> None:
-    """Put rows and slots 0, 1, ... at `positions`, with `given` known tokens after each. Raises OutOfPages.
-
-    Each slot has its share of the pages, up to the capacity, and the same pages every time. With offload, every page
-    gets a place as if it had been written, the oldest pages on the host.
-    """
-    capacity, page = slots.model.kv.capacity, slots.page
-    slots.recover()
-    slots.cache.clear()
-    slots.pages.recount(slot.pages for slot in slots)
-    for row, position in enumerate(positions):
-        spare = slots.pages.free - sum(slots.pages_for(later + 1) for later in positions[row:])
-        room = (slots.pages_for(position + 1) + max(spare, 0) // (len(positions) - row)) * page
-        known = min(position + 1 + given, capacity)
-        slots.write_tokens(slots[row], [0] * known, min(room, capacity))
-        slots.begin(slots[row], row, params, position=position, n_known=known, limit=capacity + 1, stop_ids=())
-    if isinstance(slots, OffloadedSlots):
-        for row in range(len(positions)):
-            for first in range(0, slots.room(slots[row]), page):
-                slots.ensure(slots[row], first, first + 1)
-        slots.before_pass()
 
 
 def enqueue(engine: Engine, params: SamplingParams, rows: int = 1, tokens: int = 1) -> None:

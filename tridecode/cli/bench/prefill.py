@@ -1,6 +1,6 @@
 """bench prefill: a prompt to its first token, cold or behind what is cached, against the matmul rate of the run."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -12,20 +12,39 @@ from .measure import (
     GREEDY,
     WARM_UP,
     bench_engine,
+    make_row,
     make_runners,
     matmul_rate,
-    model_facts,
     read_modes,
-    run_facts,
     running,
     spread,
 )
+from .rows import Row, column
 
 
-def prefill(args, output) -> list[dict]:
+@dataclass(kw_only=True)
+class PrefillRow(Row):
+    bench = "prefill"
+    header = "prefill"
+    prompt_tokens: int = column("prompt tokens", selects=True)
+    cached: int = column("cached", default=0)
+    graph: str = column("graph", selects=True)
+    runs: int
+    reads: str = column("read by")
+    prefill_ms: float = column("ms", 2, kept=3, compared=True)
+    prefill_ms_p5: float = column("p5", 2, kept=3)
+    prefill_ms_p95: float = column("p95", 2, kept=3)
+    ttft_ms: float = column("ms to first token", 2, kept=3, compared=True)
+    flops: int = column("TFLOP", 2, 1e-12)
+    matmul_tflops: float = column("matmul TFLOP/s", kept=1)
+    pct_matmul: float = column("% of matmul rate", 1, kept=1)
+
+
+def prefill(args, output) -> list[Row]:
     """A row for each number of --prompt-tokens in each mode of --graph, all on one engine."""
     engine = bench_engine(args, args.capacity or args.cached + max(args.prompt_tokens) + 1)
-    rate, rows = matmul_rate(engine.device), []
+    rate = matmul_rate(engine.device)
+    rows: list[Row] = []
     modes = make_runners(engine, args.graph)
     for tokens in args.prompt_tokens:
         flops = prefill_flops(engine.config, tokens, args.cached)
@@ -33,10 +52,9 @@ def prefill(args, output) -> list[dict]:
             before = runners.reads()
             with running(engine, runners):
                 device, host = time_prefill(engine, tokens, args.runs, args.cached)
-            where = {"prompt_tokens": tokens, "cached": args.cached, "graph": mode, "runs": args.runs}
-            row = {"bench": "prefill"} | model_facts(engine, args) | where
-            row |= {"reads": read_modes(before, runners.reads())} | prefill_figures(device, host, flops, rate)
-            rows.append(row | run_facts(engine.device))
+            figures = {"prompt_tokens": tokens, "graph": mode, "reads": read_modes(before, runners.reads())}
+            figures |= prefill_figures(device, host, flops, rate)
+            rows.append(make_row(PrefillRow, engine, args, **figures))
     return rows
 
 
@@ -105,13 +123,13 @@ def seen(tokens: int, window: int) -> int:
 
 def prefill_figures(device: list[float], host: list[float], flops: int, rate: float) -> dict:
     """From seconds, FLOP of one prompt and FLOP a second of the matmul."""
-    median, p5, p95 = spread(device)
+    median, p5, p95 = spread(device, 1e3)
     return {
-        "prefill_ms": round(1e3 * median, 3),
-        "prefill_ms_p5": round(1e3 * p5, 3),
-        "prefill_ms_p95": round(1e3 * p95, 3),
-        "ttft_ms": round(1e3 * spread(host)[0], 3),
+        "prefill_ms": median,
+        "prefill_ms_p5": p5,
+        "prefill_ms_p95": p95,
+        "ttft_ms": spread(host, 1e3)[0],
         "flops": flops,
-        "matmul_tflops": round(rate / 1e12, 1),
-        "pct_matmul": round(100 * flops / median / rate, 1),
+        "matmul_tflops": rate / 1e12,
+        "pct_matmul": 100 * flops / (median / 1e3) / rate,
     }

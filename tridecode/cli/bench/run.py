@@ -1,23 +1,22 @@
-"""Entry of `tridecode bench`: run what was asked for, write it, compare it."""
+"""Entry of `tridecode bench`: measure, and write the rows."""
 
+import shlex
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
 from ...errors import GenerationError, ParameterError
 from ..outputs import text_sink
-from ..terminal import Output, counted
+from ..terminal import Output
 from .batch import batch
 from .decode import decode
 from .offload import offload
-from .peers import peers
 from .prefill import prefill
-from .report import FORMATS, deviations, read_rows, render, show
+from .rows import FORMATS, Row, render, show
 from .serve import serve
-from .serve_mix import serve_mix
 from .speculate import speculate
 from .start import start
 from .stream import stream
-from .suite import command_of, suite
 
 BENCHES = {
     "decode": decode,
@@ -27,50 +26,43 @@ BENCHES = {
     "start": start,
     "offload": offload,
     "speculate": speculate,
-    "peers": peers,
     "serve": serve,
-    "serve-mix": serve_mix,
 }
+UNSAID = ("command", "what", "verbose", "format", "output", "compare", "api_key_file")  # no part of a row's command
 
 
 def run(args) -> int:
-    """Exit code 1 when a row of a suite failed; the others are written all the same."""
     output = Output()
+    publish(args, output, lambda: measure(args, output))
+    return 0
+
+
+def measure(args, output: Output) -> list[Row]:
+    """The rows of one bench, with their commands."""
+    return with_commands(f"python cli.py bench {args.what}", args, BENCHES[args.what](args, output))
+
+
+def with_commands(program: str, args, rows: list[Row]) -> list[Row]:
+    """Set the command of each row: the command line that measures only this row. Returns the rows."""
+    for row in rows:
+        row.command = command_of(program, args, **row.selectors())
+    return rows
+
+
+def publish(args, output: Output, measured: Callable[[], Sequence[Row]]) -> Sequence[Row]:
+    """Write the rows that `measured` returns as --format and --output say, which are checked before it is called."""
     form = file_format(args) if args.output is not None else args.format
-    earlier = read_rows(args.compare) if args.compare is not None else None
-    failed: list[str] = []
     with text_sink(args.output, output) if args.output is not None else nullcontext() as write:
-        if args.what == "report":
-            rows = read_rows(args.file)
-        elif args.what == "suite":
-            rows, failed = suite(args, output, lambda row_args: measure(row_args, output))
-        else:
-            rows = measure(args, output)
+        rows = measured()
         if not rows:
-            raise GenerationError(f"bench {args.what}: every row failed")
+            raise GenerationError("every row failed")
         if write:
             write(render(rows, form))
     if args.output is None and form != "table":
         output.text(render(rows, form))
     else:
         show(rows, output)
-    if earlier is not None:
-        compare(rows, earlier, args.compare, output)
-    return int(bool(failed))
-
-
-def measure(args, output: Output) -> list[dict]:
-    """The rows of one bench, each with the command that makes it alone."""
-    return [{"command": command_of(args, **alone(row))} | row for row in BENCHES[args.what](args, output)]
-
-
-def alone(row: dict) -> dict:
-    """The options that name a row among those of its command."""
-    found: dict[str, list | None] = {key: [row[key]] for key in ("prompt_tokens", "graph", "host") if key in row}
-    if row["bench"] == "batch":
-        mixed = isinstance(row["context"], str)
-        found = {"rows": None if mixed else [row["rows"]], "context": [row["context"]]}
-    return found
+    return rows
 
 
 def file_format(args) -> str:
@@ -82,12 +74,19 @@ def file_format(args) -> str:
     return suffix if args.format == "table" else args.format
 
 
-def compare(rows: list[dict], earlier: list[dict], path: str, output: Output) -> None:
-    """A line on stderr for each row that the earlier file has too, then the largest deviation of all."""
-    found = deviations(rows, earlier)
-    if not found:
-        raise ParameterError(f"{path}: holds none of these rows; expected one with the same command")
-    for command, figure, percent in found:
-        output.note(f"{percent:+6.2f}%  {figure}  {command}")
-    _, figure, percent = max(found, key=lambda row: abs(row[2]))
-    output.note(f"largest deviation of {counted(len(found), 'row')} from {path}: {percent:+.2f}% ({figure})")
+def command_of(program: str, args, **changes) -> str:
+    """The command line of a program, every option that counts named."""
+    words = program.split()
+    for name, value in (vars(args) | changes).items():
+        if name in UNSAID or value is None or value is False or (name == "preset" and getattr(args, "model", None)):
+            continue
+        option = "--" + name.replace("_", "-")
+        words += [option] if value is True else [option, value if isinstance(value, str) else numbers(value)]
+    return shlex.join(words)
+
+
+def numbers(value: float | list | tuple) -> str:
+    """As its option reads it: numbers of a list are separated by commas, those of a pair like 4:2 by a colon."""
+    if isinstance(value, list | tuple):
+        return (":" if isinstance(value, tuple) else ",").join(map(str, value))
+    return str(value)

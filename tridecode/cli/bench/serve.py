@@ -8,7 +8,7 @@ import os
 import time
 from collections import Counter
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from datetime import datetime
 
 import numpy as np
@@ -20,7 +20,8 @@ from ..inputs import check_messages, parse_json, read_file
 from ..progress import progress
 from ..signals import ending_task
 from ..terminal import counted, unechoed
-from .report import console_form
+from .mix import mix
+from .rows import Row, column
 
 NUM_PROMPTS = 100
 TOKEN_IDS = 1000, 4000  # ordinary ones in the vocabularies of public models, whose control tokens come before or after
@@ -34,6 +35,78 @@ PROMPTS = ("prompt", "messages", "prompt_ids")
 LARGEST = 256_000_000  # bytes of --jsonl
 MADE_BEFORE = 256  # connections, where there is no limit of concurrency
 REASONS = 10  # that are shown, of requests that failed
+TIMES = {
+    "ttft": ("TTFT", "Time to First Token"),
+    "tpot": ("TPOT", "Time per Output Token (excl. 1st token)"),
+    "itl": ("ITL", "Inter-token Latency"),
+    "e2el": ("E2EL", "End-to-end Latency"),
+}
+
+
+@dataclass(kw_only=True)
+class ServeRow(Row):
+    bench = "serve"
+    header = "serve"
+    date: str
+    model_id: str
+    num_prompts: int = column("requests")
+    completed: int = column(label="Successful requests:")
+    failed: int = column("failed", label="Failed requests:")
+    max_concurrency: int | None = column("at most", label="Maximum request concurrency:")
+    request_rate: float | str = column("per second", 2, label="Request rate configured (RPS):")
+    duration: float = column(kept=6, label="Benchmark duration (s):")
+    total_input_tokens: int = column(label="Total input tokens:")
+    total_output_tokens: int = column(label="Total generated tokens:")
+    request_throughput: float = column("requests/s", 2, kept=4, label="Request throughput (req/s):")
+    output_throughput: float = column("output tok/s", kept=3, compared=True, label="Output token throughput (tok/s):")
+    total_token_throughput: float = column("all tok/s", kept=3, label="Total Token throughput (tok/s):")
+    mean_ttft_ms: float | None = column("TTFT ms", 2, compared=True)
+    p99_ttft_ms: float | None = column("p99", 2, default=None)
+    mean_tpot_ms: float | None = column("TPOT ms", 2, compared=True)
+    mean_itl_ms: float | None = column("ITL ms", 2)
+    p99_itl_ms: float | None = column("p99 ITL", 2, default=None)
+    mean_e2el_ms: float | None = column("E2EL ms")
+    times: dict[str, float | None]  # all of them, in ms
+    seed: int
+
+    @property
+    def name(self) -> str:
+        return self.model_id
+
+    def as_dict(self):
+        found = super().as_dict()
+        times = found.pop("times")
+        return {name: value for name, value in found.items() if name not in times} | times
+
+    @classmethod
+    def read(cls, values):
+        times = {name: value for name, value in values.items() if name.endswith("_ms")}
+        return cls.of(times, **{name: value for name, value in values.items() if name not in times})
+
+    @classmethod
+    def of(cls, times: dict[str, float | None], **figures) -> "ServeRow":
+        """The row with these times in ms; those that have a field become its value too."""
+        shown: dict = {each.name: times.get(each.name) for each in fields(cls) if each.name.endswith("_ms")}
+        return cls(times=times, **figures, **shown)
+
+    def block(self, width: int) -> str:
+        """The lines that vLLM's benchmark prints, for a terminal of that many columns, 40 or more."""
+        width = min(max(width, 40), 50)
+
+        def line(label: str, value: float | None) -> str:
+            shown = "-" if value is None else f"{value:.2f}" if isinstance(value, float) else value
+            return f"{label:<{width - 10}} {shown}"
+
+        lines = [" Serving Benchmark Result ".center(width, "=")]
+        labels = {each.name: label for each in fields(self) if (label := each.metadata.get("label"))}
+        # No line for a limit that is not set.
+        lines += [line(labels[name], value) for name in labels if (value := getattr(self, name)) not in (None, "inf")]
+        for name, (short, title) in TIMES.items():
+            lines.append(title.center(width, "-"))
+            for key, value in self.times.items():
+                if key.endswith(f"_{name}_ms") and not key.startswith("std"):
+                    lines.append(line(f"{key.split('_')[0].capitalize()} {short} (ms):", value))
+        return "\n".join([*lines, "=" * width, ""])
 
 
 @dataclass
@@ -92,8 +165,10 @@ class Load:
         return tokens / max(time.perf_counter() - self.started, 1e-3)
 
 
-def serve(args, output) -> list[dict]:
-    """One row. An interrupt shows the figures so far, which no file gets."""
+def serve(args, output) -> list[Row]:
+    """One row, or those of --mix. An interrupt shows the figures so far, which no file gets."""
+    if args.mix:
+        return mix(args, output)
     try:
         from . import client as http
     except ModuleNotFoundError as error:
@@ -124,7 +199,7 @@ def serve(args, output) -> list[dict]:
             raise
         done = f"{len(load.answers):,} of {counted(len(load.bodies), 'request')} had ended"
         tell_failures(load.answers, output)
-        output.text(console_form(row_of(args, model, seed, load), output.console.width))
+        output.text(row_of(args, model, seed, load).block(output.console.width))
         output.note(f"interrupted: partial figures, {done}")
         raise
     assert load is not None
@@ -231,35 +306,35 @@ def tell_failures(answers: list, output) -> None:
         output.error(f"{rest} failed for {counted(len(others), 'other reason')}")
 
 
-def row_of(args, model: str, seed: int, load: Load) -> dict:
+def row_of(args, model: str, seed: int, load: Load) -> ServeRow:
     """The figures of the answers that are whole. Percentiles lie linearly between two values, as numpy's by default."""
     whole = [answer for answer in load.answers if answer.error is None]
     given, got = (sum(getattr(answer, name) for answer in whole) for name in ("input_tokens", "output_tokens"))
-    row = {
-        "bench": "serve",
-        "date": datetime.now().strftime("%Y%m%d-%H%M%S"),
-        "model_id": model,
-        "num_prompts": len(load.bodies),
-        "request_rate": "inf" if args.request_rate == math.inf else args.request_rate,
-        "max_concurrency": args.max_concurrency,
-        "duration": round(load.duration, 6),
-        "completed": len(whole),
-        "failed": len(load.answers) - len(whole),
-        "total_input_tokens": given,
-        "total_output_tokens": got,
-        "request_throughput": round(len(whole) / load.duration, 4),
-        "output_throughput": round(got / load.duration, 3),
-        "total_token_throughput": round((given + got) / load.duration, 3),
-    }
     times = {
         "ttft": [answer.ttft for answer in whole],
         "tpot": [answer.tpot for answer in whole if answer.tpot is not None],
         "itl": [gap for answer in whole for gap in answer.gaps],
         "e2el": [answer.latency for answer in whole],
     }
-    for name, values in times.items():
-        row |= {f"{key}_{name}_ms": value for key, value in spread(values, args.percentiles).items()}
-    return row | {"seed": seed, "tridecode": __version__}
+    spreads = {name: spread(values, args.percentiles) for name, values in times.items()}
+    return ServeRow.of(
+        {f"{key}_{name}_ms": value for name, found in spreads.items() for key, value in found.items()},
+        date=datetime.now().strftime("%Y%m%d-%H%M%S"),
+        model_id=model,
+        num_prompts=len(load.bodies),
+        request_rate="inf" if args.request_rate == math.inf else args.request_rate,
+        max_concurrency=args.max_concurrency,
+        duration=load.duration,
+        completed=len(whole),
+        failed=len(load.answers) - len(whole),
+        total_input_tokens=given,
+        total_output_tokens=got,
+        request_throughput=len(whole) / load.duration,
+        output_throughput=got / load.duration,
+        total_token_throughput=(given + got) / load.duration,
+        seed=seed,
+        tridecode=__version__,
+    )
 
 
 def spread(seconds: list[float], percentiles: list[float]) -> dict:

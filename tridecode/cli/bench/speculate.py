@@ -2,9 +2,10 @@
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -21,86 +22,137 @@ from ...version import __version__
 from ..options import engine_options
 from ..terminal import counted
 from .batch import room_of
-from .measure import GREEDY, WARM_UP, bench_engine, check_running, model_facts, run_facts, spread
+from .measure import (
+    GREEDY,
+    WARM_UP,
+    bench_engine,
+    check_running,
+    gpu_seconds,
+    make_row,
+    model_facts,
+    need_gpu,
+    run_facts,
+    spread,
+)
 from .passes import enqueue, rewind
-from .speculate_texts import LICENCE, play, texts
+from .rows import Row, column
+from .speculate_texts import LICENCE, Text, play, texts
 
 LAUNCHES = 20  # of the draft kernel in one graph
 
 
-def speculate(args, output) -> list[dict]:
+@dataclass(kw_only=True)
+class PassesRow(Row):
+    bench = "speculate"
+    header = "speculate"
+    variant: str = column("requests")
+    context: int = column("context")
+    steps: int
+    runs: int
+    requests: int
+    off_us: float = column("µs a pass without", kept=2, compared=True)
+    us_1: float = column("1 row of each", kept=2, compared=True)
+    ratio_1: float = column("1: ratio", 3, kept=3)
+    us_2: float | None = column("2 rows of each", kept=2, compared=True, default=None)
+    ratio_2: float | None = column("2: ratio", 3, kept=3, default=None)
+    us_4: float | None = column("4 rows of each", kept=2, compared=True, default=None)
+    ratio_4: float | None = column("4: ratio", 3, kept=3, default=None)
+    us_8: float | None = column("8 rows of each", kept=2, compared=True, default=None)
+    ratio_8: float | None = column("8: ratio", 3, kept=3, default=None)
+
+
+@dataclass(kw_only=True)
+class DraftRow(Row):
+    bench = "speculate-draft"
+    header = "looking for a draft"
+    variant: str = ""
+    history: int = column("tokens before")
+    draft_us: float = column("µs", 2, kept=2, compared=True)
+
+
+@dataclass(kw_only=True)
+class TextRow(Row):
+    bench = "speculate-text"
+    header = "speculate, texts"
+    variant: str = column("text")
+    source: str = column("from")
+    licence: str = column("licence")
+    tokens: int = column("tokens")
+    tokens_per_pass: float = column("tokens a pass", 2, kept=2, compared=True)
+    passes_1: int = column("passes of 1")
+    passes_2: int = column("passes of 2")
+    passes_4: int = column("passes of 4")
+    passes_8: int = column("passes of 8")
+    speed_up: float | None = column("speed-up", 2, kept=2, compared=True, default=None)
+
+
+def speculate(args, output) -> list[Row]:
     """A row for each number of --requests, one for the draft kernel, and one for each text; with --texts-only these."""
-    ngram = EngineOptions(**engine_options(args)).ngram
-    costs, drafts, facts = [], [], {"tridecode": __version__}
-    where = {} if args.model is None else {"model": args.model}
+    found = texts()  # raises outside a checkout, before anything is measured
     if not args.texts_only:
-        room, slots = room_of(args.context, layout.MAX_QUERIES * (args.steps + 2)), max(args.requests)
-        capacity = max(room, room_of(args.history, layout.MAX_QUERIES))
-        more = dict(speculate="ngram", graph="full_decode_only")
-        engine = bench_engine(args, capacity, slots, max(slots * room, capacity), **more)
-        where, facts = model_facts(engine, args), run_facts(engine.device)
-        how = {"context": args.context, "steps": args.steps, "runs": args.runs}
-        found = passes(engine, args)
-        costs = [{"bench": "speculate", "variant": f"{n} at a time"} | where | how | found[n] for n in found]
-        drafts = [{"bench": "speculate-draft", "variant": "draft"} | where | {"history": args.history}]
-        drafts[0]["draft_us"] = draft_us(engine, args.history, args.runs)
-    alone = next((row for row in costs if row["requests"] == 1), None)
-    played = [{"bench": "speculate-text"} | where | row for row in text_rows(args, alone, ngram)]
-    return [row | facts for row in (*costs, *drafts, *played)]
+        need_gpu()
+    played = play_texts(found, args, EngineOptions(**engine_options(args)).ngram)
+    if args.texts_only:
+        return [text_row(*each, None, model=args.model, tridecode=__version__) for each in played]
+    room, slots = room_of(args.context, layout.MAX_QUERIES * (args.steps + 2)), max(args.requests)
+    capacity = max(room, room_of(args.history, layout.MAX_QUERIES))
+    more = dict(speculate="ngram", graph="full_decode_only")
+    engine = bench_engine(args, capacity, slots, max(slots * room, capacity), **more)
+    costs = {row["requests"]: row for row in passes(engine, args)}
+    rows: list[Row] = [make_row(PassesRow, engine, args, variant=f"{n} at a time", **costs[n]) for n in costs]
+    us = draft_us(engine, args.history, args.runs)
+    rows.append(make_row(DraftRow, engine, args, variant="draft", draft_us=us))
+    facts = model_facts(engine, args) | run_facts(engine.device)
+    return [*rows, *(text_row(*each, costs.get(1), **facts) for each in played)]
 
 
-def text_rows(args, alone: dict | None, ngram: tuple[int, int]) -> list[dict]:
-    """alone: the row of one request, from which the speed-up follows."""
-    found = []
-    path = Path(args.tokenizer) if args.tokenizer else resolve_model(args.model)
-    tokenizer = Tokenizer.load(path)
-    for text in texts():
-        ids = tokenizer.encode(text.drawn)
-        counts = play(tokenizer.encode(text.before), ids, ngram)
-        row = {"variant": text.name, "source": text.source, "licence": LICENCE, "tokens": len(ids)}
-        row |= {"tokens_per_pass": round(len(ids) / counts.total(), 2)}
-        row |= {f"passes_{rows}": counts[rows] for rows in QUERIES}
-        found.append(row | ({} if alone is None else {"speed_up": speed_up(alone, counts, len(ids))}))
-    return found
+def play_texts(found: list[Text], args, ngram: tuple[int, int]) -> list[tuple[Text, int, Counter]]:
+    """Each text, its number of tokens, and its passes by their rows."""
+    tokenizer = Tokenizer.load(Path(args.tokenizer) if args.tokenizer else resolve_model(args.model))
+    ids = [tokenizer.encode(text.drawn) for text in found]
+    return [(text, len(drawn), play(tokenizer.encode(text.before), drawn, ngram)) for text, drawn in zip(found, ids)]
 
 
-def speed_up(alone: dict, counts: Counter, tokens: int) -> float:
-    """Of so many tokens, from passes by their rows and what each costs."""
-    return round(tokens * alone["off_us"] / sum(alone[f"us_{rows}"] * n for rows, n in counts.items()), 2)
+def text_row(text: Text, tokens: int, counts: Counter, alone: dict | None, **facts) -> TextRow:
+    """alone: µs of passes of one request, from which the speed-up follows."""
+    figures: dict[str, Any] = {"tokens": tokens, "tokens_per_pass": tokens / counts.total()}
+    figures |= {f"passes_{rows}": counts[rows] for rows in QUERIES}
+    if alone is not None:
+        took = sum(alone[f"us_{rows}"] * n for rows, n in counts.items())
+        figures["speed_up"] = tokens * alone["off_us"] / took
+    return TextRow(variant=text.name, source=text.source, licence=LICENCE, **figures, **facts)
 
 
-def passes(engine: Engine, args) -> dict[int, dict]:
-    """µs of a pass by requests: without speculation, and by rows of each request with it."""
+def passes(engine: Engine, args) -> list[dict]:
+    """µs of a pass for each number of --requests: without speculation, and by rows of each request with it."""
     plain = replace(engine.model, verify=None)
     dispatcher = Dispatcher(engine.graph, engine.graphs.sizes)
-    off, found = make_steps(plain, engine.backend, dispatcher, engine.graphs.attention), {}
+    off, found = make_steps(plain, engine.backend, dispatcher, engine.graphs.attention), []
     for requests in args.requests:
         row = {"requests": requests}
         row["off_us"] = pass_us(engine, args, requests, 1, partial(off.replay, "greedy", requests))
         for rows in QUERIES:
             if rows <= most_queries(requests):
                 us = pass_us(engine, args, requests, rows, partial(enqueue, engine, GREEDY, requests, rows))
-                row |= {f"us_{rows}": us, f"ratio_{rows}": round(us / row["off_us"], 3)}
-        found[requests] = row
+                row |= {f"us_{rows}": us, f"ratio_{rows}": us / row["off_us"]}
+        found.append(row)
     return found
 
 
 def pass_us(engine: Engine, args, requests: int, rows: int, run_pass: Callable[[], None]) -> float:
-    """Tokens behind the position are given where there are rows for them: all of them run, and every guess is right."""
+    """µs of a pass. The tokens after the position are known, so that all rows run and every draft is right."""
     times, given = [], rows * (args.steps + 2) if rows > 1 else 0
-    for run in range(args.runs + WARM_UP):
-        rewind(engine, args.context, GREEDY, requests, given)
-        run_pass()  # captured by now
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
+
+    def run_passes() -> None:
         for _ in range(args.steps):
             run_pass()
-        end.record()
-        end.synchronize()
-        if run >= WARM_UP:
-            times.append(start.elapsed_time(end) / args.steps)
+
+    for _ in range(args.runs + WARM_UP):
+        rewind(engine, args.context, GREEDY, requests, given)
+        run_pass()  # the first one captures
+        times.append(gpu_seconds(run_passes) / args.steps)
     check_running(engine, f"{counted(requests, 'request')} of {counted(rows, 'row')}", requests)
-    return round(spread(times, 1e3)[0], 2)
+    return spread(times[WARM_UP:], 1e6)[0]
 
 
 def draft_us(engine: Engine, history: int, runs: int) -> float:
@@ -116,16 +168,10 @@ def draft_us(engine: Engine, history: int, runs: int) -> float:
         for _ in range(LAUNCHES):
             run("draft", DRAFT, *args)
 
-    replay, times = captured(engine.device, lines), []
-    for _ in range(runs + WARM_UP):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / LAUNCHES)
+    replay = captured(engine.device, lines)
+    times = [gpu_seconds(replay) / LAUNCHES for _ in range(runs + WARM_UP)]
     ws.meta[0, layout.STATUS] = layout.LIMIT_REACHED
-    return round(spread(times[WARM_UP:], 1e3)[0], 2)
+    return spread(times[WARM_UP:], 1e6)[0]
 
 
 def captured(device: torch.device, lines: Callable[[Run], None], run: Run = launch) -> Callable[[], None]:

@@ -13,7 +13,7 @@ from ...errors import ParameterError
 from ...kernels.sampling.accept import ACCEPT
 from ...kernels.sampling.draft import DRAFT
 from ...state.acceptance import Acceptance
-from ...step.dispatch import best_queries
+from ...step.dispatch import best_queries, typical_costs
 
 ROOT = Path(__file__).parents[3]
 TEXTS, NAMES = "benchmarks/texts", ("code", "page", "records", "prose", "chat")
@@ -68,7 +68,7 @@ def play(before: list[int], drawn: list[int], ngram: tuple[int, int]) -> Counter
         while len(unread) >= LAG:
             decided, entry = unread.popleft()
             drafts.learn(decided, entry.drafted, entry.following, entry.wanted)
-        queries = best_queries(1, [drafts])
+        queries = best_queries(typical_costs(1), [drafts])
         position, step = int(meta[0, layout.POSITION]), int(meta[0, layout.STEP])
         DRAFT.ref(meta, tokens, keys, counter, max(queries - 1, 1), ngram)
         following = text[position + 1 : position + 1 + queries]

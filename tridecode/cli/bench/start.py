@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -13,11 +14,27 @@ import torch
 from ...errors import GenerationError
 from ...plan.memory import free_memory
 from .measure import need_gpu, run_facts, spread
+from .rows import Row, column
 
 ROOT = Path(__file__).parents[3]  # what holds the package, installed or not
 
 
-def start(args, output) -> list[dict]:
+@dataclass(kw_only=True)
+class StartRow(Row):
+    bench = "start"
+    header = "start"
+    runs: int
+    first_start_s: float = column("first start, s", 1, kept=2, compared=True)
+    second_start_s: float = column("later start, s", 1, kept=2, compared=True)
+    second_start_s_p5: float = column(kept=2)
+    second_start_s_p95: float = column(kept=2)
+    import_s: float = column("import", 1, kept=2)
+    build_s: float = column("build", 1, kept=2)
+    prompt_s: float = column("prompt", 1, kept=2)
+    first_start_kernels_compiled: int = column("kernels compiled at first")
+
+
+def start(args, output) -> list[Row]:
     """One row: seconds of the first start, and of --runs starts after it."""
     need_gpu()
     device = torch.device("cuda", torch.cuda.current_device())
@@ -29,8 +46,8 @@ def start(args, output) -> list[dict]:
         for run in range(args.runs):
             output.note(f"start {run + 2}:")
             later.append(time_start(args.preset, cache))
-    row = {"bench": "start", "preset": args.preset, "runs": args.runs}
-    return [row | start_figures(first, first_parts, later) | run_facts(device)]
+    figures = start_figures(first, first_parts, later)
+    return [StartRow(preset=args.preset, runs=args.runs, **figures, **run_facts(device))]
 
 
 def time_start(preset: str, cache: str) -> tuple[float, dict]:
@@ -64,10 +81,10 @@ def start_figures(first: float, first_parts: dict, later: list[tuple[float, dict
     median, p5, p95 = spread([seconds for seconds, _ in later])
     _, parts = sorted(later, key=lambda run: run[0])[(len(later) - 1) // 2]
     return {
-        "first_start_s": round(first, 2),
+        "first_start_s": first,
         "first_start_kernels_compiled": first_parts["kernels_compiled"],
-        "second_start_s": round(median, 2),
-        "second_start_s_p5": round(p5, 2),
-        "second_start_s_p95": round(p95, 2),
-        **{name: round(value, 2) for name, value in parts.items() if name.endswith("_s")},
+        "second_start_s": median,
+        "second_start_s_p5": p5,
+        "second_start_s_p95": p95,
+        **{name: value for name, value in parts.items() if name.endswith("_s")},
     }

@@ -1,28 +1,47 @@
 """bench stream: the engine's own stream as its caller sees it, against the graph alone at the same positions."""
 
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from ...engine import Engine
 from ...errors import GenerationError
 from .decode import capacity_of
-from .measure import GREEDY, SAMPLING, WARM_UP, bench_engine, model_facts, run_facts, spread, time_decode
+from .measure import GREEDY, SAMPLING, WARM_UP, bench_engine, make_row, spread, time_decode
 from .prefill import prompt_ids
+from .rows import Row, column
 
 
-def stream(args, output) -> list[dict]:
+@dataclass(kw_only=True)
+class StreamRow(Row):
+    bench = "stream"
+    header = "stream"
+    context: int = column("context")
+    steps: int
+    runs: int
+    sampling: str
+    us_per_token: float = column("µs per token", kept=2, compared=True)
+    us_p5: float = column(kept=2)
+    us_p95: float = column(kept=2)
+    graph_us_per_token: float = column("graph alone", kept=2, compared=True)
+    ratio_to_graph: float = column("ratio", 3, kept=4)
+    ttft_ms: float = column("ms to first token", 2, kept=3)
+    tpot_ms: float = column(kept=4)
+    itl_mean_us: float = column("between tokens: mean", kept=2)
+    itl_median_us: float = column("median", kept=2)
+    itl_p99_us: float = column("p99", kept=2)
+
+
+def stream(args, output) -> list[Row]:
     """One row: wall time a token, its ratio to the graph's, and the times between tokens."""
     engine = bench_engine(args, capacity_of(args))
     params = SAMPLING[args.sampling]
     steps = max(args.steps, 2)  # one interval at least
-    # The first piece comes from the step at position context - 1, so the graph's steps are those after it.
+    # The first chunk comes from the step at position context - 1, so the graph's steps are those after it.
     graph = time_decode(engine, args.context, steps - 1, args.runs, params)
     runs = [time_stream(engine, args.context, steps, params) for _ in range(args.runs + WARM_UP)][WARM_UP:]
-    row = {"bench": "stream"} | model_facts(engine, args)
-    row |= {"context": args.context, "steps": steps, "runs": args.runs, "sampling": args.sampling}
-    return [row | stream_figures(runs, graph) | run_facts(engine.device)]
+    return [make_row(StreamRow, engine, args, **stream_figures(runs, graph) | {"steps": steps})]
 
 
 def time_stream(engine: Engine, context: int, steps: int, params=GREEDY) -> tuple[float, list[float]]:
@@ -45,14 +64,14 @@ def stream_figures(runs: list[tuple[float, list[float]]], graph: list[float]) ->
     tpot, p5, p95 = spread([sum(run) / len(run) for _, run in runs], 1e6)
     alone = spread(graph, 1e6)[0]
     return {
-        "us_per_token": round(tpot, 2),
-        "us_p5": round(p5, 2),
-        "us_p95": round(p95, 2),
-        "graph_us_per_token": round(alone, 2),
-        "ratio_to_graph": round(tpot / alone, 4),
-        "ttft_ms": round(1e3 * spread([first for first, _ in runs])[0], 3),
-        "tpot_ms": round(tpot / 1e3, 4),
-        "itl_mean_us": round(1e6 * float(np.mean(intervals)), 2),
-        "itl_median_us": round(1e6 * float(np.median(intervals)), 2),
-        "itl_p99_us": round(1e6 * float(np.percentile(intervals, 99)), 2),
+        "us_per_token": tpot,
+        "us_p5": p5,
+        "us_p95": p95,
+        "graph_us_per_token": alone,
+        "ratio_to_graph": tpot / alone,
+        "ttft_ms": spread([first for first, _ in runs], 1e3)[0],
+        "tpot_ms": tpot / 1e3,
+        "itl_mean_us": 1e6 * float(np.mean(intervals)),
+        "itl_median_us": 1e6 * float(np.median(intervals)),
+        "itl_p99_us": 1e6 * float(np.percentile(intervals, 99)),
     }

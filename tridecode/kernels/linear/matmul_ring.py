@@ -2,8 +2,7 @@
 
 A program multiplies 16 whole rows of the weight at a time, of Gated eight of gate and eight of up. Its warps share the
 columns (mma_lanes.py). TMA copies the weight into STAGES stages of STAGE_TILES tiles a warp, each with its own barrier.
-As soon as all warps have a stage in registers, the stage that is STAGES later is requested: the ring is always in
-flight.
+As soon as all warps have multiplied a stage, TMA copies the one that is STAGES later to its place.
 
 The instruction multiplies eight rows of activations. Each of them is the one row of the pass; only the first result is
 stored.
@@ -80,7 +79,7 @@ def _warps_layout(warps, gated):
 
 
 # The work of a program: arguments of the kernel, its ring, and its barriers, one a stage. ring: STAGE_TILES pieces
-# [stages, pairs of warps, 2, 8, 32] int32. full: a stage has arrived. free: all warps have it in registers, with a
+# [stages, pairs of warps, 2, 8, 32] int32. full: a stage has arrived. free: all warps have multiplied it, with a
 # producer warp. iterations: blocks of this program. total: its stages.
 _Work = namedtuple(
     "_Work", "x_ptr weight_desc scale_ptr stride_xm outputs ring full free kept_sums x_shared iterations total"
@@ -228,7 +227,10 @@ def _block_sums(C: gl.constexpr, w, iteration, x, zero_sums, scales, L: gl.const
             if s * C.STAGE_TILES + i < C.TILES:
                 piece = reinterpret(w.ring[i].index(stage), gl.int32, [8 * C.WARPS, WORDS], FLAT_L)
                 tiles += (load_words(piece, C.WARPS),)
-        if C.SHARED or C.OF_BLOCK > C.STAGES:  # the stage is copied to again, as soon as all warps have it
+        for i in gl.static_range(C.STAGE_TILES):
+            if s * C.STAGE_TILES + i < C.TILES:
+                acc, chains = _add_tile(C, w, acc, chains, tiles[i], x, zero_sums, scales, s * C.STAGE_TILES + i, L)
+        if C.SHARED or C.OF_BLOCK > C.STAGES:  # the stage is copied to again
             fence_async_shared()  # a barrier alone does not wait for loads that are in flight
             if C.PRODUCER:
                 mbarrier.arrive(w.free.index(stage), count=1)
@@ -236,9 +238,6 @@ def _block_sums(C: gl.constexpr, w, iteration, x, zero_sums, scales, L: gl.const
                 barrier()
                 if at + C.STAGES < w.total:
                     _copy_stage(C, w, at + C.STAGES)
-        for i in gl.static_range(C.STAGE_TILES):
-            if s * C.STAGE_TILES + i < C.TILES:
-                acc, chains = _add_tile(C, w, acc, chains, tiles[i], x, zero_sums, scales, s * C.STAGE_TILES + i, L)
     if C.FRESH:
         return acc[0] + acc[1]
     else:

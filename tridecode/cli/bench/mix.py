@@ -1,4 +1,4 @@
-"""bench serve-mix: what requests that decode see of a prompt that comes among them, and what its own caller sees."""
+"""bench serve --mix: times of requests that decode while a prompt is read among them, and of the prompt."""
 
 import math
 import time
@@ -11,51 +11,71 @@ from ...errors import GenerationError, ParameterError
 from ..terminal import counted
 from ..values import MOST_ROWS
 from .batch import room_of
-from .measure import (
-    GREEDY,
-    WARM_UP,
-    bench_engine,
-    make_runners,
-    model_facts,
-    read_modes,
-    run_facts,
-    running,
-    spread,
-)
+from .measure import GREEDY, WARM_UP, bench_engine, make_row, make_runners, read_modes, running, spread
 from .prefill import prompt_ids
+from .rows import Row, column
 
 PHASES = ("before", "during", "after")
 
 
 @dataclass(frozen=True)
 class Mix:
-    """One run. gaps: of each phase the seconds between two tokens of a decoding request, of all of them; ttft: seconds
-    from the prompt's submission to its first token; lost: tokens that were asked for and did not come."""
+    """One run.
+
+    Attributes:
+        gaps: phase -> seconds between two tokens of a decoding request, of all of these
+        ttft: seconds from the prompt's submission to its first token
+        lost: requested tokens that were not produced
+    """
 
     gaps: dict[str, list[float]]
     ttft: float
     lost: int
 
 
-def serve_mix(args, output) -> list[dict]:
+@dataclass(kw_only=True)
+class MixRow(Row):
+    bench = "serve-mix"
+    header = "serve --mix"
+    requests: int = column("requests")
+    context: int
+    prompt_tokens: int = column("prompt tokens")
+    steps: int
+    prompt_ms: float
+    graph: str = column("graph", selects=True)
+    runs: int
+    reads: str = column("read by")
+    before_median_ms: float = column("before: median", 2, kept=3, compared=True)
+    before_p99_ms: float = column("before: p99", 2, kept=3)
+    before_max_ms: float = column("before: max", 2, kept=3)
+    during_median_ms: float = column("during: median", 2, kept=3)
+    during_p99_ms: float = column("during: p99", 2, kept=3, compared=True)
+    during_max_ms: float = column("during: max", 2, kept=3)
+    after_median_ms: float = column("after: median", 2, kept=3, compared=True)
+    after_p99_ms: float = column("after: p99", 2, kept=3)
+    after_max_ms: float = column("after: max", 2, kept=3)
+    lost: int = column("lost")
+    ttft_ms: float = column("ms to first token", 2, kept=3, compared=True)
+    ttft_ms_p5: float = column(kept=3)
+    ttft_ms_p95: float = column(kept=3)
+
+
+def mix(args, output) -> list[Row]:
     """A row for each mode of --graph, all on one engine with a slot for each request and one for the prompt."""
     if args.requests >= MOST_ROWS:
         raise ParameterError(f"--requests: at most {MOST_ROWS - 1} beside the prompt, got {args.requests}")
     tokens, slots = args.prompt_tokens, args.requests + 1
     rooms = room_of(args.context, 3 * args.steps), room_of(tokens, args.steps)
     pool = args.requests * rooms[0] + rooms[1]
-    engine = bench_engine(args, max(rooms), slots, min(pool, slots * max(rooms)), prompt_ms=args.prompt_ms)
-    rows = []
+    engine = bench_engine(args, max(rooms), slots, min(pool, slots * max(rooms)))
+    rows: list[Row] = []
     for mode, runners in make_runners(engine, args.graph).items():
         with running(engine, runners):
             runs = [time_mix(engine, args.requests, args.context, tokens, args.steps) for _ in range(WARM_UP)]
             before = runners.reads()
             runs = [time_mix(engine, args.requests, args.context, tokens, args.steps) for _ in range(args.runs)]
-        where = {"requests": args.requests, "context": args.context, "prompt_tokens": tokens, "steps": args.steps}
-        where |= {"prompt_ms": args.prompt_ms, "graph": mode, "runs": args.runs}
-        row = {"bench": "serve-mix"} | model_facts(engine, args) | where
-        row |= {"reads": read_modes(before, runners.reads())} | mix_figures(runs)
-        rows.append(row | run_facts(engine.device))
+        figures = {"graph": mode, "reads": read_modes(before, runners.reads())} | mix_figures(runs)
+        rows.append(make_row(MixRow, engine, args, **figures))
     return rows
 
 
@@ -110,7 +130,6 @@ def mix_figures(runs: list[Mix]) -> dict:
     for phase in PHASES:
         gaps = [1e3 * gap for run in runs for gap in run.gaps[phase]]
         median, p99 = np.percentile(gaps, (50, 99)).tolist()
-        figures = {"median": median, "p99": p99, "max": max(gaps)}
-        found |= {f"{phase}_{name}_ms": round(value, 3) for name, value in figures.items()}
-    median, p5, p95 = (round(value, 3) for value in spread([run.ttft for run in runs], 1e3))
+        found |= {f"{phase}_median_ms": median, f"{phase}_p99_ms": p99, f"{phase}_max_ms": max(gaps)}
+    median, p5, p95 = spread([run.ttft for run in runs], 1e3)
     return found | {"ttft_ms": median, "ttft_ms_p5": p5, "ttft_ms_p95": p95, "lost": sum(run.lost for run in runs)}

@@ -1,13 +1,23 @@
-"""bench suite: every row of a file of benchmarks/ in one process; each row names the command that makes it alone."""
+"""Measure every row of a suite in one process; each row names the command that measures only it.
+
+    python -m benchmarks.suite targets --output rows.json --compare benchmarks/h200.json
+
+A row that fails is reported, the others are written, and the exit code is 1.
+"""
 
 import shlex
+import sys
 
-from ..explain import explain
-from ..parser import make_parser
-from ..terminal import counted
-from .measure import need_gpu
-from .report import COMPARED
+from benchmarks import offload, peers
+from benchmarks.rows import options, run
+from tridecode.cli.bench.measure import need_gpu
+from tridecode.cli.bench.rows import Row
+from tridecode.cli.bench.run import measure
+from tridecode.cli.explain import explain
+from tridecode.cli.parser import make_parser
+from tridecode.cli.terminal import counted
 
+# A line has the options of `bench`, or of a script of SCRIPTS.
 SUITES = {
     "targets": """
         decode --preset llama-3.2-1b --context 32 --steps 127 --capacity 16384
@@ -47,7 +57,7 @@ SUITES = {
         prefill --preset qwen3-4b --prompt-tokens 64 --cached 2000 --graph MODES
         prefill --preset qwen3-0.6b --prompt-tokens 64,512,2048 --graph MODES
         prefill --preset qwen3-0.6b --prompt-tokens 64 --cached 2000 --graph MODES
-        serve-mix --preset qwen3-4b --graph MODES
+        serve --mix --preset qwen3-4b --graph MODES
     """.replace("MODES", "full,full_and_piecewise,full_decode_only"),
     "ladder": """
         decode --preset qwen3-0.6b --ablate
@@ -58,55 +68,62 @@ SUITES = {
         peers --preset qwen3-4b --runs 3
     """,
     "offload": """
-        offload --preset qwen3-4b --context 32000 --runs 3 --steps 8
+        offload-ways --preset qwen3-4b --context 32000 --runs 3 --steps 8
         offload --preset llama-3.1-8b --prompt-tokens 128000 --kv-gib 4
         offload --preset qwen3-4b --context 64 --weights 4 --runs 3 --steps 8
         offload --preset qwen3-4b --context 32000 --swap --runs 3
     """,
 }
-UNSAID = ("command", "what", "verbose", "format", "output", "compare", "api_key_file")
+SCRIPTS = {"peers": peers, "offload-ways": offload}
 
 
-def suite_args(suite: str) -> list:
-    """The parsed options of each line of a suite."""
-    parser = make_parser()
-    return [parser.parse_args(["bench", *shlex.split(line)]) for line in SUITES[suite].strip().split("\n")]
+def parse(line: str) -> tuple:
+    """The options of a line, and the function that measures its rows."""
+    name, *argv = shlex.split(line)
+    if name in SCRIPTS:
+        return SCRIPTS[name].parse(argv), SCRIPTS[name].measure
+    return make_parser().parse_args(["bench", name, *argv]), measure
 
 
-def command_of(args, **changes) -> str:
-    """The command line that makes a row alone, every option that counts named."""
-    words = ["python", "cli.py", "bench", args.what]
-    for name, value in (vars(args) | changes).items():
-        if name in UNSAID or value is None or value is False or (name == "preset" and getattr(args, "model", None)):
-            continue
-        option = "--" + name.replace("_", "-")
-        words += [option] if value is True else [option, value if isinstance(value, str) else numbers(value)]
-    return shlex.join(words)
+def lines_of(suite: str) -> list[str]:
+    return [line.strip() for line in SUITES[suite].strip().split("\n")]
 
 
-def numbers(value: float | list | tuple) -> str:
-    """As its option reads it: numbers of a list are separated by commas, those of a pair like 4:2 by a colon."""
-    if isinstance(value, list | tuple):
-        return (":" if isinstance(value, tuple) else ",").join(map(str, value))
-    return str(value)
-
-
-def suite(args, output, measure) -> tuple[list[dict], list[str]]:
-    """The rows that `measure(args)` gives for each command, and those commands that failed; each is told as it ends."""
-    need_gpu()
-    rows, failed = [], []
-    commands = suite_args(args.suite)
-    for number, row_args in enumerate(commands, 1):
-        command = command_of(row_args)
-        output.note(f"[{number}/{len(commands)}] {command}")
+def run_suite(lines: list[str], output) -> tuple[list[Row], list[str]]:
+    """The rows of all lines, and the lines that failed. Each is reported as it ends."""
+    rows: list[Row] = []
+    failed: list[str] = []
+    for number, line in enumerate(lines, 1):
+        output.note(f"[{number}/{len(lines)}] {line}")
         try:
-            found = measure(row_args)
-            rows += found
-            for row in found:
-                figures = ", ".join(f"{key} {row[key]}" for key in COMPARED[row["bench"]])
-                named = row.get("variant") or row.get("graph") or counted(row.get("rows", 1), "row")
-                output.note(f"{named}: {figures}")
+            args, measured = parse(line)
+            found = measured(args, output)
         except Exception as error:  # the other rows are worth having
-            failed.append(command)
-            output.error(f"{command}: {explain(error)}")
+            failed.append(line)
+            output.error(f"{line}: {explain(error)}")
+            continue
+        rows += found
+        for row in found:
+            figures = ", ".join(f"{name} {value}" for name, value in row.compared().items())
+            named = row.variant or getattr(row, "graph", None) or counted(getattr(row, "rows", 1), "row")
+            output.note(f"{named}: {figures}")
     return rows, failed
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = options("suite", __doc__)
+    parser.add_argument("suite", nargs="?", choices=list(SUITES), default="targets", help="(targets)")
+    args = parser.parse_args(argv)
+    failed: list[str] = []
+
+    def measured(output) -> list[Row]:
+        need_gpu()
+        rows, found = run_suite(lines_of(args.suite), output)
+        failed.extend(found)
+        return rows
+
+    return run(args, measured) or int(bool(failed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,36 +1,55 @@
-"""bench peers: transformers on the same shape, GPU and steps as ours, in the same run."""
+"""transformers on the same shape, GPU and steps as this engine, in the same run.
 
+    python -m benchmarks.peers --preset qwen3-4b
+
+It needs transformers.
+"""
+
+import sys
 import time
 
 import torch
 
-from ...blocks.attention import Attention
-from ...blocks.mlp import MLP
-from ...blocks.spec import ModelSpec
-from ...errors import ParameterError
-from ...models.registry import FAMILIES
-from ...plan.memory import free_memory
-from .decode import capacity_of, decode_figures
-from .measure import preset_engine, read_bandwidth, run_facts, step_bytes, time_decode
-from .prefill import prompt_ids
+from benchmarks.rows import PeersRow, options, run
+from tridecode.blocks.attention import Attention
+from tridecode.blocks.mlp import MLP
+from tridecode.blocks.spec import ModelSpec
+from tridecode.cli.bench.decode import capacity_of
+from tridecode.cli.bench.measure import preset_engine, read_bandwidth, run_facts, step_bytes, step_figures, time_decode
+from tridecode.cli.bench.prefill import prompt_ids
+from tridecode.cli.bench.rows import Row
+from tridecode.cli.bench.run import with_commands
+from tridecode.cli.bench_options import add_shape, add_steps
+from tridecode.cli.values import positive
+from tridecode.errors import ParameterError
+from tridecode.models.registry import FAMILIES
+from tridecode.plan.memory import free_memory
 
 
-def peers(args, output) -> list[dict]:
-    """Three rows: ours, transformers with a static cache and torch.compile, transformers as it is by default."""
+def parse(argv: list[str] | None):
+    """The options of a command line."""
+    parser = options("peers", __doc__)
+    parser.add_argument("--runs", type=positive, default=5, metavar="N", help="runs that count (5)")
+    add_shape(parser)
+    add_steps(parser, "prompt tokens", sampling=False)
+    parser.set_defaults(what="peers")
+    return parser.parse_args(argv)
+
+
+def measure(args, output) -> list[Row]:
+    """Three rows: this engine, transformers as it is by default, and with a static cache and torch.compile."""
     try:
         import transformers
     except ModuleNotFoundError:
-        raise ParameterError(
-            "bench peers compares with transformers, which is not installed here; pip install transformers"
-        ) from None
+        raise ParameterError("peers: transformers is not installed here; pip install transformers") from None
     engine = preset_engine(args.preset, capacity_of(args))
     device, spec = engine.device, engine.config
     bandwidth, nbytes = read_bandwidth(device), step_bytes(engine, args.context, args.steps)
-    where = {"bench": "peers", "preset": args.preset, "context": args.context, "steps": args.steps, "runs": args.runs}
-    facts = run_facts(device) | {"transformers": transformers.__version__}
+    where = dict(preset=args.preset, context=args.context, steps=args.steps, runs=args.runs, **run_facts(device))
+    where["transformers"] = transformers.__version__
 
-    def row(variant: str, times: list[float]) -> dict:
-        return where | {"variant": variant} | decode_figures(times, nbytes, bandwidth) | facts
+    def row(variant: str, times: list[float]) -> Row:
+        return PeersRow(variant=variant, **where, **step_figures("us_per_token", times, nbytes, bandwidth))
 
     rows = [row("tridecode", time_decode(engine, args.context, args.steps, args.runs))]
     del engine
@@ -39,7 +58,7 @@ def peers(args, output) -> list[dict]:
     for variant, cache in (("transformers, default", None), ("transformers, static cache and compile", "static")):
         output.note(f"{variant} ...")
         rows.append(row(variant, time_peer(model, spec, args.context, args.steps, args.runs, cache)))
-    return rows
+    return with_commands("python -m benchmarks.peers", args, rows)
 
 
 def peer_model(spec: ModelSpec, device, dtype: torch.dtype):
@@ -115,3 +134,12 @@ def time_peer(model, spec: ModelSpec, context: int, steps: int, runs: int, cache
 def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    return run(args, lambda output: measure(args, output))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

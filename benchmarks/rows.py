@@ -1,0 +1,101 @@
+"""Rows from JSON files, their comparison, and the run of a script."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from tridecode.cli.bench.ablate import AblateRow
+from tridecode.cli.bench.batch import BatchRow
+from tridecode.cli.bench.decode import DecodeRow
+from tridecode.cli.bench.mix import MixRow
+from tridecode.cli.bench.offload import OffloadRow, PromptRow, SwapRow, WeightsRow
+from tridecode.cli.bench.prefill import PrefillRow
+from tridecode.cli.bench.rows import Row, column, tables
+from tridecode.cli.bench.run import publish
+from tridecode.cli.bench.serve import ServeRow
+from tridecode.cli.bench.speculate import DraftRow, PassesRow, TextRow
+from tridecode.cli.bench.start import StartRow
+from tridecode.cli.bench.stream import StreamRow
+from tridecode.cli.bench_options import add_output
+from tridecode.cli.command_line import Parser
+from tridecode.cli.explain import explain
+from tridecode.cli.inputs import loads, read_bytes
+from tridecode.cli.terminal import Output, counted
+from tridecode.errors import ParameterError, PromptError, TridecodeError
+
+
+@dataclass(kw_only=True)
+class PeersRow(DecodeRow):
+    bench = "peers"
+    header = "peers"
+    variant: str = column("program")
+    transformers: str
+
+
+TYPES: dict[str, type[Row]] = {
+    kind.bench: kind
+    for kind in (
+        *(DecodeRow, AblateRow, BatchRow, PrefillRow, StreamRow, StartRow, ServeRow, MixRow, PeersRow),
+        *(OffloadRow, WeightsRow, PromptRow, SwapRow, PassesRow, DraftRow, TextRow),
+    )
+}
+
+
+def read_rows(path: str) -> list[Row]:
+    """The rows of a JSON file. Raises PromptError if it cannot be read, ParameterError if it has other content."""
+    try:
+        found = loads(read_bytes(path, None, "a JSON file that a bench wrote"))
+        rows = [TYPES[row["bench"]].read({key: row[key] for key in row if key != "bench"}) for row in found]
+        tables(rows)  # raises if a figure is not a number
+    except PromptError:
+        raise
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        rows = []
+    if not rows:
+        raise ParameterError(f"{path}: expected a JSON list of rows that a bench wrote with --format json")
+    return rows
+
+
+def deviations(rows: Sequence[Row], earlier: Sequence[Row]) -> list[tuple[str, str, float]]:
+    """For each row that `earlier` has too: its command, and the figure that changed most with its change in percent."""
+    before = {(row.command, row.variant): row.compared() for row in earlier}
+    found = []
+    for row in rows:
+        others = before.get((row.command, row.variant), {})
+        changes = {name: 100 * (value / others[name] - 1) for name, value in row.compared().items() if others.get(name)}
+        if changes:
+            worst = max(changes, key=lambda name: abs(changes[name]))
+            found.append((row.command, worst, changes[worst]))
+    return found
+
+
+def compare(rows: Sequence[Row], earlier: Sequence[Row], path: str, output) -> None:
+    """Write a line to stderr for each row that the earlier file has too, then the largest deviation of all."""
+    found = deviations(rows, earlier)
+    if not found:
+        raise ParameterError(f"{path}: holds none of these rows; expected one with the same command")
+    for command, figure, percent in found:
+        output.note(f"{percent:+6.2f}%  {figure}  {command}")
+    _, figure, percent = max(found, key=lambda row: abs(row[2]))
+    output.note(f"largest deviation of {counted(len(found), 'row')} from {path}: {percent:+.2f}% ({figure})")
+
+
+def options(script: str, about: str, **more) -> Parser:
+    """The parser of a script with the options of every script."""
+    parser = Parser(prog=f"python -m benchmarks.{script}", description=about, **more)
+    add_output(parser)
+    parser.add_argument("--compare", metavar="FILE", help="report how far the rows are from those of that JSON file")
+    return parser
+
+
+def run(args, measured: Callable[[Output], Sequence[Row]]) -> int:
+    """Write the rows that `measured` returns, and compare them if --compare is set. Returns the exit code."""
+    output = Output()
+    try:
+        earlier = read_rows(args.compare) if args.compare is not None else []
+        rows = publish(args, output, lambda: measured(output))
+        if earlier:
+            compare(rows, earlier, args.compare, output)
+    except (TridecodeError, OSError) as error:
+        output.error(explain(error))
+        return 1
+    return 0

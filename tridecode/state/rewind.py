@@ -1,0 +1,31 @@
+"""Rows that run without requests, to measure passes: they start at any position, with whatever the K/V cache holds."""
+
+from ..sampling import SamplingParams
+from .offloaded_slots import OffloadedSlots
+from .slots import Slots
+
+
+def rewind_slots(slots: Slots, positions: list[int], params: SamplingParams, given: int = 0) -> None:
+    """Start rows and slots 0, 1, ... at `positions`, with `given` known tokens after each, which passes do not sample.
+
+    No request may be active. Each slot has its share of the pages, up to the capacity, and the same pages every time.
+    With offload, every page gets a place as if it had been written, the oldest pages on the host.
+
+    Raises:
+        OutOfPages: the positions need more pages than there are.
+    """
+    capacity, page = slots.model.kv.capacity, slots.page
+    slots.recover()
+    slots.cache.clear()
+    slots.pages.recount(slot.pages for slot in slots)
+    for row, position in enumerate(positions):
+        spare = slots.pages.free - sum(slots.pages_for(later + 1) for later in positions[row:])
+        room = (slots.pages_for(position + 1) + max(spare, 0) // (len(positions) - row)) * page
+        known = min(position + 1 + given, capacity)
+        slots.write_tokens(slots[row], [0] * known, min(room, capacity))
+        slots.begin(slots[row], row, params, position=position, n_known=known, limit=capacity + 1, stop_ids=())
+    if isinstance(slots, OffloadedSlots):
+        for row in range(len(positions)):
+            for first in range(0, slots.room(slots[row]), page):
+                slots.ensure(slots[row], first, first + 1)
+        slots.before_pass()

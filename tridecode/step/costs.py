@@ -1,0 +1,36 @@
+"""Costs of passes that verify drafts, measured once when an engine is built."""
+
+from ..layout import MAX_QUERIES
+from ..sampling import SamplingParams
+from ..state.rewind import rewind_slots
+from ..state.slots import Slots
+from .dispatch import QUERIES, BatchDescriptor
+from .graphs import DecodePasses
+
+POSITION = 1024  # of the measured rows, if they have so many pages
+PASSES = 3  # that each time is the mean of
+GREEDY = SamplingParams(temperature=0.0, seed=0)
+
+
+def measure_costs(steps: DecodePasses, slots: Slots) -> dict[int, dict[int, float]]:
+    """Return the seconds of captured greedy passes: requests -> rows of each request -> seconds.
+
+    Sizes whose passes of several rows are not captured are left out. No request may be active; all slots are idle
+    afterwards.
+    """
+    kv = steps.model.kv
+    found: dict[int, dict[int, float]] = {}
+    known = MAX_QUERIES * (PASSES + 1)  # tokens after the position: as right drafts they keep all rows running
+    for requests in steps.dispatcher.sizes:
+        room = min(kv.capacity, kv.positions // kv.page // requests * kv.page)
+        position = min(POSITION, room - known - 1)
+        replays = {rows: steps.graphs.get(BatchDescriptor("greedy", requests, rows)) for rows in QUERIES}
+        if position < 0 or requests > len(slots) or not any(replays[rows] for rows in QUERIES[1:]):
+            continue
+        found[requests] = {}
+        for rows, replay in replays.items():
+            if replay is not None and steps.place is not None:
+                rewind_slots(slots, [position] * requests, GREEDY, known)
+                found[requests][rows] = steps.place.seconds(replay, PASSES)
+    slots.recover()
+    return found
